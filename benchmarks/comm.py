@@ -1,0 +1,135 @@
+"""Every communication, as a program of one instruction, beside the NCCL calls alone: host time a call, and bandwidth.
+
+Both are programs of this process; in the second one the body of `run` is replaced by the bare calls.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import hostweave as hw
+from hostweave.build.cuda import gpus
+
+SIZES = {"1 KiB": 10, "64 KiB": 16, "1 MiB": 20, "16 MiB": 24, "256 MiB": 28, "1 GiB": 30}  # log2 of the bytes of the larger local buffer
+ROUNDS = 5
+MORE_US, OF_BANDWIDTH = 3.0, 0.99
+
+WHOLE, BLOCK, EACH, BLOCKS = "u8[N]", "u8[N@x]", "u8[{ranks}@x, N]", "u8[{ranks}@x, {ranks}, N]"
+LOOP = "for (int r = 0; r < {ranks}; ++r) {{ {body} }}"
+SEND = "HW_CHECK(ncclSend(x + {at}, {count}, ncclUint8, {peer}, comm, caller));"
+RECV = "HW_CHECK(ncclRecv(y + {at}, {count}, ncclUint8, {peer}, comm, caller));"
+
+
+def _grouped(*calls: str) -> str:
+    return " ".join(("HW_CHECK(ncclGroupStart());", *calls, "HW_CHECK(ncclGroupEnd());"))
+
+
+def _each_peer(*calls: str, count: str = "N / {ranks}") -> str:
+    return LOOP.replace("{body}", " ".join(call.format(at=f"r * ({count})", count=count, peer="r") for call in calls))
+
+
+def _all_of(call: str, peer: str, count: str) -> str:
+    return call.format(at="0", count=count, peer=peer)
+
+
+# name: types of x and y, the instruction, the bare calls on pointers x and y of N bytes a rank
+COMMUNICATIONS = {
+    "all_gather": (BLOCK, WHOLE, "all_gather %x -> %y on x", "HW_CHECK(ncclAllGather(x, y, N / {ranks}, ncclUint8, comm, caller));"),
+    "all_reduce": (EACH, WHOLE, "all_reduce sum %x -> %y on x", "HW_CHECK(ncclAllReduce(x, y, N, ncclUint8, ncclSum, comm, caller));"),
+    "reduce_scatter": (
+        EACH,
+        BLOCK,
+        "reduce_scatter sum %x -> %y on x",
+        "HW_CHECK(ncclReduceScatter(x, y, N / {ranks}, ncclUint8, ncclSum, comm, caller));",
+    ),
+    "broadcast": (EACH, WHOLE, "broadcast %x -> %y from 0 on x", "HW_CHECK(ncclBroadcast(x, y, N, ncclUint8, 0, comm, caller));"),
+    "reduce": (EACH, EACH, "reduce sum %x -> %y to 0 on x", "HW_CHECK(ncclReduce(x, y, N, ncclUint8, ncclSum, 0, comm, caller));"),
+    "gather": (
+        BLOCK,
+        EACH,
+        "gather %x -> %y to 0 on x",
+        _grouped(_all_of(SEND, "0", "N / {ranks}"), "if (rank_.index() == 0)", _each_peer(RECV)),
+    ),
+    "scatter": (
+        EACH,
+        BLOCK,
+        "scatter %x -> %y from 0 on x",
+        _grouped("if (rank_.index() == 0)", _each_peer(SEND), _all_of(RECV, "0", "N / {ranks}")),
+    ),
+    "all_to_all": (BLOCKS, BLOCKS, "all_to_all %x -> %y on x", _grouped(_each_peer(SEND, RECV, count="N"))),
+    "send_recv": (
+        EACH,
+        EACH,
+        "group {{ send %x to (rank.x + 1) % {ranks} on x  recv %y from (rank.x - 1) % {ranks} on x }}",
+        _grouped(
+            _all_of(SEND, "(rank_.index() + 1) % {ranks}", "N"),
+            _all_of(RECV, "(rank_.index() + {ranks} - 1) % {ranks}", "N"),
+        ),
+    ),
+}
+
+
+def main() -> None:
+    ranks = len(gpus())
+    print(f"{ranks} GPUs; host us more a call (limit {MORE_US}), and of the bandwidth of NCCL alone (limit {OF_BANDWIDTH})")
+    for name, (x_type, y_type, instruction, calls) in COMMUNICATIONS.items():
+        x_type, y_type, instruction = (text.format(ranks=ranks) for text in (x_type, y_type, instruction))
+        text = f"host @{name}(%x: {x_type}) -> (%y: {y_type}) mesh(x={ranks}) {{ {instruction} }}"
+        # Unchecked: a reduce leaves the outputs of all ranks but one unwritten.
+        program = hw.compile(hw.HostProgram.parse(text), target="cuda", options=hw.Options(check=False))
+        bare = _bare(program, calls.replace("{ranks}", str(ranks)).replace("{{", "{").replace("}}", "}"))
+        for size, log in SIZES.items():
+            shape = {WHOLE: (1 << log,), BLOCK: (1 << log,), EACH: (ranks, 1 << log), BLOCKS: (ranks, ranks, (1 << log) // ranks)}
+            x = np.zeros(shape[COMMUNICATIONS[name][0]], np.uint8)
+            rounds = [(_times(program, x), _times(bare, x)) for _ in range(ROUNDS)]
+            more = statistics.median(ours[0] - theirs[0] for ours, theirs in rounds)
+            share = statistics.median(theirs[1] / ours[1] for ours, theirs in rounds)
+            ms = statistics.median(ours[1] for ours, _ in rounds)
+            print(f"{name:15} {size:>8}: {more:+.2f} us, {share:.3f} of the bandwidth ({ms:.3f} ms)", flush=True)
+
+
+def _bare(program: Any, calls: str) -> Any:
+    """The program with nothing but these calls in the body of `run`."""
+    source = program.sources["program.cpp"]
+    begin = source.index("void Program::run(")
+    body = f"""void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {{
+  const auto* x = in.x.as<uint8_t>();
+  auto* y = out.y.as<uint8_t>();
+  [[maybe_unused]] const int64_t N = prepared_->N;
+  const ncclComm_t comm = team_x_.comm();
+  {calls}
+}}
+"""
+    end = re.compile(r"^}\n", re.M).search(source, begin)
+    assert end
+    with tempfile.TemporaryDirectory() as folder:
+        edited = Path(folder) / program.name
+        edited.mkdir()
+        for path, text in {**program.sources, "host_ir.txt": program.host_ir}.items():
+            (edited / path).write_text(text)
+        (edited / "program.cpp").write_text(source[:begin] + body + source[end.end() :])
+        os.environ["HOSTWEAVE_EDIT"] = folder
+        try:
+            bare = hw.compile(hw.HostProgram.parse(program.host_ir), target="cuda", options=hw.Options(check=False))
+            bare.build()
+        finally:
+            del os.environ["HOSTWEAVE_EDIT"]
+    return bare
+
+
+def _times(program: Any, x: Any) -> tuple[float, float]:
+    """Host microseconds and device milliseconds of a call: the slowest rank, the median of repetitions."""
+    times = program.measure(warmups=2, repetitions=9, x=x)
+    host = max(statistics.median(t.enqueue_us for t in rank) for rank in times)
+    return host, statistics.median(max(rank[i].total_ms for rank in times) for i in range(len(times[0])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""What compiling costs: import, lowering, growth with the number of ops, cold compile, cached load."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import hostweave as hw
+from hostweave.build.paths import EXAMPLES
+from hostweave.build.toolchain import find_toolchain
+from hostweave.errors import BuildError
+from hostweave.pipeline import lower
+from hostweave.source import load_file, programs_in
+
+PROGRAMS = ("matmul_n", "ag_matmul_p2p", "matmul_rs_flat", "allreduce_rows")  # without kernels, and with
+
+
+def main() -> None:
+    print(f"import hostweave          {import_seconds():.3f} s (limit 0.15)")
+    seeds = programs_in(load_file(EXAMPLES / "seeds.py"))
+    slowest = max(seeds, key=lambda name: seconds(lambda: lower(seeds[name], hw.Options())))
+    print(f"lowering, slowest seed    {seconds(lambda: lower(seeds[slowest], hw.Options())) * 1e3:.1f} ms, {slowest} (limit 20)")
+    print(f"1000 ops over 100 ops     {chain_seconds(1000) / chain_seconds(100):.1f} times (limit 12)")
+    for target in ("cpu", "cuda"):
+        try:
+            find_toolchain(target)
+        except BuildError as error:
+            print(f"cold compile, {target}: not here: {error}")
+            continue
+        for name in PROGRAMS:
+            cold, cached, has_kernels = build_seconds(name, target)
+            limit = 3.0 if has_kernels and target == "cuda" else 1.5
+            kernels = "with kernels" if has_kernels else "no kernels"
+            print(f"cold compile, {target:4} {name:18} {cold:.2f} s, {kernels} (limit {limit}); cached {cached * 1e3:.1f} ms (limit 30)")
+
+
+def import_seconds() -> float:
+    """Of a fresh interpreter, less what an empty one takes."""
+
+    def run(code: str) -> float:
+        return min(seconds(lambda: subprocess.run([sys.executable, "-c", code], check=True)) for _ in range(5))
+
+    return run("import hostweave") - run("pass")
+
+
+def chain_seconds(length: int) -> float:
+    @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "N"])
+    def chain(x: hw.Tensor) -> hw.Tensor:
+        for i in range(length):
+            x = hw.exp(x) if i % 2 else x * 2
+        return x
+
+    return seconds(lambda: lower(chain, hw.Options()))
+
+
+def build_seconds(name: str, target: str) -> tuple[float, float, bool]:
+    """Seconds of a compile into an empty cache that holds the runtime, of a load from it, and whether there are kernels."""
+    programs = {**programs_in(load_file(EXAMPLES / "seeds.py")), **programs_in(load_file(EXAMPLES / "single_device.py"))}
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["HOSTWEAVE_CACHE"] = cache
+        first = hw.compile(programs_in(load_file(EXAMPLES / "single_device.py"))["set"], target=target)
+        _ = first.folder  # also makes the runtime library, once
+        cold_program = hw.compile(programs[name], target=target)
+        cold = once(lambda: cold_program.folder)
+        code = f"""
+import time, hostweave as hw
+from hostweave.build.paths import EXAMPLES
+from hostweave.source import load_file, programs_in
+program = {{**programs_in(load_file(EXAMPLES / "seeds.py")), **programs_in(load_file(EXAMPLES / "single_device.py"))}}[{name!r}]
+program = hw.compile(program, target={target!r})
+started = time.perf_counter()
+program.{"build()" if target == "cpu" else "folder"}
+print(time.perf_counter() - started)
+"""
+        runs = [float(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout) for _ in range(3)]
+        return cold, min(runs), "kernels.cu" in cold_program.sources
+    raise AssertionError
+
+
+def seconds(work: Callable[[], Any], repetitions: int = 5) -> float:
+    return statistics.median(once(work) for _ in range(repetitions))
+
+
+def once(work: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+// matmul_m by hand: the calls of the generated program and nothing else, to see what its host code adds to them.
+#pragma once
+#include <cublasLt.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "hostweave/arena.h"
+#include "hostweave/rank.h"
+#include "hostweave/tensor.h"
+
+namespace programs::matmul_m {
+
+constexpr char kMesh[] = "mesh(x=1)";
+constexpr int64_t kWorld = 1;
+
+struct Inputs {
+  hw::Tensor x, w;
+};
+struct Outputs {
+  hw::Tensor y;
+};
+struct OutputShapes {
+  hw::Shape y;
+};
+
+class Program {
+ public:
+  explicit Program(hw::Rank&);
+  OutputShapes output_shapes(const Inputs& in) const { return {{in.x.dim(0), in.w.dim(1)}}; }
+  void prepare(const Inputs& in);
+  void run(const Inputs& in, const Outputs& out, cudaStream_t caller);
+  const hw::Arena& arena() const { return arena_; }
+
+ private:
+  static constexpr int kStreams = 4;
+  cudaStream_t streams_[kStreams];
+  cudaEvent_t forked_, joined_[kStreams], last_call_;
+  void* workspaces_[kStreams];
+  cublasLtHandle_t blas_;
+  cublasLtMatmulDesc_t desc_;
+  cublasLtMatrixLayout_t x_, w_, y_;
+  cublasLtMatmulAlgo_t algo_;
+  hw::Arena arena_;
+};
+
+}  // namespace programs::matmul_m

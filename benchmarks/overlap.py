@@ -1,0 +1,172 @@
+"""All-gather + matmul and matmul + reduce-scatter on all GPUs of this machine, beside torch: the NCCL collective, then the matmul.
+
+Milliseconds of the slowest rank, the median over calls that all ranks begin together; random bf16 data. torch runs one
+process a GPU, Hostweave one thread a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+import hostweave as hw
+from hostweave.build.cuda import gpus
+from hostweave.fusion.ir import Fusion
+
+REPETITIONS = 15
+
+
+@dataclass(frozen=True)
+class Case:
+    """M x K x N of one rank, M after the gather or before the scatter."""
+
+    name: str
+    kind: str  # ag or rs
+    M: int
+    K: int
+    N: int
+
+
+CASES = (
+    Case("llama70b gate_up", "ag", 8192, 8192, 7168),
+    Case("llama70b qkv", "ag", 8192, 8192, 1280),
+    Case("llama8b gate_up", "ag", 8192, 4096, 3584),
+    Case("llama70b gate_up, M = 2048", "ag", 2048, 8192, 7168),
+    Case("llama70b down", "rs", 8192, 3584, 8192),
+    Case("llama70b o_proj", "rs", 8192, 1024, 8192),
+    Case("llama8b down", "rs", 8192, 1792, 4096),
+)
+# The program, chunks as a multiple of the ranks (by block) or as a number (across shards), and by what.
+VARIANTS: tuple[tuple[str, int, int, str | None], ...] = (
+    ("p2p", 1, 0, None),
+    ("ring", 1, 0, "ring"),
+    ("collective, 2 chunks", 0, 2, "collective"),
+    ("collective, 4 chunks", 0, 4, "collective"),
+    ("no overlap", 0, 0, None),
+)
+
+
+def main() -> None:
+    ranks = len(gpus())
+    torch_ms = _torch(ranks)
+    for case in CASES:
+        base = torch_ms[case.name, case.kind]
+        print(f"{case.name} {case.M} x {case.K} x {case.N}, {case.kind}, {ranks} GPUs: torch {base:.3f} ms", flush=True)
+        for name, blocks, slices, by in VARIANTS:
+            program = hw.compile(_fusion(case, ranks, blocks * ranks or slices, by), target="cuda")
+            times = program.measure(warmups=5, repetitions=REPETITIONS, **_arrays(case, ranks))
+            ms = statistics.median(max(rank[i].total_ms for rank in times) for i in range(REPETITIONS))
+            host = max(statistics.median(t.enqueue_us for t in rank) for rank in times)
+            print(f"  {name:22} {ms:7.3f} ms, {base / ms:5.2f} of torch's speed, host {host:.0f} us", flush=True)
+            program.close()
+
+
+def _fusion(case: Case, ranks: int, chunks: int, by: str | None) -> Fusion:
+    mesh = hw.Mesh(x=ranks)
+    if by == "collective":
+        by = "all_gather" if case.kind == "ag" else None
+        step = "across"
+    else:
+        step = None
+
+    def ag(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
+        y = hw.matmul(hw.reshard(x, "M", "K"), w)
+        return y.stream("M", chunks=chunks, by=by, step=step) if chunks else y
+
+    def rs(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
+        y = hw.reshard(hw.matmul(x, w), "M@x", "N")
+        return y.stream("M", chunks=chunks, by=by, step=step) if chunks else y
+
+    if case.kind == "ag":
+        return hw.fusion(mesh=mesh, x=hw.bf16["M@x", "K"], w=hw.bf16["K", "N"])(ag)
+    return hw.fusion(mesh=mesh, x=hw.bf16["M", "K@x"], w=hw.bf16["K@x", "N"])(rs)
+
+
+def _arrays(case: Case, ranks: int) -> dict[str, Any]:
+    inner = case.K if case.kind == "ag" else case.K * ranks
+    random = np.random.default_rng(0)
+    return {
+        "x": random.standard_normal((case.M, inner), np.float32).astype(ml_dtypes.bfloat16),
+        "w": random.standard_normal((inner, case.N), np.float32).astype(ml_dtypes.bfloat16),
+    }
+
+
+# --- torch ------------------------------------------------------------------------------------------------------------
+
+
+def _torch(ranks: int) -> dict[tuple[str, str], float]:
+    import torch.multiprocessing as processes
+
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29517")
+        processes.spawn(_torch_rank, args=(ranks, folder), nprocs=ranks, join=True)
+        per_rank = [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(ranks)]
+    return {
+        (case.name, case.kind): statistics.median(max(times[i][n] for times in per_rank) for n in range(REPETITIONS))
+        for i, case in enumerate(CASES)
+    }
+
+
+def _torch_rank(rank: int, ranks: int, folder: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", rank=rank, world_size=ranks, device_id=torch.device("cuda", rank))
+    results = []
+    for case in CASES:
+        rows = case.M // ranks if case.kind == "ag" else case.M
+        x = torch.randn(rows, case.K, device="cuda", dtype=torch.bfloat16)
+        w = torch.randn(case.K, case.N, device="cuda", dtype=torch.bfloat16)
+        whole = torch.empty(case.M, case.K if case.kind == "ag" else case.N, device="cuda", dtype=torch.bfloat16)
+        y = torch.empty(case.M if case.kind == "ag" else case.M // ranks, case.N, device="cuda", dtype=torch.bfloat16)
+        results.append(_torch_times(_torch_call(case.kind, x, w, whole, y)))
+    (Path(folder) / str(rank)).write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+def _torch_call(kind: str, x: Any, w: Any, whole: Any, y: Any) -> Callable[[], None]:
+    import torch
+    import torch.distributed as dist
+
+    def ag() -> None:
+        dist.all_gather_into_tensor(whole, x)
+        torch.mm(whole, w, out=y)
+
+    def rs() -> None:
+        torch.mm(x, w, out=whole)
+        dist.reduce_scatter_tensor(y, whole)
+
+    return ag if kind == "ag" else rs
+
+
+def _torch_times(call: Callable[[], None]) -> list[float]:
+    import torch
+    import torch.distributed as dist
+
+    times = []
+    for repetition in range(REPETITIONS + 5):
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda.synchronize()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        if repetition >= 5:
+            times.append(begin.elapsed_time(end))
+    return times
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""Decides, without running it, whether a host program is free of races, deadlocks and reads of memory that nothing wrote."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import combinations
+from typing import NoReturn
+
+from hostweave.analysis.instantiate import Access, Instances, Operation, Region, failure, instantiate, sizes_to_check
+from hostweave.analysis.meetings import meetings
+from hostweave.analysis.memory import Memory, Touch
+from hostweave.analysis.order import Clock, Order, Task, order, run
+from hostweave.fusion.types import Sizes
+from hostweave.host import ir
+
+
+def check(program: ir.HostProgram, sizes: Sizes | None = None) -> None:
+    """Raises ProgramError for the first fault that `program` has on some rank of its mesh, for these sizes or small ones.
+
+    Checked are: two accesses of the same bytes, one of them a write, that no stream, event or arriving data orders, the
+    caller's before and after the call among them; sends and recvs, and collectives, that do not meet; a wait whose record
+    may not have run; ranks that wait for one another; memory freed while in use; memory read before it is written; outputs
+    that are not written completely.
+    """
+    for chosen in sizes_to_check(program) if sizes is None else (sizes,):
+        instances = instantiate(program, chosen)
+        ordered = order(instances, meetings(instances))
+        checker = _Checker(instances, ordered)
+        for task, clock in run(ordered):
+            checker.start(task, clock)
+        checker.finish()
+
+
+class _Checker:
+    def __init__(self, instances: Instances, ordered: Order):
+        self.instances, self.order = instances, ordered
+        self.memories: list[dict[str, Memory]] = []
+        # The first read of bytes that nothing wrote before. If their write comes later, the race says more.
+        self.empty: tuple[Operation, Access, range] | None = None
+        for operations, roots, caller in zip(instances.ranks, instances.roots, ordered.callers, strict=True):
+            regions: dict[str, list[Region]] = defaultdict(list)
+            for operation in operations:
+                for part in operation.members or (operation,):
+                    for access in part.accesses:
+                        regions[access.region.root].append(access.region)
+            self.memories.append({name: Memory(root, regions[name], caller) for name, root in roots.items()})
+
+    def fail(self, operation: Operation, message: str) -> NoReturn:
+        raise failure(self.instances.program, f"{operation}{message}", operation.instruction)
+
+    # --- one task ---
+
+    def start(self, task: Task, clock: Clock) -> None:
+        memories = self.memories[task.operation.rank]
+        touches = [(part, access) for part in task.operation.members or (task.operation,) for access in part.accesses]
+        for (part, access), (other, second) in combinations(touches, 2):
+            if access.region.root == second.region.root and (access.writes or second.writes):
+                self.apart(memories[access.region.root], part, access, other, second)
+        for part, access in touches:
+            memory = memories[access.region.root]
+            if access.reads and self.empty is None and (empty := memory.first_empty(access.region)):
+                self.empty = part, access, empty
+            touch = Touch(task, part, access)
+            if (conflict := memory.touch(touch, clock)) is not None:
+                self.race(touch, conflict, memory)
+            if access.region.generation in memory.freed:
+                self.fail(part, f" {_verb(part, access)} %{access.name} after its deallocate: move the deallocate down, out of the loop")
+            if isinstance(part.instruction, ir.Deallocate):
+                memory.freed.add(access.region.generation)
+
+    def apart(self, memory: Memory, part: Operation, access: Access, other: Operation, second: Access) -> None:
+        """Two accesses of one task run at the same time."""
+        if not memory.overlap(access.region, second.region) or (part is other and _in_place(part, access.region, second.region)):
+            return
+        if part is other:
+            read, written = (second, access) if access.writes else (access, second)
+            self.fail(part, f" writes %{written.name} over the bytes of %{read.name} that it reads: give it memory of its own")
+        first, then = f" {_verb(part, access)} %{access.name}", f"{other} {_verb(other, second)} the same bytes"
+        self.fail(part, f"{first} while, in the same group, {then}: post them apart")
+
+    def race(self, touch: Touch, conflict: Touch, memory: Memory) -> NoReturn:
+        """Names what was issued later first: it is the one that fails to wait."""
+        if conflict is not memory.before and self.issued(conflict) > self.issued(touch):
+            touch, conflict = conflict, touch
+        part, access, other = touch.part, touch.access, conflict.part
+        if conflict is memory.before:
+            user = _BEFORE[memory.root.role]
+        else:
+            same = "it" if conflict.access.name == access.name else f"%{conflict.access.name}, the same bytes"
+            user = f"{other} {_verb(other, conflict.access)} {same}"
+        self.fail(part, f" {_verb(part, access)} %{access.name} while {user}: nothing orders them; {_remedy(part, other)}")
+
+    def issued(self, touch: Touch) -> int:
+        return self.instances.ranks[touch.part.rank].index(touch.by.operation)
+
+    # --- the end of the call ---
+
+    def finish(self) -> None:
+        if self.empty is not None:
+            part, access, empty = self.empty
+            where = f"bytes {empty.start} to {empty.stop} of %{access.region.root}"
+            self.fail(part, f" reads %{access.name} before anything wrote {where}: write them first, or drop the read")
+        for rank, memories in enumerate(self.memories):
+            clock = self.order.caller_clock(rank)
+            for name, memory in memories.items():
+                if (touch := memory.unfinished(clock)) is not None:
+                    self.unjoined(touch, memory)
+                gap = memory.first_empty(Region(name, 0, memory.root.layout, 0))
+                if gap and memory.root.role == "output":
+                    missing = f"rank {rank}: nothing writes bytes {gap.start} to {gap.stop} of the output %{name}"
+                    raise failure(self.instances.program, f"{missing}: write all of every output")
+
+    def unjoined(self, touch: Touch, memory: Memory) -> NoReturn:
+        part, access = touch.part, touch.access
+        pool = part.stream[0] if part.stream else ""
+        user = f"{_verb(part, access)} %{access.name}, and {_AFTERWARDS[memory.root.role]}"
+        self.fail(part, f" {user}: nothing orders the caller's stream after it; add join {pool} behind it")
+
+
+# Who uses memory before and after the call, on the caller's stream.
+_BEFORE = {
+    "input": "the caller may still write it",
+    "output": "the caller may still read it",
+    "allocation": "the call before may still use it",
+}
+_AFTERWARDS = {"input": "the caller may write it next", "output": "the caller reads it next", "allocation": "the next call uses it"}
+
+
+def _verb(part: Operation, access: Access) -> str:
+    if isinstance(part.instruction, ir.Deallocate):
+        return "frees"
+    return "updates" if access.reads and access.writes else "writes" if access.writes else "reads"
+
+
+def _remedy(later: Operation, earlier: Operation) -> str:
+    if later.stream and not earlier.stream:
+        return f"add fork {later.stream[0]} between them"
+    if earlier.stream and not later.stream:
+        return f"add join {earlier.stream[0]} between them"
+    return "add record/wait or put both on one stream"
+
+
+def _in_place(operation: Operation, read: Region, written: Region) -> bool:
+    """Whether an instruction may read what it writes: element by element, or as NCCL allows."""
+    place = operation.team.index(operation.rank) if operation.team else 0
+    match operation.instruction:
+        case ir.Launch() | ir.AllReduce() | ir.Broadcast() | ir.Reduce():
+            return (read.offset, read.layout.rows, read.layout.run) == (written.offset, written.layout.rows, written.layout.run)
+        case ir.AllGather():
+            return read.offset == written.offset + place * read.layout.run
+        case ir.ReduceScatter():
+            return written.offset == read.offset + place * written.layout.run
+    return False

@@ -1,0 +1,564 @@
+"""What each rank does, concretely: the control flow of a host program run for given sizes, as one flat list of operations a rank.
+
+for %i in 0..2 {                     rank 1, ring[0], %i = 0: copy %x -> %y_i      reads %x bytes 0..64, writes %y bytes 64..128
+  %p = (rank.x + %i) % 2      ->     rank 1, ring[1], %i = 1: recv %y_i from 0 ...
+  stream ring[%i] { ... }
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import gcd, lcm, prod
+from typing import Any, NamedTuple, NoReturn
+
+from hostweave.errors import ProgramError
+from hostweave.fusion.extent import Extent, part_of
+from hostweave.fusion.types import BufferType, DType, RankSizes, Sizes
+from hostweave.host import ir
+from hostweave.host.expr import OPERATORS, Binary, Const, Coordinate, Expr, Size, Var, on_sizes_alone
+from hostweave.host.text import print_instruction
+
+Stream = tuple[str, int]  # ("ring", 2)
+Environment = dict[str, int]  # values of loop indices and lets, and the rank's coordinates as "rank.x"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a view lies in its buffer: shape and strides in elements, and the same bytes as rows of one run each."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    rows: tuple[tuple[int, int], ...]  # (how many, bytes apart), outermost first
+    run: int  # bytes
+
+    @property
+    def count(self) -> int:
+        """Elements."""
+        return prod(self.shape)
+
+    @property
+    def unit(self) -> int:
+        """A number of bytes that divides the run and every distance between rows."""
+        return gcd(self.run, *(step for _, step in self.rows))
+
+    def starts(self) -> list[int]:
+        """Where each run begins, in bytes after the first one."""
+        starts = [0] if self.run else []
+        for how_many, step in self.rows:
+            starts = [start + i * step for start in starts for i in range(how_many)]
+        return starts
+
+
+class Region(NamedTuple):
+    """Bytes of a root buffer of one rank: an input, an output or an allocation."""
+
+    root: str
+    offset: int  # bytes
+    layout: Layout
+    generation: int  # which execution of the root's allocate the contents belong to
+
+
+class Access(NamedTuple):
+    name: str  # the buffer or view as the instruction names it
+    region: Region
+    reads: bool
+    writes: bool
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Operation:
+    """One execution of an instruction by one rank. A fork is one operation on the caller's stream and one on each forked stream."""
+
+    instruction: ir.Instruction
+    rank: int
+    stream: Stream | None  # None: the caller's
+    steps: tuple[tuple[str, int], ...]  # the indices of the loops around it
+    accesses: tuple[Access, ...] = ()
+    team: tuple[int, ...] = ()  # global ranks, in team order
+    peer: int | None = None  # global rank of the other side of a send or recv, or of a broadcast's root
+    members: tuple[Operation, ...] = ()  # of a group
+    waits: tuple[Operation, ...] = ()  # what must be done before it starts, besides what its stream holds
+
+    @property
+    def communications(self) -> tuple[Operation, ...]:
+        """The communications that this operation posts: a group's members, or itself, or none."""
+        return self.members if self.members else (self,) if self.team else ()
+
+    def __repr__(self) -> str:
+        stream = f"{self.stream[0]}[{self.stream[1]}]" if self.stream else "the caller's stream"
+        steps = "".join(f", %{name} = {value}" for name, value in self.steps)
+        return f"rank {self.rank}, {stream}{steps}: {instruction_text(self.instruction)}"
+
+
+def instruction_text(instruction: ir.Instruction) -> str:
+    """An instruction on one line; of one with a body only the head."""
+    return print_instruction(instruction)[0].removesuffix(" {")
+
+
+@dataclass(frozen=True)
+class Root:
+    """A buffer that is nobody's view. `role` is input, output or allocation."""
+
+    layout: Layout
+    role: str
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.layout.count * self.layout.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Instances:
+    """The operations of every rank, in the order in which its host issues them, its buffers, and the sizes that hold for it."""
+
+    program: ir.HostProgram
+    sizes: tuple[Sizes, ...]
+    roots: tuple[Mapping[str, Root], ...]
+    ranks: tuple[tuple[Operation, ...], ...]
+
+
+def instantiate(program: ir.HostProgram, sizes: Sizes) -> Instances:
+    """Runs the control flow of `program` for every rank of its mesh.
+
+    Raises ProgramError where a size does not divide, or an index, a peer or a root is out of range.
+    """
+    bound: dict[tuple[int, ...], tuple[_Binder, list[Step]]] = {}  # one for all ranks that hold as much
+    held, roots, ranks = [], [], []
+    parts = [name for name in dict.fromkeys(name for extent in _extents(program) for name in extent.names) if part_of(name)]
+    for rank in range(program.mesh.size):
+        held.append(RankSizes(sizes, program.mesh, rank))
+        key = tuple(_size(program, held[-1], Extent(1, (name,)), None) for name in parts)
+        if key not in bound:
+            binder = _Binder(program, held[-1])
+            bound[key] = binder, binder.body(program.body)
+        binder, body = bound[key]
+        run = _Run(program, rank)
+        for step in body:
+            step(run)
+        roots.append(binder.roots)
+        ranks.append(tuple(run.operations))
+    return Instances(program, tuple(held), tuple(roots), tuple(ranks))
+
+
+def minimal_sizes(program: ir.HostProgram) -> dict[str, int]:
+    """Small sizes at which every extent of `program` is whole: {'M': 12, 'K': 2, 'N': 2}.
+
+    A size that counts the steps of a loop is large enough for the streams to be walked twice.
+    """
+    loops = [i for i in ir.walk(program.body) if isinstance(i, ir.For)]
+    walked = {name for loop in loops for name in loop.count.names}
+    twice = 2 * max((pool.count for pool in program.streams), default=1) + 1
+    sizes = dict.fromkeys(program.symbols(), 1)
+    needed = set(_extents(program))
+    for parameter in (*program.inputs, *program.outputs):  # evenly shared, also where that need not be
+        needed.update(dim.extent // program.mesh.size_of(dim.axes) for dim in parameter.type.dims)
+    for kernel in program.kernels:
+        needed.update(extent for op in kernel.ops for extent in op.result.type.shape)
+    for extent in sorted(needed, key=lambda e: (len(e.names), e.names, e.divisor)):
+        if not set(extent.names) <= sizes.keys():
+            continue  # parts and blocks are whole at any size
+        total = extent.coefficient * prod(sizes[name] for name in extent.names)
+        if extent.names and total % extent.divisor:
+            # A multiple of the divisor always serves, and for a name that stands alone nothing less does.
+            sizes[extent.names[0]] = lcm(sizes[extent.names[0]], extent.divisor // gcd(extent.divisor, extent.coefficient))
+    least = {name: twice if name in walked else 2 for name in sizes}
+    return {name: size * -(-least[name] // size) for name, size in sizes.items()}
+
+
+def sizes_to_check(program: ir.HostProgram) -> Iterator[dict[str, int]]:
+    """Small sizes for both sides of every branch on sizes."""
+    least = minimal_sizes(program)
+    yield least
+    if program.uneven:
+        steps = dict.fromkeys(program.uneven, 1)
+        for extent in _extents(program, ir.walk_at_any_size):
+            if len(extent.names) == 1 and extent.names[0] in steps:
+                steps[extent.names[0]] = lcm(steps[extent.names[0]], extent.divisor)
+        yield {**least, **{name: least[name] + step for name, step in steps.items()}}
+
+
+def _extents(program: ir.HostProgram, walk: Callable[[ir.Body], Iterator[ir.Instruction]] = ir.walk) -> Iterable[Extent]:
+    types = {p.name: program.local_type(p) for p in (*program.inputs, *program.outputs)}
+    for parameter in (*program.inputs, *program.outputs):
+        yield from parameter.type.shape
+        yield from types[parameter.name].shape
+    for instruction in walk(program.body):
+        if isinstance(instruction, ir.Allocate):
+            types[instruction.out] = instruction.type
+        elif isinstance(instruction, ir.VIEWS):
+            types[instruction.out] = ir.view_type(instruction, types[instruction.src])
+        elif isinstance(instruction, ir.For):
+            yield instruction.count
+        for name in ir.names(instruction, "define"):
+            yield from types[name].shape
+            yield from types[name].strides or ()
+
+
+# --- running the control flow -----------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Run:
+    """Where one rank stands."""
+
+    program: ir.HostProgram
+    rank: int
+    environment: Environment = field(init=False)
+    places: dict[str, tuple[str, int, int]] = field(init=False)  # of each buffer: root, offset in bytes, generation
+    operations: list[Operation] = field(default_factory=list)
+    last: dict[Stream | None, Operation] = field(default_factory=dict)  # on each stream
+    recorded: dict[tuple[str, int], Operation] = field(default_factory=dict)
+    stream: Stream | None = None
+    steps: tuple[tuple[str, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        mesh = self.program.mesh
+        self.environment = {f"rank.{axis}": mesh.coordinate(self.rank, axis) for axis, _ in mesh.axes}
+        self.places = {p.name: (p.name, 0, 0) for p in (*self.program.inputs, *self.program.outputs)}
+
+    def issue(self, operation: Operation) -> Operation:
+        self.operations.append(operation)
+        self.last[operation.stream] = operation
+        return operation
+
+    def fail(self, instruction: ir.Instruction, message: str) -> NoReturn:
+        raise failure(self.program, f"{Operation(instruction, self.rank, self.stream, self.steps)}: {message}", instruction)
+
+
+def failure(program: ir.HostProgram, message: str, instruction: ir.Instruction | None = None) -> ProgramError:
+    """The error for a fault of `program` that shows in one concrete execution, placed at the user's line where that is known."""
+    location = instruction.location if instruction else None
+    return ProgramError(message if location else f"@{program.name}: {message}", location)
+
+
+Step = Callable[[_Run], None]
+
+
+class _Binder:
+    """Turns instructions into steps once for all ranks: types bound to sizes, expressions compiled, only offsets left to run."""
+
+    def __init__(self, program: ir.HostProgram, sizes: Sizes):
+        self.program = program
+        self.sizes = sizes
+        self.types: dict[str, BufferType] = {}
+        self.layouts: dict[str, Layout] = {}
+        self.roots: dict[str, Root] = {}
+        for role, parameters in (("input", program.inputs), ("output", program.outputs)):
+            for parameter in parameters:
+                self.define(parameter.name, program.local_type(parameter), None)
+                self.roots[parameter.name] = Root(self.layouts[parameter.name], role)
+
+    def define(self, name: str, buffer: BufferType, instruction: ir.Instruction | None) -> None:
+        shape = tuple(self.size(extent, instruction) for extent in buffer.shape)
+        strides = tuple(self.size(extent, instruction) for extent in ir.strides_of(buffer))
+        self.types[name], self.layouts[name] = buffer, layout(buffer.dtype, shape, strides)
+
+    def size(self, extent: Extent, instruction: ir.Instruction | None) -> int:
+        return _size(self.program, self.sizes, extent, instruction)
+
+    def expr(self, expr: Expr) -> Callable[[Environment], int]:
+        return compiled(expr, self.sizes)
+
+    def body(self, body: ir.Body) -> list[Step]:
+        return [_BINDERS.get(type(instruction), _post)(self, instruction) for instruction in body]
+
+
+def _size(program: ir.HostProgram, sizes: Sizes, extent: Extent, instruction: ir.Instruction | None) -> int:
+    try:
+        return extent.bind(sizes)
+    except ValueError as error:
+        where = f"{instruction_text(instruction)}: " if instruction else ""
+        raise failure(program, f"{where}{error}: choose sizes that it divides", instruction) from None
+    except KeyError as error:
+        wanted = ", ".join(program.symbols())
+        raise failure(program, f"the size {error.args[0]} is not given: give one for each of {wanted}") from None
+
+
+def layout(dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...]) -> Layout:
+    """The layout of a strided view: dims that follow one another without a gap become one, the innermost one the run."""
+    rows: list[tuple[int, int]] = []
+    run = dtype.itemsize if all(shape) else 0
+    for extent, stride in sorted(zip(shape, strides, strict=True), key=operator.itemgetter(1)):
+        step = stride * dtype.itemsize
+        if extent == 1 or not run:
+            continue
+        if not rows and step == run:
+            run *= extent
+        elif rows and step == rows[-1][0] * rows[-1][1]:
+            rows[-1] = (rows[-1][0] * extent, rows[-1][1])
+        else:
+            rows.append((extent, step))
+    return Layout(dtype, shape, strides, tuple(reversed(rows)), run)
+
+
+def compiled(expr: Expr, sizes: Sizes) -> Callable[[Environment], int]:
+    """A function that evaluates `expr`, several times faster than walking it again for every step of every rank."""
+    match expr:
+        case Const(value):
+            return lambda _: value
+        case Size(name):
+            bound = sizes[name]
+            return lambda _: bound
+        case Var(name):
+            return operator.itemgetter(name)
+        case Coordinate(axis):
+            return operator.itemgetter(f"rank.{axis}")
+        case Binary(op, left, right):
+            meaning, a, b = OPERATORS[op][1], compiled(left, sizes), compiled(right, sizes)
+            return lambda environment: meaning(a(environment), b(environment))
+    raise TypeError(f"not an expression: {expr!r}")
+
+
+# --- one binder an instruction that is not just memory read and written -----------------------------------------------
+
+
+def _allocate(b: _Binder, i: ir.Allocate) -> Step:
+    b.define(i.out, i.type, i)
+    root = i.out
+    while root in b.roots:  # sibling bodies may use one name for two buffers
+        root += "'"
+    b.roots[root] = Root(b.layouts[i.out], "allocation")
+
+    def step(run: _Run) -> None:
+        generation = run.places[i.out][2] + 1 if run.places.get(i.out, ("", 0, 0))[0] == root else 0
+        run.places[i.out] = (root, 0, generation)
+        run.issue(Operation(i, run.rank, run.stream, run.steps))
+
+    return step
+
+
+def _view(b: _Binder, i: Any) -> Step:
+    source = b.layouts[i.src]
+    b.define(i.out, ir.view_type(i, b.types[i.src]), i)
+    if isinstance(i, ir.Section):
+        return _section(b, i)
+    if not isinstance(i, ir.Select | ir.Slice):
+
+        def alias(run: _Run) -> None:
+            run.places[i.out] = run.places[i.src]
+
+        return alias
+
+    count = source.shape[i.dim] if isinstance(i, ir.Select) else b.size(i.count, i)
+    distance = source.strides[i.dim] * source.dtype.itemsize * (source.shape[i.dim] // count if count else 0)
+    index = b.expr(i.index)
+
+    def step(run: _Run) -> None:
+        value = index(run.environment)
+        if not 0 <= value < count:
+            run.fail(i, f"{_outside(i.index, value, count)}: keep the index inside the dim")
+        root, offset, generation = run.places[i.src]
+        run.places[i.out] = (root, offset + value * distance, generation)
+
+    return step
+
+
+def _section(b: _Binder, i: ir.Section) -> Step:
+    source, held = b.layouts[i.src], b.layouts[i.out].shape[i.dim]
+    distance, whole = source.strides[i.dim] * source.dtype.itemsize, source.shape[i.dim]
+    start = b.expr(i.start)
+
+    def step(run: _Run) -> None:
+        value = start(run.environment)
+        if held and not 0 <= value <= whole - held:  # where nothing is held it may begin anywhere
+            run.fail(i, f"{held} from {value} are outside of 0..{whole}: keep the section inside the dim")
+        root, offset, generation = run.places[i.src]
+        run.places[i.out] = (root, offset + (value * distance if held else 0), generation)
+
+    return step
+
+
+def _post(b: _Binder, i: ir.Instruction) -> Step:
+    """Whatever reads and writes memory: compute, collectives, send and recv."""
+    build = _operation(b, i)
+
+    def step(run: _Run) -> None:
+        run.issue(build(run))
+
+    return step
+
+
+# Whether an instruction reads and writes the buffers in a field of a role. A deallocate claims its buffer, an alias: whoever
+# is to use those bytes next must come after it.
+_TOUCHES = {"read": (True, False), "update": (True, True), "write": (False, True), "alias": (False, True)}
+
+
+def _operation(b: _Binder, i: ir.Instruction) -> Callable[[_Run], Operation]:
+    buffers: list[tuple[str, Layout, bool, bool]] = []
+    elsewhere: list[tuple[str, Layout, bool, bool]] = []  # what a rank touches that is not the root
+    for field_name, role in ir.roles(type(i)).items():
+        named = getattr(i, field_name)
+        touched = [(name, b.layouts[name], *_TOUCHES[role]) for name in (named if isinstance(named, tuple) else (named,))]
+        buffers.extend(touched)
+        elsewhere.extend(touched if field_name != i.at_root else ())
+    team: ir.Team = getattr(i, "team", ())
+    teams = {rank: b.program.mesh.team(rank, team) for rank in range(b.program.mesh.size)} if team else {}
+    other: Expr | None = getattr(i, "peer", None) or getattr(i, "root", None)
+    peer = b.expr(other) if other else None
+
+    def build(run: _Run) -> Operation:
+        operation = Operation(i, run.rank, run.stream, run.steps, team=teams.get(run.rank, ()))
+        if other and peer:
+            value = peer(run.environment)
+            if not 0 <= value < len(operation.team):
+                run.fail(i, f"{_outside(other, value, len(operation.team))}: keep it inside the team")
+            operation.peer = operation.team[value]
+        here = buffers if operation.peer == run.rank or not i.at_root else elsewhere
+        operation.accesses = tuple([_access(run, *buffer) for buffer in here])
+        return operation
+
+    return build
+
+
+def _access(run: _Run, name: str, layout: Layout, reads: bool, writes: bool) -> Access:
+    root, offset, generation = run.places[name]
+    return Access(name, Region(root, offset, layout, generation), reads, writes)
+
+
+def _group(b: _Binder, i: ir.Group) -> Step:
+    builders = [_operation(b, inner) for inner in i.body]
+
+    def step(run: _Run) -> None:
+        run.issue(Operation(i, run.rank, run.stream, run.steps, members=tuple([build(run) for build in builders])))
+
+    return step
+
+
+def _on_stream(b: _Binder, i: ir.OnStream) -> Step:
+    index, count, body = b.expr(i.index), _count(b.program.streams, i.stream), b.body(i.body)
+
+    def step(run: _Run) -> None:
+        outer, run.stream = run.stream, (i.stream, index(run.environment) % count)
+        for inner in body:
+            inner(run)
+        run.stream = outer
+
+    return step
+
+
+def _fork(b: _Binder, i: ir.Fork) -> Step:
+    count = _count(b.program.streams, i.stream)
+
+    def step(run: _Run) -> None:
+        fork = run.issue(Operation(i, run.rank, None, run.steps))
+        for k in range(count):
+            run.issue(Operation(i, run.rank, (i.stream, k), run.steps, waits=(fork,)))
+
+    return step
+
+
+def _join(b: _Binder, i: ir.Join) -> Step:
+    streams = [(i.stream, k) for k in range(_count(b.program.streams, i.stream))]
+
+    def step(run: _Run) -> None:
+        held = tuple([run.last[stream] for stream in streams if stream in run.last])
+        run.issue(Operation(i, run.rank, None, run.steps, waits=held))
+
+    return step
+
+
+def _record(b: _Binder, i: ir.Record) -> Step:
+    slot = _slot(b, i)
+
+    def step(run: _Run) -> None:
+        run.recorded[slot(run)] = run.issue(Operation(i, run.rank, run.stream, run.steps))
+
+    return step
+
+
+def _wait(b: _Binder, i: ir.Wait) -> Step:
+    slot = _slot(b, i)
+
+    def step(run: _Run) -> None:
+        event = slot(run)
+        if event not in run.recorded:
+            run.fail(i, f"a wait whose record may not have run: record {event[0]}[{event[1]}] before it in the same call")
+        run.issue(Operation(i, run.rank, run.stream, run.steps, waits=(run.recorded[event],)))
+
+    return step
+
+
+def _slot(b: _Binder, i: ir.Record | ir.Wait) -> Callable[[_Run], tuple[str, int]]:
+    index, count = b.expr(i.index), _count(b.program.events, i.event)
+
+    def slot(run: _Run) -> tuple[str, int]:
+        value = index(run.environment)
+        if not 0 <= value < count:
+            run.fail(i, f"{_outside(i.index, value, count)}: declare more of {i.event}, or keep the index inside")
+        return i.event, value
+
+    return slot
+
+
+def _outside(expr: Expr, value: int, count: int) -> str:
+    return f"{value if isinstance(expr, Const) else f'{expr} = {value}'} is outside of 0..{count}"
+
+
+def _count(pools: tuple[ir.Streams, ...] | tuple[ir.Events, ...], name: str) -> int:
+    return next(pool.count for pool in pools if pool.name == name)
+
+
+def _let(b: _Binder, i: ir.Let) -> Step:
+    value = b.expr(i.value)
+
+    def step(run: _Run) -> None:
+        run.environment[i.out] = value(run.environment)
+
+    return step
+
+
+def _for(b: _Binder, i: ir.For) -> Step:
+    count, body = b.size(i.count, i), b.body(i.body)
+
+    def step(run: _Run) -> None:
+        outer = run.steps
+        for value in range(count):
+            run.environment[i.out] = value
+            run.steps = (*outer, (i.out, value))
+            for inner in body:
+                inner(run)
+        run.steps = outer
+
+    return step
+
+
+def _if(b: _Binder, i: ir.If) -> Step:
+    condition = b.expr(i.condition)
+    if on_sizes_alone(i.condition):  # of the other side nothing need be whole
+        taken = b.body(i.body if condition({}) else i.orelse)
+
+        def always(run: _Run) -> None:
+            for inner in taken:
+                inner(run)
+
+        return always
+    body, orelse = b.body(i.body), b.body(i.orelse)
+
+    def step(run: _Run) -> None:
+        for inner in body if condition(run.environment) else orelse:
+            inner(run)
+
+    return step
+
+
+_BINDERS: dict[type[ir.Instruction], Callable[[_Binder, Any], Step]] = {
+    ir.Allocate: _allocate,
+    ir.Select: _view,
+    ir.Slice: _view,
+    ir.Section: _view,
+    ir.Reshape: _view,
+    ir.Permute: _view,
+    ir.Group: _group,
+    ir.OnStream: _on_stream,
+    ir.Fork: _fork,
+    ir.Join: _join,
+    ir.Record: _record,
+    ir.Wait: _wait,
+    ir.Let: _let,
+    ir.For: _for,
+    ir.If: _if,
+}

@@ -1,0 +1,33 @@
+"""`hostweave bench`: runs the scripts of benchmarks/, each in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from hostweave.build.cuda import gpus
+from hostweave.build.paths import BENCHMARKS
+from hostweave.errors import HostweaveError
+
+NEEDED_GPUS = {"host_time": 1, "overlap": 2, "comm": 2}
+
+
+def bench(names: Sequence[str]) -> int:
+    """Runs the named benchmarks, or all that this machine has the GPUs for. Returns the first exit status that is not 0.
+
+    Raises HostweaveError for a name that there is not, or that needs more GPUs than there are.
+    """
+    known = sorted(path.stem for path in BENCHMARKS.glob("*.py"))
+    status = 0
+    for name in names or known:
+        if name not in known:
+            raise HostweaveError(f"bench: no benchmark {name!r}; one of {', '.join(known)}")
+        if len(gpus()) < NEEDED_GPUS.get(name, 0):
+            if names:
+                raise HostweaveError(f"bench: {name} needs {NEEDED_GPUS[name]} GPUs, and this machine has {len(gpus())}")
+            print(f"== {name}: needs {NEEDED_GPUS[name]} GPUs, and this machine has {len(gpus())}")
+            continue
+        print(f"== {name}", flush=True)
+        status = subprocess.run([sys.executable, str(BENCHMARKS / f"{name}.py")]).returncode or status
+    return status

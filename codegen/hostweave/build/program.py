@@ -1,0 +1,65 @@
+"""Builds the extension module of a host program, or finds it in the cache.
+
+`HOSTWEAVE_EDIT=folder` builds hand-edited sources: `folder/<program>` gets the generated ones where it has none, and what
+is there is compiled.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from hostweave.build.cache import digest_of, get_or_make, key_of, lookup
+from hostweave.build.paths import EMITTER, RUNTIME, TEMPLATES
+from hostweave.build.toolchain import find_toolchain, require_native
+from hostweave.errors import BuildError
+
+Sources = Mapping[str, str]  # path -> text
+
+_HOST_IR_FILE = "host_ir.txt"
+
+
+def build(name: str, host_ir: str, options: str, target: str, render: Callable[[], Sources]) -> Path:
+    """The folder with the sources and the module of a program, compiled for `target`.
+
+    `render` gives the sources; it is called only where they are needed. Raises BuildError where the toolchain is not
+    complete or the compiler fails.
+    """
+    toolchain = find_toolchain(target)
+    require_native()
+    edited = _edited_sources(name, host_ir, render)
+    generator = digest_of(EMITTER, TEMPLATES, RUNTIME / "include", RUNTIME / "cpu" / "include")
+    entry = f"{name}-{key_of(host_ir, options, generator, toolchain.stamp, *(part for item in (edited or {}).items() for part in item))}"
+    if folder := lookup(entry):
+        return folder
+
+    from hostweave.build.make import make_program, runtime_library  # a hit needs nothing of this
+
+    library = runtime_library(toolchain)
+
+    def make(folder: Path) -> None:
+        sources = edited or render()
+        _write(folder, {**sources, _HOST_IR_FILE: host_ir})
+        make_program(folder, tuple(sources), toolchain, library)
+
+    return get_or_make(entry, make)
+
+
+def _edited_sources(name: str, host_ir: str, render: Callable[[], Sources]) -> Sources | None:
+    """The sources in HOSTWEAVE_EDIT, generated there first if need be; None where it is not set."""
+    if not (named := os.environ.get("HOSTWEAVE_EDIT")):
+        return None
+    folder = Path(named).absolute() / name
+    if not folder.is_dir():
+        folder.mkdir(parents=True)
+        _write(folder, {**render(), _HOST_IR_FILE: host_ir})
+    if (folder / _HOST_IR_FILE).read_text() != host_ir:
+        raise BuildError(f"the sources in {folder} were generated from another program; remove that folder, or unset HOSTWEAVE_EDIT")
+    return {path.name: path.read_text() for path in sorted(folder.iterdir()) if path.suffix in (".h", ".cpp", ".cu")}
+
+
+def _write(folder: Path, files: Sources) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)

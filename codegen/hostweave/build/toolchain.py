@@ -1,0 +1,94 @@
+"""The compiler, its flags, and what a program is linked with."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from hostweave.build import cuda
+from hostweave.build.paths import NATIVE, RUNTIME
+from hostweave.errors import BuildError
+
+TARGETS = ("cpu", "cuda")
+MODULE_FILE = "hostweave_program.so"
+FLAGS = ("-O2", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique")
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """What builds programs for one target on this machine."""
+
+    target: str
+    compiler: Path
+    include_folders: tuple[Path, ...]
+    libraries: tuple[Path, ...]  # beyond libhostweave_<target>.so
+    nvrtc: Path | None = None  # compiles the kernels of the CUDA target
+    arch: str = ""  # of its GPUs
+
+    def compile(self, source: str, into: str) -> list[str]:
+        """The command that compiles one file in the current folder."""
+        folders = [f"-I{folder}" for folder in self.include_folders] + (["-DHOSTWEAVE_JIT"] if self.nvrtc else [])
+        language = ["-x", "c++"] if source.endswith(".cu") else []
+        return [str(self.compiler), *FLAGS, *folders, *language, "-c", source, "-o", into]
+
+    def link(self, objects: list[str], into: str, libraries: tuple[Path, ...] = ()) -> list[str]:
+        """The command that links objects into a shared library, which finds its libraries wherever they are now."""
+        libraries = (*libraries, *self.libraries)
+        folders = dict.fromkeys(library.parent for library in libraries)
+        return [str(self.compiler), "-shared", *objects, *map(str, libraries), *(f"-Wl,-rpath,{f}" for f in folders), "-o", into]
+
+    @property
+    def stamp(self) -> str:
+        """Changes when the compiler, the libraries, the Python ABI or the GPU's architecture change. Starts no process."""
+        files = (self.compiler, *native(), *self.libraries, *filter(None, [self.nvrtc]))
+        python = importlib.machinery.EXTENSION_SUFFIXES[0]
+        return "\n".join((self.target, self.arch, python, *FLAGS, *map(_file_stamp, files), *map(str, self.include_folders)))
+
+
+def find_toolchain(target: str) -> Toolchain:
+    """The toolchain of a target. Raises BuildError where a part is missing, with what to install."""
+    compiler = find_compiler()
+    if target == "cpu":
+        return Toolchain(target, compiler, (RUNTIME / "include", RUNTIME / "cpu" / "include"), ())
+    found = cuda.find_cuda().require()
+    libraries = tuple(part.path for part in found.libraries if part.path)
+    return Toolchain(target, compiler, (RUNTIME / "include", *found.include_folders), libraries, found.nvrtc.path, cuda.arch())
+
+
+def find_compiler() -> Path:
+    """The C++ compiler: CXX, else the first of c++, g++ and clang++ on PATH. Raises BuildError where there is none."""
+    wanted = os.environ.get("CXX")
+    for name in (wanted,) if wanted else ("c++", "g++", "clang++"):
+        if path := shutil.which(name):
+            return Path(path)
+    if wanted:
+        raise BuildError(f"no C++ compiler: CXX={wanted} is not on PATH; unset CXX, or install that compiler")
+    raise BuildError("no C++ compiler: none of c++, g++ and clang++ is on PATH; apt install g++")
+
+
+def glue() -> tuple[Path, ...]:
+    """The objects that make a Python module of a program's objects."""
+    return tuple(NATIVE / "glue" / f"{name}.cpp.o" for name in ("member", "module", "world"))
+
+
+def native() -> tuple[Path, ...]:
+    """What the installation built."""
+    return (NATIVE / "libhostweave_cpu.so", *glue())
+
+
+def require_native() -> None:
+    """Raises BuildError where the installation has not built its own parts."""
+    for path in native():
+        if not path.is_file():
+            raise BuildError(f"{path} is not there: hostweave is used from a source tree that is not built; pip install .")
+
+
+def _file_stamp(path: Path) -> str:
+    try:
+        status = path.stat()
+    except OSError:
+        return f"{path} absent"
+    return f"{path} {status.st_size} {status.st_mtime_ns}"

@@ -1,0 +1,166 @@
+"""The command line: `hostweave demo | compile | inspect | export | bench | doctor | cache`."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hostweave.errors import HostweaveError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command. A mistake of the user is one line on stderr and exit status 1."""
+    options = _parser().parse_args(arguments)
+    command: Callable[[argparse.Namespace], int] = options.command
+    try:
+        return command(options)
+    except HostweaveError as error:
+        print(f"hostweave: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # `hostweave inspect ... | head`
+        sys.stderr.close()
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hostweave", description="Compiles a multi-device tensor program into one readable C++ host program."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, command: Callable[[argparse.Namespace], int], help: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=help, description=help)
+        sub.set_defaults(command=command)
+        return sub
+
+    def add_program(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument("program", metavar="FILE.py:FUSION", help="a fusion in a Python file, or a .hw file of IR text")
+        sub.add_argument("--set", metavar="NAME=VALUE", action="append", default=[], help="replace a constant of the file, such as D=4")
+        sub.add_argument("--streams", type=int, default=4, help="streams that a loop walks (default 4)")
+
+    demo = add("demo", _demo, "Compile a seed program, show every stage, run it on all ranks and compare with NumPy.")
+    demo.add_argument("--program", default="ag_matmul_p2p", help="a program of examples/seeds.py (default ag_matmul_p2p)")
+    demo.add_argument("--ranks", type=int, default=8, help="number of ranks (default 8)")
+    demo.add_argument("--target", choices=("cpu", "cuda"), help="default: cuda where there are GPUs, else cpu")
+
+    compile = add("compile", _compile, "Compile a program and say where its sources and module are.")
+    add_program(compile)
+    compile.add_argument("--target", choices=("cpu", "cuda"), default="cpu")
+
+    inspect = add("inspect", _inspect, "Print a stage of a program: an IR after a pass, or the generated C++.")
+    add_program(inspect)
+    inspect.add_argument("--after", metavar="PASS", help="the IR after this pass; 'input' is the fusion as traced, 'all' is every stage")
+
+    export = add("export", _export, "Write a CMake project that builds and runs the program without Python.")
+    add_program(export)
+    export.add_argument("folder", type=Path)
+
+    bench = add("bench", _bench, "Run the benchmarks that this machine can run, and print ratios to the peers of the same run.")
+    bench.add_argument("names", nargs="*", help="benchmarks by name; default: all that can run here")
+
+    add("doctor", _doctor, "Say what was found (compiler, CUDA, NCCL, cuBLAS, GPUs, cache) and what to install for what is missing.")
+
+    cache = add("cache", _cache, "The folder of compiled programs.")
+    cache.add_argument("action", nargs="?", choices=("path", "list", "clear"), default="list")
+    return parser
+
+
+def _load(options: argparse.Namespace) -> Any:
+    from hostweave.options import Options
+    from hostweave.source import load_program
+
+    constants = {}
+    for setting in options.set:
+        name, equals, value = setting.partition("=")
+        if not equals:
+            raise HostweaveError(f"--set {setting}: write NAME=VALUE")
+        try:
+            constants[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            raise HostweaveError(f"--set {setting}: {value} is no Python literal; quote a text twice, as in NAME='\"text\"'") from None
+    return load_program(options.program, constants), Options(streams=options.streams)
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from hostweave.demo import demo
+
+    return demo(options.program, options.ranks, options.target)
+
+
+def _compile(options: argparse.Namespace) -> int:
+    import hostweave as hw
+
+    program, settings = _load(options)
+    compiled = hw.compile(program, target=options.target, options=settings)
+    compiled.build()
+    print(compiled.folder)
+    return 0
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from hostweave.pipeline import PASSES, lower
+
+    program, settings = _load(options)
+    stages: list[tuple[str, str]] = []
+    host = lower(program, settings, lambda name, stage: stages.append((name, str(stage))))
+    if options.after is None:
+        from hostweave.emit import render
+
+        sources = render(host)
+        _show("\n".join(f"// ==== {path}\n{text}" for path, text in sources.items()), "cpp")
+    elif options.after == "all":
+        _show("\n".join(f"# ---- {name}\n{text}" for name, text in stages), "ir")
+    elif options.after in dict(stages):
+        _show(dict(stages)[options.after], "ir")
+    else:
+        raise HostweaveError(f"--after {options.after}: no such stage; one of input, {', '.join(p.__name__ for p in PASSES)}, all")
+    return 0
+
+
+def _show(text: str, language: str) -> None:
+    from hostweave.highlight import highlighted
+
+    print(highlighted(text, language), end="")
+
+
+def _export(options: argparse.Namespace) -> int:
+    import hostweave as hw
+
+    program, settings = _load(options)
+    hw.compile(program, target="cpu", options=settings).export(options.folder)
+    print(f"{options.folder}: cmake -S {options.folder} -B build -DHOSTWEAVE_TARGET=cpu && cmake --build build && build/{program.name}")
+    return 0
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from hostweave.bench import bench
+
+    return bench(options.names)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from hostweave.doctor import report
+
+    print(report())
+    return 0
+
+
+def _cache(options: argparse.Namespace) -> int:
+    from hostweave.build import cache
+
+    if options.action == "path":
+        print(cache.root())
+    elif options.action == "clear":
+        print(f"removed {cache.clear()} entries from {cache.root()}")
+    else:
+        for entry in cache.entries():
+            print(entry)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

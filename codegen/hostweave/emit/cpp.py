@@ -1,0 +1,225 @@
+"""Sizes, integers, numbers and dtypes as C++ text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import gcd, lcm
+
+from hostweave.errors import ProgramError
+from hostweave.fusion.extent import Extent
+from hostweave.fusion.types import DType, Mesh
+from hostweave.host.expr import OPERATORS, Binary, Const, Coordinate, Expr, Size, Var
+from hostweave.host.ir import Instruction
+
+Range = tuple[int | None, int | None]  # the least and the greatest value, None where unknown
+
+CUDA_TYPES = {
+    "f64": "CUDA_R_64F",
+    "f32": "CUDA_R_32F",
+    "f16": "CUDA_R_16F",
+    "bf16": "CUDA_R_16BF",
+    "f8e4m3": "CUDA_R_8F_E4M3",
+    "f8e5m2": "CUDA_R_8F_E5M2",
+    "i64": "CUDA_R_64I",
+    "i32": "CUDA_R_32I",
+    "i8": "CUDA_R_8I",
+    "u32": "CUDA_R_32U",
+    "u8": "CUDA_R_8U",
+    "bool": "CUDA_R_8U",
+}
+NCCL_TYPES = {
+    "f64": "ncclFloat64",
+    "f32": "ncclFloat32",
+    "f16": "ncclFloat16",
+    "bf16": "ncclBfloat16",
+    "i64": "ncclInt64",
+    "i32": "ncclInt32",
+    "i8": "ncclInt8",
+    "u32": "ncclUint32",
+    "u8": "ncclUint8",
+}
+NCCL_REDUCTIONS = {"sum": "ncclSum", "prod": "ncclProd", "min": "ncclMin", "max": "ncclMax", "avg": "ncclAvg"}
+
+
+def nccl_type(dtype: DType, reduction: Instruction | None = None) -> str:
+    """The NCCL type that carries a dtype; what is only moved goes as bytes where NCCL has no type of its own."""
+    if dtype.name in NCCL_TYPES:
+        return NCCL_TYPES[dtype.name]
+    if reduction:
+        raise ProgramError(f"NCCL cannot reduce {dtype}; cast before the reduction", reduction.location)
+    return "ncclUint8"
+
+
+def number(value: float, dtype: DType) -> str:
+    """A literal of the type that the elements of `dtype` are computed in."""
+    if dtype.kind == "bool":
+        return "true" if value else "false"
+    if dtype.kind != "float":
+        return str(int(value))
+    if math.isnan(value):
+        return "NAN"
+    if math.isinf(value):
+        return "INFINITY" if value > 0 else "-INFINITY"
+    return repr(float(value)) + ("" if dtype.name == "f64" else "f")
+
+
+def compute_type(dtype: DType) -> str:
+    """What the elements of a dtype are computed in: float for the small floats, else the type itself."""
+    if dtype.kind == "float":
+        return "double" if dtype.name == "f64" else "float"
+    return dtype.cpp
+
+
+def accumulator_type(dtype: DType) -> str:
+    """What a reduction adds up in: wide enough that the result is rounded, or wraps, once."""
+    return {"float": compute_type(dtype), "int": "int64_t"}.get(dtype.kind, "uint64_t")
+
+
+@dataclass
+class Integers:
+    """C++ text of sizes and of integer expressions.
+
+    `sizes` maps symbolic sizes to C++ names, in the order in which a product names them; `multiples` says what is known
+    to divide them, so that `M/8*K` is written `M / 8 * K`. `variables` and `coordinates` hold the C++ names of loop indices
+    and of this rank's place along mesh axes.
+    """
+
+    mesh: Mesh
+    sizes: Mapping[str, str]
+    multiples: Mapping[str, int]
+    variables: dict[str, str] = field(default_factory=dict)
+    coordinates: dict[str, str] = field(default_factory=dict)
+    ranges: dict[str, Range] = field(default_factory=dict)  # of variables
+    calls_runtime: bool = False  # hw::mod or hw::floor_div
+    asked: set[str] = field(default_factory=set)  # axes whose coordinate some text names
+
+    # --- sizes ---
+
+    @contextmanager
+    def knowing(self, divisors: Iterable[tuple[str, int]]) -> Iterator[None]:
+        """Inside, these divide sizes too."""
+        before = self.multiples
+        self.multiples = {**before, **{name: lcm(before.get(name, 1), divisor) for name, divisor in divisors}}
+        yield
+        self.multiples = before
+
+    def extent(self, extent: Extent) -> str:
+        """`M / 8 * 3 * (K / 4)`: exact from left to right, because each division is."""
+        factors: list[str] = []
+        divisor = extent.divisor
+        for name in sorted(extent.names, key=list(self.sizes).index):
+            own = gcd(divisor, self.multiples.get(name, 1))
+            divisor //= own
+            text = f"{self.sizes[name]} / {own}" if own > 1 else self.sizes[name]
+            factors.append(f"({text})" if own > 1 and factors else text)
+        if extent.coefficient != 1 or not factors:
+            factors.insert(" / " in factors[0] if factors else 0, str(extent.coefficient))
+        return " * ".join(factors) + (f" / {divisor}" if divisor > 1 else "")
+
+    def factor(self, extent: Extent) -> str:
+        """An extent that something is multiplied with."""
+        text = self.extent(extent)
+        return f"({text})" if " " in text else text
+
+    def extents(self, extents: Iterable[Extent]) -> str:
+        return "{" + ", ".join(map(self.extent, extents)) + "}"
+
+    # --- integers ---
+
+    def define(self, variable: str, text: str, range: Range) -> str:
+        """Gives a loop index or a `let` its C++ name."""
+        self.variables[variable], self.ranges[variable] = text, range
+        return text
+
+    def used_coordinates(self) -> tuple[str, ...]:
+        """The mesh axes whose coordinate the text written so far names."""
+        return tuple(axis for axis in self.coordinates if axis in self.asked)
+
+    def expr(self, expr: Expr) -> str:
+        match expr:
+            case Const(value):
+                return str(value)
+            case Var(name):
+                return self.variables[name]
+            case Coordinate(axis):
+                self.asked.add(axis)
+                return self.coordinates[axis]
+            case Size(name):
+                return self.sizes[name]
+            case Binary("%", left, right):
+                return self._remainder(left, right)
+            case Binary("/", left, right):
+                low, _ = self.range(left)
+                if low is not None and low >= 0:
+                    return f"{self._operand(left, 3)} / {self._operand(right, 4)}"
+                self.calls_runtime = True
+                return f"hw::floor_div({self.expr(left)}, {self.expr(right)})"
+            case Binary(op, left, right):
+                precedence = OPERATORS[op][0]
+                return f"{self._operand(left, precedence)} {op} {self._operand(right, precedence + 1)}"
+        raise TypeError(f"not an expression: {expr!r}")
+
+    def times(self, expr: Expr, extent: Extent) -> str:
+        """`p * (M / 8 * K)`, or nothing for 0."""
+        if expr == Const(0) or extent == Extent(0):
+            return ""
+        if isinstance(expr, Const):
+            return self.extent(extent * expr.value)
+        index = self.expr(expr)
+        if extent == Extent():
+            return index
+        return f"{f'({index})' if isinstance(expr, Binary) else index} * {self.factor(extent)}"
+
+    def _operand(self, expr: Expr, precedence: int) -> str:
+        text = self.expr(expr)
+        if isinstance(expr, Binary) and (OPERATORS[expr.op][0] < precedence or expr.op in "/%"):
+            return f"({text})"
+        return text
+
+    def _remainder(self, left: Expr, right: Expr) -> str:
+        """C++'s `%` has the sign of its left side, so that side is kept from being negative."""
+        low, _ = self.range(left)
+        if low is None or (low < 0 and not isinstance(right, Const)):
+            self.calls_runtime = True
+            return f"hw::mod({self.expr(left)}, {self.expr(right)})"
+        text = self._operand(left, 3)
+        if low < 0:
+            assert isinstance(right, Const)
+            text = f"({self.expr(left)} + {-(low // right.value) * right.value})"
+        return f"{text} % {self._operand(right, 4)}"
+
+    def range(self, expr: Expr) -> Range:
+        match expr:
+            case Const(value):
+                return value, value
+            case Var(name):
+                return self.ranges.get(name, (None, None))
+            case Coordinate(axis):
+                return 0, self.mesh.axis_size(axis) - 1
+            case Size():
+                return 0, None
+            case Binary(op, left, right):
+                return _combined(op, self.range(left), self.range(right))
+        return None, None
+
+
+def _combined(op: str, a: Range, b: Range) -> Range:
+    (low, high), (b_low, b_high) = a, b
+    if op == "+":
+        return _sum(low, b_low), _sum(high, b_high)
+    if op == "-":
+        return _sum(low, None if b_high is None else -b_high), _sum(high, None if b_low is None else -b_low)
+    if op == "%":
+        return 0, None if b_high is None else b_high - 1
+    if op in "*/" and low is not None and low >= 0 and b_low is not None and b_low >= 0:
+        if op == "*":
+            return low * b_low, None if high is None or b_high is None else high * b_high
+        return 0 if b_high is None else low // max(b_high, 1), None if high is None else high // max(b_low, 1)
+    return None, None
+
+
+def _sum(a: int | None, b: int | None) -> int | None:
+    return None if a is None or b is None else a + b

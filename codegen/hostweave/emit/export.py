@@ -1,0 +1,110 @@
+"""A CMake project of one program, which builds and runs without Python."""
+
+from __future__ import annotations
+
+import shutil
+from math import lcm
+from pathlib import Path
+
+from hostweave.build.paths import RUNTIME
+from hostweave.emit import views
+from hostweave.emit.cpp import Integers
+from hostweave.emit.program import coordinate, multiples, place, program_view
+from hostweave.emit.render import rendered
+from hostweave.errors import ProgramError
+from hostweave.fusion.types import Mesh
+from hostweave.host.ir import HostProgram, Parameter
+
+SIZE = 1024  # of every symbolic dim, where the user gives no other: the next multiple that the program takes
+RANK = "r"
+_OF_PYTHON = ("abi", "jit", "runner", "world")  # parts of the runtime that no exported program needs
+_OF_CMAKE = ("all", "clean", "help", "install", "package", "test")  # targets that are CMake's own
+
+
+def export(program: HostProgram, folder: Path) -> None:
+    """Writes the project to `folder`: the program, a main.cpp that runs and times it, the runtime's sources, and how to build them.
+
+    `-DHOSTWEAVE_TARGET=cpu|cuda` chooses the target when it is configured. Raises ProgramError for what has no C++.
+    """
+    view = program_view(program)
+    main = main_view(program, view)
+    paths = ["program.h", "program.cpp", *(["kernels.h", "kernels.cu"] if view.kernels else []), "main.cpp", "CMakeLists.txt"]
+    texts = {path: rendered(path, program=view, main=main) for path in paths}
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, text in texts.items():
+        (folder / path).write_text(text)
+    _copy_runtime(folder / "runtime")
+
+
+def main_view(program: HostProgram, view: views.Program) -> views.Main:
+    """What main.cpp says beside the program itself."""
+    mesh, divisors = program.mesh, _divisors(program)
+    integers = Integers(mesh, {label: f"sizes.{name}" for label, name in zip(program.symbols(), view.sizes, strict=False)}, divisors)
+
+    def tensor(parameter: Parameter, argument: views.Argument) -> tuple[str, str, str, str]:
+        cpp = "uint8_t" if argument.cpp == "bool" else argument.cpp  # a std::vector<bool> has no data()
+        return argument.field, cpp, argument.dtype, integers.extents(parameter.type.local_shape(mesh))
+
+    return views.Main(
+        executable=f"{program.name}_program" if program.name in _OF_CMAKE else program.name,
+        sizes=tuple(
+            views.DefaultSize(label, name, -(-SIZE // divisors.get(label, 1)) * divisors.get(label, 1))
+            for label, name in zip(program.symbols(), view.sizes, strict=False)
+        ),
+        teams=tuple(_team(team, mesh) for team in view.teams),
+        inputs=tuple(
+            views.MainInput(*tensor(parameter, x), _seed(number, parameter, mesh))
+            for number, (parameter, x) in enumerate(zip(program.inputs, view.inputs, strict=True))
+        ),
+        outputs=tuple(
+            views.MainOutput(*tensor(parameter, y), y.name, _twin(parameter, mesh))
+            for parameter, y in zip(program.outputs, view.outputs, strict=True)
+        ),
+    )
+
+
+def _divisors(program: HostProgram) -> dict[str, int]:
+    """What divides the sizes that main.cpp takes: there all ranks hold as much, also where the program would take less."""
+    result = multiples(program)
+    for parameter in (*program.inputs, *program.outputs):
+        for dim in parameter.type.dims:
+            ranks = program.mesh.size_of(dim.axes)
+            if dim.extent.is_int and int(dim.extent) % ranks:
+                padded = -(-int(dim.extent) // ranks) * ranks
+                raise ProgramError(f"export: %{parameter.name}: main.cpp shares dim {dim} evenly by {ranks} ranks; pad it to {padded}")
+            if len(dim.extent.names) == 1:
+                result[dim.extent.names[0]] = lcm(result.get(dim.extent.names[0], 1), ranks)
+    return result
+
+
+def _team(team: views.Team, mesh: Mesh) -> views.MainTeam:
+    axes = tuple(team.axes.split(", "))
+    others = tuple(name for name, _ in mesh.axes if name not in axes)
+    return views.MainTeam(team.axes, place(mesh, others, RANK), place(mesh, axes, RANK), team.size)
+
+
+def _seed(number: int, parameter: Parameter, mesh: Mesh) -> str:
+    """Ranks that hold the same block of an input make the same numbers."""
+    own = place(mesh, parameter.type.axes, RANK)
+    if own == "0":
+        return str(number)
+    apart = f"{mesh.size} * " + (f"({own})" if " " in own else own)
+    return f"{number} + {apart}" if number else apart
+
+
+def _twin(parameter: Parameter, mesh: Mesh) -> str:
+    """The first rank that holds what rank r holds of an output."""
+    text = RANK
+    for at, (axis, size) in enumerate(mesh.axes):
+        if axis not in parameter.type.axes and size > 1:
+            inner = mesh.size_of(tuple(name for name, _ in mesh.axes[at + 1 :]))
+            text += f" - {coordinate(mesh, axis, RANK)}" + (f" * {inner}" if inner > 1 else "")
+    return "0" if not parameter.type.axes else text
+
+
+def _copy_runtime(folder: Path) -> None:
+    def skipped(directory: str, names: list[str]) -> list[str]:
+        return [name for name in names if name.split(".")[0].split("_")[0] in _OF_PYTHON]
+
+    for part in ("include", "src", "cpu"):
+        shutil.copytree(RUNTIME / part, folder / part, ignore=skipped, dirs_exist_ok=True)

@@ -1,0 +1,361 @@
+"""From instructions to views, one function each, and what they need made beforehand: temporaries, plans, kernels, channels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hostweave.emit import views
+from hostweave.emit.cpp import CUDA_TYPES, NCCL_REDUCTIONS, Integers, nccl_type
+from hostweave.emit.kernels import EmittedKernel, copied, copy_kernel, emit_kernel, fill_kernel
+from hostweave.emit.names import Names
+from hostweave.errors import ProgramError
+from hostweave.fusion.extent import Extent, product
+from hostweave.fusion.types import BufferType, DType
+from hostweave.host import ir
+from hostweave.host.expr import Const, Expr, divisibility
+from hostweave.host.text import print_instruction
+
+CALLER = "caller"
+WORKSPACE = "workspace_"
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """What an instruction names: its C++ expression, its type, and the parameter or temporary that it is part of."""
+
+    text: str
+    type: BufferType
+    root: str
+    read_only: bool
+
+
+class Emitter:
+    """Emits a body, and collects on the way what the program must have for it."""
+
+    def __init__(self, program: ir.HostProgram, names: Names, integers: Integers):
+        self.program, self.names, self.integers = program, names, integers
+        self.buffers = {
+            p.name: Buffer(names.of(p.name), program.local_type(p), p.name, p in program.inputs)
+            for p in (*program.inputs, *program.outputs)
+        }
+        for instruction in ir.walk(program.body):  # the user's names come before the ones made here
+            for name in ir.names(instruction, "define", "index"):
+                names.of(name)
+        integers.coordinates.update({axis: names.of(f"rank_{axis}", "coordinate") for axis, _ in program.mesh.axes})
+        self.members = Names(("rank_", "arena_", "prepared_", WORKSPACE), suffix="_")
+        self.streams = {s.name: views.Pool(self.members.of(s.name, "streams"), s.name, s.count) for s in program.streams}
+        self.events = {e.name: views.Pool(self.members.of(e.name, "events"), e.name, e.count) for e in program.events}
+        self.teams: dict[ir.Team, views.Team] = {}
+        self.plans: dict[tuple[BufferType, ...], views.Plan] = {}
+        self.declared = {kernel.name: kernel for kernel in program.kernels}
+        self.kernels: dict[tuple[ir.Kernel, tuple[BufferType, ...]], EmittedKernel] = {}
+        self.temporaries: dict[str, views.Temporary] = {}
+        self.used: set[str] = set()  # parameters and temporaries that some call names
+        self.stream = CALLER
+        self.loops = 0  # around the present instruction
+        self.in_group = False
+
+    def body(self, body: ir.Body) -> views.Body:
+        result: list[views.InstructionView] = []
+        for instruction in body:
+            view = _EMIT[type(instruction)](self, instruction, instruction is body[-1])
+            if view is not None:
+                result.append(view)
+        return tuple(result)
+
+    # --- what instructions name ---
+
+    def text(self, name: str) -> str:
+        """The C++ expression of a buffer that a call takes."""
+        self.used.add(self.buffers[name].root)
+        return self.buffers[name].text
+
+    def type_of(self, name: str) -> BufferType:
+        return self.buffers[name].type
+
+    def count(self, name: str) -> str:
+        return self.integers.extent(product(self.type_of(name).shape))
+
+    def bytes(self, name: str) -> str:
+        return self.in_bytes(product(self.type_of(name).shape), self.type_of(name).dtype)
+
+    def in_bytes(self, elements: Extent, dtype: DType) -> str:
+        size = f"sizeof({dtype.cpp})"
+        return size if elements == Extent() else f"{self.integers.extent(elements)} * {size}"
+
+    def team(self, axes: ir.Team) -> str:
+        """The channel of a team."""
+        if axes not in self.teams:
+            member = self.members.of("team_" + "_".join(axes), "team")
+            self.teams[axes] = views.Team(member, ", ".join(axes), self.program.mesh.size_of(axes))
+        return self.teams[axes].member
+
+    # --- memory and views ---
+
+    def allocate(self, i: ir.Allocate, last: bool) -> None:
+        if self.loops:
+            raise ProgramError(
+                f"allocate %{i.out} in a loop: its iterations overlap; allocate before the loop and take slices in it", i.location
+            )
+        member = self.members.of(i.out, "buffer")
+        self.buffers[i.out] = Buffer(member, i.type, i.out, read_only=False)
+        self.temporaries[i.out] = views.Temporary(member, i.type.dtype.cpp, self.count(i.out), f"%{i.out}: {i.type}")
+
+    def deallocate(self, i: ir.Deallocate, last: bool) -> None:
+        """Nothing at the time of the call: `prepare` lays the arena out."""
+
+    def alias(self, i: ir.Reshape | ir.Permute, last: bool) -> None:
+        """The same pointer."""
+        self.define(i, self.buffers[i.src].text)
+
+    def define(self, i: ir.Select | ir.Slice | ir.Section | ir.Reshape | ir.Permute, text: str) -> None:
+        source = self.buffers[i.src]
+        self.buffers[i.out] = Buffer(text, ir.view_type(i, source.type), source.root, source.read_only)
+
+    def select(self, i: ir.Select, last: bool) -> views.Select | None:
+        return self.view_at(views.Select, i, i.index, ir.strides_of(self.type_of(i.src))[i.dim])
+
+    def section(self, i: ir.Section, last: bool) -> views.Select | None:
+        return self.view_at(views.Section, i, i.start, ir.strides_of(self.type_of(i.src))[i.dim])
+
+    def slice(self, i: ir.Slice, last: bool) -> views.Select | None:
+        chunk = ir.view_type(i, self.type_of(i.src)).shape[i.dim]
+        return self.view_at(views.Slice, i, i.index, chunk * ir.strides_of(self.type_of(i.src))[i.dim])
+
+    def view_at(self, kind: type[views.Select], i: ir.Select | ir.Slice | ir.Section, index: Expr, step: Extent) -> views.Select | None:
+        """The pointer that lies `index` steps further, or nothing to do for index 0."""
+        if index == Const(0):
+            self.define(i, self.buffers[i.src].text)
+            return None
+        base, name = self.text(i.src), self.names.of(i.out)
+        self.define(i, name)
+        return kind("const auto*" if self.buffers[i.src].read_only else "auto*", name, base, self.integers.times(index, step))
+
+    # --- compute ---
+
+    def matmul(self, i: ir.Matmul | ir.MatmulAccumulate, last: bool) -> views.Matmul:
+        stream = self.stream
+        if stream == CALLER:
+            comment = "of the matmuls on the caller's stream"
+            self.temporaries[WORKSPACE] = views.Temporary(WORKSPACE, "char", "hw::kWorkspaceBytes", comment)
+            stream = f"{{{CALLER}, {WORKSPACE}}}"
+        view = views.MatmulAccumulate if isinstance(i, ir.MatmulAccumulate) else views.Matmul
+        return view(self.plan(i), self.text(i.a), self.text(i.b), self.text(i.dst), stream)
+
+    def plan(self, i: ir.Matmul | ir.MatmulAccumulate) -> str:
+        a, b, dst = types = (self.type_of(i.a), self.type_of(i.b), self.type_of(i.dst))
+        if a.dtype.name not in ("f64", "f32", "f16", "bf16"):
+            raise ProgramError(f"matmul: cuBLASLt has no product of {a.dtype}; cast to f16, bf16, f32 or f64 first", i.location)
+        if types not in self.plans:
+            member = self.members.of(f"plan_{self.buffers[i.dst].root}", f"plan {len(self.plans)}")
+            operands = CUDA_TYPES[a.dtype.name], CUDA_TYPES[dst.dtype.name]
+            shapes = self.strided(a), self.strided(b), self.strided(dst)
+            self.plans[types] = views.Plan(member, *operands, *shapes, print_instruction(i)[0])
+        return self.plans[types].member
+
+    def strided(self, type: BufferType) -> str:
+        shape = self.integers.extents(type.shape)
+        return shape if type.strides is None else f"hw::Strided({shape}, {self.integers.extents(type.strides)})"
+
+    def launch(self, i: ir.Launch, last: bool) -> views.Launch:
+        return self.launch_of(self.declared[i.kernel], i.srcs, i.dst)
+
+    def launch_of(self, kernel: ir.Kernel, srcs: Sequence[str], dst: str) -> views.Launch:
+        """A launch of the kernel as compiled for buffers of these types: their strides are in its code."""
+        key = kernel, tuple(self.type_of(name) for name in (*srcs, dst))
+        if key not in self.kernels:
+            name = self.names.of(kernel.name, f"kernel {len(self.kernels)}")
+            self.kernels[key] = emit_kernel(name, kernel, key[1], self.integers)
+        emitted = self.kernels[key]
+        buffers = [*(self.access("reads", name) for name in srcs), self.access("writes", dst)]
+        return views.Launch(emitted.view.name, emitted.grid, self.stream, (*buffers, *emitted.sizes))
+
+    def access(self, verb: str, name: str) -> str:
+        type = self.type_of(name)
+        shape = self.count(name) if type.strides is None else f"{self.integers.extents(type.shape)}, {self.integers.extents(type.strides)}"
+        return f"hw::{verb}({self.text(name)}, {shape})"
+
+    def copy(self, i: ir.Copy, last: bool) -> views.InstructionView:
+        src, dst = self.type_of(i.src), self.type_of(i.dst)
+        if src.strides is None and dst.strides is None:
+            return views.Copy(self.text(i.dst), self.text(i.src), self.bytes(i.dst), self.stream)
+        rows = copied(src, dst)
+        if rows is None:
+            return self.launch_of(copy_kernel(f"copy_{i.dst}", dst), (i.src,), i.dst)
+
+        return views.CopyRows(
+            dst=self.text(i.dst),
+            dst_pitch=self.in_bytes(rows.dst_pitch, dst.dtype),
+            src=self.text(i.src),
+            src_pitch=self.in_bytes(rows.src_pitch, dst.dtype),
+            bytes=self.in_bytes(rows.elements, dst.dtype),
+            rows=self.integers.extent(rows.rows),
+            stream=self.stream,
+        )
+
+    def fill(self, i: ir.Fill, last: bool) -> views.InstructionView:
+        type = self.type_of(i.dst)
+        if type.strides is None and repr(i.value) == "0.0":  # all bytes 0, which -0.0 is not
+            return views.Fill(self.text(i.dst), self.bytes(i.dst), self.stream)
+        return self.launch_of(fill_kernel(f"fill_{i.dst}", type, i.value), (), i.dst)
+
+    # --- communication ---
+
+    def collective(self, src: str, dst: str, team: ir.Team) -> dict[str, str]:
+        return {"src": self.text(src), "dst": self.text(dst), "team": self.team(team), "stream": self.stream}
+
+    def moved(self, name: str) -> str:
+        return nccl_type(self.type_of(name).dtype)
+
+    def all_gather(self, i: ir.AllGather, last: bool) -> views.AllGather:
+        return views.AllGather(**self.collective(i.src, i.dst, i.team), count=self.count(i.src), dtype=self.moved(i.src))
+
+    def reduction(self, i: ir.AllReduce | ir.ReduceScatter, last: bool) -> views.AllReduce:
+        kind = views.AllReduce if isinstance(i, ir.AllReduce) else views.ReduceScatter
+        dtype = nccl_type(self.type_of(i.src).dtype, i)
+        return kind(**self.collective(i.src, i.dst, i.team), count=self.count(i.dst), dtype=dtype, op=NCCL_REDUCTIONS[i.op])
+
+    def broadcast(self, i: ir.Broadcast, last: bool) -> views.Broadcast:
+        root = self.integers.expr(i.root)
+        return views.Broadcast(**self.collective(i.src, i.dst, i.team), count=self.count(i.dst), dtype=self.moved(i.src), root=root)
+
+    def reduce(self, i: ir.Reduce, last: bool) -> views.Reduce:
+        dtype, op, root = nccl_type(self.type_of(i.src).dtype, i), NCCL_REDUCTIONS[i.op], self.integers.expr(i.root)
+        return views.Reduce(**self.collective(i.src, i.dst, i.team), count=self.count(i.src), dtype=dtype, op=op, root=root)
+
+    def all_to_all(self, i: ir.AllToAll, last: bool) -> views.InstructionView:
+        block = product(self.type_of(i.src).shape) // self.program.mesh.size_of(i.team)
+        return self.grouped(views.AllToAll(**self.blocks(i.src, i.dst, i.team, block)), last)
+
+    def gather(self, i: ir.Gather, last: bool) -> views.InstructionView:
+        block = product(self.type_of(i.src).shape)
+        return self.grouped(views.Gather(**self.blocks(i.src, i.dst, i.team, block), root=self.integers.expr(i.root)), last)
+
+    def scatter(self, i: ir.Scatter, last: bool) -> views.InstructionView:
+        block = product(self.type_of(i.dst).shape)
+        return self.grouped(views.Scatter(**self.blocks(i.src, i.dst, i.team, block), root=self.integers.expr(i.root)), last)
+
+    def blocks(self, src: str, dst: str, team: ir.Team, block: Extent) -> dict[str, str]:
+        """A collective that walks the ranks of its team and sends or receives a block of each."""
+        peer = self.names.of("peer", "rank of a team")
+        offset = peer if block == Extent() else f"{peer} * {self.integers.factor(block)}"
+        common = self.collective(src, dst, team)
+        return {**common, "count": self.integers.extent(block), "dtype": self.moved(src), "peer": peer, "offset": offset}
+
+    def exchange(self, i: ir.Exchange, last: bool) -> views.InstructionView:
+        targets = tuple(i.sources.index(place) if place in i.sources else None for place in range(len(i.sources)))
+        sources, targets_text = (tuple("-1" if place is None else str(place) for place in places) for places in (i.sources, targets))
+        moved = {"count": self.count(i.dst), "dtype": self.moved(i.src), "bytes": self.bytes(i.dst)}
+        return self.grouped(views.Exchange(**self.collective(i.src, i.dst, i.team), **moved, sources=sources, targets=targets_text), last)
+
+    def grouped(self, view: views.InstructionView, last: bool) -> views.InstructionView:
+        """Sends and recvs in a group, the one around it where there is one."""
+        return view if self.in_group else views.Group((view,), braces=not last)
+
+    def barrier(self, i: ir.Barrier, last: bool) -> views.AllReduce:
+        dtype = nccl_type(self.type_of(i.token).dtype, i)
+        return views.AllReduce(**self.collective(i.token, i.token, i.team), count="1", dtype=dtype, op="ncclSum")
+
+    def send(self, i: ir.Send, last: bool) -> views.Send:
+        peer = self.integers.expr(i.peer)
+        return views.Send(self.text(i.src), self.count(i.src), self.moved(i.src), peer, self.team(i.team), self.stream)
+
+    def recv(self, i: ir.Recv, last: bool) -> views.Recv:
+        peer = self.integers.expr(i.peer)
+        return views.Recv(self.text(i.dst), self.count(i.dst), self.moved(i.dst), peer, self.team(i.team), self.stream)
+
+    def group(self, i: ir.Group, last: bool) -> views.Group:
+        self.in_group = True
+        body = self.body(i.body)
+        self.in_group = False
+        return views.Group(body, braces=not last)
+
+    # --- streams, events, control ---
+
+    def on_stream(self, i: ir.OnStream, last: bool) -> views.OnStream:
+        index = self.integers.expr(i.index)
+        self.stream = "stream"
+        body = self.body(i.body)
+        self.stream = CALLER
+        return views.OnStream(self.streams[i.stream].member, index, body, braces=not last)
+
+    def fork(self, i: ir.Fork, last: bool) -> views.Fork:
+        return views.Fork(self.streams[i.stream].member)
+
+    def join(self, i: ir.Join, last: bool) -> views.Join:
+        return views.Join(self.streams[i.stream].member)
+
+    def record(self, i: ir.Record, last: bool) -> views.Record:
+        return views.Record(self.events[i.event].member, self.integers.expr(i.index), self.stream)
+
+    def wait(self, i: ir.Wait, last: bool) -> views.Wait:
+        return views.Wait(self.events[i.event].member, self.integers.expr(i.index), self.stream)
+
+    def let(self, i: ir.Let, last: bool) -> views.Let:
+        value = self.integers.expr(i.value)
+        return views.Let(self.integers.define(i.out, self.names.of(i.out), self.integers.range(i.value)), value)
+
+    def loop(self, i: ir.For, last: bool) -> views.For:
+        index = self.integers.define(i.out, self.names.of(i.out), (0, int(i.count) - 1 if i.count.is_int else None))
+        self.loops += 1
+        body = self.body(i.body)
+        self.loops -= 1
+        return views.For(index, self.integers.extent(i.count), body)
+
+    def branch(self, i: ir.If, last: bool) -> views.If:
+        condition, divisors = self.integers.expr(i.condition), divisibility(i.condition)
+        if not divisors:
+            return views.If(condition, self.body(i.body), self.body(i.orelse))
+        with self.guarded(f"{condition} ?", "0"), self.integers.knowing(divisors):
+            body = self.body(i.body)
+        with self.guarded(f"{condition} ? 0 :", ""):
+            return views.If(condition, body, self.body(i.orelse))
+
+    @contextmanager
+    def guarded(self, before: str, otherwise: str) -> Iterator[None]:
+        """Temporaries made inside have no elements on the other side of a branch on sizes."""
+        there = set(self.temporaries)
+        yield
+        for name in self.temporaries.keys() - there:
+            count = f"{before} {self.temporaries[name].count}" + (f" : {otherwise}" if otherwise else "")
+            self.temporaries[name] = replace(self.temporaries[name], count=count)
+
+
+_EMIT: dict[type[ir.Instruction], Callable[[Emitter, Any, bool], views.InstructionView | None]] = {
+    ir.Allocate: Emitter.allocate,
+    ir.Deallocate: Emitter.deallocate,
+    ir.Select: Emitter.select,
+    ir.Slice: Emitter.slice,
+    ir.Section: Emitter.section,
+    ir.Reshape: Emitter.alias,
+    ir.Permute: Emitter.alias,
+    ir.Matmul: Emitter.matmul,
+    ir.MatmulAccumulate: Emitter.matmul,
+    ir.Launch: Emitter.launch,
+    ir.Copy: Emitter.copy,
+    ir.Fill: Emitter.fill,
+    ir.AllGather: Emitter.all_gather,
+    ir.AllReduce: Emitter.reduction,
+    ir.ReduceScatter: Emitter.reduction,
+    ir.Broadcast: Emitter.broadcast,
+    ir.Reduce: Emitter.reduce,
+    ir.Gather: Emitter.gather,
+    ir.Scatter: Emitter.scatter,
+    ir.AllToAll: Emitter.all_to_all,
+    ir.Exchange: Emitter.exchange,
+    ir.Barrier: Emitter.barrier,
+    ir.Send: Emitter.send,
+    ir.Recv: Emitter.recv,
+    ir.Group: Emitter.group,
+    ir.OnStream: Emitter.on_stream,
+    ir.Fork: Emitter.fork,
+    ir.Join: Emitter.join,
+    ir.Record: Emitter.record,
+    ir.Wait: Emitter.wait,
+    ir.Let: Emitter.let,
+    ir.For: Emitter.loop,
+    ir.If: Emitter.branch,
+}

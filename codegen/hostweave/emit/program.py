@@ -1,0 +1,238 @@
+"""From a host program to the view of it that the templates lay out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import lcm, prod
+
+from hostweave.emit import views
+from hostweave.emit.cpp import CUDA_TYPES, Integers
+from hostweave.emit.instructions import Emitter
+from hostweave.emit.names import Names
+from hostweave.errors import ProgramError
+from hostweave.fusion.extent import Extent, block_of, part_of
+from hostweave.fusion.types import Mesh
+from hostweave.host import ir
+from hostweave.host.expr import Size, leaves
+
+
+def program_view(program: ir.HostProgram) -> views.Program:
+    """Everything that the generated sources say. Raises ProgramError for what has no C++."""
+    names = Names()
+    sizes = {name: names.of(name, "size") for name in program.symbols()}
+    sizes |= {name: names.of(_part_name(name), "size") for name in part_names(program)}
+    integers = Integers(program.mesh, sizes, multiples(program))
+    emitter = Emitter(program, names, integers)
+    body = emitter.body(program.body)
+    axes = integers.used_coordinates()
+    return views.Program(
+        name=program.name,
+        namespace=Names().of(program.name),
+        title=_title(program),
+        text=tuple(str(program).splitlines()),
+        mesh=str(program.mesh),
+        axes=tuple(views.Axis(name, size) for name, size in program.mesh.axes),
+        world=program.mesh.size,
+        inputs=_inputs(program, emitter),
+        outputs=tuple(_argument(program, parameter, emitter, set(sizes)) for parameter in program.outputs),
+        sizes=tuple(sizes.values()),
+        parts=tuple(_part(program, integers, name) for name in part_names(program) if _shared(name).is_int),
+        coordinates=tuple(views.Coordinate(integers.coordinates[axis], coordinate(program.mesh, axis)) for axis in axes),
+        teams=tuple(emitter.teams.values()),
+        streams=tuple(emitter.streams.values()),
+        events=tuple(emitter.events.values()),
+        plans=tuple(emitter.plans.values()),
+        temporaries=tuple(emitter.temporaries.values()),
+        kernels=tuple(kernel.view for kernel in emitter.kernels.values()),
+        body=body,
+        headers=_headers(emitter),
+        source_headers=_source_headers(emitter),
+    )
+
+
+def _title(program: ir.HostProgram) -> str:
+    inputs, outputs = (", ".join(f"{p.name}: {p.type}" for p in parameters) for parameters in (program.inputs, program.outputs))
+    return f"{program.name}: ({inputs}) -> ({outputs}) on {program.mesh}"
+
+
+def coordinate(mesh: Mesh, axis: str, rank: str = "rank_.index()") -> str:
+    """The place of a rank along an axis: ranks are row-major coordinates."""
+    at = [name for name, _ in mesh.axes].index(axis)
+    inner = prod(size for _, size in mesh.axes[at + 1 :])
+    return rank + (f" / {inner}" if inner > 1 else "") + (f" % {mesh.axes[at][1]}" if at else "")
+
+
+def place(mesh: Mesh, axes: tuple[str, ...], rank: str = "rank_.index()") -> str:
+    """The place of a rank among the ranks that differ along these axes."""
+    if axes == tuple(name for name, _ in mesh.axes):
+        return rank
+    text = ""
+    for axis in axes:
+        own = coordinate(mesh, axis, rank)
+        outer = f"({text})" if " + " in text else text
+        text = f"{outer} * {mesh.axis_size(axis)} + {own}" if text else own
+    return text or "0"
+
+
+def _headers(emitter: Emitter) -> tuple[str, ...]:
+    """What program.h includes for its members."""
+    optional = (("matmul.h", emitter.plans), ("streams.h", emitter.streams or emitter.events), ("types.h", emitter.temporaries))
+    return tuple(sorted(["arena.h", "rank.h", "tensor.h", *(header for header, needed in optional if needed)]))
+
+
+def _source_headers(emitter: Emitter) -> tuple[str, ...]:
+    """What program.cpp includes for its calls."""
+    has_group = any(isinstance(i, ir.GROUPED) for i in ir.walk(emitter.program.body))
+    has_parts = bool(part_names(emitter.program))
+    optional = (
+        ("group.h", has_group),
+        ("index.h", emitter.integers.calls_runtime),
+        ("shards.h", has_parts),
+        ("types.h", not emitter.temporaries),
+    )
+    runtime = sorted(["check.h", *(header for header, needed in optional if needed)])
+    return (*(f"hostweave/{header}" for header in runtime), *(("kernels.h",) if emitter.kernels else ()))
+
+
+# --- arguments and the sizes that they tell ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Binding:
+    """The dim of an input that tells a symbolic size: the size is the dim times the number of its shards, if those are even."""
+
+    name: str
+    dim: int
+    shards: int
+    uneven: bool = False
+
+
+def _inputs(program: ir.HostProgram, emitter: Emitter) -> tuple[views.Argument, ...]:
+    """The inputs in order: each tells the sizes that those before it do not."""
+    known = {name for name in part_names(program) if _shared(name).is_int}
+    result = []
+    for parameter in program.inputs:
+        bindings: list[_Binding] = []
+        for dim, extent in enumerate(program.local_type(parameter).shape):
+            binding = _binding(program, dim, extent)
+            if binding and binding.name not in {*known, *(b.name for b in bindings)}:
+                bindings.append(binding)
+        result.append(_argument(program, parameter, emitter, known, bindings))
+        for binding in bindings:
+            known.update((binding.name, *(name for name in part_names(program) if str(_shared(name)) == binding.name)))
+    for name in program.symbols():
+        if name not in known:
+            raise ProgramError(
+                f"@{program.name}: no input has a dim {name}, so nothing tells its size; give it to an input, or write an int"
+            )
+    return tuple(result)
+
+
+def _binding(program: ir.HostProgram, dim: int, extent: Extent) -> _Binding | None:
+    """What a local extent such as `M/8` or `part(M, x)` tells."""
+    if len(extent.names) != 1 or extent.coefficient != 1:
+        return None
+    if held := part_of(extent.names[0]):
+        size, axes = held
+        return None if size.is_int else _Binding(str(size), dim, program.mesh.size_of(axes), uneven=True)
+    return _Binding(extent.names[0], dim, extent.divisor)
+
+
+def _argument(
+    program: ir.HostProgram, parameter: ir.Parameter, emitter: Emitter, known: set[str], bindings: list[_Binding] | None = None
+) -> views.Argument:
+    type, integers = program.local_type(parameter), emitter.integers
+    field = emitter.buffers[parameter.name].text
+    is_open = [not set(extent.names) <= known for extent in type.shape]
+    return views.Argument(
+        name=parameter.name,
+        field=field,
+        type=str(type),
+        dtype=CUDA_TYPES[type.dtype.name],
+        cpp=type.dtype.cpp,
+        ndim=len(type.shape),
+        shape=integers.extents(type.shape),
+        pattern="{" + ", ".join("hw::kAny" if open else integers.extent(e) for e, open in zip(type.shape, is_open, strict=True)) + "}",
+        sizes=tuple(_size(program, binding, field, integers) for binding in bindings or ()),
+        again=sum(is_open) > len(bindings or ()) or any(binding.uneven for binding in bindings or ()),
+        used=parameter.name in emitter.used,
+    )
+
+
+def _size(program: ir.HostProgram, binding: _Binding, field: str, integers: Integers) -> views.Size:
+    multiple, dim = integers.multiples.get(binding.name, 1), f"in.{field}.dim({binding.dim})"
+    is_multiple = binding.shards % multiple == 0 and not binding.uneven
+    if binding.uneven:
+        dim = f"in.{field}.whole_dim({binding.dim}, {binding.shards})"
+    elif binding.shards > 1:
+        dim += f" * {binding.shards}"
+    return views.Size(
+        label=binding.name,
+        name=integers.sizes[binding.name],
+        value=dim,
+        divisor=1 if is_multiple else multiple,
+        parts=tuple(_part(program, integers, name) for name in part_names(program) if str(_shared(name)) == binding.name),
+    )
+
+
+# --- what follows from sizes ------------------------------------------------------------------------------------------
+
+
+def part_names(program: ir.HostProgram) -> tuple[str, ...]:
+    """The extents `ceil(M/8)` and `part(M, x)` of a program, in order of appearance."""
+    names = [name for extent in _extents(program, ir.walk) for name in extent.names]
+    names += [leaf.name for i in ir.walk(program.body) if isinstance(i, ir.Section) for leaf in leaves(i.start) if isinstance(leaf, Size)]
+    return tuple(name for name in dict.fromkeys(names) if block_of(name) or part_of(name))
+
+
+def _shared(name: str) -> Extent:
+    """The size of which `ceil(M/8)` or `part(M, x)` is a part."""
+    found = block_of(name) or part_of(name)
+    assert found is not None
+    return found[0]
+
+
+def _part_name(name: str) -> str:
+    """`M_block_8` and `M_x`; of an int `block_8_of_10` and `x_of_10`."""
+    size = _shared(name)
+    block, held = block_of(name), part_of(name)
+    along = f"block_{block[1]}" if block else "_".join(held[1] if held else ())
+    return f"{along}_of_{size}" if size.is_int else f"{size}_{along}"
+
+
+def _part_value(mesh: Mesh, name: str, size: str) -> str:
+    """`hw::part(M, 8, rank_.index())`"""
+    if block := block_of(name):
+        return f"hw::block({size}, {block[1]})"
+    held = part_of(name)
+    assert held is not None
+    return f"hw::part({size}, {mesh.size_of(held[1])}, {place(mesh, held[1])})"
+
+
+def _part(program: ir.HostProgram, integers: Integers, name: str) -> views.Part:
+    return views.Part(integers.sizes[name], _part_value(program.mesh, name, integers.extent(_shared(name))))
+
+
+def multiples(program: ir.HostProgram) -> dict[str, int]:
+    """What must divide each symbolic size for every dim and trip count of the program to be whole."""
+    result: dict[str, int] = {}
+    for extent in _extents(program, ir.walk_at_any_size):
+        if len(extent.names) == 1:
+            result[extent.names[0]] = lcm(result.get(extent.names[0], 1), extent.divisor)
+    return result
+
+
+def _extents(program: ir.HostProgram, walk: Callable[[ir.Body], Iterator[ir.Instruction]]) -> Iterator[Extent]:
+    types = {p.name: program.local_type(p) for p in (*program.inputs, *program.outputs)}
+    for type in types.values():
+        yield from type.shape
+    for instruction in walk(program.body):
+        if isinstance(instruction, ir.Allocate):
+            types[instruction.out] = instruction.type
+        elif isinstance(instruction, ir.VIEWS):
+            types[instruction.out] = ir.view_type(instruction, types[instruction.src])
+        elif isinstance(instruction, ir.For):
+            yield instruction.count
+        for name in ir.names(instruction, "define"):
+            yield from types[name].shape

@@ -1,0 +1,51 @@
+"""The generated sources of a host program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from hostweave.build.paths import TEMPLATES
+from hostweave.emit import views
+from hostweave.emit.layout import laid_out
+from hostweave.emit.program import program_view
+from hostweave.host.ir import HostProgram
+
+SOURCES = ("program.h", "program.cpp", "binding.cpp")
+KERNEL_SOURCES = ("kernels.h", "kernels.cu")
+
+
+def render(program: HostProgram) -> dict[str, str]:
+    """The generated files, path -> text: program.h, program.cpp, binding.cpp and, where there are kernels, kernels.h and kernels.cu.
+
+    The same program always gives the same bytes. Raises ProgramError for what has no C++.
+    """
+    view = program_view(program)
+    files = (*SOURCES, *(KERNEL_SOURCES if view.kernels else ()))
+    return {path: rendered(path, program=view) for path in files}
+
+
+def rendered(path: str, **values: views.Program | views.Main) -> str:
+    """The text of one file: its template, laid out as clang-format would where it is C++."""
+    text = _environment().get_template(f"{path}.j2").render(values)
+    return laid_out(text) if path.endswith((".h", ".cpp", ".cu")) else text
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        auto_reload=False,
+    )
+    environment.filters["braced"] = _braced
+    return environment
+
+
+def _braced(items: Iterable[str]) -> str:
+    return "{" + ", ".join(items) + "}"

@@ -1,0 +1,494 @@
+"""What the templates see: the program in strings, every decision taken. `template` names the file that lays a view out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+# --- instructions -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class InstructionView:
+    template: ClassVar[str]
+
+
+Body = tuple[InstructionView, ...]
+
+
+@dataclass(frozen=True)
+class Select(InstructionView):
+    template = "select"
+    type: str  # const auto* or auto*
+    name: str
+    base: str
+    offset: str
+
+
+@dataclass(frozen=True)
+class Slice(Select):
+    template = "slice"
+
+
+@dataclass(frozen=True)
+class Section(Select):
+    template = "section"
+
+
+@dataclass(frozen=True)
+class Matmul(InstructionView):
+    template = "matmul"
+    plan: str
+    a: str
+    b: str
+    dst: str
+    stream: str
+
+
+@dataclass(frozen=True)
+class MatmulAccumulate(Matmul):
+    template = "matmul_accumulate"
+
+
+@dataclass(frozen=True)
+class Launch(InstructionView):
+    template = "launch"
+    kernel: str
+    grid: str
+    stream: str
+    arguments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Copy(InstructionView):
+    template = "copy"
+    dst: str
+    src: str
+    bytes: str
+    stream: str
+
+
+@dataclass(frozen=True)
+class CopyRows(InstructionView):
+    template = "copy_rows"
+    dst: str
+    dst_pitch: str
+    src: str
+    src_pitch: str
+    bytes: str
+    rows: str
+    stream: str
+
+
+@dataclass(frozen=True)
+class Fill(InstructionView):
+    """With zeros."""
+
+    template = "fill"
+    dst: str
+    bytes: str
+    stream: str
+
+
+@dataclass(frozen=True)
+class AllGather(InstructionView):
+    template = "all_gather"
+    src: str
+    dst: str
+    count: str
+    dtype: str
+    team: str
+    stream: str
+
+
+@dataclass(frozen=True)
+class AllReduce(AllGather):
+    template = "all_reduce"
+    op: str
+
+
+@dataclass(frozen=True)
+class ReduceScatter(AllReduce):
+    template = "reduce_scatter"
+
+
+@dataclass(frozen=True)
+class Broadcast(AllGather):
+    template = "broadcast"
+    root: str
+
+
+@dataclass(frozen=True)
+class Reduce(AllReduce):
+    template = "reduce"
+    root: str
+
+
+@dataclass(frozen=True)
+class AllToAll(AllGather):
+    """Stands in a group. The block of each `peer` begins `offset` elements into a buffer."""
+
+    template = "all_to_all"
+    peer: str
+    offset: str
+
+
+@dataclass(frozen=True)
+class Gather(AllToAll):
+    template = "gather"
+    root: str
+
+
+@dataclass(frozen=True)
+class Scatter(Gather):
+    template = "scatter"
+
+
+@dataclass(frozen=True)
+class Exchange(AllGather):
+    """Stands in a group."""
+
+    template = "exchange"
+    sources: tuple[str, ...]
+    targets: tuple[str, ...]
+    bytes: str
+
+
+@dataclass(frozen=True)
+class Send(InstructionView):
+    template = "send"
+    buffer: str
+    count: str
+    dtype: str
+    peer: str
+    team: str
+    stream: str
+
+
+@dataclass(frozen=True)
+class Recv(Send):
+    template = "recv"
+
+
+@dataclass(frozen=True)
+class Group(InstructionView):
+    template = "group"
+    body: Body
+    braces: bool  # more follows in the same scope
+
+
+@dataclass(frozen=True)
+class OnStream(InstructionView):
+    template = "stream"
+    pool: str
+    index: str
+    body: Body
+    braces: bool
+
+
+@dataclass(frozen=True)
+class Fork(InstructionView):
+    template = "fork"
+    pool: str
+
+
+@dataclass(frozen=True)
+class Join(InstructionView):
+    template = "join"
+    pool: str
+
+
+@dataclass(frozen=True)
+class Record(InstructionView):
+    template = "record"
+    events: str
+    index: str
+    stream: str
+
+
+@dataclass(frozen=True)
+class Wait(InstructionView):
+    template = "wait"
+    events: str
+    index: str
+    stream: str
+
+
+@dataclass(frozen=True)
+class Let(InstructionView):
+    template = "let"
+    name: str
+    value: str
+
+
+@dataclass(frozen=True)
+class For(InstructionView):
+    template = "for"
+    index: str
+    count: str
+    body: Body
+
+
+@dataclass(frozen=True)
+class If(InstructionView):
+    template = "if"
+    condition: str
+    body: Body
+    orelse: Body
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One thread an element of the result."""
+
+    template: ClassVar[str] = "pointwise"
+    name: str
+    comments: tuple[str, ...]
+    params: tuple[str, ...]
+    index: str
+    count: str
+    indices: tuple[str, ...]  # declarations of the indices that `index` stands for
+    loads: tuple[str, ...]
+    dst: str
+    value: str
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One walk over what is reduced, which some reductions need."""
+
+    before: tuple[str, ...]
+    starts: tuple[str, ...]
+    body: tuple[str, ...]
+    after: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Reduction(Kernel):
+    """One thread or one block an element of what is kept, which walks what is reduced to it.
+
+    Where a thread does, neighbouring ones read side by side; where a block does, its threads share the innermost loop.
+    """
+
+    template = "reduction"
+    walk: str  # over_grid or over_blocks
+    loops: tuple[str, ...]  # heads
+    passes: tuple[Pass, ...]
+    store: tuple[str, ...]  # heads of what stands around the store
+    final: tuple[str, ...]  # statements before it
+
+
+# --- programs ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Size:
+    """A symbolic size, and what must divide it: 1 where its value already is a multiple."""
+
+    label: str  # the user's name
+    name: str
+    value: str
+    divisor: int
+    parts: tuple[Part, ...]  # what follows from it
+
+
+@dataclass(frozen=True)
+class Part:
+    """The block of a size that ranks share, or what this rank holds of it."""
+
+    name: str
+    value: str
+
+
+@dataclass(frozen=True)
+class Argument:
+    name: str  # the user's
+    field: str
+    type: str  # of what one rank holds: bf16[M/8, K]
+    dtype: str
+    cpp: str
+    ndim: int
+    shape: str
+    pattern: str  # the shape as far as it is known before this argument tells its sizes
+    sizes: tuple[Size, ...]
+    again: bool  # dims to check once its sizes are known
+    used: bool
+
+
+@dataclass(frozen=True)
+class Pool:
+    member: str
+    name: str
+    count: int
+
+
+@dataclass(frozen=True)
+class Team:
+    member: str
+    axes: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Axis:
+    name: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Coordinate:
+    name: str
+    value: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    member: str
+    operands: str  # dtypes
+    result: str
+    a: str
+    b: str
+    c: str
+    comment: str
+
+
+@dataclass(frozen=True)
+class Temporary:
+    member: str
+    cpp: str
+    count: str
+    comment: str
+
+
+@dataclass(frozen=True)
+class Program:
+    name: str
+    namespace: str
+    title: str
+    text: tuple[str, ...]  # the host IR
+    mesh: str
+    axes: tuple[Axis, ...]
+    world: int
+    inputs: tuple[Argument, ...]
+    outputs: tuple[Argument, ...]
+    sizes: tuple[str, ...]
+    parts: tuple[Part, ...]  # of dims that are ints
+    coordinates: tuple[Coordinate, ...]
+    teams: tuple[Team, ...]
+    streams: tuple[Pool, ...]
+    events: tuple[Pool, ...]
+    plans: tuple[Plan, ...]
+    temporaries: tuple[Temporary, ...]
+    kernels: tuple[Kernel, ...]
+    body: Body
+    headers: tuple[str, ...]  # of program.h
+    source_headers: tuple[str, ...]  # of program.cpp
+
+    # --- lists, as C++ writes them ---
+
+    @property
+    def initializers(self) -> tuple[str, ...]:
+        """Of the constructor."""
+        return (
+            "rank_(rank.expect_world(kWorld))",
+            *(f'{team.member}(rank.channel(kMesh, "{team.axes}", {team.size}))' for team in self.teams),
+            *(f'{pool.member}(rank, "{pool.name}", {pool.count})' for pool in self.streams),
+            *(f"{pool.member}({pool.count})" for pool in self.events),
+            *(f"{plan.member}(rank, {plan.operands}, {plan.result})" for plan in self.plans),
+        )
+
+    @property
+    def output_shapes(self) -> tuple[str, ...]:
+        return tuple(f".{y.field} = {y.shape}" for y in self.outputs)
+
+    @property
+    def allocations(self) -> tuple[str, ...]:
+        return tuple(f"{{{buffer.member}, {buffer.count}}}" for buffer in self.temporaries)
+
+    @property
+    def axis_rows(self) -> tuple[str, ...]:
+        return tuple(f'{{"{axis.name}", {axis.size}}}' for axis in self.axes)
+
+    @property
+    def team_rows(self) -> tuple[str, ...]:
+        return tuple(f'"{team.axes}"' for team in self.teams)
+
+    @property
+    def input_tensors(self) -> tuple[str, ...]:
+        return tuple(f"tensors[{i}]" for i in range(len(self.inputs)))
+
+    @property
+    def output_tensors(self) -> tuple[str, ...]:
+        return tuple(f"tensors[{i}]" for i in range(len(self.outputs)))
+
+    @property
+    def prepares_with_sizes(self) -> bool:
+        return bool(self.sizes and (self.plans or self.temporaries))
+
+
+# --- main.cpp of an exported project ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DefaultSize:
+    label: str
+    name: str
+    value: int
+
+
+@dataclass(frozen=True)
+class MainTeam:
+    """How rank r finds its team: ranks of one color are a team, in the order of their place."""
+
+    axes: str
+    color: str
+    place: str
+    size: int
+
+
+@dataclass(frozen=True)
+class MainTensor:
+    field: str
+    cpp: str
+    dtype: str
+    shape: str
+
+
+@dataclass(frozen=True)
+class MainInput(MainTensor):
+    seed: str
+
+
+@dataclass(frozen=True)
+class MainOutput(MainTensor):
+    name: str
+    twin: str  # the first rank that holds the same
+
+
+@dataclass(frozen=True)
+class Main:
+    executable: str
+    sizes: tuple[DefaultSize, ...]
+    teams: tuple[MainTeam, ...]
+    inputs: tuple[MainInput, ...]
+    outputs: tuple[MainOutput, ...]
+
+    @property
+    def defaults(self) -> tuple[str, ...]:
+        return tuple(f".{size.name} = {size.value}" for size in self.sizes)
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Initializers of the members that hold them."""
+        return tuple(f"{x.field}({x.dtype}, {x.shape})" for x in (*self.inputs, *self.outputs))
+
+    @property
+    def input_tensors(self) -> tuple[str, ...]:
+        return tuple(f"tensors.{x.field}" for x in self.inputs)
+
+    @property
+    def output_tensors(self) -> tuple[str, ...]:
+        return tuple(f"tensors.{y.field}" for y in self.outputs)

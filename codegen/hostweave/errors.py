@@ -1,0 +1,56 @@
+"""The exceptions of Hostweave and the source places that they name."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+_PACKAGE = str(Path(__file__).resolve().parent)
+
+
+@dataclass(frozen=True)
+class Location:
+    """A place in the user's source."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+    @staticmethod
+    def of_caller() -> Location:
+        """The innermost frame outside this package: the user's line."""
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+            frame = frame.f_back
+        return Location(Path(frame.f_code.co_filename).name, frame.f_lineno)
+
+
+class HostweaveError(Exception):
+    """A mistake that Hostweave found: one line with a place, a reason and a remedy."""
+
+    def __init__(self, message: str, location: Location | None = None):
+        super().__init__(f"{location}: {message}" if location else message)
+        self.location = location
+
+
+class ProgramError(HostweaveError, ValueError):
+    """A program that means nothing, or that no pass can lower."""
+
+
+class ParseError(HostweaveError, ValueError):
+    """IR text that does not parse."""
+
+
+class ArgumentError(HostweaveError, ValueError):
+    """A call with an array of the wrong dtype, shape, device or layout."""
+
+
+class BuildError(HostweaveError, RuntimeError):
+    """A toolchain that is missing or that failed."""
+
+
+class ExecutionError(HostweaveError, RuntimeError):
+    """A program that failed while it ran."""

@@ -1,0 +1,1 @@
+"""The fusion IR: a program as math on global tensors."""

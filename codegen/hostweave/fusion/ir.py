@@ -1,0 +1,71 @@
+"""The fusion IR: a program as math on global tensors, in static single assignment. No streams, no buffers, no ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hostweave.errors import Location
+from hostweave.fusion.types import Mesh, Stream, TensorType
+
+Attribute = int | float | bool | str | tuple[int, ...] | None
+Scalar = int | float | bool
+
+
+@dataclass(frozen=True)
+class Value:
+    """A named tensor. `stated` says that the user stated its sharding, so no pass may change it."""
+
+    name: str
+    type: TensorType
+    stream: Stream | None = None
+    stated: bool = False
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation: `%result = kind(%operand, ..., attribute=...)`. What each kind means is in `ops.py`.
+
+    An operand is the name of a value, or a number in the dtype of the tensors beside it.
+    """
+
+    kind: str
+    operands: tuple[str | Scalar, ...]
+    result: Value
+    attributes: tuple[tuple[str, Attribute], ...] = ()
+    location: Location | None = field(default=None, compare=False)
+
+    def attribute(self, name: str) -> Attribute:
+        """The attribute's value, or None where the op does not have it."""
+        return next((value for key, value in self.attributes if key == name), None)
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The operands that are values, without the numbers."""
+        return tuple(operand for operand in self.operands if isinstance(operand, str))
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """A program: inputs, ops in order, and the names of the results."""
+
+    name: str
+    mesh: Mesh
+    inputs: tuple[Value, ...]
+    ops: tuple[Op, ...]
+    outputs: tuple[str, ...]
+
+    def values(self) -> dict[str, Value]:
+        """Every value by name, in order of definition."""
+        return {value.name: value for value in (*self.inputs, *(op.result for op in self.ops))}
+
+    def __str__(self) -> str:
+        from hostweave.fusion.text import print_fusion
+
+        return print_fusion(self)
+
+    @staticmethod
+    def parse(text: str) -> Fusion:
+        """The fusion that `text` prints. Raises ParseError with a line and column."""
+        from hostweave.fusion.text import parse_fusion
+
+        return parse_fusion(text)

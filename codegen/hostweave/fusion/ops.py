@@ -1,0 +1,385 @@
+"""Every kind of op of the fusion IR, one entry each: what it takes, what it gives, which indices it walks, what it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hostweave.errors import ProgramError
+from hostweave.fusion import index_map as maps
+from hostweave.fusion.extent import Extent, product
+from hostweave.fusion.index_map import ONE, IndexMap
+from hostweave.fusion.ir import Attribute, Op, Scalar
+from hostweave.fusion.philox import philox
+from hostweave.fusion.types import Dim, DType, TensorType, bool_, f32, i64, u32
+
+Types = Sequence[TensorType]
+
+
+class Mismatch(Exception):
+    """Operands that do not go together; the caller adds the op and its place."""
+
+
+@dataclass(frozen=True)
+class OpDef:
+    """One kind of op.
+
+    `infer(operand types, op)` gives the result's dtype and global shape, or raises Mismatch. `map(operand types, op)`
+    gives the indices. `numpy(np, *arrays, **attributes)` computes it on global arrays; where the result's shape or dtype
+    is part of what the user states (`target`) it also gets `shape` or `dtype`, or both where that is `type`.
+    `expression` is C++ for one element over operands {0}, {1}, ... of the compute type T (float or double, or the
+    integer itself); `combine` says how two elements of a reduction become one.
+    """
+
+    arity: int
+    infer: Callable[[Types, Op], TensorType]
+    map: Callable[[Types, Op], IndexMap]
+    numpy: Callable[..., Any]
+    attributes: Mapping[str, type] = field(default_factory=dict)
+    target: str = ""  # shape, dtype, type (both) or sharding: what of the result's type the user states
+    expression: str = ""
+    combine: str = ""
+    is_view: bool = False  # pointer arithmetic on what a rank holds, no call
+
+
+# --- what an op gives -------------------------------------------------------------------------------------------------
+
+
+def _same_dtype(types: Types) -> DType:
+    for other in types[1:]:
+        if other.dtype != types[0].dtype:
+            raise Mismatch(f"dtypes differ: {types[0]} and {other}; use hw.cast on one of them")
+    return types[0].dtype
+
+
+def _require(type: TensorType, *kinds: str) -> None:
+    if type.dtype.kind not in kinds:
+        raise Mismatch(f"not defined for {type.dtype}; use hw.cast to a dtype that is {' or '.join(kinds)}")
+
+
+def _broadcast(types: Types) -> tuple[Dim, ...]:
+    rank = max(len(type.dims) for type in types)
+    dims: list[Dim] = []
+    for i in range(-rank, 0):
+        extents = {type.shape[i] for type in types if len(type.dims) >= -i} - {ONE}
+        if len(extents) > 1:
+            raise Mismatch(
+                f"shapes do not broadcast: {' and '.join(map(str, types))} differ in dim {i}; make them equal or 1, as with x[:, None]"
+            )
+        dims.append(Dim(extents.pop() if extents else ONE))
+    return tuple(dims)
+
+
+def _arithmetic(*kinds: str) -> Callable[[Types, Op], TensorType]:
+    def infer(types: Types, op: Op) -> TensorType:
+        dtype = _same_dtype(types)
+        _require(types[0], *kinds)
+        return TensorType(dtype, _broadcast(types))
+
+    return infer
+
+
+_floats, _numbers, _signed = _arithmetic("float"), _arithmetic("float", "int", "uint"), _arithmetic("float", "int")
+_bools = _arithmetic("bool")
+
+
+def _comparison(types: Types, op: Op) -> TensorType:
+    _same_dtype(types)
+    return TensorType(bool_, _broadcast(types))
+
+
+def _where(types: Types, op: Op) -> TensorType:
+    if types[0].dtype != bool_:
+        raise Mismatch(f"the condition must be bool, not {types[0]}; compare it first")
+    return TensorType(_same_dtype(types[1:]), _broadcast(types))
+
+
+def _matmul(types: Types, op: Op) -> TensorType:
+    a, b = types
+    _same_dtype(types)
+    _require(a, "float", "int", "uint")
+    for operand in types:
+        if len(operand.dims) < 2:
+            raise Mismatch(f"rank mismatch: {operand} has {len(operand.dims)} dims, at least 2 are needed; use x[None] or x[:, None]")
+    if a.shape[-1] != b.shape[-2]:
+        raise Mismatch(f"inner dims differ: {a} x {b}")
+    batches = [TensorType(t.dtype, t.dims[:-2]) for t in types]
+    try:
+        batch = _broadcast(batches) if any(t.dims for t in batches) else ()
+    except Mismatch:
+        raise Mismatch(f"batch dims do not broadcast: {a} x {b}") from None
+    return TensorType(a.dtype, (*batch, Dim(a.shape[-2]), Dim(b.shape[-1])))
+
+
+def axes_of(op: Op, name: str = "axis") -> tuple[int, ...]:
+    value = op.attribute(name)
+    assert isinstance(value, tuple)
+    return value
+
+
+def _axes(op: Op, rank: int) -> tuple[int, ...]:
+    axes = axes_of(op)
+    if any(not 0 <= axis < rank for axis in axes):
+        raise Mismatch(f"axis={axes} is out of range; dims go from 0 to {rank - 1}")
+    if len(set(axes)) != len(axes):
+        raise Mismatch(f"axis={axes} names a dim twice; name it once")
+    return axes
+
+
+def _reduction(*kinds: str) -> Callable[[Types, Op], TensorType]:
+    def infer(types: Types, op: Op) -> TensorType:
+        (x,) = types
+        _require(x, *kinds)
+        axes = _axes(op, len(x.dims))
+        if op.attribute("keepdims"):
+            return TensorType(x.dtype, tuple(Dim(ONE if i in axes else e) for i, e in enumerate(x.shape)))
+        return TensorType(x.dtype, tuple(Dim(e) for i, e in enumerate(x.shape) if i not in axes))
+
+    return infer
+
+
+def _argmax(types: Types, op: Op) -> TensorType:
+    if len(axes_of(op)) != 1:
+        raise Mismatch(f"axis={axes_of(op)} is not one dim; reshape them to one first")
+    return TensorType(i64, _reduction("float", "int", "uint")(types, op).dims)
+
+
+def _iota(types: Types, op: Op) -> TensorType:
+    _require(op.result.type, "int", "uint")
+    if len(op.result.type.dims) != 1:
+        raise Mismatch(f"{op.result.type} is not a vector; use hw.expand_dims on one")
+    return _unsharded(op.result.type)
+
+
+def _philox(types: Types, op: Op) -> TensorType:
+    if _same_dtype(types) != u32:
+        raise Mismatch(f"counters and keys are u32, not {types[0]}; use hw.cast")
+    return TensorType(f32, _broadcast(types))
+
+
+def _unsharded(type: TensorType) -> TensorType:
+    return TensorType(type.dtype, tuple(Dim(extent) for extent in type.shape))
+
+
+def _same(types: Types, op: Op) -> TensorType:
+    return _unsharded(types[0])
+
+
+def _cast(types: Types, op: Op) -> TensorType:
+    return TensorType(op.result.type.dtype, tuple(Dim(extent) for extent in types[0].shape))
+
+
+def _reshape(types: Types, op: Op) -> TensorType:
+    if product(types[0].shape) != product(op.result.type.shape):
+        raise Mismatch(f"{types[0]} does not have the elements of {_shape_text(op.result.type.shape)}; make the products of the dims equal")
+    return TensorType(types[0].dtype, tuple(Dim(extent) for extent in op.result.type.shape))
+
+
+def _broadcast_to(types: Types, op: Op) -> TensorType:
+    have, want = types[0].shape, op.result.type.shape
+    tail = want[len(want) - len(have) :]
+    if len(have) > len(want) or any(h != w and h != ONE for h, w in zip(have, tail, strict=True)):
+        raise Mismatch(f"{types[0]} does not broadcast to {_shape_text(want)}; dims are aligned from the right and must be equal or 1")
+    return TensorType(types[0].dtype, tuple(Dim(extent) for extent in want))
+
+
+def _expand_dims(types: Types, op: Op) -> TensorType:
+    axes = _axes(op, len(types[0].dims) + len(axes_of(op)))
+    old = iter(types[0].shape)
+    return TensorType(types[0].dtype, tuple(Dim(ONE if i in axes else next(old)) for i in range(len(types[0].dims) + len(axes))))
+
+
+def _transpose(types: Types, op: Op) -> TensorType:
+    axes = axes_of(op, "axes")
+    if sorted(axes) != list(range(len(types[0].dims))):
+        raise Mismatch(f"axes={axes} is no order of the {len(types[0].dims)} dims of {types[0]}; name each once")
+    return TensorType(types[0].dtype, tuple(Dim(types[0].shape[i]) for i in axes))
+
+
+def _shape_text(shape: tuple[Extent, ...]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
+
+
+# --- which indices it walks -------------------------------------------------------------------------------------------
+
+
+def _shapes(types: Types) -> list[tuple[Extent, ...]]:
+    return [type.shape for type in types]
+
+
+def _map_elementwise(types: Types, op: Op) -> IndexMap:
+    return maps.elementwise(_shapes(types), op.result.type.shape)
+
+
+def _map_iota(types: Types, op: Op) -> IndexMap:
+    return IndexMap((), ("i0",))
+
+
+def _map_matmul(types: Types, op: Op) -> IndexMap:
+    return maps.contraction(types[0].shape, types[1].shape, op.result.type.shape)
+
+
+def _map_reduction(types: Types, op: Op) -> IndexMap:
+    return maps.reduction(types[0].shape, axes_of(op), bool(op.attribute("keepdims")))
+
+
+def _map_reshape(types: Types, op: Op) -> IndexMap:
+    return maps.regrouping(types[0].shape, op.result.type.shape)
+
+
+def _map_expand_dims(types: Types, op: Op) -> IndexMap:
+    return maps.insertion(len(types[0].dims), axes_of(op))
+
+
+def _map_transpose(types: Types, op: Op) -> IndexMap:
+    return maps.permutation(axes_of(op, "axes"))
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def _unary(expression: str, numpy: Callable[..., Any], infer: Callable[[Types, Op], TensorType] = _floats) -> OpDef:
+    return OpDef(1, infer, _map_elementwise, numpy, expression=expression)
+
+
+def _binary(expression: str, name: str, infer: Callable[[Types, Op], TensorType] = _numbers) -> OpDef:
+    return OpDef(2, infer, _map_elementwise, lambda np, a, b: getattr(np, name)(a, b), expression=expression)
+
+
+def _reduce(combine: str, numpy: Callable[..., Any], *kinds: str) -> OpDef:
+    return OpDef(1, _reduction(*kinds), _map_reduction, numpy, {"axis": tuple, "keepdims": bool}, combine=combine)
+
+
+def _erf(np: Any, x: Any) -> Any:
+    from math import erf
+
+    return np.vectorize(erf, otypes=[np.float64])(x)
+
+
+def _gelu_tanh(np: Any, x: Any) -> Any:
+    return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def _numpy_argmax(np: Any, x: Any, axis: tuple[int, ...], keepdims: bool = False) -> Any:
+    return np.argmax(x, axis=axis[0], keepdims=keepdims)
+
+
+def _bound(np: Any, x: Any, sign: int) -> Any:
+    """What a max (-1) or min (1) of no elements is: a rank may hold none."""
+    if x.dtype.kind == "b":
+        return sign > 0
+    if x.dtype.kind in "iu":
+        return np.iinfo(x.dtype).max if sign > 0 else np.iinfo(x.dtype).min
+    return sign * np.inf
+
+
+OPS: dict[str, OpDef] = {
+    "matmul": OpDef(2, _matmul, _map_matmul, lambda np, a, b: np.matmul(a, b)),
+    # Pointwise.
+    "add": _binary("{0} + {1}", "add"),
+    "sub": _binary("{0} - {1}", "subtract"),
+    "mul": _binary("{0} * {1}", "multiply"),
+    "div": _binary("{0} / {1}", "divide", _floats),
+    "maximum": _binary("({0} > {1} || {0} != {0}) ? {0} : {1}", "maximum"),  # a NaN on either side stays
+    "minimum": _binary("({0} < {1} || {0} != {0}) ? {0} : {1}", "minimum"),
+    "pow": _binary("std::pow({0}, {1})", "power", _floats),
+    "neg": _unary("-{0}", lambda np, x: -x, _signed),
+    "abs": _unary("{0} > T(0) ? {0} : T(0) - {0}", lambda np, x: np.abs(x), _signed),  # of -0.0 it is 0.0
+    "reciprocal": _unary("T(1) / {0}", lambda np, x: 1 / x),
+    "exp": _unary("std::exp({0})", lambda np, x: np.exp(x)),
+    "log": _unary("std::log({0})", lambda np, x: np.log(x)),
+    "sqrt": _unary("std::sqrt({0})", lambda np, x: np.sqrt(x)),
+    "rsqrt": _unary("T(1) / std::sqrt({0})", lambda np, x: 1 / np.sqrt(x)),
+    "sin": _unary("std::sin({0})", lambda np, x: np.sin(x)),
+    "cos": _unary("std::cos({0})", lambda np, x: np.cos(x)),
+    "tanh": _unary("std::tanh({0})", lambda np, x: np.tanh(x)),
+    "erf": _unary("std::erf({0})", _erf),
+    "sigmoid": _unary("T(1) / (T(1) + std::exp(-{0}))", lambda np, x: 1 / (1 + np.exp(-x))),
+    "relu": _unary("{0} < T(0) ? T(0) : {0}", lambda np, x: np.maximum(x, 0), _numbers),
+    "gelu": _unary("{0} / T(2) * (T(1) + std::erf({0} * T(0.70710678118654752)))", lambda np, x: x / 2 * (1 + _erf(np, x / np.sqrt(2)))),
+    "gelu_tanh": _unary("{0} / T(2) * (T(1) + std::tanh(T(0.79788456080286536) * ({0} + T(0.044715) * {0} * {0} * {0})))", _gelu_tanh),
+    "silu": _unary("{0} / (T(1) + std::exp(-{0}))", lambda np, x: x / (1 + np.exp(-x))),
+    "equal": _binary("{0} == {1}", "equal", _comparison),
+    "not_equal": _binary("{0} != {1}", "not_equal", _comparison),
+    "less": _binary("{0} < {1}", "less", _comparison),
+    "less_equal": _binary("{0} <= {1}", "less_equal", _comparison),
+    "greater": _binary("{0} > {1}", "greater", _comparison),
+    "greater_equal": _binary("{0} >= {1}", "greater_equal", _comparison),
+    "logical_and": _binary("{0} && {1}", "logical_and", _bools),
+    "logical_or": _binary("{0} || {1}", "logical_or", _bools),
+    "logical_not": _unary("!{0}", lambda np, x: np.logical_not(x), _bools),
+    "where": OpDef(3, _where, _map_elementwise, lambda np, c, a, b: np.where(c, a, b), expression="{0} ? {1} : {2}"),
+    "cast": OpDef(1, _cast, _map_elementwise, lambda np, x, dtype: x.astype(dtype), target="dtype", expression="{0}"),
+    "copy": OpDef(1, _same, _map_elementwise, lambda np, x: x.copy(), expression="{0}"),
+    # Made of nothing: indices, and random numbers of a counter and a key.
+    "iota": OpDef(0, _iota, _map_iota, lambda np, shape, dtype: np.arange(*shape, dtype=dtype), target="type"),
+    "philox": OpDef(6, _philox, _map_elementwise, philox, expression="hw::philox({0}, {1}, {2}, {3}, {4}, {5})"),
+    # Reductions over `axis`.
+    "sum": _reduce("add", lambda np, x, **a: np.sum(x, dtype=x.dtype, **a), "float", "int", "uint"),
+    "prod": _reduce("mul", lambda np, x, **a: np.prod(x, dtype=x.dtype, **a), "float", "int", "uint"),
+    "max": _reduce("maximum", lambda np, x, **a: np.max(x, initial=_bound(np, x, -1), **a), "float", "int", "uint", "bool"),
+    "min": _reduce("minimum", lambda np, x, **a: np.min(x, initial=_bound(np, x, 1), **a), "float", "int", "uint", "bool"),
+    "mean": _reduce("add", lambda np, x, **a: np.mean(x, **a), "float"),
+    "argmax": OpDef(1, _argmax, _map_reduction, _numpy_argmax, {"axis": tuple, "keepdims": bool}, combine="first_maximum"),
+    # Shapes.
+    "expand_dims": OpDef(1, _expand_dims, _map_expand_dims, lambda np, x, **a: np.expand_dims(x, **a), {"axis": tuple}, is_view=True),
+    "reshape": OpDef(1, _reshape, _map_reshape, lambda np, x, shape: np.reshape(x, shape), target="shape", is_view=True),
+    "transpose": OpDef(1, _transpose, _map_transpose, lambda np, x, **a: np.transpose(x, **a), {"axes": tuple}, is_view=True),
+    "broadcast_to": OpDef(
+        1, _broadcast_to, _map_elementwise, lambda np, x, shape: np.broadcast_to(x, shape), target="shape", expression="{0}"
+    ),
+    # Sharding.
+    "reshard": OpDef(1, _same, _map_elementwise, lambda np, x: x, {"kind": str}, target="sharding"),
+}
+
+# How the results of the ranks become one where the reduced dims are sharded; shards are even, so that means can be averaged.
+# A reduction that is not here takes whole dims.
+REDUCTION_OF_PARTIAL = {"matmul": "sum", "sum": "sum", "mean": "avg", "prod": "prod", "max": "max", "min": "min"}
+
+
+# --- asking the table -------------------------------------------------------------------------------------------------
+
+
+def operand_types(op: Op, types: Mapping[str, TensorType]) -> tuple[TensorType, ...]:
+    """The types of all operands; a number has no dims and the dtype of the last tensor beside it. Raises ProgramError."""
+    tensors = [types[name] for name in op.tensors]
+    if not op.operands and OPS[op.kind].arity == 0:
+        return ()
+    if not tensors:
+        raise ProgramError(f"{op.kind}: no operand is a tensor; compute with Python numbers instead", op.location)
+    dtype = tensors[-1].dtype
+    result = []
+    for operand in op.operands:
+        if not isinstance(operand, str) and not fits(operand, dtype):
+            raise ProgramError(f"{op.kind}: {operand!r} is not a value of {tensors[-1]}; use hw.cast on the tensor", op.location)
+        result.append(types[operand] if isinstance(operand, str) else TensorType(dtype, ()))
+    return tuple(result)
+
+
+def fits(number: Scalar, dtype: DType) -> bool:
+    """Whether a Python number takes this dtype: a float needs a float tensor, an int any number in range."""
+    if isinstance(number, bool) or dtype.kind == "bool":
+        return isinstance(number, bool) and dtype.kind == "bool"
+    if dtype.kind == "float":
+        return True
+    bits = 8 * dtype.itemsize - (dtype.kind == "int")
+    return isinstance(number, int) and (-(1 << bits) if dtype.kind == "int" else 0) <= number < 1 << bits
+
+
+def infer_type(op: Op, operands: Types) -> TensorType:
+    """The unsharded type of the result. Raises ProgramError with the op's place."""
+    try:
+        return OPS[op.kind].infer(operands, op)
+    except Mismatch as mismatch:
+        raise ProgramError(f"{op.kind}: {mismatch}", op.location) from None
+
+
+def index_map(op: Op, operands: Types) -> IndexMap:
+    """Which iteration index each dim of the operands and of the result walks."""
+    return OPS[op.kind].map(operands, op)
+
+
+def attributes(**values: Attribute) -> tuple[tuple[str, Attribute], ...]:
+    """The attributes of an op, without those that say nothing."""
+    return tuple((name, value) for name, value in values.items() if value is not None and value is not False)

@@ -1,0 +1,130 @@
+"""What a fusion computes, by NumPy on global arrays: the answer that every rank of every target is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod, sqrt
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hostweave.errors import ArgumentError
+from hostweave.fusion.ir import Fusion, Op
+from hostweave.fusion.ops import OPS, operand_types
+from hostweave.fusion.types import DType, TensorType
+from hostweave.options import Options
+from hostweave.passes.insert_reshards import insert_reshards
+from hostweave.passes.propagate_sharding import propagate_sharding
+from hostweave.runtime.arrays import numpy_dtype
+from hostweave.runtime.shards import bind_sizes
+
+Array = NDArray[Any]
+
+
+def run_reference(fusion: Fusion, arrays: Mapping[str, Array]) -> tuple[Array, ...]:
+    """The outputs for these global inputs: floats in float64, rounded only where the program casts; integers and bools as they are.
+
+    Raises ArgumentError where an input is missing or does not fit its type.
+    """
+    inputs = {value.name: value.type for value in fusion.inputs}
+    for name, type in inputs.items():
+        if name not in arrays:
+            raise ArgumentError(f"{fusion.name}: {name} is missing; pass {name}=")
+        if arrays[name].ndim != len(type.dims):
+            raise ArgumentError(f"{fusion.name}: {name} has {arrays[name].ndim} dims; pass a {type}")
+    sizes = bind_sizes(fusion.name, fusion.mesh, inputs, {name: arrays[name].shape for name in inputs}, uneven=None)
+    values = {name: arrays[name].astype(_computing_dtype(type.dtype)) for name, type in inputs.items()}
+    for op in fusion.ops:
+        values[op.result.name] = _run(op, values, sizes)
+    return tuple(values[name] for name in fusion.outputs)
+
+
+def _run(op: Op, values: Mapping[str, Array], sizes: Mapping[str, int]) -> Array:
+    tensors = [values[name] for name in op.tensors]
+    operands = [values[o] if isinstance(o, str) else np.asarray(o, tensors[-1].dtype) for o in op.operands]
+    keywords: dict[str, Any] = {name: value for name, value in op.attributes if op.kind != "reshard"}
+    if OPS[op.kind].target in ("shape", "type"):
+        keywords["shape"] = tuple(extent.bind(sizes) for extent in op.result.type.shape)
+    if OPS[op.kind].target == "type":
+        keywords["dtype"] = _computing_dtype(op.result.type.dtype)
+    if op.kind == "cast":
+        return _cast(operands[0], op.result.type.dtype)
+    result: Array = OPS[op.kind].numpy(np, *operands, **keywords)
+    return result
+
+
+def _cast(array: Array, dtype: DType) -> Array:
+    """Rounds to the dtype, then goes on in the dtype that computes it."""
+    return array.astype(numpy_dtype(dtype)).astype(_computing_dtype(dtype))
+
+
+def _computing_dtype(dtype: DType) -> np.dtype[Any]:
+    return np.dtype(np.float64) if dtype.kind == "float" else numpy_dtype(dtype)
+
+
+# --- how far a right answer may be off --------------------------------------------------------------------------------
+
+_MANTISSA_BITS = {"f64": 52, "f32": 23, "f16": 10, "bf16": 7, "f8e4m3": 3, "f8e5m2": 2}
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """|computed - exact| <= atol + rtol * |exact|, as numpy.testing.assert_allclose reads it."""
+
+    rtol: float
+    atol: float
+
+
+def tolerance(dtype: DType, reduction_length: int = 1, terms: int = 1) -> Tolerance:
+    """How far a result of this dtype may be from the exact one, for inputs of magnitude about 1 and of either sign.
+
+    `reduction_length` n is the number of products or elements that one result is summed from; `terms` D the number of
+    partial sums, one a rank, that are rounded to the dtype before they are added up. Zero for integers and bools.
+
+    With u = 2^-(mantissa bits + 1), the unit roundoff of the dtype, and a that of the accumulator (f32, or f64 for f64):
+    - the result is rounded once, and each op of a short chain before it (we allow three): rtol = 4 u;
+    - a sum of n such terms is a random walk of size sqrt(n). Each of its n additions errs by up to a times the sum so far:
+      in all a * n / sqrt(6) in the mean square, and 5 standard deviations of it stay below 2 a n;
+    - each of D partial sums, of size sqrt(n / D), is rounded to the dtype, and so are their D - 1 sums, of size up to
+      sqrt(n): at most u (sqrt(n D) + (D - 1) sqrt(n)), which adds up one way only in the worst case: 2 u D sqrt(n);
+    - a result near zero inherits the rounding of what cancelled in it: 4 u sqrt(n).
+    """
+    if dtype.kind != "float":
+        return Tolerance(0.0, 0.0)
+    unit = 2.0 ** -(_MANTISSA_BITS[dtype.name] + 1)
+    accumulator = 2.0 ** -(_MANTISSA_BITS["f64" if dtype.name == "f64" else "f32"] + 1)
+    n, d = reduction_length, terms
+    spread = 2 * unit * d * sqrt(n) if d > 1 else 0.0
+    return Tolerance(rtol=4 * unit, atol=2 * accumulator * n + 4 * unit * sqrt(n) + spread)
+
+
+def tolerance_of(fusion: Fusion, name: str, sizes: Mapping[str, int]) -> Tolerance:
+    """How far a value of the fusion may be from the exact one at these sizes, whatever leads to it.
+
+    Lengths multiply along a chain of sums and products; so do the ranks, wherever they hold terms that are added up.
+    """
+    spread = insert_reshards(propagate_sharding(fusion, Options()), Options())
+    types = {value_name: value.type for value_name, value in spread.values().items()}
+    lengths, terms = dict.fromkeys(types, 1), dict.fromkeys(types, 1)
+    for op in spread.ops:
+        result, inputs = op.result.name, op.tensors
+        joined = prod if op.kind == "matmul" else max
+        lengths[result] = joined(lengths[tensor] for tensor in inputs) * _reduced(op, types, sizes)
+        terms[result] = joined(terms[tensor] for tensor in inputs)
+        if op.result.type.partial:
+            terms[result] *= spread.mesh.size_of(op.result.type.partial.axes)
+    return tolerance(types[name].dtype, lengths[name], terms[name])
+
+
+def _reduced(op: Op, types: Mapping[str, TensorType], sizes: Mapping[str, int]) -> int:
+    """How many elements or products one element of the result is made of."""
+    operands = operand_types(op, types)
+    walked = OPS[op.kind].map(operands, op)
+    extents = {
+        label: extent
+        for labels, type in zip(walked.operands, operands, strict=True)
+        for label, extent in zip(labels, type.shape, strict=True)
+    }
+    return prod(extent.bind(sizes) for label, extent in extents.items() if label and label not in walked.result)

@@ -1,0 +1,201 @@
+"""The text of fusions: `parse_fusion(print_fusion(f)) == f`. One op a line, the same in the bodies of kernels of the host IR."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from hostweave.errors import Location
+from hostweave.fusion.ir import Attribute, Fusion, Op, Scalar, Value
+from hostweave.fusion.ops import OPS
+from hostweave.fusion.types import Mesh, Stream, TensorType
+from hostweave.reader import Reader
+
+STEPS = ("block", "across")
+ROTATIONS = ("own_first", "own_last")
+BY = ("p2p", "ring", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "exchange")
+
+# --- printing ---------------------------------------------------------------------------------------------------------
+
+
+def print_fusion(fusion: Fusion) -> str:
+    """The program as text, one op a line."""
+    inputs = ", ".join(f"%{value.name}: {value.type}" for value in fusion.inputs)
+    mesh = f" {fusion.mesh}" if fusion.mesh.axes else ""
+    lines = [f"  {print_op(op)}\n" for op in fusion.ops]
+    return f"fusion @{fusion.name}({inputs}){mesh} {{\n{''.join(lines)}  return {_names(fusion.outputs)}\n}}\n"
+
+
+def print_op(op: Op) -> str:
+    """`%y: bf16[M, N] stream(M, 8) = matmul(%x, %w)`"""
+    operands = [f"%{operand}" if isinstance(operand, str) else _number(operand) for operand in op.operands]
+    named = [f"{name}={_attribute(value)}" for name, value in op.attributes]
+    return f"{print_value(op.result)} = {op.kind}({', '.join(operands + named)})"
+
+
+def print_value(value: Value) -> str:
+    """`%y: bf16[M@x, N] stated stream(M, 8, block, p2p, own_first)`"""
+    words = [f"%{value.name}: {value.type}"]
+    if value.stated:
+        words.append("stated")
+    if value.stream:
+        words.append(_stream(value.stream, value.type))
+    return " ".join(words)
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"%{name}" for name in names)
+
+
+def _stream(stream: Stream, type: TensorType) -> str:
+    name = str(type.shape[stream.dim])
+    is_name = name.isidentifier() and sum(str(extent) == name for extent in type.shape) == 1
+    parts = [name if is_name else str(stream.dim), stream.chunks, stream.step, stream.by, stream.rotation]
+    return f"stream({', '.join(str(part) for part in parts if part is not None)})"
+
+
+def _number(value: Scalar) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _attribute(value: Attribute) -> str:
+    return _number(value) if isinstance(value, int | float) else str(value)
+
+
+# --- parsing ----------------------------------------------------------------------------------------------------------
+
+
+def parse_fusion(text: str) -> Fusion:
+    """The fusion that `text` prints. Raises ParseError with line and column, ProgramError with the line where the program means nothing."""
+    from hostweave.fusion.verify import verify_fusion
+
+    reader = Reader(text)
+    reader.expect("fusion")
+    reader.expect("@")
+    name = reader.word("the name of the fusion")
+    reader.expect("(")
+    inputs = reader.list_of(lambda: _parse_input(reader), ")")
+    mesh = reader.mesh() if reader.peek() == "mesh" else Mesh()
+    reader.expect("{")
+    known = {value.name for value in inputs}
+    ops: list[Op] = []
+    while not reader.accept("return"):
+        ops.append(parse_op(reader, known))
+        known.add(ops[-1].result.name)
+    outputs = [_parse_use(reader, known)]
+    while reader.accept(","):
+        outputs.append(_parse_use(reader, known))
+    reader.expect("}")
+    if reader.peek():
+        reader.fail(f"expected the end of the text, found {reader.found()}")
+    fusion = Fusion(name, mesh, inputs, tuple(ops), tuple(outputs))
+    verify_fusion(fusion)
+    return fusion
+
+
+def _parse_input(reader: Reader) -> Value:
+    name = reader.named()
+    reader.expect(":")
+    return Value(name, reader.tensor_type(), stated=True)
+
+
+def parse_op(reader: Reader, known: set[str] | None = None) -> Op:
+    """One line of ops. `known` are the values defined so far, where a use of any other is to be an error."""
+    location = Location("text", reader.line())
+    result = parse_value(reader)
+    reader.expect("=")
+    at = reader.at
+    kind = reader.word("the name of an op")
+    if kind not in OPS:
+        from difflib import get_close_matches
+
+        near = get_close_matches(kind, OPS, 1)
+        reader.fail(f"unknown op {kind!r}; " + (f"did you mean {near[0]}?" if near else f"one of {', '.join(OPS)}"), at)
+    reader.expect("(")
+    operands: list[str | Scalar] = []
+    attributes: list[tuple[str, Attribute]] = []
+
+    def item() -> None:
+        if reader.peek(1) == "=":
+            name = reader.word("the name of an attribute")
+            reader.expect("=")
+            attributes.append((name, _parse_attribute(reader)))
+        else:
+            operands.append(_parse_use(reader, known) if reader.peek() == "%" else _parse_number(reader))
+
+    reader.list_of(item, ")")
+    return Op(kind, tuple(operands), result, tuple(attributes), location)
+
+
+def _parse_use(reader: Reader, known: set[str] | None) -> str:
+    at = reader.at
+    name = reader.named()
+    if known is not None and name not in known:
+        reader.fail(f"%{name} is used before it is defined; define it above this line", at)
+    return name
+
+
+def parse_value(reader: Reader) -> Value:
+    name = reader.named()
+    reader.expect(":")
+    type = reader.tensor_type()
+    stated = reader.accept("stated")
+    return Value(name, type, _parse_stream(reader, type) if reader.accept("stream") else None, stated)
+
+
+def _parse_stream(reader: Reader, type: TensorType) -> Stream:
+    reader.expect("(")
+    at = reader.at
+    axis = reader.take()
+    try:
+        dim = type.dim(int(axis) if axis.isdigit() else axis)
+    except ValueError as error:
+        reader.fail(str(error), at)
+    chunks = step = by = rotation = None
+    while reader.accept(","):
+        word = reader.peek()
+        if word.isdigit() and chunks is None:
+            chunks = reader.integer()
+        elif word in STEPS and step is None:
+            step = reader.take()
+        elif word in BY and by is None:
+            by = reader.take()
+        elif word in ROTATIONS and rotation is None:
+            rotation = reader.take()
+        else:
+            reader.fail(f"expected a number of chunks, {', '.join((*STEPS, *BY))} or a rotation, once each, found {reader.found()}")
+    reader.expect(")")
+    return Stream(dim, chunks, step, by, rotation)
+
+
+def _parse_attribute(reader: Reader) -> Attribute:
+    if reader.accept("("):
+        return _parse_ints(reader)
+    if reader.peek() in ("true", "false") or not reader.peek().isidentifier():
+        return _parse_number(reader)
+    return reader.word("a value")
+
+
+def _parse_ints(reader: Reader) -> tuple[int, ...]:
+    """The rest of `(0,)` or `(0, 2)`."""
+    items: list[int] = []
+    while not reader.accept(")"):
+        items.append(reader.integer())
+        if reader.peek() != ")":
+            reader.expect(",")
+    return tuple(items)
+
+
+def _parse_number(reader: Reader) -> Scalar:
+    at = reader.at
+    if reader.peek() in ("true", "false"):
+        return reader.take() == "true"
+    negative = reader.accept("-")
+    text = reader.take()
+    try:
+        value = int(text) if text.isdigit() else float(text)
+    except ValueError:
+        reader.fail("expected a %value or a number", at)
+    if isinstance(value, float) and math.isnan(value):
+        return math.nan
+    return -value if negative else value

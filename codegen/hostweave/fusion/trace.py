@@ -1,0 +1,365 @@
+"""Tracing: a function is called once with stand-ins for its tensors, which write down every op."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from types import EllipsisType
+from typing import Any
+
+from hostweave.errors import Location, ProgramError
+from hostweave.fusion.ir import Attribute, Fusion, Op, Scalar, Value
+from hostweave.fusion.ops import attributes, index_map, infer_type, operand_types
+from hostweave.fusion.text import BY, STEPS
+from hostweave.fusion.types import DType, Mesh, Stream, TensorType
+from hostweave.fusion.verify import verify_fusion
+
+# Names for results where the name of the op would read as a command.
+RESULT_NAMES = {
+    "matmul": "product",
+    "expand_dims": "expanded",
+    "reshape": "reshaped",
+    "transpose": "transposed",
+    "broadcast_to": "broadcast",
+    "reshard": "resharded",
+}
+
+
+def fusion(*, mesh: Mesh | None = None, **inputs: TensorType) -> Callable[[Callable[..., Any]], Fusion]:
+    """Traces the decorated function into a Fusion: `@hw.fusion(mesh=hw.Mesh(x=8), x=hw.bf16["M@x", "K"])`.
+
+    `inputs` gives the type of each parameter by name; without a mesh there is one device. The function runs once, on
+    tensors that hold no values. Raises ProgramError.
+    """
+    location = Location.of_caller()
+    return lambda function: _trace(function, mesh or Mesh(), inputs, location)
+
+
+class Tensor:
+    """What a traced function computes with: a value of the program that holds no data."""
+
+    __array_ufunc__ = None  # NumPy leaves operators to this class
+    __hash__ = object.__hash__
+
+    def __init__(self, trace: _Trace, op: Op | None, value: Value):
+        self._trace, self._op, self._value = trace, op, value
+        self._name: str | None = None
+
+    @property
+    def type(self) -> TensorType:
+        return self._value.type
+
+    @property
+    def dtype(self) -> DType:
+        return self.type.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.type.dims)
+
+    @property
+    def shape(self) -> tuple[int | str, ...]:
+        """The global extents: an int, or text such as `M` and `8*M/4`."""
+        return tuple(int(extent) if extent.is_int else str(extent) for extent in self.type.shape)
+
+    def named(self, name: str) -> Tensor:
+        """Names the value; generated code keeps the name. Raises ProgramError where another value has it."""
+        if not (name.isidentifier() and name.isascii()):
+            raise ProgramError(f"named: {name!r} is not a name; use letters, digits and _", Location.of_caller())
+        if self._op is None:
+            raise ProgramError(f"named: %{self._name} is an input; rename the parameter instead", Location.of_caller())
+        if self._trace.named.get(name, self) is not self:
+            raise ProgramError(f"named: %{name} is taken by another value; choose another name", Location.of_caller())
+        self._trace.name(self, name)
+        return self
+
+    def stream(self, dim: int | str, chunks: int | None = None, step: str | None = None, by: str | None = None) -> Tensor:
+        """States that a host loop walks `dim` of this value, one step an index, or one step a slice where `chunks` is given.
+
+        `step` is `block` or `across`; `by` is p2p, all_gather, broadcast or ring; the compiler chooses what is left open.
+        Raises ProgramError where there is no such loop.
+        """
+        location = Location.of_caller()
+        if self._op is None:
+            raise ProgramError(f"stream: %{self._name} is an input; stream what is computed from it, or hw.copy({self._name})", location)
+        if self._value.stream is not None:
+            raise ProgramError("stream: this value is streamed already; state one dim, once", location)
+        number = dim_of(self, dim, "stream", location)
+        self._check_stream(number, chunks, location)
+        for word, value, known in (("step", step, STEPS), ("by", by, BY)):
+            if value is not None and value not in known:
+                raise ProgramError(f"stream: {word}={value!r} is not one of {', '.join(known)}", location)
+        self._value = replace(self._value, stream=Stream(number, chunks, step, by))
+        return self
+
+    def _check_stream(self, dim: int, chunks: int | None, location: Location) -> None:
+        assert self._op is not None
+        extent = self.type.shape[dim]
+        if chunks is not None and (not isinstance(chunks, int) or chunks < 1):
+            raise ProgramError(f"stream: chunks={chunks!r} must be an int of at least 1", location)
+        if chunks is not None and extent.is_int and int(extent) % chunks:
+            raise ProgramError(f"stream: {chunks} chunks do not divide dim {dim} of {self.type}; use a divisor of {extent}", location)
+        indices = index_map(replace(self._op, result=self._value), operand_types(self._op, self._trace.types()))
+        if indices.result[dim] in indices.outer or (self._op.kind == "reshape" and indices.result[dim] is None):
+            raise ProgramError(
+                f"stream: dim {dim} of {self.type} is split or merged by a reshape, so no loop can walk it; stream a tensor before it",
+                location,
+            )
+
+    @property
+    def T(self) -> Tensor:
+        """The transpose of a matrix. Raises ProgramError for another number of dims."""
+        if self.ndim != 2:
+            raise ProgramError(f"T: {self.type} has {self.ndim} dims, not 2; use hw.transpose(x, axes)", Location.of_caller())
+        return record("transpose", self, axes=(1, 0))
+
+    def __getitem__(self, key: Any) -> Tensor:
+        keys = key if isinstance(key, tuple) else (key,)
+        if any(k is not None and k != slice(None) and not isinstance(k, EllipsisType) for k in keys) or keys.count(...) > 1:
+            raise ProgramError("indexing: only None, ':' and '...' are supported; use hw.reshape to split a dim", Location.of_caller())
+        kept = sum(k == slice(None) for k in keys)
+        if kept > self.ndim:
+            raise ProgramError(f"indexing: {kept} dims of {self.type}, which has {self.ndim}; leave some out", Location.of_caller())
+        spread: list[slice | None] = []
+        for k in (*keys, *(() if ... in keys else (...,))):
+            spread.extend([slice(None)] * (self.ndim - kept) if k is ... else [k])
+        axes = tuple(i for i, k in enumerate(spread) if k is None)
+        return record("expand_dims", self, axis=axes) if axes else self
+
+    def __bool__(self) -> bool:
+        raise ProgramError("the values of a tensor are not known while a fusion is traced; use hw.where", Location.of_caller())
+
+    def __matmul__(self, other: Tensor) -> Tensor:
+        return record("matmul", self, other)
+
+    def __add__(self, other: Tensor | Scalar) -> Tensor:
+        return record("add", self, other)
+
+    def __radd__(self, other: Scalar) -> Tensor:
+        return record("add", other, self)
+
+    def __sub__(self, other: Tensor | Scalar) -> Tensor:
+        return record("sub", self, other)
+
+    def __rsub__(self, other: Scalar) -> Tensor:
+        return record("sub", other, self)
+
+    def __mul__(self, other: Tensor | Scalar) -> Tensor:
+        return record("mul", self, other)
+
+    def __rmul__(self, other: Scalar) -> Tensor:
+        return record("mul", other, self)
+
+    def __truediv__(self, other: Tensor | Scalar) -> Tensor:
+        return record("div", self, other)
+
+    def __rtruediv__(self, other: Scalar) -> Tensor:
+        return record("div", other, self)
+
+    def __pow__(self, other: Tensor | Scalar) -> Tensor:
+        return record("pow", self, other)
+
+    def __rpow__(self, other: Scalar) -> Tensor:
+        return record("pow", other, self)
+
+    def __abs__(self) -> Tensor:
+        return record("abs", self)
+
+    def __and__(self, other: Tensor | Scalar) -> Tensor:
+        return record("logical_and", self, other)
+
+    def __rand__(self, other: Scalar) -> Tensor:
+        return record("logical_and", other, self)
+
+    def __or__(self, other: Tensor | Scalar) -> Tensor:
+        return record("logical_or", self, other)
+
+    def __ror__(self, other: Scalar) -> Tensor:
+        return record("logical_or", other, self)
+
+    def __invert__(self) -> Tensor:
+        return record("logical_not", self)
+
+    def __neg__(self) -> Tensor:
+        return record("neg", self)
+
+    def __eq__(self, other: Tensor | Scalar) -> Tensor:  # type: ignore[override]
+        return record("equal", self, other)
+
+    def __ne__(self, other: Tensor | Scalar) -> Tensor:  # type: ignore[override]
+        return record("not_equal", self, other)
+
+    def __lt__(self, other: Tensor | Scalar) -> Tensor:
+        return record("less", self, other)
+
+    def __le__(self, other: Tensor | Scalar) -> Tensor:
+        return record("less_equal", self, other)
+
+    def __gt__(self, other: Tensor | Scalar) -> Tensor:
+        return record("greater", self, other)
+
+    def __ge__(self, other: Tensor | Scalar) -> Tensor:
+        return record("greater_equal", self, other)
+
+
+class _Trace:
+    """The values of one function so far, by number: an op's operands are numbers until all names are known."""
+
+    def __init__(self, mesh: Mesh):
+        self.mesh = mesh
+        self.tensors: dict[str, Tensor] = {}
+        self.named: dict[str, Tensor] = {}  # what the user named
+        self._types: dict[str, TensorType] = {}
+
+    def types(self) -> dict[str, TensorType]:
+        return self._types
+
+    def add(self, op: Op | None, type: TensorType, stated: bool, name: str | None = None) -> Tensor:
+        number = str(len(self.tensors))
+        self._types[number] = type
+        tensor = self.tensors[number] = Tensor(self, op, Value(number, type, stated=stated))
+        if name is not None:
+            self.name(tensor, name)
+        return tensor
+
+    def name(self, tensor: Tensor, name: str) -> None:
+        if tensor._name is not None:
+            del self.named[tensor._name]
+        tensor._name = name
+        self.named[name] = tensor
+
+
+def record(
+    kind: str, *operands: Tensor | Scalar, target: TensorType | None = None, beside: Tensor | None = None, **values: Attribute
+) -> Tensor:
+    """Writes down one op and gives its result. `target` is what the user states of the result's type.
+
+    `beside` is a tensor of the same function, for an op that takes none. Raises ProgramError.
+    """
+    location = Location.of_caller()
+    tensors = [operand for operand in operands if isinstance(operand, Tensor)]
+    for operand in operands:
+        if not isinstance(operand, Tensor | int | float):
+            raise ProgramError(f"{kind}: {operand!r} is neither a tensor of this fusion nor a Python number; make it an input", location)
+    known = [*tensors, *([beside] if beside is not None else [])]
+    if not known:
+        raise ProgramError(f"{kind}: no operand is a tensor; compute with Python numbers instead", location)
+    trace = known[0]._trace
+    if any(tensor._trace is not trace for tensor in tensors):
+        raise ProgramError(f"{kind}: the tensors belong to different fusions; pass one of them in as an input", location)
+    is_float = known[-1].dtype.kind == "float"
+    names = tuple(o._value.name if isinstance(o, Tensor) else _weak(o, is_float) for o in operands)
+    op = Op(kind, names, Value("", target or known[0].type), attributes(**values), location)
+    types = operand_types(op, trace.types())
+    derived = infer_type(op, types)
+    if kind == "reshard":
+        assert target is not None
+        target.check(location, trace.mesh)
+        return trace.add(op, target, stated=True)
+    return trace.add(op, derived, stated=False)
+
+
+def _weak(number: Scalar, is_float: bool) -> Scalar:
+    """A number as the tensors beside it take it."""
+    if isinstance(number, bool):
+        return number
+    if isinstance(number, float) or is_float:
+        return math.nan if math.isnan(number) else float(number)
+    return int(number)
+
+
+def dim_of(tensor: Tensor, axis: int | str, kind: str, location: Location) -> int:
+    """The number of the dim that `axis` names. Raises ProgramError."""
+    try:
+        return tensor.type.dim(axis)
+    except ValueError as error:
+        raise ProgramError(f"{kind}: {error}", location) from None
+
+
+# --- from a function to a fusion --------------------------------------------------------------------------------------
+
+
+def _trace(function: Callable[..., Any], mesh: Mesh, inputs: dict[str, TensorType], location: Location) -> Fusion:
+    name = function.__name__
+    trace = _Trace(mesh)
+    arguments = {}
+    for parameter in _parameters(function, inputs, location):
+        inputs[parameter].check(location, mesh)
+        arguments[parameter] = trace.add(None, inputs[parameter], stated=True, name=parameter)
+    returned = function(**arguments)
+    results = tuple(returned) if isinstance(returned, tuple | list) else (returned,)
+    for result in results:
+        if not isinstance(result, Tensor) or result._trace is not trace:
+            raise ProgramError(f"fusion @{name} returns {result!r}; return a tensor of it, or a tuple of tensors", location)
+    outputs = _distinct_results(results)
+    for i, result in enumerate(outputs):
+        if result._name is None:
+            trace.name(result, _free("y" if len(outputs) == 1 else f"y{i}", trace))
+    finished = _finished(name, trace, outputs)
+    verify_fusion(finished)
+    return finished
+
+
+def _parameters(function: Callable[..., Any], inputs: dict[str, TensorType], location: Location) -> list[str]:
+    parameters = list(inspect.signature(function).parameters)
+    for parameter in parameters:
+        if not isinstance(inputs.get(parameter), TensorType):
+            raise ProgramError(f"fusion @{function.__name__}: {parameter} has no type; pass {parameter}=hw.f32[...] to hw.fusion", location)
+    for name in inputs:
+        if name not in parameters:
+            raise ProgramError(f"fusion @{function.__name__}: {name} is not a parameter of the function; add it or leave it out", location)
+    return parameters
+
+
+def _distinct_results(results: tuple[Tensor, ...]) -> list[Tensor]:
+    """Every result made by an op of its own: an input that is returned, or one tensor returned twice, is copied."""
+    distinct: dict[int, Tensor] = {}
+    for result in results:
+        own = result if result._op and id(result) not in distinct else record("copy", result)
+        distinct[id(own)] = own
+    return list(distinct.values())
+
+
+def _finished(name: str, trace: _Trace, outputs: list[Tensor]) -> Fusion:
+    """The ops that lead to the outputs, under their final names."""
+    needed = {tensor._value.name for tensor in outputs}
+    for number, tensor in reversed(trace.tensors.items()):
+        if number in needed and tensor._op:
+            needed.update(tensor._op.tensors)
+    names = _names(trace, needed)
+    inputs, ops = [], []
+    for number, tensor in trace.tensors.items():
+        value = replace(tensor._value, name=names.get(number, ""))
+        if tensor._op is None:
+            inputs.append(value)
+        elif number in needed:
+            operands = tuple(names[operand] if isinstance(operand, str) else operand for operand in tensor._op.operands)
+            ops.append(replace(tensor._op, operands=operands, result=value))
+    return Fusion(name, trace.mesh, tuple(inputs), tuple(ops), tuple(names[tensor._value.name] for tensor in outputs))
+
+
+def _names(trace: _Trace, needed: set[str]) -> dict[str, str]:
+    """The user's name of each value, or what its op makes, with a number from the second on."""
+    counts: dict[str, int] = {}
+    names = {}
+    for number, tensor in trace.tensors.items():
+        name = tensor._name
+        if name is None and tensor._op and number in needed:
+            kind = RESULT_NAMES.get(tensor._op.kind, tensor._op.kind)
+            while name is None or name in trace.named:
+                counts[kind] = counts.get(kind, 0) + 1
+                name = kind if counts[kind] == 1 else f"{kind}_{counts[kind]}"
+        if name is not None:
+            names[number] = name
+    return names
+
+
+def _free(name: str, trace: _Trace) -> str:
+    """`name`, or `name_2`, ... where a value has it."""
+    wanted, number = name, 1
+    while wanted in trace.named:
+        number += 1
+        wanted = f"{name}_{number}"
+    return wanted

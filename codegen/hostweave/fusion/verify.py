@@ -1,0 +1,140 @@
+"""The verifier of fusions: it derives every type again and compares. Runs before the first pass and after each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from hostweave.errors import Location, ProgramError
+from hostweave.fusion.ir import Fusion, Op
+from hostweave.fusion.ops import OPS, infer_type, operand_types
+from hostweave.fusion.resharding import change_of, plan
+from hostweave.fusion.sharding import flow, layout, partial_of, with_layout
+from hostweave.fusion.text import BY, ROTATIONS, STEPS
+from hostweave.fusion.types import Mesh, TensorType
+
+# The passes from fusion to fusion, in order: what one has settled stays so after the later ones.
+STAGES = ("input", "propagate_sharding", "insert_reshards", "decompose_reshards", "choose_overlap")
+
+
+class Named(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def type(self) -> TensorType: ...
+
+
+def verify_fusion(fusion: Fusion, after: str = "input") -> None:
+    """Raises ProgramError, with the op's place, where the fusion does not hold together as it must after the pass named `after`."""
+    level = STAGES.index(after)
+    types: dict[str, TensorType] = {}
+    for value in fusion.inputs:
+        _define(value, types, None)
+        value.type.check(None, fusion.mesh)
+        if value.stream or value.type.partial:
+            raise ProgramError(f"fusion @{fusion.name}: input %{value.name} can be neither streamed nor partial; stream a copy of it")
+    for op in fusion.ops:
+        _verify_op(op, types)
+        op.result.type.check(op.location, fusion.mesh)
+        _verify_stream(op, level)
+        if level >= STAGES.index("insert_reshards"):
+            _verify_sharding(op, types, fusion.mesh, level)
+    _verify_outputs(fusion, types)
+
+
+def verify_ops(inputs: Sequence[Named], ops: Sequence[Op]) -> None:
+    """The ops of a kernel, on what one rank holds. Raises ProgramError."""
+    types: dict[str, TensorType] = {}
+    for value in inputs:
+        _define(value, types, None)
+    for op in ops:
+        _verify_op(op, types)
+
+
+def _define(value: Named, types: dict[str, TensorType], location: Location | None) -> None:
+    if value.name in types:
+        raise ProgramError(f"%{value.name} is defined twice; give one of them another name", location)
+    types[value.name] = value.type
+
+
+def _verify_op(op: Op, types: dict[str, TensorType]) -> None:
+    if op.kind not in OPS:
+        raise ProgramError(f"unknown op {op.kind!r}; one of {', '.join(OPS)}", op.location)
+    definition = OPS[op.kind]
+    if len(op.operands) != definition.arity:
+        raise ProgramError(f"{op.kind}: takes {definition.arity} operands, not {len(op.operands)}", op.location)
+    for name, value in op.attributes:
+        if name not in definition.attributes or not isinstance(value, definition.attributes[name]):
+            known = ", ".join(f"{key} ({kind.__name__})" for key, kind in definition.attributes.items()) or "none"
+            raise ProgramError(f"{op.kind}: no attribute {name}={value}; its attributes: {known}", op.location)
+    for name, kind in definition.attributes.items():
+        if kind is tuple and op.attribute(name) is None:
+            raise ProgramError(f"{op.kind}: attribute {name} is missing; write {name}=(0,)", op.location)
+    for operand in op.tensors:
+        if operand not in types:
+            raise ProgramError(f"{op.kind}: %{operand} is used before it is defined; define it above", op.location)
+    derived, stated = infer_type(op, operand_types(op, types)), op.result.type
+    if (derived.dtype, derived.shape) != (stated.dtype, stated.shape):
+        raise ProgramError(f"{op.kind}: %{op.result.name} is {stated}, but its operands give {derived}; correct its type", op.location)
+    _define(op.result, types, op.location)
+
+
+def _verify_stream(op: Op, level: int) -> None:
+    stream = op.result.stream
+    if stream is None:
+        return
+    here = f"stream of %{op.result.name}"
+    if not 0 <= stream.dim < len(op.result.type.dims):
+        raise ProgramError(f"{here}: {op.result.type} has no dim {stream.dim}", op.location)
+    for value, known in ((stream.step, STEPS), (stream.by, BY), (stream.rotation, ROTATIONS)):
+        if value is not None and value not in known:
+            raise ProgramError(f"{here}: {value!r} is not one of {', '.join(known)}", op.location)
+    extent = op.result.type.shape[stream.dim]
+    if stream.chunks is not None and (stream.chunks < 1 or (extent.is_int and int(extent) % stream.chunks)):
+        why = f"{stream.chunks} chunks do not divide dim {stream.dim} of {op.result.type}"
+        raise ProgramError(f"{here}: {why}; use a divisor of {extent}", op.location)
+    if level >= STAGES.index("choose_overlap"):
+        if stream.step is None:
+            raise ProgramError(f"{here}: its step is open; it is either of {' and '.join(STEPS)}", op.location)
+        if stream.by and op.kind != "reshard":
+            raise ProgramError(f"{here}: by {stream.by}, but a {op.kind} does not communicate; state it on the reshard", op.location)
+
+
+def _verify_sharding(op: Op, types: dict[str, TensorType], mesh: Mesh, level: int) -> None:
+    operands = operand_types(op, types)
+    for name, type in zip(op.operands, operands, strict=True):
+        if type.partial and op.kind != "reshard":
+            raise ProgramError(f"{op.kind}: %{name} is {type}; reshard it first, a partial tensor reaches no other op", op.location)
+    if op.kind == "reshard":
+        _verify_reshard(op, operands[0], mesh, level)
+        return
+    passed = flow(op, operands, mesh)
+    derived = with_layout(op.result.type, passed.result, partial_of(op, passed.partial_axes))
+    if derived != op.result.type:
+        raise ProgramError(f"{op.kind}: %{op.result.name} is {op.result.type}, but its operands give {derived}; reshard them", op.location)
+    for name, type, needed in zip(op.operands, operands, passed.operands(passed.result), strict=True):
+        if layout(type) != needed:
+            raise ProgramError(f"{op.kind}: %{name} is {type}, but {with_layout(type, needed)} is needed; reshard it", op.location)
+
+
+def _verify_reshard(op: Op, source: TensorType, mesh: Mesh, level: int) -> None:
+    if level < STAGES.index("decompose_reshards"):
+        plan(source, op.result.type, mesh, {}, op.location)
+        return
+    change, stated = change_of(source, op.result.type, mesh), op.attribute("kind")
+    if change is None or change.kind != stated:
+        kinds = [step.kind for step in plan(source, op.result.type, mesh, {}, op.location)]
+        raise ProgramError(f"reshard: {source} to {op.result.type} is {' then '.join(kinds) or 'no change'}, not one {stated}", op.location)
+
+
+def _verify_outputs(fusion: Fusion, types: dict[str, TensorType]) -> None:
+    made = {op.result.name for op in fusion.ops}
+    if not fusion.outputs:
+        raise ProgramError(f"fusion @{fusion.name} returns nothing; return at least one tensor")
+    for name in fusion.outputs:
+        if name not in made:
+            raise ProgramError(f"fusion @{fusion.name}: %{name} is returned, but no op makes it; return a copy of it")
+        if types[name].partial:
+            raise ProgramError(f"fusion @{fusion.name}: %{name} is {types[name]}; a partial tensor is not returned, reshard it first")
+    if len(set(fusion.outputs)) != len(fusion.outputs):
+        raise ProgramError(f"fusion @{fusion.name} returns one tensor twice; return a copy of it")

@@ -1,0 +1,164 @@
+"""Integer arithmetic of host programs: on loop indices, coordinates of the rank, and sizes. `%` is never negative."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Expr:
+    """An integer, or a truth value for comparisons. Python's operators build larger ones and fold constants."""
+
+    def __add__(self, other: Expr | int) -> Expr:
+        return binary("+", self, other)
+
+    def __sub__(self, other: Expr | int) -> Expr:
+        return binary("-", self, other)
+
+    def __mul__(self, other: Expr | int) -> Expr:
+        return binary("*", self, other)
+
+    def __floordiv__(self, other: Expr | int) -> Expr:
+        return binary("/", self, other)
+
+    def __mod__(self, other: Expr | int) -> Expr:
+        return binary("%", self, other)
+
+    def equals(self, other: Expr | int) -> Expr:
+        return binary("==", self, other)
+
+    def less(self, other: Expr | int) -> Expr:
+        return binary("<", self, other)
+
+
+@dataclass(frozen=True)
+class Const(Expr):
+    value: int
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+@dataclass(frozen=True)
+class Var(Expr):
+    """A loop index or a `let`."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return f"%{self.name}"
+
+
+@dataclass(frozen=True)
+class Coordinate(Expr):
+    """Where this rank stands along a mesh axis."""
+
+    axis: str
+
+    def __str__(self) -> str:
+        return f"rank.{self.axis}"
+
+
+@dataclass(frozen=True)
+class Size(Expr):
+    """A symbolic size."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+OPERATORS: dict[str, tuple[int, Callable[[Any, Any], int]]] = {  # precedence, meaning
+    "==": (1, operator.eq),
+    "!=": (1, operator.ne),
+    "<": (1, operator.lt),
+    "<=": (1, operator.le),
+    ">": (1, operator.gt),
+    ">=": (1, operator.ge),
+    "+": (2, operator.add),
+    "-": (2, operator.sub),
+    "*": (3, operator.mul),
+    "/": (3, operator.floordiv),
+    "%": (3, operator.mod),
+}
+
+
+@dataclass(frozen=True)
+class Binary(Expr):
+    op: str
+    left: Expr
+    right: Expr
+
+    def __str__(self) -> str:
+        precedence = OPERATORS[self.op][0]
+        # A mixed chain of * / % is hard to read without parentheses, so only repeated * goes bare.
+        left = _parenthesized(self.left, lambda op: OPERATORS[op][0] < precedence or (precedence == 3 and not op == self.op == "*"))
+        right = _parenthesized(self.right, lambda op: OPERATORS[op][0] <= precedence)
+        return f"{left} {self.op} {right}"
+
+
+def _parenthesized(expr: Expr, needed: Callable[[str], bool]) -> str:
+    return f"({expr})" if isinstance(expr, Binary) and needed(expr.op) else str(expr)
+
+
+def binary(op: str, left: Expr | int, right: Expr | int) -> Expr:
+    """`left op right`, simplified where an operand is a neutral constant or both are constants."""
+    left = Const(left) if isinstance(left, int) else left
+    right = Const(right) if isinstance(right, int) else right
+    if isinstance(left, Const) and isinstance(right, Const) and OPERATORS[op][0] > 1 and not (op in "/%" and right.value == 0):
+        return Const(int(OPERATORS[op][1](left.value, right.value)))
+    if (op in "+-" and right == Const(0)) or (op in "*/" and right == Const(1)):
+        return left
+    if (op == "+" and left == Const(0)) or (op == "*" and left == Const(1)):
+        return right
+    if (op == "%" and right == Const(1)) or (op == "*" and Const(0) in (left, right)):
+        return Const(0)
+    return Binary(op, left, right)
+
+
+def evaluate(expr: Expr, variables: Mapping[str, int], coordinates: Mapping[str, int], sizes: Mapping[str, int]) -> int:
+    """The value of `expr`; raises KeyError for an unknown name and ZeroDivisionError for a division by zero."""
+    match expr:
+        case Const(value):
+            return value
+        case Var(name):
+            return variables[name]
+        case Coordinate(axis):
+            return coordinates[axis]
+        case Size(name):
+            return sizes[name]
+        case Binary(op, left, right):
+            a, b = (evaluate(side, variables, coordinates, sizes) for side in (left, right))
+            return int(OPERATORS[op][1](a, b))
+    raise TypeError(f"not an expression: {expr!r}")
+
+
+def leaves(expr: Expr) -> list[Expr]:
+    """The constants and names in `expr`, left to right."""
+    return leaves(expr.left) + leaves(expr.right) if isinstance(expr, Binary) else [expr]
+
+
+def divisibility(condition: Expr) -> tuple[tuple[str, int], ...]:
+    """The sizes and divisors of a condition such as `M % 8 == 0` or `M % 8 + K % 4 == 0`; none for any other."""
+    match condition:
+        case Binary("==", total, Const(0)):
+            return _divisors(total) or ()
+    return ()
+
+
+def _divisors(total: Expr) -> tuple[tuple[str, int], ...] | None:
+    match total:
+        case Binary("%", Size(name), Const(divisor)):
+            return ((name, divisor),)
+        case Binary("+", left, right):
+            first, second = _divisors(left), _divisors(right)
+            return None if first is None or second is None else (*first, *second)
+    return None
+
+
+def on_sizes_alone(expr: Expr) -> bool:
+    return not any(isinstance(leaf, Var | Coordinate) for leaf in leaves(expr))

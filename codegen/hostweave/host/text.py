@@ -1,0 +1,280 @@
+"""The text of host programs: `parse_host(print_host(p)) == p`. The `syntax` line of each instruction drives both directions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from difflib import get_close_matches
+from typing import Any, NoReturn, get_type_hints
+
+from hostweave.errors import Location
+from hostweave.fusion.extent import Extent
+from hostweave.fusion.types import BufferType
+from hostweave.host import ir
+from hostweave.host.expr import OPERATORS, Binary, Const, Coordinate, Expr, Size, Var
+from hostweave.reader import Reader
+
+INDENT = "  "
+
+# --- printing ---------------------------------------------------------------------------------------------------------
+
+
+def print_host(program: ir.HostProgram) -> str:
+    """The program as text, kernels first. One instruction a line."""
+    lines = [line for kernel in program.kernels for line in _kernel_lines(kernel)]
+    lines.append(
+        f"host @{program.name}({_parameters(program.inputs)}) -> ({_parameters(program.outputs)}) {program.mesh}"
+        + _pools("streams", program.streams)
+        + _pools("events", program.events)
+        + (f" uneven({', '.join(program.uneven)})" if program.uneven else "")
+        + " {"
+    )
+    lines.extend(_body_lines(program.body, INDENT))
+    lines.append("}")
+    return "\n".join(lines) + "\n"
+
+
+def _kernel_lines(kernel: ir.Kernel) -> list[str]:
+    from hostweave.fusion.text import print_op
+
+    end = f"}}  # ends here: {kernel.ends}" if kernel.ends else "}"
+    return [f"kernel @{kernel.name}({_parameters(kernel.inputs)}) {{", *(INDENT + print_op(op) for op in kernel.ops), end]
+
+
+def _parameters(parameters: tuple[ir.Parameter, ...]) -> str:
+    return ", ".join(f"%{p.name}: {p.type}" for p in parameters)
+
+
+def _pools(word: str, pools: tuple[ir.Streams, ...] | tuple[ir.Events, ...]) -> str:
+    return f" {word}({', '.join(f'{pool.name}[{pool.count}]' for pool in pools)})" if pools else ""
+
+
+def _body_lines(body: ir.Body, indent: str) -> Iterator[str]:
+    for instruction in body:
+        yield from print_instruction(instruction, indent)
+
+
+def print_instruction(instruction: ir.Instruction, indent: str = "") -> list[str]:
+    """The lines of one instruction: more than one where it has a body."""
+    text = indent
+    for literal, name in _syntax(type(instruction)):
+        text += literal
+        if name in ("body", "orelse"):
+            body = getattr(instruction, name)
+            if name == "orelse" and body:
+                text += " else {\n" + "".join(line + "\n" for line in _body_lines(body, indent + INDENT)) + indent + "}"
+            elif name == "body":
+                text += "{\n" + "".join(line + "\n" for line in _body_lines(body, indent + INDENT)) + indent + "}"
+        elif name:
+            value = getattr(instruction, name)
+            is_buffers = isinstance(value, tuple) and name in ir.roles(type(instruction))
+            text = text + _field_text(value, is_buffers) if value != () else text.rstrip()
+    return text.split("\n")
+
+
+def _field_text(value: Any, is_buffers: bool) -> str:
+    if is_buffers:
+        return ", ".join(f"%{name}" for name in value)
+    if isinstance(value, tuple):
+        words = ("none" if item is None else str(item) for item in value)
+        return ", ".join(value) if value and isinstance(value[0], str) else f"[{', '.join(words)}]"
+    return repr(value) if isinstance(value, float) else str(value)
+
+
+@ir.per_kind
+def _syntax(kind: type[ir.Instruction]) -> tuple[tuple[str, str], ...]:
+    """(literal text, field that follows it or "") pairs."""
+    pieces = re.split(r"\{(\w+)\}", kind.syntax)
+    return tuple((literal, pieces[i + 1] if i + 1 < len(pieces) else "") for i, literal in enumerate(pieces) if i % 2 == 0)
+
+
+# --- parsing ----------------------------------------------------------------------------------------------------------
+
+
+def parse_host(text: str) -> ir.HostProgram:
+    """The host program that `text` prints. Raises ParseError with line and column."""
+    reader = Reader(text)
+    kernels: list[ir.Kernel] = []
+    while reader.accept("kernel"):
+        kernels.append(_parse_kernel(reader))
+    reader.expect("host")
+    reader.expect("@")
+    name = reader.word("the name of the program")
+    reader.expect("(")
+    inputs = _parse_parameters(reader)
+    reader.expect("->")
+    reader.expect("(")
+    outputs = _parse_parameters(reader)
+    mesh = reader.mesh()
+    streams = tuple(ir.Streams(*pool) for pool in _parse_pools(reader, "streams"))
+    events = tuple(ir.Events(*pool) for pool in _parse_pools(reader, "events"))
+    uneven: tuple[str, ...] = ()
+    if reader.accept("uneven"):
+        reader.expect("(")
+        uneven = reader.list_of(lambda: reader.word("a size"), ")")
+    body = _parse_body(reader)
+    if reader.peek():
+        reader.fail(f"expected the end of the text, found {reader.found()}")
+    return ir.HostProgram(name, mesh, inputs, outputs, streams, events, tuple(kernels), body, uneven)
+
+
+def _parse_parameters(reader: Reader) -> tuple[ir.Parameter, ...]:
+    def parameter() -> ir.Parameter:
+        name = reader.named()
+        reader.expect(":")
+        return ir.Parameter(name, reader.tensor_type())
+
+    return reader.list_of(parameter, ")")
+
+
+def _parse_pools(reader: Reader, word: str) -> tuple[tuple[str, int], ...]:
+    def pool() -> tuple[str, int]:
+        name = reader.word(f"the name of {word}")
+        reader.expect("[")
+        count = reader.integer()
+        reader.expect("]")
+        return name, count
+
+    if not reader.accept(word):
+        return ()
+    reader.expect("(")
+    return reader.list_of(pool, ")")
+
+
+def _parse_kernel(reader: Reader) -> ir.Kernel:
+    from hostweave.fusion.text import parse_op
+
+    reader.expect("@")
+    name = reader.word("the name of a kernel")
+    reader.expect("(")
+    inputs = _parse_parameters(reader)
+    reader.expect("{")
+    ops = []
+    while not reader.accept("}"):
+        ops.append(parse_op(reader))
+    return ir.Kernel(name, inputs, tuple(ops))
+
+
+def _parse_body(reader: Reader) -> ir.Body:
+    reader.expect("{")
+    body: list[ir.Instruction] = []
+    while not reader.accept("}"):
+        body.append(_parse_instruction(reader))
+    return tuple(body)
+
+
+def _parse_instruction(reader: Reader) -> ir.Instruction:
+    defines = reader.peek() == "%"
+    word = reader.peek(3) if defines else reader.peek()
+    kind = _BY_WORD.get((defines, word), ir.Let if defines else None)
+    if kind is None:
+        _fail_unknown(reader, word)
+    types = _field_types(kind)
+    values: dict[str, Any] = {"location": Location("text", reader.line())}
+    for literal, name in _syntax(kind):
+        for token in _TOKENS.findall(literal.replace("%", "") if name in ir.roles(kind) else literal):
+            reader.expect(token)
+        if name:
+            values[name] = _parse_field(reader, kind, name, types[name])
+    return kind(**values)
+
+
+def _fail_unknown(reader: Reader, word: str) -> NoReturn:
+    if not word:
+        reader.fail("the text ends inside a program: is it complete?")
+    words = sorted(word for _, word in _BY_WORD)
+    near = get_close_matches(word, words, 1)
+    reader.fail(f"unknown instruction {word!r}; " + (f"did you mean {near[0]}?" if near else f"one of {', '.join(words)}"))
+
+
+@ir.per_kind
+def _field_types(kind: type[ir.Instruction]) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _parse_field(reader: Reader, kind: type[ir.Instruction], name: str, hint: Any) -> Any:
+    role = ir.roles(kind).get(name)
+    if name == "body":
+        return _parse_body(reader)
+    if name == "orelse":
+        return _parse_body(reader) if reader.accept("else") else ()
+    if role and hint is str:
+        return reader.named()
+    if role:  # the buffers of a launch
+        return _separated(reader, reader.named) if reader.peek() == "%" else ()
+    if name == "team":
+        return _separated(reader, lambda: reader.word("a mesh axis"))
+    return _FIELD_PARSERS[hint](reader)
+
+
+def _separated(reader: Reader, item: Callable[[], str]) -> tuple[str, ...]:
+    items = [item()]
+    while reader.accept(","):
+        items.append(item())
+    return tuple(items)
+
+
+def _bracketed(item: Callable[[Reader], Any]) -> Callable[[Reader], Any]:
+    def parse(reader: Reader) -> Any:
+        reader.expect("[")
+        return reader.list_of(lambda: item(reader), "]")
+
+    return parse
+
+
+def _parse_buffer_type(reader: Reader) -> BufferType:
+    dtype = reader.dtype()
+    return BufferType(dtype, _bracketed(Reader.extent)(reader))
+
+
+def _parse_number(reader: Reader) -> float:
+    start = reader.at
+    try:
+        return float(("-" if reader.accept("-") else "") + reader.take())
+    except ValueError:
+        reader.fail("expected a number", start)
+
+
+def _parse_expr(reader: Reader, precedence: int = 1) -> Expr:
+    left = _parse_atom(reader)
+    # A line that starts with % defines the next name: it does not go on with a remainder.
+    while (op := reader.peek()) in OPERATORS and OPERATORS[op][0] >= precedence and reader.line() == reader.line(reader.at - 1):
+        reader.take()
+        left = Binary(op, left, _parse_expr(reader, OPERATORS[op][0] + 1))
+    return left
+
+
+def _parse_atom(reader: Reader) -> Expr:
+    if reader.accept("("):
+        inner = _parse_expr(reader)
+        reader.expect(")")
+        return inner
+    if reader.peek() == "%":
+        return Var(reader.named())
+    if reader.peek().isdigit():
+        return Const(reader.integer())
+    if reader.accept("rank"):
+        reader.expect(".")
+        return Coordinate(reader.word("a mesh axis"))
+    if reader.peek() == "ceil":
+        return Size(str(reader.extent()))
+    return Size(reader.word("an expression"))
+
+
+_TOKENS = re.compile(r"->|\.\.|\w+|[^\s\w]")
+_FIELD_PARSERS: dict[Any, Callable[[Reader], Any]] = {
+    int: Reader.integer,
+    str: lambda reader: reader.word("a name"),
+    float: _parse_number,
+    Expr: _parse_expr,
+    Extent: Reader.extent,
+    BufferType: _parse_buffer_type,
+    tuple[Extent, ...]: _bracketed(Reader.extent),
+    tuple[int, ...]: _bracketed(Reader.integer),
+    ir.Sources: _bracketed(lambda reader: None if reader.accept("none") else reader.integer()),
+}
+_BY_WORD: dict[tuple[bool, str], type[ir.Instruction]] = {}
+for _kind in vars(ir).values():
+    if isinstance(_kind, type) and issubclass(_kind, ir.Instruction) and _kind.syntax and _kind is not ir.Let:
+        _defines = _kind.syntax.startswith("%")
+        _BY_WORD[_defines, _kind.syntax.split()[2 if _defines else 0]] = _kind

@@ -1,0 +1,285 @@
+"""Host to host: kernels that hand an intermediate on become one, which keeps it in registers.
+
+    launch @neg_h %x -> %h
+    launch @mul_y %h, %x -> %y
+
+becomes
+
+    launch @neg_mul_y %x -> %y
+
+with `kernel @neg_mul_y(%x) { %h = neg(%x); %y = mul(%h, %x) }`. In the host IR a kernel is fused as it is launched: on the chunk
+of a loop, next to a communication. A kernel that could have gone on says why it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from hostweave.fusion.ir import Op, Value
+from hostweave.fusion.ops import OPS
+from hostweave.fusion.types import BufferType, Dim, TensorType
+from hostweave.host import ir
+from hostweave.host.iteration import Iteration, NotOneKernel, iteration
+from hostweave.options import Options
+from hostweave.passes.unused import without_unused
+
+MAX_WORDS = 3  # ops that the name of a kernel lists
+
+
+def fuse_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
+    """After it no value is written that only the next kernel reads, as far as one kernel can compute both."""
+    program = _unshared(program)
+    while True:
+        links = _Links(program)
+        changes: dict[int, ir.Launch | tuple[()]] = {}  # the id of an instruction -> what replaces it
+        kernels = {kernel.name: kernel for kernel in program.kernels}
+        for producer in reversed(links.launches):
+            consumers = links.readers(producer)
+            if links.reason(producer) or any(id(i) in changes for i in (producer, *consumers)):
+                continue
+            changes[id(producer)] = ()
+            for consumer in consumers:
+                assert isinstance(consumer, ir.Launch)
+                kernel, srcs = _merged(links, producer, consumer)
+                kernel = replace(kernel, name=f"{producer.kernel} {consumer.kernel}")
+                kernels[kernel.name] = kernel
+                changes[id(consumer)] = replace(consumer, kernel=kernel.name, srcs=srcs)
+        if not changes:
+            return _named(_shared(_explained(program, links)))
+        body = without_unused(ir.rewrite(program.body, lambda i: changes.get(id(i))))  # noqa: B023
+        launched = dict.fromkeys(i.kernel for i in ir.walk(body) if isinstance(i, ir.Launch))
+        program = replace(program, body=body, kernels=tuple(kernels[name] for name in launched))
+
+
+# --- who reads what ---------------------------------------------------------------------------------------------------
+
+
+class _Links:
+    """The launches of a program, and what reads the result of each."""
+
+    def __init__(self, program: ir.HostProgram):
+        self.types = ir.buffer_types(program)
+        self.kernels = {kernel.name: kernel for kernel in program.kernels}
+        self.outputs = {parameter.name for parameter in program.outputs}
+        self.views: dict[str, ir.Instruction] = {}
+        self.touching: dict[str, list[ir.Instruction]] = {}  # a buffer -> what reads or writes it, or a view of it
+        self.bodies: dict[int, tuple[ir.Body, int]] = {}  # the id of an instruction -> where it stands
+        self.launches: list[ir.Launch] = []
+        self._visit(program.body)
+
+    def _visit(self, body: ir.Body) -> None:
+        for place, instruction in enumerate(body):
+            self.bodies[id(instruction)] = body, place
+            if isinstance(instruction, ir.VIEWS):
+                self.views[instruction.out] = instruction
+            for name in dict.fromkeys(map(self.root, ir.names(instruction, "read", "write"))):
+                self.touching.setdefault(name, []).append(instruction)
+            if isinstance(instruction, ir.Launch):
+                self.launches.append(instruction)
+            for inner in ir.bodies(instruction):
+                self._visit(inner)
+
+    def root(self, name: str) -> str:
+        """The parameter or allocation that a buffer is, or is a view of."""
+        while name in self.views:
+            name = self._source(name)
+        return name
+
+    def _source(self, view: str) -> str:
+        (source,) = ir.names(self.views[view], "alias")
+        return source
+
+    def called(self, buffer: str) -> str:
+        """The name of the value that a buffer holds, also where it is a chunk of it."""
+        return self.root(buffer) if isinstance(self.views.get(buffer), ir.Select | ir.Slice) else buffer
+
+    def readers(self, producer: ir.Launch) -> list[ir.Instruction]:
+        """What else touches the buffer that a launch writes."""
+        return [i for i in self.touching[self.root(producer.dst)] if i is not producer]
+
+    def path(self, name: str, start: str) -> list[ir.Reshape | ir.Permute] | None:
+        """The views that lead from one buffer to another, None where they are not all of all elements."""
+        steps: list[ir.Reshape | ir.Permute] = []
+        while name != start:
+            view = self.views.get(name)
+            if not isinstance(view, ir.Reshape | ir.Permute):
+                return None
+            steps.append(view)
+            name = view.src
+        return steps[::-1]
+
+    # --- where a kernel ends ---
+
+    def reason(self, producer: ir.Launch) -> str:
+        """Why a kernel ends with this launch, or nothing where what reads its result can compute it."""
+        root, readers = self.root(producer.dst), self.readers(producer)
+        result = self.kernels[producer.kernel].result.name
+        if root in self.outputs:
+            return f"%{root} is returned" if readers else "the end"
+        if not readers:
+            return "the end"
+        others = [reader for reader in readers if not isinstance(reader, ir.Launch)]
+        if others:
+            return f"{others[0].syntax.split()[0]} uses %{result}"
+        if len(readers) > 1 and not _is_free(self.kernels[producer.kernel]):
+            return f"{len(readers)} kernels use %{result}"
+        launches = [reader for reader in readers if isinstance(reader, ir.Launch)]
+        apart = (self._why_apart(producer, launch) or self._why_slow(_merged(self, producer, launch)[0]) for launch in launches)
+        return next(filter(None, apart), "")
+
+    def _why_apart(self, producer: ir.Launch, consumer: ir.Launch) -> str:
+        result = self.kernels[producer.kernel].result.name
+        (body, place), (other, end) = self.bodies[id(producer)], self.bodies[id(consumer)]
+        if self.root(consumer.dst) == self.root(producer.dst):
+            return f"%{result} is written in parts"
+        if body is not other:
+            return f"another loop uses %{result}"
+        if any(self.root(src) == self.root(producer.dst) and self.path(src, producer.dst) is None for src in consumer.srcs):
+            return f"parts of %{result} are used"
+        read = {self.root(src) for src in producer.srcs}
+        written = {self.root(name) for i in ir.walk(body[place:end]) for name in ir.names(i, "write")} | {self.root(consumer.dst)}
+        return f"what %{result} is computed from is overwritten" if read & written else ""
+
+    def _why_slow(self, kernel: ir.Kernel) -> str:
+        try:
+            walked = iteration(kernel.inputs, kernel.ops)
+        except NotOneKernel as reason:
+            return str(reason)
+        result = kernel.result.name
+        if walked.reduced and walked.is_whole(result):
+            inner = {[i for i in walked.indices[p.name] if i][-1] for p in kernel.inputs if any(walked.indices[p.name])}
+            if not walked.kept or not inner & set(walked.reduced):
+                return f"few threads would compute all of %{result}"
+        again = next((op.result.name for op in kernel.ops if _is_costly(op) and _is_repeated(op.result.name, walked)), None)
+        return f"%{again} would be computed again and again" if again else ""
+
+
+def _is_free(kernel: ir.Kernel) -> bool:
+    """Whether any number of kernels can compute the result again: they read no more for it."""
+    sizes = [parameter.type.dtype.itemsize for parameter in (*kernel.inputs, kernel.result)]
+    return len(kernel.inputs) == 1 and sizes[0] <= sizes[1] and all(op.kind == "cast" for op in kernel.ops)
+
+
+def _is_costly(op: Op) -> bool:
+    return any(space in OPS[op.kind].expression for space in ("std::", "hw::"))
+
+
+def _is_repeated(name: str, walked: Iteration) -> bool:
+    """Whether a kernel computes a value more than once for want of an index; once a row is once."""
+    own = {index for index in walked.indices[name] if index is not None}
+    return own != set(walked.extents) and not (walked.reduced and own == set(walked.kept))
+
+
+# --- two kernels as one -----------------------------------------------------------------------------------------------
+
+
+def _merged(links: _Links, producer: ir.Launch, consumer: ir.Launch) -> tuple[ir.Kernel, tuple[str, ...]]:
+    """One kernel for both launches, under the consumer's names, and the buffers that it reads."""
+    first, second = links.kernels[producer.kernel], links.kernels[consumer.kernel]
+    paths = {src: links.path(src, producer.dst) for src in consumer.srcs if links.root(src) == links.root(producer.dst)}
+    called = {src: parameter.name for src, parameter in zip(consumer.srcs, second.inputs, strict=True)}  # buffer -> its name
+    taken = {*called.values(), *(op.result.name for op in second.ops)}
+    renamed = {
+        parameter.name: called.get(src) or _free(parameter.name, taken) for src, parameter in zip(producer.srcs, first.inputs, strict=True)
+    }
+    for op in first.ops[:-1]:
+        renamed[op.result.name] = _free(op.result.name, taken)
+    renamed[first.result.name] = called[producer.dst] if producer.dst in paths else _free(links.root(producer.dst), taken)
+    ops = [_renamed(op, renamed) for op in first.ops]
+    for src, path in paths.items():
+        ops.extend(_viewed(path or [], renamed[first.result.name], called[src], links.types, taken))
+    inputs = {src: replace(p, name=renamed[p.name]) for src, p in zip(producer.srcs, first.inputs, strict=True)}
+    inputs |= {src: p for src, p in zip(consumer.srcs, second.inputs, strict=True) if src not in paths}
+    return ir.Kernel(second.name, tuple(inputs.values()), (*ops, *second.ops)), tuple(inputs)
+
+
+def _free(wanted: str, taken: set[str]) -> str:
+    name, number = wanted, 1
+    while name in taken:
+        number += 1
+        name = f"{wanted}_{number}"
+    taken.add(name)
+    return name
+
+
+def _renamed(op: Op, names: dict[str, str]) -> Op:
+    operands = tuple(names[operand] if isinstance(operand, str) else operand for operand in op.operands)
+    return replace(op, operands=operands, result=replace(op.result, name=names[op.result.name]))
+
+
+def _viewed(path: list[ir.Reshape | ir.Permute], source: str, name: str, types: dict[str, BufferType], taken: set[str]) -> Iterator[Op]:
+    """The views that lead to a buffer, as ops; the last one has the name that the buffer goes by."""
+    for view in path:
+        result = name if view is path[-1] else _free(view.out, taken)
+        buffer = types[view.out]
+        value = Value(result, TensorType(buffer.dtype, tuple(map(Dim, buffer.shape))))
+        if isinstance(view, ir.Reshape):
+            yield Op("reshape", (source,), value, location=view.location)
+        else:
+            yield Op("transpose", (source,), value, (("axes", view.order),), view.location)
+        source = result
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def _unshared(program: ir.HostProgram) -> ir.HostProgram:
+    """A kernel for each launch, under the names of the launch's buffers where it was written for others."""
+    links = _Links(program)
+    kernels: list[ir.Kernel] = []
+    changes: dict[int, ir.Launch] = {}
+    for launch in links.launches:
+        kernel = links.kernels[launch.kernel]
+        if any(kernel.name == other.name for other in kernels):
+            taken: set[str] = set()
+            buffers = zip((*kernel.inputs, kernel.result), (*launch.srcs, launch.dst), strict=True)
+            names = {parameter.name: _free(links.called(buffer), taken) for parameter, buffer in buffers}
+            inputs = tuple(replace(p, name=names[p.name]) for p in kernel.inputs)
+            kernel = ir.Kernel(f"{kernel.name} {len(kernels)}", inputs, tuple(_renamed(op, names) for op in kernel.ops))
+            changes[id(launch)] = replace(launch, kernel=kernel.name)
+        kernels.append(kernel)
+    return replace(program, kernels=tuple(kernels), body=ir.rewrite(program.body, lambda i: changes.get(id(i))))
+
+
+def _shared(program: ir.HostProgram) -> ir.HostProgram:
+    """Kernels that differ in names alone are one again."""
+    first: dict[ir.Kernel, ir.Kernel] = {}
+    same: dict[str, str] = {}
+    for kernel in program.kernels:
+        values = [p.name for p in kernel.inputs] + [op.result.name for op in kernel.ops]
+        numbers = {name: str(i) for i, name in enumerate(values)}
+        inputs = tuple(replace(p, name=numbers[p.name]) for p in kernel.inputs)
+        key = ir.Kernel("", inputs, tuple(_renamed(op, numbers) for op in kernel.ops))
+        same[kernel.name] = first.setdefault(key, kernel).name
+    return _with_names(replace(program, kernels=tuple(first.values())), same)
+
+
+def _named(program: ir.HostProgram) -> ir.HostProgram:
+    """Fused kernels are called `neg_mul_y`, or `fused_y` where that would be long."""
+    taken: set[str] = set()
+    names = {}
+    for kernel in program.kernels:
+        words = [op.kind for op in kernel.ops]
+        wanted = "_".join([*(words if len(words) <= MAX_WORDS else ["fused"]), kernel.result.name])
+        names[kernel.name] = _free(kernel.name.partition(" ")[0] if len(words) == 1 else wanted, taken)
+    kernels = tuple(replace(kernel, name=names[kernel.name]) for kernel in program.kernels)
+    return _with_names(replace(program, kernels=kernels), names)
+
+
+def _with_names(program: ir.HostProgram, names: dict[str, str]) -> ir.HostProgram:
+    """Every launch with the new name of its kernel."""
+
+    def renamed(i: ir.Instruction) -> ir.Instruction | None:
+        return replace(i, kernel=names[i.kernel]) if isinstance(i, ir.Launch) and names[i.kernel] != i.kernel else None
+
+    return replace(program, body=ir.rewrite(program.body, renamed))
+
+
+def _explained(program: ir.HostProgram, links: _Links) -> ir.HostProgram:
+    """Every kernel with the reason why it ends."""
+    reasons: dict[str, dict[str, None]] = {}
+    for launch in links.launches:
+        reasons.setdefault(launch.kernel, {})[links.reason(launch)] = None
+    kernels = tuple(replace(k, ends="; ".join(r for r in reasons[k.name] if r != "the end")) for k in program.kernels)
+    return replace(program, kernels=kernels)

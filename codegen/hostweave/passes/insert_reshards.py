@@ -1,0 +1,124 @@
+"""Puts a reshard where a producer's layout is not the one that a consumer needs, and after every partial result.
+
+    %y: bf16[M, N] stream(M, 8) = matmul(%x, %w)        # x: [M@x, K], w: [K, N]
+
+becomes
+
+    %x_gathered: bf16[M, K] = reshard(%x)
+    %y: bf16[M, N] stream(M, 8) = matmul(%x_gathered, %w)
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hostweave.fusion.ir import Fusion, Op, Value
+from hostweave.fusion.ops import operand_types
+from hostweave.fusion.resharding import plan
+from hostweave.fusion.sharding import Flow, Layout, flow, layout, partial_of, with_layout
+from hostweave.fusion.types import DTYPES, DType, TensorType
+from hostweave.host.verify import NOT_REDUCED
+from hostweave.options import Options
+from hostweave.passes.rewriting import Names, consumers
+
+SUFFIXES = {
+    "all_gather": "gathered",
+    "all_reduce": "reduced",
+    "all_to_all": "turned",
+    "exchange": "exchanged",
+    "reduce_scatter": "scattered",
+    "shard": "sliced",
+}
+
+
+def insert_reshards(fusion: Fusion, options: Options) -> Fusion:
+    """After it every op's type follows from those of its operands; only a reshard changes a layout.
+
+    Partial results of a dtype that NCCL cannot reduce are computed in one that it can, between casts.
+    """
+    insertion = _Insertion(fusion, options)
+    for op in fusion.ops:
+        insertion.add(op)
+    return replace(fusion, ops=tuple(insertion.ops))
+
+
+class _Insertion:
+    def __init__(self, fusion: Fusion, options: Options):
+        self.fusion, self.options = fusion, options
+        self.ops: list[Op] = []
+        self.types = {value.name: value.type for value in fusion.inputs}
+        self.consumers = consumers(fusion)
+        self.names = Names(fusion)
+        self.done: dict[tuple[str, Layout], str] = {}  # an equal reshard of one tensor is made once
+        self.carried: dict[str, DType] = {}  # partial values in another dtype than the program says
+
+    def emit(self, op: Op) -> None:
+        self.ops.append(op)
+        self.types[op.result.name] = op.result.type
+
+    def add(self, op: Op) -> None:
+        if op.kind == "reshard":
+            self.resolve(op)
+            return
+        passed = flow(op, operand_types(op, self.types), self.fusion.mesh)
+        computed = passed.computed(layout(op.result.type))
+        op = self.with_operands(op, passed, computed)
+        partial = partial_of(op, passed.partial_axes)
+        type = with_layout(op.result.type, computed, partial)
+        if partial and type.dtype.name in NOT_REDUCED:
+            op, type = self.carry(op, type)
+        if partial is None or self.is_resolved_by_reshard(op.result):
+            self.emit(replace(op, result=replace(op.result, type=type)))
+            return
+        term = Value(self.names.new(f"{op.result.name}_partial"), type)
+        self.carried |= {term.name: self.carried[op.result.name]} if op.result.name in self.carried else {}
+        self.emit(replace(op, result=term))
+        self.resolve(Op("reshard", (term.name,), op.result, location=op.location))
+
+    def resolve(self, op: Op) -> None:
+        """A reshard; what was carried in another dtype is cast back after it."""
+        (source,) = op.tensors
+        if source not in self.carried:
+            self.emit(op)
+            return
+        carrier = self.types[source].dtype
+        whole = Value(self.names.new(f"{op.result.name}_{carrier}"), replace(op.result.type, dtype=carrier))
+        self.emit(replace(op, result=whole))
+        self.emit(Op("cast", (whole.name,), op.result, location=op.location))
+
+    def carry(self, op: Op, type: TensorType) -> tuple[Op, TensorType]:
+        """The op on operands that are cast to a dtype which NCCL reduces, and its result's type."""
+        carrier = DTYPES[NOT_REDUCED[type.dtype.name]]
+        operands = tuple(self.cast(operand, carrier, op) if isinstance(operand, str) else operand for operand in op.operands)
+        self.carried[op.result.name] = type.dtype
+        return replace(op, operands=operands), replace(type, dtype=carrier)
+
+    def cast(self, name: str, dtype: DType, op: Op) -> str:
+        value = Value(self.names.new(f"{name}_{dtype}"), replace(self.types[name], dtype=dtype))
+        self.emit(Op("cast", (name,), value, location=op.location))
+        return value.name
+
+    def is_resolved_by_reshard(self, value: Value) -> bool:
+        """Whether the one consumer of a partial value is the user's own reshard."""
+        users = self.consumers[value.name]
+        return len(users) == 1 and users[0] is not None and users[0].kind == "reshard" and value.stream is None
+
+    def with_operands(self, op: Op, passed: Flow, computed: Layout) -> Op:
+        operands = tuple(
+            self.resharded(operand, needed, op) if isinstance(operand, str) else operand
+            for operand, needed in zip(op.operands, passed.operands(computed), strict=True)
+        )
+        return replace(op, operands=operands)
+
+    def resharded(self, name: str, needed: Layout, op: Op) -> str:
+        """The value in the layout that `op` needs."""
+        have: TensorType = self.types[name]
+        if layout(have) == needed:
+            return name
+        if (name, needed) not in self.done:
+            want = with_layout(have, needed)
+            steps = plan(have, want, self.fusion.mesh, self.options.sizes, op.location)
+            value = Value(self.names.new(f"{name}_{SUFFIXES[steps[-1].kind]}"), want)
+            self.emit(Op("reshard", (name,), value, location=op.location))
+            self.done[name, needed] = value.name
+        return self.done[name, needed]

@@ -1,0 +1,581 @@
+"""Fusion to host: one op, one instruction; a reshard becomes communication; streamed dims become loops.
+
+    %xg: bf16[M, K] stream(M, 8, block, p2p, own_first) = reshard(%x, kind=all_gather)
+    %y: bf16[M, N] stream(M, 8, block, own_first) = matmul(%xg, %w)
+
+becomes
+
+    %xg = allocate bf16[M, K]
+    fork ring
+    for %i in 0..8 { %p = (rank.x + %i) % 8; stream ring[%i] { the exchange of %xg_i; matmul %xg_i, %w -> %y_i } }
+    join ring
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import prod
+
+from hostweave.errors import ProgramError
+from hostweave.fusion.extent import Extent, block
+from hostweave.fusion.index_map import IndexMap
+from hostweave.fusion.ir import Fusion, Op, Value
+from hostweave.fusion.ops import OPS, index_map, operand_types
+from hostweave.fusion.resharding import Change, change_of, sources_of
+from hostweave.fusion.types import BufferType, Dim, TensorType
+from hostweave.host import ir
+from hostweave.host.builder import Builder
+from hostweave.host.expr import Expr, Var
+from hostweave.options import Options
+from hostweave.passes import lower_communication as communication
+from hostweave.passes.lower_communication import Channel, Padding
+from hostweave.passes.steps import Steps, chunk, chunk_shape, expr_of, team_coordinate, team_size, total
+from hostweave.passes.uneven import uneven_sizes
+
+RING = "ring"
+
+
+def lower_to_host(fusion: Fusion, options: Options) -> ir.HostProgram:
+    """The host program of a fusion whose reshards are each one communication or one local slice."""
+    return _Lowering(fusion, options).program()
+
+
+@dataclass
+class _Loop:
+    """Neighbouring ops of one loop; an op outside of every loop stands alone."""
+
+    ops: list[Op]
+
+    @property
+    def communication(self) -> Op | None:
+        """The op whose communication decides which block a step takes."""
+        return next((op for op in self.ops if op.result.stream and op.result.stream.by), None)
+
+    @property
+    def by_block(self) -> bool:
+        stream = self.ops[0].result.stream
+        return stream is not None and stream.step == "block"
+
+
+class _Lowering:
+    def __init__(self, fusion: Fusion, options: Options):
+        self.fusion, self.mesh, self.options = fusion, fusion.mesh, options
+        self.b = Builder()
+        self.uneven = uneven_sizes(fusion)
+        self.values = fusion.values()
+        self.types = {name: value.type for name, value in self.values.items()}
+        self.consumers: dict[str, list[Op]] = {name: [] for name in self.values}
+        for op in fusion.ops:
+            for operand in op.tensors:
+                self.consumers[operand].append(op)
+        self.loop_of: dict[str, _Loop] = {}  # value -> where it is produced
+        self.buffers: dict[str, str] = {}  # value -> the buffer or view that holds all of it
+        self.by_step: dict[str, str] = {}  # value that lives in one loop -> buffer of one chunk a step
+        self.chunks: dict[str, str] = {}  # value that is a view of another's chunk -> that view, in the present iteration
+        self.kernels: dict[object, ir.Kernel] = {}
+        self.events: list[ir.Events] = []
+        self.deferred: dict[str, Callable[[bool], None]] = {}  # terms that a ring of sums adds when it comes to them
+        self.after_loop: list[Callable[[], None]] = []
+
+    def program(self) -> ir.HostProgram:
+        b, f = self.b, self.fusion
+        inputs = tuple(ir.Parameter(b.parameter(v.name, self.local(v)), v.type) for v in f.inputs)
+        self.buffers |= {v.name: v.name for v in f.inputs}
+        outputs = tuple(ir.Parameter(b.parameter(name, self.local(self.values[name])), self.types[name]) for name in f.outputs)
+        in_place = {op.result.name for op in f.ops if not self.is_view(op)}
+        self.buffers |= {p.name: p.name for p in outputs if p.name in in_place}
+        for loop in self.loops():
+            if loop.ops[0].result.stream is None:
+                self.op(loop.ops[0], None)
+            else:
+                self.loop(loop)
+        b.location = None
+        for parameter, name in zip(outputs, f.outputs, strict=True):
+            if self.whole(name) != parameter.name:  # an input, a view, or a value that is returned twice
+                b.emit(ir.Copy(self.whole(name), parameter.name))
+        body = b.body()
+        streams = (ir.Streams(RING, self.options.streams),) if any(isinstance(i, ir.Fork) for i in body) else ()
+        return ir.HostProgram(f.name, f.mesh, inputs, outputs, streams, tuple(self.events), tuple(self.kernels.values()), body, self.uneven)
+
+    # --- what stands in one loop ---
+
+    def loops(self) -> list[_Loop]:
+        """Ops in order, neighbours with the same loop together. Views cost nothing, so they go before a loop that they would cut."""
+        result: list[_Loop] = []
+        for op in self.fusion.ops:
+            last = result[-1] if result else None
+            if last and op.result.stream and self.joins(op, last):
+                last.ops.append(op)
+            elif last and self.is_view(op) and op.result.stream is None and self.loop_of.get(op.tensors[0]) is not last:
+                result.insert(-1, _Loop([op]))
+            else:
+                result.append(_Loop([op]))
+            self.loop_of[op.result.name] = next(loop for loop in reversed(result) if loop.ops[-1] is op)
+        return result
+
+    def joins(self, op: Op, loop: _Loop) -> bool:
+        stream, other = op.result.stream, loop.ops[0].result.stream
+        assert stream is not None
+        if (
+            other is None
+            or self.iterations(op) != self.iterations(loop.ops[0])
+            or (stream.step, stream.rotation) != (other.step, other.rotation)
+        ):
+            return False
+        if loop.communication and loop.by_block and (stream.by or self.feeds_communication(op)):
+            return False  # a step can follow the rotation of one communication
+        for number, operand in enumerate(op.operands):
+            if not isinstance(operand, str) or self.loop_of.get(operand) is not loop:
+                continue
+            produced = self.values[operand].stream
+            if produced is None or self.map(op).operand_dim(number, stream.dim) != produced.dim:
+                return False  # it reads more than the chunk of its own step
+            if (
+                loop.by_block
+                and loop.communication
+                and loop.communication.result.name == operand
+                and self.values[operand].type.dims[produced.dim].axes
+            ):
+                return False  # the block is whole only after the last step
+        return True
+
+    def feeds_communication(self, op: Op) -> bool:
+        streams = (consumer.result.stream for consumer in self.consumers[op.result.name])
+        return any(stream is not None and stream.by is not None for stream in streams)
+
+    def iterations(self, op: Op) -> tuple[Extent, bool]:
+        """How many steps a streamed op takes, and whether each drops the dim."""
+        stream = op.result.stream
+        assert stream is not None
+        if stream.chunks is not None:
+            return Extent(stream.chunks), False
+        extent = op.result.type.dims[stream.dim].extent
+        return (extent if stream.step == "block" else extent // self.shards([op])), True
+
+    def shards(self, ops: list[Op]) -> int:
+        """Into how many shards the streamed dim is split, before or after the communication of these ops."""
+        split = [1]
+        for op in ops:
+            assert op.result.stream is not None
+            dims = [op.result.type.dims[op.result.stream.dim]]
+            if op.kind == "reshard":
+                dims.append(self.types[op.tensors[0]].dims[op.result.stream.dim])
+            split.extend(prod(self.mesh.axis_size(axis) for axis in dim.axes) for dim in dims)
+        return max(split)
+
+    def private(self, name: str, loop: _Loop) -> bool:
+        """Whether a value lives and dies in one loop, so that it may lie in memory as the loop likes."""
+        consumers = self.consumers[name]
+        return name not in self.fusion.outputs and all(
+            self.loop_of[op.result.name] is loop and (not self.is_view(op) or self.private(op.result.name, loop)) for op in consumers
+        )
+
+    # --- a loop ---
+
+    def loop(self, loop: _Loop) -> None:
+        b = self.b
+        count, drops_dim = self.iterations(loop.ops[0])
+        steps = Steps(Var(b.loop_index()), count, drops_dim, self.shards(loop.ops), uneven=self.uneven)
+        b.location = loop.ops[-1].location
+        with b.nested() as body:
+            if loop.by_block:
+                steps = replace(steps, owner=self.owner(loop, steps))
+            with b.nested() as on_stream:
+                self.defer_ring_terms(loop)
+                for op in loop.ops:
+                    self.op(op, steps)
+            b.location = loop.ops[-1].location
+            b.emit(ir.OnStream(RING, steps.index, tuple(on_stream)))
+        b.emit(ir.Fork(RING))
+        b.emit(ir.For(steps.index.name, count, tuple(body)))
+        b.emit(ir.Join(RING))
+        for action in self.after_loop:
+            action()
+        self.after_loop.clear()
+        self.chunks.clear()
+
+    def owner(self, loop: _Loop, steps: Steps) -> Expr:
+        """Whose block a step by block takes: rotated, so that at every step all ranks speak with different ones."""
+        op = loop.communication
+        assert op is not None
+        assert op.result.stream is not None
+        by = op.result.stream.by
+        if by in ("broadcast", "reduce"):
+            return steps.index // expr_of(steps.pieces)
+        rank = team_coordinate(self.mesh, self.change(op).axes)
+        if op.attribute("kind") == "reduce_scatter":
+            owner = rank - 1 - steps.hop if by == "ring" else rank + 1 + steps.hop
+            return Var(self.b.let("q", owner % steps.shards))
+        return Var(self.b.let("p", (rank - steps.hop if by == "ring" else rank + steps.hop) % steps.shards))
+
+    # --- ops ---
+
+    def op(self, op: Op, steps: Steps | None) -> None:
+        self.b.location = op.location
+        if op.kind == "reshard":
+            self.reshard(op, steps)
+        elif self.is_view(op):
+            self.view(op, steps)
+        else:
+            self.compute(op, steps)
+
+    def compute(self, op: Op, steps: Steps | None) -> None:
+        b = self.b
+        sources = [self.operand(op, number, steps) for number, operand in enumerate(op.operands) if isinstance(operand, str)]
+        target = self.destination(op.result, steps, self.keeps_dim(op))
+        if op.kind == "matmul":
+            x, w, y = self.stack_shards(op, steps, [*sources, target])
+            if op.result.name in self.deferred:
+                self.deferred[op.result.name] = lambda adds: b.emit(ir.MatmulAccumulate(x, w, y) if adds else ir.Matmul(x, w, y))
+            else:
+                b.emit(ir.Matmul(x, w, y))
+        elif op.kind == "copy":
+            b.emit(ir.Copy(sources[0], target))
+        else:
+            b.emit(ir.Launch(self.kernel(op, sources, target, steps), tuple(dict.fromkeys(sources)), target))
+
+    def keeps_dim(self, op: Op) -> bool:
+        """A matmul needs its last two dims, so a step that takes one index of them keeps a dim of 1."""
+        stream = op.result.stream
+        return op.kind == "matmul" and stream is not None and stream.dim >= len(op.result.type.dims) - 2
+
+    def operand(self, op: Op, number: int, steps: Steps | None) -> str:
+        """What an op reads: its chunk where the operand has the streamed dim, else all of it, with dims lined up with the result's."""
+        name = op.operands[number]
+        assert isinstance(name, str)
+        stream = op.result.stream
+        if steps is None or stream is None:
+            return self.whole(name)
+        dim = self.map(op).operand_dim(number, stream.dim)
+        if dim is not None:
+            return self.chunk(name, dim, steps, self.keeps_dim(op))
+        buffer = self.whole(name)
+        position = stream.dim - (len(op.result.type.dims) - len(self.types[name].dims))
+        if op.kind == "matmul" and self.keeps_dim(op):
+            position = len(self.types[name].dims) - 2  # shards of M or N are stacked before the matrix
+        if steps.splits(op.result, stream.dim) and position > 0:
+            shape = self.b.types[buffer].shape
+            return self.b.reshape(buffer, (*shape[:position], Extent(), *shape[position:]), f"{name}_stacked")
+        if steps.drops_dim and not self.keeps_dim(op) and position >= 0:
+            with self.b.outermost():
+                return self.b.drop(buffer, position, f"{name}_{steps.index.name}")
+        return buffer
+
+    def stack_shards(self, op: Op, steps: Steps | None, buffers: list[str]) -> list[str]:
+        """A matmul over slices of every rank's columns: the shards go before the matrix, as one more batch dim."""
+        stream = op.result.stream
+        if steps is None or stream is None or stream.dim != len(op.result.type.dims) - 1 or not steps.splits(op.result, stream.dim):
+            return buffers
+
+        def stacked(buffer: str) -> str:
+            rank = len(self.b.types[buffer].shape)
+            return self.b.permute(buffer, (*range(rank - 3), rank - 2, rank - 3, rank - 1), f"{buffer}_stacked")
+
+        x, w, y = buffers
+        return [x, stacked(w), stacked(y)]
+
+    def kernel(self, op: Op, sources: list[str], target: str, steps: Steps | None) -> str:
+        """The name of the kernel that computes `op` on these buffers; one for all ops that differ in names alone."""
+        names = {operand: operand for operand in op.tensors}
+        inputs = tuple(ir.Parameter(name, self.tensor(buffer)) for name, buffer in zip(names, dict.fromkeys(sources), strict=False))
+        attributes = tuple((key, self.shifted(op, value, steps) if key == "axis" else value) for key, value in op.attributes)
+        body = replace(op, result=Value(op.result.name, self.tensor(target)), attributes=attributes)
+        positions = {name: i for i, name in enumerate(names)}
+        same = (
+            op.kind,
+            attributes,
+            tuple(positions.get(operand, operand) if isinstance(operand, str) else operand for operand in op.operands),
+            tuple(p.type for p in inputs),
+            body.result.type,
+        )
+        if same not in self.kernels:
+            taken = {kernel.name for kernel in self.kernels.values()}
+            name = f"{op.kind}_{op.result.name}"
+            self.kernels[same] = ir.Kernel(name if name not in taken else f"{name}_{len(taken)}", inputs, (body,))
+        return self.kernels[same].name
+
+    def shifted(self, op: Op, axes: object, steps: Steps | None) -> tuple[int, ...]:
+        """The axes of a reduction as dims of the chunk, where the streamed dim is dropped or split in two."""
+        assert isinstance(axes, tuple)
+        stream = op.result.stream
+        if steps is None or stream is None:
+            return axes
+        dim = self.map(op).operand_dim(0, stream.dim)
+        assert dim is not None
+        shift = steps.splits(self.values[op.tensors[0]], dim) - steps.drops_dim
+        return tuple(axis + shift if axis > dim else axis for axis in axes)
+
+    def tensor(self, buffer: str) -> TensorType:
+        type = self.b.types[buffer]
+        return TensorType(type.dtype, tuple(Dim(extent) for extent in type.shape))
+
+    # --- views ---
+
+    def is_view(self, op: Op) -> bool:
+        """Whether an op is pointer arithmetic: also a reduction of one local element, and a reshard to a slice of what is here."""
+        if op.kind == "reshard":
+            return op.attribute("kind") == "shard"
+        if OPS[op.kind].combine and op.result.type.dtype == self.types[op.tensors[0]].dtype:
+            local = self.types[op.tensors[0]].local_shape(self.mesh, self.uneven)
+            axes = op.attribute("axis")
+            assert isinstance(axes, tuple)
+            return all(local[axis] == Extent() for axis in axes)
+        return OPS[op.kind].is_view
+
+    def view(self, op: Op, steps: Steps | None) -> None:
+        result, stream = op.result, op.result.stream
+        if steps is None or stream is None:
+            self.buffers[result.name] = self.whole_view(op)
+            return
+        dim = self.map(op).operand_dim(0, stream.dim)
+        if op.kind == "transpose" or dim is None:
+            self.buffers[result.name] = self.whole_view(op)
+            return
+        source = self.chunk(op.tensors[0], dim, steps, keeps_dim=False)
+        shape = chunk_shape(steps, self.mesh, result, stream.dim)
+        self.chunks[result.name] = self.b.reshape(source, shape, f"{result.name}_{steps.index.name}")
+
+    def whole_view(self, op: Op) -> str:
+        """The view of all of the operand that is all of the result."""
+        source, name = self.whole(op.tensors[0]), op.result.name
+        with self.b.outermost():
+            if op.kind == "transpose":
+                axes = op.attribute("axes")
+                assert isinstance(axes, tuple)
+                return self.b.permute(source, axes, name)
+            if not self.b.is_contiguous(source):
+                source = self.packed(op, source)
+            return self.b.reshape(source, op.result.type.local_shape(self.mesh, self.uneven), name)
+
+    def packed(self, op: Op, source: str) -> str:
+        if self.loop_of.get(op.tensors[0]) is not None and self.values[op.tensors[0]].stream is not None:
+            raise ProgramError(f"{op.kind}: %{op.tensors[0]} is not contiguous here; take the view before the stream loop", op.location)
+        packed = self.b.allocate(f"{op.tensors[0]}_packed", self.b.types[source])
+        self.b.emit(ir.Copy(source, packed))
+        return packed
+
+    # --- buffers ---
+
+    def local(self, value: Value) -> BufferType:
+        return BufferType(value.type.dtype, value.type.local_shape(self.mesh, self.uneven))
+
+    def whole(self, name: str) -> str:
+        """The buffer or view that holds all of a value; memory is taken at its first use."""
+        if name not in self.buffers:
+            producer = next(op for op in self.loop_of[name].ops if op.result.name == name)
+            self.buffers[name] = (
+                self.whole_view(producer) if self.is_view(producer) else self.b.allocate(name, self.local(self.values[name]))
+            )
+        return self.buffers[name]
+
+    def chunk(self, name: str, dim: int, steps: Steps, keeps_dim: bool) -> str:
+        """What one iteration touches of a value."""
+        if name in self.chunks:
+            return self.chunks[name]
+        if name in self.by_step:
+            view = self.b.select(self.by_step[name], 0, steps.block, f"{name}_{steps.index.name}")
+            if steps.splits(self.values[name], dim):  # laid out with the shards first
+                rank = len(self.b.types[view].shape)
+                view = self.b.permute(view, (*range(1, dim + 1), 0, *range(dim + 1, rank)), f"{name}_{steps.index.name}_in_order")
+            shape = chunk_shape(replace(steps, drops_dim=steps.drops_dim and not keeps_dim), self.mesh, self.values[name], dim)
+            return self.b.reshape(view, shape, f"{name}_{steps.index.name}")
+        with self.b.outermost():
+            buffer = self.whole(name)
+            if steps.splits(self.values[name], dim):
+                self.b.split(buffer, dim, Extent(steps.shards), f"{name}_shards")
+        return chunk(self.b, steps, buffer, self.values[name], dim, keeps_dim)
+
+    def destination(self, value: Value, steps: Steps | None, keeps_dim: bool) -> str:
+        """What an op writes."""
+        if steps is None or value.stream is None:
+            return self.whole(value.name)
+        dim, loop = value.stream.dim, self.loop_of[value.name]
+        if value.name not in self.buffers and value.name not in self.by_step and self.private(value.name, loop):
+            shape = chunk_shape(steps, self.mesh, value, dim)
+            if any(extent != Extent() for extent in self.local(value).shape[:dim]) or steps.splits(value, dim):
+                # Chunks of the value as it is would be strided, and communication needs them contiguous.
+                if steps.splits(value, dim):  # as collectives lay shards out
+                    shape = (shape[dim], *shape[:dim], *shape[dim + 1 :])
+                self.by_step[value.name] = self.b.allocate(value.name, BufferType(value.type.dtype, (steps.count, *shape)))
+        return self.chunk(value.name, dim, steps, keeps_dim)
+
+    # --- reshards ---
+
+    def map(self, op: Op) -> IndexMap:
+        return index_map(op, operand_types(op, self.types))
+
+    def change(self, op: Op) -> Change:
+        """What a reshard does."""
+        change = change_of(self.types[op.tensors[0]], op.result.type, self.mesh)
+        assert change is not None
+        return change
+
+    def reduction(self, op: Op) -> str:
+        partial = self.types[op.tensors[0]].partial
+        assert partial is not None
+        return partial.op
+
+    def reshard(self, op: Op, steps: Steps | None) -> None:
+        change, value, stream = self.change(op), op.result, op.result.stream
+        if change.kind == "shard":
+            with self.b.outermost():
+                self.buffers[value.name] = self.own_block(op, change)
+            return
+        if steps is not None and stream is not None and stream.by in ("p2p", "ring") and change.kind == "reduce_scatter":
+            self.scatter_by_block(op, change, steps)
+            return
+        source = self.operand(op, 0, steps)
+        target = self.destination(value, steps, keeps_dim=False)
+        channel = Channel(self.mesh, change.axes, self.dim_of_chunk(change.dim, op, steps))
+        if steps is None or steps.owner is None:
+
+            def communicate(sent: str, received: str) -> None:
+                self.collective(op, change, sent, received, channel, steps)
+
+            if padding := self.padding(op):
+                communication.with_padding(self.b, source, target, padding, communicate)
+            else:
+                communicate(source, target)
+        elif change.kind == "reduce_scatter":
+            communication.scatter_reduce(self.b, source, target, self.reduction(op), channel, steps)
+        elif stream is not None and stream.by == "ring":
+            event = self.new_events("arrived", steps, op)
+            communication.gather_ring(self.b, source, target, lambda: self.next_chunk(op, value, steps), channel, steps, event)
+        elif stream is not None and stream.by == "broadcast":
+            communication.gather_broadcast(self.b, source, target, channel, steps)
+        else:
+            communication.gather_p2p(self.b, source, target, channel, steps)
+
+    def collective(self, op: Op, change: Change, src: str, dst: str, channel: Channel, steps: Steps | None) -> None:
+        match change.kind:
+            case "all_reduce":
+                communication.all_reduce(self.b, src, dst, self.reduction(op), channel, steps)
+            case "reduce_scatter":
+                communication.reduce_scatter(self.b, src, dst, self.reduction(op), channel, steps)
+            case "all_to_all":
+                cut = replace(channel, dim=self.dim_of_chunk(change.to, op, steps))
+                communication.all_to_all(self.b, src, dst, cut, channel, steps)
+            case "exchange":
+                sources = sources_of(change, self.types[op.tensors[0]], self.mesh)
+                communication.exchange(self.b, src, dst, sources, change.axes, steps)
+            case "all_gather":
+                communication.all_gather(self.b, src, dst, channel, steps)
+
+    def own_block(self, op: Op, change: Change) -> str:
+        """The view of this rank's block of a value that it holds all of."""
+        assert change.dim is not None
+        source, name = self.whole(op.tensors[0]), op.result.name
+        place, ranks = team_coordinate(self.mesh, change.axes), team_size(self.mesh, change.axes)
+        held, dim = self.local(op.result).shape[change.dim], op.result.type.dims[change.dim]
+        if held == dim.extent // self.mesh.size_of(dim.axes):
+            return self.b.slice(source, change.dim, place, Extent(ranks), name)
+        return self.b.section(source, change.dim, held, place * expr_of(block(dim.extent, ranks)), name)
+
+    def padding(self, op: Op) -> Padding | None:
+        """What an uneven reshard needs: whole blocks of each dim that changes."""
+        sent: dict[int, Extent] = {}
+        received: dict[int, Extent] = {}
+        remainders: list[Expr] = []
+        is_never_even = False
+        for i, (old, new) in enumerate(zip(self.types[op.tensors[0]].dims, op.result.type.dims, strict=True)):
+            ranks = self.mesh.size_of(old.axes or new.axes)
+            is_uneven = int(old.extent) % ranks > 0 if old.extent.is_int else ranks > 1 and str(old.extent) in self.uneven
+            if old.axes == new.axes or not is_uneven:
+                continue
+            whole_block = block(old.extent, ranks)
+            sent[i] = whole_block if old.axes else whole_block * ranks
+            received[i] = whole_block if new.axes else whole_block * ranks
+            is_never_even |= old.extent.is_int
+            if not old.extent.is_int:
+                remainders.append(expr_of(old.extent) % ranks)
+        if not sent:
+            return None
+        return Padding(sent, received, None if is_never_even else total(remainders).equals(0))
+
+    def dim_of_chunk(self, dim: int | None, op: Op, steps: Steps | None) -> int | None:
+        """Where a dim of a reshard stands in the chunks of one iteration."""
+        stream = op.result.stream
+        if dim is None or steps is None or stream is None or dim <= stream.dim:
+            return dim
+        splits = steps.splits(op.result, stream.dim) or steps.splits(self.values[op.tensors[0]], stream.dim)
+        return dim + splits - steps.drops_dim
+
+    def next_chunk(self, op: Op, value: Value, steps: Steps) -> str:
+        """The chunk that a ring's neighbour sends in this iteration."""
+        assert value.stream is not None
+        if value.name in self.by_step or not self.b.is_contiguous(self.chunk(value.name, value.stream.dim, steps, False)):
+            raise ProgramError(f"{op.kind}: a ring passes contiguous blocks on, so it streams the outermost dim; use by='p2p'", op.location)
+        return chunk(self.b, steps.next_hop, self.whole(value.name), value, value.stream.dim, suffix="next")
+
+    def new_events(self, wanted: str, steps: Steps, op: Op) -> str:
+        if not steps.count.is_int:
+            raise ProgramError(f"{op.kind}: a ring needs a number of steps that is known at compile time: give chunks=", op.location)
+        taken = {events.name for events in self.events}
+        name = wanted if wanted not in taken else f"{wanted}_{len(taken) + 1}"
+        self.events.append(ir.Events(name, int(steps.count)))
+        return name
+
+    def defer_ring_terms(self, loop: _Loop) -> None:
+        """A ring of sums adds this rank's term itself, after the sum so far has arrived."""
+        op = loop.communication
+        if op is None or op.attribute("kind") != "reduce_scatter" or op.result.stream is None or op.result.stream.by != "ring":
+            return
+        name = self.ring_term(op)
+        self.deferred[name] = lambda adds: None
+
+    def ring_term(self, op: Op) -> str:
+        """The matmul whose result the ring sums, seen through views."""
+        name = op.tensors[0]
+        loop = self.loop_of[op.result.name]
+        while self.loop_of.get(name) is loop:
+            producer = next(o for o in loop.ops if o.result.name == name)
+            if producer.kind == "matmul":
+                return name
+            if not self.is_view(producer):
+                break
+            name = producer.tensors[0]
+        raise ProgramError("reshard: by='ring' sums the results of a matmul in its loop; use by='p2p' for other ops", op.location)
+
+    def scatter_by_block(self, op: Op, change: Change, steps: Steps) -> None:
+        b, value, stream = self.b, op.result, op.result.stream
+        assert stream is not None
+        assert change.dim is not None
+        source = self.operand(op, 0, steps)
+        channel = Channel(self.mesh, change.axes, change.dim)
+        if stream.by == "ring":
+            term = self.values[op.tensors[0]]
+            event = self.new_events("arrived", steps, op)
+            produce = self.deferred[self.ring_term(op)]
+            communication.scatter_ring(b, produce, source, lambda: self.next_chunk(op, term, steps), channel, steps, event)
+            rank, size = team_coordinate(self.mesh, change.axes), Extent(channel.size)
+
+            def take_own() -> None:
+                own = b.slice(self.whole(term.name), stream.dim, rank, size, f"{term.name}_own")
+                b.emit(ir.Copy(own, self.whole(value.name)))
+
+            self.after_loop.append(take_own)
+            return
+        local = self.local(value)
+        landing = b.allocate("landing", BufferType(local.dtype, (Extent(channel.size), *local.shape)))
+        communication.scatter_p2p(
+            b, source, landing, channel, steps, lambda terms: chunk(b, steps, terms, value, stream.dim, suffix="landing")
+        )
+
+        def sum_terms() -> None:
+            reduction = self.reduction(op)
+            kind = "mean" if reduction == "avg" else reduction
+            target = self.whole(value.name)
+            summed = Op(kind, (landing,), value, (("axis", (0,)),), op.location)
+            b.emit(ir.Launch(self.kernel_of_terms(summed, landing, target), (landing,), target))
+
+        self.after_loop.append(sum_terms)
+
+    def kernel_of_terms(self, op: Op, landing: str, target: str) -> str:
+        kernel = ir.Kernel(
+            f"{op.kind}_{op.result.name}",
+            (ir.Parameter(landing, self.tensor(landing)),),
+            (replace(op, result=Value(op.result.name, self.tensor(target))),),
+        )
+        self.kernels[kernel] = kernel
+        return kernel.name

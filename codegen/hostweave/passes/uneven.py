@@ -1,0 +1,66 @@
+"""Which sizes the ranks of a program may share unevenly: the last ranks hold less, or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hostweave.errors import ProgramError
+from hostweave.fusion.ir import Fusion, Op
+from hostweave.fusion.ops import index_map, operand_types
+from hostweave.fusion.resharding import change_of
+from hostweave.fusion.types import Dim, TensorType
+
+
+def uneven_sizes(fusion: Fusion) -> tuple[str, ...]:
+    """The names of such sizes, in order of appearance. All others must divide, which the program checks when it is called.
+
+    Raises ProgramError for an int that the ranks cannot share evenly, where they must.
+    """
+    types = {name: value.type for name, value in fusion.values().items()}
+    sharded = dict.fromkeys(str(dim.extent) for type in types.values() for dim in type.dims if dim.axes and _is_name(dim))
+    for op in fusion.ops:
+        for dim, why in _even(op, types, fusion):
+            ranks = fusion.mesh.size_of(dim.axes)
+            if dim.extent.is_int and int(dim.extent) % ranks:
+                padded = -(-int(dim.extent) // ranks) * ranks
+                raise ProgramError(
+                    f"{op.kind}: {ranks} ranks cannot share dim {dim} evenly, as {why} needs; pad it to {padded}", op.location
+                )
+            for name in dim.extent.names:
+                sharded.pop(name, None)
+    for type in types.values():
+        for dim in type.dims:
+            if dim.axes and not _is_name(dim):
+                for name in dim.extent.names:
+                    sharded.pop(name, None)
+    return tuple(sharded)
+
+
+def _is_name(dim: Dim) -> bool:
+    return str(dim.extent) in dim.extent.names
+
+
+def _even(op: Op, types: dict[str, TensorType], fusion: Fusion) -> Iterator[tuple[Dim, str]]:
+    """The dims that an op needs to be shared evenly, and why."""
+    operands = operand_types(op, types)
+    involved = (*operands, op.result.type)
+    if op.result.stream:
+        yield op.result.type.dims[op.result.stream.dim], "a stream"
+    if op.kind == "reshard":
+        before, after = (type.dims for type in involved)
+        change = change_of(operands[0], op.result.type, fusion.mesh)
+        for old, new in zip(before, after, strict=True):
+            is_part = old.axes and new.axes and change is not None and change.kind != "exchange"
+            if old.axes != new.axes and (is_part or op.result.stream):
+                for dim in (old, new):
+                    yield dim, "a stream" if op.result.stream else "a reshard over some of the axes"
+    elif op.kind == "mean" and op.result.type.partial:
+        for dim in operands[0].dims:
+            if set(dim.axes) & set(op.result.type.partial.axes):
+                yield dim, "a mean over ranks"
+    elif op.kind == "reshape":
+        indices = index_map(op, operands)
+        for labels, type in ((indices.operands[0], operands[0]), (indices.result, op.result.type)):
+            for label, dim in zip(labels, type.dims, strict=True):
+                if label in indices.outer:
+                    yield dim, "a reshape that splits or merges it"

@@ -1,0 +1,53 @@
+"""The whole way from a fusion to a host program, in order. Each pass is a function in a file of its own name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hostweave.fusion.ir import Fusion
+from hostweave.fusion.verify import verify_fusion
+from hostweave.host.ir import HostProgram
+from hostweave.host.verify import verify_host
+from hostweave.options import Options
+from hostweave.passes.choose_overlap import choose_overlap
+from hostweave.passes.decompose_reshards import decompose_reshards
+from hostweave.passes.fuse_kernels import fuse_kernels
+from hostweave.passes.insert_reshards import insert_reshards
+from hostweave.passes.lower_to_host import lower_to_host
+from hostweave.passes.propagate_sharding import propagate_sharding
+
+PASSES: tuple[Callable[[Any, Options], Any], ...] = (
+    propagate_sharding,
+    insert_reshards,
+    decompose_reshards,
+    choose_overlap,
+    lower_to_host,
+    fuse_kernels,
+)
+
+Observer = Callable[[str, Fusion | HostProgram], None]
+
+
+def lower(program: Fusion | HostProgram, options: Options, observe: Observer | None = None) -> HostProgram:
+    """The host program of a fusion; a host program is verified and given back.
+
+    `observe(name, program)` sees every stage: first the program as given, under the name "input", then each pass's result.
+    Raises ProgramError with the place in the user's source.
+    """
+    stage: Fusion | HostProgram = program
+    _verified("input", stage, observe)
+    for apply in PASSES if isinstance(program, Fusion) else ():
+        stage = apply(stage, options)
+        _verified(apply.__name__, stage, observe)
+    assert isinstance(stage, HostProgram)
+    return stage
+
+
+def _verified(name: str, program: Fusion | HostProgram, observe: Observer | None) -> None:
+    if isinstance(program, Fusion):
+        verify_fusion(program, after=name)
+    else:
+        verify_host(program)
+    if observe:
+        observe(name, program)

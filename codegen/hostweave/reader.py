@@ -1,0 +1,152 @@
+"""A cursor over the tokens of IR text, shared by the parsers of both IRs. Every complaint names line and column."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import NamedTuple, NoReturn, TypeVar
+
+from hostweave.errors import ParseError
+from hostweave.fusion.extent import Extent
+from hostweave.fusion.types import DTYPES, Dim, DType, Mesh, Partial, TensorType
+
+T = TypeVar("T")
+
+_TOKEN = re.compile(
+    r"\s+|#[^\n]*|(?P<number>-?\d+\.(?!\.)\d*(?:e[+-]?\d+)?|-?\d+e[+-]?\d+|-?(?:inf|nan)\b|\d+)|(?P<word>[A-Za-z_]\w*)"
+    r"|(?P<sign>->|==|!=|<=|>=|\.\.|[^\s\w])"
+)
+_WORD = re.compile(r"[A-Za-z_]\w*")
+
+
+class Token(NamedTuple):
+    text: str
+    start: int
+
+
+class Reader:
+    def __init__(self, text: str):
+        self.text = text
+        self.tokens = [Token(m[0], m.start()) for m in _TOKEN.finditer(text) if m.lastgroup]
+        self.at = 0
+        self.newlines = [m.start() for m in re.finditer("\n", text)]
+        # `M@dp,tp, K`: a comma goes on with axes where a mesh axis follows, so the axes must be known before the dims.
+        mesh = re.search(r"\bmesh\(([^)]*)\)", text)
+        self.axes = set(re.findall(r"(\w+)\s*=", mesh[1])) if mesh else set()
+
+    def fail(self, message: str, at: int | None = None) -> NoReturn:
+        at = self.at if at is None else at
+        start = self.tokens[at].start if at < len(self.tokens) else len(self.text)
+        line = self.line(at)
+        column = start - self.text.rfind("\n", 0, start)
+        raise ParseError(f"line {line}, column {column}: {message}")
+
+    def line(self, at: int | None = None) -> int:
+        """The line of a token, the present one by default."""
+        at = self.at if at is None else at
+        start = self.tokens[at].start if at < len(self.tokens) else len(self.text)
+        return bisect_left(self.newlines, start) + 1
+
+    def peek(self, ahead: int = 0) -> str:
+        return self.tokens[self.at + ahead].text if self.at + ahead < len(self.tokens) else ""
+
+    def found(self) -> str:
+        return repr(self.peek()) if self.peek() else "the end of the text: is it complete?"
+
+    def take(self) -> str:
+        if not self.peek():
+            self.fail("the text ends inside a program: is it complete?")
+        self.at += 1
+        return self.tokens[self.at - 1].text
+
+    def expect(self, text: str) -> None:
+        if self.peek() != text:
+            self.fail(f"expected {text!r}, found {self.found()}")
+        self.at += 1
+
+    def accept(self, text: str) -> bool:
+        if self.peek() == text:
+            self.at += 1
+            return True
+        return False
+
+    def word(self, what: str) -> str:
+        if not _WORD.fullmatch(self.peek()):
+            self.fail(f"expected {what}, found {self.found()}")
+        return self.take()
+
+    def integer(self) -> int:
+        if not self.peek().isdigit():
+            self.fail(f"expected an int, found {self.found()}")
+        return int(self.take())
+
+    def list_of(self, item: Callable[[], T], closing: str) -> tuple[T, ...]:
+        """Items between commas up to the closing sign, which is consumed."""
+        items: list[T] = []
+        while not self.accept(closing):
+            if items:
+                self.expect(",")
+            items.append(item())
+        return tuple(items)
+
+    def named(self) -> str:
+        """The name of a value: `%name`."""
+        self.expect("%")
+        return self.word("a name after '%'")
+
+    def extent(self) -> Extent:
+        start = self.at
+        text = self.factor()
+        while self.peek() in ("*", "/"):
+            text += self.take() + self.factor()
+        try:
+            return Extent.of(text)
+        except ValueError as error:
+            self.fail(str(error), start)
+
+    def factor(self) -> str:
+        """A number, a name, `ceil(M/8)` or `part(M, x)`."""
+        text = self.take()
+        if text in ("ceil", "part") and self.accept("("):
+            text += "("
+            while not text.endswith(")"):
+                text += self.take()
+        return text
+
+    def dtype(self) -> DType:
+        if self.peek() not in DTYPES:
+            self.fail(f"unknown dtype {self.found()}; one of {', '.join(DTYPES)}")
+        return DTYPES[self.take()]
+
+    def dim(self) -> Dim:
+        extent = self.extent()
+        axes: list[str] = []
+        if self.accept("@"):
+            axes.append(self.word("a mesh axis"))
+            while self.peek() == "," and self.peek(1) in self.axes:
+                self.take()
+                axes.append(self.take())
+        return Dim(extent, tuple(axes))
+
+    def tensor_type(self) -> TensorType:
+        dtype = self.dtype()
+        self.expect("[")
+        dims = self.list_of(self.dim, "]")
+        partial = None
+        if self.accept("partial"):
+            self.expect("(")
+            op, *over = self.list_of(lambda: self.word("a reduction or a mesh axis"), ")")
+            partial = Partial(op, tuple(over))
+        return TensorType(dtype, dims, partial)
+
+    def mesh(self) -> Mesh:
+        self.expect("mesh")
+        self.expect("(")
+
+        def axis() -> tuple[str, int]:
+            name = self.word("the name of a mesh axis")
+            self.expect("=")
+            return name, self.integer()
+
+        return Mesh(self.list_of(axis, ")"))

@@ -1,0 +1,281 @@
+"""Arrays of the caller's library: NumPy, PyTorch, CuPy, and through them JAX and whatever else speaks DLPack.
+
+Each library is one object with the same few methods. Arrays are sliced and assigned to the way all of them share.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from hostweave.fusion.types import DType, bf16, bool_, f8e4m3, f8e5m2, f16, f32, f64, i8, i32, i64, u8, u32
+
+HOST = -1  # the device of an array in host memory
+
+_DTYPE_OF = {
+    "float64": f64,
+    "float32": f32,
+    "float16": f16,
+    "bfloat16": bf16,
+    "float8_e4m3fn": f8e4m3,
+    "float8_e5m2": f8e5m2,
+    "int64": i64,
+    "int32": i32,
+    "int8": i8,
+    "uint32": u32,
+    "uint8": u8,
+    "bool": bool_,
+}
+_NAME_OF = {dtype: name for name, dtype in _DTYPE_OF.items()}
+
+Array = Any  # of some library
+
+
+class Library(Protocol):
+    """What Hostweave needs of an array library."""
+
+    def accept(self, array: Array) -> Array:
+        """The array as this object works with it, without a copy where that can be. Raises TypeError with a reason."""
+
+    def give(self, array: Array) -> Array:
+        """A result as the caller wants it."""
+
+    def dtype(self, array: Array) -> DType | str:
+        """The element type, or its name where Hostweave has none like it."""
+
+    def device(self, array: Array) -> int:
+        """The number of the GPU, or HOST."""
+
+    def address(self, array: Array) -> int: ...
+
+    def contiguous(self, array: Array) -> Array:
+        """The array, or a row-major copy on the same device."""
+
+    def empty(self, shape: tuple[int, ...], dtype: DType, device: int) -> Array: ...
+
+    def is_contiguous(self, array: Array) -> bool: ...
+
+    def is_writable(self, array: Array) -> bool: ...
+
+    def stream(self, device: int) -> int:
+        """The cudaStream_t that is the caller's current one on that GPU."""
+
+    def on_stream(self, stream: int | None, device: int) -> AbstractContextManager[Any]:
+        """Inside, `empty` is for use on that cudaStream_t of the GPU; None is the current one."""
+
+    def wait(self, device: int) -> None:
+        """Waits for what the caller's current stream on that device holds."""
+
+
+@dataclass(frozen=True)
+class View:
+    """A contiguous array as the glue takes it. The array itself is kept alive with it."""
+
+    address: int
+    shape: tuple[int, ...]
+    bytes: int
+    device: int
+    array: Array
+    whole: tuple[int, ...] = ()  # the shape of the global array of which this is a block, where that is known
+
+    def fields(self) -> tuple[int, tuple[int, ...], int, int, tuple[int, ...]]:
+        return self.address, self.shape, self.bytes, self.device, self.whole
+
+
+def view(library: Library, array: Array, dtype: DType, whole: tuple[int, ...] = ()) -> View:
+    shape = tuple(array.shape)
+    return View(library.address(array), shape, int(np.prod(shape, dtype=np.int64)) * dtype.itemsize, library.device(array), array, whole)
+
+
+def library_of(array: Array) -> Library:
+    """The library of an array. Raises TypeError where it is no array."""
+    if isinstance(array, np.ndarray):
+        return _Numpy()
+    package = type(array).__module__.partition(".")[0]
+    if package == "torch" and isinstance(array, sys.modules["torch"].Tensor):
+        return _Torch()
+    if package == "cupy":
+        return _Cupy()
+    if package in ("jax", "jaxlib"):
+        return _Jax()
+    if hasattr(array, "__dlpack__"):
+        return _AnyDLPack(array)
+    raise TypeError(f"expected an array, got {type(array).__name__}")
+
+
+def dtype_of_name(name: str) -> DType | str:
+    return _DTYPE_OF.get(name, name)
+
+
+def numpy_dtype(dtype: DType) -> np.dtype[Any]:
+    """NumPy's dtype of the same kind: bf16 and f8 are those of ml_dtypes."""
+    import ml_dtypes  # noqa: F401  its import teaches NumPy the names
+
+    return np.dtype(_NAME_OF[dtype])
+
+
+class _Numpy:
+    def accept(self, array: Array) -> Array:
+        if not array.dtype.isnative:
+            raise TypeError("its byte order is not this machine's; call .astype with the native dtype")
+        return array
+
+    def give(self, array: Array) -> Array:
+        return array
+
+    def dtype(self, array: Array) -> DType | str:
+        return dtype_of_name(array.dtype.name)
+
+    def device(self, array: Array) -> int:
+        return HOST
+
+    def address(self, array: Array) -> int:
+        return int(array.__array_interface__["data"][0])
+
+    def contiguous(self, array: Array) -> Array:
+        return array if array.flags.c_contiguous else array.copy(order="C")
+
+    def empty(self, shape: tuple[int, ...], dtype: DType, device: int) -> Array:
+        return np.empty(shape, numpy_dtype(dtype))
+
+    def is_contiguous(self, array: Array) -> bool:
+        return bool(array.flags.c_contiguous)
+
+    def is_writable(self, array: Array) -> bool:
+        return bool(array.flags.writeable)
+
+    def stream(self, device: int) -> int:
+        return 0
+
+    def on_stream(self, stream: int | None, device: int) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def wait(self, device: int) -> None:
+        pass
+
+
+class _Jax(_Numpy):
+    """Its arrays cannot be written to, so they go through NumPy."""
+
+    def accept(self, array: Array) -> Array:
+        return np.asarray(array)
+
+    def give(self, array: Array) -> Array:
+        import jax.numpy
+
+        return jax.numpy.asarray(array)
+
+
+class _AnyDLPack(_Numpy):
+    """Arrays in host memory of a library that is not known by name."""
+
+    def __init__(self, array: Array):
+        self._namespace = array.__array_namespace__() if hasattr(array, "__array_namespace__") else np
+
+    def accept(self, array: Array) -> Array:
+        try:
+            return np.from_dlpack(array)
+        except (BufferError, RuntimeError) as error:
+            raise TypeError(f"its library's DLPack cannot pass it on ({error}); pass a NumPy, PyTorch, CuPy or JAX array") from error
+
+    def give(self, array: Array) -> Array:
+        return self._namespace.from_dlpack(array)
+
+
+class _Torch:
+    def accept(self, array: Array) -> Array:
+        torch = sys.modules["torch"]
+        if array.layout != torch.strided:
+            raise TypeError(f"its layout is {array.layout}; call .to_dense()")
+        if array.device.type not in ("cpu", "cuda"):
+            raise TypeError(f'it is on {array.device}; call .to("cpu") or .to("cuda")')
+        return array.detach()
+
+    def give(self, array: Array) -> Array:
+        return array
+
+    def dtype(self, array: Array) -> DType | str:
+        return dtype_of_name(str(array.dtype).removeprefix("torch."))
+
+    def device(self, array: Array) -> int:
+        return HOST if array.device.type == "cpu" else int(array.device.index)
+
+    def address(self, array: Array) -> int:
+        return int(array.data_ptr())
+
+    def contiguous(self, array: Array) -> Array:
+        return array.contiguous()
+
+    def empty(self, shape: tuple[int, ...], dtype: DType, device: int) -> Array:
+        torch = sys.modules["torch"]
+        return torch.empty(shape, dtype=getattr(torch, _NAME_OF[dtype]), device="cpu" if device == HOST else f"cuda:{device}")
+
+    def is_contiguous(self, array: Array) -> bool:
+        return bool(array.is_contiguous())
+
+    def is_writable(self, array: Array) -> bool:
+        return True
+
+    def stream(self, device: int) -> int:
+        return int(sys.modules["torch"].cuda.current_stream(device).cuda_stream)
+
+    def on_stream(self, stream: int | None, device: int) -> AbstractContextManager[Any]:
+        if stream is None:
+            return nullcontext()
+        cuda = sys.modules["torch"].cuda
+        context: AbstractContextManager[Any] = cuda.stream(cuda.ExternalStream(stream, device=device))
+        return context
+
+    def wait(self, device: int) -> None:
+        if device != HOST:
+            sys.modules["torch"].cuda.current_stream(device).synchronize()
+
+
+class _Cupy:
+    def accept(self, array: Array) -> Array:
+        return array
+
+    def give(self, array: Array) -> Array:
+        return array
+
+    def dtype(self, array: Array) -> DType | str:
+        return dtype_of_name(array.dtype.name)
+
+    def device(self, array: Array) -> int:
+        return int(array.device.id)
+
+    def address(self, array: Array) -> int:
+        return int(array.data.ptr)
+
+    def contiguous(self, array: Array) -> Array:
+        with array.device:
+            return sys.modules["cupy"].ascontiguousarray(array).reshape(array.shape)
+
+    def empty(self, shape: tuple[int, ...], dtype: DType, device: int) -> Array:
+        cupy = sys.modules["cupy"]
+        with cupy.cuda.Device(device):
+            return cupy.empty(shape, numpy_dtype(dtype))
+
+    def is_contiguous(self, array: Array) -> bool:
+        return bool(array.flags.c_contiguous)
+
+    def is_writable(self, array: Array) -> bool:
+        return True
+
+    def stream(self, device: int) -> int:
+        return int(sys.modules["cupy"].cuda.get_current_stream(device).ptr)
+
+    def on_stream(self, stream: int | None, device: int) -> AbstractContextManager[Any]:
+        if stream is None:
+            return nullcontext()
+        context: AbstractContextManager[Any] = sys.modules["cupy"].cuda.ExternalStream(stream, device)
+        return context
+
+    def wait(self, device: int) -> None:
+        cupy = sys.modules["cupy"]
+        with cupy.cuda.Device(device):
+            cupy.cuda.get_current_stream().synchronize()

@@ -1,0 +1,99 @@
+"""One call of a program with global arrays: checks them, cuts them into the ranks' blocks, and puts the results together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hostweave.errors import ArgumentError
+from hostweave.fusion.types import Mesh, TensorType
+from hostweave.host.ir import HostProgram, Parameter
+from hostweave.runtime.arguments import accept
+from hostweave.runtime.arrays import HOST, Array, Library, View, view
+from hostweave.runtime.shards import bind_sizes, block_of, global_shape, local_shape
+
+LocalArrays = tuple[tuple[View, ...], ...]  # [rank][parameter]
+
+
+@dataclass(frozen=True)
+class Call:
+    """The local arrays of one call, and what is needed to make global results of them."""
+
+    program: HostProgram
+    sizes: Mapping[str, int]
+    library: Library
+    device: int  # where global results go
+    inputs: LocalArrays
+    outputs: LocalArrays
+
+    def for_glue(self) -> tuple[list[list[Any]], list[list[Any]]]:
+        return [[v.fields() for v in rank] for rank in self.inputs], [[v.fields() for v in rank] for rank in self.outputs]
+
+    def local_results(self) -> list[Any]:
+        """Of every rank its local output, or a tuple of them where there are several."""
+        return [_bare(tuple(self.library.give(v.array) for v in rank)) for rank in self.outputs]
+
+    def global_results(self) -> Any:
+        """The global output, or a tuple of them where there are several. Of replicated ones a rank's copy."""
+        return _bare(tuple(self.library.give(self._global_result(i, p)) for i, p in enumerate(self.program.outputs)))
+
+    def _global_result(self, index: int, parameter: Parameter) -> Array:
+        if not parameter.type.axes:  # every rank has a copy: the one that is where the result goes
+            return self.outputs[self.device if 0 <= self.device < len(self.outputs) else 0][index].array
+        shape = global_shape(parameter.type, self.sizes)
+        result = self.library.empty(shape, parameter.type.dtype, self.device)
+        for rank, views in enumerate(self.outputs):
+            result[block_of(parameter.type, self.program.mesh, rank, shape)] = views[index].array
+        self.library.wait(self.device)
+        return result
+
+
+def make_call(program: HostProgram, target: str, arrays: Mapping[str, Array]) -> Call:
+    """A call with these global arrays.
+
+    Raises ArgumentError with the program's and the argument's name where an array is missing, unknown, of another dtype,
+    number of dims, device or size than the program's types say.
+    """
+    expected = {p.name: p.type for p in program.inputs}
+    _check_names(program.name, expected, arrays)
+    taken = {name: accept(program.name, target, name, type_, arrays[name]) for name, type_ in expected.items()}
+    libraries = {name: library for name, (library, _) in taken.items()}
+    accepted = {name: array for name, (_, array) in taken.items()}
+    sizes = bind_sizes(program.name, program.mesh, expected, {name: tuple(array.shape) for name, array in accepted.items()}, program.uneven)
+    library = libraries[program.inputs[0].name]
+    device = library.device(accepted[program.inputs[0].name])
+    ranks = range(program.mesh.size)
+    inputs = tuple(
+        tuple(_block(libraries[name], accepted[name], type_, program.mesh, rank) for name, type_ in expected.items()) for rank in ranks
+    )
+    outputs = tuple(
+        tuple(_result(library, p.type, program.mesh, rank, sizes, HOST if device == HOST else rank) for p in program.outputs)
+        for rank in ranks
+    )
+    for name, used in libraries.items():
+        used.wait(used.device(accepted[name]))
+    for rank in ranks if device != HOST else ():
+        library.wait(rank)
+    return Call(program, sizes, library, device, inputs, outputs)
+
+
+def _check_names(program: str, expected: Mapping[str, TensorType], arrays: Mapping[str, Array]) -> None:
+    signature = ", ".join(f"{name}: {type_}" for name, type_ in expected.items())
+    for kind, names in (("missing", expected.keys() - arrays.keys()), ("unknown", arrays.keys() - expected.keys())):
+        if names:
+            raise ArgumentError(f"{program}: {kind} argument {', '.join(sorted(names))}; the program takes {signature}")
+
+
+def _block(library: Library, array: Array, type_: TensorType, mesh: Mesh, rank: int) -> View:
+    block = array[block_of(type_, mesh, rank, array.shape)] if type_.axes else array
+    return view(library, library.contiguous(block), type_.dtype, tuple(array.shape))
+
+
+def _result(library: Library, type_: TensorType, mesh: Mesh, rank: int, sizes: Mapping[str, int], device: int) -> View:
+    array = library.empty(local_shape(type_, mesh, rank, sizes), type_.dtype, device)
+    return view(library, array, type_.dtype, global_shape(type_, sizes))
+
+
+def _bare(results: tuple[Array, ...]) -> Any:
+    return results[0] if len(results) == 1 else results

@@ -1,0 +1,71 @@
+"""How the CPU target runs ranks and streams: everything at once, or, inside `seeded`, one thing at a time by a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from hostweave.errors import ArgumentError
+
+PICKERS = ("mixed", "uniform", "pct", "hosts")  # in the order of hw_cpu_picker
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What hw_cpu_config has to say about schedules."""
+
+    seeded: bool = False
+    seed: int = 0
+    picker: int = 0
+    ordered_launches: int = -1
+    buffered_sends: int = -1
+    check_dependencies: int = -1
+    timeout_seconds: float = 120.0
+
+
+_schedule: ContextVar[Schedule] = ContextVar("hostweave_schedule", default=Schedule())  # noqa: B039  it is frozen
+
+
+def schedule() -> Schedule:
+    """The schedule of the calls made here."""
+    return _schedule.get()
+
+
+@contextmanager
+def seeded(
+    seed: int,
+    picker: str = "mixed",
+    *,
+    ordered_launches: bool | None = None,
+    buffered_sends: bool | None = None,
+    check_dependencies: bool | None = None,
+) -> Iterator[None]:
+    """Inside, programs of the CPU target run one thing at a time, chosen by `seed`: the same seed, the same schedule.
+
+    `picker` is mixed, uniform, pct or hosts. `ordered_launches` says whether the ops of one communicator run in the order
+    of their calls, across streams; `buffered_sends` whether a send ends before its recv begins; both by the seed if None.
+    `check_dependencies` reports conflicting accesses that nothing orders, whatever the schedule (the default).
+    """
+    if picker not in PICKERS:
+        raise ArgumentError(f"seeded: no picker {picker!r}; the pickers are {', '.join(PICKERS)}")
+    knobs = (-1 if knob is None else int(knob) for knob in (ordered_launches, buffered_sends, check_dependencies))
+    with _using(Schedule(True, seed, PICKERS.index(picker), *knobs)):
+        yield
+
+
+@contextmanager
+def parallel(*, check_dependencies: bool = False, buffered_sends: bool = False, timeout_seconds: float = 120.0) -> Iterator[None]:
+    """Inside, programs of the CPU target run at once what is ready, as by default; a deadlock is reported after the timeout."""
+    with _using(Schedule(buffered_sends=int(buffered_sends), check_dependencies=int(check_dependencies), timeout_seconds=timeout_seconds)):
+        yield
+
+
+@contextmanager
+def _using(wanted: Schedule) -> Iterator[None]:
+    token = _schedule.set(wanted)
+    try:
+        yield
+    finally:
+        _schedule.reset(token)

@@ -1,0 +1,280 @@
+"""Groups: the ranks that call programs together, each on a thread or in a process that the host application started."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable
+from multiprocessing.util import Finalize
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from hostweave.errors import ArgumentError, ExecutionError, HostweaveError
+from hostweave.runtime.agreement import Intent, disagreement
+from hostweave.runtime.meeting import Absent, Failed, Meeting, NoMeeting, StoreMeeting, ThreadMeeting
+from hostweave.runtime.providers import Communicators, Environment, Provider, Threads, default_provider
+from hostweave.runtime.rendezvous import World, meet, ranks_text
+from hostweave.runtime.stores import Store
+from hostweave.runtime.tcp import TcpStore
+from hostweave.runtime.watchdog import watch
+
+if TYPE_CHECKING:
+    from hostweave.api import Program
+    from hostweave.runtime.local import LocalProgram
+
+INIT_TIMEOUT = 300.0  # seconds
+CALL_TIMEOUT = 600.0
+
+_process_groups: dict[str, Group] = {}
+_thread = threading.local()  # its groups, of threads that are ranks
+_making = threading.Lock()
+_all: weakref.WeakSet[Group] = weakref.WeakSet()
+
+
+def init(
+    provider: Provider | None = None,
+    group: str = "default",
+    *,
+    timeout: float = INIT_TIMEOUT,
+    call_timeout: float = CALL_TIMEOUT,
+    device: int | None = None,
+) -> Group:
+    """Makes this process, or with `hw.Threads` this thread, a rank of a group, in which programs can be called.
+
+    Called on all ranks; returns when all have come. Where the group is there already, and works, it is given back; without
+    a provider, whatever that was. After a failure it is made again. By default the provider is the environment that
+    torchrun, mpirun or srun made, or this process alone.
+
+    `timeout` is in seconds, for the ranks to come here and to their first call of a program; `call_timeout` for a call to
+    end. `device` is the GPU of this rank; by default ranks of one host take them in turn.
+
+    Raises ExecutionError where ranks do not come in time or expect another number of ranks, ArgumentError where the group is
+    there with another rank or number of ranks.
+    """
+    present = _find(group)
+    if present and not present.failure and provider is None:
+        return present
+    provider = provider or default_provider()
+    threads = isinstance(provider, Threads)
+    with contextlib.nullcontext() if threads else _making:
+        rank, count = provider.rank_and_count(group)
+        present = _find(group)
+        if present and not present.failure:
+            if (present.rank, present.count) == (rank, count):
+                return present
+            raise ArgumentError(
+                f"hw.init: group {group!r} is there already, with this as rank {present.rank} of {present.count}, and would now have it as "
+                f"rank {rank} of {count}; close it first, or give the other one another name"
+            )
+        if present:
+            present.close()
+        made = Group(provider, group, rank, count, timeout, call_timeout, device)
+        (_thread_groups() if threads else _process_groups)[group] = made
+        return made
+
+
+def current(group: str = "default") -> Group | None:
+    """The group of that name that this thread, or else this process, is a rank of."""
+    return _find(group)
+
+
+def _find(name: str) -> Group | None:
+    group = _thread_groups().get(name) or _process_groups.get(name)
+    return group if group and not group.closed else None
+
+
+def _thread_groups() -> dict[str, Group]:
+    if not hasattr(_thread, "groups"):
+        _thread.groups = {}
+    groups: dict[str, Group] = _thread.groups
+    return groups
+
+
+class Group:
+    """The ranks that call programs together, seen from one of them. Made by `hw.init`."""
+
+    def __init__(self, provider: Provider, name: str, rank: int, count: int, timeout: float, call_timeout: float, device: int | None):
+        self.name, self.rank, self.count = name, rank, count
+        self.timeout, self.call_timeout = timeout, call_timeout
+        self.in_process = isinstance(provider, Threads) or count == 1
+        self._device = device
+        self._communicators = provider.communicators if isinstance(provider, Communicators) else None
+        self._members: dict[str, Any] = {}  # by target
+        self.programs: weakref.WeakKeyDictionary[Program, LocalProgram] = weakref.WeakKeyDictionary()  # that were called here
+        self._failure: str | None = None
+        self.closed = False
+        self._lock = threading.RLock()
+        self._store: Store | None = None
+        self._world: World | None = None
+        self.meeting: Meeting = NoMeeting(count)
+        if (store := provider.store(name, timeout)) is not None:
+            self._store = store
+            try:
+                self._world = meet(store, name, rank, count, timeout)
+            except BaseException:
+                self._close_store()
+                raise
+            self.meeting = self._seat(provider, store, self._world)
+        self._local_rank = self._find_local_rank(provider)
+        _all.add(self)
+
+    def __repr__(self) -> str:
+        return f"<hostweave group {self.name!r}, rank {self.rank} of {self.count}>"
+
+    @property
+    def failure(self) -> str | None:
+        """Why the group can do nothing any more, or None."""
+        return self._failure or ("closed" if self.closed else None)
+
+    def check(self) -> None:
+        """Raises ExecutionError where the group has failed. On CUDA, where calls only enqueue, it tells so after a wait for a stream."""
+        if not self._failure and (reason := self.meeting.failure()):
+            self.give_up(reason)
+        self.expect_working()
+
+    def close(self) -> None:
+        """Frees what the rank holds. Programs cannot be called in the group any more."""
+        with self._lock:
+            if self.closed:
+                return
+            self.closed = True
+            for program in list(self.programs.values()):
+                program.close()
+            self._members.clear()
+            with contextlib.suppress(ExecutionError):
+                self.meeting.leave()
+            self._close_store()
+
+    # --- what programs on this rank use
+
+    def expect_working(self) -> None:
+        if reason := self.failure:
+            raise ExecutionError(f"group {self.name!r} can do nothing any more: {reason}; call hw.init again")
+
+    def member(self, module: ModuleType, target: str) -> Any:
+        """This rank on its device of that target, which any program's module can make for all of them."""
+        with self._lock:
+            if target not in self._members:
+                given = self._device if target == "cuda" else None
+                device = module.device_for(self.rank, self._local_rank) if given is None else given
+                epoch = self._world.epoch if self._world else ""
+                self._members[target] = module.Member(f"{self.name} {epoch}", device, self.rank, self.count)
+                if target == "cuda":
+                    watch(self)
+            return self._members[target]
+
+    def agree(self, intent: Intent, waits_for: str, timeout: float, error: HostweaveError | None = None) -> list[Intent]:
+        """Meets the other ranks, which are to be about to do the same. Gives what they all are, by rank.
+
+        Raises `error`, which keeps this rank from going on; ExecutionError where another rank cannot, is about to do something
+        else, or does not come: `waits_for` says what for.
+        """
+        try:
+            records = self.meeting.gather(str(intent), timeout)
+        except (Absent, Failed) as failure:
+            late = f"{ranks_text(failure.ranks)} did not come within {timeout:g} seconds" if isinstance(failure, Absent) else str(failure)
+            self.fail(late)
+            raise ExecutionError(f"{intent.program}: {late}{waits_for}") from None
+        except BaseException as interruption:
+            self.fail(f"rank {self.rank}: {type(interruption).__name__}")
+            raise
+        if error:
+            raise error
+        intents = [Intent.parse(record) for record in records]
+        if difference := disagreement(intents):
+            raise ExecutionError(f"{intent.program}: {difference}")
+        return intents
+
+    def connected(self, member: Any, module: ModuleType) -> Any:
+        """The module's program on this rank. Makes the channels that it uses and the rank does not have; all ranks do so together."""
+        try:
+            if self._communicators is not None:
+                module.adopt(member, self._communicators)
+            elif teams := module.missing_teams(member):
+                ids = {key: self._share_id(f"team/{key}", module.new_id() if place == 0 else None) for key, place in teams}
+                module.connect(member, ids, self.timeout)
+            return module.Instance(member)
+        except BaseException as error:
+            self.fail(f"rank {self.rank}: {error}")
+            raise
+
+    def run(self, program: str, call: Callable[[], None]) -> None:
+        """Makes a call that all ranks make. Where it fails here, it fails on all."""
+        try:
+            call()
+        except BaseException as error:
+            first = self.meeting.failure()
+            self.fail(f"rank {self.rank}: {error}")
+            if first:  # which led to this one
+                raise ExecutionError(f"{program}: {first}") from error
+            raise
+
+    # --- failures
+
+    def fail(self, reason: str) -> None:
+        """Gives the group up, and has the other ranks do so."""
+        with contextlib.suppress(ExecutionError):
+            self.meeting.fail(reason)
+        self.give_up(reason)
+
+    def give_up(self, reason: str) -> None:
+        """Ends what waits for other ranks. Programs cannot be called in the group any more."""
+        with self._lock:
+            if self._failure:
+                return
+            self._failure = reason
+            members = list(self._members.values())
+        for member in members:
+            member.abort(reason)
+
+    def overdue(self) -> str | None:
+        """Which call takes too long, if any does."""
+        for program in list(self.programs.values()):
+            name, _, done, seconds = program.progress
+            if seconds > self.call_timeout:
+                return f"rank {self.rank}: call {done + 1} of {name} is not done after {self.call_timeout:g} seconds"
+        return None
+
+    def progress(self) -> str:
+        """How far this rank has come."""
+        states = [program.progress for program in list(self.programs.values())]
+        return "; ".join(f"{name}: {made} calls, {done} done" for name, made, done, _ in states) or "no call"
+
+    # --- making
+
+    def _seat(self, provider: Provider, store: Store, world: World) -> Meeting:
+        if isinstance(provider, Threads):
+            return ThreadMeeting(provider.table(world.epoch), self.rank)
+        meeting = StoreMeeting(store, world.prefix, self.rank, self.count)
+        if isinstance(store, TcpStore):
+            store.leave_will(meeting.failure_key, f"rank {self.rank}: its process has ended".encode())
+        return meeting
+
+    def _find_local_rank(self, provider: Provider) -> int:
+        if isinstance(provider, Environment) and provider.local_rank is not None:
+            return provider.local_rank
+        return self._world.local_rank(self.rank) if self._world else self.rank
+
+    def _share_id(self, key: str, id: bytes | None) -> bytes:
+        assert self._store is not None
+        assert self._world is not None
+        key = f"{self._world.prefix}/{key}"
+        if id is not None:
+            self._store.set(key, id)
+            return id
+        return self._store.get(key, self.timeout)
+
+    def _close_store(self) -> None:
+        if isinstance(self._store, TcpStore):
+            self._store.close()
+
+
+@atexit.register
+def _close_all() -> None:
+    for group in list(_all):
+        group.close()
+
+
+Finalize(None, _close_all, exitpriority=10)  # processes of multiprocessing do not run what is registered with atexit

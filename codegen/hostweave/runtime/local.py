@@ -1,0 +1,237 @@
+"""A program on this rank of a group: what `program(*local_arrays)` does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from hostweave.build.cache import key_of
+from hostweave.errors import ArgumentError, HostweaveError
+from hostweave.host.ir import HostProgram, Parameter, walk
+from hostweave.host.text import print_instruction
+from hostweave.runtime.agreement import Intent, Shape
+from hostweave.runtime.arguments import accept
+from hostweave.runtime.arrays import HOST, Array, Library
+from hostweave.runtime.cpu import Schedule, schedule
+from hostweave.runtime.shards import block_of, global_shape, whole_shape
+from hostweave.runtime.streams import handle_of
+
+if TYPE_CHECKING:
+    from hostweave.api import Program
+    from hostweave.runtime.group import Group
+
+T = TypeVar("T")
+
+_building = threading.Lock()  # ranks that are threads want the module at the same time
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The inputs of a call."""
+
+    library: Library  # of the first
+    addresses: tuple[int, ...]
+    shapes: tuple[Shape, ...]
+    wholes: tuple[Shape, ...] | None  # of the global arrays, where this rank knows more than its own shapes
+    stream: int  # cudaStream_t
+
+
+class LocalProgram:
+    """A program, ready on this rank. All ranks of the group make it at the same time."""
+
+    def __init__(self, program: Program, host: HostProgram, options: str, group: Group, verify_calls: bool):
+        """Raises ArgumentError where the group cannot run the program, ExecutionError where its ranks do not agree on it."""
+        group.expect_working()
+        self._host, self._target, self._group = host, program.target, group
+        self._meets = group.count > 1 and (group.in_process or verify_calls)
+        self._waits_for = _first_communication(host)
+        self._intent = Intent(host.name, str(host.mesh), key_of(program.host_ir, options, program.target))
+        self._ready_for: Any = None  # the shapes of the last call
+        self._outputs: list[Shape] = []
+        self._native_schedule: tuple[Schedule, Any] | None = None
+
+        def on_this_rank() -> tuple[Any, Any]:
+            self._check_group()
+            with _building:
+                module = program.module
+            return module, group.member(module, self._target)
+
+        (self._module, member), _ = self._agreed(on_this_rank, group.timeout)
+        self._device: int = HOST if self._target == "cpu" else member.device
+        self._native: Any = group.connected(member, self._module)
+
+    @property
+    def progress(self) -> tuple[str, int, int, float]:
+        """The program's name, calls made, calls done, and for how many seconds the first of the others has been waited for."""
+        native = self._native
+        return self._host.name, *(native.progress() if native else (0, 0, 0.0))
+
+    def close(self) -> None:
+        """Frees what the program holds on the rank."""
+        self._native = None
+
+    def __call__(self, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None) -> Any:
+        """Calls the program with the rank's arrays, as `Program` says."""
+        group = self._group
+        group.expect_working()
+        if self._meets:
+            taken, intents = self._agreed(lambda: self._take(arrays, stream, sizes), group.call_timeout)
+            shapes_of_all = tuple(intent.shapes for intent in intents)
+            if self._ready_for != shapes_of_all:
+                self._ready_for = None
+                self._agreed(lambda: self._prepare(taken, self._whole_shapes(shapes_of_all)), group.call_timeout)
+                self._ready_for = shapes_of_all
+        else:
+            taken = self._take(arrays, stream, sizes)
+            if self._ready_for != (taken.shapes, taken.wholes):
+                self._ready_for = None
+                self._prepare(taken, taken.wholes)
+                self._ready_for = taken.shapes, taken.wholes
+        try:
+            outputs = self._made(taken, stream is not None) if out is None else self._given(out)
+        except BaseException as error:
+            if self._meets:  # the others are on their way
+                group.fail(f"rank {group.rank}: {error}")
+            raise
+        addresses = [library.address(array) for library, array in outputs]
+        group.run(self._host.name, lambda: self._native.run(taken.addresses, addresses, taken.stream, self._schedule()))
+        if out is not None:
+            return out
+        results = tuple(library.give(array) for library, array in outputs)
+        return results[0] if len(results) == 1 else results
+
+    # --- with the other ranks
+
+    def _agreed(self, step: Callable[[], T], timeout: float) -> tuple[T, list[Intent]]:
+        """Does what may fail on some ranks only, and tells the others. Either all go on, or all raise."""
+        result, error = None, None
+        try:
+            result = step()
+        except HostweaveError as problem:
+            error = problem
+        shapes = result.shapes if isinstance(result, Taken) else ()
+        intent = replace(self._intent, shapes=shapes, error=str(error) if error else "")
+        intents = self._group.agree(intent, self._waits_for, timeout, error)
+        assert result is not None
+        return result, intents
+
+    def _check_group(self) -> None:
+        group, name, mesh = self._group, self._host.name, self._host.mesh
+        if group.count != mesh.size:
+            raise ArgumentError(f"{name}: is for the {mesh.size} ranks of {mesh}, and group {group.name!r} has {group.count}")
+        if self._target == "cpu" and not group.in_process:
+            raise ArgumentError(
+                f"{name}: is for the target cpu, whose ranks are threads of one process; group {group.name!r} has {group.count} processes: "
+                "compile for cuda, or use hw.Threads"
+            )
+
+    # --- inputs
+
+    def _take(self, arrays: Sequence[Array], stream: Any, sizes: Mapping[str, int] | None) -> Taken:
+        name, parameters = self._host.name, self._host.inputs
+        if len(arrays) != len(parameters):
+            signature = ", ".join(f"{p.name}: {p.type}" for p in parameters)
+            raise ArgumentError(f"{name}: takes {len(parameters)} arrays ({signature}), not {len(arrays)}")
+        accepted = [self._checked(parameter, array) for parameter, array in zip(parameters, arrays, strict=True)]
+        library = accepted[0][0]
+        shapes = tuple(tuple(array.shape) for _, array in accepted)
+        wholes = self._whole_shapes_for(sizes, shapes) if sizes else None
+        return Taken(library, tuple(one.address(array) for one, array in accepted), shapes, wholes, self._handle(stream, library))
+
+    def _checked(self, parameter: Parameter, array: Array) -> tuple[Library, Array]:
+        library, array = accept(self._host.name, self._target, parameter.name, parameter.type, array)
+        where = f"{self._host.name}: {parameter.name}"
+        if (device := library.device(array)) != self._device:
+            here = "in host memory" if device == HOST else f"on GPU {device}"
+            raise ArgumentError(f"{where}: is {here}, and rank {self._group.rank} is on GPU {self._device}; move it there")
+        if not library.is_contiguous(array):
+            raise ArgumentError(f"{where}: is not contiguous, and a call copies nothing; pass a contiguous copy")
+        return library, array
+
+    def _prepare(self, taken: Taken, wholes: Sequence[Shape] | None) -> bool:
+        self._outputs = self._native.prepare(taken.shapes, wholes or [()] * len(taken.shapes))
+        return True
+
+    def _whole_shapes(self, shapes_of_all: Sequence[Sequence[Shape]]) -> list[Shape]:
+        """The shapes of the global inputs of which the ranks hold these blocks. Raises ArgumentError where they do not fit together."""
+        wholes = []
+        for index, parameter in enumerate(self._host.inputs):
+            shapes = [shapes[index] for shapes in shapes_of_all]
+            wholes.append(whole_shape(parameter.type, self._host.mesh, shapes))
+            for rank, shape in enumerate(shapes):
+                self._check_block(parameter, rank, shape, wholes[-1])
+        return wholes
+
+    def _whole_shapes_for(self, sizes: Mapping[str, int], shapes: Sequence[Shape]) -> tuple[Shape, ...]:
+        """The shapes of the global inputs, for sizes that the caller knows."""
+        known = dict(sizes)
+        for parameter, shape in zip(self._host.inputs, shapes, strict=True):
+            for dim, size in zip(parameter.type.dims, shape, strict=True):
+                if not dim.axes and not dim.extent.is_int:
+                    known.setdefault(str(dim.extent), size)
+        if missing := {name for p in self._host.inputs for dim in p.type.dims for name in dim.extent.names} - known.keys():
+            raise ArgumentError(f"{self._host.name}: sizes=: no size of {', '.join(sorted(missing))}; give the global one")
+        wholes = tuple(global_shape(parameter.type, known) for parameter in self._host.inputs)
+        for parameter, shape, whole in zip(self._host.inputs, shapes, wholes, strict=True):
+            self._check_block(parameter, self._group.rank, shape, whole)
+        return wholes
+
+    def _check_block(self, parameter: Parameter, rank: int, shape: Shape, whole: Shape) -> None:
+        block = tuple(part.stop - part.start for part in block_of(parameter.type, self._host.mesh, rank, whole))
+        if shape != block:
+            raise ArgumentError(
+                f"{self._host.name}: {parameter.name}: rank {rank} passes {list(shape)}; its block of {list(whole)} is {list(block)}"
+            )
+
+    # --- outputs
+
+    def _made(self, taken: Taken, on_given_stream: bool) -> list[tuple[Library, Array]]:
+        """New outputs, for use on the stream of the call."""
+        with taken.library.on_stream(taken.stream if on_given_stream else None, self._device):
+            return [
+                (taken.library, taken.library.empty(shape, parameter.type.dtype, self._device))
+                for parameter, shape in zip(self._host.outputs, self._outputs, strict=True)
+            ]
+
+    def _given(self, out: Any) -> list[tuple[Library, Array]]:
+        parameters = self._host.outputs
+        arrays = (out,) if len(parameters) == 1 else tuple(out)
+        if len(arrays) != len(parameters):
+            raise ArgumentError(f"{self._host.name}: out=: {len(arrays)} arrays for {len(parameters)} outputs")
+        outputs = []
+        for parameter, shape, array in zip(parameters, self._outputs, arrays, strict=True):
+            library, array = self._checked(parameter, array)
+            where = f"{self._host.name}: out=: {parameter.name}"
+            if tuple(array.shape) != shape:
+                raise ArgumentError(f"{where}: expected the local shape {list(shape)}, got {list(array.shape)}")
+            if not library.is_writable(array):
+                raise ArgumentError(f"{where}: cannot be written to; pass another array, or leave out= away")
+            outputs.append((library, array))
+        return outputs
+
+    # --- how it runs
+
+    def _handle(self, stream: Any, library: Library) -> int:
+        if self._target == "cpu":
+            if stream is not None:
+                raise ArgumentError(f"{self._host.name}: stream= is for the target cuda; on the CPU a call returns when it is done")
+            return 0
+        return library.stream(self._device) if stream is None else handle_of(stream)
+
+    def _schedule(self) -> Any:
+        wanted = schedule()
+        if self._native_schedule is None or self._native_schedule[0] is not wanted:
+            self._native_schedule = wanted, self._module.Schedule(**vars(wanted))
+        return self._native_schedule[1]
+
+
+def _first_communication(host: HostProgram) -> str:
+    """What a rank waits at where others do not come."""
+    for instruction in walk(host.body):
+        if team := getattr(instruction, "team", None):
+            text = " ".join(line.strip() for line in print_instruction(instruction))
+            place = f" ({instruction.location})" if instruction.location else ""
+            return f"; `{text}`{place} needs all ranks of its channel along {', '.join(team)} of {host.mesh}"
+    return ""

@@ -1,0 +1,244 @@
+"""Where the ranks of a group meet on the host: each brings a record, and all leave with the records of all.
+
+A failure that one rank tells ends the waiting of the others.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from hostweave.runtime.stores import Store
+
+_LOOK = 0.25  # seconds between looks at whether another rank has failed
+_LEFT = "-1 left"  # in place of a record
+
+
+class Absent(Exception):
+    """Some ranks did not come in time."""
+
+    def __init__(self, ranks: Sequence[int]):
+        self.ranks = tuple(ranks)
+
+
+class Failed(Exception):
+    """Another rank has failed; the reason begins with which."""
+
+
+class Meeting(Protocol):
+    """One rank's seat in the meetings of its group. Once a meeting has failed, the group is to be made again."""
+
+    def gather(self, record: str, timeout: float) -> list[str]:
+        """The records of all ranks, by rank. Raises Absent after `timeout` seconds, Failed where another rank has failed."""
+
+    def fail(self, reason: str) -> None:
+        """Tells the others that the group has failed. The first reason counts."""
+
+    def leave(self) -> None:
+        """Tells the others not to wait for this rank any more."""
+
+    def failure(self) -> str | None:
+        """Why the group has failed, as some rank told."""
+
+    def note(self, text: str) -> None:
+        """Leaves word for the others of how far this rank came."""
+
+    def notes(self) -> list[str | None]:
+        """What the ranks have left word of."""
+
+
+class StoreMeeting:
+    """By way of a store. Its keys are used again, so that it does not grow."""
+
+    def __init__(self, store: Store, prefix: str, rank: int, count: int):
+        self._store = store
+        self._prefix = prefix
+        self._rank, self._count = rank, count
+        self._number = 0
+
+    @property
+    def failure_key(self) -> str:
+        return f"{self._prefix}/failed"
+
+    def gather(self, record: str, timeout: float) -> list[str]:
+        self._number += 1
+        deadline = time.monotonic() + timeout
+        self._set(f"record/{self._rank}", f"{self._number} {record}")
+        try:
+            if self._rank == 0:
+                records = [self._await(f"record/{rank}", deadline) for rank in range(self._count)]
+                if reason := self.failure():  # some may have given up waiting for this rank
+                    raise Failed(reason)
+                self._set("records", f"{self._number} {json.dumps(records)}")
+                return records
+            all_records: list[str] = json.loads(self._await("records", deadline))
+            return all_records
+        except TimeoutError:
+            missing = [rank for rank in range(self._count) if self._record(f"record/{rank}", 0) is None]
+            raise Absent(missing or [0]) from None
+
+    def fail(self, reason: str) -> None:
+        if self.failure() is None:
+            self._set("failed", reason)
+
+    def leave(self) -> None:
+        self._set(f"record/{self._rank}", _LEFT)
+
+    def failure(self) -> str | None:
+        return self._look("failed")
+
+    def note(self, text: str) -> None:
+        self._set(f"note/{self._rank}", text)
+
+    def notes(self) -> list[str | None]:
+        return [self._look(f"note/{rank}") for rank in range(self._count)]
+
+    def _await(self, key: str, deadline: float) -> str:
+        """The record of the present meeting."""
+        pause = 0.0002
+        look_at = time.monotonic() + _LOOK
+        while True:
+            now = time.monotonic()
+            if (record := self._record(key, max(0.0, min(_LOOK, deadline - now)))) is not None:
+                return record
+            if now >= look_at:
+                look_at = now + _LOOK
+                waited_for = key if key != "records" else "record/0"
+                if reason := self.failure() or (self._look(waited_for) == _LEFT and f"rank {waited_for.removeprefix('record/')} has left"):
+                    raise Failed(reason)
+            if now >= deadline:
+                raise TimeoutError(key)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+
+    def _record(self, key: str, timeout: float) -> str | None:
+        try:
+            number, record = self._store.get(f"{self._prefix}/{key}", timeout).decode().split(" ", 1)
+        except TimeoutError:
+            return None
+        return record if int(number) == self._number else None
+
+    def _look(self, key: str) -> str | None:
+        try:
+            return self._store.get(f"{self._prefix}/{key}", 0).decode()
+        except TimeoutError:
+            return None
+
+    def _set(self, key: str, value: str) -> None:
+        self._store.set(f"{self._prefix}/{key}", value.encode())
+
+
+class Table:
+    """What the threads of one world share to meet."""
+
+    def __init__(self, threads: Sequence[threading.Thread | None]):
+        self.threads = tuple(threads)  # by rank
+        self.changed = threading.Condition()
+        self.number = 0  # of meetings that are over
+        self.records: dict[int, str] = {}  # of the present one
+        self.result: list[str] = []  # of the last one
+        self.left: set[int] = set()
+        self.failure: str | None = None
+        self.notes: list[str | None] = [None] * len(self.threads)
+
+    def finish(self) -> None:
+        """Ends a meeting, all being here."""
+        self.result = [record for _, record in sorted(self.records.items())]
+        self.records = {}
+        self.number += 1
+        self.changed.notify_all()
+
+    def fail(self, reason: str) -> None:
+        with self.changed:
+            self.failure = self.failure or reason
+            self.changed.notify_all()
+
+
+class ThreadMeeting:
+    """Among the threads of one process. It also sees when a thread has ended."""
+
+    def __init__(self, table: Table, rank: int):
+        self._table = table
+        self._rank = rank
+
+    def gather(self, record: str, timeout: float) -> list[str]:
+        table = self._table
+        deadline = time.monotonic() + timeout
+        with table.changed:
+            number = table.number
+            table.records[self._rank] = record
+            try:
+                while table.number == number:
+                    if table.failure:
+                        raise Failed(table.failure)
+                    if len(table.records) == len(table.threads):
+                        table.finish()
+                        break
+                    self._wait(deadline)
+            except BaseException:
+                table.records.pop(self._rank, None)  # who comes later must not take it that this rank is here
+                raise
+            return table.result
+
+    def _wait(self, deadline: float) -> None:
+        """For another rank to come, a little while. Raises Failed or Absent where there is no hope."""
+        table = self._table
+        absent = [rank for rank in range(len(table.threads)) if rank not in table.records]
+        if gone := next(filter(None, map(self._gone, absent)), None):
+            raise Failed(gone)
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise Absent(absent)
+        table.changed.wait(min(_LOOK, left))
+
+    def _gone(self, rank: int) -> str | None:
+        """Why a rank will not come, if that is certain."""
+        thread = self._table.threads[rank]
+        if rank in self._table.left:
+            return f"rank {rank} has left"
+        return f"rank {rank}: its thread has ended" if thread and not thread.is_alive() else None
+
+    def fail(self, reason: str) -> None:
+        self._table.fail(reason)
+
+    def leave(self) -> None:
+        with self._table.changed:
+            self._table.left.add(self._rank)
+            self._table.changed.notify_all()
+
+    def failure(self) -> str | None:
+        return self._table.failure
+
+    def note(self, text: str) -> None:
+        self._table.notes[self._rank] = text
+
+    def notes(self) -> list[str | None]:
+        return list(self._table.notes)
+
+
+class NoMeeting:
+    """Of a rank that has no way to meet the others: it takes it that they do as it does."""
+
+    def __init__(self, count: int):
+        self._count = count
+
+    def gather(self, record: str, timeout: float) -> list[str]:
+        return [record] * self._count
+
+    def fail(self, reason: str) -> None:
+        pass
+
+    def leave(self) -> None:
+        pass
+
+    def failure(self) -> str | None:
+        return None
+
+    def note(self, text: str) -> None:
+        pass
+
+    def notes(self) -> list[str | None]:
+        return [None] * self._count

@@ -1,0 +1,266 @@
+"""Who the ranks of a world are, and the store in which they meet: one small class for each way to start them."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any, Protocol, TypeVar
+
+from hostweave.errors import ArgumentError, ExecutionError
+from hostweave.runtime.launcher import Environ, launched, read_launch
+from hostweave.runtime.meeting import Table
+from hostweave.runtime.stores import MemoryStore, Store
+from hostweave.runtime.tcp import Address, TcpServer, TcpStore
+
+T = TypeVar("T")
+
+_servers: dict[str, TcpServer] = {}  # that this process keeps, by job, until it ends
+_servers_lock = threading.Lock()
+
+
+class Provider(Protocol):
+    """What `hw.init` asks. A host application may bring its own."""
+
+    def rank_and_count(self, group: str) -> tuple[int, int]:
+        """This rank of the group, and how many ranks it has."""
+
+    def store(self, group: str, timeout: float) -> Store | None:
+        """Where the ranks of the group meet, reached within `timeout` seconds; None where they cannot meet.
+
+        Called on all ranks each time a group is made.
+        """
+
+
+class Alone:
+    """A world of this process alone."""
+
+    def rank_and_count(self, group: str) -> tuple[int, int]:
+        return 0, 1
+
+    def store(self, group: str, timeout: float) -> Store:
+        return MemoryStore()
+
+
+class Threads:
+    """`count` threads of this process, a rank each: `hw.init` is called in every one with the same object.
+
+    A thread becomes the first rank that is free; a rank is free again when its thread has ended. `run` starts the threads.
+    """
+
+    def __init__(self, count: int):
+        if count < 1:
+            raise ArgumentError(f"hw.Threads: {count} ranks; a world has at least 1")
+        self.count = count
+        self.threads: list[threading.Thread | None] = [None] * count  # by rank
+        self.tables: dict[str, Table] = {}  # of the groups, by epoch
+        self.lock = threading.Lock()
+        self._store = MemoryStore()
+
+    def rank_and_count(self, group: str) -> tuple[int, int]:
+        me = threading.current_thread()
+        with self.lock:
+            if me not in self.threads:
+                free = next((rank for rank, thread in enumerate(self.threads) if thread is None or not thread.is_alive()), None)
+                if free is None:
+                    raise ArgumentError(f"hw.Threads: this is a thread more than the {self.count} ranks; make one with more ranks")
+                self.threads[free] = me
+            return self.threads.index(me), self.count
+
+    def store(self, group: str, timeout: float) -> Store:
+        return self._store
+
+    def table(self, epoch: str) -> Table:
+        """Where the threads of a group meet."""
+        with self.lock:
+            return self.tables.setdefault(epoch, Table(self.threads))
+
+    def fail(self, reason: str) -> None:
+        """Ends the waiting of all ranks for others."""
+        with self.lock:
+            self._store.fail(reason)
+            for table in self.tables.values():
+                table.fail(reason)
+
+    def run(self, function: Callable[[int], T]) -> list[T]:
+        """Calls `function(rank)` in a new thread for every rank. Returns what they return, by rank.
+
+        Where some raise, waits for all and raises what the one that failed first did.
+        """
+        results: list[Any] = [None] * self.count
+        failures: list[BaseException] = []
+
+        def call(rank: int) -> None:
+            try:
+                results[rank] = function(rank)
+            except BaseException as error:
+                failures.append(error)
+                self.fail(f"rank {rank}: {type(error).__name__}: {error}")
+
+        threads = [threading.Thread(target=call, args=(rank,), name=f"rank {rank}") for rank in range(self.count)]
+        with self.lock:
+            self.threads[:] = threads
+            self.tables.clear()
+            self._store = MemoryStore()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
+        return results
+
+
+class Environment:
+    """Processes that torchrun, mpirun or srun started: ranks from its variables, and a store over TCP in rank 0's process.
+
+    The store listens near MASTER_PORT, never on it, or on HOSTWEAVE_PORT. Raises ArgumentError where the variables do not
+    tell enough.
+    """
+
+    def __init__(self, environ: Environ | None = None):
+        self._launch = read_launch(os.environ if environ is None else environ)
+
+    @property
+    def local_rank(self) -> int | None:
+        """This process among those of its host, where the launcher says."""
+        return self._launch.local_rank
+
+    def rank_and_count(self, group: str) -> tuple[int, int]:
+        return self._launch.rank, self._launch.count
+
+    def store(self, group: str, timeout: float) -> Store:
+        launch = self._launch
+        if launch.count == 1:
+            return MemoryStore()
+        addresses = [(launch.host, port) for port in launch.ports]
+        if launch.rank == 0:
+            with _servers_lock:
+                if launch.job not in _servers:
+                    _servers[launch.job] = TcpServer(addresses, launch.job)
+        return TcpStore(addresses, launch.job, timeout)
+
+
+class TorchStore:
+    """The processes of torch.distributed, and its default store or one that is given. What it does otherwise is not touched.
+
+    With a store, `rank` and `count` may be given too: torch.distributed need not be initialised then.
+    """
+
+    def __init__(self, store: Any = None, rank: int | None = None, count: int | None = None):
+        torch = import_module("torch.distributed")
+        if (store is None or rank is None or count is None) and not torch.is_initialized():
+            raise ArgumentError(
+                "hw.TorchStore: torch.distributed is not initialised; call init_process_group or pass store, rank and count"
+            )
+        self._rank: int = torch.get_rank() if rank is None else rank
+        self._count: int = torch.get_world_size() if count is None else count
+        self._store = _TorchKeys(torch.distributed_c10d._get_default_store() if store is None else store)
+
+    def rank_and_count(self, group: str) -> tuple[int, int]:
+        return self._rank, self._count
+
+    def store(self, group: str, timeout: float) -> Store:
+        return self._store
+
+
+class _TorchKeys:
+    """A torch.distributed store. It is asked again and again, because a call that waits keeps other threads out."""
+
+    def __init__(self, store: Any):
+        self._store = store
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str, timeout: float) -> bytes:
+        deadline, pause = time.monotonic() + timeout, 0.0005
+        try:
+            while not self._store.check([key]):
+                if time.monotonic() >= deadline:
+                    raise TimeoutError(key)
+                time.sleep(pause)
+                pause = min(2 * pause, 0.05)
+            return bytes(self._store.get(key))
+        except RuntimeError as error:
+            raise ExecutionError(f"torch.distributed's store does not answer ({error}); has the process that keeps it ended?") from error
+
+
+class MPI:
+    """The processes of an mpi4py communicator, MPI.COMM_WORLD by default.
+
+    Rank 0 keeps a store over TCP; MPI only tells the others its address, when `hw.init` is called on all ranks.
+    """
+
+    def __init__(self, comm: Any = None):
+        if comm is None:
+            try:
+                comm = import_module("mpi4py.MPI").COMM_WORLD
+            except ImportError as error:
+                raise ArgumentError("hw.MPI: mpi4py is not installed; pip install mpi4py") from error
+        self._comm = comm
+        self._where: tuple[list[Address], str] | None = None
+
+    def rank_and_count(self, group: str) -> tuple[int, int]:
+        return self._comm.Get_rank(), self._comm.Get_size()
+
+    def store(self, group: str, timeout: float) -> Store:
+        if self._comm.Get_size() == 1:
+            return MemoryStore()
+        if self._where is None:
+            if self._comm.Get_rank() == 0:
+                job = uuid.uuid4().hex
+                with _servers_lock:
+                    server = _servers[job] = TcpServer([("", 0)], job)
+                self._where = [(host, server.port) for host in _own_hosts()], job
+            self._where = self._comm.bcast(self._where, root=0)
+        assert self._where is not None
+        addresses, job = self._where
+        return TcpStore(addresses, job, timeout)
+
+
+class Communicators:
+    """Communicators that the host application has made and keeps: `{"tp": pointer}`, or `{("dp", "tp"): pointer}` along two axes.
+
+    A pointer is the ncclComm_t as an int. They outlive the group. There is no store: that all ranks call the same
+    programs is the host's business.
+    """
+
+    def __init__(self, communicators: Mapping[str | tuple[str, ...], int], rank: int, count: int):
+        self.communicators = {axes if isinstance(axes, str) else ", ".join(axes): pointer for axes, pointer in communicators.items()}
+        self._rank, self._count = rank, count
+
+    def rank_and_count(self, group: str) -> tuple[int, int]:
+        return self._rank, self._count
+
+    def store(self, group: str, timeout: float) -> Store | None:
+        return None
+
+
+def default_provider() -> Provider:
+    """The launcher's environment where there is one, else this process alone."""
+    return Environment() if launched(os.environ) else Alone()
+
+
+@atexit.register
+def close_servers() -> None:
+    """Ends the stores that this process keeps for others, when it ends. A rank that is a little behind may still read its last records."""
+    with _servers_lock:
+        for server in _servers.values():
+            server.close(linger=5)
+        _servers.clear()
+
+
+def _own_hosts() -> list[str]:
+    """Names and addresses under which other hosts, and this one, may reach this process."""
+    name = socket.gethostname()
+    hosts = [name, socket.getfqdn()]
+    with contextlib.suppress(OSError):
+        hosts += socket.gethostbyname_ex(name)[2]
+    return list(dict.fromkeys([*hosts, "127.0.0.1"]))

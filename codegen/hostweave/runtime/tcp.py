@@ -1,0 +1,240 @@
+"""A store over TCP: a small server in the process of rank 0, which ends with it, and clients in all processes.
+
+A client says first which job it is of, so that ranks of another job that try the same port are turned away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+
+from hostweave.errors import ExecutionError
+from hostweave.runtime.stores import StoreClosed
+
+_GREETING = b"hostweave store 1 "
+_WELCOME = b"+"
+_GOODBYE = b"-"
+_REQUEST = struct.Struct("!cIId")  # what is asked, bytes of the key, bytes of the value, seconds to wait
+_SET, _GET, _WILL = b"s", b"g", b"w"
+_REPLY = struct.Struct("!ci")  # _WELCOME or _GOODBYE, and bytes of the value that follows, or -1 where there is none
+_RETRY = 0.05  # seconds between attempts to reach a server that is not there yet
+_GRACE = 10.0  # seconds for an answer to travel
+
+Address = tuple[str, int]
+
+
+class TcpServer:
+    """Keeps the values. Its thread ends with the process, or with `close`."""
+
+    def __init__(self, addresses: Sequence[Address], job: str):
+        """Listens at the first of the addresses that is free. Raises ExecutionError where none is."""
+        self._greeting = _greeting(job)
+        self._values: dict[str, bytes] = {}
+        self._waiting: dict[str, list[asyncio.Future[bytes]]] = {}
+        self._socket = _listen(addresses)
+        self.port: int = self._socket.getsockname()[1]
+        self._loop = asyncio.new_event_loop()
+        self._closing = asyncio.Event()
+        self._linger = 0.0
+        self._thread = threading.Thread(target=self._run, name="hostweave store", daemon=True)
+        self._thread.start()
+        os.register_at_fork(after_in_child=self._socket.close)  # a child that outlives this process must not keep the port
+
+    def close(self, linger: float = 0) -> None:
+        """Says goodbye to the clients, those who are still there after `linger` seconds, and frees the port."""
+        self._linger = linger
+        if self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):  # another thread closes it, too
+                self._loop.call_soon_threadsafe(self._closing.set)
+            self._thread.join()
+
+    def _run(self) -> None:
+        self._loop.run_until_complete(self._serve())
+        self._loop.close()
+
+    async def _serve(self) -> None:
+        server = await asyncio.start_server(self._serve_client, sock=self._socket)
+        await self._closing.wait()
+        deadline = self._loop.time() + self._linger
+        while (clients := asyncio.all_tasks() - {asyncio.current_task()}) and self._loop.time() < deadline:
+            await asyncio.sleep(0.01)
+        server.close()
+        for client in clients:
+            client.cancel()
+        await asyncio.gather(*clients, return_exceptions=True)
+
+    async def _serve_client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        will: tuple[str, bytes] | None = None
+        try:
+            if await reader.readexactly(len(self._greeting)) != self._greeting:
+                return
+            writer.write(_WELCOME)
+            while True:
+                request = await reader.readexactly(_REQUEST.size)
+                if request[:1] == _GOODBYE:
+                    will = None
+                    return
+                what, key_bytes, value_bytes, timeout = _REQUEST.unpack(request)
+                key = (await reader.readexactly(key_bytes)).decode()
+                value = await reader.readexactly(value_bytes)
+                if what == _WILL:
+                    will = key, value
+                elif what == _SET:
+                    self._set(key, value)
+                answer = await self._get(key, timeout) if what == _GET else b""
+                writer.write(_REPLY.pack(_WELCOME, -1 if answer is None else len(answer)) + (answer or b""))
+        except (OSError, asyncio.IncompleteReadError):
+            pass  # the client has gone
+        except asyncio.CancelledError:
+            writer.write(_REPLY.pack(_GOODBYE, -1))
+            will = None
+        finally:
+            if will:
+                self._set(*will)
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+
+    def _set(self, key: str, value: bytes) -> None:
+        self._values[key] = value
+        for waiter in self._waiting.pop(key, ()):
+            if not waiter.done():
+                waiter.set_result(value)
+
+    async def _get(self, key: str, timeout: float) -> bytes | None:
+        if key in self._values:
+            return self._values[key]
+        if timeout <= 0:
+            return None
+        waiter = self._loop.create_future()
+        self._waiting.setdefault(key, []).append(waiter)
+        try:
+            return await asyncio.wait_for(waiter, timeout)
+        except TimeoutError:
+            self._waiting[key].remove(waiter)
+            return None
+
+
+class TcpStore:
+    """The server's values, seen from any process. Each thread that waits has a connection of its own."""
+
+    def __init__(self, addresses: Sequence[Address], job: str, timeout: float):
+        """Tries the addresses in turn until a server of this job answers. Raises ExecutionError after `timeout` seconds."""
+        self._greeting = _greeting(job)
+        self._lock = threading.Lock()
+        self._idle: list[socket.socket] = []
+        self._will: socket.socket | None = None
+        self._address, connection = self._find(addresses, time.monotonic() + timeout)
+        self._idle.append(connection)
+
+    def set(self, key: str, value: bytes) -> None:
+        self._ask(_SET, key, value)
+
+    def get(self, key: str, timeout: float) -> bytes:
+        answer = self._ask(_GET, key, timeout=timeout)
+        if answer is None:
+            raise TimeoutError(key)
+        return answer
+
+    def leave_will(self, key: str, value: bytes) -> None:
+        """Has the server put this value when this process ends without `close`, however it ends."""
+        if self._will is None:
+            self._will = self._connect(self._address, _GRACE)
+        _converse(self._will, _WILL, key, value, 0)
+
+    def close(self) -> None:
+        with self._lock:
+            connections = [*self._idle, *([self._will] if self._will else [])]
+            self._idle, self._will = [], None
+        for connection in connections:
+            with contextlib.suppress(OSError):
+                connection.sendall(_REQUEST.pack(_GOODBYE, 0, 0, 0))
+            connection.close()
+
+    def _ask(self, what: bytes, key: str, value: bytes = b"", timeout: float = 0) -> bytes | None:
+        with self._lock:
+            connection = self._idle.pop() if self._idle else None
+        connection = connection or self._connect(self._address, _GRACE)
+        try:
+            answer = _converse(connection, what, key, value, timeout)
+        except BaseException:  # the connection is in the middle of an answer
+            connection.close()
+            raise
+        with self._lock:
+            self._idle.append(connection)
+        return answer
+
+    def _find(self, addresses: Sequence[Address], deadline: float) -> tuple[Address, socket.socket]:
+        while True:
+            for address in addresses:
+                try:
+                    return address, self._connect(address, max(_RETRY, min(_GRACE, deadline - time.monotonic())))
+                except OSError as error:
+                    reason = error
+            if time.monotonic() > deadline:
+                host, port = addresses[0]
+                ports = f"port {port}" if len(addresses) == 1 else f"ports {port} to {addresses[-1][1]}"
+                raise ExecutionError(f"the store of rank 0 cannot be reached on {host}, {ports} ({reason}); is rank 0 running there?")
+            time.sleep(_RETRY)
+
+    def _connect(self, address: Address, timeout: float) -> socket.socket:
+        connection = socket.create_connection(address, timeout)
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            connection.sendall(self._greeting)
+            if _receive(connection, 1) != _WELCOME:
+                raise ConnectionError("something else listens there")
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+
+def _greeting(job: str) -> bytes:
+    """Of one length for all jobs, so that a server reads it whole."""
+    return _GREETING + job.encode()[:64].ljust(64)
+
+
+def _listen(addresses: Sequence[Address]) -> socket.socket:
+    for host, port in addresses:
+        only_here = host in ("localhost", "127.0.0.1", "::1")
+        try:
+            if only_here or not socket.has_dualstack_ipv6():
+                return socket.create_server(("127.0.0.1" if only_here else "", port), backlog=1024)
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+        except OSError as error:
+            reason = error
+    ports = f"{addresses[0][1]} to {addresses[-1][1]}"
+    raise ExecutionError(f"no port from {ports} is free for the store of rank 0 ({reason}); set HOSTWEAVE_PORT to another on all ranks")
+
+
+def _converse(connection: socket.socket, what: bytes, key: str, value: bytes, timeout: float) -> bytes | None:
+    name = key.encode()
+    connection.settimeout(timeout + _GRACE)
+    try:
+        if not select.select([connection], [], [], 0)[0]:  # else the server had something to say: goodbye, or nothing any more
+            connection.sendall(_REQUEST.pack(what, len(name), len(value), timeout) + name + value)
+        status, count = _REPLY.unpack(_receive(connection, _REPLY.size))
+        if status == _GOODBYE:
+            raise StoreClosed("the store is closed: the process of rank 0 has ended")
+        return None if count < 0 else _receive(connection, count)
+    except OSError as error:
+        raise ExecutionError(f"the store in the process of rank 0 does not answer ({error}); has that process ended?") from error
+
+
+def _receive(connection: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        part = connection.recv(count - len(data))
+        if not part:
+            raise ConnectionError("closed")
+        data += part
+    return data

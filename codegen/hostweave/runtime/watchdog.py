@@ -1,0 +1,61 @@
+"""Watches the calls of a group on CUDA, which only enqueue: nobody else would see that another rank is gone.
+
+A thread for each group. When a call takes too long, or another rank says that it has failed, it gathers how far every rank
+came into one report, and aborts the channels, so that whatever waits for them ends.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING
+
+from hostweave.errors import ExecutionError
+from hostweave.runtime.stores import StoreClosed
+
+if TYPE_CHECKING:
+    from hostweave.runtime.group import Group
+
+_PERIOD = 0.5  # seconds between looks
+_ANSWER = 5.0  # seconds for the other ranks to say how far they came
+
+
+def watch(group: Group) -> None:
+    """Begins to watch, until the group is closed, fails or is gone."""
+    threading.Thread(target=_watch, args=(weakref.ref(group),), name=f"hostweave watchdog of {group.name}", daemon=True).start()
+
+
+def _watch(watched: weakref.ref[Group]) -> None:
+    looking = True  # for failures of others; not after the store was closed
+    while (group := watched()) and not group.failure:
+        reason = None
+        try:
+            reason = group.meeting.failure() if looking else None
+        except StoreClosed:
+            looking = False
+        except ExecutionError as error:
+            reason = str(error)
+        if reason := reason or group.overdue():
+            report = _report(group, reason)
+            print(f"hostweave: {report}", file=sys.stderr, flush=True)
+            group.give_up(report)
+            return
+        del group
+        time.sleep(_PERIOD)
+
+
+def _report(group: Group, reason: str) -> str:
+    """What is known of every rank."""
+    lines = [f"group {group.name!r}: {reason}"]
+    try:
+        group.meeting.note(group.progress())
+        group.meeting.fail(reason)
+        deadline = time.monotonic() + _ANSWER
+        while None in (notes := group.meeting.notes()) and time.monotonic() < deadline:
+            time.sleep(_PERIOD / 2)
+        lines += [f"  rank {rank}: {note or 'does not answer'}" for rank, note in enumerate(notes)]
+    except ExecutionError as error:
+        lines.append(f"  {error}")
+    return "\n".join(lines)

@@ -1,0 +1,59 @@
+"""Streams on one device: each op of a loop works on one slice a step, and the steps go round the streams.
+
+`allreduce_rows` is the odd one out: eight devices, a sum over rows that each rank adds up in a kernel of its own.
+"""
+
+import hostweave as hw
+
+D = 8  # mesh size of allreduce_rows
+S = 3  # stream chunks
+mesh = hw.Mesh(x=1)
+dtype = hw.bf16
+
+
+@hw.fusion(mesh=mesh, x=dtype["M", "N"])
+def set(x):
+    return hw.copy(x).stream("M", chunks=S)
+
+
+@hw.fusion(mesh=mesh, a=dtype["M", "N"], b=dtype["M", "N"])
+def add(a, b):
+    return (a + b).stream("M", chunks=S)
+
+
+@hw.fusion(mesh=mesh, x=dtype["M", "N"])
+def row_sum(x):
+    return hw.sum(x, axis="N").stream("M", chunks=S)
+
+
+@hw.fusion(mesh=mesh, x=dtype["M", "K"], w=dtype["K", "N"])
+def matmul_m(x, w):
+    return hw.matmul(x, w).stream("M", chunks=S)
+
+
+@hw.fusion(mesh=mesh, x=dtype["M", "K"], w=dtype["K", "N"])
+def matmul_n(x, w):
+    return hw.matmul(x, w).stream("N", chunks=S)
+
+
+@hw.fusion(mesh=mesh, x=dtype["B", "M", "K"], w=dtype["K", "N"])
+def matmul_batch(x, w):
+    return hw.matmul(x, w).stream("B")  # no chunks: one step an index
+
+
+@hw.fusion(mesh=mesh, x=dtype["M", "N"])
+def two_ops(x):
+    h = hw.neg(x).stream("M", chunks=S).named("h")
+    return (h * x).stream("M", chunks=S)  # the same loop: step i of h is all that step i needs
+
+
+@hw.fusion(mesh=mesh, x=dtype["M", "N"])
+def three_ops(x):
+    a = hw.neg(x).stream("M", chunks=S).named("a")
+    b = (a * x).named("b")  # not streamed: it stands between two loops
+    return (b + x).stream("M", chunks=S)
+
+
+@hw.fusion(mesh=hw.Mesh(x=D), x=dtype["R@x", "N"])
+def allreduce_rows(x):
+    return hw.sum(x, axis="R").stream("N", chunks=S)

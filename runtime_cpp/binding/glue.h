@@ -1,0 +1,54 @@
+// What the files of the glue share. They are compiled once, when the package is built, and linked with the objects of
+// every program; what they know of a program is the table in its binding.cpp.
+#pragma once
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "hostweave/abi.h"
+#include "hostweave/errors.h"
+#include "hostweave/turn.h"
+
+namespace glue {
+
+namespace py = pybind11;
+
+inline const hw::ProgramTable& table() { return hw_program_table; }
+
+inline hw::Shape shape_of(const std::vector<int64_t>& sizes) {
+  if (sizes.size() > hw::kMaxDims) throw hw::ArgumentError("an array of more than 8 dims");
+  hw::Shape shape;
+  for (const int64_t size : sizes) shape.dims[shape.ndim++] = size;
+  return shape;
+}
+
+// Calls `work` without the GIL. Where the wait was given up, the exception of the signal handler goes on.
+template <class Work>
+auto without_gil(const Work& work) {
+  try {
+    const py::gil_scoped_release release;
+    return work();
+  } catch (const hw::Interrupted&) {
+    throw py::error_already_set();
+  }
+}
+
+// For what waits for other threads when it ends: without the GIL, which a call in one of them may need.
+template <class T>
+struct DeleteWithoutGil {
+  void operator()(T* object) const {
+    const py::gil_scoped_release release;
+    delete object;
+  }
+};
+template <class T>
+using Holder = std::unique_ptr<T, DeleteWithoutGil<T>>;
+
+// Each adds its classes to the module. Types are local to the module of a program; a world or a member that another
+// program's module made is accepted all the same.
+void bind_world(py::module_& m);
+void bind_member(py::module_& m);
+
+}  // namespace glue

@@ -1,0 +1,111 @@
+// This rank of a group: what calling a Program uses.
+#include "hostweave/member.h"
+
+#include <pybind11/stl.h>
+
+#include <cstring>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "glue.h"
+#include "hostweave/errors.h"
+#include "hostweave/instance.h"
+
+namespace glue {
+namespace {
+
+using Sizes = std::vector<int64_t>;
+
+py::tuple sizes_of(const hw::Shape& shape) {
+  py::tuple sizes(shape.ndim);
+  for (int i = 0; i < shape.ndim; ++i) sizes[i] = shape[i];
+  return sizes;
+}
+
+py::bytes new_id() {
+  const ncclUniqueId id = hw::new_team_id();
+  return py::bytes(id.internal, sizeof id.internal);
+}
+
+ncclUniqueId id_of(const std::string& bytes) {
+  ncclUniqueId id;
+  if (bytes.size() != sizeof id.internal)
+    throw hw::ExecutionError("the store gave an id of " + std::to_string(bytes.size()) + " bytes");
+  std::memcpy(id.internal, bytes.data(), bytes.size());
+  return id;
+}
+
+std::vector<void*> pointers(const std::vector<uintptr_t>& addresses) {
+  std::vector<void*> result;
+  for (const uintptr_t address : addresses) result.push_back(reinterpret_cast<void*>(address));
+  return result;
+}
+
+std::vector<py::tuple> prepare(hw::Instance& instance, const std::vector<Sizes>& shapes, const std::vector<Sizes>& wholes) {
+  if (static_cast<int>(shapes.size()) != table().n_inputs || shapes.size() != wholes.size()) {
+    throw hw::ArgumentError("a wrong number of arrays");
+  }
+  std::vector<hw::Instance::Input> inputs;
+  for (size_t i = 0; i < shapes.size(); ++i) inputs.push_back({shape_of(shapes[i]), shape_of(wholes[i])});
+  std::vector<py::tuple> result;
+  for (const hw::Shape& shape : without_gil([&] { return instance.prepare(inputs); })) result.push_back(sizes_of(shape));
+  return result;
+}
+
+// Of this module's program: the keys of the teams whose channels are to be made, and this rank's place in each.
+std::vector<std::pair<std::string, int64_t>> missing_teams(const hw::Member& member) {
+  std::vector<std::pair<std::string, int64_t>> result;
+  for (const hw::Team& team : member.missing_teams(table())) result.emplace_back(team.key, team.place);
+  return result;
+}
+
+void connect(hw::Member& member, const std::map<std::string, py::bytes>& ids, double timeout) {
+  std::map<std::string, ncclUniqueId> known;
+  for (const auto& [key, bytes] : ids) known[key] = id_of(bytes);
+  without_gil([&] { member.connect(table(), [&](const hw::Team& team) { return known.at(team.key); }, timeout); });
+}
+
+void adopt(hw::Member& member, const std::map<std::string, uintptr_t>& communicators) {
+  std::map<std::string, ncclComm_t> given;
+  for (const auto& [axes, address] : communicators) given[axes] = reinterpret_cast<ncclComm_t>(address);
+  member.adopt(table(), given);
+}
+
+void run(hw::Instance& instance, const std::vector<uintptr_t>& inputs, const std::vector<uintptr_t>& outputs, uintptr_t stream,
+         const hw::Schedule& schedule) {
+  const std::vector<void*> in = pointers(inputs), out = pointers(outputs);
+  without_gil([&] { instance.run(schedule, in, out, reinterpret_cast<cudaStream_t>(stream)); });
+}
+
+// Calls made, calls done, and for how many seconds the first of the others has been waited for.
+py::tuple progress(hw::Instance& instance) {
+  const hw::Progress::State state = without_gil([&] { return instance.progress(); });
+  return py::make_tuple(state.made, state.done, state.waiting_seconds);
+}
+
+}  // namespace
+
+void bind_member(py::module_& m) {
+  py::class_<hw::Member, Holder<hw::Member>>(m, "Member", py::module_local())
+      .def(py::init<std::string, int, int64_t, int64_t>(), py::arg("group"), py::arg("device"), py::arg("rank"), py::arg("count"))
+      .def_property_readonly("device", &hw::Member::device)
+      .def("abort", &hw::Member::abort, py::arg("reason"), py::call_guard<py::gil_scoped_release>());
+
+  m.def("device_for", &hw::Member::device_for, py::arg("rank"), py::arg("local_rank"));
+  m.def("new_id", new_id);
+  m.def("missing_teams", missing_teams, py::arg("member"));
+  m.def("connect", connect, py::arg("member"), py::arg("ids"), py::arg("timeout"));
+  m.def("adopt", adopt, py::arg("member"), py::arg("communicators"));
+
+  py::class_<hw::Instance, Holder<hw::Instance>>(m, "Instance", py::module_local())
+      .def(py::init([](hw::Member& member) {
+             return without_gil([&] { return Holder<hw::Instance>(new hw::Instance(member, table())); });
+           }),
+           py::arg("member"), py::keep_alive<1, 2>())
+      .def("prepare", prepare, py::arg("shapes"), py::arg("wholes"))
+      .def("run", run, py::arg("inputs"), py::arg("outputs"), py::arg("stream"), py::arg("schedule"))
+      .def("progress", progress);
+}
+
+}  // namespace glue

@@ -1,0 +1,89 @@
+// All ranks in this process: what Program.run uses.
+#include "hostweave/world.h"
+
+#include <pybind11/stl.h>
+
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "glue.h"
+#include "hostweave/errors.h"
+#include "hostweave/runner.h"
+
+namespace glue {
+namespace {
+
+// (address, shape, bytes, device, shape of the global array or ()), as hostweave.runtime.arrays describes an array.
+hw::Array array_of(const py::handle& view) {
+  using Sizes = std::vector<int64_t>;
+  const auto [address, sizes, bytes, device, whole] = view.cast<std::tuple<uintptr_t, Sizes, size_t, int, Sizes>>();
+  return {reinterpret_cast<void*>(address), shape_of(sizes), bytes, device, shape_of(whole)};
+}
+
+std::vector<std::vector<hw::Array>> arrays_of(const py::handle& per_rank, int ranks, int count) {
+  std::vector<std::vector<hw::Array>> result;
+  for (const py::handle views : per_rank) {
+    result.emplace_back();
+    for (const py::handle view : views) result.back().push_back(array_of(view));
+    if (static_cast<int>(result.back().size()) != count) throw hw::ArgumentError("a wrong number of arrays");
+  }
+  if (static_cast<int>(result.size()) != ranks) throw hw::ArgumentError("arrays for a wrong number of ranks");
+  return result;
+}
+
+// (inputs, outputs), each [rank][parameter].
+hw::Call call_of(const py::handle& pair) {
+  const auto both = pair.cast<std::pair<py::object, py::object>>();
+  const hw::ProgramTable& program = table();
+  return {arrays_of(both.first, program.world, program.n_inputs), arrays_of(both.second, program.world, program.n_outputs)};
+}
+
+// Runs Python's signal handlers. True: one has raised, as Ctrl-C does.
+bool signal_raised() {
+  const py::gil_scoped_acquire gil;
+  return PyErr_CheckSignals() != 0;
+}
+
+}  // namespace
+
+void bind_world(py::module_& m) {
+  py::class_<hw::Schedule>(m, "Schedule", py::module_local())
+      .def(py::init<bool, uint64_t, int, int, int, int, double>(), py::kw_only(), py::arg("seeded"), py::arg("seed"),
+           py::arg("picker"), py::arg("ordered_launches"), py::arg("buffered_sends"), py::arg("check_dependencies"),
+           py::arg("timeout_seconds"));
+
+  py::class_<hw::World, Holder<hw::World>>(m, "World", py::module_local())
+      .def(py::init([](int ranks) { return without_gil([&] { return Holder<hw::World>(new hw::World(ranks)); }); }),
+           py::arg("ranks"))
+      .def_property_readonly("ranks", &hw::World::ranks)
+      .def_property_readonly("broken", &hw::World::broken);
+
+  py::class_<hw::Timing>(m, "Timing", py::module_local())
+      .def_readonly("enqueue_us", &hw::Timing::enqueue_us)
+      .def_readonly("total_ms", &hw::Timing::total_ms);
+
+  py::class_<hw::Runner, Holder<hw::Runner>>(m, "Runner", py::module_local())
+      .def(py::init([](hw::World& world) {
+             return without_gil([&] { return Holder<hw::Runner>(new hw::Runner(world, table(), signal_raised)); });
+           }),
+           py::arg("world"), py::keep_alive<1, 2>())
+      .def(
+          "run",
+          [](hw::Runner& runner, const hw::Schedule& schedule, const py::list& calls, bool poison) {
+            std::vector<hw::Call> all;
+            for (const py::handle call : calls) all.push_back(call_of(call));
+            without_gil([&] { runner.run(schedule, all, poison, signal_raised); });
+          },
+          py::arg("schedule"), py::arg("calls"), py::arg("poison"))
+      .def(
+          "measure",
+          [](hw::Runner& runner, const hw::Schedule& schedule, const py::tuple& call, int warmups, int repetitions) {
+            const hw::Call arrays = call_of(call);
+            return without_gil([&] { return runner.measure(schedule, arrays, warmups, repetitions, signal_raised); });
+          },
+          py::arg("schedule"), py::arg("call"), py::arg("warmups"), py::arg("repetitions"));
+}
+
+}  // namespace glue

@@ -1,0 +1,251 @@
+// cudaMalloc, cudaMemcpy, cudaMemset and their relatives.
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "errors.h"
+#include "machine.h"
+#include "submit.h"
+
+using namespace hostweave::cpu;
+
+namespace {
+
+cudaError_t allocate(void** pointer, std::size_t bytes, cudaMemoryType type, const char* call) {
+  *pointer = nullptr;
+  Machine& machine = Machine::get();
+  if (machine.failed()) return cuda_stopped();
+  if (bytes == 0) return cudaSuccess;
+  *pointer = machine.memory.allocate(bytes, this_thread().device, type, machine.config.fill_fresh_memory != 0);
+  if (!*pointer) return error(cudaErrorMemoryAllocation, std::string(call) + ": no " + std::to_string(bytes) + " bytes left");
+  // The addresses may have belonged to something that was freed behind the device's back.
+  const auto begin = reinterpret_cast<std::uintptr_t>(*pointer);
+  machine.history.forget(begin, begin + bytes);
+  return cudaSuccess;
+}
+
+const Allocation* owned(const void* pointer, cudaMemoryType type) {
+  const Allocation* const allocation = Machine::get().memory.at(pointer);
+  return allocation && allocation->type == type ? allocation : nullptr;
+}
+
+// Both free calls wait for the whole device first. What other devices still do with the memory, nothing orders.
+cudaError_t release(void* pointer, cudaMemoryType type, const char* name) {
+  if (!pointer) return cudaSuccess;
+  Call call;
+  Machine& machine = Machine::get();
+  const Allocation* const allocation = owned(pointer, type);
+  if (!allocation) return error(cudaErrorInvalidValue, std::string(name) + ": not the beginning of an allocation");
+  const Allocation what = *allocation;
+  if (!machine.failed()) wait_for_device(call.lock, what.device);
+  if (machine.failed()) {
+    machine.wait_for_running_work(call.lock);
+  } else if (machine.checking()) {
+    const int device = this_thread().device;
+    auto clock = std::make_shared<Clock>(*machine.host_clock(device));
+    const std::size_t lane = machine.host_lane(device);
+    History::Access access{lane, clock->tick(lane), {what.device, 0, name, "", 0, this_thread().place}};
+    machine.host_clock(device) = clock;
+    const Range range = write_of(pointer, what.bytes);
+    if (const auto conflict = machine.history.note({range}, access, *clock)) {
+      machine.fail(machine.conflict_report(*conflict, access.name, range));
+      return cuda_stopped();
+    }
+  }
+  const auto begin = reinterpret_cast<std::uintptr_t>(pointer);
+  machine.history.forget(begin, begin + what.bytes);
+  machine.memory.release(pointer);
+  return cudaSuccess;
+}
+
+bool is_host(const void* pointer) {
+  const Allocation* const allocation = Machine::get().memory.find(reinterpret_cast<std::uintptr_t>(pointer));
+  return !allocation || allocation->type == cudaMemoryTypeHost;
+}
+bool is_pageable(const void* pointer) { return !Machine::get().memory.find(reinterpret_cast<std::uintptr_t>(pointer)); }
+
+struct Copy {
+  void* dst;
+  std::size_t dst_pitch;
+  const void* src;
+  std::size_t src_pitch;
+  std::size_t width, height;
+  cudaMemcpyKind kind;
+
+  std::size_t bytes() const { return width * height; }
+};
+
+void move(const Copy& c) {
+  if (c.height == 1) {
+    constexpr std::size_t piece_bytes = std::size_t{1} << 20;
+    const std::size_t pieces = (c.width + piece_bytes - 1) / piece_bytes;
+    Machine::get().split(pieces, [&](std::size_t piece) {
+      const std::size_t at = piece * piece_bytes;
+      std::memcpy(static_cast<char*>(c.dst) + at, static_cast<const char*>(c.src) + at, std::min(piece_bytes, c.width - at));
+    });
+    return;
+  }
+  for (std::size_t row = 0; row < c.height; ++row) {
+    std::memcpy(static_cast<char*>(c.dst) + row * c.dst_pitch, static_cast<const char*>(c.src) + row * c.src_pitch, c.width);
+  }
+}
+
+const char* wrong_direction(const Copy& c) {
+  const bool to_host = c.kind == cudaMemcpyDeviceToHost || c.kind == cudaMemcpyHostToHost;
+  const bool from_host = c.kind == cudaMemcpyHostToDevice || c.kind == cudaMemcpyHostToHost;
+  if (c.kind < cudaMemcpyHostToHost || c.kind > cudaMemcpyDefault) return "an unknown direction";
+  if (c.kind == cudaMemcpyDefault) return nullptr;
+  // Memory that the device did not make may stand for a device's, so only the opposite can be told.
+  if (to_host && !is_host(c.dst)) return "the destination is device memory";
+  if (from_host && !is_host(c.src)) return "the source is device memory";
+  return nullptr;
+}
+
+OpPtr copy_op(const Copy& c) {
+  auto op = std::make_shared<Op>();
+  op->name.kind = "copy";
+  op->name.subject = 0;
+  op->ranges = {read_of(c.src, c.width, c.height, c.src_pitch), write_of(c.dst, c.width, c.height, c.dst_pitch)};
+  return op;
+}
+
+constexpr std::size_t kStaged = 64 << 10;  // CUDA copies so much of pageable memory at the call
+
+cudaError_t copy(Copy c, cudaStream_t stream, bool blocks) {
+  Call call;
+  if (c.width == 0 || c.height == 0) c.width = c.height = 0;
+  if (c.bytes() != 0) {
+    if (!c.dst || !c.src) return error(cudaErrorInvalidValue, "cudaMemcpy: a null pointer");
+    if (c.height > 1 && (c.width > c.dst_pitch || c.width > c.src_pitch)) {
+      return error(cudaErrorInvalidPitchValue, "cudaMemcpy2D: the width is larger than a pitch");
+    }
+    if (const char* wrong = wrong_direction(c))
+      return error(cudaErrorInvalidMemcpyDirection, std::string("cudaMemcpy: ") + wrong);
+  }
+  OpPtr op = copy_op(c);
+  if (c.bytes() == 0) {
+    op->ranges.clear();
+  } else if (c.kind == cudaMemcpyHostToDevice && is_pageable(c.src) && c.height == 1 && c.width <= kStaged && !blocks) {
+    const auto* const from = static_cast<const char*>(c.src);
+    op->ranges.erase(op->ranges.begin());
+    op->work = [to = c.dst, staged = std::vector<char>(from, from + c.width)] { std::memcpy(to, staged.data(), staged.size()); };
+  } else {
+    // CUDA returns from copies of pageable memory when that memory is the caller's again.
+    if (c.kind == cudaMemcpyHostToDevice && is_pageable(c.src)) blocks = true;
+    if (c.kind == cudaMemcpyDeviceToHost && is_pageable(c.dst)) blocks = true;
+    op->work = [c] { move(c); };
+  }
+  if (const cudaError_t result = submit(call.lock, op, stream, true)) return result;
+  return blocks ? wait_for(call.lock, {op}, "a copy") : cudaSuccess;
+}
+
+cudaError_t fill(void* pointer, std::size_t pitch, int value, std::size_t width, std::size_t height, cudaStream_t stream) {
+  Call call;
+  auto op = std::make_shared<Op>();
+  op->name.kind = "fill";
+  op->name.subject = 0;
+  if (width != 0 && height != 0) {
+    if (height > 1 && width > pitch) return error(cudaErrorInvalidPitchValue, "cudaMemset2D: the width is larger than the pitch");
+    op->ranges = {write_of(pointer, width, height, pitch)};
+    op->work = [=] {
+      for (std::size_t row = 0; row < height; ++row) std::memset(static_cast<char*>(pointer) + row * pitch, value, width);
+    };
+  }
+  return submit(call.lock, std::move(op), stream);
+}
+
+}  // namespace
+
+extern "C" {
+
+cudaError_t cudaMalloc(void** pointer, size_t bytes) {
+  Call call;
+  return allocate(pointer, bytes, cudaMemoryTypeDevice, "cudaMalloc");
+}
+cudaError_t cudaFree(void* pointer) { return release(pointer, cudaMemoryTypeDevice, "cudaFree"); }
+
+cudaError_t cudaMallocHost(void** pointer, size_t bytes) {
+  Call call;
+  return allocate(pointer, bytes, cudaMemoryTypeHost, "cudaMallocHost");
+}
+cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned flags) {
+  if (flags & ~static_cast<unsigned>(cudaHostAllocPortable)) return cuda_not_supported("cudaHostAlloc with these flags");
+  return cudaMallocHost(pointer, bytes);
+}
+cudaError_t cudaFreeHost(void* pointer) { return release(pointer, cudaMemoryTypeHost, "cudaFreeHost"); }
+
+// The memory is there at once, but belongs to the program from this point of the stream on: whoever uses it elsewhere
+// must be ordered after it.
+cudaError_t cudaMallocAsync(void** pointer, size_t bytes, cudaStream_t stream) {
+  Call call;
+  if (!Machine::get().find_stream(stream)) return no_such_stream(stream, "cudaMallocAsync");
+  const cudaError_t result = allocate(pointer, bytes, cudaMemoryTypeDevice, "cudaMallocAsync");
+  if (result != cudaSuccess || bytes == 0) return result;
+  auto op = std::make_shared<Op>();
+  op->name.kind = "allocate";
+  op->ranges = {write_of(*pointer, bytes)};
+  return submit(call.lock, std::move(op), stream);
+}
+
+cudaError_t cudaFreeAsync(void* pointer, cudaStream_t stream) {
+  if (!pointer) return cudaSuccess;
+  Call call;
+  const Allocation* const allocation = owned(pointer, cudaMemoryTypeDevice);
+  if (!allocation) return error(cudaErrorInvalidValue, "cudaFreeAsync: not the beginning of an allocation");
+  auto op = std::make_shared<Op>();
+  op->name.kind = "free";
+  op->name.subject = 0;
+  op->ranges = {write_of(pointer, allocation->bytes)};
+  op->work = [pointer, bytes = allocation->bytes] {
+    Machine& machine = Machine::get();
+    const Lock lock(machine.mutex);
+    const auto begin = reinterpret_cast<std::uintptr_t>(pointer);
+    machine.history.forget(begin, begin + bytes);
+    machine.memory.release(pointer);
+  };
+  return submit(call.lock, std::move(op), stream);
+}
+
+cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
+  Call call;
+  const std::size_t page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+  *total = static_cast<std::size_t>(sysconf(_SC_PHYS_PAGES)) * page;
+  *free = static_cast<std::size_t>(sysconf(_SC_AVPHYS_PAGES)) * page;
+  return cudaSuccess;
+}
+
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer) {
+  Call call;
+  *attributes = {};
+  const Allocation* const allocation = Machine::get().memory.find(reinterpret_cast<std::uintptr_t>(pointer));
+  attributes->type = allocation ? allocation->type : cudaMemoryTypeUnregistered;
+  attributes->device = allocation ? allocation->device : cudaInvalidDeviceId;
+  attributes->devicePointer = allocation ? const_cast<void*>(pointer) : nullptr;
+  const bool device_only = allocation && allocation->type == cudaMemoryTypeDevice;
+  attributes->hostPointer = device_only ? nullptr : const_cast<void*>(pointer);
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemcpy(void* dst, const void* src, size_t bytes, cudaMemcpyKind kind) {
+  // Between device buffers even the plain call only enqueues.
+  return copy({dst, bytes, src, bytes, bytes, 1, kind}, nullptr, kind != cudaMemcpyDeviceToDevice);
+}
+cudaError_t cudaMemcpyAsync(void* dst, const void* src, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {
+  return copy({dst, bytes, src, bytes, bytes, 1, kind}, stream, false);
+}
+cudaError_t cudaMemcpy2DAsync(void* dst, size_t dst_pitch, const void* src, size_t src_pitch, size_t width, size_t height,
+                              cudaMemcpyKind kind, cudaStream_t stream) {
+  return copy({dst, dst_pitch, src, src_pitch, width, height, kind}, stream, false);
+}
+
+cudaError_t cudaMemset(void* pointer, int value, size_t bytes) { return fill(pointer, bytes, value, bytes, 1, nullptr); }
+cudaError_t cudaMemsetAsync(void* pointer, int value, size_t bytes, cudaStream_t stream) {
+  return fill(pointer, bytes, value, bytes, 1, stream);
+}
+cudaError_t cudaMemset2DAsync(void* pointer, size_t pitch, int value, size_t width, size_t height, cudaStream_t stream) {
+  return fill(pointer, pitch, value, width, height, stream);
+}
+
+}  // extern "C"

@@ -1,0 +1,239 @@
+// cudaStream* and cudaEvent*.
+#include <algorithm>
+
+#include "errors.h"
+#include "machine.h"
+#include "submit.h"
+
+using namespace hostweave::cpu;
+
+namespace hostweave::cpu {
+
+cudaError_t no_such_stream(cudaStream_t stream, const char* call) {
+  if (stream == cudaStreamPerThread) return cuda_not_supported("the per-thread default stream");
+  return error(cudaErrorInvalidResourceHandle,
+               std::string(call) + ": a stream that was destroyed, or never made, is " + "not supported by the CPU device");
+}
+
+cudaError_t submit(Lock& lock, OpPtr op, cudaStream_t handle, bool peers_allowed) {
+  Machine& machine = Machine::get();
+  if (machine.failed()) return cuda_stopped();
+  Stream* const stream = machine.find_stream(handle);
+  if (!stream) return no_such_stream(handle, op->name.kind);
+  if (const auto illegal = machine.illegal_access(op->ranges, stream->device, peers_allowed)) {
+    return error(cudaErrorInvalidValue, std::string(op->name.kind) + ": " + *illegal);
+  }
+  machine.enqueue(lock, std::move(op), *stream);
+  return machine.failed() ? cuda_stopped() : cudaSuccess;
+}
+
+cudaError_t wait_for(Lock& lock, const std::vector<OpPtr>& ops, const char* what) {
+  Machine& machine = Machine::get();
+  const auto all_done = [&] {
+    for (const OpPtr& op : ops) {
+      if (!op->done) return false;
+    }
+    return true;
+  };
+  if (!machine.wait(lock, what, all_done)) return cuda_stopped();
+  for (const OpPtr& op : ops) machine.learn(this_thread().device, op->clock);
+  return cudaSuccess;
+}
+
+cudaError_t wait_for_device(Lock& lock, int device) {
+  const cudaError_t result = wait_for(lock, Machine::get().tails(device), "a device");
+  if (result == cudaSuccess) Machine::get().learn_retired(device);
+  return result;
+}
+
+}  // namespace hostweave::cpu
+
+namespace {
+
+cudaError_t create(cudaStream_t* stream, unsigned flags, int priority) {
+  if (flags & ~static_cast<unsigned>(cudaStreamNonBlocking))
+    return error(cudaErrorInvalidValue, "cudaStreamCreate: unknown flags");
+  Call call;
+  if (Machine::get().failed()) return cuda_stopped();
+  *stream = reinterpret_cast<cudaStream_t>(Machine::get().create_stream(flags, std::clamp(priority, -5, 0)));
+  return cudaSuccess;
+}
+
+Event* known(cudaEvent_t handle) {
+  Event* const event = reinterpret_cast<Event*>(handle);
+  return Machine::get().events.count(event) != 0 ? event : nullptr;
+}
+
+cudaError_t no_such_event(const char* call) {
+  return error(cudaErrorInvalidResourceHandle,
+               std::string(call) + ": an event that was destroyed, or never made, is " + "not supported by the CPU device");
+}
+
+OpPtr marker(const char* kind) {
+  auto op = std::make_shared<Op>();
+  op->name.kind = kind;
+  op->name.subject = 0;
+  return op;
+}
+
+}  // namespace
+
+extern "C" {
+
+cudaError_t cudaStreamCreate(cudaStream_t* stream) { return create(stream, cudaStreamDefault, 0); }
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) { return create(stream, flags, 0); }
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int priority) {
+  return create(stream, flags, priority);
+}
+
+cudaError_t cudaStreamDestroy(cudaStream_t handle) {
+  if (handle == nullptr || handle == cudaStreamLegacy || handle == cudaStreamPerThread) {
+    return error(cudaErrorInvalidResourceHandle, "cudaStreamDestroy: a default stream");
+  }
+  Call call;
+  Stream* const stream = Machine::get().find_stream(handle);
+  if (!stream) return no_such_stream(handle, "cudaStreamDestroy");
+  Machine::get().destroy_stream(stream);
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
+  Call call;
+  if (Machine::get().failed()) return cuda_stopped();
+  Stream* const stream = Machine::get().find_stream(handle);
+  if (!stream) return no_such_stream(handle, "cudaStreamSynchronize");
+  if (!stream->last) return cudaSuccess;
+  return wait_for(call.lock, {stream->last}, "a stream");
+}
+
+cudaError_t cudaStreamQuery(cudaStream_t handle) {
+  Call call;
+  Machine& machine = Machine::get();
+  if (machine.failed()) return cuda_stopped();
+  const Stream* const stream = machine.find_stream(handle);
+  if (!stream) return no_such_stream(handle, "cudaStreamQuery");
+  const OpPtr last = stream->last;
+  if (last && !last->done) {
+    machine.pause(call.lock);
+    return machine.failed() ? cuda_stopped() : cudaErrorNotReady;
+  }
+  if (last) machine.learn(this_thread().device, last->clock);
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t handle, unsigned flags) {
+  if (flags != cudaEventWaitDefault) return cuda_not_supported("cudaStreamWaitEvent with flags");
+  Call call;
+  const Event* const event = known(handle);
+  if (!event) return no_such_event("cudaStreamWaitEvent");
+  OpPtr op = marker("wait");
+  op->name.subject = 1;
+  // It binds to the record as it is now: a later record of the event does not count, and without one there is no wait.
+  if (event->record) op->after.push_back(event->record);
+  return submit(call.lock, std::move(op), stream);
+}
+
+cudaError_t cudaStreamGetPriority(cudaStream_t handle, int* priority) {
+  Call call;
+  const Stream* const stream = Machine::get().find_stream(handle);
+  if (!stream) return no_such_stream(handle, "cudaStreamGetPriority");
+  *priority = stream->priority;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamGetFlags(cudaStream_t handle, unsigned* flags) {
+  Call call;
+  const Stream* const stream = Machine::get().find_stream(handle);
+  if (!stream) return no_such_stream(handle, "cudaStreamGetFlags");
+  *flags = stream->flags;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamGetDevice(cudaStream_t handle, int* device) {
+  Call call;
+  const Stream* const stream = Machine::get().find_stream(handle);
+  if (!stream) return no_such_stream(handle, "cudaStreamGetDevice");
+  *device = stream->device;
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) { return cuda_not_supported("stream capture"); }
+cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t*) { return cuda_not_supported("stream capture"); }
+cudaError_t cudaLaunchHostFunc(cudaStream_t, cudaHostFn_t, void*) { return cuda_not_supported("cudaLaunchHostFunc"); }
+cudaError_t cudaStreamAddCallback(cudaStream_t, cudaStreamCallback_t, void*, unsigned) {
+  return cuda_not_supported("cudaStreamAddCallback");
+}
+
+cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, cudaEventDefault); }
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* handle, unsigned flags) {
+  if (flags & ~static_cast<unsigned>(cudaEventBlockingSync | cudaEventDisableTiming)) {
+    return cuda_not_supported("an event with these flags");
+  }
+  Call call;
+  if (Machine::get().failed()) return cuda_stopped();
+  auto* const event = new Event{this_thread().device, !(flags & cudaEventDisableTiming), nullptr};
+  Machine::get().events.insert(event);
+  *handle = reinterpret_cast<cudaEvent_t>(event);
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventDestroy(cudaEvent_t handle) {
+  Call call;
+  Event* const event = known(handle);
+  if (!event) return no_such_event("cudaEventDestroy");
+  Machine::get().events.erase(event);
+  delete event;
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream) {
+  Call call;
+  Event* const event = known(handle);
+  if (!event) return no_such_event("cudaEventRecord");
+  const Stream* const on = Machine::get().find_stream(stream);
+  if (!on) return no_such_stream(stream, "cudaEventRecord");
+  if (on->device != event->device) {
+    return error(cudaErrorInvalidResourceHandle, "cudaEventRecord: an event of device " + std::to_string(event->device) +
+                                                     " on a stream of device " + std::to_string(on->device));
+  }
+  OpPtr op = marker("record");
+  // From the moment of the call, whatever the enqueue lets others do before it returns.
+  event->record = op;
+  return submit(call.lock, std::move(op), stream);
+}
+
+cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
+  Call call;
+  if (Machine::get().failed()) return cuda_stopped();
+  const Event* const event = known(handle);
+  if (!event) return no_such_event("cudaEventSynchronize");
+  if (!event->record) return cudaSuccess;
+  return wait_for(call.lock, {event->record}, "an event");
+}
+
+cudaError_t cudaEventQuery(cudaEvent_t handle) {
+  Call call;
+  Machine& machine = Machine::get();
+  if (machine.failed()) return cuda_stopped();
+  const Event* const event = known(handle);
+  if (!event) return no_such_event("cudaEventQuery");
+  const OpPtr record = event->record;
+  if (record && !record->done) {
+    machine.pause(call.lock);
+    return machine.failed() ? cuda_stopped() : cudaErrorNotReady;
+  }
+  if (record) machine.learn(this_thread().device, record->clock);
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t end) {
+  Call call;
+  const Event *const a = known(start), *const b = known(end);
+  if (!a || !b) return no_such_event("cudaEventElapsedTime");
+  if (!a->timed || !b->timed) return error(cudaErrorInvalidResourceHandle, "cudaEventElapsedTime: an event without timing");
+  if (!a->record || !b->record) return error(cudaErrorInvalidResourceHandle, "cudaEventElapsedTime: an event without record");
+  if (!a->record->done || !b->record->done) return error(cudaErrorNotReady, "cudaEventElapsedTime: not recorded yet");
+  *milliseconds = std::chrono::duration<float, std::milli>(b->record->finished - a->record->finished).count();
+  return cudaSuccess;
+}
+
+}  // extern "C"

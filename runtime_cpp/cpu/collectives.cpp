@@ -1,0 +1,303 @@
+// NCCL's collectives, sends and recvs: from a call, or a group of calls, to one op that has a seat in each match.
+#include <string>
+#include <utility>
+
+#include "communicator.h"
+#include "errors.h"
+#include "group.h"
+#include "machine.h"
+
+namespace hostweave::cpu {
+namespace {
+
+struct Request {
+  CommKind kind;
+  const char* name;
+  const void* send;
+  void* recv;
+  std::size_t count;
+  ncclDataType_t type;
+  ncclRedOp_t reduction;
+  int root;    // of broadcast and reduce
+  int peer;    // of send and recv
+  bool sends;  // of send and recv
+  ncclComm_t comm;
+  cudaStream_t stream;
+  Place place;
+};
+
+struct Group {
+  int depth = 0;
+  std::vector<Request> requests;
+  std::vector<std::shared_ptr<Team>> teams_to_wait_for;
+};
+Group& group() {
+  thread_local Group group;
+  return group;
+}
+
+const char* kind_name(CommKind kind) {
+  switch (kind) {
+    case CommKind::all_gather:
+      return "all_gather";
+    case CommKind::all_reduce:
+      return "all_reduce";
+    case CommKind::reduce_scatter:
+      return "reduce_scatter";
+    case CommKind::broadcast:
+      return "broadcast";
+    case CommKind::reduce:
+      return "reduce";
+    default:
+      return "send and recv";
+  }
+}
+
+const char* reduction_name(ncclRedOp_t reduction) {
+  static constexpr const char* names[] = {"sum", "prod", "max", "min", "avg"};
+  return names[reduction];
+}
+
+bool reduces(CommKind kind) {
+  return kind == CommKind::all_reduce || kind == CommKind::reduce_scatter || kind == CommKind::reduce;
+}
+
+Ranges ranges_of(const Request& r) {
+  const std::size_t bytes = r.count * type_size(r.type), all = bytes * r.comm->team->size();
+  const bool is_root = r.comm->rank == r.root;
+  switch (r.kind) {
+    case CommKind::all_gather:
+      return {read_of(r.send, bytes), write_of(r.recv, all)};
+    case CommKind::all_reduce:
+      return {read_of(r.send, bytes), write_of(r.recv, bytes)};
+    case CommKind::reduce_scatter:
+      return {read_of(r.send, all), write_of(r.recv, bytes)};
+    case CommKind::broadcast:
+      if (is_root) return {read_of(r.send, bytes), write_of(r.recv, bytes)};
+      return {write_of(r.recv, bytes)};
+    case CommKind::reduce:
+      if (is_root) return {read_of(r.send, bytes), write_of(r.recv, bytes)};
+      return {read_of(r.send, bytes)};
+    case CommKind::send_recv:
+      return {r.sends ? read_of(r.send, bytes) : write_of(r.recv, bytes)};
+  }
+  return {};
+}
+
+std::string difference(const Match& match, const Request& r) {
+  const auto differ = [](const char* what, const std::string& theirs, const std::string& ours) {
+    return std::string(what) + " differ: " + theirs + " and " + ours;
+  };
+  if (match.kind != r.kind) return differ("the kinds", kind_name(match.kind), kind_name(r.kind));
+  if (match.count != r.count) return differ("the counts", std::to_string(match.count), std::to_string(r.count));
+  if (match.type != r.type) return differ("the types", type_name(match.type), type_name(r.type));
+  if (match.root != r.root) return differ("the roots", std::to_string(match.root), std::to_string(r.root));
+  if (reduces(r.kind) && match.reduction != r.reduction) {
+    return differ("the reductions", reduction_name(match.reduction), reduction_name(r.reduction));
+  }
+  return "";
+}
+
+std::shared_ptr<Match> new_match(const Request& r, std::vector<int> seat_ranks) {
+  auto match = std::make_shared<Match>();
+  match->kind = r.kind;
+  match->count = r.count;
+  match->type = r.type;
+  match->reduction = r.reduction;
+  match->root = r.root;
+  match->buffered = r.kind == CommKind::send_recv && Machine::get().buffered_sends();
+  match->seats.resize(seat_ranks.size());
+  match->seat_ranks = std::move(seat_ranks);
+  return match;
+}
+
+Part find_collective(const Request& r) {
+  Team& team = *r.comm->team;
+  const std::uint64_t number = team.issued[r.comm->rank]++;
+  std::shared_ptr<Match>& match = team.collectives[number];
+  if (!match) match = new_match(r, team.devices);
+  Part part{match, r.comm->rank};
+  bool all_issued = true;
+  for (int seat = 0; seat < team.size(); ++seat) all_issued &= seat == r.comm->rank || match->seats[seat].issued;
+  if (all_issued) team.collectives.erase(number);
+  return part;
+}
+
+Part find_send_recv(const Request& r) {
+  Team& team = *r.comm->team;
+  const int from = r.sends ? r.comm->rank : r.peer, to = r.sends ? r.peer : r.comm->rank;
+  Team::Channel& channel = team.channels[{from, to}];
+  auto& theirs = r.sends ? channel.recvs : channel.sends;
+  auto& ours = r.sends ? channel.sends : channel.recvs;
+  std::shared_ptr<Match> match;
+  if (!theirs.empty()) {
+    match = std::move(theirs.front());
+    theirs.pop_front();
+  } else {
+    match = ours.emplace_back(new_match(r, {team.devices[from], team.devices[to]}));
+  }
+  return {std::move(match), r.sends ? 0 : 1};
+}
+
+ncclResult_t check(const Request& r) {
+  Machine& machine = Machine::get();
+  const std::string call = std::string("nccl ") + r.name;
+  if (machine.communicators.count(r.comm) == 0) return error(ncclInvalidArgument, call + ": no such communicator");
+  if (r.comm->finalized) return error(ncclInvalidUsage, call + ": the communicator has been finalized");
+  if (r.comm->team->stopped) return error(ncclInvalidUsage, call + ": the communicator was stopped by an earlier failure");
+  if (type_size(r.type) == 0) return nccl_not_supported(call + ": type " + std::to_string(r.type));
+  if (reduces(r.kind) && (r.reduction < 0 || r.reduction >= ncclNumOps)) {
+    return nccl_not_supported(call + ": reduction " + std::to_string(r.reduction));
+  }
+  const int n = r.comm->team->size();
+  const bool rooted = r.kind == CommKind::broadcast || r.kind == CommKind::reduce;
+  if (rooted && (r.root < 0 || r.root >= n)) {
+    return error(ncclInvalidArgument, call + ": root " + std::to_string(r.root) + " of " + std::to_string(n) + " ranks");
+  }
+  if (r.kind == CommKind::send_recv && (r.peer < 0 || r.peer >= n)) {
+    return error(ncclInvalidArgument, call + ": peer " + std::to_string(r.peer) + " of " + std::to_string(n) + " ranks");
+  }
+  if (const auto illegal = machine.illegal_access(ranges_of(r), r.comm->device, false)) {
+    return error(ncclInvalidArgument, call + ": " + *illegal);
+  }
+  return ncclSuccess;
+}
+
+Stream* stream_of(const Request& r) {
+  if (r.stream == nullptr || r.stream == cudaStreamLegacy) return &Machine::get().legacy_stream(r.comm->device);
+  if (r.stream == cudaStreamPerThread) return nullptr;
+  return Machine::get().find_stream(r.stream);
+}
+
+// The requests are of one communicator, in the order of their calls, and have been checked.
+ncclResult_t issue(Lock& lock, const std::vector<Request>& requests) {
+  Machine& machine = Machine::get();
+  const Request& first = requests.front();
+  ncclComm& comm = *first.comm;
+  Stream* const stream = stream_of(first);
+  if (!stream) return nccl_not_supported("the per-thread default stream, or a stream that was destroyed,");
+  if (stream->device != comm.device) {
+    return error(ncclInvalidArgument, std::string("nccl ") + first.name + ": a stream of device " +
+                                          std::to_string(stream->device) + " with a communicator of device " +
+                                          std::to_string(comm.device));
+  }
+  auto op = std::make_shared<Op>();
+  op->name.kind = requests.size() == 1 ? first.name : "group of sends and recvs";
+  op->name.team = comm.team->name;
+  op->name.subject = requests.size() == 1 ? (first.kind == CommKind::send_recv ? 0 : 1) : -1;
+  for (const Request& r : requests) {
+    const Ranges ranges = ranges_of(r);
+    op->ranges.insert(op->ranges.end(), ranges.begin(), ranges.end());
+    if (requests.size() > 1 && r.kind != CommKind::send_recv) op->name.kind = "group of communications";
+  }
+  for (const Request& r : requests) {
+    Part part = r.kind == CommKind::send_recv ? find_send_recv(r) : find_collective(r);
+    Match::Seat& seat = part.match->seats[part.index];
+    seat.send = r.send;
+    seat.recv = r.recv;
+    seat.stream = stream;
+    seat.issued = true;
+    seat.issued_as = {comm.device, stream->number, r.name, comm.team->name, r.kind == CommKind::send_recv ? 0 : 1, r.place};
+    const std::string differs = difference(*part.match, r);
+    if (!differs.empty()) {
+      const Match::Seat* other = &seat;
+      for (const Match::Seat& candidate : part.match->seats) {
+        if (candidate.issued && &candidate != &seat) other = &candidate;
+      }
+      machine.fail("mismatch: " + differs + "\n  " + other->issued_as.text() + "\n  " + seat.issued_as.text());
+      return error(ncclInvalidUsage, machine.report());
+    }
+    op->parts.push_back(std::move(part));
+  }
+  if (machine.ordered_launches() && comm.last && (machine.checking() || !comm.last->done)) op->after.push_back(comm.last);
+  comm.last = op;
+  HostThread& thread = this_thread();
+  const Place place = std::exchange(thread.place, first.place);
+  machine.enqueue(lock, std::move(op), *stream);
+  thread.place = place;
+  return machine.failed() ? nccl_stopped() : ncclSuccess;
+}
+
+ncclResult_t submit(std::vector<Request> requests) {
+  Call call;
+  while (!requests.empty()) {
+    if (Machine::get().failed()) return nccl_stopped();
+    std::vector<Request> of_one, others;
+    for (Request& r : requests) (r.comm == requests.front().comm ? of_one : others).push_back(r);
+    for (const Request& r : of_one) {
+      if (const ncclResult_t result = check(r)) return result;
+      if (r.stream != of_one.front().stream) return nccl_not_supported("a group of one communicator on several streams");
+    }
+    if (const ncclResult_t result = issue(call.lock, of_one)) return result;
+    requests = std::move(others);
+  }
+  return ncclSuccess;
+}
+
+ncclResult_t request(Request r) {
+  r.place = this_thread().place;
+  Group& g = group();
+  if (g.depth == 0) return submit({r});
+  g.requests.push_back(r);
+  return ncclSuccess;
+}
+
+}  // namespace
+
+bool in_group() { return group().depth > 0; }
+void wait_at_group_end(std::shared_ptr<Team> team) { group().teams_to_wait_for.push_back(std::move(team)); }
+
+}  // namespace hostweave::cpu
+
+using namespace hostweave::cpu;
+
+extern "C" {
+
+ncclResult_t ncclGroupStart(void) {
+  ++group().depth;
+  return ncclSuccess;
+}
+
+ncclResult_t ncclGroupEnd(void) {
+  Group& g = group();
+  if (g.depth == 0) return error(ncclInvalidUsage, "ncclGroupEnd without ncclGroupStart");
+  if (--g.depth > 0) return ncclSuccess;
+  const auto teams = std::exchange(g.teams_to_wait_for, {});
+  for (const auto& team : teams) {
+    if (const ncclResult_t result = wait_for_team(*team)) {
+      g.requests.clear();
+      return result;
+    }
+  }
+  auto requests = std::exchange(g.requests, {});
+  return requests.empty() ? ncclSuccess : submit(std::move(requests));
+}
+
+ncclResult_t ncclAllGather(const void* send, void* recv, size_t count, ncclDataType_t type, ncclComm_t comm,
+                           cudaStream_t stream) {
+  return request({CommKind::all_gather, "all_gather", send, recv, count, type, ncclSum, -1, -1, false, comm, stream, {}});
+}
+ncclResult_t ncclAllReduce(const void* send, void* recv, size_t count, ncclDataType_t type, ncclRedOp_t op, ncclComm_t comm,
+                           cudaStream_t stream) {
+  return request({CommKind::all_reduce, "all_reduce", send, recv, count, type, op, -1, -1, false, comm, stream, {}});
+}
+ncclResult_t ncclReduceScatter(const void* send, void* recv, size_t count, ncclDataType_t type, ncclRedOp_t op, ncclComm_t comm,
+                               cudaStream_t stream) {
+  return request({CommKind::reduce_scatter, "reduce_scatter", send, recv, count, type, op, -1, -1, false, comm, stream, {}});
+}
+ncclResult_t ncclBroadcast(const void* send, void* recv, size_t count, ncclDataType_t type, int root, ncclComm_t comm,
+                           cudaStream_t stream) {
+  return request({CommKind::broadcast, "broadcast", send, recv, count, type, ncclSum, root, -1, false, comm, stream, {}});
+}
+ncclResult_t ncclReduce(const void* send, void* recv, size_t count, ncclDataType_t type, ncclRedOp_t op, int root,
+                        ncclComm_t comm, cudaStream_t stream) {
+  return request({CommKind::reduce, "reduce", send, recv, count, type, op, root, -1, false, comm, stream, {}});
+}
+ncclResult_t ncclSend(const void* send, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t stream) {
+  return request({CommKind::send_recv, "send", send, nullptr, count, type, ncclSum, -1, peer, true, comm, stream, {}});
+}
+ncclResult_t ncclRecv(void* recv, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t stream) {
+  return request({CommKind::send_recv, "recv", nullptr, recv, count, type, ncclSum, -1, peer, false, comm, stream, {}});
+}
+
+}  // extern "C"

@@ -1,0 +1,180 @@
+// The functions of hostweave_cpu.h.
+#include <algorithm>
+#include <cstring>
+#include <optional>
+
+#include "errors.h"
+#include "machine.h"
+#include "submit.h"
+
+using namespace hostweave::cpu;
+
+namespace {
+
+// Of hw_cpu_barrier; guarded by the machine's mutex.
+struct Barrier {
+  int arrived = 0;
+  std::uint64_t generation = 0;
+  Clock gathering;
+  ClockSnapshot gathered;
+};
+Barrier& barrier() {
+  static Barrier* const barrier = new Barrier;
+  return *barrier;
+}
+
+int configure(const hw_cpu_config& config) {
+  Lock lock(Machine::get().mutex);
+  barrier() = Barrier{};
+  if (const char* wrong = Machine::get().configure(config)) {
+    error(cudaErrorInvalidValue, std::string("hw_cpu_configure: ") + wrong);
+    return 1;
+  }
+  return 0;
+}
+
+}  // namespace
+
+extern "C" {
+
+void hw_cpu_default_config(hw_cpu_config* config) {
+  *config = hw_cpu_config{};
+  config->mode = HW_CPU_PARALLEL;
+  config->picker = HW_CPU_MIXED;
+  config->devices = 8;
+  config->ordered_launches = -1;
+  config->buffered_sends = -1;
+  config->check_dependencies = -1;
+  config->fill_fresh_memory = -1;
+  config->timeout_seconds = 120;
+}
+
+int hw_cpu_configure(const hw_cpu_config* config) { return configure(*config); }
+int hw_cpu_reset(void) { return configure(Machine::get().config); }
+
+int hw_cpu_attach(int rank) {
+  Machine& machine = Machine::get();
+  Lock lock(machine.mutex);
+  if (this_thread().attached) {
+    error(cudaErrorInvalidValue, "hw_cpu_attach: this thread is attached");
+    return 1;
+  }
+  if (rank < 0 || rank >= machine.config.devices) {
+    error(cudaErrorInvalidDevice,
+          "hw_cpu_attach: rank " + std::to_string(rank) + " of " + std::to_string(machine.config.devices));
+    return 1;
+  }
+  machine.attach(lock, rank);
+  return machine.failed() ? 1 : 0;
+}
+
+int hw_cpu_detach(void) {
+  Machine& machine = Machine::get();
+  Lock lock(machine.mutex);
+  if (this_thread().attached) machine.detach(lock);
+  return machine.failed() ? 1 : 0;
+}
+
+int hw_cpu_barrier(int participants) {
+  Call call;
+  Machine& machine = Machine::get();
+  if (machine.failed()) return 1;
+  const int device = this_thread().device;
+  Barrier& b = barrier();
+  b.gathering.join(*machine.host_clock(device));
+  const std::uint64_t mine = b.generation;
+  if (++b.arrived == participants) {
+    b.gathered = std::make_shared<Clock>(b.gathering);
+    b.arrived = 0;
+    ++b.generation;
+    machine.progress();
+  }
+  if (!machine.wait(call.lock, "a barrier of " + std::to_string(participants) + " threads",
+                    [&b, mine] { return b.generation != mine; })) {
+    return 1;
+  }
+  machine.learn(device, b.gathered);
+  return 0;
+}
+
+int hw_cpu_pause(void) {
+  Call call;
+  if (!Machine::get().failed()) Machine::get().pause(call.lock);
+  return Machine::get().failed() ? 1 : 0;
+}
+
+void hw_cpu_abort(const char* reason) {
+  Lock lock(Machine::get().mutex);
+  Machine::get().fail(std::string("aborted: ") + (reason ? reason : ""));
+}
+
+void hw_cpu_place(const char* file, int line, const char* call) {
+  // Most calls come again and again from the same few places.
+  thread_local struct {
+    const char *file = nullptr, *call = nullptr;
+    Place place;
+  } last;
+  Machine& machine = Machine::get();
+  Place& place = this_thread().place;
+  if (!file) {
+    place = {};
+    return;
+  }
+  const bool same = last.file == file && last.call == call && std::strcmp(last.place.file, file) == 0 &&
+                    std::strcmp(last.place.call, call ? call : "") == 0;
+  if (!same) {
+    const Lock lock(machine.mutex);
+    last.file = file;
+    last.call = call;
+    last.place = {machine.intern(file), line, machine.intern(call ? call : "")};
+  }
+  place = last.place;
+  place.line = line;
+}
+
+const char* hw_cpu_last_report(void) {
+  thread_local std::string text;
+  const Lock lock(Machine::get().mutex);
+  text = Machine::get().failed() ? Machine::get().report() : last_error_text();
+  return text.c_str();
+}
+
+int hw_cpu_failed(void) {
+  const Lock lock(Machine::get().mutex);
+  return Machine::get().failed();
+}
+
+void hw_cpu_get_counters(hw_cpu_counters* counters) {
+  Machine& machine = Machine::get();
+  const Lock lock(machine.mutex);
+  counters->ops = machine.ops_done();
+  counters->steps = machine.picker->steps();
+  counters->schedule = machine.picker->hash();
+  counters->live_bytes = machine.memory.live_bytes(-1);
+  counters->live_streams = machine.live_streams();
+  counters->live_events = machine.events.size();
+  counters->live_communicators = machine.communicators.size();
+}
+
+uint64_t hw_cpu_live_bytes(int device) {
+  const Lock lock(Machine::get().mutex);
+  return Machine::get().memory.live_bytes(device);
+}
+
+cudaError_t hw_cpu_launch(const char* name, cudaStream_t stream, void (*run)(void* closure), const void* closure,
+                          size_t closure_bytes, const hw_cpu_range* ranges, int range_count) {
+  Call call;
+  auto op = std::make_shared<Op>();
+  op->name.kind = Machine::get().intern(name);
+  for (int i = 0; i < range_count; ++i) {
+    const hw_cpu_range& r = ranges[i];
+    op->ranges.push_back(r.write ? write_of(r.pointer, r.bytes, r.rows, r.pitch) : read_of(r.pointer, r.bytes, r.rows, r.pitch));
+  }
+  // Words of the strictest alignment that closures have need of.
+  std::vector<std::max_align_t> copy((closure_bytes + sizeof(std::max_align_t) - 1) / sizeof(std::max_align_t));
+  if (closure_bytes != 0) std::memcpy(copy.data(), closure, closure_bytes);
+  op->work = [run, copy = std::move(copy)]() mutable { run(copy.data()); };
+  return submit(call.lock, std::move(op), stream);
+}
+
+}  // extern "C"

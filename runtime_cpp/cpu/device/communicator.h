@@ -1,0 +1,64 @@
+// Communicators: the ranks of a team, and where their collectives, sends and recvs meet.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "match.h"
+#include "nccl.h"
+#include "op.h"
+#include "types.h"
+
+namespace hostweave::cpu {
+
+struct Team {
+  explicit Team(int size) : devices(size, -1), splits(size, 0), issued(size, 0) {}
+
+  int size() const { return static_cast<int>(devices.size()); }
+
+  // Whether all ranks have issued the same, so that a failure elsewhere leaves the team as it was.
+  bool in_step() const {
+    const auto met = [](const auto& entry) { return entry.second.sends.empty() && entry.second.recvs.empty(); };
+    return arrived == size() && std::adjacent_find(issued.begin(), issued.end(), std::not_equal_to<>()) == issued.end() &&
+           splits == std::vector<int>(splits.size(), splits.front()) && std::all_of(channels.begin(), channels.end(), met);
+  }
+
+  const char* name = "";
+  std::vector<int> devices;  // by rank; -1 until it has come
+  int arrived = 0;
+  bool stopped = false;  // by a failure: the ranks no longer agree on what was issued
+  // Collectives match by how many each rank has issued before; sends and recvs by order for a pair of ranks.
+  std::map<std::uint64_t, std::shared_ptr<Match>> collectives;
+  struct Channel {
+    std::deque<std::shared_ptr<Match>> sends, recvs;  // issued, and waiting for the other side
+  };
+  std::map<std::pair<int, int>, Channel> channels;  // (sender, receiver)
+  struct Split {
+    struct Wish {
+      int color, key, rank;
+      const char* name;
+    };
+    std::vector<Wish> wishes;
+    std::map<int, std::shared_ptr<Team>> teams;
+    std::map<int, int> new_ranks;  // old rank to new
+    int left = 0;
+  };
+  std::map<int, Split> split_calls;
+  std::vector<int> splits;            // split calls of each rank
+  std::vector<std::uint64_t> issued;  // collectives of each rank
+};
+
+}  // namespace hostweave::cpu
+
+struct ncclComm {
+  std::shared_ptr<hostweave::cpu::Team> team;
+  int rank = 0;
+  int device = 0;
+  bool finalized = false;
+  hostweave::cpu::OpPtr last;  // issued through it on this rank
+};

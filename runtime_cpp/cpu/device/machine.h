@@ -1,0 +1,205 @@
+// The simulated machine: devices, streams and host threads, and the one scheduler that runs them.
+//
+// Everything here is guarded by one mutex, except the work of ops and the exchange of data, which run without it.
+// An op begins (declares its accesses, poisons its outputs, takes its seat in collectives) and ends (wakes who waits);
+// in between others can see it in flight. Two modes share that: workers.cpp runs what is ready on a pool of threads,
+// turns.cpp lets a seed choose one step at a time among streams and host threads.
+#pragma once
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include "history.h"
+#include "hostweave_cpu.h"
+#include "match.h"
+#include "memory.h"
+#include "op.h"
+#include "picker.h"
+
+namespace hostweave::cpu {
+
+using Lock = std::unique_lock<std::mutex>;
+
+struct HostThread {
+  int device = 0;
+  bool attached = false;
+  int rank = -1;
+  bool inside = false;  // of a call to the device
+  bool waiting = false;
+  std::function<bool()> ready;  // what it waits for
+  std::string waits_for;        // in words
+  std::condition_variable wake;
+  std::uint64_t priority = 0;
+  Place place;
+};
+HostThread& this_thread();
+
+struct Team;  // communicator.h
+
+class Machine {
+ public:
+  static Machine& get();
+
+  // --- configuration and failure
+  hw_cpu_config config;
+  bool seeded() const { return config.mode == HW_CPU_SEEDED; }
+  bool checking() const { return checking_; }
+  bool ordered_launches() const { return ordered_launches_; }
+  bool buffered_sends() const { return buffered_sends_; }
+  const char* configure(const hw_cpu_config& wanted);  // null, or what is wrong
+  bool failed() const { return failed_; }
+  std::string report();
+  void fail(std::string report);  // stops all ranks
+
+  // --- streams and ops
+  Stream* find_stream(cudaStream_t handle);  // null when there is no such stream (any more)
+  Stream* create_stream(unsigned flags, int priority);
+  void destroy_stream(Stream* stream);
+  Stream& legacy_stream(int device);
+  std::vector<OpPtr> tails(int device);  // the last op of every stream of a device
+  void learn_retired(int device);        // the calling host now knows what this device's destroyed streams did
+  void enqueue(Lock& lock, OpPtr op, Stream& stream);
+  bool idle() const;
+
+  // --- host threads
+  void attach(Lock& lock, int rank);
+  void detach(Lock& lock);
+  void enter(Lock& lock);
+  void leave(Lock& lock);
+  // Blocks until ready() holds, which is asked with the lock held; false after a failure.
+  bool wait(Lock& lock, std::string waits_for, std::function<bool()> ready);
+  void scheduling_point(Lock& lock);
+  void pause(Lock& lock);
+  void wait_for_running_work(Lock& lock);
+  void progress();                                     // something changed that a host thread may wait for
+  void learn(int device, const ClockSnapshot& clock);  // the host of this device now knows this much
+  ClockSnapshot& host_clock(int device);
+  std::size_t host_lane(int device);
+
+  // --- work
+  // Runs run(0) ... run(pieces - 1) on idle workers too. Called by the work of an op.
+  void split(std::size_t pieces, const std::function<void(std::size_t)>& run);
+  std::size_t idle_workers();
+
+  // --- reports
+  const char* intern(std::string_view text);
+  std::string deadlock_report();
+
+  std::mutex mutex;
+  Memory memory;
+  History history;
+  std::unordered_set<Event*> events;
+  std::unordered_set<ncclComm*> communicators;
+  std::vector<std::weak_ptr<Team>> teams;
+  std::optional<Picker> picker;
+
+  // Why an op on this device must not touch these bytes, if it must not: they belong to another device, or run past the
+  // end of what was allocated.
+  std::optional<std::string> illegal_access(const Ranges& ranges, int device, bool peers_allowed);
+  std::unordered_set<std::uint64_t> peer_access;  // device << 32 | peer
+
+  std::uint64_t ops_done() const { return ops_done_; }
+  std::size_t live_streams() const { return live_streams_; }
+  std::string conflict_report(const History::Conflict& conflict, const OpName& name, const Range& range) const;
+
+ private:
+  friend class Worker;
+  struct HostSide {
+    std::size_t lane;
+    ClockSnapshot clock;
+    Clock retired;  // of streams that were destroyed: synchronising the device covers them too
+  };
+  struct Split {
+    const std::function<void(std::size_t)>* run;
+    std::size_t pieces;
+    std::size_t next = 0, running = 0;
+  };
+
+  Machine();
+  std::size_t new_lane();
+  HostSide& host_side(int device);
+
+  // machine.cpp
+  void evaluate(Stream& stream);  // puts it into the ready list if its head can make a step
+  void advance(Lock& lock, Stream& stream);
+  void begin(Stream& stream, Op& op);
+  void take_seats(Stream& stream, Op& op);
+  void poison(const Op& op);
+  void exchange(Lock& lock, Match& match);
+  void end(Stream& stream, Op& op);
+  void drop_queues();
+  void retire(Stream& stream);
+
+  // workers.cpp
+  void start_workers();
+  void stop_workers();
+  void work(std::size_t index);
+  bool wait_parallel(Lock& lock, HostThread& me);
+  void find_deadlock();
+  void run_split(Lock& lock, Split& split);
+
+  // turns.cpp
+  bool wait_seeded(Lock& lock, HostThread& me);
+  void step(Lock& lock, Stream* stream);
+  void await_turn(Lock& lock, HostThread& me);
+  void hand_turn(HostThread* thread);
+  void pass_turn_on(Lock& lock);
+  struct Choices {
+    std::vector<Candidate> candidates;
+    std::vector<HostThread*> hosts;
+    std::vector<Stream*> streams;
+  };
+  Choices choices(HostThread* me);
+
+  bool checking_ = false, ordered_launches_ = true, buffered_sends_ = false;
+  bool failed_ = false;
+  std::string report_;
+  std::uint64_t ops_done_ = 0, progress_ = 0;
+
+  std::unordered_map<Stream*, std::unique_ptr<Stream>> streams_;
+  std::vector<std::vector<Stream*>> by_device_;  // [device][i], the legacy stream first
+  std::size_t live_streams_ = 0;
+  std::vector<std::size_t> free_lanes_;
+  std::size_t lanes_ = 0;
+  std::unordered_map<int, HostSide> hosts_;
+  std::vector<Stream*> ready_;
+
+  std::vector<HostThread*> attached_;  // by rank
+  std::vector<HostThread*> waiting_;   // in parallel mode, attached or not
+  int arrived_ = 0;                    // rank threads that attached in this round
+  bool round_started_ = false;         // all came; the round ends when all have left
+  HostThread* turn_ = nullptr;
+  std::condition_variable turn_free_;
+
+  std::vector<std::thread> workers_;
+  std::condition_variable workers_wake_, workers_idle_;
+  std::vector<Split*> splits_;
+  std::size_t idle_workers_ = 0;
+  std::size_t running_ = 0;  // threads that run work or an exchange, without the lock
+  bool stopping_ = false;
+
+  std::unordered_set<std::string> interned_;
+};
+
+// One call of the API: holds the lock and, in seeded mode, the turn.
+class Call {
+ public:
+  Call() : lock(Machine::get().mutex) { Machine::get().enter(lock); }
+  ~Call() {
+    if (!lock) lock.lock();
+    Machine::get().leave(lock);
+  }
+  Call(const Call&) = delete;
+  Lock lock;
+};
+
+}  // namespace hostweave::cpu

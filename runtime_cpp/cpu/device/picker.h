@@ -1,0 +1,43 @@
+// Who goes next in the seeded mode.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <random>
+#include <vector>
+
+namespace hostweave::cpu {
+
+struct Candidate {
+  bool host;  // a rank thread, else a stream
+  int device;
+  int number;               // of the stream
+  std::uint64_t* priority;  // the owner keeps it; 0 until the picker has drawn one
+};
+
+class Picker {
+ public:
+  enum class Kind { uniform, pct, hosts_first };
+
+  Picker(std::uint64_t seed, int kind);  // kind: hw_cpu_picker
+  std::size_t pick(const std::vector<Candidate>& candidates);
+  // Somebody who polls goes behind all others, or they would never run.
+  void demote(std::uint64_t& priority) { priority = --lowest_; }
+  // A bit of the seed, for the knobs that it decides.
+  bool coin(int which) const { return (mixed_ >> which) & 1; }
+  std::uint64_t steps() const { return steps_; }
+  std::uint64_t hash() const { return hash_; }
+
+ private:
+  std::size_t draw(std::size_t n) { return static_cast<std::size_t>(random_() % n); }
+  std::size_t highest(const std::vector<Candidate>& candidates, bool streams_only);
+
+  std::mt19937_64 random_;
+  std::uint64_t mixed_;
+  Kind kind_;
+  std::uint64_t change_every_ = 0;     // a priority changes about once in so many steps; 0 never
+  std::uint64_t lowest_ = 1ull << 32;  // drawn priorities are above, demoted ones below
+  std::uint64_t steps_ = 0;
+  std::uint64_t hash_ = 14695981039346656037ull;
+};
+
+}  // namespace hostweave::cpu

@@ -1,0 +1,236 @@
+#include "gemm.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <memory>
+
+#include "cuda_bf16.h"
+#include "cuda_fp16.h"
+#include "machine.h"
+#include "types.h"
+
+// The wheel scipy-openblas32 prefixes its symbols, so that it can live beside any other BLAS of the process.
+#ifdef HOSTWEAVE_SCIPY_OPENBLAS
+#define HW_BLAS(name) scipy_##name
+#else
+#define HW_BLAS(name) name
+#endif
+
+extern "C" {
+// As in cblas.h; the enums are passed as what they are, ints.
+void HW_BLAS(cblas_sgemm)(int order, int transpose_a, int transpose_b, int m, int n, int k, float alpha, const float* a, int lda,
+                          const float* b, int ldb, float beta, float* c, int ldc);
+void HW_BLAS(cblas_dgemm)(int order, int transpose_a, int transpose_b, int m, int n, int k, double alpha, const double* a,
+                          int lda, const double* b, int ldb, double beta, double* c, int ldc);
+// Weak: a CBLAS other than OpenBLAS has no such functions.
+void HW_BLAS(openblas_set_num_threads)(int threads) __attribute__((weak));
+int HW_BLAS(openblas_get_num_threads)(void) __attribute__((weak));
+}
+
+namespace hostweave::cpu {
+namespace {
+
+constexpr int kColumnMajor = 102, kNoTranspose = 111, kTranspose = 112;
+
+void gemm(bool ta, bool tb, int m, int n, int k, float alpha, const float* a, int lda, const float* b, int ldb, float beta,
+          float* c, int ldc) {
+  HW_BLAS(cblas_sgemm)(kColumnMajor, ta ? kTranspose : kNoTranspose, tb ? kTranspose : kNoTranspose, m, n, k, alpha, a, lda, b,
+                       ldb, beta, c, ldc);
+}
+void gemm(bool ta, bool tb, int m, int n, int k, double alpha, const double* a, int lda, const double* b, int ldb, double beta,
+          double* c, int ldc) {
+  HW_BLAS(cblas_dgemm)(kColumnMajor, ta ? kTranspose : kNoTranspose, tb ? kTranspose : kNoTranspose, m, n, k, alpha, a, lda, b,
+                       ldb, beta, c, ldc);
+}
+
+// The workers are the threads; OpenBLAS's own would fight them for the cores, and its pool serves one call at a time.
+void use_one_thread() {
+  if (HW_BLAS(openblas_set_num_threads) && HW_BLAS(openblas_get_num_threads) && HW_BLAS(openblas_get_num_threads)() != 1) {
+    HW_BLAS(openblas_set_num_threads)(1);
+  }
+}
+
+// Memory that a thread keeps from matmul to matmul: fresh pages would cost more than the conversions into them.
+class Scratch {
+ public:
+  float* at_least(std::size_t size) {
+    if (size > size_) {
+      memory_.reset();
+      memory_.reset(new float[size]);
+      size_ = size;
+    }
+    return memory_.get();
+  }
+
+ private:
+  std::unique_ptr<float[]> memory_;
+  std::size_t size_ = 0;
+};
+
+template <class Narrow>
+void widen_row(float* to, const void* from, std::int64_t count) {
+  const auto* const source = static_cast<const unsigned short*>(from);
+  for (std::int64_t i = 0; i < count; ++i) to[i] = Narrow::widen(source[i]);
+}
+template <class Narrow>
+void round_row(void* to, const float* from, std::int64_t count) {
+  auto* const target = static_cast<unsigned short*>(to);
+  for (std::int64_t i = 0; i < count; ++i) target[i] = Narrow::round(from[i]);
+}
+void load_row(float* to, const void* from, std::int64_t count, cudaDataType_t type) {
+  if (type == CUDA_R_16BF) return widen_row<__nv_bfloat16>(to, from, count);
+  if (type == CUDA_R_16F) return widen_row<__half>(to, from, count);
+  std::memcpy(to, from, count * sizeof(float));
+}
+void store_row(void* to, const float* from, std::int64_t count, cudaDataType_t type) {
+  if (type == CUDA_R_16BF) return round_row<__nv_bfloat16>(to, from, count);
+  if (type == CUDA_R_16F) return round_row<__half>(to, from, count);
+  std::memcpy(to, from, count * sizeof(float));
+}
+
+const void* shift(const void* base, std::int64_t elements, cudaDataType_t type) {
+  return base ? static_cast<const char*>(base) + elements * static_cast<std::int64_t>(type_size(type)) : nullptr;
+}
+void* shift(void* base, std::int64_t elements, cudaDataType_t type) {
+  return static_cast<char*>(base) + elements * static_cast<std::int64_t>(type_size(type));
+}
+
+template <class T>
+void activate(T* column, std::int64_t rows, Gemm::Activation activation) {
+  if (activation == Gemm::Activation::relu) {
+    for (std::int64_t i = 0; i < rows; ++i) column[i] = column[i] < 0 ? T{0} : column[i];
+  } else if (activation == Gemm::Activation::gelu) {  // by tanh, as cuBLASLt's
+    for (std::int64_t i = 0; i < rows; ++i) {
+      const T x = column[i];
+      column[i] = T(0.5) * x * (T(1) + std::tanh(T(0.7978845608028654) * (x + T(0.044715) * x * x * x)));
+    }
+  }
+}
+
+template <class T>
+T bias_at(const Gemm& g, std::int64_t i) {
+  if constexpr (std::is_same_v<T, double>) {
+    return static_cast<const double*>(g.bias)[i];
+  } else {
+    float value;
+    load_row(&value, shift(g.bias, i, g.type_bias), 1, g.type_bias);
+    return value;
+  }
+}
+
+template <class T>
+void finish(const Gemm& g, T* d, std::int64_t ldd) {
+  if (!g.bias && g.activation == Gemm::Activation::none) return;
+  for (std::int64_t column = 0; column < g.n; ++column) {
+    T* const at = d + column * ldd;
+    if (g.bias) {
+      for (std::int64_t row = 0; row < g.m; ++row) at[row] += bias_at<T>(g, g.bias_by_column ? column : row);
+    }
+    activate(at, g.m, g.activation);
+  }
+}
+
+// Where all of it is of the type that BLAS computes in.
+template <class T>
+void run_plain(const Gemm& g) {
+  T* const d = static_cast<T*>(g.d);
+  if (g.beta != 0 && g.c != g.d) {
+    for (std::int64_t column = 0; column < g.n; ++column) {
+      std::memcpy(d + column * g.ldd, static_cast<const T*>(g.c) + column * g.ldc, g.m * sizeof(T));
+    }
+  }
+  gemm(g.transpose_a, g.transpose_b, g.m, g.n, g.k, static_cast<T>(g.alpha), static_cast<const T*>(g.a), g.lda,
+       static_cast<const T*>(g.b), g.ldb, static_cast<T>(g.beta), d, g.ldd);
+  finish(g, d, g.ldd);
+}
+
+struct Floats {
+  const float* at;
+  std::int64_t ld;
+};
+
+Floats as_floats(const void* matrix, cudaDataType_t type, std::int64_t ld, std::int64_t inner, std::int64_t outer,
+                 Scratch& scratch) {
+  if (type == CUDA_R_32F) return {static_cast<const float*>(matrix), ld};
+  float* const copy = scratch.at_least(inner * outer);
+  constexpr std::int64_t piece_elements = 1 << 18;
+  const std::int64_t columns = std::max<std::int64_t>(piece_elements / std::max<std::int64_t>(inner, 1), 1);
+  Machine::get().split((outer + columns - 1) / columns, [&](std::size_t piece) {
+    const std::int64_t begin = piece * columns, end = std::min(begin + columns, outer);
+    for (std::int64_t column = begin; column < end; ++column) {
+      load_row(copy + column * inner, shift(matrix, column * ld, type), inner, type);
+    }
+  });
+  return {copy, std::max<std::int64_t>(inner, 1)};
+}
+
+// The operands are floats already; the result may have to be rounded.
+void run_float(const Gemm& g, Floats a, Floats b) {
+  if (g.type_d == CUDA_R_32F && (g.beta == 0 || g.type_c == CUDA_R_32F)) {
+    Gemm plain = g;
+    plain.a = a.at, plain.lda = a.ld, plain.b = b.at, plain.ldb = b.ld;
+    return run_plain<float>(plain);
+  }
+  thread_local Scratch scratch;
+  float* const d = scratch.at_least(g.m * g.n);
+  if (g.beta != 0) {
+    for (std::int64_t column = 0; column < g.n; ++column) {
+      load_row(d + column * g.m, shift(g.c, column * g.ldc, g.type_c), g.m, g.type_c);
+    }
+  }
+  gemm(g.transpose_a, g.transpose_b, g.m, g.n, g.k, static_cast<float>(g.alpha), a.at, a.ld, b.at, b.ld,
+       static_cast<float>(g.beta), d, g.m);
+  finish(g, d, g.m);
+  for (std::int64_t column = 0; column < g.n; ++column) {
+    store_row(shift(g.d, column * g.ldd, g.type_d), d + column * g.m, g.m, g.type_d);
+  }
+}
+
+// Cuts D along its longer side into one block for each worker that has nothing else to do.
+void in_blocks(const Gemm& g, const std::function<void(const Gemm&, std::int64_t row, std::int64_t column)>& run_block) {
+  constexpr std::int64_t narrowest = 64, worthwhile = 2 << 20;
+  const bool by_column = g.n >= g.m;
+  const std::int64_t side = by_column ? g.n : g.m;
+  std::int64_t blocks = 1;
+  if (g.m * g.n * g.k >= worthwhile) {
+    const auto workers = static_cast<std::int64_t>(Machine::get().idle_workers()) + 1;
+    blocks = std::clamp<std::int64_t>(side / narrowest, 1, workers);
+  }
+  const std::int64_t width = (side + blocks - 1) / blocks;
+  Machine::get().split((side + width - 1) / width, [&](std::size_t i) {
+    const std::int64_t begin = i * width, end = std::min(begin + width, side);
+    const std::int64_t row = by_column ? 0 : begin, column = by_column ? begin : 0;
+    Gemm block = g;
+    (by_column ? block.n : block.m) = end - begin;
+    block.c = shift(g.c, column * g.ldc + row, g.type_c);
+    block.d = shift(g.d, column * g.ldd + row, g.type_d);
+    if (g.bias) block.bias = shift(g.bias, g.bias_by_column ? column : row, g.type_bias);
+    run_block(block, row, column);
+  });
+}
+
+}  // namespace
+
+void run(const Gemm& g) {
+  if (g.m == 0 || g.n == 0) return;
+  use_one_thread();
+  const auto offset_a = [&](std::int64_t row, std::int64_t lda) { return g.transpose_a ? row * lda : row; };
+  const auto offset_b = [&](std::int64_t column, std::int64_t ldb) { return g.transpose_b ? column : column * ldb; };
+  if (g.type_d == CUDA_R_64F) {
+    return in_blocks(g, [&](Gemm block, std::int64_t row, std::int64_t column) {
+      block.a = shift(g.a, offset_a(row, g.lda), CUDA_R_64F);
+      block.b = shift(g.b, offset_b(column, g.ldb), CUDA_R_64F);
+      run_plain<double>(block);
+    });
+  }
+  thread_local Scratch scratch_a, scratch_b;
+  const auto a = as_floats(g.a, g.type_a, g.lda, g.transpose_a ? g.k : g.m, g.transpose_a ? g.m : g.k, scratch_a);
+  const auto b = as_floats(g.b, g.type_b, g.ldb, g.transpose_b ? g.n : g.k, g.transpose_b ? g.k : g.n, scratch_b);
+  in_blocks(g, [&](const Gemm& block, std::int64_t row, std::int64_t column) {
+    run_float(block, {a.at + offset_a(row, a.ld), a.ld}, {b.at + offset_b(column, b.ld), b.ld});
+  });
+}
+
+}  // namespace hostweave::cpu

@@ -1,0 +1,33 @@
+// __nv_bfloat16 with the layout, rounding (nearest even) and NaN (0x7fff) of CUDA's own header.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+struct __nv_bfloat16 {
+  unsigned short __x;
+
+  __nv_bfloat16() = default;
+  __nv_bfloat16(float value) : __x(round(value)) {}
+  __nv_bfloat16(double value) : __x(round(static_cast<float>(value))) {}
+  __nv_bfloat16(int value) : __x(round(static_cast<float>(value))) {}
+  operator float() const { return widen(__x); }
+
+  static unsigned short round(float value) {
+    std::uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
+    const std::uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    return static_cast<unsigned short>(nan ? 0x7fffu : rounded);
+  }
+  static float widen(unsigned short half) {
+    const std::uint32_t bits = static_cast<std::uint32_t>(half) << 16;
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+  }
+};
+typedef __nv_bfloat16 nv_bfloat16;
+
+inline __nv_bfloat16 __float2bfloat16(float value) { return __nv_bfloat16(value); }
+inline __nv_bfloat16 __float2bfloat16_rn(float value) { return __nv_bfloat16(value); }
+inline float __bfloat162float(__nv_bfloat16 value) { return static_cast<float>(value); }

@@ -1,0 +1,64 @@
+// The two 8-bit floats of CUDA's cuda_fp8.h: to them the nearest value, ties to even, and the largest where it is too small for
+// the number (CUDA's __NV_SATFINITE); NaN stays NaN.
+#pragma once
+#include <algorithm>
+#include <cmath>
+
+typedef unsigned char __nv_fp8_storage_t;
+
+namespace hostweave_cpu_fp8 {
+
+// kHasInfinity says whether the highest exponent means infinity and NaN alone.
+template <int kMantissa, int kBias, bool kHasInfinity>
+struct Format {
+  static constexpr int kOne = 1 << kMantissa;  // the mantissa of 1.0
+  static constexpr unsigned char kNan = 0x7f;
+
+  static float widen(__nv_fp8_storage_t bits) {
+    const int exponent = (bits & 0x7f) >> kMantissa, mantissa = bits & (kOne - 1);
+    float value;
+    if (kHasInfinity && exponent == (0x7f >> kMantissa)) {
+      value = mantissa ? NAN : INFINITY;
+    } else if (!kHasInfinity && (bits & 0x7f) == kNan) {
+      value = NAN;
+    } else {
+      value = exponent ? std::ldexp(static_cast<float>(kOne + mantissa), exponent - kBias - kMantissa)
+                       : std::ldexp(static_cast<float>(mantissa), 1 - kBias - kMantissa);
+    }
+    return bits & 0x80 ? -value : value;
+  }
+
+  static __nv_fp8_storage_t round(float value) {
+    if (std::isnan(value)) return kNan;
+    const int sign = std::signbit(value) ? 0x80 : 0;
+    const unsigned char largest = kHasInfinity ? 0x7f - kOne : kNan - 1;
+    const float magnitude = std::fabs(value);
+    if (magnitude >= widen(largest)) return sign | largest;
+    int exponent = magnitude > 0 ? std::max(std::ilogb(magnitude), 1 - kBias) : 1 - kBias;
+    int digits = static_cast<int>(std::nearbyint(std::ldexp(magnitude, kMantissa - exponent)));
+    if (digits == 2 * kOne) {
+      digits = kOne;
+      ++exponent;
+    }
+    return sign | (digits < kOne ? digits : ((exponent + kBias) << kMantissa) + digits - kOne);
+  }
+};
+using E4M3 = Format<3, 7, false>;
+using E5M2 = Format<2, 15, true>;
+
+}  // namespace hostweave_cpu_fp8
+
+struct __nv_fp8_e4m3 {
+  __nv_fp8_storage_t __x;
+
+  __nv_fp8_e4m3() = default;
+  explicit __nv_fp8_e4m3(float value) : __x(hostweave_cpu_fp8::E4M3::round(value)) {}
+  explicit operator float() const { return hostweave_cpu_fp8::E4M3::widen(__x); }
+};
+struct __nv_fp8_e5m2 {
+  __nv_fp8_storage_t __x;
+
+  __nv_fp8_e5m2() = default;
+  explicit __nv_fp8_e5m2(float value) : __x(hostweave_cpu_fp8::E5M2::round(value)) {}
+  explicit operator float() const { return hostweave_cpu_fp8::E5M2::widen(__x); }
+};

@@ -1,0 +1,103 @@
+// Controls of the CPU device, beyond the CUDA, NCCL and cuBLASLt calls that it implements.
+//
+// A rank is a host thread with a device of its own (cudaSetDevice(rank)); in reports "rank 2" is device 2.
+// Every function that returns int returns 0 on success; otherwise hw_cpu_last_report() says what went wrong.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+#include "cuda_runtime_api.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum hw_cpu_mode {
+  HW_CPU_PARALLEL = 0,  // a pool of workers runs whatever is ready: the fast way
+  HW_CPU_SEEDED = 1     // one thing at a time, chosen by the seed: the same seed gives the same schedule
+};
+
+enum hw_cpu_picker {
+  HW_CPU_MIXED = 0,    // one of the others, by the seed: mostly PCT
+  HW_CPU_UNIFORM = 1,  // any candidate with equal chance
+  HW_CPU_PCT = 2,      // random priorities that change at a few random moments
+  HW_CPU_HOSTS = 3     // rank threads before streams, so that every op runs as late as it can
+};
+
+typedef struct hw_cpu_config {
+  int mode;                // hw_cpu_mode
+  uint64_t seed;           // of the seeded mode
+  int picker;              // hw_cpu_picker, of the seeded mode
+  int devices;             // what cudaGetDeviceCount answers
+  int ranks;               // rank threads that will attach; 0 means `devices`
+  int workers;             // of the parallel mode; 0 means one per core
+  int ordered_launches;    // ops of one communicator run in issue order across streams: 1 yes, 0 no, -1 by the seed
+                           // (yes in parallel mode). NCCL does order them; "no" finds what relies on that.
+  int buffered_sends;      // a send ends before its recv begins: 1 yes, 0 no, -1 by the seed (no in parallel mode)
+  int check_dependencies;  // report conflicting accesses that nothing orders: 1 yes, 0 no, -1 in seeded mode only
+  int fill_fresh_memory;   // cudaMalloc gives memory filled with NaN: 1 yes, 0 no, -1 yes (it costs next to nothing)
+  double timeout_seconds;  // no progress for so long, with a host thread waiting, is reported as a deadlock
+} hw_cpu_config;
+
+// Fills in the defaults: parallel, 8 devices, everything else chosen by the device, 120 seconds.
+void hw_cpu_default_config(hw_cpu_config* config);
+// Starts afresh with this configuration: forgets failures, schedules, counters and histories. Streams, events,
+// communicators and memory stay valid. Fails while a rank thread is attached or work is queued.
+int hw_cpu_configure(const hw_cpu_config* config);
+// hw_cpu_configure with the configuration already in force.
+int hw_cpu_reset(void);
+
+// A rank thread announces itself, on device `rank`, before its first call, and leaves after its last. In seeded mode
+// attach returns when all `ranks` threads have come and this one has its turn; from then on it runs only in its turn,
+// so it must not wait for another rank by means that the device cannot see (a mutex, std::barrier, join): use
+// hw_cpu_barrier or hw_cpu_pause. In parallel mode attaching lets a deadlock be reported at once instead of after the
+// timeout. Threads that do not attach may use the device too (in seeded mode only while nobody is attached).
+int hw_cpu_attach(int rank);
+int hw_cpu_detach(void);
+// Waits until `participants` threads are here.
+int hw_cpu_barrier(int participants);
+// Lets others go on; for loops that poll something the device does not know.
+int hw_cpu_pause(void);
+// After a failure of one rank outside the device: every blocked or later call of every rank fails, until a reset.
+void hw_cpu_abort(const char* reason);
+
+// Says where the next calls of this thread come from, for reports: the check macro sets it before each call.
+// `call` is the source text of the call. The strings are copied.
+void hw_cpu_place(const char* file, int line, const char* call);
+
+// What went wrong: the report of the failure that stopped all ranks, else this thread's last error, else "".
+// Valid until this thread's next call of it.
+const char* hw_cpu_last_report(void);
+// 1 after a failure that stops all ranks (deadlock, mismatch, missing dependency, abort), until a reset.
+int hw_cpu_failed(void);
+
+typedef struct hw_cpu_counters {
+  uint64_t ops;         // finished since the last reset
+  uint64_t steps;       // choices that the seeded mode made
+  uint64_t schedule;    // a hash of those choices
+  uint64_t live_bytes;  // cudaMalloc'ed and not yet freed, all devices
+  uint64_t live_streams;
+  uint64_t live_events;
+  uint64_t live_communicators;
+} hw_cpu_counters;
+void hw_cpu_get_counters(hw_cpu_counters* counters);
+uint64_t hw_cpu_live_bytes(int device);
+
+// Memory that a kernel touches: `rows` pieces of `bytes` bytes, `pitch` bytes apart (rows 1 for a plain range).
+// A kernel that reads and writes the same bytes declares both.
+typedef struct hw_cpu_range {
+  const void* pointer;
+  size_t bytes;
+  size_t rows;
+  size_t pitch;
+  int write;
+} hw_cpu_range;
+
+// Enqueues a kernel: `run` is called once with a copy of the closure and does the whole grid. `name` and the ranges are
+// copied. The seeded mode overwrites what is only written with NaN when the kernel begins.
+cudaError_t hw_cpu_launch(const char* name, cudaStream_t stream, void (*run)(void* closure), const void* closure,
+                          size_t closure_bytes, const hw_cpu_range* ranges, int range_count);
+
+#ifdef __cplusplus
+}
+#endif

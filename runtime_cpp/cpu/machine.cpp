@@ -1,0 +1,408 @@
+#include "machine.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "communicator.h"
+
+namespace hostweave::cpu {
+
+HostThread& this_thread() {
+  struct Owner {
+    HostThread thread;
+    ~Owner() {
+      if (!thread.attached) return;
+      Lock lock(Machine::get().mutex);
+      Machine::get().detach(lock);
+    }
+  };
+  thread_local Owner owner;
+  return owner.thread;
+}
+
+// Never destroyed: workers and the program's own static objects may outlive any order of destruction.
+Machine& Machine::get() {
+  static Machine* const machine = new Machine;
+  return *machine;
+}
+
+Machine::Machine() {
+  hw_cpu_default_config(&config);
+  const Lock lock(mutex);
+  configure(config);
+}
+
+const char* Machine::configure(const hw_cpu_config& wanted) {
+  if (wanted.mode != HW_CPU_PARALLEL && wanted.mode != HW_CPU_SEEDED) return "mode: neither parallel nor seeded";
+  if (wanted.picker < HW_CPU_MIXED || wanted.picker > HW_CPU_HOSTS) return "picker: unknown";
+  if (wanted.devices < 1) return "devices: at least 1";
+  if (!(wanted.timeout_seconds > 0)) return "timeout_seconds: more than 0";
+  if (!attached_.empty()) return "a rank thread is still attached";
+  if (!idle()) return "work is still queued; synchronise first";
+  stop_workers();
+  config = wanted;
+  picker.emplace(config.seed, config.picker);
+  const auto by_seed = [&](int setting, bool parallel, int bit) {
+    return setting >= 0 ? setting != 0 : (seeded() ? picker->coin(bit) : parallel);
+  };
+  ordered_launches_ = by_seed(config.ordered_launches, true, 0);
+  buffered_sends_ = by_seed(config.buffered_sends, false, 1);
+  checking_ = config.check_dependencies >= 0 ? config.check_dependencies != 0 : seeded();
+  failed_ = false;
+  report_.clear();
+  ops_done_ = progress_ = 0;
+  arrived_ = 0;
+  round_started_ = false;
+  history.clear();
+  for (auto& [stream, owner] : streams_) stream->rank_in_picker = 0;
+  if (!seeded()) start_workers();
+  return nullptr;
+}
+
+bool Machine::idle() const {
+  if (running_ != 0) return false;
+  return std::all_of(streams_.begin(), streams_.end(), [](const auto& entry) { return entry.second->queue.empty(); });
+}
+
+void Machine::fail(std::string report) {
+  if (failed_) return;
+  failed_ = true;
+  report_ = std::move(report);
+  for (const auto& known : teams) {
+    if (const auto team = known.lock(); team && !team->in_step()) team->stopped = true;
+  }
+  drop_queues();
+  for (HostThread* thread : attached_) thread->wake.notify_all();
+  for (HostThread* thread : waiting_) thread->wake.notify_all();
+  turn_free_.notify_all();
+  workers_idle_.notify_all();
+}
+
+std::string Machine::report() { return report_; }
+
+void Machine::drop_queues() {
+  ready_.clear();
+  std::vector<Stream*> all;
+  for (auto& [stream, owner] : streams_) all.push_back(stream);
+  for (Stream* stream : all) {
+    for (const OpPtr& op : stream->queue) {
+      op->done = true;
+      op->after.clear();
+      op->waiters.clear();
+    }
+    stream->queue.clear();
+    stream->scheduled = false;
+    stream->blocked_on = nullptr;
+    if (stream->destroyed) retire(*stream);
+  }
+}
+
+// --- streams
+
+std::size_t Machine::new_lane() {
+  if (free_lanes_.empty()) return lanes_++;
+  const std::size_t lane = free_lanes_.back();
+  free_lanes_.pop_back();
+  return lane;
+}
+
+Stream* Machine::create_stream(unsigned flags, int priority) {
+  const int device = this_thread().device;
+  legacy_stream(device);
+  auto owner = std::make_unique<Stream>();
+  Stream* const stream = owner.get();
+  stream->device = device;
+  stream->number = 1;
+  const auto taken = [&](const Stream* other) { return other->number == stream->number; };
+  while (std::any_of(by_device_[device].begin(), by_device_[device].end(), taken)) ++stream->number;
+  stream->flags = flags;
+  stream->priority = priority;
+  stream->lane = new_lane();
+  stream->clock.join(*host_clock(device));
+  streams_.emplace(stream, std::move(owner));
+  by_device_[device].push_back(stream);
+  ++live_streams_;
+  return stream;
+}
+
+Stream& Machine::legacy_stream(int device) {
+  if (by_device_.size() <= static_cast<std::size_t>(device)) by_device_.resize(device + 1);
+  if (by_device_[device].empty()) {
+    auto owner = std::make_unique<Stream>();
+    owner->device = device;
+    owner->lane = new_lane();
+    by_device_[device].push_back(owner.get());
+    streams_.emplace(owner.get(), std::move(owner));
+  }
+  return *by_device_[device].front();
+}
+
+Stream* Machine::find_stream(cudaStream_t handle) {
+  if (handle == nullptr || handle == cudaStreamLegacy) return &legacy_stream(this_thread().device);
+  Stream* const stream = reinterpret_cast<Stream*>(handle);
+  return streams_.count(stream) != 0 && !stream->destroyed ? stream : nullptr;
+}
+
+void Machine::destroy_stream(Stream* stream) {
+  stream->destroyed = true;
+  --live_streams_;
+  if (stream->queue.empty() && !stream->scheduled) retire(*stream);
+}
+
+void Machine::retire(Stream& stream) {
+  auto& siblings = by_device_[stream.device];
+  siblings.erase(std::find(siblings.begin(), siblings.end(), &stream));
+  host_side(stream.device).retired.join(stream.clock);
+  free_lanes_.push_back(stream.lane);
+  streams_.erase(&stream);
+}
+
+std::vector<OpPtr> Machine::tails(int device) {
+  legacy_stream(device);
+  std::vector<OpPtr> tails;
+  for (Stream* stream : by_device_[device]) {
+    if (stream->last) tails.push_back(stream->last);
+  }
+  return tails;
+}
+
+// --- what the hosts know
+
+Machine::HostSide& Machine::host_side(int device) {
+  auto it = hosts_.find(device);
+  if (it == hosts_.end()) it = hosts_.emplace(device, HostSide{new_lane(), std::make_shared<Clock>(), {}}).first;
+  return it->second;
+}
+ClockSnapshot& Machine::host_clock(int device) { return host_side(device).clock; }
+std::size_t Machine::host_lane(int device) { return host_side(device).lane; }
+
+void Machine::learn(int device, const ClockSnapshot& clock) {
+  if (!checking_ || !clock) return;
+  ClockSnapshot& known = host_clock(device);
+  auto joined = std::make_shared<Clock>(*known);
+  joined->join(*clock);
+  known = std::move(joined);
+}
+
+std::optional<std::string> Machine::illegal_access(const Ranges& ranges, int device, bool peers_allowed) {
+  for (const Range& range : ranges) {
+    if (range.empty()) continue;
+    if (range.begin == 0) return "a null pointer";
+    std::uintptr_t base = 0;
+    const Allocation* const allocation = memory.find(range.begin, &base);
+    if (!allocation) continue;  // memory of the host program, which the CPU device takes as any device's
+    if (range.end() > base + allocation->bytes) {
+      return "bytes " + std::to_string(range.begin - base) + " to " + std::to_string(range.end() - base) +
+             " of an allocation of " + std::to_string(allocation->bytes);
+    }
+    const bool reachable = allocation->type != cudaMemoryTypeDevice || allocation->device == device || peers_allowed ||
+                           peer_access.count(static_cast<std::uint64_t>(device) << 32 | allocation->device) != 0;
+    if (!reachable) {
+      return "memory of device " + std::to_string(allocation->device) + " in an op of device " + std::to_string(device);
+    }
+  }
+  return std::nullopt;
+}
+
+void Machine::learn_retired(int device) {
+  if (checking_) learn(this_thread().device, std::make_shared<Clock>(host_side(device).retired));
+}
+
+// --- the life of an op
+
+void Machine::enqueue(Lock& lock, OpPtr op, Stream& stream) {
+  HostThread& thread = this_thread();
+  op->stream = &stream;
+  op->name.device = stream.device;
+  op->name.stream = stream.number;
+  op->name.place = thread.place;
+  if (checking_) op->host_clock = host_clock(thread.device);
+  const auto order_after = [&](const Stream& other) {
+    if (other.last && (checking_ || !other.last->done)) op->after.push_back(other.last);
+  };
+  if (stream.legacy()) {
+    for (const Stream* other : by_device_[stream.device]) {
+      if (!other->legacy() && other->blocking()) order_after(*other);
+    }
+  } else if (stream.blocking()) {
+    order_after(*by_device_[stream.device].front());
+  }
+  stream.last = op;
+  stream.queue.push_back(std::move(op));
+  if (stream.queue.size() == 1) evaluate(stream);
+  scheduling_point(lock);
+}
+
+void Machine::evaluate(Stream& stream) {
+  if (stream.scheduled || stream.queue.empty()) return;
+  const Op& op = *stream.queue.front();
+  if (!op.begun) {
+    for (const OpPtr& before : op.after) {
+      if (before->done) continue;
+      if (stream.blocked_on != before.get()) {
+        stream.blocked_on = before.get();
+        before->waiters.push_back(&stream);
+      }
+      return;
+    }
+  } else {
+    for (const Part& part : op.parts) {
+      if (!part.match->satisfied(part.index)) return;
+    }
+  }
+  stream.scheduled = true;
+  ready_.push_back(&stream);
+  if (!seeded() && idle_workers_ > 0) workers_wake_.notify_one();
+}
+
+// One step of a stream that has been taken out of the ready list.
+void Machine::advance(Lock& lock, Stream& stream) {
+  const OpPtr op = stream.queue.front();
+  if (!op->begun) {
+    begin(stream, *op);
+    if (failed_) return;
+    const bool pause_in_flight = !op->parts.empty() || (seeded() && op->work);
+    if (pause_in_flight) {
+      stream.scheduled = false;
+      evaluate(stream);
+      return;
+    }
+  }
+  if (op->work) {
+    ++running_;
+    lock.unlock();
+    op->work();
+    lock.lock();
+    --running_;
+  }
+  for (const Part& part : op->parts) {
+    Match& match = *part.match;
+    const bool left_in_buffer = match.kind == CommKind::send_recv && match.buffered && part.index == 0;
+    if (!left_in_buffer && match.state == Match::State::open) exchange(lock, match);
+  }
+  if (failed_) {  // the queues are gone, and the stream may be too
+    workers_idle_.notify_all();
+    return;
+  }
+  // Between two of its exchanges another rank may have begun the next one of them.
+  for (const Part& part : op->parts) {
+    if (!part.match->satisfied(part.index)) {
+      stream.scheduled = false;
+      evaluate(stream);
+      return;
+    }
+  }
+  end(stream, *op);
+  stream.scheduled = false;
+  if (stream.destroyed && stream.queue.empty()) {
+    retire(stream);
+  } else {
+    evaluate(stream);
+  }
+}
+
+void Machine::begin(Stream& stream, Op& op) {
+  op.begun = true;
+  if (checking_) {
+    if (op.host_clock) stream.clock.join(*op.host_clock);
+    for (const OpPtr& before : op.after) {
+      if (before->clock) stream.clock.join(*before->clock);
+    }
+    const std::uint32_t epoch = stream.clock.tick(stream.lane);
+    if (const auto conflict = history.note(op.ranges, {stream.lane, epoch, op.name}, stream.clock)) {
+      const bool ours = memory.find(conflict->range.begin) != nullptr;
+      // The heap gives the same host memory to several ranks in turn, in an order that the device cannot see.
+      if (ours || conflict->earlier.name.device == stream.device) {
+        fail(conflict_report(*conflict, op.name, conflict->range));
+        return;
+      }
+    }
+  }
+  op.after.clear();
+  if (seeded() && config.fill_fresh_memory != 0) poison(op);
+  take_seats(stream, op);
+}
+
+// Whoever reads an output too early shall not find the right answer of an earlier call there.
+void Machine::poison(const Op& op) {
+  for (const Range& range : op.ranges) {
+    if (!range.write || range.scratch) continue;
+    for (std::size_t row = 0; row < (range.empty() ? 0 : range.rows); ++row) {
+      std::uintptr_t at = range.begin + row * range.pitch;
+      const std::uintptr_t end = at + range.bytes;
+      while (at < end) {  // from one input in this row to the next
+        std::uintptr_t stop = end, next = end;
+        for (const Range& input : op.ranges) {
+          if (input.write || input.empty() || input.end() <= at || input.begin >= stop) continue;
+          stop = std::max(input.begin, at);
+          next = input.end();
+        }
+        std::memset(reinterpret_cast<void*>(at), 0xff, stop - at);
+        at = std::max(next, stop);
+        if (stop == end) break;
+      }
+    }
+  }
+}
+
+void Machine::take_seats(Stream& stream, Op& op) {
+  for (const Part& part : op.parts) {
+    Match& match = *part.match;
+    Match::Seat& seat = match.seats[part.index];
+    seat.begun = true;
+    if (checking_) seat.clock = std::make_shared<Clock>(stream.clock);
+    ++match.begun;
+    if (match.buffered && part.index == 0) {
+      const auto* const bytes = static_cast<const std::byte*>(seat.send);
+      match.buffer.assign(bytes, bytes + match.count * type_size(match.type));
+    }
+  }
+  for (const Part& part : op.parts) {
+    if (!part.match->complete()) continue;
+    for (const Match::Seat& seat : part.match->seats) {
+      if (seat.stream && seat.stream != &stream) evaluate(*seat.stream);
+    }
+  }
+}
+
+void Machine::exchange(Lock& lock, Match& match) {
+  match.state = Match::State::running;
+  ++running_;
+  lock.unlock();
+  match.exchange();
+  lock.lock();
+  --running_;
+  match.state = Match::State::done;
+  if (failed_) return;
+  for (const Match::Seat& seat : match.seats) {
+    if (seat.stream) evaluate(*seat.stream);
+  }
+}
+
+void Machine::end(Stream& stream, Op& op) {
+  if (checking_) {
+    for (const Part& part : op.parts) {
+      for (const Match::Seat& seat : part.match->seats) {
+        const int from = static_cast<int>(&seat - part.match->seats.data());
+        if (from != part.index && seat.clock && part.match->data_flows(from, part.index)) stream.clock.join(*seat.clock);
+      }
+    }
+    op.clock = std::make_shared<Clock>(stream.clock);
+  }
+  // The streams of the others are in matches that this op was part of; they must not reach a stream that is gone.
+  for (const Part& part : op.parts) part.match->seats[part.index].stream = nullptr;
+  op.finished = std::chrono::steady_clock::now();
+  op.done = true;
+  op.parts.clear();
+  op.work = nullptr;
+  stream.queue.pop_front();
+  for (Stream* waiter : std::exchange(op.waiters, {})) {
+    waiter->blocked_on = nullptr;
+    evaluate(*waiter);
+  }
+  ++ops_done_;
+  progress();
+}
+
+}  // namespace hostweave::cpu

@@ -1,0 +1,341 @@
+// cuBLASLt: descriptors, and the matmul as an op. Descriptors and host scalars are read at the call.
+#include <algorithm>
+#include <climits>
+#include <cstring>
+#include <string>
+
+#include "errors.h"
+#include "gemm.h"
+#include "machine.h"
+#include "submit.h"
+#include "types.h"
+
+using namespace hostweave::cpu;
+
+namespace {
+
+struct Desc {
+  cublasComputeType_t compute;
+  cudaDataType_t scale;
+  std::int32_t transpose_a = CUBLAS_OP_N, transpose_b = CUBLAS_OP_N;
+  std::int32_t epilogue = CUBLASLT_EPILOGUE_DEFAULT;
+  void* bias = nullptr;
+  std::int32_t bias_type = -1;  // that of D
+};
+
+struct Layout {
+  std::uint32_t type;
+  std::uint64_t rows, cols;
+  std::int64_t ld;
+  std::int32_t order = CUBLASLT_ORDER_COL;
+  std::int32_t batch_count = 1;
+  std::int64_t batch_stride = 0;
+
+  cudaDataType_t data_type() const { return static_cast<cudaDataType_t>(type); }
+  bool row_major() const { return order == CUBLASLT_ORDER_ROW; }
+  std::int64_t inner() const { return static_cast<std::int64_t>(row_major() ? cols : rows); }
+  std::int64_t outer() const { return static_cast<std::int64_t>(row_major() ? rows : cols); }
+};
+
+struct Preference {};
+
+Desc* content(cublasLtMatmulDesc_t desc) { return reinterpret_cast<Desc*>(desc); }
+Layout* content(cublasLtMatrixLayout_t layout) { return reinterpret_cast<Layout*>(layout); }
+
+template <class T>
+cublasStatus_t set(T& field, const void* value, std::size_t bytes, const char* what) {
+  if (!value || bytes != sizeof field) {
+    return error(CUBLAS_STATUS_INVALID_VALUE,
+                 std::string(what) + ": " + std::to_string(bytes) + " bytes for an attribute of " + std::to_string(sizeof field));
+  }
+  std::memcpy(&field, value, sizeof field);
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t invalid(const std::string& what) { return error(CUBLAS_STATUS_INVALID_VALUE, "cublasLtMatmul: " + what); }
+
+bool supported_epilogue(int epilogue) {
+  for (const int known : {CUBLASLT_EPILOGUE_DEFAULT, CUBLASLT_EPILOGUE_RELU, CUBLASLT_EPILOGUE_BIAS, CUBLASLT_EPILOGUE_RELU_BIAS,
+                          CUBLASLT_EPILOGUE_GELU, CUBLASLT_EPILOGUE_GELU_BIAS}) {
+    if (epilogue == known) return true;
+  }
+  return false;
+}
+
+std::string shape(const Layout& layout) { return std::to_string(layout.rows) + "x" + std::to_string(layout.cols); }
+
+// Types, shapes and layouts that go together; what the heuristic and the matmul both ask.
+cublasStatus_t check(const Desc& desc, const Layout& a, const Layout& b, const Layout& c, const Layout& d) {
+  const auto narrow = [](const Layout& l) { return l.type == CUDA_R_16F || l.type == CUDA_R_16BF || l.type == CUDA_R_32F; };
+  const bool all_double = a.type == CUDA_R_64F && b.type == CUDA_R_64F && c.type == CUDA_R_64F && d.type == CUDA_R_64F;
+  const bool all_narrow = narrow(a) && narrow(b) && narrow(c) && narrow(d);
+  const bool computes_double = desc.compute == CUBLAS_COMPUTE_64F || desc.compute == CUBLAS_COMPUTE_64F_PEDANTIC;
+  const bool computes_int = desc.compute == CUBLAS_COMPUTE_32I || desc.compute == CUBLAS_COMPUTE_32I_PEDANTIC;
+  if (!all_double && !all_narrow) return blas_not_supported("cublasLtMatmul of these types");
+  if (computes_int || computes_double != all_double) return blas_not_supported("cublasLtMatmul with this compute type");
+  if (desc.scale != (all_double ? CUDA_R_64F : CUDA_R_32F)) return blas_not_supported("cublasLtMatmul with this scale type");
+  for (const Layout* layout : {&a, &b, &c, &d}) {
+    if (layout->ld < layout->inner()) return invalid("a leading dimension smaller than the matrix");
+    if (std::max({layout->inner(), layout->outer(), layout->ld}) > INT_MAX) return blas_not_supported("a dimension above 2^31");
+  }
+  const bool ta = desc.transpose_a != CUBLAS_OP_N, tb = desc.transpose_b != CUBLAS_OP_N;
+  const auto m = ta ? a.cols : a.rows, k = ta ? a.rows : a.cols, n = tb ? b.rows : b.cols;
+  if ((tb ? b.cols : b.rows) != k || d.rows != m || d.cols != n || c.rows != m || c.cols != n) {
+    return invalid("shapes do not match: A " + shape(a) + (ta ? " transposed" : "") + ", B " + shape(b) +
+                   (tb ? " transposed" : "") + ", C " + shape(c) + ", D " + shape(d));
+  }
+  if (c.order != d.order) return blas_not_supported("cublasLtMatmul with C and D in different orders");
+  for (const Layout* layout : {&b, &c, &d}) {
+    if (layout->batch_count != a.batch_count) return invalid("batch counts differ");
+  }
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+void add_ranges(Ranges& ranges, const void* base, const Layout& layout, bool write) {
+  const std::size_t size = type_size(layout.data_type());
+  const std::size_t bytes = layout.inner() * size, pitch = layout.ld * size, outer = layout.outer();
+  const std::int64_t batches = layout.batch_stride == 0 ? 1 : layout.batch_count;
+  for (std::int64_t i = 0; i < batches; ++i) {
+    const char* const at = static_cast<const char*>(base) + i * layout.batch_stride * static_cast<std::int64_t>(size);
+    ranges.push_back(write ? write_of(at, bytes, outer, pitch) : read_of(at, bytes, outer, pitch));
+  }
+}
+
+Gemm plan(const Desc& desc, const Layout& a, const Layout& b, const Layout& c, const Layout& d) {
+  Gemm g;
+  // A row-major matrix is the transpose of a column-major one.
+  g.transpose_a = (desc.transpose_a != CUBLAS_OP_N) != a.row_major();
+  g.transpose_b = (desc.transpose_b != CUBLAS_OP_N) != b.row_major();
+  g.m = static_cast<std::int64_t>(d.rows), g.n = static_cast<std::int64_t>(d.cols);
+  g.k = static_cast<std::int64_t>(desc.transpose_a != CUBLAS_OP_N ? a.rows : a.cols);
+  g.lda = a.ld, g.ldb = b.ld, g.ldc = c.ld, g.ldd = d.ld;
+  g.type_a = a.data_type(), g.type_b = b.data_type(), g.type_c = c.data_type(), g.type_d = d.data_type();
+  if (desc.epilogue & CUBLASLT_EPILOGUE_RELU) g.activation = Gemm::Activation::relu;
+  if (desc.epilogue & CUBLASLT_EPILOGUE_GELU) g.activation = Gemm::Activation::gelu;
+  g.type_bias = desc.bias_type < 0 ? g.type_d : static_cast<cudaDataType_t>(desc.bias_type);
+  return g;
+}
+
+void swap_sides(Gemm& g) {  // D' = B' A'
+  std::swap(g.m, g.n);
+  std::swap(g.a, g.b), std::swap(g.lda, g.ldb), std::swap(g.type_a, g.type_b);
+  const bool ta = g.transpose_a;
+  g.transpose_a = !g.transpose_b, g.transpose_b = !ta;
+  g.bias_by_column = true;
+}
+
+const char* step(const void* base, std::int64_t elements, const Layout& layout) {
+  return static_cast<const char*>(base) + elements * static_cast<std::int64_t>(type_size(layout.data_type()));
+}
+
+}  // namespace
+
+extern "C" {
+
+size_t cublasLtGetVersion(void) { return 120400; }
+
+cublasStatus_t cublasLtCreate(cublasLtHandle_t* handle) {
+  *handle = reinterpret_cast<cublasLtHandle_t>(new int(this_thread().device));
+  return CUBLAS_STATUS_SUCCESS;
+}
+cublasStatus_t cublasLtDestroy(cublasLtHandle_t handle) {
+  delete reinterpret_cast<int*>(handle);
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t* desc, cublasComputeType_t compute, cudaDataType_t scale) {
+  *desc = reinterpret_cast<cublasLtMatmulDesc_t>(new Desc{compute, scale});
+  return CUBLAS_STATUS_SUCCESS;
+}
+cublasStatus_t cublasLtMatmulDescDestroy(cublasLtMatmulDesc_t desc) {
+  delete content(desc);
+  return CUBLAS_STATUS_SUCCESS;
+}
+cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t handle, cublasLtMatmulDescAttributes_t attribute,
+                                              const void* value, size_t bytes) {
+  constexpr const char* what = "cublasLtMatmulDescSetAttribute";
+  Desc changed = *content(handle);
+  cublasStatus_t status;
+  std::int32_t mode = 0;
+  switch (attribute) {
+    case CUBLASLT_MATMUL_DESC_TRANSA:
+      status = set(changed.transpose_a, value, bytes, what);
+      break;
+    case CUBLASLT_MATMUL_DESC_TRANSB:
+      status = set(changed.transpose_b, value, bytes, what);
+      break;
+    case CUBLASLT_MATMUL_DESC_EPILOGUE:
+      status = set(changed.epilogue, value, bytes, what);
+      break;
+    case CUBLASLT_MATMUL_DESC_BIAS_POINTER:
+      status = set(changed.bias, value, bytes, what);
+      break;
+    case CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE:
+      status = set(changed.bias_type, value, bytes, what);
+      break;
+    // Hints to a GPU.
+    case CUBLASLT_MATMUL_DESC_SM_COUNT_TARGET:
+      status = set(mode, value, bytes, what);
+      break;
+    case CUBLASLT_MATMUL_DESC_POINTER_MODE:
+      status = set(mode, value, bytes, what);
+      if (status == CUBLAS_STATUS_SUCCESS && mode != CUBLASLT_POINTER_MODE_HOST)
+        return blas_not_supported("scalars on the device");
+      break;
+    default:
+      return blas_not_supported(std::string(what) + ": attribute " + std::to_string(attribute));
+  }
+  if (status != CUBLAS_STATUS_SUCCESS) return status;
+  for (const int op : {changed.transpose_a, changed.transpose_b}) {
+    if (op != CUBLAS_OP_N && op != CUBLAS_OP_T && op != CUBLAS_OP_C)
+      return error(CUBLAS_STATUS_INVALID_VALUE, "an unknown transpose");
+  }
+  if (!supported_epilogue(changed.epilogue)) return blas_not_supported("epilogue " + std::to_string(changed.epilogue));
+  *content(handle) = changed;
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t* layout, cudaDataType type, uint64_t rows, uint64_t cols,
+                                          int64_t ld) {
+  *layout = reinterpret_cast<cublasLtMatrixLayout_t>(new Layout{static_cast<std::uint32_t>(type), rows, cols, ld});
+  return CUBLAS_STATUS_SUCCESS;
+}
+cublasStatus_t cublasLtMatrixLayoutDestroy(cublasLtMatrixLayout_t layout) {
+  delete content(layout);
+  return CUBLAS_STATUS_SUCCESS;
+}
+cublasStatus_t cublasLtMatrixLayoutSetAttribute(cublasLtMatrixLayout_t handle, cublasLtMatrixLayoutAttribute_t attribute,
+                                                const void* value, size_t bytes) {
+  constexpr const char* what = "cublasLtMatrixLayoutSetAttribute";
+  Layout changed = *content(handle);
+  cublasStatus_t status;
+  switch (attribute) {
+    case CUBLASLT_MATRIX_LAYOUT_TYPE:
+      status = set(changed.type, value, bytes, what);
+      break;
+    case CUBLASLT_MATRIX_LAYOUT_ORDER:
+      status = set(changed.order, value, bytes, what);
+      break;
+    case CUBLASLT_MATRIX_LAYOUT_ROWS:
+      status = set(changed.rows, value, bytes, what);
+      break;
+    case CUBLASLT_MATRIX_LAYOUT_COLS:
+      status = set(changed.cols, value, bytes, what);
+      break;
+    case CUBLASLT_MATRIX_LAYOUT_LD:
+      status = set(changed.ld, value, bytes, what);
+      break;
+    case CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT:
+      status = set(changed.batch_count, value, bytes, what);
+      break;
+    case CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET:
+      status = set(changed.batch_stride, value, bytes, what);
+      break;
+    default:
+      return blas_not_supported(std::string(what) + ": attribute " + std::to_string(attribute));
+  }
+  if (status != CUBLAS_STATUS_SUCCESS) return status;
+  if (changed.order != CUBLASLT_ORDER_COL && changed.order != CUBLASLT_ORDER_ROW) {
+    return blas_not_supported("matrix order " + std::to_string(changed.order));
+  }
+  *content(handle) = changed;
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasLtMatmulPreferenceCreate(cublasLtMatmulPreference_t* preference) {
+  *preference = reinterpret_cast<cublasLtMatmulPreference_t>(new Preference);
+  return CUBLAS_STATUS_SUCCESS;
+}
+cublasStatus_t cublasLtMatmulPreferenceDestroy(cublasLtMatmulPreference_t preference) {
+  delete reinterpret_cast<Preference*>(preference);
+  return CUBLAS_STATUS_SUCCESS;
+}
+cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t, cublasLtMatmulPreferenceAttributes_t attribute,
+                                                    const void* value, size_t bytes) {
+  // All of them narrow down the choice among algorithms, and here there is one, which needs nothing.
+  const bool eight = attribute == CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES || attribute == CUBLASLT_MATMUL_PREF_IMPL_MASK;
+  switch (attribute) {
+    case CUBLASLT_MATMUL_PREF_SEARCH_MODE:
+    case CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES:
+    case CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK:
+    case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES:
+    case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES:
+    case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES:
+    case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES:
+    case CUBLASLT_MATMUL_PREF_MAX_WAVES_COUNT:
+    case CUBLASLT_MATMUL_PREF_IMPL_MASK:
+      break;
+    default:
+      return blas_not_supported("cublasLtMatmulPreferenceSetAttribute: attribute " + std::to_string(attribute));
+  }
+  std::uint64_t wide;
+  std::uint32_t narrow;
+  return eight ? set(wide, value, bytes, "cublasLtMatmulPreferenceSetAttribute")
+               : set(narrow, value, bytes, "cublasLtMatmulPreferenceSetAttribute");
+}
+
+cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDesc_t desc, cublasLtMatrixLayout_t a,
+                                              cublasLtMatrixLayout_t b, cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t d,
+                                              cublasLtMatmulPreference_t, int requested,
+                                              cublasLtMatmulHeuristicResult_t results[], int* found) {
+  *found = 0;
+  if (requested < 1) return invalid("no algorithm was requested");
+  const cublasStatus_t status = check(*content(desc), *content(a), *content(b), *content(c), *content(d));
+  if (status != CUBLAS_STATUS_SUCCESS) return status;
+  results[0] = {};
+  results[0].state = CUBLAS_STATUS_SUCCESS;
+  results[0].wavesCount = 1;
+  *found = 1;
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc_handle, const void* alpha, const void* a,
+                              cublasLtMatrixLayout_t a_handle, const void* b, cublasLtMatrixLayout_t b_handle, const void* beta,
+                              const void* c, cublasLtMatrixLayout_t c_handle, void* d, cublasLtMatrixLayout_t d_handle,
+                              const cublasLtMatmulAlgo_t*, void* workspace, size_t workspace_bytes, cudaStream_t stream) {
+  if (!handle) return error(CUBLAS_STATUS_NOT_INITIALIZED, "cublasLtMatmul: no handle");
+  if (!desc_handle || !a_handle || !b_handle || !c_handle || !d_handle || !alpha || !beta) return invalid("a null argument");
+  const Desc& desc = *content(desc_handle);
+  const Layout &la = *content(a_handle), &lb = *content(b_handle), &lc = *content(c_handle), &ld = *content(d_handle);
+  const cublasStatus_t status = check(desc, la, lb, lc, ld);
+  if (status != CUBLAS_STATUS_SUCCESS) return status;
+  Gemm g = plan(desc, la, lb, lc, ld);
+  const bool wide = desc.scale == CUDA_R_64F;
+  g.alpha = wide ? *static_cast<const double*>(alpha) : *static_cast<const float*>(alpha);
+  g.beta = wide ? *static_cast<const double*>(beta) : *static_cast<const float*>(beta);
+  const bool has_bias = desc.epilogue & CUBLASLT_EPILOGUE_BIAS;
+  if (has_bias && !desc.bias) return invalid("an epilogue with bias, without a bias pointer");
+  if (has_bias && type_size(g.type_bias) == 0) return blas_not_supported("a bias of this type");
+  if (has_bias && (g.type_bias == CUDA_R_64F) != wide) return blas_not_supported("a bias of this type");
+
+  auto op = std::make_shared<Op>();
+  op->name.kind = "matmul";
+  op->name.subject = 8;
+  add_ranges(op->ranges, a, la, false);
+  add_ranges(op->ranges, b, lb, false);
+  if (g.beta != 0) add_ranges(op->ranges, c, lc, false);
+  add_ranges(op->ranges, d, ld, true);
+  if (has_bias) op->ranges.push_back(read_of(desc.bias, ld.rows * type_size(g.type_bias)));
+  // cuBLASLt may use all of the workspace, so two matmuls at once must not share one.
+  if (workspace && workspace_bytes != 0) op->ranges.push_back(scratch_of(workspace, workspace_bytes));
+  op->work = [g, la, lb, lc, ld, a, b, c, d, bias = has_bias ? desc.bias : nullptr] {
+    for (std::int64_t i = 0; i < ld.batch_count; ++i) {
+      Gemm one = g;
+      one.a = step(a, i * la.batch_stride, la);
+      one.b = step(b, i * lb.batch_stride, lb);
+      one.c = one.beta != 0 ? step(c, i * lc.batch_stride, lc) : nullptr;
+      one.d = const_cast<char*>(step(d, i * ld.batch_stride, ld));
+      one.bias = bias;
+      if (ld.row_major()) swap_sides(one);
+      run(one);
+    }
+  };
+
+  Call call;
+  if (Machine::get().failed()) return blas_stopped();
+  if (submit(call.lock, std::move(op), stream) == cudaSuccess) return CUBLAS_STATUS_SUCCESS;
+  if (Machine::get().failed()) return blas_stopped();
+  return error(CUBLAS_STATUS_INVALID_VALUE, last_error_text());
+}
+
+}  // extern "C"

@@ -1,0 +1,114 @@
+#include "memory.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+namespace hostweave::cpu {
+namespace {
+
+constexpr std::size_t kPattern = std::size_t{2} << 20;
+constexpr std::size_t kAlignment = 256;  // what cudaMalloc promises
+
+// The address sanitizer knows the ends of heap blocks only.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr std::size_t kMapFrom = SIZE_MAX;
+#else
+constexpr std::size_t kMapFrom = kPattern;
+#endif
+
+int pattern_file() {  // 2 MiB of 0xff, in memory
+  static const int file = [] {
+    const int fd = memfd_create("hostweave_nan", MFD_CLOEXEC);
+    if (fd < 0) return -1;
+    const std::vector<unsigned char> bytes(kPattern, 0xff);
+    return write(fd, bytes.data(), bytes.size()) == static_cast<ssize_t>(bytes.size()) ? fd : -1;
+  }();
+  return file;
+}
+
+// Mapping one pattern over and over costs nothing until a page is written.
+bool map_pattern(void* base, std::size_t bytes) {
+  const int file = pattern_file();
+  if (file < 0) return false;
+  for (std::size_t at = 0; at < bytes; at += kPattern) {
+    const std::size_t piece = std::min(kPattern, bytes - at);
+    if (mmap(static_cast<char*>(base) + at, piece, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED, file, 0) == MAP_FAILED) {
+      return false;
+    }
+  }
+  return true;
+}
+
+void* map_memory(std::size_t bytes, bool fill) {
+  void* const base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (base == MAP_FAILED) return nullptr;
+  if (!fill) {
+    madvise(base, bytes, MADV_HUGEPAGE);
+  } else if (!map_pattern(base, bytes)) {
+    // Out of mappings: the whole range anew, filled by hand.
+    if (mmap(base, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == MAP_FAILED) {
+      munmap(base, bytes);
+      return nullptr;
+    }
+    std::memset(base, 0xff, bytes);
+  }
+  return base;
+}
+
+}  // namespace
+
+void* Memory::allocate(std::size_t bytes, int device, cudaMemoryType type, bool fill) {
+  Allocation allocation{bytes, device, type, 0};
+  void* pointer = nullptr;
+  if (bytes > SIZE_MAX - kPattern) return nullptr;
+  if (bytes >= kMapFrom) {
+    const std::size_t page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+    allocation.mapped = (bytes + page - 1) / page * page;
+    pointer = map_memory(allocation.mapped, fill);
+  } else {
+    if (posix_memalign(&pointer, kAlignment, bytes) != 0) pointer = nullptr;
+    if (pointer && fill) std::memset(pointer, 0xff, bytes);
+  }
+  if (pointer) allocations_.emplace(reinterpret_cast<std::uintptr_t>(pointer), allocation);
+  return pointer;
+}
+
+void Memory::release(void* pointer) {
+  const auto it = allocations_.find(reinterpret_cast<std::uintptr_t>(pointer));
+  if (it == allocations_.end()) return;
+  if (it->second.mapped) {
+    munmap(pointer, it->second.mapped);
+  } else {
+    std::free(pointer);
+  }
+  allocations_.erase(it);
+}
+
+const Allocation* Memory::find(std::uintptr_t address, std::uintptr_t* base) const {
+  auto it = allocations_.upper_bound(address);
+  if (it == allocations_.begin()) return nullptr;
+  --it;
+  if (address >= it->first + it->second.bytes) return nullptr;
+  if (base) *base = it->first;
+  return &it->second;
+}
+
+const Allocation* Memory::at(const void* pointer) const {
+  const auto it = allocations_.find(reinterpret_cast<std::uintptr_t>(pointer));
+  return it == allocations_.end() ? nullptr : &it->second;
+}
+
+std::uint64_t Memory::live_bytes(int device) const {
+  std::uint64_t bytes = 0;
+  for (const auto& [address, allocation] : allocations_) {
+    if (allocation.type == cudaMemoryTypeDevice && (device < 0 || allocation.device == device)) bytes += allocation.bytes;
+  }
+  return bytes;
+}
+
+}  // namespace hostweave::cpu

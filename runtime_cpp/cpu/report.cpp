@@ -1,0 +1,121 @@
+// How the machine speaks of ops, conflicts and deadlocks.
+#include <algorithm>
+#include <cstring>
+#include <set>
+#include <utility>
+
+#include "communicator.h"
+#include "machine.h"
+
+namespace hostweave::cpu {
+namespace {
+
+std::string base_name(const char* file) {
+  const char* const slash = std::strrchr(file, '/');
+  return slash ? slash + 1 : file;
+}
+
+std::string place_text(const Place& place) {
+  if (!place.file) return "";
+  return " (" + base_name(place.file) + ":" + std::to_string(place.line) + ")";
+}
+
+// The n-th argument of a call's source text: "f(a, g(b, c), d)" has "g(b, c)" as its number 1.
+std::string argument(const char* call, int n) {
+  if (!call || n < 0) return "";
+  const char* at = std::strchr(call, '(');
+  if (!at) return "";
+  std::string text;
+  int depth = 0;
+  for (++at; *at; ++at) {
+    if (*at == '(' || *at == '[' || *at == '{') ++depth;
+    if (*at == ')' || *at == ']' || *at == '}') {
+      if (--depth < 0) break;
+    }
+    if (*at == ',' && depth == 0) {
+      if (n-- == 0) break;
+      continue;
+    }
+    if (n == 0 && (*at != ' ' || !text.empty())) text += *at;
+  }
+  return n <= 0 ? text : "";
+}
+
+std::string list(const std::set<int>& ranks) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  bool first = true;
+  for (const int rank : ranks) {
+    if (!std::exchange(first, false)) text += ", ";
+    text += std::to_string(rank);
+  }
+  return text;
+}
+
+std::string who(const OpName& name) { return "rank " + std::to_string(name.device) + " stream " + std::to_string(name.stream); }
+
+std::string what_it_waits_for(const Op& op) {
+  if (!op.begun) {
+    for (const OpPtr& before : op.after) {
+      if (!before->done) return "waits for " + before->name.text();
+    }
+    return "is ready";
+  }
+  std::set<int> ranks;
+  for (const Part& part : op.parts) {
+    if (part.match->satisfied(part.index)) continue;
+    for (std::size_t seat = 0; seat < part.match->seats.size(); ++seat) {
+      if (!part.match->seats[seat].begun) ranks.insert(part.match->seat_ranks[seat]);
+    }
+  }
+  return ranks.empty() ? "is in flight" : "waits for " + list(ranks);
+}
+
+}  // namespace
+
+const char* Machine::intern(std::string_view text) { return interned_.emplace(text).first->c_str(); }
+
+std::string OpName::text() const {
+  std::string text = who(*this) + ": " + kind;
+  const std::string of = argument(place.call, subject);
+  if (!of.empty() && of.size() < 60) text += " " + of;
+  if (*team) text += std::string(" over ") + team;
+  return text + place_text(place);
+}
+
+std::string Machine::deadlock_report() {
+  std::string text = "deadlock: no rank can go on";
+  for (const auto& streams : by_device_) {
+    for (const Stream* stream : streams) {
+      if (stream->queue.empty()) continue;
+      const Op& head = *stream->queue.front();
+      text += "\n  " + head.name.text() + " " + what_it_waits_for(head);
+      if (stream->queue.size() > 1) text += ", " + std::to_string(stream->queue.size() - 1) + " more behind it";
+    }
+  }
+  std::vector<HostThread*> hosts = attached_;
+  for (HostThread* thread : waiting_) {
+    if (!thread->attached) hosts.push_back(thread);
+  }
+  for (const HostThread* thread : hosts) {
+    text += "\n  host of rank " + std::to_string(thread->device);
+    text += thread->waiting ? " waits for " + thread->waits_for : " runs outside the device";
+    text += place_text(thread->place);
+  }
+  return text;
+}
+
+std::string Machine::conflict_report(const History::Conflict& conflict, const OpName& name, const Range& range) const {
+  std::string text = "missing dependency: nothing orders\n  ";
+  text += conflict.earlier.name.text() + (conflict.earlier_writes ? ", which writes" : ", which reads") + ", before\n  ";
+  text += name.text() + (range.write ? ", which writes " : ", which reads ");
+  std::uintptr_t base = 0;
+  if (const Allocation* allocation = memory.find(range.begin, &base)) {
+    text += "bytes " + std::to_string(range.begin - base) + " to " + std::to_string(range.end() - base);
+    text += " of an allocation of " + std::to_string(allocation->bytes) + " bytes of rank " + std::to_string(allocation->device);
+  } else {
+    text += std::to_string(range.end() - range.begin) + " bytes of host memory";
+  }
+  return text;
+}
+
+}  // namespace hostweave::cpu

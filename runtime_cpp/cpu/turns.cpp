@@ -1,0 +1,196 @@
+// The seeded mode: one thing at a time. Rank threads hand one turn around; whoever has it lets the picker choose
+// among the threads that can go on and the streams that can make a step, until the choice falls on itself.
+#include <algorithm>
+#include <chrono>
+
+#include "machine.h"
+
+namespace hostweave::cpu {
+
+Machine::Choices Machine::choices(HostThread* me) {
+  Choices all;
+  for (HostThread* thread : attached_) {
+    if (!thread->waiting || !thread->ready || !thread->ready()) continue;
+    all.hosts.push_back(thread);
+    all.candidates.push_back({true, thread->rank, 0, &thread->priority});
+  }
+  if (me && !me->attached && me->ready()) {
+    all.hosts.push_back(me);
+    all.candidates.push_back({true, -1, 0, &me->priority});
+  }
+  for (Stream* stream : ready_) {
+    all.streams.push_back(stream);
+    all.candidates.push_back({false, stream->device, stream->number, &stream->rank_in_picker});
+  }
+  return all;
+}
+
+void Machine::step(Lock& lock, Stream* stream) {
+  ready_.erase(std::find(ready_.begin(), ready_.end(), stream));
+  advance(lock, *stream);
+}
+
+void Machine::hand_turn(HostThread* thread) {
+  turn_ = thread;
+  if (thread) thread->wake.notify_one();
+  turn_free_.notify_all();
+}
+
+// Parks until the turn comes. The holder may be lost in something that the device cannot see.
+void Machine::await_turn(Lock& lock, HostThread& me) {
+  using Clock = std::chrono::steady_clock;
+  const auto patience = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(config.timeout_seconds));
+  auto deadline = Clock::now() + patience;
+  std::uint64_t seen = picker->steps();
+  while (!failed_ && turn_ != &me) {
+    me.wake.wait_until(lock, deadline);
+    if (Clock::now() < deadline || failed_ || turn_ == &me) continue;
+    if (seen == picker->steps() && running_ == 0 && turn_ && !turn_->inside) {
+      fail("rank " + std::to_string(turn_->rank) + " holds the turn outside the device for " +
+           std::to_string(config.timeout_seconds) +
+           " seconds: in seeded mode a rank must not wait for another by means that the device cannot see\n" + deadlock_report());
+    } else if (!turn_ && !round_started_) {
+      fail("only " + std::to_string(arrived_) + " of " + std::to_string(config.ranks > 0 ? config.ranks : config.devices) +
+           " rank threads attached in " + std::to_string(config.timeout_seconds) + " seconds");
+    }
+    seen = picker->steps();
+    deadline = Clock::now() + patience;
+  }
+}
+
+bool Machine::wait_seeded(Lock& lock, HostThread& me) {
+  using namespace std::chrono;
+  auto deadline = steady_clock::now() + duration_cast<steady_clock::duration>(duration<double>(config.timeout_seconds));
+  while (!failed_) {
+    Choices all = choices(&me);
+    if (all.candidates.empty()) {
+      if (me.attached) {
+        fail(deadlock_report());
+        return false;
+      }
+      // Another thread that has not attached may still come with what this one waits for.
+      hand_turn(nullptr);
+      me.inside = false;
+      waiting_.push_back(&me);
+      const bool woken = turn_free_.wait_until(
+          lock, deadline, [&] { return failed_ || (turn_ == nullptr && attached_.empty() && (me.ready() || !ready_.empty())); });
+      me.inside = true;
+      if (!woken) fail(deadlock_report() + "\n  (no progress for " + std::to_string(config.timeout_seconds) + " seconds)");
+      waiting_.erase(std::find(waiting_.begin(), waiting_.end(), &me));
+      if (failed_) return false;
+      turn_ = &me;
+      continue;
+    }
+    const std::size_t choice = picker->pick(all.candidates);
+    if (choice >= all.hosts.size()) {
+      step(lock, all.streams[choice - all.hosts.size()]);
+    } else if (all.hosts[choice] == &me) {
+      return true;
+    } else {
+      hand_turn(all.hosts[choice]);
+      await_turn(lock, me);
+      return !failed_;
+    }
+  }
+  return false;
+}
+
+// The holder leaves: steps are made until some other thread can take over.
+void Machine::pass_turn_on(Lock& lock) {
+  while (!failed_ && !attached_.empty()) {
+    Choices all = choices(nullptr);
+    if (all.candidates.empty()) return fail(deadlock_report());
+    const std::size_t choice = picker->pick(all.candidates);
+    if (choice < all.hosts.size()) return hand_turn(all.hosts[choice]);
+    step(lock, all.streams[choice - all.hosts.size()]);
+  }
+  hand_turn(nullptr);
+}
+
+bool Machine::wait(Lock& lock, std::string waits_for, std::function<bool()> ready) {
+  HostThread& me = this_thread();
+  me.waiting = true;
+  me.waits_for = std::move(waits_for);
+  me.ready = std::move(ready);
+  const bool went_well = !failed_ && (seeded() ? wait_seeded(lock, me) : wait_parallel(lock, me));
+  me.waiting = false;
+  me.ready = nullptr;
+  return went_well;
+}
+
+void Machine::scheduling_point(Lock& lock) {
+  if (seeded() && !failed_) wait(lock, "its turn", [] { return true; });
+}
+
+void Machine::pause(Lock& lock) {
+  if (!seeded()) {
+    lock.unlock();
+    std::this_thread::yield();
+    lock.lock();
+    return;
+  }
+  picker->demote(this_thread().priority);
+  scheduling_point(lock);
+}
+
+void Machine::wait_for_running_work(Lock& lock) {
+  while (running_ != 0) workers_idle_.wait_for(lock, std::chrono::milliseconds(10));
+}
+
+void Machine::enter(Lock& lock) {
+  HostThread& me = this_thread();
+  if (seeded() && !me.attached && !failed_) {
+    turn_free_.wait(lock, [&] { return failed_ || !seeded() || (turn_ == nullptr && attached_.empty()); });
+    if (seeded() && !failed_) turn_ = &me;
+  }
+  me.inside = true;
+}
+
+void Machine::leave(Lock&) {
+  HostThread& me = this_thread();
+  me.inside = false;
+  if (!me.attached && turn_ == &me) hand_turn(nullptr);
+}
+
+void Machine::attach(Lock& lock, int rank) {
+  HostThread& me = this_thread();
+  workers_idle_.wait(lock, [&] { return failed_ || !round_started_; });
+  me.attached = true;
+  me.rank = rank;
+  me.device = rank;
+  me.priority = 0;
+  const auto place = std::upper_bound(attached_.begin(), attached_.end(), rank,
+                                      [](int r, const HostThread* thread) { return r < thread->rank; });
+  attached_.insert(place, &me);
+  round_started_ = ++arrived_ >= (config.ranks > 0 ? config.ranks : config.devices);
+  if (!seeded() || failed_) return;
+  me.waiting = true;
+  me.waits_for = "its first turn";
+  me.ready = [] { return true; };
+  if (round_started_) {
+    turn_ = &me;  // the last to come lets the picker choose who is first
+    wait_seeded(lock, me);
+  } else {
+    await_turn(lock, me);
+  }
+  me.waiting = false;
+  me.ready = nullptr;
+}
+
+void Machine::detach(Lock& lock) {
+  HostThread& me = this_thread();
+  me.attached = false;
+  attached_.erase(std::find(attached_.begin(), attached_.end(), &me));
+  if (attached_.empty()) {
+    round_started_ = false;
+    arrived_ = 0;
+    workers_idle_.notify_all();
+  }
+  if (seeded()) {
+    pass_turn_on(lock);
+  } else {
+    find_deadlock();
+  }
+}
+
+}  // namespace hostweave::cpu

@@ -1,0 +1,121 @@
+// The parallel mode: a pool of workers that runs stream heads as they become ready.
+#include <algorithm>
+#include <chrono>
+
+#include "machine.h"
+
+namespace hostweave::cpu {
+
+void Machine::start_workers() {
+  std::size_t count = config.workers > 0 ? config.workers : std::thread::hardware_concurrency();
+  count = std::max<std::size_t>(count, 1);
+  for (std::size_t i = 0; i < count; ++i) workers_.emplace_back([this, i] { work(i); });
+}
+
+void Machine::stop_workers() {
+  stopping_ = true;
+  workers_wake_.notify_all();
+  mutex.unlock();
+  for (std::thread& worker : workers_) worker.join();
+  mutex.lock();
+  workers_.clear();
+  stopping_ = false;
+}
+
+void Machine::work(std::size_t) {
+  Lock lock(mutex);
+  while (!stopping_) {
+    if (!splits_.empty()) {
+      run_split(lock, *splits_.front());
+    } else if (!ready_.empty()) {
+      // High priority streams first; among equals the one that has waited longest.
+      const auto first = std::min_element(ready_.begin(), ready_.end(),
+                                          [](const Stream* a, const Stream* b) { return a->priority < b->priority; });
+      Stream* const stream = *first;
+      ready_.erase(first);
+      advance(lock, *stream);
+    } else {
+      ++idle_workers_;
+      if (running_ == 0) find_deadlock();
+      workers_wake_.wait(lock, [&] { return stopping_ || !splits_.empty() || !ready_.empty(); });
+      --idle_workers_;
+    }
+  }
+}
+
+void Machine::progress() {
+  ++progress_;
+  if (seeded()) {
+    turn_free_.notify_all();
+    return;
+  }
+  for (HostThread* thread : waiting_) {
+    if (thread->ready()) thread->wake.notify_one();
+  }
+}
+
+bool Machine::wait_parallel(Lock& lock, HostThread& me) {
+  if (me.ready()) return true;
+  waiting_.push_back(&me);
+  find_deadlock();
+  using Clock = std::chrono::steady_clock;
+  const auto patience = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(config.timeout_seconds));
+  auto deadline = Clock::now() + patience;
+  std::uint64_t seen = progress_;
+  while (!failed_ && !me.ready()) {
+    me.wake.wait_until(lock, deadline);
+    if (Clock::now() < deadline) continue;
+    // Work that takes long is not a deadlock, and neither is a rank that is still making progress.
+    if (seen == progress_ && running_ == 0 && ready_.empty() && !me.ready() && !failed_) {
+      fail(deadlock_report() + "\n  (no progress for " + std::to_string(config.timeout_seconds) + " seconds)");
+    }
+    seen = progress_;
+    deadline = Clock::now() + patience;
+  }
+  waiting_.erase(std::find(waiting_.begin(), waiting_.end(), &me));
+  return !failed_;
+}
+
+// When every rank thread has come, and those that are still here all wait, and nothing runs: nothing ever will.
+void Machine::find_deadlock() {
+  if (failed_ || !round_started_ || attached_.empty() || running_ != 0 || !ready_.empty()) return;
+  for (const HostThread* thread : attached_) {
+    if (!thread->waiting || !thread->ready || thread->ready()) return;
+  }
+  for (const HostThread* thread : waiting_) {
+    if (thread->ready()) return;
+  }
+  fail(deadlock_report());
+}
+
+std::size_t Machine::idle_workers() {
+  const Lock lock(mutex);
+  return seeded() ? 0 : idle_workers_;
+}
+
+void Machine::split(std::size_t pieces, const std::function<void(std::size_t)>& run) {
+  if (pieces <= 1 || seeded()) {
+    for (std::size_t i = 0; i < pieces; ++i) run(i);
+    return;
+  }
+  Lock lock(mutex);
+  Split split{&run, pieces};
+  splits_.push_back(&split);
+  if (idle_workers_ > 0) workers_wake_.notify_all();
+  run_split(lock, split);
+  workers_idle_.wait(lock, [&] { return split.running == 0; });
+}
+
+void Machine::run_split(Lock& lock, Split& split) {
+  ++split.running;
+  while (split.next < split.pieces) {
+    const std::size_t piece = split.next++;
+    if (split.next == split.pieces) splits_.erase(std::find(splits_.begin(), splits_.end(), &split));
+    lock.unlock();
+    (*split.run)(piece);
+    lock.lock();
+  }
+  if (--split.running == 0) workers_idle_.notify_all();
+}
+
+}  // namespace hostweave::cpu

@@ -1,0 +1,42 @@
+// The memory of a program's temporaries, which its calls use one after another.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+
+#include "hostweave/streams.h"
+
+namespace hw {
+
+class Arena {
+ public:
+  Arena() = default;
+  ~Arena();
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+
+  struct Buffer {
+    template <class T>
+    Buffer(T*& pointer, int64_t count) : pointer(reinterpret_cast<void**>(&pointer)), bytes(count * sizeof(T)) {}
+    void** pointer;  // is set by allocate
+    size_t bytes;
+  };
+  // Lays the buffers out, each aligned to 256 bytes. Memory grows when larger sizes come, and stays.
+  void allocate(std::initializer_list<Buffer> buffers);
+
+  // The work of a call stands between these two: `caller` first waits for the call before, whatever stream that was on.
+  cudaError_t begin_call(cudaStream_t caller) { return cudaStreamWaitEvent(caller, last_call_[0], 0); }
+  cudaError_t end_call(cudaStream_t caller) { return cudaEventRecord(last_call_[0], caller); }
+
+  void* data() const { return data_; }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  void* data_ = nullptr;
+  size_t bytes_ = 0;
+  Events last_call_{1};
+};
+
+}  // namespace hw

@@ -1,0 +1,41 @@
+// HW_CHECK(call): an ExecutionError with file, line and call where a CUDA, NCCL or cuBLASLt call fails.
+#pragma once
+#include <cublasLt.h>
+#include <cuda_runtime_api.h>
+#include <nccl.h>
+
+#ifdef __FILE_NAME__
+#define HW_FILE __FILE_NAME__
+#else
+#define HW_FILE __FILE__
+#endif
+
+#ifdef HOSTWEAVE_CPU_DEVICE  // its reports name the place of the call
+#include <hostweave_cpu.h>
+#define HW_PLACE(call) hw_cpu_place(HW_FILE, __LINE__, call)
+#else
+#define HW_PLACE(call) static_cast<void>(0)
+#endif
+
+#define HW_CHECK(call) (HW_PLACE(#call), ::hw::check((call), #call, HW_FILE, __LINE__))
+
+namespace hw {
+
+[[noreturn]] void fail(cudaError_t error, const char* call, const char* file, int line);
+[[noreturn]] void fail(ncclResult_t error, const char* call, const char* file, int line);
+[[noreturn]] void fail(cublasStatus_t error, const char* call, const char* file, int line);
+
+inline void check(cudaError_t error, const char* call, const char* file, int line) {
+  if (error != cudaSuccess) [[unlikely]]
+    fail(error, call, file, line);
+}
+inline void check(ncclResult_t error, const char* call, const char* file, int line) {
+  if (error != ncclSuccess) [[unlikely]]
+    fail(error, call, file, line);
+}
+inline void check(cublasStatus_t error, const char* call, const char* file, int line) {
+  if (error != CUBLAS_STATUS_SUCCESS) [[unlikely]]
+    fail(error, call, file, line);
+}
+
+}  // namespace hw

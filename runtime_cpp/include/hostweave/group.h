@@ -1,0 +1,23 @@
+// Keeps NCCL's group of this thread closed when an exception leaves it.
+#pragma once
+#include <nccl.h>
+
+#include <exception>
+
+namespace hw {
+
+// Stands between ncclGroupStart and ncclGroupEnd.
+class CloseGroupOnError {
+ public:
+  CloseGroupOnError() = default;
+  ~CloseGroupOnError() {
+    if (std::uncaught_exceptions() > exceptions_) ncclGroupEnd();
+  }
+  CloseGroupOnError(const CloseGroupOnError&) = delete;
+  CloseGroupOnError& operator=(const CloseGroupOnError&) = delete;
+
+ private:
+  int exceptions_ = std::uncaught_exceptions();
+};
+
+}  // namespace hw

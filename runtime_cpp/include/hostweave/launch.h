@@ -1,0 +1,124 @@
+// Launches of kernels: hw::launch(kernel, grid, block, stream, arguments...) is kernel<<<grid, block, 0, stream>>>(arguments...),
+// in plain C++. Pointers say which elements the kernel touches, so that the CPU device can check the order of accesses.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "hostweave/tensor.h"
+
+#ifdef HOSTWEAVE_CPU_DEVICE
+#include <hostweave_cpu.h>
+
+#include <tuple>
+#include <vector>
+#endif
+#ifdef HOSTWEAVE_JIT
+#include "hostweave/jit.h"
+#endif
+
+#ifndef __global__  // only a CUDA compiler knows the word; the CPU device runs a kernel as one thread of one block
+#define __global__
+#endif
+
+namespace hw {
+
+constexpr int kBlock = 256;            // threads
+constexpr int64_t kMaxGrid = 1 << 15;  // blocks; a kernel walks what is left
+
+// How many blocks give each of n elements a thread.
+constexpr int64_t grid_for(int64_t n) { return std::min((n + kBlock - 1) / kBlock, kMaxGrid); }
+// One block for each of n rows.
+constexpr int64_t grid_of(int64_t n) { return std::min(n, kMaxGrid); }
+
+template <class T>
+struct Access {
+  T* pointer;
+  bool write;
+  Shape shape, strides;  // in elements
+
+  operator T*() const { return pointer; }
+};
+
+template <class T>
+Access<const T> reads(const T* pointer, const Shape& shape, const Shape& strides) {
+  return {pointer, false, shape, strides};
+}
+template <class T>
+Access<const T> reads(const T* pointer, int64_t count) {
+  return {pointer, false, {count}, {1}};
+}
+template <class T>
+Access<T> writes(T* pointer, const Shape& shape, const Shape& strides) {
+  return {pointer, true, shape, strides};
+}
+template <class T>
+Access<T> writes(T* pointer, int64_t count) {
+  return {pointer, true, {count}, {1}};
+}
+
+#ifdef HOSTWEAVE_CPU_DEVICE
+
+void add_ranges(const void* pointer, size_t itemsize, bool write, const Shape& shape, const Shape& strides,
+                std::vector<hw_cpu_range>& ranges);
+
+template <class T>
+void add_ranges(const Access<T>& access, std::vector<hw_cpu_range>& ranges) {
+  add_ranges(access.pointer, sizeof(T), access.write, access.shape, access.strides, ranges);
+}
+inline void add_ranges(int64_t, std::vector<hw_cpu_range>&) {}
+
+template <class... Params, class... Args>
+cudaError_t launch(void (*kernel)(Params...), int64_t grid, int, cudaStream_t stream, const Args&... args) {
+  if (grid == 0) return cudaSuccess;
+  std::vector<hw_cpu_range> ranges;
+  (add_ranges(args, ranges), ...);
+  struct Closure {
+    void (*kernel)(Params...);
+    std::tuple<Params...> params;
+  };
+  const Closure closure{kernel, {static_cast<Params>(args)...}};
+  const auto run = [](void* data) { std::apply(static_cast<Closure*>(data)->kernel, static_cast<Closure*>(data)->params); };
+  return hw_cpu_launch("kernel", stream, run, &closure, sizeof closure, ranges.data(), static_cast<int>(ranges.size()));
+}
+
+template <class... Params>
+cudaError_t load(void (*)(Params...)) {
+  return cudaSuccess;
+}
+
+#else
+
+// Loads a kernel on the current device, before any rank runs: to load one beside a running NCCL kernel can hang.
+template <class... Params>
+cudaError_t load(void (*kernel)(Params...)) {
+#ifdef HOSTWEAVE_JIT
+  return load_kernel(*reinterpret_cast<JitKernel*>(kernel));
+#else
+  cudaFuncAttributes attributes;
+  return cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
+#endif
+}
+
+template <class... Params>
+cudaError_t launch_with(void (*kernel)(Params...), int64_t grid, int block, cudaStream_t stream, Params... params) {
+#ifdef HOSTWEAVE_JIT
+  const void* const function = reinterpret_cast<const JitKernel*>(kernel)->function;
+#else
+  const void* const function = reinterpret_cast<const void*>(kernel);
+#endif
+  void* pointers[] = {&params...};
+  return cudaLaunchKernel(function, dim3(grid), dim3(block), pointers, 0, stream);
+}
+
+template <class... Params, class... Args>
+cudaError_t launch(void (*kernel)(Params...), int64_t grid, int block, cudaStream_t stream, const Args&... args) {
+  if (grid == 0) return cudaSuccess;
+  return launch_with<Params...>(kernel, grid, block, stream, static_cast<Params>(args)...);
+}
+
+#endif
+
+}  // namespace hw

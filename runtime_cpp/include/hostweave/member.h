@@ -1,0 +1,80 @@
+// One rank of a group whose other ranks are driven by other threads or processes.
+#pragma once
+#include <nccl.h>
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "hostweave/connect.h"
+#include "hostweave/on_device.h"
+#include "hostweave/rank.h"
+#include "hostweave/turn.h"
+
+namespace hw {
+
+namespace target {
+class Attached;
+}
+
+// The rank's device and channels. Used by one thread at a time, except for `abort`.
+class Member {
+ public:
+  // `group` is the same on all ranks of the group, and of no other group of this process.
+  Member(std::string group, int device, int64_t index, int64_t size);
+  ~Member();
+  Member(const Member&) = delete;
+  Member& operator=(const Member&) = delete;
+
+  // The device of a rank that is the `local`-th of its host. Throws ExecutionError where the target has none.
+  static int device_for(int64_t index, int64_t local);
+
+  Rank& rank() { return rank_; }
+  int device() const { return rank_.device(); }
+
+  // The teams of the program whose channels are still to be made. Throws ArgumentError where the group has another size.
+  std::vector<Team> missing_teams(const ProgramTable& program) const;
+  // Makes those channels: every rank of the group calls it. Throws ExecutionError where the others do not come in time.
+  void connect(const ProgramTable& program, const TeamId& id_of, double timeout_seconds);
+  // Uses communicators that the host keeps, by the axes of their teams, instead. Throws ArgumentError where one is missing,
+  // or where this rank has another place in it than in the mesh.
+  void adopt(const ProgramTable& program, const std::map<std::string, ncclComm_t>& communicators);
+
+  // From any thread: ends what waits for other ranks. The member is of no use any more.
+  void abort(const std::string& reason);
+
+  // Throws ExecutionError after an abort.
+  void expect_working() const;
+
+  // While it lives, the calling thread has the member, the turn of its group, and its device.
+  class Use {
+   public:
+    // For what the rank does by itself, or with the ranks of a team.
+    explicit Use(Member& member);
+    // For what all ranks of the group do at the same time.
+    Use(Member& member, const Schedule& schedule);
+    ~Use();
+    Use(const Use&) = delete;
+    Use& operator=(const Use&) = delete;
+
+   private:
+    std::unique_lock<std::timed_mutex> lock_;
+    std::optional<Turn> turn_;
+    std::unique_ptr<target::Attached> attached_;
+    std::optional<OnDevice> device_;
+  };
+
+ private:
+  std::string group_;
+  Rank rank_;
+  std::timed_mutex in_use_;
+  std::mutex owned_mutex_;
+  std::vector<ncclComm_t> owned_;  // behind the channels of rank_
+  std::atomic<bool> aborted_ = false;
+};
+
+}  // namespace hw

@@ -1,0 +1,56 @@
+// What one rank owns, and its programs share.
+#pragma once
+#include <cublasLt.h>
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "hostweave/channel.h"
+
+namespace hw {
+
+constexpr size_t kWorkspaceBytes = size_t{32} << 20;  // of one stream, for its matmuls
+
+// A stream, and the workspace of the matmuls that run on it.
+struct Stream {
+  cudaStream_t handle;
+  void* workspace;
+
+  operator cudaStream_t() const { return handle; }
+};
+
+// One rank's device: its place in the world, library handle, streams and channels. Used by one thread at a time, with
+// `device` current. Lives longer than the programs that are made with it.
+class Rank {
+ public:
+  Rank(int device, int64_t index, int64_t size);
+  ~Rank();
+  Rank(const Rank&) = delete;
+  Rank& operator=(const Rank&) = delete;
+
+  int device() const { return device_; }
+  int64_t index() const { return index_; }  // of the world: row-major coordinates of the mesh
+  int64_t size() const { return size_; }
+  // This rank. Throws ExecutionError unless the world has so many ranks.
+  Rank& expect_world(int64_t size);
+
+  // A channel is keyed by the mesh ("mesh(dp=2, tp=4)") and the axes of the team ("tp", or "dp, tp").
+  void add_channel(const char* mesh, const char* axes, const Channel& channel);
+  bool has_channel(const char* mesh, const char* axes) const;
+  // Throws ExecutionError where there is none, or where its team is not of this size.
+  const Channel& channel(const char* mesh, const char* axes, int64_t size) const;
+
+  cublasLtHandle_t blas();  // made on first use
+  // The i-th stream of this name, made on first use. Programs that use the same name share them.
+  Stream stream(const char* name, int i);
+
+ private:
+  struct Pools;
+  int device_;
+  int64_t index_;
+  int64_t size_;
+  Pools* pools_;
+};
+
+}  // namespace hw

@@ -1,0 +1,52 @@
+// Arguments of a program: borrowed, contiguous arrays on a device.
+#pragma once
+#include <cuda_runtime_api.h>
+#include <library_types.h>
+
+#include <cstdint>
+#include <initializer_list>
+
+namespace hw {
+
+constexpr int kMaxDims = 8;
+constexpr int64_t kAny = -1;  // in an expected shape: a size that the argument decides
+
+struct Shape {
+  int ndim = 0;
+  int64_t dims[kMaxDims] = {};
+
+  Shape() = default;
+  Shape(std::initializer_list<int64_t> sizes) {
+    for (int64_t size : sizes) dims[ndim++] = size;
+  }
+  int64_t operator[](int i) const { return dims[i]; }
+};
+
+struct Tensor {
+  void* data = nullptr;
+  cudaDataType_t dtype = CUDA_R_32F;
+  Shape shape;
+  int device = 0;
+  Shape whole = {};  // of the global tensor of which this is a rank's block, where that is known
+
+  int64_t dim(int i) const { return shape[i]; }
+  // The global size of a dim that `ranks` ranks share: evenly, if nothing is known.
+  int64_t whole_dim(int i, int64_t ranks) const { return whole.ndim ? whole[i] : shape[i] * ranks; }
+  template <class T>
+  T* as() const {
+    return static_cast<T*>(data);
+  }
+
+  // Throws ArgumentError unless the tensor has this dtype, shape and device. `name` and `type` (such as "bf16[M/8, K]")
+  // are for the message.
+  void expect(const char* name, const char* type, cudaDataType_t expected_dtype, const Shape& expected_shape,
+              int expected_device) const;
+};
+
+// Throws ArgumentError unless `divisor` divides the size.
+void expect_divisible(const char* name, int64_t size, int64_t divisor);
+
+// Throws ExecutionError where a program is run with shapes that it was not prepared for.
+void expect_prepared(bool prepared);
+
+}  // namespace hw

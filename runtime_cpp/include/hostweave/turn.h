@@ -1,0 +1,38 @@
+// Whose turn it is on the devices of this process.
+#pragma once
+#include <functional>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+
+#include "hostweave/schedule.h"
+
+namespace hw {
+
+// Whoever waited gave up.
+class Interrupted : public std::runtime_error {
+ public:
+  Interrupted() : std::runtime_error("interrupted") {}
+};
+
+// Asked every 50 ms by whoever waits: true gives up.
+using GiveUp = std::function<bool()>;
+
+// Waits for the mutex. Throws Interrupted where it gives up.
+std::unique_lock<std::timed_mutex> take_turn(std::timed_mutex& mutex, const GiveUp& give_up);
+
+// While it lives, the devices serve one party: a round of a world, or the ranks of a group that are in this process, which
+// have their turns together. Other parties wait, and so do ranks of the same party that want another schedule: two parties
+// on the same devices could deadlock. The first turn configures the devices for the party.
+class Turn {
+ public:
+  Turn(const std::string& party, const Schedule& schedule, int ranks, const GiveUp& give_up = {});
+  ~Turn();
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+
+  // Makes every blocked or later call of the party fail, if the turn is its own and the devices can do that.
+  static void stop(const std::string& party, const std::string& reason);
+};
+
+}  // namespace hw

@@ -1,0 +1,103 @@
+#include "hostweave/instance.h"
+
+#include <exception>
+#include <string>
+#include <utility>
+
+#include "hostweave/check.h"
+#include "hostweave/errors.h"
+#include "world_target.h"
+
+namespace hw {
+
+void Progress::begin() {
+  const std::lock_guard lock(mutex_);
+  ++made_;
+  enqueuing_ = true;
+  began_ = Clock::now();
+}
+
+void Progress::end(cudaStream_t caller) {
+  const std::lock_guard lock(mutex_);
+  enqueuing_ = false;
+  Mark& mark = older_.call == 0 ? older_ : newest_;
+  HW_CHECK(cudaEventRecord(events_[mark.event], caller));
+  mark.call = made_;
+  mark.at = began_;
+}
+
+Progress::State Progress::look() {
+  const std::lock_guard lock(mutex_);
+  while (older_.call != 0 && cudaEventQuery(events_[older_.event]) == cudaSuccess) {
+    done_ = older_.call;
+    older_.call = 0;
+    std::swap(older_, newest_);
+  }
+  State state{made_, done_, 0};
+  const auto since = [](Clock::time_point at) { return std::chrono::duration<double>(Clock::now() - at).count(); };
+  if (older_.call != 0) {
+    state.waiting_seconds = since(older_.at);
+  } else if (enqueuing_) {
+    state.waiting_seconds = since(began_);
+  }
+  return state;
+}
+
+Progress::State Instance::progress() {
+  const OnDevice device(member_.rank().device());
+  return progress_->look();
+}
+
+Instance::Instance(Member& member, const ProgramTable& program) : member_(member), program_(program) {
+  member_.expect_working();
+  const Member::Use use(member_);
+  progress_.emplace();
+  instance_ = program_.create(member_.rank());
+  const auto tensor = [&](const Argument& argument) { return Tensor{nullptr, argument.dtype, {}, member_.rank().device()}; };
+  for (int i = 0; i < program_.n_inputs; ++i) inputs_.push_back(tensor(program_.inputs[i]));
+  for (int i = 0; i < program_.n_outputs; ++i) outputs_.push_back(tensor(program_.outputs[i]));
+}
+
+Instance::~Instance() {
+  try {
+    const Member::Use use(member_);
+    program_.destroy(instance_);
+    progress_.reset();
+  } catch (const std::exception&) {
+    // Nothing more can be done for a device that does not even free.
+  }
+}
+
+std::vector<Shape> Instance::prepare(const std::vector<Input>& inputs) {
+  member_.expect_working();
+  const Member::Use use(member_);
+  std::vector<Shape> outputs(outputs_.size());
+  for (size_t i = 0; i < inputs_.size(); ++i) {
+    inputs_[i].shape = inputs[i].shape;
+    inputs_[i].whole = inputs[i].whole;
+  }
+  program_.output_shapes(instance_, inputs_.data(), outputs.data());
+  program_.prepare(instance_, inputs_.data());
+  for (size_t i = 0; i < outputs_.size(); ++i) outputs_[i].shape = outputs[i];
+  return outputs;
+}
+
+void Instance::run(const Schedule& schedule, const std::vector<void*>& inputs, const std::vector<void*>& outputs,
+                   cudaStream_t caller) {
+  member_.expect_working();
+  const Member::Use use(member_, schedule);
+  for (size_t i = 0; i < inputs_.size(); ++i) inputs_[i].data = inputs[i];
+  for (size_t i = 0; i < outputs_.size(); ++i) outputs_[i].data = outputs[i];
+  try {
+    progress_->begin();
+    program_.run(instance_, inputs_.data(), outputs_.data(), caller);
+    progress_->end(caller);
+    target::finish();
+  } catch (const std::exception& error) {  // while in use: the others must not go on before they are stopped
+    if (const std::string report = target::report(); !report.empty()) throw ExecutionError(report);
+    target::stop("rank " + std::to_string(member_.rank().index()) + ": " + error.what());
+    throw;
+  }
+}
+
+}  // namespace hw

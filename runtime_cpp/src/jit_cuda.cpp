@@ -1,0 +1,46 @@
+#include <dlfcn.h>
+
+#include <map>
+#include <mutex>
+#include <utility>
+
+#include "hostweave/jit.h"
+
+namespace hw {
+namespace {
+
+// The part of the driver's API that loads a cubin for all devices. CUDA's runtime has it only from 12.8 on.
+struct Driver {
+  using Library = struct CUlib_st*;
+  using LoadData = int (*)(Library*, const void* code, void*, void*, unsigned, void*, void*, unsigned);
+  using GetKernel = int (*)(const void** kernel, Library, const char* name);
+
+  void* driver = dlopen("libcuda.so.1", RTLD_NOW);
+  LoadData load = driver ? reinterpret_cast<LoadData>(dlsym(driver, "cuLibraryLoadData")) : nullptr;
+  GetKernel get = driver ? reinterpret_cast<GetKernel>(dlsym(driver, "cuLibraryGetKernel")) : nullptr;
+};
+
+}  // namespace
+
+cudaError_t load_kernel(JitKernel& kernel) {
+  static std::mutex mutex;
+  static const Driver driver;
+  static std::map<const void*, Driver::Library> libraries;  // by cubin; they stay, as the modules of programs do
+
+  const std::lock_guard lock(mutex);
+  if (!kernel.function) {
+    if (!driver.load || !driver.get) return cudaErrorInsufficientDriver;
+    const auto [entry, fresh] = libraries.try_emplace(kernel.cubin, nullptr);
+    if (fresh) {
+      if (const int error = driver.load(&entry->second, kernel.cubin, nullptr, nullptr, 0, nullptr, nullptr, 0)) {
+        libraries.erase(entry);
+        return static_cast<cudaError_t>(error);  // the runtime's numbers are the driver's
+      }
+    }
+    if (const int error = driver.get(&kernel.function, entry->second, kernel.name)) return static_cast<cudaError_t>(error);
+  }
+  cudaFuncAttributes attributes;  // asking for them loads the kernel on this device
+  return cudaFuncGetAttributes(&attributes, kernel.function);
+}
+
+}  // namespace hw

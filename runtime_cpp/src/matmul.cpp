@@ -1,0 +1,297 @@
+#include "hostweave/matmul.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "hostweave/check.h"
+#include "hostweave/errors.h"
+
+namespace hw {
+namespace {
+
+constexpr uint32_t kAlignment = 16;  // of operands, that the fast kernels ask for
+
+struct Matrix {
+  int64_t rows, columns, row_stride, column_stride;
+
+  Matrix transposed() const { return {columns, rows, column_stride, row_stride}; }
+  // Whether the elements of a row lie side by side; otherwise those of a column do.
+  bool row_major() const { return column_stride == 1 || columns == 1; }
+  int64_t span() const { return (rows - 1) * row_stride + (columns - 1) * column_stride + 1; }  // from the first to past the last
+  bool valid() const { return row_major() || row_stride == 1 || rows == 1; }
+  int64_t leading_dimension() const {
+    return row_major() ? std::max(rows == 1 ? 0 : row_stride, columns) : std::max(columns == 1 ? 0 : column_stride, rows);
+  }
+};
+
+// A leading dim, and how far apart its matrices lie in each operand: 0 where the operand is broadcast.
+struct Batch {
+  int64_t count = 1, a = 0, b = 0, c = 0;
+};
+
+// One strided-batched product, repeated over `outer`.
+struct Problem {
+  Matrix a, b, c;
+  Batch batch;
+  std::vector<Batch> outer;
+};
+
+Matrix last_two_dims(const Strided& x) {
+  const int i = x.shape.ndim - 2;
+  return {x.shape[i], x.shape[i + 1], x.strides[i], x.strides[i + 1]};
+}
+
+int64_t batch_stride(const Strided& x, int dim_from_last) {
+  const int i = x.shape.ndim - dim_from_last;
+  return i < 0 || x.shape[i] == 1 ? 0 : x.strides[i];
+}
+
+bool same(const Shape& x, const Shape& y) { return x.ndim == y.ndim && std::equal(x.dims, x.dims + x.ndim, y.dims); }
+
+bool same(const Strided& x, const Strided& y) { return same(x.shape, y.shape) && same(x.strides, y.strides); }
+
+// The leading dims from the innermost out, neighbours merged where one stride covers both in all operands.
+std::vector<Batch> batches(const Strided& a, const Strided& b, const Strided& c) {
+  std::vector<Batch> result;
+  for (int dim = 3; dim <= c.shape.ndim; ++dim) {
+    const Batch next{c.shape[c.shape.ndim - dim], batch_stride(a, dim), batch_stride(b, dim), batch_stride(c, dim)};
+    if (next.count == 1) continue;
+    if (!result.empty()) {
+      Batch& last = result.back();
+      if (next.a == last.a * last.count && next.b == last.b * last.count && next.c == last.c * last.count) {
+        last.count *= next.count;
+        continue;
+      }
+    }
+    result.push_back(next);
+  }
+  return result;
+}
+
+// Whether the rows of each matrix of the batch follow those of the one before.
+bool rows_follow(const Matrix& x, int64_t stride) { return x.rows == 1 || stride == x.rows * x.row_stride; }
+
+Problem simplified(const Strided& a, const Strided& b, const Strided& c) {
+  Problem p{last_two_dims(a), last_two_dims(b), last_two_dims(c), {}, batches(a, b, c)};
+  const auto foldable = [&](const Batch& batch) {
+    return batch.b == 0 && rows_follow(p.a, batch.a) && rows_follow(p.c, batch.c);
+  };
+  if (!p.outer.empty() && foldable(p.outer.front())) {  // one tall product instead of a batch
+    const Batch batch = p.outer.front();
+    if (p.a.rows == 1) p.a.row_stride = batch.a, p.c.row_stride = batch.c;
+    p.a.rows = p.c.rows = p.a.rows * batch.count;
+    p.outer.erase(p.outer.begin());
+  }
+  const auto largest =
+      std::max_element(p.outer.begin(), p.outer.end(), [](const Batch& x, const Batch& y) { return x.count < y.count; });
+  if (largest != p.outer.end()) {
+    p.batch = *largest;
+    p.outer.erase(largest);
+  }
+  if (!p.c.row_major()) {  // c' = b' a'
+    p.c = p.c.transposed();
+    p.a = std::exchange(p.b, p.a.transposed()).transposed();
+    std::swap(p.batch.a, p.batch.b);
+    for (Batch& batch : p.outer) std::swap(batch.a, batch.b);
+  }
+  return p;
+}
+
+cublasLtMatrixLayout_t make_layout(cudaDataType_t dtype, const Matrix& x, int64_t batch_count, int64_t stride) {
+  cublasLtMatrixLayout_t layout = nullptr;
+  const int64_t rows = x.row_major() ? x.columns : x.rows;  // cuBLASLt reads column by column
+  const int64_t columns = x.row_major() ? x.rows : x.columns;
+  HW_CHECK(cublasLtMatrixLayoutCreate(&layout, dtype, rows, columns, x.leading_dimension()));
+  if (batch_count > 1) {
+    const auto count = static_cast<int32_t>(batch_count);
+    HW_CHECK(cublasLtMatrixLayoutSetAttribute(layout, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &count, sizeof count));
+    HW_CHECK(cublasLtMatrixLayoutSetAttribute(layout, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &stride, sizeof stride));
+  }
+  return layout;
+}
+
+size_t size_of(cudaDataType_t dtype) {
+  switch (dtype) {
+    case CUDA_R_64F:
+      return 8;
+    case CUDA_R_32F:
+      return 4;
+    case CUDA_R_16F:
+    case CUDA_R_16BF:
+      return 2;
+    default:
+      throw ExecutionError("matmul: cuBLASLt has no such product; cast the operands to f16, bf16, f32 or f64");
+  }
+}
+
+std::string shape_text(const Matrix& x) { return std::to_string(x.rows) + "x" + std::to_string(x.columns); }
+
+}  // namespace
+
+Strided::Strided(std::initializer_list<int64_t> sizes) : shape(sizes), strides(sizes) {
+  int64_t step = 1;
+  for (int i = shape.ndim - 1; i >= 0; --i) strides.dims[i] = std::exchange(step, step * shape[i]);
+}
+
+struct MatmulPlan::Plan {
+  Strided a, b, c;  // as asked for
+  Problem problem;
+  bool swapped = false;  // the product that is computed is c' = b' a'
+  bool empty = false;    // c has no elements
+  cublasLtMatmulDesc_t description = nullptr;
+  cublasLtMatrixLayout_t a_layout = nullptr, b_layout = nullptr, c_layout = nullptr;
+  bool aligned_only = false;
+  cublasLtMatmulAlgo_t aligned{}, unaligned{};
+
+  ~Plan() {
+    for (cublasLtMatrixLayout_t layout : {a_layout, b_layout, c_layout}) {
+      if (layout) cublasLtMatrixLayoutDestroy(layout);
+    }
+    if (description) cublasLtMatmulDescDestroy(description);
+  }
+
+  void transpose(cublasLtMatmulDescAttributes_t which, bool transposed) const {
+    const cublasOperation_t operation = transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
+    HW_CHECK(cublasLtMatmulDescSetAttribute(description, which, &operation, sizeof operation));
+  }
+
+  bool find_algorithm(cublasLtHandle_t blas, uint32_t alignment, cublasLtMatmulAlgo_t* algorithm) const {
+    cublasLtMatmulPreference_t preference = nullptr;
+    HW_CHECK(cublasLtMatmulPreferenceCreate(&preference));
+    const auto set = [&](cublasLtMatmulPreferenceAttributes_t attribute, const auto& value) {
+      HW_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof value));
+    };
+    set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, kWorkspaceBytes);
+    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment);
+    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment);
+    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment);
+    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment);
+    cublasLtMatmulHeuristicResult_t best{};
+    int found = 0;
+    // The operands change places: what is row-major here is the transpose, column-major, there.
+    const cublasStatus_t status =
+        cublasLtMatmulAlgoGetHeuristic(blas, description, b_layout, a_layout, c_layout, c_layout, preference, 1, &best, &found);
+    cublasLtMatmulPreferenceDestroy(preference);
+    *algorithm = best.algo;
+    return status == CUBLAS_STATUS_SUCCESS && found > 0;
+  }
+};
+
+MatmulPlan::MatmulPlan(Rank& rank, cudaDataType_t operands, cudaDataType_t result)
+    : rank_(rank), operands_(operands), result_(result), double_(operands == CUDA_R_64F) {
+  size_of(operands);
+}
+
+MatmulPlan::~MatmulPlan() {
+  for (Plan* plan : plans_) delete plan;
+}
+
+void MatmulPlan::prepare(const Strided& a, const Strided& b, const Strided& c) {
+  for (const Plan* plan : plans_) {
+    if (same(plan->a, a) && same(plan->b, b) && same(plan->c, c)) {
+      current_ = plan;
+      return;
+    }
+  }
+  Plan* plan = plans_.emplace_back(new Plan{a, b, c, simplified(a, b, c)});
+  current_ = plan;
+  const Problem& p = plan->problem;
+  plan->swapped = !last_two_dims(c).row_major();
+  plan->empty = p.c.rows == 0 || p.c.columns == 0 || std::count(c.shape.dims, c.shape.dims + c.shape.ndim, 0) > 0;
+  if (plan->empty || p.a.columns == 0) return;
+  if (!p.a.valid() || !p.b.valid() || !p.c.valid()) {
+    throw ExecutionError("matmul: neither the rows nor the columns of an operand are contiguous: copy it first");
+  }
+
+  HW_CHECK(cublasLtMatmulDescCreate(&plan->description, double_ ? CUBLAS_COMPUTE_64F : CUBLAS_COMPUTE_32F,
+                                    double_ ? CUDA_R_64F : CUDA_R_32F));
+  plan->transpose(CUBLASLT_MATMUL_DESC_TRANSA, !p.b.row_major());
+  plan->transpose(CUBLASLT_MATMUL_DESC_TRANSB, !p.a.row_major());
+  plan->a_layout = make_layout(operands_, p.a, p.batch.count, p.batch.a);
+  plan->b_layout = make_layout(operands_, p.b, p.batch.count, p.batch.b);
+  plan->c_layout = make_layout(result_, p.c, p.batch.count, p.batch.c);
+  if (!plan->find_algorithm(rank_.blas(), kAlignment, &plan->aligned)) {
+    throw ExecutionError("matmul: cuBLASLt has no algorithm for " + shape_text(p.a) + " times " + shape_text(p.b));
+  }
+  plan->aligned_only = !plan->find_algorithm(rank_.blas(), size_of(operands_), &plan->unaligned);
+  load_kernels();
+}
+
+// The first launch of a kernel loads it, and to load one beside an NCCL kernel that waits for another rank can hang. So
+// what the plan may launch runs once here, on memory that nobody looks at, before any rank runs.
+void MatmulPlan::load_kernels() const {
+#ifndef HOSTWEAVE_CPU_DEVICE
+  const Problem& p = current_->problem;
+  const size_t size = std::max(size_of(operands_), size_of(result_));
+  const int64_t elements = std::max({p.a.span() + (p.batch.count - 1) * p.batch.a, p.b.span() + (p.batch.count - 1) * p.batch.b,
+                                     p.c.span() + (p.batch.count - 1) * p.batch.c});
+  char* scratch = nullptr;
+  HW_CHECK(cudaMalloc(reinterpret_cast<void**>(&scratch), (elements + 1) * size));
+  const Stream stream = rank_.stream("ring", 0);
+  cublasStatus_t status = one_batch(scratch, scratch, scratch, stream, 0);
+  if (status == CUBLAS_STATUS_SUCCESS && !current_->aligned_only) {
+    char* const unaligned = scratch + size_of(operands_);
+    status = one_batch(unaligned, unaligned, unaligned, stream, 0);
+  }
+  const cudaError_t finished = cudaStreamSynchronize(stream);
+  HW_CHECK(cudaFree(scratch));
+  HW_CHECK(status);
+  HW_CHECK(finished);
+#endif
+}
+
+cublasStatus_t MatmulPlan::cublasLtMatmul(const void* a, const void* b, void* c, Stream stream, double beta) const {
+  const Plan& plan = *current_;
+  if (plan.empty) return CUBLAS_STATUS_SUCCESS;
+  if (plan.swapped) std::swap(a, b);
+  const size_t outer = plan.problem.outer.size();
+  return outer == 0 ? one_batch(a, b, c, stream, beta) : each_batch(outer, a, b, c, stream, beta);
+}
+
+// One call for each index of the leading dims that no stride covers.
+cublasStatus_t MatmulPlan::each_batch(size_t dims, const void* a, const void* b, void* c, Stream stream, double beta) const {
+  if (dims == 0) return one_batch(a, b, c, stream, beta);
+  const Batch& batch = current_->problem.outer[dims - 1];
+  const auto operand_size = static_cast<int64_t>(size_of(operands_)), result_size = static_cast<int64_t>(size_of(result_));
+  for (int64_t i = 0; i < batch.count; ++i) {
+    const cublasStatus_t status = each_batch(dims - 1, static_cast<const char*>(a) + i * batch.a * operand_size,
+                                             static_cast<const char*>(b) + i * batch.b * operand_size,
+                                             static_cast<char*>(c) + i * batch.c * result_size, stream, beta);
+    if (status != CUBLAS_STATUS_SUCCESS) return status;
+  }
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t MatmulPlan::one_batch(const void* a, const void* b, void* c, Stream stream, double beta) const {
+  const Plan& plan = *current_;
+  if (!plan.description) {  // k = 0: nothing to add up
+    if (beta == 0) return fill_zero(c, stream);
+    return beta == 1 ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_NOT_SUPPORTED;
+  }
+  const double scales[] = {1, beta};
+  const float float_scales[] = {1, static_cast<float>(beta)};
+  const void* alpha = double_ ? static_cast<const void*>(scales) : float_scales;
+  const void* scaled_beta = double_ ? static_cast<const void*>(scales + 1) : float_scales + 1;
+  const auto address = reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b) | reinterpret_cast<uintptr_t>(c);
+  const bool aligned = address % kAlignment == 0;
+  if (!aligned && plan.aligned_only) [[unlikely]]
+    return CUBLAS_STATUS_NOT_SUPPORTED;
+  return ::cublasLtMatmul(rank_.blas(), plan.description, alpha, b, plan.b_layout, a, plan.a_layout, scaled_beta, c,
+                          plan.c_layout, c, plan.c_layout, aligned ? &plan.aligned : &plan.unaligned, stream.workspace,
+                          kWorkspaceBytes, stream);
+}
+
+cublasStatus_t MatmulPlan::fill_zero(void* c, cudaStream_t stream) const {
+  const Problem& p = current_->problem;
+  const size_t size = size_of(result_);
+  for (int64_t i = 0; i < p.batch.count; ++i) {
+    char* matrix = static_cast<char*>(c) + i * p.batch.c * static_cast<int64_t>(size);
+    if (cudaMemset2DAsync(matrix, p.c.leading_dimension() * size, 0, p.c.columns * size, p.c.rows, stream) != cudaSuccess) {
+      return CUBLAS_STATUS_EXECUTION_FAILED;
+    }
+  }
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+}  // namespace hw

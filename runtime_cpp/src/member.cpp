@@ -1,0 +1,102 @@
+#include "hostweave/member.h"
+
+#include <chrono>
+#include <utility>
+
+#include "hostweave/check.h"
+#include "hostweave/errors.h"
+#include "world_target.h"
+
+namespace hw {
+namespace {
+
+using namespace std::chrono_literals;
+
+constexpr auto kGrace = 2s;  // for a call to end by itself before its channels are aborted under it
+
+}  // namespace
+
+Member::Member(std::string group, int device, int64_t index, int64_t size)
+    : group_(std::move(group)), rank_(device, index, size) {}
+
+Member::~Member() {
+  for (const ncclComm_t comm : owned_) aborted_ ? ncclCommAbort(comm) : ncclCommDestroy(comm);
+}
+
+int Member::device_for(int64_t index, int64_t local) { return target::device_for(index, local); }
+
+std::vector<Team> Member::missing_teams(const ProgramTable& program) const {
+  if (program.world != rank_.size()) {
+    throw ArgumentError("a program for " + std::to_string(program.world) + " ranks, in a group of " +
+                        std::to_string(rank_.size()));
+  }
+  std::vector<Team> teams;
+  for (int i = 0; i < program.n_teams; ++i) {
+    if (!rank_.has_channel(program.mesh, program.teams[i])) teams.push_back(team_of(program, program.teams[i], rank_.index()));
+  }
+  return teams;
+}
+
+void Member::connect(const ProgramTable& program, const TeamId& id_of, double timeout_seconds) {
+  expect_working();
+  const Use use(*this);
+  const auto keep = [this](ncclComm_t comm) {
+    const std::lock_guard lock(owned_mutex_);
+    owned_.push_back(comm);
+  };
+  hw::connect(rank_, program, id_of, keep, timeout_seconds);
+}
+
+void Member::adopt(const ProgramTable& program, const std::map<std::string, ncclComm_t>& communicators) {
+  expect_working();
+  const Use use(*this);
+  for (const Team& team : missing_teams(program)) {
+    const auto given = communicators.find(team.axes);
+    if (given == communicators.end()) {
+      throw ArgumentError("no communicator along " + team.axes + "; pass one for every team that the program uses");
+    }
+    const ncclComm_t comm = given->second;
+    int place = 0, size = 0, device = 0;
+    HW_CHECK(ncclCommUserRank(comm, &place));
+    HW_CHECK(ncclCommCount(comm, &size));
+    HW_CHECK(ncclCommCuDevice(comm, &device));
+    const auto text = [](int64_t place, int64_t size) { return "rank " + std::to_string(place) + " of " + std::to_string(size); };
+    if (place != team.place || size != team.size) {
+      throw ArgumentError("the communicator along " + team.axes + ": is " + text(place, size) + ", and the mesh has " +
+                          text(team.place, team.size) + " here");
+    }
+    if (device != rank_.device()) {
+      throw ArgumentError("the communicator along " + team.axes + ": is on device " + std::to_string(device) +
+                          ", and this rank on device " + std::to_string(rank_.device()));
+    }
+    rank_.add_channel(program.mesh, team.axes.c_str(), Channel(comm, team.place, team.size));
+  }
+}
+
+void Member::abort(const std::string& reason) {
+  aborted_ = true;
+  Turn::stop(group_, reason);
+  const std::unique_lock use(in_use_, kGrace);  // without it the call is inside NCCL, which only another thread can end
+  const OnDevice device(rank_.device());
+  const std::lock_guard lock(owned_mutex_);
+  for (const ncclComm_t comm : std::exchange(owned_, {})) ncclCommAbort(comm);
+}
+
+void Member::expect_working() const {
+  if (aborted_) throw ExecutionError("the group has failed; call hw.init again");
+}
+
+Member::Use::Use(Member& member) : lock_(member.in_use_) {
+  if (target::kOneParty) turn_.emplace(member.group_, Schedule{}, static_cast<int>(member.rank_.size()));
+  device_.emplace(member.device());
+}
+
+Member::Use::Use(Member& member, const Schedule& schedule) : lock_(member.in_use_) {
+  if (target::kOneParty) turn_.emplace(member.group_, schedule, static_cast<int>(member.rank_.size()));
+  attached_ = std::make_unique<target::Attached>(static_cast<int>(member.rank_.index()));
+  device_.emplace(member.device());
+}
+
+Member::Use::~Use() = default;
+
+}  // namespace hw

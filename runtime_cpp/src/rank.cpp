@@ -1,0 +1,73 @@
+#include "hostweave/rank.h"
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "hostweave/check.h"
+#include "hostweave/errors.h"
+
+namespace hw {
+
+struct Rank::Pools {
+  std::map<std::string, Channel> channels;  // by "mesh(x=8) x"
+  std::map<std::string, std::vector<Stream>> streams;
+  cublasLtHandle_t blas = nullptr;
+};
+
+Rank::Rank(int device, int64_t index, int64_t size) : device_(device), index_(index), size_(size), pools_(new Pools) {}
+
+Rank::~Rank() {
+  for (const auto& [name, streams] : pools_->streams) {
+    for (const Stream& stream : streams) {
+      cudaStreamDestroy(stream.handle);
+      cudaFree(stream.workspace);
+    }
+  }
+  if (pools_->blas) cublasLtDestroy(pools_->blas);
+  delete pools_;
+}
+
+Rank& Rank::expect_world(int64_t size) {
+  if (size != size_) {
+    throw ExecutionError("the program is for " + std::to_string(size) + " ranks, and the world has " + std::to_string(size_));
+  }
+  return *this;
+}
+
+void Rank::add_channel(const char* mesh, const char* axes, const Channel& channel) {
+  pools_->channels.emplace(std::string(mesh) + " " + axes, channel);
+}
+
+bool Rank::has_channel(const char* mesh, const char* axes) const {
+  return pools_->channels.contains(std::string(mesh) + " " + axes);
+}
+
+const Channel& Rank::channel(const char* mesh, const char* axes, int64_t size) const {
+  const auto found = pools_->channels.find(std::string(mesh) + " " + axes);
+  if (found == pools_->channels.end()) {
+    throw ExecutionError(std::string("no channel along ") + axes + " of " + mesh + ": add it to the rank before the program");
+  }
+  if (found->second.size() != size) {
+    throw ExecutionError(std::string("the channel along ") + axes + " of " + mesh + " has " +
+                         std::to_string(found->second.size()) + " ranks, and the program is for " + std::to_string(size));
+  }
+  return found->second;
+}
+
+cublasLtHandle_t Rank::blas() {
+  if (!pools_->blas) HW_CHECK(cublasLtCreate(&pools_->blas));
+  return pools_->blas;
+}
+
+Stream Rank::stream(const char* name, int i) {
+  std::vector<Stream>& streams = pools_->streams[name];
+  while (streams.size() <= static_cast<size_t>(i)) {
+    Stream& stream = streams.emplace_back();
+    HW_CHECK(cudaStreamCreateWithFlags(&stream.handle, cudaStreamNonBlocking));
+    HW_CHECK(cudaMalloc(&stream.workspace, kWorkspaceBytes));
+  }
+  return streams[i];
+}
+
+}  // namespace hw

@@ -1,0 +1,267 @@
+#include "hostweave/runner.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <utility>
+
+#include "hostweave/check.h"
+#include "hostweave/errors.h"
+
+namespace hw {
+namespace {
+
+// Device memory that grows when more is asked for.
+class Staging {
+ public:
+  Staging() = default;
+  ~Staging() { cudaFree(data_); }
+  Staging(Staging&& other) noexcept : data_(std::exchange(other.data_, nullptr)), bytes_(other.bytes_) {}
+
+  void* reserve(size_t bytes) {
+    if (bytes > bytes_ || !data_) {
+      HW_CHECK(cudaFree(std::exchange(data_, nullptr)));
+      bytes_ = bytes;
+      HW_CHECK(cudaMalloc(&data_, bytes ? bytes : 1));
+    }
+    return data_;
+  }
+
+ private:
+  void* data_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+// The time between two points of a stream.
+class Stopwatch {
+ public:
+  Stopwatch() {
+    HW_CHECK(cudaEventCreate(&begin_));
+    HW_CHECK(cudaEventCreate(&end_));
+  }
+  ~Stopwatch() {
+    if (begin_) cudaEventDestroy(begin_);
+    if (end_) cudaEventDestroy(end_);
+  }
+  Stopwatch(const Stopwatch&) = delete;
+  Stopwatch& operator=(const Stopwatch&) = delete;
+
+  void start(cudaStream_t stream) { HW_CHECK(cudaEventRecord(begin_, stream)); }
+  void stop(cudaStream_t stream) { HW_CHECK(cudaEventRecord(end_, stream)); }
+  // When the stream has passed both.
+  double ms() const {
+    float ms = 0;
+    HW_CHECK(cudaEventElapsedTime(&ms, begin_, end_));
+    return ms;
+  }
+
+ private:
+  cudaEvent_t begin_ = nullptr, end_ = nullptr;
+};
+
+// Arrays may lie on the GPU of another rank. Without peer access a copy from there waits for all that GPU holds, which may
+// wait for what this rank has yet to enqueue.
+void see_peers(int device) {
+  int devices = 0;
+  HW_CHECK(cudaGetDeviceCount(&devices));
+  for (int peer = 0; peer < devices; ++peer) {
+    int can = 0;
+    if (peer != device) HW_CHECK(cudaDeviceCanAccessPeer(&can, device, peer));
+    if (!can) continue;
+    const cudaError_t status = cudaDeviceEnablePeerAccess(peer, 0);
+    if (status == cudaErrorPeerAccessAlreadyEnabled) {
+      cudaGetLastError();  // NCCL or the host application has done it
+    } else {
+      HW_CHECK(status);
+    }
+  }
+}
+
+bool same_shape(const Shape& a, const Shape& b) { return a.ndim == b.ndim && std::equal(a.dims, a.dims + a.ndim, b.dims); }
+
+}  // namespace
+
+// The program on one rank, the stream it is called on, and the device memory of its arguments.
+class Runner::Seat {
+ public:
+  Seat(Rank& rank, const ProgramTable& program) : device_(rank.device()), program_(program) {
+    inputs_.staging.resize(program.n_inputs);
+    outputs_.staging.resize(program.n_outputs);
+    see_peers(device_);
+    HW_CHECK(cudaStreamCreateWithFlags(&caller_, cudaStreamNonBlocking));
+    try {
+      instance_ = program.create(rank);
+    } catch (...) {
+      cudaStreamDestroy(caller_);
+      throw;
+    }
+  }
+  ~Seat() {
+    program_.destroy(instance_);
+    cudaStreamDestroy(caller_);
+  }
+  Seat(const Seat&) = delete;
+  Seat& operator=(const Seat&) = delete;
+
+  cudaStream_t caller() const { return caller_; }
+
+  void prepare(const std::vector<Call>& calls, int rank) {
+    bind(calls.front(), rank);
+    for (const Call& call : calls) check_shapes(call, rank);
+    program_.prepare(instance_, inputs_.tensors.data());
+    for (const Call& call : calls) bind(call, rank);  // takes what staging memory they need, before any rank runs
+  }
+
+  // The arguments of this call: its own arrays where they can be used in place.
+  void bind(const Call& call, int rank) {
+    place(inputs_, call.inputs[rank], program_.inputs);
+    place(outputs_, call.outputs[rank], program_.outputs);
+  }
+
+  void poison() {
+    size_t bytes = 0;
+    void* const arena = program_.arena(instance_, &bytes);
+    if (bytes) HW_CHECK(cudaMemsetAsync(arena, 0xff, bytes, caller_));
+    for (size_t i = 0; i < outputs_.tensors.size(); ++i) {
+      HW_CHECK(cudaMemsetAsync(outputs_.tensors[i].data, 0xff, outputs_.bytes[i], caller_));
+    }
+  }
+
+  void copy_in(const Call& call, int rank) {
+    for (size_t i = 0; i < inputs_.tensors.size(); ++i) {
+      copy(inputs_.tensors[i].data, call.inputs[rank][i].data, call.inputs[rank][i], cudaMemcpyHostToDevice);
+    }
+  }
+
+  void run() { program_.run(instance_, inputs_.tensors.data(), outputs_.tensors.data(), caller_); }
+
+  void copy_out(const Call& call, int rank) {
+    for (size_t i = 0; i < outputs_.tensors.size(); ++i) {
+      copy(call.outputs[rank][i].data, outputs_.tensors[i].data, call.outputs[rank][i], cudaMemcpyDeviceToHost);
+    }
+  }
+
+ private:
+  struct Arguments {
+    std::vector<Staging> staging;
+    std::vector<Tensor> tensors;
+    std::vector<size_t> bytes;
+  };
+
+  // An array on this device is used where it is.
+  bool in_place(const Array& array) const { return array.device == device_ && reinterpret_cast<uintptr_t>(array.data) % 16 == 0; }
+
+  void place(Arguments& arguments, const std::vector<Array>& arrays, const Argument* parameters) {
+    arguments.tensors.clear();
+    arguments.bytes.clear();
+    for (size_t i = 0; i < arrays.size(); ++i) {
+      const Array& array = arrays[i];
+      void* const data = in_place(array) ? array.data : arguments.staging[i].reserve(array.bytes);
+      arguments.tensors.push_back({data, parameters[i].dtype, array.shape, device_, array.whole});
+      arguments.bytes.push_back(array.bytes);
+    }
+  }
+
+  void copy(void* dst, const void* src, const Array& array, cudaMemcpyKind host_kind) {
+    if (dst == src || array.bytes == 0) return;
+    HW_CHECK(cudaMemcpyAsync(dst, src, array.bytes, array.device < 0 ? host_kind : cudaMemcpyDefault, caller_));
+  }
+
+  void check_shapes(const Call& call, int rank) const {
+    for (size_t i = 0; i < inputs_.tensors.size(); ++i) {
+      if (!same_shape(call.inputs[rank][i].shape, inputs_.tensors[i].shape)) {
+        throw ArgumentError(std::string(program_.inputs[i].name) + ": calls that are run together have one shape");
+      }
+    }
+  }
+
+  int device_;
+  const ProgramTable& program_;
+  void* instance_ = nullptr;
+  cudaStream_t caller_ = nullptr;
+  Arguments inputs_, outputs_;
+};
+
+Runner::Runner(World& world, const ProgramTable& program, const GiveUp& give_up)
+    : world_(world), program_(program), seats_(world.ranks()) {
+  world_.connect({}, program, give_up);
+  try {
+    world_.each_alone({}, [&](Rank& rank) { seats_[rank.index()] = std::make_unique<Seat>(rank, program_); });
+  } catch (...) {
+    world_.each_alone({}, [&](Rank& rank) { seats_[rank.index()].reset(); });
+    throw;
+  }
+}
+
+Runner::~Runner() {
+  try {
+    world_.each_alone({}, [&](Rank& rank) { seats_[rank.index()].reset(); });
+  } catch (const std::exception&) {
+    // Nothing more can be done for a device that does not even free.
+  }
+}
+
+void Runner::prepare(const Schedule& schedule, const std::vector<Call>& calls, const GiveUp& give_up) {
+  world_.each_alone(schedule, [&](Rank& rank) { seats_[rank.index()]->prepare(calls, static_cast<int>(rank.index())); }, give_up);
+}
+
+// Waits for the calls, then for what a wrong program may have left on streams that nobody joined.
+void Runner::finish(Seat& seat) {
+  world_.synchronize(seat.caller());
+  HW_CHECK(cudaDeviceSynchronize());
+}
+
+void Runner::run(const Schedule& schedule, const std::vector<Call>& calls, bool poison, const GiveUp& give_up) {
+  if (calls.empty()) return;
+  const auto turn = take_turn(turn_, give_up);
+  prepare(schedule, calls, give_up);
+  world_.each(
+      schedule,
+      [&](Rank& rank) {
+        const int index = static_cast<int>(rank.index());
+        Seat& seat = *seats_[index];
+        for (const Call& call : calls) {
+          seat.bind(call, index);
+          if (poison) seat.poison();
+          seat.copy_in(call, index);
+          seat.run();
+          seat.copy_out(call, index);
+        }
+        finish(seat);
+      },
+      give_up);
+}
+
+std::vector<std::vector<Timing>> Runner::measure(const Schedule& schedule, const Call& call, int warmups, int repetitions,
+                                                 const GiveUp& give_up) {
+  using Clock = std::chrono::steady_clock;
+  std::vector<std::vector<Timing>> timings(seats_.size());
+  const auto turn = take_turn(turn_, give_up);
+  prepare(schedule, {call}, give_up);
+  world_.each(
+      schedule,
+      [&](Rank& rank) {
+        const int index = static_cast<int>(rank.index());
+        Seat& seat = *seats_[index];
+        Stopwatch watch;
+        seat.copy_in(call, index);
+        for (int i = 0; i < warmups + repetitions; ++i) {
+          world_.synchronize(seat.caller());
+          world_.meet();
+          watch.start(seat.caller());
+          const auto start = Clock::now();
+          seat.run();
+          const std::chrono::duration<double, std::micro> enqueue = Clock::now() - start;
+          watch.stop(seat.caller());
+          world_.synchronize(seat.caller());
+          if (i >= warmups) timings[index].push_back({enqueue.count(), watch.ms()});
+        }
+        seat.copy_out(call, index);
+        finish(seat);
+      },
+      give_up);
+  return timings;
+}
+
+}  // namespace hw

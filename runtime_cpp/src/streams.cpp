@@ -1,0 +1,42 @@
+#include "hostweave/streams.h"
+
+#include <string>
+
+#include "hostweave/check.h"
+#include "hostweave/errors.h"
+
+namespace hw {
+
+Events::Events(int count) : events_(count) {
+  for (cudaEvent_t& event : events_) HW_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+}
+
+Events::~Events() {
+  for (cudaEvent_t event : events_) cudaEventDestroy(event);
+}
+
+void Events::out_of_range(int64_t i) const {
+  throw ExecutionError("event " + std::to_string(i) + " of " + std::to_string(count()) + ": the index is out of range");
+}
+
+Streams::Streams(Rank& rank, const char* name, int count) : joined_(count) {
+  for (int i = 0; i < count; ++i) streams_.push_back(rank.stream(name, i));
+}
+
+cudaError_t Streams::fork(cudaStream_t caller) {
+  if (const cudaError_t error = cudaEventRecord(forked_[0], caller)) return error;
+  for (const Stream& stream : streams_) {
+    if (const cudaError_t error = cudaStreamWaitEvent(stream, forked_[0], 0)) return error;
+  }
+  return cudaSuccess;
+}
+
+cudaError_t Streams::join(cudaStream_t caller) {
+  for (size_t i = 0; i < streams_.size(); ++i) {
+    if (const cudaError_t error = cudaEventRecord(joined_[i], streams_[i])) return error;
+    if (const cudaError_t error = cudaStreamWaitEvent(caller, joined_[i], 0)) return error;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace hw

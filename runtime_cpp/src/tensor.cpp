@@ -1,0 +1,82 @@
+#include "hostweave/tensor.h"
+
+#include <string>
+
+#include "hostweave/errors.h"
+
+namespace hw {
+namespace {
+
+std::string dtype_name(cudaDataType_t dtype) {
+  switch (dtype) {
+    case CUDA_R_64F:
+      return "f64";
+    case CUDA_R_32F:
+      return "f32";
+    case CUDA_R_16F:
+      return "f16";
+    case CUDA_R_16BF:
+      return "bf16";
+    case CUDA_R_8F_E4M3:
+      return "f8e4m3";
+    case CUDA_R_8F_E5M2:
+      return "f8e5m2";
+    case CUDA_R_64I:
+      return "i64";
+    case CUDA_R_32I:
+      return "i32";
+    case CUDA_R_8I:
+      return "i8";
+    case CUDA_R_32U:
+      return "u32";
+    case CUDA_R_8U:
+      return "u8";
+    default:
+      return "dtype " + std::to_string(dtype);
+  }
+}
+
+// "bf16[M/8, K]" and {any, 512} give "bf16[*, 512]".
+std::string type_name(const std::string& dtype, const Shape& shape) {
+  std::string dims;
+  for (int i = 0; i < shape.ndim; ++i) {
+    dims += (i ? ", " : "") + (shape[i] == kAny ? "*" : std::to_string(shape[i]));
+  }
+  return dtype + "[" + dims + "]";
+}
+
+bool fits(const Shape& shape, const Shape& expected) {
+  if (shape.ndim != expected.ndim) return false;
+  for (int i = 0; i < shape.ndim; ++i) {
+    if (expected[i] != kAny && shape[i] != expected[i]) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+void Tensor::expect(const char* name, const char* type, cudaDataType_t expected_dtype, const Shape& expected_shape,
+                    int expected_device) const {
+  if (dtype != expected_dtype || !fits(shape, expected_shape)) {
+    const std::string declared = type;
+    const std::string wanted = type_name(declared.substr(0, declared.find('[')), expected_shape);
+    const std::string here = declared == wanted ? "" : ", here " + wanted;
+    throw ArgumentError(std::string(name) + ": expected " + declared + here + ", got " + type_name(dtype_name(dtype), shape));
+  }
+  if (device != expected_device) {
+    throw ArgumentError(std::string(name) + ": expected on device " + std::to_string(expected_device) + ", got device " +
+                        std::to_string(device));
+  }
+}
+
+void expect_divisible(const char* name, int64_t size, int64_t divisor) {
+  if (size % divisor == 0) return;
+  throw ArgumentError(std::string(name) + " = " + std::to_string(size) + ": must be a multiple of " + std::to_string(divisor) +
+                      "; pad it, or choose another number of chunks or ranks");
+}
+
+void expect_prepared(bool prepared) {
+  if (!prepared) throw ExecutionError("run: not prepared for these shapes; call prepare on every rank first");
+}
+
+}  // namespace hw

@@ -1,0 +1,80 @@
+#include <hostweave_cpu.h>
+
+#include <algorithm>
+#include <optional>
+
+#include "hostweave/check.h"
+#include "hostweave/errors.h"
+#include "world_target.h"
+
+namespace hw::target {
+namespace {
+
+void check(int status) {
+  if (status != 0) throw ExecutionError(hw_cpu_last_report());
+}
+
+}  // namespace
+
+// The device starts afresh for a seeded round, so that a seed gives the same schedule whatever ran before.
+void configure(const Schedule& schedule, int ranks) {
+  static std::optional<Schedule> last;
+  static int last_ranks = 0, devices = 8;
+  if (last == schedule && last_ranks == ranks && !schedule.seeded && !hw_cpu_failed()) return;
+  devices = std::max(devices, ranks);
+  hw_cpu_config config;
+  hw_cpu_default_config(&config);
+  config.mode = schedule.seeded ? HW_CPU_SEEDED : HW_CPU_PARALLEL;
+  config.seed = schedule.seed;
+  config.picker = schedule.picker;
+  config.devices = devices;
+  config.ranks = ranks;
+  config.ordered_launches = schedule.ordered_launches;
+  config.buffered_sends = schedule.buffered_sends;
+  config.check_dependencies = schedule.check_dependencies;
+  config.timeout_seconds = schedule.timeout_seconds;
+  check(hw_cpu_configure(&config));
+  last = schedule;
+  last_ranks = ranks;
+}
+
+Attached::Attached(int rank) {
+  if (hw_cpu_attach(rank) == 0) return;
+  const std::string report = hw_cpu_last_report();
+  hw_cpu_detach();  // where another rank has failed meanwhile, this one is attached all the same
+  throw ExecutionError(report);
+}
+
+Attached::~Attached() { hw_cpu_detach(); }
+
+bool meet(int ranks) {
+  check(hw_cpu_barrier(ranks));
+  return true;
+}
+
+// Of all streams, so that what a program without a join leaves behind is reported in this round.
+bool synchronize(cudaStream_t) {
+  HW_CHECK(cudaDeviceSynchronize());
+  return true;
+}
+
+std::string report() { return hw_cpu_failed() ? hw_cpu_last_report() : ""; }
+
+void stop(const std::string& reason) { hw_cpu_abort(reason.c_str()); }
+
+const bool kOneParty = true;
+
+bool is_set_up(int) { return true; }
+
+int device_for(int64_t index, int64_t) { return static_cast<int>(index); }
+
+// The device itself gives up, with a report, when nothing moves for as long as the schedule says.
+ncclComm_t make_channel(const Team& team, const ncclUniqueId& id, int, double) {
+  ncclComm_t comm = nullptr;
+  HW_CHECK(ncclCommInitRank(&comm, static_cast<int>(team.size), id, static_cast<int>(team.place)));
+  return comm;
+}
+
+void finish() { HW_CHECK(cudaDeviceSynchronize()); }
+
+}  // namespace hw::target

@@ -1,0 +1,105 @@
+#include <dlfcn.h>
+
+#include <chrono>
+#include <cmath>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include "hostweave/check.h"
+#include "hostweave/errors.h"
+#include "world_target.h"
+
+namespace hw::target {
+
+namespace {
+
+int count_devices() {
+  int devices = 0;
+  const cudaError_t error = cudaGetDeviceCount(&devices);
+  if (error != cudaSuccess) throw ExecutionError(std::string("no GPU can be used: ") + cudaGetErrorString(error));
+  return devices;
+}
+
+// A communicator in the making, and the thread that makes it.
+struct Making {
+  std::mutex mutex;
+  std::condition_variable changed;
+  ncclComm_t comm = nullptr;
+  ncclResult_t result = ncclInProgress;
+  bool given_up = false;
+};
+
+}  // namespace
+
+void configure(const Schedule& schedule, int ranks) {
+  if (schedule.seeded) throw ExecutionError("seeded schedules exist on the CPU target only");
+  const int devices = count_devices();
+  if (devices < ranks) {
+    throw ExecutionError("the program needs " + std::to_string(ranks) + " GPUs and this machine has " + std::to_string(devices) +
+                         "; compile it for a smaller mesh, or for the CPU");
+  }
+}
+
+Attached::Attached(int) {}
+
+Attached::~Attached() = default;
+
+bool meet(int) { return false; }
+
+bool synchronize(cudaStream_t stream) {
+  const cudaError_t state = cudaStreamQuery(stream);
+  if (state == cudaErrorNotReady) {
+    std::this_thread::yield();
+    return false;
+  }
+  HW_CHECK(state);
+  return true;
+}
+
+std::string report() { return ""; }
+
+void stop(const std::string&) {}
+
+const bool kOneParty = false;
+
+bool is_set_up(int device) {
+  using GetState = int (*)(int device, unsigned* flags, int* active);
+  static void* const driver = dlopen("libcuda.so.1", RTLD_NOW);
+  static const auto get = driver ? reinterpret_cast<GetState>(dlsym(driver, "cuDevicePrimaryCtxGetState")) : nullptr;
+  unsigned flags = 0;
+  int active = 0;
+  return get && get(device, &flags, &active) == 0 && active;
+}
+
+int device_for(int64_t, int64_t local) { return static_cast<int>(local % count_devices()); }
+
+// NCCL waits for the others as long as it takes, so a thread waits for NCCL, and is left behind where that takes too long.
+ncclComm_t make_channel(const Team& team, const ncclUniqueId& id, int device, double timeout_seconds) {
+  const auto making = std::make_shared<Making>();
+  std::thread([=] {
+    ncclComm_t comm = nullptr;
+    ncclResult_t result = cudaSetDevice(device) == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
+    if (result == ncclSuccess) result = ncclCommInitRank(&comm, static_cast<int>(team.size), id, static_cast<int>(team.place));
+    const std::lock_guard lock(making->mutex);
+    making->comm = comm;
+    making->result = result;
+    making->changed.notify_all();
+    if (making->given_up && result == ncclSuccess) ncclCommAbort(comm);
+  }).detach();
+  std::unique_lock lock(making->mutex);
+  const auto done = [&] { return making->result != ncclInProgress; };
+  if (!making->changed.wait_for(lock, std::chrono::duration<double>(timeout_seconds), done)) {
+    making->given_up = true;
+    throw ExecutionError("the channel of " + team.key + " is not made within " + std::to_string(std::lround(timeout_seconds)) +
+                         " seconds; NCCL_DEBUG=INFO says what NCCL waits for");
+  }
+  const ncclResult_t ncclCommInitRank = making->result;
+  HW_CHECK(ncclCommInitRank);
+  return making->comm;
+}
+
+void finish() {}
+
+}  // namespace hw::target

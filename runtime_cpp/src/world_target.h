@@ -1,0 +1,44 @@
+// What the two targets do differently for worlds and members: world_cpu.cpp or world_cuda.cpp is linked.
+#pragma once
+#include <nccl.h>
+
+#include <string>
+
+#include "hostweave/connect.h"
+#include "hostweave/schedule.h"
+
+namespace hw::target {
+
+// Throws Error unless this machine has `ranks` devices. Also takes the schedule: called before the ranks begin a round.
+void configure(const Schedule& schedule, int ranks);
+
+// While it lives, the thread acts for this rank on the device of the same number.
+class Attached {
+ public:
+  explicit Attached(int rank);
+  ~Attached();
+  Attached(const Attached&) = delete;
+  Attached& operator=(const Attached&) = delete;
+};
+
+// Waits for all ranks by means that the device can see. False: the device sees no waiting, so the world does it.
+bool meet(int ranks);
+// Blocks until the stream is done. False: not done yet, ask again, so that the caller can look whether it is to stop.
+bool synchronize(cudaStream_t stream);
+// What the device says of the failure that stopped all ranks, else "".
+std::string report();
+// Makes every blocked or later call of every rank fail, where the device can do that.
+void stop(const std::string& reason);
+
+// Whether the devices must serve one group after another.
+extern const bool kOneParty;
+// Whether anything uses the device already.
+bool is_set_up(int device);
+// The device of a rank that is the `local`-th of its host.
+int device_for(int64_t index, int64_t local);
+// Every rank of the team calls it, with its device current. Throws ExecutionError where some do not in time.
+ncclComm_t make_channel(const Team& team, const ncclUniqueId& id, int device, double timeout_seconds);
+// What a call of a program on a member waits for: on the CPU target for its device, elsewhere for nothing.
+void finish();
+
+}  // namespace hw::target

@@ -1,0 +1,369 @@
+"""The static check: an exact message for each rule, silence on right programs, and no dropped synchronisation goes unseen."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+from host_programs import NAMES, RANKS, program
+
+from hostweave.analysis.check import check
+from hostweave.errors import ProgramError
+from hostweave.host import ir
+from hostweave.host.ir import HostProgram
+
+HEAD = "host @t(%x: f32[4@x, N]) -> (%y: f32[4@x, N]) mesh(x=2) streams(ring[2]) events(done[2]) {\n"
+OTHER = "1 - rank.x on x"  # the peer of either rank
+
+
+def parse(body: str) -> HostProgram:
+    return HostProgram.parse(HEAD + body + "\n}\n")
+
+
+RULES = {
+    # --- order of accesses on one rank
+    "a read and a write on two streams": (
+        "%b = allocate f32[2, N]\nfork ring\nstream ring[0] {\ncopy %x -> %b\n}\nstream ring[1] {\ncopy %b -> %y\n}\njoin ring",
+        "text:8: rank 0, ring[1]: copy %b -> %y reads %b while rank 0, ring[0]: copy %x -> %b writes it: "
+        "nothing orders them; add record/wait or put both on one stream",
+    ),
+    "two writes through different views": (
+        "fork ring\nstream ring[0] {\n%y_0 = select %y[0: 0]\nfill %y_0 with 0.0\n}\nstream ring[1] {\ncopy %x -> %y\n}\njoin ring",
+        "text:8: rank 0, ring[1]: copy %x -> %y writes %y while rank 0, ring[0]: fill %y_0 with 0.0 writes %y_0, the same bytes: "
+        "nothing orders them; add record/wait or put both on one stream",
+    ),
+    "an update after a read": (
+        "%b = allocate f32[2, 2]\nfill %b with 1.0\n%z = allocate f32[2, N]\nfill %z with 0.0\nfork ring\n"
+        "stream ring[0] {\ncopy %z -> %y\n}\nstream ring[1] {\nmatmul_accumulate %b, %x -> %z\n}\njoin ring",
+        "text:11: rank 0, ring[1]: matmul_accumulate %b, %x -> %z updates %z while rank 0, ring[0]: copy %z -> %y reads it: "
+        "nothing orders them; add record/wait or put both on one stream",
+    ),
+    "the caller's stream goes on before a join": (
+        "%b = allocate f32[2, N]\nfork ring\nstream ring[0] {\ncopy %x -> %b\n}\ncopy %b -> %y\njoin ring",
+        "text:7: rank 0, the caller's stream: copy %b -> %y reads %b while rank 0, ring[0]: copy %x -> %b writes it: "
+        "nothing orders them; add join ring between them",
+    ),
+    "a stream goes on before a fork": (
+        "%b = allocate f32[2, N]\nfork ring\ncopy %x -> %b\nstream ring[0] {\ncopy %b -> %y\n}\njoin ring",
+        "text:6: rank 0, ring[0]: copy %b -> %y reads %b while rank 0, the caller's stream: copy %x -> %b writes it: "
+        "nothing orders them; add fork ring between them",
+    ),
+    "a record before what it is to cover": (
+        "fork ring\nstream ring[0] {\nrecord done[0]\nfill %y with 0.0\n}\nstream ring[1] {\nwait done[0]\ncopy %x -> %y\n}\njoin ring",
+        "text:9: rank 0, ring[1]: copy %x -> %y writes %y while rank 0, ring[0]: fill %y with 0.0 writes it: "
+        "nothing orders them; add record/wait or put both on one stream",
+    ),
+    "one communicator orders nothing across streams": (
+        "%b = allocate f32[2, N]\nfork ring\nstream ring[0] {\nall_reduce sum %x -> %b on x\n}\n"
+        "stream ring[1] {\nall_reduce sum %b -> %y on x\n}\njoin ring",
+        "text:8: rank 0, ring[1]: all_reduce sum %b -> %y on x reads %b while rank 0, ring[0]: all_reduce sum %x -> %b on x writes it: "
+        "nothing orders them; add record/wait or put both on one stream",
+    ),
+    # --- before and after the call
+    "an input without a fork": (
+        "stream ring[1] {\ncopy %x -> %y\n}\njoin ring",
+        "text:3: rank 0, ring[1]: copy %x -> %y reads %x while the caller may still write it: "
+        "nothing orders them; add fork ring between them",
+    ),
+    "an output without a fork": (
+        "stream ring[0] {\nfill %y with 0.0\n}\njoin ring",
+        "text:3: rank 0, ring[0]: fill %y with 0.0 writes %y while the caller may still read it: "
+        "nothing orders them; add fork ring between them",
+    ),
+    "an allocation without a fork": (
+        "%b = allocate f32[2, N]\nstream ring[0] {\nfill %b with 0.0\n}\njoin ring\ncopy %x -> %y",
+        "text:4: rank 0, ring[0]: fill %b with 0.0 writes %b while the call before may still use it: "
+        "nothing orders them; add fork ring between them",
+    ),
+    "an input without a join": (
+        "%b = allocate f32[2, N]\nfork ring\nstream ring[0] {\ncopy %x -> %b\n}\nfill %y with 0.0",
+        "text:5: rank 0, ring[0]: copy %x -> %b reads %x, and the caller may write it next: "
+        "nothing orders the caller's stream after it; add join ring behind it",
+    ),
+    "an output without a join": (
+        "fork ring\nstream ring[0] {\nfill %y with 0.0\n}",
+        "text:4: rank 0, ring[0]: fill %y with 0.0 writes %y, and the caller reads it next: "
+        "nothing orders the caller's stream after it; add join ring behind it",
+    ),
+    "an allocation without a join": (
+        "%b = allocate f32[2, N]\nfork ring\nstream ring[0] {\nfill %b with 0.0\n}\ncopy %x -> %y",
+        "text:5: rank 0, ring[0]: fill %b with 0.0 writes %b, and the next call uses it: "
+        "nothing orders the caller's stream after it; add join ring behind it",
+    ),
+    # --- one operation
+    "a group that sends what it receives": (
+        f"group {{\nrecv %y from {OTHER}\nsend %y to {OTHER}\n}}",
+        "text:3: rank 0, the caller's stream: recv %y from 1 - rank.x on x writes %y while, in the same group, "
+        "rank 0, the caller's stream: send %y to 1 - rank.x on x reads the same bytes: post them apart",
+    ),
+    "a matmul onto its operand": (
+        "%b = allocate f32[2, 2]\nfill %b with 1.0\ncopy %x -> %y\nmatmul %b, %y -> %y",
+        "text:5: rank 0, the caller's stream: matmul %b, %y -> %y writes %y over the bytes of %y that it reads: give it memory of its own",
+    ),
+    # --- memory
+    "freed while in use": (
+        "%b = allocate f32[2, N]\nfork ring\nstream ring[0] {\ncopy %x -> %b\ncopy %b -> %y\n}\ndeallocate %b\njoin ring",
+        "text:8: rank 0, the caller's stream: deallocate %b frees %b while rank 0, ring[0]: copy %x -> %b writes it: "
+        "nothing orders them; add join ring between them",
+    ),
+    "used after a deallocate in a loop": (
+        "%b = allocate f32[2, N]\nfor %i in 0..2 {\ncopy %x -> %b\ndeallocate %b\n}\ncopy %x -> %y",
+        "text:4: rank 0, the caller's stream, %i = 1: copy %x -> %b writes %b after its deallocate: "
+        "move the deallocate down, out of the loop",
+    ),
+    "memory that nothing wrote": (
+        "%b = allocate f32[2, N]\ncopy %b -> %y",
+        "text:3: rank 0, the caller's stream: copy %b -> %y reads %b before anything wrote bytes 0 to 16 of %b: "
+        "write them first, or drop the read",
+    ),
+    "memory that the iteration before wrote": (
+        "for %i in 0..2 {\n%b = allocate f32[2, N]\nif %i == 0 {\ncopy %x -> %b\n}\ncopy %b -> %y\n}",
+        "text:7: rank 0, the caller's stream, %i = 1: copy %b -> %y reads %b before anything wrote bytes 0 to 16 of %b: "
+        "write them first, or drop the read",
+    ),
+    "an output written in part": (
+        "%y_0 = select %y[0: 0]\nfill %y_0 with 0.0",
+        "@t: rank 0: nothing writes bytes 8 to 16 of the output %y: write all of every output",
+    ),
+    # --- what meets
+    "a send alone": (
+        f"send %x to {OTHER}\ncopy %x -> %y",
+        "text:2: rank 0, the caller's stream: send %x to 1 - rank.x on x: rank 1 posts no recv for it: add the recv, or drop this send",
+    ),
+    "a recv alone": (
+        f"recv %y from {OTHER}",
+        "text:2: rank 0, the caller's stream: recv %y from 1 - rank.x on x: rank 1 posts no send for it: add the send, or drop this recv",
+    ),
+    "counts of a send and its recv": (
+        f"%x_0 = select %x[0: 0]\ngroup {{\nsend %x_0 to {OTHER}\nrecv %y from {OTHER}\n}}",
+        "text:4: rank 0, the caller's stream: send %x_0 to 1 - rank.x on x: sends 2 f32, and it meets a recv of 4 f32: make them equal\n"
+        "  the other one is rank 1, the caller's stream: recv %y from 1 - rank.x on x",
+    ),
+    "dtypes of a send and its recv": (
+        f"%b = allocate i32[2, N]\nfill %b with 1.0\ngroup {{\nsend %b to {OTHER}\nrecv %y from {OTHER}\n}}",
+        "text:5: rank 0, the caller's stream: send %b to 1 - rank.x on x: sends 4 i32, and it meets a recv of 4 f32: make them equal\n"
+        "  the other one is rank 1, the caller's stream: recv %y from 1 - rank.x on x",
+    ),
+    "reductions of one collective": (
+        "if rank.x == 0 {\nall_reduce sum %x -> %y on x\n} else {\nall_reduce max %x -> %y on x\n}",
+        "text:3: rank 0, the caller's stream: all_reduce sum %x -> %y on x: is collective 1 of its team, and meets another one: "
+        "issue the same collectives in the same order, with equal counts, on every rank\n"
+        "  the other one is rank 1, the caller's stream: all_reduce max %x -> %y on x",
+    ),
+    "counts of one collective": (
+        "%x_0 = select %x[0: 0]\n%y_0 = select %y[0: 0]\ncopy %x -> %y\n"
+        "if rank.x == 0 {\nall_reduce sum %x -> %y on x\n} else {\nall_reduce sum %x_0 -> %y_0 on x\n}",
+        "text:6: rank 0, the caller's stream: all_reduce sum %x -> %y on x: is collective 1 of its team, and meets another one: "
+        "issue the same collectives in the same order, with equal counts, on every rank\n"
+        "  the other one is rank 1, the caller's stream: all_reduce sum %x_0 -> %y_0 on x",
+    ),
+    "order of collectives": (
+        "%b = allocate f32[2, N]\nif rank.x == 0 {\nall_reduce sum %x -> %y on x\n}\nbroadcast %x -> %b from 0 on x\n"
+        "if rank.x == 1 {\nall_reduce sum %x -> %y on x\n}",
+        "text:4: rank 0, the caller's stream: all_reduce sum %x -> %y on x: is collective 1 of its team, and meets another one: "
+        "issue the same collectives in the same order, with equal counts, on every rank\n"
+        "  the other one is rank 1, the caller's stream: broadcast %x -> %b from 0 on x",
+    ),
+    "roots of one broadcast": (
+        "broadcast %x -> %y from rank.x on x",
+        "text:2: rank 0, the caller's stream: broadcast %x -> %y from rank.x on x: is collective 1 of its team, and meets another one: "
+        "issue the same collectives in the same order, with equal counts, on every rank\n"
+        "  the other one is rank 1, the caller's stream: broadcast %x -> %y from rank.x on x",
+    ),
+    "a collective that a rank leaves out": (
+        "copy %x -> %y\nif rank.x == 1 {\nall_reduce sum %x -> %y on x\n}",
+        "text:4: rank 1, the caller's stream: all_reduce sum %x -> %y on x: is collective 1 of its team, and rank 0 has only 0: "
+        "issue the same collectives in the same order on every rank",
+    ),
+    "sources of one exchange": (
+        "%b = allocate f32[2, N]\ncopy %x -> %b\nif rank.x == 0 {\nexchange %b -> %y from [1, none] on x\n} else {\n"
+        "exchange %b -> %y from [none, 0] on x\n}",
+        "text:5: rank 0, the caller's stream: exchange %b -> %y from [1, none] on x: is collective 1 of its team, and meets another one: "
+        "issue the same collectives in the same order, with equal counts, on every rank\n"
+        "  the other one is rank 1, the caller's stream: exchange %b -> %y from [none, 0] on x",
+    ),
+    "a result that only the root has": (
+        "%b = allocate f32[2, N]\nreduce sum %x -> %b to 0 on x\ncopy %b -> %y",
+        "text:4: rank 1, the caller's stream: copy %b -> %y reads %b before anything wrote bytes 0 to 16 of %b: "
+        "write them first, or drop the read",
+    ),
+    # --- what can run
+    "a wait before its record": (
+        "wait done[1]\ncopy %x -> %y\nrecord done[1]",
+        "text:2: rank 0, the caller's stream: wait done[1]: a wait whose record may not have run: "
+        "record done[1] before it in the same call",
+    ),
+    "two ranks that both send first": (
+        f"send %x to {OTHER}\nrecv %y from {OTHER}",
+        "text:2: rank 0, the caller's stream: send %x to 1 - rank.x on x meets rank 1, the caller's stream: recv %y from 1 - rank.x on x, "
+        "which comes after rank 1, the caller's stream: send %x to 1 - rank.x on x, "
+        "which meets rank 0, the caller's stream: recv %y from 1 - rank.x on x, "
+        "which comes after rank 0, the caller's stream: send %x to 1 - rank.x on x: "
+        "none of them can go on; post what meets in one group, or in the same order on every rank",
+    ),
+    "an event between a recv and the send that it meets": (
+        f"fork ring\nstream ring[0] {{\nrecv %y from {OTHER}\nrecord done[0]\n}}\n"
+        f"stream ring[1] {{\nwait done[0]\nsend %x to {OTHER}\n}}\njoin ring",
+        "text:4: rank 0, ring[0]: recv %y from 1 - rank.x on x meets rank 1, ring[1]: send %x to 1 - rank.x on x, "
+        "which comes after rank 1, ring[1]: wait done[0], which waits for rank 1, ring[0]: record done[0], "
+        "which comes after rank 1, ring[0]: recv %y from 1 - rank.x on x, which meets rank 0, ring[1]: send %x to 1 - rank.x on x, "
+        "which comes after rank 0, ring[1]: wait done[0], which waits for rank 0, ring[0]: record done[0], "
+        "which comes after rank 0, ring[0]: recv %y from 1 - rank.x on x: "
+        "none of them can go on; post what meets in one group, or in the same order on every rank",
+    ),
+    "two streams, where the device runs communications in the order of their posts": (
+        f"fork ring\nstream ring[0] {{\nrecv %y from {OTHER}\n}}\nstream ring[1] {{\nsend %x to {OTHER}\n}}\njoin ring",
+        "text:4: rank 0, ring[0]: recv %y from 1 - rank.x on x meets rank 1, ring[1]: send %x to 1 - rank.x on x, "
+        "which is posted after rank 1, ring[0]: recv %y from 1 - rank.x on x, which meets rank 0, ring[1]: send %x to 1 - rank.x on x, "
+        "which is posted after rank 0, ring[0]: recv %y from 1 - rank.x on x: "
+        "none of them can go on; post what meets in one group, or in the same order on every rank",
+    ),
+    # --- ranges
+    "an index outside of its dim": (
+        "%v = select %x[0: 2]",
+        "text:2: rank 0, the caller's stream: %v = select %x[0: 2]: 2 is outside of 0..2: keep the index inside the dim",
+    ),
+    "a slice outside of its dim on one rank": (
+        "%v = slice %x[0: rank.x * 2 of 2]",
+        "text:2: rank 1, the caller's stream: %v = slice %x[0: rank.x * 2 of 2]: rank.x * 2 = 2 is outside of 0..2: "
+        "keep the index inside the dim",
+    ),
+    "a section outside of its dim": (
+        "%v = section %x[0: 1 from rank.x * 2]",
+        "text:2: rank 1, the caller's stream: %v = section %x[0: 1 from rank.x * 2]: 1 from 2 are outside of 0..2: "
+        "keep the section inside the dim",
+    ),
+    "a peer outside of its team": (
+        "send %x to rank.x + 1 on x",
+        "text:2: rank 1, the caller's stream: send %x to rank.x + 1 on x: rank.x + 1 = 2 is outside of 0..2: keep it inside the team",
+    ),
+    "an event that is not there": (
+        "for %i in 0..3 {\nrecord done[%i]\n}",
+        "text:3: rank 0, the caller's stream, %i = 2: record done[%i]: %i = 2 is outside of 0..2: "
+        "declare more of done, or keep the index inside",
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rule(rule: str) -> None:
+    body, message = RULES[rule]
+    with pytest.raises(ProgramError) as caught:
+        check(parse(body))
+    assert str(caught.value) == message
+
+
+# Stream ring[1] of rank 0 knows that ring[0] has come to its send, because rank 1 answers it.
+ROUND_TRIP = """\
+%b = allocate f32[2, N]
+%c = allocate f32[2, N]
+fork ring
+stream ring[0] {
+  if rank.x == 0 {
+    copy %x -> %b
+    send %x to 1 on x
+  } else {
+    recv %c from 0 on x
+    send %x to 0 on x
+  }
+}
+stream ring[1] {
+  if rank.x == 0 {
+    recv %c from 1 on x
+    copy %b -> %y
+  } else {
+    copy %x -> %y
+  }
+}
+join ring"""
+
+FINE = {
+    "data that comes back": ROUND_TRIP,
+    "events order streams": (
+        "%b = allocate f32[2, N]\nfork ring\nstream ring[0] {\ncopy %x -> %b\nrecord done[0]\n}\n"
+        "stream ring[1] {\nwait done[0]\ncopy %b -> %y\n}\njoin ring"
+    ),
+    "what only the root gives": "%b = allocate f32[4, N]\nif rank.x == 0 {\nfill %b with 1.0\n}\nscatter %b -> %y from 0 on x",
+    "a wait binds to the last record": (
+        "fork ring\nstream ring[0] {\nrecord done[0]\nfill %y with 0.0\nrecord done[0]\n}\n"
+        "stream ring[1] {\nwait done[0]\ncopy %x -> %y\n}\njoin ring"
+    ),
+    "a wait on the stream of its record": ("fork ring\nstream ring[0] {\nrecord done[0]\nwait done[0]\ncopy %x -> %y\n}\njoin ring"),
+    "disjoint columns": (
+        "fork ring\nfor %i in 0..2 {\nstream ring[%i] {\n%x_i = slice %x[1: %i of 2]\n"
+        "%y_i = slice %y[1: %i of 2]\ncopy %x_i -> %y_i\n}\n}\njoin ring"
+    ),
+    "reads at the same time": (
+        "%b = allocate f32[2, N]\nfork ring\nstream ring[0] {\ncopy %x -> %b\n}\nstream ring[1] {\ncopy %x -> %y\n}\njoin ring"
+    ),
+    "reductions and gathers in place": (
+        "copy %x -> %y\nall_reduce sum %y -> %y on x\n%b = allocate f32[4, N]\n%own = slice %b[0: rank.x of 2]\ncopy %x -> %own\n"
+        "all_gather %own -> %b on x\nreduce_scatter sum %b -> %own on x\nbroadcast %y -> %y from 1 on x"
+    ),
+    "allocated and freed in every iteration": ("for %i in 0..2 {\n%b = allocate f32[2, N]\ncopy %x -> %b\ncopy %b -> %y\ndeallocate %b\n}"),
+    "a deallocate behind the join": (
+        "%b = allocate f32[2, N]\nfork ring\nstream ring[0] {\ncopy %x -> %b\ncopy %b -> %y\n}\njoin ring\ndeallocate %b"
+    ),
+    "a send to oneself in a group": "group {\nsend %x to rank.x on x\nrecv %y from rank.x on x\n}",
+}
+
+
+@pytest.mark.parametrize("name", FINE)
+def test_nothing_to_report(name: str) -> None:
+    check(parse(FINE[name]))
+
+
+@pytest.mark.parametrize("ranks", [*RANKS, 16])
+@pytest.mark.parametrize("name", NAMES)
+def test_golden_programs_pass(name: str, ranks: int) -> None:
+    check(program(name, ranks))
+
+
+@pytest.mark.parametrize("times", [1, 2, 5])
+def test_given_sizes(times: int) -> None:
+    check(program("ag_matmul_flat_across"), {"M": 12 * times, "K": 3 * times, "N": 7})
+
+
+def test_sizes_that_do_not_divide() -> None:
+    with pytest.raises(ProgramError) as caught:
+        check(program("ag_matmul_flat"), {"M": 6, "K": 1, "N": 1})
+    assert str(caught.value) == "@ag_matmul_flat: M/4: 4 does not divide 6: choose sizes that it divides"
+
+
+def test_sizes_that_are_missing() -> None:
+    with pytest.raises(ProgramError) as caught:
+        check(program("ag_matmul_flat"), {"M": 8, "K": 1})
+    assert str(caught.value) == "@ag_matmul_flat: the size N is not given: give one for each of M, K, N"
+
+
+# --- the static mutation table ----------------------------------------------------------------------------------------
+
+SYNCHRONISATION = [
+    (name, i)
+    for name in NAMES
+    for i, instruction in enumerate(ir.walk(program(name).body))
+    if isinstance(instruction, ir.Fork | ir.Join | ir.Record | ir.Wait)
+]
+
+
+@pytest.mark.parametrize(("name", "index"), SYNCHRONISATION)
+def test_a_dropped_instruction_is_seen(name: str, index: int) -> None:
+    """At 4 ranks, 3 or 4 chunks and 4 streams no fork, join, record or wait of these programs is redundant."""
+    host = program(name)
+    dropped = list(ir.walk(host.body))[index]
+    mutant = replace(host, body=ir.rewrite(host.body, lambda i: () if i.location == dropped.location and i == dropped else None))
+    assert mutant != host
+    with pytest.raises(ProgramError):
+        check(mutant)
+
+
+def test_speed() -> None:
+    """A seed program for 8 ranks in well under 0.1 s, so that every compile can afford it."""
+    host = program("ag_matmul_p2p", 8)
+    seconds = []
+    for _ in range(5):
+        start = time.process_time()
+        check(host)
+        seconds.append(time.process_time() - start)
+    assert min(seconds) < 0.1

@@ -1,0 +1,115 @@
+"""Concrete operations: layouts of views in bytes, what each rank issues where, and small sizes that are legal."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+
+import numpy as np
+import pytest
+from host_programs import NAMES, program
+
+from hostweave.analysis.instantiate import instantiate, layout, minimal_sizes
+from hostweave.fusion.types import bf16, f32, i8
+from hostweave.host.expr import Binary, Const, Coordinate, Expr, Size, Var, evaluate
+from hostweave.host.ir import HostProgram
+
+
+def test_contiguous_dims_are_one_run() -> None:
+    assert layout(bf16, (3, 4, 5), (20, 5, 1)).rows == ()
+    assert layout(bf16, (3, 4, 5), (20, 5, 1)).run == 120
+
+
+def test_columns_are_rows_of_runs() -> None:
+    columns = layout(f32, (6, 2), (8, 1))
+    assert (columns.rows, columns.run, columns.unit) == (((6, 32),), 8, 8)
+    assert columns.starts() == [0, 32, 64, 96, 128, 160]
+
+
+def test_the_order_of_dims_does_not_matter() -> None:
+    assert layout(f32, (4, 3), (1, 4)).run == 48
+
+
+def test_an_empty_view_has_no_bytes() -> None:
+    assert layout(f32, (4, 0), (0, 1)).starts() == []
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_layouts_cover_what_numpy_covers(seed: int) -> None:
+    draw = random.Random(seed)
+    whole = np.arange(4 * 6 * 5, dtype=np.int8).reshape(4, 6, 5)
+    view = whole[tuple(slice(draw.randrange(2), draw.randrange(2, 5)) for _ in range(3))]
+    view = view.transpose(draw.sample(range(3), 3))
+    covered = layout(i8, view.shape, view.strides)
+    first = int(view.min())
+    assert sorted(first + start + i for start in covered.starts() for i in range(covered.run)) == sorted(view.ravel().tolist())
+
+
+def test_operations_of_each_rank() -> None:
+    instances = instantiate(program("allgather_p2p", 2), {"N": 3})
+    assert [str(operation) for operation in instances.ranks[1] if operation.accesses or operation.members] == [
+        "rank 1, ring[0], %i = 0: copy %x_i -> %y_i",
+        "rank 1, ring[1], %i = 1: group",
+    ]
+    group = instances.ranks[1][-2]
+    recv, send = group.members
+    (written,), (read,) = recv.accesses, send.accesses
+    assert (recv.peer, send.peer, recv.team) == (0, 0, (0, 1))
+    assert (written.name, written.region.root, written.region.offset, written.region.layout.run, written.writes) == ("y_i", "y", 0, 6, True)
+    assert (read.name, read.region.root, read.region.offset, read.region.layout.run, read.reads) == ("x_i", "x", 0, 6, True)
+
+
+def test_teams_and_peers_on_a_mesh_of_two_axes() -> None:
+    posts = "    send %x to (rank.tp + 1) % 3 on tp\n    recv %y from (rank.tp - 1) % 3 on tp\n"
+    text = f"host @t(%x: f32[4]) -> (%y: f32[4]) mesh(dp=2, tp=3) {{\n  group {{\n{posts}  }}\n}}\n"
+    members = [operations[0].members for operations in instantiate(HostProgram.parse(text), {}).ranks]
+    assert [send.team for send, _ in members] == [(0, 1, 2)] * 3 + [(3, 4, 5)] * 3
+    assert [send.peer for send, _ in members] == [1, 2, 0, 4, 5, 3]
+    assert [recv.peer for _, recv in members] == [2, 0, 1, 5, 3, 4]
+
+
+def test_an_allocate_in_a_loop_is_one_buffer_with_generations() -> None:
+    text = "host @t(%x: f32[4]) -> () mesh(x=1) {\n  for %i in 0..3 {\n    %b = allocate f32[4]\n    copy %x -> %b\n  }\n}\n"
+    (operations,) = instantiate(HostProgram.parse(text), {}).ranks
+    regions = [operation.accesses[1].region for operation in operations if operation.accesses]
+    assert [(region.root, region.generation) for region in regions] == [("b", 0), ("b", 1), ("b", 2)]
+
+
+def test_sibling_bodies_with_one_name_have_two_buffers() -> None:
+    loop = "  for %{0} in 0..1 {{\n    %b = allocate f32[{1}]\n    fill %b with 0.0\n  }}\n"
+    text = "host @t() -> () mesh(x=1) {\n" + loop.format("i", 4) + loop.format("j", 8) + "}\n"
+    instances = instantiate(HostProgram.parse(text), {})
+    assert {name: root.size for name, root in instances.roots[0].items()} == {"b": 16, "b'": 32}
+
+
+def test_minimal_sizes() -> None:
+    assert minimal_sizes(program("ag_matmul_flat_across")) == {"M": 12, "K": 2, "N": 2}
+    assert minimal_sizes(program("allreduce_rows")) == {"R": 4, "N": 3}
+    assert minimal_sizes(program("matmul_batch")) == {"B": 9, "M": 2, "K": 2, "N": 2}  # twice around the 4 streams, and one more
+    text = "host @t(%x: f32[A, B]) -> () mesh(x=1) {\n  %v = reshape %x to [6, A*B/6]\n}\n"
+    assert minimal_sizes(HostProgram.parse(text)) == {"A": 6, "B": 2}
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+@pytest.mark.parametrize("name", NAMES)
+def test_minimal_sizes_are_legal(name: str, ranks: int) -> None:
+    host = program(name, ranks)
+    instantiate(host, minimal_sizes(host))
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_compiled_expressions(seed: int) -> None:
+    from hostweave.analysis.instantiate import compiled
+
+    draw = random.Random(seed)
+
+    def expr(depth: int) -> Expr:
+        if not depth:
+            return draw.choice([Const(draw.randrange(9)), Var("i"), Coordinate("x"), Size("M")])
+        op = draw.choice(["+", "-", "*", "/", "%", "==", "<"])
+        return Binary(op, expr(depth - 1), Const(draw.randrange(1, 5)) if op in "/%" else expr(depth - 1))
+
+    built = expr(3)
+    run = compiled(built, {"M": 12})
+    for i, x in product(range(3), range(2)):
+        assert run({"i": i, "rank.x": x}) == evaluate(built, {"i": i}, {"x": x}, {"M": 12})

@@ -1,0 +1,156 @@
+"""Every collective on every dtype that can carry it, on 1 to 8 ranks: what each rank gets, against NumPy.
+
+One program a number of ranks holds all of them, so that it is compiled once.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import ml_dtypes  # noqa: F401  its import teaches NumPy bf16 and f8
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import hostweave as hw
+from hostweave.fusion.types import DTYPES, DType
+from hostweave.host.interpret import interpret
+from hostweave.host.ir import HostProgram
+from hostweave.host.verify import NOT_REDUCED, REDUCTIONS
+from hostweave.runtime.arrays import numpy_dtype
+
+Array = NDArray[Any]
+RANKS = (1, 2, 3, 4, 8)
+N = 3  # elements of a block
+
+# name -> (elements that a rank passes in, in blocks; elements that it gets; the instruction)
+MOVES = {
+    "all_gather": (1, "D", "all_gather %{x} -> %{y} on x"),
+    "broadcast": (1, 1, "broadcast %{x} -> %{y} from {root} on x"),
+    "gather": (1, "D", "gather %{x} -> %{y} to {root} on x"),
+    "scatter": ("D", 1, "scatter %{x} -> %{y} from {root} on x"),
+    "all_to_all": ("D", "D", "all_to_all %{x} -> %{y} on x"),
+    "exchange": (1, 1, "exchange %{x} -> %{y} from [{sources}] on x"),
+    "ring": (1, 1, "group {{ send %{x} to (rank.x + 1) % {D} on x\n recv %{y} from (rank.x - 1) % {D} on x }}"),
+}
+REDUCES = {
+    "all_reduce": (1, 1, "all_reduce {op} %{x} -> %{y} on x"),
+    "reduce": (1, 1, "reduce {op} %{x} -> %{y} to {root} on x"),
+    "reduce_scatter": ("D", 1, "reduce_scatter {op} %{x} -> %{y} on x"),
+}
+REDUCE = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum, "avg": np.add}
+
+
+def root_of(ranks: int) -> int:
+    return ranks // 2
+
+
+def sources_of(ranks: int) -> list[int | None]:
+    """Each from the one before; the first has none."""
+    return [None, *range(ranks - 1)]
+
+
+def reducible(dtype: DType) -> bool:
+    return dtype.name not in NOT_REDUCED
+
+
+def cases(ranks: int) -> dict[str, tuple[str, str, DType, str]]:
+    """Output name -> (kind, reduction or "", dtype, instruction)."""
+    result = {}
+    words = {"D": ranks, "root": root_of(ranks), "sources": ", ".join("none" if s is None else str(s) for s in sources_of(ranks))}
+    for dtype in DTYPES.values():
+        for kind, (sent, _, text) in MOVES.items():
+            y = f"{kind}_{dtype}"
+            result[y] = (kind, "", dtype, text.format(x=f"{'wide' if sent == 'D' else 'one'}_{dtype}", y=y, **words))
+        for kind, (sent, _, text) in REDUCES.items() if reducible(dtype) else ():
+            for op in REDUCTIONS:
+                y = f"{kind}_{op}_{dtype}"
+                result[y] = (kind, op, dtype, text.format(x=f"{'wide' if sent == 'D' else 'one'}_{dtype}", y=y, op=op, **words))
+    return result
+
+
+@cache
+def program(ranks: int) -> HostProgram:
+    blocks = {**MOVES, **REDUCES}
+    inputs = [f"%one_{d}: {d}[{ranks}@x, N], %wide_{d}: {d}[{ranks * ranks}@x, N]" for d in DTYPES.values()]
+    outputs, body = [], []
+    for y, (kind, _, dtype, text) in cases(ranks).items():
+        outputs.append(f"%{y}: {dtype}[{ranks * ranks if blocks[kind][1] == 'D' else ranks}@x, N]")
+        body += [f"fill %{y} with 0.0", text]  # a rank that is not the root gets nothing
+    text = f"host @collectives({', '.join(inputs)}) -> ({', '.join(outputs)}) mesh(x={ranks}) {{\n" + "\n".join(body) + "\n}\n"
+    return HostProgram.parse(text)
+
+
+@cache
+def compiled(ranks: int) -> hw.Program:
+    return hw.compile(program(ranks))
+
+
+def arrays(ranks: int, seed: int) -> dict[str, Array]:
+    """Small integers of either sign, which every dtype holds, and whose sums and products most do."""
+    random = np.random.default_rng(seed)
+    result = {}
+    for dtype in DTYPES.values():
+        low = 0 if dtype.kind in ("uint", "bool") else -2
+        for name, blocks in (("one", ranks), ("wide", ranks * ranks)):
+            result[f"{name}_{dtype}"] = random.integers(low, 3, (blocks, N)).astype(numpy_dtype(dtype))
+    return result
+
+
+def expected(kind: str, op: str, mine: list[Array], rank: int) -> Array:
+    """What `rank` gets of what the ranks pass in."""
+    ranks, root, zeros = len(mine), root_of(len(mine)), np.zeros((1, N), mine[0].dtype)
+    if op:
+        total = np.asarray(REDUCE[op].reduce([array.astype(np.float64) for array in mine]))
+        total = total / ranks if op == "avg" else total
+        if op == "avg" and mine[0].dtype.kind in "iu":
+            total = np.trunc(total)
+        total = total.astype(mine[0].dtype)
+        if kind == "reduce_scatter":
+            return total[rank : rank + 1]
+        return total if kind == "all_reduce" or rank == root else zeros
+    source = sources_of(ranks)[rank]
+    match kind:
+        case "all_gather":
+            return np.concatenate(mine)
+        case "broadcast":
+            return mine[root]
+        case "gather":
+            return np.concatenate(mine) if rank == root else np.repeat(zeros, ranks, axis=0)
+        case "scatter":
+            return mine[root][rank : rank + 1]
+        case "all_to_all":
+            return np.concatenate([array[rank : rank + 1] for array in mine])
+        case "exchange":
+            return zeros if source is None else mine[source]
+        case "ring":
+            return mine[(rank - 1) % ranks]
+    raise AssertionError(kind)
+
+
+def compare(ranks: int, given: dict[str, Array], results: list[dict[str, Array]]) -> None:
+    blocks = {**MOVES, **REDUCES}
+    for y, (kind, op, dtype, _) in cases(ranks).items():
+        passed = given[f"{'wide' if blocks[kind][0] == 'D' else 'one'}_{dtype}"]
+        mine = np.split(passed, ranks)
+        for rank, outputs in enumerate(results):
+            got, want = (array.astype(np.float64) for array in (outputs[y], expected(kind, op, mine, rank)))
+            # Averages and products are rounded; everything else is exact.
+            rounded = {"f16": 2e-3, "bf16": 2e-2, "f32": 1e-6, "f64": 1e-14}.get(dtype.name, 0) if op == "avg" else 0
+            np.testing.assert_allclose(got, want, rtol=rounded, atol=0, err_msg=f"%{y} on rank {rank} of {ranks}")
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("seed", range(3))
+def test_interpreted(ranks: int, seed: int) -> None:
+    given = arrays(ranks, seed)
+    compare(ranks, given, interpret(program(ranks), given))
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_on_the_cpu_target(ranks: int) -> None:
+    names = [p.name for p in program(ranks).outputs]
+    for seed in range(3):
+        given = arrays(ranks, seed)
+        compare(ranks, given, [dict(zip(names, local, strict=True)) for local in compiled(ranks).run(ranks=True, **given)])

@@ -1,0 +1,26 @@
+"""Every 8-bit float becomes the f32 of ml_dtypes on the CPU target, and comes back."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import hostweave as hw
+from hostweave.fusion.types import DType
+
+
+@pytest.mark.parametrize(("dtype", "numpy"), [(hw.f8e4m3, ml_dtypes.float8_e4m3fn), (hw.f8e5m2, ml_dtypes.float8_e5m2)], ids=str)
+def test_casts(dtype: DType, numpy: type) -> None:
+    @hw.fusion(x=dtype["N"], v=hw.f32["M"])
+    def casts(x: hw.Tensor, v: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
+        return hw.cast(x, hw.f32), hw.cast(v, dtype)
+
+    x = np.arange(256).astype(np.uint8).view(numpy)
+    finite = np.sort(x.astype(np.float32)[np.isfinite(x.astype(np.float32))])
+    between = (finite[1:] + finite[:-1]) / 2  # ties
+    v = np.concatenate([finite, between, between * 1.01, between * 0.99, [np.nan]]).astype(np.float32)
+    wide, narrow = hw.compile(casts).run(x=x, v=v)
+    np.testing.assert_array_equal(wide[np.isfinite(wide)], x.astype(np.float32)[np.isfinite(wide)])
+    assert (np.isnan(wide) == np.isnan(x.astype(np.float32))).all()
+    np.testing.assert_array_equal(narrow.astype(np.float32), v.astype(numpy).astype(np.float32))

@@ -1,0 +1,156 @@
+"""Every change of layout, on meshes of one and two axes: each rank's block of what the program means, against NumPy.
+
+A program holds all changes of one mesh, so that it is compiled once; it then runs at several sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import hostweave as hw
+from hostweave.fusion.ir import Fusion
+from hostweave.fusion.reference import run_reference
+from hostweave.fusion.types import DTYPES, DType, Mesh, TensorType
+from hostweave.host.interpret import interpret
+from hostweave.host.ir import HostProgram
+from hostweave.pipeline import lower
+from hostweave.runtime.arrays import numpy_dtype
+
+Array = NDArray[Any]
+
+LAYOUTS = {
+    1: [("A", "B", "C"), ("A@x", "B", "C"), ("A", "B@x", "C"), ("A", "B", "C@x")],
+    2: [
+        ("A", "B", "C"),
+        ("A@dp", "B", "C"),
+        ("A", "B@tp", "C"),
+        ("A@dp,tp", "B", "C"),
+        ("A@tp,dp", "B", "C"),
+        ("A@dp", "B@tp", "C"),
+        ("A@tp", "B", "C@dp"),
+        ("A", "B@tp,dp", "C"),
+    ],
+}
+MESHES = [Mesh(x=1), Mesh(x=2), Mesh(x=3), Mesh(dp=2, tp=2), Mesh(x=8), Mesh(dp=2, tp=4)]
+SIZES = {"A": 8, "B": 16, "C": 24}  # for meshes of 3 each is multiplied
+
+
+def reshards(mesh: Mesh) -> Fusion:
+    """From every layout to every other."""
+    layouts = LAYOUTS[len(mesh.axes)]
+
+    def results(x: hw.Tensor) -> list[hw.Tensor]:
+        return [hw.reshard(x, *dims) for dims in layouts if str(hw.i32[dims]) != str(x.type)]
+
+    return traced("reshards", mesh, {f"x{i}": hw.i32[dims] for i, dims in enumerate(layouts)}, results)
+
+
+def reductions(mesh: Mesh) -> Fusion:
+    """Of every dtype over a dim that is sharded: to every rank, and to shards."""
+    axes = ",".join(name for name, _ in mesh.axes)
+
+    def results(x: hw.Tensor) -> list[hw.Tensor]:
+        found = []
+        for kind in kinds_of(x.dtype):
+            found.append(getattr(hw, kind)(x, axis="A").named(f"{kind}_{x.dtype}"))
+            found.append(hw.reshard(getattr(hw, kind)(x, axis="A"), "B", f"C@{axes}").named(f"{kind}_scattered_{x.dtype}"))
+        return found
+
+    return traced("reductions", mesh, {f"x_{dtype}": dtype[f"A@{axes}", "B", "C"] for dtype in DTYPES.values()}, results)
+
+
+def kinds_of(dtype: DType) -> tuple[str, ...]:
+    return ("max", "min") if dtype.kind == "bool" else ("sum", "prod", "max", "min")
+
+
+def means(mesh: Mesh) -> Fusion:
+    """Apart, because a mean over ranks needs even shards."""
+    axes = ",".join(name for name, _ in mesh.axes)
+    inputs = {f"x_{dtype}": dtype[f"A@{axes}", "B", "C"] for dtype in DTYPES.values() if dtype.kind == "float"}
+    return traced("means", mesh, inputs, lambda x: [hw.mean(x, axis="A"), hw.reshard(hw.mean(x, axis="A"), "B", f"C@{axes}")])
+
+
+def traced(name: str, mesh: Mesh, inputs: dict[str, TensorType], results: Callable[[hw.Tensor], list[hw.Tensor]]) -> Fusion:
+    """The fusion of what `results` makes of each input. A fusion's parameters are those of its function, so that is written here."""
+    scope: dict[str, Any] = {"results": results}
+    exec(f"def {name}({', '.join(inputs)}):\n    return [y for x in ({', '.join(inputs)},) for y in results(x)]", scope)
+    return hw.fusion(mesh=mesh, **inputs)(scope[name])
+
+
+def arrays(fusion: Fusion, sizes: dict[str, int], seed: int) -> dict[str, Array]:
+    """Of integers alone every element another one; else mostly ones or zeros, so that every dtype holds all sums and products."""
+    random = np.random.default_rng(seed)
+    result = {}
+    for value in fusion.inputs:
+        dtype, shape = value.type.dtype, tuple(sizes[str(extent)] for extent in value.type.shape)
+        if fusion.name == "reshards":
+            array = np.arange(np.prod(shape)).reshape(shape)
+        else:
+            few = (np.arange(shape[0]) % max(shape[0] // 4, 1) == 0)[:, None, None]
+            low = 0 if dtype.kind in ("uint", "bool") else -2
+            array = np.where(few, random.integers(low, 3, shape), random.integers(0, 2, shape[1:]))
+        result[value.name] = array.astype(numpy_dtype(dtype))
+    return result
+
+
+def compare(fusion: Fusion, given: dict[str, Array], results: list[dict[str, Array]]) -> None:
+    types = {name: value.type for name, value in fusion.values().items()}
+    for name, whole in zip(fusion.outputs, run_reference(fusion, given), strict=True):
+        for rank, outputs in enumerate(results):
+            want = types[name].shard(whole.astype(numpy_dtype(types[name].dtype)), rank, fusion.mesh)
+            got = outputs[name].astype(np.float64)
+            rtol = {"f8e4m3": 0.13, "f8e5m2": 0.26, "bf16": 0.02, "f16": 2e-3, "f32": 1e-5}.get(types[name].dtype.name, 1e-12)
+            rtol = rtol if types[name].dtype.kind == "float" else 0
+            np.testing.assert_allclose(got, want.astype(np.float64), rtol=rtol, atol=rtol, err_msg=f"%{name} on rank {rank}")
+
+
+def sizes_of(of: Callable[[Mesh], Fusion], mesh: Mesh, seed: int) -> dict[str, int]:
+    """First shared evenly by all ranks; then not, where the program takes that: some ranks hold less, some nothing."""
+    even = {name: size * (3 if mesh.size == 3 else 1) * (1 + seed) for name, size in SIZES.items()}
+    uneven = [{}, {"A": 10, "B": 3, "C": 7}, {"A": 1, "B": 17, "C": 2}][seed]
+    return {**even, **{name: size for name, size in uneven.items() if name in lowered(of, mesh).uneven}}
+
+
+@cache
+def lowered(of: Callable[[Mesh], Fusion], mesh: Mesh) -> HostProgram:
+    return lower(of(mesh), hw.Options())
+
+
+CASES = [
+    *((reshards, mesh) for mesh in MESHES),
+    *((reductions, mesh) for mesh in MESHES[:-1]),
+    *((means, mesh) for mesh in (Mesh(x=3), Mesh(dp=2, tp=2))),
+]
+
+
+NAME_PARTS = {"ids": lambda part: part.__name__ if callable(part) else str(part)}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("of", "mesh"), CASES, **NAME_PARTS)
+def test_interpreted(of: Callable[[Mesh], Fusion], mesh: Mesh, seed: int) -> None:
+    fusion = of(mesh)
+    given = arrays(fusion, sizes_of(of, mesh, seed), seed)
+    compare(fusion, given, interpret(lowered(of, mesh), given))
+
+
+@pytest.mark.parametrize(("of", "mesh"), CASES, **NAME_PARTS)
+def test_on_the_cpu_target(of: Callable[[Mesh], Fusion], mesh: Mesh) -> None:
+    fusion, program = of(mesh), hw.compile(lowered(of, mesh))
+    for seed in range(3):
+        given = arrays(fusion, sizes_of(of, mesh, seed), seed)
+        results = program.run(ranks=True, **given)
+        compare(fusion, given, [dict(zip(fusion.outputs, local, strict=True)) for local in results])
+    program.close()
+
+
+def test_what_may_be_uneven() -> None:
+    assert lowered(reshards, Mesh(x=4)).uneven == ("A", "B", "C")
+    assert lowered(reductions, Mesh(x=4)).uneven == ("A", "C")
+    assert lowered(means, Mesh(x=3)).uneven == ("C",)

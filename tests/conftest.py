@@ -1,0 +1,22 @@
+"""Options of the tests, and which of them run where."""
+
+from __future__ import annotations
+
+import pytest
+
+from hostweave.build.cuda import gpus
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write the files under tests/golden anew")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked gpu need a GPU, and those marked slow must be asked for."""
+    unwanted = {"gpu"} if not gpus() else set()
+    if "slow" not in config.option.markexpr:
+        unwanted.add("slow")
+    out = [item for item in items if any(item.get_closest_marker(mark) for mark in unwanted)]
+    if out:
+        config.hook.pytest_deselected(items=out)
+        items[:] = [item for item in items if item not in out]

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import pytest
+
+from hostweave.emit.cpp import Integers, number
+from hostweave.fusion.extent import Extent
+from hostweave.fusion.types import Mesh, bf16, bool_, f32, f64, i32
+from hostweave.host.expr import Coordinate, Expr, Size, Var
+
+
+def integers() -> Integers:
+    result = Integers(Mesh(x=4), {"M": "M", "K": "K_1"}, {"M": 12, "K": 4})
+    result.coordinates["x"] = "rank_x"
+    result.define("i", "i", (0, 3))
+    result.define("n", "n", (None, None))
+    return result
+
+
+@pytest.mark.parametrize(
+    ("extent", "cpp"),
+    [
+        ("8", "8"),
+        ("M", "M"),
+        ("M/4", "M / 4"),
+        ("K*M/4", "M / 4 * K_1"),
+        ("3*K*M/4", "M / 4 * 3 * K_1"),
+        ("K*M/48", "M / 12 * (K_1 / 4)"),  # each division is exact by itself
+        ("M/5", "M / 5"),
+        ("2*K*M", "2 * M * K_1"),
+    ],
+)
+def test_extents(extent: str, cpp: str) -> None:
+    assert integers().extent(Extent.of(extent)) == cpp
+
+
+I, N, RANK = Var("i"), Var("n"), Coordinate("x")  # noqa: E741
+
+
+@pytest.mark.parametrize(
+    ("expr", "cpp"),
+    [
+        ((RANK + I) % 4, "(rank_x + i) % 4"),
+        ((RANK - I) % 4, "(rank_x - i + 4) % 4"),  # from -3
+        ((RANK - 1 - I) % 4, "(rank_x - 1 - i + 4) % 4"),  # from -4
+        ((RANK - I * 2) % 4, "(rank_x - i * 2 + 8) % 4"),  # from -6
+        (RANK * 2 + I % 2, "rank_x * 2 + (i % 2)"),
+        (N % 4, "hw::mod(n, 4)"),
+        ((RANK - I) % Size("M"), "hw::mod(rank_x - i, M)"),
+        (I // 2, "i / 2"),
+        ((I - 1) // 2, "hw::floor_div(i - 1, 2)"),
+        (I.equals(RANK), "i == rank_x"),
+        (I.less(3), "i < 3"),
+        ((I + 1) * 3, "(i + 1) * 3"),
+        (RANK - (I - 1), "rank_x - (i - 1)"),
+    ],
+)
+def test_remainders_are_never_negative(expr: Expr, cpp: str) -> None:
+    assert integers().expr(expr) == cpp
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "cpp"),
+    [
+        (1, f32, "1.0f"),
+        (0.5, bf16, "0.5f"),
+        (1e-30, f64, "1e-30"),
+        (float("-inf"), f32, "-INFINITY"),
+        (float("nan"), f32, "NAN"),
+        (-3, i32, "-3"),
+        (True, bool_, "true"),
+    ],
+)
+def test_numbers(value: float, dtype: object, cpp: str) -> None:
+    assert number(value, dtype) == cpp  # type: ignore[arg-type]

@@ -1,0 +1,62 @@
+"""Exported projects, built by CMake: run on the CPU, compiled and linked for CUDA."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import scipy_openblas32
+from example_programs import all_fusions
+
+import hostweave as hw
+from hostweave.build.cuda import find_cuda
+
+FUSIONS = all_fusions(ranks=4, chunks=3)
+TOOLS = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"], "/usr/local/cuda/bin"])  # cmake and ninja may come from pip
+QUICK = ("-DCMAKE_BUILD_TYPE=Debug", "-DCMAKE_CXX_FLAGS_DEBUG=-O0", "-DCMAKE_UNITY_BUILD=ON")
+
+
+def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=folder, env={**os.environ, "PATH": TOOLS}, capture_output=True, text=True)
+
+
+def build(name: str, folder: Path, *settings: str) -> None:
+    hw.compile(FUSIONS[name]).export(folder)
+    for command in (("cmake", "-G", "Ninja", "-B", "build", *QUICK, *settings), ("cmake", "--build", "build")):
+        result = run(folder, *command)
+        assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_a_project_runs_on_the_cpu(tmp_path: Path) -> None:
+    openblas = Path(scipy_openblas32.__file__).parent
+    build("matmul_rs_flat", tmp_path, f"-DHOSTWEAVE_OPENBLAS_ROOT={openblas}")  # send and recv, matmuls and a kernel
+    result = run(tmp_path, "build/matmul_rs_flat", "M=64", "K=32", "N=16", "repetitions=2")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert len(result.stdout.splitlines()) == 5
+    assert result.stdout.endswith("every rank has what it should\n")
+    assert run(tmp_path, "build/matmul_rs_flat", "Q=1").stderr == "Q=1: there is no such setting\n"
+    uneven = run(tmp_path, "build/matmul_rs_flat", "M=66")
+    assert uneven.returncode == 1
+    assert "M = 66: must be a multiple of 4" in uneven.stderr
+
+
+CUDA = find_cuda()
+HAS_NVCC = shutil.which("nvcc", path=TOOLS) is not None
+
+
+@pytest.mark.skipif(bool(CUDA.missing) and not os.environ.get("HOSTWEAVE_REQUIRE_CUDA"), reason="no CUDA: pip install '.[cuda13]'")
+@pytest.mark.parametrize("name", ["ag_matmul_p2p", *(["matmul_rs_flat"] if HAS_NVCC else [])])  # kernels need nvcc here
+def test_a_project_compiles_and_links_for_cuda(name: str, tmp_path: Path) -> None:
+    found = (part.path for part in (*CUDA.headers, *CUDA.libraries) if part.path)
+    prefixes = dict.fromkeys(str(folder) for path in found for folder in path.parents if folder.name in ("include", "lib", "lib64"))
+    build(name, tmp_path, "-DHOSTWEAVE_TARGET=cuda", f"-DCMAKE_PREFIX_PATH={';'.join(str(Path(p).parent) for p in prefixes)}")
+
+
+def test_another_target_is_refused(tmp_path: Path) -> None:
+    hw.compile(FUSIONS["ag_matmul_p2p"]).export(tmp_path)
+    result = run(tmp_path, "cmake", "-G", "Ninja", "-B", "build", "-DHOSTWEAVE_TARGET=rocm")
+    assert "HOSTWEAVE_TARGET is rocm: write cpu or cuda" in result.stderr

@@ -1,0 +1,151 @@
+"""Generated kernels against NumPy on the CPU device. All cases of one dtype are one program, so that it compiles once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from hostweave.api import compile
+from hostweave.fusion.ir import Fusion
+from hostweave.fusion.reference import run_reference
+from hostweave.host.ir import HostProgram
+
+DTYPES = {
+    "f64": np.float64,
+    "f32": np.float32,
+    "f16": np.float16,
+    "bf16": ml_dtypes.bfloat16,
+    "i64": np.int64,
+    "i32": np.int32,
+    "i8": np.int8,
+    "u8": np.uint8,
+}
+SIZES = {"M": 6, "N": 70, "K": 5}
+INPUTS = {"a": "{t}[M, N]", "b": "{t}[M, N]", "r": "{t}[N]", "c": "{t}[M, 1]", "t": "{t}[K, M, N]", "p": "bool[M, N]"}
+
+POINTWISE = {
+    "add": "%y: {t}[M, N] = add(%a, %b)",
+    "row": "%y: {t}[M, N] = mul(%a, %r)",
+    "column": "%y: {t}[M, N] = sub(%a, %c)",
+    "outer": "%y: {t}[M, N] = add(%c, %r)",
+    "scalar": "%y: {t}[M, N] = sub({one}, %a)",
+    "negative": "%y: {t}[M, N] = mul(%a, -{one})",
+    "maximum": "%y: {t}[M, N] = maximum(%a, %b)",
+    "minimum": "%y: {t}[M, N] = minimum(%a, %b)",
+    "clamp": "%h: {t}[M, N] = maximum(%a, %r)\n%y: {t}[M, N] = minimum(%h, %c)",
+    "relu": "%y: {t}[M, N] = relu(%a)",
+    "less": "%y: bool[M, N] = less(%a, %b)",
+    "where": "%y: {t}[M, N] = where(%p, %a, %b)",
+    "expand": "%y: {t}[K, M, N] = broadcast_to(%a)",
+    "to_f32": "%y: f32[M, N] = cast(%a)",
+    "to_i32": "%y: i32[M, N] = cast(%a)",
+    "to_bool": "%y: bool[M, N] = cast(%a)",
+    "from_bool": "%y: {t}[M, N] = cast(%p)",
+    "logical": "%q: bool[M, N] = less(%a, %b)\n"
+    "%n: bool[M, N] = logical_not(%q)\n%o: bool[M, N] = logical_or(%p, %q)\n%y: bool[M, N] = logical_and(%o, %n)",
+    "chain": "%d: {t}[M, N] = sub(%a, %c)\n%e: {t}[M, N] = mul(%d, %d)\n%y: {t}[M, N] = add(%e, %r)",
+    "square_sum": "%d: {t}[M, N] = mul(%a, %b)\n%s: {t}[M, 1] = sum(%d, axis=(1,), keepdims=true)\n%y: {t}[M, 1] = add(%s, %c)",
+    "from_max": "%m: {t}[M, 1] = max(%a, axis=(1,), keepdims=true)\n%d: {t}[M, N] = sub(%m, %a)\n%y: {t}[M, N] = mul(%d, %r)",
+    "from_columns": "%m: {t}[N] = max(%a, axis=(0,))\n%y: {t}[M, N] = sub(%m, %a)",
+    "before_columns": "%d: {t}[M, N] = add(%a, %c)\n%s: {t}[N] = sum(%d, axis=(0,))\n%y: {t}[N] = mul(%s, %r)",
+    "argmax": "%y: i64[M] = argmax(%a, axis=(1,))",
+    "argmax_columns": "%d: {t}[K, M, N] = mul(%t, %a)\n"
+    "%i: i64[K, 1, N] = argmax(%d, axis=(1,), keepdims=true)\n%y: i64[K, 1, N] = add(%i, 1)",
+    "triangle": "%i: i32[M] = iota()\n%e: i32[M, 1] = expand_dims(%i, axis=(1,))\n%j: i32[N] = iota()\n"
+    "%q: bool[M, N] = less(%j, %e)\n%y: {t}[M, N] = where(%q, %a, {one})",
+    "random": "%i: u32[M] = iota()\n%e: u32[M, 1] = expand_dims(%i, axis=(1,))\n%j: u32[N] = iota()\n"
+    "%u: f32[M, N] = philox(%e, %j, 0, 0, 7, 1)\n%q: bool[M, N] = less(%u, 0.5)\n%y: {t}[M, N] = where(%q, %a, %b)",
+}
+UNARY = (
+    *("neg", "abs", "reciprocal", "exp", "log", "sqrt", "rsqrt", "sin", "cos", "tanh", "erf"),
+    *("sigmoid", "gelu", "gelu_tanh", "silu"),
+)
+FLOATS = {
+    "to_bf16": "%y: bf16[M, N] = cast(%a)",
+    "to_f16": "%y: f16[M, N] = cast(%a)",
+    "to_f64": "%y: f64[M, N] = cast(%a)",
+    "through_f8e4m3": "%h: f8e4m3[M, N] = cast(%a)\n%y: {t}[M, N] = cast(%h)",
+    "to_f8e5m2": "%y: f8e5m2[M, N] = cast(%a)",
+    "div": "%y: {t}[M, N] = div(%a, %b)",
+    "pow": "%y: {t}[M, N] = pow(%a, %r)",
+    **{kind: f"%y: {{t}}[M, N] = {kind}(%a)" for kind in UNARY},
+    "softmax": "%max: {t}[M, 1] = max(%a, axis=(1,), keepdims=true)\n%sub: {t}[M, N] = sub(%a, %max)\n%exp: {t}[M, N] = exp(%sub)\n"
+    "%sum: {t}[M, 1] = sum(%exp, axis=(1,), keepdims=true)\n%y: {t}[M, N] = div(%exp, %sum)",
+    "two_dims": "%h: f64[K, M, N] = cast(%t)\n%mean: f64[M] = mean(%h, axis=(0, 2))\n%e: f64[M, 1] = expand_dims(%mean, axis=(1,))\n"
+    "%y: f64[K, M, N] = sub(%h, %e)",
+}
+REDUCTIONS = {
+    "rows": "%y: {t}[M] = {kind}(%a, axis=(1,))",
+    "columns": "%y: {t}[N] = {kind}(%a, axis=(0,))",
+    "all": "%y: {t}[] = {kind}(%a, axis=(0, 1))",
+    "middle": "%y: {t}[K, N] = {kind}(%t, axis=(1,))",
+    "ends": "%y: {t}[M] = {kind}(%t, axis=(0, 2))",
+    "kept": "%y: {t}[K, 1, N] = {kind}(%t, axis=(1,), keepdims=true)",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    op: str
+
+
+def cases(dtype: str) -> list[Case]:
+    is_float = dtype in ("f64", "f32", "f16", "bf16")
+    ops = {**POINTWISE, **(FLOATS if is_float else {})}
+    for kind in ("sum", "prod", "max", "min", *(("mean",) if is_float else ())):
+        ops.update({f"{kind}_{name}": op.replace("{kind}", kind) for name, op in REDUCTIONS.items()})
+    if dtype.startswith("u"):
+        del ops["negative"]
+    texts = {name: op.replace("{t}", dtype).replace("{one}", "1.5" if is_float else "1") for name, op in ops.items()}
+    return [Case(name, op) for name, op in texts.items() if f"%y: {dtype}[M, N] = cast(%a)" not in op]
+
+
+def program(dtype: str, cases: list[Case]) -> HostProgram:
+    """Every case a kernel of its own, on the caller's stream."""
+    kernels, outputs, launches = [], [], []
+    types = {name: type.replace("{t}", dtype) for name, type in INPUTS.items()}
+    for case in cases:
+        used = [name for name in types if f"%{name}," in case.op or f"%{name})" in case.op]
+        kernels.append(f"kernel @k_{case.name}({', '.join(f'%{name}: {types[name]}' for name in used)}) {{\n{case.op}\n}}")
+        outputs.append(f"%y_{case.name}: {case.op.splitlines()[-1].split(' = ')[0].removeprefix('%y: ')}")
+        launches.append(f"launch @k_{case.name} {', '.join('%' + name for name in used)} -> %y_{case.name}")
+    inputs = ", ".join(f"%{name}: {type}" for name, type in types.items())
+    return HostProgram.parse("\n".join([*kernels, f"host @kernels({inputs}) -> ({', '.join(outputs)}) mesh() {{", *launches, "}"]))
+
+
+def arrays(dtype: str) -> dict[str, Any]:
+    """Positive, so that log and sqrt are defined; small enough that products of rows are finite."""
+    random = np.random.default_rng(0)
+    result: dict[str, Any] = {}
+    for name, type in INPUTS.items():
+        shape = [SIZES.get(dim, 1) for dim in type.split("[")[1].rstrip("]").split(", ")]
+        values = random.uniform(0.9, 1.1, shape) if np.dtype(DTYPES[dtype]).kind not in "iu" else random.integers(0, 5, shape)
+        result[name] = values.astype(DTYPES[dtype])
+    result["p"] = random.integers(0, 2, (SIZES["M"], SIZES["N"])).astype(bool)
+    return result
+
+
+def expected(case: Case, dtype: str, values: dict[str, Any]) -> Any:
+    inputs = ", ".join(f"%{name}: {type.replace('{t}', dtype)}" for name, type in INPUTS.items())
+    fusion = Fusion.parse(f"fusion @f({inputs}) {{\n{case.op}\nreturn %y\n}}")
+    return run_reference(fusion, values)[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernels_compute_what_numpy_does(dtype: str) -> None:
+    every = cases(dtype)
+    values = arrays(dtype)
+    compiled = compile(program(dtype, every))
+    results = compiled.run(**values)
+    compiled.close()
+    tolerance = {"f64": 1e-12, "f32": 1e-4, "f16": 1e-2, "bf16": 3e-2}.get(dtype, 0)
+    for case, result in zip(every, results, strict=True):
+        want = expected(case, dtype, values)
+        np.testing.assert_allclose(
+            np.asarray(result, np.float64), np.asarray(want, np.float64), rtol=tolerance, atol=tolerance, err_msg=case.name
+        )

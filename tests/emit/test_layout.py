@@ -1,0 +1,54 @@
+"""What clang-format does to generated lines, without clang-format. The golden files are compared with the real one in CI."""
+
+from __future__ import annotations
+
+from hostweave.emit.layout import COLUMNS, laid_out
+
+
+def test_blocks_are_indented_and_blank_lines_go_from_their_ends() -> None:
+    text = "namespace a {\n\nvoid f() {\n\nfor (;;) {\nif (x) {\na();\n} else {\nb();\n}\n}\n\n}\n\n}  // namespace a\n"
+    lines = laid_out(text).splitlines()
+    assert lines[:3] == ["namespace a {", "", "void f() {"]
+    assert lines[3:9] == ["  for (;;) {", "    if (x) {", "      a();", "    } else {", "      b();", "    }"]
+    assert lines[9:] == ["  }", "}", "", "}  // namespace a"]
+
+
+def test_classes_and_tables() -> None:
+    assert laid_out("class A {\npublic:\nA();\n\nprivate:\nint a_;\n};\n") == "class A {\n public:\n  A();\n\n private:\n  int a_;\n};\n"
+    assert laid_out("const T t = {\n.a = 1,\n};\n") == "const T t = {\n    .a = 1,\n};\n"
+
+
+def test_short_functions_stay_on_one_line() -> None:
+    assert laid_out("int f() {\nreturn 1;\n}\n\nvoid g() {\nif (x) h();\n}\n") == "int f() { return 1; }\n\nvoid g() {\n  if (x) h();\n}\n"
+    long = f"void f() {{\nreturn {'a' * COLUMNS};\n}}\n"
+    assert laid_out(long).count("\n") == 3
+
+
+def test_trailing_comments_are_aligned() -> None:
+    assert laid_out("struct S {\nint a;  // one\nlong bc;  // two\n};\n") == "struct S {\n  int a;    // one\n  long bc;  // two\n};\n"
+
+
+def test_long_calls_break_between_arguments() -> None:
+    arguments = [f"argument_{i}" for i in range(12)]
+    lines = laid_out(f"HW_CHECK(call({', '.join(arguments)}));\n").splitlines()
+    assert len(lines) == 2
+    assert all(len(line) <= COLUMNS for line in lines)
+    assert lines[1].startswith(" " * len("HW_CHECK(call(") + "argument_")
+
+
+def test_a_call_that_fits_on_a_line_of_its_own_goes_there() -> None:
+    call = f"call({'a' * 60}, {'b' * 52}, c)"
+    assert laid_out(f"HW_CHECK({call});\n") == f"HW_CHECK(\n    {call});\n"
+
+
+def test_constructors_break_between_initializers() -> None:
+    short = "A::A(int a) : a_(a), b_(a) {\n}\n"
+    assert laid_out(short) == "A::A(int a) : a_(a), b_(a) {}\n"
+    members = [f"member_{i}_(argument_{i})" for i in range(7)]
+    assert laid_out(f"A::A(int a) : {', '.join(members)} {{\n}}\n") == "A::A(int a)\n    : " + ",\n      ".join(members) + " {}\n"
+
+
+def test_long_comments_are_filled() -> None:
+    text = laid_out("// " + "word " * 40 + "\n")
+    assert [line.startswith("// word") for line in text.splitlines()] == [True, True]
+    assert len(text.splitlines()[0]) <= COLUMNS

@@ -1,0 +1,111 @@
+"""Copies, fills and matrix products on every kind of view, against NumPy on the CPU device."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from hostweave.api import compile
+from hostweave.host.ir import HostProgram
+
+COPIES = """
+host @copies(%x: f32[M, N], %t: f32[K, M, N]) -> (
+    %all: f32[M, N], %half: f32[M, N/2], %odd: f32[M], %turned: f32[N, M], %inner: f32[K, N, M/3], %set: f32[M, N], %band: f32[K, M, N]
+) mesh() {
+  copy %x -> %all
+  %right = slice %x[1: 1 of 2]
+  copy %right -> %half
+  %column = select %x[1: 1]
+  copy %column -> %odd
+  %xt = permute %x by [1, 0]
+  copy %xt -> %turned
+  %tm = slice %t[1: 2 of 3]
+  %tt = permute %tm by [0, 2, 1]
+  copy %tt -> %inner
+  fill %set with 0.0
+  %left = slice %set[1: 0 of 2]
+  fill %left with 2.5
+  fill %band with -0.0
+  %middle = slice %band[1: 1 of 3]
+  %source = slice %t[1: 0 of 3]
+  copy %source -> %middle
+}
+"""
+
+
+def test_copies_and_fills_of_views() -> None:
+    x = np.arange(6 * 8, dtype=np.float32).reshape(6, 8)
+    t = np.arange(5 * 6 * 8, dtype=np.float32).reshape(5, 6, 8)
+    program = compile(HostProgram.parse(COPIES))
+    all_, half, odd, turned, inner, set_, band = program.run(x=x, t=t)
+    program.close()
+    np.testing.assert_array_equal(all_, x)
+    np.testing.assert_array_equal(half, x[:, 4:])
+    np.testing.assert_array_equal(odd, x[:, 1])
+    np.testing.assert_array_equal(turned, x.T)
+    np.testing.assert_array_equal(inner, t[:, 4:].transpose(0, 2, 1))
+    np.testing.assert_array_equal(set_, np.hstack([np.full((6, 4), 2.5), np.zeros((6, 4))]))
+    np.testing.assert_array_equal(band[:, 2:4], t[:, :2])
+    assert np.signbit(band[:, 4:]).all()
+
+
+MATMULS = """
+host @matmuls(
+    %a: {t}[M, K], %at: {t}[K, M], %b: {t}[K, N], %bt: {t}[N, K], %s: {t}[B, C, M, K], %v: {t}[B, 1, K, N], %e: {t}[M, 0], %f: {t}[0, N]
+) -> (
+    %plain: {t}[M, N], %both: {t}[M, N], %turned: {t}[N, M], %tall: {t}[B, C, M, N], %batched: {t}[B, C, M, N], %split: {t}[C, B, M, N],
+    %row: {t}[B, C, 1, N], %part: {t}[M, N], %empty: {t}[M, N], %twice: {t}[M, N]
+) mesh(x=1) streams(ring[2]) {
+  matmul %a, %b -> %plain
+  %a_of_t = permute %at by [1, 0]
+  %b_of_t = permute %bt by [1, 0]
+  matmul %a_of_t, %b_of_t -> %both
+  %turned_t = permute %turned by [1, 0]
+  matmul %a, %b_of_t -> %turned_t
+  matmul %s, %b -> %tall
+  matmul %s, %v -> %batched
+  %s_swapped = permute %s by [1, 0, 2, 3]
+  %v_swapped = permute %v by [1, 0, 2, 3]
+  matmul %s_swapped, %v_swapped -> %split
+  %first = slice %s[2: 0 of M]
+  matmul %first, %b -> %row
+  fork ring
+  for %i in 0..2 {
+    stream ring[%i] {
+      %b_i = slice %b[1: %i of 2]
+      %part_i = slice %part[1: %i of 2]
+      matmul %a, %b_i -> %part_i
+    }
+  }
+  join ring
+  matmul %e, %f -> %empty
+  matmul %a, %b -> %twice
+  matmul_accumulate %a_of_t, %b_of_t -> %twice
+}
+"""
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("f64", np.float64), ("f32", np.float32), ("f16", np.float16), ("bf16", ml_dtypes.bfloat16)])
+def test_matmul_of_views(name: str, dtype: type) -> None:
+    random = np.random.default_rng(1)
+    shapes = {"a": (6, 5), "at": (5, 6), "b": (5, 4), "bt": (4, 5), "s": (2, 3, 6, 5), "v": (2, 1, 5, 4), "e": (6, 0), "f": (0, 4)}
+    x = {key: random.integers(-2, 3, shape).astype(dtype) for key, shape in shapes.items()}
+    program = compile(HostProgram.parse(MATMULS.replace("{t}", name)))
+    results = program.run(**x)
+    program.close()
+    w = {key: value.astype(np.float64) for key, value in x.items()}
+    wanted = {
+        "plain": w["a"] @ w["b"],
+        "both": w["at"].T @ w["bt"].T,
+        "turned": (w["a"] @ w["bt"].T).T,
+        "tall": w["s"] @ w["b"],
+        "batched": w["s"] @ w["v"],
+        "split": (w["s"] @ w["v"]).swapaxes(0, 1),
+        "row": w["s"][:, :, :1] @ w["b"],
+        "part": w["a"] @ w["b"],
+        "empty": np.zeros((6, 4)),
+        "twice": w["a"] @ w["b"] + w["at"].T @ w["bt"].T,
+    }
+    for (key, want), result in zip(wanted.items(), results, strict=True):
+        np.testing.assert_array_equal(np.asarray(result, np.float64), want, err_msg=key)

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import pytest
+
+from hostweave.api import compile
+from hostweave.emit import render
+from hostweave.emit.names import Names
+from hostweave.host.ir import HostProgram
+
+
+@pytest.mark.parametrize(
+    ("name", "cpp"),
+    [
+        ("x", "x"),
+        ("_x", "x_1"),  # a leading underscore belongs to the compiler
+        ("x_", "x_1"),  # a trailing one says that it is a member
+        ("a__b", "a_b_1"),
+        ("_", "v_1"),
+        ("int", "int_1"),
+        ("in", "in_1"),
+        ("stream", "stream_1"),
+        ("cudaMalloc", "v_cudaMalloc_1"),
+        ("INFINITY", "INFINITY_1"),
+    ],
+)
+def test_one_name(name: str, cpp: str) -> None:
+    assert Names().of(name) == cpp
+
+
+def test_names_stay_apart_and_stay_the_same() -> None:
+    names = Names()
+    assert [names.of("int"), names.of("int_1"), names.of("int", "size"), names.of("int")] == ["int_1", "int_1_1", "int_2", "int_1"]
+
+
+NASTY = """
+kernel @sizes(%out: f32[caller, K]) {
+  %template: f32[caller, K] = neg(%out)
+}
+host @exp(%in: f32[caller@stream, K], %x_: f32[K, this]) -> (%int: f32[caller, this], %M: f32[caller, K]) mesh(stream=1)
+    streams(rank[2], arena[1]) events(prepared[2]) {
+  %team_stream = allocate f32[caller, K]
+  %x = allocate f32[caller, K]
+  %rank_stream = slice %x_[1: 0 of 1]
+  fork rank
+  fork arena
+  for %new in 0..2 {
+    stream rank[%new] {
+      %auto = slice %in[0: %new of 2]
+      %delete = slice %team_stream[0: (rank.stream + %new) % 2 of 2]
+      copy %auto -> %delete
+      record prepared[%new]
+    }
+  }
+  stream arena[0] {
+    wait prepared[0]
+    wait prepared[1]
+    launch @sizes %team_stream -> %x
+  }
+  join arena
+  join rank
+  copy %x -> %M
+  matmul %x, %rank_stream -> %int
+}
+"""
+
+
+def test_no_name_of_the_user_collides() -> None:
+    import numpy as np
+
+    program = compile(HostProgram.parse(NASTY))
+    x, w = np.ones((4, 3), np.float32), np.ones((3, 2), np.float32)
+    product, negative = program.run(**{"in": x, "x_": w})
+    program.close()
+    np.testing.assert_array_equal(product, -x @ w)
+    np.testing.assert_array_equal(negative, -x)
+
+
+def test_source_keeps_the_names_of_the_user() -> None:
+    text = render(HostProgram.parse("host @f(%left: f32[Rows], %right: f32[Rows]) -> (%sum: f32[Rows]) mesh() {\n  copy %left -> %sum\n}"))
+    assert "const int64_t Rows = in.left.dim(0);" in text["program.cpp"]
+    assert "auto* sum = out.sum.as<float>();" in text["program.cpp"]

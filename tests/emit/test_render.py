@@ -1,0 +1,65 @@
+"""The text as a whole: the same for equal programs, and errors for what has no C++."""
+
+from __future__ import annotations
+
+import pytest
+
+from hostweave.emit import render
+from hostweave.errors import ProgramError
+from hostweave.host.ir import HostProgram
+
+PROGRAM = """host @f(%x: f32[M@d, K]) -> (%y: f32[M, K]) mesh(d=2) {
+  all_gather %x -> %y on d
+}
+"""
+
+
+def test_equal_programs_give_the_same_bytes() -> None:
+    program = HostProgram.parse(PROGRAM)
+    assert render(program) == render(HostProgram.parse(str(program)))
+
+
+def test_there_are_kernel_files_only_where_there_are_kernels() -> None:
+    assert list(render(HostProgram.parse(PROGRAM))) == ["program.h", "program.cpp", "binding.cpp"]
+
+
+def test_the_header_comment_is_the_host_ir() -> None:
+    lines = render(HostProgram.parse(PROGRAM))["program.cpp"].splitlines()
+    comment = "\n".join(line.removeprefix("// ") for line in lines[: lines.index('#include "program.h"')])
+    assert comment + "\n" == PROGRAM
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "host @f(%x: f32[4]) -> (%y: f32[4]) mesh() {\n  for %i in 0..2 {\n    %t = allocate f32[4]\n  }\n  copy %x -> %y\n}",
+            "text:3: allocate %t in a loop: its iterations overlap; allocate before the loop and take slices in it",
+        ),
+        (
+            "host @f(%x: i32[4, 4]) -> (%y: i32[4, 4]) mesh() {\n  matmul %x, %x -> %y\n}",
+            "text:2: matmul: cuBLASLt has no product of i32; cast to f16, bf16, f32 or f64 first",
+        ),
+        (
+            "host @f(%x: bool[4]) -> (%y: bool[4]) mesh(d=2) {\n  all_reduce max %x -> %y on d\n}",
+            "text:2: NCCL cannot reduce bool; cast before the reduction",
+        ),
+        (
+            "kernel @k(%x: f32[4, 5]) {\n  %a: f32[4] = sum(%x, axis=(1,))\n  %y: f32[] = sum(%a, axis=(0,))\n}\n"
+            "host @f(%x: f32[4, 5]) -> (%y: f32[]) mesh() {\n  launch @k %x -> %y\n}",
+            "kernel @k: %y is reduced over other dims; split it",
+        ),
+        (
+            "kernel @k(%x: f32[4]) {\n  %y: f32[4] = reshard(%x)\n}\nhost @f(%x: f32[4]) -> (%y: f32[4]) mesh() {\n  launch @k %x -> %y\n}",
+            "text:2: reshard: no kernel computes this op",
+        ),
+        (
+            "host @f(%x: f32[4]) -> (%y: f32[N]) mesh() {\n  fill %y with 1.0\n}",
+            "@f: no input has a dim N, so nothing tells its size; give it to an input, or write an int",
+        ),
+    ],
+)
+def test_what_has_no_cpp_is_an_error(text: str, message: str) -> None:
+    with pytest.raises(ProgramError) as error:
+        render(HostProgram.parse(text))
+    assert str(error.value) == message

@@ -1,0 +1,31 @@
+"""The programs of `examples/` and of `more_programs.py`, at any number of ranks, chunks and dtype."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+from hostweave.build.paths import EXAMPLES
+from hostweave.fusion.ir import Fusion
+from hostweave.fusion.types import DType, bf16
+from hostweave.source import load_file, programs_in
+
+MORE = Path(__file__).with_name("more_programs.py")
+
+
+@cache
+def fusions(file: str, ranks: int = 8, chunks: int | None = None, dtype: DType = bf16) -> dict[str, Fusion]:
+    """Every fusion of a file by name, with the constants D, S and dtype of the file set to these."""
+    constants = {"D": ranks, "dtype": dtype} | ({"S": chunks} if chunks else {})
+    programs = programs_in(load_file(EXAMPLES / file, constants))
+    return {name: program for name, program in programs.items() if isinstance(program, Fusion)}
+
+
+def all_fusions(ranks: int = 8, chunks: int | None = None, dtype: DType = bf16) -> dict[str, Fusion]:
+    """The seed programs and the streams on one device."""
+    return {**fusions("seeds.py", ranks, chunks, dtype), **fusions("single_device.py", ranks, chunks, dtype)}
+
+
+def more_fusions(ranks: int = 8, dtype: DType = bf16) -> dict[str, Fusion]:
+    """What the examples leave out."""
+    return fusions(str(MORE), ranks, None, dtype)

@@ -1,0 +1,75 @@
+// host @ag_matmul(%x: bf16[3, 4@x, m, K], %w: bf16[K, N]) -> (%y: bf16[3, 4, m, N]) mesh(x=4) streams(ring[4]) {
+//   %resharded = allocate bf16[3, 4, m, K]
+//   fork ring
+//   for %i in 0..3 {
+//     stream ring[%i] {
+//       %x_i = select %x[0: %i]
+//       %resharded_i = select %resharded[0: %i]
+//       all_gather %x_i -> %resharded_i on x
+//       %y_i = select %y[0: %i]
+//       matmul %resharded_i, %w -> %y_i
+//     }
+//   }
+//   join ring
+// }
+#include "program.h"
+
+#include "hostweave/check.h"
+
+namespace programs::ag_matmul {
+
+Program::Program(hw::Rank& rank)
+    : rank_(rank.expect_world(kWorld)),
+      team_x_(rank.channel(kMesh, "x", 4)),
+      ring_(rank, "ring", 4),
+      plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
+
+Sizes Program::check(const Inputs& in) const {
+  in.x.expect("x", "bf16[3, 1, m, K]", CUDA_R_16BF, {3, 1, hw::kAny, hw::kAny}, rank_.device());
+  const int64_t m = in.x.dim(2);
+  const int64_t K = in.x.dim(3);
+  in.w.expect("w", "bf16[K, N]", CUDA_R_16BF, {K, hw::kAny}, rank_.device());
+  const int64_t N = in.w.dim(1);
+  return {m, K, N};
+}
+
+OutputShapes Program::output_shapes(const Inputs& in) const {
+  const auto [m, K, N] = check(in);
+  return {.y = {3, 4, m, N}};
+}
+
+void Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  if (prepared_ == sizes) return;
+  const auto [m, K, N] = sizes;
+  prepared_.reset();
+  plan_y_.prepare({4, m, K}, {K, N}, {4, m, N});
+  arena_.allocate({{resharded_, 12 * m * K}});
+  prepared_ = sizes;
+}
+
+void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
+  const Sizes sizes = check(in);
+  hw::expect_prepared(prepared_ == sizes);
+  const auto [m, K, N] = sizes;
+  out.y.expect("y", "bf16[3, 4, m, N]", CUDA_R_16BF, {3, 4, m, N}, rank_.device());
+
+  const auto* x = in.x.as<hw::bf16>();
+  const auto* w = in.w.as<hw::bf16>();
+  auto* y = out.y.as<hw::bf16>();
+
+  HW_CHECK(arena_.begin_call(caller));
+  HW_CHECK(ring_.fork(caller));
+  for (int64_t i = 0; i < 3; ++i) {
+    const hw::Stream stream = ring_[i];
+    const auto* x_i = x + i * (m * K);
+    auto* resharded_i = resharded_ + i * (4 * m * K);
+    HW_CHECK(ncclAllGather(x_i, resharded_i, m * K, ncclBfloat16, team_x_.comm(), stream));
+    auto* y_i = y + i * (4 * m * N);
+    HW_CHECK(plan_y_.cublasLtMatmul(resharded_i, w, y_i, stream));
+  }
+  HW_CHECK(ring_.join(caller));
+  HW_CHECK(arena_.end_call(caller));
+}
+
+}  // namespace programs::ag_matmul

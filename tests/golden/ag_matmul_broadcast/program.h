@@ -1,0 +1,68 @@
+// ag_matmul_broadcast: (x: bf16[M@x, K], w: bf16[K, N]) -> (y: bf16[M, N]) on mesh(x=4)
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "hostweave/arena.h"
+#include "hostweave/matmul.h"
+#include "hostweave/rank.h"
+#include "hostweave/streams.h"
+#include "hostweave/tensor.h"
+#include "hostweave/types.h"
+
+namespace programs::ag_matmul_broadcast {
+
+constexpr char kMesh[] = "mesh(x=4)";
+constexpr int64_t kWorld = 4;  // ranks
+
+// What one rank holds.
+struct Inputs {
+  hw::Tensor x;  // bf16[M/4, K]
+  hw::Tensor w;  // bf16[K, N]
+};
+
+struct Outputs {
+  hw::Tensor y;  // bf16[M, N]
+};
+
+struct OutputShapes {
+  hw::Shape y;
+};
+
+// Global sizes, by the names that the program gives them.
+struct Sizes {
+  int64_t M;
+  int64_t K;
+  int64_t N;
+
+  bool operator==(const Sizes&) const = default;
+};
+
+class Program {
+ public:
+  explicit Program(hw::Rank& rank);
+
+  // Throws hw::ArgumentError for an input of the wrong dtype, shape or device; so does all that follows.
+  OutputShapes output_shapes(const Inputs& in) const;
+  // Allocates and plans for these shapes, once. Every rank prepares before any rank runs.
+  void prepare(const Inputs& in);
+  // Only enqueues. Ordered after what `caller` holds, and `caller` is ordered after it.
+  void run(const Inputs& in, const Outputs& out, cudaStream_t caller);
+
+  const hw::Arena& arena() const { return arena_; }
+
+ private:
+  Sizes check(const Inputs& in) const;
+
+  hw::Rank& rank_;
+  const hw::Channel& team_x_;  // the 4 ranks along x
+  hw::Streams ring_;           // ring[4]
+  hw::MatmulPlan plan_y_;      // matmul %x_gathered_i, %w -> %y_i
+  hw::Arena arena_;
+  hw::bf16* x_gathered_ = nullptr;  // %x_gathered: bf16[M, K]
+  std::optional<Sizes> prepared_;   // what prepare was last called for
+};
+
+}  // namespace programs::ag_matmul_broadcast

@@ -1,0 +1,77 @@
+// host @ag_matmul_flat_across(%x: bf16[M@x, K], %w: bf16[K, N]) -> (%y: bf16[M, N]) mesh(x=4) streams(ring[4]) {
+//   %x_gathered = allocate bf16[3, 4, M/12, K]
+//   %y_shards = reshape %y to [4, M/4, N]
+//   fork ring
+//   for %i in 0..3 {
+//     stream ring[%i] {
+//       %x_i = slice %x[0: %i of 3]
+//       %x_gathered_i = select %x_gathered[0: %i]
+//       all_gather %x_i -> %x_gathered_i on x
+//       %y_i = slice %y_shards[1: %i of 3]
+//       matmul %x_gathered_i, %w -> %y_i
+//     }
+//   }
+//   join ring
+// }
+#include "program.h"
+
+#include "hostweave/check.h"
+
+namespace programs::ag_matmul_flat_across {
+
+Program::Program(hw::Rank& rank)
+    : rank_(rank.expect_world(kWorld)),
+      team_x_(rank.channel(kMesh, "x", 4)),
+      ring_(rank, "ring", 4),
+      plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
+
+Sizes Program::check(const Inputs& in) const {
+  in.x.expect("x", "bf16[M/4, K]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
+  const int64_t M = in.x.dim(0) * 4;
+  hw::expect_divisible("M", M, 12);
+  const int64_t K = in.x.dim(1);
+  in.w.expect("w", "bf16[K, N]", CUDA_R_16BF, {K, hw::kAny}, rank_.device());
+  const int64_t N = in.w.dim(1);
+  return {M, K, N};
+}
+
+OutputShapes Program::output_shapes(const Inputs& in) const {
+  const auto [M, K, N] = check(in);
+  return {.y = {M, N}};
+}
+
+void Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  if (prepared_ == sizes) return;
+  const auto [M, K, N] = sizes;
+  prepared_.reset();
+  plan_y_.prepare({4, M / 12, K}, {K, N}, hw::Strided({4, M / 12, N}, {M / 4 * N, N, 1}));
+  arena_.allocate({{x_gathered_, M * K}});
+  prepared_ = sizes;
+}
+
+void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
+  const Sizes sizes = check(in);
+  hw::expect_prepared(prepared_ == sizes);
+  const auto [M, K, N] = sizes;
+  out.y.expect("y", "bf16[M, N]", CUDA_R_16BF, {M, N}, rank_.device());
+
+  const auto* x = in.x.as<hw::bf16>();
+  const auto* w = in.w.as<hw::bf16>();
+  auto* y = out.y.as<hw::bf16>();
+
+  HW_CHECK(arena_.begin_call(caller));
+  HW_CHECK(ring_.fork(caller));
+  for (int64_t i = 0; i < 3; ++i) {
+    const hw::Stream stream = ring_[i];
+    const auto* x_i = x + i * (M / 12 * K);
+    auto* x_gathered_i = x_gathered_ + i * (M / 3 * K);
+    HW_CHECK(ncclAllGather(x_i, x_gathered_i, M / 12 * K, ncclBfloat16, team_x_.comm(), stream));
+    auto* y_i = y + i * (M / 12 * N);
+    HW_CHECK(plan_y_.cublasLtMatmul(x_gathered_i, w, y_i, stream));
+  }
+  HW_CHECK(ring_.join(caller));
+  HW_CHECK(arena_.end_call(caller));
+}
+
+}  // namespace programs::ag_matmul_flat_across

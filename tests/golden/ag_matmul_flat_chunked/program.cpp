@@ -1,0 +1,95 @@
+// host @ag_matmul_flat_chunked(%x: bf16[M@x, K], %w: bf16[K, N]) -> (%y: bf16[M, N]) mesh(x=4) streams(ring[4]) {
+//   %x_gathered = allocate bf16[M, K]
+//   fork ring
+//   for %i in 0..8 {
+//     %p = (rank.x + %i / 2) % 4
+//     stream ring[%i] {
+//       %x_i = slice %x[0: %i % 2 of 2]
+//       %x_gathered_i = slice %x_gathered[0: %p * 2 + %i % 2 of 8]
+//       if %p == rank.x {
+//         copy %x_i -> %x_gathered_i
+//       } else {
+//         group {
+//           recv %x_gathered_i from %p on x
+//           send %x_i to (rank.x - %i / 2) % 4 on x
+//         }
+//       }
+//       %y_i = slice %y[0: %p * 2 + %i % 2 of 8]
+//       matmul %x_gathered_i, %w -> %y_i
+//     }
+//   }
+//   join ring
+// }
+#include "program.h"
+
+#include "hostweave/check.h"
+#include "hostweave/group.h"
+
+namespace programs::ag_matmul_flat_chunked {
+
+Program::Program(hw::Rank& rank)
+    : rank_(rank.expect_world(kWorld)),
+      team_x_(rank.channel(kMesh, "x", 4)),
+      ring_(rank, "ring", 4),
+      plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
+
+Sizes Program::check(const Inputs& in) const {
+  in.x.expect("x", "bf16[M/4, K]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
+  const int64_t M = in.x.dim(0) * 4;
+  hw::expect_divisible("M", M, 8);
+  const int64_t K = in.x.dim(1);
+  in.w.expect("w", "bf16[K, N]", CUDA_R_16BF, {K, hw::kAny}, rank_.device());
+  const int64_t N = in.w.dim(1);
+  return {M, K, N};
+}
+
+OutputShapes Program::output_shapes(const Inputs& in) const {
+  const auto [M, K, N] = check(in);
+  return {.y = {M, N}};
+}
+
+void Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  if (prepared_ == sizes) return;
+  const auto [M, K, N] = sizes;
+  prepared_.reset();
+  plan_y_.prepare({M / 8, K}, {K, N}, {M / 8, N});
+  arena_.allocate({{x_gathered_, M * K}});
+  prepared_ = sizes;
+}
+
+void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
+  const Sizes sizes = check(in);
+  hw::expect_prepared(prepared_ == sizes);
+  const auto [M, K, N] = sizes;
+  out.y.expect("y", "bf16[M, N]", CUDA_R_16BF, {M, N}, rank_.device());
+
+  const auto* x = in.x.as<hw::bf16>();
+  const auto* w = in.w.as<hw::bf16>();
+  auto* y = out.y.as<hw::bf16>();
+  const int64_t rank_x = rank_.index();
+
+  HW_CHECK(arena_.begin_call(caller));
+  HW_CHECK(ring_.fork(caller));
+  for (int64_t i = 0; i < 8; ++i) {
+    const int64_t p = (rank_x + (i / 2)) % 4;
+    const hw::Stream stream = ring_[i];
+    const auto* x_i = x + (i % 2) * (M / 8 * K);
+    auto* x_gathered_i = x_gathered_ + (p * 2 + (i % 2)) * (M / 8 * K);
+    if (p == rank_x) {
+      HW_CHECK(cudaMemcpyAsync(x_gathered_i, x_i, M / 8 * K * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
+    } else {
+      HW_CHECK(ncclGroupStart());
+      const hw::CloseGroupOnError guard;
+      HW_CHECK(ncclRecv(x_gathered_i, M / 8 * K, ncclBfloat16, p, team_x_.comm(), stream));
+      HW_CHECK(ncclSend(x_i, M / 8 * K, ncclBfloat16, (rank_x - (i / 2) + 4) % 4, team_x_.comm(), stream));
+      HW_CHECK(ncclGroupEnd());
+    }
+    auto* y_i = y + (p * 2 + (i % 2)) * (M / 8 * N);
+    HW_CHECK(plan_y_.cublasLtMatmul(x_gathered_i, w, y_i, stream));
+  }
+  HW_CHECK(ring_.join(caller));
+  HW_CHECK(arena_.end_call(caller));
+}
+
+}  // namespace programs::ag_matmul_flat_chunked

@@ -1,0 +1,105 @@
+// host @ag_matmul_ring(%x: bf16[M@x, K], %w: bf16[K, N]) -> (%y: bf16[M, N]) mesh(x=4) streams(ring[4]) events(arrived[4]) {
+//   %x_gathered = allocate bf16[M, K]
+//   fork ring
+//   for %i in 0..4 {
+//     %p = (rank.x - %i) % 4
+//     stream ring[%i] {
+//       %x_gathered_i = slice %x_gathered[0: %p of 4]
+//       if %i == 0 {
+//         copy %x -> %x_gathered_i
+//       } else {
+//         wait arrived[%i - 1]
+//       }
+//       if %i < 3 {
+//         %x_gathered_next = slice %x_gathered[0: (%p - 1) % 4 of 4]
+//         group {
+//           recv %x_gathered_next from (rank.x - 1) % 4 on x
+//           send %x_gathered_i to (rank.x + 1) % 4 on x
+//         }
+//         record arrived[%i]
+//       }
+//       %y_i = slice %y[0: %p of 4]
+//       matmul %x_gathered_i, %w -> %y_i
+//     }
+//   }
+//   join ring
+// }
+#include "program.h"
+
+#include "hostweave/check.h"
+#include "hostweave/group.h"
+
+namespace programs::ag_matmul_ring {
+
+Program::Program(hw::Rank& rank)
+    : rank_(rank.expect_world(kWorld)),
+      team_x_(rank.channel(kMesh, "x", 4)),
+      ring_(rank, "ring", 4),
+      arrived_(4),
+      plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
+
+Sizes Program::check(const Inputs& in) const {
+  in.x.expect("x", "bf16[M/4, K]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
+  const int64_t M = in.x.dim(0) * 4;
+  const int64_t K = in.x.dim(1);
+  in.w.expect("w", "bf16[K, N]", CUDA_R_16BF, {K, hw::kAny}, rank_.device());
+  const int64_t N = in.w.dim(1);
+  return {M, K, N};
+}
+
+OutputShapes Program::output_shapes(const Inputs& in) const {
+  const auto [M, K, N] = check(in);
+  return {.y = {M, N}};
+}
+
+void Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  if (prepared_ == sizes) return;
+  const auto [M, K, N] = sizes;
+  prepared_.reset();
+  plan_y_.prepare({M / 4, K}, {K, N}, {M / 4, N});
+  arena_.allocate({{x_gathered_, M * K}});
+  prepared_ = sizes;
+}
+
+void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
+  const Sizes sizes = check(in);
+  hw::expect_prepared(prepared_ == sizes);
+  const auto [M, K, N] = sizes;
+  out.y.expect("y", "bf16[M, N]", CUDA_R_16BF, {M, N}, rank_.device());
+
+  const auto* x = in.x.as<hw::bf16>();
+  const auto* w = in.w.as<hw::bf16>();
+  auto* y = out.y.as<hw::bf16>();
+  const int64_t rank_x = rank_.index();
+
+  HW_CHECK(arena_.begin_call(caller));
+  HW_CHECK(ring_.fork(caller));
+  for (int64_t i = 0; i < 4; ++i) {
+    const int64_t p = (rank_x - i + 4) % 4;
+    const hw::Stream stream = ring_[i];
+    auto* x_gathered_i = x_gathered_ + p * (M / 4 * K);
+    if (i == 0) {
+      HW_CHECK(cudaMemcpyAsync(x_gathered_i, x, M / 4 * K * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
+    } else {
+      HW_CHECK(cudaStreamWaitEvent(stream, arrived_[i - 1], 0));
+    }
+    if (i < 3) {
+      auto* x_gathered_next = x_gathered_ + ((p - 1 + 4) % 4) * (M / 4 * K);
+      {
+        HW_CHECK(ncclGroupStart());
+        const hw::CloseGroupOnError guard;
+        HW_CHECK(ncclRecv(x_gathered_next, M / 4 * K, ncclBfloat16, (rank_x - 1 + 4) % 4, team_x_.comm(), stream));
+        HW_CHECK(ncclSend(x_gathered_i, M / 4 * K, ncclBfloat16, (rank_x + 1) % 4, team_x_.comm(), stream));
+        HW_CHECK(ncclGroupEnd());
+      }
+      HW_CHECK(cudaEventRecord(arrived_[i], stream));
+    }
+    auto* y_i = y + p * (M / 4 * N);
+    HW_CHECK(plan_y_.cublasLtMatmul(x_gathered_i, w, y_i, stream));
+  }
+  HW_CHECK(ring_.join(caller));
+  HW_CHECK(arena_.end_call(caller));
+}
+
+}  // namespace programs::ag_matmul_ring

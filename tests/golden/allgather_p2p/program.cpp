@@ -1,0 +1,79 @@
+// host @allgather_p2p(%x: bf16[4@x, N]) -> (%y: bf16[4, N]) mesh(x=4) streams(ring[4]) {
+//   fork ring
+//   for %i in 0..4 {
+//     %p = (rank.x + %i) % 4
+//     stream ring[%i] {
+//       %x_i = select %x[0: 0]
+//       %y_i = select %y[0: %p]
+//       if %p == rank.x {
+//         copy %x_i -> %y_i
+//       } else {
+//         group {
+//           recv %y_i from %p on x
+//           send %x_i to (rank.x - %i) % 4 on x
+//         }
+//       }
+//     }
+//   }
+//   join ring
+// }
+#include "program.h"
+
+#include "hostweave/check.h"
+#include "hostweave/group.h"
+#include "hostweave/types.h"
+
+namespace programs::allgather_p2p {
+
+Program::Program(hw::Rank& rank)
+    : rank_(rank.expect_world(kWorld)), team_x_(rank.channel(kMesh, "x", 4)), ring_(rank, "ring", 4) {}
+
+Sizes Program::check(const Inputs& in) const {
+  in.x.expect("x", "bf16[1, N]", CUDA_R_16BF, {1, hw::kAny}, rank_.device());
+  const int64_t N = in.x.dim(1);
+  return {N};
+}
+
+OutputShapes Program::output_shapes(const Inputs& in) const {
+  const auto [N] = check(in);
+  return {.y = {4, N}};
+}
+
+void Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  if (prepared_ == sizes) return;
+  prepared_.reset();
+  prepared_ = sizes;
+}
+
+void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
+  const Sizes sizes = check(in);
+  hw::expect_prepared(prepared_ == sizes);
+  const auto [N] = sizes;
+  out.y.expect("y", "bf16[4, N]", CUDA_R_16BF, {4, N}, rank_.device());
+
+  const auto* x = in.x.as<hw::bf16>();
+  auto* y = out.y.as<hw::bf16>();
+  const int64_t rank_x = rank_.index();
+
+  HW_CHECK(arena_.begin_call(caller));
+  HW_CHECK(ring_.fork(caller));
+  for (int64_t i = 0; i < 4; ++i) {
+    const int64_t p = (rank_x + i) % 4;
+    const hw::Stream stream = ring_[i];
+    auto* y_i = y + p * N;
+    if (p == rank_x) {
+      HW_CHECK(cudaMemcpyAsync(y_i, x, N * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
+    } else {
+      HW_CHECK(ncclGroupStart());
+      const hw::CloseGroupOnError guard;
+      HW_CHECK(ncclRecv(y_i, N, ncclBfloat16, p, team_x_.comm(), stream));
+      HW_CHECK(ncclSend(x, N, ncclBfloat16, (rank_x - i + 4) % 4, team_x_.comm(), stream));
+      HW_CHECK(ncclGroupEnd());
+    }
+  }
+  HW_CHECK(ring_.join(caller));
+  HW_CHECK(arena_.end_call(caller));
+}
+
+}  // namespace programs::allgather_p2p

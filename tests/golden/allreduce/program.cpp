@@ -1,0 +1,62 @@
+// host @allreduce(%x: bf16[3, 4@x, N]) -> (%y: bf16[3, N]) mesh(x=4) streams(ring[4]) {
+//   fork ring
+//   for %i in 0..3 {
+//     stream ring[%i] {
+//       %x_i = select %x[0: %i]
+//       %y_partial_i = reshape %x_i to [N]
+//       %y_i = select %y[0: %i]
+//       all_reduce sum %y_partial_i -> %y_i on x
+//     }
+//   }
+//   join ring
+// }
+#include "program.h"
+
+#include "hostweave/check.h"
+#include "hostweave/types.h"
+
+namespace programs::allreduce {
+
+Program::Program(hw::Rank& rank)
+    : rank_(rank.expect_world(kWorld)), team_x_(rank.channel(kMesh, "x", 4)), ring_(rank, "ring", 4) {}
+
+Sizes Program::check(const Inputs& in) const {
+  in.x.expect("x", "bf16[3, 1, N]", CUDA_R_16BF, {3, 1, hw::kAny}, rank_.device());
+  const int64_t N = in.x.dim(2);
+  return {N};
+}
+
+OutputShapes Program::output_shapes(const Inputs& in) const {
+  const auto [N] = check(in);
+  return {.y = {3, N}};
+}
+
+void Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  if (prepared_ == sizes) return;
+  prepared_.reset();
+  prepared_ = sizes;
+}
+
+void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
+  const Sizes sizes = check(in);
+  hw::expect_prepared(prepared_ == sizes);
+  const auto [N] = sizes;
+  out.y.expect("y", "bf16[3, N]", CUDA_R_16BF, {3, N}, rank_.device());
+
+  const auto* x = in.x.as<hw::bf16>();
+  auto* y = out.y.as<hw::bf16>();
+
+  HW_CHECK(arena_.begin_call(caller));
+  HW_CHECK(ring_.fork(caller));
+  for (int64_t i = 0; i < 3; ++i) {
+    const hw::Stream stream = ring_[i];
+    const auto* x_i = x + i * N;
+    auto* y_i = y + i * N;
+    HW_CHECK(ncclAllReduce(x_i, y_i, N, ncclBfloat16, ncclSum, team_x_.comm(), stream));
+  }
+  HW_CHECK(ring_.join(caller));
+  HW_CHECK(arena_.end_call(caller));
+}
+
+}  // namespace programs::allreduce

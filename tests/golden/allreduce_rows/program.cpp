@@ -1,0 +1,79 @@
+// kernel @sum_y_partial(%x: bf16[part(R, x), N/3]) {
+//   %y_partial: bf16[N/3] = sum(%x, axis=(0,))
+// }  # ends here: all_reduce uses %y_partial
+// host @allreduce_rows(%x: bf16[R@x, N]) -> (%y: bf16[N]) mesh(x=4) streams(ring[4]) uneven(R) {
+//   %y_partial = allocate bf16[N]
+//   fork ring
+//   for %i in 0..3 {
+//     stream ring[%i] {
+//       %x_i = slice %x[1: %i of 3]
+//       %y_partial_i = slice %y_partial[0: %i of 3]
+//       launch @sum_y_partial %x_i -> %y_partial_i
+//       %y_i = slice %y[0: %i of 3]
+//       all_reduce sum %y_partial_i -> %y_i on x
+//     }
+//   }
+//   join ring
+// }
+#include "program.h"
+
+#include "hostweave/check.h"
+#include "hostweave/shards.h"
+#include "kernels.h"
+
+namespace programs::allreduce_rows {
+
+Program::Program(hw::Rank& rank)
+    : rank_(rank.expect_world(kWorld)), team_x_(rank.channel(kMesh, "x", 4)), ring_(rank, "ring", 4) {
+  HW_CHECK(hw::load(sum_y_partial));
+}
+
+Sizes Program::check(const Inputs& in) const {
+  in.x.expect("x", "bf16[part(R, x), N]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
+  const int64_t R = in.x.whole_dim(0, 4);
+  const int64_t R_x = hw::part(R, 4, rank_.index());
+  const int64_t N = in.x.dim(1);
+  hw::expect_divisible("N", N, 3);
+  in.x.expect("x", "bf16[part(R, x), N]", CUDA_R_16BF, {R_x, N}, rank_.device());
+  return {R, N, R_x};
+}
+
+OutputShapes Program::output_shapes(const Inputs& in) const {
+  const auto [R, N, R_x] = check(in);
+  return {.y = {N}};
+}
+
+void Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  if (prepared_ == sizes) return;
+  const auto [R, N, R_x] = sizes;
+  prepared_.reset();
+  arena_.allocate({{y_partial_, N}});
+  prepared_ = sizes;
+}
+
+void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
+  const Sizes sizes = check(in);
+  hw::expect_prepared(prepared_ == sizes);
+  const auto [R, N, R_x] = sizes;
+  out.y.expect("y", "bf16[N]", CUDA_R_16BF, {N}, rank_.device());
+
+  const auto* x = in.x.as<hw::bf16>();
+  auto* y = out.y.as<hw::bf16>();
+
+  HW_CHECK(arena_.begin_call(caller));
+  HW_CHECK(ring_.fork(caller));
+  for (int64_t i = 0; i < 3; ++i) {
+    const hw::Stream stream = ring_[i];
+    const auto* x_i = x + i * (N / 3);
+    auto* y_partial_i = y_partial_ + i * (N / 3);
+    HW_CHECK(hw::launch(sum_y_partial, hw::grid_for(N / 3), hw::kBlock, stream, hw::reads(x_i, {R_x, N / 3}, {N, 1}),
+                        hw::writes(y_partial_i, N / 3), N, R_x));
+    auto* y_i = y + i * (N / 3);
+    HW_CHECK(ncclAllReduce(y_partial_i, y_i, N / 3, ncclBfloat16, ncclSum, team_x_.comm(), stream));
+  }
+  HW_CHECK(ring_.join(caller));
+  HW_CHECK(arena_.end_call(caller));
+}
+
+}  // namespace programs::allreduce_rows

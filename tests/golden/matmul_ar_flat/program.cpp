@@ -1,0 +1,79 @@
+// host @matmul_ar_flat(%x: bf16[M, K@x], %w: bf16[K@x, N]) -> (%y: bf16[M, N]) mesh(x=4) streams(ring[4]) uneven(K) {
+//   %product = allocate bf16[M, N]
+//   fork ring
+//   for %i in 0..3 {
+//     stream ring[%i] {
+//       %x_i = slice %x[0: %i of 3]
+//       %product_i = slice %product[0: %i of 3]
+//       matmul %x_i, %w -> %product_i
+//       %y_i = slice %y[0: %i of 3]
+//       all_reduce sum %product_i -> %y_i on x
+//     }
+//   }
+//   join ring
+// }
+#include "program.h"
+
+#include "hostweave/check.h"
+#include "hostweave/shards.h"
+
+namespace programs::matmul_ar_flat {
+
+Program::Program(hw::Rank& rank)
+    : rank_(rank.expect_world(kWorld)),
+      team_x_(rank.channel(kMesh, "x", 4)),
+      ring_(rank, "ring", 4),
+      plan_product_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
+
+Sizes Program::check(const Inputs& in) const {
+  in.x.expect("x", "bf16[M, part(K, x)]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
+  const int64_t M = in.x.dim(0);
+  hw::expect_divisible("M", M, 3);
+  const int64_t K = in.x.whole_dim(1, 4);
+  const int64_t K_x = hw::part(K, 4, rank_.index());
+  in.x.expect("x", "bf16[M, part(K, x)]", CUDA_R_16BF, {M, K_x}, rank_.device());
+  in.w.expect("w", "bf16[part(K, x), N]", CUDA_R_16BF, {K_x, hw::kAny}, rank_.device());
+  const int64_t N = in.w.dim(1);
+  return {M, K, N, K_x};
+}
+
+OutputShapes Program::output_shapes(const Inputs& in) const {
+  const auto [M, K, N, K_x] = check(in);
+  return {.y = {M, N}};
+}
+
+void Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  if (prepared_ == sizes) return;
+  const auto [M, K, N, K_x] = sizes;
+  prepared_.reset();
+  plan_product_.prepare({M / 3, K_x}, {K_x, N}, {M / 3, N});
+  arena_.allocate({{product_, M * N}});
+  prepared_ = sizes;
+}
+
+void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
+  const Sizes sizes = check(in);
+  hw::expect_prepared(prepared_ == sizes);
+  const auto [M, K, N, K_x] = sizes;
+  out.y.expect("y", "bf16[M, N]", CUDA_R_16BF, {M, N}, rank_.device());
+
+  const auto* x = in.x.as<hw::bf16>();
+  const auto* w = in.w.as<hw::bf16>();
+  auto* y = out.y.as<hw::bf16>();
+
+  HW_CHECK(arena_.begin_call(caller));
+  HW_CHECK(ring_.fork(caller));
+  for (int64_t i = 0; i < 3; ++i) {
+    const hw::Stream stream = ring_[i];
+    const auto* x_i = x + i * (M / 3 * K_x);
+    auto* product_i = product_ + i * (M / 3 * N);
+    HW_CHECK(plan_product_.cublasLtMatmul(x_i, w, product_i, stream));
+    auto* y_i = y + i * (M / 3 * N);
+    HW_CHECK(ncclAllReduce(product_i, y_i, M / 3 * N, ncclBfloat16, ncclSum, team_x_.comm(), stream));
+  }
+  HW_CHECK(ring_.join(caller));
+  HW_CHECK(arena_.end_call(caller));
+}
+
+}  // namespace programs::matmul_ar_flat

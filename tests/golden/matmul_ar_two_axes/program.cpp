@@ -1,0 +1,87 @@
+// host @matmul_ar_two_axes(%x: bf16[M@dp, K@tp], %w: bf16[K@tp, N]) -> (%y: bf16[M@dp, N]) mesh(dp=2, tp=4) streams(ring[4])
+// uneven(M, K) {
+//   %product = allocate bf16[2, part(M, dp), N/2]
+//   %y_packed = allocate bf16[2, part(M, dp), N/2]
+//   fork ring
+//   for %i in 0..2 {
+//     stream ring[%i] {
+//       %w_i = slice %w[1: %i of 2]
+//       %product_i = select %product[0: %i]
+//       matmul %x, %w_i -> %product_i
+//       %y_i = slice %y[1: %i of 2]
+//       %y_i_packed = select %y_packed[0: %i]
+//       all_reduce sum %product_i -> %y_i_packed on tp
+//       copy %y_i_packed -> %y_i
+//     }
+//   }
+//   join ring
+// }
+#include "program.h"
+
+#include "hostweave/check.h"
+#include "hostweave/shards.h"
+
+namespace programs::matmul_ar_two_axes {
+
+Program::Program(hw::Rank& rank)
+    : rank_(rank.expect_world(kWorld)),
+      team_tp_(rank.channel(kMesh, "tp", 4)),
+      ring_(rank, "ring", 4),
+      plan_product_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
+
+Sizes Program::check(const Inputs& in) const {
+  in.x.expect("x", "bf16[part(M, dp), part(K, tp)]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
+  const int64_t M = in.x.whole_dim(0, 2);
+  const int64_t M_dp = hw::part(M, 2, rank_.index() / 4);
+  const int64_t K = in.x.whole_dim(1, 4);
+  const int64_t K_tp = hw::part(K, 4, rank_.index() % 4);
+  in.x.expect("x", "bf16[part(M, dp), part(K, tp)]", CUDA_R_16BF, {M_dp, K_tp}, rank_.device());
+  in.w.expect("w", "bf16[part(K, tp), N]", CUDA_R_16BF, {K_tp, hw::kAny}, rank_.device());
+  const int64_t N = in.w.dim(1);
+  hw::expect_divisible("N", N, 2);
+  return {M, K, N, M_dp, K_tp};
+}
+
+OutputShapes Program::output_shapes(const Inputs& in) const {
+  const auto [M, K, N, M_dp, K_tp] = check(in);
+  return {.y = {M_dp, N}};
+}
+
+void Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  if (prepared_ == sizes) return;
+  const auto [M, K, N, M_dp, K_tp] = sizes;
+  prepared_.reset();
+  plan_product_.prepare({M_dp, K_tp}, hw::Strided({K_tp, N / 2}, {N, 1}), {M_dp, N / 2});
+  arena_.allocate({{product_, N * M_dp}, {y_packed_, N * M_dp}});
+  prepared_ = sizes;
+}
+
+void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
+  const Sizes sizes = check(in);
+  hw::expect_prepared(prepared_ == sizes);
+  const auto [M, K, N, M_dp, K_tp] = sizes;
+  out.y.expect("y", "bf16[part(M, dp), N]", CUDA_R_16BF, {M_dp, N}, rank_.device());
+
+  const auto* x = in.x.as<hw::bf16>();
+  const auto* w = in.w.as<hw::bf16>();
+  auto* y = out.y.as<hw::bf16>();
+
+  HW_CHECK(arena_.begin_call(caller));
+  HW_CHECK(ring_.fork(caller));
+  for (int64_t i = 0; i < 2; ++i) {
+    const hw::Stream stream = ring_[i];
+    const auto* w_i = w + i * (N / 2);
+    auto* product_i = product_ + i * (N / 2 * M_dp);
+    HW_CHECK(plan_product_.cublasLtMatmul(x, w_i, product_i, stream));
+    auto* y_i = y + i * (N / 2);
+    auto* y_i_packed = y_packed_ + i * (N / 2 * M_dp);
+    HW_CHECK(ncclAllReduce(product_i, y_i_packed, N / 2 * M_dp, ncclBfloat16, ncclSum, team_tp_.comm(), stream));
+    HW_CHECK(cudaMemcpy2DAsync(y_i, N * sizeof(hw::bf16), y_i_packed, N / 2 * sizeof(hw::bf16), N / 2 * sizeof(hw::bf16), M_dp,
+                               cudaMemcpyDeviceToDevice, stream));
+  }
+  HW_CHECK(ring_.join(caller));
+  HW_CHECK(arena_.end_call(caller));
+}
+
+}  // namespace programs::matmul_ar_two_axes

@@ -1,0 +1,58 @@
+// host @matmul_ar_unstreamed(%x: bf16[M, K@x], %w: bf16[K@x, N]) -> (%y: bf16[M, N]) mesh(x=4) uneven(K) {
+//   %y_partial = allocate bf16[M, N]
+//   matmul %x, %w -> %y_partial
+//   all_reduce sum %y_partial -> %y on x
+// }
+#include "program.h"
+
+#include "hostweave/check.h"
+#include "hostweave/shards.h"
+
+namespace programs::matmul_ar_unstreamed {
+
+Program::Program(hw::Rank& rank)
+    : rank_(rank.expect_world(kWorld)), team_x_(rank.channel(kMesh, "x", 4)), plan_y_partial_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
+
+Sizes Program::check(const Inputs& in) const {
+  in.x.expect("x", "bf16[M, part(K, x)]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
+  const int64_t M = in.x.dim(0);
+  const int64_t K = in.x.whole_dim(1, 4);
+  const int64_t K_x = hw::part(K, 4, rank_.index());
+  in.x.expect("x", "bf16[M, part(K, x)]", CUDA_R_16BF, {M, K_x}, rank_.device());
+  in.w.expect("w", "bf16[part(K, x), N]", CUDA_R_16BF, {K_x, hw::kAny}, rank_.device());
+  const int64_t N = in.w.dim(1);
+  return {M, K, N, K_x};
+}
+
+OutputShapes Program::output_shapes(const Inputs& in) const {
+  const auto [M, K, N, K_x] = check(in);
+  return {.y = {M, N}};
+}
+
+void Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  if (prepared_ == sizes) return;
+  const auto [M, K, N, K_x] = sizes;
+  prepared_.reset();
+  plan_y_partial_.prepare({M, K_x}, {K_x, N}, {M, N});
+  arena_.allocate({{y_partial_, M * N}, {workspace_, hw::kWorkspaceBytes}});
+  prepared_ = sizes;
+}
+
+void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
+  const Sizes sizes = check(in);
+  hw::expect_prepared(prepared_ == sizes);
+  const auto [M, K, N, K_x] = sizes;
+  out.y.expect("y", "bf16[M, N]", CUDA_R_16BF, {M, N}, rank_.device());
+
+  const auto* x = in.x.as<hw::bf16>();
+  const auto* w = in.w.as<hw::bf16>();
+  auto* y = out.y.as<hw::bf16>();
+
+  HW_CHECK(arena_.begin_call(caller));
+  HW_CHECK(plan_y_partial_.cublasLtMatmul(x, w, y_partial_, {caller, workspace_}));
+  HW_CHECK(ncclAllReduce(y_partial_, y, M * N, ncclBfloat16, ncclSum, team_x_.comm(), caller));
+  HW_CHECK(arena_.end_call(caller));
+}
+
+}  // namespace programs::matmul_ar_unstreamed

@@ -1,0 +1,68 @@
+// matmul_ar_unstreamed: (x: bf16[M, K@x], w: bf16[K@x, N]) -> (y: bf16[M, N]) on mesh(x=4)
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "hostweave/arena.h"
+#include "hostweave/matmul.h"
+#include "hostweave/rank.h"
+#include "hostweave/tensor.h"
+#include "hostweave/types.h"
+
+namespace programs::matmul_ar_unstreamed {
+
+constexpr char kMesh[] = "mesh(x=4)";
+constexpr int64_t kWorld = 4;  // ranks
+
+// What one rank holds.
+struct Inputs {
+  hw::Tensor x;  // bf16[M, part(K, x)]
+  hw::Tensor w;  // bf16[part(K, x), N]
+};
+
+struct Outputs {
+  hw::Tensor y;  // bf16[M, N]
+};
+
+struct OutputShapes {
+  hw::Shape y;
+};
+
+// Global sizes, by the names that the program gives them.
+struct Sizes {
+  int64_t M;
+  int64_t K;
+  int64_t N;
+  int64_t K_x;
+
+  bool operator==(const Sizes&) const = default;
+};
+
+class Program {
+ public:
+  explicit Program(hw::Rank& rank);
+
+  // Throws hw::ArgumentError for an input of the wrong dtype, shape or device; so does all that follows.
+  OutputShapes output_shapes(const Inputs& in) const;
+  // Allocates and plans for these shapes, once. Every rank prepares before any rank runs.
+  void prepare(const Inputs& in);
+  // Only enqueues. Ordered after what `caller` holds, and `caller` is ordered after it.
+  void run(const Inputs& in, const Outputs& out, cudaStream_t caller);
+
+  const hw::Arena& arena() const { return arena_; }
+
+ private:
+  Sizes check(const Inputs& in) const;
+
+  hw::Rank& rank_;
+  const hw::Channel& team_x_;      // the 4 ranks along x
+  hw::MatmulPlan plan_y_partial_;  // matmul %x, %w -> %y_partial
+  hw::Arena arena_;
+  hw::bf16* y_partial_ = nullptr;  // %y_partial: bf16[M, N]
+  char* workspace_ = nullptr;      // of the matmuls on the caller's stream
+  std::optional<Sizes> prepared_;  // what prepare was last called for
+};
+
+}  // namespace programs::matmul_ar_unstreamed

@@ -1,0 +1,68 @@
+// host @matmul_n(%x: bf16[M, K], %w: bf16[K, N]) -> (%y: bf16[M, N]) mesh(x=1) streams(ring[4]) {
+//   fork ring
+//   for %i in 0..3 {
+//     stream ring[%i] {
+//       %w_i = slice %w[1: %i of 3]
+//       %y_i = slice %y[1: %i of 3]
+//       matmul %x, %w_i -> %y_i
+//     }
+//   }
+//   join ring
+// }
+#include "program.h"
+
+#include "hostweave/check.h"
+#include "hostweave/types.h"
+
+namespace programs::matmul_n {
+
+Program::Program(hw::Rank& rank)
+    : rank_(rank.expect_world(kWorld)), ring_(rank, "ring", 4), plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
+
+Sizes Program::check(const Inputs& in) const {
+  in.x.expect("x", "bf16[M, K]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
+  const int64_t M = in.x.dim(0);
+  const int64_t K = in.x.dim(1);
+  in.w.expect("w", "bf16[K, N]", CUDA_R_16BF, {K, hw::kAny}, rank_.device());
+  const int64_t N = in.w.dim(1);
+  hw::expect_divisible("N", N, 3);
+  return {M, K, N};
+}
+
+OutputShapes Program::output_shapes(const Inputs& in) const {
+  const auto [M, K, N] = check(in);
+  return {.y = {M, N}};
+}
+
+void Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  if (prepared_ == sizes) return;
+  const auto [M, K, N] = sizes;
+  prepared_.reset();
+  plan_y_.prepare({M, K}, hw::Strided({K, N / 3}, {N, 1}), hw::Strided({M, N / 3}, {N, 1}));
+  prepared_ = sizes;
+}
+
+void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
+  const Sizes sizes = check(in);
+  hw::expect_prepared(prepared_ == sizes);
+  const auto [M, K, N] = sizes;
+  out.y.expect("y", "bf16[M, N]", CUDA_R_16BF, {M, N}, rank_.device());
+
+  const auto* x = in.x.as<hw::bf16>();
+  const auto* w = in.w.as<hw::bf16>();
+  auto* y = out.y.as<hw::bf16>();
+
+  HW_CHECK(arena_.begin_call(caller));
+  HW_CHECK(ring_.fork(caller));
+  for (int64_t i = 0; i < 3; ++i) {
+    const hw::Stream stream = ring_[i];
+    const auto* w_i = w + i * (N / 3);
+    auto* y_i = y + i * (N / 3);
+    HW_CHECK(plan_y_.cublasLtMatmul(x, w_i, y_i, stream));
+  }
+  HW_CHECK(ring_.join(caller));
+  HW_CHECK(arena_.end_call(caller));
+}
+
+}  // namespace programs::matmul_n

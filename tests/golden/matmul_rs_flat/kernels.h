@@ -1,0 +1,11 @@
+// Kernels of matmul_rs_flat.
+#pragma once
+#include "hostweave/launch.h"
+#include "hostweave/types.h"
+
+namespace programs::matmul_rs_flat {
+
+// %y: bf16[M/4, N] = sum(%landing, axis=(0,))
+__global__ void sum_y(const hw::bf16* landing, hw::bf16* y, int64_t M, int64_t N);
+
+}  // namespace programs::matmul_rs_flat

@@ -1,0 +1,110 @@
+// kernel @sum_y(%landing: bf16[4, M/4, N]) {
+//   %y: bf16[M/4, N] = sum(%landing, axis=(0,))
+// }
+// host @matmul_rs_flat(%x: bf16[M, K@x], %w: bf16[K@x, N]) -> (%y: bf16[M@x, N]) mesh(x=4) streams(ring[4]) uneven(K) {
+//   %product = allocate bf16[M, N]
+//   %landing = allocate bf16[4, M/4, N]
+//   fork ring
+//   for %i in 0..4 {
+//     %q = (rank.x + 1 + %i) % 4
+//     stream ring[%i] {
+//       %x_i = slice %x[0: %q of 4]
+//       %product_i = slice %product[0: %q of 4]
+//       matmul %x_i, %w -> %product_i
+//       %p = (rank.x - 1 - %i) % 4
+//       %landing_i = select %landing[0: %p]
+//       if %q == rank.x {
+//         copy %product_i -> %landing_i
+//       } else {
+//         group {
+//           recv %landing_i from %p on x
+//           send %product_i to %q on x
+//         }
+//       }
+//     }
+//   }
+//   join ring
+//   launch @sum_y %landing -> %y
+// }
+#include "program.h"
+
+#include "hostweave/check.h"
+#include "hostweave/group.h"
+#include "hostweave/shards.h"
+#include "kernels.h"
+
+namespace programs::matmul_rs_flat {
+
+Program::Program(hw::Rank& rank)
+    : rank_(rank.expect_world(kWorld)),
+      team_x_(rank.channel(kMesh, "x", 4)),
+      ring_(rank, "ring", 4),
+      plan_product_(rank, CUDA_R_16BF, CUDA_R_16BF) {
+  HW_CHECK(hw::load(sum_y));
+}
+
+Sizes Program::check(const Inputs& in) const {
+  in.x.expect("x", "bf16[M, part(K, x)]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
+  const int64_t M = in.x.dim(0);
+  hw::expect_divisible("M", M, 4);
+  const int64_t K = in.x.whole_dim(1, 4);
+  const int64_t K_x = hw::part(K, 4, rank_.index());
+  in.x.expect("x", "bf16[M, part(K, x)]", CUDA_R_16BF, {M, K_x}, rank_.device());
+  in.w.expect("w", "bf16[part(K, x), N]", CUDA_R_16BF, {K_x, hw::kAny}, rank_.device());
+  const int64_t N = in.w.dim(1);
+  return {M, K, N, K_x};
+}
+
+OutputShapes Program::output_shapes(const Inputs& in) const {
+  const auto [M, K, N, K_x] = check(in);
+  return {.y = {M / 4, N}};
+}
+
+void Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  if (prepared_ == sizes) return;
+  const auto [M, K, N, K_x] = sizes;
+  prepared_.reset();
+  plan_product_.prepare({M / 4, K_x}, {K_x, N}, {M / 4, N});
+  arena_.allocate({{product_, M * N}, {landing_, M * N}});
+  prepared_ = sizes;
+}
+
+void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
+  const Sizes sizes = check(in);
+  hw::expect_prepared(prepared_ == sizes);
+  const auto [M, K, N, K_x] = sizes;
+  out.y.expect("y", "bf16[M/4, N]", CUDA_R_16BF, {M / 4, N}, rank_.device());
+
+  const auto* x = in.x.as<hw::bf16>();
+  const auto* w = in.w.as<hw::bf16>();
+  auto* y = out.y.as<hw::bf16>();
+  const int64_t rank_x = rank_.index();
+
+  HW_CHECK(arena_.begin_call(caller));
+  HW_CHECK(ring_.fork(caller));
+  for (int64_t i = 0; i < 4; ++i) {
+    const int64_t q = (rank_x + 1 + i) % 4;
+    const hw::Stream stream = ring_[i];
+    const auto* x_i = x + q * (M / 4 * K_x);
+    auto* product_i = product_ + q * (M / 4 * N);
+    HW_CHECK(plan_product_.cublasLtMatmul(x_i, w, product_i, stream));
+    const int64_t p = (rank_x - 1 - i + 4) % 4;
+    auto* landing_i = landing_ + p * (M / 4 * N);
+    if (q == rank_x) {
+      HW_CHECK(cudaMemcpyAsync(landing_i, product_i, M / 4 * N * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
+    } else {
+      HW_CHECK(ncclGroupStart());
+      const hw::CloseGroupOnError guard;
+      HW_CHECK(ncclRecv(landing_i, M / 4 * N, ncclBfloat16, p, team_x_.comm(), stream));
+      HW_CHECK(ncclSend(product_i, M / 4 * N, ncclBfloat16, q, team_x_.comm(), stream));
+      HW_CHECK(ncclGroupEnd());
+    }
+  }
+  HW_CHECK(ring_.join(caller));
+  HW_CHECK(
+      hw::launch(sum_y, hw::grid_for(M / 4 * N), hw::kBlock, caller, hw::reads(landing_, M * N), hw::writes(y, M / 4 * N), M, N));
+  HW_CHECK(arena_.end_call(caller));
+}
+
+}  // namespace programs::matmul_rs_flat

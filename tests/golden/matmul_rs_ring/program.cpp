@@ -1,0 +1,114 @@
+// host @matmul_rs_ring(%x: bf16[M, K@x], %w: bf16[K@x, N]) -> (%y: bf16[M@x, N]) mesh(x=4) streams(ring[4]) events(arrived[4])
+// uneven(K) {
+//   %product = allocate bf16[M, N]
+//   fork ring
+//   for %i in 0..4 {
+//     %q = (rank.x - 1 - %i) % 4
+//     stream ring[%i] {
+//       %x_i = slice %x[0: %q of 4]
+//       %product_i = slice %product[0: %q of 4]
+//       if %i == 0 {
+//         matmul %x_i, %w -> %product_i
+//       } else {
+//         wait arrived[%i - 1]
+//         matmul_accumulate %x_i, %w -> %product_i
+//       }
+//       if %i < 3 {
+//         %product_next = slice %product[0: (%q - 1) % 4 of 4]
+//         group {
+//           recv %product_next from (rank.x - 1) % 4 on x
+//           send %product_i to (rank.x + 1) % 4 on x
+//         }
+//         record arrived[%i]
+//       }
+//     }
+//   }
+//   join ring
+//   %product_own = slice %product[0: rank.x of 4]
+//   copy %product_own -> %y
+// }
+#include "program.h"
+
+#include "hostweave/check.h"
+#include "hostweave/group.h"
+#include "hostweave/shards.h"
+
+namespace programs::matmul_rs_ring {
+
+Program::Program(hw::Rank& rank)
+    : rank_(rank.expect_world(kWorld)),
+      team_x_(rank.channel(kMesh, "x", 4)),
+      ring_(rank, "ring", 4),
+      arrived_(4),
+      plan_product_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
+
+Sizes Program::check(const Inputs& in) const {
+  in.x.expect("x", "bf16[M, part(K, x)]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
+  const int64_t M = in.x.dim(0);
+  hw::expect_divisible("M", M, 4);
+  const int64_t K = in.x.whole_dim(1, 4);
+  const int64_t K_x = hw::part(K, 4, rank_.index());
+  in.x.expect("x", "bf16[M, part(K, x)]", CUDA_R_16BF, {M, K_x}, rank_.device());
+  in.w.expect("w", "bf16[part(K, x), N]", CUDA_R_16BF, {K_x, hw::kAny}, rank_.device());
+  const int64_t N = in.w.dim(1);
+  return {M, K, N, K_x};
+}
+
+OutputShapes Program::output_shapes(const Inputs& in) const {
+  const auto [M, K, N, K_x] = check(in);
+  return {.y = {M / 4, N}};
+}
+
+void Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  if (prepared_ == sizes) return;
+  const auto [M, K, N, K_x] = sizes;
+  prepared_.reset();
+  plan_product_.prepare({M / 4, K_x}, {K_x, N}, {M / 4, N});
+  arena_.allocate({{product_, M * N}});
+  prepared_ = sizes;
+}
+
+void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
+  const Sizes sizes = check(in);
+  hw::expect_prepared(prepared_ == sizes);
+  const auto [M, K, N, K_x] = sizes;
+  out.y.expect("y", "bf16[M/4, N]", CUDA_R_16BF, {M / 4, N}, rank_.device());
+
+  const auto* x = in.x.as<hw::bf16>();
+  const auto* w = in.w.as<hw::bf16>();
+  auto* y = out.y.as<hw::bf16>();
+  const int64_t rank_x = rank_.index();
+
+  HW_CHECK(arena_.begin_call(caller));
+  HW_CHECK(ring_.fork(caller));
+  for (int64_t i = 0; i < 4; ++i) {
+    const int64_t q = (rank_x - 1 - i + 4) % 4;
+    const hw::Stream stream = ring_[i];
+    const auto* x_i = x + q * (M / 4 * K_x);
+    auto* product_i = product_ + q * (M / 4 * N);
+    if (i == 0) {
+      HW_CHECK(plan_product_.cublasLtMatmul(x_i, w, product_i, stream));
+    } else {
+      HW_CHECK(cudaStreamWaitEvent(stream, arrived_[i - 1], 0));
+      HW_CHECK(plan_product_.cublasLtMatmul(x_i, w, product_i, stream, /*beta=*/1));
+    }
+    if (i < 3) {
+      auto* product_next = product_ + ((q - 1 + 4) % 4) * (M / 4 * N);
+      {
+        HW_CHECK(ncclGroupStart());
+        const hw::CloseGroupOnError guard;
+        HW_CHECK(ncclRecv(product_next, M / 4 * N, ncclBfloat16, (rank_x - 1 + 4) % 4, team_x_.comm(), stream));
+        HW_CHECK(ncclSend(product_i, M / 4 * N, ncclBfloat16, (rank_x + 1) % 4, team_x_.comm(), stream));
+        HW_CHECK(ncclGroupEnd());
+      }
+      HW_CHECK(cudaEventRecord(arrived_[i], stream));
+    }
+  }
+  HW_CHECK(ring_.join(caller));
+  auto* product_own = product_ + rank_x * (M / 4 * N);
+  HW_CHECK(cudaMemcpyAsync(y, product_own, M / 4 * N * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, caller));
+  HW_CHECK(arena_.end_call(caller));
+}
+
+}  // namespace programs::matmul_rs_ring

@@ -1,0 +1,66 @@
+// kernel @sum_y(%x: bf16[M/3, N]) {
+//   %y: bf16[M/3] = sum(%x, axis=(1,))
+// }
+// host @row_sum(%x: bf16[M, N]) -> (%y: bf16[M]) mesh(x=1) streams(ring[4]) {
+//   fork ring
+//   for %i in 0..3 {
+//     stream ring[%i] {
+//       %x_i = slice %x[0: %i of 3]
+//       %y_i = slice %y[0: %i of 3]
+//       launch @sum_y %x_i -> %y_i
+//     }
+//   }
+//   join ring
+// }
+#include "program.h"
+
+#include "hostweave/check.h"
+#include "hostweave/types.h"
+#include "kernels.h"
+
+namespace programs::row_sum {
+
+Program::Program(hw::Rank& rank) : rank_(rank.expect_world(kWorld)), ring_(rank, "ring", 4) { HW_CHECK(hw::load(sum_y)); }
+
+Sizes Program::check(const Inputs& in) const {
+  in.x.expect("x", "bf16[M, N]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
+  const int64_t M = in.x.dim(0);
+  hw::expect_divisible("M", M, 3);
+  const int64_t N = in.x.dim(1);
+  return {M, N};
+}
+
+OutputShapes Program::output_shapes(const Inputs& in) const {
+  const auto [M, N] = check(in);
+  return {.y = {M}};
+}
+
+void Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  if (prepared_ == sizes) return;
+  prepared_.reset();
+  prepared_ = sizes;
+}
+
+void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
+  const Sizes sizes = check(in);
+  hw::expect_prepared(prepared_ == sizes);
+  const auto [M, N] = sizes;
+  out.y.expect("y", "bf16[M]", CUDA_R_16BF, {M}, rank_.device());
+
+  const auto* x = in.x.as<hw::bf16>();
+  auto* y = out.y.as<hw::bf16>();
+
+  HW_CHECK(arena_.begin_call(caller));
+  HW_CHECK(ring_.fork(caller));
+  for (int64_t i = 0; i < 3; ++i) {
+    const hw::Stream stream = ring_[i];
+    const auto* x_i = x + i * (M / 3 * N);
+    auto* y_i = y + i * (M / 3);
+    HW_CHECK(hw::launch(sum_y, hw::grid_of(M / 3), hw::kBlock, stream, hw::reads(x_i, M / 3 * N), hw::writes(y_i, M / 3), M, N));
+  }
+  HW_CHECK(ring_.join(caller));
+  HW_CHECK(arena_.end_call(caller));
+}
+
+}  // namespace programs::row_sum

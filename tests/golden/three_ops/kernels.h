@@ -1,0 +1,15 @@
+// Kernels of three_ops.
+#pragma once
+#include "hostweave/launch.h"
+#include "hostweave/types.h"
+
+namespace programs::three_ops {
+
+// %a: bf16[M/3, N] = neg(%x)
+__global__ void neg_a(const hw::bf16* x, hw::bf16* a, int64_t M, int64_t N);
+// %b: bf16[M, N] = mul(%a, %x)
+__global__ void mul_b(const hw::bf16* a, const hw::bf16* x, hw::bf16* b, int64_t M, int64_t N);
+// %y: bf16[M/3, N] = add(%b, %x)
+__global__ void add_y(const hw::bf16* b, const hw::bf16* x, hw::bf16* y, int64_t M, int64_t N);
+
+}  // namespace programs::three_ops

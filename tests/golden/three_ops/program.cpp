@@ -1,0 +1,103 @@
+// kernel @neg_a(%x: bf16[M/3, N]) {
+//   %a: bf16[M/3, N] = neg(%x)
+// }  # ends here: another loop uses %a
+// kernel @mul_b(%a: bf16[M, N], %x: bf16[M, N]) {
+//   %b: bf16[M, N] = mul(%a, %x)
+// }  # ends here: another loop uses %b
+// kernel @add_y(%b: bf16[M/3, N], %x: bf16[M/3, N]) {
+//   %y: bf16[M/3, N] = add(%b, %x)
+// }
+// host @three_ops(%x: bf16[M, N]) -> (%y: bf16[M, N]) mesh(x=1) streams(ring[4]) {
+//   %a = allocate bf16[M, N]
+//   fork ring
+//   for %i in 0..3 {
+//     stream ring[%i] {
+//       %x_i = slice %x[0: %i of 3]
+//       %a_i = slice %a[0: %i of 3]
+//       launch @neg_a %x_i -> %a_i
+//     }
+//   }
+//   join ring
+//   %b = allocate bf16[M, N]
+//   launch @mul_b %a, %x -> %b
+//   fork ring
+//   for %j in 0..3 {
+//     stream ring[%j] {
+//       %b_j = slice %b[0: %j of 3]
+//       %x_j = slice %x[0: %j of 3]
+//       %y_j = slice %y[0: %j of 3]
+//       launch @add_y %b_j, %x_j -> %y_j
+//     }
+//   }
+//   join ring
+// }
+#include "program.h"
+
+#include "hostweave/check.h"
+#include "kernels.h"
+
+namespace programs::three_ops {
+
+Program::Program(hw::Rank& rank) : rank_(rank.expect_world(kWorld)), ring_(rank, "ring", 4) {
+  HW_CHECK(hw::load(neg_a));
+  HW_CHECK(hw::load(mul_b));
+  HW_CHECK(hw::load(add_y));
+}
+
+Sizes Program::check(const Inputs& in) const {
+  in.x.expect("x", "bf16[M, N]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
+  const int64_t M = in.x.dim(0);
+  hw::expect_divisible("M", M, 3);
+  const int64_t N = in.x.dim(1);
+  return {M, N};
+}
+
+OutputShapes Program::output_shapes(const Inputs& in) const {
+  const auto [M, N] = check(in);
+  return {.y = {M, N}};
+}
+
+void Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  if (prepared_ == sizes) return;
+  const auto [M, N] = sizes;
+  prepared_.reset();
+  arena_.allocate({{a_, M * N}, {b_, M * N}});
+  prepared_ = sizes;
+}
+
+void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
+  const Sizes sizes = check(in);
+  hw::expect_prepared(prepared_ == sizes);
+  const auto [M, N] = sizes;
+  out.y.expect("y", "bf16[M, N]", CUDA_R_16BF, {M, N}, rank_.device());
+
+  const auto* x = in.x.as<hw::bf16>();
+  auto* y = out.y.as<hw::bf16>();
+
+  HW_CHECK(arena_.begin_call(caller));
+  HW_CHECK(ring_.fork(caller));
+  for (int64_t i = 0; i < 3; ++i) {
+    const hw::Stream stream = ring_[i];
+    const auto* x_i = x + i * (M / 3 * N);
+    auto* a_i = a_ + i * (M / 3 * N);
+    HW_CHECK(hw::launch(neg_a, hw::grid_for(M / 3 * N), hw::kBlock, stream, hw::reads(x_i, M / 3 * N), hw::writes(a_i, M / 3 * N),
+                        M, N));
+  }
+  HW_CHECK(ring_.join(caller));
+  HW_CHECK(hw::launch(mul_b, hw::grid_for(M * N), hw::kBlock, caller, hw::reads(a_, M * N), hw::reads(x, M * N),
+                      hw::writes(b_, M * N), M, N));
+  HW_CHECK(ring_.fork(caller));
+  for (int64_t j = 0; j < 3; ++j) {
+    const hw::Stream stream = ring_[j];
+    auto* b_j = b_ + j * (M / 3 * N);
+    const auto* x_j = x + j * (M / 3 * N);
+    auto* y_j = y + j * (M / 3 * N);
+    HW_CHECK(hw::launch(add_y, hw::grid_for(M / 3 * N), hw::kBlock, stream, hw::reads(b_j, M / 3 * N), hw::reads(x_j, M / 3 * N),
+                        hw::writes(y_j, M / 3 * N), M, N));
+  }
+  HW_CHECK(ring_.join(caller));
+  HW_CHECK(arena_.end_call(caller));
+}
+
+}  // namespace programs::three_ops

@@ -1,0 +1,61 @@
+// two_ops: (x: bf16[M, N]) -> (y: bf16[M, N]) on mesh(x=1)
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "hostweave/arena.h"
+#include "hostweave/rank.h"
+#include "hostweave/streams.h"
+#include "hostweave/tensor.h"
+
+namespace programs::two_ops {
+
+constexpr char kMesh[] = "mesh(x=1)";
+constexpr int64_t kWorld = 1;  // ranks
+
+// What one rank holds.
+struct Inputs {
+  hw::Tensor x;  // bf16[M, N]
+};
+
+struct Outputs {
+  hw::Tensor y;  // bf16[M, N]
+};
+
+struct OutputShapes {
+  hw::Shape y;
+};
+
+// Global sizes, by the names that the program gives them.
+struct Sizes {
+  int64_t M;
+  int64_t N;
+
+  bool operator==(const Sizes&) const = default;
+};
+
+class Program {
+ public:
+  explicit Program(hw::Rank& rank);
+
+  // Throws hw::ArgumentError for an input of the wrong dtype, shape or device; so does all that follows.
+  OutputShapes output_shapes(const Inputs& in) const;
+  // Allocates and plans for these shapes, once. Every rank prepares before any rank runs.
+  void prepare(const Inputs& in);
+  // Only enqueues. Ordered after what `caller` holds, and `caller` is ordered after it.
+  void run(const Inputs& in, const Outputs& out, cudaStream_t caller);
+
+  const hw::Arena& arena() const { return arena_; }
+
+ private:
+  Sizes check(const Inputs& in) const;
+
+  hw::Rank& rank_;
+  hw::Streams ring_;  // ring[4]
+  hw::Arena arena_;
+  std::optional<Sizes> prepared_;  // what prepare was last called for
+};
+
+}  // namespace programs::two_ops

@@ -1,0 +1,66 @@
+// kernel @add_y(%x: bf16[part(M, x), N], %b: bf16[N]) {
+//   %y: bf16[part(M, x), N] = add(%x, %b)
+// }  # ends here: %y is returned
+// kernel @sum_z(%y: bf16[part(M, x), N]) {
+//   %z: bf16[part(M, x)] = sum(%y, axis=(1,))
+// }
+// host @two_outputs(%x: bf16[M@x, N], %b: bf16[N]) -> (%y: bf16[M@x, N], %z: bf16[M@x]) mesh(x=4) uneven(M) {
+//   launch @add_y %x, %b -> %y
+//   launch @sum_z %y -> %z
+// }
+#include "program.h"
+
+#include "hostweave/check.h"
+#include "hostweave/shards.h"
+#include "hostweave/types.h"
+#include "kernels.h"
+
+namespace programs::two_outputs {
+
+Program::Program(hw::Rank& rank) : rank_(rank.expect_world(kWorld)) {
+  HW_CHECK(hw::load(add_y));
+  HW_CHECK(hw::load(sum_z));
+}
+
+Sizes Program::check(const Inputs& in) const {
+  in.x.expect("x", "bf16[part(M, x), N]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
+  const int64_t M = in.x.whole_dim(0, 4);
+  const int64_t M_x = hw::part(M, 4, rank_.index());
+  const int64_t N = in.x.dim(1);
+  in.x.expect("x", "bf16[part(M, x), N]", CUDA_R_16BF, {M_x, N}, rank_.device());
+  in.b.expect("b", "bf16[N]", CUDA_R_16BF, {N}, rank_.device());
+  return {M, N, M_x};
+}
+
+OutputShapes Program::output_shapes(const Inputs& in) const {
+  const auto [M, N, M_x] = check(in);
+  return {.y = {M_x, N}, .z = {M_x}};
+}
+
+void Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  if (prepared_ == sizes) return;
+  prepared_.reset();
+  prepared_ = sizes;
+}
+
+void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
+  const Sizes sizes = check(in);
+  hw::expect_prepared(prepared_ == sizes);
+  const auto [M, N, M_x] = sizes;
+  out.y.expect("y", "bf16[part(M, x), N]", CUDA_R_16BF, {M_x, N}, rank_.device());
+  out.z.expect("z", "bf16[part(M, x)]", CUDA_R_16BF, {M_x}, rank_.device());
+
+  const auto* x = in.x.as<hw::bf16>();
+  const auto* b = in.b.as<hw::bf16>();
+  auto* y = out.y.as<hw::bf16>();
+  auto* z = out.z.as<hw::bf16>();
+
+  HW_CHECK(arena_.begin_call(caller));
+  HW_CHECK(hw::launch(add_y, hw::grid_for(N * M_x), hw::kBlock, caller, hw::reads(x, N * M_x), hw::reads(b, N),
+                      hw::writes(y, N * M_x), N, M_x));
+  HW_CHECK(hw::launch(sum_z, hw::grid_of(M_x), hw::kBlock, caller, hw::reads(y, N * M_x), hw::writes(z, M_x), N, M_x));
+  HW_CHECK(arena_.end_call(caller));
+}
+
+}  // namespace programs::two_outputs

@@ -1,0 +1,63 @@
+// two_outputs: (x: bf16[M@x, N], b: bf16[N]) -> (y: bf16[M@x, N], z: bf16[M@x]) on mesh(x=4)
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "hostweave/arena.h"
+#include "hostweave/rank.h"
+#include "hostweave/tensor.h"
+
+namespace programs::two_outputs {
+
+constexpr char kMesh[] = "mesh(x=4)";
+constexpr int64_t kWorld = 4;  // ranks
+
+// What one rank holds.
+struct Inputs {
+  hw::Tensor x;  // bf16[part(M, x), N]
+  hw::Tensor b;  // bf16[N]
+};
+
+struct Outputs {
+  hw::Tensor y;  // bf16[part(M, x), N]
+  hw::Tensor z;  // bf16[part(M, x)]
+};
+
+struct OutputShapes {
+  hw::Shape y;
+  hw::Shape z;
+};
+
+// Global sizes, by the names that the program gives them.
+struct Sizes {
+  int64_t M;
+  int64_t N;
+  int64_t M_x;
+
+  bool operator==(const Sizes&) const = default;
+};
+
+class Program {
+ public:
+  explicit Program(hw::Rank& rank);
+
+  // Throws hw::ArgumentError for an input of the wrong dtype, shape or device; so does all that follows.
+  OutputShapes output_shapes(const Inputs& in) const;
+  // Allocates and plans for these shapes, once. Every rank prepares before any rank runs.
+  void prepare(const Inputs& in);
+  // Only enqueues. Ordered after what `caller` holds, and `caller` is ordered after it.
+  void run(const Inputs& in, const Outputs& out, cudaStream_t caller);
+
+  const hw::Arena& arena() const { return arena_; }
+
+ private:
+  Sizes check(const Inputs& in) const;
+
+  hw::Rank& rank_;
+  hw::Arena arena_;
+  std::optional<Sizes> prepared_;  // what prepare was last called for
+};
+
+}  // namespace programs::two_outputs

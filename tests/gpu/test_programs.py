@@ -1,0 +1,269 @@
+"""The same programs on as many real GPUs as there are, and what only GPUs have: devices, streams of other libraries, memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from whole_programs import ONE_DEVICE, SEVERAL, compiled, expect, fusion_of, integer_arrays, random_arrays, sizes_of
+
+import hostweave as hw
+from hostweave.build.cuda import gpus
+from hostweave.errors import ArgumentError, ExecutionError
+from hostweave.fusion.ir import Fusion
+from hostweave.fusion.reference import run_reference, tolerance_of
+from hostweave.fusion.types import DType
+from hostweave.options import Options
+from hostweave.runtime.cpu import seeded
+
+GPUS = len(gpus())
+ALL = max((ranks for ranks in (1, 2, 4, 8) if ranks <= GPUS), default=1)
+DTYPES = {1: hw.f32, 2: hw.f16, 4: hw.bf16, 8: hw.bf16}
+
+# Other libraries warn of their own affairs when they are imported.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    ranks: int
+    dtype: DType
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.ranks}-{self.dtype}"
+
+    @property
+    def fusion(self) -> Fusion:
+        return fusion_of(self.name, self.ranks, 3, self.dtype)
+
+    @property
+    def program(self) -> hw.Program:
+        return compiled(self.fusion, target="cuda")
+
+
+def cases() -> list[Case]:
+    found = [Case(name, ranks, dtype) for ranks, dtype in DTYPES.items() for name in SEVERAL]
+    found += [Case(name, ALL, dtype) for name in ("ag_matmul_p2p", "matmul_rs_ring", "allreduce_rows") for dtype in (hw.f32, hw.f16)]
+    found += [Case(name, 1, dtype) for name in ONE_DEVICE for dtype in (hw.f32, hw.f16, hw.bf16)]
+    return [case for case in dict.fromkeys(found) if case.fusion.mesh.size <= GPUS]
+
+
+@pytest.fixture(scope="session")
+def built(request: pytest.FixtureRequest) -> None:
+    """Compiles what the chosen tests run, side by side."""
+    calls = [getattr(item, "callspec", None) for item in request.session.items]
+    chosen = [call.params["case"] for call in calls if call and isinstance(call.params.get("case"), Case)]
+    with ThreadPoolExecutor(max(len(os.sched_getaffinity(0)) // 2, 2)) as pool:
+        list(pool.map(lambda case: case.program.build(), chosen))
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_matches_numpy(case: Case) -> None:
+    for times in (1, 16):
+        sizes = sizes_of(case.fusion, times)
+        arrays = random_arrays(case.fusion, sizes, seed=times)
+        expect(case.fusion, arrays, case.program.run(**arrays, ranks=True))
+    calls = [integer_arrays(case.fusion, sizes, seed) for seed in range(4)]
+    for arrays, ranks in zip(calls, case.program.run_in_flight(calls, poison=True), strict=True):
+        expect(case.fusion, arrays, ranks, exact=True)
+
+
+def test_both_targets_in_one_process() -> None:
+    fusion = fusion_of("ag_matmul_p2p", ALL, 3, hw.f32)
+    arrays = integer_arrays(fusion, sizes_of(fusion), seed=0)
+    for target in ("cpu", "cuda", "cpu", "cuda"):
+        expect(fusion, arrays, compiled(fusion, target).run(**arrays, ranks=True), exact=True)
+
+
+def test_programs_take_turns_on_the_same_channels() -> None:
+    fusions = [fusion_of(name, ALL, 3, hw.bf16) for name in ("ag_matmul_flat", "matmul_rs_flat", "ag_matmul_ring")]
+    for seed in range(5):
+        for fusion in fusions:
+            arrays = integer_arrays(fusion, sizes_of(fusion), seed)
+            expect(fusion, arrays, compiled(fusion, "cuda").run(**arrays, ranks=True), exact=True)
+
+
+def test_measure() -> None:
+    fusion = fusion_of("ag_matmul_p2p", ALL, 3, hw.bf16)
+    times = compiled(fusion, "cuda").measure(**random_arrays(fusion, sizes_of(fusion), seed=0), warmups=1, repetitions=3)
+    assert [len(rank) for rank in times] == [3] * ALL
+    assert all(t.enqueue_us > 0 and t.total_ms > 0 for rank in times for t in rank)
+
+
+# --- arrays on GPUs ---------------------------------------------------------------------------------------------------
+
+
+def flat_matmul(dtype: DType) -> tuple[Fusion, hw.Program]:
+    fusion = fusion_of("ag_matmul_flat", ALL, 3, dtype)
+    return fusion, compiled(fusion, "cuda")
+
+
+@pytest.mark.parametrize("dtype", [hw.f32, hw.f16, hw.bf16], ids=str)
+def test_torch(dtype: DType) -> None:
+    torch = pytest.importorskip("torch")
+    fusion, program = flat_matmul(dtype)
+    sizes = sizes_of(fusion, times=8)
+    arrays = {name: array.astype(np.float32) for name, array in integer_arrays(fusion, sizes, seed=0).items()}
+    torch_dtype = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[dtype.name]
+    x, w = (torch.from_numpy(array).to("cuda:0", torch_dtype) for array in arrays.values())
+    (want,) = run_reference(fusion, arrays)
+    y = program.run(x=x, w=w)
+    assert (y.device, y.dtype) == (x.device, torch_dtype)
+    np.testing.assert_array_equal(y.float().cpu().numpy(), want)
+    for rank, copy in enumerate(program.run(x=x, w=w, ranks=True)):
+        assert copy.device == torch.device("cuda", rank)
+        np.testing.assert_array_equal(copy.float().cpu().numpy(), want)
+
+
+def test_torch_tensors_that_are_not_contiguous_or_on_another_gpu() -> None:
+    torch = pytest.importorskip("torch")
+    fusion, program = flat_matmul(hw.f32)
+    arrays = integer_arrays(fusion, sizes_of(fusion, times=8), seed=0)
+    (want,) = run_reference(fusion, arrays)
+    last = f"cuda:{GPUS - 1}"
+    x = torch.from_numpy(arrays["x"].T.copy()).to(last).T
+    y = program.run(x=x, w=torch.from_numpy(arrays["w"]).to("cuda:0"))
+    assert y.device == torch.device(last)
+    np.testing.assert_array_equal(y.cpu().numpy(), want)
+
+
+def test_the_current_stream_of_torch_is_waited_for() -> None:
+    torch = pytest.importorskip("torch")
+    fusion, program = flat_matmul(hw.f32)
+    arrays = integer_arrays(fusion, sizes_of(fusion, times=8), seed=0)
+    (want,) = run_reference(fusion, arrays)
+    x, w = (torch.from_numpy(array).to("cuda:0") for array in arrays.values())
+    program.run(x=x, w=w)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream(0)):
+        late = torch.zeros_like(x)
+        torch.cuda._sleep(300_000_000)  # clocks: a fraction of a second
+        late += x
+        y = program.run(x=late, w=w)
+        np.testing.assert_array_equal(y.cpu().numpy(), want)
+
+
+def test_cupy() -> None:
+    cupy = pytest.importorskip("cupy")
+    fusion, program = flat_matmul(hw.f32)
+    arrays = integer_arrays(fusion, sizes_of(fusion, times=8), seed=0)
+    (want,) = run_reference(fusion, arrays)
+    with cupy.cuda.Device(0), cupy.cuda.Stream(non_blocking=True):
+        x, w = (cupy.asarray(array) for array in arrays.values())
+        y = program.run(x=x, w=w)
+        assert isinstance(y, cupy.ndarray)
+        assert y.device.id == 0
+        np.testing.assert_array_equal(cupy.asnumpy(y), want)
+
+
+def test_calls_in_flight_with_torch_tensors_stay_in_order() -> None:
+    torch = pytest.importorskip("torch")
+    fusion, program = flat_matmul(hw.bf16)
+    sizes = sizes_of(fusion, times=64)
+    calls = [random_arrays(fusion, sizes, seed) for seed in range(6)]
+    allowed = tolerance_of(fusion, fusion.outputs[0], sizes)
+    tensors = [{name: torch.from_numpy(a.astype(np.float32)).to("cuda:0", torch.bfloat16) for name, a in call.items()} for call in calls]
+    for arrays, ranks in zip(calls, program.run_in_flight(tensors, poison=True), strict=True):
+        (want,) = run_reference(fusion, arrays)
+        for y in ranks:
+            np.testing.assert_allclose(y.double().cpu().numpy(), want, allowed.rtol, allowed.atol)
+
+
+# --- memory and errors ------------------------------------------------------------------------------------------------
+
+
+def test_close_frees_the_memory_of_every_gpu() -> None:
+    torch = pytest.importorskip("torch")
+
+    def free() -> list[int]:
+        return [torch.cuda.mem_get_info(gpu)[0] for gpu in range(ALL)]
+
+    fusion = fusion_of("matmul_ar_flat", ALL, 3, hw.f32)
+    sizes = {"M": 3 * 2048, "K": ALL, "N": 4096}
+    small, large = (integer_arrays(fusion, s, seed=0) for s in (sizes_of(fusion), sizes))
+    compiled(fusion, "cuda").run(**large)  # what stays: contexts, and what NCCL takes for messages of this size
+    program = hw.compile(fusion, target="cuda")
+    program.run(**small)
+    before = free()
+    program.run(**large)
+    output = 4 * sizes["M"] * sizes["N"]
+    assert all(b - a >= output for b, a in zip(before, free(), strict=True))
+    program.close()
+    assert all(b - a < output / 8 for b, a in zip(before, free(), strict=True))
+    with pytest.raises(ExecutionError) as error:
+        program.run(**small)
+    assert str(error.value) == "matmul_ar_flat: the program is closed; compile it again"
+
+
+def message_of(error: type[Exception], call: Callable[[], object]) -> str:
+    with pytest.raises(error) as caught:
+        call()
+    return str(caught.value)
+
+
+def test_more_ranks_than_gpus() -> None:
+    fusion = fusion_of("allgather_p2p", 2 * GPUS, 3, hw.f32)
+    arrays = integer_arrays(fusion, sizes_of(fusion), seed=0)
+    assert message_of(ExecutionError, lambda: compiled(fusion, "cuda", Options(check=False)).run(**arrays)) == (
+        f"allgather_p2p: the program needs {2 * GPUS} GPUs and this machine has {GPUS}; compile it for a smaller mesh, or for the CPU"
+    )
+
+
+def test_an_array_on_a_gpu_for_a_program_on_the_cpu() -> None:
+    torch = pytest.importorskip("torch")
+    fusion = fusion_of("set", 1, 3, hw.f32)
+    assert message_of(ArgumentError, lambda: compiled(fusion).run(x=torch.ones(3, 2, device="cuda:0"))) == (
+        "set: x: is on GPU 0 and the program was compiled for the CPU; pass an array in host memory, or compile for cuda"
+    )
+
+
+def test_seeded_schedules_are_for_the_cpu() -> None:
+    fusion = fusion_of("set", 1, 3, hw.f32)
+    with seeded(0):
+        message = message_of(ExecutionError, lambda: compiled(fusion, "cuda").run(x=np.ones((3, 2), np.float32)))
+    assert message == "set: seeded schedules exist on the CPU target only"
+
+
+STUCK = """
+import os, signal, threading
+import numpy as np
+import hostweave as hw
+from hostweave.options import Options
+
+TEXT = '''
+host @stuck(%x: f32[2@x, N]) -> (%y: f32[2@x, N]) mesh(x=2) {
+  recv %y from 1 - rank.x on x
+}
+'''
+stuck = hw.compile(hw.HostProgram.parse(TEXT), target="cuda", options=Options(check=False))
+x = np.ones((2, 4), np.float32)
+stuck.build()
+threading.Timer(5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+try:
+    stuck.run(x=x)
+except KeyboardInterrupt:
+    print("interrupted")
+TEXT = TEXT.replace("@stuck", "@works").replace("recv %y from 1 - rank.x on x", "all_reduce sum %x -> %y on x")
+assert (hw.compile(hw.HostProgram.parse(TEXT), target="cuda").run(x=x) == 2).all()
+print("works")
+"""
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
+def test_ctrl_c_ends_ranks_that_wait_for_ever() -> None:
+    process = subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        out, err = process.communicate(timeout=120)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGKILL)
+        out, err = process.communicate()
+    assert (process.returncode, out.split()) == (0, ["interrupted", "works"]), err

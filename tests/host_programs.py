@@ -1,0 +1,34 @@
+"""The host programs of the examples, for any number of ranks."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+from example_programs import all_fusions, more_fusions
+
+from hostweave.fusion.ir import Fusion
+from hostweave.host.ir import HostProgram
+from hostweave.options import Options
+from hostweave.pipeline import lower
+
+GOLDEN = Path(__file__).parent / "golden"
+RANKS = (1, 2, 3, 4, 8)
+CHUNKS = 3  # across shards, or on one device
+
+
+def _fusions(ranks: int) -> dict[str, Fusion]:
+    return {**all_fusions(ranks, CHUNKS), "ag_matmul_flat_chunked": more_fusions(ranks)["ag_matmul_flat_chunked"]}
+
+
+NAMES = tuple(sorted(_fusions(4)))
+
+
+def text(name: str) -> str:
+    """The golden file, which is for 4 ranks."""
+    return (GOLDEN / name / "fuse_kernels.hw").read_text()
+
+
+@cache
+def program(name: str, ranks: int = 4) -> HostProgram:
+    return lower(_fusions(ranks)[name], Options())

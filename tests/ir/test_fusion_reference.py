@@ -1,0 +1,153 @@
+"""The NumPy reference computes what each op means, and the tolerance covers what rounding does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import erf
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from example_programs import fusions
+from numpy.typing import NDArray
+
+import hostweave as hw
+from hostweave.errors import ArgumentError
+from hostweave.fusion.ops import OPS
+from hostweave.fusion.philox import philox
+from hostweave.fusion.reference import run_reference, tolerance
+from hostweave.fusion.types import DType
+
+Array = NDArray[Any]
+X = np.array([[-2.0, -0.5, 0.25], [0.5, 1.0, 3.0]])
+
+
+def sigmoid(x: Array) -> Array:
+    return 1 / (1 + np.exp(-x))
+
+
+# One example an op: the program, and the same in plain NumPy.
+EXAMPLES: dict[str, tuple[Callable[[hw.Tensor], hw.Tensor], Callable[[Array], Array]]] = {
+    "matmul": (lambda x: x @ x.T, lambda x: x @ x.T),
+    "add": (lambda x: 1 + x, lambda x: x + 1),
+    "sub": (lambda x: 1 - x, lambda x: 1 - x),
+    "mul": (lambda x: 2 * x, lambda x: 2 * x),
+    "div": (lambda x: 1 / x, lambda x: 1 / x),
+    "maximum": (lambda x: hw.maximum(x, 0.3), lambda x: np.maximum(x, 0.3)),
+    "minimum": (lambda x: hw.minimum(x, -x), lambda x: np.minimum(x, -x)),
+    "pow": (lambda x: hw.pow(x * x, 1.5), lambda x: np.abs(x) ** 3),
+    "neg": (lambda x: -x, lambda x: -x),
+    "abs": (abs, np.abs),
+    "reciprocal": (hw.reciprocal, lambda x: 1 / x),
+    "exp": (hw.exp, np.exp),
+    "log": (lambda x: hw.log(x * x), lambda x: np.log(x * x)),
+    "sqrt": (lambda x: hw.sqrt(x * x), np.abs),
+    "rsqrt": (lambda x: hw.rsqrt(x * x), lambda x: 1 / np.abs(x)),
+    "sin": (hw.sin, np.sin),
+    "cos": (hw.cos, np.cos),
+    "tanh": (hw.tanh, np.tanh),
+    "erf": (hw.erf, np.vectorize(erf)),
+    "sigmoid": (hw.sigmoid, sigmoid),
+    "relu": (hw.relu, lambda x: np.maximum(x, 0)),
+    "gelu": (hw.gelu, lambda x: x / 2 * (1 + np.vectorize(erf)(x / np.sqrt(2)))),
+    "gelu_tanh": (
+        lambda x: hw.gelu(x, approximate="tanh"),
+        lambda x: x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
+    ),
+    "silu": (hw.silu, lambda x: x * sigmoid(x)),
+    "equal": (lambda x: x == 0.5, lambda x: x == 0.5),
+    "not_equal": (lambda x: x != 0.5, lambda x: x != 0.5),
+    "less": (lambda x: x < 0.5, lambda x: x < 0.5),
+    "less_equal": (lambda x: x <= 0.5, lambda x: x <= 0.5),
+    "greater": (lambda x: x > 0.5, lambda x: x > 0.5),
+    "greater_equal": (lambda x: x >= 0.5, lambda x: x >= 0.5),
+    "logical_and": (lambda x: (x > 0) & (x < 2), lambda x: (x > 0) & (x < 2)),
+    "logical_or": (lambda x: (x < 0) | (x > 2), lambda x: (x < 0) | (x > 2)),
+    "logical_not": (lambda x: ~(x > 0), lambda x: x <= 0),
+    "where": (lambda x: hw.where(x > 0, x, 7), lambda x: np.where(x > 0, x, 7)),
+    "cast": (lambda x: hw.cast(x, hw.i32), lambda x: x.astype(np.int32)),
+    "copy": (hw.copy, lambda x: x),
+    "iota": (lambda x: hw.iota(x, "N"), lambda x: np.arange(3)),
+    "philox": (lambda x: hw.uniform(x, seed=3), lambda x: philox(np, *np.ogrid[:2, :3], 0, 0, 3, 0)),
+    "sum": (lambda x: hw.sum(x, axis="N"), lambda x: x.sum(axis=1)),
+    "prod": (hw.prod, np.prod),
+    "max": (lambda x: hw.max(x, axis=0, keepdims=True), lambda x: x.max(axis=0, keepdims=True)),
+    "min": (lambda x: hw.min(x, axis=(0, 1)), np.min),
+    "mean": (lambda x: hw.mean(x, axis=-1), lambda x: x.mean(axis=1)),
+    "argmax": (lambda x: hw.argmax(x, axis="N"), lambda x: x.argmax(axis=1)),
+    "expand_dims": (lambda x: x[:, None], lambda x: x[:, None]),
+    "reshape": (lambda x: hw.reshape(x, "M*N"), lambda x: x.reshape(-1)),
+    "transpose": (lambda x: x.T, lambda x: x.T),
+    "broadcast_to": (lambda x: hw.broadcast_to(x, 5, "M", "N"), lambda x: np.broadcast_to(x, (5, 2, 3))),
+    "reshard": (lambda x: hw.reshard(x, "M@x", "N"), lambda x: x),
+}
+
+
+def test_every_op_has_an_example() -> None:
+    assert set(EXAMPLES) == set(OPS)
+
+
+@pytest.mark.parametrize("kind", EXAMPLES)
+def test_op(kind: str) -> None:
+    function, expected = EXAMPLES[kind]
+    fusion = hw.fusion(mesh=hw.Mesh(x=2), x=hw.f64["M", "N"])(lambda x: function(x))
+    assert kind in {op.kind for op in fusion.ops}
+    (result,) = run_reference(fusion, {"x": X})
+    np.testing.assert_allclose(result, expected(X), rtol=1e-15)
+    assert result.shape == np.shape(expected(X))
+
+
+def test_integers_stay_exact_and_keep_their_dtype() -> None:
+    fusion = hw.fusion(x=hw.u8["N"])(lambda x: hw.sum(x))
+    (result,) = run_reference(fusion, {"x": np.array([200, 100], np.uint8)})
+    assert result == 44
+    assert result.dtype == np.uint8
+
+
+def test_a_cast_rounds() -> None:
+    fusion = hw.fusion(x=hw.f32["N"])(lambda x: hw.cast(hw.cast(x, hw.bf16), hw.f32))
+    x = np.array([1.00390625, 3.3], np.float32)
+    (result,) = run_reference(fusion, {"x": x})
+    np.testing.assert_array_equal(result, x.astype(ml_dtypes.bfloat16).astype(np.float64))
+
+
+def test_several_outputs_and_a_seed_program() -> None:
+    x, w = np.arange(12.0).reshape(4, 3), np.arange(6.0).reshape(3, 2)
+    fusion = hw.fusion(x=hw.f32["M", "K"], w=hw.f32["K", "N"])(lambda x, w: (x @ w, -x))
+    product, negative = run_reference(fusion, {"x": x, "w": w})
+    np.testing.assert_array_equal(product, x @ w)
+    np.testing.assert_array_equal(negative, -x)
+    (y,) = run_reference(fusions("seeds.py", ranks=2)["matmul_rs_flat"], {"x": np.ones((4, 6)), "w": np.ones((6, 5))})
+    np.testing.assert_array_equal(y, np.full((4, 5), 6.0))
+
+
+def test_inputs_that_do_not_fit() -> None:
+    fusion = fusions("seeds.py", ranks=2)["ag_matmul_flat"]
+    with pytest.raises(ArgumentError, match=r"^ag_matmul_flat: w is missing; pass w=$"):
+        run_reference(fusion, {"x": np.ones((4, 6))})
+    with pytest.raises(ArgumentError, match=r"^ag_matmul_flat: w has 1 dims; pass a bf16\[K, N\]$"):
+        run_reference(fusion, {"x": np.ones((4, 6)), "w": np.ones(6)})
+
+
+@pytest.mark.parametrize("dtype", [hw.f64, hw.f32, hw.f16, hw.bf16])
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_tolerance_covers_a_sum_of_rounded_terms_and_not_much_more(dtype: DType, ranks: int) -> None:
+    length = 1024
+    store = {"f64": np.float64, "f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}[dtype.name]
+    accumulate = np.float64 if dtype is hw.f64 else np.float32
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((2000, length)).astype(store)
+    exact = x.astype(np.longdouble).sum(axis=1)
+    partial = np.add.accumulate(x.astype(accumulate).reshape(2000, ranks, -1), axis=2, dtype=accumulate)[:, :, -1].astype(store)
+    total = partial[:, 0]
+    for rank in range(1, ranks):
+        total = (total.astype(accumulate) + partial[:, rank].astype(accumulate)).astype(store)
+    allowed = tolerance(dtype, length, ranks)
+    error = np.abs(total.astype(np.longdouble) - exact)
+    assert np.all(error <= allowed.atol + allowed.rtol * np.abs(exact))
+    assert np.max(error) > allowed.atol / 100
+
+
+def test_integers_have_no_tolerance() -> None:
+    assert tolerance(hw.i32, 100, 8).atol == 0

@@ -1,0 +1,323 @@
+"""What tracing writes down, and what it refuses, each with the exact message."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import hostweave as hw
+from hostweave.errors import HostweaveError, ProgramError
+
+
+def trace(body: str, mesh: str = "hw.Mesh(x=8)", **inputs: str) -> hw.Fusion:
+    """The fusion of a function with this body, whose first line is line 4 of mlp.py."""
+    types = ", ".join(f"{name}={type}" for name, type in inputs.items())
+    lines = ["import hostweave as hw", f"@hw.fusion(mesh={mesh}, {types})", f"def f({', '.join(inputs)}):"]
+    scope: dict[str, Any] = {}
+    exec(compile("\n".join([*lines, *("    " + line for line in body.split("\n"))]), "/home/me/mlp.py", "exec"), scope)
+    fusion = scope["f"]
+    assert isinstance(fusion, hw.Fusion)
+    return fusion
+
+
+def ops(fusion: hw.Fusion) -> list[str]:
+    return [line.strip() for line in str(fusion).splitlines()[1:-1]]
+
+
+X = 'hw.bf16["M", "K"]'
+
+ERRORS = {
+    "inner dims": ("return hw.matmul(x, w)", {"w": 'hw.bf16["J", "N"]'}, "4: matmul: inner dims differ: bf16[M, K] x bf16[J, N]"),
+    "rank of matmul": (
+        "return hw.matmul(x, w)",
+        {"w": 'hw.bf16["K"]'},
+        "4: matmul: rank mismatch: bf16[K] has 1 dims, at least 2 are needed; use x[None] or x[:, None]",
+    ),
+    "batch dims": (
+        "return hw.matmul(x, w)",
+        {"x": 'hw.f32[3, "M", "K"]', "w": 'hw.f32[4, "K", "N"]'},
+        "4: matmul: batch dims do not broadcast: f32[3, M, K] x f32[4, K, N]",
+    ),
+    "broadcast": (
+        "return x + w",
+        {"w": 'hw.bf16["M"]'},
+        "4: add: shapes do not broadcast: bf16[M, K] and bf16[M] differ in dim -1; make them equal or 1, as with x[:, None]",
+    ),
+    "dtypes": ("return x + w", {"w": 'hw.f32["M", "K"]'}, "4: add: dtypes differ: bf16[M, K] and f32[M, K]; use hw.cast on one of them"),
+    "dtype": ("return hw.exp(x)", {"x": 'hw.i32["M"]'}, "4: exp: not defined for i32; use hw.cast to a dtype that is float"),
+    "number": ("return x + 0.5", {"x": 'hw.i32["M"]'}, "4: add: 0.5 is not a value of i32[M]; use hw.cast on the tensor"),
+    "large number": ("return x + 300", {"x": 'hw.u8["M"]'}, "4: add: 300 is not a value of u8[M]; use hw.cast on the tensor"),
+    "condition": ("return hw.where(x, x, x)", {}, "4: where: the condition must be bool, not bf16[M, K]; compare it first"),
+    "operand": ("return hw.add(x, 'a')", {}, "4: add: 'a' is neither a tensor of this fusion nor a Python number; make it an input"),
+    "numbers alone": ("return hw.add(1, 2)", {}, "4: add: no operand is a tensor; compute with Python numbers instead"),
+    "unknown dim": ('return hw.sum(x, axis="Q")', {}, "4: sum: bf16[M, K] has no dim named Q"),
+    "repeated dim": (
+        'return hw.sum(x, axis="M")',
+        {"x": 'hw.f32["M", "M"]'},
+        "4: sum: f32[M, M] has 2 dims named M: say which by its number",
+    ),
+    "axis": ("return hw.sum(x, axis=2)", {}, "4: sum: bf16[M, K] has no dim 2: dims go from 0 to 1"),
+    "axis twice": ("return hw.sum(x, axis=(0, -2))", {}, "4: sum: axis=(0, 0) names a dim twice; name it once"),
+    "expand": ("return hw.expand_dims(x, 3)", {}, "4: expand_dims: axis 3 is out of range: the result has 3 dims"),
+    "transpose": (
+        "return hw.transpose(x, (0, 0))",
+        {},
+        "4: transpose: axes=(0, 0) is no order of the 2 dims of bf16[M, K]; name each once",
+    ),
+    "T": ("return x[None].T", {}, "4: T: bf16[1, M, K] has 3 dims, not 2; use hw.transpose(x, axes)"),
+    "reshape": (
+        'return hw.reshape(x, "M", 4)',
+        {},
+        "4: reshape: bf16[M, K] does not have the elements of [M, 4]; make the products of the dims equal",
+    ),
+    "reshape rest": ("return hw.reshape(x, 'J', -1)", {}, "4: reshape: -1 cannot be told for bf16[M, K] to ['J', -1]; write every dim"),
+    "reshape dim": (
+        "return hw.reshape(x, 'M+1', 'K')",
+        {},
+        "4: reshape: not an extent: 'M+1'; write a name, an int, or a product such as 8*M/4",
+    ),
+    "reshape size": ("return hw.reshape(x, 0, 'K')", {}, "4: reshape: a dim has at least one element, not 0"),
+    "broadcast_to": (
+        'return hw.broadcast_to(x, "M", "N")',
+        {},
+        "4: broadcast_to: bf16[M, K] does not broadcast to [M, N]; dims are aligned from the right and must be equal or 1",
+    ),
+    "index": ("return x[0:4]", {}, "4: indexing: only None, ':' and '...' are supported; use hw.reshape to split a dim"),
+    "indices": ("return x[:, :, :]", {}, "4: indexing: 3 dims of bf16[M, K], which has 2; leave some out"),
+    "gelu": ("return hw.gelu(x, approximate='x')", {}, "4: gelu: approximate='x' is neither 'none' nor 'tanh'"),
+    "clamp": ("return hw.clamp(x)", {}, "4: clamp: neither min nor max is given; pass one"),
+    "var": ("return hw.var(x, correction=1)", {}, "4: var: correction=1 is not supported; use 0 and scale the result"),
+    "logical": ("return x & x", {}, "4: logical_and: not defined for bf16; use hw.cast to a dtype that is bool"),
+    "iota": ("return hw.iota(x, 0, hw.f32)", {}, "4: iota: not defined for f32; use hw.cast to a dtype that is int or uint"),
+    "seed": ("return hw.uniform(x, seed=-1)", {}, "4: philox: -1 is not a value of u32[1, K]; use hw.cast on the tensor"),
+    "seed dtype": (
+        "return hw.uniform(x, seed=w)",
+        {"w": "hw.i32[()]"},
+        "4: philox: dtypes differ: u32[M, 1] and i32[]; use hw.cast on one of them",
+    ),
+    "uniform": (
+        "return hw.uniform(x, seed=1)",
+        {"x": 'hw.f32["A", "B", "C", "D", "E"]'},
+        "4: uniform: f32[A, B, C, D, E] has 5 dims, and 4 are supported; reshape it",
+    ),
+    "dropout": ("return hw.dropout(x, 1, seed=1)", {}, "4: dropout: p=1 is not a probability from 0 to below 1"),
+    "linear rank": (
+        "return hw.linear(x, w)",
+        {"w": 'hw.bf16["N"]'},
+        "4: linear: bf16[M, K] and a weight of bf16[N] are not [..., K] and [N, K]; reshape them",
+    ),
+    "linear": (
+        "return hw.linear(x, w)",
+        {"w": 'hw.bf16["K", "N"]'},
+        "4: linear: inner dims differ: bf16[M, K] and a weight of bf16[K, N]; the weight is [N, K]",
+    ),
+    "linear bias": (
+        "return hw.linear(x, w, w)",
+        {"w": 'hw.bf16["N", "K"]'},
+        "4: linear: the bias is bf16[N, K], and the weight bf16[N, K]; it has one element for each row",
+    ),
+    "attention": (
+        "return hw.scaled_dot_product_attention(x, w, w)",
+        {"x": "hw.bf16[4, 'S', 8]", "w": "hw.bf16[4, 'T', 16]"},
+        "4: attention: query bf16[4, S, 8], key bf16[4, T, 16], value bf16[4, T, 16] are not "
+        "[..., H, S, E], [..., H, T, E] and [..., H, T, F]; reshape them",
+    ),
+    "attention heads": (
+        "return hw.scaled_dot_product_attention(x, w, w)",
+        {"x": "hw.bf16[4, 'S', 8]", "w": "hw.bf16[2, 'T', 8]"},
+        "4: attention: query bf16[4, S, 8], key bf16[2, T, 8], value bf16[2, T, 8] differ in their heads; "
+        "use enable_gqa=True for groups of heads",
+    ),
+    "attention groups": (
+        "return hw.scaled_dot_product_attention(x, w, w, enable_gqa=True)",
+        {"x": "hw.bf16[4, 'S', 8]", "w": "hw.bf16[3, 'T', 8]"},
+        "4: attention: query bf16[4, S, 8], key bf16[3, T, 8], value bf16[3, T, 8]: "
+        "the heads of the key do not divide those of the query; use multiples as ints",
+    ),
+    "attention masks": (
+        "return hw.scaled_dot_product_attention(x, x, x, w, is_causal=True)",
+        {"x": "hw.bf16[4, 'S', 8]", "w": "hw.bool_['S', 'S']"},
+        "4: attention: attn_mask and is_causal are both given; put both into the mask",
+    ),
+    "attention scale": (
+        "return hw.scaled_dot_product_attention(x, x, x)",
+        {"x": "hw.bf16[4, 'S', 'E']"},
+        "4: attention: E, the last dim of the query, is not known at compile time; pass scale=",
+    ),
+    "truth": ("return x if x > 0 else -x", {}, "4: the values of a tensor are not known while a fusion is traced; use hw.where"),
+    "reshard rank": (
+        'return hw.reshard(x, "M")',
+        {},
+        "4: reshard: bf16[M, K] cannot become bf16[M]; repeat its dims, only the mesh axes may differ",
+    ),
+    "reshard dim": ('return hw.reshard(x, "M@", "K")', {}, "4: reshard: not a dim: 'M@'; write it like 'M', 'M@x' or 'M@dp,tp'"),
+    "reshard axis": ('return hw.reshard(x, "M@y", "K")', {}, "4: bf16[M@y, K]: no axis y in mesh(x=8); its axes: x"),
+    "reshard twice": (
+        'return hw.reshard(x, "M@x", "K@x")',
+        {},
+        "4: bf16[M@x, K@x]: mesh axis x is used twice; it can split one dim once",
+    ),
+    "axis twice in a spec": (
+        "return x",
+        {"x": 'hw.f32["M@x", "K@x"]'},
+        "2: f32[M@x, K@x]: mesh axis x is used twice; it can split one dim once",
+    ),
+    "axis of the mesh": ("return x", {"x": 'hw.f32["M@y"]'}, "2: f32[M@y]: no axis y in mesh(x=8); its axes: x"),
+    "dim of an input": ("return x", {"x": 'hw.f32["M/2"]'}, "2: not a dim of an input: 'M/2'; give it a name of its own"),
+    "dim type": ("return x", {"x": "hw.f32[1.5]"}, "2: not a dim: 1.5; write a name or an int"),
+    "empty dim": ("return x", {"x": "hw.f32[0]"}, "2: a dim has at least one element, not 0"),
+    "stream of an input": ('return x.stream("M")', {}, "4: stream: %x is an input; stream what is computed from it, or hw.copy(x)"),
+    "stream twice": ("return (-x).stream(0).stream(1)", {}, "4: stream: this value is streamed already; state one dim, once"),
+    "stream dim": ('return (-x).stream("N")', {}, "4: stream: bf16[M, K] has no dim named N"),
+    "stream chunks": ("return (-x).stream(0, chunks=0)", {}, "4: stream: chunks=0 must be an int of at least 1"),
+    "stream divides": (
+        "return (-x).stream(0, chunks=3)",
+        {"x": "hw.f32[8, 4]"},
+        "4: stream: 3 chunks do not divide dim 0 of f32[8, 4]; use a divisor of 8",
+    ),
+    "stream step": ('return (-x).stream(0, step="slow")', {}, "4: stream: step='slow' is not one of block, across"),
+    "stream by": (
+        'return (-x).stream(0, by="mail")',
+        {},
+        "4: stream: by='mail' is not one of p2p, ring, broadcast, reduce, all_gather, reduce_scatter, all_reduce, all_to_all, exchange",
+    ),
+    "stream of a merged dim": (
+        'return hw.reshape(x, "M*K").stream(0)',
+        {},
+        "4: stream: dim 0 of bf16[K*M] is split or merged by a reshape, so no loop can walk it; stream a tensor before it",
+    ),
+    "stream of a split dim": (
+        'return hw.reshape(x, 4, "M/4", "K").stream(1)',
+        {},
+        "4: stream: dim 1 of bf16[4, M/4, K] is split or merged by a reshape, so no loop can walk it; stream a tensor before it",
+    ),
+    "name": ('return (-x).named("2h")', {}, "4: named: '2h' is not a name; use letters, digits and _"),
+    "name of an input": ('return x.named("h")', {}, "4: named: %x is an input; rename the parameter instead"),
+    "name twice": ('h = (-x).named("h")\nreturn (-h).named("h")', {}, "5: named: %h is taken by another value; choose another name"),
+    "result": ("return 5", {}, "2: fusion @f returns 5; return a tensor of it, or a tuple of tensors"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_error(case: str) -> None:
+    body, inputs, message = ERRORS[case]
+    with pytest.raises(ProgramError) as caught:
+        trace(body, **{"x": X, **inputs})
+    assert str(caught.value) == f"mlp.py:{message}"
+
+
+def test_parameters_and_inputs_agree() -> None:
+    with pytest.raises(ProgramError, match=r"fusion @f: w has no type; pass w=hw.f32\[...\] to hw.fusion$"):
+        hw.fusion(x=hw.f32[1])(lambda_named("f", lambda x, w: x))
+    with pytest.raises(ProgramError, match=r"fusion @f: w is not a parameter of the function; add it or leave it out$"):
+        hw.fusion(x=hw.f32[1], w=hw.f32[1])(lambda_named("f", lambda x: x))
+
+
+def lambda_named(name: str, function: Any) -> Any:
+    function.__name__ = name
+    return function
+
+
+def test_mesh_sizes() -> None:
+    with pytest.raises(ProgramError, match=r"mesh axis x has size 0: it must be an int of at least 1$"):
+        hw.Mesh(x=0)
+
+
+def test_tensors_of_two_fusions() -> None:
+    leaked: list[hw.Tensor] = []
+
+    @hw.fusion(x=hw.f32[4])
+    def first(x: hw.Tensor) -> hw.Tensor:
+        leaked.append(x)
+        return -x
+
+    with pytest.raises(ProgramError, match=r"add: the tensors belong to different fusions; pass one of them in as an input$"):
+
+        @hw.fusion(x=hw.f32[4])
+        def second(x: hw.Tensor) -> hw.Tensor:
+            return x + leaked[0]
+
+
+def test_names() -> None:
+    fusion = trace("h = hw.relu(x).named('h')\na = h * 2\nb = h * 3\nreturn a + b, b, h, x, h", x=X)
+    assert ops(fusion) == [
+        "%h: bf16[M, K] = relu(%x)",
+        "%mul: bf16[M, K] = mul(%h, 2.0)",
+        "%y1: bf16[M, K] = mul(%h, 3.0)",
+        "%y0: bf16[M, K] = add(%mul, %y1)",
+        "%y3: bf16[M, K] = copy(%x)",
+        "%y4: bf16[M, K] = copy(%h)",
+        "return %y0, %y1, %h, %y3, %y4",
+    ]
+
+
+def test_names_that_are_taken() -> None:
+    fusion = trace("a = -y\nb = -a\nreturn hw.exp(-b)", y=X)
+    assert ops(fusion) == [
+        "%neg: bf16[M, K] = neg(%y)",
+        "%neg_2: bf16[M, K] = neg(%neg)",
+        "%neg_3: bf16[M, K] = neg(%neg_2)",
+        "%y_2: bf16[M, K] = exp(%neg_3)",
+        "return %y_2",
+    ]
+
+
+def test_what_leads_to_no_result_is_left_out() -> None:
+    assert ops(trace("hw.exp(x)\nreturn -x", x=X)) == ["%y: bf16[M, K] = neg(%x)", "return %y"]
+
+
+def test_numbers_take_the_dtype_of_the_tensor() -> None:
+    assert ops(trace("return 1 - x", x=X))[0] == "%y: bf16[M, K] = sub(1.0, %x)"
+    assert ops(trace("return x * -3", x='hw.i32["M"]'))[0] == "%y: i32[M] = mul(%x, -3)"
+    assert ops(trace("return hw.where(x < 0, x, float('-inf'))", x=X))[:2] == [
+        "%less: bool[M, K] = less(%x, 0.0)",
+        "%y: bf16[M, K] = where(%less, %x, -inf)",
+    ]
+
+
+def test_shapes() -> None:
+    fusion = trace(
+        "a = hw.reshape(x, 4, 'M/4', -1)\nb = hw.transpose(a, (2, 0, 1))\nc = b[:, None]\nd = hw.broadcast_to(c, 'K', 2, 4, 'M/4')\n"
+        "e = hw.mean(d, axis=(0, -1), keepdims=True)\nreturn hw.cast(e, hw.f32)",
+        x=X,
+    )
+    assert ops(fusion) == [
+        "%reshaped: bf16[4, M/4, K] = reshape(%x)",
+        "%transposed: bf16[K, 4, M/4] = transpose(%reshaped, axes=(2, 0, 1))",
+        "%expanded: bf16[K, 1, 4, M/4] = expand_dims(%transposed, axis=(1,))",
+        "%broadcast: bf16[K, 2, 4, M/4] = broadcast_to(%expanded)",
+        "%mean: bf16[1, 2, 4, 1] = mean(%broadcast, axis=(0, 3), keepdims=true)",
+        "%y: f32[1, 2, 4, 1] = cast(%mean)",
+        "return %y",
+    ]
+
+
+def test_matmul_broadcasts_batches() -> None:
+    fusion = trace("return x @ w", x='hw.f32[4, 8, "M", "K"]', w='hw.f32[8, "K", "N"]')
+    assert ops(fusion)[0] == "%y: f32[4, 8, M, N] = matmul(%x, %w)"
+
+
+def test_tensor_says_what_it_is() -> None:
+    @hw.fusion(x=hw.bf16["M", 4])
+    def f(x: hw.Tensor) -> hw.Tensor:
+        assert x.shape == ("M", 4)
+        assert x.ndim == 2
+        assert x.dtype is hw.bf16
+        return x.T
+
+
+def test_one_device_without_a_mesh() -> None:
+    assert str(trace("return -x", mesh="None", x=X)).startswith("fusion @f(%x: bf16[M, K]) {\n")
+
+
+def test_errors_are_value_errors() -> None:
+    assert issubclass(ProgramError, ValueError)
+    assert issubclass(ProgramError, HostweaveError)
+
+
+def test_import_is_light() -> None:
+    code = "import sys, hostweave; print([m for m in ('numpy', 'jinja2', 'torch', 'ml_dtypes') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

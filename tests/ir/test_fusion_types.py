@@ -1,0 +1,81 @@
+"""Specs, meshes, and the blocks of global arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import hostweave as hw
+from hostweave.errors import ArgumentError, ProgramError
+from hostweave.fusion.extent import Extent
+from hostweave.fusion.types import Dim
+
+
+def test_a_spec_prints_as_it_is_written() -> None:
+    assert str(hw.bf16["M@x", "K"]) == "bf16[M@x, K]"
+    assert str(hw.f32[8, "N@dp,tp"]) == "f32[8, N@dp,tp]"
+    assert str(hw.i32[()]) == "i32[]"
+    assert hw.f32["8@x"] == hw.f32[f"{8}@x"]
+    assert hw.f32["8"] == hw.f32[8]
+
+
+@pytest.mark.parametrize(
+    ("text", "coefficient", "names", "divisor"),
+    [("M/8", 1, ("M",), 8), ("8*M*K/4", 2, ("K", "M"), 1), ("6/4", 3, (), 2)],
+)
+def test_extents(text: str, coefficient: int, names: tuple[str, ...], divisor: int) -> None:
+    assert Extent.of(text) == Extent(coefficient, names, divisor)
+
+
+def test_dims() -> None:
+    assert Dim.of("M/4@dp,tp") == Dim(Extent(1, ("M",), 4), ("dp", "tp"))
+    with pytest.raises(ValueError, match=r"^not a dim: 'M@1'; write it like 'M', 'M@x' or 'M@dp,tp'$"):
+        Dim.of("M@1")
+
+
+def test_ranks_are_row_major() -> None:
+    mesh = hw.Mesh(dp=2, tp=4)
+    assert mesh.size == 8
+    assert [mesh.coordinate(6, axis) for axis in ("dp", "tp")] == [1, 2]
+    assert mesh.team(6, ("dp",)) == (2, 6)
+    assert mesh.team(6, ("tp", "dp")) == (0, 4, 1, 5, 2, 6, 3, 7)
+    assert str(mesh) == "mesh(dp=2, tp=4)"
+    assert mesh == hw.Mesh((("dp", 2), ("tp", 4)))
+
+
+def test_shard_and_unshard() -> None:
+    mesh, spec = hw.Mesh(dp=2, tp=3), hw.f32["M@tp,dp", "N"]
+    array = np.arange(24).reshape(12, 2)
+    blocks = [spec.shard(array, rank, mesh) for rank in range(6)]
+    np.testing.assert_array_equal(blocks[1], array[4:6])  # dp=0, tp=1: the second third, its first half
+    assert all(block.base is not None for block in blocks)
+    np.testing.assert_array_equal(spec.unshard(blocks, mesh), array)
+    np.testing.assert_array_equal(hw.f32["M", "N"].unshard([array] * 6, mesh), array)
+
+
+def test_arrays_that_do_not_fit() -> None:
+    mesh, spec = hw.Mesh(x=2), hw.f32["M@x", 4]
+    with pytest.raises(ArgumentError, match=r"^an array of 1 dims is not a f32\[M@x, 4\]; pass one of 2 dims$"):
+        spec.shard(np.ones(4), 0, mesh)
+    with pytest.raises(ArgumentError, match=r"^unshard: 1 arrays for the 2 ranks of mesh\(x=2\); pass one a rank, in rank order$"):
+        spec.unshard([np.ones((2, 4))], mesh)
+    with pytest.raises(ArgumentError, match=r"^unshard: rank 0 holds \[2, 4\], not its block \[3, 4\] of \[5, 4\]; pass what it holds$"):
+        spec.unshard([np.ones((2, 4)), np.ones((3, 4))], mesh)
+
+
+@pytest.mark.parametrize(("rows", "held"), [(10, [3, 3, 3, 1]), (3, [1, 1, 1, 0]), (9, [3, 3, 3, 0]), (8, [2, 2, 2, 2])])
+def test_uneven_shards(rows: int, held: list[int]) -> None:
+    """The last ranks hold less or nothing."""
+    mesh, spec = hw.Mesh(dp=2, tp=2), hw.f32["M@dp,tp", 4]
+    array = np.arange(rows * 4).reshape(rows, 4)
+    blocks = [spec.shard(array, rank, mesh) for rank in range(4)]
+    assert [len(block) for block in blocks] == held
+    np.testing.assert_array_equal(np.concatenate(blocks), array)
+    np.testing.assert_array_equal(spec.unshard(blocks, mesh), array)
+
+
+def test_a_spec_names_the_place() -> None:
+    with pytest.raises(
+        ProgramError, match=r"^test_fusion_types.py:\d+: f32\[M@x, N@x\]: mesh axis x is used twice; it can split one dim once$"
+    ):
+        hw.f32["M@x", "N@x"]

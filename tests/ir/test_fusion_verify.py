@@ -1,0 +1,147 @@
+"""One failing fusion for every rule of the verifier, with the exact message."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import hostweave as hw
+from hostweave.errors import ProgramError
+from hostweave.fusion.ir import Fusion
+from hostweave.fusion.verify import verify_fusion, verify_ops
+
+
+def text(ops: str, result: str = "%y", inputs: str = "%x: f32[8@x, 4], %w: f32[4, 6]", mesh: str = "mesh(x=4)") -> str:
+    body = "".join(f"  {line}\n" for line in ops.split("\n"))
+    return f"fusion @f({inputs}) {mesh} {{\n{body}  return {result}\n}}\n"
+
+
+AS_GIVEN = [
+    ("%y: f32[8, 4] = add(%x)", "text:2: add: takes 2 operands, not 1"),
+    ("%y: f32[8, 4] = neg(%x, axis=(0,))", "text:2: neg: no attribute axis=(0,); its attributes: none"),
+    ("%y: f32[8] = sum(%x, axis=1)", "text:2: sum: no attribute axis=1; its attributes: axis (tuple), keepdims (bool)"),
+    ("%y: f32[8] = sum(%x)", "text:2: sum: attribute axis is missing; write axis=(0,)"),
+    ("%y: f32[8] = sum(%x, axis=(2,))", "text:2: sum: axis=(2,) is out of range; dims go from 0 to 1"),
+    ("%y: f32[8, 5] = neg(%x)", "text:2: neg: %y is f32[8, 5], but its operands give f32[8, 4]; correct its type"),
+    ("%y: f16[8, 4] = neg(%x)", "text:2: neg: %y is f16[8, 4], but its operands give f32[8, 4]; correct its type"),
+    ("%y: f32[8, 4] = neg(%x)\n%y: f32[8, 4] = exp(%x)", "text:3: %y is defined twice; give one of them another name"),
+    ("%y: f32[8@z, 4] = neg(%x)", "text:2: f32[8@z, 4]: no axis z in mesh(x=4); its axes: x"),
+    ("%y: f32[8, 4] stream(0, 3) = neg(%x)", "text:2: stream of %y: 3 chunks do not divide dim 0 of f32[8, 4]; use a divisor of 8"),
+]
+
+
+@pytest.mark.parametrize(("ops", "message"), AS_GIVEN)
+def test_as_given(ops: str, message: str) -> None:
+    with pytest.raises(ProgramError) as caught:
+        Fusion.parse(text(ops))
+    assert str(caught.value) == message
+
+
+OUTPUTS = [
+    ("%x", "fusion @f: %x is returned, but no op makes it; return a copy of it"),
+    ("%y, %y", "fusion @f returns one tensor twice; return a copy of it"),
+]
+
+
+@pytest.mark.parametrize(("result", "message"), OUTPUTS)
+def test_outputs(result: str, message: str) -> None:
+    with pytest.raises(ProgramError) as caught:
+        Fusion.parse(text("%y: f32[8, 4] = neg(%x)", result))
+    assert str(caught.value) == message
+
+
+def test_a_fusion_returns_something() -> None:
+    fusion = Fusion.parse(text("%y: f32[8, 4] = neg(%x)"))
+    with pytest.raises(ProgramError, match=r"fusion @f returns nothing; return at least one tensor$"):
+        verify_fusion(replace(fusion, outputs=()))
+
+
+def test_inputs_hold_whole_values() -> None:
+    with pytest.raises(ProgramError, match=r"fusion @f: input %x can be neither streamed nor partial; stream a copy of it$"):
+        Fusion.parse(text("%y: f32[4] = neg(%x)", inputs="%x: f32[4] partial(sum, x)"))
+
+
+def test_use_before_definition_and_unknown_ops_in_ops_that_were_built() -> None:
+    fusion = Fusion.parse(text("%h: f32[8, 4] = neg(%x)\n%y: f32[8, 4] = exp(%h)"))
+    with pytest.raises(ProgramError, match=r"text:3: exp: %h is used before it is defined; define it above$"):
+        verify_fusion(replace(fusion, ops=fusion.ops[::-1]))
+    with pytest.raises(ProgramError, match=r"text:2: unknown op 'frob'; one of matmul, add, "):
+        verify_fusion(replace(fusion, ops=(replace(fusion.ops[0], kind="frob"), *fusion.ops[1:])))
+
+
+AFTER = [
+    (
+        "insert_reshards",
+        "%y: f32[8, 4] = neg(%x)",
+        "text:2: neg: %y is f32[8, 4], but its operands give f32[8@x, 4]; reshard them",
+    ),
+    (
+        "insert_reshards",
+        "%v: f32[8, 4] = reshard(%x)\n%y: f32[8@x, 4] = add(%x, %v)",
+        "text:3: add: %v is f32[8, 4], but f32[8@x, 4] is needed; reshard it",
+    ),
+    (
+        "insert_reshards",
+        "%s: f32[4] partial(sum, x) = sum(%x, axis=(0,))\n%y: f32[4] = neg(%s)",
+        "text:3: neg: %s is f32[4] partial(sum, x); reshard it first, a partial tensor reaches no other op",
+    ),
+    (
+        "insert_reshards",
+        "%y: f32[4] = sum(%x, axis=(0,))",
+        "text:2: sum: %y is f32[4], but its operands give f32[4] partial(sum, x); reshard them",
+    ),
+    (
+        "decompose_reshards",
+        "%y: f32[8, 4] = reshard(%x, kind=shard)",
+        "text:2: reshard: f32[8@x, 4] to f32[8, 4] is all_gather, not one shard",
+    ),
+    ("decompose_reshards", "%y: f32[8@x, 4] = reshard(%x)", "text:2: reshard: f32[8@x, 4] to f32[8@x, 4] is no change, not one None"),
+    (
+        "choose_overlap",
+        "%y: f32[8@x, 4] stream(0) = neg(%x)",
+        "text:2: stream of %y: its step is open; it is either of block and across",
+    ),
+    (
+        "choose_overlap",
+        "%y: f32[8@x, 4] stream(0, across, p2p) = neg(%x)",
+        "text:2: stream of %y: by p2p, but a neg does not communicate; state it on the reshard",
+    ),
+]
+
+
+@pytest.mark.parametrize(("after", "ops", "message"), AFTER)
+def test_after_a_pass(after: str, ops: str, message: str) -> None:
+    fusion = Fusion.parse(text(ops))
+    with pytest.raises(ProgramError) as caught:
+        verify_fusion(fusion, after=after)
+    assert str(caught.value) == message
+
+
+def test_partial_results_are_not_returned() -> None:
+    with pytest.raises(
+        ProgramError, match=r"fusion @f: %y is f32\[4\] partial\(sum, x\); a partial tensor is not returned, reshard it first$"
+    ):
+        Fusion.parse(text("%y: f32[4] partial(sum, x) = sum(%x, axis=(0,))"))
+
+
+def test_a_stream_that_was_built_wrong() -> None:
+    fusion = Fusion.parse(text("%y: f32[8, 4] stream(0) = neg(%x)"))
+    (op,) = fusion.ops
+    assert op.result.stream is not None
+    for change, message in (({"dim": 2}, r"f32\[8, 4\] has no dim 2"), ({"step": "fast"}, "'fast' is not one of block, across")):
+        stream = replace(op.result.stream, **change)
+        with pytest.raises(ProgramError, match=f"text:2: stream of %y: {message}$"):
+            verify_fusion(replace(fusion, ops=(replace(op, result=replace(op.result, stream=stream)),)))
+
+
+def test_bodies_of_kernels() -> None:
+    fusion = Fusion.parse(text("%h: f32[R/8, 4] = neg(%x)\n%y: f32[4] = sum(%h, axis=(0,))", inputs="%x: f32[R/8, 4]"))
+    verify_ops(fusion.inputs, fusion.ops)
+    with pytest.raises(ProgramError, match=r"sum: %h is used before it is defined; define it above$"):
+        verify_ops(fusion.inputs, fusion.ops[1:])
+
+
+def test_the_user_sees_his_own_line() -> None:
+    with pytest.raises(ProgramError, match=r"^test_fusion_verify.py:\d+: neg: not defined for bool; "):
+        hw.fusion(x=hw.bool_[4])(lambda x: -x)

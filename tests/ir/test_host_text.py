@@ -1,0 +1,162 @@
+"""Host programs print and parse back equal; text that is no program is a ParseError with a place, never anything else."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import re
+
+import pytest
+from host_programs import NAMES, RANKS, program, text
+
+from hostweave.errors import Location, ParseError, ProgramError
+from hostweave.host import ir
+from hostweave.host.expr import Binary, Const, Coordinate, Expr, Size, Var, evaluate
+from hostweave.host.ir import HostProgram
+
+EVERYTHING = """\
+kernel @k(%a: f32[M/2, 4], %b: f32[M/2, 4]) {
+  %c: f32[M/2, 4] = add(%a, %b)
+  %d: f32[M/2] = sum(%c, axis=(1,))
+}
+host @t(%x: f32[M@x, 4]) -> (%y: f32[M@x, 4], %z: f32[M]) mesh(x=2, dp=3) streams(ring[2], copy[1]) events(done[3]) uneven(M) {
+  %b = allocate f32[M/2, 4]
+  fill %b with -0.5
+  fork ring
+  for %i in 0..M/2 {
+    %p = (rank.x - 1 - %i) % 2
+    %q = %p * 2 + %i % 3
+    stream ring[%i] {
+      %x_i = select %x[0: %i]
+      %s_i = slice %b[1: %q / 2 of 2]
+      %r_i = reshape %x_i to [2, 2]
+      %t_i = permute %r_i by [1, 0]
+      %u_i = section %b[0: part(M, x) from rank.x * ceil(M/2)]
+      if %p == rank.x {
+        copy %t_i -> %r_i
+      } else {
+        group {
+          recv %x_i from %p on x, dp
+          send %x_i to (rank.x + %i) % 6 on x, dp
+        }
+      }
+      if %i < M / 4 {
+        record done[%i % 3]
+      }
+      wait done[0]
+    }
+  }
+  join ring
+  launch @k %x, %b -> %z
+  matmul %x, %b -> %y
+  matmul_accumulate %x, %b -> %y
+  all_gather %x -> %y on x
+  all_reduce sum %x -> %y on x
+  reduce_scatter max %x -> %y on dp
+  broadcast %x -> %y from rank.dp + 1 on x
+  reduce min %x -> %y to 1 on x
+  gather %x -> %y to 0 on x
+  scatter %x -> %y from rank.dp on x
+  all_to_all %x -> %y on dp, x
+  exchange %x -> %y from [none, 0, 1] on dp
+  barrier %b on x
+  deallocate %b
+}
+"""
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("name", NAMES)
+def test_round_trip(name: str, ranks: int) -> None:
+    assert ranks != 4 or str(program(name)) == text(name)
+    assert HostProgram.parse(str(program(name, ranks))) == program(name, ranks)
+
+
+def test_every_instruction() -> None:
+    host = HostProgram.parse(EVERYTHING)
+    assert str(host) == EVERYTHING
+    every = {kind for kind in vars(ir).values() if isinstance(kind, type) and issubclass(kind, ir.Instruction) and kind.syntax}
+    assert {type(instruction) for instruction in ir.walk(host.body)} == every
+
+
+def test_comments_are_dropped_and_places_kept() -> None:
+    commented = EVERYTHING.replace("fork ring\n", "fork ring  # every stream waits for the caller's\n")
+    host = HostProgram.parse(commented)
+    assert host == HostProgram.parse(EVERYTHING)
+    assert [i.location for i in host.body[:3]] == [Location("text", line) for line in (6, 7, 8)]
+
+
+def test_a_percent_at_the_start_of_a_line_is_a_name() -> None:
+    host = HostProgram.parse("host @t() -> () mesh(x=2) {\n%a = 7\n%b = %a % 4\n%c = 1\n}\n")
+    assert host.body == (ir.Let("a", Const(7)), ir.Let("b", Binary("%", Var("a"), Const(4))), ir.Let("c", Const(1)))
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_expressions(seed: int) -> None:
+    """What is printed has the value of what was built."""
+    draw = random.Random(seed)
+
+    def expr(depth: int) -> Expr:
+        if not depth or draw.random() < 0.2:
+            return draw.choice([Const(draw.randrange(9)), Var("i"), Coordinate("x"), Size("M")])
+        return Binary(draw.choice("+-*/%<"), expr(depth - 1), expr(depth - 1))
+
+    built = expr(4)
+    host = HostProgram("t", program("set").mesh, (), (), body=(ir.Let("a", built),))
+    (let,) = HostProgram.parse(str(host)).body
+    assert isinstance(let, ir.Let)
+    assert _value(let.value) == _value(built)
+
+
+def _value(expr: Expr) -> int | str:
+    try:
+        return evaluate(expr, {"i": 5}, {"x": 3}, {"M": 12})
+    except ZeroDivisionError:
+        return "division by zero"
+
+
+TOKEN = re.compile(r"\s+|->|\.\.|\w+|[^\s\w]")
+
+
+def test_truncated_text() -> None:
+    tokens = TOKEN.findall(EVERYTHING.rstrip())
+    for end in range(len(tokens)):
+        with pytest.raises(ParseError):
+            HostProgram.parse("".join(tokens[:end]))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name in ("ag_matmul_ring", "matmul_rs_flat", "allreduce_rows")])
+def test_garbled_text(name: str) -> None:
+    """A token lost, doubled or replaced gives a program or an error that says where, and no other exception."""
+    tokens = [token for token in TOKEN.findall(text(name)) if not token.isspace()]
+    draw = random.Random(name)
+    for _ in range(400):
+        at = draw.randrange(len(tokens))
+        replacement = draw.choice([[], [tokens[at]] * 2, [draw.choice(tokens)]])
+        wrong = " ".join(tokens[:at] + replacement + tokens[at + 1 :])
+        with contextlib.suppress(ParseError, ProgramError):
+            HostProgram.parse(wrong)
+
+
+ERRORS = {
+    "": "line 1, column 1: expected 'host', found the end of the text: is it complete?",
+    "host @t() -> () mesh(x=2) {": "line 1, column 28: the text ends inside a program: is it complete?",
+    "host @t() -> () mesh(x=2) {\n  fork\n}": "line 3, column 1: expected a name, found '}'",
+    "host @t() -> () mesh(x=2) {\n} more": "line 2, column 3: expected the end of the text, found 'more'",
+    "host @t(%x: f99[M]) -> () mesh(x=2) {\n}": (
+        "line 1, column 13: unknown dtype 'f99'; one of f64, f32, f16, bf16, f8e4m3, f8e5m2, i64, i32, i8, u32, u8, bool"
+    ),
+    "host @t() -> () mesh(x=2) {\n  sned %x to 1 on x\n}": "line 2, column 3: unknown instruction 'sned'; did you mean send?",
+    "host @t() -> () mesh(x=2) {\n  fill %x with red\n}": "line 2, column 16: expected a number",
+    "host @t() -> () mesh(x=2) {\n  %i = (1 + 2\n}": "line 3, column 1: expected ')', found '}'",
+    "host @t() -> () mesh(x=2) {\n  %b = allocate f32[M/K]\n}": (
+        "line 2, column 21: not an extent: 'M/K'; write a name, an int, or a product such as 8*M/4"
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", ERRORS)
+def test_errors(wrong: str) -> None:
+    with pytest.raises(ParseError) as caught:
+        HostProgram.parse(wrong)
+    assert str(caught.value) == ERRORS[wrong]

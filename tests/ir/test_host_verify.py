@@ -1,0 +1,170 @@
+"""One failing example for each rule of host programs, with its exact message."""
+
+from __future__ import annotations
+
+import pytest
+from host_programs import NAMES, RANKS, program
+
+from hostweave.errors import ProgramError
+from hostweave.host.ir import HostProgram
+from hostweave.host.verify import verify_host
+
+HEAD = "host @t(%x: f32[M@x, 4], %n: i32[M@x, 4]) -> (%y: f32[M@x, 4]) mesh(x=2) streams(ring[2]) events(done[2]) {\n"
+KERNEL = "kernel @double(%a: f32[M/2, 4]) {\n  %b: f32[M/2, 4] = add(%a, %a)\n}\n"
+
+BODIES = {
+    # names
+    "copy %q -> %y": "text:2: @t: copy %q -> %y: %q is used before its definition: define it above, in this body or around it",
+    "%x = allocate f32[4]": "text:2: @t: %x = allocate f32[4]: %x is defined twice: rename one",
+    "for %i in 0..2 {\n%b = allocate f32[M/2, 4]\n}\ncopy %b -> %y": (
+        "text:5: @t: copy %b -> %y: %b is used before its definition: define it above, in this body or around it"
+    ),
+    "%b = allocate f32[M/2, 4]\ndeallocate %b\ncopy %b -> %y": (
+        "text:4: @t: copy %b -> %y: %b is used after its deallocate: move the deallocate down"
+    ),
+    "%b = allocate f32[M/2, 4]\n%v = slice %b[1: 0 of 1]\ndeallocate %b\ncopy %v -> %y": (
+        "text:5: @t: copy %v -> %y: %v is used after its deallocate: move the deallocate down"
+    ),
+    "deallocate %y": "text:2: @t: deallocate %y: %y belongs to the caller: only what this program allocates can be deallocated",
+    "%b = allocate f32[4, 4]\n%v = select %b[0: 1]\ndeallocate %v": "text:4: @t: deallocate %v: %v is a view: deallocate %b",
+    "copy %y -> %x": "text:2: @t: copy %y -> %x: %x is an input and may not be written: allocate a buffer",
+    "%v = reshape %x to [2*M]\n%w = reshape %y to [2*M]\ncopy %w -> %v": (
+        "text:4: @t: copy %w -> %v: %v is an input and may not be written: allocate a buffer"
+    ),
+    # expressions
+    "%i = %j + 1": "text:2: @t: %i = %j + 1: %j is not an index that is known here: define it above",
+    "%i = rank.q": "text:2: @t: %i = rank.q: mesh(x=2) has no axis 'q': its axes are x",
+    "%i = K": "text:2: @t: %i = K: K is not a size of any input or output; the sizes are M",
+    "%i = 1 % rank.x": "text:2: @t: %i = 1 % rank.x: 1 % rank.x: the divisor may be 0: divide by a positive number or a size",
+    "for %i in 0..K {\n}": "text:2: @t: for %i in 0..K: K is not a size of any input or output; the sizes are M",
+    # memory and views
+    "%b = allocate f32[K]": "text:2: @t: %b = allocate f32[K]: K is not a size of any input or output",
+    "%v = select %x[2: 0]": "text:2: @t: %v = select %x[2: 0]: %x is f32[M/2, 4]: it has no dim 2",
+    "%v = slice %x[1: 0 of 3]": "text:2: @t: %v = slice %x[1: 0 of 3]: %x is f32[M/2, 4]: cannot cut 4 into 3 chunks",
+    "%v = section %x[2: 1 from 0]": "text:2: @t: %v = section %x[2: 1 from 0]: %x is f32[M/2, 4]: it has no dim 2",
+    "%v = section %x[0: 1 from ceil(K/2)]": (
+        "text:2: @t: %v = section %x[0: 1 from ceil(K/2)]: K is not a size of any input or output; the sizes are M"
+    ),
+    "%b = allocate f32[part(M, q)]": "text:2: @t: %b = allocate f32[part(M, q)]: mesh(x=2) has no axis 'q': its axes are x",
+    "%v = reshape %x to [M, 4]": (
+        "text:2: @t: %v = reshape %x to [M, 4]: %x is f32[M/2, 4]: "
+        "these dims are not contiguous in memory, or the number of elements differs"
+    ),
+    "%v = permute %x by [0, 0]": "text:2: @t: %v = permute %x by [0, 0]: %x is f32[M/2, 4]: the order must name each of its dims once",
+    # compute
+    "matmul %x, %n -> %y": (
+        "text:2: @t: matmul %x, %n -> %y: dtypes differ: %x is f32[M/2, 4], %n is i32[M/2, 4], %y is f32[M/2, 4]; cast first"
+    ),
+    "matmul %x, %x -> %y": "text:2: @t: matmul %x, %x -> %y: inner dims differ: f32[M/2, 4] x f32[M/2, 4]",
+    "%v = select %x[0: 0]\nmatmul %v, %x -> %y": "text:3: @t: matmul %v, %x -> %y: both operands need at least two dims",
+    "%a = reshape %x to [2, M/4, 4]\n%b = allocate f32[3, 4, 4]\nmatmul %a, %b -> %y": (
+        "text:4: @t: matmul %a, %b -> %y: leading dims do not broadcast: f32[2, M/4, 4] x f32[3, 4, 4]"
+    ),
+    "%b = allocate f32[4, 2]\nmatmul %x, %b -> %y": "text:3: @t: matmul %x, %b -> %y: %y is f32[M/2, 4], not f32[M/2, 2]",
+    "launch @triple %x -> %y": "text:2: @t: launch @triple %x -> %y: there is no kernel @triple; the kernels are @double",
+    "launch @double %x, %x -> %y": "text:2: @t: launch @double %x, %x -> %y: @double takes 1 buffers, not 2",
+    "launch @double %n -> %y": "text:2: @t: launch @double %n -> %y: %n is i32[M/2, 4], and @double takes f32[M/2, 4] as %a",
+    "copy %n -> %y": "text:2: @t: copy %n -> %y: dtypes differ: %n is i32[M/2, 4], %y is f32[M/2, 4]; cast first",
+    "%b = allocate f32[4]\ncopy %b -> %y": "text:3: @t: copy %b -> %y: shapes differ: %b is f32[4], %y is f32[M/2, 4]",
+    "%b = allocate i32[4]\nfill %b with 0.5": "text:3: @t: fill %b with 0.5: i32 cannot hold 0.5",
+    # communication
+    "%v = slice %x[1: 0 of 2]\nsend %v to 0 on x": (
+        "text:3: @t: send %v to 0 on x: %v is not contiguous, which communication needs: copy it to a buffer of its own first"
+    ),
+    "all_gather %x -> %y on x": ("text:2: @t: all_gather %x -> %y on x: %y must hold 2 x %x: it has 2*M elements, not 4*M"),
+    "all_gather %x -> %y on q": "text:2: @t: all_gather %x -> %y on q: mesh(x=2) has no axis 'q': its axes are x",
+    "send %x to 0 on x, x": "text:2: @t: send %x to 0 on x, x: axis x is named twice: name each axis of the team once",
+    "%b = allocate f32[M, 4]\nall_reduce sum %x -> %b on x": (
+        "text:3: @t: all_reduce sum %x -> %b on x: %b must hold 1 x %x: it has 4*M elements, not 2*M"
+    ),
+    "all_reduce mul %x -> %y on x": ("text:2: @t: all_reduce mul %x -> %y on x: unknown reduction 'mul'; one of sum, prod, min, max, avg"),
+    "reduce_scatter sum %x -> %y on x": ("text:2: @t: reduce_scatter sum %x -> %y on x: %x must hold 2 x %y: it has 2*M elements, not 4*M"),
+    "%b = allocate f32[4]\nbroadcast %b -> %y from 0 on x": (
+        "text:3: @t: broadcast %b -> %y from 0 on x: %y must hold 1 x %b: it has 2*M elements, not 4"
+    ),
+    "%b = allocate bool[2]\n%c = allocate bool[2]\nall_reduce max %b -> %c on x": (
+        "text:4: @t: all_reduce max %b -> %c on x: NCCL cannot reduce bool: cast to u8 before it and back after it"
+    ),
+    "%b = allocate f8e4m3[2]\n%c = allocate f8e4m3[2]\nreduce sum %b -> %c to 0 on x": (
+        "text:4: @t: reduce sum %b -> %c to 0 on x: NCCL cannot reduce f8e4m3: cast to f32 before it and back after it"
+    ),
+    "gather %x -> %y to 0 on x": "text:2: @t: gather %x -> %y to 0 on x: %y must hold 2 x %x: it has 2*M elements, not 4*M",
+    "scatter %x -> %y from 0 on x": "text:2: @t: scatter %x -> %y from 0 on x: %x must hold 2 x %y: it has 2*M elements, not 4*M",
+    "%b = allocate f32[3]\n%c = allocate f32[3]\nall_to_all %b -> %c on x": (
+        "text:4: @t: all_to_all %b -> %c on x: %b is f32[3]: 2 ranks cannot be seen to share it evenly; give it a dim of 2, a block a rank"
+    ),
+    "exchange %x -> %y from [1] on x": (
+        "text:2: @t: exchange %x -> %y from [1] on x: a team of 2 needs 2 sources, each a place below 2 or none"
+    ),
+    "exchange %x -> %y from [none, 2] on x": (
+        "text:2: @t: exchange %x -> %y from [none, 2] on x: a team of 2 needs 2 sources, each a place below 2 or none"
+    ),
+    "exchange %x -> %y from [1, 1] on x": (
+        "text:2: @t: exchange %x -> %y from [1, 1] on x: place 1 is named twice: a rank sends to one other; use a broadcast"
+    ),
+    "barrier %y on x": "text:2: @t: barrier %y on x: %y is f32[M/2, 4]: a barrier needs one number, such as i32[1]",
+    "if rank.x == 0 {\nall_reduce sum %x -> %y on x\n}": (
+        "text:3: @t: all_reduce sum %x -> %y on x: a collective cannot stand under `if rank.x == 0`, "
+        "which differs between ranks: only send and recv can"
+    ),
+    "%r = rank.x + 1\nif %r == 1 {\nbroadcast %x -> %y from 0 on x\n}": (
+        "text:4: @t: broadcast %x -> %y from 0 on x: a collective cannot stand under `if %r == 1`, "
+        "which differs between ranks: only send and recv can"
+    ),
+    "group {\ncopy %x -> %y\n}": "text:3: @t: copy %x -> %y: only communications can stand in a group: move it out",
+    # streams and events
+    "stream pool[0] {\n}": "text:2: @t: stream pool[0]: pool is not declared: add streams(pool[...]) to the header",
+    "stream ring[0] {\nstream ring[1] {\n}\n}": (
+        "text:3: @t: stream ring[1]: a stream block cannot stand in a stream block: end the outer one first"
+    ),
+    "fork pool": "text:2: @t: fork pool: pool is not declared: add streams(pool[...]) to the header",
+    "stream ring[0] {\njoin ring\n}": (
+        "text:3: @t: join ring: fork and join speak of the caller's stream: move it out of the stream block"
+    ),
+    "record ready[0]": "text:2: @t: record ready[0]: ready is not declared: add events(ready[...]) to the header",
+    "wait ready[0]": "text:2: @t: wait ready[0]: ready is not declared: add events(ready[...]) to the header",
+}
+
+PROGRAMS = {
+    "host @t(%x: f32[4], %x: f32[4]) -> () mesh(x=1) {\n}\n": "@t: %x is declared twice: rename one",
+    "host @t(%x: f32[4@q]) -> () mesh(x=1) {\n}\n": "@t: mesh(x=1) has no axis 'q': its axes are x",
+    "host @t() -> () mesh(x=1) streams(ring[0]) {\n}\n": "@t: ring[0] holds nothing: declare at least one",
+    "host @t() -> () mesh(x=1) streams(ring[2]) events(ring[1]) {\n}\n": "@t: ring is declared twice: rename one",
+    "host @t(%x: f32[M@x]) -> () mesh(x=2) uneven(K) {\n}\n": ("@t: uneven(K): K is not a size of any input or output; leave it out"),
+    "host @t(%x: f32[M@x]) -> (%y: f32[M]) mesh(x=2) uneven(M) {\n  all_gather %x -> %y on x\n}\n": (
+        "text:2: @t: all_gather %x -> %y on x: %y must hold 2 x %x: it has M elements, not 2*part(M, x)"
+    ),
+    2 * KERNEL + HEAD + "}\n": "@t: kernel @double is declared twice: rename one",
+    "kernel @none() {\n}\n" + HEAD + "}\n": "@t: kernel @none has no ops: give it one",
+}
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_body(body: str) -> None:
+    host = HostProgram.parse(KERNEL.replace("\n", " ") + HEAD + body + "\n}\n")
+    with pytest.raises(ProgramError) as caught:
+        verify_host(host)
+    assert str(caught.value) == BODIES[body]
+
+
+@pytest.mark.parametrize("text", PROGRAMS)
+def test_program(text: str) -> None:
+    with pytest.raises(ProgramError) as caught:
+        verify_host(HostProgram.parse(text))
+    assert str(caught.value) == PROGRAMS[text]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("name", NAMES)
+def test_golden_programs_are_legal(name: str, ranks: int) -> None:
+    verify_host(program(name, ranks))
+
+
+def test_sibling_bodies_may_share_a_name() -> None:
+    body = "for %i in 0..2 {\n%b = allocate f32[M/2, 4]\ndeallocate %b\n}\nfor %i in 0..2 {\n%b = allocate f32[M/2, 4]\ncopy %x -> %b\n}\n"
+    verify_host(HostProgram.parse(HEAD + body + "}\n"))
+
+
+def test_a_gather_of_shards_that_are_known_to_be_even() -> None:
+    head = "host @t(%x: f32[M@x]) -> (%y: f32[M]) mesh(x=2) uneven(M) {\n"
+    verify_host(HostProgram.parse(head + "if M % 2 == 0 {\nall_gather %x -> %y on x\n}\n}\n"))

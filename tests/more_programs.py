@@ -1,0 +1,33 @@
+"""Programs in the form of `examples/`, for what those leave out."""
+
+import hostweave as hw
+
+D = 8  # ranks
+mesh = hw.Mesh(x=D)
+dtype = hw.bf16
+
+
+@hw.fusion(mesh=mesh, x=dtype["M@x", "K"], w=dtype["K", "N"])
+def ag_matmul_flat_chunked(x, w):
+    return hw.matmul(x, w).stream("M", chunks=2 * D)  # two steps for each rank's shard
+
+
+@hw.fusion(mesh=mesh, x=dtype["M@x", "K"], w=dtype["K", "N"])
+def ag_matmul_broadcast(x, w):
+    return hw.matmul(x, w).stream("M", chunks=D, by="broadcast")  # the owner of a block sends it to all
+
+
+@hw.fusion(mesh=mesh, x=dtype["M", "K@x"], w=dtype["K@x", "N"])
+def matmul_ar_unstreamed(x, w):
+    return hw.matmul(x, w)  # no streams: everything on the caller's
+
+
+@hw.fusion(mesh=mesh, x=dtype["M@x", "N"], b=dtype["N"])
+def two_outputs(x, b):
+    y = (x + b).named("y")
+    return y, hw.sum(y, axis="N").named("z")
+
+
+@hw.fusion(mesh=hw.Mesh(dp=2, tp=D), x=dtype["M@dp", "K@tp"], w=dtype["K@tp", "N"])
+def matmul_ar_two_axes(x, w):
+    return hw.reshard(hw.matmul(x, w), "M@dp", "N").stream("N", chunks=2)  # one team for each half of the rows

@@ -1,0 +1,26 @@
+"""Text in, text out: a fusion before a pass and after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hostweave.fusion.ir import Fusion
+from hostweave.fusion.verify import verify_fusion
+from hostweave.options import Options
+
+Pass = Callable[[Fusion, Options], Fusion]
+
+
+def fusion(inputs: str, ops: str, mesh: str = "x=8") -> Fusion:
+    """A fusion that returns what its last op makes."""
+    lines = [line.strip() for line in ops.strip().splitlines()]
+    last = lines[-1].partition(":")[0]
+    body = "".join(f"  {line}\n" for line in lines)
+    return Fusion.parse(f"fusion @f({inputs}) mesh({mesh}) {{\n{body}  return {last}\n}}\n")
+
+
+def check(apply: Pass, inputs: str, before: str, after: str, mesh: str = "x=8") -> None:
+    """Applies the pass, verifies what comes out and compares its text."""
+    result = apply(fusion(inputs, before, mesh), Options())
+    verify_fusion(result, after=apply.__name__)
+    assert "\n".join(str(result).splitlines()[1:-2]) == "\n".join("  " + line.strip() for line in after.strip().splitlines())

@@ -1,0 +1,185 @@
+"""Each reshard becomes steps of one communication or one local slice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+from math import prod
+
+import pytest
+from fusion_text import check, fusion
+
+from hostweave.errors import ProgramError
+from hostweave.fusion.resharding import Change, change_of, plan
+from hostweave.fusion.types import Mesh, Partial, TensorType, f32
+from hostweave.options import Options
+from hostweave.passes.decompose_reshards import decompose_reshards
+
+# name -> (inputs, before, after)
+CASES = {
+    "all_gather": (
+        "%x: f32[M@x, K]",
+        "%y: f32[M, K] stated = reshard(%x)",
+        "%y: f32[M, K] stated = reshard(%x, kind=all_gather)",
+    ),
+    "shard": (
+        "%x: f32[M, K]",
+        "%y: f32[M@x, K] stated = reshard(%x)",
+        "%y: f32[M@x, K] stated = reshard(%x, kind=shard)",
+    ),
+    "all_reduce": (
+        "%x: f32[M@x, K]",
+        """%s: f32[K] partial(sum, x) = sum(%x, axis=(0,))
+        %y: f32[K] = reshard(%s)""",
+        """%s: f32[K] partial(sum, x) = sum(%x, axis=(0,))
+        %y: f32[K] = reshard(%s, kind=all_reduce)""",
+    ),
+    "reduce_scatter": (
+        "%x: f32[M@x, K]",
+        """%s: f32[K] partial(sum, x) = sum(%x, axis=(0,))
+        %y: f32[K@x] = reshard(%s)""",
+        """%s: f32[K] partial(sum, x) = sum(%x, axis=(0,))
+        %y: f32[K@x] = reshard(%s, kind=reduce_scatter)""",
+    ),
+    "a slice before a gather": (
+        "%x: f32[M@x, K]",
+        "%y: f32[M, K@y] stated = reshard(%x)",
+        """%y_sliced: f32[M@x, K@y] = reshard(%x, kind=shard)
+        %y: f32[M, K@y] stated = reshard(%y_sliced, kind=all_gather)""",
+    ),
+    "another axis on the same dim: blocks are exchanged while they are small": (
+        "%x: f32[M@x, K]",
+        "%y: f32[M@y, K] stated = reshard(%x)",
+        """%y_sliced: f32[M@x,y, K] = reshard(%x, kind=shard)
+        %y_exchanged: f32[M@y,x, K] = reshard(%y_sliced, kind=exchange)
+        %y: f32[M@y, K] stated = reshard(%y_exchanged, kind=all_gather)""",
+    ),
+    "from dim to dim": (
+        "%x: f32[M@x, K]",
+        "%y: f32[M, K@x] stated = reshard(%x)",
+        "%y: f32[M, K@x] stated = reshard(%x, kind=all_to_all)",
+    ),
+    "the outer axis of a dim alone": (
+        "%x: f32[M@x,y, K]",
+        "%y: f32[M@y, K] stated = reshard(%x)",
+        """%y_exchanged: f32[M@y,x, K] = reshard(%x, kind=exchange)
+        %y: f32[M@y, K] stated = reshard(%y_exchanged, kind=all_gather)""",
+    ),
+    "two dims at once: first what makes the rest smaller": (
+        "%x: f32[M@x, K]",
+        "%z: f32[M, K@y,x] stated = reshard(%x)",
+        """%z_sliced: f32[M@x, K@y] = reshard(%x, kind=shard)
+        %z: f32[M, K@y,x] stated = reshard(%z_sliced, kind=all_to_all)""",
+    ),
+    "an equal reshard is made once": (
+        "%x: f32[M@x, K]",
+        """%a: f32[M, K] stated = reshard(%x)
+        %b: f32[M, K] stated = reshard(%x)
+        %y: f32[M, K] = add(%a, %b)""",
+        """%a: f32[M, K] stated = reshard(%x, kind=all_gather)
+        %y: f32[M, K] = add(%a, %a)""",
+    ),
+    "a step that two reshards share": (
+        "%x: f32[M@x, K@y]",
+        """%a: f32[M, K] stated = reshard(%x)
+        %b: f32[M, K@y] stated = reshard(%x)
+        %c: f32[M, K@y] = neg(%b)
+        %d: f32[M, K] stated = reshard(%c)
+        %y: f32[M, K] = add(%a, %d)""",
+        """%a_gathered: f32[M, K@y] = reshard(%x, kind=all_gather)
+        %a: f32[M, K] stated = reshard(%a_gathered, kind=all_gather)
+        %c: f32[M, K@y] = neg(%a_gathered)
+        %d: f32[M, K] stated = reshard(%c, kind=all_gather)
+        %y: f32[M, K] = add(%a, %d)""",
+    ),
+    "a communication that nobody needs": (
+        "%x: f32[M@x, K]",
+        """%a: f32[M, K] stated = reshard(%x)
+        %y: f32[M@x, K] = neg(%x)""",
+        "%y: f32[M@x, K] = neg(%x)",
+    ),
+    "the inner axis of a dim alone": (
+        "%x: f32[M@x,y, K]",
+        "%y: f32[M@x, K] stated = reshard(%x)",
+        "%y: f32[M@x, K] stated = reshard(%x, kind=all_gather)",
+    ),
+    "two dims": (
+        "%x: f32[M@x, K@y]",
+        "%z: f32[M, K] stated = reshard(%x)",
+        """%z_gathered: f32[M, K@y] = reshard(%x, kind=all_gather)
+        %z: f32[M, K] stated = reshard(%z_gathered, kind=all_gather)""",
+    ),
+    "a partial over two axes, scattered over one": (
+        "%x: f32[M@x,y, K]",
+        """%s: f32[K] partial(sum, x, y) = sum(%x, axis=(0,))
+        %z: f32[K@y] = reshard(%s)""",
+        """%s: f32[K] partial(sum, x, y) = sum(%x, axis=(0,))
+        %z_scattered: f32[K@y,x] = reshard(%s, kind=reduce_scatter)
+        %z: f32[K@y] = reshard(%z_scattered, kind=all_gather)""",
+    ),
+    "no change: the producer takes the name and the stream": (
+        "%x: f32[M@x, K]",
+        """%h: f32[M@x, K] = neg(%x)
+        %y: f32[M@x, K] stated stream(M, 2) = reshard(%h)""",
+        "%y: f32[M@x, K] stated stream(M, 2) = neg(%x)",
+    ),
+    "no change of a value with other uses": (
+        "%x: f32[M@x, K]",
+        """%h: f32[M@x, K] = neg(%x)
+        %g: f32[M@x, K] stated = reshard(%h)
+        %y: f32[M@x, K] = add(%g, %h)""",
+        """%h: f32[M@x, K] = neg(%x)
+        %y: f32[M@x, K] = add(%h, %h)""",
+    ),
+    "no change of an input that is returned": (
+        "%x: f32[M@x, K]",
+        "%y: f32[M@x, K] stated = reshard(%x)",
+        "%y: f32[M@x, K] stated = copy(%x)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_case(case: str) -> None:
+    check(decompose_reshards, *CASES[case], mesh="x=8, y=2")
+
+
+def test_sizes_decide_between_ways() -> None:
+    inputs = "%x: f32[M@x, K]"
+    body = """%s: f32[K] partial(sum, x) = sum(%x, axis=(0,))
+        %y: f32[K@y] = reshard(%s)"""
+    result = decompose_reshards(fusion(inputs, body, mesh="x=8, y=2"), Options())
+    assert [op.attribute("kind") for op in result.ops[1:]] == ["shard", "all_reduce"]
+
+
+def test_costs() -> None:
+    """Of all ways of one or two steps none moves less than the plan."""
+    mesh = Mesh(x=4, y=2)
+    types = [f32["M@x", "N"], f32["M@y", "N"], f32["M@x,y", "N"], f32["M", "N@y,x"], f32["M@y", "N@x"], f32["M", "N"], f32["M@x", "N@y"]]
+    sizes = {"M": 64, "N": 1024}
+
+    def cost(source: TensorType, steps: tuple[Change, ...]) -> Fraction:
+        total = Fraction(0)
+        for step in steps:
+            total += step.received(prod(Fraction(e.coefficient * sizes[e.names[0]], e.divisor) for e in source.local_shape(mesh)), mesh)
+            source = step.applied(source)
+        return total
+
+    for source in types:
+        for target in types:
+            best = cost(source, plan(source, target, mesh, sizes, None))
+            if (direct := change_of(source, target, mesh)) is not None:
+                assert best <= cost(source, (direct,))
+            for middle in types:
+                first, second = change_of(source, middle, mesh), change_of(middle, target, mesh)
+                if first and second:
+                    assert best <= cost(source, (first, second)), f"{source} to {target} through {middle}"
+
+
+def test_what_is_reduced_cannot_become_partial() -> None:
+    source, target = f32["M"], replace(f32["M"], partial=Partial("sum", ("x",)))
+    with pytest.raises(ProgramError) as caught:
+        plan(source, target, Mesh(x=2), {}, None)
+    assert str(caught.value) == (
+        "reshard: f32[M] cannot become f32[M] partial(sum, x): what is partial in it was reduced before; leave partial(sum, x) out"
+    )

@@ -1,0 +1,272 @@
+"""Which launches become one kernel, under which names, and why a kernel ends where it does."""
+
+from __future__ import annotations
+
+import pytest
+
+from hostweave.host.ir import HostProgram
+from hostweave.host.verify import verify_host
+from hostweave.options import Options
+from hostweave.passes.fuse_kernels import fuse_kernels
+
+KERNELS = """\
+kernel @neg_h(%x: f32[M, N]) {
+  %h: f32[M, N] = neg(%x)
+}
+kernel @exp_h(%x: f32[M, N]) {
+  %h: f32[M, N] = exp(%x)
+}
+kernel @mul_y(%h: f32[M, N], %x: f32[M, N]) {
+  %y: f32[M, N] = mul(%h, %x)
+}
+kernel @max_m(%h: f32[M, N]) {
+  %m: f32[M] = max(%h, axis=(1,))
+}
+kernel @max_columns(%h: f32[M, N]) {
+  %m: f32[N] = max(%h, axis=(0,))
+}
+kernel @max_all(%h: f32[M, N]) {
+  %m: f32[] = max(%h, axis=(0, 1))
+}
+kernel @sub_row(%h: f32[M, N], %m_column: f32[M, 1]) {
+  %y: f32[M, N] = sub(%h, %m_column)
+}
+kernel @mul_twice(%k: f32[M, N], %h: f32[M, N]) {
+  %y: f32[M, N] = mul(%k, %h)
+}
+kernel @sub_column(%x: f32[M, N], %m: f32[N]) {
+  %y: f32[M, N] = sub(%x, %m)
+}
+kernel @sub_all(%x: f32[M, N], %m: f32[]) {
+  %y: f32[M, N] = sub(%x, %m)
+}
+kernel @exp_column(%x: f32[N]) {
+  %e: f32[N] = exp(%x)
+}
+kernel @neg_column(%x: f32[N]) {
+  %e: f32[N] = neg(%x)
+}
+kernel @neg_t(%x: f32[N, M]) {
+  %z: f32[N, M] = neg(%x)
+}
+kernel @turn_y(%h: f32[M, N], %t: f32[N, M]) {
+  %s: f32[M, N] = transpose(%t, axes=(1, 0))
+  %y: f32[M, N] = add(%h, %s)
+}
+"""
+
+
+def host(body: str, header: str = "(%x: f32[M, N], %r: f32[N]) -> (%y: f32[M, N]) mesh(x=2) streams(ring[2])") -> HostProgram:
+    lines = "".join(f"  {line}\n" for line in body.strip().splitlines())
+    used = [f"kernel {k}" for k in KERNELS.split("kernel ")[1:] if f"launch {k.split('(')[0]} " in body]
+    return HostProgram.parse(f"{''.join(used)}host @f{header} {{\n{lines}}}\n")
+
+
+def fused(program: HostProgram) -> str:
+    result = fuse_kernels(program, Options())
+    verify_host(result)
+    assert HostProgram.parse(str(result)) == result
+    return str(result)
+
+
+def test_a_chain() -> None:
+    before = host("%h = allocate f32[M, N]\nlaunch @neg_h %x -> %h\nlaunch @mul_y %h, %x -> %y")
+    assert (
+        fused(before)
+        == """\
+kernel @neg_mul_y(%x: f32[M, N]) {
+  %h: f32[M, N] = neg(%x)
+  %y: f32[M, N] = mul(%h, %x)
+}
+host @f(%x: f32[M, N], %r: f32[N]) -> (%y: f32[M, N]) mesh(x=2) streams(ring[2]) {
+  launch @neg_mul_y %x -> %y
+}
+"""
+    )
+
+
+def test_a_reduction_and_what_it_leads_to_read_the_input_once() -> None:
+    before = host("""\
+%h = allocate f32[M, N]
+launch @neg_h %x -> %h
+%m = allocate f32[M]
+launch @max_m %h -> %m
+%m_column = reshape %m to [M, 1]
+launch @sub_row %h, %m_column -> %y""")
+    assert (
+        fused(before)
+        == """\
+kernel @fused_y(%x: f32[M, N]) {
+  %h: f32[M, N] = neg(%x)
+  %m: f32[M] = max(%h, axis=(1,))
+  %m_column: f32[M, 1] = reshape(%m)
+  %y: f32[M, N] = sub(%h, %m_column)
+}
+host @f(%x: f32[M, N], %r: f32[N]) -> (%y: f32[M, N]) mesh(x=2) streams(ring[2]) {
+  launch @fused_y %x -> %y
+}
+"""
+    )
+
+
+def test_chunks_of_a_loop() -> None:
+    before = host("""\
+%h = allocate f32[M, N]
+fork ring
+for %i in 0..M {
+  stream ring[%i] {
+    %x_i = slice %x[0: %i of M]
+    %h_i = slice %h[0: %i of M]
+    %y_i = slice %y[0: %i of M]
+    launch @a %x_i -> %h_i
+    launch @b %h_i -> %y_i
+  }
+}
+join ring""")
+    kernels = "kernel @{}(%{}: f32[1, N]) {{\n  %{}: f32[1, N] = neg(%{})\n}}\n"
+    before = HostProgram.parse(kernels.format("a", "x", "h", "x") + kernels.format("b", "h", "y", "h") + str(before))
+    assert (
+        fused(before)
+        == """\
+kernel @neg_neg_y(%x: f32[1, N]) {
+  %h: f32[1, N] = neg(%x)
+  %y: f32[1, N] = neg(%h)
+}
+host @f(%x: f32[M, N], %r: f32[N]) -> (%y: f32[M, N]) mesh(x=2) streams(ring[2]) {
+  fork ring
+  for %i in 0..M {
+    stream ring[%i] {
+      %x_i = slice %x[0: %i of M]
+      %y_i = slice %y[0: %i of M]
+      launch @neg_neg_y %x_i -> %y_i
+    }
+  }
+  join ring
+}
+"""
+    )
+
+
+def test_equal_kernels_are_one_and_names_stay_apart() -> None:
+    before = host(
+        """\
+%h = allocate f32[M, N]
+launch @neg_h %x -> %h
+%k = allocate f32[M, N]
+launch @neg_h %h -> %k
+launch @mul_twice %k, %h -> %y
+launch @neg_h %x -> %z
+""",
+        "(%x: f32[M, N]) -> (%y: f32[M, N], %z: f32[M, N]) mesh()",
+    )
+    assert (
+        fused(before)
+        == """\
+kernel @neg_neg_mul_y(%x: f32[M, N]) {
+  %h: f32[M, N] = neg(%x)
+  %k: f32[M, N] = neg(%h)
+  %y: f32[M, N] = mul(%k, %h)
+}
+kernel @neg_h(%x: f32[M, N]) {
+  %z: f32[M, N] = neg(%x)
+}
+host @f(%x: f32[M, N]) -> (%y: f32[M, N], %z: f32[M, N]) mesh() {
+  launch @neg_neg_mul_y %x -> %y
+  launch @neg_h %x -> %z
+}
+"""
+    )
+
+
+def test_a_cast_is_made_by_each_kernel_that_uses_it() -> None:
+    kernels = """\
+kernel @cast_h(%x: f16[N]) {
+  %h: f32[N] = cast(%x)
+}
+kernel @exp_y(%h: f32[N]) {
+  %y: f32[N] = exp(%h)
+}
+kernel @log_z(%h: f32[N]) {
+  %z: f32[N] = log(%h)
+}
+"""
+    before = host(
+        "%h = allocate f32[N]\nlaunch @cast_h %x -> %h\nlaunch @exp_y %h -> %y\nlaunch @log_z %h -> %z",
+        "(%x: f16[N]) -> (%y: f32[N], %z: f32[N]) mesh()",
+    )
+    assert (
+        fused(HostProgram.parse(kernels + str(before)))
+        == """\
+kernel @cast_exp_y(%x: f16[N]) {
+  %h: f32[N] = cast(%x)
+  %y: f32[N] = exp(%h)
+}
+kernel @cast_log_z(%x: f16[N]) {
+  %h: f32[N] = cast(%x)
+  %z: f32[N] = log(%h)
+}
+host @f(%x: f16[N]) -> (%y: f32[N], %z: f32[N]) mesh() {
+  launch @cast_exp_y %x -> %y
+  launch @cast_log_z %x -> %z
+}
+"""
+    )
+
+
+# What is launched, and why the first kernel ends.
+ENDS = {
+    "output": (
+        "launch @neg_h %x -> %y\n%z = allocate f32[M, N]\nlaunch @mul_y %y, %x -> %z\ncopy %z -> %y",
+        "%y is returned",
+    ),
+    "communication": (
+        "%h = allocate f32[M, N]\nlaunch @neg_h %x -> %h\nall_reduce sum %h -> %y on x",
+        "all_reduce uses %h",
+    ),
+    "two readers": (
+        "%h = allocate f32[M, N]\nlaunch @neg_h %x -> %h\nlaunch @mul_y %h, %x -> %y\n"
+        "%m = allocate f32[M]\nlaunch @max_m %h -> %m\n%w = allocate f32[M]\nall_reduce max %m -> %w on x",
+        "2 kernels use %h",
+    ),
+    "loop": (
+        "%h = allocate f32[M, N]\nlaunch @neg_h %x -> %h\nfork ring\nstream ring[0] {\n  launch @mul_y %h, %x -> %y\n}\njoin ring",
+        "another loop uses %h",
+    ),
+    "overwritten": (
+        "%h = allocate f32[M, N]\n%k = allocate f32[M, N]\n"
+        "copy %x -> %k\nlaunch @neg_h %k -> %h\ncopy %x -> %k\nlaunch @mul_y %h, %x -> %y",
+        "what %h is computed from is overwritten",
+    ),
+    "columns": (
+        "%m = allocate f32[N]\nlaunch @max_columns %x -> %m\nlaunch @sub_column %x, %m -> %y",
+        "few threads would compute all of %y",
+    ),
+    "all": (
+        "%m = allocate f32[]\nlaunch @max_all %x -> %m\nlaunch @sub_all %x, %m -> %y",
+        "few threads would compute all of %y",
+    ),
+    "again": (
+        "%e = allocate f32[N]\nlaunch @exp_column %r -> %e\nlaunch @sub_column %x, %e -> %y",
+        "%m would be computed again and again",
+    ),
+    "other dims": (
+        "%m = allocate f32[M]\nlaunch @max_m %x -> %m\n%m_column = reshape %m to [M, 1]\n%k = allocate f32[M, N]\n"
+        "launch @sub_row %x, %m_column -> %k\n%c = allocate f32[N]\nlaunch @max_columns %k -> %c\nlaunch @sub_column %x, %c -> %y",
+        "%m is reduced over other dims",
+    ),
+    "parts": (
+        "%h = allocate f32[M, N]\nlaunch @neg_h %x -> %h\n%part = slice %h[0: 0 of 1]\nlaunch @mul_y %part, %x -> %y",
+        "parts of %h are used",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_why_a_kernel_ends(case: str) -> None:
+    body, reason = ENDS[case]
+    assert f"}}  # ends here: {reason}\n" in fused(host(body))
+
+
+def test_a_cheap_vector_is_computed_where_it_is_used() -> None:
+    text = fused(host("%e = allocate f32[N]\nlaunch @neg_column %r -> %e\nlaunch @sub_column %x, %e -> %y"))
+    assert "kernel @neg_sub_y(%x_2: f32[N], %x: f32[M, N]) {" in text

@@ -1,0 +1,163 @@
+"""After the passes every rank, computing on its own shards alone, gets its block of what the program means.
+
+The passes' output is run here op by op in NumPy, a list of local arrays a value: what is checked is the meaning of layouts,
+partial results and reshards, before any host program exists.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from example_programs import all_fusions
+from numpy.typing import NDArray
+
+import hostweave as hw
+from hostweave.fusion.ir import Fusion, Op
+from hostweave.fusion.ops import OPS
+from hostweave.fusion.reference import run_reference
+from hostweave.fusion.resharding import change_of, sources_of
+from hostweave.fusion.types import Mesh, TensorType
+from hostweave.fusion.verify import verify_fusion
+from hostweave.options import Options
+from hostweave.passes.lower_to_host import lower_to_host
+from hostweave.pipeline import PASSES
+from hostweave.runtime.shards import bind_sizes
+
+Array = NDArray[Any]
+REDUCE = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}
+
+
+def lowered(fusion: Fusion) -> Fusion:
+    for apply in PASSES[: PASSES.index(lower_to_host)]:
+        fusion = apply(fusion, Options())
+        verify_fusion(fusion, after=apply.__name__)
+        assert Fusion.parse(str(fusion)) == fusion
+    return fusion
+
+
+def run_ranks(fusion: Fusion, arrays: dict[str, Array]) -> list[list[Array]]:
+    """Every output as one local array a rank."""
+    mesh = fusion.mesh
+    types = {name: value.type for name, value in fusion.values().items()}
+    sizes = bind_sizes(fusion.name, mesh, {v.name: v.type for v in fusion.inputs}, {name: a.shape for name, a in arrays.items()})
+    local = {v.name: [v.type.shard(arrays[v.name], rank, mesh) for rank in range(mesh.size)] for v in fusion.inputs}
+    for op in fusion.ops:
+        if op.kind == "reshard":
+            local[op.result.name] = exchange(op, types[op.tensors[0]], local[op.tensors[0]], mesh)
+        else:
+            local[op.result.name] = [compute(op, [local[n][rank] for n in op.tensors], sizes, mesh) for rank in range(mesh.size)]
+    return [local[name] for name in fusion.outputs]
+
+
+def compute(op: Op, tensors: list[Array], sizes: dict[str, int], mesh: Mesh) -> Array:
+    operands = iter(tensors)
+    values = [next(operands) if isinstance(o, str) else o for o in op.operands]
+    keywords: dict[str, Any] = dict(op.attributes)
+    if OPS[op.kind].target == "shape":
+        keywords["shape"] = tuple(extent.bind(sizes) for extent in op.result.type.local_shape(mesh))
+    return np.asarray(OPS[op.kind].numpy(np, *values, **keywords))
+
+
+def exchange(op: Op, source: TensorType, local: list[Array], mesh: Mesh) -> list[Array]:
+    """One communication or local slice, over the teams of the changed axes."""
+    change = change_of(source, op.result.type, mesh)
+    assert change is not None
+    result = []
+    for rank, mine in enumerate(local):
+        team = mesh.team(rank, change.axes)
+        theirs, place = [local[member] for member in team], team.index(rank)
+        match change.kind:
+            case "all_gather":
+                result.append(np.concatenate(theirs, axis=change.dim))
+            case "all_to_all":
+                pieces = [np.split(other, len(team), axis=change.to)[place] for other in theirs]
+                result.append(np.concatenate(pieces, axis=change.dim))
+            case "exchange":
+                result.append(theirs[sources_of(change, source, mesh)[place]])
+            case _:
+                value = mine
+                if change.kind in ("all_reduce", "reduce_scatter"):
+                    assert source.partial is not None
+                    value = np.mean(theirs, axis=0) if source.partial.op == "avg" else REDUCE[source.partial.op].reduce(theirs)
+                result.append(value if change.dim is None else np.split(value, len(team), axis=change.dim)[place])
+    return result
+
+
+def check(fusion: Fusion, arrays: dict[str, Array]) -> None:
+    result = lowered(fusion)
+    for name, ranks, whole in zip(result.outputs, run_ranks(result, arrays), run_reference(fusion, arrays), strict=True):
+        type = result.values()[name].type
+        for rank, mine in enumerate(ranks):
+            np.testing.assert_allclose(mine, type.shard(whole, rank, fusion.mesh), rtol=1e-12, atol=1e-12)
+
+
+def inputs_of(fusion: Fusion, sizes: dict[str, int], seed: int) -> dict[str, Array]:
+    rng = np.random.default_rng(seed)
+    return {v.name: rng.standard_normal([e.bind(sizes) for e in v.type.shape]) for v in fusion.inputs}
+
+
+@pytest.mark.parametrize("name", all_fusions())
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_examples(name: str, ranks: int) -> None:
+    fusion = all_fusions(ranks, chunks=3)[name]
+    size = 3 * ranks
+    sizes = {symbol: size for value in fusion.inputs for extent in value.type.shape for symbol in extent.names}
+    check(fusion, inputs_of(fusion, sizes, seed=ranks))
+
+
+SIZES = {"A": 12, "B": 24, "C": 36}
+POINTWISE = (hw.add, hw.mul, hw.maximum, hw.sub)
+UNARY = (hw.neg, hw.relu, hw.tanh, hw.copy)
+REDUCTIONS = (hw.sum, hw.mean, hw.max, hw.min)
+
+
+def random_fusion(seed: int) -> Fusion:
+    """A random program on a random mesh, with random shardings of its inputs and of what is stated on the way."""
+    rng = random.Random(seed)
+    mesh = rng.choice([hw.Mesh(x=2), hw.Mesh(x=3), hw.Mesh(x=2, y=3), hw.Mesh(x=2, y=2), hw.Mesh(x=1, y=4)])
+
+    def dims(names: list[str]) -> tuple[str, ...]:
+        free = [name for name, _ in mesh.axes]
+        result = []
+        for name in names:
+            axes = [free.pop(rng.randrange(len(free))) for _ in range(rng.randint(0, len(free))) if rng.random() < 0.6]
+            result.append(name + ("@" + ",".join(axes) if axes else ""))
+        return tuple(result)
+
+    def function(a: hw.Tensor, b: hw.Tensor, c: hw.Tensor) -> Any:
+        values = [a, b, c]
+        for _ in range(rng.randint(2, 8)):
+            x = rng.choice(values)
+            match rng.randrange(7):
+                case 0:
+                    y = rng.choice(UNARY)(x)
+                case 1:
+                    other = rng.choice([v for v in values if v.shape == x.shape] + [0.5])
+                    y = rng.choice(POINTWISE)(x, other)
+                case 2:
+                    y = x.T if x.ndim == 2 else x[:, None]
+                case 3 if x.ndim:
+                    y = rng.choice(REDUCTIONS)(x, axis=rng.randrange(x.ndim), keepdims=rng.random() < 0.7)
+                case 4:
+                    pairs = [v for v in values if v.ndim == x.ndim == 2 and v.shape[0] == x.shape[1]]
+                    y = x @ rng.choice(pairs) if pairs else -x
+                case 5 if all(isinstance(d, str) for d in x.shape):
+                    y = hw.reshard(x, *dims([str(d) for d in x.shape]))
+                case 6 if x.ndim == 2 and x.shape[0] in SIZES:
+                    y = hw.reshape(hw.reshape(x, 12, f"{x.shape[0]}/12", x.shape[1]), *x.shape)
+                case _:
+                    y = x * 0.5
+            values.append(y)
+        return tuple(values[-2:])
+
+    return hw.fusion(mesh=mesh, a=hw.f64[dims(["A", "B"])], b=hw.f64[dims(["B", "C"])], c=hw.f64[dims(["C", "A"])])(function)
+
+
+@pytest.mark.parametrize("start", range(0, 200, 100))
+def test_random_programs(start: int) -> None:
+    for seed in range(start, start + 100):
+        fusion = random_fusion(seed)
+        check(fusion, inputs_of(fusion, SIZES, seed))

@@ -1,0 +1,111 @@
+"""Where producer and consumer disagree a reshard is inserted; a partial result is resolved right after its producer."""
+
+from __future__ import annotations
+
+import pytest
+from fusion_text import check
+
+from hostweave.passes.insert_reshards import insert_reshards
+
+# name -> (inputs, before, after)
+CASES = {
+    "nothing where all agree": (
+        "%x: f32[M@x, K], %w: f32[K, N]",
+        "%y: f32[M@x, N] = matmul(%x, %w)",
+        "%y: f32[M@x, N] = matmul(%x, %w)",
+    ),
+    "a gather for a streamed dim": (
+        "%x: f32[M@x, K], %w: f32[K, N]",
+        "%y: f32[M, N] stream(M, 8) = matmul(%x, %w)",
+        """%x_gathered: f32[M, K] = reshard(%x)
+        %y: f32[M, N] stream(M, 8) = matmul(%x_gathered, %w)""",
+    ),
+    "the first operand is gathered where both are sharded": (
+        "%x: f32[M@x, K], %w: f32[K, N@x]",
+        "%y: f32[M, N@x] = matmul(%x, %w)",
+        """%x_gathered: f32[M, K] = reshard(%x)
+        %y: f32[M, N@x] = matmul(%x_gathered, %w)""",
+    ),
+    "the other side of a sharded K is sliced": (
+        "%x: f32[M, K@x], %w: f32[K, N]",
+        "%y: f32[M, N] = matmul(%x, %w)",
+        """%w_sliced: f32[K@x, N] = reshard(%w)
+        %y_partial: f32[M, N] partial(sum, x) = matmul(%x, %w_sliced)
+        %y: f32[M, N] = reshard(%y_partial)""",
+    ),
+    "weights sharded in K beside rows sharded on the same axis are gathered": (
+        "%x: f32[M@x, K], %w: f32[K@x, N]",
+        "%y: f32[M@x, N] = matmul(%x, %w)",
+        """%w_gathered: f32[K, N] = reshard(%w)
+        %y: f32[M@x, N] = matmul(%x, %w_gathered)""",
+    ),
+    "both are gathered for a streamed dim": (
+        "%x: f32[M@x, K], %w: f32[K@x, N]",
+        "%y: f32[M, N] stream(M, 8) = matmul(%x, %w)",
+        """%x_gathered: f32[M, K] = reshard(%x)
+        %w_gathered: f32[K, N] = reshard(%w)
+        %y: f32[M, N] stream(M, 8) = matmul(%x_gathered, %w_gathered)""",
+    ),
+    "a partial result to the layout that was propagated": (
+        "%x: f32[M, K@x], %w: f32[K@x, N]",
+        """%h: f32[M@x, N] = matmul(%x, %w)
+        %y: f32[M@x, N] = relu(%h)""",
+        """%h_partial: f32[M, N] partial(sum, x) = matmul(%x, %w)
+        %h: f32[M@x, N] = reshard(%h_partial)
+        %y: f32[M@x, N] = relu(%h)""",
+    ),
+    "a partial result that the user reshards": (
+        "%x: f32[M, K@x], %w: f32[K@x, N]",
+        """%h: f32[M@x, N] = matmul(%x, %w)
+        %y: f32[M@x, N] stated stream(M, 8) = reshard(%h)""",
+        """%h: f32[M, N] partial(sum, x) = matmul(%x, %w)
+        %y: f32[M@x, N] stated stream(M, 8) = reshard(%h)""",
+    ),
+    "a partial result that is streamed before it is resharded": (
+        "%x: f32[M, K@x], %w: f32[K@x, N]",
+        """%h: f32[M, N] stream(M, 8) = matmul(%x, %w)
+        %y: f32[M@x, N] stated = reshard(%h)""",
+        """%h_partial: f32[M, N] partial(sum, x) = matmul(%x, %w)
+        %h: f32[M, N] stream(M, 8) = reshard(%h_partial)
+        %y: f32[M@x, N] stated = reshard(%h)""",
+    ),
+    "other reductions": (
+        "%x: f32[M@x, K@y]",
+        """%a: f32[] = max(%x, axis=(0, 1))
+        %b: f32[K@y] = prod(%x, axis=(0,))
+        %c: f32[1, K@y] = mean(%x, axis=(0,), keepdims=true)
+        %d: f32[K@y] = mul(%a, %b)
+        %y: f32[1, K@y] = add(%c, %d)""",
+        """%a_partial: f32[] partial(max, x, y) = max(%x, axis=(0, 1))
+        %a: f32[] = reshard(%a_partial)
+        %b_partial: f32[K@y] partial(prod, x) = prod(%x, axis=(0,))
+        %b: f32[K@y] = reshard(%b_partial)
+        %c_partial: f32[1, K@y] partial(avg, x) = mean(%x, axis=(0,), keepdims=true)
+        %c: f32[1, K@y] = reshard(%c_partial)
+        %d: f32[K@y] = mul(%a, %b)
+        %y: f32[1, K@y] = add(%c, %d)""",
+    ),
+    "an equal reshard of one tensor is made once": (
+        "%x: f32[M@x, K], %w: f32[K, N]",
+        """%a: f32[M, N] stream(M, 8) = matmul(%x, %w)
+        %b: f32[M, K] stream(M, 8) = neg(%x)
+        %y: f32[M, N] = matmul(%b, %w)
+        %z: f32[M, N] = add(%a, %y)""",
+        """%x_gathered: f32[M, K] = reshard(%x)
+        %a: f32[M, N] stream(M, 8) = matmul(%x_gathered, %w)
+        %b: f32[M, K] stream(M, 8) = neg(%x_gathered)
+        %y: f32[M, N] = matmul(%b, %w)
+        %z: f32[M, N] = add(%a, %y)""",
+    ),
+    "names that are taken": (
+        "%x: f32[M@x, K], %x_gathered: f32[K, N]",
+        "%y: f32[M, N] stream(M, 8) = matmul(%x, %x_gathered)",
+        """%x_gathered_2: f32[M, K] = reshard(%x)
+        %y: f32[M, N] stream(M, 8) = matmul(%x_gathered_2, %x_gathered)""",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_case(case: str) -> None:
+    check(insert_reshards, *CASES[case], mesh="x=8, y=2")

@@ -1,0 +1,125 @@
+"""Shardings that nobody stated: forward, then backward into open dims."""
+
+from __future__ import annotations
+
+import pytest
+from fusion_text import check
+
+from hostweave.passes.propagate_sharding import propagate_sharding
+
+# name -> (inputs, before, after)
+CASES = {
+    "forward through a matmul": (
+        "%x: f32[M@x, K], %w: f32[K, N]",
+        "%y: f32[M, N] = matmul(%x, %w)",
+        "%y: f32[M@x, N] = matmul(%x, %w)",
+    ),
+    "through pointwise ops and broadcasts": (
+        "%x: f32[M, N@x], %b: f32[N], %c: f32[1, N]",
+        """%h: f32[M, N] = add(%b, %x)
+        %y: f32[M, N] = mul(%h, %c)""",
+        """%h: f32[M, N@x] = add(%b, %x)
+        %y: f32[M, N@x] = mul(%h, %c)""",
+    ),
+    "through views": (
+        "%x: f32[M@x, K]",
+        """%a: f32[M, 1, K] = expand_dims(%x, axis=(1,))
+        %b: f32[K, 1, M] = transpose(%a, axes=(2, 1, 0))
+        %c: f32[2, K, 1, M] = broadcast_to(%b)
+        %y: f32[2*K, M] = reshape(%c)""",
+        """%a: f32[M@x, 1, K] = expand_dims(%x, axis=(1,))
+        %b: f32[K, 1, M@x] = transpose(%a, axes=(2, 1, 0))
+        %c: f32[2, K, 1, M@x] = broadcast_to(%b)
+        %y: f32[2*K, M@x] = reshape(%c)""",
+    ),
+    "a split dim hands its axes to the outermost part": (
+        "%x: f32[M@x, K]",
+        """%a: f32[16, M/16, K] = reshape(%x)
+        %y: f32[M, K] = reshape(%a)""",
+        """%a: f32[16@x, M/16, K] = reshape(%x)
+        %y: f32[M@x, K] = reshape(%a)""",
+    ),
+    "but not where the ranks do not divide it": (
+        "%x: f32[M@x, K]",
+        "%y: f32[4, M/4, K] = reshape(%x)",
+        "%y: f32[4, M/4, K] = reshape(%x)",
+    ),
+    "reductions keep the other dims": (
+        "%x: f32[M@x, K]",
+        "%y: f32[M] = sum(%x, axis=(1,))",
+        "%y: f32[M@x] = sum(%x, axis=(1,))",
+    ),
+    "a partial result is open": (
+        "%x: f32[M, K@x], %w: f32[K@x, N]",
+        "%y: f32[M, N] = matmul(%x, %w)",
+        "%y: f32[M, N] = matmul(%x, %w)",
+    ),
+    "a matmul of operands that are both sharded keeps the second": (
+        "%x: f32[M@x, K], %w: f32[K, N@x]",
+        "%y: f32[M, N] = matmul(%x, %w)",
+        "%y: f32[M, N@x] = matmul(%x, %w)",
+    ),
+    "two axes of one mesh": (
+        "%x: f32[M@x, K], %w: f32[K, N@y]",
+        "%y: f32[M, N] = matmul(%x, %w)",
+        "%y: f32[M@x, N@y] = matmul(%x, %w)",
+    ),
+    "a streamed dim is unsharded, the others are not": (
+        "%x: f32[M@x, K], %w: f32[K, N@y]",
+        "%y: f32[M, N] stream(M, 8) = matmul(%x, %w)",
+        "%y: f32[M, N@y] stream(M, 8) = matmul(%x, %w)",
+    ),
+    "a statement stays": (
+        "%x: f32[M@x, K]",
+        """%h: f32[M, K] stated = reshard(%x)
+        %y: f32[M, K] = neg(%h)""",
+        """%h: f32[M, K] stated = reshard(%x)
+        %y: f32[M, K] = neg(%h)""",
+    ),
+    "backward through a chain": (
+        "%x: f32[M, K@x], %w: f32[K@x, N]",
+        """%h: f32[M, N] = matmul(%x, %w)
+        %z: f32[M, N] = relu(%h)
+        %y: f32[M@x, N] stated = reshard(%z)""",
+        """%h: f32[M@x, N] = matmul(%x, %w)
+        %z: f32[M@x, N] = relu(%h)
+        %y: f32[M@x, N] stated = reshard(%z)""",
+    ),
+    "backward from a matmul that has K sharded on its other side": (
+        "%x: f32[M, K], %v: f32[K, J], %w: f32[J@x, N]",
+        """%h: f32[M, J] = matmul(%x, %v)
+        %y: f32[M, N] = matmul(%h, %w)""",
+        """%h: f32[M, J@x] = matmul(%x, %v)
+        %y: f32[M, N] = matmul(%h, %w)""",
+    ),
+    "backward only where all consumers want the same": (
+        "%x: f32[M, K]",
+        """%h: f32[M, K] = neg(%x)
+        %a: f32[M@x, K] stated = reshard(%h)
+        %b: f32[M, K] stated = reshard(%h)
+        %y: f32[M@x, K] = add(%a, %b)""",
+        """%h: f32[M, K] = neg(%x)
+        %a: f32[M@x, K] stated = reshard(%h)
+        %b: f32[M, K] stated = reshard(%h)
+        %y: f32[M@x, K] = add(%a, %b)""",
+    ),
+    "a mesh axis of one rank is one like any other": (
+        "%x: f32[1, K]",
+        """%h: f32[1, K] = neg(%x)
+        %y: f32[1@z, K] stated = reshard(%h)""",
+        """%h: f32[1@z, K] = neg(%x)
+        %y: f32[1@z, K] stated = reshard(%h)""",
+    ),
+    "nor into what a broadcast makes": (
+        "%b: f32[N]",
+        """%h: f32[M, N] = broadcast_to(%b)
+        %y: f32[M@x, N] stated = reshard(%h)""",
+        """%h: f32[M, N] = broadcast_to(%b)
+        %y: f32[M@x, N] stated = reshard(%h)""",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_case(case: str) -> None:
+    check(propagate_sharding, *CASES[case], mesh="x=8, y=2, z=1")

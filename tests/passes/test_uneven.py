@@ -1,0 +1,63 @@
+"""Which sizes need not divide, and an error for an int that must."""
+
+from __future__ import annotations
+
+import pytest
+from fusion_text import fusion
+
+from hostweave.errors import ProgramError
+from hostweave.fusion.ir import Fusion
+from hostweave.options import Options
+from hostweave.passes.uneven import uneven_sizes
+from hostweave.pipeline import lower
+
+GATHER = "%y: f32[M, K] stated = reshard(%x)"
+
+
+@pytest.mark.parametrize(
+    ("inputs", "ops", "uneven"),
+    [
+        ("%x: f32[M@x, K]", "%y: f32[M@x, K] = neg(%x)", ("M",)),
+        ("%x: f32[M@x, K]", GATHER, ("M",)),
+        ("%x: f32[M@x, K]", "%y: f32[M, K@x] stated = reshard(%x)", ("M", "K")),
+        ("%x: f32[M@x, K]", GATHER.replace("stated", "stated stream(M, 8)"), ()),
+        ("%x: f32[M@x, K]", GATHER.replace("stated", "stated stream(K, 2)"), ()),  # in a loop all is even
+        ("%x: f32[M@x, K@y]", "%y: f32[K@y] = mean(%x, axis=(0,))", ("K",)),
+        ("%x: f32[M@x,y, K]", "%y: f32[M@x, K] stated = reshard(%x)", ()),
+        ("%x: f32[M@x, 4]", "%y: f32[M/2@x, 8] = reshape(%x)", ()),
+    ],
+)
+def test_names(inputs: str, ops: str, uneven: tuple[str, ...]) -> None:
+    assert lower(fusion(inputs, ops, mesh="x=4, y=2"), Options()).uneven == uneven
+
+
+@pytest.mark.parametrize(
+    ("inputs", "ops", "message"),
+    [
+        (
+            "%x: f32[10@x, K]",
+            "%y: f32[10@x, K] stream(0, 2) = neg(%x)",
+            "text:2: reshard: 4 ranks cannot share dim 10@x evenly, as a stream needs; pad it to 12",
+        ),
+        (
+            "%x: f32[10@x, K]",
+            "%y: f32[K] = mean(%x, axis=(0,))",
+            "text:2: mean: 4 ranks cannot share dim 10@x evenly, as a mean over ranks needs; pad it to 12",
+        ),
+        (
+            "%x: f32[10@x, 4]",
+            "%y: f32[40@x] = reshape(%x)",
+            "text:2: reshape: 4 ranks cannot share dim 10@x evenly, as a reshape that splits or merges it needs; pad it to 12",
+        ),
+    ],
+)
+def test_ints_that_must_divide(inputs: str, ops: str, message: str) -> None:
+    with pytest.raises(ProgramError) as caught:
+        lower(fusion(inputs, ops, mesh="x=4"), Options())
+    assert str(caught.value) == message
+
+
+def test_ints_that_need_not() -> None:
+    program = lower(fusion("%x: f32[10@x, K]", "%y: f32[10, K] stated = reshard(%x)", mesh="x=4"), Options())
+    assert [str(extent) for extent in program.local_type(program.inputs[0]).shape] == ["part(10, x)", "K"]
+    assert uneven_sizes(Fusion.parse("fusion @f(%x: f32[10@x]) mesh(x=4) {\n  %y: f32[10@x] = neg(%x)\n  return %y\n}\n")) == ()

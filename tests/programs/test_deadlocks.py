@@ -1,0 +1,151 @@
+"""Programs that ranks cannot get through: one line when they are compiled, and, unchecked, a report when they run. Never a hang."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import hostweave as hw
+from hostweave.errors import ExecutionError, ProgramError
+from hostweave.options import Options
+from hostweave.runtime.cpu import parallel, seeded
+
+SEVERAL_SECONDS = 60  # far more than a report needs
+
+SEND_ALONE = """\
+if rank.x == 0 {
+  send %x to 1 on x
+}
+copy %x -> %y
+"""
+BOTH_SEND_FIRST = """\
+send %x to 1 - rank.x on x
+recv %y from 1 - rank.x on x
+"""
+COUNTS = """\
+%half = slice %y[1: 0 of 2]
+if rank.x == 0 {
+  send %x to 1 on x
+  copy %x -> %y
+} else {
+  recv %half from 0 on x
+}
+"""
+ROOTS = """\
+broadcast %x -> %y from rank.x on x
+"""
+# body -> what the check says, and what the CPU device says
+CASES = {
+    "send_alone": (
+        SEND_ALONE,
+        "text:3: rank 0, the caller's stream: send %x to 1 on x: rank 1 posts no recv for it: add the recv, or drop this send",
+        "send_alone: deadlock: no rank can go on\n"
+        "  rank 0 stream S: send x over communicator C (program.cpp:L) waits for rank 1, 3 more behind it\n"
+        "  host of rank 0 waits for a copy (runner.cpp:L)",
+    ),
+    "both_send_first": (
+        BOTH_SEND_FIRST,
+        "text:2: rank 0, the caller's stream: send %x to 1 - rank.x on x meets rank 1, the caller's stream: recv %y from 1 - rank.x on x, "
+        "which comes after rank 1, the caller's stream: send %x to 1 - rank.x on x, which meets rank 0, the caller's stream: "
+        "recv %y from 1 - rank.x on x, which comes after rank 0, the caller's stream: send %x to 1 - rank.x on x: none of them can go on; "
+        "post what meets in one group, or in the same order on every rank",
+        "both_send_first: deadlock: no rank can go on\n"
+        "  rank 0 stream S: send x over communicator C (program.cpp:L) waits for rank 1, 3 more behind it\n"
+        "  rank 1 stream S: send x over communicator C (program.cpp:L) waits for rank 0, 3 more behind it\n"
+        "  host of rank 0 waits for a copy (runner.cpp:L)\n"
+        "  host of rank 1 waits for a copy (runner.cpp:L)",
+    ),
+    "counts": (
+        COUNTS,
+        "text:4: rank 0, the caller's stream: send %x to 1 on x: sends 2 f32, and it meets a recv of 1 f32: make them equal\n"
+        "  the other one is rank 1, the caller's stream: recv %half from 0 on x",
+        "counts: mismatch: the counts differ: 4 and 2\n"
+        "  rank 0 stream S: send x over communicator C (program.cpp:L)\n"
+        "  rank 1 stream S: recv y over communicator C (program.cpp:L)",
+    ),
+    "roots": (
+        ROOTS,
+        "text:2: rank 0, the caller's stream: broadcast %x -> %y from rank.x on x: is collective 1 of its team, and meets another one: "
+        "issue the same collectives in the same order, with equal counts, on every rank\n"
+        "  the other one is rank 1, the caller's stream: broadcast %x -> %y from rank.x on x",
+        "roots: mismatch: the roots differ: 0 and 1\n"
+        "  rank 0 stream S: broadcast y over communicator C (program.cpp:L)\n"
+        "  rank 1 stream S: broadcast y over communicator C (program.cpp:L)",
+    ),
+}
+
+
+def program_of(name: str) -> hw.HostProgram:
+    body = CASES[name][0]
+    return hw.HostProgram.parse(f"host @{name}(%x: f32[2@x, N]) -> (%y: f32[2@x, N]) mesh(x=2) {{\n{body}}}\n")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_is_found_when_it_is_compiled(name: str) -> None:
+    with pytest.raises(ProgramError) as caught:
+        hw.compile(program_of(name))
+    assert str(caught.value) == CASES[name][1]
+
+
+@pytest.mark.parametrize("how", [lambda: parallel(timeout_seconds=20), lambda: seeded(0, buffered_sends=False)], ids=["parallel", "seeded"])
+@pytest.mark.parametrize("name", CASES)
+def test_is_reported_when_it_runs(name: str, how: Callable[[], AbstractContextManager[None]]) -> None:
+    program = hw.compile(program_of(name), options=Options(check=False))
+    same_report(report_of(program, how), CASES[name][2])
+
+
+def same_report(found: str, wanted: str) -> None:
+    """Which of two ranks comes first is open where they run at once."""
+    assert sorted(found.split()) == sorted(wanted.split()), found
+
+
+def report_of(program: hw.Program, how: Callable[[], AbstractContextManager[None]]) -> str:
+    """The error of a run, with S, C and L for the numbers of streams, communicators and lines."""
+    reports: list[str] = []
+
+    def run() -> None:
+        try:
+            with how():
+                program.run(x=np.ones((2, 4), np.float32))
+        except ExecutionError as error:
+            reports.append(str(error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(SEVERAL_SECONDS)
+    assert not thread.is_alive(), "it hangs"
+    (report,) = reports
+    for number, letter in ((r"(?<=stream )\d+", "S"), (r"(?<=communicator )\d+", "C"), (r"(?<=\.cpp:)\d+", "L")):
+        report = re.sub(number, letter, report)
+    return report
+
+
+EXAMPLE = """\
+host @orders(%x: f32[2@x, N]) -> (%y: f32[2@x, N], %z: f32[2, N]) mesh(x=2) {
+  all_reduce sum %x -> %y on x
+  all_gather %x -> %z on x
+}
+"""
+
+
+def test_collectives_in_another_order_on_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No host IR says such a thing, so it takes C++ that was edited by hand."""
+    monkeypatch.setenv("HOSTWEAVE_EDIT", str(tmp_path))
+    hw.compile(hw.HostProgram.parse(EXAMPLE)).build()
+    source = tmp_path / "orders" / "program.cpp"
+    first, second = (line for line in source.read_text().splitlines() if line.startswith("  HW_CHECK(nccl"))
+    swapped = f"if (rank_.index() == 0) {{ {first} {second} }} else {{ {second} {first} }}"
+    source.write_text(source.read_text().replace(f"{first}\n{second}", swapped))
+    program = hw.compile(hw.HostProgram.parse(EXAMPLE))
+    same_report(
+        report_of(program, lambda: parallel(timeout_seconds=20)),
+        "orders: mismatch: the kinds differ: all_reduce and all_gather\n"
+        "  rank 0 stream S: all_reduce y over communicator C (program.cpp:L)\n"
+        "  rank 1 stream S: all_gather z over communicator C (program.cpp:L)",
+    )

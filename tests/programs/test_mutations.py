@@ -1,0 +1,116 @@
+"""Every record, wait, fork and join of every program is there for a reason, and the tests would see one that is missing.
+
+One of them is dropped, and the program run on the CPU device: inputs are produced and outputs consumed on the caller's
+stream, several calls are in flight, all memory holds NaN before each. Unless the static check accepts what is left, some
+schedule gives a wrong answer, and the device's own check of dependencies reports the race.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+from _pytest.mark import ParameterSet
+from whole_programs import ONE_DEVICE, SEVERAL, Arrays, compiled, expect, fusion_of, integer_arrays, sizes_of
+
+import hostweave as hw
+from hostweave.analysis.check import check
+from hostweave.errors import ExecutionError, ProgramError
+from hostweave.fusion.ir import Fusion
+from hostweave.host import ir
+from hostweave.host.ir import HostProgram
+from hostweave.host.text import print_instruction
+from hostweave.options import Options
+from hostweave.pipeline import lower
+from hostweave.runtime.cpu import seeded
+
+SEEDS = 200
+CALLS = 3  # in flight at a time
+SYNCHRONISATION = (ir.Record, ir.Wait, ir.Fork, ir.Join)
+
+
+def mutants(host: HostProgram) -> Iterator[tuple[str, HostProgram]]:
+    """The program without one of its synchronisations, and which one that is."""
+    for number, dropped in enumerate(i for i in ir.walk(host.body) if isinstance(i, SYNCHRONISATION)):
+        (text,) = print_instruction(dropped)
+        yield f"{number} {text}", replace(host, body=ir.rewrite(host.body, lambda i, dropped=dropped: () if i is dropped else None))
+
+
+@dataclass(frozen=True)
+class Variant:
+    ranks: int
+    chunks: int
+    streams: int
+
+    def __str__(self) -> str:
+        return f"{self.ranks} ranks {self.streams} streams"
+
+
+SMALL = Variant(ranks=3, chunks=5, streams=4)
+ONE_STREAM = Variant(ranks=3, chunks=5, streams=1)  # has records and waits that its only stream makes redundant
+MORE = (Variant(ranks=1, chunks=3, streams=2), Variant(ranks=2, chunks=3, streams=3), Variant(ranks=4, chunks=6, streams=2))
+
+
+def table(variant: Variant, names: tuple[str, ...], *marks: pytest.MarkDecorator) -> list[ParameterSet]:
+    rows = []
+    for name in names:
+        fusion = fusion_of(name, variant.ranks, variant.chunks, hw.bf16)
+        for dropped, mutant in mutants(lower(fusion, Options(streams=variant.streams))):
+            rows.append(pytest.param(fusion, mutant, id=f"{name}-{variant}-{dropped}", marks=marks))
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("fusion", "mutant"),
+    [
+        *table(SMALL, (*SEVERAL, *ONE_DEVICE)),
+        *table(ONE_STREAM, ("ag_matmul_ring", "matmul_rs_ring")),
+        *(row for variant in MORE for row in table(variant, SEVERAL, pytest.mark.slow)),
+    ],
+)
+def test_dropped(fusion: Fusion, mutant: HostProgram) -> None:
+    sizes = sizes_of(fusion, times=1)
+    calls = [integer_arrays(fusion, sizes, seed) for seed in range(CALLS)]
+    program = compiled(mutant, options=Options(check=False))
+    if is_accepted(without_idle_waits(mutant)):
+        assert not [seed for seed in range(SEEDS) if is_reported(program, calls, seed) or is_wrong(program, fusion, calls, seed)]
+    else:
+        assert any(is_reported(program, calls, seed) for seed in range(SEEDS))
+        assert any(is_wrong(program, fusion, calls, seed) for seed in range(SEEDS))
+
+
+def without_idle_waits(mutant: HostProgram) -> HostProgram:
+    """CUDA takes a wait for an event that was never recorded as no wait at all; the check takes it as an error."""
+    recorded = {i.event for i in ir.walk(mutant.body) if isinstance(i, ir.Record)}
+    return replace(mutant, body=ir.rewrite(mutant.body, lambda i: () if isinstance(i, ir.Wait) and i.event not in recorded else None))
+
+
+def is_accepted(mutant: HostProgram) -> bool:
+    try:
+        check(mutant)
+    except ProgramError:
+        return False
+    return True
+
+
+def is_reported(program: hw.Program, calls: list[Arrays], seed: int) -> bool:
+    try:
+        with seeded(seed, check_dependencies=True):
+            program.run_in_flight(calls, poison=True)
+    except ExecutionError as error:
+        if "missing dependency" not in str(error):
+            raise
+        return True
+    return False
+
+
+def is_wrong(program: hw.Program, fusion: Fusion, calls: list[Arrays], seed: int) -> bool:
+    with seeded(seed, check_dependencies=False):
+        results = program.run_in_flight(calls, poison=True)
+    try:
+        for arrays, ranks in zip(calls, results, strict=True):
+            expect(fusion, arrays, ranks, exact=True)
+    except AssertionError:
+        return True
+    return False

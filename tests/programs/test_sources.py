@@ -1,0 +1,52 @@
+"""The generated sources: the same for both targets, made without a toolchain, and good for the real CUDA, NCCL and cuBLASLt."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from whole_programs import ONE_DEVICE, SEVERAL, compiled, fusion_of
+
+import hostweave as hw
+from hostweave.build.toolchain import find_toolchain
+from hostweave.errors import BuildError
+from hostweave.fusion.ir import Fusion
+
+NAMES = (*SEVERAL, *ONE_DEVICE)
+
+
+def fusion(name: str) -> Fusion:
+    return fusion_of(name, ranks=4, chunks=3, dtype=hw.bf16)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_both_targets_have_the_same_sources(name: str) -> None:
+    cpu, cuda = (hw.compile(fusion(name), target=target) for target in ("cpu", "cuda"))
+    assert cpu.source == cuda.source
+    assert dict(cpu.sources) == dict(cuda.sources)
+
+
+def test_emission_needs_no_toolchain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(BuildError):
+        find_toolchain("cpu")
+    for target in ("cpu", "cuda"):
+        assert "ncclRecv" in hw.compile(fusion("ag_matmul_p2p"), target=target).source
+
+
+def cuda_is_here() -> bool:
+    """Headers and libraries; a GPU is not needed. Where HOSTWEAVE_REQUIRE_CUDA says that they must be here, the tests run and fail."""
+    try:
+        find_toolchain("cuda")
+    except BuildError:
+        return bool(os.environ.get("HOSTWEAVE_REQUIRE_CUDA"))
+    return True
+
+
+@pytest.mark.skipif(not cuda_is_here(), reason="no CUDA headers and libraries: pip install '.[cuda13]'")
+@pytest.mark.parametrize("name", NAMES)
+def test_compiles_and_links_for_cuda(name: str) -> None:
+    program = compiled(fusion(name), target="cuda")
+    assert program.module.name == name  # loading finds every symbol in the libraries, and needs no driver
+    assert "warning" not in (program.folder / "build.log").read_text()

@@ -1,0 +1,32 @@
+// ag_matmul: y[M, N] = x[M@x, K] @ w[K, N] on mesh(x=8)
+#pragma once
+#include "runtime.h"
+
+namespace ag_matmul {
+
+constexpr int64_t D = HW_RANKS;  // size of mesh axis x
+
+struct Inputs {
+  hw::Tensor x;  // bf16[M@x, K]: this rank's M / 8 rows
+  hw::Tensor w;  // bf16[K, N]
+};
+struct Outputs {
+  hw::Tensor y;  // bf16[M, N]
+};
+
+class Program {
+ public:
+  explicit Program(hw::Rank& rank);
+  // Allocates and plans for these shapes, once; every rank prepares before any rank runs.
+  void prepare(const Inputs& in);
+  // Only enqueues. Ordered after what `caller` holds, and `caller` is ordered after it.
+  void run(const Inputs& in, const Outputs& out, cudaStream_t caller);
+
+ private:
+  hw::Channel& x_;       // the ranks along mesh axis x
+  hw::Streams streams_;  // ring[4]
+  hw::Matmul matmul_y_;  // matmul %slot, %w -> %y
+  hw::Arena arena_;      // %xg
+};
+
+}  // namespace ag_matmul

@@ -1,0 +1,178 @@
+"""Arrays of other libraries, in and out, and what is said of those that do not fit."""
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import hostweave as hw
+from hostweave.errors import ArgumentError
+from hostweave.runtime.arrays import numpy_dtype
+
+
+@hw.fusion(mesh=hw.Mesh(x=2), x=hw.bf16["M@x", "K"], w=hw.bf16["K", "N"])
+def ag_matmul(x, w):
+    return hw.matmul(x, w).stream("M", chunks=2)
+
+
+@hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "K"])
+def same(x):
+    return hw.copy(x)
+
+
+MATMUL, SAME = hw.compile(ag_matmul), hw.compile(same)
+X = np.arange(32, dtype=np.float32).reshape(8, 4)
+W = np.arange(12, dtype=np.float32).reshape(4, 3)
+BF16 = ml_dtypes.bfloat16
+
+
+def message_of(**arrays: Any) -> str:
+    with pytest.raises(ArgumentError) as error:
+        MATMUL.run(**{"x": X.astype(BF16), "w": W.astype(BF16), **arrays})
+    return str(error.value)
+
+
+def test_numpy() -> None:
+    y = MATMUL.run(x=X.astype(BF16), w=W.astype(BF16))
+    assert (y.dtype, y.shape) == (BF16, (8, 3))
+    np.testing.assert_array_equal(y.astype(np.float32), (X @ W).astype(BF16).astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    "dtype", [hw.f64, hw.f32, hw.f16, hw.bf16, hw.i32, hw.i8, hw.u8, hw.i64, hw.u32, hw.f8e4m3, hw.f8e5m2, hw.bool_], ids=str
+)
+def test_every_dtype_passes_through(dtype: Any) -> None:
+    @hw.fusion(mesh=hw.Mesh(x=2), x=dtype["M@x", "K"])
+    def identity(x):
+        return hw.reshard(x, "M", "K")
+
+    x = (np.arange(8).reshape(4, 2) % 5).astype(numpy_dtype(dtype))
+    for y in hw.compile(identity).run(x=x, ranks=True):
+        assert y.dtype == x.dtype
+        np.testing.assert_array_equal(y.astype(np.float32), x.astype(np.float32))
+
+
+def test_arrays_that_are_not_contiguous() -> None:
+    wide = np.arange(64, dtype=np.float32).reshape(8, 8)
+    np.testing.assert_array_equal(SAME.run(x=wide[:, ::2]), wide[:, ::2])
+    np.testing.assert_array_equal(SAME.run(x=wide.T), wide.T)
+    np.testing.assert_array_equal(SAME.run(x=wide[::-1]), wide[::-1])
+
+
+def test_an_array_that_cannot_be_written_to() -> None:
+    x = X.copy()
+    x.flags.writeable = False
+    np.testing.assert_array_equal(SAME.run(x=x), X)
+
+
+def test_torch() -> None:
+    torch = pytest.importorskip("torch")
+    x, w = torch.from_numpy(X).bfloat16().requires_grad_(), torch.from_numpy(W).bfloat16()
+    y = MATMUL.run(x=x, w=w)
+    assert isinstance(y, torch.Tensor)
+    assert (y.dtype, tuple(y.shape)) == (torch.bfloat16, (8, 3))
+    torch.testing.assert_close(y, torch.from_numpy(X @ W).bfloat16())
+    first, second = SAME.run(x=torch.from_numpy(X).T.contiguous().T, ranks=True)
+    torch.testing.assert_close(torch.cat([first, second]), torch.from_numpy(X))
+
+
+def test_torch_tensors_that_do_not_fit() -> None:
+    torch = pytest.importorskip("torch")
+    sparse = torch.eye(4).bfloat16().to_sparse()
+    assert message_of(x=sparse) == "ag_matmul: x: its layout is torch.sparse_coo; call .to_dense()"
+    assert message_of(x=torch.empty(8, 4, device="meta")) == 'ag_matmul: x: it is on meta; call .to("cpu") or .to("cuda")'
+    assert message_of(x=torch.empty(8, 4).cfloat()) == (
+        "ag_matmul: x: expected bf16[M@x, K], got complex64[8, 4]; cast it, or compile for complex64"
+    )
+
+
+class Exporter:
+    """An array of a library that is known by DLPack alone."""
+
+    def __init__(self, array: np.ndarray):
+        self.array = array
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self.array.__dlpack_device__()
+
+
+class ArrayApiExporter(Exporter):
+    class Namespace:
+        @staticmethod
+        def from_dlpack(array: Any) -> "ArrayApiExporter":
+            return ArrayApiExporter(np.from_dlpack(array))
+
+    def __array_namespace__(self) -> Any:
+        return self.Namespace
+
+
+def test_any_library_with_dlpack() -> None:
+    y = SAME.run(x=Exporter(X))
+    assert isinstance(y, np.ndarray)
+    np.testing.assert_array_equal(y, X)
+    z = SAME.run(x=ArrayApiExporter(X))
+    assert isinstance(z, ArrayApiExporter)
+    np.testing.assert_array_equal(z.array, X)
+
+
+def test_a_library_whose_dlpack_cannot_pass_the_dtype() -> None:
+    message = message_of(x=Exporter(X.astype(BF16)))
+    assert message.startswith("ag_matmul: x: its library's DLPack cannot pass it on (")
+    assert message.endswith("); pass a NumPy, PyTorch, CuPy or JAX array")
+
+
+def test_dtype() -> None:
+    assert message_of(x=X) == "ag_matmul: x: expected bf16[M@x, K], got f32[8, 4]; cast it, or compile for f32"
+
+
+def test_byte_order() -> None:
+    with pytest.raises(ArgumentError) as error:
+        SAME.run(x=X.astype(">f4"))
+    assert str(error.value) == "same: x: its byte order is not this machine's; call .astype with the native dtype"
+
+
+def test_number_of_dims() -> None:
+    assert message_of(w=np.ones(4, BF16)) == "ag_matmul: w: expected bf16[K, N], got bf16[4]; pass an array of 2 dims"
+
+
+def test_no_array() -> None:
+    assert message_of(w=[1, 2]) == "ag_matmul: w: expected an array, got list; pass a NumPy, PyTorch, CuPy or JAX array"
+
+
+def test_sizes_that_disagree() -> None:
+    assert message_of(w=np.ones((5, 3), BF16)) == "ag_matmul: w: K is 5 here and 4 in x; pass arrays that agree"
+
+
+def test_a_size_that_is_fixed() -> None:
+    @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["4@x", "K"])
+    def fixed(x):
+        return hw.copy(x)
+
+    with pytest.raises(ArgumentError) as error:
+        hw.compile(fixed).run(x=X)
+    assert str(error.value) == "fixed: x: dim 0 is 8; 4 is wanted"
+
+
+def test_a_size_that_ranks_cannot_share() -> None:
+    assert message_of(x=np.ones((7, 4), BF16)) == ("ag_matmul: x: dim 0 (M = 7) cannot be shared evenly by 2 ranks along x; pad it to 8")
+
+
+def test_names() -> None:
+    takes = "; the program takes x: bf16[M@x, K], w: bf16[K, N]"
+    with pytest.raises(ArgumentError, match=r"^ag_matmul: missing argument w" + takes.replace("[", r"\[").replace("]", r"\]")):
+        MATMUL.run(x=X.astype(BF16))
+    assert message_of(z=X) == "ag_matmul: unknown argument z" + takes
+
+
+def test_a_size_that_the_program_cannot_cut() -> None:
+    @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "K"], w=hw.f32["K", "N"])
+    def thirds(x, w):
+        return hw.matmul(x, w).stream("M", chunks=3)
+
+    with pytest.raises(ArgumentError) as error:
+        hw.compile(thirds).run(x=X, w=W)
+    assert str(error.value) == "thirds: M = 8: must be a multiple of 6; pad it, or choose another number of chunks or ranks"

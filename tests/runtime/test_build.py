@@ -1,0 +1,219 @@
+"""From sources to a loaded module: what a hit costs, what a failure says, and hand-edited sources."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hostweave as hw
+from hostweave.build import cache, cuda, toolchain
+from hostweave.build.nvrtc import compile_kernels
+from hostweave.doctor import report
+from hostweave.errors import BuildError
+
+needs_cuda = pytest.mark.skipif(
+    bool(cuda.find_cuda().missing) and not os.environ.get("HOSTWEAVE_REQUIRE_CUDA"), reason="no CUDA headers and libraries"
+)
+
+
+@hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "K"], w=hw.f32["K", "N"])
+def product(x, w):
+    return hw.matmul(x, w)
+
+
+@hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "K"])
+def doubled(x):
+    return x + x
+
+
+X = np.arange(8, dtype=np.float32).reshape(4, 2)
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOSTWEAVE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_a_hit_renders_and_compiles_nothing(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = hw.compile(doubled)
+    first.build()
+    monkeypatch.setattr("hostweave.emit.render", lambda *_: pytest.fail("rendered"))
+    monkeypatch.setattr("hostweave.build.make.run_together", lambda *_: pytest.fail("compiled"))
+    second = hw.compile(doubled)
+    assert second.folder == first.folder
+    np.testing.assert_array_equal(second.run(x=X), X + X)
+
+
+def test_the_entry_holds_sources_log_and_module(empty_cache: Path) -> None:
+    program = hw.compile(doubled)
+    assert (program.folder / "program.cpp").read_text() == program.source
+    assert (program.folder / "host_ir.txt").read_text() == program.host_ir
+    assert "program.cpp" in (program.folder / "build.log").read_text()
+    assert program.module.name == "doubled"
+    assert program.module.inputs == [("x", "f32[part(M, x), K]")]
+
+
+def test_options_and_compiler_are_part_of_the_key(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = hw.compile(doubled).folder
+    assert hw.compile(doubled, options=hw.Options(streams=2)).folder != folder
+    compiler = tmp_path / "my-c++"
+    compiler.write_text(f'#!/bin/sh\nexec "{toolchain.find_compiler()}" "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    assert hw.compile(doubled).folder != folder
+
+
+def test_the_source_needs_no_toolchain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    assert hw.compile(doubled, target="cuda").source == hw.compile(doubled, target="cpu").source
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(BuildError) as error:
+        hw.compile(doubled).build()
+    assert str(error.value) == "no C++ compiler: none of c++, g++ and clang++ is on PATH; apt install g++"
+
+
+def test_a_compiler_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-c++")
+    with pytest.raises(BuildError) as error:
+        hw.compile(doubled).build()
+    assert str(error.value) == "no C++ compiler: CXX=no-such-c++ is not on PATH; unset CXX, or install that compiler"
+
+
+def test_without_the_parts_of_the_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolchain, "NATIVE", tmp_path)
+    with pytest.raises(BuildError) as error:
+        hw.compile(doubled).build()
+    missing = tmp_path / "libhostweave_cpu.so"
+    assert str(error.value) == f"{missing} is not there: hostweave is used from a source tree that is not built; pip install ."
+
+
+def test_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_roots", lambda: [])
+    monkeypatch.setattr(cuda, "_SYSTEM_INCLUDES", ())
+    monkeypatch.setattr(cuda, "_SYSTEM_LIBRARIES", ())
+    with pytest.raises(BuildError) as error:
+        hw.compile(doubled, target="cuda").build()
+    assert str(error.value) == (
+        "target cuda: cuda_runtime_api.h, crt/host_defines.h, nv/target, cublasLt.h, nccl.h, libcudart.so.13, libcublasLt.so.13, "
+        "libnccl.so.2, libnvrtc.so.13 not found in the CUDA toolkit or the pip wheels; pip install nvidia-cuda-runtime "
+        "nvidia-cuda-crt nvidia-cuda-cccl nvidia-cublas nvidia-nccl-cu13 nvidia-cuda-nvrtc"
+    )
+
+
+def test_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_roots", lambda: [])
+    monkeypatch.setattr(cuda, "_SYSTEM_INCLUDES", ())
+    monkeypatch.setattr(cuda, "_SYSTEM_LIBRARIES", ())
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    lines = report().splitlines()
+    assert "compiler   missing: no C++ compiler: none of c++, g++ and clang++ is on PATH; apt install g++" in lines
+    assert "nccl       nccl.h missing: pip install nvidia-nccl-cu13" in lines
+    assert "cublas     libcublasLt.so.13 missing: pip install nvidia-cublas" in lines
+    assert any(line.startswith("cuda       target cuda generates, but cannot compile: ") for line in lines)
+
+
+def test_doctor_finds_the_compiler_and_the_cpu_target(empty_cache: Path) -> None:
+    lines = report().splitlines()
+    assert any(line.startswith("compiler ") and line.endswith(str(toolchain.find_compiler())) for line in lines)
+    assert any(line.startswith("cpu        target cpu is ready, ") for line in lines)
+    assert lines[-1] == f"cache      {empty_cache}: 0 entries, 0.0 MB"
+
+
+def test_edited_sources_are_compiled(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOSTWEAVE_EDIT", str(tmp_path / "edit"))
+    np.testing.assert_array_equal(hw.compile(doubled).run(x=X), X + X)
+    kernels = tmp_path / "edit" / "doubled" / "kernels.cu"
+    text = kernels.read_text()
+    assert " + " in text
+    kernels.write_text(text.replace(" + ", " - "))
+    np.testing.assert_array_equal(hw.compile(doubled).run(x=X), X - X)
+
+
+def test_an_error_in_edited_sources(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOSTWEAVE_EDIT", str(tmp_path / "edit"))
+    hw.compile(doubled).build()
+    program = tmp_path / "edit" / "doubled" / "program.cpp"
+    program.write_text("#error made by hand\n" + program.read_text())
+    with pytest.raises(BuildError) as error:
+        hw.compile(doubled).build()
+    (kept,) = (empty_cache / "failed").iterdir()
+    assert str(error.value) == f"the compiler failed: program.cpp:1:2: error: #error made by hand; sources and log are in {kept}"
+    assert "#error made by hand" in (kept / "build.log").read_text()
+    assert (kept / "program.cpp").read_text() == program.read_text()
+
+
+def test_edited_sources_of_another_program(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOSTWEAVE_EDIT", str(tmp_path / "edit"))
+    hw.compile(doubled).build()
+    folder = tmp_path / "edit" / "doubled"
+    (folder / "host_ir.txt").write_text("host @doubled() {}")
+    with pytest.raises(BuildError) as error:
+        hw.compile(doubled).build()
+    assert str(error.value) == (f"the sources in {folder} were generated from another program; remove that folder, or unset HOSTWEAVE_EDIT")
+
+
+def test_racing_processes_build_one_entry(empty_cache: Path, tmp_path: Path) -> None:
+    script = tmp_path / "race.py"
+    script.write_text(
+        "import numpy as np\nimport hostweave as hw\n"
+        "@hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32['M@x', 'K'])\n"
+        "def doubled(x):\n    return x + x\n"
+        "x = np.ones((4, 2), np.float32)\n"
+        "assert (hw.compile(doubled).run(x=x) == 2).all()\n"
+    )
+    processes = [subprocess.Popen([sys.executable, str(script)]) for _ in range(8)]
+    assert [process.wait() for process in processes] == [0] * 8
+    assert len(cache.entries()) == 1
+
+
+def test_a_broken_module(empty_cache: Path) -> None:
+    program = hw.compile(doubled)
+    module = program.folder / "hostweave_program.so"
+    module.write_bytes(b"not a library")
+    with pytest.raises(BuildError) as error:
+        program.build()
+    assert str(error.value) == f"{module} cannot be loaded: {module}: file too short; remove its folder to build it again"
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [hw.f32, hw.f16, hw.bf16, hw.i64, hw.i32, hw.i8, hw.u32, hw.u8], ids=str)
+def test_nvrtc_knows_the_names_of_every_dtype(dtype: Any, tmp_path: Path) -> None:
+    @hw.fusion(mesh=hw.Mesh(x=1), x=dtype["M", "K"])
+    def extremes(x):
+        return hw.max(x, axis=0), hw.min(x, axis=1)
+
+    kernels = tmp_path / "kernels.cu"
+    kernels.write_text(hw.compile(extremes).sources["kernels.cu"])
+    found = toolchain.find_toolchain("cuda")
+    assert found.nvrtc is not None
+    assert compile_kernels(found.nvrtc, kernels, "sm_90", found.include_folders).count("hw::JitKernel _Z") == 2
+
+
+@needs_cuda
+def test_cuda(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for fusion in (product, doubled):  # without kernels, and with one
+        program = hw.compile(fusion, target="cuda")
+        program.build()
+        assert program.module.mesh == "mesh(x=2)"
+    assert [entry.path.name.rsplit("-", 1)[0] for entry in cache.entries()] == ["doubled", "product", "runtime_cuda"]
+
+    monkeypatch.setenv("HOSTWEAVE_EDIT", str(tmp_path / "edit"))
+    _ = hw.compile(doubled, target="cuda").folder
+    kernels = tmp_path / "edit" / "doubled" / "kernels.cu"
+    kernels.write_text("int x = ;\n" + kernels.read_text())
+    with pytest.raises(BuildError) as error:
+        hw.compile(doubled, target="cuda").build()
+    (kept,) = (empty_cache / "failed").iterdir()
+    assert str(error.value) == f"nvrtc failed: kernels.cu(1): error: expected an expression; sources and log are in {kept}"
+    assert "expected an expression" in (kept / "build.log").read_text()

@@ -1,0 +1,140 @@
+"""The CPU device, tested by C++ programs that use it as a generated program does."""
+
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = ROOT / "runtime_cpp" / "cpu"
+HERE = Path(__file__).resolve().parent / "cpu_device"
+FLAGS = ["-std=c++20", "-O0", "-Wall", "-Wextra", "-Werror"]
+
+
+def run(command: list[str | Path], timeout: float = 100) -> str:
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def compile_all(commands: list[list[str | Path]]) -> None:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(run, commands))
+
+
+class Device:
+    """The library, compiled once, and what a program needs to be compiled and linked with it."""
+
+    def __init__(self, folder: Path) -> None:
+        openblas = pytest.importorskip("scipy_openblas32")
+        self.folder = folder
+        library_folder = openblas.get_lib_dir()
+        self.link = [folder / "device.a", f"-L{library_folder}", f"-l{openblas.get_library()}", f"-Wl,-rpath,{library_folder}", "-pthread"]
+        sources = sorted(CPU.glob("*.cpp"))
+        options = [*FLAGS, "-fPIC", "-DHOSTWEAVE_SCIPY_OPENBLAS", f"-I{CPU / 'include'}", f"-I{CPU / 'device'}"]
+        compile_all([["g++", *options, "-c", source, "-o", folder / f"{source.stem}.o"] for source in sources])
+        run(["ar", "rcs", folder / "device.a", *(folder / f"{source.stem}.o" for source in sources)])
+
+    def build_command(self, name: str, sources: list[str], options: list[str] | None = None) -> list[str | Path]:
+        files = [HERE / source for source in sources]
+        return ["g++", *FLAGS, *(options or []), f"-I{HERE}", f"-I{CPU / 'include'}", *files, *self.link, "-o", self.folder / name]
+
+
+def ag_matmul_command(device: Device, ranks: int) -> list[str | Path]:
+    return device.build_command(f"ag_matmul_{ranks}", ["ag_matmul.cpp", "ag_matmul_p2p/program.cpp"], [f"-DHW_RANKS={ranks}"])
+
+
+RANKS = (1, 2, 3, 4, 8)
+SUITES = ("test_streams", "test_collectives", "test_matmul")
+
+
+@pytest.fixture(scope="module")
+def device(tmp_path_factory: pytest.TempPathFactory) -> Device:
+    device = Device(tmp_path_factory.mktemp("cpu_device"))
+    programs = [device.build_command(suite, [f"{suite}.cpp"]) for suite in SUITES]
+    compile_all(programs + [ag_matmul_command(device, ranks) for ranks in RANKS])
+    return device
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_suite(device: Device, suite: str) -> None:
+    run([device.folder / suite])
+
+
+def ag_matmul(device: Device, ranks: int, *arguments: str) -> tuple[dict[str, float], str]:
+    words, _, report = run([device.folder / f"ag_matmul_{ranks}", *arguments]).partition("\n")
+    return {name: float(value) for name, value in re.findall(r"(\w+) ([\d.]+)", words)}, report
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("picker", ["parallel", "uniform", "pct", "hosts", "mixed"])
+def test_example_is_right_under_every_schedule(device: Device, ranks: int, picker: str) -> None:
+    outcome, _ = ag_matmul(device, ranks, picker, "0", "20")
+    assert (outcome["right"], outcome["same_schedule"]) == (20, 1)
+
+
+DROPPED = [f"{what}={stream}" for what in ("fork", "join") for stream in range(4)] + ["next=1"]
+
+
+@pytest.mark.parametrize("ordered", [0, 1])
+@pytest.mark.parametrize("dropped", DROPPED)
+def test_dropped_wait_gives_wrong_answers(device: Device, dropped: str, ordered: int) -> None:
+    outcome, _ = ag_matmul(device, 4, "mixed", "0", "40", dropped, f"ordered={ordered}", "check=0")
+    redundant = ordered == 1 and dropped in ("fork=2", "fork=3")  # streams 0 and 1 have ordered the communicator already
+    assert (outcome["wrong"] > 0) != redundant
+
+
+@pytest.mark.parametrize("ordered", [0, 1])
+@pytest.mark.parametrize("dropped", DROPPED)
+def test_dropped_wait_is_reported_in_every_run(device: Device, dropped: str, ordered: int) -> None:
+    outcome, report = ag_matmul(device, 4, "mixed", "0", "6", dropped, f"ordered={ordered}", "check=1")
+    redundant = ordered == 1 and dropped in ("fork=2", "fork=3")
+    assert outcome["right" if redundant else "reported"] == 6
+    if not redundant:
+        assert re.search(r"rank \d stream \d: .* \((program|ag_matmul|runtime)\.(cpp|h):\d+\), which (reads|writes)", report)
+
+
+def real_include_folders() -> list[Path]:
+    """Folders with the real CUDA, NCCL and cuBLASLt headers, of a toolkit or of pip wheels; [] if any is missing."""
+    toolkits = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "include"]
+    wheels = [Path(folder) / "nvidia" for folder in sys.path]
+    candidates = toolkits + [found for wheel in wheels for pattern in ("*/include", "*/*/include") for found in wheel.glob(pattern)]
+    folders = []
+    for header in ("cuda_runtime_api.h", "nccl.h", "cublasLt.h"):
+        found = [folder for folder in candidates if (folder / header).exists()]
+        if not found:
+            return []
+        folders.append(found[0])
+    return list(dict.fromkeys(folders))
+
+
+@pytest.fixture(scope="module")
+def real_headers() -> list[str]:
+    folders = real_include_folders()
+    if not folders:
+        pytest.skip("no real CUDA, NCCL and cuBLASLt headers here (toolkit, or the wheels nvidia-cublas and nvidia-nccl-cu13)")
+    return [option for folder in folders for option in ("-isystem", str(folder))]
+
+
+def test_values_are_those_of_the_real_headers(device: Device, real_headers: list[str]) -> None:
+    source = HERE / "header_values.cpp"
+    ours, theirs = device.folder / "our_values", device.folder / "real_values"
+    build = ["g++", "-std=c++20", "-O2", source]
+    # The real headers convert on the host by inline functions, so neither program needs a library for them.
+    compile_all([[*build, f"-I{CPU / 'include'}", "-o", ours], [*build, *real_headers, "-o", theirs]])
+    assert run([ours]) == run([theirs])
+
+
+def test_object_compiled_against_the_real_headers_links_and_runs(device: Device, real_headers: list[str]) -> None:
+    program = device.folder / "real_program.o"
+    options = ["-std=c++20", "-O0", "-DHW_RANKS=4", f"-I{HERE}"]
+    run(["g++", *options, *real_headers, "-c", HERE / "ag_matmul_p2p" / "program.cpp", "-o", program])
+    driver = device.folder / "real_driver.o"
+    run(["g++", *options, f"-I{CPU / 'include'}", "-c", HERE / "ag_matmul.cpp", "-o", driver])
+    run(["g++", program, driver, *device.link, "-o", device.folder / "ag_matmul_real"])
+    words = run([device.folder / "ag_matmul_real", "mixed", "0", "10"])
+    assert words.startswith("right 10 ")

@@ -1,0 +1,627 @@
+"""Groups: hw.init and programs called by ranks that the host application started, here as threads, and what goes wrong there."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from test_providers import free_port, needs_torch, run_processes
+
+import hostweave as hw
+from hostweave.build.paths import NATIVE
+from hostweave.errors import ArgumentError, ExecutionError
+from hostweave.runtime import group as groups
+from hostweave.runtime import watchdog
+from hostweave.runtime.agreement import Intent
+from hostweave.runtime.cpu import seeded
+from hostweave.runtime.stores import MemoryStore, Store
+from hostweave.runtime.streams import handle_of
+
+RANKS = 4
+mesh = hw.Mesh(x=RANKS)
+grid = hw.Mesh(dp=2, tp=2)
+
+
+@hw.fusion(mesh=mesh, x=hw.f32["M@x", "K"], w=hw.f32["K", "N"])
+def ag_matmul(x, w):
+    return hw.matmul(x, w).stream("M", chunks=RANKS)
+
+
+@hw.fusion(mesh=grid, x=hw.f32["M@dp", "K@tp"])
+def rows_and_columns(x):
+    return hw.sum(x, axis=1), hw.sum(x, axis=0)
+
+
+@hw.fusion(mesh=mesh, x=hw.f32["M@x", "K"])
+def twice(x):
+    return x + x
+
+
+@hw.fusion(mesh=hw.Mesh(x=1), x=hw.f32["M@x", "K"])
+def alone(x):
+    return hw.sum(x, axis=0)
+
+
+AG_MATMUL, ROWS_AND_COLUMNS, TWICE, ALONE = (hw.compile(one) for one in (ag_matmul, rows_and_columns, twice, alone))
+RANDOM = np.random.default_rng(0)
+X = RANDOM.integers(-4, 5, (16, 8)).astype(np.float32)
+W = RANDOM.integers(-4, 5, (8, 12)).astype(np.float32)
+ROWS = X.shape[0] // RANKS
+
+
+def x_of(rank: int) -> np.ndarray:
+    return X[rank * ROWS : (rank + 1) * ROWS]
+
+
+def on_ranks(function: Callable[[int], Any], count: int = RANKS, **options: Any) -> list[Any]:
+    """What `function(rank)` returns, or the exception that it raises, on every rank of a new group of threads."""
+    provider = hw.Threads(count)
+
+    def call(rank: int) -> Any:
+        group = hw.init(provider, **options)
+        assert (group.rank, group.count) == (rank, count)
+        try:
+            return function(rank)
+        except (ArgumentError, ExecutionError) as error:
+            return error
+
+    return provider.run(call)
+
+
+def check_results(results: list[Any], expected: Any) -> None:
+    for rank, result in enumerate(results):
+        assert not isinstance(result, Exception), (rank, result)
+        np.testing.assert_array_equal(result, expected)
+
+
+# --- what works -------------------------------------------------------------------------------------------------------
+
+
+def test_every_rank_has_the_result() -> None:
+    check_results(on_ranks(lambda rank: AG_MATMUL(x_of(rank), W)), X @ W)
+
+
+def test_calls_of_several_programs_and_sizes() -> None:
+    def rank(rank: int) -> None:
+        for scale in (1, 2, 1, 3):
+            w = np.tile(W, (1, scale))
+            np.testing.assert_array_equal(AG_MATMUL(x_of(rank), w), X @ w)
+            np.testing.assert_array_equal(TWICE(x_of(rank)), 2 * x_of(rank))
+            block = X[8 * (rank // 2) :][:8, 4 * (rank % 2) :][:, :4]
+            rows, columns = ROWS_AND_COLUMNS(np.ascontiguousarray(block))
+            np.testing.assert_array_equal(rows, X.sum(1)[8 * (rank // 2) :][:8])
+            np.testing.assert_array_equal(columns, X.sum(0)[4 * (rank % 2) :][:4])
+
+    assert on_ranks(rank) == [None] * RANKS
+
+
+def test_one_thing_at_a_time() -> None:
+    def rank(rank: int) -> Any:
+        with seeded(seed):
+            return AG_MATMUL(x_of(rank), W)
+
+    for seed in range(10):  # noqa: B007 (the ranks read it)
+        check_results(on_ranks(rank), X @ W)
+
+
+def test_outputs_that_are_given() -> None:
+    def rank(rank: int) -> None:
+        y = np.empty((16, 12), np.float32)
+        assert AG_MATMUL(x_of(rank), W, out=y) is y
+        np.testing.assert_array_equal(y, X @ W)
+        both = np.empty(8, np.float32), np.empty(4, np.float32)
+        assert ROWS_AND_COLUMNS(np.ones((8, 4), np.float32), out=both) is both
+        assert (both[0] == 8).all()
+        assert (both[1] == 16).all()
+
+    assert on_ranks(rank) == [None] * RANKS
+
+
+@needs_torch
+def test_results_come_in_the_library_of_the_first_input() -> None:
+    import torch
+
+    def rank(rank: int) -> None:
+        y = AG_MATMUL(torch.from_numpy(x_of(rank)), W)
+        assert isinstance(y, torch.Tensor)
+        np.testing.assert_array_equal(y.numpy(), X @ W)
+        out = torch.empty(16, 12)
+        assert isinstance(AG_MATMUL(x_of(rank), W, out=out), torch.Tensor)
+        np.testing.assert_array_equal(out.numpy(), X @ W)
+
+    assert on_ranks(rank) == [None] * RANKS
+
+
+def test_uneven_shards() -> None:
+    @hw.fusion(mesh=mesh, x=hw.f32["M@x", "K"])
+    def total(x):
+        return hw.sum(x, axis=0), x + x
+
+    program = hw.compile(total)
+
+    def rank(rank: int) -> None:
+        for rows in (10, 8, 3, 10):  # 3, 3, 3, 1, then 2, 2, 2, 2, then 1, 1, 1, 0
+            block = -(-rows // RANKS)
+            x = X[:rows][block * rank :][:block]
+            total, doubled = program(x)
+            np.testing.assert_array_equal(total, X[:rows].sum(0))
+            np.testing.assert_array_equal(doubled, 2 * x)
+
+    assert on_ranks(rank) == [None] * RANKS
+
+
+def test_groups_of_different_names_do_not_mix() -> None:
+    provider = hw.Threads(RANKS)
+
+    def rank(rank: int) -> None:
+        first, second = hw.init(provider, "first"), hw.init(provider, "second")
+        for group, x in ((first, X), (second, 2 * X), (first, 3 * X), (second, 4 * X)):
+            np.testing.assert_array_equal(AG_MATMUL(x[rank * ROWS :][:ROWS], W, group=group), x @ W)
+
+    assert provider.run(rank) == [None] * RANKS
+
+
+def test_run_beside_a_group() -> None:
+    done = threading.Event()
+    results = []
+
+    def run() -> None:
+        while not done.is_set():
+            results.append(np.array_equal(AG_MATMUL.run(x=X, w=W), X @ W))
+
+    beside = threading.Thread(target=run)
+    beside.start()
+    try:
+        check_results(on_ranks(lambda rank: [AG_MATMUL(x_of(rank), W) for _ in range(20)][-1]), X @ W)
+    finally:
+        done.set()
+        beside.join()
+    assert all(results)
+
+
+def test_this_process_alone() -> None:
+    group = hw.init(Here(), "alone")
+    assert repr(group) == "<hostweave group 'alone', rank 0 of 1>"
+    np.testing.assert_array_equal(ALONE(X, group=group), X.sum(0))
+    group.close()
+
+
+def test_init_again() -> None:
+    provider = hw.Threads(2)
+
+    def rank(rank: int) -> None:
+        group = hw.init(provider)
+        assert hw.init(provider) is group
+        assert hw.init() is group
+        assert hw.init(provider, "other") is not group
+        with pytest.raises(ArgumentError) as caught:
+            hw.init(hw.Threads(3))
+        assert str(caught.value) == (
+            f"hw.init: group 'default' is there already, with this as rank {rank} of 2, and would now have it as rank 0 of 3; "
+            "close it first, or give the other one another name"
+        )
+        group.close()
+        again = hw.init(provider)
+        assert again is not group
+        with pytest.raises(ExecutionError, match=r"^group 'default' can do nothing any more: closed; call hw\.init again$"):
+            TWICE(x_of(rank), group=group)
+
+    assert provider.run(rank) == [None] * 2
+
+
+def test_channels_are_made_once_and_freed() -> None:
+    class Counters(ctypes.Structure):
+        names = ("ops", "steps", "schedule", "live_bytes", "live_streams", "live_events", "live_communicators")
+        _fields_ = [(name, ctypes.c_uint64) for name in names]
+
+    def communicators() -> int:
+        counters = Counters()
+        device.hw_cpu_get_counters(ctypes.byref(counters))
+        return int(counters.live_communicators)
+
+    device = ctypes.CDLL(str(NATIVE / "libhostweave_cpu.so"))
+    gc.collect()
+    before = communicators()
+    counts = []
+    everyone = threading.Barrier(RANKS)
+    other = hw.compile(ag_matmul)
+
+    def rank(rank: int) -> None:
+        for program in (AG_MATMUL, AG_MATMUL, other):
+            program(x_of(rank), W)
+            everyone.wait()
+            counts.append(communicators() - before)
+            everyone.wait()
+        groups.current().close()
+
+    assert on_ranks(rank) == [None] * RANKS
+    assert counts == [RANKS] * 3 * RANKS
+    assert communicators() == before
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: ALONE(), "alone: takes 1 arrays (x: f32[M@x, K]), not 0"),
+        (lambda: ALONE(X.astype(np.float64)), "alone: x: expected f32[M@x, K], got f64[16, 8]; cast it, or compile for f64"),
+        (lambda: ALONE(X[0]), "alone: x: expected f32[M@x, K], got f32[8]; pass an array of 2 dims"),
+        (lambda: ALONE(X.T), "alone: x: is not contiguous, and a call copies nothing; pass a contiguous copy"),
+        (lambda: ALONE([1.0]), "alone: x: expected an array, got list; pass a NumPy, PyTorch, CuPy or JAX array"),
+        (lambda: ALONE(X, stream=0), "alone: stream= is for the target cuda; on the CPU a call returns when it is done"),
+        (lambda: ALONE(X, out=np.empty(7, np.float32)), "alone: out=: y: expected the local shape [8], got [7]"),
+        (
+            lambda: ALONE(X, out=np.broadcast_to(np.float32(0), 8)),
+            "alone: y: is not contiguous, and a call copies nothing; pass a contiguous copy",
+        ),
+    ],
+)
+def test_arrays_that_do_not_fit(call: Callable[[], Any], message: str) -> None:
+    group = hw.init(Here())
+    with pytest.raises(ArgumentError) as caught:
+        call()
+    assert str(caught.value) == message
+    np.testing.assert_array_equal(ALONE(X), X.sum(0))  # the group is none the worse
+    group.close()
+
+
+def test_an_output_that_cannot_be_written_to() -> None:
+    group = hw.init(Here())
+    y = np.empty(8, np.float32)
+    y.flags.writeable = False
+    with pytest.raises(ArgumentError, match=r"^alone: out=: y: cannot be written to; pass another array, or leave out= away$"):
+        ALONE(X, out=y)
+    group.close()
+
+
+def test_without_a_group_and_after_close() -> None:
+    with pytest.raises(ExecutionError) as caught:
+        ALONE(X)
+    assert str(caught.value) == "alone: this is no rank of a group yet; call hw.init first, or run all ranks here with .run"
+    group = hw.init(Here())
+    program = hw.compile(alone)
+    program(X)
+    program.close()
+    with pytest.raises(ExecutionError, match=r"^alone: the program is closed; compile it again$"):
+        program(X)
+    group.close()
+
+
+def test_a_group_of_another_size() -> None:
+    errors = on_ranks(lambda rank: AG_MATMUL(x_of(rank), W), count=2)
+    assert [type(error) for error in errors] == [ArgumentError] * 2
+    assert [str(error) for error in errors] == ["ag_matmul: is for the 4 ranks of mesh(x=4), and group 'default' has 2"] * 2
+
+
+def test_streams_of_other_libraries() -> None:
+    class Protocol:
+        def __cuda_stream__(self) -> tuple[int, int]:
+            return 0, 7
+
+    assert [handle_of(one) for one in (0, 5, SimpleNamespace(cuda_stream=6), Protocol(), SimpleNamespace(ptr=8))] == [0, 5, 6, 7, 8]
+    with pytest.raises(ArgumentError) as caught:
+        handle_of("main")
+    assert str(caught.value) == "stream=: expected an int, a stream of PyTorch or CuPy, or one with __cuda_stream__, got str"
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+GATHER = r"; `recv %\w+ from .* on x` \(test_init.py:\d+\) needs all ranks of its channel along x of mesh\(x=4\)"
+
+
+def messages(results: list[Any]) -> list[str]:
+    assert all(isinstance(result, (ArgumentError, ExecutionError)) for result in results), results
+    return [str(result) for result in results]
+
+
+def then_works(fault: Callable[[int], Any]) -> list[Any]:
+    """What the ranks raise in a fault after which the group goes on."""
+
+    def rank(rank: int) -> Any:
+        try:
+            fault(rank)
+        except (ArgumentError, ExecutionError) as error:
+            np.testing.assert_array_equal(AG_MATMUL(x_of(rank), W), X @ W)
+            return error
+        return None
+
+    return messages(on_ranks(rank))
+
+
+def test_a_rank_with_a_wrong_array() -> None:
+    errors = then_works(lambda rank: AG_MATMUL(x_of(rank), W if rank != 2 else W.astype(np.float64)))
+    reason = "ag_matmul: w: expected f32[K, N], got f64[8, 12]; cast it, or compile for f64"
+    assert errors == [reason if rank == 2 else f"ag_matmul: rank 2 cannot go on: {reason}" for rank in range(RANKS)]
+
+
+def test_a_rank_with_another_size() -> None:
+    errors = then_works(lambda rank: AG_MATMUL(x_of(rank), W if rank != 3 else W[:, :6].copy()))
+    assert errors == ["ag_matmul: w: rank 3 passes [8, 6]; its block of [8, 12] is [8, 12]"] * RANKS
+
+
+def test_a_rank_that_calls_another_program() -> None:
+    errors = then_works(lambda rank: TWICE(x_of(rank)) if rank == 1 else AG_MATMUL(x_of(rank), W))
+    reason = "rank 1 calls twice on mesh(x=4), rank 0 ag_matmul on mesh(x=4); all ranks of a group call the same programs in the same order"
+    assert errors == [f"{'twice' if rank == 1 else 'ag_matmul'}: {reason}" for rank in range(RANKS)]
+
+
+def test_ranks_that_call_in_another_order() -> None:
+    def rank(rank: int) -> None:
+        TWICE(x_of(rank))
+        AG_MATMUL(x_of(rank), W)
+        for program in (TWICE, AG_MATMUL) if rank else (AG_MATMUL, TWICE):
+            program(*([x_of(rank)] if program is TWICE else [x_of(rank), W]))
+
+    errors = messages(on_ranks(rank))
+    reason = "rank 1 calls twice on mesh(x=4), rank 0 ag_matmul on mesh(x=4); all ranks of a group call the same programs in the same order"
+    assert errors == [f"{'twice' if rank else 'ag_matmul'}: {reason}" for rank in range(RANKS)]
+
+
+def test_a_rank_with_another_mesh_or_other_options() -> None:
+    wide = hw.compile(ag_matmul, options=hw.Options(streams=2))
+    assert (
+        then_works(lambda rank: (wide if rank == 1 else AG_MATMUL)(x_of(rank), W))
+        == ["ag_matmul: rank 1 calls another program of that name than rank 0; compile the same one, with the same options, on all ranks"]
+        * RANKS
+    )
+    errors = then_works(lambda rank: ROWS_AND_COLUMNS(X) if rank == 1 else AG_MATMUL(x_of(rank), W))
+    assert errors[0].startswith("ag_matmul: rank 1 calls rows_and_columns on mesh(dp=2, tp=2), rank 0 ag_matmul on mesh(x=4)")
+
+
+@pytest.fixture
+def late() -> Iterator[threading.Event]:
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def test_a_rank_that_never_comes(late: threading.Event) -> None:
+    def rank(rank: int) -> Any:
+        AG_MATMUL(x_of(rank), W)
+        if rank == 2:
+            late.wait(20)
+        else:
+            try:
+                AG_MATMUL(x_of(rank), W)
+            except ExecutionError as error:
+                if rank == 0:
+                    late.set()
+                with pytest.raises(ExecutionError, match=r"^group 'default' can do nothing any more: rank 2 did not come .*; call hw"):
+                    AG_MATMUL(x_of(rank), W)
+                return error
+        with pytest.raises(ExecutionError, match=r"rank 2 did not come within 0\.5 seconds"):
+            AG_MATMUL(x_of(rank), W)
+        return None
+
+    results = on_ranks(rank, call_timeout=0.5)
+    assert results.pop(2) is None
+    for message in messages(results):
+        assert re.fullmatch(r"ag_matmul: rank 2 did not come within 0.5 seconds" + GATHER, message)
+
+
+def test_a_rank_that_raises_or_ends() -> None:
+    started = time.monotonic()
+    provider = hw.Threads(RANKS)
+    seen: dict[int, str] = {}
+    first_call_done = threading.Barrier(RANKS)
+
+    def rank(rank: int) -> None:
+        hw.init(provider)
+        AG_MATMUL(x_of(rank), W)
+        first_call_done.wait()
+        if rank == 1:
+            raise KeyError("data")
+        try:
+            AG_MATMUL(x_of(rank), W)
+        except ExecutionError as error:
+            seen[rank] = str(error)
+
+    with pytest.raises(KeyError, match="data"):
+        provider.run(rank)
+    assert sorted(seen) == [0, 2, 3]
+    for message in seen.values():
+        assert re.fullmatch(r"ag_matmul: rank 1: KeyError: 'data'" + GATHER, message)
+
+    def ends(rank: int) -> Any:
+        return None if rank == 1 else AG_MATMUL(x_of(rank), W)
+
+    results = on_ranks(ends)
+    assert results.pop(1) is None
+    for message in messages(results):
+        assert re.fullmatch(r"ag_matmul: rank 1: its thread has ended" + GATHER, message)
+    assert time.monotonic() - started < 20
+
+
+def test_a_rank_that_fails_in_the_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are in the middle of their calls too. A new group works after it, and so does .run."""
+    monkeypatch.setenv("HOSTWEAVE_EDIT", str(tmp_path))
+    _ = hw.compile(ag_matmul).folder
+    file = tmp_path / "ag_matmul" / "program.cpp"
+    head, fork, tail = file.read_text().partition("  HW_CHECK(ring_.fork(caller));\n")
+    assert fork
+    bomb = '  if (rank_.index() == 2 && w[0] == 99) throw hw::ExecutionError("no luck");\n'
+    file.write_text('#include "hostweave/errors.h"\n' + head + fork + bomb + tail)
+    program = hw.compile(ag_matmul)
+    program.build()
+    monkeypatch.delenv("HOSTWEAVE_EDIT")
+    trap = W.copy()
+    trap[0, 0] = 99
+    provider = hw.Threads(RANKS)
+
+    def rank(rank: int) -> str:
+        hw.init(provider)
+        np.testing.assert_array_equal(program(x_of(rank), W), X @ W)
+        with pytest.raises(ExecutionError) as caught:
+            program(x_of(rank), trap)
+        again = hw.init(provider)
+        np.testing.assert_array_equal(program(x_of(rank), W, group=again), X @ W)
+        return str(caught.value)
+
+    errors = provider.run(rank)
+    assert errors[2] == "ag_matmul: no luck"
+    for error in (errors[rank] for rank in (0, 1, 3)):
+        assert re.search("rank 2: (ag_matmul: )?no luck", error)
+    np.testing.assert_array_equal(AG_MATMUL.run(x=X, w=W), X @ W)
+
+
+def test_a_rank_that_leaves() -> None:
+    gone = threading.Event()
+
+    def rank(rank: int) -> Any:
+        if rank == 3:
+            groups.current().close()
+            gone.set()
+            time.sleep(0.5)
+            return None
+        gone.wait()
+        return AG_MATMUL(x_of(rank), W)
+
+    results = on_ranks(rank)
+    assert results.pop(3) is None
+    for message in messages(results):
+        assert re.fullmatch(r"ag_matmul: rank 3 has left" + GATHER, message)
+
+
+def test_the_cpu_target_runs_in_one_process() -> None:
+    script = """
+import numpy as np
+import hostweave as hw
+@hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x"])
+def twice(x):
+    return x + x
+group = hw.init()
+try:
+    hw.compile(twice)(np.ones(4, np.float32))
+except hw.errors.ArgumentError as error:
+    print(group.rank, error)
+"""
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    reason = (
+        "twice: is for the target cpu, whose ranks are threads of one process; group 'default' has 2 processes: "
+        "compile for cuda, or use hw.Threads"
+    )
+    assert run_processes(script, [common | {"RANK": str(rank)} for rank in range(2)]) == [f"{rank} {reason}" for rank in range(2)]
+
+
+# --- processes: what can be shown of them without GPUs ----------------------------------------------------------------
+
+
+class Here:
+    """A world of one, whatever the environment says; or, with a store, a rank as if in a process of its own."""
+
+    def __init__(self, rank: int = 0, count: int = 1, store: Store | None = None):
+        self._rank, self._count, self._store = rank, count, store or MemoryStore()
+
+    def rank_and_count(self, group: str) -> tuple[int, int]:
+        return self._rank, self._count
+
+    def store(self, group: str, timeout: float) -> Store:
+        return self._store
+
+
+def as_processes(count: int, function: Callable[[hw.Group], Any], call_timeout: float = 1) -> list[Any]:
+    store = MemoryStore()
+
+    def call(rank: int) -> Any:
+        group = hw.Group(Here(rank, count, store), "default", rank, count, 10, call_timeout, None)
+        try:
+            return function(group)
+        except ExecutionError as error:
+            return str(error)
+        finally:
+            group.close()
+
+    return hw.Threads(count).run(call)
+
+
+def test_processes_agree_before_anything_is_sent() -> None:
+    def rank(group: hw.Group) -> None:
+        group.agree(Intent("p", "mesh(x=3)", "1"), "", 5)
+        group.agree(Intent("p" if group.rank else "q", "mesh(x=3)", "1"), "", 5)
+
+    reason = "rank 1 calls p on mesh(x=3), rank 0 q on mesh(x=3); all ranks of a group call the same programs in the same order"
+    assert as_processes(3, rank) == [f"q: {reason}", f"p: {reason}", f"p: {reason}"]
+
+
+def test_a_call_that_takes_too_long_is_reported_with_what_every_rank_did(capsys: pytest.CaptureFixture[str]) -> None:
+    class Native:
+        aborted: str | None = None
+
+        def abort(self, reason: str) -> None:
+            self.aborted = reason
+
+    keep = []
+
+    def rank(group: hw.Group) -> str:
+        program, native = hw.compile(twice), Native()
+        keep.append(program)
+        waiting = 5.0 if group.rank == 0 else 0.0
+        if group.rank < 2:  # rank 2 has been killed
+            group.programs[program] = SimpleNamespace(progress=("twice", 17, 16 + group.rank, waiting), close=lambda: None)
+            group._members["cuda"] = native
+            watchdog.watch(group)
+            while native.aborted is None:
+                time.sleep(0.01)
+            with pytest.raises(ExecutionError, match="can do nothing any more: group 'default': rank 0: call 17 of twice"):
+                group.check()
+            return native.aborted
+        time.sleep(8)
+        return ""
+
+    reports = as_processes(3, rank)
+    expected = """group 'default': rank 0: call 17 of twice is not done after 1 seconds
+  rank 0: twice: 17 calls, 16 done
+  rank 1: twice: 17 calls, 17 done
+  rank 2: does not answer"""
+    assert reports == [expected, expected, ""]
+    assert f"hostweave: {expected}\n" in capsys.readouterr().err
+
+
+# --- communicators of the host ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def communicator() -> Iterator[Callable[[int], int]]:
+    device = ctypes.CDLL(str(NATIVE / "libhostweave_cpu.so"))
+    made: list[ctypes.c_void_p] = []
+
+    def make(count: int) -> int:
+        comms = (ctypes.c_void_p * count)()
+        assert device.ncclCommInitAll(comms, count, None) == 0
+        made.extend(map(ctypes.c_void_p, comms))
+        return int(comms[0])
+
+    yield make
+    for comm in made:
+        device.ncclCommDestroy(comm)
+
+
+def test_communicators_that_the_host_owns(communicator: Callable[[int], int]) -> None:
+    @hw.fusion(mesh=hw.Mesh(dp=1, tp=1), x=hw.f32["M@dp", "K@tp"])
+    def total(x):
+        return hw.sum(x, axis=1)
+
+    program = hw.compile(total)
+    group = hw.init(hw.Communicators({"tp": communicator(1)}, 0, 1), "owned")
+    np.testing.assert_array_equal(program(X, group=group), X.sum(1))
+    group.close()
+    for communicators, message in (
+        ({"dp": communicator(1)}, "total: no communicator along tp; pass one for every team that the program uses"),
+        ({"tp": communicator(2)}, "total: the communicator along tp: is rank 0 of 2, and the mesh has rank 0 of 1 here"),
+    ):
+        group = hw.init(hw.Communicators(communicators, 0, 1), "owned")
+        with pytest.raises(ArgumentError) as caught:
+            program(X, group=group)
+        assert str(caught.value) == message
+        group.close()

@@ -1,0 +1,582 @@
+"""Providers and their stores: threads, processes over TCP, torch.distributed, MPI."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hostweave.errors import ArgumentError, ExecutionError
+from hostweave.runtime.launcher import first_node, launched, read_launch
+from hostweave.runtime.meeting import Absent, Failed, Meeting, StoreMeeting, Table, ThreadMeeting
+from hostweave.runtime.providers import (
+    MPI,
+    Alone,
+    Communicators,
+    Environment,
+    Threads,
+    TorchStore,
+    _TorchKeys,
+    close_servers,
+    default_provider,
+)
+from hostweave.runtime.rendezvous import World, meet
+from hostweave.runtime.stores import MemoryStore, Store, StoreClosed
+from hostweave.runtime.tcp import TcpServer, TcpStore
+
+TORCH = importlib.util.find_spec("torch") is not None
+needs_torch = pytest.mark.skipif(not TORCH, reason="torch is not installed")
+
+
+class FakeTorchStore:
+    """What is used of a torch.distributed store, where torch is not installed."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: bytes) -> None:
+        self._values[key] = value
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+    def get(self, key: str) -> bytes:
+        return self._values[key]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def run_processes(script: str, environments: list[dict[str, str]], timeout: float = 60) -> list[str]:
+    """What each process prints. The first that fails fails the test."""
+    clean = {name: value for name, value in os.environ.items() if not launched({name: value}) and not name.startswith("MASTER_")}
+    processes = [
+        subprocess.Popen([sys.executable, "-c", script], env=clean | one, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for one in environments
+    ]
+    outputs = [process.communicate(timeout=timeout)[0] for process in processes]
+    for process, output in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, output
+    return [output.strip() for output in outputs]
+
+
+def in_threads(count: int, function: Any) -> list[Any]:
+    """What `function(rank)` returns, or the exception that it raises, for every rank."""
+    results: list[Any] = [None] * count
+
+    def call(rank: int) -> None:
+        try:
+            results[rank] = function(rank)
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=call, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+# --- stores -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server() -> Iterator[TcpServer]:
+    server = TcpServer([("127.0.0.1", 0)], "job")
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def tcp_store(server: TcpServer) -> Iterator[TcpStore]:
+    store = TcpStore([("127.0.0.1", server.port)], "job", 5)
+    yield store
+    store.close()
+
+
+@pytest.fixture(params=["memory", "tcp", *(["torch file", "torch hash"] if TORCH else ["torch fake"])])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    if request.param == "memory":
+        return MemoryStore()
+    if request.param == "tcp":
+        found: Store = request.getfixturevalue("tcp_store")
+        return found
+    if request.param == "torch fake":
+        return _TorchKeys(FakeTorchStore())
+    import torch.distributed as dist
+
+    kept = dist.FileStore(str(tmp_path / "store"), -1) if request.param == "torch file" else dist.HashStore()
+    return TorchStore(kept, rank=0, count=1).store("default", 1)
+
+
+def test_a_value_is_there_until_it_is_replaced(store: Store) -> None:
+    store.set("key", b"one\0\xff")
+    assert store.get("key", 0) == b"one\0\xff"
+    store.set("key", b"")
+    assert store.get("key", 0) == b""
+    assert store.get("key", 5) == b""
+
+
+def test_get_waits_and_gives_up(store: Store) -> None:
+    started = time.monotonic()
+    with pytest.raises(TimeoutError):
+        store.get("never", 0.2)
+    assert 0.2 <= time.monotonic() - started < 2
+    with pytest.raises(TimeoutError):
+        store.get("never", 0)
+    threading.Timer(0.1, store.set, ("late", b"value")).start()
+    assert store.get("late", 10) == b"value"
+
+
+def test_threads_wait_side_by_side(store: Store) -> None:
+    def exchange(rank: int) -> bytes:
+        if rank == 3:
+            time.sleep(0.1)
+        store.set(f"from {rank}", bytes([rank]))
+        return b"".join(store.get(f"from {other}", 10) for other in range(4))
+
+    assert in_threads(4, exchange) == [b"\0\1\2\3"] * 4
+
+
+def test_a_large_value_over_tcp(tcp_store: TcpStore) -> None:
+    value = os.urandom(3_000_000)
+    tcp_store.set("large", value)
+    assert tcp_store.get("large", 1) == value
+
+
+def test_the_port_of_another_job_is_passed_over(server: TcpServer) -> None:
+    ours = TcpServer([("127.0.0.1", 0)], "ours")
+    store = TcpStore([("127.0.0.1", server.port), ("127.0.0.1", ours.port)], "ours", 5)
+    store.set("key", b"ours")
+    stranger = TcpStore([("127.0.0.1", server.port)], "job", 5)
+    with pytest.raises(TimeoutError):
+        stranger.get("key", 0)
+    for one in (store, stranger, ours):
+        one.close()
+
+
+def test_a_port_that_is_taken_is_passed_over() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        free = rf"no port from {port} to {port} is free for the store of rank 0 .*; set HOSTWEAVE_PORT to another on all ranks"
+        with pytest.raises(ExecutionError, match=free):
+            TcpServer([("127.0.0.1", port)], "job")
+        server = TcpServer([("127.0.0.1", port), ("127.0.0.1", 0)], "job")
+        server.close()
+
+
+def test_no_server_to_reach() -> None:
+    port = free_port()
+    unreachable = rf"the store of rank 0 cannot be reached on 127.0.0.1, port {port} \(.*\); is rank 0 running there\?"
+    with pytest.raises(ExecutionError, match=unreachable):
+        TcpStore([("127.0.0.1", port)], "job", 0.2)
+
+
+def test_a_server_that_closes_says_goodbye(server: TcpServer) -> None:
+    store = TcpStore([("127.0.0.1", server.port)], "job", 5)
+    store.set("key", b"value")
+    threading.Timer(0.1, server.close).start()
+    with pytest.raises(StoreClosed):
+        store.get("never", 30)
+    server.close()
+    with socket.create_server(("127.0.0.1", server.port)):
+        pass  # the port is free again
+    store.close()
+
+
+def test_a_will_is_done_when_a_process_dies_and_only_then(server: TcpServer, tcp_store: TcpStore) -> None:
+    script = f"""
+import os
+from hostweave.runtime.tcp import TcpStore
+store = TcpStore([("127.0.0.1", {server.port})], "job", 5)
+store.leave_will("will of " + os.environ["WHO"], b"died")
+if os.environ["WHO"] == "one":
+    os.kill(os.getpid(), 9)
+store.close()
+"""
+    clean = dict(os.environ)
+    for who, status in (("one", -9), ("two", 0)):
+        assert subprocess.run([sys.executable, "-c", script], env=clean | {"WHO": who}).returncode == status
+    assert tcp_store.get("will of one", 5) == b"died"
+    with pytest.raises(TimeoutError):
+        tcp_store.get("will of two", 0.3)
+
+
+def test_a_dead_server_is_an_error() -> None:
+    script = """
+from hostweave.runtime.tcp import TcpServer
+server = TcpServer([("127.0.0.1", 0)], "job")
+print(server.port, flush=True)
+input()
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    store = TcpStore([("127.0.0.1", int(process.stdout.readline()))], "job", 5)
+    process.kill()
+    process.communicate()
+    with pytest.raises(ExecutionError, match=r"the store in the process of rank 0 does not answer \(.*\); has that process ended\?"):
+        store.get("key", 5)
+    store.close()
+
+
+# --- launchers --------------------------------------------------------------------------------------------------------
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+
+
+def test_torchrun() -> None:
+    launch = read_launch(TORCHRUN | {"TORCHELASTIC_RUN_ID": "run"})
+    assert (launch.rank, launch.count, launch.local_rank, launch.host) == (3, 8, 1, "node0")
+    assert launch.ports == tuple(range(32500, 32516))
+    assert launch.job == "run 29500"
+
+
+def test_the_store_is_never_on_the_port_of_torch_distributed() -> None:
+    for port in ("1024", "29500", "61000", "65000", "65535"):
+        ports = read_launch(TORCHRUN | {"MASTER_PORT": port}).ports
+        assert int(port) not in ports
+        assert 1024 <= min(ports) <= max(ports) < 65536
+    assert read_launch(TORCHRUN | {"HOSTWEAVE_PORT": "7000"}).ports == (7000,)
+
+
+def test_open_mpi() -> None:
+    launch = read_launch(
+        {
+            "OMPI_COMM_WORLD_SIZE": "4",
+            "OMPI_COMM_WORLD_RANK": "2",
+            "OMPI_COMM_WORLD_LOCAL_RANK": "2",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+            "PMIX_NAMESPACE": "prterun-1",
+        }
+    )
+    assert (launch.rank, launch.count, launch.local_rank, launch.host, launch.job) == (2, 4, 2, "127.0.0.1", "prterun-1")
+
+
+def test_mpich() -> None:
+    launch = read_launch({"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"})
+    assert (launch.rank, launch.count, launch.local_rank, launch.host) == (1, 2, 1, "127.0.0.1")
+    assert launch.job == f"parent {os.getppid()}"
+
+
+def test_slurm() -> None:
+    step = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "16", "SLURM_LOCALID": "5", "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0"}
+    launch = read_launch(step | {"SLURM_STEP_NODELIST": "gpu[03-04]"})
+    assert (launch.rank, launch.count, launch.local_rank, launch.host, launch.job) == (5, 16, 5, "gpu03", "77 0")
+    assert not launched({"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "77"})  # the batch script itself
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("gpu[03-05,9],login1", "gpu03"), ("a1,a2", "a1"), ("host", "host"), ("rack[1-2]node[4,7]", "rack1node4"), ("n[7]-ib", "n7-ib")],
+)
+def test_the_first_node_of_slurm(nodes: str, first: str) -> None:
+    assert first_node(nodes) == first
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        (
+            {},
+            "hw.Environment: none of WORLD_SIZE, OMPI_COMM_WORLD_SIZE, PMI_SIZE, SLURM_STEP_ID is set; "
+            "start the script with torchrun, mpirun or srun",
+        ),
+        ({"WORLD_SIZE": "2"}, "hw.Environment: RANK='' is not a number; start the script with a launcher"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "hw.Environment: RANK=2 and WORLD_SIZE=2: ranks go from 0 to 1"),
+        (
+            {"WORLD_SIZE": "2", "RANK": "0"},
+            "hw.Environment: the host of rank 0 is not known; set MASTER_ADDR to it on all ranks, or use hw.MPI()",
+        ),
+    ],
+)
+def test_an_environment_that_does_not_say_enough(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        Environment(environ)
+    assert str(caught.value) == message
+
+
+def test_the_default_provider(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if launched({name: ""})]:
+        monkeypatch.delenv(name)
+    assert default_provider().rank_and_count("default") == (0, 1)
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    assert default_provider().rank_and_count("default") == (3, 8)
+
+
+# --- providers --------------------------------------------------------------------------------------------------------
+
+
+def test_threads_have_ranks_as_they_come_and_give_them_back() -> None:
+    provider = Threads(2)
+    assert provider.rank_and_count("a") == provider.rank_and_count("b") == (0, 2)
+    assert in_threads(1, lambda _: provider.rank_and_count("a")) == [(1, 2)]
+    assert in_threads(1, lambda _: provider.rank_and_count("a")) == [(1, 2)]
+    holding = threading.Event()
+    holder = threading.Thread(target=lambda: (provider.rank_and_count("a"), holding.wait()))
+    holder.start()
+    (refused,) = in_threads(1, lambda _: provider.rank_and_count("a"))
+    assert str(refused) == "hw.Threads: this is a thread more than the 2 ranks; make one with more ranks"
+    holding.set()
+    holder.join()
+
+
+def test_threads_run() -> None:
+    provider = Threads(3)
+    assert provider.run(lambda rank: (rank, provider.rank_and_count("g"))) == [(rank, (rank, 3)) for rank in range(3)]
+    with pytest.raises(ArgumentError, match=r"^hw\.Threads: 0 ranks; a world has at least 1"):
+        Threads(0)
+
+
+def test_a_thread_that_raises_ends_the_waiting_of_the_others() -> None:
+    provider = Threads(3)
+    waited: list[str] = []
+
+    def rank(rank: int) -> None:
+        if rank == 1:
+            raise ValueError("no data")
+        try:
+            meet(provider.store("default", 60), "default", rank, 3, 60)
+        except ExecutionError as error:
+            waited.append(str(error))
+            raise
+
+    with pytest.raises(ValueError, match="no data"):
+        provider.run(rank)
+    assert waited == ["rank 1: ValueError: no data"] * 2
+    assert provider.run(lambda rank: len(meet(provider.store("default", 60), "default", rank, 3, 60).hellos)) == [3] * 3
+
+
+def test_processes_meet_over_tcp() -> None:
+    script = """
+from hostweave.runtime.providers import Environment
+from hostweave.runtime.rendezvous import meet
+provider = Environment()
+rank, count = provider.rank_and_count("default")
+store = provider.store("default", 20)
+worlds = [meet(store, group, rank, count, 20) for group in ("default", "other", "default")]
+print(provider.local_rank, [w.local_rank(rank) for w in worlds], [w.shares_process(rank) for w in worlds], *[w.prefix for w in worlds])
+from hostweave.runtime.meeting import StoreMeeting
+StoreMeeting(store, worlds[0].prefix, rank, count).gather("done", 20)
+store.close()
+"""
+    common = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    outputs = run_processes(script, [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(3)])
+    prefixes = outputs[0].split()[-3:]
+    assert len(set(prefixes)) == 3
+    assert outputs == [" ".join([str(rank), str([rank] * 3), str([False] * 3), *prefixes]) for rank in range(3)]
+
+
+@needs_torch
+def test_beside_torch_distributed_by_the_same_environment() -> None:
+    """torch.distributed takes MASTER_PORT, before or after; its default store serves as well."""
+    script = """
+import os
+import torch.distributed as dist
+from hostweave.runtime.meeting import StoreMeeting
+from hostweave.runtime.providers import Environment, TorchStore
+from hostweave.runtime.rendezvous import meet
+rank = int(os.environ["RANK"])
+def world(provider):
+    store = provider.store("default", 20)
+    found = meet(store, "default", *provider.rank_and_count("default"), 20)
+    return StoreMeeting(store, found.prefix, rank, 2).gather(f"from {rank}", 20)
+before = world(Environment())
+dist.init_process_group("gloo")
+print(before, world(Environment()), world(TorchStore()))
+dist.barrier()
+dist.destroy_process_group()
+"""
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    outputs = run_processes(script, [common | {"RANK": str(rank)} for rank in range(2)])
+    assert outputs == [" ".join(["['from 0', 'from 1']"] * 3)] * 2
+
+
+@needs_torch
+def test_torch_store_of_tcp() -> None:
+    import torch.distributed as dist
+
+    port, done = free_port(), threading.Barrier(2)
+
+    def rank(rank: int) -> list[str]:
+        store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0, timeout=timedelta(seconds=20))
+        provider = TorchStore(store, rank, 2)
+        ours = provider.store("default", 20)
+        world = meet(ours, "default", *provider.rank_and_count("default"), 20)
+        records = StoreMeeting(ours, world.prefix, rank, 2).gather(str(rank), 20)
+        done.wait()
+        return records
+
+    assert in_threads(2, rank) == [["0", "1"]] * 2
+
+
+@needs_torch
+def test_torch_store_needs_torch_distributed() -> None:
+    with pytest.raises(ArgumentError) as caught:
+        TorchStore()
+    message = "hw.TorchStore: torch.distributed is not initialised; call init_process_group or pass store, rank and count"
+    assert str(caught.value) == message
+
+
+class FakeComm:
+    """What MPI() uses of an mpi4py communicator, for threads."""
+
+    def __init__(self, rank: int, shared: SimpleNamespace):
+        self._rank, self._shared = rank, shared
+
+    def Get_rank(self) -> int:
+        return self._rank
+
+    def Get_size(self) -> int:
+        return int(self._shared.count)
+
+    def bcast(self, value: Any, root: int) -> Any:
+        if self._rank == root:
+            self._shared.value = value
+        self._shared.barrier.wait()
+        return self._shared.value
+
+
+def test_mpi() -> None:
+    shared = SimpleNamespace(count=3, barrier=threading.Barrier(3), value=None)
+
+    def rank(rank: int) -> tuple[str, list[str]]:
+        provider = MPI(FakeComm(rank, shared))
+        store = provider.store("default", 20)
+        world = meet(store, "default", *provider.rank_and_count("default"), 20)
+        again = provider.store("default", 20)  # needs MPI no more
+        records = StoreMeeting(again, world.prefix, rank, 3).gather(str(rank), 20)
+        for one in (store, again):
+            assert isinstance(one, TcpStore)
+            one.close()
+        return world.prefix, records
+
+    results = in_threads(3, rank)
+    close_servers()
+    assert results == [(results[0][0], ["0", "1", "2"])] * 3
+
+
+def test_mpi_without_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", None)
+    with pytest.raises(ArgumentError, match=r"^hw\.MPI: mpi4py is not installed; pip install mpi4py$"):
+        MPI()
+
+
+def test_communicators_name_their_axes() -> None:
+    provider = Communicators({"tp": 1, ("dp", "tp"): 2}, rank=3, count=8)
+    assert provider.communicators == {"tp": 1, "dp, tp": 2}
+    assert provider.rank_and_count("default") == (3, 8)
+    assert provider.store("default", 1) is None
+
+
+# --- rendezvous -------------------------------------------------------------------------------------------------------
+
+
+def meet_all(store: Store, count: int, group: str = "default", timeout: float = 10) -> list[Any]:
+    return in_threads(count, lambda rank: meet(store, group, rank, count, timeout))
+
+
+def test_a_world_is_made_again_and_again(store: Store) -> None:
+    prefixes = set()
+    for group in ("default", "default", "other", "a/b", "a"):
+        worlds: list[World] = meet_all(store, 3, group)
+        assert worlds == [worlds[0]] * 3
+        assert [hello.rank for hello in worlds[0].hellos] == [0, 1, 2]
+        assert [worlds[0].local_rank(rank) for rank in range(3)] == [0, 1, 2]
+        prefixes.add(worlds[0].prefix)
+    assert len(prefixes) == 5
+
+
+def test_alone() -> None:
+    store = Alone().store("default", 1)
+    assert isinstance(meet(store, "default", 0, 1, 1), World)
+
+
+def test_ranks_that_do_not_come() -> None:
+    store = MemoryStore()
+    errors = in_threads(2, lambda rank: meet(store, "default", rank, 4, 0.3))
+    assert [str(error) for error in errors] == [
+        f"hw.init: group 'default', rank {rank} of 4: ranks 2, 3 did not come within 0.3 seconds" for rank in range(2)
+    ]
+    late = in_threads(1, lambda _: meet(store, "default", 2, 4, 0.1))  # the others have given up
+    assert str(late[0]) == "hw.init: group 'default', rank 2 of 4: rank 3 did not come within 0.1 seconds"
+    assert all(isinstance(world, World) for world in meet_all(store, 4))
+
+
+def test_worlds_of_different_sizes() -> None:
+    store = MemoryStore()
+    errors = in_threads(4, lambda rank: meet(store, "default", rank, 4 if rank == 1 else 2 if rank < 2 else 4, 2 if rank < 2 else 0.5))
+    message = "hw.init: group 'default': rank 1 is in a world of 4 ranks, rank 0 in one of 2; start all with one size of world"
+    assert [str(error) for error in errors[:2]] == [message] * 2
+    assert all(isinstance(error, ExecutionError) for error in errors)
+
+
+def test_two_processes_of_one_rank() -> None:
+    store = MemoryStore()
+    errors = in_threads(3, lambda thread: meet(store, "default", min(thread, 1), 2, 0.5))
+    assert sum(isinstance(one, World) for one in errors) == 2
+    (refused,) = [str(error) for error in errors if isinstance(error, Exception)]
+    assert refused.startswith("hw.init: group 'default', rank")
+
+
+# --- meetings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["store", "threads"])
+def seats(request: pytest.FixtureRequest) -> list[Meeting]:
+    if request.param == "store":
+        store = MemoryStore()
+        return [StoreMeeting(store, "prefix", rank, 3) for rank in range(3)]
+    table = Table([None] * 3)
+    return [ThreadMeeting(table, rank) for rank in range(3)]
+
+
+def test_records_of_all(seats: list[Meeting]) -> None:
+    def rank(rank: int) -> list[list[str]]:
+        return [seats[rank].gather(f"{rank} in {number}", 10) for number in range(20)]
+
+    assert in_threads(3, rank) == [[[f"{rank} in {number}" for rank in range(3)] for number in range(20)]] * 3
+
+
+def test_a_rank_that_does_not_come(seats: list[Meeting]) -> None:
+    errors = in_threads(2, lambda rank: seats[rank].gather("", 0.3))
+    assert [type(error) for error in errors] == [Absent] * 2
+    assert [error.ranks for error in errors] == [(2,)] * 2
+
+
+def test_a_failure_ends_the_waiting(seats: list[Meeting]) -> None:
+    threading.Timer(0.1, seats[2].fail, ("rank 2: no data",)).start()
+    started = time.monotonic()
+    errors = in_threads(2, lambda rank: seats[rank].gather("", 30))
+    assert time.monotonic() - started < 5
+    assert [(type(error), str(error)) for error in errors] == [(Failed, "rank 2: no data")] * 2
+    seats[0].fail("another")
+    assert [seat.failure() for seat in seats] == ["rank 2: no data"] * 3
+
+
+def test_a_thread_that_has_ended() -> None:
+    gone = threading.Thread(target=lambda: None)
+    gone.start()
+    gone.join()
+    table = Table([None, None, gone])
+    errors = in_threads(2, lambda rank: ThreadMeeting(table, rank).gather("", 30))
+    assert [str(error) for error in errors] == ["rank 2: its thread has ended"] * 2
+
+
+def test_notes(seats: list[Meeting]) -> None:
+    seats[1].note("at call 3")
+    assert seats[0].notes() == [None, "at call 3", None]

@@ -1,0 +1,304 @@
+"""Calls of a program: results on every rank, calls in flight, threads, failures and Ctrl-C."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import hostweave as hw
+from hostweave.build.toolchain import find_compiler
+from hostweave.errors import ArgumentError, ExecutionError, ProgramError
+from hostweave.runtime.cpu import parallel, schedule, seeded
+
+RANKS = 4
+mesh = hw.Mesh(x=RANKS)
+
+
+@hw.fusion(mesh=mesh, x=hw.f32["M@x", "K"], w=hw.f32["K", "N"])
+def ag_matmul(x, w):
+    return hw.matmul(x, w).stream("M", chunks=RANKS)
+
+
+@hw.fusion(mesh=mesh, x=hw.f32["M@x", "K"])
+def total_and_twice(x):
+    return hw.sum(x, axis=0), x + x
+
+
+PROGRAM = hw.compile(ag_matmul)
+RANDOM = np.random.default_rng(0)
+
+
+def arguments() -> dict[str, np.ndarray]:
+    return {"x": RANDOM.integers(-4, 5, (16, 8)).astype(np.float32), "w": RANDOM.integers(-4, 5, (8, 12)).astype(np.float32)}
+
+
+def product(arrays: dict[str, np.ndarray]) -> np.ndarray:
+    return arrays["x"] @ arrays["w"]
+
+
+@pytest.fixture
+def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A function that makes a program of ag_matmul with one line of program.cpp, the first that has `what`, replaced."""
+
+    def make(what: str, replacement: str) -> hw.Program:
+        monkeypatch.setenv("HOSTWEAVE_EDIT", str(tmp_path))
+        _ = hw.compile(ag_matmul).folder
+        file = tmp_path / "ag_matmul" / "program.cpp"
+        lines = file.read_text().splitlines(keepends=True)
+        number = next(i for i, line in enumerate(lines) if what in line)
+        lines[number] = replacement.replace("LINE", lines[number])
+        file.write_text('#include "hostweave/errors.h"\n' + "".join(lines))
+        program = hw.compile(ag_matmul)
+        program.build()
+        monkeypatch.delenv("HOSTWEAVE_EDIT")
+        return program
+
+    return make
+
+
+def works() -> bool:
+    arrays = arguments()
+    return all(np.array_equal(y, product(arrays)) for y in PROGRAM.run(**arrays, ranks=True))
+
+
+def test_global_and_local_results() -> None:
+    arrays = arguments()
+    np.testing.assert_array_equal(PROGRAM.run(**arrays), product(arrays))
+    copies = PROGRAM.run(**arrays, ranks=True)
+    assert len(copies) == RANKS
+    for y in copies:
+        np.testing.assert_array_equal(y, product(arrays))
+
+
+def test_several_outputs_are_a_tuple() -> None:
+    program = hw.compile(total_and_twice)
+    x = arguments()["x"]
+    total, twice = program.run(x=x)
+    np.testing.assert_array_equal(total, x.sum(axis=0))
+    np.testing.assert_array_equal(twice, x + x)
+    for rank, (own_total, own_twice) in enumerate(program.run(x=x, ranks=True)):
+        np.testing.assert_array_equal(own_total, x.sum(axis=0))
+        np.testing.assert_array_equal(own_twice, (x + x)[4 * rank : 4 * rank + 4])
+
+
+def test_sizes_may_change_from_call_to_call() -> None:
+    for rows, inner, columns in ((4, 1, 1), (64, 32, 16), (8, 2, 3), (64, 32, 16)):
+        x, w = np.ones((rows, inner), np.float32), np.ones((inner, columns), np.float32)
+        np.testing.assert_array_equal(PROGRAM.run(x=x, w=w), np.full((rows, columns), inner))
+
+
+@pytest.mark.parametrize("picker", ["mixed", "uniform", "pct", "hosts"])
+def test_calls_in_flight(picker: str) -> None:
+    for seed in range(5):
+        calls = [arguments() for _ in range(3)]
+        with seeded(seed, picker):
+            for arrays, results in zip(calls, PROGRAM.run_in_flight(calls, poison=True), strict=True):
+                for y in results:
+                    np.testing.assert_array_equal(y, product(arrays))
+
+
+def test_calls_in_flight_have_one_shape() -> None:
+    other = {"x": np.ones((8, 8), np.float32), "w": np.ones((8, 12), np.float32)}
+    with pytest.raises(ArgumentError) as error:
+        PROGRAM.run_in_flight([arguments(), other])
+    assert str(error.value) == "ag_matmul: x: calls that are run together have one shape"
+    assert works()
+
+
+def test_a_dropped_wait_shows(broken) -> None:
+    program = broken(".join(caller)", "")
+    wrong = 0
+    for seed in range(10):
+        calls = [arguments() for _ in range(3)]
+        with seeded(seed, check_dependencies=False):
+            results = program.run_in_flight(calls, poison=True)
+        wrong += not all(np.array_equal(y, product(a)) for a, copies in zip(calls, results, strict=True) for y in copies)
+    assert wrong > 0
+    with seeded(0), pytest.raises(ExecutionError, match=r"^ag_matmul: "):
+        program.run_in_flight([arguments() for _ in range(3)], poison=True)
+    assert works()
+
+
+def test_schedules_nest_and_end() -> None:
+    with seeded(3, "pct"):
+        assert (schedule().seeded, schedule().seed, schedule().picker) == (True, 3, 2)
+        with parallel(timeout_seconds=5):
+            assert (schedule().seeded, schedule().timeout_seconds) == (False, 5)
+        assert schedule().seeded
+    assert not schedule().seeded
+    with pytest.raises(ArgumentError) as error, seeded(0, "best"):
+        pass
+    assert str(error.value) == "seeded: no picker 'best'; the pickers are mixed, uniform, pct, hosts"
+
+
+def test_measure() -> None:
+    times = PROGRAM.measure(**arguments(), warmups=1, repetitions=3)
+    assert [len(rank) for rank in times] == [3] * RANKS
+    assert all(t.enqueue_us > 0 and t.total_ms > 0 for rank in times for t in rank)
+
+
+def test_programs_of_several_sizes_and_threads() -> None:
+    @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "K"])
+    def total(x):
+        return hw.sum(x, axis=0)
+
+    other = hw.compile(total)
+    failures: list[int] = []
+
+    def call(rows: int) -> None:
+        for _ in range(10):
+            x = np.ones((4 * rows, 3), np.float32)
+            w = np.ones((3, rows), np.float32)
+            if not (works() and np.array_equal(PROGRAM.run(x=x, w=w), x @ w) and np.array_equal(other.run(x=x), x.sum(axis=0))):
+                failures.append(rows)
+
+    threads = [threading.Thread(target=call, args=(rows,)) for rows in (1, 2, 3, 4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_other_threads_go_on_while_a_program_runs(broken) -> None:
+    program = broken("cublasLtMatmul(", "for (int i = 0; i < 2000; ++i) LINE")
+    done = threading.Event()
+    caller = threading.Thread(target=lambda: (program.run(**arguments()), done.set()))
+    caller.start()
+    count = 0
+    while not done.is_set():
+        count += 1
+        time.sleep(0)
+    caller.join()
+    assert count > 10
+
+
+@pytest.mark.parametrize("mode", [parallel(), seeded(1)], ids=["parallel", "seeded"])
+def test_a_send_that_is_missing(broken, mode) -> None:
+    program = broken("ncclSend", "")
+    with mode, pytest.raises(ExecutionError) as error:
+        program.run(**arguments())
+    first, *others = str(error.value).splitlines()
+    assert first == "ag_matmul: deadlock: no rank can go on"
+    assert any("rank 3" in line and "recv" in line and "program.cpp" in line for line in others)
+    assert works()
+
+
+def test_a_rank_that_fails_stops_the_others(broken) -> None:
+    program = broken(
+        "ncclSend", 'if (rank_.index() == 2) throw hw::ExecutionError("made by hand");LINE'.replace("x_coordinate()", "rank_.index()")
+    )
+    for _ in range(2):
+        with pytest.raises(ExecutionError) as error:
+            program.run(**arguments())
+        assert str(error.value) == "ag_matmul: made by hand"
+        assert works()
+
+
+def test_arguments_that_the_program_refuses_break_nothing() -> None:
+    with pytest.raises(ArgumentError):
+        hw.compile(ag_matmul).run(x=np.ones((4, 2), np.float32), w=np.ones((3, 2), np.float32))
+    assert works()
+
+
+def test_close() -> None:
+    program = hw.compile(ag_matmul)
+    program.run(**arguments())
+    program.close()
+    program.close()
+    with pytest.raises(ExecutionError) as error:
+        program.run(**arguments())
+    assert str(error.value) == "ag_matmul: the program is closed; compile it again"
+    assert works()
+    del program
+    gc.collect()
+
+
+def test_properties() -> None:
+    assert PROGRAM.fusion_ir == str(ag_matmul)
+    assert PROGRAM.source == PROGRAM.sources["program.cpp"] == hw.compile(ag_matmul, target="cuda").source
+    assert repr(PROGRAM) == "<hostweave program ag_matmul for cpu on mesh(x=4)>"
+    again = hw.compile(hw.HostProgram.parse(PROGRAM.host_ir))
+    assert again.host_ir == PROGRAM.host_ir
+    arrays = arguments()
+    np.testing.assert_array_equal(again.run(**arrays), product(arrays))
+    with pytest.raises(ProgramError) as error:
+        _ = again.fusion_ir
+    assert str(error.value) == "ag_matmul: was compiled from host IR and has no fusion IR; see host_ir"
+    with pytest.raises(ProgramError) as error:
+        hw.compile(ag_matmul, target="tpu")
+    assert str(error.value) == "ag_matmul: no target 'tpu'; the targets are cpu and cuda"
+
+
+def test_without_gpus() -> None:
+    from hostweave.build import cuda
+
+    if cuda.gpus() or cuda.find_cuda().missing:
+        pytest.skip("needs the CUDA libraries and no GPU")
+    with pytest.raises(ExecutionError, match=r"^ag_matmul: no GPU can be used: "):
+        hw.compile(ag_matmul, target="cuda").run(**arguments())
+
+
+def test_ctrl_c(broken) -> None:
+    program = broken("ncclSend", "for (volatile int i = 0; hw_cpu_failed() == 0;) hw_cpu_pause();LINE")
+    timer = threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        program.run(**arguments())
+    timer.join()
+    assert works()
+
+
+def test_a_forked_process_says_that_it_cannot_run_programs() -> None:
+    assert works()
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            PROGRAM.run(**arguments())
+        except ExecutionError as error:
+            os.write(write, str(error).encode())
+        gc.collect()
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as said:
+        assert said.read() == "programs ran before this process was forked and cannot run in it; start processes by spawn"
+    os.waitpid(child, 0)
+    assert works()
+
+
+def test_libraries_that_others_have_loaded_are_not_mistaken_for_the_cpu_device(tmp_path: Path) -> None:
+    (tmp_path / "other.cpp").write_text(
+        '#include <cstdlib>\nextern "C" {\n'
+        + "".join(
+            f"int {name}() {{ abort(); }}\n" for name in ("cudaMemcpyAsync", "cudaMalloc", "cublasLtMatmul", "ncclSend", "ncclGroupStart")
+        )
+        + "}\n"
+    )
+    other = tmp_path / "libother.so"
+    subprocess.run([str(find_compiler()), "-shared", "-fPIC", str(tmp_path / "other.cpp"), "-o", str(other)], check=True)
+    script = (
+        "import ctypes, numpy as np, hostweave as hw\n"
+        f"ctypes.CDLL({str(other)!r}, ctypes.RTLD_GLOBAL)\n"
+        f"program = hw.compile(hw.Fusion.parse({str(ag_matmul)!r}))\n"
+        "assert (program.run(x=np.ones((4, 2), np.float32), w=np.ones((2, 3), np.float32)) == 2).all()\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_the_process_ends_cleanly_with_programs_open() -> None:
+    script = (
+        "import numpy as np, hostweave as hw\n"
+        "@hw.fusion(mesh=hw.Mesh(x=4), x=hw.f32['M@x'])\n"
+        "def total(x):\n    return hw.sum(x, axis=0)\n"
+        "program = hw.compile(total)\n"
+        "assert program.run(x=np.ones(8, np.float32)) == 8\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,192 @@
+"""The command line: what each command prints, and that a mistake is one line on stderr and exit status 1."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hostweave.build import cache
+from hostweave.build.paths import EXAMPLES
+from hostweave.cli import main
+from hostweave.pipeline import PASSES
+
+GOLDEN = Path(__file__).parent / "golden"
+SEEDS = EXAMPLES / "seeds.py"
+P2P = f"{SEEDS}:ag_matmul_p2p"
+AT_FOUR = ("--set", "D=4", "--set", "S=3")
+Captured = pytest.CaptureFixture[str]
+
+
+def golden(name: str, stage: str) -> str:
+    return (GOLDEN / name / stage).read_text()
+
+
+def output_of(capsys: Captured, *arguments: str) -> str:
+    assert main(arguments) == 0
+    out, err = capsys.readouterr()
+    assert not err
+    return out
+
+
+def mistake_of(capsys: Captured, *arguments: str) -> str:
+    assert main(arguments) == 1
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.startswith("hostweave: ")
+    return err.removeprefix("hostweave: ").removesuffix("\n")
+
+
+# --- demo -------------------------------------------------------------------------------------------------------------
+
+
+def test_demo(capsys: Captured) -> None:
+    out = output_of(capsys, "demo", "--ranks", "4", "--target", "cpu")
+    for stage in ("input.hw", "lower_to_host.hw", "program.cpp"):
+        assert golden("ag_matmul_p2p", stage) in out
+    for rank in range(4):
+        assert f"rank {rank}: y [4, 512, 512] matches NumPy" in out
+    assert "us of host time" in out
+    folder = Path(out.split("sources: ")[1].strip())
+    assert (folder / "program.cpp").is_file()
+
+
+@pytest.mark.parametrize("name", ["matmul_rs_flat", "allreduce"])
+def test_demo_of_another_program(capsys: Captured, name: str) -> None:
+    out = output_of(capsys, "demo", "--program", name, "--ranks", "3", "--target", "cpu")
+    assert out.count("matches NumPy") == 3
+
+
+def test_demo_of_a_wrong_result(capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOSTWEAVE_EDIT", str(tmp_path))
+    command = ("demo", "--program", "allreduce", "--ranks", "2", "--target", "cpu")
+    assert main(command) == 0
+    source = tmp_path / "allreduce" / "program.cpp"
+    source.write_text(source.read_text().replace("ncclSum", "ncclMax"))
+    capsys.readouterr()
+    assert main(command) == 1
+    assert capsys.readouterr().out.count("DIFFERS from NumPy") == 2
+
+
+def test_demo_of_no_program(capsys: Captured) -> None:
+    message = mistake_of(capsys, "demo", "--program", "nothing")
+    assert message.startswith("demo: no program 'nothing'; one of allgather, allreduce, ")
+
+
+# --- inspect ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", ["input", *(apply.__name__ for apply in PASSES)])
+def test_inspect_after_each_pass(capsys: Captured, stage: str) -> None:
+    assert output_of(capsys, "inspect", P2P, *AT_FOUR, "--after", stage) == golden("ag_matmul_p2p", f"{stage}.hw")
+
+
+def test_inspect_shows_every_stage(capsys: Captured) -> None:
+    out = output_of(capsys, "inspect", P2P, *AT_FOUR, "--after", "all")
+    stages = ["input", *(apply.__name__ for apply in PASSES)]
+    assert out == "\n".join(f"# ---- {stage}\n{golden('ag_matmul_p2p', f'{stage}.hw')}" for stage in stages)
+
+
+def test_inspect_shows_the_sources(capsys: Captured) -> None:
+    out = output_of(capsys, "inspect", P2P, *AT_FOUR)
+    for path in ("program.h", "program.cpp", "binding.cpp"):
+        assert f"// ==== {path}\n{golden('ag_matmul_p2p', path)}" in out
+
+
+@pytest.mark.parametrize("stage", ["input", "choose_overlap", "lower_to_host"])
+def test_inspect_goes_on_from_ir_text(capsys: Captured, stage: str) -> None:
+    file = GOLDEN / "ag_matmul_p2p" / f"{stage}.hw"
+    assert golden("ag_matmul_p2p", "program.cpp") in output_of(capsys, "inspect", str(file))
+
+
+def test_streams(capsys: Captured) -> None:
+    assert "streams(ring[2])" in output_of(capsys, "inspect", P2P, "--streams", "2", "--after", "lower_to_host")
+
+
+def test_the_only_program_of_a_file_needs_no_name(capsys: Captured, tmp_path: Path) -> None:
+    file = tmp_path / "one.py"
+    file.write_text("import hostweave as hw\n\n\n@hw.fusion(x=hw.f32['N'])\ndef one(x):\n    return -x\n")
+    assert "fusion @one(%x: f32[N])" in output_of(capsys, "inspect", str(file), "--after", "input")
+
+
+def test_programs_that_cannot_be_loaded(capsys: Captured, tmp_path: Path) -> None:
+    missing, broken, text, empty = (tmp_path / name for name in ("missing.py", "broken.py", "text.hw", "empty.py"))
+    broken.write_text("import hostweave as hw\nfusion = = 3\n")
+    text.write_text("fusion @f(%x: f33[N]) mesh() {\n")
+    empty.write_text("x = 1\n")
+    remedy = "give FILE.py:FUSION, or FILE.hw with the text of an IR"
+    assert mistake_of(capsys, "inspect", str(missing)) == f"{missing}: No such file or directory; {remedy}"
+    assert mistake_of(capsys, "inspect", "missing.hw") == f"missing.hw: No such file or directory; {remedy}"
+    assert mistake_of(capsys, "inspect", str(broken)) == f"{broken}:2: invalid syntax"
+    assert mistake_of(capsys, "inspect", str(text)).startswith(f"{text}: line 1, column 15: unknown dtype 'f33'; one of ")
+    assert mistake_of(capsys, "inspect", str(empty)) == f"{empty}: defines no program; decorate a function with @hw.fusion"
+    assert mistake_of(capsys, "inspect", f"{SEEDS}:nothing").startswith(
+        f"{SEEDS}: no program 'nothing'; give {SEEDS}:NAME with one of allgather, "
+    )
+    assert mistake_of(capsys, "inspect", str(SEEDS)).startswith(f"{SEEDS}: several programs; give {SEEDS}:NAME with one of allgather, ")
+
+
+def test_constants_that_cannot_be_set(capsys: Captured) -> None:
+    def set_to(setting: str, program: str = P2P) -> str:
+        return mistake_of(capsys, "inspect", program, "--set", setting)
+
+    assert set_to("D") == "--set D: write NAME=VALUE"
+    assert set_to("Q=1") == "seeds.py: no top-level constant 'Q' to set"
+    assert set_to("D=x") == "--set D=x: x is no Python literal; quote a text twice, as in NAME='\"text\"'"
+    assert set_to("D=0").endswith("mesh axis x has size 0: it must be an int of at least 1")
+    file = str(GOLDEN / "add" / "input.hw")
+    assert set_to("D=1", file) == f"{file}: IR text has no constant 'D' to set; edit the text"
+
+
+def test_no_such_pass(capsys: Captured) -> None:
+    passes = ", ".join(apply.__name__ for apply in PASSES)
+    assert mistake_of(capsys, "inspect", P2P, "--after", "magic") == f"--after magic: no such stage; one of input, {passes}, all"
+
+
+# --- compile, export, doctor, cache -----------------------------------------------------------------------------------
+
+
+def test_compile_and_cache(capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOSTWEAVE_CACHE", str(tmp_path))
+    folder = Path(output_of(capsys, "compile", P2P, *AT_FOUR).strip())
+    assert folder.parent == tmp_path
+    assert (folder / "program.cpp").read_text() == golden("ag_matmul_p2p", "program.cpp")
+    assert (folder / "hostweave_program.so").is_file()
+    assert output_of(capsys, "cache", "path") == f"{tmp_path}\n"
+    (line,) = output_of(capsys, "cache").splitlines()
+    assert line.endswith(str(folder))
+    assert output_of(capsys, "cache", "clear") == f"removed 1 entries from {tmp_path}\n"
+    assert not cache.entries()
+
+
+def test_export(capsys: Captured, tmp_path: Path) -> None:
+    out = output_of(capsys, "export", P2P, str(tmp_path / "project"))
+    assert "cmake -S" in out
+    assert (tmp_path / "project" / "CMakeLists.txt").is_file()
+
+
+def test_doctor(capsys: Captured) -> None:
+    lines = output_of(capsys, "doctor").splitlines()
+    assert {line.split()[0] for line in lines} >= {"python", "compiler", "cpu", "gpus", "cuda", "cache"}
+    assert any(line.startswith("cpu") and "target cpu is ready" in line for line in lines)
+
+
+def test_doctor_without_a_compiler(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CXX", raising=False)
+    assert "missing: no C++ compiler: none of c++, g++ and clang++ is on PATH; apt install g++" in output_of(capsys, "doctor")
+
+
+def test_the_command_is_installed_and_knows_its_commands() -> None:
+    result = subprocess.run([sys.executable, "-m", "hostweave.cli", "--help"], capture_output=True, text=True, check=True)
+    for command in ("demo", "compile", "inspect", "export", "bench", "doctor", "cache"):
+        assert f"\n    {command} " in result.stdout
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    command = f"{sys.executable} -m hostweave.cli inspect {P2P} | head -1"
+    result = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)
+    assert result.stderr == ""
+    assert result.stdout.startswith("// ====")

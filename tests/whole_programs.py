@@ -1,0 +1,91 @@
+"""Programs compiled once for all tests, inputs for them, and what every rank must give."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+from example_programs import all_fusions, more_fusions
+from numpy.typing import NDArray
+
+import hostweave as hw
+from hostweave.analysis.instantiate import minimal_sizes
+from hostweave.fusion.extent import Extent
+from hostweave.fusion.ir import Fusion
+from hostweave.fusion.reference import Tolerance, run_reference, tolerance_of
+from hostweave.fusion.types import Dim, DType, TensorType
+from hostweave.host.ir import HostProgram
+from hostweave.options import Options
+from hostweave.pipeline import lower
+from hostweave.runtime.arrays import numpy_dtype
+from hostweave.runtime.shards import bind_sizes, block_of, global_shape
+
+Array = NDArray[Any]
+Arrays = dict[str, Array]
+
+ONE_DEVICE = tuple(name for name, fusion in all_fusions().items() if fusion.mesh.size == 1)
+SEVERAL = tuple(name for name, fusion in {**all_fusions(), **more_fusions()}.items() if fusion.mesh.size > 1)
+
+
+def fusion_of(name: str, ranks: int, chunks: int, dtype: DType) -> Fusion:
+    """A program of the examples or of `more_programs.py`."""
+    found = all_fusions(ranks, chunks, dtype)
+    return found[name] if name in found else more_fusions(ranks, dtype)[name]
+
+
+@cache
+def lowered(fusion: Fusion) -> HostProgram:
+    return lower(fusion, Options())
+
+
+@cache
+def compiled(program: Fusion | HostProgram, target: str = "cpu", options: Options | None = None) -> hw.Program:
+    return hw.compile(program, target=target, options=options)
+
+
+def sizes_of(program: Fusion | HostProgram, times: int = 3) -> dict[str, int]:
+    """A size for every name, `times` the smallest ones that the program can be cut into chunks and shards for."""
+    host = lowered(program) if isinstance(program, Fusion) else program
+    return {name: size * times for name, size in minimal_sizes(host).items()}
+
+
+def at_sizes(fusion: Fusion, sizes: Mapping[str, int]) -> Fusion:
+    """The same program with ints for its symbolic sizes."""
+
+    def known(type: TensorType) -> TensorType:
+        return replace(type, dims=tuple(Dim(Extent(dim.extent.bind(sizes)), dim.axes) for dim in type.dims))
+
+    return replace(
+        fusion,
+        inputs=tuple(replace(value, type=known(value.type)) for value in fusion.inputs),
+        ops=tuple(replace(op, result=replace(op.result, type=known(op.result.type))) for op in fusion.ops),
+    )
+
+
+def random_arrays(program: Fusion | HostProgram, sizes: Mapping[str, int], seed: int) -> Arrays:
+    """Inputs of magnitude about 1 and of either sign."""
+    random = np.random.default_rng(seed)
+    return {v.name: random.standard_normal(global_shape(v.type, sizes)).astype(numpy_dtype(v.type.dtype)) for v in program.inputs}
+
+
+def integer_arrays(program: Fusion | HostProgram, sizes: Mapping[str, int], seed: int) -> Arrays:
+    """Inputs of -1, 0 and 1: their sums are exact in every dtype. No two seeds give the same inputs."""
+    random = np.random.default_rng(seed)
+    return {v.name: random.integers(-1, 2, global_shape(v.type, sizes)).astype(numpy_dtype(v.type.dtype)) for v in program.inputs}
+
+
+def expect(fusion: Fusion, arrays: Arrays, ranks: Sequence[Any], exact: bool = False) -> None:
+    """Every rank's copy or block of every output is what NumPy gives, to the tolerance of its dtype where not `exact`."""
+    assert len(ranks) == fusion.mesh.size
+    shapes = {name: array.shape for name, array in arrays.items()}
+    sizes = bind_sizes(fusion.name, fusion.mesh, {v.name: v.type for v in fusion.inputs}, shapes, uneven=None)
+    for index, (output, want) in enumerate(zip(lowered(fusion).outputs, run_reference(fusion, arrays), strict=True)):
+        allowed = Tolerance(0.0, 0.0) if exact else tolerance_of(fusion, output.name, sizes)
+        for rank, results in enumerate(ranks):
+            got = results[index] if isinstance(results, tuple) else results
+            block = want[block_of(output.type, fusion.mesh, rank, want.shape)]
+            assert (got.dtype, got.shape) == (numpy_dtype(output.type.dtype), block.shape)
+            np.testing.assert_allclose(got.astype(want.dtype), block, allowed.rtol, allowed.atol, err_msg=f"rank {rank}, {output.name}")
