@@ -7,7 +7,7 @@ _ROOT = PACKAGE if (PACKAGE / "runtime_cpp").is_dir() else PACKAGE.parents[1]
 
 TEMPLATES = _ROOT / "templates"
 RUNTIME = _ROOT / "runtime_cpp"
-EXAMPLES = _ROOT / "examples"
+RUNTIME_INCLUDES = (RUNTIME / "include", RUNTIME / "driver" / "include")  # the program's part, and the part that Python calls it by
 EXAMPLES = _ROOT / "examples"
 BENCHMARKS = _ROOT / "benchmarks"
 NATIVE = PACKAGE / "native"  # what the installation built: libhostweave_cpu.so and the glue

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from hostweave.build.cache import digest_of, get_or_make, key_of, lookup
-from hostweave.build.paths import EMITTER, RUNTIME, TEMPLATES
+from hostweave.build.paths import EMITTER, RUNTIME, RUNTIME_INCLUDES, TEMPLATES
 from hostweave.build.toolchain import find_toolchain, require_native
 from hostweave.errors import BuildError
 
@@ -29,7 +29,7 @@ def build(name: str, host_ir: str, options: str, target: str, render: Callable[[
     toolchain = find_toolchain(target)
     require_native()
     edited = _edited_sources(name, host_ir, render)
-    generator = digest_of(EMITTER, TEMPLATES, RUNTIME / "include", RUNTIME / "cpu" / "include")
+    generator = digest_of(EMITTER, TEMPLATES, *RUNTIME_INCLUDES, RUNTIME / "cpu" / "include")
     entry = f"{name}-{key_of(host_ir, options, generator, toolchain.stamp, *(part for item in (edited or {}).items() for part in item))}"
     if folder := lookup(entry):
         return folder

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hostweave.build import cuda
-from hostweave.build.paths import NATIVE, RUNTIME
+from hostweave.build.paths import NATIVE, RUNTIME, RUNTIME_INCLUDES
 from hostweave.errors import BuildError
 
 TARGETS = ("cpu", "cuda")
@@ -52,10 +52,10 @@ def find_toolchain(target: str) -> Toolchain:
     """The toolchain of a target. Raises BuildError where a part is missing, with what to install."""
     compiler = find_compiler()
     if target == "cpu":
-        return Toolchain(target, compiler, (RUNTIME / "include", RUNTIME / "cpu" / "include"), ())
+        return Toolchain(target, compiler, (*RUNTIME_INCLUDES, RUNTIME / "cpu" / "include"), ())
     found = cuda.find_cuda().require()
     libraries = tuple(part.path for part in found.libraries if part.path)
-    return Toolchain(target, compiler, (RUNTIME / "include", *found.include_folders), libraries, found.nvrtc.path, cuda.arch())
+    return Toolchain(target, compiler, (*RUNTIME_INCLUDES, *found.include_folders), libraries, found.nvrtc.path, cuda.arch())
 
 
 def find_compiler() -> Path:

@@ -17,7 +17,6 @@ from hostweave.host.ir import HostProgram, Parameter
 
 SIZE = 1024  # of every symbolic dim, where the user gives no other: the next multiple that the program takes
 RANK = "r"
-_OF_PYTHON = ("abi", "jit", "runner", "world")  # parts of the runtime that no exported program needs
 _OF_CMAKE = ("all", "clean", "help", "install", "package", "test")  # targets that are CMake's own
 
 
@@ -103,8 +102,6 @@ def _twin(parameter: Parameter, mesh: Mesh) -> str:
 
 
 def _copy_runtime(folder: Path) -> None:
-    def skipped(directory: str, names: list[str]) -> list[str]:
-        return [name for name in names if name.split(".")[0].split("_")[0] in _OF_PYTHON]
-
+    """All but the driver, by which Python calls a program."""
     for part in ("include", "src", "cpu"):
-        shutil.copytree(RUNTIME / part, folder / part, ignore=skipped, dirs_exist_ok=True)
+        shutil.copytree(RUNTIME / part, folder / part, dirs_exist_ok=True)
