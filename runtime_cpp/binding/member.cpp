@@ -90,6 +90,7 @@ void bind_member(py::module_& m) {
   py::class_<hw::Member, Holder<hw::Member>>(m, "Member", py::module_local())
       .def(py::init<std::string, int, int64_t, int64_t>(), py::arg("group"), py::arg("device"), py::arg("rank"), py::arg("count"))
       .def_property_readonly("device", &hw::Member::device)
+      .def_property_readonly("stopped", &hw::Member::stopped)
       .def("abort", &hw::Member::abort, py::arg("reason"), py::call_guard<py::gil_scoped_release>());
 
   m.def("device_for", &hw::Member::device_for, py::arg("rank"), py::arg("local_rank"));

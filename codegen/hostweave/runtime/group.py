@@ -200,14 +200,15 @@ class Group:
             self.fail(f"rank {self.rank}: {error}")
             raise
 
-    def run(self, program: str, call: Callable[[], None]) -> None:
+    def run(self, program: str, member: Any, call: Callable[[], None]) -> None:
         """Makes a call that all ranks make. Where it fails here, it fails on all."""
         try:
             call()
         except BaseException as error:
-            first = self.meeting.failure()
-            self.fail(f"rank {self.rank}: {error}")
-            if first:  # which led to this one
+            reason = f"rank {self.rank}: {error}"
+            first = self.meeting.failure() or member.stopped or reason
+            self.fail(first)
+            if first != reason:  # but led to it
                 raise ExecutionError(f"{program}: {first}") from error
             raise
 

@@ -58,9 +58,9 @@ class LocalProgram:
                 module = program.module
             return module, group.member(module, self._target)
 
-        (self._module, member), _ = self._agreed(on_this_rank, group.timeout)
-        self._device: int = HOST if self._target == "cpu" else member.device
-        self._native: Any = group.connected(member, self._module)
+        (self._module, self._member), _ = self._agreed(on_this_rank, group.timeout)
+        self._device: int = HOST if self._target == "cpu" else self._member.device
+        self._native: Any = group.connected(self._member, self._module)
 
     @property
     def progress(self) -> tuple[str, int, int, float]:
@@ -70,7 +70,7 @@ class LocalProgram:
 
     def close(self) -> None:
         """Frees what the program holds on the rank."""
-        self._native = None
+        self._native = self._member = None
 
     def __call__(self, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None) -> Any:
         """Calls the program with the rank's arrays, as `Program` says."""
@@ -96,7 +96,7 @@ class LocalProgram:
                 group.fail(f"rank {group.rank}: {error}")
             raise
         addresses = [library.address(array) for library, array in outputs]
-        group.run(self._host.name, lambda: self._native.run(taken.addresses, addresses, taken.stream, self._schedule()))
+        group.run(self._host.name, self._member, lambda: self._native.run(taken.addresses, addresses, taken.stream, self._schedule()))
         if out is not None:
             return out
         results = tuple(library.give(array) for library, array in outputs)

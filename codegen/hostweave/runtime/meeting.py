@@ -141,6 +141,7 @@ class Table:
         self.records: dict[int, str] = {}  # of the present one
         self.result: list[str] = []  # of the last one
         self.left: set[int] = set()
+        self.absent: list[int] = []  # when the first rank gave up waiting, which the others do then too
         self.failure: str | None = None
         self.notes: list[str | None] = [None] * len(self.threads)
 
@@ -170,29 +171,29 @@ class ThreadMeeting:
         with table.changed:
             number = table.number
             table.records[self._rank] = record
-            try:
-                while table.number == number:
-                    if table.failure:
-                        raise Failed(table.failure)
-                    if len(table.records) == len(table.threads):
-                        table.finish()
-                        break
-                    self._wait(deadline)
-            except BaseException:
-                table.records.pop(self._rank, None)  # who comes later must not take it that this rank is here
-                raise
+            while table.number == number:
+                if table.failure:
+                    raise Failed(table.failure)
+                if table.absent:
+                    raise Absent(table.absent)
+                if len(table.records) == len(table.threads):
+                    table.finish()
+                    break
+                self._wait(deadline)
             return table.result
 
     def _wait(self, deadline: float) -> None:
-        """For another rank to come, a little while. Raises Failed or Absent where there is no hope."""
+        """For another rank to come, a little while. Raises Failed where one never will."""
         table = self._table
         absent = [rank for rank in range(len(table.threads)) if rank not in table.records]
         if gone := next(filter(None, map(self._gone, absent)), None):
             raise Failed(gone)
         left = deadline - time.monotonic()
-        if left <= 0:
-            raise Absent(absent)
-        table.changed.wait(min(_LOOK, left))
+        if left > 0:
+            table.changed.wait(min(_LOOK, left))
+        else:
+            table.absent = absent
+            table.changed.notify_all()
 
     def _gone(self, rank: int) -> str | None:
         """Why a rank will not come, if that is certain."""

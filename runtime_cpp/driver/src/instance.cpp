@@ -94,8 +94,10 @@ void Instance::run(const Schedule& schedule, const std::vector<void*>& inputs, c
     progress_->end(caller);
     target::finish();
   } catch (const std::exception& error) {  // while in use: the others must not go on before they are stopped
-    if (const std::string report = target::report(); !report.empty()) throw ExecutionError(report);
-    target::stop("rank " + std::to_string(member_.rank().index()) + ": " + error.what());
+    const std::string report = target::report();
+    member_.stop(!report.empty() ? report
+                                 : "rank " + std::to_string(member_.rank().index()) + ": " + program_.name + ": " + error.what());
+    if (!report.empty()) throw ExecutionError(report);
     throw;
   }
 }

@@ -75,12 +75,16 @@ void Member::adopt(const ProgramTable& program, const std::map<std::string, nccl
 
 void Member::abort(const std::string& reason) {
   aborted_ = true;
-  Turn::stop(group_, reason);
+  stop(reason);
   const std::unique_lock use(in_use_, kGrace);  // without it the call is inside NCCL, which only another thread can end
   const OnDevice device(rank_.device());
   const std::lock_guard lock(owned_mutex_);
   for (const ncclComm_t comm : std::exchange(owned_, {})) ncclCommAbort(comm);
 }
+
+void Member::stop(const std::string& reason) { Turn::stop(group_, reason); }
+
+std::string Member::stopped() const { return Turn::stopped(group_); }
 
 void Member::expect_working() const {
   if (aborted_) throw ExecutionError("the group has failed; call hw.init again");
@@ -93,6 +97,8 @@ Member::Use::Use(Member& member) : lock_(member.in_use_) {
 
 Member::Use::Use(Member& member, const Schedule& schedule) : lock_(member.in_use_) {
   if (target::kOneParty) turn_.emplace(member.group_, schedule, static_cast<int>(member.rank_.size()));
+  // Asked now that nobody can make the devices serve another party: a rank may have failed before this one began.
+  if (const std::string reason = member.stopped(); !reason.empty()) throw ExecutionError(reason);
   attached_ = std::make_unique<target::Attached>(static_cast<int>(member.rank_.index()));
   device_.emplace(member.device());
 }

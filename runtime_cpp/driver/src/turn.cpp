@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <condition_variable>
+#include <map>
 #include <mutex>
 
 #include "world_target.h"
@@ -16,7 +17,8 @@ struct {
   std::condition_variable free;
   std::string party;
   Schedule schedule;
-  int turns = 0;  // of that party, now
+  int turns = 0;                               // of that party, now
+  std::map<std::string, std::string> stopped;  // parties, and why
 } devices;
 
 constexpr auto kPoll = 50ms;
@@ -49,7 +51,14 @@ Turn::Turn(const std::string& party, const Schedule& schedule, int ranks, const 
 
 void Turn::stop(const std::string& party, const std::string& reason) {
   const std::lock_guard lock(devices.mutex);
-  if (devices.turns > 0 && devices.party == party) target::stop(reason);
+  const std::string& first = devices.stopped.emplace(party, reason).first->second;
+  if (devices.turns > 0 && devices.party == party) target::stop(first);
+}
+
+std::string Turn::stopped(const std::string& party) {
+  const std::lock_guard lock(devices.mutex);
+  const auto found = devices.stopped.find(party);
+  return found == devices.stopped.end() ? "" : found->second;
 }
 
 Turn::~Turn() {

@@ -46,6 +46,10 @@ class Member {
 
   // From any thread: ends what waits for other ranks. The member is of no use any more.
   void abort(const std::string& reason);
+  // Ends the runs of the group's ranks in this process, as far as the target can do that. The first reason counts.
+  void stop(const std::string& reason);
+  // That reason, or "".
+  std::string stopped() const;
 
   // Throws ExecutionError after an abort.
   void expect_working() const;
@@ -55,7 +59,7 @@ class Member {
    public:
     // For what the rank does by itself, or with the ranks of a team.
     explicit Use(Member& member);
-    // For what all ranks of the group do at the same time.
+    // For what all ranks of the group do at the same time. Throws ExecutionError where they were stopped.
     Use(Member& member, const Schedule& schedule);
     ~Use();
     Use(const Use&) = delete;

@@ -31,8 +31,10 @@ class Turn {
   Turn(const Turn&) = delete;
   Turn& operator=(const Turn&) = delete;
 
-  // Makes every blocked or later call of the party fail, if the turn is its own and the devices can do that.
+  // Makes every blocked or later run of the party fail, where the devices can do that. The first reason counts.
   static void stop(const std::string& party, const std::string& reason);
+  // Why the party was stopped, or "".
+  static std::string stopped(const std::string& party);
 };
 
 }  // namespace hw
