@@ -137,39 +137,39 @@ RULES = {
     ),
     "counts of a send and its recv": (
         f"%x_0 = select %x[0: 0]\ngroup {{\nsend %x_0 to {OTHER}\nrecv %y from {OTHER}\n}}",
-        "text:4: rank 0, the caller's stream: send %x_0 to 1 - rank.x on x: sends 2 f32, and it meets a recv of 4 f32: make them equal\n"
-        "  the other one is rank 1, the caller's stream: recv %y from 1 - rank.x on x",
+        "text:4: rank 0, the caller's stream: send %x_0 to 1 - rank.x on x: sends 2 f32, and it meets a recv of 4 f32, "
+        "rank 1, the caller's stream: recv %y from 1 - rank.x on x: make them equal",
     ),
     "dtypes of a send and its recv": (
         f"%b = allocate i32[2, N]\nfill %b with 1.0\ngroup {{\nsend %b to {OTHER}\nrecv %y from {OTHER}\n}}",
-        "text:5: rank 0, the caller's stream: send %b to 1 - rank.x on x: sends 4 i32, and it meets a recv of 4 f32: make them equal\n"
-        "  the other one is rank 1, the caller's stream: recv %y from 1 - rank.x on x",
+        "text:5: rank 0, the caller's stream: send %b to 1 - rank.x on x: sends 4 i32, and it meets a recv of 4 f32, "
+        "rank 1, the caller's stream: recv %y from 1 - rank.x on x: make them equal",
     ),
     "reductions of one collective": (
         "if rank.x == 0 {\nall_reduce sum %x -> %y on x\n} else {\nall_reduce max %x -> %y on x\n}",
-        "text:3: rank 0, the caller's stream: all_reduce sum %x -> %y on x: is collective 1 of its team, and meets another one: "
-        "issue the same collectives in the same order, with equal counts, on every rank\n"
-        "  the other one is rank 1, the caller's stream: all_reduce max %x -> %y on x",
+        "text:3: rank 0, the caller's stream: all_reduce sum %x -> %y on x: is collective 1 of its team, and meets another one, "
+        "rank 1, the caller's stream: all_reduce max %x -> %y on x: "
+        "issue the same collectives in the same order, with equal counts, on every rank",
     ),
     "counts of one collective": (
         "%x_0 = select %x[0: 0]\n%y_0 = select %y[0: 0]\ncopy %x -> %y\n"
         "if rank.x == 0 {\nall_reduce sum %x -> %y on x\n} else {\nall_reduce sum %x_0 -> %y_0 on x\n}",
-        "text:6: rank 0, the caller's stream: all_reduce sum %x -> %y on x: is collective 1 of its team, and meets another one: "
-        "issue the same collectives in the same order, with equal counts, on every rank\n"
-        "  the other one is rank 1, the caller's stream: all_reduce sum %x_0 -> %y_0 on x",
+        "text:6: rank 0, the caller's stream: all_reduce sum %x -> %y on x: is collective 1 of its team, and meets another one, "
+        "rank 1, the caller's stream: all_reduce sum %x_0 -> %y_0 on x: "
+        "issue the same collectives in the same order, with equal counts, on every rank",
     ),
     "order of collectives": (
         "%b = allocate f32[2, N]\nif rank.x == 0 {\nall_reduce sum %x -> %y on x\n}\nbroadcast %x -> %b from 0 on x\n"
         "if rank.x == 1 {\nall_reduce sum %x -> %y on x\n}",
-        "text:4: rank 0, the caller's stream: all_reduce sum %x -> %y on x: is collective 1 of its team, and meets another one: "
-        "issue the same collectives in the same order, with equal counts, on every rank\n"
-        "  the other one is rank 1, the caller's stream: broadcast %x -> %b from 0 on x",
+        "text:4: rank 0, the caller's stream: all_reduce sum %x -> %y on x: is collective 1 of its team, and meets another one, "
+        "rank 1, the caller's stream: broadcast %x -> %b from 0 on x: "
+        "issue the same collectives in the same order, with equal counts, on every rank",
     ),
     "roots of one broadcast": (
         "broadcast %x -> %y from rank.x on x",
-        "text:2: rank 0, the caller's stream: broadcast %x -> %y from rank.x on x: is collective 1 of its team, and meets another one: "
-        "issue the same collectives in the same order, with equal counts, on every rank\n"
-        "  the other one is rank 1, the caller's stream: broadcast %x -> %y from rank.x on x",
+        "text:2: rank 0, the caller's stream: broadcast %x -> %y from rank.x on x: is collective 1 of its team, and meets another one, "
+        "rank 1, the caller's stream: broadcast %x -> %y from rank.x on x: "
+        "issue the same collectives in the same order, with equal counts, on every rank",
     ),
     "a collective that a rank leaves out": (
         "copy %x -> %y\nif rank.x == 1 {\nall_reduce sum %x -> %y on x\n}",
@@ -179,9 +179,9 @@ RULES = {
     "sources of one exchange": (
         "%b = allocate f32[2, N]\ncopy %x -> %b\nif rank.x == 0 {\nexchange %b -> %y from [1, none] on x\n} else {\n"
         "exchange %b -> %y from [none, 0] on x\n}",
-        "text:5: rank 0, the caller's stream: exchange %b -> %y from [1, none] on x: is collective 1 of its team, and meets another one: "
-        "issue the same collectives in the same order, with equal counts, on every rank\n"
-        "  the other one is rank 1, the caller's stream: exchange %b -> %y from [none, 0] on x",
+        "text:5: rank 0, the caller's stream: exchange %b -> %y from [1, none] on x: is collective 1 of its team, and meets another one, "
+        "rank 1, the caller's stream: exchange %b -> %y from [none, 0] on x: "
+        "issue the same collectives in the same order, with equal counts, on every rank",
     ),
     "a result that only the root has": (
         "%b = allocate f32[2, N]\nreduce sum %x -> %b to 0 on x\ncopy %b -> %y",

@@ -63,17 +63,17 @@ CASES = {
     ),
     "counts": (
         COUNTS,
-        "text:4: rank 0, the caller's stream: send %x to 1 on x: sends 2 f32, and it meets a recv of 1 f32: make them equal\n"
-        "  the other one is rank 1, the caller's stream: recv %half from 0 on x",
+        "text:4: rank 0, the caller's stream: send %x to 1 on x: sends 2 f32, and it meets a recv of 1 f32, "
+        "rank 1, the caller's stream: recv %half from 0 on x: make them equal",
         "counts: mismatch: the counts differ: 4 and 2\n"
         "  rank 0 stream S: send x over communicator C (program.cpp:L)\n"
         "  rank 1 stream S: recv y over communicator C (program.cpp:L)",
     ),
     "roots": (
         ROOTS,
-        "text:2: rank 0, the caller's stream: broadcast %x -> %y from rank.x on x: is collective 1 of its team, and meets another one: "
-        "issue the same collectives in the same order, with equal counts, on every rank\n"
-        "  the other one is rank 1, the caller's stream: broadcast %x -> %y from rank.x on x",
+        "text:2: rank 0, the caller's stream: broadcast %x -> %y from rank.x on x: is collective 1 of its team, and meets another one, "
+        "rank 1, the caller's stream: broadcast %x -> %y from rank.x on x: "
+        "issue the same collectives in the same order, with equal counts, on every rank",
         "roots: mismatch: the roots differ: 0 and 1\n"
         "  rank 0 stream S: broadcast y over communicator C (program.cpp:L)\n"
         "  rank 1 stream S: broadcast y over communicator C (program.cpp:L)",

@@ -76,13 +76,13 @@ def _peer(part: Operation) -> int:
 def _pair(program: ir.HostProgram, send: Operation | None, recv: Operation | None) -> Meeting:
     if recv is None:
         assert send is not None
-        raise _fault(program, send, f"rank {send.peer} posts no recv for it: add the recv, or drop this send")
+        raise _fault(program, send, f"rank {send.peer} posts no recv for it", "add the recv, or drop this send")
     if send is None:
-        raise _fault(program, recv, f"rank {recv.peer} posts no send for it: add the send, or drop this recv")
+        raise _fault(program, recv, f"rank {recv.peer} posts no send for it", "add the send, or drop this recv")
     sent, taken = send.accesses[0].region.layout, recv.accesses[0].region.layout
     if (sent.count, sent.dtype) != (taken.count, taken.dtype):
         differ = f"sends {sent.count} {sent.dtype}, and it meets a recv of {taken.count} {taken.dtype}"
-        raise _fault(program, send, f"{differ}: make them equal", recv)
+        raise _fault(program, send, differ, "make them equal", recv)
     return Meeting((send, recv))
 
 
@@ -92,11 +92,11 @@ def _collective(program: ir.HostProgram, ranks: tuple[int, ...], number: int, pa
     if len(there) < len(parts):
         absent = next(rank for rank, part in zip(ranks, parts, strict=True) if part is None)
         remedy = "issue the same collectives in the same order on every rank"
-        raise _fault(program, first, f"is collective {number} of its team, and rank {absent} has only {number - 1}: {remedy}")
+        raise _fault(program, first, f"is collective {number} of its team, and rank {absent} has only {number - 1}", remedy)
     for part in there[1:]:
         if _kind(part) != _kind(first):
             remedy = "issue the same collectives in the same order, with equal counts, on every rank"
-            raise _fault(program, first, f"is collective {number} of its team, and meets another one: {remedy}", part)
+            raise _fault(program, first, f"is collective {number} of its team, and meets another one", remedy, part)
     return Meeting(tuple(there))
 
 
@@ -108,6 +108,6 @@ def _kind(part: Operation) -> tuple[object, ...]:
     return type(instruction), stated, part.peer, moved.count, moved.dtype
 
 
-def _fault(program: ir.HostProgram, part: Operation, message: str, other: Operation | None = None) -> ProgramError:
-    second = f"\n  the other one is {other}" if other else ""
-    return failure(program, f"{part}: {message}{second}", part.instruction)
+def _fault(program: ir.HostProgram, part: Operation, reason: str, remedy: str, other: Operation | None = None) -> ProgramError:
+    which = f", {other}" if other else ""
+    return failure(program, f"{part}: {reason}{which}: {remedy}", part.instruction)
