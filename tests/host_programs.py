@@ -10,7 +10,7 @@ from example_programs import all_fusions, more_fusions
 from hostweave.fusion.ir import Fusion
 from hostweave.host.ir import HostProgram
 from hostweave.options import Options
-from hostweave.pipeline import lower
+from hostweave.pipeline import PASSES, lower
 
 GOLDEN = Path(__file__).parent / "golden"
 RANKS = (1, 2, 3, 4, 8)
@@ -26,7 +26,7 @@ NAMES = tuple(sorted(_fusions(4)))
 
 def text(name: str) -> str:
     """The golden file, which is for 4 ranks."""
-    return (GOLDEN / name / "fuse_kernels.hw").read_text()
+    return (GOLDEN / name / f"{PASSES[-1].__name__}.hw").read_text()
 
 
 @cache

@@ -31,3 +31,14 @@ def two_outputs(x, b):
 @hw.fusion(mesh=hw.Mesh(dp=2, tp=D), x=dtype["M@dp", "K@tp"], w=dtype["K@tp", "N"])
 def matmul_ar_two_axes(x, w):
     return hw.reshard(hw.matmul(x, w), "M@dp", "N").stream("N", chunks=2)  # one team for each half of the rows
+
+
+@hw.fusion(mesh=hw.Mesh(dp=2, tp=D), x=dtype["M@dp", "K@tp"], w=dtype["K@tp", "N"])
+def matmul_ar_ag(x, w):
+    return hw.reshard(hw.matmul(x, w), "M", "N").stream("M", chunks=3)  # two channels, which take turns
+
+
+@hw.fusion(mesh=mesh, x=dtype["M@x", "K"], w=dtype["K", "N"], v=dtype["M@x", "L"])
+def ag_matmul_beside_sums(x, w, v):
+    y = hw.matmul(x, w).stream("M", chunks=D)
+    return y, hw.sum(x, axis=0).named("s"), hw.sum(v, axis=0).named("t")  # while the loop runs; the sums share a group

@@ -13,9 +13,12 @@ from hostweave.options import Options
 from hostweave.passes.choose_overlap import choose_overlap
 from hostweave.passes.decompose_reshards import decompose_reshards
 from hostweave.passes.fuse_kernels import fuse_kernels
+from hostweave.passes.group_communications import group_communications
 from hostweave.passes.insert_reshards import insert_reshards
 from hostweave.passes.lower_to_host import lower_to_host
+from hostweave.passes.order_channels import order_channels
 from hostweave.passes.propagate_sharding import propagate_sharding
+from hostweave.passes.sink_waits import sink_waits
 
 PASSES: tuple[Callable[[Any, Options], Any], ...] = (
     propagate_sharding,
@@ -24,6 +27,9 @@ PASSES: tuple[Callable[[Any, Options], Any], ...] = (
     choose_overlap,
     lower_to_host,
     fuse_kernels,
+    group_communications,
+    sink_waits,
+    order_channels,
 )
 
 Observer = Callable[[str, Fusion | HostProgram], None]

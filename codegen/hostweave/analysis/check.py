@@ -6,6 +6,7 @@ from collections import defaultdict
 from itertools import combinations
 from typing import NoReturn
 
+from hostweave.analysis.channels import Posted
 from hostweave.analysis.instantiate import Access, Instances, Operation, Region, failure, instantiate, sizes_to_check
 from hostweave.analysis.meetings import meetings
 from hostweave.analysis.memory import Memory, Touch
@@ -18,9 +19,9 @@ def check(program: ir.HostProgram, sizes: Sizes | None = None) -> None:
     """Raises ProgramError for the first fault that `program` has on some rank of its mesh, for these sizes or small ones.
 
     Checked are: two accesses of the same bytes, one of them a write, that no stream, event or arriving data orders, the
-    caller's before and after the call among them; sends and recvs, and collectives, that do not meet; a wait whose record
-    may not have run; ranks that wait for one another; memory freed while in use; memory read before it is written; outputs
-    that are not written completely.
+    caller's before and after the call among them; sends and recvs, and collectives, that do not meet; communications of two
+    channels that nothing orders on a rank; a wait whose record may not have run; ranks that wait for one another; memory
+    freed while in use; memory read before it is written; outputs that are not written completely.
     """
     for chosen in sizes_to_check(program) if sizes is None else (sizes,):
         instances = instantiate(program, chosen)
@@ -34,6 +35,7 @@ def check(program: ir.HostProgram, sizes: Sizes | None = None) -> None:
 class _Checker:
     def __init__(self, instances: Instances, ordered: Order):
         self.instances, self.order = instances, ordered
+        self.posted = Posted()
         self.memories: list[dict[str, Memory]] = []
         # The first read of bytes that nothing wrote before. If their write comes later, the race says more.
         self.empty: tuple[Operation, Access, range] | None = None
@@ -67,6 +69,8 @@ class _Checker:
                 self.fail(part, f" {_verb(part, access)} %{access.name} after its deallocate: move the deallocate down, out of the loop")
             if isinstance(part.instruction, ir.Deallocate):
                 memory.freed.add(access.region.generation)
+        for earlier in self.posted.unordered(task, clock):
+            self.two_channels(task.operation, earlier)
 
     def apart(self, memory: Memory, part: Operation, access: Access, other: Operation, second: Access) -> None:
         """Two accesses of one task run at the same time."""
@@ -89,6 +93,11 @@ class _Checker:
             same = "it" if conflict.access.name == access.name else f"%{conflict.access.name}, the same bytes"
             user = f"{other} {_verb(other, conflict.access)} {same}"
         self.fail(part, f" {_verb(part, access)} %{access.name} while {user}: nothing orders them; {_remedy(part, other)}")
+
+    def two_channels(self, later: Operation, earlier: Operation) -> NoReturn:
+        one, other = later.communications[0], earlier.communications[0]
+        fault = f" and {other} are over different channels, and nothing orders them on the rank, which can deadlock"
+        self.fail(one, f"{fault}; {_remedy(one, other)}")
 
     def issued(self, touch: Touch) -> int:
         return self.instances.ranks[touch.part.rank].index(touch.by.operation)

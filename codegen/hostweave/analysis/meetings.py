@@ -52,11 +52,11 @@ def meetings(instances: Instances) -> list[Meeting]:
             for part in operation.communications:
                 instruction = part.instruction
                 if isinstance(instruction, ir.Send):
-                    sends[_channel(part), part.rank, _peer(part)].append(part)
+                    sends[channel_of(part), part.rank, _peer(part)].append(part)
                 elif isinstance(instruction, ir.Recv):
-                    recvs[_channel(part), _peer(part), part.rank].append(part)
+                    recvs[channel_of(part), _peer(part), part.rank].append(part)
                 else:
-                    collectives[_channel(part)][part.rank].append(part)
+                    collectives[channel_of(part)][part.rank].append(part)
     met = [_pair(program, send, recv) for key in {**sends, **recvs} for send, recv in zip_longest(sends.get(key, ()), recvs.get(key, ()))]
     for (_, ranks), by_rank in collectives.items():
         columns = zip_longest(*(by_rank[rank] for rank in ranks))
@@ -64,7 +64,7 @@ def meetings(instances: Instances) -> list[Meeting]:
     return met
 
 
-def _channel(part: Operation) -> Channel:
+def channel_of(part: Operation) -> Channel:
     return part.instruction.team, part.team  # type: ignore[attr-defined]
 
 

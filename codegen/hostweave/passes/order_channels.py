@@ -1,0 +1,107 @@
+"""Host to host: communications of different channels run one after the other on a rank, in program order, which is the same on every rank.
+
+    for %i in 0..4 {
+      stream ring[%i] {
+        all_gather %x_i -> %xg_i on dp
+        matmul %xg_i, %w -> %h_i
+        all_reduce sum %h_i -> %y_i on tp
+      }
+    }
+
+becomes
+
+    record turn[0]
+    for %i in 0..4 {
+      stream ring[%i] {
+        wait turn[0]
+        all_gather %x_i -> %xg_i on dp
+        matmul %xg_i, %w -> %h_i
+        all_reduce sum %h_i -> %y_i on tp
+        record turn[0]
+      }
+    }
+
+A wait binds to the record that was made last, so that one event passes the turn on from stream to stream. Only what streams and
+events do not order already takes part in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hostweave.analysis.channels import unordered
+from hostweave.analysis.instantiate import instantiate, sizes_to_check
+from hostweave.host import ir
+from hostweave.host.expr import Const
+from hostweave.options import Options
+
+
+def order_channels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
+    """After it any two communications of different channels are ordered on every rank."""
+    in_turn = _unordered(program)
+    if not in_turn:
+        return program
+    turns = _Turns(in_turn, _free_event(program))
+    body = turns.across_streams(program.body)
+    first = next(place for place, instruction in enumerate(body) if instruction is not program.body[place])
+    body = (*body[:first], ir.Record(turns.event, Const(0)), *body[first:])  # for the first wait
+    return replace(program, events=(*program.events, ir.Events(turns.event, 1)), body=body)
+
+
+def _unordered(program: ir.HostProgram) -> set[int]:
+    """The ids of the communications, and groups of them, that some rank may run at the same time as one of another channel."""
+    teams = {i.team for i in ir.walk(program.body) if isinstance(i, ir.COMMUNICATIONS)}
+    if sum(program.mesh.size_of(team) > 1 for team in teams) < 2:
+        return set()
+    pairs = (pair for sizes in sizes_to_check(program) for pair in unordered(instantiate(program, sizes)))
+    return {id(operation.instruction) for pair in pairs for operation in pair}
+
+
+def _free_event(program: ir.HostProgram) -> str:
+    taken = {streams.name for streams in program.streams} | {events.name for events in program.events}
+    name, number = "turn", 1
+    while name in taken:
+        number += 1
+        name = f"turn_{number}"
+    return name
+
+
+class _Turns:
+    """Has communications wait for one event, and record it."""
+
+    def __init__(self, in_turn: set[int], event: str):
+        self.in_turn, self.event = in_turn, event
+
+    def across_streams(self, body: ir.Body) -> ir.Body:
+        """A body outside of every stream block: each block in it takes a turn, and so does each communication on the caller's stream."""
+        result: list[ir.Instruction] = []
+        for instruction in body:
+            if not self.concerns(instruction):
+                result.append(instruction)
+            elif isinstance(instruction, ir.OnStream):
+                result.append(replace(instruction, body=self.on_one_stream(instruction.body)))
+            elif isinstance(instruction, ir.For):
+                result.append(replace(instruction, body=self.across_streams(instruction.body)))
+            elif isinstance(instruction, ir.If):
+                branches = self.across_streams(instruction.body), self.across_streams(instruction.orelse)
+                result.append(replace(instruction, body=branches[0], orelse=branches[1]))
+            else:
+                result.extend(self.on_one_stream((instruction,)))
+        return tuple(result)
+
+    def on_one_stream(self, body: ir.Body) -> ir.Body:
+        """One turn for all that a body communicates: from the first communication to the last one."""
+        places = [place for place, instruction in enumerate(body) if self.concerns(instruction)]
+        if not places:
+            return body
+        first, last = places[0], places[-1]
+        alone = body[first]
+        if first == last and isinstance(alone, ir.If):  # a branch that communicates nothing need not wait
+            alone = replace(alone, body=self.on_one_stream(alone.body), orelse=self.on_one_stream(alone.orelse))
+            return (*body[:first], alone, *body[last + 1 :])
+        wait = ir.Wait(self.event, Const(0), location=alone.location)
+        record = ir.Record(self.event, Const(0), location=body[last].location)
+        return (*body[:first], wait, *body[first : last + 1], record, *body[last + 1 :])
+
+    def concerns(self, instruction: ir.Instruction) -> bool:
+        return any(id(inner) in self.in_turn for inner in ir.walk((instruction,)))

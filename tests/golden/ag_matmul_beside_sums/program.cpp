@@ -1,0 +1,129 @@
+// kernel @sum_s_partial(%x: bf16[M/4, K]) {
+//   %s_partial: bf16[K] = sum(%x, axis=(0,))
+// }  # ends here: all_reduce uses %s_partial
+// kernel @sum_t_partial(%v: bf16[M/4, L]) {
+//   %t_partial: bf16[L] = sum(%v, axis=(0,))
+// }  # ends here: all_reduce uses %t_partial
+// host @ag_matmul_beside_sums(%x: bf16[M@x, K], %w: bf16[K, N], %v: bf16[M@x, L]) -> (%y0: bf16[M, N], %s: bf16[K], %t: bf16[L])
+// mesh(x=4) streams(ring[4]) {
+//   %x_gathered = allocate bf16[M, K]
+//   fork ring
+//   for %i in 0..4 {
+//     %p = (rank.x + %i) % 4
+//     stream ring[%i] {
+//       %x_gathered_i = slice %x_gathered[0: %p of 4]
+//       if %p == rank.x {
+//         copy %x -> %x_gathered_i
+//       } else {
+//         group {
+//           recv %x_gathered_i from %p on x
+//           send %x to (rank.x - %i) % 4 on x
+//         }
+//       }
+//       %y0_i = slice %y0[0: %p of 4]
+//       matmul %x_gathered_i, %w -> %y0_i
+//     }
+//   }
+//   %s_partial = allocate bf16[K]
+//   launch @sum_s_partial %x -> %s_partial
+//   %t_partial = allocate bf16[L]
+//   launch @sum_t_partial %v -> %t_partial
+//   group {
+//     all_reduce sum %s_partial -> %s on x
+//     all_reduce sum %t_partial -> %t on x
+//   }
+//   join ring
+// }
+#include "program.h"
+
+#include "hostweave/check.h"
+#include "hostweave/group.h"
+#include "kernels.h"
+
+namespace programs::ag_matmul_beside_sums {
+
+Program::Program(hw::Rank& rank)
+    : rank_(rank.expect_world(kWorld)),
+      team_x_(rank.channel(kMesh, "x", 4)),
+      ring_(rank, "ring", 4),
+      plan_y0_(rank, CUDA_R_16BF, CUDA_R_16BF) {
+  HW_CHECK(hw::load(sum_s_partial));
+  HW_CHECK(hw::load(sum_t_partial));
+}
+
+Sizes Program::check(const Inputs& in) const {
+  in.x.expect("x", "bf16[M/4, K]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
+  const int64_t M = in.x.dim(0) * 4;
+  const int64_t K = in.x.dim(1);
+  in.w.expect("w", "bf16[K, N]", CUDA_R_16BF, {K, hw::kAny}, rank_.device());
+  const int64_t N = in.w.dim(1);
+  in.v.expect("v", "bf16[M/4, L]", CUDA_R_16BF, {M / 4, hw::kAny}, rank_.device());
+  const int64_t L = in.v.dim(1);
+  return {M, K, N, L};
+}
+
+OutputShapes Program::output_shapes(const Inputs& in) const {
+  const auto [M, K, N, L] = check(in);
+  return {.y0 = {M, N}, .s = {K}, .t = {L}};
+}
+
+void Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  if (prepared_ == sizes) return;
+  const auto [M, K, N, L] = sizes;
+  prepared_.reset();
+  plan_y0_.prepare({M / 4, K}, {K, N}, {M / 4, N});
+  arena_.allocate({{x_gathered_, M * K}, {s_partial_, K}, {t_partial_, L}});
+  prepared_ = sizes;
+}
+
+void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
+  const Sizes sizes = check(in);
+  hw::expect_prepared(prepared_ == sizes);
+  const auto [M, K, N, L] = sizes;
+  out.y0.expect("y0", "bf16[M, N]", CUDA_R_16BF, {M, N}, rank_.device());
+  out.s.expect("s", "bf16[K]", CUDA_R_16BF, {K}, rank_.device());
+  out.t.expect("t", "bf16[L]", CUDA_R_16BF, {L}, rank_.device());
+
+  const auto* x = in.x.as<hw::bf16>();
+  const auto* w = in.w.as<hw::bf16>();
+  const auto* v = in.v.as<hw::bf16>();
+  auto* y0 = out.y0.as<hw::bf16>();
+  auto* s = out.s.as<hw::bf16>();
+  auto* t = out.t.as<hw::bf16>();
+  const int64_t rank_x = rank_.index();
+
+  HW_CHECK(arena_.begin_call(caller));
+  HW_CHECK(ring_.fork(caller));
+  for (int64_t i = 0; i < 4; ++i) {
+    const int64_t p = (rank_x + i) % 4;
+    const hw::Stream stream = ring_[i];
+    auto* x_gathered_i = x_gathered_ + p * (M / 4 * K);
+    if (p == rank_x) {
+      HW_CHECK(cudaMemcpyAsync(x_gathered_i, x, M / 4 * K * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
+    } else {
+      HW_CHECK(ncclGroupStart());
+      const hw::CloseGroupOnError guard;
+      HW_CHECK(ncclRecv(x_gathered_i, M / 4 * K, ncclBfloat16, p, team_x_.comm(), stream));
+      HW_CHECK(ncclSend(x, M / 4 * K, ncclBfloat16, (rank_x - i + 4) % 4, team_x_.comm(), stream));
+      HW_CHECK(ncclGroupEnd());
+    }
+    auto* y0_i = y0 + p * (M / 4 * N);
+    HW_CHECK(plan_y0_.cublasLtMatmul(x_gathered_i, w, y0_i, stream));
+  }
+  HW_CHECK(
+      hw::launch(sum_s_partial, hw::grid_for(K), hw::kBlock, caller, hw::reads(x, M / 4 * K), hw::writes(s_partial_, K), M, K));
+  HW_CHECK(
+      hw::launch(sum_t_partial, hw::grid_for(L), hw::kBlock, caller, hw::reads(v, M / 4 * L), hw::writes(t_partial_, L), M, L));
+  {
+    HW_CHECK(ncclGroupStart());
+    const hw::CloseGroupOnError guard;
+    HW_CHECK(ncclAllReduce(s_partial_, s, K, ncclBfloat16, ncclSum, team_x_.comm(), caller));
+    HW_CHECK(ncclAllReduce(t_partial_, t, L, ncclBfloat16, ncclSum, team_x_.comm(), caller));
+    HW_CHECK(ncclGroupEnd());
+  }
+  HW_CHECK(ring_.join(caller));
+  HW_CHECK(arena_.end_call(caller));
+}
+
+}  // namespace programs::ag_matmul_beside_sums

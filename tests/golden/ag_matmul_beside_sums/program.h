@@ -1,0 +1,77 @@
+// ag_matmul_beside_sums: (x: bf16[M@x, K], w: bf16[K, N], v: bf16[M@x, L]) -> (y0: bf16[M, N], s: bf16[K], t: bf16[L]) on
+// mesh(x=4)
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "hostweave/arena.h"
+#include "hostweave/matmul.h"
+#include "hostweave/rank.h"
+#include "hostweave/streams.h"
+#include "hostweave/tensor.h"
+#include "hostweave/types.h"
+
+namespace programs::ag_matmul_beside_sums {
+
+constexpr char kMesh[] = "mesh(x=4)";
+constexpr int64_t kWorld = 4;  // ranks
+
+// What one rank holds.
+struct Inputs {
+  hw::Tensor x;  // bf16[M/4, K]
+  hw::Tensor w;  // bf16[K, N]
+  hw::Tensor v;  // bf16[M/4, L]
+};
+
+struct Outputs {
+  hw::Tensor y0;  // bf16[M, N]
+  hw::Tensor s;   // bf16[K]
+  hw::Tensor t;   // bf16[L]
+};
+
+struct OutputShapes {
+  hw::Shape y0;
+  hw::Shape s;
+  hw::Shape t;
+};
+
+// Global sizes, by the names that the program gives them.
+struct Sizes {
+  int64_t M;
+  int64_t K;
+  int64_t N;
+  int64_t L;
+
+  bool operator==(const Sizes&) const = default;
+};
+
+class Program {
+ public:
+  explicit Program(hw::Rank& rank);
+
+  // Throws hw::ArgumentError for an input of the wrong dtype, shape or device; so does all that follows.
+  OutputShapes output_shapes(const Inputs& in) const;
+  // Allocates and plans for these shapes, once. Every rank prepares before any rank runs.
+  void prepare(const Inputs& in);
+  // Only enqueues. Ordered after what `caller` holds, and `caller` is ordered after it.
+  void run(const Inputs& in, const Outputs& out, cudaStream_t caller);
+
+  const hw::Arena& arena() const { return arena_; }
+
+ private:
+  Sizes check(const Inputs& in) const;
+
+  hw::Rank& rank_;
+  const hw::Channel& team_x_;  // the 4 ranks along x
+  hw::Streams ring_;           // ring[4]
+  hw::MatmulPlan plan_y0_;     // matmul %x_gathered_i, %w -> %y0_i
+  hw::Arena arena_;
+  hw::bf16* x_gathered_ = nullptr;  // %x_gathered: bf16[M, K]
+  hw::bf16* s_partial_ = nullptr;   // %s_partial: bf16[K]
+  hw::bf16* t_partial_ = nullptr;   // %t_partial: bf16[L]
+  std::optional<Sizes> prepared_;   // what prepare was last called for
+};
+
+}  // namespace programs::ag_matmul_beside_sums

@@ -1,0 +1,100 @@
+// host @matmul_ar_ag(%x: bf16[M@dp, K@tp], %w: bf16[K@tp, N]) -> (%y: bf16[M, N]) mesh(dp=2, tp=4) streams(ring[4])
+// events(turn[1]) uneven(K) {
+//   %product = allocate bf16[M/2, N]
+//   %y_reduced = allocate bf16[M/2, N]
+//   %y_shards = reshape %y to [2, M/2, N]
+//   %y_packed = allocate bf16[3, 2, M/6, N]
+//   fork ring
+//   record turn[0]
+//   for %i in 0..3 {
+//     stream ring[%i] {
+//       %x_i = slice %x[0: %i of 3]
+//       %product_i = slice %product[0: %i of 3]
+//       matmul %x_i, %w -> %product_i
+//       %y_reduced_i = slice %y_reduced[0: %i of 3]
+//       wait turn[0]
+//       all_reduce sum %product_i -> %y_reduced_i on tp
+//       %y_i = slice %y_shards[1: %i of 3]
+//       %y_i_packed = select %y_packed[0: %i]
+//       all_gather %y_reduced_i -> %y_i_packed on dp
+//       record turn[0]
+//       copy %y_i_packed -> %y_i
+//     }
+//   }
+//   join ring
+// }
+#include "program.h"
+
+#include "hostweave/check.h"
+#include "hostweave/shards.h"
+
+namespace programs::matmul_ar_ag {
+
+Program::Program(hw::Rank& rank)
+    : rank_(rank.expect_world(kWorld)),
+      team_tp_(rank.channel(kMesh, "tp", 4)),
+      team_dp_(rank.channel(kMesh, "dp", 2)),
+      ring_(rank, "ring", 4),
+      turn_(1),
+      plan_product_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
+
+Sizes Program::check(const Inputs& in) const {
+  in.x.expect("x", "bf16[M/2, part(K, tp)]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
+  const int64_t M = in.x.dim(0) * 2;
+  hw::expect_divisible("M", M, 6);
+  const int64_t K = in.x.whole_dim(1, 4);
+  const int64_t K_tp = hw::part(K, 4, rank_.index() % 4);
+  in.x.expect("x", "bf16[M/2, part(K, tp)]", CUDA_R_16BF, {M / 2, K_tp}, rank_.device());
+  in.w.expect("w", "bf16[part(K, tp), N]", CUDA_R_16BF, {K_tp, hw::kAny}, rank_.device());
+  const int64_t N = in.w.dim(1);
+  return {M, K, N, K_tp};
+}
+
+OutputShapes Program::output_shapes(const Inputs& in) const {
+  const auto [M, K, N, K_tp] = check(in);
+  return {.y = {M, N}};
+}
+
+void Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  if (prepared_ == sizes) return;
+  const auto [M, K, N, K_tp] = sizes;
+  prepared_.reset();
+  plan_product_.prepare({M / 6, K_tp}, {K_tp, N}, {M / 6, N});
+  arena_.allocate({{product_, M / 2 * N}, {y_reduced_, M / 2 * N}, {y_packed_, M * N}});
+  prepared_ = sizes;
+}
+
+void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
+  const Sizes sizes = check(in);
+  hw::expect_prepared(prepared_ == sizes);
+  const auto [M, K, N, K_tp] = sizes;
+  out.y.expect("y", "bf16[M, N]", CUDA_R_16BF, {M, N}, rank_.device());
+
+  const auto* x = in.x.as<hw::bf16>();
+  const auto* w = in.w.as<hw::bf16>();
+  auto* y = out.y.as<hw::bf16>();
+
+  HW_CHECK(arena_.begin_call(caller));
+  HW_CHECK(ring_.fork(caller));
+  HW_CHECK(cudaEventRecord(turn_[0], caller));
+  for (int64_t i = 0; i < 3; ++i) {
+    const hw::Stream stream = ring_[i];
+    const auto* x_i = x + i * (M / 6 * K_tp);
+    auto* product_i = product_ + i * (M / 6 * N);
+    HW_CHECK(plan_product_.cublasLtMatmul(x_i, w, product_i, stream));
+    auto* y_reduced_i = y_reduced_ + i * (M / 6 * N);
+    HW_CHECK(cudaStreamWaitEvent(stream, turn_[0], 0));
+    HW_CHECK(ncclAllReduce(product_i, y_reduced_i, M / 6 * N, ncclBfloat16, ncclSum, team_tp_.comm(), stream));
+    auto* y_i = y + i * (M / 6 * N);
+    auto* y_i_packed = y_packed_ + i * (M / 3 * N);
+    HW_CHECK(ncclAllGather(y_reduced_i, y_i_packed, M / 6 * N, ncclBfloat16, team_dp_.comm(), stream));
+    HW_CHECK(cudaEventRecord(turn_[0], stream));
+    HW_CHECK(cudaMemcpy2DAsync(y_i, M / 2 * N * sizeof(hw::bf16), y_i_packed, M / 6 * N * sizeof(hw::bf16),
+                               M / 6 * N * sizeof(hw::bf16), 2, cudaMemcpyDeviceToDevice, stream));
+  }
+  HW_CHECK(ring_.join(caller));
+  HW_CHECK(arena_.end_call(caller));
+}
+
+}  // namespace programs::matmul_ar_ag

@@ -1,0 +1,73 @@
+// matmul_ar_ag: (x: bf16[M@dp, K@tp], w: bf16[K@tp, N]) -> (y: bf16[M, N]) on mesh(dp=2, tp=4)
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "hostweave/arena.h"
+#include "hostweave/matmul.h"
+#include "hostweave/rank.h"
+#include "hostweave/streams.h"
+#include "hostweave/tensor.h"
+#include "hostweave/types.h"
+
+namespace programs::matmul_ar_ag {
+
+constexpr char kMesh[] = "mesh(dp=2, tp=4)";
+constexpr int64_t kWorld = 8;  // ranks
+
+// What one rank holds.
+struct Inputs {
+  hw::Tensor x;  // bf16[M/2, part(K, tp)]
+  hw::Tensor w;  // bf16[part(K, tp), N]
+};
+
+struct Outputs {
+  hw::Tensor y;  // bf16[M, N]
+};
+
+struct OutputShapes {
+  hw::Shape y;
+};
+
+// Global sizes, by the names that the program gives them.
+struct Sizes {
+  int64_t M;
+  int64_t K;
+  int64_t N;
+  int64_t K_tp;
+
+  bool operator==(const Sizes&) const = default;
+};
+
+class Program {
+ public:
+  explicit Program(hw::Rank& rank);
+
+  // Throws hw::ArgumentError for an input of the wrong dtype, shape or device; so does all that follows.
+  OutputShapes output_shapes(const Inputs& in) const;
+  // Allocates and plans for these shapes, once. Every rank prepares before any rank runs.
+  void prepare(const Inputs& in);
+  // Only enqueues. Ordered after what `caller` holds, and `caller` is ordered after it.
+  void run(const Inputs& in, const Outputs& out, cudaStream_t caller);
+
+  const hw::Arena& arena() const { return arena_; }
+
+ private:
+  Sizes check(const Inputs& in) const;
+
+  hw::Rank& rank_;
+  const hw::Channel& team_tp_;   // the 4 ranks along tp
+  const hw::Channel& team_dp_;   // the 2 ranks along dp
+  hw::Streams ring_;             // ring[4]
+  hw::Events turn_;              // turn[1]
+  hw::MatmulPlan plan_product_;  // matmul %x_i, %w -> %product_i
+  hw::Arena arena_;
+  hw::bf16* product_ = nullptr;    // %product: bf16[M/2, N]
+  hw::bf16* y_reduced_ = nullptr;  // %y_reduced: bf16[M/2, N]
+  hw::bf16* y_packed_ = nullptr;   // %y_packed: bf16[3, 2, M/6, N]
+  std::optional<Sizes> prepared_;  // what prepare was last called for
+};
+
+}  // namespace programs::matmul_ar_ag

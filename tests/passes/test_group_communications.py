@@ -1,0 +1,180 @@
+"""Which communications share a group, what is moved for that, and where a group ends."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import hostweave as hw
+from hostweave.analysis.check import check
+from hostweave.host.ir import HostProgram
+from hostweave.host.verify import verify_host
+from hostweave.options import Options
+from hostweave.passes import group_communications as module
+from hostweave.passes.group_communications import group_communications
+from hostweave.pipeline import lower
+
+HEADER = (
+    "(%a: f32[8@x, 2@y], %b: f32[8@x, 2@y]) -> (%p: f32[8@x, 2@y], %q: f32[8@x, 2@y], %r: f32[8@x, 2@y]) mesh(x=2, y=2) streams(ring[2])"
+)
+KERNEL = """\
+kernel @neg_n(%b: f32[4, 1]) {
+  %n: f32[4, 1] = neg(%b)
+}
+"""
+
+
+def host(body: str, header: str = HEADER) -> HostProgram:
+    kernel = KERNEL if "launch" in body else ""
+    return HostProgram.parse(f"{kernel}host @f{header} {{\n{body}\n}}\n")
+
+
+def grouped(program: HostProgram) -> str:
+    """The body after the pass."""
+    result = group_communications(program, Options())
+    verify_host(result)
+    assert HostProgram.parse(str(result)) == result
+    assert group_communications(result, Options()) == result
+    return str(result).partition("host")[2].partition("{\n")[2].removesuffix("}\n")
+
+
+def test_two_all_reduces_of_one_channel() -> None:
+    assert (
+        grouped(host("all_reduce sum %a -> %p on x\nall_reduce max %b -> %q on x\nfill %r with 0.0"))
+        == """\
+  group {
+    all_reduce sum %a -> %p on x
+    all_reduce max %b -> %q on x
+  }
+  fill %r with 0.0
+"""
+    )
+
+
+def test_any_kinds_and_groups_that_are_there() -> None:
+    assert (
+        grouped(
+            host(
+                "%big = allocate f32[8, 1]\nall_gather %a -> %big on x\n"
+                "group {\n send %b to 1 - rank.x on x\n recv %q from 1 - rank.x on x\n}\n"
+                "exchange %b -> %p from [none, 0] on x\ncopy %a -> %r"
+            )
+        )
+        == """\
+  %big = allocate f32[8, 1]
+  group {
+    all_gather %a -> %big on x
+    send %b to 1 - rank.x on x
+    recv %q from 1 - rank.x on x
+    exchange %b -> %p from [none, 0] on x
+  }
+  copy %a -> %r
+"""
+    )
+
+
+def test_what_is_computed_between_them_goes_before() -> None:
+    assert (
+        grouped(
+            host(
+                "all_reduce sum %a -> %p on x\n%n = allocate f32[4, 1]\nlaunch @neg_n %b -> %n\n%m = reshape %n to [2, 2]\n"
+                "%q_m = reshape %q to [2, 2]\nall_reduce sum %m -> %q_m on x\n%t = reshape %r to [2, 2]\ncopy %m -> %t"
+            )
+        )
+        == """\
+  %n = allocate f32[4, 1]
+  launch @neg_n %b -> %n
+  %m = reshape %n to [2, 2]
+  %q_m = reshape %q to [2, 2]
+  group {
+    all_reduce sum %a -> %p on x
+    all_reduce sum %m -> %q_m on x
+  }
+  %t = reshape %r to [2, 2]
+  copy %m -> %t
+"""
+    )
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "all_reduce sum %a -> %p on x\nall_reduce sum %b -> %q on y",  # of two channels
+        "all_reduce sum %a -> %p on x\nall_reduce sum %p -> %q on x",  # one needs the other
+        "all_reduce sum %a -> %p on x\n%v = reshape %p to [2, 2]\n%w = reshape %q to [2, 2]\nall_reduce sum %v -> %w on x",
+        "all_reduce sum %a -> %p on x\nall_reduce sum %b -> %p on x",  # both write one buffer
+        "copy %a -> %p\nall_reduce sum %p -> %q on x\nall_reduce sum %b -> %p on x",  # one writes what the other reads
+        "all_reduce sum %a -> %p on x\nlaunch @neg_n %p -> %r\nall_reduce sum %b -> %q on x",  # computed from what arrives
+        "copy %a -> %p\nall_reduce sum %p -> %q on x\nlaunch @neg_n %b -> %p\nall_reduce sum %b -> %r on x",  # computed over what is sent
+        "%t = allocate f32[1]\nfill %t with 0.0\nall_reduce sum %a -> %p on x\nbarrier %t on x\nall_reduce sum %b -> %q on x",
+        "fork ring\nstream ring[0] {\n  all_reduce sum %a -> %p on x\n}\nstream ring[1] {\n  all_reduce sum %b -> %q on x\n}\njoin ring",
+        "if rank.x == 0 {\n  send %a to 1 on x\n} else {\n  recv %p from 0 on x\n}\n"
+        "if rank.x == 0 {\n  send %b to 1 on x\n} else {\n  recv %q from 0 on x\n}",  # conditions on the rank stay apart
+    ],
+)
+def test_what_stays_apart(body: str) -> None:
+    program = host(body)
+    assert group_communications(program, Options()) == program
+
+
+def test_branches_on_one_condition_on_sizes_become_one() -> None:
+    header = "(%a: f32[M@x, 2], %b: f32[M@x, 2]) -> (%p: f32[M, 2], %q: f32[M, 2]) mesh(x=2) uneven(M)"
+    body = """\
+  if M % 2 == 0 {
+    all_gather %a -> %p on x
+  } else {
+    fill %p with 0.0
+  }
+  %t = allocate f32[M, 2]
+  if M % 2 == 0 {
+    all_gather %b -> %q on x
+  } else {
+    fill %q with 0.0
+  }"""
+    assert (
+        grouped(host(body, header))
+        == """\
+  %t = allocate f32[M, 2]
+  if M % 2 == 0 {
+    group {
+      all_gather %a -> %p on x
+      all_gather %b -> %q on x
+    }
+  } else {
+    fill %p with 0.0
+    fill %q with 0.0
+  }
+"""
+    )
+    apart = host(body.replace("%t = allocate f32[M, 2]", "fill %q with 1.0"), header)
+    assert group_communications(apart, Options()) == apart
+
+
+def test_a_group_holds_what_nccl_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_POSTS", 8)  # an all_to_all over two ranks posts 4
+    program = host("all_to_all %a -> %p on x\nall_to_all %b -> %q on x\nall_to_all %b -> %r on x")
+    assert grouped(program).count("group") == 1
+    assert grouped(program).endswith("  }\n  all_to_all %b -> %r on x\n")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_a_program_with_groups(ranks: int) -> None:
+    """Gathers, sums and scatters that share groups, at even and uneven sizes: every rank's copy."""
+
+    @hw.fusion(mesh=hw.Mesh(x=ranks), u=hw.f32["M@x", "K"], v=hw.f32["M@x", "L"])
+    def shared(u, v):
+        scattered = hw.reshard(hw.sum(u, axis=0), "K@x")
+        return hw.sum(u, axis=0), hw.sum(v, axis=0), scattered, hw.reshard(u, "M", "K"), hw.reshard(v, "M", "L")
+
+    if ranks > 1:
+        assert str(lower(shared, Options())).count("group {") >= 2
+    program = hw.compile(shared)
+    random = np.random.default_rng(0)
+    for rows in (4 * ranks, 4 * ranks + 1, 1):
+        u, v = (random.integers(-4, 5, (rows, columns)).astype(np.float32) for columns in (12, 5))
+        for rank, local in enumerate(program.run(u=u, v=v, ranks=True)):
+            wanted = u.sum(0), v.sum(0), np.array_split(u.sum(0), ranks)[rank], u, v
+            for got, want in zip(local, wanted, strict=True):
+                np.testing.assert_array_equal(got, want)
+    check(lower(shared, Options()))
+    program.close()

@@ -1,0 +1,70 @@
+"""Where the caller's stream waits for a loop, and what may go before that."""
+
+from __future__ import annotations
+
+import pytest
+
+from hostweave.analysis.check import check
+from hostweave.host.ir import HostProgram
+from hostweave.host.verify import verify_host
+from hostweave.options import Options
+from hostweave.passes.sink_waits import sink_waits
+
+HEADER = "(%x: f32[8], %v: f32[8]) -> (%y: f32[8], %z: f32[8]) mesh(x=1) streams(ring[2], other[1])"
+LOOP = """\
+fork ring
+for %i in 0..2 {
+  stream ring[%i] {
+    %x_i = slice %x[0: %i of 2]
+    %y_i = slice %y[0: %i of 2]
+    copy %x_i -> %y_i
+  }
+}
+"""
+
+
+def host(body: str) -> HostProgram:
+    return HostProgram.parse(f"host @f{HEADER} {{\n{body}\n}}\n")
+
+
+def sunk(body: str) -> str:
+    """The end of the body after the pass, from where the loop has ended."""
+    result = sink_waits(host(body), Options())
+    verify_host(result)
+    check(result)
+    assert sink_waits(result, Options()) == result
+    return str(result).rpartition("\n  }\n")[2].removesuffix("}\n")
+
+
+def test_what_does_not_need_the_loop_goes_before() -> None:
+    assert sunk(LOOP + "join ring\n%t = allocate f32[8]\ncopy %v -> %t\n%u = reshape %y to [2, 4]\ncopy %t -> %z") == (
+        "  %t = allocate f32[8]\n  copy %v -> %t\n  %u = reshape %y to [2, 4]\n  copy %t -> %z\n  join ring\n"
+    )
+
+
+def test_at_the_first_use() -> None:
+    assert sunk(LOOP + "join ring\n%t = allocate f32[8]\ncopy %v -> %t\n%u = reshape %y to [8]\ncopy %u -> %z") == (
+        "  %t = allocate f32[8]\n  copy %v -> %t\n  join ring\n  %u = reshape %y to [8]\n  copy %u -> %z\n"
+    )
+
+
+def test_two_joins() -> None:
+    body = LOOP + "fork other\nstream other[0] {\n  fill %z with 0.0\n}\njoin ring\njoin other\n%t = allocate f32[8]\n"
+    tail = sunk(body + "copy %v -> %t\ncopy %t -> %z").splitlines()
+    assert tail == ["  %t = allocate f32[8]", "  copy %v -> %t", "  join ring", "  join other", "  copy %t -> %z"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        LOOP + "join ring\ncopy %y -> %z",  # reads what the loop wrote
+        LOOP + "join ring\nfill %y with 0.0\ncopy %v -> %z",  # writes it again
+        LOOP + "join ring\n" + LOOP.replace("%i", "%j").replace("%y", "%z").replace("_i", "_j") + "join ring",
+        LOOP + "join ring\nfork other\nstream other[0] {\n  copy %y -> %z\n}\njoin other",  # another stream reads it
+        LOOP + "join ring\n%t = allocate f32[8]\ncopy %y -> %z",  # nothing to gain
+    ],
+)
+def test_what_stays_as_it_is(body: str) -> None:
+    program = host(body)
+    check(program)
+    assert sink_waits(program, Options()) == program
