@@ -106,10 +106,11 @@ class Reader:
             self.fail(str(error), start)
 
     def factor(self) -> str:
-        """A number, a name, `ceil(M/8)` or `part(M, x)`."""
+        """A number, a name, `ceil(M/8)`, `part(M, x)` or `(M + 2)`."""
         text = self.take()
         if text in ("ceil", "part") and self.accept("("):
             text += "("
+        if text.endswith("("):
             while not text.endswith(")"):
                 text += self.take()
         return text

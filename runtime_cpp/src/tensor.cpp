@@ -75,6 +75,12 @@ void expect_divisible(const char* name, int64_t size, int64_t divisor) {
                       "; pad it, or choose another number of chunks or ranks");
 }
 
+void expect_room(const char* difference, int64_t size) {
+  if (size >= 0) return;
+  throw ArgumentError(std::string(difference) + " = " + std::to_string(size) + ": a slice goes outside of its dim; pass at least " +
+                      std::to_string(-size) + " more, or slice less");
+}
+
 void expect_prepared(bool prepared) {
   if (!prepared) throw ExecutionError("run: not prepared for these shapes; call prepare on every rank first");
 }

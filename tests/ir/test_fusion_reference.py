@@ -80,6 +80,10 @@ EXAMPLES: dict[str, tuple[Callable[[hw.Tensor], hw.Tensor], Callable[[Array], Ar
     "reshape": (lambda x: hw.reshape(x, "M*N"), lambda x: x.reshape(-1)),
     "transpose": (lambda x: x.T, lambda x: x.T),
     "broadcast_to": (lambda x: hw.broadcast_to(x, 5, "M", "N"), lambda x: np.broadcast_to(x, (5, 2, 3))),
+    "select": (lambda x: x[:, -1], lambda x: x[:, -1]),
+    "slice": (lambda x: x[-1:, ::3], lambda x: x[-1:, ::3]),
+    "concat": (lambda x: hw.concat([x, -x], axis=1), lambda x: np.concatenate([x, -x], 1)),
+    "pad": (lambda x: hw.pad(x, (1, 0, 0, 2), value=7), lambda x: np.pad(x, [(0, 2), (1, 0)], constant_values=7)),
     "reshard": (lambda x: hw.reshard(x, "M@x", "N"), lambda x: x),
 }
 

@@ -27,6 +27,18 @@ def test_extents(text: str, coefficient: int, names: tuple[str, ...], divisor: i
     assert Extent.of(text) == Extent(coefficient, names, divisor)
 
 
+def test_sums_of_extents() -> None:
+    m, n, k = map(Extent.of, "MNK")
+    sums = {m + n: "(M + N)", m - 2: "(M - 2)", m + m: "2*M", m // 2 + 4: "(M/2 + 4)", (m + n) * k: "(M + N)*K", m + n - m: "N", m - m: "0"}
+    for extent, text in sums.items():
+        assert str(extent) == text
+        assert Extent.of(text) == extent
+    assert Extent.of("(4 + M)") == m + 4
+    assert (n + m) * k - k * m == k * n
+    assert ((m - 2) * k // 4).bind({"M": 6, "K": 3}) == 3
+    assert ((m + n) // 2).symbols == ("M", "N")
+
+
 def test_dims() -> None:
     assert Dim.of("M/4@dp,tp") == Dim(Extent(1, ("M",), 4), ("dp", "tp"))
     with pytest.raises(ValueError, match=r"^not a dim: 'M@1'; write it like 'M', 'M@x' or 'M@dp,tp'$"):

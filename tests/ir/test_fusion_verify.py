@@ -23,6 +23,23 @@ AS_GIVEN = [
     ("%y: f32[8] = sum(%x, axis=1)", "text:2: sum: no attribute axis=1; its attributes: axis (tuple), keepdims (bool)"),
     ("%y: f32[8] = sum(%x)", "text:2: sum: attribute axis is missing; write axis=(0,)"),
     ("%y: f32[8] = sum(%x, axis=(2,))", "text:2: sum: axis=(2,) is out of range; dims go from 0 to 1"),
+    ("%y: f32[4] = select(%x, index=0)", "text:2: select: attribute axis is missing; write axis=0"),
+    ("%y: f32[4] = select(%x, axis=0, index=8)", "text:2: select: index 8 of dim 0 of f32[8@x, 4] is out of range; it goes from 0 to 7"),
+    ("%y: f32[4] = select(%x, axis=2, index=0)", "text:2: select: axis=2 is out of range; f32[8@x, 4] has dims 0 to 1"),
+    (
+        "%y: f32[3, 4] = slice(%x, axis=0, start=2, step=3)",
+        "text:2: slice: 3 from 2 by 3 are outside of dim 0 of f32[8@x, 4]; it goes from 0 to 7",
+    ),
+    ("%y: f32[3, 4] = slice(%x, axis=0, start=2, step=0)", "text:2: slice: step=0 is not at least 1"),
+    (
+        "%y: f32[3] = slice(%x, axis=0, start=2, step=1)",
+        "text:2: slice: f32[3] does not have the 2 dims of f32[8@x, 4]; use select to drop one",
+    ),
+    ("%y: f32[3] = concat(axis=0)", "text:2: concat: takes one or more operands, not 0"),
+    (
+        "%y: f32[9, 4] = pad(%x, low=(1,), high=(0,), value=0.0)",
+        "text:2: pad: 1 and 1 widths for the 2 dims of f32[8@x, 4]; give one a dim",
+    ),
     ("%y: f32[8, 5] = neg(%x)", "text:2: neg: %y is f32[8, 5], but its operands give f32[8, 4]; correct its type"),
     ("%y: f16[8, 4] = neg(%x)", "text:2: neg: %y is f16[8, 4], but its operands give f32[8, 4]; correct its type"),
     ("%y: f32[8, 4] = neg(%x)\n%y: f32[8, 4] = exp(%x)", "text:3: %y is defined twice; give one of them another name"),

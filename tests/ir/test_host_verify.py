@@ -45,6 +45,12 @@ BODIES = {
     "%v = section %x[0: 1 from ceil(K/2)]": (
         "text:2: @t: %v = section %x[0: 1 from ceil(K/2)]: K is not a size of any input or output; the sizes are M"
     ),
+    "%v = section %x[1: 3 from 2]": ("text:2: @t: %v = section %x[1: 3 from 2]: %x is f32[M/2, 4]: 1 of the indices are outside of dim 1"),
+    "%v = strided %x[1: 2 from 0 by 0]": ("text:2: @t: %v = strided %x[1: 2 from 0 by 0]: the step is 0: it must be at least 1"),
+    "%v = strided %x[1: 2 from 1 by 3]": (
+        "text:2: @t: %v = strided %x[1: 2 from 1 by 3]: %x is f32[M/2, 4]: 1 of the indices are outside of dim 1"
+    ),
+    "%b = allocate f32[(M + K)]": "text:2: @t: %b = allocate f32[(K + M)]: K is not a size of any input or output",
     "%b = allocate f32[part(M, q)]": "text:2: @t: %b = allocate f32[part(M, q)]: mesh(x=2) has no axis 'q': its axes are x",
     "%v = reshape %x to [M, 4]": (
         "text:2: @t: %v = reshape %x to [M, 4]: %x is f32[M/2, 4]: "

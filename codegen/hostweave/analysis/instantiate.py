@@ -14,10 +14,11 @@ from math import gcd, lcm, prod
 from typing import Any, NamedTuple, NoReturn
 
 from hostweave.errors import ProgramError
-from hostweave.fusion.extent import Extent, part_of
+from hostweave.fusion.extent import Extent, is_sum, part_of
 from hostweave.fusion.types import BufferType, DType, RankSizes, Sizes
 from hostweave.host import ir
 from hostweave.host.expr import OPERATORS, Binary, Const, Coordinate, Expr, Size, Var, on_sizes_alone
+from hostweave.host.requirements import not_negative
 from hostweave.host.text import print_instruction
 
 Stream = tuple[str, int]  # ("ring", 2)
@@ -166,7 +167,29 @@ def minimal_sizes(program: ir.HostProgram) -> dict[str, int]:
             # A multiple of the divisor always serves, and for a name that stands alone nothing less does.
             sizes[extent.names[0]] = lcm(sizes[extent.names[0]], extent.divisor // gcd(extent.divisor, extent.coefficient))
     least = {name: twice if name in walked else 2 for name in sizes}
-    return {name: size * -(-least[name] // size) for name, size in sizes.items()}
+    return _with_room(program, {name: (size, size * -(-least[name] // size)) for name, size in sizes.items()})
+
+
+MOST_STEPS = 4096
+
+
+def _with_room(program: ir.HostProgram, sizes: dict[str, tuple[int, int]]) -> dict[str, int]:
+    """The first sizes that slices and sums of sizes allow, from the least on by steps: `sizes` are (step, least). Else the least."""
+    room, summed = not_negative(program), [extent for extent in _extents(program) if any(map(is_sum, extent.names))]
+
+    def taken(steps: int) -> dict[str, int]:
+        return {name: least + steps * step for name, (step, least) in sizes.items()}
+
+    def fits(steps: int) -> bool:
+        some = taken(steps)
+        try:
+            return all(extent.bind(some) >= 0 for extent in room) and all(extent.bind(some) > 0 for extent in summed)
+        except ValueError:  # a sum that does not divide
+            return False
+        except KeyError:  # a part of a size
+            return True
+
+    return taken(next(filter(fits, range(MOST_STEPS)), 0) if room or summed else 0)
 
 
 def sizes_to_check(program: ir.HostProgram) -> Iterator[dict[str, int]]:
@@ -334,7 +357,7 @@ def _allocate(b: _Binder, i: ir.Allocate) -> Step:
 def _view(b: _Binder, i: Any) -> Step:
     source = b.layouts[i.src]
     b.define(i.out, ir.view_type(i, b.types[i.src]), i)
-    if isinstance(i, ir.Section):
+    if isinstance(i, ir.Section | ir.Strided):
         return _section(b, i)
     if not isinstance(i, ir.Select | ir.Slice):
 
@@ -357,8 +380,10 @@ def _view(b: _Binder, i: Any) -> Step:
     return step
 
 
-def _section(b: _Binder, i: ir.Section) -> Step:
+def _section(b: _Binder, i: ir.Section | ir.Strided) -> Step:
     source, held = b.layouts[i.src], b.layouts[i.out].shape[i.dim]
+    if isinstance(i, ir.Strided) and held:
+        held = (held - 1) * i.step + 1
     distance, whole = source.strides[i.dim] * source.dtype.itemsize, source.shape[i.dim]
     start = b.expr(i.start)
 
@@ -550,6 +575,7 @@ _BINDERS: dict[type[ir.Instruction], Callable[[_Binder, Any], Step]] = {
     ir.Select: _view,
     ir.Slice: _view,
     ir.Section: _view,
+    ir.Strided: _view,
     ir.Reshape: _view,
     ir.Permute: _view,
     ir.Group: _group,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from math import gcd, lcm
 
 from hostweave.errors import ProgramError
-from hostweave.fusion.extent import Extent
+from hostweave.fusion.extent import Extent, is_sum, terms_of
 from hostweave.fusion.types import DType, Mesh
 from hostweave.host.expr import OPERATORS, Binary, Const, Coordinate, Expr, Size, Var
 from hostweave.host.ir import Instruction
@@ -110,22 +110,37 @@ class Integers:
         """`M / 8 * 3 * (K / 4)`: exact from left to right, because each division is."""
         factors: list[str] = []
         divisor = extent.divisor
-        for name in sorted(extent.names, key=list(self.sizes).index):
+        order = list(self.sizes)
+        for name in sorted(extent.names, key=lambda name: order.index(Extent(1, (name,)).symbols[0])):
             own = gcd(divisor, self.multiples.get(name, 1))
             divisor //= own
-            text = f"{self.sizes[name]} / {own}" if own > 1 else self.sizes[name]
+            size = self.sum(name) if is_sum(name) else self.sizes[name]
+            text = f"{size} / {own}" if own > 1 else size
             factors.append(f"({text})" if own > 1 and factors else text)
         if extent.coefficient != 1 or not factors:
             factors.insert(" / " in factors[0] if factors else 0, str(extent.coefficient))
         return " * ".join(factors) + (f" / {divisor}" if divisor > 1 else "")
 
+    def sum(self, name: str) -> str:
+        """`(M + N)`"""
+        text = ""
+        for sign, term in terms_of(name):
+            text += (f" {'+' if sign > 0 else '-'} " if text else "" if sign > 0 else "-") + self.factor(term)
+        return f"({text})"
+
     def factor(self, extent: Extent) -> str:
         """An extent that something is multiplied with."""
         text = self.extent(extent)
-        return f"({text})" if " " in text else text
+        is_one = " " not in text or (extent.divisor == extent.coefficient == len(extent.names) and is_sum(extent.names[0]))
+        return text if is_one else f"({text})"
 
     def extents(self, extents: Iterable[Extent]) -> str:
-        return "{" + ", ".join(map(self.extent, extents)) + "}"
+        return "{" + ", ".join(map(self.alone, extents)) + "}"
+
+    def alone(self, extent: Extent) -> str:
+        """An extent that stands between commas: a sum goes without parentheses."""
+        text = self.extent(extent)
+        return text[1:-1] if extent.coefficient == extent.divisor == 1 and len(extent.names) == 1 and is_sum(extent.names[0]) else text
 
     # --- integers ---
 

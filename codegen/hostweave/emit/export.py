@@ -12,6 +12,7 @@ from hostweave.emit.cpp import Integers
 from hostweave.emit.program import coordinate, multiples, place, program_view
 from hostweave.emit.render import rendered
 from hostweave.errors import ProgramError
+from hostweave.fusion.extent import is_sum
 from hostweave.fusion.types import Mesh
 from hostweave.host.ir import HostProgram, Parameter
 
@@ -71,7 +72,7 @@ def _divisors(program: HostProgram) -> dict[str, int]:
             if dim.extent.is_int and int(dim.extent) % ranks:
                 padded = -(-int(dim.extent) // ranks) * ranks
                 raise ProgramError(f"export: %{parameter.name}: main.cpp shares dim {dim} evenly by {ranks} ranks; pad it to {padded}")
-            if len(dim.extent.names) == 1:
+            if len(dim.extent.names) == 1 and not is_sum(dim.extent.names[0]):
                 result[dim.extent.names[0]] = lcm(result.get(dim.extent.names[0], 1), ranks)
     return result
 

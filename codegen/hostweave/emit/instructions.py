@@ -18,6 +18,9 @@ from hostweave.host import ir
 from hostweave.host.expr import Const, Expr, divisibility
 from hostweave.host.text import print_instruction
 
+Moved = ir.Select | ir.Slice | ir.Section | ir.Strided  # views that begin elsewhere
+View = Moved | ir.Reshape | ir.Permute
+
 CALLER = "caller"
 WORKSPACE = "workspace_"
 
@@ -111,7 +114,7 @@ class Emitter:
         """The same pointer."""
         self.define(i, self.buffers[i.src].text)
 
-    def define(self, i: ir.Select | ir.Slice | ir.Section | ir.Reshape | ir.Permute, text: str) -> None:
+    def define(self, i: View, text: str) -> None:
         source = self.buffers[i.src]
         self.buffers[i.out] = Buffer(text, ir.view_type(i, source.type), source.root, source.read_only)
 
@@ -121,11 +124,14 @@ class Emitter:
     def section(self, i: ir.Section, last: bool) -> views.Select | None:
         return self.view_at(views.Section, i, i.start, ir.strides_of(self.type_of(i.src))[i.dim])
 
+    def strided_view(self, i: ir.Strided, last: bool) -> views.Select | None:
+        return self.view_at(views.Strided, i, i.start, ir.strides_of(self.type_of(i.src))[i.dim])
+
     def slice(self, i: ir.Slice, last: bool) -> views.Select | None:
         chunk = ir.view_type(i, self.type_of(i.src)).shape[i.dim]
         return self.view_at(views.Slice, i, i.index, chunk * ir.strides_of(self.type_of(i.src))[i.dim])
 
-    def view_at(self, kind: type[views.Select], i: ir.Select | ir.Slice | ir.Section, index: Expr, step: Extent) -> views.Select | None:
+    def view_at(self, kind: type[views.Select], i: Moved, index: Expr, step: Extent) -> views.Select | None:
         """The pointer that lies `index` steps further, or nothing to do for index 0."""
         if index == Const(0):
             self.define(i, self.buffers[i.src].text)
@@ -330,6 +336,7 @@ _EMIT: dict[type[ir.Instruction], Callable[[Emitter, Any, bool], views.Instructi
     ir.Select: Emitter.select,
     ir.Slice: Emitter.slice,
     ir.Section: Emitter.section,
+    ir.Strided: Emitter.strided_view,
     ir.Reshape: Emitter.alias,
     ir.Permute: Emitter.alias,
     ir.Matmul: Emitter.matmul,

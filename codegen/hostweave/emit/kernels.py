@@ -87,7 +87,7 @@ class _Emitter:
 
     def emit(self) -> EmittedKernel:
         view = self.reduction() if self.reduced else self.pointwise()
-        used = {name for dim in (*self.kept, *self.reduced) for extent in (dim.extent, *dim.strides) for name in extent.names}
+        used = {name for dim in (*self.kept, *self.reduced) for extent in (dim.extent, *dim.strides) for name in extent.symbols}
         sizes = tuple(text for name, text in self.integers.sizes.items() if name in used)
         inputs = (f"const {self.types[name].dtype.cpp}* {self.pointers[name]}" for name in self.inputs)
         params = (*inputs, f"{self.result.dtype.cpp}* {self.dst}", *(f"int64_t {size}" for size in sizes))

@@ -11,10 +11,11 @@ from hostweave.emit.cpp import CUDA_TYPES, Integers
 from hostweave.emit.instructions import Emitter
 from hostweave.emit.names import Names
 from hostweave.errors import ProgramError
-from hostweave.fusion.extent import Extent, block_of, part_of
+from hostweave.fusion.extent import Extent, block_of, is_sum, part_of
 from hostweave.fusion.types import Mesh
 from hostweave.host import ir
 from hostweave.host.expr import Size, leaves
+from hostweave.host.requirements import not_negative
 
 
 def program_view(program: ir.HostProgram) -> views.Program:
@@ -46,6 +47,7 @@ def program_view(program: ir.HostProgram) -> views.Program:
         temporaries=tuple(emitter.temporaries.values()),
         kernels=tuple(kernel.view for kernel in emitter.kernels.values()),
         body=body,
+        requirements=tuple(_requirements(program, integers)),
         headers=_headers(emitter),
         source_headers=_source_headers(emitter),
     )
@@ -144,7 +146,7 @@ def _argument(
 ) -> views.Argument:
     type, integers = program.local_type(parameter), emitter.integers
     field = emitter.buffers[parameter.name].text
-    is_open = [not set(extent.names) <= known for extent in type.shape]
+    is_open = [not set(extent.symbols) <= known for extent in type.shape]
     return views.Argument(
         name=parameter.name,
         field=field,
@@ -153,7 +155,7 @@ def _argument(
         cpp=type.dtype.cpp,
         ndim=len(type.shape),
         shape=integers.extents(type.shape),
-        pattern="{" + ", ".join("hw::kAny" if open else integers.extent(e) for e, open in zip(type.shape, is_open, strict=True)) + "}",
+        pattern="{" + ", ".join("hw::kAny" if open else integers.alone(e) for e, open in zip(type.shape, is_open, strict=True)) + "}",
         sizes=tuple(_size(program, binding, field, integers) for binding in bindings or ()),
         again=sum(is_open) > len(bindings or ()) or any(binding.uneven for binding in bindings or ()),
         used=parameter.name in emitter.used,
@@ -174,6 +176,15 @@ def _size(program: ir.HostProgram, binding: _Binding, field: str, integers: Inte
         divisor=1 if is_multiple else multiple,
         parts=tuple(_part(program, integers, name) for name in part_names(program) if str(_shared(name)) == binding.name),
     )
+
+
+def _requirements(program: ir.HostProgram, integers: Integers) -> Iterator[str]:
+    """Calls that check what is computed from sizes: differences, and sums that ranks share."""
+    for extent in not_negative(program):
+        yield f'hw::expect_room("{str(extent).strip("()")}", {integers.alone(extent)})'
+    for name, multiple in integers.multiples.items():
+        if is_sum(name) and multiple > 1:
+            yield f'hw::expect_divisible("{name.strip("()")}", {integers.sum(name).strip("()")}, {multiple})'
 
 
 # --- what follows from sizes ------------------------------------------------------------------------------------------

@@ -36,6 +36,11 @@ class Section(Select):
 
 
 @dataclass(frozen=True)
+class Strided(Select):
+    template = "strided"
+
+
+@dataclass(frozen=True)
 class Matmul(InstructionView):
     template = "matmul"
     plan: str
@@ -384,6 +389,7 @@ class Program:
     temporaries: tuple[Temporary, ...]
     kernels: tuple[Kernel, ...]
     body: Body
+    requirements: tuple[str, ...]  # calls that check sizes once all are known
     headers: tuple[str, ...]  # of program.h
     source_headers: tuple[str, ...]  # of program.cpp
 

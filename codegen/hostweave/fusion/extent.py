@@ -1,7 +1,8 @@
 """Sizes of dims that are known at compile time only as products of names: `M`, `M/8`, `8*M*K`.
 
 Two names stand for what follows from a size where ranks cannot share it evenly: `ceil(M/8)` is the block of each of 8 ranks, and
-`part(M, x)` what this rank holds of M along mesh axis x: a block, of which the last ranks have less or nothing.
+`part(M, x)` what this rank holds of M along mesh axis x: a block, of which the last ranks have less or nothing. A sum or difference
+of sizes is a name too, `(M + N)` or `(M - 2)`: what concat, pad and slices make.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
 from math import gcd, prod
 
 
@@ -34,7 +37,7 @@ class Extent:
         if isinstance(value, int):
             return Extent(value)
         match = re.fullmatch(rf"({_FACTOR}(?:\*{_FACTOR})*)(?:/(\d+))?", value.replace(" ", ""))
-        factors = [_spaced(factor) for factor in match[1].split("*")] if match else []
+        factors = [_spaced(factor) for factor in re.findall(_FACTOR, match[1])] if match else []
         if not match:
             raise ValueError(f"not an extent: {value!r}; write a name, an int, or a product such as 8*M/4")
         coefficient = prod(int(factor) for factor in factors if factor.isdigit())
@@ -43,6 +46,20 @@ class Extent:
     @property
     def is_int(self) -> bool:
         return not self.names and self.divisor == 1
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        """The names, and instead of a sum those in it."""
+        return tuple(symbol for name in self.names for symbol in (_symbols_of_sum(name) if is_sum(name) else (name,)))
+
+    def __add__(self, other: int | Extent) -> Extent:
+        return _summed((*_terms(self), *_terms(Extent.of(other))))
+
+    def __sub__(self, other: int | Extent) -> Extent:
+        return self + -1 * Extent.of(other)
+
+    def __rmul__(self, other: int) -> Extent:
+        return self * other
 
     def __int__(self) -> int:
         if not self.is_int:
@@ -68,7 +85,7 @@ class Extent:
 
     def bind(self, sizes: Mapping[str, int]) -> int:
         """The size when every name has its own. Raises ValueError where the divisor does not divide it."""
-        total = self.coefficient * prod(sizes[name] for name in self.names)
+        total = self.coefficient * prod(_bound(name, sizes) for name in self.names)
         if total % self.divisor:
             raise ValueError(f"{self}: {self.divisor} does not divide {total}")
         return total // self.divisor
@@ -85,12 +102,14 @@ class Extent:
         return "*".join(factors) + (f"/{self.divisor}" if self.divisor != 1 else "")
 
 
-_FACTOR = r"(?:\d+|[A-Za-z_]\w*|ceil\(\w+/\d+\)|part\(\w+(?:,\w+)+\))"
+_FACTOR = r"(?:\d+|ceil\(\w+/\d+\)|part\(\w+(?:,\w+)+\)|\([\w*/+-]+\)|[A-Za-z_]\w*)"
 _BLOCK = re.compile(r"ceil\((\w+)/(\d+)\)")
 _PART = re.compile(r"part\((\w+), (.*)\)")
 
 
 def _spaced(factor: str) -> str:
+    if is_sum(factor):
+        return str(_summed(tuple(_parsed_terms(factor))))
     return factor.replace(",", ", ")
 
 
@@ -125,3 +144,53 @@ def product(extents: tuple[Extent, ...]) -> Extent:
     for extent in extents:
         total = total * extent
     return total
+
+
+# --- sums -------------------------------------------------------------------------------------------------------------
+
+
+def is_sum(name: str) -> bool:
+    """Whether a name is one such as `(M + N)`."""
+    return name.startswith("(")
+
+
+def terms_of(name: str) -> tuple[tuple[int, Extent], ...]:
+    """The terms of a sum, each with its sign."""
+    return tuple((1 if term.coefficient > 0 else -1, term if term.coefficient > 0 else -1 * term) for term in _parsed_terms(name))
+
+
+@cache
+def _parsed_terms(name: str) -> tuple[Extent, ...]:
+    """`(M - 2)` is M and -2."""
+    found = re.findall(r"([+-]?)([^+-]+)", name.replace(" ", "")[1:-1])
+    return tuple((-1 if sign == "-" else 1) * Extent.of(text) for sign, text in found)
+
+
+def _symbols_of_sum(name: str) -> tuple[str, ...]:
+    return tuple(symbol for term in _parsed_terms(name) for symbol in term.names)
+
+
+def _bound(name: str, sizes: Mapping[str, int]) -> int:
+    return sum(term.bind(sizes) for term in _parsed_terms(name)) if is_sum(name) else sizes[name]
+
+
+def _terms(extent: Extent) -> tuple[Extent, ...]:
+    """The products that an extent is the sum of."""
+    terms: tuple[Extent, ...] = (Extent(extent.coefficient, tuple(n for n in extent.names if not is_sum(n)), extent.divisor),)
+    for name in filter(is_sum, extent.names):
+        terms = tuple(term * other for term in terms for other in _parsed_terms(name))
+    return terms
+
+
+def _summed(terms: tuple[Extent, ...]) -> Extent:
+    """Their sum: a product where it is one, else a name of its own, the same for equal sums."""
+    totals: dict[tuple[str, ...], Fraction] = {}
+    for term in terms:
+        totals[term.names] = totals.get(term.names, Fraction(0)) + Fraction(term.coefficient, term.divisor)
+    left = {names: total for names, total in totals.items() if total}
+    products = [Extent(total.numerator, names, total.denominator) for names, total in left.items()]
+    if len(products) <= 1:
+        return products[0] if products else Extent(0)
+    products.sort(key=lambda term: (term.coefficient < 0, not term.names, term.names))
+    text = str(products[0]) + "".join(f" - {-1 * term}" if term.coefficient < 0 else f" + {term}" for term in products[1:])
+    return Extent(1, (f"({text})",))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from hostweave.errors import Location, ProgramError
 from hostweave.fusion.extent import Extent, product
 from hostweave.fusion.ir import Scalar
+from hostweave.fusion.ops import fits
 from hostweave.fusion.trace import Tensor, dim_of, record
 from hostweave.fusion.types import Dim, DType, TensorType, i32
 
@@ -178,6 +179,32 @@ def broadcast_to(x: Tensor, *dims: int | str) -> Tensor:
     """Dims aligned from the right; those of 1 and those that are missing repeat."""
     location = Location.of_caller()
     return record("broadcast_to", x, target=TensorType(x.dtype, tuple(Dim(_extent(dim, "broadcast_to", location)) for dim in dims)))
+
+
+def concat(tensors: Sequence[Tensor], axis: Axis | None = 0) -> Tensor:
+    """The tensors one after the other along a dim, in which alone they may differ; flattened where `axis` is None."""
+    location = Location.of_caller()
+    if isinstance(tensors, Tensor) or not tensors or not all(isinstance(tensor, Tensor) for tensor in tensors):
+        raise ProgramError(f"concat: {tensors!r} is not a list of tensors of this fusion; write hw.concat([a, b], axis=0)", location)
+    if axis is None:
+        tensors, axis = [reshape(tensor, -1) for tensor in tensors], 0
+    return record("concat", *tensors, axis=dim_of(tensors[0], axis, "concat", location))
+
+
+def pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: Scalar = 0) -> Tensor:
+    """x with more elements of `value` around it. As in torch.nn.functional, `pad` is (before, after) of the last dim, then of the
+    dim before it, and so on: (1, 2) makes rows longer by 3. Raises ProgramError.
+    """
+    location = Location.of_caller()
+    if mode != "constant":
+        raise ProgramError(f"pad: mode={mode!r} is not 'constant'; take other modes together by slices and hw.concat", location)
+    if len(pad) % 2 or len(pad) > 2 * x.ndim:
+        raise ProgramError(f"pad: {tuple(pad)} is not (before, after) of up to {x.ndim} dims of {x.type}, the last one first", location)
+    if not fits(value, x.dtype):
+        raise ProgramError(f"pad: {value!r} is not a value of {x.type}; use hw.cast on the tensor", location)
+    rest = (0,) * (x.ndim - len(pad) // 2)
+    low, high = (rest + tuple(pad[i::2])[::-1] for i in (0, 1))
+    return record("pad", x, low=low, high=high, value=float(value)) if any(pad) else x
 
 
 def _extent(dim: int | str, kind: str, location: Location) -> Extent:

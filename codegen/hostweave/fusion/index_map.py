@@ -18,8 +18,9 @@ class IndexMap:
     """Dims of the operands and of the result that carry the same label are the same iteration index.
 
     matmul is `(b0, m, k), (b0, k, n) -> (b0, m, n)`. None is a dim of one element that is broadcast, new or kept after
-    a reduction. A label that the result lacks is reduced. A label in `outer` joins only the outermost parts of two
-    dims that a reshape splits or merges: enough for a sharding, not for a loop.
+    a reduction, or one that is cut or joined, so that a rank needs all of it. A label that the result lacks is reduced.
+    A label in `outer` joins only the outermost parts of two dims that a reshape splits or merges: enough for a sharding,
+    not for a loop.
     """
 
     operands: tuple[Labels, ...]
@@ -64,6 +65,18 @@ def insertion(rank: int, axes: tuple[int, ...]) -> IndexMap:
     """New dims of one element at `axes` of the result."""
     labels = iter(tuple(f"i{i}" for i in range(rank)))
     return IndexMap((tuple(f"i{i}" for i in range(rank)),), tuple(None if i in axes else next(labels) for i in range(rank + len(axes))))
+
+
+def cut(rank: int, axis: int, keeps_dim: bool) -> IndexMap:
+    """Indices of one dim are taken; the dim stays with those, or goes where it is one."""
+    labels: Labels = tuple(None if i == axis else f"i{i}" for i in range(rank))
+    return IndexMap((labels,), labels if keeps_dim else (*labels[:axis], *labels[axis + 1 :]))
+
+
+def joined(operands: int, rank: int, axes: tuple[int, ...]) -> IndexMap:
+    """Operands that lie in one result, one after the other or inside it along `axes`."""
+    labels: Labels = tuple(None if i in axes else f"i{i}" for i in range(rank))
+    return IndexMap((labels,) * operands, labels)
 
 
 def regrouping(source: Shape, target: Shape) -> IndexMap:

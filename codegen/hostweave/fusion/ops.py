@@ -32,7 +32,7 @@ class OpDef:
     integer itself); `combine` says how two elements of a reduction become one.
     """
 
-    arity: int
+    arity: int | None  # None: one or more
     infer: Callable[[Types, Op], TensorType]
     map: Callable[[Types, Op], IndexMap]
     numpy: Callable[..., Any]
@@ -197,6 +197,70 @@ def _transpose(types: Types, op: Op) -> TensorType:
     return TensorType(types[0].dtype, tuple(Dim(types[0].shape[i]) for i in axes))
 
 
+def _int_of(op: Op, name: str) -> int:
+    value = op.attribute(name)
+    assert isinstance(value, int)
+    return value
+
+
+def _one_axis(op: Op, x: TensorType) -> int:
+    axis = _int_of(op, "axis")
+    if not 0 <= axis < len(x.dims):
+        raise Mismatch(f"axis={axis} is out of range; {x} has dims 0 to {len(x.dims) - 1}")
+    return axis
+
+
+def _select(types: Types, op: Op) -> TensorType:
+    (x,) = types
+    axis, index = _one_axis(op, x), _int_of(op, "index")
+    if x.shape[axis].is_int and not 0 <= index < int(x.shape[axis]):
+        raise Mismatch(f"index {index} of dim {axis} of {x} is out of range; it goes from 0 to {int(x.shape[axis]) - 1}")
+    return TensorType(x.dtype, tuple(Dim(extent) for i, extent in enumerate(x.shape) if i != axis))
+
+
+def _slice(types: Types, op: Op) -> TensorType:
+    (x,) = types
+    axis, start, step = _one_axis(op, x), _int_of(op, "start"), _int_of(op, "step")
+    if len(op.result.type.dims) != len(x.dims):
+        raise Mismatch(f"{op.result.type} does not have the {len(x.dims)} dims of {x}; use select to drop one")
+    taken, whole = op.result.type.shape[axis], x.shape[axis]
+    if step < 1:
+        raise Mismatch(f"step={step} is not at least 1")
+    if whole.is_int and taken.is_int and not 0 <= start <= start + (int(taken) - 1) * step < int(whole):
+        raise Mismatch(f"{taken} from {start} by {step} are outside of dim {axis} of {x}; it goes from 0 to {int(whole) - 1}")
+    return TensorType(x.dtype, tuple(Dim(taken if i == axis else extent) for i, extent in enumerate(x.shape)))
+
+
+def _concat(types: Types, op: Op) -> TensorType:
+    first, dtype = types[0], _same_dtype(types)
+    axis = _one_axis(op, first)
+    for other in types[1:]:
+        if len(other.dims) != len(first.dims):
+            raise Mismatch(f"{first} and {other} differ in their number of dims; use hw.expand_dims or hw.reshape")
+        for i, (have, want) in enumerate(zip(other.shape, first.shape, strict=True)):
+            if i != axis and have != want:
+                raise Mismatch(f"{first} and {other} differ in dim {i}; only dim {axis}, along which they are joined, may differ")
+    extent = Extent(0)
+    for type in types:
+        extent = extent + type.shape[axis]
+    return TensorType(dtype, tuple(Dim(extent if i == axis else e) for i, e in enumerate(first.shape)))
+
+
+def _pad(types: Types, op: Op) -> TensorType:
+    (x,) = types
+    low, high = axes_of(op, "low"), axes_of(op, "high")
+    if not len(low) == len(high) == len(x.dims):
+        raise Mismatch(f"{len(low)} and {len(high)} widths for the {len(x.dims)} dims of {x}; give one a dim")
+    if min((*low, *high), default=0) < 0:
+        raise Mismatch(f"widths {low} and {high} are not all at least 0; use a slice to take less")
+    return TensorType(x.dtype, tuple(Dim(extent + a + b) for extent, a, b in zip(x.shape, low, high, strict=True)))
+
+
+def padded_dims(op: Op) -> tuple[int, ...]:
+    """The dims that a pad makes longer."""
+    return tuple(i for i, widths in enumerate(zip(axes_of(op, "low"), axes_of(op, "high"), strict=True)) if any(widths))
+
+
 def _shape_text(shape: tuple[Extent, ...]) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
@@ -236,6 +300,22 @@ def _map_transpose(types: Types, op: Op) -> IndexMap:
     return maps.permutation(axes_of(op, "axes"))
 
 
+def _map_select(types: Types, op: Op) -> IndexMap:
+    return maps.cut(len(types[0].dims), _int_of(op, "axis"), keeps_dim=False)
+
+
+def _map_slice(types: Types, op: Op) -> IndexMap:
+    return maps.cut(len(types[0].dims), _int_of(op, "axis"), keeps_dim=True)
+
+
+def _map_concat(types: Types, op: Op) -> IndexMap:
+    return maps.joined(len(types), len(types[0].dims), (_int_of(op, "axis"),))
+
+
+def _map_pad(types: Types, op: Op) -> IndexMap:
+    return maps.joined(1, len(types[0].dims), padded_dims(op))
+
+
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
@@ -263,6 +343,19 @@ def _gelu_tanh(np: Any, x: Any) -> Any:
 
 def _numpy_argmax(np: Any, x: Any, axis: tuple[int, ...], keepdims: bool = False) -> Any:
     return np.argmax(x, axis=axis[0], keepdims=keepdims)
+
+
+def _numpy_slice(np: Any, x: Any, axis: int, start: int, step: int, shape: tuple[int, ...]) -> Any:
+    first = start if start >= 0 else x.shape[axis] + start
+    return x[(slice(None),) * axis + (slice(first, first + (shape[axis] - 1) * step + 1, step),)]
+
+
+def _numpy_select(np: Any, x: Any, axis: int, index: int) -> Any:
+    return x[(slice(None),) * axis + (index,)]
+
+
+def _numpy_pad(np: Any, x: Any, low: tuple[int, ...], high: tuple[int, ...], value: float = 0.0) -> Any:
+    return np.pad(x, list(zip(low, high, strict=True)), constant_values=value)
 
 
 def _bound(np: Any, x: Any, sign: int) -> Any:
@@ -329,6 +422,10 @@ OPS: dict[str, OpDef] = {
     "broadcast_to": OpDef(
         1, _broadcast_to, _map_elementwise, lambda np, x, shape: np.broadcast_to(x, shape), target="shape", expression="{0}"
     ),
+    "select": OpDef(1, _select, _map_select, _numpy_select, {"axis": int, "index": int}, is_view=True),
+    "slice": OpDef(1, _slice, _map_slice, _numpy_slice, {"axis": int, "start": int, "step": int}, target="shape", is_view=True),
+    "concat": OpDef(None, _concat, _map_concat, lambda np, *arrays, axis: np.concatenate(arrays, axis), {"axis": int}),
+    "pad": OpDef(1, _pad, _map_pad, _numpy_pad, {"low": tuple, "high": tuple, "value": float}),
     # Sharding.
     "reshard": OpDef(1, _same, _map_elementwise, lambda np, x: x, {"kind": str}, target="sharding"),
 }

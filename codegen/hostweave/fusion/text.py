@@ -171,7 +171,7 @@ def _parse_stream(reader: Reader, type: TensorType) -> Stream:
 def _parse_attribute(reader: Reader) -> Attribute:
     if reader.accept("("):
         return _parse_ints(reader)
-    if reader.peek() in ("true", "false") or not reader.peek().isidentifier():
+    if reader.peek() in ("true", "false", "inf", "nan") or not reader.peek().isidentifier():
         return _parse_number(reader)
     return reader.word("a value")
 

@@ -6,10 +6,10 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from types import EllipsisType
 from typing import Any
 
 from hostweave.errors import Location, ProgramError
+from hostweave.fusion.indexing import indexed
 from hostweave.fusion.ir import Attribute, Fusion, Op, Scalar, Value
 from hostweave.fusion.ops import attributes, index_map, infer_type, operand_types
 from hostweave.fusion.text import BY, STEPS
@@ -23,8 +23,14 @@ RESULT_NAMES = {
     "reshape": "reshaped",
     "transpose": "transposed",
     "broadcast_to": "broadcast",
+    "select": "selected",
+    "slice": "sliced",
+    "concat": "joined",
+    "pad": "padded",
     "reshard": "resharded",
 }
+# What these ops do to a dim of which they need all, however a loop walks it.
+WHOLE_DIMS = {"reshape": "split or merged", "slice": "cut", "concat": "joined", "pad": "made longer"}
 
 
 def fusion(*, mesh: Mesh | None = None, **inputs: TensorType) -> Callable[[Callable[..., Any]], Fusion]:
@@ -46,6 +52,9 @@ class Tensor:
     def __init__(self, trace: _Trace, op: Op | None, value: Value):
         self._trace, self._op, self._value = trace, op, value
         self._name: str | None = None
+
+    def __repr__(self) -> str:
+        return f"Tensor({self.type})"
 
     @property
     def type(self) -> TensorType:
@@ -102,9 +111,10 @@ class Tensor:
         if chunks is not None and extent.is_int and int(extent) % chunks:
             raise ProgramError(f"stream: {chunks} chunks do not divide dim {dim} of {self.type}; use a divisor of {extent}", location)
         indices = index_map(replace(self._op, result=self._value), operand_types(self._op, self._trace.types()))
-        if indices.result[dim] in indices.outer or (self._op.kind == "reshape" and indices.result[dim] is None):
+        if indices.result[dim] in indices.outer or (self._op.kind in WHOLE_DIMS and indices.result[dim] is None):
+            how = WHOLE_DIMS[self._op.kind]
             raise ProgramError(
-                f"stream: dim {dim} of {self.type} is split or merged by a reshape, so no loop can walk it; stream a tensor before it",
+                f"stream: dim {dim} of {self.type} is {how} by a {self._op.kind}, so no loop can walk it; stream a tensor before it",
                 location,
             )
 
@@ -116,17 +126,7 @@ class Tensor:
         return record("transpose", self, axes=(1, 0))
 
     def __getitem__(self, key: Any) -> Tensor:
-        keys = key if isinstance(key, tuple) else (key,)
-        if any(k is not None and k != slice(None) and not isinstance(k, EllipsisType) for k in keys) or keys.count(...) > 1:
-            raise ProgramError("indexing: only None, ':' and '...' are supported; use hw.reshape to split a dim", Location.of_caller())
-        kept = sum(k == slice(None) for k in keys)
-        if kept > self.ndim:
-            raise ProgramError(f"indexing: {kept} dims of {self.type}, which has {self.ndim}; leave some out", Location.of_caller())
-        spread: list[slice | None] = []
-        for k in (*keys, *(() if ... in keys else (...,))):
-            spread.extend([slice(None)] * (self.ndim - kept) if k is ... else [k])
-        axes = tuple(i for i, k in enumerate(spread) if k is None)
-        return record("expand_dims", self, axis=axes) if axes else self
+        return indexed(self, key)
 
     def __bool__(self) -> bool:
         raise ProgramError("the values of a tensor are not known while a fusion is traced; use hw.where", Location.of_caller())
@@ -282,7 +282,7 @@ def dim_of(tensor: Tensor, axis: int | str, kind: str, location: Location) -> in
 
 
 def _trace(function: Callable[..., Any], mesh: Mesh, inputs: dict[str, TensorType], location: Location) -> Fusion:
-    name = function.__name__
+    name = function.__name__ if function.__name__.isidentifier() else "program"  # of a lambda
     trace = _Trace(mesh)
     arguments = {}
     for parameter in _parameters(function, inputs, location):

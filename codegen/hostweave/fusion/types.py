@@ -11,7 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from hostweave.errors import Location, ProgramError
-from hostweave.fusion.extent import Extent, block_of, part, part_of
+from hostweave.fusion.extent import Extent, block_of, is_sum, part, part_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -138,7 +138,11 @@ def _spec_dim(value: int | str) -> Dim:
         if isinstance(value, bool) or not isinstance(value, int | str):
             raise ValueError(f"not a dim: {value!r}; write a name or an int")
         dim = Dim.of(value)
-        if dim.extent.divisor != 1 or len(dim.extent.names) + (dim.extent.coefficient != 1 or not dim.extent.names) > 1:
+        if (
+            dim.extent.divisor != 1
+            or len(dim.extent.names) + (dim.extent.coefficient != 1 or not dim.extent.names) > 1
+            or any(map(is_sum, dim.extent.names))
+        ):
             raise ValueError(f"not a dim of an input: {value!r}; give it a name of its own")
         if dim.extent.coefficient < 1:
             raise ValueError(f"a dim has at least one element, not {value}")

@@ -61,15 +61,16 @@ def _verify_op(op: Op, types: dict[str, TensorType]) -> None:
     if op.kind not in OPS:
         raise ProgramError(f"unknown op {op.kind!r}; one of {', '.join(OPS)}", op.location)
     definition = OPS[op.kind]
-    if len(op.operands) != definition.arity:
-        raise ProgramError(f"{op.kind}: takes {definition.arity} operands, not {len(op.operands)}", op.location)
+    if len(op.operands) != definition.arity and (definition.arity is not None or not op.operands):
+        wanted = "one or more" if definition.arity is None else definition.arity
+        raise ProgramError(f"{op.kind}: takes {wanted} operands, not {len(op.operands)}", op.location)
     for name, value in op.attributes:
         if name not in definition.attributes or not isinstance(value, definition.attributes[name]):
             known = ", ".join(f"{key} ({kind.__name__})" for key, kind in definition.attributes.items()) or "none"
             raise ProgramError(f"{op.kind}: no attribute {name}={value}; its attributes: {known}", op.location)
     for name, kind in definition.attributes.items():
-        if kind is tuple and op.attribute(name) is None:
-            raise ProgramError(f"{op.kind}: attribute {name} is missing; write {name}=(0,)", op.location)
+        if kind in (tuple, int) and op.attribute(name) is None:
+            raise ProgramError(f"{op.kind}: attribute {name} is missing; write {name}={'(0,)' if kind is tuple else 0}", op.location)
     for operand in op.tensors:
         if operand not in types:
             raise ProgramError(f"{op.kind}: %{operand} is used before it is defined; define it above", op.location)

@@ -12,6 +12,8 @@ from hostweave.fusion.types import BufferType
 from hostweave.host import ir
 from hostweave.host.expr import Const, Expr
 
+View = ir.Select | ir.Slice | ir.Section | ir.Strided | ir.Reshape | ir.Permute
+
 
 class Builder:
     def __init__(self) -> None:
@@ -105,6 +107,9 @@ class Builder:
             return src
         return self._view(ir.Section("", src, dim, extent, start), wanted)
 
+    def strided(self, src: str, dim: int, extent: Extent, start: Expr, step: int, wanted: str) -> str:
+        return self._view(ir.Strided("", src, dim, extent, start, step), wanted)
+
     def reshape(self, src: str, shape: tuple[Extent, ...], wanted: str) -> str:
         if shape == self.types[src].shape:
             return src
@@ -137,12 +142,13 @@ class Builder:
     def is_contiguous(self, name: str) -> bool:
         return self.types[name].strides is None
 
-    def _view(self, view: ir.Select | ir.Slice | ir.Section | ir.Reshape | ir.Permute, wanted: str) -> str:
+    def _view(self, view: View, wanted: str) -> str:
         for scope in self._views:
             if view in scope:
                 return scope[view]
+        type = ir.view_type(view, self.types[view.src])
         name = self.name(wanted)
-        self.types[name] = ir.view_type(view, self.types[view.src])
+        self.types[name] = type
         self.emit(replace(view, out=name))
         self._views[-1][view] = name
         return name

@@ -95,6 +95,19 @@ class Section(Instruction):
 
 
 @dataclass(frozen=True)
+class Strided(Instruction):
+    """`extent` indices of a dim from `start` on, `step` apart. Pointer arithmetic."""
+
+    out: Define
+    src: Alias
+    dim: int
+    extent: Extent
+    start: Expr
+    step: int
+    syntax = "%{out} = strided %{src}[{dim}: {extent} from {start} by {step}]"
+
+
+@dataclass(frozen=True)
 class Reshape(Instruction):
     """The same elements in the same order under another shape. No call."""
 
@@ -381,7 +394,7 @@ class If(Instruction):
     syntax = "if {condition} {body}{orelse}"
 
 
-VIEWS = (Select, Slice, Section, Reshape, Permute)
+VIEWS = (Select, Slice, Section, Strided, Reshape, Permute)
 REDUCTIONS = (AllReduce, ReduceScatter, Reduce)
 COLLECTIVES = (AllGather, AllReduce, ReduceScatter, Broadcast, Reduce, Gather, Scatter, AllToAll, Exchange, Barrier)
 POINT_TO_POINT = (Send, Recv)
@@ -461,7 +474,7 @@ class HostProgram:
     def symbols(self) -> tuple[str, ...]:
         """The names of the symbolic sizes, in order of first appearance in the inputs and outputs."""
         shapes = [extent for p in (*self.inputs, *self.outputs) for extent in p.type.shape]
-        return tuple(dict.fromkeys(name for extent in shapes for name in extent.names))
+        return tuple(dict.fromkeys(name for extent in shapes for name in extent.symbols))
 
 
 # --- generic access ---------------------------------------------------------------------------------------------------
@@ -570,6 +583,9 @@ def view_type(view: Instruction, source: BufferType) -> BufferType:
             return strided(source, (*shape[:dim], chunk, *shape[dim + 1 :]), strides)
         case Section(dim=dim, extent=extent):
             return strided(source, (*shape[:dim], extent, *shape[dim + 1 :]), strides)
+        case Strided(dim=dim, extent=extent, step=step):
+            apart = (*strides[:dim], strides[dim] * step, *strides[dim + 1 :])
+            return strided(source, (*shape[:dim], extent, *shape[dim + 1 :]), apart)
         case Permute(order=order):
             return strided(source, tuple(shape[i] for i in order), tuple(strides[i] for i in order))
         case Reshape(shape=wanted):

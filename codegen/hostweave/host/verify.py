@@ -11,6 +11,7 @@ from hostweave.fusion.extent import Extent, block_of, part_of, product
 from hostweave.fusion.types import BufferType
 from hostweave.host import ir
 from hostweave.host.expr import Binary, Const, Coordinate, Expr, Size, Var, divisibility, leaves
+from hostweave.host.requirements import slack
 from hostweave.host.text import print_instruction
 
 REDUCTIONS = ("sum", "prod", "min", "max", "avg")
@@ -177,8 +178,9 @@ class _Checker:
         """A name in an extent that no input or output tells."""
         for name in extent.names:
             size = (block_of(name) or part_of(name) or (Extent(1, (name,)),))[0]
-            if not set(size.names) <= set(self.program.symbols()):
-                return size.names[0]
+            missing = [symbol for symbol in size.symbols if symbol not in self.program.symbols()]
+            if missing:
+                return missing[0]
             for axis in (part_of(name) or ((), ()))[1]:
                 self.axis(axis)
         return None
@@ -214,12 +216,17 @@ def _deallocate(c: _Checker, i: ir.Deallocate, scope: _Scope) -> None:
 def _view(c: _Checker, i: Any, scope: _Scope) -> None:
     source = c.types[i.src]
     c.roots[i.out] = c.root(i.src)
-    if isinstance(i, ir.Select | ir.Slice | ir.Section):
-        c.expr(i.start if isinstance(i, ir.Section) else i.index)
+    if isinstance(i, ir.Select | ir.Slice | ir.Section | ir.Strided):
+        c.expr(i.start if isinstance(i, ir.Section | ir.Strided) else i.index)
         if i.dim >= len(source.shape):
             c.fail(f"%{i.src} is {source}: it has no dim {i.dim}")
     if isinstance(i, ir.Permute) and sorted(i.order) != list(range(len(source.shape))):
         c.fail(f"%{i.src} is {source}: the order must name each of its dims once")
+    if isinstance(i, ir.Strided) and i.step < 1:
+        c.fail(f"the step is {i.step}: it must be at least 1")
+    outside = next((room for room in slack(i, source) if room.is_int and int(room) < 0), None)
+    if outside is not None:
+        c.fail(f"%{i.src} is {source}: {-int(outside)} of the indices are outside of dim {i.dim}")
     try:
         c.types[i.out] = ir.view_type(i, source)
     except ValueError as error:
@@ -413,6 +420,7 @@ RULES: dict[type[ir.Instruction], Callable[[_Checker, Any, _Scope], None]] = {
     ir.Select: _view,
     ir.Slice: _view,
     ir.Section: _view,
+    ir.Strided: _view,
     ir.Reshape: _view,
     ir.Permute: _view,
     ir.Matmul: _matmul,

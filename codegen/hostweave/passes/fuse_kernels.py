@@ -119,6 +119,8 @@ class _Links:
             return f"%{root} is returned" if readers else "the end"
         if not readers:
             return "the end"
+        if any(self.root(name) == root for reader in readers for name in ir.names(reader, "write")):
+            return f"%{root} is written in parts"
         others = [reader for reader in readers if not isinstance(reader, ir.Launch)]
         if others:
             return f"{others[0].syntax.split()[0]} uses %{result}"

@@ -13,7 +13,7 @@ becomes
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -21,12 +21,12 @@ from hostweave.errors import ProgramError
 from hostweave.fusion.extent import Extent, block
 from hostweave.fusion.index_map import IndexMap
 from hostweave.fusion.ir import Fusion, Op, Value
-from hostweave.fusion.ops import OPS, index_map, operand_types
+from hostweave.fusion.ops import OPS, index_map, operand_types, padded_dims
 from hostweave.fusion.resharding import Change, change_of, sources_of
 from hostweave.fusion.types import BufferType, Dim, TensorType
 from hostweave.host import ir
 from hostweave.host.builder import Builder
-from hostweave.host.expr import Expr, Var
+from hostweave.host.expr import Const, Expr, Var
 from hostweave.options import Options
 from hostweave.passes import lower_communication as communication
 from hostweave.passes.lower_communication import Channel, Padding
@@ -34,6 +34,7 @@ from hostweave.passes.steps import Steps, chunk, chunk_shape, expr_of, team_coor
 from hostweave.passes.uneven import uneven_sizes
 
 RING = "ring"
+CUTS = ("slice", "select")
 
 
 def lower_to_host(fusion: Fusion, options: Options) -> ir.HostProgram:
@@ -77,6 +78,7 @@ class _Lowering:
         self.events: list[ir.Events] = []
         self.deferred: dict[str, Callable[[bool], None]] = {}  # terms that a ring of sums adds when it comes to them
         self.after_loop: list[Callable[[], None]] = []
+        self.placed = self.made_in_place()
 
     def program(self) -> ir.HostProgram:
         b, f = self.b, self.fusion
@@ -224,7 +226,10 @@ class _Lowering:
         b = self.b
         sources = [self.operand(op, number, steps) for number, operand in enumerate(op.operands) if isinstance(operand, str)]
         target = self.destination(op.result, steps, self.keeps_dim(op))
-        if op.kind == "matmul":
+        if op.kind in ("concat", "pad"):
+            self.assemble(op, sources, target, steps)
+        elif op.kind == "matmul":
+            sources = [self.with_a_dense_dim(source, steps) for source in sources]
             x, w, y = self.stack_shards(op, steps, [*sources, target])
             if op.result.name in self.deferred:
                 self.deferred[op.result.name] = lambda adds: b.emit(ir.MatmulAccumulate(x, w, y) if adds else ir.Matmul(x, w, y))
@@ -310,6 +315,71 @@ class _Lowering:
         type = self.b.types[buffer]
         return TensorType(type.dtype, tuple(Dim(extent) for extent in type.shape))
 
+    def with_a_dense_dim(self, source: str, steps: Steps | None) -> str:
+        """A matrix whose rows or columns lie side by side, as cuBLASLt takes it."""
+        type = self.b.types[source]
+        dense = (stride == Extent() or extent == Extent() for extent, stride in zip(type.shape[-2:], ir.strides_of(type)[-2:], strict=True))
+        return source if any(dense) else communication.packed_source(self.b, source, steps)
+
+    # --- concat and pad ---
+
+    def made_in_place(self) -> dict[str, tuple[Op, int]]:
+        """Operands of concat and pad that their own op can write where they belong in the result, as nothing else uses them."""
+        made = {op.result.name for op in self.fusion.ops if op.result.stream is None and not self.is_view(op)}
+        return {
+            name: (op, number)
+            for op in self.fusion.ops
+            if op.kind in ("concat", "pad") and op.result.stream is None
+            for number, name in enumerate(op.tensors)
+            if name in made and self.consumers[name] == [op] and name not in self.fusion.outputs
+        }
+
+    def assemble(self, op: Op, sources: list[str], target: str, steps: Steps | None) -> None:
+        """Every operand goes to its place, unless it was made there; what a pad adds is filled."""
+        for number, source in enumerate(sources):
+            place = self.place(op, number, target, steps)
+            if place != source:
+                self.b.emit(ir.Copy(source, place))
+        if op.kind == "pad":
+            value = op.attribute("value")
+            assert isinstance(value, float)
+            for border in self.borders(op, target, steps):
+                self.b.emit(ir.Fill(border, value))
+
+    def place(self, op: Op, number: int, target: str, steps: Steps | None) -> str:
+        """Where in the result an operand of a concat or pad lies."""
+        type, name = self.types[op.tensors[number]], op.result.name
+        if op.kind == "concat":
+            axis = op.attribute("axis")
+            assert isinstance(axis, int)
+            before = Extent(0)
+            for other in op.tensors[:number]:
+                before = before + self.types[other].shape[axis]
+            dim = self.dim_of_chunk(axis, op, steps)
+            assert dim is not None
+            return self.b.section(target, dim, type.shape[axis], expr_of(before), f"{name}_{number}")
+        low = op.attribute("low")
+        assert isinstance(low, tuple)
+        for axis in padded_dims(op):
+            dim = self.dim_of_chunk(axis, op, steps)
+            assert dim is not None
+            target = self.b.section(target, dim, type.shape[axis], Const(low[axis]), f"{name}_inside")
+        return target
+
+    def borders(self, op: Op, target: str, steps: Steps | None) -> Iterator[str]:
+        """What a pad adds, each element once: of every dim what lies inside of the dims before it."""
+        low, high = op.attribute("low"), op.attribute("high")
+        assert isinstance(low, tuple)
+        assert isinstance(high, tuple)
+        for axis in padded_dims(op):
+            held, dim = self.types[op.tensors[0]].shape[axis], self.dim_of_chunk(axis, op, steps)
+            assert dim is not None
+            if low[axis]:
+                yield self.b.section(target, dim, Extent(low[axis]), Const(0), f"{op.result.name}_before")
+            if high[axis]:
+                yield self.b.section(target, dim, Extent(high[axis]), expr_of(held + low[axis]), f"{op.result.name}_after")
+            target = self.b.section(target, dim, held, Const(low[axis]), f"{op.result.name}_inside")
+
     # --- views ---
 
     def is_view(self, op: Op) -> bool:
@@ -333,6 +403,10 @@ class _Lowering:
             self.buffers[result.name] = self.whole_view(op)
             return
         source = self.chunk(op.tensors[0], dim, steps, keeps_dim=False)
+        if op.kind in CUTS:
+            shift = steps.splits(self.values[op.tensors[0]], dim) - steps.drops_dim
+            self.chunks[result.name] = self.cut(op, source, shift if cut_axis(op) > dim else 0, f"{result.name}_{steps.index.name}")
+            return
         shape = chunk_shape(steps, self.mesh, result, stream.dim)
         self.chunks[result.name] = self.b.reshape(source, shape, f"{result.name}_{steps.index.name}")
 
@@ -344,9 +418,26 @@ class _Lowering:
                 axes = op.attribute("axes")
                 assert isinstance(axes, tuple)
                 return self.b.permute(source, axes, name)
-            if not self.b.is_contiguous(source):
-                source = self.packed(op, source)
-            return self.b.reshape(source, op.result.type.local_shape(self.mesh, self.uneven), name)
+            if op.kind in CUTS:
+                return self.cut(op, source, 0, name)
+            shape = op.result.type.local_shape(self.mesh, self.uneven)
+            try:
+                return self.b.reshape(source, shape, name)
+            except ValueError:  # no strides give this shape
+                return self.b.reshape(self.packed(op, source), shape, name)
+
+    def cut(self, op: Op, source: str, shift: int, name: str) -> str:
+        """The view of the indices that a slice or select takes; its axis is `shift` dims further in what is here."""
+        axis, start = cut_axis(op), op.attribute("index" if op.kind == "select" else "start")
+        assert isinstance(start, int)
+        first: Expr = Const(start) if start >= 0 else expr_of(self.types[op.tensors[0]].shape[axis]) - -start
+        if op.kind == "select":
+            return self.b.select(source, axis + shift, first, name)
+        taken, step = op.result.type.shape[axis], op.attribute("step")
+        assert isinstance(step, int)
+        if step == 1:
+            return self.b.section(source, axis + shift, taken, first, name)
+        return self.b.strided(source, axis + shift, taken, first, step, name)
 
     def packed(self, op: Op, source: str) -> str:
         if self.loop_of.get(op.tensors[0]) is not None and self.values[op.tensors[0]].stream is not None:
@@ -362,6 +453,10 @@ class _Lowering:
 
     def whole(self, name: str) -> str:
         """The buffer or view that holds all of a value; memory is taken at its first use."""
+        if name not in self.buffers and name in self.placed:
+            op, number = self.placed[name]
+            with self.b.outermost():
+                self.buffers[name] = self.place(op, number, self.whole(op.result.name), None)
         if name not in self.buffers:
             producer = next(op for op in self.loop_of[name].ops if op.result.name == name)
             self.buffers[name] = (
@@ -579,3 +674,9 @@ class _Lowering:
         )
         self.kernels[kernel] = kernel
         return kernel.name
+
+
+def cut_axis(op: Op) -> int:
+    axis = op.attribute("axis")
+    assert isinstance(axis, int)
+    return axis

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import prod
 
-from hostweave.fusion.extent import Extent
+from hostweave.fusion.extent import Extent, is_sum, terms_of
 from hostweave.fusion.ir import Value
 from hostweave.fusion.types import Mesh
 from hostweave.host.builder import Builder
@@ -69,8 +69,15 @@ def expr_of(extent: Extent) -> Expr:
     """A size as an expression: `8*M/4` is `8 * M / 4`."""
     result: Expr = Const(extent.coefficient)
     for name in extent.names:
-        result = result * Size(name)
+        result = result * (_sum_of(name) if is_sum(name) else Size(name))
     return result // extent.divisor
+
+
+def _sum_of(name: str) -> Expr:
+    result: Expr = Const(0)
+    for sign, term in terms_of(name):
+        result = result + expr_of(term) if sign > 0 else result - expr_of(term)
+    return result
 
 
 def total(terms: list[Expr]) -> Expr:

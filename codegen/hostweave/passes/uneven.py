@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hostweave.errors import ProgramError
+from hostweave.fusion.extent import is_sum
 from hostweave.fusion.ir import Fusion, Op
 from hostweave.fusion.ops import index_map, operand_types
 from hostweave.fusion.resharding import change_of
@@ -37,7 +38,8 @@ def uneven_sizes(fusion: Fusion) -> tuple[str, ...]:
 
 
 def _is_name(dim: Dim) -> bool:
-    return str(dim.extent) in dim.extent.names
+    """Whether the extent is a size of its own; what follows from sizes must divide."""
+    return str(dim.extent) in dim.extent.names and not is_sum(str(dim.extent))
 
 
 def _even(op: Op, types: dict[str, TensorType], fusion: Fusion) -> Iterator[tuple[Dim, str]]:

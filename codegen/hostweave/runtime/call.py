@@ -61,6 +61,7 @@ def make_call(program: HostProgram, target: str, arrays: Mapping[str, Array]) ->
     libraries = {name: library for name, (library, _) in taken.items()}
     accepted = {name: array for name, (_, array) in taken.items()}
     sizes = bind_sizes(program.name, program.mesh, expected, {name: tuple(array.shape) for name, array in accepted.items()}, program.uneven)
+    _check_outputs(program, sizes)
     library = libraries[program.inputs[0].name]
     device = library.device(accepted[program.inputs[0].name])
     ranks = range(program.mesh.size)
@@ -88,6 +89,14 @@ def _check_names(program: str, expected: Mapping[str, TensorType], arrays: Mappi
 def _block(library: Library, array: Array, type_: TensorType, mesh: Mesh, rank: int) -> View:
     block = array[block_of(type_, mesh, rank, array.shape)] if type_.axes else array
     return view(library, library.contiguous(block), type_.dtype, tuple(array.shape))
+
+
+def _check_outputs(program: HostProgram, sizes: Mapping[str, int]) -> None:
+    for parameter in program.outputs:
+        try:
+            global_shape(parameter.type, sizes)
+        except ValueError as error:
+            raise ArgumentError(f"{program.name}: output {parameter.name}: {error}; pass a size that it divides") from None
 
 
 def _result(library: Library, type_: TensorType, mesh: Mesh, rank: int, sizes: Mapping[str, int], device: int) -> View:

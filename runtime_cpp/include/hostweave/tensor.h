@@ -46,6 +46,9 @@ struct Tensor {
 // Throws ArgumentError unless `divisor` divides the size.
 void expect_divisible(const char* name, int64_t size, int64_t divisor);
 
+// Throws ArgumentError where a difference of sizes that the program takes, such as "M - 2", is negative.
+void expect_room(const char* difference, int64_t size);
+
 // Throws ExecutionError where a program is run with shapes that it was not prepared for.
 void expect_prepared(bool prepared);
 

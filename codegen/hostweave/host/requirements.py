@@ -1,0 +1,64 @@
+"""What must hold of the sizes of a call so that every slice stays inside its dim and every sum of sizes is whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hostweave.fusion.extent import Extent, block_of, is_sum, part_of, terms_of
+from hostweave.fusion.types import BufferType
+from hostweave.host import ir
+from hostweave.host.expr import Binary, Const, Expr, Size
+
+
+def not_negative(program: ir.HostProgram) -> tuple[Extent, ...]:
+    """Differences of sizes, such as `(M - 2)`, that a call must not make negative."""
+    types = ir.buffer_types(program)
+    found = [extent for i in ir.walk(program.body) if isinstance(i, ir.VIEWS) for extent in slack(i, types[i.src])]
+    found += [Extent(1, (name,)) for extent in sums(program) for name in extent.names if is_sum(name)]
+    return tuple(dict.fromkeys(extent for extent in found if _can_be_negative(extent)))
+
+
+def sums(program: ir.HostProgram) -> Iterator[Extent]:
+    """The extents of buffers that hold a sum of sizes."""
+    for type in ir.buffer_types(program).values():
+        yield from (extent for extent in type.shape if any(map(is_sum, extent.names)))
+
+
+def slack(view: ir.Instruction, source: BufferType) -> tuple[Extent, ...]:
+    """How much room a view of some indices leaves before and after them, where that follows from sizes alone."""
+    match view:
+        case ir.Section(dim=dim, extent=extent, start=start):
+            before, after = _extent_of(start), extent
+        case ir.Strided(dim=dim, extent=extent, start=start, step=step):
+            before, after = _extent_of(start), (extent - 1) * step + 1
+        case ir.Select(dim=dim, index=index):
+            before, after = _extent_of(index), Extent()
+        case _:
+            return ()
+    if before is None or any(block_of(name) or part_of(name) for e in (source.shape[dim], after) for name in e.names):
+        return ()  # it goes by this rank's place: right as it is made
+    return (before, source.shape[dim] - before - after)
+
+
+def _extent_of(expr: Expr) -> Extent | None:
+    """An expression of sizes as an extent."""
+    match expr:
+        case Const(value):
+            return Extent(value)
+        case Size(name):
+            return None if block_of(name) or part_of(name) else Extent(1, (name,))
+        case Binary(op, left, right) if op in "+-*":
+            a, b = _extent_of(left), _extent_of(right)
+            if a is None or b is None:
+                return None
+            return a + b if op == "+" else a - b if op == "-" else a * b
+        case Binary("/", left, Const(divisor)):
+            a = _extent_of(left)
+            return None if a is None else a // divisor
+    return None
+
+
+def _can_be_negative(extent: Extent) -> bool:
+    if extent.coefficient < 0:
+        return True
+    return any(sign < 0 for name in extent.names if is_sum(name) for sign, _ in terms_of(name))

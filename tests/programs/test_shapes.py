@@ -1,0 +1,117 @@
+"""Slices, concat and pad, whole, on the CPU target and on every rank, against NumPy: with sizes that only a call gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from whole_programs import compiled, expect, integer_arrays, lowered
+
+import hostweave as hw
+from hostweave.errors import ArgumentError
+from hostweave.fusion.ir import Fusion
+from hostweave.fusion.types import DType
+from hostweave.host import ir
+from hostweave.runtime.cpu import parallel, seeded
+
+SIZES = {"M": 9, "N": 12, "J": 5, "K": 6}
+
+
+def slices(ranks: int, t: DType) -> Fusion:
+    @hw.fusion(mesh=hw.Mesh(x=ranks), x=t["M@x", "N"], z=t["N@x", 6])
+    def slices(x, z):  # type: ignore[no-untyped-def]
+        y = (x * 2).named("h")
+        rows = x[1:3], x[-2:] + 1, x[0], -x[-1, None, 2:]
+        columns = hw.sum(x[:, 1:4], axis=1), x[:, ::2] + y[:, 1::2], hw.relu(y[..., -3:]), y[:, 1] * y[:, -1]
+        return (*rows, *columns, z[:, 4] - z[:, 1::3][:, 1], hw.matmul(x, z[:, ::3]))
+
+    return slices
+
+
+def joined(ranks: int, t: DType) -> Fusion:
+    @hw.fusion(mesh=hw.Mesh(x=ranks), x=t["M@x", "N"], z=t["J", "N"], w=t["N", "K"])
+    def joined(x, z, w):  # type: ignore[no-untyped-def]
+        both = hw.concat([x, z], axis=0)
+        wide = hw.concat([hw.matmul(x, w), -x, x, hw.matmul(x, w)], axis=1)
+        return both, hw.concat([both, both * 2]) + 1, wide, hw.concat([z, z], axis=None), hw.sum(both, axis=0)
+
+    return joined
+
+
+def padded(ranks: int, t: DType) -> Fusion:
+    @hw.fusion(mesh=hw.Mesh(x=ranks), x=t["M@x", "N"])
+    def padded(x):  # type: ignore[no-untyped-def]
+        return (
+            hw.pad(x, (1, 2)),
+            hw.pad(x * 3, (0, 2, 1, 1), value=5),
+            hw.sum(hw.pad(x, (0, 0, 3, 0)), axis=1),
+            hw.pad(x[1:], (0, 0, 1, 0)) - x,
+        )
+
+    return padded
+
+
+def in_loops(ranks: int, t: DType) -> Fusion:
+    """Views and joins of chunks; the loop walks another dim."""
+
+    @hw.fusion(mesh=hw.Mesh(x=ranks), x=t["M", "K@x"], w=t["K@x", "N"], z=t["M", "N"])
+    def in_loops(x, w, z):  # type: ignore[no-untyped-def]
+        h = hw.reshard(hw.matmul(x, w), "M", "N").stream("M", chunks=3)
+        both = hw.concat([h[:, 2:4], z[:, :1] * 2], axis=1).stream("M", chunks=3)
+        return h, hw.pad(both, (1, 1)).stream("M", chunks=3), (z[:, 1] + z[:, -1]).stream("M")
+
+    return in_loops
+
+
+PROGRAMS: tuple[Callable[[int, DType], Fusion], ...] = (slices, joined, padded, in_loops)
+
+
+@pytest.mark.parametrize(("ranks", "dtype"), [(1, hw.f64), (2, hw.bf16), (3, hw.f32)], ids=str)
+@pytest.mark.parametrize("make", PROGRAMS, ids=lambda make: make.__name__)
+def test_matches_numpy(make: Callable[[int, DType], Fusion], ranks: int, dtype: DType) -> None:
+    fusion = make(ranks, dtype)
+    assert type(fusion).parse(str(fusion)) == fusion
+    assert type(lowered(fusion)).parse(str(lowered(fusion))) == lowered(fusion)
+    arrays = integer_arrays(fusion, SIZES, seed=ranks)
+    for schedule in (parallel(check_dependencies=True), seeded(0), seeded(1)):
+        with schedule:
+            expect(fusion, arrays, compiled(fusion).run(**arrays, ranks=True), exact=True)
+
+
+def test_a_slice_is_a_view_and_operands_of_a_concat_are_made_in_place() -> None:
+    @hw.fusion(x=hw.bf16["M", "N"], w=hw.bf16["N", 4])
+    def parts(x, w):  # type: ignore[no-untyped-def]
+        return hw.concat([hw.matmul(x, w), x[:, 2:4] * 2], axis=1), hw.exp(x[:, :2] + x[:, 1:3])
+
+    body = lowered(parts).body
+    assert not [i for i in ir.walk(body) if isinstance(i, ir.Copy | ir.Allocate)]
+    assert sum(isinstance(i, ir.Launch) for i in ir.walk(body)) == 2
+
+
+TOO_SMALL = [
+    (lambda x: x[2:5], 4, "M - 5 = -1: a slice goes outside of its dim; pass at least 1 more, or slice less"),
+    (lambda x: x[-3:], 1, "M - 3 = -2: a slice goes outside of its dim; pass at least 2 more, or slice less"),
+    (lambda x: x[3:], 2, "M - 3 = -1: a slice goes outside of its dim; pass at least 1 more, or slice less"),
+    (lambda x: x[::2], 3, "output y: M/2: 2 does not divide 3; pass a size that it divides"),
+]
+
+
+@pytest.mark.parametrize(("take", "size", "message"), TOO_SMALL)
+def test_a_slice_that_a_call_has_no_room_for(take: Callable[[hw.Tensor], hw.Tensor], size: int, message: str) -> None:
+    fusion = hw.fusion(x=hw.f32["M"])(lambda x: -take(x))
+    with pytest.raises(ArgumentError) as caught:
+        compiled(fusion).run(x=np.zeros(size, np.float32))
+    assert str(caught.value).endswith(message)
+
+
+def test_a_sum_of_sizes_that_ranks_share() -> None:
+    @hw.fusion(mesh=hw.Mesh(x=4), x=hw.f32["M", "N"], z=hw.f32[3, "N"])
+    def shared(x, z):  # type: ignore[no-untyped-def]
+        return hw.reshard(hw.concat([x, z]), "(M + 3)@x", "N")
+
+    arrays = {"x": np.ones((5, 2), np.float32), "z": np.zeros((3, 2), np.float32)}
+    expect(shared, arrays, compiled(shared).run(**arrays, ranks=True), exact=True)
+    wanted = r"M \+ 3 = 9: must be a multiple of 4; pad it, or choose another number of chunks or ranks$"
+    with pytest.raises(ArgumentError, match=wanted):
+        compiled(shared).run(x=np.ones((6, 2), np.float32), z=arrays["z"])
