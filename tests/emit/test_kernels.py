@@ -149,3 +149,40 @@ def test_kernels_compute_what_numpy_does(dtype: str) -> None:
         np.testing.assert_allclose(
             np.asarray(result, np.float64), np.asarray(want, np.float64), rtol=tolerance, atol=tolerance, err_msg=case.name
         )
+
+
+# Kernels of several results, of which the second is written over %a.
+SEVERAL = {
+    "pointwise": "%h: {t}[M, N] = mul(%a, %b)\n%y: {t}[M, N] = sub(%b, %a)\nreturn %h, %y",
+    "chained": "%h: {t}[M, N] = mul(%a, %b)\n%y: {t}[M, N] = add(%h, %b)\nreturn %h, %y",
+    "turned": "%h: {t}[N, M] = transpose(%a, axes=(1, 0))\n%y: {t}[M, N] = add(%a, %b)\nreturn %h, %y",
+    "rows": "%d: {t}[M, N] = add(%a, %b)\n%h: {t}[M, 1] = sum(%d, axis=(1,), keepdims=true)\n%y: {t}[M, N] = sub(%d, %h)\nreturn %h, %y",
+    "one_walk": "%y: {t}[M, N] = add(%a, %b)\n%h: {t}[M] = max(%y, axis=(1,))\nreturn %h, %y",
+    "columns": "%h: {t}[N] = max(%a, axis=(0,))\n%y: {t}[M, N] = sub(%a, %h)\nreturn %h, %y",
+    "both_whole": "%s: {t}[M, 1] = max(%a, axis=(1,), keepdims=true)\n"
+    "%h: {t}[M, N] = sub(%a, %b)\n%y: {t}[M, N] = sub(%h, %s)\nreturn %h, %y",
+}
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "i32"])
+def test_several_results_one_of_them_in_place(dtype: str) -> None:
+    kernels, outputs, body = [], [], []
+    for name, text in SEVERAL.items():
+        text = text.replace("{t}", dtype)
+        shape = next(line.split(" = ")[0].removeprefix("%h: ") for line in text.splitlines() if line.startswith("%h: "))
+        used = [f"%{letter}: {dtype}[M, N]" for letter in "ab" if f"%{letter}," in text or f"%{letter})" in text]
+        kernels.append(f"kernel @k_{name}({', '.join(used)}) {{\n{text}\n}}")
+        outputs.append(f"%h_{name}: {shape}, %y_{name}: {dtype}[M, N]")
+        operands = f"%y_{name}" + (", %b" if len(used) > 1 else "")
+        body.append(f"copy %a -> %y_{name}\nlaunch @k_{name} {operands} -> %h_{name}, %y_{name}")
+    header = f"host @several(%a: {dtype}[M, N], %b: {dtype}[M, N]) -> ({', '.join(outputs)}) mesh() {{"
+    values = {name: array for name, array in arrays(dtype).items() if name in ("a", "b")}
+    program = compile(HostProgram.parse("\n".join([*kernels, header, *body, "}"])))
+    results = program.run(**values)
+    program.close()
+    for i, (name, text) in enumerate(SEVERAL.items()):
+        fusion = f"fusion @f(%a: {dtype}[M, N], %b: {dtype}[M, N]) {{\n{text.replace('{t}', dtype)}\n}}"
+        for result, want in zip(results[2 * i : 2 * i + 2], run_reference(Fusion.parse(fusion), values), strict=True):
+            tolerance = {"f32": 1e-5, "bf16": 3e-2}.get(dtype, 0)
+            pair = np.asarray(result, np.float64), np.asarray(want, np.float64)
+            np.testing.assert_allclose(*pair, rtol=tolerance, atol=tolerance * SIZES["N"], err_msg=name)

@@ -56,7 +56,9 @@ kernel @turn_y(%h: f32[M, N], %t: f32[N, M]) {
 """
 
 
-def host(body: str, header: str = "(%x: f32[M, N], %r: f32[N]) -> (%y: f32[M, N]) mesh(x=2) streams(ring[2])") -> HostProgram:
+def host(
+    body: str, header: str = "(%x: f32[M, N], %r: f32[N]) -> (%y: f32[M, N]) mesh(x=2) streams(ring[2]) events(done[1])"
+) -> HostProgram:
     lines = "".join(f"  {line}\n" for line in body.strip().splitlines())
     used = [f"kernel {k}" for k in KERNELS.split("kernel ")[1:] if f"launch {k.split('(')[0]} " in body]
     return HostProgram.parse(f"{''.join(used)}host @f{header} {{\n{lines}}}\n")
@@ -213,20 +215,50 @@ host @f(%x: f16[N]) -> (%y: f32[N], %z: f32[N]) mesh() {
     )
 
 
+def test_what_is_needed_elsewhere_is_written_as_well() -> None:
+    returned = host("launch @neg_h %x -> %y\n%z = allocate f32[M, N]\nlaunch @mul_y %y, %x -> %z\nall_reduce sum %z -> %z on x")
+    assert fused(returned).startswith("""\
+kernel @neg_mul_h_y(%x: f32[M, N]) {
+  %h: f32[M, N] = neg(%x)
+  %y: f32[M, N] = mul(%h, %x)
+  return %h, %y
+}  # ends here: all_reduce uses %y
+""")
+    assert "launch @neg_mul_h_y %x -> %y, %z\n" in fused(returned)
+
+
+def test_readers_of_one_value_become_one_kernel() -> None:
+    readers = host(
+        "%h = allocate f32[M, N]\nlaunch @neg_h %x -> %h\nlaunch @mul_y %h, %x -> %y\n"
+        "%m = allocate f32[M]\nlaunch @max_m %h -> %m\nall_reduce max %m -> %m on x"
+    )
+    assert fused(readers).startswith("""\
+kernel @neg_mul_max_y_m(%x: f32[M, N]) {
+  %h: f32[M, N] = neg(%x)
+  %y: f32[M, N] = mul(%h, %x)
+  %m: f32[M] = max(%h, axis=(1,))
+  return %y, %m
+}  # ends here: all_reduce uses %m
+""")
+
+
 # What is launched, and why the first kernel ends.
 ENDS = {
-    "output": (
-        "launch @neg_h %x -> %y\n%z = allocate f32[M, N]\nlaunch @mul_y %y, %x -> %z\ncopy %z -> %y",
-        "%y is returned",
-    ),
     "communication": (
         "%h = allocate f32[M, N]\nlaunch @neg_h %x -> %h\nall_reduce sum %h -> %y on x",
         "all_reduce uses %h",
     ),
-    "two readers": (
-        "%h = allocate f32[M, N]\nlaunch @neg_h %x -> %h\nlaunch @mul_y %h, %x -> %y\n"
-        "%m = allocate f32[M]\nlaunch @max_m %h -> %m\n%w = allocate f32[M]\nall_reduce max %m -> %w on x",
-        "2 kernels use %h",
+    "forked": (
+        "%h = allocate f32[M, N]\nlaunch @neg_h %x -> %h\nfork ring\nlaunch @mul_y %h, %x -> %y\njoin ring",
+        "other streams go on before %h is used",
+    ),
+    "used between": (
+        "%h = allocate f32[M, N]\nlaunch @neg_h %x -> %h\n%k = allocate f32[M, N]\ncopy %h -> %k\nlaunch @mul_y %h, %k -> %y",
+        "%h is used before",
+    ),
+    "used before": (
+        "%h = allocate f32[M, N]\nfor %i in 0..2 {\nlaunch @mul_y %h, %x -> %y\nlaunch @neg_h %x -> %h\n}",
+        "%h is used before, in a loop",
     ),
     "loop": (
         "%h = allocate f32[M, N]\nlaunch @neg_h %x -> %h\nfork ring\nstream ring[0] {\n  launch @mul_y %h, %x -> %y\n}\njoin ring",

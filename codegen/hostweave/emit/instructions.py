@@ -167,16 +167,16 @@ class Emitter:
         return shape if type.strides is None else f"hw::Strided({shape}, {self.integers.extents(type.strides)})"
 
     def launch(self, i: ir.Launch, last: bool) -> views.Launch:
-        return self.launch_of(self.declared[i.kernel], i.srcs, i.dst)
+        return self.launch_of(self.declared[i.kernel], i.srcs, i.dsts)
 
-    def launch_of(self, kernel: ir.Kernel, srcs: Sequence[str], dst: str) -> views.Launch:
+    def launch_of(self, kernel: ir.Kernel, srcs: Sequence[str], dsts: Sequence[str]) -> views.Launch:
         """A launch of the kernel as compiled for buffers of these types: their strides are in its code."""
-        key = kernel, tuple(self.type_of(name) for name in (*srcs, dst))
+        key = kernel, tuple(self.type_of(name) for name in (*srcs, *dsts))
         if key not in self.kernels:
             name = self.names.of(kernel.name, f"kernel {len(self.kernels)}")
             self.kernels[key] = emit_kernel(name, kernel, key[1], self.integers)
         emitted = self.kernels[key]
-        buffers = [*(self.access("reads", name) for name in srcs), self.access("writes", dst)]
+        buffers = [*(self.access("reads", name) for name in srcs), *(self.access("writes", name) for name in dsts)]
         return views.Launch(emitted.view.name, emitted.grid, self.stream, (*buffers, *emitted.sizes))
 
     def access(self, verb: str, name: str) -> str:
@@ -190,7 +190,7 @@ class Emitter:
             return views.Copy(self.text(i.dst), self.text(i.src), self.bytes(i.dst), self.stream)
         rows = copied(src, dst)
         if rows is None:
-            return self.launch_of(copy_kernel(f"copy_{i.dst}", dst), (i.src,), i.dst)
+            return self.launch_of(copy_kernel(f"copy_{i.dst}", dst), (i.src,), (i.dst,))
 
         return views.CopyRows(
             dst=self.text(i.dst),
@@ -206,7 +206,7 @@ class Emitter:
         type = self.type_of(i.dst)
         if type.strides is None and repr(i.value) == "0.0":  # all bytes 0, which -0.0 is not
             return views.Fill(self.text(i.dst), self.bytes(i.dst), self.stream)
-        return self.launch_of(fill_kernel(f"fill_{i.dst}", type, i.value), (), i.dst)
+        return self.launch_of(fill_kernel(f"fill_{i.dst}", type, i.value), (), (i.dst,))
 
     # --- communication ---
 

@@ -45,9 +45,9 @@ class EmittedKernel:
 
 
 def emit_kernel(name: str, kernel: ir.Kernel, buffers: Sequence[BufferType], integers: Integers) -> EmittedKernel:
-    """The kernel for these buffers: its inputs, then its result. Raises ProgramError for ops that are not one kernel."""
+    """The kernel for these buffers: its inputs, then its results. Raises ProgramError for ops that are not one kernel."""
     try:
-        walked = iteration(kernel.inputs, kernel.ops)
+        walked = iteration(kernel)
     except NotOneKernel as reason:
         raise ProgramError(f"kernel @{kernel.name}: {reason}; split it") from None
     return _Emitter(name, kernel, walked, buffers, integers).emit()
@@ -55,7 +55,7 @@ def emit_kernel(name: str, kernel: ir.Kernel, buffers: Sequence[BufferType], int
 
 @dataclass(frozen=True)
 class _Dim:
-    """One dim of the loops: its extent, and how far apart its elements lie in each place: inputs, indices, the result."""
+    """One dim of the loops: its extent, and how far apart its elements lie in each place: inputs, results, indices."""
 
     extent: Extent
     strides: tuple[Extent, ...]
@@ -71,17 +71,17 @@ class _Emitter:
 
     def __init__(self, name: str, kernel: ir.Kernel, walked: Iteration, buffers: Sequence[BufferType], integers: Integers):
         self.name, self.ops, self.walked, self.integers = name, kernel.ops, walked, integers
-        self.result = kernel.result.type
         self.types = {p.name: p.type for p in kernel.inputs} | {op.result.name: op.result.type for op in kernel.ops}
         self.inputs = [p.name for p in kernel.inputs]
         self.made = {op.result.name: op for op in kernel.ops}
         self.names = Names((*integers.sizes.values(), *self.functions()))
         self.pointers = {name: self.names.of(name) for name in self.inputs}
-        self.dst = self.names.of(kernel.result.name, "result")
+        self.results = {p.name: self.names.of(p.name, "result") for p in kernel.results}
         self.places = self.lie(buffers)
         self.dims()
         self.name_indices()
         self.uses = Counter(name for op in self.ops for name in _uses(op))
+        self.uses.update(name for name in self.results if name in self.uses)
         self.loops = self.loop_heads()
         self.row = _Section(self)  # around the loops over what is reduced; all there is where nothing is
 
@@ -90,7 +90,8 @@ class _Emitter:
         used = {name for dim in (*self.kept, *self.reduced) for extent in (dim.extent, *dim.strides) for name in extent.symbols}
         sizes = tuple(text for name, text in self.integers.sizes.items() if name in used)
         inputs = (f"const {self.types[name].dtype.cpp}* {self.pointers[name]}" for name in self.inputs)
-        params = (*inputs, f"{self.result.dtype.cpp}* {self.dst}", *(f"int64_t {size}" for size in sizes))
+        results = (f"{self.types[name].dtype.cpp}* {pointer}" for name, pointer in self.results.items())
+        params = (*inputs, *results, *(f"int64_t {size}" for size in sizes))
         grid = "grid_of" if self.reduced and self.by_block() else "grid_for"
         return EmittedKernel(replace(view, params=params), f"hw::{grid}({view.count})", sizes)
 
@@ -102,12 +103,11 @@ class _Emitter:
     # --- loops ---
 
     def lie(self, buffers: Sequence[BufferType]) -> dict[str, dict[str, Extent]]:
-        """How far apart neighbours along each index are: in every input, in the values that are indices, in the result."""
+        """How far apart neighbours along each index are: in every input and result, and in the values that are indices."""
         places: dict[str, dict[str, Extent]] = {}
-        for name, buffer in zip((*self.inputs, ""), buffers, strict=True):
-            indices = self.walked.indices[name or self.ops[-1].result.name]
-            own = zip(indices, ir.strides_of(buffer), strict=True)
-            places[name] = {index: stride for index, stride in own if index is not None}
+        for name, place, buffer in zip((*self.inputs, *self.results), (*self.inputs, *map(_stored, self.results)), buffers, strict=True):
+            own = zip(self.walked.indices[name], ir.strides_of(buffer), strict=True)
+            places[place] = {index: stride for index, stride in own if index is not None}
         for op in self.ops:
             if op.kind == "iota":
                 counted: Iterable[str | None] = self.walked.indices[op.result.name]
@@ -125,7 +125,8 @@ class _Emitter:
         def dim(index: str) -> _Dim:
             return _Dim(self.walked.extents[index], tuple(own.get(index, ZERO) for own in self.places.values()), order.index(index))
 
-        scalar = _Dim(ONE, tuple(ONE if place == "" else ZERO for place in self.places))
+        stored = set(map(_stored, self.results))
+        scalar = _Dim(ONE, tuple(ONE if place in stored else ZERO for place in self.places))
         self.kept = _merged([dim(index) for index in self.walked.kept]) or [scalar]
         self.reduced = _merged([dim(index) for index in self.walked.reduced])
 
@@ -178,10 +179,17 @@ class _Emitter:
     # --- bodies ---
 
     def pointwise(self) -> views.Kernel:
-        value = self.row.stored(self.ops[-1])
-        return self.kernel(self.row.taken(), value)
+        stores = self.stores(self.row, self.results)
+        return self.kernel(self.row.taken(), stores)
 
-    def kernel(self, loads: tuple[str, ...], value: str) -> views.Kernel:
+    def stores(self, section: _Section, results: Iterable[str]) -> tuple[str, ...]:
+        """What the section ends with. Nothing is read after the first store: a result may lie where an input did."""
+        values = [(name, section.stored(self.made[name])) for name in results]
+        if len(values) > 1:
+            values = [(name, section.read(name, text) if "[" in text else text) for name, text in values]
+        return tuple(f"{self.results[name]}[{self.offset(_stored(name))}] = {value};" for name, value in values)
+
+    def kernel(self, loads: tuple[str, ...], stores: tuple[str, ...]) -> views.Kernel:
         return views.Kernel(
             name=self.name,
             comments=tuple(print_op(op) for op in self.ops),
@@ -190,31 +198,32 @@ class _Emitter:
             count=self.integers.extent(product(tuple(dim.extent for dim in self.kept))),
             indices=self.index_declarations(),
             loads=loads,
-            dst=f"{self.dst}[{self.offset('')}]",
-            value=value,
+            stores=stores,
         )
 
     def reduction(self) -> views.Reduction:
-        """Walks what is reduced once for all reductions that can be made then, and a last time for a result of every element."""
+        """Walks what is reduced once for all reductions that can be made then, and a last time for results of every element."""
         passes = []
         left = [op for op in self.ops if self.reduces(op)]
+        totals = {op.result.name for op in left}
+        whole = [name for name in self.results if self.walked.is_whole(name)]
         while left:
             waiting = {op.result.name for op in left}
             ready = [op for op in left if not waiting & self.leads_to(op)]
-            passes.append(self.walk(ready))
+            is_only = len(ready) == len(totals) and not any(totals & self.leads_to(self.made[name]) for name in whole)
+            passes.append(self.walk(ready, whole if is_only else ()))
             left = [op for op in left if op not in ready]
-        last = self.ops[-1]
-        is_whole = self.walked.is_whole(last.result.name)
-        section = _Section(self, self.row) if is_whole else self.row
-        value = section.stored(last)
-        once = ("if (hw::first_thread())",) if self.by_block() else ()
+            whole = [] if is_only else whole
+        section = _Section(self, self.row)
+        last = self.stores(section, whole)
+        stores = self.stores(self.row, [name for name in self.results if not self.walked.is_whole(name)])
         return views.Reduction(
-            **vars(self.kernel(self.row.taken(), value)),
+            **vars(self.kernel(self.row.taken(), stores)),
             walk="over_blocks" if self.by_block() else "over_grid",
             loops=self.loops,
             passes=tuple(passes),
-            store=self.loops if is_whole else once,
-            final=section.taken(),
+            once=("if (hw::first_thread())",) if self.by_block() else (),
+            final=(*section.taken(), *last),
         )
 
     def loop_heads(self) -> tuple[str, ...]:
@@ -239,16 +248,16 @@ class _Emitter:
         made = [self.made[name] for name in op.tensors if name in self.made]
         return {*op.tensors, *(name for source in made for name in self.leads_to(source))}
 
-    def walk(self, ops: Sequence[Op]) -> views.Pass:
-        """One loop over what is reduced, in which these reductions add up."""
+    def walk(self, ops: Sequence[Op], results: Sequence[str]) -> views.Pass:
+        """One loop over what is reduced, in which these reductions add up, and these results are stored."""
         section = _Section(self, self.row)
         starts, adding, after = [], [], []
         for op in ops:
             word, join, start = _JOINS[OPS[op.kind].combine]
             kind = self.types[op.tensors[0]].dtype
             accumulator = accumulator_type(kind)
-            is_result = op.kind not in ("mean", "argmax") and accumulator == compute_type(op.result.type.dtype) and op is not self.ops[-1]
-            total = self.names.of(op.result.name if is_result else word, f"total of {op.result.name}")
+            is_value = op.kind not in ("mean", "argmax") and accumulator == compute_type(op.result.type.dtype)
+            total = self.names.of(op.result.name if is_value and op.result.name not in self.results else word, f"total of {op.result.name}")
             first = start[("float", "int", "uint").index("uint" if kind == bool_ else kind.kind)]
             first = first.replace("64", str(8 * kind.itemsize))  # of no elements: a value of the dtype, wide as the total may be
             element = section.value(op.tensors[0])
@@ -263,7 +272,8 @@ class _Emitter:
             if self.by_block():
                 after.append(f"{total} = hw::reduce_block({total}, {join}());")
             self.row.totals[op.result.name] = total
-        return views.Pass(before=self.row.taken(), starts=tuple(starts), body=(*section.taken(), *adding), after=tuple(after))
+        stores = self.stores(section, results)
+        return views.Pass(before=self.row.taken(), starts=tuple(starts), body=(*section.taken(), *adding, *stores), after=tuple(after))
 
 
 class _Section:
@@ -286,17 +296,24 @@ class _Section:
             return self.outer.value(name, is_hoisted=True)
         if name not in self.texts:
             text, is_short = self.computed(name)
-            if (not is_short or is_hoisted or self.kernel.uses[name] > 1) and text != self.totals.get(name):
+            if (not is_short or is_hoisted or self.kernel.uses[name] > 1) and not text.isidentifier():
                 local = self.local(name)
                 self.lines.append(f"const {compute_type(self.kernel.types[name].dtype)} {local} = {text};")
                 text = local
             self.texts[name] = text
         return self.texts[name]
 
+    def read(self, result: str, text: str) -> str:
+        """A local that holds what is to be stored."""
+        local = self.local(result)
+        self.lines.append(f"const {self.kernel.types[result].dtype.cpp} {local} = {text};")
+        return local
+
     def local(self, name: str) -> str:
-        """`h`, or `x_ij` of an input."""
-        if name in self.kernel.pointers:
-            return self.kernel.names.of("_".join([name, "".join(i for i, _ in self.kernel.terms(name))]).rstrip("_"), "element")
+        """`h`, or `x_ij` of an input or a result."""
+        if name in self.kernel.pointers or name in self.kernel.results:
+            place = name if name in self.kernel.pointers else _stored(name)
+            return self.kernel.names.of("_".join([name, "".join(i for i, _ in self.kernel.terms(place))]).rstrip("_"), "element")
         return self.kernel.names.of(name, "local")
 
     def computed(self, name: str) -> tuple[str, bool]:
@@ -312,7 +329,9 @@ class _Section:
         return _converted(text, computed, dtype), op.kind in _SHORT and dtype != bool_
 
     def stored(self, op: Op) -> str:
-        """The value of one element of the result, as memory holds it."""
+        """The value of one element of a result, as memory holds it."""
+        if self.kernel.uses[op.result.name]:
+            return _converted(self.value(op.result.name), op.result.type.dtype, op.result.type.dtype)
         if (op.kind in _SAME and op.tensors and op.tensors[0] in self.kernel.pointers) or (self.is_trivial(op) and op.kind != "argmax"):
             (source,) = op.tensors
             if source in self.kernel.pointers:
@@ -354,6 +373,11 @@ class _Section:
             return total, wide
         count = self.kernel.integers.extent(product(tuple(dim.extent for dim in self.kernel.reduced)))
         return f"{total} / {wide.cpp}({count})", wide
+
+
+def _stored(result: str) -> str:
+    """The place that a result has in memory, beside those of other values."""
+    return f"{result} stored"
 
 
 def _in_type(expression: str, dtype: DType) -> str:

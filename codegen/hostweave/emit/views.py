@@ -247,7 +247,7 @@ class If(InstructionView):
 
 @dataclass(frozen=True)
 class Kernel:
-    """One thread an element of the result."""
+    """One thread an element of the results."""
 
     template: ClassVar[str] = "pointwise"
     name: str
@@ -257,8 +257,7 @@ class Kernel:
     count: str
     indices: tuple[str, ...]  # declarations of the indices that `index` stands for
     loads: tuple[str, ...]
-    dst: str
-    value: str
+    stores: tuple[str, ...]  # of results that have the kept dims alone
 
 
 @dataclass(frozen=True)
@@ -282,8 +281,8 @@ class Reduction(Kernel):
     walk: str  # over_grid or over_blocks
     loops: tuple[str, ...]  # heads
     passes: tuple[Pass, ...]
-    store: tuple[str, ...]  # heads of what stands around the store
-    final: tuple[str, ...]  # statements before it
+    once: tuple[str, ...]  # the head of what stands around the stores
+    final: tuple[str, ...]  # a last walk, for results of every element
 
 
 # --- programs ---------------------------------------------------------------------------------------------------------

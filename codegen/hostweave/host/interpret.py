@@ -163,17 +163,18 @@ class _Rank:
                 product = np.matmul(_widened(reads[0]), _widened(reads[1]))
                 writes[0][...] = product if isinstance(instruction, ir.Matmul) else product + _widened(writes[0])
             case ir.Launch(kernel=name):
-                writes[0][...] = self.launched(self.kernels[name], reads)
+                for written, result in zip(writes, self.launched(self.kernels[name], reads), strict=True):
+                    written[...] = result
             case ir.Copy():
                 writes[0][...] = reads[0]
             case ir.Fill(value=value):
                 writes[0][...] = value
 
-    def launched(self, kernel: ir.Kernel, arrays: list[Array]) -> Array:
+    def launched(self, kernel: ir.Kernel, arrays: list[Array]) -> list[Array]:
         values = {parameter.name: array for parameter, array in zip(kernel.inputs, arrays, strict=True)}
         for op in kernel.ops:
             values[op.result.name] = self.op(op, values)
-        return values[kernel.result.name]
+        return [values[result.name] for result in kernel.results]
 
     def op(self, op: Op, values: Mapping[str, Array]) -> Array:
         definition, result = OPS[op.kind], op.result.type

@@ -25,6 +25,7 @@ Index = Annotated[str, "index"]  # the name of an integer that it introduces
 Read = Annotated[str, "read"]  # a buffer whose bytes it reads
 Reads = Annotated[tuple[str, ...], "read"]
 Write = Annotated[str, "write"]
+Writes = Annotated[tuple[str, ...], "write"]
 Update = Annotated[str, "update"]  # reads and writes
 Alias = Annotated[str, "alias"]  # a buffer that is named but whose bytes are not touched
 
@@ -156,8 +157,8 @@ class Launch(Instruction):
 
     kernel: str
     srcs: Reads
-    dst: Write
-    syntax = "launch @{kernel} {srcs} -> %{dst}"
+    dsts: Writes
+    syntax = "launch @{kernel} {srcs} -> {dsts}"
 
 
 @dataclass(frozen=True)
@@ -417,17 +418,19 @@ class Parameter:
 class Kernel:
     """A fused run of pointwise and reduction ops on local tensors, row-major in the eyes of the ops.
 
-    `ends` says why it does not go on with what uses its result.
+    `ends` says why it does not go on with what uses its results.
     """
 
     name: str
     inputs: tuple[Parameter, ...]
     ops: tuple[Op, ...]
+    returned: tuple[str, ...] = ()  # the names of its results, where that is more than the last value
     ends: str = field(default="", compare=False)
 
     @property
-    def result(self) -> Parameter:
-        return Parameter(self.ops[-1].result.name, self.ops[-1].result.type)
+    def results(self) -> tuple[Parameter, ...]:
+        values = {op.result.name: op.result for op in self.ops}
+        return tuple(Parameter(name, values[name].type) for name in self.returned or (self.ops[-1].result.name,))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hostweave.fusion.extent import Extent
@@ -10,7 +9,7 @@ from hostweave.fusion.index_map import ONE, Labels
 from hostweave.fusion.ir import Op
 from hostweave.fusion.ops import OPS, index_map, operand_types
 from hostweave.fusion.types import TensorType
-from hostweave.host.ir import Parameter
+from hostweave.host.ir import Kernel
 
 Dim = tuple[str, int]  # a value and the number of its dim
 
@@ -24,12 +23,12 @@ class Iteration:
     """The loops of a kernel.
 
     `indices` gives every dim of every value its index, None to a dim of one element. Every reduction takes all values
-    along `kept` and `reduced` to one value along `kept`; the result has the former or the latter.
+    along `kept` and `reduced` to one value along `kept`; each result has the former or the latter.
     """
 
     extents: dict[str, Extent]  # of every index, in the order in which the inputs name them
     indices: dict[str, Labels]
-    kept: tuple[str, ...]  # in the order of the result's dims
+    kept: tuple[str, ...]  # in the order of the last result's dims
     reduced: tuple[str, ...]
 
     def is_whole(self, value: str) -> bool:
@@ -37,9 +36,9 @@ class Iteration:
         return any(index in self.reduced for index in self.indices[value])
 
 
-def iteration(inputs: Sequence[Parameter], ops: Sequence[Op]) -> Iteration:
-    """The loops of these ops as one kernel. Raises NotOneKernel."""
-    types = {parameter.name: parameter.type for parameter in inputs}
+def iteration(kernel: Kernel) -> Iteration:
+    """The loops of a kernel. Raises NotOneKernel."""
+    types = {parameter.name: parameter.type for parameter in kernel.inputs}
     same: dict[Dim, Dim] = {}
 
     def first(dim: Dim) -> Dim:
@@ -47,7 +46,7 @@ def iteration(inputs: Sequence[Parameter], ops: Sequence[Op]) -> Iteration:
             dim = same[dim]
         return dim
 
-    for op in ops:
+    for op in kernel.ops:
         if op.operands:
             for dims in _joined(op, types):
                 for other in dims[1:]:
@@ -62,7 +61,7 @@ def iteration(inputs: Sequence[Parameter], ops: Sequence[Op]) -> Iteration:
         extents.update({index: extent for index, extent in zip(own, type.shape, strict=True) if index is not None})
         if len(set(own) - {None}) < sum(index is not None for index in own):
             raise NotOneKernel(f"two dims of %{name} would be one")
-    return _checked(extents, indices, ops)
+    return _checked(extents, indices, kernel)
 
 
 def _joined(op: Op, types: dict[str, TensorType]) -> list[list[Dim]]:
@@ -78,20 +77,21 @@ def _joined(op: Op, types: dict[str, TensorType]) -> list[list[Dim]]:
     return list(by_label.values())
 
 
-def _checked(extents: dict[str, Extent], indices: dict[str, Labels], ops: Sequence[Op]) -> Iteration:
-    result = [index for index in indices[ops[-1].result.name] if index is not None]
+def _checked(extents: dict[str, Extent], indices: dict[str, Labels], kernel: Kernel) -> Iteration:
     reduced: set[str] = set()
-    for op in ops:
+    for op in kernel.ops:
         gone = reduced_indices(op, indices)
         if gone and reduced and gone != reduced:
             raise NotOneKernel(f"%{op.result.name} is reduced over other dims")
         reduced |= gone
-    for op in ops:
+    for op in kernel.ops:
         if reduced_indices(op, indices) and set(indices[op.tensors[0]]) - {None} != set(extents):
             raise NotOneKernel(f"%{op.result.name} is reduced from fewer dims")
-    kept = tuple(index for index in result if index not in reduced)
-    if {*kept, *reduced} != set(extents) or (reduced & set(result) and not reduced <= set(result)):
-        raise NotOneKernel(f"%{ops[-1].result.name} lacks a dim of what it is computed from")
+    for result in kernel.results:
+        own = set(indices[result.name]) - {None}
+        if own not in (set(extents), set(extents) - reduced):
+            raise NotOneKernel(f"%{result.name} lacks a dim of what it is computed from")
+    kept = tuple(index for index in indices[kernel.results[-1].name] if index is not None and index not in reduced)
     return Iteration(extents, indices, kept, tuple(index for index in extents if index in reduced))
 
 

@@ -38,7 +38,8 @@ def _kernel_lines(kernel: ir.Kernel) -> list[str]:
     from hostweave.fusion.text import print_op
 
     end = f"}}  # ends here: {kernel.ends}" if kernel.ends else "}"
-    return [f"kernel @{kernel.name}({_parameters(kernel.inputs)}) {{", *(INDENT + print_op(op) for op in kernel.ops), end]
+    lines = [*map(print_op, kernel.ops), *([f"return {_field_text(kernel.returned, True)}"] if kernel.returned else [])]
+    return [f"kernel @{kernel.name}({_parameters(kernel.inputs)}) {{", *(INDENT + line for line in lines), end]
 
 
 def _parameters(parameters: tuple[ir.Parameter, ...]) -> str:
@@ -150,9 +151,13 @@ def _parse_kernel(reader: Reader) -> ir.Kernel:
     inputs = _parse_parameters(reader)
     reader.expect("{")
     ops = []
+    returned: tuple[str, ...] = ()
     while not reader.accept("}"):
+        if reader.accept("return"):
+            returned = reader.list_of(reader.named, "}")
+            break
         ops.append(parse_op(reader))
-    return ir.Kernel(name, inputs, tuple(ops))
+    return ir.Kernel(name, inputs, tuple(ops), returned)
 
 
 def _parse_body(reader: Reader) -> ir.Body:

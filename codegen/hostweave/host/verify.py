@@ -194,6 +194,10 @@ class _Checker:
             self.fail(f"kernel @{kernel.name} has no ops: give it one")
         self.kernels[kernel.name] = kernel
         verify_ops(kernel.inputs, kernel.ops)
+        if unknown := set(kernel.returned) - {op.result.name for op in kernel.ops}:
+            self.fail(f"kernel @{kernel.name} returns %{min(unknown)}, which no op of it computes: return what one does")
+        if len(set(kernel.returned)) < len(kernel.returned):
+            self.fail(f"kernel @{kernel.name} returns a value twice: return it once")
 
 
 # --- one rule an instruction ------------------------------------------------------------------------------------------
@@ -261,7 +265,9 @@ def _launch(c: _Checker, i: ir.Launch, scope: _Scope) -> None:
     kernel = c.kernels[i.kernel]
     if len(i.srcs) != len(kernel.inputs):
         c.fail(f"@{i.kernel} takes {len(kernel.inputs)} buffers, not {len(i.srcs)}")
-    for name, parameter in zip((*i.srcs, i.dst), (*kernel.inputs, kernel.result), strict=True):
+    if len(i.dsts) != len(kernel.results):
+        c.fail(f"@{i.kernel} gives {len(kernel.results)} results, not {len(i.dsts)}")
+    for name, parameter in zip((*i.srcs, *i.dsts), (*kernel.inputs, *kernel.results), strict=True):
         buffer = c.types[name]
         if (buffer.dtype, buffer.shape) != (parameter.type.dtype, parameter.type.shape):
             c.fail(f"%{name} is {buffer}, and @{i.kernel} takes {parameter.type} as %{parameter.name}")

@@ -7,14 +7,14 @@ becomes
 
     launch @neg_mul_y %x -> %y
 
-with `kernel @neg_mul_y(%x) { %h = neg(%x); %y = mul(%h, %x) }`. In the host IR a kernel is fused as it is launched: on the chunk
-of a loop, next to a communication. A kernel that could have gone on says why it ends.
+with `kernel @neg_mul_y(%x) { %h = neg(%x); %y = mul(%h, %x) }`, which also writes %h where something else reads it. In the host IR
+a kernel is fused as it is launched: on the chunk of a loop, next to a communication. A kernel that could have gone on says why it ends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from hostweave.fusion.ir import Op, Value
 from hostweave.fusion.ops import OPS
@@ -28,23 +28,20 @@ MAX_WORDS = 3  # ops that the name of a kernel lists
 
 
 def fuse_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """After it no value is written that only the next kernel reads, as far as one kernel can compute both."""
+    """After it no kernel reads what the one before it computed, as far as one kernel can compute both."""
     program = _unshared(program)
     while True:
         links = _Links(program)
-        changes: dict[int, ir.Launch | tuple[()]] = {}  # the id of an instruction -> what replaces it
+        changes: dict[int, ir.Instruction | ir.Body] = {}  # the id of an instruction -> what replaces it
         kernels = {kernel.name: kernel for kernel in program.kernels}
         for producer in reversed(links.launches):
-            consumers = links.readers(producer)
-            if links.reason(producer) or any(id(i) in changes for i in (producer, *consumers)):
+            union = links.union(producer)
+            if isinstance(union, str) or any(id(i) in changes for i in (producer, *union.consumers)):
                 continue
             changes[id(producer)] = ()
-            for consumer in consumers:
-                assert isinstance(consumer, ir.Launch)
-                kernel, srcs = _merged(links, producer, consumer)
-                kernel = replace(kernel, name=f"{producer.kernel} {consumer.kernel}")
+            for consumer in union.consumers:
+                kernel, changes[id(consumer)] = _merged(links, producer, consumer, union.kept)
                 kernels[kernel.name] = kernel
-                changes[id(consumer)] = replace(consumer, kernel=kernel.name, srcs=srcs)
         if not changes:
             return _named(_shared(_explained(program, links)))
         body = without_unused(ir.rewrite(program.body, lambda i: changes.get(id(i))))  # noqa: B023
@@ -53,6 +50,14 @@ def fuse_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 
 
 # --- who reads what ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Union:
+    """The launches that take over what a producer computes, and those of its results that they still write."""
+
+    consumers: tuple[ir.Launch, ...]
+    kept: tuple[str, ...]
 
 
 class _Links:
@@ -65,12 +70,14 @@ class _Links:
         self.views: dict[str, ir.Instruction] = {}
         self.touching: dict[str, list[ir.Instruction]] = {}  # a buffer -> what reads or writes it, or a view of it
         self.bodies: dict[int, tuple[ir.Body, int]] = {}  # the id of an instruction -> where it stands
+        self.order: dict[int, int] = {}  # and when its turn is
         self.launches: list[ir.Launch] = []
         self._visit(program.body)
 
     def _visit(self, body: ir.Body) -> None:
         for place, instruction in enumerate(body):
             self.bodies[id(instruction)] = body, place
+            self.order[id(instruction)] = len(self.order)
             if isinstance(instruction, ir.VIEWS):
                 self.views[instruction.out] = instruction
             for name in dict.fromkeys(map(self.root, ir.names(instruction, "read", "write"))):
@@ -94,9 +101,10 @@ class _Links:
         """The name of the value that a buffer holds, also where it is a chunk of it."""
         return self.root(buffer) if isinstance(self.views.get(buffer), ir.Select | ir.Slice) else buffer
 
-    def readers(self, producer: ir.Launch) -> list[ir.Instruction]:
-        """What else touches the buffer that a launch writes."""
-        return [i for i in self.touching[self.root(producer.dst)] if i is not producer]
+    def others(self, producer: ir.Launch, *results: str) -> list[ir.Instruction]:
+        """What else touches these buffers that a launch writes, in program order."""
+        touching = {id(i): i for result in results for i in self.touching[self.root(result)] if i is not producer}
+        return sorted(touching.values(), key=lambda i: self.order[id(i)])
 
     def path(self, name: str, start: str) -> list[ir.Reshape | ir.Permute] | None:
         """The views that lead from one buffer to another, None where they are not all of all elements."""
@@ -111,56 +119,74 @@ class _Links:
 
     # --- where a kernel ends ---
 
-    def reason(self, producer: ir.Launch) -> str:
-        """Why a kernel ends with this launch, or nothing where what reads its result can compute it."""
-        root, readers = self.root(producer.dst), self.readers(producer)
-        result = self.kernels[producer.kernel].result.name
-        if root in self.outputs:
-            return f"%{root} is returned" if readers else "the end"
-        if not readers:
-            return "the end"
-        if any(self.root(name) == root for reader in readers for name in ir.names(reader, "write")):
-            return f"%{root} is written in parts"
-        others = [reader for reader in readers if not isinstance(reader, ir.Launch)]
-        if others:
-            return f"{others[0].syntax.split()[0]} uses %{result}"
-        if len(readers) > 1 and not _is_free(self.kernels[producer.kernel]):
-            return f"{len(readers)} kernels use %{result}"
-        launches = [reader for reader in readers if isinstance(reader, ir.Launch)]
-        apart = (self._why_apart(producer, launch) or self._why_slow(_merged(self, producer, launch)[0]) for launch in launches)
-        return next(filter(None, apart), "")
+    def union(self, producer: ir.Launch) -> _Union | str:
+        """What a launch can become a part of, or why its kernel ends; "" where no kernel uses its results."""
+        others = self.others(producer, *producer.dsts)
+        made = {self.root(dst) for dst in producer.dsts}
+        if parts := [self.root(name) for other in others for name in ir.names(other, "write") if self.root(name) in made]:
+            return f"%{parts[0]} is written in parts"
+        launches = tuple(other for other in others if isinstance(other, ir.Launch))
+        if not launches:
+            return f"{others[0].syntax.split()[0]} uses %{self._called(producer, others[0])}" if others else ""
+        if self.order[id(launches[0])] < self.order[id(producer)]:
+            return f"%{self._called(producer, launches[0])} is used before, in a loop"
+        if len(launches) == len(others) and self._is_free(producer):  # each of them can compute it again
+            consumers, kept = launches, list[str]()
+        else:
+            consumers = launches[:1]
+            kept = [dst for dst in producer.dsts if self._is_needed(producer, dst, consumers[0])]
+        whys = (self._why_apart(producer, consumer, tuple(kept)) for consumer in consumers)
+        return next(filter(None, whys), "") or _Union(consumers, tuple(kept))
 
-    def _why_apart(self, producer: ir.Launch, consumer: ir.Launch) -> str:
-        result = self.kernels[producer.kernel].result.name
+    def _is_free(self, producer: ir.Launch) -> bool:
+        return not any(self.root(dst) in self.outputs for dst in producer.dsts) and _is_free(self.kernels[producer.kernel])
+
+    def _is_needed(self, producer: ir.Launch, result: str, consumer: ir.Launch) -> bool:
+        return self.root(result) in self.outputs or any(other is not consumer for other in self.others(producer, result))
+
+    def _called(self, producer: ir.Launch, user: ir.Instruction) -> str:
+        """The result of a launch that something touches, as its kernel calls it."""
+        pairs = zip(producer.dsts, self.kernels[producer.kernel].results, strict=True)
+        return next(result.name for dst, result in pairs if any(other is user for other in self.others(producer, dst)))
+
+    def _why_apart(self, producer: ir.Launch, consumer: ir.Launch, kept: tuple[str, ...]) -> str:
+        """Why the consumer cannot take over in its place, and write the kept results too; nothing where it can."""
+        result = self._called(producer, consumer)
         (body, place), (other, end) = self.bodies[id(producer)], self.bodies[id(consumer)]
-        if self.root(consumer.dst) == self.root(producer.dst):
-            return f"%{result} is written in parts"
+        made = {self.root(dst): dst for dst in producer.dsts}
         if body is not other:
             return f"another loop uses %{result}"
-        if any(self.root(src) == self.root(producer.dst) and self.path(src, producer.dst) is None for src in consumer.srcs):
+        if any(self.root(src) in made and self.path(src, made[self.root(src)]) is None for src in consumer.srcs):
             return f"parts of %{result} are used"
+        between = list(ir.walk(body[place + 1 : end]))
         read = {self.root(src) for src in producer.srcs}
-        written = {self.root(name) for i in ir.walk(body[place:end]) for name in ir.names(i, "write")} | {self.root(consumer.dst)}
-        return f"what %{result} is computed from is overwritten" if read & written else ""
+        if read & {self.root(name) for i in (*between, consumer) for name in ir.names(i, "write")}:
+            return f"what %{result} is computed from is overwritten"
+        if any(isinstance(i, ir.Record | ir.Fork) for i in between):
+            return f"other streams go on before %{result} is used"
+        touched = {self.root(name) for i in between for name in ir.names(i, "read", "write")}
+        if early := [dst for dst in kept if self.root(dst) in touched]:
+            return f"%{self.root(early[0])} is used before"
+        return self._why_slow(_merged(self, producer, consumer, kept)[0])
 
     def _why_slow(self, kernel: ir.Kernel) -> str:
         try:
-            walked = iteration(kernel.inputs, kernel.ops)
+            walked = iteration(kernel)
         except NotOneKernel as reason:
             return str(reason)
-        result = kernel.result.name
-        if walked.reduced and walked.is_whole(result):
-            inner = {[i for i in walked.indices[p.name] if i][-1] for p in kernel.inputs if any(walked.indices[p.name])}
-            if not walked.kept or not inner & set(walked.reduced):
-                return f"few threads would compute all of %{result}"
+        for result in kernel.results:
+            if walked.reduced and walked.is_whole(result.name):
+                inner = {[i for i in walked.indices[p.name] if i][-1] for p in kernel.inputs if any(walked.indices[p.name])}
+                if not walked.kept or not inner & set(walked.reduced):
+                    return f"few threads would compute all of %{result.name}"
         again = next((op.result.name for op in kernel.ops if _is_costly(op) and _is_repeated(op.result.name, walked)), None)
         return f"%{again} would be computed again and again" if again else ""
 
 
 def _is_free(kernel: ir.Kernel) -> bool:
     """Whether any number of kernels can compute the result again: they read no more for it."""
-    sizes = [parameter.type.dtype.itemsize for parameter in (*kernel.inputs, kernel.result)]
-    return len(kernel.inputs) == 1 and sizes[0] <= sizes[1] and all(op.kind == "cast" for op in kernel.ops)
+    sizes = [parameter.type.dtype.itemsize for parameter in (*kernel.inputs, *kernel.results)]
+    return len(sizes) == 2 and sizes[0] <= sizes[1] and all(op.kind == "cast" for op in kernel.ops)
 
 
 def _is_costly(op: Op) -> bool:
@@ -176,24 +202,35 @@ def _is_repeated(name: str, walked: Iteration) -> bool:
 # --- two kernels as one -----------------------------------------------------------------------------------------------
 
 
-def _merged(links: _Links, producer: ir.Launch, consumer: ir.Launch) -> tuple[ir.Kernel, tuple[str, ...]]:
-    """One kernel for both launches, under the consumer's names, and the buffers that it reads."""
+def _merged(links: _Links, producer: ir.Launch, consumer: ir.Launch, kept: tuple[str, ...]) -> tuple[ir.Kernel, ir.Launch]:
+    """One kernel for both launches, under the consumer's names, and its launch."""
     first, second = links.kernels[producer.kernel], links.kernels[consumer.kernel]
-    paths = {src: links.path(src, producer.dst) for src in consumer.srcs if links.root(src) == links.root(producer.dst)}
     called = {src: parameter.name for src, parameter in zip(consumer.srcs, second.inputs, strict=True)}  # buffer -> its name
     taken = {*called.values(), *(op.result.name for op in second.ops)}
     renamed = {
         parameter.name: called.get(src) or _free(parameter.name, taken) for src, parameter in zip(producer.srcs, first.inputs, strict=True)
     }
-    for op in first.ops[:-1]:
-        renamed[op.result.name] = _free(op.result.name, taken)
-    renamed[first.result.name] = called[producer.dst] if producer.dst in paths else _free(links.root(producer.dst), taken)
+    made = {result.name: dst for result, dst in zip(first.results, producer.dsts, strict=True)}
+    for name in (op.result.name for op in first.ops):
+        dst = made.get(name)
+        renamed[name] = called[dst] if dst in called else _free(links.root(dst) if dst else name, taken)
     ops = [_renamed(op, renamed) for op in first.ops]
-    for src, path in paths.items():
-        ops.extend(_viewed(path or [], renamed[first.result.name], called[src], links.types, taken))
     inputs = {src: replace(p, name=renamed[p.name]) for src, p in zip(producer.srcs, first.inputs, strict=True)}
-    inputs |= {src: p for src, p in zip(consumer.srcs, second.inputs, strict=True) if src not in paths}
-    return ir.Kernel(second.name, tuple(inputs.values()), (*ops, *second.ops)), tuple(inputs)
+    handed = {links.root(dst): (dst, renamed[name]) for name, dst in made.items()}
+    for src, parameter in zip(consumer.srcs, second.inputs, strict=True):
+        if links.root(src) in handed:
+            dst, name = handed[links.root(src)]
+            ops.extend(_viewed(links.path(src, dst) or [], name, parameter.name, links.types, taken))
+        else:
+            inputs[src] = parameter
+    returned = (*(renamed[name] for name, dst in made.items() if dst in kept), *(result.name for result in second.results))
+    kernel = ir.Kernel(
+        name=f"{producer.kernel} {consumer.kernel}",
+        inputs=tuple(inputs.values()),
+        ops=(*ops, *second.ops),
+        returned=returned if len(returned) > 1 else (),
+    )
+    return kernel, replace(consumer, kernel=kernel.name, srcs=tuple(inputs), dsts=(*kept, *consumer.dsts))
 
 
 def _free(wanted: str, taken: set[str]) -> str:
@@ -235,7 +272,7 @@ def _unshared(program: ir.HostProgram) -> ir.HostProgram:
         kernel = links.kernels[launch.kernel]
         if any(kernel.name == other.name for other in kernels):
             taken: set[str] = set()
-            buffers = zip((*kernel.inputs, kernel.result), (*launch.srcs, launch.dst), strict=True)
+            buffers = zip((*kernel.inputs, *kernel.results), (*launch.srcs, *launch.dsts), strict=True)
             names = {parameter.name: _free(links.called(buffer), taken) for parameter, buffer in buffers}
             inputs = tuple(replace(p, name=names[p.name]) for p in kernel.inputs)
             kernel = ir.Kernel(f"{kernel.name} {len(kernels)}", inputs, tuple(_renamed(op, names) for op in kernel.ops))
@@ -252,7 +289,8 @@ def _shared(program: ir.HostProgram) -> ir.HostProgram:
         values = [p.name for p in kernel.inputs] + [op.result.name for op in kernel.ops]
         numbers = {name: str(i) for i, name in enumerate(values)}
         inputs = tuple(replace(p, name=numbers[p.name]) for p in kernel.inputs)
-        key = ir.Kernel("", inputs, tuple(_renamed(op, numbers) for op in kernel.ops))
+        returned = tuple(numbers[name] for name in kernel.returned)
+        key = ir.Kernel("", inputs, tuple(_renamed(op, numbers) for op in kernel.ops), returned)
         same[kernel.name] = first.setdefault(key, kernel).name
     return _with_names(replace(program, kernels=tuple(first.values())), same)
 
@@ -263,7 +301,7 @@ def _named(program: ir.HostProgram) -> ir.HostProgram:
     names = {}
     for kernel in program.kernels:
         words = [op.kind for op in kernel.ops]
-        wanted = "_".join([*(words if len(words) <= MAX_WORDS else ["fused"]), kernel.result.name])
+        wanted = "_".join([*(words if len(words) <= MAX_WORDS else ["fused"]), *(result.name for result in kernel.results)])
         names[kernel.name] = _free(kernel.name.partition(" ")[0] if len(words) == 1 else wanted, taken)
     kernels = tuple(replace(kernel, name=names[kernel.name]) for kernel in program.kernels)
     return _with_names(replace(program, kernels=kernels), names)
@@ -282,6 +320,6 @@ def _explained(program: ir.HostProgram, links: _Links) -> ir.HostProgram:
     """Every kernel with the reason why it ends."""
     reasons: dict[str, dict[str, None]] = {}
     for launch in links.launches:
-        reasons.setdefault(launch.kernel, {})[links.reason(launch)] = None
-    kernels = tuple(replace(k, ends="; ".join(r for r in reasons[k.name] if r != "the end")) for k in program.kernels)
+        reasons.setdefault(launch.kernel, {})[str(links.union(launch))] = None
+    kernels = tuple(replace(k, ends="; ".join(filter(None, reasons[k.name]))) for k in program.kernels)
     return replace(program, kernels=kernels)

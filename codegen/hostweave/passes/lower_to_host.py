@@ -238,7 +238,7 @@ class _Lowering:
         elif op.kind == "copy":
             b.emit(ir.Copy(sources[0], target))
         else:
-            b.emit(ir.Launch(self.kernel(op, sources, target, steps), tuple(dict.fromkeys(sources)), target))
+            b.emit(ir.Launch(self.kernel(op, sources, target, steps), tuple(dict.fromkeys(sources)), (target,)))
 
     def keeps_dim(self, op: Op) -> bool:
         """A matmul needs its last two dims, so a step that takes one index of them keeps a dim of 1."""
@@ -662,7 +662,7 @@ class _Lowering:
             kind = "mean" if reduction == "avg" else reduction
             target = self.whole(value.name)
             summed = Op(kind, (landing,), value, (("axis", (0,)),), op.location)
-            b.emit(ir.Launch(self.kernel_of_terms(summed, landing, target), (landing,), target))
+            b.emit(ir.Launch(self.kernel_of_terms(summed, landing, target), (landing,), (target,)))
 
         self.after_loop.append(sum_terms)
 

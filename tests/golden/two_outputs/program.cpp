@@ -1,12 +1,10 @@
-// kernel @add_y(%x: bf16[part(M, x), N], %b: bf16[N]) {
+// kernel @add_sum_y_z(%x: bf16[part(M, x), N], %b: bf16[N]) {
 //   %y: bf16[part(M, x), N] = add(%x, %b)
-// }  # ends here: %y is returned
-// kernel @sum_z(%y: bf16[part(M, x), N]) {
 //   %z: bf16[part(M, x)] = sum(%y, axis=(1,))
+//   return %y, %z
 // }
 // host @two_outputs(%x: bf16[M@x, N], %b: bf16[N]) -> (%y: bf16[M@x, N], %z: bf16[M@x]) mesh(x=4) uneven(M) {
-//   launch @add_y %x, %b -> %y
-//   launch @sum_z %y -> %z
+//   launch @add_sum_y_z %x, %b -> %y, %z
 // }
 #include "program.h"
 
@@ -17,10 +15,7 @@
 
 namespace programs::two_outputs {
 
-Program::Program(hw::Rank& rank) : rank_(rank.expect_world(kWorld)) {
-  HW_CHECK(hw::load(add_y));
-  HW_CHECK(hw::load(sum_z));
-}
+Program::Program(hw::Rank& rank) : rank_(rank.expect_world(kWorld)) { HW_CHECK(hw::load(add_sum_y_z)); }
 
 Sizes Program::check(const Inputs& in) const {
   in.x.expect("x", "bf16[part(M, x), N]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
@@ -57,9 +52,8 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   auto* z = out.z.as<hw::bf16>();
 
   HW_CHECK(arena_.begin_call(caller));
-  HW_CHECK(hw::launch(add_y, hw::grid_for(N * M_x), hw::kBlock, caller, hw::reads(x, N * M_x), hw::reads(b, N),
-                      hw::writes(y, N * M_x), N, M_x));
-  HW_CHECK(hw::launch(sum_z, hw::grid_of(M_x), hw::kBlock, caller, hw::reads(y, N * M_x), hw::writes(z, M_x), N, M_x));
+  HW_CHECK(hw::launch(add_sum_y_z, hw::grid_of(M_x), hw::kBlock, caller, hw::reads(x, N * M_x), hw::reads(b, N),
+                      hw::writes(y, N * M_x), hw::writes(z, M_x), N, M_x));
   HW_CHECK(arena_.end_call(caller));
 }
 
