@@ -56,9 +56,7 @@ kernel @turn_y(%h: f32[M, N], %t: f32[N, M]) {
 """
 
 
-def host(
-    body: str, header: str = "(%x: f32[M, N], %r: f32[N]) -> (%y: f32[M, N]) mesh(x=2) streams(ring[2])"
-) -> HostProgram:
+def host(body: str, header: str = "(%x: f32[M, N], %r: f32[N]) -> (%y: f32[M, N]) mesh(x=2) streams(ring[2])") -> HostProgram:
     lines = "".join(f"  {line}\n" for line in body.strip().splitlines())
     used = [f"kernel {k}" for k in KERNELS.split("kernel ")[1:] if f"launch {k.split('(')[0]} " in body]
     return HostProgram.parse(f"{''.join(used)}host @f{header} {{\n{lines}}}\n")

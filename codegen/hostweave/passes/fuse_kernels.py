@@ -101,6 +101,9 @@ class _Links:
         """The name of the value that a buffer holds, also where it is a chunk of it."""
         return self.root(buffer) if isinstance(self.views.get(buffer), ir.Select | ir.Slice) else buffer
 
+    def roots(self, instruction: ir.Instruction, *roles: str) -> set[str]:
+        return {self.root(name) for name in ir.names(instruction, *roles)}
+
     def others(self, producer: ir.Launch, *results: str) -> list[ir.Instruction]:
         """What else touches these buffers that a launch writes, in program order."""
         touching = {id(i): i for result in results for i in self.touching[self.root(result)] if i is not producer}
@@ -123,8 +126,9 @@ class _Links:
         """What a launch can become a part of, or why its kernel ends; "" where no kernel uses its results."""
         others = self.others(producer, *producer.dsts)
         made = {self.root(dst) for dst in producer.dsts}
-        if parts := [self.root(name) for other in others for name in ir.names(other, "write") if self.root(name) in made]:
-            return f"%{parts[0]} is written in parts"
+        for other in others:
+            if parts := (self.roots(other, "write") - self.roots(other, "read")) & made:
+                return f"%{min(parts)} is written in parts"
         launches = tuple(other for other in others if isinstance(other, ir.Launch))
         if not launches:
             return f"{others[0].syntax.split()[0]} uses %{self._called(producer, others[0])}" if others else ""
@@ -160,12 +164,11 @@ class _Links:
             return f"parts of %{result} are used"
         between = list(ir.walk(body[place + 1 : end]))
         read = {self.root(src) for src in producer.srcs}
-        if read & {self.root(name) for i in (*between, consumer) for name in ir.names(i, "write")}:
+        if any(read & self.roots(i, "write") for i in (*between, consumer)):
             return f"what %{result} is computed from is overwritten"
         if any(isinstance(i, ir.Record | ir.Fork) for i in between):
             return f"other streams go on before %{result} is used"
-        touched = {self.root(name) for i in between for name in ir.names(i, "read", "write")}
-        if early := [dst for dst in kept if self.root(dst) in touched]:
+        if early := [dst for dst in kept if any(self.root(dst) in self.roots(i, "read", "write") for i in between)]:
             return f"%{self.root(early[0])} is used before"
         return self._why_slow(_merged(self, producer, consumer, kept)[0])
 
