@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 
 from hostweave.analysis.instantiate import Instances, Operation
 from hostweave.analysis.meetings import Channel, channel_of
@@ -32,7 +33,8 @@ class Posted:
 
 def unordered(instances: Instances) -> Iterator[tuple[Operation, Operation]]:
     """Pairs of communications of different channels that neither streams nor events of their rank order: the earlier one, the later one."""
-    posted = Posted()
-    for task, clock in run(order(instances, [])):
-        for earlier in posted.unordered(task, clock):
-            yield earlier, task.operation
+    for operations in instances.ranks:  # each alone: a clock has as many parts as there are streams on the ranks together
+        posted = Posted()
+        for task, clock in run(order(replace(instances, ranks=(operations,)), [])):
+            for earlier in posted.unordered(task, clock):
+                yield earlier, task.operation
