@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from host_programs import NAMES, RANKS, program
 
 from hostweave.errors import ProgramError
+from hostweave.host import ir
+from hostweave.host.expr import Size
 from hostweave.host.ir import HostProgram
 from hostweave.host.verify import verify_host
 
@@ -117,6 +121,17 @@ BODIES = {
         "text:4: @t: broadcast %x -> %y from 0 on x: a collective cannot stand under `if %r == 1`, "
         "which differs between ranks: only send and recv can"
     ),
+    "%r = rank.x + 1\nfor %i in 0..2 {\nif %i == %r {\nbarrier %y on x\n}\n}": (
+        "text:5: @t: barrier %y on x: a collective cannot stand under `if %i == %r`, which differs between ranks: only send and recv can"
+    ),
+    "if rank.x == 0 {\ncopy %x -> %y\n} else {\ngroup {\nall_to_all %x -> %y on x\n}\n}": (
+        "text:6: @t: all_to_all %x -> %y on x: a collective cannot stand under `if rank.x == 0`, "
+        "which differs between ranks: only send and recv can"
+    ),
+    "for %i in 0..part(M, x) {\nall_reduce sum %x -> %y on x\n}": (
+        "text:3: @t: all_reduce sum %x -> %y on x: a collective cannot stand in a loop of part(M, x) steps, "
+        "which differ between ranks: only send and recv can"
+    ),
     "group {\ncopy %x -> %y\n}": "text:3: @t: copy %x -> %y: only communications can stand in a group: move it out",
     # streams and events
     "stream pool[0] {\n}": "text:2: @t: stream pool[0]: pool is not declared: add streams(pool[...]) to the header",
@@ -151,6 +166,14 @@ def test_body(body: str) -> None:
     with pytest.raises(ProgramError) as caught:
         verify_host(host)
     assert str(caught.value) == BODIES[body]
+
+
+def test_a_condition_on_what_a_rank_holds() -> None:
+    """Passes can write it, text cannot."""
+    host = HostProgram.parse(HEAD + "all_reduce sum %x -> %y on x\n}\n")
+    guarded = replace(host, body=(ir.If(Size("part(M, x)").equals(0), host.body),))
+    with pytest.raises(ProgramError, match=r"a collective cannot stand under `if part\(M, x\) == 0`, which differs between ranks"):
+        verify_host(guarded)
 
 
 @pytest.mark.parametrize("text", PROGRAMS)

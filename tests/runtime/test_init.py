@@ -23,6 +23,8 @@ from hostweave.runtime import group as groups
 from hostweave.runtime import watchdog
 from hostweave.runtime.agreement import Intent
 from hostweave.runtime.cpu import seeded
+from hostweave.runtime.local import LocalProgram
+from hostweave.runtime.meeting import StoreMeeting
 from hostweave.runtime.stores import MemoryStore, Store
 from hostweave.runtime.streams import handle_of
 
@@ -347,7 +349,9 @@ def test_a_rank_with_a_wrong_array() -> None:
 
 def test_a_rank_with_another_size() -> None:
     errors = then_works(lambda rank: AG_MATMUL(x_of(rank), W if rank != 3 else W[:, :6].copy()))
-    assert errors == ["ag_matmul: w: rank 3 passes [8, 6]; its block of [8, 12] is [8, 12]"] * RANKS
+    assert errors == ["ag_matmul: w: rank 3 passes [8, 6], and rank 0 [8, 12]; pass blocks of one f32[K, N]"] * RANKS
+    errors = then_works(lambda rank: AG_MATMUL(X[:5] if rank == 2 else x_of(rank), W))
+    assert errors == ["ag_matmul: x: rank 2 passes [5, 8], and rank 0 [4, 8]; pass blocks of one f32[M@x, K]"] * RANKS
 
 
 def test_a_rank_that_calls_another_program() -> None:
@@ -552,6 +556,57 @@ def test_processes_agree_before_anything_is_sent() -> None:
 
     reason = "rank 1 calls p on mesh(x=3), rank 0 q on mesh(x=3); all ranks of a group call the same programs in the same order"
     assert as_processes(3, rank) == [f"q: {reason}", f"p: {reason}", f"p: {reason}"]
+
+
+@pytest.fixture
+def processes_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has threads call programs as processes do: all that one of them knows of the others goes through the store."""
+    monkeypatch.setattr(LocalProgram, "_check_group", lambda self: None)
+
+
+@pytest.mark.usefixtures("processes_on_the_cpu")
+def test_processes_exchange_sizes_at_every_call_where_that_is_asked_for() -> None:
+    verified = hw.compile(ag_matmul, options=hw.Options(verify_calls=True))
+
+    def rank(group: hw.Group) -> list[str]:
+        messages = []
+        x, wide = x_of(group.rank), np.tile(W, (1, 2))
+        for arrays in (
+            (x, W if group.rank != 3 else wide),
+            (x if group.rank != 2 else X[:5], W),
+            (x, W if group.rank != 1 else W.astype("i4")),
+        ):
+            np.testing.assert_array_equal(verified(x, W, group=group), X @ W)
+            with pytest.raises((ArgumentError, ExecutionError)) as caught:
+                verified(*arrays, group=group)
+            messages.append(str(caught.value))
+        np.testing.assert_array_equal(verified(x, wide, group=group), X @ wide)
+        return messages
+
+    for number, (sizes, rows, dtype) in enumerate(as_processes(RANKS, rank, call_timeout=20)):
+        assert sizes == "ag_matmul: w: rank 3 passes [8, 24], and rank 0 [8, 12]; pass blocks of one f32[K, N]"
+        assert rows == "ag_matmul: x: rank 2 passes [5, 8], and rank 0 [4, 8]; pass blocks of one f32[M@x, K]"
+        reason = "ag_matmul: w: expected f32[K, N], got i32[8, 12]; cast it, or compile for i32"
+        assert dtype == (reason if number == 1 else f"ag_matmul: rank 1 cannot go on: {reason}")
+
+
+@pytest.mark.usefixtures("processes_on_the_cpu")
+def test_processes_exchange_nothing_at_a_call_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    gathered: list[int] = []
+    gather = StoreMeeting.gather
+
+    def counted(self: StoreMeeting, record: str, timeout: float) -> list[str]:
+        gathered.append(1)
+        return gather(self, record, timeout)
+
+    monkeypatch.setattr(StoreMeeting, "gather", counted)
+
+    def rank(group: hw.Group) -> None:
+        for w in (W, W, np.tile(W, (1, 2))):
+            np.testing.assert_array_equal(AG_MATMUL(x_of(group.rank), w, group=group), X @ w)
+
+    assert as_processes(RANKS, rank, call_timeout=20) == [None] * RANKS
+    assert len(gathered) == RANKS  # when the program was made ready
 
 
 def test_a_call_that_takes_too_long_is_reported_with_what_every_rank_did(capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,6 +32,7 @@ class _Scope:
 
     in_stream: bool = False
     condition: Expr | None = None  # the innermost rank-dependent condition
+    steps: Extent | None = None  # of a loop that ranks may walk another number of times
     divides: tuple[tuple[str, int], ...] = ()  # sizes and what is known here to divide them
 
 
@@ -128,7 +129,12 @@ class _Checker:
         self.divisors(expr.right)
 
     def depends_on_rank(self, expr: Expr) -> bool:
-        return any(isinstance(leaf, Coordinate) or (isinstance(leaf, Var) and leaf.name in self.rank_dependent) for leaf in leaves(expr))
+        return any(
+            isinstance(leaf, Coordinate)
+            or (isinstance(leaf, Var) and leaf.name in self.rank_dependent)
+            or (isinstance(leaf, Size) and part_of(leaf.name) is not None)
+            for leaf in leaves(expr)
+        )
 
     def axis(self, axis: str) -> None:
         if axis not in dict(self.program.mesh.axes):
@@ -291,6 +297,8 @@ def _communication(check: Callable[[_Checker, Any, int], None]) -> Callable[[_Ch
         c.same_dtype(*buffers)
         if isinstance(i, ir.COLLECTIVES) and scope.condition is not None:
             c.fail(f"a collective cannot stand under `if {scope.condition}`, which differs between ranks: only send and recv can")
+        if isinstance(i, ir.COLLECTIVES) and scope.steps is not None:
+            c.fail(f"a collective cannot stand in a loop of {scope.steps} steps, which differ between ranks: only send and recv can")
         check(c, i, c.team_size(i.team))
 
     return rule
@@ -409,7 +417,7 @@ def _for(c: _Checker, i: ir.For, scope: _Scope) -> None:
         c.expr(Size(name))
     indices = set(c.indices)
     c.indices.add(i.out)
-    c.inner(i.body, scope)
+    c.inner(i.body, replace(scope, steps=i.count) if any(map(part_of, i.count.names)) else scope)
     c.indices = indices
 
 

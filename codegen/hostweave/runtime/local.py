@@ -160,8 +160,13 @@ class LocalProgram:
         for index, parameter in enumerate(self._host.inputs):
             shapes = [shapes[index] for shapes in shapes_of_all]
             wholes.append(whole_shape(parameter.type, self._host.mesh, shapes))
-            for rank, shape in enumerate(shapes):
-                self._check_block(parameter, rank, shape, wholes[-1])
+            if any(shape != self._block(parameter, rank, wholes[-1]) for rank, shape in enumerate(shapes)):
+                usual = max(shapes, key=shapes.count)
+                odd = next(rank for rank, shape in enumerate(shapes) if shape != usual)
+                raise ArgumentError(
+                    f"{self._host.name}: {parameter.name}: rank {odd} passes {list(shapes[odd])}, and rank {shapes.index(usual)} "
+                    f"{list(usual)}; pass blocks of one {parameter.type}"
+                )
         return wholes
 
     def _whole_shapes_for(self, sizes: Mapping[str, int], shapes: Sequence[Shape]) -> tuple[Shape, ...]:
@@ -175,15 +180,16 @@ class LocalProgram:
             raise ArgumentError(f"{self._host.name}: sizes=: no size of {', '.join(sorted(missing))}; give the global one")
         wholes = tuple(global_shape(parameter.type, known) for parameter in self._host.inputs)
         for parameter, shape, whole in zip(self._host.inputs, shapes, wholes, strict=True):
-            self._check_block(parameter, self._group.rank, shape, whole)
+            if shape != (block := self._block(parameter, self._group.rank, whole)):
+                raise ArgumentError(
+                    f"{self._host.name}: {parameter.name}: rank {self._group.rank} passes {list(shape)}; "
+                    f"its block of {list(whole)} is {list(block)}"
+                )
         return wholes
 
-    def _check_block(self, parameter: Parameter, rank: int, shape: Shape, whole: Shape) -> None:
-        block = tuple(part.stop - part.start for part in block_of(parameter.type, self._host.mesh, rank, whole))
-        if shape != block:
-            raise ArgumentError(
-                f"{self._host.name}: {parameter.name}: rank {rank} passes {list(shape)}; its block of {list(whole)} is {list(block)}"
-            )
+    def _block(self, parameter: Parameter, rank: int, whole: Shape) -> Shape:
+        """The shape of what a rank holds of a global array."""
+        return tuple(part.stop - part.start for part in block_of(parameter.type, self._host.mesh, rank, whole))
 
     # --- outputs
 
