@@ -83,8 +83,8 @@ def program(ranks: int) -> HostProgram:
 
 
 @cache
-def compiled(ranks: int) -> hw.Program:
-    return hw.compile(program(ranks))
+def compiled(ranks: int, target: str) -> hw.Program:
+    return hw.compile(program(ranks), target=target)
 
 
 def arrays(ranks: int, seed: int) -> dict[str, Array]:
@@ -149,8 +149,8 @@ def test_interpreted(ranks: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_on_the_cpu_target(ranks: int) -> None:
+def test_compiled(ranks: int, target: str) -> None:
     names = [p.name for p in program(ranks).outputs]
     for seed in range(3):
         given = arrays(ranks, seed)
-        compare(ranks, given, [dict(zip(names, local, strict=True)) for local in compiled(ranks).run(ranks=True, **given)])
+        compare(ranks, given, [dict(zip(names, local, strict=True)) for local in compiled(ranks, target).run(ranks=True, **given)])

@@ -27,10 +27,10 @@ def streamed(ranks: int, chunks: int) -> Fusion:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_on_the_cpu_target(ranks: int) -> None:
+def test_compiled(ranks: int, target: str) -> None:
     for pieces in (1, 2) if ranks < 8 else (1,):
         fusion = streamed(ranks, pieces * ranks)
-        program = hw.compile(fusion)
+        program = hw.compile(fusion, target=target)
         random = np.random.default_rng(ranks)
         size = 2 * pieces * ranks * ranks
         shapes = {"x": (size, 5), "w": (5, size), "a": (size, 3 * ranks), "b": (3 * ranks, size)}
