@@ -213,6 +213,41 @@ ERRORS = {
         {"x": "hw.bf16[4, 'S', 8]", "w": "hw.bool_['S', 'S']"},
         "4: attention: attn_mask and is_causal are both given; put both into the mask",
     ),
+    "attention mask": (
+        "return hw.scaled_dot_product_attention(x, x, x, w)",
+        {"x": "hw.bf16[2, 4, 'S', 8]", "w": "hw.bool_[2, 'S', 'S']"},
+        "4: attention: a mask of bool[2, S, S] does not broadcast to the scores, [2, 4, S, S]; reshape it",
+    ),
+    "attention mask dtype": (
+        "return hw.scaled_dot_product_attention(x, x, x, w)",
+        {"x": "hw.bf16[4, 'S', 8]", "w": "hw.i32['S', 'S']"},
+        "4: attention: a mask of i32[S, S] is neither bool nor float; compare it, as in mask != 0",
+    ),
+    "attention dropout": (
+        "return hw.scaled_dot_product_attention(x, x, x, dropout_p=1.5)",
+        {"x": "hw.bf16[4, 'S', 8]"},
+        "4: attention: dropout_p=1.5 is not a probability from 0 to below 1",
+    ),
+    "attention seed": (
+        "return hw.scaled_dot_product_attention(x, x, x, dropout_p=0.1)",
+        {"x": "hw.bf16[4, 'S', 8]"},
+        "4: attention: dropout_p=0.1 without a seed; pass seed=, an int or a u32 tensor without dims",
+    ),
+    "attention dtypes": (
+        "return hw.scaled_dot_product_attention(x, w, w)",
+        {"x": "hw.bf16[4, 'S', 8]", "w": "hw.f32[4, 'T', 8]"},
+        "4: matmul: dtypes differ: bf16[4, S, 8] and f32[4, 8, T]; use hw.cast on one of them",
+    ),
+    "rotary": (
+        "return hw.rotary_embedding(x, x, x)",
+        {"x": "hw.bf16['S', 7]"},
+        "4: rotary_embedding: bf16[S, 7] is not [..., S, E] with an even E; reshape or pad it",
+    ),
+    "rotary table": (
+        "return hw.rotary_embedding(x, w, w)",
+        {"x": "hw.bf16[4, 'S', 8]", "w": "hw.f32['S', 8]"},
+        "4: rotary_embedding: cos is f32[S, 8], and x bf16[4, S, 8]; it has an element a pair, [S, 4]",
+    ),
     "attention scale": (
         "return hw.scaled_dot_product_attention(x, x, x)",
         {"x": "hw.bf16[4, 'S', 'E']"},

@@ -14,6 +14,7 @@ import hostweave as hw
 from hostweave.fusion.ir import Fusion
 from hostweave.fusion.reference import run_reference
 from hostweave.fusion.types import DType
+from hostweave.host import ir
 from hostweave.runtime.arrays import numpy_dtype
 from hostweave.runtime.cpu import parallel, seeded
 
@@ -81,6 +82,46 @@ def attention(ranks: int, t: DType) -> Fusion:
     return attention
 
 
+def rotary(ranks: int, t: DType) -> Fusion:
+    """Both orders of pairs, on heads before and after the rows, and on a view of a product."""
+
+    @hw.fusion(
+        mesh=hw.Mesh(x=ranks),
+        x=t["B", f"{2 * ranks}@x", "S", 8],
+        z=t["B", "S", f"{2 * ranks}@x", 8],
+        w=t[8, 8],
+        cos=hw.f32["S", 4],
+        sin=hw.f32["S", 4],
+    )
+    def rotary(x, z, w, cos, sin):  # type: ignore[no-untyped-def]
+        rotate = hw.rotary_embedding
+        turned = hw.transpose(hw.matmul(z, w), (0, 2, 1, 3))
+        return rotate(x, cos, sin), rotate(z, cos[:, None], sin[:, None], interleaved=True), rotate(turned, cos, sin) + x
+
+    return rotary
+
+
+def dropped(ranks: int, t: DType) -> Fusion:
+    """Attention whose weights are dropped, with heads alone and in groups: the same numbers."""
+
+    @hw.fusion(
+        mesh=hw.Mesh(x=ranks),
+        q=t["B", f"{4 * ranks}@x", "S", 8],
+        k=t["B", f"{2 * ranks}@x", "T", 8],
+        mask=t[1, "S", "T"],
+        seed=hw.u32[()],
+    )
+    def dropped(q, k, mask, seed):  # type: ignore[no-untyped-def]
+        def attend(key, **how):  # type: ignore[no-untyped-def]
+            return hw.scaled_dot_product_attention(q, key, key, mask, 0.25, seed=seed, draw=1, **how)
+
+        repeated = hw.reshape(hw.broadcast_to(k[:, :, None], "B", 2 * ranks, 2, "T", 8), "B", 4 * ranks, "T", 8)
+        grouped = attend(k, enable_gqa=True)
+        return grouped, grouped - attend(repeated)
+
+    return dropped
+
+
 def linears(ranks: int, t: DType) -> Fusion:
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=t["M@x", "K"], w=t["N", "K"], b=t["N"])
     def linears(x, w, b):  # type: ignore[no-untyped-def]
@@ -89,7 +130,7 @@ def linears(ranks: int, t: DType) -> Fusion:
     return linears
 
 
-PROGRAMS: tuple[Callable[[int, DType], Fusion], ...] = (norms, columns, in_loops, attention, linears)
+PROGRAMS: tuple[Callable[[int, DType], Fusion], ...] = (norms, columns, in_loops, attention, rotary, dropped, linears)
 
 
 def arrays_of(fusion: Fusion) -> dict[str, Array]:
@@ -146,3 +187,20 @@ def test_a_norm_is_one_kernel() -> None:
         return hw.rms_norm(x, w)
 
     assert len(lowered(norm).kernels) == 1
+
+
+def test_a_rotary_embedding_is_one_kernel_and_copies_nothing() -> None:
+    host = lowered(rotary(1, hw.bf16))
+    assert len(host.kernels) == 3
+    assert not [i for i in ir.walk(host.body) if isinstance(i, ir.Copy)]
+
+
+def test_what_heads_attend_to_is_written_beside_that_of_other_heads() -> None:
+    """The product with the values lies in memory as the output projection reads it."""
+
+    @hw.fusion(q=hw.bf16["B", 4, "S", 8], w=hw.bf16[32, "N"])
+    def layer(q, w):  # type: ignore[no-untyped-def]
+        heads = hw.scaled_dot_product_attention(q, q, q)
+        return hw.matmul(hw.reshape(hw.transpose(heads, (0, 2, 1, 3)), "B", "S", 32), w)
+
+    assert not [i for i in ir.walk(lowered(layer).body) if isinstance(i, ir.Copy)]

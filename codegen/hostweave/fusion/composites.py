@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import sqrt
 
 from hostweave.errors import Location, ProgramError
 from hostweave.fusion import functions as hw
 from hostweave.fusion.extent import Extent
 from hostweave.fusion.functions import Axis
-from hostweave.fusion.ir import Scalar
 from hostweave.fusion.trace import Tensor, record
-from hostweave.fusion.types import f32, u32
+from hostweave.fusion.types import DType, f32, u32
 
 MAX_RANDOM_DIMS = 4  # words of a counter
 
@@ -35,14 +35,14 @@ def softmax(x: Tensor, axis: Axis = -1) -> Tensor:
     """exp(x), divided by its sum over a dim. A row of -inf alone gives NaN, as in torch."""
     wide = _wide(x)
     powers = hw.exp(wide - hw.max(wide, axis, keepdims=True))
-    return hw.cast(powers / hw.sum(powers, axis, keepdims=True), x.dtype)
+    return _cast(powers / hw.sum(powers, axis, keepdims=True), x.dtype)
 
 
 def log_softmax(x: Tensor, axis: Axis = -1) -> Tensor:
     """The logarithm of softmax(x)."""
     wide = _wide(x)
     distance = wide - hw.max(wide, axis, keepdims=True)
-    return hw.cast(distance - hw.log(hw.sum(hw.exp(distance), axis, keepdims=True)), x.dtype)
+    return _cast(distance - hw.log(hw.sum(hw.exp(distance), axis, keepdims=True)), x.dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, axis: Axis = -1, eps: float = 1e-5) -> Tensor:
@@ -61,14 +61,18 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, axis: Axis = -1, eps: floa
 
 def _scaled(normed: Tensor, weight: Tensor | None, bias: Tensor | None, x: Tensor) -> Tensor:
     if weight is not None:
-        normed = normed * hw.cast(weight, normed.dtype)
+        normed = normed * _cast(weight, normed.dtype)
     if bias is not None:
-        normed = normed + hw.cast(bias, normed.dtype)
-    return hw.cast(normed, x.dtype)
+        normed = normed + _cast(bias, normed.dtype)
+    return _cast(normed, x.dtype)
 
 
 def _wide(x: Tensor) -> Tensor:
     return hw.cast(x, f32) if x.dtype.kind == "float" and x.dtype.itemsize < f32.itemsize else x
+
+
+def _cast(x: Tensor, dtype: DType) -> Tensor:
+    return x if x.dtype == dtype else hw.cast(x, dtype)
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
@@ -79,15 +83,20 @@ def scaled_dot_product_attention(
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    *,
+    seed: Tensor | int | None = None,
+    draw: Tensor | int = 0,
 ) -> Tensor:
     """softmax(query keyT scale + mask) value, for query [..., H, S, E], key [..., H, T, E], value [..., H, T, F]: [..., H, S, F].
 
     `attn_mask`, which broadcasts to [..., H, S, T], is a bool (true takes part) or is added. `is_causal` lets row i see
     columns up to i. `scale` is 1 / sqrt(E) by default. With `enable_gqa` key and value have fewer heads, each for as many
-    neighbouring heads of the query. Raises ProgramError.
+    neighbouring heads of the query. `dropout_p` of the weights are dropped as `dropout` does it, by `seed` and `draw`, with
+    the same numbers whether heads are grouped or not. Raises ProgramError.
     """
     location = Location.of_caller()
     q, k, v = query.type.shape, key.type.shape, value.type.shape
@@ -101,6 +110,11 @@ def scaled_dot_product_attention(
         raise ProgramError(f"attention: {shapes}: the heads of the key do not divide those of the query; use multiples as ints", location)
     if attn_mask is not None and is_causal:
         raise ProgramError("attention: attn_mask and is_causal are both given; put both into the mask", location)
+    if attn_mask is not None:
+        _check_mask(attn_mask, (*q[:-1], k[-2]), location)
+    _check_probability("attention: dropout_p", dropout_p, location)
+    if dropout_p and seed is None:
+        raise ProgramError(f"attention: dropout_p={dropout_p!r} without a seed; pass seed=, an int or a u32 tensor without dims", location)
     if scale is None and not q[-1].is_int:
         raise ProgramError(f"attention: {q[-1]}, the last dim of the query, is not known at compile time; pass scale=", location)
     factor = scale if scale is not None else 1 / sqrt(int(q[-1]))
@@ -115,9 +129,21 @@ def scaled_dot_product_attention(
         scores = hw.where(rows[:, None] >= columns[None, :], scores, float("-inf"))
     if attn_mask is not None:
         mask = _by_group(attn_mask, k[-3], group) if grouped else attn_mask
-        scores = hw.where(mask, scores, float("-inf")) if mask.dtype.kind == "bool" else scores + hw.cast(mask, scores.dtype)
-    result = hw.matmul(hw.cast(softmax(scores), query.dtype), value)
+        scores = hw.where(mask, scores, float("-inf")) if mask.dtype.kind == "bool" else scores + _cast(mask, scores.dtype)
+    weights = softmax(scores)
+    if dropout_p and seed is not None:
+        weights = _dropped(weights, dropout_p, _head_indices(weights, int(group)) if grouped else _indices(weights), seed, draw)
+    result = hw.matmul(_cast(weights, query.dtype), value)
     return hw.reshape(result, *map(str, (*q[:-1], v[-1]))) if grouped else result
+
+
+def _check_mask(mask: Tensor, scores: tuple[Extent, ...], location: Location) -> None:
+    shape, tail = mask.type.shape, scores[len(scores) - mask.ndim :]
+    if mask.ndim > len(scores) or any(have not in (want, Extent()) for have, want in zip(shape, tail, strict=True)):
+        wanted = ", ".join(map(str, scores))
+        raise ProgramError(f"attention: a mask of {mask.type} does not broadcast to the scores, [{wanted}]; reshape it", location)
+    if mask.dtype.kind not in ("bool", "float"):
+        raise ProgramError(f"attention: a mask of {mask.type} is neither bool nor float; compare it, as in mask != 0", location)
 
 
 def _by_group(mask: Tensor, heads: Extent, group: Extent) -> Tensor:
@@ -129,6 +155,31 @@ def _by_group(mask: Tensor, heads: Extent, group: Extent) -> Tensor:
     return hw.reshape(mask, *map(str, (*shape[:-3], *split, *shape[-2:])))
 
 
+def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Turns pairs of elements of the last dim of x [..., S, E] by angles, given by cos and sin, which broadcast to [..., S, E/2].
+
+    Element i goes with element i + E/2, as in GPT-NeoX and Llama, or 2i with 2i + 1 where `interleaved`. Raises ProgramError.
+    """
+    location = Location.of_caller()
+    if x.ndim < 2 or (x.type.shape[-1].is_int and int(x.type.shape[-1]) % 2):
+        raise ProgramError(f"rotary_embedding: {x.type} is not [..., S, E] with an even E; reshape or pad it", location)
+    half = x.type.shape[-1] // 2
+    for name, table in (("cos", cos), ("sin", sin)):
+        shape, tail = table.type.shape, (*x.type.shape[:-1], half)[x.ndim - table.ndim :]
+        fits = 0 < table.ndim <= x.ndim and shape[-1] == half and all(a in (b, Extent()) for a, b in zip(shape, tail, strict=True))
+        if not fits:
+            raise ProgramError(f"rotary_embedding: {name} is {table.type}, and x {x.type}; it has an element a pair, [S, {half}]", location)
+    of_pair = x.ndim if interleaved else x.ndim - 1  # the new dim, of the two elements of a pair
+    split = (half, Extent(2)) if interleaved else (Extent(2), half)
+    pairs = hw.reshape(x, *map(str, (*x.type.shape[:-1], *split)))
+    before = [slice(None)] * of_pair
+    first, second = (_wide(pairs[(*before, slice(i, i + 1))]) for i in (0, 1))
+    is_first = hw.iota(pairs, of_pair) == 0
+    c, s = (hw.expand_dims(_cast(table, first.dtype), -1 if interleaved else -2) for table in (cos, sin))
+    turned = hw.where(is_first if interleaved else is_first[:, None], first * c - second * s, second * c + first * s)
+    return hw.reshape(_cast(turned, x.dtype), *map(str, x.type.shape))
+
+
 # --- random numbers ---------------------------------------------------------------------------------------------------
 
 
@@ -138,17 +189,41 @@ def uniform(x: Tensor, seed: Tensor | int, draw: Tensor | int = 0) -> Tensor:
     A number depends on its place in the global tensor, on `seed` and on `draw`, which are u32: it is the same on every
     target and under every sharding. Raises ProgramError.
     """
-    if x.ndim > MAX_RANDOM_DIMS:
-        raise ProgramError(f"uniform: {x.type} has {x.ndim} dims, and {MAX_RANDOM_DIMS} are supported; reshape it", Location.of_caller())
-    counter: list[Tensor | Scalar] = []
-    for i in range(x.ndim):
-        index = hw.iota(x, i, u32)
-        counter.append(hw.expand_dims(index, tuple(j for j in range(x.ndim) if j != i)) if x.ndim > 1 else index)
-    return record("philox", *counter, *(0 for _ in range(x.ndim, MAX_RANDOM_DIMS)), seed, draw)
+    return _drawn(x, _indices(x), seed, draw)
+
+
+def _indices(x: Tensor) -> list[Tensor]:
+    """Where each element of x is: its index in every dim, to broadcast."""
+    return [_along(x, i, hw.iota(x, i, u32)) for i in range(x.ndim)]
+
+
+def _head_indices(weights: Tensor, group: int) -> list[Tensor]:
+    """The same of [..., heads, group, S, T] as if it were [..., heads * group, S, T]."""
+    *outer, head, member, row, column = _indices(weights)
+    return [*outer, head * group + member, row, column]
+
+
+def _along(x: Tensor, dim: int, index: Tensor) -> Tensor:
+    return hw.expand_dims(index, tuple(j for j in range(x.ndim) if j != dim)) if x.ndim > 1 else index
+
+
+def _drawn(x: Tensor, counter: Sequence[Tensor], seed: Tensor | int, draw: Tensor | int) -> Tensor:
+    if len(counter) > MAX_RANDOM_DIMS:
+        why = f"{x.type} has {len(counter)} dims, and {MAX_RANDOM_DIMS} are supported"
+        raise ProgramError(f"uniform: {why}; reshape it", Location.of_caller())
+    return record("philox", *counter, *(0 for _ in range(len(counter), MAX_RANDOM_DIMS)), seed, draw)
+
+
+def _dropped(x: Tensor, p: float, counter: Sequence[Tensor], seed: Tensor | int, draw: Tensor | int) -> Tensor:
+    return hw.where(_drawn(x, counter, seed, draw) >= p, x * (1 / (1 - p)), 0.0)
 
 
 def dropout(x: Tensor, p: float, seed: Tensor | int, draw: Tensor | int = 0) -> Tensor:
     """x / (1 - p) where a number of `uniform(x, seed, draw)` is at least p, else 0. Raises ProgramError."""
+    _check_probability("dropout: p", p, Location.of_caller())
+    return _dropped(x, p, _indices(x), seed, draw)
+
+
+def _check_probability(name: str, p: float, location: Location) -> None:
     if not 0 <= p < 1:
-        raise ProgramError(f"dropout: p={p!r} is not a probability from 0 to below 1", Location.of_caller())
-    return hw.where(uniform(x, seed, draw) >= p, x * (1 / (1 - p)), 0.0)
+        raise ProgramError(f"{name}={p!r} is not a probability from 0 to below 1", location)

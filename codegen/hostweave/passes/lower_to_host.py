@@ -35,6 +35,7 @@ from hostweave.passes.uneven import uneven_sizes
 
 RING = "ring"
 CUTS = ("slice", "select")
+REVERSIBLE = ("reshape", "expand_dims", "transpose")  # views of all elements
 
 
 def lower_to_host(fusion: Fusion, options: Options) -> ir.HostProgram:
@@ -79,13 +80,14 @@ class _Lowering:
         self.deferred: dict[str, Callable[[bool], None]] = {}  # terms that a ring of sums adds when it comes to them
         self.after_loop: list[Callable[[], None]] = []
         self.placed = self.made_in_place()
+        self.homes = self.made_in_order()
 
     def program(self) -> ir.HostProgram:
         b, f = self.b, self.fusion
         inputs = tuple(ir.Parameter(b.parameter(v.name, self.local(v)), v.type) for v in f.inputs)
         self.buffers |= {v.name: v.name for v in f.inputs}
         outputs = tuple(ir.Parameter(b.parameter(name, self.local(self.values[name])), self.types[name]) for name in f.outputs)
-        in_place = {op.result.name for op in f.ops if not self.is_view(op)}
+        in_place = {op.result.name for op in f.ops if not self.is_view(op)} | {op.result.name for op in self.homes.values()}
         self.buffers |= {p.name: p.name for p in outputs if p.name in in_place}
         for loop in self.loops():
             if loop.ops[0].result.stream is None:
@@ -334,6 +336,26 @@ class _Lowering:
             if name in made and self.consumers[name] == [op] and name not in self.fusion.outputs
         }
 
+    def made_in_order(self) -> dict[str, Op]:
+        """Values that are used through one view alone, and lie in memory as that view has them: as it is returned, or as what
+        merges its dims needs it. The view is then how their own op sees the memory, and nothing is copied."""
+        views = {op.result.name: op for op in self.fusion.ops if op.kind in REVERSIBLE and op.result.stream is None}
+        made = {op.result.name for op in self.fusion.ops if op.result.stream is None and op.kind != "reshard" and not self.is_view(op)}
+
+        def can_lie_otherwise(name: str) -> bool:
+            if name in self.fusion.outputs or name in self.placed or len(self.consumers[name]) != 1:
+                return False
+            return name in made or (name in views and can_lie_otherwise(views[name].tensors[0]))
+
+        homes: dict[str, Op] = {}
+        for op in reversed(views.values()):
+            users = self.consumers[op.result.name]
+            is_merged = op.kind == "transpose" and bool(users) and all(u.kind == "reshape" and self.map(u).outer for u in users)
+            is_returned = op.result.name in self.fusion.outputs and not users
+            if (is_returned or is_merged or op.result.name in homes) and can_lie_otherwise(op.tensors[0]):
+                homes[op.tensors[0]] = op
+        return homes
+
     def assemble(self, op: Op, sources: list[str], target: str, steps: Steps | None) -> None:
         """Every operand goes to its place, unless it was made there; what a pad adds is filled."""
         for number, source in enumerate(sources):
@@ -395,6 +417,9 @@ class _Lowering:
 
     def view(self, op: Op, steps: Steps | None) -> None:
         result, stream = op.result, op.result.stream
+        if self.homes.get(op.tensors[0]) == op:
+            self.whole(op.tensors[0])
+            return
         if steps is None or stream is None:
             self.buffers[result.name] = self.whole_view(op)
             return
@@ -457,12 +482,27 @@ class _Lowering:
             op, number = self.placed[name]
             with self.b.outermost():
                 self.buffers[name] = self.place(op, number, self.whole(op.result.name), None)
+        if name in self.homes and name not in self.buffers:
+            self.buffers[name] = self.seen_through(self.homes[name])
         if name not in self.buffers:
             producer = next(op for op in self.loop_of[name].ops if op.result.name == name)
             self.buffers[name] = (
                 self.whole_view(producer) if self.is_view(producer) else self.b.allocate(name, self.local(self.values[name]))
             )
         return self.buffers[name]
+
+    def seen_through(self, op: Op) -> str:
+        """What a view is of, where the view's result has the memory."""
+        (source,), name = op.tensors, op.result.name
+        with self.b.outermost():
+            if name not in self.homes and name not in self.buffers:
+                self.buffers[name] = self.b.allocate(name, self.local(self.values[name]))
+            whole = self.whole(name)
+            if op.kind == "transpose":
+                axes = op.attribute("axes")
+                assert isinstance(axes, tuple)
+                return self.b.permute(whole, tuple(axes.index(i) for i in range(len(axes))), source)
+            return self.b.reshape(whole, self.local(self.values[source]).shape, source)
 
     def chunk(self, name: str, dim: int, steps: Steps, keeps_dim: bool) -> str:
         """What one iteration touches of a value."""
