@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from hostweave.errors import ProgramError
+from hostweave.fusion.types import DType, f32
+
 
 @dataclass(frozen=True)
 class Options:
@@ -13,11 +16,21 @@ class Options:
     `streams` is the number of CUDA streams that a stream loop walks, round robin. `check` says whether the host program is
     checked for races and deadlocks on every rank; by default it is on meshes of up to 16 ranks. `sizes` gives the usual
     sizes of dims by name, for others 4096: of several ways to reshard a tensor the one that moves the fewest bytes at these
-    sizes is taken. With `verify_calls`, ranks that are processes tell each other before every call what they call and with
-    what shapes; ranks that are threads always do.
+    sizes is taken. `partial_dtype`, `hw.f32` or nothing, is the dtype in which the terms of a sum of 16-bit floats travel
+    between ranks: without it each is rounded to the dtype of the result first. With `verify_calls`, ranks that are processes
+    tell each other before every call what they call and with what shapes; ranks that are threads always do.
+
+    Raises ProgramError for another `partial_dtype`.
     """
 
     streams: int = 4
     check: bool | None = None
     sizes: Mapping[str, int] = field(default_factory=dict, hash=False)
+    partial_dtype: DType | None = None
     verify_calls: bool = False
+
+    def __post_init__(self) -> None:
+        if self.partial_dtype not in (None, f32):
+            raise ProgramError(
+                f"Options: partial_dtype={self.partial_dtype} is neither f32 nor None, and no other dtype is wider; use hw.f32"
+            )

@@ -109,7 +109,13 @@ def _matmul(types: Types, op: Op) -> TensorType:
         batch = _broadcast(batches) if any(t.dims for t in batches) else ()
     except Mismatch:
         raise Mismatch(f"batch dims do not broadcast: {a} x {b}") from None
-    return TensorType(a.dtype, (*batch, Dim(a.shape[-2]), Dim(b.shape[-1])))
+    dtype = op.result.type.dtype if widens(a.dtype, op.result.type.dtype) else a.dtype
+    return TensorType(dtype, (*batch, Dim(a.shape[-2]), Dim(b.shape[-1])))
+
+
+def widens(operands: DType, result: DType) -> bool:
+    """Whether a matmul may give its sums unrounded: it adds products of 16-bit floats up in f32."""
+    return result == f32 and operands.name in ("f16", "bf16")
 
 
 def axes_of(op: Op, name: str = "axis") -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from hostweave.errors import ProgramError
 from hostweave.fusion.extent import Extent, block_of, part_of, product
+from hostweave.fusion.ops import widens
 from hostweave.fusion.types import BufferType
 from hostweave.host import ir
 from hostweave.host.expr import Binary, Const, Coordinate, Expr, Size, Var, divisibility, leaves
@@ -244,7 +245,7 @@ def _view(c: _Checker, i: Any, scope: _Scope) -> None:
 
 
 def _matmul(c: _Checker, i: ir.Matmul | ir.MatmulAccumulate, scope: _Scope) -> None:
-    c.same_dtype(i.a, i.b, i.dst)
+    c.same_dtype(i.a, i.b, *(() if widens(c.types[i.a].dtype, c.types[i.dst].dtype) else (i.dst,)))
     a, b, dst = (c.types[name].shape for name in (i.a, i.b, i.dst))
     if min(len(a), len(b)) < 2:
         c.fail("both operands need at least two dims")

@@ -13,10 +13,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hostweave.fusion.ir import Fusion, Op, Value
-from hostweave.fusion.ops import operand_types
+from hostweave.fusion.ops import operand_types, widens
 from hostweave.fusion.resharding import plan
 from hostweave.fusion.sharding import Flow, Layout, flow, layout, partial_of, with_layout
-from hostweave.fusion.types import DTYPES, DType, TensorType
+from hostweave.fusion.types import DTYPES, DType, Partial, Stream, TensorType
 from hostweave.host.verify import NOT_REDUCED
 from hostweave.options import Options
 from hostweave.passes.rewriting import Names, consumers
@@ -34,7 +34,8 @@ SUFFIXES = {
 def insert_reshards(fusion: Fusion, options: Options) -> Fusion:
     """After it every op's type follows from those of its operands; only a reshard changes a layout.
 
-    Partial results of a dtype that NCCL cannot reduce are computed in one that it can, between casts.
+    Partial results of a dtype that NCCL cannot reduce are computed in one that it can, between casts; so are those of 16-bit
+    floats where the options say f32, which a matmul of such gives without casts.
     """
     insertion = _Insertion(fusion, options)
     for op in fusion.ops:
@@ -65,8 +66,8 @@ class _Insertion:
         op = self.with_operands(op, passed, computed)
         partial = partial_of(op, passed.partial_axes)
         type = with_layout(op.result.type, computed, partial)
-        if partial and type.dtype.name in NOT_REDUCED:
-            op, type = self.carry(op, type)
+        if partial and (carrier := self.carrier(op, type, partial)):
+            op, type = self.carry(op, type, carrier)
         if partial is None or self.is_resolved_by_reshard(op.result):
             self.emit(replace(op, result=replace(op.result, type=type)))
             return
@@ -81,19 +82,37 @@ class _Insertion:
         if source not in self.carried:
             self.emit(op)
             return
-        carrier = self.types[source].dtype
-        whole = Value(self.names.new(f"{op.result.name}_{carrier}"), replace(op.result.type, dtype=carrier))
+        carrier, result, stream = self.types[source].dtype, op.result, op.result.stream
+        whole = Value(self.names.new(f"{result.name}_{carrier}"), replace(result.type, dtype=carrier), stream)
         self.emit(replace(op, result=whole))
-        self.emit(Op("cast", (whole.name,), op.result, location=op.location))
+        if stream:  # the loop casts what it reduces, unless it walks over the shards of which each is whole after the last step alone
+            stream = None if result.type.dims[stream.dim].axes else Stream(stream.dim, stream.chunks)
+        self.emit(Op("cast", (whole.name,), replace(result, stream=stream), location=op.location))
 
-    def carry(self, op: Op, type: TensorType) -> tuple[Op, TensorType]:
-        """The op on operands that are cast to a dtype which NCCL reduces, and its result's type."""
-        carrier = DTYPES[NOT_REDUCED[type.dtype.name]]
-        operands = tuple(self.cast(operand, carrier, op) if isinstance(operand, str) else operand for operand in op.operands)
+    def carrier(self, op: Op, type: TensorType, partial: Partial) -> DType | None:
+        """The dtype in which ranks hold their terms where it is not the result's."""
+        if type.dtype.name in NOT_REDUCED:
+            return DTYPES[NOT_REDUCED[type.dtype.name]]
+        wanted = self.options.partial_dtype
+        rounds = partial.op in ("sum", "avg", "prod") and type.dtype.name in ("f16", "bf16")
+        return wanted if wanted and rounds else None
+
+    def carry(self, op: Op, type: TensorType, carrier: DType) -> tuple[Op, TensorType]:
+        """The op with a result of another dtype, on operands that are cast to it where the op asks for that."""
+        if not (op.kind == "matmul" and widens(type.dtype, carrier)):
+            operands = tuple(self.cast(operand, carrier, op) if isinstance(operand, str) else operand for operand in op.operands)
+            op = replace(op, operands=operands)
         self.carried[op.result.name] = type.dtype
-        return replace(op, operands=operands), replace(type, dtype=carrier)
+        return op, replace(type, dtype=carrier)
 
     def cast(self, name: str, dtype: DType, op: Op) -> str:
+        """The value in another dtype: as it was made where that is a matmul's sum that only `op` uses."""
+        made = next((made for made in self.ops if made.result.name == name), None)
+        if made and made.kind == "matmul" and widens(made.result.type.dtype, dtype) and len(self.consumers[name]) == 1:
+            wide = replace(made.result, type=replace(made.result.type, dtype=dtype))
+            self.ops[self.ops.index(made)] = replace(made, result=wide)
+            self.types[name] = wide.type
+            return name
         value = Value(self.names.new(f"{name}_{dtype}"), replace(self.types[name], dtype=dtype))
         self.emit(Op("cast", (name,), value, location=op.location))
         return value.name

@@ -1,0 +1,103 @@
+"""Options(partial_dtype=hw.f32): terms of 16-bit floats travel between ranks in f32, and are rounded once, at the end."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from whole_programs import fusion_of, random_arrays, sizes_of
+
+import hostweave as hw
+from hostweave.errors import ProgramError
+from hostweave.fusion.reference import run_reference, tolerance
+from hostweave.fusion.types import DType
+from hostweave.options import Options
+from hostweave.pipeline import lower
+
+RANKS, CHUNKS = 8, 3
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("matmul_ar_flat", hw.f16),
+        *((name, hw.bf16) for name in ("matmul_ar_flat", "matmul_rs_flat", "matmul_rs_ring", "matmul_rs_through_bcast")),
+    ],
+    ids=str,
+)
+def test_sums_are_closer(name: str, dtype: DType) -> None:
+    fusion = fusion_of(name, RANKS, CHUNKS, dtype)
+    # K = 1: what a rank adds is exact in f32, and one rounding, to nearest, is all that may part the result from the exact sum.
+    exact = tolerance(dtype).rtol / 4
+    sizes = {**sizes_of(fusion), "K": 1 if name == "matmul_rs_through_bcast" else RANKS}
+    worst: dict[bool, float] = {}
+    for wide in (False, True):
+        program = hw.compile(fusion, options=Options(partial_dtype=hw.f32 if wide else None))
+        errors = []
+        for seed in range(3):
+            arrays = random_arrays(fusion, sizes, seed)
+            (want,) = run_reference(fusion, arrays)
+            got = program.run(**arrays).astype(np.float64)
+            errors.append(np.max(np.abs(got - want) / np.maximum(np.abs(want), 0.25)))
+            if wide:
+                np.testing.assert_allclose(got, want, rtol=1.01 * exact, atol=1e-6)
+        worst[wide] = max(errors)
+        program.close()
+    assert worst[True] < worst[False]
+
+
+AR = """\
+kernel @cast_y(%y_f32: f32[M, N]) {
+  %y: bf16[M, N] = cast(%y_f32)
+}
+host @product(%x: bf16[M, K@x], %w: bf16[K@x, N]) -> (%y: bf16[M, N]) mesh(x=2) uneven(K) {
+  %y_partial = allocate f32[M, N]
+  matmul %x, %w -> %y_partial
+  %y_f32 = allocate f32[M, N]
+  all_reduce sum %y_partial -> %y_f32 on x
+  launch @cast_y %y_f32 -> %y
+}
+"""
+
+
+def test_a_matmul_gives_its_sum_unrounded() -> None:
+    @hw.fusion(mesh=hw.Mesh(x=2), x=hw.bf16["M", "K@x"], w=hw.bf16["K@x", "N"])
+    def product(x, w):
+        return hw.matmul(x, w)
+
+    assert str(lower(product, Options(partial_dtype=hw.f32))) == AR
+    f32 = "f32".join(str(product).split("bf16"))
+    program = hw.Fusion.parse(f32)
+    assert lower(program, Options(partial_dtype=hw.f32)) == lower(program, Options())
+
+
+def test_other_reductions_cast_what_they_take() -> None:
+    @hw.fusion(mesh=hw.Mesh(x=2), x=hw.bf16["M@x", "N"])
+    def reductions(x):
+        return hw.sum(x, axis=0), hw.prod(x, axis=0), hw.max(x, axis=0)
+
+    stages: dict[str, str] = {}
+    lower(reductions, Options(partial_dtype=hw.f32), lambda name, stage: stages.setdefault(name, str(stage)))
+    body = stages["insert_reshards"].partition("{\n")[2]
+    assert (
+        body
+        == """\
+  %x_f32: f32[M@x, N] = cast(%x)
+  %y0_partial: f32[N] partial(sum, x) = sum(%x_f32, axis=(0,))
+  %y0_f32: f32[N] = reshard(%y0_partial)
+  %y0: bf16[N] = cast(%y0_f32)
+  %x_f32_2: f32[M@x, N] = cast(%x)
+  %y1_partial: f32[N] partial(prod, x) = prod(%x_f32_2, axis=(0,))
+  %y1_f32: f32[N] = reshard(%y1_partial)
+  %y1: bf16[N] = cast(%y1_f32)
+  %y2_partial: bf16[N] partial(max, x) = max(%x, axis=(0,))
+  %y2: bf16[N] = reshard(%y2_partial)
+  return %y0, %y1, %y2
+}
+"""
+    )
+
+
+def test_another_dtype() -> None:
+    with pytest.raises(ProgramError) as caught:
+        Options(partial_dtype=hw.bf16)
+    assert str(caught.value) == "Options: partial_dtype=bf16 is neither f32 nor None, and no other dtype is wider; use hw.f32"
