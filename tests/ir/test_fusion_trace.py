@@ -300,6 +300,11 @@ ERRORS = {
         {},
         "4: stream: dim 1 of bf16[4, M/4, K] is split or merged by a reshape, so no loop can walk it; stream a tensor before it",
     ),
+    "reduced stream": (
+        "return hw.max(x, axis=1, keepdims=True).stream(1)",
+        {},
+        "4: stream: dim 1 of bf16[M, 1] is reduced by a max, so no loop can walk it; stream a tensor before it",
+    ),
     "name": ('return (-x).named("2h")', {}, "4: named: '2h' is not a name; use letters, digits and _"),
     "name of an input": ('return x.named("h")', {}, "4: named: %x is an input; rename the parameter instead"),
     "name twice": ('h = (-x).named("h")\nreturn (-h).named("h")', {}, "5: named: %h is taken by another value; choose another name"),

@@ -11,7 +11,7 @@ from typing import Any
 from hostweave.errors import Location, ProgramError
 from hostweave.fusion.indexing import indexed
 from hostweave.fusion.ir import Attribute, Fusion, Op, Scalar, Value
-from hostweave.fusion.ops import attributes, index_map, infer_type, operand_types
+from hostweave.fusion.ops import OPS, attributes, index_map, infer_type, operand_types
 from hostweave.fusion.text import BY, STEPS
 from hostweave.fusion.types import DType, Mesh, Stream, TensorType
 from hostweave.fusion.verify import verify_fusion
@@ -31,6 +31,7 @@ RESULT_NAMES = {
 }
 # What these ops do to a dim of which they need all, however a loop walks it.
 WHOLE_DIMS = {"reshape": "split or merged", "slice": "cut", "concat": "joined", "pad": "made longer"}
+WHOLE_DIMS |= {kind: "reduced" for kind, definition in OPS.items() if definition.combine}
 
 
 def fusion(*, mesh: Mesh | None = None, **inputs: TensorType) -> Callable[[Callable[..., Any]], Fusion]:

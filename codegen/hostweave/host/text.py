@@ -69,7 +69,7 @@ def print_instruction(instruction: ir.Instruction, indent: str = "") -> list[str
         elif name:
             value = getattr(instruction, name)
             is_buffers = isinstance(value, tuple) and name in ir.roles(type(instruction))
-            text = text + _field_text(value, is_buffers) if value != () else text.rstrip()
+            text = text + _field_text(value, is_buffers) if value != () or not is_buffers else text.rstrip()
     return text.split("\n")
 
 

@@ -90,8 +90,9 @@ class _Lowering:
         in_place = {op.result.name for op in f.ops if not self.is_view(op)} | {op.result.name for op in self.homes.values()}
         self.buffers |= {p.name: p.name for p in outputs if p.name in in_place}
         for loop in self.loops():
-            if loop.ops[0].result.stream is None:
-                self.op(loop.ops[0], None)
+            if loop.ops[0].result.stream is None or all(map(self.is_view, loop.ops)):  # nothing to call in a loop
+                for op in loop.ops:
+                    self.op(op, None)
             else:
                 self.loop(loop)
         b.location = None
@@ -284,15 +285,19 @@ class _Lowering:
 
     def kernel(self, op: Op, sources: list[str], target: str, steps: Steps | None) -> str:
         """The name of the kernel that computes `op` on these buffers; one for all ops that differ in names alone."""
-        names = {operand: operand for operand in op.tensors}
-        inputs = tuple(ir.Parameter(name, self.tensor(buffer)) for name, buffer in zip(names, dict.fromkeys(sources), strict=False))
+        names: dict[str, str] = {}  # of buffers: two operands may be one, a view of all of it
+        for operand, buffer in zip(op.tensors, sources, strict=True):
+            names.setdefault(buffer, operand)
+        called = {operand: names[buffer] for operand, buffer in zip(op.tensors, sources, strict=True)}
+        operands = tuple(called[operand] if isinstance(operand, str) else operand for operand in op.operands)
+        inputs = tuple(ir.Parameter(name, self.tensor(buffer)) for buffer, name in names.items())
         attributes = tuple((key, self.shifted(op, value, steps) if key == "axis" else value) for key, value in op.attributes)
-        body = replace(op, result=Value(op.result.name, self.tensor(target)), attributes=attributes)
-        positions = {name: i for i, name in enumerate(names)}
+        body = replace(op, operands=operands, result=Value(op.result.name, self.tensor(target)), attributes=attributes)
+        positions = {name: i for i, name in enumerate(names.values())}
         same = (
             op.kind,
             attributes,
-            tuple(positions.get(operand, operand) if isinstance(operand, str) else operand for operand in op.operands),
+            tuple(positions[operand] if isinstance(operand, str) else operand for operand in operands),
             tuple(p.type for p in inputs),
             body.result.type,
         )
