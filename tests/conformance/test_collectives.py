@@ -22,7 +22,7 @@ from hostweave.runtime.arrays import numpy_dtype
 
 Array = NDArray[Any]
 RANKS = (1, 2, 3, 4, 8)
-N = 3  # elements of a block
+N = (3, 1, 0)  # elements of a block, by seed
 
 # name -> (elements that a rank passes in, in blocks; elements that it gets; the instruction)
 MOVES = {
@@ -94,13 +94,13 @@ def arrays(ranks: int, seed: int) -> dict[str, Array]:
     for dtype in DTYPES.values():
         low = 0 if dtype.kind in ("uint", "bool") else -2
         for name, blocks in (("one", ranks), ("wide", ranks * ranks)):
-            result[f"{name}_{dtype}"] = random.integers(low, 3, (blocks, N)).astype(numpy_dtype(dtype))
+            result[f"{name}_{dtype}"] = random.integers(low, 3, (blocks, N[seed])).astype(numpy_dtype(dtype))
     return result
 
 
 def expected(kind: str, op: str, mine: list[Array], rank: int) -> Array:
     """What `rank` gets of what the ranks pass in."""
-    ranks, root, zeros = len(mine), root_of(len(mine)), np.zeros((1, N), mine[0].dtype)
+    ranks, root, zeros = len(mine), root_of(len(mine)), np.zeros((1, mine[0].shape[1]), mine[0].dtype)
     if op:
         total = np.asarray(REDUCE[op].reduce([array.astype(np.float64) for array in mine]))
         total = total / ranks if op == "avg" else total

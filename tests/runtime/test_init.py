@@ -447,15 +447,21 @@ def test_a_rank_that_raises_or_ends() -> None:
     assert time.monotonic() - started < 20
 
 
-def test_a_rank_that_fails_in_the_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others are in the middle of their calls too. A new group works after it, and so does .run."""
+FORK = "  HW_CHECK(ring_.fork(caller));\n"
+GUARD = "      const hw::CloseGroupOnError guard;\n"
+RECV = "team_x_.comm(), stream));\n"
+
+
+@pytest.mark.parametrize("place", [FORK, GUARD, RECV], ids=["before a loop", "inside a group", "inside a group with a recv in it"])
+def test_a_rank_that_fails_in_the_middle(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are in the middle of their calls too. A new group works after it, on the same threads, and so does .run."""
     monkeypatch.setenv("HOSTWEAVE_EDIT", str(tmp_path))
     _ = hw.compile(ag_matmul).folder
     file = tmp_path / "ag_matmul" / "program.cpp"
-    head, fork, tail = file.read_text().partition("  HW_CHECK(ring_.fork(caller));\n")
-    assert fork
-    bomb = '  if (rank_.index() == 2 && w[0] == 99) throw hw::ExecutionError("no luck");\n'
-    file.write_text('#include "hostweave/errors.h"\n' + head + fork + bomb + tail)
+    head, found, tail = file.read_text().partition(place)
+    assert found
+    bomb = 'if (rank_.index() == 2 && w[0] == 99) throw hw::ExecutionError("no luck");\n'
+    file.write_text('#include "hostweave/errors.h"\n' + head + found + bomb + tail)
     program = hw.compile(ag_matmul)
     program.build()
     monkeypatch.delenv("HOSTWEAVE_EDIT")
@@ -470,6 +476,7 @@ def test_a_rank_that_fails_in_the_middle(tmp_path: Path, monkeypatch: pytest.Mon
             program(x_of(rank), trap)
         again = hw.init(provider)
         np.testing.assert_array_equal(program(x_of(rank), W, group=again), X @ W)
+        np.testing.assert_array_equal(AG_MATMUL(x_of(rank), W, group=again), X @ W)
         return str(caught.value)
 
     errors = provider.run(rank)
