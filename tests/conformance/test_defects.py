@@ -46,8 +46,7 @@ Array = NDArray[Any]
 N = 5
 four = pytest.mark.parametrize("ranks", [4])
 SIGNED = (hw.i8, hw.i32, hw.i64, hw.f16, hw.bf16, hw.f32, hw.f64)
-UNfour = pytest.mark.parametrize("ranks", [4])
-SIGNED = (hw.u8, hw.u32)
+UNSIGNED = (hw.u8, hw.u32)
 
 # name -> what makes %{name}, [4@dp,tp, N], of %x; rank (dp, tp) is number 2 dp + tp
 RANKS = {
