@@ -483,6 +483,18 @@ def index_map(op: Op, operands: Types) -> IndexMap:
     return OPS[op.kind].map(operands, op)
 
 
+# What these ops do to a dim of which they need all, however a loop walks it.
+_WHOLE_DIMS = {"reshape": "split or merged", "slice": "cut", "concat": "joined", "pad": "made longer"}
+_WHOLE_DIMS |= {kind: "reduced" for kind, definition in OPS.items() if definition.combine}
+
+
+def needs_whole(op: Op, operands: Types, dim: int) -> str:
+    """What an op does to a dim of its result that no loop can walk therefore; "" where one can."""
+    indices = index_map(op, operands)
+    is_walked = indices.result[dim] is not None and indices.result[dim] not in indices.outer
+    return "" if is_walked else _WHOLE_DIMS.get(op.kind, "")
+
+
 def attributes(**values: Attribute) -> tuple[tuple[str, Attribute], ...]:
     """The attributes of an op, without those that say nothing."""
     return tuple((name, value) for name, value in values.items() if value is not None and value is not False)

@@ -11,7 +11,7 @@ from typing import Any
 from hostweave.errors import Location, ProgramError
 from hostweave.fusion.indexing import indexed
 from hostweave.fusion.ir import Attribute, Fusion, Op, Scalar, Value
-from hostweave.fusion.ops import OPS, attributes, index_map, infer_type, operand_types
+from hostweave.fusion.ops import attributes, infer_type, needs_whole, operand_types
 from hostweave.fusion.text import BY, STEPS
 from hostweave.fusion.types import DType, Mesh, Stream, TensorType
 from hostweave.fusion.verify import verify_fusion
@@ -29,9 +29,6 @@ RESULT_NAMES = {
     "pad": "padded",
     "reshard": "resharded",
 }
-# What these ops do to a dim of which they need all, however a loop walks it.
-WHOLE_DIMS = {"reshape": "split or merged", "slice": "cut", "concat": "joined", "pad": "made longer"}
-WHOLE_DIMS |= {kind: "reduced" for kind, definition in OPS.items() if definition.combine}
 
 
 def fusion(*, mesh: Mesh | None = None, **inputs: TensorType) -> Callable[[Callable[..., Any]], Fusion]:
@@ -111,9 +108,7 @@ class Tensor:
             raise ProgramError(f"stream: chunks={chunks!r} must be an int of at least 1", location)
         if chunks is not None and extent.is_int and int(extent) % chunks:
             raise ProgramError(f"stream: {chunks} chunks do not divide dim {dim} of {self.type}; use a divisor of {extent}", location)
-        indices = index_map(replace(self._op, result=self._value), operand_types(self._op, self._trace.types()))
-        if indices.result[dim] in indices.outer or (self._op.kind in WHOLE_DIMS and indices.result[dim] is None):
-            how = WHOLE_DIMS[self._op.kind]
+        if how := needs_whole(replace(self._op, result=self._value), operand_types(self._op, self._trace.types()), dim):
             raise ProgramError(
                 f"stream: dim {dim} of {self.type} is {how} by a {self._op.kind}, so no loop can walk it; stream a tensor before it",
                 location,

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from hostweave.errors import ProgramError
 from hostweave.fusion.ir import Fusion, Op
-from hostweave.fusion.ops import OPS, index_map, operand_types
+from hostweave.fusion.ops import OPS, index_map, needs_whole, operand_types
 from hostweave.fusion.resharding import Change, change_of
 from hostweave.fusion.types import Stream
 from hostweave.options import Options
@@ -129,6 +129,8 @@ class _Choice:
             op = self.made_by.get(name) if isinstance(name, str) else None
             dim = indices.operand_dim(i, member.dim)
             if op is None or dim is None or op.result.stream or len(self.uses[op.result.name]) > 1:
+                continue
+            if needs_whole(op, operand_types(op, self.types), dim):
                 continue
             producer = self.member(op, dim)
             if producer.change and self.moves_streamed_dim(producer, producer.change):
