@@ -367,3 +367,10 @@ def test_speed() -> None:
         check(host)
         seconds.append(time.process_time() - start)
     assert min(seconds) < 0.1
+
+
+def test_extents_that_are_whole_at_no_size() -> None:
+    halves = "%a = slice %x[0: 0 of 2]\n%s = section %x[0: (M - 1) from 1]\n%b = slice %s[0: 0 of 2]\ncopy %x -> %y"
+    with pytest.raises(ProgramError) as caught:
+        check(HostProgram.parse(f"host @t(%x: f32[M]) -> (%y: f32[M]) mesh() {{\n{halves}\n}}"))
+    assert str(caught.value) == "@t: no sizes make all its extents whole: cut the dims into other slices or chunks"

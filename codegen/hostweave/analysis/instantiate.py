@@ -148,14 +148,22 @@ def instantiate(program: ir.HostProgram, sizes: Sizes) -> Instances:
 def minimal_sizes(program: ir.HostProgram) -> dict[str, int]:
     """Small sizes at which every extent of `program` is whole: {'M': 12, 'K': 2, 'N': 2}.
 
-    A size that counts the steps of a loop is large enough for the streams to be walked twice.
+    A size that counts the steps of a loop is large enough for the streams to be walked twice. Dims are shared evenly, also
+    where that need not be, if the rest allows it.
     """
+    found = _sizes(program, evenly=True) or _sizes(program, evenly=False)
+    if found is None:
+        raise failure(program, "no sizes make all its extents whole: cut the dims into other slices or chunks")
+    return found
+
+
+def _sizes(program: ir.HostProgram, evenly: bool) -> dict[str, int] | None:
     loops = [i for i in ir.walk(program.body) if isinstance(i, ir.For)]
     walked = {name for loop in loops for name in loop.count.names}
     twice = 2 * max((pool.count for pool in program.streams), default=1) + 1
     sizes = dict.fromkeys(program.symbols(), 1)
     needed = set(_extents(program))
-    for parameter in (*program.inputs, *program.outputs):  # evenly shared, also where that need not be
+    for parameter in (*program.inputs, *program.outputs) if evenly else ():
         needed.update(dim.extent // program.mesh.size_of(dim.axes) for dim in parameter.type.dims)
     for kernel in program.kernels:
         needed.update(extent for op in kernel.ops for extent in op.result.type.shape)
@@ -173,8 +181,8 @@ def minimal_sizes(program: ir.HostProgram) -> dict[str, int]:
 MOST_STEPS = 4096
 
 
-def _with_room(program: ir.HostProgram, sizes: dict[str, tuple[int, int]]) -> dict[str, int]:
-    """The first sizes that slices and sums of sizes allow, from the least on by steps: `sizes` are (step, least). Else the least."""
+def _with_room(program: ir.HostProgram, sizes: dict[str, tuple[int, int]]) -> dict[str, int] | None:
+    """The first sizes that slices and sums of sizes allow, from the least on by steps: `sizes` are (step, least)."""
     room, summed = not_negative(program), [extent for extent in _extents(program) if any(map(is_sum, extent.names))]
 
     def taken(steps: int) -> dict[str, int]:
@@ -189,7 +197,8 @@ def _with_room(program: ir.HostProgram, sizes: dict[str, tuple[int, int]]) -> di
         except KeyError:  # a part of a size
             return True
 
-    return taken(next(filter(fits, range(MOST_STEPS)), 0) if room or summed else 0)
+    steps = next(filter(fits, range(MOST_STEPS)), None) if room or summed else 0
+    return None if steps is None else taken(steps)
 
 
 def sizes_to_check(program: ir.HostProgram) -> Iterator[dict[str, int]]:
@@ -199,8 +208,8 @@ def sizes_to_check(program: ir.HostProgram) -> Iterator[dict[str, int]]:
     if program.uneven:
         steps = dict.fromkeys(program.uneven, 1)
         for extent in _extents(program, ir.walk_at_any_size):
-            if len(extent.names) == 1 and extent.names[0] in steps:
-                steps[extent.names[0]] = lcm(steps[extent.names[0]], extent.divisor)
+            if len(extent.symbols) == 1 and extent.symbols[0] in steps:
+                steps[extent.symbols[0]] = lcm(steps[extent.symbols[0]], extent.divisor)
         yield {**least, **{name: least[name] + step for name, step in steps.items()}}
 
 

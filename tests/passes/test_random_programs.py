@@ -1,0 +1,147 @@
+"""Fusions that nobody thought of: each lowers, prints and parses, passes the static check, and means what NumPy says; or it is refused.
+
+`pytest -m slow` tries many more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import hostweave as hw
+from hostweave.analysis.check import check
+from hostweave.errors import ArgumentError, ProgramError
+from hostweave.fusion.ir import Fusion
+from hostweave.fusion.reference import run_reference
+from hostweave.host.interpret import interpret
+from hostweave.host.ir import HostProgram
+from hostweave.options import Options
+from hostweave.pipeline import lower
+from hostweave.runtime.shards import block_of
+
+Array = NDArray[Any]
+MESHES = ({"x": 1}, {"x": 2}, {"x": 3}, {"x": 4}, {"dp": 2, "tp": 2}, {"a": 2, "b": 3})
+SLICES = (0, -1, slice(0, 1), slice(1, None), slice(None, -1))
+
+
+class Generator:
+    """A mesh, sizes, and a function of random ops."""
+
+    def __init__(self, seed: int):
+        self.random = Random(seed)
+        self.mesh = hw.Mesh(**self.random.choice(MESHES))
+        even = [self.mesh.size * times for times in (1, 2, 3)]
+        choices = even if self.random.random() < 0.6 else [1, 2, 5, 7, 12]
+        self.sizes = {name: self.random.choice(choices) for name in "MNK"}
+
+    def sharded(self, shape: list[Any]) -> tuple[Any, ...]:
+        """These dims, some of them split."""
+        axes = [name for name, _ in self.mesh.axes]
+        self.random.shuffle(axes)
+        dims = []
+        for extent in shape:
+            own = [axes.pop() for _ in tuple(axes) if self.random.random() < 0.3]
+            dims.append(f"{extent}@{','.join(own)}" if own else extent)
+        return tuple(dims)
+
+    def fusion(self) -> Fusion:
+        extents = [(name, self.sizes[name])[self.random.random() < 0.3] for name in "MNK" * 3]
+        inputs = {
+            f"x{i}": hw.f64[self.sharded(self.random.sample(extents, self.random.randint(1, 3)))] for i in range(self.random.randint(1, 3))
+        }
+
+        def random(**tensors: hw.Tensor) -> tuple[hw.Tensor, ...]:
+            values = list(tensors.values())
+            for _ in range(self.random.randint(1, 6)):
+                with contextlib.suppress(ProgramError):  # of operands that do not fit
+                    values.append(self.random.choice(OPS)(self, values, self.random.choice(values)))
+            made = values[len(tensors) :] or [values[0] + 1]
+            return tuple(self.random.sample(made, min(len(made), 2)))
+
+        parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in inputs]
+        random.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return hw.fusion(mesh=self.mesh, **inputs)(random)
+
+    def arrays(self, fusion: Fusion, seed: int) -> dict[str, Array]:
+        """Small integers: sums and products of them are exact."""
+        random = np.random.default_rng(seed)
+        return {v.name: random.integers(-2, 3, [e.bind(self.sizes) for e in v.type.shape]).astype(np.float64) for v in fusion.inputs}
+
+
+def _reduced(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
+    axes = tuple(g.random.sample(range(t.ndim), g.random.randint(0, t.ndim)))
+    return g.random.choice([hw.sum, hw.max, hw.mean])(t, axis=axes, keepdims=g.random.random() < 0.5)
+
+
+def _turned(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
+    return hw.transpose(t, tuple(g.random.sample(range(t.ndim), t.ndim)))
+
+
+def _cut(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
+    key: list[Any] = [slice(None)] * t.ndim
+    if key:
+        key[g.random.randrange(t.ndim)] = g.random.choice(SLICES)
+    return t[tuple(key)]
+
+
+def _streamed(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
+    return (-t).stream(g.random.randrange(t.ndim or 1), chunks=g.random.choice([None, 2, g.mesh.size, 2 * g.mesh.size]))
+
+
+def _stream_of(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
+    return t.stream(g.random.randrange(t.ndim or 1), chunks=g.random.choice([None, 2, g.mesh.size, 2 * g.mesh.size])) * 2
+
+
+OPS: tuple[Callable[[Generator, list[hw.Tensor], hw.Tensor], hw.Tensor], ...] = (
+    lambda g, values, t: t + g.random.choice(values),
+    lambda g, values, t: t * g.random.choice(values),
+    lambda g, values, t: t @ g.random.choice(values),
+    lambda g, values, t: hw.where(t > 0, t, 0 - t),
+    lambda g, values, t: hw.expand_dims(t, g.random.randint(0, t.ndim)),
+    lambda g, values, t: hw.reshard(t, *g.sharded(list(t.shape))),
+    lambda g, values, t: hw.reshard(t, *g.sharded(list(t.shape))),
+    _reduced,
+    _turned,
+    _cut,
+    _streamed,
+    _stream_of,
+)
+
+
+def is_right(seed: int) -> bool:
+    """Whether the program of this seed runs at its sizes. Fails where it does so wrongly."""
+    generator = Generator(seed)
+    fusion = generator.fusion()
+    assert Fusion.parse(str(fusion)) == fusion
+    try:
+        host = lower(fusion, Options())
+    except ProgramError:
+        return False  # a loop that cannot be
+    assert HostProgram.parse(str(host)) == host
+    check(host)
+    arrays = generator.arrays(fusion, seed)
+    try:
+        ranks = interpret(host, arrays)
+    except (ArgumentError, ProgramError):
+        return False  # sizes that do not divide
+    with np.errstate(all="ignore"):
+        wanted = run_reference(fusion, arrays)
+    for parameter, want in zip(host.outputs, wanted, strict=True):
+        for rank, results in enumerate(ranks):
+            block = want[block_of(parameter.type, host.mesh, rank, want.shape)]
+            np.testing.assert_allclose(results[parameter.name], block, rtol=1e-12, atol=1e-12, err_msg=f"seed {seed}, rank {rank}\n{host}")
+    return True
+
+
+# How many seeds are tried; at least this part of them must run.
+@pytest.mark.parametrize("seeds", [range(400), pytest.param(range(400, 20000), marks=pytest.mark.slow)], ids=["some", "many"])
+@pytest.mark.filterwarnings("ignore:Mean of empty slice", "ignore:invalid value encountered")
+def test_random_programs(seeds: range) -> None:
+    assert sum(map(is_right, seeds)) > 0.8 * len(seeds)
