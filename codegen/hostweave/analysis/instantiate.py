@@ -151,13 +151,13 @@ def minimal_sizes(program: ir.HostProgram) -> dict[str, int]:
     A size that counts the steps of a loop is large enough for the streams to be walked twice. Dims are shared evenly, also
     where that need not be, if the rest allows it.
     """
-    found = _sizes(program, evenly=True) or _sizes(program, evenly=False)
-    if found is None:
-        raise failure(program, "no sizes make all its extents whole: cut the dims into other slices or chunks")
-    return found
+    steps = _steps(program, evenly=True)
+    least = {name: size for name, (_, size) in steps.items()}  # where nothing will do, what is wrong shows at these
+    return _with_room(program, steps) or _with_room(program, _steps(program, evenly=False)) or least
 
 
-def _sizes(program: ir.HostProgram, evenly: bool) -> dict[str, int] | None:
+def _steps(program: ir.HostProgram, evenly: bool) -> dict[str, tuple[int, int]]:
+    """For every size: what it is a multiple of, and the least that it may be."""
     loops = [i for i in ir.walk(program.body) if isinstance(i, ir.For)]
     walked = {name for loop in loops for name in loop.count.names}
     twice = 2 * max((pool.count for pool in program.streams), default=1) + 1
@@ -175,14 +175,14 @@ def _sizes(program: ir.HostProgram, evenly: bool) -> dict[str, int] | None:
             # A multiple of the divisor always serves, and for a name that stands alone nothing less does.
             sizes[extent.names[0]] = lcm(sizes[extent.names[0]], extent.divisor // gcd(extent.divisor, extent.coefficient))
     least = {name: twice if name in walked else 2 for name in sizes}
-    return _with_room(program, {name: (size, size * -(-least[name] // size)) for name, size in sizes.items()})
+    return {name: (size, size * -(-least[name] // size)) for name, size in sizes.items()}
 
 
 MOST_STEPS = 4096
 
 
 def _with_room(program: ir.HostProgram, sizes: dict[str, tuple[int, int]]) -> dict[str, int] | None:
-    """The first sizes that slices and sums of sizes allow, from the least on by steps: `sizes` are (step, least)."""
+    """The first sizes that slices and sums of sizes allow, from the least on by steps; None where none of them do."""
     room, summed = not_negative(program), [extent for extent in _extents(program) if any(map(is_sum, extent.names))]
 
     def taken(steps: int) -> dict[str, int]:
