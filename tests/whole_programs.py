@@ -16,7 +16,7 @@ from hostweave.analysis.instantiate import minimal_sizes
 from hostweave.fusion.extent import Extent
 from hostweave.fusion.ir import Fusion
 from hostweave.fusion.reference import Tolerance, run_reference, tolerance_of
-from hostweave.fusion.types import Dim, DType, TensorType
+from hostweave.fusion.types import Dim, DType, TensorType, bf16
 from hostweave.host.ir import HostProgram
 from hostweave.options import Options
 from hostweave.pipeline import lower
@@ -34,6 +34,12 @@ def fusion_of(name: str, ranks: int, chunks: int, dtype: DType) -> Fusion:
     """A program of the examples or of `more_programs.py`."""
     found = all_fusions(ranks, chunks, dtype)
     return found[name] if name in found else more_fusions(ranks, dtype)[name]
+
+
+def programs_of(ranks: int) -> dict[str, Fusion]:
+    """The programs in bf16 that are for this many ranks."""
+    found = {name: fusion_of(name, ranks, 3, bf16) for name in SEVERAL}
+    return {name: fusion for name, fusion in found.items() if fusion.mesh.size == ranks}
 
 
 @cache

@@ -1,0 +1,144 @@
+"""One rank as a process: what the tests of processes start, N times, by torchrun, mpirun or themselves.
+
+    python rank_process.py all PROVIDER [TARGET]        every program for as many ranks, against the reference; says so at the end
+    python rank_process.py PROGRAM PROVIDER [TARGET]    calls it until the group fails, says why, and begins anew in another world
+
+PROVIDER is environment, mpi, torch (under torchrun), or store (a torch.distributed store alone).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+from whole_programs import Arrays, integer_arrays, lowered, programs_of, sizes_of
+
+import hostweave as hw
+from hostweave.errors import ExecutionError
+from hostweave.fusion.ir import Fusion
+from hostweave.fusion.reference import run_reference
+from hostweave.runtime.launcher import read_launch
+from hostweave.runtime.shards import block_of
+
+TORCH_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+
+
+def provider_of(name: str) -> hw.Provider:
+    if name == "mpi":
+        return hw.MPI()
+    if name == "torch":
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        return hw.TorchStore()
+    if name == "store":
+        rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        return hw.TorchStore(torch.distributed.TCPStore(*address, count, rank == 0, timedelta(seconds=60)), rank, count)
+    return hw.Environment()
+
+
+class Rank:
+    """This process's rank of a group, and the device that it computes on."""
+
+    def __init__(self, provider: hw.Provider, target: str, local_rank: int):
+        self.target = target
+        self.device = torch.device("cuda", local_rank) if target == "cuda" else torch.device("cpu")
+        if target == "cuda":
+            torch.cuda.set_device(self.device)
+        self.group = hw.init(provider, timeout=120, call_timeout=60, device=local_rank)
+
+    def tensor(self, array: np.ndarray, dtype: str) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array.astype(np.float32))).to(self.device, TORCH_DTYPES[dtype])
+
+    def local(self, fusion: Fusion, arrays: Arrays) -> list[torch.Tensor]:
+        """This rank's blocks of the inputs."""
+        rank = self.group.rank
+        blocks = ((v.type.dtype.name, arrays[v.name][block_of(v.type, fusion.mesh, rank, arrays[v.name].shape)]) for v in fusion.inputs)
+        return [self.tensor(block, dtype) for dtype, block in blocks]
+
+    def check(self, fusion: Fusion, arrays: Arrays, results: Any) -> None:
+        """Every output against this rank's block of the reference, exactly: the inputs are small integers."""
+        outputs = results if isinstance(results, tuple) else (results,)
+        for parameter, want, got in zip(lowered(fusion).outputs, run_reference(fusion, arrays), outputs, strict=True):
+            block = want[block_of(parameter.type, fusion.mesh, self.group.rank, want.shape)]
+            where = f"{fusion.name}, {parameter.name}, rank {self.group.rank}"
+            np.testing.assert_array_equal(got.double().cpu().numpy(), block, err_msg=where)
+
+
+def run_all(rank: Rank) -> None:
+    programs = programs_of(rank.group.count)
+    for fusion in programs.values():
+        program = hw.compile(fusion, target=rank.target)
+        sizes = sizes_of(fusion)
+        calls = [integer_arrays(fusion, sizes, seed) for seed in range(3)]
+        results = [program(*rank.local(fusion, arrays)) for arrays in calls]  # in flight together
+        for arrays, result in zip(calls, results, strict=True):
+            rank.check(fusion, arrays, result)
+        program.close()
+    say(f"rank {rank.group.rank} of {rank.group.count}: {len(programs)} programs are right")
+
+
+def beside_torch(rank: Rank) -> None:
+    """Collectives of torch.distributed before, between and after ours."""
+    for _ in range(2):
+        ones = torch.ones(1000, device=rank.device)
+        torch.distributed.all_reduce(ones)
+        assert (ones == rank.group.count).all()
+        run_all(rank)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def run_until_it_fails(rank: Rank, name: str) -> None:
+    calls = Calls(rank, name)
+    calls.make()
+    say("ready")
+    try:
+        while True:
+            calls.make()
+    except ExecutionError as error:
+        say(f"failed: {' '.join(str(error).split())}")
+    world: Mapping[str, str] = dict(word.split("=") for word in sys.stdin.readline().split())  # of those that are left
+    again = Rank(hw.Environment(world), rank.target, rank.device.index or 0)
+    Calls(again, name).make()
+    say(f"rank {again.group.rank} of {again.group.count} is right")
+
+
+class Calls:
+    """The same call, again and again."""
+
+    def __init__(self, rank: Rank, name: str):
+        self.rank = rank
+        self.fusion = programs_of(rank.group.count)[name]
+        self.program = hw.compile(self.fusion, target=rank.target)
+        self.arrays = integer_arrays(self.fusion, sizes_of(self.fusion, times=16), seed=0)
+
+    def make(self) -> None:
+        result = self.program(*self.rank.local(self.fusion, self.arrays))
+        if self.rank.target == "cuda":
+            torch.cuda.synchronize()
+        self.rank.group.check()  # first: a call that was aborted has no result
+        self.rank.check(self.fusion, self.arrays, result)
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+def main(what: str, provider: str, target: str = "cuda") -> None:
+    local_rank = read_launch(os.environ).local_rank or 0
+    rank = Rank(provider_of(provider), target, local_rank)
+    if what != "all":
+        run_until_it_fails(rank, what)
+    elif provider == "torch":
+        beside_torch(rank)
+    else:
+        run_all(rank)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
