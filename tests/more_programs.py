@@ -42,3 +42,20 @@ def matmul_ar_ag(x, w):
 def ag_matmul_beside_sums(x, w, v):
     y = hw.matmul(x, w).stream("M", chunks=D)
     return y, hw.sum(x, axis=0).named("s"), hw.sum(v, axis=0).named("t")  # while the loop runs; the sums share a group
+
+
+WEIGHTS = {"w_in": dtype["E", "F@x"], "w_out": dtype["F@x", "E"]}
+
+
+@hw.block(x=dtype["M@x", "E"], **WEIGHTS)
+def layer(x, w_in, w_out):
+    h = hw.clamp(hw.matmul(x, w_in).stream("M", chunks=D), -1, 1).named("h")
+    scattered = hw.reshard(hw.matmul(h, w_out), "M@x", "E").stream("M", chunks=D).named("scattered")
+    return hw.clamp(x + scattered, -1, 1)
+
+
+@hw.fusion(mesh=mesh, x=dtype["M", "E"], **{f"{name}_{i}": type for i in range(3) for name, type in WEIGHTS.items()})
+def three_layers(x, **weights):
+    for i in range(3):
+        x = layer(x, **{name: weights[f"{name}_{i}"] for name in WEIGHTS})  # one function of the program, called three times
+    return x

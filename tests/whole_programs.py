@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 import hostweave as hw
 from hostweave.analysis.instantiate import minimal_sizes
+from hostweave.fusion.blocks import on_each
 from hostweave.fusion.extent import Extent
 from hostweave.fusion.ir import Fusion
 from hostweave.fusion.reference import Tolerance, run_reference, tolerance_of
@@ -64,11 +65,14 @@ def at_sizes(fusion: Fusion, sizes: Mapping[str, int]) -> Fusion:
     def known(type: TensorType) -> TensorType:
         return replace(type, dims=tuple(Dim(Extent(dim.extent.bind(sizes)), dim.axes) for dim in type.dims))
 
-    return replace(
-        fusion,
-        inputs=tuple(replace(value, type=known(value.type)) for value in fusion.inputs),
-        ops=tuple(replace(op, result=replace(op.result, type=known(op.result.type))) for op in fusion.ops),
-    )
+    def bound(body: Fusion) -> Fusion:
+        return replace(
+            body,
+            inputs=tuple(replace(value, type=known(value.type)) for value in body.inputs),
+            ops=tuple(replace(op, result=replace(op.result, type=known(op.result.type))) for op in body.ops),
+        )
+
+    return on_each(fusion, bound)
 
 
 def random_arrays(program: Fusion | HostProgram, sizes: Mapping[str, int], seed: int) -> Arrays:

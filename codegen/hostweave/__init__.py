@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from hostweave.fusion.block import block
 from hostweave.fusion.composites import (
     dropout,
     layer_norm,
@@ -111,6 +112,7 @@ __all__ = [
     "add",
     "argmax",
     "bf16",
+    "block",
     "bool_",
     "broadcast_to",
     "cast",

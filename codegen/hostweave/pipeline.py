@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from hostweave.fusion.blocks import on_each
 from hostweave.fusion.ir import Fusion
 from hostweave.fusion.verify import verify_fusion
+from hostweave.host.blocks import bodies, joined
 from hostweave.host.ir import HostProgram
 from hostweave.host.verify import verify_host
 from hostweave.options import Options
@@ -32,6 +34,9 @@ PASSES: tuple[Callable[[Any, Options], Any], ...] = (
     order_channels,
 )
 
+# These see a program with its blocks. Every other pass runs on each block as on a program of its own, then on what calls them.
+WHOLE: tuple[Callable[[Any, Options], Any], ...] = (lower_to_host,)
+
 Observer = Callable[[str, Fusion | HostProgram], None]
 
 
@@ -44,10 +49,16 @@ def lower(program: Fusion | HostProgram, options: Options, observe: Observer | N
     stage: Fusion | HostProgram = program
     _verified("input", stage, observe)
     for apply in PASSES if isinstance(program, Fusion) else ():
-        stage = apply(stage, options)
+        stage = apply(stage, options) if apply in WHOLE else _on_each_body(apply, stage, options)
         _verified(apply.__name__, stage, observe)
     assert isinstance(stage, HostProgram)
     return stage
+
+
+def _on_each_body(apply: Callable[[Any, Options], Any], stage: Fusion | HostProgram, options: Options) -> Fusion | HostProgram:
+    if isinstance(stage, Fusion):
+        return on_each(stage, lambda body: apply(body, options))
+    return joined([apply(body, options) for body in bodies(stage)])
 
 
 def _verified(name: str, program: Fusion | HostProgram, observe: Observer | None) -> None:

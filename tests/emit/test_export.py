@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import scipy_openblas32
-from example_programs import all_fusions
+from example_programs import all_fusions, more_fusions
 
 import hostweave as hw
 from hostweave.build.cuda import find_cuda
 
-FUSIONS = all_fusions(ranks=4, chunks=3)
+FUSIONS = {**all_fusions(ranks=4, chunks=3), **more_fusions(ranks=4)}
 TOOLS = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"], "/usr/local/cuda/bin"])  # cmake and ninja may come from pip
 QUICK = ("-DCMAKE_BUILD_TYPE=Debug", "-DCMAKE_CXX_FLAGS_DEBUG=-O0", "-DCMAKE_UNITY_BUILD=ON")
 
@@ -42,6 +42,11 @@ def test_a_project_runs_on_the_cpu(tmp_path: Path) -> None:
     uneven = run(tmp_path, "build/matmul_rs_flat", "M=66")
     assert uneven.returncode == 1
     assert "M = 66: must be a multiple of 4" in uneven.stderr
+
+    build("three_layers", tmp_path, f"-DHOSTWEAVE_OPENBLAS_ROOT={openblas}")  # calls; the runtime is built already
+    result = run(tmp_path, "build/three_layers", "M=16", "E=8", "F=12", "repetitions=1")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.endswith("every rank has what it should\n")
 
 
 CUDA = find_cuda()

@@ -28,6 +28,13 @@ def sigmoid(x: Array) -> Array:
 
 
 # One example an op: the program, and the same in plain NumPy.
+
+
+@hw.block(x=hw.f64["M", "N"])
+def add_one(x: hw.Tensor) -> hw.Tensor:
+    return x + 1
+
+
 EXAMPLES: dict[str, tuple[Callable[[hw.Tensor], hw.Tensor], Callable[[Array], Array]]] = {
     "matmul": (lambda x: x @ x.T, lambda x: x @ x.T),
     "add": (lambda x: 1 + x, lambda x: x + 1),
@@ -84,6 +91,7 @@ EXAMPLES: dict[str, tuple[Callable[[hw.Tensor], hw.Tensor], Callable[[Array], Ar
     "slice": (lambda x: x[-1:, ::3], lambda x: x[-1:, ::3]),
     "concat": (lambda x: hw.concat([x, -x], axis=1), lambda x: np.concatenate([x, -x], 1)),
     "pad": (lambda x: hw.pad(x, (1, 0, 0, 2), value=7), lambda x: np.pad(x, [(0, 2), (1, 0)], constant_values=7)),
+    "call": (add_one, lambda x: x + 1),
     "reshard": (lambda x: hw.reshard(x, "M@x", "N"), lambda x: x),
 }
 

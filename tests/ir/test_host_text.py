@@ -19,6 +19,9 @@ kernel @k(%a: f32[M/2, 4], %b: f32[M/2, 4]) {
   %c: f32[M/2, 4] = add(%a, %b)
   %d: f32[M/2] = sum(%c, axis=(1,))
 }
+block @b(%s: f32[M@x, 4]) -> (%t: f32[M@x, 4]) {
+  copy %s -> %t
+}
 host @t(%x: f32[M@x, 4]) -> (%y: f32[M@x, 4], %z: f32[M]) mesh(x=2, dp=3) streams(ring[2], copy[1]) events(done[3]) uneven(M) {
   %b = allocate f32[M/2, 4]
   fill %b with -0.5
@@ -62,6 +65,7 @@ host @t(%x: f32[M@x, 4]) -> (%y: f32[M@x, 4], %z: f32[M]) mesh(x=2, dp=3) stream
   exchange %x -> %y from [none, 0, 1] on dp
   barrier %b on x
   deallocate %b
+  call @b %x -> %y
 }
 """
 
@@ -84,7 +88,7 @@ def test_comments_are_dropped_and_places_kept() -> None:
     commented = EVERYTHING.replace("fork ring\n", "fork ring  # every stream waits for the caller's\n")
     host = HostProgram.parse(commented)
     assert host == HostProgram.parse(EVERYTHING)
-    assert [i.location for i in host.body[:3]] == [Location("text", line) for line in (6, 7, 8)]
+    assert [i.location for i in host.body[:3]] == [Location("text", line) for line in (9, 10, 11)]
 
 
 def test_a_percent_at_the_start_of_a_line_is_a_name() -> None:

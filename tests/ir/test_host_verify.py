@@ -183,6 +183,61 @@ def test_program(text: str) -> None:
     assert str(caught.value) == PROGRAMS[text]
 
 
+BLOCK = "block @b(%p: f32[M@x, 4]) -> (%q: f32[M@x, 4]) { all_reduce sum %p -> %q on x }\n"
+
+CALLS = {
+    "call @c %x -> %y": "text:3: @t: call @c %x -> %y: there is no block @c before @t; those there are @b",
+    "call @b %x, %x -> %y": "text:3: @t: call @b %x, %x -> %y: @b takes 1 buffers, not 2",
+    "call @b %x -> ": "text:3: @t: call @b %x ->: @b gives 1 buffers, not 0",
+    "call @b %n -> %y": "text:3: @t: call @b %n -> %y: %n is i32[M/2, 4], and @b takes f32[M/2, 4] as %p",
+    "%b = allocate f32[M, 4]\ncall @b %x -> %b": "text:4: @t: call @b %x -> %b: %b is f32[M, 4], and @b gives f32[M/2, 4] as %q",
+    "call @b %x -> %x": "text:3: @t: call @b %x -> %x: %x is an input and may not be written: allocate a buffer",
+    "call @b %y -> %y": "text:3: @t: call @b %y -> %y: %y is named twice: what a block writes is memory of its own",
+    "%b = allocate f32[4, M/2]\n%v = permute %b by [1, 0]\ncall @b %v -> %y": (
+        "text:5: @t: call @b %v -> %y: %v is not contiguous, which a block needs: copy it to a buffer of its own first"
+    ),
+    "stream ring[0] {\ncall @b %x -> %y\n}": (
+        "text:4: @t: call @b %x -> %y: a block forks from the caller's stream: move the call out of the stream block"
+    ),
+    "if rank.x == 0 {\ncall @b %x -> %y\n}": (
+        "text:4: @t: call @b %x -> %y: a block with collectives cannot stand under `if rank.x == 0`, which differs between ranks"
+    ),
+}
+
+
+@pytest.mark.parametrize("body", CALLS)
+def test_call(body: str) -> None:
+    with pytest.raises(ProgramError) as caught:
+        verify_host(HostProgram.parse(BLOCK + HEAD + body + "\n}\n"))
+    assert str(caught.value) == CALLS[body]
+
+
+BLOCKS = {
+    BLOCK.replace("%p -> %q", "%p -> %r"): (
+        "text:1: @b: all_reduce sum %p -> %r on x: %r is used before its definition: define it above, in this body or around it"
+    ),
+    BLOCK.replace("all_reduce sum %p -> %q on x", "call @b %p -> %q"): (
+        "text:1: @b: call @b %p -> %q: there is no block @b before @b; those there are none"
+    ),
+    2 * BLOCK: "@t: block @b is declared twice: rename one",
+    BLOCK.replace("{", "{ record done[0]"): "@t: both @b and @t use done: declare events for each",
+    BLOCK.replace("{", "{ launch @half %p -> %q"): "text:1: @b: launch @half %p -> %q: there is no kernel @half; the kernels are none",
+    BLOCK.replace("{", "{ %r = allocate f32[K]"): "text:1: @b: %r = allocate f32[K]: K is not a size of any input or output",
+}
+
+
+@pytest.mark.parametrize("blocks", BLOCKS)
+def test_block(blocks: str) -> None:
+    with pytest.raises(ProgramError) as caught:
+        verify_host(HostProgram.parse(blocks + HEAD + "wait done[0]\n}\n"))
+    assert str(caught.value) == BLOCKS[blocks]
+
+
+def test_a_block_of_sends_may_be_called_by_some_ranks() -> None:
+    block = "block @b(%p: f32[M@x, 4]) -> () { send %p to 0 on x }\n"
+    verify_host(HostProgram.parse(block + HEAD + "if rank.x == 1 {\ncall @b %x -> \n}\n}\n"))
+
+
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", NAMES)
 def test_golden_programs_are_legal(name: str, ranks: int) -> None:

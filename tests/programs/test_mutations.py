@@ -19,6 +19,7 @@ from hostweave.analysis.check import check
 from hostweave.errors import ExecutionError, ProgramError
 from hostweave.fusion.ir import Fusion
 from hostweave.host import ir
+from hostweave.host.blocks import bodies, joined
 from hostweave.host.ir import HostProgram
 from hostweave.host.text import print_instruction
 from hostweave.options import Options
@@ -33,9 +34,12 @@ TURNS = "turn"  # the event that orders channels: without it ranks may wait for 
 
 def mutants(host: HostProgram) -> Iterator[tuple[str, HostProgram]]:
     """The program without one of its synchronisations, and which one that is."""
-    for number, dropped in enumerate(i for i in ir.walk(host.body) if isinstance(i, SYNCHRONISATION)):
+    parts = bodies(host)
+    found = [(at, i) for at, part in enumerate(parts) for i in ir.walk(part.body) if isinstance(i, SYNCHRONISATION)]
+    for number, (at, dropped) in enumerate(found):
         (text,) = print_instruction(dropped)
-        yield f"{number} {text}", replace(host, body=ir.rewrite(host.body, lambda i, dropped=dropped: () if i is dropped else None))
+        body = ir.rewrite(parts[at].body, lambda i, dropped=dropped: () if i is dropped else None)
+        yield f"{number} {text}", joined([*parts[:at], replace(parts[at], body=body), *parts[at + 1 :]])
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from hostweave.errors import ProgramError
 from hostweave.fusion.extent import Extent, is_sum, part_of
 from hostweave.fusion.types import BufferType, DType, RankSizes, Sizes
 from hostweave.host import ir
+from hostweave.host.blocks import inlined
 from hostweave.host.expr import OPERATORS, Binary, Const, Coordinate, Expr, Size, Var, on_sizes_alone
 from hostweave.host.requirements import not_negative
 from hostweave.host.text import print_instruction
@@ -127,6 +128,7 @@ def instantiate(program: ir.HostProgram, sizes: Sizes) -> Instances:
 
     Raises ProgramError where a size does not divide, or an index, a peer or a root is out of range.
     """
+    program = inlined(program)
     bound: dict[tuple[int, ...], tuple[_Binder, list[Step]]] = {}  # one for all ranks that hold as much
     held, roots, ranks = [], [], []
     parts = [name for name in dict.fromkeys(name for extent in _extents(program) for name in extent.names) if part_of(name)]
@@ -151,6 +153,7 @@ def minimal_sizes(program: ir.HostProgram) -> dict[str, int]:
     A size that counts the steps of a loop is large enough for the streams to be walked twice. Dims are shared evenly, also
     where that need not be, if the rest allows it.
     """
+    program = inlined(program)
     steps = _steps(program, evenly=True)
     least = {name: size for name, (_, size) in steps.items()}  # where nothing will do, what is wrong shows at these
     return _with_room(program, steps) or _with_room(program, _steps(program, evenly=False)) or least
@@ -203,6 +206,7 @@ def _with_room(program: ir.HostProgram, sizes: dict[str, tuple[int, int]]) -> di
 
 def sizes_to_check(program: ir.HostProgram) -> Iterator[dict[str, int]]:
     """Small sizes for both sides of every branch on sizes."""
+    program = inlined(program)
     least = minimal_sizes(program)
     yield least
     if program.uneven:
@@ -350,10 +354,10 @@ def compiled(expr: Expr, sizes: Sizes) -> Callable[[Environment], int]:
 
 def _allocate(b: _Binder, i: ir.Allocate) -> Step:
     b.define(i.out, i.type, i)
-    root = i.out
-    while root in b.roots:  # sibling bodies may use one name for two buffers
+    root, memory = i.out, Root(b.layouts[i.out], "allocation")
+    while b.roots.get(root, memory) != memory:  # sibling bodies may use one name for two buffers
         root += "'"
-    b.roots[root] = Root(b.layouts[i.out], "allocation")
+    b.roots[root] = memory
 
     def step(run: _Run) -> None:
         generation = run.places[i.out][2] + 1 if run.places.get(i.out, ("", 0, 0))[0] == root else 0

@@ -94,7 +94,6 @@ class Integers:
     coordinates: dict[str, str] = field(default_factory=dict)
     ranges: dict[str, Range] = field(default_factory=dict)  # of variables
     calls_runtime: bool = False  # hw::mod or hw::floor_div
-    asked: set[str] = field(default_factory=set)  # axes whose coordinate some text names
 
     # --- sizes ---
 
@@ -149,10 +148,6 @@ class Integers:
         self.variables[variable], self.ranges[variable] = text, range
         return text
 
-    def used_coordinates(self) -> tuple[str, ...]:
-        """The mesh axes whose coordinate the text written so far names."""
-        return tuple(axis for axis in self.coordinates if axis in self.asked)
-
     def expr(self, expr: Expr) -> str:
         match expr:
             case Const(value):
@@ -160,7 +155,6 @@ class Integers:
             case Var(name):
                 return self.variables[name]
             case Coordinate(axis):
-                self.asked.add(axis)
                 return self.coordinates[axis]
             case Size(name):
                 return self.sizes[name]

@@ -15,6 +15,7 @@ from hostweave.errors import ProgramError
 from hostweave.fusion.extent import Extent, product
 from hostweave.fusion.types import BufferType, DType
 from hostweave.host import ir
+from hostweave.host.blocks import bodies
 from hostweave.host.expr import Const, Expr, divisibility
 from hostweave.host.text import print_instruction
 
@@ -35,18 +36,18 @@ class Buffer:
     read_only: bool
 
 
-class Emitter:
-    """Emits a body, and collects on the way what the program must have for it."""
+class Shared:
+    """What the bodies of a program share: names, and what it must have for them, collected while they are emitted."""
 
     def __init__(self, program: ir.HostProgram, names: Names, integers: Integers):
-        self.program, self.names, self.integers = program, names, integers
-        self.buffers = {
-            p.name: Buffer(names.of(p.name), program.local_type(p), p.name, p in program.inputs)
-            for p in (*program.inputs, *program.outputs)
-        }
-        for instruction in ir.walk(program.body):  # the user's names come before the ones made here
-            for name in ir.names(instruction, "define", "index"):
-                names.of(name)
+        self.names, self.integers = names, integers
+        self.blocks = {block.name: names.of(block.name, "block") for block in program.blocks}
+        for body in bodies(program)[::-1]:  # the user's names come before the ones made here
+            for parameter in (*body.inputs, *body.outputs):
+                names.of(parameter.name)
+            for instruction in ir.walk(body.body):
+                for name in ir.names(instruction, "define", "index"):
+                    names.of(name)
         integers.coordinates.update({axis: names.of(f"rank_{axis}", "coordinate") for axis, _ in program.mesh.axes})
         self.members = Names(("rank_", "arena_", "prepared_", WORKSPACE), suffix="_")
         self.streams = {s.name: views.Pool(self.members.of(s.name, "streams"), s.name, s.count) for s in program.streams}
@@ -56,6 +57,19 @@ class Emitter:
         self.declared = {kernel.name: kernel for kernel in program.kernels}
         self.kernels: dict[tuple[ir.Kernel, tuple[BufferType, ...]], EmittedKernel] = {}
         self.temporaries: dict[str, views.Temporary] = {}
+
+
+class Emitter:
+    """Emits one body: that of the program, or of a block as a program of its own."""
+
+    def __init__(self, program: ir.HostProgram, shared: Shared, block: str = ""):
+        self.program, self.shared, self.block = program, shared, block
+        self.names, self.members, self.integers = shared.names, shared.members, shared.integers
+        self.buffers = {
+            p.name: Buffer(self.names.of(p.name), program.local_type(p), p.name, p in program.inputs)
+            for p in (*program.inputs, *program.outputs)
+        }
+        self.temporaries = shared.temporaries
         self.used: set[str] = set()  # parameters and temporaries that some call names
         self.stream = CALLER
         self.loops = 0  # around the present instruction
@@ -91,10 +105,11 @@ class Emitter:
 
     def team(self, axes: ir.Team) -> str:
         """The channel of a team."""
-        if axes not in self.teams:
+        teams = self.shared.teams
+        if axes not in teams:
             member = self.members.of("team_" + "_".join(axes), "team")
-            self.teams[axes] = views.Team(member, ", ".join(axes), self.program.mesh.size_of(axes))
-        return self.teams[axes].member
+            teams[axes] = views.Team(member, ", ".join(axes), self.program.mesh.size_of(axes))
+        return teams[axes].member
 
     # --- memory and views ---
 
@@ -103,9 +118,10 @@ class Emitter:
             raise ProgramError(
                 f"allocate %{i.out} in a loop: its iterations overlap; allocate before the loop and take slices in it", i.location
             )
-        member = self.members.of(i.out, "buffer")
+        member = self.members.of(f"{self.block}_{i.out}" if self.block else i.out, f"buffer of {self.block}")
         self.buffers[i.out] = Buffer(member, i.type, i.out, read_only=False)
-        self.temporaries[i.out] = views.Temporary(member, i.type.dtype.cpp, self.count(i.out), f"%{i.out}: {i.type}")
+        comment = f"%{i.out}: {i.type}" + (f" of @{self.block}" if self.block else "")
+        self.temporaries[member] = views.Temporary(member, i.type.dtype.cpp, self.count(i.out), comment)
 
     def deallocate(self, i: ir.Deallocate, last: bool) -> None:
         """Nothing at the time of the call: `prepare` lays the arena out."""
@@ -155,27 +171,28 @@ class Emitter:
         a, b, dst = types = (self.type_of(i.a), self.type_of(i.b), self.type_of(i.dst))
         if a.dtype.name not in ("f64", "f32", "f16", "bf16"):
             raise ProgramError(f"matmul: cuBLASLt has no product of {a.dtype}; cast to f16, bf16, f32 or f64 first", i.location)
-        if types not in self.plans:
-            member = self.members.of(f"plan_{self.buffers[i.dst].root}", f"plan {len(self.plans)}")
+        plans = self.shared.plans
+        if types not in plans:
+            member = self.members.of(f"plan_{self.buffers[i.dst].root}", f"plan {len(plans)}")
             operands = CUDA_TYPES[a.dtype.name], CUDA_TYPES[dst.dtype.name]
             shapes = self.strided(a), self.strided(b), self.strided(dst)
-            self.plans[types] = views.Plan(member, *operands, *shapes, print_instruction(i)[0])
-        return self.plans[types].member
+            plans[types] = views.Plan(member, *operands, *shapes, print_instruction(i)[0])
+        return plans[types].member
 
     def strided(self, type: BufferType) -> str:
         shape = self.integers.extents(type.shape)
         return shape if type.strides is None else f"hw::Strided({shape}, {self.integers.extents(type.strides)})"
 
     def launch(self, i: ir.Launch, last: bool) -> views.Launch:
-        return self.launch_of(self.declared[i.kernel], i.srcs, i.dsts)
+        return self.launch_of(self.shared.declared[i.kernel], i.srcs, i.dsts)
 
     def launch_of(self, kernel: ir.Kernel, srcs: Sequence[str], dsts: Sequence[str]) -> views.Launch:
         """A launch of the kernel as compiled for buffers of these types: their strides are in its code."""
-        key = kernel, tuple(self.type_of(name) for name in (*srcs, *dsts))
-        if key not in self.kernels:
-            name = self.names.of(kernel.name, f"kernel {len(self.kernels)}")
-            self.kernels[key] = emit_kernel(name, kernel, key[1], self.integers)
-        emitted = self.kernels[key]
+        key, kernels = (kernel, tuple(self.type_of(name) for name in (*srcs, *dsts))), self.shared.kernels
+        if key not in kernels:
+            name = self.names.of(kernel.name, f"kernel {len(kernels)}")
+            kernels[key] = emit_kernel(name, kernel, key[1], self.integers)
+        emitted = kernels[key]
         buffers = [*(self.access("reads", name) for name in srcs), *(self.access("writes", name) for name in dsts)]
         return views.Launch(emitted.view.name, emitted.grid, self.stream, (*buffers, *emitted.sizes))
 
@@ -286,19 +303,19 @@ class Emitter:
         self.stream = "stream"
         body = self.body(i.body)
         self.stream = CALLER
-        return views.OnStream(self.streams[i.stream].member, index, body, braces=not last)
+        return views.OnStream(self.shared.streams[i.stream].member, index, body, braces=not last)
 
     def fork(self, i: ir.Fork, last: bool) -> views.Fork:
-        return views.Fork(self.streams[i.stream].member)
+        return views.Fork(self.shared.streams[i.stream].member)
 
     def join(self, i: ir.Join, last: bool) -> views.Join:
-        return views.Join(self.streams[i.stream].member)
+        return views.Join(self.shared.streams[i.stream].member)
 
     def record(self, i: ir.Record, last: bool) -> views.Record:
-        return views.Record(self.events[i.event].member, self.integers.expr(i.index), self.stream)
+        return views.Record(self.shared.events[i.event].member, self.integers.expr(i.index), self.stream)
 
     def wait(self, i: ir.Wait, last: bool) -> views.Wait:
-        return views.Wait(self.events[i.event].member, self.integers.expr(i.index), self.stream)
+        return views.Wait(self.shared.events[i.event].member, self.integers.expr(i.index), self.stream)
 
     def let(self, i: ir.Let, last: bool) -> views.Let:
         value = self.integers.expr(i.value)
@@ -319,6 +336,9 @@ class Emitter:
             body = self.body(i.body)
         with self.guarded(f"{condition} ? 0 :", ""):
             return views.If(condition, body, self.body(i.orelse))
+
+    def call(self, i: ir.Call, last: bool) -> views.Call:
+        return views.Call(self.shared.blocks[i.block], (*map(self.text, (*i.srcs, *i.dsts)), self.stream))
 
     @contextmanager
     def guarded(self, before: str, otherwise: str) -> Iterator[None]:
@@ -365,4 +385,5 @@ _EMIT: dict[type[ir.Instruction], Callable[[Emitter, Any, bool], views.Instructi
     ir.Let: Emitter.let,
     ir.For: Emitter.loop,
     ir.If: Emitter.branch,
+    ir.Call: Emitter.call,
 }

@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import lcm, prod
 
 from hostweave.emit import views
 from hostweave.emit.cpp import CUDA_TYPES, Integers
-from hostweave.emit.instructions import Emitter
+from hostweave.emit.instructions import CALLER, Emitter, Shared
 from hostweave.emit.names import Names
 from hostweave.errors import ProgramError
 from hostweave.fusion.extent import Extent, block_of, is_sum, part_of
 from hostweave.fusion.types import Mesh
 from hostweave.host import ir
+from hostweave.host.blocks import bodies, inlined
 from hostweave.host.expr import Size, leaves
 from hostweave.host.requirements import not_negative
 
 
 def program_view(program: ir.HostProgram) -> views.Program:
     """Everything that the generated sources say. Raises ProgramError for what has no C++."""
-    names = Names()
+    names, flat = Names(), inlined(program)
     sizes = {name: names.of(name, "size") for name in program.symbols()}
-    sizes |= {name: names.of(_part_name(name), "size") for name in part_names(program)}
-    integers = Integers(program.mesh, sizes, multiples(program))
-    emitter = Emitter(program, names, integers)
+    sizes |= {name: names.of(_part_name(name), "size") for name in part_names(flat)}
+    integers = Integers(program.mesh, sizes, multiples(flat))
+    shared = Shared(program, names, integers)
+    functions = tuple(_function(block, shared) for block in bodies(program)[:-1])
+    emitter = Emitter(program, shared)
     body = emitter.body(program.body)
-    axes = integers.used_coordinates()
     return views.Program(
         name=program.name,
         namespace=Names().of(program.name),
@@ -35,27 +38,66 @@ def program_view(program: ir.HostProgram) -> views.Program:
         mesh=str(program.mesh),
         axes=tuple(views.Axis(name, size) for name, size in program.mesh.axes),
         world=program.mesh.size,
-        inputs=_inputs(program, emitter),
+        inputs=_inputs(flat, emitter),
         outputs=tuple(_argument(program, parameter, emitter, set(sizes)) for parameter in program.outputs),
         sizes=tuple(sizes.values()),
-        parts=tuple(_part(program, integers, name) for name in part_names(program) if _shared(name).is_int),
-        coordinates=tuple(views.Coordinate(integers.coordinates[axis], coordinate(program.mesh, axis)) for axis in axes),
-        teams=tuple(emitter.teams.values()),
-        streams=tuple(emitter.streams.values()),
-        events=tuple(emitter.events.values()),
-        plans=tuple(emitter.plans.values()),
-        temporaries=tuple(emitter.temporaries.values()),
-        kernels=tuple(kernel.view for kernel in emitter.kernels.values()),
+        parts=tuple(_part(program, integers, name) for name in part_names(flat) if _whole(name).is_int),
+        coordinates=_coordinates(program.mesh, integers, body),
+        teams=tuple(shared.teams.values()),
+        streams=tuple(shared.streams.values()),
+        events=tuple(shared.events.values()),
+        plans=tuple(shared.plans.values()),
+        temporaries=tuple(shared.temporaries.values()),
+        kernels=tuple(kernel.view for kernel in shared.kernels.values()),
+        functions=functions,
         body=body,
-        requirements=tuple(_requirements(program, integers)),
-        headers=_headers(emitter),
-        source_headers=_source_headers(emitter),
+        requirements=tuple(_requirements(flat, integers)),
+        headers=_headers(shared),
+        source_headers=_source_headers(flat, shared),
     )
 
 
+def _function(block: ir.HostProgram, shared: Shared) -> views.Function:
+    emitter = Emitter(block, shared, block.name)
+    body, integers = emitter.body(block.body), shared.integers
+
+    def param(parameter: ir.Parameter) -> str:
+        buffer = emitter.buffers[parameter.name]
+        name = buffer.text if parameter.name in emitter.used else f"/*{buffer.text}*/"
+        return f"{'const ' if buffer.read_only else ''}{buffer.type.dtype.cpp}* {name}"
+
+    return views.Function(
+        name=shared.blocks[block.name],
+        comment=_signature(block),
+        params=(*map(param, (*block.inputs, *block.outputs)), f"cudaStream_t {CALLER}"),
+        sizes=tuple(integers.sizes.values()) if _words(body) & set(integers.sizes.values()) else (),
+        coordinates=_coordinates(block.mesh, integers, body),
+        body=body,
+    )
+
+
+def _coordinates(mesh: Mesh, integers: Integers, body: views.Body) -> tuple[views.Coordinate, ...]:
+    """The coordinates of this rank that a body names."""
+    words = _words(body)
+    return tuple(views.Coordinate(name, coordinate(mesh, axis)) for axis, name in integers.coordinates.items() if name in words)
+
+
+def _words(view: object) -> set[str]:
+    """Every name in the C++ of a view."""
+    if isinstance(view, str):
+        return set(re.findall(r"[A-Za-z_]\w*", view))
+    if isinstance(view, tuple):
+        return {word for item in view for word in _words(item)}
+    return {word for f in fields(view) for word in _words(getattr(view, f.name))} if isinstance(view, views.InstructionView) else set()
+
+
 def _title(program: ir.HostProgram) -> str:
+    return f"{program.name}: {_signature(program)} on {program.mesh}"
+
+
+def _signature(program: ir.HostProgram) -> str:
     inputs, outputs = (", ".join(f"{p.name}: {p.type}" for p in parameters) for parameters in (program.inputs, program.outputs))
-    return f"{program.name}: ({inputs}) -> ({outputs}) on {program.mesh}"
+    return f"({inputs}) -> ({outputs})"
 
 
 def coordinate(mesh: Mesh, axis: str, rank: str = "rank_.index()") -> str:
@@ -77,24 +119,28 @@ def place(mesh: Mesh, axes: tuple[str, ...], rank: str = "rank_.index()") -> str
     return text or "0"
 
 
-def _headers(emitter: Emitter) -> tuple[str, ...]:
+def _headers(shared: Shared) -> tuple[str, ...]:
     """What program.h includes for its members."""
-    optional = (("matmul.h", emitter.plans), ("streams.h", emitter.streams or emitter.events), ("types.h", emitter.temporaries))
+    optional = (
+        ("matmul.h", shared.plans),
+        ("streams.h", shared.streams or shared.events),
+        ("types.h", shared.temporaries or shared.blocks),
+    )
     return tuple(sorted(["arena.h", "rank.h", "tensor.h", *(header for header, needed in optional if needed)]))
 
 
-def _source_headers(emitter: Emitter) -> tuple[str, ...]:
+def _source_headers(flat: ir.HostProgram, shared: Shared) -> tuple[str, ...]:
     """What program.cpp includes for its calls."""
-    has_group = any(isinstance(i, ir.GROUPED) for i in ir.walk(emitter.program.body))
-    has_parts = bool(part_names(emitter.program))
+    has_group = any(isinstance(i, ir.GROUPED) for i in ir.walk(flat.body))
+    has_parts = bool(part_names(flat))
     optional = (
         ("group.h", has_group),
-        ("index.h", emitter.integers.calls_runtime),
+        ("index.h", shared.integers.calls_runtime),
         ("shards.h", has_parts),
-        ("types.h", not emitter.temporaries),
+        ("types.h", not (shared.temporaries or shared.blocks)),
     )
     runtime = sorted(["check.h", *(header for header, needed in optional if needed)])
-    return (*(f"hostweave/{header}" for header in runtime), *(("kernels.h",) if emitter.kernels else ()))
+    return (*(f"hostweave/{header}" for header in runtime), *(("kernels.h",) if shared.kernels else ()))
 
 
 # --- arguments and the sizes that they tell ---------------------------------------------------------------------------
@@ -112,7 +158,7 @@ class _Binding:
 
 def _inputs(program: ir.HostProgram, emitter: Emitter) -> tuple[views.Argument, ...]:
     """The inputs in order: each tells the sizes that those before it do not."""
-    known = {name for name in part_names(program) if _shared(name).is_int}
+    known = {name for name in part_names(program) if _whole(name).is_int}
     result = []
     for parameter in program.inputs:
         bindings: list[_Binding] = []
@@ -122,7 +168,7 @@ def _inputs(program: ir.HostProgram, emitter: Emitter) -> tuple[views.Argument, 
                 bindings.append(binding)
         result.append(_argument(program, parameter, emitter, known, bindings))
         for binding in bindings:
-            known.update((binding.name, *(name for name in part_names(program) if str(_shared(name)) == binding.name)))
+            known.update((binding.name, *(name for name in part_names(program) if str(_whole(name)) == binding.name)))
     for name in program.symbols():
         if name not in known:
             raise ProgramError(
@@ -174,7 +220,7 @@ def _size(program: ir.HostProgram, binding: _Binding, field: str, integers: Inte
         name=integers.sizes[binding.name],
         value=dim,
         divisor=1 if is_multiple else multiple,
-        parts=tuple(_part(program, integers, name) for name in part_names(program) if str(_shared(name)) == binding.name),
+        parts=tuple(_part(program, integers, name) for name in part_names(program) if str(_whole(name)) == binding.name),
     )
 
 
@@ -197,7 +243,7 @@ def part_names(program: ir.HostProgram) -> tuple[str, ...]:
     return tuple(name for name in dict.fromkeys(names) if block_of(name) or part_of(name))
 
 
-def _shared(name: str) -> Extent:
+def _whole(name: str) -> Extent:
     """The size of which `ceil(M/8)` or `part(M, x)` is a part."""
     found = block_of(name) or part_of(name)
     assert found is not None
@@ -206,7 +252,7 @@ def _shared(name: str) -> Extent:
 
 def _part_name(name: str) -> str:
     """`M_block_8` and `M_x`; of an int `block_8_of_10` and `x_of_10`."""
-    size = _shared(name)
+    size = _whole(name)
     block, held = block_of(name), part_of(name)
     along = f"block_{block[1]}" if block else "_".join(held[1] if held else ())
     return f"{along}_of_{size}" if size.is_int else f"{size}_{along}"
@@ -222,7 +268,7 @@ def _part_value(mesh: Mesh, name: str, size: str) -> str:
 
 
 def _part(program: ir.HostProgram, integers: Integers, name: str) -> views.Part:
-    return views.Part(integers.sizes[name], _part_value(program.mesh, name, integers.extent(_shared(name))))
+    return views.Part(integers.sizes[name], _part_value(program.mesh, name, integers.extent(_whole(name))))
 
 
 def multiples(program: ir.HostProgram) -> dict[str, int]:

@@ -242,6 +242,13 @@ class If(InstructionView):
     orelse: Body
 
 
+@dataclass(frozen=True)
+class Call(InstructionView):
+    template = "call"
+    function: str
+    arguments: tuple[str, ...]
+
+
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
@@ -368,6 +375,18 @@ class Temporary:
 
 
 @dataclass(frozen=True)
+class Function:
+    """A block: a member function that enqueues."""
+
+    name: str
+    comment: str
+    params: tuple[str, ...]
+    sizes: tuple[str, ...]  # all of the program's, or none where it names none
+    coordinates: tuple[Coordinate, ...]
+    body: Body
+
+
+@dataclass(frozen=True)
 class Program:
     name: str
     namespace: str
@@ -387,6 +406,7 @@ class Program:
     plans: tuple[Plan, ...]
     temporaries: tuple[Temporary, ...]
     kernels: tuple[Kernel, ...]
+    functions: tuple[Function, ...]
     body: Body
     requirements: tuple[str, ...]  # calls that check sizes once all are known
     headers: tuple[str, ...]  # of program.h

@@ -25,7 +25,7 @@ class Value:
 class Op:
     """One operation: `%result = kind(%operand, ..., attribute=...)`. What each kind means is in `ops.py`.
 
-    An operand is the name of a value, or a number in the dtype of the tensors beside it.
+    An operand is the name of a value, or a number in the dtype of the tensors beside it. A call holds the block that it calls.
     """
 
     kind: str
@@ -33,6 +33,7 @@ class Op:
     result: Value
     attributes: tuple[tuple[str, Attribute], ...] = ()
     location: Location | None = field(default=None, compare=False)
+    callee: Fusion | None = field(default=None, repr=False, kw_only=True)
 
     def attribute(self, name: str) -> Attribute:
         """The attribute's value, or None where the op does not have it."""
@@ -46,7 +47,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Fusion:
-    """A program: inputs, ops in order, and the names of the results."""
+    """A program: inputs, ops in order, and the names of the results. A block that it calls is one too, with one result."""
 
     name: str
     mesh: Mesh
@@ -57,6 +58,20 @@ class Fusion:
     def values(self) -> dict[str, Value]:
         """Every value by name, in order of definition."""
         return {value.name: value for value in (*self.inputs, *(op.result for op in self.ops))}
+
+    @property
+    def output_types(self) -> tuple[TensorType, ...]:
+        values = self.values()
+        return tuple(values[name].type for name in self.outputs)
+
+    @property
+    def blocks(self) -> tuple[Fusion, ...]:
+        """The blocks that it calls, and those that they call in turn: once each, before whoever calls them."""
+        found: dict[str, Fusion] = {}
+        for op in self.ops:
+            if op.callee and op.callee.name not in found:
+                found |= {block.name: block for block in (*op.callee.blocks, op.callee)}
+        return tuple(found.values())
 
     def __str__(self) -> str:
         from hostweave.fusion.text import print_fusion

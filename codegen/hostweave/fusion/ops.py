@@ -27,7 +27,8 @@ class OpDef:
 
     `infer(operand types, op)` gives the result's dtype and global shape, or raises Mismatch. `map(operand types, op)`
     gives the indices. `numpy(np, *arrays, **attributes)` computes it on global arrays; where the result's shape or dtype
-    is part of what the user states (`target`) it also gets `shape` or `dtype`, or both where that is `type`.
+    is part of what the user states (`target`) it also gets `shape` or `dtype`, or both where that is `type`; a call gets
+    `run`, which computes its block.
     `expression` is C++ for one element over operands {0}, {1}, ... of the compute type T (float or double, or the
     integer itself); `combine` says how two elements of a reduction become one.
     """
@@ -267,6 +268,17 @@ def padded_dims(op: Op) -> tuple[int, ...]:
     return tuple(i for i, widths in enumerate(zip(axes_of(op, "low"), axes_of(op, "high"), strict=True)) if any(widths))
 
 
+def _call(types: Types, op: Op) -> TensorType:
+    block = op.callee
+    assert block is not None
+    if len(types) != len(block.inputs):
+        raise Mismatch(f"@{block.name} takes {len(block.inputs)} tensors, not {len(types)}; pass {', '.join(v.name for v in block.inputs)}")
+    for value, given in zip(block.inputs, types, strict=True):
+        if (given.dtype, given.shape) != (value.type.dtype, value.type.shape):
+            raise Mismatch(f"@{block.name} takes {value.type} as {value.name}, not {given}; only the mesh axes may differ")
+    return _unsharded(block.output_types[0])
+
+
 def _shape_text(shape: tuple[Extent, ...]) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
@@ -280,6 +292,11 @@ def _shapes(types: Types) -> list[tuple[Extent, ...]]:
 
 def _map_elementwise(types: Types, op: Op) -> IndexMap:
     return maps.elementwise(_shapes(types), op.result.type.shape)
+
+
+def _map_call(types: Types, op: Op) -> IndexMap:
+    """All that a caller knows of a block: no dim of it is walked in step with another."""
+    return IndexMap(tuple((None,) * len(type.dims) for type in types), (None,) * len(op.result.type.dims))
 
 
 def _map_iota(types: Types, op: Op) -> IndexMap:
@@ -432,6 +449,8 @@ OPS: dict[str, OpDef] = {
     "slice": OpDef(1, _slice, _map_slice, _numpy_slice, {"axis": int, "start": int, "step": int}, target="shape", is_view=True),
     "concat": OpDef(None, _concat, _map_concat, lambda np, *arrays, axis: np.concatenate(arrays, axis), {"axis": int}),
     "pad": OpDef(1, _pad, _map_pad, _numpy_pad, {"low": tuple, "high": tuple, "value": float}),
+    # A block of the program.
+    "call": OpDef(None, _call, _map_call, lambda np, *arrays, run: run(*arrays)),
     # Sharding.
     "reshard": OpDef(1, _same, _map_elementwise, lambda np, x: x, {"kind": str}, target="sharding"),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod, sqrt
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hostweave.errors import ArgumentError
+from hostweave.fusion.blocks import inlined
 from hostweave.fusion.ir import Fusion, Op
 from hostweave.fusion.ops import OPS, operand_types
 from hostweave.fusion.types import DType, TensorType
@@ -36,6 +38,11 @@ def run_reference(fusion: Fusion, arrays: Mapping[str, Array]) -> tuple[Array, .
             raise ArgumentError(f"{fusion.name}: {name} has {arrays[name].ndim} dims; pass a {type}")
     sizes = bind_sizes(fusion.name, fusion.mesh, inputs, {name: arrays[name].shape for name in inputs}, uneven=None)
     values = {name: arrays[name].astype(_computing_dtype(type.dtype)) for name, type in inputs.items()}
+    return _results(fusion, values, sizes)
+
+
+def _results(fusion: Fusion, inputs: Mapping[str, Array], sizes: Mapping[str, int]) -> tuple[Array, ...]:
+    values = dict(inputs)
     for op in fusion.ops:
         values[op.result.name] = _run(op, values, sizes)
     return tuple(values[name] for name in fusion.outputs)
@@ -49,10 +56,16 @@ def _run(op: Op, values: Mapping[str, Array], sizes: Mapping[str, int]) -> Array
         keywords["shape"] = tuple(extent.bind(sizes) for extent in op.result.type.shape)
     if OPS[op.kind].target == "type":
         keywords["dtype"] = _computing_dtype(op.result.type.dtype)
+    if op.callee:
+        keywords["run"] = partial(_call, op.callee, sizes)
     if op.kind == "cast":
         return _cast(operands[0], op.result.type.dtype)
     result: Array = OPS[op.kind].numpy(np, *operands, **keywords)
     return result
+
+
+def _call(block: Fusion, sizes: Mapping[str, int], *arrays: Array) -> Array:
+    return _results(block, {value.name: array for value, array in zip(block.inputs, arrays, strict=True)}, sizes)[0]
 
 
 def _cast(array: Array, dtype: DType) -> Array:
@@ -105,7 +118,7 @@ def tolerance_of(fusion: Fusion, name: str, sizes: Mapping[str, int]) -> Toleran
 
     Lengths multiply along a chain of sums and products; so do the ranks, wherever they hold terms that are added up.
     """
-    spread = insert_reshards(propagate_sharding(fusion, Options()), Options())
+    spread = insert_reshards(propagate_sharding(inlined(fusion), Options()), Options())
     types = {value_name: value.type for value_name, value in spread.values().items()}
     lengths, terms = dict.fromkeys(types, 1), dict.fromkeys(types, 1)
     for op in spread.ops:

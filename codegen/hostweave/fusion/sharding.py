@@ -35,6 +35,7 @@ class Flow:
     shapes: tuple[tuple[Dim, ...], ...]  # of the operands
     result: Layout
     reduced: dict[str, Axes]
+    taken: tuple[Layout, ...] | None = None  # how a block takes the operands of its calls
 
     def takes(self, dim: int, axes: Axes, mesh: Mesh) -> bool:
         """Whether a dim of the result can be split along `axes` by splitting the dims of operands that it comes from."""
@@ -49,6 +50,8 @@ class Flow:
 
     def operands(self, result: Layout) -> tuple[Layout, ...]:
         """The layout that each operand needs for the op to give `result`, whose partial axes split none of its dims."""
+        if self.taken is not None:
+            return self.taken
         axes = {**self.reduced, **{label: a for label, a in zip(self.indices.result, result, strict=True) if label is not None}}
         return tuple(tuple(axes.get(label, ()) if label is not None else () for label in labels) for labels in self.indices.operands)
 
@@ -61,6 +64,9 @@ class Flow:
 def flow(op: Op, operands: Sequence[TensorType], mesh: Mesh) -> Flow:
     """Kept labels come before reduced ones, and the first operand before the others (for a matmul the second before the first)."""
     indices = index_map(op, operands)
+    if op.callee:
+        taken = tuple(layout(value.type) for value in op.callee.inputs)
+        return Flow(indices, tuple(type.dims for type in operands), layout(op.callee.output_types[0]), {}, taken)
     kept = {label: dim.extent for label, dim in zip(indices.result, op.result.type.dims, strict=True) if label is not None}
     claimed: dict[str, Axes] = {}
     reduced: dict[str, Axes] = {}

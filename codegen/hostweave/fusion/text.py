@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
 
 from hostweave.errors import Location
+from hostweave.fusion.blocks import on_each
 from hostweave.fusion.ir import Attribute, Fusion, Op, Scalar, Value
 from hostweave.fusion.ops import OPS
 from hostweave.fusion.types import Mesh, Stream, TensorType
@@ -19,18 +22,23 @@ BY = ("p2p", "ring", "broadcast", "reduce", "all_gather", "reduce_scatter", "all
 
 
 def print_fusion(fusion: Fusion) -> str:
-    """The program as text, one op a line."""
+    """The program as text, one op a line, after the blocks that it calls."""
+    blocks = "".join(_print_body("block", block) for block in fusion.blocks)
+    return blocks + _print_body("fusion", fusion, f" {fusion.mesh}" if fusion.mesh.axes else "")
+
+
+def _print_body(word: str, fusion: Fusion, mesh: str = "") -> str:
     inputs = ", ".join(f"%{value.name}: {value.type}" for value in fusion.inputs)
-    mesh = f" {fusion.mesh}" if fusion.mesh.axes else ""
     lines = [f"  {print_op(op)}\n" for op in fusion.ops]
-    return f"fusion @{fusion.name}({inputs}){mesh} {{\n{''.join(lines)}  return {_names(fusion.outputs)}\n}}\n"
+    return f"{word} @{fusion.name}({inputs}){mesh} {{\n{''.join(lines)}  return {_names(fusion.outputs)}\n}}\n"
 
 
 def print_op(op: Op) -> str:
     """`%y: bf16[M, N] stream(M, 8) = matmul(%x, %w)`"""
     operands = [f"%{operand}" if isinstance(operand, str) else _number(operand) for operand in op.operands]
     named = [f"{name}={_attribute(value)}" for name, value in op.attributes]
-    return f"{print_value(op.result)} = {op.kind}({', '.join(operands + named)})"
+    kind = f"{op.kind} @{op.callee.name}" if op.callee else op.kind
+    return f"{print_value(op.result)} = {kind}({', '.join(operands + named)})"
 
 
 def print_value(value: Value) -> str:
@@ -70,9 +78,25 @@ def parse_fusion(text: str) -> Fusion:
     from hostweave.fusion.verify import verify_fusion
 
     reader = Reader(text)
-    reader.expect("fusion")
+    blocks: dict[str, Fusion] = {}
+    while reader.peek() == "block":
+        at = reader.at + 2
+        block = _parse_body(reader, "block", blocks)
+        if block.name in blocks:
+            reader.fail(f"block @{block.name} is defined twice; rename one", at)
+        blocks[block.name] = block
+    fusion = _parse_body(reader, "fusion", blocks)
+    if reader.peek():
+        reader.fail(f"expected the end of the text, found {reader.found()}")
+    fusion = on_each(fusion, lambda body: replace(body, mesh=fusion.mesh))  # the text says it once
+    verify_fusion(fusion)
+    return fusion
+
+
+def _parse_body(reader: Reader, word: str, blocks: Mapping[str, Fusion]) -> Fusion:
+    reader.expect(word)
     reader.expect("@")
-    name = reader.word("the name of the fusion")
+    name = reader.word(f"the name of the {word}")
     reader.expect("(")
     inputs = reader.list_of(lambda: _parse_input(reader), ")")
     mesh = reader.mesh() if reader.peek() == "mesh" else Mesh()
@@ -80,17 +104,13 @@ def parse_fusion(text: str) -> Fusion:
     known = {value.name for value in inputs}
     ops: list[Op] = []
     while not reader.accept("return"):
-        ops.append(parse_op(reader, known))
+        ops.append(parse_op(reader, known, blocks))
         known.add(ops[-1].result.name)
     outputs = [_parse_use(reader, known)]
     while reader.accept(","):
         outputs.append(_parse_use(reader, known))
     reader.expect("}")
-    if reader.peek():
-        reader.fail(f"expected the end of the text, found {reader.found()}")
-    fusion = Fusion(name, mesh, inputs, tuple(ops), tuple(outputs))
-    verify_fusion(fusion)
-    return fusion
+    return Fusion(name, mesh, inputs, tuple(ops), tuple(outputs))
 
 
 def _parse_input(reader: Reader) -> Value:
@@ -99,8 +119,8 @@ def _parse_input(reader: Reader) -> Value:
     return Value(name, reader.tensor_type(), stated=True)
 
 
-def parse_op(reader: Reader, known: set[str] | None = None) -> Op:
-    """One line of ops. `known` are the values defined so far, where a use of any other is to be an error."""
+def parse_op(reader: Reader, known: set[str] | None = None, blocks: Mapping[str, Fusion] = MappingProxyType({})) -> Op:
+    """One line of ops. `known` are the values defined so far, where a use of any other is to be an error; `blocks` can be called."""
     location = Location("text", reader.line())
     result = parse_value(reader)
     reader.expect("=")
@@ -111,6 +131,7 @@ def parse_op(reader: Reader, known: set[str] | None = None) -> Op:
 
         near = get_close_matches(kind, OPS, 1)
         reader.fail(f"unknown op {kind!r}; " + (f"did you mean {near[0]}?" if near else f"one of {', '.join(OPS)}"), at)
+    callee = _parse_callee(reader, blocks) if kind == "call" else None
     reader.expect("(")
     operands: list[str | Scalar] = []
     attributes: list[tuple[str, Attribute]] = []
@@ -124,7 +145,17 @@ def parse_op(reader: Reader, known: set[str] | None = None) -> Op:
             operands.append(_parse_use(reader, known) if reader.peek() == "%" else _parse_number(reader))
 
     reader.list_of(item, ")")
-    return Op(kind, tuple(operands), result, tuple(attributes), location)
+    return Op(kind, tuple(operands), result, tuple(attributes), location, callee=callee)
+
+
+def _parse_callee(reader: Reader, blocks: Mapping[str, Fusion]) -> Fusion:
+    reader.expect("@")
+    at = reader.at
+    name = reader.word("the name of a block")
+    if name not in blocks:
+        known = ", ".join(f"@{other}" for other in blocks) or "none"
+        reader.fail(f"there is no block @{name} above; the blocks here: {known}", at)
+    return blocks[name]
 
 
 def _parse_use(reader: Reader, known: set[str] | None) -> str:

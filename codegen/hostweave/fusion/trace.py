@@ -34,11 +34,11 @@ RESULT_NAMES = {
 def fusion(*, mesh: Mesh | None = None, **inputs: TensorType) -> Callable[[Callable[..., Any]], Fusion]:
     """Traces the decorated function into a Fusion: `@hw.fusion(mesh=hw.Mesh(x=8), x=hw.bf16["M@x", "K"])`.
 
-    `inputs` gives the type of each parameter by name; without a mesh there is one device. The function runs once, on
-    tensors that hold no values. Raises ProgramError.
+    `inputs` gives the type of each parameter by name; a function with `**weights` gets there those that it does not name.
+    Without a mesh there is one device. The function runs once, on tensors that hold no values. Raises ProgramError.
     """
     location = Location.of_caller()
-    return lambda function: _trace(function, mesh or Mesh(), inputs, location)
+    return lambda function: traced(function, _Trace(mesh or Mesh()), inputs, "fusion", location)
 
 
 class Tensor:
@@ -91,6 +91,8 @@ class Tensor:
         location = Location.of_caller()
         if self._op is None:
             raise ProgramError(f"stream: %{self._name} is an input; stream what is computed from it, or hw.copy({self._name})", location)
+        if self._op.callee:
+            raise ProgramError(f"stream: this is made by the block @{self._op.callee.name}; stream a tensor in the block", location)
         if self._value.stream is not None:
             raise ProgramError("stream: this value is streamed already; state one dim, once", location)
         number = dim_of(self, dim, "stream", location)
@@ -201,10 +203,14 @@ class Tensor:
 
 
 class _Trace:
-    """The values of one function so far, by number: an op's operands are numbers until all names are known."""
+    """The values of one function so far, by number: an op's operands are numbers until all names are known.
 
-    def __init__(self, mesh: Mesh):
+    `blocks` are those of the whole fusion by what they were made of, None while one is being traced.
+    """
+
+    def __init__(self, mesh: Mesh, blocks: dict[object, Fusion | None] | None = None):
         self.mesh = mesh
+        self.blocks = {} if blocks is None else blocks
         self.tensors: dict[str, Tensor] = {}
         self.named: dict[str, Tensor] = {}  # what the user named
         self._types: dict[str, TensorType] = {}
@@ -228,11 +234,16 @@ class _Trace:
 
 
 def record(
-    kind: str, *operands: Tensor | Scalar, target: TensorType | None = None, beside: Tensor | None = None, **values: Attribute
+    kind: str,
+    *operands: Tensor | Scalar,
+    target: TensorType | None = None,
+    beside: Tensor | None = None,
+    callee: Fusion | None = None,
+    **values: Attribute,
 ) -> Tensor:
     """Writes down one op and gives its result. `target` is what the user states of the result's type.
 
-    `beside` is a tensor of the same function, for an op that takes none. Raises ProgramError.
+    `beside` is a tensor of the same function, for an op that takes none; `callee` the block of a call. Raises ProgramError.
     """
     location = Location.of_caller()
     tensors = [operand for operand in operands if isinstance(operand, Tensor)]
@@ -247,7 +258,7 @@ def record(
         raise ProgramError(f"{kind}: the tensors belong to different fusions; pass one of them in as an input", location)
     is_float = known[-1].dtype.kind == "float"
     names = tuple(o._value.name if isinstance(o, Tensor) else _weak(o, is_float) for o in operands)
-    op = Op(kind, names, Value("", target or known[0].type), attributes(**values), location)
+    op = Op(kind, names, Value("", target or known[0].type), attributes(**values), location, callee=callee)
     types = operand_types(op, trace.types())
     derived = infer_type(op, types)
     if kind == "reshard":
@@ -277,18 +288,19 @@ def dim_of(tensor: Tensor, axis: int | str, kind: str, location: Location) -> in
 # --- from a function to a fusion --------------------------------------------------------------------------------------
 
 
-def _trace(function: Callable[..., Any], mesh: Mesh, inputs: dict[str, TensorType], location: Location) -> Fusion:
+def traced(function: Callable[..., Any], trace: _Trace, inputs: dict[str, TensorType], word: str, location: Location) -> Fusion:
+    """What a function computes; `word` says what it is, a fusion or a block. Raises ProgramError."""
     name = function.__name__ if function.__name__.isidentifier() else "program"  # of a lambda
-    trace = _Trace(mesh)
     arguments = {}
-    for parameter in _parameters(function, inputs, location):
-        inputs[parameter].check(location, mesh)
+    for parameter in parameters(function, inputs, word, location):
+        inputs[parameter].check(location, trace.mesh)
         arguments[parameter] = trace.add(None, inputs[parameter], stated=True, name=parameter)
     returned = function(**arguments)
     results = tuple(returned) if isinstance(returned, tuple | list) else (returned,)
     for result in results:
         if not isinstance(result, Tensor) or result._trace is not trace:
-            raise ProgramError(f"fusion @{name} returns {result!r}; return a tensor of it, or a tuple of tensors", location)
+            several = ", or a tuple of tensors" if word == "fusion" else ""
+            raise ProgramError(f"{word} @{name} returns {result!r}; return a tensor of it{several}", location)
     outputs = _distinct_results(results)
     for i, result in enumerate(outputs):
         if result._name is None:
@@ -298,15 +310,23 @@ def _trace(function: Callable[..., Any], mesh: Mesh, inputs: dict[str, TensorTyp
     return finished
 
 
-def _parameters(function: Callable[..., Any], inputs: dict[str, TensorType], location: Location) -> list[str]:
-    parameters = list(inspect.signature(function).parameters)
-    for parameter in parameters:
-        if not isinstance(inputs.get(parameter), TensorType):
-            raise ProgramError(f"fusion @{function.__name__}: {parameter} has no type; pass {parameter}=hw.f32[...] to hw.fusion", location)
-    for name in inputs:
-        if name not in parameters:
-            raise ProgramError(f"fusion @{function.__name__}: {name} is not a parameter of the function; add it or leave it out", location)
-    return parameters
+def parameters(function: Callable[..., Any], inputs: dict[str, TensorType], word: str, location: Location) -> list[str]:
+    """The names of the inputs in order: the parameters of the function, and those that its `**weights` takes, as they are given."""
+    here = f"{word} @{function.__name__}"
+    declared = inspect.signature(function).parameters.values()
+    named = [p.name for p in declared if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    others = [name for name in inputs if name not in named]
+    for name in named:
+        if not isinstance(inputs.get(name), TensorType):
+            raise ProgramError(f"{here}: {name} has no type; pass {name}=hw.f32[...] to hw.{word}", location)
+    for name in others:
+        if len(named) == len(declared):
+            raise ProgramError(f"{here}: {name} is not a parameter of the function; add it or leave it out", location)
+        if not isinstance(inputs[name], TensorType):
+            raise ProgramError(f"{here}: {name} has no type; pass {name}=hw.f32[...] to hw.{word}", location)
+        if not (name.isidentifier() and name.isascii()):
+            raise ProgramError(f"{here}: {name!r} is not a name; use letters, digits and _", location)
+    return named + others
 
 
 def _distinct_results(results: tuple[Tensor, ...]) -> list[Tensor]:
@@ -343,7 +363,8 @@ def _names(trace: _Trace, needed: set[str]) -> dict[str, str]:
     for number, tensor in trace.tensors.items():
         name = tensor._name
         if name is None and tensor._op and number in needed:
-            kind = RESULT_NAMES.get(tensor._op.kind, tensor._op.kind)
+            callee, op = tensor._op.callee, tensor._op.kind
+            kind = callee.name if callee else RESULT_NAMES.get(op, op)
             while name is None or name in trace.named:
                 counts[kind] = counts.get(kind, 0) + 1
                 name = kind if counts[kind] == 1 else f"{kind}_{counts[kind]}"

@@ -25,21 +25,48 @@ class Named(Protocol):
 
 
 def verify_fusion(fusion: Fusion, after: str = "input") -> None:
-    """Raises ProgramError, with the op's place, where the fusion does not hold together as it must after the pass named `after`."""
+    """Raises ProgramError, with the op's place, where the fusion does not hold together as it must after the pass named `after`.
+
+    Its blocks come first, each as a fusion of its own.
+    """
     level = STAGES.index(after)
+    for block in fusion.blocks:
+        _verify_body(block, f"block @{block.name}", level)
+        _verify_block(block, fusion)
+    _verify_body(fusion, f"fusion @{fusion.name}", level)
+
+
+def _verify_body(fusion: Fusion, here: str, level: int) -> None:
     types: dict[str, TensorType] = {}
     for value in fusion.inputs:
         _define(value, types, None)
         value.type.check(None, fusion.mesh)
         if value.stream or value.type.partial:
-            raise ProgramError(f"fusion @{fusion.name}: input %{value.name} can be neither streamed nor partial; stream a copy of it")
+            raise ProgramError(f"{here}: input %{value.name} can be neither streamed nor partial; stream a copy of it")
     for op in fusion.ops:
         _verify_op(op, types)
         op.result.type.check(op.location, fusion.mesh)
         _verify_stream(op, level)
         if level >= STAGES.index("insert_reshards"):
             _verify_sharding(op, types, fusion.mesh, level)
-    _verify_outputs(fusion, types)
+    _verify_outputs(fusion, here, types)
+
+
+def _verify_block(block: Fusion, fusion: Fusion) -> None:
+    if len(block.outputs) != 1:
+        raise ProgramError(f"block @{block.name} returns {len(block.outputs)} tensors; a block gives one, make a block of each")
+    if block.mesh != fusion.mesh:
+        raise ProgramError(f"block @{block.name} is on {block.mesh}, but fusion @{fusion.name} on {fusion.mesh}; give both one mesh")
+    known = {name for value in block.inputs for extent in value.type.shape for name in extent.symbols}
+    for op in block.ops:
+        for name in (name for extent in op.result.type.shape for name in extent.symbols if name not in known):
+            raise ProgramError(
+                f"block @{block.name}: no parameter has a dim {name}, which %{op.result.name} has; give it to one", op.location
+            )
+    for caller in (*fusion.blocks, fusion):
+        for op in caller.ops:
+            if op.callee and op.callee.name == block.name and op.callee != block:
+                raise ProgramError(f"call: two blocks are named @{block.name}; give one of them another name", op.location)
 
 
 def verify_ops(inputs: Sequence[Named], ops: Sequence[Op]) -> None:
@@ -61,6 +88,8 @@ def _verify_op(op: Op, types: dict[str, TensorType]) -> None:
     if op.kind not in OPS:
         raise ProgramError(f"unknown op {op.kind!r}; one of {', '.join(OPS)}", op.location)
     definition = OPS[op.kind]
+    if (op.kind == "call") != (op.callee is not None):
+        raise ProgramError(f"{op.kind}: a call, and nothing else, has a block that it calls", op.location)
     if len(op.operands) != definition.arity and (definition.arity is not None or not op.operands):
         wanted = "one or more" if definition.arity is None else definition.arity
         raise ProgramError(f"{op.kind}: takes {wanted} operands, not {len(op.operands)}", op.location)
@@ -90,6 +119,8 @@ def _verify_stream(op: Op, level: int) -> None:
     for value, known in ((stream.step, STEPS), (stream.by, BY), (stream.rotation, ROTATIONS)):
         if value is not None and value not in known:
             raise ProgramError(f"{here}: {value!r} is not one of {', '.join(known)}", op.location)
+    if op.callee:
+        raise ProgramError(f"{here}: it is made by the block @{op.callee.name}; stream a tensor in the block", op.location)
     extent = op.result.type.shape[stream.dim]
     if stream.chunks is not None and (stream.chunks < 1 or (extent.is_int and int(extent) % stream.chunks)):
         why = f"{stream.chunks} chunks do not divide dim {stream.dim} of {op.result.type}"
@@ -128,14 +159,14 @@ def _verify_reshard(op: Op, source: TensorType, mesh: Mesh, level: int) -> None:
         raise ProgramError(f"reshard: {source} to {op.result.type} is {' then '.join(kinds) or 'no change'}, not one {stated}", op.location)
 
 
-def _verify_outputs(fusion: Fusion, types: dict[str, TensorType]) -> None:
+def _verify_outputs(fusion: Fusion, here: str, types: dict[str, TensorType]) -> None:
     made = {op.result.name for op in fusion.ops}
     if not fusion.outputs:
-        raise ProgramError(f"fusion @{fusion.name} returns nothing; return at least one tensor")
+        raise ProgramError(f"{here} returns nothing; return at least one tensor")
     for name in fusion.outputs:
         if name not in made:
-            raise ProgramError(f"fusion @{fusion.name}: %{name} is returned, but no op makes it; return a copy of it")
+            raise ProgramError(f"{here}: %{name} is returned, but no op makes it; return a copy of it")
         if types[name].partial:
-            raise ProgramError(f"fusion @{fusion.name}: %{name} is {types[name]}; a partial tensor is not returned, reshard it first")
+            raise ProgramError(f"{here}: %{name} is {types[name]}; a partial tensor is not returned, reshard it first")
     if len(set(fusion.outputs)) != len(fusion.outputs):
-        raise ProgramError(f"fusion @{fusion.name} returns one tensor twice; return a copy of it")
+        raise ProgramError(f"{here} returns one tensor twice; return a copy of it")

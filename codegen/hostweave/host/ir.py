@@ -395,6 +395,16 @@ class If(Instruction):
     syntax = "if {condition} {body}{orelse}"
 
 
+@dataclass(frozen=True)
+class Call(Instruction):
+    """Runs a block of the program, which forks from the caller's stream and joins it by itself."""
+
+    block: str
+    srcs: Reads
+    dsts: Writes
+    syntax = "call @{block} {srcs} -> {dsts}"
+
+
 VIEWS = (Select, Slice, Section, Strided, Reshape, Permute)
 REDUCTIONS = (AllReduce, ReduceScatter, Reduce)
 COLLECTIVES = (AllGather, AllReduce, ReduceScatter, Broadcast, Reduce, Gather, Scatter, AllToAll, Exchange, Barrier)
@@ -434,6 +444,16 @@ class Kernel:
 
 
 @dataclass(frozen=True)
+class Block:
+    """Instructions that are called: a function. What it allocates is there once, and its calls use it one after another."""
+
+    name: str
+    inputs: tuple[Parameter, ...]
+    outputs: tuple[Parameter, ...]
+    body: Body
+
+
+@dataclass(frozen=True)
 class Streams:
     """`ring[4]`: four streams, walked round robin."""
 
@@ -458,6 +478,7 @@ class HostProgram:
     kernels: tuple[Kernel, ...] = ()
     body: Body = ()
     uneven: tuple[str, ...] = ()  # sizes that need not divide: of M a rank holds `part(M, x)`, not `M/8`
+    blocks: tuple[Block, ...] = ()  # a block stands before those that call it
 
     def __str__(self) -> str:
         from hostweave.host.text import print_host

@@ -20,8 +20,9 @@ INDENT = "  "
 
 
 def print_host(program: ir.HostProgram) -> str:
-    """The program as text, kernels first. One instruction a line."""
+    """The program as text, kernels first, then blocks. One instruction a line."""
     lines = [line for kernel in program.kernels for line in _kernel_lines(kernel)]
+    lines.extend(line for block in program.blocks for line in _block_lines(block))
     lines.append(
         f"host @{program.name}({_parameters(program.inputs)}) -> ({_parameters(program.outputs)}) {program.mesh}"
         + _pools("streams", program.streams)
@@ -40,6 +41,11 @@ def _kernel_lines(kernel: ir.Kernel) -> list[str]:
     end = f"}}  # ends here: {kernel.ends}" if kernel.ends else "}"
     lines = [*map(print_op, kernel.ops), *([f"return {_field_text(kernel.returned, True)}"] if kernel.returned else [])]
     return [f"kernel @{kernel.name}({_parameters(kernel.inputs)}) {{", *(INDENT + line for line in lines), end]
+
+
+def _block_lines(block: ir.Block) -> list[str]:
+    head = f"block @{block.name}({_parameters(block.inputs)}) -> ({_parameters(block.outputs)}) {{"
+    return [head, *_body_lines(block.body, INDENT), "}"]
 
 
 def _parameters(parameters: tuple[ir.Parameter, ...]) -> str:
@@ -98,14 +104,11 @@ def parse_host(text: str) -> ir.HostProgram:
     kernels: list[ir.Kernel] = []
     while reader.accept("kernel"):
         kernels.append(_parse_kernel(reader))
+    blocks: list[ir.Block] = []
+    while reader.accept("block"):
+        blocks.append(ir.Block(*_parse_head(reader, "the block"), _parse_body(reader)))
     reader.expect("host")
-    reader.expect("@")
-    name = reader.word("the name of the program")
-    reader.expect("(")
-    inputs = _parse_parameters(reader)
-    reader.expect("->")
-    reader.expect("(")
-    outputs = _parse_parameters(reader)
+    name, inputs, outputs = _parse_head(reader, "the program")
     mesh = reader.mesh()
     streams = tuple(ir.Streams(*pool) for pool in _parse_pools(reader, "streams"))
     events = tuple(ir.Events(*pool) for pool in _parse_pools(reader, "events"))
@@ -116,7 +119,18 @@ def parse_host(text: str) -> ir.HostProgram:
     body = _parse_body(reader)
     if reader.peek():
         reader.fail(f"expected the end of the text, found {reader.found()}")
-    return ir.HostProgram(name, mesh, inputs, outputs, streams, events, tuple(kernels), body, uneven)
+    return ir.HostProgram(name, mesh, inputs, outputs, streams, events, tuple(kernels), body, uneven, tuple(blocks))
+
+
+def _parse_head(reader: Reader, what: str) -> tuple[str, tuple[ir.Parameter, ...], tuple[ir.Parameter, ...]]:
+    """`@name(inputs) -> (outputs)`"""
+    reader.expect("@")
+    name = reader.word(f"the name of {what}")
+    reader.expect("(")
+    inputs = _parse_parameters(reader)
+    reader.expect("->")
+    reader.expect("(")
+    return name, inputs, _parse_parameters(reader)
 
 
 def _parse_parameters(reader: Reader) -> tuple[ir.Parameter, ...]:
@@ -205,7 +219,7 @@ def _parse_field(reader: Reader, kind: type[ir.Instruction], name: str, hint: An
         return _parse_body(reader) if reader.accept("else") else ()
     if role and hint is str:
         return reader.named()
-    if role:  # the buffers of a launch
+    if role:  # the buffers of a launch or a call
         return _separated(reader, reader.named) if reader.peek() == "%" else ()
     if name == "team":
         return _separated(reader, lambda: reader.word("a mesh axis"))

@@ -11,6 +11,7 @@ from hostweave.fusion.extent import Extent, block_of, part_of, product
 from hostweave.fusion.ops import widens
 from hostweave.fusion.types import BufferType
 from hostweave.host import ir
+from hostweave.host.blocks import bodies, events_of
 from hostweave.host.expr import Binary, Const, Coordinate, Expr, Size, Var, divisibility, leaves
 from hostweave.host.requirements import slack
 from hostweave.host.text import print_instruction
@@ -22,9 +23,15 @@ NOT_REDUCED = {"bool": "u8", "f8e4m3": "f32", "f8e5m2": "f32"}  # NCCL has no su
 def verify_host(program: ir.HostProgram) -> None:
     """Raises ProgramError for the first instruction that is not legal: its text, why, and what to do."""
     checker = _Checker(program)
+    checker.header()
     for kernel in program.kernels:
         checker.kernel(kernel)
-    checker.body(program.body, _Scope())
+    parts = bodies(program)
+    for part in parts:
+        body = _Checker(part, kernels=checker.kernels)
+        body.parameters()
+        body.body(part.body, _Scope())
+    checker.apart(parts)
 
 
 @dataclass(frozen=True)
@@ -39,19 +46,18 @@ class _Scope:
 
 @dataclass
 class _Checker:
-    program: ir.HostProgram
+    program: ir.HostProgram  # or a block as one
+    kernels: dict[str, ir.Kernel] = field(default_factory=dict)
     inputs: set[str] = field(default_factory=set)
     types: dict[str, BufferType] = field(default_factory=dict)
     indices: set[str] = field(default_factory=set)
     rank_dependent: set[str] = field(default_factory=set)
     roots: dict[str, str] = field(default_factory=dict)  # view -> the buffer that it is of
     freed: set[str] = field(default_factory=set)
-    kernels: dict[str, ir.Kernel] = field(default_factory=dict)
     current: ir.Instruction | None = None
     scope: _Scope = field(default_factory=lambda: _Scope())
 
-    def __post_init__(self) -> None:
-        self.inputs.update(p.name for p in self.program.inputs)
+    def header(self) -> None:
         pools: list[ir.Streams | ir.Events] = [*self.program.streams, *self.program.events]
         for pool in pools:
             if pool.count < 1:
@@ -61,6 +67,21 @@ class _Checker:
         for name in self.program.uneven:
             if name not in self.program.symbols():
                 self.fail(f"uneven({name}): {name} is not a size of any input or output; leave it out")
+        names = [block.name for block in self.program.blocks]
+        for name in names:
+            if names.count(name) > 1:
+                self.fail(f"block @{name} is declared twice: rename one")
+
+    def apart(self, parts: tuple[ir.HostProgram, ...]) -> None:
+        """Events belong to one body, so that a wait cannot meet the record of another."""
+        users: dict[str, str] = {}
+        for part in parts:
+            for event in sorted(events_of(part.body)):
+                if users.setdefault(event, part.name) != part.name:
+                    self.fail(f"both @{users[event]} and @{part.name} use {event}: declare events for each")
+
+    def parameters(self) -> None:
+        self.inputs.update(p.name for p in self.program.inputs)
         for parameter in (*self.program.inputs, *self.program.outputs):
             if parameter.name in self.types:
                 self.fail(f"%{parameter.name} is declared twice: rename one")
@@ -429,6 +450,38 @@ def _if(c: _Checker, i: ir.If, scope: _Scope) -> None:
     c.inner(i.orelse, replace(scope, condition=condition))
 
 
+def _call(c: _Checker, i: ir.Call, scope: _Scope) -> None:
+    block = next((block for block in c.program.blocks if block.name == i.block), None)
+    if block is None:
+        known = ", ".join(f"@{block.name}" for block in c.program.blocks) or "none"
+        c.fail(f"there is no block @{i.block} before @{c.program.name}; those there are {known}")
+    for word, names, parameters in (("takes", i.srcs, block.inputs), ("gives", i.dsts, block.outputs)):
+        if len(names) != len(parameters):
+            c.fail(f"@{i.block} {word} {len(parameters)} buffers, not {len(names)}")
+        for name, parameter in zip(names, parameters, strict=True):
+            wanted, buffer = c.program.local_type(parameter), c.types[name]
+            if (buffer.dtype, buffer.shape) != (wanted.dtype, wanted.shape):
+                c.fail(f"%{name} is {buffer}, and @{i.block} {word} {wanted} as %{parameter.name}")
+            if buffer.strides is not None:
+                c.fail(f"%{name} is not contiguous, which a block needs: copy it to a buffer of its own first")
+    for name in i.dsts:
+        if name in i.srcs or i.dsts.count(name) > 1:
+            c.fail(f"%{name} is named twice: what a block writes is memory of its own")
+    if scope.in_stream:
+        c.fail("a block forks from the caller's stream: move the call out of the stream block")
+    if scope.condition is not None and _is_collective(block, c.program.blocks):
+        c.fail(f"a block with collectives cannot stand under `if {scope.condition}`, which differs between ranks")
+
+
+def _is_collective(block: ir.Block, others: tuple[ir.Block, ...]) -> bool:
+    for i in ir.walk(block.body):
+        if isinstance(i, ir.COLLECTIVES):
+            return True
+        if isinstance(i, ir.Call) and any(_is_collective(other, others) for other in others if other.name == i.block):
+            return True
+    return False
+
+
 RULES: dict[type[ir.Instruction], Callable[[_Checker, Any, _Scope], None]] = {
     ir.Allocate: _allocate,
     ir.Deallocate: _deallocate,
@@ -464,4 +517,5 @@ RULES: dict[type[ir.Instruction], Callable[[_Checker, Any, _Scope], None]] = {
     ir.Let: _let,
     ir.For: _for,
     ir.If: _if,
+    ir.Call: _call,
 }

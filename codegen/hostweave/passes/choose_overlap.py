@@ -128,7 +128,7 @@ class _Choice:
         for i, name in enumerate(member.op.operands):
             op = self.made_by.get(name) if isinstance(name, str) else None
             dim = indices.operand_dim(i, member.dim)
-            if op is None or dim is None or op.result.stream or len(self.uses[op.result.name]) > 1:
+            if op is None or op.callee or dim is None or op.result.stream or len(self.uses[op.result.name]) > 1:
                 continue
             if needs_whole(op, operand_types(op, self.types), dim):
                 continue

@@ -87,7 +87,8 @@ class _Decomposition:
     def remove(self, op: Op, source: str) -> None:
         """What a reshard that changes nothing states (a name, a stream) goes to its producer; where that has other uses, to a copy."""
         producer = self.ops[self.made_by[source]] if source in self.made_by else None
-        if producer and len(self.consumers[source]) == 1 and not producer.result.stream and not producer.result.stated:
+        is_free = producer and not (producer.result.stream or producer.result.stated or (producer.callee and op.result.stream))
+        if producer and is_free and len(self.consumers[source]) == 1:
             self.made_by[op.result.name] = self.made_by[source]
             self.ops[self.made_by[source]] = replace(producer, result=op.result)
         else:

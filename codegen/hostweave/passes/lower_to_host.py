@@ -25,6 +25,7 @@ from hostweave.fusion.ops import OPS, index_map, operand_types, padded_dims
 from hostweave.fusion.resharding import Change, change_of, sources_of
 from hostweave.fusion.types import BufferType, Dim, TensorType
 from hostweave.host import ir
+from hostweave.host.blocks import joined
 from hostweave.host.builder import Builder
 from hostweave.host.expr import Const, Expr, Var
 from hostweave.options import Options
@@ -39,8 +40,9 @@ REVERSIBLE = ("reshape", "expand_dims", "transpose")  # views of all elements
 
 
 def lower_to_host(fusion: Fusion, options: Options) -> ir.HostProgram:
-    """The host program of a fusion whose reshards are each one communication or one local slice."""
-    return _Lowering(fusion, options).program()
+    """The host program of a fusion whose reshards are each one communication or one local slice; of each block a block."""
+    uneven = uneven_sizes(fusion)
+    return joined([_Lowering(body, options, uneven).program() for body in (*fusion.blocks, fusion)])
 
 
 @dataclass
@@ -61,10 +63,10 @@ class _Loop:
 
 
 class _Lowering:
-    def __init__(self, fusion: Fusion, options: Options):
+    def __init__(self, fusion: Fusion, options: Options, uneven: tuple[str, ...]):
         self.fusion, self.mesh, self.options = fusion, fusion.mesh, options
         self.b = Builder()
-        self.uneven = uneven_sizes(fusion)
+        self.uneven = uneven
         self.values = fusion.values()
         self.types = {name: value.type for name, value in self.values.items()}
         self.consumers: dict[str, list[Op]] = {name: [] for name in self.values}
@@ -222,6 +224,8 @@ class _Lowering:
             self.reshard(op, steps)
         elif self.is_view(op):
             self.view(op, steps)
+        elif op.callee:
+            self.call(op, op.callee)
         else:
             self.compute(op, steps)
 
@@ -242,6 +246,18 @@ class _Lowering:
             b.emit(ir.Copy(sources[0], target))
         else:
             b.emit(ir.Launch(self.kernel(op, sources, target, steps), tuple(dict.fromkeys(sources)), (target,)))
+
+    def call(self, op: Op, block: Fusion) -> None:
+        sources = tuple(map(self.contiguous, op.tensors))
+        self.b.emit(ir.Call(block.name, sources, (self.whole(op.result.name),)))
+
+    def contiguous(self, name: str) -> str:
+        """All of a value, as a block takes it."""
+        source = self.whole(name)
+        if not self.b.is_contiguous(source):
+            self.buffers[name] = self.b.allocate(f"{name}_packed", self.b.types[source])
+            self.b.emit(ir.Copy(source, self.buffers[name]))
+        return self.buffers[name]
 
     def keeps_dim(self, op: Op) -> bool:
         """A matmul needs its last two dims, so a step that takes one index of them keeps a dim of 1."""

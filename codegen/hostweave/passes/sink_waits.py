@@ -23,7 +23,7 @@ from hostweave.host import ir
 from hostweave.options import Options
 from hostweave.passes.touched import CALLS_NOTHING, Touched
 
-ORDERING = (ir.OnStream, ir.Fork, ir.Join, ir.Record, ir.Wait)  # what other streams see of the caller's, or it of them
+ORDERING = (ir.OnStream, ir.Fork, ir.Join, ir.Record, ir.Wait, ir.Call)  # what other streams see of the caller's, or it of them
 
 
 def sink_waits(program: ir.HostProgram, options: Options) -> ir.HostProgram:

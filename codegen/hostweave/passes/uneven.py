@@ -17,24 +17,25 @@ def uneven_sizes(fusion: Fusion) -> tuple[str, ...]:
 
     Raises ProgramError for an int that the ranks cannot share evenly, where they must.
     """
-    types = {name: value.type for name, value in fusion.values().items()}
-    sharded = dict.fromkeys(str(dim.extent) for type in types.values() for dim in type.dims if dim.axes and _is_name(dim))
-    for op in fusion.ops:
-        for dim, why in _even(op, types, fusion):
-            ranks = fusion.mesh.size_of(dim.axes)
-            if dim.extent.is_int and int(dim.extent) % ranks:
-                padded = -(-int(dim.extent) // ranks) * ranks
-                raise ProgramError(
-                    f"{op.kind}: {ranks} ranks cannot share dim {dim} evenly, as {why} needs; pad it to {padded}", op.location
-                )
-            for name in dim.extent.names:
-                sharded.pop(name, None)
-    for type in types.values():
-        for dim in type.dims:
-            if dim.axes and not _is_name(dim):
-                for name in dim.extent.names:
-                    sharded.pop(name, None)
-    return tuple(sharded)
+    sharded: dict[str, None] = {}
+    even: set[str] = set()
+    for body in (*fusion.blocks, fusion):  # a size is one for all of them
+        types = {name: value.type for name, value in body.values().items()}
+        dims = [dim for type in types.values() for dim in type.dims if dim.axes]
+        sharded |= dict.fromkeys(str(dim.extent) for dim in dims if _is_name(dim))
+        even.update(name for dim in dims if not _is_name(dim) for name in dim.extent.names)
+        for op in body.ops:
+            for dim, why in _even(op, types, body):
+                _expect_even(op, dim, why, body)
+                even.update(dim.extent.names)
+    return tuple(name for name in sharded if name not in even)
+
+
+def _expect_even(op: Op, dim: Dim, why: str, fusion: Fusion) -> None:
+    ranks = fusion.mesh.size_of(dim.axes)
+    if dim.extent.is_int and int(dim.extent) % ranks:
+        padded = -(-int(dim.extent) // ranks) * ranks
+        raise ProgramError(f"{op.kind}: {ranks} ranks cannot share dim {dim} evenly, as {why} needs; pad it to {padded}", op.location)
 
 
 def _is_name(dim: Dim) -> bool:

@@ -1,0 +1,174 @@
+"""Host programs with blocks: each body as a program of its own, all of them as one again, and the program without calls."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from hostweave.host import ir
+from hostweave.host.expr import Binary, Expr, Var
+
+
+def bodies(program: ir.HostProgram) -> tuple[ir.HostProgram, ...]:
+    """Every block as a program, whoever is called before its callers, then the program itself; each with what it uses."""
+    if not program.blocks:
+        return (program,)
+    parts = [
+        replace(program, name=block.name, inputs=block.inputs, outputs=block.outputs, body=block.body, blocks=program.blocks[:i])
+        for i, block in enumerate(program.blocks)
+    ]
+    return tuple(_with_what_it_uses(part) for part in (*parts, program))
+
+
+def _with_what_it_uses(part: ir.HostProgram) -> ir.HostProgram:
+    kernels, events = kernels_of(part.body), events_of(part.body)
+    return replace(
+        part,
+        kernels=tuple(kernel for kernel in part.kernels if kernel.name in kernels),
+        events=tuple(pool for pool in part.events if pool.name in events),
+        uneven=tuple(name for name in part.uneven if name in part.symbols()),
+    )
+
+
+def kernels_of(body: ir.Body) -> set[str]:
+    """The kernels that a body launches."""
+    return {i.kernel for i in ir.walk(body) if isinstance(i, ir.Launch)}
+
+
+def events_of(body: ir.Body) -> set[str]:
+    """The events that a body records or waits for."""
+    return {i.event for i in ir.walk(body) if isinstance(i, ir.Record | ir.Wait)}
+
+
+# --- bodies as one program --------------------------------------------------------------------------------------------
+
+
+def joined(parts: Sequence[ir.HostProgram]) -> ir.HostProgram:
+    """The last of these with the others as its blocks. Equal kernels are one; other kernels, and events, get names of their own."""
+    program = parts[-1]
+    if len(parts) == 1:
+        return program
+    kernels: dict[str, ir.Kernel] = {}
+    events: dict[str, ir.Events] = {}
+    renamed = []
+    for part in parts:
+        names: dict[str, str] = {}
+        for kernel in part.kernels:
+            others = {name for name, other in kernels.items() if other != replace(kernel, name=name)}
+            names[kernel.name] = name = _free(kernel.name, others)
+            kernels.setdefault(name, replace(kernel, name=name))
+        pools: dict[str, str] = {}
+        for pool in part.events:
+            pools[pool.name] = _free(pool.name, events)
+            events[pools[pool.name]] = replace(pool, name=pools[pool.name])
+        renamed.append(_with_names(part.body, names, pools))
+    return replace(
+        program,
+        streams=tuple(dict.fromkeys(pool for part in parts for pool in part.streams)),
+        events=tuple(events.values()),
+        kernels=tuple(kernels.values()),
+        body=renamed[-1],
+        blocks=tuple(ir.Block(p.name, p.inputs, p.outputs, body) for p, body in zip(parts[:-1], renamed[:-1], strict=True)),
+    )
+
+
+def _free(wanted: str, taken: Container[str]) -> str:
+    name, number = wanted, 1
+    while name in taken:
+        number += 1
+        name = f"{wanted}_{number}"
+    return name
+
+
+def _with_names(body: ir.Body, kernels: Mapping[str, str], events: Mapping[str, str]) -> ir.Body:
+    def renamed(i: ir.Instruction) -> ir.Instruction | None:
+        if isinstance(i, ir.Launch):
+            return replace(i, kernel=kernels[i.kernel])
+        if isinstance(i, ir.Record | ir.Wait):
+            return replace(i, event=events[i.event])
+        return None
+
+    return ir.rewrite(body, renamed)
+
+
+# --- without calls ----------------------------------------------------------------------------------------------------
+
+
+def inlined(program: ir.HostProgram) -> ir.HostProgram:
+    """The program with the body of a block in place of each call, for whoever wants one flat list of instructions.
+
+    What `@layer` names `%h` is `%layer_h` there. Its memory is allocated once: all of its calls use it, one after another.
+    """
+    if not program.blocks:
+        return program
+    inlining = _Inlining(program)
+    body = inlining.body(program.body)
+    return replace(program, body=(*inlining.frames, *body), blocks=())
+
+
+class _Inlining:
+    def __init__(self, program: ir.HostProgram):
+        self.blocks = {block.name: block for block in program.blocks}
+        self.taken = {parameter.name for parameter in (*program.inputs, *program.outputs)}
+        self.taken.update(name for i in ir.walk(program.body) for name in ir.names(i, "define", "index"))
+        self.frames: list[ir.Allocate] = []
+        self.framed: set[str] = set()  # blocks whose memory is there
+        self.memory: dict[tuple[str, str], str] = {}  # block and name of an allocation in it -> its name here
+
+    def body(self, body: ir.Body) -> ir.Body:
+        return ir.rewrite(body, lambda i: self.called(i) if isinstance(i, ir.Call) else None)
+
+    def called(self, call: ir.Call) -> ir.Body:
+        block = self.blocks[call.block]
+        parameters = [parameter.name for parameter in (*block.inputs, *block.outputs)]
+        names = dict(zip(parameters, (*call.srcs, *call.dsts), strict=True))
+        frame = {i.out: i for i in block.body if isinstance(i, ir.Allocate)}  # what only one side of a branch needs stays there
+        for i in ir.walk(block.body):
+            for name in ir.names(i, "define", "index"):
+                names[name] = self.memory_of(block, i) if isinstance(i, ir.Allocate) else self.fresh(f"{block.name}_{name}")
+        if block.name not in self.framed:
+            self.framed.add(block.name)
+            self.frames.extend(replace(i, out=names[name]) for name, i in frame.items())
+        body = ir.rewrite(block.body, lambda i: () if isinstance(i, ir.Allocate | ir.Deallocate) and _memory(i) in frame else None)
+        return self.body(_renamed(body, names))
+
+    def memory_of(self, block: ir.Block, i: ir.Allocate) -> str:
+        """The name of memory that all calls of a block share."""
+        if (block.name, i.out) not in self.memory:
+            self.memory[block.name, i.out] = self.fresh(f"{block.name}_{i.out}")
+        return self.memory[block.name, i.out]
+
+    def fresh(self, wanted: str) -> str:
+        name = _free(wanted, self.taken)
+        self.taken.add(name)
+        return name
+
+
+def _memory(i: ir.Allocate | ir.Deallocate) -> str:
+    return i.out if isinstance(i, ir.Allocate) else i.src
+
+
+def _renamed(body: ir.Body, names: Mapping[str, str]) -> ir.Body:
+    """A body under other names of buffers and indices."""
+    return tuple(replace(i, **{f.name: _field(i, f.name, names) for f in fields(i)}) for i in body)
+
+
+def _field(i: ir.Instruction, name: str, names: Mapping[str, str]) -> Any:
+    value = getattr(i, name)
+    if name in ("body", "orelse"):
+        return _renamed(value, names)
+    if isinstance(value, Expr):
+        return _expr(value, names)
+    if name not in ir.roles(type(i)):
+        return value
+    return tuple(names[each] for each in value) if isinstance(value, tuple) else names[value]
+
+
+def _expr(expr: Expr, names: Mapping[str, str]) -> Expr:
+    match expr:
+        case Var(name):
+            return Var(names[name])
+        case Binary(op, left, right):
+            return Binary(op, _expr(left, names), _expr(right, names))
+    return expr

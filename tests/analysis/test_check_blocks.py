@@ -1,0 +1,85 @@
+"""The static check sees into blocks, and from one call to the next: they share memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from hostweave.analysis.check import check
+from hostweave.errors import ProgramError
+from hostweave.host.ir import HostProgram
+
+LAYER = """\
+block @layer(%a: f32[M@x, E]) -> (%b: f32[M@x, E]) {
+  %t = allocate f32[M/2, E]
+  fork ring
+  stream ring[0] {
+    copy %a -> %t
+    record done[0]
+  }
+  stream ring[1] {
+    wait done[0]
+    copy %t -> %b
+  }
+  join ring
+}
+"""
+PROGRAM = """\
+host @f(%x: f32[M@x, E]) -> (%y: f32[M@x, E]) mesh(x=2) streams(ring[2]) events(done[1]) {
+  %h = allocate f32[M/2, E]
+  call @layer %x -> %h
+  call @layer %h -> %y
+}
+"""
+
+RACES = {
+    "inside a block": (
+        "    wait done[0]\n",
+        "text:9: rank 0, ring[1]: copy %layer_t -> %h reads %layer_t while rank 0, ring[0]: copy %x -> %layer_t writes it: "
+        "nothing orders them; add record/wait or put both on one stream",
+    ),
+    "before a block": (
+        "  fork ring\n",
+        "text:4: rank 0, ring[0]: copy %x -> %layer_t reads %x while the caller may still write it: "
+        "nothing orders them; add fork ring between them",
+    ),
+    "from one call to the next": (
+        "  join ring\n",
+        "text:5: rank 0, ring[0]: copy %h -> %layer_t reads %h while rank 0, ring[1]: copy %layer_t -> %h writes it: "
+        "nothing orders them; add record/wait or put both on one stream",
+    ),
+}
+
+
+def test_a_program_without_races() -> None:
+    check(HostProgram.parse(LAYER + PROGRAM))
+
+
+@pytest.mark.parametrize("case", RACES)
+def test_races(case: str) -> None:
+    dropped, message = RACES[case]
+    assert LAYER.count(dropped) == 1
+    with pytest.raises(ProgramError) as caught:
+        check(HostProgram.parse(LAYER.replace(dropped, "") + PROGRAM))
+    assert str(caught.value) == message
+
+
+def test_calls_share_the_memory_of_a_block() -> None:
+    """Each is right by itself. The second one overwrites what the stream that nobody waits for still reads."""
+    layer = """\
+block @layer(%a: f32[M@x, E]) -> (%b: f32[M@x, E]) {
+  %t = allocate f32[M/2, E]
+  %u = allocate f32[M/2, E]
+  copy %a -> %t
+  fork ring
+  stream ring[0] {
+    copy %t -> %u
+  }
+  copy %a -> %b
+}
+"""
+    with pytest.raises(ProgramError) as caught:
+        check(HostProgram.parse(layer + PROGRAM.replace("events(done[1]) ", "")))
+    assert str(caught.value) == (
+        "text:4: rank 0, the caller's stream: copy %h -> %layer_t writes %layer_t while rank 0, ring[0]: copy %layer_t -> %layer_u "
+        "reads it: nothing orders them; add join ring between them"
+    )

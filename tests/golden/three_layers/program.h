@@ -1,0 +1,83 @@
+// three_layers: (x: bf16[M, E], w_in_0: bf16[E, F@x], w_out_0: bf16[F@x, E], w_in_1: bf16[E, F@x], w_out_1: bf16[F@x, E], w_in_2:
+// bf16[E, F@x], w_out_2: bf16[F@x, E]) -> (y: bf16[M@x, E]) on mesh(x=4)
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "hostweave/arena.h"
+#include "hostweave/matmul.h"
+#include "hostweave/rank.h"
+#include "hostweave/streams.h"
+#include "hostweave/tensor.h"
+#include "hostweave/types.h"
+
+namespace programs::three_layers {
+
+constexpr char kMesh[] = "mesh(x=4)";
+constexpr int64_t kWorld = 4;  // ranks
+
+// What one rank holds.
+struct Inputs {
+  hw::Tensor x;        // bf16[M, E]
+  hw::Tensor w_in_0;   // bf16[E, part(F, x)]
+  hw::Tensor w_out_0;  // bf16[part(F, x), E]
+  hw::Tensor w_in_1;   // bf16[E, part(F, x)]
+  hw::Tensor w_out_1;  // bf16[part(F, x), E]
+  hw::Tensor w_in_2;   // bf16[E, part(F, x)]
+  hw::Tensor w_out_2;  // bf16[part(F, x), E]
+};
+
+struct Outputs {
+  hw::Tensor y;  // bf16[M/4, E]
+};
+
+struct OutputShapes {
+  hw::Shape y;
+};
+
+// Global sizes, by the names that the program gives them.
+struct Sizes {
+  int64_t M;
+  int64_t E;
+  int64_t F;
+  int64_t F_x;
+
+  bool operator==(const Sizes&) const = default;
+};
+
+class Program {
+ public:
+  explicit Program(hw::Rank& rank);
+
+  // Throws hw::ArgumentError for an input of the wrong dtype, shape or device; so does all that follows.
+  OutputShapes output_shapes(const Inputs& in) const;
+  // Allocates and plans for these shapes, once. Every rank prepares before any rank runs.
+  void prepare(const Inputs& in);
+  // Only enqueues. Ordered after what `caller` holds, and `caller` is ordered after it.
+  void run(const Inputs& in, const Outputs& out, cudaStream_t caller);
+
+  const hw::Arena& arena() const { return arena_; }
+
+ private:
+  Sizes check(const Inputs& in) const;
+  void layer(const hw::bf16* x, const hw::bf16* w_in, const hw::bf16* w_out, hw::bf16* y, cudaStream_t caller);
+
+  hw::Rank& rank_;
+  const hw::Channel& team_x_;      // the 4 ranks along x
+  hw::Streams ring_;               // ring[4]
+  hw::MatmulPlan plan_product_;    // matmul %x_gathered_i, %w_in -> %product_i
+  hw::MatmulPlan plan_product_2_;  // matmul %h_j, %w_out -> %product_2_j
+  hw::Arena arena_;
+  hw::bf16* layer_x_gathered_ = nullptr;  // %x_gathered: bf16[M, E] of @layer
+  hw::bf16* layer_product_ = nullptr;     // %product: bf16[M, part(F, x)] of @layer
+  hw::bf16* layer_h_ = nullptr;           // %h: bf16[M, part(F, x)] of @layer
+  hw::bf16* layer_product_2_ = nullptr;   // %product_2: bf16[M, E] of @layer
+  hw::bf16* layer_landing_ = nullptr;     // %landing: bf16[4, M/4, E] of @layer
+  hw::bf16* layer_ = nullptr;             // %layer: bf16[M/4, E]
+  hw::bf16* layer_2_ = nullptr;           // %layer_2: bf16[M/4, E]
+  std::optional<Sizes> prepared_;         // what prepare was last called for
+};
+
+}  // namespace programs::three_layers

@@ -1,0 +1,277 @@
+"""Blocks as they are traced and written: once each, before who calls them; and what is refused, with the exact message."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import hostweave as hw
+from hostweave.errors import ParseError, ProgramError
+from hostweave.fusion.blocks import inlined
+from hostweave.fusion.ir import Fusion
+
+TYPES = {"x": hw.f32["M@x", "E"], "w": hw.f32["E", "E"]}
+MESH = hw.Mesh(x=2)
+
+STACK = """\
+block @mlp(%x: f32[M@x, E], %w: f32[E, E]) {
+  %h: f32[M, E] = matmul(%x, %w)
+  %y: f32[M, E] = add(%x, %h)
+  return %y
+}
+block @layer(%x: f32[M@x, E], %w: f32[E, E]) {
+  %mlp: f32[M, E] = call @mlp(%x, %w)
+  %y: f32[M, E] = neg(%mlp)
+  return %y
+}
+fusion @stack(%x: f32[M@x, E], %w: f32[E, E], %v: f32[E, E]) mesh(x=2) {
+  %layer: f32[M, E] = call @layer(%x, %w)
+  %layer_2: f32[M, E] = call @layer(%layer, %v)
+  %y: f32[M, E] = call @mlp(%layer_2, %w)
+  return %y
+}
+"""
+
+
+def stack() -> tuple[Fusion, list[str]]:
+    """The program above, and the functions in the order in which they ran."""
+    ran = []
+
+    @hw.block(**TYPES)
+    def mlp(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
+        ran.append("mlp")
+        return x + hw.matmul(x, w).named("h")
+
+    @hw.block(**TYPES)
+    def layer(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
+        ran.append("layer")
+        return -mlp(x, w)
+
+    @hw.fusion(mesh=MESH, **TYPES, v=TYPES["w"])
+    def stack(x: hw.Tensor, w: hw.Tensor, v: hw.Tensor) -> hw.Tensor:
+        return mlp(w=w, x=layer(layer(x, w), w=v))
+
+    return stack, ran
+
+
+def test_a_block_is_traced_once_and_printed_before_its_callers() -> None:
+    fusion, ran = stack()
+    assert ran == ["layer", "mlp"]
+    assert str(fusion) == STACK
+    assert Fusion.parse(STACK) == fusion
+
+
+def test_each_fusion_traces_a_block_for_itself() -> None:
+    @hw.block(**TYPES)
+    def layer(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
+        return hw.matmul(x, w)
+
+    meshes = (hw.Mesh(x=2), hw.Mesh(x=4))
+    for mesh in meshes:
+        made = hw.fusion(mesh=mesh, **TYPES)(lambda x, w: layer(x, w))
+        assert [block.mesh for block in made.blocks] == [mesh]
+
+
+def test_a_call_whose_result_nobody_uses_goes_and_its_block_with_it() -> None:
+    @hw.block(**TYPES)
+    def layer(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
+        return hw.matmul(x, w)
+
+    @hw.fusion(mesh=MESH, **TYPES)
+    def f(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
+        layer(x, w)
+        return -x
+
+    assert str(f) == "fusion @f(%x: f32[M@x, E], %w: f32[E, E]) mesh(x=2) {\n  %y: f32[M, E] = neg(%x)\n  return %y\n}\n"
+
+
+def test_a_block_that_returns_its_input_returns_a_copy() -> None:
+    @hw.block(x=hw.f32["M"])
+    def same(x: hw.Tensor) -> hw.Tensor:
+        return x
+
+    fusion = hw.fusion(x=hw.f32["M"])(lambda x: same(x))
+    assert [op.kind for op in fusion.blocks[0].ops] == ["copy"]
+
+
+def test_inlined() -> None:
+    text = """\
+block @layer(%x: f32[M@x, E], %w: f32[E, E]) {
+  %h: f32[M, E] = matmul(%x, %w)
+  %y: f32[M, E] = add(%x, %h)
+  return %y
+}
+fusion @f(%x: f32[M, E], %w: f32[E, E]) mesh(x=2) {
+  %layer_h: f32[M, E] = call @layer(%x, %w)
+  %y: f32[M, E] = call @layer(%layer_h, %w)
+  return %y
+}
+"""
+    expected = """\
+fusion @f(%x: f32[M, E], %w: f32[E, E]) mesh(x=2) {
+  %layer_x: f32[M@x, E] stated = reshard(%x)
+  %layer_w: f32[E, E] stated = reshard(%w)
+  %layer_h_2: f32[M, E] = matmul(%layer_x, %layer_w)
+  %layer_h: f32[M, E] = add(%layer_x, %layer_h_2)
+  %layer_x_2: f32[M@x, E] stated = reshard(%layer_h)
+  %layer_w_2: f32[E, E] stated = reshard(%w)
+  %layer_h_3: f32[M, E] = matmul(%layer_x_2, %layer_w_2)
+  %y: f32[M, E] = add(%layer_x_2, %layer_h_3)
+  return %y
+}
+"""
+    assert str(inlined(Fusion.parse(text))) == expected
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def run(lines: str) -> None:
+    """Runs a file mlp.py with these lines."""
+    head = "import hostweave as hw\nT = {'x': hw.f32['M@x', 'E'], 'w': hw.f32['E', 'E']}\n"
+    exec(compile(head + lines, "/home/me/mlp.py", "exec"), {})
+
+
+LAYER = "@hw.block(**T)\ndef layer(x, w):\n    return hw.matmul(x, w)\n"  # lines 3 to 5
+FUSION = "@hw.fusion(mesh=hw.Mesh(x=2), **T, v=hw.f32['E', 'F'])\ndef f(x, w, v):\n"  # lines 6 and 7
+TAKES = "mlp.py:8: call: @layer takes x, w; "
+
+REFUSED = {
+    "extents": (
+        LAYER + FUSION + "    return layer(x, v)",
+        "mlp.py:8: call: @layer takes f32[E, E] as w, not f32[E, F]; only the mesh axes may differ",
+    ),
+    "dtype": (
+        LAYER + FUSION + "    return layer(hw.cast(x, hw.bf16), w)",
+        "mlp.py:8: call: @layer takes f32[M@x, E] as x, not bf16[M, E]; only the mesh axes may differ",
+    ),
+    "missing": (LAYER + FUSION + "    return layer(x)", TAKES + "w is missing"),
+    "too many": (LAYER + FUSION + "    return layer(x, w, v)", TAKES + "3 are given"),
+    "twice": (LAYER + FUSION + "    return layer(x, w, x=x)", TAKES + "x is given twice"),
+    "unknown": (LAYER + FUSION + "    return layer(x, w, v=v)", TAKES + "v is none of them"),
+    "no tensor": (LAYER + FUSION + "    return layer(x, 2.0)", TAKES + "w is 2.0, which is no tensor of a fusion"),
+    "outside": (LAYER + "layer(1, 2)", "mlp.py:6: call: @layer takes x, w; x is 1, which is no tensor of a fusion"),
+    "stream of a result": (
+        LAYER + FUSION + "    return layer(x, w).stream('M')",
+        "mlp.py:8: stream: this is made by the block @layer; stream a tensor in the block",
+    ),
+    "recursion": (
+        "@hw.block(**T)\ndef layer(x, w):\n    return layer(x, w)\n" + FUSION + "    return layer(x, w)",
+        "mlp.py:5: call: @layer calls itself; a block is traced once and has no end then, use a Python loop",
+    ),
+    "one name": (
+        LAYER + "other = layer\n" + LAYER + "@hw.fusion(**T, mesh=hw.Mesh(x=2))\ndef f(x, w):\n    return layer(other(x, w), w)",
+        "mlp.py:12: call: two blocks are named @layer; give one of their functions another name",
+    ),
+    "two results": (
+        "@hw.block(**T)\ndef layer(x, w):\n    return -x, -w\n" + FUSION + "    return layer(x, w)",
+        "mlp.py:3: block @layer returns 2 tensors; a block gives one, make a block of each",
+    ),
+    "no tensor returned": (
+        "@hw.block(**T)\ndef layer(x, w):\n    return 1\n" + FUSION + "    return layer(x, w)",
+        "mlp.py:3: block @layer returns 1; return a tensor of it",
+    ),
+    "another function's tensor": (
+        FUSION + "    @hw.block(**T)\n    def layer(x, w):\n        return x + v\n    return layer(x, w)",
+        "mlp.py:7: add: the tensors belong to different fusions; pass one of them in as an input",
+    ),
+    "mesh": (
+        LAYER + "@hw.fusion(x=hw.f32['M', 'E'], w=T['w'])\ndef f(x, w):\n    return layer(x, w)",
+        "mlp.py:3: f32[M@x, E]: no axis x in mesh(); its axes: none",
+    ),
+    "size": (
+        "@hw.block(**T)\ndef layer(x, w):\n    return hw.sum(hw.broadcast_to(x, 'B', 'M', 'E'), 'B')\n" + FUSION + "    return layer(x, w)",
+        "mlp.py:5: block @layer: no parameter has a dim B, which %broadcast has; give it to one",
+    ),
+    "no parameters": (
+        "@hw.block()\ndef layer():\n    pass",
+        "mlp.py:3: block @layer has no parameters; a block computes on tensors, give it one",
+    ),
+    "no type": ("@hw.block(x=T['x'])\ndef layer(x, w):\n    pass", "mlp.py:3: block @layer: w has no type; pass w=hw.f32[...] to hw.block"),
+    "no name": ("hw.block(**T)(lambda x, w: x)", "mlp.py:3: block <lambda>: this function has no name; write it with def"),
+    "no parameter": (
+        "@hw.block(**T, v=T['w'])\ndef layer(x, w):\n    pass",
+        "mlp.py:3: block @layer: v is not a parameter of the function; add it or leave it out",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str) -> None:
+    lines, message = REFUSED[case]
+    with pytest.raises(ProgramError) as caught:
+        run(lines)
+    assert str(caught.value) == message
+
+
+HEAD = "block @b(%x: f32[M]) {\n  %y: f32[M] = neg(%x)\n  return %y\n}\n"
+
+
+def calling(call: str, head: str = HEAD) -> str:
+    return f"{head}fusion @f(%x: f32[M], %w: f32[N]) mesh(x=2) {{\n  {call}\n  return %y\n}}\n"
+
+
+TEXTS: dict[str, tuple[type[Exception], str]] = {
+    calling("%y: f32[M] = call @c(%x)"): (ParseError, "line 6, column 22: there is no block @c above; the blocks here: @b"),
+    calling("%y: f32[M] = call @b(%x)", HEAD + HEAD): (ParseError, "line 5, column 8: block @b is defined twice; rename one"),
+    calling("%y: f32[M] = call(%x)"): (ParseError, "line 6, column 20: expected '@', found '('"),
+    calling("%y: f32[M] = call @b()"): (ProgramError, "text:6: call: takes one or more operands, not 0"),
+    calling("%y: f32[M] = call @b(%x, %w)"): (ProgramError, "text:6: call: @b takes 1 tensors, not 2; pass x"),
+    calling("%y: f32[M] = call @b(%w)"): (ProgramError, "text:6: call: @b takes f32[M] as x, not f32[N]; only the mesh axes may differ"),
+    calling("%y: f32[N] = call @b(%x)"): (ProgramError, "text:6: call: %y is f32[N], but its operands give f32[M]; correct its type"),
+    calling("%y: f32[M] stream(M, 2) = call @b(%x)"): (
+        ProgramError,
+        "text:6: stream of %y: it is made by the block @b; stream a tensor in the block",
+    ),
+    calling("%y: f32[M] = call @b(%x)", HEAD.replace("return %y", "return %x")): (
+        ProgramError,
+        "block @b: %x is returned, but no op makes it; return a copy of it",
+    ),
+    calling("%y: f32[M] = call @b(%x)", HEAD.replace("  return", "  %z: f32[M] = neg(%y)\n  return %z,")): (
+        ProgramError,
+        "block @b returns 2 tensors; a block gives one, make a block of each",
+    ),
+    calling("%y: f32[M] = call @b(%x)", HEAD.replace("@b(%x: f32[M]", "@b(%x: f32[M] partial(sum, x)")): (
+        ProgramError,
+        "block @b: input %x can be neither streamed nor partial; stream a copy of it",
+    ),
+}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_texts(text: str) -> None:
+    kind, message = TEXTS[text]
+    with pytest.raises(kind) as caught:
+        Fusion.parse(text)
+    assert str(caught.value) == message
+
+
+# --- functions of many tensors ----------------------------------------------------------------------------------------
+
+
+def test_a_function_takes_the_inputs_that_it_does_not_name() -> None:
+    @hw.fusion(x=hw.f32["M"], **{f"b_{i}": hw.f32["M"] for i in range(3)})
+    def total(x: hw.Tensor, **biases: hw.Tensor) -> hw.Tensor:
+        for bias in biases.values():
+            x = x + bias
+        return x
+
+    assert [value.name for value in total.inputs] == ["x", "b_0", "b_1", "b_2"]
+    assert len(total.ops) == 3
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"layers.0.w": hw.f32["M"]}, "fusion @f: 'layers.0.w' is not a name; use letters, digits and _"),
+        ({"w": 3}, "fusion @f: w has no type; pass w=hw.f32[...] to hw.fusion"),
+    ],
+)
+def test_inputs_that_no_parameter_names(inputs: dict[str, Any], message: str) -> None:
+    def f(x: hw.Tensor, **weights: hw.Tensor) -> hw.Tensor:
+        return x
+
+    with pytest.raises(ProgramError) as caught:
+        hw.fusion(x=hw.f32["M"], **inputs)(f)
+    assert str(caught.value).endswith(message)

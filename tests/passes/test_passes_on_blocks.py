@@ -1,0 +1,327 @@
+"""Passes on programs with blocks: each body as a program of its own, calls with the layouts that a block takes and gives."""
+
+from __future__ import annotations
+
+from hostweave.analysis.check import check
+from hostweave.fusion.ir import Fusion
+from hostweave.host.blocks import bodies, inlined, joined
+from hostweave.host.ir import HostProgram
+from hostweave.host.verify import verify_host
+from hostweave.options import Options
+from hostweave.pipeline import lower
+
+RING = """\
+block @layer(%x: f32[M@x, E], %w: f32[E, E]) {
+  %h: f32[M, E] stream(M, 2, ring) = matmul(%x, %w)
+  %n: f32[M, E] = neg(%h)
+  %y: f32[M@x, E] stated = reshard(%n)
+  return %y
+}
+"""
+
+
+def stages(text: str) -> dict[str, str]:
+    seen: dict[str, str] = {}
+    lower(Fusion.parse(text), Options(), lambda name, stage: seen.update({name: str(stage)}))
+    return seen
+
+
+def body_of(text: str, head: str) -> list[str]:
+    """The lines of the body that starts with `head`."""
+    lines = text.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(head))
+    return [line.strip() for line in lines[start + 1 : lines.index("}", start)]]
+
+
+def test_an_argument_of_another_sharding_is_resharded_at_the_call() -> None:
+    text = """\
+block @layer(%x: f32[M@x, E], %w: f32[E, F@x]) {
+  %g: f32[M, E] stated = reshard(%x)
+  %y: f32[M, F] = matmul(%g, %w)
+  return %y
+}
+fusion @f(%x: f32[M, E@x], %w: f32[E, F]) mesh(x=4) {
+  %h: f32[M, F] = call @layer(%x, %w)
+  %y: f32[M, F] = neg(%h)
+  return %y
+}
+"""
+    seen = stages(text)
+    assert body_of(seen["propagate_sharding"], "fusion") == [
+        "%h: f32[M, F@x] = call @layer(%x, %w)",
+        "%y: f32[M, F@x] = neg(%h)",
+        "return %y",
+    ]
+    assert body_of(seen["choose_overlap"], "fusion") == [
+        "%x_turned: f32[M@x, E] = reshard(%x, kind=all_to_all)",
+        "%w_sliced: f32[E, F@x] = reshard(%w, kind=shard)",
+        "%h: f32[M, F@x] = call @layer(%x_turned, %w_sliced)",
+        "%y: f32[M, F@x] = neg(%h)",
+        "return %y",
+    ]
+
+
+def test_what_a_reshard_of_a_result_states_stands_beside_the_call() -> None:
+    """A call has no stream, so a copy gets the one that a reshard without effect states; a name goes to the call."""
+    text = """\
+block @layer(%x: f32[M@x, E]) {
+  %y: f32[M, E] = neg(%x)
+  return %y
+}
+fusion @f(%x: f32[M@x, E]) mesh(x=2) {
+  %a: f32[M, E] = call @layer(%x)
+  %b: f32[M@x, E] stated = reshard(%a)
+  %c: f32[M, E] = call @layer(%b)
+  %y: f32[M@x, E] stated stream(E, 2) = reshard(%c)
+  return %y
+}
+"""
+    assert body_of(stages(text)["decompose_reshards"], "fusion") == [
+        "%b: f32[M@x, E] stated = call @layer(%x)",
+        "%c: f32[M@x, E] = call @layer(%b)",
+        "%y: f32[M@x, E] stated stream(E, 2) = copy(%c)",
+        "return %y",
+    ]
+
+
+def test_a_call_joins_no_loop() -> None:
+    """Though it feeds a streamed communication, as its sole consumer."""
+    text = """\
+block @layer(%x: f32[M@x, E]) {
+  %y: f32[M, E] = neg(%x)
+  return %y
+}
+fusion @f(%x: f32[M@x, E]) mesh(x=2) {
+  %h: f32[M, E] = call @layer(%x)
+  %y: f32[M, E] stream(M, 2) = neg(%h)
+  return %y
+}
+"""
+    assert body_of(stages(text)["choose_overlap"], "fusion") == [
+        "%h: f32[M@x, E] = call @layer(%x)",
+        "%h_gathered: f32[M, E] stream(M, 2, block, p2p, own_first) = reshard(%h, kind=all_gather)",
+        "%y: f32[M, E] stream(M, 2, block, own_first) = neg(%h_gathered)",
+        "return %y",
+    ]
+
+
+def test_a_size_that_one_body_needs_to_be_even_is_so_in_all() -> None:
+    text = """\
+block @total(%x: f32[M@x, E]) {
+  %y: f32[E] = mean(%x, axis=(0,))
+  return %y
+}
+fusion @f(%x: f32[M@x, E]) mesh(x=2) {
+  %h: f32[M, E] = neg(%x)
+  %y: f32[E] = call @total(%h)
+  return %y
+}
+"""
+    assert lower(Fusion.parse(text), Options()).uneven == ()
+    assert lower(Fusion.parse(text.replace("mean", "sum")), Options()).uneven == ("M",)
+
+
+def test_each_body_has_events_of_its_own() -> None:
+    text = (
+        RING
+        + RING.replace("@layer", "@other").replace("neg", "exp")
+        + (
+            "fusion @f(%x: f32[M@x, E], %w: f32[E, E]) mesh(x=2) {\n"
+            "  %a: f32[M, E] = call @layer(%x, %w)\n"
+            "  %b: f32[M, E] = call @other(%a, %w)\n"
+            "  %y: f32[M, E] stream(M, 2, ring) = matmul(%b, %w)\n"
+            "  return %y\n}\n"
+        )
+    )
+    host = lower(Fusion.parse(text), Options())
+    assert [(pool.name, pool.count) for pool in host.events] == [("arrived", 2), ("arrived_2", 2), ("arrived_3", 2)]
+    assert [pool.name for pool in host.streams] == ["ring"]
+    assert HostProgram.parse(str(host)) == host
+
+
+def test_kernels_of_two_bodies_are_one_where_they_are_equal() -> None:
+    text = """\
+block @a(%x: f32[M, E]) {
+  %y: f32[M, E] = neg(%x)
+  return %y
+}
+block @b(%x: f32[M, E]) {
+  %y: f32[M, E] = neg(%x)
+  return %y
+}
+block @c(%x: f32[E, M]) {
+  %y: f32[E, M] = neg(%x)
+  return %y
+}
+fusion @f(%x: f32[M, E], %z: f32[E, M]) mesh(x=2) {
+  %p: f32[M, E] = call @a(%x)
+  %y: f32[M, E] = call @b(%p)
+  %q: f32[E, M] = call @c(%z)
+  return %y, %q
+}
+"""
+    host = lower(Fusion.parse(text), Options())
+    assert [kernel.name for kernel in host.kernels] == ["neg_y", "neg_y_2"]
+    assert [body_of(str(host), f"block @{name}")[-1] for name in "abc"] == [
+        "launch @neg_y %x -> %y",
+        "launch @neg_y %x -> %y",
+        "launch @neg_y_2 %x -> %y",
+    ]
+
+
+def test_a_join_stays_before_a_call() -> None:
+    """The block forks the same streams again, and what it communicates comes after what they hold."""
+    text = """\
+block @layer(%x: f32[M, E]) {
+  %y: f32[M, E] stream(M, 2) = neg(%x)
+  return %y
+}
+fusion @f(%x: f32[M, E], %z: f32[M, E]) mesh(x=2) {
+  %h: f32[M, E] stream(M, 2) = exp(%x)
+  %a: f32[M, E] = call @layer(%z)
+  %y: f32[M, E] = add(%h, %a)
+  return %y
+}
+"""
+    host = body_of(stages(text)["sink_waits"], "host")
+    assert host.index("join ring") < host.index("call @layer %z -> %a")
+
+
+def test_channels_take_turns_in_each_body() -> None:
+    """A body knows the sizes of its own parameters alone."""
+    text = """\
+block @layer(%x: f32[M@dp, K@tp], %w: f32[K@tp, N]) {
+  %h: f32[M, N] = matmul(%x, %w)
+  %y: f32[M, N] stated stream(M, 3) = reshard(%h)
+  return %y
+}
+fusion @f(%x: f32[M@dp, K@tp], %w: f32[K@tp, N], %z: f32[L@dp]) mesh(dp=2, tp=2) {
+  %a: f32[M, N] = call @layer(%x, %w)
+  %y: f32[M, N] = neg(%a)
+  %b: f32[L] = neg(%z)
+  return %y, %b
+}
+"""
+    host = lower(Fusion.parse(text), Options())
+    assert (host.uneven, [part.uneven for part in bodies(host)]) == (("K", "L"), [("K",), ("K", "L")])
+    assert [pool.name for pool in host.events] == ["turn"]
+    check(host)
+
+
+def test_a_block_takes_contiguous_arguments() -> None:
+    """A view that is not is packed, once for all calls."""
+    text = """\
+block @layer(%w: f32[E, F]) {
+  %y: f32[E, F] = neg(%w)
+  return %y
+}
+fusion @f(%w: f32[F, E]) mesh(x=2) {
+  %t: f32[E, F] = transpose(%w, axes=(1, 0))
+  %a: f32[E, F] = call @layer(%t)
+  %b: f32[E, F] = call @layer(%t)
+  %y: f32[E, F] = add(%a, %b)
+  return %y
+}
+"""
+    assert body_of(str(lower(Fusion.parse(text), Options())), "host")[:6] == [
+        "%t = permute %w by [1, 0]",
+        "%t_packed = allocate f32[E, F]",
+        "copy %t -> %t_packed",
+        "%a = allocate f32[E, F]",
+        "call @layer %t_packed -> %a",
+        "%b = allocate f32[E, F]",
+    ]
+
+
+HOST = """\
+kernel @neg_h(%x: f32[M/2, E]) {
+  %h: f32[M/2, E] = neg(%x)
+}
+block @layer(%x: f32[M@x, E], %w: f32[E, E]) -> (%y: f32[M@x, E]) {
+  %h = allocate f32[M/2, E]
+  if M % 4 == 0 {
+    launch @neg_h %x -> %h
+  } else {
+    %h_2 = allocate f32[M/2, E]
+    launch @neg_h %x -> %h_2
+    copy %h_2 -> %h
+  }
+  fork ring
+  for %i in 0..2 {
+    %p = (rank.x + %i) % 2
+    stream ring[%p] {
+      %y_i = slice %y[1: %p of 2]
+      %w_i = slice %w[1: %p of 2]
+      matmul %h, %w_i -> %y_i
+    }
+  }
+  join ring
+}
+block @twice(%x: f32[M@x, E], %w: f32[E, E]) -> (%y: f32[M@x, E]) {
+  %h = allocate f32[M/2, E]
+  call @layer %x, %w -> %h
+  call @layer %h, %w -> %y
+}
+host @f(%x: f32[M@x, E], %w: f32[E, E]) -> (%y: f32[M@x, E]) mesh(x=2) streams(ring[2]) {
+  call @twice %x, %w -> %y
+}
+"""
+
+INLINED = """\
+kernel @neg_h(%x: f32[M/2, E]) {
+  %h: f32[M/2, E] = neg(%x)
+}
+host @f(%x: f32[M@x, E], %w: f32[E, E]) -> (%y: f32[M@x, E]) mesh(x=2) streams(ring[2]) {
+  %twice_h = allocate f32[M/2, E]
+  %layer_h = allocate f32[M/2, E]
+  if M % 4 == 0 {
+    launch @neg_h %x -> %layer_h
+  } else {
+    %layer_h_2 = allocate f32[M/2, E]
+    launch @neg_h %x -> %layer_h_2
+    copy %layer_h_2 -> %layer_h
+  }
+  fork ring
+  for %layer_i in 0..2 {
+    %layer_p = (rank.x + %layer_i) % 2
+    stream ring[%layer_p] {
+      %layer_y_i = slice %twice_h[1: %layer_p of 2]
+      %layer_w_i = slice %w[1: %layer_p of 2]
+      matmul %layer_h, %layer_w_i -> %layer_y_i
+    }
+  }
+  join ring
+  if M % 4 == 0 {
+    launch @neg_h %twice_h -> %layer_h
+  } else {
+    %layer_h_2 = allocate f32[M/2, E]
+    launch @neg_h %twice_h -> %layer_h_2
+    copy %layer_h_2 -> %layer_h
+  }
+  fork ring
+  for %layer_i_2 in 0..2 {
+    %layer_p_2 = (rank.x + %layer_i_2) % 2
+    stream ring[%layer_p_2] {
+      %layer_y_i_2 = slice %y[1: %layer_p_2 of 2]
+      %layer_w_i_2 = slice %w[1: %layer_p_2 of 2]
+      matmul %layer_h, %layer_w_i_2 -> %layer_y_i_2
+    }
+  }
+  join ring
+}
+"""
+
+
+def test_inlined() -> None:
+    """Memory is one for all calls: what a block needs at any size is there before the first of them."""
+    host = HostProgram.parse(HOST)
+    verify_host(host)
+    flat = inlined(host)
+    assert str(flat) == INLINED
+    verify_host(flat)
+
+
+def test_bodies_join_again() -> None:
+    host = HostProgram.parse(HOST)
+    assert [part.name for part in bodies(host)] == ["layer", "twice", "f"]
+    assert joined(bodies(host)) == host
