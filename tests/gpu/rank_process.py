@@ -23,12 +23,13 @@ from hostweave.errors import ExecutionError
 from hostweave.fusion.ir import Fusion
 from hostweave.fusion.reference import run_reference
 from hostweave.runtime.launcher import read_launch
+from hostweave.runtime.providers import Provider
 from hostweave.runtime.shards import block_of
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 
 
-def provider_of(name: str) -> hw.Provider:
+def provider_of(name: str) -> Provider:
     if name == "mpi":
         return hw.MPI()
     if name == "torch":
@@ -44,7 +45,7 @@ def provider_of(name: str) -> hw.Provider:
 class Rank:
     """This process's rank of a group, and the device that it computes on."""
 
-    def __init__(self, provider: hw.Provider, target: str, local_rank: int):
+    def __init__(self, provider: Provider, target: str, local_rank: int):
         self.target = target
         self.device = torch.device("cuda", local_rank) if target == "cuda" else torch.device("cpu")
         if target == "cuda":

@@ -70,7 +70,7 @@ def on_ranks(function: Callable[[int], Any], count: int = RANKS, **options: Any)
 
     def call(rank: int) -> Any:
         group = hw.init(provider, **options)
-        assert (group.rank, group.count) == (rank, count)
+        assert (group.rank, group.local_rank, group.count) == (rank, rank, count)
         try:
             return function(rank)
         except (ArgumentError, ExecutionError) as error:

@@ -93,7 +93,10 @@ def _thread_groups() -> dict[str, Group]:
 
 
 class Group:
-    """The ranks that call programs together, seen from one of them. Made by `hw.init`."""
+    """The ranks that call programs together, seen from one of them. Made by `hw.init`.
+
+    `rank` is this one of `count`, and `local_rank` its place among those of its host.
+    """
 
     def __init__(self, provider: Provider, name: str, rank: int, count: int, timeout: float, call_timeout: float, device: int | None):
         self.name, self.rank, self.count = name, rank, count
@@ -117,7 +120,7 @@ class Group:
                 self._close_store()
                 raise
             self.meeting = self._seat(provider, store, self._world)
-        self._local_rank = self._find_local_rank(provider)
+        self.local_rank = self._find_local_rank(provider)
         _all.add(self)
 
     def __repr__(self) -> str:
@@ -158,7 +161,7 @@ class Group:
         with self._lock:
             if target not in self._members:
                 given = self._device if target == "cuda" else None
-                device = module.device_for(self.rank, self._local_rank) if given is None else given
+                device = module.device_for(self.rank, self.local_rank) if given is None else given
                 epoch = self._world.epoch if self._world else ""
                 self._members[target] = module.Member(f"{self.name} {epoch}", device, self.rank, self.count)
                 if target == "cuda":
