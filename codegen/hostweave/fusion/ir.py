@@ -13,12 +13,17 @@ Scalar = int | float | bool
 
 @dataclass(frozen=True)
 class Value:
-    """A named tensor. `stated` says that the user stated its sharding, so no pass may change it."""
+    """A named tensor.
+
+    `stated` says that the user stated its sharding, so no pass may change it; `aside` that what communicates to make it runs on
+    a stream of its own, beside what does not need it.
+    """
 
     name: str
     type: TensorType
     stream: Stream | None = None
     stated: bool = False
+    aside: bool = False
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,8 @@ def print_value(value: Value) -> str:
     words = [f"%{value.name}: {value.type}"]
     if value.stated:
         words.append("stated")
+    if value.aside:
+        words.append("aside")
     if value.stream:
         words.append(_stream(value.stream, value.type))
     return " ".join(words)
@@ -170,8 +172,8 @@ def parse_value(reader: Reader) -> Value:
     name = reader.named()
     reader.expect(":")
     type = reader.tensor_type()
-    stated = reader.accept("stated")
-    return Value(name, type, _parse_stream(reader, type) if reader.accept("stream") else None, stated)
+    stated, aside = reader.accept("stated"), reader.accept("aside")
+    return Value(name, type, _parse_stream(reader, type) if reader.accept("stream") else None, stated, aside)
 
 
 def _parse_stream(reader: Reader, type: TensorType) -> Stream:

@@ -95,12 +95,27 @@ class Tensor:
             raise ProgramError(f"stream: this is made by the block @{self._op.callee.name}; stream a tensor in the block", location)
         if self._value.stream is not None:
             raise ProgramError("stream: this value is streamed already; state one dim, once", location)
+        if self._value.aside:
+            raise ProgramError("stream: this value is made aside: its loop communicates beside the rest; leave one of them out", location)
         number = dim_of(self, dim, "stream", location)
         self._check_stream(number, chunks, location)
         for word, value, known in (("step", step, STEPS), ("by", by, BY)):
             if value is not None and value not in known:
                 raise ProgramError(f"stream: {word}={value!r} is not one of {', '.join(known)}", location)
         self._value = replace(self._value, stream=Stream(number, chunks, step, by))
+        return self
+
+    def aside(self) -> Tensor:
+        """States that the communication which makes this value, if there is one, runs on a stream of its own, beside what follows.
+
+        Whatever uses the value waits for it: of a gradient that is returned, the end of the program. Raises ProgramError.
+        """
+        location = Location.of_caller()
+        if self._op is None:
+            raise ProgramError(f"aside: %{self._name} is an input; state it of what is communicated", location)
+        if self._value.stream is not None:
+            raise ProgramError("aside: this value is streamed: its loop communicates beside the rest; leave one of them out", location)
+        self._value = replace(self._value, aside=True)
         return self
 
     def _check_stream(self, dim: int, chunks: int | None, location: Location) -> None:

@@ -77,7 +77,7 @@ class _Decomposition:
     def step(self, op: Op, source: str, step: Change, type: TensorType) -> str:
         """The value between two steps, made once."""
         if (source, type) not in self.done:
-            between = Value(self.names.new(f"{op.result.name}_{SUFFIXES[step.kind]}"), type)
+            between = Value(self.names.new(f"{op.result.name}_{SUFFIXES[step.kind]}"), type, aside=op.result.aside)
             self.types[between.name] = type
             self.consumers[between.name] = [op]
             self.emit(Op("reshard", (source,), between, attributes(kind=step.kind), op.location))

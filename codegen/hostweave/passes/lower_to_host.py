@@ -19,7 +19,7 @@ from math import prod
 
 from hostweave.errors import ProgramError
 from hostweave.fusion.extent import Extent, block
-from hostweave.fusion.index_map import IndexMap
+from hostweave.fusion.index_map import IndexMap, groups
 from hostweave.fusion.ir import Fusion, Op, Value
 from hostweave.fusion.ops import OPS, index_map, operand_types, padded_dims
 from hostweave.fusion.resharding import Change, change_of, sources_of
@@ -35,6 +35,7 @@ from hostweave.passes.steps import Steps, chunk, chunk_shape, expr_of, team_coor
 from hostweave.passes.uneven import uneven_sizes
 
 RING = "ring"
+COMM = "comm"  # the stream of what communicates aside
 CUTS = ("slice", "select")
 REVERSIBLE = ("reshape", "expand_dims", "transpose")  # views of all elements
 
@@ -69,6 +70,7 @@ class _Lowering:
         self.uneven = uneven
         self.values = fusion.values()
         self.types = {name: value.type for name, value in self.values.items()}
+        self.made_by = {op.result.name: op for op in fusion.ops}
         self.consumers: dict[str, list[Op]] = {name: [] for name in self.values}
         for op in fusion.ops:
             for operand in op.tensors:
@@ -81,6 +83,7 @@ class _Lowering:
         self.events: list[ir.Events] = []
         self.deferred: dict[str, Callable[[bool], None]] = {}  # terms that a ring of sums adds when it comes to them
         self.after_loop: list[Callable[[], None]] = []
+        self.pending: set[str] = set()  # values that the caller's stream has not waited for
         self.placed = self.made_in_place()
         self.homes = self.made_in_order()
 
@@ -92,18 +95,54 @@ class _Lowering:
         in_place = {op.result.name for op in f.ops if not self.is_view(op)} | {op.result.name for op in self.homes.values()}
         self.buffers |= {p.name: p.name for p in outputs if p.name in in_place}
         for loop in self.loops():
+            self.settle(loop)
             if loop.ops[0].result.stream is None or all(map(self.is_view, loop.ops)):  # nothing to call in a loop
                 for op in loop.ops:
                     self.op(op, None)
             else:
                 self.loop(loop)
         b.location = None
+        self.join()
         for parameter, name in zip(outputs, f.outputs, strict=True):
             if self.whole(name) != parameter.name:  # an input, a view, or a value that is returned twice
                 b.emit(ir.Copy(self.whole(name), parameter.name))
         body = b.body()
-        streams = (ir.Streams(RING, self.options.streams),) if any(isinstance(i, ir.Fork) for i in body) else ()
+        forked = {i.stream for i in body if isinstance(i, ir.Fork)}
+        pools = (ir.Streams(RING, self.options.streams), ir.Streams(COMM, 1))
+        streams = tuple(pool for pool in pools if pool.name in forked)
         return ir.HostProgram(f.name, f.mesh, inputs, outputs, streams, tuple(self.events), tuple(self.kernels.values()), body, self.uneven)
+
+    # --- what communicates aside ---
+
+    def is_aside(self, op: Op) -> bool:
+        return op.kind == "reshard" and op.result.aside and op.result.stream is None and not self.is_view(op)
+
+    def aside(self, op: Op) -> None:
+        """The communication on a stream of its own, after all that the caller's stream holds; what uses its result waits for it."""
+        b = self.b
+        with b.nested() as body:
+            self.reshard(op, None)
+        b.emit(ir.Fork(COMM))
+        b.emit(ir.OnStream(COMM, Const(0), tuple(body)))
+        self.pending.add(op.result.name)
+
+    def settle(self, loop: _Loop) -> None:
+        """Waits for what was communicated aside, where these ops read some of it."""
+        for op in loop.ops:
+            if self.is_view(op) or self.is_aside(op):  # it touches no memory, or does so on the same stream
+                continue
+            if any(self.viewed(name) in self.pending for name in op.tensors):
+                self.join()
+
+    def viewed(self, name: str) -> str:
+        """The value whose memory a value is a view of."""
+        op = self.made_by.get(name)
+        return self.viewed(op.tensors[0]) if op is not None and self.is_view(op) else name
+
+    def join(self) -> None:
+        if self.pending:
+            self.b.emit(ir.Join(COMM))
+            self.pending.clear()
 
     # --- what stands in one loop ---
 
@@ -220,7 +259,9 @@ class _Lowering:
 
     def op(self, op: Op, steps: Steps | None) -> None:
         self.b.location = op.location
-        if op.kind == "reshard":
+        if steps is None and self.is_aside(op):
+            self.aside(op)
+        elif op.kind == "reshard":
             self.reshard(op, steps)
         elif self.is_view(op):
             self.view(op, steps)
@@ -360,22 +401,40 @@ class _Lowering:
     def made_in_order(self) -> dict[str, Op]:
         """Values that are used through one view alone, and lie in memory as that view has them: as it is returned, or as what
         merges its dims needs it. The view is then how their own op sees the memory, and nothing is copied."""
-        views = {op.result.name: op for op in self.fusion.ops if op.kind in REVERSIBLE and op.result.stream is None}
-        made = {op.result.name for op in self.fusion.ops if op.result.stream is None and op.kind != "reshard" and not self.is_view(op)}
-
-        def can_lie_otherwise(name: str) -> bool:
-            if name in self.fusion.outputs or name in self.placed or len(self.consumers[name]) != 1:
-                return False
-            return name in made or (name in views and can_lie_otherwise(views[name].tensors[0]))
-
         homes: dict[str, Op] = {}
-        for op in reversed(views.values()):
+        for op in self.fusion.ops:
             users = self.consumers[op.result.name]
-            is_merged = op.kind == "transpose" and bool(users) and all(u.kind == "reshape" and self.map(u).outer for u in users)
             is_returned = op.result.name in self.fusion.outputs and not users
-            if (is_returned or is_merged or op.result.name in homes) and can_lie_otherwise(op.tensors[0]):
-                homes[op.tensors[0]] = op
+            is_merged = op.kind == "transpose" and bool(users) and all(u.kind == "reshape" and self.merges(u) for u in users)
+            if op.kind in REVERSIBLE and (is_returned or is_merged):
+                homes |= self.chain(op, self.local(op.result))
         return homes
+
+    def merges(self, op: Op) -> bool:
+        return any(len(source) > 1 for source, _ in groups(self.types[op.tensors[0]].shape, op.result.type.shape))
+
+    def chain(self, op: Op, memory: BufferType) -> dict[str, Op]:
+        """The views from `op` down to what makes the elements; none where some cannot be seen through, or has other uses."""
+        (name,) = op.tensors
+        made = self.made_by.get(name)
+        if made is None or op.result.stream or made.result.stream or self.consumers[name] != [op] or name in self.fusion.outputs:
+            return {}
+        try:
+            memory = ir.view_type(self.reversed(op, ""), memory)
+        except ValueError:
+            return {}
+        if made.kind in REVERSIBLE:
+            rest = self.chain(made, memory)
+            return {name: op, **rest} if rest else {}
+        return {} if made.kind == "reshard" or self.is_view(made) or name in self.placed else {name: op}
+
+    def reversed(self, op: Op, src: str) -> ir.Reshape | ir.Permute:
+        """The view that leads from the result of a view back to what it is of."""
+        if op.kind == "transpose":
+            axes = op.attribute("axes")
+            assert isinstance(axes, tuple)
+            return ir.Permute("", src, tuple(axes.index(i) for i in range(len(axes))))
+        return ir.Reshape("", src, self.local(self.values[op.tensors[0]]).shape)
 
     def assemble(self, op: Op, sources: list[str], target: str, steps: Steps | None) -> None:
         """Every operand goes to its place, unless it was made there; what a pad adds is filled."""
@@ -488,6 +547,8 @@ class _Lowering:
     def packed(self, op: Op, source: str) -> str:
         if self.loop_of.get(op.tensors[0]) is not None and self.values[op.tensors[0]].stream is not None:
             raise ProgramError(f"{op.kind}: %{op.tensors[0]} is not contiguous here; take the view before the stream loop", op.location)
+        if self.viewed(op.tensors[0]) in self.pending:
+            self.join()
         packed = self.b.allocate(f"{op.tensors[0]}_packed", self.b.types[source])
         self.b.emit(ir.Copy(source, packed))
         return packed
@@ -518,12 +579,10 @@ class _Lowering:
         with self.b.outermost():
             if name not in self.homes and name not in self.buffers:
                 self.buffers[name] = self.b.allocate(name, self.local(self.values[name]))
-            whole = self.whole(name)
-            if op.kind == "transpose":
-                axes = op.attribute("axes")
-                assert isinstance(axes, tuple)
-                return self.b.permute(whole, tuple(axes.index(i) for i in range(len(axes))), source)
-            return self.b.reshape(whole, self.local(self.values[source]).shape, source)
+            view = self.reversed(op, self.whole(name))
+            if isinstance(view, ir.Permute):
+                return self.b.permute(view.src, view.order, source)
+            return self.b.reshape(view.src, view.shape, source)
 
     def chunk(self, name: str, dim: int, steps: Steps, keeps_dim: bool) -> str:
         """What one iteration touches of a value."""

@@ -1,0 +1,126 @@
+"""How single ops become instructions: views, what is made in place, what is communicated aside. Fusion text in, host text out."""
+
+from __future__ import annotations
+
+import pytest
+
+from hostweave.fusion.ir import Fusion
+from hostweave.options import Options
+from hostweave.passes.lower_to_host import lower_to_host
+from hostweave.pipeline import PASSES
+
+CASES = {
+    "a slice is a view, and a concat where its operands are made": (
+        """\
+fusion @f(%x: f32[M, 8], %w: f32[8, 2]) {
+  %part: f32[M, 2] = slice(%x, axis=1, start=4, step=1)
+  %last: f32[2] = select(%part, axis=0, index=-1)
+  %h: f32[M, 2] = matmul(%x, %w)
+  %row: f32[1, 2] = expand_dims(%last, axis=(0,))
+  %y: f32[(M + 1), 2] = concat(%h, %row, axis=0)
+  return %y
+}
+""",
+        """\
+  %part = section %x[1: 2 from 4]
+  %last = select %part[0: M - 1]
+  %row = reshape %last to [1, 2]
+  %y_0 = section %y[0: M from 0]
+  matmul %x, %w -> %y_0
+  %y_1 = section %y[0: 1 from M]
+  copy %row -> %y_1
+""",
+    ),
+    "a pad fills what it adds": (
+        """\
+fusion @f(%x: f32[M, 8]) {
+  %h: f32[M, 8] = neg(%x)
+  %y: f32[(M + 3), 9] = pad(%h, low=(1, 0), high=(2, 1), value=1.0)
+  return %y
+}
+""",
+        """\
+  %y_inside = section %y[0: M from 1]
+  %y_inside_2 = section %y_inside[1: 8 from 0]
+  launch @neg_h %x -> %y_inside_2
+  %y_before = section %y[0: 1 from 0]
+  fill %y_before with 1.0
+  %y_after = section %y[0: 2 from M + 1]
+  fill %y_after with 1.0
+  %y_after_2 = section %y_inside[1: 1 from 8]
+  fill %y_after_2 with 1.0
+""",
+    ),
+    "a step takes what lies apart": (
+        "fusion @f(%x: f32[M, 8]) {\n  %y: f32[M, 3] = slice(%x, axis=1, start=1, step=3)\n  return %y\n}\n",
+        "  %y_2 = strided %x[1: 3 from 1 by 3]\n  copy %y_2 -> %y\n",
+    ),
+    "what is merged lies as the merge needs it": (
+        """\
+fusion @f(%x: f32[4, M, 8]) {
+  %h: f32[4, M, 8] = neg(%x)
+  %t: f32[M, 4, 8] = transpose(%h, axes=(1, 0, 2))
+  %r: f32[M, 32] = reshape(%t)
+  %y: f32[M, 32] = exp(%r)
+  return %y
+}
+""",
+        """\
+  %t = allocate f32[M, 4, 8]
+  %h = permute %t by [1, 0, 2]
+  launch @neg_h %x -> %h
+  %r = reshape %t to [M, 32]
+  launch @exp_y %r -> %y
+""",
+    ),
+    "what is communicated aside is waited for where it is read": (
+        """\
+fusion @f(%x: f32[K, 4@x], %w: f32[4@x, N], %z: f32[K, N]) mesh(x=2) {
+  %g: f32[K, N] aside = matmul(%x, %w)
+  %a: f32[K, N] = neg(%z)
+  %h: f32[K, N] aside = matmul(%x, %w)
+  %b: f32[K, N] = exp(%a)
+  %t: f32[N, K] = transpose(%g, axes=(1, 0))
+  %y: f32[N, K] = neg(%t)
+  return %y, %b, %h
+}
+""",
+        """\
+  %g_partial = allocate f32[K, N]
+  matmul %x, %w -> %g_partial
+  %g = allocate f32[K, N]
+  fork comm
+  stream comm[0] {
+    all_reduce sum %g_partial -> %g on x
+  }
+  %a = allocate f32[K, N]
+  launch @neg_a %z -> %a
+  %h_partial = allocate f32[K, N]
+  matmul %x, %w -> %h_partial
+  fork comm
+  stream comm[0] {
+    all_reduce sum %h_partial -> %h on x
+  }
+  launch @exp_b %a -> %b
+  %t = permute %g by [1, 0]
+  join comm
+  launch @neg_y %t -> %y
+""",
+    ),
+    "where nothing communicates there is nothing aside": (
+        "fusion @f(%x: f32[M]) {\n  %y: f32[M] aside = neg(%x)\n  return %y\n}\n",
+        "  launch @neg_y %x -> %y\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_lower_to_host(case: str) -> None:
+    given, wanted = CASES[case]
+    stage = Fusion.parse(given)
+    assert str(stage) == given
+    for apply in PASSES[: PASSES.index(lower_to_host) + 1]:
+        stage = apply(stage, Options())
+    lines = str(stage).splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("host")) + 1
+    assert "\n".join(lines[first:-1]) + "\n" == wanted
