@@ -101,8 +101,8 @@ fusion @f(%x: f32[K, 4@x], %w: f32[4@x, N], %z: f32[K, N]) mesh(x=2) {
   stream comm[0] {
     all_reduce sum %h_partial -> %h on x
   }
-  launch @exp_b %a -> %b
   %t = permute %g by [1, 0]
+  launch @exp_b %a -> %b
   join comm
   launch @neg_y %t -> %y
 """,
