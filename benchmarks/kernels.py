@@ -1,0 +1,178 @@
+"""Generated kernels at the shapes of Llama 3 on one GPU, beside a device copy of the same bytes and beside torch.compile.
+
+Each of the three is timed in turn, over inputs that are taken from more memory than the GPU's cache holds. The share of a copy's
+bandwidth is what counts for many rows, the time beside torch.compile everywhere.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import hostweave as hw
+
+COLD_BYTES = 256 << 20  # of distinct inputs and outputs: several times the cache of a GPU
+CALLS = 20  # of one timing
+TIMINGS = 7
+COPY_SHARE = 0.90  # at least, from MANY_ROWS on
+TORCH_TIMES = 1.02  # at most
+MANY_ROWS = 2048
+ROWS = (1, 16, 256, 2048, 8192)
+WIDTHS = {"8B": (4096, 14336), "70B": (8192, 28672)}  # hidden, of the MLP
+HEAD = 128
+
+
+@dataclass(frozen=True)
+class Case:
+    """A function of the same text for Hostweave and torch: `ops` is either library."""
+
+    name: str
+    compute: Callable[..., Any]
+    inputs: tuple[str, ...]  # the shape of each: M is the rows, H and F the widths
+    outputs: tuple[str, ...]
+
+
+def _norm(ops: Any, x: Any, weight: Any) -> Any:
+    return ops.rms_norm(x, weight)
+
+
+def _layer_norm(ops: Any, x: Any, weight: Any, bias: Any) -> Any:
+    return ops.layer_norm(x, weight, bias)
+
+
+def _residual_norm(ops: Any, x: Any, r: Any, weight: Any) -> Any:
+    h = x + r
+    return h, ops.rms_norm(h, weight)
+
+
+def _bias_gelu(ops: Any, x: Any, bias: Any) -> Any:
+    return ops.gelu(x + bias)
+
+
+def _swiglu(ops: Any, gate: Any, up: Any) -> Any:
+    return ops.silu(gate) * up
+
+
+def _softmax(ops: Any, x: Any) -> Any:
+    return ops.softmax(x)
+
+
+def _row_sum(ops: Any, x: Any) -> Any:
+    return ops.sum(x, 1)
+
+
+def _column_sum(ops: Any, x: Any) -> Any:
+    return ops.sum(x, 0)
+
+
+def _chain(ops: Any, x: Any, y: Any) -> Any:
+    return ops.tanh(x * 0.5 + y) * x - y
+
+
+CASES = (
+    Case("chain", _chain, ("MH", "MH"), ("MH",)),
+    Case("bias + gelu", _bias_gelu, ("MF", "F"), ("MF",)),
+    Case("SwiGLU", _swiglu, ("MF", "MF"), ("MF",)),
+    Case("RMSNorm", _norm, ("MH", "H"), ("MH",)),
+    Case("residual + RMSNorm", _residual_norm, ("MH", "MH", "H"), ("MH", "MH")),
+    Case("LayerNorm", _layer_norm, ("MH", "H", "H"), ("MH",)),
+    Case("softmax", _softmax, ("MH",), ("MH",)),
+    Case("row sum", _row_sum, ("MH",), ("M",)),
+    Case("column sum", _column_sum, ("MH",), ("H",)),
+)
+
+
+class Torch:
+    """torch under the names that the cases use; norms and softmax are over the last dim."""
+
+    def __init__(self) -> None:
+        import torch
+        import torch.nn.functional as functional
+
+        self.sum, self.tanh, self.gelu, self.silu = torch.sum, torch.tanh, functional.gelu, functional.silu
+        self.softmax = lambda x: functional.softmax(x, -1)
+        self.rms_norm = lambda x, weight: functional.rms_norm(x, weight.shape, weight, 1e-6)
+        self.layer_norm = lambda x, weight, bias: functional.layer_norm(x, weight.shape, weight, bias, 1e-5)
+
+
+def main() -> None:
+    import torch
+
+    group = hw.init()
+    torch.cuda.set_device(0)
+    print(f"{torch.cuda.get_device_name(0)}, bf16; from {MANY_ROWS} rows on a kernel is to reach {COPY_SHARE} of a copy's bandwidth")
+    for case in CASES:
+        for model, (hidden, inner) in WIDTHS.items():
+            program = hw.compile(_fusion(case, hidden, inner), target="cuda")
+            for rows in ROWS:
+                us = _times(_calls(case, {"M": rows, "H": hidden, "F": inner}, program, group))
+                share, times = us["copy"] / us["ours"], us["ours"] / us["torch"]
+                missed = (rows >= MANY_ROWS and share < COPY_SHARE) or times > TORCH_TIMES
+                print(
+                    f"{case.name:20} {model:4} {rows:5} rows {us['ours']:9.1f} us, {share:5.2f} of a copy, "
+                    f"{times:5.2f} times torch.compile's {us['torch']:.1f} us{'  MISSED' if missed else ''}",
+                    flush=True,
+                )
+            program.close()
+
+
+def _fusion(case: Case, hidden: int, inner: int) -> hw.Fusion:
+    dims = {"M": "M", "H": hidden, "F": inner}
+    names = "abcdefgh"[: len(case.inputs)]
+    specs = {name: hw.bf16[tuple(dims[letter] for letter in shape)] for name, shape in zip(names, case.inputs, strict=True)}
+    scope: dict[str, Any] = {"compute": case.compute, "hw": hw}
+    exec(f"def kernel({', '.join(names)}):\n    return compute(hw, {', '.join(names)})", scope)  # its parameters are the inputs
+    return hw.fusion(**specs)(scope["kernel"])
+
+
+def _calls(case: Case, sizes: dict[str, int], program: hw.Program, group: Any) -> dict[str, list[Callable[[], Any]]]:
+    """What is timed, by name: calls of the same kind on buffers of their own. Raises AssertionError where results differ."""
+    import torch
+
+    def filled(shape: str) -> Any:
+        return torch.randn([sizes[letter] for letter in shape], device="cuda").to(torch.bfloat16)
+
+    compiled = torch.compile(lambda *arrays: case.compute(Torch(), *arrays), dynamic=False)
+    result: dict[str, list[Callable[[], Any]]] = {"ours": [], "torch": [], "copy": []}
+    taken = 0
+    while taken < COLD_BYTES:
+        given, made = [filled(shape) for shape in case.inputs], [filled(shape) for shape in case.outputs]
+        out = made[0] if len(made) == 1 else tuple(made)
+        moved = sum(array.nbytes for array in (*given, *made))
+        source, target = (torch.empty(max(moved // 2, 1), dtype=torch.uint8, device="cuda") for _ in range(2))
+        result["ours"].append(lambda given=given, out=out: program(*given, out=out, group=group))
+        result["torch"].append(lambda given=given: compiled(*given))
+        result["copy"].append(lambda source=source, target=target: target.copy_(source))
+        if taken == 0:
+            ours, theirs = result["ours"][0](), result["torch"][0]()
+            for one, other in zip(*((x if isinstance(x, tuple) else (x,)) for x in (ours, theirs)), strict=True):
+                torch.testing.assert_close(one, other, rtol=3e-2, atol=3e-2 * max(1.0, float(other.abs().max())))
+        taken += moved
+    return result
+
+
+def _times(calls: dict[str, list[Callable[[], Any]]]) -> dict[str, float]:
+    """Microseconds of one call on the GPU, the median of timings that are taken in turn.
+
+    The calls of a timing are enqueued behind a long wait, so that the host's time does not count.
+    """
+    import torch
+
+    timings: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(TIMINGS + 2):
+        for name, every in calls.items():
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(20_000_000)
+            begin.record()
+            for i in range(CALLS):
+                every[i % len(every)]()
+            end.record()
+            end.synchronize()
+            timings[name].append(begin.elapsed_time(end) * 1e3 / CALLS)
+    return {name: statistics.median(us[2:]) for name, us in timings.items()}
+
+
+if __name__ == "__main__":
+    main()
