@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from hostweave.errors import Location, ProgramError
 from hostweave.fusion.extent import Extent, product
 from hostweave.fusion.ir import Scalar
-from hostweave.fusion.ops import fits
+from hostweave.fusion.ops import NO_SOURCE, fits
 from hostweave.fusion.trace import Tensor, dim_of, record
 from hostweave.fusion.types import Dim, DType, TensorType, i32
 
@@ -189,6 +189,17 @@ def concat(tensors: Sequence[Tensor], axis: Axis | None = 0) -> Tensor:
     if axis is None:
         tensors, axis = [reshape(tensor, -1) for tensor in tensors], 0
     return record("concat", *tensors, axis=dim_of(tensors[0], axis, "concat", location))
+
+
+def exchange(x: Tensor, axis: Axis, sources: Sequence[int | None]) -> Tensor:
+    """x with the blocks of a dim in other places: block i is block sources[i] of x, or zeros where that is None.
+
+    The dim is cut into as many blocks as there are sources. Where as many ranks share it, one block each, this is a
+    collective permute: each rank sends its block to at most one other. Raises ProgramError.
+    """
+    location = Location.of_caller()
+    places = tuple(NO_SOURCE if source is None else int(source) for source in sources)
+    return record("exchange", x, axis=dim_of(x, axis, "exchange", location), sources=places)
 
 
 def pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: Scalar = 0) -> Tensor:

@@ -20,12 +20,17 @@ class IndexMap:
     matmul is `(b0, m, k), (b0, k, n) -> (b0, m, n)`. None is a dim of one element that is broadcast, new or kept after
     a reduction, or one that is cut or joined, so that a rank needs all of it. A label that the result lacks is reduced.
     A label in `outer` joins only the outermost parts of two dims that a reshape splits or merges: enough for a sharding,
-    not for a loop.
+    not for a loop. So does one in `blocks`, of a dim whose blocks change places: as many ranks can share it, a block each.
     """
 
     operands: tuple[Labels, ...]
     result: Labels
     outer: frozenset[str] = frozenset()
+    blocks: tuple[tuple[str, int], ...] = ()
+
+    def shared_by(self, label: str, ranks: int) -> bool:
+        """Whether this many ranks can share the dims of a label."""
+        return dict(self.blocks).get(label, ranks) == ranks
 
     def operand_dim(self, operand: int, result_dim: int) -> int | None:
         """The dim of an operand that a loop over a dim of the result walks in step, or None where it is used whole."""
@@ -77,6 +82,12 @@ def joined(operands: int, rank: int, axes: tuple[int, ...]) -> IndexMap:
     """Operands that lie in one result, one after the other or inside it along `axes`."""
     labels: Labels = tuple(None if i in axes else f"i{i}" for i in range(rank))
     return IndexMap((labels,) * operands, labels)
+
+
+def exchanged(rank: int, axis: int, blocks: int) -> IndexMap:
+    """The blocks of one dim change places."""
+    labels = tuple(f"i{i}" for i in range(rank))
+    return IndexMap((labels,), labels, frozenset((labels[axis],)), ((labels[axis], blocks),))
 
 
 def regrouping(source: Shape, target: Shape) -> IndexMap:

@@ -17,6 +17,9 @@ from hostweave.fusion.types import Dim, DType, TensorType, bool_, f32, i64, u32
 Types = Sequence[TensorType]
 
 
+NO_SOURCE = -1  # of an exchange: zeros
+
+
 class Mismatch(Exception):
     """Operands that do not go together; the caller adds the op and its place."""
 
@@ -263,6 +266,24 @@ def _pad(types: Types, op: Op) -> TensorType:
     return TensorType(x.dtype, tuple(Dim(extent + a + b) for extent, a, b in zip(x.shape, low, high, strict=True)))
 
 
+def _exchange(types: Types, op: Op) -> TensorType:
+    (x,) = types
+    axis, sources = _one_axis(op, x), axes_of(op, "sources")
+    named = [source for source in sources if source != NO_SOURCE]
+    if not sources or any(not 0 <= source < len(sources) for source in named):
+        raise Mismatch(f"sources={sources}: each is one of the {len(sources)} blocks, from 0 on, or {NO_SOURCE} for zeros")
+    if len(set(named)) < len(named):
+        raise Mismatch(f"sources={sources}: a block goes to one place at most; use hw.concat to repeat one")
+    if x.shape[axis].is_int and int(x.shape[axis]) % len(sources):
+        raise Mismatch(f"{len(sources)} blocks do not divide dim {axis} of {x}; give as many sources as divide it")
+    return _unsharded(x)
+
+
+def _numpy_exchange(np: Any, x: Any, axis: int, sources: tuple[int, ...]) -> Any:
+    blocks = np.split(x, len(sources), axis)
+    return np.concatenate([np.zeros_like(blocks[0]) if source == NO_SOURCE else blocks[source] for source in sources], axis)
+
+
 def padded_dims(op: Op) -> tuple[int, ...]:
     """The dims that a pad makes longer."""
     return tuple(i for i, widths in enumerate(zip(axes_of(op, "low"), axes_of(op, "high"), strict=True)) if any(widths))
@@ -337,6 +358,10 @@ def _map_concat(types: Types, op: Op) -> IndexMap:
 
 def _map_pad(types: Types, op: Op) -> IndexMap:
     return maps.joined(1, len(types[0].dims), padded_dims(op))
+
+
+def _map_exchange(types: Types, op: Op) -> IndexMap:
+    return maps.exchanged(len(types[0].dims), _int_of(op, "axis"), len(axes_of(op, "sources")))
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
@@ -452,6 +477,7 @@ OPS: dict[str, OpDef] = {
     # A block of the program.
     "call": OpDef(None, _call, _map_call, lambda np, *arrays, run: run(*arrays)),
     # Sharding.
+    "exchange": OpDef(1, _exchange, _map_exchange, _numpy_exchange, {"axis": int, "sources": tuple}),
     "reshard": OpDef(1, _same, _map_elementwise, lambda np, x: x, {"kind": str}, target="sharding"),
 }
 
@@ -503,7 +529,7 @@ def index_map(op: Op, operands: Types) -> IndexMap:
 
 
 # What these ops do to a dim of which they need all, however a loop walks it.
-_WHOLE_DIMS = {"reshape": "split or merged", "slice": "cut", "concat": "joined", "pad": "made longer"}
+_WHOLE_DIMS = {"reshape": "split or merged", "slice": "cut", "concat": "joined", "pad": "made longer", "exchange": "exchanged"}
 _WHOLE_DIMS |= {kind: "reduced" for kind, definition in OPS.items() if definition.combine}
 
 

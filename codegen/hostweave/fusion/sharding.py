@@ -42,7 +42,8 @@ class Flow:
         label = self.indices.result[dim]
         pairs = zip(self.indices.operands, self.shapes, strict=True)
         sources = [source for labels, dims in pairs for at, source in zip(labels, dims, strict=True) if at == label is not None]
-        return bool(sources) and all(divides(axes, source, mesh) for source in sources)
+        is_shared = label is not None and self.indices.shared_by(label, mesh.size_of(axes))
+        return bool(sources) and is_shared and all(divides(axes, source, mesh) for source in sources)
 
     @property
     def partial_axes(self) -> Axes:
@@ -85,13 +86,19 @@ def flow(op: Op, operands: Sequence[TensorType], mesh: Mesh) -> Flow:
     for dims in reversed(pairs) if op.kind == "matmul" else pairs:
         for label, dim in dims:
             if label in kept and (kept[label] == dim.extent or divides(dim.axes, Dim(kept[label]), mesh)):
-                claim(claimed, label, dim.axes)
+                claim(claimed, label, _shared(indices, label, dim.axes, mesh))
     for dims in pairs:
         for label, dim in dims:
             if label not in kept and op.kind in REDUCTION_OF_PARTIAL:
                 claim(reduced, label, dim.axes)
     result = tuple(claimed.get(label, ()) if label else () for label in indices.result)
     return Flow(indices, tuple(type.dims for type in operands), result, reduced)
+
+
+def _shared(indices: IndexMap, label: str, axes: Axes, mesh: Mesh) -> Axes:
+    """The outermost axes with as many ranks as can share the dims of a label."""
+    prefixes = (axes[:end] for end in range(len(axes), 0, -1))
+    return next((prefix for prefix in prefixes if indices.shared_by(label, mesh.size_of(prefix))), ())
 
 
 def partial_of(op: Op, axes: Axes) -> Partial | None:

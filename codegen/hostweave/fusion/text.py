@@ -210,10 +210,11 @@ def _parse_attribute(reader: Reader) -> Attribute:
 
 
 def _parse_ints(reader: Reader) -> tuple[int, ...]:
-    """The rest of `(0,)` or `(0, 2)`."""
+    """The rest of `(0,)` or `(0, -1)`."""
     items: list[int] = []
     while not reader.accept(")"):
-        items.append(reader.integer())
+        sign = -1 if reader.accept("-") else 1
+        items.append(sign * reader.integer())
         if reader.peek() != ")":
             reader.expect(",")
     return tuple(items)

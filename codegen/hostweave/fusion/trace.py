@@ -28,6 +28,7 @@ RESULT_NAMES = {
     "concat": "joined",
     "pad": "padded",
     "reshard": "resharded",
+    "exchange": "exchanged",
 }
 
 
@@ -126,8 +127,9 @@ class Tensor:
         if chunks is not None and extent.is_int and int(extent) % chunks:
             raise ProgramError(f"stream: {chunks} chunks do not divide dim {dim} of {self.type}; use a divisor of {extent}", location)
         if how := needs_whole(replace(self._op, result=self._value), operand_types(self._op, self._trace.types()), dim):
+            op = f"{'an' if self._op.kind[0] in 'aeiou' else 'a'} {self._op.kind}"
             raise ProgramError(
-                f"stream: dim {dim} of {self.type} is {how} by a {self._op.kind}, so no loop can walk it; stream a tensor before it",
+                f"stream: dim {dim} of {self.type} is {how} by {op}, so no loop can walk it; stream a tensor before it",
                 location,
             )
 

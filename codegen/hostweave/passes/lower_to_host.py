@@ -21,7 +21,7 @@ from hostweave.errors import ProgramError
 from hostweave.fusion.extent import Extent, block
 from hostweave.fusion.index_map import IndexMap, groups
 from hostweave.fusion.ir import Fusion, Op, Value
-from hostweave.fusion.ops import OPS, index_map, operand_types, padded_dims
+from hostweave.fusion.ops import NO_SOURCE, OPS, axes_of, index_map, operand_types, padded_dims
 from hostweave.fusion.resharding import Change, change_of, sources_of
 from hostweave.fusion.types import BufferType, Dim, TensorType
 from hostweave.host import ir
@@ -283,6 +283,8 @@ class _Lowering:
                 self.deferred[op.result.name] = lambda adds: b.emit(ir.MatmulAccumulate(x, w, y) if adds else ir.Matmul(x, w, y))
             else:
                 b.emit(ir.Matmul(x, w, y))
+        elif op.kind == "exchange":
+            self.exchange(op, sources[0], target, steps)
         elif op.kind == "copy":
             b.emit(ir.Copy(sources[0], target))
         else:
@@ -299,6 +301,23 @@ class _Lowering:
             self.buffers[name] = self.b.allocate(f"{name}_packed", self.b.types[source])
             self.b.emit(ir.Copy(source, self.buffers[name]))
         return self.buffers[name]
+
+    def exchange(self, op: Op, source: str, target: str, steps: Steps | None) -> None:
+        """Blocks go from rank to rank, or, where a rank holds them all, from place to place."""
+        axis, sources = op.attribute("axis"), axes_of(op, "sources")
+        assert isinstance(axis, int)
+        if axes := op.result.type.dims[axis].axes:
+            places = tuple(None if place == NO_SOURCE else place for place in sources)
+            communication.exchange(self.b, source, target, places, axes, steps)
+            return
+        dim = self.dim_of_chunk(axis, op, steps)
+        assert dim is not None
+        for number, place in enumerate(sources):
+            block = self.b.slice(target, dim, Const(number), Extent(len(sources)), f"{target}_{number}")
+            if place == NO_SOURCE:
+                self.b.emit(ir.Fill(block, 0.0))
+            else:
+                self.b.emit(ir.Copy(self.b.slice(source, dim, Const(place), Extent(len(sources)), f"{source}_{place}"), block))
 
     def keeps_dim(self, op: Op) -> bool:
         """A matmul needs its last two dims, so a step that takes one index of them keeps a dim of 1."""

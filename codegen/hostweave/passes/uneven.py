@@ -61,6 +61,10 @@ def _even(op: Op, types: dict[str, TensorType], fusion: Fusion) -> Iterator[tupl
         for dim in operands[0].dims:
             if set(dim.axes) & set(op.result.type.partial.axes):
                 yield dim, "a mean over ranks"
+    elif op.kind == "exchange":
+        axis = op.attribute("axis")
+        assert isinstance(axis, int)
+        yield op.result.type.dims[axis], "an exchange of its blocks"
     elif op.kind == "reshape":
         indices = index_map(op, operands)
         for labels, type in ((indices.operands[0], operands[0]), (indices.result, op.result.type)):
