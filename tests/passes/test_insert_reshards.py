@@ -85,6 +85,22 @@ CASES = {
         %d: f32[K@y] = mul(%a, %b)
         %y: f32[1, K@y] = add(%c, %d)""",
     ),
+    "what NCCL cannot reduce is carried in another dtype, also in a loop": (
+        "%x: f8e4m3[M@x, K], %b: bool[M@x, K]",
+        """%s: f8e4m3[K] stream(K, 2) = sum(%x, axis=(0,))
+        %m: bool[K@x] = max(%b, axis=(0,))
+        %n: bool[K@x] stated = reshard(%m)
+        %l: bool[K@x] = logical_not(%n)""",
+        """%x_f32: f32[M@x, K] = cast(%x)
+        %s_partial: f32[K] partial(sum, x) = sum(%x_f32, axis=(0,))
+        %s_f32: f32[K] stream(K, 2) = reshard(%s_partial)
+        %s: f8e4m3[K] stream(K, 2) = cast(%s_f32)
+        %b_u8: u8[M@x, K] = cast(%b)
+        %m: u8[K] partial(max, x) = max(%b_u8, axis=(0,))
+        %n_u8: u8[K@x] = reshard(%m)
+        %n: bool[K@x] stated = cast(%n_u8)
+        %l: bool[K@x] = logical_not(%n)""",
+    ),
     "an equal reshard of one tensor is made once": (
         "%x: f32[M@x, K], %w: f32[K, N]",
         """%a: f32[M, N] stream(M, 8) = matmul(%x, %w)
