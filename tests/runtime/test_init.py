@@ -687,3 +687,13 @@ def test_communicators_that_the_host_owns(communicator: Callable[[int], int]) ->
             program(X, group=group)
         assert str(caught.value) == message
         group.close()
+
+
+def test_communicators_of_the_host_and_calls_that_are_to_be_verified() -> None:
+    group = hw.init(hw.Communicators({}, 0, 2), "owned")
+    with pytest.raises(ArgumentError) as caught:
+        hw.compile(twice, options=hw.Options(verify_calls=True))(X, group=group)
+    assert str(caught.value) == (
+        "twice: verify_calls: the ranks of group 'owned' have nowhere to meet; use a provider with a store, or leave it out"
+    )
+    group.close()

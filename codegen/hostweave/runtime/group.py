@@ -131,6 +131,11 @@ class Group:
         """Why the group can do nothing any more, or None."""
         return self._failure or ("closed" if self.closed else None)
 
+    @property
+    def can_meet(self) -> bool:
+        """Whether ranks can tell each other what they are about to do: not where they have communicators of the host alone."""
+        return not isinstance(self.meeting, NoMeeting)
+
     def check(self) -> None:
         """Raises ExecutionError where the group has failed. On CUDA, where calls only enqueue, it tells so after a wait for a stream."""
         if not self._failure and (reason := self.meeting.failure()):

@@ -47,6 +47,9 @@ class LocalProgram:
         group.expect_working()
         self._host, self._target, self._group = host, program.target, group
         self._meets = group.count > 1 and (group.in_process or verify_calls)
+        if self._meets and not group.can_meet:
+            where = f"{host.name}: verify_calls: the ranks of group {group.name!r} have nowhere to meet"
+            raise ArgumentError(f"{where}; use a provider with a store, or leave it out")
         self._waits_for = _first_communication(host)
         self._intent = Intent(host.name, str(host.mesh), key_of(program.host_ir, options, program.target))
         self._ready_for: Any = None  # the shapes of the last call
