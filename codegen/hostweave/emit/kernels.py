@@ -38,6 +38,22 @@ _JOINS = {
 
 
 @dataclass(frozen=True)
+class _Sharing:
+    """Who reduces to one element: the loop over the elements, which threads share the innermost loop, and how their totals meet."""
+
+    each: str
+    grid: str
+    inner: str = ""
+    meet: str = ""
+    once: str = ""  # the condition under which the element is stored
+
+
+_BY_THREAD = _Sharing("for (int64_t {} : hw::over_grid({}))", "grid_for")
+_BY_BLOCK = _Sharing("for (int64_t {} : hw::over_blocks({}))", "grid_of", "over_threads", "reduce_block", "hw::first_thread()")
+_BY_WARPS = _Sharing("for (const hw::Lane {} : hw::over_lanes({}))", "grid_of_lanes", "over_warps", "reduce_warps", "{}.stores()")
+
+
+@dataclass(frozen=True)
 class EmittedKernel:
     view: views.Kernel
     grid: str
@@ -82,6 +98,7 @@ class _Emitter:
         self.name_indices()
         self.uses = Counter(name for op in self.ops for name in _uses(op))
         self.uses.update(name for name in self.results if name in self.uses)
+        self.sharing = self.shared()
         self.loops = self.loop_heads()
         self.row = _Section(self)  # around the loops over what is reduced; all there is where nothing is
 
@@ -92,8 +109,7 @@ class _Emitter:
         inputs = (f"const {self.types[name].dtype.cpp}* {self.pointers[name]}" for name in self.inputs)
         results = (f"{self.types[name].dtype.cpp}* {pointer}" for name, pointer in self.results.items())
         params = (*inputs, *results, *(f"int64_t {size}" for size in sizes))
-        grid = "grid_of" if self.reduced and self.by_block() else "grid_for"
-        return EmittedKernel(replace(view, params=params), f"hw::{grid}({view.count})", sizes)
+        return EmittedKernel(replace(view, params=params), f"hw::{self.sharing.grid}({self.count})", sizes)
 
     def functions(self) -> set[str]:
         """The C functions that the kernel calls, whose names no local may take."""
@@ -101,6 +117,11 @@ class _Emitter:
         return {name for body in bodies for name in re.findall(r"(\w+)\(", body)}
 
     # --- loops ---
+
+    @property
+    def count(self) -> str:
+        """How many elements are kept."""
+        return self.integers.extent(product(tuple(dim.extent for dim in self.kept)))
 
     def lie(self, buffers: Sequence[BufferType]) -> dict[str, dict[str, Extent]]:
         """How far apart neighbours along each index are: in every input and result, and in the values that are indices."""
@@ -194,8 +215,7 @@ class _Emitter:
             name=self.name,
             comments=tuple(print_op(op) for op in self.ops),
             params=(),
-            index=self.element,
-            count=self.integers.extent(product(tuple(dim.extent for dim in self.kept))),
+            each=self.sharing.each.format(self.element, self.count),
             indices=self.index_declarations(),
             loads=loads,
             stores=stores,
@@ -219,26 +239,27 @@ class _Emitter:
         stores = self.stores(self.row, [name for name in self.results if not self.walked.is_whole(name)])
         return views.Reduction(
             **vars(self.kernel(self.row.taken(), stores)),
-            walk="over_blocks" if self.by_block() else "over_grid",
             loops=self.loops,
             passes=tuple(passes),
-            once=("if (hw::first_thread())",) if self.by_block() else (),
+            once=(f"if ({self.sharing.once.format(self.element)})",) if self.sharing.once else (),
             final=(*section.taken(), *last),
         )
 
     def loop_heads(self) -> tuple[str, ...]:
-        """The loops over what is reduced: of a block the threads share the innermost one."""
+        """The loops over what is reduced, of which threads may share the innermost one."""
         counts = [self.integers.extent(dim.extent) for dim in self.reduced]
         heads = [f"for (int64_t {i} = 0; {i} < {count}; ++{i})" for i, count in zip(self.reduced_indices, counts, strict=True)]
-        if self.reduced and self.by_block():
-            heads[-1] = f"for (int64_t {self.reduced_indices[-1]} : hw::over_threads({counts[-1]}))"
+        if self.sharing.inner:
+            heads[-1] = f"for (int64_t {self.reduced_indices[-1]} : hw::{self.sharing.inner}({counts[-1]}))"
         return tuple(heads)
 
-    def by_block(self) -> bool:
-        """Whether what is reduced to one element lies side by side, and is enough for the threads of a block."""
-        inner = self.reduced[-1]
-        is_read = any(inner.strides[number] == ONE for number in range(len(self.inputs)))
-        return is_read and not (inner.extent.is_int and int(inner.extent) < SMALL)
+    def shared(self) -> _Sharing:
+        """A block where what is reduced to one element lies side by side, else warps; a thread alone where it is little."""
+        if not self.reduced or (self.reduced[-1].extent.is_int and int(self.reduced[-1].extent) < SMALL):
+            return _BY_THREAD
+        if any(self.reduced[-1].strides[number] == ONE for number in range(len(self.inputs))):
+            return _BY_BLOCK
+        return _BY_THREAD if any(map(self.walked.is_whole, self.results)) else _BY_WARPS
 
     def reduces(self, op: Op) -> bool:
         return bool(reduced_indices(op, self.walked.indices))
@@ -269,8 +290,8 @@ class _Emitter:
             starts.append(f"{accumulator} {total} = {first};")
             sign = _SIGNS.get(OPS[op.kind].combine)
             adding.append(f"{total} {sign}= {element};" if sign else f"{total} = {join}()({total}, {element});")
-            if self.by_block():
-                after.append(f"{total} = hw::reduce_block({total}, {join}());")
+            if self.sharing.meet:
+                after.append(f"{total} = hw::{self.sharing.meet}({total}, {join}());")
             self.row.totals[op.result.name] = total
         stores = self.stores(section, results)
         return views.Pass(before=self.row.taken(), starts=tuple(starts), body=(*section.taken(), *adding, *stores), after=tuple(after))

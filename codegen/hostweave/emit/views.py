@@ -260,9 +260,8 @@ class Kernel:
     name: str
     comments: tuple[str, ...]
     params: tuple[str, ...]
-    index: str
-    count: str
-    indices: tuple[str, ...]  # declarations of the indices that `index` stands for
+    each: str  # the head of the loop over elements
+    indices: tuple[str, ...]  # declarations of the indices that its own stands for
     loads: tuple[str, ...]
     stores: tuple[str, ...]  # of results that have the kept dims alone
 
@@ -279,13 +278,12 @@ class Pass:
 
 @dataclass(frozen=True)
 class Reduction(Kernel):
-    """One thread or one block an element of what is kept, which walks what is reduced to it.
+    """A thread, a lane of every warp or a block for each element of what is kept, which walks what is reduced to it.
 
-    Where a thread does, neighbouring ones read side by side; where a block does, its threads share the innermost loop.
+    Neighbouring threads read side by side: those of elements, or those that share the innermost loop.
     """
 
     template = "reduction"
-    walk: str  # over_grid or over_blocks
     loops: tuple[str, ...]  # heads
     passes: tuple[Pass, ...]
     once: tuple[str, ...]  # the head of what stands around the stores

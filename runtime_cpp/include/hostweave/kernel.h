@@ -27,6 +27,35 @@ struct Walk {  // for (int64_t i : walk)
   HW_DEVICE Iterator end() const { return {end_, step_}; }
 };
 
+// A column of a tile of 32, which one lane of every warp walks. Lanes past the last column walk it again, and store nothing.
+struct Lane {
+  int64_t index;
+  bool stores_;
+
+  HW_DEVICE operator int64_t() const { return index; }
+  // Whether this thread stores what the warps computed together.
+  HW_DEVICE bool stores() const { return stores_; }
+};
+
+struct Lanes {  // for (Lane j : lanes)
+  int64_t begin_, end_, step_;
+  int lane_;
+  bool first_warp_;
+
+  struct Iterator {
+    int64_t tile;
+    const Lanes& lanes;
+    HW_DEVICE Lane operator*() const {
+      const int64_t column = tile + lanes.lane_;
+      return column < lanes.end_ ? Lane{column, lanes.first_warp_} : Lane{lanes.end_ - 1, false};
+    }
+    HW_DEVICE void operator++() { tile += lanes.step_; }
+    HW_DEVICE bool operator!=(const Iterator& end) const { return tile < end.tile; }
+  };
+  HW_DEVICE Iterator begin() const { return {begin_, *this}; }
+  HW_DEVICE Iterator end() const { return {end_, *this}; }
+};
+
 template <class T>
 struct Indexed {  // an element and where it is
   T value;
@@ -35,13 +64,19 @@ struct Indexed {  // an element and where it is
 
 #ifdef __CUDACC__
 
-// 0..n shared among the threads of the grid, among its blocks, among the threads of a block. Neighbouring threads take
-// neighbouring elements.
+// 0..n shared among the threads of the grid, among its blocks, among the threads of a block, among its warps. Neighbouring
+// threads take neighbouring elements.
 HW_DEVICE Walk over_grid(int64_t n) {
   return {int64_t{blockIdx.x} * blockDim.x + threadIdx.x, n, int64_t{gridDim.x} * blockDim.x};
 }
 HW_DEVICE Walk over_blocks(int64_t n) { return {blockIdx.x, n, gridDim.x}; }
 HW_DEVICE Walk over_threads(int64_t n) { return {threadIdx.x, n, blockDim.x}; }
+
+HW_DEVICE Walk over_warps(int64_t n) { return {threadIdx.x / 32, n, blockDim.x / 32}; }
+// 0..n shared among the lanes of the warps of all blocks; each warp of a block has the same ones.
+HW_DEVICE Lanes over_lanes(int64_t n) {
+  return {int64_t{blockIdx.x} * 32, n, int64_t{gridDim.x} * 32, static_cast<int>(threadIdx.x % 32), threadIdx.x < 32};
+}
 
 HW_DEVICE bool first_thread() { return threadIdx.x == 0; }
 
@@ -72,16 +107,36 @@ __device__ T reduce_block(T value, Join join) {
   return value;
 }
 
+// Joins the values that the same lane of every warp of a block has. Every warp gets the result.
+template <class T, class Join>
+__device__ T reduce_warps(T value, Join join) {
+  __shared__ T partial[32][32];
+  const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  partial[warp][lane] = value;
+  __syncthreads();
+  value = partial[0][lane];
+  for (int other = 1; other < warps; ++other) value = join(value, partial[other][lane]);
+  __syncthreads();  // the next reduction may overwrite
+  return value;
+}
+
 #else
 
 HW_DEVICE Walk over_grid(int64_t n) { return {0, n, 1}; }
 HW_DEVICE Walk over_blocks(int64_t n) { return {0, n, 1}; }
 HW_DEVICE Walk over_threads(int64_t n) { return {0, n, 1}; }
+HW_DEVICE Walk over_warps(int64_t n) { return {0, n, 1}; }
+HW_DEVICE Lanes over_lanes(int64_t n) { return {0, n, 1, 0, true}; }
 
 HW_DEVICE bool first_thread() { return true; }
 
 template <class T, class Join>
 T reduce_block(T value, Join) {
+  return value;
+}
+
+template <class T, class Join>
+T reduce_warps(T value, Join) {
   return value;
 }
 

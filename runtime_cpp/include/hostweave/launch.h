@@ -30,6 +30,8 @@ constexpr int64_t kMaxGrid = 1 << 15;  // blocks; a kernel walks what is left
 
 // How many blocks give each of n elements a thread.
 constexpr int64_t grid_for(int64_t n) { return std::min((n + kBlock - 1) / kBlock, kMaxGrid); }
+// A lane of every warp of a block for each of n columns.
+constexpr int64_t grid_of_lanes(int64_t n) { return std::min((n + 31) / 32, kMaxGrid); }
 // One block for each of n rows.
 constexpr int64_t grid_of(int64_t n) { return std::min(n, kMaxGrid); }
 

@@ -111,10 +111,10 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     auto* y0_i = y0 + p * (M / 4 * N);
     HW_CHECK(plan_y0_.cublasLtMatmul(x_gathered_i, w, y0_i, stream));
   }
-  HW_CHECK(
-      hw::launch(sum_s_partial, hw::grid_for(K), hw::kBlock, caller, hw::reads(x, M / 4 * K), hw::writes(s_partial_, K), M, K));
-  HW_CHECK(
-      hw::launch(sum_t_partial, hw::grid_for(L), hw::kBlock, caller, hw::reads(v, M / 4 * L), hw::writes(t_partial_, L), M, L));
+  HW_CHECK(hw::launch(sum_s_partial, hw::grid_of_lanes(K), hw::kBlock, caller, hw::reads(x, M / 4 * K), hw::writes(s_partial_, K),
+                      M, K));
+  HW_CHECK(hw::launch(sum_t_partial, hw::grid_of_lanes(L), hw::kBlock, caller, hw::reads(v, M / 4 * L), hw::writes(t_partial_, L),
+                      M, L));
   {
     HW_CHECK(ncclGroupStart());
     const hw::CloseGroupOnError guard;

@@ -5,12 +5,15 @@ namespace programs::allreduce_rows {
 
 // %y_partial: bf16[N/3] = sum(%x, axis=(0,))
 __global__ void sum_y_partial(const hw::bf16* x, hw::bf16* y_partial, int64_t N, int64_t R_x) {
-  for (int64_t j : hw::over_grid(N / 3)) {
+  for (const hw::Lane j : hw::over_lanes(N / 3)) {
     float sum = 0;
-    for (int64_t i = 0; i < R_x; ++i) {
+    for (int64_t i : hw::over_warps(R_x)) {
       sum += float(x[i * N + j]);
     }
-    y_partial[j] = hw::bf16(sum);
+    sum = hw::reduce_warps(sum, hw::Add());
+    if (j.stores()) {
+      y_partial[j] = hw::bf16(sum);
+    }
   }
 }
 

@@ -67,7 +67,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const hw::Stream stream = ring_[i];
     const auto* x_i = x + i * (N / 3);
     auto* y_partial_i = y_partial_ + i * (N / 3);
-    HW_CHECK(hw::launch(sum_y_partial, hw::grid_for(N / 3), hw::kBlock, stream, hw::reads(x_i, {R_x, N / 3}, {N, 1}),
+    HW_CHECK(hw::launch(sum_y_partial, hw::grid_of_lanes(N / 3), hw::kBlock, stream, hw::reads(x_i, {R_x, N / 3}, {N, 1}),
                         hw::writes(y_partial_i, N / 3), N, R_x));
     auto* y_i = y + i * (N / 3);
     HW_CHECK(ncclAllReduce(y_partial_i, y_i, N / 3, ncclBfloat16, ncclSum, team_x_.comm(), stream));
