@@ -252,7 +252,7 @@ ENDS = {
     ),
     "used between": (
         "%h = allocate f32[M, N]\nlaunch @neg_h %x -> %h\n%k = allocate f32[M, N]\ncopy %h -> %k\nlaunch @mul_y %h, %k -> %y",
-        "%h is used before",
+        "copy uses %h before",
     ),
     "used before": (
         "%h = allocate f32[M, N]\nfor %i in 0..2 {\nlaunch @mul_y %h, %x -> %y\nlaunch @neg_h %x -> %h\n}",

@@ -168,8 +168,9 @@ class _Links:
             return f"what %{result} is computed from is overwritten"
         if any(isinstance(i, ir.Record | ir.Fork) for i in between):
             return f"other streams go on before %{result} is used"
-        if early := [dst for dst in kept if any(self.root(dst) in self.roots(i, "read", "write") for i in between)]:
-            return f"%{self.root(early[0])} is used before"
+        for i in between:
+            if early := self.roots(i, "read", "write") & {self.root(dst) for dst in kept}:
+                return f"{i.syntax.split()[0]} uses %{min(early)} before"
         return self._why_slow(_merged(self, producer, consumer, kept)[0])
 
     def _why_slow(self, kernel: ir.Kernel) -> str:
