@@ -6,17 +6,14 @@ process a GPU, Hostweave one thread a GPU.
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+from peers.torch_ranks import times_on_ranks
 
 import hostweave as hw
 from hostweave.build.cuda import gpus
@@ -57,9 +54,8 @@ VARIANTS: tuple[tuple[str, int, int, str | None], ...] = (
 
 def main() -> None:
     ranks = len(gpus())
-    torch_ms = _torch(ranks)
-    for case in CASES:
-        base = torch_ms[case.name, case.kind]
+    for case, torch_ms in zip(CASES, times_on_ranks(_torch_calls, ranks, REPETITIONS), strict=True):
+        base = statistics.median(torch_ms)
         print(f"{case.name} {case.M} x {case.K} x {case.N}, {case.kind}, {ranks} GPUs: torch {base:.3f} ms", flush=True)
         for name, blocks, slices, by in VARIANTS:
             program = hw.compile(_fusion(case, ranks, blocks * ranks or slices, by), target="cuda")
@@ -103,35 +99,16 @@ def _arrays(case: Case, ranks: int) -> dict[str, Any]:
 # --- torch ------------------------------------------------------------------------------------------------------------
 
 
-def _torch(ranks: int) -> dict[tuple[str, str], float]:
-    import torch.multiprocessing as processes
-
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29517")
-        processes.spawn(_torch_rank, args=(ranks, folder), nprocs=ranks, join=True)
-        per_rank = [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(ranks)]
-    return {
-        (case.name, case.kind): statistics.median(max(times[i][n] for times in per_rank) for n in range(REPETITIONS))
-        for i, case in enumerate(CASES)
-    }
-
-
-def _torch_rank(rank: int, ranks: int, folder: str) -> None:
+def _torch_calls(rank: int, ranks: int) -> Iterator[Callable[[], None]]:
     import torch
-    import torch.distributed as dist
 
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", rank=rank, world_size=ranks, device_id=torch.device("cuda", rank))
-    results = []
     for case in CASES:
         rows = case.M // ranks if case.kind == "ag" else case.M
         x = torch.randn(rows, case.K, device="cuda", dtype=torch.bfloat16)
         w = torch.randn(case.K, case.N, device="cuda", dtype=torch.bfloat16)
         whole = torch.empty(case.M, case.K if case.kind == "ag" else case.N, device="cuda", dtype=torch.bfloat16)
         y = torch.empty(case.M if case.kind == "ag" else case.M // ranks, case.N, device="cuda", dtype=torch.bfloat16)
-        results.append(_torch_times(_torch_call(case.kind, x, w, whole, y)))
-    (Path(folder) / str(rank)).write_text(json.dumps(results))
-    dist.destroy_process_group()
+        yield _torch_call(case.kind, x, w, whole, y)
 
 
 def _torch_call(kind: str, x: Any, w: Any, whole: Any, y: Any) -> Callable[[], None]:
@@ -147,25 +124,6 @@ def _torch_call(kind: str, x: Any, w: Any, whole: Any, y: Any) -> Callable[[], N
         dist.reduce_scatter_tensor(y, whole)
 
     return ag if kind == "ag" else rs
-
-
-def _torch_times(call: Callable[[], None]) -> list[float]:
-    import torch
-    import torch.distributed as dist
-
-    times = []
-    for repetition in range(REPETITIONS + 5):
-        torch.cuda.synchronize()
-        dist.barrier()
-        torch.cuda.synchronize()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        if repetition >= 5:
-            times.append(begin.elapsed_time(end))
-    return times
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from hostweave.build.cuda import gpus
 from hostweave.build.paths import BENCHMARKS
 from hostweave.errors import HostweaveError
 
-NEEDED_GPUS = {"host_time": 1, "kernels": 1, "overlap": 2, "comm": 2}
+NEEDED_GPUS = {"host_time": 1, "kernels": 1, "layer": 1, "overlap": 2, "comm": 2}
 
 
 def bench(names: Sequence[str]) -> int:
