@@ -440,14 +440,6 @@ class Program:
         return tuple(f'"{team.axes}"' for team in self.teams)
 
     @property
-    def input_tensors(self) -> tuple[str, ...]:
-        return tuple(f"tensors[{i}]" for i in range(len(self.inputs)))
-
-    @property
-    def output_tensors(self) -> tuple[str, ...]:
-        return tuple(f"tensors[{i}]" for i in range(len(self.outputs)))
-
-    @property
     def prepares_with_sizes(self) -> bool:
         return bool(self.sizes and (self.plans or self.temporaries))
 

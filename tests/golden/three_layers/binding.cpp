@@ -22,23 +22,19 @@ constexpr hw::Argument kOutputs[] = {
 
 Program& cast(void* program) { return *static_cast<Program*>(program); }
 
-Inputs inputs(const hw::Tensor* tensors) { return {tensors[0], tensors[1], tensors[2], tensors[3], tensors[4], tensors[5], tensors[6]}; }
-
-Outputs outputs(const hw::Tensor* tensors) { return {tensors[0]}; }
-
 void* create(hw::Rank& rank) { return new Program(rank); }
 
 void destroy(void* program) { delete &cast(program); }
 
 void output_shapes(void* program, const hw::Tensor* tensors, hw::Shape* shapes) {
-  const OutputShapes result = cast(program).output_shapes(inputs(tensors));
+  const OutputShapes result = cast(program).output_shapes(hw::named<Inputs>(tensors));
   shapes[0] = result.y;
 }
 
-void prepare(void* program, const hw::Tensor* tensors) { cast(program).prepare(inputs(tensors)); }
+void prepare(void* program, const hw::Tensor* tensors) { cast(program).prepare(hw::named<Inputs>(tensors)); }
 
 void run(void* program, const hw::Tensor* in, const hw::Tensor* out, cudaStream_t caller) {
-  cast(program).run(inputs(in), outputs(out), caller);
+  cast(program).run(hw::named<Inputs>(in), hw::named<Outputs>(out), caller);
 }
 
 void* arena(void* program, size_t* bytes) {

@@ -1,5 +1,8 @@
 // What the binding knows of a generated program: one table of entry points. binding.cpp of a program defines it.
 #pragma once
+#include <cstring>
+#include <type_traits>
+
 #include "hostweave/tensor.h"
 
 namespace hw {
@@ -43,6 +46,16 @@ struct ProgramTable {
 };
 
 constexpr int kAbi = 1;
+
+// An array of tensors under the names of a program's Inputs or Outputs, a struct of as many. Compilers take long over a list of
+// hundreds of them.
+template <class Named>
+Named named(const Tensor* tensors) {
+  static_assert(std::is_trivially_copyable_v<Named>);
+  Named result;
+  if constexpr (!std::is_empty_v<Named>) std::memcpy(&result, tensors, sizeof result);
+  return result;
+}
 
 }  // namespace hw
 
