@@ -24,9 +24,9 @@ fusion @f(%x: f32[M, 8], %w: f32[8, 2]) {
         """\
   %part = section %x[1: 2 from 4]
   %last = select %part[0: M - 1]
-  %row = reshape %last to [1, 2]
   %y_0 = section %y[0: M from 0]
   matmul %x, %w -> %y_0
+  %row = reshape %last to [1, 2]
   %y_1 = section %y[0: 1 from M]
   copy %row -> %y_1
 """,
@@ -101,8 +101,8 @@ fusion @f(%x: f32[K, 4@x], %w: f32[4@x, N], %z: f32[K, N]) mesh(x=2) {
   stream comm[0] {
     all_reduce sum %h_partial -> %h on x
   }
-  %t = permute %g by [1, 0]
   launch @exp_b %a -> %b
+  %t = permute %g by [1, 0]
   join comm
   launch @neg_y %t -> %y
 """,

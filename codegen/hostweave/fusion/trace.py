@@ -376,18 +376,27 @@ def _finished(name: str, trace: _Trace, outputs: list[Tensor]) -> Fusion:
 def _names(trace: _Trace, needed: set[str]) -> dict[str, str]:
     """The user's name of each value, or what its op makes, with a number from the second on."""
     counts: dict[str, int] = {}
-    names = {}
+    names: dict[str, str] = {}
+    taken = set(trace.named)
     for number, tensor in trace.tensors.items():
         name = tensor._name
         if name is None and tensor._op and number in needed:
-            callee, op = tensor._op.callee, tensor._op.kind
-            kind = callee.name if callee else RESULT_NAMES.get(op, op)
-            while name is None or name in trace.named:
-                counts[kind] = counts.get(kind, 0) + 1
-                name = kind if counts[kind] == 1 else f"{kind}_{counts[kind]}"
+            wanted = _wanted(tensor._op, trace)
+            while name is None or name in taken:
+                counts[wanted] = counts.get(wanted, 0) + 1
+                name = wanted if counts[wanted] == 1 else f"{wanted}_{counts[wanted]}"
         if name is not None:
             names[number] = name
+            taken.add(name)
     return names
+
+
+def _wanted(op: Op, trace: _Trace) -> str:
+    """A name for the result of an op: what it makes, the block that it calls, `w_3` for `w[3]`."""
+    index = op.attribute("index")
+    if op.kind == "select" and isinstance(index, int) and index >= 0 and (name := trace.tensors[op.tensors[0]]._name):
+        return f"{name}_{index}"
+    return op.callee.name if op.callee else RESULT_NAMES.get(op.kind, op.kind)
 
 
 def _free(name: str, trace: _Trace) -> str:

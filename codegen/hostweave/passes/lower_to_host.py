@@ -153,12 +153,16 @@ class _Lowering:
             last = result[-1] if result else None
             if last and op.result.stream and self.joins(op, last):
                 last.ops.append(op)
-            elif last and self.is_view(op) and op.result.stream is None and self.loop_of.get(op.tensors[0]) is not last:
+            elif last and last.ops[0].result.stream and self.is_free_of(op, last):
                 result.insert(-1, _Loop([op]))
             else:
                 result.append(_Loop([op]))
             self.loop_of[op.result.name] = next(loop for loop in reversed(result) if loop.ops[-1] is op)
         return result
+
+    def is_free_of(self, op: Op, loop: _Loop) -> bool:
+        """Whether an op outside of loops is a view of what is there before this one."""
+        return op.result.stream is None and self.is_view(op) and self.loop_of.get(op.tensors[0]) is not loop
 
     def joins(self, op: Op, loop: _Loop) -> bool:
         stream, other = op.result.stream, loop.ops[0].result.stream
