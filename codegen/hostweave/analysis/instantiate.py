@@ -17,7 +17,7 @@ from hostweave.errors import ProgramError
 from hostweave.fusion.extent import Extent, is_sum, part_of
 from hostweave.fusion.types import BufferType, DType, RankSizes, Sizes
 from hostweave.host import ir
-from hostweave.host.blocks import inlined
+from hostweave.host.blocks import inlined, with_each_block_once
 from hostweave.host.expr import OPERATORS, Binary, Const, Coordinate, Expr, Size, Var, on_sizes_alone
 from hostweave.host.requirements import not_negative
 from hostweave.host.text import print_instruction
@@ -128,10 +128,11 @@ def instantiate(program: ir.HostProgram, sizes: Sizes) -> Instances:
 
     Raises ProgramError where a size does not divide, or an index, a peer or a root is out of range.
     """
+    named = dict.fromkeys(name for extent in _extents(with_each_block_once(program)) for name in extent.names)
+    parts = [name for name in named if part_of(name)]
     program = inlined(program)
     bound: dict[tuple[int, ...], tuple[_Binder, list[Step]]] = {}  # one for all ranks that hold as much
     held, roots, ranks = [], [], []
-    parts = [name for name in dict.fromkeys(name for extent in _extents(program) for name in extent.names) if part_of(name)]
     for rank in range(program.mesh.size):
         held.append(RankSizes(sizes, program.mesh, rank))
         key = tuple(_size(program, held[-1], Extent(1, (name,)), None) for name in parts)
@@ -153,7 +154,7 @@ def minimal_sizes(program: ir.HostProgram) -> dict[str, int]:
     A size that counts the steps of a loop is large enough for the streams to be walked twice. Dims are shared evenly, also
     where that need not be, if the rest allows it.
     """
-    program = inlined(program)
+    program = with_each_block_once(program)
     steps = _steps(program, evenly=True)
     least = {name: size for name, (_, size) in steps.items()}  # where nothing will do, what is wrong shows at these
     return _with_room(program, steps) or _with_room(program, _steps(program, evenly=False)) or least
@@ -206,7 +207,7 @@ def _with_room(program: ir.HostProgram, sizes: dict[str, tuple[int, int]]) -> di
 
 def sizes_to_check(program: ir.HostProgram) -> Iterator[dict[str, int]]:
     """Small sizes for both sides of every branch on sizes."""
-    program = inlined(program)
+    program = with_each_block_once(program)
     least = minimal_sizes(program)
     yield least
     if program.uneven:

@@ -14,7 +14,7 @@ from hostweave.emit.render import rendered
 from hostweave.errors import ProgramError
 from hostweave.fusion.extent import is_sum
 from hostweave.fusion.types import Mesh
-from hostweave.host.blocks import inlined
+from hostweave.host.blocks import with_each_block_once
 from hostweave.host.ir import HostProgram, Parameter
 
 SIZE = 1024  # of every symbolic dim, where the user gives no other: the next multiple that the program takes
@@ -39,7 +39,7 @@ def export(program: HostProgram, folder: Path) -> None:
 
 def main_view(program: HostProgram, view: views.Program) -> views.Main:
     """What main.cpp says beside the program itself."""
-    mesh, divisors = program.mesh, _divisors(inlined(program))
+    mesh, divisors = program.mesh, _divisors(with_each_block_once(program))
     integers = Integers(mesh, {label: f"sizes.{name}" for label, name in zip(program.symbols(), view.sizes, strict=False)}, divisors)
 
     def tensor(parameter: Parameter, argument: views.Argument) -> tuple[str, str, str, str]:

@@ -15,14 +15,14 @@ from hostweave.errors import ProgramError
 from hostweave.fusion.extent import Extent, block_of, is_sum, part_of
 from hostweave.fusion.types import Mesh
 from hostweave.host import ir
-from hostweave.host.blocks import bodies, inlined
+from hostweave.host.blocks import bodies, with_each_block_once
 from hostweave.host.expr import Size, leaves
 from hostweave.host.requirements import not_negative
 
 
 def program_view(program: ir.HostProgram) -> views.Program:
     """Everything that the generated sources say. Raises ProgramError for what has no C++."""
-    names, flat = Names(), inlined(program)
+    names, flat = Names(), with_each_block_once(program)
     sizes = {name: names.of(name, "size") for name in program.symbols()}
     sizes |= {name: names.of(_part_name(name), "size") for name in part_names(flat)}
     integers = Integers(program.mesh, sizes, multiples(flat))

@@ -139,7 +139,7 @@ def tolerance_at_scale(fusion: Fusion, name: str, sizes: Mapping[str, int]) -> T
     square; what is computed from one value by several pointwise ops errs together, and takes over the largest. Five standard
     deviations of the sum are allowed.
     """
-    spread = insert_reshards(propagate_sharding(fusion, Options()), Options())
+    spread = insert_reshards(propagate_sharding(inlined(fusion), Options()), Options())
     types = {value_name: value.type for value_name, value in spread.values().items()}
     squares = {value.name: 0.0 for value in spread.inputs}
     for op in spread.ops:

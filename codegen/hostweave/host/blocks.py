@@ -100,15 +100,17 @@ def inlined(program: ir.HostProgram) -> ir.HostProgram:
 
     What `@layer` names `%h` is `%layer_h` there. Its memory is allocated once: all of its calls use it, one after another.
     """
-    if not program.blocks:
-        return program
-    inlining = _Inlining(program)
-    body = inlining.body(program.body)
-    return replace(program, body=(*inlining.frames, *body), blocks=())
+    return _Inlining(program).program() if program.blocks else program
+
+
+def with_each_block_once(program: ir.HostProgram) -> ir.HostProgram:
+    """The same with the first call of each block alone: all that is asked of extents and instructions, but not of their order."""
+    return _Inlining(program, once=True).program() if program.blocks else program
 
 
 class _Inlining:
-    def __init__(self, program: ir.HostProgram):
+    def __init__(self, program: ir.HostProgram, once: bool = False):
+        self.given, self.once = program, once
         self.blocks = {block.name: block for block in program.blocks}
         self.taken = {parameter.name for parameter in (*program.inputs, *program.outputs)}
         self.taken.update(name for i in ir.walk(program.body) for name in ir.names(i, "define", "index"))
@@ -116,11 +118,17 @@ class _Inlining:
         self.framed: set[str] = set()  # blocks whose memory is there
         self.memory: dict[tuple[str, str], str] = {}  # block and name of an allocation in it -> its name here
 
+    def program(self) -> ir.HostProgram:
+        body = self.body(self.given.body)
+        return replace(self.given, body=(*self.frames, *body), blocks=())
+
     def body(self, body: ir.Body) -> ir.Body:
         return ir.rewrite(body, lambda i: self.called(i) if isinstance(i, ir.Call) else None)
 
     def called(self, call: ir.Call) -> ir.Body:
         block = self.blocks[call.block]
+        if self.once and block.name in self.framed:
+            return ()
         parameters = [parameter.name for parameter in (*block.inputs, *block.outputs)]
         names = dict(zip(parameters, (*call.srcs, *call.dsts), strict=True))
         frame = {i.out: i for i in block.body if isinstance(i, ir.Allocate)}  # what only one side of a branch needs stays there

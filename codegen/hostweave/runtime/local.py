@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from hostweave.build.cache import key_of
 from hostweave.errors import ArgumentError, HostweaveError
-from hostweave.host.blocks import inlined
+from hostweave.host.blocks import with_each_block_once
 from hostweave.host.ir import HostProgram, Parameter, walk
 from hostweave.host.text import print_instruction
 from hostweave.runtime.agreement import Intent, Shape
@@ -239,7 +239,7 @@ class LocalProgram:
 
 def _first_communication(host: HostProgram) -> str:
     """What a rank waits at where others do not come."""
-    for instruction in walk(inlined(host).body):
+    for instruction in walk(with_each_block_once(host).body):
         if team := getattr(instruction, "team", None):
             text = " ".join(line.strip() for line in print_instruction(instruction))
             place = f" ({instruction.location})" if instruction.location else ""
