@@ -101,6 +101,7 @@ std::string difference(const Match& match, const Request& r) {
 std::shared_ptr<Match> new_match(const Request& r, std::vector<int> seat_ranks) {
   auto match = std::make_shared<Match>();
   match->kind = r.kind;
+  match->team = r.comm->team.get();
   match->count = r.count;
   match->type = r.type;
   match->reduction = r.reduction;

@@ -55,6 +55,7 @@ const char* Machine::configure(const hw_cpu_config& wanted) {
   arrived_ = 0;
   round_started_ = false;
   history.clear();
+  posted_.clear();
   for (auto& [stream, owner] : streams_) stream->rank_in_picker = 0;
   if (!seeded()) start_workers();
   return nullptr;
@@ -155,6 +156,7 @@ void Machine::retire(Stream& stream) {
   siblings.erase(std::find(siblings.begin(), siblings.end(), &stream));
   host_side(stream.device).retired.join(stream.clock);
   free_lanes_.push_back(stream.lane);
+  std::erase_if(posted_[stream.device], [&](const auto& entry) { return entry.first.second == stream.lane; });
   streams_.erase(&stream);
 }
 
@@ -318,10 +320,30 @@ void Machine::begin(Stream& stream, Op& op) {
         return;
       }
     }
+    if (const auto earlier = over_another_channel(stream, op, epoch)) {
+      fail(channels_report(*earlier, op.name));
+      return;
+    }
   }
   op.after.clear();
   if (seeded() && config.fill_fresh_memory != 0) poison(op);
   take_seats(stream, op);
+}
+
+// Notes a communication, and returns an earlier one over another channel that it does not know of. NCCL may start the two in
+// another order on another rank, where each holds part of its device while it waits for the other ranks.
+std::optional<OpName> Machine::over_another_channel(const Stream& stream, const Op& op, std::uint32_t epoch) {
+  std::optional<OpName> found;
+  auto& posted = posted_[stream.device];
+  for (const Part& part : op.parts) {
+    if (!part.match->is_shared()) continue;
+    for (const auto& [where, access] : posted) {
+      const auto& [team, lane] = where;
+      if (!found && team != part.match->team && lane != stream.lane && stream.clock.at(lane) < access.epoch) found = access.name;
+    }
+    posted.insert_or_assign({part.match->team, stream.lane}, History::Access{stream.lane, epoch, op.name});
+  }
+  return found;
 }
 
 // Whoever reads an output too early shall not find the right answer of an earlier call there.

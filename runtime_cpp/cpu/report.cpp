@@ -104,6 +104,11 @@ std::string Machine::deadlock_report() {
   return text;
 }
 
+std::string Machine::channels_report(const OpName& earlier, const OpName& later) const {
+  return "missing dependency: nothing orders on one rank, over two channels, which can deadlock,\n  " + earlier.text() +
+         " and\n  " + later.text();
+}
+
 std::string Machine::conflict_report(const History::Conflict& conflict, const OpName& name, const Range& range) const {
   std::string text = "missing dependency: nothing orders\n  ";
   text += conflict.earlier.name.text() + (conflict.earlier_writes ? ", which writes" : ", which reads") + ", before\n  ";

@@ -8,6 +8,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -109,6 +110,7 @@ class Machine {
 
   std::uint64_t ops_done() const { return ops_done_; }
   std::size_t live_streams() const { return live_streams_; }
+  std::string channels_report(const OpName& earlier, const OpName& later) const;
   std::string conflict_report(const History::Conflict& conflict, const OpName& name, const Range& range) const;
 
  private:
@@ -132,6 +134,7 @@ class Machine {
   void evaluate(Stream& stream);  // puts it into the ready list if its head can make a step
   void advance(Lock& lock, Stream& stream);
   void begin(Stream& stream, Op& op);
+  std::optional<OpName> over_another_channel(const Stream& stream, const Op& op, std::uint32_t epoch);
   void take_seats(Stream& stream, Op& op);
   void poison(const Op& op);
   void exchange(Lock& lock, Match& match);
@@ -169,6 +172,8 @@ class Machine {
   std::vector<std::vector<Stream*>> by_device_;  // [device][i], the legacy stream first
   std::size_t live_streams_ = 0;
   std::vector<std::size_t> free_lanes_;
+  // What each device has begun to communicate: of each channel the last of each lane.
+  std::unordered_map<int, std::map<std::pair<const Team*, std::size_t>, History::Access>> posted_;
   std::size_t lanes_ = 0;
   std::unordered_map<int, HostSide> hosts_;
   std::vector<Stream*> ready_;

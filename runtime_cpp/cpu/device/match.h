@@ -1,6 +1,8 @@
 // A collective, or a send with its recv: where the ops of several ranks meet.
 #pragma once
+#include <algorithm>
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -10,6 +12,8 @@
 namespace hostweave::cpu {
 
 enum class CommKind { all_gather, all_reduce, reduce_scatter, broadcast, reduce, send_recv };
+
+struct Team;
 
 struct Match {
   enum class State { open, running, done };
@@ -24,6 +28,7 @@ struct Match {
   };
 
   CommKind kind;
+  const Team* team = nullptr;
   std::size_t count = 0;
   ncclDataType_t type = ncclFloat32;
   ncclRedOp_t reduction = ncclSum;
@@ -40,6 +45,10 @@ struct Match {
   bool satisfied(int seat) const {
     if (kind == CommKind::send_recv && seat == 0 && buffered) return true;
     return complete() && state != State::running;
+  }
+  // Whether more than one rank takes part.
+  bool is_shared() const {
+    return std::adjacent_find(seat_ranks.begin(), seat_ranks.end(), std::not_equal_to<>()) != seat_ranks.end();
   }
   // Whether what this seat ends with depends on what that seat began with; NCCL orders nothing else.
   bool data_flows(int from, int to) const {

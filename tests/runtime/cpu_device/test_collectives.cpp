@@ -325,6 +325,45 @@ TEST(ordered_launches_find_deadlocks_across_streams) {
   EXPECT(error.empty());
 }
 
+TEST(communications_over_two_channels_must_be_ordered) {
+  // Each channel's own communications need no order, and an event gives one to the others.
+  const auto program = [](bool ordered) {
+    return [ordered](int r, ncclComm_t comm) {
+      ncclComm_t other;
+      OK(ncclCommSplit(comm, 0, r, &other, nullptr));
+      const Buffer a(1), b(1), c(1);
+      const Stream first, second;
+      const Event done;
+      OK(set(a, 1, 1, first));
+      OK(set(b, 1, 1, second));
+      OK(set(c, 1, 1, second));
+      OK(ncclAllReduce(a, a, 1, ncclFloat32, ncclSum, comm, first));
+      OK(cudaEventRecord(done, first));
+      OK(ncclAllReduce(c, c, 1, ncclFloat32, ncclSum, comm, second));
+      if (ordered) OK(cudaStreamWaitEvent(second, done, 0));
+      OK(ncclAllReduce(b, b, 1, ncclFloat32, ncclSum, other, second));
+      OK(cudaDeviceSynchronize());
+      OK(ncclCommDestroy(other));
+    };
+  };
+  hw_cpu_config config = config_of(HW_CPU_SEEDED, 2, 0);
+  config.check_dependencies = 1;
+  config.ordered_launches = 0;
+  EXPECT_IN("missing dependency: nothing orders on one rank, over two channels, which can deadlock,\n  rank ",
+            report_of(HW_CPU_SEEDED, 2, program(false), &config));
+  for (int seed = 0; seed < 20; ++seed) {
+    config.seed = seed;
+    configure(config);
+    const ncclUniqueId id = new_id();
+    const std::string error = run_ranks(2, [&](int r) {
+      OK(cudaSetDevice(r));
+      const Comm comm(id, 2, r);
+      program(true)(r, comm);
+    });
+    EXPECT(error.empty());
+  }
+}
+
 TEST(a_rank_that_never_comes) {
   for (const int mode : {HW_CPU_PARALLEL, HW_CPU_SEEDED}) {
     hw_cpu_config config = config_of(mode, 2);
