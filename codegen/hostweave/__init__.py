@@ -72,6 +72,7 @@ from hostweave.fusion.functions import (
 from hostweave.fusion.ir import Fusion
 from hostweave.fusion.trace import Tensor, fusion
 from hostweave.fusion.types import Mesh, bf16, bool_, f8e4m3, f8e5m2, f16, f32, f64, i8, i32, i64, u8, u32
+from hostweave.fusion.user_kernels import kernel
 from hostweave.options import Options
 
 if TYPE_CHECKING:
@@ -143,6 +144,7 @@ __all__ = [
     "i64",
     "init",
     "iota",
+    "kernel",
     "layer_norm",
     "less",
     "less_equal",

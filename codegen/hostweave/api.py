@@ -15,6 +15,7 @@ from hostweave.analysis.instantiate import minimal_sizes
 from hostweave.build.toolchain import MODULE_FILE, TARGETS
 from hostweave.errors import ArgumentError, ExecutionError, ProgramError
 from hostweave.fusion.ir import Fusion
+from hostweave.fusion.source import expect_one_thread
 from hostweave.fusion.types import Mesh
 from hostweave.host.ir import HostProgram
 from hostweave.options import Options
@@ -38,6 +39,9 @@ def compile(program: Fusion | HostProgram, target: str = "cpu", options: Options
         raise ProgramError(f"{program.name}: no target {target!r}; the targets are {' and '.join(TARGETS)}")
     options = options or Options()
     host = lower(program, options)
+    if target == "cpu":
+        for source in host.sources:
+            expect_one_thread(source)
     if options.check if options.check is not None else host.mesh.size <= MAX_CHECKED_RANKS:
         check(host)
     return Program(program, host, target, options)

@@ -5,8 +5,14 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 _PACKAGE = str(Path(__file__).resolve().parent)
+
+
+def is_of_package(frame: FrameType) -> bool:
+    """Whether a frame is Hostweave's own, and not the user's."""
+    return frame.f_code.co_filename.startswith(_PACKAGE)
 
 
 @dataclass(frozen=True)
@@ -23,7 +29,7 @@ class Location:
     def of_caller() -> Location:
         """The innermost frame outside this package: the user's line."""
         frame = sys._getframe(1)
-        while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        while frame.f_back is not None and is_of_package(frame):
             frame = frame.f_back
         return Location(Path(frame.f_code.co_filename).name, frame.f_lineno)
 

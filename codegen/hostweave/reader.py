@@ -14,7 +14,7 @@ from hostweave.fusion.types import DTYPES, Dim, DType, Mesh, Partial, TensorType
 T = TypeVar("T")
 
 _TOKEN = re.compile(
-    r"\s+|#[^\n]*|(?P<number>-?\d+\.(?!\.)\d*(?:e[+-]?\d+)?|-?\d+e[+-]?\d+|-?(?:inf|nan)\b|\d+)|(?P<word>[A-Za-z_]\w*)"
+    r"\s+|#[^\n]*|(?P<string>\"(?:[^\"\\\n]|\\.)*\")|(?P<number>-?\d+\.(?!\.)\d*(?:e[+-]?\d+)?|-?\d+e[+-]?\d+|-?(?:inf|nan)\b|\d+)|(?P<word>[A-Za-z_]\w*)"
     r"|(?P<sign>->|==|!=|<=|>=|\.\.|[^\s\w])"
 )
 _WORD = re.compile(r"[A-Za-z_]\w*")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -63,7 +64,7 @@ def load_program(reference: str, constants: Mapping[str, Any] | None = None) -> 
 def _parsed(file: str) -> Fusion | HostProgram:
     text = _text(Path(file))
     try:
-        return Fusion.parse(text) if text.lstrip().startswith("fusion") else HostProgram.parse(text)
+        return Fusion.parse(text) if re.search(r"^fusion @", text, re.M) else HostProgram.parse(text)
     except ParseError as error:
         raise ParseError(f"{file}: {error}") from None
 

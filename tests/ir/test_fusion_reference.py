@@ -98,7 +98,7 @@ EXAMPLES: dict[str, tuple[Callable[[hw.Tensor], hw.Tensor], Callable[[Array], Ar
 
 
 def test_every_op_has_an_example() -> None:
-    assert set(EXAMPLES) == set(OPS)
+    assert set(EXAMPLES) == set(OPS) - {"kernel", "output"}  # C++ of the user
 
 
 @pytest.mark.parametrize("kind", EXAMPLES)

@@ -215,5 +215,5 @@ def test_cuda(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(BuildError) as error:
         hw.compile(doubled, target="cuda").build()
     (kept,) = (empty_cache / "failed").iterdir()
-    assert str(error.value) == f"nvrtc failed: kernels.cu(1): error: expected an expression; sources and log are in {kept}"
+    assert str(error.value) == f"nvrtc failed: kernels.cu:1: error: expected an expression; sources and log are in {kept}"
     assert "expected an expression" in (kept / "build.log").read_text()

@@ -39,7 +39,7 @@ def compile_kernels(library: Path, source: Path, arch: str, include_folders: Seq
 
     Raises BuildError where it does not compile; what NVRTC said is in `build.log`.
     """
-    options = [f"-arch={arch}", "-std=c++20", "-default-device", *(f"-I{folder}" for folder in include_folders)]
+    options = [f"-arch={arch}", "-std=c++20", "-default-device", *(f"-I{folder}" for folder in (source.parent, *include_folders))]
     cubin = _compile(ctypes.CDLL(str(library)), source, options)
     source.with_suffix(".cubin").write_bytes(cubin)
     names = re.findall(rb"\0\.text\.(\w+)(?=\0)", cubin)
@@ -57,7 +57,8 @@ def _compile(nvrtc: ctypes.CDLL, source: Path, options: list[str]) -> bytes:
             file.write(f"nvrtc {' '.join(options)} {source.name}\n{log}")
         if status != 0:
             lines = log.splitlines() or [f"nvrtc error {status}"]
-            raise BuildError(f"nvrtc failed: {next((line for line in lines if 'error' in line), lines[0])}")
+            first = next((line for line in lines if "error" in line), lines[0])
+            raise BuildError("nvrtc failed: " + re.sub(r"^([^()]+)\((\d+)\): ", r"\1:\2: ", first))  # the place as other compilers say it
         return _output(nvrtc, program, "CUBIN")
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))

@@ -56,7 +56,7 @@ def _edited_sources(name: str, host_ir: str, render: Callable[[], Sources]) -> S
         _write(folder, {**render(), _HOST_IR_FILE: host_ir})
     if (folder / _HOST_IR_FILE).read_text() != host_ir:
         raise BuildError(f"the sources in {folder} were generated from another program; remove that folder, or unset HOSTWEAVE_EDIT")
-    return {path.name: path.read_text() for path in sorted(folder.iterdir()) if path.suffix in (".h", ".cpp", ".cu")}
+    return {path.name: path.read_text() for path in sorted(folder.iterdir()) if path.suffix in (".h", ".cpp", ".cu", ".cuh")}
 
 
 def _write(folder: Path, files: Sources) -> None:

@@ -10,7 +10,7 @@ from hostweave.build.paths import RUNTIME
 from hostweave.emit import views
 from hostweave.emit.cpp import Integers
 from hostweave.emit.program import coordinate, multiples, place, program_view
-from hostweave.emit.render import rendered
+from hostweave.emit.render import kernel_files, rendered
 from hostweave.errors import ProgramError
 from hostweave.fusion.extent import is_sum
 from hostweave.fusion.types import Mesh
@@ -29,7 +29,7 @@ def export(program: HostProgram, folder: Path) -> None:
     """
     view = program_view(program)
     main = main_view(program, view)
-    paths = ["program.h", "program.cpp", *(["kernels.h", "kernels.cu"] if view.kernels else []), "main.cpp", "CMakeLists.txt"]
+    paths = ["program.h", "program.cpp", *kernel_files(view), "main.cpp", "CMakeLists.txt"]
     texts = {path: rendered(path, program=view, main=main) for path in paths}
     folder.mkdir(parents=True, exist_ok=True)
     for path, text in texts.items():

@@ -13,6 +13,7 @@ from hostweave.emit.kernels import EmittedKernel, copied, copy_kernel, emit_kern
 from hostweave.emit.names import Names
 from hostweave.errors import ProgramError
 from hostweave.fusion.extent import Extent, product
+from hostweave.fusion.source import Source, elements, held_of
 from hostweave.fusion.types import BufferType, DType
 from hostweave.host import ir
 from hostweave.host.blocks import bodies
@@ -55,6 +56,7 @@ class Shared:
         self.teams: dict[ir.Team, views.Team] = {}
         self.plans: dict[tuple[BufferType, ...], views.Plan] = {}
         self.declared = {kernel.name: kernel for kernel in program.kernels}
+        self.sources = {source.name: source for source in program.sources}
         self.kernels: dict[tuple[ir.Kernel, tuple[BufferType, ...]], EmittedKernel] = {}
         self.temporaries: dict[str, views.Temporary] = {}
 
@@ -184,6 +186,8 @@ class Emitter:
         return shape if type.strides is None else f"hw::Strided({shape}, {self.integers.extents(type.strides)})"
 
     def launch(self, i: ir.Launch, last: bool) -> views.Launch:
+        if i.kernel in self.shared.sources:
+            return self.launch_source(i, self.shared.sources[i.kernel])
         return self.launch_of(self.shared.declared[i.kernel], i.srcs, i.dsts)
 
     def launch_of(self, kernel: ir.Kernel, srcs: Sequence[str], dsts: Sequence[str]) -> views.Launch:
@@ -195,6 +199,22 @@ class Emitter:
         emitted = kernels[key]
         buffers = [*(self.access("reads", name) for name in srcs), *(self.access("writes", name) for name in dsts)]
         return views.Launch(emitted.view.name, emitted.grid, self.stream, (*buffers, *emitted.sizes))
+
+    def launch_source(self, i: ir.Launch, source: Source) -> views.Launch:
+        """A kernel of the user, on what the rank holds."""
+        mesh, uneven = self.program.mesh, self.program.uneven
+        buffers = {"in": iter(i.srcs), "out": iter(i.dsts)}
+        arguments = []
+        for argument in source.arguments:
+            if argument.dim:
+                arguments.append(self.integers.extent(held_of(argument.dim, mesh, uneven)))
+            elif argument.type:
+                arguments.append(self.access("reads" if argument.role == "in" else "writes", next(buffers[argument.role])))
+            else:
+                arguments.append(repr(argument.number))
+        shared = self.integers.extent(elements(source, mesh, uneven))
+        grid = f"hw::blocks_for({shared}, {source.per})" if source.per > 1 else shared
+        return views.Launch(source.function, grid, self.stream, tuple(arguments), str(source.block))
 
     def access(self, verb: str, name: str) -> str:
         type = self.type_of(name)

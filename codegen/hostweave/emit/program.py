@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from math import lcm, prod
 
@@ -11,8 +11,9 @@ from hostweave.emit import views
 from hostweave.emit.cpp import CUDA_TYPES, Integers
 from hostweave.emit.instructions import CALLER, Emitter, Shared
 from hostweave.emit.names import Names
-from hostweave.errors import ProgramError
+from hostweave.errors import Location, ProgramError
 from hostweave.fusion.extent import Extent, block_of, is_sum, part_of
+from hostweave.fusion.source import Source
 from hostweave.fusion.types import Mesh
 from hostweave.host import ir
 from hostweave.host.blocks import bodies, with_each_block_once
@@ -22,7 +23,7 @@ from hostweave.host.requirements import not_negative
 
 def program_view(program: ir.HostProgram) -> views.Program:
     """Everything that the generated sources say. Raises ProgramError for what has no C++."""
-    names, flat = Names(), with_each_block_once(program)
+    names, flat = Names(taken=[source.function for source in program.sources]), with_each_block_once(program)
     sizes = {name: names.of(name, "size") for name in program.symbols()}
     sizes |= {name: names.of(_part_name(name), "size") for name in part_names(flat)}
     integers = Integers(program.mesh, sizes, multiples(flat))
@@ -49,6 +50,7 @@ def program_view(program: ir.HostProgram) -> views.Program:
         plans=tuple(shared.plans.values()),
         temporaries=tuple(shared.temporaries.values()),
         kernels=tuple(kernel.view for kernel in shared.kernels.values()),
+        sources=tuple(map(_source, {source.function: source for source in program.sources}.values())),
         functions=functions,
         body=body,
         requirements=tuple(_requirements(flat, integers)),
@@ -140,7 +142,7 @@ def _source_headers(flat: ir.HostProgram, shared: Shared) -> tuple[str, ...]:
         ("types.h", not (shared.temporaries or shared.blocks)),
     )
     runtime = sorted(["check.h", *(header for header, needed in optional if needed)])
-    return (*(f"hostweave/{header}" for header in runtime), *(("kernels.h",) if shared.kernels else ()))
+    return (*(f"hostweave/{header}" for header in runtime), *(("kernels.h",) if shared.kernels or flat.sources else ()))
 
 
 # --- arguments and the sizes that they tell ---------------------------------------------------------------------------
@@ -231,6 +233,21 @@ def _requirements(program: ir.HostProgram, integers: Integers) -> Iterator[str]:
     for name, multiple in integers.multiples.items():
         if is_sum(name) and multiple > 1:
             yield f'hw::expect_divisible("{name.strip("()")}", {integers.sum(name).strip("()")}, {multiple})'
+
+
+def _source(source: Source) -> views.Source:
+    declaration = source.signature
+    assert declaration is not None
+    cpu = _text(source.cpu, source.cpu_location, source.function) if source.cpu else None
+    return views.Source(source.function, declaration, _text(source.lines, source.location, source.function), cpu)
+
+
+def _text(lines: Sequence[str], location: Location | None, function: str) -> views.Text:
+    """The lines with those blank that belong before the namespace."""
+    is_include = [line.lstrip().startswith("#include") for line in lines]
+    kept = tuple("" if included else line for line, included in zip(lines, is_include, strict=True))
+    file, line = (location.file, location.line) if location else (f"the source of {function}", 1)
+    return views.Text(tuple(line for line, included in zip(lines, is_include, strict=True) if included), kept, line, file)
 
 
 # --- what follows from sizes ------------------------------------------------------------------------------------------

@@ -18,13 +18,18 @@ KERNEL_SOURCES = ("kernels.h", "kernels.cu")
 
 
 def render(program: HostProgram) -> dict[str, str]:
-    """The generated files, path -> text: program.h, program.cpp, binding.cpp and, where there are kernels, kernels.h and kernels.cu.
+    """The generated files, path -> text: program.h, program.cpp, binding.cpp and, where there are kernels, kernels.h and kernels.cu,
+    where some are the user's user_kernels.cuh.
 
     The same program always gives the same bytes. Raises ProgramError for what has no C++.
     """
     view = program_view(program)
-    files = (*SOURCES, *(KERNEL_SOURCES if view.kernels else ()))
-    return {path: rendered(path, program=view) for path in files}
+    return {path: rendered(path, program=view) for path in (*SOURCES, *kernel_files(view))}
+
+
+def kernel_files(view: views.Program) -> tuple[str, ...]:
+    """The files of its kernels, where it has some."""
+    return (*(KERNEL_SOURCES if view.kernel_names else ()), *(("user_kernels.cuh",) if view.sources else ()))
 
 
 def rendered(path: str, **values: views.Program | views.Main) -> str:

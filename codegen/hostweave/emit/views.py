@@ -62,6 +62,7 @@ class Launch(InstructionView):
     grid: str
     stream: str
     arguments: tuple[str, ...]
+    block: str = "hw::kBlock"
 
 
 @dataclass(frozen=True)
@@ -290,6 +291,26 @@ class Reduction(Kernel):
     final: tuple[str, ...]  # a last walk, for results of every element
 
 
+@dataclass(frozen=True)
+class Text:
+    """C++ of the user, and where it stands: lines to include before it, and the others as they are, each at its place."""
+
+    includes: tuple[str, ...]
+    lines: tuple[str, ...]
+    line: int
+    file: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """A function of the user, and the one that the CPU target has in its place."""
+
+    name: str
+    declaration: str
+    text: Text
+    cpu: Text | None
+
+
 # --- programs ---------------------------------------------------------------------------------------------------------
 
 
@@ -404,11 +425,22 @@ class Program:
     plans: tuple[Plan, ...]
     temporaries: tuple[Temporary, ...]
     kernels: tuple[Kernel, ...]
+    sources: tuple[Source, ...]
     functions: tuple[Function, ...]
     body: Body
     requirements: tuple[str, ...]  # calls that check sizes once all are known
     headers: tuple[str, ...]  # of program.h
     source_headers: tuple[str, ...]  # of program.cpp
+
+    @property
+    def kernel_names(self) -> tuple[str, ...]:
+        """What is launched."""
+        return (*(kernel.name for kernel in self.kernels), *(source.name for source in self.sources))
+
+    @property
+    def texts(self) -> tuple[Source, ...]:
+        """One source for each text: several functions may stand in one."""
+        return tuple({(source.text, source.cpu): source for source in self.sources}.values())
 
     # --- lists, as C++ writes them ---
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hostweave.errors import Location
+from hostweave.fusion.source import Source
 from hostweave.fusion.types import Mesh, Stream, TensorType
 
 Attribute = int | float | bool | str | tuple[int, ...] | None
@@ -30,7 +31,8 @@ class Value:
 class Op:
     """One operation: `%result = kind(%operand, ..., attribute=...)`. What each kind means is in `ops.py`.
 
-    An operand is the name of a value, or a number in the dtype of the tensors beside it. A call holds the block that it calls.
+    An operand is the name of a value, or a number in the dtype of the tensors beside it. A call holds the block that it calls, a
+    kernel of the user its source.
     """
 
     kind: str
@@ -39,6 +41,7 @@ class Op:
     attributes: tuple[tuple[str, Attribute], ...] = ()
     location: Location | None = field(default=None, compare=False)
     callee: Fusion | None = field(default=None, repr=False, kw_only=True)
+    source: Source | None = field(default=None, repr=False, kw_only=True)
 
     def attribute(self, name: str) -> Attribute:
         """The attribute's value, or None where the op does not have it."""
@@ -77,6 +80,12 @@ class Fusion:
             if op.callee and op.callee.name not in found:
                 found |= {block.name: block for block in (*op.callee.blocks, op.callee)}
         return tuple(found.values())
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """The user's kernels that it and its blocks launch, once each."""
+        ops = (op for body in (*self.blocks, self) for op in body.ops)
+        return tuple(dict.fromkeys(op.source for op in ops if op.source))
 
     def __str__(self) -> str:
         from hostweave.fusion.text import print_fusion

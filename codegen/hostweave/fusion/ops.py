@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hostweave.errors import ProgramError
+from hostweave.errors import ArgumentError, ProgramError
 from hostweave.fusion import index_map as maps
 from hostweave.fusion.extent import Extent, product
 from hostweave.fusion.index_map import ONE, IndexMap
@@ -300,6 +300,25 @@ def _call(types: Types, op: Op) -> TensorType:
     return _unsharded(block.output_types[0])
 
 
+def _kernel(types: Types, op: Op) -> TensorType:
+    source = op.source
+    assert source is not None
+    if len(types) != len(source.inputs):
+        raise Mismatch(f"@{source.name} takes {len(source.inputs)} tensors, not {len(types)}; correct its arguments")
+    for given, wanted in zip(types, source.inputs, strict=True):
+        if (given.dtype, given.shape) != (wanted.dtype, wanted.shape):
+            raise Mismatch(f"@{source.name} takes {wanted}, not {given}; only the mesh axes may differ")
+    return _unsharded(source.outputs[0])
+
+
+def _output(types: Types, op: Op) -> TensorType:
+    return _unsharded(op.result.type)
+
+
+def _of_no_numpy(np: Any, *arrays: Any, **_: Any) -> Any:
+    raise ArgumentError("kernel: NumPy does not know what the user's C++ computes; compare the program with a function of your own")
+
+
 def _shape_text(shape: tuple[Extent, ...]) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
@@ -362,6 +381,11 @@ def _map_pad(types: Types, op: Op) -> IndexMap:
 
 def _map_exchange(types: Types, op: Op) -> IndexMap:
     return maps.exchanged(len(types[0].dims), _int_of(op, "axis"), len(axes_of(op, "sources")))
+
+
+def _map_opaque(types: Types, op: Op) -> IndexMap:
+    """Nothing is known of how the user's C++ goes from operands to results."""
+    return IndexMap(tuple((None,) * len(type.dims) for type in types), (None,) * len(op.result.type.dims))
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
@@ -476,6 +500,9 @@ OPS: dict[str, OpDef] = {
     "pad": OpDef(1, _pad, _map_pad, _numpy_pad, {"low": tuple, "high": tuple, "value": float}),
     # A block of the program.
     "call": OpDef(None, _call, _map_call, lambda np, *arrays, run: run(*arrays)),
+    # C++ of the user: its first output, and the others.
+    "kernel": OpDef(None, _kernel, _map_opaque, _of_no_numpy),
+    "output": OpDef(1, _output, _map_opaque, _of_no_numpy, {"index": int}, target="shape"),
     # Sharding.
     "exchange": OpDef(1, _exchange, _map_exchange, _numpy_exchange, {"axis": int, "sources": tuple}),
     "reshard": OpDef(1, _same, _map_elementwise, lambda np, x: x, {"kind": str}, target="sharding"),
@@ -529,7 +556,15 @@ def index_map(op: Op, operands: Types) -> IndexMap:
 
 
 # What these ops do to a dim of which they need all, however a loop walks it.
-_WHOLE_DIMS = {"reshape": "split or merged", "slice": "cut", "concat": "joined", "pad": "made longer", "exchange": "exchanged"}
+_WHOLE_DIMS = {
+    "reshape": "split or merged",
+    "slice": "cut",
+    "concat": "joined",
+    "pad": "made longer",
+    "exchange": "exchanged",
+    "kernel": "made",
+    "output": "made",
+}
 _WHOLE_DIMS |= {kind: "reduced" for kind, definition in OPS.items() if definition.combine}
 
 

@@ -35,7 +35,7 @@ class Flow:
     shapes: tuple[tuple[Dim, ...], ...]  # of the operands
     result: Layout
     reduced: dict[str, Axes]
-    taken: tuple[Layout, ...] | None = None  # how a block takes the operands of its calls
+    taken: tuple[Layout, ...] | None = None  # how a block, or C++ of the user, takes its operands
 
     def takes(self, dim: int, axes: Axes, mesh: Mesh) -> bool:
         """Whether a dim of the result can be split along `axes` by splitting the dims of operands that it comes from."""
@@ -68,6 +68,10 @@ def flow(op: Op, operands: Sequence[TensorType], mesh: Mesh) -> Flow:
     if op.callee:
         taken = tuple(layout(value.type) for value in op.callee.inputs)
         return Flow(indices, tuple(type.dims for type in operands), layout(op.callee.output_types[0]), {}, taken)
+    if op.source:
+        return Flow(indices, tuple(type.dims for type in operands), layout(op.source.outputs[0]), {}, tuple(map(layout, op.source.inputs)))
+    if op.kind == "output":
+        return Flow(indices, tuple(type.dims for type in operands), layout(op.result.type), {}, tuple(map(layout, operands)))
     kept = {label: dim.extent for label, dim in zip(indices.result, op.result.type.dims, strict=True) if label is not None}
     claimed: dict[str, Axes] = {}
     reduced: dict[str, Axes] = {}

@@ -6,13 +6,17 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
+from typing import TypeVar
 
 from hostweave.errors import Location
 from hostweave.fusion.blocks import on_each
 from hostweave.fusion.ir import Attribute, Fusion, Op, Scalar, Value
 from hostweave.fusion.ops import OPS
+from hostweave.fusion.source import Source, parse_source, print_source
 from hostweave.fusion.types import Mesh, Stream, TensorType
 from hostweave.reader import Reader
+
+T = TypeVar("T")
 
 STEPS = ("block", "across")
 ROTATIONS = ("own_first", "own_last")
@@ -23,8 +27,9 @@ BY = ("p2p", "ring", "broadcast", "reduce", "all_gather", "reduce_scatter", "all
 
 def print_fusion(fusion: Fusion) -> str:
     """The program as text, one op a line, after the blocks that it calls."""
+    sources = "".join(f"{line}\n" for source in fusion.sources for line in print_source(source))
     blocks = "".join(_print_body("block", block) for block in fusion.blocks)
-    return blocks + _print_body("fusion", fusion, f" {fusion.mesh}" if fusion.mesh.axes else "")
+    return sources + blocks + _print_body("fusion", fusion, f" {fusion.mesh}" if fusion.mesh.axes else "")
 
 
 def _print_body(word: str, fusion: Fusion, mesh: str = "") -> str:
@@ -37,7 +42,8 @@ def print_op(op: Op) -> str:
     """`%y: bf16[M, N] stream(M, 8) = matmul(%x, %w)`"""
     operands = [f"%{operand}" if isinstance(operand, str) else _number(operand) for operand in op.operands]
     named = [f"{name}={_attribute(value)}" for name, value in op.attributes]
-    kind = f"{op.kind} @{op.callee.name}" if op.callee else op.kind
+    named_of = op.callee or op.source
+    kind = f"{op.kind} @{named_of.name}" if named_of else op.kind
     return f"{print_value(op.result)} = {kind}({', '.join(operands + named)})"
 
 
@@ -80,14 +86,22 @@ def parse_fusion(text: str) -> Fusion:
     from hostweave.fusion.verify import verify_fusion
 
     reader = Reader(text)
+    sources: dict[str, Source] = {}
+    while reader.peek() == "source":
+        reader.take()
+        at = reader.at + 1
+        source = parse_source(reader)
+        if source.name in sources:
+            reader.fail(f"source @{source.name} is defined twice; rename one", at)
+        sources[source.name] = source
     blocks: dict[str, Fusion] = {}
     while reader.peek() == "block":
         at = reader.at + 2
-        block = _parse_body(reader, "block", blocks)
+        block = _parse_body(reader, "block", blocks, sources)
         if block.name in blocks:
             reader.fail(f"block @{block.name} is defined twice; rename one", at)
         blocks[block.name] = block
-    fusion = _parse_body(reader, "fusion", blocks)
+    fusion = _parse_body(reader, "fusion", blocks, sources)
     if reader.peek():
         reader.fail(f"expected the end of the text, found {reader.found()}")
     fusion = on_each(fusion, lambda body: replace(body, mesh=fusion.mesh))  # the text says it once
@@ -95,7 +109,7 @@ def parse_fusion(text: str) -> Fusion:
     return fusion
 
 
-def _parse_body(reader: Reader, word: str, blocks: Mapping[str, Fusion]) -> Fusion:
+def _parse_body(reader: Reader, word: str, blocks: Mapping[str, Fusion], sources: Mapping[str, Source]) -> Fusion:
     reader.expect(word)
     reader.expect("@")
     name = reader.word(f"the name of the {word}")
@@ -106,7 +120,7 @@ def _parse_body(reader: Reader, word: str, blocks: Mapping[str, Fusion]) -> Fusi
     known = {value.name for value in inputs}
     ops: list[Op] = []
     while not reader.accept("return"):
-        ops.append(parse_op(reader, known, blocks))
+        ops.append(parse_op(reader, known, blocks, sources))
         known.add(ops[-1].result.name)
     outputs = [_parse_use(reader, known)]
     while reader.accept(","):
@@ -121,8 +135,15 @@ def _parse_input(reader: Reader) -> Value:
     return Value(name, reader.tensor_type(), stated=True)
 
 
-def parse_op(reader: Reader, known: set[str] | None = None, blocks: Mapping[str, Fusion] = MappingProxyType({})) -> Op:
-    """One line of ops. `known` are the values defined so far, where a use of any other is to be an error; `blocks` can be called."""
+def parse_op(
+    reader: Reader,
+    known: set[str] | None = None,
+    blocks: Mapping[str, Fusion] = MappingProxyType({}),
+    sources: Mapping[str, Source] = MappingProxyType({}),
+) -> Op:
+    """One line of ops. `known` are the values defined so far, where a use of any other is to be an error; `blocks` can be called, and
+    `sources` launched.
+    """
     location = Location("text", reader.line())
     result = parse_value(reader)
     reader.expect("=")
@@ -133,7 +154,8 @@ def parse_op(reader: Reader, known: set[str] | None = None, blocks: Mapping[str,
 
         near = get_close_matches(kind, OPS, 1)
         reader.fail(f"unknown op {kind!r}; " + (f"did you mean {near[0]}?" if near else f"one of {', '.join(OPS)}"), at)
-    callee = _parse_callee(reader, blocks) if kind == "call" else None
+    callee = _parse_named(reader, blocks, "block") if kind == "call" else None
+    source = _parse_named(reader, sources, "source") if kind == "kernel" else None
     reader.expect("(")
     operands: list[str | Scalar] = []
     attributes: list[tuple[str, Attribute]] = []
@@ -147,17 +169,17 @@ def parse_op(reader: Reader, known: set[str] | None = None, blocks: Mapping[str,
             operands.append(_parse_use(reader, known) if reader.peek() == "%" else _parse_number(reader))
 
     reader.list_of(item, ")")
-    return Op(kind, tuple(operands), result, tuple(attributes), location, callee=callee)
+    return Op(kind, tuple(operands), result, tuple(attributes), location, callee=callee, source=source)
 
 
-def _parse_callee(reader: Reader, blocks: Mapping[str, Fusion]) -> Fusion:
+def _parse_named(reader: Reader, defined: Mapping[str, T], what: str) -> T:
     reader.expect("@")
     at = reader.at
-    name = reader.word("the name of a block")
-    if name not in blocks:
-        known = ", ".join(f"@{other}" for other in blocks) or "none"
-        reader.fail(f"there is no block @{name} above; the blocks here: {known}", at)
-    return blocks[name]
+    name = reader.word(f"the name of a {what}")
+    if name not in defined:
+        known = ", ".join(f"@{other}" for other in defined) or "none"
+        reader.fail(f"there is no {what} @{name} above; the {what}s here: {known}", at)
+    return defined[name]
 
 
 def _parse_use(reader: Reader, known: set[str] | None) -> str:

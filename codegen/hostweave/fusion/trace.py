@@ -6,12 +6,14 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 from hostweave.errors import Location, ProgramError
 from hostweave.fusion.indexing import indexed
 from hostweave.fusion.ir import Attribute, Fusion, Op, Scalar, Value
 from hostweave.fusion.ops import attributes, infer_type, needs_whole, operand_types
+from hostweave.fusion.source import Source
 from hostweave.fusion.text import BY, STEPS
 from hostweave.fusion.types import DType, Mesh, Stream, TensorType
 from hostweave.fusion.verify import verify_fusion
@@ -231,6 +233,7 @@ class _Trace:
         self.tensors: dict[str, Tensor] = {}
         self.named: dict[str, Tensor] = {}  # what the user named
         self._types: dict[str, TensorType] = {}
+        self._sources: dict[str, Source] = {}
 
     def types(self) -> dict[str, TensorType]:
         return self._types
@@ -242,6 +245,12 @@ class _Trace:
         if name is not None:
             self.name(tensor, name)
         return tensor
+
+    def source(self, source: Source) -> Source:
+        """The source under a name that no other one has."""
+        names = (source.name if number == 1 else f"{source.name}_{number}" for number in count(1))
+        named = (replace(source, name=name) for name in names)
+        return next(one for one in named if self._sources.setdefault(one.name, one) == one)
 
     def name(self, tensor: Tensor, name: str) -> None:
         if tensor._name is not None:
@@ -256,11 +265,13 @@ def record(
     target: TensorType | None = None,
     beside: Tensor | None = None,
     callee: Fusion | None = None,
+    source: Source | None = None,
     **values: Attribute,
 ) -> Tensor:
     """Writes down one op and gives its result. `target` is what the user states of the result's type.
 
-    `beside` is a tensor of the same function, for an op that takes none; `callee` the block of a call. Raises ProgramError.
+    `beside` is a tensor of the same function, for an op that takes none; `callee` the block of a call, `source` the C++ of a
+    kernel. Raises ProgramError.
     """
     location = Location.of_caller()
     tensors = [operand for operand in operands if isinstance(operand, Tensor)]
@@ -275,13 +286,13 @@ def record(
         raise ProgramError(f"{kind}: the tensors belong to different fusions; pass one of them in as an input", location)
     is_float = known[-1].dtype.kind == "float"
     names = tuple(o._value.name if isinstance(o, Tensor) else _weak(o, is_float) for o in operands)
-    op = Op(kind, names, Value("", target or known[0].type), attributes(**values), location, callee=callee)
+    op = Op(kind, names, Value("", target or known[0].type), attributes(**values), location, callee=callee, source=source)
     types = operand_types(op, trace.types())
     derived = infer_type(op, types)
-    if kind == "reshard":
+    if kind in ("reshard", "kernel", "output"):
         assert target is not None
         target.check(location, trace.mesh)
-        return trace.add(op, target, stated=True)
+        return trace.add(op, target, stated=kind == "reshard")
     return trace.add(op, derived, stated=False)
 
 

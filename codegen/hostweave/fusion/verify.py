@@ -49,6 +49,7 @@ def _verify_body(fusion: Fusion, here: str, level: int) -> None:
         _verify_stream(op, level)
         if level >= STAGES.index("insert_reshards"):
             _verify_sharding(op, types, fusion.mesh, level)
+    _verify_outputs_of_kernels(fusion)
     _verify_outputs(fusion, here, types)
 
 
@@ -90,6 +91,8 @@ def _verify_op(op: Op, types: dict[str, TensorType]) -> None:
     definition = OPS[op.kind]
     if (op.kind == "call") != (op.callee is not None):
         raise ProgramError(f"{op.kind}: a call, and nothing else, has a block that it calls", op.location)
+    if (op.kind == "kernel") != (op.source is not None):
+        raise ProgramError(f"{op.kind}: a kernel, and nothing else, has a source", op.location)
     if len(op.operands) != definition.arity and (definition.arity is not None or not op.operands):
         wanted = "one or more" if definition.arity is None else definition.arity
         raise ProgramError(f"{op.kind}: takes {wanted} operands, not {len(op.operands)}", op.location)
@@ -107,6 +110,16 @@ def _verify_op(op: Op, types: dict[str, TensorType]) -> None:
     if (derived.dtype, derived.shape) != (stated.dtype, stated.shape):
         raise ProgramError(f"{op.kind}: %{op.result.name} is {stated}, but its operands give {derived}; correct its type", op.location)
     _define(op.result, types, op.location)
+
+
+def _verify_outputs_of_kernels(body: Fusion) -> None:
+    made = {op.result.name: op.source for op in body.ops}
+    for op in body.ops:
+        if op.kind == "output":
+            source, index = made.get(op.tensors[0]), op.attribute("index")
+            wanted = dict(enumerate(source.outputs)).get(index) if source and isinstance(index, int) and index else None
+            if wanted != op.result.type:
+                raise ProgramError(f"output: %{op.tensors[0]} has no output {index} of {op.result.type}; correct it", op.location)
 
 
 def _verify_stream(op: Op, level: int) -> None:

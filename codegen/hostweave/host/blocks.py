@@ -84,7 +84,7 @@ def _free(wanted: str, taken: Container[str]) -> str:
 def _with_names(body: ir.Body, kernels: Mapping[str, str], events: Mapping[str, str]) -> ir.Body:
     def renamed(i: ir.Instruction) -> ir.Instruction | None:
         if isinstance(i, ir.Launch):
-            return replace(i, kernel=kernels[i.kernel])
+            return replace(i, kernel=kernels.get(i.kernel, i.kernel))
         if isinstance(i, ir.Record | ir.Wait):
             return replace(i, event=events[i.event])
         return None

@@ -162,6 +162,8 @@ class _Rank:
             case ir.Matmul() | ir.MatmulAccumulate():
                 product = np.matmul(_widened(reads[0]), _widened(reads[1]))
                 writes[0][...] = product if isinstance(instruction, ir.Matmul) else product + _widened(writes[0])
+            case ir.Launch(kernel=name) if name not in self.kernels:
+                raise ExecutionError(f"launch @{name}: NumPy does not know what the user's C++ computes; run the compiled program")
             case ir.Launch(kernel=name):
                 for written, result in zip(writes, self.launched(self.kernels[name], reads), strict=True):
                     written[...] = result

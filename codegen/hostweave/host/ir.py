@@ -14,6 +14,7 @@ from typing import Annotated, ClassVar, TypeVar, get_origin, get_type_hints
 from hostweave.errors import Location
 from hostweave.fusion.extent import Extent
 from hostweave.fusion.ir import Op
+from hostweave.fusion.source import Source
 from hostweave.fusion.types import BufferType, Mesh, TensorType
 from hostweave.host.expr import Expr, divisibility
 
@@ -153,7 +154,7 @@ class MatmulAccumulate(Instruction):
 
 @dataclass(frozen=True)
 class Launch(Instruction):
-    """Runs a kernel of the program."""
+    """Runs a kernel of the program, or one of the user's, whose buffers are contiguous."""
 
     kernel: str
     srcs: Reads
@@ -479,6 +480,7 @@ class HostProgram:
     body: Body = ()
     uneven: tuple[str, ...] = ()  # sizes that need not divide: of M a rank holds `part(M, x)`, not `M/8`
     blocks: tuple[Block, ...] = ()  # a block stands before those that call it
+    sources: tuple[Source, ...] = ()  # kernels of the user
 
     def __str__(self) -> str:
         from hostweave.host.text import print_host

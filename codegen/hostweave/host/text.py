@@ -9,6 +9,7 @@ from typing import Any, NoReturn, get_type_hints
 
 from hostweave.errors import Location
 from hostweave.fusion.extent import Extent
+from hostweave.fusion.source import Source, parse_source, print_source
 from hostweave.fusion.types import BufferType
 from hostweave.host import ir
 from hostweave.host.expr import OPERATORS, Binary, Const, Coordinate, Expr, Size, Var
@@ -21,7 +22,8 @@ INDENT = "  "
 
 def print_host(program: ir.HostProgram) -> str:
     """The program as text, kernels first, then blocks. One instruction a line."""
-    lines = [line for kernel in program.kernels for line in _kernel_lines(kernel)]
+    lines = [line for source in program.sources for line in print_source(source)]
+    lines += [line for kernel in program.kernels for line in _kernel_lines(kernel)]
     lines.extend(line for block in program.blocks for line in _block_lines(block))
     lines.append(
         f"host @{program.name}({_parameters(program.inputs)}) -> ({_parameters(program.outputs)}) {program.mesh}"
@@ -101,6 +103,9 @@ def _syntax(kind: type[ir.Instruction]) -> tuple[tuple[str, str], ...]:
 def parse_host(text: str) -> ir.HostProgram:
     """The host program that `text` prints. Raises ParseError with line and column."""
     reader = Reader(text)
+    sources: list[Source] = []
+    while reader.accept("source"):
+        sources.append(parse_source(reader))
     kernels: list[ir.Kernel] = []
     while reader.accept("kernel"):
         kernels.append(_parse_kernel(reader))
@@ -119,7 +124,7 @@ def parse_host(text: str) -> ir.HostProgram:
     body = _parse_body(reader)
     if reader.peek():
         reader.fail(f"expected the end of the text, found {reader.found()}")
-    return ir.HostProgram(name, mesh, inputs, outputs, streams, events, tuple(kernels), body, uneven, tuple(blocks))
+    return ir.HostProgram(name, mesh, inputs, outputs, streams, events, tuple(kernels), body, uneven, tuple(blocks), tuple(sources))
 
 
 def _parse_head(reader: Reader, what: str) -> tuple[str, tuple[ir.Parameter, ...], tuple[ir.Parameter, ...]]:

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from hostweave.errors import ProgramError
 from hostweave.fusion.extent import Extent, block_of, part_of, product
 from hostweave.fusion.ops import widens
+from hostweave.fusion.source import Source, held
 from hostweave.fusion.types import BufferType
 from hostweave.host import ir
 from hostweave.host.blocks import bodies, events_of
@@ -26,6 +27,8 @@ def verify_host(program: ir.HostProgram) -> None:
     checker.header()
     for kernel in program.kernels:
         checker.kernel(kernel)
+    for source in program.sources:
+        checker.source(source)
     parts = bodies(program)
     for part in parts:
         body = _Checker(part, kernels=checker.kernels)
@@ -227,6 +230,20 @@ class _Checker:
         if len(set(kernel.returned)) < len(kernel.returned):
             self.fail(f"kernel @{kernel.name} returns a value twice: return it once")
 
+    def source(self, source: Source) -> None:
+        if source.name in self.kernels or sum(source.name == other.name for other in self.program.sources) > 1:
+            self.fail(f"source @{source.name} is declared twice: rename one")
+        for type in (*source.inputs, *source.outputs):
+            for axis in type.axes:
+                self.axis(axis)
+        for dim in (*source.grid, *(a.dim for a in source.arguments if a.dim)):
+            for axis in dim.axes:
+                self.axis(axis)
+            if unknown := self.unknown(dim.extent):
+                self.fail(f"source @{source.name}: {unknown} is not a size of any input or output")
+        if source.signature is None:
+            self.fail(f"source @{source.name} has no `__global__ void {source.function}(...)`: give it one")
+
 
 # --- one rule an instruction ------------------------------------------------------------------------------------------
 
@@ -287,7 +304,23 @@ def broadcast_shapes(a: tuple[Extent, ...], b: tuple[Extent, ...]) -> tuple[Exte
     return None if None in result else tuple(e for e in result if e is not None)
 
 
+def _launch_source(c: _Checker, i: ir.Launch, source: Source) -> None:
+    for role, names, types in (("takes", i.srcs, source.inputs), ("gives", i.dsts, source.outputs)):
+        if len(names) != len(types):
+            c.fail(f"@{source.name} {role} {len(types)} buffers, not {len(names)}")
+        for name, type in zip(names, types, strict=True):
+            wanted = held(type, c.program.mesh, c.program.uneven)
+            if (c.types[name].dtype, c.types[name].shape) != (wanted.dtype, wanted.shape):
+                c.fail(f"%{name} is {c.types[name]}, and @{source.name} {role} {wanted}")
+            if c.types[name].strides is not None:
+                c.fail(f"%{name} is not contiguous, which @{source.name} needs: copy it to a buffer of its own first")
+
+
 def _launch(c: _Checker, i: ir.Launch, scope: _Scope) -> None:
+    source = next((source for source in c.program.sources if source.name == i.kernel), None)
+    if source:
+        _launch_source(c, i, source)
+        return
     if i.kernel not in c.kernels:
         c.fail(f"there is no kernel @{i.kernel}; the kernels are {', '.join('@' + name for name in c.kernels) or 'none'}")
     kernel = c.kernels[i.kernel]

@@ -45,7 +45,7 @@ def fuse_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
         if not changes:
             return _named(_shared(_explained(program, links)))
         body = without_unused(ir.rewrite(program.body, lambda i: changes.get(id(i))))  # noqa: B023
-        launched = dict.fromkeys(i.kernel for i in ir.walk(body) if isinstance(i, ir.Launch))
+        launched = dict.fromkeys(i.kernel for i in ir.walk(body) if isinstance(i, ir.Launch) and i.kernel in kernels)
         program = replace(program, body=body, kernels=tuple(kernels[name] for name in launched))
 
 
@@ -82,7 +82,7 @@ class _Links:
                 self.views[instruction.out] = instruction
             for name in dict.fromkeys(map(self.root, ir.names(instruction, "read", "write"))):
                 self.touching.setdefault(name, []).append(instruction)
-            if isinstance(instruction, ir.Launch):
+            if isinstance(instruction, ir.Launch) and instruction.kernel in self.kernels:
                 self.launches.append(instruction)
             for inner in ir.bodies(instruction):
                 self._visit(inner)
@@ -129,7 +129,7 @@ class _Links:
         for other in others:
             if parts := (self.roots(other, "write") - self.roots(other, "read")) & made:
                 return f"%{min(parts)} is written in parts"
-        launches = tuple(other for other in others if isinstance(other, ir.Launch))
+        launches = tuple(other for other in others if isinstance(other, ir.Launch) and other.kernel in self.kernels)
         if not launches:
             return f"{others[0].syntax.split()[0]} uses %{self._called(producer, others[0])}" if others else ""
         if self.order[id(launches[0])] < self.order[id(producer)]:
@@ -315,7 +315,7 @@ def _with_names(program: ir.HostProgram, names: dict[str, str]) -> ir.HostProgra
     """Every launch with the new name of its kernel."""
 
     def renamed(i: ir.Instruction) -> ir.Instruction | None:
-        return replace(i, kernel=names[i.kernel]) if isinstance(i, ir.Launch) and names[i.kernel] != i.kernel else None
+        return replace(i, kernel=names[i.kernel]) if isinstance(i, ir.Launch) and names.get(i.kernel, i.kernel) != i.kernel else None
 
     return replace(program, body=ir.rewrite(program.body, renamed))
 

@@ -23,6 +23,7 @@ from hostweave.fusion.index_map import IndexMap, groups
 from hostweave.fusion.ir import Fusion, Op, Value
 from hostweave.fusion.ops import NO_SOURCE, OPS, axes_of, index_map, operand_types, padded_dims
 from hostweave.fusion.resharding import Change, change_of, sources_of
+from hostweave.fusion.source import Source, held
 from hostweave.fusion.types import BufferType, Dim, TensorType
 from hostweave.host import ir
 from hostweave.host.blocks import joined
@@ -43,7 +44,8 @@ REVERSIBLE = ("reshape", "expand_dims", "transpose")  # views of all elements
 def lower_to_host(fusion: Fusion, options: Options) -> ir.HostProgram:
     """The host program of a fusion whose reshards are each one communication or one local slice; of each block a block."""
     uneven = uneven_sizes(fusion)
-    return joined([_Lowering(body, options, uneven).program() for body in (*fusion.blocks, fusion)])
+    program = joined([_Lowering(body, options, uneven).program() for body in (*fusion.blocks, fusion)])
+    return replace(program, sources=fusion.sources)
 
 
 @dataclass
@@ -271,6 +273,10 @@ class _Lowering:
             self.view(op, steps)
         elif op.callee:
             self.call(op, op.callee)
+        elif op.source:
+            self.launch(op, op.source)
+        elif op.kind == "output":
+            self.whole(op.result.name)  # what its kernel wrote
         else:
             self.compute(op, steps)
 
@@ -297,6 +303,15 @@ class _Lowering:
     def call(self, op: Op, block: Fusion) -> None:
         sources = tuple(map(self.contiguous, op.tensors))
         self.b.emit(ir.Call(block.name, sources, (self.whole(op.result.name),)))
+
+    def launch(self, op: Op, source: Source) -> None:
+        """A kernel of the user; an output that nothing uses has memory of its own."""
+        used = {user.attribute("index"): user.result.name for user in self.consumers[op.result.name] if user.kind == "output"}
+        targets = [self.whole(op.result.name)]
+        for index, type in enumerate(source.outputs[1:], 1):
+            unused = held(type, self.mesh, self.uneven)
+            targets.append(self.whole(used[index]) if index in used else self.b.allocate(f"{op.result.name}_unused", unused))
+        self.b.emit(ir.Launch(source.name, tuple(map(self.contiguous, op.tensors)), tuple(targets)))
 
     def contiguous(self, name: str) -> str:
         """All of a value, as a block takes it."""
@@ -410,9 +425,13 @@ class _Lowering:
 
     # --- concat and pad ---
 
+    def writes_strided(self, op: Op) -> bool:
+        """Whether an op can write memory that is not contiguous. A reshard can, by a copy."""
+        return not (self.is_view(op) or op.callee or op.source or op.kind == "output")
+
     def made_in_place(self) -> dict[str, tuple[Op, int]]:
         """Operands of concat and pad that their own op can write where they belong in the result, as nothing else uses them."""
-        made = {op.result.name for op in self.fusion.ops if op.result.stream is None and not self.is_view(op)}
+        made = {op.result.name for op in self.fusion.ops if op.result.stream is None and self.writes_strided(op)}
         return {
             name: (op, number)
             for op in self.fusion.ops
@@ -449,7 +468,7 @@ class _Lowering:
         if made.kind in REVERSIBLE:
             rest = self.chain(made, memory)
             return {name: op, **rest} if rest else {}
-        return {} if made.kind == "reshard" or self.is_view(made) or name in self.placed else {name: op}
+        return {name: op} if made.kind != "reshard" and self.writes_strided(made) and name not in self.placed else {}
 
     def reversed(self, op: Op, src: str) -> ir.Reshape | ir.Permute:
         """The view that leads from the result of a view back to what it is of."""

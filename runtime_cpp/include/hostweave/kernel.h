@@ -10,6 +10,9 @@
 #define HW_DEVICE __device__ inline
 #else
 #define HW_DEVICE inline
+#define __device__  // words of CUDA that kernels written by hand may have
+#define __forceinline__ inline
+#define __launch_bounds__(...)
 #endif
 
 namespace hw {

@@ -35,6 +35,9 @@ constexpr int64_t grid_of_lanes(int64_t n) { return std::min((n + 31) / 32, kMax
 // One block for each of n rows.
 constexpr int64_t grid_of(int64_t n) { return std::min(n, kMaxGrid); }
 
+// How many blocks take n elements, so many each.
+constexpr int64_t blocks_for(int64_t n, int64_t each) { return (n + each - 1) / each; }
+
 template <class T>
 struct Access {
   T* pointer;

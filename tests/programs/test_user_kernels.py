@@ -1,0 +1,238 @@
+"""Kernels that users write: in both IRs, in the sources of both targets, on CPU ranks, and what is said of wrong ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from test_sources import cuda_is_here
+from whole_programs import compiled, lowered
+
+import hostweave as hw
+from hostweave.errors import ArgumentError, BuildError, ExecutionError, ProgramError
+from hostweave.fusion.ir import Fusion
+from hostweave.fusion.reference import run_reference
+from hostweave.host.interpret import interpret
+from hostweave.host.ir import HostProgram
+from hostweave.runtime.cpu import parallel, seeded
+
+# One function of rows, on what both targets have.
+ROWS = """
+__device__ float scaled(float x, float factor) { return x * factor; }  // scaled(a, b)
+
+__global__ void scale_rows(const float* __restrict__ x, float factor, int64_t rows, int64_t columns, float* y,
+                           float* sums) {
+  for (int64_t row : hw::over_blocks(rows)) {
+    float total = 0.0f;
+    for (int64_t j : hw::over_threads(columns)) {
+      y[row * columns + j] = scaled(x[row * columns + j], factor);
+      total += x[row * columns + j];
+    }
+    total = hw::reduce_block(total, hw::Add());
+    if (hw::first_thread()) sums[row] = total;
+  }
+}
+"""
+
+# CUDA as one writes it, and the same for the CPU.
+TWICE = """#include <cuda_bf16.h>
+extern "C" __global__ void __launch_bounds__(128) twice(const __nv_bfloat16* x, __nv_bfloat16* y, int64_t n) {
+  int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (i < n) y[i] = __float2bfloat16(2 * __bfloat162float(x[i]));
+}"""
+TWICE_ON_CPU = """
+extern "C" void twice(const hw::bf16* x, hw::bf16* y, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) y[i] = hw::bf16(2 * float(x[i]));
+}"""
+
+
+def rows(ranks: int) -> Fusion:
+    """Computed values are resharded for a kernel; one output of a second launch is not used."""
+
+    @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.f32["M@x", "N"], z=hw.f32["N", "K@x"])
+    def rows(x, z):  # type: ignore[no-untyped-def]
+        args = [2.0, "M@x", "N", hw.f32["M@x", "N"], hw.f32["M@x"]]
+        y, sums = hw.kernel(ROWS, "scale_rows", grid="M@x", args=[hw.reshard(x + 1, "M@x", "N"), *args])
+        whole, _ = hw.kernel(ROWS, "scale_rows", "N", args=[z.T[:, :].T * 1, -1, "N", "K", hw.f32["N", "K"], hw.f32["N"]])
+        return hw.exp(y * 0.1), hw.sum(sums), whole
+
+    return rows
+
+
+def flat(ranks: int) -> Fusion:
+    """On a shard, on a view, and on what was gathered aside."""
+
+    @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.bf16["M@x"], z=hw.bf16["M", 2])
+    def flat(x, z):  # type: ignore[no-untyped-def]
+        def doubled(x, dim):  # type: ignore[no-untyped-def]
+            return hw.kernel(TWICE, "twice", dim, [x, hw.bf16[dim], dim], per=128, block=128, cpu=TWICE_ON_CPU)
+
+        gathered = hw.reshard(x, "M").aside()
+        return doubled(x, "M@x"), doubled(z[:, 1], "M"), doubled(gathered, "M") + hw.reshard(x, "M")
+
+    return flat
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_rows(ranks: int) -> None:
+    fusion = rows(ranks)
+    random = np.random.default_rng(0)
+    for shared in (8, 7):
+        x, z = random.standard_normal((shared, 5)).astype(np.float32), random.standard_normal((5, 6)).astype(np.float32)
+        for schedule in (parallel(check_dependencies=True), seeded(1)):
+            with schedule:
+                y, total, whole = compiled(fusion).run(x=x, z=z) if ranks < 4 else compiled(fusion).run(x=x, z=np.tile(z, 2)[:, :8])
+            np.testing.assert_allclose(y, np.exp((x + 1) * 0.2), rtol=1e-5)
+            np.testing.assert_allclose(total, (x + 1).sum(), rtol=1e-5)
+            np.testing.assert_array_equal(whole, -(z if ranks < 4 else np.tile(z, 2)[:, :8]))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_flat(ranks: int) -> None:
+    x = np.arange(7).astype(ml_dtypes.bfloat16)
+    z = np.arange(14).reshape(7, 2).astype(ml_dtypes.bfloat16)
+    for schedule in (parallel(check_dependencies=True), seeded(0)):
+        with schedule:
+            first, second, third = compiled(flat(ranks)).run(x=x, z=z)
+        np.testing.assert_array_equal(first, 2 * x)
+        np.testing.assert_array_equal(second, 2 * z[:, 1])
+        np.testing.assert_array_equal(third, 3 * x)
+
+
+@pytest.mark.parametrize("make", [rows, flat])
+def test_both_irs_hold_the_source(make: Any) -> None:
+    fusion = make(2)
+    assert Fusion.parse(str(fusion)) == fusion
+    host = lowered(fusion)
+    assert HostProgram.parse(str(host)) == host
+    again = hw.compile(HostProgram.parse(str(host)))
+    assert again.sources["kernels.h"] == compiled(fusion).sources["kernels.h"]
+
+
+def test_the_text_of_a_source() -> None:
+    source = '__global__ void f(const float* x, float* y, int64_t n) { /* "# } */ }'
+
+    @hw.fusion(x=hw.f32["M", "N"])
+    def one(x):  # type: ignore[no-untyped-def]
+        return hw.kernel(source, "f", ("M", "N"), [x, hw.f32["M", "N"], "M"], per=64, cpu="void f(const float*, float*, int64_t) {}")
+
+    assert str(one) == (
+        "source @f = f(in f32[M, N], out f32[M, N], size M) grid(M, N by 64) block(256) {\n"
+        '  "__global__ void f(const float* x, float* y, int64_t n) { /* \\"# } */ }"\n'
+        "} cpu {\n"
+        '  "void f(const float*, float*, int64_t) {}"\n'
+        "}\n"
+        "fusion @one(%x: f32[M, N]) {\n"
+        "  %y: f32[M, N] = kernel @f(%x)\n"
+        "  return %y\n"
+        "}\n"
+    )
+    assert Fusion.parse(str(one)) == one
+
+
+@pytest.mark.skipif(not cuda_is_here(), reason="no CUDA headers and libraries: pip install '.[cuda13]'")
+@pytest.mark.parametrize("make", [rows, flat])
+def test_compiles_for_cuda(make: Any) -> None:
+    program = compiled(make(2), target="cuda")
+    assert program.module.name == make.__name__
+    assert "warning" not in (program.folder / "build.log").read_text()
+
+
+# --- wrong ones -------------------------------------------------------------------------------------------------------
+
+WRONG = """
+__global__ void wrong(const float* x, float* y) {
+  y[0] = nothing;
+}
+"""
+LINE = next(i for i, line in enumerate(Path(__file__).read_text().splitlines(), 1) if "= nothing" in line)
+
+
+def one(source: str | Path, name: str = "f", grid: Any = 1, args: Any = None, **how: Any) -> Fusion:
+    def program(x: hw.Tensor) -> Any:
+        return hw.kernel(source, name, grid, [x, hw.f32["M"]] if args is None else [a if a != "x" else x for a in args], **how)
+
+    return hw.fusion(mesh=hw.Mesh(d=2), x=hw.f32["M"])(program)
+
+
+@pytest.mark.parametrize("target", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not cuda_is_here(), reason="no CUDA"))])
+def test_a_kernel_that_does_not_compile(target: str) -> None:
+    """The compiler's message, at the user's file and line."""
+    with pytest.raises(BuildError) as caught:
+        hw.compile(one(WRONG, "wrong"), target=target).build()
+    assert f": test_user_kernels.py:{LINE}:" in str(caught.value)
+    assert "nothing" in str(caught.value)
+
+
+def test_a_file_of_kernels(tmp_path: Path) -> None:
+    path = tmp_path / "mine.cu"
+    path.write_text("// mine\n" + WRONG)
+    with pytest.raises(BuildError, match=r": mine.cu:4:"):
+        hw.compile(one(path, "wrong")).build()
+    with pytest.raises(ProgramError, match=r"kernel: .*/none.cu: No such file or directory; give the path of a file of CUDA C\+\+$"):
+        one(tmp_path / "none.cu")
+
+
+GOOD = "__global__ void f(const float* x, float* y) {}"
+REFUSED = {
+    "threads": (
+        (TWICE.replace("__nv_bfloat16", "float"), "twice", "M", ["x", hw.f32["M"], "M"]),
+        "kernel: twice uses blockIdx, which the CPU target, where one thread runs a kernel, does not have; "
+        "pass cpu= with a function for it, or walk by hw::over_grid",
+    ),
+    "no function": ((GOOD, "g"), "kernel: the source has no `__global__ void g(...)`; name= is the function to launch"),
+    "no name": ((GOOD, "f()"), "kernel: name='f()' is not the name of a C++ function"),
+    "no tensor": ((GOOD, "f", 1, [hw.f32["M"], 2]), "kernel: f takes no tensor of this fusion; pass one in args"),
+    "no output": ((GOOD, "f", 1, ["x"]), "kernel: f writes nothing; put the spec of an output, such as hw.f32['M'], in args"),
+    "an arg": (
+        (GOOD, "f", 1, ["x", None]),
+        "kernel: None is no argument; pass a tensor, a spec such as hw.f32['M'], a dim such as 'M' or a number",
+    ),
+    "number of args": ((GOOD, "f", 1, ["x", hw.f32["M"], 3]), "kernel: f takes 2 parameters, and 3 args are given"),
+    "dtype": ((GOOD, "f", 1, ["x", hw.i32["M"]]), "kernel: `float* y` of f takes i32[M]; write int32_t*"),
+    "const": (
+        (GOOD.replace("const ", ""),),
+        "kernel: `float* x` of f takes f32[M], which is read; write const float*",
+    ),
+    "written": (
+        (GOOD.replace("float* y", "const float* y"),),
+        "kernel: `const float* y` of f takes f32[M], which is written; write float*",
+    ),
+    "a number for a pointer": (
+        (GOOD.replace("float* y", "float* y, float* z"), "f", 1, ["x", hw.f32["M"], 2]),
+        "kernel: `float* z` of f is a pointer, and its arg is 2; pass a tensor or a spec",
+    ),
+    "grid": ((GOOD, "f", "Q"), "kernel: Q is no dim of the tensors of f; theirs are M"),
+    "dim": ((GOOD, "f", "M@"), "kernel: not a dim: 'M@'; write it like 'M', 'M@x' or 'M@dp,tp'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str) -> None:
+    given, message = REFUSED[case]
+    with pytest.raises(ProgramError) as caught:
+        hw.compile(one(*given))
+    assert str(caught.value).partition(": ")[2] == message
+
+
+def test_launch_of_threads_and_blocks() -> None:
+    with pytest.raises(ProgramError, match=r"kernel: block=2048 is 1 to 1024 threads, per=1 at least 1, grid a dim or more$"):
+        one(GOOD, block=2048)
+    with pytest.raises(ProgramError, match=r"kernel: the source for the CPU has no `void f\(...\)`; it takes the same parameters$"):
+        one(GOOD, cpu="void g() {}")
+    with pytest.raises(
+        ProgramError, match=r"stream: dim 0 of f32\[M\] is made by a kernel, so no loop can walk it; stream a tensor before it$"
+    ):
+        hw.fusion(x=hw.f32["M"])(lambda x: hw.kernel(GOOD, "f", 1, [x, hw.f32["M"]]).stream(0))
+
+
+def test_numpy_does_not_know_it() -> None:
+    fusion, x = one(GOOD), np.zeros(4, np.float32)
+    wanted = "NumPy does not know what the user's C\\+\\+ computes"
+    with pytest.raises(ArgumentError, match=f"kernel: {wanted}; compare the program with a function of your own$"):
+        run_reference(fusion, {"x": x})
+    with pytest.raises(ExecutionError, match=f"launch @f: {wanted}; run the compiled program$"):
+        interpret(lowered(fusion), {"x": x})
