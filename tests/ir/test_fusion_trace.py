@@ -175,6 +175,47 @@ ERRORS = {
         "4: uniform: f32[A, B, C, D, E] has 5 dims, and 4 are supported; reshape it",
     ),
     "dropout": ("return hw.dropout(x, 1, seed=1)", {}, "4: dropout: p=1 is not a probability from 0 to below 1"),
+    "softmax axis": ("return hw.softmax(x, axis='Q')", {}, "4: softmax: bf16[M, K] has no dim named Q"),
+    "log_softmax axis": ("return hw.log_softmax(x, axis=2)", {}, "4: log_softmax: bf16[M, K] has no dim 2: dims go from 0 to 1"),
+    "norm axis": ("return hw.rms_norm(x, axis=-3)", {}, "4: rms_norm: bf16[M, K] has no dim -3: dims go from 0 to 1"),
+    "norm weight": (
+        "return hw.layer_norm(x, w)",
+        {"w": 'hw.bf16["N"]'},
+        "4: layer_norm: the weight is bf16[N], and x bf16[M, K]; it broadcasts against x, from the right",
+    ),
+    "norm bias": (
+        "return hw.layer_norm(x, None, w)",
+        {"w": 'hw.bf16["M", "M", "K"]'},
+        "4: layer_norm: the bias is bf16[M, M, K], and x bf16[M, K]; it broadcasts against x, from the right",
+    ),
+    "linear dtypes": (
+        "return hw.linear(x, w)",
+        {"w": 'hw.f32["N", "K"]'},
+        "4: matmul: dtypes differ: bf16[M, K] and f32[K, N]; use hw.cast on one of them",
+    ),
+    "dtypes of where": (
+        "return hw.where(x > 0, x, w)",
+        {"w": 'hw.f32["M", "K"]'},
+        "4: where: dtypes differ: bf16[M, K] and f32[M, K]; use hw.cast on one of them",
+    ),
+    "dtypes of a comparison": (
+        "return x < w",
+        {"w": 'hw.i32["M", "K"]'},
+        "4: less: dtypes differ: bf16[M, K] and i32[M, K]; use hw.cast on one of them",
+    ),
+    "dtypes of matmul": (
+        "return x @ w",
+        {"w": 'hw.f16["K", "N"]'},
+        "4: matmul: dtypes differ: bf16[M, K] and f16[K, N]; use hw.cast on one of them",
+    ),
+    "axis of var": ("return hw.var(x, axis=4)", {}, "4: mean: bf16[M, K] has no dim 4: dims go from 0 to 1"),
+    "axis of argmax": ("return hw.argmax(x, axis='J')", {}, "4: argmax: bf16[M, K] has no dim named J"),
+    "argmax of bools": (
+        "return hw.argmax(x > 0, axis=0)",
+        {},
+        "4: argmax: not defined for bool; use hw.cast to a dtype that is float or int or uint",
+    ),
+    "mean of ints": ("return hw.mean(x, axis=0)", {"x": "hw.i32[4]"}, "4: mean: not defined for i32; use hw.cast to a dtype that is float"),
     "linear rank": (
         "return hw.linear(x, w)",
         {"w": 'hw.bf16["N"]'},
@@ -247,6 +288,24 @@ ERRORS = {
         "return hw.rotary_embedding(x, w, w)",
         {"x": "hw.bf16[4, 'S', 8]", "w": "hw.f32['S', 8]"},
         "4: rotary_embedding: cos is f32[S, 8], and x bf16[4, S, 8]; it has an element a pair, [S, 4]",
+    ),
+    "attention rank": (
+        "return hw.scaled_dot_product_attention(x, x, x)",
+        {},
+        "4: attention: query bf16[M, K], key bf16[M, K], value bf16[M, K] are not [..., H, S, E], [..., H, T, E] and [..., H, T, F]; "
+        "reshape them",
+    ),
+    "attention values": (
+        "return hw.scaled_dot_product_attention(x, x, w)",
+        {"x": "hw.bf16[4, 'S', 8]", "w": "hw.bf16[4, 'T', 8]"},
+        "4: attention: query bf16[4, S, 8], key bf16[4, S, 8], value bf16[4, T, 8] are not "
+        "[..., H, S, E], [..., H, T, E] and [..., H, T, F]; reshape them",
+    ),
+    "attention batches": (
+        "return hw.scaled_dot_product_attention(x, w, w)",
+        {"x": "hw.bf16['B', 4, 'S', 8]", "w": "hw.bf16['C', 4, 'S', 8]"},
+        "4: attention: query bf16[B, 4, S, 8], key bf16[C, 4, S, 8], value bf16[C, 4, S, 8] are not "
+        "[..., H, S, E], [..., H, T, E] and [..., H, T, F]; reshape them",
     ),
     "attention scale": (
         "return hw.scaled_dot_product_attention(x, x, x)",

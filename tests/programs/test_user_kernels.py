@@ -102,6 +102,26 @@ def test_flat(ranks: int) -> None:
         np.testing.assert_array_equal(third, 3 * x)
 
 
+def test_blocks_share_sources() -> None:
+    """A block and the program launch one function on tensors of different types."""
+
+    @hw.block(x=hw.bf16["N"])
+    def inner(x):  # type: ignore[no-untyped-def]
+        return hw.kernel(TWICE, "twice", "N", [x, hw.bf16["N"], "N"], per=128, block=128, cpu=TWICE_ON_CPU)
+
+    @hw.fusion(x=hw.bf16["N"], z=hw.bf16["M"])
+    def outer(x, z):  # type: ignore[no-untyped-def]
+        return inner(inner(x)), hw.kernel(TWICE, "twice", "M", [z, hw.bf16["M"], "M"], per=128, block=128, cpu=TWICE_ON_CPU)
+
+    assert [source.name for source in outer.sources] == ["twice", "twice_2"]
+    assert Fusion.parse(str(outer)) == outer
+    assert HostProgram.parse(str(lowered(outer))) == lowered(outer)
+    x, z = np.arange(5).astype(ml_dtypes.bfloat16), np.arange(3).astype(ml_dtypes.bfloat16)
+    first, second = compiled(outer).run(x=x, z=z)
+    np.testing.assert_array_equal(first, 4 * x)
+    np.testing.assert_array_equal(second, 2 * z)
+
+
 @pytest.mark.parametrize("make", [rows, flat])
 def test_both_irs_hold_the_source(make: Any) -> None:
     fusion = make(2)

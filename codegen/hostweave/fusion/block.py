@@ -74,7 +74,7 @@ class Block:
             if any(isinstance(other, Block) and other.name == self.name for other in trace.blocks):
                 raise ProgramError(f"call: two blocks are named @{self.name}; give one of their functions another name", location)
             trace.blocks[self] = None
-            made = traced(self._function, _Trace(trace.mesh, trace.blocks), self._inputs, "block", self._location)
+            made = traced(self._function, _Trace(trace.mesh, trace.blocks, trace.sources), self._inputs, "block", self._location)
             if len(made.outputs) != 1:
                 why = f"returns {len(made.outputs)} tensors; a block gives one, make a block of each"
                 raise ProgramError(f"block @{self.name} {why}", self._location)

@@ -9,7 +9,7 @@ from hostweave.errors import Location, ProgramError
 from hostweave.fusion import functions as hw
 from hostweave.fusion.extent import Extent
 from hostweave.fusion.functions import Axis
-from hostweave.fusion.trace import Tensor, record
+from hostweave.fusion.trace import Tensor, dim_of, record
 from hostweave.fusion.types import DType, f32, u32
 
 MAX_RANDOM_DIMS = 4  # words of a counter
@@ -33,30 +33,45 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def softmax(x: Tensor, axis: Axis = -1) -> Tensor:
     """exp(x), divided by its sum over a dim. A row of -inf alone gives NaN, as in torch."""
-    wide = _wide(x)
+    axis, wide = dim_of(x, axis, "softmax", Location.of_caller()), _wide(x)
     powers = hw.exp(wide - hw.max(wide, axis, keepdims=True))
     return _cast(powers / hw.sum(powers, axis, keepdims=True), x.dtype)
 
 
 def log_softmax(x: Tensor, axis: Axis = -1) -> Tensor:
     """The logarithm of softmax(x)."""
-    wide = _wide(x)
+    axis, wide = dim_of(x, axis, "log_softmax", Location.of_caller()), _wide(x)
     distance = wide - hw.max(wide, axis, keepdims=True)
     return _cast(distance - hw.log(hw.sum(hw.exp(distance), axis, keepdims=True)), x.dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, axis: Axis = -1, eps: float = 1e-5) -> Tensor:
-    """(x - mean) / sqrt(variance + eps) over a dim, times weight plus bias, which broadcast against x."""
-    wide = _wide(x)
+    """(x - mean) / sqrt(variance + eps) over a dim, times weight plus bias, which broadcast against x. Raises ProgramError."""
+    axis, wide = _normed_dim("layer_norm", x, axis, weight, bias), _wide(x)
     distance = wide - hw.mean(wide, axis, keepdims=True)
     variance = hw.mean(distance * distance, axis, keepdims=True)
     return _scaled(distance * hw.rsqrt(variance + eps), weight, bias, x)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, axis: Axis = -1, eps: float = 1e-6) -> Tensor:
-    """x / sqrt(mean of squares + eps) over a dim, times weight, which broadcasts against x."""
-    wide = _wide(x)
+    """x / sqrt(mean of squares + eps) over a dim, times weight, which broadcasts against x. Raises ProgramError."""
+    axis, wide = _normed_dim("rms_norm", x, axis, weight, None), _wide(x)
     return _scaled(wide * hw.rsqrt(hw.mean(wide * wide, axis, keepdims=True) + eps), weight, None, x)
+
+
+def _normed_dim(kind: str, x: Tensor, axis: Axis, weight: Tensor | None, bias: Tensor | None) -> int:
+    """The number of the dim, where weight and bias broadcast against x."""
+    location = Location.of_caller()
+    for name, other in (("weight", weight), ("bias", bias)):
+        if other is not None and not _broadcasts(other.type.shape, x.type.shape):
+            raise ProgramError(f"{kind}: the {name} is {other.type}, and x {x.type}; it broadcasts against x, from the right", location)
+    return dim_of(x, axis, kind, location)
+
+
+def _broadcasts(shape: tuple[Extent, ...], to: tuple[Extent, ...]) -> bool:
+    """Whether it broadcasts to a shape that it does not change."""
+    tail = to[len(to) - len(shape) :]
+    return len(shape) <= len(to) and all(have in (want, Extent()) for have, want in zip(shape, tail, strict=True))
 
 
 def _scaled(normed: Tensor, weight: Tensor | None, bias: Tensor | None, x: Tensor) -> Tensor:
@@ -138,8 +153,7 @@ def scaled_dot_product_attention(
 
 
 def _check_mask(mask: Tensor, scores: tuple[Extent, ...], location: Location) -> None:
-    shape, tail = mask.type.shape, scores[len(scores) - mask.ndim :]
-    if mask.ndim > len(scores) or any(have not in (want, Extent()) for have, want in zip(shape, tail, strict=True)):
+    if not _broadcasts(mask.type.shape, scores):
         wanted = ", ".join(map(str, scores))
         raise ProgramError(f"attention: a mask of {mask.type} does not broadcast to the scores, [{wanted}]; reshape it", location)
     if mask.dtype.kind not in ("bool", "float"):
@@ -165,9 +179,8 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
         raise ProgramError(f"rotary_embedding: {x.type} is not [..., S, E] with an even E; reshape or pad it", location)
     half = x.type.shape[-1] // 2
     for name, table in (("cos", cos), ("sin", sin)):
-        shape, tail = table.type.shape, (*x.type.shape[:-1], half)[x.ndim - table.ndim :]
-        fits = 0 < table.ndim <= x.ndim and shape[-1] == half and all(a in (b, Extent()) for a, b in zip(shape, tail, strict=True))
-        if not fits:
+        shape = table.type.shape
+        if shape[-1:] != (half,) or not _broadcasts(shape, (*x.type.shape[:-1], half)):
             raise ProgramError(f"rotary_embedding: {name} is {table.type}, and x {x.type}; it has an element a pair, [S, {half}]", location)
     of_pair = x.ndim if interleaved else x.ndim - 1  # the new dim, of the two elements of a pair
     split = (half, Extent(2)) if interleaved else (Extent(2), half)

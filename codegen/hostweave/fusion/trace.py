@@ -224,16 +224,16 @@ class Tensor:
 class _Trace:
     """The values of one function so far, by number: an op's operands are numbers until all names are known.
 
-    `blocks` are those of the whole fusion by what they were made of, None while one is being traced.
+    `blocks` are those of the whole fusion by what they were made of, None while one is being traced; `sources` its kernels by name.
     """
 
-    def __init__(self, mesh: Mesh, blocks: dict[object, Fusion | None] | None = None):
+    def __init__(self, mesh: Mesh, blocks: dict[object, Fusion | None] | None = None, sources: dict[str, Source] | None = None):
         self.mesh = mesh
+        self.sources = {} if sources is None else sources
         self.blocks = {} if blocks is None else blocks
         self.tensors: dict[str, Tensor] = {}
         self.named: dict[str, Tensor] = {}  # what the user named
         self._types: dict[str, TensorType] = {}
-        self._sources: dict[str, Source] = {}
 
     def types(self) -> dict[str, TensorType]:
         return self._types
@@ -250,7 +250,7 @@ class _Trace:
         """The source under a name that no other one has."""
         names = (source.name if number == 1 else f"{source.name}_{number}" for number in count(1))
         named = (replace(source, name=name) for name in names)
-        return next(one for one in named if self._sources.setdefault(one.name, one) == one)
+        return next(one for one in named if self.sources.setdefault(one.name, one) == one)
 
     def name(self, tensor: Tensor, name: str) -> None:
         if tensor._name is not None:
