@@ -67,7 +67,7 @@ def in_loops(ranks: int, t: DType) -> Fusion:
 PROGRAMS: tuple[Callable[[int, DType], Fusion], ...] = (slices, joined, padded, in_loops)
 
 
-@pytest.mark.parametrize(("ranks", "dtype"), [(1, hw.f64), (2, hw.bf16), (3, hw.f32)], ids=str)
+@pytest.mark.parametrize(("ranks", "dtype"), [(1, hw.f64), (3, hw.bf16)], ids=str)
 @pytest.mark.parametrize("make", PROGRAMS, ids=lambda make: make.__name__)
 def test_matches_numpy(make: Callable[[int, DType], Fusion], ranks: int, dtype: DType) -> None:
     fusion = make(ranks, dtype)

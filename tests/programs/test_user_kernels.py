@@ -76,27 +76,26 @@ def flat(ranks: int) -> Fusion:
     return flat
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 4])
 def test_rows(ranks: int) -> None:
     fusion = rows(ranks)
     random = np.random.default_rng(0)
     for shared in (8, 7):
-        x, z = random.standard_normal((shared, 5)).astype(np.float32), random.standard_normal((5, 6)).astype(np.float32)
+        x, z = random.standard_normal((shared, 5)).astype(np.float32), random.standard_normal((5, 8)).astype(np.float32)
         for schedule in (parallel(check_dependencies=True), seeded(1)):
             with schedule:
-                y, total, whole = compiled(fusion).run(x=x, z=z) if ranks < 4 else compiled(fusion).run(x=x, z=np.tile(z, 2)[:, :8])
+                y, total, whole = compiled(fusion).run(x=x, z=z)
             np.testing.assert_allclose(y, np.exp((x + 1) * 0.2), rtol=1e-5)
             np.testing.assert_allclose(total, (x + 1).sum(), rtol=1e-5)
-            np.testing.assert_array_equal(whole, -(z if ranks < 4 else np.tile(z, 2)[:, :8]))
+            np.testing.assert_array_equal(whole, -z)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_flat(ranks: int) -> None:
+def test_flat() -> None:
     x = np.arange(7).astype(ml_dtypes.bfloat16)
     z = np.arange(14).reshape(7, 2).astype(ml_dtypes.bfloat16)
     for schedule in (parallel(check_dependencies=True), seeded(0)):
         with schedule:
-            first, second, third = compiled(flat(ranks)).run(x=x, z=z)
+            first, second, third = compiled(flat(3)).run(x=x, z=z)
         np.testing.assert_array_equal(first, 2 * x)
         np.testing.assert_array_equal(second, 2 * z[:, 1])
         np.testing.assert_array_equal(third, 3 * x)
