@@ -175,6 +175,21 @@ def test_error(program: tuple[str, str], stated: str, message: str) -> None:
     assert str(caught.value) == message
 
 
+def test_gathers_of_other_shards_stand_before_the_loop() -> None:
+    """A step takes a slice of every shard, so all that it reads has as many."""
+    check(
+        choose_overlap,
+        "%x: f32[M@dp], %w: f32[M@dp,tp]",
+        """%g: f32[M] = reshard(%x, kind=all_gather)
+        %h: f32[M] = reshard(%w, kind=all_gather)
+        %y: f32[M] stream(M, 3) = add(%g, %h)""",
+        """%h: f32[M] = reshard(%w, kind=all_gather)
+        %g: f32[M] stream(M, 3, across, all_gather) = reshard(%x, kind=all_gather)
+        %y: f32[M] stream(M, 3, across) = add(%g, %h)""",
+        mesh="dp=2, tp=2",
+    )
+
+
 def refused(inputs: str, ops: str) -> Any:
     with pytest.raises(ProgramError) as caught:
         choose_overlap(fusion(inputs, ops), Options())

@@ -109,13 +109,23 @@ class _Choice:
         """The streamed op, the communications that lead to it, and the op that feeds the first of them.
 
         By block a gather over the streamed dim ends the way: a step of it reads from one rank, not a slice of every rank's.
+        Across shards all have as many of them: what is split among other ranks is communicated before the loop.
         """
         found = [self.member(root, dim)]
         barriers = ("shard",) if through_gathers else ("shard", "all_gather")
+        shards = self.shards(found[0])
         for member in found:  # grows while it is walked
             if (member is found[0] or member.communicates) and not member.changes_streamed_dim(*barriers):
-                found.extend(self.producers(member))
+                for producer in self.producers(member):
+                    if not through_gathers or len(shards | self.shards(producer)) < 2:
+                        shards |= self.shards(producer)
+                        found.append(producer)
         return found
+
+    def shards(self, member: _Member) -> set[int]:
+        """Among how many ranks the streamed dim is split, before or after a member."""
+        types = [member.op.result.type, *([self.types[member.op.tensors[0]]] if member.change else [])]
+        return {self.mesh.size_of(type.dims[member.dim].axes) for type in types} - {1}
 
     def member(self, op: Op, dim: int) -> _Member:
         if op.kind != "reshard":
