@@ -10,6 +10,7 @@ import pytest
 from host_programs import NAMES, program
 
 from hostweave.analysis.instantiate import instantiate, layout, minimal_sizes
+from hostweave.errors import ProgramError
 from hostweave.fusion.types import bf16, f32, i8
 from hostweave.host.expr import Binary, Const, Coordinate, Expr, Size, Var, evaluate
 from hostweave.host.ir import HostProgram
@@ -113,3 +114,12 @@ def test_compiled_expressions(seed: int) -> None:
     run = compiled(built, {"M": 12})
     for i, x in product(range(3), range(2)):
         assert run({"i": i, "rank.x": x}) == evaluate(built, {"i": i}, {"x": x}, {"M": 12})
+
+
+def test_sizes_leave_room() -> None:
+    host = HostProgram.parse(
+        "host @t(%x: f32[M]) -> (%y: f32[(M - 2)]) mesh(x=1) {\n%v = section %x[0: (M - 2) from 1]\ncopy %v -> %y\n}\n"
+    )
+    with pytest.raises(ProgramError) as caught:
+        instantiate(host, {"M": 1})
+    assert str(caught.value) == "@t: (M - 2) is -1: choose sizes that leave room for it"

@@ -305,14 +305,17 @@ class _Binder:
 
 
 def _size(program: ir.HostProgram, sizes: Sizes, extent: Extent, instruction: ir.Instruction | None) -> int:
+    where = f"{instruction_text(instruction)}: " if instruction else ""
     try:
-        return extent.bind(sizes)
+        bound = extent.bind(sizes)
     except ValueError as error:
-        where = f"{instruction_text(instruction)}: " if instruction else ""
         raise failure(program, f"{where}{error}: choose sizes that it divides", instruction) from None
     except KeyError as error:
         wanted = ", ".join(program.symbols())
         raise failure(program, f"the size {error.args[0]} is not given: give one for each of {wanted}") from None
+    if bound < 0:
+        raise failure(program, f"{where}{extent} is {bound}: choose sizes that leave room for it", instruction)
+    return bound
 
 
 def layout(dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...]) -> Layout:
