@@ -156,6 +156,10 @@ REFUSED = {
         LAYER + FUSION + "    return layer(x, w).stream('M')",
         "mlp.py:8: stream: this is made by the block @layer; stream a tensor in the block",
     ),
+    "aside": (
+        LAYER + FUSION + "    return layer(x, w).aside()",
+        "mlp.py:8: aside: this is made by the block @layer; state it of a tensor in the block",
+    ),
     "recursion": (
         "@hw.block(**T)\ndef layer(x, w):\n    return layer(x, w)\n" + FUSION + "    return layer(x, w)",
         "mlp.py:5: call: @layer calls itself; a block is traced once and has no end then, use a Python loop",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from hostweave.analysis.check import check
 from hostweave.fusion.ir import Fusion
 from hostweave.host.blocks import bodies, inlined, joined
@@ -231,6 +233,85 @@ fusion @f(%w: f32[F, E]) mesh(x=2) {
         "call @layer %t_packed -> %a",
         "%b = allocate f32[E, F]",
     ]
+
+
+LAYER = """\
+block @layer(%x: f32[M@x, E]) {
+  %y: f32[M, E] = neg(%x)
+  return %y
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("ops", "expected"),
+    [
+        ("%y: f32[E, M] = transpose(%h, axes=(1, 0))", ["%y_2 = permute %h by [1, 0]", "copy %y_2 -> %y"]),
+        (
+            "%y: f32[M, 2*E] = concat(%h, %x, axis=1)",
+            ["%y_0 = section %y[1: E from 0]", "copy %h -> %y_0", "%y_1 = section %y[1: E from E]", "copy %x -> %y_1"],
+        ),
+        (
+            "%y: f32[M, (E + 1)] = pad(%h, low=(0, 0), high=(0, 1), value=0.0)",
+            [
+                "%y_inside = section %y[1: E from 0]",
+                "copy %h -> %y_inside",
+                "%y_after = section %y[1: 1 from E]",
+                "fill %y_after with 0.0",
+            ],
+        ),
+    ],
+)
+def test_a_block_writes_contiguous_memory(ops: str, expected: list[str]) -> None:
+    """Not where its result lies in something else."""
+    text = f"{LAYER}fusion @f(%x: f32[M@x, E]) mesh(x=2) {{\n  %h: f32[M, E] = call @layer(%x)\n  {ops}\n  return %y\n}}\n"
+    host = body_of(stages(text)["lower_to_host"], "host")
+    assert host == ["%h = allocate f32[part(M, x), E]", "call @layer %x -> %h", *expected]
+
+
+def test_stacked_weights_are_passed_as_they_lie() -> None:
+    text = LAYER + (
+        "fusion @f(%x: f32[4, M@x, E]) mesh(x=2) {\n"
+        "  %x_3: f32[M, E] = select(%x, axis=0, index=3)\n"
+        "  %y: f32[M, E] = call @layer(%x_3)\n"
+        "  return %y\n}\n"
+    )
+    assert body_of(stages(text)["lower_to_host"], "host") == ["%x_3 = select %x[0: 3]", "call @layer %x_3 -> %y"]
+
+
+def test_what_is_communicated_aside_is_waited_for_before_a_block_that_communicates() -> None:
+    """On every rank the two come in one order. A block that does not communicate runs beside it."""
+    text = """\
+block @sums(%x: f32[M, K@x], %w: f32[K@x, N]) {
+  %y: f32[M, N] aside = matmul(%x, %w)
+  return %y
+}
+block @layer(%x: f32[M, N]) {
+  %y: f32[M, N] = neg(%x)
+  return %y
+}
+fusion @f(%x: f32[M, K@x], %w: f32[K@x, N], %z: f32[M, N]) mesh(x=2) {
+  %a: f32[M, N] aside = matmul(%x, %w)
+  %y: f32[M, N] = call @layer(%z)
+  %b: f32[M, N] = call @sums(%x, %w)
+  return %a, %y, %b
+}
+"""
+    seen = stages(text)["order_channels"]
+    calls = ("call", "all_reduce", "fork", "join")
+    assert [line for line in body_of(seen, "host") if line.startswith(calls)] == [
+        "fork comm",
+        "all_reduce sum %a_partial -> %a on x",
+        "call @layer %z -> %y",
+        "join comm",
+        "call @sums %x, %w -> %b",
+    ]
+    assert [line for line in body_of(seen, "block @sums") if line.startswith(calls)] == [
+        "fork comm",
+        "all_reduce sum %y_partial -> %y on x",
+        "join comm",
+    ]
+    check(HostProgram.parse(seen))
 
 
 HOST = """\

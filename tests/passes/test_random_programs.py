@@ -118,7 +118,10 @@ OPS: tuple[Callable[[Generator, list[hw.Tensor], hw.Tensor], hw.Tensor], ...] = 
 def is_right(seed: int) -> bool:
     """Whether the program of this seed runs at its sizes. Fails where it does so wrongly."""
     generator = Generator(seed)
-    fusion = generator.fusion()
+    return computes(generator, generator.fusion(), seed)
+
+
+def computes(generator: Generator, fusion: Fusion, seed: int) -> bool:
     assert Fusion.parse(str(fusion)) == fusion
     try:
         host = lower(fusion, Options())

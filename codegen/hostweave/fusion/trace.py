@@ -116,6 +116,8 @@ class Tensor:
         location = Location.of_caller()
         if self._op is None:
             raise ProgramError(f"aside: %{self._name} is an input; state it of what is communicated", location)
+        if self._op.callee:
+            raise ProgramError(f"aside: this is made by the block @{self._op.callee.name}; state it of a tensor in the block", location)
         if self._value.stream is not None:
             raise ProgramError("aside: this value is streamed: its loop communicates beside the rest; leave one of them out", location)
         self._value = replace(self._value, aside=True)

@@ -48,6 +48,10 @@ def lower_to_host(fusion: Fusion, options: Options) -> ir.HostProgram:
     return replace(program, sources=fusion.sources)
 
 
+def _communicates(block: Fusion) -> bool:
+    return any(op.kind == "reshard" and op.attribute("kind") != "shard" for body in (*block.blocks, block) for op in body.ops)
+
+
 @dataclass
 class _Loop:
     """Neighbouring ops of one loop; an op outside of every loop stands alone."""
@@ -129,11 +133,11 @@ class _Lowering:
         self.pending.add(op.result.name)
 
     def settle(self, loop: _Loop) -> None:
-        """Waits for what was communicated aside, where these ops read some of it."""
+        """Waits for what was communicated aside, where these ops read some of it, or call what communicates beside it."""
         for op in loop.ops:
             if self.is_view(op) or self.is_aside(op):  # it touches no memory, or does so on the same stream
                 continue
-            if any(self.viewed(name) in self.pending for name in op.tensors):
+            if any(self.viewed(name) in self.pending for name in op.tensors) or (op.callee and _communicates(op.callee)):
                 self.join()
 
     def viewed(self, name: str) -> str:

@@ -1,0 +1,56 @@
+"""Random programs with some of their ops in a block: they mean what they meant. `pytest -m slow` tries many more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from test_random_programs import Generator, computes
+
+from hostweave.errors import ProgramError
+from hostweave.fusion.ir import Fusion, Op, Value
+from hostweave.fusion.types import Dim
+from hostweave.fusion.verify import verify_fusion
+
+
+def outlined(generator: Generator, fusion: Fusion) -> Fusion | None:
+    """The program with a run of its ops in a block, which takes its parameters sharded at random and is called twice; or None."""
+    first = generator.random.randrange(len(fusion.ops))
+    ops = fusion.ops[first : first + generator.random.randint(1, 4)]
+    made, last = {op.result.name for op in ops}, ops[-1].result
+    used = {*fusion.outputs, *(name for op in (*fusion.ops[:first], *fusion.ops[first + len(ops) :]) for name in op.tensors)}
+    read = dict.fromkeys(name for op in ops for name in op.tensors if name not in made)
+    if made & used != {last.name} or not read:
+        return None
+    block = Fusion("block", fusion.mesh, tuple(parameter(generator, fusion.values()[name]) for name in read), ops, (last.name,))
+    plain = replace(last.type, dims=tuple(Dim(extent) for extent in last.type.shape))
+    calls = tuple(Op("call", tuple(read), Value(name, plain), callee=block) for name in (last.name, "again"))
+    result = replace(fusion, ops=(*fusion.ops[:first], *calls, *fusion.ops[first + len(ops) :]), outputs=(*fusion.outputs, "again"))
+    try:
+        verify_fusion(result)
+    except ProgramError:  # a size that no parameter tells
+        return None
+    return result
+
+
+def parameter(generator: Generator, value: Value) -> Value:
+    """As an input may be: a dim that is computed from sizes stays whole."""
+    axes = [dim.axes for dim in map(Dim.of, generator.sharded(["M"] * len(value.type.dims)))]
+    whole = [extent.is_int or str(extent) in generator.sizes for extent in value.type.shape]
+    dims = (Dim(extent, own if may else ()) for extent, own, may in zip(value.type.shape, axes, whole, strict=True))
+    return Value(value.name, replace(value.type, dims=tuple(dims)), stated=True)
+
+
+def is_right(seed: int) -> bool | None:
+    """Whether the program of this seed runs; None where it has no ops that make a block."""
+    generator = Generator(seed)
+    fusion = outlined(generator, generator.fusion())
+    return fusion and computes(generator, fusion, seed)
+
+
+@pytest.mark.parametrize("seeds", [range(400), pytest.param(range(400, 20000), marks=pytest.mark.slow)], ids=["some", "many"])
+@pytest.mark.filterwarnings("ignore:Mean of empty slice", "ignore:invalid value encountered")
+def test_random_blocks(seeds: range) -> None:
+    ran = [is_right(seed) for seed in seeds]
+    assert sum(right is not None for right in ran) > 0.5 * len(seeds)
+    assert sum(right is True for right in ran) > 0.4 * len(seeds)
