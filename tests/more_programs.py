@@ -59,3 +59,17 @@ def three_layers(x, **weights):
     for i in range(3):
         x = layer(x, **{name: weights[f"{name}_{i}"] for name in WEIGHTS})  # one function of the program, called three times
     return x
+
+
+@hw.fusion(mesh=mesh, x=dtype["T@x", "K"], dy=dtype["T@x", "N"], w=dtype["K", "N"])
+def gradients_aside(x, dy, w):
+    dw = hw.matmul(x.T, dy).aside().named("dw")
+    db = hw.sum(dy, axis=0).aside().named("db")
+    return hw.matmul(dy, w.T).named("dx"), dw, db  # dx is computed while dw and db are summed
+
+
+@hw.fusion(mesh=mesh, x=dtype["M@x", 8], w=dtype[8, 3])
+def halves(x, w):
+    h = hw.matmul(x, w).named("h")
+    joined = hw.concat([x[:, 4:], -x[:, :4], h[:, ::2], h[:, 1:2]], axis=1)  # each operand is made, or copied, where it lies
+    return joined, hw.pad(hw.relu(x[:, 1:3]), (1, 0), value=1)

@@ -1,0 +1,102 @@
+// kernel @sum_db_partial(%dy: bf16[part(T, x), N]) {
+//   %db_partial: bf16[N] = sum(%dy, axis=(0,))
+// }  # ends here: all_reduce uses %db_partial
+// host @gradients_aside(%x: bf16[T@x, K], %dy: bf16[T@x, N], %w: bf16[K, N]) -> (%dx: bf16[T@x, K], %dw: bf16[K, N], %db:
+// bf16[N]) mesh(x=4) streams(comm[1]) uneven(T) {
+//   %transposed = permute %x by [1, 0]
+//   %dw_partial = allocate bf16[K, N]
+//   matmul %transposed, %dy -> %dw_partial
+//   fork comm
+//   stream comm[0] {
+//     all_reduce sum %dw_partial -> %dw on x
+//   }
+//   %db_partial = allocate bf16[N]
+//   launch @sum_db_partial %dy -> %db_partial
+//   fork comm
+//   stream comm[0] {
+//     all_reduce sum %db_partial -> %db on x
+//   }
+//   %transposed_2 = permute %w by [1, 0]
+//   matmul %dy, %transposed_2 -> %dx
+//   join comm
+// }
+#include "program.h"
+
+#include "hostweave/check.h"
+#include "hostweave/shards.h"
+#include "kernels.h"
+
+namespace programs::gradients_aside {
+
+Program::Program(hw::Rank& rank)
+    : rank_(rank.expect_world(kWorld)),
+      team_x_(rank.channel(kMesh, "x", 4)),
+      comm_(rank, "comm", 1),
+      plan_dw_partial_(rank, CUDA_R_16BF, CUDA_R_16BF),
+      plan_dx_(rank, CUDA_R_16BF, CUDA_R_16BF) {
+  HW_CHECK(hw::load(sum_db_partial));
+}
+
+Sizes Program::check(const Inputs& in) const {
+  in.x.expect("x", "bf16[part(T, x), K]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
+  const int64_t T = in.x.whole_dim(0, 4);
+  const int64_t T_x = hw::part(T, 4, rank_.index());
+  const int64_t K = in.x.dim(1);
+  in.x.expect("x", "bf16[part(T, x), K]", CUDA_R_16BF, {T_x, K}, rank_.device());
+  in.dy.expect("dy", "bf16[part(T, x), N]", CUDA_R_16BF, {T_x, hw::kAny}, rank_.device());
+  const int64_t N = in.dy.dim(1);
+  in.w.expect("w", "bf16[K, N]", CUDA_R_16BF, {K, N}, rank_.device());
+  return {T, K, N, T_x};
+}
+
+OutputShapes Program::output_shapes(const Inputs& in) const {
+  const auto [T, K, N, T_x] = check(in);
+  return {.dx = {T_x, K}, .dw = {K, N}, .db = {N}};
+}
+
+void Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  if (prepared_ == sizes) return;
+  const auto [T, K, N, T_x] = sizes;
+  prepared_.reset();
+  plan_dw_partial_.prepare(hw::Strided({K, T_x}, {1, K}), {T_x, N}, {K, N});
+  plan_dx_.prepare({T_x, N}, hw::Strided({N, K}, {1, N}), {T_x, K});
+  arena_.allocate({{dw_partial_, K * N}, {workspace_, hw::kWorkspaceBytes}, {db_partial_, N}});
+  prepared_ = sizes;
+}
+
+void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
+  const Sizes sizes = check(in);
+  hw::expect_prepared(prepared_ == sizes);
+  const auto [T, K, N, T_x] = sizes;
+  out.dx.expect("dx", "bf16[part(T, x), K]", CUDA_R_16BF, {T_x, K}, rank_.device());
+  out.dw.expect("dw", "bf16[K, N]", CUDA_R_16BF, {K, N}, rank_.device());
+  out.db.expect("db", "bf16[N]", CUDA_R_16BF, {N}, rank_.device());
+
+  const auto* x = in.x.as<hw::bf16>();
+  const auto* dy = in.dy.as<hw::bf16>();
+  const auto* w = in.w.as<hw::bf16>();
+  auto* dx = out.dx.as<hw::bf16>();
+  auto* dw = out.dw.as<hw::bf16>();
+  auto* db = out.db.as<hw::bf16>();
+
+  HW_CHECK(arena_.begin_call(caller));
+  HW_CHECK(plan_dw_partial_.cublasLtMatmul(x, dy, dw_partial_, {caller, workspace_}));
+  HW_CHECK(comm_.fork(caller));
+  {
+    const hw::Stream stream = comm_[0];
+    HW_CHECK(ncclAllReduce(dw_partial_, dw, K * N, ncclBfloat16, ncclSum, team_x_.comm(), stream));
+  }
+  HW_CHECK(hw::launch(sum_db_partial, hw::grid_of_lanes(N), hw::kBlock, caller, hw::reads(dy, N * T_x),
+                      hw::writes(db_partial_, N), N, T_x));
+  HW_CHECK(comm_.fork(caller));
+  {
+    const hw::Stream stream = comm_[0];
+    HW_CHECK(ncclAllReduce(db_partial_, db, N, ncclBfloat16, ncclSum, team_x_.comm(), stream));
+  }
+  HW_CHECK(plan_dx_.cublasLtMatmul(dy, w, dx, {caller, workspace_}));
+  HW_CHECK(comm_.join(caller));
+  HW_CHECK(arena_.end_call(caller));
+}
+
+}  // namespace programs::gradients_aside

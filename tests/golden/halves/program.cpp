@@ -1,0 +1,102 @@
+// kernel @neg_neg(%sliced_2: bf16[part(M, x), 4]) {
+//   %neg: bf16[part(M, x), 4] = neg(%sliced_2)
+// }  # ends here: %y0 is written in parts
+// kernel @relu_relu(%sliced_5: bf16[part(M, x), 2]) {
+//   %relu: bf16[part(M, x), 2] = relu(%sliced_5)
+// }  # ends here: %y1 is written in parts
+// host @halves(%x: bf16[M@x, 8], %w: bf16[8, 3]) -> (%y0: bf16[M@x, 11], %y1: bf16[M@x, 3]) mesh(x=4) uneven(M) {
+//   %h = allocate bf16[part(M, x), 3]
+//   matmul %x, %w -> %h
+//   %sliced = section %x[1: 4 from 4]
+//   %sliced_2 = section %x[1: 4 from 0]
+//   %y0_1 = section %y0[1: 4 from 4]
+//   launch @neg_neg %sliced_2 -> %y0_1
+//   %sliced_3 = strided %h[1: 2 from 0 by 2]
+//   %sliced_4 = section %h[1: 1 from 1]
+//   %y0_0 = section %y0[1: 4 from 0]
+//   copy %sliced -> %y0_0
+//   %y0_2 = section %y0[1: 2 from 8]
+//   copy %sliced_3 -> %y0_2
+//   %y0_3 = section %y0[1: 1 from 10]
+//   copy %sliced_4 -> %y0_3
+//   %sliced_5 = section %x[1: 2 from 1]
+//   %y1_inside = section %y1[1: 2 from 1]
+//   launch @relu_relu %sliced_5 -> %y1_inside
+//   %y1_before = section %y1[1: 1 from 0]
+//   fill %y1_before with 1.0
+// }
+#include "program.h"
+
+#include "hostweave/check.h"
+#include "hostweave/shards.h"
+#include "kernels.h"
+
+namespace programs::halves {
+
+Program::Program(hw::Rank& rank) : rank_(rank.expect_world(kWorld)), plan_h_(rank, CUDA_R_16BF, CUDA_R_16BF) {
+  HW_CHECK(hw::load(neg_neg));
+  HW_CHECK(hw::load(copy_y0_2));
+  HW_CHECK(hw::load(relu_relu));
+  HW_CHECK(hw::load(fill_y1_before));
+}
+
+Sizes Program::check(const Inputs& in) const {
+  in.x.expect("x", "bf16[part(M, x), 8]", CUDA_R_16BF, {hw::kAny, 8}, rank_.device());
+  const int64_t M = in.x.whole_dim(0, 4);
+  const int64_t M_x = hw::part(M, 4, rank_.index());
+  in.x.expect("x", "bf16[part(M, x), 8]", CUDA_R_16BF, {M_x, 8}, rank_.device());
+  in.w.expect("w", "bf16[8, 3]", CUDA_R_16BF, {8, 3}, rank_.device());
+  return {M, M_x};
+}
+
+OutputShapes Program::output_shapes(const Inputs& in) const {
+  const auto [M, M_x] = check(in);
+  return {.y0 = {M_x, 11}, .y1 = {M_x, 3}};
+}
+
+void Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  if (prepared_ == sizes) return;
+  const auto [M, M_x] = sizes;
+  prepared_.reset();
+  plan_h_.prepare({M_x, 8}, {8, 3}, {M_x, 3});
+  arena_.allocate({{h_, 3 * M_x}, {workspace_, hw::kWorkspaceBytes}});
+  prepared_ = sizes;
+}
+
+void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
+  const Sizes sizes = check(in);
+  hw::expect_prepared(prepared_ == sizes);
+  const auto [M, M_x] = sizes;
+  out.y0.expect("y0", "bf16[part(M, x), 11]", CUDA_R_16BF, {M_x, 11}, rank_.device());
+  out.y1.expect("y1", "bf16[part(M, x), 3]", CUDA_R_16BF, {M_x, 3}, rank_.device());
+
+  const auto* x = in.x.as<hw::bf16>();
+  const auto* w = in.w.as<hw::bf16>();
+  auto* y0 = out.y0.as<hw::bf16>();
+  auto* y1 = out.y1.as<hw::bf16>();
+
+  HW_CHECK(arena_.begin_call(caller));
+  HW_CHECK(plan_h_.cublasLtMatmul(x, w, h_, {caller, workspace_}));
+  const auto* sliced = x + 4;
+  auto* y0_1 = y0 + 4;
+  HW_CHECK(hw::launch(neg_neg, hw::grid_for(4 * M_x), hw::kBlock, caller, hw::reads(x, {M_x, 4}, {8, 1}),
+                      hw::writes(y0_1, {M_x, 4}, {11, 1}), M_x));
+  auto* sliced_4 = h_ + 1;
+  HW_CHECK(cudaMemcpy2DAsync(y0, 11 * sizeof(hw::bf16), sliced, 8 * sizeof(hw::bf16), 4 * sizeof(hw::bf16), M_x,
+                             cudaMemcpyDeviceToDevice, caller));
+  auto* y0_2 = y0 + 8;
+  HW_CHECK(hw::launch(copy_y0_2, hw::grid_for(2 * M_x), hw::kBlock, caller, hw::reads(h_, {M_x, 2}, {3, 2}),
+                      hw::writes(y0_2, {M_x, 2}, {11, 1}), M_x));
+  auto* y0_3 = y0 + 10;
+  HW_CHECK(cudaMemcpy2DAsync(y0_3, 11 * sizeof(hw::bf16), sliced_4, 3 * sizeof(hw::bf16), sizeof(hw::bf16), M_x,
+                             cudaMemcpyDeviceToDevice, caller));
+  const auto* sliced_5 = x + 1;
+  auto* y1_inside = y1 + 1;
+  HW_CHECK(hw::launch(relu_relu, hw::grid_for(2 * M_x), hw::kBlock, caller, hw::reads(sliced_5, {M_x, 2}, {8, 1}),
+                      hw::writes(y1_inside, {M_x, 2}, {3, 1}), M_x));
+  HW_CHECK(hw::launch(fill_y1_before, hw::grid_for(M_x), hw::kBlock, caller, hw::writes(y1, {M_x, 1}, {3, 1}), M_x));
+  HW_CHECK(arena_.end_call(caller));
+}
+
+}  // namespace programs::halves

@@ -1,0 +1,67 @@
+// halves: (x: bf16[M@x, 8], w: bf16[8, 3]) -> (y0: bf16[M@x, 11], y1: bf16[M@x, 3]) on mesh(x=4)
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "hostweave/arena.h"
+#include "hostweave/matmul.h"
+#include "hostweave/rank.h"
+#include "hostweave/tensor.h"
+#include "hostweave/types.h"
+
+namespace programs::halves {
+
+constexpr char kMesh[] = "mesh(x=4)";
+constexpr int64_t kWorld = 4;  // ranks
+
+// What one rank holds.
+struct Inputs {
+  hw::Tensor x;  // bf16[part(M, x), 8]
+  hw::Tensor w;  // bf16[8, 3]
+};
+
+struct Outputs {
+  hw::Tensor y0;  // bf16[part(M, x), 11]
+  hw::Tensor y1;  // bf16[part(M, x), 3]
+};
+
+struct OutputShapes {
+  hw::Shape y0;
+  hw::Shape y1;
+};
+
+// Global sizes, by the names that the program gives them.
+struct Sizes {
+  int64_t M;
+  int64_t M_x;
+
+  bool operator==(const Sizes&) const = default;
+};
+
+class Program {
+ public:
+  explicit Program(hw::Rank& rank);
+
+  // Throws hw::ArgumentError for an input of the wrong dtype, shape or device; so does all that follows.
+  OutputShapes output_shapes(const Inputs& in) const;
+  // Allocates and plans for these shapes, once. Every rank prepares before any rank runs.
+  void prepare(const Inputs& in);
+  // Only enqueues. Ordered after what `caller` holds, and `caller` is ordered after it.
+  void run(const Inputs& in, const Outputs& out, cudaStream_t caller);
+
+  const hw::Arena& arena() const { return arena_; }
+
+ private:
+  Sizes check(const Inputs& in) const;
+
+  hw::Rank& rank_;
+  hw::MatmulPlan plan_h_;  // matmul %x, %w -> %h
+  hw::Arena arena_;
+  hw::bf16* h_ = nullptr;          // %h: bf16[part(M, x), 3]
+  char* workspace_ = nullptr;      // of the matmuls on the caller's stream
+  std::optional<Sizes> prepared_;  // what prepare was last called for
+};
+
+}  // namespace programs::halves
