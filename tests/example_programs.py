@@ -26,6 +26,11 @@ def all_fusions(ranks: int = 8, chunks: int | None = None, dtype: DType = bf16) 
     return {**fusions("seeds.py", ranks, chunks, dtype), **fusions("single_device.py", ranks, chunks, dtype)}
 
 
+def pipelines(ranks: int = 8, chunks: int | None = None, dtype: DType = bf16) -> dict[str, Fusion]:
+    """Two stages on two meshes, of at least 2 ranks together."""
+    return fusions("pipeline.py", ranks, chunks, dtype)
+
+
 def more_fusions(ranks: int = 8, dtype: DType = bf16) -> dict[str, Fusion]:
     """What the examples leave out."""
     return fusions(str(MORE), ranks, None, dtype)

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from example_programs import all_fusions, more_fusions
+from example_programs import all_fusions, more_fusions, pipelines
 from numpy.typing import NDArray
 
 import hostweave as hw
@@ -22,19 +22,20 @@ from hostweave.host.ir import HostProgram
 from hostweave.options import Options
 from hostweave.pipeline import lower
 from hostweave.runtime.arrays import numpy_dtype
-from hostweave.runtime.shards import bind_sizes, block_of, global_shape
+from hostweave.runtime.shards import bind_sizes, block_of, global_shape, holds
 
 Array = NDArray[Any]
 Arrays = dict[str, Array]
 
 ONE_DEVICE = tuple(name for name, fusion in all_fusions().items() if fusion.mesh.size == 1)
+PIPELINES = tuple(pipelines())
 SEVERAL = tuple(name for name, fusion in {**all_fusions(), **more_fusions()}.items() if fusion.mesh.size > 1)
 
 
 def fusion_of(name: str, ranks: int, chunks: int, dtype: DType) -> Fusion:
     """A program of the examples or of `more_programs.py`."""
-    found = all_fusions(ranks, chunks, dtype)
-    return found[name] if name in found else more_fusions(ranks, dtype)[name]
+    found = {**all_fusions(ranks, chunks, dtype), **more_fusions(ranks, dtype)}
+    return found[name] if name in found else pipelines(ranks, chunks, dtype)[name]
 
 
 def programs_of(ranks: int) -> dict[str, Fusion]:
@@ -88,7 +89,10 @@ def integer_arrays(program: Fusion | HostProgram, sizes: Mapping[str, int], seed
 
 
 def expect(fusion: Fusion, arrays: Arrays, ranks: Sequence[Any], exact: bool = False) -> None:
-    """Every rank's copy or block of every output is what NumPy gives, to the tolerance of its dtype where not `exact`."""
+    """Every rank's copy or block of every output is what NumPy gives, to the tolerance of its dtype where not `exact`.
+
+    A rank that is not in the mesh of an output has None.
+    """
     assert len(ranks) == fusion.mesh.size
     shapes = {name: array.shape for name, array in arrays.items()}
     sizes = bind_sizes(fusion.name, fusion.mesh, {v.name: v.type for v in fusion.inputs}, shapes, uneven=None)
@@ -96,6 +100,9 @@ def expect(fusion: Fusion, arrays: Arrays, ranks: Sequence[Any], exact: bool = F
         allowed = Tolerance(0.0, 0.0) if exact else tolerance_of(fusion, output.name, sizes)
         for rank, results in enumerate(ranks):
             got = results[index] if isinstance(results, tuple) else results
+            if not holds(output.type, fusion.mesh, rank):
+                assert got is None
+                continue
             block = want[block_of(output.type, fusion.mesh, rank, want.shape)]
             assert (got.dtype, got.shape) == (numpy_dtype(output.type.dtype), block.shape)
             np.testing.assert_allclose(got.astype(want.dtype), block, allowed.rtol, allowed.atol, err_msg=f"rank {rank}, {output.name}")

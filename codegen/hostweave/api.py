@@ -134,7 +134,8 @@ class Program:
         `arrays` are the inputs in order, contiguous and on the rank's device; nothing is copied. Gives the local output, or a
         tuple of them, in the library of the first input, or in `out`, which may hold arrays to write to. Without `group` it is
         the default one. Ranks that are processes take it that sharded dims are even; `sizes` gives the global size of those
-        that are not, by name.
+        that are not, by name, and of those that the rank's own arrays do not tell. A rank that is not in the mesh of an input
+        passes None for it, and gets None for such an output.
 
         On CUDA the call is ordered after what `stream` holds (an int, or a stream of PyTorch, CuPy or another library; by
         default the library's current one), and later work on it after the call; nothing waits. On the CPU target the call
@@ -158,7 +159,8 @@ class Program:
         """Runs all ranks in this process on global arrays and waits for the result.
 
         Gives the global output, or a tuple of them where there are several, as arrays of the first input's library; of a
-        replicated output a rank's copy. With `ranks`, gives a list of every rank's local output or tuple of outputs.
+        replicated output a rank's copy. With `ranks`, gives a list of every rank's local output or tuple of outputs, None for
+        what is on a mesh that the rank is not in.
         Raises ArgumentError for arrays that do not fit, ExecutionError where the ranks do not get through.
         """
         call = make_call(self._host, self.target, arrays)

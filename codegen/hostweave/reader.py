@@ -32,8 +32,7 @@ class Reader:
         self.at = 0
         self.newlines = [m.start() for m in re.finditer("\n", text)]
         # `M@dp,tp, K`: a comma goes on with axes where a mesh axis follows, so the axes must be known before the dims.
-        mesh = re.search(r"\bmesh\(([^)]*)\)", text)
-        self.axes = set(re.findall(r"(\w+)\s*=", mesh[1])) if mesh else set()
+        self.axes = {axis for mesh in re.findall(r"\bmesh\(([^)]*)\)", text) for axis in re.findall(r"(\w+)\s*=", mesh)}
 
     def fail(self, message: str, at: int | None = None) -> NoReturn:
         at = self.at if at is None else at
@@ -139,15 +138,35 @@ class Reader:
             self.expect("(")
             op, *over = self.list_of(lambda: self.word("a reduction or a mesh axis"), ")")
             partial = Partial(op, tuple(over))
-        return TensorType(dtype, dims, partial)
+        return TensorType(dtype, dims, partial, self.mesh() if self.accept("on") else None)
 
     def mesh(self) -> Mesh:
+        """`mesh(dp=2, tp=4)`, or `mesh(x=2 of ranks 4, 5)` and `mesh(x=4 of ranks 4..8)` of some ranks of the program."""
         self.expect("mesh")
         self.expect("(")
-
-        def axis() -> tuple[str, int]:
+        axes: list[tuple[str, int]] = []
+        members = None
+        while not self.accept(")"):
+            if self.accept("of"):
+                members = self._ranks()
+                self.expect(")")
+                break
+            if axes:
+                self.expect(",")
             name = self.word("the name of a mesh axis")
             self.expect("=")
-            return name, self.integer()
+            axes.append((name, self.integer()))
+        mesh = Mesh(tuple(axes), members)
+        if len(mesh.all_ranks) != mesh.size:
+            self.fail(f"{mesh} has {mesh.size} places for {len(mesh.all_ranks)} ranks; give every rank one")
+        return mesh
 
-        return Mesh(self.list_of(axis, ")"))
+    def _ranks(self) -> tuple[int, ...]:
+        """`ranks 0, 1` or `ranks 4..8`."""
+        self.expect("ranks")
+        ranks = [self.integer()]
+        if self.accept(".."):
+            return tuple(range(ranks[0], self.integer()))
+        while self.accept(","):
+            ranks.append(self.integer())
+        return tuple(ranks)

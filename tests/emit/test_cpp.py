@@ -10,7 +10,7 @@ from hostweave.host.expr import Coordinate, Expr, Size, Var
 
 def integers() -> Integers:
     result = Integers(Mesh(x=4), {"M": "M", "K": "K_1"}, {"M": 12, "K": 4})
-    result.coordinates["x"] = "rank_x"
+    result.coordinates[result.mesh, "x"] = "rank_x"
     result.define("i", "i", (0, 3))
     result.define("n", "n", (None, None))
     return result

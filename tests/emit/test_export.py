@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import scipy_openblas32
-from example_programs import all_fusions, more_fusions
+from example_programs import all_fusions, more_fusions, pipelines
 
 import hostweave as hw
 from hostweave.build.cuda import find_cuda
 
-FUSIONS = {**all_fusions(ranks=4, chunks=3), **more_fusions(ranks=4)}
+FUSIONS = {**all_fusions(ranks=4, chunks=3), **more_fusions(ranks=4), **pipelines(ranks=4)}
 TOOLS = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"], "/usr/local/cuda/bin"])  # cmake and ninja may come from pip
 QUICK = ("-DCMAKE_BUILD_TYPE=Debug", "-DCMAKE_CXX_FLAGS_DEBUG=-O0", "-DCMAKE_UNITY_BUILD=ON")
 
@@ -47,6 +47,31 @@ def test_a_project_runs_on_the_cpu(tmp_path: Path) -> None:
     result = run(tmp_path, "build/three_layers", "M=16", "E=8", "F=12", "repetitions=1")
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.endswith("every rank has what it should\n")
+
+
+@pytest.mark.slow
+def test_a_project_with_stages_runs_on_the_cpu(tmp_path: Path) -> None:
+    openblas = Path(scipy_openblas32.__file__).parent
+    build("two_stages_streamed", tmp_path, f"-DHOSTWEAVE_OPENBLAS_ROOT={openblas}")
+    result = run(tmp_path, "build/two_stages_streamed", "M=64", "K=32", "N=16", "repetitions=2")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.endswith("every rank has what it should\n")
+
+
+def test_ranks_of_a_stage_make_its_team(tmp_path: Path) -> None:
+    hw.compile(FUSIONS["two_stages_streamed"]).export(tmp_path)
+    main = (tmp_path / "main.cpp").read_text()
+    assert (
+        """\
+  if (r >= 2) {
+    rank.add_channel("mesh(x=2 of ranks 2, 3)", "x", communicators.team(0, r - 2, 2));
+  } else {
+    communicators.no_team();
+  }
+"""
+        in main
+    )
+    assert 'if (r >= 2) expect(own.y == shared.findings[2].y, "y: differs between ranks");' in main
 
 
 CUDA = find_cuda()

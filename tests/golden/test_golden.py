@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from example_programs import all_fusions, more_fusions
+from example_programs import all_fusions, more_fusions, pipelines
 
 from hostweave.emit import render
 from hostweave.fusion.ir import Fusion
@@ -15,7 +15,7 @@ from hostweave.options import Options
 from hostweave.pipeline import lower
 
 FOLDER = Path(__file__).parent
-FUSIONS = {**all_fusions(ranks=4, chunks=3), **more_fusions(ranks=4)}
+FUSIONS = {**all_fusions(ranks=4, chunks=3), **more_fusions(ranks=4), **pipelines(ranks=4)}
 
 
 def stages(fusion: Fusion) -> Iterator[tuple[str, Fusion | HostProgram]]:

@@ -87,7 +87,7 @@ ERRORS = [
         "K] = neg",
         "K] stream(K, soon) = neg",
         "line 2, column 29: expected a number of chunks, block, across, p2p, ring, broadcast, reduce, all_gather, reduce_scatter, "
-        "all_reduce, all_to_all, exchange or a rotation, once each, found 'soon'",
+        "all_reduce, all_to_all, exchange, transfer or a rotation, once each, found 'soon'",
     ),
     ("}\n", "", "line 4, column 1: expected '}', found the end of the text: is it complete?"),
     ("  return %y\n}\n", "", "line 3, column 1: expected '%', found the end of the text: is it complete?"),

@@ -347,7 +347,8 @@ ERRORS = {
     "stream by": (
         'return (-x).stream(0, by="mail")',
         {},
-        "4: stream: by='mail' is not one of p2p, ring, broadcast, reduce, all_gather, reduce_scatter, all_reduce, all_to_all, exchange",
+        "4: stream: by='mail' is not one of p2p, ring, broadcast, reduce, all_gather, reduce_scatter, all_reduce, all_to_all, exchange, "
+        "transfer",
     ),
     "stream of a merged dim": (
         'return hw.reshape(x, "M*K").stream(0)',

@@ -64,6 +64,14 @@ host @t(%x: f32[M@x, 4]) -> (%y: f32[M@x, 4], %z: f32[M]) mesh(x=2, dp=3) stream
   all_to_all %x -> %y on dp, x
   exchange %x -> %y from [none, 0, 1] on dp
   barrier %b on x
+  on mesh(x=2, tp=1 of ranks 0, 3) {
+    all_gather %x -> %y on x, tp
+    send %x to rank - 1 on *
+    send_blocks %x in 2 by [0[1] -> 2[0], 0[0] -> 3[0]] on *
+  }
+  on mesh(of ranks 2) {
+    recv_blocks %y in 1 by [0[1] -> 2[0], 0[0] -> 3[0]] on *
+  }
   deallocate %b
   call @b %x -> %y
 }

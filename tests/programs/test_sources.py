@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 
 import pytest
-from whole_programs import ONE_DEVICE, SEVERAL, compiled, fusion_of
+from whole_programs import ONE_DEVICE, PIPELINES, SEVERAL, compiled, fusion_of
 
 import hostweave as hw
 from hostweave.build.toolchain import find_toolchain
 from hostweave.errors import BuildError
 from hostweave.fusion.ir import Fusion
 
-NAMES = (*SEVERAL, *ONE_DEVICE)
+NAMES = (*SEVERAL, *ONE_DEVICE, *PIPELINES)
 
 
 def fusion(name: str) -> Fusion:

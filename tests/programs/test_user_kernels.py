@@ -255,3 +255,19 @@ def test_numpy_does_not_know_it() -> None:
         run_reference(fusion, {"x": x})
     with pytest.raises(ExecutionError, match=f"launch @f: {wanted}; run the compiled program$"):
         interpret(lowered(fusion), {"x": x})
+
+
+def test_a_kernel_on_some_of_the_ranks() -> None:
+    """It runs where its operands are; its axes are those of their mesh."""
+    mesh = hw.Mesh(x=4)
+
+    @hw.fusion(mesh=mesh, x=hw.f32["M@r", "N"].on(mesh.ranks([2, 3], r=2)))
+    def on_some(x):  # type: ignore[no-untyped-def]
+        return hw.kernel(ROWS, "scale_rows", grid="M@r", args=[x, 2.0, "M@r", "N", hw.f32["M@r", "N"], hw.f32["M@r"]])
+
+    x = np.arange(24, dtype=np.float32).reshape(4, 6)
+    program = hw.compile(on_some)
+    assert HostProgram.parse(program.host_ir) == lowered(on_some)
+    scaled, sums = program.run(x=x)
+    np.testing.assert_array_equal(scaled, 2 * x)
+    np.testing.assert_array_equal(sums, x.sum(1))

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple, NoReturn
 
 from hostweave.errors import ProgramError
 from hostweave.fusion.extent import Extent, is_sum, part_of
-from hostweave.fusion.types import BufferType, DType, RankSizes, Sizes
+from hostweave.fusion.types import BufferType, DType, Mesh, RankSizes, Sizes
 from hostweave.host import ir
 from hostweave.host.blocks import inlined, with_each_block_once
-from hostweave.host.expr import OPERATORS, Binary, Const, Coordinate, Expr, Size, Var, on_sizes_alone
+from hostweave.host.expr import OPERATORS, Binary, Const, Coordinate, Expr, Rank, Size, Var, on_sizes_alone
 from hostweave.host.requirements import not_negative
 from hostweave.host.text import print_instruction
 
@@ -79,6 +79,7 @@ class Operation:
     stream: Stream | None  # None: the caller's
     steps: tuple[tuple[str, int], ...]  # the indices of the loops around it
     accesses: tuple[Access, ...] = ()
+    channel: str = ""  # of a communication: the mesh and the axes of its team
     team: tuple[int, ...] = ()  # global ranks, in team order
     peer: int | None = None  # global rank of the other side of a send or recv, or of a broadcast's root
     members: tuple[Operation, ...] = ()  # of a group
@@ -168,7 +169,8 @@ def _steps(program: ir.HostProgram, evenly: bool) -> dict[str, tuple[int, int]]:
     sizes = dict.fromkeys(program.symbols(), 1)
     needed = set(_extents(program))
     for parameter in (*program.inputs, *program.outputs) if evenly else ():
-        needed.update(dim.extent // program.mesh.size_of(dim.axes) for dim in parameter.type.dims)
+        mesh = parameter.type.mesh_in(program.mesh)
+        needed.update(dim.extent // mesh.size_of(dim.axes) for dim in parameter.type.dims)
     for kernel in program.kernels:
         needed.update(extent for op in kernel.ops for extent in op.result.type.shape)
     for extent in sorted(needed, key=lambda e: (len(e.names), e.names, e.divisor)):
@@ -254,8 +256,15 @@ class _Run:
 
     def __post_init__(self) -> None:
         mesh = self.program.mesh
-        self.environment = {f"rank.{axis}": mesh.coordinate(self.rank, axis) for axis, _ in mesh.axes}
-        self.places = {p.name: (p.name, 0, 0) for p in (*self.program.inputs, *self.program.outputs)}
+        self.environment = {"rank": self.rank, **_coordinates(mesh, self.rank)}
+        parameters = (*self.program.inputs, *self.program.outputs)
+        self.places = {p.name: (p.name, 0, 0) for p in parameters if self.rank in p.type.mesh_in(mesh).all_ranks}
+
+    def place(self, name: str, instruction: ir.Instruction) -> tuple[str, int, int]:
+        """Root, offset in bytes and generation of a buffer."""
+        if name not in self.places:
+            self.fail(instruction, f"%{name} is not on this rank: stand it under `on` the mesh that has it")
+        return self.places[name]
 
     def issue(self, operation: Operation) -> Operation:
         self.operations.append(operation)
@@ -272,6 +281,10 @@ def failure(program: ir.HostProgram, message: str, instruction: ir.Instruction |
     return ProgramError(message if location else f"@{program.name}: {message}", location)
 
 
+def _coordinates(mesh: Mesh, rank: int) -> Environment:
+    return {f"rank.{axis}": mesh.coordinate(rank, axis) for axis, _ in mesh.axes}
+
+
 Step = Callable[[_Run], None]
 
 
@@ -280,6 +293,7 @@ class _Binder:
 
     def __init__(self, program: ir.HostProgram, sizes: Sizes):
         self.program = program
+        self.mesh = program.mesh  # of the `on` body around
         self.sizes = sizes
         self.types: dict[str, BufferType] = {}
         self.layouts: dict[str, Layout] = {}
@@ -347,6 +361,8 @@ def compiled(expr: Expr, sizes: Sizes) -> Callable[[Environment], int]:
             return operator.itemgetter(name)
         case Coordinate(axis):
             return operator.itemgetter(f"rank.{axis}")
+        case Rank():
+            return operator.itemgetter("rank")
         case Binary(op, left, right):
             meaning, a, b = OPERATORS[op][1], compiled(left, sizes), compiled(right, sizes)
             return lambda environment: meaning(a(environment), b(environment))
@@ -379,7 +395,7 @@ def _view(b: _Binder, i: Any) -> Step:
     if not isinstance(i, ir.Select | ir.Slice):
 
         def alias(run: _Run) -> None:
-            run.places[i.out] = run.places[i.src]
+            run.places[i.out] = run.place(i.src, i)
 
         return alias
 
@@ -391,7 +407,7 @@ def _view(b: _Binder, i: Any) -> Step:
         value = index(run.environment)
         if not 0 <= value < count:
             run.fail(i, f"{_outside(i.index, value, count)}: keep the index inside the dim")
-        root, offset, generation = run.places[i.src]
+        root, offset, generation = run.place(i.src, i)
         run.places[i.out] = (root, offset + value * distance, generation)
 
     return step
@@ -408,7 +424,7 @@ def _section(b: _Binder, i: ir.Section | ir.Strided) -> Step:
         value = start(run.environment)
         if held and not 0 <= value <= whole - held:  # where nothing is held it may begin anywhere
             run.fail(i, f"{held} from {value} are outside of 0..{whole}: keep the section inside the dim")
-        root, offset, generation = run.places[i.src]
+        root, offset, generation = run.place(i.src, i)
         run.places[i.out] = (root, offset + (value * distance if held else 0), generation)
 
     return step
@@ -438,36 +454,90 @@ def _operation(b: _Binder, i: ir.Instruction) -> Callable[[_Run], Operation]:
         buffers.extend(touched)
         elsewhere.extend(touched if field_name != i.at_root else ())
     team: ir.Team = getattr(i, "team", ())
-    teams = {rank: b.program.mesh.team(rank, team) for rank in range(b.program.mesh.size)} if team else {}
+    mesh, axes = _resolved(b, team)
+    teams = {rank: mesh.team(rank, axes) for rank in mesh.all_ranks} if team else {}
+    channel = f"{mesh} {', '.join(axes)}" if team else ""
     other: Expr | None = getattr(i, "peer", None) or getattr(i, "root", None)
     peer = b.expr(other) if other else None
 
     def build(run: _Run) -> Operation:
-        operation = Operation(i, run.rank, run.stream, run.steps, team=teams.get(run.rank, ()))
+        operation = Operation(i, run.rank, run.stream, run.steps, channel=channel, team=teams.get(run.rank, ()))
         if other and peer:
             value = peer(run.environment)
             if not 0 <= value < len(operation.team):
                 run.fail(i, f"{_outside(other, value, len(operation.team))}: keep it inside the team")
             operation.peer = operation.team[value]
         here = buffers if operation.peer == run.rank or not i.at_root else elsewhere
-        operation.accesses = tuple([_access(run, *buffer) for buffer in here])
+        operation.accesses = tuple([_access(run, i, *buffer) for buffer in here])
         return operation
 
     return build
 
 
-def _access(run: _Run, name: str, layout: Layout, reads: bool, writes: bool) -> Access:
-    root, offset, generation = run.places[name]
+def _resolved(b: _Binder, team: ir.Team) -> tuple[Mesh, ir.Team]:
+    """The mesh and axes of a team; all ranks are one along all axes of the program's mesh."""
+    if team == ir.EVERYONE:
+        return b.program.mesh, tuple(name for name, _ in b.program.mesh.axes)
+    return b.mesh, team
+
+
+def _blocks(b: _Binder, i: ir.SendBlocks | ir.RecvBlocks) -> Callable[[_Run], tuple[Operation, ...]]:
+    """A send or recv for every route of a rank."""
+    sends = isinstance(i, ir.SendBlocks)
+    name, whole = (i.src, b.layouts[i.src]) if isinstance(i, ir.SendBlocks) else (i.dst, b.layouts[i.dst])
+    held = b.size(Extent(whole.count, (), i.count), i)
+    block = layout(whole.dtype, (held,), (1,))
+    mesh, axes = _resolved(b, i.team)
+    parts: dict[int, list[tuple[ir.Instruction, int, int]]] = {}
+    for route in i.routes:
+        rank, number, peer = (route.sender, route.sent, route.receiver) if sends else (route.receiver, route.received, route.sender)
+        part = ir.Send(name, Const(peer), i.team, location=i.location) if sends else ir.Recv(name, Const(peer), i.team, location=i.location)
+        parts.setdefault(rank, []).append((part, number, peer))
+
+    def build(run: _Run) -> tuple[Operation, ...]:
+        members = []
+        for part, number, peer in parts.get(run.rank, ()):
+            root, offset, generation = run.place(name, i)
+            region = Region(root, offset + number * held * whole.dtype.itemsize, block, generation)
+            member = Operation(part, run.rank, run.stream, run.steps, (Access(name, region, sends, not sends),))
+            member.channel, member.team, member.peer = f"{mesh} {', '.join(axes)}", tuple(mesh.all_ranks), peer
+            members.append(member)
+        return tuple(members)
+
+    return build
+
+
+def _post_blocks(b: _Binder, i: ir.SendBlocks | ir.RecvBlocks) -> Step:
+    build = _blocks(b, i)
+
+    def step(run: _Run) -> None:
+        if members := build(run):
+            run.issue(Operation(i, run.rank, run.stream, run.steps, members=members))
+
+    return step
+
+
+def _access(run: _Run, instruction: ir.Instruction, name: str, layout: Layout, reads: bool, writes: bool) -> Access:
+    root, offset, generation = run.place(name, instruction)
     return Access(name, Region(root, offset, layout, generation), reads, writes)
 
 
 def _group(b: _Binder, i: ir.Group) -> Step:
-    builders = [_operation(b, inner) for inner in i.body]
+    builders = [_members(b, inner) for inner in i.body]
 
     def step(run: _Run) -> None:
-        run.issue(Operation(i, run.rank, run.stream, run.steps, members=tuple([build(run) for build in builders])))
+        if members := tuple([member for build in builders for member in build(run)]):
+            run.issue(Operation(i, run.rank, run.stream, run.steps, members=members))
 
     return step
+
+
+def _members(b: _Binder, i: ir.Instruction) -> Callable[[_Run], tuple[Operation, ...]]:
+    """What an instruction of a group posts."""
+    if isinstance(i, ir.SendBlocks | ir.RecvBlocks):
+        return _blocks(b, i)
+    build = _operation(b, i)
+    return lambda run: (build(run),)
 
 
 def _on_stream(b: _Binder, i: ir.OnStream) -> Step:
@@ -587,6 +657,23 @@ def _if(b: _Binder, i: ir.If) -> Step:
     return step
 
 
+def _on_mesh(b: _Binder, i: ir.OnMesh) -> Step:
+    outer, b.mesh = b.mesh, i.mesh
+    body = b.body(i.body)
+    b.mesh = outer
+    coordinates = {rank: _coordinates(i.mesh, rank) for rank in i.mesh.all_ranks}
+
+    def step(run: _Run) -> None:
+        if run.rank not in coordinates:
+            return
+        around, run.environment = run.environment, {**run.environment, **coordinates[run.rank]}
+        for inner in body:
+            inner(run)
+        run.environment = around
+
+    return step
+
+
 _BINDERS: dict[type[ir.Instruction], Callable[[_Binder, Any], Step]] = {
     ir.Allocate: _allocate,
     ir.Select: _view,
@@ -595,6 +682,8 @@ _BINDERS: dict[type[ir.Instruction], Callable[[_Binder, Any], Step]] = {
     ir.Strided: _view,
     ir.Reshape: _view,
     ir.Permute: _view,
+    ir.SendBlocks: _post_blocks,
+    ir.RecvBlocks: _post_blocks,
     ir.Group: _group,
     ir.OnStream: _on_stream,
     ir.Fork: _fork,
@@ -604,4 +693,5 @@ _BINDERS: dict[type[ir.Instruction], Callable[[_Binder, Any], Step]] = {
     ir.Let: _let,
     ir.For: _for,
     ir.If: _if,
+    ir.OnMesh: _on_mesh,
 }

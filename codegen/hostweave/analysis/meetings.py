@@ -10,7 +10,7 @@ from hostweave.analysis.instantiate import Instances, Operation, failure
 from hostweave.errors import ProgramError
 from hostweave.host import ir
 
-Channel = tuple[ir.Team, tuple[int, ...]]  # the axes that a team is named by, and its global ranks
+Channel = tuple[str, tuple[int, ...]]  # the mesh and axes that a team is named by, and its global ranks
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def meetings(instances: Instances) -> list[Meeting]:
 
 
 def channel_of(part: Operation) -> Channel:
-    return part.instruction.team, part.team  # type: ignore[attr-defined]
+    return part.channel, part.team
 
 
 def _peer(part: Operation) -> int:

@@ -11,9 +11,10 @@ from math import gcd, lcm
 from hostweave.errors import ProgramError
 from hostweave.fusion.extent import Extent, is_sum, terms_of
 from hostweave.fusion.types import DType, Mesh
-from hostweave.host.expr import OPERATORS, Binary, Const, Coordinate, Expr, Size, Var
+from hostweave.host.expr import OPERATORS, Binary, Const, Coordinate, Expr, Rank, Size, Var
 from hostweave.host.ir import Instruction
 
+Place = tuple[Mesh, str]  # along an axis of a mesh
 Range = tuple[int | None, int | None]  # the least and the greatest value, None where unknown
 
 CUDA_TYPES = {
@@ -84,16 +85,20 @@ class Integers:
 
     `sizes` maps symbolic sizes to C++ names, in the order in which a product names them; `multiples` says what is known
     to divide them, so that `M/8*K` is written `M / 8 * K`. `variables` and `coordinates` hold the C++ names of loop indices
-    and of this rank's place along mesh axes.
+    and of this rank's place along the axes of meshes; along no axis it is its number. `mesh` is the one that expressions speak of.
     """
 
     mesh: Mesh
     sizes: Mapping[str, str]
     multiples: Mapping[str, int]
     variables: dict[str, str] = field(default_factory=dict)
-    coordinates: dict[str, str] = field(default_factory=dict)
+    coordinates: dict[Place, str] = field(default_factory=dict)
     ranges: dict[str, Range] = field(default_factory=dict)  # of variables
+    program: Mesh = field(init=False)
     calls_runtime: bool = False  # hw::mod or hw::floor_div
+
+    def __post_init__(self) -> None:
+        self.program = self.mesh
 
     # --- sizes ---
 
@@ -148,6 +153,21 @@ class Integers:
         self.variables[variable], self.ranges[variable] = text, range
         return text
 
+    def place(self, axis: str) -> str:
+        """Where this rank stands along an axis of the present mesh."""
+        return self.coordinates[self.mesh, axis]
+
+    def rank(self) -> str:
+        """This rank's number."""
+        return self.coordinates[self.program, ""]
+
+    @contextmanager
+    def on(self, mesh: Mesh) -> Iterator[None]:
+        """Inside, expressions speak of that mesh."""
+        outer, self.mesh = self.mesh, mesh
+        yield
+        self.mesh = outer
+
     def expr(self, expr: Expr) -> str:
         match expr:
             case Const(value):
@@ -155,7 +175,9 @@ class Integers:
             case Var(name):
                 return self.variables[name]
             case Coordinate(axis):
-                return self.coordinates[axis]
+                return self.place(axis)
+            case Rank():
+                return self.rank()
             case Size(name):
                 return self.sizes[name]
             case Binary("%", left, right):
@@ -208,6 +230,8 @@ class Integers:
                 return self.ranges.get(name, (None, None))
             case Coordinate(axis):
                 return 0, self.mesh.axis_size(axis) - 1
+            case Rank():
+                return 0, self.program.size - 1
             case Size():
                 return 0, None
             case Binary(op, left, right):

@@ -9,7 +9,8 @@ from pathlib import Path
 from hostweave.build.paths import RUNTIME
 from hostweave.emit import views
 from hostweave.emit.cpp import Integers
-from hostweave.emit.program import coordinate, multiples, place, program_view
+from hostweave.emit.meshes import coordinate, is_run, membership, place
+from hostweave.emit.program import multiples, program_view
 from hostweave.emit.render import kernel_files, rendered
 from hostweave.errors import ProgramError
 from hostweave.fusion.extent import is_sum
@@ -58,7 +59,7 @@ def main_view(program: HostProgram, view: views.Program) -> views.Main:
             for number, (parameter, x) in enumerate(zip(program.inputs, view.inputs, strict=True))
         ),
         outputs=tuple(
-            views.MainOutput(*tensor(parameter, y), y.name, _twin(parameter, mesh))
+            views.MainOutput(*tensor(parameter, y), y.name, _twin(parameter, mesh), _condition(parameter.type.mesh_in(mesh), mesh))
             for parameter, y in zip(program.outputs, view.outputs, strict=True)
         ),
     )
@@ -69,7 +70,7 @@ def _divisors(program: HostProgram) -> dict[str, int]:
     result = multiples(program)
     for parameter in (*program.inputs, *program.outputs):
         for dim in parameter.type.dims:
-            ranks = program.mesh.size_of(dim.axes)
+            ranks = parameter.type.mesh_in(program.mesh).size_of(dim.axes)
             if dim.extent.is_int and int(dim.extent) % ranks:
                 padded = -(-int(dim.extent) // ranks) * ranks
                 raise ProgramError(f"export: %{parameter.name}: main.cpp shares dim {dim} evenly by {ranks} ranks; pad it to {padded}")
@@ -78,29 +79,41 @@ def _divisors(program: HostProgram) -> dict[str, int]:
     return result
 
 
-def _team(team: views.Team, mesh: Mesh) -> views.MainTeam:
-    axes = tuple(team.axes.split(", "))
+def _team(team: views.Team, program: Mesh) -> views.MainTeam:
+    axes, mesh = tuple(team.axes.split(", ")), program
+    if team.mesh:
+        mesh = Mesh(tuple((axis.name, axis.size) for axis in team.mesh.axes), team.mesh.ranks)
     others = tuple(name for name, _ in mesh.axes if name not in axes)
-    return views.MainTeam(team.axes, place(mesh, others, RANK), place(mesh, axes, RANK), team.size)
+    key = f'"{mesh}", "{team.axes}"' if team.mesh else f'kMesh, "{team.axes}"'
+    return views.MainTeam(key, place(mesh, others, RANK), place(mesh, axes, RANK), team.size, _condition(mesh, program))
+
+
+def _condition(mesh: Mesh, program: Mesh) -> str:
+    """Whether rank r is in a mesh, nothing where all are."""
+    return "" if mesh is program else membership(mesh, program.size, RANK)
 
 
 def _seed(number: int, parameter: Parameter, mesh: Mesh) -> str:
     """Ranks that hold the same block of an input make the same numbers."""
-    own = place(mesh, parameter.type.axes, RANK)
+    own = place(parameter.type.mesh_in(mesh), parameter.type.axes, RANK)
     if own == "0":
         return str(number)
     apart = f"{mesh.size} * " + (f"({own})" if " " in own else own)
     return f"{number} + {apart}" if number else apart
 
 
-def _twin(parameter: Parameter, mesh: Mesh) -> str:
-    """The first rank that holds what rank r holds of an output."""
+def _twin(parameter: Parameter, program: Mesh) -> str:
+    """The first rank that holds what rank r holds of an output; r itself where that is no matter of arithmetic."""
+    mesh = parameter.type.mesh_in(program)
+    if not parameter.type.axes:
+        return str(mesh.all_ranks[0])
     text = RANK
     for at, (axis, size) in enumerate(mesh.axes):
         if axis not in parameter.type.axes and size > 1:
             inner = mesh.size_of(tuple(name for name, _ in mesh.axes[at + 1 :]))
-            text += f" - {coordinate(mesh, axis, RANK)}" + (f" * {inner}" if inner > 1 else "")
-    return "0" if not parameter.type.axes else text
+            own = coordinate(mesh, axis, RANK)
+            text += f" - {own}" + (f" * {inner}" if inner > 1 else "")
+    return text if is_run(mesh) else RANK
 
 
 def _copy_runtime(folder: Path) -> None:

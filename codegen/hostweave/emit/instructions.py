@@ -10,11 +10,13 @@ from typing import Any
 from hostweave.emit import views
 from hostweave.emit.cpp import CUDA_TYPES, NCCL_REDUCTIONS, Integers, nccl_type
 from hostweave.emit.kernels import EmittedKernel, copied, copy_kernel, emit_kernel, fill_kernel
+from hostweave.emit.meshes import label
 from hostweave.emit.names import Names
 from hostweave.errors import ProgramError
 from hostweave.fusion.extent import Extent, product
 from hostweave.fusion.source import Source, elements, held_of
-from hostweave.fusion.types import BufferType, DType
+from hostweave.fusion.transfer import Route
+from hostweave.fusion.types import BufferType, DType, Mesh
 from hostweave.host import ir
 from hostweave.host.blocks import bodies
 from hostweave.host.expr import Const, Expr, divisibility
@@ -49,16 +51,31 @@ class Shared:
             for instruction in ir.walk(body.body):
                 for name in ir.names(instruction, "define", "index"):
                     names.of(name)
-        integers.coordinates.update({axis: names.of(f"rank_{axis}", "coordinate") for axis, _ in program.mesh.axes})
+        integers.coordinates[program.mesh, ""] = names.of("rank", "number of this rank")
+        integers.coordinates.update({(program.mesh, axis): names.of(f"rank_{axis}", "coordinate") for axis, _ in program.mesh.axes})
         self.members = Names(("rank_", "arena_", "prepared_", WORKSPACE), suffix="_")
         self.streams = {s.name: views.Pool(self.members.of(s.name, "streams"), s.name, s.count) for s in program.streams}
         self.events = {e.name: views.Pool(self.members.of(e.name, "events"), e.name, e.count) for e in program.events}
-        self.teams: dict[ir.Team, views.Team] = {}
+        self.flags: dict[Mesh, str] = {}  # of meshes of some of the ranks
+        self.teams: dict[tuple[Mesh, ir.Team], views.Team] = {}
+        self.routes: dict[ir.Routes, views.Routes] = {}
         self.plans: dict[tuple[BufferType, ...], views.Plan] = {}
+        self.uses_of_plan: dict[tuple[BufferType, ...], set[Mesh]] = {}
         self.declared = {kernel.name: kernel for kernel in program.kernels}
         self.sources = {source.name: source for source in program.sources}
         self.kernels: dict[tuple[ir.Kernel, tuple[BufferType, ...]], EmittedKernel] = {}
         self.temporaries: dict[str, views.Temporary] = {}
+
+    def flag(self, mesh: Mesh) -> str:
+        """Whether this rank is in a mesh of some of the ranks."""
+        if mesh not in self.flags:
+            self.flags[mesh] = self.members.of(f"on_{label(mesh)}", str(mesh))
+        return self.flags[mesh]
+
+    def flag_of_plan(self, types: tuple[BufferType, ...]) -> str:
+        """Which ranks need a plan, where that are those of one mesh."""
+        meshes = self.uses_of_plan[types]
+        return self.flags[next(iter(meshes))] if len(meshes) == 1 and not meshes & {self.integers.program} else ""
 
 
 class Emitter:
@@ -107,11 +124,17 @@ class Emitter:
 
     def team(self, axes: ir.Team) -> str:
         """The channel of a team."""
-        teams = self.shared.teams
-        if axes not in teams:
-            member = self.members.of("team_" + "_".join(axes), "team")
-            teams[axes] = views.Team(member, ", ".join(axes), self.program.mesh.size_of(axes))
-        return teams[axes].member
+        mesh, program, teams = self.integers.mesh, self.program.mesh, self.shared.teams
+        if axes == ir.EVERYONE:
+            mesh, axes = program, tuple(name for name, _ in program.axes)
+        if (mesh, axes) not in teams:
+            name, submesh = "_".join(["team", *axes]), None
+            if mesh is not program:
+                name, rows = f"{name}_of_{label(mesh)}", tuple(views.Axis(axis, size) for axis, size in mesh.axes)
+                submesh = views.Submesh(str(mesh), self.shared.flag(mesh), rows, tuple(mesh.all_ranks))
+            member = self.members.of(name, f"team of {mesh}")
+            teams[mesh, axes] = views.Team(member, ", ".join(axes), mesh.size_of(axes), submesh)
+        return teams[mesh, axes].member
 
     # --- memory and views ---
 
@@ -179,6 +202,7 @@ class Emitter:
             operands = CUDA_TYPES[a.dtype.name], CUDA_TYPES[dst.dtype.name]
             shapes = self.strided(a), self.strided(b), self.strided(dst)
             plans[types] = views.Plan(member, *operands, *shapes, print_instruction(i)[0])
+        self.shared.uses_of_plan.setdefault(types, set()).add(self.integers.mesh)
         return plans[types].member
 
     def strided(self, type: BufferType) -> str:
@@ -202,7 +226,7 @@ class Emitter:
 
     def launch_source(self, i: ir.Launch, source: Source) -> views.Launch:
         """A kernel of the user, on what the rank holds."""
-        mesh, uneven = self.program.mesh, self.program.uneven
+        mesh, uneven = self.integers.mesh, self.program.uneven
         buffers = {"in": iter(i.srcs), "out": iter(i.dsts)}
         arguments = []
         for argument in source.arguments:
@@ -270,7 +294,7 @@ class Emitter:
         return views.Reduce(**self.collective(i.src, i.dst, i.team), count=self.count(i.src), dtype=dtype, op=op, root=root)
 
     def all_to_all(self, i: ir.AllToAll, last: bool) -> views.InstructionView:
-        block = product(self.type_of(i.src).shape) // self.program.mesh.size_of(i.team)
+        block = product(self.type_of(i.src).shape) // self.integers.mesh.size_of(i.team)
         return self.grouped(views.AllToAll(**self.blocks(i.src, i.dst, i.team, block)), last)
 
     def gather(self, i: ir.Gather, last: bool) -> views.InstructionView:
@@ -309,6 +333,27 @@ class Emitter:
     def recv(self, i: ir.Recv, last: bool) -> views.Recv:
         peer = self.integers.expr(i.peer)
         return views.Recv(self.text(i.dst), self.count(i.dst), self.moved(i.dst), peer, self.team(i.team), self.stream)
+
+    def send_blocks(self, i: ir.SendBlocks | ir.RecvBlocks, last: bool) -> views.InstructionView:
+        name, kind = (i.src, views.SendBlocks) if isinstance(i, ir.SendBlocks) else (i.dst, views.RecvBlocks)
+        if i.routes not in self.shared.routes:
+            self.shared.routes[i.routes] = views.Routes(
+                self.names.of(f"kRoutes_{name}", f"routes {len(self.shared.routes)}"), tuple(map(_route, i.routes))
+            )
+        block, route = product(self.type_of(name).shape) // i.count, self.names.of("route", "of blocks")
+        view = kind(
+            buffer=self.text(name),
+            count=self.integers.extent(block),
+            dtype=self.moved(name),
+            routes=self.shared.routes[i.routes].name,
+            rank=self.integers.rank(),
+            route=route,
+            sent=f"{route}.sent * {self.integers.factor(block)}" if i.count > 1 else "",
+            received=f"{route}.received * {self.integers.factor(block)}" if i.count > 1 else "",
+            team=self.team(i.team),
+            stream=self.stream,
+        )
+        return self.grouped(view, last)
 
     def group(self, i: ir.Group, last: bool) -> views.Group:
         self.in_group = True
@@ -360,14 +405,27 @@ class Emitter:
     def call(self, i: ir.Call, last: bool) -> views.Call:
         return views.Call(self.shared.blocks[i.block], (*map(self.text, (*i.srcs, *i.dsts)), self.stream))
 
+    def on_mesh(self, i: ir.OnMesh, last: bool) -> views.If | None:
+        """Nothing where the body only allocates."""
+        flag = self.shared.flag(i.mesh)
+        for axis, _ in i.mesh.axes:
+            self.integers.coordinates[i.mesh, axis] = self.names.of(f"{axis}_in_{label(i.mesh)}", f"coordinate in {i.mesh}")
+        with self.guarded(f"{flag} ?", "0"), self.integers.on(i.mesh):
+            body = self.body(i.body)
+        return views.If(flag, body, ()) if body else None
+
     @contextmanager
     def guarded(self, before: str, otherwise: str) -> Iterator[None]:
         """Temporaries made inside have no elements on the other side of a branch on sizes."""
         there = set(self.temporaries)
         yield
-        for name in self.temporaries.keys() - there:
+        for name in self.temporaries.keys() - there - {WORKSPACE}:
             count = f"{before} {self.temporaries[name].count}" + (f" : {otherwise}" if otherwise else "")
             self.temporaries[name] = replace(self.temporaries[name], count=count)
+
+
+def _route(route: Route) -> str:
+    return f"{{{route.sender}, {route.sent}, {route.receiver}, {route.received}}}"
 
 
 _EMIT: dict[type[ir.Instruction], Callable[[Emitter, Any, bool], views.InstructionView | None]] = {
@@ -396,6 +454,8 @@ _EMIT: dict[type[ir.Instruction], Callable[[Emitter, Any, bool], views.Instructi
     ir.Barrier: Emitter.barrier,
     ir.Send: Emitter.send,
     ir.Recv: Emitter.recv,
+    ir.SendBlocks: Emitter.send_blocks,
+    ir.RecvBlocks: Emitter.send_blocks,
     ir.Group: Emitter.group,
     ir.OnStream: Emitter.on_stream,
     ir.Fork: Emitter.fork,
@@ -406,4 +466,5 @@ _EMIT: dict[type[ir.Instruction], Callable[[Emitter, Any, bool], views.Instructi
     ir.For: Emitter.loop,
     ir.If: Emitter.branch,
     ir.Call: Emitter.call,
+    ir.OnMesh: Emitter.on_mesh,
 }

@@ -59,7 +59,7 @@ def _broken(line: str, indent: str) -> list[str]:
     start = _arguments(line)
     if start is None:
         return [indent + line]
-    outer = line.index("(") + 1
+    outer = _opening(line)
     if start > outer and len(indent + INDENT * 2 + line[outer:]) <= COLUMNS:
         return [indent + line[:outer], indent + INDENT * 2 + line[outer:]]
     first, *rest = _split(line[start:])
@@ -83,15 +83,22 @@ def _broken_initializers(text: str, indent: str) -> list[str]:
 
 
 def _arguments(line: str) -> int | None:
-    """Where the arguments of the innermost call that is a sole argument itself begin: after `HW_CHECK(ncclSend(`."""
-    start = line.find("(") + 1
+    """Where the arguments of the innermost call that is a sole argument itself begin: after `HW_CHECK(ncclSend(` or `allocate({`."""
+    start = _opening(line)
     while start:
+        if line[start : start + 1] == "{" and line[_closing(line, start + 1) + 1 : _closing(line, start + 1) + 2] == ")":
+            return start + 1
         inner = line.find("(", start)
         closing = _closing(line, start)
         if inner < 0 or inner > closing or _closing(line, inner + 1) != closing - 1 or "," in line[start:inner]:
             return start
         start = inner + 1
     return None
+
+
+def _opening(line: str) -> int:
+    """Where the arguments of the first call begin, behind a condition; 0 where there is none."""
+    return line.find("(", _closing(line, len("if (")) if line.startswith("if (") else 0) + 1
 
 
 def _closing(line: str, start: int) -> int:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
-from math import lcm, prod
+from dataclasses import dataclass, fields, replace
+from math import lcm
 
 from hostweave.emit import views
 from hostweave.emit.cpp import CUDA_TYPES, Integers
 from hostweave.emit.instructions import CALLER, Emitter, Shared
+from hostweave.emit.meshes import RANK, coordinate, is_run, membership, place
 from hostweave.emit.names import Names
 from hostweave.errors import Location, ProgramError
 from hostweave.fusion.extent import Extent, block_of, is_sum, part_of
@@ -31,6 +32,7 @@ def program_view(program: ir.HostProgram) -> views.Program:
     functions = tuple(_function(block, shared) for block in bodies(program)[:-1])
     emitter = Emitter(program, shared)
     body = emitter.body(program.body)
+    inputs, outputs = _inputs(flat, emitter), tuple(_argument(program, p, emitter, set(sizes)) for p in program.outputs)
     return views.Program(
         name=program.name,
         namespace=Names().of(program.name),
@@ -39,15 +41,17 @@ def program_view(program: ir.HostProgram) -> views.Program:
         mesh=str(program.mesh),
         axes=tuple(views.Axis(name, size) for name, size in program.mesh.axes),
         world=program.mesh.size,
-        inputs=_inputs(flat, emitter),
-        outputs=tuple(_argument(program, parameter, emitter, set(sizes)) for parameter in program.outputs),
+        inputs=inputs,
+        outputs=outputs,
         sizes=tuple(sizes.values()),
         parts=tuple(_part(program, integers, name) for name in part_names(flat) if _whole(name).is_int),
-        coordinates=_coordinates(program.mesh, integers, body),
+        flags=tuple(views.Flag(member, membership(mesh, program.mesh.size), str(mesh)) for mesh, member in shared.flags.items()),
+        coordinates=_coordinates(integers, body),
+        routes=tuple(shared.routes.values()),
         teams=tuple(shared.teams.values()),
         streams=tuple(shared.streams.values()),
         events=tuple(shared.events.values()),
-        plans=tuple(shared.plans.values()),
+        plans=tuple(replace(plan, on=shared.flag_of_plan(types)) for types, plan in shared.plans.items()),
         temporaries=tuple(shared.temporaries.values()),
         kernels=tuple(kernel.view for kernel in shared.kernels.values()),
         sources=tuple(map(_source, {source.function: source for source in program.sources}.values())),
@@ -73,15 +77,19 @@ def _function(block: ir.HostProgram, shared: Shared) -> views.Function:
         comment=_signature(block),
         params=(*map(param, (*block.inputs, *block.outputs)), f"cudaStream_t {CALLER}"),
         sizes=tuple(integers.sizes.values()) if _words(body) & set(integers.sizes.values()) else (),
-        coordinates=_coordinates(block.mesh, integers, body),
+        coordinates=_coordinates(integers, body),
         body=body,
     )
 
 
-def _coordinates(mesh: Mesh, integers: Integers, body: views.Body) -> tuple[views.Coordinate, ...]:
-    """The coordinates of this rank that a body names."""
+def _coordinates(integers: Integers, body: views.Body) -> tuple[views.Coordinate, ...]:
+    """The places of this rank that a body names, computed once."""
     words = _words(body)
-    return tuple(views.Coordinate(name, coordinate(mesh, axis)) for axis, name in integers.coordinates.items() if name in words)
+    return tuple(
+        views.Coordinate(name, coordinate(mesh, axis) if axis else RANK)
+        for (mesh, axis), name in integers.coordinates.items()
+        if name in words
+    )
 
 
 def _words(view: object) -> set[str]:
@@ -102,25 +110,6 @@ def _signature(program: ir.HostProgram) -> str:
     return f"({inputs}) -> ({outputs})"
 
 
-def coordinate(mesh: Mesh, axis: str, rank: str = "rank_.index()") -> str:
-    """The place of a rank along an axis: ranks are row-major coordinates."""
-    at = [name for name, _ in mesh.axes].index(axis)
-    inner = prod(size for _, size in mesh.axes[at + 1 :])
-    return rank + (f" / {inner}" if inner > 1 else "") + (f" % {mesh.axes[at][1]}" if at else "")
-
-
-def place(mesh: Mesh, axes: tuple[str, ...], rank: str = "rank_.index()") -> str:
-    """The place of a rank among the ranks that differ along these axes."""
-    if axes == tuple(name for name, _ in mesh.axes):
-        return rank
-    text = ""
-    for axis in axes:
-        own = coordinate(mesh, axis, rank)
-        outer = f"({text})" if " + " in text else text
-        text = f"{outer} * {mesh.axis_size(axis)} + {own}" if text else own
-    return text or "0"
-
-
 def _headers(shared: Shared) -> tuple[str, ...]:
     """What program.h includes for its members."""
     optional = (
@@ -138,6 +127,8 @@ def _source_headers(flat: ir.HostProgram, shared: Shared) -> tuple[str, ...]:
     optional = (
         ("group.h", has_group),
         ("index.h", shared.integers.calls_runtime),
+        ("mesh.h", not all(map(is_run, shared.flags))),
+        ("route.h", shared.routes),
         ("shards.h", has_parts),
         ("types.h", not (shared.temporaries or shared.blocks)),
     )
@@ -155,7 +146,7 @@ class _Binding:
     name: str
     dim: int
     shards: int
-    uneven: bool = False
+    from_whole: bool = False  # what this rank holds does not tell it
 
 
 def _inputs(program: ir.HostProgram, emitter: Emitter) -> tuple[views.Argument, ...]:
@@ -166,6 +157,8 @@ def _inputs(program: ir.HostProgram, emitter: Emitter) -> tuple[views.Argument, 
         bindings: list[_Binding] = []
         for dim, extent in enumerate(program.local_type(parameter).shape):
             binding = _binding(program, dim, extent)
+            if binding and parameter.type.mesh:
+                binding = replace(binding, from_whole=True)
             if binding and binding.name not in {*known, *(b.name for b in bindings)}:
                 bindings.append(binding)
         result.append(_argument(program, parameter, emitter, known, bindings))
@@ -185,7 +178,7 @@ def _binding(program: ir.HostProgram, dim: int, extent: Extent) -> _Binding | No
         return None
     if held := part_of(extent.names[0]):
         size, axes = held
-        return None if size.is_int else _Binding(str(size), dim, program.mesh.size_of(axes), uneven=True)
+        return None if size.is_int else _Binding(str(size), dim, program.mesh.size_of(axes), from_whole=True)
     return _Binding(extent.names[0], dim, extent.divisor)
 
 
@@ -205,15 +198,16 @@ def _argument(
         shape=integers.extents(type.shape),
         pattern="{" + ", ".join("hw::kAny" if open else integers.alone(e) for e, open in zip(type.shape, is_open, strict=True)) + "}",
         sizes=tuple(_size(program, binding, field, integers) for binding in bindings or ()),
-        again=sum(is_open) > len(bindings or ()) or any(binding.uneven for binding in bindings or ()),
+        again=sum(is_open) > len(bindings or ()) or any(binding.from_whole for binding in bindings or ()),
         used=parameter.name in emitter.used,
+        on=emitter.shared.flag(parameter.type.mesh) if parameter.type.mesh else "",
     )
 
 
 def _size(program: ir.HostProgram, binding: _Binding, field: str, integers: Integers) -> views.Size:
     multiple, dim = integers.multiples.get(binding.name, 1), f"in.{field}.dim({binding.dim})"
-    is_multiple = binding.shards % multiple == 0 and not binding.uneven
-    if binding.uneven:
+    is_multiple = binding.shards % multiple == 0 and not binding.from_whole
+    if binding.from_whole:
         dim = f"in.{field}.whole_dim({binding.dim}, {binding.shards})"
     elif binding.shards > 1:
         dim += f" * {binding.shards}"

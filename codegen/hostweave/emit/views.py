@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+ROUTES_A_LINE = 8
+
 # --- instructions -----------------------------------------------------------------------------------------------------
 
 
@@ -177,6 +179,28 @@ class Recv(Send):
 
 
 @dataclass(frozen=True)
+class SendBlocks(InstructionView):
+    """Stands in a group."""
+
+    template = "send_blocks"
+    buffer: str
+    count: str
+    dtype: str
+    routes: str
+    rank: str
+    route: str
+    sent: str  # how far into the buffer the block of a route begins
+    received: str
+    team: str
+    stream: str
+
+
+@dataclass(frozen=True)
+class RecvBlocks(SendBlocks):
+    template = "recv_blocks"
+
+
+@dataclass(frozen=True)
 class Group(InstructionView):
     template = "group"
     body: Body
@@ -346,6 +370,7 @@ class Argument:
     sizes: tuple[Size, ...]
     again: bool  # dims to check once its sizes are known
     used: bool
+    on: str = ""  # the condition that this rank has it
 
 
 @dataclass(frozen=True)
@@ -356,22 +381,74 @@ class Pool:
 
 
 @dataclass(frozen=True)
-class Team:
-    member: str
-    axes: str
-    size: int
-
-
-@dataclass(frozen=True)
 class Axis:
     name: str
     size: int
 
 
 @dataclass(frozen=True)
+class Submesh:
+    """A mesh of some of the ranks."""
+
+    text: str
+    flag: str  # the member that says whether this rank is in it
+    axes: tuple[Axis, ...]
+    ranks: tuple[int, ...]
+
+    @property
+    def axis_rows(self) -> tuple[str, ...]:
+        return tuple(f'{{"{axis.name}", {axis.size}}}' for axis in self.axes)
+
+    @property
+    def rank_rows(self) -> tuple[str, ...]:
+        return tuple(map(str, self.ranks))
+
+
+@dataclass(frozen=True)
+class Team:
+    member: str
+    axes: str
+    size: int
+    mesh: Submesh | None = None  # None: the program's
+
+    @property
+    def channel(self) -> str:
+        """What the constructor takes for it."""
+        if not self.mesh:
+            return f'rank.channel(kMesh, "{self.axes}", {self.size})'
+        return f'{self.mesh.flag} ? rank.channel("{self.mesh.text}", "{self.axes}", {self.size}) : hw::kNoChannel'
+
+    @property
+    def where(self) -> str:
+        return f"{self.axes} of {self.mesh.text}" if self.mesh else self.axes
+
+
+@dataclass(frozen=True)
 class Coordinate:
     name: str
     value: str
+
+
+@dataclass(frozen=True)
+class Flag:
+    """Whether this rank is in a mesh."""
+
+    member: str
+    value: str
+    mesh: str
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Which rank sends which block to which."""
+
+    name: str
+    rows: tuple[str, ...]
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """Of the table, so many rows each."""
+        return tuple(", ".join(self.rows[i : i + ROUTES_A_LINE]) + "," for i in range(0, len(self.rows), ROUTES_A_LINE))
 
 
 @dataclass(frozen=True)
@@ -383,6 +460,7 @@ class Plan:
     b: str
     c: str
     comment: str
+    on: str = ""  # the condition that this rank needs it
 
 
 @dataclass(frozen=True)
@@ -418,7 +496,9 @@ class Program:
     outputs: tuple[Argument, ...]
     sizes: tuple[str, ...]
     parts: tuple[Part, ...]  # of dims that are ints
+    flags: tuple[Flag, ...]
     coordinates: tuple[Coordinate, ...]
+    routes: tuple[Routes, ...]
     teams: tuple[Team, ...]
     streams: tuple[Pool, ...]
     events: tuple[Pool, ...]
@@ -449,7 +529,8 @@ class Program:
         """Of the constructor."""
         return (
             "rank_(rank.expect_world(kWorld))",
-            *(f'{team.member}(rank.channel(kMesh, "{team.axes}", {team.size}))' for team in self.teams),
+            *(f"{flag.member}({flag.value.replace('rank_', 'rank')})" for flag in self.flags),
+            *(f"{team.member}({team.channel})" for team in self.teams),
             *(f'{pool.member}(rank, "{pool.name}", {pool.count})' for pool in self.streams),
             *(f"{pool.member}({pool.count})" for pool in self.events),
             *(f"{plan.member}(rank, {plan.operands}, {plan.result})" for plan in self.plans),
@@ -468,8 +549,17 @@ class Program:
         return tuple(f'{{"{axis.name}", {axis.size}}}' for axis in self.axes)
 
     @property
+    def own_teams(self) -> tuple[Team, ...]:
+        """Those along axes of the program's mesh."""
+        return tuple(team for team in self.teams if not team.mesh)
+
+    @property
+    def submesh_teams(self) -> tuple[Team, ...]:
+        return tuple(team for team in self.teams if team.mesh)
+
+    @property
     def team_rows(self) -> tuple[str, ...]:
-        return tuple(f'"{team.axes}"' for team in self.teams)
+        return tuple(f'"{team.axes}"' for team in self.own_teams)
 
     @property
     def prepares_with_sizes(self) -> bool:
@@ -490,10 +580,11 @@ class DefaultSize:
 class MainTeam:
     """How rank r finds its team: ranks of one color are a team, in the order of their place."""
 
-    axes: str
+    key: str  # the mesh and the axes
     color: str
     place: str
     size: int
+    on: str  # the condition that rank r is in its mesh
 
 
 @dataclass(frozen=True)
@@ -513,6 +604,7 @@ class MainInput(MainTensor):
 class MainOutput(MainTensor):
     name: str
     twin: str  # the first rank that holds the same
+    on: str  # the condition that rank r has it
 
 
 @dataclass(frozen=True)
@@ -522,6 +614,11 @@ class Main:
     teams: tuple[MainTeam, ...]
     inputs: tuple[MainInput, ...]
     outputs: tuple[MainOutput, ...]
+
+    @property
+    def has_others(self) -> bool:
+        """Whether some ranks are not in some team."""
+        return any(team.on for team in self.teams)
 
     @property
     def defaults(self) -> tuple[str, ...]:

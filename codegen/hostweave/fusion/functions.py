@@ -9,7 +9,7 @@ from hostweave.fusion.extent import Extent, product
 from hostweave.fusion.ir import Scalar
 from hostweave.fusion.ops import NO_SOURCE, fits
 from hostweave.fusion.trace import Tensor, dim_of, record
-from hostweave.fusion.types import Dim, DType, TensorType, i32
+from hostweave.fusion.types import Dim, DType, Mesh, TensorType, i32
 
 Axis = int | str
 
@@ -231,11 +231,14 @@ def _extent(dim: int | str, kind: str, location: Location) -> Extent:
 # --- sharding ---------------------------------------------------------------------------------------------------------
 
 
-def reshard(x: Tensor, *dims: int | str) -> Tensor:
-    """States the sharding of a tensor, one dim each: `hw.reshard(x, "M@x", "K")`. How it comes about is the compiler's work."""
+def reshard(x: Tensor, *dims: int | str, mesh: Mesh | None = None) -> Tensor:
+    """States the sharding of a tensor, one dim each: `hw.reshard(x, "M@x", "K")`. How it comes about is the compiler's work.
+
+    `mesh` moves it to another mesh, to the ranks of which the axes then refer; without it the tensor stays where it is.
+    """
     location = Location.of_caller()
     try:
-        stated = TensorType(x.dtype, tuple(map(Dim.of, dims)))
+        stated = TensorType(x.dtype, tuple(map(Dim.of, dims)), mesh=mesh or x.type.mesh)
     except ValueError as error:
         raise ProgramError(f"reshard: {error}", location) from None
     if stated.shape != x.type.shape:

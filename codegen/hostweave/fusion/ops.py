@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hostweave.errors import ArgumentError, ProgramError
@@ -12,7 +12,7 @@ from hostweave.fusion.extent import Extent, product
 from hostweave.fusion.index_map import ONE, IndexMap
 from hostweave.fusion.ir import Attribute, Op, Scalar
 from hostweave.fusion.philox import philox
-from hostweave.fusion.types import Dim, DType, TensorType, bool_, f32, i64, u32
+from hostweave.fusion.types import Dim, DType, Mesh, TensorType, bool_, f32, i64, u32
 
 Types = Sequence[TensorType]
 
@@ -543,11 +543,31 @@ def fits(number: Scalar, dtype: DType) -> bool:
 
 
 def infer_type(op: Op, operands: Types) -> TensorType:
-    """The unsharded type of the result. Raises ProgramError with the op's place."""
+    """The unsharded type of the result, on the mesh of the operands. Raises ProgramError with the op's place."""
     try:
-        return OPS[op.kind].infer(operands, op)
+        return replace(OPS[op.kind].infer(operands, op), mesh=_common_mesh(op, operands))
     except Mismatch as mismatch:
         raise ProgramError(f"{op.kind}: {mismatch}", op.location) from None
+
+
+def _common_mesh(op: Op, operands: Types) -> Mesh | None:
+    """The mesh of an op: a reshard says it, so does a block, all others have that of their operands."""
+    if op.callee:
+        for value, given in zip(op.callee.inputs, operands, strict=True):
+            if given.mesh != value.type.mesh:
+                where = f"{given} on the program's mesh" if given.mesh is None else str(given)
+                raise Mismatch(
+                    f"@{op.callee.name} takes {value.type} as {value.name}, not {where}; move it with hw.reshard(t, ..., mesh=...)"
+                )
+        return op.callee.output_types[0].mesh
+    if op.kind == "reshard" or not op.tensors:
+        return op.result.type.mesh
+    tensors = [type for operand, type in zip(op.operands, operands, strict=True) if isinstance(operand, str)]
+    for other in tensors[1:]:
+        if other.mesh != tensors[0].mesh:
+            first, second = (f"{type} on the program's mesh" if type.mesh is None else str(type) for type in (tensors[0], other))
+            raise Mismatch(f"operands on different meshes: {first} and {second}; move one with hw.reshard(t, ..., mesh=...)")
+    return tensors[0].mesh
 
 
 def index_map(op: Op, operands: Types) -> IndexMap:

@@ -127,7 +127,7 @@ def tolerance_of(fusion: Fusion, name: str, sizes: Mapping[str, int]) -> Toleran
         lengths[result] = joined(lengths[tensor] for tensor in inputs) * _reduced(op, types, sizes)
         terms[result] = joined(terms[tensor] for tensor in inputs)
         if op.result.type.partial:
-            terms[result] *= spread.mesh.size_of(op.result.type.partial.axes)
+            terms[result] *= op.result.type.mesh_in(spread.mesh).size_of(op.result.type.partial.axes)
     return tolerance(types[name].dtype, lengths[name], terms[name])
 
 

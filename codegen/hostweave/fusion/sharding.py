@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hostweave.fusion.index_map import IndexMap
 from hostweave.fusion.ir import Op
@@ -20,7 +20,7 @@ def layout(type: TensorType) -> Layout:
 
 def with_layout(type: TensorType, axes: Layout, partial: Partial | None = None) -> TensorType:
     dims = tuple(Dim(dim.extent, a) for dim, a in zip(type.dims, axes, strict=True))
-    return TensorType(type.dtype, dims, partial)
+    return replace(type, dims=dims, partial=partial)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,11 @@ class Flow:
 
 
 def flow(op: Op, operands: Sequence[TensorType], mesh: Mesh) -> Flow:
-    """Kept labels come before reduced ones, and the first operand before the others (for a matmul the second before the first)."""
+    """Kept labels come before reduced ones, and the first operand before the others (for a matmul the second before the first).
+
+    `mesh` is the program's.
+    """
+    mesh = op.result.type.mesh_in(mesh)
     indices = index_map(op, operands)
     if op.callee:
         taken = tuple(layout(value.type) for value in op.callee.inputs)

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 STEPS = ("block", "across")
 ROTATIONS = ("own_first", "own_last")
-BY = ("p2p", "ring", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "exchange")
+BY = ("p2p", "ring", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "exchange", "transfer")
 
 # --- printing ---------------------------------------------------------------------------------------------------------
 

@@ -286,6 +286,8 @@ def record(
     trace = known[0]._trace
     if any(tensor._trace is not trace for tensor in tensors):
         raise ProgramError(f"{kind}: the tensors belong to different fusions; pass one of them in as an input", location)
+    if target is not None:
+        target = _placed(target, trace.mesh, location) if kind == "reshard" else replace(target, mesh=known[0].type.mesh)
     is_float = known[-1].dtype.kind == "float"
     names = tuple(o._value.name if isinstance(o, Tensor) else _weak(o, is_float) for o in operands)
     op = Op(kind, names, Value("", target or known[0].type), attributes(**values), location, callee=callee, source=source)
@@ -293,7 +295,8 @@ def record(
     derived = infer_type(op, types)
     if kind in ("reshard", "kernel", "output"):
         assert target is not None
-        target.check(location, trace.mesh)
+        if kind != "reshard":
+            target.check(location, trace.mesh)
         return trace.add(op, target, stated=kind == "reshard")
     return trace.add(op, derived, stated=False)
 
@@ -323,8 +326,7 @@ def traced(function: Callable[..., Any], trace: _Trace, inputs: dict[str, Tensor
     name = function.__name__ if function.__name__.isidentifier() else "program"  # of a lambda
     arguments = {}
     for parameter in parameters(function, inputs, word, location):
-        inputs[parameter].check(location, trace.mesh)
-        arguments[parameter] = trace.add(None, inputs[parameter], stated=True, name=parameter)
+        arguments[parameter] = trace.add(None, _placed(inputs[parameter], trace.mesh, location), stated=True, name=parameter)
     returned = function(**arguments)
     results = tuple(returned) if isinstance(returned, tuple | list) else (returned,)
     for result in results:
@@ -338,6 +340,18 @@ def traced(function: Callable[..., Any], trace: _Trace, inputs: dict[str, Tensor
     finished = _finished(name, trace, outputs)
     verify_fusion(finished)
     return finished
+
+
+def _placed(type: TensorType, program: Mesh, location: Location) -> TensorType:
+    """The type as it stands in a program on that mesh, which is not named again. Raises ProgramError where it cannot."""
+    mesh = type.mesh
+    if mesh is not None and mesh.members is None and mesh != program:
+        if mesh.size != program.size:
+            raise ProgramError(f"{type}: {mesh} is no part of {program}; take ranks from there, as mesh.ranks([0, 1])", location)
+        mesh = Mesh(mesh.axes, tuple(range(mesh.size)))
+    placed = replace(type, mesh=None if mesh and (mesh.axes, tuple(mesh.all_ranks)) == (program.axes, tuple(program.all_ranks)) else mesh)
+    placed.check(location, program)
+    return placed
 
 
 def parameters(function: Callable[..., Any], inputs: dict[str, TensorType], word: str, location: Location) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -57,19 +57,57 @@ DTYPES = {d.name: d for d in (f64, f32, f16, bf16, f8e4m3, f8e5m2, i64, i32, i8,
 
 @dataclass(frozen=True, init=False)
 class Mesh:
-    """Named axes of devices, `Mesh(dp=2, tp=4)`. Ranks are row-major coordinates, the last axis fastest."""
+    """Named axes of devices, `Mesh(dp=2, tp=4)`. Ranks are row-major coordinates, the last axis fastest.
+
+    A mesh of some of a program's ranks names them, in the order of their coordinates; `ranks` makes one of another mesh.
+    """
 
     axes: tuple[tuple[str, int], ...]
+    members: tuple[int, ...] | None  # None: all ranks of the program, from 0 on
 
-    def __init__(self, axes: tuple[tuple[str, int], ...] = (), /, **sizes: int) -> None:
+    def __init__(self, axes: tuple[tuple[str, int], ...] = (), members: tuple[int, ...] | None = None, /, **sizes: int) -> None:
         object.__setattr__(self, "axes", (*axes, *sizes.items()))
+        object.__setattr__(self, "members", members)
         for name, size in self.axes:
             if not isinstance(size, int) or size < 1:
                 raise ProgramError(f"mesh axis {name} has size {size!r}: it must be an int of at least 1", Location.of_caller())
 
+    def ranks(self, ranks: Sequence[int], /, **axes: int) -> Mesh:
+        """The mesh of these ranks of this one, in this order: `mesh.ranks([4, 5, 6, 7], dp=2, tp=2)`.
+
+        Without `axes` a mesh of one axis gives it to them; of several axes they keep those along which they differ, where they
+        are a block of this mesh in its order. Raises ProgramError where that says nothing, or the ranks are not of this mesh.
+        """
+        location, chosen = Location.of_caller(), tuple(ranks)
+        outside = [rank for rank in chosen if rank not in self.all_ranks]
+        if outside:
+            raise ProgramError(f"ranks: {self} has no rank {outside[0]}; its ranks: {_listed(self.all_ranks)}", location)
+        if not chosen or len(set(chosen)) < len(chosen):
+            raise ProgramError(f"ranks: {list(chosen)}: name at least one rank, and each once", location)
+        if axes:
+            mesh = Mesh(tuple(axes.items()), chosen)
+            if prod(size for _, size in mesh.axes) != len(chosen):
+                raise ProgramError(
+                    f"ranks: {len(chosen)} ranks are no mesh of {_axes_text(mesh.axes)}; the product must be equal", location
+                )
+            return mesh
+        if len(self.axes) == 1:
+            return Mesh(((self.axes[0][0], len(chosen)),), chosen)
+        found = [(name, sorted({self.coordinate(rank, name) for rank in chosen})) for name, _ in self.axes]
+        block = [rank for rank in self.all_ranks if all(self.coordinate(rank, name) in kept for name, kept in found)]
+        if tuple(block) != chosen:
+            why = f"{list(chosen)} is no block of {self} in its order"
+            raise ProgramError(f"ranks: {why}, so its axes cannot be told; give them: .ranks([...], x={len(chosen)})", location)
+        return Mesh(tuple((name, len(kept)) for name, kept in found if len(kept) > 1), chosen)
+
     @property
     def size(self) -> int:
         return prod(size for _, size in self.axes)
+
+    @property
+    def all_ranks(self) -> Sequence[int]:
+        """The ranks of the program that it has, in the order of their coordinates."""
+        return range(self.size) if self.members is None else self.members
 
     def axis_size(self, axis: str) -> int:
         return dict(self.axes)[axis]
@@ -79,11 +117,12 @@ class Mesh:
         return prod(map(self.axis_size, axes))
 
     def coordinate(self, rank: int, axis: str) -> int:
-        """Where `rank` stands along `axis`."""
+        """Where `rank`, one of the program that this mesh has, stands along `axis`."""
+        index = self.all_ranks.index(rank)
         for name, size in reversed(self.axes):
             if name == axis:
-                return rank % size
-            rank //= size
+                return index % size
+            index //= size
         raise KeyError(axis)
 
     def place(self, rank: int, axes: tuple[str, ...]) -> int:
@@ -99,14 +138,26 @@ class Mesh:
         for name, size in reversed(self.axes):
             strides[name] = stride
             stride *= size
-        base = rank - sum(self.coordinate(rank, axis) * strides[axis] for axis in axes)
-        members = [base]
+        base = self.all_ranks.index(rank) - sum(self.coordinate(rank, axis) * strides[axis] for axis in axes)
+        places = [base]
         for axis in axes:
-            members = [member + i * strides[axis] for member in members for i in range(self.axis_size(axis))]
-        return tuple(members)
+            places = [place + i * strides[axis] for place in places for i in range(self.axis_size(axis))]
+        return tuple(self.all_ranks[place] for place in places)
 
     def __str__(self) -> str:
-        return "mesh(" + ", ".join(f"{name}={size}" for name, size in self.axes) + ")"
+        of = "" if self.members is None else f"of ranks {_listed(self.members)}"
+        return f"mesh({' '.join(filter(None, (_axes_text(self.axes), of)))})"
+
+
+def _axes_text(axes: tuple[tuple[str, int], ...]) -> str:
+    return ", ".join(f"{name}={size}" for name, size in axes)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    """`0, 2, 5`, or `0..4` of neighbours."""
+    first = ranks[0]
+    in_a_row = len(ranks) > 2 and tuple(ranks) == tuple(range(first, first + len(ranks)))
+    return f"{first}..{first + len(ranks)}" if in_a_row else ", ".join(map(str, ranks))
 
 
 @dataclass(frozen=True)
@@ -164,11 +215,22 @@ class Partial:
 
 @dataclass(frozen=True)
 class TensorType:
-    """A global tensor: `bf16[M@x, K]`."""
+    """A global tensor: `bf16[M@x, K]`. Its mesh is the program's, or one of some of the program's ranks, which alone hold it."""
 
     dtype: DType
     dims: tuple[Dim, ...]
     partial: Partial | None = None
+    mesh: Mesh | None = None  # None: the program's
+
+    def on(self, mesh: Mesh) -> TensorType:
+        """The same on another mesh: `bf16["M@x", "K"].on(hw.Mesh(x=4).ranks([0, 1]))`."""
+        placed = replace(self, mesh=mesh)
+        placed.check(Location.of_caller(), mesh)
+        return placed
+
+    def mesh_in(self, program: Mesh) -> Mesh:
+        """The mesh whose ranks hold it, in a program on that mesh."""
+        return self.mesh or program
 
     @cached_property
     def shape(self) -> tuple[Extent, ...]:
@@ -180,8 +242,11 @@ class TensorType:
         return tuple(axis for dim in self.dims for axis in dim.axes)
 
     def local_shape(self, mesh: Mesh, uneven: Container[str] = ()) -> tuple[Extent, ...]:
-        """What one rank holds: `M/8` rows where 8 ranks split M, `part(M, x)` where M is uneven or an int that 8 does not divide."""
-        return tuple(self._held(dim, mesh, uneven) for dim in self.dims)
+        """What one rank holds: `M/8` rows where 8 ranks split M, `part(M, x)` where M is uneven or an int that 8 does not divide.
+
+        `mesh` is the program's.
+        """
+        return tuple(self._held(dim, self.mesh_in(mesh), uneven) for dim in self.dims)
 
     def _held(self, dim: Dim, mesh: Mesh, uneven: Container[str]) -> Extent:
         ranks = mesh.size_of(dim.axes)
@@ -209,6 +274,10 @@ class TensorType:
             raise ProgramError(f"{self}: mesh axis {twice[0]} is used twice; it can split one dim once", location)
         if mesh is None:
             return
+        if self.mesh is not None and self.mesh is not mesh:
+            if outside := set(self.mesh.members or ()) - set(mesh.all_ranks):
+                raise ProgramError(f"{self}: {mesh} has no rank {min(outside)}; its ranks: {_listed(mesh.all_ranks)}", location)
+            mesh = self.mesh
         for axis in (*self.axes, *(self.partial.axes if self.partial else ())):
             if axis not in dict(mesh.axes):
                 known = ", ".join(name for name, _ in mesh.axes) or "none"
@@ -228,7 +297,7 @@ class TensorType:
 
     def __str__(self) -> str:
         text = f"{self.dtype}[{', '.join(map(str, self.dims))}]"
-        return f"{text} {self.partial}" if self.partial else text
+        return " ".join([text, *([str(self.partial)] if self.partial else []), *([f"on {self.mesh}"] if self.mesh else [])])
 
 
 @dataclass(frozen=True)

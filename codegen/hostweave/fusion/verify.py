@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from hostweave.errors import Location, ProgramError
@@ -107,7 +108,7 @@ def _verify_op(op: Op, types: dict[str, TensorType]) -> None:
         if operand not in types:
             raise ProgramError(f"{op.kind}: %{operand} is used before it is defined; define it above", op.location)
     derived, stated = infer_type(op, operand_types(op, types)), op.result.type
-    if (derived.dtype, derived.shape) != (stated.dtype, stated.shape):
+    if (derived.dtype, derived.shape, derived.mesh) != (stated.dtype, stated.shape, stated.mesh):
         raise ProgramError(f"{op.kind}: %{op.result.name} is {stated}, but its operands give {derived}; correct its type", op.location)
     _define(op.result, types, op.location)
 
@@ -118,7 +119,7 @@ def _verify_outputs_of_kernels(body: Fusion) -> None:
         if op.kind == "output":
             source, index = made.get(op.tensors[0]), op.attribute("index")
             wanted = dict(enumerate(source.outputs)).get(index) if source and isinstance(index, int) and index else None
-            if wanted != op.result.type:
+            if wanted != replace(op.result.type, mesh=None):  # a kernel runs where its operands are
                 raise ProgramError(f"output: %{op.tensors[0]} has no output {index} of {op.result.type}; correct it", op.location)
 
 

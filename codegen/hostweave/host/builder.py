@@ -1,4 +1,7 @@
-"""Writes host programs: fresh names, types of views, nested bodies. Views that say nothing are left out, equal ones are shared."""
+"""Writes host programs: fresh names, types of views, nested bodies. Views that say nothing are left out, equal ones are shared.
+
+Where `mesh` is set, only its ranks do what is emitted: neighbours of one mesh stand in one `on` body.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +11,38 @@ from dataclasses import replace
 
 from hostweave.errors import Location
 from hostweave.fusion.extent import Extent
-from hostweave.fusion.types import BufferType
+from hostweave.fusion.types import BufferType, Mesh
 from hostweave.host import ir
 from hostweave.host.expr import Const, Expr
 
 View = ir.Select | ir.Slice | ir.Section | ir.Strided | ir.Reshape | ir.Permute
 
 
+class _Scope:
+    """A body that is being written, and the views that can be named there: those of all ranks, and those of the present `on` body."""
+
+    def __init__(self) -> None:
+        self.instructions: list[ir.Instruction] = []
+        self.views: dict[ir.Instruction, str] = {}
+        self.mesh: Mesh | None = None
+        self.views_on_mesh: dict[ir.Instruction, str] = {}
+
+    def move_to(self, mesh: Mesh | None) -> None:
+        """What is emitted next is for these ranks: what another `on` body defined ends with that."""
+        if mesh != self.mesh:
+            self.mesh, self.views_on_mesh = mesh, {}
+
+
 class Builder:
     def __init__(self) -> None:
         self.types: dict[str, BufferType] = {}
         self.location: Location | None = None  # of the op that is being lowered
+        self.mesh: Mesh | None = None  # of the ranks that do what is emitted; None: all of the program
+        self.hoists_views = True  # out of the loop that is being built; not where that is a loop of several meshes
         self._taken: set[str] = set()
-        self._bodies: list[list[ir.Instruction]] = [[]]
+        self._scopes: list[_Scope] = [_Scope()]  # innermost last
         self._permuted: dict[str, tuple[str, tuple[int, ...]]] = {}  # a permuted view -> what it was made of
-        self._views: list[dict[ir.Instruction, str]] = [{}]  # a scope each, innermost last
+        self._made_of: dict[str, View] = {}  # every view by its name
 
     # --- names and bodies ---
 
@@ -41,34 +61,51 @@ class Builder:
         return self.name(free[0] if free else "i")
 
     def emit(self, instruction: ir.Instruction) -> None:
-        self._bodies[-1].append(replace(instruction, location=self.location))
+        scope = self._scopes[-1]
+        scope.move_to(self.mesh)
+        placed = replace(instruction, location=self.location)
+        scope.instructions.append(ir.OnMesh(self.mesh, (placed,), location=self.location) if self.mesh else placed)
+
+    @contextmanager
+    def on(self, mesh: Mesh | None) -> Iterator[None]:
+        """Emits for the ranks of a mesh."""
+        outer, self.mesh = self.mesh, mesh
+        yield
+        self.mesh = outer
 
     @contextmanager
     def nested(self) -> Iterator[list[ir.Instruction]]:
         """Emits into a body of its own, which the caller puts where it belongs."""
-        body: list[ir.Instruction] = []
-        self._bodies.append(body)
-        self._views.append({})
-        yield body
-        self._bodies.pop()
-        self._views.pop()
+        self._scopes[-1].move_to(self.mesh)
+        self._scopes.append(_Scope())
+        yield self._scopes[-1].instructions
+        self._scopes.pop()
 
     @contextmanager
     def outermost(self) -> Iterator[None]:
         """Emits before the loop that is being built: allocations and views that do not change from step to step."""
-        bodies, views = self._bodies, self._views
-        self._bodies, self._views = bodies[:1], views[:1]
+        scopes = self._scopes
+        self._scopes = scopes[:1]
         yield
-        self._bodies, self._views = bodies, views
+        self._scopes = scopes
+
+    @contextmanager
+    def hoisted(self) -> Iterator[None]:
+        """The same for views alone."""
+        if not self.hoists_views:
+            yield
+            return
+        with self.outermost():
+            yield
 
     def body(self) -> ir.Body:
         """The whole program, without views that nothing uses in the end."""
-        body = tuple(self._bodies[0])
+        body = _joined(tuple(self._scopes[0].instructions), None)
         used = _used(body)
         while True:
             body = ir.rewrite(body, lambda i: () if isinstance(i, ir.VIEWS) and i.out not in used else None)
             if used == (used := _used(body)):
-                return body
+                return ir.rewrite(body, lambda i: () if isinstance(i, ir.OnMesh) and not i.body else None)
 
     # --- buffers and views ---
 
@@ -139,19 +176,58 @@ class Builder:
             return self.reshape(src, shape[:dim] + shape[dim + 1 :], wanted)
         return self.select(src, dim, Const(0), wanted)
 
+    def memory_of(self, name: str) -> str:
+        """The buffer that is the same elements in the same order as a contiguous view, or the view where it is a part of one."""
+        while (view := self._made_of.get(name)) and isinstance(view, ir.Reshape | ir.Permute) and self.is_contiguous(view.src):
+            name = view.src
+        return name
+
+    def is_memory(self, name: str) -> bool:
+        """Whether it is a parameter or an allocation, no view."""
+        return name not in self._made_of
+
+    def is_visible(self, name: str) -> bool:
+        """Whether a buffer or view can be named here."""
+        return self.is_memory(name) or any(name in views.values() for views in self._visible_views())
+
     def is_contiguous(self, name: str) -> bool:
         return self.types[name].strides is None
 
+    def _visible_views(self) -> Iterator[dict[ir.Instruction, str]]:
+        for scope in self._scopes:
+            yield scope.views
+            if scope.mesh == self.mesh:
+                yield scope.views_on_mesh
+
     def _view(self, view: View, wanted: str) -> str:
-        for scope in self._views:
-            if view in scope:
-                return scope[view]
+        for views in self._visible_views():
+            if view in views:
+                return views[view]
         type = ir.view_type(view, self.types[view.src])
         name = self.name(wanted)
         self.types[name] = type
         self.emit(replace(view, out=name))
-        self._views[-1][view] = name
+        self._made_of[name] = view
+        scope = self._scopes[-1]
+        (scope.views_on_mesh if self.mesh else scope.views)[view] = name
         return name
+
+
+def _joined(body: ir.Body, mesh: Mesh | None) -> ir.Body:
+    """Neighbours on one mesh in one `on` body, and none inside another; `mesh` is that of the one around."""
+    result: list[ir.Instruction] = []
+    for instruction in body:
+        if isinstance(instruction, ir.OnMesh) and instruction.mesh == mesh:
+            result.extend(_joined(instruction.body, mesh))
+            continue
+        last = result[-1] if result else None
+        if isinstance(instruction, ir.OnMesh) and isinstance(last, ir.OnMesh) and last.mesh == instruction.mesh:
+            result[-1] = replace(last, body=(*last.body, *_joined(instruction.body, instruction.mesh)))
+            continue
+        inside = instruction.mesh if isinstance(instruction, ir.OnMesh) else mesh
+        inner = {f: _joined(getattr(instruction, f), inside) for f in ("body", "orelse") if hasattr(instruction, f)}
+        result.append(replace(instruction, **inner) if inner else instruction)  # type: ignore[arg-type]
+    return tuple(result)
 
 
 def _used(body: ir.Body) -> set[str]:

@@ -54,12 +54,20 @@ class Var(Expr):
 
 @dataclass(frozen=True)
 class Coordinate(Expr):
-    """Where this rank stands along a mesh axis."""
+    """Where this rank stands along an axis of the mesh around it: the program's, or that of an `on` body."""
 
     axis: str
 
     def __str__(self) -> str:
         return f"rank.{self.axis}"
+
+
+@dataclass(frozen=True)
+class Rank(Expr):
+    """This rank's number in the program."""
+
+    def __str__(self) -> str:
+        return "rank"
 
 
 @dataclass(frozen=True)
@@ -129,6 +137,8 @@ def evaluate(expr: Expr, variables: Mapping[str, int], coordinates: Mapping[str,
             return variables[name]
         case Coordinate(axis):
             return coordinates[axis]
+        case Rank():
+            return coordinates[""]
         case Size(name):
             return sizes[name]
         case Binary(op, left, right):
@@ -161,4 +171,4 @@ def _divisors(total: Expr) -> tuple[tuple[str, int], ...] | None:
 
 
 def on_sizes_alone(expr: Expr) -> bool:
-    return not any(isinstance(leaf, Var | Coordinate) for leaf in leaves(expr))
+    return not any(isinstance(leaf, Var | Coordinate | Rank) for leaf in leaves(expr))

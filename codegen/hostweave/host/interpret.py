@@ -22,7 +22,7 @@ from hostweave.fusion.ops import OPS
 from hostweave.fusion.types import Sizes
 from hostweave.host import ir
 from hostweave.runtime.arrays import numpy_dtype
-from hostweave.runtime.shards import bind_sizes, block_of, whole_shape
+from hostweave.runtime.shards import bind_sizes, block_of, holds, whole_shape
 
 Array = NDArray[Any]
 
@@ -38,7 +38,8 @@ REDUCTIONS: dict[str, Callable[[Array, Array], Array]] = {
 def interpret(program: ir.HostProgram, arrays: Mapping[str, Array | Sequence[Array]], sizes: Sizes | None = None) -> list[dict[str, Array]]:
     """Runs `program` on all ranks and returns each rank's outputs by name.
 
-    An input is a global array, or a list of each rank's local one. `sizes` need naming only where the inputs do not give them.
+    An input is a global array, or a list of each rank's local one, None where it has none. A rank gives what it has of the outputs.
+    `sizes` need naming only where the inputs do not give them.
     Raises ExecutionError where communications do not meet or all ranks that are left wait for one another.
     """
     local = {p.name: _blocks(program, p, arrays[p.name]) for p in program.inputs}
@@ -50,21 +51,25 @@ def interpret(program: ir.HostProgram, arrays: Mapping[str, Array | Sequence[Arr
     except ProgramError as error:
         raise ExecutionError(str(error)) from None
     world = _World(instances, met)
-    ranks = [_Rank(world, rank, {name: blocks[rank] for name, blocks in local.items()}) for rank in range(program.mesh.size)]
+    ranks = [
+        _Rank(world, rank, {name: blocks[rank] for name, blocks in local.items() if blocks[rank] is not None})
+        for rank in range(program.mesh.size)
+    ]
     _take_turns([rank.run() for rank in ranks])
-    return [{p.name: rank.whole(p.name).copy() for p in program.outputs} for rank in ranks]
+    return [{p.name: r.whole(p.name).copy() for p in program.outputs if holds(p.type, program.mesh, r.rank)} for r in ranks]
 
 
-def _blocks(program: ir.HostProgram, parameter: ir.Parameter, array: Array | Sequence[Array]) -> list[Array]:
+def _blocks(program: ir.HostProgram, parameter: ir.Parameter, array: Array | Sequence[Array]) -> list[Array | None]:
     if isinstance(array, list | tuple):
         return list(array)
     whole = np.asarray(array)
-    return [whole[block_of(parameter.type, program.mesh, rank, whole.shape)] for rank in range(program.mesh.size)]
+    type, mesh = parameter.type, program.mesh
+    return [whole[block_of(type, mesh, rank, whole.shape)] if holds(type, mesh, rank) else None for rank in range(mesh.size)]
 
 
 def _global_shape(program: ir.HostProgram, parameter: ir.Parameter, array: Array | Sequence[Array]) -> tuple[int, ...]:
     if isinstance(array, list | tuple):
-        return whole_shape(parameter.type, program.mesh, [block.shape for block in array])
+        return whole_shape(parameter.type, program.mesh, [() if block is None else block.shape for block in array])
     return np.asarray(array).shape
 
 
@@ -97,13 +102,14 @@ class _World:
 
 
 class _Rank:
-    def __init__(self, world: _World, rank: int, inputs: dict[str, Array]):
+    def __init__(self, world: _World, rank: int, inputs: Mapping[str, Array | None]):
         self.world, self.rank = world, rank
         self.kernels = {kernel.name: kernel for kernel in world.instances.program.kernels}
         # A byte of ones everywhere is NaN in every float dtype.
         self.bytes = {name: np.full(root.size, 255, np.uint8) for name, root in world.instances.roots[rank].items()}
         for name, array in inputs.items():
-            self.whole(name)[...] = array
+            if array is not None:
+                self.whole(name)[...] = array
 
     def whole(self, root: str) -> Array:
         layout = self.world.instances.roots[self.rank][root].layout

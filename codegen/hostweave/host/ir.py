@@ -15,6 +15,7 @@ from hostweave.errors import Location
 from hostweave.fusion.extent import Extent
 from hostweave.fusion.ir import Op
 from hostweave.fusion.source import Source
+from hostweave.fusion.transfer import Route
 from hostweave.fusion.types import BufferType, Mesh, TensorType
 from hostweave.host.expr import Expr, divisibility
 
@@ -40,6 +41,8 @@ class Instruction:
 
 Body = tuple[Instruction, ...]
 Team = tuple[str, ...]  # the mesh axes along which the ranks of a team differ
+EVERYONE: Team = ("*",)  # all ranks of the program, by their numbers
+Routes = tuple[Route, ...]
 Sources = tuple[int | None, ...]  # for each place in a team the place that sends to it
 
 
@@ -316,6 +319,31 @@ class Recv(Instruction):
 
 
 @dataclass(frozen=True)
+class SendBlocks(Instruction):
+    """Of src, cut into `count` blocks in the order of its elements, the blocks that the routes have this rank send. Sends in a group.
+
+    The recv_blocks of the same routes meet it, in their order.
+    """
+
+    src: Read
+    count: int
+    routes: Routes
+    team: Team
+    syntax = "send_blocks %{src} in {count} by {routes} on {team}"
+
+
+@dataclass(frozen=True)
+class RecvBlocks(Instruction):
+    """Into dst, cut into `count` blocks, the blocks that the routes have this rank receive. Recvs in a group."""
+
+    dst: Write
+    count: int
+    routes: Routes
+    team: Team
+    syntax = "recv_blocks %{dst} in {count} by {routes} on {team}"
+
+
+@dataclass(frozen=True)
 class Group(Instruction):
     """Communications posted together. ncclGroupStart ... ncclGroupEnd, closed on every path."""
 
@@ -406,11 +434,20 @@ class Call(Instruction):
     syntax = "call @{block} {srcs} -> {dsts}"
 
 
+@dataclass(frozen=True)
+class OnMesh(Instruction):
+    """The ranks of a mesh do the body, the others nothing. Inside, axes are those of that mesh. What it allocates stays."""
+
+    mesh: Mesh
+    body: Body
+    syntax = "on {mesh} {body}"
+
+
 VIEWS = (Select, Slice, Section, Strided, Reshape, Permute)
 REDUCTIONS = (AllReduce, ReduceScatter, Reduce)
 COLLECTIVES = (AllGather, AllReduce, ReduceScatter, Broadcast, Reduce, Gather, Scatter, AllToAll, Exchange, Barrier)
-POINT_TO_POINT = (Send, Recv)
-GROUPED = (Group, Gather, Scatter, AllToAll, Exchange)  # sends and recvs posted together
+POINT_TO_POINT = (Send, Recv, SendBlocks, RecvBlocks)
+GROUPED = (Group, Gather, Scatter, AllToAll, Exchange, SendBlocks, RecvBlocks)  # sends and recvs posted together
 COMMUNICATIONS = COLLECTIVES + POINT_TO_POINT
 
 

@@ -10,9 +10,10 @@ from typing import Any, NoReturn, get_type_hints
 from hostweave.errors import Location
 from hostweave.fusion.extent import Extent
 from hostweave.fusion.source import Source, parse_source, print_source
-from hostweave.fusion.types import BufferType
+from hostweave.fusion.transfer import Route
+from hostweave.fusion.types import BufferType, Mesh
 from hostweave.host import ir
-from hostweave.host.expr import OPERATORS, Binary, Const, Coordinate, Expr, Size, Var
+from hostweave.host.expr import OPERATORS, Binary, Const, Coordinate, Expr, Rank, Size, Var
 from hostweave.reader import Reader
 
 INDENT = "  "
@@ -227,7 +228,7 @@ def _parse_field(reader: Reader, kind: type[ir.Instruction], name: str, hint: An
     if role:  # the buffers of a launch or a call
         return _separated(reader, reader.named) if reader.peek() == "%" else ()
     if name == "team":
-        return _separated(reader, lambda: reader.word("a mesh axis"))
+        return ir.EVERYONE if reader.accept("*") else _separated(reader, lambda: reader.word("a mesh axis"))
     return _FIELD_PARSERS[hint](reader)
 
 
@@ -259,6 +260,21 @@ def _parse_number(reader: Reader) -> float:
         reader.fail("expected a number", start)
 
 
+def _parse_route(reader: Reader) -> Route:
+    """`0[1] -> 2[0]`"""
+
+    def block() -> tuple[int, int]:
+        rank = reader.integer()
+        reader.expect("[")
+        number = reader.integer()
+        reader.expect("]")
+        return rank, number
+
+    sent = block()
+    reader.expect("->")
+    return Route(*sent, *block())
+
+
 def _parse_expr(reader: Reader, precedence: int = 1) -> Expr:
     left = _parse_atom(reader)
     # A line that starts with % defines the next name: it does not go on with a remainder.
@@ -278,8 +294,7 @@ def _parse_atom(reader: Reader) -> Expr:
     if reader.peek().isdigit():
         return Const(reader.integer())
     if reader.accept("rank"):
-        reader.expect(".")
-        return Coordinate(reader.word("a mesh axis"))
+        return Coordinate(reader.word("a mesh axis")) if reader.accept(".") else Rank()
     if reader.peek() == "ceil":
         return Size(str(reader.extent()))
     return Size(reader.word("an expression"))
@@ -295,6 +310,8 @@ _FIELD_PARSERS: dict[Any, Callable[[Reader], Any]] = {
     BufferType: _parse_buffer_type,
     tuple[Extent, ...]: _bracketed(Reader.extent),
     tuple[int, ...]: _bracketed(Reader.integer),
+    Mesh: Reader.mesh,
+    ir.Routes: _bracketed(_parse_route),
     ir.Sources: _bracketed(lambda reader: None if reader.accept("none") else reader.integer()),
 }
 _BY_WORD: dict[tuple[bool, str], type[ir.Instruction]] = {}

@@ -10,10 +10,10 @@ from hostweave.errors import ProgramError
 from hostweave.fusion.extent import Extent, block_of, part_of, product
 from hostweave.fusion.ops import widens
 from hostweave.fusion.source import Source, held
-from hostweave.fusion.types import BufferType
+from hostweave.fusion.types import BufferType, Mesh
 from hostweave.host import ir
 from hostweave.host.blocks import bodies, events_of
-from hostweave.host.expr import Binary, Const, Coordinate, Expr, Size, Var, divisibility, leaves
+from hostweave.host.expr import Binary, Const, Coordinate, Expr, Rank, Size, Var, divisibility, leaves
 from hostweave.host.requirements import slack
 from hostweave.host.text import print_instruction
 
@@ -59,6 +59,10 @@ class _Checker:
     freed: set[str] = field(default_factory=set)
     current: ir.Instruction | None = None
     scope: _Scope = field(default_factory=lambda: _Scope())
+    mesh: Mesh = field(init=False)  # of the `on` body around, or the program's
+
+    def __post_init__(self) -> None:
+        self.mesh = self.program.mesh
 
     def header(self) -> None:
         pools: list[ir.Streams | ir.Events] = [*self.program.streams, *self.program.events]
@@ -88,8 +92,10 @@ class _Checker:
         for parameter in (*self.program.inputs, *self.program.outputs):
             if parameter.name in self.types:
                 self.fail(f"%{parameter.name} is declared twice: rename one")
+            if parameter.type.mesh:
+                self.part(parameter.type.mesh)
             for axis in parameter.type.axes:
-                self.axis(axis)
+                self.axis(axis, parameter.type.mesh)
             self.types[parameter.name] = self.program.local_type(parameter)
 
     def fail(self, message: str) -> NoReturn:
@@ -148,29 +154,43 @@ class _Checker:
     def divisors(self, expr: Expr) -> None:
         if not isinstance(expr, Binary):
             return
-        if expr.op in ("/", "%") and (expr.right == Const(0) or any(isinstance(leaf, Var | Coordinate) for leaf in leaves(expr.right))):
+        if expr.op in ("/", "%") and (
+            expr.right == Const(0) or any(isinstance(leaf, Var | Coordinate | Rank) for leaf in leaves(expr.right))
+        ):
             self.fail(f"{expr}: the divisor may be 0: divide by a positive number or a size")
         self.divisors(expr.left)
         self.divisors(expr.right)
 
     def depends_on_rank(self, expr: Expr) -> bool:
         return any(
-            isinstance(leaf, Coordinate)
+            isinstance(leaf, Coordinate | Rank)
             or (isinstance(leaf, Var) and leaf.name in self.rank_dependent)
             or (isinstance(leaf, Size) and part_of(leaf.name) is not None)
             for leaf in leaves(expr)
         )
 
-    def axis(self, axis: str) -> None:
-        if axis not in dict(self.program.mesh.axes):
-            self.fail(f"{self.program.mesh} has no axis {axis!r}: its axes are {', '.join(dict(self.program.mesh.axes))}")
+    def axis(self, axis: str, mesh: Mesh | None = None) -> None:
+        mesh = mesh or self.mesh
+        if axis not in dict(mesh.axes):
+            self.fail(f"{mesh} has no axis {axis!r}: its axes are {', '.join(dict(mesh.axes))}")
+
+    def part(self, mesh: Mesh) -> None:
+        """A mesh of some of the program's ranks."""
+        if outside := set(mesh.all_ranks) - set(self.program.mesh.all_ranks):
+            self.fail(f"{self.program.mesh} has no rank {min(outside)}: name ranks of it")
+
+    def axes_of_parts(self) -> set[str]:
+        """The axes of the meshes of some of the ranks."""
+        return {axis for i in ir.walk(self.program.body) if isinstance(i, ir.OnMesh) for axis, _ in i.mesh.axes}
 
     def team_size(self, team: ir.Team) -> int:
+        if team == ir.EVERYONE:
+            return self.program.mesh.size
         for axis in team:
             self.axis(axis)
             if team.count(axis) > 1:
                 self.fail(f"axis {axis} is named twice: name each axis of the team once")
-        return self.program.mesh.size_of(team)
+        return self.mesh.size_of(team)
 
     # --- types ---
 
@@ -213,7 +233,7 @@ class _Checker:
             if missing:
                 return missing[0]
             for axis in (part_of(name) or ((), ()))[1]:
-                self.axis(axis)
+                self.axis(axis, self.program.mesh)
         return None
 
     def kernel(self, kernel: ir.Kernel) -> None:
@@ -233,12 +253,12 @@ class _Checker:
     def source(self, source: Source) -> None:
         if source.name in self.kernels or sum(source.name == other.name for other in self.program.sources) > 1:
             self.fail(f"source @{source.name} is declared twice: rename one")
-        for type in (*source.inputs, *source.outputs):
-            for axis in type.axes:
+        types = (*source.inputs, *source.outputs)
+        dims = (*source.grid, *(a.dim for a in source.arguments if a.dim))
+        for axis in (axis for dim in (*dims, *(dim for type in types for dim in type.dims)) for axis in dim.axes):
+            if axis not in self.axes_of_parts():  # on the program's mesh, then
                 self.axis(axis)
-        for dim in (*source.grid, *(a.dim for a in source.arguments if a.dim)):
-            for axis in dim.axes:
-                self.axis(axis)
+        for dim in dims:
             if unknown := self.unknown(dim.extent):
                 self.fail(f"source @{source.name}: {unknown} is not a size of any input or output")
         if source.signature is None:
@@ -309,7 +329,7 @@ def _launch_source(c: _Checker, i: ir.Launch, source: Source) -> None:
         if len(names) != len(types):
             c.fail(f"@{source.name} {role} {len(types)} buffers, not {len(names)}")
         for name, type in zip(names, types, strict=True):
-            wanted = held(type, c.program.mesh, c.program.uneven)
+            wanted = held(type, c.mesh, c.program.uneven)
             if (c.types[name].dtype, c.types[name].shape) != (wanted.dtype, wanted.shape):
                 c.fail(f"%{name} is {c.types[name]}, and @{source.name} {role} {wanted}")
             if c.types[name].strides is not None:
@@ -428,6 +448,19 @@ def _point_to_point(c: _Checker, i: ir.Send | ir.Recv, size: int) -> None:
     c.expr(i.peer)
 
 
+def _blocks(c: _Checker, i: ir.SendBlocks | ir.RecvBlocks, size: int) -> None:
+    if i.team != ir.EVERYONE:
+        c.fail("routes name ranks of the program: write on *")
+    if i.count < 1:
+        c.fail("a buffer has at least one block: cut it into 1 or more")
+    sends = isinstance(i, ir.SendBlocks)
+    for route in i.routes:
+        if outside := [rank for rank in (route.sender, route.receiver) if rank >= size]:
+            c.fail(f"{route}: {c.program.mesh} has no rank {outside[0]}: name ranks of it")
+        if (route.sent if sends else route.received) >= i.count:
+            c.fail(f"{route}: there are {i.count} blocks, the last one {i.count - 1}")
+
+
 def _group(c: _Checker, i: ir.Group, scope: _Scope) -> None:
     for inner in i.body:
         if not isinstance(inner, ir.COMMUNICATIONS):
@@ -515,6 +548,16 @@ def _is_collective(block: ir.Block, others: tuple[ir.Block, ...]) -> bool:
     return False
 
 
+def _on_mesh(c: _Checker, i: ir.OnMesh, scope: _Scope) -> None:
+    if c.mesh is not c.program.mesh:
+        c.fail("an on body cannot stand in an on body: end the outer one first")
+    c.part(i.mesh)
+    c.mesh = i.mesh
+    c.inner(i.body, scope)
+    c.mesh = c.program.mesh
+    c.types.update({inner.out: inner.type for inner in i.body if isinstance(inner, ir.Allocate)})
+
+
 RULES: dict[type[ir.Instruction], Callable[[_Checker, Any, _Scope], None]] = {
     ir.Allocate: _allocate,
     ir.Deallocate: _deallocate,
@@ -541,6 +584,8 @@ RULES: dict[type[ir.Instruction], Callable[[_Checker, Any, _Scope], None]] = {
     ir.Barrier: _communication(_barrier),
     ir.Send: _communication(_point_to_point),
     ir.Recv: _communication(_point_to_point),
+    ir.SendBlocks: _communication(_blocks),
+    ir.RecvBlocks: _communication(_blocks),
     ir.Group: _group,
     ir.OnStream: _on_stream,
     ir.Fork: _fork_or_join,
@@ -551,4 +596,5 @@ RULES: dict[type[ir.Instruction], Callable[[_Checker, Any, _Scope], None]] = {
     ir.For: _for,
     ir.If: _if,
     ir.Call: _call,
+    ir.OnMesh: _on_mesh,
 }

@@ -19,6 +19,7 @@ from hostweave.errors import ProgramError
 from hostweave.fusion.ir import Fusion, Op
 from hostweave.fusion.ops import OPS, index_map, needs_whole, operand_types
 from hostweave.fusion.resharding import Change, change_of
+from hostweave.fusion.transfer import transfer
 from hostweave.fusion.types import Stream
 from hostweave.options import Options
 from hostweave.passes.rewriting import consumers
@@ -32,6 +33,8 @@ WAYS: dict[str, Ways] = {
     "all_reduce": {"all_reduce": "across"},
     "all_to_all": {"all_to_all": "across"},
     "exchange": {"exchange": "across"},
+    "reduce": {},
+    "transfer": {"transfer": "across"},
 }
 # Which block a rank takes first: of a gather its own, which is there; of a reduce-scatter it comes last, for it travels nowhere.
 ROTATIONS = {
@@ -167,14 +170,23 @@ class _Choice:
         if self.moves_streamed_dim(member, change):
             return {}
         whole = member.op.result.type if change.kind == "all_gather" else self.types[member.op.tensors[0]]
-        fits = stream.chunks is None or stream.chunks % self.mesh.size_of(change.axes) == 0
+        fits = stream.chunks is None or stream.chunks % whole.mesh_in(self.mesh).size_of(change.axes) == 0
         if member.changes_streamed_dim("all_gather", "reduce_scatter") and not whole.dims[member.dim].axes and fits:
             return WAYS[change.kind]
         return {way: step for way, step in WAYS[change.kind].items() if step == "across"}
 
     def moves_streamed_dim(self, member: _Member, change: Change) -> bool:
+        if change.kind in ("reduce", "transfer"):
+            return change.kind == "reduce" or not self.moves_whole_blocks(member)
         before, after = (type.dims[member.dim].axes for type in (self.types[member.op.tensors[0]], member.op.result.type))
         return change.kind in ("all_to_all", "exchange") and before != after
+
+    def moves_whole_blocks(self, member: _Member) -> bool:
+        """Whether each rank of one mesh sends what it holds, and each of another one receives what it is to hold, in one piece."""
+        source, target = self.types[member.op.tensors[0]], member.op.result.type
+        blocks = transfer(source, target, self.mesh)
+        apart = set(source.mesh_in(self.mesh).all_ranks).isdisjoint(target.mesh_in(self.mesh).all_ranks)
+        return apart and set(blocks.sent) | set(blocks.received) <= {1}
 
     def refuse(self, root: Op, stream: Stream, possible: dict[str, tuple[str, Ways]]) -> NoReturn:
         stated = ", ".join(f"{word}={value!r}" for word, value in (("step", stream.step), ("by", stream.by)) if value)
@@ -214,7 +226,7 @@ class _Choice:
         if member.change and member.changes_streamed_dim("all_gather"):
             axes += member.change.axes
         extent = member.op.result.type.shape[member.dim]
-        held = extent // self.mesh.size_of(axes)
+        held = extent // member.op.result.type.mesh_in(self.mesh).size_of(axes)
         if stream.chunks and held.is_int and int(held) % stream.chunks:
             why = f"{stream.chunks} chunks do not divide the {held} of {extent} that a rank holds of dim {member.dim} of %{member.name}"
             raise ProgramError(f"stream of %{root.result.name}: {why}; use a divisor of {held}", root.location)

@@ -59,6 +59,8 @@ class _Decomposition:
             self.emit(op)
             return
         (source,) = op.tensors
+        if op.result.type.mesh != self.types[source].mesh:
+            source = self.before_slices(source)
         steps = plan(self.types[source], op.result.type, self.mesh, self.sizes, op.location)
         if not steps:
             self.remove(op, source)
@@ -73,6 +75,12 @@ class _Decomposition:
         self.emit(Op("reshard", (source,), op.result, attributes(kind=steps[-1].kind), op.location))
         if not op.result.stream:
             self.done[source, op.result.type] = op.result.name
+
+    def before_slices(self, name: str) -> str:
+        """What a value is a slice of: another mesh takes its blocks from whoever holds them."""
+        while name in self.made_by and self.ops[self.made_by[name]].attribute("kind") == "shard":
+            (name,) = self.ops[self.made_by[name]].tensors
+        return name
 
     def step(self, op: Op, source: str, step: Change, type: TensorType) -> str:
         """The value between two steps, made once."""

@@ -36,7 +36,7 @@ def group_communications(program: ir.HostProgram, options: Options) -> ir.HostPr
 
 class _Grouping:
     def __init__(self, program: ir.HostProgram):
-        self.mesh = program.mesh
+        self.mesh = program.mesh  # of the `on` body around
         self.touched = Touched()
 
     def body(self, body: ir.Body) -> ir.Body:
@@ -59,6 +59,11 @@ class _Grouping:
         return (*result, *_group(posted), *behind)
 
     def inside(self, instruction: ir.Instruction) -> ir.Instruction:
+        if isinstance(instruction, ir.OnMesh):
+            outer, self.mesh = self.mesh, instruction.mesh
+            body = self.body(instruction.body)
+            self.mesh = outer
+            return replace(instruction, body=body)
         inner = {name: self.body(getattr(instruction, name)) for name in ("body", "orelse") if hasattr(instruction, name)}
         return replace(instruction, **inner) if inner else instruction  # type: ignore[arg-type]
 
@@ -78,6 +83,10 @@ class _Grouping:
 
     def calls(self, member: ir.Instruction) -> int:
         """How many calls of NCCL a communication makes at most."""
+        if isinstance(member, ir.SendBlocks | ir.RecvBlocks):
+            return len(member.routes)
+        if isinstance(member, ir.POINT_TO_POINT):
+            return 1
         ranks = self.mesh.size_of(member.team)  # type: ignore[attr-defined]
         return 2 * ranks if isinstance(member, ir.GROUPED) else 1
 

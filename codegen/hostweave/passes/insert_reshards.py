@@ -26,8 +26,10 @@ SUFFIXES = {
     "all_reduce": "reduced",
     "all_to_all": "turned",
     "exchange": "exchanged",
+    "reduce": "reduced",
     "reduce_scatter": "scattered",
     "shard": "sliced",
+    "transfer": "moved",
 }
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 
 from hostweave.fusion.extent import Extent
+from hostweave.fusion.transfer import Transfer
 from hostweave.fusion.types import BufferType, Mesh
 from hostweave.host import ir
 from hostweave.host.builder import Builder
-from hostweave.host.expr import Const, Expr, Var
+from hostweave.host.expr import Const, Expr, Rank, Var
 from hostweave.passes.steps import Steps, expr_of, team_coordinate, team_size
 
 
@@ -108,6 +110,77 @@ def temporary(b: Builder, like: str, steps: Steps | None) -> str:
         return b.allocate_here(f"{like}_packed", type)
     ring = b.allocate(f"{like.removesuffix('_' + steps.index.name)}_packed", BufferType(type.dtype, (steps.count, *type.shape)))
     return b.select(ring, 0, steps.block, f"{like}_packed")
+
+
+# --- to other meshes --------------------------------------------------------------------------------------------------
+
+
+def reduce(b: Builder, src: str, dst: str, op: str, channel: Channel, root: int, steps: Steps | None) -> None:
+    """To the rank at place `root` of the team, the only one that has dst."""
+    b.emit(ir.Reduce(packed_source(b, src, steps), dst, op, Const(root), channel.team))
+
+
+def blocks_to_send(b: Builder, src: str, blocks: Transfer, steps: Steps | None) -> str:
+    """Memory that holds the blocks of `src` one after the other: its own, or a copy's."""
+    in_order = b.memory_of(packed_source(b, cut(b, src, blocks.sent), steps))
+    if steps is not None or b.is_memory(in_order):
+        return in_order
+    packed = temporary(b, in_order, steps)  # a view of this mesh cannot be named where both meshes post together
+    b.emit(ir.Copy(in_order, packed))
+    return packed
+
+
+@contextmanager
+def blocks_to_receive(b: Builder, dst: str, blocks: Transfer, steps: Steps | None) -> Iterator[str]:
+    """Memory for the blocks of `dst` one after the other, copied to it afterwards where it is not its own."""
+    by_block = cut(b, dst, blocks.received)
+    if b.is_contiguous(by_block):
+        yield b.memory_of(by_block)
+        return
+    landing = temporary(b, by_block, steps)
+    yield landing
+    b.emit(ir.Copy(landing, cut(b, dst, blocks.received)))  # another view where an `on` body has ended meanwhile
+
+
+def cut(b: Builder, whole: str, cuts: tuple[int, ...]) -> str:
+    """The view of `whole` with the blocks of all dims outermost, in row-major order."""
+    shape: list[Extent] = []
+    outer: list[int] = []
+    inner: list[int] = []
+    for extent, blocks in zip(b.types[whole].shape, cuts, strict=True):
+        if blocks > 1:
+            outer.append(len(shape))
+            shape.append(Extent(blocks))
+        inner.append(len(shape))
+        shape.append(extent // blocks)
+    return b.permute(b.reshape(whole, tuple(shape), f"{whole}_blocks"), (*outer, *inner), f"{whole}_by_block")
+
+
+def send(src: str, blocks: Transfer) -> ir.Instruction:
+    """All that this rank sends."""
+    distance = _distance(blocks)
+    if distance is not None:
+        return ir.Send(src, _further(distance), ir.EVERYONE)
+    return ir.SendBlocks(src, prod(blocks.sent), blocks.routes, ir.EVERYONE)
+
+
+def recv(dst: str, blocks: Transfer) -> ir.Instruction:
+    """All that this rank receives."""
+    distance = _distance(blocks)
+    if distance is not None:
+        return ir.Recv(dst, _further(-distance), ir.EVERYONE)
+    return ir.RecvBlocks(dst, prod(blocks.received), blocks.routes, ir.EVERYONE)
+
+
+def _distance(blocks: Transfer) -> int | None:
+    """How many ranks further each block goes, where all go as far and every rank of both meshes has one."""
+    far = {route.receiver - route.sender for route in blocks.routes}
+    one_each = set(blocks.sent) | set(blocks.received) <= {1} and len({route.sender for route in blocks.routes}) == blocks.senders
+    return far.pop() if len(far) == 1 and one_each else None
+
+
+def _further(distance: int) -> Expr:
+    return Rank() + distance if distance >= 0 else Rank() - -distance
 
 
 # --- shards that may be uneven ----------------------------------------------------------------------------------------

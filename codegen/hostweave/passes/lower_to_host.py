@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from math import prod
 
 from hostweave.errors import ProgramError
 from hostweave.fusion.extent import Extent, block
@@ -24,7 +23,8 @@ from hostweave.fusion.ir import Fusion, Op, Value
 from hostweave.fusion.ops import NO_SOURCE, OPS, axes_of, index_map, operand_types, padded_dims
 from hostweave.fusion.resharding import Change, change_of, sources_of
 from hostweave.fusion.source import Source, held
-from hostweave.fusion.types import BufferType, Dim, TensorType
+from hostweave.fusion.transfer import Transfer, transfer
+from hostweave.fusion.types import BufferType, Dim, Mesh, TensorType
 from hostweave.host import ir
 from hostweave.host.blocks import joined
 from hostweave.host.builder import Builder
@@ -32,7 +32,7 @@ from hostweave.host.expr import Const, Expr, Var
 from hostweave.options import Options
 from hostweave.passes import lower_communication as communication
 from hostweave.passes.lower_communication import Channel, Padding
-from hostweave.passes.steps import Steps, chunk, chunk_shape, expr_of, team_coordinate, team_size, total
+from hostweave.passes.steps import Steps, chunk, chunk_shape, expr_of, team_coordinate, total
 from hostweave.passes.uneven import uneven_sizes
 
 RING = "ring"
@@ -110,10 +110,11 @@ class _Lowering:
         b.location = None
         self.join()
         for parameter, name in zip(outputs, f.outputs, strict=True):
-            if self.whole(name) != parameter.name:  # an input, a view, or a value that is returned twice
-                b.emit(ir.Copy(self.whole(name), parameter.name))
+            with b.on(parameter.type.mesh):
+                if self.whole(name) != parameter.name:  # an input, a view, or a value that is returned twice
+                    b.emit(ir.Copy(self.whole(name), parameter.name))
         body = b.body()
-        forked = {i.stream for i in body if isinstance(i, ir.Fork)}
+        forked = {i.stream for i in ir.walk(body) if isinstance(i, ir.Fork)}
         pools = (ir.Streams(RING, self.options.streams), ir.Streams(COMM, 1))
         streams = tuple(pool for pool in pools if pool.name in forked)
         return ir.HostProgram(f.name, f.mesh, inputs, outputs, streams, tuple(self.events), tuple(self.kernels.values()), body, self.uneven)
@@ -121,7 +122,7 @@ class _Lowering:
     # --- what communicates aside ---
 
     def is_aside(self, op: Op) -> bool:
-        return op.kind == "reshard" and op.result.aside and op.result.stream is None and not self.is_view(op)
+        return op.kind == "reshard" and op.result.aside and op.result.stream is None and not self.is_view(op) and not self.moves(op)
 
     def aside(self, op: Op) -> None:
         """The communication on a stream of its own, after all that the caller's stream holds; what uses its result waits for it."""
@@ -215,9 +216,9 @@ class _Lowering:
         for op in ops:
             assert op.result.stream is not None
             dims = [op.result.type.dims[op.result.stream.dim]]
-            if op.kind == "reshard":
+            if op.kind == "reshard" and self.mesh_of(op) == self.types[op.tensors[0]].mesh_in(self.mesh):
                 dims.append(self.types[op.tensors[0]].dims[op.result.stream.dim])
-            split.extend(prod(self.mesh.axis_size(axis) for axis in dim.axes) for dim in dims)
+            split.extend(self.mesh_of(op).size_of(dim.axes) for dim in dims)
         return max(split)
 
     def private(self, name: str, loop: _Loop) -> bool:
@@ -234,20 +235,24 @@ class _Lowering:
         count, drops_dim = self.iterations(loop.ops[0])
         steps = Steps(Var(b.loop_index()), count, drops_dim, self.shards(loop.ops), uneven=self.uneven)
         b.location = loop.ops[-1].location
-        with b.nested() as body:
-            if loop.by_block:
-                steps = replace(steps, owner=self.owner(loop, steps))
-            with b.nested() as on_stream:
-                self.defer_ring_terms(loop)
-                for op in loop.ops:
-                    self.op(op, steps)
-            b.location = loop.ops[-1].location
-            b.emit(ir.OnStream(RING, steps.index, tuple(on_stream)))
-        b.emit(ir.Fork(RING))
-        b.emit(ir.For(steps.index.name, count, tuple(body)))
-        b.emit(ir.Join(RING))
-        for action in self.after_loop:
-            action()
+        meshes = {self.types[name].mesh for op in loop.ops for name in (op.result.name, *op.tensors)}
+        b.hoists_views = len(meshes) == 1
+        with b.on(meshes.pop() if b.hoists_views else None):
+            with b.nested() as body:
+                if loop.by_block:
+                    steps = replace(steps, owner=self.owner(loop, steps))
+                with b.nested() as on_stream:
+                    self.defer_ring_terms(loop)
+                    for op in loop.ops:
+                        self.op(op, steps)
+                b.location = loop.ops[-1].location
+                b.emit(ir.OnStream(RING, steps.index, tuple(on_stream)))
+            b.emit(ir.Fork(RING))
+            b.emit(ir.For(steps.index.name, count, tuple(body)))
+            b.emit(ir.Join(RING))
+            for action in self.after_loop:
+                action()
+        b.hoists_views = True
         self.after_loop.clear()
         self.chunks.clear()
 
@@ -259,7 +264,7 @@ class _Lowering:
         by = op.result.stream.by
         if by in ("broadcast", "reduce"):
             return steps.index // expr_of(steps.pieces)
-        rank = team_coordinate(self.mesh, self.change(op).axes)
+        rank = team_coordinate(self.mesh_of(op), self.change(op).axes)
         if op.attribute("kind") == "reduce_scatter":
             owner = rank - 1 - steps.hop if by == "ring" else rank + 1 + steps.hop
             return Var(self.b.let("q", owner % steps.shards))
@@ -269,20 +274,24 @@ class _Lowering:
 
     def op(self, op: Op, steps: Steps | None) -> None:
         self.b.location = op.location
-        if steps is None and self.is_aside(op):
-            self.aside(op)
-        elif op.kind == "reshard":
-            self.reshard(op, steps)
-        elif self.is_view(op):
-            self.view(op, steps)
-        elif op.callee:
-            self.call(op, op.callee)
-        elif op.source:
-            self.launch(op, op.source)
-        elif op.kind == "output":
-            self.whole(op.result.name)  # what its kernel wrote
-        else:
-            self.compute(op, steps)
+        with self.b.on(op.result.type.mesh):
+            if steps is None and self.is_aside(op):
+                self.aside(op)
+            elif op.kind == "reshard":
+                self.reshard(op, steps)
+            elif self.is_view(op):
+                self.view(op, steps)
+            elif op.callee:
+                self.call(op, op.callee)
+            elif op.source:
+                self.launch(op, op.source)
+            elif op.kind == "output":
+                self.whole(op.result.name)  # what its kernel wrote
+            else:
+                self.compute(op, steps)
+
+    def mesh_of(self, op: Op) -> Mesh:
+        return op.result.type.mesh_in(self.mesh)
 
     def compute(self, op: Op, steps: Steps | None) -> None:
         b = self.b
@@ -305,25 +314,34 @@ class _Lowering:
             b.emit(ir.Launch(self.kernel(op, sources, target, steps), tuple(dict.fromkeys(sources)), (target,)))
 
     def call(self, op: Op, block: Fusion) -> None:
-        sources = tuple(map(self.contiguous, op.tensors))
-        self.b.emit(ir.Call(block.name, sources, (self.whole(op.result.name),)))
+        """All ranks make it: what a block does on a mesh of some of them, it does by itself."""
+        sources = []
+        for name in op.tensors:
+            with self.b.on(self.types[name].mesh):
+                sources.append(self.contiguous(name))
+        target = self.whole(op.result.name)
+        with self.b.on(None):
+            self.b.emit(ir.Call(block.name, tuple(sources), (target,)))
 
     def launch(self, op: Op, source: Source) -> None:
         """A kernel of the user; an output that nothing uses has memory of its own."""
         used = {user.attribute("index"): user.result.name for user in self.consumers[op.result.name] if user.kind == "output"}
         targets = [self.whole(op.result.name)]
         for index, type in enumerate(source.outputs[1:], 1):
-            unused = held(type, self.mesh, self.uneven)
+            unused = held(type, self.mesh_of(op), self.uneven)
             targets.append(self.whole(used[index]) if index in used else self.b.allocate(f"{op.result.name}_unused", unused))
         self.b.emit(ir.Launch(source.name, tuple(map(self.contiguous, op.tensors)), tuple(targets)))
 
     def contiguous(self, name: str) -> str:
         """All of a value, as a block takes it."""
         source = self.whole(name)
-        if not self.b.is_contiguous(source):
+        if self.types[name].mesh and self.b.is_contiguous(source):
+            source = self.b.memory_of(source)  # which can be named where the mesh is left
+        if not self.b.is_contiguous(source) or (self.types[name].mesh and not self.b.is_memory(source)):
             self.buffers[name] = self.b.allocate(f"{name}_packed", self.b.types[source])
             self.b.emit(ir.Copy(source, self.buffers[name]))
-        return self.buffers[name]
+            return self.buffers[name]
+        return source
 
     def exchange(self, op: Op, source: str, target: str, steps: Steps | None) -> None:
         """Blocks go from rank to rank, or, where a rank holds them all, from place to place."""
@@ -365,7 +383,7 @@ class _Lowering:
             shape = self.b.types[buffer].shape
             return self.b.reshape(buffer, (*shape[:position], Extent(), *shape[position:]), f"{name}_stacked")
         if steps.drops_dim and not self.keeps_dim(op) and position >= 0:
-            with self.b.outermost():
+            with self.b.hoisted():
                 return self.b.drop(buffer, position, f"{name}_{steps.index.name}")
         return buffer
 
@@ -430,8 +448,8 @@ class _Lowering:
     # --- concat and pad ---
 
     def writes_strided(self, op: Op) -> bool:
-        """Whether an op can write memory that is not contiguous. A reshard can, by a copy."""
-        return not (self.is_view(op) or op.callee or op.source or op.kind == "output")
+        """Whether an op can write memory that is not contiguous. A reshard on one mesh can, by a copy."""
+        return not (self.is_view(op) or self.moves(op) or op.callee or op.source or op.kind == "output")
 
     def made_in_place(self) -> dict[str, tuple[Op, int]]:
         """Operands of concat and pad that their own op can write where they belong in the result, as nothing else uses them."""
@@ -533,7 +551,7 @@ class _Lowering:
     def is_view(self, op: Op) -> bool:
         """Whether an op is pointer arithmetic: also a reduction of one local element, and a reshard to a slice of what is here."""
         if op.kind == "reshard":
-            return op.attribute("kind") == "shard"
+            return op.attribute("kind") == "shard" or (op.attribute("kind") == "transfer" and self.is_there(op))
         if OPS[op.kind].combine and op.result.type.dtype == self.types[op.tensors[0]].dtype:
             local = self.types[op.tensors[0]].local_shape(self.mesh, self.uneven)
             axes = op.attribute("axis")
@@ -563,8 +581,10 @@ class _Lowering:
 
     def whole_view(self, op: Op) -> str:
         """The view of all of the operand that is all of the result."""
+        if op.kind == "reshard":
+            return self.own_block(op)
         source, name = self.whole(op.tensors[0]), op.result.name
-        with self.b.outermost():
+        with self.b.hoisted():
             if op.kind == "transpose":
                 axes = op.attribute("axes")
                 assert isinstance(axes, tuple)
@@ -606,13 +626,14 @@ class _Lowering:
 
     def whole(self, name: str) -> str:
         """The buffer or view that holds all of a value; memory is taken at its first use."""
-        if name not in self.buffers and name in self.placed:
+        is_known = name in self.buffers and self.b.is_visible(self.buffers[name])
+        if not is_known and name in self.placed:
             op, number = self.placed[name]
-            with self.b.outermost():
+            with self.b.hoisted():
                 self.buffers[name] = self.place(op, number, self.whole(op.result.name), None)
-        if name in self.homes and name not in self.buffers:
+        elif not is_known and name in self.homes:
             self.buffers[name] = self.seen_through(self.homes[name])
-        if name not in self.buffers:
+        elif not is_known:
             producer = next(op for op in self.loop_of[name].ops if op.result.name == name)
             self.buffers[name] = (
                 self.whole_view(producer) if self.is_view(producer) else self.b.allocate(name, self.local(self.values[name]))
@@ -622,7 +643,7 @@ class _Lowering:
     def seen_through(self, op: Op) -> str:
         """What a view is of, where the view's result has the memory."""
         (source,), name = op.tensors, op.result.name
-        with self.b.outermost():
+        with self.b.hoisted():
             if name not in self.homes and name not in self.buffers:
                 self.buffers[name] = self.b.allocate(name, self.local(self.values[name]))
             view = self.reversed(op, self.whole(name))
@@ -632,6 +653,8 @@ class _Lowering:
 
     def chunk(self, name: str, dim: int, steps: Steps, keeps_dim: bool) -> str:
         """What one iteration touches of a value."""
+        if name in self.chunks and not self.b.is_visible(self.chunks[name]):
+            self.view(next(op for op in self.loop_of[name].ops if op.result.name == name), steps)
         if name in self.chunks:
             return self.chunks[name]
         if name in self.by_step:
@@ -641,7 +664,7 @@ class _Lowering:
                 view = self.b.permute(view, (*range(1, dim + 1), 0, *range(dim + 1, rank)), f"{name}_{steps.index.name}_in_order")
             shape = chunk_shape(replace(steps, drops_dim=steps.drops_dim and not keeps_dim), self.mesh, self.values[name], dim)
             return self.b.reshape(view, shape, f"{name}_{steps.index.name}")
-        with self.b.outermost():
+        with self.b.hoisted():
             buffer = self.whole(name)
             if steps.splits(self.values[name], dim):
                 self.b.split(buffer, dim, Extent(steps.shards), f"{name}_shards")
@@ -679,16 +702,19 @@ class _Lowering:
 
     def reshard(self, op: Op, steps: Steps | None) -> None:
         change, value, stream = self.change(op), op.result, op.result.stream
-        if change.kind == "shard":
-            with self.b.outermost():
-                self.buffers[value.name] = self.own_block(op, change)
+        if self.is_view(op):
+            with self.b.hoisted():
+                self.buffers[value.name] = self.own_block(op)
+            return
+        if change.kind in ("transfer", "reduce"):
+            self.to_other_ranks(op, change, steps)
             return
         if steps is not None and stream is not None and stream.by in ("p2p", "ring") and change.kind == "reduce_scatter":
             self.scatter_by_block(op, change, steps)
             return
         source = self.operand(op, 0, steps)
         target = self.destination(value, steps, keeps_dim=False)
-        channel = Channel(self.mesh, change.axes, self.dim_of_chunk(change.dim, op, steps))
+        channel = Channel(self.mesh_of(op), change.axes, self.dim_of_chunk(change.dim, op, steps))
         if steps is None or steps.owner is None:
 
             def communicate(sent: str, received: str) -> None:
@@ -723,15 +749,58 @@ class _Lowering:
             case "all_gather":
                 communication.all_gather(self.b, src, dst, channel, steps)
 
-    def own_block(self, op: Op, change: Change) -> str:
-        """The view of this rank's block of a value that it holds all of."""
-        assert change.dim is not None
-        source, name = self.whole(op.tensors[0]), op.result.name
-        place, ranks = team_coordinate(self.mesh, change.axes), team_size(self.mesh, change.axes)
-        held, dim = self.local(op.result).shape[change.dim], op.result.type.dims[change.dim]
-        if held == dim.extent // self.mesh.size_of(dim.axes):
-            return self.b.slice(source, change.dim, place, Extent(ranks), name)
-        return self.b.section(source, change.dim, held, place * expr_of(block(dim.extent, ranks)), name)
+    def own_block(self, op: Op) -> str:
+        """The view of this rank's block of a value that it holds all of, or as much of each dim."""
+        buffer, mesh = self.whole(op.tensors[0]), self.mesh_of(op)
+        have, want = self.local(self.values[op.tensors[0]]).shape, self.local(op.result).shape
+        for i, (dim, own) in enumerate(zip(op.result.type.dims, want, strict=True)):
+            if have[i] == own:
+                continue
+            gained = dim.axes[len(self.types[op.tensors[0]].dims[i].axes) :]
+            place, ranks = team_coordinate(mesh, gained), mesh.size_of(gained)
+            if own == dim.extent // mesh.size_of(dim.axes):
+                buffer = self.b.slice(buffer, i, place, Extent(ranks), op.result.name)
+            else:
+                buffer = self.b.section(buffer, i, own, place * expr_of(block(dim.extent, ranks)), op.result.name)
+        return buffer
+
+    # --- to other ranks ---
+
+    def moves(self, op: Op) -> bool:
+        """Whether an op is a communication of two meshes."""
+        return op.kind == "reshard" and self.types[op.tensors[0]].mesh != op.result.type.mesh
+
+    def transfer(self, op: Op) -> Transfer:
+        return transfer(self.types[op.tensors[0]], op.result.type, self.mesh)
+
+    def is_there(self, op: Op) -> bool:
+        """Whether each rank of another mesh holds its block already, as all that it holds or as a block of a whole dim."""
+        blocks = self.transfer(op)
+        dims = zip(self.types[op.tensors[0]].dims, blocks.sent, blocks.received, strict=True)
+        return not blocks.moved and all(received == 1 and (sent == 1 or not dim.axes) for dim, sent, received in dims)
+
+    def to_other_ranks(self, op: Op, change: Change, steps: Steps | None) -> None:
+        """Each side in the bodies of its own mesh, or where a rank may be on both, both in one group."""
+        source, target = self.types[op.tensors[0]], op.result.type
+        if change.kind == "reduce":
+            dst = self.destination(op.result, steps, keeps_dim=False)
+            with self.b.on(source.mesh):
+                src, channel = self.operand(op, 0, steps), Channel(source.mesh_in(self.mesh), change.axes)
+                communication.reduce(self.b, src, dst, self.reduction(op), channel, change.root or 0, steps)
+            return
+        blocks = self.transfer(op)
+        apart = set(source.mesh_in(self.mesh).all_ranks).isdisjoint(target.mesh_in(self.mesh).all_ranks)
+        with self.b.on(source.mesh):
+            sent = communication.blocks_to_send(self.b, self.operand(op, 0, steps), blocks, steps)
+            if apart:
+                self.b.emit(communication.send(sent, blocks))
+        dst = self.destination(op.result, steps, keeps_dim=False)
+        with communication.blocks_to_receive(self.b, dst, blocks, steps) as landing:
+            if apart:
+                self.b.emit(communication.recv(landing, blocks))
+            else:
+                with self.b.on(None):
+                    communication.group(self.b, communication.send(sent, blocks), communication.recv(landing, blocks))
 
     def padding(self, op: Op) -> Padding | None:
         """What an uneven reshard needs: whole blocks of each dim that changes."""
@@ -740,7 +809,7 @@ class _Lowering:
         remainders: list[Expr] = []
         is_never_even = False
         for i, (old, new) in enumerate(zip(self.types[op.tensors[0]].dims, op.result.type.dims, strict=True)):
-            ranks = self.mesh.size_of(old.axes or new.axes)
+            ranks = self.mesh_of(op).size_of(old.axes or new.axes)
             is_uneven = int(old.extent) % ranks > 0 if old.extent.is_int else ranks > 1 and str(old.extent) in self.uneven
             if old.axes == new.axes or not is_uneven:
                 continue
@@ -803,13 +872,13 @@ class _Lowering:
         assert stream is not None
         assert change.dim is not None
         source = self.operand(op, 0, steps)
-        channel = Channel(self.mesh, change.axes, change.dim)
+        channel = Channel(self.mesh_of(op), change.axes, change.dim)
         if stream.by == "ring":
             term = self.values[op.tensors[0]]
             event = self.new_events("arrived", steps, op)
             produce = self.deferred[self.ring_term(op)]
             communication.scatter_ring(b, produce, source, lambda: self.next_chunk(op, term, steps), channel, steps, event)
-            rank, size = team_coordinate(self.mesh, change.axes), Extent(channel.size)
+            rank, size = team_coordinate(self.mesh_of(op), change.axes), Extent(channel.size)
 
             def take_own() -> None:
                 own = b.slice(self.whole(term.name), stream.dim, rank, size, f"{term.name}_own")

@@ -27,10 +27,12 @@ events do not order already takes part in it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from hostweave.analysis.channels import unordered
 from hostweave.analysis.instantiate import instantiate, sizes_to_check
+from hostweave.fusion.types import Mesh
 from hostweave.host import ir
 from hostweave.host.expr import Const
 from hostweave.options import Options
@@ -50,11 +52,26 @@ def order_channels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 
 def _unordered(program: ir.HostProgram) -> set[int]:
     """The ids of the communications, and groups of them, that some rank may run at the same time as one of another channel."""
-    teams = {i.team for i in ir.walk(program.body) if isinstance(i, ir.COMMUNICATIONS)}
-    if sum(program.mesh.size_of(team) > 1 for team in teams) < 2:
+    if len(set(_channels(program.body, program.mesh, program.mesh))) < 2:
         return set()
     pairs = (pair for sizes in sizes_to_check(program) for pair in unordered(instantiate(program, sizes)))
     return {id(operation.instruction) for pair in pairs for operation in pair}
+
+
+def _channels(body: ir.Body, mesh: Mesh, program: Mesh) -> Iterator[tuple[Mesh, ir.Team]]:
+    """The mesh and axes of every team of more than one rank."""
+    for instruction in body:
+        if isinstance(instruction, ir.COMMUNICATIONS):
+            of = (program, tuple(name for name, _ in program.axes)) if instruction.team == ir.EVERYONE else (mesh, instruction.team)
+            if of[0].size_of(of[1]) > 1:
+                yield of
+        for inner in ir.bodies(instruction):
+            yield from _channels(inner, instruction.mesh if isinstance(instruction, ir.OnMesh) else mesh, program)
+
+
+def _are_of_different_ranks(instructions: list[ir.Instruction]) -> bool:
+    ranks = [rank for i in instructions if isinstance(i, ir.OnMesh) for rank in i.mesh.all_ranks]
+    return all(isinstance(i, ir.OnMesh) for i in instructions) and len(set(ranks)) == len(ranks)
 
 
 def _free_event(program: ir.HostProgram) -> str:
@@ -80,7 +97,7 @@ class _Turns:
                 result.append(instruction)
             elif isinstance(instruction, ir.OnStream):
                 result.append(replace(instruction, body=self.on_one_stream(instruction.body)))
-            elif isinstance(instruction, ir.For):
+            elif isinstance(instruction, ir.For | ir.OnMesh):
                 result.append(replace(instruction, body=self.across_streams(instruction.body)))
             elif isinstance(instruction, ir.If):
                 branches = self.across_streams(instruction.body), self.across_streams(instruction.orelse)
@@ -99,6 +116,8 @@ class _Turns:
         if first == last and isinstance(alone, ir.If):  # a branch that communicates nothing need not wait
             alone = replace(alone, body=self.on_one_stream(alone.body), orelse=self.on_one_stream(alone.orelse))
             return (*body[:first], alone, *body[last + 1 :])
+        if _are_of_different_ranks([body[place] for place in places]):  # nor need one rank wait for what others do
+            return tuple(replace(i, body=self.on_one_stream(i.body)) if isinstance(i, ir.OnMesh) else i for i in body)
         wait = ir.Wait(self.event, Const(0), location=alone.location)
         record = ir.Record(self.event, Const(0), location=body[last].location)
         return (*body[:first], wait, *body[first : last + 1], record, *body[last + 1 :])

@@ -35,7 +35,8 @@ def propagate_sharding(fusion: Fusion, options: Options) -> Fusion:
         name = op.result.name
         if op.kind != "reshard":
             types[name] = _backward(op.result, types[name], flows[name], wishes.get(name, []), fusion.mesh)
-        _collect_wishes(op, types[name], flows.get(name), wishes)
+        if all(types[operand].mesh == types[name].mesh for operand in op.tensors):  # another mesh wants nothing of this one
+            _collect_wishes(op, types[name], flows.get(name), wishes)
     return replace(fusion, ops=tuple(replace(op, result=replace(op.result, type=types[op.result.name])) for op in fusion.ops))
 
 
@@ -50,6 +51,7 @@ def _forward(op: Op, passed: Flow | None) -> TensorType:
 
 def _backward(value: Value, type: TensorType, passed: Flow, wishes: list[Layout], mesh: Mesh) -> TensorType:
     """An open dim takes mesh axes that are free where all consumers want the same ones."""
+    mesh = type.mesh_in(mesh)
     axes = list(layout(type))
     for i, dim in enumerate(type.dims):
         wanted = {wish[i] for wish in wishes}

@@ -47,6 +47,8 @@ def _sunk(body: ir.Body, touched: Touched) -> ir.Body:
         if isinstance(instruction, ir.Join):
             waiting.append((instruction, running.pop(instruction.stream, [])))
             continue
+        if isinstance(instruction, ir.OnMesh):
+            instruction = replace(instruction, body=_sunk(instruction.body, touched))
         result.append(instruction)
         if not waiting or not isinstance(instruction, CALLS_NOTHING):
             place = len(result)

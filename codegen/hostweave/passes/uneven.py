@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from hostweave.errors import ProgramError
+from hostweave.errors import Location, ProgramError
 from hostweave.fusion.extent import is_sum
 from hostweave.fusion.ir import Fusion, Op
 from hostweave.fusion.ops import index_map, operand_types
 from hostweave.fusion.resharding import change_of
-from hostweave.fusion.types import Dim, TensorType
+from hostweave.fusion.types import Dim, Mesh, TensorType
+
+Even = tuple[Dim, Mesh, str]  # a dim that the ranks of a mesh must share evenly, and why
 
 
 def uneven_sizes(fusion: Fusion) -> tuple[str, ...]:
@@ -24,18 +26,21 @@ def uneven_sizes(fusion: Fusion) -> tuple[str, ...]:
         dims = [dim for type in types.values() for dim in type.dims if dim.axes]
         sharded |= dict.fromkeys(str(dim.extent) for dim in dims if _is_name(dim))
         even.update(name for dim in dims if not _is_name(dim) for name in dim.extent.names)
+        for value in body.inputs:
+            even.update(_even_names(_split_on_part(value.type), value.name, None))
         for op in body.ops:
-            for dim, why in _even(op, types, body):
-                _expect_even(op, dim, why, body)
-                even.update(dim.extent.names)
+            even.update(_even_names(_even(op, types, body), op.kind, op.location))
     return tuple(name for name in sharded if name not in even)
 
 
-def _expect_even(op: Op, dim: Dim, why: str, fusion: Fusion) -> None:
-    ranks = fusion.mesh.size_of(dim.axes)
-    if dim.extent.is_int and int(dim.extent) % ranks:
-        padded = -(-int(dim.extent) // ranks) * ranks
-        raise ProgramError(f"{op.kind}: {ranks} ranks cannot share dim {dim} evenly, as {why} needs; pad it to {padded}", op.location)
+def _even_names(even: Iterable[Even], what: str, location: Location | None) -> Iterator[str]:
+    """The names in these dims. Raises ProgramError for an int that the ranks cannot share evenly."""
+    for dim, mesh, why in even:
+        ranks = mesh.size_of(dim.axes)
+        if dim.extent.is_int and int(dim.extent) % ranks:
+            padded = -(-int(dim.extent) // ranks) * ranks
+            raise ProgramError(f"{what}: {ranks} ranks cannot share dim {dim} evenly, as {why} needs; pad it to {padded}", location)
+        yield from dim.extent.names
 
 
 def _is_name(dim: Dim) -> bool:
@@ -43,8 +48,24 @@ def _is_name(dim: Dim) -> bool:
     return str(dim.extent) in dim.extent.names and not is_sum(str(dim.extent))
 
 
-def _even(op: Op, types: dict[str, TensorType], fusion: Fusion) -> Iterator[tuple[Dim, str]]:
-    """The dims that an op needs to be shared evenly, and why."""
+def _split_on_part(type: TensorType) -> Iterator[Even]:
+    """The dims that a mesh of some of the ranks splits."""
+    if type.mesh:
+        yield from ((dim, type.mesh, "a mesh of some of the ranks") for dim in type.dims if dim.axes)
+
+
+def _even(op: Op, types: dict[str, TensorType], fusion: Fusion) -> Iterator[Even]:
+    """The dims that an op needs to be shared evenly."""
+    yield from _split_on_part(op.result.type)
+    if op.kind == "reshard" and (source := types[op.tensors[0]]).mesh != op.result.type.mesh:
+        for type in (source, op.result.type):
+            yield from ((dim, type.mesh_in(fusion.mesh), "a reshard to another mesh") for dim in type.dims if dim.axes)
+        return
+    mesh = op.result.type.mesh_in(fusion.mesh)
+    yield from ((dim, mesh, why) for dim, why in _even_on_one_mesh(op, types, fusion))
+
+
+def _even_on_one_mesh(op: Op, types: dict[str, TensorType], fusion: Fusion) -> Iterator[tuple[Dim, str]]:
     operands = operand_types(op, types)
     involved = (*operands, op.result.type)
     if op.result.stream:

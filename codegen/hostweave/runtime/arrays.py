@@ -86,6 +86,11 @@ class View:
         return self.address, self.shape, self.bytes, self.device, self.whole
 
 
+def nothing(whole: tuple[int, ...]) -> View:
+    """What a rank has of a global array of this shape that is not on it."""
+    return View(0, (), 0, HOST, None, whole)
+
+
 def view(library: Library, array: Array, dtype: DType, whole: tuple[int, ...] = ()) -> View:
     shape = tuple(array.shape)
     return View(library.address(array), shape, int(np.prod(shape, dtype=np.int64)) * dtype.itemsize, library.device(array), array, whole)
@@ -105,6 +110,10 @@ def library_of(array: Array) -> Library:
     if hasattr(array, "__dlpack__"):
         return _AnyDLPack(array)
     raise TypeError(f"expected an array, got {type(array).__name__}")
+
+
+def numpy_library() -> Library:
+    return _Numpy()
 
 
 def dtype_of_name(name: str) -> DType | str:

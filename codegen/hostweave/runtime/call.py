@@ -10,8 +10,8 @@ from hostweave.errors import ArgumentError
 from hostweave.fusion.types import Mesh, TensorType
 from hostweave.host.ir import HostProgram, Parameter
 from hostweave.runtime.arguments import accept
-from hostweave.runtime.arrays import HOST, Array, Library, View, view
-from hostweave.runtime.shards import bind_sizes, block_of, global_shape, local_shape
+from hostweave.runtime.arrays import HOST, Array, Library, View, nothing, view
+from hostweave.runtime.shards import bind_sizes, block_of, global_shape, holds, local_shape
 
 LocalArrays = tuple[tuple[View, ...], ...]  # [rank][parameter]
 
@@ -31,20 +31,21 @@ class Call:
         return [[v.fields() for v in rank] for rank in self.inputs], [[v.fields() for v in rank] for rank in self.outputs]
 
     def local_results(self) -> list[Any]:
-        """Of every rank its local output, or a tuple of them where there are several."""
-        return [_bare(tuple(self.library.give(v.array) for v in rank)) for rank in self.outputs]
+        """Of every rank its local output, or a tuple of them where there are several; None for one that it does not have."""
+        return [_bare(tuple(None if v.array is None else self.library.give(v.array) for v in rank)) for rank in self.outputs]
 
     def global_results(self) -> Any:
         """The global output, or a tuple of them where there are several. Of replicated ones a rank's copy."""
         return _bare(tuple(self.library.give(self._global_result(i, p)) for i, p in enumerate(self.program.outputs)))
 
     def _global_result(self, index: int, parameter: Parameter) -> Array:
-        if not parameter.type.axes:  # every rank has a copy: the one that is where the result goes
-            return self.outputs[self.device if 0 <= self.device < len(self.outputs) else 0][index].array
+        ranks = parameter.type.mesh_in(self.program.mesh).all_ranks
+        if not parameter.type.axes and (parameter.type.mesh is None or self.device in (HOST, *ranks)):
+            return self.outputs[self.device if self.device in ranks else ranks[0]][index].array  # a copy that is where the result goes
         shape = global_shape(parameter.type, self.sizes)
         result = self.library.empty(shape, parameter.type.dtype, self.device)
-        for rank, views in enumerate(self.outputs):
-            result[block_of(parameter.type, self.program.mesh, rank, shape)] = views[index].array
+        for rank in ranks:
+            result[block_of(parameter.type, self.program.mesh, rank, shape)] = self.outputs[rank][index].array
         self.library.wait(self.device)
         return result
 
@@ -87,6 +88,8 @@ def _check_names(program: str, expected: Mapping[str, TensorType], arrays: Mappi
 
 
 def _block(library: Library, array: Array, type_: TensorType, mesh: Mesh, rank: int) -> View:
+    if not holds(type_, mesh, rank):
+        return nothing(tuple(array.shape))
     block = array[block_of(type_, mesh, rank, array.shape)] if type_.axes else array
     return view(library, library.contiguous(block), type_.dtype, tuple(array.shape))
 
@@ -100,6 +103,8 @@ def _check_outputs(program: HostProgram, sizes: Mapping[str, int]) -> None:
 
 
 def _result(library: Library, type_: TensorType, mesh: Mesh, rank: int, sizes: Mapping[str, int], device: int) -> View:
+    if not holds(type_, mesh, rank):
+        return nothing(global_shape(type_, sizes))
     array = library.empty(local_shape(type_, mesh, rank, sizes), type_.dtype, device)
     return view(library, array, type_.dtype, global_shape(type_, sizes))
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hostweave.build.cache import key_of
 from hostweave.errors import ArgumentError, HostweaveError
+from hostweave.fusion.types import Mesh
 from hostweave.host.blocks import with_each_block_once
-from hostweave.host.ir import HostProgram, Parameter, walk
+from hostweave.host.ir import EVERYONE, Body, HostProgram, Instruction, OnMesh, Parameter, Team, bodies
 from hostweave.host.text import print_instruction
 from hostweave.runtime.agreement import Intent, Shape
 from hostweave.runtime.arguments import accept
-from hostweave.runtime.arrays import HOST, Array, Library
+from hostweave.runtime.arrays import HOST, Array, Library, numpy_library
 from hostweave.runtime.cpu import Schedule, schedule
-from hostweave.runtime.shards import block_of, global_shape, whole_shape
+from hostweave.runtime.shards import block_of, global_shape, holds, whole_shape
 from hostweave.runtime.streams import handle_of
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+Output = tuple[Library, Array] | None  # None where this rank has none of it
+
 _building = threading.Lock()  # ranks that are threads want the module at the same time
 
 
@@ -32,7 +35,7 @@ _building = threading.Lock()  # ranks that are threads want the module at the sa
 class Taken:
     """The inputs of a call."""
 
-    library: Library  # of the first
+    library: Library | None  # of the first that this rank has
     addresses: tuple[int, ...]
     shapes: tuple[Shape, ...]
     wholes: tuple[Shape, ...] | None  # of the global arrays, where this rank knows more than its own shapes
@@ -50,6 +53,7 @@ class LocalProgram:
         if self._meets and not group.can_meet:
             where = f"{host.name}: verify_calls: the ranks of group {group.name!r} have nowhere to meet"
             raise ArgumentError(f"{where}; use a provider with a store, or leave it out")
+        self._on_parts = any(p.type.mesh for p in (*host.inputs, *host.outputs))  # some ranks have nothing of some
         self._waits_for = _first_communication(host)
         self._intent = Intent(host.name, str(host.mesh), key_of(program.host_ir, options, program.target))
         self._ready_for: Any = None  # the shapes of the last call
@@ -99,11 +103,11 @@ class LocalProgram:
             if self._meets:  # the others are on their way
                 group.fail(f"rank {group.rank}: {error}")
             raise
-        addresses = [library.address(array) for library, array in outputs]
+        addresses = [output[0].address(output[1]) if output else 0 for output in outputs]
         group.run(self._host.name, self._member, lambda: self._native.run(taken.addresses, addresses, taken.stream, self._schedule()))
         if out is not None:
             return out
-        results = tuple(library.give(array) for library, array in outputs)
+        results = tuple(output[0].give(output[1]) if output else None for output in outputs)
         return results[0] if len(results) == 1 else results
 
     # --- with the other ranks
@@ -138,11 +142,25 @@ class LocalProgram:
         if len(arrays) != len(parameters):
             signature = ", ".join(f"{p.name}: {p.type}" for p in parameters)
             raise ArgumentError(f"{name}: takes {len(parameters)} arrays ({signature}), not {len(arrays)}")
-        accepted = [self._checked(parameter, array) for parameter, array in zip(parameters, arrays, strict=True)]
-        library = accepted[0][0]
-        shapes = tuple(tuple(array.shape) for _, array in accepted)
-        wholes = self._whole_shapes_for(sizes, shapes) if sizes else None
-        return Taken(library, tuple(one.address(array) for one, array in accepted), shapes, wholes, self._handle(stream, library))
+        accepted = [self._accepted(parameter, array) for parameter, array in zip(parameters, arrays, strict=True)]
+        library = next((one[0] for one in accepted if one), numpy_library() if self._target == "cpu" else None)
+        addresses = tuple(one[0].address(one[1]) if one else 0 for one in accepted)
+        shapes = tuple(tuple(one[1].shape) if one else () for one in accepted)
+        wholes = self._whole_shapes_for(sizes or {}, shapes) if sizes or (self._on_parts and not self._meets) else None
+        return Taken(library, addresses, shapes, wholes, self._handle(stream, library))
+
+    def _holds(self, parameter: Parameter, rank: int | None = None) -> bool:
+        """Whether a rank, by default this one, has anything of an input or output."""
+        return holds(parameter.type, self._host.mesh, self._group.rank if rank is None else rank)
+
+    def _accepted(self, parameter: Parameter, array: Array) -> tuple[Library, Array] | None:
+        """The array, or None where this rank has none of it."""
+        if self._holds(parameter) == (array is not None):
+            return self._checked(parameter, array) if array is not None else None
+        where, rank = f"{self._host.name}: {parameter.name}", self._group.rank
+        if array is None:
+            raise ArgumentError(f"{where}: is None, and rank {rank} has a block of {parameter.type}; pass it")
+        raise ArgumentError(f"{where}: rank {rank} has nothing of {parameter.type}; pass None")
 
     def _checked(self, parameter: Parameter, array: Array) -> tuple[Library, Array]:
         library, array = accept(self._host.name, self._target, parameter.name, parameter.type, array)
@@ -164,9 +182,10 @@ class LocalProgram:
         for index, parameter in enumerate(self._host.inputs):
             shapes = [shapes[index] for shapes in shapes_of_all]
             wholes.append(whole_shape(parameter.type, self._host.mesh, shapes))
-            if any(shape != self._block(parameter, rank, wholes[-1]) for rank, shape in enumerate(shapes)):
-                usual = max(shapes, key=shapes.count)
-                odd = next(rank for rank, shape in enumerate(shapes) if shape != usual)
+            held = [rank for rank in range(len(shapes)) if self._holds(parameter, rank)]
+            if any(shapes[rank] != self._block(parameter, rank, wholes[-1]) for rank in held):
+                usual = max((shapes[rank] for rank in held), key=shapes.count)
+                odd = next(rank for rank in held if shapes[rank] != usual)
                 raise ArgumentError(
                     f"{self._host.name}: {parameter.name}: rank {odd} passes {list(shapes[odd])}, and rank {shapes.index(usual)} "
                     f"{list(usual)}; pass blocks of one {parameter.type}"
@@ -174,17 +193,18 @@ class LocalProgram:
         return wholes
 
     def _whole_shapes_for(self, sizes: Mapping[str, int], shapes: Sequence[Shape]) -> tuple[Shape, ...]:
-        """The shapes of the global inputs, for sizes that the caller knows."""
+        """The shapes of the global inputs, for sizes that the caller knows; where that are none, ranks share evenly."""
         known = dict(sizes)
         for parameter, shape in zip(self._host.inputs, shapes, strict=True):
-            for dim, size in zip(parameter.type.dims, shape, strict=True):
-                if not dim.axes and not dim.extent.is_int:
-                    known.setdefault(str(dim.extent), size)
+            mesh = parameter.type.mesh_in(self._host.mesh)
+            for dim, size in zip(parameter.type.dims, shape, strict=True) if self._holds(parameter) else ():
+                if not dim.extent.is_int and not (dim.axes and sizes):
+                    known.setdefault(str(dim.extent), size * mesh.size_of(dim.axes))
         if missing := {name for p in self._host.inputs for dim in p.type.dims for name in dim.extent.names} - known.keys():
             raise ArgumentError(f"{self._host.name}: sizes=: no size of {', '.join(sorted(missing))}; give the global one")
         wholes = tuple(global_shape(parameter.type, known) for parameter in self._host.inputs)
         for parameter, shape, whole in zip(self._host.inputs, shapes, wholes, strict=True):
-            if shape != (block := self._block(parameter, self._group.rank, whole)):
+            if self._holds(parameter) and shape != (block := self._block(parameter, self._group.rank, whole)):
                 raise ArgumentError(
                     f"{self._host.name}: {parameter.name}: rank {self._group.rank} passes {list(shape)}; "
                     f"its block of {list(whole)} is {list(block)}"
@@ -197,38 +217,50 @@ class LocalProgram:
 
     # --- outputs
 
-    def _made(self, taken: Taken, on_given_stream: bool) -> list[tuple[Library, Array]]:
+    def _made(self, taken: Taken, on_given_stream: bool) -> list[Output]:
         """New outputs, for use on the stream of the call."""
-        with taken.library.on_stream(taken.stream if on_given_stream else None, self._device):
+        held = [self._holds(parameter) for parameter in self._host.outputs]
+        library = taken.library
+        if library is None:
+            if any(held):
+                why = f"rank {self._group.rank} passes no array, so nothing says of which library its outputs are to be"
+                raise ArgumentError(f"{self._host.name}: {why}; pass them as out=")
+            return [None for _ in held]
+        with library.on_stream(taken.stream if on_given_stream else None, self._device):
             return [
-                (taken.library, taken.library.empty(shape, parameter.type.dtype, self._device))
-                for parameter, shape in zip(self._host.outputs, self._outputs, strict=True)
+                (library, library.empty(shape, parameter.type.dtype, self._device)) if here else None
+                for parameter, shape, here in zip(self._host.outputs, self._outputs, held, strict=True)
             ]
 
-    def _given(self, out: Any) -> list[tuple[Library, Array]]:
+    def _given(self, out: Any) -> list[Output]:
         parameters = self._host.outputs
         arrays = (out,) if len(parameters) == 1 else tuple(out)
         if len(arrays) != len(parameters):
             raise ArgumentError(f"{self._host.name}: out=: {len(arrays)} arrays for {len(parameters)} outputs")
-        outputs = []
-        for parameter, shape, array in zip(parameters, self._outputs, arrays, strict=True):
-            library, array = self._checked(parameter, array)
+        outputs: list[Output] = []
+        for parameter, shape, given in zip(parameters, self._outputs, arrays, strict=True):
+            accepted = self._accepted(parameter, given)
+            outputs.append(accepted)
+            if accepted is None:
+                continue
+            library, array = accepted
             where = f"{self._host.name}: out=: {parameter.name}"
             if tuple(array.shape) != shape:
                 raise ArgumentError(f"{where}: expected the local shape {list(shape)}, got {list(array.shape)}")
             if not library.is_writable(array):
                 raise ArgumentError(f"{where}: cannot be written to; pass another array, or leave out= away")
-            outputs.append((library, array))
         return outputs
 
     # --- how it runs
 
-    def _handle(self, stream: Any, library: Library) -> int:
+    def _handle(self, stream: Any, library: Library | None) -> int:
         if self._target == "cpu":
             if stream is not None:
                 raise ArgumentError(f"{self._host.name}: stream= is for the target cuda; on the CPU a call returns when it is done")
             return 0
-        return library.stream(self._device) if stream is None else handle_of(stream)
+        if stream is None:
+            return library.stream(self._device) if library else 0
+        return handle_of(stream)
 
     def _schedule(self) -> Any:
         wanted = schedule()
@@ -239,9 +271,19 @@ class LocalProgram:
 
 def _first_communication(host: HostProgram) -> str:
     """What a rank waits at where others do not come."""
-    for instruction in walk(with_each_block_once(host).body):
+    found = next(_communications(with_each_block_once(host).body, host.mesh), None)
+    if found is None:
+        return ""
+    instruction, team, mesh = found
+    text = " ".join(line.strip() for line in print_instruction(instruction))
+    place = f" ({instruction.location})" if instruction.location else ""
+    needed = "the ranks on its other side" if team == EVERYONE else f"all ranks of its channel along {', '.join(team)} of {mesh}"
+    return f"; `{text}`{place} needs {needed}"
+
+
+def _communications(body: Body, mesh: Mesh) -> Iterator[tuple[Instruction, Team, Mesh]]:
+    for instruction in body:
         if team := getattr(instruction, "team", None):
-            text = " ".join(line.strip() for line in print_instruction(instruction))
-            place = f" ({instruction.location})" if instruction.location else ""
-            return f"; `{text}`{place} needs all ranks of its channel along {', '.join(team)} of {host.mesh}"
-    return ""
+            yield instruction, team, mesh
+        for inner in bodies(instruction):
+            yield from _communications(inner, instruction.mesh if isinstance(instruction, OnMesh) else mesh)

@@ -18,28 +18,43 @@ void for_each_axis(const std::string& axes, const Use& use) {
   }
 }
 
-}  // namespace
-
-Team team_of(const ProgramTable& program, const std::string& axes, int64_t rank) {
-  std::vector<int64_t> coordinates(program.n_axes);
-  for (int i = program.n_axes - 1; i >= 0; --i) {
-    coordinates[i] = rank % program.axes[i].size;
-    rank /= program.axes[i].size;
+// The team along `axes` of the rank at place `index` of a mesh.
+Team team_of(const char* mesh, const Axis* mesh_axes, int n_axes, const std::string& axes, int64_t index) {
+  std::vector<int64_t> coordinates(n_axes);
+  for (int i = n_axes - 1; i >= 0; --i) {
+    coordinates[i] = index % mesh_axes[i].size;
+    index /= mesh_axes[i].size;
   }
-  Team team{.axes = axes, .key = std::string(program.mesh) + " " + axes};
-  std::vector<bool> common(program.n_axes, true);
+  Team team{.mesh = mesh, .axes = axes, .key = std::string(mesh) + " " + axes};
+  std::vector<bool> common(n_axes, true);
   for_each_axis(axes, [&](const std::string& axis) {
-    for (int i = 0; i < program.n_axes; ++i) {
-      if (axis != program.axes[i].name) continue;
+    for (int i = 0; i < n_axes; ++i) {
+      if (axis != mesh_axes[i].name) continue;
       common[i] = false;
-      team.place = team.place * program.axes[i].size + coordinates[i];
-      team.size *= program.axes[i].size;
+      team.place = team.place * mesh_axes[i].size + coordinates[i];
+      team.size *= mesh_axes[i].size;
     }
   });
-  for (int i = 0; i < program.n_axes; ++i) {
-    if (common[i]) team.key += std::string(", ") + program.axes[i].name + "=" + std::to_string(coordinates[i]);
+  for (int i = 0; i < n_axes; ++i) {
+    if (common[i]) team.key += std::string(", ") + mesh_axes[i].name + "=" + std::to_string(coordinates[i]);
   }
   return team;
+}
+
+}  // namespace
+
+std::vector<Team> teams_of(const ProgramTable& program, int64_t rank) {
+  std::vector<Team> teams;
+  for (int i = 0; i < program.n_teams; ++i) {
+    teams.push_back(team_of(program.mesh, program.axes, program.n_axes, program.teams[i], rank));
+  }
+  for (int i = 0; i < program.n_submesh_teams; ++i) {
+    const SubmeshTeam& team = program.submesh_teams[i];
+    const int64_t* const end = team.ranks + team.n_ranks;
+    const int64_t* const found = std::find(team.ranks, end, rank);
+    if (found != end) teams.push_back(team_of(team.mesh, team.mesh_axes, team.n_axes, team.axes, found - team.ranks));
+  }
+  return teams;
 }
 
 ncclUniqueId new_team_id() {
@@ -49,13 +64,11 @@ ncclUniqueId new_team_id() {
 }
 
 void connect(Rank& rank, const ProgramTable& program, const TeamId& id_of, const Keep& keep, double timeout_seconds) {
-  for (int i = 0; i < program.n_teams; ++i) {
-    const char* const axes = program.teams[i];
-    if (rank.has_channel(program.mesh, axes)) continue;
-    const Team team = team_of(program, axes, rank.index());
+  for (const Team& team : teams_of(program, rank.index())) {
+    if (rank.has_channel(team.mesh.c_str(), team.axes.c_str())) continue;
     const ncclComm_t comm = target::make_channel(team, id_of(team), rank.device(), timeout_seconds);
     keep(comm);
-    rank.add_channel(program.mesh, axes, Channel(comm, team.place, team.size));
+    rank.add_channel(team.mesh.c_str(), team.axes.c_str(), Channel(comm, team.place, team.size));
   }
 }
 

@@ -31,8 +31,8 @@ std::vector<Team> Member::missing_teams(const ProgramTable& program) const {
                         std::to_string(rank_.size()));
   }
   std::vector<Team> teams;
-  for (int i = 0; i < program.n_teams; ++i) {
-    if (!rank_.has_channel(program.mesh, program.teams[i])) teams.push_back(team_of(program, program.teams[i], rank_.index()));
+  for (const Team& team : teams_of(program, rank_.index())) {
+    if (!rank_.has_channel(team.mesh.c_str(), team.axes.c_str())) teams.push_back(team);
   }
   return teams;
 }
@@ -51,9 +51,10 @@ void Member::adopt(const ProgramTable& program, const std::map<std::string, nccl
   expect_working();
   const Use use(*this);
   for (const Team& team : missing_teams(program)) {
-    const auto given = communicators.find(team.axes);
+    const std::string name = team.mesh == program.mesh ? team.axes : team.mesh + " " + team.axes;
+    const auto given = communicators.find(name);
     if (given == communicators.end()) {
-      throw ArgumentError("no communicator along " + team.axes + "; pass one for every team that the program uses");
+      throw ArgumentError("no communicator along " + name + "; pass one for every team that the program uses");
     }
     const ncclComm_t comm = given->second;
     int place = 0, size = 0, device = 0;
@@ -62,14 +63,14 @@ void Member::adopt(const ProgramTable& program, const std::map<std::string, nccl
     HW_CHECK(ncclCommCuDevice(comm, &device));
     const auto text = [](int64_t place, int64_t size) { return "rank " + std::to_string(place) + " of " + std::to_string(size); };
     if (place != team.place || size != team.size) {
-      throw ArgumentError("the communicator along " + team.axes + ": is " + text(place, size) + ", and the mesh has " +
+      throw ArgumentError("the communicator along " + name + ": is " + text(place, size) + ", and the mesh has " +
                           text(team.place, team.size) + " here");
     }
     if (device != rank_.device()) {
-      throw ArgumentError("the communicator along " + team.axes + ": is on device " + std::to_string(device) +
+      throw ArgumentError("the communicator along " + name + ": is on device " + std::to_string(device) +
                           ", and this rank on device " + std::to_string(rank_.device()));
     }
-    rank_.add_channel(program.mesh, team.axes.c_str(), Channel(comm, team.place, team.size));
+    rank_.add_channel(team.mesh.c_str(), team.axes.c_str(), Channel(comm, team.place, team.size));
   }
 }
 

@@ -20,4 +20,6 @@ class Channel {
   int64_t size_;
 };
 
+inline const Channel kNoChannel{nullptr, 0, 0};  // of a rank that is not in the team
+
 }  // namespace hw

@@ -112,7 +112,8 @@ void Program::prepare(const Inputs& in) {
   prepared_.reset();
   plan_product_.prepare({M / 4, E}, {E, F_x}, {M / 4, F_x});
   plan_product_2_.prepare({M / 4, F_x}, {F_x, E}, {M / 4, E});
-  arena_.allocate({{layer_x_gathered_, M * E}, {layer_product_, M * F_x}, {layer_h_, M * F_x}, {layer_product_2_, M * E}, {layer_landing_, M * E}, {layer_, M / 4 * E}, {layer_2_, M / 4 * E}});
+  arena_.allocate({{layer_x_gathered_, M * E}, {layer_product_, M * F_x}, {layer_h_, M * F_x}, {layer_product_2_, M * E},
+                   {layer_landing_, M * E}, {layer_, M / 4 * E}, {layer_2_, M / 4 * E}});
   prepared_ = sizes;
 }
 

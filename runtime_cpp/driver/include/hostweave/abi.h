@@ -21,6 +21,16 @@ struct Axis {
   int64_t size;
 };
 
+// A channel along axes of a mesh of some of the program's ranks.
+struct SubmeshTeam {
+  const char* mesh;  // "mesh(x=2 of ranks 2, 3)"
+  const char* axes;  // along which the ranks of the team differ: "x"
+  int n_axes;
+  const Axis* mesh_axes;
+  int n_ranks;
+  const int64_t* ranks;  // of the program, in the order of their coordinates
+};
+
 struct ProgramTable {
   int abi;           // kAbi of the headers that the program was compiled against
   const char* name;  // the user's name of the program
@@ -43,9 +53,12 @@ struct ProgramTable {
   void (*run)(void* program, const Tensor* inputs, const Tensor* outputs, cudaStream_t caller);
   // The memory that the program allocated for its temporaries; tests fill it with NaN before a call. Null before prepare.
   void* (*arena)(void* program, size_t* bytes);
+
+  int n_submesh_teams = 0;
+  const SubmeshTeam* submesh_teams = nullptr;
 };
 
-constexpr int kAbi = 1;
+constexpr int kAbi = 2;
 
 // An array of tensors under the names of a program's Inputs or Outputs, a struct of as many. Compilers take long over a list of
 // hundreds of them.

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <vector>
 
 #include "hostweave/abi.h"
 #include "hostweave/rank.h"
@@ -13,14 +14,15 @@ namespace hw {
 
 // The ranks of a mesh that share a channel, seen from one of them.
 struct Team {
+  std::string mesh;  // "mesh(pp=2, dp=2, tp=4)"
   std::string axes;  // along which they differ: "dp, tp"
   std::string key;  // of all teams of all meshes: "mesh(pp=2, dp=2, tp=4) dp, tp, pp=1", with the coordinates they have in common
   int64_t place = 0;  // of this rank: its coordinates along the axes, the last one fastest
   int64_t size = 1;
 };
 
-// The team of `rank` along those axes of the program's mesh.
-Team team_of(const ProgramTable& program, const std::string& axes, int64_t rank);
+// The teams of `rank` whose channels the program uses.
+std::vector<Team> teams_of(const ProgramTable& program, int64_t rank);
 
 // An id that no other team has.
 ncclUniqueId new_team_id();

@@ -1,0 +1,138 @@
+"""Every change of layout from one mesh to another: apart, sharing ranks, of other sizes and axes. Each rank's block, against NumPy.
+
+A program holds all changes from one mesh to another, so that it is compiled once; it then runs at several sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from itertools import permutations
+from math import lcm
+
+import numpy as np
+import pytest
+from test_reshards import Array, arrays, compare, kinds_of, traced
+
+import hostweave as hw
+from hostweave.fusion.ir import Fusion
+from hostweave.fusion.transfer import transfer
+from hostweave.fusion.types import DTYPES, Mesh
+from hostweave.host import ir
+from hostweave.host.interpret import interpret
+from hostweave.pipeline import lower
+from hostweave.runtime.cpu import seeded
+
+ONE, TWO, THREE, FOUR, EIGHT = (Mesh(x=ranks) for ranks in (1, 2, 3, 4, 8))
+
+# The program's mesh, the mesh to move from, and the one to move to.
+PAIRS = {
+    "one rank": (ONE, ONE, ONE.ranks([0], dp=1, tp=1)),
+    "to the neighbour": (TWO, TWO.ranks([0]), TWO.ranks([1])),
+    "one between two": (THREE, THREE.ranks([0, 2]), THREE.ranks([1])),
+    "two stages": (FOUR, FOUR.ranks([0, 1]), FOUR.ranks([2, 3])),
+    "one to three": (FOUR, FOUR.ranks([1]), FOUR.ranks([0, 2, 3])),
+    "three to two, one of them in both": (FOUR, FOUR.ranks([0, 1, 2]), FOUR.ranks([3, 2])),
+    "all to some": (FOUR, FOUR, FOUR.ranks([3, 1])),
+    "some to all": (FOUR, FOUR.ranks([2, 1]), FOUR),
+    "the same ranks in two axes": (FOUR, FOUR, Mesh(dp=2, tp=2)),
+    "four in two axes to four in a row": (EIGHT, EIGHT.ranks(range(4), dp=2, tp=2), EIGHT.ranks(range(4, 8))),
+    "four to six, two of them in both": (Mesh(dp=2, tp=4), EIGHT.ranks([0, 1, 4, 5], a=2, b=2), EIGHT.ranks([5, 4, 3, 2, 7, 6], c=3, d=2)),
+}
+
+
+def layouts(mesh: Mesh) -> list[tuple[str, ...]]:
+    """Over no axis, over one in each dim, and over two in both orders."""
+    names = [name for name, _ in mesh.axes]
+    if len(names) == 1:
+        return [("A", "B", "C"), (f"A@{names[0]}", "B", "C"), ("A", f"B@{names[0]}", "C"), ("A", "B", f"C@{names[0]}")]
+    some = [(f"A@{a},{b}", "B", "C") for a, b in permutations(names)] + [(f"A@{a}", "B", f"C@{b}") for a, b in permutations(names)]
+    return [("A", "B", "C"), ("A", f"B@{names[0]}", "C"), *some]
+
+
+def moves(program: Mesh, old: Mesh, new: Mesh) -> Fusion:
+    """From every layout to every other."""
+
+    def results(x: hw.Tensor) -> list[hw.Tensor]:
+        return [hw.reshard(x, *dims, mesh=new) for dims in layouts(new)]
+
+    return traced("reshards", program, {f"x{i}": hw.i32[dims].on(old) for i, dims in enumerate(layouts(old))}, results)
+
+
+def reductions(program: Mesh, old: Mesh, new: Mesh) -> Fusion:
+    """Of every dtype over a dim that is sharded: to every rank of the other mesh, and to shards."""
+    axes = ",".join(name for name, _ in old.axes)
+
+    def results(x: hw.Tensor) -> list[hw.Tensor]:
+        kinds = kinds_of(x.dtype) if x.dtype in (hw.i32, hw.f32, hw.bool_) else kinds_of(x.dtype)[:1]
+        return [hw.reshard(getattr(hw, kind)(x, axis="A"), *dims[1:], mesh=new) for kind in kinds for dims in layouts(new)[:3]]
+
+    return traced("reductions", program, {f"x_{dtype}": dtype[f"A@{axes}", "B", "C"].on(old) for dtype in DTYPES.values()}, results)
+
+
+@cache
+def fusion_and_program(of: Callable[[Mesh, Mesh, Mesh], Fusion], pair: str) -> tuple[Fusion, ir.HostProgram]:
+    fusion = of(*PAIRS[pair])
+    return fusion, lower(fusion, hw.Options())
+
+
+def sizes(pair: str, seed: int) -> dict[str, int]:
+    """Small ones that the ranks of both meshes share evenly."""
+    _, old, new = PAIRS[pair]
+    ranks = lcm(old.size, new.size)
+    return {"A": ranks * (1 + seed), "B": ranks * (2 - seed), "C": ranks}
+
+
+CASES = [
+    *((moves, pair) for pair in PAIRS),
+    *((reductions, pair) for pair in ("three to two, one of them in both", "some to all")),
+]
+NAME_PARTS = {"ids": lambda part: part.__name__ if callable(part) else str(part)}
+
+
+def on_ranks(fusion: Fusion, results: list[tuple[Array | None, ...]]) -> list[dict[str, Array]]:
+    """What each rank has, by name; None for what is not on it."""
+    types = {name: value.type for name, value in fusion.values().items()}
+    for rank, local in enumerate(results):
+        for name, array in zip(fusion.outputs, local, strict=True):
+            assert (array is not None) == (rank in types[name].mesh_in(fusion.mesh).all_ranks)
+    return [{n: a for n, a in zip(fusion.outputs, local, strict=True) if a is not None} for local in results]
+
+
+@pytest.mark.parametrize(("of", "pair"), CASES, **NAME_PARTS)
+def test_interpreted(of: Callable[[Mesh, Mesh, Mesh], Fusion], pair: str) -> None:
+    fusion, program = fusion_and_program(of, pair)
+    for seed in range(2):
+        given = arrays(fusion, sizes(pair, seed), seed)
+        compare(fusion, given, interpret(program, given))
+
+
+@pytest.mark.parametrize(("of", "pair"), CASES, **NAME_PARTS)
+def test_on_the_cpu_target(of: Callable[[Mesh, Mesh, Mesh], Fusion], pair: str) -> None:
+    fusion, lowered = fusion_and_program(of, pair)
+    program = hw.compile(lowered)
+    for seed in range(2):
+        given = arrays(fusion, sizes(pair, seed), seed)
+        compare(fusion, given, on_ranks(fusion, program.run(ranks=True, **given)))
+        with seeded(seed):
+            compare(fusion, given, on_ranks(fusion, program.run(ranks=True, **given)))
+    program.close()
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_each_rank_gets_what_it_lacks_once(pair: str) -> None:
+    """The fewest bytes: as many blocks travel as the ranks of the other mesh are to hold and do not hold yet."""
+    program, old, new = PAIRS[pair]
+    shape = (12, 12, 12)
+    for have in layouts(old):
+        for want in layouts(new):
+            source, target = hw.i32[tuple(d.replace(n, "12") for d, n in zip(have, "ABC", strict=True))], want
+            target = hw.i32[tuple(d.replace(n, "12") for d, n in zip(want, "ABC", strict=True))]
+            found = transfer(source.on(old), target.on(new), program)
+            whole = np.arange(np.prod(shape)).reshape(shape)
+            lacking = 0
+            for rank in new.all_ranks:
+                wanted = target.on(new).shard(whole, rank, program)
+                held = source.on(old).shard(whole, rank, program) if rank in old.all_ranks else whole[:0]
+                lacking += wanted.size - np.intersect1d(wanted, held, assume_unique=True).size
+            assert found.share * whole.size == lacking

@@ -1,0 +1,74 @@
+// two_stages: (x: bf16[M@x, K] on mesh(x=2 of ranks 0, 1), w1: bf16[K, N] on mesh(x=2 of ranks 0, 1), w2: bf16[N, K] on mesh(x=2
+// of ranks 2, 3)) -> (y: bf16[M@x, K] on mesh(x=2 of ranks 2, 3)) on mesh(x=4)
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "hostweave/arena.h"
+#include "hostweave/matmul.h"
+#include "hostweave/rank.h"
+#include "hostweave/tensor.h"
+#include "hostweave/types.h"
+
+namespace programs::two_stages {
+
+constexpr char kMesh[] = "mesh(x=4)";
+constexpr int64_t kWorld = 4;  // ranks
+
+// What one rank holds.
+struct Inputs {
+  hw::Tensor x;   // bf16[M/2, K]
+  hw::Tensor w1;  // bf16[K, N]
+  hw::Tensor w2;  // bf16[N, K]
+};
+
+struct Outputs {
+  hw::Tensor y;  // bf16[M/2, K]
+};
+
+struct OutputShapes {
+  hw::Shape y;
+};
+
+// Global sizes, by the names that the program gives them.
+struct Sizes {
+  int64_t M;
+  int64_t K;
+  int64_t N;
+
+  bool operator==(const Sizes&) const = default;
+};
+
+class Program {
+ public:
+  explicit Program(hw::Rank& rank);
+
+  // Throws hw::ArgumentError for an input of the wrong dtype, shape or device; so does all that follows.
+  OutputShapes output_shapes(const Inputs& in) const;
+  // Allocates and plans for these shapes, once. Every rank prepares before any rank runs.
+  void prepare(const Inputs& in);
+  // Only enqueues. Ordered after what `caller` holds, and `caller` is ordered after it.
+  void run(const Inputs& in, const Outputs& out, cudaStream_t caller);
+
+  const hw::Arena& arena() const { return arena_; }
+
+ private:
+  Sizes check(const Inputs& in) const;
+
+  hw::Rank& rank_;
+  const bool on_ranks_0_1_;      // whether this rank is in mesh(x=2 of ranks 0, 1)
+  const bool on_ranks_2_3_;      // whether this rank is in mesh(x=2 of ranks 2, 3)
+  const hw::Channel& team_x_;    // the 4 ranks along x
+  hw::MatmulPlan plan_product_;  // matmul %x, %w1 -> %product
+  hw::MatmulPlan plan_y_;        // matmul %arrived, %w2 -> %y
+  hw::Arena arena_;
+  hw::bf16* product_ = nullptr;    // %product: bf16[M/2, N]
+  char* workspace_ = nullptr;      // of the matmuls on the caller's stream
+  hw::bf16* h_ = nullptr;          // %h: bf16[M/2, N]
+  hw::bf16* arrived_ = nullptr;    // %arrived: bf16[M/2, N]
+  std::optional<Sizes> prepared_;  // what prepare was last called for
+};
+
+}  // namespace programs::two_stages

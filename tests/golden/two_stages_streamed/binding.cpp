@@ -1,0 +1,77 @@
+// The entry points of two_stages_streamed, as the binding calls them.
+#include "hostweave/abi.h"
+#include "program.h"
+
+namespace programs::two_stages_streamed {
+namespace {
+
+constexpr hw::Axis kAxes[] = {{"x", 4}};
+constexpr const char* kTeams[] = {"x"};
+constexpr hw::Axis kAxes1[] = {{"x", 2}};
+constexpr int64_t kRanks1[] = {0, 1};
+constexpr hw::Axis kAxes2[] = {{"x", 2}};
+constexpr int64_t kRanks2[] = {2, 3};
+constexpr hw::SubmeshTeam kSubmeshTeams[] = {
+    {"mesh(x=2 of ranks 0, 1)", "x", 1, kAxes1, 2, kRanks1},
+    {"mesh(x=2 of ranks 2, 3)", "x", 1, kAxes2, 2, kRanks2},
+};
+constexpr hw::Argument kInputs[] = {
+    {"x", "bf16[M, K]", CUDA_R_16BF, 2},
+    {"up1", "bf16[K, N/2]", CUDA_R_16BF, 2},
+    {"down1", "bf16[N/2, K]", CUDA_R_16BF, 2},
+    {"up2", "bf16[K, N/2]", CUDA_R_16BF, 2},
+    {"down2", "bf16[N/2, K]", CUDA_R_16BF, 2},
+};
+constexpr hw::Argument kOutputs[] = {
+    {"y", "bf16[M, K]", CUDA_R_16BF, 2},
+};
+
+Program& cast(void* program) { return *static_cast<Program*>(program); }
+
+void* create(hw::Rank& rank) { return new Program(rank); }
+
+void destroy(void* program) { delete &cast(program); }
+
+void output_shapes(void* program, const hw::Tensor* tensors, hw::Shape* shapes) {
+  const OutputShapes result = cast(program).output_shapes(hw::named<Inputs>(tensors));
+  shapes[0] = result.y;
+}
+
+void prepare(void* program, const hw::Tensor* tensors) { cast(program).prepare(hw::named<Inputs>(tensors)); }
+
+void run(void* program, const hw::Tensor* in, const hw::Tensor* out, cudaStream_t caller) {
+  cast(program).run(hw::named<Inputs>(in), hw::named<Outputs>(out), caller);
+}
+
+void* arena(void* program, size_t* bytes) {
+  *bytes = cast(program).arena().bytes();
+  return cast(program).arena().data();
+}
+
+}  // namespace
+}  // namespace programs::two_stages_streamed
+
+using namespace programs::two_stages_streamed;
+
+const hw::ProgramTable hw_program_table = {
+    .abi = hw::kAbi,
+    .name = "two_stages_streamed",
+    .mesh = kMesh,
+    .world = kWorld,
+    .n_axes = 1,
+    .n_teams = 1,
+    .axes = kAxes,
+    .teams = kTeams,
+    .n_inputs = 5,
+    .n_outputs = 1,
+    .inputs = kInputs,
+    .outputs = kOutputs,
+    .create = create,
+    .destroy = destroy,
+    .output_shapes = output_shapes,
+    .prepare = prepare,
+    .run = run,
+    .arena = arena,
+    .n_submesh_teams = 2,
+    .submesh_teams = kSubmeshTeams,
+};

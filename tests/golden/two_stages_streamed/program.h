@@ -1,0 +1,86 @@
+// two_stages_streamed: (x: bf16[M, K] on mesh(x=2 of ranks 0, 1), up1: bf16[K, N@x] on mesh(x=2 of ranks 0, 1), down1: bf16[N@x,
+// K] on mesh(x=2 of ranks 0, 1), up2: bf16[K, N@x] on mesh(x=2 of ranks 2, 3), down2: bf16[N@x, K] on mesh(x=2 of ranks 2, 3)) ->
+// (y: bf16[M, K] on mesh(x=2 of ranks 2, 3)) on mesh(x=4)
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "hostweave/arena.h"
+#include "hostweave/matmul.h"
+#include "hostweave/rank.h"
+#include "hostweave/streams.h"
+#include "hostweave/tensor.h"
+#include "hostweave/types.h"
+
+namespace programs::two_stages_streamed {
+
+constexpr char kMesh[] = "mesh(x=4)";
+constexpr int64_t kWorld = 4;  // ranks
+
+// What one rank holds.
+struct Inputs {
+  hw::Tensor x;      // bf16[M, K]
+  hw::Tensor up1;    // bf16[K, N/2]
+  hw::Tensor down1;  // bf16[N/2, K]
+  hw::Tensor up2;    // bf16[K, N/2]
+  hw::Tensor down2;  // bf16[N/2, K]
+};
+
+struct Outputs {
+  hw::Tensor y;  // bf16[M, K]
+};
+
+struct OutputShapes {
+  hw::Shape y;
+};
+
+// Global sizes, by the names that the program gives them.
+struct Sizes {
+  int64_t M;
+  int64_t K;
+  int64_t N;
+
+  bool operator==(const Sizes&) const = default;
+};
+
+class Program {
+ public:
+  explicit Program(hw::Rank& rank);
+
+  // Throws hw::ArgumentError for an input of the wrong dtype, shape or device; so does all that follows.
+  OutputShapes output_shapes(const Inputs& in) const;
+  // Allocates and plans for these shapes, once. Every rank prepares before any rank runs.
+  void prepare(const Inputs& in);
+  // Only enqueues. Ordered after what `caller` holds, and `caller` is ordered after it.
+  void run(const Inputs& in, const Outputs& out, cudaStream_t caller);
+
+  const hw::Arena& arena() const { return arena_; }
+
+ private:
+  Sizes check(const Inputs& in) const;
+
+  hw::Rank& rank_;
+  const bool on_ranks_0_1_;                 // whether this rank is in mesh(x=2 of ranks 0, 1)
+  const bool on_ranks_2_3_;                 // whether this rank is in mesh(x=2 of ranks 2, 3)
+  const hw::Channel& team_x_of_ranks_0_1_;  // the 2 ranks along x of mesh(x=2 of ranks 0, 1)
+  const hw::Channel& team_x_;               // the 4 ranks along x
+  const hw::Channel& team_x_of_ranks_2_3_;  // the 2 ranks along x of mesh(x=2 of ranks 2, 3)
+  hw::Streams ring_;                        // ring[4]
+  hw::Events turn_;                         // turn[1]
+  hw::MatmulPlan plan_product_;             // matmul %x_i, %up1 -> %product_i
+  hw::MatmulPlan plan_product_2_;           // matmul %h_i, %down1 -> %product_2_i
+  hw::Arena arena_;
+  hw::bf16* product_ = nullptr;    // %product: bf16[M, N/2]
+  hw::bf16* h_ = nullptr;          // %h: bf16[M, N/2]
+  hw::bf16* product_2_ = nullptr;  // %product_2: bf16[M, K]
+  hw::bf16* layer_ = nullptr;      // %layer: bf16[M, K]
+  hw::bf16* arrived_ = nullptr;    // %arrived: bf16[M, K]
+  hw::bf16* product_3_ = nullptr;  // %product_3: bf16[M, N/2]
+  hw::bf16* g_ = nullptr;          // %g: bf16[M, N/2]
+  hw::bf16* product_4_ = nullptr;  // %product_4: bf16[M, K]
+  std::optional<Sizes> prepared_;  // what prepare was last called for
+};
+
+}  // namespace programs::two_stages_streamed

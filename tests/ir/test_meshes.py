@@ -1,0 +1,292 @@
+"""Meshes of some of the ranks in both IRs: how they are named, what tensors on them may do, and what the verifiers say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hostweave as hw
+from hostweave.analysis.check import check
+from hostweave.errors import ArgumentError, ParseError, ProgramError
+from hostweave.fusion.types import Mesh
+from hostweave.host.ir import HostProgram
+from hostweave.host.verify import verify_host
+
+GRID = Mesh(dp=2, tp=4)
+LINE = Mesh(x=4)
+FIRST, SECOND = LINE.ranks([0, 1]), LINE.ranks([2, 3])
+
+
+# --- meshes and types -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mesh", "text"),
+    [
+        (LINE.ranks([3, 1]), "mesh(x=2 of ranks 3, 1)"),
+        (LINE.ranks([2]), "mesh(x=1 of ranks 2)"),
+        (LINE.ranks(range(1, 4)), "mesh(x=3 of ranks 1..4)"),
+        (LINE.ranks(range(4), dp=2, tp=2), "mesh(dp=2, tp=2 of ranks 0..4)"),
+        (GRID.ranks([4, 5, 6, 7]), "mesh(tp=4 of ranks 4..8)"),
+        (GRID.ranks([1, 5]), "mesh(dp=2 of ranks 1, 5)"),
+        (GRID.ranks([1, 2, 5, 6]), "mesh(dp=2, tp=2 of ranks 1, 2, 5, 6)"),
+        (GRID.ranks([6]), "mesh(of ranks 6)"),
+        (GRID.ranks([1, 2, 5, 6]).ranks([2, 6]), "mesh(dp=2 of ranks 2, 6)"),
+        (GRID.ranks([7, 0, 3], x=3), "mesh(x=3 of ranks 7, 0, 3)"),
+    ],
+)
+def test_ranks_of_a_mesh(mesh: Mesh, text: str) -> None:
+    assert str(mesh) == text
+    assert (
+        str(
+            hw.Fusion.parse(f"fusion @f(%x: f32[M] on {text}) mesh(r=8) {{\n  %y: f32[M] on {text} = neg(%x)\n  return %y\n}}\n")
+            .inputs[0]
+            .type.mesh
+        )
+        == text
+    )
+
+
+def test_places_in_a_mesh_of_some_ranks() -> None:
+    mesh = LINE.ranks([3, 1, 0, 2], a=2, b=2)
+    assert [mesh.coordinate(rank, "a") for rank in (3, 1, 0, 2)] == [0, 0, 1, 1]
+    assert [mesh.place(rank, ("b", "a")) for rank in (3, 1, 0, 2)] == [0, 2, 1, 3]
+    assert mesh.team(2, ("a",)) == (1, 2)
+    assert mesh.team(2, ("b", "a")) == (3, 0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: LINE.ranks([1, 4]), "ranks: mesh(x=4) has no rank 4; its ranks: 0..4"),
+        (lambda: FIRST.ranks([2]), "ranks: mesh(x=2 of ranks 0, 1) has no rank 2; its ranks: 0, 1"),
+        (lambda: LINE.ranks([1, 1]), "ranks: [1, 1]: name at least one rank, and each once"),
+        (lambda: LINE.ranks([]), "ranks: []: name at least one rank, and each once"),
+        (lambda: LINE.ranks([0, 1], a=3), "ranks: 2 ranks are no mesh of a=3; the product must be equal"),
+        (
+            lambda: GRID.ranks([0, 5]),
+            "ranks: [0, 5] is no block of mesh(dp=2, tp=4) in its order, so its axes cannot be told; give them: .ranks([...], x=2)",
+        ),
+        (lambda: hw.f32["M@tp"].on(FIRST), "f32[M@tp] on mesh(x=2 of ranks 0, 1): no axis tp in mesh(x=2 of ranks 0, 1); its axes: x"),
+    ],
+)
+def test_error_of_a_mesh(make: Any, message: str) -> None:
+    with pytest.raises(ProgramError) as caught:
+        make()
+    assert str(caught.value).partition(": ")[2] == message
+    assert str(caught.value).startswith("test_meshes.py:")
+
+
+def test_shards_of_a_mesh_of_some_ranks() -> None:
+    spec, array = hw.f32["M@x", 2].on(LINE.ranks([3, 1])), np.arange(8).reshape(4, 2)
+    np.testing.assert_array_equal(spec.shard(array, 1, LINE), array[2:])
+    np.testing.assert_array_equal(spec.unshard([array[:2], array[2:]], LINE), array)
+    with pytest.raises(
+        ArgumentError, match=r"^shard: rank 0 has nothing of f32\[M@x, 2\] on mesh\(x=2 of ranks 3, 1\); ask a rank of its mesh$"
+    ):
+        spec.shard(array, 0, LINE)
+
+
+def test_places_with_too_few_ranks() -> None:
+    with pytest.raises(ParseError, match=r"mesh\(x=3 of ranks 0, 1\) has 3 places for 2 ranks; give every rank one$"):
+        hw.Fusion.parse("fusion @f(%x: f32[M] on mesh(x=3 of ranks 0, 1)) mesh(x=4) {\n  %y: f32[M] = neg(%x)\n  return %y\n}\n")
+
+
+# --- fusions ----------------------------------------------------------------------------------------------------------
+
+
+def test_results_are_on_the_mesh_of_their_operands() -> None:
+    @hw.fusion(mesh=LINE, x=hw.f32["M@x", "K"].on(FIRST))
+    def f(x):
+        h = hw.cast(hw.reshape(x, "M*K"), hw.i32) + hw.iota(hw.reshape(x, "M*K"), 0)
+        return hw.reshard(h, "K*M@x", mesh=SECOND), hw.reshard(hw.reshard(h, "K*M", mesh=LINE), "K*M@x")
+
+    meshes = {name: value.type.mesh for name, value in f.values().items()}
+    assert {name for name, mesh in meshes.items() if mesh == FIRST} == {"x", "reshaped", "cast", "iota", "add"}
+    assert (meshes["y0"], meshes["resharded"], meshes["y1"]) == (SECOND, None, None)
+    assert hw.Fusion.parse(str(f)) == f
+
+
+def test_all_ranks_in_other_axes() -> None:
+    """A mesh of as many ranks as the program has is all of them; the program's own is not named."""
+
+    @hw.fusion(mesh=LINE, x=hw.f32["M@dp", "K@tp"].on(Mesh(dp=2, tp=2)), y=hw.f32["M@x"].on(LINE), z=hw.f32["M@x"].on(LINE.ranks(range(4))))
+    def f(x, y, z):
+        return x, y + z
+
+    assert [str(value.type) for value in f.inputs] == ["f32[M@dp, K@tp] on mesh(dp=2, tp=2 of ranks 0..4)", "f32[M@x]", "f32[M@x]"]
+
+
+def mixed(x: hw.Tensor, y: hw.Tensor) -> hw.Tensor:
+    return x + y
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "message"),
+    [
+        (
+            hw.f32["M"].on(FIRST),
+            hw.f32["M"].on(SECOND),
+            "add: operands on different meshes: f32[M] on mesh(x=2 of ranks 0, 1) and f32[M] on mesh(x=2 of ranks 2, 3); "
+            "move one with hw.reshard(t, ..., mesh=...)",
+        ),
+        (
+            hw.f32["M"],
+            hw.f32["M"].on(SECOND),
+            "add: operands on different meshes: f32[M] on the program's mesh and f32[M] on mesh(x=2 of ranks 2, 3); "
+            "move one with hw.reshard(t, ..., mesh=...)",
+        ),
+        (
+            hw.f32["M"].on(Mesh(x=2)),
+            hw.f32["M"],
+            "f32[M] on mesh(x=2): mesh(x=2) is no part of mesh(x=4); take ranks from there, as mesh.ranks([0, 1])",
+        ),
+        (
+            hw.f32["M"].on(GRID.ranks([4, 5])),
+            hw.f32["M"],
+            "f32[M] on mesh(tp=2 of ranks 4, 5): mesh(x=4) has no rank 4; its ranks: 0..4",
+        ),
+    ],
+)
+def test_error_of_a_fusion(x: hw.TensorType, y: hw.TensorType, message: str) -> None:
+    with pytest.raises(ProgramError) as caught:
+        hw.fusion(mesh=LINE, x=x, y=y)(mixed)
+    place, _, text = str(caught.value).partition(": ")
+    assert place.startswith("test_meshes.py:")
+    assert text == message
+
+
+def test_a_block_is_on_the_mesh_of_its_parameters() -> None:
+    @hw.block(h=hw.f32["M"].on(FIRST))
+    def layer(h):
+        return h + h
+
+    with pytest.raises(ProgramError) as caught:
+        hw.fusion(mesh=LINE, x=hw.f32["M"].on(SECOND))(lambda x: layer(x))
+    why = "@layer takes f32[M] on mesh(x=2 of ranks 0, 1) as h, not f32[M] on mesh(x=2 of ranks 2, 3)"
+    assert str(caught.value).partition(": ")[2] == f"call: {why}; move it with hw.reshard(t, ..., mesh=...)"
+
+
+def test_the_verifier_looks_at_meshes() -> None:
+    text = (
+        "fusion @f(%x: f32[M] on mesh(x=2 of ranks 0, 1)) mesh(x=4) {\n  %y: f32[M] on mesh(x=2 of ranks 2, 3) = neg(%x)\n  return %y\n}\n"
+    )
+    with pytest.raises(ProgramError) as caught:
+        hw.Fusion.parse(text)
+    why = "%y is f32[M] on mesh(x=2 of ranks 2, 3), but its operands give f32[M] on mesh(x=2 of ranks 0, 1)"
+    assert str(caught.value) == f"text:2: neg: {why}; correct its type"
+
+
+def test_shards_of_some_ranks_are_even() -> None:
+    @hw.fusion(mesh=LINE, x=hw.f32["M@x", 6].on(FIRST))
+    def f(x):
+        return hw.reshard(x, "M", "6@x", mesh=LINE)
+
+    with pytest.raises(
+        ProgramError, match=r": reshard: 4 ranks cannot share dim 6@x evenly, as a reshard to another mesh needs; pad it to 8$"
+    ):
+        hw.compile(f)
+
+
+# --- host programs ----------------------------------------------------------------------------------------------------
+
+HEAD = "host @t(%x: f32[4, N] on mesh(x=2 of ranks 0, 1)) -> (%y: f32[4, N] on mesh(x=2 of ranks 2, 3)) mesh(x=4) {\n"
+ON_FIRST, ON_SECOND = "on mesh(x=2 of ranks 0, 1) {\n", "on mesh(x=2 of ranks 2, 3) {\n"
+SEND, RECV = ON_FIRST + "send %x to rank + 2 on *\n}\n", ON_SECOND + "recv %y from rank - 2 on *\n}\n"
+
+
+def test_a_program_of_two_meshes() -> None:
+    text = (
+        HEAD
+        + "  "
+        + SEND.replace("\n", "\n  ").replace("  send", "    send")
+        + RECV.replace("recv", "    recv").replace("\n}", "\n  }")
+        + "}\n"
+    )
+    program = HostProgram.parse(text)
+    assert str(program) == text
+    check(program)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        # the verifier
+        (
+            ON_FIRST + ON_SECOND + "}\n}\n",
+            "text:3: @t: on mesh(x=2 of ranks 2, 3): an on body cannot stand in an on body: end the outer one first",
+        ),
+        ("on mesh(x=2 of ranks 3, 4) {\n}\n", "text:2: @t: on mesh(x=2 of ranks 3, 4): mesh(x=4) has no rank 4: name ranks of it"),
+        (
+            ON_FIRST + "%i = rank.tp\n}\n",
+            "text:3: @t: %i = rank.tp: mesh(x=2 of ranks 0, 1) has no axis 'tp': its axes are x",
+        ),
+        (
+            ON_FIRST + "%v = slice %x[0: 0 of 2]\n}\n" + ON_FIRST + "send %v to rank + 2 on *\n}\n",
+            "text:6: @t: send %v to rank + 2 on *: %v is used before its definition: define it above, in this body or around it",
+        ),
+        (
+            "if rank == 1 {\n" + ON_FIRST + "all_reduce sum %x -> %y on x\n}\n}\n",
+            "text:4: @t: all_reduce sum %x -> %y on x: a collective cannot stand under `if rank == 1`, which differs between ranks: "
+            "only send and recv can",
+        ),
+        (
+            "send_blocks %x in 2 by [0[2] -> 2[0]] on *\n",
+            "text:2: @t: send_blocks %x in 2 by [0[2] -> 2[0]] on *: 0[2] -> 2[0]: there are 2 blocks, the last one 1",
+        ),
+        (
+            "recv_blocks %y in 2 by [0[2] -> 7[0]] on *\n",
+            "text:2: @t: recv_blocks %y in 2 by [0[2] -> 7[0]] on *: 0[2] -> 7[0]: mesh(x=4) has no rank 7: name ranks of it",
+        ),
+        (
+            "send_blocks %x in 0 by [0[2] -> 2[0]] on *\n",
+            "text:2: @t: send_blocks %x in 0 by [0[2] -> 2[0]] on *: a buffer has at least one block: cut it into 1 or more",
+        ),
+        (
+            "send_blocks %x in 2 by [0[0] -> 2[0]] on x\n",
+            "text:2: @t: send_blocks %x in 2 by [0[0] -> 2[0]] on x: routes name ranks of the program: write on *",
+        ),
+        # the static check
+        (
+            "send %x to rank on *\n",
+            "text:2: rank 2, the caller's stream: send %x to rank on *: %x is not on this rank: stand it under `on` the mesh that has it",
+        ),
+        (
+            SEND,
+            "text:3: rank 0, the caller's stream: send %x to rank + 2 on *: rank 2 posts no recv for it: add the recv, or drop this send",
+        ),
+        (
+            RECV,
+            "text:3: rank 2, the caller's stream: recv %y from rank - 2 on *: rank 0 posts no send for it: add the send, or drop this recv",
+        ),
+        (
+            ON_FIRST + "send_blocks %x in 2 by [0[0] -> 2[0], 1[0] -> 3[0]] on *\n}\n" + RECV,
+            "text:3: rank 0, the caller's stream: send %x to 2 on *: sends 4 f32, and it meets a recv of 8 f32, "
+            "rank 2, the caller's stream: recv %y from rank - 2 on *: make them equal",
+        ),
+        (
+            ON_FIRST
+            + "send_blocks %x in 2 by [0[1] -> 2[0], 1[0] -> 3[1]] on *\n}\n"
+            + ON_SECOND
+            + "recv_blocks %y in 2 by [0[1] -> 2[0], 1[0] -> 3[1]] on *\n}\n",
+            "@t: rank 2: nothing writes bytes 16 to 32 of the output %y: write all of every output",
+        ),
+        (
+            ON_SECOND + "%b = allocate f32[4, N]\n}\nsend_blocks %b in 1 by [0[0] -> 1[0]] on *\n",
+            "text:5: rank 0, the caller's stream: send_blocks %b in 1 by [0[0] -> 1[0]] on *: %b is not on this rank: "
+            "stand it under `on` the mesh that has it",
+        ),
+    ],
+)
+def test_error_of_a_host_program(body: str, message: str) -> None:
+    program = HostProgram.parse(HEAD + body + "}\n")
+
+    def verified_and_checked() -> None:
+        verify_host(program)
+        check(program)
+
+    with pytest.raises(ProgramError) as caught:
+        verified_and_checked()
+    assert str(caught.value) == message

@@ -1,0 +1,210 @@
+"""What the passes make of a reshard to another mesh: which communications, what stays where it is, what a stream loop takes along."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from fusion_text import check, fusion
+
+import hostweave as hw
+from hostweave.errors import ProgramError
+from hostweave.fusion.ir import Fusion
+from hostweave.fusion.resharding import plan
+from hostweave.fusion.transfer import transfer
+from hostweave.fusion.types import Mesh, Partial, TensorType
+from hostweave.host import ir
+from hostweave.host.ir import HostProgram
+from hostweave.options import Options
+from hostweave.passes.choose_overlap import choose_overlap
+from hostweave.passes.decompose_reshards import decompose_reshards
+from hostweave.passes.group_communications import group_communications
+from hostweave.passes.order_channels import order_channels
+from hostweave.passes.propagate_sharding import propagate_sharding
+from hostweave.passes.sink_waits import sink_waits
+from hostweave.pipeline import lower
+
+ALL = Mesh(x=4)
+A, B = ALL.ranks([0, 1]), ALL.ranks([2, 3])
+ON_A, ON_B = f"on {A}", f"on {B}"
+
+
+# --- fusions ----------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_propagated_to_another_mesh() -> None:
+    check(
+        propagate_sharding,
+        f"%x: f32[M, K] {ON_A}",
+        f"%h: f32[M, K] {ON_A} = neg(%x)\n%y: f32[M@x, K] {ON_B} stated = reshard(%h)",
+        f"%h: f32[M, K] {ON_A} = neg(%x)\n%y: f32[M@x, K] {ON_B} stated = reshard(%h)",
+        mesh="x=4",
+    )
+
+
+def test_another_mesh_takes_its_blocks_from_the_whole_of_a_slice() -> None:
+    check(
+        decompose_reshards,
+        f"%x: f32[M, K] {ON_A}",
+        f"%s: f32[M@x, K] {ON_A} stated = reshard(%x)\n%y: f32[M, K] {ON_B} stated = reshard(%s)",
+        f"%y: f32[M, K] {ON_B} stated = reshard(%x, kind=transfer)",
+        mesh="x=4",
+    )
+
+
+@pytest.mark.parametrize(
+    ("target", "kinds"),
+    [
+        (hw.f32["M", "N"].on(B), ["reduce", "transfer"]),
+        (hw.f32["M@x", "N"].on(B), ["reduce_scatter", "transfer"]),
+        (hw.f32["M", "N"].on(ALL.ranks([1])), ["reduce"]),
+        (hw.f32["M", "N"].on(ALL.ranks([3])), ["reduce", "transfer"]),
+        (hw.f32["M", "N"].on(ALL.ranks([1, 0])), ["all_reduce", "transfer"]),  # each of them has it then
+        (hw.f32["M", "N@x"], ["reduce_scatter", "transfer"]),
+    ],
+)
+def test_terms_are_reduced_where_they_are(target: TensorType, kinds: list[str]) -> None:
+    source = TensorType(hw.f32, hw.f32["M", "N"].dims, Partial("sum", ("x",)), A)
+    assert [change.kind for change in plan(source, target, ALL, {}, None)] == kinds
+
+
+def test_a_reduce_ends_on_a_rank_of_the_target_where_it_can() -> None:
+    source = TensorType(hw.f32, hw.f32["M", "N"].dims, Partial("sum", ("x",)))
+    (change,) = plan(source, hw.f32["M", "N"].on(ALL.ranks([2])), ALL, {}, None)
+    assert (change.kind, change.root) == ("reduce", 2)
+
+
+def test_who_sends_what() -> None:
+    found = transfer(hw.f32["M@x", "N"].on(A), hw.f32["M", "N"].on(ALL.ranks([1, 2, 3])), ALL)
+    assert list(map(str, found.routes)) == ["0[0] -> 1[0]", "1[0] -> 1[1]", "0[0] -> 2[0]", "1[0] -> 2[1]", "0[0] -> 3[0]", "1[0] -> 3[1]"]
+    assert found.share == Fraction(5, 2)
+    in_turn = transfer(hw.f32["M"].on(A), hw.f32["M"].on(B), ALL)  # two ranks hold it: each sends it once
+    assert list(map(str, in_turn.routes)) == ["0[0] -> 2[0]", "1[0] -> 3[0]"]
+
+
+STREAMED = f"""%h: f32[M, K] {ON_A} = neg(%x)
+%t: f32[M, K] {ON_B} = reshard(%h, kind=transfer)
+%y: f32[M, K] {ON_B} stream(M, 4) = neg(%t)"""
+
+
+def test_a_transfer_of_whole_blocks_joins_the_loop_that_it_leads_to() -> None:
+    check(
+        choose_overlap,
+        f"%x: f32[M, K] {ON_A}",
+        STREAMED,
+        f"""%h: f32[M, K] {ON_A} stream(M, 4, across) = neg(%x)
+        %t: f32[M, K] {ON_B} stream(M, 4, across, transfer) = reshard(%h, kind=transfer)
+        %y: f32[M, K] {ON_B} stream(M, 4, across) = neg(%t)""",
+        mesh="x=4",
+    )
+
+
+@pytest.mark.parametrize("there", ["f32[M, K@x] on mesh(x=2 of ranks 2, 3)", "f32[M, K] on mesh(x=2 of ranks 1, 2)"])
+def test_other_transfers_stay_outside(there: str) -> None:
+    """Blocks of parts of dims, and ranks that are on both sides, are no steps."""
+    before = STREAMED.replace(f"f32[M, K] {ON_B}", there)
+    check(choose_overlap, f"%x: f32[M, K] {ON_A}", before, before.replace("stream(M, 4)", "stream(M, 4, across)"), mesh="x=4")
+
+
+def test_a_transfer_that_cannot_be_streamed() -> None:
+    program = fusion(f"%x: f32[M@x, K] {ON_A}", f"%y: f32[M, K] {ON_B} stream(M, 4) = reshard(%x, kind=transfer)", mesh="x=4")
+    with pytest.raises(ProgramError, match=r"^text:2: stream of %y: one loop cannot be; what can: nothing for the transfer of %y$"):
+        choose_overlap(program, Options())
+
+
+# --- host programs ----------------------------------------------------------------------------------------------------
+
+
+def lowered(text: str) -> str:
+    """The body of the host program."""
+    return str(lower(Fusion.parse(text), Options())).partition(" {\n")[2].removesuffix("}\n")
+
+
+def test_what_is_there_is_not_copied() -> None:
+    """Replicated to a mesh of some of the ranks: a value that is computed further costs nothing; a slice is a view."""
+    body = lowered(
+        f"""fusion @f(%x: f32[M, K]) mesh(x=4) {{
+          %t: f32[M@x, K] {ON_B} stated = reshard(%x)
+          %y: f32[M@x, K] {ON_B} = neg(%t)
+          return %y
+        }}"""
+    )
+    assert body.endswith("  on mesh(x=2 of ranks 2, 3) {\n    %t = slice %x[0: rank.x of 2]\n    launch @neg_y %t -> %y\n  }\n")
+
+
+def test_a_view_of_one_mesh_is_made_again_after_another_one() -> None:
+    """A C++ block ends with each `on` body, so the slice of %x cannot be named in the second one."""
+    body = lowered(
+        f"""fusion @f(%x: f32[M, K] {ON_A}) mesh(x=4) {{
+          %s: f32[M@x, K] {ON_A} stated = reshard(%x)
+          %a: f32[M@x, K] {ON_A} = neg(%s)
+          %b: f32[M@x, K] {ON_B} stated = reshard(%a)
+          %c: f32[M@x, K] {ON_B} = neg(%b)
+          %d: f32[M@x, K] {ON_A} stated = reshard(%c)
+          %e: f32[M@x, K] {ON_A} = add(%s, %d)
+          return %e
+        }}"""
+    )
+    assert body.count("= slice %x[0: rank.x of 2]") == 2
+
+
+def test_passes_look_into_on_bodies() -> None:
+    host = HostProgram.parse(
+        f"""host @f(%x: f32[4, N] {ON_A}) -> (%y: f32[4, N] {ON_A}, %z: f32[4, N] {ON_A}) mesh(x=4) streams(ring[2]) {{
+          {ON_A} {{
+            all_reduce sum %x -> %y on x
+            all_reduce max %x -> %z on x
+            %b = allocate f32[4, N]
+            fork ring
+            stream ring[0] {{
+              copy %x -> %b
+            }}
+            join ring
+            %c = allocate f32[4, N]
+            copy %x -> %c
+            copy %b -> %c
+          }}
+        }}"""
+    )
+    grouped = group_communications(host, Options())
+    assert [len(i.body) for i in ir.walk(grouped.body) if isinstance(i, ir.Group)] == [2]
+    (on,) = sink_waits(host, Options()).body
+    assert isinstance(on, ir.OnMesh)
+    assert [type(i).__name__ for i in on.body[-3:]] == ["Copy", "Join", "Copy"]
+
+
+def test_ranks_of_different_meshes_take_turns_apart() -> None:
+    host = HostProgram.parse(
+        f"""host @f(%x: f32[4, N] {ON_A}) -> (%y: f32[4, N] {ON_B}) mesh(x=4) streams(ring[2]) {{
+          {ON_A} {{
+            %s = allocate f32[4, N]
+          }}
+          {ON_B} {{
+            %t = allocate f32[4, N]
+          }}
+          fork ring
+          for %i in 0..4 {{
+            stream ring[%i] {{
+              {ON_A} {{
+                %x_i = slice %x[0: %i of 4]
+                %s_i = slice %s[0: %i of 4]
+                all_reduce sum %x_i -> %s_i on x
+                send %s_i to rank + 2 on *
+              }}
+              {ON_B} {{
+                %t_i = slice %t[0: %i of 4]
+                recv %t_i from rank - 2 on *
+                %y_i = slice %y[0: %i of 4]
+                copy %t_i -> %y_i
+              }}
+            }}
+          }}
+          join ring
+        }}"""
+    )
+    loop = next(i for i in order_channels(host, Options()).body if isinstance(i, ir.For))
+    (stream,) = loop.body
+    assert isinstance(stream, ir.OnStream)
+    a, b = ([type(i).__name__ for i in ir.walk((on,)) if isinstance(i, (ir.Wait, ir.Record, *ir.COMMUNICATIONS))] for on in stream.body)
+    assert a == ["Wait", "AllReduce", "Send", "Record"]
+    assert b == ["Recv"]

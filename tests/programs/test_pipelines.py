@@ -1,0 +1,166 @@
+"""Two stages on two meshes, on the CPU target: what every rank has of the result, and what ranks pass that are not in a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from whole_programs import PIPELINES, Array, compiled, expect, fusion_of, integer_arrays, lowered, random_arrays, sizes_of
+
+import hostweave as hw
+from hostweave.analysis.check import check
+from hostweave.errors import ArgumentError, ExecutionError, ProgramError
+from hostweave.fusion.types import Mesh
+from hostweave.host import ir
+from hostweave.runtime.arrays import HOST
+from hostweave.runtime.cpu import parallel, seeded
+from hostweave.runtime.local import LocalProgram
+from hostweave.runtime.shards import holds
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("name", PIPELINES)
+def test_matches_numpy(name: str, ranks: int) -> None:
+    fusion = fusion_of(name, ranks, 3, hw.bf16)
+    sizes, program = sizes_of(fusion), compiled(fusion)
+    arrays = random_arrays(fusion, sizes, seed=1)
+    expect(fusion, arrays, program.run(**arrays, ranks=True))
+    calls = [integer_arrays(fusion, sizes, seed) for seed in range(3)]
+    with parallel(check_dependencies=True):
+        for arrays, results in zip(calls, program.run_in_flight(calls, poison=True), strict=True):
+            expect(fusion, arrays, results, exact=True)
+    for seed in range(4):
+        with seeded(seed):
+            for arrays, results in zip(calls, program.run_in_flight(calls, poison=True), strict=True):
+                expect(fusion, arrays, results, exact=True)
+
+
+def test_results_of_a_mesh_are_global_arrays() -> None:
+    fusion = fusion_of("two_stages", 4, 3, hw.f32)
+    arrays = integer_arrays(fusion, sizes_of(fusion), seed=0)
+    whole = compiled(fusion).run(**arrays)
+    np.testing.assert_array_equal(whole, np.maximum(arrays["x"] @ arrays["w1"], 0) @ arrays["w2"])
+
+
+def test_every_join_and_fork_is_needed() -> None:
+    host = lowered(fusion_of("two_stages_streamed", 4, 3, hw.bf16))
+    dropped = [i for i in ir.walk(host.body) if isinstance(i, ir.Fork | ir.Join | ir.Wait)]
+    assert len(dropped) == 4
+    for instruction in dropped:
+        body = ir.rewrite(host.body, lambda i, dropped=instruction: () if i is dropped else None)
+        with pytest.raises(ProgramError, match="nothing orders"):
+            check(replace(host, body=body))
+
+
+def test_layers_of_a_stage_are_calls_of_a_block() -> None:
+    """A block is on the mesh of its parameters; all ranks call it, and those of the mesh compute."""
+    mesh = hw.Mesh(x=4)
+    first, second = mesh.ranks([0, 1]), mesh.ranks([2, 3])
+
+    weights = {"up": hw.f32["E", "F@x"], "down": hw.f32["F@x", "E"]}
+
+    def layer_on(name: str, mesh: Mesh) -> Any:
+        def mlp(h, up, down):
+            return hw.reshard(hw.relu(h @ up) @ down, "M", "E")
+
+        mlp.__name__ = name
+        return hw.block(h=hw.f32["M", "E"].on(mesh), **{name: type.on(mesh) for name, type in weights.items()})(mlp)
+
+    blocks = layer_on("stage_1", first), layer_on("stage_2", second)
+
+    def on(mesh: Mesh, *numbers: int) -> dict[str, hw.TensorType]:
+        return {f"{name}{i}": type.on(mesh) for i in numbers for name, type in weights.items()}
+
+    @hw.fusion(mesh=mesh, x=hw.f32["M", "E"].on(first), **on(first, 1, 2), **on(second, 3))
+    def three_layers(x, up1, down1, up2, down2, up3, down3):
+        h = blocks[0](blocks[0](x, up1, down1), up2, down2)
+        return blocks[1](hw.reshard(h, "M", "E", mesh=second), up3, down3)
+
+    program = hw.compile(three_layers)
+    assert program.source.count("  stage_1(") == 2  # calls of one function
+    arrays = integer_arrays(three_layers, {"M": 3, "E": 4, "F": 6}, seed=0)
+    expect(three_layers, arrays, program.run(**arrays, ranks=True), exact=True)
+
+
+# --- ranks that a host application started ----------------------------------------------------------------------------
+
+FUSION = fusion_of("two_stages", 4, 3, hw.f32)
+STAGES = hw.compile(FUSION)
+GIVEN = integer_arrays(FUSION, {"M": 6, "K": 5, "N": 4}, seed=0)
+
+
+def local(rank: int) -> list[Array | None]:
+    """What a rank passes: None for what is on the other mesh."""
+    parts = [v.type.shard(GIVEN[v.name], rank, FUSION.mesh) if holds(v.type, FUSION.mesh, rank) else None for v in FUSION.inputs]
+    return [None if part is None else np.ascontiguousarray(part) for part in parts]
+
+
+def on_ranks(function: Callable[[int], Any]) -> list[Any]:
+    """What `function(rank)` returns, or the error that it raises."""
+    provider = hw.Threads(4)
+
+    def call(rank: int) -> Any:
+        hw.init(provider)
+        try:
+            return function(rank)
+        except (ArgumentError, ExecutionError) as error:
+            return str(error)
+
+    return provider.run(call)
+
+
+def test_ranks_pass_and_get_none_for_what_is_elsewhere() -> None:
+    want = np.maximum(GIVEN["x"] @ GIVEN["w1"], 0) @ GIVEN["w2"]
+
+    def call(rank: int) -> tuple[Array | None, Array | None]:
+        out = np.empty((3, 5), np.float32) if rank >= 2 else None
+        assert STAGES(*local(rank), out=out) is out or rank < 2
+        return STAGES(*local(rank)), out
+
+    results = on_ranks(call)
+    assert results[:2] == [(None, None)] * 2
+    for rank, (own, out) in enumerate(results[2:]):
+        np.testing.assert_array_equal(own, want[3 * rank : 3 * (rank + 1)])
+        np.testing.assert_array_equal(own, out)
+
+
+@pytest.mark.parametrize(
+    ("rank", "place", "array", "error"),
+    [
+        (2, 1, np.empty((5, 4), np.float32), "two_stages: w1: rank 2 has nothing of f32[K, N] on mesh(x=2 of ranks 0, 1); pass None"),
+        (0, 0, None, "two_stages: x: is None, and rank 0 has a block of f32[M@x, K] on mesh(x=2 of ranks 0, 1); pass it"),
+        (
+            1,
+            0,
+            np.empty((4, 5), np.float32),
+            "two_stages: x: rank 1 passes [4, 5], and rank 0 [3, 5]; pass blocks of one f32[M@x, K] on mesh(x=2 of ranks 0, 1)",
+        ),
+    ],
+)
+def test_arrays_of_another_rank(rank: int, place: int, array: Array | None, error: str) -> None:
+    def call(own: int) -> Any:
+        arrays = local(own)
+        if own == rank:
+            arrays[place] = array
+        return STAGES(*arrays)
+
+    assert error in on_ranks(call)[rank]
+
+
+def test_sizes_that_the_own_arrays_do_not_tell() -> None:
+    """Of ranks that are processes: what a rank knows is what it passes, and what the caller says."""
+    host = lowered(FUSION)
+    native = SimpleNamespace(prepare=lambda shapes, wholes: prepared.append((shapes, wholes)) or [(3, 5)], run=lambda *_: None)
+    prepared: list[Any] = []
+    program = LocalProgram.__new__(LocalProgram)
+    vars(program).update(
+        _host=host, _target="cpu", _device=HOST, _group=SimpleNamespace(rank=2, name="g"), _meets=False, _on_parts=True, _native=native
+    )
+    with pytest.raises(ArgumentError, match=r"^two_stages: sizes=: no size of M; give the global one$"):
+        program._take(local(2), None, None)
+    taken = program._take(local(2), None, {"M": 6})
+    assert (taken.shapes, taken.wholes) == (((), (), (4, 5)), ((6, 5), (5, 4), (4, 5)))
