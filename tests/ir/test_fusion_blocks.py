@@ -95,6 +95,43 @@ def test_a_block_that_returns_its_input_returns_a_copy() -> None:
     assert [op.kind for op in fusion.blocks[0].ops] == ["copy"]
 
 
+RESULTS = """\
+block @norm(%x: f32[M@x, E]) {
+  %s: f32[M, 1] = sum(%x, axis=(1,), keepdims=true)
+  %y0: f32[M, E] = div(%x, %s)
+  return %y0, %s
+}
+fusion @f(%x: f32[M@x, E]) mesh(x=2) {
+  %norm: f32[M, E] = call @norm(%x)
+  %norm_s: f32[M, 1] = output @norm(%norm, index=1)
+  %y: f32[M, E] = sub(%norm, %norm_s)
+  return %y
+}
+"""
+
+
+def test_a_block_of_two_results() -> None:
+    @hw.block(x=TYPES["x"])
+    def norm(x: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
+        total = hw.sum(x, axis="E", keepdims=True).named("s")
+        return x / total, total
+
+    @hw.fusion(mesh=MESH, x=TYPES["x"])
+    def f(x: hw.Tensor) -> hw.Tensor:
+        y, total = norm(x)
+        return y - total
+
+    assert str(f) == RESULTS
+    assert Fusion.parse(RESULTS) == f
+    assert str(inlined(f)).splitlines()[1:6] == [
+        "  %norm_x: f32[M@x, E] stated = reshard(%x)",
+        "  %norm_s_2: f32[M, 1] = sum(%norm_x, axis=(1,), keepdims=true)",
+        "  %norm: f32[M, E] = div(%norm_x, %norm_s_2)",
+        "  %norm_s: f32[M, 1] = copy(%norm_s_2)",
+        "  %y: f32[M, E] = sub(%norm, %norm_s)",
+    ]
+
+
 def test_inlined() -> None:
     text = """\
 block @layer(%x: f32[M@x, E], %w: f32[E, E]) {
@@ -168,13 +205,9 @@ REFUSED = {
         LAYER + "other = layer\n" + LAYER + "@hw.fusion(**T, mesh=hw.Mesh(x=2))\ndef f(x, w):\n    return layer(other(x, w), w)",
         "mlp.py:12: call: two blocks are named @layer; give one of their functions another name",
     ),
-    "two results": (
-        "@hw.block(**T)\ndef layer(x, w):\n    return -x, -w\n" + FUSION + "    return layer(x, w)",
-        "mlp.py:3: block @layer returns 2 tensors; a block gives one, make a block of each",
-    ),
     "no tensor returned": (
         "@hw.block(**T)\ndef layer(x, w):\n    return 1\n" + FUSION + "    return layer(x, w)",
-        "mlp.py:3: block @layer returns 1; return a tensor of it",
+        "mlp.py:3: block @layer returns 1; return a tensor of it, or a tuple of tensors",
     ),
     "another function's tensor": (
         FUSION + "    @hw.block(**T)\n    def layer(x, w):\n        return x + v\n    return layer(x, w)",
@@ -212,6 +245,9 @@ def test_refused(case: str) -> None:
 HEAD = "block @b(%x: f32[M]) {\n  %y: f32[M] = neg(%x)\n  return %y\n}\n"
 
 
+TWO = HEAD.replace("  return %y", "  %z: f32[M] = neg(%y)\n  return %y, %z")
+
+
 def calling(call: str, head: str = HEAD) -> str:
     return f"{head}fusion @f(%x: f32[M], %w: f32[N]) mesh(x=2) {{\n  {call}\n  return %y\n}}\n"
 
@@ -232,9 +268,17 @@ TEXTS: dict[str, tuple[type[Exception], str]] = {
         ProgramError,
         "block @b: %x is returned, but no op makes it; return a copy of it",
     ),
-    calling("%y: f32[M] = call @b(%x)", HEAD.replace("  return", "  %z: f32[M] = neg(%y)\n  return %z,")): (
+    calling("%a: f32[M] = call @b(%x)\n  %y: f32[M] = output @b(%a, index=1)"): (
         ProgramError,
-        "block @b returns 2 tensors; a block gives one, make a block of each",
+        "text:7: output: @b has no result 1 beside the one of the call; it has 1 in all",
+    ),
+    calling("%a: f32[M] = neg(%x)\n  %y: f32[M] = output @b(%a, index=1)", TWO): (
+        ProgramError,
+        "text:8: output: %a is no call of @b; correct it",
+    ),
+    calling("%a: f32[M] = call @b(%x)\n  %c: f32[M] = output @b(%a, index=1)\n  %y: f32[M] = output @b(%a, index=1)", TWO): (
+        ProgramError,
+        "text:8: output: output 1 of %a is taken twice; use the first",
     ),
     calling("%y: f32[M] = call @b(%x)", HEAD.replace("@b(%x: f32[M]", "@b(%x: f32[M] partial(sum, x)")): (
         ProgramError,

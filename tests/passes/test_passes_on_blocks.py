@@ -269,6 +269,39 @@ def test_a_block_writes_contiguous_memory(ops: str, expected: list[str]) -> None
     assert host == ["%h = allocate f32[part(M, x), E]", "call @layer %x -> %h", *expected]
 
 
+def test_a_call_gives_all_results_of_its_block() -> None:
+    """In layouts of their own; one that nobody reads has memory, too."""
+    text = """\
+block @norm(%x: f32[M@x, E]) {
+  %s: f32[M, 1] = sum(%x, axis=(1,), keepdims=true)
+  %y: f32[M, E] = div(%x, %s)
+  %z: f32[E] = sum(%y, axis=(0,))
+  return %y, %s, %z
+}
+fusion @f(%x: f32[M@x, E]) mesh(x=2) {
+  %h: f32[M, E] = call @norm(%x)
+  %z: f32[E] = output @norm(%h, index=2)
+  %y: f32[M, E] = sub(%h, %z)
+  return %y
+}
+"""
+    seen = stages(text)
+    assert body_of(seen["choose_overlap"], "fusion") == [
+        "%h: f32[M@x, E] = call @norm(%x)",
+        "%z: f32[E] = output @norm(%h, index=2)",
+        "%y: f32[M@x, E] = sub(%h, %z)",
+        "return %y",
+    ]
+    assert body_of(seen["lower_to_host"], "host") == [
+        "%h = allocate f32[part(M, x), E]",
+        "%h_unused = allocate f32[part(M, x), 1]",
+        "%z = allocate f32[E]",
+        "call @norm %x -> %h, %h_unused, %z",
+        "launch @sub_y %h, %z -> %y",
+    ]
+    check(HostProgram.parse(seen["fuse_kernels"]))
+
+
 def test_stacked_weights_are_passed_as_they_lie() -> None:
     text = LAYER + (
         "fusion @f(%x: f32[4, M@x, E]) mesh(x=2) {\n"

@@ -17,14 +17,21 @@ def outlined(generator: Generator, fusion: Fusion) -> Fusion | None:
     """The program with a run of its ops in a block, which takes its parameters sharded at random and is called twice; or None."""
     first = generator.random.randrange(len(fusion.ops))
     ops = fusion.ops[first : first + generator.random.randint(1, 4)]
-    made, last = {op.result.name for op in ops}, ops[-1].result
+    made = {op.result.name: op.result for op in ops}
     used = {*fusion.outputs, *(name for op in (*fusion.ops[:first], *fusion.ops[first + len(ops) :]) for name in op.tensors)}
     read = dict.fromkeys(name for op in ops for name in op.tensors if name not in made)
-    if made & used != {last.name} or not read:
+    results = [value for name, value in made.items() if name in used]
+    if not results or not read:
         return None
-    block = Fusion("block", fusion.mesh, tuple(parameter(generator, fusion.values()[name]) for name in read), ops, (last.name,))
-    plain = replace(last.type, dims=tuple(Dim(extent) for extent in last.type.shape))
-    calls = tuple(Op("call", tuple(read), Value(name, plain), callee=block) for name in (last.name, "again"))
+    parameters = tuple(parameter(generator, fusion.values()[name]) for name in read)
+    block = Fusion("block", fusion.mesh, parameters, ops, tuple(value.name for value in results))
+    first_result, *others = (Value(value.name, replace(value.type, dims=tuple(map(Dim, value.type.shape)))) for value in results)
+    again = replace(first_result, name="again")
+    calls = (
+        Op("call", tuple(read), first_result, callee=block),
+        *(Op("output", (first_result.name,), value, (("index", i),), callee=block) for i, value in enumerate(others, 1)),
+        Op("call", tuple(read), again, callee=block),
+    )
     result = replace(fusion, ops=(*fusion.ops[:first], *calls, *fusion.ops[first + len(ops) :]), outputs=(*fusion.outputs, "again"))
     try:
         verify_fusion(result)
@@ -52,5 +59,5 @@ def is_right(seed: int) -> bool | None:
 @pytest.mark.filterwarnings("ignore:Mean of empty slice", "ignore:invalid value encountered")
 def test_random_blocks(seeds: range) -> None:
     ran = [is_right(seed) for seed in seeds]
-    assert sum(right is not None for right in ran) > 0.5 * len(seeds)
-    assert sum(right is True for right in ran) > 0.4 * len(seeds)
+    assert sum(right is not None for right in ran) > 0.7 * len(seeds)
+    assert sum(right is True for right in ran) > 0.6 * len(seeds)

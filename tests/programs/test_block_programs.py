@@ -26,22 +26,23 @@ from hostweave.source import load_file
 
 
 def nested(ranks: int) -> Fusion:
-    """A block that calls a block, streams inside, a parameter that nobody reads, arguments of other shardings and layouts."""
+    """A block that calls a block, streams inside, two results, a parameter that nobody reads, arguments of other layouts."""
 
     @hw.block(x=hw.f32["M@x", "E"], w=hw.f32["E", "F@x"], v=hw.f32["F@x", "E"], unused=hw.f32["E"])
-    def mlp(x: hw.Tensor, w: hw.Tensor, v: hw.Tensor, unused: hw.Tensor) -> hw.Tensor:
+    def mlp(x: hw.Tensor, w: hw.Tensor, v: hw.Tensor, unused: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
         h = hw.clamp(hw.matmul(x, w).stream("M", chunks=ranks, by="ring"), -1, 1)
-        return hw.reshard(hw.matmul(h, v), "M@x", "E").stream("M", chunks=ranks)
+        return hw.reshard(hw.matmul(h, v), "M@x", "E").stream("M", chunks=ranks), hw.sum(h, axis="M")
 
     @hw.block(x=hw.f32["M@x", "E"], w=hw.f32["E", "F@x"], v=hw.f32["F@x", "E"], b=hw.f32["E"])
     def layer(x: hw.Tensor, w: hw.Tensor, v: hw.Tensor, b: hw.Tensor) -> hw.Tensor:
-        return hw.clamp(x + mlp(hw.clamp(x + b, -1, 1), w, v, unused=b), -1, 1)
+        y, _ = mlp(hw.clamp(x + b, -1, 1), w, v, unused=b)
+        return hw.clamp(x + y, -1, 1)
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.f32["M", "E@x"], w=hw.f32["F@x", "E"], b=hw.f32["E@x"])
     def nested(x: hw.Tensor, w: hw.Tensor, b: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
         h = layer(x, w.T, w, b).named("h")
-        total = hw.sum(mlp(h, w.T, w, b), axis="M")
-        return layer(h, w.T, w, b), total
+        y, total = mlp(h, w.T, w, b)
+        return layer(h, w.T, w, b) + y, total
 
     return nested
 
@@ -64,6 +65,32 @@ def test_matches_numpy_and_the_program_without_blocks(ranks: int) -> None:
         for with_blocks, others in zip(results, without, strict=True):
             for a, b in zip(with_blocks, others, strict=True):
                 assert all((x == y).all() for x, y in zip(a, b, strict=True))
+
+
+def test_results_on_other_meshes() -> None:
+    """Each has memory on the ranks that hold it, also where nobody reads it."""
+    mesh = hw.Mesh(x=4)
+    first, second = mesh.ranks([0, 1]), mesh.ranks([2, 3])
+    types = {"x": hw.f32["M@x", "K"].on(first), "w": hw.f32["K", "N"].on(first)}
+
+    @hw.block(**types)
+    def stage(x: hw.Tensor, w: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        h = hw.matmul(x, w)
+        return h, hw.reshard(h, "M@x", "N", mesh=second), hw.sum(h, axis="M")
+
+    @hw.fusion(mesh=mesh, **types)
+    def stages(x: hw.Tensor, w: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        h, moved, total = stage(x, w)
+        _, again, _ = stage(x, w)
+        return -h, moved * 2 + again, total
+
+    assert Fusion.parse(str(stages)) == stages
+    random = np.random.default_rng(1)
+    x, w = random.integers(-2, 3, (8, 5)).astype(np.float32), random.integers(-2, 3, (5, 3)).astype(np.float32)
+    h, moved, total = compiled(stages).run(x=x, w=w)
+    np.testing.assert_array_equal(h, -(x @ w))
+    np.testing.assert_array_equal(moved, 3 * (x @ w))
+    np.testing.assert_array_equal(total, (x @ w).sum(0))
 
 
 def test_one_function_a_block() -> None:

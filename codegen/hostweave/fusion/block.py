@@ -39,14 +39,17 @@ class Block:
     def __repr__(self) -> str:
         return f"<hostweave block {self.name}>"
 
-    def __call__(self, *arguments: Tensor, **named: Tensor) -> Tensor:
-        """The block's result for these tensors. Extents and dtypes are as declared; another sharding is resharded here.
+    def __call__(self, *arguments: Tensor, **named: Tensor) -> Any:
+        """What the block gives for these tensors: a tensor, or a tuple of them.
 
-        Raises ProgramError.
+        Extents and dtypes are as declared; another sharding is resharded here. Raises ProgramError.
         """
         location = Location.of_caller()
         tensors = self._bound(arguments, named, location)
-        return record("call", *tensors, callee=self._traced(tensors[0]._trace, location))
+        made = self._traced(tensors[0]._trace, location)
+        result = record("call", *tensors, callee=made)
+        rest = (record("output", result, callee=made, index=i) for i in range(1, len(made.outputs)))
+        return (result, *rest) if len(made.outputs) > 1 else result
 
     def _bound(self, arguments: tuple[Any, ...], named: dict[str, Any], location: Location) -> list[Tensor]:
         """The arguments in the order of the parameters."""
@@ -75,9 +78,6 @@ class Block:
                 raise ProgramError(f"call: two blocks are named @{self.name}; give one of their functions another name", location)
             trace.blocks[self] = None
             made = traced(self._function, _Trace(trace.mesh, trace.blocks, trace.sources), self._inputs, "block", self._location)
-            if len(made.outputs) != 1:
-                why = f"returns {len(made.outputs)} tensors; a block gives one, make a block of each"
-                raise ProgramError(f"block @{self.name} {why}", self._location)
             trace.blocks[self] = made
         found = trace.blocks[self]
         if found is None:

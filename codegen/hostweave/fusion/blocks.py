@@ -29,9 +29,13 @@ def inlined(fusion: Fusion) -> Fusion:
     """
     fresh = Names(fusion).new
 
+    others: dict[tuple[str, int], str] = {}  # the results of calls but for the first -> their names here
+
     def expanded(op: Op) -> list[Op]:
         if op.callee is None:
             return [op]
+        if op.kind == "output":
+            return [Op("copy", (others[op.tensors[0], int(str(op.attribute("index")))],), op.result, location=op.location)]
         block = op.callee
         names: dict[str, str] = {}
         ops = []
@@ -43,6 +47,7 @@ def inlined(fusion: Fusion) -> Fusion:
             names[name] = op.result.name if name == block.outputs[0] else fresh(f"{block.name}_{name}")
             operands = tuple(names[operand] if isinstance(operand, str) else operand for operand in inner.operands)
             ops.extend(expanded(replace(inner, operands=operands, result=replace(inner.result, name=names[name]))))
+        others.update({(op.result.name, i): names[name] for i, name in enumerate(block.outputs)})
         return ops
 
     return replace(fusion, ops=tuple(inner for op in fusion.ops for inner in expanded(op)))

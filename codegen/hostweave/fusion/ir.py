@@ -55,7 +55,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Fusion:
-    """A program: inputs, ops in order, and the names of the results. A block that it calls is one too, with one result."""
+    """A program: inputs, ops in order, and the names of the results. A block that it calls is one too."""
 
     name: str
     mesh: Mesh

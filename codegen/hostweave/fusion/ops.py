@@ -312,6 +312,11 @@ def _kernel(types: Types, op: Op) -> TensorType:
 
 
 def _output(types: Types, op: Op) -> TensorType:
+    if op.callee:
+        index = _int_of(op, "index")
+        if not 0 < index < len(op.callee.outputs):
+            raise Mismatch(f"@{op.callee.name} has no result {index} beside the one of the call; it has {len(op.callee.outputs)} in all")
+        return _unsharded(op.callee.output_types[index])
     return _unsharded(op.result.type)
 
 
@@ -500,7 +505,7 @@ OPS: dict[str, OpDef] = {
     "pad": OpDef(1, _pad, _map_pad, _numpy_pad, {"low": tuple, "high": tuple, "value": float}),
     # A block of the program.
     "call": OpDef(None, _call, _map_call, lambda np, *arrays, run: run(*arrays)),
-    # C++ of the user: its first output, and the others.
+    # C++ of the user: its first output, and the others; as those of a block.
     "kernel": OpDef(None, _kernel, _map_opaque, _of_no_numpy),
     "output": OpDef(1, _output, _map_opaque, _of_no_numpy, {"index": int}, target="shape"),
     # Sharding.
@@ -552,6 +557,8 @@ def infer_type(op: Op, operands: Types) -> TensorType:
 
 def _common_mesh(op: Op, operands: Types) -> Mesh | None:
     """The mesh of an op: a reshard says it, so does a block, all others have that of their operands."""
+    if op.callee and op.kind == "output":
+        return op.callee.output_types[_int_of(op, "index")].mesh
     if op.callee:
         for value, given in zip(op.callee.inputs, operands, strict=True):
             if given.mesh != value.type.mesh:

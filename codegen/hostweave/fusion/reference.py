@@ -44,11 +44,17 @@ def run_reference(fusion: Fusion, arrays: Mapping[str, Array]) -> tuple[Array, .
 def _results(fusion: Fusion, inputs: Mapping[str, Array], sizes: Mapping[str, int]) -> tuple[Array, ...]:
     values = dict(inputs)
     for op in fusion.ops:
-        values[op.result.name] = _run(op, values, sizes)
+        if op.callee and op.kind == "output":
+            values[op.result.name] = values[f"{op.tensors[0]}.{op.attribute('index')}"]
+            continue
+        result = _run(op, values, sizes)
+        first, *rest = result if op.callee else (result,)
+        values |= {op.result.name: first, **{f"{op.result.name}.{i}": more for i, more in enumerate(rest, 1)}}
     return tuple(values[name] for name in fusion.outputs)
 
 
-def _run(op: Op, values: Mapping[str, Array], sizes: Mapping[str, int]) -> Array:
+def _run(op: Op, values: Mapping[str, Array], sizes: Mapping[str, int]) -> Any:
+    """What an op gives: an array, of a call a tuple of them."""
     tensors = [values[name] for name in op.tensors]
     operands = [values[o] if isinstance(o, str) else np.asarray(o, tensors[-1].dtype) for o in op.operands]
     keywords: dict[str, Any] = {name: value for name, value in op.attributes if op.kind != "reshard"}
@@ -60,12 +66,11 @@ def _run(op: Op, values: Mapping[str, Array], sizes: Mapping[str, int]) -> Array
         keywords["run"] = partial(_call, op.callee, sizes)
     if op.kind == "cast":
         return _cast(operands[0], op.result.type.dtype)
-    result: Array = OPS[op.kind].numpy(np, *operands, **keywords)
-    return result
+    return OPS[op.kind].numpy(np, *operands, **keywords)
 
 
-def _call(block: Fusion, sizes: Mapping[str, int], *arrays: Array) -> Array:
-    return _results(block, {value.name: array for value, array in zip(block.inputs, arrays, strict=True)}, sizes)[0]
+def _call(block: Fusion, sizes: Mapping[str, int], *arrays: Array) -> tuple[Array, ...]:
+    return _results(block, {value.name: array for value, array in zip(block.inputs, arrays, strict=True)}, sizes)
 
 
 def _cast(array: Array, dtype: DType) -> Array:

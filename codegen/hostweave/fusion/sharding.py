@@ -69,13 +69,14 @@ def flow(op: Op, operands: Sequence[TensorType], mesh: Mesh) -> Flow:
     """
     mesh = op.result.type.mesh_in(mesh)
     indices = index_map(op, operands)
-    if op.callee:
+    if op.kind == "call" and op.callee:
         taken = tuple(layout(value.type) for value in op.callee.inputs)
         return Flow(indices, tuple(type.dims for type in operands), layout(op.callee.output_types[0]), {}, taken)
     if op.source:
         return Flow(indices, tuple(type.dims for type in operands), layout(op.source.outputs[0]), {}, tuple(map(layout, op.source.inputs)))
     if op.kind == "output":
-        return Flow(indices, tuple(type.dims for type in operands), layout(op.result.type), {}, tuple(map(layout, operands)))
+        stated = op.callee.output_types[int(str(op.attribute("index")))] if op.callee else op.result.type
+        return Flow(indices, tuple(type.dims for type in operands), layout(stated), {}, tuple(map(layout, operands)))
     kept = {label: dim.extent for label, dim in zip(indices.result, op.result.type.dims, strict=True) if label is not None}
     claimed: dict[str, Axes] = {}
     reduced: dict[str, Axes] = {}

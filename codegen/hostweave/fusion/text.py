@@ -154,7 +154,8 @@ def parse_op(
 
         near = get_close_matches(kind, OPS, 1)
         reader.fail(f"unknown op {kind!r}; " + (f"did you mean {near[0]}?" if near else f"one of {', '.join(OPS)}"), at)
-    callee = _parse_named(reader, blocks, "block") if kind == "call" else None
+    is_called = kind == "call" or (kind == "output" and reader.peek() == "@")
+    callee = _parse_named(reader, blocks, "block") if is_called else None
     source = _parse_named(reader, sources, "source") if kind == "kernel" else None
     reader.expect("(")
     operands: list[str | Scalar] = []

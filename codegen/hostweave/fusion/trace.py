@@ -293,7 +293,7 @@ def record(
     op = Op(kind, names, Value("", target or known[0].type), attributes(**values), location, callee=callee, source=source)
     types = operand_types(op, trace.types())
     derived = infer_type(op, types)
-    if kind in ("reshard", "kernel", "output"):
+    if kind in ("reshard", "kernel", "output") and not callee:
         assert target is not None
         if kind != "reshard":
             target.check(location, trace.mesh)
@@ -331,8 +331,7 @@ def traced(function: Callable[..., Any], trace: _Trace, inputs: dict[str, Tensor
     results = tuple(returned) if isinstance(returned, tuple | list) else (returned,)
     for result in results:
         if not isinstance(result, Tensor) or result._trace is not trace:
-            several = ", or a tuple of tensors" if word == "fusion" else ""
-            raise ProgramError(f"{word} @{name} returns {result!r}; return a tensor of it{several}", location)
+            raise ProgramError(f"{word} @{name} returns {result!r}; return a tensor of it, or a tuple of tensors", location)
     outputs = _distinct_results(results)
     for i, result in enumerate(outputs):
         if result._name is None:
@@ -419,11 +418,13 @@ def _names(trace: _Trace, needed: set[str]) -> dict[str, str]:
 
 
 def _wanted(op: Op, trace: _Trace) -> str:
-    """A name for the result of an op: what it makes, the block that it calls, `w_3` for `w[3]`."""
+    """A name for the result of an op: what it makes, the block that it calls and which of its results, `w_3` for `w[3]`."""
     index = op.attribute("index")
     if op.kind == "select" and isinstance(index, int) and index >= 0 and (name := trace.tensors[op.tensors[0]]._name):
         return f"{name}_{index}"
-    return op.callee.name if op.callee else RESULT_NAMES.get(op.kind, op.kind)
+    if op.callee:
+        return op.callee.name if op.kind == "call" else f"{op.callee.name}_{op.callee.outputs[int(str(index))]}"
+    return RESULT_NAMES.get(op.kind, op.kind)
 
 
 def _free(name: str, trace: _Trace) -> str:

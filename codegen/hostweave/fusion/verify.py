@@ -55,8 +55,6 @@ def _verify_body(fusion: Fusion, here: str, level: int) -> None:
 
 
 def _verify_block(block: Fusion, fusion: Fusion) -> None:
-    if len(block.outputs) != 1:
-        raise ProgramError(f"block @{block.name} returns {len(block.outputs)} tensors; a block gives one, make a block of each")
     if block.mesh != fusion.mesh:
         raise ProgramError(f"block @{block.name} is on {block.mesh}, but fusion @{fusion.name} on {fusion.mesh}; give both one mesh")
     known = {name for value in block.inputs for extent in value.type.shape for name in extent.symbols}
@@ -90,8 +88,8 @@ def _verify_op(op: Op, types: dict[str, TensorType]) -> None:
     if op.kind not in OPS:
         raise ProgramError(f"unknown op {op.kind!r}; one of {', '.join(OPS)}", op.location)
     definition = OPS[op.kind]
-    if (op.kind == "call") != (op.callee is not None):
-        raise ProgramError(f"{op.kind}: a call, and nothing else, has a block that it calls", op.location)
+    if (op.kind == "call" and op.callee is None) or (op.callee and op.kind not in ("call", "output")):
+        raise ProgramError(f"{op.kind}: a call, and what else it gives, name a block, and no other op does", op.location)
     if (op.kind == "kernel") != (op.source is not None):
         raise ProgramError(f"{op.kind}: a kernel, and nothing else, has a source", op.location)
     if len(op.operands) != definition.arity and (definition.arity is not None or not op.operands):
@@ -115,8 +113,14 @@ def _verify_op(op: Op, types: dict[str, TensorType]) -> None:
 
 def _verify_outputs_of_kernels(body: Fusion) -> None:
     made = {op.result.name: op.source for op in body.ops}
+    calls = {op.result.name: op.callee for op in body.ops if op.kind == "call"}
+    taken = [(op.tensors[0], op.attribute("index")) for op in body.ops if op.kind == "output"]
     for op in body.ops:
-        if op.kind == "output":
+        if op.kind == "output" and taken.count((op.tensors[0], op.attribute("index"))) > 1:
+            raise ProgramError(f"output: output {op.attribute('index')} of %{op.tensors[0]} is taken twice; use the first", op.location)
+        if op.callee and op.kind == "output" and calls.get(op.tensors[0]) != op.callee:
+            raise ProgramError(f"output: %{op.tensors[0]} is no call of @{op.callee.name}; correct it", op.location)
+        if op.kind == "output" and not op.callee:
             source, index = made.get(op.tensors[0]), op.attribute("index")
             wanted = dict(enumerate(source.outputs)).get(index) if source and isinstance(index, int) and index else None
             if wanted != replace(op.result.type, mesh=None):  # a kernel runs where its operands are

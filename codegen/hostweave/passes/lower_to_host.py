@@ -13,7 +13,7 @@ becomes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hostweave.errors import ProgramError
@@ -22,7 +22,7 @@ from hostweave.fusion.index_map import IndexMap, groups
 from hostweave.fusion.ir import Fusion, Op, Value
 from hostweave.fusion.ops import NO_SOURCE, OPS, axes_of, index_map, operand_types, padded_dims
 from hostweave.fusion.resharding import Change, change_of, sources_of
-from hostweave.fusion.source import Source, held
+from hostweave.fusion.source import held
 from hostweave.fusion.transfer import Transfer, transfer
 from hostweave.fusion.types import BufferType, Dim, Mesh, TensorType
 from hostweave.host import ir
@@ -281,12 +281,12 @@ class _Lowering:
                 self.reshard(op, steps)
             elif self.is_view(op):
                 self.view(op, steps)
+            elif op.kind == "output":
+                self.whole(op.result.name)  # what its kernel or block wrote
             elif op.callee:
                 self.call(op, op.callee)
             elif op.source:
-                self.launch(op, op.source)
-            elif op.kind == "output":
-                self.whole(op.result.name)  # what its kernel wrote
+                self.b.emit(ir.Launch(op.source.name, tuple(map(self.contiguous, op.tensors)), self.targets(op, op.source.outputs)))
             else:
                 self.compute(op, steps)
 
@@ -319,18 +319,20 @@ class _Lowering:
         for name in op.tensors:
             with self.b.on(self.types[name].mesh):
                 sources.append(self.contiguous(name))
-        target = self.whole(op.result.name)
+        targets = self.targets(op, block.output_types)
         with self.b.on(None):
-            self.b.emit(ir.Call(block.name, tuple(sources), (target,)))
+            self.b.emit(ir.Call(block.name, tuple(sources), targets))
 
-    def launch(self, op: Op, source: Source) -> None:
-        """A kernel of the user; an output that nothing uses has memory of its own."""
+    def targets(self, op: Op, types: Sequence[TensorType]) -> tuple[str, ...]:
+        """What a block or a kernel of the user writes; an output that nothing uses has memory of its own."""
         used = {user.attribute("index"): user.result.name for user in self.consumers[op.result.name] if user.kind == "output"}
         targets = [self.whole(op.result.name)]
-        for index, type in enumerate(source.outputs[1:], 1):
-            unused = held(type, self.mesh_of(op), self.uneven)
-            targets.append(self.whole(used[index]) if index in used else self.b.allocate(f"{op.result.name}_unused", unused))
-        self.b.emit(ir.Launch(source.name, tuple(map(self.contiguous, op.tensors)), tuple(targets)))
+        for index, type in enumerate(types[1:], 1):
+            mesh = type.mesh if op.callee else op.result.type.mesh
+            with self.b.on(mesh):
+                unused = held(type, mesh or self.mesh, self.uneven)
+                targets.append(self.whole(used[index]) if index in used else self.b.allocate(f"{op.result.name}_unused", unused))
+        return tuple(targets)
 
     def contiguous(self, name: str) -> str:
         """All of a value, as a block takes it."""
