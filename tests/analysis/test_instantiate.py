@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from host_programs import NAMES, program
 
-from hostweave.analysis.instantiate import instantiate, layout, minimal_sizes
+from hostweave.analysis.instantiate import instantiate, layout, minimal_sizes, sizes_to_check
 from hostweave.errors import ProgramError
 from hostweave.fusion.types import bf16, f32, i8
 from hostweave.host.expr import Binary, Const, Coordinate, Expr, Size, Var, evaluate
@@ -123,3 +123,11 @@ def test_sizes_leave_room() -> None:
     with pytest.raises(ProgramError) as caught:
         instantiate(host, {"M": 1})
     assert str(caught.value) == "@t: (M - 2) is -1: choose sizes that leave room for it"
+
+
+def test_sizes_where_a_sum_must_divide() -> None:
+    """M is odd, so ranks do not share it evenly; both sides of the branch are looked at where they can be."""
+    text = "host @t(%x: f32[M@x]) -> (%y: f32[(M + 1)]) mesh(x=2) uneven(M) {\n  %v = slice %y[0: 1 of 2]\n}\n"
+    program = HostProgram.parse(text)
+    assert minimal_sizes(program) == {"M": 3}
+    assert list(sizes_to_check(program)) == [{"M": 3}, {"M": 5}]

@@ -107,6 +107,49 @@ fusion @f(%x: f32[K, 4@x], %w: f32[4@x, N], %z: f32[K, N]) mesh(x=2) {
   launch @neg_y %t -> %y
 """,
     ),
+    "a loop that reads what another one gathered takes its steps in order": (
+        """\
+fusion @f(%x: f32[M@x, 8]) mesh(x=2) {
+  %h: f32[M, 8] stream(M, 2) = neg(%x)
+  %v: f32[M, 8, 1] = expand_dims(%h, axis=(2,))
+  %y: f32[M, 8] stream(M, 2) = exp(%h)
+  return %y, %v
+}
+""",
+        """\
+  %x_gathered = allocate f32[M, 8]
+  %h = allocate f32[M, 8]
+  fork ring
+  for %i in 0..2 {
+    %p = (rank.x + %i) % 2
+    stream ring[%i] {
+      %x_gathered_i = slice %x_gathered[0: %p of 2]
+      if %p == rank.x {
+        copy %x -> %x_gathered_i
+      } else {
+        group {
+          recv %x_gathered_i from %p on x
+          send %x to (rank.x - %i) % 2 on x
+        }
+      }
+      %h_i = slice %h[0: %p of 2]
+      launch @neg_h %x_gathered_i -> %h_i
+    }
+  }
+  join ring
+  %v_2 = reshape %h to [M, 8, 1]
+  fork ring
+  for %j in 0..2 {
+    stream ring[%j] {
+      %h_j = slice %h[0: %j of 2]
+      %y_j = slice %y[0: %j of 2]
+      launch @exp_y %h_j -> %y_j
+    }
+  }
+  join ring
+  copy %v_2 -> %v
+""",
+    ),
     "where nothing communicates there is nothing aside": (
         "fusion @f(%x: f32[M]) {\n  %y: f32[M] aside = neg(%x)\n  return %y\n}\n",
         "  launch @neg_y %x -> %y\n",

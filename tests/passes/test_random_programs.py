@@ -28,7 +28,7 @@ from hostweave.runtime.shards import block_of
 
 Array = NDArray[Any]
 MESHES = ({"x": 1}, {"x": 2}, {"x": 3}, {"x": 4}, {"dp": 2, "tp": 2}, {"a": 2, "b": 3})
-SLICES = (0, -1, slice(0, 1), slice(1, None), slice(None, -1))
+SLICES = (0, -1, slice(0, 1), slice(1, None), slice(None, -1), slice(None, None, 2), slice(1, None, 3))
 
 
 class Generator:
@@ -87,8 +87,24 @@ def _turned(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
 def _cut(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
     key: list[Any] = [slice(None)] * t.ndim
     if key:
-        key[g.random.randrange(t.ndim)] = g.random.choice(SLICES)
+        dim = g.random.randrange(t.ndim)
+        is_sum = "(" in str(t.shape[dim])  # with a step it would have to divide, which other uses of the size may not allow
+        key[dim] = g.random.choice(SLICES[:-2] if is_sum else SLICES)
     return t[tuple(key)]
+
+
+def _joined(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
+    others = [t * 2, t, g.random.choice(values)]
+    return hw.concat(g.random.sample(others, 2), axis=g.random.randrange(t.ndim or 1))
+
+
+def _padded(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
+    return hw.pad(t, [g.random.choice([0, 0, 1, 2]) for _ in range(2 * g.random.randint(0, t.ndim))], value=g.random.randint(-1, 1))
+
+
+def _aside(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
+    made = _reduced(g, values, t) if g.random.random() < 0.5 else hw.reshard(t + 1, *g.sharded(list(t.shape)))
+    return made.aside()
 
 
 def _streamed(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
@@ -110,6 +126,10 @@ OPS: tuple[Callable[[Generator, list[hw.Tensor], hw.Tensor], hw.Tensor], ...] = 
     _reduced,
     _turned,
     _cut,
+    _joined,
+    _padded,
+    _aside,
+    lambda g, values, t: hw.reshape(t, -1),
     _streamed,
     _stream_of,
 )

@@ -167,7 +167,7 @@ def _steps(program: ir.HostProgram, evenly: bool) -> dict[str, tuple[int, int]]:
     walked = {name for loop in loops for name in loop.count.names}
     twice = 2 * max((pool.count for pool in program.streams), default=1) + 1
     sizes = dict.fromkeys(program.symbols(), 1)
-    needed = set(_extents(program))
+    needed = set(_extents(program, ir.walk if evenly else ir.walk_at_any_size))
     for parameter in (*program.inputs, *program.outputs) if evenly else ():
         mesh = parameter.type.mesh_in(program.mesh)
         needed.update(dim.extent // mesh.size_of(dim.axes) for dim in parameter.type.dims)
@@ -217,7 +217,8 @@ def sizes_to_check(program: ir.HostProgram) -> Iterator[dict[str, int]]:
         for extent in _extents(program, ir.walk_at_any_size):
             if len(extent.symbols) == 1 and extent.symbols[0] in steps:
                 steps[extent.symbols[0]] = lcm(steps[extent.symbols[0]], extent.divisor)
-        yield {**least, **{name: least[name] + step for name, step in steps.items()}}
+        uneven = {name: (steps.get(name, 0), size + steps.get(name, 0)) for name, size in least.items()}
+        yield _with_room(program, uneven) or least
 
 
 def _extents(program: ir.HostProgram, walk: Callable[[ir.Body], Iterator[ir.Instruction]] = ir.walk) -> Iterable[Extent]:

@@ -65,8 +65,9 @@ class _Loop:
 
     @property
     def by_block(self) -> bool:
+        """Whether the blocks of a communication are walked; a loop that has none takes its steps in order."""
         stream = self.ops[0].result.stream
-        return stream is not None and stream.step == "block"
+        return stream is not None and stream.step == "block" and self.communication is not None
 
 
 class _Lowering:
