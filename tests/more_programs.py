@@ -73,3 +73,10 @@ def halves(x, w):
     h = hw.matmul(x, w).named("h")
     joined = hw.concat([x[:, 4:], -x[:, :4], h[:, ::2], h[:, 1:2]], axis=1)  # each operand is made, or copied, where it lies
     return joined, hw.pad(hw.relu(x[:, 1:3]), (1, 0), value=1)
+
+
+@hw.fusion(mesh=mesh, x=dtype["M@x", "K"], w=dtype["K", "N"], v=dtype["N", "F@x"], u=dtype["F@x", "N"])
+def two_loops(x, w, v, u):
+    h = hw.matmul(x, w).stream("M", chunks=D)  # what its loop holds of x, the second loop may overwrite
+    g = hw.clamp(hw.matmul(h, v), -1, 1)
+    return hw.reshard(hw.matmul(g, u), "M@x", "N").stream("M", chunks=D)

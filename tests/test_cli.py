@@ -44,7 +44,7 @@ def mistake_of(capsys: Captured, *arguments: str) -> str:
 
 def test_demo(capsys: Captured) -> None:
     out = output_of(capsys, "demo", "--ranks", "4", "--target", "cpu")
-    for stage in ("input.hw", "lower_to_host.hw", "program.cpp"):
+    for stage in ("input.hw", "plan_memory.hw", "program.cpp"):
         assert golden("ag_matmul_p2p", stage) in out
     for rank in range(4):
         assert f"rank {rank}: y [4, 512, 512] matches NumPy" in out
@@ -95,7 +95,57 @@ def test_inspect_shows_the_sources(capsys: Captured) -> None:
         assert f"// ==== {path}\n{golden('ag_matmul_p2p', path)}" in out
 
 
-@pytest.mark.parametrize("stage", ["input", "choose_overlap", "lower_to_host"])
+def test_inspect_memory(capsys: Captured) -> None:
+    out = output_of(capsys, "inspect", P2P, *AT_FOUR, "--memory", "--sizes", "m=128,K=1024")
+    assert out.endswith(
+        """
+   7        %x_gathered = allocate bf16[m, K]
+   8        if %p == rank.x {
+   9          copy %x_i -> %x_gathered
+  10        } else {
+  11          group {
+  12            recv %x_gathered from %p on x
+  13            send %x_i to (rank.x - %i) % 4 on x
+  14          }
+  15        }
+  16        %y_i = select %y[0: %p]
+  17        matmul %x_gathered, %w -> %y_i
+  18      }
+  19    }
+  20    join ring
+  21  }
+
+memory of @ag_matmul_p2p at m=128, K=1024, N=4096, rank 0
+buffer       type        bytes        offset                     lines  streams
+%x_gathered  bf16[m, K]  4 x 262,144  0 262,144 524,288 786,432  9-17   ring
+peak 1,048,576 bytes, lower bound 1,048,576, ratio 1.000
+"""
+    )
+
+
+def test_inspect_memory_of_a_program_without_temporaries(capsys: Captured) -> None:
+    out = output_of(capsys, "inspect", f"{SEEDS}:allgather", *AT_FOUR, "--memory")
+    assert out.endswith("\nmemory of @allgather at N=4096, rank 0\nno temporaries\n")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ("K", "--sizes K: K: write NAME=NUMBER, with commas between several"),
+        ("m=1,K=x", "--sizes m=1,K=x: K=x: write NAME=NUMBER, with commas between several"),
+        ("M=8", "ag_matmul_p2p: --sizes: no size named M; the sizes of the program: m, K, N"),
+    ],
+)
+def test_inspect_memory_at_wrong_sizes(capsys: Captured, sizes: str, message: str) -> None:
+    assert mistake_of(capsys, "inspect", P2P, "--memory", "--sizes", sizes) == message
+
+
+def test_sizes_that_a_program_cannot_have(capsys: Captured) -> None:
+    message = mistake_of(capsys, "inspect", f"{SEEDS}:ag_matmul_flat", *AT_FOUR, "--memory", "--sizes", "M=6")
+    assert message == "seeds.py:67: %x_gathered = allocate bf16[M/4, K]: M/4: 4 does not divide 6: choose sizes that it divides"
+
+
+@pytest.mark.parametrize("stage", ["input", "choose_overlap", "plan_memory"])
 def test_inspect_goes_on_from_ir_text(capsys: Captured, stage: str) -> None:
     file = GOLDEN / "ag_matmul_p2p" / f"{stage}.hw"
     assert golden("ag_matmul_p2p", "program.cpp") in output_of(capsys, "inspect", str(file))

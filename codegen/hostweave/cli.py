@@ -54,6 +54,8 @@ def _parser() -> argparse.ArgumentParser:
     inspect = add("inspect", _inspect, "Print a stage of a program: an IR after a pass, or the generated C++.")
     add_program(inspect)
     inspect.add_argument("--after", metavar="PASS", help="the IR after this pass; 'input' is the fusion as traced, 'all' is every stage")
+    inspect.add_argument("--memory", action="store_true", help="where temporaries lie, from when to when, and the peak beside the least")
+    inspect.add_argument("--sizes", metavar="M=1024,K=512", default="", help="sizes for --memory (default 4096)")
 
     export = add("export", _export, "Write a CMake project that builds and runs the program without Python.")
     add_program(export)
@@ -107,7 +109,11 @@ def _inspect(options: argparse.Namespace) -> int:
     program, settings = _load(options)
     stages: list[tuple[str, str]] = []
     host = lower(program, settings, lambda name, stage: stages.append((name, str(stage))))
-    if options.after is None:
+    if options.memory:
+        from hostweave.analysis.memory_report import memory_report
+
+        print(memory_report(host, _sizes(options.sizes)), end="")
+    elif options.after is None:
         from hostweave.emit import render
 
         sources = render(host)
@@ -119,6 +125,16 @@ def _inspect(options: argparse.Namespace) -> int:
     else:
         raise HostweaveError(f"--after {options.after}: no such stage; one of input, {', '.join(p.__name__ for p in PASSES)}, all")
     return 0
+
+
+def _sizes(text: str) -> dict[str, int]:
+    sizes = {}
+    for setting in filter(None, text.split(",")):
+        name, equals, value = setting.partition("=")
+        if not equals or not value.strip().isdigit():
+            raise HostweaveError(f"--sizes {text}: {setting}: write NAME=NUMBER, with commas between several")
+        sizes[name.strip()] = int(value)
+    return sizes
 
 
 def _show(text: str, language: str) -> None:

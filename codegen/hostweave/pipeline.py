@@ -19,6 +19,7 @@ from hostweave.passes.group_communications import group_communications
 from hostweave.passes.insert_reshards import insert_reshards
 from hostweave.passes.lower_to_host import lower_to_host
 from hostweave.passes.order_channels import order_channels
+from hostweave.passes.plan_memory import plan_memory
 from hostweave.passes.propagate_sharding import propagate_sharding
 from hostweave.passes.sink_waits import sink_waits
 
@@ -32,6 +33,7 @@ PASSES: tuple[Callable[[Any, Options], Any], ...] = (
     group_communications,
     sink_waits,
     order_channels,
+    plan_memory,
 )
 
 # These see a program with its blocks. Every other pass runs on each block as on a program of its own, then on what calls them.

@@ -154,6 +154,7 @@ void hw_cpu_get_counters(hw_cpu_counters* counters) {
   counters->live_streams = machine.live_streams();
   counters->live_events = machine.events.size();
   counters->live_communicators = machine.communicators.size();
+  counters->allocations = machine.memory.made();
 }
 
 uint64_t hw_cpu_live_bytes(int device) {

@@ -74,6 +74,7 @@ void* Memory::allocate(std::size_t bytes, int device, cudaMemoryType type, bool 
     if (posix_memalign(&pointer, kAlignment, bytes) != 0) pointer = nullptr;
     if (pointer && fill) std::memset(pointer, 0xff, bytes);
   }
+  if (pointer && type == cudaMemoryTypeDevice) ++made_;
   if (pointer) allocations_.emplace(reinterpret_cast<std::uintptr_t>(pointer), allocation);
   return pointer;
 }

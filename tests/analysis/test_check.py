@@ -73,7 +73,7 @@ RULES = {
     ),
     "an allocation without a fork": (
         "%b = allocate f32[2, N]\nstream ring[0] {\nfill %b with 0.0\n}\njoin ring\ncopy %x -> %y",
-        "text:4: rank 0, ring[0]: fill %b with 0.0 writes %b while the call before may still use it: "
+        "text:4: rank 0, ring[0]: fill %b with 0.0 writes %b while rank 0, the caller's stream: %b = allocate f32[2, N] allocates it: "
         "nothing orders them; add fork ring between them",
     ),
     "an input without a join": (
@@ -106,6 +106,30 @@ RULES = {
         "%b = allocate f32[2, N]\nfork ring\nstream ring[0] {\ncopy %x -> %b\ncopy %b -> %y\n}\ndeallocate %b\njoin ring",
         "text:8: rank 0, the caller's stream: deallocate %b frees %b while rank 0, ring[0]: copy %x -> %b writes it: "
         "nothing orders them; add join ring between them",
+    ),
+    "given to a stream that does not know that it is free": (
+        "%a = allocate f32[2, N]\nfork ring\nstream ring[0] {\ncopy %x -> %a\ncopy %a -> %y\n}\njoin ring\ndeallocate %a\n"
+        "stream ring[1] {\n%b = allocate f32[2, N]\nfill %b with 0.0\n}\njoin ring",
+        "text:11: rank 0, ring[1]: %b = allocate f32[2, N] may get bytes of %a, which rank 0, the caller's stream: deallocate %a frees: "
+        "nothing orders them; add fork ring between them",
+    ),
+    "given to the caller's stream before it waits": (
+        "fork ring\nstream ring[0] {\n%a = allocate f32[2, N]\ncopy %x -> %a\ncopy %a -> %y\n}\njoin ring\nfork ring\n"
+        "%b = allocate f32[2, N]\nstream ring[1] {\nfill %b with 0.0\n}\njoin ring",
+        "text:12: rank 0, ring[1]: fill %b with 0.0 writes %b while rank 0, the caller's stream: %b = allocate f32[2, N] allocates it: "
+        "nothing orders them; add fork ring between them",
+    ),
+    "given to the caller's stream in the next step": (
+        "fork ring\nfor %i in 0..2 {\n%a = allocate f32[2, N]\ncopy %x -> %a\ndeallocate %a\nfork ring\nstream ring[0] {\n"
+        "%b = allocate f32[2, N]\ncopy %x -> %b\ncopy %b -> %y\n}\n}\njoin ring",
+        "text:4: rank 0, the caller's stream, %i = 1: %a = allocate f32[2, N] may get bytes of %b, which rank 0, ring[0], %i = 0: "
+        "deallocate %b frees: nothing orders them; add join ring between them",
+    ),
+    "given to another stream in the next step": (
+        "for %i in 0..2 {\nfork ring\nstream ring[0] {\n%a = allocate f32[2, N]\ncopy %x -> %a\n}\njoin ring\nfork ring\n"
+        "stream ring[%i + 1] {\n%b = allocate f32[2, N]\ncopy %x -> %b\n}\n}\ncopy %x -> %y\njoin ring",
+        "text:5: rank 0, ring[0], %i = 1: %a = allocate f32[2, N] may get bytes of %b, which rank 0, ring[1], %i = 0: "
+        "deallocate %b frees: nothing orders them; add record/wait or put both on one stream",
     ),
     "used after a deallocate in a loop": (
         "%b = allocate f32[2, N]\nfor %i in 0..2 {\ncopy %x -> %b\ndeallocate %b\n}\ncopy %x -> %y",
@@ -302,11 +326,39 @@ FINE = {
         "all_gather %own -> %b on x\nreduce_scatter sum %b -> %own on x\nbroadcast %y -> %y from 1 on x"
     ),
     "allocated and freed in every iteration": ("for %i in 0..2 {\n%b = allocate f32[2, N]\ncopy %x -> %b\ncopy %b -> %y\ndeallocate %b\n}"),
+    "one a stream, in turn": (
+        "fork ring\nfor %i in 0..5 {\nstream ring[%i] {\n%a = allocate f32[2, N]\ncopy %x -> %a\ndeallocate %a\n%b = allocate f32[2, N]\n"
+        "copy %x -> %b\n}\n}\njoin ring\n%c = allocate f32[2, N]\ncopy %x -> %c\ncopy %c -> %y"
+    ),
+    "one a stream, loop after loop": (
+        "for %i in 0..2 {\nfork ring\nfor %j in 0..4 {\nstream ring[%j] {\n%a = allocate f32[2, N]\ncopy %x -> %a\n}\n}\njoin ring\n"
+        "%b = allocate f32[2, N]\ncopy %x -> %b\n}\ncopy %x -> %y"
+    ),
     "a deallocate behind the join": (
         "%b = allocate f32[2, N]\nfork ring\nstream ring[0] {\ncopy %x -> %b\ncopy %b -> %y\n}\njoin ring\ndeallocate %b"
     ),
     "a send to oneself in a group": "group {\nsend %x to rank.x on x\nrecv %y from rank.x on x\n}",
 }
+
+
+IN_PLACE = """kernel @add_row(%a: f32[4, 4], %r: f32[1, 4]) {
+  %y: f32[4, 4] = add(%a, %r)
+}
+kernel @add_turned(%a: f32[4, 4]) {
+  %t: f32[4, 4] = transpose(%a, axes=(1, 0))
+  %y: f32[4, 4] = add(%t, 1.0)
+}
+"""
+
+
+def test_a_launch_in_place() -> None:
+    """Over an input of which it reads for each element that element alone."""
+    head = IN_PLACE + "host @t(%x: f32[4, 4], %r: f32[1, 4]) -> (%y: f32[4, 4]) mesh() {\ncopy %x -> %y\n"
+    check(HostProgram.parse(head + "launch @add_row %y, %r -> %y\n}\n"))
+    with pytest.raises(ProgramError) as caught:
+        check(HostProgram.parse(head + "launch @add_turned %y -> %y\n}\n"))
+    message = "launch @add_turned %y -> %y writes %y over the bytes of %y that it reads: give it memory of its own"
+    assert str(caught.value) == f"text:10: rank 0, the caller's stream: {message}"
 
 
 @pytest.mark.parametrize("name", FINE)

@@ -44,8 +44,8 @@ RACES = {
     ),
     "from one call to the next": (
         "  join ring\n",
-        "text:5: rank 0, ring[0]: copy %h -> %layer_t reads %h while rank 0, ring[1]: copy %layer_t -> %h writes it: "
-        "nothing orders them; add record/wait or put both on one stream",
+        "text:2: rank 0, the caller's stream: deallocate %layer_t frees %layer_t while rank 0, ring[0]: copy %x -> %layer_t writes it: "
+        "nothing orders them; add join ring between them",
     ),
 }
 
@@ -64,7 +64,7 @@ def test_races(case: str) -> None:
 
 
 def test_calls_share_the_memory_of_a_block() -> None:
-    """Each is right by itself. The second one overwrites what the stream that nobody waits for still reads."""
+    """What a block allocates ends with the call: the next one may overwrite what the stream that nobody waits for still reads."""
     layer = """\
 block @layer(%a: f32[M@x, E]) -> (%b: f32[M@x, E]) {
   %t = allocate f32[M/2, E]
@@ -80,6 +80,6 @@ block @layer(%a: f32[M@x, E]) -> (%b: f32[M@x, E]) {
     with pytest.raises(ProgramError) as caught:
         check(HostProgram.parse(layer + PROGRAM.replace("events(done[1]) ", "")))
     assert str(caught.value) == (
-        "text:4: rank 0, the caller's stream: copy %h -> %layer_t writes %layer_t while rank 0, ring[0]: copy %layer_t -> %layer_u "
+        "text:2: rank 0, the caller's stream: deallocate %layer_t frees %layer_t while rank 0, ring[0]: copy %layer_t -> %layer_u "
         "reads it: nothing orders them; add join ring between them"
     )

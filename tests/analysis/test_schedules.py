@@ -113,7 +113,7 @@ class Machine:
             self.world.posted[part] = read[0].copy() if read else None
         written = [access for part in operation.members or (operation,) for access in part.accesses if access.writes]
         results: dict[str, Array] = {}
-        if not operation.communications and operation.accesses and not isinstance(operation.instruction, ir.Deallocate):
+        if not operation.communications and operation.accesses and not isinstance(operation.instruction, ir.Allocate | ir.Deallocate):
             kept = [rank.array(access).copy() for access in written]
             rank.compute(operation)
             results = {access.name: rank.array(access).copy() for access in written}

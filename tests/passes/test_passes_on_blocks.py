@@ -229,7 +229,7 @@ fusion @f(%w: f32[F, E]) mesh(x=2) {
         "%t = permute %w by [1, 0]",
         "%t_packed = allocate f32[E, F]",
         "copy %t -> %t_packed",
-        "%a = allocate f32[E, F]",
+        "%a = reshape %y to [E, F]",
         "call @layer %t_packed -> %a",
         "%b = allocate f32[E, F]",
     ]
@@ -405,12 +405,14 @@ host @f(%x: f32[M@x, E], %w: f32[E, E]) -> (%y: f32[M@x, E]) mesh(x=2) streams(r
     }
   }
   join ring
+  deallocate %layer_h
+  %layer_h_3 = allocate f32[M/2, E]
   if M % 4 == 0 {
-    launch @neg_h %twice_h -> %layer_h
+    launch @neg_h %twice_h -> %layer_h_3
   } else {
-    %layer_h_2 = allocate f32[M/2, E]
-    launch @neg_h %twice_h -> %layer_h_2
-    copy %layer_h_2 -> %layer_h
+    %layer_h_2_2 = allocate f32[M/2, E]
+    launch @neg_h %twice_h -> %layer_h_2_2
+    copy %layer_h_2_2 -> %layer_h_3
   }
   fork ring
   for %layer_i_2 in 0..2 {
@@ -418,16 +420,18 @@ host @f(%x: f32[M@x, E], %w: f32[E, E]) -> (%y: f32[M@x, E]) mesh(x=2) streams(r
     stream ring[%layer_p_2] {
       %layer_y_i_2 = slice %y[1: %layer_p_2 of 2]
       %layer_w_i_2 = slice %w[1: %layer_p_2 of 2]
-      matmul %layer_h, %layer_w_i_2 -> %layer_y_i_2
+      matmul %layer_h_3, %layer_w_i_2 -> %layer_y_i_2
     }
   }
   join ring
+  deallocate %layer_h_3
+  deallocate %twice_h
 }
 """
 
 
 def test_inlined() -> None:
-    """Memory is one for all calls: what a block needs at any size is there before the first of them."""
+    """Memory is of each call: what a block needs to its end is deallocated there, and the next call may have the same."""
     host = HostProgram.parse(HOST)
     verify_host(host)
     flat = inlined(host)

@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from typing import Any
 
-from whole_programs import compiled, expect, fusion_of, integer_arrays, sizes_of
+import numpy as np
+import pytest
+from larger_programs import PROGRAMS
+from numpy.typing import NDArray
+from whole_programs import compiled, expect, fusion_of, integer_arrays, lowered, random_arrays, sizes_of
 
 import hostweave as hw
+from hostweave.analysis.check import check
+from hostweave.analysis.memory_plan import memory_plan
 from hostweave.build.paths import NATIVE
+from hostweave.errors import ExecutionError, ProgramError
+from hostweave.fusion.ir import Fusion
+from hostweave.fusion.reference import run_reference
+from hostweave.fusion.types import DType
+from hostweave.host.ir import HostProgram
+from hostweave.options import Options
+from hostweave.runtime.cpu import parallel, seeded
 
 RANKS = 4
 
@@ -16,15 +31,20 @@ class Counters(ctypes.Structure):
     """hw_cpu_counters of hostweave_cpu.h."""
 
     _fields_ = [
-        (name, ctypes.c_uint64) for name in ("ops", "steps", "schedule", "live_bytes", "live_streams", "live_events", "live_communicators")
+        (name, ctypes.c_uint64)
+        for name in ("ops", "steps", "schedule", "live_bytes", "live_streams", "live_events", "live_communicators", "allocations")
     ]
+
+
+def counted() -> dict[str, int]:
+    counters = Counters()
+    ctypes.CDLL(str(NATIVE / "libhostweave_cpu.so")).hw_cpu_get_counters(ctypes.byref(counters))
+    return {name: getattr(counters, name) for name, _ in Counters._fields_}
 
 
 def held() -> dict[str, int]:
     """What all programs of this process hold on the CPU device."""
-    counters = Counters()
-    ctypes.CDLL(str(NATIVE / "libhostweave_cpu.so")).hw_cpu_get_counters(ctypes.byref(counters))
-    return {name: getattr(counters, name) for name, _ in Counters._fields_ if name.startswith("live_")}
+    return {name: count for name, count in counted().items() if name.startswith("live_")}
 
 
 def test_close_frees_everything() -> None:
@@ -52,3 +72,123 @@ def test_memory_does_not_grow_from_call_to_call() -> None:
         program.run(**small)
         program.run(**large)
     assert held() == after_one
+
+
+def test_a_second_call_allocates_nothing() -> None:
+    """Nor does one at sizes that the memory is large enough for."""
+    fusion = PROGRAMS[2](2, hw.f32)
+    program = compiled(fusion)
+    large, small = ({"S": size, "E": 16, "F": 32} for size in (24, 8))
+    program.run(**random_arrays(fusion, large, seed=0))
+    before = counted()
+    for sizes in (large, small, large, small, small):
+        program.run(**random_arrays(fusion, sizes, seed=1))
+    after = counted()
+    assert (after["allocations"], after["live_bytes"]) == (before["allocations"], before["live_bytes"])
+
+
+def test_the_arena_is_as_large_as_the_plan_says() -> None:
+    fusion = fusion_of("two_loops", RANKS, 3, hw.bf16)
+    sizes = sizes_of(fusion, 8)
+    arrays = integer_arrays(fusion, sizes, seed=0)
+    compiled(fusion).run(**arrays)  # what stays: ranks, channels, and memory for arguments
+    program, before = hw.compile(fusion), held()["live_bytes"]
+    program.run(**arrays)
+    arguments = sum(held_by_rank(p.type, sizes) for p in (*lowered(fusion).inputs, *lowered(fusion).outputs))
+    assert held()["live_bytes"] - before == RANKS * (memory_plan(lowered(fusion), sizes).peak + arguments)
+    program.close()
+
+
+def held_by_rank(type: hw.TensorType, sizes: dict[str, int]) -> int:
+    shape = [dim.extent.bind(sizes) // (RANKS if dim.axes else 1) for dim in type.dims]
+    return int(np.prod(shape)) * type.dtype.itemsize
+
+
+# --- larger programs --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("make", PROGRAMS, ids=lambda make: make.__name__)
+def test_larger_programs_match_numpy(make: Callable[[int, DType], Fusion], ranks: int) -> None:
+    """In memory that is shared as planned, full of NaN before every call."""
+    fusion = make(ranks, hw.f32)
+    arrays = {name: array / 4 for name, array in random_arrays(fusion, {"S": 12, "E": 16, "F": 24}, seed=0).items()}
+    (want,) = run_reference(fusion, {name: array.astype(np.float64) for name, array in arrays.items()})
+    for schedule in (parallel(check_dependencies=True), seeded(1), seeded(2)):
+        with schedule:
+            for call in compiled(fusion).run_in_flight([arrays, arrays], poison=True):
+                for rank, got in enumerate(call):
+                    block = want[np.array_split(np.arange(12), ranks)[rank]] if make is PROGRAMS[0] else want
+                    np.testing.assert_allclose(got, block, 1e-4, 1e-5)
+
+
+# --- what a missing dependency does to shared memory ------------------------------------------------------------------
+
+SHARED = """\
+kernel @double(%a: f32[M, N]) {
+  %b: f32[M, N] = add(%a, %a)
+}
+host @shared(%x: f32[M, N]) -> (%y: f32[M, N], %z: f32[M, N]) mesh(x=1) streams(ring[2], comm[1]) events(ready[2], used[2]) {
+  fork ring
+  fork comm
+  %a = allocate f32[M, N]
+  launch @double %x -> %a
+  record ready[0]
+  stream comm[0] {
+    wait ready[0]
+    launch @double %a -> %y
+    record used[0]
+  }
+  wait used[0]
+  deallocate %a
+  %b = allocate f32[M, N]
+  launch @double %x -> %b
+  record ready[1]
+  stream ring[1] {
+    wait ready[1]
+    launch @double %b -> %z
+  }
+  join ring
+  join comm
+}
+"""
+
+
+def without(line: str) -> HostProgram:
+    """The program without one of its records and waits."""
+    return HostProgram.parse(SHARED.replace(f"    {line}\n", "").replace(f"  {line}\n", ""))
+
+
+X: NDArray[Any] = np.arange(12, dtype=np.float32).reshape(3, 4)
+
+
+def test_shared_memory_is_shared() -> None:
+    host = HostProgram.parse(SHARED)
+    check(host)
+    plan = memory_plan(host, {"M": 3, "N": 4})
+    assert [row.offsets for row in plan.rows] == [(0,), (0,)]
+    for seed in range(20):
+        with seeded(seed):
+            ((y, z),) = compiled(host).run_in_flight([{"x": X}], poison=True)[0]
+        np.testing.assert_array_equal(y, 4 * X)
+        np.testing.assert_array_equal(z, 4 * X)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("record used[0]", "a wait whose record may not have run: record used[0] before it in the same call"),
+        ("wait used[0]", "deallocate %a frees %a while rank 0, comm[0]: launch @double %a -> %y reads it: nothing orders them"),
+    ],
+)
+def test_a_dropped_dependency_of_shared_memory_is_found(line: str, message: str) -> None:
+    """By the check of the program, and by the device in every schedule."""
+    mutant = without(line)
+    with pytest.raises(ProgramError) as caught:
+        check(mutant)
+    assert message in str(caught.value)
+    program = compiled(mutant, options=Options(check=False))
+    for seed in range(5):
+        with seeded(seed, check_dependencies=True), pytest.raises(ExecutionError) as failed:
+            program.run_in_flight([{"x": X}], poison=True)
+        assert "missing dependency" in str(failed.value)

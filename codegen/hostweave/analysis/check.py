@@ -13,15 +13,17 @@ from hostweave.analysis.memory import Memory, Touch
 from hostweave.analysis.order import Clock, Order, Task, order, run
 from hostweave.fusion.types import Sizes
 from hostweave.host import ir
+from hostweave.host.iteration import reads_own_index
 
 
 def check(program: ir.HostProgram, sizes: Sizes | None = None) -> None:
     """Raises ProgramError for the first fault that `program` has on some rank of its mesh, for these sizes or small ones.
 
     Checked are: two accesses of the same bytes, one of them a write, that no stream, event or arriving data orders, the
-    caller's before and after the call among them; sends and recvs, and collectives, that do not meet; communications of two
-    channels that nothing orders on a rank; a wait whose record may not have run; ranks that wait for one another; memory
-    freed while in use; memory read before it is written; outputs that are not written completely.
+    caller's before and after the call among them; memory freed while in use, or given to others before that is known; sends
+    and recvs, and collectives, that do not meet; communications of two channels that nothing orders on a rank; a wait whose
+    record may not have run; ranks that wait for one another; memory read before it is written; outputs that are not written
+    completely.
     """
     for chosen in sizes_to_check(program) if sizes is None else (sizes,):
         instances = instantiate(program, chosen)
@@ -36,6 +38,8 @@ class _Checker:
     def __init__(self, instances: Instances, ordered: Order):
         self.instances, self.order = instances, ordered
         self.posted = Posted()
+        self.tasks = {task.operation: task for task in ordered.tasks}
+        self.kernels = {kernel.name: kernel for kernel in instances.program.kernels}
         self.memories: list[dict[str, Memory]] = []
         # The first read of bytes that nothing wrote before. If their write comes later, the race says more.
         self.empty: tuple[Operation, Access, range] | None = None
@@ -58,6 +62,10 @@ class _Checker:
         for (part, access), (other, second) in combinations(touches, 2):
             if access.region.root == second.region.root and (access.writes or second.writes):
                 self.apart(memories[access.region.root], part, access, other, second)
+        for freed in task.operation.frees:
+            by = self.tasks[freed]
+            if clock[by.lane] < by.number:
+                self.reused(task.operation, freed)
         for part, access in touches:
             memory = memories[access.region.root]
             if access.reads and self.empty is None and (empty := memory.first_empty(access.region)):
@@ -72,15 +80,40 @@ class _Checker:
         for earlier in self.posted.unordered(task, clock):
             self.two_channels(task.operation, earlier)
 
+    def reused(self, allocate: Operation, freed: Operation) -> NoReturn:
+        (old,) = freed.accesses
+        lender = f"may get bytes of %{old.name}, which {freed} frees"
+        self.fail(allocate, f" {lender}: nothing orders them; {_remedy(allocate, freed)}")
+
     def apart(self, memory: Memory, part: Operation, access: Access, other: Operation, second: Access) -> None:
         """Two accesses of one task run at the same time."""
-        if not memory.overlap(access.region, second.region) or (part is other and _in_place(part, access.region, second.region)):
+        if not memory.overlap(access.region, second.region):
             return
         if part is other:
             read, written = (second, access) if access.writes else (access, second)
+            if self.in_place(part, read, written):
+                return
             self.fail(part, f" writes %{written.name} over the bytes of %{read.name} that it reads: give it memory of its own")
         first, then = f" {_verb(part, access)} %{access.name}", f"{other} {_verb(other, second)} the same bytes"
         self.fail(part, f"{first} while, in the same group, {then}: post them apart")
+
+    def in_place(self, part: Operation, read: Access, written: Access) -> bool:
+        """Whether an instruction may read what it writes: element by element, or as NCCL allows."""
+        old, new = read.region, written.region
+        place = part.team.index(part.rank) if part.team else 0
+        match part.instruction:
+            case ir.AllGather():
+                return old.offset == new.offset + place * old.layout.run
+            case ir.ReduceScatter():
+                return new.offset == old.offset + place * new.layout.run
+            case ir.Launch(kernel=name, srcs=srcs, dsts=dsts):
+                if name not in self.kernels or not reads_own_index(self.kernels[name], srcs.index(read.name), dsts.index(written.name)):
+                    return False
+            case ir.AllReduce() | ir.Broadcast() | ir.Reduce():
+                pass
+            case _:
+                return False
+        return (old.offset, old.layout.rows, old.layout.run) == (new.offset, new.layout.rows, new.layout.run)
 
     def race(self, touch: Touch, conflict: Touch, memory: Memory) -> NoReturn:
         """Names what was issued later first: it is the one that fails to wait."""
@@ -142,6 +175,8 @@ _AFTERWARDS = {"input": "the caller may write it next", "output": "the caller re
 def _verb(part: Operation, access: Access) -> str:
     if isinstance(part.instruction, ir.Deallocate):
         return "frees"
+    if isinstance(part.instruction, ir.Allocate):
+        return "allocates"
     return "updates" if access.reads and access.writes else "writes" if access.writes else "reads"
 
 
@@ -151,16 +186,3 @@ def _remedy(later: Operation, earlier: Operation) -> str:
     if earlier.stream and not later.stream:
         return f"add join {earlier.stream[0]} between them"
     return "add record/wait or put both on one stream"
-
-
-def _in_place(operation: Operation, read: Region, written: Region) -> bool:
-    """Whether an instruction may read what it writes: element by element, or as NCCL allows."""
-    place = operation.team.index(operation.rank) if operation.team else 0
-    match operation.instruction:
-        case ir.Launch() | ir.AllReduce() | ir.Broadcast() | ir.Reduce():
-            return (read.offset, read.layout.rows, read.layout.run) == (written.offset, written.layout.rows, written.layout.run)
-        case ir.AllGather():
-            return read.offset == written.offset + place * read.layout.run
-        case ir.ReduceScatter():
-            return written.offset == read.offset + place * written.layout.run
-    return False

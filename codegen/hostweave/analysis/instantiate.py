@@ -84,6 +84,7 @@ class Operation:
     peer: int | None = None  # global rank of the other side of a send or recv, or of a broadcast's root
     members: tuple[Operation, ...] = ()  # of a group
     waits: tuple[Operation, ...] = ()  # what must be done before it starts, besides what its stream holds
+    frees: tuple[Operation, ...] = ()  # of an allocate: the deallocates whose bytes it may get, the last of each stream
 
     @property
     def communications(self) -> tuple[Operation, ...]:
@@ -136,7 +137,7 @@ def instantiate(program: ir.HostProgram, sizes: Sizes) -> Instances:
     held, roots, ranks = [], [], []
     for rank in range(program.mesh.size):
         held.append(RankSizes(sizes, program.mesh, rank))
-        key = tuple(_size(program, held[-1], Extent(1, (name,)), None) for name in parts)
+        key = tuple(size_of(program, held[-1], Extent(1, (name,)), None) for name in parts)
         if key not in bound:
             binder = _Binder(program, held[-1])
             bound[key] = binder, binder.body(program.body)
@@ -252,6 +253,9 @@ class _Run:
     operations: list[Operation] = field(default_factory=list)
     last: dict[Stream | None, Operation] = field(default_factory=dict)  # on each stream
     recorded: dict[tuple[str, int], Operation] = field(default_factory=dict)
+    generations: dict[str, int] = field(default_factory=dict)  # of each allocation: how often it was allocated before
+    freed: dict[Stream | None, Operation] = field(default_factory=dict)  # the last deallocate on each stream
+    kept: dict[Stream, Operation] = field(default_factory=dict)  # the same, of what belongs to the stream until it is joined
     stream: Stream | None = None
     steps: tuple[tuple[str, int], ...] = ()
 
@@ -299,6 +303,9 @@ class _Binder:
         self.types: dict[str, BufferType] = {}
         self.layouts: dict[str, Layout] = {}
         self.roots: dict[str, Root] = {}
+        self.own: dict[str, bool] = {}  # of each allocation that is known here: whether every stream has its own
+        self.block: ir.OnStream | None = None  # the stream block around
+        self.loops: tuple[ir.For, ...] = ()  # around, outermost first
         for role, parameters in (("input", program.inputs), ("output", program.outputs)):
             for parameter in parameters:
                 self.define(parameter.name, program.local_type(parameter), None)
@@ -310,7 +317,7 @@ class _Binder:
         self.types[name], self.layouts[name] = buffer, layout(buffer.dtype, shape, strides)
 
     def size(self, extent: Extent, instruction: ir.Instruction | None) -> int:
-        return _size(self.program, self.sizes, extent, instruction)
+        return size_of(self.program, self.sizes, extent, instruction)
 
     def expr(self, expr: Expr) -> Callable[[Environment], int]:
         return compiled(expr, self.sizes)
@@ -318,8 +325,18 @@ class _Binder:
     def body(self, body: ir.Body) -> list[Step]:
         return [_BINDERS.get(type(instruction), _post)(self, instruction) for instruction in body]
 
+    def nested(self, body: ir.Body) -> list[Step]:
+        """A body at whose end its memory ends too, also what it allocates on some of the ranks."""
+        freed = {i.src for i in ir.walk(body) if isinstance(i, ir.Deallocate)}
 
-def _size(program: ir.HostProgram, sizes: Sizes, extent: Extent, instruction: ir.Instruction | None) -> int:
+        def ends(body: ir.Body) -> ir.Body:
+            return tuple(ir.Deallocate(i.out, location=i.location) for i in body if isinstance(i, ir.Allocate) and i.out not in freed)
+
+        on_ranks = (ir.OnMesh(i.mesh, ends(i.body), location=i.location) for i in body if isinstance(i, ir.OnMesh))
+        return self.body((*body, *ends(body), *(i for i in on_ranks if i.body)))
+
+
+def size_of(program: ir.HostProgram, sizes: Sizes, extent: Extent, instruction: ir.Instruction | None) -> int:
     where = f"{instruction_text(instruction)}: " if instruction else ""
     try:
         bound = extent.bind(sizes)
@@ -375,15 +392,41 @@ def compiled(expr: Expr, sizes: Sizes) -> Callable[[Environment], int]:
 
 def _allocate(b: _Binder, i: ir.Allocate) -> Step:
     b.define(i.out, i.type, i)
-    root, memory = i.out, Root(b.layouts[i.out], "allocation")
-    while b.roots.get(root, memory) != memory:  # sibling bodies may use one name for two buffers
-        root += "'"
-    b.roots[root] = memory
+    name = i.out
+    while name in b.roots or f"{name}[0]" in b.roots:  # sibling bodies may use one name for two buffers
+        name += "'"
+    pool = b.block.stream if b.block else None
+    roots = [f"{name}[{k}]" for k in range(_count(b.program.streams, pool))] if pool else [name]
+    b.roots.update(dict.fromkeys(roots, Root(b.layouts[i.out], "allocation")))
+    b.own[i.out] = pool is not None
+    whole = b.layouts[i.out]
+    joining = [loop.out for loop in b.loops if any(isinstance(j, ir.Join) and j.stream == pool for j in ir.walk(loop.body))]
 
     def step(run: _Run) -> None:
-        generation = run.places[i.out][2] + 1 if run.places.get(i.out, ("", 0, 0))[0] == root else 0
+        root = roots[run.stream[1] if pool and run.stream else 0]
+        generation = run.generations[root] = run.generations.get(root, -1) + 1
         run.places[i.out] = (root, 0, generation)
-        run.issue(Operation(i, run.rank, run.stream, run.steps))
+        claim = Access(i.out, Region(root, 0, whole, generation), reads=False, writes=True)
+        freed = list(run.freed.values())
+        if generation:  # in a loop, what comes later in its body came before, too
+            steps = dict(run.steps)
+            for stream, last in run.kept.items():
+                if stream[0] != pool or any(dict(last.steps).get(index) != steps[index] for index in joining):
+                    freed.append(last)
+        run.issue(Operation(i, run.rank, run.stream, run.steps, (claim,), frees=tuple(freed)))
+
+    return step
+
+
+def _deallocate(b: _Binder, i: ir.Deallocate) -> Step:
+    build, own = _operation(b, i), b.own[i.src]
+
+    def step(run: _Run) -> None:
+        operation = run.issue(build(run))
+        if own and run.stream:
+            run.kept[run.stream] = operation
+        else:
+            run.freed[run.stream] = operation
 
     return step
 
@@ -441,8 +484,8 @@ def _post(b: _Binder, i: ir.Instruction) -> Step:
     return step
 
 
-# Whether an instruction reads and writes the buffers in a field of a role. A deallocate claims its buffer, an alias: whoever
-# is to use those bytes next must come after it.
+# Whether an instruction reads and writes the buffers in a field of a role. A deallocate claims its buffer, an alias, as an
+# allocate does: whoever uses those bytes next must come after it.
 _TOUCHES = {"read": (True, False), "update": (True, True), "write": (False, True), "alias": (False, True)}
 
 
@@ -542,7 +585,10 @@ def _members(b: _Binder, i: ir.Instruction) -> Callable[[_Run], tuple[Operation,
 
 
 def _on_stream(b: _Binder, i: ir.OnStream) -> Step:
-    index, count, body = b.expr(i.index), _count(b.program.streams, i.stream), b.body(i.body)
+    index, count = b.expr(i.index), _count(b.program.streams, i.stream)
+    b.block = i
+    body = b.nested(i.body)
+    b.block = None
 
     def step(run: _Run) -> None:
         outer, run.stream = run.stream, (i.stream, index(run.environment) % count)
@@ -570,6 +616,7 @@ def _join(b: _Binder, i: ir.Join) -> Step:
     def step(run: _Run) -> None:
         held = tuple([run.last[stream] for stream in streams if stream in run.last])
         run.issue(Operation(i, run.rank, None, run.steps, waits=held))
+        run.freed.update({stream: run.kept.pop(stream) for stream in streams if stream in run.kept})
 
     return step
 
@@ -625,7 +672,10 @@ def _let(b: _Binder, i: ir.Let) -> Step:
 
 
 def _for(b: _Binder, i: ir.For) -> Step:
-    count, body = b.size(i.count, i), b.body(i.body)
+    count, outer_loops = b.size(i.count, i), b.loops
+    b.loops = (*outer_loops, i)
+    body = b.nested(i.body)
+    b.loops = outer_loops
 
     def step(run: _Run) -> None:
         outer = run.steps
@@ -642,14 +692,14 @@ def _for(b: _Binder, i: ir.For) -> Step:
 def _if(b: _Binder, i: ir.If) -> Step:
     condition = b.expr(i.condition)
     if on_sizes_alone(i.condition):  # of the other side nothing need be whole
-        taken = b.body(i.body if condition({}) else i.orelse)
+        taken = b.nested(i.body if condition({}) else i.orelse)
 
         def always(run: _Run) -> None:
             for inner in taken:
                 inner(run)
 
         return always
-    body, orelse = b.body(i.body), b.body(i.orelse)
+    body, orelse = b.nested(i.body), b.nested(i.orelse)
 
     def step(run: _Run) -> None:
         for inner in body if condition(run.environment) else orelse:
@@ -677,6 +727,7 @@ def _on_mesh(b: _Binder, i: ir.OnMesh) -> Step:
 
 _BINDERS: dict[type[ir.Instruction], Callable[[_Binder, Any], Step]] = {
     ir.Allocate: _allocate,
+    ir.Deallocate: _deallocate,
     ir.Select: _view,
     ir.Slice: _view,
     ir.Section: _view,

@@ -7,6 +7,7 @@ from math import gcd
 
 from hostweave.analysis.instantiate import Access, Layout, Operation, Region, Root
 from hostweave.analysis.order import Clock, Task
+from hostweave.host import ir
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +41,7 @@ class Memory:
     def touch(self, touch: Touch, clock: Clock) -> Touch | None:
         """Notes an access of a task that starts when `clock` is known. Returns an earlier conflicting one that may still run."""
         task, access, region = touch.by, touch.access, touch.access.region
+        is_claim = isinstance(touch.part.instruction, ir.Allocate | ir.Deallocate)
         for unit in self.units(region):
             write = self.writes[unit]
             if clock[write.by.lane] < write.by.number and write.by is not task:
@@ -50,7 +52,8 @@ class Memory:
                         return read
                 self.writes[unit] = touch
                 self.reads[unit] = {}
-                self.filled[unit] = region.generation
+                if not is_claim:
+                    self.filled[unit] = region.generation
             if access.reads:
                 self.reads[unit][task.lane] = touch
         return None

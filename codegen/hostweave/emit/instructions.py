@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from hostweave.emit import views
@@ -20,6 +19,7 @@ from hostweave.fusion.types import BufferType, DType, Mesh
 from hostweave.host import ir
 from hostweave.host.blocks import bodies
 from hostweave.host.expr import Const, Expr, divisibility
+from hostweave.host.lifetimes import Begin, Branch, Called, End, Joined, OnRanks, Step, Steps, begins, lifetimes
 from hostweave.host.text import print_instruction
 
 Moved = ir.Select | ir.Slice | ir.Section | ir.Strided  # views that begin elsewhere
@@ -45,6 +45,7 @@ class Shared:
     def __init__(self, program: ir.HostProgram, names: Names, integers: Integers):
         self.names, self.integers = names, integers
         self.blocks = {block.name: names.of(block.name, "block") for block in program.blocks}
+        self.memory_of = {block.name: names.of(f"{block.name}_memory", "block") for block in program.blocks}  # what plans that of a block
         for body in bodies(program)[::-1]:  # the user's names come before the ones made here
             for parameter in (*body.inputs, *body.outputs):
                 names.of(parameter.name)
@@ -64,7 +65,8 @@ class Shared:
         self.declared = {kernel.name: kernel for kernel in program.kernels}
         self.sources = {source.name: source for source in program.sources}
         self.kernels: dict[tuple[ir.Kernel, tuple[BufferType, ...]], EmittedKernel] = {}
-        self.temporaries: dict[str, views.Temporary] = {}
+        self.temporaries: dict[int, views.Temporary] = {}  # by the id of the allocate
+        self.needs_workspace = False  # for matmuls on the caller's stream
 
     def flag(self, mesh: Mesh) -> str:
         """Whether this rank is in a mesh of some of the ranks."""
@@ -89,9 +91,10 @@ class Emitter:
             for p in (*program.inputs, *program.outputs)
         }
         self.temporaries = shared.temporaries
+        self.steps = lifetimes(program, is_block=bool(block))
+        self.begins = {id(begin.allocate): begin for begin in begins(self.steps)}
         self.used: set[str] = set()  # parameters and temporaries that some call names
         self.stream = CALLER
-        self.loops = 0  # around the present instruction
         self.in_group = False
 
     def body(self, body: ir.Body) -> views.Body:
@@ -113,7 +116,10 @@ class Emitter:
         return self.buffers[name].type
 
     def count(self, name: str) -> str:
-        return self.integers.extent(product(self.type_of(name).shape))
+        return self.count_of(self.type_of(name))
+
+    def count_of(self, type: BufferType) -> str:
+        return self.integers.extent(product(type.shape))
 
     def bytes(self, name: str) -> str:
         return self.in_bytes(product(self.type_of(name).shape), self.type_of(name).dtype)
@@ -138,15 +144,23 @@ class Emitter:
 
     # --- memory and views ---
 
-    def allocate(self, i: ir.Allocate, last: bool) -> None:
-        if self.loops:
-            raise ProgramError(
-                f"allocate %{i.out} in a loop: its iterations overlap; allocate before the loop and take slices in it", i.location
-            )
-        member = self.members.of(f"{self.block}_{i.out}" if self.block else i.out, f"buffer of {self.block}")
-        self.buffers[i.out] = Buffer(member, i.type, i.out, read_only=False)
-        comment = f"%{i.out}: {i.type}" + (f" of @{self.block}" if self.block else "")
-        self.temporaries[member] = views.Temporary(member, i.type.dtype.cpp, self.count(i.out), comment)
+    def allocate(self, i: ir.Allocate, last: bool) -> views.Allocate | None:
+        """What is one a stream has a local name for the present stream's."""
+        begin = self.begins[id(i)]
+        member = self.members.of(f"{self.block}_{i.out}" if self.block else i.out, f"buffer {len(self.temporaries)}")
+        pointer, comment = f"{i.type.dtype.cpp}*", f"%{i.out}: {i.type}" + (f" of @{self.block}" if self.block else "")
+        if begin.block is None:
+            self.temporaries[id(i)] = views.Temporary(f"{pointer} {member} = nullptr", member, self.count_of(i.type), comment)
+            self.buffers[i.out] = Buffer(member, i.type, i.out, read_only=False)
+            return None
+        pool, name = self.shared.streams[begin.block.stream], self.names.of(i.out)
+        declaration, comment = f"std::array<{pointer}, {begin.slots}> {member}{{}}", f"{comment}, one a stream"
+        self.temporaries[id(i)] = views.Temporary(declaration, member, self.count_of(i.type), comment, pool.member)
+        self.buffers[i.out] = Buffer(name, i.type, i.out, read_only=False)
+        index, (_, greatest) = begin.block.index, self.integers.range(begin.block.index)
+        if greatest is None or greatest >= pool.count:
+            index = index % pool.count
+        return views.Allocate("auto*", name, member, self.integers.expr(index))
 
     def deallocate(self, i: ir.Deallocate, last: bool) -> None:
         """Nothing at the time of the call: `prepare` lays the arena out."""
@@ -186,8 +200,7 @@ class Emitter:
     def matmul(self, i: ir.Matmul | ir.MatmulAccumulate, last: bool) -> views.Matmul:
         stream = self.stream
         if stream == CALLER:
-            comment = "of the matmuls on the caller's stream"
-            self.temporaries[WORKSPACE] = views.Temporary(WORKSPACE, "char", "hw::kWorkspaceBytes", comment)
+            self.shared.needs_workspace = True
             stream = f"{{{CALLER}, {WORKSPACE}}}"
         view = views.MatmulAccumulate if isinstance(i, ir.MatmulAccumulate) else views.Matmul
         return view(self.plan(i), self.text(i.a), self.text(i.b), self.text(i.dst), stream)
@@ -388,19 +401,15 @@ class Emitter:
 
     def loop(self, i: ir.For, last: bool) -> views.For:
         index = self.integers.define(i.out, self.names.of(i.out), (0, int(i.count) - 1 if i.count.is_int else None))
-        self.loops += 1
-        body = self.body(i.body)
-        self.loops -= 1
-        return views.For(index, self.integers.extent(i.count), body)
+        return views.For(index, self.integers.extent(i.count), self.body(i.body))
 
     def branch(self, i: ir.If, last: bool) -> views.If:
         condition, divisors = self.integers.expr(i.condition), divisibility(i.condition)
         if not divisors:
             return views.If(condition, self.body(i.body), self.body(i.orelse))
-        with self.guarded(f"{condition} ?", "0"), self.integers.knowing(divisors):
+        with self.integers.knowing(divisors):
             body = self.body(i.body)
-        with self.guarded(f"{condition} ? 0 :", ""):
-            return views.If(condition, body, self.body(i.orelse))
+        return views.If(condition, body, self.body(i.orelse))
 
     def call(self, i: ir.Call, last: bool) -> views.Call:
         return views.Call(self.shared.blocks[i.block], (*map(self.text, (*i.srcs, *i.dsts)), self.stream))
@@ -410,18 +419,37 @@ class Emitter:
         flag = self.shared.flag(i.mesh)
         for axis, _ in i.mesh.axes:
             self.integers.coordinates[i.mesh, axis] = self.names.of(f"{axis}_in_{label(i.mesh)}", f"coordinate in {i.mesh}")
-        with self.guarded(f"{flag} ?", "0"), self.integers.on(i.mesh):
+        with self.integers.on(i.mesh):
             body = self.body(i.body)
         return views.If(flag, body, ()) if body else None
 
-    @contextmanager
-    def guarded(self, before: str, otherwise: str) -> Iterator[None]:
-        """Temporaries made inside have no elements on the other side of a branch on sizes."""
-        there = set(self.temporaries)
-        yield
-        for name in self.temporaries.keys() - there - {WORKSPACE}:
-            count = f"{before} {self.temporaries[name].count}" + (f" : {otherwise}" if otherwise else "")
-            self.temporaries[name] = replace(self.temporaries[name], count=count)
+    # --- the plan of the arena ---
+
+    def memory(self) -> views.Body:
+        """What `prepare` tells the arena of this body, after it has been emitted."""
+        return self.planned(self.steps)
+
+    def planned(self, steps: Steps) -> views.Body:
+        return tuple(map(self.plan_of, steps))
+
+    def plan_of(self, step: Step) -> views.InstructionView:
+        match step:
+            case Begin(allocate):
+                buffer = self.temporaries[id(allocate)]
+                return views.Reserve(buffer.member, buffer.count, buffer.pool)
+            case End(begin):
+                return views.Free(self.temporaries[id(begin.allocate)].member)
+            case Joined(stream):
+                return views.Joined(self.shared.streams[stream].member)
+            case OnRanks(mesh, inner):
+                return views.PlannedIf(self.shared.flag(mesh), self.planned(inner), ())
+            case Called(block):
+                return views.MemoryOf(self.shared.memory_of[block])
+            case Branch(condition, then, otherwise):
+                return self.planned_branch(self.integers.expr(condition), self.planned(then), self.planned(otherwise))
+
+    def planned_branch(self, condition: str, then: views.Body, otherwise: views.Body) -> views.PlannedIf:
+        return views.PlannedIf(condition, then, otherwise) if then else views.PlannedIf(f"!({condition})", otherwise, ())
 
 
 def _route(route: Route) -> str:

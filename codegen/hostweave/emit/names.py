@@ -15,7 +15,7 @@ volatile wchar_t while xor xor_eq
 """
 # What generated functions declare or call, and macros of the headers that they include.
 _USED = """
-hw std programs Program Inputs Outputs OutputShapes Sizes kMesh kWorld in out caller stream sizes guard check output_shapes prepare
+hw std programs Program Inputs Outputs OutputShapes Sizes kMesh kWorld in out caller stream sizes memory guard check output_shapes prepare
 run arena int8_t int32_t int64_t uint8_t uint32_t uint64_t size_t blockIdx blockDim threadIdx gridDim warpSize NULL EOF NAN INFINITY
 INT8_MIN INT8_MAX UINT8_MAX INT32_MIN INT32_MAX UINT32_MAX INT64_MIN INT64_MAX UINT64_MAX
 assert errno stdin stdout stderr

@@ -9,7 +9,7 @@ from math import lcm
 
 from hostweave.emit import views
 from hostweave.emit.cpp import CUDA_TYPES, Integers
-from hostweave.emit.instructions import CALLER, Emitter, Shared
+from hostweave.emit.instructions import CALLER, WORKSPACE, Emitter, Shared
 from hostweave.emit.meshes import RANK, coordinate, is_run, membership, place
 from hostweave.emit.names import Names
 from hostweave.errors import Location, ProgramError
@@ -52,7 +52,8 @@ def program_view(program: ir.HostProgram) -> views.Program:
         streams=tuple(shared.streams.values()),
         events=tuple(shared.events.values()),
         plans=tuple(replace(plan, on=shared.flag_of_plan(types)) for types, plan in shared.plans.items()),
-        temporaries=tuple(shared.temporaries.values()),
+        temporaries=_temporaries(shared),
+        memory=_memory(shared, emitter),
         kernels=tuple(kernel.view for kernel in shared.kernels.values()),
         sources=tuple(map(_source, {source.function: source for source in program.sources}.values())),
         functions=functions,
@@ -79,6 +80,9 @@ def _function(block: ir.HostProgram, shared: Shared) -> views.Function:
         sizes=tuple(integers.sizes.values()) if _words(body) & set(integers.sizes.values()) else (),
         coordinates=_coordinates(integers, body),
         body=body,
+        plan=shared.memory_of[block.name],
+        memory=emitter.memory(),
+        memory_sizes=tuple(integers.sizes.values()) if _words(emitter.memory()) & set(integers.sizes.values()) else (),
     )
 
 
@@ -108,6 +112,17 @@ def _title(program: ir.HostProgram) -> str:
 def _signature(program: ir.HostProgram) -> str:
     inputs, outputs = (", ".join(f"{p.name}: {p.type}" for p in parameters) for parameters in (program.inputs, program.outputs))
     return f"({inputs}) -> ({outputs})"
+
+
+def _memory(shared: Shared, emitter: Emitter) -> views.Body:
+    """What `prepare` tells the arena."""
+    workspace = (views.Reserve(WORKSPACE, "hw::kWorkspaceBytes"),) if shared.needs_workspace else ()
+    return (*workspace, *emitter.memory())
+
+
+def _temporaries(shared: Shared) -> tuple[views.Temporary, ...]:
+    workspace = views.Temporary(f"char* {WORKSPACE} = nullptr", WORKSPACE, "", "of the matmuls on the caller's stream")
+    return (*((workspace,) if shared.needs_workspace else ()), *shared.temporaries.values())
 
 
 def _headers(shared: Shared) -> tuple[str, ...]:

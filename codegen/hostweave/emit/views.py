@@ -43,6 +43,17 @@ class Strided(Select):
 
 
 @dataclass(frozen=True)
+class Allocate(InstructionView):
+    """The buffer of the present stream."""
+
+    template = "allocate"
+    type: str
+    name: str
+    base: str
+    index: str
+
+
+@dataclass(frozen=True)
 class Matmul(InstructionView):
     template = "matmul"
     plan: str
@@ -274,6 +285,42 @@ class Call(InstructionView):
     arguments: tuple[str, ...]
 
 
+# --- the plan of the arena --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Reserve(InstructionView):
+    template = "memory_allocate"
+    member: str
+    count: str
+    pool: str = ""  # of streams that have one each
+
+
+@dataclass(frozen=True)
+class Free(InstructionView):
+    template = "memory_free"
+    member: str
+
+
+@dataclass(frozen=True)
+class Joined(InstructionView):
+    template = "memory_join"
+    pool: str
+
+
+@dataclass(frozen=True)
+class MemoryOf(InstructionView):
+    """Of a block that is called."""
+
+    template = "memory_call"
+    function: str
+
+
+@dataclass(frozen=True)
+class PlannedIf(If):
+    """By sizes."""
+
+
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
@@ -465,10 +512,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Temporary:
+    declaration: str
     member: str
-    cpp: str
     count: str
     comment: str
+    pool: str = ""  # of streams that have one each
 
 
 @dataclass(frozen=True)
@@ -481,6 +529,9 @@ class Function:
     sizes: tuple[str, ...]  # all of the program's, or none where it names none
     coordinates: tuple[Coordinate, ...]
     body: Body
+    plan: str  # the name of the function that tells the arena what it allocates
+    memory: Body
+    memory_sizes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -504,6 +555,7 @@ class Program:
     events: tuple[Pool, ...]
     plans: tuple[Plan, ...]
     temporaries: tuple[Temporary, ...]
+    memory: Body  # what prepare tells the arena
     kernels: tuple[Kernel, ...]
     sources: tuple[Source, ...]
     functions: tuple[Function, ...]
@@ -541,10 +593,6 @@ class Program:
         return tuple(f".{y.field} = {y.shape}" for y in self.outputs)
 
     @property
-    def allocations(self) -> tuple[str, ...]:
-        return tuple(f"{{{buffer.member}, {buffer.count}}}" for buffer in self.temporaries)
-
-    @property
     def axis_rows(self) -> tuple[str, ...]:
         return tuple(f'{{"{axis.name}", {axis.size}}}' for axis in self.axes)
 
@@ -563,7 +611,11 @@ class Program:
 
     @property
     def prepares_with_sizes(self) -> bool:
-        return bool(self.sizes and (self.plans or self.temporaries))
+        return bool(self.sizes and (self.plans or self.memory))
+
+    @property
+    def has_arrays(self) -> bool:
+        return any(buffer.pool for buffer in self.temporaries)
 
 
 # --- main.cpp of an exported project ----------------------------------------------------------------------------------

@@ -98,7 +98,8 @@ def _with_names(body: ir.Body, kernels: Mapping[str, str], events: Mapping[str, 
 def inlined(program: ir.HostProgram) -> ir.HostProgram:
     """The program with the body of a block in place of each call, for whoever wants one flat list of instructions.
 
-    What `@layer` names `%h` is `%layer_h` there. Its memory is allocated once: all of its calls use it, one after another.
+    What `@layer` names `%h` is `%layer_h` there, and `%layer_h_2` in the second call. Memory of the block that lasts to its end is
+    deallocated after each call: the next one may have the same.
     """
     return _Inlining(program).program() if program.blocks else program
 
@@ -111,50 +112,36 @@ def with_each_block_once(program: ir.HostProgram) -> ir.HostProgram:
 class _Inlining:
     def __init__(self, program: ir.HostProgram, once: bool = False):
         self.given, self.once = program, once
+        self.seen: set[str] = set()  # blocks
         self.blocks = {block.name: block for block in program.blocks}
         self.taken = {parameter.name for parameter in (*program.inputs, *program.outputs)}
         self.taken.update(name for i in ir.walk(program.body) for name in ir.names(i, "define", "index"))
-        self.frames: list[ir.Allocate] = []
-        self.framed: set[str] = set()  # blocks whose memory is there
-        self.memory: dict[tuple[str, str], str] = {}  # block and name of an allocation in it -> its name here
 
     def program(self) -> ir.HostProgram:
-        body = self.body(self.given.body)
-        return replace(self.given, body=(*self.frames, *body), blocks=())
+        return replace(self.given, body=self.body(self.given.body), blocks=())
 
     def body(self, body: ir.Body) -> ir.Body:
         return ir.rewrite(body, lambda i: self.called(i) if isinstance(i, ir.Call) else None)
 
     def called(self, call: ir.Call) -> ir.Body:
         block = self.blocks[call.block]
-        if self.once and block.name in self.framed:
+        if self.once and block.name in self.seen:
             return ()
+        self.seen.add(block.name)
         parameters = [parameter.name for parameter in (*block.inputs, *block.outputs)]
         names = dict(zip(parameters, (*call.srcs, *call.dsts), strict=True))
-        frame = {i.out: i for i in block.body if isinstance(i, ir.Allocate)}  # what only one side of a branch needs stays there
         for i in ir.walk(block.body):
             for name in ir.names(i, "define", "index"):
-                names[name] = self.memory_of(block, i) if isinstance(i, ir.Allocate) else self.fresh(f"{block.name}_{name}")
-        if block.name not in self.framed:
-            self.framed.add(block.name)
-            self.frames.extend(replace(i, out=names[name]) for name, i in frame.items())
-        body = ir.rewrite(block.body, lambda i: () if isinstance(i, ir.Allocate | ir.Deallocate) and _memory(i) in frame else None)
-        return self.body(_renamed(body, names))
-
-    def memory_of(self, block: ir.Block, i: ir.Allocate) -> str:
-        """The name of memory that all calls of a block share."""
-        if (block.name, i.out) not in self.memory:
-            self.memory[block.name, i.out] = self.fresh(f"{block.name}_{i.out}")
-        return self.memory[block.name, i.out]
+                names[name] = self.fresh(f"{block.name}_{name}")
+        freed = {i.src for i in ir.walk(block.body) if isinstance(i, ir.Deallocate)}
+        left = [i for i in block.body if isinstance(i, ir.Allocate) and i.out not in freed]
+        ends = (ir.Deallocate(i.out, location=i.location) for i in left)
+        return self.body(_renamed((*block.body, *ends), names))
 
     def fresh(self, wanted: str) -> str:
         name = _free(wanted, self.taken)
         self.taken.add(name)
         return name
-
-
-def _memory(i: ir.Allocate | ir.Deallocate) -> str:
-    return i.out if isinstance(i, ir.Allocate) else i.src
 
 
 def _renamed(body: ir.Body, names: Mapping[str, str]) -> ir.Body:

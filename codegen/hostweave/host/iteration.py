@@ -100,3 +100,18 @@ def reduced_indices(op: Op, indices: dict[str, Labels]) -> set[str]:
     if op.kind not in OPS or not OPS[op.kind].combine:
         return set()
     return {index for index in indices[op.tensors[0]] if index is not None} - set(indices[op.result.name])
+
+
+def reads_own_index(kernel: Kernel, source: int, result: int) -> bool:
+    """Whether a kernel reads an input, for each element of a result, at that element's index alone: the result may lie over it.
+
+    What a kernel reduces it has read before it writes, but not what differs along the kept dims alone: other threads may still
+    read that.
+    """
+    try:
+        walked = iteration(kernel)
+    except NotOneKernel:
+        return False
+    read, written = kernel.inputs[source], kernel.results[result]
+    same = read.type.shape == written.type.shape and walked.indices[read.name] == walked.indices[written.name]
+    return same and (not walked.reduced or walked.is_whole(written.name))

@@ -26,9 +26,11 @@ class Memory {
   const Allocation* find(std::uintptr_t address, std::uintptr_t* base = nullptr) const;
   const Allocation* at(const void* pointer) const;  // the one that begins here
   std::uint64_t live_bytes(int device) const;       // -1: of all devices
+  std::uint64_t made() const { return made_; }      // of device memory, ever
 
  private:
   std::map<std::uintptr_t, Allocation> allocations_;
+  std::uint64_t made_ = 0;
 };
 
 }  // namespace hostweave::cpu

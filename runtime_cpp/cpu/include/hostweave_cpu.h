@@ -79,6 +79,7 @@ typedef struct hw_cpu_counters {
   uint64_t live_streams;
   uint64_t live_events;
   uint64_t live_communicators;
+  uint64_t allocations;  // calls of cudaMalloc, ever
 } hw_cpu_counters;
 void hw_cpu_get_counters(hw_cpu_counters* counters);
 uint64_t hw_cpu_live_bytes(int device);

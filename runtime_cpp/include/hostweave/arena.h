@@ -3,9 +3,8 @@
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
-#include <cstdint>
-#include <initializer_list>
 
+#include "hostweave/memory_plan.h"
 #include "hostweave/streams.h"
 
 namespace hw {
@@ -17,14 +16,8 @@ class Arena {
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
-  struct Buffer {
-    template <class T>
-    Buffer(T*& pointer, int64_t count) : pointer(reinterpret_cast<void**>(&pointer)), bytes(count * sizeof(T)) {}
-    void** pointer;  // is set by allocate
-    size_t bytes;
-  };
-  // Lays the buffers out, each aligned to 256 bytes. Memory grows when larger sizes come, and stays.
-  void allocate(std::initializer_list<Buffer> buffers);
+  // Gives every buffer of the plan its place. Memory grows when larger sizes come, and stays.
+  void reserve(MemoryPlan& plan);
 
   // The work of a call stands between these two: `caller` first waits for the call before, whatever stream that was on.
   cudaError_t begin_call(cudaStream_t caller) { return cudaStreamWaitEvent(caller, last_call_[0], 0); }

@@ -1,13 +1,12 @@
 // host @ag_matmul(%x: bf16[3, 4@x, m, K], %w: bf16[K, N]) -> (%y: bf16[3, 4, m, N]) mesh(x=4) streams(ring[4]) {
-//   %resharded = allocate bf16[3, 4, m, K]
 //   fork ring
 //   for %i in 0..3 {
 //     stream ring[%i] {
 //       %x_i = select %x[0: %i]
-//       %resharded_i = select %resharded[0: %i]
-//       all_gather %x_i -> %resharded_i on x
+//       %resharded = allocate bf16[4, m, K]
+//       all_gather %x_i -> %resharded on x
 //       %y_i = select %y[0: %i]
-//       matmul %resharded_i, %w -> %y_i
+//       matmul %resharded, %w -> %y_i
 //     }
 //   }
 //   join ring
@@ -44,7 +43,9 @@ void Program::prepare(const Inputs& in) {
   const auto [m, K, N] = sizes;
   prepared_.reset();
   plan_y_.prepare({4, m, K}, {K, N}, {4, m, N});
-  arena_.allocate({{resharded_, 12 * m * K}});
+  hw::MemoryPlan memory;
+  memory.allocate(resharded_, 4 * m * K, ring_);
+  arena_.reserve(memory);
   prepared_ = sizes;
 }
 
@@ -63,10 +64,10 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   for (int64_t i = 0; i < 3; ++i) {
     const hw::Stream stream = ring_[i];
     const auto* x_i = x + i * (m * K);
-    auto* resharded_i = resharded_ + i * (4 * m * K);
-    HW_CHECK(ncclAllGather(x_i, resharded_i, m * K, ncclBfloat16, team_x_.comm(), stream));
+    auto* resharded = resharded_[i];
+    HW_CHECK(ncclAllGather(x_i, resharded, m * K, ncclBfloat16, team_x_.comm(), stream));
     auto* y_i = y + i * (4 * m * N);
-    HW_CHECK(plan_y_.cublasLtMatmul(resharded_i, w, y_i, stream));
+    HW_CHECK(plan_y_.cublasLtMatmul(resharded, w, y_i, stream));
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(arena_.end_call(caller));

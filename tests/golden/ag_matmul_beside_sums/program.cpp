@@ -6,27 +6,26 @@
 // }  # ends here: all_reduce uses %t_partial
 // host @ag_matmul_beside_sums(%x: bf16[M@x, K], %w: bf16[K, N], %v: bf16[M@x, L]) -> (%y0: bf16[M, N], %s: bf16[K], %t: bf16[L])
 // mesh(x=4) streams(ring[4]) {
-//   %x_gathered = allocate bf16[M, K]
 //   fork ring
 //   for %i in 0..4 {
 //     %p = (rank.x + %i) % 4
 //     stream ring[%i] {
-//       %x_gathered_i = slice %x_gathered[0: %p of 4]
+//       %x_gathered = allocate bf16[M/4, K]
 //       if %p == rank.x {
-//         copy %x -> %x_gathered_i
+//         copy %x -> %x_gathered
 //       } else {
 //         group {
-//           recv %x_gathered_i from %p on x
+//           recv %x_gathered from %p on x
 //           send %x to (rank.x - %i) % 4 on x
 //         }
 //       }
 //       %y0_i = slice %y0[0: %p of 4]
-//       matmul %x_gathered_i, %w -> %y0_i
+//       matmul %x_gathered, %w -> %y0_i
 //     }
 //   }
-//   %s_partial = allocate bf16[K]
+//   %s_partial = reshape %s to [K]
 //   launch @sum_s_partial %x -> %s_partial
-//   %t_partial = allocate bf16[L]
+//   %t_partial = reshape %t to [L]
 //   launch @sum_t_partial %v -> %t_partial
 //   group {
 //     all_reduce sum %s_partial -> %s on x
@@ -73,7 +72,9 @@ void Program::prepare(const Inputs& in) {
   const auto [M, K, N, L] = sizes;
   prepared_.reset();
   plan_y0_.prepare({M / 4, K}, {K, N}, {M / 4, N});
-  arena_.allocate({{x_gathered_, M * K}, {s_partial_, K}, {t_partial_, L}});
+  hw::MemoryPlan memory;
+  memory.allocate(x_gathered_, M / 4 * K, ring_);
+  arena_.reserve(memory);
   prepared_ = sizes;
 }
 
@@ -98,28 +99,26 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t p = (rank_x + i) % 4;
     const hw::Stream stream = ring_[i];
-    auto* x_gathered_i = x_gathered_ + p * (M / 4 * K);
+    auto* x_gathered = x_gathered_[i];
     if (p == rank_x) {
-      HW_CHECK(cudaMemcpyAsync(x_gathered_i, x, M / 4 * K * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
+      HW_CHECK(cudaMemcpyAsync(x_gathered, x, M / 4 * K * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
     } else {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
-      HW_CHECK(ncclRecv(x_gathered_i, M / 4 * K, ncclBfloat16, p, team_x_.comm(), stream));
+      HW_CHECK(ncclRecv(x_gathered, M / 4 * K, ncclBfloat16, p, team_x_.comm(), stream));
       HW_CHECK(ncclSend(x, M / 4 * K, ncclBfloat16, (rank_x - i + 4) % 4, team_x_.comm(), stream));
       HW_CHECK(ncclGroupEnd());
     }
     auto* y0_i = y0 + p * (M / 4 * N);
-    HW_CHECK(plan_y0_.cublasLtMatmul(x_gathered_i, w, y0_i, stream));
+    HW_CHECK(plan_y0_.cublasLtMatmul(x_gathered, w, y0_i, stream));
   }
-  HW_CHECK(hw::launch(sum_s_partial, hw::grid_of_lanes(K), hw::kBlock, caller, hw::reads(x, M / 4 * K), hw::writes(s_partial_, K),
-                      M, K));
-  HW_CHECK(hw::launch(sum_t_partial, hw::grid_of_lanes(L), hw::kBlock, caller, hw::reads(v, M / 4 * L), hw::writes(t_partial_, L),
-                      M, L));
+  HW_CHECK(hw::launch(sum_s_partial, hw::grid_of_lanes(K), hw::kBlock, caller, hw::reads(x, M / 4 * K), hw::writes(s, K), M, K));
+  HW_CHECK(hw::launch(sum_t_partial, hw::grid_of_lanes(L), hw::kBlock, caller, hw::reads(v, M / 4 * L), hw::writes(t, L), M, L));
   {
     HW_CHECK(ncclGroupStart());
     const hw::CloseGroupOnError guard;
-    HW_CHECK(ncclAllReduce(s_partial_, s, K, ncclBfloat16, ncclSum, team_x_.comm(), caller));
-    HW_CHECK(ncclAllReduce(t_partial_, t, L, ncclBfloat16, ncclSum, team_x_.comm(), caller));
+    HW_CHECK(ncclAllReduce(s, s, K, ncclBfloat16, ncclSum, team_x_.comm(), caller));
+    HW_CHECK(ncclAllReduce(t, t, L, ncclBfloat16, ncclSum, team_x_.comm(), caller));
     HW_CHECK(ncclGroupEnd());
   }
   HW_CHECK(ring_.join(caller));

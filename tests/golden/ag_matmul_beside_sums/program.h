@@ -3,6 +3,7 @@
 #pragma once
 #include <cuda_runtime_api.h>
 
+#include <array>
 #include <cstdint>
 #include <optional>
 
@@ -66,12 +67,10 @@ class Program {
   hw::Rank& rank_;
   const hw::Channel& team_x_;  // the 4 ranks along x
   hw::Streams ring_;           // ring[4]
-  hw::MatmulPlan plan_y0_;     // matmul %x_gathered_i, %w -> %y0_i
+  hw::MatmulPlan plan_y0_;     // matmul %x_gathered, %w -> %y0_i
   hw::Arena arena_;
-  hw::bf16* x_gathered_ = nullptr;  // %x_gathered: bf16[M, K]
-  hw::bf16* s_partial_ = nullptr;   // %s_partial: bf16[K]
-  hw::bf16* t_partial_ = nullptr;   // %t_partial: bf16[L]
-  std::optional<Sizes> prepared_;   // what prepare was last called for
+  std::array<hw::bf16*, 4> x_gathered_{};  // %x_gathered: bf16[M/4, K], one a stream
+  std::optional<Sizes> prepared_;          // what prepare was last called for
 };
 
 }  // namespace programs::ag_matmul_beside_sums

@@ -1,12 +1,11 @@
 // host @ag_matmul_broadcast(%x: bf16[M@x, K], %w: bf16[K, N]) -> (%y: bf16[M, N]) mesh(x=4) streams(ring[4]) {
-//   %x_gathered = allocate bf16[M, K]
 //   fork ring
 //   for %i in 0..4 {
 //     stream ring[%i] {
-//       %x_gathered_i = slice %x_gathered[0: %i of 4]
-//       broadcast %x -> %x_gathered_i from %i on x
+//       %x_gathered = allocate bf16[M/4, K]
+//       broadcast %x -> %x_gathered from %i on x
 //       %y_i = slice %y[0: %i of 4]
-//       matmul %x_gathered_i, %w -> %y_i
+//       matmul %x_gathered, %w -> %y_i
 //     }
 //   }
 //   join ring
@@ -43,7 +42,9 @@ void Program::prepare(const Inputs& in) {
   const auto [M, K, N] = sizes;
   prepared_.reset();
   plan_y_.prepare({M / 4, K}, {K, N}, {M / 4, N});
-  arena_.allocate({{x_gathered_, M * K}});
+  hw::MemoryPlan memory;
+  memory.allocate(x_gathered_, M / 4 * K, ring_);
+  arena_.reserve(memory);
   prepared_ = sizes;
 }
 
@@ -61,10 +62,10 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {
     const hw::Stream stream = ring_[i];
-    auto* x_gathered_i = x_gathered_ + i * (M / 4 * K);
-    HW_CHECK(ncclBroadcast(x, x_gathered_i, M / 4 * K, ncclBfloat16, i, team_x_.comm(), stream));
+    auto* x_gathered = x_gathered_[i];
+    HW_CHECK(ncclBroadcast(x, x_gathered, M / 4 * K, ncclBfloat16, i, team_x_.comm(), stream));
     auto* y_i = y + i * (M / 4 * N);
-    HW_CHECK(plan_y_.cublasLtMatmul(x_gathered_i, w, y_i, stream));
+    HW_CHECK(plan_y_.cublasLtMatmul(x_gathered, w, y_i, stream));
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(arena_.end_call(caller));

@@ -1,20 +1,19 @@
 // host @ag_matmul_flat(%x: bf16[M@x, K], %w: bf16[K, N]) -> (%y: bf16[M, N]) mesh(x=4) streams(ring[4]) {
-//   %x_gathered = allocate bf16[M, K]
 //   fork ring
 //   for %i in 0..4 {
 //     %p = (rank.x + %i) % 4
 //     stream ring[%i] {
-//       %x_gathered_i = slice %x_gathered[0: %p of 4]
+//       %x_gathered = allocate bf16[M/4, K]
 //       if %p == rank.x {
-//         copy %x -> %x_gathered_i
+//         copy %x -> %x_gathered
 //       } else {
 //         group {
-//           recv %x_gathered_i from %p on x
+//           recv %x_gathered from %p on x
 //           send %x to (rank.x - %i) % 4 on x
 //         }
 //       }
 //       %y_i = slice %y[0: %p of 4]
-//       matmul %x_gathered_i, %w -> %y_i
+//       matmul %x_gathered, %w -> %y_i
 //     }
 //   }
 //   join ring
@@ -52,7 +51,9 @@ void Program::prepare(const Inputs& in) {
   const auto [M, K, N] = sizes;
   prepared_.reset();
   plan_y_.prepare({M / 4, K}, {K, N}, {M / 4, N});
-  arena_.allocate({{x_gathered_, M * K}});
+  hw::MemoryPlan memory;
+  memory.allocate(x_gathered_, M / 4 * K, ring_);
+  arena_.reserve(memory);
   prepared_ = sizes;
 }
 
@@ -72,18 +73,18 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t p = (rank_x + i) % 4;
     const hw::Stream stream = ring_[i];
-    auto* x_gathered_i = x_gathered_ + p * (M / 4 * K);
+    auto* x_gathered = x_gathered_[i];
     if (p == rank_x) {
-      HW_CHECK(cudaMemcpyAsync(x_gathered_i, x, M / 4 * K * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
+      HW_CHECK(cudaMemcpyAsync(x_gathered, x, M / 4 * K * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
     } else {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
-      HW_CHECK(ncclRecv(x_gathered_i, M / 4 * K, ncclBfloat16, p, team_x_.comm(), stream));
+      HW_CHECK(ncclRecv(x_gathered, M / 4 * K, ncclBfloat16, p, team_x_.comm(), stream));
       HW_CHECK(ncclSend(x, M / 4 * K, ncclBfloat16, (rank_x - i + 4) % 4, team_x_.comm(), stream));
       HW_CHECK(ncclGroupEnd());
     }
     auto* y_i = y + p * (M / 4 * N);
-    HW_CHECK(plan_y_.cublasLtMatmul(x_gathered_i, w, y_i, stream));
+    HW_CHECK(plan_y_.cublasLtMatmul(x_gathered, w, y_i, stream));
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(arena_.end_call(caller));

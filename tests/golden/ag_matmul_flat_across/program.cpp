@@ -1,14 +1,13 @@
 // host @ag_matmul_flat_across(%x: bf16[M@x, K], %w: bf16[K, N]) -> (%y: bf16[M, N]) mesh(x=4) streams(ring[4]) {
-//   %x_gathered = allocate bf16[3, 4, M/12, K]
 //   %y_shards = reshape %y to [4, M/4, N]
 //   fork ring
 //   for %i in 0..3 {
 //     stream ring[%i] {
 //       %x_i = slice %x[0: %i of 3]
-//       %x_gathered_i = select %x_gathered[0: %i]
-//       all_gather %x_i -> %x_gathered_i on x
+//       %x_gathered = allocate bf16[4, M/12, K]
+//       all_gather %x_i -> %x_gathered on x
 //       %y_i = slice %y_shards[1: %i of 3]
-//       matmul %x_gathered_i, %w -> %y_i
+//       matmul %x_gathered, %w -> %y_i
 //     }
 //   }
 //   join ring
@@ -46,7 +45,9 @@ void Program::prepare(const Inputs& in) {
   const auto [M, K, N] = sizes;
   prepared_.reset();
   plan_y_.prepare({4, M / 12, K}, {K, N}, hw::Strided({4, M / 12, N}, {M / 4 * N, N, 1}));
-  arena_.allocate({{x_gathered_, M * K}});
+  hw::MemoryPlan memory;
+  memory.allocate(x_gathered_, M / 3 * K, ring_);
+  arena_.reserve(memory);
   prepared_ = sizes;
 }
 
@@ -65,10 +66,10 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   for (int64_t i = 0; i < 3; ++i) {
     const hw::Stream stream = ring_[i];
     const auto* x_i = x + i * (M / 12 * K);
-    auto* x_gathered_i = x_gathered_ + i * (M / 3 * K);
-    HW_CHECK(ncclAllGather(x_i, x_gathered_i, M / 12 * K, ncclBfloat16, team_x_.comm(), stream));
+    auto* x_gathered = x_gathered_[i];
+    HW_CHECK(ncclAllGather(x_i, x_gathered, M / 12 * K, ncclBfloat16, team_x_.comm(), stream));
     auto* y_i = y + i * (M / 12 * N);
-    HW_CHECK(plan_y_.cublasLtMatmul(x_gathered_i, w, y_i, stream));
+    HW_CHECK(plan_y_.cublasLtMatmul(x_gathered, w, y_i, stream));
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(arena_.end_call(caller));

@@ -1,21 +1,20 @@
 // host @ag_matmul_flat_chunked(%x: bf16[M@x, K], %w: bf16[K, N]) -> (%y: bf16[M, N]) mesh(x=4) streams(ring[4]) {
-//   %x_gathered = allocate bf16[M, K]
 //   fork ring
 //   for %i in 0..8 {
 //     %p = (rank.x + %i / 2) % 4
 //     stream ring[%i] {
 //       %x_i = slice %x[0: %i % 2 of 2]
-//       %x_gathered_i = slice %x_gathered[0: %p * 2 + %i % 2 of 8]
+//       %x_gathered = allocate bf16[M/8, K]
 //       if %p == rank.x {
-//         copy %x_i -> %x_gathered_i
+//         copy %x_i -> %x_gathered
 //       } else {
 //         group {
-//           recv %x_gathered_i from %p on x
+//           recv %x_gathered from %p on x
 //           send %x_i to (rank.x - %i / 2) % 4 on x
 //         }
 //       }
 //       %y_i = slice %y[0: %p * 2 + %i % 2 of 8]
-//       matmul %x_gathered_i, %w -> %y_i
+//       matmul %x_gathered, %w -> %y_i
 //     }
 //   }
 //   join ring
@@ -54,7 +53,9 @@ void Program::prepare(const Inputs& in) {
   const auto [M, K, N] = sizes;
   prepared_.reset();
   plan_y_.prepare({M / 8, K}, {K, N}, {M / 8, N});
-  arena_.allocate({{x_gathered_, M * K}});
+  hw::MemoryPlan memory;
+  memory.allocate(x_gathered_, M / 8 * K, ring_);
+  arena_.reserve(memory);
   prepared_ = sizes;
 }
 
@@ -75,18 +76,18 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const int64_t p = (rank_x + (i / 2)) % 4;
     const hw::Stream stream = ring_[i];
     const auto* x_i = x + (i % 2) * (M / 8 * K);
-    auto* x_gathered_i = x_gathered_ + (p * 2 + (i % 2)) * (M / 8 * K);
+    auto* x_gathered = x_gathered_[i % 4];
     if (p == rank_x) {
-      HW_CHECK(cudaMemcpyAsync(x_gathered_i, x_i, M / 8 * K * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
+      HW_CHECK(cudaMemcpyAsync(x_gathered, x_i, M / 8 * K * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
     } else {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
-      HW_CHECK(ncclRecv(x_gathered_i, M / 8 * K, ncclBfloat16, p, team_x_.comm(), stream));
+      HW_CHECK(ncclRecv(x_gathered, M / 8 * K, ncclBfloat16, p, team_x_.comm(), stream));
       HW_CHECK(ncclSend(x_i, M / 8 * K, ncclBfloat16, (rank_x - (i / 2) + 4) % 4, team_x_.comm(), stream));
       HW_CHECK(ncclGroupEnd());
     }
     auto* y_i = y + (p * 2 + (i % 2)) * (M / 8 * N);
-    HW_CHECK(plan_y_.cublasLtMatmul(x_gathered_i, w, y_i, stream));
+    HW_CHECK(plan_y_.cublasLtMatmul(x_gathered, w, y_i, stream));
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(arena_.end_call(caller));

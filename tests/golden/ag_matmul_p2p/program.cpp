@@ -1,21 +1,20 @@
 // host @ag_matmul_p2p(%x: bf16[4@x, m, K], %w: bf16[K, N]) -> (%y: bf16[4, m, N]) mesh(x=4) streams(ring[4]) {
-//   %x_gathered = allocate bf16[4, m, K]
 //   fork ring
 //   for %i in 0..4 {
 //     %p = (rank.x + %i) % 4
 //     stream ring[%i] {
 //       %x_i = select %x[0: 0]
-//       %x_gathered_i = select %x_gathered[0: %p]
+//       %x_gathered = allocate bf16[m, K]
 //       if %p == rank.x {
-//         copy %x_i -> %x_gathered_i
+//         copy %x_i -> %x_gathered
 //       } else {
 //         group {
-//           recv %x_gathered_i from %p on x
+//           recv %x_gathered from %p on x
 //           send %x_i to (rank.x - %i) % 4 on x
 //         }
 //       }
 //       %y_i = select %y[0: %p]
-//       matmul %x_gathered_i, %w -> %y_i
+//       matmul %x_gathered, %w -> %y_i
 //     }
 //   }
 //   join ring
@@ -53,7 +52,9 @@ void Program::prepare(const Inputs& in) {
   const auto [m, K, N] = sizes;
   prepared_.reset();
   plan_y_.prepare({m, K}, {K, N}, {m, N});
-  arena_.allocate({{x_gathered_, 4 * m * K}});
+  hw::MemoryPlan memory;
+  memory.allocate(x_gathered_, m * K, ring_);
+  arena_.reserve(memory);
   prepared_ = sizes;
 }
 
@@ -73,18 +74,18 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t p = (rank_x + i) % 4;
     const hw::Stream stream = ring_[i];
-    auto* x_gathered_i = x_gathered_ + p * (m * K);
+    auto* x_gathered = x_gathered_[i];
     if (p == rank_x) {
-      HW_CHECK(cudaMemcpyAsync(x_gathered_i, x, m * K * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
+      HW_CHECK(cudaMemcpyAsync(x_gathered, x, m * K * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
     } else {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
-      HW_CHECK(ncclRecv(x_gathered_i, m * K, ncclBfloat16, p, team_x_.comm(), stream));
+      HW_CHECK(ncclRecv(x_gathered, m * K, ncclBfloat16, p, team_x_.comm(), stream));
       HW_CHECK(ncclSend(x, m * K, ncclBfloat16, (rank_x - i + 4) % 4, team_x_.comm(), stream));
       HW_CHECK(ncclGroupEnd());
     }
     auto* y_i = y + p * (m * N);
-    HW_CHECK(plan_y_.cublasLtMatmul(x_gathered_i, w, y_i, stream));
+    HW_CHECK(plan_y_.cublasLtMatmul(x_gathered, w, y_i, stream));
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(arena_.end_call(caller));

@@ -2,6 +2,7 @@
 #pragma once
 #include <cuda_runtime_api.h>
 
+#include <array>
 #include <cstdint>
 #include <optional>
 
@@ -59,10 +60,10 @@ class Program {
   hw::Rank& rank_;
   const hw::Channel& team_x_;  // the 4 ranks along x
   hw::Streams ring_;           // ring[4]
-  hw::MatmulPlan plan_y_;      // matmul %x_gathered_i, %w -> %y_i
+  hw::MatmulPlan plan_y_;      // matmul %x_gathered, %w -> %y_i
   hw::Arena arena_;
-  hw::bf16* x_gathered_ = nullptr;  // %x_gathered: bf16[4, m, K]
-  std::optional<Sizes> prepared_;   // what prepare was last called for
+  std::array<hw::bf16*, 4> x_gathered_{};  // %x_gathered: bf16[m, K], one a stream
+  std::optional<Sizes> prepared_;          // what prepare was last called for
 };
 
 }  // namespace programs::ag_matmul_p2p

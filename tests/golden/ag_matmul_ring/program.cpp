@@ -58,7 +58,9 @@ void Program::prepare(const Inputs& in) {
   const auto [M, K, N] = sizes;
   prepared_.reset();
   plan_y_.prepare({M / 4, K}, {K, N}, {M / 4, N});
-  arena_.allocate({{x_gathered_, M * K}});
+  hw::MemoryPlan memory;
+  memory.allocate(x_gathered_, M * K);
+  arena_.reserve(memory);
   prepared_ = sizes;
 }
 

@@ -2,15 +2,14 @@
 //   %y_partial: bf16[N/3] = sum(%x, axis=(0,))
 // }  # ends here: all_reduce uses %y_partial
 // host @allreduce_rows(%x: bf16[R@x, N]) -> (%y: bf16[N]) mesh(x=4) streams(ring[4]) uneven(R) {
-//   %y_partial = allocate bf16[N]
 //   fork ring
 //   for %i in 0..3 {
 //     stream ring[%i] {
 //       %x_i = slice %x[1: %i of 3]
-//       %y_partial_i = slice %y_partial[0: %i of 3]
-//       launch @sum_y_partial %x_i -> %y_partial_i
 //       %y_i = slice %y[0: %i of 3]
-//       all_reduce sum %y_partial_i -> %y_i on x
+//       %y_partial = reshape %y_i to [N/3]
+//       launch @sum_y_partial %x_i -> %y_partial
+//       all_reduce sum %y_partial -> %y_i on x
 //     }
 //   }
 //   join ring
@@ -19,6 +18,7 @@
 
 #include "hostweave/check.h"
 #include "hostweave/shards.h"
+#include "hostweave/types.h"
 #include "kernels.h"
 
 namespace programs::allreduce_rows {
@@ -46,9 +46,7 @@ OutputShapes Program::output_shapes(const Inputs& in) const {
 void Program::prepare(const Inputs& in) {
   const Sizes sizes = check(in);
   if (prepared_ == sizes) return;
-  const auto [R, N, R_x] = sizes;
   prepared_.reset();
-  arena_.allocate({{y_partial_, N}});
   prepared_ = sizes;
 }
 
@@ -66,11 +64,10 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   for (int64_t i = 0; i < 3; ++i) {
     const hw::Stream stream = ring_[i];
     const auto* x_i = x + i * (N / 3);
-    auto* y_partial_i = y_partial_ + i * (N / 3);
-    HW_CHECK(hw::launch(sum_y_partial, hw::grid_of_lanes(N / 3), hw::kBlock, stream, hw::reads(x_i, {R_x, N / 3}, {N, 1}),
-                        hw::writes(y_partial_i, N / 3), N, R_x));
     auto* y_i = y + i * (N / 3);
-    HW_CHECK(ncclAllReduce(y_partial_i, y_i, N / 3, ncclBfloat16, ncclSum, team_x_.comm(), stream));
+    HW_CHECK(hw::launch(sum_y_partial, hw::grid_of_lanes(N / 3), hw::kBlock, stream, hw::reads(x_i, {R_x, N / 3}, {N, 1}),
+                        hw::writes(y_i, N / 3), N, R_x));
+    HW_CHECK(ncclAllReduce(y_i, y_i, N / 3, ncclBfloat16, ncclSum, team_x_.comm(), stream));
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(arena_.end_call(caller));

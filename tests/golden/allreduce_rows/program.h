@@ -9,7 +9,6 @@
 #include "hostweave/rank.h"
 #include "hostweave/streams.h"
 #include "hostweave/tensor.h"
-#include "hostweave/types.h"
 
 namespace programs::allreduce_rows {
 
@@ -58,7 +57,6 @@ class Program {
   const hw::Channel& team_x_;  // the 4 ranks along x
   hw::Streams ring_;           // ring[4]
   hw::Arena arena_;
-  hw::bf16* y_partial_ = nullptr;  // %y_partial: bf16[N]
   std::optional<Sizes> prepared_;  // what prepare was last called for
 };
 

@@ -61,7 +61,11 @@ void Program::prepare(const Inputs& in) {
   prepared_.reset();
   plan_dw_partial_.prepare(hw::Strided({K, T_x}, {1, K}), {T_x, N}, {K, N});
   plan_dx_.prepare({T_x, N}, hw::Strided({N, K}, {1, N}), {T_x, K});
-  arena_.allocate({{dw_partial_, K * N}, {workspace_, hw::kWorkspaceBytes}, {db_partial_, N}});
+  hw::MemoryPlan memory;
+  memory.allocate(workspace_, hw::kWorkspaceBytes);
+  memory.allocate(dw_partial_, K * N);
+  memory.allocate(db_partial_, N);
+  arena_.reserve(memory);
   prepared_ = sizes;
 }
 

@@ -69,8 +69,8 @@ class Program {
   hw::MatmulPlan plan_dw_partial_;  // matmul %transposed, %dy -> %dw_partial
   hw::MatmulPlan plan_dx_;          // matmul %dy, %transposed_2 -> %dx
   hw::Arena arena_;
-  hw::bf16* dw_partial_ = nullptr;  // %dw_partial: bf16[K, N]
   char* workspace_ = nullptr;       // of the matmuls on the caller's stream
+  hw::bf16* dw_partial_ = nullptr;  // %dw_partial: bf16[K, N]
   hw::bf16* db_partial_ = nullptr;  // %db_partial: bf16[N]
   std::optional<Sizes> prepared_;   // what prepare was last called for
 };

@@ -60,7 +60,10 @@ void Program::prepare(const Inputs& in) {
   const auto [M, M_x] = sizes;
   prepared_.reset();
   plan_h_.prepare({M_x, 8}, {8, 3}, {M_x, 3});
-  arena_.allocate({{h_, 3 * M_x}, {workspace_, hw::kWorkspaceBytes}});
+  hw::MemoryPlan memory;
+  memory.allocate(workspace_, hw::kWorkspaceBytes);
+  memory.allocate(h_, 3 * M_x);
+  arena_.reserve(memory);
   prepared_ = sizes;
 }
 

@@ -59,8 +59,8 @@ class Program {
   hw::Rank& rank_;
   hw::MatmulPlan plan_h_;  // matmul %x, %w -> %h
   hw::Arena arena_;
-  hw::bf16* h_ = nullptr;          // %h: bf16[part(M, x), 3]
   char* workspace_ = nullptr;      // of the matmuls on the caller's stream
+  hw::bf16* h_ = nullptr;          // %h: bf16[part(M, x), 3]
   std::optional<Sizes> prepared_;  // what prepare was last called for
 };
 

@@ -1,13 +1,12 @@
 // host @matmul_ar(%x: bf16[3, 4@x, m, K], %w: bf16[4@x, K, N]) -> (%y: bf16[3, m, N]) mesh(x=4) streams(ring[4]) {
-//   %product = allocate bf16[3, 1, m, N]
 //   fork ring
 //   for %i in 0..3 {
 //     stream ring[%i] {
 //       %x_i = select %x[0: %i]
-//       %product_i = select %product[0: %i]
-//       matmul %x_i, %w -> %product_i
-//       %y_partial_i = reshape %product_i to [m, N]
 //       %y_i = select %y[0: %i]
+//       %product = reshape %y_i to [1, m, N]
+//       matmul %x_i, %w -> %product
+//       %y_partial_i = reshape %product to [m, N]
 //       all_reduce sum %y_partial_i -> %y_i on x
 //     }
 //   }
@@ -16,6 +15,7 @@
 #include "program.h"
 
 #include "hostweave/check.h"
+#include "hostweave/types.h"
 
 namespace programs::matmul_ar {
 
@@ -23,7 +23,7 @@ Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
       team_x_(rank.channel(kMesh, "x", 4)),
       ring_(rank, "ring", 4),
-      plan_product_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
+      plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
 
 Sizes Program::check(const Inputs& in) const {
   in.x.expect("x", "bf16[3, 1, m, K]", CUDA_R_16BF, {3, 1, hw::kAny, hw::kAny}, rank_.device());
@@ -44,8 +44,7 @@ void Program::prepare(const Inputs& in) {
   if (prepared_ == sizes) return;
   const auto [m, K, N] = sizes;
   prepared_.reset();
-  plan_product_.prepare({1, m, K}, {1, K, N}, {1, m, N});
-  arena_.allocate({{product_, 3 * m * N}});
+  plan_y_.prepare({1, m, K}, {1, K, N}, {1, m, N});
   prepared_ = sizes;
 }
 
@@ -64,10 +63,9 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   for (int64_t i = 0; i < 3; ++i) {
     const hw::Stream stream = ring_[i];
     const auto* x_i = x + i * (m * K);
-    auto* product_i = product_ + i * (m * N);
-    HW_CHECK(plan_product_.cublasLtMatmul(x_i, w, product_i, stream));
     auto* y_i = y + i * (m * N);
-    HW_CHECK(ncclAllReduce(product_i, y_i, m * N, ncclBfloat16, ncclSum, team_x_.comm(), stream));
+    HW_CHECK(plan_y_.cublasLtMatmul(x_i, w, y_i, stream));
+    HW_CHECK(ncclAllReduce(y_i, y_i, m * N, ncclBfloat16, ncclSum, team_x_.comm(), stream));
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(arena_.end_call(caller));

@@ -1,24 +1,21 @@
 // host @matmul_ar_ag(%x: bf16[M@dp, K@tp], %w: bf16[K@tp, N]) -> (%y: bf16[M, N]) mesh(dp=2, tp=4) streams(ring[4])
 // events(turn[1]) uneven(K) {
-//   %product = allocate bf16[M/2, N]
-//   %y_reduced = allocate bf16[M/2, N]
 //   %y_shards = reshape %y to [2, M/2, N]
-//   %y_packed = allocate bf16[3, 2, M/6, N]
 //   fork ring
 //   record turn[0]
 //   for %i in 0..3 {
 //     stream ring[%i] {
 //       %x_i = slice %x[0: %i of 3]
-//       %product_i = slice %product[0: %i of 3]
-//       matmul %x_i, %w -> %product_i
-//       %y_reduced_i = slice %y_reduced[0: %i of 3]
+//       %product = allocate bf16[M/6, N]
+//       matmul %x_i, %w -> %product
 //       wait turn[0]
-//       all_reduce sum %product_i -> %y_reduced_i on tp
+//       %y_reduced = reshape %product to [M/6, N]
+//       all_reduce sum %product -> %y_reduced on tp
 //       %y_i = slice %y_shards[1: %i of 3]
-//       %y_i_packed = select %y_packed[0: %i]
-//       all_gather %y_reduced_i -> %y_i_packed on dp
+//       %y_packed = allocate bf16[2, M/6, N]
+//       all_gather %y_reduced -> %y_packed on dp
 //       record turn[0]
-//       copy %y_i_packed -> %y_i
+//       copy %y_packed -> %y_i
 //     }
 //   }
 //   join ring
@@ -61,7 +58,10 @@ void Program::prepare(const Inputs& in) {
   const auto [M, K, N, K_tp] = sizes;
   prepared_.reset();
   plan_product_.prepare({M / 6, K_tp}, {K_tp, N}, {M / 6, N});
-  arena_.allocate({{product_, M / 2 * N}, {y_reduced_, M / 2 * N}, {y_packed_, M * N}});
+  hw::MemoryPlan memory;
+  memory.allocate(product_, M / 6 * N, ring_);
+  memory.allocate(y_packed_, M / 3 * N, ring_);
+  arena_.reserve(memory);
   prepared_ = sizes;
 }
 
@@ -81,16 +81,15 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   for (int64_t i = 0; i < 3; ++i) {
     const hw::Stream stream = ring_[i];
     const auto* x_i = x + i * (M / 6 * K_tp);
-    auto* product_i = product_ + i * (M / 6 * N);
-    HW_CHECK(plan_product_.cublasLtMatmul(x_i, w, product_i, stream));
-    auto* y_reduced_i = y_reduced_ + i * (M / 6 * N);
+    auto* product = product_[i];
+    HW_CHECK(plan_product_.cublasLtMatmul(x_i, w, product, stream));
     HW_CHECK(cudaStreamWaitEvent(stream, turn_[0], 0));
-    HW_CHECK(ncclAllReduce(product_i, y_reduced_i, M / 6 * N, ncclBfloat16, ncclSum, team_tp_.comm(), stream));
+    HW_CHECK(ncclAllReduce(product, product, M / 6 * N, ncclBfloat16, ncclSum, team_tp_.comm(), stream));
     auto* y_i = y + i * (M / 6 * N);
-    auto* y_i_packed = y_packed_ + i * (M / 3 * N);
-    HW_CHECK(ncclAllGather(y_reduced_i, y_i_packed, M / 6 * N, ncclBfloat16, team_dp_.comm(), stream));
+    auto* y_packed = y_packed_[i];
+    HW_CHECK(ncclAllGather(product, y_packed, M / 6 * N, ncclBfloat16, team_dp_.comm(), stream));
     HW_CHECK(cudaEventRecord(turn_[0], stream));
-    HW_CHECK(cudaMemcpy2DAsync(y_i, M / 2 * N * sizeof(hw::bf16), y_i_packed, M / 6 * N * sizeof(hw::bf16),
+    HW_CHECK(cudaMemcpy2DAsync(y_i, M / 2 * N * sizeof(hw::bf16), y_packed, M / 6 * N * sizeof(hw::bf16),
                                M / 6 * N * sizeof(hw::bf16), 2, cudaMemcpyDeviceToDevice, stream));
   }
   HW_CHECK(ring_.join(caller));

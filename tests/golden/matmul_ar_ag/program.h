@@ -2,6 +2,7 @@
 #pragma once
 #include <cuda_runtime_api.h>
 
+#include <array>
 #include <cstdint>
 #include <optional>
 
@@ -62,12 +63,11 @@ class Program {
   const hw::Channel& team_dp_;   // the 2 ranks along dp
   hw::Streams ring_;             // ring[4]
   hw::Events turn_;              // turn[1]
-  hw::MatmulPlan plan_product_;  // matmul %x_i, %w -> %product_i
+  hw::MatmulPlan plan_product_;  // matmul %x_i, %w -> %product
   hw::Arena arena_;
-  hw::bf16* product_ = nullptr;    // %product: bf16[M/2, N]
-  hw::bf16* y_reduced_ = nullptr;  // %y_reduced: bf16[M/2, N]
-  hw::bf16* y_packed_ = nullptr;   // %y_packed: bf16[3, 2, M/6, N]
-  std::optional<Sizes> prepared_;  // what prepare was last called for
+  std::array<hw::bf16*, 3> product_{};   // %product: bf16[M/6, N], one a stream
+  std::array<hw::bf16*, 3> y_packed_{};  // %y_packed: bf16[2, M/6, N], one a stream
+  std::optional<Sizes> prepared_;        // what prepare was last called for
 };
 
 }  // namespace programs::matmul_ar_ag

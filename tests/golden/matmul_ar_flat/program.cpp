@@ -1,13 +1,12 @@
 // host @matmul_ar_flat(%x: bf16[M, K@x], %w: bf16[K@x, N]) -> (%y: bf16[M, N]) mesh(x=4) streams(ring[4]) uneven(K) {
-//   %product = allocate bf16[M, N]
 //   fork ring
 //   for %i in 0..3 {
 //     stream ring[%i] {
 //       %x_i = slice %x[0: %i of 3]
-//       %product_i = slice %product[0: %i of 3]
-//       matmul %x_i, %w -> %product_i
 //       %y_i = slice %y[0: %i of 3]
-//       all_reduce sum %product_i -> %y_i on x
+//       %product = reshape %y_i to [M/3, N]
+//       matmul %x_i, %w -> %product
+//       all_reduce sum %product -> %y_i on x
 //     }
 //   }
 //   join ring
@@ -16,6 +15,7 @@
 
 #include "hostweave/check.h"
 #include "hostweave/shards.h"
+#include "hostweave/types.h"
 
 namespace programs::matmul_ar_flat {
 
@@ -23,7 +23,7 @@ Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
       team_x_(rank.channel(kMesh, "x", 4)),
       ring_(rank, "ring", 4),
-      plan_product_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
+      plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
 
 Sizes Program::check(const Inputs& in) const {
   in.x.expect("x", "bf16[M, part(K, x)]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
@@ -47,8 +47,7 @@ void Program::prepare(const Inputs& in) {
   if (prepared_ == sizes) return;
   const auto [M, K, N, K_x] = sizes;
   prepared_.reset();
-  plan_product_.prepare({M / 3, K_x}, {K_x, N}, {M / 3, N});
-  arena_.allocate({{product_, M * N}});
+  plan_y_.prepare({M / 3, K_x}, {K_x, N}, {M / 3, N});
   prepared_ = sizes;
 }
 
@@ -67,10 +66,9 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   for (int64_t i = 0; i < 3; ++i) {
     const hw::Stream stream = ring_[i];
     const auto* x_i = x + i * (M / 3 * K_x);
-    auto* product_i = product_ + i * (M / 3 * N);
-    HW_CHECK(plan_product_.cublasLtMatmul(x_i, w, product_i, stream));
     auto* y_i = y + i * (M / 3 * N);
-    HW_CHECK(ncclAllReduce(product_i, y_i, M / 3 * N, ncclBfloat16, ncclSum, team_x_.comm(), stream));
+    HW_CHECK(plan_y_.cublasLtMatmul(x_i, w, y_i, stream));
+    HW_CHECK(ncclAllReduce(y_i, y_i, M / 3 * N, ncclBfloat16, ncclSum, team_x_.comm(), stream));
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(arena_.end_call(caller));

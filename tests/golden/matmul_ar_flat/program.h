@@ -10,7 +10,6 @@
 #include "hostweave/rank.h"
 #include "hostweave/streams.h"
 #include "hostweave/tensor.h"
-#include "hostweave/types.h"
 
 namespace programs::matmul_ar_flat {
 
@@ -58,11 +57,10 @@ class Program {
   Sizes check(const Inputs& in) const;
 
   hw::Rank& rank_;
-  const hw::Channel& team_x_;    // the 4 ranks along x
-  hw::Streams ring_;             // ring[4]
-  hw::MatmulPlan plan_product_;  // matmul %x_i, %w -> %product_i
+  const hw::Channel& team_x_;  // the 4 ranks along x
+  hw::Streams ring_;           // ring[4]
+  hw::MatmulPlan plan_y_;      // matmul %x_i, %w -> %product
   hw::Arena arena_;
-  hw::bf16* product_ = nullptr;    // %product: bf16[M, N]
   std::optional<Sizes> prepared_;  // what prepare was last called for
 };
 

@@ -1,17 +1,15 @@
 // host @matmul_ar_two_axes(%x: bf16[M@dp, K@tp], %w: bf16[K@tp, N]) -> (%y: bf16[M@dp, N]) mesh(dp=2, tp=4) streams(ring[4])
 // uneven(M, K) {
-//   %product = allocate bf16[2, part(M, dp), N/2]
-//   %y_packed = allocate bf16[2, part(M, dp), N/2]
 //   fork ring
 //   for %i in 0..2 {
 //     stream ring[%i] {
 //       %w_i = slice %w[1: %i of 2]
-//       %product_i = select %product[0: %i]
-//       matmul %x, %w_i -> %product_i
+//       %product = allocate bf16[part(M, dp), N/2]
+//       matmul %x, %w_i -> %product
 //       %y_i = slice %y[1: %i of 2]
-//       %y_i_packed = select %y_packed[0: %i]
-//       all_reduce sum %product_i -> %y_i_packed on tp
-//       copy %y_i_packed -> %y_i
+//       %y_packed = reshape %product to [part(M, dp), N/2]
+//       all_reduce sum %product -> %y_packed on tp
+//       copy %y_packed -> %y_i
 //     }
 //   }
 //   join ring
@@ -53,7 +51,9 @@ void Program::prepare(const Inputs& in) {
   const auto [M, K, N, M_dp, K_tp] = sizes;
   prepared_.reset();
   plan_product_.prepare({M_dp, K_tp}, hw::Strided({K_tp, N / 2}, {N, 1}), {M_dp, N / 2});
-  arena_.allocate({{product_, N * M_dp}, {y_packed_, N * M_dp}});
+  hw::MemoryPlan memory;
+  memory.allocate(product_, N / 2 * M_dp, ring_);
+  arena_.reserve(memory);
   prepared_ = sizes;
 }
 
@@ -72,12 +72,11 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   for (int64_t i = 0; i < 2; ++i) {
     const hw::Stream stream = ring_[i];
     const auto* w_i = w + i * (N / 2);
-    auto* product_i = product_ + i * (N / 2 * M_dp);
-    HW_CHECK(plan_product_.cublasLtMatmul(x, w_i, product_i, stream));
+    auto* product = product_[i];
+    HW_CHECK(plan_product_.cublasLtMatmul(x, w_i, product, stream));
     auto* y_i = y + i * (N / 2);
-    auto* y_i_packed = y_packed_ + i * (N / 2 * M_dp);
-    HW_CHECK(ncclAllReduce(product_i, y_i_packed, N / 2 * M_dp, ncclBfloat16, ncclSum, team_tp_.comm(), stream));
-    HW_CHECK(cudaMemcpy2DAsync(y_i, N * sizeof(hw::bf16), y_i_packed, N / 2 * sizeof(hw::bf16), N / 2 * sizeof(hw::bf16), M_dp,
+    HW_CHECK(ncclAllReduce(product, product, N / 2 * M_dp, ncclBfloat16, ncclSum, team_tp_.comm(), stream));
+    HW_CHECK(cudaMemcpy2DAsync(y_i, N * sizeof(hw::bf16), product, N / 2 * sizeof(hw::bf16), N / 2 * sizeof(hw::bf16), M_dp,
                                cudaMemcpyDeviceToDevice, stream));
   }
   HW_CHECK(ring_.join(caller));

@@ -2,6 +2,7 @@
 #pragma once
 #include <cuda_runtime_api.h>
 
+#include <array>
 #include <cstdint>
 #include <optional>
 
@@ -61,11 +62,10 @@ class Program {
   hw::Rank& rank_;
   const hw::Channel& team_tp_;   // the 4 ranks along tp
   hw::Streams ring_;             // ring[4]
-  hw::MatmulPlan plan_product_;  // matmul %x, %w_i -> %product_i
+  hw::MatmulPlan plan_product_;  // matmul %x, %w_i -> %product
   hw::Arena arena_;
-  hw::bf16* product_ = nullptr;    // %product: bf16[2, part(M, dp), N/2]
-  hw::bf16* y_packed_ = nullptr;   // %y_packed: bf16[2, part(M, dp), N/2]
-  std::optional<Sizes> prepared_;  // what prepare was last called for
+  std::array<hw::bf16*, 2> product_{};  // %product: bf16[part(M, dp), N/2], one a stream
+  std::optional<Sizes> prepared_;       // what prepare was last called for
 };
 
 }  // namespace programs::matmul_ar_two_axes

@@ -1,5 +1,5 @@
 // host @matmul_ar_unstreamed(%x: bf16[M, K@x], %w: bf16[K@x, N]) -> (%y: bf16[M, N]) mesh(x=4) uneven(K) {
-//   %y_partial = allocate bf16[M, N]
+//   %y_partial = reshape %y to [M, N]
 //   matmul %x, %w -> %y_partial
 //   all_reduce sum %y_partial -> %y on x
 // }
@@ -7,11 +7,12 @@
 
 #include "hostweave/check.h"
 #include "hostweave/shards.h"
+#include "hostweave/types.h"
 
 namespace programs::matmul_ar_unstreamed {
 
 Program::Program(hw::Rank& rank)
-    : rank_(rank.expect_world(kWorld)), team_x_(rank.channel(kMesh, "x", 4)), plan_y_partial_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
+    : rank_(rank.expect_world(kWorld)), team_x_(rank.channel(kMesh, "x", 4)), plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
 
 Sizes Program::check(const Inputs& in) const {
   in.x.expect("x", "bf16[M, part(K, x)]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
@@ -34,8 +35,10 @@ void Program::prepare(const Inputs& in) {
   if (prepared_ == sizes) return;
   const auto [M, K, N, K_x] = sizes;
   prepared_.reset();
-  plan_y_partial_.prepare({M, K_x}, {K_x, N}, {M, N});
-  arena_.allocate({{y_partial_, M * N}, {workspace_, hw::kWorkspaceBytes}});
+  plan_y_.prepare({M, K_x}, {K_x, N}, {M, N});
+  hw::MemoryPlan memory;
+  memory.allocate(workspace_, hw::kWorkspaceBytes);
+  arena_.reserve(memory);
   prepared_ = sizes;
 }
 
@@ -50,8 +53,8 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   auto* y = out.y.as<hw::bf16>();
 
   HW_CHECK(arena_.begin_call(caller));
-  HW_CHECK(plan_y_partial_.cublasLtMatmul(x, w, y_partial_, {caller, workspace_}));
-  HW_CHECK(ncclAllReduce(y_partial_, y, M * N, ncclBfloat16, ncclSum, team_x_.comm(), caller));
+  HW_CHECK(plan_y_.cublasLtMatmul(x, w, y, {caller, workspace_}));
+  HW_CHECK(ncclAllReduce(y, y, M * N, ncclBfloat16, ncclSum, team_x_.comm(), caller));
   HW_CHECK(arena_.end_call(caller));
 }
 

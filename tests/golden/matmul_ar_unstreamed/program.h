@@ -9,7 +9,6 @@
 #include "hostweave/matmul.h"
 #include "hostweave/rank.h"
 #include "hostweave/tensor.h"
-#include "hostweave/types.h"
 
 namespace programs::matmul_ar_unstreamed {
 
@@ -57,10 +56,9 @@ class Program {
   Sizes check(const Inputs& in) const;
 
   hw::Rank& rank_;
-  const hw::Channel& team_x_;      // the 4 ranks along x
-  hw::MatmulPlan plan_y_partial_;  // matmul %x, %w -> %y_partial
+  const hw::Channel& team_x_;  // the 4 ranks along x
+  hw::MatmulPlan plan_y_;      // matmul %x, %w -> %y_partial
   hw::Arena arena_;
-  hw::bf16* y_partial_ = nullptr;  // %y_partial: bf16[M, N]
   char* workspace_ = nullptr;      // of the matmuls on the caller's stream
   std::optional<Sizes> prepared_;  // what prepare was last called for
 };

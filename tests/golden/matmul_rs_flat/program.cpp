@@ -2,23 +2,22 @@
 //   %y: bf16[M/4, N] = sum(%landing, axis=(0,))
 // }
 // host @matmul_rs_flat(%x: bf16[M, K@x], %w: bf16[K@x, N]) -> (%y: bf16[M@x, N]) mesh(x=4) streams(ring[4]) uneven(K) {
-//   %product = allocate bf16[M, N]
 //   %landing = allocate bf16[4, M/4, N]
 //   fork ring
 //   for %i in 0..4 {
 //     %q = (rank.x + 1 + %i) % 4
 //     stream ring[%i] {
 //       %x_i = slice %x[0: %q of 4]
-//       %product_i = slice %product[0: %q of 4]
-//       matmul %x_i, %w -> %product_i
+//       %product = allocate bf16[M/4, N]
+//       matmul %x_i, %w -> %product
 //       %p = (rank.x - 1 - %i) % 4
 //       %landing_i = select %landing[0: %p]
 //       if %q == rank.x {
-//         copy %product_i -> %landing_i
+//         copy %product -> %landing_i
 //       } else {
 //         group {
 //           recv %landing_i from %p on x
-//           send %product_i to %q on x
+//           send %product to %q on x
 //         }
 //       }
 //     }
@@ -66,7 +65,10 @@ void Program::prepare(const Inputs& in) {
   const auto [M, K, N, K_x] = sizes;
   prepared_.reset();
   plan_product_.prepare({M / 4, K_x}, {K_x, N}, {M / 4, N});
-  arena_.allocate({{product_, M * N}, {landing_, M * N}});
+  hw::MemoryPlan memory;
+  memory.allocate(landing_, M * N);
+  memory.allocate(product_, M / 4 * N, ring_);
+  arena_.reserve(memory);
   prepared_ = sizes;
 }
 
@@ -87,17 +89,17 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const int64_t q = (rank_x + 1 + i) % 4;
     const hw::Stream stream = ring_[i];
     const auto* x_i = x + q * (M / 4 * K_x);
-    auto* product_i = product_ + q * (M / 4 * N);
-    HW_CHECK(plan_product_.cublasLtMatmul(x_i, w, product_i, stream));
+    auto* product = product_[i];
+    HW_CHECK(plan_product_.cublasLtMatmul(x_i, w, product, stream));
     const int64_t p = (rank_x - 1 - i + 4) % 4;
     auto* landing_i = landing_ + p * (M / 4 * N);
     if (q == rank_x) {
-      HW_CHECK(cudaMemcpyAsync(landing_i, product_i, M / 4 * N * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
+      HW_CHECK(cudaMemcpyAsync(landing_i, product, M / 4 * N * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
     } else {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
       HW_CHECK(ncclRecv(landing_i, M / 4 * N, ncclBfloat16, p, team_x_.comm(), stream));
-      HW_CHECK(ncclSend(product_i, M / 4 * N, ncclBfloat16, q, team_x_.comm(), stream));
+      HW_CHECK(ncclSend(product, M / 4 * N, ncclBfloat16, q, team_x_.comm(), stream));
       HW_CHECK(ncclGroupEnd());
     }
   }

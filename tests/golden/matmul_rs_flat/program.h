@@ -2,6 +2,7 @@
 #pragma once
 #include <cuda_runtime_api.h>
 
+#include <array>
 #include <cstdint>
 #include <optional>
 
@@ -60,11 +61,11 @@ class Program {
   hw::Rank& rank_;
   const hw::Channel& team_x_;    // the 4 ranks along x
   hw::Streams ring_;             // ring[4]
-  hw::MatmulPlan plan_product_;  // matmul %x_i, %w -> %product_i
+  hw::MatmulPlan plan_product_;  // matmul %x_i, %w -> %product
   hw::Arena arena_;
-  hw::bf16* product_ = nullptr;    // %product: bf16[M, N]
-  hw::bf16* landing_ = nullptr;    // %landing: bf16[4, M/4, N]
-  std::optional<Sizes> prepared_;  // what prepare was last called for
+  hw::bf16* landing_ = nullptr;         // %landing: bf16[4, M/4, N]
+  std::array<hw::bf16*, 4> product_{};  // %product: bf16[M/4, N], one a stream
+  std::optional<Sizes> prepared_;       // what prepare was last called for
 };
 
 }  // namespace programs::matmul_rs_flat

@@ -65,7 +65,9 @@ void Program::prepare(const Inputs& in) {
   const auto [M, K, N, K_x] = sizes;
   prepared_.reset();
   plan_product_.prepare({M / 4, K_x}, {K_x, N}, {M / 4, N});
-  arena_.allocate({{product_, M * N}});
+  hw::MemoryPlan memory;
+  memory.allocate(product_, M * N);
+  arena_.reserve(memory);
   prepared_ = sizes;
 }
 

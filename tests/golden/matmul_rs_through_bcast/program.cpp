@@ -2,14 +2,13 @@
 // streams(ring[4]) {
 //   %expanded = reshape %w to [1, 1, 1, K, N]
 //   %expanded_i = reshape %expanded to [1, 1, K, N]
-//   %product = allocate bf16[3, 1, 4, m, N]
 //   fork ring
 //   for %i in 0..3 {
 //     stream ring[%i] {
 //       %x_i = select %x[0: %i]
-//       %product_i = select %product[0: %i]
-//       matmul %x_i, %expanded_i -> %product_i
-//       %sum_i = reshape %product_i to [4, m, N]
+//       %product = allocate bf16[1, 4, m, N]
+//       matmul %x_i, %expanded_i -> %product
+//       %sum_i = reshape %product to [4, m, N]
 //       %y_i = select %y[0: %i]
 //       reduce_scatter sum %sum_i -> %y_i on x
 //     }
@@ -48,7 +47,9 @@ void Program::prepare(const Inputs& in) {
   const auto [m, K, N] = sizes;
   prepared_.reset();
   plan_product_.prepare({1, 4, m, K}, {1, 1, K, N}, {1, 4, m, N});
-  arena_.allocate({{product_, 12 * m * N}});
+  hw::MemoryPlan memory;
+  memory.allocate(product_, 4 * m * N, ring_);
+  arena_.reserve(memory);
   prepared_ = sizes;
 }
 
@@ -67,10 +68,10 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   for (int64_t i = 0; i < 3; ++i) {
     const hw::Stream stream = ring_[i];
     const auto* x_i = x + i * (4 * m * K);
-    auto* product_i = product_ + i * (4 * m * N);
-    HW_CHECK(plan_product_.cublasLtMatmul(x_i, w, product_i, stream));
+    auto* product = product_[i];
+    HW_CHECK(plan_product_.cublasLtMatmul(x_i, w, product, stream));
     auto* y_i = y + i * (m * N);
-    HW_CHECK(ncclReduceScatter(product_i, y_i, m * N, ncclBfloat16, ncclSum, team_x_.comm(), stream));
+    HW_CHECK(ncclReduceScatter(product, y_i, m * N, ncclBfloat16, ncclSum, team_x_.comm(), stream));
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(arena_.end_call(caller));

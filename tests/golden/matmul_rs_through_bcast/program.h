@@ -2,6 +2,7 @@
 #pragma once
 #include <cuda_runtime_api.h>
 
+#include <array>
 #include <cstdint>
 #include <optional>
 
@@ -59,10 +60,10 @@ class Program {
   hw::Rank& rank_;
   const hw::Channel& team_x_;    // the 4 ranks along x
   hw::Streams ring_;             // ring[4]
-  hw::MatmulPlan plan_product_;  // matmul %x_i, %expanded_i -> %product_i
+  hw::MatmulPlan plan_product_;  // matmul %x_i, %expanded_i -> %product
   hw::Arena arena_;
-  hw::bf16* product_ = nullptr;    // %product: bf16[3, 1, 4, m, N]
-  std::optional<Sizes> prepared_;  // what prepare was last called for
+  std::array<hw::bf16*, 3> product_{};  // %product: bf16[1, 4, m, N], one a stream
+  std::optional<Sizes> prepared_;       // what prepare was last called for
 };
 
 }  // namespace programs::matmul_rs_through_bcast

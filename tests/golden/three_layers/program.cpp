@@ -9,45 +9,43 @@
 //   %y: bf16[M/4, E] = minimum(%maximum_2, 1.0)
 // }
 // block @layer(%x: bf16[M@x, E], %w_in: bf16[E, F@x], %w_out: bf16[F@x, E]) -> (%y: bf16[M@x, E]) {
-//   %x_gathered = allocate bf16[M, E]
 //   %product = allocate bf16[M, part(F, x)]
 //   fork ring
 //   for %i in 0..4 {
 //     %p = (rank.x + %i) % 4
 //     stream ring[%i] {
-//       %x_gathered_i = slice %x_gathered[0: %p of 4]
+//       %x_gathered = allocate bf16[M/4, E]
 //       if %p == rank.x {
-//         copy %x -> %x_gathered_i
+//         copy %x -> %x_gathered
 //       } else {
 //         group {
-//           recv %x_gathered_i from %p on x
+//           recv %x_gathered from %p on x
 //           send %x to (rank.x - %i) % 4 on x
 //         }
 //       }
 //       %product_i = slice %product[0: %p of 4]
-//       matmul %x_gathered_i, %w_in -> %product_i
+//       matmul %x_gathered, %w_in -> %product_i
 //     }
 //   }
 //   join ring
-//   %h = allocate bf16[M, part(F, x)]
+//   %h = reshape %product to [M, part(F, x)]
 //   launch @maximum_minimum_h %product -> %h
-//   %product_2 = allocate bf16[M, E]
 //   %landing = allocate bf16[4, M/4, E]
 //   fork ring
 //   for %j in 0..4 {
 //     %q = (rank.x + 1 + %j) % 4
 //     stream ring[%j] {
 //       %h_j = slice %h[0: %q of 4]
-//       %product_2_j = slice %product_2[0: %q of 4]
-//       matmul %h_j, %w_out -> %product_2_j
+//       %product_2 = allocate bf16[M/4, E]
+//       matmul %h_j, %w_out -> %product_2
 //       %p_2 = (rank.x - 1 - %j) % 4
 //       %landing_j = select %landing[0: %p_2]
 //       if %q == rank.x {
-//         copy %product_2_j -> %landing_j
+//         copy %product_2 -> %landing_j
 //       } else {
 //         group {
 //           recv %landing_j from %p_2 on x
-//           send %product_2_j to %q on x
+//           send %product_2 to %q on x
 //         }
 //       }
 //     }
@@ -62,6 +60,7 @@
 //   call @layer %x_sliced, %w_in_0, %w_out_0 -> %layer
 //   %layer_2 = allocate bf16[M/4, E]
 //   call @layer %layer, %w_in_1, %w_out_1 -> %layer_2
+//   deallocate %layer
 //   call @layer %layer_2, %w_in_2, %w_out_2 -> %y
 // }
 #include "program.h"
@@ -112,8 +111,14 @@ void Program::prepare(const Inputs& in) {
   prepared_.reset();
   plan_product_.prepare({M / 4, E}, {E, F_x}, {M / 4, F_x});
   plan_product_2_.prepare({M / 4, F_x}, {F_x, E}, {M / 4, E});
-  arena_.allocate({{layer_x_gathered_, M * E}, {layer_product_, M * F_x}, {layer_h_, M * F_x}, {layer_product_2_, M * E},
-                   {layer_landing_, M * E}, {layer_, M / 4 * E}, {layer_2_, M / 4 * E}});
+  hw::MemoryPlan memory;
+  memory.allocate(layer_, M / 4 * E);
+  layer_memory(sizes, memory);
+  memory.allocate(layer_2_, M / 4 * E);
+  layer_memory(sizes, memory);
+  memory.free(layer_);
+  layer_memory(sizes, memory);
+  arena_.reserve(memory);
   prepared_ = sizes;
 }
 
@@ -150,44 +155,56 @@ void Program::layer(const hw::bf16* x, const hw::bf16* w_in, const hw::bf16* w_o
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t p = (rank_x + i) % 4;
     const hw::Stream stream = ring_[i];
-    auto* x_gathered_i = layer_x_gathered_ + p * (M / 4 * E);
+    auto* x_gathered = layer_x_gathered_[i];
     if (p == rank_x) {
-      HW_CHECK(cudaMemcpyAsync(x_gathered_i, x, M / 4 * E * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
+      HW_CHECK(cudaMemcpyAsync(x_gathered, x, M / 4 * E * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
     } else {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
-      HW_CHECK(ncclRecv(x_gathered_i, M / 4 * E, ncclBfloat16, p, team_x_.comm(), stream));
+      HW_CHECK(ncclRecv(x_gathered, M / 4 * E, ncclBfloat16, p, team_x_.comm(), stream));
       HW_CHECK(ncclSend(x, M / 4 * E, ncclBfloat16, (rank_x - i + 4) % 4, team_x_.comm(), stream));
       HW_CHECK(ncclGroupEnd());
     }
     auto* product_i = layer_product_ + p * (M / 4 * F_x);
-    HW_CHECK(plan_product_.cublasLtMatmul(x_gathered_i, w_in, product_i, stream));
+    HW_CHECK(plan_product_.cublasLtMatmul(x_gathered, w_in, product_i, stream));
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(hw::launch(maximum_minimum_h, hw::grid_for(M * F_x), hw::kBlock, caller, hw::reads(layer_product_, M * F_x),
-                      hw::writes(layer_h_, M * F_x), M, F_x));
+                      hw::writes(layer_product_, M * F_x), M, F_x));
   HW_CHECK(ring_.fork(caller));
   for (int64_t j = 0; j < 4; ++j) {
     const int64_t q = (rank_x + 1 + j) % 4;
     const hw::Stream stream = ring_[j];
-    auto* h_j = layer_h_ + q * (M / 4 * F_x);
-    auto* product_2_j = layer_product_2_ + q * (M / 4 * E);
-    HW_CHECK(plan_product_2_.cublasLtMatmul(h_j, w_out, product_2_j, stream));
+    auto* h_j = layer_product_ + q * (M / 4 * F_x);
+    auto* product_2 = layer_product_2_[j];
+    HW_CHECK(plan_product_2_.cublasLtMatmul(h_j, w_out, product_2, stream));
     const int64_t p_2 = (rank_x - 1 - j + 4) % 4;
     auto* landing_j = layer_landing_ + p_2 * (M / 4 * E);
     if (q == rank_x) {
-      HW_CHECK(cudaMemcpyAsync(landing_j, product_2_j, M / 4 * E * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
+      HW_CHECK(cudaMemcpyAsync(landing_j, product_2, M / 4 * E * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
     } else {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
       HW_CHECK(ncclRecv(landing_j, M / 4 * E, ncclBfloat16, p_2, team_x_.comm(), stream));
-      HW_CHECK(ncclSend(product_2_j, M / 4 * E, ncclBfloat16, q, team_x_.comm(), stream));
+      HW_CHECK(ncclSend(product_2, M / 4 * E, ncclBfloat16, q, team_x_.comm(), stream));
       HW_CHECK(ncclGroupEnd());
     }
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(hw::launch(fused_y, hw::grid_for(M / 4 * E), hw::kBlock, caller, hw::reads(layer_landing_, M * E),
                       hw::reads(x, M / 4 * E), hw::writes(y, M / 4 * E), M, E));
+}
+
+void Program::layer_memory(const Sizes& sizes, hw::MemoryPlan& memory) {
+  const auto [M, E, F, F_x] = sizes;
+  memory.allocate(layer_product_, M * F_x);
+  memory.allocate(layer_x_gathered_, M / 4 * E, ring_);
+  memory.join(ring_);
+  memory.allocate(layer_landing_, M * E);
+  memory.allocate(layer_product_2_, M / 4 * E, ring_);
+  memory.join(ring_);
+  memory.free(layer_product_);
+  memory.free(layer_landing_);
 }
 
 }  // namespace programs::three_layers

@@ -3,6 +3,7 @@
 #pragma once
 #include <cuda_runtime_api.h>
 
+#include <array>
 #include <cstdint>
 #include <optional>
 
@@ -63,21 +64,21 @@ class Program {
  private:
   Sizes check(const Inputs& in) const;
   void layer(const hw::bf16* x, const hw::bf16* w_in, const hw::bf16* w_out, hw::bf16* y, cudaStream_t caller);
+  void layer_memory(const Sizes& sizes, hw::MemoryPlan& memory);
 
   hw::Rank& rank_;
   const hw::Channel& team_x_;      // the 4 ranks along x
   hw::Streams ring_;               // ring[4]
-  hw::MatmulPlan plan_product_;    // matmul %x_gathered_i, %w_in -> %product_i
-  hw::MatmulPlan plan_product_2_;  // matmul %h_j, %w_out -> %product_2_j
+  hw::MatmulPlan plan_product_;    // matmul %x_gathered, %w_in -> %product_i
+  hw::MatmulPlan plan_product_2_;  // matmul %h_j, %w_out -> %product_2
   hw::Arena arena_;
-  hw::bf16* layer_x_gathered_ = nullptr;  // %x_gathered: bf16[M, E] of @layer
-  hw::bf16* layer_product_ = nullptr;     // %product: bf16[M, part(F, x)] of @layer
-  hw::bf16* layer_h_ = nullptr;           // %h: bf16[M, part(F, x)] of @layer
-  hw::bf16* layer_product_2_ = nullptr;   // %product_2: bf16[M, E] of @layer
-  hw::bf16* layer_landing_ = nullptr;     // %landing: bf16[4, M/4, E] of @layer
-  hw::bf16* layer_ = nullptr;             // %layer: bf16[M/4, E]
-  hw::bf16* layer_2_ = nullptr;           // %layer_2: bf16[M/4, E]
-  std::optional<Sizes> prepared_;         // what prepare was last called for
+  hw::bf16* layer_product_ = nullptr;            // %product: bf16[M, part(F, x)] of @layer
+  std::array<hw::bf16*, 4> layer_x_gathered_{};  // %x_gathered: bf16[M/4, E] of @layer, one a stream
+  hw::bf16* layer_landing_ = nullptr;            // %landing: bf16[4, M/4, E] of @layer
+  std::array<hw::bf16*, 4> layer_product_2_{};   // %product_2: bf16[M/4, E] of @layer, one a stream
+  hw::bf16* layer_ = nullptr;                    // %layer: bf16[M/4, E]
+  hw::bf16* layer_2_ = nullptr;                  // %layer_2: bf16[M/4, E]
+  std::optional<Sizes> prepared_;                // what prepare was last called for
 };
 
 }  // namespace programs::three_layers

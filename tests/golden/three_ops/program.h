@@ -57,7 +57,6 @@ class Program {
   hw::Streams ring_;  // ring[4]
   hw::Arena arena_;
   hw::bf16* a_ = nullptr;          // %a: bf16[M, N]
-  hw::bf16* b_ = nullptr;          // %b: bf16[M, N]
   std::optional<Sizes> prepared_;  // what prepare was last called for
 };
 

@@ -58,8 +58,16 @@ void Program::prepare(const Inputs& in) {
   prepared_.reset();
   if (on_ranks_0_1_) plan_product_.prepare({M / 2, K}, {K, N}, {M / 2, N});
   if (on_ranks_2_3_) plan_y_.prepare({M / 2, N}, {N, K}, {M / 2, K});
-  arena_.allocate({{product_, on_ranks_0_1_ ? M / 2 * N : 0}, {workspace_, hw::kWorkspaceBytes},
-                   {h_, on_ranks_0_1_ ? M / 2 * N : 0}, {arrived_, on_ranks_2_3_ ? M / 2 * N : 0}});
+  hw::MemoryPlan memory;
+  memory.allocate(workspace_, hw::kWorkspaceBytes);
+  if (on_ranks_0_1_) {
+    memory.allocate(product_, M / 2 * N);
+    memory.allocate(h_, M / 2 * N);
+  }
+  if (on_ranks_2_3_) {
+    memory.allocate(arrived_, M / 2 * N);
+  }
+  arena_.reserve(memory);
   prepared_ = sizes;
 }
 

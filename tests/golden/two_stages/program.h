@@ -64,8 +64,8 @@ class Program {
   hw::MatmulPlan plan_product_;  // matmul %x, %w1 -> %product
   hw::MatmulPlan plan_y_;        // matmul %arrived, %w2 -> %y
   hw::Arena arena_;
-  hw::bf16* product_ = nullptr;    // %product: bf16[M/2, N]
   char* workspace_ = nullptr;      // of the matmuls on the caller's stream
+  hw::bf16* product_ = nullptr;    // %product: bf16[M/2, N]
   hw::bf16* h_ = nullptr;          // %h: bf16[M/2, N]
   hw::bf16* arrived_ = nullptr;    // %arrived: bf16[M/2, N]
   std::optional<Sizes> prepared_;  // what prepare was last called for

@@ -101,10 +101,20 @@ void Program::prepare(const Inputs& in) {
   prepared_.reset();
   plan_product_.prepare({M / 4, K}, {K, N / 2}, {M / 4, N / 2});
   plan_product_2_.prepare({M / 4, N / 2}, {N / 2, K}, {M / 4, K});
-  arena_.allocate({{product_, on_ranks_0_1_ ? M / 2 * N : 0}, {h_, on_ranks_0_1_ ? M / 2 * N : 0},
-                   {product_2_, on_ranks_0_1_ ? M * K : 0}, {layer_, on_ranks_0_1_ ? M * K : 0},
-                   {arrived_, on_ranks_2_3_ ? M * K : 0}, {product_3_, on_ranks_2_3_ ? M / 2 * N : 0},
-                   {g_, on_ranks_2_3_ ? M / 2 * N : 0}, {product_4_, on_ranks_2_3_ ? M * K : 0}});
+  hw::MemoryPlan memory;
+  if (on_ranks_0_1_) {
+    memory.allocate(product_, M / 2 * N);
+    memory.allocate(h_, M / 2 * N);
+    memory.allocate(product_2_, M * K);
+    memory.allocate(layer_, M * K);
+  }
+  if (on_ranks_2_3_) {
+    memory.allocate(arrived_, M * K);
+    memory.allocate(product_3_, M / 2 * N);
+    memory.allocate(g_, M / 2 * N);
+    memory.allocate(product_4_, M * K);
+  }
+  arena_.reserve(memory);
   prepared_ = sizes;
 }
 

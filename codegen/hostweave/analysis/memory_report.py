@@ -1,0 +1,45 @@
+"""The table that `hostweave inspect --memory` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hostweave.analysis.instantiate import minimal_sizes
+from hostweave.analysis.memory_plan import MemoryPlan, Row, memory_plan
+from hostweave.errors import HostweaveError
+from hostweave.host import ir
+
+USUAL = 4096  # the least of a size that nobody gives
+
+
+def memory_report(program: ir.HostProgram, sizes: Mapping[str, int]) -> str:
+    """The program with its lines numbered, and where its memory lies. Sizes that are not given are 4096, or what can be divided.
+
+    Raises HostweaveError for names that the program does not have.
+    """
+    if unknown := sizes.keys() - set(program.symbols()):
+        known = ", ".join(program.symbols()) or "none"
+        raise HostweaveError(f"{program.name}: --sizes: no size named {', '.join(sorted(unknown))}; the sizes of the program: {known}")
+    least = minimal_sizes(program)
+    bound = {name: sizes.get(name, -(-USUAL // least[name]) * least[name]) for name in program.symbols()}
+    plan = memory_plan(program, bound)
+    numbered = [f"{number:4}  {line}" for number, line in enumerate(str(program).splitlines(), 1)]
+    at = ", ".join(f"{name}={size}" for name, size in bound.items())
+    title = f"memory of @{program.name}" + (f" at {at}" if at else "") + (", rank 0" if program.mesh.size > 1 else "")
+    return "\n".join([*numbered, "", title, *_table(plan)]) + "\n"
+
+
+def _table(plan: MemoryPlan) -> list[str]:
+    if not plan.rows:
+        return ["no temporaries"]
+    rows = [("buffer", "type", "bytes", "offset", "lines", "streams"), *map(_cells, plan.rows)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    ratio = plan.peak / plan.bound if plan.bound else 1.0
+    return [*lines, f"peak {plan.peak:,} bytes, lower bound {plan.bound:,}, ratio {ratio:.3f}"]
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    each = f"{len(row.offsets)} x " if len(row.offsets) > 1 else ""
+    first, last = row.lines
+    return row.name, row.type, f"{each}{row.bytes:,}", " ".join(f"{at:,}" for at in row.offsets), f"{first}-{last}", ", ".join(row.streams)

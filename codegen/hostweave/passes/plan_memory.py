@@ -1,0 +1,225 @@
+"""Host to host: memory is shared by what is not needed at once, as far as the order of streams allows.
+
+    %h = allocate f32[M, K]                   %h = allocate f32[M, K]
+    %t = allocate f32[M, K]                   launch @exp_h %x -> %h
+    %g = allocate f32[M, N]                   %t = reshape %h to [M, K]
+    launch @exp_h %x -> %h           becomes  launch @neg_t %h -> %t
+    launch @neg_t %h -> %t                    %g = allocate f32[M, N]
+    matmul %t, %w -> %g                       matmul %t, %w -> %g
+    all_gather %g -> %gs on x                 deallocate %h
+    ...                                       %gs = allocate f32[4*M, N]
+
+First, what a step of a stream loop has a chunk of becomes memory of which each stream has one; then results go to the memory of
+operands that nothing needs afterwards. What is left is allocated where it is first needed and deallocated where the caller's
+stream knows that it is done with, if something is allocated after that. The order of these lines is the plan: a
+buffer may get the bytes of those deallocated above it. Offsets are found when sizes are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from hostweave.host import ir
+from hostweave.host.expr import Const, Expr
+from hostweave.host.lifetimes import allocating_blocks
+from hostweave.options import Options
+from hostweave.passes.in_place import in_place
+from hostweave.passes.one_a_stream import one_a_stream
+from hostweave.passes.unused import without_unused
+from hostweave.passes.uses import Uses
+
+
+def plan_memory(program: ir.HostProgram, options: Options) -> ir.HostProgram:
+    """After it the text says what may share memory. Programs whose ranks do different things keep what they allocate to the end."""
+    if any(isinstance(i, ir.OnMesh) for i in ir.walk(program.body)):
+        return program
+    program = in_place(one_a_stream(program))
+    program = replace(program, body=without_unused(program.body))
+    return replace(program, body=_Planner(program).body(program.body, on_caller=True))
+
+
+Lane = tuple[str, int]  # one stream of a pool
+Lanes = tuple[Lane, ...]
+CALLER: Lanes = ()
+Recorded = dict[tuple[str, Expr], tuple[Lane | None, int]]  # an event -> the stream that recorded it last, and in which child
+
+
+@dataclass(frozen=True)
+class _Touch:
+    """By the child of a body with this number, on these streams; on the caller's where there are none."""
+
+    child: int
+    lanes: Lanes = CALLER
+
+
+@dataclass
+class _Known:
+    """What a body's order of streams tells, in numbers of its children."""
+
+    begun: list[dict[Lane, int]] = field(default_factory=list)  # at each child: the last one before which a stream cannot run
+    done: dict[Lane, list[tuple[int, int]]] = field(default_factory=dict)  # (child, up to which the caller's stream then knows it)
+
+
+class _Planner:
+    def __init__(self, program: ir.HostProgram):
+        self.uses = Uses(program)
+        self.allocating = allocating_blocks(program)
+        self.pools = {pool.name: [(pool.name, k) for k in range(pool.count)] for pool in program.streams}
+
+    def body(self, body: ir.Body, on_caller: bool) -> ir.Body:
+        """A body with its memory allocated late and deallocated early; `on_caller` where it is in no stream block."""
+        children = [self.child(i, on_caller) for i in body]
+        own = {i.out: i for i in children if isinstance(i, ir.Allocate)}
+        if not own:
+            return tuple(children)
+        known, touches = self.known(children), self.touches(children, on_caller)
+        viewed = self.first_views(children)
+        begun: dict[int, list[str]] = {}
+        for name in own:
+            begun.setdefault(min(viewed.get(name, len(children)), self.begin(touches[name], known)), []).append(name)
+        last = max([*begun, *(k for k, i in enumerate(children) if not isinstance(i, ir.Allocate) and self.allocates(i))])
+        on_streams = self.on_streams(children)
+        ended: dict[int, list[str]] = {}
+        for name in own:
+            if (end := self.end(touches[name], known, on_streams, len(children))) < last:
+                ended.setdefault(end, []).append(name)
+        return tuple(_laid_out(children, own, begun, ended))
+
+    def child(self, i: ir.Instruction, on_caller: bool) -> ir.Instruction:
+        match i:
+            case ir.OnStream() | ir.For():
+                return replace(i, body=self.body(i.body, on_caller and not isinstance(i, ir.OnStream)))
+            case ir.If():
+                return replace(i, body=self.body(i.body, on_caller), orelse=self.body(i.orelse, on_caller))
+        return i
+
+    # --- when memory is first and last needed ---
+
+    def begin(self, touches: list[_Touch], known: _Known) -> int:
+        """The child before which it must be there: all that touches it knows of that."""
+        return min(min([known.begun[touch.child].get(lane, 0) for lane in touch.lanes], default=touch.child) for touch in touches)
+
+    def end(self, touches: list[_Touch], known: _Known, on_streams: dict[int, list[Lane]], never: int) -> int:
+        """The child after which the caller's stream, or that of the block, knows that it is done with."""
+        end = max(_known_done(touch, known, never) for touch in touches)
+        for k, lanes in on_streams.items():  # a stream that allocates for itself must know, too
+            if k > end and any(known.begun[k].get(lane, 0) <= end for lane in lanes):
+                end = k
+        return end
+
+    def allocates(self, i: ir.Instruction) -> bool:
+        inner = ir.walk((i,))
+        return any(isinstance(j, ir.Allocate) or (isinstance(j, ir.Call) and j.block in self.allocating) for j in inner)
+
+    def first_views(self, children: list[ir.Instruction]) -> dict[str, int]:
+        first: dict[str, int] = {}
+        for k, i in enumerate(children):
+            if isinstance(i, ir.VIEWS):
+                first.setdefault(self.uses.root(i.out), k)
+        return first
+
+    def on_streams(self, children: list[ir.Instruction]) -> dict[int, list[Lane]]:
+        """The children in which streams allocate for themselves, with these streams."""
+        found: dict[int, list[Lane]] = {}
+        for k, child in enumerate(children):
+            for i in ir.walk((child,)) if ir.bodies(child) else ():
+                if isinstance(i, ir.OnStream) and self.allocates(i):
+                    found.setdefault(k, []).extend(self.lanes_of(i))
+        return found
+
+    def touches(self, children: list[ir.Instruction], on_caller: bool) -> dict[str, list[_Touch]]:
+        """Of every buffer, by which child and on which streams of those that the body orders."""
+        found: dict[str, list[_Touch]] = {}
+        for k, child in enumerate(children):
+            for i, lanes in self.on_lanes(child, _joined(child)) if on_caller else ((i, CALLER) for i in ir.walk((child,))):
+                for name in dict.fromkeys(map(self.uses.root, ir.names(i, "read", "write"))):
+                    found.setdefault(name, []).append(_Touch(k, lanes))
+        return found
+
+    def on_lanes(self, i: ir.Instruction, joined: set[str], lanes: Lanes = CALLER) -> Iterator[tuple[ir.Instruction, Lanes]]:
+        if isinstance(i, ir.OnStream):
+            lanes = CALLER if i.stream in joined else self.lanes_of(i)
+        yield i, lanes
+        for body in ir.bodies(i):
+            for inner in body:
+                yield from self.on_lanes(inner, joined, lanes)
+
+    def lanes_of(self, block: ir.OnStream) -> Lanes:
+        pool = self.pools[block.stream]
+        return (pool[block.index.value % len(pool)],) if isinstance(block.index, Const) else tuple(pool)
+
+    # --- what orders streams ---
+
+    def known(self, children: list[ir.Instruction]) -> _Known:
+        """From forks, joins, and events that are recorded and waited for in the body itself, once."""
+        known = _Known()
+        begun: dict[Lane, int] = {}
+        recorded: Recorded = {}
+        for k, child in enumerate(children):
+            match child:
+                case ir.Fork(stream=pool):
+                    begun = begun | dict.fromkeys(self.pools[pool], k)
+                case ir.Join(stream=pool):
+                    for lane in self.pools[pool]:
+                        known.done.setdefault(lane, []).append((k, k))
+                case ir.Record(event=event, index=index):
+                    recorded[event, index] = None, k
+                case ir.Wait(event=event, index=index):
+                    lane_then = recorded.get((event, index))
+                    if lane_then and lane_then[0]:
+                        known.done.setdefault(lane_then[0], []).append((k, lane_then[1]))
+                case ir.OnStream() if len(lanes := self.lanes_of(child)) == 1:
+                    begun = self.on_one_stream(child, lanes[0], k, dict(begun), recorded)
+                case _:
+                    _record_anew(child, recorded)
+            known.begun.append(begun)
+        return known
+
+    def on_one_stream(self, block: ir.OnStream, lane: Lane, k: int, begun: dict[Lane, int], recorded: Recorded) -> dict[Lane, int]:
+        """What the waits at the head of a block tell its stream; its records come after all of it only at its end."""
+        touched = False
+        for i in block.body:
+            match i:
+                case ir.Wait(event=event, index=index) if not touched:
+                    lane_then = recorded.get((event, index))
+                    if lane_then and lane_then[0] is None:
+                        begun[lane] = max(begun.get(lane, 0), lane_then[1])
+                case ir.Record(event=event, index=index) if i is block.body[-1]:
+                    recorded[event, index] = lane, k
+                case _:
+                    _record_anew(i, recorded)
+                    touched = True
+        return begun
+
+
+def _record_anew(i: ir.Instruction, recorded: Recorded) -> None:
+    """Forgets the events that it may record, any number of times."""
+    events = {inner.event for inner in ir.walk((i,)) if isinstance(inner, ir.Record)}
+    for event, index in list(recorded):
+        if event in events:
+            del recorded[event, index]
+
+
+def _known_done(touch: _Touch, known: _Known, never: int) -> int:
+    """The child after which the caller's stream knows that a touch is over."""
+    for_each = (
+        next((at for at, up_to in known.done.get(lane, ()) if at >= touch.child and up_to >= touch.child), never) for lane in touch.lanes
+    )
+    return max(for_each, default=touch.child)
+
+
+def _joined(child: ir.Instruction) -> set[str]:
+    """The streams that a loop or branch forks and joins itself."""
+    forks = {i.stream for i in ir.walk((child,)) if isinstance(i, ir.Fork)}
+    return forks & {i.stream for i in ir.walk((child,)) if isinstance(i, ir.Join)}
+
+
+def _laid_out(
+    children: list[ir.Instruction], own: dict[str, ir.Allocate], begun: dict[int, list[str]], ended: dict[int, list[str]]
+) -> Iterator[ir.Instruction]:
+    for k, child in enumerate(children):
+        yield from (own[name] for name in begun.get(k, ()))
+        if not isinstance(child, ir.Allocate):
+            yield child
+        yield from (ir.Deallocate(name, location=own[name].location) for name in ended.get(k, ()))

@@ -1,0 +1,155 @@
+#include "hostweave/memory_plan.h"
+
+#include <algorithm>
+#include <functional>
+#include <map>
+#include <numeric>
+
+namespace hw {
+namespace {
+
+constexpr size_t kPlace = 256;  // bytes, what cudaMalloc aligns to
+
+size_t padded(size_t bytes) { return (bytes + kPlace - 1) / kPlace * kPlace; }
+
+bool may_share(const Lifetime& a, const Lifetime& b) {
+  const bool same_stream = a.pool == b.pool && a.stream == b.stream;
+  const auto is_over = [&](const Lifetime& buffer, const Use& earlier, const Use& later) {
+    return earlier.last <= later.first && (!buffer.pool || same_stream || earlier.joined <= later.first);
+  };
+  return std::ranges::all_of(a.uses, [&](const Use& one) {
+    return std::ranges::all_of(
+        b.uses, [&](const Use& other) { return one.first <= other.first ? is_over(a, one, other) : is_over(b, other, one); });
+  });
+}
+
+// The most bytes that are in use at one moment: less will never do.
+size_t lower_bound(std::span<const Lifetime> buffers) {
+  std::map<int64_t, size_t> moments;  // when uses begin
+  for (const Lifetime& buffer : buffers) {
+    for (const Use& use : buffer.uses) moments[use.first] = 0;
+  }
+  for (const Lifetime& buffer : buffers) {
+    for (const Use& use : buffer.uses) {
+      for (auto at = moments.find(use.first); at != moments.end() && at->first < use.last; ++at)
+        at->second += padded(buffer.bytes);
+    }
+  }
+  size_t most = 0;
+  for (const auto& [moment, bytes] : moments) most = std::max(most, bytes);
+  return most;
+}
+
+// Each buffer in turn goes to the smallest gap that holds it between those already placed.
+size_t place_in(const std::vector<size_t>& order, std::span<const Lifetime> buffers, std::span<size_t> offsets) {
+  size_t total = 0;
+  std::vector<size_t> placed, around;
+  for (const size_t i : order) {
+    const size_t bytes = padded(buffers[i].bytes);
+    around.clear();
+    for (const size_t other : placed) {
+      if (!may_share(buffers[i], buffers[other])) around.push_back(other);
+    }
+    std::sort(around.begin(), around.end(), [&](size_t a, size_t b) { return offsets[a] < offsets[b]; });
+    size_t end = 0, best = 0, smallest = SIZE_MAX;
+    for (const size_t other : around) {
+      if (offsets[other] >= end + bytes && offsets[other] - end < smallest) {
+        best = end;
+        smallest = offsets[other] - end;
+      }
+      end = std::max(end, offsets[other] + padded(buffers[other].bytes));
+    }
+    offsets[i] = smallest == SIZE_MAX ? end : best;
+    total = std::max(total, offsets[i] + bytes);
+    placed.push_back(i);
+  }
+  return total;
+}
+
+}  // namespace
+
+size_t place(std::span<const Lifetime> buffers, std::span<size_t> offsets) {
+  std::vector<size_t> in_order(buffers.size());
+  std::iota(in_order.begin(), in_order.end(), size_t{0});
+  std::vector<size_t> by_size = in_order, by_area = in_order;
+  int64_t end = 0;
+  for (const Lifetime& buffer : buffers) end = std::max(end, buffer.uses.back().first + 1);
+  const auto size = [&](size_t i) { return buffers[i].bytes; };
+  const auto area = [&](size_t i) {
+    double area = 0;
+    for (const Use& use : buffers[i].uses) {
+      area += static_cast<double>(buffers[i].bytes) * static_cast<double>(std::min(use.last, end) - use.first);
+    }
+    return area;
+  };
+  std::ranges::stable_sort(by_size, std::greater(), size);
+  std::ranges::stable_sort(by_area, std::greater(), area);
+
+  const size_t bound = lower_bound(buffers);
+  size_t least = SIZE_MAX;
+  std::vector<size_t> tried(buffers.size());
+  for (const auto& order : {by_size, by_area, in_order}) {
+    if (least == bound) break;
+    const size_t total = place_in(order, buffers, tried);
+    if (total >= least) continue;
+    least = total;
+    std::ranges::copy(tried, offsets.begin());
+  }
+  return least;
+}
+
+void MemoryPlan::begin(void** pointer, Lifetime lifetime) {
+  const auto known = std::ranges::find(pointers_, pointer);
+  const size_t i = known - pointers_.begin();
+  if (known == pointers_.end()) {
+    pointers_.push_back(pointer);
+    lifetimes_.push_back(std::move(lifetime));
+  }
+  lifetimes_[i].uses.push_back({.first = now_});
+}
+
+void MemoryPlan::join(const Streams& streams) {
+  for (Lifetime& lifetime : lifetimes_) {
+    if (lifetime.pool != &streams) continue;
+    for (Use& use : lifetime.uses) {
+      use.last = std::min(use.last, now_);
+      use.joined = std::min(use.joined, now_);
+    }
+  }
+  ++now_;
+}
+
+void MemoryPlan::end(const void* first_pointer, const void* last_pointer) {
+  for (size_t i = 0; i < pointers_.size(); ++i) {
+    const void* const pointer = pointers_[i];
+    if (std::less()(pointer, first_pointer) || !std::less()(pointer, last_pointer)) continue;
+    for (Use& use : lifetimes_[i].uses) use.last = std::min(use.last, now_);
+  }
+  ++now_;
+}
+
+size_t MemoryPlan::place() {
+  offsets_.resize(lifetimes_.size());
+  return hw::place(lifetimes_, offsets_);
+}
+
+void MemoryPlan::set_pointers(void* memory) const {
+  for (size_t i = 0; i < pointers_.size(); ++i) *pointers_[i] = static_cast<char*>(memory) + offsets_[i];
+}
+
+}  // namespace hw
+
+// For tools that print a plan. `lane` names the stream that a buffer belongs to, 0 for none; use i is of buffer `owner[i]`.
+extern "C" uint64_t hw_place_buffers(int64_t buffer_count, const int64_t* bytes, const int64_t* lane, int64_t use_count,
+                                     const int64_t* owner, const int64_t* first, const int64_t* last, const int64_t* joined,
+                                     uint64_t* offsets) {
+  std::vector<hw::Lifetime> buffers(buffer_count);
+  for (int64_t i = 0; i < buffer_count; ++i) {
+    buffers[i] = {static_cast<size_t>(bytes[i]), lane[i] ? lane : nullptr, lane[i], {}};
+  }
+  for (int64_t i = 0; i < use_count; ++i) buffers[owner[i]].uses.push_back({first[i], last[i], joined[i]});
+  std::vector<size_t> places(buffer_count);
+  const size_t total = hw::place(buffers, places);
+  std::ranges::copy(places, offsets);
+  return total;
+}

@@ -1,0 +1,177 @@
+// kernel @maximum_minimum_minimum(%product_2: bf16[M, part(F, x)]) {
+//   %maximum: bf16[M, part(F, x)] = maximum(%product_2, -1.0)
+//   %minimum: bf16[M, part(F, x)] = minimum(%maximum, 1.0)
+// }  # ends here: matmul uses %minimum
+// kernel @sum_y(%landing: bf16[4, M/4, N]) {
+//   %y: bf16[M/4, N] = sum(%landing, axis=(0,))
+// }
+// host @two_loops(%x: bf16[M@x, K], %w: bf16[K, N], %v: bf16[N, F@x], %u: bf16[F@x, N]) -> (%y: bf16[M@x, N]) mesh(x=4)
+// streams(ring[4]) uneven(F) {
+//   %product = allocate bf16[M, N]
+//   fork ring
+//   for %i in 0..4 {
+//     %p = (rank.x + %i) % 4
+//     stream ring[%i] {
+//       %x_gathered = allocate bf16[M/4, K]
+//       if %p == rank.x {
+//         copy %x -> %x_gathered
+//       } else {
+//         group {
+//           recv %x_gathered from %p on x
+//           send %x to (rank.x - %i) % 4 on x
+//         }
+//       }
+//       %product_i = slice %product[0: %p of 4]
+//       matmul %x_gathered, %w -> %product_i
+//     }
+//   }
+//   join ring
+//   %product_2 = allocate bf16[M, part(F, x)]
+//   matmul %product, %v -> %product_2
+//   deallocate %product
+//   %minimum = reshape %product_2 to [M, part(F, x)]
+//   launch @maximum_minimum_minimum %product_2 -> %minimum
+//   %landing = allocate bf16[4, M/4, N]
+//   fork ring
+//   for %j in 0..4 {
+//     %q = (rank.x + 1 + %j) % 4
+//     stream ring[%j] {
+//       %minimum_j = slice %minimum[0: %q of 4]
+//       %product_3 = allocate bf16[M/4, N]
+//       matmul %minimum_j, %u -> %product_3
+//       %p_2 = (rank.x - 1 - %j) % 4
+//       %landing_j = select %landing[0: %p_2]
+//       if %q == rank.x {
+//         copy %product_3 -> %landing_j
+//       } else {
+//         group {
+//           recv %landing_j from %p_2 on x
+//           send %product_3 to %q on x
+//         }
+//       }
+//     }
+//   }
+//   join ring
+//   launch @sum_y %landing -> %y
+// }
+#include "program.h"
+
+#include "hostweave/check.h"
+#include "hostweave/group.h"
+#include "hostweave/shards.h"
+#include "kernels.h"
+
+namespace programs::two_loops {
+
+Program::Program(hw::Rank& rank)
+    : rank_(rank.expect_world(kWorld)),
+      team_x_(rank.channel(kMesh, "x", 4)),
+      ring_(rank, "ring", 4),
+      plan_product_(rank, CUDA_R_16BF, CUDA_R_16BF),
+      plan_product_2_(rank, CUDA_R_16BF, CUDA_R_16BF),
+      plan_product_3_(rank, CUDA_R_16BF, CUDA_R_16BF) {
+  HW_CHECK(hw::load(maximum_minimum_minimum));
+  HW_CHECK(hw::load(sum_y));
+}
+
+Sizes Program::check(const Inputs& in) const {
+  in.x.expect("x", "bf16[M/4, K]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
+  const int64_t M = in.x.dim(0) * 4;
+  const int64_t K = in.x.dim(1);
+  in.w.expect("w", "bf16[K, N]", CUDA_R_16BF, {K, hw::kAny}, rank_.device());
+  const int64_t N = in.w.dim(1);
+  in.v.expect("v", "bf16[N, part(F, x)]", CUDA_R_16BF, {N, hw::kAny}, rank_.device());
+  const int64_t F = in.v.whole_dim(1, 4);
+  const int64_t F_x = hw::part(F, 4, rank_.index());
+  in.v.expect("v", "bf16[N, part(F, x)]", CUDA_R_16BF, {N, F_x}, rank_.device());
+  in.u.expect("u", "bf16[part(F, x), N]", CUDA_R_16BF, {F_x, N}, rank_.device());
+  return {M, K, N, F, F_x};
+}
+
+OutputShapes Program::output_shapes(const Inputs& in) const {
+  const auto [M, K, N, F, F_x] = check(in);
+  return {.y = {M / 4, N}};
+}
+
+void Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  if (prepared_ == sizes) return;
+  const auto [M, K, N, F, F_x] = sizes;
+  prepared_.reset();
+  plan_product_.prepare({M / 4, K}, {K, N}, {M / 4, N});
+  plan_product_2_.prepare({M, N}, {N, F_x}, {M, F_x});
+  plan_product_3_.prepare({M / 4, F_x}, {F_x, N}, {M / 4, N});
+  hw::MemoryPlan memory;
+  memory.allocate(workspace_, hw::kWorkspaceBytes);
+  memory.allocate(product_, M * N);
+  memory.allocate(x_gathered_, M / 4 * K, ring_);
+  memory.join(ring_);
+  memory.allocate(product_2_, M * F_x);
+  memory.free(product_);
+  memory.allocate(landing_, M * N);
+  memory.allocate(product_3_, M / 4 * N, ring_);
+  arena_.reserve(memory);
+  prepared_ = sizes;
+}
+
+void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
+  const Sizes sizes = check(in);
+  hw::expect_prepared(prepared_ == sizes);
+  const auto [M, K, N, F, F_x] = sizes;
+  out.y.expect("y", "bf16[M/4, N]", CUDA_R_16BF, {M / 4, N}, rank_.device());
+
+  const auto* x = in.x.as<hw::bf16>();
+  const auto* w = in.w.as<hw::bf16>();
+  const auto* v = in.v.as<hw::bf16>();
+  const auto* u = in.u.as<hw::bf16>();
+  auto* y = out.y.as<hw::bf16>();
+  const int64_t rank_x = rank_.index();
+
+  HW_CHECK(arena_.begin_call(caller));
+  HW_CHECK(ring_.fork(caller));
+  for (int64_t i = 0; i < 4; ++i) {
+    const int64_t p = (rank_x + i) % 4;
+    const hw::Stream stream = ring_[i];
+    auto* x_gathered = x_gathered_[i];
+    if (p == rank_x) {
+      HW_CHECK(cudaMemcpyAsync(x_gathered, x, M / 4 * K * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
+    } else {
+      HW_CHECK(ncclGroupStart());
+      const hw::CloseGroupOnError guard;
+      HW_CHECK(ncclRecv(x_gathered, M / 4 * K, ncclBfloat16, p, team_x_.comm(), stream));
+      HW_CHECK(ncclSend(x, M / 4 * K, ncclBfloat16, (rank_x - i + 4) % 4, team_x_.comm(), stream));
+      HW_CHECK(ncclGroupEnd());
+    }
+    auto* product_i = product_ + p * (M / 4 * N);
+    HW_CHECK(plan_product_.cublasLtMatmul(x_gathered, w, product_i, stream));
+  }
+  HW_CHECK(ring_.join(caller));
+  HW_CHECK(plan_product_2_.cublasLtMatmul(product_, v, product_2_, {caller, workspace_}));
+  HW_CHECK(hw::launch(maximum_minimum_minimum, hw::grid_for(M * F_x), hw::kBlock, caller, hw::reads(product_2_, M * F_x),
+                      hw::writes(product_2_, M * F_x), M, F_x));
+  HW_CHECK(ring_.fork(caller));
+  for (int64_t j = 0; j < 4; ++j) {
+    const int64_t q = (rank_x + 1 + j) % 4;
+    const hw::Stream stream = ring_[j];
+    auto* minimum_j = product_2_ + q * (M / 4 * F_x);
+    auto* product_3 = product_3_[j];
+    HW_CHECK(plan_product_3_.cublasLtMatmul(minimum_j, u, product_3, stream));
+    const int64_t p_2 = (rank_x - 1 - j + 4) % 4;
+    auto* landing_j = landing_ + p_2 * (M / 4 * N);
+    if (q == rank_x) {
+      HW_CHECK(cudaMemcpyAsync(landing_j, product_3, M / 4 * N * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
+    } else {
+      HW_CHECK(ncclGroupStart());
+      const hw::CloseGroupOnError guard;
+      HW_CHECK(ncclRecv(landing_j, M / 4 * N, ncclBfloat16, p_2, team_x_.comm(), stream));
+      HW_CHECK(ncclSend(product_3, M / 4 * N, ncclBfloat16, q, team_x_.comm(), stream));
+      HW_CHECK(ncclGroupEnd());
+    }
+  }
+  HW_CHECK(ring_.join(caller));
+  HW_CHECK(
+      hw::launch(sum_y, hw::grid_for(M / 4 * N), hw::kBlock, caller, hw::reads(landing_, M * N), hw::writes(y, M / 4 * N), M, N));
+  HW_CHECK(arena_.end_call(caller));
+}
+
+}  // namespace programs::two_loops

@@ -1,0 +1,80 @@
+// two_loops: (x: bf16[M@x, K], w: bf16[K, N], v: bf16[N, F@x], u: bf16[F@x, N]) -> (y: bf16[M@x, N]) on mesh(x=4)
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <array>
+#include <cstdint>
+#include <optional>
+
+#include "hostweave/arena.h"
+#include "hostweave/matmul.h"
+#include "hostweave/rank.h"
+#include "hostweave/streams.h"
+#include "hostweave/tensor.h"
+#include "hostweave/types.h"
+
+namespace programs::two_loops {
+
+constexpr char kMesh[] = "mesh(x=4)";
+constexpr int64_t kWorld = 4;  // ranks
+
+// What one rank holds.
+struct Inputs {
+  hw::Tensor x;  // bf16[M/4, K]
+  hw::Tensor w;  // bf16[K, N]
+  hw::Tensor v;  // bf16[N, part(F, x)]
+  hw::Tensor u;  // bf16[part(F, x), N]
+};
+
+struct Outputs {
+  hw::Tensor y;  // bf16[M/4, N]
+};
+
+struct OutputShapes {
+  hw::Shape y;
+};
+
+// Global sizes, by the names that the program gives them.
+struct Sizes {
+  int64_t M;
+  int64_t K;
+  int64_t N;
+  int64_t F;
+  int64_t F_x;
+
+  bool operator==(const Sizes&) const = default;
+};
+
+class Program {
+ public:
+  explicit Program(hw::Rank& rank);
+
+  // Throws hw::ArgumentError for an input of the wrong dtype, shape or device; so does all that follows.
+  OutputShapes output_shapes(const Inputs& in) const;
+  // Allocates and plans for these shapes, once. Every rank prepares before any rank runs.
+  void prepare(const Inputs& in);
+  // Only enqueues. Ordered after what `caller` holds, and `caller` is ordered after it.
+  void run(const Inputs& in, const Outputs& out, cudaStream_t caller);
+
+  const hw::Arena& arena() const { return arena_; }
+
+ private:
+  Sizes check(const Inputs& in) const;
+
+  hw::Rank& rank_;
+  const hw::Channel& team_x_;      // the 4 ranks along x
+  hw::Streams ring_;               // ring[4]
+  hw::MatmulPlan plan_product_;    // matmul %x_gathered, %w -> %product_i
+  hw::MatmulPlan plan_product_2_;  // matmul %product, %v -> %product_2
+  hw::MatmulPlan plan_product_3_;  // matmul %minimum_j, %u -> %product_3
+  hw::Arena arena_;
+  char* workspace_ = nullptr;              // of the matmuls on the caller's stream
+  hw::bf16* product_ = nullptr;            // %product: bf16[M, N]
+  std::array<hw::bf16*, 4> x_gathered_{};  // %x_gathered: bf16[M/4, K], one a stream
+  hw::bf16* product_2_ = nullptr;          // %product_2: bf16[M, part(F, x)]
+  hw::bf16* landing_ = nullptr;            // %landing: bf16[4, M/4, N]
+  std::array<hw::bf16*, 4> product_3_{};   // %product_3: bf16[M/4, N], one a stream
+  std::optional<Sizes> prepared_;          // what prepare was last called for
+};
+
+}  // namespace programs::two_loops

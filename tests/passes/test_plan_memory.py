@@ -1,0 +1,407 @@
+"""What shares memory: chunks of steps, results and their operands, and what is not needed at once as far as streams are ordered."""
+
+from __future__ import annotations
+
+import pytest
+
+from hostweave.analysis.check import check
+from hostweave.host.ir import HostProgram
+from hostweave.host.verify import verify_host
+from hostweave.options import Options
+from hostweave.passes.plan_memory import plan_memory
+
+KERNELS = """\
+kernel @neg(%a: f32[M, N]) {
+  %b: f32[M, N] = neg(%a)
+}
+kernel @add(%a: f32[M, N], %b: f32[M, N]) {
+  %c: f32[M, N] = add(%a, %b)
+}
+kernel @turn(%a: f32[M, M]) {
+  %t: f32[M, M] = transpose(%a, axes=(1, 0))
+  %b: f32[M, M] = add(%t, 1.0)
+}
+kernel @softmax(%a: f32[M, N]) {
+  %m: f32[M, 1] = max(%a, axis=(1,), keepdims=true)
+  %s: f32[M, N] = sub(%a, %m)
+  %b: f32[M, N] = exp(%s)
+}
+kernel @count(%a: f32[M, N]) {
+  %b: i32[M, N] = cast(%a)
+}
+"""
+
+
+def host(body: str, header: str) -> HostProgram:
+    lines = "".join(f"  {line}\n" for line in body.strip().splitlines())
+    return HostProgram.parse(f"{KERNELS}host @t{header} {{\n{lines}}}\n")
+
+
+SQUARE = "(%x: f32[M, M], %w: f32[M, M]) -> (%y: f32[M, M]) mesh(x=2)"
+ONE = "(%x: f32[M, N]) -> (%y: f32[M, N]) mesh(x=2) streams(ring[2])"
+CASES = {
+    # --- when memory comes and goes
+    "what is of no use lends its bytes": (
+        SQUARE,
+        """
+%a = allocate f32[M, M]
+%b = allocate f32[M, M]
+%c = allocate f32[M, M]
+matmul %x, %w -> %a
+matmul %a, %w -> %b
+matmul %b, %w -> %c
+matmul %c, %w -> %y
+""",
+        """
+%a = allocate f32[M, M]
+matmul %x, %w -> %a
+%b = allocate f32[M, M]
+matmul %a, %w -> %b
+deallocate %a
+%c = allocate f32[M, M]
+matmul %b, %w -> %c
+matmul %c, %w -> %y
+""",
+    ),
+    "views come with their memory": (
+        SQUARE,
+        """
+%a = allocate f32[M, M]
+%at = permute %a by [1, 0]
+matmul %x, %w -> %a
+%b = allocate f32[M, M]
+matmul %at, %w -> %b
+%c = allocate f32[M, M]
+matmul %b, %w -> %c
+matmul %c, %w -> %y
+""",
+        """
+%a = allocate f32[M, M]
+%at = permute %a by [1, 0]
+matmul %x, %w -> %a
+%b = allocate f32[M, M]
+matmul %at, %w -> %b
+deallocate %a
+%c = allocate f32[M, M]
+matmul %b, %w -> %c
+matmul %c, %w -> %y
+""",
+    ),
+    "each side of a branch has its own": (
+        SQUARE,
+        """
+%a = allocate f32[M, M]
+matmul %x, %w -> %a
+if M % 2 == 0 {
+  matmul %a, %w -> %y
+} else {
+  %b = allocate f32[M, M]
+  %c = allocate f32[M, M]
+  %d = allocate f32[M, M]
+  matmul %a, %w -> %b
+  matmul %b, %w -> %c
+  matmul %c, %w -> %d
+  matmul %d, %w -> %y
+}
+""",
+        """
+%a = allocate f32[M, M]
+matmul %x, %w -> %a
+if M % 2 == 0 {
+  matmul %a, %w -> %y
+} else {
+  %b = allocate f32[M, M]
+  matmul %a, %w -> %b
+  %c = allocate f32[M, M]
+  matmul %b, %w -> %c
+  deallocate %b
+  %d = allocate f32[M, M]
+  matmul %c, %w -> %d
+  matmul %d, %w -> %y
+}
+""",
+    ),
+    "streams give back what they use when they are joined": (
+        ONE,
+        """
+%a = allocate f32[M, N]
+%b = allocate f32[M, N]
+fork ring
+stream ring[0] {
+  copy %x -> %a
+  launch @add %a, %x -> %y
+}
+join ring
+fork ring
+stream ring[1] {
+  launch @neg %x -> %b
+  launch @add %b, %y -> %y
+}
+join ring
+""",
+        """
+%a = allocate f32[M, N]
+fork ring
+stream ring[0] {
+  copy %x -> %a
+  launch @add %a, %x -> %y
+}
+join ring
+deallocate %a
+%b = allocate f32[M, N]
+fork ring
+stream ring[1] {
+  launch @neg %x -> %b
+  launch @add %b, %y -> %y
+}
+join ring
+""",
+    ),
+    "an event tells the caller's stream what another is done with": (
+        "(%x: f32[M, M], %w: f32[M, M]) -> (%y: f32[M, M], %z: f32[M, M]) mesh(x=2) streams(comm[1]) events(done[4], sent[4])",
+        """
+fork comm
+%a = allocate f32[M, M]
+matmul %x, %w -> %a
+record done[0]
+%s = allocate f32[M, M]
+stream comm[0] {
+  wait done[0]
+  all_reduce sum %a -> %s on x
+  record sent[0]
+}
+wait sent[0]
+%b = allocate f32[M, M]
+matmul %s, %w -> %b
+matmul %b, %a -> %y
+%c = allocate f32[M, M]
+matmul %y, %w -> %c
+matmul %c, %w -> %z
+join comm
+""",
+        """
+fork comm
+%a = allocate f32[M, M]
+matmul %x, %w -> %a
+%s = allocate f32[M, M]
+record done[0]
+stream comm[0] {
+  wait done[0]
+  all_reduce sum %a -> %s on x
+  record sent[0]
+}
+wait sent[0]
+%b = allocate f32[M, M]
+matmul %s, %w -> %b
+deallocate %s
+matmul %b, %a -> %y
+deallocate %a
+deallocate %b
+%c = allocate f32[M, M]
+matmul %y, %w -> %c
+matmul %c, %w -> %z
+join comm
+""",
+    ),
+    "without an event only the join tells it": (
+        "(%x: f32[M, M], %w: f32[M, M]) -> (%y: f32[M, M], %z: f32[M, M]) mesh(x=2) streams(comm[1])",
+        """
+%a = allocate f32[M, M]
+matmul %x, %w -> %a
+fork comm
+stream comm[0] {
+  all_reduce sum %a -> %z on x
+}
+%b = allocate f32[M, M]
+matmul %x, %w -> %b
+matmul %b, %w -> %y
+join comm
+""",
+        """
+%a = allocate f32[M, M]
+matmul %x, %w -> %a
+fork comm
+stream comm[0] {
+  all_reduce sum %a -> %z on x
+}
+%b = allocate f32[M, M]
+matmul %x, %w -> %b
+matmul %b, %w -> %y
+join comm
+""",
+    ),
+    # --- one a stream
+    "a chunk a step": (
+        ONE,
+        """
+%a = allocate f32[M, N]
+fork ring
+for %i in 0..4 {
+  %p = (rank.x + %i) % 4
+  stream ring[%i] {
+    %x_i = slice %x[0: %i of 4]
+    %a_i = slice %a[0: %p of 4]
+    copy %x_i -> %a_i
+    %y_i = slice %y[1: %i of 4]
+    %a_r = reshape %a_i to [M, N/4]
+    copy %a_r -> %y_i
+  }
+}
+join ring
+""",
+        """
+fork ring
+for %i in 0..4 {
+  %p = (rank.x + %i) % 4
+  stream ring[%i] {
+    %x_i = slice %x[0: %i of 4]
+    %a = allocate f32[M/4, N]
+    copy %x_i -> %a
+    %y_i = slice %y[1: %i of 4]
+    %a_r = reshape %a to [M, N/4]
+    copy %a_r -> %y_i
+  }
+}
+join ring
+""",
+    ),
+    "and in turn": (
+        SQUARE.replace("mesh(x=2)", "mesh(x=2) streams(ring[2])"),
+        """
+%a = allocate f32[M, M]
+%b = allocate f32[M, M]
+%c = allocate f32[M, M]
+fork ring
+for %i in 0..M {
+  stream ring[%i] {
+    %x_i = slice %x[0: %i of M]
+    %a_i = slice %a[0: %i of M]
+    matmul %x_i, %w -> %a_i
+    %b_i = slice %b[0: %i of M]
+    matmul %a_i, %w -> %b_i
+    %c_i = slice %c[0: %i of M]
+    matmul %b_i, %w -> %c_i
+    %y_i = slice %y[0: %i of M]
+    matmul %c_i, %w -> %y_i
+  }
+}
+join ring
+""",
+        """
+fork ring
+for %i in 0..M {
+  stream ring[%i] {
+    %x_i = slice %x[0: %i of M]
+    %a = allocate f32[1, M]
+    matmul %x_i, %w -> %a
+    %b = allocate f32[1, M]
+    matmul %a, %w -> %b
+    deallocate %a
+    %c = allocate f32[1, M]
+    matmul %b, %w -> %c
+    %y_i = slice %y[0: %i of M]
+    matmul %c, %w -> %y_i
+  }
+}
+join ring
+""",
+    ),
+    # --- in place
+    "a pointwise result over its operand": (
+        SQUARE.replace("f32[M, M]", "f32[M, N]").replace("%w: f32[M, N]", "%w: f32[N, N]"),
+        """
+%a = allocate f32[M, N]
+matmul %x, %w -> %a
+%b = allocate f32[M, N]
+launch @softmax %a -> %b
+matmul %b, %w -> %y
+""",
+        """
+%a = allocate f32[M, N]
+matmul %x, %w -> %a
+%b = reshape %a to [M, N]
+launch @softmax %a -> %b
+matmul %b, %w -> %y
+""",
+    ),
+    "an operand where its result will be": (
+        SQUARE,
+        """
+%a = allocate f32[M, M]
+matmul %x, %w -> %a
+all_reduce sum %a -> %y on x
+""",
+        """
+%a = reshape %y to [M, M]
+matmul %x, %w -> %a
+all_reduce sum %a -> %y on x
+""",
+    ),
+    "no copy of what is there": (
+        SQUARE,
+        """
+%a = allocate f32[M, M]
+matmul %x, %w -> %a
+%b = reshape %a to [M, M]
+copy %b -> %y
+""",
+        """
+%a = reshape %y to [M, M]
+matmul %x, %w -> %a
+""",
+    ),
+}
+# One thing that keeps a result from its operand's memory each; the body stays as it is.
+APART = {
+    "another element is read": (SQUARE, "%a = allocate f32[M, M]\nmatmul %x, %w -> %a\nlaunch @turn %a -> %y"),
+    "it is read again": (
+        SQUARE.replace("-> (%y: f32[M, M])", "-> (%y: f32[M, M], %z: f32[M, M])"),
+        "%a = allocate f32[M, M]\nmatmul %x, %w -> %a\nall_reduce sum %a -> %y on x\nmatmul %a, %w -> %z",
+    ),
+    "the result is of another dtype": (
+        "(%x: f32[M, N], %w: f32[N, N]) -> (%y: i32[M, N]) mesh()",
+        "%a = allocate f32[M, N]\nmatmul %x, %w -> %a\nlaunch @count %a -> %y",
+    ),
+    "a loop reads it again": (
+        SQUARE.replace("mesh(x=2)", "mesh(x=1)"),
+        "%a = allocate f32[M, M]\nmatmul %x, %w -> %a\nfor %i in 0..2 {\n  all_reduce sum %a -> %y on x\n}",
+    ),
+    "it is an input": (SQUARE, "all_reduce sum %x -> %y on x"),
+    "the output holds something": (
+        SQUARE,
+        "matmul %x, %w -> %y\n%a = allocate f32[M, M]\nmatmul %y, %w -> %a\nall_reduce sum %a -> %y on x",
+    ),
+    "a chunk that the step after next reads": (
+        "(%x: f32[M, N]) -> (%y: f32[M, N]) mesh() streams(ring[2])",
+        """
+%a = allocate f32[M, N]
+fork ring
+for %i in 0..4 {
+  stream ring[%i] {
+    %x_i = slice %x[0: %i of 4]
+    %a_i = slice %a[0: %i / 2 of 4]
+    copy %x_i -> %a_i
+    %y_i = slice %y[0: %i of 4]
+    copy %a_i -> %y_i
+  }
+}
+join ring
+""",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_plan(case: str) -> None:
+    header, before, after = CASES[case]
+    planned = plan_memory(host(before, header), Options())
+    verify_host(planned)
+    check(planned)
+    assert str(planned) == str(host(after, header))
+
+
+@pytest.mark.parametrize("case", APART)
+def test_kept_apart(case: str) -> None:
+    header, body = APART[case]
+    program = host(body, header)
+    assert str(plan_memory(program, Options())) == str(program)
