@@ -35,12 +35,12 @@ auto without_gil(const Work& work) {
   }
 }
 
-// For what waits for other threads when it ends: without the GIL, which a call in one of them may need.
+// For what uses devices, and waits for other threads, when it ends: without the GIL, which a call in one of them may need.
 template <class T>
 struct DeleteWithoutGil {
   void operator()(T* object) const {
     const py::gil_scoped_release release;
-    delete object;
+    hw::Turn::free([object] { delete object; });
   }
 };
 template <class T>

@@ -220,6 +220,30 @@ def test_init_again() -> None:
     assert provider.run(rank) == [None] * 2
 
 
+def test_what_is_freed_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank collects programs of others as garbage while its own group waits for it to make channels."""
+    one = hw.init(Here(), "one")
+    called, run = hw.compile(alone), hw.compile(alone)
+    garbage = [called, run, called(X, group=one), run.run(x=X)]
+    one.close()
+    connected = groups.Group.connected
+    fresh = hw.compile(ag_matmul)
+
+    def late(self: groups.Group, *arguments: Any) -> Any:
+        if self.rank == 3 and garbage:
+            time.sleep(0.3)
+            garbage.clear()
+            gc.collect()
+        return connected(self, *arguments)
+
+    monkeypatch.setattr(groups.Group, "connected", late)
+    del called, run
+    started = time.monotonic()
+    check_results(on_ranks(lambda rank: fresh(x_of(rank), W)), X @ W)
+    assert not garbage
+    assert time.monotonic() - started < 60  # the device would give up after 120
+
+
 def test_channels_are_made_once_and_freed() -> None:
     class Counters(ctypes.Structure):
         names = ("ops", "steps", "schedule", "live_bytes", "live_streams", "live_events", "live_communicators")

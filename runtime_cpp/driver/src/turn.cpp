@@ -4,6 +4,9 @@
 #include <condition_variable>
 #include <map>
 #include <mutex>
+#include <queue>
+#include <thread>
+#include <utility>
 
 #include "world_target.h"
 
@@ -12,16 +15,50 @@ namespace {
 
 using namespace std::chrono_literals;
 
-struct {
+struct Devices {
   std::mutex mutex;
   std::condition_variable free;
   std::string party;
   Schedule schedule;
   int turns = 0;                               // of that party, now
   std::map<std::string, std::string> stopped;  // parties, and why
-} devices;
+  std::queue<std::function<void()>> releases;  // that wait for a turn
+  bool has_reaper = false;
+};
+Devices& devices = *new Devices;  // its reaper outlives main
 
 constexpr auto kPoll = 50ms;
+const std::string kReaper = "what is freed";
+thread_local bool is_freeing = false;  // this thread has the turn that all it does is a part of
+
+// Releases one thing, with the lock held and nobody having a turn.
+void release(std::unique_lock<std::mutex>& lock, const std::function<void()>& release) {
+  devices.turns = 1;
+  devices.party = kReaper;
+  devices.schedule = {};
+  try {
+    target::configure({}, 1);
+  } catch (const std::exception&) {
+    // What the last round left behind is freed as well as may be.
+  }
+  lock.unlock();
+  is_freeing = true;
+  release();
+  is_freeing = false;
+  lock.lock();
+  devices.turns = 0;
+  devices.free.notify_all();
+}
+
+void reap() {
+  std::unique_lock lock(devices.mutex);
+  for (;;) {
+    devices.free.wait(lock, [] { return devices.turns == 0 && !devices.releases.empty(); });
+    const std::function<void()> next = std::move(devices.releases.front());
+    devices.releases.pop();
+    release(lock, next);
+  }
+}
 
 }  // namespace
 
@@ -34,6 +71,7 @@ std::unique_lock<std::timed_mutex> take_turn(std::timed_mutex& mutex, const Give
 }
 
 Turn::Turn(const std::string& party, const Schedule& schedule, int ranks, const GiveUp& give_up) {
+  if (is_freeing) return;
   std::unique_lock lock(devices.mutex);
   const auto ours = [&] { return devices.turns == 0 || (devices.party == party && devices.schedule == schedule); };
   while (!devices.free.wait_for(lock, kPoll, ours)) {
@@ -61,7 +99,18 @@ std::string Turn::stopped(const std::string& party) {
   return found == devices.stopped.end() ? "" : found->second;
 }
 
+void Turn::free(std::function<void()> release) {
+  if (!target::kOneParty || is_freeing) return release();
+  std::unique_lock lock(devices.mutex);
+  devices.free.wait(lock, [] { return devices.turns == 0 || devices.party != kReaper; });
+  if (devices.turns == 0 && devices.releases.empty()) return hw::release(lock, release);
+  devices.releases.push(std::move(release));
+  if (!std::exchange(devices.has_reaper, true)) std::thread(reap).detach();
+  devices.free.notify_all();
+}
+
 Turn::~Turn() {
+  if (is_freeing) return;
   const std::lock_guard lock(devices.mutex);
   if (--devices.turns == 0) devices.free.notify_all();
 }

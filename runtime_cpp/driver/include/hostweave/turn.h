@@ -35,6 +35,10 @@ class Turn {
   static void stop(const std::string& party, const std::string& reason);
   // Why the party was stopped, or "".
   static std::string stopped(const std::string& party);
+
+  // Frees what some party holds on the devices, in a turn of its own: now, or by another thread when nobody has a turn.
+  // Whoever frees may be a rank that others wait for in theirs, so it does not wait. First come, first freed.
+  static void free(std::function<void()> release);
 };
 
 }  // namespace hw
