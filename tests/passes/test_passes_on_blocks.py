@@ -210,6 +210,28 @@ fusion @f(%x: f32[M@dp, K@tp], %w: f32[K@tp, N], %z: f32[L@dp]) mesh(dp=2, tp=2)
     check(host)
 
 
+def test_a_block_that_orders_its_channels_is_no_matter_of_its_caller() -> None:
+    text = """\
+block @sums(%x: f32[M@dp, K@tp]) {
+  %a: f32[M] aside = sum(%x, axis=(1,))
+  %b: f32[K] = sum(%x, axis=(0,))
+  return %a, %b
+}
+fusion @f(%x: f32[M@dp, K@tp]) mesh(dp=2, tp=2) {
+  %a: f32[M] = sum(%x, axis=(1,))
+  %b: f32[K] = sum(%x, axis=(0,))
+  %c: f32[M] = call @sums(%x)
+  %d: f32[K] = output @sums(%c, index=1)
+  return %a, %b, %c, %d
+}
+"""
+    seen = stages(text)["order_channels"]
+    turns = [line for line in body_of(seen, "block") if "turn" in line]
+    assert turns == ["record turn[0]", "wait turn[0]", "record turn[0]", "wait turn[0]", "record turn[0]"]
+    assert not [line for line in body_of(seen, "host") if "turn" in line]
+    check(HostProgram.parse(seen))
+
+
 def test_a_block_takes_contiguous_arguments() -> None:
     """A view that is not is packed, once for all calls."""
     text = """\

@@ -55,7 +55,8 @@ def _unordered(program: ir.HostProgram) -> set[int]:
     if len(set(_channels(program.body, program.mesh, program.mesh))) < 2:
         return set()
     pairs = (pair for sizes in sizes_to_check(program) for pair in unordered(instantiate(program, sizes)))
-    return {id(operation.instruction) for pair in pairs for operation in pair}
+    own = {id(instruction) for instruction in ir.walk(program.body)}  # a block that it calls orders those of its own
+    return own & {id(operation.instruction) for pair in pairs for operation in pair}
 
 
 def _channels(body: ir.Body, mesh: Mesh, program: Mesh) -> Iterator[tuple[Mesh, ir.Team]]:
