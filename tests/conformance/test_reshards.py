@@ -141,8 +141,8 @@ def test_interpreted(of: Callable[[Mesh], Fusion], mesh: Mesh, seed: int) -> Non
 
 
 @pytest.mark.parametrize(("of", "mesh"), CASES, **NAME_PARTS)
-def test_on_the_cpu_target(of: Callable[[Mesh], Fusion], mesh: Mesh) -> None:
-    fusion, program = of(mesh), hw.compile(lowered(of, mesh))
+def test_compiled(of: Callable[[Mesh], Fusion], mesh: Mesh, target: str) -> None:
+    fusion, program = of(mesh), hw.compile(lowered(of, mesh), target=target)
     for seed in range(3):
         given = arrays(fusion, sizes_of(of, mesh, seed), seed)
         results = program.run(ranks=True, **given)
