@@ -341,6 +341,14 @@ FINE = {
 }
 
 
+def test_what_another_stream_holds_for_itself_is_nobody_elses() -> None:
+    """It is freed for others where they join it, so that a loop that goes on meanwhile need not wait."""
+    body = "for %i in 0..5 {\nstream ring[%i] {\n%b = allocate f32[4]\ncopy %x -> %b\n}\n}\n"
+    own = "stream comm[0] {\n%a = allocate f32[4]\ncopy %x -> %a\n}\n"
+    head = "host @t(%x: f32[4]) -> (%y: f32[4]) mesh() streams(ring[2], comm[1]) {\nfork ring\nfork comm\n"
+    check(HostProgram.parse(f"{head}{own}{body}join ring\njoin comm\ncopy %x -> %y\n}}\n"))
+
+
 IN_PLACE = """kernel @add_row(%a: f32[4, 4], %r: f32[1, 4]) {
   %y: f32[4, 4] = add(%a, %r)
 }

@@ -401,6 +401,7 @@ def _allocate(b: _Binder, i: ir.Allocate) -> Step:
     b.own[i.out] = pool is not None
     whole = b.layouts[i.out]
     joining = [loop.out for loop in b.loops if any(isinstance(j, ir.Join) and j.stream == pool for j in ir.walk(loop.body))]
+    loops = [loop.out for loop in b.loops], joining  # in which what other streams, and this one's neighbours, freed may come again
 
     def step(run: _Run) -> None:
         root = roots[run.stream[1] if pool and run.stream else 0]
@@ -411,7 +412,8 @@ def _allocate(b: _Binder, i: ir.Allocate) -> Step:
         if generation:  # in a loop, what comes later in its body came before, too
             steps = dict(run.steps)
             for stream, last in run.kept.items():
-                if stream[0] != pool or any(dict(last.steps).get(index) != steps[index] for index in joining):
+                then = dict(last.steps)
+                if any(index in then and (stream[0] != pool or then[index] != steps[index]) for index in loops[stream[0] == pool]):
                     freed.append(last)
         run.issue(Operation(i, run.rank, run.stream, run.steps, (claim,), frees=tuple(freed)))
 
