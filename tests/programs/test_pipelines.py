@@ -46,6 +46,13 @@ def test_results_of_a_mesh_are_global_arrays() -> None:
     np.testing.assert_array_equal(whole, np.maximum(arrays["x"] @ arrays["w1"], 0) @ arrays["w2"])
 
 
+def test_rows_that_a_stage_cannot_share() -> None:
+    fusion = fusion_of("two_stages", 4, 3, hw.f32)
+    arrays = integer_arrays(fusion, {"M": 5, "K": 3, "N": 4}, seed=0)
+    with pytest.raises(ArgumentError, match=r"^two_stages: x: dim 0 \(M = 5\) cannot be shared evenly by 2 ranks along x; pad it to 6$"):
+        compiled(fusion).run(**arrays)
+
+
 def test_every_join_and_fork_is_needed() -> None:
     host = lowered(fusion_of("two_stages_streamed", 4, 3, hw.bf16))
     dropped = [i for i in ir.walk(host.body) if isinstance(i, ir.Fork | ir.Join | ir.Wait)]
