@@ -33,6 +33,7 @@ PAIRS = {
     "two stages": (FOUR, FOUR.ranks([0, 1]), FOUR.ranks([2, 3])),
     "one to three": (FOUR, FOUR.ranks([1]), FOUR.ranks([0, 2, 3])),
     "three to two, one of them in both": (FOUR, FOUR.ranks([0, 1, 2]), FOUR.ranks([3, 2])),
+    "to the next rank, one of them in both": (FOUR, FOUR.ranks([1, 2]), FOUR.ranks([2, 3])),
     "all to some": (FOUR, FOUR, FOUR.ranks([3, 1])),
     "some to all": (FOUR, FOUR.ranks([2, 1]), FOUR),
     "the same ranks in two axes": (FOUR, FOUR, Mesh(dp=2, tp=2)),

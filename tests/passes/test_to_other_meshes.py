@@ -120,6 +120,25 @@ def lowered(text: str) -> str:
     return str(lower(Fusion.parse(text), Options())).partition(" {\n")[2].removesuffix("}\n")
 
 
+def test_ranks_on_both_sides_post_in_one_group() -> None:
+    c, d = ALL.ranks([1, 2]), ALL.ranks([2, 3])
+    body = lowered(
+        f"""fusion @f(%x: f32[M@x, K] on {c}) mesh(x=4) {{
+          %y: f32[M@x, K] on {d} stated = reshard(%x)
+          return %y
+        }}"""
+    )
+    assert (
+        body
+        == """\
+  group {
+    send_blocks %x in 1 by [1[0] -> 2[0], 2[0] -> 3[0]] on *
+    recv_blocks %y in 1 by [1[0] -> 2[0], 2[0] -> 3[0]] on *
+  }
+"""
+    )
+
+
 def test_what_is_there_is_not_copied() -> None:
     """Replicated to a mesh of some of the ranks: a value that is computed further costs nothing; a slice is a view."""
     body = lowered(

@@ -128,7 +128,7 @@ class _Choice:
     def shards(self, member: _Member) -> set[int]:
         """Among how many ranks the streamed dim is split, before or after a member."""
         types = [member.op.result.type, *([self.types[member.op.tensors[0]]] if member.change else [])]
-        return {self.mesh.size_of(type.dims[member.dim].axes) for type in types} - {1}
+        return {type.mesh_in(self.mesh).size_of(type.dims[member.dim].axes) for type in types} - {1}
 
     def member(self, op: Op, dim: int) -> _Member:
         if op.kind != "reshard":

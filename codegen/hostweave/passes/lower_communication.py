@@ -156,18 +156,18 @@ def cut(b: Builder, whole: str, cuts: tuple[int, ...]) -> str:
     return b.permute(b.reshape(whole, tuple(shape), f"{whole}_blocks"), (*outer, *inner), f"{whole}_by_block")
 
 
-def send(src: str, blocks: Transfer) -> ir.Instruction:
-    """All that this rank sends."""
+def send(src: str, blocks: Transfer, apart: bool) -> ir.Instruction:
+    """All that this rank sends. Where the meshes share no rank it stands on the one that sends, else all ranks come by."""
     distance = _distance(blocks)
-    if distance is not None:
+    if apart and distance is not None:
         return ir.Send(src, _further(distance), ir.EVERYONE)
     return ir.SendBlocks(src, prod(blocks.sent), blocks.routes, ir.EVERYONE)
 
 
-def recv(dst: str, blocks: Transfer) -> ir.Instruction:
+def recv(dst: str, blocks: Transfer, apart: bool) -> ir.Instruction:
     """All that this rank receives."""
     distance = _distance(blocks)
-    if distance is not None:
+    if apart and distance is not None:
         return ir.Recv(dst, _further(-distance), ir.EVERYONE)
     return ir.RecvBlocks(dst, prod(blocks.received), blocks.routes, ir.EVERYONE)
 

@@ -796,14 +796,14 @@ class _Lowering:
         with self.b.on(source.mesh):
             sent = communication.blocks_to_send(self.b, self.operand(op, 0, steps), blocks, steps)
             if apart:
-                self.b.emit(communication.send(sent, blocks))
+                self.b.emit(communication.send(sent, blocks, apart))
         dst = self.destination(op.result, steps, keeps_dim=False)
         with communication.blocks_to_receive(self.b, dst, blocks, steps) as landing:
             if apart:
-                self.b.emit(communication.recv(landing, blocks))
+                self.b.emit(communication.recv(landing, blocks, apart))
             else:
                 with self.b.on(None):
-                    communication.group(self.b, communication.send(sent, blocks), communication.recv(landing, blocks))
+                    communication.group(self.b, communication.send(sent, blocks, apart), communication.recv(landing, blocks, apart))
 
     def padding(self, op: Op) -> Padding | None:
         """What an uneven reshard needs: whole blocks of each dim that changes."""
