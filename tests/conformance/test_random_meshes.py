@@ -1,0 +1,80 @@
+"""Random programs over random meshes of some of the ranks, which may share ranks: checked, and interpreted against NumPy."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+import hostweave as hw
+from hostweave.analysis.check import check
+from hostweave.fusion.ir import Fusion
+from hostweave.fusion.reference import run_reference
+from hostweave.fusion.types import Mesh
+from hostweave.host.interpret import interpret
+from hostweave.host.ir import HostProgram
+from hostweave.pipeline import lower
+
+SIZE = 72  # which any of these meshes can share
+
+
+def some_ranks(draw: random.Random, world: Mesh) -> Mesh:
+    ranks = draw.sample(range(world.size), draw.choice([1, 2, 2, 3, 4]))
+    if draw.random() < 0.5:
+        ranks.sort()
+    return world.ranks(ranks, a=2, b=2) if len(ranks) == 4 and draw.random() < 0.5 else world.ranks(ranks, z=len(ranks))
+
+
+def layout(draw: random.Random, mesh: Mesh, dims: list[str]) -> list[str]:
+    axes, result = [name for name, _ in mesh.axes], list(dims)
+    for axis in draw.sample(axes, len(axes)):
+        if draw.random() < 0.6:
+            i = draw.randrange(len(dims))
+            result[i] += ("," if "@" in result[i] else "@") + axis
+    return result
+
+
+def program(seed: int) -> Fusion:
+    draw = random.Random(seed)
+    world = draw.choice([Mesh(x=4), Mesh(x=6), Mesh(p=2, q=2)])
+    meshes = [world, some_ranks(draw, world), some_ranks(draw, world)]
+    first = draw.choice(meshes)
+    types = {name: hw.f32[tuple(layout(draw, first, dims))].on(first) for name, dims in (("x", ["A", "B"]), ("w", ["B", "C"]))}
+
+    @hw.fusion(mesh=world, **types)
+    def random_meshes(x, w):
+        t, dims = (hw.matmul(x, w), ["A", "C"]) if draw.random() < 0.4 else (x, ["A", "B"])
+        results = []
+        for _ in range(draw.randrange(2, 6)):
+            match draw.choice(["neg", "sum", "transpose", "move", "move", "move"]):
+                case "neg":
+                    t = -t
+                case "sum":
+                    t = t + hw.sum(t, axis=draw.randrange(2), keepdims=True)
+                case "transpose":
+                    t, dims = t.T, dims[::-1]
+                case _:
+                    there = draw.choice(meshes)
+                    t = hw.reshard(t, *layout(draw, there, dims), mesh=there)
+            if draw.random() < 0.15:
+                results.append(t)
+        return t, *results
+
+    return random_meshes
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_rank_has_what_numpy_says(seed: int) -> None:
+    fusion = program(seed)
+    host = lower(fusion, hw.Options())
+    assert hw.Fusion.parse(str(fusion)) == fusion
+    assert HostProgram.parse(str(host)) == host
+    check(host)
+    draw = np.random.default_rng(seed)
+    given = {value.name: draw.integers(-2, 3, (SIZE, SIZE)).astype(np.float32) for value in fusion.inputs}
+    results = interpret(host, given)
+    for output, whole in zip(host.outputs, run_reference(fusion, given), strict=True):
+        for rank in output.type.mesh_in(fusion.mesh).all_ranks:
+            want = output.type.shard(whole.astype(np.float32), rank, fusion.mesh)
+            np.testing.assert_array_equal(results[rank][output.name], want, err_msg=f"%{output.name} on rank {rank}")
