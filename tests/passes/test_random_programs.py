@@ -168,3 +168,25 @@ def computes(generator: Generator, fusion: Fusion, seed: int) -> bool:
 @pytest.mark.filterwarnings("ignore:Mean of empty slice", "ignore:invalid value encountered")
 def test_random_programs(seeds: range) -> None:
     assert sum(map(is_right, seeds)) > 0.8 * len(seeds)
+
+
+def moves_right(seed: int) -> bool:
+    """A tensor from layout to layout over several axes, in loops where that can be."""
+    generator = Generator(seed)
+    generator.mesh = hw.Mesh(**generator.random.choice(({"a": 2, "b": 2}, {"a": 2, "b": 3}, {"a": 2, "b": 2, "c": 2})))
+    generator.sizes = dict.fromkeys("MNK", 2 * generator.mesh.size)
+    dims = list("MNK")[: generator.random.randint(1, 3)]
+
+    @hw.fusion(mesh=generator.mesh, x=hw.f64[generator.sharded(dims)])
+    def moved(x: hw.Tensor) -> hw.Tensor:
+        for _ in range(generator.random.randint(1, 3)):
+            x = hw.reshard(x, *generator.sharded(dims))
+            if generator.random.random() < 0.7:
+                x.stream(generator.random.randrange(x.ndim), chunks=generator.random.choice([None, 2, generator.mesh.size]))
+        return x
+
+    return computes(generator, moved, seed)
+
+
+def test_random_moves() -> None:
+    assert sum(map(moves_right, range(200))) > 100

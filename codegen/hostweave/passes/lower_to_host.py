@@ -234,7 +234,7 @@ class _Lowering:
     def loop(self, loop: _Loop) -> None:
         b = self.b
         count, drops_dim = self.iterations(loop.ops[0])
-        steps = Steps(Var(b.loop_index()), count, drops_dim, self.shards(loop.ops), uneven=self.uneven)
+        steps = Steps(self.mesh, Var(b.loop_index()), count, drops_dim, self.shards(loop.ops), uneven=self.uneven)
         b.location = loop.ops[-1].location
         meshes = {self.types[name].mesh for op in loop.ops for name in (op.result.name, *op.tensors)}
         b.hoists_views = len(meshes) == 1
@@ -670,7 +670,7 @@ class _Lowering:
         with self.b.hoisted():
             buffer = self.whole(name)
             if steps.splits(self.values[name], dim):
-                self.b.split(buffer, dim, Extent(steps.shards), f"{name}_shards")
+                self.b.split(buffer, dim, Extent(steps.shards_in(self.values[name], dim)), f"{name}_shards")
         return chunk(self.b, steps, buffer, self.values[name], dim, keeps_dim)
 
     def destination(self, value: Value, steps: Steps | None, keeps_dim: bool) -> str:

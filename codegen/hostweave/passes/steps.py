@@ -14,12 +14,13 @@ from hostweave.host.expr import Const, Coordinate, Expr, Size, Var
 
 @dataclass(frozen=True)
 class Steps:
-    """The iterations of one loop over a dim that `shards` ranks split, before or after the loop's communication.
+    """The iterations of one loop over a dim that `shards` ranks of `mesh` split, before or after the loop's communication.
 
     By block, an iteration takes the `piece`-th of the `pieces` blocks that `owner` holds. Across shards, it takes the
     same slice of every rank's shard.
     """
 
+    mesh: Mesh
     index: Var
     count: Extent  # iterations
     drops_dim: bool  # one step an index
@@ -56,9 +57,13 @@ class Steps:
         """The iteration of a ring that takes the block which the neighbour sends now."""
         return replace(self, owner=(self.owned_by - 1) % self.shards)
 
+    def shards_in(self, value: Value, dim: int) -> int:
+        """How many ranks' shards of this dim what one rank holds of a value consists of."""
+        return self.shards // value.type.mesh_in(self.mesh).size_of(value.type.dims[dim].axes)
+
     def splits(self, value: Value, dim: int) -> bool:
-        """Whether an iteration takes a slice of every rank's shard of this dim."""
-        return self.owner is None and self.shards > 1 and not value.type.dims[dim].axes
+        """Whether an iteration takes a slice of each of several ranks' shards of this dim."""
+        return self.owner is None and self.shards_in(value, dim) > 1
 
     def pieces_of(self, value: Value, dim: int) -> Extent:
         """Into how many chunks the loop cuts this dim of what one rank holds."""
@@ -102,11 +107,11 @@ def team_size(mesh: Mesh, team: tuple[str, ...]) -> int:
 def chunk(builder: Builder, steps: Steps, buffer: str, value: Value, dim: int, keeps_dim: bool = False, suffix: str = "") -> str:
     """The view of `buffer`, which holds `value` with its dims in order, that one iteration touches.
 
-    A dim that no rank splits, in a loop across shards, becomes two: the shards, and the slice of each.
+    A dim of several ranks' shards, in a loop across shards, becomes two: the shards, and the slice of each.
     """
     index, wanted = steps.block, f"{value.name}_{suffix or steps.index.name}"
     if steps.splits(value, dim):
-        buffer = builder.split(buffer, dim, Extent(steps.shards), f"{value.name}_shards")
+        buffer = builder.split(buffer, dim, Extent(steps.shards_in(value, dim)), f"{value.name}_shards")
         dim = dim + 1
     elif steps.owner is not None and value.type.dims[dim].axes:
         index = steps.piece
@@ -121,7 +126,8 @@ def chunk_shape(steps: Steps, mesh: Mesh, value: Value, dim: int) -> tuple[Exten
     extent = shape[dim]
     shards: tuple[Extent, ...] = ()
     if steps.splits(value, dim):
-        extent, shards = extent // steps.shards, (Extent(steps.shards),)
+        count = steps.shards_in(value, dim)
+        extent, shards = extent // count, (Extent(count),)
     piece = extent.divided_by(steps.pieces_of(value, dim))
     assert piece is not None
     return (*shape[:dim], *shards, *(() if steps.drops_dim else (piece,)), *shape[dim + 1 :])
