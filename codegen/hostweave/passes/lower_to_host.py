@@ -223,10 +223,16 @@ class _Lowering:
         return max(split)
 
     def private(self, name: str, loop: _Loop) -> bool:
-        """Whether a value lives and dies in one loop, so that it may lie in memory as the loop likes."""
+        """Whether a value lives and dies in one loop, so that it may lie in memory as the loop likes.
+
+        What a rank takes its part of lies there whole: the part is a view of that.
+        """
         consumers = self.consumers[name]
         return name not in self.fusion.outputs and all(
-            self.loop_of[op.result.name] is loop and (not self.is_view(op) or self.private(op.result.name, loop)) for op in consumers
+            self.loop_of[op.result.name] is loop
+            and op.attribute("kind") != "shard"
+            and (not self.is_view(op) or self.private(op.result.name, loop))
+            for op in consumers
         )
 
     # --- a loop ---
