@@ -67,4 +67,4 @@ def test_memory_and_plans_are_for_the_ranks_of_a_mesh() -> None:
         )
     )["program.cpp"]
     assert "if (on_ranks_1_) plan_b_.prepare({M, M}, {M, M}, {M, M});" in cpp
-    assert "arena_.allocate({{b_, on_ranks_1_ ? M * M : 0}, {workspace_, hw::kWorkspaceBytes}});" in cpp
+    assert "  if (on_ranks_1_) {\n    memory.allocate(b_, M * M);\n  }\n" in cpp
