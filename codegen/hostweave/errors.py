@@ -8,11 +8,13 @@ from pathlib import Path
 from types import FrameType
 
 _PACKAGE = str(Path(__file__).resolve().parent)
+_AS_USERS = (f"{_PACKAGE}/examples/", f"{_PACKAGE}/benchmarks/")  # where a wheel has what is written as users write it
 
 
 def is_of_package(frame: FrameType) -> bool:
     """Whether a frame is Hostweave's own, and not the user's."""
-    return frame.f_code.co_filename.startswith(_PACKAGE)
+    file = frame.f_code.co_filename
+    return file.startswith(_PACKAGE) and not file.startswith(_AS_USERS)
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ kernel @cast_y(%y_f32: f32[M, N]) {
 host @product(%x: bf16[M, K@x], %w: bf16[K@x, N]) -> (%y: bf16[M, N]) mesh(x=2) uneven(K) {
   %y_partial = allocate f32[M, N]
   matmul %x, %w -> %y_partial
-  %y_f32 = allocate f32[M, N]
+  %y_f32 = reshape %y_partial to [M, N]
   all_reduce sum %y_partial -> %y_f32 on x
   launch @cast_y %y_f32 -> %y
 }
