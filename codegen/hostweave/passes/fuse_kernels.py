@@ -35,8 +35,10 @@ def fuse_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
         changes: dict[int, ir.Instruction | ir.Body] = {}  # the id of an instruction -> what replaces it
         kernels = {kernel.name: kernel for kernel in program.kernels}
         for producer in reversed(links.launches):
+            if any(id(i) in changes for i in (producer, *links.others(producer, *producer.dsts))):
+                continue  # the next round knows what they have become
             union = links.union(producer)
-            if isinstance(union, str) or any(id(i) in changes for i in (producer, *union.consumers)):
+            if isinstance(union, str):
                 continue
             changes[id(producer)] = ()
             for consumer in union.consumers:
