@@ -17,6 +17,7 @@ from hostweave.fusion.source import Source
 from hostweave.fusion.text import BY, STEPS
 from hostweave.fusion.types import DType, Mesh, Stream, TensorType
 from hostweave.fusion.verify import verify_fusion
+from hostweave.naming import free_name
 
 # Names for results where the name of the op would read as a command.
 RESULT_NAMES = {
@@ -335,7 +336,7 @@ def traced(function: Callable[..., Any], trace: _Trace, inputs: dict[str, Tensor
     outputs = _distinct_results(results)
     for i, result in enumerate(outputs):
         if result._name is None:
-            trace.name(result, _free("y" if len(outputs) == 1 else f"y{i}", trace))
+            trace.name(result, free_name("y" if len(outputs) == 1 else f"y{i}", trace.named))
     finished = _finished(name, trace, outputs)
     verify_fusion(finished)
     return finished
@@ -425,12 +426,3 @@ def _wanted(op: Op, trace: _Trace) -> str:
     if op.callee:
         return op.callee.name if op.kind == "call" else f"{op.callee.name}_{op.callee.outputs[int(str(index))]}"
     return RESULT_NAMES.get(op.kind, op.kind)
-
-
-def _free(name: str, trace: _Trace) -> str:
-    """`name`, or `name_2`, ... where a value has it."""
-    wanted, number = name, 1
-    while wanted in trace.named:
-        number += 1
-        wanted = f"{name}_{number}"
-    return wanted

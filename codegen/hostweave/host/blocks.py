@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
 from hostweave.host import ir
 from hostweave.host.expr import Binary, Expr, Var
+from hostweave.naming import free_name
 
 
 def bodies(program: ir.HostProgram) -> tuple[ir.HostProgram, ...]:
@@ -56,11 +57,11 @@ def joined(parts: Sequence[ir.HostProgram]) -> ir.HostProgram:
         names: dict[str, str] = {}
         for kernel in part.kernels:
             others = {name for name, other in kernels.items() if other != replace(kernel, name=name)}
-            names[kernel.name] = name = _free(kernel.name, others)
+            names[kernel.name] = name = free_name(kernel.name, others)
             kernels.setdefault(name, replace(kernel, name=name))
         pools: dict[str, str] = {}
         for pool in part.events:
-            pools[pool.name] = _free(pool.name, events)
+            pools[pool.name] = free_name(pool.name, events)
             events[pools[pool.name]] = replace(pool, name=pools[pool.name])
         renamed.append(_with_names(part.body, names, pools))
     return replace(
@@ -71,14 +72,6 @@ def joined(parts: Sequence[ir.HostProgram]) -> ir.HostProgram:
         body=renamed[-1],
         blocks=tuple(ir.Block(p.name, p.inputs, p.outputs, body) for p, body in zip(parts[:-1], renamed[:-1], strict=True)),
     )
-
-
-def _free(wanted: str, taken: Container[str]) -> str:
-    name, number = wanted, 1
-    while name in taken:
-        number += 1
-        name = f"{wanted}_{number}"
-    return name
 
 
 def _with_names(body: ir.Body, kernels: Mapping[str, str], events: Mapping[str, str]) -> ir.Body:
@@ -139,7 +132,7 @@ class _Inlining:
         return self.body(_renamed((*block.body, *ends), names))
 
     def fresh(self, wanted: str) -> str:
-        name = _free(wanted, self.taken)
+        name = free_name(wanted, self.taken)
         self.taken.add(name)
         return name
 

@@ -14,6 +14,7 @@ from hostweave.fusion.extent import Extent
 from hostweave.fusion.types import BufferType, Mesh
 from hostweave.host import ir
 from hostweave.host.expr import Const, Expr
+from hostweave.naming import free_name
 
 View = ir.Select | ir.Slice | ir.Section | ir.Strided | ir.Reshape | ir.Permute
 
@@ -48,10 +49,7 @@ class Builder:
 
     def name(self, wanted: str) -> str:
         """`wanted`, or with a number after it where that is taken."""
-        name, count = wanted, 1
-        while name in self._taken:
-            count += 1
-            name = f"{wanted}_{count}"
+        name = free_name(wanted, self._taken)
         self._taken.add(name)
         return name
 

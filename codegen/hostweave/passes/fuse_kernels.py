@@ -21,6 +21,7 @@ from hostweave.fusion.ops import OPS
 from hostweave.fusion.types import BufferType, Dim, TensorType
 from hostweave.host import ir
 from hostweave.host.iteration import Iteration, NotOneKernel, iteration
+from hostweave.naming import free_name
 from hostweave.options import Options
 from hostweave.passes.unused import without_unused
 
@@ -214,12 +215,12 @@ def _merged(links: _Links, producer: ir.Launch, consumer: ir.Launch, kept: tuple
     called = {src: parameter.name for src, parameter in zip(consumer.srcs, second.inputs, strict=True)}  # buffer -> its name
     taken = {*called.values(), *(op.result.name for op in second.ops)}
     renamed = {
-        parameter.name: called.get(src) or _free(parameter.name, taken) for src, parameter in zip(producer.srcs, first.inputs, strict=True)
+        parameter.name: called.get(src) or _take(parameter.name, taken) for src, parameter in zip(producer.srcs, first.inputs, strict=True)
     }
     made = {result.name: dst for result, dst in zip(first.results, producer.dsts, strict=True)}
     for name in (op.result.name for op in first.ops):
         dst = made.get(name)
-        renamed[name] = called[dst] if dst in called else _free(links.root(dst) if dst else name, taken)
+        renamed[name] = called[dst] if dst in called else _take(links.root(dst) if dst else name, taken)
     ops = [_renamed(op, renamed) for op in first.ops]
     inputs = {src: replace(p, name=renamed[p.name]) for src, p in zip(producer.srcs, first.inputs, strict=True)}
     handed = {links.root(dst): (dst, renamed[name]) for name, dst in made.items()}
@@ -239,11 +240,8 @@ def _merged(links: _Links, producer: ir.Launch, consumer: ir.Launch, kept: tuple
     return kernel, replace(consumer, kernel=kernel.name, srcs=tuple(inputs), dsts=(*kept, *consumer.dsts))
 
 
-def _free(wanted: str, taken: set[str]) -> str:
-    name, number = wanted, 1
-    while name in taken:
-        number += 1
-        name = f"{wanted}_{number}"
+def _take(wanted: str, taken: set[str]) -> str:
+    name = free_name(wanted, taken)
     taken.add(name)
     return name
 
@@ -256,7 +254,7 @@ def _renamed(op: Op, names: dict[str, str]) -> Op:
 def _viewed(path: list[ir.Reshape | ir.Permute], source: str, name: str, types: dict[str, BufferType], taken: set[str]) -> Iterator[Op]:
     """The views that lead to a buffer, as ops; the last one has the name that the buffer goes by."""
     for view in path:
-        result = name if view is path[-1] else _free(view.out, taken)
+        result = name if view is path[-1] else _take(view.out, taken)
         buffer = types[view.out]
         value = Value(result, TensorType(buffer.dtype, tuple(map(Dim, buffer.shape))))
         if isinstance(view, ir.Reshape):
@@ -279,7 +277,7 @@ def _unshared(program: ir.HostProgram) -> ir.HostProgram:
         if any(kernel.name == other.name for other in kernels):
             taken: set[str] = set()
             buffers = zip((*kernel.inputs, *kernel.results), (*launch.srcs, *launch.dsts), strict=True)
-            names = {parameter.name: _free(links.called(buffer), taken) for parameter, buffer in buffers}
+            names = {parameter.name: _take(links.called(buffer), taken) for parameter, buffer in buffers}
             inputs = tuple(replace(p, name=names[p.name]) for p in kernel.inputs)
             kernel = ir.Kernel(f"{kernel.name} {len(kernels)}", inputs, tuple(_renamed(op, names) for op in kernel.ops))
             changes[id(launch)] = replace(launch, kernel=kernel.name)
@@ -308,7 +306,7 @@ def _named(program: ir.HostProgram) -> ir.HostProgram:
     for kernel in program.kernels:
         words = [op.kind for op in kernel.ops]
         wanted = "_".join([*(words if len(words) <= MAX_WORDS else ["fused"]), *(result.name for result in kernel.results)])
-        names[kernel.name] = _free(kernel.name.partition(" ")[0] if len(words) == 1 else wanted, taken)
+        names[kernel.name] = _take(kernel.name.partition(" ")[0] if len(words) == 1 else wanted, taken)
     kernels = tuple(replace(kernel, name=names[kernel.name]) for kernel in program.kernels)
     return _with_names(replace(program, kernels=kernels), names)
 

@@ -35,6 +35,7 @@ from hostweave.analysis.instantiate import instantiate, sizes_to_check
 from hostweave.fusion.types import Mesh
 from hostweave.host import ir
 from hostweave.host.expr import Const
+from hostweave.naming import free_name
 from hostweave.options import Options
 
 
@@ -76,12 +77,7 @@ def _are_of_different_ranks(instructions: list[ir.Instruction]) -> bool:
 
 
 def _free_event(program: ir.HostProgram) -> str:
-    taken = {streams.name for streams in program.streams} | {events.name for events in program.events}
-    name, number = "turn", 1
-    while name in taken:
-        number += 1
-        name = f"turn_{number}"
-    return name
+    return free_name("turn", {streams.name for streams in program.streams} | {events.name for events in program.events})
 
 
 class _Turns:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hostweave.fusion.ir import Fusion, Op
+from hostweave.naming import free_name
 
 
 class Names:
@@ -13,10 +14,7 @@ class Names:
 
     def new(self, wanted: str) -> str:
         """`wanted`, or with a number where it is taken."""
-        name, number = wanted, 1
-        while name in self.taken:
-            number += 1
-            name = f"{wanted}_{number}"
+        name = free_name(wanted, self.taken)
         self.taken.add(name)
         return name
 
