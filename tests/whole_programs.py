@@ -12,7 +12,7 @@ from example_programs import all_fusions, more_fusions, pipelines
 from numpy.typing import NDArray
 
 import hostweave as hw
-from hostweave.analysis.instantiate import minimal_sizes
+from hostweave.analysis.sizes import minimal_sizes
 from hostweave.fusion.blocks import on_each
 from hostweave.fusion.extent import Extent
 from hostweave.fusion.ir import Fusion

@@ -11,7 +11,7 @@ from typing import Any
 from weakref import WeakSet
 
 from hostweave.analysis.check import check
-from hostweave.analysis.instantiate import minimal_sizes
+from hostweave.analysis.sizes import minimal_sizes
 from hostweave.build.toolchain import MODULE_FILE, TARGETS
 from hostweave.errors import ArgumentError, ExecutionError, ProgramError
 from hostweave.fusion.ir import Fusion

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from host_programs import NAMES, program
 
-from hostweave.analysis.instantiate import instantiate, layout, minimal_sizes, sizes_to_check
+from hostweave.analysis.instantiate import instantiate, layout
+from hostweave.analysis.sizes import minimal_sizes, sizes_to_check
 from hostweave.errors import ProgramError
 from hostweave.fusion.types import bf16, f32, i8
 from hostweave.host.expr import Binary, Const, Coordinate, Expr, Size, Var, evaluate

@@ -10,8 +10,8 @@ from example_programs import all_fusions, more_fusions
 from larger_programs import PROGRAMS
 
 import hostweave as hw
-from hostweave.analysis.instantiate import minimal_sizes
 from hostweave.analysis.memory_plan import ALIGNMENT, FOREVER, Buffer, Use, line_numbers, lower_bound, memory_plan, place
+from hostweave.analysis.sizes import minimal_sizes
 from hostweave.fusion.ir import Fusion
 from hostweave.fusion.types import DType, Sizes
 from hostweave.host import ir

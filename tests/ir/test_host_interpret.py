@@ -11,7 +11,7 @@ import pytest
 from host_programs import NAMES, RANKS, program
 from numpy.typing import NDArray
 
-from hostweave.analysis.instantiate import minimal_sizes
+from hostweave.analysis.sizes import minimal_sizes
 from hostweave.errors import ArgumentError, ExecutionError
 from hostweave.host.interpret import interpret
 from hostweave.host.ir import HostProgram

@@ -8,18 +8,18 @@ for %i in 0..2 {                     rank 1, ring[0], %i = 0: copy %x -> %y_i   
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from math import gcd, lcm, prod
+from math import gcd, prod
 from typing import Any, NamedTuple, NoReturn
 
+from hostweave.analysis.sizes import extents
 from hostweave.errors import ProgramError
-from hostweave.fusion.extent import Extent, is_sum, part_of
+from hostweave.fusion.extent import Extent, part_of
 from hostweave.fusion.types import BufferType, DType, Mesh, RankSizes, Sizes
 from hostweave.host import ir
 from hostweave.host.blocks import inlined, with_each_block_once
 from hostweave.host.expr import OPERATORS, Binary, Const, Coordinate, Expr, Rank, Size, Var, on_sizes_alone
-from hostweave.host.requirements import not_negative
 from hostweave.host.text import print_instruction
 
 Stream = tuple[str, int]  # ("ring", 2)
@@ -130,7 +130,7 @@ def instantiate(program: ir.HostProgram, sizes: Sizes) -> Instances:
 
     Raises ProgramError where a size does not divide, or an index, a peer or a root is out of range.
     """
-    named = dict.fromkeys(name for extent in _extents(with_each_block_once(program)) for name in extent.names)
+    named = dict.fromkeys(name for extent in extents(with_each_block_once(program)) for name in extent.names)
     parts = [name for name in named if part_of(name)]
     program = inlined(program)
     bound: dict[tuple[int, ...], tuple[_Binder, list[Step]]] = {}  # one for all ranks that hold as much
@@ -148,95 +148,6 @@ def instantiate(program: ir.HostProgram, sizes: Sizes) -> Instances:
         roots.append(binder.roots)
         ranks.append(tuple(run.operations))
     return Instances(program, tuple(held), tuple(roots), tuple(ranks))
-
-
-def minimal_sizes(program: ir.HostProgram) -> dict[str, int]:
-    """Small sizes at which every extent of `program` is whole: {'M': 12, 'K': 2, 'N': 2}.
-
-    A size that counts the steps of a loop is large enough for the streams to be walked twice. Dims are shared evenly, also
-    where that need not be, if the rest allows it.
-    """
-    program = with_each_block_once(program)
-    steps = _steps(program, evenly=True)
-    least = {name: size for name, (_, size) in steps.items()}  # where nothing will do, what is wrong shows at these
-    return _with_room(program, steps) or _with_room(program, _steps(program, evenly=False)) or least
-
-
-def _steps(program: ir.HostProgram, evenly: bool) -> dict[str, tuple[int, int]]:
-    """For every size: what it is a multiple of, and the least that it may be."""
-    loops = [i for i in ir.walk(program.body) if isinstance(i, ir.For)]
-    walked = {name for loop in loops for name in loop.count.names}
-    twice = 2 * max((pool.count for pool in program.streams), default=1) + 1
-    sizes = dict.fromkeys(program.symbols(), 1)
-    needed = set(_extents(program, ir.walk if evenly else ir.walk_at_any_size))
-    for parameter in (*program.inputs, *program.outputs) if evenly else ():
-        mesh = parameter.type.mesh_in(program.mesh)
-        needed.update(dim.extent // mesh.size_of(dim.axes) for dim in parameter.type.dims)
-    for kernel in program.kernels:
-        needed.update(extent for op in kernel.ops for extent in op.result.type.shape)
-    for extent in sorted(needed, key=lambda e: (len(e.names), e.names, e.divisor)):
-        if not set(extent.names) <= sizes.keys():
-            continue  # parts and blocks are whole at any size
-        total = extent.coefficient * prod(sizes[name] for name in extent.names)
-        if extent.names and total % extent.divisor:
-            # A multiple of the divisor always serves, and for a name that stands alone nothing less does.
-            sizes[extent.names[0]] = lcm(sizes[extent.names[0]], extent.divisor // gcd(extent.divisor, extent.coefficient))
-    least = {name: twice if name in walked else 2 for name in sizes}
-    return {name: (size, size * -(-least[name] // size)) for name, size in sizes.items()}
-
-
-MOST_STEPS = 4096
-
-
-def _with_room(program: ir.HostProgram, sizes: dict[str, tuple[int, int]]) -> dict[str, int] | None:
-    """The first sizes that slices and sums of sizes allow, from the least on by steps; None where none of them do."""
-    room, summed = not_negative(program), [extent for extent in _extents(program) if any(map(is_sum, extent.names))]
-
-    def taken(steps: int) -> dict[str, int]:
-        return {name: least + steps * step for name, (step, least) in sizes.items()}
-
-    def fits(steps: int) -> bool:
-        some = taken(steps)
-        try:
-            return all(extent.bind(some) >= 0 for extent in room) and all(extent.bind(some) > 0 for extent in summed)
-        except ValueError:  # a sum that does not divide
-            return False
-        except KeyError:  # a part of a size
-            return True
-
-    steps = next(filter(fits, range(MOST_STEPS)), None) if room or summed else 0
-    return None if steps is None else taken(steps)
-
-
-def sizes_to_check(program: ir.HostProgram) -> Iterator[dict[str, int]]:
-    """Small sizes for both sides of every branch on sizes."""
-    program = with_each_block_once(program)
-    least = minimal_sizes(program)
-    yield least
-    if program.uneven:
-        steps = dict.fromkeys(program.uneven, 1)
-        for extent in _extents(program, ir.walk_at_any_size):
-            if len(extent.symbols) == 1 and extent.symbols[0] in steps:
-                steps[extent.symbols[0]] = lcm(steps[extent.symbols[0]], extent.divisor)
-        uneven = {name: (steps.get(name, 0), size + steps.get(name, 0)) for name, size in least.items()}
-        yield _with_room(program, uneven) or least
-
-
-def _extents(program: ir.HostProgram, walk: Callable[[ir.Body], Iterator[ir.Instruction]] = ir.walk) -> Iterable[Extent]:
-    types = {p.name: program.local_type(p) for p in (*program.inputs, *program.outputs)}
-    for parameter in (*program.inputs, *program.outputs):
-        yield from parameter.type.shape
-        yield from types[parameter.name].shape
-    for instruction in walk(program.body):
-        if isinstance(instruction, ir.Allocate):
-            types[instruction.out] = instruction.type
-        elif isinstance(instruction, ir.VIEWS):
-            types[instruction.out] = ir.view_type(instruction, types[instruction.src])
-        elif isinstance(instruction, ir.For):
-            yield instruction.count
-        for name in ir.names(instruction, "define"):
-            yield from types[name].shape
-            yield from types[name].strides or ()
 
 
 # --- running the control flow -----------------------------------------------------------------------------------------

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hostweave.analysis.instantiate import minimal_sizes
 from hostweave.analysis.memory_plan import MemoryPlan, Row, memory_plan
+from hostweave.analysis.sizes import minimal_sizes
 from hostweave.errors import HostweaveError
 from hostweave.host import ir
 

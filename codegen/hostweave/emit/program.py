@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from math import lcm
 
@@ -19,7 +19,7 @@ from hostweave.fusion.types import Mesh
 from hostweave.host import ir
 from hostweave.host.blocks import bodies, with_each_block_once
 from hostweave.host.expr import Size, leaves
-from hostweave.host.requirements import not_negative
+from hostweave.host.requirements import Walk, not_negative, trip_counts, types_in
 
 
 def program_view(program: ir.HostProgram) -> views.Program:
@@ -306,16 +306,7 @@ def multiples(program: ir.HostProgram) -> dict[str, int]:
     return result
 
 
-def _extents(program: ir.HostProgram, walk: Callable[[ir.Body], Iterator[ir.Instruction]]) -> Iterator[Extent]:
-    types = {p.name: program.local_type(p) for p in (*program.inputs, *program.outputs)}
-    for type in types.values():
+def _extents(program: ir.HostProgram, walk: Walk) -> Iterator[Extent]:
+    for type in types_in(program, walk):
         yield from type.shape
-    for instruction in walk(program.body):
-        if isinstance(instruction, ir.Allocate):
-            types[instruction.out] = instruction.type
-        elif isinstance(instruction, ir.VIEWS):
-            types[instruction.out] = ir.view_type(instruction, types[instruction.src])
-        elif isinstance(instruction, ir.For):
-            yield instruction.count
-        for name in ir.names(instruction, "define"):
-            yield from types[name].shape
+    yield from trip_counts(program, walk)

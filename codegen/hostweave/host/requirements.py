@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from hostweave.fusion.extent import Extent, block_of, is_sum, part_of, terms_of
 from hostweave.fusion.types import BufferType
 from hostweave.host import ir
 from hostweave.host.expr import Binary, Const, Expr, Size
+
+Walk = Callable[[ir.Body], Iterator[ir.Instruction]]  # ir.walk or ir.walk_at_any_size
+
+
+def types_in(program: ir.HostProgram, walk: Walk) -> Iterator[BufferType]:
+    """The local types of the parameters and of all that is defined on the way."""
+    types = {p.name: program.local_type(p) for p in (*program.inputs, *program.outputs)}
+    yield from types.values()
+    for instruction in walk(program.body):
+        if isinstance(instruction, ir.Allocate):
+            types[instruction.out] = instruction.type
+        elif isinstance(instruction, ir.VIEWS):
+            types[instruction.out] = ir.view_type(instruction, types[instruction.src])
+        yield from (types[name] for name in ir.names(instruction, "define"))
+
+
+def trip_counts(program: ir.HostProgram, walk: Walk) -> Iterator[Extent]:
+    return (i.count for i in walk(program.body) if isinstance(i, ir.For))
 
 
 def not_negative(program: ir.HostProgram) -> tuple[Extent, ...]:

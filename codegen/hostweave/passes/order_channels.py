@@ -31,7 +31,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from hostweave.analysis.channels import unordered
-from hostweave.analysis.instantiate import instantiate, sizes_to_check
+from hostweave.analysis.instantiate import instantiate
+from hostweave.analysis.sizes import sizes_to_check
 from hostweave.fusion.types import Mesh
 from hostweave.host import ir
 from hostweave.host.expr import Const
