@@ -24,6 +24,7 @@ from hostweave.host.iteration import Iteration, NotOneKernel, iteration
 from hostweave.naming import free_name
 from hostweave.options import Options
 from hostweave.passes.unused import without_unused
+from hostweave.passes.uses import Uses
 
 MAX_WORDS = 3  # ops that the name of a kernel lists
 
@@ -42,9 +43,9 @@ def fuse_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
             if isinstance(union, str):
                 continue
             changes[id(producer)] = ()
-            for consumer in union.consumers:
-                kernel, changes[id(consumer)] = _merged(links, producer, consumer, union.kept)
-                kernels[kernel.name] = kernel
+            for merged in union:
+                changes[id(merged.consumer)] = merged.launch
+                kernels[merged.kernel.name] = merged.kernel
         if not changes:
             return _named(_shared(_explained(program, links)))
         body = without_unused(ir.rewrite(program.body, lambda i: changes.get(id(i))))  # noqa: B023
@@ -56,67 +57,46 @@ def fuse_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 
 
 @dataclass(frozen=True)
-class _Union:
-    """The launches that take over what a producer computes, and those of its results that they still write."""
+class _Merged:
+    """A launch that takes over what another one computes: what it becomes, and its kernel then."""
 
-    consumers: tuple[ir.Launch, ...]
-    kept: tuple[str, ...]
+    consumer: ir.Launch
+    launch: ir.Launch
+    kernel: ir.Kernel
 
 
 class _Links:
     """The launches of a program, and what reads the result of each."""
 
     def __init__(self, program: ir.HostProgram):
-        self.types = ir.buffer_types(program)
+        self.uses = Uses(program)
+        self.types, self.root = self.uses.types, self.uses.root
         self.kernels = {kernel.name: kernel for kernel in program.kernels}
         self.outputs = {parameter.name for parameter in program.outputs}
-        self.views: dict[str, ir.Instruction] = {}
-        self.touching: dict[str, list[ir.Instruction]] = {}  # a buffer -> what reads or writes it, or a view of it
-        self.bodies: dict[int, tuple[ir.Body, int]] = {}  # the id of an instruction -> where it stands
-        self.order: dict[int, int] = {}  # and when its turn is
-        self.launches: list[ir.Launch] = []
-        self._visit(program.body)
+        self.places = {id(place.instruction): place for place in self.uses.places}
+        self.launches = [i for i in ir.walk(program.body) if isinstance(i, ir.Launch) and i.kernel in self.kernels]
 
-    def _visit(self, body: ir.Body) -> None:
-        for place, instruction in enumerate(body):
-            self.bodies[id(instruction)] = body, place
-            self.order[id(instruction)] = len(self.order)
-            if isinstance(instruction, ir.VIEWS):
-                self.views[instruction.out] = instruction
-            for name in dict.fromkeys(map(self.root, ir.names(instruction, "read", "write"))):
-                self.touching.setdefault(name, []).append(instruction)
-            if isinstance(instruction, ir.Launch) and instruction.kernel in self.kernels:
-                self.launches.append(instruction)
-            for inner in ir.bodies(instruction):
-                self._visit(inner)
-
-    def root(self, name: str) -> str:
-        """The parameter or allocation that a buffer is, or is a view of."""
-        while name in self.views:
-            name = self._source(name)
-        return name
-
-    def _source(self, view: str) -> str:
-        (source,) = ir.names(self.views[view], "alias")
-        return source
+    def view(self, name: str) -> ir.Instruction | None:
+        """What makes a buffer, where that is a view."""
+        return self.uses.views[name].instruction if name in self.uses.views else None
 
     def called(self, buffer: str) -> str:
         """The name of the value that a buffer holds, also where it is a chunk of it."""
-        return self.root(buffer) if isinstance(self.views.get(buffer), ir.Select | ir.Slice) else buffer
+        return self.root(buffer) if isinstance(self.view(buffer), ir.Select | ir.Slice) else buffer
 
     def roots(self, instruction: ir.Instruction, *roles: str) -> set[str]:
         return {self.root(name) for name in ir.names(instruction, *roles)}
 
     def others(self, producer: ir.Launch, *results: str) -> list[ir.Instruction]:
         """What else touches these buffers that a launch writes, in program order."""
-        touching = {id(i): i for result in results for i in self.touching[self.root(result)] if i is not producer}
-        return sorted(touching.values(), key=lambda i: self.order[id(i)])
+        touching = {place.number: place.instruction for result in results for place in self.uses.touches[self.root(result)]}
+        return [touching[number] for number in sorted(touching) if touching[number] is not producer]
 
     def path(self, name: str, start: str) -> list[ir.Reshape | ir.Permute] | None:
         """The views that lead from one buffer to another, None where they are not all of all elements."""
         steps: list[ir.Reshape | ir.Permute] = []
         while name != start:
-            view = self.views.get(name)
+            view = self.view(name)
             if not isinstance(view, ir.Reshape | ir.Permute):
                 return None
             steps.append(view)
@@ -125,7 +105,7 @@ class _Links:
 
     # --- where a kernel ends ---
 
-    def union(self, producer: ir.Launch) -> _Union | str:
+    def union(self, producer: ir.Launch) -> list[_Merged] | str:
         """What a launch can become a part of, or why its kernel ends; "" where no kernel uses its results."""
         others = self.others(producer, *producer.dsts)
         made = {self.root(dst) for dst in producer.dsts}
@@ -135,15 +115,22 @@ class _Links:
         launches = tuple(other for other in others if isinstance(other, ir.Launch) and other.kernel in self.kernels)
         if not launches:
             return f"{others[0].syntax.split()[0]} uses %{self._called(producer, others[0])}" if others else ""
-        if self.order[id(launches[0])] < self.order[id(producer)]:
+        if self.places[id(launches[0])].number < self.places[id(producer)].number:
             return f"%{self._called(producer, launches[0])} is used before, in a loop"
         if len(launches) == len(others) and self._is_free(producer):  # each of them can compute it again
             consumers, kept = launches, list[str]()
         else:
             consumers = launches[:1]
             kept = [dst for dst in producer.dsts if self._is_needed(producer, dst, consumers[0])]
-        whys = (self._why_apart(producer, consumer, tuple(kept)) for consumer in consumers)
-        return next(filter(None, whys), "") or _Union(consumers, tuple(kept))
+        found = []
+        for consumer in consumers:
+            if why := self._why_apart(producer, consumer, kept):
+                return why
+            merged = _merged(self, producer, consumer, kept)
+            if why := self._why_slow(merged.kernel):
+                return why
+            found.append(merged)
+        return found
 
     def _is_free(self, producer: ir.Launch) -> bool:
         return not any(self.root(dst) in self.outputs for dst in producer.dsts) and _is_free(self.kernels[producer.kernel])
@@ -156,16 +143,16 @@ class _Links:
         pairs = zip(producer.dsts, self.kernels[producer.kernel].results, strict=True)
         return next(result.name for dst, result in pairs if any(other is user for other in self.others(producer, dst)))
 
-    def _why_apart(self, producer: ir.Launch, consumer: ir.Launch, kept: tuple[str, ...]) -> str:
+    def _why_apart(self, producer: ir.Launch, consumer: ir.Launch, kept: list[str]) -> str:
         """Why the consumer cannot take over in its place, and write the kept results too; nothing where it can."""
         result = self._called(producer, consumer)
-        (body, place), (other, end) = self.bodies[id(producer)], self.bodies[id(consumer)]
+        first, last = self.places[id(producer)], self.places[id(consumer)]
         made = {self.root(dst): dst for dst in producer.dsts}
-        if body is not other:
+        if first.body is not last.body:
             return f"another loop uses %{result}"
         if any(self.root(src) in made and self.path(src, made[self.root(src)]) is None for src in consumer.srcs):
             return f"parts of %{result} are used"
-        between = list(ir.walk(body[place + 1 : end]))
+        between = list(ir.walk(first.body[first.index + 1 : last.index]))
         read = {self.root(src) for src in producer.srcs}
         if any(read & self.roots(i, "write") for i in (*between, consumer)):
             return f"what %{result} is computed from is overwritten"
@@ -174,7 +161,7 @@ class _Links:
         for i in between:
             if early := self.roots(i, "read", "write") & {self.root(dst) for dst in kept}:
                 return f"{i.syntax.split()[0]} uses %{min(early)} before"
-        return self._why_slow(_merged(self, producer, consumer, kept)[0])
+        return ""
 
     def _why_slow(self, kernel: ir.Kernel) -> str:
         try:
@@ -209,8 +196,8 @@ def _is_repeated(name: str, walked: Iteration) -> bool:
 # --- two kernels as one -----------------------------------------------------------------------------------------------
 
 
-def _merged(links: _Links, producer: ir.Launch, consumer: ir.Launch, kept: tuple[str, ...]) -> tuple[ir.Kernel, ir.Launch]:
-    """One kernel for both launches, under the consumer's names, and its launch."""
+def _merged(links: _Links, producer: ir.Launch, consumer: ir.Launch, kept: list[str]) -> _Merged:
+    """Both launches as one, in place of the consumer and under its names, which still writes the producer's kept results."""
     first, second = links.kernels[producer.kernel], links.kernels[consumer.kernel]
     called = {src: parameter.name for src, parameter in zip(consumer.srcs, second.inputs, strict=True)}  # buffer -> its name
     taken = {*called.values(), *(op.result.name for op in second.ops)}
@@ -237,7 +224,7 @@ def _merged(links: _Links, producer: ir.Launch, consumer: ir.Launch, kept: tuple
         ops=(*ops, *second.ops),
         returned=returned if len(returned) > 1 else (),
     )
-    return kernel, replace(consumer, kernel=kernel.name, srcs=tuple(inputs), dsts=(*kept, *consumer.dsts))
+    return _Merged(consumer, replace(consumer, kernel=kernel.name, srcs=tuple(inputs), dsts=(*kept, *consumer.dsts)), kernel)
 
 
 def _take(wanted: str, taken: set[str]) -> str:

@@ -9,7 +9,7 @@ from hostweave.host import ir
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """An instruction, where it comes in the text, the body it stands in, and the instructions around it, outermost first.
+    """An instruction, where it comes in the text, the body it stands in and where, and the instructions around it, outermost first.
 
     What is posted in a group stands where the group does, which is its `statement`; that of others is the instruction itself.
     """
@@ -17,6 +17,7 @@ class Place:
     instruction: ir.Instruction
     number: int
     body: ir.Body
+    index: int
     around: tuple[ir.Instruction, ...]
     statement: ir.Instruction
 
@@ -39,25 +40,24 @@ class Uses:
         self._visit(program.body, ())
 
     def _visit(self, body: ir.Body, around: tuple[ir.Instruction, ...]) -> None:
-        for statement in body:
-            posted = statement.body if isinstance(statement, ir.Group) else (statement,)
-            self._place(body, around, statement, posted)
+        for index, statement in enumerate(body):
+            for i in statement.body if isinstance(statement, ir.Group) else (statement,):
+                self._place(Place(i, len(self.places), body, index, around, statement))
 
-    def _place(self, body: ir.Body, around: tuple[ir.Instruction, ...], statement: ir.Instruction, posted: ir.Body) -> None:
-        for i in posted:
-            place = Place(i, len(self.places), body, around, statement)
-            self.places.append(place)
-            if isinstance(i, ir.VIEWS):
-                self.views[i.out] = place
-                self.viewed.setdefault(self.root(i.out), []).append(place)
-            elif isinstance(i, ir.Allocate):
-                self.allocates[i.out] = place
-            elif isinstance(i, ir.Let | ir.For):
-                self.indices[i.out] = place
-            for name in dict.fromkeys(map(self.root, ir.names(i, "read", "write"))):
-                self.touches.setdefault(name, []).append(place)
-            for inner in ir.bodies(i):
-                self._visit(inner, (*around, i))
+    def _place(self, place: Place) -> None:
+        i = place.instruction
+        self.places.append(place)
+        if isinstance(i, ir.VIEWS):
+            self.views[i.out] = place
+            self.viewed.setdefault(self.root(i.out), []).append(place)
+        elif isinstance(i, ir.Allocate):
+            self.allocates[i.out] = place
+        elif isinstance(i, ir.Let | ir.For):
+            self.indices[i.out] = place
+        for name in dict.fromkeys(map(self.root, ir.names(i, "read", "write"))):
+            self.touches.setdefault(name, []).append(place)
+        for inner in ir.bodies(i):
+            self._visit(inner, (*place.around, i))
 
     def source(self, view: str) -> str:
         (source,) = ir.names(self.views[view].instruction, "alias")
