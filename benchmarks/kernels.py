@@ -122,9 +122,12 @@ def _fusion(case: Case, hidden: int, inner: int) -> hw.Fusion:
     dims = {"M": "M", "H": hidden, "F": inner}
     names = "abcdefgh"[: len(case.inputs)]
     specs = {name: hw.bf16[tuple(dims[letter] for letter in shape)] for name, shape in zip(names, case.inputs, strict=True)}
-    scope: dict[str, Any] = {"compute": case.compute, "hw": hw}
-    exec(f"def kernel({', '.join(names)}):\n    return compute(hw, {', '.join(names)})", scope)  # its parameters are the inputs
-    return hw.fusion(**specs)(scope["kernel"])
+
+    @hw.fusion(**specs)
+    def kernel(**arrays: hw.Tensor) -> Any:
+        return case.compute(hw, *arrays.values())
+
+    return kernel
 
 
 def _calls(case: Case, sizes: dict[str, int], program: hw.Program, group: Any) -> dict[str, list[Callable[[], Any]]]:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable
 from random import Random
 from typing import Any
@@ -65,8 +64,6 @@ class Generator:
             made = values[len(tensors) :] or [values[0] + 1]
             return tuple(self.random.sample(made, min(len(made), 2)))
 
-        parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in inputs]
-        random.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return hw.fusion(mesh=self.mesh, **inputs)(random)
 
     def arrays(self, fusion: Fusion, seed: int) -> dict[str, Array]:
