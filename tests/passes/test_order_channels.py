@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 
 from hostweave.analysis.check import check
+from hostweave.analysis.instantiate import instantiate
+from hostweave.analysis.meetings import meetings
+from hostweave.analysis.order import Task, order, run
+from hostweave.analysis.sizes import minimal_sizes
 from hostweave.errors import ProgramError
+from hostweave.host import ir
 from hostweave.host.ir import HostProgram
 from hostweave.host.verify import verify_host
 from hostweave.options import Options
@@ -211,3 +216,167 @@ def test_nested_loops() -> None:
     body = LOOP.replace("  for %i", "  for %j in 0..2 {\n  for %i").replace("\n  join", "\n  }\n  join")
     text = ordered(host(body))
     assert text.index("record turn[0]") < text.index("for %j")
+
+
+# --- one step ahead ---------------------------------------------------------------------------------------------------
+
+STEPS = """\
+  %g = allocate f32[2, 2, N]
+  %h = allocate f32[2, 2, N]
+  fork ring
+  for %i in 0..2 {
+    %p = (rank.dp + %i) % 2
+    stream ring[%i] {
+      %x_i = slice %x[0: %p of 2]
+      %g_i = select %g[0: %p]
+      all_gather %x_i -> %g_i on dp
+      %h_i = select %h[0: %p]
+      launch @neg_h %g_i -> %h_i
+      %y_i = select %y[0: %p]
+      all_reduce sum %h_i -> %y_i on tp
+    }
+  }
+  join ring"""
+STEPS_HEADER = "(%x: f32[4@dp, N]) -> (%y: f32[2, 2, N]) mesh(dp=2, tp=2) streams(ring[2])"
+NEG = "kernel @neg_h(%a: f32[2, N]) {\n  %b: f32[2, N] = neg(%a)\n}\n"
+
+
+def steps(body: str, header: str = STEPS_HEADER) -> HostProgram:
+    return HostProgram.parse(f"{NEG}host @f{header} {{\n{body}\n}}\n")
+
+
+def test_the_first_communication_of_a_step_goes_ahead() -> None:
+    result = order_channels(steps(STEPS), Options())
+    verify_host(result)
+    check(result)
+    assert HostProgram.parse(str(result)) == result
+    assert order_channels(result, Options()) is result
+    assert (
+        str(result).partition("fork ring\n")[2]
+        == """\
+  record turn[0]
+  for %j in 0..3 {
+    if %j < 2 {
+      %p_j = (rank.dp + %j) % 2
+      stream ring[%j] {
+        %x_j = slice %x[0: %p_j of 2]
+        %g_j = select %g[0: %p_j]
+        wait turn[0]
+        all_gather %x_j -> %g_j on dp
+        record turn[0]
+      }
+    }
+    if %j > 0 {
+      %i = %j - 1
+      %p = (rank.dp + %i) % 2
+      stream ring[%i] {
+        %g_i = select %g[0: %p]
+        %h_i = select %h[0: %p]
+        launch @neg_h %g_i -> %h_i
+        %y_i = select %y[0: %p]
+        wait turn[0]
+        all_reduce sum %h_i -> %y_i on tp
+        record turn[0]
+      }
+    }
+  }
+  join ring
+}
+"""
+    )
+
+
+def known_of_step_before(program: HostProgram, first: type[ir.Instruction], last: type[ir.Instruction]) -> tuple[set[bool], set[bool]]:
+    """Whether, when the `first` of a step starts, the `last` of the step before has ended; and whether the launch of it has."""
+    instances = instantiate(program, minimal_sizes(program))
+    found: tuple[set[bool], set[bool]] = (set(), set())
+    done: dict[tuple[int, type[ir.Instruction]], list[Task]] = {}
+    for task, clock in run(order(instances, meetings(instances))):
+        kind, rank = type(task.operation.instruction), task.operation.rank
+        done.setdefault((rank, kind), []).append(task)
+        if kind is first and (number := len(done[rank, kind])) > 1:
+            for before, answers in zip((last, ir.Launch), found, strict=True):
+                tasks = done.get((rank, before), [])
+                answers.add(len(tasks) > number - 2 and clock[tasks[number - 2].lane] >= tasks[number - 2].number)
+    return found
+
+
+def test_what_goes_ahead_waits_for_no_computation() -> None:
+    assert known_of_step_before(order_channels(steps(STEPS), Options()), ir.AllGather, ir.AllReduce) == ({False}, {False})
+
+
+@pytest.mark.parametrize(
+    ("body", "header"),
+    [
+        (STEPS.replace("launch @neg_h", "copy"), STEPS_HEADER),  # nothing is computed between
+        (STEPS.replace("ring[%i]", "ring[%i + 1]"), STEPS_HEADER),
+        (STEPS.replace("      launch", "      record done[%i]\n      wait done[%i]\n      launch"), STEPS_HEADER + " events(done[2])"),
+        (STEPS.replace("0..2", "0..N / 4"), STEPS_HEADER),  # how many steps is not known here
+        (STEPS.replace("      launch", "      %t = allocate f32[2, N]\n      launch").replace("%g_i -> %h_i", "%g_i -> %t"), STEPS_HEADER),
+    ],
+)
+def test_other_steps_stay_as_they_are(body: str, header: str) -> None:
+    text = str(order_channels(steps(body, header), Options()))
+    assert "for %i in" in text
+    assert text.count("wait turn[0]") == 1
+
+
+TWICE = STEPS.replace("all_reduce sum %h_i -> %y_i on tp", "all_reduce sum %h_i -> %y_i on tp\n      all_gather %x_i -> %g_i on dp")
+
+
+def test_a_channel_keeps_its_order() -> None:
+    """Of two collectives of a step on one channel, none goes ahead without the other."""
+    text = str(order_channels(steps(TWICE), Options()))
+    assert "for %i in 0..2" in text
+
+
+PING_PONG = """\
+  on mesh(x=2 of ranks 0, 1) {
+    %g = allocate f32[4, N]
+    %h = allocate f32[4, N]
+    %s = allocate f32[4, N]
+  }
+  on mesh(x=2 of ranks 2, 3) {
+    %back = allocate f32[4, N]
+  }
+  fork ring
+  for %i in 0..2 {
+    stream ring[%i] {
+      on mesh(x=2 of ranks 0, 1) {
+        %g_i = slice %g[0: %i of 2]
+        recv %g_i from rank + 2 on *
+        %h_i = slice %h[0: %i of 2]
+        launch @neg_h %g_i -> %h_i
+        %s_i = slice %s[0: %i of 2]
+        all_reduce sum %h_i -> %s_i on x
+        send %s_i to rank + 2 on *
+      }
+      on mesh(x=2 of ranks 2, 3) {
+        %v_i = slice %v[0: %i of 2]
+        %back_i = slice %back[0: %i of 2]
+        send %v_i to rank - 2 on *
+        recv %back_i from rank - 2 on *
+        %y_i = slice %y[0: %i of 2]
+        all_reduce sum %back_i -> %y_i on x
+      }
+    }
+  }
+  join ring"""
+PING_PONG_HEADER = "(%v: f32[4, N] on mesh(x=2 of ranks 2, 3)) -> (%y: f32[4, N] on mesh(x=2 of ranks 2, 3)) mesh(x=4) streams(ring[2])"
+
+
+def test_ranks_that_would_wait_for_one_another_keep_the_order_of_steps() -> None:
+    """What goes back depends on what came: its recv of the next step would wait for a send that stands after the recv of this one."""
+    result = order_channels(steps(PING_PONG, PING_PONG_HEADER), Options())
+    assert "for %i in 0..2" in str(result)
+    assert known_of_step_before(result, ir.Recv, ir.AllReduce)[0] == {True}
+    check(result)
+
+
+def test_recvs_of_a_pipeline_go_ahead() -> None:
+    there = PING_PONG.replace("        send %s_i to rank + 2 on *\n", "").replace("        recv %back_i from rank - 2 on *\n", "")
+    there = there.replace("sum %back_i", "sum %v_i")
+    result = order_channels(steps(there, PING_PONG_HEADER), Options())
+    check(result)
+    assert known_of_step_before(result, ir.Recv, ir.AllReduce) == ({False}, {False})
+    assert "if %j > 0" in str(result)

@@ -56,11 +56,39 @@ def test_rows_that_a_stage_cannot_share() -> None:
 def test_every_join_and_fork_is_needed() -> None:
     host = lowered(fusion_of("two_stages_streamed", 4, 3, hw.bf16))
     dropped = [i for i in ir.walk(host.body) if isinstance(i, ir.Fork | ir.Join | ir.Wait)]
-    assert len(dropped) == 4
+    assert len(dropped) == 5
     for instruction in dropped:
         body = ir.rewrite(host.body, lambda i, dropped=instruction: () if i is dropped else None)
         with pytest.raises(ProgramError, match="nothing orders"):
             check(replace(host, body=body))
+
+
+def test_stages_in_the_middle_receive_one_step_ahead() -> None:
+    mesh, steps = hw.Mesh(x=6), 4
+    stages = [mesh.ranks([2 * i, 2 * i + 1]) for i in range(3)]
+    weights = {
+        f"{name}{i}": type.on(on)
+        for i, on in enumerate(stages)
+        for name, type in (("up", hw.f32["K", "N@x"]), ("down", hw.f32["N@x", "K"]))
+    }
+
+    @hw.fusion(mesh=mesh, x=hw.f32["M", "K"].on(stages[0]), **weights)
+    def three_stages(x, **weights):
+        for i, on in enumerate(stages):
+            if i:
+                x = hw.reshard(x, "M", "K", mesh=on).named(f"arrived{i}").stream("M", chunks=steps)
+            h = hw.relu(hw.matmul(x, weights[f"up{i}"]).stream("M", chunks=steps)).stream("M", chunks=steps)
+            x = hw.reshard(hw.matmul(h, weights[f"down{i}"]), "M", "K").named(f"layer{i}").stream("M", chunks=steps)
+        return x
+
+    program = hw.compile(three_stages)
+    ahead, _, then = str(program.host_ir).partition("if %j > 0 {")
+    assert (ahead.count("recv"), then.count("recv"), then.count("send")) == (2, 0, 2)
+    calls = [integer_arrays(three_stages, {"M": 8, "K": 3, "N": 4}, seed) for seed in range(3)]
+    for seed in range(4):
+        with seeded(seed):
+            for arrays, results in zip(calls, program.run_in_flight(calls, poison=True), strict=True):
+                expect(three_stages, arrays, results, exact=True)
 
 
 def test_layers_of_a_stage_are_calls_of_a_block() -> None:

@@ -129,7 +129,7 @@ class _Inlining:
         freed = {i.src for i in ir.walk(block.body) if isinstance(i, ir.Deallocate)}
         left = [i for i in block.body if isinstance(i, ir.Allocate) and i.out not in freed]
         ends = (ir.Deallocate(i.out, location=i.location) for i in left)
-        return self.body(_renamed((*block.body, *ends), names))
+        return self.body(renamed((*block.body, *ends), names))
 
     def fresh(self, wanted: str) -> str:
         name = free_name(wanted, self.taken)
@@ -137,26 +137,26 @@ class _Inlining:
         return name
 
 
-def _renamed(body: ir.Body, names: Mapping[str, str]) -> ir.Body:
-    """A body under other names of buffers and indices."""
+def renamed(body: ir.Body, names: Mapping[str, str]) -> ir.Body:
+    """A body under other names of buffers and indices, as far as `names` has one."""
     return tuple(replace(i, **{f.name: _field(i, f.name, names) for f in fields(i)}) for i in body)
 
 
 def _field(i: ir.Instruction, name: str, names: Mapping[str, str]) -> Any:
     value = getattr(i, name)
     if name in ("body", "orelse"):
-        return _renamed(value, names)
+        return renamed(value, names)
     if isinstance(value, Expr):
         return _expr(value, names)
     if name not in ir.roles(type(i)):
         return value
-    return tuple(names[each] for each in value) if isinstance(value, tuple) else names[value]
+    return tuple(names.get(each, each) for each in value) if isinstance(value, tuple) else names.get(value, value)
 
 
 def _expr(expr: Expr, names: Mapping[str, str]) -> Expr:
     match expr:
         case Var(name):
-            return Var(names[name])
+            return Var(names.get(name, name))
         case Binary(op, left, right):
             return Binary(op, _expr(left, names), _expr(right, names))
     return expr

@@ -1,10 +1,10 @@
-"""Host to host: communications of different channels run one after the other on a rank, in program order, which is the same on every rank.
+"""Host to host: communications of different channels run one after the other on a rank, in one order on all ranks.
 
     for %i in 0..4 {
       stream ring[%i] {
-        all_gather %x_i -> %xg_i on dp
-        matmul %xg_i, %w -> %h_i
-        all_reduce sum %h_i -> %y_i on tp
+        matmul %x_i, %w -> %h_i
+        all_reduce sum %h_i -> %hs_i on tp
+        all_gather %hs_i -> %y_i on dp
       }
     }
 
@@ -13,31 +13,37 @@ becomes
     record turn[0]
     for %i in 0..4 {
       stream ring[%i] {
+        matmul %x_i, %w -> %h_i
         wait turn[0]
-        all_gather %x_i -> %xg_i on dp
-        matmul %xg_i, %w -> %h_i
-        all_reduce sum %h_i -> %y_i on tp
+        all_reduce sum %h_i -> %hs_i on tp
+        all_gather %hs_i -> %y_i on dp
         record turn[0]
       }
     }
 
-A wait binds to the record that was made last, so that one event passes the turn on from stream to stream. Only what streams and
-events do not order already takes part in it.
+A wait binds to the record that was made last, so that one event passes the turn on from stream to stream, in the order in which the
+host issues them. Only what streams and events do not order already takes part in it. Where a step computes between two
+communications, the first one of the next step is issued before that (one_step_ahead), if the ranks can go on in that order too.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 
 from hostweave.analysis.channels import unordered
 from hostweave.analysis.instantiate import instantiate
+from hostweave.analysis.meetings import meetings
+from hostweave.analysis.order import order, run
 from hostweave.analysis.sizes import sizes_to_check
+from hostweave.errors import ProgramError
 from hostweave.fusion.types import Mesh
 from hostweave.host import ir
 from hostweave.host.expr import Const
 from hostweave.naming import free_name
 from hostweave.options import Options
+from hostweave.passes.one_step_ahead import one_step_ahead
 
 
 def order_channels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
@@ -45,11 +51,33 @@ def order_channels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     in_turn = _unordered(program)
     if not in_turn:
         return program
+    ahead = one_step_ahead(program, lambda i: _concerns(i, in_turn))
+    if ahead is not None and _goes_on(overlapped := _in_turn(ahead, _unordered(ahead))):
+        return overlapped
+    return _in_turn(program, in_turn)
+
+
+def _in_turn(program: ir.HostProgram, in_turn: set[int]) -> ir.HostProgram:
     turns = _Turns(in_turn, _free_event(program))
     body = turns.across_streams(program.body)
     first = next(place for place, instruction in enumerate(body) if instruction is not program.body[place])
     body = (*body[:first], ir.Record(turns.event, Const(0)), *body[first:])  # for the first wait
     return replace(program, events=(*program.events, ir.Events(turns.event, 1)), body=body)
+
+
+def _goes_on(program: ir.HostProgram) -> bool:
+    """Whether no ranks wait for one another, each for what another one has not been given its turn for."""
+    try:
+        for sizes in sizes_to_check(program):
+            instances = instantiate(program, sizes)
+            deque(run(order(instances, meetings(instances))), maxlen=0)
+    except ProgramError:
+        return False
+    return True
+
+
+def _concerns(instruction: ir.Instruction, in_turn: set[int]) -> bool:
+    return any(id(inner) in in_turn for inner in ir.walk((instruction,)))
 
 
 def _unordered(program: ir.HostProgram) -> set[int]:
@@ -121,4 +149,4 @@ class _Turns:
         return (*body[:first], wait, *body[first : last + 1], record, *body[last + 1 :])
 
     def concerns(self, instruction: ir.Instruction) -> bool:
-        return any(id(inner) in self.in_turn for inner in ir.walk((instruction,)))
+        return _concerns(instruction, self.in_turn)

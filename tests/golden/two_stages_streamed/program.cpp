@@ -18,35 +18,47 @@
 //   }
 //   fork ring
 //   record turn[0]
-//   for %i in 0..4 {
-//     stream ring[%i] {
-//       on mesh(x=2 of ranks 0, 1) {
-//         %x_i = slice %x[0: %i of 4]
-//         %product_i = slice %product[0: %i of 4]
-//         matmul %x_i, %up1 -> %product_i
-//         %h_i = slice %h[0: %i of 4]
-//         launch @relu_h %product_i -> %h_i
-//         %product_2_i = slice %product_2[0: %i of 4]
-//         matmul %h_i, %down1 -> %product_2_i
-//         %layer_i = slice %layer[0: %i of 4]
-//         wait turn[0]
-//         all_reduce sum %product_2_i -> %layer_i on x
-//         send %layer_i to rank + 2 on *
-//         record turn[0]
+//   for %j in 0..5 {
+//     if %j < 4 {
+//       stream ring[%j] {
+//         on mesh(x=2 of ranks 2, 3) {
+//           %arrived_j = slice %arrived[0: %j of 4]
+//           wait turn[0]
+//           recv %arrived_j from rank - 2 on *
+//           record turn[0]
+//         }
 //       }
-//       on mesh(x=2 of ranks 2, 3) {
-//         %arrived_i = slice %arrived[0: %i of 4]
-//         wait turn[0]
-//         recv %arrived_i from rank - 2 on *
-//         %product_3_i = slice %product_3[0: %i of 4]
-//         matmul %arrived_i, %up2 -> %product_3_i
-//         %g_i = slice %g[0: %i of 4]
-//         launch @relu_h %product_3_i -> %g_i
-//         %product_4_i = slice %product_4[0: %i of 4]
-//         matmul %g_i, %down2 -> %product_4_i
-//         %y_i = slice %y[0: %i of 4]
-//         all_reduce sum %product_4_i -> %y_i on x
-//         record turn[0]
+//     }
+//     if %j > 0 {
+//       %i = %j - 1
+//       stream ring[%i] {
+//         on mesh(x=2 of ranks 0, 1) {
+//           %x_i = slice %x[0: %i of 4]
+//           %product_i = slice %product[0: %i of 4]
+//           matmul %x_i, %up1 -> %product_i
+//           %h_i = slice %h[0: %i of 4]
+//           launch @relu_h %product_i -> %h_i
+//           %product_2_i = slice %product_2[0: %i of 4]
+//           matmul %h_i, %down1 -> %product_2_i
+//           %layer_i = slice %layer[0: %i of 4]
+//           wait turn[0]
+//           all_reduce sum %product_2_i -> %layer_i on x
+//           send %layer_i to rank + 2 on *
+//           record turn[0]
+//         }
+//         on mesh(x=2 of ranks 2, 3) {
+//           %arrived_i = slice %arrived[0: %i of 4]
+//           %product_3_i = slice %product_3[0: %i of 4]
+//           matmul %arrived_i, %up2 -> %product_3_i
+//           %g_i = slice %g[0: %i of 4]
+//           launch @relu_h %product_3_i -> %g_i
+//           %product_4_i = slice %product_4[0: %i of 4]
+//           matmul %g_i, %down2 -> %product_4_i
+//           %y_i = slice %y[0: %i of 4]
+//           wait turn[0]
+//           all_reduce sum %product_4_i -> %y_i on x
+//           record turn[0]
+//         }
 //       }
 //     }
 //   }
@@ -63,8 +75,8 @@ Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
       on_ranks_0_1_(rank.index() < 2),
       on_ranks_2_3_(rank.index() >= 2),
-      team_x_of_ranks_0_1_(on_ranks_0_1_ ? rank.channel("mesh(x=2 of ranks 0, 1)", "x", 2) : hw::kNoChannel),
       team_x_(rank.channel(kMesh, "x", 4)),
+      team_x_of_ranks_0_1_(on_ranks_0_1_ ? rank.channel("mesh(x=2 of ranks 0, 1)", "x", 2) : hw::kNoChannel),
       team_x_of_ranks_2_3_(on_ranks_2_3_ ? rank.channel("mesh(x=2 of ranks 2, 3)", "x", 2) : hw::kNoChannel),
       ring_(rank, "ring", 4),
       turn_(1),
@@ -135,37 +147,48 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   HW_CHECK(arena_.begin_call(caller));
   HW_CHECK(ring_.fork(caller));
   HW_CHECK(cudaEventRecord(turn_[0], caller));
-  for (int64_t i = 0; i < 4; ++i) {
-    const hw::Stream stream = ring_[i];
-    if (on_ranks_0_1_) {
-      const auto* x_i = x + i * (M / 4 * K);
-      auto* product_i = product_ + i * (M / 4 * (N / 2));
-      HW_CHECK(plan_product_.cublasLtMatmul(x_i, up1, product_i, stream));
-      auto* h_i = h_ + i * (M / 4 * (N / 2));
-      HW_CHECK(hw::launch(relu_h, hw::grid_for(M / 4 * (N / 2)), hw::kBlock, stream, hw::reads(product_i, M / 4 * (N / 2)),
-                          hw::writes(h_i, M / 4 * (N / 2)), M, N));
-      auto* product_2_i = product_2_ + i * (M / 4 * K);
-      HW_CHECK(plan_product_2_.cublasLtMatmul(h_i, down1, product_2_i, stream));
-      auto* layer_i = layer_ + i * (M / 4 * K);
-      HW_CHECK(cudaStreamWaitEvent(stream, turn_[0], 0));
-      HW_CHECK(ncclAllReduce(product_2_i, layer_i, M / 4 * K, ncclBfloat16, ncclSum, team_x_of_ranks_0_1_.comm(), stream));
-      HW_CHECK(ncclSend(layer_i, M / 4 * K, ncclBfloat16, rank + 2, team_x_.comm(), stream));
-      HW_CHECK(cudaEventRecord(turn_[0], stream));
+  for (int64_t j = 0; j < 5; ++j) {
+    if (j < 4) {
+      const hw::Stream stream = ring_[j];
+      if (on_ranks_2_3_) {
+        auto* arrived_j = arrived_ + j * (M / 4 * K);
+        HW_CHECK(cudaStreamWaitEvent(stream, turn_[0], 0));
+        HW_CHECK(ncclRecv(arrived_j, M / 4 * K, ncclBfloat16, rank - 2, team_x_.comm(), stream));
+        HW_CHECK(cudaEventRecord(turn_[0], stream));
+      }
     }
-    if (on_ranks_2_3_) {
-      auto* arrived_i = arrived_ + i * (M / 4 * K);
-      HW_CHECK(cudaStreamWaitEvent(stream, turn_[0], 0));
-      HW_CHECK(ncclRecv(arrived_i, M / 4 * K, ncclBfloat16, rank - 2, team_x_.comm(), stream));
-      auto* product_3_i = product_3_ + i * (M / 4 * (N / 2));
-      HW_CHECK(plan_product_.cublasLtMatmul(arrived_i, up2, product_3_i, stream));
-      auto* g_i = g_ + i * (M / 4 * (N / 2));
-      HW_CHECK(hw::launch(relu_h, hw::grid_for(M / 4 * (N / 2)), hw::kBlock, stream, hw::reads(product_3_i, M / 4 * (N / 2)),
-                          hw::writes(g_i, M / 4 * (N / 2)), M, N));
-      auto* product_4_i = product_4_ + i * (M / 4 * K);
-      HW_CHECK(plan_product_2_.cublasLtMatmul(g_i, down2, product_4_i, stream));
-      auto* y_i = y + i * (M / 4 * K);
-      HW_CHECK(ncclAllReduce(product_4_i, y_i, M / 4 * K, ncclBfloat16, ncclSum, team_x_of_ranks_2_3_.comm(), stream));
-      HW_CHECK(cudaEventRecord(turn_[0], stream));
+    if (j > 0) {
+      const int64_t i = j - 1;
+      const hw::Stream stream = ring_[i];
+      if (on_ranks_0_1_) {
+        const auto* x_i = x + i * (M / 4 * K);
+        auto* product_i = product_ + i * (M / 4 * (N / 2));
+        HW_CHECK(plan_product_.cublasLtMatmul(x_i, up1, product_i, stream));
+        auto* h_i = h_ + i * (M / 4 * (N / 2));
+        HW_CHECK(hw::launch(relu_h, hw::grid_for(M / 4 * (N / 2)), hw::kBlock, stream, hw::reads(product_i, M / 4 * (N / 2)),
+                            hw::writes(h_i, M / 4 * (N / 2)), M, N));
+        auto* product_2_i = product_2_ + i * (M / 4 * K);
+        HW_CHECK(plan_product_2_.cublasLtMatmul(h_i, down1, product_2_i, stream));
+        auto* layer_i = layer_ + i * (M / 4 * K);
+        HW_CHECK(cudaStreamWaitEvent(stream, turn_[0], 0));
+        HW_CHECK(ncclAllReduce(product_2_i, layer_i, M / 4 * K, ncclBfloat16, ncclSum, team_x_of_ranks_0_1_.comm(), stream));
+        HW_CHECK(ncclSend(layer_i, M / 4 * K, ncclBfloat16, rank + 2, team_x_.comm(), stream));
+        HW_CHECK(cudaEventRecord(turn_[0], stream));
+      }
+      if (on_ranks_2_3_) {
+        auto* arrived_i = arrived_ + i * (M / 4 * K);
+        auto* product_3_i = product_3_ + i * (M / 4 * (N / 2));
+        HW_CHECK(plan_product_.cublasLtMatmul(arrived_i, up2, product_3_i, stream));
+        auto* g_i = g_ + i * (M / 4 * (N / 2));
+        HW_CHECK(hw::launch(relu_h, hw::grid_for(M / 4 * (N / 2)), hw::kBlock, stream, hw::reads(product_3_i, M / 4 * (N / 2)),
+                            hw::writes(g_i, M / 4 * (N / 2)), M, N));
+        auto* product_4_i = product_4_ + i * (M / 4 * K);
+        HW_CHECK(plan_product_2_.cublasLtMatmul(g_i, down2, product_4_i, stream));
+        auto* y_i = y + i * (M / 4 * K);
+        HW_CHECK(cudaStreamWaitEvent(stream, turn_[0], 0));
+        HW_CHECK(ncclAllReduce(product_4_i, y_i, M / 4 * K, ncclBfloat16, ncclSum, team_x_of_ranks_2_3_.comm(), stream));
+        HW_CHECK(cudaEventRecord(turn_[0], stream));
+      }
     }
   }
   HW_CHECK(ring_.join(caller));

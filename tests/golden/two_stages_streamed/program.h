@@ -64,8 +64,8 @@ class Program {
   hw::Rank& rank_;
   const bool on_ranks_0_1_;                 // whether this rank is in mesh(x=2 of ranks 0, 1)
   const bool on_ranks_2_3_;                 // whether this rank is in mesh(x=2 of ranks 2, 3)
-  const hw::Channel& team_x_of_ranks_0_1_;  // the 2 ranks along x of mesh(x=2 of ranks 0, 1)
   const hw::Channel& team_x_;               // the 4 ranks along x
+  const hw::Channel& team_x_of_ranks_0_1_;  // the 2 ranks along x of mesh(x=2 of ranks 0, 1)
   const hw::Channel& team_x_of_ranks_2_3_;  // the 2 ranks along x of mesh(x=2 of ranks 2, 3)
   hw::Streams ring_;                        // ring[4]
   hw::Events turn_;                         // turn[1]

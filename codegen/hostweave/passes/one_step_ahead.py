@@ -1,0 +1,155 @@
+"""Loops in whose steps the communications of two channels stand apart: the first one of a step goes before the others of the step before.
+
+    for %i in 0..4 {                                  for %j in 0..5 {
+      stream ring[%i] {                                 if %j < 4 {
+        all_gather %x_i -> %xg_i on dp                    stream ring[%j] { all_gather %x_j -> %xg_j on dp }
+        matmul %xg_i, %w -> %h_i                        }
+        all_reduce sum %h_i -> %y_i on tp    becomes    if %j > 0 {
+      }                                                   %i = %j - 1
+    }                                                     stream ring[%i] {
+                                                            matmul %xg_i, %w -> %h_i
+                                                            all_reduce sum %h_i -> %y_i on tp
+                                                          }
+                                                        }
+                                                      }
+
+Where channels take turns in the order in which they are issued, the all_gather of a step then runs while the step before is computed.
+Each stream does what it did, in the same order, and what is sent on a channel meets what it met: only what is issued between is another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+
+from hostweave.fusion.types import Mesh
+from hostweave.host import ir
+from hostweave.host.blocks import renamed
+from hostweave.host.expr import Expr, Var, binary, leaves
+from hostweave.naming import free_name
+
+NAMES = (ir.Let, *ir.VIEWS)  # which a body can say again
+COMPUTES = (ir.Matmul, ir.MatmulAccumulate, ir.Launch)
+ORDERS = (ir.Record, ir.Wait, ir.Fork, ir.Join, ir.Call)  # of these the other order may be the wrong one
+
+
+def one_step_ahead(program: ir.HostProgram, in_turn: Callable[[ir.Instruction], bool]) -> ir.HostProgram | None:
+    """The program with such loops changed, None where there is none; `in_turn` says what holds communications that take turns."""
+    ahead = _Ahead(program, in_turn)
+    body = ir.rewrite(program.body, lambda i: ahead.loop(i) if isinstance(i, ir.For) else None)
+    return replace(program, body=body) if ahead.changed else None
+
+
+@dataclass(frozen=True)
+class _Halves:
+    first: ir.Body
+    then: ir.Body
+
+
+class _Ahead:
+    def __init__(self, program: ir.HostProgram, in_turn: Callable[[ir.Instruction], bool]):
+        self.program, self.in_turn = program, in_turn
+        self.pools = {pool.name: pool.count for pool in program.streams}
+        self.taken = {parameter.name for parameter in (*program.inputs, *program.outputs)}
+        self.taken.update(name for i in ir.walk(program.body) for name in ir.names(i, "define", "index"))
+        self.changed = False
+
+    def loop(self, loop: ir.For) -> ir.For | None:
+        *before, block = loop.body
+        if not isinstance(block, ir.OnStream) or not all(isinstance(i, NAMES) for i in before):
+            return None
+        if not loop.count.is_int or int(loop.count) < 2 or block.index != Var(loop.out) or self.pools[block.stream] < 2:
+            return None  # neighbouring steps are on two streams
+        if any(isinstance(i, ORDERS) for i in ir.walk(loop.body)) or (halves := self.halves(block.body)) is None:
+            return None
+        self.changed = True
+        index, count = self.index(loop.out), int(loop.count)
+        first = (*before, ir.OnStream(block.stream, block.index, halves.first, location=block.location))
+        then = (ir.Let(loop.out, Var(index) - 1), *before, replace(block, body=halves.then))
+        steps = (
+            ir.If(Var(index).less(count), self.said_again(_needed(first), loop.out, index), location=loop.location),
+            ir.If(binary(">", Var(index), 0), _needed(then), location=loop.location),
+        )
+        return replace(loop, out=index, count=loop.count + 1, body=steps)
+
+    # --- where a step is cut ---
+
+    def halves(self, body: ir.Body) -> _Halves | None:
+        """Of what is in a stream block. What each mesh does in it is cut by itself."""
+        ranks = [rank for i in body if isinstance(i, ir.OnMesh) for rank in i.mesh.all_ranks]
+        if not all(isinstance(i, (ir.OnMesh, *NAMES)) for i in body) or len(set(ranks)) < len(ranks):
+            return self.cut(body, self.program.mesh)
+        first: list[ir.Instruction] = []
+        then: list[ir.Instruction] = []
+        for i in body:
+            if not isinstance(i, ir.OnMesh):
+                first.append(i)
+                then.append(i)
+            elif (halves := self.cut(i.body, i.mesh)) is None:
+                then.append(i)
+            else:
+                first.append(replace(i, body=halves.first))
+                then.append(replace(i, body=halves.then))
+        return _Halves(tuple(first), tuple(then)) if any(isinstance(i, ir.OnMesh) for i in first) else None
+
+    def cut(self, body: ir.Body, mesh: Mesh) -> _Halves | None:
+        """After the first communications, if something is computed before the next. None also where the order of a channel would change."""
+        places = [place for place, i in enumerate(body) if self.in_turn(i)]
+        last = next((a for a, b in pairwise(places) if any(isinstance(i, COMPUTES) for i in ir.walk(body[a:b]))), None)
+        if last is None or any(isinstance(i, ir.Allocate | ir.Deallocate) for i in body):
+            return None
+        first, then = body[: last + 1], body[last + 1 :]
+        if set(_posted(first, mesh)) & set(_posted(then, mesh)):
+            return None
+        return _Halves(first, (*(i for i in first if isinstance(i, NAMES)), *then))
+
+    # --- names ---
+
+    def index(self, beside: str) -> str:
+        letters = [letter for letter in "ijkl" if letter not in self.taken]
+        return self.fresh(letters[0] if letters else beside)
+
+    def said_again(self, body: ir.Body, old: str, new: str) -> ir.Body:
+        """The same for another index, under names of its own."""
+        names = {old: new}
+        for i in ir.walk(body):
+            for name in ir.names(i, "define", "index"):
+                names[name] = self.fresh(f"{name.removesuffix(f'_{old}')}_{new}")
+        return renamed(body, names)
+
+    def fresh(self, wanted: str) -> str:
+        name = free_name(wanted, self.taken)
+        self.taken.add(name)
+        return name
+
+
+def _posted(body: ir.Body, mesh: Mesh) -> Iterator[tuple[Mesh | None, ir.Team, str]]:
+    """What meets in the order in which it is posted: the sends, the recvs and the collectives of each channel."""
+    for i in body:
+        if isinstance(i, ir.COMMUNICATIONS):
+            kind = "send" if isinstance(i, ir.Send | ir.SendBlocks) else "recv" if isinstance(i, ir.Recv | ir.RecvBlocks) else "collective"
+            yield None if i.team == ir.EVERYONE else mesh, i.team, kind
+        for inner in ir.bodies(i):
+            yield from _posted(inner, i.mesh if isinstance(i, ir.OnMesh) else mesh)
+
+
+def _needed(body: ir.Body) -> ir.Body:
+    """Without names that nothing uses, and bodies that are left without anything."""
+    while True:
+        used = set(_used(body))
+
+        def is_unused(i: ir.Instruction, used: set[str] = used) -> bool:
+            return isinstance(i, NAMES) and i.out not in used
+
+        if not any(map(is_unused, ir.walk(body))):
+            return body
+        body = ir.rewrite(body, lambda i: () if is_unused(i) else None)
+
+
+def _used(body: Iterable[ir.Instruction]) -> Iterator[str]:
+    for i in ir.walk(tuple(body)):
+        yield from ir.names(i, "read", "write", "alias")
+        for f in fields(i):
+            if isinstance(value := getattr(i, f.name), Expr):
+                yield from (leaf.name for leaf in leaves(value) if isinstance(leaf, Var))
