@@ -13,7 +13,7 @@ from hostweave.fusion.types import BufferType, Mesh
 from hostweave.host import ir
 from hostweave.host.builder import Builder
 from hostweave.host.expr import Const, Expr, Rank, Var
-from hostweave.passes.steps import Steps, expr_of, team_coordinate, team_size
+from hostweave.passes.lowering.steps import Steps, expr_of, team_coordinate, team_size
 
 
 @dataclass(frozen=True)

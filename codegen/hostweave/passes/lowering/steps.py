@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from hostweave.fusion.extent import Extent, is_sum, terms_of
-from hostweave.fusion.ir import Value
+from hostweave.fusion.ir import Op, Value
 from hostweave.fusion.types import Mesh
 from hostweave.host.builder import Builder
 from hostweave.host.expr import Const, Coordinate, Expr, Size, Var
@@ -131,3 +131,17 @@ def chunk_shape(steps: Steps, mesh: Mesh, value: Value, dim: int) -> tuple[Exten
     piece = extent.divided_by(steps.pieces_of(value, dim))
     assert piece is not None
     return (*shape[:dim], *shards, *(() if steps.drops_dim else (piece,)), *shape[dim + 1 :])
+
+
+def keeps_dim(op: Op) -> bool:
+    """A matmul needs its last two dims, so a step that takes one index of them keeps a dim of 1."""
+    stream = op.result.stream
+    return op.kind == "matmul" and stream is not None and stream.dim >= len(op.result.type.dims) - 2
+
+
+def dim_of_chunk(dim: int, op: Op, source: Value, steps: Steps | None) -> int:
+    """Where a dim of an op, whose first operand is `source`, stands in the chunks of one iteration."""
+    stream = op.result.stream
+    if steps is None or stream is None or dim <= stream.dim:
+        return dim
+    return dim + (steps.splits(op.result, stream.dim) or steps.splits(source, stream.dim)) - steps.drops_dim

@@ -1,0 +1,83 @@
+"""What lower_to_host decides before it writes anything: which ops share a loop, and where results lie."""
+
+from __future__ import annotations
+
+import pytest
+
+from hostweave.fusion.ir import Fusion
+from hostweave.options import Options
+from hostweave.passes.lower_to_host import lower_to_host
+from hostweave.passes.lowering.dataflow import Dataflow
+from hostweave.passes.lowering.loops import iterations, loops_of, shards
+from hostweave.passes.lowering.placement import placement_of
+from hostweave.pipeline import PASSES
+
+
+def flow(inputs: str, ops: str, returned: str = "%y", mesh: str = "x=4") -> Dataflow:
+    """A fusion as the passes before lower_to_host leave it."""
+    body = "".join(f"  {line.strip()}\n" for line in ops.strip().splitlines())
+    fusion = Fusion.parse(f"fusion @f({inputs}) mesh({mesh}) {{\n{body}  return {returned}\n}}\n")
+    for apply in PASSES[: PASSES.index(lower_to_host)]:
+        fusion = apply(fusion, Options())
+    return Dataflow(fusion)
+
+
+LOOPS = {
+    "neighbours that take the same steps share a loop": (
+        "%h: f32[M, N] stream(M, 4) = neg(%x)\n%y: f32[M, N] stream(M, 4) = exp(%h)",
+        [["h", "y"]],
+    ),
+    "other steps are another loop": (
+        "%h: f32[M, N] stream(M, 4) = neg(%x)\n%y: f32[M, N] stream(M, 8) = exp(%h)",
+        [["h"], ["y"]],
+    ),
+    "what reads more than the chunk of its step comes after all steps": (
+        "%h: f32[M, N] stream(M, 4) = neg(%x)\n%y: f32[N, M] stream(N, 4) = transpose(%h, axes=(1, 0))",
+        [["h"], ["y"]],
+    ),
+    "a view from before goes before the loop that it would cut": (
+        "%h: f32[M, N] stream(M, 4) = neg(%x)\n%v: f32[N, M] = transpose(%x, axes=(1, 0))\n%y: f32[M, M] stream(0, 4) = matmul(%h, %v)",
+        [["v"], ["h", "y"]],
+    ),
+    "a view of what the loop makes comes after it": (
+        "%h: f32[M, N] stream(M, 4) = neg(%x)\n%v: f32[N, M] = transpose(%h, axes=(1, 0))\n%y: f32[N, M] stream(M, 4) = exp(%v)",
+        [["h"], ["v"], ["y"]],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LOOPS)
+def test_loops(case: str) -> None:
+    ops, loops = LOOPS[case]
+    assert [[op.result.name for op in loop.ops] for loop in loops_of(flow("%x: f32[M, N]", ops))] == loops
+
+
+def test_a_gather_joins_the_loop_of_what_reads_it() -> None:
+    gather = flow("%x: f32[M@x, K], %w: f32[K, N]", "%y: f32[M, N] stated stream(M, 8) = matmul(%x, %w)")
+    (loop,) = loops_of(gather)
+    assert loop.by_block
+    assert loop.communication is loop.ops[0]
+    assert shards(gather, loop.ops) == 4
+    count, drops_dim = iterations(gather, loop.ops[0])
+    assert (str(count), drops_dim) == ("8", False)
+
+
+def test_operands_are_made_in_the_result() -> None:
+    joined = flow("%x: f32[M, N]", "%a: f32[M, N] = neg(%x)\n%b: f32[M, N] = exp(%x)\n%y: f32[2*M, N] = concat(%a, %b, axis=0)")
+    placement = placement_of(joined, loops_of(joined))
+    assert {name: (op.result.name, number) for name, (op, number) in placement.parts.items()} == {"a": ("y", 0), "b": ("y", 1)}
+
+
+def test_an_operand_with_another_use_has_its_own_memory() -> None:
+    joined = flow("%x: f32[M, N]", "%a: f32[M, N] = neg(%x)\n%b: f32[M, N] = exp(%a)\n%y: f32[2*M, N] = concat(%a, %b, axis=0)")
+    assert list(placement_of(joined, loops_of(joined)).parts) == ["b"]
+
+
+def test_what_a_view_returns_is_written_through_it() -> None:
+    turned = flow("%x: f32[M, N]", "%h: f32[M, N] = neg(%x)\n%y: f32[N, M] = transpose(%h, axes=(1, 0))")
+    assert {name: op.result.name for name, op in placement_of(turned, loops_of(turned)).seen_through.items()} == {"h": "y"}
+
+
+def test_what_ends_in_its_loop_lies_as_the_loop_likes() -> None:
+    streamed = flow("%x: f32[M, N]", "%h: f32[M, N] stream(M, 4) = neg(%x)\n%y: f32[M, N] stream(M, 4) = exp(%h)")
+    assert placement_of(streamed, loops_of(streamed)).within_loops == {"h"}
