@@ -150,3 +150,28 @@ def test_rows() -> None:
         ("%c", 8192, (0,), (17, 17), ("caller",)),
     ]
     assert (plan.peak, plan.bound) == (8192, 8192)
+
+
+def test_rows_of_one_name() -> None:
+    """Bodies side by side may use one name for two buffers, and need not use what they allocate."""
+    program = HostProgram.parse("""\
+host @f(%x: f32[M, 8]) -> (%y: f32[M, 8], %z: f32[M, 8]) mesh(x=1) streams(a[1], b[1]) {
+  fork a
+  fork b
+  stream a[0] {
+    %t = allocate f32[M, 8]
+    copy %x -> %t
+    copy %t -> %y
+  }
+  stream b[0] {
+    %t = allocate f32[M, 8]
+    %u = allocate f32[M, 8]
+    copy %x -> %t
+    copy %t -> %z
+  }
+  join a
+  join b
+}
+""")
+    rows = [(row.name, row.lines, row.streams) for row in memory_plan(program, {"M": 4}).rows]
+    assert rows == [("%t", (6, 7), ("a",)), ("%t", (12, 13), ("b",)), ("%u", (11, 11), ("b",))]

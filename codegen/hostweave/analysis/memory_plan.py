@@ -14,7 +14,7 @@ from hostweave.fusion.types import RankSizes, Sizes
 from hostweave.host import ir
 from hostweave.host.blocks import bodies
 from hostweave.host.lifetimes import Begin, Branch, Called, End, Joined, OnRanks, Steps, begins, lifetimes
-from hostweave.passes.uses import Place, Uses
+from hostweave.host.uses import Place, Uses
 
 ALIGNMENT = 256  # bytes, of every buffer
 WORKSPACE = 32 << 20  # bytes, of the matmuls on the caller's stream
@@ -183,10 +183,8 @@ def _library() -> ctypes.CDLL:
 
 
 def _row(begin: Begin, of: str, bytes: int, offsets: tuple[int, ...], uses: Uses, lines: Mapping[int, int]) -> Row:
-    name = begin.allocate.out
-    touches = uses.touches[name]
-    streams = tuple(dict.fromkeys(map(_stream, touches)))
-    return Row(f"%{name}{of}", str(begin.allocate.type), bytes, offsets, _lines(touches, lines), streams)
+    allocate, life = begin.allocate, uses.life(begin.allocate)
+    return Row(f"%{allocate.out}{of}", str(allocate.type), bytes, offsets, _lines(life, lines), tuple(dict.fromkeys(map(_stream, life))))
 
 
 def _workspace_row(buffer: Buffer, offset: int, parts: Sequence[ir.HostProgram], lines: Mapping[int, int]) -> Row:

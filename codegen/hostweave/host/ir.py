@@ -444,6 +444,7 @@ class OnMesh(Instruction):
 
 
 VIEWS = (Select, Slice, Section, Strided, Reshape, Permute)
+CALLS_NOTHING = (Allocate, Let, *VIEWS)  # names for memory and integers
 REDUCTIONS = (AllReduce, ReduceScatter, Reduce)
 COLLECTIVES = (AllGather, AllReduce, ReduceScatter, Broadcast, Reduce, Gather, Scatter, AllToAll, Exchange, Barrier)
 POINT_TO_POINT = (Send, Recv, SendBlocks, RecvBlocks)

@@ -15,6 +15,7 @@ from hostweave.host import ir
 from hostweave.host.blocks import bodies, events_of
 from hostweave.host.expr import Binary, Const, Coordinate, Expr, Rank, Size, Var, divisibility, leaves
 from hostweave.host.requirements import slack
+from hostweave.host.roots import Roots
 from hostweave.host.text import print_instruction
 
 REDUCTIONS = ("sum", "prod", "min", "max", "avg")
@@ -55,7 +56,7 @@ class _Checker:
     types: dict[str, BufferType] = field(default_factory=dict)
     indices: set[str] = field(default_factory=set)
     rank_dependent: set[str] = field(default_factory=set)
-    roots: dict[str, str] = field(default_factory=dict)  # view -> the buffer that it is of
+    roots: Roots = field(default_factory=Roots)
     freed: set[str] = field(default_factory=set)
     current: ir.Instruction | None = None
     scope: _Scope = field(default_factory=lambda: _Scope())
@@ -112,13 +113,13 @@ class _Checker:
             for name in ir.names(instruction, "read", "write", "alias"):
                 self.buffer(name)
             for name in ir.names(instruction, "write"):
-                if self.root(name) in self.inputs:
+                if self.roots.of(name) in self.inputs:
                     self.fail(f"%{name} is an input and may not be written: allocate a buffer")
             for name in ir.names(instruction, "define", "index"):
                 if name in self.types or name in self.indices:
                     self.fail(f"%{name} is defined twice: rename one")
-                self.roots.pop(name, None)  # another body may have used the name
-                self.freed.discard(name)
+                self.freed.discard(name)  # another body may have used the name
+            self.roots.define(instruction)
             self.scope = scope
             RULES[type(instruction)](self, instruction, scope)
 
@@ -131,11 +132,8 @@ class _Checker:
             self.types.popitem()
         self.indices, self.current = indices, current
 
-    def root(self, name: str) -> str:
-        return self.roots.get(name, name)
-
     def buffer(self, name: str) -> BufferType:
-        if name in self.types and self.root(name) in self.freed:
+        if name in self.types and self.roots.of(name) in self.freed:
             self.fail(f"%{name} is used after its deallocate: move the deallocate down")
         if name not in self.types:
             self.fail(f"%{name} is used before its definition: define it above, in this body or around it")
@@ -275,8 +273,8 @@ def _allocate(c: _Checker, i: ir.Allocate, scope: _Scope) -> None:
 
 
 def _deallocate(c: _Checker, i: ir.Deallocate, scope: _Scope) -> None:
-    if i.src in c.roots:
-        c.fail(f"%{i.src} is a view: deallocate %{c.roots[i.src]}")
+    if (root := c.roots.of(i.src)) != i.src:
+        c.fail(f"%{i.src} is a view: deallocate %{root}")
     if i.src in c.inputs or any(p.name == i.src for p in c.program.outputs):
         c.fail(f"%{i.src} belongs to the caller: only what this program allocates can be deallocated")
     c.freed.add(i.src)
@@ -284,7 +282,6 @@ def _deallocate(c: _Checker, i: ir.Deallocate, scope: _Scope) -> None:
 
 def _view(c: _Checker, i: Any, scope: _Scope) -> None:
     source = c.types[i.src]
-    c.roots[i.out] = c.root(i.src)
     if isinstance(i, ir.Select | ir.Slice | ir.Section | ir.Strided):
         c.expr(i.start if isinstance(i, ir.Section | ir.Strided) else i.index)
         if i.dim >= len(source.shape):

@@ -22,8 +22,8 @@ from dataclasses import replace
 
 from hostweave.host import ir
 from hostweave.host.expr import on_sizes_alone
+from hostweave.host.uses import Uses
 from hostweave.options import Options
-from hostweave.passes.touched import CALLS_NOTHING, Touched
 
 MAX_POSTS = 2048  # sends, recvs and collectives that NCCL takes in a group
 COMPUTES = (ir.Matmul, ir.MatmulAccumulate, ir.Launch, ir.Copy, ir.Fill)
@@ -37,14 +37,13 @@ def group_communications(program: ir.HostProgram, options: Options) -> ir.HostPr
 class _Grouping:
     def __init__(self, program: ir.HostProgram):
         self.mesh = program.mesh  # of the `on` body around
-        self.touched = Touched()
+        self.uses = Uses(program)
 
     def body(self, body: ir.Body) -> ir.Body:
         result: list[ir.Instruction] = []
         posted: list[ir.Instruction] = []  # communications that are to share a group
         behind: list[ir.Instruction] = []  # what stands after them and could stand before
         for instruction in _joined(body):
-            self.touched.define(instruction)
             if posted and self.can_pass(instruction, posted):
                 behind.append(instruction)
             elif posted and self.can_join(instruction, posted):
@@ -69,8 +68,8 @@ class _Grouping:
 
     def can_pass(self, instruction: ir.Instruction, posted: list[ir.Instruction]) -> bool:
         if isinstance(instruction, COMPUTES):
-            return not self.touched.conflict(posted, [instruction])
-        return isinstance(instruction, CALLS_NOTHING)
+            return not self.uses.conflict(posted, [instruction])
+        return isinstance(instruction, ir.CALLS_NOTHING)
 
     def can_join(self, instruction: ir.Instruction, posted: list[ir.Instruction]) -> bool:
         members = [member for one in (*posted, instruction) for member in _posts(one)]
@@ -78,7 +77,7 @@ class _Grouping:
             bool(_posts(instruction))
             and len({member.team for member in members}) == 1  # type: ignore[attr-defined]
             and sum(map(self.calls, members)) <= MAX_POSTS
-            and not self.touched.conflict(posted, [instruction])
+            and not self.uses.conflict(posted, [instruction])
         )
 
     def calls(self, member: ir.Instruction) -> int:
@@ -118,6 +117,6 @@ def _joined(body: ir.Body) -> ir.Body:
         result.append(instruction)
         if isinstance(instruction, ir.If) and on_sizes_alone(instruction.condition):
             last = len(result) - 1
-        elif not isinstance(instruction, CALLS_NOTHING):
+        elif not isinstance(instruction, ir.CALLS_NOTHING):
             last = None
     return tuple(result)

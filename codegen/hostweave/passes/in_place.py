@@ -21,7 +21,8 @@ from hostweave.fusion.extent import product
 from hostweave.host import ir
 from hostweave.host.expr import Const, Expr, Var, leaves
 from hostweave.host.iteration import reads_own_index
-from hostweave.passes.uses import Place, Uses
+from hostweave.host.roots import Roots
+from hostweave.host.uses import Place, Uses
 
 
 def in_place(program: ir.HostProgram) -> ir.HostProgram:
@@ -31,7 +32,7 @@ def in_place(program: ir.HostProgram) -> ir.HostProgram:
         for src, dst in sharing.candidates(place.instruction):
             if shared.isdisjoint((src, dst)) and (sharing.takes_over(place, src, dst) or sharing.begins_there(place, src, dst)):
                 shared |= {src, dst}
-    return replace(program, body=ir.rewrite(program.body, sharing.changed)) if sharing.merged else program
+    return replace(program, body=ir.rewrite(program.body, sharing.changed)) if sharing.gone else program
 
 
 @dataclass
@@ -39,8 +40,7 @@ class _Sharing:
     """What shares memory so far: `merged` leads from an allocation to the buffer that it has become a view of."""
 
     uses: Uses
-    merged: dict[str, str] = field(default_factory=dict)
-    parts: set[str] = field(default_factory=set)  # of these, those that are views of a part of it
+    merged: Roots = field(default_factory=Roots)
     gone: set[int] = field(default_factory=set)  # ids of instructions
     before: dict[int, ir.Body] = field(default_factory=dict)  # the id of an instruction -> what goes before it
     kernels: dict[str, ir.Kernel] = field(init=False)
@@ -63,20 +63,14 @@ class _Sharing:
         elif isinstance(i, ir.AllReduce | ir.Copy):
             yield i.src, i.dst
 
-    def chain(self, name: str) -> list[str]:
-        """The allocations that a buffer has been part of, and what it is now."""
-        chain = [self.uses.root(name)]
-        while chain[-1] in self.merged:
-            chain.append(self.merged[chain[-1]])
-        return chain
-
     def root(self, name: str) -> str:
-        return self.chain(name)[-1]
+        """The memory of a buffer by now."""
+        return self.merged.of(self.uses.root(name))
 
     def takes_over(self, place: Place, src: str, dst: str) -> bool:
         """Puts the result in the operand's memory: the operand's last use is the result's first."""
         uses, old, new = self.uses, self.root(src), self.uses.root(dst)
-        if old not in uses.allocates or new not in uses.allocates or new in self.merged or not self._alike(src, dst):
+        if old not in uses.allocates or new not in uses.allocates or self.merged.source(new) or not self._alike(src, dst):
             return False
         there, here = uses.allocates[old], uses.allocates[new]
         if not uses.is_whole(dst) or here.body is not place.body or not self._is_last(place, old) or not self._is_first(place, new):
@@ -110,7 +104,6 @@ class _Sharing:
         self.gone.add(id(allocate))
         self._insert(allocate, (*self._moved(hoisted), ir.Reshape(old, dst, allocate.type.shape, location=allocate.location)))
         self._copied(place)
-        self.parts.add(old)
         self._merge(old, new)
         return True
 
@@ -119,15 +112,8 @@ class _Sharing:
     def _alike(self, src: str, dst: str) -> bool:
         """Whether the operand is all of its memory, and the result has the same elements."""
         a, b = self.uses.types[src], self.uses.types[dst]
-        return (
-            self.uses.is_whole(src)
-            and self.uses.root(src) != self.uses.root(dst)
-            and (a.dtype, product(a.shape))
-            == (
-                b.dtype,
-                product(b.shape),
-            )
-        )
+        is_apart = self.uses.is_whole(src) and self.uses.root(src) != self.uses.root(dst)
+        return is_apart and a.dtype == b.dtype and product(a.shape) == product(b.shape)
 
     def _is_last(self, place: Place, root: str) -> bool:
         """Whether all else that touches a buffer has done so when an instruction runs."""
@@ -168,11 +154,11 @@ class _Sharing:
     def _views_after(self, allocate: Place, name: str) -> list[Place] | None:
         """The views that lead to a buffer and come after an allocate, in order; None where they cannot stand before it."""
         found: list[Place] = []
-        while name in self.uses.views:
+        while source := self.uses.roots.source(name):
             view = self.uses.views[name]
             if view.number > allocate.number:
                 found.insert(0, view)
-            name = self.uses.source(name)
+            name = source
         if name in self.uses.allocates and self.uses.allocates[name].number > allocate.number:
             return None
         used = {leaf.name for view in found for leaf in leaves(_index(view.instruction)) if isinstance(leaf, Var)}
@@ -202,7 +188,7 @@ class _Sharing:
             self.gone.add(id(place.instruction))
 
     def _merge(self, gone: str, into: str) -> None:
-        self.merged[gone] = into
+        self.merged.put(gone, into)
         touches = {id(place): place for place in (*self.uses.touches.get(into, []), *self.uses.touches[gone])}
         self.uses.touches[into] = sorted(touches.values(), key=lambda place: place.number)
         self.uses.viewed.setdefault(into, []).extend(self.uses.viewed.get(gone, []))

@@ -17,7 +17,7 @@ from typing import Any
 from hostweave.fusion.types import BufferType
 from hostweave.host import ir
 from hostweave.host.expr import Expr, Var, binary, evaluate, leaves
-from hostweave.passes.uses import Place, Uses
+from hostweave.host.uses import Place, Uses
 
 Chunk = ir.Select | ir.Slice
 
@@ -54,7 +54,7 @@ def _chunks(uses: Uses, name: str) -> list[Place]:
     if block is None or uses.allocates[name].block is not None:
         return []
     outside = {name, *(_out(view) for view in views if view.block is None)}
-    chunks = [view for view in views if view.block is not None and uses.source(_out(view)) in outside]
+    chunks = [view for view in views if view.block is not None and uses.roots.source(_out(view)) in outside]
     if any(outside & set(ir.names(place.instruction, "read", "write")) for place in touches):
         return []
     alike = {replace(view.instruction, out="", location=None) if isinstance(view.instruction, Chunk) else None for view in chunks}

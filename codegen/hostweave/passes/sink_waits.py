@@ -20,25 +20,24 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hostweave.host import ir
+from hostweave.host.uses import Uses
 from hostweave.options import Options
-from hostweave.passes.touched import CALLS_NOTHING, Touched
 
 ORDERING = (ir.OnStream, ir.Fork, ir.Join, ir.Record, ir.Wait, ir.Call)  # what other streams see of the caller's, or it of them
 
 
 def sink_waits(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     """A join goes down past what the caller's stream does with memory that the joined streams do not touch."""
-    return replace(program, body=_sunk(program.body, Touched()))
+    return replace(program, body=_sunk(program.body, Uses(program)))
 
 
-def _sunk(body: ir.Body, touched: Touched) -> ir.Body:
+def _sunk(body: ir.Body, uses: Uses) -> ir.Body:
     result: list[ir.Instruction] = []
     running: dict[str, list[ir.Instruction]] = {}  # what streams were given since they were joined last
     waiting: list[tuple[ir.Join, list[ir.Instruction]]] = []  # joins on their way down, with what they wait for
     place = 0  # where they are by now
     for instruction in body:
-        touched.define(instruction)
-        if any(_orders(instruction) or touched.conflict(issued, [instruction]) for _, issued in waiting):
+        if any(_orders(instruction) or uses.conflict(issued, [instruction]) for _, issued in waiting):
             result[place:place] = [join for join, _ in waiting]
             waiting = []
         for block in ir.walk((instruction,)):
@@ -48,9 +47,9 @@ def _sunk(body: ir.Body, touched: Touched) -> ir.Body:
             waiting.append((instruction, running.pop(instruction.stream, [])))
             continue
         if isinstance(instruction, ir.OnMesh):
-            instruction = replace(instruction, body=_sunk(instruction.body, touched))
+            instruction = replace(instruction, body=_sunk(instruction.body, uses))
         result.append(instruction)
-        if not waiting or not isinstance(instruction, CALLS_NOTHING):
+        if not waiting or not isinstance(instruction, ir.CALLS_NOTHING):
             place = len(result)
     result[place:place] = [join for join, _ in waiting]
     return tuple(result)
