@@ -63,24 +63,26 @@ matmul %b, %w -> %c
 matmul %c, %w -> %y
 """,
     ),
-    "views come with their memory": (
+    "views stand where they are used, after their memory": (
         SQUARE,
         """
 %a = allocate f32[M, M]
 %at = permute %a by [1, 0]
-matmul %x, %w -> %a
 %b = allocate f32[M, M]
-matmul %at, %w -> %b
+%bt = permute %b by [1, 0]
+matmul %x, %w -> %a
+copy %at -> %bt
 %c = allocate f32[M, M]
 matmul %b, %w -> %c
 matmul %c, %w -> %y
 """,
         """
 %a = allocate f32[M, M]
-%at = permute %a by [1, 0]
 matmul %x, %w -> %a
+%at = permute %a by [1, 0]
 %b = allocate f32[M, M]
-matmul %at, %w -> %b
+%bt = permute %b by [1, 0]
+copy %at -> %bt
 deallocate %a
 %c = allocate f32[M, M]
 matmul %b, %w -> %c

@@ -10,8 +10,8 @@
     ...                                       %gs = allocate f32[4*M, N]
 
 First, what a step of a stream loop has a chunk of becomes memory of which each stream has one; then results go to the memory of
-operands that nothing needs afterwards. What is left is allocated where it is first needed and deallocated where the caller's
-stream knows that it is done with, if something is allocated after that. The order of these lines is the plan: a
+operands that nothing needs afterwards. What is left is allocated where it, or a view of it, is first needed, and deallocated where
+the caller's stream knows that it is done with, if something is allocated after that. The order of these lines is the plan: a
 buffer may get the bytes of those deallocated above it. Offsets are found when sizes are known.
 """
 
@@ -27,15 +27,16 @@ from hostweave.host.uses import Uses
 from hostweave.options import Options
 from hostweave.passes.in_place import in_place
 from hostweave.passes.one_a_stream import one_a_stream
+from hostweave.passes.sink_views import sink_views
 from hostweave.passes.unused import without_unused
 
 
 def plan_memory(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     """After it the text says what may share memory. Programs whose ranks do different things keep what they allocate to the end."""
     if any(isinstance(i, ir.OnMesh) for i in ir.walk(program.body)):
-        return program
+        return replace(program, body=sink_views(program.body))
     program = in_place(one_a_stream(program))
-    program = replace(program, body=without_unused(program.body))
+    program = replace(program, body=sink_views(without_unused(program.body)))
     return replace(program, body=_Planner(program).body(program.body, on_caller=True))
 
 

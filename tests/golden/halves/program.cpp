@@ -7,16 +7,16 @@
 // host @halves(%x: bf16[M@x, 8], %w: bf16[8, 3]) -> (%y0: bf16[M@x, 11], %y1: bf16[M@x, 3]) mesh(x=4) uneven(M) {
 //   %h = allocate bf16[part(M, x), 3]
 //   matmul %x, %w -> %h
-//   %sliced = section %x[1: 4 from 4]
 //   %sliced_2 = section %x[1: 4 from 0]
 //   %y0_1 = section %y0[1: 4 from 4]
 //   launch @neg_neg %sliced_2 -> %y0_1
-//   %sliced_3 = strided %h[1: 2 from 0 by 2]
-//   %sliced_4 = section %h[1: 1 from 1]
+//   %sliced = section %x[1: 4 from 4]
 //   %y0_0 = section %y0[1: 4 from 0]
 //   copy %sliced -> %y0_0
+//   %sliced_3 = strided %h[1: 2 from 0 by 2]
 //   %y0_2 = section %y0[1: 2 from 8]
 //   copy %sliced_3 -> %y0_2
+//   %sliced_4 = section %h[1: 1 from 1]
 //   %y0_3 = section %y0[1: 1 from 10]
 //   copy %sliced_4 -> %y0_3
 //   %sliced_5 = section %x[1: 2 from 1]
@@ -81,16 +81,16 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
 
   HW_CHECK(arena_.begin_call(caller));
   HW_CHECK(plan_h_.cublasLtMatmul(x, w, h_, {caller, workspace_}));
-  const auto* sliced = x + 4;
   auto* y0_1 = y0 + 4;
   HW_CHECK(hw::launch(neg_neg, hw::grid_for(4 * M_x), hw::kBlock, caller, hw::reads(x, {M_x, 4}, {8, 1}),
                       hw::writes(y0_1, {M_x, 4}, {11, 1}), M_x));
-  auto* sliced_4 = h_ + 1;
+  const auto* sliced = x + 4;
   HW_CHECK(cudaMemcpy2DAsync(y0, 11 * sizeof(hw::bf16), sliced, 8 * sizeof(hw::bf16), 4 * sizeof(hw::bf16), M_x,
                              cudaMemcpyDeviceToDevice, caller));
   auto* y0_2 = y0 + 8;
   HW_CHECK(hw::launch(copy_y0_2, hw::grid_for(2 * M_x), hw::kBlock, caller, hw::reads(h_, {M_x, 2}, {3, 2}),
                       hw::writes(y0_2, {M_x, 2}, {11, 1}), M_x));
+  auto* sliced_4 = h_ + 1;
   auto* y0_3 = y0 + 10;
   HW_CHECK(cudaMemcpy2DAsync(y0_3, 11 * sizeof(hw::bf16), sliced_4, 3 * sizeof(hw::bf16), sizeof(hw::bf16), M_x,
                              cudaMemcpyDeviceToDevice, caller));

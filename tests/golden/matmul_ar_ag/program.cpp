@@ -11,10 +11,10 @@
 //       wait turn[0]
 //       %y_reduced = reshape %product to [M/6, N]
 //       all_reduce sum %product -> %y_reduced on tp
-//       %y_i = slice %y_shards[1: %i of 3]
 //       %y_packed = allocate bf16[2, M/6, N]
 //       all_gather %y_reduced -> %y_packed on dp
 //       record turn[0]
+//       %y_i = slice %y_shards[1: %i of 3]
 //       copy %y_packed -> %y_i
 //     }
 //   }
@@ -85,10 +85,10 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     HW_CHECK(plan_product_.cublasLtMatmul(x_i, w, product, stream));
     HW_CHECK(cudaStreamWaitEvent(stream, turn_[0], 0));
     HW_CHECK(ncclAllReduce(product, product, M / 6 * N, ncclBfloat16, ncclSum, team_tp_.comm(), stream));
-    auto* y_i = y + i * (M / 6 * N);
     auto* y_packed = y_packed_[i];
     HW_CHECK(ncclAllGather(product, y_packed, M / 6 * N, ncclBfloat16, team_dp_.comm(), stream));
     HW_CHECK(cudaEventRecord(turn_[0], stream));
+    auto* y_i = y + i * (M / 6 * N);
     HW_CHECK(cudaMemcpy2DAsync(y_i, M / 2 * N * sizeof(hw::bf16), y_packed, M / 6 * N * sizeof(hw::bf16),
                                M / 6 * N * sizeof(hw::bf16), 2, cudaMemcpyDeviceToDevice, stream));
   }

@@ -6,9 +6,9 @@
 //       %w_i = slice %w[1: %i of 2]
 //       %product = allocate bf16[part(M, dp), N/2]
 //       matmul %x, %w_i -> %product
-//       %y_i = slice %y[1: %i of 2]
 //       %y_packed = reshape %product to [part(M, dp), N/2]
 //       all_reduce sum %product -> %y_packed on tp
+//       %y_i = slice %y[1: %i of 2]
 //       copy %y_packed -> %y_i
 //     }
 //   }
@@ -74,8 +74,8 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const auto* w_i = w + i * (N / 2);
     auto* product = product_[i];
     HW_CHECK(plan_product_.cublasLtMatmul(x, w_i, product, stream));
-    auto* y_i = y + i * (N / 2);
     HW_CHECK(ncclAllReduce(product, product, N / 2 * M_dp, ncclBfloat16, ncclSum, team_tp_.comm(), stream));
+    auto* y_i = y + i * (N / 2);
     HW_CHECK(cudaMemcpy2DAsync(y_i, N * sizeof(hw::bf16), product, N / 2 * sizeof(hw::bf16), N / 2 * sizeof(hw::bf16), M_dp,
                                cudaMemcpyDeviceToDevice, stream));
   }

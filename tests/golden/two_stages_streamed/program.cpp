@@ -22,8 +22,8 @@
 //     if %j < 4 {
 //       stream ring[%j] {
 //         on mesh(x=2 of ranks 2, 3) {
-//           %arrived_j = slice %arrived[0: %j of 4]
 //           wait turn[0]
+//           %arrived_j = slice %arrived[0: %j of 4]
 //           recv %arrived_j from rank - 2 on *
 //           record turn[0]
 //         }
@@ -40,8 +40,8 @@
 //           launch @relu_h %product_i -> %h_i
 //           %product_2_i = slice %product_2[0: %i of 4]
 //           matmul %h_i, %down1 -> %product_2_i
-//           %layer_i = slice %layer[0: %i of 4]
 //           wait turn[0]
+//           %layer_i = slice %layer[0: %i of 4]
 //           all_reduce sum %product_2_i -> %layer_i on x
 //           send %layer_i to rank + 2 on *
 //           record turn[0]
@@ -54,8 +54,8 @@
 //           launch @relu_h %product_3_i -> %g_i
 //           %product_4_i = slice %product_4[0: %i of 4]
 //           matmul %g_i, %down2 -> %product_4_i
-//           %y_i = slice %y[0: %i of 4]
 //           wait turn[0]
+//           %y_i = slice %y[0: %i of 4]
 //           all_reduce sum %product_4_i -> %y_i on x
 //           record turn[0]
 //         }
@@ -151,8 +151,8 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     if (j < 4) {
       const hw::Stream stream = ring_[j];
       if (on_ranks_2_3_) {
-        auto* arrived_j = arrived_ + j * (M / 4 * K);
         HW_CHECK(cudaStreamWaitEvent(stream, turn_[0], 0));
+        auto* arrived_j = arrived_ + j * (M / 4 * K);
         HW_CHECK(ncclRecv(arrived_j, M / 4 * K, ncclBfloat16, rank - 2, team_x_.comm(), stream));
         HW_CHECK(cudaEventRecord(turn_[0], stream));
       }
@@ -169,8 +169,8 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
                             hw::writes(h_i, M / 4 * (N / 2)), M, N));
         auto* product_2_i = product_2_ + i * (M / 4 * K);
         HW_CHECK(plan_product_2_.cublasLtMatmul(h_i, down1, product_2_i, stream));
-        auto* layer_i = layer_ + i * (M / 4 * K);
         HW_CHECK(cudaStreamWaitEvent(stream, turn_[0], 0));
+        auto* layer_i = layer_ + i * (M / 4 * K);
         HW_CHECK(ncclAllReduce(product_2_i, layer_i, M / 4 * K, ncclBfloat16, ncclSum, team_x_of_ranks_0_1_.comm(), stream));
         HW_CHECK(ncclSend(layer_i, M / 4 * K, ncclBfloat16, rank + 2, team_x_.comm(), stream));
         HW_CHECK(cudaEventRecord(turn_[0], stream));
@@ -184,8 +184,8 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
                             hw::writes(g_i, M / 4 * (N / 2)), M, N));
         auto* product_4_i = product_4_ + i * (M / 4 * K);
         HW_CHECK(plan_product_2_.cublasLtMatmul(g_i, down2, product_4_i, stream));
-        auto* y_i = y + i * (M / 4 * K);
         HW_CHECK(cudaStreamWaitEvent(stream, turn_[0], 0));
+        auto* y_i = y + i * (M / 4 * K);
         HW_CHECK(ncclAllReduce(product_4_i, y_i, M / 4 * K, ncclBfloat16, ncclSum, team_x_of_ranks_2_3_.comm(), stream));
         HW_CHECK(cudaEventRecord(turn_[0], stream));
       }

@@ -1,0 +1,96 @@
+"""Where views go: host text in, host text out."""
+
+from __future__ import annotations
+
+import pytest
+
+from hostweave.host.ir import HostProgram
+from hostweave.passes.sink_views import sink_views
+
+CASES = {
+    "to what uses it first, in the order that they had": (
+        """\
+  %a = section %x[1: 2 from 0]
+  %b = section %a[1: 1 from 1]
+  %c = section %z[1: 1 from 0]
+  fill %y with 1.0
+  copy %b -> %c
+  copy %a -> %h
+""",
+        """\
+  fill %y with 1.0
+  %a = section %x[1: 2 from 0]
+  %b = section %a[1: 1 from 1]
+  %c = section %z[1: 1 from 0]
+  copy %b -> %c
+  copy %a -> %h
+""",
+    ),
+    "into a stream block or branch that alone uses it, not into one of two": (
+        """\
+  %a = section %x[1: 1 from 0]
+  %b = section %z[1: 1 from 0]
+  %c = section %z[1: 1 from 1]
+  stream ring[0] {
+    if rank.r == 0 {
+      copy %a -> %b
+    } else {
+      copy %a -> %c
+    }
+  }
+""",
+        """\
+  stream ring[0] {
+    %a = section %x[1: 1 from 0]
+    if rank.r == 0 {
+      %b = section %z[1: 1 from 0]
+      copy %a -> %b
+    } else {
+      %c = section %z[1: 1 from 1]
+      copy %a -> %c
+    }
+  }
+""",
+    ),
+    "not into a loop or a group, and before the fork of a loop's streams": (
+        """\
+  %a = section %x[1: 1 from 0]
+  %b = section %z[1: 1 from 0]
+  fill %y with 1.0
+  fork ring
+  for %i in 0..2 {
+    stream ring[%i] {
+      group {
+        send %a to (rank.r + 1) % 2 on r
+        recv %b from (rank.r + 1) % 2 on r
+      }
+    }
+  }
+""",
+        """\
+  fill %y with 1.0
+  %a = section %x[1: 1 from 0]
+  %b = section %z[1: 1 from 0]
+  fork ring
+  for %i in 0..2 {
+    stream ring[%i] {
+      group {
+        send %a to (rank.r + 1) % 2 on r
+        recv %b from (rank.r + 1) % 2 on r
+      }
+    }
+  }
+""",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_sink_views(case: str) -> None:
+    before, after = (
+        HostProgram.parse(
+            f"host @f(%x: f32[1, 2]) -> (%y: f32[1, 2], %z: f32[1, 2], %h: f32[1, 2]) mesh(r=2) streams(ring[2]) {{\n{body}}}\n"
+        )
+        for body in CASES[case]
+    )
+    assert sink_views(before.body) == after.body
