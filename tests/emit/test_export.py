@@ -71,7 +71,7 @@ def test_ranks_of_a_stage_make_its_team(tmp_path: Path) -> None:
 """
         in main
     )
-    assert 'if (r >= 2) expect(own.y == shared.findings[2].y, "y: differs between ranks");' in main
+    assert 'if (r >= 2) sample::expect(own.y == shared.findings[2].y, "y: differs between ranks");' in main
 
 
 CUDA = find_cuda()

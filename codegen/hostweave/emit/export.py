@@ -118,5 +118,5 @@ def _twin(parameter: Parameter, program: Mesh) -> str:
 
 def _copy_runtime(folder: Path) -> None:
     """All but the driver, by which Python calls a program."""
-    for part in ("include", "src", "cpu"):
+    for part in ("include", "src", "cpu", "sample"):
         shutil.copytree(RUNTIME / part, folder / part, dirs_exist_ok=True)

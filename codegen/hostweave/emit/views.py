@@ -668,9 +668,9 @@ class Main:
     outputs: tuple[MainOutput, ...]
 
     @property
-    def has_others(self) -> bool:
-        """Whether some ranks are not in some team."""
-        return any(team.on for team in self.teams)
+    def settings(self) -> tuple[str, ...]:
+        """What may be set when it is called: the name, and where the value is."""
+        return (*(f'{{"{size.label}", &shared.sizes.{size.name}}}' for size in self.sizes), '{"repetitions", &shared.repetitions}')
 
     @property
     def defaults(self) -> tuple[str, ...]:
