@@ -110,7 +110,7 @@ class Reader:
         if text in ("ceil", "part") and self.accept("("):
             text += "("
         if text.endswith("("):
-            while not text.endswith(")"):
+            while text.count(")") < text.count("("):
                 text += self.take()
         return text
 

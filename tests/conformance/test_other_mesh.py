@@ -36,6 +36,7 @@ PAIRS = {
     "to the next rank, one of them in both": (FOUR, FOUR.ranks([1, 2]), FOUR.ranks([2, 3])),
     "all to some": (FOUR, FOUR, FOUR.ranks([3, 1])),
     "some to all": (FOUR, FOUR.ranks([2, 1]), FOUR),
+    "three among themselves": (FOUR, FOUR.ranks([3, 0, 1]), FOUR.ranks([3, 0, 1])),
     "the same ranks in two axes": (FOUR, FOUR, Mesh(dp=2, tp=2)),
     "four in two axes to four in a row": (EIGHT, EIGHT.ranks(range(4), dp=2, tp=2), EIGHT.ranks(range(4, 8))),
     "four to six, two of them in both": (Mesh(dp=2, tp=4), EIGHT.ranks([0, 1, 4, 5], a=2, b=2), EIGHT.ranks([5, 4, 3, 2, 7, 6], c=3, d=2)),
@@ -77,11 +78,16 @@ def fusion_and_program(of: Callable[[Mesh, Mesh, Mesh], Fusion], pair: str) -> t
     return fusion, lower(fusion, hw.Options())
 
 
-def sizes(pair: str, seed: int) -> dict[str, int]:
-    """Small ones that the ranks of both meshes share evenly."""
+SEEDS = 4
+
+
+def sizes(of: Callable[[Mesh, Mesh, Mesh], Fusion], pair: str, seed: int) -> dict[str, int]:
+    """Small ones that the ranks of both meshes share evenly, and some that they do not: the last ranks have less, or nothing."""
     _, old, new = PAIRS[pair]
     ranks = lcm(old.size, new.size)
-    return {"A": ranks * (1 + seed), "B": ranks * (2 - seed), "C": ranks}
+    even = {"A": ranks * (1 + seed % 2), "B": ranks * (2 - seed % 2), "C": ranks}
+    uneven = [{}, {}, {"A": 10, "B": 3, "C": 7}, {"A": 1, "B": 17, "C": 2}][seed]
+    return {**even, **{name: size for name, size in uneven.items() if name in fusion_and_program(of, pair)[1].uneven}}
 
 
 CASES = [
@@ -103,8 +109,8 @@ def on_ranks(fusion: Fusion, results: list[tuple[Array | None, ...]]) -> list[di
 @pytest.mark.parametrize(("of", "pair"), CASES, **NAME_PARTS)
 def test_interpreted(of: Callable[[Mesh, Mesh, Mesh], Fusion], pair: str) -> None:
     fusion, program = fusion_and_program(of, pair)
-    for seed in range(2):
-        given = arrays(fusion, sizes(pair, seed), seed)
+    for seed in range(SEEDS):
+        given = arrays(fusion, sizes(of, pair, seed), seed)
         compare(fusion, given, interpret(program, given))
 
 
@@ -112,13 +118,30 @@ def test_interpreted(of: Callable[[Mesh, Mesh, Mesh], Fusion], pair: str) -> Non
 def test_compiled(of: Callable[[Mesh, Mesh, Mesh], Fusion], pair: str, target: str) -> None:
     fusion, lowered = fusion_and_program(of, pair)
     program = hw.compile(lowered, target=target)
-    for seed in range(2):
-        given = arrays(fusion, sizes(pair, seed), seed)
+    for seed in range(SEEDS):
+        given = arrays(fusion, sizes(of, pair, seed), seed)
         compare(fusion, given, on_ranks(fusion, program.run(ranks=True, **given)))
         if target == "cpu":
             with seeded(seed):
                 compare(fusion, given, on_ranks(fusion, program.run(ranks=True, **given)))
     program.close()
+
+
+def test_ints_that_ranks_share_unevenly() -> None:
+    """10 rows over 3 ranks: 4, 4, 2; over 4: 3, 3, 3, 1."""
+    dims = [("10", "3"), ("10@x", "3"), ("10", "3@x")]
+    held = [tuple(int(dim) if dim.isdigit() else dim for dim in layout) for layout in dims]
+
+    def results(x: hw.Tensor) -> list[hw.Tensor]:
+        return [hw.reshard(x, *layout, mesh=FOUR) for layout in held]
+
+    fusion = traced("reshards", FOUR, {f"x{i}": hw.i32[layout].on(FOUR.ranks([2, 3, 1])) for i, layout in enumerate(held)}, results)
+    program = hw.compile(fusion)
+    given = arrays(fusion, {"10": 10, "3": 3}, 0)
+    compare(fusion, given, interpret(lower(fusion, hw.Options()), given))
+    for seed in range(2):
+        with seeded(seed):
+            compare(fusion, given, on_ranks(fusion, program.run(ranks=True, **given)))
 
 
 @pytest.mark.parametrize("pair", PAIRS)

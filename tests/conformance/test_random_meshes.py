@@ -72,9 +72,12 @@ def test_every_rank_has_what_numpy_says(seed: int) -> None:
     assert HostProgram.parse(str(host)) == host
     check(host)
     draw = np.random.default_rng(seed)
-    given = {value.name: draw.integers(-2, 3, (SIZE, SIZE)).astype(np.float32) for value in fusion.inputs}
-    results = interpret(host, given)
-    for output, whole in zip(host.outputs, run_reference(fusion, given), strict=True):
-        for rank in output.type.mesh_in(fusion.mesh).all_ranks:
-            want = output.type.shard(whole.astype(np.float32), rank, fusion.mesh)
-            np.testing.assert_array_equal(results[rank][output.name], want, err_msg=f"%{output.name} on rank {rank}")
+    for size in (SIZE, 10, 3):
+        sizes = {name: size if name in host.uneven else SIZE for name in "ABC"}
+        shapes = {value.name: [sizes[str(extent)] for extent in value.type.shape] for value in fusion.inputs}
+        given = {name: draw.integers(-2, 3, shape).astype(np.float32) for name, shape in shapes.items()}
+        results = interpret(host, given)
+        for output, whole in zip(host.outputs, run_reference(fusion, given), strict=True):
+            for rank in output.type.mesh_in(fusion.mesh).all_ranks:
+                want = output.type.shard(whole.astype(np.float32), rank, fusion.mesh)
+                np.testing.assert_array_equal(results[rank][output.name], want, err_msg=f"%{output.name} on rank {rank}")

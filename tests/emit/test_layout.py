@@ -52,3 +52,20 @@ def test_long_comments_are_filled() -> None:
     text = laid_out("// " + "word " * 40 + "\n")
     assert [line.startswith("// word") for line in text.splitlines()] == [True, True]
     assert len(text.splitlines()[0]) <= COLUMNS
+
+
+def test_a_comment_that_does_not_fit_goes_before_its_line() -> None:
+    words = " ".join(["word"] * 40)
+    lines = laid_out(f"struct S {{\nint a;  // {words}\n}};\n").splitlines()
+    assert all(line.startswith("  // word") for line in lines[1:-2])
+    assert lines[-2:] == ["  int a;", "};"]
+    assert max(map(len, lines)) <= COLUMNS
+
+
+def test_brackets_and_commas_in_strings_break_no_line() -> None:
+    text = '"f32[part(M, x on ranks 0, 1), K]"'
+    line = f"{{{', '.join([text] * 5)}, f(1)}},"
+    assert laid_out(line + "\n") == line + "\n"
+    call = f"in.x.expect({', '.join([text] * 5)});"
+    assert "".join(laid_out(call + "\n").split()) == "".join(call.split())
+    assert all(part.count('"') % 2 == 0 for part in laid_out(call + "\n").splitlines())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,8 @@ import pytest
 import hostweave as hw
 from hostweave.analysis.check import check
 from hostweave.errors import ArgumentError, ParseError, ProgramError
-from hostweave.fusion.types import Mesh
+from hostweave.fusion.extent import Extent
+from hostweave.fusion.types import Mesh, RankSizes, mesh_of_part
 from hostweave.host.ir import HostProgram
 from hostweave.host.verify import verify_host
 
@@ -179,15 +181,22 @@ def test_the_verifier_looks_at_meshes() -> None:
     assert str(caught.value) == f"text:2: neg: {why}; correct its type"
 
 
-def test_shards_of_some_ranks_are_even() -> None:
-    @hw.fusion(mesh=LINE, x=hw.f32["M@x", 6].on(FIRST))
-    def f(x):
-        return hw.reshard(x, "M", "6@x", mesh=LINE)
-
-    with pytest.raises(
-        ProgramError, match=r": reshard: 4 ranks cannot share dim 6@x evenly, as a reshard to another mesh needs; pad it to 8$"
-    ):
-        hw.compile(f)
+def test_what_some_ranks_hold_of_a_dim() -> None:
+    """The name of a part says whose it is, and is read back."""
+    lines = {
+        "part(M, x on ranks 1, 3)": hw.f32["M@x"].on(LINE.ranks([1, 3])),
+        "part(M, x on ranks 1..4)": hw.f32["M@x"].on(LINE.ranks([1, 2, 3])),
+        "part(M, b on mesh(a=2, b=2 of ranks 0..4))": hw.f32["M@b"].on(LINE.ranks([0, 1, 2, 3], a=2, b=2)),
+        "part(M, b on mesh(a=2, b=2 of ranks 3, 1, 0, 2))": hw.f32["M@b"].on(LINE.ranks([3, 1, 0, 2], a=2, b=2)),
+        "part(M, dp, tp on mesh(dp=2, tp=2))": replace(hw.f32["M@dp,tp"], mesh=hw.Mesh(dp=2, tp=2)),
+    }
+    for name, type in lines.items():
+        (extent,) = type.local_shape(LINE, ("M",))
+        assert str(extent) == name
+        assert Extent.of(name) == Extent.of(name.replace(" ", "")) == extent
+        assert mesh_of_part(name, LINE) == type.mesh
+        for rank in type.mesh_in(LINE).all_ranks:
+            assert RankSizes({"M": 10}, LINE, rank)[name] == len(type.shard(np.arange(10), rank, LINE))
 
 
 # --- host programs ----------------------------------------------------------------------------------------------------

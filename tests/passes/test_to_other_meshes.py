@@ -148,7 +148,8 @@ def test_what_is_there_is_not_copied() -> None:
           return %y
         }}"""
     )
-    assert body.endswith("  on mesh(x=2 of ranks 2, 3) {\n    %t = slice %x[0: rank.x of 2]\n    launch @neg_y %t -> %y\n  }\n")
+    part = "%t = section %x[0: part(M, x on ranks 2, 3) from rank.x * ceil(M/2)]"
+    assert body.endswith(f"  on mesh(x=2 of ranks 2, 3) {{\n    {part}\n    launch @neg_y %t -> %y\n  }}\n")
 
 
 def test_a_view_of_one_mesh_is_made_again_after_another_one() -> None:
@@ -164,7 +165,47 @@ def test_a_view_of_one_mesh_is_made_again_after_another_one() -> None:
           return %e
         }}"""
     )
-    assert body.count("= slice %x[0: rank.x of 2]") == 2
+    assert body.count("= section %x[0: part(M, x on ranks 0, 1) from rank.x * ceil(M/2)]") == 2
+
+
+def test_blocks_that_may_be_uneven_are_padded_or_received_whole() -> None:
+    """A dim that one mesh splits goes by blocks of one size; of one that both split otherwise a rank takes its part."""
+    body = lowered(
+        f"""fusion @f(%x: f32[M@x, K] {ON_A}) mesh(x=4) {{
+          %y: f32[M, K] {ON_B} stated = reshard(%x)
+          %z: f32[M@x, K] on mesh(x=1 of ranks 3) stated = reshard(%x)
+          return %y, %z
+        }}"""
+    )
+    even, _, uneven = body.partition("} else {")
+    assert "send_blocks %x in 1 by" in even
+    assert "padded" not in even
+    assert "%x_padded = allocate f32[ceil(M/2), K]" in uneven
+    assert "%y_padded = allocate f32[2*ceil(M/2), K]" in uneven
+    assert "%y_part = section %y_padded[0: M from 0]" in uneven
+    three = lowered(
+        f"""fusion @f(%x: f32[M@x, K] {ON_A}) mesh(x=5) {{
+          %y: f32[M@x, K] on mesh(x=3 of ranks 2..5) stated = reshard(%x)
+          return %y
+        }}"""
+    )
+    assert "if M % 6 == 0 {" in three
+    assert "%y_part = section %y_padded[0: part(M, x on ranks 2..5) from rank.x * ceil(M/3)]" in three
+
+
+def test_as_many_ranks_hand_on_what_they_have() -> None:
+    body = lowered(f"fusion @f(%x: f32[M@x, K] {ON_A}) mesh(x=4) {{\n  %y: f32[M@x, K] {ON_B} stated = reshard(%x)\n  return %y\n}}\n")
+    assert (
+        body
+        == f"""\
+  {ON_A} {{
+    send %x to rank + 2 on *
+  }}
+  {ON_B} {{
+    recv %y from rank - 2 on *
+  }}
+"""
+    )
 
 
 def test_passes_look_into_on_bodies() -> None:

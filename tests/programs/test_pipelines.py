@@ -46,11 +46,21 @@ def test_results_of_a_mesh_are_global_arrays() -> None:
     np.testing.assert_array_equal(whole, np.maximum(arrays["x"] @ arrays["w1"], 0) @ arrays["w2"])
 
 
-def test_rows_that_a_stage_cannot_share() -> None:
-    fusion = fusion_of("two_stages", 4, 3, hw.f32)
-    arrays = integer_arrays(fusion, {"M": 5, "K": 3, "N": 4}, seed=0)
-    with pytest.raises(ArgumentError, match=r"^two_stages: x: dim 0 \(M = 5\) cannot be shared evenly by 2 ranks along x; pad it to 6$"):
-        compiled(fusion).run(**arrays)
+@pytest.mark.parametrize("rows", [1, 5, 10])
+def test_rows_that_the_ranks_of_a_stage_share_unevenly(rows: int) -> None:
+    fusion = fusion_of("two_stages", 8, 3, hw.f32)
+    arrays = integer_arrays(fusion, {"M": rows, "K": 3, "N": 4}, seed=0)
+    program = compiled(fusion)
+    with seeded(0):
+        expect(fusion, arrays, program.run(**arrays, ranks=True), exact=True)
+
+
+def test_columns_that_the_ranks_of_a_stage_share_unevenly() -> None:
+    fusion = fusion_of("two_stages_streamed", 8, 3, hw.f32)
+    for columns in (1, 10):
+        arrays = integer_arrays(fusion, {"M": 6, "K": 3, "N": columns}, seed=0)
+        with seeded(1):
+            expect(fusion, arrays, compiled(fusion).run(**arrays, ranks=True), exact=True)
 
 
 def test_every_join_and_fork_is_needed() -> None:

@@ -3,6 +3,7 @@ where they are too long, trailing comments aligned."""
 
 from __future__ import annotations
 
+import re
 from itertools import groupby
 
 COLUMNS = 130
@@ -53,13 +54,17 @@ def _broken(line: str, indent: str) -> list[str]:
         return [indent + line]
     if line.startswith("//"):
         return _filled([indent + "//"], line[2:].split(" ")[1:], indent + "//")
+    code, slashes, comment = line.partition(";  // ")
+    if slashes:
+        return [*_broken(f"// {comment}", indent), *_broken(f"{code};", indent)]
     head, colon, initializers = line.partition(") : ")
     if colon:
         return [indent + head + ")", *_broken_initializers(initializers, indent + INDENT * 2)]
-    start = _arguments(line)
+    brackets = _without_strings(line)
+    start = _arguments(brackets)
     if start is None:
         return [indent + line]
-    outer = _opening(line)
+    outer = _opening(brackets)
     if start > outer and len(indent + INDENT * 2 + line[outer:]) <= COLUMNS:
         return [indent + line[:outer], indent + INDENT * 2 + line[outer:]]
     first, *rest = _split(line[start:])
@@ -111,10 +116,15 @@ def _closing(line: str, start: int) -> int:
     return len(line)
 
 
+def _without_strings(text: str) -> str:
+    """The same with blanks in its string literals: brackets and commas there are none."""
+    return re.sub(r'"(?:[^"\\]|\\.)*"', lambda literal: '"' + " " * (len(literal[0]) - 2) + '"', text)
+
+
 def _split(text: str) -> list[str]:
     """Arguments with their commas; the last one with all that follows."""
     pieces, depth, begin = [], 0, 0
-    for i, sign in enumerate(text):
+    for i, sign in enumerate(_without_strings(text)):
         depth += (sign in "([{") - (sign in ")]}")
         if depth < 0:
             break

@@ -10,12 +10,12 @@ from math import lcm
 from hostweave.emit import views
 from hostweave.emit.cpp import CUDA_TYPES, Integers
 from hostweave.emit.instructions import CALLER, WORKSPACE, Emitter, Shared
-from hostweave.emit.meshes import RANK, coordinate, is_run, membership, place
+from hostweave.emit.meshes import RANK, coordinate, is_run, label, membership, place
 from hostweave.emit.names import Names
 from hostweave.errors import Location, ProgramError
 from hostweave.fusion.extent import Extent, block_of, is_sum, part_of
 from hostweave.fusion.source import Source
-from hostweave.fusion.types import Mesh
+from hostweave.fusion.types import Mesh, mesh_of_part
 from hostweave.host import ir
 from hostweave.host.blocks import bodies, with_each_block_once
 from hostweave.host.expr import Size, leaves
@@ -26,7 +26,7 @@ def program_view(program: ir.HostProgram) -> views.Program:
     """Everything that the generated sources say. Raises ProgramError for what has no C++."""
     names, flat = Names(taken=[source.function for source in program.sources]), with_each_block_once(program)
     sizes = {name: names.of(name, "size") for name in program.symbols()}
-    sizes |= {name: names.of(_part_name(name), "size") for name in part_names(flat)}
+    sizes |= {name: names.of(_part_name(name, program.mesh), "size") for name in part_names(flat)}
     integers = Integers(program.mesh, sizes, multiples(flat))
     shared = Shared(program, names, integers)
     functions = tuple(_function(block, shared) for block in bodies(program)[:-1])
@@ -192,8 +192,9 @@ def _binding(program: ir.HostProgram, dim: int, extent: Extent) -> _Binding | No
     if len(extent.names) != 1 or extent.coefficient != 1:
         return None
     if held := part_of(extent.names[0]):
-        size, axes = held
-        return None if size.is_int else _Binding(str(size), dim, program.mesh.size_of(axes), from_whole=True)
+        size, axes, _ = held
+        ranks = mesh_of_part(extent.names[0], program.mesh).size_of(axes)
+        return None if size.is_int else _Binding(str(size), dim, ranks, from_whole=True)
     return _Binding(extent.names[0], dim, extent.divisor)
 
 
@@ -276,11 +277,14 @@ def _whole(name: str) -> Extent:
     return found[0]
 
 
-def _part_name(name: str) -> str:
-    """`M_block_8` and `M_x`; of an int `block_8_of_10` and `x_of_10`."""
+def _part_name(name: str, program: Mesh) -> str:
+    """`M_block_8`, `M_x` and `M_x_of_ranks_2_3`; of an int `block_8_of_10` and `x_of_10`."""
     size = _whole(name)
-    block, held = block_of(name), part_of(name)
-    along = f"block_{block[1]}" if block else "_".join(held[1] if held else ())
+    if block := block_of(name):
+        along = f"block_{block[1]}"
+    else:
+        _, axes, mesh = part_of(name) or ((), (), "")
+        along = "_".join((*axes, *(("of", label(mesh_of_part(name, program))) if mesh else ())))
     return f"{along}_of_{size}" if size.is_int else f"{size}_{along}"
 
 
@@ -288,7 +292,7 @@ def _part_value(mesh: Mesh, name: str, size: str) -> str:
     """`hw::part(M, 8, rank_.index())`"""
     if block := block_of(name):
         return f"hw::block({size}, {block[1]})"
-    held = part_of(name)
+    held, mesh = part_of(name), mesh_of_part(name, mesh)
     assert held is not None
     return f"hw::part({size}, {mesh.size_of(held[1])}, {place(mesh, held[1])})"
 

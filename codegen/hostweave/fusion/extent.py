@@ -1,8 +1,9 @@
 """Sizes of dims that are known at compile time only as products of names: `M`, `M/8`, `8*M*K`.
 
 Two names stand for what follows from a size where ranks cannot share it evenly: `ceil(M/8)` is the block of each of 8 ranks, and
-`part(M, x)` what this rank holds of M along mesh axis x: a block, of which the last ranks have less or nothing. A sum or difference
-of sizes is a name too, `(M + N)` or `(M - 2)`: what concat, pad and slices make.
+`part(M, x)` what this rank holds of M along mesh axis x: a block, of which the last ranks have less or nothing. Where the axis is that of
+a mesh of some of the ranks, the name says so: `part(M, x on ranks 2, 3)`, or `part(M, b on mesh(a=2, b=2 of ranks 0..4))` of several
+axes. A sum or difference of sizes is a name too, `(M + N)` or `(M - 2)`: what concat, pad and slices make.
 """
 
 from __future__ import annotations
@@ -102,15 +103,17 @@ class Extent:
         return "*".join(factors) + (f"/{self.divisor}" if self.divisor != 1 else "")
 
 
-_FACTOR = r"(?:\d+|ceil\(\w+/\d+\)|part\(\w+(?:,\w+)+\)|\([\w*/+-]+\)|[A-Za-z_]\w*)"
+_MESH = r"\(\w+=\d+(?:,\w+=\d+)*(?:ofranks[\d.,]+)?\)"  # as names are read, without spaces
+_FACTOR = rf"(?:\d+|ceil\(\w+/\d+\)|part\(\w+(?:,[\w.]+)+(?:{_MESH})?\)|\([\w*/+-]+\)|[A-Za-z_]\w*)"
 _BLOCK = re.compile(r"ceil\((\w+)/(\d+)\)")
-_PART = re.compile(r"part\((\w+), (.*)\)")
+_PART = re.compile(r"part\((\w+), ([^()]*?)(?: on (ranks .*|mesh\(.*\)))?\)")
 
 
 def _spaced(factor: str) -> str:
     if is_sum(factor):
         return str(_summed(tuple(_parsed_terms(factor))))
-    return factor.replace(",", ", ")
+    factor = re.sub(r"(\d)ofranks(?=\d)", r"\1 of ranks ", factor.replace("onmesh(", " on mesh("))
+    return re.sub(r"onranks(?=\d)", " on ranks ", factor).replace(",", ", ")
 
 
 def block(size: Extent, ranks: int) -> Extent:
@@ -118,9 +121,9 @@ def block(size: Extent, ranks: int) -> Extent:
     return Extent(-(-int(size) // ranks)) if size.is_int else Extent(1, (f"ceil({size}/{ranks})",))
 
 
-def part(size: Extent, axes: tuple[str, ...]) -> Extent:
-    """What this rank holds of a size along mesh axes: `part(M, x)`."""
-    return Extent(1, (f"part({', '.join((str(size), *axes))})",))
+def part(size: Extent, axes: tuple[str, ...], mesh: str = "") -> Extent:
+    """What this rank holds of a size along mesh axes: `part(M, x)`; `mesh` is the text of one of some of the ranks."""
+    return Extent(1, (f"part({', '.join((str(size), *axes))}{f' on {mesh}' if mesh else ''})",))
 
 
 def block_of(name: str) -> tuple[Extent, int] | None:
@@ -129,10 +132,10 @@ def block_of(name: str) -> tuple[Extent, int] | None:
     return (_size(match[1]), int(match[2])) if match else None
 
 
-def part_of(name: str) -> tuple[Extent, tuple[str, ...]] | None:
-    """The size and mesh axes of a name such as `part(M, dp, tp)`."""
+def part_of(name: str) -> tuple[Extent, tuple[str, ...], str] | None:
+    """The size, the mesh axes and, of a mesh of some of the ranks, the text of a name such as `part(M, dp, tp)`."""
     match = _PART.fullmatch(name)
-    return (_size(match[1]), tuple(match[2].split(", "))) if match else None
+    return (_size(match[1]), tuple(match[2].split(", ")), match[3] or "") if match else None
 
 
 def _size(text: str) -> Extent:

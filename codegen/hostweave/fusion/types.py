@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -251,7 +251,7 @@ class TensorType:
     def _held(self, dim: Dim, mesh: Mesh, uneven: Container[str]) -> Extent:
         ranks = mesh.size_of(dim.axes)
         is_uneven = int(dim.extent) % ranks > 0 if dim.extent.is_int else ranks > 1 and str(dim.extent) in uneven
-        return part(dim.extent, dim.axes) if is_uneven else dim.extent // ranks
+        return part(dim.extent, dim.axes, _name_of(self.mesh) if self.mesh else "") if is_uneven else dim.extent // ranks
 
     def dim(self, axis: int | str) -> int:
         """The number of a dim from its number (negative from the end) or its name. Raises ValueError where it names none or several."""
@@ -344,10 +344,31 @@ class RankSizes(dict[str, int]):
             size, ranks = shared
             return -(-size.bind(self) // ranks)
         if held := part_of(name):
-            size, axes = held
-            rows = held_by(size.bind(self), self.mesh.size_of(axes), self.mesh.place(self.rank, axes))
-            return len(rows)
+            size, axes, _ = held
+            mesh = mesh_of_part(name, self.mesh)
+            place = mesh.place(self.rank, axes) if self.rank in mesh.all_ranks else 0  # others never have it
+            return len(held_by(size.bind(self), mesh.size_of(axes), place))
         raise KeyError(name)
+
+
+@cache
+def mesh_of_part(name: str, program: Mesh) -> Mesh:
+    """The mesh whose axes a name such as `part(M, x)` speaks of."""
+    found = part_of(name)
+    assert found is not None
+    if not found[2]:
+        return program
+    members = found[2].removesuffix(")").partition("ranks ")[2]
+    first, dots, end = members.partition("..")
+    ranks = tuple(range(int(first), int(end)) if dots else map(int, members.split(", ")) if members else ())
+    if found[2].startswith("ranks"):
+        return Mesh(((found[1][0], len(ranks)),), ranks)
+    return Mesh(tuple((axis, int(size)) for axis, size in re.findall(r"(\w+)=(\d+)", found[2])), ranks or None)
+
+
+def _name_of(mesh: Mesh) -> str:
+    """The text of a mesh beside the name of its axis, if it has but one."""
+    return str(mesh) if len(mesh.axes) > 1 or mesh.members is None else f"ranks {_listed(mesh.members)}"
 
 
 def held_by(size: int, ranks: int, place: int) -> range:

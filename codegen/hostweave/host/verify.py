@@ -10,7 +10,7 @@ from hostweave.errors import ProgramError
 from hostweave.fusion.extent import Extent, block_of, part_of, product
 from hostweave.fusion.ops import widens
 from hostweave.fusion.source import Source, held
-from hostweave.fusion.types import BufferType, Mesh
+from hostweave.fusion.types import BufferType, Mesh, mesh_of_part
 from hostweave.host import ir
 from hostweave.host.blocks import bodies, events_of
 from hostweave.host.expr import Binary, Const, Coordinate, Expr, Rank, Size, Var, divisibility, leaves
@@ -218,7 +218,7 @@ class _Checker:
         for name in extent.names:
             size, ranks = block_of(name) or (None, 0)
             if size is None and (found := part_of(name)):
-                size, ranks = found[0], self.program.mesh.size_of(found[1])
+                size, ranks = found[0], mesh_of_part(name, self.program.mesh).size_of(found[1])
             if size is not None and divisors.get(str(size), 0) == ranks:
                 exact[name] = size // ranks
         return extent.replaced(exact)
@@ -230,8 +230,11 @@ class _Checker:
             missing = [symbol for symbol in size.symbols if symbol not in self.program.symbols()]
             if missing:
                 return missing[0]
-            for axis in (part_of(name) or ((), ()))[1]:
-                self.axis(axis, self.program.mesh)
+            if found := part_of(name):
+                mesh = mesh_of_part(name, self.program.mesh)
+                self.part(mesh)
+                for axis in found[1]:
+                    self.axis(axis, mesh)
         return None
 
     def kernel(self, kernel: ir.Kernel) -> None:

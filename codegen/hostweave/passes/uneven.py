@@ -26,8 +26,6 @@ def uneven_sizes(fusion: Fusion) -> tuple[str, ...]:
         dims = [dim for type in types.values() for dim in type.dims if dim.axes]
         sharded |= dict.fromkeys(str(dim.extent) for dim in dims if _is_name(dim))
         even.update(name for dim in dims if not _is_name(dim) for name in dim.extent.names)
-        for value in body.inputs:
-            even.update(_even_names(_split_on_part(value.type), value.name, None))
         for op in body.ops:
             even.update(_even_names(_even(op, types, body), op.kind, op.location))
     return tuple(name for name in sharded if name not in even)
@@ -48,20 +46,18 @@ def _is_name(dim: Dim) -> bool:
     return str(dim.extent) in dim.extent.names and not is_sum(str(dim.extent))
 
 
-def _split_on_part(type: TensorType) -> Iterator[Even]:
-    """The dims that a mesh of some of the ranks splits."""
-    if type.mesh:
-        yield from ((dim, type.mesh, "a mesh of some of the ranks") for dim in type.dims if dim.axes)
-
-
 def _even(op: Op, types: dict[str, TensorType], fusion: Fusion) -> Iterator[Even]:
     """The dims that an op needs to be shared evenly."""
-    yield from _split_on_part(op.result.type)
     if op.kind == "reshard" and (source := types[op.tensors[0]]).mesh != op.result.type.mesh:
-        for type in (source, op.result.type):
-            yield from ((dim, type.mesh_in(fusion.mesh), "a reshard to another mesh") for dim in type.dims if dim.axes)
+        change = change_of(source, op.result.type, fusion.mesh)
+        why = "a stream" if op.result.stream else "a reduction to another mesh" if change is None or change.kind == "reduce" else ""
+        for type in (source, op.result.type) if why else ():
+            yield from ((dim, type.mesh_in(fusion.mesh), why) for dim in type.dims if dim.axes)
         return
     mesh = op.result.type.mesh_in(fusion.mesh)
+    if op.source and op.result.type.mesh:  # it takes what ranks hold of its own types, which name no mesh
+        for type in (*operand_types(op, types), op.result.type):
+            yield from ((dim, mesh, "a kernel on a mesh of some of the ranks") for dim in type.dims if dim.axes)
     yield from ((dim, mesh, why) for dim, why in _even_on_one_mesh(op, types, fusion))
 
 

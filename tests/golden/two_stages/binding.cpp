@@ -8,12 +8,12 @@ namespace {
 constexpr hw::Axis kAxes[] = {{"x", 4}};
 constexpr const char* kTeams[] = {"x"};
 constexpr hw::Argument kInputs[] = {
-    {"x", "bf16[M/2, K]", CUDA_R_16BF, 2},
+    {"x", "bf16[part(M, x on ranks 0, 1), K]", CUDA_R_16BF, 2},
     {"w1", "bf16[K, N]", CUDA_R_16BF, 2},
     {"w2", "bf16[N, K]", CUDA_R_16BF, 2},
 };
 constexpr hw::Argument kOutputs[] = {
-    {"y", "bf16[M/2, K]", CUDA_R_16BF, 2},
+    {"y", "bf16[part(M, x on ranks 2, 3), K]", CUDA_R_16BF, 2},
 };
 
 Program& cast(void* program) { return *static_cast<Program*>(program); }

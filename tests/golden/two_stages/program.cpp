@@ -1,17 +1,17 @@
-// kernel @relu_h(%product: bf16[M/2, N]) {
-//   %h: bf16[M/2, N] = relu(%product)
+// kernel @relu_h(%product: bf16[part(M, x on ranks 0, 1), N]) {
+//   %h: bf16[part(M, x on ranks 0, 1), N] = relu(%product)
 // }  # ends here: send uses %h
 // host @two_stages(%x: bf16[M@x, K] on mesh(x=2 of ranks 0, 1), %w1: bf16[K, N] on mesh(x=2 of ranks 0, 1), %w2: bf16[N, K] on
-// mesh(x=2 of ranks 2, 3)) -> (%y: bf16[M@x, K] on mesh(x=2 of ranks 2, 3)) mesh(x=4) {
+// mesh(x=2 of ranks 2, 3)) -> (%y: bf16[M@x, K] on mesh(x=2 of ranks 2, 3)) mesh(x=4) uneven(M) {
 //   on mesh(x=2 of ranks 0, 1) {
-//     %product = allocate bf16[M/2, N]
+//     %product = allocate bf16[part(M, x on ranks 0, 1), N]
 //     matmul %x, %w1 -> %product
-//     %h = allocate bf16[M/2, N]
+//     %h = allocate bf16[part(M, x on ranks 0, 1), N]
 //     launch @relu_h %product -> %h
 //     send %h to rank + 2 on *
 //   }
 //   on mesh(x=2 of ranks 2, 3) {
-//     %arrived = allocate bf16[M/2, N]
+//     %arrived = allocate bf16[part(M, x on ranks 2, 3), N]
 //     recv %arrived from rank - 2 on *
 //     matmul %arrived, %w2 -> %y
 //   }
@@ -19,6 +19,7 @@
 #include "program.h"
 
 #include "hostweave/check.h"
+#include "hostweave/shards.h"
 #include "kernels.h"
 
 namespace programs::two_stages {
@@ -34,38 +35,39 @@ Program::Program(hw::Rank& rank)
 }
 
 Sizes Program::check(const Inputs& in) const {
-  if (on_ranks_0_1_) in.x.expect("x", "bf16[M/2, K]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
+  if (on_ranks_0_1_) in.x.expect("x", "bf16[part(M, x on ranks 0, 1), K]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
   const int64_t M = in.x.whole_dim(0, 2);
-  hw::expect_divisible("M", M, 2);
+  const int64_t M_x_of_ranks_0_1 = hw::part(M, 2, rank_.index());
+  const int64_t M_x_of_ranks_2_3 = hw::part(M, 2, rank_.index() - 2);
   const int64_t K = in.x.whole_dim(1, 1);
-  if (on_ranks_0_1_) in.x.expect("x", "bf16[M/2, K]", CUDA_R_16BF, {M / 2, K}, rank_.device());
+  if (on_ranks_0_1_) in.x.expect("x", "bf16[part(M, x on ranks 0, 1), K]", CUDA_R_16BF, {M_x_of_ranks_0_1, K}, rank_.device());
   if (on_ranks_0_1_) in.w1.expect("w1", "bf16[K, N]", CUDA_R_16BF, {K, hw::kAny}, rank_.device());
   const int64_t N = in.w1.whole_dim(1, 1);
   if (on_ranks_0_1_) in.w1.expect("w1", "bf16[K, N]", CUDA_R_16BF, {K, N}, rank_.device());
   if (on_ranks_2_3_) in.w2.expect("w2", "bf16[N, K]", CUDA_R_16BF, {N, K}, rank_.device());
-  return {M, K, N};
+  return {M, K, N, M_x_of_ranks_0_1, M_x_of_ranks_2_3};
 }
 
 OutputShapes Program::output_shapes(const Inputs& in) const {
-  const auto [M, K, N] = check(in);
-  return {.y = {M / 2, K}};
+  const auto [M, K, N, M_x_of_ranks_0_1, M_x_of_ranks_2_3] = check(in);
+  return {.y = {M_x_of_ranks_2_3, K}};
 }
 
 void Program::prepare(const Inputs& in) {
   const Sizes sizes = check(in);
   if (prepared_ == sizes) return;
-  const auto [M, K, N] = sizes;
+  const auto [M, K, N, M_x_of_ranks_0_1, M_x_of_ranks_2_3] = sizes;
   prepared_.reset();
-  if (on_ranks_0_1_) plan_product_.prepare({M / 2, K}, {K, N}, {M / 2, N});
-  if (on_ranks_2_3_) plan_y_.prepare({M / 2, N}, {N, K}, {M / 2, K});
+  if (on_ranks_0_1_) plan_product_.prepare({M_x_of_ranks_0_1, K}, {K, N}, {M_x_of_ranks_0_1, N});
+  if (on_ranks_2_3_) plan_y_.prepare({M_x_of_ranks_2_3, N}, {N, K}, {M_x_of_ranks_2_3, K});
   hw::MemoryPlan memory;
   memory.allocate(workspace_, hw::kWorkspaceBytes);
   if (on_ranks_0_1_) {
-    memory.allocate(product_, M / 2 * N);
-    memory.allocate(h_, M / 2 * N);
+    memory.allocate(product_, N * M_x_of_ranks_0_1);
+    memory.allocate(h_, N * M_x_of_ranks_0_1);
   }
   if (on_ranks_2_3_) {
-    memory.allocate(arrived_, M / 2 * N);
+    memory.allocate(arrived_, N * M_x_of_ranks_2_3);
   }
   arena_.reserve(memory);
   prepared_ = sizes;
@@ -74,8 +76,8 @@ void Program::prepare(const Inputs& in) {
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   const Sizes sizes = check(in);
   hw::expect_prepared(prepared_ == sizes);
-  const auto [M, K, N] = sizes;
-  if (on_ranks_2_3_) out.y.expect("y", "bf16[M/2, K]", CUDA_R_16BF, {M / 2, K}, rank_.device());
+  const auto [M, K, N, M_x_of_ranks_0_1, M_x_of_ranks_2_3] = sizes;
+  if (on_ranks_2_3_) out.y.expect("y", "bf16[part(M, x on ranks 2, 3), K]", CUDA_R_16BF, {M_x_of_ranks_2_3, K}, rank_.device());
 
   const auto* x = in.x.as<hw::bf16>();
   const auto* w1 = in.w1.as<hw::bf16>();
@@ -86,12 +88,12 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   HW_CHECK(arena_.begin_call(caller));
   if (on_ranks_0_1_) {
     HW_CHECK(plan_product_.cublasLtMatmul(x, w1, product_, {caller, workspace_}));
-    HW_CHECK(hw::launch(relu_h, hw::grid_for(M / 2 * N), hw::kBlock, caller, hw::reads(product_, M / 2 * N),
-                        hw::writes(h_, M / 2 * N), M, N));
-    HW_CHECK(ncclSend(h_, M / 2 * N, ncclBfloat16, rank + 2, team_x_.comm(), caller));
+    HW_CHECK(hw::launch(relu_h, hw::grid_for(N * M_x_of_ranks_0_1), hw::kBlock, caller, hw::reads(product_, N * M_x_of_ranks_0_1),
+                        hw::writes(h_, N * M_x_of_ranks_0_1), N, M_x_of_ranks_0_1));
+    HW_CHECK(ncclSend(h_, N * M_x_of_ranks_0_1, ncclBfloat16, rank + 2, team_x_.comm(), caller));
   }
   if (on_ranks_2_3_) {
-    HW_CHECK(ncclRecv(arrived_, M / 2 * N, ncclBfloat16, rank - 2, team_x_.comm(), caller));
+    HW_CHECK(ncclRecv(arrived_, N * M_x_of_ranks_2_3, ncclBfloat16, rank - 2, team_x_.comm(), caller));
     HW_CHECK(plan_y_.cublasLtMatmul(arrived_, w2, y, {caller, workspace_}));
   }
   HW_CHECK(arena_.end_call(caller));

@@ -19,13 +19,13 @@ constexpr int64_t kWorld = 4;  // ranks
 
 // What one rank holds.
 struct Inputs {
-  hw::Tensor x;   // bf16[M/2, K]
+  hw::Tensor x;   // bf16[part(M, x on ranks 0, 1), K]
   hw::Tensor w1;  // bf16[K, N]
   hw::Tensor w2;  // bf16[N, K]
 };
 
 struct Outputs {
-  hw::Tensor y;  // bf16[M/2, K]
+  hw::Tensor y;  // bf16[part(M, x on ranks 2, 3), K]
 };
 
 struct OutputShapes {
@@ -37,6 +37,8 @@ struct Sizes {
   int64_t M;
   int64_t K;
   int64_t N;
+  int64_t M_x_of_ranks_0_1;
+  int64_t M_x_of_ranks_2_3;
 
   bool operator==(const Sizes&) const = default;
 };
@@ -65,9 +67,9 @@ class Program {
   hw::MatmulPlan plan_y_;        // matmul %arrived, %w2 -> %y
   hw::Arena arena_;
   char* workspace_ = nullptr;      // of the matmuls on the caller's stream
-  hw::bf16* product_ = nullptr;    // %product: bf16[M/2, N]
-  hw::bf16* h_ = nullptr;          // %h: bf16[M/2, N]
-  hw::bf16* arrived_ = nullptr;    // %arrived: bf16[M/2, N]
+  hw::bf16* product_ = nullptr;    // %product: bf16[part(M, x on ranks 0, 1), N]
+  hw::bf16* h_ = nullptr;          // %h: bf16[part(M, x on ranks 0, 1), N]
+  hw::bf16* arrived_ = nullptr;    // %arrived: bf16[part(M, x on ranks 2, 3), N]
   std::optional<Sizes> prepared_;  // what prepare was last called for
 };
 

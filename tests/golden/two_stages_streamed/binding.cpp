@@ -17,10 +17,10 @@ constexpr hw::SubmeshTeam kSubmeshTeams[] = {
 };
 constexpr hw::Argument kInputs[] = {
     {"x", "bf16[M, K]", CUDA_R_16BF, 2},
-    {"up1", "bf16[K, N/2]", CUDA_R_16BF, 2},
-    {"down1", "bf16[N/2, K]", CUDA_R_16BF, 2},
-    {"up2", "bf16[K, N/2]", CUDA_R_16BF, 2},
-    {"down2", "bf16[N/2, K]", CUDA_R_16BF, 2},
+    {"up1", "bf16[K, part(N, x on ranks 0, 1)]", CUDA_R_16BF, 2},
+    {"down1", "bf16[part(N, x on ranks 0, 1), K]", CUDA_R_16BF, 2},
+    {"up2", "bf16[K, part(N, x on ranks 2, 3)]", CUDA_R_16BF, 2},
+    {"down2", "bf16[part(N, x on ranks 2, 3), K]", CUDA_R_16BF, 2},
 };
 constexpr hw::Argument kOutputs[] = {
     {"y", "bf16[M, K]", CUDA_R_16BF, 2},

@@ -22,10 +22,10 @@ constexpr int64_t kWorld = 4;  // ranks
 // What one rank holds.
 struct Inputs {
   hw::Tensor x;      // bf16[M, K]
-  hw::Tensor up1;    // bf16[K, N/2]
-  hw::Tensor down1;  // bf16[N/2, K]
-  hw::Tensor up2;    // bf16[K, N/2]
-  hw::Tensor down2;  // bf16[N/2, K]
+  hw::Tensor up1;    // bf16[K, part(N, x on ranks 0, 1)]
+  hw::Tensor down1;  // bf16[part(N, x on ranks 0, 1), K]
+  hw::Tensor up2;    // bf16[K, part(N, x on ranks 2, 3)]
+  hw::Tensor down2;  // bf16[part(N, x on ranks 2, 3), K]
 };
 
 struct Outputs {
@@ -41,6 +41,8 @@ struct Sizes {
   int64_t M;
   int64_t K;
   int64_t N;
+  int64_t N_x_of_ranks_0_1;
+  int64_t N_x_of_ranks_2_3;
 
   bool operator==(const Sizes&) const = default;
 };
@@ -71,14 +73,16 @@ class Program {
   hw::Events turn_;                         // turn[1]
   hw::MatmulPlan plan_product_;             // matmul %x_i, %up1 -> %product_i
   hw::MatmulPlan plan_product_2_;           // matmul %h_i, %down1 -> %product_2_i
+  hw::MatmulPlan plan_product_3_;           // matmul %arrived_i, %up2 -> %product_3_i
+  hw::MatmulPlan plan_product_4_;           // matmul %g_i, %down2 -> %product_4_i
   hw::Arena arena_;
-  hw::bf16* product_ = nullptr;    // %product: bf16[M, N/2]
-  hw::bf16* h_ = nullptr;          // %h: bf16[M, N/2]
+  hw::bf16* product_ = nullptr;    // %product: bf16[M, part(N, x on ranks 0, 1)]
+  hw::bf16* h_ = nullptr;          // %h: bf16[M, part(N, x on ranks 0, 1)]
   hw::bf16* product_2_ = nullptr;  // %product_2: bf16[M, K]
   hw::bf16* layer_ = nullptr;      // %layer: bf16[M, K]
   hw::bf16* arrived_ = nullptr;    // %arrived: bf16[M, K]
-  hw::bf16* product_3_ = nullptr;  // %product_3: bf16[M, N/2]
-  hw::bf16* g_ = nullptr;          // %g: bf16[M, N/2]
+  hw::bf16* product_3_ = nullptr;  // %product_3: bf16[M, part(N, x on ranks 2, 3)]
+  hw::bf16* g_ = nullptr;          // %g: bf16[M, part(N, x on ranks 2, 3)]
   hw::bf16* product_4_ = nullptr;  // %product_4: bf16[M, K]
   std::optional<Sizes> prepared_;  // what prepare was last called for
 };

@@ -173,10 +173,12 @@ class Buffers:
         """The view of this rank's block of a value that it holds all of, or as much of each dim."""
         source, mesh, buffer = self.flow.values[op.tensors[0]], self.flow.mesh_of(op), self.whole(op.tensors[0])
         have, want = self.flow.local(source).shape, self.flow.local(op.result).shape
+        moves = self.flow.moves(op)
+        sent = self.flow.transfer(op).sent if moves else ()  # 1: the same block, by another name
         for i, (dim, own) in enumerate(zip(op.result.type.dims, want, strict=True)):
             if have[i] == own:
                 continue
-            gained = dim.axes[len(source.type.dims[i].axes) :]
+            gained = dim.axes[len(source.type.dims[i].axes) :] if not moves else dim.axes if sent[i] > 1 else ()
             place, ranks = team_coordinate(mesh, gained), mesh.size_of(gained)
             if own == dim.extent // mesh.size_of(dim.axes):
                 buffer = self.b.slice(buffer, i, place, Extent(ranks), op.result.name)

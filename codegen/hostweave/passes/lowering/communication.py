@@ -131,15 +131,15 @@ def blocks_to_send(b: Builder, src: str, blocks: Transfer, steps: Steps | None) 
 
 
 @contextmanager
-def blocks_to_receive(b: Builder, dst: str, blocks: Transfer, steps: Steps | None) -> Iterator[str]:
-    """Memory for the blocks of `dst` one after the other, copied to it afterwards where it is not its own."""
-    by_block = cut(b, dst, blocks.received)
+def blocks_to_receive(b: Builder, dst: Callable[[], str], blocks: Transfer, steps: Steps | None) -> Iterator[str]:
+    """Memory for the blocks of `dst()` one after the other, copied to it afterwards where it is not its own."""
+    by_block = cut(b, dst(), blocks.received)
     if b.is_contiguous(by_block):
         yield b.memory_of(by_block)
         return
     landing = temporary(b, by_block, steps)
     yield landing
-    b.emit(ir.Copy(landing, cut(b, dst, blocks.received)))  # another view where an `on` body has ended meanwhile
+    b.emit(ir.Copy(landing, cut(b, dst(), blocks.received)))  # other views where an `on` body has ended meanwhile
 
 
 def cut(b: Builder, whole: str, cuts: tuple[int, ...]) -> str:

@@ -85,6 +85,10 @@ class Dataflow:
         dims = zip(self.types[op.tensors[0]].dims, blocks.sent, blocks.received, strict=True)
         return not blocks.moved and all(received == 1 and (sent == 1 or not dim.axes) for dim, sent, received in dims)
 
+    def is_uneven(self, extent: Extent, ranks: int) -> bool:
+        """Whether so many ranks may share a dim unevenly."""
+        return int(extent) % ranks > 0 if extent.is_int else ranks > 1 and str(extent) in self.uneven
+
     # --- views ---
 
     def is_view(self, op: Op) -> bool:

@@ -20,6 +20,7 @@ from hostweave.passes.lowering.dataflow import Dataflow
 from hostweave.passes.lowering.kernels import Kernels
 from hostweave.passes.lowering.loops import Loop
 from hostweave.passes.lowering.steps import Steps, chunk, dim_of_chunk, expr_of, team_coordinate, total
+from hostweave.passes.lowering.transfers import to_other_ranks
 
 
 def owner(b: Builder, flow: Dataflow, loop: Loop, steps: Steps) -> Expr:
@@ -64,7 +65,8 @@ class Reshards:
         if change.kind == "reduce":
             self._to_one_rank(op, change, steps)
         elif change.kind == "transfer":
-            self._to_other_ranks(op, steps)
+            src, dst = (lambda: self.buffers.operand(op, 0, steps)), (lambda: self.buffers.destination(op, steps))
+            to_other_ranks(self.b, self.flow, op, src, dst, steps)
         elif steps is None or steps.owner is None:
             self._at_once(op, change, steps)
         else:
@@ -200,22 +202,6 @@ class Reshards:
             src, channel = self.buffers.operand(op, 0, steps), Channel(source.mesh_in(self.flow.mesh), change.axes)
             communication.reduce(self.b, src, dst, self.flow.reduction(op), channel, change.root or 0, steps)
 
-    def _to_other_ranks(self, op: Op, steps: Steps | None) -> None:
-        """Each side in the bodies of its own mesh, or where a rank may be on both, both in one group."""
-        source, target, blocks = self.flow.types[op.tensors[0]], op.result.type, self.flow.transfer(op)
-        apart = set(source.mesh_in(self.flow.mesh).all_ranks).isdisjoint(target.mesh_in(self.flow.mesh).all_ranks)
-        with self.b.on(source.mesh):
-            sent = communication.blocks_to_send(self.b, self.buffers.operand(op, 0, steps), blocks, steps)
-            if apart:
-                self.b.emit(communication.send(sent, blocks, apart))
-        dst = self.buffers.destination(op, steps)
-        with communication.blocks_to_receive(self.b, dst, blocks, steps) as landing:
-            if apart:
-                self.b.emit(communication.recv(landing, blocks, apart))
-            else:
-                with self.b.on(None):
-                    communication.group(self.b, communication.send(sent, blocks, apart), communication.recv(landing, blocks, apart))
-
 
 def _padding(flow: Dataflow, op: Op) -> Padding | None:
     """What an uneven reshard needs: whole blocks of each dim that changes."""
@@ -225,8 +211,7 @@ def _padding(flow: Dataflow, op: Op) -> Padding | None:
     is_never_even = False
     for i, (old, new) in enumerate(zip(flow.types[op.tensors[0]].dims, op.result.type.dims, strict=True)):
         ranks = flow.mesh_of(op).size_of(old.axes or new.axes)
-        is_uneven = int(old.extent) % ranks > 0 if old.extent.is_int else ranks > 1 and str(old.extent) in flow.uneven
-        if old.axes == new.axes or not is_uneven:
+        if old.axes == new.axes or not flow.is_uneven(old.extent, ranks):
             continue
         whole_block = block(old.extent, ranks)
         sent[i] = whole_block if old.axes else whole_block * ranks
