@@ -43,7 +43,7 @@ std::vector<void*> pointers(const std::vector<uintptr_t>& addresses) {
 }
 
 std::vector<py::tuple> prepare(hw::Instance& instance, const std::vector<Sizes>& shapes, const std::vector<Sizes>& wholes) {
-  if (static_cast<int>(shapes.size()) != table().n_inputs || shapes.size() != wholes.size()) {
+  if (shapes.size() != table().inputs.size() || shapes.size() != wholes.size()) {
     throw hw::ArgumentError("a wrong number of arrays");
   }
   std::vector<hw::Instance::Input> inputs;

@@ -25,9 +25,9 @@ void translate(std::exception_ptr error) {
   }
 }
 
-py::list parameters(int count, const hw::Argument* arguments) {
+py::list parameters(std::span<const hw::Argument> arguments) {
   py::list result;
-  for (int i = 0; i < count; ++i) result.append(py::make_tuple(arguments[i].name, arguments[i].type));
+  for (const hw::Argument& argument : arguments) result.append(py::make_tuple(argument.name, argument.type));
   return result;
 }
 
@@ -41,8 +41,8 @@ PYBIND11_MODULE(hostweave_program, m) {
   m.attr("name") = table().name;
   m.attr("mesh") = table().mesh;
   m.attr("ranks") = table().world;
-  m.attr("inputs") = parameters(table().n_inputs, table().inputs);
-  m.attr("outputs") = parameters(table().n_outputs, table().outputs);
+  m.attr("inputs") = parameters(table().inputs);
+  m.attr("outputs") = parameters(table().outputs);
 
   glue::bind_world(m);
   glue::bind_member(m);

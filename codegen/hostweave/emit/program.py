@@ -210,7 +210,6 @@ def _argument(
         type=str(type),
         dtype=CUDA_TYPES[type.dtype.name],
         cpp=type.dtype.cpp,
-        ndim=len(type.shape),
         shape=integers.extents(type.shape),
         pattern="{" + ", ".join("hw::kAny" if open else integers.alone(e) for e, open in zip(type.shape, is_open, strict=True)) + "}",
         sizes=tuple(_size(program, binding, field, integers) for binding in bindings or ()),

@@ -411,7 +411,6 @@ class Argument:
     type: str  # of what one rank holds: bf16[M/8, K]
     dtype: str
     cpp: str
-    ndim: int
     shape: str
     pattern: str  # the shape as far as it is known before this argument tells its sizes
     sizes: tuple[Size, ...]

@@ -19,23 +19,23 @@ void for_each_axis(const std::string& axes, const Use& use) {
 }
 
 // The team along `axes` of the rank at place `index` of a mesh.
-Team team_of(const char* mesh, const Axis* mesh_axes, int n_axes, const std::string& axes, int64_t index) {
-  std::vector<int64_t> coordinates(n_axes);
-  for (int i = n_axes - 1; i >= 0; --i) {
+Team team_of(const char* mesh, std::span<const Axis> mesh_axes, const std::string& axes, int64_t index) {
+  std::vector<int64_t> coordinates(mesh_axes.size());
+  for (size_t i = mesh_axes.size(); i-- > 0;) {
     coordinates[i] = index % mesh_axes[i].size;
     index /= mesh_axes[i].size;
   }
   Team team{.mesh = mesh, .axes = axes, .key = std::string(mesh) + " " + axes};
-  std::vector<bool> common(n_axes, true);
+  std::vector<bool> common(mesh_axes.size(), true);
   for_each_axis(axes, [&](const std::string& axis) {
-    for (int i = 0; i < n_axes; ++i) {
+    for (size_t i = 0; i < mesh_axes.size(); ++i) {
       if (axis != mesh_axes[i].name) continue;
       common[i] = false;
       team.place = team.place * mesh_axes[i].size + coordinates[i];
       team.size *= mesh_axes[i].size;
     }
   });
-  for (int i = 0; i < n_axes; ++i) {
+  for (size_t i = 0; i < mesh_axes.size(); ++i) {
     if (common[i]) team.key += std::string(", ") + mesh_axes[i].name + "=" + std::to_string(coordinates[i]);
   }
   return team;
@@ -45,14 +45,12 @@ Team team_of(const char* mesh, const Axis* mesh_axes, int n_axes, const std::str
 
 std::vector<Team> teams_of(const ProgramTable& program, int64_t rank) {
   std::vector<Team> teams;
-  for (int i = 0; i < program.n_teams; ++i) {
-    teams.push_back(team_of(program.mesh, program.axes, program.n_axes, program.teams[i], rank));
-  }
-  for (int i = 0; i < program.n_submesh_teams; ++i) {
-    const SubmeshTeam& team = program.submesh_teams[i];
-    const int64_t* const end = team.ranks + team.n_ranks;
-    const int64_t* const found = std::find(team.ranks, end, rank);
-    if (found != end) teams.push_back(team_of(team.mesh, team.mesh_axes, team.n_axes, team.axes, found - team.ranks));
+  for (const char* axes : program.teams) teams.push_back(team_of(program.mesh, program.axes, axes, rank));
+  for (const SubmeshTeam& team : program.submesh_teams) {
+    const auto found = std::ranges::find(team.ranks, rank);
+    if (found != team.ranks.end()) {
+      teams.push_back(team_of(team.mesh, team.mesh_axes, team.axes, found - team.ranks.begin()));
+    }
   }
   return teams;
 }

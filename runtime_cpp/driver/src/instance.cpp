@@ -52,16 +52,16 @@ Instance::Instance(Member& member, const ProgramTable& program) : member_(member
   member_.expect_working();
   const Member::Use use(member_);
   progress_.emplace();
-  instance_ = program_.create(member_.rank());
+  instance_ = program_.calls.create(member_.rank());
   const auto tensor = [&](const Argument& argument) { return Tensor{nullptr, argument.dtype, {}, member_.rank().device()}; };
-  for (int i = 0; i < program_.n_inputs; ++i) inputs_.push_back(tensor(program_.inputs[i]));
-  for (int i = 0; i < program_.n_outputs; ++i) outputs_.push_back(tensor(program_.outputs[i]));
+  for (const Argument& input : program_.inputs) inputs_.push_back(tensor(input));
+  for (const Argument& output : program_.outputs) outputs_.push_back(tensor(output));
 }
 
 Instance::~Instance() {
   try {
     const Member::Use use(member_);
-    program_.destroy(instance_);
+    program_.calls.destroy(instance_);
     progress_.reset();
   } catch (const std::exception&) {
     // Nothing more can be done for a device that does not even free.
@@ -76,8 +76,8 @@ std::vector<Shape> Instance::prepare(const std::vector<Input>& inputs) {
     inputs_[i].shape = inputs[i].shape;
     inputs_[i].whole = inputs[i].whole;
   }
-  program_.output_shapes(instance_, inputs_.data(), outputs.data());
-  program_.prepare(instance_, inputs_.data());
+  program_.calls.output_shapes(instance_, inputs_.data(), outputs.data());
+  program_.calls.prepare(instance_, inputs_.data());
   for (size_t i = 0; i < outputs_.size(); ++i) outputs_[i].shape = outputs[i];
   return outputs;
 }
@@ -90,7 +90,7 @@ void Instance::run(const Schedule& schedule, const std::vector<void*>& inputs, c
   for (size_t i = 0; i < outputs_.size(); ++i) outputs_[i].data = outputs[i];
   try {
     progress_->begin();
-    program_.run(instance_, inputs_.data(), outputs_.data(), caller);
+    program_.calls.run(instance_, inputs_.data(), outputs_.data(), caller);
     progress_->end(caller);
     target::finish();
   } catch (const std::exception& error) {  // while in use: the others must not go on before they are stopped

@@ -86,19 +86,19 @@ bool same_shape(const Shape& a, const Shape& b) { return a.ndim == b.ndim && std
 class Runner::Seat {
  public:
   Seat(Rank& rank, const ProgramTable& program) : device_(rank.device()), program_(program) {
-    inputs_.staging.resize(program.n_inputs);
-    outputs_.staging.resize(program.n_outputs);
+    inputs_.staging.resize(program.inputs.size());
+    outputs_.staging.resize(program.outputs.size());
     see_peers(device_);
     HW_CHECK(cudaStreamCreateWithFlags(&caller_, cudaStreamNonBlocking));
     try {
-      instance_ = program.create(rank);
+      instance_ = program.calls.create(rank);
     } catch (...) {
       cudaStreamDestroy(caller_);
       throw;
     }
   }
   ~Seat() {
-    program_.destroy(instance_);
+    program_.calls.destroy(instance_);
     cudaStreamDestroy(caller_);
   }
   Seat(const Seat&) = delete;
@@ -109,7 +109,7 @@ class Runner::Seat {
   void prepare(const std::vector<Call>& calls, int rank) {
     bind(calls.front(), rank);
     for (const Call& call : calls) check_shapes(call, rank);
-    program_.prepare(instance_, inputs_.tensors.data());
+    program_.calls.prepare(instance_, inputs_.tensors.data());
     for (const Call& call : calls) bind(call, rank);  // takes what staging memory they need, before any rank runs
   }
 
@@ -121,7 +121,7 @@ class Runner::Seat {
 
   void poison() {
     size_t bytes = 0;
-    void* const arena = program_.arena(instance_, &bytes);
+    void* const arena = program_.calls.arena(instance_, &bytes);
     if (bytes) HW_CHECK(cudaMemsetAsync(arena, 0xff, bytes, caller_));
     for (size_t i = 0; i < outputs_.tensors.size(); ++i) {
       HW_CHECK(cudaMemsetAsync(outputs_.tensors[i].data, 0xff, outputs_.bytes[i], caller_));
@@ -134,7 +134,7 @@ class Runner::Seat {
     }
   }
 
-  void run() { program_.run(instance_, inputs_.tensors.data(), outputs_.tensors.data(), caller_); }
+  void run() { program_.calls.run(instance_, inputs_.tensors.data(), outputs_.tensors.data(), caller_); }
 
   void copy_out(const Call& call, int rank) {
     for (size_t i = 0; i < outputs_.tensors.size(); ++i) {
@@ -152,7 +152,7 @@ class Runner::Seat {
   // An array on this device is used where it is.
   bool in_place(const Array& array) const { return array.device == device_ && reinterpret_cast<uintptr_t>(array.data) % 16 == 0; }
 
-  void place(Arguments& arguments, const std::vector<Array>& arrays, const Argument* parameters) {
+  void place(Arguments& arguments, const std::vector<Array>& arrays, std::span<const Argument> parameters) {
     arguments.tensors.clear();
     arguments.bytes.clear();
     for (size_t i = 0; i < arrays.size(); ++i) {

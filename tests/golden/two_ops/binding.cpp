@@ -1,62 +1,28 @@
-// The entry points of two_ops, as the binding calls them.
+// What the binding knows of two_ops.
 #include "hostweave/abi.h"
 #include "program.h"
 
-namespace programs::two_ops {
+using namespace programs::two_ops;
+
 namespace {
 
 constexpr hw::Axis kAxes[] = {{"x", 1}};
 constexpr hw::Argument kInputs[] = {
-    {"x", "bf16[M, N]", CUDA_R_16BF, 2},
+    {"x", "bf16[M, N]", CUDA_R_16BF},
 };
 constexpr hw::Argument kOutputs[] = {
-    {"y", "bf16[M, N]", CUDA_R_16BF, 2},
+    {"y", "bf16[M, N]", CUDA_R_16BF},
 };
 
-Program& cast(void* program) { return *static_cast<Program*>(program); }
-
-void* create(hw::Rank& rank) { return new Program(rank); }
-
-void destroy(void* program) { delete &cast(program); }
-
-void output_shapes(void* program, const hw::Tensor* tensors, hw::Shape* shapes) {
-  const OutputShapes result = cast(program).output_shapes(hw::named<Inputs>(tensors));
-  shapes[0] = result.y;
-}
-
-void prepare(void* program, const hw::Tensor* tensors) { cast(program).prepare(hw::named<Inputs>(tensors)); }
-
-void run(void* program, const hw::Tensor* in, const hw::Tensor* out, cudaStream_t caller) {
-  cast(program).run(hw::named<Inputs>(in), hw::named<Outputs>(out), caller);
-}
-
-void* arena(void* program, size_t* bytes) {
-  *bytes = cast(program).arena().bytes();
-  return cast(program).arena().data();
-}
-
 }  // namespace
-}  // namespace programs::two_ops
-
-using namespace programs::two_ops;
 
 const hw::ProgramTable hw_program_table = {
     .abi = hw::kAbi,
     .name = "two_ops",
     .mesh = kMesh,
     .world = kWorld,
-    .n_axes = 1,
-    .n_teams = 0,
     .axes = kAxes,
-    .teams = nullptr,
-    .n_inputs = 1,
-    .n_outputs = 1,
     .inputs = kInputs,
     .outputs = kOutputs,
-    .create = create,
-    .destroy = destroy,
-    .output_shapes = output_shapes,
-    .prepare = prepare,
-    .run = run,
-    .arena = arena,
+    .calls = hw::calls_of<Program, Inputs, Outputs, OutputShapes>(),
 };

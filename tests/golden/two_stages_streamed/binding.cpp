@@ -1,8 +1,9 @@
-// The entry points of two_stages_streamed, as the binding calls them.
+// What the binding knows of two_stages_streamed.
 #include "hostweave/abi.h"
 #include "program.h"
 
-namespace programs::two_stages_streamed {
+using namespace programs::two_stages_streamed;
+
 namespace {
 
 constexpr hw::Axis kAxes[] = {{"x", 4}};
@@ -12,66 +13,31 @@ constexpr int64_t kRanks1[] = {0, 1};
 constexpr hw::Axis kAxes2[] = {{"x", 2}};
 constexpr int64_t kRanks2[] = {2, 3};
 constexpr hw::SubmeshTeam kSubmeshTeams[] = {
-    {"mesh(x=2 of ranks 0, 1)", "x", 1, kAxes1, 2, kRanks1},
-    {"mesh(x=2 of ranks 2, 3)", "x", 1, kAxes2, 2, kRanks2},
+    {"mesh(x=2 of ranks 0, 1)", "x", kAxes1, kRanks1},
+    {"mesh(x=2 of ranks 2, 3)", "x", kAxes2, kRanks2},
 };
 constexpr hw::Argument kInputs[] = {
-    {"x", "bf16[M, K]", CUDA_R_16BF, 2},
-    {"up1", "bf16[K, part(N, x on ranks 0, 1)]", CUDA_R_16BF, 2},
-    {"down1", "bf16[part(N, x on ranks 0, 1), K]", CUDA_R_16BF, 2},
-    {"up2", "bf16[K, part(N, x on ranks 2, 3)]", CUDA_R_16BF, 2},
-    {"down2", "bf16[part(N, x on ranks 2, 3), K]", CUDA_R_16BF, 2},
+    {"x", "bf16[M, K]", CUDA_R_16BF},
+    {"up1", "bf16[K, part(N, x on ranks 0, 1)]", CUDA_R_16BF},
+    {"down1", "bf16[part(N, x on ranks 0, 1), K]", CUDA_R_16BF},
+    {"up2", "bf16[K, part(N, x on ranks 2, 3)]", CUDA_R_16BF},
+    {"down2", "bf16[part(N, x on ranks 2, 3), K]", CUDA_R_16BF},
 };
 constexpr hw::Argument kOutputs[] = {
-    {"y", "bf16[M, K]", CUDA_R_16BF, 2},
+    {"y", "bf16[M, K]", CUDA_R_16BF},
 };
 
-Program& cast(void* program) { return *static_cast<Program*>(program); }
-
-void* create(hw::Rank& rank) { return new Program(rank); }
-
-void destroy(void* program) { delete &cast(program); }
-
-void output_shapes(void* program, const hw::Tensor* tensors, hw::Shape* shapes) {
-  const OutputShapes result = cast(program).output_shapes(hw::named<Inputs>(tensors));
-  shapes[0] = result.y;
-}
-
-void prepare(void* program, const hw::Tensor* tensors) { cast(program).prepare(hw::named<Inputs>(tensors)); }
-
-void run(void* program, const hw::Tensor* in, const hw::Tensor* out, cudaStream_t caller) {
-  cast(program).run(hw::named<Inputs>(in), hw::named<Outputs>(out), caller);
-}
-
-void* arena(void* program, size_t* bytes) {
-  *bytes = cast(program).arena().bytes();
-  return cast(program).arena().data();
-}
-
 }  // namespace
-}  // namespace programs::two_stages_streamed
-
-using namespace programs::two_stages_streamed;
 
 const hw::ProgramTable hw_program_table = {
     .abi = hw::kAbi,
     .name = "two_stages_streamed",
     .mesh = kMesh,
     .world = kWorld,
-    .n_axes = 1,
-    .n_teams = 1,
     .axes = kAxes,
     .teams = kTeams,
-    .n_inputs = 5,
-    .n_outputs = 1,
+    .submesh_teams = kSubmeshTeams,
     .inputs = kInputs,
     .outputs = kOutputs,
-    .create = create,
-    .destroy = destroy,
-    .output_shapes = output_shapes,
-    .prepare = prepare,
-    .run = run,
-    .arena = arena,
-    .n_submesh_teams = 2,
-    .submesh_teams = kSubmeshTeams,
+    .calls = hw::calls_of<Program, Inputs, Outputs, OutputShapes>(),
 };

@@ -1,6 +1,7 @@
 // What the binding knows of a generated program: one table of entry points. binding.cpp of a program defines it.
 #pragma once
 #include <cstring>
+#include <span>
 #include <type_traits>
 
 #include "hostweave/tensor.h"
@@ -13,7 +14,6 @@ struct Argument {
   const char* name;
   const char* type;  // "bf16[M/8, K]", for messages
   cudaDataType_t dtype;
-  int ndim;
 };
 
 struct Axis {
@@ -25,24 +25,12 @@ struct Axis {
 struct SubmeshTeam {
   const char* mesh;  // "mesh(x=2 of ranks 2, 3)"
   const char* axes;  // along which the ranks of the team differ: "x"
-  int n_axes;
-  const Axis* mesh_axes;
-  int n_ranks;
-  const int64_t* ranks;  // of the program, in the order of their coordinates
+  std::span<const Axis> mesh_axes;
+  std::span<const int64_t> ranks;  // of the program, in the order of their coordinates
 };
 
-struct ProgramTable {
-  int abi;           // kAbi of the headers that the program was compiled against
-  const char* name;  // the user's name of the program
-  const char* mesh;  // "mesh(dp=2, tp=4)"
-  int world;         // how many ranks the program is for
-  int n_axes, n_teams;
-  const Axis* axes;          // of the mesh, the last one fastest
-  const char* const* teams;  // which channels the program uses, by the axes of their teams: "tp", or "dp, tp"
-  int n_inputs, n_outputs;
-  const Argument* inputs;
-  const Argument* outputs;
-
+// What can be done with a program.
+struct Calls {
   void* (*create)(Rank& rank);  // streams, events and channels of this rank
   void (*destroy)(void* program);
   // Checks dtypes and sizes of the inputs and gives the local shapes of the outputs. Enqueues nothing.
@@ -53,12 +41,22 @@ struct ProgramTable {
   void (*run)(void* program, const Tensor* inputs, const Tensor* outputs, cudaStream_t caller);
   // The memory that the program allocated for its temporaries; tests fill it with NaN before a call. Null before prepare.
   void* (*arena)(void* program, size_t* bytes);
-
-  int n_submesh_teams = 0;
-  const SubmeshTeam* submesh_teams = nullptr;
 };
 
-constexpr int kAbi = 2;
+struct ProgramTable {
+  int abi;                             // kAbi of the headers that the program was compiled against
+  const char* name;                    // the user's name of the program
+  const char* mesh;                    // "mesh(dp=2, tp=4)"
+  int world;                           // how many ranks the program is for
+  std::span<const Axis> axes;          // of the mesh, the last one fastest
+  std::span<const char* const> teams;  // which channels the program uses, by the axes of their teams: "tp", or "dp, tp"
+  std::span<const SubmeshTeam> submesh_teams;
+  std::span<const Argument> inputs;
+  std::span<const Argument> outputs;
+  Calls calls;
+};
+
+constexpr int kAbi = 3;
 
 // An array of tensors under the names of a program's Inputs or Outputs, a struct of as many. Compilers take long over a list of
 // hundreds of them.
@@ -68,6 +66,31 @@ Named named(const Tensor* tensors) {
   Named result;
   if constexpr (!std::is_empty_v<Named>) std::memcpy(&result, tensors, sizeof result);
   return result;
+}
+
+// The calls of a program, given its class and the structs of its arguments.
+template <class Program, class Inputs, class Outputs, class OutputShapes>
+constexpr Calls calls_of() {
+  static_assert(std::is_trivially_copyable_v<OutputShapes>);
+  return {
+      .create = [](Rank& rank) -> void* { return new Program(rank); },
+      .destroy = [](void* program) { delete static_cast<Program*>(program); },
+      .output_shapes =
+          [](void* program, const Tensor* inputs, Shape* outputs) {
+            const OutputShapes shapes = static_cast<Program*>(program)->output_shapes(named<Inputs>(inputs));
+            if constexpr (!std::is_empty_v<OutputShapes>) std::memcpy(static_cast<void*>(outputs), &shapes, sizeof shapes);
+          },
+      .prepare = [](void* program, const Tensor* inputs) { static_cast<Program*>(program)->prepare(named<Inputs>(inputs)); },
+      .run =
+          [](void* program, const Tensor* inputs, const Tensor* outputs, cudaStream_t caller) {
+            static_cast<Program*>(program)->run(named<Inputs>(inputs), named<Outputs>(outputs), caller);
+          },
+      .arena = [](void* program, size_t* bytes) -> void* {
+        const auto& arena = static_cast<Program*>(program)->arena();
+        *bytes = arena.bytes();
+        return arena.data();
+      },
+  };
 }
 
 }  // namespace hw
