@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hostweave.emit import views
+from hostweave.emit.copies import copied, copy_kernel, fill_kernel
 from hostweave.emit.cpp import CUDA_TYPES, NCCL_REDUCTIONS, Integers, nccl_type
-from hostweave.emit.kernels import EmittedKernel, copied, copy_kernel, emit_kernel, fill_kernel
+from hostweave.emit.kernels import EmittedKernel, emit_kernel
 from hostweave.emit.meshes import label
 from hostweave.emit.names import Names
 from hostweave.errors import ProgramError
@@ -250,8 +251,8 @@ class Emitter:
             else:
                 arguments.append(repr(argument.number))
         shared = self.integers.extent(elements(source, mesh, uneven))
-        grid = f"hw::blocks_for({shared}, {source.per})" if source.per > 1 else shared
-        return views.Launch(source.function, grid, self.stream, tuple(arguments), str(source.block))
+        blocks = f"hw::blocks_for({shared}, {source.per})" if source.per > 1 else shared
+        return views.Launch(source.function, f"hw::Grid{{{blocks}, {source.block}}}", self.stream, tuple(arguments))
 
     def access(self, verb: str, name: str) -> str:
         type = self.type_of(name)

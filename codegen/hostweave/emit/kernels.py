@@ -5,22 +5,19 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hostweave.emit import views
 from hostweave.emit.cpp import Integers, accumulator_type, compute_type, number
+from hostweave.emit.kernel_loops import BY_COLUMNS, Loops, stored
 from hostweave.emit.names import Names
 from hostweave.errors import ProgramError
-from hostweave.fusion.extent import Extent, product
-from hostweave.fusion.ir import Op, Scalar, Value
+from hostweave.fusion.ir import Op, Scalar
 from hostweave.fusion.ops import OPS, operand_types
 from hostweave.fusion.text import print_op
-from hostweave.fusion.types import BufferType, Dim, DType, TensorType, bool_, f32, f64, i64
+from hostweave.fusion.types import BufferType, DType, bool_, f32, f64, i64
 from hostweave.host import ir
 from hostweave.host.iteration import Iteration, NotOneKernel, iteration, reduced_indices
-
-ZERO, ONE = Extent(0), Extent()
-SMALL = 32  # terms that one thread adds up alone although they lie side by side
 
 u64 = DType("u64", 8, "uint", "uint64_t")  # what unsigned sums add up in
 
@@ -35,22 +32,6 @@ _JOINS = {
     "minimum": ("smallest", "hw::Minimum", ("INFINITY", "INT64_MAX", "UINT64_MAX")),
     "first_maximum": ("best", "hw::FirstMaximum", ("-INFINITY", "INT64_MIN", "0")),
 }
-
-
-@dataclass(frozen=True)
-class _Sharing:
-    """Who reduces to one element: the loop over the elements, which threads share the innermost loop, and how their totals meet."""
-
-    each: str
-    grid: str
-    inner: str = ""
-    meet: str = ""
-    once: str = ""  # the condition under which the element is stored
-
-
-_BY_THREAD = _Sharing("for (int64_t {} : hw::over_grid({}))", "grid_for")
-_BY_BLOCK = _Sharing("for (int64_t {} : hw::over_blocks({}))", "grid_of", "over_threads", "reduce_block", "hw::first_thread()")
-_BY_WARPS = _Sharing("for (const hw::Lane {} : hw::over_lanes({}))", "grid_of_lanes", "over_warps", "reduce_warps", "{}.stores()")
 
 
 @dataclass(frozen=True)
@@ -69,15 +50,6 @@ def emit_kernel(name: str, kernel: ir.Kernel, buffers: Sequence[BufferType], int
     return _Emitter(name, kernel, walked, buffers, integers).emit()
 
 
-@dataclass(frozen=True)
-class _Dim:
-    """One dim of the loops: its extent, and how far apart its elements lie in each place: inputs, results, indices."""
-
-    extent: Extent
-    strides: tuple[Extent, ...]
-    position: int = 0  # among the dims of the operands: indices are named in this order
-
-
 class _Emitter:
     """Writes one kernel. A value is a C++ text: a number, an element in memory, or a local of its name.
 
@@ -90,136 +62,64 @@ class _Emitter:
         self.types = {p.name: p.type for p in kernel.inputs} | {op.result.name: op.result.type for op in kernel.ops}
         self.inputs = [p.name for p in kernel.inputs]
         self.made = {op.result.name: op for op in kernel.ops}
+        self.is_small = all(buffer.dtype.itemsize <= 2 for buffer in buffers if buffer.dtype.kind == "float")
         self.names = Names((*integers.sizes.values(), *self.functions()))
         self.pointers = {name: self.names.of(name) for name in self.inputs}
         self.results = {p.name: self.names.of(p.name, "result") for p in kernel.results}
-        self.places = self.lie(buffers)
-        self.dims()
-        self.name_indices()
+        self.loops = Loops(kernel, walked, buffers, integers, self.names)
         self.uses = Counter(name for op in self.ops for name in _uses(op))
         self.uses.update(name for name in self.results if name in self.uses)
-        self.sharing = self.shared()
-        self.loops = self.loop_heads()
-        self.row = _Section(self)  # around the loops over what is reduced; all there is where nothing is
+        self.totals: dict[str, str] = {}  # what reductions have added up
+        self.row = _Section(self)  # around the innermost loops
 
     def emit(self) -> EmittedKernel:
-        view = self.reduction() if self.reduced else self.pointwise()
-        used = {name for dim in (*self.kept, *self.reduced) for extent in (dim.extent, *dim.strides) for name in extent.symbols}
-        sizes = tuple(text for name, text in self.integers.sizes.items() if name in used)
-        inputs = (f"const {self.types[name].dtype.cpp}* {self.pointers[name]}" for name in self.inputs)
-        results = (f"{self.types[name].dtype.cpp}* {pointer}" for name, pointer in self.results.items())
-        params = (*inputs, *results, *(f"int64_t {size}" for size in sizes))
-        return EmittedKernel(replace(view, params=params), f"hw::{self.sharing.grid}({self.count})", sizes)
+        view = self.reduction() if self.loops.reduced else self.pointwise()
+        return EmittedKernel(view, self.loops.grid, self.sizes)
+
+    @property
+    def sizes(self) -> tuple[str, ...]:
+        dims = (*self.loops.kept, *self.loops.reduced)
+        used = {name for dim in dims for extent in (dim.extent, *dim.strides) for name in extent.symbols}
+        return tuple(text for name, text in self.integers.sizes.items() if name in used)
 
     def functions(self) -> set[str]:
         """The C functions that the kernel calls, whose names no local may take."""
-        bodies = [_in_type(OPS[op.kind].expression, self.types[op.tensors[-1]].dtype) for op in self.ops if op.tensors]
+        bodies = [self.in_type(OPS[op.kind].expression, self.types[op.tensors[-1]].dtype) for op in self.ops if op.tensors]
         return {name for body in bodies for name in re.findall(r"(\w+)\(", body)}
 
-    # --- loops ---
-
-    @property
-    def count(self) -> str:
-        """How many elements are kept."""
-        return self.integers.extent(product(tuple(dim.extent for dim in self.kept)))
-
-    def lie(self, buffers: Sequence[BufferType]) -> dict[str, dict[str, Extent]]:
-        """How far apart neighbours along each index are: in every input and result, and in the values that are indices."""
-        places: dict[str, dict[str, Extent]] = {}
-        for name, place, buffer in zip((*self.inputs, *self.results), (*self.inputs, *map(_stored, self.results)), buffers, strict=True):
-            own = zip(self.walked.indices[name], ir.strides_of(buffer), strict=True)
-            places[place] = {index: stride for index, stride in own if index is not None}
-        for op in self.ops:
-            if op.kind == "iota":
-                counted: Iterable[str | None] = self.walked.indices[op.result.name]
-            elif op.kind == "argmax":
-                counted = reduced_indices(op, self.walked.indices)
-            else:
-                continue
-            places[op.result.name] = {index: ONE for index in counted if index is not None}
-        return places
-
-    def dims(self) -> None:
-        """The dims that the kernel keeps and those that it reduces, from the outermost in."""
-        order = list(self.walked.extents)
-
-        def dim(index: str) -> _Dim:
-            return _Dim(self.walked.extents[index], tuple(own.get(index, ZERO) for own in self.places.values()), order.index(index))
-
-        stored = set(map(_stored, self.results))
-        scalar = _Dim(ONE, tuple(ONE if place in stored else ZERO for place in self.places))
-        self.kept = _merged([dim(index) for index in self.walked.kept]) or [scalar]
-        self.reduced = _merged([dim(index) for index in self.walked.reduced])
-
-    def name_indices(self) -> None:
-        """Names the index of every dim, in the order of the operands' dims, and of the element of the result."""
-        order = sorted([*self.kept, *self.reduced], key=lambda dim: dim.position)
-        names = {dim: self.names.of(letter, "index") for letter, dim in zip("ijklpqrstuvw", order, strict=False)}
-        self.kept_indices = [names[dim] for dim in self.kept]
-        self.reduced_indices = [names[dim] for dim in self.reduced]
-        self.element = self.kept_indices[0] if len(self.kept) == 1 else self.names.of("element", "index")
-
-    def terms(self, place: str) -> list[tuple[str, Extent]]:
-        """The indices that lead to an element, with their strides."""
-        number = list(self.places).index(place)
-        if self.is_linear(number):
-            terms = [(self.element, ONE)]
-        else:
-            terms = [(index, dim.strides[number]) for index, dim in zip(self.kept_indices, self.kept, strict=True)]
-        terms += [(index, dim.strides[number]) for index, dim in zip(self.reduced_indices, self.reduced, strict=True)]
-        return [(index, stride) for index, stride in terms if stride != ZERO]
-
-    def offset(self, place: str) -> str:
-        """Where an element lies, as `i * N + j`."""
-        terms = self.terms(place)
-        wide = [f"{index} * {self.integers.factor(stride)}" for index, stride in terms if stride != ONE]
-        return " + ".join([*wide, *(index for index, stride in terms if stride == ONE)]) or "0"
-
-    def element_of(self, name: str) -> str:
-        """An input's element, as it lies in memory."""
-        return f"{self.pointers[name]}[{self.offset(name)}]"
-
-    def is_linear(self, number: int) -> bool:
-        """Whether the number of an element of the result is also its offset in this place."""
-        return tuple(dim.strides[number] for dim in self.kept) == ir.row_major(tuple(dim.extent for dim in self.kept))
-
-    def index_declarations(self) -> tuple[str, ...]:
-        """The indices of the result's dims, from the number of its element, where some offset needs them."""
-        if len(self.kept) == 1:
-            return ()
-        scattered = [number for number in range(len(self.places)) if not self.is_linear(number)]
-        needed = [i for i, dim in enumerate(self.kept) if any(dim.strides[number] != ZERO for number in scattered)]
-        return tuple(f"const int64_t {self.kept_indices[i]} = {self.part_of_element(i)};" for i in needed)
-
-    def part_of_element(self, i: int) -> str:
-        """`element / (m * N) % 4`"""
-        inner = product(tuple(dim.extent for dim in self.kept[i + 1 :]))
-        text = self.element if inner == ONE else f"{self.element} / {self.integers.factor(inner)}"
-        return text if i == 0 else f"{text} % {self.integers.factor(self.kept[i].extent)}"
+    def in_type(self, expression: str, dtype: DType) -> str:
+        """The expression with T(1) as a literal and std::exp as the C function, both of the compute type."""
+        text = re.sub(r"\bT\((-?[\d.]+)\)", lambda match: number(float(match[1]), dtype), expression)
+        if self.is_small and compute_type(dtype) == "float":
+            text = text.replace("std::exp(", "hw::fast_exp(")
+        return re.sub(r"\bstd::(\w+)", lambda match: match[1] + ("f" if compute_type(dtype) == "float" else ""), text)
 
     # --- bodies ---
 
-    def pointwise(self) -> views.Kernel:
-        stores = self.stores(self.row, self.results)
-        return self.kernel(self.row.taken(), stores)
-
-    def stores(self, section: _Section, results: Iterable[str]) -> tuple[str, ...]:
-        """What the section ends with. Nothing is read after the first store: a result may lie where an input did."""
-        values = [(name, section.stored(self.made[name])) for name in results]
-        if len(values) > 1:
-            values = [(name, section.read(name, text) if "[" in text else text) for name, text in values]
-        return tuple(f"{self.results[name]}[{self.offset(_stored(name))}] = {value};" for name, value in values)
-
-    def kernel(self, loads: tuple[str, ...], stores: tuple[str, ...]) -> views.Kernel:
+    def view(self, body: tuple[str, ...]) -> views.Kernel:
+        params = [f"const {self.types[name].dtype.cpp}* {self.pointers[name]}" for name in self.inputs]
+        params += [f"{self.types[name].dtype.cpp}* {pointer}" for name, pointer in self.results.items()]
+        params += [f"int64_t {size}" for size in self.sizes]
+        packed = [pointer for name, pointer in self.pointers.items() if name in self.loops.packed]
+        packed += [pointer for name, pointer in self.results.items() if stored(name) in self.loops.packed]
         return views.Kernel(
             name=self.name,
             comments=tuple(print_op(op) for op in self.ops),
-            params=(),
-            each=self.sharing.each.format(self.element, self.count),
-            indices=self.index_declarations(),
-            loads=loads,
-            stores=stores,
+            params=tuple(params),
+            arguments=(*self.pointers.values(), *self.results.values(), *self.sizes),
+            width=self.loops.width,
+            is_wide=self.loops.is_wide(packed),
+            threads=self.loops.sharing.threads,
+            each=self.loops.each,
+            indices=self.loops.declarations(),
+            body=body,
         )
+
+    def pointwise(self) -> views.Kernel:
+        section = _Section(self, self.row, self.loops.width)
+        section.store(self.results)
+        lines = section.taken()
+        return self.view((*self.row.taken(), *lines))
 
     def reduction(self) -> views.Reduction:
         """Walks what is reduced once for all reductions that can be made then, and a last time for results of every element."""
@@ -227,6 +127,7 @@ class _Emitter:
         left = [op for op in self.ops if self.reduces(op)]
         totals = {op.result.name for op in left}
         whole = [name for name in self.results if self.walked.is_whole(name)]
+        kept = [name for name in self.results if name not in whole]
         while left:
             waiting = {op.result.name for op in left}
             ready = [op for op in left if not waiting & self.leads_to(op)]
@@ -234,32 +135,29 @@ class _Emitter:
             passes.append(self.walk(ready, whole if is_only else ()))
             left = [op for op in left if op not in ready]
             whole = [] if is_only else whole
-        section = _Section(self, self.row)
-        last = self.stores(section, whole)
-        stores = self.stores(self.row, [name for name in self.results if not self.walked.is_whole(name)])
+        inside = self.section()
+        inside.store(whole)
+        last = inside.taken()
+        outside = self.section() if self.by_columns else self.row
+        outside.store(kept)
+        stores = outside.taken_stores() if outside is self.row else outside.taken()
         return views.Reduction(
-            **vars(self.kernel(self.row.taken(), stores)),
-            loops=self.loops,
+            **vars(self.view(self.row.taken())),
+            inner=self.loops.inner,
             passes=tuple(passes),
-            once=(f"if ({self.sharing.once.format(self.element)})",) if self.sharing.once else (),
-            final=(*section.taken(), *last),
+            once=self.loops.once,
+            stores=stores,
+            last=last,
         )
 
-    def loop_heads(self) -> tuple[str, ...]:
-        """The loops over what is reduced, of which threads may share the innermost one."""
-        counts = [self.integers.extent(dim.extent) for dim in self.reduced]
-        heads = [f"for (int64_t {i} = 0; {i} < {count}; ++{i})" for i, count in zip(self.reduced_indices, counts, strict=True)]
-        if self.sharing.inner:
-            heads[-1] = f"for (int64_t {self.reduced_indices[-1]} : hw::{self.sharing.inner}({counts[-1]}))"
-        return tuple(heads)
+    @property
+    def by_columns(self) -> bool:
+        """Whether neighbours are taken of what is kept: then totals are of several elements."""
+        return self.loops.sharing == BY_COLUMNS and self.loops.width > 1
 
-    def shared(self) -> _Sharing:
-        """A block where what is reduced to one element lies side by side, else warps; a thread alone where it is little."""
-        if not self.reduced or (self.reduced[-1].extent.is_int and int(self.reduced[-1].extent) < SMALL):
-            return _BY_THREAD
-        if any(self.reduced[-1].strides[number] == ONE for number in range(len(self.inputs))):
-            return _BY_BLOCK
-        return _BY_THREAD if any(map(self.walked.is_whole, self.results)) else _BY_WARPS
+    def section(self) -> _Section:
+        """The innermost loop, in which nothing is hoisted where each of its elements has totals of its own."""
+        return _Section(self, None if self.by_columns else self.row, self.loops.width)
 
     def reduces(self, op: Op) -> bool:
         return bool(reduced_indices(op, self.walked.indices))
@@ -271,8 +169,8 @@ class _Emitter:
 
     def walk(self, ops: Sequence[Op], results: Sequence[str]) -> views.Pass:
         """One loop over what is reduced, in which these reductions add up, and these results are stored."""
-        section = _Section(self, self.row)
-        starts, adding, after = [], [], []
+        section = self.section()
+        starts, after = [], []
         for op in ops:
             word, join, start = _JOINS[OPS[op.kind].combine]
             kind = self.types[op.tensors[0]].dtype
@@ -284,36 +182,73 @@ class _Emitter:
             element = section.value(op.tensors[0])
             if op.kind == "argmax":
                 accumulator, first = f"hw::Indexed<{accumulator}>", f"{{{first}, INT64_MAX}}"
-                element = f"{accumulator}{{{element}, {self.offset(op.result.name)}}}"
+                element = f"{accumulator}{{{element}, {self.loops.offset(op.result.name)}}}"
             elif compute_type(kind) != accumulator:
                 element = f"{accumulator}({element})"
-            starts.append(f"{accumulator} {total} = {first};")
-            sign = _SIGNS.get(OPS[op.kind].combine)
-            adding.append(f"{total} {sign}= {element};" if sign else f"{total} = {join}()({total}, {element});")
-            if self.sharing.meet:
-                after.append(f"{total} = hw::{self.sharing.meet}({total}, {join}());")
-            self.row.totals[op.result.name] = total
-        stores = self.stores(section, results)
-        return views.Pass(before=self.row.taken(), starts=tuple(starts), body=(*section.taken(), *adding, *stores), after=tuple(after))
+            self.totals[op.result.name] = f"{total}[{self.loops.lane}]" if self.by_columns else total
+            if self.by_columns:
+                starts.append(f"auto {total} = hw::filled<kWidth, {accumulator}>({first});")
+            else:
+                starts.append(f"{accumulator} {total} = {first};")
+            section.join(self.totals[op.result.name], _SIGNS.get(OPS[op.kind].combine), join, element)
+            if self.loops.sharing.meet:
+                after.append(f"{total} = hw::{self.loops.sharing.meet}({total}, {join}());")
+        section.store(results)
+        body = section.taken()
+        return views.Pass(before=self.row.taken(), starts=tuple(starts), body=body, after=tuple(after))
 
 
 class _Section:
-    """Statements of one scope. A value is computed where it is first asked for: outside of the loops where it can be."""
+    """Statements of one scope. A value is computed where it is first asked for: outside of the loops where it can be.
 
-    def __init__(self, kernel: _Emitter, outer: _Section | None = None):
-        self.kernel, self.outer = kernel, outer
+    Where a thread takes several elements together, the statements are about each of them, between loads and stores of all.
+    """
+
+    def __init__(self, kernel: _Emitter, outer: _Section | None = None, width: int = 1):
+        self.kernel, self.outer, self.is_wide = kernel, outer, width > 1
         self.texts: dict[str, str] = {}
-        self.totals: dict[str, str] = {}  # what reductions have added up
+        self.loads: dict[str, str] = {}  # of inputs, the local that holds the elements
         self.lines: list[str] = []
+        self.adds: list[str] = []
+        self.stores: list[str] = []
+        self.begin: list[str] = []
 
     def taken(self) -> tuple[str, ...]:
         """The statements since the last time."""
-        lines, self.lines = tuple(self.lines), []
-        return lines
+        lines, self.lines = [*self.lines, *self.adds], []
+        stores, self.adds = self.taken_stores(), []
+        begin, self.begin = self.begin, []
+        if self.is_wide and lines:
+            lane = self.kernel.loops.lane
+            lines = ["#pragma unroll", f"for (int {lane} = 0; {lane} < kWidth; ++{lane}) {{", *lines, "}"]
+        return (*begin, *lines, *stores)
+
+    def taken_stores(self) -> tuple[str, ...]:
+        stores, self.stores = tuple(self.stores), []
+        return stores
+
+    def join(self, total: str, sign: str | None, functor: str, element: str) -> None:
+        """Adds an element to a total."""
+        self.adds.append(f"{total} {sign}= {element};" if sign else f"{total} = {functor}()({total}, {element});")
+
+    def store(self, results: Iterable[str]) -> None:
+        """What the section ends with. Nothing is read after the first store: a result may lie where an input did."""
+        values = [(name, self.stored(self.kernel.made[name])) for name in results]
+        if len(values) > 1 and not self.is_wide:
+            values = [(name, self.read(name, text) if "[" in text else text) for name, text in values]
+        for name, value in values:
+            pointer, place = self.kernel.results[name], stored(name)
+            if self.is_wide and place in self.kernel.loops.packed:
+                local = self.kernel.names.of(self.indexed(name, place), "elements to store")
+                self.begin.append(f"hw::Values<{self.kernel.types[name].dtype.cpp}, kWidth> {local};")
+                self.adds.append(f"{local}[{self.kernel.loops.lane}] = {value};")
+                self.stores.append(f"hw::store({_moved(pointer, self.kernel.loops.first(place))}, {local});")
+            else:
+                self.stores.append(f"{pointer}[{self.kernel.loops.offset(place)}] = {value};")
 
     def value(self, name: str, is_hoisted: bool = False) -> str:
         """A value in the type that computes it: a local, or the text itself where it is needed once."""
-        if self.outer and not self.kernel.walked.is_whole(name):
+        if self.outer and not self.kernel.loops.is_inside(name):
             return self.outer.value(name, is_hoisted=True)
         if name not in self.texts:
             text, is_short = self.computed(name)
@@ -330,18 +265,34 @@ class _Section:
         self.lines.append(f"const {self.kernel.types[result].dtype.cpp} {local} = {text};")
         return local
 
+    def element(self, name: str) -> str:
+        """An input's element: as it lies in memory, or of those that are loaded together."""
+        loops, pointer = self.kernel.loops, self.kernel.pointers[name]
+        if not self.is_wide or name not in loops.packed:
+            return f"{pointer}[{loops.offset(name)}]"
+        if name not in self.loads:
+            self.loads[name] = self.kernel.names.of(self.indexed(name, name), "elements")
+            self.begin.append(f"const auto {self.loads[name]} = hw::load<kWidth>({_moved(pointer, loops.first(name))});")
+        return f"{self.loads[name]}[{loops.lane}]"
+
     def local(self, name: str) -> str:
-        """`h`, or `x_ij` of an input or a result."""
-        if name in self.kernel.pointers or name in self.kernel.results:
-            place = name if name in self.kernel.pointers else _stored(name)
-            return self.kernel.names.of("_".join([name, "".join(i for i, _ in self.kernel.terms(place))]).rstrip("_"), "element")
-        return self.kernel.names.of(name, "local")
+        """`h`, or `x_ij` of an input or a result; `x_e` of one of several elements."""
+        if name not in self.kernel.pointers and name not in self.kernel.results:
+            return self.kernel.names.of(name, "local")
+        place = name if name in self.kernel.pointers else stored(name)
+        if self.is_wide and place in self.kernel.loops.packed:
+            return self.kernel.names.of(f"{name}_{self.kernel.loops.lane}", "element")
+        return self.kernel.names.of(self.indexed(name, place), "element")
+
+    def indexed(self, name: str, place: str) -> str:
+        """`x_ij`"""
+        return "_".join([name, "".join(sorted(index for index, _ in self.kernel.loops.terms(place)))]).rstrip("_")
 
     def computed(self, name: str) -> tuple[str, bool]:
         """A value's text, and whether it reads well inside another."""
         dtype = self.kernel.types[name].dtype
         if name in self.kernel.pointers:
-            element = self.kernel.element_of(name)
+            element = self.element(name)
             return (f"float({element})" if _is_small_float(dtype) else element), True
         op = self.kernel.made[name]
         text, computed = self.expression(op)
@@ -356,7 +307,7 @@ class _Section:
         if (op.kind in _SAME and op.tensors and op.tensors[0] in self.kernel.pointers) or (self.is_trivial(op) and op.kind != "argmax"):
             (source,) = op.tensors
             if source in self.kernel.pointers:
-                return self.kernel.element_of(source)
+                return self.element(source)
         text, computed = self.expression(op)
         return _converted(text, computed, op.result.type.dtype)
 
@@ -372,10 +323,10 @@ class _Section:
             assert isinstance(value, int | float)
             return number(value, dtype), dtype
         if op.kind == "iota":
-            return self.kernel.offset(op.result.name), i64
+            return self.kernel.loops.offset(op.result.name), i64
         if op.kind == "argmax":
-            return ("int64_t(0)" if self.is_trivial(op) else f"{self.totals[op.result.name]}.index"), dtype
-        if op.result.name in self.totals:
+            return ("int64_t(0)" if self.is_trivial(op) else f"{self.kernel.totals[op.result.name]}.index"), dtype
+        if op.result.name in self.kernel.totals:
             return self.total(op)
         if op.kind in _SAME or self.is_trivial(op):
             return self.value(op.tensors[0]), dtype
@@ -384,27 +335,19 @@ class _Section:
         if not expression:
             raise ProgramError(f"{op.kind}: no kernel computes this op", op.location)
         texts = [self.value(o) if isinstance(o, str) else _literal(o, type.dtype) for o, type in zip(op.operands, types, strict=True)]
-        return _in_type(expression, types[-1].dtype).format(*texts), types[-1].dtype if op.kind == "cast" else dtype
+        return self.kernel.in_type(expression, types[-1].dtype).format(*texts), types[-1].dtype if op.kind == "cast" else dtype
 
     def total(self, op: Op) -> tuple[str, DType]:
         """What a reduction comes to, in the dtype that it adds up in."""
-        total, source = self.totals[op.result.name], self.kernel.types[op.tensors[0]].dtype
+        total, source = self.kernel.totals[op.result.name], self.kernel.types[op.tensors[0]].dtype
         wide = {"float": f64 if source == f64 else f32, "int": i64}.get(source.kind, u64)
         if op.kind != "mean":
             return total, wide
-        count = self.kernel.integers.extent(product(tuple(dim.extent for dim in self.kernel.reduced)))
-        return f"{total} / {wide.cpp}({count})", wide
+        return f"{total} / {wide.cpp}({self.kernel.loops.reduced_count})", wide
 
 
-def _stored(result: str) -> str:
-    """The place that a result has in memory, beside those of other values."""
-    return f"{result} stored"
-
-
-def _in_type(expression: str, dtype: DType) -> str:
-    """The expression with T(1) as a literal and std::exp as the C function, both of the compute type."""
-    text = re.sub(r"\bT\(([\d.]+)\)", lambda match: number(float(match[1]), dtype), expression)
-    return re.sub(r"\bstd::(\w+)", lambda match: match[1] + ("f" if compute_type(dtype) == "float" else ""), text)
+def _moved(pointer: str, offset: str) -> str:
+    return pointer if offset == "0" else f"{pointer} + {offset}"
 
 
 def _uses(op: Op) -> Iterator[str]:
@@ -433,55 +376,3 @@ def _converted(value: str, computed: DType, dtype: DType) -> str:
 
 def _is_small_float(dtype: DType) -> bool:
     return dtype.kind == "float" and dtype.itemsize < 4
-
-
-def _merged(dims: Sequence[_Dim]) -> list[_Dim]:
-    """Neighbours that one stride covers in every operand become one dim; dims of one element go."""
-    result: list[_Dim] = []
-    for dim in dims:
-        if dim.extent == ONE:
-            continue
-        if result and all(wide == dim.extent * narrow for wide, narrow in zip(result[-1].strides, dim.strides, strict=True)):
-            outer = result.pop()
-            dim = _Dim(outer.extent * dim.extent, dim.strides, outer.position)
-        result.append(dim)
-    return result
-
-
-# --- kernels that no fusion names -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Rows:
-    """A copy of rows of contiguous elements, whose beginnings lie `pitch` elements apart."""
-
-    rows: Extent
-    elements: Extent
-    src_pitch: Extent
-    dst_pitch: Extent
-
-
-def copied(src: BufferType, dst: BufferType) -> Rows | None:
-    """How a copy goes row by row, or None where its elements are scattered more than that."""
-    strides = zip(ir.strides_of(src), ir.strides_of(dst), strict=True)
-    dims = _merged([_Dim(extent, pair) for extent, pair in zip(src.shape, strides, strict=True)])
-    if not dims or dims[-1].strides != (ONE, ONE):
-        dims.append(_Dim(ONE, (ONE, ONE)))
-    if len(dims) == 1:
-        dims.insert(0, _Dim(ONE, (dims[0].extent, dims[0].extent)))
-    return Rows(dims[0].extent, dims[1].extent, *dims[0].strides) if len(dims) == 2 else None
-
-
-def copy_kernel(name: str, buffer: BufferType) -> ir.Kernel:
-    """A kernel that copies between strided views of this shape."""
-    type = _tensor(buffer)
-    return ir.Kernel(name, (ir.Parameter("src", type),), (Op("copy", ("src",), Value("dst", type)),))
-
-
-def fill_kernel(name: str, buffer: BufferType, value: float) -> ir.Kernel:
-    """A kernel that sets every element of a view."""
-    return ir.Kernel(name, (), (Op("fill", (), Value("dst", _tensor(buffer)), (("value", value),)),))
-
-
-def _tensor(buffer: BufferType) -> TensorType:
-    return TensorType(buffer.dtype, tuple(Dim(extent) for extent in buffer.shape))

@@ -57,6 +57,9 @@ def _broken(line: str, indent: str) -> list[str]:
     code, slashes, comment = line.partition(";  // ")
     if slashes:
         return [*_broken(f"// {comment}", indent), *_broken(f"{code};", indent)]
+    bounds, paren, function = line.partition(") ")
+    if paren and bounds.startswith("__global__ void __launch_bounds__("):
+        return [indent + bounds + ")", *_broken(function, indent + INDENT * 2)]
     head, colon, initializers = line.partition(") : ")
     if colon:
         return [indent + head + ")", *_broken_initializers(initializers, indent + INDENT * 2)]

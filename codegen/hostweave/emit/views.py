@@ -75,7 +75,6 @@ class Launch(InstructionView):
     grid: str
     stream: str
     arguments: tuple[str, ...]
-    block: str = "hw::kBlock"
 
 
 @dataclass(frozen=True)
@@ -326,16 +325,19 @@ class PlannedIf(If):
 
 @dataclass(frozen=True)
 class Kernel:
-    """One thread an element of the results."""
+    """A thread for each element of the results, or for `width` neighbours of them."""
 
     template: ClassVar[str] = "pointwise"
     name: str
     comments: tuple[str, ...]
     params: tuple[str, ...]
+    arguments: tuple[str, ...]  # the names of the parameters
+    width: int  # neighbours that a thread takes together
+    is_wide: str  # the condition under which it may
+    threads: str  # of a block, at most
     each: str  # the head of the loop over elements
     indices: tuple[str, ...]  # declarations of the indices that its own stands for
-    loads: tuple[str, ...]
-    stores: tuple[str, ...]  # of results that have the kept dims alone
+    body: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -350,16 +352,17 @@ class Pass:
 
 @dataclass(frozen=True)
 class Reduction(Kernel):
-    """A thread, a lane of every warp or a block for each element of what is kept, which walks what is reduced to it.
+    """A thread or a block for each element of what is kept, or a block for a tile of them, which walks what is reduced to it.
 
     Neighbouring threads read side by side: those of elements, or those that share the innermost loop.
     """
 
     template = "reduction"
-    loops: tuple[str, ...]  # heads
+    inner: tuple[str, ...]  # the heads of the loops over what is reduced
     passes: tuple[Pass, ...]
-    once: tuple[str, ...]  # the head of what stands around the stores
-    final: tuple[str, ...]  # a last walk, for results of every element
+    once: str  # the condition under which a thread stores what several have reduced
+    stores: tuple[str, ...]  # of results that have the kept dims alone
+    last: tuple[str, ...]  # a last walk, for results of every element
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def softmax(x: Tensor, axis: Axis = -1) -> Tensor:
     """exp(x), divided by its sum over a dim. A row of -inf alone gives NaN, as in torch."""
     axis, wide = dim_of(x, axis, "softmax", Location.of_caller()), _wide(x)
     powers = hw.exp(wide - hw.max(wide, axis, keepdims=True))
-    return _cast(powers / hw.sum(powers, axis, keepdims=True), x.dtype)
+    return _cast(powers * hw.reciprocal(hw.sum(powers, axis, keepdims=True)), x.dtype)
 
 
 def log_softmax(x: Tensor, axis: Axis = -1) -> Tensor:

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "hostweave/threads.h"
 #include "hostweave/types.h"
 
 #ifdef __CUDACC__
@@ -30,29 +31,63 @@ struct Walk {  // for (int64_t i : walk)
   HW_DEVICE Iterator end() const { return {end_, step_}; }
 };
 
-// A column of a tile of 32, which one lane of every warp walks. Lanes past the last column walk it again, and store nothing.
-struct Lane {
+// Neighbouring elements that a thread reads, writes or computes together.
+template <class T, int kCount>
+struct alignas(kCount * sizeof(T) < 16 ? kCount * sizeof(T) : 16) Values {
+  T values[kCount];
+
+  HW_DEVICE T& operator[](int i) { return values[i]; }
+  HW_DEVICE const T& operator[](int i) const { return values[i]; }
+};
+
+template <int kCount, class T>
+HW_DEVICE Values<T, kCount> filled(T value) {
+  Values<T, kCount> result;
+  for (T& each : result.values) each = value;
+  return result;
+}
+
+// Neighbouring elements, of which the first lies where `aligned` said that all may.
+template <int kCount, class T>
+HW_DEVICE Values<T, kCount> load(const T* first) {
+  return *reinterpret_cast<const Values<T, kCount>*>(first);
+}
+template <class T, int kCount>
+HW_DEVICE void store(T* first, const Values<T, kCount>& values) {
+  *reinterpret_cast<Values<T, kCount>*>(first) = values;
+}
+
+// Whether arrays begin where accesses of 16 bytes may.
+template <class... Ts>
+HW_DEVICE bool aligned(const Ts*... arrays) {
+  return (reinterpret_cast<uintptr_t>(arrays) | ...) % 16 == 0;
+}
+
+// A column of a tile, or the first of those that a thread takes together, and threads below it take rows of. Threads past the
+// last column walk the last ones again, and store nothing.
+struct Column {
   int64_t index;
   bool stores_;
 
   HW_DEVICE operator int64_t() const { return index; }
-  // Whether this thread stores what the warps computed together.
+  // Whether this thread stores what the block computed together.
   HW_DEVICE bool stores() const { return stores_; }
 };
 
-struct Lanes {  // for (Lane j : lanes)
+template <int kWidth>
+struct Columns {  // for (const Column j : columns)
   int64_t begin_, end_, step_;
-  int lane_;
-  bool first_warp_;
+  int in_tile_;
+  bool first_row_;
 
   struct Iterator {
     int64_t tile;
-    const Lanes& lanes;
-    HW_DEVICE Lane operator*() const {
-      const int64_t column = tile + lanes.lane_;
-      return column < lanes.end_ ? Lane{column, lanes.first_warp_} : Lane{lanes.end_ - 1, false};
+    const Columns& columns;
+    HW_DEVICE Column operator*() const {
+      const int64_t column = tile + columns.in_tile_;
+      return column < columns.end_ ? Column{column, columns.first_row_} : Column{columns.end_ - kWidth, false};
     }
-    HW_DEVICE void operator++() { tile += lanes.step_; }
+    HW_DEVICE void operator++() { tile += columns.step_; }
     HW_DEVICE bool operator!=(const Iterator& end) const { return tile < end.tile; }
   };
   HW_DEVICE Iterator begin() const { return {begin_, *this}; }
@@ -67,69 +102,114 @@ struct Indexed {  // an element and where it is
 
 #ifdef __CUDACC__
 
-// 0..n shared among the threads of the grid, among its blocks, among the threads of a block, among its warps. Neighbouring
-// threads take neighbouring elements.
-HW_DEVICE Walk over_grid(int64_t n) {
-  return {int64_t{blockIdx.x} * blockDim.x + threadIdx.x, n, int64_t{gridDim.x} * blockDim.x};
+// 0..n in steps of kWidth elements, which divides n: shared among the threads of the grid, among its blocks, among the threads of
+// a block. Neighbouring threads take neighbouring elements.
+template <int kWidth = 1>
+__device__ Walk over_grid(int64_t n) {
+  return {(int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * kWidth, n, int64_t{gridDim.x} * blockDim.x * kWidth};
 }
 HW_DEVICE Walk over_blocks(int64_t n) { return {blockIdx.x, n, gridDim.x}; }
-HW_DEVICE Walk over_threads(int64_t n) { return {threadIdx.x, n, blockDim.x}; }
+template <int kWidth = 1>
+__device__ Walk over_threads(int64_t n) {
+  return {int64_t{threadIdx.x} * kWidth, n, int64_t{blockDim.x} * kWidth};
+}
 
-HW_DEVICE Walk over_warps(int64_t n) { return {threadIdx.x / 32, n, blockDim.x / 32}; }
-// 0..n shared among the lanes of the warps of all blocks; each warp of a block has the same ones.
-HW_DEVICE Lanes over_lanes(int64_t n) {
-  return {int64_t{blockIdx.x} * 32, n, int64_t{gridDim.x} * 32, static_cast<int>(threadIdx.x % 32), threadIdx.x < 32};
+// Columns 0..n, of which each block takes tiles; in a tile neighbouring threads take neighbouring columns, kWidth each.
+template <int kWidth = 1>
+__device__ Columns<kWidth> over_columns(int64_t n) {
+  constexpr int kThreads = kTile / kWidth;
+  const int in_tile = threadIdx.x % kThreads * kWidth;
+  return {int64_t{blockIdx.x} * kTile, n, int64_t{gridDim.x} * kTile, in_tile, threadIdx.x < kThreads};
+}
+// 0..n shared among the threads that have the same columns.
+template <int kWidth = 1>
+__device__ Walk over_rows(int64_t n) {
+  constexpr int kThreads = kTile / kWidth;
+  return {threadIdx.x / kThreads, n, blockDim.x / kThreads};
 }
 
 HW_DEVICE bool first_thread() { return threadIdx.x == 0; }
 
 template <class T>
 __device__ T value_of(T value, int distance) {
-  return __shfl_down_sync(~0u, value, distance);
+  return __shfl_xor_sync(~0u, value, distance);
 }
 template <class T>
 __device__ Indexed<T> value_of(Indexed<T> one, int distance) {
-  return {__shfl_down_sync(~0u, one.value, distance), __shfl_down_sync(~0u, one.index, distance)};
+  return {__shfl_xor_sync(~0u, one.value, distance), __shfl_xor_sync(~0u, one.index, distance)};
 }
 
-// Joins one value of every thread of a block, which has whole warps. Every thread gets the result.
+// Joins one value of every thread of a block, which has whole warps. Every thread gets the result. CUB has this for blocks of a
+// size that the compiler knows; these follow the length of the rows.
 template <class T, class Join>
 __device__ T reduce_block(T value, Join join) {
   __shared__ T partial[32];
+#pragma unroll
   for (int distance = 16; distance > 0; distance /= 2) value = join(value, value_of(value, distance));
   const int warps = blockDim.x / 32;
+  if (warps == 1) return value;
+  __syncthreads();  // until the reduction before has been read
   if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
   __syncthreads();
-  if (threadIdx.x == 0) {
-    for (int warp = 1; warp < warps; ++warp) value = join(value, partial[warp]);
-    partial[0] = value;
-  }
-  __syncthreads();
   value = partial[0];
-  __syncthreads();  // the next reduction may overwrite
+  for (int warp = 1; warp < warps; ++warp) value = join(value, partial[warp]);
   return value;
 }
 
-// Joins the values that the same lane of every warp of a block has. Every warp gets the result.
-template <class T, class Join>
-__device__ T reduce_warps(T value, Join join) {
-  __shared__ T partial[32][32];
-  const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  partial[warp][lane] = value;
+// Joins the values that the threads of the same columns have. Every thread gets the results.
+template <class T, int kWidth, class Join>
+__device__ Values<T, kWidth> reduce_rows(Values<T, kWidth> values, Join join) {
+  constexpr int kThreads = kTile / kWidth;
+  __shared__ T partial[32][kTile];
+  const int first = threadIdx.x % kThreads * kWidth;
+#pragma unroll
+  for (int e = 0; e < kWidth; ++e) {
+#pragma unroll
+    for (int distance = 16; distance >= kThreads; distance /= 2) values[e] = join(values[e], value_of(values[e], distance));
+  }
+  __syncthreads();  // until the reduction before has been read
+  if (threadIdx.x % 32 < kThreads) {
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) partial[threadIdx.x / 32][first + e] = values[e];
+  }
   __syncthreads();
-  value = partial[0][lane];
-  for (int other = 1; other < warps; ++other) value = join(value, partial[other][lane]);
-  __syncthreads();  // the next reduction may overwrite
-  return value;
+  if (threadIdx.x < kTile) {
+    T total = partial[0][threadIdx.x];
+    for (int warp = 1; warp < blockDim.x / 32; ++warp) total = join(total, partial[warp][threadIdx.x]);
+    partial[0][threadIdx.x] = total;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int e = 0; e < kWidth; ++e) values[e] = partial[0][first + e];
+  return values;
 }
+template <class T, class Join>
+__device__ T reduce_rows(T value, Join join) {
+  return reduce_rows(Values<T, 1>{value}, join)[0];
+}
+
+// e to the x, within some 100 units in the last place: for kernels whose elements have 16 bits or less.
+HW_DEVICE float fast_exp(float x) { return __expf(x); }
 
 #else
 
-HW_DEVICE Walk over_grid(int64_t n) { return {0, n, 1}; }
+template <int kWidth = 1>
+Walk over_grid(int64_t n) {
+  return {0, n, kWidth};
+}
 HW_DEVICE Walk over_blocks(int64_t n) { return {0, n, 1}; }
-HW_DEVICE Walk over_threads(int64_t n) { return {0, n, 1}; }
-HW_DEVICE Walk over_warps(int64_t n) { return {0, n, 1}; }
-HW_DEVICE Lanes over_lanes(int64_t n) { return {0, n, 1, 0, true}; }
+template <int kWidth = 1>
+Walk over_threads(int64_t n) {
+  return {0, n, kWidth};
+}
+template <int kWidth = 1>
+Columns<kWidth> over_columns(int64_t n) {
+  return {0, n, kWidth, 0, true};
+}
+template <int kWidth = 1>
+Walk over_rows(int64_t n) {
+  return {0, n, 1};
+}
 
 HW_DEVICE bool first_thread() { return true; }
 
@@ -139,9 +219,11 @@ T reduce_block(T value, Join) {
 }
 
 template <class T, class Join>
-T reduce_warps(T value, Join) {
-  return value;
+T reduce_rows(T values, Join) {
+  return values;
 }
+
+HW_DEVICE float fast_exp(float x) { return expf(x); }
 
 #endif
 
@@ -164,6 +246,12 @@ struct Maximum {  // a NaN on either side stays
   HW_DEVICE T operator()(T a, T b) const {
     return a > b || a != a ? a : b;
   }
+#ifdef __CUDACC__
+  __device__ float operator()(float a, float b) const {  // one instruction
+    asm("max.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
+    return a;
+  }
+#endif
 };
 
 struct Minimum {
@@ -171,6 +259,12 @@ struct Minimum {
   HW_DEVICE T operator()(T a, T b) const {
     return a < b || a != a ? a : b;
   }
+#ifdef __CUDACC__
+  __device__ float operator()(float a, float b) const {
+    asm("min.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
+    return a;
+  }
+#endif
 };
 
 struct FirstMaximum {  // a NaN is the largest; of equal elements the first

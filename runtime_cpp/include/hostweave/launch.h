@@ -1,5 +1,5 @@
-// Launches of kernels: hw::launch(kernel, grid, block, stream, arguments...) is kernel<<<grid, block, 0, stream>>>(arguments...),
-// in plain C++. Pointers say which elements the kernel touches, so that the CPU device can check the order of accesses.
+// Launches of kernels: hw::launch(kernel, grid, stream, arguments...) is kernel<<<blocks, threads, 0, stream>>>(arguments...), in
+// plain C++. Pointers say which elements the kernel touches, so that the CPU device can check the order of accesses.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "hostweave/tensor.h"
+#include "hostweave/threads.h"
 
 #ifdef HOSTWEAVE_CPU_DEVICE
 #include <hostweave_cpu.h>
@@ -25,18 +26,41 @@
 
 namespace hw {
 
-constexpr int kBlock = 256;            // threads
-constexpr int64_t kMaxGrid = 1 << 15;  // blocks; a kernel walks what is left
+struct Grid {
+  int64_t blocks;
+  int threads;  // of a block
+};
 
-// How many blocks give each of n elements a thread.
-constexpr int64_t grid_for(int64_t n) { return std::min((n + kBlock - 1) / kBlock, kMaxGrid); }
-// A lane of every warp of a block for each of n columns.
-constexpr int64_t grid_of_lanes(int64_t n) { return std::min((n + 31) / 32, kMaxGrid); }
-// One block for each of n rows.
-constexpr int64_t grid_of(int64_t n) { return std::min(n, kMaxGrid); }
+constexpr int64_t kMaxBlocks = 2147483647;            // a kernel walks what is left
+constexpr int64_t kThreadsAtOnce = int64_t{1} << 18;  // that a large GPU runs
+
+constexpr int64_t divided_up(int64_t n, int64_t divisor) { return (n + divisor - 1) / divisor; }
+constexpr int warps_of(int64_t threads, int64_t most) {
+  return static_cast<int>(std::clamp<int64_t>(divided_up(threads, 32), 1, most / 32) * 32);
+}
+
+// A thread for each kWidth of n elements.
+template <int kWidth = 1>
+constexpr Grid grid_of_elements(int64_t n) {
+  return {std::min(divided_up(n, kThreads * kWidth), kMaxBlocks), kThreads};
+}
+
+// A block for each row of n elements. Where there are many rows, a thread takes kWidth elements up to four times.
+template <int kWidth = 1>
+constexpr Grid grid_of_rows(int64_t rows, int64_t n) {
+  const int64_t accesses = divided_up(n, kWidth);
+  const int64_t each = std::clamp<int64_t>(rows * accesses / kThreadsAtOnce, 1, 4);
+  return {std::min(rows, kMaxBlocks), warps_of(divided_up(accesses, each), kRowThreads)};
+}
+
+// A block for each tile of n columns, which have so many rows.
+template <int kWidth = 1>
+constexpr Grid grid_of_columns(int64_t n, int64_t rows) {
+  return {std::min(divided_up(n, kTile), kMaxBlocks), warps_of(rows * (kTile / kWidth), kColumnThreads)};
+}
 
 // How many blocks take n elements, so many each.
-constexpr int64_t blocks_for(int64_t n, int64_t each) { return (n + each - 1) / each; }
+constexpr int64_t blocks_for(int64_t n, int64_t each) { return divided_up(n, each); }
 
 template <class T>
 struct Access {
@@ -76,8 +100,8 @@ void add_ranges(const Access<T>& access, std::vector<hw_cpu_range>& ranges) {
 inline void add_ranges(int64_t, std::vector<hw_cpu_range>&) {}
 
 template <class... Params, class... Args>
-cudaError_t launch(void (*kernel)(Params...), int64_t grid, int, cudaStream_t stream, const Args&... args) {
-  if (grid == 0) return cudaSuccess;
+cudaError_t launch(void (*kernel)(Params...), Grid grid, cudaStream_t stream, const Args&... args) {
+  if (grid.blocks == 0) return cudaSuccess;
   std::vector<hw_cpu_range> ranges;
   (add_ranges(args, ranges), ...);
   struct Closure {
@@ -108,20 +132,20 @@ cudaError_t load(void (*kernel)(Params...)) {
 }
 
 template <class... Params>
-cudaError_t launch_with(void (*kernel)(Params...), int64_t grid, int block, cudaStream_t stream, Params... params) {
+cudaError_t launch_with(void (*kernel)(Params...), Grid grid, cudaStream_t stream, Params... params) {
 #ifdef HOSTWEAVE_JIT
   const void* const function = reinterpret_cast<const JitKernel*>(kernel)->function;
 #else
   const void* const function = reinterpret_cast<const void*>(kernel);
 #endif
   void* pointers[] = {&params...};
-  return cudaLaunchKernel(function, dim3(grid), dim3(block), pointers, 0, stream);
+  return cudaLaunchKernel(function, dim3(grid.blocks), dim3(grid.threads), pointers, 0, stream);
 }
 
 template <class... Params, class... Args>
-cudaError_t launch(void (*kernel)(Params...), int64_t grid, int block, cudaStream_t stream, const Args&... args) {
-  if (grid == 0) return cudaSuccess;
-  return launch_with<Params...>(kernel, grid, block, stream, static_cast<Params>(args)...);
+cudaError_t launch(void (*kernel)(Params...), Grid grid, cudaStream_t stream, const Args&... args) {
+  if (grid.blocks == 0) return cudaSuccess;
+  return launch_with<Params...>(kernel, grid, stream, static_cast<Params>(args)...);
 }
 
 #endif

@@ -4,30 +4,68 @@
 namespace programs::ag_matmul_beside_sums {
 
 // %s_partial: bf16[K] = sum(%x, axis=(0,))
-__global__ void sum_s_partial(const hw::bf16* x, hw::bf16* s_partial, int64_t M, int64_t K) {
-  for (const hw::Lane j : hw::over_lanes(K)) {
-    float sum = 0;
-    for (int64_t i : hw::over_warps(M / 4)) {
-      sum += float(x[i * K + j]);
+template <int kWidth>
+__device__ void sum_s_partial_by(const hw::bf16* x, hw::bf16* s_partial, int64_t M, int64_t K) {
+  for (const hw::Column j : hw::over_columns<kWidth>(K)) {
+    auto sum = hw::filled<kWidth, float>(0);
+    for (int64_t i : hw::over_rows<kWidth>(M / 4)) {
+      const auto x_ij = hw::load<kWidth>(x + i * K + j);
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) {
+        sum[e] += float(x_ij[e]);
+      }
     }
-    sum = hw::reduce_warps(sum, hw::Add());
+    sum = hw::reduce_rows(sum, hw::Add());
     if (j.stores()) {
-      s_partial[j] = hw::bf16(sum);
+      hw::Values<hw::bf16, kWidth> s_partial_j;
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) {
+        s_partial_j[e] = hw::bf16(sum[e]);
+      }
+      hw::store(s_partial + j, s_partial_j);
     }
   }
 }
 
+__global__ void __launch_bounds__(hw::kColumnThreads)
+    sum_s_partial(const hw::bf16* x, hw::bf16* s_partial, int64_t M, int64_t K) {
+  if (K % 8 == 0 && hw::aligned(x, s_partial)) {
+    sum_s_partial_by<8>(x, s_partial, M, K);
+  } else {
+    sum_s_partial_by<1>(x, s_partial, M, K);
+  }
+}
+
 // %t_partial: bf16[L] = sum(%v, axis=(0,))
-__global__ void sum_t_partial(const hw::bf16* v, hw::bf16* t_partial, int64_t M, int64_t L) {
-  for (const hw::Lane j : hw::over_lanes(L)) {
-    float sum = 0;
-    for (int64_t i : hw::over_warps(M / 4)) {
-      sum += float(v[i * L + j]);
+template <int kWidth>
+__device__ void sum_t_partial_by(const hw::bf16* v, hw::bf16* t_partial, int64_t M, int64_t L) {
+  for (const hw::Column j : hw::over_columns<kWidth>(L)) {
+    auto sum = hw::filled<kWidth, float>(0);
+    for (int64_t i : hw::over_rows<kWidth>(M / 4)) {
+      const auto v_ij = hw::load<kWidth>(v + i * L + j);
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) {
+        sum[e] += float(v_ij[e]);
+      }
     }
-    sum = hw::reduce_warps(sum, hw::Add());
+    sum = hw::reduce_rows(sum, hw::Add());
     if (j.stores()) {
-      t_partial[j] = hw::bf16(sum);
+      hw::Values<hw::bf16, kWidth> t_partial_j;
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) {
+        t_partial_j[e] = hw::bf16(sum[e]);
+      }
+      hw::store(t_partial + j, t_partial_j);
     }
+  }
+}
+
+__global__ void __launch_bounds__(hw::kColumnThreads)
+    sum_t_partial(const hw::bf16* v, hw::bf16* t_partial, int64_t M, int64_t L) {
+  if (L % 8 == 0 && hw::aligned(v, t_partial)) {
+    sum_t_partial_by<8>(v, t_partial, M, L);
+  } else {
+    sum_t_partial_by<1>(v, t_partial, M, L);
   }
 }
 

@@ -4,16 +4,35 @@
 namespace programs::allreduce_rows {
 
 // %y_partial: bf16[N/3] = sum(%x, axis=(0,))
-__global__ void sum_y_partial(const hw::bf16* x, hw::bf16* y_partial, int64_t N, int64_t R_x) {
-  for (const hw::Lane j : hw::over_lanes(N / 3)) {
-    float sum = 0;
-    for (int64_t i : hw::over_warps(R_x)) {
-      sum += float(x[i * N + j]);
+template <int kWidth>
+__device__ void sum_y_partial_by(const hw::bf16* x, hw::bf16* y_partial, int64_t N, int64_t R_x) {
+  for (const hw::Column j : hw::over_columns<kWidth>(N / 3)) {
+    auto sum = hw::filled<kWidth, float>(0);
+    for (int64_t i : hw::over_rows<kWidth>(R_x)) {
+      const auto x_ij = hw::load<kWidth>(x + i * N + j);
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) {
+        sum[e] += float(x_ij[e]);
+      }
     }
-    sum = hw::reduce_warps(sum, hw::Add());
+    sum = hw::reduce_rows(sum, hw::Add());
     if (j.stores()) {
-      y_partial[j] = hw::bf16(sum);
+      hw::Values<hw::bf16, kWidth> y_partial_j;
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) {
+        y_partial_j[e] = hw::bf16(sum[e]);
+      }
+      hw::store(y_partial + j, y_partial_j);
     }
+  }
+}
+
+__global__ void __launch_bounds__(hw::kColumnThreads)
+    sum_y_partial(const hw::bf16* x, hw::bf16* y_partial, int64_t N, int64_t R_x) {
+  if (N / 3 % 8 == 0 && N % 8 == 0 && hw::aligned(x, y_partial)) {
+    sum_y_partial_by<8>(x, y_partial, N, R_x);
+  } else {
+    sum_y_partial_by<1>(x, y_partial, N, R_x);
   }
 }
 

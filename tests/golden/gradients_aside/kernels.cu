@@ -4,16 +4,35 @@
 namespace programs::gradients_aside {
 
 // %db_partial: bf16[N] = sum(%dy, axis=(0,))
-__global__ void sum_db_partial(const hw::bf16* dy, hw::bf16* db_partial, int64_t N, int64_t T_x) {
-  for (const hw::Lane j : hw::over_lanes(N)) {
-    float sum = 0;
-    for (int64_t i : hw::over_warps(T_x)) {
-      sum += float(dy[i * N + j]);
+template <int kWidth>
+__device__ void sum_db_partial_by(const hw::bf16* dy, hw::bf16* db_partial, int64_t N, int64_t T_x) {
+  for (const hw::Column j : hw::over_columns<kWidth>(N)) {
+    auto sum = hw::filled<kWidth, float>(0);
+    for (int64_t i : hw::over_rows<kWidth>(T_x)) {
+      const auto dy_ij = hw::load<kWidth>(dy + i * N + j);
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) {
+        sum[e] += float(dy_ij[e]);
+      }
     }
-    sum = hw::reduce_warps(sum, hw::Add());
+    sum = hw::reduce_rows(sum, hw::Add());
     if (j.stores()) {
-      db_partial[j] = hw::bf16(sum);
+      hw::Values<hw::bf16, kWidth> db_partial_j;
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) {
+        db_partial_j[e] = hw::bf16(sum[e]);
+      }
+      hw::store(db_partial + j, db_partial_j);
     }
+  }
+}
+
+__global__ void __launch_bounds__(hw::kColumnThreads)
+    sum_db_partial(const hw::bf16* dy, hw::bf16* db_partial, int64_t N, int64_t T_x) {
+  if (N % 8 == 0 && hw::aligned(dy, db_partial)) {
+    sum_db_partial_by<8>(dy, db_partial, N, T_x);
+  } else {
+    sum_db_partial_by<1>(dy, db_partial, N, T_x);
   }
 }
 

@@ -105,7 +105,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(
-      hw::launch(sum_y, hw::grid_for(M / 4 * N), hw::kBlock, caller, hw::reads(landing_, M * N), hw::writes(y, M / 4 * N), M, N));
+      hw::launch(sum_y, hw::grid_of_elements(M / 4 * N), caller, hw::reads(landing_, M * N), hw::writes(y, M / 4 * N), M, N));
   HW_CHECK(arena_.end_call(caller));
 }
 

@@ -5,11 +5,26 @@ namespace programs::three_layers {
 
 // %maximum: bf16[M, part(F, x)] = maximum(%product, -1.0)
 // %h: bf16[M, part(F, x)] = minimum(%maximum, 1.0)
+template <int kWidth>
+__device__ void maximum_minimum_h_by(const hw::bf16* product, hw::bf16* h, int64_t M, int64_t F_x) {
+  for (int64_t i : hw::over_grid<kWidth>(M * F_x)) {
+    const auto product_i = hw::load<kWidth>(product + i);
+    hw::Values<hw::bf16, kWidth> h_i;
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) {
+      const float product_e = float(product_i[e]);
+      const float maximum = (product_e > (-1.0f) || product_e != product_e) ? product_e : (-1.0f);
+      h_i[e] = hw::bf16((maximum < 1.0f || maximum != maximum) ? maximum : 1.0f);
+    }
+    hw::store(h + i, h_i);
+  }
+}
+
 __global__ void maximum_minimum_h(const hw::bf16* product, hw::bf16* h, int64_t M, int64_t F_x) {
-  for (int64_t i : hw::over_grid(M * F_x)) {
-    const float product_i = float(product[i]);
-    const float maximum = (product_i > (-1.0f) || product_i != product_i) ? product_i : (-1.0f);
-    h[i] = hw::bf16((maximum < 1.0f || maximum != maximum) ? maximum : 1.0f);
+  if (M * F_x % 8 == 0 && hw::aligned(product, h)) {
+    maximum_minimum_h_by<8>(product, h, M, F_x);
+  } else {
+    maximum_minimum_h_by<1>(product, h, M, F_x);
   }
 }
 

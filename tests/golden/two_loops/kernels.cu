@@ -5,11 +5,26 @@ namespace programs::two_loops {
 
 // %maximum: bf16[M, part(F, x)] = maximum(%product_2, -1.0)
 // %minimum: bf16[M, part(F, x)] = minimum(%maximum, 1.0)
+template <int kWidth>
+__device__ void maximum_minimum_minimum_by(const hw::bf16* product_2, hw::bf16* minimum, int64_t M, int64_t F_x) {
+  for (int64_t i : hw::over_grid<kWidth>(M * F_x)) {
+    const auto product_2_i = hw::load<kWidth>(product_2 + i);
+    hw::Values<hw::bf16, kWidth> minimum_i;
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) {
+      const float product_2_e = float(product_2_i[e]);
+      const float maximum = (product_2_e > (-1.0f) || product_2_e != product_2_e) ? product_2_e : (-1.0f);
+      minimum_i[e] = hw::bf16((maximum < 1.0f || maximum != maximum) ? maximum : 1.0f);
+    }
+    hw::store(minimum + i, minimum_i);
+  }
+}
+
 __global__ void maximum_minimum_minimum(const hw::bf16* product_2, hw::bf16* minimum, int64_t M, int64_t F_x) {
-  for (int64_t i : hw::over_grid(M * F_x)) {
-    const float product_2_i = float(product_2[i]);
-    const float maximum = (product_2_i > (-1.0f) || product_2_i != product_2_i) ? product_2_i : (-1.0f);
-    minimum[i] = hw::bf16((maximum < 1.0f || maximum != maximum) ? maximum : 1.0f);
+  if (M * F_x % 8 == 0 && hw::aligned(product_2, minimum)) {
+    maximum_minimum_minimum_by<8>(product_2, minimum, M, F_x);
+  } else {
+    maximum_minimum_minimum_by<1>(product_2, minimum, M, F_x);
   }
 }
 

@@ -1,0 +1,48 @@
+"""Copies and fills that are no op of a fusion: row by row, or by a kernel where elements are scattered more than that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hostweave.emit.kernel_loops import ONE, Dim, merged
+from hostweave.fusion.extent import Extent
+from hostweave.fusion.ir import Op, Value
+from hostweave.fusion.types import BufferType, TensorType
+from hostweave.fusion.types import Dim as TensorDim
+from hostweave.host import ir
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A copy of rows of contiguous elements, whose beginnings lie `pitch` elements apart."""
+
+    rows: Extent
+    elements: Extent
+    src_pitch: Extent
+    dst_pitch: Extent
+
+
+def copied(src: BufferType, dst: BufferType) -> Rows | None:
+    """How a copy goes row by row, or None where its elements are scattered more than that."""
+    strides = zip(ir.strides_of(src), ir.strides_of(dst), strict=True)
+    dims = merged([Dim(extent, pair) for extent, pair in zip(src.shape, strides, strict=True)])
+    if not dims or dims[-1].strides != (ONE, ONE):
+        dims.append(Dim(ONE, (ONE, ONE)))
+    if len(dims) == 1:
+        dims.insert(0, Dim(ONE, (dims[0].extent, dims[0].extent)))
+    return Rows(dims[0].extent, dims[1].extent, *dims[0].strides) if len(dims) == 2 else None
+
+
+def copy_kernel(name: str, buffer: BufferType) -> ir.Kernel:
+    """A kernel that copies between strided views of this shape."""
+    type = _tensor(buffer)
+    return ir.Kernel(name, (ir.Parameter("src", type),), (Op("copy", ("src",), Value("dst", type)),))
+
+
+def fill_kernel(name: str, buffer: BufferType, value: float) -> ir.Kernel:
+    """A kernel that sets every element of a view."""
+    return ir.Kernel(name, (), (Op("fill", (), Value("dst", _tensor(buffer)), (("value", value),)),))
+
+
+def _tensor(buffer: BufferType) -> TensorType:
+    return TensorType(buffer.dtype, tuple(TensorDim(extent) for extent in buffer.shape))

@@ -1,0 +1,254 @@
+"""The loops of a kernel: which thread walks which elements, how many neighbours it takes together, and where each lies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from hostweave.emit.cpp import Integers
+from hostweave.emit.names import Names
+from hostweave.fusion.extent import Extent, product
+from hostweave.fusion.types import BufferType
+from hostweave.host import ir
+from hostweave.host.iteration import Iteration, reduced_indices
+
+ZERO, ONE = Extent(0), Extent()
+SMALL = 32  # terms that one thread adds up alone although they lie side by side
+ACCESS = 16  # bytes that a thread reads or writes at once
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How threads share what a kernel walks. `{w}` stands for how many neighbours each takes together."""
+
+    each: str  # the loop over what is kept
+    grid: str  # of the launch
+    inner: str = ""  # which threads share the innermost loop over what is reduced
+    meet: str = ""  # how their totals meet
+    once: str = ""  # the condition under which a thread stores what they come to
+    threads: str = ""  # of a block, at most
+
+
+BY_THREAD = Sharing("for (int64_t {} : hw::over_grid{w}({}))", "hw::grid_of_elements{w}({})")
+BY_BLOCK = Sharing(
+    each="for (int64_t {} : hw::over_blocks({}))",
+    grid="hw::grid_of_rows{w}({}, {})",
+    inner="over_threads",
+    meet="reduce_block",
+    once="hw::first_thread()",
+    threads="hw::kRowThreads",
+)
+BY_COLUMNS = Sharing(
+    each="for (const hw::Column {} : hw::over_columns{w}({}))",
+    grid="hw::grid_of_columns{w}({}, {})",
+    inner="over_rows",
+    meet="reduce_rows",
+    once="{}.stores()",
+    threads="hw::kColumnThreads",
+)
+
+
+@dataclass(frozen=True)
+class Dim:
+    """One dim of the loops: its extent, and how far apart its elements lie in each place: inputs, results, indices."""
+
+    extent: Extent
+    strides: tuple[Extent, ...]
+    position: int = 0  # among the dims of the operands: indices are named in this order
+    indices: tuple[str, ...] = ()  # of the iteration, that it stands for
+
+
+def merged(dims: Sequence[Dim]) -> list[Dim]:
+    """Neighbours that one stride covers in every operand become one dim; dims of one element go."""
+    result: list[Dim] = []
+    for dim in dims:
+        if dim.extent == ONE:
+            continue
+        if result and all(wide == dim.extent * narrow for wide, narrow in zip(result[-1].strides, dim.strides, strict=True)):
+            outer = result.pop()
+            dim = Dim(outer.extent * dim.extent, dim.strides, outer.position, outer.indices + dim.indices)
+        result.append(dim)
+    return result
+
+
+def stored(result: str) -> str:
+    """The place that a result has in memory, beside those of other values."""
+    return f"{result} stored"
+
+
+class Loops:
+    """Of what a kernel keeps, and inside of what it reduces."""
+
+    def __init__(self, kernel: ir.Kernel, walked: Iteration, buffers: Sequence[BufferType], integers: Integers, names: Names):
+        self.kernel, self.walked, self.integers = kernel, walked, integers
+        inputs, results = [p.name for p in kernel.inputs], [p.name for p in kernel.results]
+        self.memory = dict(zip((*inputs, *map(stored, results)), buffers, strict=True))
+        self.stores = set(map(stored, results))
+        self.places = self.lie((*inputs, *results))
+        self.dims()
+        self.name_indices(names)
+        self.sharing = self.shared(inputs, results)
+        self.along = (self.reduced if self.sharing == BY_BLOCK else self.kept)[-1]  # the dim of which a thread takes neighbours
+        self.packed = {place for place in self.memory if self.stride(place, self.along) == ONE}  # read or written together
+        self.width = self.taken_together()
+        self.lane = names.of("e", "element of a thread") if self.width > 1 else ""
+
+    # --- dims ---
+
+    def lie(self, named: Sequence[str]) -> dict[str, dict[str, Extent]]:
+        """How far apart neighbours along each index are: in every input and result, and in the values that are indices."""
+        places: dict[str, dict[str, Extent]] = {}
+        for name, (place, buffer) in zip(named, self.memory.items(), strict=True):
+            own = zip(self.walked.indices[name], ir.strides_of(buffer), strict=True)
+            places[place] = {index: stride for index, stride in own if index is not None}
+        for op in self.kernel.ops:
+            if op.kind == "iota":
+                counted: Iterable[str | None] = self.walked.indices[op.result.name]
+            elif op.kind == "argmax":
+                counted = reduced_indices(op, self.walked.indices)
+            else:
+                continue
+            places[op.result.name] = {index: ONE for index in counted if index is not None}
+        return places
+
+    def dims(self) -> None:
+        """The dims that the kernel keeps and those that it reduces, from the outermost in."""
+        order = list(self.walked.extents)
+
+        def dim(index: str) -> Dim:
+            strides = tuple(own.get(index, ZERO) for own in self.places.values())
+            return Dim(self.walked.extents[index], strides, order.index(index), (index,))
+
+        scalar = Dim(ONE, tuple(ONE if place in self.stores else ZERO for place in self.places))
+        self.kept = merged([dim(index) for index in self.walked.kept]) or [scalar]
+        self.reduced = merged([dim(index) for index in self.walked.reduced])
+
+    def name_indices(self, names: Names) -> None:
+        """Names the index of every dim, in the order of the operands' dims, and of the element of the result."""
+        order = sorted([*self.kept, *self.reduced], key=lambda dim: dim.position)
+        self.names = {dim: names.of(letter, "index") for letter, dim in zip("ijklpqrstuvw", order, strict=False)}
+        self.element = self.names[self.kept[0]] if len(self.kept) == 1 else names.of("element", "index")
+
+    def stride(self, place: str, dim: Dim) -> Extent:
+        return dim.strides[list(self.places).index(place)]
+
+    # --- who walks what ---
+
+    def shared(self, inputs: Sequence[str], results: Sequence[str]) -> Sharing:
+        """A block for an element where what is reduced to it lies side by side, else for a tile of them; a thread where that is little."""
+        if not self.reduced or (self.reduced[-1].extent.is_int and int(self.reduced[-1].extent) < SMALL):
+            return BY_THREAD
+        if any(self.stride(name, self.reduced[-1]) == ONE for name in inputs):
+            return BY_BLOCK
+        return BY_THREAD if any(map(self.walked.is_whole, results)) else BY_COLUMNS
+
+    def taken_together(self) -> int:
+        """How many neighbours a thread takes: as many as one access reads or writes of each place that has them side by side."""
+        scattered = any(self.stride(place, self.along) not in (ZERO, ONE) for place in self.stores)
+        if not self.packed or scattered or (self.reduced and self.sharing == BY_THREAD):
+            return 1
+        width = ACCESS // max(self.memory[place].dtype.itemsize for place in self.packed)
+        while any(extent.is_int and int(extent) % width for extent in self.divided()):
+            width //= 2
+        return width
+
+    def divided(self) -> list[Extent]:
+        """What the number of neighbours that a thread takes has to divide: how many there are, and how far apart rows of them lie."""
+        others = [dim for dim in (*self.kept, *self.reduced) if dim != self.along]
+        rows = [self.stride(place, dim) for dim in others for place in self.memory if place in self.packed]
+        return list(dict.fromkeys([self.along.extent, *rows]))
+
+    def is_wide(self, pointers: Iterable[str]) -> str:
+        """The condition under which a thread takes neighbours together."""
+        unsure = [extent for extent in self.divided() if extent.divisor > 1 or extent.coefficient % self.width]
+        texts = [f"{self.integers.extent(extent)} % {self.width} == 0" for extent in unsure]
+        return " && ".join([*texts, f"hw::aligned({', '.join(pointers)})"])
+
+    def is_inside(self, value: str) -> bool:
+        """Whether a value differs among the elements of the innermost loop."""
+        if self.reduced:
+            return self.walked.is_whole(value)
+        return self.width == 1 or any(index in self.along.indices for index in self.walked.indices[value])
+
+    # --- text ---
+
+    @property
+    def each(self) -> str:
+        """The head of the loop over what is kept."""
+        return self.sharing.each.format(self.element, self.count, w=self.template)
+
+    @property
+    def template(self) -> str:
+        return "<kWidth>" if self.width > 1 else ""
+
+    @property
+    def grid(self) -> str:
+        """The grid that walks it, for the launch."""
+        walked = [self.count, *([self.integers.extent(self.reduced[-1].extent)] if self.sharing.inner else [])]
+        return self.sharing.grid.format(*walked, w=f"<{self.width}>" if self.width > 1 else "")
+
+    @property
+    def inner(self) -> tuple[str, ...]:
+        """The heads of the loops over what is reduced, of which threads may share the innermost one."""
+        walked = [(self.names[dim], self.integers.extent(dim.extent)) for dim in self.reduced]
+        heads = [f"for (int64_t {i} = 0; {i} < {count}; ++{i})" for i, count in walked]
+        if self.sharing.inner:
+            index, count = walked[-1]
+            heads[-1] = f"for (int64_t {index} : hw::{self.sharing.inner}{self.template}({count}))"
+        return tuple(heads)
+
+    @property
+    def once(self) -> str:
+        """The condition under which a thread stores what several have reduced."""
+        return self.sharing.once.format(self.element)
+
+    @property
+    def count(self) -> str:
+        """How many elements are kept."""
+        return self.integers.extent(product(tuple(dim.extent for dim in self.kept)))
+
+    @property
+    def reduced_count(self) -> str:
+        return self.integers.extent(product(tuple(dim.extent for dim in self.reduced)))
+
+    def terms(self, place: str) -> list[tuple[str, Extent]]:
+        """The indices that lead to an element, with their strides."""
+        number = list(self.places).index(place)
+        kept = [(self.element, ONE)] if self.is_linear(number) else [(self.names[dim], dim.strides[number]) for dim in self.kept]
+        terms = [*kept, *((self.names[dim], dim.strides[number]) for dim in self.reduced)]
+        return [(index, stride) for index, stride in terms if stride != ZERO]
+
+    def first(self, place: str) -> str:
+        """Where an element lies, as `i * N + j`: the first of those that a thread takes together."""
+        return self.sum_of(self.terms(place))
+
+    def offset(self, place: str) -> str:
+        """Where an element lies: each of those that a thread takes together, as `i * N + j + e`."""
+        terms = self.terms(place)
+        if self.width == 1:
+            return self.sum_of(terms)
+        along = {self.names[self.along], self.element} if self.along == self.kept[-1] else {self.names[self.along]}
+        moved = [(f"({index} + {self.lane})" if stride != ONE else f"{index} + {self.lane}", stride) for index, stride in terms]
+        return self.sum_of([new if old[0] in along else old for old, new in zip(terms, moved, strict=True)])
+
+    def sum_of(self, terms: Sequence[tuple[str, Extent]]) -> str:
+        wide = [f"{index} * {self.integers.factor(stride)}" for index, stride in terms if stride != ONE]
+        return " + ".join([*wide, *(index for index, stride in terms if stride == ONE)]) or "0"
+
+    def is_linear(self, number: int) -> bool:
+        """Whether the number of an element of the result is also its offset in this place."""
+        return tuple(dim.strides[number] for dim in self.kept) == ir.row_major(tuple(dim.extent for dim in self.kept))
+
+    def declarations(self) -> tuple[str, ...]:
+        """The indices of the result's dims, from the number of its element, where some offset needs them."""
+        if len(self.kept) == 1:
+            return ()
+        scattered = [number for number in range(len(self.places)) if not self.is_linear(number)]
+        needed = [i for i, dim in enumerate(self.kept) if any(dim.strides[number] != ZERO for number in scattered)]
+        return tuple(f"const int64_t {self.names[self.kept[i]]} = {self.part_of_element(i)};" for i in needed)
+
+    def part_of_element(self, i: int) -> str:
+        """`element / (m * N) % 4`"""
+        inner = product(tuple(dim.extent for dim in self.kept[i + 1 :]))
+        text = self.element if inner == ONE else f"{self.element} / {self.integers.factor(inner)}"
+        return text if i == 0 else f"{text} % {self.integers.factor(self.kept[i].extent)}"
