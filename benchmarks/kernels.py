@@ -137,6 +137,7 @@ def _calls(case: Case, sizes: dict[str, int], program: hw.Program, group: Any) -
     def filled(shape: str) -> Any:
         return torch.randn([sizes[letter] for letter in shape], device="cuda").to(torch.bfloat16)
 
+    torch._dynamo.reset()  # or after some sizes torch gives up compiling, silently
     compiled = torch.compile(lambda *arrays: case.compute(Torch(), *arrays), dynamic=False)
     result: dict[str, list[Callable[[], Any]]] = {"ours": [], "torch": [], "copy": []}
     taken = 0

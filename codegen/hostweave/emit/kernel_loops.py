@@ -15,6 +15,9 @@ from hostweave.host.iteration import Iteration, reduced_indices
 ZERO, ONE = Extent(0), Extent()
 SMALL = 32  # terms that one thread adds up alone although they lie side by side
 ACCESS = 16  # bytes that a thread reads or writes at once
+WARP = 32  # threads
+ROW_THREADS = 512  # at most, that hold a row
+HELD = (2, 3, 4, 5, 6, 7, 8, 1)  # accesses of a thread that holds its part of a row: the first that comes out even
 
 
 @dataclass(frozen=True)
@@ -77,9 +80,14 @@ def stored(result: str) -> str:
 
 
 class Loops:
-    """Of what a kernel keeps, and inside of what it reduces."""
+    """Of what a kernel keeps, and inside of what it reduces.
 
-    def __init__(self, kernel: ir.Kernel, walked: Iteration, buffers: Sequence[BufferType], integers: Integers, names: Names):
+    A row whose elements some thread would read again may be held in registers, where its length is known: `holds_row`.
+    """
+
+    def __init__(
+        self, kernel: ir.Kernel, walked: Iteration, buffers: Sequence[BufferType], integers: Integers, names: Names, holds_row: bool = False
+    ):
         self.kernel, self.walked, self.integers = kernel, walked, integers
         inputs, results = [p.name for p in kernel.inputs], [p.name for p in kernel.results]
         self.memory = dict(zip((*inputs, *map(stored, results)), buffers, strict=True))
@@ -92,6 +100,8 @@ class Loops:
         self.packed = {place for place in self.memory if self.stride(place, self.along) == ONE}  # read or written together
         self.width = self.taken_together()
         self.lane = names.of("e", "element of a thread") if self.width > 1 else ""
+        self.row_threads = self.threads_that_hold() if holds_row else 0
+        self.row = names.of("row", "held") if self.row_threads else ""
 
     # --- dims ---
 
@@ -158,6 +168,14 @@ class Loops:
         rows = [self.stride(place, dim) for dim in others for place in self.memory if place in self.packed]
         return list(dict.fromkeys([self.along.extent, *rows]))
 
+    def threads_that_hold(self) -> int:
+        """How many threads hold a row in registers, each the same number of times what it takes together; 0 where they cannot."""
+        if self.sharing != BY_BLOCK or self.width == 1 or len(self.reduced) > 1 or not self.along.extent.is_int:
+            return 0
+        accesses = int(self.along.extent) // self.width
+        fitting = [n for n in HELD if accesses % (n * WARP) == 0 and accesses // n <= ROW_THREADS]
+        return accesses // fitting[0] if fitting else 0
+
     def is_wide(self, pointers: Iterable[str]) -> str:
         """The condition under which a thread takes neighbours together."""
         unsure = [extent for extent in self.divided() if extent.divisor > 1 or extent.coefficient % self.width]
@@ -184,6 +202,8 @@ class Loops:
     @property
     def grid(self) -> str:
         """The grid that walks it, for the launch."""
+        if self.row_threads:
+            return f"hw::Grid{{{self.count}, {self.row_threads}}}"
         walked = [self.count, *([self.integers.extent(self.reduced[-1].extent)] if self.sharing.inner else [])]
         return self.sharing.grid.format(*walked, w=f"<{self.width}>" if self.width > 1 else "")
 
@@ -194,8 +214,20 @@ class Loops:
         heads = [f"for (int64_t {i} = 0; {i} < {count}; ++{i})" for i, count in walked]
         if self.sharing.inner:
             index, count = walked[-1]
+            if self.row_threads:
+                return (f"#pragma unroll\nfor (const hw::Share {index} : {self.row})",)
             heads[-1] = f"for (int64_t {index} : hw::{self.sharing.inner}{self.template}({count}))"
         return tuple(heads)
+
+    @property
+    def row_declaration(self) -> str:
+        """How the threads of a block share the row that they hold."""
+        return f"constexpr hw::Row<{self.along.extent}, {self.row_threads}, kWidth> {self.row};" if self.row_threads else ""
+
+    @property
+    def threads(self) -> str:
+        """Of a block, at most."""
+        return str(self.row_threads) if self.row_threads else self.sharing.threads
 
     @property
     def once(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from hostweave.emit import views
@@ -47,17 +47,29 @@ def emit_kernel(name: str, kernel: ir.Kernel, buffers: Sequence[BufferType], int
         walked = iteration(kernel)
     except NotOneKernel as reason:
         raise ProgramError(f"kernel @{kernel.name}: {reason}; split it") from None
-    return _Emitter(name, kernel, walked, buffers, integers).emit()
+    emitter = _Emitter(name, kernel, walked, buffers, integers)
+    emitted = emitter.emit()
+    again = {name for name, times in emitter.loaded.items() if times > 1}
+    holding = _Emitter(name, kernel, walked, buffers, integers, again)
+    return holding.emit() if again and holding.loops.row_threads else emitted
 
 
 class _Emitter:
     """Writes one kernel. A value is a C++ text: a number, an element in memory, or a local of its name.
 
-    What a reduction needs is computed where the reduction walks it, and again where something walks it later: its
-    inputs are then in the cache, and no value of a whole row has to be kept.
+    What a reduction needs is computed where the reduction walks it, and again where something walks it later. Its inputs are then
+    in the cache; those named by `held` each thread keeps in registers where it can, and the compiler what it computed from them.
     """
 
-    def __init__(self, name: str, kernel: ir.Kernel, walked: Iteration, buffers: Sequence[BufferType], integers: Integers):
+    def __init__(
+        self,
+        name: str,
+        kernel: ir.Kernel,
+        walked: Iteration,
+        buffers: Sequence[BufferType],
+        integers: Integers,
+        held: Set[str] = frozenset(),
+    ):
         self.name, self.ops, self.walked, self.integers = name, kernel.ops, walked, integers
         self.types = {p.name: p.type for p in kernel.inputs} | {op.result.name: op.result.type for op in kernel.ops}
         self.inputs = [p.name for p in kernel.inputs]
@@ -66,7 +78,9 @@ class _Emitter:
         self.names = Names((*integers.sizes.values(), *self.functions()))
         self.pointers = {name: self.names.of(name) for name in self.inputs}
         self.results = {p.name: self.names.of(p.name, "result") for p in kernel.results}
-        self.loops = Loops(kernel, walked, buffers, integers, self.names)
+        self.loops = Loops(kernel, walked, buffers, integers, self.names, bool(held))
+        self.held = dict.fromkeys(sorted(held), False)  # whether it is loaded
+        self.loaded = Counter[str]()  # how often
         self.uses = Counter(name for op in self.ops for name in _uses(op))
         self.uses.update(name for name in self.results if name in self.uses)
         self.totals: dict[str, str] = {}  # what reductions have added up
@@ -109,11 +123,24 @@ class _Emitter:
             arguments=(*self.pointers.values(), *self.results.values(), *self.sizes),
             width=self.loops.width,
             is_wide=self.loops.is_wide(packed),
-            threads=self.loops.sharing.threads,
+            threads=self.loops.threads,
+            row=self.loops.row_declaration,
             each=self.loops.each,
-            indices=self.loops.declarations(),
+            indices=(*self.loops.declarations(), *self.holders()),
             body=body,
         )
+
+    def holders(self) -> Iterator[str]:
+        for name in self.held:
+            yield f"hw::Values<{self.types[name].dtype.cpp}, kWidth> {self.elements(name)}[{self.loops.row}.kEach];"
+
+    def elements(self, name: str) -> str:
+        """The local of an input's elements that a thread takes together."""
+        return self.names.of(self.indexed(name, name), "elements")
+
+    def indexed(self, name: str, place: str) -> str:
+        """`x_ij`"""
+        return "_".join([name, "".join(sorted(index for index, _ in self.loops.terms(place)))]).rstrip("_")
 
     def pointwise(self) -> views.Kernel:
         section = _Section(self, self.row, self.loops.width)
@@ -239,7 +266,7 @@ class _Section:
         for name, value in values:
             pointer, place = self.kernel.results[name], stored(name)
             if self.is_wide and place in self.kernel.loops.packed:
-                local = self.kernel.names.of(self.indexed(name, place), "elements to store")
+                local = self.kernel.names.of(self.kernel.indexed(name, place), "elements to store")
                 self.begin.append(f"hw::Values<{self.kernel.types[name].dtype.cpp}, kWidth> {local};")
                 self.adds.append(f"{local}[{self.kernel.loops.lane}] = {value};")
                 self.stores.append(f"hw::store({_moved(pointer, self.kernel.loops.first(place))}, {local});")
@@ -271,9 +298,21 @@ class _Section:
         if not self.is_wide or name not in loops.packed:
             return f"{pointer}[{loops.offset(name)}]"
         if name not in self.loads:
-            self.loads[name] = self.kernel.names.of(self.indexed(name, name), "elements")
-            self.begin.append(f"const auto {self.loads[name]} = hw::load<kWidth>({_moved(pointer, loops.first(name))});")
+            self.loads[name] = self.load(name, f"hw::load<kWidth>({_moved(pointer, loops.first(name))})")
         return f"{self.loads[name]}[{loops.lane}]"
+
+    def load(self, name: str, elements: str) -> str:
+        """Loads what a thread takes together of an input, unless it holds it."""
+        local, held = self.kernel.elements(name), self.kernel.held
+        self.kernel.loaded[name] += 1
+        if name not in held:
+            self.begin.append(f"const auto {local} = {elements};")
+            return local
+        local = f"{local}[{self.kernel.loops.names[self.kernel.loops.along]}.number]"
+        if not held[name]:
+            self.begin.append(f"{local} = {elements};")
+            held[name] = True
+        return local
 
     def local(self, name: str) -> str:
         """`h`, or `x_ij` of an input or a result; `x_e` of one of several elements."""
@@ -282,11 +321,7 @@ class _Section:
         place = name if name in self.kernel.pointers else stored(name)
         if self.is_wide and place in self.kernel.loops.packed:
             return self.kernel.names.of(f"{name}_{self.kernel.loops.lane}", "element")
-        return self.kernel.names.of(self.indexed(name, place), "element")
-
-    def indexed(self, name: str, place: str) -> str:
-        """`x_ij`"""
-        return "_".join([name, "".join(sorted(index for index, _ in self.kernel.loops.terms(place)))]).rstrip("_")
+        return self.kernel.names.of(self.kernel.indexed(name, place), "element")
 
     def computed(self, name: str) -> tuple[str, bool]:
         """A value's text, and whether it reads well inside another."""

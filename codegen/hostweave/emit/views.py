@@ -335,8 +335,9 @@ class Kernel:
     width: int  # neighbours that a thread takes together
     is_wide: str  # the condition under which it may
     threads: str  # of a block, at most
+    row: str  # the declaration of how threads share a row that they hold
     each: str  # the head of the loop over elements
-    indices: tuple[str, ...]  # declarations of the indices that its own stands for
+    indices: tuple[str, ...]  # declarations of the indices that its own stands for, and of what threads hold
     body: tuple[str, ...]
 
 

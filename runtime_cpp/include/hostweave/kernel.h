@@ -94,6 +94,35 @@ struct Columns {  // for (const Column j : columns)
   HW_DEVICE Iterator end() const { return {end_, *this}; }
 };
 
+// The number and the first of those elements of a row that a thread takes together.
+struct Share {
+  int64_t index;
+  int number;
+
+  HW_DEVICE operator int64_t() const { return index; }
+};
+
+// How kThreads threads of a block share a row of kElements: each takes kWidth neighbours kEach times.
+template <int kElements, int kThreads, int kWidth>
+struct Row {  // for (const Share j : row)
+#ifdef __CUDACC__
+  static constexpr int kEach = kElements / (kThreads * kWidth);
+  static __device__ int first(int number) { return (number * kThreads + threadIdx.x) * kWidth; }
+#else
+  static constexpr int kEach = kElements / kWidth;
+  static int first(int number) { return number * kWidth; }
+#endif
+
+  struct Iterator {
+    int number;
+    HW_DEVICE Share operator*() const { return {first(number), number}; }
+    HW_DEVICE void operator++() { ++number; }
+    HW_DEVICE bool operator!=(const Iterator& end) const { return number != end.number; }
+  };
+  HW_DEVICE Iterator begin() const { return {0}; }
+  HW_DEVICE Iterator end() const { return {kEach}; }
+};
+
 template <class T>
 struct Indexed {  // an element and where it is
   T value;
