@@ -9,6 +9,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import cycle, islice
+from math import prod
 from typing import Any
 
 import hostweave as hw
@@ -131,7 +133,7 @@ def _fusion(case: Case, hidden: int, inner: int) -> hw.Fusion:
 
 
 def _calls(case: Case, sizes: dict[str, int], program: hw.Program, group: Any) -> dict[str, list[Callable[[], Any]]]:
-    """What is timed, by name: calls of the same kind on buffers of their own. Raises AssertionError where results differ."""
+    """What is timed, by name: calls of the same kind, each on buffers of its own. Raises AssertionError where results differ."""
     import torch
 
     def filled(shape: str) -> Any:
@@ -139,39 +141,56 @@ def _calls(case: Case, sizes: dict[str, int], program: hw.Program, group: Any) -
 
     torch._dynamo.reset()  # or after some sizes torch gives up compiling, silently
     compiled = torch.compile(lambda *arrays: case.compute(Torch(), *arrays), dynamic=False)
-    result: dict[str, list[Callable[[], Any]]] = {"ours": [], "torch": [], "copy": []}
-    taken = 0
-    while taken < COLD_BYTES:
-        given, made = [filled(shape) for shape in case.inputs], [filled(shape) for shape in case.outputs]
-        out = made[0] if len(made) == 1 else tuple(made)
-        moved = sum(array.nbytes for array in (*given, *made))
+    kept: dict[int, Any] = {}  # what torch allocates as results: it would take the same memory again, which is in the cache
+
+    def ours() -> Callable[[], Any]:
+        given, made = [filled(shape) for shape in case.inputs], tuple(filled(shape) for shape in case.outputs)
+        out = made[0] if len(made) == 1 else made
+        return lambda: program(*given, out=out, group=group)
+
+    def theirs(number: int) -> Callable[[], Any]:
+        given = [filled(shape) for shape in case.inputs]
+
+        def call() -> Any:
+            kept[number] = compiled(*given)
+            return kept[number]
+
+        return call
+
+    def copy() -> Callable[[], Any]:
         source, target = (torch.empty(max(moved // 2, 1), dtype=torch.uint8, device="cuda") for _ in range(2))
-        result["ours"].append(lambda given=given, out=out: program(*given, out=out, group=group))
-        result["torch"].append(lambda given=given: compiled(*given))
-        result["copy"].append(lambda source=source, target=target: target.copy_(source))
-        if taken == 0:
-            ours, theirs = result["ours"][0](), result["torch"][0]()
-            for one, other in zip(*((x if isinstance(x, tuple) else (x,)) for x in (ours, theirs)), strict=True):
-                torch.testing.assert_close(one, other, rtol=3e-2, atol=3e-2 * max(1.0, float(other.abs().max())))
-        taken += moved
-    return result
+        return lambda: target.copy_(source)
+
+    given = [filled(shape) for shape in case.inputs]
+    expected = case.compute(Torch(), *given)
+    for results in (program(*given, group=group), compiled(*given)):
+        for one, other in zip(*((x if isinstance(x, tuple) else (x,)) for x in (results, expected)), strict=True):
+            torch.testing.assert_close(one, other, rtol=3e-2, atol=3e-2 * max(1.0, float(other.abs().max())))
+    moved = 2 * sum(prod(sizes[letter] for letter in shape) for shape in (*case.inputs, *case.outputs))
+    count = -(-COLD_BYTES // moved)
+    return {
+        "ours": [ours() for _ in range(count)],
+        "torch": [theirs(number) for number in range(count)],
+        "copy": [copy() for _ in range(count)],
+    }
 
 
 def _times(calls: dict[str, list[Callable[[], Any]]]) -> dict[str, float]:
-    """Microseconds of one call on the GPU, the median of timings that are taken in turn.
+    """Microseconds of one call on the GPU, the median of timings that are taken in turn, each over the buffers that come next.
 
     The calls of a timing are enqueued behind a long wait, so that the host's time does not count.
     """
     import torch
 
     timings: dict[str, list[float]] = {name: [] for name in calls}
+    turns = {name: cycle(every) for name, every in calls.items()}
     for _ in range(TIMINGS + 2):
-        for name, every in calls.items():
+        for name, turn in turns.items():
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             torch.cuda._sleep(20_000_000)
             begin.record()
-            for i in range(CALLS):
-                every[i % len(every)]()
+            for call in islice(turn, CALLS):
+                call()
             end.record()
             end.synchronize()
             timings[name].append(begin.elapsed_time(end) * 1e3 / CALLS)

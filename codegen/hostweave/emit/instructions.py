@@ -251,7 +251,7 @@ class Emitter:
             else:
                 arguments.append(repr(argument.number))
         shared = self.integers.extent(elements(source, mesh, uneven))
-        blocks = f"hw::blocks_for({shared}, {source.per})" if source.per > 1 else shared
+        blocks = f"hw::divided_up({shared}, {source.per})" if source.per > 1 else shared
         return views.Launch(source.function, f"hw::Grid{{{blocks}, {source.block}}}", self.stream, tuple(arguments))
 
     def access(self, verb: str, name: str) -> str:

@@ -33,16 +33,19 @@ struct Grid {
 
 constexpr int64_t kMaxBlocks = 2147483647;            // a kernel walks what is left
 constexpr int64_t kThreadsAtOnce = int64_t{1} << 18;  // that a large GPU runs
+constexpr int64_t kBlocksAtOnce = 128;
 
+// How many blocks take n elements, `divisor` each.
 constexpr int64_t divided_up(int64_t n, int64_t divisor) { return (n + divisor - 1) / divisor; }
 constexpr int warps_of(int64_t threads, int64_t most) {
   return static_cast<int>(std::clamp<int64_t>(divided_up(threads, 32), 1, most / 32) * 32);
 }
 
-// A thread for each kWidth of n elements.
+// A thread for each kWidth of n elements. Few of them are spread over more blocks.
 template <int kWidth = 1>
 constexpr Grid grid_of_elements(int64_t n) {
-  return {std::min(divided_up(n, kThreads * kWidth), kMaxBlocks), kThreads};
+  const int threads = warps_of(divided_up(n, kWidth * kBlocksAtOnce), kThreads);
+  return {std::min(divided_up(n, threads * kWidth), kMaxBlocks), threads};
 }
 
 // A block for each row of n elements. Where there are many rows, a thread takes kWidth elements up to four times.
@@ -58,9 +61,6 @@ template <int kWidth = 1>
 constexpr Grid grid_of_columns(int64_t n, int64_t rows) {
   return {std::min(divided_up(n, kTile), kMaxBlocks), warps_of(rows * (kTile / kWidth), kColumnThreads)};
 }
-
-// How many blocks take n elements, so many each.
-constexpr int64_t blocks_for(int64_t n, int64_t each) { return divided_up(n, each); }
 
 template <class T>
 struct Access {
