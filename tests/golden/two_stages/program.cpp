@@ -88,7 +88,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   HW_CHECK(arena_.begin_call(caller));
   if (on_ranks_0_1_) {
     HW_CHECK(plan_product_.cublasLtMatmul(x, w1, product_, {caller, workspace_}));
-    HW_CHECK(hw::launch(relu_h, hw::grid_for(N * M_x_of_ranks_0_1), hw::kBlock, caller, hw::reads(product_, N * M_x_of_ranks_0_1),
+    HW_CHECK(hw::launch(relu_h, hw::grid_of_elements<8>(N * M_x_of_ranks_0_1), caller, hw::reads(product_, N * M_x_of_ranks_0_1),
                         hw::writes(h_, N * M_x_of_ranks_0_1), N, M_x_of_ranks_0_1));
     HW_CHECK(ncclSend(h_, N * M_x_of_ranks_0_1, ncclBfloat16, rank + 2, team_x_.comm(), caller));
   }

@@ -179,7 +179,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
         auto* product_i = product_ + i * (M / 4 * N_x_of_ranks_0_1);
         HW_CHECK(plan_product_.cublasLtMatmul(x_i, up1, product_i, stream));
         auto* h_i = h_ + i * (M / 4 * N_x_of_ranks_0_1);
-        HW_CHECK(hw::launch(relu_h, hw::grid_for(M / 4 * N_x_of_ranks_0_1), hw::kBlock, stream,
+        HW_CHECK(hw::launch(relu_h, hw::grid_of_elements<8>(M / 4 * N_x_of_ranks_0_1), stream,
                             hw::reads(product_i, M / 4 * N_x_of_ranks_0_1), hw::writes(h_i, M / 4 * N_x_of_ranks_0_1), M,
                             N_x_of_ranks_0_1));
         auto* product_2_i = product_2_ + i * (M / 4 * K);
@@ -195,7 +195,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
         auto* product_3_i = product_3_ + i * (M / 4 * N_x_of_ranks_2_3);
         HW_CHECK(plan_product_3_.cublasLtMatmul(arrived_i, up2, product_3_i, stream));
         auto* g_i = g_ + i * (M / 4 * N_x_of_ranks_2_3);
-        HW_CHECK(hw::launch(relu_g, hw::grid_for(M / 4 * N_x_of_ranks_2_3), hw::kBlock, stream,
+        HW_CHECK(hw::launch(relu_g, hw::grid_of_elements<8>(M / 4 * N_x_of_ranks_2_3), stream,
                             hw::reads(product_3_i, M / 4 * N_x_of_ranks_2_3), hw::writes(g_i, M / 4 * N_x_of_ranks_2_3), M,
                             N_x_of_ranks_2_3));
         auto* product_4_i = product_4_ + i * (M / 4 * K);
