@@ -73,6 +73,7 @@ Ranges ranges_of(const Request& r) {
     case CommKind::reduce_scatter:
       return {read_of(r.send, all), write_of(r.recv, bytes)};
     case CommKind::broadcast:
+      if (is_root && r.send == r.recv) return {read_of(r.send, bytes)};  // in place, which writes nothing
       if (is_root) return {read_of(r.send, bytes), write_of(r.recv, bytes)};
       return {write_of(r.recv, bytes)};
     case CommKind::reduce:

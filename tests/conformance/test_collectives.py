@@ -28,6 +28,7 @@ N = (3, 1, 0)  # elements of a block, by seed
 MOVES = {
     "all_gather": (1, "D", "all_gather %{x} -> %{y} on x"),
     "broadcast": (1, 1, "broadcast %{x} -> %{y} from {root} on x"),
+    "spread": (1, 1, "spread %{x} to %{y} from {root} on x"),
     "gather": (1, "D", "gather %{x} -> %{y} to {root} on x"),
     "scatter": ("D", 1, "scatter %{x} -> %{y} from {root} on x"),
     "all_to_all": ("D", "D", "all_to_all %{x} -> %{y} on x"),
@@ -116,6 +117,8 @@ def expected(kind: str, op: str, mine: list[Array], rank: int) -> Array:
             return np.concatenate(mine)
         case "broadcast":
             return mine[root]
+        case "spread":
+            return zeros if rank == root else mine[root]
         case "gather":
             return np.concatenate(mine) if rank == root else np.repeat(zeros, ranks, axis=0)
         case "scatter":

@@ -68,3 +68,15 @@ def test_memory_and_plans_are_for_the_ranks_of_a_mesh() -> None:
     )["program.cpp"]
     assert "if (on_ranks_1_) plan_b_.prepare({M, M}, {M, M}, {M, M});" in cpp
     assert "  if (on_ranks_1_) {\n    memory.allocate(b_, M * M);\n  }\n" in cpp
+
+
+def test_a_spread_is_a_broadcast_in_place_on_the_root() -> None:
+    mesh = hw.Mesh(x=4)
+    first, others = mesh.ranks([0]), mesh.ranks([1, 2, 3])
+
+    @hw.fusion(mesh=mesh, x=hw.bf16["M"].on(first))
+    def f(x):
+        return hw.reshard(x, "M", mesh=others)
+
+    call = "ncclBroadcast(x, copies_in_ranks_0_to_3 != 0 ? y : const_cast<hw::bf16*>(x), M, ncclBfloat16, 0, "
+    assert call in " ".join(hw.compile(f).source.split())

@@ -58,6 +58,7 @@ host @t(%x: f32[M@x, 4]) -> (%y: f32[M@x, 4], %z: f32[M]) mesh(x=2, dp=3) stream
   all_reduce sum %x -> %y on x
   reduce_scatter max %x -> %y on dp
   broadcast %x -> %y from rank.dp + 1 on x
+  spread %x to %y from rank.dp + 1 on x
   reduce min %x -> %y to 1 on x
   gather %x -> %y to 0 on x
   scatter %x -> %y from rank.dp on x

@@ -92,6 +92,9 @@ BODIES = {
     "%b = allocate f32[4]\nbroadcast %b -> %y from 0 on x": (
         "text:3: @t: broadcast %b -> %y from 0 on x: %y must hold 1 x %b: it has 2*M elements, not 4"
     ),
+    "%b = allocate f32[4]\nspread %b to %y from 0 on x": (
+        "text:3: @t: spread %b to %y from 0 on x: %y must hold 1 x %b: it has 2*M elements, not 4"
+    ),
     "%b = allocate bool[2]\n%c = allocate bool[2]\nall_reduce max %b -> %c on x": (
         "text:4: @t: all_reduce max %b -> %c on x: NCCL cannot reduce bool: cast to u8 before it and back after it"
     ),

@@ -193,6 +193,46 @@ def test_blocks_that_may_be_uneven_are_padded_or_received_whole() -> None:
     assert "%y_part = section %y_padded[0: part(M, x on ranks 2..5) from rank.x * ceil(M/3)]" in three
 
 
+def test_what_several_ranks_are_to_have_leaves_a_rank_once() -> None:
+    """A rank that is on both meshes copies it. With as many holders as receivers each sends."""
+    there, first = ALL.ranks([0, 2, 3]), ALL.ranks([0])
+    body = lowered(
+        f"""fusion @f(%x: f32[M@x, K] on {first}) mesh(x=4) {{
+          %y: f32[M, K] on {there} stated = reshard(%x)
+          return %y
+        }}"""
+    )
+    assert (
+        body
+        == """\
+  on mesh(copies=3 of ranks 0, 2, 3) {
+    spread %x to %y from 0 on copies
+  }
+  on mesh(copies=1 of ranks 0) {
+    copy %x -> %y
+  }
+"""
+    )
+    two = lowered(
+        f"fusion @f(%x: f32[M, K] on {ALL.ranks([0])}) mesh(x=4) {{\n  %y: f32[M, K] {ON_B} stated = reshard(%x)\n  return %y\n}}\n"
+    )
+    assert two.count("spread") == 1
+    assert "send" not in two
+    each = lowered(f"fusion @f(%x: f32[M, K] {ON_A}) mesh(x=4) {{\n  %y: f32[M, K] {ON_B} stated = reshard(%x)\n  return %y\n}}\n")
+    assert "spread" not in each
+
+
+def test_a_partial_is_reduced_to_one_rank_that_spreads_it() -> None:
+    body = lowered(
+        f"""fusion @f(%x: f32[M@x, K] {ON_A}) mesh(x=5) {{
+          %s: f32[K] {ON_A} partial(sum, x) = sum(%x, axis=(0,))
+          %y: f32[K] on mesh(x=3 of ranks 2..5) stated = reshard(%s)
+          return %y
+        }}""".replace("f32[K] on mesh(x=2 of ranks 0, 1) partial(sum, x)", "f32[K] partial(sum, x) on mesh(x=2 of ranks 0, 1)")
+    )
+    assert [word for word in ("all_reduce", "reduce sum", "spread", "send") if word in body] == ["reduce sum", "spread"]
+
+
 def test_as_many_ranks_hand_on_what_they_have() -> None:
     body = lowered(f"fusion @f(%x: f32[M@x, K] {ON_A}) mesh(x=4) {{\n  %y: f32[M@x, K] {ON_B} stated = reshard(%x)\n  return %y\n}}\n")
     assert (

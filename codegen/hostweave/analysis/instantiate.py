@@ -403,12 +403,12 @@ _TOUCHES = {"read": (True, False), "update": (True, True), "write": (False, True
 
 
 def _operation(b: _Binder, i: ir.Instruction) -> Callable[[_Run], Operation]:
-    buffers: list[tuple[str, Layout, bool, bool]] = []
+    at_root: list[tuple[str, Layout, bool, bool]] = []  # what the root touches, and any rank where there is none
     elsewhere: list[tuple[str, Layout, bool, bool]] = []  # what a rank touches that is not the root
     for field_name, role in ir.roles(type(i)).items():
         named = getattr(i, field_name)
         touched = [(name, b.layouts[name], *_TOUCHES[role]) for name in (named if isinstance(named, tuple) else (named,))]
-        buffers.extend(touched)
+        at_root.extend(touched if field_name != i.not_at_root else ())
         elsewhere.extend(touched if field_name != i.at_root else ())
     team: ir.Team = getattr(i, "team", ())
     mesh, axes = _resolved(b, team)
@@ -424,7 +424,7 @@ def _operation(b: _Binder, i: ir.Instruction) -> Callable[[_Run], Operation]:
             if not 0 <= value < len(operation.team):
                 run.fail(i, f"{_outside(other, value, len(operation.team))}: keep it inside the team")
             operation.peer = operation.team[value]
-        here = buffers if operation.peer == run.rank or not i.at_root else elsewhere
+        here = at_root if operation.peer == run.rank or not i.at_root else elsewhere
         operation.accesses = tuple([_access(run, i, *buffer) for buffer in here])
         return operation
 

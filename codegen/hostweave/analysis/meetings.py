@@ -29,6 +29,8 @@ class Meeting:
                 return team[:1]
             case ir.Broadcast() | ir.Scatter():
                 return tuple(other for other in team if other.rank == part.peer)
+            case ir.Spread():
+                return tuple(other for other in team if other.rank == part.peer != part.rank)
             case ir.Reduce() | ir.Gather():
                 return team if part.rank == part.peer else ()
             case ir.Exchange(sources=sources):

@@ -19,7 +19,7 @@ from hostweave.fusion.transfer import Route
 from hostweave.fusion.types import BufferType, DType, Mesh
 from hostweave.host import ir
 from hostweave.host.blocks import bodies
-from hostweave.host.expr import Const, Expr, divisibility
+from hostweave.host.expr import Const, Coordinate, Expr, divisibility
 from hostweave.host.lifetimes import Begin, Branch, Called, End, Joined, OnRanks, Step, Steps, begins, lifetimes
 from hostweave.host.text import print_instruction
 
@@ -303,6 +303,20 @@ class Emitter:
         root = self.integers.expr(i.root)
         return views.Broadcast(**self.collective(i.src, i.dst, i.team), count=self.count(i.dst), dtype=self.moved(i.src), root=root)
 
+    def spread(self, i: ir.Spread, last: bool) -> views.Spread:
+        place: Expr = Const(0)
+        for axis in i.team:
+            place = place * self.integers.mesh.axis_size(axis) + Coordinate(axis)
+        common, src, cpp = self.collective(i.src, i.dst, i.team), self.text(i.src), self.type_of(i.dst).dtype.cpp
+        return views.Spread(
+            **common,
+            count=self.count(i.dst),
+            dtype=self.moved(i.src),
+            root=self.integers.expr(i.root),
+            place=self.integers.expr(place),
+            kept=f"const_cast<{cpp}*>({src})" if self.buffers[i.src].read_only else src,
+        )
+
     def reduce(self, i: ir.Reduce, last: bool) -> views.Reduce:
         dtype, op, root = nccl_type(self.type_of(i.src).dtype, i), NCCL_REDUCTIONS[i.op], self.integers.expr(i.root)
         return views.Reduce(**self.collective(i.src, i.dst, i.team), count=self.count(i.src), dtype=dtype, op=op, root=root)
@@ -475,6 +489,7 @@ _EMIT: dict[type[ir.Instruction], Callable[[Emitter, Any, bool], views.Instructi
     ir.AllReduce: Emitter.reduction,
     ir.ReduceScatter: Emitter.reduction,
     ir.Broadcast: Emitter.broadcast,
+    ir.Spread: Emitter.spread,
     ir.Reduce: Emitter.reduce,
     ir.Gather: Emitter.gather,
     ir.Scatter: Emitter.scatter,

@@ -137,6 +137,15 @@ class Broadcast(AllGather):
 
 
 @dataclass(frozen=True)
+class Spread(Broadcast):
+    """A broadcast in place on the root, whose buffer is only read."""
+
+    template = "spread"
+    place: str  # of this rank in the team
+    kept: str  # the root's buffer, as one that could be written
+
+
+@dataclass(frozen=True)
 class Reduce(AllReduce):
     template = "reduce"
     root: str

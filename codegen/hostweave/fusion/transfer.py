@@ -44,6 +44,20 @@ class Transfer:
         return tuple(route for route in self.routes if route.sender != route.receiver)
 
     @property
+    def receivers(self) -> dict[int, tuple[int, ...]]:
+        """The ranks that receive from each one that sends."""
+        found: dict[int, tuple[int, ...]] = {}
+        for route in self.moved:
+            found[route.sender] = (*found.get(route.sender, ()), route.receiver)
+        return found
+
+    @property
+    def is_cheaper_to_broadcast(self) -> bool:
+        """Whether a rank would send all that it has to several others: in a broadcast they hand it on, so that it leaves the rank once."""
+        is_whole = set(self.sent) | set(self.received) <= {1}
+        return is_whole and any(len(receivers) > 1 for receivers in self.receivers.values())
+
+    @property
     def share(self) -> Fraction:
         """How much of the tensor travels from rank to rank, in multiples of the tensor."""
         return Fraction(len(self.moved), self.blocks)

@@ -36,6 +36,7 @@ Alias = Annotated[str, "alias"]  # a buffer that is named but whose bytes are no
 class Instruction:
     syntax: ClassVar[str] = ""
     at_root: ClassVar[str] = ""  # the field whose buffer only the root of a collective touches
+    not_at_root: ClassVar[str] = ""  # and the one that only the others do
     location: Location | None = field(default=None, compare=False, repr=False, kw_only=True)
 
 
@@ -228,6 +229,22 @@ class Broadcast(Instruction):
     team: Team
     syntax = "broadcast %{src} -> %{dst} from {root} on {team}"
     at_root = "src"
+
+
+@dataclass(frozen=True)
+class Spread(Instruction):
+    """On every rank of the team but the root, dst = the src of the root, which keeps it. Equivalent to ncclBroadcast, in place on the root.
+
+    The root needs no dst, and no other rank a src: they may be on two meshes.
+    """
+
+    src: Read
+    dst: Write
+    root: Expr
+    team: Team
+    syntax = "spread %{src} to %{dst} from {root} on {team}"
+    at_root = "src"
+    not_at_root = "dst"
 
 
 @dataclass(frozen=True)
@@ -446,7 +463,7 @@ class OnMesh(Instruction):
 VIEWS = (Select, Slice, Section, Strided, Reshape, Permute)
 CALLS_NOTHING = (Allocate, Let, *VIEWS)  # names for memory and integers
 REDUCTIONS = (AllReduce, ReduceScatter, Reduce)
-COLLECTIVES = (AllGather, AllReduce, ReduceScatter, Broadcast, Reduce, Gather, Scatter, AllToAll, Exchange, Barrier)
+COLLECTIVES = (AllGather, AllReduce, ReduceScatter, Broadcast, Spread, Reduce, Gather, Scatter, AllToAll, Exchange, Barrier)
 POINT_TO_POINT = (Send, Recv, SendBlocks, RecvBlocks)
 GROUPED = (Group, Gather, Scatter, AllToAll, Exchange, SendBlocks, RecvBlocks)  # sends and recvs posted together
 COMMUNICATIONS = COLLECTIVES + POINT_TO_POINT

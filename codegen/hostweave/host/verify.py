@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from hostweave.errors import ProgramError
-from hostweave.fusion.extent import Extent, block_of, part_of, product
+from hostweave.fusion.extent import Extent, block_of, part, part_of, product
 from hostweave.fusion.ops import widens
 from hostweave.fusion.source import Source, held
 from hostweave.fusion.types import BufferType, Mesh, mesh_of_part
@@ -223,6 +223,12 @@ class _Checker:
                 exact[name] = size // ranks
         return extent.replaced(exact)
 
+    def alike(self, extent: Extent) -> Extent:
+        """An extent in which a part is named by its size and the number of ranks alone."""
+        parts = {name: found for name in extent.names if (found := part_of(name))}
+        ranks = {name: mesh_of_part(name, self.program.mesh).size_of(found[1]) for name, found in parts.items()}
+        return self.known(extent).replaced({name: part(size, (str(ranks[name]),)) for name, (size, _, _) in parts.items()})
+
     def unknown(self, extent: Extent) -> str | None:
         """A name in an extent that no input or output tells."""
         for name in extent.names:
@@ -396,6 +402,14 @@ def _reduce_scatter(c: _Checker, i: ir.ReduceScatter, size: int) -> None:
 def _broadcast(c: _Checker, i: ir.Broadcast, size: int) -> None:
     c.expr(i.root)
     c.counts(i.src, i.dst, 1)
+
+
+def _spread(c: _Checker, i: ir.Spread, size: int) -> None:
+    """Parts of one dim, shared by as many ranks of two meshes, may be equal: that is seen when sizes are known."""
+    c.expr(i.root)
+    have, want = (c.alike(product(c.types[name].shape)) for name in (i.dst, i.src))
+    if have != want:
+        c.counts(i.src, i.dst, 1)
 
 
 def _reduce(c: _Checker, i: ir.Reduce, size: int) -> None:
@@ -576,6 +590,7 @@ RULES: dict[type[ir.Instruction], Callable[[_Checker, Any, _Scope], None]] = {
     ir.AllReduce: _communication(_all_reduce),
     ir.ReduceScatter: _communication(_reduce_scatter),
     ir.Broadcast: _communication(_broadcast),
+    ir.Spread: _communication(_spread),
     ir.Reduce: _communication(_reduce),
     ir.Gather: _communication(_gather),
     ir.Scatter: _communication(_scatter),

@@ -21,6 +21,8 @@ from hostweave.passes.lowering import communication
 from hostweave.passes.lowering.dataflow import Dataflow
 from hostweave.passes.lowering.steps import Steps, expr_of, team_coordinate, total
 
+TEAM = "copies"  # the mesh axis of a rank that sends and those that get the same from it
+
 Buffer = Callable[[], str]  # names what is sent or received, in the body of its mesh
 
 
@@ -58,6 +60,9 @@ def to_other_ranks(b: Builder, flow: Dataflow, op: Op, src: Buffer, dst: Buffer,
 
 
 def _move(b: Builder, sides: Sides, blocks: Transfer, src: Buffer, dst: Buffer, steps: Steps | None) -> None:
+    if steps is None and blocks.is_cheaper_to_broadcast:  # in a loop, the ranks of the one mesh would wait for turns of the other's
+        _broadcast(b, sides, blocks, src, dst)
+        return
     with b.on(sides.source):
         sent = communication.blocks_to_send(b, src(), blocks, steps)
         if sides.apart:
@@ -68,6 +73,22 @@ def _move(b: Builder, sides: Sides, blocks: Transfer, src: Buffer, dst: Buffer, 
         else:
             with b.on(None):
                 communication.group(b, communication.send(sent, blocks, sides.apart), communication.recv(landing, blocks, sides.apart))
+
+
+def _broadcast(b: Builder, sides: Sides, blocks: Transfer, src: Buffer, dst: Buffer) -> None:
+    """Each rank that sends and those that receive from it are a team; no rank is in two of them."""
+    with b.on(sides.source):
+        sent = communication.blocks_to_send(b, src(), blocks, None)
+    with b.on(sides.target), communication.blocks_to_receive(b, dst, blocks, None) as landing:
+        for sender, receivers in blocks.receivers.items():
+            team = Mesh(((TEAM, 1 + len(receivers)),), (sender, *receivers))
+            with b.on(team):
+                b.emit(ir.Spread(sent, landing, Const(0), (TEAM,)))
+        if there := tuple(route.receiver for route in blocks.routes if route.sender == route.receiver):
+            with b.on(Mesh(((TEAM, len(there)),), there)):
+                for i, extent in enumerate(b.types[landing].shape):  # the same part, by the name that it has on the other mesh
+                    sent = b.section(sent, i, extent, Const(0), f"{sent}_part")
+                b.emit(ir.Copy(sent, landing))
 
 
 # --- shards that may be uneven ----------------------------------------------------------------------------------------
