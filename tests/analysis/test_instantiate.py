@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from host_programs import NAMES, program
 
-from hostweave.analysis.instantiate import instantiate, layout
+from hostweave.analysis.instantiate import instantiate
+from hostweave.analysis.operations import layout
 from hostweave.analysis.sizes import minimal_sizes, sizes_to_check
 from hostweave.errors import ProgramError
 from hostweave.fusion.types import bf16, f32, i8
@@ -101,7 +102,7 @@ def test_minimal_sizes_are_legal(name: str, ranks: int) -> None:
 
 @pytest.mark.parametrize("seed", range(100))
 def test_compiled_expressions(seed: int) -> None:
-    from hostweave.analysis.instantiate import compiled
+    from hostweave.analysis.bound import compiled
 
     draw = random.Random(seed)
 

@@ -20,8 +20,9 @@ from host_programs import NAMES, program
 from numpy.typing import NDArray
 
 from hostweave.analysis.check import check
-from hostweave.analysis.instantiate import Instances, Operation, Stream, instantiate
+from hostweave.analysis.instantiate import instantiate
 from hostweave.analysis.meetings import meetings
+from hostweave.analysis.operations import Instances, Operation, Stream
 from hostweave.analysis.sizes import minimal_sizes
 from hostweave.errors import ProgramError
 from hostweave.host import ir

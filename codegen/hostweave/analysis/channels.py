@@ -9,8 +9,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 
-from hostweave.analysis.instantiate import Instances, Operation
 from hostweave.analysis.meetings import Channel, channel_of
+from hostweave.analysis.operations import Instances, Operation
 from hostweave.analysis.order import Clock, Task, order, run
 
 

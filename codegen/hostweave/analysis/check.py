@@ -7,9 +7,10 @@ from itertools import combinations
 from typing import NoReturn
 
 from hostweave.analysis.channels import Posted
-from hostweave.analysis.instantiate import Access, Instances, Operation, Region, failure, instantiate
+from hostweave.analysis.instantiate import instantiate
 from hostweave.analysis.meetings import meetings
 from hostweave.analysis.memory import Memory, Touch
+from hostweave.analysis.operations import Access, Instances, Operation, Region, failure
 from hostweave.analysis.order import Clock, Order, Task, order, run
 from hostweave.analysis.sizes import sizes_to_check
 from hostweave.fusion.types import Sizes

@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from hostweave.analysis.instantiate import Instances, Operation, failure
+from hostweave.analysis.operations import Instances, Operation, failure
 from hostweave.errors import ProgramError
 from hostweave.host import ir
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import gcd
 
-from hostweave.analysis.instantiate import Access, Layout, Operation, Region, Root
+from hostweave.analysis.operations import Access, Layout, Operation, Region, Root
 from hostweave.analysis.order import Clock, Task
 from hostweave.host import ir
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from math import prod
 
-from hostweave.analysis.instantiate import compiled, size_of
+from hostweave.analysis.bound import compiled, size_of
 from hostweave.build.paths import NATIVE
 from hostweave.fusion.types import RankSizes, Sizes
 from hostweave.host import ir

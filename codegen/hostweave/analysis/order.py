@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from hostweave.analysis.instantiate import Instances, Operation, Stream, failure
 from hostweave.analysis.meetings import Meeting
+from hostweave.analysis.operations import Instances, Operation, Stream, failure
 from hostweave.host import ir
 
 Clock = list[int]  # for each stream of each rank, how many of its tasks are known to be done

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hostweave.analysis.instantiate import Access, Instances, Operation, instantiate
+from hostweave.analysis.instantiate import instantiate
 from hostweave.analysis.meetings import Meeting, meetings
+from hostweave.analysis.operations import Access, Instances, Operation
 from hostweave.errors import ExecutionError, ProgramError
 from hostweave.fusion.ir import Op
 from hostweave.fusion.ops import OPS
