@@ -14,6 +14,7 @@ from hostweave.fusion.extent import Extent
 from hostweave.fusion.types import BufferType, Mesh
 from hostweave.host import ir
 from hostweave.host.expr import Const, Expr
+from hostweave.host.unused import without_unused
 from hostweave.naming import free_name
 
 View = ir.Select | ir.Slice | ir.Section | ir.Strided | ir.Reshape | ir.Permute
@@ -98,12 +99,8 @@ class Builder:
 
     def body(self) -> ir.Body:
         """The whole program, without views that nothing uses in the end."""
-        body = _joined(tuple(self._scopes[0].instructions), None)
-        used = _used(body)
-        while True:
-            body = ir.rewrite(body, lambda i: () if isinstance(i, ir.VIEWS) and i.out not in used else None)
-            if used == (used := _used(body)):
-                return ir.rewrite(body, lambda i: () if isinstance(i, ir.OnMesh) and not i.body else None)
+        body = without_unused(_joined(tuple(self._scopes[0].instructions), None), ir.VIEWS)
+        return ir.rewrite(body, lambda i: () if isinstance(i, ir.OnMesh) and not i.body else None)
 
     # --- buffers and views ---
 
@@ -226,7 +223,3 @@ def _joined(body: ir.Body, mesh: Mesh | None) -> ir.Body:
         inner = {f: _joined(getattr(instruction, f), inside) for f in ("body", "orelse") if hasattr(instruction, f)}
         result.append(replace(instruction, **inner) if inner else instruction)  # type: ignore[arg-type]
     return tuple(result)
-
-
-def _used(body: ir.Body) -> set[str]:
-    return {name for instruction in ir.walk(body) for name in ir.names(instruction, "read", "write", "alias")}

@@ -21,10 +21,10 @@ from hostweave.fusion.ops import OPS
 from hostweave.fusion.types import BufferType, Dim, TensorType
 from hostweave.host import ir
 from hostweave.host.iteration import Iteration, NotOneKernel, iteration
+from hostweave.host.unused import without_unused
 from hostweave.host.uses import Uses
 from hostweave.naming import free_name
 from hostweave.options import Options
-from hostweave.passes.unused import without_unused
 
 MAX_WORDS = 3  # ops that the name of a kernel lists
 

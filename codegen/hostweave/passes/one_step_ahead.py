@@ -19,14 +19,15 @@ Each stream does what it did, in the same order, and what is sent on a channel m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from hostweave.fusion.types import Mesh
 from hostweave.host import ir
 from hostweave.host.blocks import renamed
-from hostweave.host.expr import Expr, Var, binary, leaves
+from hostweave.host.expr import Var, binary
+from hostweave.host.unused import without_unused
 from hostweave.naming import free_name
 
 NAMES = (ir.Let, *ir.VIEWS)  # which a body can say again
@@ -68,8 +69,8 @@ class _Ahead:
         first = (*before, ir.OnStream(block.stream, block.index, halves.first, location=block.location))
         then = (ir.Let(loop.out, Var(index) - 1), *before, replace(block, body=halves.then))
         steps = (
-            ir.If(Var(index).less(count), self.said_again(_needed(first), loop.out, index), location=loop.location),
-            ir.If(binary(">", Var(index), 0), _needed(then), location=loop.location),
+            ir.If(Var(index).less(count), self.said_again(without_unused(first, NAMES), loop.out, index), location=loop.location),
+            ir.If(binary(">", Var(index), 0), without_unused(then, NAMES), location=loop.location),
         )
         return replace(loop, out=index, count=loop.count + 1, body=steps)
 
@@ -132,24 +133,3 @@ def _posted(body: ir.Body, mesh: Mesh) -> Iterator[tuple[Mesh | None, ir.Team, s
             yield None if i.team == ir.EVERYONE else mesh, i.team, kind
         for inner in ir.bodies(i):
             yield from _posted(inner, i.mesh if isinstance(i, ir.OnMesh) else mesh)
-
-
-def _needed(body: ir.Body) -> ir.Body:
-    """Without names that nothing uses, and bodies that are left without anything."""
-    while True:
-        used = set(_used(body))
-
-        def is_unused(i: ir.Instruction, used: set[str] = used) -> bool:
-            return isinstance(i, NAMES) and i.out not in used
-
-        if not any(map(is_unused, ir.walk(body))):
-            return body
-        body = ir.rewrite(body, lambda i: () if is_unused(i) else None)
-
-
-def _used(body: Iterable[ir.Instruction]) -> Iterator[str]:
-    for i in ir.walk(tuple(body)):
-        yield from ir.names(i, "read", "write", "alias")
-        for f in fields(i):
-            if isinstance(value := getattr(i, f.name), Expr):
-                yield from (leaf.name for leaf in leaves(value) if isinstance(leaf, Var))

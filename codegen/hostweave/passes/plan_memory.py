@@ -23,12 +23,12 @@ from dataclasses import dataclass, field, replace
 from hostweave.host import ir
 from hostweave.host.expr import Const, Expr
 from hostweave.host.lifetimes import allocating_blocks
+from hostweave.host.unused import without_unused
 from hostweave.host.uses import Uses
 from hostweave.options import Options
 from hostweave.passes.in_place import in_place
 from hostweave.passes.one_a_stream import one_a_stream
 from hostweave.passes.sink_views import sink_views
-from hostweave.passes.unused import without_unused
 
 
 def plan_memory(program: ir.HostProgram, options: Options) -> ir.HostProgram:
