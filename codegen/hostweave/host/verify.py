@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from hostweave.errors import ProgramError
-from hostweave.fusion.extent import Extent, block_of, part, part_of, product
+from hostweave.fusion.extent import Extent, block_of, part_of, product
 from hostweave.fusion.ops import widens
 from hostweave.fusion.source import Source, held
 from hostweave.fusion.types import BufferType, Mesh, mesh_of_part
@@ -225,9 +225,12 @@ class _Checker:
 
     def alike(self, extent: Extent) -> Extent:
         """An extent in which a part is named by its size and the number of ranks alone."""
-        parts = {name: found for name in extent.names if (found := part_of(name))}
-        ranks = {name: mesh_of_part(name, self.program.mesh).size_of(found[1]) for name, found in parts.items()}
-        return self.known(extent).replaced({name: part(size, (str(ranks[name]),)) for name, (size, _, _) in parts.items()})
+        alike: dict[str, Extent] = {}
+        for name in extent.names:
+            if found := part_of(name):
+                size, axes, _ = found
+                alike[name] = Extent(1, (f"part of {size} for one of {mesh_of_part(name, self.program.mesh).size_of(axes)}",))
+        return self.known(extent).replaced(alike)
 
     def unknown(self, extent: Extent) -> str | None:
         """A name in an extent that no input or output tells."""
