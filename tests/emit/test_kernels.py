@@ -1,4 +1,4 @@
-"""Generated kernels against NumPy on the CPU device. All cases of one dtype are one program, so that it compiles once."""
+"""Generated kernels against NumPy. All cases of one dtype are one program, so that it compiles once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ DTYPES = {
     "i8": np.int8,
     "u8": np.uint8,
 }
-SIZES = {"M": 6, "N": 70, "K": 5}
+ODD = {"M": 6, "N": 70, "K": 5}  # threads take elements one by one
+EVEN = {"M": 8, "N": 64, "K": 4}  # and several neighbours at once, where arrays begin at multiples of 16 bytes
 INPUTS = {"a": "{t}[M, N]", "b": "{t}[M, N]", "r": "{t}[N]", "c": "{t}[M, 1]", "t": "{t}[K, M, N]", "p": "bool[M, N]"}
 
 POINTWISE = {
@@ -118,16 +119,24 @@ def program(dtype: str, cases: list[Case]) -> HostProgram:
     return HostProgram.parse("\n".join([*kernels, f"host @kernels({inputs}) -> ({', '.join(outputs)}) mesh() {{", *launches, "}"]))
 
 
-def arrays(dtype: str) -> dict[str, Any]:
+def arrays(dtype: str, sizes: dict[str, int], is_aligned: bool = True) -> dict[str, Any]:
     """Positive, so that log and sqrt are defined; small enough that products of rows are finite."""
     random = np.random.default_rng(0)
     result: dict[str, Any] = {}
     for name, type in INPUTS.items():
-        shape = [SIZES.get(dim, 1) for dim in type.split("[")[1].rstrip("]").split(", ")]
+        shape = [sizes.get(dim, 1) for dim in type.split("[")[1].rstrip("]").split(", ")]
         values = random.uniform(0.9, 1.1, shape) if np.dtype(DTYPES[dtype]).kind not in "iu" else random.integers(0, 5, shape)
         result[name] = values.astype(DTYPES[dtype])
-    result["p"] = random.integers(0, 2, (SIZES["M"], SIZES["N"])).astype(bool)
-    return result
+    result["p"] = random.integers(0, 2, (sizes["M"], sizes["N"])).astype(bool)
+    return result if is_aligned else {name: one_further(array) for name, array in result.items()}
+
+
+def one_further(array: Any) -> Any:
+    """The same elements, from the second place of an allocation on."""
+    memory = np.empty(array.size + 1, array.dtype)
+    moved = memory[1:].reshape(array.shape)
+    moved[...] = array
+    return moved
 
 
 def expected(case: Case, dtype: str, values: dict[str, Any]) -> Any:
@@ -136,19 +145,23 @@ def expected(case: Case, dtype: str, values: dict[str, Any]) -> Any:
     return run_reference(fusion, values)[0]
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def target(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_kernels_compute_what_numpy_does(dtype: str) -> None:
+def test_kernels_compute_what_numpy_does(dtype: str, target: str) -> None:
     every = cases(dtype)
-    values = arrays(dtype)
-    compiled = compile(program(dtype, every))
-    results = compiled.run(**values)
-    compiled.close()
+    compiled = compile(program(dtype, every), target)
     tolerance = {"f64": 1e-12, "f32": 1e-4, "f16": 1e-2, "bf16": 3e-2}.get(dtype, 0)
-    for case, result in zip(every, results, strict=True):
-        want = expected(case, dtype, values)
-        np.testing.assert_allclose(
-            np.asarray(result, np.float64), np.asarray(want, np.float64), rtol=tolerance, atol=tolerance, err_msg=case.name
-        )
+    for values in (arrays(dtype, ODD), arrays(dtype, EVEN), arrays(dtype, EVEN, is_aligned=False)):
+        for case, result in zip(every, compiled.run(**values), strict=True):
+            want = expected(case, dtype, values)
+            np.testing.assert_allclose(
+                np.asarray(result, np.float64), np.asarray(want, np.float64), rtol=tolerance, atol=tolerance, err_msg=case.name
+            )
+    compiled.close()
 
 
 # Kernels of several results, of which the second is written over %a.
@@ -165,7 +178,7 @@ SEVERAL = {
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "i32"])
-def test_several_results_one_of_them_in_place(dtype: str) -> None:
+def test_several_results_one_of_them_in_place(dtype: str, target: str) -> None:
     kernels, outputs, body = [], [], []
     for name, text in SEVERAL.items():
         text = text.replace("{t}", dtype)
@@ -176,13 +189,14 @@ def test_several_results_one_of_them_in_place(dtype: str) -> None:
         operands = f"%y_{name}" + (", %b" if len(used) > 1 else "")
         body.append(f"copy %a -> %y_{name}\nlaunch @k_{name} {operands} -> %h_{name}, %y_{name}")
     header = f"host @several(%a: {dtype}[M, N], %b: {dtype}[M, N]) -> ({', '.join(outputs)}) mesh() {{"
-    values = {name: array for name, array in arrays(dtype).items() if name in ("a", "b")}
-    program = compile(HostProgram.parse("\n".join([*kernels, header, *body, "}"])))
-    results = program.run(**values)
+    program = compile(HostProgram.parse("\n".join([*kernels, header, *body, "}"])), target)
+    tolerance = {"f32": 1e-5, "bf16": 3e-2}.get(dtype, 0)
+    for sizes in (ODD, EVEN):
+        values = {name: array for name, array in arrays(dtype, sizes).items() if name in ("a", "b")}
+        results = program.run(**values)
+        for i, (name, text) in enumerate(SEVERAL.items()):
+            fusion = f"fusion @f(%a: {dtype}[M, N], %b: {dtype}[M, N]) {{\n{text.replace('{t}', dtype)}\n}}"
+            for result, want in zip(results[2 * i : 2 * i + 2], run_reference(Fusion.parse(fusion), values), strict=True):
+                pair = np.asarray(result, np.float64), np.asarray(want, np.float64)
+                np.testing.assert_allclose(*pair, rtol=tolerance, atol=tolerance * sizes["N"], err_msg=name)
     program.close()
-    for i, (name, text) in enumerate(SEVERAL.items()):
-        fusion = f"fusion @f(%a: {dtype}[M, N], %b: {dtype}[M, N]) {{\n{text.replace('{t}', dtype)}\n}}"
-        for result, want in zip(results[2 * i : 2 * i + 2], run_reference(Fusion.parse(fusion), values), strict=True):
-            tolerance = {"f32": 1e-5, "bf16": 3e-2}.get(dtype, 0)
-            pair = np.asarray(result, np.float64), np.asarray(want, np.float64)
-            np.testing.assert_allclose(*pair, rtol=tolerance, atol=tolerance * SIZES["N"], err_msg=name)

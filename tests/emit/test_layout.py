@@ -41,6 +41,14 @@ def test_a_call_that_fits_on_a_line_of_its_own_goes_there() -> None:
     assert laid_out(f"HW_CHECK({call});\n") == f"HW_CHECK(\n    {call});\n"
 
 
+def test_a_condition_and_launch_bounds_stay_on_lines_of_their_own() -> None:
+    call = f"call({'a' * 60}, {'b' * 52});"
+    assert laid_out(f"void f() {{\nif (is_here_) {call}\n}}\n") == f"void f() {{\n  if (is_here_)\n    {call}\n}}\n"
+    kernel = f"kernel(const float* {'a' * 40}, float* {'b' * 40}) {{"
+    bounds = "__global__ void __launch_bounds__(hw::kRowThreads)"
+    assert laid_out(f"{bounds} {kernel}\ng();\nh();\n}}\n") == f"{bounds}\n    {kernel}\n  g();\n  h();\n}}\n"
+
+
 def test_constructors_break_between_initializers() -> None:
     short = "A::A(int a) : a_(a), b_(a) {\n}\n"
     assert laid_out(short) == "A::A(int a) : a_(a), b_(a) {}\n"

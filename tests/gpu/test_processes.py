@@ -27,7 +27,7 @@ ALL = len(programs_of(RANKS))
 ENDLESS = "matmul_rs_flat"
 SCRIPT = Path(__file__).with_name("rank_process.py")
 PATHS = (Path(hw.__file__).parents[1], Path(__file__).parents[1])
-KILLED, TRIALS = 4, 6  # ranks, and how often one of them is killed
+KILLED, TRIALS = max(2, min(4, GPUS)), 20  # ranks, and how often one of them is killed
 SECONDS = 60  # for the others to notice, and to begin anew
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]

@@ -57,6 +57,9 @@ def _broken(line: str, indent: str) -> list[str]:
     code, slashes, comment = line.partition(";  // ")
     if slashes:
         return [*_broken(f"// {comment}", indent), *_broken(f"{code};", indent)]
+    if line.startswith("if (") and not line.endswith("{"):
+        condition = _closing(line, len("if (")) + 1
+        return [indent + line[:condition], *_broken(line[condition:].strip(), indent + INDENT)]
     bounds, paren, function = line.partition(") ")
     if paren and bounds.startswith("__global__ void __launch_bounds__("):
         return [indent + bounds + ")", *_broken(function, indent + INDENT * 2)]

@@ -102,14 +102,14 @@ Sizes Program::check(const Inputs& in) const {
   const int64_t N = in.up1.whole_dim(1, 2);
   const int64_t N_x_of_ranks_0_1 = hw::part(N, 2, rank_.index());
   const int64_t N_x_of_ranks_2_3 = hw::part(N, 2, rank_.index() - 2);
-  if (on_ranks_0_1_) in.up1.expect("up1", "bf16[K, part(N, x on ranks 0, 1)]", CUDA_R_16BF, {K, N_x_of_ranks_0_1},
-                                   rank_.device());
-  if (on_ranks_0_1_) in.down1.expect("down1", "bf16[part(N, x on ranks 0, 1), K]", CUDA_R_16BF, {N_x_of_ranks_0_1, K},
-                                     rank_.device());
-  if (on_ranks_2_3_) in.up2.expect("up2", "bf16[K, part(N, x on ranks 2, 3)]", CUDA_R_16BF, {K, N_x_of_ranks_2_3},
-                                   rank_.device());
-  if (on_ranks_2_3_) in.down2.expect("down2", "bf16[part(N, x on ranks 2, 3), K]", CUDA_R_16BF, {N_x_of_ranks_2_3, K},
-                                     rank_.device());
+  if (on_ranks_0_1_)
+    in.up1.expect("up1", "bf16[K, part(N, x on ranks 0, 1)]", CUDA_R_16BF, {K, N_x_of_ranks_0_1}, rank_.device());
+  if (on_ranks_0_1_)
+    in.down1.expect("down1", "bf16[part(N, x on ranks 0, 1), K]", CUDA_R_16BF, {N_x_of_ranks_0_1, K}, rank_.device());
+  if (on_ranks_2_3_)
+    in.up2.expect("up2", "bf16[K, part(N, x on ranks 2, 3)]", CUDA_R_16BF, {K, N_x_of_ranks_2_3}, rank_.device());
+  if (on_ranks_2_3_)
+    in.down2.expect("down2", "bf16[part(N, x on ranks 2, 3), K]", CUDA_R_16BF, {N_x_of_ranks_2_3, K}, rank_.device());
   return {M, K, N, N_x_of_ranks_0_1, N_x_of_ranks_2_3};
 }
 

@@ -1,0 +1,157 @@
+"""How threads share a kernel: how many neighbours each takes together, who holds a row, and that the numbers do not depend on it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import hostweave as hw
+
+
+def kernels(function: Any, **specs: Any) -> str:
+    """The generated kernels of a function of arrays."""
+    return hw.compile(hw.fusion(**specs)(function), target="cuda").sources["kernels.cu"]
+
+
+def added(a, b):
+    return a + b
+
+
+def normed(x):
+    return hw.rms_norm(x)
+
+
+def column_sums(x):
+    return hw.sum(x, 0)
+
+
+@pytest.mark.parametrize(
+    ("spec", "is_wide", "width"),
+    [
+        (hw.bf16["M", 4096], "hw::aligned(a, b, y)", 8),
+        (hw.f32["M", 4096], "hw::aligned(a, b, y)", 4),
+        (hw.bf16["M", "N"], "M * N % 8 == 0 && hw::aligned(a, b, y)", 8),
+        (hw.bf16[6, 10], "hw::aligned(a, b, y)", 4),
+    ],
+    ids=str,
+)
+def test_a_thread_takes_as_many_neighbours_as_one_access_may(spec: Any, is_wide: str, width: int) -> None:
+    text = kernels(added, a=spec, b=spec)
+    assert f"  if ({is_wide}) {{\n    add_y_by<{width}>(a, b, y" in text
+    assert "  } else {\n    add_y_by<1>(a, b, y" in text
+
+
+def test_an_odd_number_of_elements_is_taken_one_by_one() -> None:
+    text = kernels(added, a=hw.bf16[3, 5], b=hw.bf16[3, 5])
+    assert "kWidth" not in text
+    assert "y[i] = hw::bf16(float(a[i]) + float(b[i]));" in text
+
+
+def test_a_row_that_is_broadcast_is_taken_along() -> None:
+    text = kernels(added, a=hw.bf16["M", "N"], b=hw.bf16["N"])
+    assert "const int64_t j = element % N;" in text
+    assert "const auto b_j = hw::load<kWidth>(b + j);" in text
+    assert "if (N % 8 == 0 && hw::aligned(a, b, y)) {" in text
+
+
+def test_what_a_column_broadcasts_is_read_once() -> None:
+    text = kernels(added, a=hw.f32["M", 64], b=hw.f32["M", 1])
+    assert text.index("= b[i];") < text.index("for (int e = 0")
+    assert "if (hw::aligned(a, y)) {" in text
+
+
+def test_elements_that_are_scattered_are_read_one_by_one() -> None:
+    text = kernels(lambda x: hw.transpose(x, (1, 0)) * 2.0, x=hw.f32["M", 64])
+    assert "[(j + e) * 64 + i] * 2.0f;" in text
+    assert "if (M % 4 == 0 && hw::aligned(y)) {" in text
+
+
+@pytest.mark.parametrize(
+    ("length", "row"),
+    [
+        (4096, "hw::Row<4096, 128, kWidth>"),
+        (5120, "hw::Row<5120, 160, kWidth>"),
+        (8192, "hw::Row<8192, 256, kWidth>"),
+        ("N", ""),
+        (4104, ""),
+    ],
+)
+def test_threads_hold_a_row_of_known_length(length: Any, row: str) -> None:
+    text = kernels(normed, x=hw.bf16["M", length])
+    if row:
+        assert f"constexpr {row} row;" in text
+        assert text.count("hw::load<kWidth>(x +") == 1
+        assert f"__launch_bounds__({row.split(', ')[1]})" in text
+    else:
+        assert "hw::Row<" not in text
+        assert text.count("hw::load<kWidth>(x +") == 2
+        assert "__launch_bounds__(hw::kRowThreads)" in text
+
+
+def test_columns_are_reduced_by_tiles() -> None:
+    text = kernels(column_sums, x=hw.bf16["M", "N"])
+    assert "for (const hw::Column j : hw::over_columns<kWidth>(N)) {" in text
+    assert "if (j.stores()) {" in text
+
+
+@pytest.mark.parametrize(("dtype", "function"), [(hw.bf16, "hw::fast_exp("), (hw.f16, "hw::fast_exp("), (hw.f32, "expf(")])
+def test_exp_is_as_exact_as_the_elements_are(dtype: Any, function: str) -> None:
+    assert re.search(r"[\w:]*exp\w*\(", kernels(hw.silu, x=dtype["M", 8])).group() == function  # type: ignore[union-attr]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def target(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.mark.parametrize("length", [256, 1024, 5120, 8192])
+def test_rows_of_known_length(length: int, target: str) -> None:
+    """Held in registers, by 32 threads and by more; all of what a norm and a softmax need of them."""
+    bf16 = ml_dtypes.bfloat16
+
+    @hw.fusion(x=hw.bf16["M", length], r=hw.bf16["M", length], weight=hw.bf16[length], bias=hw.bf16[length])
+    def rows(x, r, weight, bias):
+        h = x + r
+        return h, hw.rms_norm(h, weight), hw.layer_norm(x, weight, bias), hw.softmax(x), hw.argmax(x, 1), hw.max(x, 1)
+
+    random = np.random.default_rng(1)
+    given = {name: random.standard_normal(shape).astype(bf16) for name, shape in (("x", (5, length)), ("r", (5, length)))}
+    given |= {name: random.standard_normal(length).astype(bf16) for name in ("weight", "bias")}
+    program = hw.compile(rows, target)
+    results = program.run(**given)
+    program.close()
+    x, r, weight, bias = (np.asarray(given[name], np.float64) for name in ("x", "r", "weight", "bias"))
+    h = x + r
+    powers = np.exp(x - x.max(1, keepdims=True))
+    wanted = (
+        h,
+        h / np.sqrt((h * h).mean(1, keepdims=True) + 1e-6) * weight,
+        (x - x.mean(1, keepdims=True)) / np.sqrt(x.var(1, keepdims=True) + 1e-5) * weight + bias,
+        powers / powers.sum(1, keepdims=True),
+        x.argmax(1),
+        x.max(1),
+    )
+    for result, want in zip(results, wanted, strict=True):
+        np.testing.assert_allclose(np.asarray(result, np.float64), want, rtol=2**-7, atol=1e-2 if want is not wanted[3] else 1e-6)
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (3, 24), (2000, 40), (70, 33), (2, 0), (0, 8)])
+def test_columns_of_any_number(shape: tuple[int, int], target: str) -> None:
+    """Fewer than a tile, several tiles, rows of several threads, none at all."""
+
+    @hw.fusion(x=hw.f32["M", "N"])
+    def columns(x):
+        return hw.sum(x, 0), hw.mean(x * x, 0), hw.argmax(x, 0) if shape[0] else hw.max(x, 0)
+
+    x = np.random.default_rng(2).standard_normal(shape).astype(np.float32)
+    program = hw.compile(columns, target)
+    total, squares, largest = program.run(x=x)
+    program.close()
+    np.testing.assert_allclose(total, x.sum(0, dtype=np.float64), rtol=1e-4, atol=1e-3)
+    if shape[0]:
+        np.testing.assert_allclose(squares, np.square(x).mean(0, dtype=np.float64), rtol=1e-4)
+        np.testing.assert_array_equal(largest, x.argmax(0))
