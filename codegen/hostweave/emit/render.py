@@ -10,6 +10,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from hostweave.build.paths import TEMPLATES
 from hostweave.emit import views
 from hostweave.emit.layout import laid_out
+from hostweave.emit.main import Main
 from hostweave.emit.program import program_view
 from hostweave.host.ir import HostProgram
 
@@ -32,7 +33,7 @@ def kernel_files(view: views.Program) -> tuple[str, ...]:
     return (*(KERNEL_SOURCES if view.kernel_names else ()), *(("user_kernels.cuh",) if view.sources else ()))
 
 
-def rendered(path: str, **values: views.Program | views.Main) -> str:
+def rendered(path: str, **values: views.Program | Main) -> str:
     """The text of one file: its template, laid out as clang-format would where it is C++."""
     text = _environment().get_template(f"{path}.j2").render(values)
     return laid_out(text) if path.endswith((".h", ".cpp", ".cu")) else text

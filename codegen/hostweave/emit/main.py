@@ -1,0 +1,167 @@
+"""main.cpp of an exported project: what it says of its program, and the view of that for the template."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import lcm
+
+from hostweave.emit import views
+from hostweave.emit.cpp import Integers
+from hostweave.emit.meshes import coordinate, is_run, membership, place
+from hostweave.emit.program import multiples
+from hostweave.errors import ProgramError
+from hostweave.fusion.extent import is_sum
+from hostweave.fusion.types import Mesh
+from hostweave.host.blocks import with_each_block_once
+from hostweave.host.ir import HostProgram, Parameter
+
+SIZE = 1024  # of every symbolic dim, where the user gives no other: the next multiple that the program takes
+RANK = "r"
+_OF_CMAKE = ("all", "clean", "help", "install", "package", "test")  # targets that are CMake's own
+
+
+@dataclass(frozen=True)
+class DefaultSize:
+    label: str
+    name: str
+    value: int
+
+
+@dataclass(frozen=True)
+class Team:
+    """How rank r finds its team: ranks of one color are a team, in the order of their place."""
+
+    key: str  # the mesh and the axes
+    color: str
+    place: str
+    size: int
+    on: str  # the condition that rank r is in its mesh
+
+
+@dataclass(frozen=True)
+class Tensor:
+    field: str
+    cpp: str
+    dtype: str
+    shape: str
+
+
+@dataclass(frozen=True)
+class Input(Tensor):
+    seed: str
+
+
+@dataclass(frozen=True)
+class Output(Tensor):
+    name: str
+    twin: str  # the first rank that holds the same
+    on: str  # the condition that rank r has it
+
+
+@dataclass(frozen=True)
+class Main:
+    executable: str
+    sizes: tuple[DefaultSize, ...]
+    teams: tuple[Team, ...]
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """What may be set when it is called: the name, and where the value is."""
+        return (*(f'{{"{size.label}", &shared.sizes.{size.name}}}' for size in self.sizes), '{"repetitions", &shared.repetitions}')
+
+    @property
+    def defaults(self) -> tuple[str, ...]:
+        return tuple(f".{size.name} = {size.value}" for size in self.sizes)
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Initializers of the members that hold them."""
+        return tuple(f"{x.field}({x.dtype}, {x.shape})" for x in (*self.inputs, *self.outputs))
+
+    @property
+    def input_tensors(self) -> tuple[str, ...]:
+        return tuple(f"tensors.{x.field}" for x in self.inputs)
+
+    @property
+    def output_tensors(self) -> tuple[str, ...]:
+        return tuple(f"tensors.{y.field}" for y in self.outputs)
+
+
+def main_view(program: HostProgram, view: views.Program) -> Main:
+    """What main.cpp says beside the program itself."""
+    mesh, divisors = program.mesh, _divisors(with_each_block_once(program))
+    integers = Integers(mesh, {label: f"sizes.{name}" for label, name in zip(program.symbols(), view.sizes, strict=False)}, divisors)
+
+    def tensor(parameter: Parameter, argument: views.Argument) -> tuple[str, str, str, str]:
+        cpp = "uint8_t" if argument.cpp == "bool" else argument.cpp  # a std::vector<bool> has no data()
+        return argument.field, cpp, argument.dtype, integers.extents(parameter.type.local_shape(mesh))
+
+    return Main(
+        executable=f"{program.name}_program" if program.name in _OF_CMAKE else program.name,
+        sizes=tuple(
+            DefaultSize(label, name, -(-SIZE // divisors.get(label, 1)) * divisors.get(label, 1))
+            for label, name in zip(program.symbols(), view.sizes, strict=False)
+        ),
+        teams=tuple(_team(team, mesh) for team in view.teams),
+        inputs=tuple(
+            Input(*tensor(parameter, x), _seed(number, parameter, mesh))
+            for number, (parameter, x) in enumerate(zip(program.inputs, view.inputs, strict=True))
+        ),
+        outputs=tuple(
+            Output(*tensor(parameter, y), y.name, _twin(parameter, mesh), _condition(parameter.type.mesh_in(mesh), mesh))
+            for parameter, y in zip(program.outputs, view.outputs, strict=True)
+        ),
+    )
+
+
+def _divisors(program: HostProgram) -> dict[str, int]:
+    """What divides the sizes that main.cpp takes: there all ranks hold as much, also where the program would take less."""
+    result = multiples(program)
+    for parameter in (*program.inputs, *program.outputs):
+        for dim in parameter.type.dims:
+            ranks = parameter.type.mesh_in(program.mesh).size_of(dim.axes)
+            if dim.extent.is_int and int(dim.extent) % ranks:
+                padded = -(-int(dim.extent) // ranks) * ranks
+                raise ProgramError(f"export: %{parameter.name}: main.cpp shares dim {dim} evenly by {ranks} ranks; pad it to {padded}")
+            if len(dim.extent.names) == 1 and not is_sum(dim.extent.names[0]):
+                result[dim.extent.names[0]] = lcm(result.get(dim.extent.names[0], 1), ranks)
+    return result
+
+
+def _team(team: views.Team, program: Mesh) -> Team:
+    axes, mesh = tuple(team.axes.split(", ")), program
+    if team.mesh:
+        mesh = Mesh(tuple((axis.name, axis.size) for axis in team.mesh.axes), team.mesh.ranks)
+    others = tuple(name for name, _ in mesh.axes if name not in axes)
+    key = f'"{mesh}", "{team.axes}"' if team.mesh else f'kMesh, "{team.axes}"'
+    return Team(key, place(mesh, others, RANK), place(mesh, axes, RANK), team.size, _condition(mesh, program))
+
+
+def _condition(mesh: Mesh, program: Mesh) -> str:
+    """Whether rank r is in a mesh, nothing where all are."""
+    return "" if mesh is program else membership(mesh, program.size, RANK)
+
+
+def _seed(number: int, parameter: Parameter, mesh: Mesh) -> str:
+    """Ranks that hold the same block of an input make the same numbers."""
+    own = place(parameter.type.mesh_in(mesh), parameter.type.axes, RANK)
+    if own == "0":
+        return str(number)
+    apart = f"{mesh.size} * " + (f"({own})" if " " in own else own)
+    return f"{number} + {apart}" if number else apart
+
+
+def _twin(parameter: Parameter, program: Mesh) -> str:
+    """The first rank that holds what rank r holds of an output; r itself where that is no matter of arithmetic."""
+    mesh = parameter.type.mesh_in(program)
+    if not parameter.type.axes:
+        return str(mesh.all_ranks[0])
+    text = RANK
+    for at, (axis, size) in enumerate(mesh.axes):
+        if axis not in parameter.type.axes and size > 1:
+            inner = mesh.size_of(tuple(name for name, _ in mesh.axes[at + 1 :]))
+            own = coordinate(mesh, axis, RANK)
+            text += f" - {own}" + (f" * {inner}" if inner > 1 else "")
+    return text if is_run(mesh) else RANK
