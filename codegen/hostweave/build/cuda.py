@@ -65,8 +65,10 @@ def find_cuda() -> Cuda:
     def header(name: str, package: str) -> Part:
         return Part(name, next((folder / name for folder in includes if (folder / name).is_file()), None), package)
 
+    library_folders = _library_folders()
+
     def library(name: str, package: str) -> Part:
-        return Part(name, next((folder / name for folder in _library_folders() if (folder / name).exists()), None), package)
+        return Part(name, next((folder / name for folder in library_folders if (folder / name).exists()), None), package)
 
     headers = (
         header("cuda_runtime_api.h", f"nvidia-cuda-runtime{wheel}"),
@@ -146,9 +148,16 @@ def _library_folders() -> list[Path]:
 def _major(includes: list[Path]) -> int:
     for folder in includes:
         header = folder / "cuda_runtime_api.h"
-        if header.is_file() and (version := re.search(r"#define CUDART_VERSION\s+(\d+)", header.read_text(errors="replace"))):
-            return int(version[1]) // 1000
+        if header.is_file() and (version := _version(header)):
+            return version // 1000
     return DEFAULT_MAJOR
+
+
+def _version(header: Path) -> int | None:
+    """CUDART_VERSION, which stands near the top of a long file."""
+    with header.open(errors="replace") as lines:
+        found = next((match for line in lines if (match := re.match(r"#define CUDART_VERSION\s+(\d+)", line))), None)
+    return int(found[1]) if found else None
 
 
 def _folder_of(path: Path, name: str) -> Path:
