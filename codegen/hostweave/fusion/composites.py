@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from math import sqrt
+from typing import ParamSpec
 
 from hostweave.errors import Location, ProgramError
 from hostweave.fusion import functions as hw
@@ -12,9 +14,27 @@ from hostweave.fusion.functions import Axis
 from hostweave.fusion.trace import Tensor, dim_of, record
 from hostweave.fusion.types import DType, f32, u32
 
+_P = ParamSpec("_P")
 MAX_RANDOM_DIMS = 4  # words of a counter
 
 
+def _called(word: str) -> Callable[[Callable[_P, Tensor]], Callable[_P, Tensor]]:
+    """What the function makes is called so in the IRs and in generated code, where the user does not name it."""
+
+    def decorated(function: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
+        @wraps(function)
+        def called(*args: _P.args, **options: _P.kwargs) -> Tensor:
+            result = function(*args, **options)
+            if all(result is not given for given in (*args, *options.values())):
+                result._word = word
+            return result
+
+        return called
+
+    return decorated
+
+
+@_called("linear")
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., K] times weight [N, K] transposed, plus bias [N]: [..., N]. Raises ProgramError."""
     location = Location.of_caller()
@@ -31,6 +51,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 # --- norms ------------------------------------------------------------------------------------------------------------
 
 
+@_called("softmax")
 def softmax(x: Tensor, axis: Axis = -1) -> Tensor:
     """exp(x), divided by its sum over a dim. A row of -inf alone gives NaN, as in torch."""
     axis, wide = dim_of(x, axis, "softmax", Location.of_caller()), _wide(x)
@@ -38,6 +59,7 @@ def softmax(x: Tensor, axis: Axis = -1) -> Tensor:
     return _cast(powers * hw.reciprocal(hw.sum(powers, axis, keepdims=True)), x.dtype)
 
 
+@_called("log_softmax")
 def log_softmax(x: Tensor, axis: Axis = -1) -> Tensor:
     """The logarithm of softmax(x)."""
     axis, wide = dim_of(x, axis, "log_softmax", Location.of_caller()), _wide(x)
@@ -45,6 +67,7 @@ def log_softmax(x: Tensor, axis: Axis = -1) -> Tensor:
     return _cast(distance - hw.log(hw.sum(hw.exp(distance), axis, keepdims=True)), x.dtype)
 
 
+@_called("layer_norm")
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, axis: Axis = -1, eps: float = 1e-5) -> Tensor:
     """(x - mean) / sqrt(variance + eps) over a dim, times weight plus bias, which broadcast against x. Raises ProgramError."""
     axis, wide = _normed_dim("layer_norm", x, axis, weight, bias), _wide(x)
@@ -53,6 +76,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     return _scaled(distance * hw.rsqrt(variance + eps), weight, bias, x)
 
 
+@_called("rms_norm")
 def rms_norm(x: Tensor, weight: Tensor | None = None, axis: Axis = -1, eps: float = 1e-6) -> Tensor:
     """x / sqrt(mean of squares + eps) over a dim, times weight, which broadcasts against x. Raises ProgramError."""
     axis, wide = _normed_dim("rms_norm", x, axis, weight, None), _wide(x)
@@ -87,12 +111,18 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _cast(x: Tensor, dtype: DType) -> Tensor:
-    return x if x.dtype == dtype else hw.cast(x, dtype)
+    """x in that dtype, called as x is."""
+    if x.dtype == dtype:
+        return x
+    result = hw.cast(x, dtype)
+    result._word = x._word
+    return result
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
 
 
+@_called("attention")
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -169,6 +199,7 @@ def _by_group(mask: Tensor, heads: Extent, group: Extent) -> Tensor:
     return hw.reshape(mask, *map(str, (*shape[:-3], *split, *shape[-2:])))
 
 
+@_called("rotary")
 def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """Turns pairs of elements of the last dim of x [..., S, E] by angles, given by cos and sin, which broadcast to [..., S, E/2].
 
@@ -190,12 +221,14 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
     is_first = hw.iota(pairs, of_pair) == 0
     c, s = (hw.expand_dims(_cast(table, first.dtype), -1 if interleaved else -2) for table in (cos, sin))
     turned = hw.where(is_first if interleaved else is_first[:, None], first * c - second * s, second * c + first * s)
+    turned._word = "turned"
     return hw.reshape(_cast(turned, x.dtype), *map(str, x.type.shape))
 
 
 # --- random numbers ---------------------------------------------------------------------------------------------------
 
 
+@_called("uniform")
 def uniform(x: Tensor, seed: Tensor | int, draw: Tensor | int = 0) -> Tensor:
     """f32 numbers from 0 to below 1, of the shape of x, which has up to four dims.
 
@@ -231,6 +264,7 @@ def _dropped(x: Tensor, p: float, counter: Sequence[Tensor], seed: Tensor | int,
     return hw.where(_drawn(x, counter, seed, draw) >= p, x * (1 / (1 - p)), 0.0)
 
 
+@_called("dropout")
 def dropout(x: Tensor, p: float, seed: Tensor | int, draw: Tensor | int = 0) -> Tensor:
     """x / (1 - p) where a number of `uniform(x, seed, draw)` is at least p, else 0. Raises ProgramError."""
     _check_probability("dropout: p", p, Location.of_caller())

@@ -54,6 +54,7 @@ class Tensor:
     def __init__(self, trace: _Trace, op: Op | None, value: Value):
         self._trace, self._op, self._value = trace, op, value
         self._name: str | None = None
+        self._word: str | None = None  # the function of several ops that made it, by which it is called where nobody names it
 
     def __repr__(self) -> str:
         return f"Tensor({self.type})"
@@ -408,7 +409,7 @@ def _names(trace: _Trace, needed: set[str]) -> dict[str, str]:
     for number, tensor in trace.tensors.items():
         name = tensor._name
         if name is None and tensor._op and number in needed:
-            wanted = _wanted(tensor._op, trace)
+            wanted = tensor._word or _wanted(tensor._op, trace)
             while name is None or name in taken:
                 counts[wanted] = counts.get(wanted, 0) + 1
                 name = wanted if counts[wanted] == 1 else f"{wanted}_{counts[wanted]}"
