@@ -32,7 +32,7 @@ class Case:
 
     name: str
     compute: Callable[..., Any]
-    inputs: tuple[str, ...]  # the shape of each: M is the rows, H and F the widths
+    inputs: tuple[str, ...]  # the shape of each: M is the rows, H and F the widths, N heads of D elements, C half of one
     outputs: tuple[str, ...]
 
 
@@ -61,6 +61,10 @@ def _softmax(ops: Any, x: Any) -> Any:
     return ops.softmax(x)
 
 
+def _rotary(ops: Any, x: Any, cos: Any, sin: Any) -> Any:
+    return ops.rotary_embedding(x, cos, sin)
+
+
 def _row_sum(ops: Any, x: Any) -> Any:
     return ops.sum(x, 1)
 
@@ -81,6 +85,7 @@ CASES = (
     Case("residual + RMSNorm", _residual_norm, ("MH", "MH", "H"), ("MH", "MH")),
     Case("LayerNorm", _layer_norm, ("MH", "H", "H"), ("MH",)),
     Case("softmax", _softmax, ("MH",), ("MH",)),
+    Case("rotary", _rotary, ("NMD", "MC", "MC"), ("NMD",)),
     Case("row sum", _row_sum, ("MH",), ("M",)),
     Case("column sum", _column_sum, ("MH",), ("H",)),
 )
@@ -97,6 +102,11 @@ class Torch:
         self.softmax = lambda x: functional.softmax(x, -1)
         self.rms_norm = lambda x, weight: functional.rms_norm(x, weight.shape, weight, 1e-6)
         self.layer_norm = lambda x, weight, bias: functional.layer_norm(x, weight.shape, weight, bias, 1e-5)
+        self.concat = lambda *parts: torch.cat(parts, -1)
+
+    def rotary_embedding(self, x: Any, cos: Any, sin: Any) -> Any:
+        first, second = x.chunk(2, -1)
+        return self.concat(first * cos - second * sin, second * cos + first * sin)
 
 
 def main() -> None:
@@ -109,7 +119,7 @@ def main() -> None:
         for model, (hidden, inner) in WIDTHS.items():
             program = hw.compile(_fusion(case, hidden, inner), target="cuda")
             for rows in ROWS:
-                us = _times(_calls(case, {"M": rows, "H": hidden, "F": inner}, program, group))
+                us = _times(_calls(case, {"M": rows, **_widths(hidden, inner)}, program, group))
                 share, times = us["copy"] / us["ours"], us["ours"] / us["torch"]
                 missed = (rows >= MANY_ROWS and share < COPY_SHARE) or times > TORCH_TIMES
                 print(
@@ -120,8 +130,12 @@ def main() -> None:
             program.close()
 
 
+def _widths(hidden: int, inner: int) -> dict[str, int]:
+    return {"H": hidden, "F": inner, "N": hidden // HEAD, "D": HEAD, "C": HEAD // 2}
+
+
 def _fusion(case: Case, hidden: int, inner: int) -> hw.Fusion:
-    dims = {"M": "M", "H": hidden, "F": inner}
+    dims = {"M": "M", **_widths(hidden, inner)}
     names = "abcdefgh"[: len(case.inputs)]
     specs = {name: hw.bf16[tuple(dims[letter] for letter in shape)] for name, shape in zip(names, case.inputs, strict=True)}
 
