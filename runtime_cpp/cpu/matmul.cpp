@@ -73,6 +73,9 @@ cublasStatus_t check(const Desc& desc, const Layout& a, const Layout& b, const L
   const bool computes_int = desc.compute == CUBLAS_COMPUTE_32I || desc.compute == CUBLAS_COMPUTE_32I_PEDANTIC;
   if (!all_double && !all_narrow) return blas_not_supported("cublasLtMatmul of these types");
   if (computes_int || computes_double != all_double) return blas_not_supported("cublasLtMatmul with this compute type");
+  if (desc.compute == CUBLAS_COMPUTE_32F_FAST_TF32 && (a.type != CUDA_R_32F || b.type != CUDA_R_32F)) {
+    return blas_not_supported("cublasLtMatmul in TF32 of other types than f32");
+  }
   if (desc.scale != (all_double ? CUDA_R_64F : CUDA_R_32F)) return blas_not_supported("cublasLtMatmul with this scale type");
   for (const Layout* layout : {&a, &b, &c, &d}) {
     if (layout->ld < layout->inner()) return invalid("a leading dimension smaller than the matrix");

@@ -1,6 +1,7 @@
 #include "hostweave/matmul.h"
 
 #include <algorithm>
+#include <memory>
 #include <string>
 #include <utility>
 
@@ -125,6 +126,8 @@ size_t size_of(cudaDataType_t dtype) {
   }
 }
 
+const void* shifted(const void* base, int64_t bytes) { return base ? static_cast<const char*>(base) + bytes : nullptr; }
+
 std::string shape_text(const Matrix& x) { return std::to_string(x.rows) + "x" + std::to_string(x.columns); }
 
 }  // namespace
@@ -143,17 +146,31 @@ struct MatmulPlan::Plan {
   cublasLtMatrixLayout_t a_layout = nullptr, b_layout = nullptr, c_layout = nullptr;
   bool aligned_only = false;
   cublasLtMatmulAlgo_t aligned{}, unaligned{};
+  void* zeros = nullptr;  // the operands of an empty sum
 
   ~Plan() {
+    if (zeros) cudaFree(zeros);
     for (cublasLtMatrixLayout_t layout : {a_layout, b_layout, c_layout}) {
       if (layout) cublasLtMatrixLayoutDestroy(layout);
     }
     if (description) cublasLtMatmulDescDestroy(description);
   }
 
-  void transpose(cublasLtMatmulDescAttributes_t which, bool transposed) const {
-    const cublasOperation_t operation = transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
-    HW_CHECK(cublasLtMatmulDescSetAttribute(description, which, &operation, sizeof operation));
+  template <class T>
+  cublasStatus_t set(cublasLtMatmulDescAttributes_t attribute, const T& value) const {
+    return cublasLtMatmulDescSetAttribute(description, attribute, &value, sizeof value);
+  }
+
+  // k = 0: nothing to add up, which is what a column of zeros times a row of zeros comes to.
+  void multiply_zeros(size_t element_size, cudaStream_t stream) {
+    problem.a = {problem.a.rows, 1, 1, 1};
+    problem.b = {1, problem.b.columns, problem.b.columns, 1};
+    problem.batch.a = problem.batch.b = 0;
+    for (Batch& batch : problem.outer) batch.a = batch.b = 0;
+    const size_t bytes = std::max(problem.a.rows, problem.b.columns) * element_size;
+    HW_CHECK(cudaMalloc(&zeros, bytes));
+    HW_CHECK(cudaMemsetAsync(zeros, 0, bytes, stream));
+    HW_CHECK(cudaStreamSynchronize(stream));
   }
 
   bool find_algorithm(cublasLtHandle_t blas, uint32_t alignment, cublasLtMatmulAlgo_t* algorithm) const {
@@ -178,8 +195,13 @@ struct MatmulPlan::Plan {
   }
 };
 
-MatmulPlan::MatmulPlan(Rank& rank, cudaDataType_t operands, cudaDataType_t result)
-    : rank_(rank), operands_(operands), result_(result), double_(operands == CUDA_R_64F) {
+MatmulPlan::MatmulPlan(Rank& rank, cudaDataType_t operands, cudaDataType_t result, cublasLtEpilogue_t epilogue,
+                       cublasComputeType_t compute)
+    : rank_(rank),
+      operands_(operands),
+      result_(result),
+      epilogue_(epilogue),
+      compute_(operands == CUDA_R_64F ? CUBLAS_COMPUTE_64F : compute) {
   size_of(operands);
 }
 
@@ -194,28 +216,43 @@ void MatmulPlan::prepare(const Strided& a, const Strided& b, const Strided& c) {
       return;
     }
   }
-  Plan* plan = plans_.emplace_back(new Plan{a, b, c, simplified(a, b, c)});
-  current_ = plan;
+  std::unique_ptr<Plan> plan(new Plan{a, b, c, simplified(a, b, c)});
   const Problem& p = plan->problem;
   plan->swapped = !last_two_dims(c).row_major();
   plan->empty = p.c.rows == 0 || p.c.columns == 0 || std::count(c.shape.dims, c.shape.dims + c.shape.ndim, 0) > 0;
-  if (plan->empty || p.a.columns == 0) return;
+  if (!plan->empty) describe(*plan);
+  current_ = plans_.emplace_back(plan.release());
+  if (!current_->empty) load_kernels();
+}
+
+void MatmulPlan::describe(Plan& plan) const {
+  const Problem& p = plan.problem;
+  if (p.a.columns == 0) plan.multiply_zeros(size_of(operands_), rank_.stream("ring", 0));
   if (!p.a.valid() || !p.b.valid() || !p.c.valid()) {
     throw ExecutionError("matmul: neither the rows nor the columns of an operand are contiguous: copy it first");
   }
 
-  HW_CHECK(cublasLtMatmulDescCreate(&plan->description, double_ ? CUBLAS_COMPUTE_64F : CUBLAS_COMPUTE_32F,
-                                    double_ ? CUDA_R_64F : CUDA_R_32F));
-  plan->transpose(CUBLASLT_MATMUL_DESC_TRANSA, !p.b.row_major());
-  plan->transpose(CUBLASLT_MATMUL_DESC_TRANSB, !p.a.row_major());
-  plan->a_layout = make_layout(operands_, p.a, p.batch.count, p.batch.a);
-  plan->b_layout = make_layout(operands_, p.b, p.batch.count, p.batch.b);
-  plan->c_layout = make_layout(result_, p.c, p.batch.count, p.batch.c);
-  if (!plan->find_algorithm(rank_.blas(), kAlignment, &plan->aligned)) {
-    throw ExecutionError("matmul: cuBLASLt has no algorithm for " + shape_text(p.a) + " times " + shape_text(p.b));
+  if (epilogue_ != CUBLASLT_EPILOGUE_DEFAULT && (plan.swapped || p.batch.count > 1 || !p.outer.empty())) {
+    throw ExecutionError("matmul: only one product of whole rows can end with a bias or an activation");
   }
-  plan->aligned_only = !plan->find_algorithm(rank_.blas(), size_of(operands_), &plan->unaligned);
-  load_kernels();
+
+  HW_CHECK(cublasLtMatmulDescCreate(&plan.description, compute_, compute_ == CUBLAS_COMPUTE_64F ? CUDA_R_64F : CUDA_R_32F));
+  HW_CHECK(plan.set(CUBLASLT_MATMUL_DESC_TRANSA, p.b.row_major() ? CUBLAS_OP_N : CUBLAS_OP_T));
+  HW_CHECK(plan.set(CUBLASLT_MATMUL_DESC_TRANSB, p.a.row_major() ? CUBLAS_OP_N : CUBLAS_OP_T));
+  HW_CHECK(plan.set(CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue_));
+  plan.a_layout = make_layout(operands_, p.a, p.batch.count, p.batch.a);
+  plan.b_layout = make_layout(operands_, p.b, p.batch.count, p.batch.b);
+  plan.c_layout = make_layout(result_, p.c, p.batch.count, p.batch.c);
+  const auto find = [&](uint32_t alignment, cublasLtMatmulAlgo_t* algorithm) {
+    const void* const bias = reinterpret_cast<const void*>(uintptr_t{alignment});  // whose address says how it is aligned
+    if (has_bias()) HW_CHECK(plan.set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias));
+    return plan.find_algorithm(rank_.blas(), alignment, algorithm);
+  };
+  if (!find(kAlignment, &plan.aligned)) {
+    throw ExecutionError("matmul: cuBLASLt has no algorithm for " + shape_text(p.a) + " times " + shape_text(p.b) +
+                         (epilogue_ == CUBLASLT_EPILOGUE_DEFAULT ? "" : " with a bias or an activation"));
+  }
+  plan.aligned_only = !find(size_of(operands_), &plan.unaligned);
 }
 
 // The first launch of a kernel loads it, and to load one beside an NCCL kernel that waits for another rank can hang. So
@@ -229,11 +266,11 @@ void MatmulPlan::load_kernels() const {
   char* scratch = nullptr;
   HW_CHECK(cudaMalloc(reinterpret_cast<void**>(&scratch), (elements + 1) * size));
   const Stream stream = rank_.stream("ring", 0);
-  cublasStatus_t status = one_batch(scratch, scratch, scratch, stream, 0);
-  if (status == CUBLAS_STATUS_SUCCESS && !current_->aligned_only) {
-    char* const unaligned = scratch + size_of(operands_);
-    status = one_batch(unaligned, unaligned, unaligned, stream, 0);
-  }
+  const auto run_at = [&](char* memory) {
+    return one_batch(memory, memory, memory, stream, {.bias = has_bias() ? memory : nullptr});
+  };
+  cublasStatus_t status = run_at(scratch);
+  if (status == CUBLAS_STATUS_SUCCESS && !current_->aligned_only) status = run_at(scratch + size_of(operands_));
   const cudaError_t finished = cudaStreamSynchronize(stream);
   HW_CHECK(cudaFree(scratch));
   HW_CHECK(status);
@@ -241,57 +278,52 @@ void MatmulPlan::load_kernels() const {
 #endif
 }
 
-cublasStatus_t MatmulPlan::cublasLtMatmul(const void* a, const void* b, void* c, Stream stream, double beta) const {
+cublasStatus_t MatmulPlan::cublasLtMatmul(const void* a, const void* b, void* c, Stream stream, const Epilogue& epilogue) const {
   const Plan& plan = *current_;
   if (plan.empty) return CUBLAS_STATUS_SUCCESS;
   if (plan.swapped) std::swap(a, b);
+  if (plan.zeros) a = b = plan.zeros;
   const size_t outer = plan.problem.outer.size();
-  return outer == 0 ? one_batch(a, b, c, stream, beta) : each_batch(outer, a, b, c, stream, beta);
+  return outer == 0 ? one_batch(a, b, c, stream, epilogue) : each_batch(outer, a, b, c, stream, epilogue);
 }
 
 // One call for each index of the leading dims that no stride covers.
-cublasStatus_t MatmulPlan::each_batch(size_t dims, const void* a, const void* b, void* c, Stream stream, double beta) const {
-  if (dims == 0) return one_batch(a, b, c, stream, beta);
+cublasStatus_t MatmulPlan::each_batch(size_t dims, const void* a, const void* b, void* c, Stream stream,
+                                      Epilogue epilogue) const {
+  if (dims == 0) return one_batch(a, b, c, stream, epilogue);
   const Batch& batch = current_->problem.outer[dims - 1];
   const auto operand_size = static_cast<int64_t>(size_of(operands_)), result_size = static_cast<int64_t>(size_of(result_));
   for (int64_t i = 0; i < batch.count; ++i) {
-    const cublasStatus_t status = each_batch(dims - 1, static_cast<const char*>(a) + i * batch.a * operand_size,
-                                             static_cast<const char*>(b) + i * batch.b * operand_size,
-                                             static_cast<char*>(c) + i * batch.c * result_size, stream, beta);
+    const cublasStatus_t status = each_batch(dims - 1, a, b, c, stream, epilogue);
     if (status != CUBLAS_STATUS_SUCCESS) return status;
+    a = shifted(a, batch.a * operand_size);
+    b = shifted(b, batch.b * operand_size);
+    c = static_cast<char*>(c) + batch.c * result_size;
+    epilogue.plus = shifted(epilogue.plus, batch.c * result_size);
   }
   return CUBLAS_STATUS_SUCCESS;
 }
 
-cublasStatus_t MatmulPlan::one_batch(const void* a, const void* b, void* c, Stream stream, double beta) const {
+cublasStatus_t MatmulPlan::one_batch(const void* a, const void* b, void* c, Stream stream, const Epilogue& epilogue) const {
   const Plan& plan = *current_;
-  if (!plan.description) {  // k = 0: nothing to add up
-    if (beta == 0) return fill_zero(c, stream);
-    return beta == 1 ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_NOT_SUPPORTED;
-  }
-  const double scales[] = {1, beta};
-  const float float_scales[] = {1, static_cast<float>(beta)};
-  const void* alpha = double_ ? static_cast<const void*>(scales) : float_scales;
-  const void* scaled_beta = double_ ? static_cast<const void*>(scales + 1) : float_scales + 1;
-  const auto address = reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b) | reinterpret_cast<uintptr_t>(c);
+  const auto [scale, plus, bias] = epilogue;
+  const double scales[] = {scale, plus ? 1.0 : 0.0};  // of the product, and of what is added to it
+  const float float_scales[] = {static_cast<float>(scale), plus ? 1.0f : 0.0f};
+  const bool in_double = compute_ == CUBLAS_COMPUTE_64F;
+  const void* alpha = in_double ? static_cast<const void*>(scales) : float_scales;
+  const void* beta = in_double ? static_cast<const void*>(scales + 1) : float_scales + 1;
+  uintptr_t address = 0;
+  for (const void* operand : {a, b, static_cast<const void*>(c), plus, bias}) address |= reinterpret_cast<uintptr_t>(operand);
   const bool aligned = address % kAlignment == 0;
   if (!aligned && plan.aligned_only) [[unlikely]]
     return CUBLAS_STATUS_NOT_SUPPORTED;
-  return ::cublasLtMatmul(rank_.blas(), plan.description, alpha, b, plan.b_layout, a, plan.a_layout, scaled_beta, c,
+  if (has_bias()) {  // which is part of the description
+    const cublasStatus_t status = plan.set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
+    if (status != CUBLAS_STATUS_SUCCESS) return status;
+  }
+  return ::cublasLtMatmul(rank_.blas(), plan.description, alpha, b, plan.b_layout, a, plan.a_layout, beta, plus ? plus : c,
                           plan.c_layout, c, plan.c_layout, aligned ? &plan.aligned : &plan.unaligned, stream.workspace,
                           kWorkspaceBytes, stream);
-}
-
-cublasStatus_t MatmulPlan::fill_zero(void* c, cudaStream_t stream) const {
-  const Problem& p = current_->problem;
-  const size_t size = size_of(result_);
-  for (int64_t i = 0; i < p.batch.count; ++i) {
-    char* matrix = static_cast<char*>(c) + i * p.batch.c * static_cast<int64_t>(size);
-    if (cudaMemset2DAsync(matrix, p.c.leading_dimension() * size, 0, p.c.columns * size, p.c.rows, stream) != cudaSuccess) {
-      return CUBLAS_STATUS_EXECUTION_FAILED;
-    }
-  }
-  return CUBLAS_STATUS_SUCCESS;
 }
 
 }  // namespace hw

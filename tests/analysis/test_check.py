@@ -35,8 +35,8 @@ RULES = {
     ),
     "an update after a read": (
         "%b = allocate f32[2, 2]\nfill %b with 1.0\n%z = allocate f32[2, N]\nfill %z with 0.0\nfork ring\n"
-        "stream ring[0] {\ncopy %z -> %y\n}\nstream ring[1] {\nmatmul_accumulate %b, %x -> %z\n}\njoin ring",
-        "text:11: rank 0, ring[1]: matmul_accumulate %b, %x -> %z updates %z while rank 0, ring[0]: copy %z -> %y reads it: "
+        "stream ring[0] {\ncopy %z -> %y\n}\nstream ring[1] {\nmatmul %b, %x plus %z -> %z\n}\njoin ring",
+        "text:11: rank 0, ring[1]: matmul %b, %x plus %z -> %z writes %z while rank 0, ring[0]: copy %z -> %y reads it: "
         "nothing orders them; add record/wait or put both on one stream",
     ),
     "the caller's stream goes on before a join": (
@@ -367,6 +367,15 @@ def test_a_launch_in_place() -> None:
         check(HostProgram.parse(head + "launch @add_turned %y -> %y\n}\n"))
     message = "launch @add_turned %y -> %y writes %y over the bytes of %y that it reads: give it memory of its own"
     assert str(caught.value) == f"text:10: rank 0, the caller's stream: {message}"
+
+
+def test_a_matmul_adds_in_place() -> None:
+    """What it adds may lie where the result does; what it multiplies may not."""
+    head = "host @t(%x: f32[4, 4]) -> (%y: f32[4, 4]) mesh() {\ncopy %x -> %y\n"
+    check(HostProgram.parse(head + "matmul %x, %x plus %y -> %y\n}\n"))
+    for body in ("matmul %y, %x plus %y -> %y", "%t = permute %y by [1, 0]\nmatmul %x, %t plus %y -> %y"):
+        with pytest.raises(ProgramError, match=r"over the bytes of %[ty] that it reads: give it memory of its own"):
+            check(HostProgram.parse(f"{head}{body}\n}}\n"))
 
 
 @pytest.mark.parametrize("name", FINE)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from hostweave.api import compile
+from hostweave.host.interpret import interpret
 from hostweave.host.ir import HostProgram
 
 COPIES = """
@@ -55,7 +56,7 @@ host @matmuls(
     %a: {t}[M, K], %at: {t}[K, M], %b: {t}[K, N], %bt: {t}[N, K], %s: {t}[B, C, M, K], %v: {t}[B, 1, K, N], %e: {t}[M, 0], %f: {t}[0, N]
 ) -> (
     %plain: {t}[M, N], %both: {t}[M, N], %turned: {t}[N, M], %tall: {t}[B, C, M, N], %batched: {t}[B, C, M, N], %split: {t}[C, B, M, N],
-    %row: {t}[B, C, 1, N], %part: {t}[M, N], %empty: {t}[M, N], %twice: {t}[M, N]
+    %row: {t}[B, C, 1, N], %part: {t}[M, N], %empty: {t}[M, N], %twice: {t}[M, N], %turned_twice: {t}[N, M], %batched_twice: {t}[C, B, M, N]
 ) mesh(x=1) streams(ring[2]) {
   matmul %a, %b -> %plain
   %a_of_t = permute %at by [1, 0]
@@ -81,7 +82,10 @@ host @matmuls(
   join ring
   matmul %e, %f -> %empty
   matmul %a, %b -> %twice
-  matmul_accumulate %a_of_t, %b_of_t -> %twice
+  matmul %a_of_t, %b_of_t plus %twice -> %twice
+  %turned_twice_t = permute %turned_twice by [1, 0]
+  matmul %a, %b scaled -2 plus %turned_t -> %turned_twice_t
+  matmul %s_swapped, %v_swapped scaled 0.5 plus %split -> %batched_twice
 }
 """
 
@@ -106,6 +110,54 @@ def test_matmul_of_views(name: str, dtype: type) -> None:
         "part": w["a"] @ w["b"],
         "empty": np.zeros((6, 4)),
         "twice": w["a"] @ w["b"] + w["at"].T @ w["bt"].T,
+        "turned_twice": (w["a"] @ w["bt"].T - 2 * w["a"] @ w["b"]).T,
+        "batched_twice": 1.5 * (w["s"] @ w["v"]).swapaxes(0, 1),
     }
     for (key, want), result in zip(wanted.items(), results, strict=True):
         np.testing.assert_array_equal(np.asarray(result, np.float64), want, err_msg=key)
+
+
+EPILOGUES = """
+host @epilogues(%a: {t}[B, M, K], %b: {t}[K, N], %r: {t}[B, M, N], %v: {t}[N], %e: {t}[M, 0], %f: {t}[0, N]) -> (
+    %biased: {t}[B, M, N], %all: {t}[B, M, N], %smooth: {t}[B, M, N], %nothing: {t}[M, N], %part: {t}[M, N]
+) mesh() {
+  matmul %a, %b bias %v -> %biased
+  matmul %a, %b scaled 0.5 plus %r bias %v then relu -> %all
+  matmul %a, %b plus %r then gelu_tanh -> %smooth
+  matmul %e, %f bias %v then relu -> %nothing
+  %a_0 = select %a[0: 0]
+  %r_0 = select %r[0: 0]
+  for %i in 0..2 {
+    %b_i = slice %b[1: %i of 2]
+    %v_i = slice %v[0: %i of 2]
+    %r_i = slice %r_0[1: %i of 2]
+    %part_i = slice %part[1: %i of 2]
+    matmul %a_0, %b_i plus %r_i bias %v_i then relu -> %part_i
+  }
+}
+"""
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("f32", np.float32), ("f16", np.float16), ("bf16", ml_dtypes.bfloat16)])
+def test_epilogues(name: str, dtype: type) -> None:
+    random = np.random.default_rng(2)
+    shapes = {"a": (3, 6, 5), "b": (5, 4), "r": (3, 6, 4), "v": (4,), "e": (6, 0), "f": (0, 4)}
+    x = {key: random.integers(-2, 3, shape).astype(dtype) for key, shape in shapes.items()}
+    host = HostProgram.parse(EPILOGUES.replace("{t}", name))
+    program = compile(host)
+    results = program.run(**x)
+    program.close()
+    w = {key: value.astype(np.float64) for key, value in x.items()}
+    sums = w["a"] @ w["b"] + w["r"]
+    wanted = {
+        "biased": w["a"] @ w["b"] + w["v"],
+        "all": np.maximum(0.5 * w["a"] @ w["b"] + w["r"] + w["v"], 0),
+        "smooth": sums / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (sums + 0.044715 * sums**3))),
+        "nothing": np.maximum(np.broadcast_to(w["v"], (6, 4)), 0),
+        "part": np.maximum(sums[0] + w["v"], 0),
+    }
+    (interpreted,) = interpret(host, x)
+    for (key, want), result in zip(wanted.items(), results, strict=True):
+        rtol = float(ml_dtypes.finfo(dtype).eps) if key == "smooth" else 0
+        np.testing.assert_allclose(np.asarray(result, np.float64), want, rtol=rtol, atol=rtol, err_msg=key)
+        np.testing.assert_allclose(np.asarray(interpreted[key], np.float64), want, rtol=rtol, atol=rtol, err_msg=key)

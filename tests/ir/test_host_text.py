@@ -53,7 +53,9 @@ host @t(%x: f32[M@x, 4]) -> (%y: f32[M@x, 4], %z: f32[M]) mesh(x=2, dp=3) stream
   join ring
   launch @k %x, %b -> %z
   matmul %x, %b -> %y
-  matmul_accumulate %x, %b -> %y
+  matmul %x, %b plus %y -> %y
+  matmul %x, %b in tf32 scaled -0.125 plus %x bias %b then gelu_tanh -> %y
+  matmul %x, %b bias %z then relu -> %y
   all_gather %x -> %y on x
   all_reduce sum %x -> %y on x
   reduce_scatter max %x -> %y on dp

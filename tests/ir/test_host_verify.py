@@ -71,6 +71,42 @@ BODIES = {
         "text:4: @t: matmul %a, %b -> %y: leading dims do not broadcast: f32[2, M/4, 4] x f32[3, 4, 4]"
     ),
     "%b = allocate f32[4, 2]\nmatmul %x, %b -> %y": "text:3: @t: matmul %x, %b -> %y: %y is f32[M/2, 4], not f32[M/2, 2]",
+    "%b = allocate f32[4, 4]\nmatmul %x, %b in bf16x3 -> %y": (
+        "text:3: @t: matmul %x, %b in bf16x3 -> %y: there is no precision bf16x3: write tf32, or leave it out"
+    ),
+    "%a = allocate bf16[2, 4]\n%b = allocate bf16[4, 4]\n%c = allocate bf16[2, 4]\nmatmul %a, %b in tf32 -> %c": (
+        "text:5: @t: matmul %a, %b in tf32 -> %c: only products of f32 can be in tf32, and %a is bf16[2, 4]: leave it out"
+    ),
+    "%b = allocate f32[4, 4]\nmatmul %x, %b plus %x, %y -> %y": (
+        "text:3: @t: matmul %x, %b plus %x, %y -> %y: one buffer can be added, and one bias: add the others before"
+    ),
+    "%b = allocate f32[4, 4]\nmatmul %x, %b plus %b -> %y": (
+        "text:3: @t: matmul %x, %b plus %b -> %y: shapes differ: %b is f32[4, 4], %y is f32[M/2, 4]"
+    ),
+    "%b = allocate f32[4, 4]\n%c = allocate f32[M/2, 8]\n%v = slice %c[1: 0 of 2]\nmatmul %x, %b plus %v -> %y": (
+        "text:5: @t: matmul %x, %b plus %v -> %y: %v does not lie in memory as %y does: copy it to a buffer that does"
+    ),
+    "%b = allocate f32[4, 4]\nmatmul %x, %b bias %b -> %y": (
+        "text:3: @t: matmul %x, %b bias %b -> %y: %b is f32[4, 4], not f32[4], one element for each column of %y"
+    ),
+    "%b = allocate f32[4, 4]\n%v = select %b[1: 0]\nmatmul %x, %b bias %v -> %y": (
+        "text:4: @t: matmul %x, %b bias %v -> %y: %v is not contiguous, which a bias must be: copy it to a buffer of its own first"
+    ),
+    "%b = allocate f32[4, 4]\nmatmul %x, %b then gelu -> %y": (
+        "text:3: @t: matmul %x, %b then gelu -> %y: cuBLASLt has no gelu, only relu and gelu_tanh: launch a kernel after it"
+    ),
+    **{
+        f"%a = allocate {a}\n%b = allocate {b}\n%c = allocate {c}\n{view}matmul %a, %b then relu -> %{dst}": (
+            f"text:{5 + bool(view)}: @t: matmul %a, %b then relu -> %{dst}: "
+            f"cuBLASLt has no bias and no activation for this product, because {why}: launch a kernel after it"
+        )
+        for a, b, c, view, dst, why in [
+            ("f64[2, 4]", "f64[4, 4]", "f64[2, 4]", "", "c", "it is of f64"),
+            ("f32[2, 2, 4]", "f32[2, 4, 4]", "f32[2, 2, 4]", "", "c", "it is a batch of products"),
+            ("f32[2, 2, 4]", "f32[4, 4]", "f32[2, 4, 4]", "%d = slice %c[1: 0 of 2]\n", "d", "its rows do not lie one after another"),
+            ("f32[2, 4]", "f32[4, 4]", "f32[4, 2]", "%d = permute %c by [1, 0]\n", "d", "the elements of a row do not lie side by side"),
+        ]
+    },
     "launch @triple %x -> %y": "text:2: @t: launch @triple %x -> %y: there is no kernel @triple; the kernels are @double",
     "launch @double %x, %x -> %y": "text:2: @t: launch @double %x, %x -> %y: @double takes 1 buffers, not 2",
     "launch @double %n -> %y": "text:2: @t: launch @double %n -> %y: %n is i32[M/2, 4], and @double takes f32[M/2, 4] as %a",

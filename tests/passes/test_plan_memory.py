@@ -63,6 +63,26 @@ matmul %b, %w -> %c
 matmul %c, %w -> %y
 """,
     ),
+    "a matmul adds in place": (
+        SQUARE,
+        """
+%r = allocate f32[M, M]
+matmul %x, %w -> %r
+%a = allocate f32[M, M]
+matmul %w, %x plus %r -> %a
+%b = allocate f32[M, M]
+matmul %a, %x plus %a -> %b
+copy %b -> %y
+""",
+        """
+%r = allocate f32[M, M]
+matmul %x, %w -> %r
+%a = reshape %r to [M, M]
+matmul %w, %x plus %r -> %a
+%b = reshape %y to [M, M]
+matmul %a, %x plus %a -> %b
+""",
+    ),
     "views stand where they are used, after their memory": (
         SQUARE,
         """

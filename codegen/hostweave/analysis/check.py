@@ -111,6 +111,9 @@ class _Checker:
             case ir.Launch(kernel=name, srcs=srcs, dsts=dsts):
                 if name not in self.kernels or not reads_own_index(self.kernels[name], srcs.index(read.name), dsts.index(written.name)):
                     return False
+            case ir.Matmul(a=a, b=b, plus=plus):
+                if read.name not in plus or read.name in (a, b):
+                    return False
             case ir.AllReduce() | ir.Broadcast() | ir.Reduce():
                 pass
             case _:

@@ -146,7 +146,7 @@ class _Replay:
 def _needs_workspace(body: ir.Body) -> bool:
     """Whether a matmul runs on the caller's stream, which brings no workspace of its own."""
     inner = (nested for i in body if not isinstance(i, ir.OnStream) for nested in ir.bodies(i))
-    return any(isinstance(i, ir.Matmul | ir.MatmulAccumulate) for i in body) or any(map(_needs_workspace, inner))
+    return any(isinstance(i, ir.Matmul) for i in body) or any(map(_needs_workspace, inner))
 
 
 def place(buffers: Sequence[Buffer]) -> tuple[list[int], int]:
@@ -189,7 +189,7 @@ def _row(begin: Begin, of: str, bytes: int, offsets: tuple[int, ...], uses: Uses
 
 def _workspace_row(buffer: Buffer, offset: int, parts: Sequence[ir.HostProgram], lines: Mapping[int, int]) -> Row:
     places = [place for part in parts for place in Uses(part).places]
-    matmuls = [p for p in places if isinstance(p.instruction, ir.Matmul | ir.MatmulAccumulate) and p.block is None]
+    matmuls = [p for p in places if isinstance(p.instruction, ir.Matmul) and p.block is None]
     return Row("workspace of matmuls", "", buffer.bytes, (offset,), _lines(matmuls, lines), ("caller",))
 
 

@@ -26,6 +26,9 @@ from hostweave.host.text import print_instruction
 Moved = ir.Select | ir.Slice | ir.Section | ir.Strided  # views that begin elsewhere
 View = Moved | ir.Reshape | ir.Permute
 
+PlanKey = tuple[tuple[BufferType, ...], str, bool, str]  # of the operands and the result, the precision, the bias, the activation
+
+CUBLAS_ACTIVATIONS = {"relu": "RELU", "gelu_tanh": "GELU"}
 CALLER = "caller"
 WORKSPACE = "workspace_"
 
@@ -61,8 +64,8 @@ class Shared:
         self.flags: dict[Mesh, str] = {}  # of meshes of some of the ranks
         self.teams: dict[tuple[Mesh, ir.Team], views.Team] = {}
         self.routes: dict[ir.Routes, views.Routes] = {}
-        self.plans: dict[tuple[BufferType, ...], views.Plan] = {}
-        self.uses_of_plan: dict[tuple[BufferType, ...], set[Mesh]] = {}
+        self.plans: dict[PlanKey, views.Plan] = {}
+        self.uses_of_plan: dict[PlanKey, set[Mesh]] = {}
         self.declared = {kernel.name: kernel for kernel in program.kernels}
         self.sources = {source.name: source for source in program.sources}
         self.kernels: dict[tuple[ir.Kernel, tuple[BufferType, ...]], EmittedKernel] = {}
@@ -75,9 +78,9 @@ class Shared:
             self.flags[mesh] = self.members.of(f"on_{label(mesh)}", str(mesh))
         return self.flags[mesh]
 
-    def flag_of_plan(self, types: tuple[BufferType, ...]) -> str:
+    def flag_of_plan(self, key: PlanKey) -> str:
         """Which ranks need a plan, where that are those of one mesh."""
-        meshes = self.uses_of_plan[types]
+        meshes = self.uses_of_plan[key]
         return self.flags[next(iter(meshes))] if len(meshes) == 1 and not meshes & {self.integers.program} else ""
 
 
@@ -198,26 +201,27 @@ class Emitter:
 
     # --- compute ---
 
-    def matmul(self, i: ir.Matmul | ir.MatmulAccumulate, last: bool) -> views.Matmul:
+    def matmul(self, i: ir.Matmul, last: bool) -> views.Matmul:
         stream = self.stream
         if stream == CALLER:
             self.shared.needs_workspace = True
             stream = f"{{{CALLER}, {WORKSPACE}}}"
-        view = views.MatmulAccumulate if isinstance(i, ir.MatmulAccumulate) else views.Matmul
-        return view(self.plan(i), self.text(i.a), self.text(i.b), self.text(i.dst), stream)
+        terms = [f".scale = {i.scale!r}"] if i.scale != 1 else []
+        terms += [f".{field} = {self.text(name)}" for field, names in (("plus", i.plus), ("bias", i.bias)) for name in names]
+        return views.Matmul(self.plan(i), self.text(i.a), self.text(i.b), self.text(i.dst), stream, tuple(terms))
 
-    def plan(self, i: ir.Matmul | ir.MatmulAccumulate) -> str:
+    def plan(self, i: ir.Matmul) -> str:
         a, b, dst = types = (self.type_of(i.a), self.type_of(i.b), self.type_of(i.dst))
         if a.dtype.name not in ("f64", "f32", "f16", "bf16"):
             raise ProgramError(f"matmul: cuBLASLt has no product of {a.dtype}; cast to f16, bf16, f32 or f64 first", i.location)
-        plans = self.shared.plans
-        if types not in plans:
+        plans, key = self.shared.plans, (types, i.precision, bool(i.bias), i.activation)
+        if key not in plans:
             member = self.members.of(f"plan_{self.buffers[i.dst].root}", f"plan {len(plans)}")
             operands = CUDA_TYPES[a.dtype.name], CUDA_TYPES[dst.dtype.name]
             shapes = self.strided(a), self.strided(b), self.strided(dst)
-            plans[types] = views.Plan(member, *operands, *shapes, print_instruction(i)[0])
-        self.shared.uses_of_plan.setdefault(types, set()).add(self.integers.mesh)
-        return plans[types].member
+            plans[key] = views.Plan(member, *operands, _ends(i), *shapes, print_instruction(i)[0])
+        self.shared.uses_of_plan.setdefault(key, set()).add(self.integers.mesh)
+        return plans[key].member
 
     def strided(self, type: BufferType) -> str:
         shape = self.integers.extents(type.shape)
@@ -467,6 +471,15 @@ class Emitter:
         return views.PlannedIf(condition, then, otherwise) if then else views.PlannedIf(f"!({condition})", otherwise, ())
 
 
+def _ends(i: ir.Matmul) -> tuple[str, ...]:
+    """What a plan is made with besides dtypes: cuBLASLt's names of the epilogue and of the compute type."""
+    words = [CUBLAS_ACTIVATIONS[i.activation]] if i.activation else []
+    epilogue = "_".join(["CUBLASLT_EPILOGUE", *words, *(["BIAS"] if i.bias else [])])
+    if i.precision:
+        return (epilogue if words or i.bias else "CUBLASLT_EPILOGUE_DEFAULT", "CUBLAS_COMPUTE_32F_FAST_TF32")
+    return (epilogue,) if words or i.bias else ()
+
+
 def _route(route: Route) -> str:
     return f"{{{route.sender}, {route.sent}, {route.receiver}, {route.received}}}"
 
@@ -481,7 +494,6 @@ _EMIT: dict[type[ir.Instruction], Callable[[Emitter, Any, bool], views.Instructi
     ir.Reshape: Emitter.alias,
     ir.Permute: Emitter.alias,
     ir.Matmul: Emitter.matmul,
-    ir.MatmulAccumulate: Emitter.matmul,
     ir.Launch: Emitter.launch,
     ir.Copy: Emitter.copy,
     ir.Fill: Emitter.fill,

@@ -51,7 +51,7 @@ def program_view(program: ir.HostProgram) -> views.Program:
         teams=tuple(shared.teams.values()),
         streams=tuple(shared.streams.values()),
         events=tuple(shared.events.values()),
-        plans=tuple(replace(plan, on=shared.flag_of_plan(types)) for types, plan in shared.plans.items()),
+        plans=tuple(replace(plan, on=shared.flag_of_plan(key)) for key, plan in shared.plans.items()),
         temporaries=_temporaries(shared),
         memory=_memory(shared, emitter),
         kernels=tuple(kernel.view for kernel in shared.kernels.values()),

@@ -61,11 +61,7 @@ class Matmul(InstructionView):
     b: str
     dst: str
     stream: str
-
-
-@dataclass(frozen=True)
-class MatmulAccumulate(Matmul):
-    template = "matmul_accumulate"
+    terms: tuple[str, ...]  # what is added to the product
 
 
 @dataclass(frozen=True)
@@ -515,6 +511,7 @@ class Plan:
     member: str
     operands: str  # dtypes
     result: str
+    ends: tuple[str, ...]  # the epilogue, then the compute type, where they are not the default ones
     a: str
     b: str
     c: str
@@ -597,7 +594,7 @@ class Program:
             *(f"{team.member}({team.channel})" for team in self.teams),
             *(f'{pool.member}(rank, "{pool.name}", {pool.count})' for pool in self.streams),
             *(f"{pool.member}({pool.count})" for pool in self.events),
-            *(f"{plan.member}(rank, {plan.operands}, {plan.result})" for plan in self.plans),
+            *(f"{plan.member}({', '.join(('rank', plan.operands, plan.result, *plan.ends))})" for plan in self.plans),
         )
 
     @property

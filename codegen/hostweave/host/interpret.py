@@ -166,9 +166,10 @@ class _Rank:
         reads = [self.array(access) for access in operation.accesses if access.reads]
         writes = [self.array(access) for access in operation.accesses if access.writes]
         match instruction:
-            case ir.Matmul() | ir.MatmulAccumulate():
-                product = np.matmul(_widened(reads[0]), _widened(reads[1]))
-                writes[0][...] = product if isinstance(instruction, ir.Matmul) else product + _widened(writes[0])
+            case ir.Matmul(activation=activation, scale=scale):
+                a, b, *added = map(_widened, reads)
+                total = reduce(np.add, added, np.matmul(a, b) * a.dtype.type(scale))
+                writes[0][...] = OPS[activation].numpy(np, total) if activation else total
             case ir.Launch(kernel=name) if name not in self.kernels:
                 raise ExecutionError(f"launch @{name}: NumPy does not know what the user's C++ computes; run the compiled program")
             case ir.Launch(kernel=name):

@@ -34,7 +34,7 @@ Alias = Annotated[str, "alias"]  # a buffer that is named but whose bytes are no
 
 @dataclass(frozen=True)
 class Instruction:
-    syntax: ClassVar[str] = ""
+    syntax: ClassVar[str] = ""  # the words before a field are left out with it where it has its default value
     at_root: ClassVar[str] = ""  # the field whose buffer only the root of a collective touches
     not_at_root: ClassVar[str] = ""  # and the one that only the others do
     location: Location | None = field(default=None, compare=False, repr=False, kw_only=True)
@@ -138,22 +138,21 @@ class Permute(Instruction):
 
 @dataclass(frozen=True)
 class Matmul(Instruction):
-    """dst = a b over the last two dims, leading dims broadcast as NumPy does. Equivalent to cublasLtMatmul."""
+    """dst = activation(scale * a b + plus + bias), rounded once. Equivalent to cublasLtMatmul with its epilogue.
+
+    The product is over the last two dims, leading dims broadcast as NumPy does. `plus` is of dst's type and may be dst, the bias
+    a vector along dst's columns; there is at most one of each.
+    """
 
     a: Read
     b: Read
     dst: Write
-    syntax = "matmul %{a}, %{b} -> %{dst}"
-
-
-@dataclass(frozen=True)
-class MatmulAccumulate(Instruction):
-    """dst = dst + a b: cublasLtMatmul with beta = 1."""
-
-    a: Read
-    b: Read
-    dst: Update
-    syntax = "matmul_accumulate %{a}, %{b} -> %{dst}"
+    precision: str = ""  # "tf32": f32 operands are rounded to TF32 first
+    scale: float = 1.0
+    plus: Reads = ()
+    bias: Reads = ()
+    activation: str = ""  # one of ACTIVATIONS
+    syntax = "matmul %{a}, %{b} in {precision} scaled {scale} plus {plus} bias {bias} then {activation} -> %{dst}"
 
 
 @dataclass(frozen=True)
@@ -460,6 +459,7 @@ class OnMesh(Instruction):
     syntax = "on {mesh} {body}"
 
 
+ACTIVATIONS = ("relu", "gelu_tanh")  # ops that a matmul may end with
 VIEWS = (Select, Slice, Section, Strided, Reshape, Permute)
 CALLS_NOTHING = (Allocate, Let, *VIEWS)  # names for memory and integers
 REDUCTIONS = (AllReduce, ReduceScatter, Reduce)

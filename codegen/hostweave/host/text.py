@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import MISSING, fields
 from difflib import get_close_matches
 from typing import Any, NoReturn, get_type_hints
 
@@ -68,6 +69,8 @@ def print_instruction(instruction: ir.Instruction, indent: str = "") -> list[str
     """The lines of one instruction: more than one where it has a body."""
     text = indent
     for literal, name in _syntax(type(instruction)):
+        if name in _defaults(type(instruction)) and getattr(instruction, name) == _defaults(type(instruction))[name]:
+            continue
         text += literal
         if name in ("body", "orelse"):
             body = getattr(instruction, name)
@@ -96,6 +99,12 @@ def _syntax(kind: type[ir.Instruction]) -> tuple[tuple[str, str], ...]:
     """(literal text, field that follows it or "") pairs."""
     pieces = re.split(r"\{(\w+)\}", kind.syntax)
     return tuple((literal, pieces[i + 1] if i + 1 < len(pieces) else "") for i, literal in enumerate(pieces) if i % 2 == 0)
+
+
+@ir.per_kind
+def _defaults(kind: type[ir.Instruction]) -> dict[str, Any]:
+    """The value of each optional field, which is left out with the words before it."""
+    return {f.name: f.default for f in fields(kind) if f.default is not MISSING and f.name != "orelse"}
 
 
 # --- parsing ----------------------------------------------------------------------------------------------------------
@@ -197,7 +206,10 @@ def _parse_instruction(reader: Reader) -> ir.Instruction:
     types = _field_types(kind)
     values: dict[str, Any] = {"location": Location("text", reader.line())}
     for literal, name in _syntax(kind):
-        for token in _TOKENS.findall(literal.replace("%", "") if name in ir.roles(kind) else literal):
+        tokens = _TOKENS.findall(literal.replace("%", "") if name in ir.roles(kind) else literal)
+        if name in _defaults(kind) and reader.peek() != tokens[0]:
+            continue
+        for token in tokens:
             reader.expect(token)
         if name:
             values[name] = _parse_field(reader, kind, name, types[name])

@@ -311,7 +311,7 @@ def _view(c: _Checker, i: Any, scope: _Scope) -> None:
         c.fail(f"%{i.src} is {source}: {error}")
 
 
-def _matmul(c: _Checker, i: ir.Matmul | ir.MatmulAccumulate, scope: _Scope) -> None:
+def _matmul(c: _Checker, i: ir.Matmul, scope: _Scope) -> None:
     c.same_dtype(i.a, i.b, *(() if widens(c.types[i.a].dtype, c.types[i.dst].dtype) else (i.dst,)))
     a, b, dst = (c.types[name].shape for name in (i.a, i.b, i.dst))
     if min(len(a), len(b)) < 2:
@@ -323,6 +323,45 @@ def _matmul(c: _Checker, i: ir.Matmul | ir.MatmulAccumulate, scope: _Scope) -> N
         c.fail(f"leading dims do not broadcast: {c.types[i.a]} x {c.types[i.b]}")
     if dst != (*batch, a[-2], b[-1]):
         c.fail(f"%{i.dst} is {c.types[i.dst]}, not {BufferType(c.types[i.dst].dtype, (*batch, a[-2], b[-1]))}")
+    if i.precision and i.precision != "tf32":
+        c.fail(f"there is no precision {i.precision}: write tf32, or leave it out")
+    if i.precision and c.types[i.a].dtype.name != "f32":
+        c.fail(f"only products of f32 can be in tf32, and %{i.a} is {c.types[i.a]}: leave it out")
+    _epilogue(c, i)
+
+
+def _epilogue(c: _Checker, i: ir.Matmul) -> None:
+    """What cuBLASLt adds and applies to a product, as far as it does for every size."""
+    dst, a, b = c.types[i.dst], c.types[i.a], c.types[i.b]
+    if len(i.plus) > 1 or len(i.bias) > 1:
+        c.fail("one buffer can be added, and one bias: add the others before")
+    for name in i.plus:
+        c.same_dtype(name, i.dst)
+        c.same_shape(name, i.dst)
+        if c.types[name] != dst:
+            c.fail(f"%{name} does not lie in memory as %{i.dst} does: copy it to a buffer that does")
+    for name in i.bias:
+        if (c.types[name].dtype, c.types[name].shape) != (dst.dtype, dst.shape[-1:]):
+            c.fail(f"%{name} is {c.types[name]}, not {BufferType(dst.dtype, dst.shape[-1:])}, one element for each column of %{i.dst}")
+        if c.types[name].strides is not None:
+            c.fail(f"%{name} is not contiguous, which a bias must be: copy it to a buffer of its own first")
+    if i.activation and i.activation not in ir.ACTIVATIONS:
+        c.fail(f"cuBLASLt has no {i.activation}, only {' and '.join(ir.ACTIVATIONS)}: launch a kernel after it")
+    if (i.bias or i.activation) and (why := why_no_epilogue(a, b, dst)):
+        c.fail(f"cuBLASLt has no bias and no activation for this product, because {why}: launch a kernel after it")
+
+
+def why_no_epilogue(a: BufferType, b: BufferType, dst: BufferType) -> str:
+    """Why a product cannot end with a bias or an activation, or "": it has to be one matrix product with whole rows."""
+    if dst.dtype.name == "f64":
+        return "it is of f64"
+    if len(b.shape) != 2:
+        return "it is a batch of products"
+    if len(dst.shape) > 2 and (a.strides is not None or dst.strides is not None):
+        return "its rows do not lie one after another"
+    if ir.strides_of(dst)[-1] != Extent():
+        return "the elements of a row do not lie side by side"
+    return ""
 
 
 def broadcast_shapes(a: tuple[Extent, ...], b: tuple[Extent, ...]) -> tuple[Extent, ...] | None:
@@ -585,7 +624,6 @@ RULES: dict[type[ir.Instruction], Callable[[_Checker, Any, _Scope], None]] = {
     ir.Reshape: _view,
     ir.Permute: _view,
     ir.Matmul: _matmul,
-    ir.MatmulAccumulate: _matmul,
     ir.Launch: _launch,
     ir.Copy: _copy,
     ir.Fill: _fill,

@@ -26,7 +26,7 @@ from hostweave.host.uses import Uses
 from hostweave.options import Options
 
 MAX_POSTS = 2048  # sends, recvs and collectives that NCCL takes in a group
-COMPUTES = (ir.Matmul, ir.MatmulAccumulate, ir.Launch, ir.Copy, ir.Fill)
+COMPUTES = (ir.Matmul, ir.Launch, ir.Copy, ir.Fill)
 
 
 def group_communications(program: ir.HostProgram, options: Options) -> ir.HostProgram:

@@ -9,7 +9,7 @@
     all_reduce sum %t -> %y on x              all_reduce sum %t -> %y on x
 
 A copy from one to the other is left out. An instruction writes where it reads if each element comes of its own index alone:
-kernels say that of each input.
+kernels say that of each input, and a matmul adds so.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ class _Sharing:
                 for source, src in enumerate(i.srcs):
                     if roots.count(roots[source]) == 1 and reads_own_index(self.kernels[i.kernel], source, result):
                         yield src, dst
+        elif isinstance(i, ir.Matmul):
+            yield from ((src, i.dst) for src in i.plus if self.root(src) not in (self.root(i.a), self.root(i.b)))
         elif isinstance(i, ir.AllReduce | ir.Copy):
             yield i.src, i.dst
 

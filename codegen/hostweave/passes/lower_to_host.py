@@ -22,7 +22,7 @@ from hostweave.fusion.extent import Extent
 from hostweave.fusion.ir import Fusion, Op
 from hostweave.fusion.ops import NO_SOURCE, axes_of
 from hostweave.fusion.source import Source, held
-from hostweave.fusion.types import TensorType
+from hostweave.fusion.types import TensorType, f32
 from hostweave.host import ir
 from hostweave.host.blocks import joined
 from hostweave.host.builder import Builder
@@ -46,15 +46,15 @@ RING = "ring"
 def lower_to_host(fusion: Fusion, options: Options) -> ir.HostProgram:
     """The host program of a fusion whose reshards are each one communication or one local slice; of each block a block."""
     uneven = uneven_sizes(fusion)
-    program = joined([_Lowering(Dataflow(body, uneven)).program(options) for body in (*fusion.blocks, fusion)])
+    program = joined([_Lowering(Dataflow(body, uneven), options).program() for body in (*fusion.blocks, fusion)])
     return replace(program, sources=fusion.sources)
 
 
 class _Lowering:
     """Writes the instructions of one body."""
 
-    def __init__(self, flow: Dataflow):
-        self.flow, self.b = flow, Builder()
+    def __init__(self, flow: Dataflow, options: Options):
+        self.flow, self.options, self.b = flow, options, Builder()
         self.loops = loops_of(flow)
         self.placement = placement_of(flow, self.loops)
         self.aside = Aside(flow, self.b)
@@ -63,7 +63,7 @@ class _Lowering:
         self.reshards = Reshards(flow, self.buffers, self.kernels, self.b)
         self.ring_term: str | None = None  # in the present loop: the matmul whose term a ring of sums adds when it comes to it
 
-    def program(self, options: Options) -> ir.HostProgram:
+    def program(self) -> ir.HostProgram:
         b, flow, f = self.b, self.flow, self.flow.fusion
         inputs = tuple(ir.Parameter(b.parameter(v.name, flow.local(v)), v.type) for v in f.inputs)
         outputs = tuple(ir.Parameter(b.parameter(name, flow.local(flow.values[name])), flow.types[name]) for name in f.outputs)
@@ -83,7 +83,7 @@ class _Lowering:
                     b.emit(ir.Copy(self.buffers.whole(name), parameter.name))
         body = b.body()
         forked = {i.stream for i in ir.walk(body) if isinstance(i, ir.Fork)}
-        streams = tuple(pool for pool in (ir.Streams(RING, options.streams), ir.Streams(COMM, 1)) if pool.name in forked)
+        streams = tuple(pool for pool in (ir.Streams(RING, self.options.streams), ir.Streams(COMM, 1)) if pool.name in forked)
         events, kernels = tuple(self.reshards.events), tuple(self.kernels.made.values())
         return ir.HostProgram(f.name, f.mesh, inputs, outputs, streams, events, kernels, body, flow.uneven)
 
@@ -161,7 +161,8 @@ class _Lowering:
 
     def matmul(self, op: Op, sources: Sequence[str], target: str, steps: Steps | None) -> None:
         dense = [self.with_a_dense_dim(source, steps) for source in sources]
-        matmul = ir.Matmul(*self.stack_shards(op, steps, [*dense, target]))
+        a, b, dst = self.stack_shards(op, steps, [*dense, target])
+        matmul = ir.Matmul(a, b, dst, precision="tf32" if self.options.tf32 and self.b.types[a].dtype == f32 else "")
         if op.result.name == self.ring_term:
             self.reshards.term = matmul
         else:

@@ -31,7 +31,7 @@ from hostweave.host.unused import without_unused
 from hostweave.naming import free_name
 
 NAMES = (ir.Let, *ir.VIEWS)  # which a body can say again
-COMPUTES = (ir.Matmul, ir.MatmulAccumulate, ir.Launch)
+COMPUTES = (ir.Matmul, ir.Launch)
 ORDERS = (ir.Record, ir.Wait, ir.Fork, ir.Join, ir.Call)  # of these the other order may be the wrong one
 
 

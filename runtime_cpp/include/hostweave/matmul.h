@@ -20,11 +20,19 @@ struct Strided {
   Strided(std::initializer_list<int64_t> sizes, std::initializer_list<int64_t> strides) : shape(sizes), strides(strides) {}
 };
 
+// What becomes of a product before it is rounded, besides the plan's activation.
+struct Epilogue {
+  double scale = 1;
+  const void* plus = nullptr;  // added to the product: where c lies, or as c does
+  const void* bias = nullptr;  // one element for each column of c, if the plan's epilogue has a bias
+};
+
 // The product c[..., m, n] = a[..., m, k] b[..., k, n], leading dims broadcast as NumPy does: what cublasLtMatmul needs beside
-// the pointers. f16, bf16 and f32 add up in f32 (never TF32), f64 in f64.
+// the pointers. f16, bf16 and f32 add up in f32, f64 in f64; f32 is multiplied as TF32 by CUBLAS_COMPUTE_32F_FAST_TF32 alone.
 class MatmulPlan {
  public:
-  MatmulPlan(Rank& rank, cudaDataType_t operands, cudaDataType_t result);
+  MatmulPlan(Rank& rank, cudaDataType_t operands, cudaDataType_t result, cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_DEFAULT,
+             cublasComputeType_t compute = CUBLAS_COMPUTE_32F);
   ~MatmulPlan();
   MatmulPlan(const MatmulPlan&) = delete;
   MatmulPlan& operator=(const MatmulPlan&) = delete;
@@ -32,20 +40,22 @@ class MatmulPlan {
   // Chooses the algorithm for these operands, or finds it again. Throws ExecutionError where cuBLASLt has none.
   void prepare(const Strided& a, const Strided& b, const Strided& c);
 
-  // c = a b + beta c, as prepared last.
-  cublasStatus_t cublasLtMatmul(const void* a, const void* b, void* c, Stream stream, double beta = 0) const;
+  // c = activation(scale a b + plus + bias), as prepared last.
+  cublasStatus_t cublasLtMatmul(const void* a, const void* b, void* c, Stream stream, const Epilogue& epilogue = {}) const;
 
  private:
   struct Plan;
-  cublasStatus_t each_batch(size_t dims, const void* a, const void* b, void* c, Stream stream, double beta) const;
-  cublasStatus_t one_batch(const void* a, const void* b, void* c, Stream stream, double beta) const;
+  cublasStatus_t each_batch(size_t dims, const void* a, const void* b, void* c, Stream stream, Epilogue epilogue) const;
+  cublasStatus_t one_batch(const void* a, const void* b, void* c, Stream stream, const Epilogue& epilogue) const;
+  bool has_bias() const { return (epilogue_ & CUBLASLT_EPILOGUE_BIAS) != 0; }
+  void describe(Plan& plan) const;
   void load_kernels() const;
-  cublasStatus_t fill_zero(void* c, cudaStream_t stream) const;
 
   Rank& rank_;
   cudaDataType_t operands_;
   cudaDataType_t result_;
-  bool double_;
+  cublasLtEpilogue_t epilogue_;
+  cublasComputeType_t compute_;
   std::vector<Plan*> plans_;
   const Plan* current_ = nullptr;
 };

@@ -11,7 +11,7 @@
 //         matmul %x_i, %w -> %product_i
 //       } else {
 //         wait arrived[%i - 1]
-//         matmul_accumulate %x_i, %w -> %product_i
+//         matmul %x_i, %w plus %product_i -> %product_i
 //       }
 //       if %i < 3 {
 //         %product_next = slice %product[0: (%q - 1) % 4 of 4]
@@ -93,7 +93,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
       HW_CHECK(plan_product_.cublasLtMatmul(x_i, w, product_i, stream));
     } else {
       HW_CHECK(cudaStreamWaitEvent(stream, arrived_[i - 1], 0));
-      HW_CHECK(plan_product_.cublasLtMatmul(x_i, w, product_i, stream, /*beta=*/1));
+      HW_CHECK(plan_product_.cublasLtMatmul(x_i, w, product_i, stream, {.plus = product_i}));
     }
     if (i < 3) {
       auto* product_next = product_ + ((q - 1 + 4) % 4) * (M / 4 * N);

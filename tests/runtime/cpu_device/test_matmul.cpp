@@ -230,6 +230,21 @@ TEST(wrong_shapes_are_named) {
   EXPECT_IN("shapes do not match: A 4x3, B 5x2", cublasLtGetStatusString(CUBLAS_STATUS_INVALID_VALUE));
 }
 
+TEST(tf32_is_of_f32_alone) {
+  configure(config_of(HW_CPU_PARALLEL, 1));
+  const Desc desc(CUBLAS_COMPUTE_32F_FAST_TF32, CUDA_R_32F);
+  const Handle handle;
+  const Buffer x(16), y(16);
+  const float one = 1, zero = 0;
+  for (const cudaDataType_t type : {CUDA_R_32F, CUDA_R_16BF}) {
+    const Layout a(type, 4, 4, 4, CUBLASLT_ORDER_COL);
+    OK(cudaMemset(x, 0, 64));
+    EXPECT(cublasLtMatmul(handle, desc, &one, x, a, x, a, &zero, y, a, y, a, nullptr, nullptr, 0, nullptr) ==
+           (type == CUDA_R_32F ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_NOT_SUPPORTED));
+  }
+  OK(cudaDeviceSynchronize());
+}
+
 TEST(a_shared_workspace_is_a_conflict) {
   configure(config_of(HW_CPU_SEEDED, 1, 1));
   const std::string error = run_ranks(1, [](int) {

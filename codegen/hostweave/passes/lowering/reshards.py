@@ -147,7 +147,7 @@ class Reshards:
         event = self._new_events("arrived", steps, op)
 
         def produce(adds: bool) -> None:
-            b.emit(ir.MatmulAccumulate(matmul.a, matmul.b, matmul.dst) if adds else matmul)
+            b.emit(replace(matmul, plus=(matmul.dst,)) if adds else matmul)
 
         communication.scatter_ring(b, produce, term, lambda: self._next_chunk(op, name, steps), channel, steps, event)
 

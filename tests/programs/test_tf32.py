@@ -1,0 +1,55 @@
+"""Options(tf32=True): products of f32 in TF32, which the CPU target computes in f32."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from test_sources import cuda_is_here
+from whole_programs import compiled, fusion_of, random_arrays, sizes_of
+
+import hostweave as hw
+from hostweave.fusion.ir import Fusion
+from hostweave.options import Options
+from hostweave.pipeline import lower
+
+
+def products(t: hw.DType) -> Fusion:
+    @hw.fusion(mesh=hw.Mesh(x=2), x=t["M@x", "K"], w=t["K", "N"], v=hw.f64["K", "N"], b=t["N"])
+    def products(x, w, v, b):  # type: ignore[no-untyped-def]
+        return hw.relu(hw.matmul(x, w) + b), hw.matmul(x, w), hw.matmul(v.T, v)
+
+    return products
+
+
+def test_products_of_f32_say_so() -> None:
+    host, plain = (lower(products(hw.f32), options) for options in (Options(tf32=True), Options()))
+    assert "  matmul %x, %w in tf32 -> %y1\n" in str(host)
+    assert "  matmul %transposed, %v -> %y2\n" in str(host)
+    assert "tf32" not in str(plain)
+    assert "tf32" not in str(lower(products(hw.bf16), Options(tf32=True)))
+    ring = str(lower(fusion_of("matmul_rs_ring", 2, 3, hw.f32), Options(tf32=True)))
+    assert "matmul %x_i, %w in tf32 plus %product_i -> %product_i\n" in ring
+
+
+def test_source() -> None:
+    source = compiled(products(hw.f32), options=Options(tf32=True)).source
+    f32 = "(rank, CUDA_R_32F, CUDA_R_32F"
+    assert f"plan_y0_{f32}, CUBLASLT_EPILOGUE_DEFAULT, CUBLAS_COMPUTE_32F_FAST_TF32)" in source
+    assert "plan_y2_(rank, CUDA_R_64F, CUDA_R_64F)" in source
+    assert source != compiled(products(hw.f32)).source
+
+
+def test_the_cpu_computes_in_f32() -> None:
+    fusion = products(hw.f32)
+    arrays = random_arrays(fusion, sizes_of(fusion), seed=0)
+    program, plain = compiled(fusion, options=Options(tf32=True)), compiled(fusion)
+    for one, other in zip(program.run(**arrays), plain.run(**arrays), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert program.folder != plain.folder
+
+
+@pytest.mark.skipif(not cuda_is_here(), reason="no CUDA headers and libraries: pip install '.[cuda13]'")
+def test_compiles_and_links_for_cuda() -> None:
+    program = compiled(products(hw.f32), "cuda", Options(tf32=True))
+    assert program.module.name == "products"
+    assert "warning" not in (program.folder / "build.log").read_text()
