@@ -34,6 +34,8 @@ def test_sums_of_extents() -> None:
         assert str(extent) == text
         assert Extent.of(text) == extent
     assert Extent.of("(4 + M)") == m + 4
+    assert Extent.of("(M + M)") == m * 2
+    assert Extent.of("3*(N - M + M - 2 + 2)/2") == n * 3 // 2
     assert (n + m) * k - k * m == k * n
     assert ((m - 2) * k // 4).bind({"M": 6, "K": 3}) == 3
     assert ((m + n) // 2).symbols == ("M", "N")

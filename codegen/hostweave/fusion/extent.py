@@ -38,11 +38,9 @@ class Extent:
         if isinstance(value, int):
             return Extent(value)
         match = re.fullmatch(rf"({_FACTOR}(?:\*{_FACTOR})*)(?:/(\d+))?", value.replace(" ", ""))
-        factors = [_spaced(factor) for factor in re.findall(_FACTOR, match[1])] if match else []
         if not match:
             raise ValueError(f"not an extent: {value!r}; write a name, an int, or a product such as 8*M/4")
-        coefficient = prod(int(factor) for factor in factors if factor.isdigit())
-        return Extent(coefficient, tuple(f for f in factors if not f.isdigit()), int(match[2] or 1))
+        return product(tuple(map(_factor, re.findall(_FACTOR, match[1])))) // int(match[2] or 1)
 
     @property
     def is_int(self) -> bool:
@@ -109,11 +107,14 @@ _BLOCK = re.compile(r"ceil\((\w+)/(\d+)\)")
 _PART = re.compile(r"part\((\w+), ([^()]*?)(?: on (ranks .*|mesh\(.*\)))?\)")
 
 
-def _spaced(factor: str) -> str:
-    if is_sum(factor):
-        return str(_summed(tuple(_parsed_terms(factor))))
-    factor = re.sub(r"(\d)ofranks(?=\d)", r"\1 of ranks ", factor.replace("onmesh(", " on mesh("))
-    return re.sub(r"onranks(?=\d)", " on ranks ", factor).replace(",", ", ")
+def _factor(text: str) -> Extent:
+    """Of text without spaces."""
+    if text.isdigit():
+        return Extent(int(text))
+    if is_sum(text):
+        return _summed(_parsed_terms(text))
+    text = re.sub(r"(\d)ofranks(?=\d)", r"\1 of ranks ", text.replace("onmesh(", " on mesh("))
+    return Extent(1, (re.sub(r"onranks(?=\d)", " on ranks ", text).replace(",", ", "),))
 
 
 def block(size: Extent, ranks: int) -> Extent:
