@@ -17,6 +17,9 @@ kernel @neg(%a: f32[M, N]) {
 kernel @add(%a: f32[M, N], %b: f32[M, N]) {
   %c: f32[M, N] = add(%a, %b)
 }
+kernel @sign(%a: f32[M, M]) {
+  %b: f32[M, M] = neg(%a)
+}
 kernel @turn(%a: f32[M, M]) {
   %t: f32[M, M] = transpose(%a, axes=(1, 0))
   %b: f32[M, M] = add(%t, 1.0)
@@ -39,7 +42,206 @@ def host(body: str, header: str) -> HostProgram:
 
 SQUARE = "(%x: f32[M, M], %w: f32[M, M]) -> (%y: f32[M, M]) mesh(x=2)"
 ONE = "(%x: f32[M, N]) -> (%y: f32[M, N]) mesh(x=2) streams(ring[2])"
+A, B = "on mesh(x=2 of ranks 0, 1)", "on mesh(x=2 of ranks 2, 3)"
+SQUARE_STAGES = f"(%x: f32[M, M] {A}) -> (%y: f32[M, M] {B}) mesh(x=4)"
+STAGES = f"(%x: f32[M, N] {A}) -> (%y: f32[M, N] {B}) mesh(x=4) streams(ring[2])"
 CASES = {
+    # --- ranks that do different things
+    "each mesh plans for its ranks": (
+        SQUARE_STAGES,
+        f"""
+{A} {{
+  %a = allocate f32[M, M]
+  %b = allocate f32[M, M]
+  %c = allocate f32[M, M]
+}}
+{B} {{
+  %d = allocate f32[M, M]
+  %e = allocate f32[M, M]
+  %f = allocate f32[M, M]
+}}
+{A} {{
+  launch @turn %x -> %a
+  launch @turn %a -> %b
+  launch @turn %b -> %c
+  send %c to rank + 2 on *
+}}
+{B} {{
+  recv %d from rank - 2 on *
+  launch @turn %d -> %e
+  launch @sign %e -> %f
+  launch @turn %f -> %y
+}}
+""",
+        f"""
+{A} {{
+  %a = allocate f32[M, M]
+  launch @turn %x -> %a
+  %b = allocate f32[M, M]
+  launch @turn %a -> %b
+  deallocate %a
+  %c = allocate f32[M, M]
+  launch @turn %b -> %c
+  send %c to rank + 2 on *
+}}
+{B} {{
+  %d = allocate f32[M, M]
+  recv %d from rank - 2 on *
+  %e = allocate f32[M, M]
+  launch @turn %d -> %e
+  %f = reshape %e to [M, M]
+  launch @sign %e -> %f
+  launch @turn %f -> %y
+}}
+""",
+    ),
+    "what a body leaves to another one keeps its memory": (
+        STAGES,
+        f"""
+{A} {{
+  %a = allocate f32[M, N]
+  %b = allocate f32[M, N]
+  launch @neg %x -> %a
+  launch @neg %a -> %b
+}}
+group {{
+  send_blocks %b in 1 by [0[0] -> 2[0], 1[0] -> 3[0]] on *
+  recv_blocks %y in 1 by [0[0] -> 2[0], 1[0] -> 3[0]] on *
+}}
+{A} {{
+  %c = allocate f32[M, N]
+  launch @softmax %b -> %c
+  launch @softmax %c -> %b
+}}
+""",
+        f"""
+{A} {{
+  %a = allocate f32[M, N]
+  launch @neg %x -> %a
+  %b = allocate f32[M, N]
+  launch @neg %a -> %b
+  deallocate %a
+}}
+group {{
+  send_blocks %b in 1 by [0[0] -> 2[0], 1[0] -> 3[0]] on *
+  recv_blocks %y in 1 by [0[0] -> 2[0], 1[0] -> 3[0]] on *
+}}
+{A} {{
+  %c = allocate f32[M, N]
+  launch @softmax %b -> %c
+  launch @softmax %c -> %b
+}}
+""",
+    ),
+    "a stage's chunks become one a stream": (
+        STAGES,
+        f"""
+{A} {{
+  %a = allocate f32[M, N]
+}}
+{B} {{
+  %d = allocate f32[M, N]
+}}
+fork ring
+for %i in 0..4 {{
+  stream ring[%i] {{
+    {A} {{
+      %x_i = slice %x[0: %i of 4]
+      %a_i = slice %a[0: %i of 4]
+      copy %x_i -> %a_i
+      send %a_i to rank + 2 on *
+    }}
+    {B} {{
+      %d_i = slice %d[0: %i of 4]
+      %y_i = slice %y[0: %i of 4]
+      recv %d_i from rank - 2 on *
+      copy %d_i -> %y_i
+    }}
+  }}
+}}
+join ring
+""",
+        f"""
+fork ring
+for %i in 0..4 {{
+  stream ring[%i] {{
+    {A} {{
+      %x_i = slice %x[0: %i of 4]
+      %a = allocate f32[M/4, N]
+      copy %x_i -> %a
+      send %a to rank + 2 on *
+    }}
+    {B} {{
+      %y_i = slice %y[0: %i of 4]
+      %d = reshape %y_i to [M/4, N]
+      recv %d from rank - 2 on *
+    }}
+  }}
+}}
+join ring
+""",
+    ),
+    "what one mesh waits for, another one does not know": (
+        STAGES,
+        f"""
+{A} {{
+  %a = allocate f32[M, N]
+  %b = allocate f32[M, N]
+}}
+fork ring
+stream ring[0] {{
+  {A} {{
+    launch @softmax %x -> %a
+    launch @softmax %a -> %a
+    send %a to rank + 2 on *
+  }}
+}}
+stream ring[1] {{
+  {B} {{
+    recv %y from rank - 2 on *
+  }}
+}}
+{B} {{
+  join ring
+}}
+{A} {{
+  launch @softmax %x -> %b
+}}
+join ring
+{A} {{
+  launch @softmax %b -> %b
+}}
+""",
+        f"""
+{A} {{
+  %a = allocate f32[M, N]
+}}
+fork ring
+stream ring[0] {{
+  {A} {{
+    launch @softmax %x -> %a
+    launch @softmax %a -> %a
+    send %a to rank + 2 on *
+  }}
+}}
+stream ring[1] {{
+  {B} {{
+    recv %y from rank - 2 on *
+  }}
+}}
+{B} {{
+  join ring
+}}
+{A} {{
+  %b = allocate f32[M, N]
+  launch @softmax %x -> %b
+}}
+join ring
+{A} {{
+  launch @softmax %b -> %b
+}}
+""",
+    ),
     # --- when memory comes and goes
     "what is of no use lends its bytes": (
         SQUARE,

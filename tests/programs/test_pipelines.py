@@ -13,6 +13,8 @@ from whole_programs import PIPELINES, Array, compiled, expect, fusion_of, intege
 
 import hostweave as hw
 from hostweave.analysis.check import check
+from hostweave.analysis.memory_plan import memory_plan
+from hostweave.analysis.memory_report import memory_report
 from hostweave.errors import ArgumentError, ExecutionError, ProgramError
 from hostweave.fusion.types import Mesh
 from hostweave.host import ir
@@ -99,6 +101,20 @@ def test_stages_in_the_middle_receive_one_step_ahead() -> None:
         with seeded(seed):
             for arrays, results in zip(calls, program.run_in_flight(calls, poison=True), strict=True):
                 expect(three_stages, arrays, results, exact=True)
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_memory_is_planned_for_the_ranks_of_each_stage(name: str) -> None:
+    host = lowered(fusion_of(name, 4, 4, hw.bf16))
+    plans = [memory_plan(host, {"M": 4096, "K": 4096, "N": 4096}, rank) for rank in range(4)]
+    assert plans[0] == plans[1]
+    assert plans[2] == plans[3]
+    assert all(plan.peak == plan.bound for plan in plans)
+    report = memory_report(host, {})
+    assert [line.rpartition(", ")[2] for line in report.splitlines() if line.startswith("memory of")] == ["rank 0", "rank 2"]
+    if name == "two_stages_streamed":  # a buffer a stream, results in place; what arrives is there for a step before it is used
+        assert [row.name for row in plans[0].rows] == ["%product", "%product_2"]
+        assert [row.name for row in plans[2].rows] == ["%arrived", "%product_3"]
 
 
 def test_layers_of_a_stage_are_calls_of_a_block() -> None:

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from hostweave.analysis.memory_plan import MemoryPlan, Row, memory_plan
 from hostweave.analysis.sizes import minimal_sizes
 from hostweave.errors import HostweaveError
+from hostweave.fusion.types import Mesh
 from hostweave.host import ir
+from hostweave.host.blocks import bodies
 
 USUAL = 4096  # the least of a size that nobody gives
 
@@ -22,11 +24,23 @@ def memory_report(program: ir.HostProgram, sizes: Mapping[str, int]) -> str:
         raise HostweaveError(f"{program.name}: --sizes: no size named {', '.join(sorted(unknown))}; the sizes of the program: {known}")
     least = minimal_sizes(program)
     bound = {name: sizes.get(name, -(-USUAL // least[name]) * least[name]) for name in program.symbols()}
-    plan = memory_plan(program, bound)
     numbered = [f"{number:4}  {line}" for number, line in enumerate(str(program).splitlines(), 1)]
     at = ", ".join(f"{name}={size}" for name, size in bound.items())
-    title = f"memory of @{program.name}" + (f" at {at}" if at else "") + (", rank 0" if program.mesh.size > 1 else "")
-    return "\n".join([*numbered, "", title, *_table(plan)]) + "\n"
+    title = f"memory of @{program.name}" + (f" at {at}" if at else "")
+    tables = [
+        ["", title + (f", rank {rank}" if program.mesh.size > 1 else ""), *_table(memory_plan(program, bound, rank))]
+        for rank in _ranks_that_differ(program)
+    ]
+    return "\n".join([*numbered, *(line for table in tables for line in table)]) + "\n"
+
+
+def _ranks_that_differ(program: ir.HostProgram) -> tuple[int, ...]:
+    """The first rank, and the first of those that are on other meshes."""
+    meshes = {i.mesh for body in bodies(program) for i in ir.walk(body.body) if isinstance(i, ir.OnMesh)}
+    first: dict[frozenset[Mesh], int] = {}
+    for rank in program.mesh.all_ranks:
+        first.setdefault(frozenset(mesh for mesh in meshes if rank in mesh.all_ranks), rank)
+    return tuple(first.values())
 
 
 def _table(plan: MemoryPlan) -> list[str]:

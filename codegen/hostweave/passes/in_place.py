@@ -79,6 +79,8 @@ class _Sharing:
             return False
         if any(isinstance(i, ir.For | ir.OnStream) for i in place.around[len(there.around) :]) or not self._inside(place, there):
             return False
+        if not self._is_named_beside(place, new):
+            return False
         early = [view for view in uses.viewed.get(new, []) if view.number < place.number]
         allocate = here.instruction
         assert isinstance(allocate, ir.Allocate)
@@ -98,6 +100,8 @@ class _Sharing:
             return False
         if not self._is_last(place, old) or not self._is_first(place, new) or not self._is_alone_in_loops(place, new):
             return False
+        if not self._is_named_beside(place, old):
+            return False
         hoisted = self._views_after(there, dst)
         if hoisted is None or any(view.body is not place.body for view in hoisted):
             return False
@@ -116,6 +120,12 @@ class _Sharing:
         a, b = self.uses.types[src], self.uses.types[dst]
         is_apart = self.uses.is_whole(src) and self.uses.root(src) != self.uses.root(dst)
         return is_apart and a.dtype == b.dtype and product(a.shape) == product(b.shape)
+
+    def _is_named_beside(self, place: Place, root: str) -> bool:
+        """Whether all that names a buffer stands in the same `on` body: it becomes a view, and those end with it."""
+        on = next((i for i in place.around if isinstance(i, ir.OnMesh)), None)
+        named = (*self.uses.touches[root], *self.uses.viewed.get(root, ()))
+        return on is None or all(any(i is on for i in other.around) for other in named)
 
     def _is_last(self, place: Place, root: str) -> bool:
         """Whether all else that touches a buffer has done so when an instruction runs."""

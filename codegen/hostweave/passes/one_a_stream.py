@@ -70,9 +70,10 @@ def _out(view: Place) -> str:
 
 
 def _child_of_block(place: Place) -> ir.Instruction:
-    """The instruction of the stream block that holds this one, or is it."""
+    """The instruction of the stream block, or of an `on` body in it, that holds this one, or is it."""
     around = (*place.around, place.statement)
-    return around[next(k for k, i in enumerate(around) if isinstance(i, ir.OnStream)) + 1]
+    inside = around[next(k for k, i in enumerate(around) if isinstance(i, ir.OnStream)) + 1 :]
+    return inside[1] if isinstance(inside[0], ir.OnMesh) else inside[0]
 
 
 def _is_distinct(index: Expr, loop: ir.For, uses: Uses) -> bool:

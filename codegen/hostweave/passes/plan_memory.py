@@ -17,9 +17,10 @@ buffer may get the bytes of those deallocated above it. Offsets are found when s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
+from hostweave.fusion.types import Mesh
 from hostweave.host import ir
 from hostweave.host.expr import Const, Expr
 from hostweave.host.lifetimes import allocating_blocks
@@ -32,10 +33,12 @@ from hostweave.passes.sink_views import sink_views
 
 
 def plan_memory(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """After it the text says what may share memory. Programs whose ranks do different things keep what they allocate to the end."""
-    if any(isinstance(i, ir.OnMesh) for i in ir.walk(program.body)):
-        return replace(program, body=sink_views(program.body))
-    program = in_place(one_a_stream(program))
+    """After it the text says what may share memory."""
+    program = one_a_stream(program)
+    if any(isinstance(i, ir.OnMesh) for i in ir.walk(program.body)):  # what is allocated in one body and used in another comes together
+        planned = _Planner(program).body(program.body, on_caller=True)
+        program = replace(program, body=ir.rewrite(planned, lambda i: () if isinstance(i, ir.Deallocate) else None))
+    program = in_place(program)
     program = replace(program, body=sink_views(without_unused(program.body)))
     return replace(program, body=_Planner(program).body(program.body, on_caller=True))
 
@@ -69,26 +72,33 @@ class _Planner:
         self.pools = {pool.name: [(pool.name, k) for k in range(pool.count)] for pool in program.streams}
 
     def body(self, body: ir.Body, on_caller: bool) -> ir.Body:
-        """A body with its memory allocated late and deallocated early; `on_caller` where it is in no stream block."""
-        children = [self.child(i, on_caller) for i in body]
-        own = {i.out: i for i in children if isinstance(i, ir.Allocate)}
+        """A body with its memory allocated late and deallocated early; `on_caller` where it is in no stream block.
+
+        What ranks of a mesh do in it counts as its children one by one.
+        """
+        children = [self.child(i, on_caller) for i in _one_by_one(body)]
+        own = {i.out: (mesh, i) for mesh, i in map(_on, children) if isinstance(i, ir.Allocate)}
         if not own:
-            return tuple(children)
-        known, touches = self.known(children), self.touches(children, on_caller)
-        viewed = self.first_views(children)
+            return _together(children)
+        touches, viewed = self.touches(children, on_caller), self.first_views(children)
+        known = {mesh: self.known([_seen_by(mesh, i) for i in children]) for mesh, _ in own.values()}
         begun: dict[int, list[str]] = {}
-        for name in own:
-            begun.setdefault(min(viewed.get(name, len(children)), self.begin(touches[name], known)), []).append(name)
-        last = max([*begun, *(k for k, i in enumerate(children) if not isinstance(i, ir.Allocate) and self.allocates(i))])
+        for name, (mesh, _) in own.items():
+            begun.setdefault(min(viewed.get(name, len(children)), self.begin(touches[name], known[mesh])), []).append(name)
+        allocating = [(k, own[name][0]) for k, names in begun.items() for name in names]
+        allocating += [(k, _on(i)[0]) for k, i in enumerate(children) if not isinstance(_on(i)[1], ir.Allocate) and self.allocates(i)]
         on_streams = self.on_streams(children)
         ended: dict[int, list[str]] = {}
-        for name in own:
-            if (end := self.end(touches[name], known, on_streams, len(children))) < last:
+        for name, (mesh, _) in own.items():
+            last = max(k for k, other in allocating if _share_ranks(mesh, other))
+            if (end := self.end(touches[name], known[mesh], on_streams, len(children))) < last:
                 ended.setdefault(end, []).append(name)
-        return tuple(_laid_out(children, own, begun, ended))
+        return _together(_laid_out(children, own, begun, ended))
 
     def child(self, i: ir.Instruction, on_caller: bool) -> ir.Instruction:
         match i:
+            case ir.OnMesh():
+                return replace(i, body=tuple(self.child(inner, on_caller) for inner in i.body))
             case ir.OnStream() | ir.For():
                 return replace(i, body=self.body(i.body, on_caller and not isinstance(i, ir.OnStream)))
             case ir.If():
@@ -115,7 +125,7 @@ class _Planner:
 
     def first_views(self, children: list[ir.Instruction]) -> dict[str, int]:
         first: dict[str, int] = {}
-        for k, i in enumerate(children):
+        for k, (_, i) in enumerate(map(_on, children)):
             if isinstance(i, ir.VIEWS):
                 first.setdefault(self.uses.root(i.out), k)
         return first
@@ -211,16 +221,65 @@ def _known_done(touch: _Touch, known: _Known, never: int) -> int:
 
 
 def _joined(child: ir.Instruction) -> set[str]:
-    """The streams that a loop or branch forks and joins itself."""
+    """The streams that a loop or branch forks and joins itself, all ranks alike."""
+    if any(isinstance(i, ir.OnMesh) for inner in ir.bodies(_on(child)[1]) for i in ir.walk(inner)):
+        return set()
     forks = {i.stream for i in ir.walk((child,)) if isinstance(i, ir.Fork)}
     return forks & {i.stream for i in ir.walk((child,)) if isinstance(i, ir.Join)}
 
 
 def _laid_out(
-    children: list[ir.Instruction], own: dict[str, ir.Allocate], begun: dict[int, list[str]], ended: dict[int, list[str]]
+    children: list[ir.Instruction],
+    own: dict[str, tuple[Mesh | None, ir.Allocate]],
+    begun: dict[int, list[str]],
+    ended: dict[int, list[str]],
 ) -> Iterator[ir.Instruction]:
     for k, child in enumerate(children):
-        yield from (own[name] for name in begun.get(k, ()))
-        if not isinstance(child, ir.Allocate):
+        yield from (_for_ranks_of(*own[name]) for name in begun.get(k, ()))
+        if not isinstance(_on(child)[1], ir.Allocate):
             yield child
-        yield from (ir.Deallocate(name, location=own[name].location) for name in ended.get(k, ()))
+        for mesh, allocate in (own[name] for name in ended.get(k, ())):
+            yield _for_ranks_of(mesh, ir.Deallocate(allocate.out, location=allocate.location))
+
+
+# --- what the ranks of a mesh do --------------------------------------------------------------------------------------
+
+
+def _one_by_one(body: ir.Body) -> Iterator[ir.Instruction]:
+    """Each instruction of an `on` body in one of its own."""
+    for i in body:
+        if isinstance(i, ir.OnMesh):
+            yield from (replace(i, body=(inner,)) for inner in i.body)
+        else:
+            yield i
+
+
+def _together(children: Iterable[ir.Instruction]) -> ir.Body:
+    """The reverse: neighbours on one mesh in one body."""
+    result: list[ir.Instruction] = []
+    for i in children:
+        last = result[-1] if result else None
+        if isinstance(i, ir.OnMesh) and isinstance(last, ir.OnMesh) and last.mesh == i.mesh:
+            result[-1] = replace(last, body=(*last.body, *i.body))
+        else:
+            result.append(i)
+    return tuple(result)
+
+
+def _on(child: ir.Instruction) -> tuple[Mesh | None, ir.Instruction]:
+    """What a child does, and on which mesh; None: on all ranks."""
+    return (child.mesh, child.body[0]) if isinstance(child, ir.OnMesh) else (None, child)
+
+
+def _share_ranks(mesh: Mesh | None, other: Mesh | None) -> bool:
+    return mesh is None or other is None or not set(mesh.all_ranks).isdisjoint(other.all_ranks)
+
+
+def _for_ranks_of(mesh: Mesh | None, i: ir.Instruction) -> ir.Instruction:
+    return ir.OnMesh(mesh, (i,), location=i.location) if mesh else i
+
+
+def _seen_by(mesh: Mesh | None, child: ir.Instruction) -> ir.Instruction:
+    """A child as all ranks of a mesh know it: without the `on` that has them do it, and with one that leaves some of them out."""
+    on, i = _on(child)
+    return i if on and mesh and set(mesh.all_ranks) <= set(on.all_ranks) else child

@@ -6,7 +6,7 @@
 //   on mesh(x=2 of ranks 0, 1) {
 //     %product = allocate bf16[part(M, x on ranks 0, 1), N]
 //     matmul %x, %w1 -> %product
-//     %h = allocate bf16[part(M, x on ranks 0, 1), N]
+//     %h = reshape %product to [part(M, x on ranks 0, 1), N]
 //     launch @relu_h %product -> %h
 //     send %h to rank + 2 on *
 //   }
@@ -64,7 +64,6 @@ void Program::prepare(const Inputs& in) {
   memory.allocate(workspace_, hw::kWorkspaceBytes);
   if (on_ranks_0_1_) {
     memory.allocate(product_, N * M_x_of_ranks_0_1);
-    memory.allocate(h_, N * M_x_of_ranks_0_1);
   }
   if (on_ranks_2_3_) {
     memory.allocate(arrived_, N * M_x_of_ranks_2_3);
@@ -89,8 +88,8 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   if (on_ranks_0_1_) {
     HW_CHECK(plan_product_.cublasLtMatmul(x, w1, product_, {caller, workspace_}));
     HW_CHECK(hw::launch(relu_h, hw::grid_of_elements<8>(N * M_x_of_ranks_0_1), caller, hw::reads(product_, N * M_x_of_ranks_0_1),
-                        hw::writes(h_, N * M_x_of_ranks_0_1), N, M_x_of_ranks_0_1));
-    HW_CHECK(ncclSend(h_, N * M_x_of_ranks_0_1, ncclBfloat16, rank + 2, team_x_.comm(), caller));
+                        hw::writes(product_, N * M_x_of_ranks_0_1), N, M_x_of_ranks_0_1));
+    HW_CHECK(ncclSend(product_, N * M_x_of_ranks_0_1, ncclBfloat16, rank + 2, team_x_.comm(), caller));
   }
   if (on_ranks_2_3_) {
     HW_CHECK(ncclRecv(arrived_, N * M_x_of_ranks_2_3, ncclBfloat16, rank - 2, team_x_.comm(), caller));

@@ -68,7 +68,6 @@ class Program {
   hw::Arena arena_;
   char* workspace_ = nullptr;      // of the matmuls on the caller's stream
   hw::bf16* product_ = nullptr;    // %product: bf16[part(M, x on ranks 0, 1), N]
-  hw::bf16* h_ = nullptr;          // %h: bf16[part(M, x on ranks 0, 1), N]
   hw::bf16* arrived_ = nullptr;    // %arrived: bf16[part(M, x on ranks 2, 3), N]
   std::optional<Sizes> prepared_;  // what prepare was last called for
 };

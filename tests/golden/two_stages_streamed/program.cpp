@@ -7,17 +7,8 @@
 // host @two_stages_streamed(%x: bf16[M, K] on mesh(x=2 of ranks 0, 1), %up1: bf16[K, N@x] on mesh(x=2 of ranks 0, 1), %down1:
 // bf16[N@x, K] on mesh(x=2 of ranks 0, 1), %up2: bf16[K, N@x] on mesh(x=2 of ranks 2, 3), %down2: bf16[N@x, K] on mesh(x=2 of
 // ranks 2, 3)) -> (%y: bf16[M, K] on mesh(x=2 of ranks 2, 3)) mesh(x=4) streams(ring[4]) events(turn[1]) uneven(N) {
-//   on mesh(x=2 of ranks 0, 1) {
-//     %product = allocate bf16[M, part(N, x on ranks 0, 1)]
-//     %h = allocate bf16[M, part(N, x on ranks 0, 1)]
-//     %product_2 = allocate bf16[M, K]
-//     %layer = allocate bf16[M, K]
-//   }
 //   on mesh(x=2 of ranks 2, 3) {
 //     %arrived = allocate bf16[M, K]
-//     %product_3 = allocate bf16[M, part(N, x on ranks 2, 3)]
-//     %g = allocate bf16[M, part(N, x on ranks 2, 3)]
-//     %product_4 = allocate bf16[M, K]
 //   }
 //   fork ring
 //   record turn[0]
@@ -37,29 +28,29 @@
 //       stream ring[%i] {
 //         on mesh(x=2 of ranks 0, 1) {
 //           %x_i = slice %x[0: %i of 4]
-//           %product_i = slice %product[0: %i of 4]
-//           matmul %x_i, %up1 -> %product_i
-//           %h_i = slice %h[0: %i of 4]
-//           launch @relu_h %product_i -> %h_i
-//           %product_2_i = slice %product_2[0: %i of 4]
-//           matmul %h_i, %down1 -> %product_2_i
+//           %product = allocate bf16[M/4, part(N, x on ranks 0, 1)]
+//           matmul %x_i, %up1 -> %product
+//           %h = reshape %product to [M/4, part(N, x on ranks 0, 1)]
+//           launch @relu_h %product -> %h
+//           %product_2 = allocate bf16[M/4, K]
+//           matmul %h, %down1 -> %product_2
 //           wait turn[0]
-//           %layer_i = slice %layer[0: %i of 4]
-//           all_reduce sum %product_2_i -> %layer_i on x
-//           send %layer_i to rank + 2 on *
+//           %layer = reshape %product_2 to [M/4, K]
+//           all_reduce sum %product_2 -> %layer on x
+//           send %layer to rank + 2 on *
 //           record turn[0]
 //         }
 //         on mesh(x=2 of ranks 2, 3) {
 //           %arrived_i = slice %arrived[0: %i of 4]
-//           %product_3_i = slice %product_3[0: %i of 4]
-//           matmul %arrived_i, %up2 -> %product_3_i
-//           %g_i = slice %g[0: %i of 4]
-//           launch @relu_g %product_3_i -> %g_i
-//           %product_4_i = slice %product_4[0: %i of 4]
-//           matmul %g_i, %down2 -> %product_4_i
-//           wait turn[0]
+//           %product_3 = allocate bf16[M/4, part(N, x on ranks 2, 3)]
+//           matmul %arrived_i, %up2 -> %product_3
+//           %g = reshape %product_3 to [M/4, part(N, x on ranks 2, 3)]
+//           launch @relu_g %product_3 -> %g
 //           %y_i = slice %y[0: %i of 4]
-//           all_reduce sum %product_4_i -> %y_i on x
+//           %product_4 = reshape %y_i to [M/4, K]
+//           matmul %g, %down2 -> %product_4
+//           wait turn[0]
+//           all_reduce sum %product_4 -> %y_i on x
 //           record turn[0]
 //         }
 //       }
@@ -77,8 +68,8 @@ namespace programs::two_stages_streamed {
 
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
-      on_ranks_0_1_(rank.index() < 2),
       on_ranks_2_3_(rank.index() >= 2),
+      on_ranks_0_1_(rank.index() < 2),
       team_x_(rank.channel(kMesh, "x", 4)),
       team_x_of_ranks_0_1_(on_ranks_0_1_ ? rank.channel("mesh(x=2 of ranks 0, 1)", "x", 2) : hw::kNoChannel),
       team_x_of_ranks_2_3_(on_ranks_2_3_ ? rank.channel("mesh(x=2 of ranks 2, 3)", "x", 2) : hw::kNoChannel),
@@ -87,7 +78,7 @@ Program::Program(hw::Rank& rank)
       plan_product_(rank, CUDA_R_16BF, CUDA_R_16BF),
       plan_product_2_(rank, CUDA_R_16BF, CUDA_R_16BF),
       plan_product_3_(rank, CUDA_R_16BF, CUDA_R_16BF),
-      plan_product_4_(rank, CUDA_R_16BF, CUDA_R_16BF) {
+      plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF) {
   HW_CHECK(hw::load(relu_h));
   HW_CHECK(hw::load(relu_g));
 }
@@ -126,19 +117,17 @@ void Program::prepare(const Inputs& in) {
   if (on_ranks_0_1_) plan_product_.prepare({M / 4, K}, {K, N_x_of_ranks_0_1}, {M / 4, N_x_of_ranks_0_1});
   if (on_ranks_0_1_) plan_product_2_.prepare({M / 4, N_x_of_ranks_0_1}, {N_x_of_ranks_0_1, K}, {M / 4, K});
   if (on_ranks_2_3_) plan_product_3_.prepare({M / 4, K}, {K, N_x_of_ranks_2_3}, {M / 4, N_x_of_ranks_2_3});
-  if (on_ranks_2_3_) plan_product_4_.prepare({M / 4, N_x_of_ranks_2_3}, {N_x_of_ranks_2_3, K}, {M / 4, K});
+  if (on_ranks_2_3_) plan_y_.prepare({M / 4, N_x_of_ranks_2_3}, {N_x_of_ranks_2_3, K}, {M / 4, K});
   hw::MemoryPlan memory;
-  if (on_ranks_0_1_) {
-    memory.allocate(product_, M * N_x_of_ranks_0_1);
-    memory.allocate(h_, M * N_x_of_ranks_0_1);
-    memory.allocate(product_2_, M * K);
-    memory.allocate(layer_, M * K);
-  }
   if (on_ranks_2_3_) {
     memory.allocate(arrived_, M * K);
-    memory.allocate(product_3_, M * N_x_of_ranks_2_3);
-    memory.allocate(g_, M * N_x_of_ranks_2_3);
-    memory.allocate(product_4_, M * K);
+  }
+  if (on_ranks_0_1_) {
+    memory.allocate(product_, M / 4 * N_x_of_ranks_0_1, ring_);
+    memory.allocate(product_2_, M / 4 * K, ring_);
+  }
+  if (on_ranks_2_3_) {
+    memory.allocate(product_3_, M / 4 * N_x_of_ranks_2_3, ring_);
   }
   arena_.reserve(memory);
   prepared_ = sizes;
@@ -176,33 +165,29 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
       const hw::Stream stream = ring_[i];
       if (on_ranks_0_1_) {
         const auto* x_i = x + i * (M / 4 * K);
-        auto* product_i = product_ + i * (M / 4 * N_x_of_ranks_0_1);
-        HW_CHECK(plan_product_.cublasLtMatmul(x_i, up1, product_i, stream));
-        auto* h_i = h_ + i * (M / 4 * N_x_of_ranks_0_1);
+        auto* product = product_[i];
+        HW_CHECK(plan_product_.cublasLtMatmul(x_i, up1, product, stream));
         HW_CHECK(hw::launch(relu_h, hw::grid_of_elements<8>(M / 4 * N_x_of_ranks_0_1), stream,
-                            hw::reads(product_i, M / 4 * N_x_of_ranks_0_1), hw::writes(h_i, M / 4 * N_x_of_ranks_0_1), M,
+                            hw::reads(product, M / 4 * N_x_of_ranks_0_1), hw::writes(product, M / 4 * N_x_of_ranks_0_1), M,
                             N_x_of_ranks_0_1));
-        auto* product_2_i = product_2_ + i * (M / 4 * K);
-        HW_CHECK(plan_product_2_.cublasLtMatmul(h_i, down1, product_2_i, stream));
+        auto* product_2 = product_2_[i];
+        HW_CHECK(plan_product_2_.cublasLtMatmul(product, down1, product_2, stream));
         HW_CHECK(cudaStreamWaitEvent(stream, turn_[0], 0));
-        auto* layer_i = layer_ + i * (M / 4 * K);
-        HW_CHECK(ncclAllReduce(product_2_i, layer_i, M / 4 * K, ncclBfloat16, ncclSum, team_x_of_ranks_0_1_.comm(), stream));
-        HW_CHECK(ncclSend(layer_i, M / 4 * K, ncclBfloat16, rank + 2, team_x_.comm(), stream));
+        HW_CHECK(ncclAllReduce(product_2, product_2, M / 4 * K, ncclBfloat16, ncclSum, team_x_of_ranks_0_1_.comm(), stream));
+        HW_CHECK(ncclSend(product_2, M / 4 * K, ncclBfloat16, rank + 2, team_x_.comm(), stream));
         HW_CHECK(cudaEventRecord(turn_[0], stream));
       }
       if (on_ranks_2_3_) {
         auto* arrived_i = arrived_ + i * (M / 4 * K);
-        auto* product_3_i = product_3_ + i * (M / 4 * N_x_of_ranks_2_3);
-        HW_CHECK(plan_product_3_.cublasLtMatmul(arrived_i, up2, product_3_i, stream));
-        auto* g_i = g_ + i * (M / 4 * N_x_of_ranks_2_3);
+        auto* product_3 = product_3_[i];
+        HW_CHECK(plan_product_3_.cublasLtMatmul(arrived_i, up2, product_3, stream));
         HW_CHECK(hw::launch(relu_g, hw::grid_of_elements<8>(M / 4 * N_x_of_ranks_2_3), stream,
-                            hw::reads(product_3_i, M / 4 * N_x_of_ranks_2_3), hw::writes(g_i, M / 4 * N_x_of_ranks_2_3), M,
+                            hw::reads(product_3, M / 4 * N_x_of_ranks_2_3), hw::writes(product_3, M / 4 * N_x_of_ranks_2_3), M,
                             N_x_of_ranks_2_3));
-        auto* product_4_i = product_4_ + i * (M / 4 * K);
-        HW_CHECK(plan_product_4_.cublasLtMatmul(g_i, down2, product_4_i, stream));
-        HW_CHECK(cudaStreamWaitEvent(stream, turn_[0], 0));
         auto* y_i = y + i * (M / 4 * K);
-        HW_CHECK(ncclAllReduce(product_4_i, y_i, M / 4 * K, ncclBfloat16, ncclSum, team_x_of_ranks_2_3_.comm(), stream));
+        HW_CHECK(plan_y_.cublasLtMatmul(product_3, down2, y_i, stream));
+        HW_CHECK(cudaStreamWaitEvent(stream, turn_[0], 0));
+        HW_CHECK(ncclAllReduce(y_i, y_i, M / 4 * K, ncclBfloat16, ncclSum, team_x_of_ranks_2_3_.comm(), stream));
         HW_CHECK(cudaEventRecord(turn_[0], stream));
       }
     }

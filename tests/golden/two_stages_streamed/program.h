@@ -4,6 +4,7 @@
 #pragma once
 #include <cuda_runtime_api.h>
 
+#include <array>
 #include <cstdint>
 #include <optional>
 
@@ -64,27 +65,23 @@ class Program {
   Sizes check(const Inputs& in) const;
 
   hw::Rank& rank_;
-  const bool on_ranks_0_1_;                 // whether this rank is in mesh(x=2 of ranks 0, 1)
   const bool on_ranks_2_3_;                 // whether this rank is in mesh(x=2 of ranks 2, 3)
+  const bool on_ranks_0_1_;                 // whether this rank is in mesh(x=2 of ranks 0, 1)
   const hw::Channel& team_x_;               // the 4 ranks along x
   const hw::Channel& team_x_of_ranks_0_1_;  // the 2 ranks along x of mesh(x=2 of ranks 0, 1)
   const hw::Channel& team_x_of_ranks_2_3_;  // the 2 ranks along x of mesh(x=2 of ranks 2, 3)
   hw::Streams ring_;                        // ring[4]
   hw::Events turn_;                         // turn[1]
-  hw::MatmulPlan plan_product_;             // matmul %x_i, %up1 -> %product_i
-  hw::MatmulPlan plan_product_2_;           // matmul %h_i, %down1 -> %product_2_i
-  hw::MatmulPlan plan_product_3_;           // matmul %arrived_i, %up2 -> %product_3_i
-  hw::MatmulPlan plan_product_4_;           // matmul %g_i, %down2 -> %product_4_i
+  hw::MatmulPlan plan_product_;             // matmul %x_i, %up1 -> %product
+  hw::MatmulPlan plan_product_2_;           // matmul %h, %down1 -> %product_2
+  hw::MatmulPlan plan_product_3_;           // matmul %arrived_i, %up2 -> %product_3
+  hw::MatmulPlan plan_y_;                   // matmul %g, %down2 -> %product_4
   hw::Arena arena_;
-  hw::bf16* product_ = nullptr;    // %product: bf16[M, part(N, x on ranks 0, 1)]
-  hw::bf16* h_ = nullptr;          // %h: bf16[M, part(N, x on ranks 0, 1)]
-  hw::bf16* product_2_ = nullptr;  // %product_2: bf16[M, K]
-  hw::bf16* layer_ = nullptr;      // %layer: bf16[M, K]
-  hw::bf16* arrived_ = nullptr;    // %arrived: bf16[M, K]
-  hw::bf16* product_3_ = nullptr;  // %product_3: bf16[M, part(N, x on ranks 2, 3)]
-  hw::bf16* g_ = nullptr;          // %g: bf16[M, part(N, x on ranks 2, 3)]
-  hw::bf16* product_4_ = nullptr;  // %product_4: bf16[M, K]
-  std::optional<Sizes> prepared_;  // what prepare was last called for
+  hw::bf16* arrived_ = nullptr;           // %arrived: bf16[M, K]
+  std::array<hw::bf16*, 4> product_{};    // %product: bf16[M/4, part(N, x on ranks 0, 1)], one a stream
+  std::array<hw::bf16*, 4> product_2_{};  // %product_2: bf16[M/4, K], one a stream
+  std::array<hw::bf16*, 4> product_3_{};  // %product_3: bf16[M/4, part(N, x on ranks 2, 3)], one a stream
+  std::optional<Sizes> prepared_;         // what prepare was last called for
 };
 
 }  // namespace programs::two_stages_streamed
