@@ -5,7 +5,7 @@ import pytest
 from hostweave.emit.cpp import Integers, number
 from hostweave.fusion.extent import Extent
 from hostweave.fusion.types import Mesh, bf16, bool_, f32, f64, i32
-from hostweave.host.expr import Coordinate, Expr, Size, Var
+from hostweave.host.expr import Coordinate, Expr, Size, Var, binary
 
 
 def integers() -> Integers:
@@ -72,3 +72,17 @@ def test_remainders_are_never_negative(expr: Expr, cpp: str) -> None:
 )
 def test_numbers(value: float, dtype: object, cpp: str) -> None:
     assert number(value, dtype) == cpp  # type: ignore[arg-type]
+
+
+def test_a_branch_knows_its_condition() -> None:
+    text, i, n = integers(), Var("i"), Var("n")
+    assert text.expr((i - 1) % 4) == "(i - 1 + 4) % 4"
+    with text.given(binary(">", i, 0)):
+        assert text.expr((i - 1) % 4) == "(i - 1) % 4"
+    assert text.expr((i - 1) % 4) == "(i - 1 + 4) % 4"
+    with text.given(i.less(2)):
+        assert text.range(i) == (0, 1)
+    with text.given(binary(">", n, 2)):
+        assert text.range(n) == (3, None)
+    with text.given(n.less(i)):
+        assert text.range(n) == (None, None)

@@ -153,6 +153,20 @@ class Integers:
         self.variables[variable], self.ranges[variable] = text, range
         return text
 
+    @contextmanager
+    def given(self, condition: Expr) -> Iterator[None]:
+        """Inside, it is true: what it says of a loop index is known."""
+        before = dict(self.ranges)
+        match condition:
+            case Binary(">", Var(name), Const(value)):
+                low, high = self.ranges.get(name, (None, None))
+                self.ranges[name] = value + 1 if low is None else max(low, value + 1), high
+            case Binary("<", Var(name), Const(value)):
+                low, high = self.ranges.get(name, (None, None))
+                self.ranges[name] = low, value - 1 if high is None else min(high, value - 1)
+        yield
+        self.ranges = before
+
     def place(self, axis: str) -> str:
         """Where this rank stands along an axis of the present mesh."""
         return self.coordinates[self.mesh, axis]

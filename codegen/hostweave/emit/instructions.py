@@ -425,7 +425,9 @@ class Emitter:
     def branch(self, i: ir.If, last: bool) -> views.If:
         condition, divisors = self.integers.expr(i.condition), divisibility(i.condition)
         if not divisors:
-            return views.If(condition, self.body(i.body), self.body(i.orelse))
+            with self.integers.given(i.condition):
+                body = self.body(i.body)
+            return views.If(condition, body, self.body(i.orelse))
         with self.integers.knowing(divisors):
             body = self.body(i.body)
         return views.If(condition, body, self.body(i.orelse))
