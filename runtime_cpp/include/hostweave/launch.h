@@ -32,7 +32,7 @@ struct Grid {
 };
 
 constexpr int64_t kMaxBlocks = 2147483647;            // a kernel walks what is left
-constexpr int64_t kThreadsAtOnce = int64_t{1} << 18;  // that a large GPU runs
+constexpr int64_t kThreadsAtOnce = int64_t{1} << 16;  // that keep the memory of a large GPU busy
 constexpr int64_t kBlocksAtOnce = 128;
 
 // How many blocks take n elements, `divisor` each.
