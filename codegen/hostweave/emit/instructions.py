@@ -1,4 +1,4 @@
-"""From instructions to views, one function each, and what they need made beforehand: temporaries, plans, kernels, channels."""
+"""From instructions to views, one function each."""
 
 from __future__ import annotations
 
@@ -6,31 +6,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hostweave.emit import views
+from hostweave.emit import program_views, views
 from hostweave.emit.copies import copied, copy_kernel, fill_kernel
-from hostweave.emit.cpp import CUDA_TYPES, NCCL_REDUCTIONS, Integers, nccl_type
-from hostweave.emit.kernels import EmittedKernel, emit_kernel
+from hostweave.emit.cpp import CUDA_TYPES, NCCL_REDUCTIONS, nccl_type
+from hostweave.emit.kernels import emit_kernel
 from hostweave.emit.meshes import label
-from hostweave.emit.names import Names
+from hostweave.emit.shared import WORKSPACE, Shared
 from hostweave.errors import ProgramError
 from hostweave.fusion.extent import Extent, product
 from hostweave.fusion.source import Source, elements, held_of
 from hostweave.fusion.transfer import Route
-from hostweave.fusion.types import BufferType, DType, Mesh
+from hostweave.fusion.types import BufferType, DType
 from hostweave.host import ir
-from hostweave.host.blocks import bodies
 from hostweave.host.expr import Const, Coordinate, Expr, divisibility
-from hostweave.host.lifetimes import Begin, Branch, Called, End, Joined, OnRanks, Step, Steps, begins, lifetimes
+from hostweave.host.lifetimes import begins, lifetimes
 from hostweave.host.text import print_instruction
 
 Moved = ir.Select | ir.Slice | ir.Section | ir.Strided  # views that begin elsewhere
 View = Moved | ir.Reshape | ir.Permute
 
-PlanKey = tuple[tuple[BufferType, ...], str, bool, str]  # of the operands and the result, the precision, the bias, the activation
-
 CUBLAS_ACTIVATIONS = {"relu": "RELU", "gelu_tanh": "GELU"}
 CALLER = "caller"
-WORKSPACE = "workspace_"
 
 
 @dataclass(frozen=True)
@@ -41,47 +37,6 @@ class Buffer:
     type: BufferType
     root: str
     read_only: bool
-
-
-class Shared:
-    """What the bodies of a program share: names, and what it must have for them, collected while they are emitted."""
-
-    def __init__(self, program: ir.HostProgram, names: Names, integers: Integers):
-        self.names, self.integers = names, integers
-        self.blocks = {block.name: names.of(block.name, "block") for block in program.blocks}
-        self.memory_of = {block.name: names.of(f"{block.name}_memory", "block") for block in program.blocks}  # what plans that of a block
-        for body in bodies(program)[::-1]:  # the user's names come before the ones made here
-            for parameter in (*body.inputs, *body.outputs):
-                names.of(parameter.name)
-            for instruction in ir.walk(body.body):
-                for name in ir.names(instruction, "define", "index"):
-                    names.of(name)
-        integers.coordinates[program.mesh, ""] = names.of("rank", "number of this rank")
-        integers.coordinates.update({(program.mesh, axis): names.of(f"rank_{axis}", "coordinate") for axis, _ in program.mesh.axes})
-        self.members = Names(("rank_", "arena_", "prepared_", WORKSPACE), suffix="_")
-        self.streams = {s.name: views.Pool(self.members.of(s.name, "streams"), s.name, s.count) for s in program.streams}
-        self.events = {e.name: views.Pool(self.members.of(e.name, "events"), e.name, e.count) for e in program.events}
-        self.flags: dict[Mesh, str] = {}  # of meshes of some of the ranks
-        self.teams: dict[tuple[Mesh, ir.Team], views.Team] = {}
-        self.routes: dict[ir.Routes, views.Routes] = {}
-        self.plans: dict[PlanKey, views.Plan] = {}
-        self.uses_of_plan: dict[PlanKey, set[Mesh]] = {}
-        self.declared = {kernel.name: kernel for kernel in program.kernels}
-        self.sources = {source.name: source for source in program.sources}
-        self.kernels: dict[tuple[ir.Kernel, tuple[BufferType, ...]], EmittedKernel] = {}
-        self.temporaries: dict[int, views.Temporary] = {}  # by the id of the allocate
-        self.needs_workspace = False  # for matmuls on the caller's stream
-
-    def flag(self, mesh: Mesh) -> str:
-        """Whether this rank is in a mesh of some of the ranks."""
-        if mesh not in self.flags:
-            self.flags[mesh] = self.members.of(f"on_{label(mesh)}", str(mesh))
-        return self.flags[mesh]
-
-    def flag_of_plan(self, key: PlanKey) -> str:
-        """Which ranks need a plan, where that are those of one mesh."""
-        meshes = self.uses_of_plan[key]
-        return self.flags[next(iter(meshes))] if len(meshes) == 1 and not meshes & {self.integers.program} else ""
 
 
 class Emitter:
@@ -140,10 +95,10 @@ class Emitter:
         if (mesh, axes) not in teams:
             name, submesh = "_".join(["team", *axes]), None
             if mesh is not program:
-                name, rows = f"{name}_of_{label(mesh)}", tuple(views.Axis(axis, size) for axis, size in mesh.axes)
-                submesh = views.Submesh(str(mesh), self.shared.flag(mesh), rows, tuple(mesh.all_ranks))
+                name, rows = f"{name}_of_{label(mesh)}", tuple(program_views.Axis(axis, size) for axis, size in mesh.axes)
+                submesh = program_views.Submesh(str(mesh), self.shared.flag(mesh), rows, tuple(mesh.all_ranks))
             member = self.members.of(name, f"team of {mesh}")
-            teams[mesh, axes] = views.Team(member, ", ".join(axes), mesh.size_of(axes), submesh)
+            teams[mesh, axes] = program_views.Team(member, ", ".join(axes), mesh.size_of(axes), submesh)
         return teams[mesh, axes].member
 
     # --- memory and views ---
@@ -154,12 +109,12 @@ class Emitter:
         member = self.members.of(f"{self.block}_{i.out}" if self.block else i.out, f"buffer {len(self.temporaries)}")
         pointer, comment = f"{i.type.dtype.cpp}*", f"%{i.out}: {i.type}" + (f" of @{self.block}" if self.block else "")
         if begin.block is None:
-            self.temporaries[id(i)] = views.Temporary(f"{pointer} {member} = nullptr", member, self.count_of(i.type), comment)
+            self.temporaries[id(i)] = program_views.Temporary(f"{pointer} {member} = nullptr", member, self.count_of(i.type), comment)
             self.buffers[i.out] = Buffer(member, i.type, i.out, read_only=False)
             return None
         pool, name = self.shared.streams[begin.block.stream], self.names.of(i.out)
         declaration, comment = f"std::array<{pointer}, {begin.slots}> {member}{{}}", f"{comment}, one a stream"
-        self.temporaries[id(i)] = views.Temporary(declaration, member, self.count_of(i.type), comment, pool.member)
+        self.temporaries[id(i)] = program_views.Temporary(declaration, member, self.count_of(i.type), comment, pool.member)
         self.buffers[i.out] = Buffer(name, i.type, i.out, read_only=False)
         index, (_, greatest) = begin.block.index, self.integers.range(begin.block.index)
         if greatest is None or greatest >= pool.count:
@@ -219,7 +174,7 @@ class Emitter:
             member = self.members.of(f"plan_{self.buffers[i.dst].root}", f"plan {len(plans)}")
             operands = CUDA_TYPES[a.dtype.name], CUDA_TYPES[dst.dtype.name]
             shapes = self.strided(a), self.strided(b), self.strided(dst)
-            plans[key] = views.Plan(member, *operands, _ends(i), *shapes, print_instruction(i)[0])
+            plans[key] = program_views.Plan(member, *operands, _ends(i), *shapes, print_instruction(i)[0])
         self.shared.uses_of_plan.setdefault(key, set()).add(self.integers.mesh)
         return plans[key].member
 
@@ -369,7 +324,7 @@ class Emitter:
     def send_blocks(self, i: ir.SendBlocks | ir.RecvBlocks, last: bool) -> views.InstructionView:
         name, kind = (i.src, views.SendBlocks) if isinstance(i, ir.SendBlocks) else (i.dst, views.RecvBlocks)
         if i.routes not in self.shared.routes:
-            self.shared.routes[i.routes] = views.Routes(
+            self.shared.routes[i.routes] = program_views.Routes(
                 self.names.of(f"kRoutes_{name}", f"routes {len(self.shared.routes)}"), tuple(map(_route, i.routes))
             )
         block, route = product(self.type_of(name).shape) // i.count, self.names.of("route", "of blocks")
@@ -443,34 +398,6 @@ class Emitter:
         with self.integers.on(i.mesh):
             body = self.body(i.body)
         return views.If(flag, body, ()) if body else None
-
-    # --- the plan of the arena ---
-
-    def memory(self) -> views.Body:
-        """What `prepare` tells the arena of this body, after it has been emitted."""
-        return self.planned(self.steps)
-
-    def planned(self, steps: Steps) -> views.Body:
-        return tuple(map(self.plan_of, steps))
-
-    def plan_of(self, step: Step) -> views.InstructionView:
-        match step:
-            case Begin(allocate):
-                buffer = self.temporaries[id(allocate)]
-                return views.Reserve(buffer.member, buffer.count, buffer.pool)
-            case End(begin):
-                return views.Free(self.temporaries[id(begin.allocate)].member)
-            case Joined(stream):
-                return views.Joined(self.shared.streams[stream].member)
-            case OnRanks(mesh, inner):
-                return views.PlannedIf(self.shared.flag(mesh), self.planned(inner), ())
-            case Called(block):
-                return views.MemoryOf(self.shared.memory_of[block])
-            case Branch(condition, then, otherwise):
-                return self.planned_branch(self.integers.expr(condition), self.planned(then), self.planned(otherwise))
-
-    def planned_branch(self, condition: str, then: views.Body, otherwise: views.Body) -> views.PlannedIf:
-        return views.PlannedIf(condition, then, otherwise) if then else views.PlannedIf(f"!({condition})", otherwise, ())
 
 
 def _ends(i: ir.Matmul) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
-from hostweave.emit import views
+from hostweave.emit import kernel_views
 from hostweave.emit.cpp import Integers, accumulator_type, compute_type, number
 from hostweave.emit.kernel_loops import BY_COLUMNS, Loops, stored
 from hostweave.emit.names import Names
@@ -36,7 +36,7 @@ _JOINS = {
 
 @dataclass(frozen=True)
 class EmittedKernel:
-    view: views.Kernel
+    view: kernel_views.Kernel
     grid: str
     sizes: tuple[str, ...]  # C++ names of the sizes that it takes after the buffers
 
@@ -115,13 +115,13 @@ class _Emitter:
 
     # --- bodies ---
 
-    def view(self, body: tuple[str, ...]) -> views.Kernel:
+    def view(self, body: tuple[str, ...]) -> kernel_views.Kernel:
         params = [f"const {self.types[name].dtype.cpp}* {self.pointers[name]}" for name in self.inputs]
         params += [f"{self.types[name].dtype.cpp}* {pointer}" for name, pointer in self.results.items()]
         params += [f"int64_t {size}" for size in self.sizes]
         packed = [pointer for name, pointer in self.pointers.items() if name in self.loops.packed]
         packed += [pointer for name, pointer in self.results.items() if stored(name) in self.loops.packed]
-        return views.Kernel(
+        return kernel_views.Kernel(
             name=self.name,
             comments=tuple(print_op(op) for op in self.ops),
             params=tuple(params),
@@ -147,13 +147,13 @@ class _Emitter:
         """`x_ij`"""
         return "_".join([name, "".join(sorted(index for index, _ in self.loops.terms(place)))]).rstrip("_")
 
-    def pointwise(self) -> views.Kernel:
+    def pointwise(self) -> kernel_views.Kernel:
         section = _Section(self, self.row, self.loops.width)
         section.store(self.results)
         lines = section.taken()
         return self.view((*self.row.taken(), *lines))
 
-    def reduction(self) -> views.Reduction:
+    def reduction(self) -> kernel_views.Reduction:
         """Walks what is reduced once for all reductions that can be made then, and a last time for results of every element."""
         passes = []
         left = [op for op in self.ops if self.reduces(op)]
@@ -174,7 +174,7 @@ class _Emitter:
         outside = self.section() if self.by_columns else self.row
         outside.store(kept)
         stores = outside.taken_stores() if outside is self.row else outside.taken()
-        return views.Reduction(
+        return kernel_views.Reduction(
             **vars(self.view(self.row.taken())),
             inner=self.loops.inner,
             passes=tuple(passes),
@@ -200,7 +200,7 @@ class _Emitter:
         made = [self.made[name] for name in op.tensors if name in self.made]
         return {*op.tensors, *(name for source in made for name in self.leads_to(source))}
 
-    def walk(self, ops: Sequence[Op], results: Sequence[str]) -> views.Pass:
+    def walk(self, ops: Sequence[Op], results: Sequence[str]) -> kernel_views.Pass:
         """One loop over what is reduced, in which these reductions add up, and these results are stored."""
         self.walks += 1
         section = self.section()
@@ -231,7 +231,7 @@ class _Emitter:
                 after.append(f"{total} = hw::{self.loops.sharing.meet}({total}, {join}());")
         section.store(results)
         body = section.taken()
-        return views.Pass(before=self.row.taken(), starts=tuple(starts), body=body, after=tuple(after))
+        return kernel_views.Pass(before=self.row.taken(), starts=tuple(starts), body=body, after=tuple(after))
 
 
 class _Section:

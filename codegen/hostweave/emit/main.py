@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import lcm
 
-from hostweave.emit import views
+from hostweave.emit import program_views
 from hostweave.emit.cpp import Integers
 from hostweave.emit.meshes import coordinate, is_run, membership, place
-from hostweave.emit.program import multiples
+from hostweave.emit.parts import multiples
 from hostweave.errors import ProgramError
 from hostweave.fusion.extent import is_sum
 from hostweave.fusion.types import Mesh
@@ -89,12 +89,12 @@ class Main:
         return tuple(f"tensors.{y.field}" for y in self.outputs)
 
 
-def main_view(program: HostProgram, view: views.Program) -> Main:
+def main_view(program: HostProgram, view: program_views.Program) -> Main:
     """What main.cpp says beside the program itself."""
     mesh, divisors = program.mesh, _divisors(with_each_block_once(program))
     integers = Integers(mesh, {label: f"sizes.{name}" for label, name in zip(program.symbols(), view.sizes, strict=False)}, divisors)
 
-    def tensor(parameter: Parameter, argument: views.Argument) -> tuple[str, str, str, str]:
+    def tensor(parameter: Parameter, argument: program_views.Argument) -> tuple[str, str, str, str]:
         cpp = "uint8_t" if argument.cpp == "bool" else argument.cpp  # a std::vector<bool> has no data()
         return argument.field, cpp, argument.dtype, integers.extents(parameter.type.local_shape(mesh))
 
@@ -130,7 +130,7 @@ def _divisors(program: HostProgram) -> dict[str, int]:
     return result
 
 
-def _team(team: views.Team, program: Mesh) -> Team:
+def _team(team: program_views.Team, program: Mesh) -> Team:
     axes, mesh = tuple(team.axes.split(", ")), program
     if team.mesh:
         mesh = Mesh(tuple((axis.name, axis.size) for axis in team.mesh.axes), team.mesh.ranks)

@@ -8,7 +8,7 @@ from functools import cache
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from hostweave.build.paths import TEMPLATES
-from hostweave.emit import views
+from hostweave.emit import program_views
 from hostweave.emit.layout import laid_out
 from hostweave.emit.main import Main
 from hostweave.emit.program import program_view
@@ -28,12 +28,12 @@ def render(program: HostProgram) -> dict[str, str]:
     return {path: rendered(path, program=view) for path in (*SOURCES, *kernel_files(view))}
 
 
-def kernel_files(view: views.Program) -> tuple[str, ...]:
+def kernel_files(view: program_views.Program) -> tuple[str, ...]:
     """The files of its kernels, where it has some."""
     return (*(KERNEL_SOURCES if view.kernel_names else ()), *(("user_kernels.cuh",) if view.sources else ()))
 
 
-def rendered(path: str, **values: views.Program | Main) -> str:
+def rendered(path: str, **values: program_views.Program | Main) -> str:
     """The text of one file: its template, laid out as clang-format would where it is C++."""
     text = _environment().get_template(f"{path}.j2").render(values)
     return laid_out(text) if path.endswith((".h", ".cpp", ".cu")) else text

@@ -1,0 +1,30 @@
+"""What `prepare` tells the arena of a body: when its temporaries come and go."""
+
+from __future__ import annotations
+
+from hostweave.emit import views
+from hostweave.emit.shared import Shared
+from hostweave.host.lifetimes import Begin, Branch, Called, End, Joined, OnRanks, Step, Steps
+
+
+def arena_plan(steps: Steps, shared: Shared) -> views.Body:
+    """After the body has been emitted."""
+    return tuple(_told(step, shared) for step in steps)
+
+
+def _told(step: Step, shared: Shared) -> views.InstructionView:
+    match step:
+        case Begin(allocate):
+            buffer = shared.temporaries[id(allocate)]
+            return views.Reserve(buffer.member, buffer.count, buffer.pool)
+        case End(begin):
+            return views.Free(shared.temporaries[id(begin.allocate)].member)
+        case Joined(stream):
+            return views.Joined(shared.streams[stream].member)
+        case OnRanks(mesh, inner):
+            return views.PlannedIf(shared.flag(mesh), arena_plan(inner, shared), ())
+        case Called(block):
+            return views.MemoryOf(shared.memory_of[block])
+        case Branch(condition, then, otherwise):
+            text, taken, not_taken = shared.integers.expr(condition), arena_plan(then, shared), arena_plan(otherwise, shared)
+            return views.PlannedIf(text, taken, not_taken) if taken else views.PlannedIf(f"!({text})", not_taken, ())

@@ -1,0 +1,106 @@
+"""The arguments of a program, and the sizes that they tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from hostweave.emit import program_views
+from hostweave.emit.cpp import CUDA_TYPES, Integers
+from hostweave.emit.instructions import Emitter
+from hostweave.emit.parts import part, part_names, whole
+from hostweave.errors import ProgramError
+from hostweave.fusion.extent import Extent, is_sum, part_of
+from hostweave.fusion.types import mesh_of_part
+from hostweave.host import ir
+from hostweave.host.requirements import not_negative
+
+
+@dataclass(frozen=True)
+class _Binding:
+    """The dim of an input that tells a symbolic size: the size is the dim times the number of its shards, if those are even."""
+
+    name: str
+    dim: int
+    shards: int
+    from_whole: bool = False  # what this rank holds does not tell it
+
+
+def inputs_of(program: ir.HostProgram, emitter: Emitter) -> tuple[program_views.Argument, ...]:
+    """The inputs in order: each tells the sizes that those before it do not."""
+    known = {name for name in part_names(program) if whole(name).is_int}
+    result = []
+    for parameter in program.inputs:
+        bindings: list[_Binding] = []
+        for dim, extent in enumerate(program.local_type(parameter).shape):
+            binding = _binding(program, dim, extent)
+            if binding and parameter.type.mesh:
+                binding = replace(binding, from_whole=True)
+            if binding and binding.name not in {*known, *(b.name for b in bindings)}:
+                bindings.append(binding)
+        result.append(argument(program, parameter, emitter, known, bindings))
+        for binding in bindings:
+            known.update((binding.name, *(name for name in part_names(program) if str(whole(name)) == binding.name)))
+    for name in program.symbols():
+        if name not in known:
+            raise ProgramError(
+                f"@{program.name}: no input has a dim {name}, so nothing tells its size; give it to an input, or write an int"
+            )
+    return tuple(result)
+
+
+def _binding(program: ir.HostProgram, dim: int, extent: Extent) -> _Binding | None:
+    """What a local extent such as `M/8` or `part(M, x)` tells."""
+    if len(extent.names) != 1 or extent.coefficient != 1:
+        return None
+    if held := part_of(extent.names[0]):
+        size, axes, _ = held
+        ranks = mesh_of_part(extent.names[0], program.mesh).size_of(axes)
+        return None if size.is_int else _Binding(str(size), dim, ranks, from_whole=True)
+    return _Binding(extent.names[0], dim, extent.divisor)
+
+
+def argument(
+    program: ir.HostProgram, parameter: ir.Parameter, emitter: Emitter, known: set[str], bindings: list[_Binding] | None = None
+) -> program_views.Argument:
+    type, integers = program.local_type(parameter), emitter.integers
+    field = emitter.buffers[parameter.name].text
+    is_open = [not set(extent.symbols) <= known for extent in type.shape]
+    return program_views.Argument(
+        name=parameter.name,
+        field=field,
+        type=str(type),
+        dtype=CUDA_TYPES[type.dtype.name],
+        cpp=type.dtype.cpp,
+        shape=integers.extents(type.shape),
+        pattern="{" + ", ".join("hw::kAny" if open else integers.alone(e) for e, open in zip(type.shape, is_open, strict=True)) + "}",
+        sizes=tuple(_size(program, binding, field, integers) for binding in bindings or ()),
+        again=sum(is_open) > len(bindings or ()) or any(binding.from_whole for binding in bindings or ()),
+        used=parameter.name in emitter.used,
+        on=emitter.shared.flag(parameter.type.mesh) if parameter.type.mesh else "",
+    )
+
+
+def _size(program: ir.HostProgram, binding: _Binding, field: str, integers: Integers) -> program_views.Size:
+    multiple, dim = integers.multiples.get(binding.name, 1), f"in.{field}.dim({binding.dim})"
+    is_multiple = binding.shards % multiple == 0 and not binding.from_whole
+    if binding.from_whole:
+        dim = f"in.{field}.whole_dim({binding.dim}, {binding.shards})"
+    elif binding.shards > 1:
+        dim += f" * {binding.shards}"
+    return program_views.Size(
+        label=binding.name,
+        name=integers.sizes[binding.name],
+        value=dim,
+        divisor=1 if is_multiple else multiple,
+        parts=tuple(part(program, integers, name) for name in part_names(program) if str(whole(name)) == binding.name),
+    )
+
+
+def requirements_of(program: ir.HostProgram, integers: Integers) -> Iterator[str]:
+    """Calls that check what is computed from sizes: differences, and sums that ranks share."""
+    for extent in not_negative(program):
+        yield f'hw::expect_room("{str(extent).strip("()")}", {integers.alone(extent)})'
+    for name, multiple in integers.multiples.items():
+        if is_sum(name) and multiple > 1:
+            yield f'hw::expect_divisible("{name.strip("()")}", {integers.sum(name).strip("()")}, {multiple})'

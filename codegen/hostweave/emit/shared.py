@@ -1,0 +1,57 @@
+"""What the bodies of a program share: names, and the members that they need: channels, streams, plans, kernels, temporaries."""
+
+from __future__ import annotations
+
+from hostweave.emit import program_views
+from hostweave.emit.cpp import Integers
+from hostweave.emit.kernels import EmittedKernel
+from hostweave.emit.meshes import label
+from hostweave.emit.names import Names
+from hostweave.fusion.types import BufferType, Mesh
+from hostweave.host import ir
+from hostweave.host.blocks import bodies
+
+WORKSPACE = "workspace_"
+
+PlanKey = tuple[tuple[BufferType, ...], str, bool, str]  # of the operands and the result, the precision, the bias, the activation
+
+
+class Shared:
+    """Collects it while the bodies are emitted."""
+
+    def __init__(self, program: ir.HostProgram, names: Names, integers: Integers):
+        self.names, self.integers = names, integers
+        self.blocks = {block.name: names.of(block.name, "block") for block in program.blocks}
+        self.memory_of = {block.name: names.of(f"{block.name}_memory", "block") for block in program.blocks}  # what plans that of a block
+        for body in bodies(program)[::-1]:  # the user's names come before the ones made here
+            for parameter in (*body.inputs, *body.outputs):
+                names.of(parameter.name)
+            for instruction in ir.walk(body.body):
+                for name in ir.names(instruction, "define", "index"):
+                    names.of(name)
+        integers.coordinates[program.mesh, ""] = names.of("rank", "number of this rank")
+        integers.coordinates.update({(program.mesh, axis): names.of(f"rank_{axis}", "coordinate") for axis, _ in program.mesh.axes})
+        self.members = Names(("rank_", "arena_", "prepared_", WORKSPACE), suffix="_")
+        self.streams = {s.name: program_views.Pool(self.members.of(s.name, "streams"), s.name, s.count) for s in program.streams}
+        self.events = {e.name: program_views.Pool(self.members.of(e.name, "events"), e.name, e.count) for e in program.events}
+        self.flags: dict[Mesh, str] = {}  # of meshes of some of the ranks
+        self.teams: dict[tuple[Mesh, ir.Team], program_views.Team] = {}
+        self.routes: dict[ir.Routes, program_views.Routes] = {}
+        self.plans: dict[PlanKey, program_views.Plan] = {}
+        self.uses_of_plan: dict[PlanKey, set[Mesh]] = {}
+        self.declared = {kernel.name: kernel for kernel in program.kernels}
+        self.sources = {source.name: source for source in program.sources}
+        self.kernels: dict[tuple[ir.Kernel, tuple[BufferType, ...]], EmittedKernel] = {}
+        self.temporaries: dict[int, program_views.Temporary] = {}  # by the id of the allocate
+        self.needs_workspace = False  # for matmuls on the caller's stream
+
+    def flag(self, mesh: Mesh) -> str:
+        """Whether this rank is in a mesh of some of the ranks."""
+        if mesh not in self.flags:
+            self.flags[mesh] = self.members.of(f"on_{label(mesh)}", str(mesh))
+        return self.flags[mesh]
+
+    def flag_of_plan(self, key: PlanKey) -> str:
+        """Which ranks need a plan, where that are those of one mesh."""
+        meshes = self.uses_of_plan[key]
+        return self.flags[next(iter(meshes))] if len(meshes) == 1 and not meshes & {self.integers.program} else ""
