@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from dataclasses import replace
 
@@ -443,3 +444,12 @@ def test_extents_that_are_whole_at_no_size() -> None:
     with pytest.raises(ProgramError) as caught:
         check(HostProgram.parse(f"host @t(%x: f32[M]) -> (%y: f32[M]) mesh() {{\n{halves}\n}}"))
     assert str(caught.value) == "text:4: %b = slice %s[0: 0 of 2]: (M - 1)/2: 2 does not divide 1: choose sizes that it divides"
+
+
+def test_the_garbage_collector_goes_on_after_a_check() -> None:
+    copied = HostProgram.parse("host @f(%x: f32[N]) -> (%y: f32[N]) mesh(x=1) {\n  copy %x -> %y\n}\n")
+    check(copied)
+    assert gc.isenabled()
+    with pytest.raises(ProgramError, match="write all of every output"):
+        check(replace(copied, body=()))
+    assert gc.isenabled()

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable
 
 from hostweave.analysis.operations import failure, instruction_text
+from hostweave.errors import ProgramError
 from hostweave.fusion.extent import Extent
 from hostweave.fusion.types import Sizes
 from hostweave.host import ir
@@ -15,16 +16,19 @@ Environment = dict[str, int]  # values of loop indices and lets, and the rank's 
 
 
 def size_of(program: ir.HostProgram, sizes: Sizes, extent: Extent, instruction: ir.Instruction | None) -> int:
-    where = f"{instruction_text(instruction)}: " if instruction else ""
+    def wrong(what: str) -> ProgramError:
+        where = f"{instruction_text(instruction)}: " if instruction else ""
+        return failure(program, f"{where}{what}", instruction)
+
     try:
         bound = extent.bind(sizes)
     except ValueError as error:
-        raise failure(program, f"{where}{error}: choose sizes that it divides", instruction) from None
+        raise wrong(f"{error}: choose sizes that it divides") from None
     except KeyError as error:
         wanted = ", ".join(program.symbols())
         raise failure(program, f"the size {error.args[0]} is not given: give one for each of {wanted}") from None
     if bound < 0:
-        raise failure(program, f"{where}{extent} is {bound}: choose sizes that leave room for it", instruction)
+        raise wrong(f"{extent} is {bound}: choose sizes that leave room for it")
     return bound
 
 

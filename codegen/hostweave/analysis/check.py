@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import combinations
 from typing import NoReturn
 
@@ -27,13 +30,26 @@ def check(program: ir.HostProgram, sizes: Sizes | None = None) -> None:
     record may not have run; ranks that wait for one another; memory read before it is written; outputs that are not written
     completely.
     """
-    for chosen in sizes_to_check(program) if sizes is None else (sizes,):
-        instances = instantiate(program, chosen)
-        ordered = order(instances, meetings(instances))
-        checker = _Checker(instances, ordered)
-        for task, clock in run(ordered):
-            checker.start(task, clock)
-        checker.finish()
+    with _without_collections():
+        for chosen in sizes_to_check(program) if sizes is None else (sizes,):
+            instances = instantiate(program, chosen)
+            ordered = order(instances, meetings(instances))
+            checker = _Checker(instances, ordered)
+            for task, clock in run(ordered):
+                checker.start(task, clock)
+            checker.finish()
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Nothing that a check builds is garbage before it ends, and the collector would walk over all of it again and again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class _Checker:
@@ -42,6 +58,7 @@ class _Checker:
         self.posted = Posted()
         self.tasks = {task.operation: task for task in ordered.tasks}
         self.kernels = {kernel.name: kernel for kernel in instances.program.kernels}
+        self.over: dict[tuple[str, int, int], bool] = {}
         self.memories: list[dict[str, Memory]] = []
         # The first read of bytes that nothing wrote before. If their write comes later, the race says more.
         self.empty: tuple[Operation, Access, range] | None = None
@@ -109,7 +126,7 @@ class _Checker:
             case ir.ReduceScatter():
                 return new.offset == old.offset + place * new.layout.run
             case ir.Launch(kernel=name, srcs=srcs, dsts=dsts):
-                if name not in self.kernels or not reads_own_index(self.kernels[name], srcs.index(read.name), dsts.index(written.name)):
+                if not self.writes_over(name, srcs.index(read.name), dsts.index(written.name)):
                     return False
             case ir.Matmul(a=a, b=b, plus=plus):
                 if read.name not in plus or read.name in (a, b):
@@ -119,6 +136,13 @@ class _Checker:
             case _:
                 return False
         return (old.offset, old.layout.rows, old.layout.run) == (new.offset, new.layout.rows, new.layout.run)
+
+    def writes_over(self, kernel: str, source: int, result: int) -> bool:
+        """Whether a kernel may write a result over an input. What one of the user reads is not known."""
+        key = kernel, source, result
+        if key not in self.over:
+            self.over[key] = kernel in self.kernels and reads_own_index(self.kernels[kernel], source, result)
+        return self.over[key]
 
     def race(self, touch: Touch, conflict: Touch, memory: Memory) -> NoReturn:
         """Names what was issued later first: it is the one that fails to wait."""

@@ -101,6 +101,7 @@ class _Binder:
         self.program = program
         self.mesh = program.mesh  # of the `on` body around
         self.sizes = sizes
+        self.bound: dict[Extent, int] = {}
         self.types: dict[str, BufferType] = {}
         self.layouts: dict[str, Layout] = {}
         self.roots: dict[str, Root] = {}
@@ -118,7 +119,10 @@ class _Binder:
         self.types[name], self.layouts[name] = buffer, layout(buffer.dtype, shape, strides)
 
     def size(self, extent: Extent, instruction: ir.Instruction | None) -> int:
-        return size_of(self.program, self.sizes, extent, instruction)
+        bound = self.bound.get(extent)
+        if bound is None:
+            bound = self.bound[extent] = size_of(self.program, self.sizes, extent, instruction)
+        return bound
 
     def expr(self, expr: Expr) -> Callable[[Environment], int]:
         return compiled(expr, self.sizes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
 
@@ -32,7 +33,7 @@ class Memory:
         units = root.size // self.unit
         self.before = Touch(caller, caller.operation, Access("", Region("", 0, root.layout, 0), reads=False, writes=True))
         self.writes = [self.before] * units
-        self.reads: list[dict[int, Touch]] = [{} for _ in range(units)]
+        self.reads: dict[int, dict[int, Touch]] = {}  # by unit, then by stream
         # Which execution of its allocate a unit was filled in; an input is filled from the start.
         self.filled = [0 if root.role == "input" else -1] * units
         self.freed: set[int] = set()  # executions of the allocate
@@ -47,21 +48,21 @@ class Memory:
             if clock[write.by.lane] < write.by.number and write.by is not task:
                 return write
             if access.writes:
-                for read in self.reads[unit].values():
-                    if clock[read.by.lane] < read.by.number and read.by is not task:
-                        return read
+                if reads := self.reads.pop(unit, None):
+                    for read in reads.values():
+                        if clock[read.by.lane] < read.by.number and read.by is not task:
+                            return read
                 self.writes[unit] = touch
-                self.reads[unit] = {}
                 if not is_claim:
                     self.filled[unit] = region.generation
             if access.reads:
-                self.reads[unit][task.lane] = touch
+                self.reads.setdefault(unit, {})[task.lane] = touch
         return None
 
     def unfinished(self, clock: Clock) -> Touch | None:
         """An access that may still run when `clock` is known."""
-        for write, reads in zip(self.writes, self.reads, strict=True):
-            for touch in (write, *reads.values()):
+        for unit, write in enumerate(self.writes):
+            for touch in (write, *self.reads.get(unit, {}).values()):
                 if clock[touch.by.lane] < touch.by.number:
                     return touch
         return None
@@ -76,9 +77,12 @@ class Memory:
     def overlap(self, a: Region, b: Region) -> bool:
         return not set(self.units(a)).isdisjoint(self.units(b))
 
-    def units(self, region: Region) -> list[int]:
+    def units(self, region: Region) -> Sequence[int]:
+        pattern = self._pattern(region.layout)
+        if not region.offset:
+            return pattern
         first = region.offset // self.unit
-        return [first + unit for unit in self._pattern(region.layout)]
+        return [first + unit for unit in pattern]
 
     def _pattern(self, layout: Layout) -> tuple[int, ...]:
         """The units of a region that starts at 0. All steps share their layouts, so this is worked out once for each."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from typing import Annotated, ClassVar, TypeVar, get_origin, get_type_hints
 
 from hostweave.errors import Location
@@ -631,6 +632,7 @@ def rewrite(body: Body, rule: Callable[[Instruction], Instruction | Body | None]
 # --- types of views ---------------------------------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=4096)
 def row_major(shape: tuple[Extent, ...]) -> tuple[Extent, ...]:
     """The strides of a contiguous buffer, in elements."""
     strides: list[Extent] = []
