@@ -1,1 +1,1 @@
-"""The parts of `lower_to_host`, in the order of their imports: dataflow, loops, placement; buffers; reshards."""
+"""The parts of `lower_to_host`, each built on those before: dataflow, loops, placement; buffers; communication, transfers, reshards."""
