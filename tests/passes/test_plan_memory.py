@@ -242,6 +242,53 @@ join ring
 }}
 """,
     ),
+    "what a step has from one block to another has a slot of its stream": (
+        ONE,
+        """
+%a = allocate f32[M, N]
+fork ring
+for %j in 0..5 {
+  if %j < 4 {
+    stream ring[%j] {
+      %x_j = slice %x[0: %j of 4]
+      %a_j = slice %a[0: %j of 4]
+      copy %x_j -> %a_j
+    }
+  }
+  if %j > 0 {
+    %i = %j - 1
+    stream ring[%i] {
+      %a_i = slice %a[0: %i of 4]
+      %y_i = slice %y[0: %i of 4]
+      copy %a_i -> %y_i
+    }
+  }
+}
+join ring
+""",
+        """
+%a = allocate f32[2, M/4, N]
+fork ring
+for %j in 0..5 {
+  if %j < 4 {
+    stream ring[%j] {
+      %x_j = slice %x[0: %j of 4]
+      %a_j = select %a[0: %j % 2]
+      copy %x_j -> %a_j
+    }
+  }
+  if %j > 0 {
+    %i = %j - 1
+    stream ring[%i] {
+      %a_i = select %a[0: %i % 2]
+      %y_i = slice %y[0: %i of 4]
+      copy %a_i -> %y_i
+    }
+  }
+}
+join ring
+""",
+    ),
     # --- when memory comes and goes
     "what is of no use lends its bytes": (
         SQUARE,
@@ -577,6 +624,56 @@ matmul %x, %w -> %a
 }
 # One thing that keeps a result from its operand's memory each; the body stays as it is.
 APART = {
+    "as many streams as steps": (
+        ONE.replace("ring[2]", "ring[4]"),
+        """
+%a = allocate f32[M, N]
+fork ring
+for %j in 0..5 {
+  if %j < 4 {
+    stream ring[%j] {
+      %x_j = slice %x[0: %j of 4]
+      %a_j = slice %a[0: %j of 4]
+      copy %x_j -> %a_j
+    }
+  }
+  if %j > 0 {
+    %i = %j - 1
+    stream ring[%i] {
+      %a_i = slice %a[0: %i of 4]
+      %y_i = slice %y[0: %i of 4]
+      copy %a_i -> %y_i
+    }
+  }
+}
+join ring
+""",
+    ),
+    "a chunk that another step has": (
+        ONE,
+        """
+%a = allocate f32[M, N]
+fork ring
+for %j in 0..5 {
+  if %j < 4 {
+    stream ring[%j] {
+      %x_j = slice %x[0: %j of 4]
+      %a_j = slice %a[0: %j of 4]
+      copy %x_j -> %a_j
+    }
+  }
+  if %j > 0 {
+    %i = %j - 1
+    stream ring[%i] {
+      %a_i = slice %a[0: (%i + 2) % 4 of 4]
+      %y_i = slice %y[0: %i of 4]
+      copy %a_i -> %y_i
+    }
+  }
+}
+join ring
+""",
+    ),
     "another element is read": (SQUARE, "%a = allocate f32[M, M]\nmatmul %x, %w -> %a\nlaunch @turn %a -> %y"),
     "it is read again": (
         SQUARE.replace("-> (%y: f32[M, M])", "-> (%y: f32[M, M], %z: f32[M, M])"),

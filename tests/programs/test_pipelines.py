@@ -115,6 +115,8 @@ def test_memory_is_planned_for_the_ranks_of_each_stage(name: str) -> None:
     if name == "two_stages_streamed":  # a buffer a stream, results in place; what arrives is there for a step before it is used
         assert [row.name for row in plans[0].rows] == ["%product", "%product_2"]
         assert [row.name for row in plans[2].rows] == ["%arrived", "%product_3"]
+        many = memory_plan(lowered(fusion_of(name, 4, 16, hw.bf16)), {"M": 4096, "K": 4096, "N": 4096}, 2)
+        assert 4 * many.peak == plans[2].peak  # 4 of 16 micro-batches, a stream each
 
 
 def test_layers_of_a_stage_are_calls_of_a_block() -> None:

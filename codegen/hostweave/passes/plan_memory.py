@@ -29,12 +29,13 @@ from hostweave.host.uses import Uses
 from hostweave.options import Options
 from hostweave.passes.in_place import in_place
 from hostweave.passes.one_a_stream import one_a_stream
+from hostweave.passes.one_slot_a_stream import one_slot_a_stream
 from hostweave.passes.sink_views import sink_views
 
 
 def plan_memory(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     """After it the text says what may share memory."""
-    program = one_a_stream(program)
+    program = one_a_stream(one_slot_a_stream(program))
     if any(isinstance(i, ir.OnMesh) for i in ir.walk(program.body)):  # what is allocated in one body and used in another comes together
         planned = _Planner(program).body(program.body, on_caller=True)
         program = replace(program, body=ir.rewrite(planned, lambda i: () if isinstance(i, ir.Deallocate) else None))
