@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import random
@@ -130,8 +131,9 @@ class Ranks:
             )
             for one in environments
         ]
-        for rank in range(len(environments)):
-            threading.Thread(target=self._read, args=(rank,), daemon=True).start()
+        self._readers = [threading.Thread(target=self._read, args=(rank,), daemon=True) for rank in range(len(environments))]
+        for reader in self._readers:
+            reader.start()
 
     def _read(self, rank: int) -> None:
         stdout = self.processes[rank].stdout
@@ -167,9 +169,14 @@ class Ranks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self.processes:
+        for process, reader in zip(self.processes, self._readers, strict=True):
             process.kill()
             process.wait()
+            reader.join(SECONDS)
+            for pipe in (process.stdin, process.stdout):
+                with contextlib.suppress(BrokenPipeError):
+                    if pipe:
+                        pipe.close()
 
 
 @pytest.fixture

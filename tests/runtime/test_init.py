@@ -528,6 +528,36 @@ def test_a_rank_that_leaves() -> None:
         assert re.fullmatch(r"ag_matmul: rank 3 has left" + GATHER, message)
 
 
+def test_the_process_that_keeps_the_store_is_killed() -> None:
+    """Rank 1 says so, gives the group up, and is a world of its own."""
+    script = """
+import os, subprocess, sys
+import hostweave as hw
+
+keep = "import sys, hostweave as hw; group = hw.init(hw.Environment()); print(group.rank, flush=True); sys.stdin.read()"
+pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+with subprocess.Popen([sys.executable, "-c", keep], env=os.environ | {"RANK": "0"}, **pipes) as keeper:
+    group = hw.init(hw.Environment())
+    keeper.stdout.readline()
+    keeper.kill()
+try:
+    group.check()
+except hw.errors.ExecutionError as error:
+    print(error)
+print(group.failure is not None)
+again = hw.init(hw.Environment({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ["OTHER_PORT"]}))
+print(again.rank, again.count, again.failure)
+"""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OTHER_PORT": str(free_port())}
+    said, has_failed, again = run_processes(script, [{"RANK": "1", "WORLD_SIZE": "2", **address}])[0].splitlines()
+    assert re.fullmatch(
+        r"group 'default' can do nothing any more: the store in the process of rank 0 does not answer \(.*\); "
+        r"has that process ended\?; call hw\.init again",
+        said,
+    )
+    assert (has_failed, again) == ("True", "0 1 None")
+
+
 def test_the_cpu_target_runs_in_one_process() -> None:
     script = """
 import numpy as np

@@ -16,7 +16,7 @@ from hostweave.runtime.agreement import Intent, disagreement
 from hostweave.runtime.meeting import Absent, Failed, Meeting, NoMeeting, StoreMeeting, ThreadMeeting
 from hostweave.runtime.providers import Communicators, Environment, Provider, Threads, default_provider
 from hostweave.runtime.rendezvous import World, meet, ranks_text
-from hostweave.runtime.stores import Store
+from hostweave.runtime.stores import Store, StoreClosed
 from hostweave.runtime.tcp import TcpStore
 from hostweave.runtime.watchdog import watch
 
@@ -138,7 +138,7 @@ class Group:
 
     def check(self) -> None:
         """Raises ExecutionError where the group has failed. On CUDA, where calls only enqueue, it tells so after a wait for a stream."""
-        if not self._failure and (reason := self.meeting.failure()):
+        if not self._failure and (reason := self._told()):
             self.give_up(reason)
         self.expect_working()
 
@@ -214,13 +214,22 @@ class Group:
             call()
         except BaseException as error:
             reason = f"rank {self.rank}: {error}"
-            first = self.meeting.failure() or member.stopped or reason
+            first = self._told() or member.stopped or reason
             self.fail(first)
             if first != reason:  # but led to it
                 raise ExecutionError(f"{program}: {first}") from error
             raise
 
     # --- failures
+
+    def _told(self) -> str | None:
+        """Why the group has failed, as some rank told; or that nobody can tell any more."""
+        try:
+            return self.meeting.failure()
+        except StoreClosed:  # rank 0 has ended, as it should: what it made with the others is done
+            return None
+        except ExecutionError as error:
+            return str(error)
 
     def fail(self, reason: str) -> None:
         """Gives the group up, and has the other ranks do so."""

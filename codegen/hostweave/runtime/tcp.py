@@ -161,7 +161,10 @@ class TcpStore:
     def _ask(self, what: bytes, key: str, value: bytes = b"", timeout: float = 0) -> bytes | None:
         with self._lock:
             connection = self._idle.pop() if self._idle else None
-        connection = connection or self._connect(self._address, _GRACE)
+        try:
+            connection = connection or self._connect(self._address, _GRACE)
+        except OSError as error:
+            raise _no_answer(error) from error
         try:
             answer = _converse(connection, what, key, value, timeout)
         except BaseException:  # the connection is in the middle of an answer
@@ -227,7 +230,11 @@ def _converse(connection: socket.socket, what: bytes, key: str, value: bytes, ti
             raise StoreClosed("the store is closed: the process of rank 0 has ended")
         return None if count < 0 else _receive(connection, count)
     except OSError as error:
-        raise ExecutionError(f"the store in the process of rank 0 does not answer ({error}); has that process ended?") from error
+        raise _no_answer(error) from error
+
+
+def _no_answer(error: OSError) -> ExecutionError:
+    return ExecutionError(f"the store in the process of rank 0 does not answer ({error}); has that process ended?")
 
 
 def _receive(connection: socket.socket, count: int) -> bytes:
