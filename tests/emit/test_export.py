@@ -13,7 +13,8 @@ import scipy_openblas32
 from example_programs import all_fusions, more_fusions, pipelines
 
 import hostweave as hw
-from hostweave.build.cuda import find_cuda
+from hostweave.build.cuda import find_cuda, gpus
+from hostweave.fusion.ir import Fusion
 
 FUSIONS = {**all_fusions(ranks=4, chunks=3), **more_fusions(ranks=4), **pipelines(ranks=4)}
 TOOLS = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"], "/usr/local/cuda/bin"])  # cmake and ninja may come from pip
@@ -24,8 +25,8 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env={**os.environ, "PATH": TOOLS}, capture_output=True, text=True)
 
 
-def build(name: str, folder: Path, *settings: str) -> None:
-    hw.compile(FUSIONS[name]).export(folder)
+def build(fusion: Fusion, folder: Path, *settings: str) -> None:
+    hw.compile(fusion).export(folder)
     for command in (("cmake", "-G", "Ninja", "-B", "build", *QUICK, *settings), ("cmake", "--build", "build")):
         result = run(folder, *command)
         assert result.returncode == 0, result.stdout + result.stderr
@@ -33,7 +34,7 @@ def build(name: str, folder: Path, *settings: str) -> None:
 
 def test_a_project_runs_on_the_cpu(tmp_path: Path) -> None:
     openblas = Path(scipy_openblas32.__file__).parent
-    build("matmul_rs_flat", tmp_path, f"-DHOSTWEAVE_OPENBLAS_ROOT={openblas}")  # send and recv, matmuls and a kernel
+    build(FUSIONS["matmul_rs_flat"], tmp_path, f"-DHOSTWEAVE_OPENBLAS_ROOT={openblas}")  # send and recv, matmuls and a kernel
     result = run(tmp_path, "build/matmul_rs_flat", "M=64", "K=32", "N=16", "repetitions=2")
     assert (result.returncode, result.stderr) == (0, "")
     assert len(result.stdout.splitlines()) == 5
@@ -43,7 +44,7 @@ def test_a_project_runs_on_the_cpu(tmp_path: Path) -> None:
     assert uneven.returncode == 1
     assert "M = 66: must be a multiple of 4" in uneven.stderr
 
-    build("three_layers", tmp_path, f"-DHOSTWEAVE_OPENBLAS_ROOT={openblas}")  # calls; the runtime is built already
+    build(FUSIONS["three_layers"], tmp_path, f"-DHOSTWEAVE_OPENBLAS_ROOT={openblas}")  # calls; the runtime is built already
     result = run(tmp_path, "build/three_layers", "M=16", "E=8", "F=12", "repetitions=1")
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.endswith("every rank has what it should\n")
@@ -52,7 +53,7 @@ def test_a_project_runs_on_the_cpu(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_project_with_stages_runs_on_the_cpu(tmp_path: Path) -> None:
     openblas = Path(scipy_openblas32.__file__).parent
-    build("two_stages_streamed", tmp_path, f"-DHOSTWEAVE_OPENBLAS_ROOT={openblas}")
+    build(FUSIONS["two_stages_streamed"], tmp_path, f"-DHOSTWEAVE_OPENBLAS_ROOT={openblas}")
     result = run(tmp_path, "build/two_stages_streamed", "M=64", "K=32", "N=16", "repetitions=2")
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.endswith("every rank has what it should\n")
@@ -81,9 +82,22 @@ HAS_NVCC = shutil.which("nvcc", path=TOOLS) is not None
 @pytest.mark.skipif(bool(CUDA.missing) and not os.environ.get("HOSTWEAVE_REQUIRE_CUDA"), reason="no CUDA: pip install '.[cuda13]'")
 @pytest.mark.parametrize("name", ["ag_matmul_p2p", *(["matmul_rs_flat"] if HAS_NVCC else [])])  # kernels need nvcc here
 def test_a_project_compiles_and_links_for_cuda(name: str, tmp_path: Path) -> None:
+    build(FUSIONS[name], tmp_path, *for_cuda())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["ag_matmul_p2p", "matmul_rs_flat"])
+def test_a_project_runs_on_gpus(name: str, tmp_path: Path) -> None:
+    build(all_fusions(ranks=len(gpus()))[name], tmp_path, *for_cuda())
+    result = run(tmp_path, f"build/{name}", "M=64", "K=32", "N=16", "repetitions=2")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.endswith("every rank has what it should\n")
+
+
+def for_cuda() -> tuple[str, ...]:
     found = (part.path for part in (*CUDA.headers, *CUDA.libraries) if part.path)
-    prefixes = dict.fromkeys(str(folder) for path in found for folder in path.parents if folder.name in ("include", "lib", "lib64"))
-    build(name, tmp_path, "-DHOSTWEAVE_TARGET=cuda", f"-DCMAKE_PREFIX_PATH={';'.join(str(Path(p).parent) for p in prefixes)}")
+    prefixes = dict.fromkeys(str(folder.parent) for path in found for folder in path.parents if folder.name in ("include", "lib", "lib64"))
+    return "-DHOSTWEAVE_TARGET=cuda", f"-DCMAKE_PREFIX_PATH={';'.join(prefixes)}"
 
 
 def test_another_target_is_refused(tmp_path: Path) -> None:

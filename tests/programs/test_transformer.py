@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 
@@ -14,6 +15,7 @@ from transformer_reference import Array, Reference
 from whole_programs import compiled, lowered
 
 import hostweave as hw
+from hostweave.build.cuda import gpus
 from hostweave.build.paths import EXAMPLES
 from hostweave.fusion.ir import Fusion
 from hostweave.fusion.reference import tolerance_at_scale
@@ -101,12 +103,12 @@ def schedules() -> Iterator[object]:
     yield seeded(0)
 
 
-def compare(fusion: Fusion, sizes: Mapping[str, int]) -> None:
+def compare(fusion: Fusion, sizes: Mapping[str, int], target: str = "cpu") -> None:
     arrays = arrays_of(fusion, sizes)
     want = wanted(fusion, arrays)
-    for schedule in schedules():
+    for schedule in schedules() if target == "cpu" else [nullcontext()]:
         with schedule:  # type: ignore[attr-defined]
-            ranks = compiled(fusion).run(**arrays, ranks=True)
+            ranks = compiled(fusion, target=target).run(**arrays, ranks=True)
         for index, output in enumerate(lowered(fusion).outputs):
             allowed = tolerance_at_scale(fusion, output.name, sizes)
             for rank, results in enumerate(ranks):
@@ -119,6 +121,16 @@ def compare(fusion: Fusion, sizes: Mapping[str, int]) -> None:
 @pytest.mark.parametrize(("name", "variant"), CASES)
 def test_matches_numpy(name: str, variant: Variant) -> None:
     compare(programs(variant)[name], SIZES)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", VARIANTS[:4], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_matches_numpy_on_gpus(name: str, variant: Variant) -> None:
+    fusion = programs(variant)[name]
+    if fusion.mesh.size > len(gpus()):
+        pytest.skip(f"needs {fusion.mesh.size} GPUs, and there are {len(gpus())}")
+    compare(fusion, SIZES, target="cuda")
 
 
 @pytest.mark.parametrize("name", ["gpt_sp", "llama_sp"])
