@@ -80,3 +80,11 @@ def two_loops(x, w, v, u):
     h = hw.matmul(x, w).stream("M", chunks=D)  # what its loop holds of x, the second loop may overwrite
     g = hw.clamp(hw.matmul(h, v), -1, 1)
     return hw.reshard(hw.matmul(g, u), "M@x", "N").stream("M", chunks=D)
+
+
+@hw.fusion(mesh=mesh, x=dtype["M@x", "K"], w=dtype["K", "N"], b=dtype["N"], r=dtype["M@x", "N"])
+def epilogues(x, w, b, r):
+    biased = (hw.matmul(x, w).stream("M", chunks=D) + b).stream("M", chunks=D)
+    h = hw.relu(biased).stream("M", chunks=D).named("h")  # no kernel in the loop
+    s = (hw.matmul(x, w) * 0.5 + r).named("s")
+    return h, s, hw.clamp(s, -1, 1).named("c")  # the kernel that is left reads s, which the matmul wrote

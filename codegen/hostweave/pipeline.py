@@ -14,6 +14,7 @@ from hostweave.host.verify import verify_host
 from hostweave.options import Options
 from hostweave.passes.choose_overlap import choose_overlap
 from hostweave.passes.decompose_reshards import decompose_reshards
+from hostweave.passes.fold_epilogues import fold_epilogues
 from hostweave.passes.fuse_kernels import fuse_kernels
 from hostweave.passes.group_communications import group_communications
 from hostweave.passes.insert_reshards import insert_reshards
@@ -30,6 +31,7 @@ PASSES: tuple[Callable[[Any, Options], Any], ...] = (
     choose_overlap,
     lower_to_host,
     fuse_kernels,
+    fold_epilogues,
     group_communications,
     sink_waits,
     order_channels,

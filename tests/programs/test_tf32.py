@@ -23,6 +23,7 @@ def products(t: hw.DType) -> Fusion:
 
 def test_products_of_f32_say_so() -> None:
     host, plain = (lower(products(hw.f32), options) for options in (Options(tf32=True), Options()))
+    assert "  matmul %x, %w in tf32 bias %b then relu -> %y0\n" in str(host)
     assert "  matmul %x, %w in tf32 -> %y1\n" in str(host)
     assert "  matmul %transposed, %v -> %y2\n" in str(host)
     assert "tf32" not in str(plain)
@@ -34,7 +35,8 @@ def test_products_of_f32_say_so() -> None:
 def test_source() -> None:
     source = compiled(products(hw.f32), options=Options(tf32=True)).source
     f32 = "(rank, CUDA_R_32F, CUDA_R_32F"
-    assert f"plan_y0_{f32}, CUBLASLT_EPILOGUE_DEFAULT, CUBLAS_COMPUTE_32F_FAST_TF32)" in source
+    assert f"plan_y0_{f32}, CUBLASLT_EPILOGUE_RELU_BIAS, CUBLAS_COMPUTE_32F_FAST_TF32)" in source
+    assert f"plan_y1_{f32}, CUBLASLT_EPILOGUE_DEFAULT, CUBLAS_COMPUTE_32F_FAST_TF32)" in source
     assert "plan_y2_(rank, CUDA_R_64F, CUDA_R_64F)" in source
     assert source != compiled(products(hw.f32)).source
 

@@ -291,11 +291,16 @@ def _named(program: ir.HostProgram) -> ir.HostProgram:
     taken: set[str] = set()
     names = {}
     for kernel in program.kernels:
-        words = [op.kind for op in kernel.ops]
-        wanted = "_".join([*(words if len(words) <= MAX_WORDS else ["fused"]), *(result.name for result in kernel.results)])
-        names[kernel.name] = _take(kernel.name.partition(" ")[0] if len(words) == 1 else wanted, taken)
+        wanted = kernel.name.partition(" ")[0] if len(kernel.ops) == 1 else telling_name(kernel)
+        names[kernel.name] = _take(wanted, taken)
     kernels = tuple(replace(kernel, name=names[kernel.name]) for kernel in program.kernels)
     return _with_names(replace(program, kernels=kernels), names)
+
+
+def telling_name(kernel: ir.Kernel) -> str:
+    """A name that lists the ops of a kernel, if they are few, and what it gives."""
+    words = [op.kind for op in kernel.ops]
+    return "_".join([*(words if len(words) <= MAX_WORDS else ["fused"]), *(result.name for result in kernel.results)])
 
 
 def _with_names(program: ir.HostProgram, names: dict[str, str]) -> ir.HostProgram:

@@ -1,13 +1,8 @@
-// kernel @relu_h(%product: bf16[part(M, x on ranks 0, 1), N]) {
-//   %h: bf16[part(M, x on ranks 0, 1), N] = relu(%product)
-// }  # ends here: send uses %h
 // host @two_stages(%x: bf16[M@x, K] on mesh(x=2 of ranks 0, 1), %w1: bf16[K, N] on mesh(x=2 of ranks 0, 1), %w2: bf16[N, K] on
 // mesh(x=2 of ranks 2, 3)) -> (%y: bf16[M@x, K] on mesh(x=2 of ranks 2, 3)) mesh(x=4) uneven(M) {
 //   on mesh(x=2 of ranks 0, 1) {
-//     %product = allocate bf16[part(M, x on ranks 0, 1), N]
-//     matmul %x, %w1 -> %product
-//     %h = reshape %product to [part(M, x on ranks 0, 1), N]
-//     launch @relu_h %product -> %h
+//     %h = allocate bf16[part(M, x on ranks 0, 1), N]
+//     matmul %x, %w1 then relu -> %h
 //     send %h to rank + 2 on *
 //   }
 //   on mesh(x=2 of ranks 2, 3) {
@@ -20,7 +15,6 @@
 
 #include "hostweave/check.h"
 #include "hostweave/shards.h"
-#include "kernels.h"
 
 namespace programs::two_stages {
 
@@ -29,10 +23,8 @@ Program::Program(hw::Rank& rank)
       on_ranks_0_1_(rank.index() < 2),
       on_ranks_2_3_(rank.index() >= 2),
       team_x_(rank.channel(kMesh, "x", 4)),
-      plan_product_(rank, CUDA_R_16BF, CUDA_R_16BF),
-      plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF) {
-  HW_CHECK(hw::load(relu_h));
-}
+      plan_h_(rank, CUDA_R_16BF, CUDA_R_16BF, CUBLASLT_EPILOGUE_RELU),
+      plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
 
 Sizes Program::check(const Inputs& in) const {
   if (on_ranks_0_1_) in.x.expect("x", "bf16[part(M, x on ranks 0, 1), K]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
@@ -58,12 +50,12 @@ void Program::prepare(const Inputs& in) {
   if (prepared_ == sizes) return;
   const auto [M, K, N, M_x_of_ranks_0_1, M_x_of_ranks_2_3] = sizes;
   prepared_.reset();
-  if (on_ranks_0_1_) plan_product_.prepare({M_x_of_ranks_0_1, K}, {K, N}, {M_x_of_ranks_0_1, N});
+  if (on_ranks_0_1_) plan_h_.prepare({M_x_of_ranks_0_1, K}, {K, N}, {M_x_of_ranks_0_1, N});
   if (on_ranks_2_3_) plan_y_.prepare({M_x_of_ranks_2_3, N}, {N, K}, {M_x_of_ranks_2_3, K});
   hw::MemoryPlan memory;
   memory.allocate(workspace_, hw::kWorkspaceBytes);
   if (on_ranks_0_1_) {
-    memory.allocate(product_, N * M_x_of_ranks_0_1);
+    memory.allocate(h_, N * M_x_of_ranks_0_1);
   }
   if (on_ranks_2_3_) {
     memory.allocate(arrived_, N * M_x_of_ranks_2_3);
@@ -86,10 +78,8 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
 
   HW_CHECK(arena_.begin_call(caller));
   if (on_ranks_0_1_) {
-    HW_CHECK(plan_product_.cublasLtMatmul(x, w1, product_, {caller, workspace_}));
-    HW_CHECK(hw::launch(relu_h, hw::grid_of_elements<8>(N * M_x_of_ranks_0_1), caller, hw::reads(product_, N * M_x_of_ranks_0_1),
-                        hw::writes(product_, N * M_x_of_ranks_0_1), N, M_x_of_ranks_0_1));
-    HW_CHECK(ncclSend(product_, N * M_x_of_ranks_0_1, ncclBfloat16, rank + 2, team_x_.comm(), caller));
+    HW_CHECK(plan_h_.cublasLtMatmul(x, w1, h_, {caller, workspace_}));
+    HW_CHECK(ncclSend(h_, N * M_x_of_ranks_0_1, ncclBfloat16, rank + 2, team_x_.comm(), caller));
   }
   if (on_ranks_2_3_) {
     HW_CHECK(ncclRecv(arrived_, N * M_x_of_ranks_2_3, ncclBfloat16, rank - 2, team_x_.comm(), caller));

@@ -1,9 +1,3 @@
-// kernel @relu_h(%product: bf16[M/4, part(N, x on ranks 0, 1)]) {
-//   %h: bf16[M/4, part(N, x on ranks 0, 1)] = relu(%product)
-// }  # ends here: matmul uses %h
-// kernel @relu_g(%product_3: bf16[M/4, part(N, x on ranks 2, 3)]) {
-//   %g: bf16[M/4, part(N, x on ranks 2, 3)] = relu(%product_3)
-// }  # ends here: matmul uses %g
 // host @two_stages_streamed(%x: bf16[M, K] on mesh(x=2 of ranks 0, 1), %up1: bf16[K, N@x] on mesh(x=2 of ranks 0, 1), %down1:
 // bf16[N@x, K] on mesh(x=2 of ranks 0, 1), %up2: bf16[K, N@x] on mesh(x=2 of ranks 2, 3), %down2: bf16[N@x, K] on mesh(x=2 of
 // ranks 2, 3)) -> (%y: bf16[M, K] on mesh(x=2 of ranks 2, 3)) mesh(x=4) streams(ring[4]) events(turn[1]) uneven(N) {
@@ -28,10 +22,8 @@
 //       stream ring[%i] {
 //         on mesh(x=2 of ranks 0, 1) {
 //           %x_i = slice %x[0: %i of 4]
-//           %product = allocate bf16[M/4, part(N, x on ranks 0, 1)]
-//           matmul %x_i, %up1 -> %product
-//           %h = reshape %product to [M/4, part(N, x on ranks 0, 1)]
-//           launch @relu_h %product -> %h
+//           %h = allocate bf16[M/4, part(N, x on ranks 0, 1)]
+//           matmul %x_i, %up1 then relu -> %h
 //           %product_2 = allocate bf16[M/4, K]
 //           matmul %h, %down1 -> %product_2
 //           wait turn[0]
@@ -42,10 +34,8 @@
 //         }
 //         on mesh(x=2 of ranks 2, 3) {
 //           %arrived_i = slice %arrived[0: %i of 4]
-//           %product_3 = allocate bf16[M/4, part(N, x on ranks 2, 3)]
-//           matmul %arrived_i, %up2 -> %product_3
-//           %g = reshape %product_3 to [M/4, part(N, x on ranks 2, 3)]
-//           launch @relu_g %product_3 -> %g
+//           %g = allocate bf16[M/4, part(N, x on ranks 2, 3)]
+//           matmul %arrived_i, %up2 then relu -> %g
 //           %y_i = slice %y[0: %i of 4]
 //           %product_4 = reshape %y_i to [M/4, K]
 //           matmul %g, %down2 -> %product_4
@@ -62,7 +52,6 @@
 
 #include "hostweave/check.h"
 #include "hostweave/shards.h"
-#include "kernels.h"
 
 namespace programs::two_stages_streamed {
 
@@ -75,13 +64,10 @@ Program::Program(hw::Rank& rank)
       team_x_of_ranks_2_3_(on_ranks_2_3_ ? rank.channel("mesh(x=2 of ranks 2, 3)", "x", 2) : hw::kNoChannel),
       ring_(rank, "ring", 4),
       turn_(1),
-      plan_product_(rank, CUDA_R_16BF, CUDA_R_16BF),
+      plan_h_(rank, CUDA_R_16BF, CUDA_R_16BF, CUBLASLT_EPILOGUE_RELU),
       plan_product_2_(rank, CUDA_R_16BF, CUDA_R_16BF),
-      plan_product_3_(rank, CUDA_R_16BF, CUDA_R_16BF),
-      plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF) {
-  HW_CHECK(hw::load(relu_h));
-  HW_CHECK(hw::load(relu_g));
-}
+      plan_g_(rank, CUDA_R_16BF, CUDA_R_16BF, CUBLASLT_EPILOGUE_RELU),
+      plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
 
 Sizes Program::check(const Inputs& in) const {
   if (on_ranks_0_1_) in.x.expect("x", "bf16[M, K]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
@@ -114,20 +100,20 @@ void Program::prepare(const Inputs& in) {
   if (prepared_ == sizes) return;
   const auto [M, K, N, N_x_of_ranks_0_1, N_x_of_ranks_2_3] = sizes;
   prepared_.reset();
-  if (on_ranks_0_1_) plan_product_.prepare({M / 4, K}, {K, N_x_of_ranks_0_1}, {M / 4, N_x_of_ranks_0_1});
+  if (on_ranks_0_1_) plan_h_.prepare({M / 4, K}, {K, N_x_of_ranks_0_1}, {M / 4, N_x_of_ranks_0_1});
   if (on_ranks_0_1_) plan_product_2_.prepare({M / 4, N_x_of_ranks_0_1}, {N_x_of_ranks_0_1, K}, {M / 4, K});
-  if (on_ranks_2_3_) plan_product_3_.prepare({M / 4, K}, {K, N_x_of_ranks_2_3}, {M / 4, N_x_of_ranks_2_3});
+  if (on_ranks_2_3_) plan_g_.prepare({M / 4, K}, {K, N_x_of_ranks_2_3}, {M / 4, N_x_of_ranks_2_3});
   if (on_ranks_2_3_) plan_y_.prepare({M / 4, N_x_of_ranks_2_3}, {N_x_of_ranks_2_3, K}, {M / 4, K});
   hw::MemoryPlan memory;
   if (on_ranks_2_3_) {
     memory.allocate(arrived_, M * K);
   }
   if (on_ranks_0_1_) {
-    memory.allocate(product_, M / 4 * N_x_of_ranks_0_1, ring_);
+    memory.allocate(h_, M / 4 * N_x_of_ranks_0_1, ring_);
     memory.allocate(product_2_, M / 4 * K, ring_);
   }
   if (on_ranks_2_3_) {
-    memory.allocate(product_3_, M / 4 * N_x_of_ranks_2_3, ring_);
+    memory.allocate(g_, M / 4 * N_x_of_ranks_2_3, ring_);
   }
   arena_.reserve(memory);
   prepared_ = sizes;
@@ -165,13 +151,10 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
       const hw::Stream stream = ring_[i];
       if (on_ranks_0_1_) {
         const auto* x_i = x + i * (M / 4 * K);
-        auto* product = product_[i];
-        HW_CHECK(plan_product_.cublasLtMatmul(x_i, up1, product, stream));
-        HW_CHECK(hw::launch(relu_h, hw::grid_of_elements<8>(M / 4 * N_x_of_ranks_0_1), stream,
-                            hw::reads(product, M / 4 * N_x_of_ranks_0_1), hw::writes(product, M / 4 * N_x_of_ranks_0_1), M,
-                            N_x_of_ranks_0_1));
+        auto* h = h_[i];
+        HW_CHECK(plan_h_.cublasLtMatmul(x_i, up1, h, stream));
         auto* product_2 = product_2_[i];
-        HW_CHECK(plan_product_2_.cublasLtMatmul(product, down1, product_2, stream));
+        HW_CHECK(plan_product_2_.cublasLtMatmul(h, down1, product_2, stream));
         HW_CHECK(cudaStreamWaitEvent(stream, turn_[0], 0));
         HW_CHECK(ncclAllReduce(product_2, product_2, M / 4 * K, ncclBfloat16, ncclSum, team_x_of_ranks_0_1_.comm(), stream));
         HW_CHECK(ncclSend(product_2, M / 4 * K, ncclBfloat16, rank + 2, team_x_.comm(), stream));
@@ -179,13 +162,10 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
       }
       if (on_ranks_2_3_) {
         auto* arrived_i = arrived_ + i * (M / 4 * K);
-        auto* product_3 = product_3_[i];
-        HW_CHECK(plan_product_3_.cublasLtMatmul(arrived_i, up2, product_3, stream));
-        HW_CHECK(hw::launch(relu_g, hw::grid_of_elements<8>(M / 4 * N_x_of_ranks_2_3), stream,
-                            hw::reads(product_3, M / 4 * N_x_of_ranks_2_3), hw::writes(product_3, M / 4 * N_x_of_ranks_2_3), M,
-                            N_x_of_ranks_2_3));
+        auto* g = g_[i];
+        HW_CHECK(plan_g_.cublasLtMatmul(arrived_i, up2, g, stream));
         auto* y_i = y + i * (M / 4 * K);
-        HW_CHECK(plan_y_.cublasLtMatmul(product_3, down2, y_i, stream));
+        HW_CHECK(plan_y_.cublasLtMatmul(g, down2, y_i, stream));
         HW_CHECK(cudaStreamWaitEvent(stream, turn_[0], 0));
         HW_CHECK(ncclAllReduce(y_i, y_i, M / 4 * K, ncclBfloat16, ncclSum, team_x_of_ranks_2_3_.comm(), stream));
         HW_CHECK(cudaEventRecord(turn_[0], stream));

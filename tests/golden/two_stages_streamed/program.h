@@ -72,15 +72,15 @@ class Program {
   const hw::Channel& team_x_of_ranks_2_3_;  // the 2 ranks along x of mesh(x=2 of ranks 2, 3)
   hw::Streams ring_;                        // ring[4]
   hw::Events turn_;                         // turn[1]
-  hw::MatmulPlan plan_product_;             // matmul %x_i, %up1 -> %product
+  hw::MatmulPlan plan_h_;                   // matmul %x_i, %up1 then relu -> %h
   hw::MatmulPlan plan_product_2_;           // matmul %h, %down1 -> %product_2
-  hw::MatmulPlan plan_product_3_;           // matmul %arrived_i, %up2 -> %product_3
+  hw::MatmulPlan plan_g_;                   // matmul %arrived_i, %up2 then relu -> %g
   hw::MatmulPlan plan_y_;                   // matmul %g, %down2 -> %product_4
   hw::Arena arena_;
   hw::bf16* arrived_ = nullptr;           // %arrived: bf16[M, K]
-  std::array<hw::bf16*, 4> product_{};    // %product: bf16[M/4, part(N, x on ranks 0, 1)], one a stream
+  std::array<hw::bf16*, 4> h_{};          // %h: bf16[M/4, part(N, x on ranks 0, 1)], one a stream
   std::array<hw::bf16*, 4> product_2_{};  // %product_2: bf16[M/4, K], one a stream
-  std::array<hw::bf16*, 4> product_3_{};  // %product_3: bf16[M/4, part(N, x on ranks 2, 3)], one a stream
+  std::array<hw::bf16*, 4> g_{};          // %g: bf16[M/4, part(N, x on ranks 2, 3)], one a stream
   std::optional<Sizes> prepared_;         // what prepare was last called for
 };
 

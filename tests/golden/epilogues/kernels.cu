@@ -1,0 +1,31 @@
+#include "hostweave/kernel.h"
+#include "kernels.h"
+
+namespace programs::epilogues {
+
+// %maximum: bf16[M/4, N] = maximum(%s, -1.0)
+// %c: bf16[M/4, N] = minimum(%maximum, 1.0)
+template <int kWidth>
+__device__ void maximum_minimum_c_by(const hw::bf16* s, hw::bf16* c, int64_t M, int64_t N) {
+  for (int64_t i : hw::over_grid<kWidth>(M / 4 * N)) {
+    const auto s_i = hw::load<kWidth>(s + i);
+    hw::Values<hw::bf16, kWidth> c_i;
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) {
+      const float s_e = float(s_i[e]);
+      const float maximum = (s_e > (-1.0f) || s_e != s_e) ? s_e : (-1.0f);
+      c_i[e] = hw::bf16((maximum < 1.0f || maximum != maximum) ? maximum : 1.0f);
+    }
+    hw::store(c + i, c_i);
+  }
+}
+
+__global__ void maximum_minimum_c(const hw::bf16* s, hw::bf16* c, int64_t M, int64_t N) {
+  if (M / 4 * N % 8 == 0 && hw::aligned(s, c)) {
+    maximum_minimum_c_by<8>(s, c, M, N);
+  } else {
+    maximum_minimum_c_by<1>(s, c, M, N);
+  }
+}
+
+}  // namespace programs::epilogues

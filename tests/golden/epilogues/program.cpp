@@ -1,0 +1,117 @@
+// kernel @maximum_minimum_c(%s: bf16[M/4, N]) {
+//   %maximum: bf16[M/4, N] = maximum(%s, -1.0)
+//   %c: bf16[M/4, N] = minimum(%maximum, 1.0)
+// }
+// host @epilogues(%x: bf16[M@x, K], %w: bf16[K, N], %b: bf16[N], %r: bf16[M@x, N]) -> (%h: bf16[M, N], %s: bf16[M@x, N], %c:
+// bf16[M@x, N]) mesh(x=4) streams(ring[4]) {
+//   fork ring
+//   for %i in 0..4 {
+//     %p = (rank.x + %i) % 4
+//     stream ring[%i] {
+//       %x_gathered = allocate bf16[M/4, K]
+//       if %p == rank.x {
+//         copy %x -> %x_gathered
+//       } else {
+//         group {
+//           recv %x_gathered from %p on x
+//           send %x to (rank.x - %i) % 4 on x
+//         }
+//       }
+//       %h_i = slice %h[0: %p of 4]
+//       matmul %x_gathered, %w bias %b then relu -> %h_i
+//     }
+//   }
+//   matmul %x, %w scaled 0.5 plus %r -> %s
+//   launch @maximum_minimum_c %s -> %c
+//   join ring
+// }
+#include "program.h"
+
+#include "hostweave/check.h"
+#include "hostweave/group.h"
+#include "kernels.h"
+
+namespace programs::epilogues {
+
+Program::Program(hw::Rank& rank)
+    : rank_(rank.expect_world(kWorld)),
+      team_x_(rank.channel(kMesh, "x", 4)),
+      ring_(rank, "ring", 4),
+      plan_h_(rank, CUDA_R_16BF, CUDA_R_16BF, CUBLASLT_EPILOGUE_RELU_BIAS),
+      plan_s_(rank, CUDA_R_16BF, CUDA_R_16BF) {
+  HW_CHECK(hw::load(maximum_minimum_c));
+}
+
+Sizes Program::check(const Inputs& in) const {
+  in.x.expect("x", "bf16[M/4, K]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
+  const int64_t M = in.x.dim(0) * 4;
+  const int64_t K = in.x.dim(1);
+  in.w.expect("w", "bf16[K, N]", CUDA_R_16BF, {K, hw::kAny}, rank_.device());
+  const int64_t N = in.w.dim(1);
+  in.b.expect("b", "bf16[N]", CUDA_R_16BF, {N}, rank_.device());
+  in.r.expect("r", "bf16[M/4, N]", CUDA_R_16BF, {M / 4, N}, rank_.device());
+  return {M, K, N};
+}
+
+OutputShapes Program::output_shapes(const Inputs& in) const {
+  const auto [M, K, N] = check(in);
+  return {.h = {M, N}, .s = {M / 4, N}, .c = {M / 4, N}};
+}
+
+void Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  if (prepared_ == sizes) return;
+  const auto [M, K, N] = sizes;
+  prepared_.reset();
+  plan_h_.prepare({M / 4, K}, {K, N}, {M / 4, N});
+  plan_s_.prepare({M / 4, K}, {K, N}, {M / 4, N});
+  hw::MemoryPlan memory;
+  memory.allocate(workspace_, hw::kWorkspaceBytes);
+  memory.allocate(x_gathered_, M / 4 * K, ring_);
+  arena_.reserve(memory);
+  prepared_ = sizes;
+}
+
+void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
+  const Sizes sizes = check(in);
+  hw::expect_prepared(prepared_ == sizes);
+  const auto [M, K, N] = sizes;
+  out.h.expect("h", "bf16[M, N]", CUDA_R_16BF, {M, N}, rank_.device());
+  out.s.expect("s", "bf16[M/4, N]", CUDA_R_16BF, {M / 4, N}, rank_.device());
+  out.c.expect("c", "bf16[M/4, N]", CUDA_R_16BF, {M / 4, N}, rank_.device());
+
+  const auto* x = in.x.as<hw::bf16>();
+  const auto* w = in.w.as<hw::bf16>();
+  const auto* b = in.b.as<hw::bf16>();
+  const auto* r = in.r.as<hw::bf16>();
+  auto* h = out.h.as<hw::bf16>();
+  auto* s = out.s.as<hw::bf16>();
+  auto* c = out.c.as<hw::bf16>();
+  const int64_t rank_x = rank_.index();
+
+  HW_CHECK(arena_.begin_call(caller));
+  HW_CHECK(ring_.fork(caller));
+  for (int64_t i = 0; i < 4; ++i) {
+    const int64_t p = (rank_x + i) % 4;
+    const hw::Stream stream = ring_[i];
+    auto* x_gathered = x_gathered_[i];
+    if (p == rank_x) {
+      HW_CHECK(cudaMemcpyAsync(x_gathered, x, M / 4 * K * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
+    } else {
+      HW_CHECK(ncclGroupStart());
+      const hw::CloseGroupOnError guard;
+      HW_CHECK(ncclRecv(x_gathered, M / 4 * K, ncclBfloat16, p, team_x_.comm(), stream));
+      HW_CHECK(ncclSend(x, M / 4 * K, ncclBfloat16, (rank_x - i + 4) % 4, team_x_.comm(), stream));
+      HW_CHECK(ncclGroupEnd());
+    }
+    auto* h_i = h + p * (M / 4 * N);
+    HW_CHECK(plan_h_.cublasLtMatmul(x_gathered, w, h_i, stream, {.bias = b}));
+  }
+  HW_CHECK(plan_s_.cublasLtMatmul(x, w, s, {caller, workspace_}, {.scale = 0.5, .plus = r}));
+  HW_CHECK(hw::launch(maximum_minimum_c, hw::grid_of_elements<8>(M / 4 * N), caller, hw::reads(s, M / 4 * N),
+                      hw::writes(c, M / 4 * N), M, N));
+  HW_CHECK(ring_.join(caller));
+  HW_CHECK(arena_.end_call(caller));
+}
+
+}  // namespace programs::epilogues
