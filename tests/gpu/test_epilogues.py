@@ -38,7 +38,7 @@ def epilogues(t: DType) -> Fusion:
 @pytest.mark.parametrize("dtype", [hw.f32, hw.f16, hw.bf16], ids=str)
 def test_matches_numpy(dtype: DType) -> None:
     fusion = epilogues(dtype)
-    assert not lowered(fusion).kernels
+    assert len(lowered(fusion).kernels) == (2 if dtype == hw.f32 else 0)  # its gelus are not exact enough for f32
     for m, k, n in SIZES:
         arrays = random_arrays(fusion, {"M": m, "K": k, "N": n}, seed=m + k + n)
         expect(fusion, arrays, compiled(fusion, "cuda").run(**arrays, ranks=True))

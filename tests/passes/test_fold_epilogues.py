@@ -67,7 +67,9 @@ WHOLE = {
 def test_all_of_a_kernel(name: str, dtype: str) -> None:
     inputs, ops, ends = WHOLE[name]
     before = host(kernel(*ops, inputs=inputs), f"{PRODUCT}\nlaunch @k {srcs(inputs)} -> %y", dtype=dtype)
-    assert folded(before) == f"host @f{HEAD} {{\n  matmul %x, %w {ends} -> %y\n}}\n".replace("{t}", dtype)
+    after = f"host @f{HEAD} {{\n  matmul %x, %w {ends} -> %y\n}}\n".replace("{t}", dtype)
+    is_inexact = (name, dtype) == ("gelu", "f32")
+    assert folded(before) == (str(before) if is_inexact else after)
 
 
 # The inputs of the kernel and its ops, of which no matmul does all: the kernel would read and write as much without the first.
