@@ -49,9 +49,8 @@ def emit_kernel(name: str, kernel: ir.Kernel, buffers: Sequence[BufferType], int
         raise ProgramError(f"kernel @{kernel.name}: {reason}; split it") from None
     emitter = _Emitter(name, kernel, walked, buffers, integers)
     emitted = emitter.emit()
-    again = {name for name, walks in emitter.loaded.items() if len(walks) > 1}
-    later = {name for name, walks in emitter.loaded.items() if len(walks) == 1 and walks[0] > 1}
-    holding = _Emitter(name, kernel, walked, buffers, integers, again, later)
+    again = {name for name, times in emitter.loaded.items() if times > 1}
+    holding = _Emitter(name, kernel, walked, buffers, integers, again)
     return holding.emit() if again and holding.loops.row_threads else emitted
 
 
@@ -60,7 +59,6 @@ class _Emitter:
 
     What a reduction needs is computed where the reduction walks it, and again where something walks it later. Its inputs are then
     in the cache; those named by `held` each thread keeps in registers where it can, and the compiler what it computed from them.
-    Those named by `later` are fetched into the cache while the first walk waits for its own.
     """
 
     def __init__(
@@ -71,7 +69,6 @@ class _Emitter:
         buffers: Sequence[BufferType],
         integers: Integers,
         held: Set[str] = frozenset(),
-        later: Set[str] = frozenset(),
     ):
         self.name, self.ops, self.walked, self.integers = name, kernel.ops, walked, integers
         self.types = {p.name: p.type for p in kernel.inputs} | {op.result.name: op.result.type for op in kernel.ops}
@@ -83,9 +80,7 @@ class _Emitter:
         self.results = {p.name: self.names.of(p.name, "result") for p in kernel.results}
         self.loops = Loops(kernel, walked, buffers, integers, self.names, bool(held))
         self.held = dict.fromkeys(sorted(held), False)  # whether it is loaded
-        self.later = sorted(later)
-        self.walks = 0
-        self.loaded: dict[str, list[int]] = {}  # in which walks
+        self.loaded = Counter[str]()  # how often
         self.uses = Counter(name for op in self.ops for name in _uses(op))
         self.uses.update(name for name in self.results if name in self.uses)
         self.totals: dict[str, str] = {}  # what reductions have added up
@@ -167,7 +162,6 @@ class _Emitter:
             passes.append(self.walk(ready, whole if is_only else ()))
             left = [op for op in left if op not in ready]
             whole = [] if is_only else whole
-        self.walks += 1
         inside = self.section()
         inside.store(whole)
         last = inside.taken()
@@ -202,10 +196,7 @@ class _Emitter:
 
     def walk(self, ops: Sequence[Op], results: Sequence[str]) -> kernel_views.Pass:
         """One loop over what is reduced, in which these reductions add up, and these results are stored."""
-        self.walks += 1
         section = self.section()
-        if self.walks == 1:
-            section.begin.extend(f"hw::prefetch({_moved(self.pointers[name], self.loops.first(name))});" for name in self.later)
         starts, after = [], []
         for op in ops:
             word, join, start = _JOINS[OPS[op.kind].combine]
@@ -313,7 +304,7 @@ class _Section:
     def load(self, name: str, elements: str) -> str:
         """Loads what a thread takes together of an input, unless it holds it."""
         local, held = self.kernel.elements(name), self.kernel.held
-        self.kernel.loaded.setdefault(name, []).append(self.kernel.walks)
+        self.kernel.loaded[name] += 1
         if name not in held:
             self.begin.append(f"const auto {local} = {elements};")
             return local

@@ -159,12 +159,6 @@ __device__ Walk over_rows(int64_t n) {
 
 HW_DEVICE bool first_thread() { return threadIdx.x == 0; }
 
-// Has an element that is read later brought into the cache of all multiprocessors.
-template <class T>
-__device__ void prefetch(const T* element) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(element));
-}
-
 template <class T>
 __device__ T value_of(T value, int distance) {
   return __shfl_xor_sync(~0u, value, distance);
@@ -247,9 +241,6 @@ Walk over_rows(int64_t n) {
 }
 
 HW_DEVICE bool first_thread() { return true; }
-
-template <class T>
-void prefetch(const T*) {}
 
 template <class T, class Join>
 T reduce_block(T value, Join) {
