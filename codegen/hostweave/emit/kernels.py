@@ -233,12 +233,13 @@ class _Section:
 
     def __init__(self, kernel: _Emitter, outer: _Section | None = None, width: int = 1):
         self.kernel, self.outer, self.is_wide = kernel, outer, width > 1
-        self.texts: dict[str, str] = {}
+        self.texts: dict[str, str] = {}  # of values
         self.loads: dict[str, str] = {}  # of inputs, the local that holds the elements
-        self.lines: list[str] = []
-        self.adds: list[str] = []
-        self.stores: list[str] = []
+        # The statements in their order: of all elements, of each one, and of all again.
         self.begin: list[str] = []
+        self.lines: list[str] = []
+        self.adds: list[str] = []  # to totals, and to what is stored
+        self.stores: list[str] = []
 
     def taken(self) -> tuple[str, ...]:
         """The statements since the last time."""
