@@ -54,6 +54,19 @@ CASES = {
         %y_exchanged: f32[M@y,x, K] = reshard(%y_sliced, kind=exchange)
         %y: f32[M@y, K] stated = reshard(%y_exchanged, kind=all_gather)""",
     ),
+    "a stream that its producer cannot walk": (
+        "%x: f32[M, K]",
+        """%j: f32[2*M, K] = concat(%x, %x, axis=0)
+        %y: f32[2*M, K] stated stream(0, 2) = reshard(%j)""",
+        """%j: f32[2*M, K] = concat(%x, %x, axis=0)
+        %y: f32[2*M, K] stated stream(0, 2) = copy(%j)""",
+    ),
+    "a stream that its producer can walk": (
+        "%x: f32[M, K]",
+        """%j: f32[2*M, K] = concat(%x, %x, axis=0)
+        %y: f32[2*M, K] stated stream(1, 2) = reshard(%j)""",
+        "%y: f32[2*M, K] stated stream(K, 2) = concat(%x, %x, axis=0)",
+    ),
     "from dim to dim": (
         "%x: f32[M@x, K]",
         "%y: f32[M, K@x] stated = reshard(%x)",

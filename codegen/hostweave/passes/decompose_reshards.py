@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hostweave.fusion.ir import Fusion, Op, Value
-from hostweave.fusion.ops import attributes
+from hostweave.fusion.ops import attributes, needs_whole, operand_types
 from hostweave.fusion.resharding import Change, plan
 from hostweave.fusion.types import TensorType
 from hostweave.options import Options
@@ -95,12 +95,18 @@ class _Decomposition:
     def remove(self, op: Op, source: str) -> None:
         """What a reshard that changes nothing states (a name, a stream) goes to its producer; where that has other uses, to a copy."""
         producer = self.ops[self.made_by[source]] if source in self.made_by else None
-        is_free = producer and not (producer.result.stream or producer.result.stated or (producer.callee and op.result.stream))
-        if producer and is_free and len(self.consumers[source]) == 1:
+        if producer and self.can_state(producer, op.result) and len(self.consumers[source]) == 1:
             self.made_by[op.result.name] = self.made_by[source]
             self.ops[self.made_by[source]] = replace(producer, result=op.result)
         else:
             self.use(op, source)
+
+    def can_state(self, producer: Op, result: Value) -> bool:
+        """Whether an op can make what a reshard states, itself."""
+        if producer.result.stream or producer.result.stated:
+            return False
+        stream = result.stream
+        return not stream or not (producer.callee or needs_whole(producer, operand_types(producer, self.types), stream.dim))
 
     def use(self, op: Op, source: str) -> None:
         """What this reshard gives is there under another name; only what is returned or streamed is copied."""
