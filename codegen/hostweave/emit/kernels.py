@@ -50,8 +50,10 @@ def emit_kernel(name: str, kernel: ir.Kernel, buffers: Sequence[BufferType], int
     emitter = _Emitter(name, kernel, walked, buffers, integers)
     emitted = emitter.emit()
     again = {name for name, times in emitter.loaded.items() if times > 1}
+    if not again:
+        return emitted
     holding = _Emitter(name, kernel, walked, buffers, integers, again)
-    return holding.emit() if again and holding.loops.row_threads else emitted
+    return holding.emit() if holding.loops.row_threads else emitted
 
 
 class _Emitter:

@@ -12,6 +12,7 @@ from hostweave.fusion.ops import OPS, index_map, operand_types
 from hostweave.fusion.resharding import Change, change_of
 from hostweave.fusion.transfer import Transfer, transfer
 from hostweave.fusion.types import BufferType, Mesh, TensorType
+from hostweave.passes.rewriting import consumers
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,12 +40,8 @@ class Dataflow:
 
     @cached_property
     def consumers(self) -> dict[str, list[Op]]:
-        """For every value one entry a use."""
-        result: dict[str, list[Op]] = {name: [] for name in self.values}
-        for op in self.fusion.ops:
-            for operand in op.tensors:
-                result[operand].append(op)
-        return result
+        """For every value one entry for each operand that it is."""
+        return {name: [op for op in users if op] for name, users in consumers(self.fusion).items()}
 
     # --- on one rank ---
 
