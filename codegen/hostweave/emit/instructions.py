@@ -195,7 +195,7 @@ class Emitter:
             kernels[key] = emit_kernel(name, kernel, key[1], self.integers)
         emitted = kernels[key]
         buffers = [*(self.access("reads", name) for name in srcs), *(self.access("writes", name) for name in dsts)]
-        return views.Launch(emitted.view.name, emitted.grid, self.stream, (*buffers, *emitted.sizes))
+        return views.Launch("launch_early", emitted.view.name, emitted.grid, self.stream, (*buffers, *emitted.sizes))
 
     def launch_source(self, i: ir.Launch, source: Source) -> views.Launch:
         """A kernel of the user, on what the rank holds."""
@@ -211,7 +211,7 @@ class Emitter:
                 arguments.append(repr(argument.number))
         shared = self.integers.extent(elements(source, mesh, uneven))
         blocks = f"hw::divided_up({shared}, {source.per})" if source.per > 1 else shared
-        return views.Launch(source.function, f"hw::Grid{{{blocks}, {source.block}}}", self.stream, tuple(arguments))
+        return views.Launch("launch", source.function, f"hw::Grid{{{blocks}, {source.block}}}", self.stream, tuple(arguments))
 
     def access(self, verb: str, name: str) -> str:
         type = self.type_of(name)

@@ -18,6 +18,7 @@ ACCESS = 16  # bytes that a thread reads or writes at once
 WARP = 32  # threads
 ROW_THREADS = 512  # at most, that hold a row
 HELD = (4, 3, 5, 2, 6, 7, 8, 1)  # accesses of a thread that holds its part of a row: the first that comes out even
+HELD_AT_MOST = 20  # accesses to several rows: 80 registers
 
 
 @dataclass(frozen=True)
@@ -82,11 +83,11 @@ def stored(result: str) -> str:
 class Loops:
     """Of what a kernel keeps, and inside of what it reduces.
 
-    A row whose elements some thread would read again may be held in registers, where its length is known: `holds_row`.
+    Threads may hold a row of so many inputs in registers, `held`, where its length is known.
     """
 
     def __init__(
-        self, kernel: ir.Kernel, walked: Iteration, buffers: Sequence[BufferType], integers: Integers, names: Names, holds_row: bool = False
+        self, kernel: ir.Kernel, walked: Iteration, buffers: Sequence[BufferType], integers: Integers, names: Names, held: int = 0
     ):
         self.kernel, self.walked, self.integers = kernel, walked, integers
         inputs, results = [p.name for p in kernel.inputs], [p.name for p in kernel.results]
@@ -100,7 +101,7 @@ class Loops:
         self.packed = {place for place in self.memory if self.stride(place, self.along) == ONE}  # read or written together
         self.width = self.taken_together()
         self.lane = names.of("e", "element of a thread") if self.width > 1 else ""
-        self.row_threads = self.threads_that_hold() if holds_row else 0
+        self.row_threads = self.threads_that_hold(held) if held else 0
         self.row = names.of("row", "held") if self.row_threads else ""
 
     # --- dims ---
@@ -155,7 +156,8 @@ class Loops:
     def taken_together(self) -> int:
         """How many neighbours a thread takes: as many as one access reads or writes of each place that has them side by side."""
         scattered = any(self.stride(place, self.along) not in (ZERO, ONE) for place in self.stores)
-        if not self.packed or scattered or (self.reduced and self.sharing == BY_THREAD):
+        helpful = self.packed - self.stores if self.reduced else self.packed  # a reduction reads more than it stores
+        if not helpful or scattered:
             return 1
         width = ACCESS // max(self.memory[place].dtype.itemsize for place in self.packed)
         while any(extent.is_int and int(extent) % width for extent in self.divided()):
@@ -168,12 +170,12 @@ class Loops:
         rows = [self.stride(place, dim) for dim in others for place in self.memory if place in self.packed]
         return list(dict.fromkeys([self.along.extent, *rows]))
 
-    def threads_that_hold(self) -> int:
-        """How many threads hold a row in registers, each the same number of times what it takes together; 0 where they cannot."""
+    def threads_that_hold(self, inputs: int) -> int:
+        """How many threads hold a row of each input, each the same number of times what it takes together; 0 where they cannot."""
         if self.sharing != BY_BLOCK or self.width == 1 or len(self.reduced) > 1 or not self.along.extent.is_int:
             return 0
         accesses = int(self.along.extent) // self.width
-        fitting = [n for n in HELD if accesses % (n * WARP) == 0 and accesses // n <= ROW_THREADS]
+        fitting = [n for n in HELD if accesses % (n * WARP) == 0 and accesses // n <= ROW_THREADS and n * inputs <= HELD_AT_MOST]
         return accesses // fitting[0] if fitting else 0
 
     def is_wide(self, pointers: Iterable[str]) -> str:
@@ -181,6 +183,11 @@ class Loops:
         unsure = [extent for extent in self.divided() if extent.divisor > 1 or extent.coefficient % self.width]
         texts = [f"{self.integers.extent(extent)} % {self.width} == 0" for extent in unsure]
         return " && ".join([*texts, f"hw::aligned({', '.join(pointers)})"])
+
+    @property
+    def has_wide_totals(self) -> bool:
+        """Whether what is taken together is of what is kept, so that each of those elements has totals of its own."""
+        return self.width > 1 and bool(self.reduced) and self.along == self.kept[-1]
 
     def is_inside(self, value: str) -> bool:
         """Whether a value differs among the elements of the innermost loop."""

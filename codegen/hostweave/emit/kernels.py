@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from hostweave.emit import kernel_views
 from hostweave.emit.cpp import Integers, accumulator_type, compute_type, number
-from hostweave.emit.kernel_loops import BY_COLUMNS, Loops, stored
+from hostweave.emit.kernel_loops import Loops, stored
 from hostweave.emit.names import Names
 from hostweave.errors import ProgramError
 from hostweave.fusion.ir import Op, Scalar
@@ -49,18 +49,20 @@ def emit_kernel(name: str, kernel: ir.Kernel, buffers: Sequence[BufferType], int
         raise ProgramError(f"kernel @{kernel.name}: {reason}; split it") from None
     emitter = _Emitter(name, kernel, walked, buffers, integers)
     emitted = emitter.emit()
-    again = {name for name, times in emitter.loaded.items() if times > 1}
-    if not again:
-        return emitted
-    holding = _Emitter(name, kernel, walked, buffers, integers, again)
-    return holding.emit() if holding.loops.row_threads else emitted
+    again = [name for name, times in emitter.loaded.items() if times > 1]
+    for held in [[*emitter.loaded], again] if emitter.loads_late else []:
+        holding = _Emitter(name, kernel, walked, buffers, integers, held)
+        if holding.loops.row_threads:
+            return holding.emit()
+    return emitted
 
 
 class _Emitter:
     """Writes one kernel. A value is a C++ text: a number, an element in memory, or a local of its name.
 
     What a reduction needs is computed where the reduction walks it, and again where something walks it later. Its inputs are then
-    in the cache; those named by `held` each thread keeps in registers where it can, and the compiler what it computed from them.
+    in the cache. Those named by `held` each thread keeps in registers where it can, and the compiler what it computed from them:
+    all are loaded on the first walk, so that none is waited for after a reduction.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class _Emitter:
         walked: Iteration,
         buffers: Sequence[BufferType],
         integers: Integers,
-        held: Set[str] = frozenset(),
+        held: Collection[str] = (),
     ):
         self.name, self.ops, self.walked, self.integers = name, kernel.ops, walked, integers
         self.types = {p.name: p.type for p in kernel.inputs} | {op.result.name: op.result.type for op in kernel.ops}
@@ -80,9 +82,11 @@ class _Emitter:
         self.names = Names((*integers.sizes.values(), *self.functions()))
         self.pointers = {name: self.names.of(name) for name in self.inputs}
         self.results = {p.name: self.names.of(p.name, "result") for p in kernel.results}
-        self.loops = Loops(kernel, walked, buffers, integers, self.names, bool(held))
-        self.held = dict.fromkeys(sorted(held), False)  # whether it is loaded
+        self.loops = Loops(kernel, walked, buffers, integers, self.names, len(held))
+        self.held = held
+        self.walks = 0  # over what is reduced
         self.loaded = Counter[str]()  # how often
+        self.loads_late = False  # whether something is loaded when a walk is over
         self.uses = Counter(name for op in self.ops for name in _uses(op))
         self.uses.update(name for name in self.results if name in self.uses)
         self.totals: dict[str, str] = {}  # what reductions have added up
@@ -167,7 +171,7 @@ class _Emitter:
         inside = self.section()
         inside.store(whole)
         last = inside.taken()
-        outside = self.section() if self.by_columns else self.row
+        outside = self.section() if self.loops.has_wide_totals else self.row
         outside.store(kept)
         stores = outside.taken_stores() if outside is self.row else outside.taken()
         return kernel_views.Reduction(
@@ -179,14 +183,9 @@ class _Emitter:
             last=last,
         )
 
-    @property
-    def by_columns(self) -> bool:
-        """Whether neighbours are taken of what is kept: then totals are of several elements."""
-        return self.loops.sharing == BY_COLUMNS and self.loops.width > 1
-
     def section(self) -> _Section:
         """The innermost loop, in which nothing is hoisted where each of its elements has totals of its own."""
-        return _Section(self, None if self.by_columns else self.row, self.loops.width)
+        return _Section(self, None if self.loops.has_wide_totals else self.row, self.loops.width)
 
     def reduces(self, op: Op) -> bool:
         return bool(reduced_indices(op, self.walked.indices))
@@ -214,8 +213,8 @@ class _Emitter:
                 element = f"{accumulator}{{{element}, {self.loops.offset(op.result.name)}}}"
             elif compute_type(kind) != accumulator:
                 element = f"{accumulator}({element})"
-            self.totals[op.result.name] = f"{total}[{self.loops.lane}]" if self.by_columns else total
-            if self.by_columns:
+            self.totals[op.result.name] = f"{total}[{self.loops.lane}]" if self.loops.has_wide_totals else total
+            if self.loops.has_wide_totals:
                 starts.append(f"auto {total} = hw::filled<kWidth, {accumulator}>({first});")
             else:
                 starts.append(f"{accumulator} {total} = {first};")
@@ -223,6 +222,8 @@ class _Emitter:
             if self.loops.sharing.meet:
                 after.append(f"{total} = hw::{self.loops.sharing.meet}({total}, {join}());")
         section.store(results)
+        section.load_held()
+        self.walks += 1
         body = section.taken()
         return kernel_views.Pass(before=self.row.taken(), starts=tuple(starts), body=body, after=tuple(after))
 
@@ -306,16 +307,19 @@ class _Section:
 
     def load(self, name: str, elements: str) -> str:
         """Loads what a thread takes together of an input, unless it holds it."""
-        local, held = self.kernel.elements(name), self.kernel.held
+        local, is_held, is_first = self.kernel.elements(name), name in self.kernel.held, name not in self.kernel.loaded
         self.kernel.loaded[name] += 1
-        if name not in held:
-            self.begin.append(f"const auto {local} = {elements};")
-            return local
-        local = f"{local}[{self.kernel.loops.names[self.kernel.loops.along]}.number]"
-        if not held[name]:
-            self.begin.append(f"{local} = {elements};")
-            held[name] = True
+        self.kernel.loads_late |= self.kernel.walks > 0
+        if is_held:
+            local = f"{local}[{self.kernel.loops.names[self.kernel.loops.along]}.number]"
+        if is_first or not is_held:
+            self.begin.append(f"{'' if is_held else 'const auto '}{local} = {elements};")
         return local
+
+    def load_held(self) -> None:
+        """Loads what this section does not need itself, but a later one."""
+        for name in self.kernel.held:
+            self.element(name)
 
     def local(self, name: str) -> str:
         """`h`, or `x_ij` of an input or a result; `x_e` of one of several elements."""
@@ -334,9 +338,10 @@ class _Section:
             return (f"float({element})" if _is_small_float(dtype) else element), True
         op = self.kernel.made[name]
         text, computed = self.expression(op)
+        is_short = op.kind in _SHORT or text in self.kernel.totals.values()
         if _is_small_float(dtype):  # in registers floats are rounded only by a cast
-            return (f"float({_converted(text, computed, dtype)})" if op.kind == "cast" else text), op.kind in _SHORT
-        return _converted(text, computed, dtype), op.kind in _SHORT and dtype != bool_
+            return (f"float({_converted(text, computed, dtype)})" if op.kind == "cast" else text), is_short
+        return _converted(text, computed, dtype), is_short and dtype != bool_
 
     def stored(self, op: Op) -> str:
         """The value of one element of a result, as memory holds it."""

@@ -65,6 +65,7 @@ class Matmul(InstructionView):
 @dataclass(frozen=True)
 class Launch(InstructionView):
     template = "launch"
+    launch: str  # the function
     kernel: str
     grid: str
     stream: str

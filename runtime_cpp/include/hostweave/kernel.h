@@ -131,6 +131,14 @@ struct Indexed {  // an element and where it is
 
 #ifdef __CUDACC__
 
+// Returns when all that is before the kernel on its stream has ended and is visible: hw::launch_early does not wait for that. Nothing
+// that a kernel before may write is read until then.
+HW_DEVICE void wait_for_stream() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // 0..n in steps of kWidth elements, which divides n: shared among the threads of the grid, among its blocks, among the threads of
 // a block. Neighbouring threads take neighbouring elements.
 template <int kWidth = 1>
@@ -221,6 +229,8 @@ __device__ T reduce_rows(T value, Join join) {
 HW_DEVICE float fast_exp(float x) { return __expf(x); }
 
 #else
+
+HW_DEVICE void wait_for_stream() {}
 
 template <int kWidth = 1>
 Walk over_grid(int64_t n) {

@@ -1,5 +1,7 @@
 // Launches of kernels: hw::launch(kernel, grid, stream, arguments...) is kernel<<<blocks, threads, 0, stream>>>(arguments...), in
-// plain C++. Pointers say which elements the kernel touches, so that the CPU device can check the order of accesses.
+// plain C++. hw::launch_early is that for a kernel which begins with hw::wait_for_stream(): the GPU brings its blocks up while what
+// is before it on the stream ends, which saves about a microsecond. Pointers say which elements the kernel touches, so that the CPU
+// device can check the order of accesses.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -113,6 +115,11 @@ cudaError_t launch(void (*kernel)(Params...), Grid grid, cudaStream_t stream, co
   return hw_cpu_launch("kernel", stream, run, &closure, sizeof closure, ranges.data(), static_cast<int>(ranges.size()));
 }
 
+template <class... Params, class... Args>
+cudaError_t launch_early(void (*kernel)(Params...), Grid grid, cudaStream_t stream, const Args&... args) {
+  return launch(kernel, grid, stream, args...);
+}
+
 template <class... Params>
 cudaError_t load(void (*)(Params...)) {
   return cudaSuccess;
@@ -132,20 +139,46 @@ cudaError_t load(void (*kernel)(Params...)) {
 }
 
 template <class... Params>
-cudaError_t launch_with(void (*kernel)(Params...), Grid grid, cudaStream_t stream, Params... params) {
+const void* function_of(void (*kernel)(Params...)) {
 #ifdef HOSTWEAVE_JIT
-  const void* const function = reinterpret_cast<const JitKernel*>(kernel)->function;
+  return reinterpret_cast<const JitKernel*>(kernel)->function;
 #else
-  const void* const function = reinterpret_cast<const void*>(kernel);
+  return reinterpret_cast<const void*>(kernel);
 #endif
+}
+
+// Whether hw::wait_for_stream() waits in a kernel: those of a program are compiled for one architecture.
+inline bool waits_for_stream(const void* function) {
+  static const bool waits = [function] {
+    cudaFuncAttributes attributes;
+    return cudaFuncGetAttributes(&attributes, function) == cudaSuccess && attributes.ptxVersion >= 90;
+  }();
+  return waits;
+}
+
+template <class... Params>
+cudaError_t launch_with(const cudaLaunchConfig_t& config, const void* function, Params... params) {
   void* pointers[] = {&params...};
-  return cudaLaunchKernel(function, dim3(grid.blocks), dim3(grid.threads), pointers, 0, stream);
+  return cudaLaunchKernelExC(&config, function, pointers);
 }
 
 template <class... Params, class... Args>
 cudaError_t launch(void (*kernel)(Params...), Grid grid, cudaStream_t stream, const Args&... args) {
   if (grid.blocks == 0) return cudaSuccess;
-  return launch_with<Params...>(kernel, grid, stream, static_cast<Params>(args)...);
+  const cudaLaunchConfig_t config{.gridDim = dim3(grid.blocks), .blockDim = dim3(grid.threads), .stream = stream};
+  return launch_with<Params...>(config, function_of(kernel), static_cast<Params>(args)...);
+}
+
+// CUDA calls it programmatic dependent launch.
+template <class... Params, class... Args>
+cudaError_t launch_early(void (*kernel)(Params...), Grid grid, cudaStream_t stream, const Args&... args) {
+  if (grid.blocks == 0) return cudaSuccess;
+  const void* const function = function_of(kernel);
+  cudaLaunchAttribute early{.id = cudaLaunchAttributeProgrammaticStreamSerialization};
+  early.val.programmaticStreamSerializationAllowed = waits_for_stream(function);
+  const cudaLaunchConfig_t config{
+      .gridDim = dim3(grid.blocks), .blockDim = dim3(grid.threads), .stream = stream, .attrs = &early, .numAttrs = 1};
+  return launch_with<Params...>(config, function, static_cast<Params>(args)...);
 }
 
 #endif

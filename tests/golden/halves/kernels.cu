@@ -5,6 +5,7 @@ namespace programs::halves {
 
 // %neg: bf16[part(M, x), 4] = neg(%sliced_2)
 __global__ void neg_neg(const hw::bf16* sliced_2, hw::bf16* neg, int64_t M_x) {
+  hw::wait_for_stream();
   for (int64_t element : hw::over_grid(4 * M_x)) {
     const int64_t i = element / 4;
     const int64_t j = element % 4;
@@ -14,6 +15,7 @@ __global__ void neg_neg(const hw::bf16* sliced_2, hw::bf16* neg, int64_t M_x) {
 
 // %dst: bf16[part(M, x), 2] = copy(%src)
 __global__ void copy_y0_2(const hw::bf16* src, hw::bf16* dst, int64_t M_x) {
+  hw::wait_for_stream();
   for (int64_t element : hw::over_grid(2 * M_x)) {
     const int64_t i = element / 2;
     const int64_t j = element % 2;
@@ -23,6 +25,7 @@ __global__ void copy_y0_2(const hw::bf16* src, hw::bf16* dst, int64_t M_x) {
 
 // %relu: bf16[part(M, x), 2] = relu(%sliced_5)
 __global__ void relu_relu(const hw::bf16* sliced_5, hw::bf16* relu, int64_t M_x) {
+  hw::wait_for_stream();
   for (int64_t element : hw::over_grid(2 * M_x)) {
     const int64_t i = element / 2;
     const int64_t j = element % 2;
@@ -33,6 +36,7 @@ __global__ void relu_relu(const hw::bf16* sliced_5, hw::bf16* relu, int64_t M_x)
 
 // %dst: bf16[part(M, x), 1] = fill(value=1.0)
 __global__ void fill_y1_before(hw::bf16* dst, int64_t M_x) {
+  hw::wait_for_stream();
   for (int64_t i : hw::over_grid(M_x)) {
     dst[i * 3] = hw::bf16(1.0f);
   }

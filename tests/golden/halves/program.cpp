@@ -82,23 +82,23 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   HW_CHECK(arena_.begin_call(caller));
   HW_CHECK(plan_h_.cublasLtMatmul(x, w, h_, {caller, workspace_}));
   auto* y0_1 = y0 + 4;
-  HW_CHECK(hw::launch(neg_neg, hw::grid_of_elements(4 * M_x), caller, hw::reads(x, {M_x, 4}, {8, 1}),
-                      hw::writes(y0_1, {M_x, 4}, {11, 1}), M_x));
+  HW_CHECK(hw::launch_early(neg_neg, hw::grid_of_elements(4 * M_x), caller, hw::reads(x, {M_x, 4}, {8, 1}),
+                            hw::writes(y0_1, {M_x, 4}, {11, 1}), M_x));
   const auto* sliced = x + 4;
   HW_CHECK(cudaMemcpy2DAsync(y0, 11 * sizeof(hw::bf16), sliced, 8 * sizeof(hw::bf16), 4 * sizeof(hw::bf16), M_x,
                              cudaMemcpyDeviceToDevice, caller));
   auto* y0_2 = y0 + 8;
-  HW_CHECK(hw::launch(copy_y0_2, hw::grid_of_elements(2 * M_x), caller, hw::reads(h_, {M_x, 2}, {3, 2}),
-                      hw::writes(y0_2, {M_x, 2}, {11, 1}), M_x));
+  HW_CHECK(hw::launch_early(copy_y0_2, hw::grid_of_elements(2 * M_x), caller, hw::reads(h_, {M_x, 2}, {3, 2}),
+                            hw::writes(y0_2, {M_x, 2}, {11, 1}), M_x));
   auto* sliced_4 = h_ + 1;
   auto* y0_3 = y0 + 10;
   HW_CHECK(cudaMemcpy2DAsync(y0_3, 11 * sizeof(hw::bf16), sliced_4, 3 * sizeof(hw::bf16), sizeof(hw::bf16), M_x,
                              cudaMemcpyDeviceToDevice, caller));
   const auto* sliced_5 = x + 1;
   auto* y1_inside = y1 + 1;
-  HW_CHECK(hw::launch(relu_relu, hw::grid_of_elements(2 * M_x), caller, hw::reads(sliced_5, {M_x, 2}, {8, 1}),
-                      hw::writes(y1_inside, {M_x, 2}, {3, 1}), M_x));
-  HW_CHECK(hw::launch(fill_y1_before, hw::grid_of_elements(M_x), caller, hw::writes(y1, {M_x, 1}, {3, 1}), M_x));
+  HW_CHECK(hw::launch_early(relu_relu, hw::grid_of_elements(2 * M_x), caller, hw::reads(sliced_5, {M_x, 2}, {8, 1}),
+                            hw::writes(y1_inside, {M_x, 2}, {3, 1}), M_x));
+  HW_CHECK(hw::launch_early(fill_y1_before, hw::grid_of_elements(M_x), caller, hw::writes(y1, {M_x, 1}, {3, 1}), M_x));
   HW_CHECK(arena_.end_call(caller));
 }
 

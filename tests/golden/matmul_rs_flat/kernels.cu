@@ -4,13 +4,32 @@
 namespace programs::matmul_rs_flat {
 
 // %y: bf16[M/4, N] = sum(%landing, axis=(0,))
-__global__ void sum_y(const hw::bf16* landing, hw::bf16* y, int64_t M, int64_t N) {
-  for (int64_t j : hw::over_grid(M / 4 * N)) {
-    float sum = 0;
+template <int kWidth>
+__device__ void sum_y_by(const hw::bf16* landing, hw::bf16* y, int64_t M, int64_t N) {
+  for (int64_t j : hw::over_grid<kWidth>(M / 4 * N)) {
+    auto sum = hw::filled<kWidth, float>(0);
     for (int64_t i = 0; i < 4; ++i) {
-      sum += float(landing[i * (M / 4 * N) + j]);
+      const auto landing_ij = hw::load<kWidth>(landing + i * (M / 4 * N) + j);
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) {
+        sum[e] += float(landing_ij[e]);
+      }
     }
-    y[j] = hw::bf16(sum);
+    hw::Values<hw::bf16, kWidth> y_j;
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) {
+      y_j[e] = hw::bf16(sum[e]);
+    }
+    hw::store(y + j, y_j);
+  }
+}
+
+__global__ void sum_y(const hw::bf16* landing, hw::bf16* y, int64_t M, int64_t N) {
+  hw::wait_for_stream();
+  if (M / 4 * N % 8 == 0 && hw::aligned(landing, y)) {
+    sum_y_by<8>(landing, y, M, N);
+  } else {
+    sum_y_by<1>(landing, y, M, N);
   }
 }
 

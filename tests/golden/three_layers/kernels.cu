@@ -21,6 +21,7 @@ __device__ void maximum_minimum_h_by(const hw::bf16* product, hw::bf16* h, int64
 }
 
 __global__ void maximum_minimum_h(const hw::bf16* product, hw::bf16* h, int64_t M, int64_t F_x) {
+  hw::wait_for_stream();
   if (M * F_x % 8 == 0 && hw::aligned(product, h)) {
     maximum_minimum_h_by<8>(product, h, M, F_x);
   } else {
@@ -32,15 +33,35 @@ __global__ void maximum_minimum_h(const hw::bf16* product, hw::bf16* h, int64_t 
 // %add: bf16[M/4, E] = add(%x, %scattered)
 // %maximum_2: bf16[M/4, E] = maximum(%add, -1.0)
 // %y: bf16[M/4, E] = minimum(%maximum_2, 1.0)
-__global__ void fused_y(const hw::bf16* landing, const hw::bf16* x, hw::bf16* y, int64_t M, int64_t E) {
-  for (int64_t j : hw::over_grid(M / 4 * E)) {
-    float scattered = 0;
+template <int kWidth>
+__device__ void fused_y_by(const hw::bf16* landing, const hw::bf16* x, hw::bf16* y, int64_t M, int64_t E) {
+  for (int64_t j : hw::over_grid<kWidth>(M / 4 * E)) {
+    auto scattered = hw::filled<kWidth, float>(0);
     for (int64_t i = 0; i < 4; ++i) {
-      scattered += float(landing[i * (M / 4 * E) + j]);
+      const auto landing_ij = hw::load<kWidth>(landing + i * (M / 4 * E) + j);
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) {
+        scattered[e] += float(landing_ij[e]);
+      }
     }
-    const float add = float(x[j]) + scattered;
-    const float maximum_2 = (add > (-1.0f) || add != add) ? add : (-1.0f);
-    y[j] = hw::bf16((maximum_2 < 1.0f || maximum_2 != maximum_2) ? maximum_2 : 1.0f);
+    const auto x_j = hw::load<kWidth>(x + j);
+    hw::Values<hw::bf16, kWidth> y_j;
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) {
+      const float add = float(x_j[e]) + scattered[e];
+      const float maximum_2 = (add > (-1.0f) || add != add) ? add : (-1.0f);
+      y_j[e] = hw::bf16((maximum_2 < 1.0f || maximum_2 != maximum_2) ? maximum_2 : 1.0f);
+    }
+    hw::store(y + j, y_j);
+  }
+}
+
+__global__ void fused_y(const hw::bf16* landing, const hw::bf16* x, hw::bf16* y, int64_t M, int64_t E) {
+  hw::wait_for_stream();
+  if (M / 4 * E % 8 == 0 && hw::aligned(landing, x, y)) {
+    fused_y_by<8>(landing, x, y, M, E);
+  } else {
+    fused_y_by<1>(landing, x, y, M, E);
   }
 }
 

@@ -169,8 +169,8 @@ void Program::layer(const hw::bf16* x, const hw::bf16* w_in, const hw::bf16* w_o
     HW_CHECK(plan_product_.cublasLtMatmul(x_gathered, w_in, product_i, stream));
   }
   HW_CHECK(ring_.join(caller));
-  HW_CHECK(hw::launch(maximum_minimum_h, hw::grid_of_elements<8>(M * F_x), caller, hw::reads(layer_product_, M * F_x),
-                      hw::writes(layer_product_, M * F_x), M, F_x));
+  HW_CHECK(hw::launch_early(maximum_minimum_h, hw::grid_of_elements<8>(M * F_x), caller, hw::reads(layer_product_, M * F_x),
+                            hw::writes(layer_product_, M * F_x), M, F_x));
   HW_CHECK(ring_.fork(caller));
   for (int64_t j = 0; j < 4; ++j) {
     const int64_t q = (rank_x + 1 + j) % 4;
@@ -191,8 +191,8 @@ void Program::layer(const hw::bf16* x, const hw::bf16* w_in, const hw::bf16* w_o
     }
   }
   HW_CHECK(ring_.join(caller));
-  HW_CHECK(hw::launch(fused_y, hw::grid_of_elements(M / 4 * E), caller, hw::reads(layer_landing_, M * E), hw::reads(x, M / 4 * E),
-                      hw::writes(y, M / 4 * E), M, E));
+  HW_CHECK(hw::launch_early(fused_y, hw::grid_of_elements<8>(M / 4 * E), caller, hw::reads(layer_landing_, M * E),
+                            hw::reads(x, M / 4 * E), hw::writes(y, M / 4 * E), M, E));
 }
 
 void Program::layer_memory(const Sizes& sizes, hw::MemoryPlan& memory) {

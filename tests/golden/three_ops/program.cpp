@@ -83,20 +83,20 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const hw::Stream stream = ring_[i];
     const auto* x_i = x + i * (M / 3 * N);
     auto* a_i = a_ + i * (M / 3 * N);
-    HW_CHECK(hw::launch(neg_a, hw::grid_of_elements<8>(M / 3 * N), stream, hw::reads(x_i, M / 3 * N), hw::writes(a_i, M / 3 * N),
-                        M, N));
+    HW_CHECK(hw::launch_early(neg_a, hw::grid_of_elements<8>(M / 3 * N), stream, hw::reads(x_i, M / 3 * N),
+                              hw::writes(a_i, M / 3 * N), M, N));
   }
   HW_CHECK(ring_.join(caller));
-  HW_CHECK(hw::launch(mul_b, hw::grid_of_elements<8>(M * N), caller, hw::reads(a_, M * N), hw::reads(x, M * N),
-                      hw::writes(a_, M * N), M, N));
+  HW_CHECK(hw::launch_early(mul_b, hw::grid_of_elements<8>(M * N), caller, hw::reads(a_, M * N), hw::reads(x, M * N),
+                            hw::writes(a_, M * N), M, N));
   HW_CHECK(ring_.fork(caller));
   for (int64_t j = 0; j < 3; ++j) {
     const hw::Stream stream = ring_[j];
     auto* b_j = a_ + j * (M / 3 * N);
     const auto* x_j = x + j * (M / 3 * N);
     auto* y_j = y + j * (M / 3 * N);
-    HW_CHECK(hw::launch(add_y, hw::grid_of_elements<8>(M / 3 * N), stream, hw::reads(b_j, M / 3 * N), hw::reads(x_j, M / 3 * N),
-                        hw::writes(y_j, M / 3 * N), M, N));
+    HW_CHECK(hw::launch_early(add_y, hw::grid_of_elements<8>(M / 3 * N), stream, hw::reads(b_j, M / 3 * N),
+                              hw::reads(x_j, M / 3 * N), hw::writes(y_j, M / 3 * N), M, N));
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(arena_.end_call(caller));

@@ -147,8 +147,8 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(plan_product_2_.cublasLtMatmul(product_, v, product_2_, {caller, workspace_}));
-  HW_CHECK(hw::launch(maximum_minimum_minimum, hw::grid_of_elements<8>(M * F_x), caller, hw::reads(product_2_, M * F_x),
-                      hw::writes(product_2_, M * F_x), M, F_x));
+  HW_CHECK(hw::launch_early(maximum_minimum_minimum, hw::grid_of_elements<8>(M * F_x), caller, hw::reads(product_2_, M * F_x),
+                            hw::writes(product_2_, M * F_x), M, F_x));
   HW_CHECK(ring_.fork(caller));
   for (int64_t j = 0; j < 4; ++j) {
     const int64_t q = (rank_x + 1 + j) % 4;
@@ -169,8 +169,8 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     }
   }
   HW_CHECK(ring_.join(caller));
-  HW_CHECK(
-      hw::launch(sum_y, hw::grid_of_elements(M / 4 * N), caller, hw::reads(landing_, M * N), hw::writes(y, M / 4 * N), M, N));
+  HW_CHECK(hw::launch_early(sum_y, hw::grid_of_elements<8>(M / 4 * N), caller, hw::reads(landing_, M * N),
+                            hw::writes(y, M / 4 * N), M, N));
   HW_CHECK(arena_.end_call(caller));
 }
 
