@@ -84,7 +84,8 @@ def test_threads_hold_a_row_of_known_length(length: Any, row: str) -> None:
     text = kernels(normed, x=hw.bf16["M", length])
     if row:
         assert f"constexpr {row} row;" in text
-        assert text.count("hw::load<kWidth>(x +") == 1
+        assert text.count("x_ij.load(j);") == 1
+        assert "hw::load<" not in text
         assert f"__launch_bounds__({row.split(', ')[1]})" in text
     else:
         assert "hw::Row<" not in text
@@ -92,15 +93,64 @@ def test_threads_hold_a_row_of_known_length(length: Any, row: str) -> None:
         assert "__launch_bounds__(hw::kRowThreads)" in text
 
 
-def test_columns_are_reduced_by_tiles() -> None:
-    text = kernels(column_sums, x=hw.bf16["M", "N"])
-    assert "for (const hw::Column j : hw::over_columns<kWidth>(N)) {" in text
+@pytest.mark.parametrize(
+    ("length", "dtype", "held"),
+    [
+        (4096, hw.bf16, ["x_ij", "weight_j", "bias_j"]),
+        (8192, hw.bf16, ["x_ij", "weight_j"]),  # with the bias it would be more than 16 KB of what only the end needs
+        (8192, hw.f32, ["x_ij"]),
+        (32768, hw.bf16, ["x_ij"]),
+    ],
+)
+def test_a_held_row_comes_with_what_is_needed_later(length: int, dtype: Any, held: list[str]) -> None:
+    text = kernels(hw.layer_norm, x=dtype["M", length], weight=dtype[length], bias=dtype[length])
+    assert re.findall(r"auto (\w+) = row\.held\(", text) == held
+    first, reduced = text.index(f"{held[-1]}.load(j);"), text.index("hw::reduce_block(")
+    assert first < reduced
+
+
+def test_what_only_a_first_walk_needs_is_not_held() -> None:
+    text = kernels(lambda x, r: x / hw.sum(x * r, 1, keepdims=True), x=hw.bf16["M", 4096], r=hw.bf16["M", 4096])
+    assert re.findall(r"auto (\w+) = row\.held\(", text) == ["x_ij"]
+
+
+def test_a_row_of_known_length_that_is_read_once_is_shared_evenly() -> None:
+    text = kernels(lambda x: hw.sum(x, 1), x=hw.bf16["M", 4096])
+    assert "constexpr hw::Row<4096, 128, kWidth> row;" in text
+    assert "held" not in text
+
+
+@pytest.mark.parametrize(("columns", "threads", "bounds"), [("N", "512", "512"), (4096, "1024", "1024, 1"), (8192, "512", "512")])
+def test_columns_are_reduced_by_tiles(columns: Any, threads: str, bounds: str) -> None:
+    text = kernels(column_sums, x=hw.bf16["M", columns])
+    assert f"for (const hw::Column j : hw::over_columns<kWidth>({columns})) {{" in text
+    assert f"for (int64_t i : hw::over_rows<{threads}, kWidth>(M)) {{" in text
+    assert f"__launch_bounds__({bounds})" in text
     assert "if (j.stores()) {" in text
 
 
-@pytest.mark.parametrize(("dtype", "function"), [(hw.bf16, "hw::fast_exp("), (hw.f16, "hw::fast_exp("), (hw.f32, "expf(")])
-def test_exp_is_as_exact_as_the_elements_are(dtype: Any, function: str) -> None:
-    assert re.search(r"[\w:]*exp\w*\(", kernels(hw.silu, x=dtype["M", 8])).group() == function  # type: ignore[union-attr]
+def test_sums_of_few_terms_take_neighbours() -> None:
+    text = kernels(column_sums, x=hw.bf16[4, "N"])
+    assert "for (int64_t j : hw::over_grid<kWidth>(N)) {\n    auto sum = hw::filled<kWidth, float>(0);" in text
+    assert "const auto x_ij = hw::load<kWidth>(x + i * N + j);" in text
+
+
+def test_sums_of_few_terms_side_by_side_do_not() -> None:
+    assert "kWidth" not in kernels(lambda x: hw.sum(x, 1), x=hw.bf16["M", 4])
+
+
+@pytest.mark.parametrize(("dtype", "prefix", "suffix"), [(hw.bf16, "hw::fast_", ""), (hw.f16, "hw::fast_", ""), (hw.f32, "", "f")])
+def test_exp_and_erf_are_as_exact_as_the_elements_are(dtype: Any, prefix: str, suffix: str) -> None:
+    for op, function in ((hw.silu, "exp"), (hw.gelu, "erf")):
+        calls = re.findall(r"([\w:]*(?:exp|erf)\w*)\(", kernels(op, x=dtype["M", 8]))
+        assert set(calls) == {f"{prefix}{function}{suffix}"}
+
+
+def test_a_kernel_waits_for_the_stream_before_all_else() -> None:
+    program = hw.compile(hw.fusion(x=hw.bf16["M", "N"])(column_sums), target="cuda")
+    heads = re.findall(r"__global__.*\{\n(.*)\n", program.sources["kernels.cu"])
+    assert heads == ["  hw::wait_for_stream();"]
+    assert "hw::launch_early(" in program.sources["program.cpp"]
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -391,6 +391,14 @@ def test_error(case: str) -> None:
     assert str(caught.value) == f"mlp.py:{message}"
 
 
+def test_a_parameter_without_a_type_keeps_its_default() -> None:
+    def scaled(x, factor=2.0, *, bias=None):  # type: ignore[no-untyped-def]
+        return x * factor if bias is None else x * factor + bias
+
+    assert [i.name for i in hw.fusion(x=hw.f32[4])(scaled).inputs] == ["x"]
+    assert [i.name for i in hw.fusion(x=hw.f32[4], bias=hw.f32[4])(scaled).inputs] == ["x", "bias"]
+
+
 def test_parameters_and_inputs_agree() -> None:
     with pytest.raises(ProgramError, match=r"fusion @f: w has no type; pass w=hw.f32\[...\] to hw.fusion$"):
         hw.fusion(x=hw.f32[1])(lambda_named("f", lambda x, w: x))

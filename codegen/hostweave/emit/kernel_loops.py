@@ -16,9 +16,12 @@ ZERO, ONE = Extent(0), Extent()
 SMALL = 32  # terms that one thread adds up alone although they lie side by side
 ACCESS = 16  # bytes that a thread reads or writes at once
 WARP = 32  # threads
-ROW_THREADS = 512  # at most, that hold a row
-HELD = (4, 3, 5, 2, 6, 7, 8, 1)  # accesses of a thread that holds its part of a row: the first that comes out even
-HELD_AT_MOST = 20  # accesses to several rows: 80 registers
+ROW_THREADS = 512  # at most, that share a row of known length
+EACH = (4, 3, 5, 2, 6, 7, 8, 1)  # accesses of a thread to such a row: the first that comes out even
+HELD = 20  # accesses, at most, whose elements a thread holds: 80 registers
+TILE = 32  # columns
+TILE_THREADS, MOST_THREADS = 512, 1024
+FEW_TILES = 132  # at most one for each multiprocessor: these take all the threads that a block may have
 
 
 @dataclass(frozen=True)
@@ -27,28 +30,25 @@ class Sharing:
 
     each: str  # the loop over what is kept
     grid: str  # of the launch
-    inner: str = ""  # which threads share the innermost loop over what is reduced
+    inner: str = ""  # the innermost loop over what is reduced, of which they take parts
     meet: str = ""  # how their totals meet
     once: str = ""  # the condition under which a thread stores what they come to
-    threads: str = ""  # of a block, at most
 
 
 BY_THREAD = Sharing("for (int64_t {} : hw::over_grid{w}({}))", "hw::grid_of_elements{w}({})")
 BY_BLOCK = Sharing(
     each="for (int64_t {} : hw::over_blocks({}))",
     grid="hw::grid_of_rows{w}({}, {})",
-    inner="over_threads",
+    inner="for (int64_t {} : hw::over_threads{w}({}))",
     meet="reduce_block",
     once="hw::first_thread()",
-    threads="hw::kRowThreads",
 )
 BY_COLUMNS = Sharing(
     each="for (const hw::Column {} : hw::over_columns{w}({}))",
-    grid="hw::grid_of_columns{w}({}, {})",
-    inner="over_rows",
-    meet="reduce_rows",
+    grid="hw::grid_of_columns({}, {threads})",
+    inner="#pragma unroll 8\nfor (int64_t {} : hw::over_rows<{threads}{more}>({}))",
+    meet="reduce_rows<{threads}>",
     once="{}.stores()",
-    threads="hw::kColumnThreads",
 )
 
 
@@ -83,7 +83,7 @@ def stored(result: str) -> str:
 class Loops:
     """Of what a kernel keeps, and inside of what it reduces.
 
-    Threads may hold a row of so many inputs in registers, `held`, where its length is known.
+    Threads may hold rows of so many inputs in registers, `held`, where their length is known.
     """
 
     def __init__(
@@ -101,8 +101,8 @@ class Loops:
         self.packed = {place for place in self.memory if self.stride(place, self.along) == ONE}  # read or written together
         self.width = self.taken_together()
         self.lane = names.of("e", "element of a thread") if self.width > 1 else ""
-        self.row_threads = self.threads_that_hold(held) if held else 0
-        self.row = names.of("row", "held") if self.row_threads else ""
+        self.row_threads = self.threads_of_row(held)
+        self.row = names.of("row", "shared") if self.row_threads else ""
 
     # --- dims ---
 
@@ -170,13 +170,17 @@ class Loops:
         rows = [self.stride(place, dim) for dim in others for place in self.memory if place in self.packed]
         return list(dict.fromkeys([self.along.extent, *rows]))
 
-    def threads_that_hold(self, inputs: int) -> int:
-        """How many threads hold a row of each input, each the same number of times what it takes together; 0 where they cannot."""
+    def threads_of_row(self, held: int) -> int:
+        """How many threads share a row of known length, each the same number of times what it takes together; 0 where it does not fit."""
         if self.sharing != BY_BLOCK or self.width == 1 or len(self.reduced) > 1 or not self.along.extent.is_int:
             return 0
         accesses = int(self.along.extent) // self.width
-        fitting = [n for n in HELD if accesses % (n * WARP) == 0 and accesses // n <= ROW_THREADS and n * inputs <= HELD_AT_MOST]
+        fitting = [each for each in EACH if accesses % (each * WARP) == 0 and accesses // each <= ROW_THREADS and each * held <= HELD]
         return accesses // fitting[0] if fitting else 0
+
+    def bytes_of_rows(self, inputs: Sequence[str]) -> int:
+        """Of rows of known length."""
+        return int(self.along.extent) * sum(self.memory[name].dtype.itemsize for name in inputs)
 
     def is_wide(self, pointers: Iterable[str]) -> str:
         """The condition under which a thread takes neighbours together."""
@@ -212,7 +216,7 @@ class Loops:
         if self.row_threads:
             return f"hw::Grid{{{self.count}, {self.row_threads}}}"
         walked = [self.count, *([self.integers.extent(self.reduced[-1].extent)] if self.sharing.inner else [])]
-        return self.sharing.grid.format(*walked, w=f"<{self.width}>" if self.width > 1 else "")
+        return self.sharing.grid.format(*walked, w=f"<{self.width}>" if self.width > 1 else "", threads=self.threads)
 
     @property
     def inner(self) -> tuple[str, ...]:
@@ -223,18 +227,32 @@ class Loops:
             index, count = walked[-1]
             if self.row_threads:
                 return (f"#pragma unroll\nfor (const hw::Share {index} : {self.row})",)
-            heads[-1] = f"for (int64_t {index} : hw::{self.sharing.inner}{self.template}({count}))"
+            more = ", kWidth" if self.width > 1 else ""
+            heads[-1] = self.sharing.inner.format(index, count, w=self.template, threads=self.threads, more=more)
         return tuple(heads)
 
     @property
     def row_declaration(self) -> str:
-        """How the threads of a block share the row that they hold."""
+        """How the threads of a block share a row of known length."""
         return f"constexpr hw::Row<{self.along.extent}, {self.row_threads}, kWidth> {self.row};" if self.row_threads else ""
 
     @property
     def threads(self) -> str:
         """Of a block, at most."""
-        return str(self.row_threads) if self.row_threads else self.sharing.threads
+        if self.sharing == BY_COLUMNS:
+            columns = product(tuple(dim.extent for dim in self.kept))
+            return str(MOST_THREADS if columns.is_int and int(columns) <= FEW_TILES * TILE else TILE_THREADS)
+        return str(self.row_threads) if self.row_threads else "hw::kRowThreads" if self.sharing == BY_BLOCK else ""
+
+    @property
+    def bounds(self) -> str:
+        """What the compiler is told of a block, lest it save registers for a second one that does not come."""
+        return f"{self.threads}, 1" if self.threads == str(MOST_THREADS) else self.threads
+
+    @property
+    def meet(self) -> str:
+        """How the totals of several threads meet."""
+        return self.sharing.meet.format(threads=self.threads)
 
     @property
     def once(self) -> str:
@@ -260,6 +278,10 @@ class Loops:
     def first(self, place: str) -> str:
         """Where an element lies, as `i * N + j`: the first of those that a thread takes together."""
         return self.sum_of(self.terms(place))
+
+    def row_of(self, place: str) -> str:
+        """Where a row begins."""
+        return self.sum_of([term for term in self.terms(place) if term[0] != self.names[self.along]])
 
     def offset(self, place: str) -> str:
         """Where an element lies: each of those that a thread takes together, as `i * N + j + e`."""

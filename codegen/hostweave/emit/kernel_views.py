@@ -17,7 +17,7 @@ class Kernel:
     arguments: tuple[str, ...]  # the names of the parameters
     width: int  # neighbours that a thread takes together
     is_wide: str  # the condition under which it may
-    threads: str  # of a block, at most
+    bounds: str  # how many threads a block has at most
     row: str  # the declaration of how threads share a row that they hold
     each: str  # the head of the loop over elements
     indices: tuple[str, ...]  # declarations of the indices that its own stands for, and of what threads hold

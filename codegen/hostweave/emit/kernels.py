@@ -19,6 +19,7 @@ from hostweave.fusion.types import BufferType, DType, bool_, f32, f64, i64
 from hostweave.host import ir
 from hostweave.host.iteration import Iteration, NotOneKernel, iteration, reduced_indices
 
+LATE_BYTES = 16 << 10  # of rows, at most, that a block loads before it needs them: they take registers from other blocks
 u64 = DType("u64", 8, "uint", "uint64_t")  # what unsigned sums add up in
 
 _SAME = ("copy", "broadcast_to", "expand_dims", "reshape", "transpose")  # the element of the operand
@@ -49,8 +50,13 @@ def emit_kernel(name: str, kernel: ir.Kernel, buffers: Sequence[BufferType], int
         raise ProgramError(f"kernel @{kernel.name}: {reason}; split it") from None
     emitter = _Emitter(name, kernel, walked, buffers, integers)
     emitted = emitter.emit()
+    if not emitter.loops.row_threads:
+        return emitted
     again = [name for name, times in emitter.loaded.items() if times > 1]
-    for held in [[*emitter.loaded], again] if emitter.loads_late else []:
+    late: list[str] = []
+    for one in emitter.late:
+        late += [one] if emitter.loops.bytes_of_rows([*late, one]) <= LATE_BYTES else []
+    for held in filter(None, ([*again, *late], again)):
         holding = _Emitter(name, kernel, walked, buffers, integers, held)
         if holding.loops.row_threads:
             return holding.emit()
@@ -61,8 +67,8 @@ class _Emitter:
     """Writes one kernel. A value is a C++ text: a number, an element in memory, or a local of its name.
 
     What a reduction needs is computed where the reduction walks it, and again where something walks it later. Its inputs are then
-    in the cache. Those named by `held` each thread keeps in registers where it can, and the compiler what it computed from them:
-    all are loaded on the first walk, so that none is waited for after a reduction.
+    in the cache. Those named by `held` threads keep in registers, and the compiler what it computed from them; all are loaded on the
+    first walk, so that none is waited for after a reduction.
     """
 
     def __init__(
@@ -86,7 +92,7 @@ class _Emitter:
         self.held = held
         self.walks = 0  # over what is reduced
         self.loaded = Counter[str]()  # how often
-        self.loads_late = False  # whether something is loaded when a walk is over
+        self.late: list[str] = []  # what is loaded only when a walk is over
         self.uses = Counter(name for op in self.ops for name in _uses(op))
         self.uses.update(name for name in self.results if name in self.uses)
         self.totals: dict[str, str] = {}  # what reductions have added up
@@ -111,7 +117,7 @@ class _Emitter:
         """The expression with T(1) as a literal and std::exp as the C function, both of the compute type."""
         text = re.sub(r"\bT\((-?[\d.]+)\)", lambda match: number(float(match[1]), dtype), expression)
         if self.is_small and compute_type(dtype) == "float":
-            text = text.replace("std::exp(", "hw::fast_exp(")
+            text = re.sub(r"\bstd::(exp|erf)\(", r"hw::fast_\1(", text)
         return re.sub(r"\bstd::(\w+)", lambda match: match[1] + ("f" if compute_type(dtype) == "float" else ""), text)
 
     # --- bodies ---
@@ -129,7 +135,7 @@ class _Emitter:
             arguments=(*self.pointers.values(), *self.results.values(), *self.sizes),
             width=self.loops.width,
             is_wide=self.loops.is_wide(packed),
-            threads=self.loops.threads,
+            bounds=self.loops.bounds,
             row=self.loops.row_declaration,
             each=self.loops.each,
             indices=(*self.loops.declarations(), *self.holders()),
@@ -138,7 +144,7 @@ class _Emitter:
 
     def holders(self) -> Iterator[str]:
         for name in self.held:
-            yield f"hw::Values<{self.types[name].dtype.cpp}, kWidth> {self.elements(name)}[{self.loops.row}.kEach];"
+            yield f"auto {self.elements(name)} = {self.loops.row}.held({_moved(self.pointers[name], self.loops.row_of(name))});"
 
     def elements(self, name: str) -> str:
         """The local of an input's elements that a thread takes together."""
@@ -219,8 +225,8 @@ class _Emitter:
             else:
                 starts.append(f"{accumulator} {total} = {first};")
             section.join(self.totals[op.result.name], _SIGNS.get(OPS[op.kind].combine), join, element)
-            if self.loops.sharing.meet:
-                after.append(f"{total} = hw::{self.loops.sharing.meet}({total}, {join}());")
+            if self.loops.meet:
+                after.append(f"{total} = hw::{self.loops.meet}({total}, {join}());")
         section.store(results)
         section.load_held()
         self.walks += 1
@@ -302,19 +308,23 @@ class _Section:
         if not self.is_wide or name not in loops.packed:
             return f"{pointer}[{loops.offset(name)}]"
         if name not in self.loads:
-            self.loads[name] = self.load(name, f"hw::load<kWidth>({_moved(pointer, loops.first(name))})")
+            self.loads[name] = self.load(name)
         return f"{self.loads[name]}[{loops.lane}]"
 
-    def load(self, name: str, elements: str) -> str:
+    def load(self, name: str) -> str:
         """Loads what a thread takes together of an input, unless it holds it."""
-        local, is_held, is_first = self.kernel.elements(name), name in self.kernel.held, name not in self.kernel.loaded
-        self.kernel.loaded[name] += 1
-        self.kernel.loads_late |= self.kernel.walks > 0
-        if is_held:
-            local = f"{local}[{self.kernel.loops.names[self.kernel.loops.along]}.number]"
-        if is_first or not is_held:
-            self.begin.append(f"{'' if is_held else 'const auto '}{local} = {elements};")
-        return local
+        kernel, local = self.kernel, self.kernel.elements(name)
+        is_held, is_first = name in kernel.held, name not in kernel.loaded
+        kernel.loaded[name] += 1
+        if is_first and kernel.walks:
+            kernel.late.append(name)
+        if not is_held:
+            self.begin.append(f"const auto {local} = hw::load<kWidth>({_moved(kernel.pointers[name], kernel.loops.first(name))});")
+            return local
+        index = kernel.loops.names[kernel.loops.along]
+        if is_first:
+            self.begin.append(f"{local}.load({index});")
+        return f"{local}[{index}]"
 
     def load_held(self) -> None:
         """Loads what this section does not need itself, but a later one."""

@@ -356,16 +356,20 @@ def _placed(type: TensorType, program: Mesh, location: Location) -> TensorType:
 
 
 def parameters(function: Callable[..., Any], inputs: dict[str, TensorType], word: str, location: Location) -> list[str]:
-    """The names of the inputs in order: the parameters of the function, and those that its `**weights` takes, as they are given."""
+    """The names of the inputs in order: the parameters of the function, and those that its `**weights` takes, as they are given.
+
+    A parameter that has a default and no type is no input: the function takes the default.
+    """
     here = f"{word} @{function.__name__}"
     declared = inspect.signature(function).parameters.values()
-    named = [p.name for p in declared if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in declared)
+    named = [p.name for p in declared if p.kind is not p.VAR_KEYWORD and (p.default is p.empty or p.name in inputs)]
     others = [name for name in inputs if name not in named]
     for name in named:
         if not isinstance(inputs.get(name), TensorType):
             raise ProgramError(f"{here}: {name} has no type; pass {name}=hw.f32[...] to hw.{word}", location)
     for name in others:
-        if len(named) == len(declared):
+        if not takes_any:
             raise ProgramError(f"{here}: {name} is not a parameter of the function; add it or leave it out", location)
         if not isinstance(inputs[name], TensorType):
             raise ProgramError(f"{here}: {name} has no type; pass {name}=hw.f32[...] to hw.{word}", location)

@@ -102,6 +102,24 @@ struct Share {
   HW_DEVICE operator int64_t() const { return index; }
 };
 
+// What a thread has of a row: it keeps what it loads.
+template <class T, int kWidth, int kEach>
+struct Held {
+  const T* row_;
+  Values<T, kWidth> values_[kEach];
+
+  HW_DEVICE void load(const Share& j) { values_[j.number] = hw::load<kWidth>(row_ + j); }
+  HW_DEVICE const Values<T, kWidth>& operator[](const Share& j) const { return values_[j.number]; }
+};
+// One by one these are too many to keep.
+template <class T, int kEach>
+struct Held<T, 1, kEach> {
+  const T* row_;
+
+  HW_DEVICE void load(const Share&) {}
+  HW_DEVICE Values<T, 1> operator[](const Share& j) const { return {row_[j]}; }
+};
+
 // How kThreads threads of a block share a row of kElements: each takes kWidth neighbours kEach times.
 template <int kElements, int kThreads, int kWidth>
 struct Row {  // for (const Share j : row)
@@ -121,6 +139,11 @@ struct Row {  // for (const Share j : row)
   };
   HW_DEVICE Iterator begin() const { return {0}; }
   HW_DEVICE Iterator end() const { return {kEach}; }
+
+  template <class T>
+  HW_DEVICE Held<T, kWidth, kEach> held(const T* row) const {
+    return {row};
+  }
 };
 
 template <class T>
@@ -128,143 +151,6 @@ struct Indexed {  // an element and where it is
   T value;
   int64_t index;
 };
-
-#ifdef __CUDACC__
-
-// Returns when all that is before the kernel on its stream has ended and is visible: hw::launch_early does not wait for that. Nothing
-// that a kernel before may write is read until then.
-HW_DEVICE void wait_for_stream() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-// 0..n in steps of kWidth elements, which divides n: shared among the threads of the grid, among its blocks, among the threads of
-// a block. Neighbouring threads take neighbouring elements.
-template <int kWidth = 1>
-__device__ Walk over_grid(int64_t n) {
-  return {(int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * kWidth, n, int64_t{gridDim.x} * blockDim.x * kWidth};
-}
-HW_DEVICE Walk over_blocks(int64_t n) { return {blockIdx.x, n, gridDim.x}; }
-template <int kWidth = 1>
-__device__ Walk over_threads(int64_t n) {
-  return {int64_t{threadIdx.x} * kWidth, n, int64_t{blockDim.x} * kWidth};
-}
-
-// Columns 0..n, of which each block takes tiles; in a tile neighbouring threads take neighbouring columns, kWidth each.
-template <int kWidth = 1>
-__device__ Columns<kWidth> over_columns(int64_t n) {
-  constexpr int kThreads = kTile / kWidth;
-  const int in_tile = threadIdx.x % kThreads * kWidth;
-  return {int64_t{blockIdx.x} * kTile, n, int64_t{gridDim.x} * kTile, in_tile, threadIdx.x < kThreads};
-}
-// 0..n shared among the threads that have the same columns.
-template <int kWidth = 1>
-__device__ Walk over_rows(int64_t n) {
-  constexpr int kThreads = kTile / kWidth;
-  return {threadIdx.x / kThreads, n, blockDim.x / kThreads};
-}
-
-HW_DEVICE bool first_thread() { return threadIdx.x == 0; }
-
-template <class T>
-__device__ T value_of(T value, int distance) {
-  return __shfl_xor_sync(~0u, value, distance);
-}
-template <class T>
-__device__ Indexed<T> value_of(Indexed<T> one, int distance) {
-  return {__shfl_xor_sync(~0u, one.value, distance), __shfl_xor_sync(~0u, one.index, distance)};
-}
-
-// Joins one value of every thread of a block, which has whole warps. Every thread gets the result. CUB has this for blocks of a
-// size that the compiler knows; these follow the length of the rows.
-template <class T, class Join>
-__device__ T reduce_block(T value, Join join) {
-  __shared__ T partial[32];
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) value = join(value, value_of(value, distance));
-  const int warps = blockDim.x / 32;
-  if (warps == 1) return value;
-  __syncthreads();  // until the reduction before has been read
-  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
-  __syncthreads();
-  value = partial[0];
-  for (int warp = 1; warp < warps; ++warp) value = join(value, partial[warp]);
-  return value;
-}
-
-// Joins the values that the threads of the same columns have. Every thread gets the results.
-template <class T, int kWidth, class Join>
-__device__ Values<T, kWidth> reduce_rows(Values<T, kWidth> values, Join join) {
-  constexpr int kThreads = kTile / kWidth;
-  __shared__ T partial[32][kTile];
-  const int first = threadIdx.x % kThreads * kWidth;
-#pragma unroll
-  for (int e = 0; e < kWidth; ++e) {
-#pragma unroll
-    for (int distance = 16; distance >= kThreads; distance /= 2) values[e] = join(values[e], value_of(values[e], distance));
-  }
-  __syncthreads();  // until the reduction before has been read
-  if (threadIdx.x % 32 < kThreads) {
-#pragma unroll
-    for (int e = 0; e < kWidth; ++e) partial[threadIdx.x / 32][first + e] = values[e];
-  }
-  __syncthreads();
-  if (threadIdx.x < kTile) {
-    T total = partial[0][threadIdx.x];
-    for (int warp = 1; warp < blockDim.x / 32; ++warp) total = join(total, partial[warp][threadIdx.x]);
-    partial[0][threadIdx.x] = total;
-  }
-  __syncthreads();
-#pragma unroll
-  for (int e = 0; e < kWidth; ++e) values[e] = partial[0][first + e];
-  return values;
-}
-template <class T, class Join>
-__device__ T reduce_rows(T value, Join join) {
-  return reduce_rows(Values<T, 1>{value}, join)[0];
-}
-
-// e to the x, within some 100 units in the last place: for kernels whose elements have 16 bits or less.
-HW_DEVICE float fast_exp(float x) { return __expf(x); }
-
-#else
-
-HW_DEVICE void wait_for_stream() {}
-
-template <int kWidth = 1>
-Walk over_grid(int64_t n) {
-  return {0, n, kWidth};
-}
-HW_DEVICE Walk over_blocks(int64_t n) { return {0, n, 1}; }
-template <int kWidth = 1>
-Walk over_threads(int64_t n) {
-  return {0, n, kWidth};
-}
-template <int kWidth = 1>
-Columns<kWidth> over_columns(int64_t n) {
-  return {0, n, kWidth, 0, true};
-}
-template <int kWidth = 1>
-Walk over_rows(int64_t n) {
-  return {0, n, 1};
-}
-
-HW_DEVICE bool first_thread() { return true; }
-
-template <class T, class Join>
-T reduce_block(T value, Join) {
-  return value;
-}
-
-template <class T, class Join>
-T reduce_rows(T values, Join) {
-  return values;
-}
-
-HW_DEVICE float fast_exp(float x) { return expf(x); }
-
-#endif
 
 struct Add {
   template <class T>
@@ -315,6 +201,163 @@ struct FirstMaximum {  // a NaN is the largest; of equal elements the first
     return a.value > b.value ? a : b;
   }
 };
+
+#ifdef __CUDACC__
+
+// Returns when all that is before the kernel on its stream has ended and is visible: hw::launch_early does not wait for that. Nothing
+// that a kernel before may write is read until then.
+HW_DEVICE void wait_for_stream() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// 0..n in steps of kWidth elements, which divides n: shared among the threads of the grid, among its blocks, among the threads of
+// a block. Neighbouring threads take neighbouring elements.
+template <int kWidth = 1>
+__device__ Walk over_grid(int64_t n) {
+  return {(int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * kWidth, n, int64_t{gridDim.x} * blockDim.x * kWidth};
+}
+HW_DEVICE Walk over_blocks(int64_t n) { return {blockIdx.x, n, gridDim.x}; }
+template <int kWidth = 1>
+__device__ Walk over_threads(int64_t n) {
+  return {int64_t{threadIdx.x} * kWidth, n, int64_t{blockDim.x} * kWidth};
+}
+
+// Columns 0..n, of which each block takes tiles; in a tile neighbouring threads take neighbouring columns, kWidth each.
+template <int kWidth = 1>
+__device__ Columns<kWidth> over_columns(int64_t n) {
+  constexpr int kThreads = kTile / kWidth;
+  const int in_tile = threadIdx.x % kThreads * kWidth;
+  return {int64_t{blockIdx.x} * kTile, n, int64_t{gridDim.x} * kTile, in_tile, threadIdx.x < kThreads};
+}
+// 0..n shared among those of a block's kThreads threads that have the same columns.
+template <int kThreads, int kWidth = 1>
+__device__ Walk over_rows(int64_t n) {
+  constexpr int kAside = kTile / kWidth;
+  return {threadIdx.x / kAside, n, kThreads / kAside};
+}
+
+HW_DEVICE bool first_thread() { return threadIdx.x == 0; }
+
+template <class T>
+__device__ T value_of(T value, int distance) {
+  return __shfl_xor_sync(~0u, value, distance);
+}
+template <class T>
+__device__ Indexed<T> value_of(Indexed<T> one, int distance) {
+  return {__shfl_xor_sync(~0u, one.value, distance), __shfl_xor_sync(~0u, one.index, distance)};
+}
+
+// Joins one value of every thread of a block, which has whole warps. Every thread gets the result. CUB has this for blocks of a
+// size that the compiler knows; these follow the length of the rows.
+template <class T, class Join>
+__device__ T reduce_block(T value, Join join) {
+  __shared__ T partial[32];
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) value = join(value, value_of(value, distance));
+  const int warps = blockDim.x / 32;
+  if (warps == 1) return value;
+  __syncthreads();  // until the reduction before has been read
+  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
+  __syncthreads();
+  value = partial[0];
+  for (int warp = 1; warp < warps; ++warp) value = join(value, partial[warp]);
+  return value;
+}
+
+// Joins the values that those of a block's kThreads threads have which share columns. Every thread gets the results.
+template <int kThreads, class T, int kWidth, class Join>
+__device__ Values<T, kWidth> reduce_rows(Values<T, kWidth> values, Join join) {
+  constexpr int kAside = kTile / kWidth, kWarps = kThreads / 32;
+  __shared__ T partial[kWarps][kTile];
+  const int first = threadIdx.x % kAside * kWidth;
+#pragma unroll
+  for (int e = 0; e < kWidth; ++e) {
+#pragma unroll
+    for (int distance = 16; distance >= kAside; distance /= 2) values[e] = join(values[e], value_of(values[e], distance));
+  }
+  __syncthreads();  // until the reduction before has been read
+  if (threadIdx.x % 32 < kAside) {
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) partial[threadIdx.x / 32][first + e] = values[e];
+  }
+  __syncthreads();
+  if (threadIdx.x < kTile) {
+    T total = partial[0][threadIdx.x];
+#pragma unroll
+    for (int warp = 1; warp < kWarps; ++warp) total = join(total, partial[warp][threadIdx.x]);
+    partial[0][threadIdx.x] = total;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int e = 0; e < kWidth; ++e) values[e] = partial[0][first + e];
+  return values;
+}
+template <int kThreads, class T, class Join>
+__device__ T reduce_rows(T value, Join join) {
+  return reduce_rows<kThreads>(Values<T, 1>{value}, join)[0];
+}
+
+// For kernels whose elements have 16 bits or less: e to the x within some 100 units in the last place, and the error function within
+// 5, as the quotient of two polynomials that XLA and Eigen have.
+HW_DEVICE float fast_exp(float x) { return __expf(x); }
+HW_DEVICE float fast_erf(float x) {
+  x = Maximum()(Minimum()(x, 4.0f), -4.0f);
+  const float y = x * x;
+  float p = -2.72614225801306e-10f;
+  p = p * y + 2.77068142495902e-08f;
+  p = p * y - 2.10102402082508e-06f;
+  p = p * y - 5.69250639462346e-05f;
+  p = p * y - 7.34990630326855e-04f;
+  p = p * y - 2.95459980854025e-03f;
+  p = p * y - 1.60960333262415e-02f;
+  float q = -1.45660718464996e-05f;
+  q = q * y - 2.13374055278905e-04f;
+  q = q * y - 1.68282697438203e-03f;
+  q = q * y - 7.37332916720468e-03f;
+  q = q * y - 1.42647390514189e-02f;
+  return __fdividef(x * p, q);
+}
+
+#else
+
+HW_DEVICE void wait_for_stream() {}
+
+template <int kWidth = 1>
+Walk over_grid(int64_t n) {
+  return {0, n, kWidth};
+}
+HW_DEVICE Walk over_blocks(int64_t n) { return {0, n, 1}; }
+template <int kWidth = 1>
+Walk over_threads(int64_t n) {
+  return {0, n, kWidth};
+}
+template <int kWidth = 1>
+Columns<kWidth> over_columns(int64_t n) {
+  return {0, n, kWidth, 0, true};
+}
+template <int kThreads, int kWidth = 1>
+Walk over_rows(int64_t n) {
+  return {0, n, 1};
+}
+
+HW_DEVICE bool first_thread() { return true; }
+
+template <class T, class Join>
+T reduce_block(T value, Join) {
+  return value;
+}
+
+template <int kThreads, class T, class Join>
+T reduce_rows(T values, Join) {
+  return values;
+}
+
+HW_DEVICE float fast_exp(float x) { return expf(x); }
+HW_DEVICE float fast_erf(float x) { return erff(x); }
+
+#endif
 
 // A uniform number from 0 to below 1: the first word of Philox 4x32-10 of the counter (i, j, k, m) under the key (seed, draw).
 HW_DEVICE float philox(uint32_t i, uint32_t j, uint32_t k, uint32_t m, uint32_t seed, uint32_t draw) {

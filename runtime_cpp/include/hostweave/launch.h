@@ -58,11 +58,8 @@ constexpr Grid grid_of_rows(int64_t rows, int64_t n) {
   return {std::min(rows, kMaxBlocks), warps_of(divided_up(accesses, each), kRowThreads)};
 }
 
-// A block for each tile of n columns, which have so many rows.
-template <int kWidth = 1>
-constexpr Grid grid_of_columns(int64_t n, int64_t rows) {
-  return {std::min(divided_up(n, kTile), kMaxBlocks), warps_of(rows * (kTile / kWidth), kColumnThreads)};
-}
+// A block for each tile of n columns.
+constexpr Grid grid_of_columns(int64_t n, int threads) { return {std::min(divided_up(n, kTile), kMaxBlocks), threads}; }
 
 template <class T>
 struct Access {

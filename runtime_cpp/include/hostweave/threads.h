@@ -3,9 +3,8 @@
 
 namespace hw {
 
-constexpr int kThreads = 256;         // for elements that nothing joins
-constexpr int kRowThreads = 512;      // at most, for a row that they reduce together
-constexpr int kColumnThreads = 1024;  // at most, for a tile of columns that they reduce together
-constexpr int kTile = 32;             // columns
+constexpr int kThreads = 256;     // for elements that nothing joins
+constexpr int kRowThreads = 512;  // at most, for a row that they reduce together
+constexpr int kTile = 32;         // columns that they reduce together
 
 }  // namespace hw

@@ -8,14 +8,15 @@ template <int kWidth>
 __device__ void sum_s_partial_by(const hw::bf16* x, hw::bf16* s_partial, int64_t M, int64_t K) {
   for (const hw::Column j : hw::over_columns<kWidth>(K)) {
     auto sum = hw::filled<kWidth, float>(0);
-    for (int64_t i : hw::over_rows<kWidth>(M / 4)) {
+#pragma unroll 8
+    for (int64_t i : hw::over_rows<512, kWidth>(M / 4)) {
       const auto x_ij = hw::load<kWidth>(x + i * K + j);
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
         sum[e] += float(x_ij[e]);
       }
     }
-    sum = hw::reduce_rows(sum, hw::Add());
+    sum = hw::reduce_rows<512>(sum, hw::Add());
     if (j.stores()) {
       hw::Values<hw::bf16, kWidth> s_partial_j;
 #pragma unroll
@@ -27,8 +28,7 @@ __device__ void sum_s_partial_by(const hw::bf16* x, hw::bf16* s_partial, int64_t
   }
 }
 
-__global__ void __launch_bounds__(hw::kColumnThreads)
-    sum_s_partial(const hw::bf16* x, hw::bf16* s_partial, int64_t M, int64_t K) {
+__global__ void __launch_bounds__(512) sum_s_partial(const hw::bf16* x, hw::bf16* s_partial, int64_t M, int64_t K) {
   hw::wait_for_stream();
   if (K % 8 == 0 && hw::aligned(x, s_partial)) {
     sum_s_partial_by<8>(x, s_partial, M, K);
@@ -42,14 +42,15 @@ template <int kWidth>
 __device__ void sum_t_partial_by(const hw::bf16* v, hw::bf16* t_partial, int64_t M, int64_t L) {
   for (const hw::Column j : hw::over_columns<kWidth>(L)) {
     auto sum = hw::filled<kWidth, float>(0);
-    for (int64_t i : hw::over_rows<kWidth>(M / 4)) {
+#pragma unroll 8
+    for (int64_t i : hw::over_rows<512, kWidth>(M / 4)) {
       const auto v_ij = hw::load<kWidth>(v + i * L + j);
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
         sum[e] += float(v_ij[e]);
       }
     }
-    sum = hw::reduce_rows(sum, hw::Add());
+    sum = hw::reduce_rows<512>(sum, hw::Add());
     if (j.stores()) {
       hw::Values<hw::bf16, kWidth> t_partial_j;
 #pragma unroll
@@ -61,8 +62,7 @@ __device__ void sum_t_partial_by(const hw::bf16* v, hw::bf16* t_partial, int64_t
   }
 }
 
-__global__ void __launch_bounds__(hw::kColumnThreads)
-    sum_t_partial(const hw::bf16* v, hw::bf16* t_partial, int64_t M, int64_t L) {
+__global__ void __launch_bounds__(512) sum_t_partial(const hw::bf16* v, hw::bf16* t_partial, int64_t M, int64_t L) {
   hw::wait_for_stream();
   if (L % 8 == 0 && hw::aligned(v, t_partial)) {
     sum_t_partial_by<8>(v, t_partial, M, L);

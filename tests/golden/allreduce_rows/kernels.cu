@@ -8,14 +8,15 @@ template <int kWidth>
 __device__ void sum_y_partial_by(const hw::bf16* x, hw::bf16* y_partial, int64_t N, int64_t R_x) {
   for (const hw::Column j : hw::over_columns<kWidth>(N / 3)) {
     auto sum = hw::filled<kWidth, float>(0);
-    for (int64_t i : hw::over_rows<kWidth>(R_x)) {
+#pragma unroll 8
+    for (int64_t i : hw::over_rows<512, kWidth>(R_x)) {
       const auto x_ij = hw::load<kWidth>(x + i * N + j);
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
         sum[e] += float(x_ij[e]);
       }
     }
-    sum = hw::reduce_rows(sum, hw::Add());
+    sum = hw::reduce_rows<512>(sum, hw::Add());
     if (j.stores()) {
       hw::Values<hw::bf16, kWidth> y_partial_j;
 #pragma unroll
@@ -27,8 +28,7 @@ __device__ void sum_y_partial_by(const hw::bf16* x, hw::bf16* y_partial, int64_t
   }
 }
 
-__global__ void __launch_bounds__(hw::kColumnThreads)
-    sum_y_partial(const hw::bf16* x, hw::bf16* y_partial, int64_t N, int64_t R_x) {
+__global__ void __launch_bounds__(512) sum_y_partial(const hw::bf16* x, hw::bf16* y_partial, int64_t N, int64_t R_x) {
   hw::wait_for_stream();
   if (N / 3 % 8 == 0 && N % 8 == 0 && hw::aligned(x, y_partial)) {
     sum_y_partial_by<8>(x, y_partial, N, R_x);

@@ -8,14 +8,15 @@ template <int kWidth>
 __device__ void sum_db_partial_by(const hw::bf16* dy, hw::bf16* db_partial, int64_t N, int64_t T_x) {
   for (const hw::Column j : hw::over_columns<kWidth>(N)) {
     auto sum = hw::filled<kWidth, float>(0);
-    for (int64_t i : hw::over_rows<kWidth>(T_x)) {
+#pragma unroll 8
+    for (int64_t i : hw::over_rows<512, kWidth>(T_x)) {
       const auto dy_ij = hw::load<kWidth>(dy + i * N + j);
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
         sum[e] += float(dy_ij[e]);
       }
     }
-    sum = hw::reduce_rows(sum, hw::Add());
+    sum = hw::reduce_rows<512>(sum, hw::Add());
     if (j.stores()) {
       hw::Values<hw::bf16, kWidth> db_partial_j;
 #pragma unroll
@@ -27,8 +28,7 @@ __device__ void sum_db_partial_by(const hw::bf16* dy, hw::bf16* db_partial, int6
   }
 }
 
-__global__ void __launch_bounds__(hw::kColumnThreads)
-    sum_db_partial(const hw::bf16* dy, hw::bf16* db_partial, int64_t N, int64_t T_x) {
+__global__ void __launch_bounds__(512) sum_db_partial(const hw::bf16* dy, hw::bf16* db_partial, int64_t N, int64_t T_x) {
   hw::wait_for_stream();
   if (N % 8 == 0 && hw::aligned(dy, db_partial)) {
     sum_db_partial_by<8>(dy, db_partial, N, T_x);

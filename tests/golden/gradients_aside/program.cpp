@@ -91,7 +91,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const hw::Stream stream = comm_[0];
     HW_CHECK(ncclAllReduce(dw_partial_, dw, K * N, ncclBfloat16, ncclSum, team_x_.comm(), stream));
   }
-  HW_CHECK(hw::launch_early(sum_db_partial, hw::grid_of_columns<8>(N, T_x), caller, hw::reads(dy, N * T_x),
+  HW_CHECK(hw::launch_early(sum_db_partial, hw::grid_of_columns(N, 512), caller, hw::reads(dy, N * T_x),
                             hw::writes(db_partial_, N), N, T_x));
   HW_CHECK(comm_.fork(caller));
   {
