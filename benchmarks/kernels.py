@@ -83,6 +83,7 @@ CASES = (
     Case("SwiGLU", _swiglu, ("MF", "MF"), ("MF",)),
     Case("RMSNorm", _norm, ("MH", "H"), ("MH",)),
     Case("residual + RMSNorm", _residual_norm, ("MH", "MH", "H"), ("MH", "MH")),
+    Case("RMSNorm of heads", _norm, ("MND", "D"), ("MND",)),
     Case("LayerNorm", _layer_norm, ("MH", "H", "H"), ("MH",)),
     Case("softmax", _softmax, ("MH",), ("MH",)),
     Case("rotary", _rotary, ("NMD", "MC", "MC"), ("NMD",)),

@@ -105,8 +105,17 @@ def test_threads_hold_a_row_of_known_length(length: Any, row: str) -> None:
 def test_a_held_row_comes_with_what_is_needed_later(length: int, dtype: Any, held: list[str]) -> None:
     text = kernels(hw.layer_norm, x=dtype["M", length], weight=dtype[length], bias=dtype[length])
     assert re.findall(r"auto (\w+) = row\.held\(", text) == held
-    first, reduced = text.index(f"{held[-1]}.load(j);"), text.index("hw::reduce_block(")
+    first, reduced = text.index(f"{held[-1]}.load(j);"), text.index("row.reduce(")
     assert first < reduced
+
+
+@pytest.mark.parametrize(
+    ("length", "dtype", "threads"), [(32, hw.bf16, 4), (64, hw.bf16, 8), (96, hw.bf16, 4), (128, hw.bf16, 8), (768, hw.bf16, 32), (1024, hw.bf16, 32), (128, hw.f32, 8)]
+)
+def test_a_warp_has_several_short_rows(length: int, dtype: Any, threads: int) -> None:
+    program = hw.compile(hw.fusion(x=dtype["M", length])(normed), target="cuda")
+    assert f"constexpr hw::Row<{length}, {threads}, kWidth> row;" in program.sources["kernels.cu"]
+    assert f"hw::grid_of_elements({threads} * M)" in program.sources["program.cpp"]
 
 
 def test_what_only_a_first_walk_needs_is_not_held() -> None:
@@ -158,7 +167,7 @@ def target(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.mark.parametrize("length", [256, 1024, 5120, 8192])
+@pytest.mark.parametrize("length", [32, 64, 96, 128, 256, 1000, 1024, 5120, 8192])
 def test_rows_of_known_length(length: int, target: str) -> None:
     """Held in registers, by 32 threads and by more; all of what a norm and a softmax need of them."""
     bf16 = ml_dtypes.bfloat16

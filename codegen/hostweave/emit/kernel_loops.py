@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hostweave.emit.cpp import Integers
 from hostweave.emit.names import Names
@@ -17,6 +18,8 @@ SMALL = 32  # terms that one thread adds up alone although they lie side by side
 ACCESS = 16  # bytes that a thread reads or writes at once
 WARP = 32  # threads
 ROW_THREADS = 512  # at most, that share a row of known length
+TEAMS = (1, 2, 4, 8, 16, 32)  # threads that share a shorter one: a warp has several
+LINE = 8  # threads that read 128 bytes together: preferably no fewer
 EACH = (4, 3, 5, 2, 6, 7, 8, 1)  # accesses of a thread to such a row: the first that comes out even
 HELD = 20  # accesses, at most, whose elements a thread holds: 80 registers
 TILE = 32  # columns
@@ -26,7 +29,7 @@ FEW_TILES = 132  # at most one for each multiprocessor: these take all the threa
 
 @dataclass(frozen=True)
 class Sharing:
-    """How threads share what a kernel walks. `{w}` stands for how many neighbours each takes together."""
+    """How threads share what a kernel walks, as C++ with places for what they walk."""
 
     each: str  # the loop over what is kept
     grid: str  # of the launch
@@ -35,20 +38,28 @@ class Sharing:
     once: str = ""  # the condition under which a thread stores what they come to
 
 
-BY_THREAD = Sharing("for (int64_t {} : hw::over_grid{w}({}))", "hw::grid_of_elements{w}({})")
+BY_THREAD = Sharing("for (int64_t {element} : hw::over_grid{width}({count}))", "hw::grid_of_elements{width}({count})")
 BY_BLOCK = Sharing(
-    each="for (int64_t {} : hw::over_blocks({}))",
-    grid="hw::grid_of_rows{w}({}, {})",
-    inner="for (int64_t {} : hw::over_threads{w}({}))",
-    meet="reduce_block",
+    each="for (int64_t {element} : hw::over_blocks({count}))",
+    grid="hw::grid_of_rows{width}({count}, {length})",
+    inner="for (int64_t {index} : hw::over_threads{width}({length}))",
+    meet="hw::reduce_block",
     once="hw::first_thread()",
 )
+BY_ROW = Sharing(
+    each="for (int64_t {element} : {row}.of({count}))",
+    grid="hw::Grid{{{count}, {threads}}}",
+    inner="#pragma unroll\nfor (const hw::Share {index} : {row})",
+    meet="{row}.reduce",
+    once="{row}.first_thread()",
+)
+BY_SHORT_ROW = replace(BY_ROW, grid="hw::grid_of_elements({together})")
 BY_COLUMNS = Sharing(
-    each="for (const hw::Column {} : hw::over_columns{w}({}))",
-    grid="hw::grid_of_columns({}, {threads})",
-    inner="#pragma unroll 8\nfor (int64_t {} : hw::over_rows<{threads}{more}>({}))",
-    meet="reduce_rows<{threads}>",
-    once="{}.stores()",
+    each="for (const hw::Column {element} : hw::over_columns{width}({count}))",
+    grid="hw::grid_of_columns({count}, {threads})",
+    inner="#pragma unroll 8\nfor (int64_t {index} : hw::over_rows<{threads}{more}>({length}))",
+    meet="hw::reduce_rows<{threads}>",
+    once="{element}.stores()",
 )
 
 
@@ -102,6 +113,8 @@ class Loops:
         self.width = self.taken_together()
         self.lane = names.of("e", "element of a thread") if self.width > 1 else ""
         self.row_threads = self.threads_of_row(held)
+        if self.row_threads:
+            self.sharing = BY_ROW if self.row_threads > WARP else BY_SHORT_ROW
         self.row = names.of("row", "shared") if self.row_threads else ""
 
     # --- dims ---
@@ -175,8 +188,12 @@ class Loops:
         if self.sharing != BY_BLOCK or self.width == 1 or len(self.reduced) > 1 or not self.along.extent.is_int:
             return 0
         accesses = int(self.along.extent) // self.width
-        fitting = [each for each in EACH if accesses % (each * WARP) == 0 and accesses // each <= ROW_THREADS and each * held <= HELD]
-        return accesses // fitting[0] if fitting else 0
+        for least, each in itertools.product((LINE, 1), EACH):
+            threads = accesses // each
+            fits = (threads % WARP == 0 and threads <= ROW_THREADS) or (threads in TEAMS and threads >= min(least, accesses))
+            if fits and accesses % each == 0 and each * held <= HELD:
+                return threads
+        return 0
 
     def bytes_of_rows(self, inputs: Sequence[str]) -> int:
         """Of rows of known length."""
@@ -201,39 +218,41 @@ class Loops:
 
     # --- text ---
 
+    def text(self, pattern: str) -> str:
+        """What a sharing has for these loops."""
+        width = "kWidth" if self.width > 1 else ""
+        return pattern.format(
+            element=self.element,
+            count=self.count,
+            together=self.integers.extent(product((*(dim.extent for dim in self.kept), Extent(self.row_threads)))),
+            index=self.names[self.reduced[-1]] if self.reduced else "",
+            length=self.integers.extent(self.reduced[-1].extent) if self.reduced else "",
+            row=self.row,
+            threads=self.threads,
+            width=width and f"<{width}>",
+            more=width and f", {width}",
+        )
+
     @property
     def each(self) -> str:
         """The head of the loop over what is kept."""
-        return self.sharing.each.format(self.element, self.count, w=self.template)
-
-    @property
-    def template(self) -> str:
-        return "<kWidth>" if self.width > 1 else ""
+        return self.text(self.sharing.each)
 
     @property
     def grid(self) -> str:
         """The grid that walks it, for the launch."""
-        if self.row_threads:
-            return f"hw::Grid{{{self.count}, {self.row_threads}}}"
-        walked = [self.count, *([self.integers.extent(self.reduced[-1].extent)] if self.sharing.inner else [])]
-        return self.sharing.grid.format(*walked, w=f"<{self.width}>" if self.width > 1 else "", threads=self.threads)
+        return self.text(self.sharing.grid).replace("kWidth", str(self.width))
 
     @property
     def inner(self) -> tuple[str, ...]:
         """The heads of the loops over what is reduced, of which threads may share the innermost one."""
         walked = [(self.names[dim], self.integers.extent(dim.extent)) for dim in self.reduced]
         heads = [f"for (int64_t {i} = 0; {i} < {count}; ++{i})" for i, count in walked]
-        if self.sharing.inner:
-            index, count = walked[-1]
-            if self.row_threads:
-                return (f"#pragma unroll\nfor (const hw::Share {index} : {self.row})",)
-            more = ", kWidth" if self.width > 1 else ""
-            heads[-1] = self.sharing.inner.format(index, count, w=self.template, threads=self.threads, more=more)
-        return tuple(heads)
+        return (*heads[:-1], self.text(self.sharing.inner)) if self.sharing.inner else tuple(heads)
 
     @property
     def row_declaration(self) -> str:
-        """How the threads of a block share a row of known length."""
+        """How threads share a row of known length."""
         return f"constexpr hw::Row<{self.along.extent}, {self.row_threads}, kWidth> {self.row};" if self.row_threads else ""
 
     @property
@@ -242,7 +261,7 @@ class Loops:
         if self.sharing == BY_COLUMNS:
             columns = product(tuple(dim.extent for dim in self.kept))
             return str(MOST_THREADS if columns.is_int and int(columns) <= FEW_TILES * TILE else TILE_THREADS)
-        return str(self.row_threads) if self.row_threads else "hw::kRowThreads" if self.sharing == BY_BLOCK else ""
+        return {BY_ROW: str(self.row_threads), BY_BLOCK: "hw::kRowThreads"}.get(self.sharing, "")
 
     @property
     def bounds(self) -> str:
@@ -252,12 +271,12 @@ class Loops:
     @property
     def meet(self) -> str:
         """How the totals of several threads meet."""
-        return self.sharing.meet.format(threads=self.threads)
+        return self.text(self.sharing.meet)
 
     @property
     def once(self) -> str:
         """The condition under which a thread stores what several have reduced."""
-        return self.sharing.once.format(self.element)
+        return self.text(self.sharing.once)
 
     @property
     def count(self) -> str:

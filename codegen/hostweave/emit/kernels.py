@@ -226,7 +226,7 @@ class _Emitter:
                 starts.append(f"{accumulator} {total} = {first};")
             section.join(self.totals[op.result.name], _SIGNS.get(OPS[op.kind].combine), join, element)
             if self.loops.meet:
-                after.append(f"{total} = hw::{self.loops.meet}({total}, {join}());")
+                after.append(f"{total} = {self.loops.meet}({total}, {join}());")
         section.store(results)
         section.load_held()
         self.walks += 1

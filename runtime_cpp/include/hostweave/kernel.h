@@ -1,20 +1,12 @@
 // What kernels are written with, for CUDA and for the CPU device. There one thread in one block runs the whole kernel, so
 // every loop below covers its whole range and a reduction over the block has nothing left to do.
 #pragma once
-#include <cmath>
 #include <cstdint>
 
+#include "hostweave/joins.h"
+#include "hostweave/math.h"
 #include "hostweave/threads.h"
 #include "hostweave/types.h"
-
-#ifdef __CUDACC__
-#define HW_DEVICE __device__ inline
-#else
-#define HW_DEVICE inline
-#define __device__  // words of CUDA that kernels written by hand may have
-#define __forceinline__ inline
-#define __launch_bounds__(...)
-#endif
 
 namespace hw {
 
@@ -120,88 +112,6 @@ struct Held<T, 1, kEach> {
   HW_DEVICE Values<T, 1> operator[](const Share& j) const { return {row_[j]}; }
 };
 
-// How kThreads threads of a block share a row of kElements: each takes kWidth neighbours kEach times.
-template <int kElements, int kThreads, int kWidth>
-struct Row {  // for (const Share j : row)
-#ifdef __CUDACC__
-  static constexpr int kEach = kElements / (kThreads * kWidth);
-  static __device__ int first(int number) { return (number * kThreads + threadIdx.x) * kWidth; }
-#else
-  static constexpr int kEach = kElements / kWidth;
-  static int first(int number) { return number * kWidth; }
-#endif
-
-  struct Iterator {
-    int number;
-    HW_DEVICE Share operator*() const { return {first(number), number}; }
-    HW_DEVICE void operator++() { ++number; }
-    HW_DEVICE bool operator!=(const Iterator& end) const { return number != end.number; }
-  };
-  HW_DEVICE Iterator begin() const { return {0}; }
-  HW_DEVICE Iterator end() const { return {kEach}; }
-
-  template <class T>
-  HW_DEVICE Held<T, kWidth, kEach> held(const T* row) const {
-    return {row};
-  }
-};
-
-template <class T>
-struct Indexed {  // an element and where it is
-  T value;
-  int64_t index;
-};
-
-struct Add {
-  template <class T>
-  HW_DEVICE T operator()(T a, T b) const {
-    return a + b;
-  }
-};
-
-struct Multiply {
-  template <class T>
-  HW_DEVICE T operator()(T a, T b) const {
-    return a * b;
-  }
-};
-
-struct Maximum {  // a NaN on either side stays
-  template <class T>
-  HW_DEVICE T operator()(T a, T b) const {
-    return a > b || a != a ? a : b;
-  }
-#ifdef __CUDACC__
-  __device__ float operator()(float a, float b) const {  // one instruction
-    asm("max.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
-    return a;
-  }
-#endif
-};
-
-struct Minimum {
-  template <class T>
-  HW_DEVICE T operator()(T a, T b) const {
-    return a < b || a != a ? a : b;
-  }
-#ifdef __CUDACC__
-  __device__ float operator()(float a, float b) const {
-    asm("min.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
-    return a;
-  }
-#endif
-};
-
-struct FirstMaximum {  // a NaN is the largest; of equal elements the first
-  template <class T>
-  HW_DEVICE Indexed<T> operator()(Indexed<T> a, Indexed<T> b) const {
-    const bool a_is_nan = a.value != a.value, b_is_nan = b.value != b.value;
-    if (a_is_nan != b_is_nan) return a_is_nan ? a : b;
-    if (a.value == b.value || a_is_nan) return a.index < b.index ? a : b;
-    return a.value > b.value ? a : b;
-  }
-};
-
 #ifdef __CUDACC__
 
 // Returns when all that is before the kernel on its stream has ended and is visible: hw::launch_early does not wait for that. Nothing
@@ -241,12 +151,21 @@ __device__ Walk over_rows(int64_t n) {
 HW_DEVICE bool first_thread() { return threadIdx.x == 0; }
 
 template <class T>
-__device__ T value_of(T value, int distance) {
-  return __shfl_xor_sync(~0u, value, distance);
+__device__ T value_of(T value, int distance, unsigned threads = ~0u) {
+  return __shfl_xor_sync(threads, value, distance);
 }
 template <class T>
-__device__ Indexed<T> value_of(Indexed<T> one, int distance) {
-  return {__shfl_xor_sync(~0u, one.value, distance), __shfl_xor_sync(~0u, one.index, distance)};
+__device__ Indexed<T> value_of(Indexed<T> one, int distance, unsigned threads = ~0u) {
+  return {__shfl_xor_sync(threads, one.value, distance), __shfl_xor_sync(threads, one.index, distance)};
+}
+
+// Joins one value of each of kThreads neighbours of a warp, a power of 2. Every one of them gets the result.
+template <int kThreads, class T, class Join>
+__device__ T reduce_team(T value, Join join) {
+  const unsigned team = (~0u >> (32 - kThreads)) << (threadIdx.x % 32 / kThreads * kThreads);
+#pragma unroll
+  for (int distance = kThreads / 2; distance > 0; distance /= 2) value = join(value, value_of(value, distance, team));
+  return value;
 }
 
 // Joins one value of every thread of a block, which has whole warps. Every thread gets the result. CUB has this for blocks of a
@@ -254,8 +173,7 @@ __device__ Indexed<T> value_of(Indexed<T> one, int distance) {
 template <class T, class Join>
 __device__ T reduce_block(T value, Join join) {
   __shared__ T partial[32];
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) value = join(value, value_of(value, distance));
+  value = reduce_team<32>(value, join);
   const int warps = blockDim.x / 32;
   if (warps == 1) return value;
   __syncthreads();  // until the reduction before has been read
@@ -299,27 +217,6 @@ __device__ T reduce_rows(T value, Join join) {
   return reduce_rows<kThreads>(Values<T, 1>{value}, join)[0];
 }
 
-// For kernels whose elements have 16 bits or less: e to the x within some 100 units in the last place, and the error function within
-// 5, as the quotient of two polynomials that XLA and Eigen have.
-HW_DEVICE float fast_exp(float x) { return __expf(x); }
-HW_DEVICE float fast_erf(float x) {
-  x = Maximum()(Minimum()(x, 4.0f), -4.0f);
-  const float y = x * x;
-  float p = -2.72614225801306e-10f;
-  p = p * y + 2.77068142495902e-08f;
-  p = p * y - 2.10102402082508e-06f;
-  p = p * y - 5.69250639462346e-05f;
-  p = p * y - 7.34990630326855e-04f;
-  p = p * y - 2.95459980854025e-03f;
-  p = p * y - 1.60960333262415e-02f;
-  float q = -1.45660718464996e-05f;
-  q = q * y - 2.13374055278905e-04f;
-  q = q * y - 1.68282697438203e-03f;
-  q = q * y - 7.37332916720468e-03f;
-  q = q * y - 1.42647390514189e-02f;
-  return __fdividef(x * p, q);
-}
-
 #else
 
 HW_DEVICE void wait_for_stream() {}
@@ -354,23 +251,57 @@ T reduce_rows(T values, Join) {
   return values;
 }
 
-HW_DEVICE float fast_exp(float x) { return expf(x); }
-HW_DEVICE float fast_erf(float x) { return erff(x); }
-
 #endif
 
-// A uniform number from 0 to below 1: the first word of Philox 4x32-10 of the counter (i, j, k, m) under the key (seed, draw).
-HW_DEVICE float philox(uint32_t i, uint32_t j, uint32_t k, uint32_t m, uint32_t seed, uint32_t draw) {
-  for (int round = 0; round < 10; ++round) {
-    const uint64_t left = uint64_t{i} * 0xD2511F53u, right = uint64_t{k} * 0xCD9E8D57u;
-    i = static_cast<uint32_t>(right >> 32) ^ j ^ seed;
-    k = static_cast<uint32_t>(left >> 32) ^ m ^ draw;
-    j = static_cast<uint32_t>(right);
-    m = static_cast<uint32_t>(left);
-    seed += 0x9E3779B9u;
-    draw += 0xBB67AE85u;
+// How kThreads threads share a row of kElements: each takes kWidth neighbours kEach times. A block has a row, or where that is one for
+// a warp or less, each of its teams of kThreads has.
+template <int kElements, int kThreads, int kWidth>
+struct Row {  // for (const Share j : row)
+#ifdef __CUDACC__
+  static constexpr int kEach = kElements / (kThreads * kWidth);
+  static constexpr bool kIsTeam = kThreads <= 32;
+
+  static __device__ int thread() { return kIsTeam ? threadIdx.x % kThreads : threadIdx.x; }
+  static __device__ int first(int number) { return (number * kThreads + thread()) * kWidth; }
+  static __device__ bool first_thread() { return thread() == 0; }
+
+  // Which of 0..n rows these threads take.
+  static __device__ Walk of(int64_t n) {
+    if constexpr (!kIsTeam) return over_blocks(n);
+    const Walk threads = over_grid(n);
+    return {threads.begin_ / kThreads, n, threads.step_ / kThreads};
   }
-  return static_cast<float>(i >> 8) * 0x1p-24f;
-}
+  // Joins one value of each. Every one of them gets the result.
+  template <class T, class Join>
+  static __device__ T reduce(T value, Join join) {
+    if constexpr (!kIsTeam) return reduce_block(value, join);
+    return reduce_team<kThreads>(value, join);
+  }
+#else
+  static constexpr int kEach = kElements / kWidth;
+
+  static int first(int number) { return number * kWidth; }
+  static bool first_thread() { return true; }
+  static Walk of(int64_t n) { return {0, n, 1}; }
+  template <class T, class Join>
+  static T reduce(T value, Join) {
+    return value;
+  }
+#endif
+
+  struct Iterator {
+    int number;
+    HW_DEVICE Share operator*() const { return {first(number), number}; }
+    HW_DEVICE void operator++() { ++number; }
+    HW_DEVICE bool operator!=(const Iterator& end) const { return number != end.number; }
+  };
+  HW_DEVICE Iterator begin() const { return {0}; }
+  HW_DEVICE Iterator end() const { return {kEach}; }
+
+  template <class T>
+  HW_DEVICE Held<T, kWidth, kEach> held(const T* row) const {
+    return {row};
+  }
+};
 
 }  // namespace hw

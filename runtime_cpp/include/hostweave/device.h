@@ -1,0 +1,11 @@
+// The words of CUDA that kernels are written with, for compilers that do not know them.
+#pragma once
+
+#ifdef __CUDACC__
+#define HW_DEVICE __device__ inline
+#else
+#define HW_DEVICE inline
+#define __device__  // words of CUDA that kernels written by hand may have
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#endif

@@ -1,0 +1,65 @@
+// How reductions join two values.
+#pragma once
+#include <cstdint>
+
+#include "hostweave/device.h"
+
+namespace hw {
+
+template <class T>
+struct Indexed {  // an element and where it is
+  T value;
+  int64_t index;
+};
+
+struct Add {
+  template <class T>
+  HW_DEVICE T operator()(T a, T b) const {
+    return a + b;
+  }
+};
+
+struct Multiply {
+  template <class T>
+  HW_DEVICE T operator()(T a, T b) const {
+    return a * b;
+  }
+};
+
+struct Maximum {  // a NaN on either side stays
+  template <class T>
+  HW_DEVICE T operator()(T a, T b) const {
+    return a > b || a != a ? a : b;
+  }
+#ifdef __CUDACC__
+  __device__ float operator()(float a, float b) const {  // one instruction
+    asm("max.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
+    return a;
+  }
+#endif
+};
+
+struct Minimum {
+  template <class T>
+  HW_DEVICE T operator()(T a, T b) const {
+    return a < b || a != a ? a : b;
+  }
+#ifdef __CUDACC__
+  __device__ float operator()(float a, float b) const {
+    asm("min.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
+    return a;
+  }
+#endif
+};
+
+struct FirstMaximum {  // a NaN is the largest; of equal elements the first
+  template <class T>
+  HW_DEVICE Indexed<T> operator()(Indexed<T> a, Indexed<T> b) const {
+    const bool a_is_nan = a.value != a.value, b_is_nan = b.value != b.value;
+    if (a_is_nan != b_is_nan) return a_is_nan ? a : b;
+    if (a.value == b.value || a_is_nan) return a.index < b.index ? a : b;
+    return a.value > b.value ? a : b;
+  }
+};
+
+}  // namespace hw
