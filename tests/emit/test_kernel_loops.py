@@ -110,7 +110,8 @@ def test_a_held_row_comes_with_what_is_needed_later(length: int, dtype: Any, hel
 
 
 @pytest.mark.parametrize(
-    ("length", "dtype", "threads"), [(32, hw.bf16, 4), (64, hw.bf16, 8), (96, hw.bf16, 4), (128, hw.bf16, 8), (768, hw.bf16, 32), (1024, hw.bf16, 32), (128, hw.f32, 8)]
+    ("length", "dtype", "threads"),
+    [(32, hw.bf16, 4), (64, hw.bf16, 8), (96, hw.bf16, 4), (128, hw.bf16, 8), (768, hw.bf16, 32), (1024, hw.bf16, 32), (128, hw.f32, 8)],
 )
 def test_a_warp_has_several_short_rows(length: int, dtype: Any, threads: int) -> None:
     program = hw.compile(hw.fusion(x=dtype["M", length])(normed), target="cuda")

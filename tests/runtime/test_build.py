@@ -174,7 +174,36 @@ def test_racing_processes_build_one_entry(empty_cache: Path, tmp_path: Path) -> 
     )
     processes = [subprocess.Popen([sys.executable, str(script)]) for _ in range(8)]
     assert [process.wait() for process in processes] == [0] * 8
-    assert len(cache.entries()) == 1
+    assert [entry.path.name.rsplit("-", 1)[0] for entry in cache.entries()] == ["doubled", "objects"]
+    objects = [path.name.rsplit("-", 1)[0] for path in sorted((empty_cache / "objects").iterdir()) if path.name != "locks"]
+    assert objects == ["binding.cpp", "kernels.cu", "program.cpp"]
+
+
+@pytest.mark.parametrize("target", ["cpu", pytest.param("cuda", marks=needs_cuda)])
+def test_of_a_changed_program_only_what_changed_is_compiled(empty_cache: Path, target: Any) -> None:
+    """Another constant is in a kernel alone; another name of a value in the host program, too, and not in the binding."""
+
+    def compiled(function: Any) -> set[str]:
+        program = hw.compile(hw.fusion(x=hw.f32["M"])(function), target)
+        program.build()
+        log = (program.folder / "build.log").read_text()
+        return {name for name in ("binding.cpp", "program.cpp", "kernels.cu", "kernels_jit.cpp") if f"-c {name} " in log}
+
+    def twice(x: hw.Tensor) -> hw.Tensor:
+        return hw.exp(x * 2.0)
+
+    def thrice(x: hw.Tensor) -> hw.Tensor:
+        return hw.exp(x * 3.0)
+
+    def named(x: hw.Tensor) -> hw.Tensor:
+        return hw.exp((x * 3.0).named("threefold")).named("grown")
+
+    for function in (thrice, named):
+        function.__name__ = "twice"
+    kernels = "kernels.cu" if target == "cpu" else "kernels_jit.cpp"
+    assert compiled(twice) == {"binding.cpp", "program.cpp", kernels}
+    assert compiled(thrice) == {kernels}
+    assert {"program.cpp", kernels} <= compiled(named)
 
 
 def test_a_broken_module(empty_cache: Path) -> None:
@@ -206,7 +235,7 @@ def test_cuda(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         program = hw.compile(fusion, target="cuda")
         program.build()
         assert program.module.mesh == "mesh(x=2)"
-    assert [entry.path.name.rsplit("-", 1)[0] for entry in cache.entries()] == ["doubled", "product", "runtime_cuda"]
+    assert [entry.path.name.rsplit("-", 1)[0] for entry in cache.entries()] == ["doubled", "objects", "product", "runtime_cuda"]
 
     monkeypatch.setenv("HOSTWEAVE_EDIT", str(tmp_path / "edit"))
     _ = hw.compile(doubled, target="cuda").folder

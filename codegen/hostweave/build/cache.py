@@ -1,4 +1,4 @@
-"""The cache of built programs: one folder an entry, which appears all at once by a rename.
+"""The cache of built programs and their objects: one folder an entry, which appears all at once by a rename.
 
 `HOSTWEAVE_CACHE` moves it. Processes that want the same entry at the same time wait for the first of them.
 """
@@ -63,7 +63,7 @@ def lookup(name: str) -> Path | None:
     return entry if entry.is_dir() else None
 
 
-def get_or_make(name: str, make: Callable[[Path], None]) -> Path:
+def get_or_make(name: str, make: Callable[[Path], object]) -> Path:
     """The folder of entry `name`; where it is not there, `make` fills a new folder, which is then published whole.
 
     A BuildError of `make` keeps that folder below `failed` and says so.
@@ -72,7 +72,7 @@ def get_or_make(name: str, make: Callable[[Path], None]) -> Path:
     with _lock(entry):
         if entry.is_dir():
             return entry
-        scratch = entry.parent / f".{name}.{os.urandom(4).hex()}"
+        scratch = entry.parent / f".{entry.name}.{os.urandom(4).hex()}"
         scratch.mkdir()
         try:
             make(scratch)

@@ -114,8 +114,8 @@ struct Held<T, 1, kEach> {
 
 #ifdef __CUDACC__
 
-// Returns when all that is before the kernel on its stream has ended and is visible: hw::launch_early does not wait for that. Nothing
-// that a kernel before may write is read until then.
+// Returns when all that is before the kernel on its stream has ended and is visible: hw::launch_early does not wait for that.
+// Nothing that a kernel before may write is read until then.
 HW_DEVICE void wait_for_stream() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -253,8 +253,8 @@ T reduce_rows(T values, Join) {
 
 #endif
 
-// How kThreads threads share a row of kElements: each takes kWidth neighbours kEach times. A block has a row, or where that is one for
-// a warp or less, each of its teams of kThreads has.
+// How kThreads threads share a row of kElements: each takes kWidth neighbours kEach times. A block has a row, or where that is
+// one for a warp or less, each of its teams of kThreads has.
 template <int kElements, int kThreads, int kWidth>
 struct Row {  // for (const Share j : row)
 #ifdef __CUDACC__

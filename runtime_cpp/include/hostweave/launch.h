@@ -1,7 +1,7 @@
 // Launches of kernels: hw::launch(kernel, grid, stream, arguments...) is kernel<<<blocks, threads, 0, stream>>>(arguments...), in
-// plain C++. hw::launch_early is that for a kernel which begins with hw::wait_for_stream(): the GPU brings its blocks up while what
-// is before it on the stream ends, which saves about a microsecond. Pointers say which elements the kernel touches, so that the CPU
-// device can check the order of accesses.
+// plain C++. hw::launch_early is that for a kernel which begins with hw::wait_for_stream(): the GPU brings its blocks up while
+// what is before it on the stream ends, which saves about a microsecond. Pointers say which elements the kernel touches, so that
+// the CPU device can check the order of accesses.
 #pragma once
 #include <cuda_runtime_api.h>
 

@@ -8,8 +8,8 @@
 
 namespace hw {
 
-// For kernels whose elements have 16 bits or less: e to the x within some 100 units in the last place, and the error function within
-// 5, as the quotient of two polynomials that XLA and Eigen have.
+// For kernels whose elements have 16 bits or less: e to the x within some 100 units in the last place, and the error function
+// within 5, as the quotient of two polynomials that XLA and Eigen have.
 #ifdef __CUDACC__
 HW_DEVICE float fast_exp(float x) { return __expf(x); }
 HW_DEVICE float fast_erf(float x) {
