@@ -73,6 +73,10 @@ def _column_sum(ops: Any, x: Any) -> Any:
     return ops.sum(x, 0)
 
 
+def _squares(ops: Any, x: Any) -> Any:
+    return ops.sum(x * x)
+
+
 def _chain(ops: Any, x: Any, y: Any) -> Any:
     return ops.tanh(x * 0.5 + y) * x - y
 
@@ -89,6 +93,7 @@ CASES = (
     Case("rotary", _rotary, ("NMD", "MC", "MC"), ("NMD",)),
     Case("row sum", _row_sum, ("MH",), ("M",)),
     Case("column sum", _column_sum, ("MH",), ("H",)),
+    Case("sum of squares", _squares, ("MH",), ("",)),
 )
 
 

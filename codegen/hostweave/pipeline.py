@@ -23,6 +23,7 @@ from hostweave.passes.order_channels import order_channels
 from hostweave.passes.plan_memory import plan_memory
 from hostweave.passes.propagate_sharding import propagate_sharding
 from hostweave.passes.sink_waits import sink_waits
+from hostweave.passes.split_reductions import split_reductions
 
 PASSES: tuple[Callable[[Any, Options], Any], ...] = (
     propagate_sharding,
@@ -30,6 +31,7 @@ PASSES: tuple[Callable[[Any, Options], Any], ...] = (
     decompose_reshards,
     choose_overlap,
     lower_to_host,
+    split_reductions,
     fuse_kernels,
     fold_epilogues,
     group_communications,

@@ -1,0 +1,80 @@
+"""Reductions to few numbers are two kernels where there is much to read, and the numbers are the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from whole_programs import random_arrays, tolerance_of
+
+import hostweave as hw
+from hostweave.build.cuda import gpus
+from hostweave.fusion.reference import run_reference
+
+
+def kernels(function: Any, **specs: Any) -> list[str]:
+    """The kernels that are launched, in order."""
+    host_ir = hw.compile(hw.fusion(**specs)(function)).host_ir
+    return [line.split()[1] for line in host_ir.splitlines() if line.strip().startswith("launch")]
+
+
+@pytest.mark.parametrize(
+    ("spec", "launched"),
+    [
+        (hw.f32["M", "N"], ["@sum_y_rows", "@sum_y"]),
+        (hw.bf16["M", "N"], ["@cast_sum_y_rows", "@sum_cast_y"]),
+        (hw.i32["M", 4096], ["@sum_y_rows", "@sum_y"]),
+        (hw.f32["N"], ["@sum_y"]),  # one row: there is nothing to split
+        (hw.f32[16, 4096], ["@sum_y_rows", "@sum_y"]),
+        (hw.f32[15, 4096], ["@sum_y"]),  # little
+    ],
+    ids=str,
+)
+def test_rows_then_what_they_came_to(spec: Any, launched: list[str]) -> None:
+    assert kernels(lambda x: hw.sum(x), x=spec) == launched
+
+
+def test_a_row_is_long_enough_for_a_block() -> None:
+    text = hw.compile(hw.fusion(x=hw.f32["M", 64, 16])(lambda x: hw.max(x))).host_ir
+    assert "%y_rows: f32[M] = max(%x, axis=(1, 2))" in text
+    assert "%y: f32[] = max(%y_rows, axis=(0,))" in text
+
+
+def test_many_numbers_have_threads_enough() -> None:
+    assert kernels(lambda x: hw.sum(x, (0, 1)), x=hw.f32["M", "N", 64]) == ["@sum_y"]
+    assert kernels(lambda x: hw.sum(x, (0, 1)), x=hw.f32["M", "N", 32]) == ["@sum_y_rows", "@sum_y"]
+    assert kernels(lambda x: hw.sum(x, (0, 1)), x=hw.f32["M", "N", "K"]) == ["@sum_y"]
+
+
+def test_neighbours_join_either_half() -> None:
+    """The norm of a gradient: what is before the sum is done with the rows, what is after it with the number."""
+    assert kernels(lambda x: hw.sqrt(hw.sum(hw.cast(x, hw.f32) ** 2)), x=hw.bf16["M", "N"]) == ["@cast_pow_sum_sum_rows", "@sum_sqrt_y"]
+
+
+def test_inside_of_loops_nothing_is_split() -> None:
+    def sums(x: hw.Tensor) -> hw.Tensor:
+        return hw.sum(x, (1, 2)).stream(0, chunks=4)
+
+    assert kernels(sums, x=hw.f32[4, "M", "N"]) == ["@sum_y"]
+
+
+def totals(ranks: int) -> hw.Fusion:
+    @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.bf16["M@x", "N"], z=hw.f32["M", "A@x", "N"], n=hw.i32["M@x", "N"])
+    def totals(x, z, n):  # type: ignore[no-untyped-def]
+        several = hw.max(z, (1, 2), keepdims=True) - hw.min(z, (1, 2), keepdims=True)
+        return hw.sum(x), hw.mean(x, keepdims=True), hw.prod(x * 0.01 + 1.0), several, hw.mean(z), hw.sum(n), hw.max(n), hw.var(z)
+
+    return totals
+
+
+@pytest.mark.parametrize("target", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("sizes", [{"M": 12, "A": 6, "N": 40}, {"M": 9, "A": 3, "N": 33}, {"M": 30, "A": 9, "N": 2048}], ids=str)
+def test_values(sizes: dict[str, int], target: str) -> None:
+    fusion = totals(3 if target == "cpu" else min(3, len(gpus())))
+    arrays = random_arrays(fusion, sizes, seed=1)
+    program = hw.compile(fusion, target)
+    for y, want, output in zip(program.run(**arrays), run_reference(fusion, arrays), fusion.outputs, strict=True):
+        allowed = tolerance_of(fusion, output, sizes)
+        np.testing.assert_allclose(np.asarray(y, np.float64), np.asarray(want, np.float64), allowed.rtol, allowed.atol)
+    program.close()
