@@ -69,16 +69,15 @@ def _row(kernel: ir.Kernel) -> tuple[int, ...]:
     op = kernel.ops[-1]
     if len(kernel.ops) > 1 or op.kind not in KINDS:
         return ()
-    shape, axes = kernel.inputs[0].type.shape, _axes(op)
-    left = product(op.result.type.shape)
-    if not left.is_int or int(left) > FEW or _is_less(product([shape[axis] for axis in axes]), MANY):
+    axes, shape, left = _axes(op), kernel.inputs[0].type.shape, product(op.result.type.shape)
+
+    def is_less(dims: tuple[int, ...], most: int) -> bool:
+        count = product(tuple(shape[dim] for dim in dims))
+        return count.is_int and int(count) < most
+
+    if not left.is_int or int(left) > FEW or is_less(axes, MANY):
         return ()
-    row = next((axes[k:] for k in reversed(range(len(axes))) if not _is_less(product([shape[axis] for axis in axes[k:]]), ROW)), axes)
-    return row if row != axes else ()
-
-
-def _is_less(extent: Extent, most: int) -> bool:
-    return extent.is_int and int(extent) < most
+    return next((axes[k:] for k in range(len(axes) - 1, 0, -1) if not is_less(axes[k:], ROW)), ())
 
 
 def _axes(op: Op) -> tuple[int, ...]:
@@ -89,23 +88,25 @@ def _axes(op: Op) -> tuple[int, ...]:
 
 def _halves(kernel: ir.Kernel, row: tuple[int, ...]) -> tuple[ir.Kernel, ir.Kernel]:
     """A kernel that reduces the dims of a row, and one for those that are left."""
-    (op,), (source,), keeps = kernel.ops, kernel.inputs, kernel.ops[0].attribute("keepdims")
+    (op,), (source,) = kernel.ops, kernel.inputs
     is_rounded = op.kind in ROUNDED and source.type.dtype.kind == "float" and source.type.dtype.itemsize < 4
     dtype = f32 if is_rounded else source.type.dtype
-    wide = Value(f"{source.name}_{dtype}", replace(source.type, dtype=dtype))
+    keeps = op.attribute("keepdims")
     dims = [Dim(Extent()) if axis in row else dim for axis, dim in enumerate(source.type.dims) if keeps or axis not in row]
-    rows = Value(f"{op.result.name}_rows", TensorType(dtype, tuple(dims)))
-    total = replace(op.result, type=replace(op.result.type, dtype=dtype))
     others = tuple(axis if keeps else axis - sum(inner < axis for inner in row) for axis in _axes(op) if axis not in row)
-    if not is_rounded:
-        first = (_with(op, source.name, row, rows),)
-        last = (_with(op, rows.name, others, total),)
+    rows = Value(f"{op.result.name}_rows", TensorType(dtype, tuple(dims)))
+    wide = Value(f"{source.name}_{dtype}", replace(source.type, dtype=dtype))
+    total = replace(op.result, name=f"{op.result.name}_{dtype}", type=replace(op.result.type, dtype=dtype))
+    if is_rounded:
+        first = [Op("cast", (source.name,), wide, location=op.location), _with(op, wide.name, row, rows)]
+        last = [_with(op, rows.name, others, total), Op("cast", (total.name,), op.result, location=op.location)]
     else:
-        total = replace(total, name=f"{total.name}_{dtype}")
-        first = (Op("cast", (source.name,), wide, location=op.location), _with(op, wide.name, row, rows))
-        last = (_with(op, rows.name, others, total), Op("cast", (total.name,), op.result, location=op.location))
-    halves = ((f"{op.kind}_{rows.name}", source, first), (kernel.name, ir.Parameter(rows.name, rows.type), last))
-    return tuple(ir.Kernel(f"{name} of {kernel.name}", (parameter,), ops) for name, parameter, ops in halves)  # type: ignore[return-value]
+        first = [_with(op, source.name, row, rows)]
+        last = [_with(op, rows.name, others, op.result)]
+    return (
+        ir.Kernel(f"{op.kind}_{rows.name} of {kernel.name}", kernel.inputs, tuple(first)),
+        ir.Kernel(f"{kernel.name} of rows", (ir.Parameter(rows.name, rows.type),), tuple(last)),
+    )
 
 
 def _with(op: Op, operand: str, axes: tuple[int, ...], result: Value) -> Op:
