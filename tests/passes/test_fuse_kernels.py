@@ -300,3 +300,15 @@ def test_why_a_kernel_ends(case: str) -> None:
 def test_a_cheap_vector_is_computed_where_it_is_used() -> None:
     text = fused(host("%e = allocate f32[N]\nlaunch @neg_column %r -> %e\nlaunch @sub_column %x, %e -> %y"))
     assert "kernel @neg_sub_y(%x_2: f32[N], %x: f32[M, N]) {" in text
+
+
+def test_what_two_kernels_took_over_is_computed_once() -> None:
+    """The cast of c is in the sum and in the difference, which are one kernel in the end."""
+
+    def both(x: hw.Tensor, c: hw.Tensor) -> hw.Tensor:
+        wide = hw.cast(c, hw.f32)
+        return hw.exp(x + wide) * (x - wide)
+
+    host_ir = hw.compile(hw.fusion(x=hw.f32["M", "N"], c=hw.bf16["M", "N"])(both)).host_ir
+    assert host_ir.count("launch @") == 1
+    assert host_ir.count("= cast(%c)") == 1

@@ -47,7 +47,8 @@ def fuse_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
                 changes[id(merged.consumer)] = merged.launch
                 kernels[merged.kernel.name] = merged.kernel
         if not changes:
-            return _named(_shared(_explained(program, links)))
+            program = _explained(program, links)
+            return _named(_shared(replace(program, kernels=tuple(map(_without_repeats, program.kernels)))))
         body = without_unused(ir.rewrite(program.body, lambda i: changes.get(id(i))))  # noqa: B023
         launched = dict.fromkeys(i.kernel for i in ir.walk(body) if isinstance(i, ir.Launch) and i.kernel in kernels)
         program = replace(program, body=body, kernels=tuple(kernels[name] for name in launched))
@@ -225,6 +226,21 @@ def _merged(links: _Links, producer: ir.Launch, consumer: ir.Launch, kept: list[
         returned=returned if len(returned) > 1 else (),
     )
     return _Merged(consumer, replace(consumer, kernel=kernel.name, srcs=tuple(inputs), dsts=(*kept, *consumer.dsts)), kernel)
+
+
+def _without_repeats(kernel: ir.Kernel) -> ir.Kernel:
+    """A kernel that computes nothing twice, as it may have to where several took the same op over."""
+    first: dict[object, str] = {}
+    names: dict[str, str] = {}
+    ops = []
+    for op in kernel.ops:
+        operands = tuple(names.get(operand, operand) if isinstance(operand, str) else operand for operand in op.operands)
+        same = first.setdefault((op.kind, operands, op.attributes, op.result.type), op.result.name)
+        if same != op.result.name and op.result.name not in {result.name for result in kernel.results}:
+            names[op.result.name] = same
+        else:
+            ops.append(replace(op, operands=operands))
+    return replace(kernel, ops=tuple(ops))
 
 
 def _take(wanted: str, taken: set[str]) -> str:
