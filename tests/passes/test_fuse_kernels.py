@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import hostweave as hw
 from hostweave.host.ir import HostProgram
 from hostweave.host.verify import verify_host
 from hostweave.options import Options
@@ -312,3 +313,13 @@ def test_what_two_kernels_took_over_is_computed_once() -> None:
     host_ir = hw.compile(hw.fusion(x=hw.f32["M", "N"], c=hw.bf16["M", "N"])(both)).host_ir
     assert host_ir.count("launch @") == 1
     assert host_ir.count("= cast(%c)") == 1
+
+
+def test_numbers_of_rows_are_not_those_of_columns() -> None:
+    def lower_triangle(x: hw.Tensor) -> hw.Tensor:
+        rows, columns = hw.iota(x, 0), hw.iota(x, 1)
+        return hw.where(rows[:, None] >= columns[None, :], x, 0.0)
+
+    host_ir = hw.compile(hw.fusion(x=hw.f32["N", "N"])(lower_triangle)).host_ir
+    assert host_ir.count("launch @") == 1
+    assert host_ir.count("= iota()") == 2

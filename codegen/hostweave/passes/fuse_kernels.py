@@ -229,13 +229,15 @@ def _merged(links: _Links, producer: ir.Launch, consumer: ir.Launch, kept: list[
 
 
 def _without_repeats(kernel: ir.Kernel) -> ir.Kernel:
-    """A kernel that computes nothing twice, as it may have to where several took the same op over."""
+    """A kernel that computes no element twice, as it may have to where several took the same op over."""
+    indices = iteration(kernel).indices if len(kernel.ops) > 1 else {}  # a vector may be along rows here, and along columns there
     first: dict[object, str] = {}
     names: dict[str, str] = {}
     ops = []
     for op in kernel.ops:
         operands = tuple(names.get(operand, operand) if isinstance(operand, str) else operand for operand in op.operands)
-        same = first.setdefault((op.kind, operands, op.attributes, op.result.type), op.result.name)
+        what = (op.kind, operands, op.attributes, op.result.type, indices.get(op.result.name))
+        same = first.setdefault(what, op.result.name)
         if same != op.result.name and op.result.name not in {result.name for result in kernel.results}:
             names[op.result.name] = same
         else:
