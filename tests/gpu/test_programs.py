@@ -178,6 +178,26 @@ def test_calls_in_flight_with_torch_tensors_stay_in_order() -> None:
             np.testing.assert_allclose(y.double().cpu().numpy(), want, allowed.rtol, allowed.atol)
 
 
+@hw.fusion(x=hw.f32["M", "N"])
+def back_and_forth(x):
+    """Every kernel reads what all blocks of the one before it have written, of which the last ones end late."""
+    for _ in range(8):
+        x = x * 0.5 + hw.sum(x, 0, keepdims=True) * (1 / 2048)
+        x = x * 0.5 - hw.sum(x, 1, keepdims=True) * (1 / 2048)
+    return x
+
+
+def test_a_kernel_that_is_launched_early_waits_for_the_one_before() -> None:
+    """16 kernels a call, three calls in flight, over memory full of NaN."""
+    program = hw.compile(back_and_forth, target="cuda")
+    assert program.source.count("hw::launch_early(") == 16
+    calls = [random_arrays(back_and_forth, {"M": 3000, "N": 2048}, seed) for seed in range(3)]
+    for arrays, (y,) in zip(calls, program.run_in_flight(calls, poison=True), strict=True):
+        (want,) = run_reference(back_and_forth, arrays)
+        np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-5)
+    program.close()
+
+
 # --- memory and errors ------------------------------------------------------------------------------------------------
 
 
