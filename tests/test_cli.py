@@ -205,9 +205,9 @@ def test_compile_and_cache(capsys: Captured, tmp_path: Path, monkeypatch: pytest
     assert (folder / "program.cpp").read_text() == golden("ag_matmul_p2p", "program.cpp")
     assert (folder / "hostweave_program.so").is_file()
     assert output_of(capsys, "cache", "path") == f"{tmp_path}\n"
-    (line,) = output_of(capsys, "cache").splitlines()
-    assert line.endswith(str(folder))
-    assert output_of(capsys, "cache", "clear") == f"removed 1 entries from {tmp_path}\n"
+    lines = output_of(capsys, "cache").splitlines()
+    assert [line.split()[-1] for line in lines] == [str(folder), str(tmp_path / "objects")]
+    assert output_of(capsys, "cache", "clear") == f"removed 2 entries from {tmp_path}\n"
     assert not cache.entries()
 
 

@@ -70,27 +70,27 @@ def test_elements_that_are_scattered_are_read_one_by_one() -> None:
     assert "if (M % 4 == 0 && hw::aligned(y)) {" in text
 
 
-@pytest.mark.parametrize(
-    ("length", "row"),
-    [
-        (4096, "hw::Row<4096, 128, kWidth>"),
-        (5120, "hw::Row<5120, 160, kWidth>"),
-        (8192, "hw::Row<8192, 256, kWidth>"),
-        ("N", ""),
-        (4104, ""),
-    ],
-)
-def test_threads_hold_a_row_of_known_length(length: Any, row: str) -> None:
+@pytest.mark.parametrize(("length", "threads"), [(4096, 128), (5120, 160), (8192, 256)])
+def test_threads_hold_a_row_of_known_length(length: int, threads: int) -> None:
     text = kernels(normed, x=hw.bf16["M", length])
-    if row:
-        assert f"constexpr {row} row;" in text
-        assert text.count("x_ij.load(j);") == 1
-        assert "hw::load<" not in text
-        assert f"__launch_bounds__({row.split(', ')[1]})" in text
-    else:
-        assert "hw::Row<" not in text
-        assert text.count("hw::load<kWidth>(x +") == 2
-        assert "__launch_bounds__(hw::kRowThreads)" in text
+    for width in (8, 1):
+        assert f"fused_y_by(hw::Row<{length}, {threads}, {width}>(), x, y, M);" in text
+    assert "const auto x_ij = row.load(x + i * " in text
+    assert "hw::load<" not in text
+    assert f"__launch_bounds__({threads})" in text
+
+
+@pytest.mark.parametrize(("length", "condition"), [("N", "N % 8 == 0 && hw::aligned(x, y)"), (4104, "hw::aligned(x, y)")])
+def test_a_row_that_does_not_come_out_even_is_held_where_it_fits(length: Any, condition: str) -> None:
+    text = kernels(normed, x=hw.bf16["M", length])
+    ways = re.findall(r"if \((.*)\) \{\n +fused_y_by\((hw::\w+<8>)", text)
+    assert ways == [(f"{condition} && hw::RowUpTo<8>::fits({length})", "hw::RowUpTo<8>"), (condition, "hw::LongRow<8>")]
+    assert "fused_y_by(hw::LongRow<1>" in text
+    assert "__launch_bounds__(hw::kRowThreads)" in text
+
+
+def test_a_row_of_unknown_length_that_is_read_once_is_not_held() -> None:
+    assert "for (int64_t j : hw::over_threads<kWidth>(N)) {" in kernels(lambda x: hw.sum(x, 1), x=hw.bf16["M", "N"])
 
 
 @pytest.mark.parametrize(
@@ -104,9 +104,8 @@ def test_threads_hold_a_row_of_known_length(length: Any, row: str) -> None:
 )
 def test_a_held_row_comes_with_what_is_needed_later(length: int, dtype: Any, held: list[str]) -> None:
     text = kernels(hw.layer_norm, x=dtype["M", length], weight=dtype[length], bias=dtype[length])
-    assert re.findall(r"auto (\w+) = row\.held\(", text) == held
-    first, reduced = text.index(f"{held[-1]}.load(j);"), text.index("row.reduce(")
-    assert first < reduced
+    assert re.findall(r"auto (\w+) = row\.load\(", text) == held
+    assert text.index(f"{held[-1]} = row.load(") < text.index("row.reduce(")
 
 
 @pytest.mark.parametrize(
@@ -115,19 +114,19 @@ def test_a_held_row_comes_with_what_is_needed_later(length: int, dtype: Any, hel
 )
 def test_a_warp_has_several_short_rows(length: int, dtype: Any, threads: int) -> None:
     program = hw.compile(hw.fusion(x=dtype["M", length])(normed), target="cuda")
-    assert f"constexpr hw::Row<{length}, {threads}, kWidth> row;" in program.sources["kernels.cu"]
+    assert f"fused_y_by(hw::Row<{length}, {threads}, " in program.sources["kernels.cu"]
     assert f"hw::grid_of_elements({threads} * M)" in program.sources["program.cpp"]
 
 
 def test_what_only_a_first_walk_needs_is_not_held() -> None:
     text = kernels(lambda x, r: x / hw.sum(x * r, 1, keepdims=True), x=hw.bf16["M", 4096], r=hw.bf16["M", 4096])
-    assert re.findall(r"auto (\w+) = row\.held\(", text) == ["x_ij"]
+    assert re.findall(r"auto (\w+) = row\.load\(", text) == ["x_ij"]
 
 
 def test_a_row_of_known_length_that_is_read_once_is_shared_evenly() -> None:
     text = kernels(lambda x: hw.sum(x, 1), x=hw.bf16["M", 4096])
-    assert "constexpr hw::Row<4096, 128, kWidth> row;" in text
-    assert "held" not in text
+    assert "sum_y_by(hw::Row<4096, 128, 8>(), x, y, M);" in text
+    assert "row.load(" not in text
 
 
 @pytest.mark.parametrize(("columns", "threads", "bounds"), [("N", "512", "512"), (4096, "1024", "1024, 1"), (8192, "512", "512")])
@@ -168,12 +167,13 @@ def target(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.mark.parametrize("length", [32, 64, 96, 128, 256, 1000, 1024, 5120, 8192])
-def test_rows_of_known_length(length: int, target: str) -> None:
-    """Held in registers, by 32 threads and by more; all of what a norm and a softmax need of them."""
-    bf16 = ml_dtypes.bfloat16
+@pytest.mark.parametrize("is_known", [True, False], ids=["known", "unknown"])
+@pytest.mark.parametrize("length", [32, 64, 96, 128, 256, 1000, 1024, 5120, 8192, 20000])
+def test_rows(length: int, is_known: bool, target: str) -> None:
+    """Held by a few threads of a warp, by a block, and not at all; all of what a norm and a softmax need of them."""
+    bf16, dim = ml_dtypes.bfloat16, length if is_known else "N"
 
-    @hw.fusion(x=hw.bf16["M", length], r=hw.bf16["M", length], weight=hw.bf16[length], bias=hw.bf16[length])
+    @hw.fusion(x=hw.bf16["M", dim], r=hw.bf16["M", dim], weight=hw.bf16[dim], bias=hw.bf16[dim])
     def rows(x, r, weight, bias):
         h = x + r
         return h, hw.rms_norm(h, weight), hw.layer_norm(x, weight, bias), hw.softmax(x), hw.argmax(x, 1), hw.max(x, 1)

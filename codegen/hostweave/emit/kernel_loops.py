@@ -22,6 +22,7 @@ TEAMS = (1, 2, 4, 8, 16, 32)  # threads that share a shorter one: a warp has sev
 LINE = 8  # threads that read 128 bytes together: preferably no fewer
 EACH = (4, 3, 5, 2, 6, 7, 8, 1)  # accesses of a thread to such a row: the first that comes out even
 HELD = 20  # accesses, at most, whose elements a thread holds: 80 registers
+ROW_ACCESSES = 4  # of a thread to a row of unknown length that it holds
 TILE = 32  # columns
 TILE_THREADS, MOST_THREADS = 512, 1024
 FEW_TILES = 132  # at most one for each multiprocessor: these take all the threads that a block may have
@@ -49,10 +50,11 @@ BY_BLOCK = Sharing(
 BY_ROW = Sharing(
     each="for (int64_t {element} : {row}.of({count}))",
     grid="hw::Grid{{{count}, {threads}}}",
-    inner="#pragma unroll\nfor (const hw::Share {index} : {row})",
+    inner="#pragma unroll Row::kEach\nfor (const hw::Share {index} : {row})",
     meet="{row}.reduce",
     once="{row}.first_thread()",
 )
+BY_ANY_ROW = replace(BY_ROW, grid="hw::grid_of_rows{width}({count}, {length})")
 BY_SHORT_ROW = replace(BY_ROW, grid="hw::grid_of_elements({together})")
 BY_COLUMNS = Sharing(
     each="for (const hw::Column {element} : hw::over_columns{width}({count}))",
@@ -61,6 +63,9 @@ BY_COLUMNS = Sharing(
     meet="hw::reduce_rows<{threads}>",
     once="{element}.stores()",
 )
+
+
+ROWS = (BY_ROW, BY_ANY_ROW, BY_SHORT_ROW)
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,7 @@ def stored(result: str) -> str:
 class Loops:
     """Of what a kernel keeps, and inside of what it reduces.
 
-    Threads may hold rows of so many inputs in registers, `held`, where their length is known.
+    Threads may hold rows of so many inputs in registers: `held`.
     """
 
     def __init__(
@@ -112,10 +117,10 @@ class Loops:
         self.packed = {place for place in self.memory if self.stride(place, self.along) == ONE}  # read or written together
         self.width = self.taken_together()
         self.lane = names.of("e", "element of a thread") if self.width > 1 else ""
-        self.row_threads = self.threads_of_row(held)
-        if self.row_threads:
-            self.sharing = BY_ROW if self.row_threads > WARP else BY_SHORT_ROW
-        self.row = names.of("row", "shared") if self.row_threads else ""
+        self.row_threads = 0  # that share a row of known length
+        if self.sharing == BY_BLOCK and self.width > 1 and len(self.reduced) == 1:
+            self.share_row(held)
+        self.row = names.of("row", "shared") if self.sharing in ROWS else ""
 
     # --- dims ---
 
@@ -183,11 +188,17 @@ class Loops:
         rows = [self.stride(place, dim) for dim in others for place in self.memory if place in self.packed]
         return list(dict.fromkeys([self.along.extent, *rows]))
 
-    def threads_of_row(self, held: int) -> int:
-        """How many threads share a row of known length, each the same number of times what it takes together; 0 where it does not fit."""
-        if self.sharing != BY_BLOCK or self.width == 1 or len(self.reduced) > 1 or not self.along.extent.is_int:
-            return 0
-        accesses = int(self.along.extent) // self.width
+    def share_row(self, held: int) -> None:
+        """By the threads of a block, or by fewer of a warp, where each takes the same number of times what it takes together."""
+        if self.along.extent.is_int:
+            self.row_threads = self.threads_of_row(int(self.along.extent) // self.width, held)
+        if self.row_threads:
+            self.sharing = BY_ROW if self.row_threads > WARP else BY_SHORT_ROW
+        elif 0 < ROW_ACCESSES * held <= HELD:
+            self.sharing = BY_ANY_ROW
+
+    def threads_of_row(self, accesses: int, held: int) -> int:
+        """How many threads share a row of known length; 0 where it does not come out even."""
         for least, each in itertools.product((LINE, 1), EACH):
             threads = accesses // each
             fits = (threads % WARP == 0 and threads <= ROW_THREADS) or (threads in TEAMS and threads >= min(least, accesses))
@@ -250,10 +261,19 @@ class Loops:
         heads = [f"for (int64_t {i} = 0; {i} < {count}; ++{i})" for i, count in walked]
         return (*heads[:-1], self.text(self.sharing.inner)) if self.sharing.inner else tuple(heads)
 
-    @property
-    def row_declaration(self) -> str:
-        """How threads share a row of known length."""
-        return f"constexpr hw::Row<{self.along.extent}, {self.row_threads}, kWidth> {self.row};" if self.row_threads else ""
+    def variants(self, pointers: Iterable[str]) -> list[tuple[str, str]]:
+        """Ways to walk, each with the condition under which it is taken, the last one without: numbers of neighbours, or rows."""
+        if self.width == 1:
+            return []
+        is_wide, length = self.is_wide(pointers), self.integers.extent(self.along.extent)
+        if self.row_threads:
+            rows = [f"hw::Row<{length}, {self.row_threads}, {width}>()" for width in (self.width, 1)]
+            return [(is_wide, rows[0]), ("", rows[1])]
+        if self.row:
+            held = f"hw::RowUpTo<{self.width}>"
+            longer = [(is_wide, f"hw::LongRow<{self.width}>({length})"), ("", f"hw::LongRow<1>({length})")]
+            return [(f"{is_wide} && {held}::fits({length})", f"{held}({length})"), *longer]
+        return [(is_wide, str(self.width)), ("", "1")]
 
     @property
     def threads(self) -> str:
@@ -261,7 +281,7 @@ class Loops:
         if self.sharing == BY_COLUMNS:
             columns = product(tuple(dim.extent for dim in self.kept))
             return str(MOST_THREADS if columns.is_int and int(columns) <= FEW_TILES * TILE else TILE_THREADS)
-        return {BY_ROW: str(self.row_threads), BY_BLOCK: "hw::kRowThreads"}.get(self.sharing, "")
+        return {BY_ROW: str(self.row_threads), BY_BLOCK: "hw::kRowThreads", BY_ANY_ROW: "hw::kRowThreads"}.get(self.sharing, "")
 
     @property
     def bounds(self) -> str:

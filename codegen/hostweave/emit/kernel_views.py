@@ -8,17 +8,16 @@ from typing import ClassVar
 
 @dataclass(frozen=True)
 class Kernel:
-    """A thread for each element of the results, or for `width` neighbours of them."""
+    """A thread for each element of the results, or for some neighbours of them."""
 
     template: ClassVar[str] = "pointwise"
     name: str
     comments: tuple[str, ...]
     params: tuple[str, ...]
     arguments: tuple[str, ...]  # the names of the parameters
-    width: int  # neighbours that a thread takes together
-    is_wide: str  # the condition under which it may
+    variants: tuple[tuple[str, str], ...]  # a condition, and how many neighbours a thread takes together then, or how it shares rows
+    row: str  # the name of the latter
     bounds: str  # how many threads a block has at most
-    row: str  # the declaration of how threads share a row that they hold
     each: str  # the head of the loop over elements
     indices: tuple[str, ...]  # declarations of the indices that its own stands for, and of what threads hold
     body: tuple[str, ...]

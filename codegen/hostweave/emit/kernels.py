@@ -50,15 +50,13 @@ def emit_kernel(name: str, kernel: ir.Kernel, buffers: Sequence[BufferType], int
         raise ProgramError(f"kernel @{kernel.name}: {reason}; split it") from None
     emitter = _Emitter(name, kernel, walked, buffers, integers)
     emitted = emitter.emit()
-    if not emitter.loops.row_threads:
-        return emitted
     again = [name for name, times in emitter.loaded.items() if times > 1]
     late: list[str] = []
-    for one in emitter.late:
+    for one in emitter.late if emitter.loops.row_threads else []:
         late += [one] if emitter.loops.bytes_of_rows([*late, one]) <= LATE_BYTES else []
     for held in filter(None, ([*again, *late], again)):
         holding = _Emitter(name, kernel, walked, buffers, integers, held)
-        if holding.loops.row_threads:
+        if holding.loops.row:
             return holding.emit()
     return emitted
 
@@ -67,8 +65,8 @@ class _Emitter:
     """Writes one kernel. A value is a C++ text: a number, an element in memory, or a local of its name.
 
     What a reduction needs is computed where the reduction walks it, and again where something walks it later. Its inputs are then
-    in the cache. Those named by `held` threads keep in registers, and the compiler what it computed from them; all are loaded on the
-    first walk, so that none is waited for after a reduction.
+    in the cache. Rows of those named by `held` threads keep in registers, and the compiler what it computed from them; they are loaded
+    before the first walk, so that none is waited for after a reduction.
     """
 
     def __init__(
@@ -133,10 +131,9 @@ class _Emitter:
             comments=tuple(print_op(op) for op in self.ops),
             params=tuple(params),
             arguments=(*self.pointers.values(), *self.results.values(), *self.sizes),
-            width=self.loops.width,
-            is_wide=self.loops.is_wide(packed),
+            variants=tuple(self.loops.variants(packed)),
+            row=self.loops.row,
             bounds=self.loops.bounds,
-            row=self.loops.row_declaration,
             each=self.loops.each,
             indices=(*self.loops.declarations(), *self.holders()),
             body=body,
@@ -144,7 +141,7 @@ class _Emitter:
 
     def holders(self) -> Iterator[str]:
         for name in self.held:
-            yield f"auto {self.elements(name)} = {self.loops.row}.held({_moved(self.pointers[name], self.loops.row_of(name))});"
+            yield f"const auto {self.elements(name)} = {self.loops.row}.load({_moved(self.pointers[name], self.loops.row_of(name))});"
 
     def elements(self, name: str) -> str:
         """The local of an input's elements that a thread takes together."""
@@ -228,7 +225,6 @@ class _Emitter:
             if self.loops.meet:
                 after.append(f"{total} = {self.loops.meet}({total}, {join}());")
         section.store(results)
-        section.load_held()
         self.walks += 1
         body = section.taken()
         return kernel_views.Pass(before=self.row.taken(), starts=tuple(starts), body=body, after=tuple(after))
@@ -314,22 +310,13 @@ class _Section:
     def load(self, name: str) -> str:
         """Loads what a thread takes together of an input, unless it holds it."""
         kernel, local = self.kernel, self.kernel.elements(name)
-        is_held, is_first = name in kernel.held, name not in kernel.loaded
-        kernel.loaded[name] += 1
-        if is_first and kernel.walks:
+        if kernel.walks and name not in kernel.loaded:
             kernel.late.append(name)
-        if not is_held:
-            self.begin.append(f"const auto {local} = hw::load<kWidth>({_moved(kernel.pointers[name], kernel.loops.first(name))});")
-            return local
-        index = kernel.loops.names[kernel.loops.along]
-        if is_first:
-            self.begin.append(f"{local}.load({index});")
-        return f"{local}[{index}]"
-
-    def load_held(self) -> None:
-        """Loads what this section does not need itself, but a later one."""
-        for name in self.kernel.held:
-            self.element(name)
+        kernel.loaded[name] += 1
+        if name in kernel.held:
+            return f"{local}[{kernel.loops.names[kernel.loops.along]}]"
+        self.begin.append(f"const auto {local} = hw::load<kWidth>({_moved(kernel.pointers[name], kernel.loops.first(name))});")
+        return local
 
     def local(self, name: str) -> str:
         """`h`, or `x_ij` of an input or a result; `x_e` of one of several elements."""

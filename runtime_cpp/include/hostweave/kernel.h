@@ -86,32 +86,6 @@ struct Columns {  // for (const Column j : columns)
   HW_DEVICE Iterator end() const { return {end_, *this}; }
 };
 
-// The number and the first of those elements of a row that a thread takes together.
-struct Share {
-  int64_t index;
-  int number;
-
-  HW_DEVICE operator int64_t() const { return index; }
-};
-
-// What a thread has of a row: it keeps what it loads.
-template <class T, int kWidth, int kEach>
-struct Held {
-  const T* row_;
-  Values<T, kWidth> values_[kEach];
-
-  HW_DEVICE void load(const Share& j) { values_[j.number] = hw::load<kWidth>(row_ + j); }
-  HW_DEVICE const Values<T, kWidth>& operator[](const Share& j) const { return values_[j.number]; }
-};
-// One by one these are too many to keep.
-template <class T, int kEach>
-struct Held<T, 1, kEach> {
-  const T* row_;
-
-  HW_DEVICE void load(const Share&) {}
-  HW_DEVICE Values<T, 1> operator[](const Share& j) const { return {row_[j]}; }
-};
-
 #ifdef __CUDACC__
 
 // Returns when all that is before the kernel on its stream has ended and is visible: hw::launch_early does not wait for that.
@@ -253,55 +227,6 @@ T reduce_rows(T values, Join) {
 
 #endif
 
-// How kThreads threads share a row of kElements: each takes kWidth neighbours kEach times. A block has a row, or where that is
-// one for a warp or less, each of its teams of kThreads has.
-template <int kElements, int kThreads, int kWidth>
-struct Row {  // for (const Share j : row)
-#ifdef __CUDACC__
-  static constexpr int kEach = kElements / (kThreads * kWidth);
-  static constexpr bool kIsTeam = kThreads <= 32;
-
-  static __device__ int thread() { return kIsTeam ? threadIdx.x % kThreads : threadIdx.x; }
-  static __device__ int first(int number) { return (number * kThreads + thread()) * kWidth; }
-  static __device__ bool first_thread() { return thread() == 0; }
-
-  // Which of 0..n rows these threads take.
-  static __device__ Walk of(int64_t n) {
-    if constexpr (!kIsTeam) return over_blocks(n);
-    const Walk threads = over_grid(n);
-    return {threads.begin_ / kThreads, n, threads.step_ / kThreads};
-  }
-  // Joins one value of each. Every one of them gets the result.
-  template <class T, class Join>
-  static __device__ T reduce(T value, Join join) {
-    if constexpr (!kIsTeam) return reduce_block(value, join);
-    return reduce_team<kThreads>(value, join);
-  }
-#else
-  static constexpr int kEach = kElements / kWidth;
-
-  static int first(int number) { return number * kWidth; }
-  static bool first_thread() { return true; }
-  static Walk of(int64_t n) { return {0, n, 1}; }
-  template <class T, class Join>
-  static T reduce(T value, Join) {
-    return value;
-  }
-#endif
-
-  struct Iterator {
-    int number;
-    HW_DEVICE Share operator*() const { return {first(number), number}; }
-    HW_DEVICE void operator++() { ++number; }
-    HW_DEVICE bool operator!=(const Iterator& end) const { return number != end.number; }
-  };
-  HW_DEVICE Iterator begin() const { return {0}; }
-  HW_DEVICE Iterator end() const { return {kEach}; }
-
-  template <class T>
-  HW_DEVICE Held<T, kWidth, kEach> held(const T* row) const {
-    return {row};
-  }
-};
-
 }  // namespace hw
+
+#include "hostweave/rows.h"

@@ -50,11 +50,11 @@ constexpr Grid grid_of_elements(int64_t n) {
   return {std::min(divided_up(n, threads * kWidth), kMaxBlocks), threads};
 }
 
-// A block for each row of n elements. Where there are many rows, a thread takes kWidth elements up to four times.
+// A block for each row of n elements. Where there are many rows, a thread takes kWidth elements up to kRowAccesses times.
 template <int kWidth = 1>
 constexpr Grid grid_of_rows(int64_t rows, int64_t n) {
   const int64_t accesses = divided_up(n, kWidth);
-  const int64_t each = std::clamp<int64_t>(rows * accesses / kThreadsAtOnce, 1, 4);
+  const int64_t each = std::clamp<int64_t>(rows * accesses / kThreadsAtOnce, 1, kRowAccesses);
   return {std::min(rows, kMaxBlocks), warps_of(divided_up(accesses, each), kRowThreads)};
 }
 

@@ -5,6 +5,7 @@ namespace hw {
 
 constexpr int kThreads = 256;     // for elements that nothing joins
 constexpr int kRowThreads = 512;  // at most, for a row that they reduce together
+constexpr int kRowAccesses = 4;   // at most, of such a thread, where rows are not longer than it can hold
 constexpr int kTile = 32;         // columns that they reduce together
 
 }  // namespace hw

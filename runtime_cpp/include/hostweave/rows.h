@@ -1,0 +1,156 @@
+// How threads share a row that they reduce. Kernels are written for any of these: hw::Row where the length of rows is known, else
+// hw::RowUpTo, and hw::LongRow for rows that threads cannot hold.
+#pragma once
+#include "hostweave/kernel.h"
+
+namespace hw {
+
+// The number and the first of those elements of a row that a thread takes together.
+struct Share {
+  int64_t index;
+  int number;
+
+  HW_DEVICE operator int64_t() const { return index; }
+};
+
+template <class R>
+struct Shares {  // for (const Share j : row)
+  const R& row;
+  Share j;
+
+  HW_DEVICE Share operator*() const { return j; }
+  HW_DEVICE void operator++() { j = {row.first(j.number + 1), j.number + 1}; }
+  HW_DEVICE bool operator!=(const Shares&) const { return row.has(j); }
+};
+
+// What a thread has of a row, in registers.
+template <class T, int kWidth, int kEach>
+struct Held {
+  Values<T, kWidth> values[kEach];
+
+  HW_DEVICE const Values<T, kWidth>& operator[](const Share& j) const { return values[j.number]; }
+};
+// Where that is too much, it reads it again.
+template <class T, int kWidth>
+struct Reread {
+  const T* row;
+
+  HW_DEVICE Values<T, kWidth> operator[](const Share& j) const { return hw::load<kWidth>(row + j); }
+};
+
+// The threads that share a row: kThreads neighbours of a warp, or where that is more than a warp, or 0 for any number, a block.
+#ifdef __CUDACC__
+template <int kThreads>
+struct Sharers {
+  static constexpr int kCount = kThreads;
+  static constexpr int kTeam = kThreads > 32 ? 0 : kThreads;
+
+  static __device__ int thread() { return kTeam ? threadIdx.x % (kTeam + !kTeam) : threadIdx.x; }
+  static __device__ int threads() { return kThreads ? kThreads : blockDim.x; }
+  static __device__ bool first_thread() { return thread() == 0; }
+  // Which of 0..n rows they take.
+  static __device__ Walk of(int64_t n) {
+    if constexpr (kTeam == 0) {
+      return over_blocks(n);
+    } else {
+      const Walk threads = over_grid(n);
+      return {threads.begin_ / kTeam, n, threads.step_ / kTeam};
+    }
+  }
+  // Joins one value of each. Every one of them gets the result.
+  template <class T, class Join>
+  static __device__ T reduce(T value, Join join) {
+    if constexpr (kTeam == 0) {
+      return reduce_block(value, join);
+    } else {
+      return reduce_team<kTeam>(value, join);
+    }
+  }
+};
+#else
+template <int>
+struct Sharers {
+  static constexpr int kCount = 1;
+
+  static int thread() { return 0; }
+  static int threads() { return 1; }
+  static bool first_thread() { return true; }
+  static Walk of(int64_t n) { return {0, n, 1}; }
+  template <class T, class Join>
+  static T reduce(T value, Join) {
+    return value;
+  }
+};
+#endif
+
+// A row of kElements, of which each of kThreads threads takes kWidth neighbours the same number of times.
+template <int kElements, int kThreads, int kNeighbours>
+struct Row : Sharers<kThreads> {
+  static constexpr int kWidth = kNeighbours;
+  static constexpr int kEach = kElements / (Sharers<kThreads>::kCount * kWidth);
+
+  HW_DEVICE int first(int number) const { return (number * this->threads() + this->thread()) * kWidth; }
+  HW_DEVICE bool has(const Share& j) const { return j.number < kEach; }
+  HW_DEVICE Shares<Row> begin() const { return {*this, {first(0), 0}}; }
+  HW_DEVICE Shares<Row> end() const { return begin(); }
+
+  template <class T>
+  HW_DEVICE auto load(const T* row) const {
+    if constexpr (kWidth == 1) {
+      return Reread<T, 1>{row};
+    } else {
+      Held<T, kWidth, kEach> held;
+#pragma unroll
+      for (int number = 0; number < kEach; ++number) held.values[number] = hw::load<kWidth>(row + first(number));
+      return held;
+    }
+  }
+};
+
+// A row of some length that its block can hold.
+template <int kNeighbours>
+struct RowUpTo : Sharers<0> {
+  static constexpr int kWidth = kNeighbours;
+  static constexpr int kEach = kRowAccesses;  // at most
+
+  int length;
+
+  HW_DEVICE explicit RowUpTo(int64_t length) : length(static_cast<int>(length)) {}
+  HW_DEVICE int first(int number) const { return (number * threads() + thread()) * kWidth; }
+  HW_DEVICE bool has(const Share& j) const { return j.number < kEach && static_cast<int>(j.index) < length; }
+  HW_DEVICE Shares<RowUpTo> begin() const { return {*this, {first(0), 0}}; }
+  HW_DEVICE Shares<RowUpTo> end() const { return begin(); }
+
+  static HW_DEVICE bool fits(int64_t length) { return length <= int64_t{kEach} * threads() * kWidth; }
+  template <class T>
+  HW_DEVICE Held<T, kWidth, kEach> load(const T* row) const {
+    Held<T, kWidth, kEach> held;
+#pragma unroll
+    for (int number = 0; number < kEach; ++number) {
+      if (first(number) < length) held.values[number] = hw::load<kWidth>(row + first(number));
+    }
+    return held;
+  }
+};
+
+// A row of any length, which is read again wherever it is needed.
+template <int kNeighbours>
+struct LongRow : Sharers<0> {
+  static constexpr int kWidth = kNeighbours;
+  static constexpr int kEach = 1;  // or any number
+
+  int64_t length;
+
+  HW_DEVICE explicit LongRow(int64_t length) : length(length) {}
+  HW_DEVICE int64_t first(int number) const { return (int64_t{number} * threads() + thread()) * kWidth; }
+  HW_DEVICE bool has(const Share& j) const { return j < length; }
+  HW_DEVICE Shares<LongRow> begin() const { return {*this, {first(0), 0}}; }
+  HW_DEVICE Shares<LongRow> end() const { return begin(); }
+
+  template <class T>
+  HW_DEVICE Reread<T, kWidth> load(const T* row) const {
+    return {row};
+  }
+};
+
+}  // namespace hw
