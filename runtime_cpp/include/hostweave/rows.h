@@ -45,7 +45,13 @@ struct Sharers {
   static constexpr int kCount = kThreads;
   static constexpr int kTeam = kThreads > 32 ? 0 : kThreads;
 
-  static __device__ int thread() { return kTeam ? threadIdx.x % (kTeam + !kTeam) : threadIdx.x; }
+  static __device__ int thread() {
+    if constexpr (kTeam == 0) {
+      return threadIdx.x;
+    } else {
+      return threadIdx.x % kTeam;
+    }
+  }
   static __device__ int threads() { return kThreads ? kThreads : blockDim.x; }
   static __device__ bool first_thread() { return thread() == 0; }
   // Which of 0..n rows they take.
