@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 
 from hostweave.analysis.check import check
 from hostweave.analysis.instantiate import instantiate
+from hostweave.analysis.interpret import _Rank, _World, interpret
 from hostweave.analysis.meetings import meetings
 from hostweave.analysis.operations import Instances, Operation, Stream
 from hostweave.analysis.sizes import minimal_sizes
 from hostweave.errors import ProgramError
 from hostweave.host import ir
 from hostweave.host.expr import Const, Var
-from hostweave.host.interpret import _Rank, _World, interpret
 from hostweave.host.ir import HostProgram
 from hostweave.runtime.shards import block_of, global_shape
 

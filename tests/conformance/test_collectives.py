@@ -14,10 +14,10 @@ import pytest
 from numpy.typing import NDArray
 
 import hostweave as hw
+from hostweave.analysis.interpret import interpret
 from hostweave.fusion.types import DTYPES, DType
-from hostweave.host.interpret import interpret
 from hostweave.host.ir import HostProgram
-from hostweave.host.verify import NOT_REDUCED, REDUCTIONS
+from hostweave.host.rules.communication import NOT_REDUCED, REDUCTIONS
 from hostweave.runtime.arrays import numpy_dtype
 
 Array = NDArray[Any]

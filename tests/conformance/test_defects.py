@@ -39,7 +39,7 @@ import pytest
 from numpy.typing import NDArray
 
 import hostweave as hw
-from hostweave.host.interpret import interpret
+from hostweave.analysis.interpret import interpret
 from hostweave.runtime.arrays import numpy_dtype
 
 Array = NDArray[Any]

@@ -15,11 +15,11 @@ import pytest
 from test_reshards import Array, arrays, compare, kinds_of, traced
 
 import hostweave as hw
+from hostweave.analysis.interpret import interpret
 from hostweave.fusion.ir import Fusion
 from hostweave.fusion.transfer import transfer
 from hostweave.fusion.types import DTYPES, Mesh
 from hostweave.host import ir
-from hostweave.host.interpret import interpret
 from hostweave.pipeline import lower
 from hostweave.runtime.cpu import seeded
 

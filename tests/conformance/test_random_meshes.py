@@ -9,10 +9,10 @@ import pytest
 
 import hostweave as hw
 from hostweave.analysis.check import check
+from hostweave.analysis.interpret import interpret
 from hostweave.fusion.ir import Fusion
 from hostweave.fusion.reference import run_reference
 from hostweave.fusion.types import Mesh
-from hostweave.host.interpret import interpret
 from hostweave.host.ir import HostProgram
 from hostweave.pipeline import lower
 

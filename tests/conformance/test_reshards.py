@@ -14,10 +14,10 @@ import pytest
 from numpy.typing import NDArray
 
 import hostweave as hw
+from hostweave.analysis.interpret import interpret
 from hostweave.fusion.ir import Fusion
 from hostweave.fusion.reference import run_reference
 from hostweave.fusion.types import DTYPES, DType, Mesh, TensorType
-from hostweave.host.interpret import interpret
 from hostweave.host.ir import HostProgram
 from hostweave.pipeline import lower
 from hostweave.runtime.arrays import numpy_dtype

@@ -6,8 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from hostweave.analysis.interpret import interpret
 from hostweave.api import compile
-from hostweave.host.interpret import interpret
 from hostweave.host.ir import HostProgram
 
 COPIES = """

@@ -11,9 +11,9 @@ import pytest
 from host_programs import NAMES, RANKS, program
 from numpy.typing import NDArray
 
+from hostweave.analysis.interpret import interpret
 from hostweave.analysis.sizes import minimal_sizes
 from hostweave.errors import ArgumentError, ExecutionError
-from hostweave.host.interpret import interpret
 from hostweave.host.ir import HostProgram
 from hostweave.runtime.shards import block_of, global_shape
 

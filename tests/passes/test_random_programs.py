@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 import hostweave as hw
 from hostweave.analysis.check import check
+from hostweave.analysis.interpret import interpret
 from hostweave.errors import ArgumentError, ProgramError
 from hostweave.fusion.ir import Fusion
 from hostweave.fusion.reference import run_reference
-from hostweave.host.interpret import interpret
 from hostweave.host.ir import HostProgram
 from hostweave.options import Options
 from hostweave.pipeline import lower

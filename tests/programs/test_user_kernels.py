@@ -12,10 +12,10 @@ from test_sources import cuda_is_here
 from whole_programs import compiled, lowered
 
 import hostweave as hw
+from hostweave.analysis.interpret import interpret
 from hostweave.errors import ArgumentError, BuildError, ExecutionError, ProgramError
 from hostweave.fusion.ir import Fusion
 from hostweave.fusion.reference import run_reference
-from hostweave.host.interpret import interpret
 from hostweave.host.ir import HostProgram
 from hostweave.runtime.cpu import parallel, seeded
 

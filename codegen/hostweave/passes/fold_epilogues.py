@@ -22,9 +22,9 @@ from math import frexp
 from hostweave.fusion.ir import Op
 from hostweave.host import ir
 from hostweave.host.iteration import NotOneKernel, iteration
+from hostweave.host.rules.computing import why_no_epilogue
 from hostweave.host.unused import without_unused
 from hostweave.host.uses import Place, Uses
-from hostweave.host.verify import why_no_epilogue
 from hostweave.naming import free_name
 from hostweave.options import Options
 from hostweave.passes.fuse_kernels import telling_name

@@ -17,7 +17,7 @@ from hostweave.fusion.ops import operand_types, widens
 from hostweave.fusion.resharding import plan
 from hostweave.fusion.sharding import Flow, Layout, flow, layout, partial_of, with_layout
 from hostweave.fusion.types import DTYPES, DType, Partial, Stream, TensorType
-from hostweave.host.verify import NOT_REDUCED
+from hostweave.host.rules.communication import NOT_REDUCED
 from hostweave.options import Options
 from hostweave.passes.rewriting import Names, consumers
 
