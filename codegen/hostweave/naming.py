@@ -12,3 +12,10 @@ def free_name(wanted: str, taken: Container[str]) -> str:
         number += 1
         name = f"{wanted}_{number}"
     return name
+
+
+def take_name(wanted: str, taken: set[str]) -> str:
+    """A free name, which is taken from now on."""
+    name = free_name(wanted, taken)
+    taken.add(name)
+    return name

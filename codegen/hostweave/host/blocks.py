@@ -8,7 +8,7 @@ from typing import Any
 
 from hostweave.host import ir
 from hostweave.host.expr import Binary, Expr, Var
-from hostweave.naming import free_name
+from hostweave.naming import free_name, take_name
 
 
 def bodies(program: ir.HostProgram) -> tuple[ir.HostProgram, ...]:
@@ -125,16 +125,11 @@ class _Inlining:
         names = dict(zip(parameters, (*call.srcs, *call.dsts), strict=True))
         for i in ir.walk(block.body):
             for name in ir.names(i, "define", "index"):
-                names[name] = self.fresh(f"{block.name}_{name}")
+                names[name] = take_name(f"{block.name}_{name}", self.taken)
         freed = {i.src for i in ir.walk(block.body) if isinstance(i, ir.Deallocate)}
         left = [i for i in block.body if isinstance(i, ir.Allocate) and i.out not in freed]
         ends = (ir.Deallocate(i.out, location=i.location) for i in left)
         return self.body(renamed((*block.body, *ends), names))
-
-    def fresh(self, wanted: str) -> str:
-        name = free_name(wanted, self.taken)
-        self.taken.add(name)
-        return name
 
 
 def renamed(body: ir.Body, names: Mapping[str, str]) -> ir.Body:

@@ -15,7 +15,7 @@ from hostweave.fusion.types import BufferType, Mesh
 from hostweave.host import ir
 from hostweave.host.expr import Const, Expr
 from hostweave.host.unused import without_unused
-from hostweave.naming import free_name
+from hostweave.naming import take_name
 
 View = ir.Select | ir.Slice | ir.Section | ir.Strided | ir.Reshape | ir.Permute
 
@@ -50,9 +50,7 @@ class Builder:
 
     def name(self, wanted: str) -> str:
         """`wanted`, or with a number after it where that is taken."""
-        name = free_name(wanted, self._taken)
-        self._taken.add(name)
-        return name
+        return take_name(wanted, self._taken)
 
     def loop_index(self) -> str:
         """i, j, k, l, then i_2 and so on."""

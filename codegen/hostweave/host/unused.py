@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 
 from hostweave.host import ir
@@ -21,6 +21,12 @@ def without_unused(body: ir.Body, kinds: tuple[type[ir.Instruction], ...] = MEMO
         if not unused:
             return body
         body = ir.rewrite(body, lambda i: () if id(i) in unused else None)  # noqa: B023
+
+
+def launched(kernels: Iterable[ir.Kernel], body: ir.Body) -> tuple[ir.Kernel, ...]:
+    """The kernels that something in a body launches."""
+    names = {i.kernel for i in ir.walk(body) if isinstance(i, ir.Launch)}
+    return tuple(kernel for kernel in kernels if kernel.name in names)
 
 
 def _indices(i: ir.Instruction) -> Iterator[str]:

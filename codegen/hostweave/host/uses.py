@@ -32,6 +32,11 @@ class Place:
         """The stream block around it."""
         return next((i for i in self.around if isinstance(i, ir.OnStream)), None)
 
+    @property
+    def loop(self) -> ir.For | None:
+        """The innermost loop around it."""
+        return next((i for i in reversed(self.around) if isinstance(i, ir.For)), None)
+
 
 class Uses:
     def __init__(self, program: ir.HostProgram):

@@ -23,7 +23,7 @@ from hostweave.fusion.ir import Op
 from hostweave.host import ir
 from hostweave.host.iteration import NotOneKernel, iteration
 from hostweave.host.rules.computing import why_no_epilogue
-from hostweave.host.unused import without_unused
+from hostweave.host.unused import launched, without_unused
 from hostweave.host.uses import Place, Uses
 from hostweave.naming import free_name
 from hostweave.options import Options
@@ -184,5 +184,4 @@ def _rewritten(program: ir.HostProgram, folded: dict[int, _Folded]) -> ir.HostPr
         return (found.new, replace(found.launch, kernel=names[found.kernel]))
 
     body = without_unused(ir.rewrite(program.body, rule))
-    launched = {i.kernel for i in ir.walk(body) if isinstance(i, ir.Launch)}
-    return replace(program, body=body, kernels=tuple(kernel for name, kernel in kernels.items() if name in launched))
+    return replace(program, body=body, kernels=launched(kernels.values(), body))

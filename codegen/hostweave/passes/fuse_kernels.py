@@ -23,7 +23,7 @@ from hostweave.host import ir
 from hostweave.host.iteration import Iteration, NotOneKernel, iteration
 from hostweave.host.unused import without_unused
 from hostweave.host.uses import Uses
-from hostweave.naming import free_name
+from hostweave.naming import take_name
 from hostweave.options import Options
 
 MAX_WORDS = 3  # ops that the name of a kernel lists
@@ -203,12 +203,13 @@ def _merged(links: _Links, producer: ir.Launch, consumer: ir.Launch, kept: list[
     called = {src: parameter.name for src, parameter in zip(consumer.srcs, second.inputs, strict=True)}  # buffer -> its name
     taken = {*called.values(), *(op.result.name for op in second.ops)}
     renamed = {
-        parameter.name: called.get(src) or _take(parameter.name, taken) for src, parameter in zip(producer.srcs, first.inputs, strict=True)
+        parameter.name: called.get(src) or take_name(parameter.name, taken)
+        for src, parameter in zip(producer.srcs, first.inputs, strict=True)
     }
     made = {result.name: dst for result, dst in zip(first.results, producer.dsts, strict=True)}
     for name in (op.result.name for op in first.ops):
         dst = made.get(name)
-        renamed[name] = called[dst] if dst in called else _take(links.root(dst) if dst else name, taken)
+        renamed[name] = called[dst] if dst in called else take_name(links.root(dst) if dst else name, taken)
     ops = [_renamed(op, renamed) for op in first.ops]
     inputs = {src: replace(p, name=renamed[p.name]) for src, p in zip(producer.srcs, first.inputs, strict=True)}
     handed = {links.root(dst): (dst, renamed[name]) for name, dst in made.items()}
@@ -231,6 +232,7 @@ def _merged(links: _Links, producer: ir.Launch, consumer: ir.Launch, kept: list[
 def _without_repeats(kernel: ir.Kernel) -> ir.Kernel:
     """A kernel that computes no element twice, as it may have to where several took the same op over."""
     indices = iteration(kernel).indices if len(kernel.ops) > 1 else {}  # a vector may be along rows here, and along columns there
+    results = {result.name for result in kernel.results}
     first: dict[object, str] = {}
     names: dict[str, str] = {}
     ops = []
@@ -238,17 +240,11 @@ def _without_repeats(kernel: ir.Kernel) -> ir.Kernel:
         operands = tuple(names.get(operand, operand) if isinstance(operand, str) else operand for operand in op.operands)
         what = (op.kind, operands, op.attributes, op.result.type, indices.get(op.result.name))
         same = first.setdefault(what, op.result.name)
-        if same != op.result.name and op.result.name not in {result.name for result in kernel.results}:
+        if same != op.result.name and op.result.name not in results:
             names[op.result.name] = same
         else:
             ops.append(replace(op, operands=operands))
     return replace(kernel, ops=tuple(ops))
-
-
-def _take(wanted: str, taken: set[str]) -> str:
-    name = free_name(wanted, taken)
-    taken.add(name)
-    return name
 
 
 def _renamed(op: Op, names: dict[str, str]) -> Op:
@@ -259,7 +255,7 @@ def _renamed(op: Op, names: dict[str, str]) -> Op:
 def _viewed(path: list[ir.Reshape | ir.Permute], source: str, name: str, types: dict[str, BufferType], taken: set[str]) -> Iterator[Op]:
     """The views that lead to a buffer, as ops; the last one has the name that the buffer goes by."""
     for view in path:
-        result = name if view is path[-1] else _take(view.out, taken)
+        result = name if view is path[-1] else take_name(view.out, taken)
         buffer = types[view.out]
         value = Value(result, TensorType(buffer.dtype, tuple(map(Dim, buffer.shape))))
         if isinstance(view, ir.Reshape):
@@ -282,7 +278,7 @@ def _unshared(program: ir.HostProgram) -> ir.HostProgram:
         if any(kernel.name == other.name for other in kernels):
             taken: set[str] = set()
             buffers = zip((*kernel.inputs, *kernel.results), (*launch.srcs, *launch.dsts), strict=True)
-            names = {parameter.name: _take(links.called(buffer), taken) for parameter, buffer in buffers}
+            names = {parameter.name: take_name(links.called(buffer), taken) for parameter, buffer in buffers}
             inputs = tuple(replace(p, name=names[p.name]) for p in kernel.inputs)
             kernel = ir.Kernel(f"{kernel.name} {len(kernels)}", inputs, tuple(_renamed(op, names) for op in kernel.ops))
             changes[id(launch)] = replace(launch, kernel=kernel.name)
@@ -310,7 +306,7 @@ def _named(program: ir.HostProgram) -> ir.HostProgram:
     names = {}
     for kernel in program.kernels:
         wanted = kernel.name.partition(" ")[0] if len(kernel.ops) == 1 else telling_name(kernel)
-        names[kernel.name] = _take(wanted, taken)
+        names[kernel.name] = take_name(wanted, taken)
     kernels = tuple(replace(kernel, name=names[kernel.name]) for kernel in program.kernels)
     return _with_names(replace(program, kernels=kernels), names)
 

@@ -58,7 +58,7 @@ def _chunks(uses: Uses, name: str) -> list[Place]:
     if any(outside & set(ir.names(place.instruction, "read", "write")) for place in touches):
         return []
     alike = {replace(view.instruction, out="", location=None) if isinstance(view.instruction, Chunk) else None for view in chunks}
-    loop = next((i for i in reversed(touches[0].around) if isinstance(i, ir.For)), None)
+    loop = touches[0].loop
     if len(alike) != 1 or None in alike or loop is None or any(loop is i for i in uses.allocates[name].around):
         return []
     return chunks if _is_distinct(_chunk(chunks[0].instruction).index, loop, uses) else []

@@ -24,9 +24,8 @@ from dataclasses import replace
 from hostweave.fusion.extent import Extent
 from hostweave.fusion.types import BufferType
 from hostweave.host import ir
-from hostweave.host.uses import Place, Uses
-
-Chunk = ir.Select | ir.Slice
+from hostweave.host.uses import Uses
+from hostweave.passes.one_a_stream import Chunk
 
 
 def one_slot_a_stream(program: ir.HostProgram) -> ir.HostProgram:
@@ -45,7 +44,7 @@ def _chunks(uses: Uses, name: str, pools: dict[str, int]) -> list[tuple[Chunk, i
     """The views of an allocation by which steps have a chunk of it each, in two blocks or more; none where that would save nothing."""
     touches, views = uses.touches.get(name, []), uses.viewed.get(name, [])
     blocks = {id(place.block): place.block for place in (*touches, *views)}
-    loops = {id(loop): loop for loop in (_loop(place) for place in touches)}
+    loops = {id(place.loop): place.loop for place in touches}
     found: list[tuple[Chunk, ir.OnStream]] = []
     for place in views:
         view, block = place.instruction, place.block
@@ -71,7 +70,3 @@ def _count(view: Chunk, uses: Uses) -> Extent:
 
 def _is_more(count: Extent, streams: int) -> bool:
     return not count.is_int or int(count) > streams
-
-
-def _loop(place: Place) -> ir.For | None:
-    return next((i for i in reversed(place.around) if isinstance(i, ir.For)), None)

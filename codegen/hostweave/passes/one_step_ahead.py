@@ -28,7 +28,7 @@ from hostweave.host import ir
 from hostweave.host.blocks import renamed
 from hostweave.host.expr import Var, binary
 from hostweave.host.unused import without_unused
-from hostweave.naming import free_name
+from hostweave.naming import take_name
 
 NAMES = (ir.Let, *ir.VIEWS)  # which a body can say again
 COMPUTES = (ir.Matmul, ir.Launch)
@@ -109,20 +109,15 @@ class _Ahead:
 
     def index(self, beside: str) -> str:
         letters = [letter for letter in "ijkl" if letter not in self.taken]
-        return self.fresh(letters[0] if letters else beside)
+        return take_name(letters[0] if letters else beside, self.taken)
 
     def said_again(self, body: ir.Body, old: str, new: str) -> ir.Body:
         """The same for another index, under names of its own."""
         names = {old: new}
         for i in ir.walk(body):
             for name in ir.names(i, "define", "index"):
-                names[name] = self.fresh(f"{name.removesuffix(f'_{old}')}_{new}")
+                names[name] = take_name(f"{name.removesuffix(f'_{old}')}_{new}", self.taken)
         return renamed(body, names)
-
-    def fresh(self, wanted: str) -> str:
-        name = free_name(wanted, self.taken)
-        self.taken.add(name)
-        return name
 
 
 def _posted(body: ir.Body, mesh: Mesh) -> Iterator[tuple[Mesh | None, ir.Team, str]]:

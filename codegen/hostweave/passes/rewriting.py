@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hostweave.fusion.ir import Fusion, Op
-from hostweave.naming import free_name
+from hostweave.naming import take_name
 
 
 class Names:
@@ -14,9 +14,7 @@ class Names:
 
     def new(self, wanted: str) -> str:
         """`wanted`, or with a number where it is taken."""
-        name = free_name(wanted, self.taken)
-        self.taken.add(name)
-        return name
+        return take_name(wanted, self.taken)
 
 
 def consumers(fusion: Fusion) -> dict[str, list[Op | None]]:

@@ -17,7 +17,8 @@ from hostweave.fusion.extent import Extent, product
 from hostweave.fusion.ir import Op, Value
 from hostweave.fusion.types import BufferType, Dim, TensorType, f32
 from hostweave.host import ir
-from hostweave.naming import free_name
+from hostweave.host.unused import launched
+from hostweave.naming import take_name
 from hostweave.options import Options
 
 KINDS = ("sum", "prod", "mean", "max", "min")
@@ -31,8 +32,7 @@ def split_reductions(program: ir.HostProgram, options: Options) -> ir.HostProgra
     """After it a reduction to few numbers, outside of loops, is of a vector or of little."""
     split = _Split(program)
     body = split.body(program.body)
-    launched = {i.kernel for i in ir.walk(body) if isinstance(i, ir.Launch)}
-    return replace(program, body=body, kernels=tuple(kernel for kernel in split.kernels.values() if kernel.name in launched))
+    return replace(program, body=body, kernels=launched(split.kernels.values(), body))
 
 
 class _Split:
@@ -54,8 +54,7 @@ class _Split:
             self.halves[i.kernel] = _halves(kernel, row)
             self.kernels.update((half.name, half) for half in self.halves[i.kernel])
         first, last = self.halves[i.kernel]
-        rows = free_name(f"{i.dsts[0]}_rows", self.taken)
-        self.taken.add(rows)
+        rows = take_name(f"{i.dsts[0]}_rows", self.taken)
         type = first.results[0].type
         return (
             ir.Allocate(rows, BufferType(type.dtype, type.shape), location=i.location),
