@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -53,9 +54,25 @@ def test_an_odd_number_of_elements_is_taken_one_by_one() -> None:
 
 def test_a_row_that_is_broadcast_is_taken_along() -> None:
     text = kernels(added, a=hw.bf16["M", "N"], b=hw.bf16["N"])
-    assert "const int64_t j = element % N;" in text
+    assert "const int64_t j = element % Index(N);" in text
     assert "const auto b_j = hw::load<kWidth>(b + j);" in text
-    assert "if (N % 8 == 0 && hw::aligned(a, b, y)) {" in text
+    assert "} else if (N % 8 == 0 && hw::aligned(a, b, y)) {" in text
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "index", "ways"),
+    [
+        ("M", 64, "Index", ["hw::aligned(a, b, y) && hw::is_short(64 * M): 4, uint32_t", "hw::aligned(a, b, y): 4, int64_t", "1, int64_t"]),
+        ("M", 63, "Index", ["hw::is_short(63 * M): uint32_t", "int64_t"]),
+        (8, 64, "uint32_t", ["hw::aligned(a, b, y): 4", "1"]),
+        (1 << 16, 1 << 15, "int64_t", ["hw::aligned(a, b, y): 4", "1"]),
+    ],
+)
+def test_indices_that_are_divided_have_32_bits_where_these_hold_them(rows: Any, columns: int, index: str, ways: list[str]) -> None:
+    text = kernels(added, a=hw.f32[rows, columns], b=hw.f32[columns])
+    assert f"for ({index} element : hw::over_grid" in text
+    found = re.findall(r"(?:if \((.*)\) )?\{\n +add_y_by<(.*)>\(", text)
+    assert [f"{condition}: {way}" if condition else way for condition, way in found] == ways
 
 
 def test_what_a_column_broadcasts_is_read_once() -> None:
@@ -150,9 +167,11 @@ def test_sums_of_few_terms_side_by_side_do_not() -> None:
 
 @pytest.mark.parametrize(("dtype", "prefix", "suffix"), [(hw.bf16, "hw::fast_", ""), (hw.f16, "hw::fast_", ""), (hw.f32, "", "f")])
 def test_exp_and_erf_are_as_exact_as_the_elements_are(dtype: Any, prefix: str, suffix: str) -> None:
-    for op, function in ((hw.silu, "exp"), (hw.gelu, "erf")):
-        calls = re.findall(r"([\w:]*(?:exp|erf)\w*)\(", kernels(op, x=dtype["M", 8]))
-        assert set(calls) == {f"{prefix}{function}{suffix}"}
+    calls = ((hw.silu, f"{prefix}exp{suffix}("), (hw.erf, f"{prefix}erf{suffix}("), (hw.gelu, f"{prefix or 'hw::'}gelu("))
+    for op, call in calls:
+        text = kernels(op, x=dtype["M", 8])
+        assert call in text
+        assert ("fast" in text) == bool(prefix)
 
 
 def test_a_kernel_waits_for_the_stream_before_all_else() -> None:
@@ -205,13 +224,47 @@ def test_columns_of_any_number(shape: tuple[int, int], target: str) -> None:
 
     @hw.fusion(x=hw.f32["M", "N"])
     def columns(x):
-        return hw.sum(x, 0), hw.mean(x * x, 0), hw.argmax(x, 0) if shape[0] else hw.max(x, 0)
+        return hw.sum(x, 0), hw.mean(x * x, 0), hw.var(x, 0), hw.argmax(x, 0) if shape[0] else hw.max(x, 0)
 
     x = np.random.default_rng(2).standard_normal(shape).astype(np.float32)
     program = hw.compile(columns, target)
-    total, squares, largest = program.run(x=x)
+    total, squares, variance, largest = program.run(x=x)
     program.close()
     np.testing.assert_allclose(total, x.sum(0, dtype=np.float64), rtol=1e-4, atol=1e-3)
     if shape[0]:
         np.testing.assert_allclose(squares, np.square(x).mean(0, dtype=np.float64), rtol=1e-4)
+        np.testing.assert_allclose(variance, x.var(0, dtype=np.float64), rtol=1e-4, atol=1e-6)
         np.testing.assert_array_equal(largest, x.argmax(0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns", [1024, 1023])
+def test_more_elements_than_indices_of_32_bits_number(columns: int) -> None:
+    @hw.fusion(a=hw.u8["M", columns], b=hw.u8[columns])
+    def sums(a, b):
+        return a + b
+
+    a = np.random.default_rng(3).integers(0, 256, ((1 << 32) // columns + 3, columns), np.uint8)
+    b = np.arange(columns, dtype=np.uint8)
+    program = hw.compile(sums, "cuda")
+    result = program.run(a=a, b=b)
+    program.close()
+    a += b
+    np.testing.assert_array_equal(result, a)
+
+
+@pytest.mark.parametrize("spec", [hw.bf16, hw.f16], ids=str)
+def test_gelu_of_every_float_of_16_bits(spec: Any, target: str) -> None:
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    x = bits.view(ml_dtypes.bfloat16 if spec == hw.bf16 else np.float16)
+    program = hw.compile(hw.fusion(x=spec["M"])(lambda x: hw.gelu(x)), target)
+    result = np.asarray(program.run(x=x), np.float64)
+    program.close()
+    with np.errstate(invalid="ignore"):  # some of the NaNs are signaling
+        is_nan, is_finite = np.isnan(x), np.isfinite(x)
+    assert np.isnan(result[is_nan]).all()
+    x, result = x[is_finite], result[is_finite]
+    want = np.array([v / 2 * math.erfc(-v / math.sqrt(2)) for v in x.astype(np.float64)])
+    info = ml_dtypes.finfo(x.dtype)
+    spacing = np.maximum(np.abs(want) * float(info.eps), max(float(info.smallest_subnormal), 1.2e-38))  # f32 has no less
+    np.testing.assert_array_less(np.abs(result - want), 0.6 * spacing)

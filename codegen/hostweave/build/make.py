@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Sequence
@@ -11,11 +12,11 @@ from pathlib import Path
 
 from hostweave.build.cache import digest_of, get_or_make, key_of, lookup, root
 from hostweave.build.compile import run_together
-from hostweave.build.nvrtc import compile_kernels
+from hostweave.build.nvrtc import Unit, compile_unit, loader, units_of
 from hostweave.build.paths import NATIVE, RUNTIME, RUNTIME_INCLUDES
 from hostweave.build.toolchain import MODULE_FILE, Toolchain, glue
 
-_KERNELS, _JIT_FILE = "kernels.cu", "kernels_jit.cpp"
+_KERNELS, _JIT_FILE, _CUBIN = "kernels.cu", "kernels_jit.cpp", "kernel.cubin"
 _SOURCES = (RUNTIME / "src", RUNTIME / "driver" / "src")
 
 
@@ -39,8 +40,7 @@ def make_program(folder: Path, sources: Sequence[str], toolchain: Toolchain, lib
     The cache keeps every object by what it is compiled from: of a program that is changed, only what the change reaches is compiled.
     """
     files = [name for name in sources if name.endswith((".cpp", ".cu"))]
-    runtime = digest_of(*RUNTIME_INCLUDES, RUNTIME / "cpu" / "include")
-    entries = {file: f"objects/{file}-{key_of(*_read_by(folder, file), runtime, toolchain.stamp)}" for file in files}
+    entries = {file: _entry(file, folder, (folder / file).read_text(), toolchain) for file in files}
     missing = [file for file in files if not lookup(entries[file])]
     _compile(folder, missing, toolchain)
     for file in missing:
@@ -54,20 +54,41 @@ def _object(file: str) -> str:
     return f"{file}.o"
 
 
-def _read_by(folder: Path, file: str) -> list[str]:
-    """What a compiler takes from a program's folder: the file but for comments, whose lines count, and what it includes."""
-    text = re.sub(r"^ *//.*", "//", (folder / file).read_text(), flags=re.M)
-    included = re.findall(r'^#include "([^"]+)"', text, re.M)
-    return [text, *(text for name in included if (folder / name).is_file() for text in _read_by(folder, name))]
+def _entry(name: str, folder: Path, text: str, toolchain: Toolchain) -> str:
+    """The entry of the cache that has what `text` is compiled to."""
+    runtime = digest_of(*RUNTIME_INCLUDES, RUNTIME / "cpu" / "include")
+    return f"objects/{name}-{key_of(*_read_with(folder, text), runtime, toolchain.stamp)}"
+
+
+def _read_with(folder: Path, text: str) -> list[str]:
+    """What a compiler takes from a program's folder: a text but for comments, whose lines count, and what it includes."""
+    bare = re.sub(r"^ *//.*", "//", text, flags=re.M)
+    included = [folder / name for name in re.findall(r'^#include "([^"]+)"', bare, re.M)]
+    return [bare, *(part for file in included if file.is_file() for part in _read_with(folder, file.read_text()))]
 
 
 def _compile(folder: Path, files: Sequence[str], toolchain: Toolchain) -> None:
     """Compiles files side by side, the kernels by NVRTC where the toolchain has it."""
     hosts = [file for file in files if not (toolchain.nvrtc and file == _KERNELS)]
     with ThreadPoolExecutor(1) as pool:
-        arguments = (folder / _KERNELS, toolchain.arch, toolchain.include_folders)
-        loader = pool.submit(compile_kernels, toolchain.nvrtc, *arguments) if toolchain.nvrtc and _KERNELS in files else None
+        cubins = pool.submit(_cubins, folder, toolchain) if toolchain.nvrtc and _KERNELS in files else None
         run_together([toolchain.compile(file, _object(file)) for file in hosts], folder)
-    if loader:
-        (folder / _JIT_FILE).write_text(loader.result())
+    if cubins:
+        (folder / _JIT_FILE).write_text(loader(cubins.result()))
         run_together([toolchain.compile(_JIT_FILE, _object(_KERNELS))], folder)
+
+
+def _cubins(folder: Path, toolchain: Toolchain) -> dict[str, Path]:
+    """Of every kernel one, which the cache keeps."""
+
+    def cubin(unit: Unit) -> Path:
+        entry = _entry(unit.name, folder, unit.before + unit.text, toolchain)
+        if not lookup(entry):
+            assert toolchain.nvrtc
+            code = compile_unit(toolchain.nvrtc, unit, folder, toolchain.arch, toolchain.include_folders)
+            get_or_make(entry, lambda made: (made / _CUBIN).write_bytes(code))
+        return root() / entry / _CUBIN
+
+    units = units_of((folder / _KERNELS).read_text())
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        return dict(zip((unit.name for unit in units), pool.map(cubin, units), strict=True))

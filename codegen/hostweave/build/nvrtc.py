@@ -1,13 +1,14 @@
 """Compiles generated kernels by NVRTC, which takes a tenth of nvcc's time and is in the pip wheels.
 
-The kernels become a cubin inside the program's module. There each kernel's name stands for a `hw::JitKernel`; see hostweave/jit.h.
+Each kernel becomes a cubin inside the program's module. There its name stands for a `hw::JitKernel`; see hostweave/jit.h.
 """
 
 from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from hostweave.errors import BuildError
@@ -32,31 +33,57 @@ def _integers() -> str:
 
 # NVRTC has no standard headers, and the declarations in kernels.h are for the host.
 _HEADERS = {"kernels.h": "", "cmath": "#define INFINITY __int_as_float(0x7f800000)", "cstdint": _integers()}
+_FLOATS_OF_8_BITS = "hostweave/f8.h"  # takes NVRTC as long as all other headers together
+_USERS = "user_kernels"
 
 
-def compile_kernels(library: Path, source: Path, arch: str, include_folders: Sequence[Path]) -> str:
-    """Compiles `source` to `kernels.cubin` beside it, and gives the text of the C++ file that takes it into the module.
+@dataclass(frozen=True)
+class Unit:
+    """A kernel of kernels.cu, or all those that the user wrote: what is compiled by itself."""
+
+    name: str
+    line: int  # of the file, where the kernel begins
+    before: str  # what every kernel needs
+    text: str
+
+    @property
+    def source(self) -> str:
+        return f'{self.before}#line {self.line} "kernels.cu"\n{self.text}\n}}\n'
+
+
+def units_of(kernels: str) -> list[Unit]:
+    """The kernels in the text of a kernels.cu, where each begins with the ops that it computes, as comments."""
+    head, *texts = re.split(r"\n\n(?=// %)", kernels[: kernels.rindex("}  // namespace")].rstrip())
+    lines = [kernels[: kernels.index(text)].count("\n") + 1 for text in texts]
+    include = re.compile(rf'#include "{_USERS}.*\n')
+    before = include.sub("", head) + "\n"
+    units = [Unit(_name(text), line, before, text) for line, text in zip(lines, texts, strict=True)]
+    return [*([Unit(_USERS, 1, head + "\n", "")] if include.search(head) else []), *units]
+
+
+def _name(text: str) -> str:
+    name = re.search(r"__global__ void\s+(?:__launch_bounds__\(.*?\)\s+)?(\w+)\(", text)
+    assert name, text
+    return name[1]
+
+
+def compile_unit(library: Path, unit: Unit, folder: Path, arch: str, include_folders: Sequence[Path]) -> bytes:
+    """The cubin of a unit of the program in `folder`.
 
     Raises BuildError where it does not compile; what NVRTC said is in `build.log`.
     """
-    folders = [f"-I{folder}" for folder in (source.parent, *include_folders)]
+    folders = [f"-I{path}" for path in (folder, *include_folders)]
     # A quotient is within 2 units in the last place: an exact one takes as long as the rest of most kernels.
     options = [f"-arch={arch}", "-std=c++20", "-default-device", "-prec-div=false", *folders]
-    cubin = _compile(ctypes.CDLL(str(library)), source, options)
-    source.with_suffix(".cubin").write_bytes(cubin)
-    names = re.findall(rb"\0\.text\.(\w+)(?=\0)", cubin)
-    return _loader(sorted({name.decode() for name in names}))
-
-
-def _compile(nvrtc: ctypes.CDLL, source: Path, options: list[str]) -> bytes:
-    program = ctypes.c_void_p()
-    headers, names = _strings(list(_HEADERS.values())), _strings(list(_HEADERS))
-    nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.read_bytes(), source.name.encode(), len(_HEADERS), headers, names)
+    headers = _HEADERS if unit.name == _USERS or "f8" in unit.text else {**_HEADERS, _FLOATS_OF_8_BITS: ""}
+    nvrtc, program = ctypes.CDLL(str(library)), ctypes.c_void_p()
+    arguments = (len(headers), _strings(list(headers.values())), _strings(list(headers)))
+    nvrtc.nvrtcCreateProgram(ctypes.byref(program), unit.source.encode(), b"kernels.cu", *arguments)
     try:
         status = nvrtc.nvrtcCompileProgram(program, len(options), _strings(options))
         log = _output(nvrtc, program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
-        with open(source.parent / "build.log", "a") as file:
-            file.write(f"nvrtc {' '.join(options)} {source.name}\n{log}")
+        with open(folder / "build.log", "a") as file:
+            file.write(f"nvrtc {' '.join(options)} {unit.name}\n{log}")
         if status != 0:
             lines = log.splitlines() or [f"nvrtc error {status}"]
             first = next((line for line in lines if "error" in line), lines[0])
@@ -78,18 +105,22 @@ def _strings(texts: list[str]) -> ctypes.Array[ctypes.c_char_p]:
     return (ctypes.c_char_p * len(texts))(*(text.encode() for text in texts))
 
 
-def _loader(kernels: list[str]) -> str:
-    definitions = "\n".join(f'hw::JitKernel {name}{{hw_cubin, "{name}"}};' for name in kernels)
-    return f"""// The kernels of kernels.cu, compiled by NVRTC. What program.cpp calls a kernel is one of these.
+def loader(cubins: Mapping[str, Path]) -> str:
+    """The text of the C++ file that takes cubins into the module, by the name of their unit."""
+    data, kernels = [], []
+    for unit, path in cubins.items():
+        symbol = f"hw_cubin_{unit}"
+        names = sorted({name.decode() for name in re.findall(rb"\0\.text\.(\w+)(?=\0)", path.read_bytes())})
+        data += [".balign 64", f'{symbol}: .incbin \\"{path}\\"']
+        kernels += [f"extern const char {symbol}[];", *(f'hw::JitKernel {name}{{{symbol}, "{name}"}};' for name in names)]
+    section = "\n    ".join(f'"{line}\\n"' for line in (".pushsection .rodata", *data, ".popsection"))
+    definitions = "\n".join(kernels)
+    return f"""// Kernels that NVRTC compiled. What program.cpp calls a kernel is one of these.
 #include "hostweave/jit.h"
 
-asm(".pushsection .rodata\\n"
-    ".balign 64\\n"
-    "hw_cubin: .incbin \\"kernels.cubin\\"\\n"
-    ".popsection");
+asm({section});
 
 extern "C" {{
-extern const char hw_cubin[];
 {definitions}
 }}
 """

@@ -26,6 +26,7 @@ ROW_ACCESSES = 4  # of a thread to a row of unknown length that it holds
 TILE = 32  # columns
 TILE_THREADS, MOST_THREADS = 512, 1024
 FEW_TILES = 132  # at most one for each multiprocessor: these take all the threads that a block may have
+SHORT = 1 << 30  # elements, at most, whose indices hw::is_short
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,11 @@ class Sharing:
     grid: str  # of the launch
     inner: str = ""  # the innermost loop over what is reduced, of which they take parts
     meet: str = ""  # how their totals meet
+    meet_last: str = ""  # and where only the threads that store need them, if that takes less
     once: str = ""  # the condition under which a thread stores what they come to
 
 
-BY_THREAD = Sharing("for (int64_t {element} : hw::over_grid{width}({count}))", "hw::grid_of_elements{width}({count})")
+BY_THREAD = Sharing("for ({number} {element} : hw::over_grid{walk}({count}))", "hw::grid_of_elements{width}({count})")
 BY_BLOCK = Sharing(
     each="for (int64_t {element} : hw::over_blocks({count}))",
     grid="hw::grid_of_rows{width}({count}, {length})",
@@ -61,6 +63,7 @@ BY_COLUMNS = Sharing(
     grid="hw::grid_of_columns({count}, {threads})",
     inner="#pragma unroll 8\nfor (int64_t {index} : hw::over_rows<{threads}{more}>({length}))",
     meet="hw::reduce_rows<{threads}>",
+    meet_last="hw::reduce_rows_to_first<{threads}>",
     once="{element}.stores()",
 )
 
@@ -231,10 +234,13 @@ class Loops:
 
     def text(self, pattern: str) -> str:
         """What a sharing has for these loops."""
-        width = "kWidth" if self.width > 1 else ""
+        width, number = "kWidth" if self.width > 1 else "", self.number
+        walk = width if number == "int64_t" else f"{width or 1}, {number}"
         return pattern.format(
             element=self.element,
             count=self.count,
+            number=number,
+            walk=walk and f"<{walk}>",
             together=self.integers.extent(product((*(dim.extent for dim in self.kept), Extent(self.row_threads)))),
             index=self.names[self.reduced[-1]] if self.reduced else "",
             length=self.integers.extent(self.reduced[-1].extent) if self.reduced else "",
@@ -261,11 +267,31 @@ class Loops:
         heads = [f"for (int64_t {i} = 0; {i} < {count}; ++{i})" for i, count in walked]
         return (*heads[:-1], self.text(self.sharing.inner)) if self.sharing.inner else tuple(heads)
 
+    @property
+    def number(self) -> str:
+        """The type of an element's number: of 32 bits, where these hold it and it is taken apart."""
+        if self.sharing != BY_THREAD or not self.parts():
+            return "int64_t"
+        count = product(tuple(dim.extent for dim in self.kept))
+        return "Index" if not count.is_int else "uint32_t" if int(count) <= SHORT else "int64_t"
+
+    @property
+    def varied(self) -> tuple[str, ...]:
+        """What differs between numbers of neighbours and types of indices: the parameters of a template."""
+        return (*(["int kWidth"] if self.width > 1 else []), *(["class Index"] if self.number == "Index" else []))
+
     def variants(self, pointers: Iterable[str]) -> list[tuple[str, str]]:
-        """Ways to walk, each with the condition under which it is taken, the last one without: numbers of neighbours, or rows."""
-        if self.width == 1:
+        """Ways to walk, each with the condition under which it is taken, the last one without: rows, or numbers of neighbours and types
+        of indices."""
+        if not self.varied:
             return []
         is_wide, length = self.is_wide(pointers), self.integers.extent(self.along.extent)
+        if self.number == "Index":
+            is_short = f"hw::is_short({self.count})"
+            if self.width == 1:
+                return [(is_short, "uint32_t"), ("", "int64_t")]
+            wide = [(f"{is_wide} && {is_short}", f"{self.width}, uint32_t"), (is_wide, f"{self.width}, int64_t")]
+            return [*wide, ("", "1, int64_t")]
         if self.row_threads:
             rows = [f"hw::Row<{length}, {self.row_threads}, {width}>()" for width in (self.width, 1)]
             return [(is_wide, rows[0]), ("", rows[1])]
@@ -288,10 +314,9 @@ class Loops:
         """What the compiler is told of a block, lest it save registers for a second one that does not come."""
         return f"{self.threads}, 1" if self.threads == str(MOST_THREADS) else self.threads
 
-    @property
-    def meet(self) -> str:
-        """How the totals of several threads meet."""
-        return self.text(self.sharing.meet)
+    def meet(self, is_last: bool) -> str:
+        """How the totals of several threads meet, which nothing but stores may need."""
+        return self.text((is_last and self.sharing.meet_last) or self.sharing.meet)
 
     @property
     def once(self) -> str:
@@ -340,15 +365,21 @@ class Loops:
         return tuple(dim.strides[number] for dim in self.kept) == ir.row_major(tuple(dim.extent for dim in self.kept))
 
     def declarations(self) -> tuple[str, ...]:
-        """The indices of the result's dims, from the number of its element, where some offset needs them."""
+        return tuple(f"const int64_t {self.names[self.kept[i]]} = {self.part_of_element(i)};" for i in self.parts())
+
+    def parts(self) -> list[int]:
+        """The dims of the result whose indices are taken from the number of its element, because some offset needs them."""
         if len(self.kept) == 1:
-            return ()
+            return []
         scattered = [number for number in range(len(self.places)) if not self.is_linear(number)]
-        needed = [i for i, dim in enumerate(self.kept) if any(dim.strides[number] != ZERO for number in scattered)]
-        return tuple(f"const int64_t {self.names[self.kept[i]]} = {self.part_of_element(i)};" for i in needed)
+        return [i for i, dim in enumerate(self.kept) if any(dim.strides[number] != ZERO for number in scattered)]
 
     def part_of_element(self, i: int) -> str:
         """`element / (m * N) % 4`"""
         inner = product(tuple(dim.extent for dim in self.kept[i + 1 :]))
-        text = self.element if inner == ONE else f"{self.element} / {self.integers.factor(inner)}"
-        return text if i == 0 else f"{text} % {self.integers.factor(self.kept[i].extent)}"
+        text = self.element if inner == ONE else f"{self.element} / {self.divisor(inner)}"
+        return text if i == 0 else f"{text} % {self.divisor(self.kept[i].extent)}"
+
+    def divisor(self, extent: Extent) -> str:
+        """Of an element's number, in its type."""
+        return self.integers.factor(extent) if extent.is_int or self.number != "Index" else f"Index({self.integers.extent(extent)})"

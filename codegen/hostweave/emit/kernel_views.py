@@ -15,8 +15,9 @@ class Kernel:
     comments: tuple[str, ...]
     params: tuple[str, ...]
     arguments: tuple[str, ...]  # the names of the parameters
-    variants: tuple[tuple[str, str], ...]  # a condition, and how many neighbours a thread takes together then, or how it shares rows
-    row: str  # the name of the latter
+    variants: tuple[tuple[str, str], ...]  # a condition, and what it takes: how threads share rows, or arguments of a template
+    varied: tuple[str, ...]  # the parameters of the latter
+    row: str  # the name of the former
     bounds: str  # how many threads a block has at most
     each: str  # the head of the loop over elements
     indices: tuple[str, ...]  # declarations of the indices that its own stands for, and of what threads hold

@@ -115,7 +115,7 @@ class _Emitter:
         """The expression with T(1) as a literal and std::exp as the C function, both of the compute type."""
         text = re.sub(r"\bT\((-?[\d.]+)\)", lambda match: number(float(match[1]), dtype), expression)
         if self.is_small and compute_type(dtype) == "float":
-            text = re.sub(r"\bstd::(exp|erf)\(", r"hw::fast_\1(", text)
+            text = re.sub(r"\b(?:std|hw)::(exp|erf|gelu)\(", r"hw::fast_\1(", text)
         return re.sub(r"\bstd::(\w+)", lambda match: match[1] + ("f" if compute_type(dtype) == "float" else ""), text)
 
     # --- bodies ---
@@ -132,6 +132,7 @@ class _Emitter:
             params=tuple(params),
             arguments=(*self.pointers.values(), *self.results.values(), *self.sizes),
             variants=tuple(self.loops.variants(packed)),
+            varied=self.loops.varied,
             row=self.loops.row,
             bounds=self.loops.bounds,
             each=self.loops.each,
@@ -168,8 +169,8 @@ class _Emitter:
             waiting = {op.result.name for op in left}
             ready = [op for op in left if not waiting & self.leads_to(op)]
             is_only = len(ready) == len(totals) and not any(totals & self.leads_to(self.made[name]) for name in whole)
-            passes.append(self.walk(ready, whole if is_only else ()))
             left = [op for op in left if op not in ready]
+            passes.append(self.walk(ready, whole if is_only else (), is_last=not left and (is_only or not whole)))
             whole = [] if is_only else whole
         inside = self.section()
         inside.store(whole)
@@ -198,7 +199,7 @@ class _Emitter:
         made = [self.made[name] for name in op.tensors if name in self.made]
         return {*op.tensors, *(name for source in made for name in self.leads_to(source))}
 
-    def walk(self, ops: Sequence[Op], results: Sequence[str]) -> kernel_views.Pass:
+    def walk(self, ops: Sequence[Op], results: Sequence[str], is_last: bool) -> kernel_views.Pass:
         """One loop over what is reduced, in which these reductions add up, and these results are stored."""
         section = self.section()
         starts, after = [], []
@@ -222,8 +223,8 @@ class _Emitter:
             else:
                 starts.append(f"{accumulator} {total} = {first};")
             section.join(self.totals[op.result.name], _SIGNS.get(OPS[op.kind].combine), join, element)
-            if self.loops.meet:
-                after.append(f"{total} = {self.loops.meet}({total}, {join}());")
+            if meet := self.loops.meet(is_last):
+                after.append(f"{total} = {meet}({total}, {join}());")
         section.store(results)
         self.walks += 1
         body = section.taken()

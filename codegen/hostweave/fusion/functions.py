@@ -42,7 +42,6 @@ add = _binary("add", "a + b.")
 sub = _binary("sub", "a - b.")
 mul = _binary("mul", "a * b.")
 div = _binary("div", "a / b, of floats.")
-pow = _binary("pow", "a to the b, of floats.")
 maximum = _binary("maximum", "The larger one; NaN where either is.")
 minimum = _binary("minimum", "The smaller one; NaN where either is.")
 equal = _binary("equal", "a == b, a bool.")
@@ -68,6 +67,11 @@ erf = _unary("erf", "The error function.")
 sigmoid = _unary("sigmoid", "1 / (1 + exp(-x)).")
 relu = _unary("relu", "max(x, 0).")
 silu = _unary("silu", "x * sigmoid(x).")
+
+
+def pow(a: Tensor | Scalar, b: Tensor | Scalar) -> Tensor:
+    """a to the b, also a ** b, of floats; where b is the number 2, 3 or 4 it is a product, of ints as well. Dims broadcast."""
+    return a**b if isinstance(a, Tensor) else record("pow", a, b)
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:

@@ -467,7 +467,7 @@ OPS: dict[str, OpDef] = {
     "erf": _unary("std::erf({0})", _erf),
     "sigmoid": _unary("T(1) / (T(1) + std::exp(-{0}))", lambda np, x: 1 / (1 + np.exp(-x))),
     "relu": _unary("{0} < T(0) ? T(0) : {0}", lambda np, x: np.maximum(x, 0), _numbers),
-    "gelu": _unary("{0} / T(2) * (T(1) + std::erf({0} * T(0.70710678118654752)))", lambda np, x: x / 2 * (1 + _erf(np, x / np.sqrt(2)))),
+    "gelu": _unary("hw::gelu({0})", lambda np, x: x / 2 * (1 + _erf(np, x / np.sqrt(2)))),
     "gelu_tanh": _unary("{0} / (T(1) + std::exp(T(-1.5957691216057308) * ({0} + T(0.044715) * {0} * {0} * {0})))", _gelu_tanh),
     "silu": _unary("{0} / (T(1) + std::exp(-{0}))", lambda np, x: x / (1 + np.exp(-x))),
     "equal": _binary("{0} == {1}", "equal", _comparison),

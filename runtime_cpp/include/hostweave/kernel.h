@@ -10,12 +10,13 @@
 
 namespace hw {
 
-struct Walk {  // for (int64_t i : walk)
-  int64_t begin_, end_, step_;
+template <class Index>
+struct Walk {  // for (Index i : walk)
+  Index begin_, end_, step_;
 
   struct Iterator {
-    int64_t i, step;
-    HW_DEVICE int64_t operator*() const { return i; }
+    Index i, step;
+    HW_DEVICE Index operator*() const { return i; }
     HW_DEVICE void operator++() { i += step; }
     HW_DEVICE bool operator!=(const Iterator& end) const { return i < end.i; }
   };
@@ -48,6 +49,9 @@ template <class T, int kCount>
 HW_DEVICE void store(T* first, const Values<T, kCount>& values) {
   *reinterpret_cast<Values<T, kCount>*>(first) = values;
 }
+
+// Whether indices of 0..n, and of a step past them, have 32 bits: kernels that divide them are the faster for it.
+HW_DEVICE bool is_short(int64_t n) { return n <= int64_t{1} << 30; }
 
 // Whether arrays begin where accesses of 16 bytes may.
 template <class... Ts>
@@ -98,13 +102,13 @@ HW_DEVICE void wait_for_stream() {
 
 // 0..n in steps of kWidth elements, which divides n: shared among the threads of the grid, among its blocks, among the threads of
 // a block. Neighbouring threads take neighbouring elements.
-template <int kWidth = 1>
-__device__ Walk over_grid(int64_t n) {
-  return {(int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * kWidth, n, int64_t{gridDim.x} * blockDim.x * kWidth};
+template <int kWidth = 1, class Index = int64_t>
+__device__ Walk<Index> over_grid(int64_t n) {
+  return {(Index{blockIdx.x} * blockDim.x + threadIdx.x) * kWidth, static_cast<Index>(n), Index{gridDim.x} * blockDim.x * kWidth};
 }
-HW_DEVICE Walk over_blocks(int64_t n) { return {blockIdx.x, n, gridDim.x}; }
+HW_DEVICE Walk<int64_t> over_blocks(int64_t n) { return {blockIdx.x, n, gridDim.x}; }
 template <int kWidth = 1>
-__device__ Walk over_threads(int64_t n) {
+__device__ Walk<int64_t> over_threads(int64_t n) {
   return {int64_t{threadIdx.x} * kWidth, n, int64_t{blockDim.x} * kWidth};
 }
 
@@ -117,7 +121,7 @@ __device__ Columns<kWidth> over_columns(int64_t n) {
 }
 // 0..n shared among those of a block's kThreads threads that have the same columns.
 template <int kThreads, int kWidth = 1>
-__device__ Walk over_rows(int64_t n) {
+__device__ Walk<int64_t> over_rows(int64_t n) {
   constexpr int kAside = kTile / kWidth;
   return {threadIdx.x / kAside, n, kThreads / kAside};
 }
@@ -158,9 +162,9 @@ __device__ T reduce_block(T value, Join join) {
   return value;
 }
 
-// Joins the values that those of a block's kThreads threads have which share columns. Every thread gets the results.
+// Joins the values that those of a block's kThreads threads have which share columns. The threads of the first row get the results.
 template <int kThreads, class T, int kWidth, class Join>
-__device__ Values<T, kWidth> reduce_rows(Values<T, kWidth> values, Join join) {
+__device__ Values<T, kWidth> reduce_rows_to_first(Values<T, kWidth> values, Join join) {
   constexpr int kAside = kTile / kWidth, kWarps = kThreads / 32;
   __shared__ T partial[kWarps][kTile];
   const int first = threadIdx.x % kAside * kWidth;
@@ -180,11 +184,25 @@ __device__ Values<T, kWidth> reduce_rows(Values<T, kWidth> values, Join join) {
 #pragma unroll
     for (int warp = 1; warp < kWarps; ++warp) total = join(total, partial[warp][threadIdx.x]);
     partial[0][threadIdx.x] = total;
-  }
-  __syncthreads();
+    __syncwarp();
 #pragma unroll
-  for (int e = 0; e < kWidth; ++e) values[e] = partial[0][first + e];
+    for (int e = 0; e < kWidth; ++e) values[e] = partial[0][first + e];
+  }
   return values;
+}
+// The same, but every thread gets the results.
+template <int kThreads, class T, int kWidth, class Join>
+__device__ Values<T, kWidth> reduce_rows(Values<T, kWidth> values, Join join) {
+  constexpr int kAside = kTile / kWidth;
+  __shared__ Values<T, kWidth> totals[kAside];
+  values = reduce_rows_to_first<kThreads>(values, join);
+  if (threadIdx.x < kAside) totals[threadIdx.x] = values;
+  __syncthreads();
+  return totals[threadIdx.x % kAside];
+}
+template <int kThreads, class T, class Join>
+__device__ T reduce_rows_to_first(T value, Join join) {
+  return reduce_rows_to_first<kThreads>(Values<T, 1>{value}, join)[0];
 }
 template <int kThreads, class T, class Join>
 __device__ T reduce_rows(T value, Join join) {
@@ -195,13 +213,13 @@ __device__ T reduce_rows(T value, Join join) {
 
 HW_DEVICE void wait_for_stream() {}
 
-template <int kWidth = 1>
-Walk over_grid(int64_t n) {
-  return {0, n, kWidth};
+template <int kWidth = 1, class Index = int64_t>
+Walk<Index> over_grid(int64_t n) {
+  return {0, static_cast<Index>(n), kWidth};
 }
-HW_DEVICE Walk over_blocks(int64_t n) { return {0, n, 1}; }
+HW_DEVICE Walk<int64_t> over_blocks(int64_t n) { return {0, n, 1}; }
 template <int kWidth = 1>
-Walk over_threads(int64_t n) {
+Walk<int64_t> over_threads(int64_t n) {
   return {0, n, kWidth};
 }
 template <int kWidth = 1>
@@ -209,7 +227,7 @@ Columns<kWidth> over_columns(int64_t n) {
   return {0, n, kWidth, 0, true};
 }
 template <int kThreads, int kWidth = 1>
-Walk over_rows(int64_t n) {
+Walk<int64_t> over_rows(int64_t n) {
   return {0, n, 1};
 }
 
@@ -220,6 +238,10 @@ T reduce_block(T value, Join) {
   return value;
 }
 
+template <int kThreads, class T, class Join>
+T reduce_rows_to_first(T values, Join) {
+  return values;
+}
 template <int kThreads, class T, class Join>
 T reduce_rows(T values, Join) {
   return values;

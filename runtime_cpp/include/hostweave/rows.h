@@ -55,11 +55,11 @@ struct Sharers {
   static __device__ int threads() { return kThreads ? kThreads : blockDim.x; }
   static __device__ bool first_thread() { return thread() == 0; }
   // Which of 0..n rows they take.
-  static __device__ Walk of(int64_t n) {
+  static __device__ Walk<int64_t> of(int64_t n) {
     if constexpr (kTeam == 0) {
       return over_blocks(n);
     } else {
-      const Walk threads = over_grid(n);
+      const Walk<int64_t> threads = over_grid(n);
       return {threads.begin_ / kTeam, n, threads.step_ / kTeam};
     }
   }
@@ -81,7 +81,7 @@ struct Sharers {
   static int thread() { return 0; }
   static int threads() { return 1; }
   static bool first_thread() { return true; }
-  static Walk of(int64_t n) { return {0, n, 1}; }
+  static Walk<int64_t> of(int64_t n) { return {0, n, 1}; }
   template <class T, class Join>
   static T reduce(T value, Join) {
     return value;

@@ -16,7 +16,7 @@ __device__ void sum_s_partial_by(const hw::bf16* x, hw::bf16* s_partial, int64_t
         sum[e] += float(x_ij[e]);
       }
     }
-    sum = hw::reduce_rows<512>(sum, hw::Add());
+    sum = hw::reduce_rows_to_first<512>(sum, hw::Add());
     if (j.stores()) {
       hw::Values<hw::bf16, kWidth> s_partial_j;
 #pragma unroll
@@ -50,7 +50,7 @@ __device__ void sum_t_partial_by(const hw::bf16* v, hw::bf16* t_partial, int64_t
         sum[e] += float(v_ij[e]);
       }
     }
-    sum = hw::reduce_rows<512>(sum, hw::Add());
+    sum = hw::reduce_rows_to_first<512>(sum, hw::Add());
     if (j.stores()) {
       hw::Values<hw::bf16, kWidth> t_partial_j;
 #pragma unroll

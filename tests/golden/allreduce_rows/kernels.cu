@@ -16,7 +16,7 @@ __device__ void sum_y_partial_by(const hw::bf16* x, hw::bf16* y_partial, int64_t
         sum[e] += float(x_ij[e]);
       }
     }
-    sum = hw::reduce_rows<512>(sum, hw::Add());
+    sum = hw::reduce_rows_to_first<512>(sum, hw::Add());
     if (j.stores()) {
       hw::Values<hw::bf16, kWidth> y_partial_j;
 #pragma unroll

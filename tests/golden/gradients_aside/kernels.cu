@@ -16,7 +16,7 @@ __device__ void sum_db_partial_by(const hw::bf16* dy, hw::bf16* db_partial, int6
         sum[e] += float(dy_ij[e]);
       }
     }
-    sum = hw::reduce_rows<512>(sum, hw::Add());
+    sum = hw::reduce_rows_to_first<512>(sum, hw::Add());
     if (j.stores()) {
       hw::Values<hw::bf16, kWidth> db_partial_j;
 #pragma unroll

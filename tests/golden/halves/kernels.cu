@@ -4,33 +4,60 @@
 namespace programs::halves {
 
 // %neg: bf16[part(M, x), 4] = neg(%sliced_2)
-__global__ void neg_neg(const hw::bf16* sliced_2, hw::bf16* neg, int64_t M_x) {
-  hw::wait_for_stream();
-  for (int64_t element : hw::over_grid(4 * M_x)) {
+template <class Index>
+__device__ void neg_neg_by(const hw::bf16* sliced_2, hw::bf16* neg, int64_t M_x) {
+  for (Index element : hw::over_grid<1, Index>(4 * M_x)) {
     const int64_t i = element / 4;
     const int64_t j = element % 4;
     neg[i * 11 + j] = hw::bf16(-float(sliced_2[i * 8 + j]));
   }
 }
 
-// %dst: bf16[part(M, x), 2] = copy(%src)
-__global__ void copy_y0_2(const hw::bf16* src, hw::bf16* dst, int64_t M_x) {
+__global__ void neg_neg(const hw::bf16* sliced_2, hw::bf16* neg, int64_t M_x) {
   hw::wait_for_stream();
-  for (int64_t element : hw::over_grid(2 * M_x)) {
+  if (hw::is_short(4 * M_x)) {
+    neg_neg_by<uint32_t>(sliced_2, neg, M_x);
+  } else {
+    neg_neg_by<int64_t>(sliced_2, neg, M_x);
+  }
+}
+
+// %dst: bf16[part(M, x), 2] = copy(%src)
+template <class Index>
+__device__ void copy_y0_2_by(const hw::bf16* src, hw::bf16* dst, int64_t M_x) {
+  for (Index element : hw::over_grid<1, Index>(2 * M_x)) {
     const int64_t i = element / 2;
     const int64_t j = element % 2;
     dst[i * 11 + j] = src[i * 3 + j * 2];
   }
 }
 
-// %relu: bf16[part(M, x), 2] = relu(%sliced_5)
-__global__ void relu_relu(const hw::bf16* sliced_5, hw::bf16* relu, int64_t M_x) {
+__global__ void copy_y0_2(const hw::bf16* src, hw::bf16* dst, int64_t M_x) {
   hw::wait_for_stream();
-  for (int64_t element : hw::over_grid(2 * M_x)) {
+  if (hw::is_short(2 * M_x)) {
+    copy_y0_2_by<uint32_t>(src, dst, M_x);
+  } else {
+    copy_y0_2_by<int64_t>(src, dst, M_x);
+  }
+}
+
+// %relu: bf16[part(M, x), 2] = relu(%sliced_5)
+template <class Index>
+__device__ void relu_relu_by(const hw::bf16* sliced_5, hw::bf16* relu, int64_t M_x) {
+  for (Index element : hw::over_grid<1, Index>(2 * M_x)) {
     const int64_t i = element / 2;
     const int64_t j = element % 2;
     const float sliced_5_ij = float(sliced_5[i * 8 + j]);
     relu[i * 3 + j] = hw::bf16(sliced_5_ij < 0.0f ? 0.0f : sliced_5_ij);
+  }
+}
+
+__global__ void relu_relu(const hw::bf16* sliced_5, hw::bf16* relu, int64_t M_x) {
+  hw::wait_for_stream();
+  if (hw::is_short(2 * M_x)) {
+    relu_relu_by<uint32_t>(sliced_5, relu, M_x);
+  } else {
+    relu_relu_by<int64_t>(sliced_5, relu, M_x);
   }
 }
 
