@@ -1,6 +1,7 @@
 """From sources to a loaded module: what a hit costs, what a failure says, and hand-edited sources."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 import hostweave as hw
 from hostweave.build import cache, cuda, toolchain
-from hostweave.build.nvrtc import compile_kernels
+from hostweave.build.nvrtc import compile_unit, units_of
 from hostweave.doctor import report
 from hostweave.errors import BuildError
 
@@ -206,6 +207,31 @@ def test_of_a_changed_program_only_what_changed_is_compiled(empty_cache: Path, t
     assert {"program.cpp", kernels} <= compiled(named)
 
 
+@needs_cuda
+def test_of_changed_kernels_only_those_are_compiled(empty_cache: Path) -> None:
+    """One by one, wherever they stand in the file, and those of the user together."""
+
+    def compiled(sums_of: float, softmax_of: float, user_factor: int) -> set[str]:
+        source = "__global__ void scaled(const float* x, float* y, int64_t n) {\n"
+        source += f"  for (int64_t i : hw::over_grid(n)) y[i] = x[i] * {user_factor};\n}}"
+
+        @hw.fusion(x=hw.f32["M"], z=hw.f32["M", 64])
+        def several(x, z):
+            scaled = hw.kernel(source, "scaled", "M", [x, hw.f32["M"], "M"], per=256)
+            return hw.sum(sums_of * z, 0), scaled, hw.softmax(z * softmax_of)
+
+        program = hw.compile(several, "cuda")
+        program.build()
+        return set(re.findall(r"^nvrtc .* (\w+)$", (program.folder / "build.log").read_text(), re.M))
+
+    sums, users, softmax = "mul_sum_y0", "user_kernels", "fused_y2"
+    assert compiled(2.0, 2.0, 2) == {sums, users, softmax}
+    assert compiled(3.0, 2.0, 2) == {sums}
+    assert compiled(3.0, 3.0, 2) == {softmax}
+    assert compiled(3.0, 3.0, 3) == {users}
+    assert compiled(2.0, 3.0, 2) == set()
+
+
 def test_a_broken_module(empty_cache: Path) -> None:
     program = hw.compile(doubled)
     module = program.folder / "hostweave_program.so"
@@ -222,11 +248,12 @@ def test_nvrtc_knows_the_names_of_every_dtype(dtype: Any, tmp_path: Path) -> Non
     def extremes(x):
         return hw.max(x, axis=0), hw.min(x, axis=1)
 
-    kernels = tmp_path / "kernels.cu"
-    kernels.write_text(hw.compile(extremes).sources["kernels.cu"])
     found = toolchain.find_toolchain("cuda")
     assert found.nvrtc is not None
-    assert compile_kernels(found.nvrtc, kernels, "sm_90", found.include_folders).count("hw::JitKernel _Z") == 2
+    units = units_of(hw.compile(extremes).sources["kernels.cu"])
+    assert [unit.name for unit in units] == ["max_y0", "min_y1"]
+    for unit in units:
+        assert unit.name.encode() in compile_unit(found.nvrtc, unit, tmp_path, "sm_90", found.include_folders)
 
 
 @needs_cuda

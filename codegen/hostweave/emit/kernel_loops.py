@@ -22,10 +22,9 @@ TEAMS = (1, 2, 4, 8, 16, 32)  # threads that share a shorter one: a warp has sev
 LINE = 8  # threads that read 128 bytes together: preferably no fewer
 EACH = (4, 3, 5, 2, 6, 7, 8, 1)  # accesses of a thread to such a row: the first that comes out even
 HELD = 20  # accesses, at most, whose elements a thread holds: 80 registers
-ROW_ACCESSES = 4  # of a thread to a row of unknown length that it holds
-TILE = 32  # columns
+HELD_ROWS = 5  # of unknown length, at most, that a thread holds its part of: hw::kRowAccesses accesses each
 TILE_THREADS, MOST_THREADS = 512, 1024
-FEW_TILES = 132  # at most one for each multiprocessor: these take all the threads that a block may have
+FEW_COLUMNS = 4224  # at most one tile for each multiprocessor: these take all the threads that a block may have
 SHORT = 1 << 30  # elements, at most, whose indices hw::is_short
 
 
@@ -197,7 +196,7 @@ class Loops:
             self.row_threads = self.threads_of_row(int(self.along.extent) // self.width, held)
         if self.row_threads:
             self.sharing = BY_ROW if self.row_threads > WARP else BY_SHORT_ROW
-        elif 0 < ROW_ACCESSES * held <= HELD:
+        elif 0 < held <= HELD_ROWS:
             self.sharing = BY_ANY_ROW
 
     def threads_of_row(self, accesses: int, held: int) -> int:
@@ -306,7 +305,7 @@ class Loops:
         """Of a block, at most."""
         if self.sharing == BY_COLUMNS:
             columns = product(tuple(dim.extent for dim in self.kept))
-            return str(MOST_THREADS if columns.is_int and int(columns) <= FEW_TILES * TILE else TILE_THREADS)
+            return str(MOST_THREADS if columns.is_int and int(columns) <= FEW_COLUMNS else TILE_THREADS)
         return {BY_ROW: str(self.row_threads), BY_BLOCK: "hw::kRowThreads", BY_ANY_ROW: "hw::kRowThreads"}.get(self.sharing, "")
 
     @property

@@ -162,7 +162,8 @@ __device__ T reduce_block(T value, Join join) {
   return value;
 }
 
-// Joins the values that those of a block's kThreads threads have which share columns. The threads of the first row get the results.
+// Joins the values that those of a block's kThreads threads have which share columns. The threads of the first row get the
+// results.
 template <int kThreads, class T, int kWidth, class Join>
 __device__ Values<T, kWidth> reduce_rows_to_first(Values<T, kWidth> values, Join join) {
   constexpr int kAside = kTile / kWidth, kWarps = kThreads / 32;
