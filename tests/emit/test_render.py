@@ -49,10 +49,6 @@ def test_the_header_comment_is_the_host_ir() -> None:
             "kernel @k(%x: f32[4]) {\n  %y: f32[4] = reshard(%x)\n}\nhost @f(%x: f32[4]) -> (%y: f32[4]) mesh() {\n  launch @k %x -> %y\n}",
             "text:2: reshard: no kernel computes this op",
         ),
-        (
-            "host @f(%x: f32[4]) -> (%y: f32[N]) mesh() {\n  fill %y with 1.0\n}",
-            "@f: no input has a dim N, so nothing tells its size; give it to an input, or write an int",
-        ),
     ],
 )
 def test_what_has_no_cpp_is_an_error(text: str, message: str) -> None:

@@ -79,6 +79,12 @@ def test_inputs_hold_whole_values() -> None:
         Fusion.parse(text("%y: f32[4] = neg(%x)", inputs="%x: f32[4] partial(sum, x)"))
 
 
+def test_a_size_that_no_input_has() -> None:
+    why = r"text:2: broadcast_to: no input has a dim N, which %y has, so nothing tells its size; give it to an input, or write an int$"
+    with pytest.raises(ProgramError, match=why):
+        Fusion.parse(text("%y: f32[N, 4] = broadcast_to(%x)", inputs="%x: f32[4]"))
+
+
 def test_use_before_definition_and_unknown_ops_in_ops_that_were_built() -> None:
     fusion = Fusion.parse(text("%h: f32[8, 4] = neg(%x)\n%y: f32[8, 4] = exp(%h)"))
     with pytest.raises(ProgramError, match=r"text:3: exp: %h is used before it is defined; define it above$"):

@@ -190,6 +190,9 @@ PROGRAMS = {
     "host @t(%x: f32[4@q]) -> () mesh(x=1) {\n}\n": "@t: mesh(x=1) has no axis 'q': its axes are x",
     "host @t() -> () mesh(x=1) streams(ring[0]) {\n}\n": "@t: ring[0] holds nothing: declare at least one",
     "host @t() -> () mesh(x=1) streams(ring[2]) events(ring[1]) {\n}\n": "@t: ring is declared twice: rename one",
+    "host @t(%x: f32[4]) -> (%y: f32[N]) mesh(x=1) {\n  fill %y with 1.0\n}\n": (
+        "@t: no input has a dim N, so nothing tells its size; give it to an input, or write an int"
+    ),
     "host @t(%x: f32[M@x]) -> () mesh(x=2) uneven(K) {\n}\n": ("@t: uneven(K): K is not a size of any input or output; leave it out"),
     "host @t(%x: f32[M@x]) -> (%y: f32[M]) mesh(x=2) uneven(M) {\n  all_gather %x -> %y on x\n}\n": (
         "text:2: @t: all_gather %x -> %y on x: %y must hold 2 x %x: it has M elements, not 2*part(M, x)"

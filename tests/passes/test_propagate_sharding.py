@@ -112,10 +112,10 @@ CASES = {
     ),
     "nor into what a broadcast makes": (
         "%b: f32[N]",
-        """%h: f32[M, N] = broadcast_to(%b)
-        %y: f32[M@x, N] stated = reshard(%h)""",
-        """%h: f32[M, N] = broadcast_to(%b)
-        %y: f32[M@x, N] stated = reshard(%h)""",
+        """%h: f32[8, N] = broadcast_to(%b)
+        %y: f32[8@x, N] stated = reshard(%h)""",
+        """%h: f32[8, N] = broadcast_to(%b)
+        %y: f32[8@x, N] stated = reshard(%h)""",
     ),
 }
 

@@ -9,7 +9,6 @@ from hostweave.emit import program_views
 from hostweave.emit.cpp import CUDA_TYPES, Integers
 from hostweave.emit.instructions import Emitter
 from hostweave.emit.parts import part, part_names, whole
-from hostweave.errors import ProgramError
 from hostweave.fusion.extent import Extent, is_sum, part_of
 from hostweave.fusion.types import mesh_of_part
 from hostweave.host import ir
@@ -41,11 +40,6 @@ def inputs_of(program: ir.HostProgram, emitter: Emitter) -> tuple[program_views.
         result.append(argument(program, parameter, emitter, known, bindings))
         for binding in bindings:
             known.update((binding.name, *(name for name in part_names(program) if str(whole(name)) == binding.name)))
-    for name in program.symbols():
-        if name not in known:
-            raise ProgramError(
-                f"@{program.name}: no input has a dim {name}, so nothing tells its size; give it to an input, or write an int"
-            )
     return tuple(result)
 
 

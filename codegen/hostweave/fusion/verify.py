@@ -44,9 +44,13 @@ def _verify_body(fusion: Fusion, here: str, level: int) -> None:
         value.type.check(None, fusion.mesh)
         if value.stream or value.type.partial:
             raise ProgramError(f"{here}: input %{value.name} can be neither streamed nor partial; stream a copy of it")
+    known = {name for value in fusion.inputs for extent in value.type.shape for name in extent.symbols}
     for op in fusion.ops:
         _verify_op(op, types)
         op.result.type.check(op.location, fusion.mesh)
+        for name in (name for extent in op.result.type.shape for name in extent.symbols if name not in known):
+            why = f"no input has a dim {name}, which %{op.result.name} has, so nothing tells its size"
+            raise ProgramError(f"{op.kind}: {why}; give it to an input, or write an int", op.location)
         _verify_stream(op, level)
         if level >= STAGES.index("insert_reshards"):
             _verify_sharding(op, types, fusion.mesh, level)
@@ -57,12 +61,6 @@ def _verify_body(fusion: Fusion, here: str, level: int) -> None:
 def _verify_block(block: Fusion, fusion: Fusion) -> None:
     if block.mesh != fusion.mesh:
         raise ProgramError(f"block @{block.name} is on {block.mesh}, but fusion @{fusion.name} on {fusion.mesh}; give both one mesh")
-    known = {name for value in block.inputs for extent in value.type.shape for name in extent.symbols}
-    for op in block.ops:
-        for name in (name for extent in op.result.type.shape for name in extent.symbols if name not in known):
-            raise ProgramError(
-                f"block @{block.name}: no parameter has a dim {name}, which %{op.result.name} has; give it to one", op.location
-            )
     for caller in (*fusion.blocks, fusion):
         for op in caller.ops:
             if op.callee and op.callee.name == block.name and op.callee != block:
