@@ -27,6 +27,7 @@ from hostweave.runtime.local import LocalProgram
 from hostweave.runtime.session import Session, Timing
 
 MAX_CHECKED_RANKS = 16  # of programs that are checked without being asked to
+OPTIONS_OF_RUN = ("ranks", "warmups", "repetitions")  # take arrays by name beside these
 
 
 def compile(program: Fusion | HostProgram, target: str = "cpu", options: Options | None = None) -> Program:
@@ -35,6 +36,10 @@ def compile(program: Fusion | HostProgram, target: str = "cpu", options: Options
     Needs no compiler yet: the C++ is compiled at the first run, or by `Program.build`. Raises ProgramError with the place in
     the user's source where the program means nothing, cannot be lowered, or has a race or a deadlock on some rank.
     """
+    if not isinstance(program, Fusion | HostProgram):
+        raise ProgramError(f"compile: {program!r} is neither a fusion nor a host program; mark a function with @hw.fusion(...)")
+    if not isinstance(options, Options | None):
+        raise ProgramError(f"{program.name}: options={options!r} are no hw.Options(...)")
     if target not in TARGETS:
         raise ProgramError(f"{program.name}: no target {target!r}; the targets are {' and '.join(TARGETS)}")
     options = options or Options()
@@ -42,6 +47,9 @@ def compile(program: Fusion | HostProgram, target: str = "cpu", options: Options
     if target == "cpu":
         for source in host.sources:
             expect_one_thread(source)
+    for parameter in host.inputs:
+        if parameter.name in OPTIONS_OF_RUN:
+            raise ProgramError(f"{host.name}: input {parameter.name} has the name of an option of run or measure; choose another name")
     if options.check if options.check is not None else host.mesh.size <= MAX_CHECKED_RANKS:
         check(host)
     return Program(program, host, target, options)
@@ -124,6 +132,8 @@ class Program:
         if unknown := sizes.keys() - set(self._host.symbols()):
             known = ", ".join(self._host.symbols()) or "none"
             raise ArgumentError(f"{self.name}: check: no size named {', '.join(sorted(unknown))}; the sizes of the program: {known}")
+        if wrong := [f"{name}={size!r}" for name, size in sizes.items() if not isinstance(size, int) or size < 1]:
+            raise ArgumentError(f"{self.name}: check: {', '.join(wrong)}: a size is an int of at least 1")
         check(self._host, {**minimal_sizes(self._host), **sizes})
 
     def __call__(
@@ -178,7 +188,12 @@ class Program:
         return [call.local_results() for call in made]
 
     def measure(self, *, warmups: int = 3, repetitions: int = 20, **arrays: Any) -> list[list[Timing]]:
-        """The times of `repetitions` calls on every rank, [rank][repetition]; ranks begin each call together."""
+        """The times of `repetitions` calls on every rank, [rank][repetition]; ranks begin each call together.
+
+        Raises ArgumentError and ExecutionError as `run` does.
+        """
+        if warmups < 0 or repetitions < 1:
+            raise ArgumentError(f"{self.name}: measure: warmups={warmups}, repetitions={repetitions}: at least 0 and 1 are wanted")
         call = make_call(self._host, self.target, arrays)
         return self._ready().measure(call, schedule(), warmups, repetitions)
 

@@ -22,7 +22,7 @@ class Options:
     tensor cores (the CPU target computes in f32). With `verify_calls`, ranks that are processes tell each other before
     every call what they call and with what shapes; ranks that are threads always do.
 
-    Raises ProgramError for another `partial_dtype`.
+    Raises ProgramError for another `partial_dtype`, and for `streams` below 1.
     """
 
     streams: int = 4
@@ -33,6 +33,8 @@ class Options:
     verify_calls: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.streams, int) or self.streams < 1:
+            raise ProgramError(f"Options: streams={self.streams!r} must be an int of at least 1")
         if self.partial_dtype not in (None, f32):
             raise ProgramError(
                 f"Options: partial_dtype={self.partial_dtype} is neither f32 nor None, and no other dtype is wider; use hw.f32"

@@ -219,7 +219,8 @@ REFUSED = {
     ),
     "size": (
         "@hw.block(**T)\ndef layer(x, w):\n    return hw.sum(hw.broadcast_to(x, 'B', 'M', 'E'), 'B')\n" + FUSION + "    return layer(x, w)",
-        "mlp.py:5: broadcast_to: no input has a dim B, which %broadcast has, so nothing tells its size; give it to an input, or write an int",
+        "mlp.py:5: broadcast_to: no input has a dim B, which %broadcast has, so nothing tells its size; give it to an input, "
+        "or write an int",
     ),
     "no parameters": (
         "@hw.block()\ndef layer():\n    pass",

@@ -60,6 +60,25 @@ ERRORS = {
         "4: sum: f32[M, M] has 2 dims named M: say which by its number",
     ),
     "axis": ("return hw.sum(x, axis=2)", {}, "4: sum: bf16[M, K] has no dim 2: dims go from 0 to 1"),
+    "axis of no int": ("return hw.sum(x, axis=1.0)", {}, "4: sum: 1.0 is no dim of bf16[M, K]; write its number or its name"),
+    "cast to a name": ("return hw.cast(x, 'f32')", {}, "4: cast: 'f32' is no dtype; use hw.f32, hw.bf16 and the like"),
+    "loop": (
+        "return sum(x)",
+        {},
+        "4: a loop over bf16[M, K]: only a first dim of known extent can be walked; use functions of whole tensors, such as hw.sum",
+    ),
+    "length": ("return x * len(x)", {}, "4: len: bf16[M, K] has no first dim of known extent; its name is in x.shape"),
+    "change": ("x[0] = 1", {}, "4: a tensor is a value and does not change; make another one by hw.where or hw.concat"),
+    "NumPy": (
+        "import numpy; return numpy.exp(x)",
+        {},
+        "4: numpy.exp: NumPy cannot compute with a tensor of a fusion; use operators and functions of hostweave, and make arrays inputs",
+    ),
+    "NumPy's sum": (
+        "import numpy; return numpy.sum(numpy.asarray(x))",
+        {},
+        "4: numpy.asarray: a tensor of a fusion holds no data; use functions of hostweave, and make arrays inputs",
+    ),
     "axis twice": ("return hw.sum(x, axis=(0, -2))", {}, "4: sum: axis=(0, 0) names a dim twice; name it once"),
     "expand": ("return hw.expand_dims(x, 3)", {}, "4: expand_dims: axis 3 is out of range: the result has 3 dims"),
     "transpose": (
@@ -141,6 +160,11 @@ ERRORS = {
         "return hw.pad(x, (1, 2, 3))",
         {},
         "4: pad: (1, 2, 3) is not (before, after) of up to 2 dims of bf16[M, K], the last one first",
+    ),
+    "pad as NumPy's": (
+        "return hw.pad(x, ((0, 1), (2, 3)))",
+        {},
+        "4: pad: ((0, 1), (2, 3)) is not (before, after) of up to 2 dims of bf16[M, K], the last one first",
     ),
     "pad widths": ("return hw.pad(x, (-1, 2))", {}, "4: pad: widths (0, -1) and (0, 2) are not all at least 0; use a slice to take less"),
     "pad mode": (
@@ -488,6 +512,23 @@ def test_shapes() -> None:
 def test_matmul_broadcasts_batches() -> None:
     fusion = trace("return x @ w", x='hw.f32[4, 8, "M", "K"]', w='hw.f32[8, "K", "N"]')
     assert ops(fusion)[0] == "%y: f32[4, 8, M, N] = matmul(%x, %w)"
+
+
+def test_a_first_dim_of_known_extent_is_walked() -> None:
+    @hw.fusion(x=hw.f32[3, "N"])
+    def total(x):
+        assert len(x) == 3
+        return sum(x)
+
+    assert [op.kind for op in total.ops] == ["select", "add"] * 3
+
+
+def test_a_name_has_no_spaces_and_a_mesh_is_one() -> None:
+    with pytest.raises(ProgramError, match=r"not a dim: 'M N'; write it like 'M', 'M@x' or 'M@dp,tp'$"):
+        hw.f32["M N"]
+    assert hw.f32["M @ x"] == hw.f32["M@x"]
+    with pytest.raises(ProgramError, match=r"fusion: mesh=f32\[M\] is no hw.Mesh; a parameter of the function needs another name$"):
+        hw.fusion(mesh=hw.f32["M"])
 
 
 def test_tensor_says_what_it_is() -> None:

@@ -237,6 +237,25 @@ def test_properties() -> None:
     assert str(error.value) == "ag_matmul: no target 'tpu'; the targets are cpu and cuda"
 
 
+def test_what_compile_and_measure_take() -> None:
+    for given, options, message in (
+        (None, None, "compile: None is neither a fusion nor a host program; mark a function with @hw.fusion(...)"),
+        (ag_matmul, {"streams": 2}, "ag_matmul: options={'streams': 2} are no hw.Options(...)"),
+    ):
+        with pytest.raises(ProgramError) as error:
+            hw.compile(given, options=options)  # type: ignore[arg-type]
+        assert str(error.value) == message
+    with pytest.raises(ProgramError, match=r"Options: streams=0 must be an int of at least 1$"):
+        hw.Options(streams=0)
+    named = hw.fusion(ranks=hw.f32["M"])(lambda ranks: ranks + 1)
+    with pytest.raises(ProgramError, match=r"input ranks has the name of an option of run or measure; choose another name$"):
+        hw.compile(named)
+    with pytest.raises(ArgumentError, match=r"measure: warmups=3, repetitions=0: at least 0 and 1 are wanted$"):
+        PROGRAM.measure(repetitions=0, **arguments())
+    with pytest.raises(ArgumentError, match=r"check: M='a': a size is an int of at least 1$"):
+        PROGRAM.check(M="a")  # type: ignore[arg-type]
+
+
 def test_without_gpus() -> None:
     from hostweave.build import cuda
 

@@ -95,7 +95,9 @@ def where(condition: Tensor, a: Tensor | Scalar, b: Tensor | Scalar) -> Tensor:
 
 
 def cast(x: Tensor, dtype: DType) -> Tensor:
-    """The same values in another dtype, rounded to nearest even."""
+    """The same values in another dtype, rounded to nearest even. Raises ProgramError where that is none of hostweave's."""
+    if not isinstance(dtype, DType):
+        raise ProgramError(f"cast: {dtype!r} is no dtype; use hw.f32, hw.bf16 and the like", Location.of_caller())
     return record("cast", x, target=TensorType(dtype, x.type.dims))
 
 
@@ -213,7 +215,7 @@ def pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: Scalar = 0
     location = Location.of_caller()
     if mode != "constant":
         raise ProgramError(f"pad: mode={mode!r} is not 'constant'; take other modes together by slices and hw.concat", location)
-    if len(pad) % 2 or len(pad) > 2 * x.ndim:
+    if len(pad) % 2 or len(pad) > 2 * x.ndim or not all(isinstance(count, int) for count in pad):
         raise ProgramError(f"pad: {tuple(pad)} is not (before, after) of up to {x.ndim} dims of {x.type}, the last one first", location)
     if not fits(value, x.dtype):
         raise ProgramError(f"pad: {value!r} is not a value of {x.type}; use hw.cast on the tensor", location)

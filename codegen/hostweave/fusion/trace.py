@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
-from typing import Any
+from typing import Any, NoReturn
 
 from hostweave.errors import Location, ProgramError
 from hostweave.fusion.indexing import indexed
@@ -42,13 +42,14 @@ def fusion(*, mesh: Mesh | None = None, **inputs: TensorType) -> Callable[[Calla
     Without a mesh there is one device. The function runs once, on tensors that hold no values. Raises ProgramError.
     """
     location = Location.of_caller()
+    if not isinstance(mesh, Mesh | None):
+        raise ProgramError(f"fusion: mesh={mesh} is no hw.Mesh; a parameter of the function needs another name", location)
     return lambda function: traced(function, _Trace(mesh or Mesh()), inputs, "fusion", location)
 
 
 class Tensor:
     """What a traced function computes with: a value of the program that holds no data."""
 
-    __array_ufunc__ = None  # NumPy leaves operators to this class
     __hash__ = object.__hash__
 
     def __init__(self, trace: _Trace, op: Op | None, value: Value):
@@ -148,6 +149,30 @@ class Tensor:
 
     def __getitem__(self, key: Any) -> Tensor:
         return indexed(self, key)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Over the first dim. Raises ProgramError where its extent is no int."""
+        if not self.ndim or not self.type.shape[0].is_int:
+            why = "only a first dim of known extent can be walked"
+            raise ProgramError(f"a loop over {self.type}: {why}; use functions of whole tensors, such as hw.sum", Location.of_caller())
+        return (self[i] for i in range(len(self)))
+
+    def __len__(self) -> int:
+        """The first extent. Raises ProgramError where it is no int."""
+        if not self.ndim or not self.type.shape[0].is_int:
+            raise ProgramError(f"len: {self.type} has no first dim of known extent; its name is in x.shape", Location.of_caller())
+        return int(self.type.shape[0])
+
+    def __setitem__(self, key: Any, value: Any) -> NoReturn:
+        raise ProgramError("a tensor is a value and does not change; make another one by hw.where or hw.concat", Location.of_caller())
+
+    def __array_ufunc__(self, ufunc: Any, *_: Any, **__: Any) -> NoReturn:
+        why = "NumPy cannot compute with a tensor of a fusion; use operators and functions of hostweave, and make arrays inputs"
+        raise ProgramError(f"numpy.{ufunc.__name__}: {why}", Location.of_caller())
+
+    def __array__(self, *_: Any, **__: Any) -> NoReturn:
+        why = "a tensor of a fusion holds no data; use functions of hostweave, and make arrays inputs"
+        raise ProgramError(f"numpy.asarray: {why}", Location.of_caller())
 
     def __bool__(self) -> bool:
         raise ProgramError("the values of a tensor are not known while a fusion is traced; use hw.where", Location.of_caller())

@@ -179,7 +179,7 @@ class Dim:
             return Dim(Extent.of(value))
         extent, at, axes = value.replace(" ", "").partition("@")
         names = tuple(axes.split(",")) if at else ()
-        if not all(re.fullmatch(r"[A-Za-z_]\w*", name) for name in names):
+        if re.fullmatch(r"\w+(\s+\w+)+", value.strip()) or not all(re.fullmatch(r"[A-Za-z_]\w*", name) for name in names):
             raise ValueError(f"not a dim: {value!r}; write it like 'M', 'M@x' or 'M@dp,tp'")
         return Dim(Extent.of(int(extent) if extent.isdigit() else extent), names)
 
@@ -263,6 +263,8 @@ class TensorType:
                 f"{self} has {len(found)} dims named {axis}: say which by its number" if found else f"{self} has no dim named {axis}"
             )
         rank = len(self.dims)
+        if isinstance(axis, bool) or not isinstance(axis, int):
+            raise ValueError(f"{axis!r} is no dim of {self}; write its number or its name")
         if not -rank <= axis < rank:
             raise ValueError(f"{self} has no dim {axis}: dims go from 0 to {rank - 1}" if rank else f"{self} has no dims")
         return axis % rank
