@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hostweave.emit import views
 from hostweave.emit.shared import Shared
+from hostweave.host.expr import opposite
 from hostweave.host.lifetimes import Begin, Branch, Called, End, Joined, OnRanks, Step, Steps
 
 
@@ -26,5 +27,7 @@ def _told(step: Step, shared: Shared) -> views.InstructionView:
         case Called(block):
             return views.MemoryOf(shared.memory_of[block])
         case Branch(condition, then, otherwise):
-            text, taken, not_taken = shared.integers.expr(condition), arena_plan(then, shared), arena_plan(otherwise, shared)
-            return views.PlannedIf(text, taken, not_taken) if taken else views.PlannedIf(f"!({text})", not_taken, ())
+            taken, not_taken = arena_plan(then, shared), arena_plan(otherwise, shared)
+            if not taken:
+                condition, taken, not_taken = opposite(condition), not_taken, ()
+            return views.PlannedIf(shared.integers.expr(condition), taken, not_taken)

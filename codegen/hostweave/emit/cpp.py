@@ -220,7 +220,7 @@ class Integers:
 
     def _operand(self, expr: Expr, precedence: int) -> str:
         text = self.expr(expr)
-        if isinstance(expr, Binary) and (OPERATORS[expr.op][0] < precedence or expr.op in "/%"):
+        if isinstance(expr, Binary) and (OPERATORS[expr.op][0] < precedence or (expr.op in "/%" and precedence > 1)):
             return f"({text})"
         return text
 

@@ -221,8 +221,9 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
     is_first = hw.iota(pairs, of_pair) == 0
     c, s = (hw.expand_dims(_cast(table, first.dtype), -1 if interleaved else -2) for table in (cos, sin))
     turned = hw.where(is_first if interleaved else is_first[:, None], first * c - second * s, second * c + first * s)
-    turned._word = "turned"
-    return hw.reshape(_cast(turned, x.dtype), *map(str, x.type.shape))
+    turned = _cast(turned, x.dtype)
+    turned._word = "rotary"  # what a kernel makes; the result is another view of it
+    return hw.reshape(turned, *map(str, x.type.shape))
 
 
 # --- random numbers ---------------------------------------------------------------------------------------------------

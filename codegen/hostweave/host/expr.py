@@ -113,6 +113,14 @@ def _parenthesized(expr: Expr, needed: Callable[[str], bool]) -> str:
     return f"({expr})" if isinstance(expr, Binary) and needed(expr.op) else str(expr)
 
 
+def opposite(condition: Expr) -> Expr:
+    """What is true where a condition is not."""
+    opposites = {"==": "!=", "!=": "==", "<": ">=", ">=": "<", ">": "<=", "<=": ">"}
+    if isinstance(condition, Binary) and condition.op in opposites:
+        return Binary(opposites[condition.op], condition.left, condition.right)
+    return Binary("==", condition, Const(0))
+
+
 def binary(op: str, left: Expr | int, right: Expr | int) -> Expr:
     """`left op right`, simplified where an operand is a neutral constant or both are constants."""
     left = Const(left) if isinstance(left, int) else left
