@@ -161,6 +161,21 @@ ERRORS = {
         {},
         "4: pad: (1, 2, 3) is not (before, after) of up to 2 dims of bf16[M, K], the last one first",
     ),
+    "dims": (
+        "return hw.expand_dims(x, 0)",
+        {"x": "hw.f32[1, 2, 3, 4, 5, 6, 7, 8]"},
+        "4: f32[1, 1, 2, 3, 4, 5, 6, 7, 8]: has 9 dims, and an array has at most 8; reshape it",
+    ),
+    "mesh": (
+        "return hw.reshard(x, 'M', 'K', mesh='x')",
+        {},
+        "4: reshard: mesh='x' is no hw.Mesh; write it like hw.Mesh(x=4).ranks([0, 1])",
+    ),
+    "kernel of nothing": (
+        "return hw.kernel('', 'k', 'M', [x, hw.f32['M']])",
+        {},
+        "4: kernel: the source has no `__global__ void k(...)`; name= is the function to launch",
+    ),
     "pad as NumPy's": (
         "return hw.pad(x, ((0, 1), (2, 3)))",
         {},

@@ -243,6 +243,8 @@ def reshard(x: Tensor, *dims: int | str, mesh: Mesh | None = None) -> Tensor:
     `mesh` moves it to another mesh, to the ranks of which the axes then refer; without it the tensor stays where it is.
     """
     location = Location.of_caller()
+    if not isinstance(mesh, Mesh | None):
+        raise ProgramError(f"reshard: mesh={mesh!r} is no hw.Mesh; write it like hw.Mesh(x=4).ranks([0, 1])", location)
     try:
         stated = TensorType(x.dtype, tuple(map(Dim.of, dims)), mesh=mesh or x.type.mesh)
     except ValueError as error:

@@ -52,6 +52,7 @@ i8 = DType("i8", 1, "int", "int8_t")
 u32 = DType("u32", 4, "uint", "uint32_t")
 u8 = DType("u8", 1, "uint", "uint8_t")
 bool_ = DType("bool", 1, "bool", "bool")
+MAX_DIMS = 8  # of an array, as hw::Shape has them
 DTYPES = {d.name: d for d in (f64, f32, f16, bf16, f8e4m3, f8e5m2, i64, i32, i8, u32, u8, bool_)}
 
 
@@ -224,6 +225,8 @@ class TensorType:
 
     def on(self, mesh: Mesh) -> TensorType:
         """The same on another mesh: `bf16["M@x", "K"].on(hw.Mesh(x=4).ranks([0, 1]))`."""
+        if not isinstance(mesh, Mesh):
+            raise ProgramError(f"on: {mesh!r} is no hw.Mesh; write it like hw.Mesh(x=4).ranks([0, 1])", Location.of_caller())
         placed = replace(self, mesh=mesh)
         placed.check(Location.of_caller(), mesh)
         return placed
@@ -270,7 +273,9 @@ class TensorType:
         return axis % rank
 
     def check(self, location: Location | None, mesh: Mesh | None = None) -> None:
-        """Raises ProgramError where a mesh axis splits two dims or is not in the mesh."""
+        """Raises ProgramError where a mesh axis splits two dims or is not in the mesh, and for more than MAX_DIMS dims."""
+        if len(self.dims) > MAX_DIMS:
+            raise ProgramError(f"{self}: has {len(self.dims)} dims, and an array has at most {MAX_DIMS}; reshape it", location)
         twice = [axis for axis, count in Counter(self.axes).items() if count > 1]
         if twice:
             raise ProgramError(f"{self}: mesh axis {twice[0]} is used twice; it can split one dim once", location)

@@ -103,6 +103,8 @@ def _text(source: str | Path, location: Location) -> tuple[tuple[str, ...], Loca
 
 def _in_file_of_caller(text: str) -> Location | None:
     """Where the text begins in the user's file."""
+    if not text.strip():
+        return None
     frame = sys._getframe(1)
     while frame.f_back is not None and is_of_package(frame):
         frame = frame.f_back
@@ -111,7 +113,7 @@ def _in_file_of_caller(text: str) -> Location | None:
         before, found, _ = path.read_text().partition(text)
     except (OSError, UnicodeDecodeError):
         return None
-    return Location(path.name, before.count("\n") + 1) if found and text.strip() else None
+    return Location(path.name, before.count("\n") + 1) if found else None
 
 
 def _check(source: Source, location: Location) -> None:
