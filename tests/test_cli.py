@@ -223,6 +223,13 @@ def test_doctor(capsys: Captured) -> None:
     assert any(line.startswith("cpu") and "target cpu is ready" in line for line in lines)
 
 
+def test_export_to_what_is_no_folder(capsys: Captured, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["export", P2P, str(tmp_path / "file")]) == 1
+    error = capsys.readouterr().err
+    assert error == f"hostweave: ag_matmul_p2p: export: {tmp_path}/file: File exists; give a folder that is yours to write\n"
+
+
 def test_doctor_without_a_compiler(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CXX", raising=False)
@@ -230,13 +237,13 @@ def test_doctor_without_a_compiler(capsys: Captured, monkeypatch: pytest.MonkeyP
 
 
 def test_the_command_is_installed_and_knows_its_commands() -> None:
-    result = subprocess.run([sys.executable, "-m", "hostweave.cli", "--help"], capture_output=True, text=True, check=True)
+    result = subprocess.run([sys.executable, "-m", "hostweave", "--help"], capture_output=True, text=True, check=True)
     for command in ("demo", "compile", "inspect", "export", "bench", "doctor", "cache"):
         assert f"\n    {command} " in result.stdout
 
 
 def test_a_closed_pipe_is_no_error() -> None:
-    command = f"{sys.executable} -m hostweave.cli inspect {P2P} | head -1"
+    command = f"{sys.executable} -m hostweave inspect {P2P} | head -1"
     result = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)
     assert result.stderr == ""
     assert result.stdout.startswith("// ====")

@@ -198,10 +198,17 @@ class Program:
         return self._ready().measure(call, schedule(), warmups, repetitions)
 
     def export(self, folder: str | Path) -> None:
-        """Writes a CMake project that builds and runs the program without Python, on both targets."""
+        """Writes a CMake project that builds and runs the program without Python, on both targets.
+
+        Raises ArgumentError where the folder cannot be written, ProgramError for what has no C++.
+        """
         from hostweave.emit import export
 
-        export(self._host, Path(folder))
+        try:
+            export(self._host, Path(folder))
+        except OSError as error:
+            why = f"{error.filename}: {error.strerror}"
+            raise ArgumentError(f"{self.name}: export: {why}; give a folder that is yours to write") from None
 
     def close(self) -> None:
         """Frees all that the program holds on its devices. It cannot run again."""

@@ -176,7 +176,3 @@ def _cache(options: argparse.Namespace) -> int:
         for entry in cache.entries():
             print(entry)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
