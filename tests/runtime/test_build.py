@@ -256,6 +256,32 @@ def test_nvrtc_knows_the_names_of_every_dtype(dtype: Any, tmp_path: Path) -> Non
         assert unit.name.encode() in compile_unit(found.nvrtc, unit, tmp_path, "sm_90", found.include_folders)
 
 
+def test_the_kernels_of_a_file_that_was_edited_stay_together() -> None:
+    kernels = hw.compile(hw.fusion(x=hw.f32["M", 8])(lambda x: (hw.sum(x, 0), hw.sum(x, 1))), "cuda").sources["kernels.cu"]
+    assert [unit.name for unit in units_of(kernels)] == ["sum_y0", "sum_y1"]
+    for before, after in (
+        ("}\n\n// %y1", "}\n\n__device__ float twice(float x) {\n  return x + x;\n}\n\n// %y1"),
+        ("\n\n// %y1", "\n\n// mine"),
+        ("}  // namespace", "}"),
+    ):
+        assert before in kernels
+        (unit,) = units_of(kernels.replace(before, after))
+        assert (unit.name, unit.text) == ("kernels", kernels.replace(before, after))
+
+
+@needs_cuda
+def test_an_error_in_a_kernel_is_told_at_its_line(tmp_path: Path) -> None:
+    found = toolchain.find_toolchain("cuda")
+    assert found.nvrtc is not None
+    kernels = hw.compile(hw.fusion(x=hw.f32["M", 8])(lambda x: (hw.sum(x, 0), hw.sum(x, 1))), "cuda").sources["kernels.cu"]
+    lines = kernels.splitlines()
+    line = max(i for i, text in enumerate(lines, 1) if "hw::wait_for_stream();" in text)
+    lines[line - 1] = "  hw::wait_for_strom();"
+    unit = units_of("\n".join(lines))[1]
+    with pytest.raises(BuildError, match=rf"nvrtc failed: kernels\.cu:{line}: error: .*wait_for_strom"):
+        compile_unit(found.nvrtc, unit, tmp_path, "sm_90", found.include_folders)
+
+
 @needs_cuda
 def test_cuda(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for fusion in (product, doubled):  # without kernels, and with one

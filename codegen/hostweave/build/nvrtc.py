@@ -39,32 +39,38 @@ _USERS = "user_kernels"
 
 @dataclass(frozen=True)
 class Unit:
-    """A kernel of kernels.cu, or all those that the user wrote: what is compiled by itself."""
+    """What is compiled by itself: a kernel of kernels.cu, all those that the user wrote, or the whole file where it was edited."""
 
     name: str
-    line: int  # of the file, where the kernel begins
+    line: int  # of the file, where the text begins
     before: str  # what every kernel needs
     text: str
 
     @property
     def source(self) -> str:
-        return f'{self.before}#line {self.line} "kernels.cu"\n{self.text}\n}}\n'
+        return f'{self.before}#line {self.line} "kernels.cu"\n{self.text}'
 
 
 def units_of(kernels: str) -> list[Unit]:
     """The kernels in the text of a kernels.cu, where each begins with the ops that it computes, as comments."""
-    head, *texts = re.split(r"\n\n(?=// %)", kernels[: kernels.rindex("}  // namespace")].rstrip())
+    body, closing, _ = kernels.rpartition("\n}  // namespace")
+    head, *texts = re.split(r"\n\n(?=// %)", body.rstrip())
+    names = [_kernel_in(text) for text in texts]
+    if not closing or "__global__" in head or not all(names):
+        return [Unit("kernels", 1, "", kernels)]
     lines = [kernels[: kernels.index(text)].count("\n") + 1 for text in texts]
     include = re.compile(rf'#include "{_USERS}.*\n')
     before = include.sub("", head) + "\n"
-    units = [Unit(_name(text), line, before, text) for line, text in zip(lines, texts, strict=True)]
-    return [*([Unit(_USERS, 1, head + "\n", "")] if include.search(head) else []), *units]
+    units = [Unit(name, line, before, f"{text}\n}}\n") for name, line, text in zip(names, lines, texts, strict=True)]
+    return [*([Unit(_USERS, 1, "", f"{head}\n}}\n")] if include.search(head) else []), *units]
 
 
-def _name(text: str) -> str:
-    name = re.search(r"__global__ void\s+(?:__launch_bounds__\(.*?\)\s+)?(\w+)\(", text)
-    assert name, text
-    return name[1]
+def _kernel_in(text: str) -> str:
+    """The name of a kernel, where the text is one and nothing else: the function of all its variants, if it has some, before it."""
+    variants, _, kernel = text.partition("__global__ void")
+    name = re.match(r"\s+(?:__launch_bounds__\(.*?\)\s+)?(\w+)\(", kernel)
+    is_all = kernel.endswith("\n}") and kernel.count("\n}") == 1 and variants.count("\n}") <= 1
+    return name[1] if name and is_all else ""
 
 
 def compile_unit(library: Path, unit: Unit, folder: Path, arch: str, include_folders: Sequence[Path]) -> bytes:
