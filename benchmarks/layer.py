@@ -1,8 +1,8 @@
 """The MLP of Llama 3, forward, beside torch: eager and torch.compile, with the same NCCL collectives.
 
 8B on one GPU; 70B on all GPUs of this machine, tensor-parallel (an all_reduce) and sequence-parallel (an all_gather and a
-reduce_scatter). Milliseconds of the slowest rank, the median over calls that all ranks begin together; random bf16 data.
-torch runs one process a GPU, Hostweave one thread a GPU.
+reduce_scatter), as a whole and in steps, whose communication runs beside the last matmul. Milliseconds of the slowest rank,
+the median over calls that all ranks begin together; random bf16 data. torch runs one process a GPU, Hostweave one thread a GPU.
 """
 
 from __future__ import annotations
@@ -48,16 +48,19 @@ def _compare(cases: tuple[Case, ...], ranks: int) -> None:
     times = times_on_ranks(_calls_of_8b if ranks == 1 else _calls_of_70b, ranks, REPETITIONS)
     medians = [statistics.median(ms) for ms in times]
     for i, case in enumerate(cases):
-        program = hw.compile(_fusion(case, ranks), target="cuda")
-        calls = program.measure(warmups=5, repetitions=REPETITIONS, **_arrays(case))
-        ours = statistics.median(max(rank[n].total_ms for rank in calls) for n in range(REPETITIONS))
-        program.close()
-        peers = zip(TORCH, medians[i * len(TORCH) :], strict=False)
-        beside = ", ".join(f"{name} {ms:.3f} ms ({ms / ours:.2f} times ours)" for name, ms in peers)
-        print(f"{case.name} {case.parallel}, {case.tokens} tokens, {ranks} GPUs: {ours:.3f} ms; {beside}", flush=True)
+        arrays = _arrays(case)
+        for steps in (1,) if ranks == 1 else (1, ranks if case.parallel == "sp" else 2):
+            program = hw.compile(_fusion(case, ranks, steps), target="cuda")
+            calls = program.measure(warmups=5, repetitions=REPETITIONS, **arrays)
+            ours = statistics.median(max(rank[n].total_ms for rank in calls) for n in range(REPETITIONS))
+            program.close()
+            peers = zip(TORCH, medians[i * len(TORCH) :], strict=False)
+            beside = ", ".join(f"{name} {ms:.3f} ms ({ms / ours:.2f} times ours)" for name, ms in peers)
+            way = f"{ranks} GPUs{f', in {steps} steps' if steps > 1 else ''}"
+            print(f"{case.name} {case.parallel}, {case.tokens} tokens, {way}: {ours:.3f} ms; {beside}", flush=True)
 
 
-def _fusion(case: Case, ranks: int) -> hw.Fusion:
+def _fusion(case: Case, ranks: int, steps: int) -> hw.Fusion:
     swiglu = load_file(EXAMPLES / "transformer.py").swiglu
     x = hw.bf16["T@tp" if case.parallel == "sp" else "T", case.hidden]
     columns = hw.bf16[case.hidden, f"{case.inner}@tp"]
@@ -65,8 +68,8 @@ def _fusion(case: Case, ranks: int) -> hw.Fusion:
 
     @hw.fusion(mesh=hw.Mesh(tp=ranks), x=x, **weights)
     def mlp(x: hw.Tensor, wg: hw.Tensor, wu: hw.Tensor, wd: hw.Tensor) -> hw.Tensor:
-        y = swiglu(x, wg, wu, wd)
-        return hw.reshard(y, "T@tp", case.hidden) if case.parallel == "sp" else y
+        y = hw.reshard(swiglu(x, wg, wu, wd), "T@tp" if case.parallel == "sp" else "T", case.hidden)
+        return y.stream("T", chunks=steps) if steps > 1 else y
 
     return mlp
 
