@@ -2,7 +2,8 @@
 
 8B on one GPU; 70B on all GPUs of this machine, tensor-parallel (an all_reduce) and sequence-parallel (an all_gather and a
 reduce_scatter), as a whole and in steps, whose communication runs beside the last matmul. Milliseconds of the slowest rank,
-the median over calls that all ranks begin together; random bf16 data. torch runs one process a GPU, Hostweave one thread a GPU.
+the median over calls that all ranks begin together; random bf16 data. A process a GPU runs all of them in turn, on the same
+arrays: matmuls run against the power limit of a GPU, so that what is measured later is measured on a warmer one.
 """
 
 from __future__ import annotations
@@ -10,10 +11,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import ml_dtypes
-import numpy as np
 from peers.torch_ranks import times_on_ranks
 
 import hostweave as hw
@@ -22,7 +22,7 @@ from hostweave.build.paths import EXAMPLES
 from hostweave.source import load_file
 
 REPETITIONS = 15
-TORCH = ("eager", "torch.compile")
+TOLERANCE = 0.02  # of the largest element: both round sums of thousands of terms to bf16
 
 
 @dataclass(frozen=True)
@@ -45,19 +45,13 @@ def main() -> None:
 
 
 def _compare(cases: tuple[Case, ...], ranks: int) -> None:
-    times = times_on_ranks(_calls_of_8b if ranks == 1 else _calls_of_70b, ranks, REPETITIONS)
-    medians = [statistics.median(ms) for ms in times]
-    for i, case in enumerate(cases):
-        arrays = _arrays(case)
-        for steps in (1,) if ranks == 1 else (1, ranks if case.parallel == "sp" else 2):
-            program = hw.compile(_fusion(case, ranks, steps), target="cuda")
-            calls = program.measure(warmups=5, repetitions=REPETITIONS, **arrays)
-            ours = statistics.median(max(rank[n].total_ms for rank in calls) for n in range(REPETITIONS))
-            program.close()
-            peers = zip(TORCH, medians[i * len(TORCH) :], strict=False)
-            beside = ", ".join(f"{name} {ms:.3f} ms ({ms / ours:.2f} times ours)" for name, ms in peers)
-            way = f"{ranks} GPUs{f', in {steps} steps' if steps > 1 else ''}"
-            print(f"{case.name} {case.parallel}, {case.tokens} tokens, {way}: {ours:.3f} ms; {beside}", flush=True)
+    make = _calls_of_8b if ranks == 1 else _calls_of_70b
+    for case, times in zip(cases, times_on_ranks(make, ranks, REPETITIONS), strict=True):
+        medians = {name: statistics.median(ms) for name, ms in times.items()}
+        ours, peers = ({name: ms for name, ms in medians.items() if ("torch" in name) == is_peer} for is_peer in (False, True))
+        for name, ms in ours.items():
+            beside = ", ".join(f"{peer} {peer_ms:.3f} ms ({peer_ms / ms:.2f} times ours)" for peer, peer_ms in peers.items())
+            print(f"{case.name} {case.parallel}, {case.tokens} tokens, {ranks} GPUs, {name}: {ms:.3f} ms; {beside}", flush=True)
 
 
 def _fusion(case: Case, ranks: int, steps: int) -> hw.Fusion:
@@ -74,32 +68,24 @@ def _fusion(case: Case, ranks: int, steps: int) -> hw.Fusion:
     return mlp
 
 
-def _arrays(case: Case) -> dict[str, Any]:
-    random = np.random.default_rng(0)
-    shapes = {
-        "x": (case.tokens, case.hidden),
-        "wg": (case.hidden, case.inner),
-        "wu": (case.hidden, case.inner),
-        "wd": (case.inner, case.hidden),
-    }
-    return {name: random.standard_normal(shape, np.float32).astype(ml_dtypes.bfloat16) for name, shape in shapes.items()}
+# --- calls of one rank ------------------------------------------------------------------------------------------------
+
+Calls = dict[str, Callable[[], Any]]
 
 
-# --- torch ------------------------------------------------------------------------------------------------------------
+def _calls_of_8b(rank: int, ranks: int) -> Iterator[Calls]:
+    return _calls(ALONE, ranks)
 
 
-def _calls_of_8b(rank: int, ranks: int) -> Iterator[Callable[[], Any]]:
-    return _torch_calls(ALONE, ranks)
+def _calls_of_70b(rank: int, ranks: int) -> Iterator[Calls]:
+    return _calls(TOGETHER, ranks)
 
 
-def _calls_of_70b(rank: int, ranks: int) -> Iterator[Callable[[], Any]]:
-    return _torch_calls(TOGETHER, ranks)
-
-
-def _torch_calls(cases: tuple[Case, ...], ranks: int) -> Iterator[Callable[[], Any]]:
-    """For every case a call of each way."""
+def _calls(cases: tuple[Case, ...], ranks: int) -> Iterator[Calls]:
+    """For every case a call of each way. Raises AssertionError where their results differ."""
     import torch
 
+    group = hw.init()
     for case in cases:
 
         def random(*shape: int) -> Any:
@@ -108,9 +94,20 @@ def _torch_calls(cases: tuple[Case, ...], ranks: int) -> Iterator[Callable[[], A
         rows = case.tokens // ranks if case.parallel == "sp" else case.tokens
         inner = case.inner // ranks
         arrays = random(rows, case.hidden), random(case.hidden, inner), random(case.hidden, inner), random(inner, case.hidden)
-        forward = _torch_mlp(case.parallel, ranks)
-        for way in (forward, torch.compile(forward, dynamic=False)):
-            yield lambda way=way, arrays=arrays: way(*arrays)
+        eager = _torch_mlp(case.parallel, ranks)
+        compiled = torch.compile(eager, dynamic=False)
+        steps = () if ranks == 1 else (ranks if case.parallel == "sp" else 2,)
+        programs = {"in one piece": 1} | {f"in {count} steps": count for count in steps}
+        ways = {name: hw.compile(_fusion(case, ranks, count), target="cuda") for name, count in programs.items()}
+        calls: Calls = {name: partial(way, *arrays, group=group) for name, way in ways.items()}
+        calls |= {"torch eager": partial(eager, *arrays), "torch.compile": partial(compiled, *arrays)}
+        wanted = eager(*arrays)
+        for call in calls.values():
+            assert float((call() - wanted).abs().max()) <= TOLERANCE * float(wanted.abs().max())
+        del wanted
+        yield calls
+        for way in ways.values():
+            way.close()
 
 
 def _torch_mlp(parallel: str, ranks: int) -> Callable[..., Any]:

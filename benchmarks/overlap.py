@@ -54,8 +54,8 @@ VARIANTS: tuple[tuple[str, int, int, str | None], ...] = (
 
 def main() -> None:
     ranks = len(gpus())
-    for case, torch_ms in zip(CASES, times_on_ranks(_torch_calls, ranks, REPETITIONS), strict=True):
-        base = statistics.median(torch_ms)
+    for case, peer in zip(CASES, times_on_ranks(_torch_calls, ranks, REPETITIONS), strict=True):
+        base = statistics.median(peer["torch"])
         print(f"{case.name} {case.M} x {case.K} x {case.N}, {case.kind}, {ranks} GPUs: torch {base:.3f} ms", flush=True)
         for name, blocks, slices, by in VARIANTS:
             program = hw.compile(_fusion(case, ranks, blocks * ranks or slices, by), target="cuda")
@@ -99,7 +99,7 @@ def _arrays(case: Case, ranks: int) -> dict[str, Any]:
 # --- torch ------------------------------------------------------------------------------------------------------------
 
 
-def _torch_calls(rank: int, ranks: int) -> Iterator[Callable[[], None]]:
+def _torch_calls(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], None]]]:
     import torch
 
     for case in CASES:
@@ -108,7 +108,7 @@ def _torch_calls(rank: int, ranks: int) -> Iterator[Callable[[], None]]:
         w = torch.randn(case.K, case.N, device="cuda", dtype=torch.bfloat16)
         whole = torch.empty(case.M, case.K if case.kind == "ag" else case.N, device="cuda", dtype=torch.bfloat16)
         y = torch.empty(case.M if case.kind == "ag" else case.M // ranks, case.N, device="cuda", dtype=torch.bfloat16)
-        yield _torch_call(case.kind, x, w, whole, y)
+        yield {"torch": _torch_call(case.kind, x, w, whole, y)}
 
 
 def _torch_call(kind: str, x: Any, w: Any, whole: Any, y: Any) -> Callable[[], None]:
