@@ -15,8 +15,9 @@ WARMUPS = 5
 Make = Callable[[int, int], Iterable[Mapping[str, Callable[[], Any]]]]
 
 
-def times_on_ranks(make: Make, ranks: int, repetitions: int) -> list[dict[str, list[float]]]:
-    """Of each group the milliseconds of every call, a repetition each, of the slowest rank. All ranks begin each call together.
+def times_on_ranks(make: Make, ranks: int, repetitions: int, wait: int = 0) -> list[dict[str, list[float]]]:
+    """Of each group the milliseconds of every call, a repetition each, of the slowest rank. All ranks begin each call together,
+    and the GPU waits for so many cycles before it, while the host enqueues it.
 
     `make` is a function of a module, since other processes run it; torch.distributed is ready when they do, and so is hw.init.
     """
@@ -24,7 +25,7 @@ def times_on_ranks(make: Make, ranks: int, repetitions: int) -> list[dict[str, l
 
     with tempfile.TemporaryDirectory() as folder:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29517", WORLD_SIZE=str(ranks))
-        processes.spawn(_rank, args=(ranks, make, repetitions, folder), nprocs=ranks, join=True)
+        processes.spawn(_rank, args=(ranks, make, repetitions, wait, folder), nprocs=ranks, join=True)
         per_rank = [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(ranks)]
     return [
         {name: [max(times) for times in zip(*(group[name] for group in groups), strict=True)] for name in groups[0]}
@@ -32,19 +33,19 @@ def times_on_ranks(make: Make, ranks: int, repetitions: int) -> list[dict[str, l
     ]
 
 
-def _rank(rank: int, ranks: int, make: Make, repetitions: int, folder: str) -> None:
+def _rank(rank: int, ranks: int, make: Make, repetitions: int, wait: int, folder: str) -> None:
     import torch
     import torch.distributed as dist
 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", rank=rank, world_size=ranks, device_id=torch.device("cuda", rank))
-    times = [_times(calls, repetitions) for calls in make(rank, ranks)]
+    times = [_times(calls, repetitions, wait) for calls in make(rank, ranks)]
     (Path(folder) / str(rank)).write_text(json.dumps(times))
     dist.destroy_process_group()
 
 
-def _times(calls: Mapping[str, Callable[[], Any]], repetitions: int) -> dict[str, list[float]]:
+def _times(calls: Mapping[str, Callable[[], Any]], repetitions: int, wait: int) -> dict[str, list[float]]:
     import torch
     import torch.distributed as dist
 
@@ -54,6 +55,7 @@ def _times(calls: Mapping[str, Callable[[], Any]], repetitions: int) -> dict[str
             torch.cuda.synchronize()
             dist.barrier()
             torch.cuda.synchronize()
+            torch.cuda._sleep(wait)
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
             call()
