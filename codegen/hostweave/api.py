@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from numbers import Integral
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -132,8 +133,8 @@ class Program:
         if unknown := sizes.keys() - set(self._host.symbols()):
             known = ", ".join(self._host.symbols()) or "none"
             raise ArgumentError(f"{self.name}: check: no size named {', '.join(sorted(unknown))}; the sizes of the program: {known}")
-        if wrong := [f"{name}={size!r}" for name, size in sizes.items() if not isinstance(size, int) or size < 1]:
-            raise ArgumentError(f"{self.name}: check: {', '.join(wrong)}: a size is an int of at least 1")
+        if wrong := [f"{name}={size!r}" for name, size in sizes.items() if not isinstance(size, Integral) or size < 0]:
+            raise ArgumentError(f"{self.name}: check: {', '.join(wrong)}: a size is an int of at least 0")
         check(self._host, {**minimal_sizes(self._host), **sizes})
 
     def __call__(

@@ -364,6 +364,7 @@ class Loops:
         return tuple(dim.strides[number] for dim in self.kept) == ir.row_major(tuple(dim.extent for dim in self.kept))
 
     def declarations(self) -> tuple[str, ...]:
+        """Of the indices of the result's dims that are needed."""
         return tuple(f"const int64_t {self.names[self.kept[i]]} = {self.part_of_element(i)};" for i in self.parts())
 
     def parts(self) -> list[int]:
