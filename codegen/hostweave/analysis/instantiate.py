@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NoReturn
 
 from hostweave.analysis.bound import Environment, compiled, size_of
@@ -245,6 +246,12 @@ def _post(b: _Binder, i: ir.Instruction) -> Step:
 _TOUCHES = {"read": (True, False), "update": (True, True), "write": (False, True), "alias": (False, True)}
 
 
+@cache
+def _teams(mesh: Mesh, axes: tuple[str, ...]) -> dict[int, tuple[int, ...]]:
+    """The team of every rank of a mesh."""
+    return {rank: mesh.team(rank, axes) for rank in mesh.all_ranks}
+
+
 def _operation(b: _Binder, i: ir.Instruction) -> Callable[[_Run], Operation]:
     at_root: list[tuple[str, Layout, bool, bool]] = []  # what the root touches, and any rank where there is none
     elsewhere: list[tuple[str, Layout, bool, bool]] = []  # what a rank touches that is not the root
@@ -255,7 +262,7 @@ def _operation(b: _Binder, i: ir.Instruction) -> Callable[[_Run], Operation]:
         elsewhere.extend(touched if field_name != i.at_root else ())
     team: ir.Team = getattr(i, "team", ())
     mesh, axes = _resolved(b, team)
-    teams = {rank: mesh.team(rank, axes) for rank in mesh.all_ranks} if team else {}
+    teams = _teams(mesh, axes) if team else {}
     channel = f"{mesh} {', '.join(axes)}" if team else ""
     other: Expr | None = getattr(i, "peer", None) or getattr(i, "root", None)
     peer = b.expr(other) if other else None

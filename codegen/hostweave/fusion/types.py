@@ -101,11 +101,11 @@ class Mesh:
             raise ProgramError(f"ranks: {why}, so its axes cannot be told; give them: .ranks([...], x={len(chosen)})", location)
         return Mesh(tuple((name, len(kept)) for name, kept in found if len(kept) > 1), chosen)
 
-    @property
+    @cached_property
     def size(self) -> int:
         return prod(size for _, size in self.axes)
 
-    @property
+    @cached_property
     def all_ranks(self) -> Sequence[int]:
         """The ranks of the program that it has, in the order of their coordinates."""
         return range(self.size) if self.members is None else self.members
