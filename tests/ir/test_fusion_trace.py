@@ -65,7 +65,7 @@ ERRORS = {
     "loop": (
         "return sum(x)",
         {},
-        "4: a loop over bf16[M, K]: only a first dim of known extent can be walked; use functions of whole tensors, such as hw.sum",
+        "4: a loop: bf16[M, K] has no first dim of known extent; use functions of whole tensors, such as hw.sum",
     ),
     "length": ("return x * len(x)", {}, "4: len: bf16[M, K] has no first dim of known extent; its name is in x.shape"),
     "change": ("x[0] = 1", {}, "4: a tensor is a value and does not change; make another one by hw.where or hw.concat"),

@@ -211,14 +211,15 @@ def test_of_a_changed_program_only_what_changed_is_compiled(empty_cache: Path, t
 def test_of_changed_kernels_only_those_are_compiled(empty_cache: Path) -> None:
     """One by one, wherever they stand in the file, and those of the user together."""
 
-    def compiled(sums_of: float, softmax_of: float, user_factor: int) -> set[str]:
+    def compiled(sums_of: float, softmax_of: float, user_factor: int, more: bool = False) -> set[str]:
         source = "__global__ void scaled(const float* x, float* y, int64_t n) {\n"
         source += f"  for (int64_t i : hw::over_grid(n)) y[i] = x[i] * {user_factor};\n}}"
 
         @hw.fusion(x=hw.f32["M"], z=hw.f32["M", 64])
         def several(x, z):
             scaled = hw.kernel(source, "scaled", "M", [x, hw.f32["M"], "M"], per=256)
-            return hw.sum(sums_of * z, 0), scaled, hw.softmax(z * softmax_of)
+            results = hw.sum(sums_of * z, 0), scaled, hw.softmax(z * softmax_of)
+            return (*results, hw.max(z, 0)) if more else results
 
         program = hw.compile(several, "cuda")
         program.build()
@@ -230,6 +231,7 @@ def test_of_changed_kernels_only_those_are_compiled(empty_cache: Path) -> None:
     assert compiled(3.0, 3.0, 2) == {softmax}
     assert compiled(3.0, 3.0, 3) == {users}
     assert compiled(2.0, 3.0, 2) == set()
+    assert compiled(2.0, 3.0, 2, more=True) == {"max_y3"}
 
 
 def test_a_broken_module(empty_cache: Path) -> None:

@@ -491,12 +491,7 @@ def _on_mesh(b: _Binder, i: ir.OnMesh) -> Step:
 _BINDERS: dict[type[ir.Instruction], Callable[[_Binder, Any], Step]] = {
     ir.Allocate: _allocate,
     ir.Deallocate: _deallocate,
-    ir.Select: _view,
-    ir.Slice: _view,
-    ir.Section: _view,
-    ir.Strided: _view,
-    ir.Reshape: _view,
-    ir.Permute: _view,
+    **dict.fromkeys(ir.VIEWS, _view),
     ir.SendBlocks: _post_blocks,
     ir.RecvBlocks: _post_blocks,
     ir.Group: _group,

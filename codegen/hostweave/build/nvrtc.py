@@ -34,7 +34,7 @@ def _integers() -> str:
 # NVRTC has no standard headers, and the declarations in kernels.h are for the host.
 _HEADERS = {"kernels.h": "", "cmath": "#define INFINITY __int_as_float(0x7f800000)", "cstdint": _integers()}
 _FLOATS_OF_8_BITS = "hostweave/f8.h"  # takes NVRTC as long as all other headers together
-_USERS = "user_kernels"
+_USERS, _USERS_INCLUDE = "user_kernels", '#include "user_kernels.cuh"\n'
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,10 @@ def units_of(kernels: str) -> list[Unit]:
     if not closing or "__global__" in head or not all(names):
         return [Unit("kernels", 1, "", kernels)]
     lines = [kernels[: kernels.index(text)].count("\n") + 1 for text in texts]
-    include = re.compile(rf'#include "{_USERS}.*\n')
-    before = include.sub("", head) + "\n"
+    head = head.replace('#include "kernels.h"\n', "") + "\n"  # declares all kernels, so that each would change with every other one
+    before = head.replace(_USERS_INCLUDE, "")
     units = [Unit(name, line, before, f"{text}\n}}\n") for name, line, text in zip(names, lines, texts, strict=True)]
-    return [*([Unit(_USERS, 1, "", f"{head}\n}}\n")] if include.search(head) else []), *units]
+    return [*([Unit(_USERS, 1, "", f"{head}}}\n")] if before != head else []), *units]
 
 
 def _kernel_in(text: str) -> str:

@@ -6,6 +6,7 @@ import importlib.machinery
 import os
 import shutil
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from hostweave.build import cuda
@@ -40,7 +41,7 @@ class Toolchain:
         folders = dict.fromkeys(library.parent for library in libraries)
         return [str(self.compiler), "-shared", *objects, *map(str, libraries), *(f"-Wl,-rpath,{f}" for f in folders), "-o", into]
 
-    @property
+    @cached_property
     def stamp(self) -> str:
         """Changes when the compiler, the libraries, the Python ABI or the GPU's architecture change. Starts no process."""
         files = (self.compiler, *native(), *self.libraries, *filter(None, [self.nvrtc]))

@@ -123,6 +123,8 @@ class Loops:
         if self.sharing == BY_BLOCK and self.width > 1 and len(self.reduced) == 1:
             self.share_row(held)
         self.row = names.of("row", "shared") if self.sharing in ROWS else ""
+        self.parts = self.taken_apart()
+        self.number = self.type_of_number()
 
     # --- dims ---
 
@@ -266,10 +268,9 @@ class Loops:
         heads = [f"for (int64_t {i} = 0; {i} < {count}; ++{i})" for i, count in walked]
         return (*heads[:-1], self.text(self.sharing.inner)) if self.sharing.inner else tuple(heads)
 
-    @property
-    def number(self) -> str:
-        """The type of an element's number: of 32 bits, where these hold it and it is taken apart."""
-        if self.sharing != BY_THREAD or not self.parts():
+    def type_of_number(self) -> str:
+        """Of an element: of 32 bits, where these hold it and it is taken apart."""
+        if self.sharing != BY_THREAD or not self.parts:
             return "int64_t"
         count = product(tuple(dim.extent for dim in self.kept))
         return "Index" if not count.is_int else "uint32_t" if int(count) <= SHORT else "int64_t"
@@ -365,9 +366,9 @@ class Loops:
 
     def declarations(self) -> tuple[str, ...]:
         """Of the indices of the result's dims that are needed."""
-        return tuple(f"const int64_t {self.names[self.kept[i]]} = {self.part_of_element(i)};" for i in self.parts())
+        return tuple(f"const int64_t {self.names[self.kept[i]]} = {self.part_of_element(i)};" for i in self.parts)
 
-    def parts(self) -> list[int]:
+    def taken_apart(self) -> list[int]:
         """The dims of the result whose indices are taken from the number of its element, because some offset needs them."""
         if len(self.kept) == 1:
             return []

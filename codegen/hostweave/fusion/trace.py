@@ -152,15 +152,16 @@ class Tensor:
 
     def __iter__(self) -> Iterator[Tensor]:
         """Over the first dim. Raises ProgramError where its extent is no int."""
-        if not self.ndim or not self.type.shape[0].is_int:
-            why = "only a first dim of known extent can be walked"
-            raise ProgramError(f"a loop over {self.type}: {why}; use functions of whole tensors, such as hw.sum", Location.of_caller())
-        return (self[i] for i in range(len(self)))
+        count = self._first_extent("a loop", "use functions of whole tensors, such as hw.sum")
+        return (self[i] for i in range(count))
 
     def __len__(self) -> int:
         """The first extent. Raises ProgramError where it is no int."""
+        return self._first_extent("len", "its name is in x.shape")
+
+    def _first_extent(self, what: str, remedy: str) -> int:
         if not self.ndim or not self.type.shape[0].is_int:
-            raise ProgramError(f"len: {self.type} has no first dim of known extent; its name is in x.shape", Location.of_caller())
+            raise ProgramError(f"{what}: {self.type} has no first dim of known extent; {remedy}", Location.of_caller())
         return int(self.type.shape[0])
 
     def __setitem__(self, key: Any, value: Any) -> NoReturn:

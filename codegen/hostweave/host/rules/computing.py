@@ -151,12 +151,7 @@ def _fill(c: Checker, i: ir.Fill, scope: Scope) -> None:
 RULES: dict[type[ir.Instruction], Rule] = {
     ir.Allocate: _allocate,
     ir.Deallocate: _deallocate,
-    ir.Select: _view,
-    ir.Slice: _view,
-    ir.Section: _view,
-    ir.Strided: _view,
-    ir.Reshape: _view,
-    ir.Permute: _view,
+    **dict.fromkeys(ir.VIEWS, _view),
     ir.Matmul: _matmul,
     ir.Launch: _launch,
     ir.Copy: _copy,
