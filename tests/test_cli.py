@@ -11,6 +11,7 @@ import pytest
 from hostweave.build import cache
 from hostweave.build.paths import EXAMPLES
 from hostweave.cli import main
+from hostweave.demo import repetitions_in
 from hostweave.pipeline import PASSES
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -47,10 +48,14 @@ def test_demo(capsys: Captured) -> None:
     for stage in ("input.hw", "plan_memory.hw", "program.cpp"):
         assert golden("ag_matmul_p2p", stage) in out
     for rank in range(4):
-        assert f"rank {rank}: y [4, 512, 512] matches NumPy" in out
+        assert f"rank {rank}: y [4, 256, 256] matches NumPy" in out
     assert "us of host time" in out
     folder = Path(out.split("sources: ")[1].strip())
     assert (folder / "program.cpp").is_file()
+
+
+def test_demo_measures_slow_calls_less_often() -> None:
+    assert [repetitions_in(2.0, a_call) for a_call in (1e-5, 0.25, 2.8)] == [20, 8, 1]
 
 
 @pytest.mark.parametrize("name", ["matmul_rs_flat", "allreduce"])

@@ -10,7 +10,9 @@ from typing import Any
 from hostweave.errors import HostweaveError
 from hostweave.fusion.ir import Fusion
 
-SIZES = {"cpu": 128, "cuda": 1024}  # of a symbolic dim that ranks do not share; one that they share has this many a rank
+SIZES = {"cpu": 64, "cuda": 1024}  # of a symbolic dim, for each rank of the mesh
+MEASURED_SECONDS = 2.0
+MAX_REPETITIONS = 20
 
 
 def demo(name: str, ranks: int, target: str | None) -> int:
@@ -61,7 +63,10 @@ def _compare(program: Any, fusion: Fusion, size: int) -> float:
     }
     wanted = run_reference(fusion, arrays)
     worst = 0.0
-    for rank, results in enumerate(program.run(**arrays, ranks=True)):
+    started = time.perf_counter()
+    results_of_ranks = program.run(**arrays, ranks=True)
+    repetitions = repetitions_in(MEASURED_SECONDS, time.perf_counter() - started)
+    for rank, results in enumerate(results_of_ranks):
         for name, got, want in zip(fusion.outputs, results if isinstance(results, tuple) else (results,), wanted, strict=True):
             value, allowed = fusion.values()[name], tolerance_of(fusion, name, sizes)
             block = want[block_of(value.type, fusion.mesh, rank, want.shape)]
@@ -70,11 +75,16 @@ def _compare(program: Any, fusion: Fusion, size: int) -> float:
             worst = max(worst, error) if error == error else float("inf")
             verdict = "matches NumPy" if error <= 1 else "DIFFERS from NumPy"
             print(f"rank {rank}: {name} {list(got.shape)} {verdict} (error {error:.2f} of the tolerance)")
-    times = program.measure(**arrays)
+    times = program.measure(**arrays, warmups=1, repetitions=repetitions)
     enqueue = max(statistics.median(t.enqueue_us for t in rank) for rank in times)
     total = max(statistics.median(t.total_ms for t in rank) for rank in times)
     print(f"a call: {total:.3f} ms on the device, {enqueue:.1f} us of host time (slowest rank, median of {len(times[0])})")
     return worst
+
+
+def repetitions_in(seconds: float, a_call: float) -> int:
+    """How often a call of `a_call` seconds is measured: at least once, and as often as `seconds` allow."""
+    return max(1, min(MAX_REPETITIONS, int(seconds / a_call)))
 
 
 def _title(text: str) -> None:

@@ -1,8 +1,13 @@
-"""Colours for terminals."""
+"""Colours for terminals: C++, and the text of both IRs."""
 
 from __future__ import annotations
 
 import sys
+from functools import cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pygments.lexer import RegexLexer
 
 
 def highlighted(text: str, language: str) -> str:
@@ -11,6 +16,45 @@ def highlighted(text: str, language: str) -> str:
         return text
     from pygments import highlight
     from pygments.formatters import TerminalFormatter
-    from pygments.lexers import CppLexer, LlvmLexer
+    from pygments.lexers import CppLexer
 
-    return str(highlight(text, CppLexer() if language == "cpp" else LlvmLexer(), TerminalFormatter()))
+    lexer = CppLexer(stripnl=False, ensurenl=False) if language == "cpp" else ir_lexer()
+    return str(highlight(text, lexer, TerminalFormatter()))
+
+
+@cache
+def ir_lexer() -> RegexLexer:
+    """The lexer of both IRs. Its words are those of the tables that print and parse them; what neither IR has is an Error token."""
+    from pygments.lexer import RegexLexer, words
+    from pygments.token import Comment, Keyword, Name, Number, Operator, Punctuation, String, Text
+
+    from hostweave.fusion.ops import OPS
+    from hostweave.fusion.types import DTYPES
+    from hostweave.host.text import WORDS
+
+    parts = ("fusion", "block", "kernel", "host", "source", "cpu", "return", "else")
+    stated = ("mesh", "streams", "events", "uneven", "stated", "aside", "partial", "grid", "size", "in", "out", "of", "by", "on", "ranks")
+
+    class IrLexer(RegexLexer):
+        name = "Hostweave IR"
+        tokens = {  # noqa: RUF012  as Pygments wants it
+            "root": [
+                (r"\s+", Text.Whitespace),
+                (r"#[^\n]*", Comment.Single),
+                (r'"(?:[^"\\\n]|\\.)*"', String),
+                (r"%[A-Za-z_]\w*", Name),  # values are most of the text: no colour
+                (r"(?<![\w)])@[A-Za-z_]\w*", Name.Function),
+                (r"@[A-Za-z_]\w*", Name.Decorator),  # the mesh axis of M@x
+                (r"\d+\.(?!\.)\d*(?:e[+-]?\d+)?|\d+e[+-]?\d+|(?:inf|nan)\b", Number.Float),
+                (r"\d+", Number.Integer),
+                (words(DTYPES, suffix=r"(?=\[)"), Keyword.Type),
+                (words(parts, prefix=r"\b", suffix=r"\b"), Keyword.Declaration),
+                (words((*WORDS, *OPS), prefix=r"\b", suffix=r"\b(?!=)"), Keyword),
+                (words((*stated, "true", "false", "none"), prefix=r"\b", suffix=r"\b"), Keyword),
+                (r"[A-Za-z_]\w*", Name),
+                (r"->|==|!=|<=|>=|\.\.|[-+*/%<>=]", Operator),
+                (r"[(){}\[\],:.]", Punctuation),
+            ]
+        }
+
+    return IrLexer(stripnl=False, ensurenl=False)

@@ -331,3 +331,4 @@ for _kind in vars(ir).values():
     if isinstance(_kind, type) and issubclass(_kind, ir.Instruction) and _kind.syntax and _kind is not ir.Let:
         _defines = _kind.syntax.startswith("%")
         _BY_WORD[_defines, _kind.syntax.split()[2 if _defines else 0]] = _kind
+WORDS = sorted({word for _kind in _BY_WORD.values() for word in re.findall(r"[a-z_]+", re.sub(r"\{\w+\}", " ", _kind.syntax))})

@@ -1,0 +1,106 @@
+"""Colours: every word of both IRs is known to the lexer, and on a terminal text stays as it is but for them."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pygments import highlight
+from pygments.formatters import TerminalFormatter
+from pygments.lexers import CppLexer
+from pygments.token import Error, Keyword, Name, Token
+
+from hostweave.build.paths import EXAMPLES
+from hostweave.emit import render
+from hostweave.highlight import ir_lexer
+from hostweave.options import Options
+from hostweave.pipeline import lower
+from hostweave.source import load_file, programs_in
+
+GOLDEN = Path(__file__).parent / "golden"
+SEEDS = EXAMPLES / "seeds.py"
+ESCAPES = re.compile(r"\x1b\[[\d;]*m")
+ERROR = "\x1b[04m\x1b[91m"  # how an Error token is shown: underlined, bright red
+
+
+def errors(text: str) -> list[str]:
+    tokens = list(ir_lexer().get_tokens(text))
+    assert "".join(value for _, value in tokens) == text
+    return [value for kind, value in tokens if kind in Error]
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.py")), ids=lambda file: file.stem)
+def test_no_stage_of_an_example_has_an_error(file: Path) -> None:
+    for name, program in programs_in(load_file(file)).items():
+        stages: list[tuple[str, str]] = []
+        host = lower(program, Options(), lambda stage, ir, stages=stages: stages.append((stage, str(ir))))
+        for stage, text in stages:
+            assert not errors(text), (name, stage)
+        if file == SEEDS:
+            tokens = CppLexer().get_tokens(render(host)["program.cpp"])
+            assert not [value for kind, value in tokens if kind in Error], name
+
+
+def test_no_golden_file_has_an_error() -> None:
+    files = sorted(GOLDEN.glob("*/*.hw"))
+    assert files
+    assert not {str(file): found for file in files if (found := errors(file.read_text()))}
+
+
+def test_how_an_error_is_shown() -> None:
+    assert ERROR in highlight("$", ir_lexer(), TerminalFormatter())
+
+
+def test_what_neither_ir_has_is_an_error() -> None:
+    assert errors("  %y = $reshape ~%x") == ["$", "~"]
+
+
+@pytest.mark.parametrize(
+    ("text", "kinds"),
+    [
+        ("%y: bf16[M@x, 8] = matmul(%x, 2.0)", {"%y": Name, "bf16": Keyword.Type, "@x": Name.Decorator, "matmul": Keyword}),
+        ("launch @gelu_a %h -> %a", {"launch": Keyword, "@gelu_a": Name.Function, "->": Token.Operator}),
+        (
+            "fusion @f(%x: f32[N]) mesh(x=8) {",
+            {"fusion": Keyword.Declaration, "mesh": Keyword, "x": Name, "8": Token.Literal.Number.Integer},
+        ),
+        ('"a \\" b"  # ends here', {'"a \\" b"': Token.Literal.String, "# ends here": Token.Comment.Single}),
+        ("} else {", {"else": Keyword.Declaration}),
+    ],
+)
+def test_tokens(text: str, kinds: dict[str, object]) -> None:
+    found = {value: kind for kind, value in ir_lexer().get_tokens(text)}
+    assert {value: found.get(value) for value in kinds} == kinds
+
+
+def on_a_terminal(*arguments: str) -> str:
+    """What a command prints on a pseudo-terminal."""
+    ours, theirs = pty.openpty()
+    with subprocess.Popen([sys.executable, "-m", "hostweave", *arguments], stdout=theirs) as process:
+        os.close(theirs)
+        chunks = b"".join(iter(lambda: _read(ours), b""))
+        os.close(ours)
+        assert process.wait() == 0
+    return chunks.decode().replace("\r\n", "\n")
+
+
+def _read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 65536)
+    except OSError:  # the other end is closed
+        return b""
+
+
+@pytest.mark.parametrize("after", [("--after", "all"), ()])
+def test_a_terminal_gets_the_same_text_in_colours(after: tuple[str, ...]) -> None:
+    arguments = ("inspect", f"{SEEDS}:ag_matmul_ring", *after)
+    shown = on_a_terminal(*arguments)
+    plain = subprocess.run([sys.executable, "-m", "hostweave", *arguments], capture_output=True, text=True, check=True).stdout
+    assert ESCAPES.search(shown)
+    assert ERROR not in shown
+    assert ESCAPES.sub("", shown) == plain
