@@ -75,6 +75,8 @@ from hostweave.fusion.types import Mesh, bf16, bool_, f8e4m3, f8e5m2, f16, f32, 
 from hostweave.fusion.user_kernels import kernel
 from hostweave.options import Options
 
+__version__ = "0.1.0"
+
 if TYPE_CHECKING:
     from hostweave.api import Program, compile
     from hostweave.host.ir import HostProgram

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from hostweave import __version__
 from hostweave.errors import HostweaveError
 
 
@@ -30,6 +31,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hostweave", description="Compiles a multi-device tensor program into one readable C++ host program."
     )
+    parser.add_argument("--version", action="version", version=f"hostweave {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, command: Callable[[argparse.Namespace], int], help: str) -> argparse.ArgumentParser:

@@ -4,6 +4,8 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +102,6 @@ def test_without_the_parts_of_the_installation(tmp_path: Path, monkeypatch: pyte
 
 def test_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "_roots", lambda: [])
-    monkeypatch.setattr(cuda, "_SYSTEM_INCLUDES", ())
-    monkeypatch.setattr(cuda, "_SYSTEM_LIBRARIES", ())
     with pytest.raises(BuildError) as error:
         hw.compile(doubled, target="cuda").build()
     assert str(error.value) == (
@@ -111,10 +111,87 @@ def test_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def write_files(root: Path, texts: dict[str, str]) -> None:
+    for path, text in texts.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+
+
+CUDA12 = {
+    "cuda_runtime/include/cuda_runtime_api.h": "#define CUDART_VERSION  12090\n",
+    "cuda_runtime/lib/libcudart.so.12": "",
+    "cuda_nvcc/include/crt/host_defines.h": "",
+    "cuda_cccl/include/nv/target": "",
+    "cublas/include/cublas_api.h": "#define CUBLAS_VER_MAJOR 12\n",
+    "cublas/include/cublasLt.h": "",
+    "cublas/lib/libcublasLt.so.12": "",
+    "nccl/include/nccl.h": "",
+    "nccl/lib/libnccl.so.2": "",
+    "cuda_nvrtc/lib/libnvrtc.so.12": "",
+}
+CUDA13 = {
+    "cu13/include/cuda_runtime_api.h": "#define CUDART_VERSION  13000\n",
+    "cu13/include/crt/host_defines.h": "",
+    "cu13/include/cccl/nv/target": "",
+    "cu13/include/cublas_api.h": "#define CUBLAS_VER_MAJOR 13\n",
+    "cu13/include/cublasLt.h": "",
+    "cu13/lib/libcudart.so.13": "",
+    "cu13/lib/libcublasLt.so.13": "",
+    "cu13/lib/libnvrtc.so.13": "",
+    "nccl/include/nccl.h": "",
+    "nccl/lib/libnccl.so.2": "",
+}
+TOOLKIT13 = {
+    "include/cuda_runtime_api.h": "#define CUDART_VERSION  13000\n",
+    "include/crt/host_defines.h": "",
+    "include/nv/target": "",
+    "lib64/libcudart.so.13": "",
+}
+
+
+@pytest.fixture
+def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine whose CUDA is that of an empty folder of wheels."""
+    monkeypatch.setattr(cuda, "_TOOLKIT", tmp_path / "toolkit")
+    monkeypatch.setattr(cuda, "_SYSTEM", tmp_path / "usr")
+    monkeypatch.setenv("PATH", "")
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    spec = ModuleSpec("nvidia", None, is_package=True)
+    spec.submodule_search_locations = [str(tmp_path / "nvidia")]
+    monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda name: spec)
+    return tmp_path / "nvidia"
+
+
+@pytest.mark.parametrize(
+    ("toolkit", "found", "major"),
+    [({}, CUDA12, 12), ({}, CUDA13, 13), ({}, CUDA12 | CUDA13, 13), (TOOLKIT13, CUDA12, 12), (TOOLKIT13, CUDA12 | CUDA13, 13)],
+    ids=["cuda12", "cuda13", "both", "incomplete toolkit", "incomplete toolkit and both"],
+)
+def test_cuda_of_wheels_is_of_one_version(wheels: Path, tmp_path: Path, toolkit: dict[str, str], found: dict[str, str], major: int) -> None:
+    write_files(tmp_path / "toolkit", toolkit)
+    write_files(wheels, found)
+    cuda_found = cuda.find_cuda()
+    assert (cuda_found.major, cuda_found.missing) == (major, ())
+    of_version = {wheels / path for path in (CUDA12 if major == 12 else CUDA13)}
+    if major == 13:
+        of_version |= {tmp_path / "toolkit" / path for path in TOOLKIT13}
+    assert {part.path for part in (*cuda_found.headers, *cuda_found.libraries, cuda_found.nvrtc)} <= of_version
+
+
+@pytest.mark.parametrize(("extra", "layout"), [("cuda12", CUDA12), ("cuda13", CUDA13)])
+def test_an_extra_names_the_packages_of_all_parts(wheels: Path, extra: str, layout: dict[str, str]) -> None:
+    """What `pip install 'hostweave[cuda12]'` brings is what find_cuda asks for where nothing but the runtime's header is there."""
+    header = next(path for path in layout if path.endswith("cuda_runtime_api.h"))
+    write_files(wheels, {header: layout[header]})
+    found = cuda.find_cuda()
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    packages = {re.split("[><=]", requirement)[0] for requirement in project["optional-dependencies"][extra]}
+    assert packages == {part.package for part in (*found.headers, *found.libraries, found.nvrtc)}
+
+
 def test_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "_roots", lambda: [])
-    monkeypatch.setattr(cuda, "_SYSTEM_INCLUDES", ())
-    monkeypatch.setattr(cuda, "_SYSTEM_LIBRARIES", ())
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     lines = report().splitlines()

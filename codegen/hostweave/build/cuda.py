@@ -14,8 +14,9 @@ from pathlib import Path
 from hostweave.errors import BuildError
 
 DEFAULT_MAJOR = 13  # what to install where nothing is
-_SYSTEM_INCLUDES = (Path("/usr/include"),)
-_SYSTEM_LIBRARIES = (Path("/usr/lib/x86_64-linux-gnu"), Path("/usr/lib/aarch64-linux-gnu"), Path("/usr/lib64"))
+_TOOLKIT, _SYSTEM = Path("/usr/local/cuda"), Path("/usr")
+_INCLUDES = ("include", "include/cccl")
+_LIBRARIES = ("lib64", "lib", "lib/x86_64-linux-gnu", "lib/aarch64-linux-gnu")
 
 
 @dataclass(frozen=True)
@@ -55,20 +56,28 @@ class Cuda:
 
 
 def find_cuda() -> Cuda:
-    """What this machine has of CUDA."""
-    includes = [folder for root in _roots() for folder in (root / "include", root / "include" / "cccl")]
-    includes = [folder for folder in (*includes, *_SYSTEM_INCLUDES) if folder.is_dir()]
-    major = _major(includes)
+    """What this machine has of CUDA: of several versions the first one that is complete, else the first."""
+    roots = _roots()
+    majors = {root: _major_of(root) for root in roots}
+    known = dict.fromkeys(major for major in majors.values() if major) or (DEFAULT_MAJOR,)
+    tried = [_find(major, [root for root in roots if majors[root] in (None, major)]) for major in known]
+    return next((found for found in tried if not found.missing), tried[0])
+
+
+def _find(major: int, roots: list[Path]) -> Cuda:
+    """What these folders have of one version."""
     wheel = "" if major >= 13 else f"-cu{major}"
     crt = "nvidia-cuda-crt" if major >= 13 else f"nvidia-cuda-nvcc{wheel}"
 
-    def header(name: str, package: str) -> Part:
-        return Part(name, next((folder / name for folder in includes if (folder / name).is_file()), None), package)
+    def part(name: str, package: str, folders: tuple[str, ...]) -> Part:
+        places = (root / folder / name for root in roots for folder in folders)
+        return Part(name, next((place for place in places if place.is_file()), None), package)
 
-    library_folders = _library_folders()
+    def header(name: str, package: str) -> Part:
+        return part(name, package, _INCLUDES)
 
     def library(name: str, package: str) -> Part:
-        return Part(name, next((folder / name for folder in library_folders if (folder / name).exists()), None), package)
+        return part(name, package, _LIBRARIES)
 
     headers = (
         header("cuda_runtime_api.h", f"nvidia-cuda-runtime{wheel}"),
@@ -131,33 +140,26 @@ def _gpu(driver: ctypes.CDLL, index: int) -> Gpu:
 
 
 def _roots() -> list[Path]:
-    """Folders with an `include` and a library folder: toolkits, then wheels."""
+    """Folders with an `include` and a library folder: toolkits, then wheels (`nvidia/cu13`, or `nvidia/<component>`), then the system."""
     nvcc = shutil.which("nvcc")
-    named = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
-    toolkits = [Path(name) for name in named if name] + ([Path(nvcc).resolve().parents[1]] if nvcc else [])
+    named = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
+    toolkits = [*(Path(name) for name in named if name), _TOOLKIT, *([Path(nvcc).resolve().parents[1]] if nvcc else [])]
     spec = importlib.util.find_spec("nvidia")
     wheels = [child for base in (spec.submodule_search_locations or () if spec else ()) for child in sorted(Path(base).glob("*"))]
-    return list(dict.fromkeys(root for root in (*toolkits, *wheels) if root.is_dir()))
+    return list(dict.fromkeys(root for root in (*toolkits, *wheels, _SYSTEM) if root.is_dir()))
 
 
-def _library_folders() -> list[Path]:
-    folders = [root / name for root in _roots() for name in ("lib64", "lib")]
-    return [*folders, *_SYSTEM_LIBRARIES]
+def _major_of(root: Path) -> int | None:
+    """The version of CUDA that a folder's headers state; None where it has none that do."""
+    headers = (root / folder / name for folder in _INCLUDES for name in ("cuda_runtime_api.h", "cublas_api.h"))
+    return next((major for header in headers if header.is_file() and (major := _stated_major(header))), None)
 
 
-def _major(includes: list[Path]) -> int:
-    for folder in includes:
-        header = folder / "cuda_runtime_api.h"
-        if header.is_file() and (version := _version(header)):
-            return version // 1000
-    return DEFAULT_MAJOR
-
-
-def _version(header: Path) -> int | None:
-    """CUDART_VERSION, which stands near the top of a long file."""
+def _stated_major(header: Path) -> int | None:
+    """CUDART_VERSION, such as 12040, or CUBLAS_VER_MAJOR, which stand near the top of long files."""
     with header.open(errors="replace") as lines:
-        found = next((match for line in lines if (match := re.match(r"#define CUDART_VERSION\s+(\d+)", line))), None)
-    return int(found[1]) if found else None
+        found = next((match for line in lines if (match := re.match(r"#define (?:CUDART_VERSION|CUBLAS_VER_MAJOR)\s+(\d+)", line))), None)
+    return int(found[1]) // (1000 if len(found[1]) > 3 else 1) if found else None
 
 
 def _folder_of(path: Path, name: str) -> Path:

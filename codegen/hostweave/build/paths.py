@@ -1,6 +1,11 @@
-"""Where the files that travel with the package are: beside the code in a wheel, at the root in a source tree."""
+"""Where the files that travel with the package are: beside the code in a wheel, at the root in a source tree.
+
+An editable installation has the code in the source tree, and what it built in site-packages: both are on the package's `__path__`.
+"""
 
 from pathlib import Path
+
+import hostweave
 
 PACKAGE = Path(__file__).resolve().parents[1]
 _ROOT = PACKAGE if (PACKAGE / "runtime_cpp").is_dir() else PACKAGE.parents[1]
@@ -10,5 +15,7 @@ RUNTIME = _ROOT / "runtime_cpp"
 RUNTIME_INCLUDES = (RUNTIME / "include", RUNTIME / "driver" / "include")  # the program's part, and the part that Python calls it by
 EXAMPLES = _ROOT / "examples"
 BENCHMARKS = _ROOT / "benchmarks"
-NATIVE = PACKAGE / "native"  # what the installation built: libhostweave_cpu.so and the glue
 EMITTER = PACKAGE / "emit"
+
+# What the installation built: libhostweave_cpu.so and the glue.
+NATIVE = next((native for part in hostweave.__path__ if (native := Path(part) / "native").is_dir()), PACKAGE / "native")
