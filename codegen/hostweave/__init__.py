@@ -1,8 +1,10 @@
 """Hostweave compiles multi-device tensor programs into C++ host programs. See README.md."""
 
+from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from hostweave.errors import Location, UnknownAttribute
 from hostweave.fusion.block import block
 from hostweave.fusion.composites import (
     dropout,
@@ -71,7 +73,33 @@ from hostweave.fusion.functions import (
 )
 from hostweave.fusion.ir import Fusion
 from hostweave.fusion.trace import Tensor, fusion
-from hostweave.fusion.types import Mesh, bf16, bool_, f8e4m3, f8e5m2, f16, f32, f64, i8, i32, i64, u8, u32
+from hostweave.fusion.types import (
+    Mesh,
+    bf16,
+    bool_,
+    f8e4m3,
+    f8e5m2,
+    f16,
+    f32,
+    f64,
+    i8,
+    i32,
+    i64,
+    u8,
+    u32,
+)
+from hostweave.fusion.types import bf16 as bfloat16
+from hostweave.fusion.types import bool_ as bool
+from hostweave.fusion.types import f8e4m3 as float8_e4m3fn
+from hostweave.fusion.types import f8e5m2 as float8_e5m2
+from hostweave.fusion.types import f16 as float16
+from hostweave.fusion.types import f32 as float32
+from hostweave.fusion.types import f64 as float64
+from hostweave.fusion.types import i8 as int8
+from hostweave.fusion.types import i32 as int32
+from hostweave.fusion.types import i64 as int64
+from hostweave.fusion.types import u8 as uint8
+from hostweave.fusion.types import u32 as uint32
 from hostweave.fusion.user_kernels import kernel
 from hostweave.options import Options
 
@@ -95,8 +123,20 @@ _MODULE_OF = {name: module for module, names in _LAZY.items() for name in names}
 def __getattr__(name: str) -> Any:
     """What tracing does not need is imported when it is first used: importing hostweave stays quick."""
     if name not in _MODULE_OF:
-        raise AttributeError(f"module 'hostweave' has no attribute {name!r}")
+        raise _unknown(name)
     return getattr(import_module(_MODULE_OF[name]), name)
+
+
+def _unknown(name: str) -> AttributeError:
+    """What to write for a name that is not here."""
+    if name.startswith("_"):
+        return AttributeError(f"module 'hostweave' has no attribute {name!r}")
+    if name.startswith("complex"):
+        remedy = "there are no complex numbers: keep real and imaginary part in two tensors of float32"
+    else:
+        near = get_close_matches(name, __all__, 1)
+        remedy = f"did you mean {near[0]}?" if near else "the names are in hostweave.__all__"
+    return UnknownAttribute(f"hw.{name}: hostweave has no {name}; {remedy}", Location.of_caller())
 
 
 __all__ = [
@@ -116,7 +156,9 @@ __all__ = [
     "add",
     "argmax",
     "bf16",
+    "bfloat16",
     "block",
+    "bool",
     "bool_",
     "broadcast_to",
     "cast",
@@ -137,6 +179,11 @@ __all__ = [
     "f16",
     "f32",
     "f64",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float16",
+    "float32",
+    "float64",
     "fusion",
     "gelu",
     "greater",
@@ -145,6 +192,9 @@ __all__ = [
     "i32",
     "i64",
     "init",
+    "int8",
+    "int32",
+    "int64",
     "iota",
     "kernel",
     "layer_norm",
@@ -187,6 +237,8 @@ __all__ = [
     "transpose",
     "u8",
     "u32",
+    "uint8",
+    "uint32",
     "uniform",
     "var",
     "where",

@@ -21,16 +21,19 @@ from hostweave.fusion.types import Mesh
 from hostweave.host.ir import HostProgram
 from hostweave.options import Options
 from hostweave.pipeline import lower
+from hostweave.runtime.arguments import in_order
 from hostweave.runtime.call import make_call
 from hostweave.runtime.cpu import schedule
 from hostweave.runtime.group import Group, current
 from hostweave.runtime.local import LocalProgram
 from hostweave.runtime.session import Session, Timing
+from hostweave.signatures import checked
 
 MAX_CHECKED_RANKS = 16  # of programs that are checked without being asked to
 OPTIONS_OF_RUN = ("ranks", "warmups", "repetitions")  # take arrays by name beside these
 
 
+@checked
 def compile(program: Fusion | HostProgram, target: str = "cpu", options: Options | None = None) -> Program:
     """Lowers a fusion, or takes a host program as it is, for `target` "cpu" or "cuda".
 
@@ -40,7 +43,7 @@ def compile(program: Fusion | HostProgram, target: str = "cpu", options: Options
     if not isinstance(program, Fusion | HostProgram):
         raise ProgramError(f"compile: {program!r} is neither a fusion nor a host program; mark a function with @hw.fusion(...)")
     if not isinstance(options, Options | None):
-        raise ProgramError(f"{program.name}: options={options!r} are no hw.Options(...)")
+        raise ProgramError(f"{program.name}: options must be hw.Options, got {type(options).__name__}; write hw.Options(streams=4)")
     if target not in TARGETS:
         raise ProgramError(f"{program.name}: no target {target!r}; the targets are {' and '.join(TARGETS)}")
     options = options or Options()
@@ -138,15 +141,21 @@ class Program:
         check(self._host, {**minimal_sizes(self._host), **sizes})
 
     def __call__(
-        self, *arrays: Any, out: Any = None, stream: Any = None, group: Group | None = None, sizes: Mapping[str, int] | None = None
+        self,
+        *arrays: Any,
+        out: Any = None,
+        stream: Any = None,
+        group: Group | None = None,
+        sizes: Mapping[str, int] | None = None,
+        **named: Any,
     ) -> Any:
         """Runs this thread's or process's rank of a group on its local arrays, after `hw.init`: all ranks make the same calls.
 
-        `arrays` are the inputs in order, contiguous and on the rank's device; nothing is copied. Gives the local output, or a
-        tuple of them, in the library of the first input, or in `out`, which may hold arrays to write to. Without `group` it is
-        the default one. Ranks that are processes take it that sharded dims are even; `sizes` gives the global size of those
-        that are not, by name, and of those that the rank's own arrays do not tell. A rank that is not in the mesh of an input
-        passes None for it, and gets None for such an output.
+        `arrays` are the inputs in order, `named` others by name; contiguous and on the rank's device; nothing is copied. Gives
+        the local output, or a tuple of them, in the library of the first input, or in `out`, which may hold arrays to write to.
+        Without `group` it is the default one. Ranks that are processes take it that sharded dims are even; `sizes` gives the
+        global size of those that are not, by name, and of those that the rank's own arrays do not tell. A rank that is not in
+        the mesh of an input passes None for it, and gets None for such an output.
 
         On CUDA the call is ordered after what `stream` holds (an int, or a stream of PyTorch, CuPy or another library; by
         default the library's current one), and later work on it after the call; nothing waits. On the CPU target the call
@@ -164,17 +173,17 @@ class Program:
             local = LocalProgram(self, self._host, repr(self._options), group, self._options.verify_calls)
             group.programs[self] = local
             self._locals.add(local)
-        return local(arrays, out, stream, sizes)
+        return local(in_order(self.name, self._host.inputs, arrays, named) if named else arrays, out, stream, sizes)
 
-    def run(self, *, ranks: bool = False, **arrays: Any) -> Any:
-        """Runs all ranks in this process on global arrays and waits for the result.
+    def run(self, *arrays: Any, ranks: bool = False, **named: Any) -> Any:
+        """Runs all ranks in this process on global arrays, given in order or by name, and waits for the result.
 
         Gives the global output, or a tuple of them where there are several, as arrays of the first input's library; of a
         replicated output a rank's copy. With `ranks`, gives a list of every rank's local output or tuple of outputs, None for
         what is on a mesh that the rank is not in.
         Raises ArgumentError for arrays that do not fit, ExecutionError where the ranks do not get through.
         """
-        call = make_call(self._host, self.target, arrays)
+        call = make_call(self._host, self.target, arrays, named)
         self._ready().run([call], schedule(), poison=False)
         return call.local_results() if ranks else call.global_results()
 
@@ -184,18 +193,18 @@ class Program:
         With `poison`, outputs and temporaries are filled with NaN on the caller's stream before each call. Gives for every
         call what `run(ranks=True)` gives. This is how tests see a missing dependency.
         """
-        made = [make_call(self._host, self.target, arrays) for arrays in calls]
+        made = [make_call(self._host, self.target, (), arrays) for arrays in calls]
         self._ready().run(made, schedule(), poison=poison)
         return [call.local_results() for call in made]
 
-    def measure(self, *, warmups: int = 3, repetitions: int = 20, **arrays: Any) -> list[list[Timing]]:
+    def measure(self, *arrays: Any, warmups: int = 3, repetitions: int = 20, **named: Any) -> list[list[Timing]]:
         """The times of `repetitions` calls on every rank, [rank][repetition]; ranks begin each call together.
 
         Raises ArgumentError and ExecutionError as `run` does.
         """
         if warmups < 0 or repetitions < 1:
             raise ArgumentError(f"{self.name}: measure: warmups={warmups}, repetitions={repetitions}: at least 0 and 1 are wanted")
-        call = make_call(self._host, self.target, arrays)
+        call = make_call(self._host, self.target, arrays, named)
         return self._ready().measure(call, schedule(), warmups, repetitions)
 
     def export(self, folder: str | Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from types import FrameType
 
@@ -48,6 +50,10 @@ class ProgramError(HostweaveError, ValueError):
     """A program that means nothing, or that no pass can lower."""
 
 
+class UnknownAttribute(ProgramError, AttributeError):
+    """An attribute that is not there, for `hasattr` as well."""
+
+
 class ParseError(HostweaveError, ValueError):
     """IR text that does not parse."""
 
@@ -62,3 +68,10 @@ class BuildError(HostweaveError, RuntimeError):
 
 class ExecutionError(HostweaveError, RuntimeError):
     """A program that failed while it ran."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The remedy for a word that is not known: the nearest of those that are, or all of them."""
+    known = list(known)
+    near = get_close_matches(word.lower(), known, 1)
+    return f"did you mean {near[0]}?" if near else f"one of {', '.join(known)}"

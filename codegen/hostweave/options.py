@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 
 from hostweave.errors import ProgramError
 from hostweave.fusion.types import DType, f32
+from hostweave.signatures import checked_arguments
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class Options:
     """Options of `hw.compile`.

@@ -314,7 +314,7 @@ def test_a_function_takes_the_inputs_that_it_does_not_name() -> None:
     ("inputs", "message"),
     [
         ({"layers.0.w": hw.f32["M"]}, "fusion @f: 'layers.0.w' is not a name; use letters, digits and _"),
-        ({"w": 3}, "fusion @f: w has no type; pass w=hw.f32[...] to hw.fusion"),
+        ({"w": 3}, "fusion @f: w=3 is not the type of a tensor; write w=hw.f32[...]"),
     ],
 )
 def test_inputs_that_no_parameter_names(inputs: dict[str, Any], message: str) -> None:

@@ -120,4 +120,4 @@ def test_garbled_text_is_never_another_error() -> None:
 def test_a_program_that_means_nothing_names_its_line() -> None:
     with pytest.raises(ProgramError) as caught:
         Fusion.parse("fusion @f(%x: f32[M, K], %w: f32[J, N]) {\n  %y: f32[M, N] = matmul(%x, %w)\n  return %y\n}\n")
-    assert str(caught.value) == "text:2: matmul: inner dims differ: f32[M, K] x f32[J, N]"
+    assert str(caught.value).startswith("text:2: matmul: inner dims differ: f32[M, K] x f32[J, N]; ")

@@ -30,7 +30,12 @@ def ops(fusion: hw.Fusion) -> list[str]:
 X = 'hw.bf16["M", "K"]'
 
 ERRORS = {
-    "inner dims": ("return hw.matmul(x, w)", {"w": 'hw.bf16["J", "N"]'}, "4: matmul: inner dims differ: bf16[M, K] x bf16[J, N]"),
+    "inner dims": (
+        "return hw.matmul(x, w)",
+        {"w": 'hw.bf16["J", "N"]'},
+        "4: matmul: inner dims differ: bf16[M, K] x bf16[J, N]; "
+        "the last dim of the first is the one before the last of the second: transpose or reshape one of them",
+    ),
     "rank of matmul": (
         "return hw.matmul(x, w)",
         {"w": 'hw.bf16["K"]'},
@@ -44,7 +49,8 @@ ERRORS = {
     "broadcast": (
         "return x + w",
         {"w": 'hw.bf16["M"]'},
-        "4: add: shapes do not broadcast: bf16[M, K] and bf16[M] differ in dim -1; make them equal or 1, as with x[:, None]",
+        "4: add: shapes do not broadcast: bf16[M, K] and bf16[M] differ in dim -1; dims are aligned from the "
+        "right: give the smaller one a dim of 1 at its end, as in y[:, None]",
     ),
     "dtypes": ("return x + w", {"w": 'hw.f32["M", "K"]'}, "4: add: dtypes differ: bf16[M, K] and f32[M, K]; use hw.cast on one of them"),
     "dtype": ("return hw.exp(x)", {"x": 'hw.i32["M"]'}, "4: exp: not defined for i32; use hw.cast to a dtype that is float"),
@@ -107,8 +113,7 @@ ERRORS = {
     "index": (
         "return x[x > 0]",
         {"x": "hw.f32[8, 4]"},
-        "4: indexing: Tensor(bool[8, 4]) is neither an int, a slice, None nor '...'; "
-        "use hw.where to choose by values, hw.concat for several parts",
+        "4: indexing: Tensor(bool[8, 4]) is neither an int, a slice, None nor '...'; choose by values with hw.where(condition, x, 0)",
     ),
     "indices": ("return x[:, :, :]", {}, "4: indexing: 3 dims of bf16[M, K], which has 2; leave some out"),
     "index twice": ("return x[..., 0, ...]", {}, "4: indexing: '...' is given twice; write ':' for each dim instead"),
@@ -382,12 +387,12 @@ ERRORS = {
         {"x": "hw.f32[8, 4]"},
         "4: stream: 3 chunks do not divide dim 0 of f32[8, 4]; use a divisor of 8",
     ),
-    "stream step": ('return (-x).stream(0, step="slow")', {}, "4: stream: step='slow' is not one of block, across"),
+    "stream step": ('return (-x).stream(0, step="slow")', {}, "4: stream: there is no step='slow'; one of block, across"),
     "stream by": (
         'return (-x).stream(0, by="mail")',
         {},
-        "4: stream: by='mail' is not one of p2p, ring, broadcast, reduce, all_gather, reduce_scatter, all_reduce, all_to_all, exchange, "
-        "transfer",
+        "4: stream: there is no by='mail'; one of p2p, ring, broadcast, reduce, all_gather, reduce_scatter, all_reduce, all_to_all, "
+        "exchange, transfer",
     ),
     "stream of a merged dim": (
         'return hw.reshape(x, "M*K").stream(0)',

@@ -83,7 +83,7 @@ def test_torch_tensors_that_do_not_fit() -> None:
     assert message_of(x=sparse) == "ag_matmul: x: its layout is torch.sparse_coo; call .to_dense()"
     assert message_of(x=torch.empty(8, 4, device="meta")) == 'ag_matmul: x: it is on meta; call .to("cpu") or .to("cuda")'
     assert message_of(x=torch.empty(8, 4).cfloat()) == (
-        "ag_matmul: x: expected bf16[M@x, K], got complex64[8, 4]; cast it, or compile for complex64"
+        "ag_matmul: x: expected bf16[M@x, K], got complex64[8, 4]; programs have no complex64: pass real and imaginary part as two arrays"
     )
 
 

@@ -240,7 +240,7 @@ def test_properties() -> None:
 def test_what_compile_and_measure_take() -> None:
     for given, options, message in (
         (None, None, "compile: None is neither a fusion nor a host program; mark a function with @hw.fusion(...)"),
-        (ag_matmul, {"streams": 2}, "ag_matmul: options={'streams': 2} are no hw.Options(...)"),
+        (ag_matmul, {"streams": 2}, "ag_matmul: options must be hw.Options, got dict; write hw.Options(streams=4)"),
     ):
         with pytest.raises(ProgramError) as error:
             hw.compile(given, options=options)  # type: ignore[arg-type]

@@ -9,8 +9,10 @@ from hostweave.errors import Location, ProgramError
 from hostweave.fusion.ir import Fusion
 from hostweave.fusion.trace import Tensor, _Trace, parameters, record, traced
 from hostweave.fusion.types import TensorType
+from hostweave.signatures import checked
 
 
+@checked
 def block(**inputs: TensorType) -> Callable[[Callable[..., Any]], Block]:
     """Makes the decorated function a block: `@hw.block(x=hw.bf16["M@tp", "E"], w=hw.bf16["E", "F@tp"])`.
 

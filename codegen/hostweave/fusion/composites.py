@@ -13,6 +13,7 @@ from hostweave.fusion.extent import Extent
 from hostweave.fusion.functions import Axis
 from hostweave.fusion.trace import Tensor, dim_of, record
 from hostweave.fusion.types import DType, f32, u32
+from hostweave.signatures import checked
 
 _P = ParamSpec("_P")
 MAX_RANDOM_DIMS = 4  # words of a counter
@@ -35,6 +36,7 @@ def _called(word: str) -> Callable[[Callable[_P, Tensor]], Callable[_P, Tensor]]
 
 
 @_called("linear")
+@checked
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., K] times weight [N, K] transposed, plus bias [N]: [..., N]. Raises ProgramError."""
     location = Location.of_caller()
@@ -52,6 +54,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 @_called("softmax")
+@checked
 def softmax(x: Tensor, axis: Axis = -1) -> Tensor:
     """exp(x), divided by its sum over a dim. A row of -inf alone gives NaN, as in torch."""
     axis, wide = dim_of(x, axis, "softmax", Location.of_caller()), _wide(x)
@@ -60,6 +63,7 @@ def softmax(x: Tensor, axis: Axis = -1) -> Tensor:
 
 
 @_called("log_softmax")
+@checked
 def log_softmax(x: Tensor, axis: Axis = -1) -> Tensor:
     """The logarithm of softmax(x)."""
     axis, wide = dim_of(x, axis, "log_softmax", Location.of_caller()), _wide(x)
@@ -68,6 +72,7 @@ def log_softmax(x: Tensor, axis: Axis = -1) -> Tensor:
 
 
 @_called("layer_norm")
+@checked
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, axis: Axis = -1, eps: float = 1e-5) -> Tensor:
     """(x - mean) / sqrt(variance + eps) over a dim, times weight plus bias, which broadcast against x. Raises ProgramError."""
     axis, wide = _normed_dim("layer_norm", x, axis, weight, bias), _wide(x)
@@ -77,6 +82,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
 
 
 @_called("rms_norm")
+@checked
 def rms_norm(x: Tensor, weight: Tensor | None = None, axis: Axis = -1, eps: float = 1e-6) -> Tensor:
     """x / sqrt(mean of squares + eps) over a dim, times weight, which broadcasts against x. Raises ProgramError."""
     axis, wide = _normed_dim("rms_norm", x, axis, weight, None), _wide(x)
@@ -123,6 +129,7 @@ def _cast(x: Tensor, dtype: DType) -> Tensor:
 
 
 @_called("attention")
+@checked
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -200,6 +207,7 @@ def _by_group(mask: Tensor, heads: Extent, group: Extent) -> Tensor:
 
 
 @_called("rotary")
+@checked
 def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """Turns pairs of elements of the last dim of x [..., S, E] by angles, given by cos and sin, which broadcast to [..., S, E/2].
 
@@ -230,6 +238,7 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
 
 
 @_called("uniform")
+@checked
 def uniform(x: Tensor, seed: Tensor | int, draw: Tensor | int = 0) -> Tensor:
     """f32 numbers from 0 to below 1, of the shape of x, which has up to four dims.
 
@@ -266,6 +275,7 @@ def _dropped(x: Tensor, p: float, counter: Sequence[Tensor], seed: Tensor | int,
 
 
 @_called("dropout")
+@checked
 def dropout(x: Tensor, p: float, seed: Tensor | int, draw: Tensor | int = 0) -> Tensor:
     """x / (1 - p) where a number of `uniform(x, seed, draw)` is at least p, else 0. Raises ProgramError."""
     _check_probability("dropout: p", p, Location.of_caller())

@@ -10,10 +10,12 @@ from hostweave.fusion.ir import Scalar
 from hostweave.fusion.ops import NO_SOURCE, fits
 from hostweave.fusion.trace import Tensor, dim_of, record
 from hostweave.fusion.types import Dim, DType, Mesh, TensorType, i32
+from hostweave.signatures import checked
 
 Axis = int | str
 
 
+@checked
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """[..., M, K] x [..., K, N] -> [..., M, N]; the leading dims broadcast."""
     return record("matmul", a, b)
@@ -27,7 +29,7 @@ def _unary(kind: str, doc: str) -> Callable[[Tensor], Tensor]:
         return record(kind, x)
 
     function.__name__, function.__doc__ = kind, doc
-    return function
+    return checked(function)
 
 
 def _binary(kind: str, doc: str) -> Callable[[Tensor | Scalar, Tensor | Scalar], Tensor]:
@@ -35,7 +37,7 @@ def _binary(kind: str, doc: str) -> Callable[[Tensor | Scalar, Tensor | Scalar],
         return record(kind, a, b)
 
     function.__name__, function.__doc__ = kind, f"{doc} Dims broadcast; both sides have one dtype, a Python number takes it."
-    return function
+    return checked(function)
 
 
 add = _binary("add", "a + b.")
@@ -69,11 +71,13 @@ relu = _unary("relu", "max(x, 0).")
 silu = _unary("silu", "x * sigmoid(x).")
 
 
+@checked
 def pow(a: Tensor | Scalar, b: Tensor | Scalar) -> Tensor:
     """a to the b, also a ** b, of floats; where b is the number 2, 3 or 4 it is a product, of ints as well. Dims broadcast."""
     return a**b if isinstance(a, Tensor) else record("pow", a, b)
 
 
+@checked
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """x * Phi(x), with the error function, or with tanh where `approximate` is "tanh"."""
     if approximate not in ("none", "tanh"):
@@ -81,6 +85,7 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     return record("gelu_tanh" if approximate == "tanh" else "gelu", x)
 
 
+@checked
 def clamp(x: Tensor, min: Tensor | Scalar | None = None, max: Tensor | Scalar | None = None) -> Tensor:
     """x, but no less than `min` and no more than `max`; a NaN stays. Either may be left out."""
     if min is None and max is None:
@@ -89,11 +94,13 @@ def clamp(x: Tensor, min: Tensor | Scalar | None = None, max: Tensor | Scalar | 
     return raised if max is None else record("minimum", raised, max)
 
 
+@checked
 def where(condition: Tensor, a: Tensor | Scalar, b: Tensor | Scalar) -> Tensor:
     """a where the condition (bool) holds, else b. Dims broadcast."""
     return record("where", condition, a, b)
 
 
+@checked
 def cast(x: Tensor, dtype: DType) -> Tensor:
     """The same values in another dtype, rounded to nearest even. Raises ProgramError where that is none of hostweave's."""
     if not isinstance(dtype, DType):
@@ -101,12 +108,14 @@ def cast(x: Tensor, dtype: DType) -> Tensor:
     return record("cast", x, target=TensorType(dtype, x.type.dims))
 
 
+@checked
 def iota(x: Tensor, axis: Axis, dtype: DType = i32) -> Tensor:
     """0, 1, 2, ... along a dim of x: a vector of the dim's extent, of whole numbers of this dtype."""
     extent = x.type.shape[dim_of(x, axis, "iota", Location.of_caller())]
     return record("iota", target=TensorType(dtype, (Dim(extent),)), beside=x)
 
 
+@checked
 def copy(x: Tensor) -> Tensor:
     """The same values in memory of their own."""
     return record("copy", x)
@@ -124,7 +133,7 @@ def _reduction(kind: str, doc: str) -> Callable[..., Tensor]:
 
     function.__name__ = kind
     function.__doc__ = f"{doc} Over `axis`, an int, a dim name or a tuple of them; all dims by default. The dtype stays."
-    return function
+    return checked(function)
 
 
 sum = _reduction("sum", "The sum.")
@@ -134,6 +143,7 @@ min = _reduction("min", "The smallest element.")
 mean = _reduction("mean", "The mean, of floats.")
 
 
+@checked
 def var(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, correction: int = 0, keepdims: bool = False) -> Tensor:
     """The mean of squared distances from the mean, of floats, over `axis` as in `mean`. `correction` is 0: divided by all."""
     if correction != 0:
@@ -142,6 +152,7 @@ def var(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, correction: int 
     return mean(distance * distance, axis, keepdims)
 
 
+@checked
 def argmax(x: Tensor, axis: Axis | None = None, keepdims: bool = False) -> Tensor:
     """The i64 index of the first largest element along one dim, or in the flattened tensor; a NaN counts as the largest."""
     location = Location.of_caller()
@@ -154,6 +165,7 @@ def argmax(x: Tensor, axis: Axis | None = None, keepdims: bool = False) -> Tenso
 # --- shapes -----------------------------------------------------------------------------------------------------------
 
 
+@checked
 def expand_dims(x: Tensor, axis: int | tuple[int, ...]) -> Tensor:
     """New dims of one element at `axis` of the result."""
     axes = axis if isinstance(axis, tuple) else (axis,)
@@ -164,6 +176,7 @@ def expand_dims(x: Tensor, axis: int | tuple[int, ...]) -> Tensor:
     return record("expand_dims", x, axis=tuple(sorted(a % rank for a in axes)))
 
 
+@checked
 def reshape(x: Tensor, *dims: int | str) -> Tensor:
     """The same elements in the same order. A dim is an int, a name, or an extent such as `M/8`; one may be -1, the rest."""
     location = Location.of_caller()
@@ -175,18 +188,21 @@ def reshape(x: Tensor, *dims: int | str) -> Tensor:
     return record("reshape", x, target=TensorType(x.dtype, tuple(map(Dim, shape))))
 
 
+@checked
 def transpose(x: Tensor, axes: tuple[Axis, ...] | None = None) -> Tensor:
     """Dim i of the result is dim `axes[i]` of x; all dims reversed by default."""
     location = Location.of_caller()
     return record("transpose", x, axes=tuple(dim_of(x, a, "transpose", location) for a in axes or range(x.ndim)[::-1]))
 
 
+@checked
 def broadcast_to(x: Tensor, *dims: int | str) -> Tensor:
     """Dims aligned from the right; those of 1 and those that are missing repeat."""
     location = Location.of_caller()
     return record("broadcast_to", x, target=TensorType(x.dtype, tuple(Dim(_extent(dim, "broadcast_to", location)) for dim in dims)))
 
 
+@checked
 def concat(tensors: Sequence[Tensor], axis: Axis | None = 0) -> Tensor:
     """The tensors one after the other along a dim, in which alone they may differ; flattened where `axis` is None."""
     location = Location.of_caller()
@@ -197,6 +213,7 @@ def concat(tensors: Sequence[Tensor], axis: Axis | None = 0) -> Tensor:
     return record("concat", *tensors, axis=dim_of(tensors[0], axis, "concat", location))
 
 
+@checked
 def exchange(x: Tensor, axis: Axis, sources: Sequence[int | None]) -> Tensor:
     """x with the blocks of a dim in other places: block i is block sources[i] of x, or zeros where that is None.
 
@@ -208,6 +225,7 @@ def exchange(x: Tensor, axis: Axis, sources: Sequence[int | None]) -> Tensor:
     return record("exchange", x, axis=dim_of(x, axis, "exchange", location), sources=places)
 
 
+@checked
 def pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: Scalar = 0) -> Tensor:
     """x with more elements of `value` around it. As in torch.nn.functional, `pad` is (before, after) of the last dim, then of the
     dim before it, and so on: (1, 2) makes rows longer by 3. Raises ProgramError.
@@ -237,6 +255,7 @@ def _extent(dim: int | str, kind: str, location: Location) -> Extent:
 # --- sharding ---------------------------------------------------------------------------------------------------------
 
 
+@checked
 def reshard(x: Tensor, *dims: int | str, mesh: Mesh | None = None) -> Tensor:
     """States the sharding of a tensor, one dim each: `hw.reshard(x, "M@x", "K")`. How it comes about is the compiler's work.
 

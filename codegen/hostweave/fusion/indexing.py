@@ -36,11 +36,7 @@ def _spread(type: TensorType, keys: tuple[Any, ...], location: Location) -> list
     """One key a dim, besides those that make new ones."""
     for key in keys:
         if isinstance(key, bool) or not (key is None or isinstance(key, int | slice | EllipsisType)):
-            raise ProgramError(
-                f"indexing: {key!r} is neither an int, a slice, None nor '...'; "
-                "use hw.where to choose by values, hw.concat for several parts",
-                location,
-            )
+            raise ProgramError(f"indexing: {key!r} is neither an int, a slice, None nor '...'; {_instead_of(key)}", location)
     given = sum(isinstance(key, int | slice) for key in keys)
     if given > len(type.dims):
         raise ProgramError(f"indexing: {given} dims of {type}, which has {len(type.dims)}; leave some out", location)
@@ -50,6 +46,17 @@ def _spread(type: TensorType, keys: tuple[Any, ...], location: Location) -> list
     for key in keys if any(key is ... for key in keys) else (*keys, ...):
         spread.extend([slice(None)] * (len(type.dims) - given) if isinstance(key, EllipsisType) else [key])
     return spread
+
+
+def _instead_of(key: Any) -> str:
+    """What to write for a key that is an array."""
+    kind = getattr(getattr(key, "dtype", None), "kind", "")
+    if kind == "bool":
+        return "choose by values with hw.where(condition, x, 0)"
+    if kind and hasattr(key, "type"):
+        rows = "hw.cast(ids[:, None] == hw.iota(x, 0, ids.dtype), x.dtype)"
+        return f"for rows of x that a tensor numbers, multiply by ones in their places, hw.matmul({rows}, x), or index the array outside"
+    return "use hw.concat([x[i], ...]) for parts that are known now"
 
 
 def _selected(x: Tensor, axis: int, index: int, location: Location) -> Tensor:

@@ -68,11 +68,19 @@ def _broadcast(types: Types) -> tuple[Dim, ...]:
     for i in range(-rank, 0):
         extents = {type.shape[i] for type in types if len(type.dims) >= -i} - {ONE}
         if len(extents) > 1:
-            raise Mismatch(
-                f"shapes do not broadcast: {' and '.join(map(str, types))} differ in dim {i}; make them equal or 1, as with x[:, None]"
-            )
+            raise Mismatch(f"shapes do not broadcast: {' and '.join(map(str, types))} differ in dim {i}; {_aligned(types)}")
         dims.append(Dim(extents.pop() if extents else ONE))
     return tuple(dims)
+
+
+def _aligned(types: Types) -> str:
+    """How operands that do not broadcast might: turned, or with a dim of 1 at the end."""
+    a, b = (type.shape for type in sorted(types[-2:], key=lambda type: -len(type.dims)))
+    if len(a) == len(b) == 2 and a == b[::-1]:
+        return "transpose one of them, as in x + y.T"
+    if len(b) == 1 and len(a) == 2 and a[0] == b[0]:
+        return "dims are aligned from the right: give the smaller one a dim of 1 at its end, as in y[:, None]"
+    return "dims are aligned from the right: make them equal or 1, as with x[:, None]"
 
 
 def _arithmetic(*kinds: str) -> Callable[[Types, Op], TensorType]:
@@ -107,7 +115,7 @@ def _matmul(types: Types, op: Op) -> TensorType:
         if len(operand.dims) < 2:
             raise Mismatch(f"rank mismatch: {operand} has {len(operand.dims)} dims, at least 2 are needed; use x[None] or x[:, None]")
     if a.shape[-1] != b.shape[-2]:
-        raise Mismatch(f"inner dims differ: {a} x {b}")
+        raise Mismatch(f"inner dims differ: {a} x {b}; {_transposed(a, b)}")
     batches = [TensorType(t.dtype, t.dims[:-2]) for t in types]
     try:
         batch = _broadcast(batches) if any(t.dims for t in batches) else ()
@@ -115,6 +123,15 @@ def _matmul(types: Types, op: Op) -> TensorType:
         raise Mismatch(f"batch dims do not broadcast: {a} x {b}") from None
     dtype = op.result.type.dtype if widens(a.dtype, op.result.type.dtype) else a.dtype
     return TensorType(dtype, (*batch, Dim(a.shape[-2]), Dim(b.shape[-1])))
+
+
+def _transposed(a: TensorType, b: TensorType) -> str:
+    """Which operand of a matmul to turn so that the inner dims are the same."""
+    if a.shape[-1] == b.shape[-1]:
+        return "transpose the second one: " + ("hw.matmul(a, b.T)" if len(b.dims) == 2 else "hw.transpose(b, axes)")
+    if a.shape[-2] == b.shape[-2]:
+        return "transpose the first one: " + ("hw.matmul(a.T, b)" if len(a.dims) == 2 else "hw.transpose(a, axes)")
+    return "the last dim of the first is the one before the last of the second: transpose or reshape one of them"
 
 
 def widens(operands: DType, result: DType) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TypeVar
 
-from hostweave.errors import Location
+from hostweave.errors import Location, did_you_mean
 from hostweave.fusion.blocks import on_each
 from hostweave.fusion.ir import Attribute, Fusion, Op, Scalar, Value
 from hostweave.fusion.ops import OPS
@@ -150,10 +150,7 @@ def parse_op(
     at = reader.at
     kind = reader.word("the name of an op")
     if kind not in OPS:
-        from difflib import get_close_matches
-
-        near = get_close_matches(kind, OPS, 1)
-        reader.fail(f"unknown op {kind!r}; " + (f"did you mean {near[0]}?" if near else f"one of {', '.join(OPS)}"), at)
+        reader.fail(f"unknown op {kind!r}; {did_you_mean(kind, OPS)}", at)
     is_called = kind == "call" or (kind == "output" and reader.peek() == "@")
     callee = _parse_named(reader, blocks, "block") if is_called else None
     source = _parse_named(reader, sources, "source") if kind == "kernel" else None

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import count
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from hostweave.errors import Location, ProgramError
+from hostweave.errors import Location, ProgramError, UnknownAttribute, did_you_mean
 from hostweave.fusion.indexing import indexed
 from hostweave.fusion.ir import Attribute, Fusion, Op, Scalar, Value
 from hostweave.fusion.ops import attributes, infer_type, needs_whole, operand_types
+from hostweave.fusion.remedies import SizeName, instead_of
 from hostweave.fusion.source import Source
 from hostweave.fusion.text import BY, STEPS
-from hostweave.fusion.types import DType, Mesh, Stream, TensorType
+from hostweave.fusion.types import DTYPES, DType, Mesh, Stream, TensorType
 from hostweave.fusion.verify import verify_fusion
 from hostweave.naming import free_name
+from hostweave.signatures import checked
 
 # Names for results where the name of the op would read as a command.
 RESULT_NAMES = {
@@ -35,6 +37,7 @@ RESULT_NAMES = {
 }
 
 
+@checked
 def fusion(*, mesh: Mesh | None = None, **inputs: TensorType) -> Callable[[Callable[..., Any]], Fusion]:
     """Traces the decorated function into a Fusion: `@hw.fusion(mesh=hw.Mesh(x=8), x=hw.bf16["M@x", "K"])`.
 
@@ -75,7 +78,7 @@ class Tensor:
     @property
     def shape(self) -> tuple[int | str, ...]:
         """The global extents: an int, or text such as `M` and `8*M/4`."""
-        return tuple(int(extent) if extent.is_int else str(extent) for extent in self.type.shape)
+        return tuple(int(extent) if extent.is_int else SizeName(extent) for extent in self.type.shape)
 
     def named(self, name: str) -> Tensor:
         """Names the value; generated code keeps the name. Raises ProgramError where another value has it."""
@@ -88,6 +91,7 @@ class Tensor:
         self._trace.name(self, name)
         return self
 
+    @checked
     def stream(self, dim: int | str, chunks: int | None = None, step: str | None = None, by: str | None = None) -> Tensor:
         """States that a host loop walks `dim` of this value, one step an index, or one step a slice where `chunks` is given.
 
@@ -107,7 +111,7 @@ class Tensor:
         self._check_stream(number, chunks, location)
         for word, value, known in (("step", step, STEPS), ("by", by, BY)):
             if value is not None and value not in known:
-                raise ProgramError(f"stream: {word}={value!r} is not one of {', '.join(known)}", location)
+                raise ProgramError(f"stream: there is no {word}={value!r}; {did_you_mean(value, known)}", location)
         self._value = replace(self._value, stream=Stream(number, chunks, step, by))
         return self
 
@@ -167,6 +171,19 @@ class Tensor:
     def __setitem__(self, key: Any, value: Any) -> NoReturn:
         raise ProgramError("a tensor is a value and does not change; make another one by hw.where or hw.concat", Location.of_caller())
 
+    if not TYPE_CHECKING:  # or any name would be an attribute to a type checker
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name.startswith("_"):  # asked for by libraries, which take it that it may be missing
+                raise AttributeError(name)
+            raise UnknownAttribute(f"x.{name}: a tensor of a fusion has no {name}; {instead_of(name)}", Location.of_caller())
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: Any, **__: Any) -> NoReturn:
+        name = getattr(function, "__name__", str(function))
+        why = f"PyTorch cannot compute with a tensor of a fusion; {instead_of(name)}"
+        raise ProgramError(f"torch.{name}: {why}", Location.of_caller())
+
     def __array_ufunc__(self, ufunc: Any, *_: Any, **__: Any) -> NoReturn:
         why = "NumPy cannot compute with a tensor of a fusion; use operators and functions of hostweave, and make arrays inputs"
         raise ProgramError(f"numpy.{ufunc.__name__}: {why}", Location.of_caller())
@@ -177,6 +194,33 @@ class Tensor:
 
     def __bool__(self) -> bool:
         raise ProgramError("the values of a tensor are not known while a fusion is traced; use hw.where", Location.of_caller())
+
+    def __float__(self) -> NoReturn:
+        self._no_number("float")
+
+    def __int__(self) -> NoReturn:
+        self._no_number("int")
+
+    def __index__(self) -> NoReturn:
+        self._no_number("an index")
+
+    def _no_number(self, what: str) -> NoReturn:
+        why = f"{what}: the values of {self.type} are not known while a fusion is traced"
+        raise ProgramError(f"{why}; compute with the tensor, cast by hw.cast, or pass a Python number", Location.of_caller())
+
+    def _no_operator(self, sign: str, remedy: str) -> NoReturn:
+        raise ProgramError(f"x {sign} y: tensors of a fusion have no {sign}; {remedy}", Location.of_caller())
+
+    def __floordiv__(self, other: Any) -> NoReturn:
+        self._no_operator("//", "divide floats by /, and write the quotient of a size as text, such as 'M/2'")
+
+    def __mod__(self, other: Any) -> NoReturn:
+        self._no_operator("%", "take the remainder of an array before it is an input")
+
+    def __xor__(self, other: Any) -> NoReturn:
+        self._no_operator("^", "compare bools by !=, raise to a power by **")
+
+    __rfloordiv__, __rmod__, __rxor__, __divmod__, __rdivmod__ = __floordiv__, __mod__, __xor__, __floordiv__, __floordiv__
 
     def __matmul__(self, other: Tensor) -> Tensor:
         return record("matmul", self, other)
@@ -395,16 +439,25 @@ def parameters(function: Callable[..., Any], inputs: dict[str, TensorType], word
     named = [p.name for p in declared if p.kind is not p.VAR_KEYWORD and (p.default is p.empty or p.name in inputs)]
     others = [name for name in inputs if name not in named]
     for name in named:
-        if not isinstance(inputs.get(name), TensorType):
-            raise ProgramError(f"{here}: {name} has no type; pass {name}=hw.f32[...] to hw.{word}", location)
+        _check_given(here, word, name, inputs, location)
     for name in others:
         if not takes_any:
             raise ProgramError(f"{here}: {name} is not a parameter of the function; add it or leave it out", location)
-        if not isinstance(inputs[name], TensorType):
-            raise ProgramError(f"{here}: {name} has no type; pass {name}=hw.f32[...] to hw.{word}", location)
+        _check_given(here, word, name, inputs, location)
         if not (name.isidentifier() and name.isascii()):
             raise ProgramError(f"{here}: {name!r} is not a name; use letters, digits and _", location)
     return named + others
+
+
+def _check_given(here: str, word: str, name: str, inputs: Mapping[str, object], location: Location) -> None:
+    if name not in inputs:
+        raise ProgramError(f"{here}: {name} has no type; pass {name}=hw.f32[...] to hw.{word}", location)
+    given = inputs[name]
+    if not isinstance(given, TensorType):
+        dtype, bracket, dims = given.partition("[") if isinstance(given, str) else (getattr(given, "name", "f32"), "", "")
+        spec = ", ".join(f'"{dim.strip()}"' for dim in dims.removesuffix("]").split(",")) if bracket else "..."
+        known = dtype if dtype in DTYPES else "f32"
+        raise ProgramError(f"{here}: {name}={given!r} is not the type of a tensor; write {name}=hw.{known}[{spec}]", location)
 
 
 def _distinct_results(results: tuple[Tensor, ...]) -> list[Tensor]:

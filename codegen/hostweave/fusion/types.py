@@ -67,6 +67,8 @@ class Mesh:
     members: tuple[int, ...] | None  # None: all ranks of the program, from 0 on
 
     def __init__(self, axes: tuple[tuple[str, int], ...] = (), members: tuple[int, ...] | None = None, /, **sizes: int) -> None:
+        if not isinstance(axes, tuple) or not all(isinstance(axis, tuple) and len(axis) == 2 for axis in axes):
+            raise ProgramError(f"Mesh({axes!r}): the axes have no names; write hw.Mesh(x={_named_sizes(axes)})", Location.of_caller())
         object.__setattr__(self, "axes", (*axes, *sizes.items()))
         object.__setattr__(self, "members", members)
         for name, size in self.axes:
@@ -148,6 +150,12 @@ class Mesh:
     def __str__(self) -> str:
         of = "" if self.members is None else f"of ranks {_listed(self.members)}"
         return f"mesh({' '.join(filter(None, (_axes_text(self.axes), of)))})"
+
+
+def _named_sizes(sizes: Any) -> str:
+    """`2, y=4` of (2, 4), for a remedy."""
+    given = [size for size in (sizes if isinstance(sizes, Sequence) else (sizes,)) if isinstance(size, int)]
+    return ", ".join([str(given[0]), *(f"{name}={size}" for name, size in zip("yzuvw", given[1:], strict=False))]) if given else "8"
 
 
 def _axes_text(axes: tuple[tuple[str, int], ...]) -> str:

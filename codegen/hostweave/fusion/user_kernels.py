@@ -13,6 +13,7 @@ from hostweave.errors import Location, ProgramError, is_of_package
 from hostweave.fusion.source import Argument, Source
 from hostweave.fusion.trace import Tensor, record
 from hostweave.fusion.types import Dim, DType, TensorType
+from hostweave.signatures import checked
 
 MAX_BLOCK = 1024  # threads
 
@@ -33,6 +34,7 @@ POINTERS = {
 }
 
 
+@checked
 def kernel(
     source: str | Path,
     name: str,
@@ -92,11 +94,13 @@ def _dim(dim: int | str, location: Location) -> Dim:
 
 def _text(source: str | Path, location: Location) -> tuple[tuple[str, ...], Location]:
     """The lines of a source and where the first one stands: in its file, or in the user's where the text is there as it is."""
-    if isinstance(source, Path):
+    if isinstance(source, Path) or re.fullmatch(r"[^\n;{}]+\.(cu|cuh|cpp|cc|h|hpp)", source):
+        path = Path(source)
         try:
-            return tuple(source.read_text().splitlines()), Location(source.name, 1)
+            return tuple(path.read_text().splitlines()), Location(path.name, 1)
         except OSError as error:
-            raise ProgramError(f"kernel: {source}: {error.strerror}; give the path of a file of CUDA C++", location) from None
+            where = "" if path.is_absolute() else f" in {Path.cwd()}"
+            raise ProgramError(f"kernel: {path}: {error.strerror}{where}; give the path of a file of CUDA C++", location) from None
     found = _in_file_of_caller(source)
     return tuple(source.splitlines()), found or location
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields
-from difflib import get_close_matches
 from typing import Any, NoReturn, get_type_hints
 
-from hostweave.errors import Location
+from hostweave.errors import Location, did_you_mean
 from hostweave.fusion.extent import Extent
 from hostweave.fusion.source import Source, parse_source, print_source
 from hostweave.fusion.transfer import Route
@@ -220,8 +219,7 @@ def _fail_unknown(reader: Reader, word: str) -> NoReturn:
     if not word:
         reader.fail("the text ends inside a program: is it complete?")
     words = sorted(word for _, word in _BY_WORD)
-    near = get_close_matches(word, words, 1)
-    reader.fail(f"unknown instruction {word!r}; " + (f"did you mean {near[0]}?" if near else f"one of {', '.join(words)}"))
+    reader.fail(f"unknown instruction {word!r}; {did_you_mean(word, words)}")
 
 
 @ir.per_kind

@@ -2,9 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from hostweave.errors import ArgumentError
 from hostweave.fusion.types import TensorType
+from hostweave.host.ir import Parameter
 from hostweave.runtime.arrays import HOST, Array, Library, library_of
+
+
+def in_order(program: str, parameters: Sequence[Parameter], given: Sequence[Array], named: Mapping[str, Array]) -> tuple[Array, ...]:
+    """The inputs of a call that gives the first ones by position, and others by name, as a Python function takes them.
+
+    Raises ArgumentError with the program's and the argument's name where one is missing, unknown or given twice.
+    """
+    names = [parameter.name for parameter in parameters]
+    arrays = dict(zip(names, given, strict=False))
+    signature = f"the program takes {', '.join(f'{p.name}: {p.type}' for p in parameters)}"
+    if len(given) > len(names):
+        raise ArgumentError(f"{program}: {len(given)} arrays by position, and there are {len(names)} inputs; {signature}")
+    if twice := [name for name in named if name in arrays]:
+        raise ArgumentError(f"{program}: argument {twice[0]} is given by position and by name; leave one of them out")
+    arrays |= named
+    if unknown := [name for name in named if name not in names]:
+        raise ArgumentError(f"{program}: unknown argument {', '.join(sorted(unknown))}; {signature}")
+    if missing := [name for name in names if name not in arrays]:
+        raise ArgumentError(f"{program}: missing argument {', '.join(sorted(missing))}; {signature}")
+    return tuple(arrays[name] for name in names)
 
 
 def accept(program: str, target: str, name: str, type_: TensorType, array: Array) -> tuple[Library, Array]:
@@ -24,7 +47,12 @@ def accept(program: str, target: str, name: str, type_: TensorType, array: Array
     dtype, shape = library.dtype(array), array.shape
     if dtype != type_.dtype or len(shape) != len(type_.dims):
         mismatch = f"{program}: {name}: expected {type_}, got {dtype}[{', '.join(map(str, shape))}]"
-        remedy = f"cast it, or compile for {dtype}" if dtype != type_.dtype else f"pass an array of {len(type_.dims)} dims"
+        remedy = f"pass an array of {len(type_.dims)} dims"
+        if isinstance(dtype, str):
+            parts = "pass real and imaginary part as two arrays" if dtype.startswith("complex") else f"cast it to {type_.dtype}"
+            remedy = f"programs have no {dtype}: {parts}"
+        elif dtype != type_.dtype:
+            remedy = f"cast it, or compile for {dtype}"
         raise ArgumentError(f"{mismatch}; {remedy}")
     if target == "cpu" and library.device(array) != HOST:
         raise ArgumentError(

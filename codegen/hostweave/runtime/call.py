@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hostweave.errors import ArgumentError
 from hostweave.fusion.types import Mesh, TensorType
 from hostweave.host.ir import HostProgram, Parameter
-from hostweave.runtime.arguments import accept
+from hostweave.runtime.arguments import accept, in_order
 from hostweave.runtime.arrays import HOST, Array, Library, View, nothing, view
 from hostweave.runtime.shards import bind_sizes, block_of, global_shape, holds, local_shape
 
@@ -50,15 +50,15 @@ class Call:
         return result
 
 
-def make_call(program: HostProgram, target: str, arrays: Mapping[str, Array]) -> Call:
-    """A call with these global arrays.
+def make_call(program: HostProgram, target: str, given: Sequence[Array], named: Mapping[str, Array]) -> Call:
+    """A call with these global arrays, the first ones by position and others by name.
 
     Raises ArgumentError with the program's and the argument's name where an array is missing, unknown, of another dtype,
     number of dims, device or size than the program's types say.
     """
     expected = {p.name: p.type for p in program.inputs}
-    _check_names(program.name, expected, arrays)
-    taken = {name: accept(program.name, target, name, type_, arrays[name]) for name, type_ in expected.items()}
+    arrays = in_order(program.name, program.inputs, given, named)
+    taken = {name: accept(program.name, target, name, expected[name], array) for name, array in zip(expected, arrays, strict=True)}
     libraries = {name: library for name, (library, _) in taken.items()}
     accepted = {name: array for name, (_, array) in taken.items()}
     sizes = bind_sizes(program.name, program.mesh, expected, {name: tuple(array.shape) for name, array in accepted.items()}, program.uneven)
@@ -78,13 +78,6 @@ def make_call(program: HostProgram, target: str, arrays: Mapping[str, Array]) ->
     for rank in ranks if device != HOST else ():
         library.wait(rank)
     return Call(program, sizes, library, device, inputs, outputs)
-
-
-def _check_names(program: str, expected: Mapping[str, TensorType], arrays: Mapping[str, Array]) -> None:
-    signature = ", ".join(f"{name}: {type_}" for name, type_ in expected.items())
-    for kind, names in (("missing", expected.keys() - arrays.keys()), ("unknown", arrays.keys() - expected.keys())):
-        if names:
-            raise ArgumentError(f"{program}: {kind} argument {', '.join(sorted(names))}; the program takes {signature}")
 
 
 def _block(library: Library, array: Array, type_: TensorType, mesh: Mesh, rank: int) -> View:

@@ -1,0 +1,204 @@
+"""What people write who come from PyTorch and NumPy: each has a place in their file, a reason and a remedy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hostweave as hw
+from hostweave.errors import ArgumentError, HostweaveError, ProgramError
+
+MESH = hw.Mesh(x=2)
+A = hw.f32["M@x", "K"]
+HERE = rf"^{Path(__file__).name}:\d+: "
+WEIGHTED = {"w": hw.f32["K", "N"]}
+X = np.arange(8, dtype=np.float32).reshape(4, 2)
+W = np.ones((2, 3), dtype=np.float32)
+
+
+def fused(body: Callable[..., Any], **others: Any) -> hw.Fusion:
+    def program(x, **rest):  # type: ignore[no-untyped-def]
+        return body(x, **rest)
+
+    return hw.fusion(mesh=MESH, x=A, **others)(program)
+
+
+TRACED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
+    "torch.relu": (
+        lambda x: pytest.importorskip("torch").relu(x),
+        {},
+        "torch.relu: PyTorch cannot compute with a tensor of a fusion; use hw.relu",
+    ),
+    "torch.cat": (lambda x: pytest.importorskip("torch").cat([x]), {}, "PyTorch cannot compute with a tensor of a fusion; use hw.concat"),
+    "dim=": (lambda x: hw.sum(x, dim=0), {}, "sum: sum(x, axis=None, keepdims=False) has no parameter 'dim'; did you mean axis?"),
+    "keepdim=": (lambda x: hw.mean(x, 0, keepdim=True), {}, "did you mean keepdims?"),
+    "softmax dim=": (lambda x: hw.softmax(x, dim=0), {}, "softmax: softmax(x, axis=-1) has no parameter 'dim'; did you mean axis?"),
+    "too few": (lambda x: hw.matmul(x), {}, "matmul: missing 1 required positional argument: 'b'; write matmul(a, b)"),
+    "view": (lambda x: x.view(-1), {}, "x.view: a tensor of a fusion has no view; use hw.reshape(x, ...)"),
+    "x.sum()": (lambda x: x.sum(), {}, "x.sum: a tensor of a fusion has no sum; use hw.sum"),
+    "x.dtpye": (lambda x: x.dtpye, {}, "did you mean dtype?"),
+    "size * 2": (lambda x: x.shape[0] * 2, {}, "M * 2: M is the name of a size that is known only at a call; write '2*M'"),
+    "2 * size": (lambda x: 2 * x.shape[0], {}, "write '2*M'"),
+    "size * size": (lambda x: x.shape[0] * x.shape[1], {}, "write 'K*M'"),
+    "size + size": (lambda x: x.shape[0] + x.shape[1], {}, "write '(K + M)'"),
+    "size - 2": (lambda x: x.shape[0] - 2, {}, "write '(M - 2)'"),
+    "size // 2": (lambda x: x.shape[0] // 2, {}, "write 'M/2'"),
+    "size * 0.5": (lambda x: x.shape[0] * 0.5, {}, "write sizes as text, such as '2*M' and 'M/2'"),
+    "x // 2": (lambda x: x // 2, {}, "x // y: tensors of a fusion have no //; divide floats by /"),
+    "x % 2": (lambda x: x % 2, {}, "x % y: tensors of a fusion have no %"),
+    "float": (lambda x: float(x), {}, "float: the values of f32[M@x, K] are not known while a fusion is traced; compute with the tensor"),
+    "int": (lambda x: int(x), {}, "int: the values of f32[M@x, K] are not known"),
+    "range": (lambda x: range(x), {}, "the values of f32[M@x, K] are not known"),
+    "math": (lambda x: math.sqrt(x), {}, "the values of f32[M@x, K] are not known"),
+    "w": (
+        lambda x, w: hw.matmul(x, w),
+        {"w": hw.f32["N", "K"]},
+        "inner dims differ: f32[M@x, K] x f32[N, K]; transpose the second one: hw.matmul(a, b.T)",
+    ),
+    "x": (lambda x, w: hw.matmul(w, x), {"w": hw.f32["M", "N"]}, "transpose the first one: hw.matmul(a.T, b)"),
+    "batched w": (lambda x, w: hw.matmul(x, w), {"w": hw.f32["B", "N", "K"]}, "transpose the second one: hw.transpose(b, axes)"),
+    "sum": (
+        lambda x, w: x + w,
+        {"w": hw.f32["K", "M"]},
+        "f32[M@x, K] and f32[K, M] differ in dim -2; transpose one of them, as in x + y.T",
+    ),
+    "columns": (lambda x, w: x + w, {"w": hw.f32["M"]}, "give the smaller one a dim of 1 at its end, as in y[:, None]"),
+    "ids": (
+        lambda x, ids: x[ids],
+        {"ids": hw.i32["L"]},
+        "Tensor(i32[L]) is neither an int, a slice, None nor '...'; for rows of x that a tensor numbers",
+    ),
+    "mask": (lambda x: x[x > 0], {}, "choose by values with hw.where(condition, x, 0)"),
+    "list": (lambda x: x[[0, 1]], {}, "use hw.concat([x[i], ...]) for parts that are known now"),
+    "no file": (
+        lambda x: hw.kernel("nothing.cu", "f", 1, [x]),
+        {},
+        f"kernel: nothing.cu: No such file or directory in {Path.cwd()}; give the path",
+    ),
+    "by": (lambda x: (-x).stream(0, by="Ring"), {}, "stream: there is no by='Ring'; did you mean ring?"),
+    "by=reduce": (lambda x: (-x).stream(0, by="All_Reduce"), {}, "did you mean all_reduce?"),
+    "stream": (lambda x: (-x).stream(0, chunk=2), {}, "has no parameter 'chunk'; did you mean chunks?"),
+    "text": (lambda x, w: x, {"w": "f32[M]"}, "w='f32[M]' is not the type of a tensor; write w=hw.f32[\"M\"]"),
+}
+
+
+@pytest.mark.parametrize("case", TRACED)
+def test_in_a_fusion(case: str) -> None:
+    body, others, message = TRACED[case]
+    with pytest.raises(ProgramError, match=HERE) as caught:
+        fused(body, **others)
+    assert message in str(caught.value)
+
+
+OUTSIDE: dict[str, tuple[Callable[[], Any], str]] = {
+    "mesh": (lambda: hw.Mesh(4), "Mesh(4): the axes have no names; write hw.Mesh(x=4)"),
+    "mesh of two": (lambda: hw.Mesh((2, 4)), "write hw.Mesh(x=2, y=4)"),
+    "options": (lambda: hw.Options(stream=4), "has no parameter 'stream'; did you mean streams?"),
+    "complex": (lambda: hw.complex64, "hw.complex64: hostweave has no complex64; there are no complex numbers"),
+    "function": (lambda: hw.sofmax, "hw.sofmax: hostweave has no sofmax; did you mean softmax?"),
+    "dtype": (lambda: hw.float33, "did you mean float32?"),
+    "bare decorator": (
+        lambda: hw.fusion(lambda x: x),
+        "fusion: takes 0 positional arguments but 1 was given; write fusion(mesh=None, **inputs)",
+    ),
+    "compile": (lambda: hw.compile(PRODUCT._given, streams=2), "has no parameter 'streams'"),
+}
+
+
+@pytest.mark.parametrize("case", OUTSIDE)
+def test_outside_of_a_fusion(case: str) -> None:
+    act, message = OUTSIDE[case]
+    with pytest.raises(ProgramError, match=HERE) as caught:
+        act()
+    assert message in str(caught.value)
+
+
+def test_a_type_error_of_the_users_own_stays() -> None:
+    with pytest.raises(TypeError, match="unsupported operand"):
+        fused(lambda x: x + len("a") + (1 + "a"))  # type: ignore[operator]
+
+
+def test_names_that_are_not_there_are_attribute_errors() -> None:
+    assert not hasattr(hw, "sofmax")
+    seen = []
+    fused(lambda x: seen.append(hasattr(x, "view")) or x)
+    assert seen == [False]
+
+
+def test_a_size_makes_the_text_of_a_spec() -> None:
+    assert str(fused(lambda x: hw.reshard(x, x.shape[0] + "@x", f"{x.shape[1]}")).values()["y"].type) == "f32[M@x, K]"
+
+
+def test_long_names_of_dtypes() -> None:
+    short = (hw.f64, hw.f32, hw.f16, hw.bf16, hw.f8e4m3, hw.f8e5m2, hw.i64, hw.i32, hw.i8, hw.u32, hw.u8, hw.bool_)
+    names = "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 int64 int32 int8 uint32 uint8 bool"
+    assert tuple(getattr(hw, name) for name in names.split()) == short
+    assert set(names.split()) <= set(hw.__all__)
+
+
+def test_the_remedy_for_rows_by_number_computes_them() -> None:
+    fusion = fused(lambda x, ids: hw.matmul(hw.cast(ids[:, None] == hw.iota(x, 0, ids.dtype), x.dtype), x), ids=hw.i32["L"])
+    ids = np.array([2, 0, 3], dtype=np.int32)
+    np.testing.assert_array_equal(hw.compile(fusion).run(X, ids), X[ids])
+
+
+def test_a_file_named_by_text(tmp_path: Path) -> None:
+    path = tmp_path / "twice.cu"
+    path.write_text(
+        "__global__ void twice(const float* x, int64_t n, float* y) {\n  for (int64_t i : hw::over_grid(n)) y[i] = 2 * x[i];\n}\n"
+    )
+    fusion = hw.fusion(x=hw.f32["N"])(lambda x: hw.kernel(str(path), "twice", "N", [x, "N", hw.f32["N"]]))
+    assert "__global__ void twice" in str(fusion)
+
+
+# --- arrays by position and by name ------------------------------------------------------------------------------------
+
+PRODUCT = hw.compile(fused(lambda x, w: hw.matmul(x, w), **WEIGHTED))
+
+
+def test_run_takes_arrays_by_position_and_by_name() -> None:
+    for y in (PRODUCT.run(X, W), PRODUCT.run(X, w=W), PRODUCT.run(w=W, x=X)):
+        np.testing.assert_allclose(y, X @ W)
+    assert len(PRODUCT.run(X, W, ranks=True)) == 2
+    assert len(PRODUCT.measure(X, w=W, warmups=0, repetitions=1)) == 2
+
+
+def test_a_rank_takes_arrays_by_position_and_by_name() -> None:
+    ranks = hw.Threads(2)
+
+    def rank(number: int) -> list[np.ndarray[Any, Any]]:
+        hw.init(ranks)
+        mine = X[2 * number : 2 * number + 2]
+        return [PRODUCT(mine, W), PRODUCT(mine, w=W), PRODUCT(w=W, x=mine)]
+
+    for number, results in enumerate(ranks.run(rank)):
+        for y in results:
+            np.testing.assert_allclose(y, X[2 * number : 2 * number + 2] @ W)
+
+
+TAKES = "the program takes x: f32[M@x, K], w: f32[K, N]"
+
+
+@pytest.mark.parametrize(
+    ("given", "named", "message"),
+    [
+        ((X, W, W), {}, f"program: 3 arrays by position, and there are 2 inputs; {TAKES}"),
+        ((X,), {"x": X}, "program: argument x is given by position and by name; leave one of them out"),
+        ((X,), {}, f"program: missing argument w; {TAKES}"),
+        ((X,), {"v": W}, f"program: unknown argument v; {TAKES}"),
+    ],
+)
+def test_arrays_that_are_no_call(given: tuple[Any, ...], named: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        PRODUCT.run(*given, **named)
+    assert str(caught.value) == message
+
+
+def test_an_array_of_complex_numbers() -> None:
+    with pytest.raises(HostweaveError, match="programs have no complex64: pass real and imaginary part as two arrays"):
+        PRODUCT.run(X.astype(np.complex64), W)
