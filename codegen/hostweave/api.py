@@ -167,7 +167,7 @@ class Program:
             raise ExecutionError(f"{self.name}: the program is closed; compile it again")
         group = group or current()
         if group is None:
-            raise ExecutionError(f"{self.name}: this is no rank of a group yet; call hw.init first, or run all ranks here with .run")
+            raise ExecutionError(f"{self.name}: this process has not joined a group; call hw.init first, or run all ranks here with .run")
         local = group.programs.get(self)
         if local is None:
             local = LocalProgram(self, self._host, repr(self._options), group, self._options.verify_calls)

@@ -24,9 +24,11 @@ def bench(names: Sequence[str]) -> int:
         if name not in known:
             raise HostweaveError(f"bench: no benchmark {name!r}; one of {', '.join(known)}")
         if len(gpus()) < NEEDED_GPUS.get(name, 0):
+            needed = NEEDED_GPUS[name]
+            needs = f"needs {needed} GPU{'s' if needed > 1 else ''}, and this machine has {len(gpus())}"
             if names:
-                raise HostweaveError(f"bench: {name} needs {NEEDED_GPUS[name]} GPUs, and this machine has {len(gpus())}")
-            print(f"== {name}: needs {NEEDED_GPUS[name]} GPUs, and this machine has {len(gpus())}")
+                raise HostweaveError(f"bench: {name} {needs}")
+            print(f"== {name}: {needs}")
             continue
         print(f"== {name}", flush=True)
         status = subprocess.run([sys.executable, str(BENCHMARKS / f"{name}.py")]).returncode or status

@@ -56,8 +56,10 @@ def _parser() -> argparse.ArgumentParser:
     inspect = add("inspect", _inspect, "Print a stage of a program: an IR after a pass, or the generated C++.")
     add_program(inspect)
     inspect.add_argument("--after", metavar="PASS", help="the IR after this pass; 'input' is the fusion as traced, 'all' is every stage")
-    inspect.add_argument("--memory", action="store_true", help="where temporaries lie, from when to when, and the peak beside the least")
-    inspect.add_argument("--sizes", metavar="M=1024,K=512", default="", help="sizes for --memory (default 4096)")
+    inspect.add_argument("--memory", action="store_true", help="where temporaries lie, their live ranges, peak and lower bound")
+    inspect.add_argument(
+        "--sizes", metavar="M=1024,K=512", default="", help="sizes for --memory and for notes of what is costly (default 4096)"
+    )
 
     export = add("export", _export, "Write a CMake project that builds and runs the program without Python.")
     add_program(export)
@@ -106,11 +108,18 @@ def _compile(options: argparse.Namespace) -> int:
 
 
 def _inspect(options: argparse.Namespace) -> int:
+    from hostweave.analysis.notes import costly_choices
+    from hostweave.fusion.ir import Fusion
+    from hostweave.host.ir import HostProgram
     from hostweave.pipeline import PASSES, lower
 
     program, settings = _load(options)
-    stages: list[tuple[str, str]] = []
-    host = lower(program, settings, lambda name, stage: stages.append((name, str(stage))))
+    seen: list[tuple[str, Fusion | HostProgram]] = []
+    host = lower(program, settings, lambda name, stage: seen.append((name, stage)))
+    stages = [(name, str(stage)) for name, stage in seen]
+    if fusions := [stage for _, stage in seen if isinstance(stage, Fusion)]:
+        for note in costly_choices(fusions[-1], host, _sizes(options.sizes)):
+            print(f"note: {note}", file=sys.stderr)
     if options.memory:
         from hostweave.analysis.memory_report import memory_report
 

@@ -214,7 +214,7 @@ def test_init_again() -> None:
         group.close()
         again = hw.init(provider)
         assert again is not group
-        with pytest.raises(ExecutionError, match=r"^group 'default' can do nothing any more: closed; call hw\.init again$"):
+        with pytest.raises(ExecutionError, match=r"^group 'default' has failed and cannot be reused: closed; call hw\.init again$"):
             TWICE(x_of(rank), group=group)
 
     assert provider.run(rank) == [None] * 2
@@ -314,7 +314,7 @@ def test_an_output_that_cannot_be_written_to() -> None:
 def test_without_a_group_and_after_close() -> None:
     with pytest.raises(ExecutionError) as caught:
         ALONE(X)
-    assert str(caught.value) == "alone: this is no rank of a group yet; call hw.init first, or run all ranks here with .run"
+    assert str(caught.value) == "alone: this process has not joined a group; call hw.init first, or run all ranks here with .run"
     group = hw.init(Here())
     program = hw.compile(alone)
     program(X)
@@ -425,17 +425,20 @@ def test_a_rank_that_never_comes(late: threading.Event) -> None:
             except ExecutionError as error:
                 if rank == 0:
                     late.set()
-                with pytest.raises(ExecutionError, match=r"^group 'default' can do nothing any more: rank 2 did not come .*; call hw"):
+                with pytest.raises(
+                    ExecutionError,
+                    match=r"^group 'default' has failed and cannot be reused: timed out after 0.5 s waiting for rank 2.*; call hw",
+                ):
                     AG_MATMUL(x_of(rank), W)
                 return error
-        with pytest.raises(ExecutionError, match=r"rank 2 did not come within 0\.5 seconds"):
+        with pytest.raises(ExecutionError, match=r"timed out after 0\.5 s waiting for rank 2"):
             AG_MATMUL(x_of(rank), W)
         return None
 
     results = on_ranks(rank, call_timeout=0.5)
     assert results.pop(2) is None
     for message in messages(results):
-        assert re.fullmatch(r"ag_matmul: rank 2 did not come within 0.5 seconds" + GATHER, message)
+        assert re.fullmatch(r"ag_matmul: timed out after 0.5 s waiting for rank 2" + GATHER, message)
 
 
 def test_a_rank_that_raises_or_ends() -> None:
@@ -551,7 +554,7 @@ print(again.rank, again.count, again.failure)
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OTHER_PORT": str(free_port())}
     said, has_failed, again = run_processes(script, [{"RANK": "1", "WORLD_SIZE": "2", **address}])[0].splitlines()
     assert re.fullmatch(
-        r"group 'default' can do nothing any more: the store in the process of rank 0 does not answer \(.*\); "
+        r"group 'default' has failed and cannot be reused: the store in the process of rank 0 does not answer \(.*\); "
         r"has that process ended\?; call hw\.init again",
         said,
     )
@@ -689,7 +692,7 @@ def test_a_call_that_takes_too_long_is_reported_with_what_every_rank_did(capsys:
             watchdog.watch(group)
             while native.aborted is None:
                 time.sleep(0.01)
-            with pytest.raises(ExecutionError, match="can do nothing any more: group 'default': rank 0: call 17 of twice"):
+            with pytest.raises(ExecutionError, match="has failed and cannot be reused: group 'default': rank 0: call 17 of twice"):
                 group.check()
             return native.aborted
         time.sleep(8)

@@ -510,10 +510,10 @@ def test_ranks_that_do_not_come() -> None:
     store = MemoryStore()
     errors = in_threads(2, lambda rank: meet(store, "default", rank, 4, 0.3))
     assert [str(error) for error in errors] == [
-        f"hw.init: group 'default', rank {rank} of 4: ranks 2, 3 did not come within 0.3 seconds" for rank in range(2)
+        f"hw.init: group 'default', rank {rank} of 4: timed out after 0.3 s waiting for ranks 2, 3" for rank in range(2)
     ]
     late = in_threads(1, lambda _: meet(store, "default", 2, 4, 0.1))  # the others have given up
-    assert str(late[0]) == "hw.init: group 'default', rank 2 of 4: rank 3 did not come within 0.1 seconds"
+    assert str(late[0]) == "hw.init: group 'default', rank 2 of 4: timed out after 0.1 s waiting for rank 3"
     assert all(isinstance(world, World) for world in meet_all(store, 4))
 
 

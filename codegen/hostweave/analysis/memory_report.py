@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hostweave.analysis.memory_plan import MemoryPlan, Row, memory_plan
-from hostweave.analysis.sizes import minimal_sizes
+from hostweave.analysis.sizes import usual_sizes
 from hostweave.errors import HostweaveError
 from hostweave.fusion.types import Mesh
 from hostweave.host import ir
 from hostweave.host.blocks import bodies
-
-USUAL = 4096  # the least of a size that nobody gives
 
 
 def memory_report(program: ir.HostProgram, sizes: Mapping[str, int]) -> str:
@@ -22,8 +20,7 @@ def memory_report(program: ir.HostProgram, sizes: Mapping[str, int]) -> str:
     if unknown := sizes.keys() - set(program.symbols()):
         known = ", ".join(program.symbols()) or "none"
         raise HostweaveError(f"{program.name}: --sizes: no size named {', '.join(sorted(unknown))}; the sizes of the program: {known}")
-    least = minimal_sizes(program)
-    bound = {name: sizes.get(name, -(-USUAL // least[name]) * least[name]) for name in program.symbols()}
+    bound = usual_sizes(program, sizes)
     numbered = [f"{number:4}  {line}" for number, line in enumerate(str(program).splitlines(), 1)]
     at = ", ".join(f"{name}={size}" for name, size in bound.items())
     title = f"memory of @{program.name}" + (f" at {at}" if at else "")

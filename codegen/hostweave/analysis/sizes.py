@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import gcd, lcm, prod
 
 from hostweave.fusion.extent import Extent, is_sum
@@ -21,6 +21,15 @@ def minimal_sizes(program: ir.HostProgram) -> dict[str, int]:
     steps = _steps(program, evenly=True)
     least = {name: size for name, (_, size) in steps.items()}  # where nothing will do, what is wrong shows at these
     return _with_room(program, steps) or _with_room(program, _steps(program, evenly=False)) or least
+
+
+USUAL = 4096  # the least of a size that nobody gives
+
+
+def usual_sizes(program: ir.HostProgram, given: Mapping[str, int]) -> dict[str, int]:
+    """The sizes that are given, and for others 4096, or the next size that every extent can be cut from."""
+    least = minimal_sizes(program)
+    return {name: given.get(name, -(-USUAL // least[name]) * least[name]) for name in program.symbols()}
 
 
 def _steps(program: ir.HostProgram, evenly: bool) -> dict[str, tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""How shardings pass through an op: DESIGN's rules 1 and 2, on index maps alone."""
+"""How shardings pass through an op, on index maps alone."""
 
 from __future__ import annotations
 

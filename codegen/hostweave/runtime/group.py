@@ -15,7 +15,7 @@ from hostweave.errors import ArgumentError, ExecutionError, HostweaveError
 from hostweave.runtime.agreement import Intent, disagreement
 from hostweave.runtime.meeting import Absent, Failed, Meeting, NoMeeting, StoreMeeting, ThreadMeeting
 from hostweave.runtime.providers import Communicators, Environment, Provider, Threads, default_provider
-from hostweave.runtime.rendezvous import World, meet, ranks_text
+from hostweave.runtime.rendezvous import World, meet, timed_out
 from hostweave.runtime.stores import Store, StoreClosed
 from hostweave.runtime.tcp import TcpStore
 from hostweave.runtime.watchdog import watch
@@ -159,7 +159,7 @@ class Group:
 
     def expect_working(self) -> None:
         if reason := self.failure:
-            raise ExecutionError(f"group {self.name!r} can do nothing any more: {reason}; call hw.init again")
+            raise ExecutionError(f"group {self.name!r} has failed and cannot be reused: {reason}; call hw.init again")
 
     def member(self, module: ModuleType, target: str) -> Any:
         """This rank on its device of that target, which any program's module can make for all of them."""
@@ -182,7 +182,7 @@ class Group:
         try:
             records = self.meeting.gather(str(intent), timeout)
         except (Absent, Failed) as failure:
-            late = f"{ranks_text(failure.ranks)} did not come within {timeout:g} seconds" if isinstance(failure, Absent) else str(failure)
+            late = timed_out(timeout, failure.ranks) if isinstance(failure, Absent) else str(failure)
             self.fail(late)
             raise ExecutionError(f"{intent.program}: {late}{waits_for}") from None
         except BaseException as interruption:

@@ -63,8 +63,8 @@ def meet(store: Store, group: str, rank: int, count: int, timeout: float) -> Wor
             _answer(store, prefix, [_await_hello(store, prefix, other, deadline) for other in range(count)])
         answer = json.loads(store.get(f"{prefix}/world/{hello.token}", max(0.0, deadline - time.monotonic())))
     except TimeoutError:
-        missing = _missing(store, prefix, rank, count)
-        raise ExecutionError(f"hw.init: group {group!r}, rank {rank} of {count}: {missing} within {timeout:g} seconds") from None
+        missing = _missing(store, prefix, rank, count, timeout)
+        raise ExecutionError(f"hw.init: group {group!r}, rank {rank} of {count}: {missing}") from None
     finally:
         if _look(store, prefix, rank) == hello:
             store.set(f"{prefix}/hello/{rank}", _GAVE_UP)
@@ -74,8 +74,14 @@ def meet(store: Store, group: str, rank: int, count: int, timeout: float) -> Wor
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """ "rank 2", or "ranks 2, 3"."""
+    """ "rank 2", "ranks 2, 5", or "ranks 1 to 3"."""
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]} to {ranks[-1]}"
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def timed_out(timeout: float, ranks: Sequence[int]) -> str:
+    return f"timed out after {timeout:g} s waiting for {ranks_text(ranks)}"
 
 
 def _answer(store: Store, prefix: str, hellos: list[Hello]) -> None:
@@ -109,13 +115,13 @@ def _look(store: Store, prefix: str, rank: int) -> Hello | bytes:
     return text if text in (_TAKEN, _GAVE_UP) else Hello(**json.loads(text))
 
 
-def _missing(store: Store, prefix: str, rank: int, count: int) -> str:
+def _missing(store: Store, prefix: str, rank: int, count: int, timeout: float) -> str:
     others = {other: _look(store, prefix, other) for other in range(count) if other != rank}
     if absent := [other for other, found in others.items() if found == _TAKEN]:
-        return f"{ranks_text(absent)} did not come"
+        return timed_out(timeout, absent)
     if gone := [other for other, found in others.items() if found == _GAVE_UP]:
-        return f"{ranks_text(gone)} gave up"
-    return "rank 0 did not answer (is there another process of this rank?)"
+        return f"{ranks_text(gone)} gave up within {timeout:g} s"
+    return f"{timed_out(timeout, [0])} to answer (is there another process of this rank?)"
 
 
 def _host() -> str:

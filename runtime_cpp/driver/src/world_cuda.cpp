@@ -37,8 +37,8 @@ void configure(const Schedule& schedule, int ranks) {
   if (schedule.seeded) throw ExecutionError("seeded schedules exist on the CPU target only");
   const int devices = count_devices();
   if (devices < ranks) {
-    throw ExecutionError("the program needs " + std::to_string(ranks) + " GPUs and this machine has " + std::to_string(devices) +
-                         "; compile it for a smaller mesh, or for the CPU");
+    throw ExecutionError("the program needs " + std::to_string(ranks) + (ranks == 1 ? " GPU" : " GPUs") +
+                         " and this machine has " + std::to_string(devices) + "; compile it for a smaller mesh, or for the CPU");
   }
 }
 

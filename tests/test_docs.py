@@ -1,0 +1,59 @@
+"""What the documentation shows runs, and names every environment variable that the code reads."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ml_dtypes import bfloat16
+
+from hostweave.build.paths import PACKAGE
+
+ROOT = Path(__file__).parents[1]
+GUIDE = ROOT / "docs" / "guide.md"
+
+
+def python_of(path: Path) -> str:
+    """The Python of a page, in order, on the lines where it stands."""
+    lines, inside = [], False
+    for line in path.read_text().splitlines():
+        fence = line.startswith("```")
+        lines.append(line if inside and not fence else "")
+        inside = line == "```python" if fence and not inside else inside and not fence
+    return "\n".join(lines)
+
+
+def test_the_guide_runs_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    seen: dict[str, Any] = {"__name__": "guide"}
+    exec(compile(python_of(GUIDE), str(GUIDE), "exec"), seen)
+    np.testing.assert_array_equal(seen["y"], (seen["X"] @ seen["W"]).astype(bfloat16))
+    assert len(seen["ys"]) == 8
+    assert (tmp_path / "hidden" / "CMakeLists.txt").is_file()
+
+
+def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    seen: dict[str, Any] = {"X": np.ones((64, 16), bfloat16), "W": np.ones((16, 8), bfloat16)}
+    exec(compile(python_of(ROOT / "README.md"), "README.md", "exec"), seen)
+    np.testing.assert_array_equal(seen["y"], np.full((64, 8), 16, bfloat16))
+
+
+def test_every_environment_variable_is_in_the_guide() -> None:
+    code = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    read = set(re.findall(r'environ(?:\.get\(|\[)\s*"(\w+)"|"(\w+)" in environ|_number\(environ, "(\w+)"\)', code))
+    names = {name for groups in read for name in groups if name}
+    assert {"HOSTWEAVE_CACHE", "HOSTWEAVE_CUDA_ARCH", "HOSTWEAVE_EDIT", "HOSTWEAVE_PORT", "CXX", "CUDA_HOME"} <= names
+    guide = GUIDE.read_text()
+
+
+def test_nothing_cites_what_users_do_not_have() -> None:
+    folders = ("docs", "examples", "codegen/hostweave", "templates", "runtime_cpp")
+    texts = [
+        ROOT / "README.md",
+        *(path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".md", ".py", ".h", ".cpp", ".j2")),
+    ]
+    assert not [str(path) for path in texts if "DESIGN" in path.read_text()]
