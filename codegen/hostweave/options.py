@@ -18,8 +18,8 @@ class Options:
     `streams` is the number of CUDA streams that a stream loop walks, round robin. `check` says whether the host program
     is checked for races and deadlocks on every rank; by default it is on meshes of up to 16 ranks. `sizes` gives the
     usual sizes of dims by name, for others 4096: of several ways to reshard a tensor the one that moves the fewest
-    bytes at these sizes is taken. `partial_dtype`, `hw.f32` or nothing, is the dtype in which the terms of a sum of
-    16-bit floats travel between ranks: without it each is rounded to the dtype of the result first. With `tf32`,
+    bytes at these sizes is taken. `partial_dtype`, `hw.f32` or nothing, is the dtype in which partial sums of 16-bit
+    floats are computed and sent: without it each is rounded to the dtype of the result first. With `tf32`,
     matmuls of f32 round their operands to TF32, of 10 bits after the point, and add up in f32: several times faster on
     tensor cores (the CPU target computes in f32). With `verify_calls`, ranks that are processes tell each other before
     every call what they call and with what shapes; ranks that are threads always do.

@@ -1,4 +1,4 @@
-"""Functions made of several ops when they are traced. What lies between their ops is f32 where the tensor is smaller."""
+"""Functions made of several ops when they are traced. Intermediates are f32 for narrower dtypes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tracing: a function is called once with stand-ins for its tensors, which write down every op."""
+"""Tracing: a function is called once with symbolic tensors, which write down every op."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def fusion(*, mesh: Mesh | None = None, **inputs: TensorType) -> Callable[[Calla
     """Traces the decorated function into a Fusion: `@hw.fusion(mesh=hw.Mesh(x=8), x=hw.bf16["M@x", "K"])`.
 
     `inputs` gives the type of each parameter by name; a function with `**weights` gets there those that it does not name.
-    Without a mesh there is one device. The function runs once, on tensors that hold no values. Raises ProgramError.
+    Without a mesh there is one device. The function is traced once with symbolic tensors. Raises ProgramError.
     """
     location = Location.of_caller()
     if not isinstance(mesh, Mesh | None):

@@ -50,7 +50,7 @@ def kernel(
     `source` is the text or a file. `args` are what the function takes, in order: a tensor of this fusion is a pointer to what
     the rank holds of it, a spec such as `hw.bf16["M@x", "N"]` a pointer to an output of that type, a dim such as "M@x" or "N"
     an int64_t, what the rank holds of it, a Python number itself. A tensor is taken as it is stated, by a spec or by reshard;
-    any other is taken whole by every rank. `grid` is the number of blocks: dims, multiplied, of which each block takes `per`.
+    any other is gathered first. `grid` is the number of blocks: dims, multiplied, of which each block takes `per`.
 
     On the CPU target one thread runs a kernel: `cpu` is the text or file of a function of the same name and parameters for it.
     Without it the source is compiled as it is, and may use what hostweave/kernel.h has, such as hw::over_grid, but not
