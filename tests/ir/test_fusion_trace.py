@@ -31,6 +31,15 @@ X = 'hw.bf16["M", "K"]'
 
 ERRORS = {
     "inner dims": ("return hw.matmul(x, w)", {"w": 'hw.bf16["J", "N"]'}, "4: matmul: inner dims differ: bf16[M, K] x bf16[J, N]"),
+    **{
+        f"matmul of {dtype}": (
+            "return hw.matmul(x, w)",
+            {"x": f'hw.{dtype}["M", "K"]', "w": f'hw.{dtype}["K", "N"]'},
+            f"4: matmul: cuBLASLt has no product of {dtype} by {dtype} that gives {dtype}, only of f16, bf16, f32 and f64; "
+            "use hw.cast on both",
+        )
+        for dtype in ("f8e4m3", "f8e5m2", "i8", "u8", "i32", "u32", "i64")
+    },
     "rank of matmul": (
         "return hw.matmul(x, w)",
         {"w": 'hw.bf16["K"]'},

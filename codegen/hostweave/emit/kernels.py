@@ -345,7 +345,9 @@ class _Section:
         """The value of one element of a result, as memory holds it."""
         if self.kernel.uses[op.result.name]:
             return _converted(self.value(op.result.name), op.result.type.dtype, op.result.type.dtype)
-        if (op.kind in _SAME and op.tensors and op.tensors[0] in self.kernel.pointers) or (self.is_trivial(op) and op.kind != "argmax"):
+        if (op.kind in _SAME and op.tensors and op.tensors[0] in self.kernel.pointers) or (
+            self.is_trivial(op) and not OPS[op.kind].locates
+        ):
             (source,) = op.tensors
             if source in self.kernel.pointers:
                 return self.element(source)
@@ -353,8 +355,8 @@ class _Section:
         return _converted(text, computed, op.result.type.dtype)
 
     def is_trivial(self, op: Op) -> bool:
-        """A reduction of one element."""
-        return op.kind in OPS and bool(OPS[op.kind].combine) and not self.kernel.reduces(op)
+        """A reduction of one element, which it gives."""
+        return op.kind in OPS and bool(OPS[op.kind].combine) and not OPS[op.kind].locates and not self.kernel.reduces(op)
 
     def expression(self, op: Op) -> tuple[str, DType]:
         """What an op computes, and the dtype that this is in before it is converted to the result's."""
@@ -366,7 +368,7 @@ class _Section:
         if op.kind == "iota":
             return self.kernel.loops.offset(op.result.name), i64
         if op.kind == "argmax":
-            return ("int64_t(0)" if self.is_trivial(op) else f"{self.kernel.totals[op.result.name]}.index"), dtype
+            return (f"{self.kernel.totals[op.result.name]}.index" if self.kernel.reduces(op) else "int64_t(0)"), dtype
         if op.result.name in self.kernel.totals:
             return self.total(op)
         if op.kind in _SAME or self.is_trivial(op):

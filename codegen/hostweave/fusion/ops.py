@@ -44,6 +44,7 @@ class OpDef:
     target: str = ""  # shape, dtype, type (both) or sharding: what of the result's type the user states
     expression: str = ""
     combine: str = ""
+    locates: bool = False  # a reduction that gives where an element is: of one element not the element
     is_view: bool = False  # pointer arithmetic on what a rank holds, no call
 
 
@@ -101,8 +102,8 @@ def _where(types: Types, op: Op) -> TensorType:
 
 def _matmul(types: Types, op: Op) -> TensorType:
     a, b = types
-    _same_dtype(types)
-    _require(a, "float", "int", "uint")
+    if why := why_no_product(_same_dtype(types)):
+        raise Mismatch(f"{why}; use hw.cast on both")
     for operand in types:
         if len(operand.dims) < 2:
             raise Mismatch(f"rank mismatch: {operand} has {len(operand.dims)} dims, at least 2 are needed; use x[None] or x[:, None]")
@@ -115,6 +116,13 @@ def _matmul(types: Types, op: Op) -> TensorType:
         raise Mismatch(f"batch dims do not broadcast: {a} x {b}") from None
     dtype = op.result.type.dtype if widens(a.dtype, op.result.type.dtype) else a.dtype
     return TensorType(dtype, (*batch, Dim(a.shape[-2]), Dim(b.shape[-1])))
+
+
+def why_no_product(dtype: DType) -> str:
+    """Why no matmul is of this dtype; nothing where one is."""
+    if dtype.kind == "float" and dtype.itemsize > 1:
+        return ""
+    return f"cuBLASLt has no product of {dtype} by {dtype} that gives {dtype}, only of f16, bf16, f32 and f64"
 
 
 def widens(operands: DType, result: DType) -> bool:
@@ -491,7 +499,7 @@ OPS: dict[str, OpDef] = {
     "max": _reduce("maximum", lambda np, x, **a: np.max(x, initial=_bound(np, x, -1), **a), "float", "int", "uint", "bool"),
     "min": _reduce("minimum", lambda np, x, **a: np.min(x, initial=_bound(np, x, 1), **a), "float", "int", "uint", "bool"),
     "mean": _reduce("add", lambda np, x, **a: np.mean(x, **a), "float"),
-    "argmax": OpDef(1, _argmax, _map_reduction, _numpy_argmax, {"axis": tuple, "keepdims": bool}, combine="first_maximum"),
+    "argmax": replace(_reduce("first_maximum", _numpy_argmax), infer=_argmax, locates=True),
     # Shapes.
     "expand_dims": OpDef(1, _expand_dims, _map_expand_dims, lambda np, x, **a: np.expand_dims(x, **a), {"axis": tuple}, is_view=True),
     "reshape": OpDef(1, _reshape, _map_reshape, lambda np, x, shape: np.reshape(x, shape), target="shape", is_view=True),
