@@ -157,7 +157,7 @@ def test_columns_are_reduced_by_tiles(columns: Any, threads: str, bounds: str) -
 
 def test_sums_of_few_terms_take_neighbours() -> None:
     text = kernels(column_sums, x=hw.bf16[4, "N"])
-    assert "for (int64_t j : hw::over_grid<kWidth>(N)) {\n    auto sum = hw::filled<kWidth, float>(0);" in text
+    assert "for (int64_t j : hw::over_grid<kWidth>(N)) {\n    auto sum = hw::filled<kWidth, hw::Sum<float>>({});" in text
     assert "const auto x_ij = hw::load<kWidth>(x + i * N + j);" in text
 
 

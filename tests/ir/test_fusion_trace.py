@@ -256,7 +256,7 @@ ERRORS = {
         {"w": 'hw.f16["K", "N"]'},
         "4: matmul: dtypes differ: bf16[M, K] and f16[K, N]; use hw.cast on one of them",
     ),
-    "axis of var": ("return hw.var(x, axis=4)", {}, "4: mean: bf16[M, K] has no dim 4: dims go from 0 to 1"),
+    "axis of var": ("return hw.var(x, axis=4)", {}, "4: var: bf16[M, K] has no dim 4: dims go from 0 to 1"),
     "axis of argmax": ("return hw.argmax(x, axis='J')", {}, "4: argmax: bf16[M, K] has no dim named J"),
     "argmax of bools": (
         "return hw.argmax(x > 0, axis=0)",

@@ -217,6 +217,8 @@ class _Emitter:
                 element = f"{accumulator}{{{element}, {self.loops.offset(op.result.name)}}}"
             elif compute_type(kind) != accumulator:
                 element = f"{accumulator}({element})"
+            if OPS[op.kind].combine == "add" and kind.kind == "float":
+                accumulator, first = f"hw::Sum<{accumulator}>", "{}"
             self.totals[op.result.name] = f"{total}[{self.loops.lane}]" if self.loops.has_wide_totals else total
             if self.loops.has_wide_totals:
                 starts.append(f"auto {total} = hw::filled<kWidth, {accumulator}>({first});")
