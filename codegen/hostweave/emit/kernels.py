@@ -305,7 +305,8 @@ class _Section:
         """An input's element: as it lies in memory, or of those that are loaded together."""
         loops, pointer = self.kernel.loops, self.kernel.pointers[name]
         if not self.is_wide or name not in loops.packed:
-            return f"{pointer}[{loops.offset(name)}]"
+            text = f"{pointer}[{loops.offset(name)}]"
+            return f"hw::truth({text})" if self.kernel.types[name].dtype == bool_ else text
         if name not in self.loads:
             self.loads[name] = self.load(name)
         return f"{self.loads[name]}[{loops.lane}]"
@@ -416,6 +417,8 @@ def _converted(value: str, computed: DType, dtype: DType) -> str:
         return value if computed == bool_ else f"({value}) != 0"
     if compute_type(computed) == dtype.cpp and dtype.itemsize >= 4:
         return value
+    if (computed, dtype) == (f64, f32):
+        return f"hw::to_f32({value})"
     return f"{dtype.cpp}({value})"  # narrower ints are computed as int
 
 

@@ -19,7 +19,7 @@ from hostweave.fusion.types import DType, TensorType
 from hostweave.options import Options
 from hostweave.passes.insert_reshards import insert_reshards
 from hostweave.passes.propagate_sharding import propagate_sharding
-from hostweave.runtime.arrays import numpy_dtype
+from hostweave.runtime.arrays import cast, numpy_dtype
 from hostweave.runtime.shards import bind_sizes
 
 Array = NDArray[Any]
@@ -75,7 +75,7 @@ def _call(block: Fusion, sizes: Mapping[str, int], *arrays: Array) -> tuple[Arra
 
 def _cast(array: Array, dtype: DType) -> Array:
     """Rounds to the dtype, then goes on in the dtype that computes it."""
-    return array.astype(numpy_dtype(dtype)).astype(_computing_dtype(dtype))
+    return cast(array, dtype).astype(_computing_dtype(dtype))
 
 
 def _computing_dtype(dtype: DType) -> np.dtype[Any]:

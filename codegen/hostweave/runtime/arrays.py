@@ -127,6 +127,15 @@ def numpy_dtype(dtype: DType) -> np.dtype[Any]:
     return np.dtype(_NAME_OF[dtype])
 
 
+def cast(array: Array, dtype: DType) -> Array:
+    """The array in that dtype, as the targets and torch cast: to small floats by f32; f8e4m3 ends at its largest number."""
+    if dtype.kind == "float" and dtype.itemsize < f32.itemsize:
+        array = array.astype(np.float32)
+    if dtype == f8e4m3:
+        array = np.clip(array, -448, 448)
+    return array.astype(numpy_dtype(dtype))
+
+
 class _Numpy:
     def accept(self, array: Array) -> Array:
         if not array.dtype.isnative:
