@@ -150,6 +150,8 @@ def _reduction(*kinds: str) -> Callable[[Types, Op], TensorType]:
         (x,) = types
         _require(x, *kinds)
         axes = _axes(op, len(x.dims))
+        if op.kind in WITHOUT_IDENTITY and Extent(0) in [x.shape[axis] for axis in axes]:
+            raise Mismatch(f"{x} has no elements along axis={axes}, of which there is no {op.kind}; reduce a dim that has some")
         if op.attribute("keepdims"):
             return TensorType(x.dtype, tuple(Dim(ONE if i in axes else e) for i, e in enumerate(x.shape)))
         return TensorType(x.dtype, tuple(Dim(e) for i, e in enumerate(x.shape) if i not in axes))
@@ -524,6 +526,10 @@ OPS: dict[str, OpDef] = {
 # How the results of the ranks become one where the reduced dims are sharded; shards are even, so that means can be averaged.
 # A reduction that is not here takes whole dims.
 REDUCTION_OF_PARTIAL = {"matmul": "sum", "sum": "sum", "mean": "avg", "prod": "prod", "max": "max", "min": "min"}
+
+
+# These give one of their elements, or its place.
+WITHOUT_IDENTITY = frozenset(kind for kind, op in OPS.items() if op.combine in ("maximum", "minimum", "first_maximum"))
 
 
 # --- asking the table -------------------------------------------------------------------------------------------------
