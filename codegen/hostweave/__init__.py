@@ -16,6 +16,7 @@ from hostweave.fusion.composites import (
     scaled_dot_product_attention,
     softmax,
     uniform,
+    var,
 )
 from hostweave.fusion.functions import (
     abs,
@@ -68,7 +69,6 @@ from hostweave.fusion.functions import (
     sum,
     tanh,
     transpose,
-    var,
     where,
 )
 from hostweave.fusion.ir import Fusion

@@ -81,6 +81,12 @@ void expect_room(const char* difference, int64_t size) {
                       ": a slice goes outside of its dim; pass at least " + std::to_string(-size) + " more, or slice less");
 }
 
+void expect_elements(const char* reduction, const char* size_name, int64_t size) {
+  if (size > 0) return;
+  throw ArgumentError(std::string(size_name) + " = " + std::to_string(size) + ": there is no " + reduction +
+                      " of no elements; pass at least 1");
+}
+
 void expect_prepared(bool prepared) {
   if (!prepared) throw ExecutionError("run: not prepared for these shapes; call prepare on every rank first");
 }

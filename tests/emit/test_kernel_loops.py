@@ -157,7 +157,7 @@ def test_columns_are_reduced_by_tiles(columns: Any, threads: str, bounds: str) -
 
 def test_sums_of_few_terms_take_neighbours() -> None:
     text = kernels(column_sums, x=hw.bf16[4, "N"])
-    assert "for (int64_t j : hw::over_grid<kWidth>(N)) {\n    auto sum = hw::filled<kWidth, float>(0);" in text
+    assert "for (int64_t j : hw::over_grid<kWidth>(N)) {\n    auto sum = hw::filled<kWidth, hw::Sum<float>>({});" in text
     assert "const auto x_ij = hw::load<kWidth>(x + i * N + j);" in text
 
 
@@ -224,7 +224,7 @@ def test_columns_of_any_number(shape: tuple[int, int], target: str) -> None:
 
     @hw.fusion(x=hw.f32["M", "N"])
     def columns(x):
-        return hw.sum(x, 0), hw.mean(x * x, 0), hw.var(x, 0), hw.argmax(x, 0) if shape[0] else hw.max(x, 0)
+        return hw.sum(x, 0), hw.mean(x * x, 0), hw.var(x, 0), hw.argmax(x, 0) if shape[0] else hw.prod(x, 0)
 
     x = np.random.default_rng(2).standard_normal(shape).astype(np.float32)
     program = hw.compile(columns, target)

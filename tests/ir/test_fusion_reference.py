@@ -146,7 +146,7 @@ def test_inputs_that_do_not_fit() -> None:
 @pytest.mark.parametrize("dtype", [hw.f64, hw.f32, hw.f16, hw.bf16])
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_tolerance_covers_a_sum_of_rounded_terms_and_not_much_more(dtype: DType, ranks: int) -> None:
-    length = 1024
+    length = 512 * ranks
     store = {"f64": np.float64, "f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}[dtype.name]
     accumulate = np.float64 if dtype is hw.f64 else np.float32
     rng = np.random.default_rng(0)
@@ -160,6 +160,13 @@ def test_tolerance_covers_a_sum_of_rounded_terms_and_not_much_more(dtype: DType,
     error = np.abs(total.astype(np.longdouble) - exact)
     assert np.all(error <= allowed.atol + allowed.rtol * np.abs(exact))
     assert np.max(error) > allowed.atol / 100
+
+
+@pytest.mark.parametrize("dtype", [hw.f64, hw.f32, hw.f16, hw.bf16])
+def test_tolerance_grows_as_sums_do(dtype: DType) -> None:
+    """As the square root of what is added up: a sum of 16 times as many terms of either sign is 4 times as large."""
+    for length in (1 << 10, 1 << 14, 1 << 26):
+        assert tolerance(dtype, 16 * length).atol <= 4 * tolerance(dtype, length).atol
 
 
 def test_integers_have_no_tolerance() -> None:

@@ -36,6 +36,15 @@ ERRORS = {
         "4: matmul: inner dims differ: bf16[M, K] x bf16[J, N]; "
         "the last dim of the first is the one before the last of the second: transpose or reshape one of them",
     ),
+    **{
+        f"matmul of {dtype}": (
+            "return hw.matmul(x, w)",
+            {"x": f'hw.{dtype}["M", "K"]', "w": f'hw.{dtype}["K", "N"]'},
+            f"4: matmul: cuBLASLt has no product of {dtype} by {dtype} that gives {dtype}, only of f16, bf16, f32 and f64; "
+            "use hw.cast on both",
+        )
+        for dtype in ("f8e4m3", "f8e5m2", "i8", "u8", "i32", "u32", "i64")
+    },
     "rank of matmul": (
         "return hw.matmul(x, w)",
         {"w": 'hw.bf16["K"]'},
@@ -252,7 +261,7 @@ ERRORS = {
         {"w": 'hw.f16["K", "N"]'},
         "4: matmul: dtypes differ: bf16[M, K] and f16[K, N]; use hw.cast on one of them",
     ),
-    "axis of var": ("return hw.var(x, axis=4)", {}, "4: mean: bf16[M, K] has no dim 4: dims go from 0 to 1"),
+    "axis of var": ("return hw.var(x, axis=4)", {}, "4: var: bf16[M, K] has no dim 4: dims go from 0 to 1"),
     "axis of argmax": ("return hw.argmax(x, axis='J')", {}, "4: argmax: bf16[M, K] has no dim named J"),
     "argmax of bools": (
         "return hw.argmax(x > 0, axis=0)",

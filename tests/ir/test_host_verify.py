@@ -65,6 +65,10 @@ BODIES = {
     "matmul %x, %n -> %y": (
         "text:2: @t: matmul %x, %n -> %y: dtypes differ: %x is f32[M/2, 4], %n is i32[M/2, 4], %y is f32[M/2, 4]; cast first"
     ),
+    "%a = allocate i32[4, 4]\nmatmul %a, %a -> %a": (
+        "text:3: @t: matmul %a, %a -> %a: "
+        "cuBLASLt has no product of i32 by i32 that gives i32, only of f16, bf16, f32 and f64: cast both before"
+    ),
     "matmul %x, %x -> %y": "text:2: @t: matmul %x, %x -> %y: inner dims differ: f32[M/2, 4] x f32[M/2, 4]",
     "%v = select %x[0: 0]\nmatmul %v, %x -> %y": "text:3: @t: matmul %v, %x -> %y: both operands need at least two dims",
     "%a = reshape %x to [2, M/4, 4]\n%b = allocate f32[3, 4, 4]\nmatmul %a, %b -> %y": (

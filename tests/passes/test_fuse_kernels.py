@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 import pytest
 
 import hostweave as hw
+from hostweave.analysis.interpret import interpret
+from hostweave.fusion.ir import Op, Value
+from hostweave.fusion.reference import run_reference
 from hostweave.host.ir import HostProgram
 from hostweave.host.verify import verify_host
 from hostweave.options import Options
 from hostweave.passes.fuse_kernels import fuse_kernels
+from hostweave.pipeline import lower
 
 KERNELS = """\
 kernel @neg_h(%x: f32[M, N]) {
@@ -323,3 +331,35 @@ def test_numbers_of_rows_are_not_those_of_columns() -> None:
     host_ir = hw.compile(hw.fusion(x=hw.f32["N", "N"])(lower_triangle)).host_ir
     assert host_ir.count("launch @") == 1
     assert host_ir.count("= iota()") == 2
+
+
+@pytest.mark.parametrize(
+    "both",
+    [
+        lambda x: (x + 0.0, x + x),
+        lambda x: (x != 0, x != x),
+        lambda x: (x * 0, hw.rms_norm(x)),
+        lambda x: (hw.maximum(x, 0), hw.maximum(x, x)),
+        lambda x: (hw.where(x > 2, x, 1), hw.where(x > 2, x, x)),
+        lambda x: (x <= x, x <= 0),
+        lambda x: (x / 0.0, x / -0.0),
+        lambda x: (hw.exp(x / 0.0), hw.exp(x / -0.0)),
+        lambda x: hw.exp(x / 0.0) - hw.exp(x / -0.0),
+    ],
+)
+def test_numbers_are_neither_operands_nor_zeros_of_another_sign(both: Callable[[hw.Tensor], Any]) -> None:
+    fusion = hw.fusion(x=hw.f64["M", "N"])(lambda x: both(x))
+    x = np.array([[1.0, -2.0, 3.0]])
+    with np.errstate(all="ignore"):
+        wanted = run_reference(fusion, {"x": x})
+        (results,) = interpret(lower(fusion, Options()), {"x": x})
+    for result, want in zip(results.values(), wanted, strict=True):
+        np.testing.assert_allclose(result, want)
+
+
+def test_numbers_are_told_apart_as_they_are_written() -> None:
+    def op(number: float) -> Op:
+        return Op("mul", ("x", number), Value("y", hw.f32["M"]))
+
+    assert op(0.0) != op(-0.0)
+    assert op(float("nan")) == op(float("nan"))

@@ -23,10 +23,12 @@ from hostweave.fusion.reference import run_reference
 from hostweave.host.ir import HostProgram
 from hostweave.options import Options
 from hostweave.pipeline import lower
+from hostweave.runtime.arrays import numpy_dtype
 from hostweave.runtime.shards import block_of
 
 Array = NDArray[Any]
 MESHES = ({"x": 1}, {"x": 2}, {"x": 3}, {"x": 4}, {"dp": 2, "tp": 2}, {"a": 2, "b": 3})
+NUMBERS = (0, 1, 2, -1, 0.0, 1.0, 2.0)  # also those that number operands, as ints and as floats
 SLICES = (0, -1, slice(0, 1), slice(1, None), slice(None, -1), slice(None, None, 2), slice(1, None, 3))
 
 
@@ -39,6 +41,7 @@ class Generator:
         even = [self.mesh.size * times for times in (1, 2, 3)]
         choices = even if self.random.random() < 0.6 else [1, 2, 5, 7, 12]
         self.sizes = {name: self.random.choice(choices) for name in "MNK"}
+        self.dtype = self.random.choice([hw.f64, hw.f64, hw.i64])
 
     def sharded(self, shape: list[Any]) -> tuple[Any, ...]:
         """These dims, some of them split."""
@@ -53,7 +56,8 @@ class Generator:
     def fusion(self) -> Fusion:
         extents = [(name, self.sizes[name])[self.random.random() < 0.3] for name in "MNK" * 3]
         inputs = {
-            f"x{i}": hw.f64[self.sharded(self.random.sample(extents, self.random.randint(1, 3)))] for i in range(self.random.randint(1, 3))
+            f"x{i}": self.dtype[self.sharded(self.random.sample(extents, self.random.randint(1, 3)))]
+            for i in range(self.random.randint(1, 3))
         }
 
         def random(**tensors: hw.Tensor) -> tuple[hw.Tensor, ...]:
@@ -69,12 +73,27 @@ class Generator:
     def arrays(self, fusion: Fusion, seed: int) -> dict[str, Array]:
         """Small integers: sums and products of them are exact."""
         random = np.random.default_rng(seed)
-        return {v.name: random.integers(-2, 3, [e.bind(self.sizes) for e in v.type.shape]).astype(np.float64) for v in fusion.inputs}
+        dtype = numpy_dtype(self.dtype)
+        return {v.name: random.integers(-2, 3, [e.bind(self.sizes) for e in v.type.shape]).astype(dtype) for v in fusion.inputs}
 
 
 def _reduced(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
     axes = tuple(g.random.sample(range(t.ndim), g.random.randint(0, t.ndim)))
-    return g.random.choice([hw.sum, hw.max, hw.mean])(t, axis=axes, keepdims=g.random.random() < 0.5)
+    return g.random.choice([hw.sum, hw.max, hw.min, hw.mean])(t, axis=axes, keepdims=g.random.random() < 0.5)
+
+
+def _located(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
+    """Where the largest element is, of integers, as rounding may make others of floats equal."""
+    if t.dtype != hw.i64:
+        return _with_number(g, values, t)
+    return hw.argmax(t, axis=g.random.randrange(t.ndim or 1), keepdims=g.random.random() < 0.5)
+
+
+def _with_number(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
+    """An op of a tensor and a number, also beside the same op without the number."""
+    op: Callable[[Any, Any], hw.Tensor] = g.random.choice(PAIRS)
+    made = op(t, g.random.choice(NUMBERS))
+    return g.random.choice([made, made - op(t, t), op(t, t) * 2 - made])
 
 
 def _turned(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
@@ -112,6 +131,17 @@ def _stream_of(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor
     return t.stream(g.random.randrange(t.ndim or 1), chunks=g.random.choice([None, 2, g.mesh.size, 2 * g.mesh.size])) * 2
 
 
+PAIRS: tuple[Callable[[Any, Any], hw.Tensor], ...] = (
+    lambda a, b: a + b,
+    lambda a, b: b - a,
+    lambda a, b: a * b,
+    hw.maximum,
+    hw.minimum,
+    lambda a, b: hw.where(a > b, a, b),
+    lambda a, b: hw.where(a != b, 3, a),
+    lambda a, b: hw.where(a <= b, b, 7),
+)
+
 OPS: tuple[Callable[[Generator, list[hw.Tensor], hw.Tensor], hw.Tensor], ...] = (
     lambda g, values, t: t + g.random.choice(values),
     lambda g, values, t: t * g.random.choice(values),
@@ -120,7 +150,10 @@ OPS: tuple[Callable[[Generator, list[hw.Tensor], hw.Tensor], hw.Tensor], ...] = 
     lambda g, values, t: hw.expand_dims(t, g.random.randint(0, t.ndim)),
     lambda g, values, t: hw.reshard(t, *g.sharded(list(t.shape))),
     lambda g, values, t: hw.reshard(t, *g.sharded(list(t.shape))),
+    _with_number,
+    _with_number,
     _reduced,
+    _located,
     _turned,
     _cut,
     _joined,

@@ -22,7 +22,7 @@ from hostweave.fusion.ir import Op
 from hostweave.fusion.ops import OPS
 from hostweave.fusion.types import Sizes
 from hostweave.host import ir
-from hostweave.runtime.arrays import numpy_dtype
+from hostweave.runtime.arrays import cast, numpy_dtype
 from hostweave.runtime.shards import bind_sizes, block_of, holds, whole_shape
 
 Array = NDArray[Any]
@@ -196,7 +196,7 @@ class _Rank:
         operands = [_widened(values[operand]) if isinstance(operand, str) else operand for operand in op.operands]
         with np.errstate(all="ignore"):
             computed: Array = np.asarray(definition.numpy(np, *operands, **stated))
-        return computed.astype(numpy_dtype(result.dtype))
+        return cast(computed, result.dtype)
 
 
 def _reduced(op: str, arrays: list[Array]) -> Array:

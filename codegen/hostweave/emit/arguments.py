@@ -12,7 +12,7 @@ from hostweave.emit.parts import part, part_names, whole
 from hostweave.fusion.extent import Extent, is_sum, part_of
 from hostweave.fusion.types import mesh_of_part
 from hostweave.host import ir
-from hostweave.host.requirements import not_negative
+from hostweave.host.requirements import not_empty, not_negative
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,11 @@ def _size(program: ir.HostProgram, binding: _Binding, field: str, integers: Inte
 
 
 def requirements_of(program: ir.HostProgram, integers: Integers) -> Iterator[str]:
-    """Calls that check what is computed from sizes: differences, and sums that ranks share."""
+    """Calls that check sizes: differences, those of which a reduction needs an element, and sums that ranks share."""
     for extent in not_negative(program):
         yield f'hw::expect_room("{str(extent).strip("()")}", {integers.alone(extent)})'
+    for kind, extent in not_empty(program):
+        yield f'hw::expect_elements("{kind}", "{str(extent).strip("()")}", {integers.alone(extent)})'
     for name, multiple in integers.multiples.items():
         if is_sum(name) and multiple > 1:
             yield f'hw::expect_divisible("{name.strip("()")}", {integers.sum(name).strip("()")}, {multiple})'

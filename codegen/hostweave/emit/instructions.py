@@ -12,7 +12,6 @@ from hostweave.emit.cpp import CUDA_TYPES, NCCL_REDUCTIONS, nccl_type
 from hostweave.emit.kernels import emit_kernel
 from hostweave.emit.meshes import label
 from hostweave.emit.shared import WORKSPACE, Shared
-from hostweave.errors import ProgramError
 from hostweave.fusion.extent import Extent, product
 from hostweave.fusion.source import Source, elements, held_of
 from hostweave.fusion.transfer import Route
@@ -167,8 +166,6 @@ class Emitter:
 
     def plan(self, i: ir.Matmul) -> str:
         a, b, dst = types = (self.type_of(i.a), self.type_of(i.b), self.type_of(i.dst))
-        if a.dtype.name not in ("f64", "f32", "f16", "bf16"):
-            raise ProgramError(f"matmul: cuBLASLt has no product of {a.dtype}; cast to f16, bf16, f32 or f64 first", i.location)
         plans, key = self.shared.plans, (types, i.precision, bool(i.bias), i.activation)
         if key not in plans:
             member = self.members.of(f"plan_{self.buffers[i.dst].root}", f"plan {len(plans)}")

@@ -217,6 +217,8 @@ class _Emitter:
                 element = f"{accumulator}{{{element}, {self.loops.offset(op.result.name)}}}"
             elif compute_type(kind) != accumulator:
                 element = f"{accumulator}({element})"
+            if OPS[op.kind].combine == "add" and kind.kind == "float":
+                accumulator, first = f"hw::Sum<{accumulator}>", "{}"
             self.totals[op.result.name] = f"{total}[{self.loops.lane}]" if self.loops.has_wide_totals else total
             if self.loops.has_wide_totals:
                 starts.append(f"auto {total} = hw::filled<kWidth, {accumulator}>({first});")
@@ -303,7 +305,8 @@ class _Section:
         """An input's element: as it lies in memory, or of those that are loaded together."""
         loops, pointer = self.kernel.loops, self.kernel.pointers[name]
         if not self.is_wide or name not in loops.packed:
-            return f"{pointer}[{loops.offset(name)}]"
+            text = f"{pointer}[{loops.offset(name)}]"
+            return f"hw::truth({text})" if self.kernel.types[name].dtype == bool_ else text
         if name not in self.loads:
             self.loads[name] = self.load(name)
         return f"{self.loads[name]}[{loops.lane}]"
@@ -345,7 +348,9 @@ class _Section:
         """The value of one element of a result, as memory holds it."""
         if self.kernel.uses[op.result.name]:
             return _converted(self.value(op.result.name), op.result.type.dtype, op.result.type.dtype)
-        if (op.kind in _SAME and op.tensors and op.tensors[0] in self.kernel.pointers) or (self.is_trivial(op) and op.kind != "argmax"):
+        if (op.kind in _SAME and op.tensors and op.tensors[0] in self.kernel.pointers) or (
+            self.is_trivial(op) and not OPS[op.kind].locates
+        ):
             (source,) = op.tensors
             if source in self.kernel.pointers:
                 return self.element(source)
@@ -353,8 +358,8 @@ class _Section:
         return _converted(text, computed, op.result.type.dtype)
 
     def is_trivial(self, op: Op) -> bool:
-        """A reduction of one element."""
-        return op.kind in OPS and bool(OPS[op.kind].combine) and not self.kernel.reduces(op)
+        """A reduction of one element, which it gives."""
+        return op.kind in OPS and bool(OPS[op.kind].combine) and not OPS[op.kind].locates and not self.kernel.reduces(op)
 
     def expression(self, op: Op) -> tuple[str, DType]:
         """What an op computes, and the dtype that this is in before it is converted to the result's."""
@@ -366,7 +371,7 @@ class _Section:
         if op.kind == "iota":
             return self.kernel.loops.offset(op.result.name), i64
         if op.kind == "argmax":
-            return ("int64_t(0)" if self.is_trivial(op) else f"{self.kernel.totals[op.result.name]}.index"), dtype
+            return (f"{self.kernel.totals[op.result.name]}.index" if self.kernel.reduces(op) else "int64_t(0)"), dtype
         if op.result.name in self.kernel.totals:
             return self.total(op)
         if op.kind in _SAME or self.is_trivial(op):
@@ -412,6 +417,8 @@ def _converted(value: str, computed: DType, dtype: DType) -> str:
         return value if computed == bool_ else f"({value}) != 0"
     if compute_type(computed) == dtype.cpp and dtype.itemsize >= 4:
         return value
+    if (computed, dtype) == (f64, f32):
+        return f"hw::to_f32({value})"
     return f"{dtype.cpp}({value})"  # narrower ints are computed as int
 
 

@@ -53,6 +53,19 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 # --- norms ------------------------------------------------------------------------------------------------------------
 
 
+@_called("var")
+@checked
+def var(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, correction: int = 0, keepdims: bool = False) -> Tensor:
+    """The mean of squared distances from the mean, of floats, over `axis` as in `mean`. `correction` is 0: divided by all."""
+    location = Location.of_caller()
+    if correction != 0:
+        raise ProgramError(f"var: correction={correction!r} is not supported; use 0 and scale the result", location)
+    axes, wide = hw.dims_of(x, axis, "var", location), _wide(x)
+    distance = wide - hw.mean(wide, axes, keepdims=True)
+    rest = hw.mean(distance, axes, keepdims)  # by how much the mean was rounded
+    return _cast(hw.maximum(hw.mean(distance * distance, axes, keepdims) - rest * rest, 0), x.dtype)
+
+
 @_called("softmax")
 @checked
 def softmax(x: Tensor, axis: Axis = -1) -> Tensor:

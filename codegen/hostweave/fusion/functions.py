@@ -124,12 +124,15 @@ def copy(x: Tensor) -> Tensor:
 # --- reductions -------------------------------------------------------------------------------------------------------
 
 
+def dims_of(x: Tensor, axis: Axis | tuple[Axis, ...] | None, kind: str, location: Location) -> tuple[int, ...]:
+    """The numbers of the dims that a reduction goes over, in order: all of them by default."""
+    given = range(x.ndim) if axis is None else axis if isinstance(axis, tuple) else (axis,)
+    return tuple(sorted(dim_of(x, a, kind, location) for a in given))
+
+
 def _reduction(kind: str, doc: str) -> Callable[..., Tensor]:
     def function(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, keepdims: bool = False) -> Tensor:
-        location = Location.of_caller()
-        given = range(x.ndim) if axis is None else axis if isinstance(axis, tuple) else (axis,)
-        axes = tuple(sorted(dim_of(x, a, kind, location) for a in given))
-        return record(kind, x, axis=axes, keepdims=keepdims)
+        return record(kind, x, axis=dims_of(x, axis, kind, Location.of_caller()), keepdims=keepdims)
 
     function.__name__ = kind
     function.__doc__ = f"{doc} Over `axis`, an int, a dim name or a tuple of them; all dims by default. The dtype stays."
@@ -141,15 +144,6 @@ prod = _reduction("prod", "The product.")
 max = _reduction("max", "The largest element.")
 min = _reduction("min", "The smallest element.")
 mean = _reduction("mean", "The mean, of floats.")
-
-
-@checked
-def var(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, correction: int = 0, keepdims: bool = False) -> Tensor:
-    """The mean of squared distances from the mean, of floats, over `axis` as in `mean`. `correction` is 0: divided by all."""
-    if correction != 0:
-        raise ProgramError(f"var: correction={correction!r} is not supported; use 0 and scale the result", Location.of_caller())
-    distance = x - mean(x, axis, keepdims=True)
-    return mean(distance * distance, axis, keepdims)
 
 
 @checked

@@ -32,16 +32,20 @@ class Op:
     """One operation: `%result = kind(%operand, ..., attribute=...)`. What each kind means is in `ops.py`.
 
     An operand is the name of a value, or a number in the dtype of the tensors beside it. A call holds the block that it calls, a
-    kernel of the user its source.
+    kernel of the user its source. Ops are equal where they read alike: to Python 0.0 is -0.0, 1 is True, and NaN is not itself.
     """
 
     kind: str
-    operands: tuple[str | Scalar, ...]
+    operands: tuple[str | Scalar, ...] = field(compare=False)
     result: Value
-    attributes: tuple[tuple[str, Attribute], ...] = ()
+    attributes: tuple[tuple[str, Attribute], ...] = field(default=(), compare=False)
+    compared: str = field(init=False, repr=False)  # operands and attributes, numbers as they are written
     location: Location | None = field(default=None, compare=False)
     callee: Fusion | None = field(default=None, repr=False, kw_only=True)
     source: Source | None = field(default=None, repr=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "compared", repr((self.operands, self.attributes)))
 
     def attribute(self, name: str) -> Attribute:
         """The attribute's value, or None where the op does not have it."""

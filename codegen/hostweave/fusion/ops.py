@@ -44,6 +44,7 @@ class OpDef:
     target: str = ""  # shape, dtype, type (both) or sharding: what of the result's type the user states
     expression: str = ""
     combine: str = ""
+    locates: bool = False  # a reduction that gives where an element is: of one element not the element
     is_view: bool = False  # pointer arithmetic on what a rank holds, no call
 
 
@@ -109,8 +110,8 @@ def _where(types: Types, op: Op) -> TensorType:
 
 def _matmul(types: Types, op: Op) -> TensorType:
     a, b = types
-    _same_dtype(types)
-    _require(a, "float", "int", "uint")
+    if why := why_no_product(_same_dtype(types)):
+        raise Mismatch(f"{why}; use hw.cast on both")
     for operand in types:
         if len(operand.dims) < 2:
             raise Mismatch(f"rank mismatch: {operand} has {len(operand.dims)} dims, at least 2 are needed; use x[None] or x[:, None]")
@@ -132,6 +133,13 @@ def _transposed(a: TensorType, b: TensorType) -> str:
     if a.shape[-2] == b.shape[-2]:
         return "transpose the first one: " + ("hw.matmul(a.T, b)" if len(a.dims) == 2 else "hw.transpose(a, axes)")
     return "the last dim of the first is the one before the last of the second: transpose or reshape one of them"
+
+
+def why_no_product(dtype: DType) -> str:
+    """Why no matmul is of this dtype; nothing where one is."""
+    if dtype.kind == "float" and dtype.itemsize > 1:
+        return ""
+    return f"cuBLASLt has no product of {dtype} by {dtype} that gives {dtype}, only of f16, bf16, f32 and f64"
 
 
 def widens(operands: DType, result: DType) -> bool:
@@ -159,6 +167,8 @@ def _reduction(*kinds: str) -> Callable[[Types, Op], TensorType]:
         (x,) = types
         _require(x, *kinds)
         axes = _axes(op, len(x.dims))
+        if op.kind in WITHOUT_IDENTITY and Extent(0) in [x.shape[axis] for axis in axes]:
+            raise Mismatch(f"{x} has no elements along axis={axes}, of which there is no {op.kind}; reduce a dim that has some")
         if op.attribute("keepdims"):
             return TensorType(x.dtype, tuple(Dim(ONE if i in axes else e) for i, e in enumerate(x.shape)))
         return TensorType(x.dtype, tuple(Dim(e) for i, e in enumerate(x.shape) if i not in axes))
@@ -508,7 +518,7 @@ OPS: dict[str, OpDef] = {
     "max": _reduce("maximum", lambda np, x, **a: np.max(x, initial=_bound(np, x, -1), **a), "float", "int", "uint", "bool"),
     "min": _reduce("minimum", lambda np, x, **a: np.min(x, initial=_bound(np, x, 1), **a), "float", "int", "uint", "bool"),
     "mean": _reduce("add", lambda np, x, **a: np.mean(x, **a), "float"),
-    "argmax": OpDef(1, _argmax, _map_reduction, _numpy_argmax, {"axis": tuple, "keepdims": bool}, combine="first_maximum"),
+    "argmax": replace(_reduce("first_maximum", _numpy_argmax), infer=_argmax, locates=True),
     # Shapes.
     "expand_dims": OpDef(1, _expand_dims, _map_expand_dims, lambda np, x, **a: np.expand_dims(x, **a), {"axis": tuple}, is_view=True),
     "reshape": OpDef(1, _reshape, _map_reshape, lambda np, x, shape: np.reshape(x, shape), target="shape", is_view=True),
@@ -533,6 +543,10 @@ OPS: dict[str, OpDef] = {
 # How the results of the ranks become one where the reduced dims are sharded; shards are even, so that means can be averaged.
 # A reduction that is not here takes whole dims.
 REDUCTION_OF_PARTIAL = {"matmul": "sum", "sum": "sum", "mean": "avg", "prod": "prod", "max": "max", "min": "min"}
+
+
+# These give one of their elements, or its place.
+WITHOUT_IDENTITY = frozenset(kind for kind, op in OPS.items() if op.combine in ("maximum", "minimum", "first_maximum"))
 
 
 # --- asking the table -------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from hostweave.fusion.types import DType, TensorType
 from hostweave.options import Options
 from hostweave.passes.insert_reshards import insert_reshards
 from hostweave.passes.propagate_sharding import propagate_sharding
-from hostweave.runtime.arrays import numpy_dtype
+from hostweave.runtime.arrays import cast, numpy_dtype
 from hostweave.runtime.shards import bind_sizes
 
 Array = NDArray[Any]
@@ -75,7 +75,7 @@ def _call(block: Fusion, sizes: Mapping[str, int], *arrays: Array) -> tuple[Arra
 
 def _cast(array: Array, dtype: DType) -> Array:
     """Rounds to the dtype, then goes on in the dtype that computes it."""
-    return array.astype(numpy_dtype(dtype)).astype(_computing_dtype(dtype))
+    return cast(array, dtype).astype(_computing_dtype(dtype))
 
 
 def _computing_dtype(dtype: DType) -> np.dtype[Any]:
@@ -84,6 +84,7 @@ def _computing_dtype(dtype: DType) -> np.dtype[Any]:
 
 # --- how far a right answer may be off --------------------------------------------------------------------------------
 
+_IN_A_ROW = 512  # terms, at most, that count as added up one after the other
 _MANTISSA_BITS = {"f64": 52, "f32": 23, "f16": 10, "bf16": 7, "f8e4m3": 3, "f8e5m2": 2}
 
 
@@ -103,8 +104,9 @@ def tolerance(dtype: DType, reduction_length: int = 1, terms: int = 1) -> Tolera
 
     With u = 2^-(mantissa bits + 1), the unit roundoff of the dtype, and a that of the accumulator (f32, or f64 for f64):
     - the result is rounded once, and each op of a short chain before it (we allow three): rtol = 4 u;
-    - a sum of n such terms is a random walk of size sqrt(n). Each of its n additions errs by up to a times the sum so far:
-      in all a * n / sqrt(6) in the mean square, and 5 standard deviations of it stay below 2 a n;
+    - a sum of n such terms is a random walk of size sqrt(n). Where they are added up one after the other, each of n additions
+      errs by up to a times the sum so far: in all a * n / sqrt(6) in the mean square, and 5 standard deviations of it stay below
+      2 a n. No more than b = 512 are. The errors of n / b sums of b are as independent as these are: 2 a b sqrt(n / b);
     - each of D partial sums, of size sqrt(n / D), is rounded to the dtype, and so are their D - 1 sums, of size up to
       sqrt(n): at most u (sqrt(n D) + (D - 1) sqrt(n)), which adds up one way only in the worst case: 2 u D sqrt(n);
     - a result near zero inherits the rounding of what cancelled in it: 4 u sqrt(n).
@@ -114,8 +116,9 @@ def tolerance(dtype: DType, reduction_length: int = 1, terms: int = 1) -> Tolera
     unit = 2.0 ** -(_MANTISSA_BITS[dtype.name] + 1)
     accumulator = 2.0 ** -(_MANTISSA_BITS["f64" if dtype.name == "f64" else "f32"] + 1)
     n, d = reduction_length, terms
+    added = min(n, sqrt(n * _IN_A_ROW))
     spread = 2 * unit * d * sqrt(n) if d > 1 else 0.0
-    return Tolerance(rtol=4 * unit, atol=2 * accumulator * n + 4 * unit * sqrt(n) + spread)
+    return Tolerance(rtol=4 * unit, atol=2 * accumulator * added + 4 * unit * sqrt(n) + spread)
 
 
 def tolerance_of(fusion: Fusion, name: str, sizes: Mapping[str, int]) -> Tolerance:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from hostweave.fusion.extent import Extent, block_of, is_sum, part_of, terms_of
+from hostweave.fusion.ops import WITHOUT_IDENTITY, axes_of
 from hostweave.fusion.types import BufferType
 from hostweave.host import ir
 from hostweave.host.expr import Binary, Const, Expr, Size
@@ -34,6 +35,25 @@ def not_negative(program: ir.HostProgram) -> tuple[Extent, ...]:
     found = [extent for i in ir.walk(program.body) if isinstance(i, ir.VIEWS) for extent in slack(i, types[i.src])]
     found += [Extent(1, (name,)) for extent in sums(program) for name in extent.names if is_sum(name)]
     return tuple(dict.fromkeys(extent for extent in found if _can_be_negative(extent)))
+
+
+def not_empty(program: ir.HostProgram) -> Iterator[tuple[str, Extent]]:
+    """Sizes that a call must not make 0, each with the reduction that has no value of no elements. A rank may have none of them."""
+    launched = {i.kernel for i in ir.walk(program.body) if isinstance(i, ir.Launch)}
+    found: dict[tuple[str, Extent], None] = {}
+    for kernel in program.kernels:
+        types = {p.name: p.type for p in kernel.inputs} | {op.result.name: op.result.type for op in kernel.ops}
+        for op in kernel.ops if kernel.name in launched else ():
+            if op.kind in WITHOUT_IDENTITY:
+                names = (name for axis in axes_of(op) for name in types[op.tensors[0]].shape[axis].names)
+                found |= {(op.kind, _global_size(name)): None for name in names}
+    yield from found
+
+
+def _global_size(name: str) -> Extent:
+    """What ranks share, where a size is a rank's part or block of it."""
+    found = part_of(name) or block_of(name)
+    return found[0] if found else Extent(1, (name,))
 
 
 def sums(program: ir.HostProgram) -> Iterator[Extent]:

@@ -238,7 +238,7 @@ def _without_repeats(kernel: ir.Kernel) -> ir.Kernel:
     ops = []
     for op in kernel.ops:
         operands = tuple(names.get(operand, operand) if isinstance(operand, str) else operand for operand in op.operands)
-        what = (op.kind, operands, op.attributes, op.result.type, indices.get(op.result.name))
+        what = replace(op, operands=operands, result=Value("", op.result.type)), indices.get(op.result.name)
         same = first.setdefault(what, op.result.name)
         if same != op.result.name and op.result.name not in results:
             names[op.result.name] = same

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hostweave.fusion.types import DType, bf16, bool_, f8e4m3, f8e5m2, f16, f32, f64, i8, i32, i64, u8, u32
 
@@ -125,6 +126,15 @@ def numpy_dtype(dtype: DType) -> np.dtype[Any]:
     import ml_dtypes  # noqa: F401  its import teaches NumPy the names
 
     return np.dtype(_NAME_OF[dtype])
+
+
+def cast(array: NDArray[Any], dtype: DType) -> NDArray[Any]:
+    """The array in that dtype, as the targets and torch cast: to small floats by f32; f8e4m3 ends at its largest number."""
+    if dtype.kind == "float" and dtype.itemsize < f32.itemsize:
+        array = array.astype(np.float32)
+    if dtype == f8e4m3:
+        array = np.clip(array, -448, 448)
+    return array.astype(numpy_dtype(dtype))
 
 
 class _Numpy:

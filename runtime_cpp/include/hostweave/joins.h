@@ -12,6 +12,28 @@ struct Indexed {  // an element and where it is
   int64_t index;
 };
 
+// What floats add up in. The threads of a GPU share a sum, so that none adds many terms one after the other. On the CPU device
+// one thread adds all of them: in f64, and it keeps what the additions round off (Neumaier's sum).
+#ifdef __CUDACC__
+template <class T>
+using Sum = T;
+#else
+template <class T>
+struct Sum {
+  double rounded = 0, rest = 0;
+
+  void operator+=(T term) {
+    const double sum = rounded + term, added = sum - rounded;
+    rest += (rounded - (sum - added)) + (term - added);
+    rounded = sum;
+  }
+  operator T() const {
+    const double sum = rounded + rest;
+    return static_cast<T>(sum == sum ? sum : rounded);  // of an infinity there is no rest
+  }
+};
+#endif
+
 struct Add {
   template <class T>
   HW_DEVICE T operator()(T a, T b) const {

@@ -45,6 +45,15 @@ template <int kCount, class T>
 HW_DEVICE Values<T, kCount> load(const T* first) {
   return *reinterpret_cast<const Values<T, kCount>*>(first);
 }
+// Bools as memory has them, in which any byte but 0 is true; to the compiler there are no others than 0 and 1.
+HW_DEVICE bool truth(const bool& element) { return reinterpret_cast<const unsigned char&>(element) != 0; }
+template <int kCount>
+HW_DEVICE Values<bool, kCount> load(const bool* first) {
+  const auto bytes = load<kCount>(reinterpret_cast<const unsigned char*>(first));
+  Values<bool, kCount> result;
+  for (int i = 0; i < kCount; ++i) result[i] = bytes[i] != 0;
+  return result;
+}
 template <class T, int kCount>
 HW_DEVICE void store(T* first, const Values<T, kCount>& values) {
   *reinterpret_cast<Values<T, kCount>*>(first) = values;

@@ -8,6 +8,15 @@
 
 namespace hw {
 
+// Rounds, also where the result is widened again: GCC 12 takes double(float(x)) of vectors for x.
+HW_DEVICE float to_f32(double x) {
+  auto rounded = static_cast<float>(x);
+#ifndef __CUDACC__
+  asm("" : "+m"(rounded));
+#endif
+  return rounded;
+}
+
 HW_DEVICE float gelu(float x) { return x / 2.0f * erfcf(x * -0.70710678118654752f); }
 HW_DEVICE double gelu(double x) { return x / 2.0 * erfc(x * -0.70710678118654752); }
 

@@ -48,6 +48,8 @@ void expect_divisible(const char* name, int64_t size, int64_t divisor);
 
 // Throws ArgumentError where a difference of sizes that the program takes, such as "M - 2", is negative.
 void expect_room(const char* difference, int64_t size);
+// Of a size that a reduction goes over, which has no value of no elements.
+void expect_elements(const char* reduction, const char* size_name, int64_t size);
 
 // Throws ExecutionError where a program is run with shapes that it was not prepared for.
 void expect_prepared(bool prepared);

@@ -7,7 +7,7 @@ namespace programs::ag_matmul_beside_sums {
 template <int kWidth>
 __device__ void sum_s_partial_by(const hw::bf16* x, hw::bf16* s_partial, int64_t M, int64_t K) {
   for (const hw::Column j : hw::over_columns<kWidth>(K)) {
-    auto sum = hw::filled<kWidth, float>(0);
+    auto sum = hw::filled<kWidth, hw::Sum<float>>({});
 #pragma unroll 8
     for (int64_t i : hw::over_rows<512, kWidth>(M / 4)) {
       const auto x_ij = hw::load<kWidth>(x + i * K + j);
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(512) sum_s_partial(const hw::bf16* x, hw::bf16
 template <int kWidth>
 __device__ void sum_t_partial_by(const hw::bf16* v, hw::bf16* t_partial, int64_t M, int64_t L) {
   for (const hw::Column j : hw::over_columns<kWidth>(L)) {
-    auto sum = hw::filled<kWidth, float>(0);
+    auto sum = hw::filled<kWidth, hw::Sum<float>>({});
 #pragma unroll 8
     for (int64_t i : hw::over_rows<512, kWidth>(M / 4)) {
       const auto v_ij = hw::load<kWidth>(v + i * L + j);

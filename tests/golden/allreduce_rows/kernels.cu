@@ -7,7 +7,7 @@ namespace programs::allreduce_rows {
 template <int kWidth>
 __device__ void sum_y_partial_by(const hw::bf16* x, hw::bf16* y_partial, int64_t N, int64_t R_x) {
   for (const hw::Column j : hw::over_columns<kWidth>(N / 3)) {
-    auto sum = hw::filled<kWidth, float>(0);
+    auto sum = hw::filled<kWidth, hw::Sum<float>>({});
 #pragma unroll 8
     for (int64_t i : hw::over_rows<512, kWidth>(R_x)) {
       const auto x_ij = hw::load<kWidth>(x + i * N + j);

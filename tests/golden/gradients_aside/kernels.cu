@@ -7,7 +7,7 @@ namespace programs::gradients_aside {
 template <int kWidth>
 __device__ void sum_db_partial_by(const hw::bf16* dy, hw::bf16* db_partial, int64_t N, int64_t T_x) {
   for (const hw::Column j : hw::over_columns<kWidth>(N)) {
-    auto sum = hw::filled<kWidth, float>(0);
+    auto sum = hw::filled<kWidth, hw::Sum<float>>({});
 #pragma unroll 8
     for (int64_t i : hw::over_rows<512, kWidth>(T_x)) {
       const auto dy_ij = hw::load<kWidth>(dy + i * N + j);

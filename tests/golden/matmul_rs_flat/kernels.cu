@@ -7,7 +7,7 @@ namespace programs::matmul_rs_flat {
 template <int kWidth>
 __device__ void sum_y_by(const hw::bf16* landing, hw::bf16* y, int64_t M, int64_t N) {
   for (int64_t j : hw::over_grid<kWidth>(M / 4 * N)) {
-    auto sum = hw::filled<kWidth, float>(0);
+    auto sum = hw::filled<kWidth, hw::Sum<float>>({});
     for (int64_t i = 0; i < 4; ++i) {
       const auto landing_ij = hw::load<kWidth>(landing + i * (M / 4 * N) + j);
 #pragma unroll

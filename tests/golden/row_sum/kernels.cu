@@ -7,7 +7,7 @@ namespace programs::row_sum {
 template <int kWidth>
 __device__ void sum_y_by(const hw::bf16* x, hw::bf16* y, int64_t M, int64_t N) {
   for (int64_t i : hw::over_blocks(M / 3)) {
-    float sum = 0;
+    hw::Sum<float> sum = {};
     for (int64_t j : hw::over_threads<kWidth>(N)) {
       const auto x_ij = hw::load<kWidth>(x + i * N + j);
 #pragma unroll

@@ -36,7 +36,7 @@ __global__ void maximum_minimum_h(const hw::bf16* product, hw::bf16* h, int64_t 
 template <int kWidth>
 __device__ void fused_y_by(const hw::bf16* landing, const hw::bf16* x, hw::bf16* y, int64_t M, int64_t E) {
   for (int64_t j : hw::over_grid<kWidth>(M / 4 * E)) {
-    auto scattered = hw::filled<kWidth, float>(0);
+    auto scattered = hw::filled<kWidth, hw::Sum<float>>({});
     for (int64_t i = 0; i < 4; ++i) {
       const auto landing_ij = hw::load<kWidth>(landing + i * (M / 4 * E) + j);
 #pragma unroll

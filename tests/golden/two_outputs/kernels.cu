@@ -8,7 +8,7 @@ namespace programs::two_outputs {
 template <int kWidth>
 __device__ void add_sum_y_z_by(const hw::bf16* x, const hw::bf16* b, hw::bf16* y, hw::bf16* z, int64_t N, int64_t M_x) {
   for (int64_t i : hw::over_blocks(M_x)) {
-    float sum = 0;
+    hw::Sum<float> sum = {};
     for (int64_t j : hw::over_threads<kWidth>(N)) {
       const auto x_ij = hw::load<kWidth>(x + i * N + j);
       const auto b_j = hw::load<kWidth>(b + j);

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hostweave.fusion.extent import Extent
-from hostweave.fusion.ops import widens
+from hostweave.fusion.ops import why_no_product, widens
 from hostweave.fusion.source import Source, held
 from hostweave.fusion.types import BufferType
 from hostweave.host import ir
@@ -48,6 +48,8 @@ def _view(c: Checker, i: Any, scope: Scope) -> None:
 
 def _matmul(c: Checker, i: ir.Matmul, scope: Scope) -> None:
     c.same_dtype(i.a, i.b, *(() if widens(c.types[i.a].dtype, c.types[i.dst].dtype) else (i.dst,)))
+    if why := why_no_product(c.types[i.a].dtype):
+        c.fail(f"{why}: cast both before")
     a, b, dst = (c.types[name].shape for name in (i.a, i.b, i.dst))
     if min(len(a), len(b)) < 2:
         c.fail("both operands need at least two dims")

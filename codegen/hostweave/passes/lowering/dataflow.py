@@ -92,7 +92,7 @@ class Dataflow:
         """Whether an op is pointer arithmetic: also a reduction of one local element, and a reshard to a slice of what is here."""
         if op.kind == "reshard":
             return op.attribute("kind") == "shard" or (op.attribute("kind") == "transfer" and self.is_there(op))
-        if OPS[op.kind].combine and op.result.type.dtype == self.types[op.tensors[0]].dtype:
+        if OPS[op.kind].combine and not OPS[op.kind].locates:
             local = self.types[op.tensors[0]].local_shape(self.mesh, self.uneven)
             axes = op.attribute("axis")
             assert isinstance(axes, tuple)

@@ -24,14 +24,9 @@ class Kernels:
         operands = tuple(called[operand] if isinstance(operand, str) else operand for operand in op.operands)
         inputs = tuple(ir.Parameter(name, self.tensor(buffer)) for buffer, name in names.items())
         body = replace(op, operands=operands, result=Value(op.result.name, self.tensor(target)))
-        positions = {name: i for i, name in enumerate(names.values())}
-        same = (
-            op.kind,
-            op.attributes,
-            tuple(positions[operand] if isinstance(operand, str) else operand for operand in operands),
-            tuple(p.type for p in inputs),
-            body.result.type,
-        )
+        positions = {name: str(i) for i, name in enumerate(names.values())}
+        numbered = tuple(positions[operand] if isinstance(operand, str) else operand for operand in operands)
+        same = replace(body, operands=numbered, result=replace(body.result, name="")), tuple(p.type for p in inputs)
         if same not in self.made:
             taken = {kernel.name for kernel in self.made.values()}
             name = f"{op.kind}_{op.result.name}"

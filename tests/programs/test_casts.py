@@ -1,0 +1,90 @@
+"""Casts, and bools of any byte, against torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import hostweave as hw
+from hostweave.fusion.reference import run_reference
+from hostweave.fusion.types import DType
+from hostweave.runtime.arrays import numpy_dtype
+
+FLOATS = {
+    hw.f64: torch.float64,
+    hw.f32: torch.float32,
+    hw.f16: torch.float16,
+    hw.bf16: torch.bfloat16,
+    hw.f8e4m3: torch.float8_e4m3fn,
+    hw.f8e5m2: torch.float8_e5m2,
+}
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def target(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def limits(dtype: torch.dtype) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """The largest number of a dtype, what rounds to it, and what lies just past that; its ties, and almost ties."""
+    info = torch.finfo(dtype)
+    largest, step = info.max, info.max * info.eps / 2
+    near = [largest + step * part for part in (0, 0.25, 0.5, 0.75, 0.99, 1, 1.01, 2)]
+    ties = [(1 + info.eps * (k + 0.5)) * (1 + sign * 2.0**-power) for k in range(4) for sign in (-1, 0, 1) for power in (20, 40)]
+    return np.array([*near, *ties, info.smallest_normal * info.eps / 2, info.tiny / 3, 0.0])
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
+def test_floats_are_cast_as_torch_does(dtype: DType, target: str) -> None:
+    """Also from f64, by f32: what is almost a tie is one then. Of the f8 only e5m2 has infinities."""
+    values = np.concatenate([limits(torch_dtype) for torch_dtype in FLOATS.values()] + [[np.inf, np.nan, 1e300]])
+    values = np.concatenate([values, -values])
+
+    @hw.fusion(x=dtype["N"])
+    def casts(x):
+        return tuple(hw.cast(hw.cast(x, to), hw.f64) for to in FLOATS if to != dtype)
+
+    given = torch.from_numpy(values).to(FLOATS[dtype])
+    program = hw.compile(casts, target)
+    results = program.run(x=given.view(torch.uint8).numpy().view(numpy_dtype(dtype)))
+    program.close()
+    references = run_reference(casts, {"x": given.double().numpy()})
+    others = [to for to in FLOATS if to != dtype]
+    for to, result, reference in zip(others, results, references, strict=True):
+        want = given.to(FLOATS[to]).double().numpy()
+        np.testing.assert_array_equal(result, want, err_msg=f"{dtype} to {to}")
+        np.testing.assert_array_equal(np.signbit(result[result == 0]), np.signbit(want[want == 0]), err_msg=f"{dtype} to {to}")
+        np.testing.assert_array_equal(reference, want, err_msg=f"NumPy, {dtype} to {to}")
+
+
+@pytest.mark.parametrize("count", [67, 256])
+def test_any_byte_but_0_is_true(count: int, target: str) -> None:
+    @hw.fusion(b=hw.bool_["N"], c=hw.bool_["N"], x=hw.i32["N"])
+    def logic(b, c, x):
+        rows = hw.reshape(b, 1, "N")
+        return (
+            *(hw.cast(b, dtype) for dtype in (hw.u8, hw.i32, hw.f32, hw.bf16)),
+            *(~b, b & c, b | c, b == c, b != c, b < c, hw.where(b, x, -1), b == (x != 0)),
+            *(hw.max(b), hw.min(b), hw.sum(hw.cast(rows, hw.i32), 1)),
+        )
+
+    random = np.random.default_rng(0)
+    b, c = (torch.from_numpy(random.choice(np.array([0, 1, 2, 128, 255], np.uint8), count)).view(torch.bool) for _ in "bc")
+    x = torch.arange(count, dtype=torch.int32)
+    program = hw.compile(logic, target)
+    results = program.run(b=b, c=c, x=x)
+    program.close()
+    b, c = b.view(torch.uint8) != 0, c.view(torch.uint8) != 0
+    wanted = (
+        *(b.to(dtype) for dtype in (torch.uint8, torch.int32, torch.float32, torch.bfloat16)),
+        *(~b, b & c, b | c, b == c, b != c, b < c, torch.where(b, x, -1), b == (x != 0)),
+        *(b.max(), b.min(), b.sum(dtype=torch.int32).reshape(1)),
+    )
+    for number, (result, want) in enumerate(zip(results, wanted, strict=True)):
+        if want.dtype == torch.bool:
+            result, want = result.view(torch.uint8), want.view(torch.uint8)  # bytes that this writes are 0 and 1
+        assert torch.equal(result.cpu(), want), f"result {number}"
