@@ -11,6 +11,7 @@
 
 #include "hostweave/check.h"
 #include "hostweave/errors.h"
+#include "hostweave/streams.h"
 #include "world_target.h"
 
 namespace hw {
@@ -40,17 +41,6 @@ class Staging {
 // The time between two points of a stream.
 class Stopwatch {
  public:
-  Stopwatch() {
-    HW_CHECK(cudaEventCreate(&begin_));
-    HW_CHECK(cudaEventCreate(&end_));
-  }
-  ~Stopwatch() {
-    if (begin_) cudaEventDestroy(begin_);
-    if (end_) cudaEventDestroy(end_);
-  }
-  Stopwatch(const Stopwatch&) = delete;
-  Stopwatch& operator=(const Stopwatch&) = delete;
-
   void start(cudaStream_t stream) { HW_CHECK(cudaEventRecord(begin_, stream)); }
   void stop(cudaStream_t stream) { HW_CHECK(cudaEventRecord(end_, stream)); }
   // When the stream has passed both.
@@ -61,7 +51,7 @@ class Stopwatch {
   }
 
  private:
-  cudaEvent_t begin_ = nullptr, end_ = nullptr;
+  Event begin_{cudaEventDefault}, end_{cudaEventDefault};
 };
 
 // Has copies from that GPU go directly, not through the host's memory, where the machine can do that.
