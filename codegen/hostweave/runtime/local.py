@@ -18,6 +18,7 @@ from hostweave.runtime.agreement import Intent, Shape
 from hostweave.runtime.arguments import accept
 from hostweave.runtime.arrays import HOST, Array, Library, numpy_library
 from hostweave.runtime.cpu import Schedule, schedule
+from hostweave.runtime.lifetime import calls as native_calls
 from hostweave.runtime.shards import block_of, global_shape, holds, whole_shape
 from hostweave.runtime.streams import handle_of
 
@@ -188,7 +189,8 @@ class LocalProgram:
         return library, array
 
     def _prepare(self, taken: Taken, wholes: Sequence[Shape] | None) -> bool:
-        self._outputs = self._native.prepare(taken.shapes, wholes or [()] * len(taken.shapes))
+        with native_calls:
+            self._outputs = self._native.prepare(taken.shapes, wholes or [()] * len(taken.shapes))
         return True
 
     def _whole_shapes(self, shapes_of_all: Sequence[Sequence[Shape]]) -> list[Shape]:
