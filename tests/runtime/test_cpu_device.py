@@ -57,7 +57,7 @@ def suite_command(device: Device, suite: str) -> list[str | Path]:
     if suite != "test_world":
         return device.build_command(suite, [f"{suite}.cpp"])
     driver = [f"{RUNTIME}/driver/src/{name}.cpp" for name in ("runner", "world", "world_cuda", "turn", "connect")]
-    runtime = [f"{RUNTIME}/src/{name}.cpp" for name in ("rank", "check")]
+    runtime = [f"{RUNTIME}/src/{name}.cpp" for name in ("rank", "check", "streams")]
     return device.build_command(
         suite, [f"{suite}.cpp", *driver, *runtime], [f"-I{RUNTIME / 'include'}", f"-I{RUNTIME / 'driver' / 'include'}"]
     )
