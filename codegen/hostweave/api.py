@@ -152,10 +152,10 @@ class Program:
         """Runs this thread's or process's rank of a group on its local arrays, after `hw.init`: all ranks make the same calls.
 
         `arrays` are the inputs in order, `named` others by name; contiguous and on the rank's device; nothing is copied. Gives
-        the local output, or a tuple of them, in the library of the first input, or in `out`, which may hold arrays to write to.
-        Without `group` it is the default one. Ranks that are processes take it that sharded dims are even; `sizes` gives the
-        global size of those that are not, by name, and of those that the rank's own arrays do not tell. A rank that is not in
-        the mesh of an input passes None for it, and gets None for such an output.
+        the local output, or a tuple of them, in the library of the first input, or in `out`, which may hold arrays to write to,
+        apart from each other and from the inputs. Without `group` it is the default one. Ranks that are processes take it that
+        sharded dims are even; `sizes` gives the global size of those that are not, by name, and of those that the rank's own
+        arrays do not tell. A rank that is not in the mesh of an input passes None for it, and gets None for such an output.
 
         On CUDA the call is ordered after what `stream` holds (an int, or a stream of PyTorch, CuPy or another library; by
         default the library's current one), and later work on it after the call; nothing waits. On the CPU target the call

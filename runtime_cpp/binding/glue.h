@@ -2,6 +2,7 @@
 // every program; what they know of a program is the table in its binding.cpp.
 #pragma once
 #include <pybind11/pybind11.h>
+#include <unistd.h>
 
 #include <cstdint>
 #include <memory>
@@ -36,9 +37,13 @@ auto without_gil(const Work& work) {
 }
 
 // For what uses devices, and waits for other threads, when it ends: without the GIL, which a call in one of them may need.
+// A process that was forked keeps what its parent made: it has the memory, and neither the threads nor the devices.
 template <class T>
 struct DeleteWithoutGil {
+  pid_t process = getpid();  // where it was made
+
   void operator()(T* object) const {
+    if (getpid() != process) return;
     const py::gil_scoped_release release;
     hw::Turn::free([object] { delete object; });
   }

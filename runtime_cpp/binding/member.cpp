@@ -69,7 +69,7 @@ void connect(hw::Member& member, const std::map<std::string, py::bytes>& ids, do
 void adopt(hw::Member& member, const std::map<std::string, uintptr_t>& communicators) {
   std::map<std::string, ncclComm_t> given;
   for (const auto& [axes, address] : communicators) given[axes] = reinterpret_cast<ncclComm_t>(address);
-  member.adopt(table(), given);
+  without_gil([&] { member.adopt(table(), given); });
 }
 
 void run(hw::Instance& instance, const std::vector<uintptr_t>& inputs, const std::vector<uintptr_t>& outputs, uintptr_t stream,

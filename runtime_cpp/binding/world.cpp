@@ -41,10 +41,17 @@ hw::Call call_of(const py::handle& pair) {
           arrays_of(both.second, program.world, program.outputs.size())};
 }
 
-// Runs Python's signal handlers. True: one has raised, as Ctrl-C does.
+// Runs Python's signal handlers. True: one has raised, as Ctrl-C does, or the interpreter ends.
 bool signal_raised() {
   const py::gil_scoped_acquire gil;
-  return PyErr_CheckSignals() != 0;
+  if (PyErr_CheckSignals() != 0) return true;
+  try {
+    py::module_::import("hostweave.runtime.lifetime").attr("expect_going_on")();
+    return false;
+  } catch (py::error_already_set& error) {
+    error.restore();
+    return true;
+  }
 }
 
 }  // namespace

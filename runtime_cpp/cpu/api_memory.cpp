@@ -17,6 +17,7 @@ cudaError_t allocate(void** pointer, std::size_t bytes, cudaMemoryType type, con
   *pointer = nullptr;
   Machine& machine = Machine::get();
   if (machine.failed()) return cuda_stopped();
+  if (machine.fault(call)) return error(cudaErrorMemoryAllocation, std::string(call) + ": made to fail");
   if (bytes == 0) return cudaSuccess;
   *pointer = machine.memory.allocate(bytes, this_thread().device, type, machine.config.fill_fresh_memory != 0);
   if (!*pointer) return error(cudaErrorMemoryAllocation, std::string(call) + ": no " + std::to_string(bytes) + " bytes left");

@@ -55,6 +55,7 @@ cudaError_t create(cudaStream_t* stream, unsigned flags, int priority) {
     return error(cudaErrorInvalidValue, "cudaStreamCreate: unknown flags");
   Call call;
   if (Machine::get().failed()) return cuda_stopped();
+  if (Machine::get().fault("cudaStreamCreate")) return error(cudaErrorMemoryAllocation, "cudaStreamCreate: made to fail");
   *stream = reinterpret_cast<cudaStream_t>(Machine::get().create_stream(flags, std::clamp(priority, -5, 0)));
   return cudaSuccess;
 }
@@ -170,6 +171,7 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* handle, unsigned flags) {
   }
   Call call;
   if (Machine::get().failed()) return cuda_stopped();
+  if (Machine::get().fault("cudaEventCreate")) return error(cudaErrorMemoryAllocation, "cudaEventCreate: made to fail");
   auto* const event = new Event{this_thread().device, !(flags & cudaEventDisableTiming), nullptr};
   Machine::get().events.insert(event);
   *handle = reinterpret_cast<cudaEvent_t>(event);

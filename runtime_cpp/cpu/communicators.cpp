@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
+#include <utility>
 
 #include "communicator.h"
 #include "errors.h"
@@ -61,6 +62,11 @@ ncclComm* new_communicator(std::shared_ptr<Team> team, int rank) {
   return comm;
 }
 
+void remove(ncclComm_t comm) {
+  Machine::get().communicators.erase(comm);
+  delete comm;
+}
+
 ncclResult_t wait_for_team(Lock& lock, const Team& team) {
   std::string what = "all " + std::to_string(team.size()) + " ranks of " + team.name;
   const bool all_came = Machine::get().wait(lock, std::move(what), [&] { return team.arrived == team.size(); });
@@ -80,6 +86,7 @@ ncclResult_t init(ncclComm_t* comm, int size, const ncclUniqueId& id, int rank, 
   if (content.process != getpid()) return nccl_not_supported("a communicator of several processes");
   Call call;
   if (Machine::get().failed()) return nccl_stopped();
+  if (Machine::get().fault("ncclCommInitRank")) return error(ncclSystemError, "ncclCommInitRank: made to fail");
   auto& pending = teams_in_the_making();
   std::shared_ptr<Team>& slot = pending[content.number];
   if (!slot) slot = new_team(size, name_in(config));
@@ -96,7 +103,9 @@ ncclResult_t init(ncclComm_t* comm, int size, const ncclUniqueId& id, int rank, 
     wait_at_group_end(team);
     return ncclSuccess;
   }
-  return wait_for_team(call.lock, *team);
+  const ncclResult_t result = wait_for_team(call.lock, *team);
+  if (result != ncclSuccess) remove(std::exchange(*comm, nullptr));
+  return result;
 }
 
 // Every rank has said which team it wants to be in: ranks of a color are ordered by key, then by their old rank.
@@ -120,11 +129,6 @@ ncclResult_t unknown(const char* call) { return error(ncclInvalidArgument, std::
 void wait_for_ops(Lock& lock, ncclComm_t comm) {
   const OpPtr last = comm->last;
   if (last) Machine::get().wait(lock, std::string("the ops of ") + comm->team->name, [last] { return last->done; });
-}
-
-void remove(ncclComm_t comm) {
-  Machine::get().communicators.erase(comm);
-  delete comm;
 }
 
 }  // namespace

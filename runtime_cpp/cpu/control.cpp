@@ -108,6 +108,11 @@ void hw_cpu_abort(const char* reason) {
   Machine::get().fail(std::string("aborted: ") + (reason ? reason : ""));
 }
 
+void hw_cpu_fail_call(const char* call, int nth) {
+  const Lock lock(Machine::get().mutex);
+  Machine::get().fail_call(call, nth);
+}
+
 void hw_cpu_place(const char* file, int line, const char* call) {
   // Most calls come again and again from the same few places.
   thread_local struct {

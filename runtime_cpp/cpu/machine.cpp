@@ -82,6 +82,13 @@ void Machine::fail(std::string report) {
 
 std::string Machine::report() { return report_; }
 
+void Machine::fail_call(std::string call, int nth) {
+  faulty_call_ = std::move(call);
+  calls_to_fault_ = nth;
+}
+
+bool Machine::fault(std::string_view call) { return calls_to_fault_ > 0 && call == faulty_call_ && --calls_to_fault_ == 0; }
+
 void Machine::drop_queues() {
   ready_.clear();
   std::vector<Stream*> all;

@@ -138,6 +138,8 @@ extern "C" {
 size_t cublasLtGetVersion(void) { return 120400; }
 
 cublasStatus_t cublasLtCreate(cublasLtHandle_t* handle) {
+  Call call;
+  if (Machine::get().fault("cublasLtCreate")) return error(CUBLAS_STATUS_ALLOC_FAILED, "cublasLtCreate: made to fail");
   *handle = reinterpret_cast<cublasLtHandle_t>(new int(this_thread().device));
   return CUBLAS_STATUS_SUCCESS;
 }

@@ -221,8 +221,9 @@ void MatmulPlan::prepare(const Strided& a, const Strided& b, const Strided& c) {
   plan->swapped = !last_two_dims(c).row_major();
   plan->empty = p.c.rows == 0 || p.c.columns == 0 || std::count(c.shape.dims, c.shape.dims + c.shape.ndim, 0) > 0;
   if (!plan->empty) describe(*plan);
-  current_ = plans_.emplace_back(plan.release());
-  if (!current_->empty) load_kernels();
+  if (!plan->empty) load_kernels(*plan);
+  plans_.push_back(plan.get());
+  current_ = plan.release();
 }
 
 void MatmulPlan::describe(Plan& plan) const {
@@ -257,20 +258,20 @@ void MatmulPlan::describe(Plan& plan) const {
 
 // The first launch of a kernel loads it, and to load one beside an NCCL kernel that waits for another rank can hang. So
 // what the plan may launch runs once here, on memory that nobody looks at, before any rank runs.
-void MatmulPlan::load_kernels() const {
+void MatmulPlan::load_kernels([[maybe_unused]] const Plan& plan) const {
 #ifndef HOSTWEAVE_CPU_DEVICE
-  const Problem& p = current_->problem;
+  const Problem& p = plan.problem;
   const size_t size = std::max(size_of(operands_), size_of(result_));
   const int64_t elements = std::max({p.a.span() + (p.batch.count - 1) * p.batch.a, p.b.span() + (p.batch.count - 1) * p.batch.b,
                                      p.c.span() + (p.batch.count - 1) * p.batch.c});
+  const Stream stream = rank_.stream("ring", 0);
   char* scratch = nullptr;
   HW_CHECK(cudaMalloc(reinterpret_cast<void**>(&scratch), (elements + 1) * size));
-  const Stream stream = rank_.stream("ring", 0);
   const auto run_at = [&](char* memory) {
-    return one_batch(memory, memory, memory, stream, {.bias = has_bias() ? memory : nullptr});
+    return one_batch(plan, memory, memory, memory, stream, {.bias = has_bias() ? memory : nullptr});
   };
   cublasStatus_t status = run_at(scratch);
-  if (status == CUBLAS_STATUS_SUCCESS && !current_->aligned_only) status = run_at(scratch + size_of(operands_));
+  if (status == CUBLAS_STATUS_SUCCESS && !plan.aligned_only) status = run_at(scratch + size_of(operands_));
   const cudaError_t finished = cudaStreamSynchronize(stream);
   HW_CHECK(cudaFree(scratch));
   HW_CHECK(status);
@@ -284,13 +285,13 @@ cublasStatus_t MatmulPlan::cublasLtMatmul(const void* a, const void* b, void* c,
   if (plan.swapped) std::swap(a, b);
   if (plan.zeros) a = b = plan.zeros;
   const size_t outer = plan.problem.outer.size();
-  return outer == 0 ? one_batch(a, b, c, stream, epilogue) : each_batch(outer, a, b, c, stream, epilogue);
+  return outer == 0 ? one_batch(plan, a, b, c, stream, epilogue) : each_batch(outer, a, b, c, stream, epilogue);
 }
 
 // One call for each index of the leading dims that no stride covers.
 cublasStatus_t MatmulPlan::each_batch(size_t dims, const void* a, const void* b, void* c, Stream stream,
                                       Epilogue epilogue) const {
-  if (dims == 0) return one_batch(a, b, c, stream, epilogue);
+  if (dims == 0) return one_batch(*current_, a, b, c, stream, epilogue);
   const Batch& batch = current_->problem.outer[dims - 1];
   const auto operand_size = static_cast<int64_t>(size_of(operands_)), result_size = static_cast<int64_t>(size_of(result_));
   for (int64_t i = 0; i < batch.count; ++i) {
@@ -304,8 +305,8 @@ cublasStatus_t MatmulPlan::each_batch(size_t dims, const void* a, const void* b,
   return CUBLAS_STATUS_SUCCESS;
 }
 
-cublasStatus_t MatmulPlan::one_batch(const void* a, const void* b, void* c, Stream stream, const Epilogue& epilogue) const {
-  const Plan& plan = *current_;
+cublasStatus_t MatmulPlan::one_batch(const Plan& plan, const void* a, const void* b, void* c, Stream stream,
+                                     const Epilogue& epilogue) const {
   const auto [scale, plus, bias] = epilogue;
   const double scales[] = {scale, plus ? 1.0 : 0.0};  // of the product, and of what is added to it
   const float float_scales[] = {static_cast<float>(scale), plus ? 1.0f : 0.0f};

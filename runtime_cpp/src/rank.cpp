@@ -20,7 +20,7 @@ Rank::Rank(int device, int64_t index, int64_t size) : device_(device), index_(in
 Rank::~Rank() {
   for (const auto& [name, streams] : pools_->streams) {
     for (const Stream& stream : streams) {
-      cudaStreamDestroy(stream.handle);
+      if (stream.handle) cudaStreamDestroy(stream.handle);
       cudaFree(stream.workspace);
     }
   }
@@ -62,12 +62,11 @@ cublasLtHandle_t Rank::blas() {
 
 Stream Rank::stream(const char* name, int i) {
   std::vector<Stream>& streams = pools_->streams[name];
-  while (streams.size() <= static_cast<size_t>(i)) {
-    Stream& stream = streams.emplace_back();
-    HW_CHECK(cudaStreamCreateWithFlags(&stream.handle, cudaStreamNonBlocking));
-    HW_CHECK(cudaMalloc(&stream.workspace, kWorkspaceBytes));
-  }
-  return streams[i];
+  if (streams.size() <= static_cast<size_t>(i)) streams.resize(i + 1);
+  Stream& stream = streams[i];  // where one of these two failed, it is tried again
+  if (!stream.handle) HW_CHECK(cudaStreamCreateWithFlags(&stream.handle, cudaStreamNonBlocking));
+  if (!stream.workspace) HW_CHECK(cudaMalloc(&stream.workspace, kWorkspaceBytes));
+  return stream;
 }
 
 }  // namespace hw

@@ -7,13 +7,9 @@
 
 namespace hw {
 
-Events::Events(int count) : events_(count) {
-  for (cudaEvent_t& event : events_) HW_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
-}
+Event::Event(unsigned flags) { HW_CHECK(cudaEventCreateWithFlags(&event_, flags)); }
 
-Events::~Events() {
-  for (cudaEvent_t event : events_) cudaEventDestroy(event);
-}
+Event::~Event() { cudaEventDestroy(event_); }
 
 void Events::out_of_range(int64_t i) const {
   throw ExecutionError("event " + std::to_string(i) + " of " + std::to_string(count()) + ": the index is out of range");

@@ -165,17 +165,28 @@ def test_cupy() -> None:
         np.testing.assert_array_equal(cupy.asnumpy(y), want)
 
 
-def test_calls_in_flight_with_torch_tensors_stay_in_order() -> None:
+@pytest.mark.parametrize("count", [2, 6, 12])
+def test_calls_in_flight_with_torch_tensors_stay_in_order(count: int) -> None:
     torch = pytest.importorskip("torch")
     fusion, program = flat_matmul(hw.bf16)
     sizes = sizes_of(fusion, times=64)
-    calls = [random_arrays(fusion, sizes, seed) for seed in range(6)]
+    calls = [random_arrays(fusion, sizes, seed) for seed in range(count)]
     allowed = tolerance_of(fusion, fusion.outputs[0], sizes)
     tensors = [{name: torch.from_numpy(a.astype(np.float32)).to("cuda:0", torch.bfloat16) for name, a in call.items()} for call in calls]
     for arrays, ranks in zip(calls, program.run_in_flight(tensors, poison=True), strict=True):
         (want,) = run_reference(fusion, arrays)
         for y in ranks:
             np.testing.assert_allclose(y.double().cpu().numpy(), want, allowed.rtol, allowed.atol)
+
+
+def test_calls_in_flight_on_gpus_that_take_everything_from_one_queue() -> None:
+    pytest.importorskip("torch")
+    test = f"{__file__}::{test_calls_in_flight_with_torch_tensors_stay_in_order.__name__}"
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", test]
+    done = subprocess.run(
+        command, env={**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}, stdout=subprocess.PIPE, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout
 
 
 @hw.fusion(x=hw.f32["M", "N"])
@@ -258,6 +269,7 @@ import os, signal, threading
 import numpy as np
 import hostweave as hw
 from hostweave.options import Options
+from hostweave.runtime.cpu import parallel
 
 TEXT = '''
 host @stuck(%x: f32[2@x, N]) -> (%y: f32[2@x, N]) mesh(x=2) {
@@ -272,6 +284,11 @@ try:
     stuck.run(x=x)
 except KeyboardInterrupt:
     print("interrupted")
+try:
+    with parallel(timeout_seconds=3):
+        stuck.run_in_flight([{"x": x}, {"x": x}])
+except hw.errors.ExecutionError as error:
+    print("reported" if "no rank has come further for 6 seconds" in str(error) else error)
 TEXT = TEXT.replace("@stuck", "@works").replace("recv %y from 1 - rank.x on x", "all_reduce sum %x -> %y on x")
 assert (hw.compile(hw.HostProgram.parse(TEXT), target="cuda").run(x=x) == 2).all()
 print("works")
@@ -279,11 +296,11 @@ print("works")
 
 
 @pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
-def test_ctrl_c_ends_ranks_that_wait_for_ever() -> None:
+def test_ctrl_c_and_the_time_out_end_ranks_that_wait_for_ever() -> None:
     process = subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         out, err = process.communicate(timeout=120)
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGKILL)
         out, err = process.communicate()
-    assert (process.returncode, out.split()) == (0, ["interrupted", "works"]), err
+    assert (process.returncode, out.split()) == (0, ["interrupted", "reported", "works"]), err

@@ -68,7 +68,7 @@ def test_an_array_that_cannot_be_written_to() -> None:
 
 def test_torch() -> None:
     torch = pytest.importorskip("torch")
-    x, w = torch.from_numpy(X).bfloat16().requires_grad_(), torch.from_numpy(W).bfloat16()
+    x, w = torch.from_numpy(X).bfloat16(), torch.from_numpy(W).bfloat16()
     y = MATMUL.run(x=x, w=w)
     assert isinstance(y, torch.Tensor)
     assert (y.dtype, tuple(y.shape)) == (torch.bfloat16, (8, 3))
@@ -85,6 +85,58 @@ def test_torch_tensors_that_do_not_fit() -> None:
     assert message_of(x=torch.empty(8, 4).cfloat()) == (
         "ag_matmul: x: expected bf16[M@x, K], got complex64[8, 4]; programs have no complex64: pass real and imaginary part as two arrays"
     )
+
+
+def test_torch_tensors_that_require_grad() -> None:
+    torch = pytest.importorskip("torch")
+    x, w = torch.nn.Parameter(torch.from_numpy(X).bfloat16()), torch.from_numpy(W).bfloat16()
+    refused = "requires grad, and programs have no gradients; call .detach(), or run the program under torch.no_grad()"
+    assert message_of(x=x, w=w) == f"ag_matmul: x: {refused}"
+    assert message_of(x=x * 2, w=w) == f"ag_matmul: x: {refused}"
+    assert message_of(x=x.detach(), w=w.requires_grad_()) == f"ag_matmul: w: {refused}"
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            y = MATMUL.run(x=x, w=w)
+        assert not y.requires_grad
+        torch.testing.assert_close(y, torch.from_numpy(X @ W).bfloat16())
+
+
+def test_torch_tensors_without_memory_of_their_own() -> None:
+    torch = pytest.importorskip("torch")
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed.tensor import DTensor
+
+    class Wrapper(torch.Tensor):
+        @staticmethod
+        def __new__(cls):
+            return torch.Tensor._make_wrapper_subclass(cls, (8, 4), dtype=torch.bfloat16)
+
+        @classmethod
+        def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+            return args[0]
+
+    wrapped: list[str] = []
+    with torch.no_grad():
+        local = torch.zeros(4, 4).bfloat16()
+        for given in (Wrapper(), FakeTensorMode().from_tensor(local), torch._to_functional_tensor(local)):
+            message = f"it is a {type(given).__name__} without memory of its own; pass a torch.Tensor that holds the values"
+            assert message_of(x=given) == f"ag_matmul: x: {message}"
+        torch.vmap(lambda x: wrapped.append(message_of(x=x)) or x)(torch.zeros(2, 8, 4).bfloat16())
+        given = distributed(DTensor, local)
+    assert wrapped == ["ag_matmul: x: it is a Tensor without memory of its own; pass a torch.Tensor that holds the values"]
+    assert message_of(x=given) == "ag_matmul: x: it is a DTensor, of which this rank holds a part; pass .to_local()"
+    assert message_of(x=torch._neg_view(local)) == "ag_matmul: x: its elements are yet to be negated; call .resolve_neg()"
+
+
+def distributed(kind: Any, local: Any) -> Any:
+    """A DTensor of a world of one process."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        return kind.from_local(local, dist.init_device_mesh("cpu", (1,)))
+    finally:
+        dist.destroy_process_group()
 
 
 class Exporter:

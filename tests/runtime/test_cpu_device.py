@@ -49,13 +49,24 @@ def ag_matmul_command(device: Device, ranks: int) -> list[str | Path]:
 
 
 RANKS = (1, 2, 3, 4, 8)
-SUITES = ("test_streams", "test_collectives", "test_matmul")
+SUITES = ("test_streams", "test_collectives", "test_matmul", "test_world")
+RUNTIME = ROOT / "runtime_cpp"
+
+
+def suite_command(device: Device, suite: str) -> list[str | Path]:
+    if suite != "test_world":
+        return device.build_command(suite, [f"{suite}.cpp"])
+    driver = [f"{RUNTIME}/driver/src/{name}.cpp" for name in ("runner", "world", "world_cuda", "turn", "connect")]
+    runtime = [f"{RUNTIME}/src/{name}.cpp" for name in ("rank", "check", "streams")]
+    return device.build_command(
+        suite, [f"{suite}.cpp", *driver, *runtime], [f"-I{RUNTIME / 'include'}", f"-I{RUNTIME / 'driver' / 'include'}"]
+    )
 
 
 @pytest.fixture(scope="module")
 def device(tmp_path_factory: pytest.TempPathFactory) -> Device:
     device = Device(tmp_path_factory.mktemp("cpu_device"))
-    programs = [device.build_command(suite, [f"{suite}.cpp"]) for suite in SUITES]
+    programs = [suite_command(device, suite) for suite in SUITES]
     compile_all(programs + [ag_matmul_command(device, ranks) for ranks in RANKS])
     return device
 

@@ -311,6 +311,55 @@ def test_an_output_that_cannot_be_written_to() -> None:
     group.close()
 
 
+BYTES = np.zeros(1024, np.uint8)  # of which the arrays of a call are parts
+
+
+def part(begin: int, *shape: int, dtype: Any = np.float32) -> np.ndarray:
+    return np.ndarray(shape, dtype, BYTES, offset=begin)
+
+
+@pytest.mark.parametrize("library", [pytest.param("numpy"), pytest.param("torch", marks=needs_torch), pytest.param("dlpack")])
+def test_outputs_that_overlap(library: str) -> None:
+    @hw.fusion(x=hw.f32["M", "N"], w=hw.f32["M", "N"])
+    def pair(x, w):
+        return x + w, x * w
+
+    def given(array: np.ndarray) -> Any:
+        if library == "torch":
+            import torch
+
+            return torch.from_numpy(array)
+        return array if library == "numpy" else SimpleNamespace(__dlpack__=array.__dlpack__, __dlpack_device__=array.__dlpack_device__)
+
+    program, group = hw.compile(pair), hw.init(Here())
+    outputs = [p.name for p in program._host.outputs]
+    shape = (4, 2)  # 32 bytes
+    for x, w, y, z, overlap in (
+        (0, 32, 64, 96, None),
+        (0, 0, 64, 96, None),  # inputs may be one
+        (96, 64, 32, 0, None),
+        (0, 32, 64, 64, outputs),
+        (0, 32, 64, 92, outputs),
+        (0, 32, 92, 64, outputs),
+        (0, 32, 0, 64, [outputs[0], "x"]),
+        (0, 32, 64, 4, [outputs[1], "x"]),
+        (64, 32, 0, 60, [outputs[1], "w"]),
+        (100, 100, 0, 128, [outputs[1], "w"]),
+    ):
+        arrays = [given(part(at, *shape)) for at in (x, w, y, z)]
+        BYTES[:] = 0
+        if overlap is None:
+            program(*arrays[:2], out=tuple(arrays[2:]))
+            continue
+        with pytest.raises(ArgumentError) as caught:
+            program(*arrays[:2], out=tuple(arrays[2:]))
+        both = (" and ".join(overlap), " and ".join(reversed(overlap)))
+        assert str(caught.value) in [f"pair: out=: {names} overlap in memory; pass an array of its own" for names in both]
+    nothing = [given(part(at, 0, 2)) for at in (0, 0, 0, 0)]
+    program(*nothing[:2], out=tuple(nothing[2:]))  # without bytes nothing overlaps
+    group.close()
+
+
 def test_without_a_group_and_after_close() -> None:
     with pytest.raises(ExecutionError) as caught:
         ALONE(X)

@@ -101,9 +101,9 @@ def library_of(array: Array) -> Library:
     """The library of an array. Raises TypeError where it is no array."""
     if isinstance(array, np.ndarray):
         return _Numpy()
-    package = type(array).__module__.partition(".")[0]
-    if package == "torch" and isinstance(array, sys.modules["torch"].Tensor):
+    if (torch := sys.modules.get("torch")) and isinstance(array, torch.Tensor):  # subclasses of other packages, too
         return _Torch()
+    package = type(array).__module__.partition(".")[0]
     if package == "cupy":
         return _Cupy()
     if package in ("jax", "jaxlib"):
@@ -212,6 +212,14 @@ class _Torch:
             raise TypeError(f"its layout is {array.layout}; call .to_dense()")
         if array.device.type not in ("cpu", "cuda"):
             raise TypeError(f'it is on {array.device}; call .to("cpu") or .to("cuda")')
+        if hasattr(array, "to_local"):
+            raise TypeError(f"it is a {type(array).__name__}, of which this rank holds a part; pass .to_local()")
+        if not _has_memory(array):
+            raise TypeError(f"it is a {type(array).__name__} without memory of its own; pass a torch.Tensor that holds the values")
+        if array.is_neg():
+            raise TypeError("its elements are yet to be negated; call .resolve_neg()")
+        if array.requires_grad and torch.is_grad_enabled():
+            raise TypeError("requires grad, and programs have no gradients; call .detach(), or run the program under torch.no_grad()")
         return array.detach()
 
     def give(self, array: Array) -> Array:
@@ -252,6 +260,15 @@ class _Torch:
     def wait(self, device: int) -> None:
         if device != HOST:
             sys.modules["torch"].cuda.current_stream(device).synchronize()
+
+
+def _has_memory(tensor: Array) -> bool:
+    """Whether there are bytes behind a tensor: tensors that wrap others, or stand in for some, have none, and some say so by raising."""
+    plain = type(tensor) is sys.modules["torch"].Tensor  # one that stands in warns when it is asked for its address
+    try:
+        return bool((plain or tensor.untyped_storage().device == tensor.device) and (tensor.numel() == 0 or tensor.data_ptr() != 0))
+    except RuntimeError:
+        return False
 
 
 class _Cupy:

@@ -57,7 +57,10 @@ def seeded(
 
 @contextmanager
 def parallel(*, check_dependencies: bool = False, buffered_sends: bool = False, timeout_seconds: float = 120.0) -> Iterator[None]:
-    """Inside, programs of the CPU target run at once what is ready, as by default; a deadlock is reported after the timeout."""
+    """Inside, programs of the CPU target run at once what is ready, as by default.
+
+    On both targets `run` and its like give up, with a report, where the ranks stand still for `timeout_seconds`.
+    """
     with _using(Schedule(buffered_sends=int(buffered_sends), check_dependencies=int(check_dependencies), timeout_seconds=timeout_seconds)):
         yield
 

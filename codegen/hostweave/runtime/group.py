@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from hostweave.errors import ArgumentError, ExecutionError, HostweaveError
 from hostweave.runtime.agreement import Intent, disagreement
+from hostweave.runtime.lifetime import calls as native_calls
+from hostweave.runtime.lifetime import expect_own_devices, on_end
 from hostweave.runtime.meeting import Absent, Failed, Meeting, NoMeeting, StoreMeeting, ThreadMeeting
 from hostweave.runtime.providers import Communicators, Environment, Provider, Threads, default_provider
 from hostweave.runtime.rendezvous import World, meet, timed_out
@@ -155,6 +158,12 @@ class Group:
                 self.meeting.leave()
             self._close_store()
 
+    def leave_to_parent(self) -> None:
+        """In a process that was forked from the rank's."""
+        self._lock = threading.RLock()
+        self.closed = True
+        self._failure = "this process was forked from the rank's"
+
     # --- what programs on this rank use
 
     def expect_working(self) -> None:
@@ -165,6 +174,7 @@ class Group:
         """This rank on its device of that target, which any program's module can make for all of them."""
         with self._lock:
             if target not in self._members:
+                expect_own_devices()
                 given = self._device if target == "cuda" else None
                 device = module.device_for(self.rank, self.local_rank) if given is None else given
                 epoch = self._world.epoch if self._world else ""
@@ -198,12 +208,13 @@ class Group:
     def connected(self, member: Any, module: ModuleType) -> Any:
         """The module's program on this rank. Makes the channels that it uses and the rank does not have; all ranks do so together."""
         try:
-            if self._communicators is not None:
-                module.adopt(member, self._communicators)
-            elif teams := module.missing_teams(member):
-                ids = {key: self._share_id(f"team/{key}", module.new_id() if place == 0 else None) for key, place in teams}
-                module.connect(member, ids, self.timeout)
-            return module.Instance(member)
+            with native_calls:
+                if self._communicators is not None:
+                    module.adopt(member, self._communicators)
+                elif teams := module.missing_teams(member):
+                    ids = {key: self._share_id(f"team/{key}", module.new_id() if place == 0 else None) for key, place in teams}
+                    module.connect(member, ids, self.timeout)
+                return module.Instance(member)
         except BaseException as error:
             self.fail(f"rank {self.rank}: {error}")
             raise
@@ -211,7 +222,8 @@ class Group:
     def run(self, program: str, member: Any, call: Callable[[], None]) -> None:
         """Makes a call that all ranks make. Where it fails here, it fails on all."""
         try:
-            call()
+            with native_calls:
+                call()
         except BaseException as error:
             reason = f"rank {self.rank}: {error}"
             first = self._told() or member.stopped or reason
@@ -289,8 +301,30 @@ class Group:
             self._store.close()
 
 
+def _interrupt_all() -> None:
+    for group in list(_all):
+        group.give_up("the interpreter is ending")
+
+
+on_end(_interrupt_all)
+
+
+def _after_fork() -> None:
+    """The parent is the rank, not this process, which must not say goodbye to the others."""
+    global _making
+    _making = threading.Lock()
+    for group in list(_all):
+        group.leave_to_parent()
+    _process_groups.clear()
+    _thread_groups().clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 @atexit.register
 def _close_all() -> None:
+    native_calls.end()
     for group in list(_all):
         group.close()
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from hostweave.build.cache import key_of
 from hostweave.errors import ArgumentError, HostweaveError
@@ -17,6 +18,7 @@ from hostweave.runtime.agreement import Intent, Shape
 from hostweave.runtime.arguments import accept
 from hostweave.runtime.arrays import HOST, Array, Library, numpy_library
 from hostweave.runtime.cpu import Schedule, schedule
+from hostweave.runtime.lifetime import calls as native_calls
 from hostweave.runtime.shards import block_of, global_shape, holds, whole_shape
 from hostweave.runtime.streams import handle_of
 
@@ -40,6 +42,20 @@ class Taken:
     shapes: tuple[Shape, ...]
     wholes: tuple[Shape, ...] | None  # of the global arrays, where this rank knows more than its own shapes
     stream: int  # cudaStream_t
+
+
+class _Span(NamedTuple):
+    """The bytes of an argument."""
+
+    begin: int
+    end: int
+    name: str
+    written: bool
+
+    @staticmethod
+    def of(parameter: Parameter, address: int, shape: Shape, written: bool) -> _Span:
+        count = prod(shape) if address else 0
+        return _Span(address, address + count * parameter.type.dtype.itemsize, parameter.name, written)
 
 
 class LocalProgram:
@@ -98,7 +114,7 @@ class LocalProgram:
                 self._prepare(taken, taken.wholes)
                 self._ready_for = taken.shapes, taken.wholes
         try:
-            outputs = self._made(taken, stream is not None) if out is None else self._given(out)
+            outputs = self._made(taken, stream is not None) if out is None else self._given(out, taken)
         except BaseException as error:
             if self._meets:  # the others are on their way
                 group.fail(f"rank {group.rank}: {error}")
@@ -173,7 +189,8 @@ class LocalProgram:
         return library, array
 
     def _prepare(self, taken: Taken, wholes: Sequence[Shape] | None) -> bool:
-        self._outputs = self._native.prepare(taken.shapes, wholes or [()] * len(taken.shapes))
+        with native_calls:
+            self._outputs = self._native.prepare(taken.shapes, wholes or [()] * len(taken.shapes))
         return True
 
     def _whole_shapes(self, shapes_of_all: Sequence[Sequence[Shape]]) -> list[Shape]:
@@ -232,7 +249,7 @@ class LocalProgram:
                 for parameter, shape, here in zip(self._host.outputs, self._outputs, held, strict=True)
             ]
 
-    def _given(self, out: Any) -> list[Output]:
+    def _given(self, out: Any, taken: Taken) -> list[Output]:
         parameters = self._host.outputs
         arrays = (out,) if len(parameters) == 1 else tuple(out)
         if len(arrays) != len(parameters):
@@ -249,7 +266,24 @@ class LocalProgram:
                 raise ArgumentError(f"{where}: expected the local shape {list(shape)}, got {list(array.shape)}")
             if not library.is_writable(array):
                 raise ArgumentError(f"{where}: cannot be written to; pass another array, or leave out= away")
+        self._expect_apart(taken, outputs)
         return outputs
+
+    def _expect_apart(self, taken: Taken, outputs: Sequence[Output]) -> None:
+        """Raises ArgumentError where a given output shares memory with an input or another output: programs write before they have read."""
+        spans = [_Span.of(*one, False) for one in zip(self._host.inputs, taken.addresses, taken.shapes, strict=True)]
+        for parameter, output, shape in zip(self._host.outputs, outputs, self._outputs, strict=True):
+            spans.append(_Span.of(parameter, output[0].address(output[1]) if output else 0, shape, True))
+        last = last_written = _Span(0, 0, "", False)  # of those that begin before, the one that ends last
+        for span in sorted(span for span in spans if span.begin < span.end):
+            other = last if span.written else last_written
+            if span.begin < other.end:
+                pair = sorted((other, span), key=lambda one: not one.written)
+                raise ArgumentError(
+                    f"{self._host.name}: out=: {pair[0].name} and {pair[1].name} overlap in memory; pass an array of its own"
+                )
+            last = max(last, span, key=lambda one: one.end)
+            last_written = max(last_written, span, key=lambda one: one.end) if span.written else last_written
 
     # --- how it runs
 

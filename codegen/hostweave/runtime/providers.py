@@ -257,6 +257,15 @@ def close_servers() -> None:
         _servers.clear()
 
 
+def _after_fork() -> None:
+    global _servers_lock
+    _servers_lock = threading.Lock()
+    _servers.clear()  # their threads are not here
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 def _own_hosts() -> list[str]:
     """Names and addresses under which other hosts, and this one, may reach this process."""
     name = socket.gethostname()

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from hostweave.errors import ExecutionError
 from hostweave.runtime.call import Call
 from hostweave.runtime.cpu import Schedule
+from hostweave.runtime.lifetime import calls as native_calls
+from hostweave.runtime.lifetime import expect_own_devices
 
 _worlds: dict[tuple[str, int], Any] = {}  # the ranks, by target and number: a thread and a device each, for all programs
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 _lock = threading.Lock()
-_left_behind: list[Any] = []  # what a fork has copied without its threads: it can neither work nor end
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,9 @@ class Session:
 
     def __init__(self, module: ModuleType, target: str, ranks: int):
         self._module = module
-        self._world = _world_of(module, target, ranks)
-        self._runner = module.Runner(self._world)
+        with native_calls:
+            self._world = _world_of(module, target, ranks)
+            self._runner = module.Runner(self._world)
         _sessions.add(self)
 
     @property
@@ -45,10 +46,12 @@ class Session:
 
     def run(self, calls: Sequence[Call], schedule: Schedule, poison: bool) -> None:
         """Runs calls one after another and waits for the last. Interrupted by Ctrl-C, it stops the ranks."""
-        self._runner.run(self._native(schedule), [call.for_glue() for call in calls], poison)
+        with native_calls:
+            self._runner.run(self._native(schedule), [call.for_glue() for call in calls], poison)
 
     def measure(self, call: Call, schedule: Schedule, warmups: int, repetitions: int) -> list[list[Timing]]:
-        times = self._runner.measure(self._native(schedule), call.for_glue(), warmups, repetitions)
+        with native_calls:
+            times = self._runner.measure(self._native(schedule), call.for_glue(), warmups, repetitions)
         return [[Timing(t.enqueue_us, t.total_ms) for t in rank] for rank in times]
 
     def close(self) -> None:
@@ -62,25 +65,29 @@ class Session:
 def _world_of(module: ModuleType, target: str, ranks: int) -> Any:
     """The world of that size, which any program's module of that target can make for all of them; a broken one is replaced."""
     with _lock:
-        if _left_behind:
-            raise ExecutionError("programs ran before this process was forked and cannot run in it; start processes by spawn")
+        expect_own_devices()
         world = _worlds.get((target, ranks))
         if world is None or world.broken:
             world = _worlds[target, ranks] = module.World(ranks)
         return world
 
 
+def _close_all() -> None:
+    for session in list(_sessions):
+        session.close()
+    _worlds.clear()
+
+
 def _after_fork() -> None:
-    if _worlds:
-        _left_behind.extend((dict(_worlds), [session._runner for session in _sessions]))
-        _close_all()
+    global _lock
+    _lock = threading.Lock()
+    _close_all()
 
 
 os.register_at_fork(after_in_child=_after_fork)
 
 
 @atexit.register
-def _close_all() -> None:
-    for session in list(_sessions):
-        session.close()
-    _worlds.clear()
+def _at_exit() -> None:
+    native_calls.end()
+    _close_all()

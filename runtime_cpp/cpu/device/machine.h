@@ -91,6 +91,10 @@ class Machine {
   void split(std::size_t pieces, const std::function<void(std::size_t)>& run);
   std::size_t idle_workers();
 
+  // --- faults that tests ask for
+  void fail_call(std::string call, int nth);
+  bool fault(std::string_view call);  // this one is to fail
+
   // --- reports
   const char* intern(std::string_view text);
   std::string deadlock_report();
@@ -191,6 +195,9 @@ class Machine {
   std::size_t idle_workers_ = 0;
   std::size_t running_ = 0;  // threads that run work or an exchange, without the lock
   bool stopping_ = false;
+
+  std::string faulty_call_;
+  int calls_to_fault_ = 0;
 
   std::unordered_set<std::string> interned_;
 };

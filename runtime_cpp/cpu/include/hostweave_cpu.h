@@ -61,6 +61,10 @@ int hw_cpu_pause(void);
 // After a failure of one rank outside the device: every blocked or later call of every rank fails, until a reset.
 void hw_cpu_abort(const char* reason);
 
+// Has the nth of the coming calls of cudaMalloc, cudaStreamCreate, cudaEventCreate (with flags or without), ncclCommInitRank or
+// cublasLtCreate fail, on whatever thread, for tests of what then becomes of all the rest. 0 takes it back.
+void hw_cpu_fail_call(const char* call, int nth);
+
 // Says where the next calls of this thread come from, for reports: the check macro sets it before each call.
 // `call` is the source text of the call. The strings are copied.
 void hw_cpu_place(const char* file, int line, const char* call);

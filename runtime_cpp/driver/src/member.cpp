@@ -40,6 +40,7 @@ std::vector<Team> Member::missing_teams(const ProgramTable& program) const {
 void Member::connect(const ProgramTable& program, const TeamId& id_of, double timeout_seconds) {
   expect_working();
   const Use use(*this);
+  expect_not_stopped();
   const auto keep = [this](ncclComm_t comm) {
     const std::lock_guard lock(owned_mutex_);
     owned_.push_back(comm);
@@ -91,6 +92,10 @@ void Member::expect_working() const {
   if (aborted_) throw ExecutionError("the group has failed; call hw.init again");
 }
 
+void Member::expect_not_stopped() const {
+  if (const std::string reason = stopped(); !reason.empty()) throw ExecutionError(reason);
+}
+
 Member::Use::Use(Member& member) : lock_(member.in_use_) {
   if (target::kOneParty) turn_.emplace(member.group_, Schedule{}, static_cast<int>(member.rank_.size()));
   device_.emplace(member.device());
@@ -98,8 +103,7 @@ Member::Use::Use(Member& member) : lock_(member.in_use_) {
 
 Member::Use::Use(Member& member, const Schedule& schedule) : lock_(member.in_use_) {
   if (target::kOneParty) turn_.emplace(member.group_, schedule, static_cast<int>(member.rank_.size()));
-  // Asked now that nobody can make the devices serve another party: a rank may have failed before this one began.
-  if (const std::string reason = member.stopped(); !reason.empty()) throw ExecutionError(reason);
+  member.expect_not_stopped();
   attached_ = std::make_unique<target::Attached>(static_cast<int>(member.rank_.index()));
   device_.emplace(member.device());
 }

@@ -1,13 +1,18 @@
 #include "hostweave/runner.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
+#include <cmath>
 #include <cstdint>
+#include <numeric>
 #include <string>
 #include <utility>
 
 #include "hostweave/check.h"
 #include "hostweave/errors.h"
+#include "hostweave/streams.h"
+#include "world_target.h"
 
 namespace hw {
 namespace {
@@ -36,17 +41,6 @@ class Staging {
 // The time between two points of a stream.
 class Stopwatch {
  public:
-  Stopwatch() {
-    HW_CHECK(cudaEventCreate(&begin_));
-    HW_CHECK(cudaEventCreate(&end_));
-  }
-  ~Stopwatch() {
-    if (begin_) cudaEventDestroy(begin_);
-    if (end_) cudaEventDestroy(end_);
-  }
-  Stopwatch(const Stopwatch&) = delete;
-  Stopwatch& operator=(const Stopwatch&) = delete;
-
   void start(cudaStream_t stream) { HW_CHECK(cudaEventRecord(begin_, stream)); }
   void stop(cudaStream_t stream) { HW_CHECK(cudaEventRecord(end_, stream)); }
   // When the stream has passed both.
@@ -57,24 +51,19 @@ class Stopwatch {
   }
 
  private:
-  cudaEvent_t begin_ = nullptr, end_ = nullptr;
+  Event begin_{cudaEventDefault}, end_{cudaEventDefault};
 };
 
-// Arrays may lie on the GPU of another rank. Without peer access a copy from there waits for all that GPU holds, which may
-// wait for what this rank has yet to enqueue.
-void see_peers(int device) {
-  int devices = 0;
-  HW_CHECK(cudaGetDeviceCount(&devices));
-  for (int peer = 0; peer < devices; ++peer) {
-    int can = 0;
-    if (peer != device) HW_CHECK(cudaDeviceCanAccessPeer(&can, device, peer));
-    if (!can) continue;
-    const cudaError_t status = cudaDeviceEnablePeerAccess(peer, 0);
-    if (status == cudaErrorPeerAccessAlreadyEnabled) {
-      cudaGetLastError();  // NCCL or the host application has done it
-    } else {
-      HW_CHECK(status);
-    }
+// Has copies from that GPU go directly, not through the host's memory, where the machine can do that.
+void see(int device, int peer) {
+  int can = 0;
+  HW_CHECK(cudaDeviceCanAccessPeer(&can, device, peer));
+  if (!can) return;
+  const cudaError_t cudaDeviceEnablePeerAccess = ::cudaDeviceEnablePeerAccess(peer, 0);
+  if (cudaDeviceEnablePeerAccess == cudaErrorPeerAccessAlreadyEnabled) {
+    cudaGetLastError();  // an earlier call, NCCL or the host application has done it
+  } else {
+    HW_CHECK(cudaDeviceEnablePeerAccess);
   }
 }
 
@@ -88,7 +77,6 @@ class Runner::Seat {
   Seat(Rank& rank, const ProgramTable& program) : device_(rank.device()), program_(program) {
     inputs_.staging.resize(program.inputs.size());
     outputs_.staging.resize(program.outputs.size());
-    see_peers(device_);
     HW_CHECK(cudaStreamCreateWithFlags(&caller_, cudaStreamNonBlocking));
     try {
       instance_ = program.calls.create(rank);
@@ -105,6 +93,32 @@ class Runner::Seat {
   Seat& operator=(const Seat&) = delete;
 
   cudaStream_t caller() const { return caller_; }
+
+  // Fetches the inputs that lie on GPUs of other ranks into memory of their own, and has the calls use that.
+  //
+  // A copy between two GPUs may take a place in queues of both, with the copies of other ranks from the same GPU. Were it
+  // enqueued between calls, a rank's copy for a later call, which waits for its own earlier calls, could stand there before
+  // another rank's copy for an earlier one, without which those do not end: their collectives need every rank. Here no
+  // collective is under way: all ranks have fetched before any of them is called, and copies wait for nothing but copies.
+  // Afterwards each GPU is used by its own rank alone and but for collectives waits for no other one. All ranks enqueue the
+  // collectives in one order, and each what they need before them, so a GPU that took everything from one queue
+  // (CUDA_DEVICE_MAX_CONNECTIONS=1) would come through, too.
+  void fetch(std::vector<Call>& calls, int rank) {
+    fetched_.resize(calls.size());
+    for (size_t i = 0; i < calls.size(); ++i) {
+      std::vector<Array>& inputs = calls[i].inputs[rank];
+      fetched_[i].resize(inputs.size());
+      for (size_t k = 0; k < inputs.size(); ++k) {
+        Array& input = inputs[k];
+        if (input.device < 0 || input.device == device_) continue;
+        see(device_, input.device);
+        void* const here = fetched_[i][k].reserve(input.bytes);
+        copy(here, input.data, input, cudaMemcpyDefault);
+        input.data = here;
+        input.device = device_;
+      }
+    }
+  }
 
   void prepare(const std::vector<Call>& calls, int rank) {
     bind(calls.front(), rank);
@@ -181,6 +195,52 @@ class Runner::Seat {
   void* instance_ = nullptr;
   cudaStream_t caller_ = nullptr;
   Arguments inputs_, outputs_;
+  std::vector<std::vector<Staging>> fetched_;  // [call][input]
+};
+
+// How far the ranks have come with some calls: they note it, and the thread that waits for them looks.
+class Runner::Watch {
+ public:
+  // The last `in_flight` calls may still be under way when a rank has enqueued them all.
+  Watch(const Schedule& schedule, size_t ranks, size_t calls, size_t in_flight)
+      : calls_(calls),
+        seconds_(target::patience(schedule) * static_cast<double>(in_flight)),
+        enqueued_(ranks),
+        finished_(ranks) {}
+
+  void enqueued(int rank) { ++enqueued_[rank]; }
+  void finished(int rank) { finished_[rank] = true; }
+
+  // Gives up as the caller does, and with a report where nothing has moved for too long.
+  GiveUp with(const GiveUp& give_up) {
+    return [this, &give_up] {
+      const size_t moves = std::accumulate(enqueued_.begin(), enqueued_.end(), size_t{0}) +
+                           std::accumulate(finished_.begin(), finished_.end(), size_t{0});
+      const auto now = Clock::now();
+      if (std::exchange(moves_, moves) != moves) since_ = now;
+      if (std::chrono::duration<double>(now - since_).count() > seconds_) throw ExecutionError(report());
+      return give_up && give_up();
+    };
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  std::string report() const {
+    std::string text = "no rank has come further for " + std::to_string(std::lround(seconds_)) + " seconds";
+    for (size_t rank = 0; rank < enqueued_.size(); ++rank) {
+      text += "\n  rank " + std::to_string(rank) + ": " + std::to_string(enqueued_[rank]) + " of " + std::to_string(calls_) +
+              " calls enqueued" + (finished_[rank] ? ", all done" : ", not done");
+    }
+    return text;
+  }
+
+  size_t calls_;
+  double seconds_;
+  std::vector<std::atomic<size_t>> enqueued_;
+  std::vector<std::atomic<bool>> finished_;
+  size_t moves_ = 0;
+  Clock::time_point since_ = Clock::now();
 };
 
 Runner::Runner(World& world, const ProgramTable& program, const GiveUp& give_up)
@@ -202,8 +262,17 @@ Runner::~Runner() {
   }
 }
 
-void Runner::prepare(const Schedule& schedule, const std::vector<Call>& calls, const GiveUp& give_up) {
-  world_.each_alone(schedule, [&](Rank& rank) { seats_[rank.index()]->prepare(calls, static_cast<int>(rank.index())); }, give_up);
+void Runner::prepare(const Schedule& schedule, std::vector<Call>& calls, const GiveUp& give_up) {
+  world_.each_alone(
+      schedule,
+      [&](Rank& rank) {
+        const int index = static_cast<int>(rank.index());
+        Seat& seat = *seats_[index];
+        seat.fetch(calls, index);
+        seat.prepare(calls, index);
+        world_.synchronize(seat.caller());
+      },
+      give_up);
 }
 
 // Waits for the calls, then for what a wrong program may have left on streams that nobody joined.
@@ -212,10 +281,11 @@ void Runner::finish(Seat& seat) {
   HW_CHECK(cudaDeviceSynchronize());
 }
 
-void Runner::run(const Schedule& schedule, const std::vector<Call>& calls, bool poison, const GiveUp& give_up) {
+void Runner::run(const Schedule& schedule, std::vector<Call> calls, bool poison, const GiveUp& give_up) {
   if (calls.empty()) return;
   const auto turn = take_turn(turn_, give_up);
   prepare(schedule, calls, give_up);
+  Watch watch(schedule, seats_.size(), calls.size(), calls.size());
   world_.each(
       schedule,
       [&](Rank& rank) {
@@ -227,10 +297,12 @@ void Runner::run(const Schedule& schedule, const std::vector<Call>& calls, bool 
           seat.copy_in(call, index);
           seat.run();
           seat.copy_out(call, index);
+          watch.enqueued(index);
         }
         finish(seat);
+        watch.finished(index);
       },
-      give_up);
+      watch.with(give_up));
 }
 
 std::vector<std::vector<Timing>> Runner::measure(const Schedule& schedule, const Call& call, int warmups, int repetitions,
@@ -238,29 +310,33 @@ std::vector<std::vector<Timing>> Runner::measure(const Schedule& schedule, const
   using Clock = std::chrono::steady_clock;
   std::vector<std::vector<Timing>> timings(seats_.size());
   const auto turn = take_turn(turn_, give_up);
-  prepare(schedule, {call}, give_up);
+  std::vector<Call> calls{call};
+  prepare(schedule, calls, give_up);
+  Watch watch(schedule, seats_.size(), warmups + repetitions, 1);
   world_.each(
       schedule,
       [&](Rank& rank) {
         const int index = static_cast<int>(rank.index());
         Seat& seat = *seats_[index];
-        Stopwatch watch;
-        seat.copy_in(call, index);
+        Stopwatch stopwatch;
+        seat.copy_in(calls.front(), index);
         for (int i = 0; i < warmups + repetitions; ++i) {
           world_.synchronize(seat.caller());
           world_.meet();
-          watch.start(seat.caller());
+          stopwatch.start(seat.caller());
           const auto start = Clock::now();
           seat.run();
           const std::chrono::duration<double, std::micro> enqueue = Clock::now() - start;
-          watch.stop(seat.caller());
+          stopwatch.stop(seat.caller());
+          watch.enqueued(index);
           world_.synchronize(seat.caller());
-          if (i >= warmups) timings[index].push_back({enqueue.count(), watch.ms()});
+          if (i >= warmups) timings[index].push_back({enqueue.count(), stopwatch.ms()});
         }
-        seat.copy_out(call, index);
+        seat.copy_out(calls.front(), index);
         finish(seat);
+        watch.finished(index);
       },
-      give_up);
+      watch.with(give_up));
   return timings;
 }
 

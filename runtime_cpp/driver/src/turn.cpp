@@ -43,7 +43,11 @@ void release(std::unique_lock<std::mutex>& lock, const std::function<void()>& re
   }
   lock.unlock();
   is_freeing = true;
-  release();
+  try {
+    release();
+  } catch (const std::exception&) {
+    // Nothing more can be done for what does not free, and others wait for the turn.
+  }
   is_freeing = false;
   lock.lock();
   devices.turns = 0;

@@ -34,6 +34,15 @@ std::string message_of(const std::exception_ptr& error) {
   }
 }
 
+// Why to give up, or null.
+std::exception_ptr asked(const GiveUp& give_up) {
+  try {
+    return give_up && give_up() ? std::make_exception_ptr(Interrupted()) : nullptr;
+  } catch (...) {
+    return std::current_exception();
+  }
+}
+
 }  // namespace
 
 World::World(int ranks) : members_(ranks) {
@@ -84,17 +93,17 @@ void World::dispatch(const Schedule& schedule, const Work& work, const GiveUp& g
     const auto now = std::chrono::steady_clock::now();
     if (!stopping_) {
       lock.unlock();
-      const bool stop_now = give_up && give_up();
+      const std::exception_ptr reason = asked(give_up);
       lock.lock();
-      if (stop_now && !error_) {
-        error_ = std::make_exception_ptr(Interrupted());
-        stop("interrupted");
+      if (reason && !error_) {
+        error_ = reason;
+        stop(message_of(reason));
       }
     } else if (stopped_at == std::chrono::steady_clock::time_point::max()) {
       stopped_at = now;
     } else if (now - stopped_at > kGrace) {  // inside an NCCL call, which only another thread can end
       for (Member& member : members_) {
-        if (member.busy) abort_channels(member);
+        if (member.busy) abort_channels(member, lock);
       }
     }
   }
@@ -135,8 +144,8 @@ void World::perform(Member& member, int index) {
   } catch (...) {
     fail(std::current_exception());
   }
-  const std::lock_guard lock(mutex_);
-  if (stopping_) abort_channels(member);
+  std::unique_lock lock(mutex_);
+  if (stopping_) abort_channels(member, lock);
 }
 
 // What a rank threw. The first error counts; the others follow from it.
@@ -156,9 +165,13 @@ void World::stop(const std::string& reason) {
   changed_.notify_all();
 }
 
-// With mutex_ held. The kernels of a communicator that is waiting for its peers end when it is aborted.
-void World::abort_channels(Member& member) {
-  for (const ncclComm_t comm : std::exchange(member.owned, {})) ncclCommAbort(comm);
+// With the lock held, but for the aborts. The kernels of a communicator that is waiting for its peers end when it is aborted;
+// the abort waits for its device, which may wait for the kernels of other ranks, so all must be able to abort at once.
+void World::abort_channels(Member& member, std::unique_lock<std::mutex>& lock) {
+  const std::vector<ncclComm_t> comms = std::exchange(member.owned, {});
+  lock.unlock();
+  for (const ncclComm_t comm : comms) ncclCommAbort(comm);
+  lock.lock();
 }
 
 void World::meet() {

@@ -1,6 +1,7 @@
 #include <hostweave_cpu.h>
 
 #include <algorithm>
+#include <limits>
 #include <optional>
 
 #include "hostweave/check.h"
@@ -57,6 +58,8 @@ bool synchronize(cudaStream_t) {
   HW_CHECK(cudaDeviceSynchronize());
   return true;
 }
+
+double patience(const Schedule&) { return std::numeric_limits<double>::infinity(); }
 
 std::string report() { return hw_cpu_failed() ? hw_cpu_last_report() : ""; }
 

@@ -25,6 +25,8 @@ class Attached {
 bool meet(int ranks);
 // Blocks until the stream is done. False: not done yet, ask again, so that the caller can look whether it is to stop.
 bool synchronize(cudaStream_t stream);
+// For how many seconds ranks may stand still before the caller stops them; for ever where the device sees that by itself.
+double patience(const Schedule& schedule);
 // What the device says of the failure that stopped all ranks, else "".
 std::string report();
 // Makes every blocked or later call of every rank fail, where the device can do that.

@@ -46,10 +46,11 @@ class MatmulPlan {
  private:
   struct Plan;
   cublasStatus_t each_batch(size_t dims, const void* a, const void* b, void* c, Stream stream, Epilogue epilogue) const;
-  cublasStatus_t one_batch(const void* a, const void* b, void* c, Stream stream, const Epilogue& epilogue) const;
+  cublasStatus_t one_batch(const Plan& plan, const void* a, const void* b, void* c, Stream stream,
+                           const Epilogue& epilogue) const;
   bool has_bias() const { return (epilogue_ & CUBLASLT_EPILOGUE_BIAS) != 0; }
   void describe(Plan& plan) const;
-  void load_kernels() const;
+  void load_kernels(const Plan& plan) const;
 
   Rank& rank_;
   cudaDataType_t operands_;

@@ -14,8 +14,8 @@ constexpr size_t kWorkspaceBytes = size_t{32} << 20;  // of one stream, for its 
 
 // A stream, and the workspace of the matmuls that run on it.
 struct Stream {
-  cudaStream_t handle;
-  void* workspace;
+  cudaStream_t handle = nullptr;
+  void* workspace = nullptr;
 
   operator cudaStream_t() const { return handle; }
 };

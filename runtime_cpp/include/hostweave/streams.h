@@ -9,12 +9,22 @@
 
 namespace hw {
 
+class Event {
+ public:
+  explicit Event(unsigned flags = cudaEventDisableTiming);
+  ~Event();
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+
+  operator cudaEvent_t() const { return event_; }
+
+ private:
+  cudaEvent_t event_ = nullptr;
+};
+
 class Events {
  public:
-  explicit Events(int count);
-  ~Events();
-  Events(const Events&) = delete;
-  Events& operator=(const Events&) = delete;
+  explicit Events(int count) : events_(count) {}
 
   int64_t count() const { return static_cast<int64_t>(events_.size()); }
   // Throws ExecutionError where there is no such event.
@@ -26,7 +36,7 @@ class Events {
 
  private:
   [[noreturn]] void out_of_range(int64_t i) const;
-  std::vector<cudaEvent_t> events_;
+  std::vector<Event> events_;
 };
 
 // Streams that are walked round robin, fork from the caller's stream and join it.

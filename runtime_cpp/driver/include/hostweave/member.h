@@ -73,6 +73,9 @@ class Member {
   };
 
  private:
+  // Asked in a turn, when nobody can make the devices serve another party: a rank may have failed before this one began.
+  void expect_not_stopped() const;
+
   std::string group_;
   Rank rank_;
   std::timed_mutex in_use_;

@@ -17,7 +17,7 @@ struct Array {
   void* data = nullptr;
   Shape shape;
   size_t bytes = 0;
-  int device = -1;   // -1: in host memory
+  int device = -1;   // -1: in host memory. Outputs are there or on the rank's GPU, inputs on any
   Shape whole = {};  // of the global array, where that is known
 };
 
@@ -40,8 +40,9 @@ class Runner {
 
   // Runs the calls one after another and waits for the last. All have the shapes of the first. The host waits for
   // nothing in between: inputs are copied in, and outputs out, on the stream that the program is called on. With `poison`
-  // that stream first fills the outputs and the program's temporaries with NaN.
-  void run(const Schedule& schedule, const std::vector<Call>& calls, bool poison, const GiveUp& give_up = {});
+  // that stream first fills the outputs and the program's temporaries with NaN. Inputs on GPUs of other ranks are fetched
+  // before the first call. Throws ExecutionError where the ranks stand still for as long as the schedule says.
+  void run(const Schedule& schedule, std::vector<Call> calls, bool poison, const GiveUp& give_up = {});
 
   // The times of `repetitions` calls after `warmups` others, [rank][repetition]. Ranks begin each call together, with
   // the inputs in place.
@@ -50,7 +51,8 @@ class Runner {
 
  private:
   class Seat;
-  void prepare(const Schedule& schedule, const std::vector<Call>& calls, const GiveUp& give_up);
+  class Watch;
+  void prepare(const Schedule& schedule, std::vector<Call>& calls, const GiveUp& give_up);
 
   void finish(Seat& seat);
 

@@ -4,7 +4,7 @@
 
 namespace hw {
 
-// The CUDA target has no choice, so it takes only the default.
+// The CUDA target has no choice, so of all this it takes the time alone.
 struct Schedule {
   bool seeded = false;  // one thing at a time, chosen by the seed, instead of everything at once
   uint64_t seed = 0;    // this and the rest as in hw_cpu_config
@@ -12,7 +12,7 @@ struct Schedule {
   int ordered_launches = -1;
   int buffered_sends = -1;
   int check_dependencies = -1;
-  double timeout_seconds = 120;
+  double timeout_seconds = 120;  // without progress, after which a call is given up
 
   bool operator==(const Schedule&) const = default;
 };

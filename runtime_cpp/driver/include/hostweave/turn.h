@@ -15,7 +15,7 @@ class Interrupted : public std::runtime_error {
   Interrupted() : std::runtime_error("interrupted") {}
 };
 
-// Asked every 50 ms by whoever waits: true gives up.
+// Asked every 50 ms by whoever waits: true gives up, and so does an exception, which says why.
 using GiveUp = std::function<bool()>;
 
 // Waits for the mutex. Throws Interrupted where it gives up.

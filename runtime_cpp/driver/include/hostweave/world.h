@@ -33,8 +33,8 @@ class World {
 
   using Work = std::function<void(Rank&)>;
   // Runs `work` on every rank's thread and returns when all are done. When one throws, the others are stopped wherever
-  // they wait, and its exception is rethrown. Where `give_up` says so all are stopped, and Interrupted is thrown. Of all worlds
-  // of a process one runs at a time: two on the same devices could deadlock.
+  // they wait, and its exception is rethrown. Where `give_up` says so all are stopped, and Interrupted is thrown, or what it
+  // threw. Of all worlds of a process one runs at a time: two on the same devices could deadlock.
   void each(const Schedule& schedule, const Work& work, const GiveUp& give_up = {});
   // The same for work in which no rank waits for another: a failure stops nobody and breaks nothing.
   void each_alone(const Schedule& schedule, const Work& work, const GiveUp& give_up = {});
@@ -60,7 +60,7 @@ class World {
   void perform(Member& member, int index);
   void fail(std::exception_ptr error);
   void stop(const std::string& reason);
-  void abort_channels(Member& member);
+  void abort_channels(Member& member, std::unique_lock<std::mutex>& lock);
   ncclUniqueId team_id(const std::string& key);
 
   mutable std::mutex mutex_;  // guards all that follows
