@@ -1,6 +1,7 @@
 """Hostweave compiles multi-device tensor programs into C++ host programs. See README.md."""
 
 from importlib import import_module
+from time import time_ns
 from typing import TYPE_CHECKING, Any
 
 from hostweave.fusion.block import block
@@ -81,6 +82,7 @@ if TYPE_CHECKING:
     from hostweave.runtime.group import Group, init
     from hostweave.runtime.providers import MPI, Communicators, Environment, Threads, TorchStore
 
+imported_at = time_ns()  # a file of the package that was edited later may run here as it was before
 _LAZY = {
     "hostweave.api": ("Program", "compile"),
     "hostweave.host.ir": ("HostProgram",),

@@ -66,8 +66,12 @@ def _parser() -> argparse.ArgumentParser:
 
     add("doctor", _doctor, "Say what was found (compiler, CUDA, NCCL, cuBLAS, GPUs, cache) and what to install for what is missing.")
 
-    cache = add("cache", _cache, "The folder of compiled programs.")
-    cache.add_argument("action", nargs="?", choices=("path", "list", "clear"), default="list")
+    cache = add(
+        "cache",
+        _cache,
+        "The folder of compiled programs; HOSTWEAVE_CACHE moves it, HOSTWEAVE_CACHE_LIMIT (10 GB) bounds it.",
+    )
+    cache.add_argument("action", nargs="?", choices=("path", "list", "size", "clear"), default="list")
     return parser
 
 
@@ -173,6 +177,7 @@ def _cache(options: argparse.Namespace) -> int:
     elif options.action == "clear":
         print(f"removed {cache.clear()} entries from {cache.root()}")
     else:
-        for entry in cache.entries():
+        for entry in cache.entries() if options.action == "list" else ():
             print(entry)
+        print(cache.summary())
     return 0
