@@ -346,9 +346,7 @@ def test_what_a_listener_hears_is_of_no_use_elsewhere(server: TcpServer) -> None
 def test_lengths_are_bounded(server: TcpServer, tcp_store: TcpStore, sizes: tuple[int, int]) -> None:
     assert said_to(server, struct.pack("!cIId", b"s", *sizes, 0)) == b""
     tcp_store.set("key", b"still here")
-    with pytest.raises(
-        ExecutionError, match="the store of rank 0 takes 67108864 bytes, and large has 67108865; send less"
-    ):
+    with pytest.raises(ExecutionError, match="the store of rank 0 takes 67108864 bytes, and large has 67108865; send less"):
         tcp_store.set("large", bytes(2**26 + 1))
 
 

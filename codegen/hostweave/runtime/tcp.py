@@ -254,9 +254,7 @@ def _listen(addresses: Sequence[Address]) -> socket.socket:
             reason = error
     if reason.errno == errno.EADDRNOTAVAIL or isinstance(reason, socket.gaierror):
         host = addresses[0][0]
-        raise ExecutionError(
-            f"the store of rank 0 cannot listen at {host} ({reason}); set HOSTWEAVE_BIND to one of its host, or 0.0.0.0"
-        )
+        raise ExecutionError(f"the store of rank 0 cannot listen at {host} ({reason}); set HOSTWEAVE_BIND to one of its host, or 0.0.0.0")
     ports = f"{addresses[0][1]} to {addresses[-1][1]}"
     raise ExecutionError(f"no port from {ports} is free for the store of rank 0 ({reason}); set HOSTWEAVE_PORT to another on all ranks")
 
