@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import subprocess
 import sys
@@ -255,9 +256,12 @@ def test_compile_and_cache(capsys: Captured, tmp_path: Path, monkeypatch: pytest
 
 
 def test_export(capsys: Captured, tmp_path: Path) -> None:
-    out = output_of(capsys, "export", P2P, str(tmp_path / "project"))
-    assert "cmake -S" in out
-    assert (tmp_path / "project" / "CMakeLists.txt").is_file()
+    """The command that it prints builds and runs the project as it is printed."""
+    command = output_of(capsys, "export", P2P, *AT_FOUR, str(tmp_path / "a project"))
+    tools = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # cmake may come from pip
+    environment = {**os.environ, "PATH": tools, "CMAKE_BUILD_PARALLEL_LEVEL": "2"}
+    result = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert result.stdout.endswith("every rank has what it should\n"), result.stdout + result.stderr
 
 
 def test_doctor(capsys: Captured) -> None:

@@ -7,6 +7,7 @@ import ast
 import difflib
 import itertools
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -192,10 +193,15 @@ def _show(text: str, language: str) -> None:
 
 def _export(options: argparse.Namespace) -> int:
     import hostweave as hw
+    from hostweave.build.toolchain import openblas_root
+    from hostweave.emit.main import executable_of
 
     program, settings = _load(options)
     hw.compile(program, target="cpu", options=settings).export(options.folder)
-    print(f"{options.folder}: cmake -S {options.folder} -B build -DHOSTWEAVE_TARGET=cpu && cmake --build build && build/{program.name}")
+    build = options.folder / "build"
+    configure = ["cmake", "-S", options.folder, "-B", build, "-DHOSTWEAVE_TARGET=cpu", f"-DHOSTWEAVE_OPENBLAS_ROOT={openblas_root()}"]
+    commands = configure, ["cmake", "--build", build], [(build / executable_of(program.name)).absolute()]
+    print(" && ".join(shlex.join(map(str, command)) for command in commands))
     return 0
 
 
