@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -88,10 +91,48 @@ def test_inspect_after_each_pass(capsys: Captured, stage: str) -> None:
     assert output_of(capsys, "inspect", P2P, *AT_FOUR, "--after", stage) == golden("ag_matmul_p2p", f"{stage}.hw")
 
 
-def test_inspect_shows_every_stage(capsys: Captured) -> None:
+def test_inspect_shows_what_every_stage_changed(capsys: Captured, tmp_path: Path) -> None:
+    """The first stage whole and the differences after it, which put together are the last stage; one line of what changes nothing."""
     out = output_of(capsys, "inspect", P2P, *AT_FOUR, "--after", "all")
     stages = ["input", *(apply.__name__ for apply in PASSES)]
-    assert out == "\n".join(f"# ---- {stage}\n{golden('ag_matmul_p2p', f'{stage}.hw')}" for stage in stages)
+    titles = re.findall(r"^# ---- (\w+)(.*)$", out, re.M)
+    assert [name for name, _ in titles] == stages
+    texts = {stage: golden("ag_matmul_p2p", f"{stage}.hw") for stage in stages}
+    assert out.startswith(f"# ---- input\n{texts['input']}")
+    for (before, after), (_, said) in zip(itertools.pairwise(stages), titles[1:], strict=True):
+        assert said == (": nothing changed" if texts[before] == texts[after] else "")
+    whole = tmp_path / "stage.hw"
+    whole.write_text(texts["input"])
+    for stage, part in zip(stages[1:], re.split(r"^# ---- .*\n", out, flags=re.M)[2:], strict=True):
+        if part.strip():
+            subprocess.run(["patch", "-s", str(whole)], input=part, text=True, check=True)
+        assert whole.read_text() == texts[stage]
+
+
+def test_inspect_knows_the_examples_of_the_package(capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert output_of(capsys, "inspect", "seeds:ag_matmul_p2p", *AT_FOUR, "--after", "input") == golden("ag_matmul_p2p", "input.hw")
+
+
+def test_inspect_shows_one_file(capsys: Captured) -> None:
+    assert output_of(capsys, "inspect", P2P, *AT_FOUR, "--only", "program.h") == golden("ag_matmul_p2p", "program.h")
+    files = "program.h, program.cpp, binding.cpp"
+    assert mistake_of(capsys, "inspect", P2P, *AT_FOUR, "--only", "kernels.cu") == f"--only kernels.cu: no such file; one of {files}"
+
+
+def test_inspect_shows_one_function(capsys: Captured) -> None:
+    llama = f"{EXAMPLES / 'llama.py'}:llama"
+    host = output_of(capsys, "inspect", llama, "--after", "plan_memory")
+    names = re.findall(r"^(?:block|kernel|host) @(\w+)", host, re.M)
+    assert len(names) > 2
+    for name in names:
+        one = output_of(capsys, "inspect", llama, "--after", "plan_memory", "--only", name)
+        assert one in host
+        assert len(re.findall(rf"@{name}\(", one.splitlines()[0])) == 1
+        assert one.count("{") == one.count("}")
+    mistake = mistake_of(capsys, "inspect", llama, "--after", "input", "--only", "nothing")
+    assert mistake == "--only nothing: no such function; one of layer, llama"
+    assert "-  %" in output_of(capsys, "inspect", llama, "--after", "all", "--only", "layer")
 
 
 def test_inspect_shows_the_sources(capsys: Captured) -> None:
@@ -210,16 +251,22 @@ def test_compile_and_cache(capsys: Captured, tmp_path: Path, monkeypatch: pytest
     assert (folder / "program.cpp").read_text() == golden("ag_matmul_p2p", "program.cpp")
     assert (folder / "hostweave_program.so").is_file()
     assert output_of(capsys, "cache", "path") == f"{tmp_path}\n"
-    lines = output_of(capsys, "cache").splitlines()
-    assert [line.split()[-1] for line in lines] == [str(folder), str(tmp_path / "objects")]
-    assert output_of(capsys, "cache", "clear") == f"removed 2 entries from {tmp_path}\n"
+    *lines, total = output_of(capsys, "cache").splitlines()
+    assert lines[0].split()[-1] == str(folder)
+    assert [Path(line.split()[-1]).parent for line in lines[1:]] == [tmp_path / "objects"] * (len(lines) - 1)
+    assert re.fullmatch(rf"{tmp_path}: {len(lines)} entries, [\d.]+ MB of at most 10000 MB", total)
+    assert output_of(capsys, "cache", "size") == f"{total}\n"
+    assert output_of(capsys, "cache", "clear") == f"removed {len(lines)} entries from {tmp_path}\n"
     assert not cache.entries()
 
 
 def test_export(capsys: Captured, tmp_path: Path) -> None:
-    out = output_of(capsys, "export", P2P, str(tmp_path / "project"))
-    assert "cmake -S" in out
-    assert (tmp_path / "project" / "CMakeLists.txt").is_file()
+    """The command that it prints builds and runs the project as it is printed."""
+    command = output_of(capsys, "export", P2P, *AT_FOUR, str(tmp_path / "a project"))
+    tools = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # cmake may come from pip
+    environment = {**os.environ, "PATH": tools, "CMAKE_BUILD_PARALLEL_LEVEL": "2"}
+    result = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert result.stdout.endswith("every rank has what it should\n"), result.stdout + result.stderr
 
 
 def test_doctor(capsys: Captured) -> None:

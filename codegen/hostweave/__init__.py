@@ -2,6 +2,7 @@
 
 from difflib import get_close_matches
 from importlib import import_module
+from time import time_ns
 from typing import TYPE_CHECKING, Any
 
 from hostweave.errors import Location, UnknownAttribute
@@ -111,6 +112,7 @@ if TYPE_CHECKING:
     from hostweave.runtime.group import Group, init
     from hostweave.runtime.providers import MPI, Communicators, Environment, Threads, TorchStore
 
+imported_at = time_ns()  # a file of the package that was edited later may run here as it was before
 _LAZY = {
     "hostweave.api": ("Program", "compile"),
     "hostweave.host.ir": ("HostProgram",),

@@ -210,7 +210,7 @@ class Program:
     def export(self, folder: str | Path) -> None:
         """Writes a CMake project that builds and runs the program without Python, on both targets.
 
-        Raises ArgumentError where the folder cannot be written, ProgramError for what has no C++.
+        Raises ArgumentError where the folder cannot be written or has other files of these names, ProgramError for what has no C++.
         """
         from hostweave.emit import export
 

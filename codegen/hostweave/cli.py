@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import argparse
 import ast
+import difflib
+import itertools
+import re
+import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hostweave import __version__
 from hostweave.errors import HostweaveError
+
+_HEADER = re.compile(r"\w+ @(\w+)\(")  # of a function, kernel or program in the text of an IR
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,7 +46,11 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     def add_program(sub: argparse.ArgumentParser) -> None:
-        sub.add_argument("program", metavar="FILE.py:FUSION", help="a fusion in a Python file, or a .hw file of IR text")
+        sub.add_argument(
+            "program",
+            metavar="FILE.py:FUSION",
+            help="a fusion in a Python file or of an example (seeds:ag_matmul_p2p), or a .hw file of IR text",
+        )
         sub.add_argument("--set", metavar="NAME=VALUE", action="append", default=[], help="replace a constant of the file, such as D=4")
         sub.add_argument("--streams", type=int, default=4, help="streams that a loop walks (default 4)")
 
@@ -55,7 +65,10 @@ def _parser() -> argparse.ArgumentParser:
 
     inspect = add("inspect", _inspect, "Print a stage of a program: an IR after a pass, or the generated C++.")
     add_program(inspect)
-    inspect.add_argument("--after", metavar="PASS", help="the IR after this pass; 'input' is the fusion as traced, 'all' is every stage")
+    inspect.add_argument(
+        "--after", metavar="PASS", help="the IR after this pass; 'input' is the fusion as traced, 'all' what each pass changed"
+    )
+    inspect.add_argument("--only", metavar="NAME", help="one file of the C++, or with --after one function or kernel")
     inspect.add_argument("--memory", action="store_true", help="where temporaries lie, their live ranges, peak and lower bound")
     inspect.add_argument(
         "--sizes", metavar="M=1024,K=512", default="", help="sizes for --memory and for notes of what is costly (default 4096)"
@@ -70,8 +83,12 @@ def _parser() -> argparse.ArgumentParser:
 
     add("doctor", _doctor, "Say what was found (compiler, CUDA, NCCL, cuBLAS, GPUs, cache) and what to install for what is missing.")
 
-    cache = add("cache", _cache, "The folder of compiled programs.")
-    cache.add_argument("action", nargs="?", choices=("path", "list", "clear"), default="list")
+    cache = add(
+        "cache",
+        _cache,
+        "The folder of compiled programs; HOSTWEAVE_CACHE moves it, HOSTWEAVE_CACHE_LIMIT (10 GB) bounds it.",
+    )
+    cache.add_argument("action", nargs="?", choices=("path", "list", "size", "clear"), default="list")
     return parser
 
 
@@ -128,14 +145,45 @@ def _inspect(options: argparse.Namespace) -> int:
         from hostweave.emit import render
 
         sources = render(host)
-        _show("\n".join(f"// ==== {path}\n{text}" for path, text in sources.items()), "cpp")
+        if options.only:
+            _show(_one_of(sources, options.only, "file"), "cpp")
+        else:
+            _show("\n".join(f"// ==== {path}\n{text}" for path, text in sources.items()), "cpp")
     elif options.after == "all":
-        _show("\n".join(f"# ---- {name}\n{text}" for name, text in stages), "ir")
+        _show("\n".join(_changes(_only(stages, options.only))), "ir")
     elif options.after in dict(stages):
-        _show(dict(stages)[options.after], "ir")
+        _show(_only([(options.after, dict(stages)[options.after])], options.only)[0][1], "ir")
     else:
         raise HostweaveError(f"--after {options.after}: no such stage; one of input, {', '.join(p.__name__ for p in PASSES)}, all")
     return 0
+
+
+def _only(stages: Sequence[tuple[str, str]], name: str | None) -> Sequence[tuple[str, str]]:
+    """Of each stage the function, kernel or program of that name; the stages themselves where it is None."""
+    if name is None:
+        return stages
+    parts = [(stage, {found[1]: text for text in _split(whole) if (found := _HEADER.match(text))}) for stage, whole in stages]
+    _one_of({known: text for _, functions in parts for known, text in functions.items()}, name, "function")
+    return [(stage, functions.get(name, "")) for stage, functions in parts]
+
+
+def _split(text: str) -> list[str]:
+    """The functions, kernels and programs of an IR's text."""
+    return re.split(rf"^(?={_HEADER.pattern})", text, flags=re.M)
+
+
+def _one_of(texts: Mapping[str, str], name: str, what: str) -> str:
+    if name not in texts:
+        raise HostweaveError(f"--only {name}: no such {what}; one of {', '.join(texts)}")
+    return texts[name]
+
+
+def _changes(stages: Sequence[tuple[str, str]]) -> Iterator[str]:
+    """The first stage, and of each other one what differs from the one before, as a unified diff."""
+    yield "# ---- {}\n{}".format(*stages[0])
+    for (before, old), (after, new) in itertools.pairwise(stages):
+        lines = "".join(difflib.unified_diff(old.splitlines(True), new.splitlines(True), before, after))
+        yield f"# ---- {after}\n{lines}" if lines else f"# ---- {after}: nothing changed\n"
 
 
 def _sizes(text: str) -> dict[str, int]:
@@ -156,10 +204,15 @@ def _show(text: str, language: str) -> None:
 
 def _export(options: argparse.Namespace) -> int:
     import hostweave as hw
+    from hostweave.build.toolchain import openblas_root
+    from hostweave.emit.main import executable_of
 
     program, settings = _load(options)
     hw.compile(program, target="cpu", options=settings).export(options.folder)
-    print(f"{options.folder}: cmake -S {options.folder} -B build -DHOSTWEAVE_TARGET=cpu && cmake --build build && build/{program.name}")
+    build = options.folder / "build"
+    configure = ["cmake", "-S", options.folder, "-B", build, "-DHOSTWEAVE_TARGET=cpu", f"-DHOSTWEAVE_OPENBLAS_ROOT={openblas_root()}"]
+    commands = configure, ["cmake", "--build", build], [(build / executable_of(program.name)).absolute()]
+    print(" && ".join(shlex.join(map(str, command)) for command in commands))
     return 0
 
 
@@ -184,6 +237,7 @@ def _cache(options: argparse.Namespace) -> int:
     elif options.action == "clear":
         print(f"removed {cache.clear()} entries from {cache.root()}")
     else:
-        for entry in cache.entries():
+        for entry in cache.entries() if options.action == "list" else ():
             print(entry)
+        print(cache.summary())
     return 0

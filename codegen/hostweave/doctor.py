@@ -28,8 +28,14 @@ def _lines() -> Iterator[tuple[str, str]]:
         yield title, _part(part)
     yield "gpus", _gpus(found.major)
     yield "cuda", _cuda_target(found)
-    entries = cache.entries()
-    yield "cache", f"{cache.root()}: {len(entries)} entries, {sum(entry.bytes for entry in entries) / 1e6:.1f} MB"
+    yield "cache", _cache()
+
+
+def _cache() -> str:
+    try:
+        return cache.summary()
+    except BuildError as error:
+        return f"cannot be used: {error}"
 
 
 def _compiler() -> str:

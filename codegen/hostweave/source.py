@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from hostweave.build.paths import EXAMPLES
 from hostweave.errors import HostweaveError, ParseError
 from hostweave.fusion.ir import Fusion
 from hostweave.host.ir import HostProgram
@@ -44,13 +45,17 @@ def programs_in(module: ModuleType) -> dict[str, Fusion | HostProgram]:
 
 
 def load_program(reference: str, constants: Mapping[str, Any] | None = None) -> Fusion | HostProgram:
-    """The program that `FILE.py:NAME` names, or the only one of a file; `FILE.hw` is IR text of either kind."""
+    """The program that `FILE.py:NAME` names, or the only one of a file; `FILE.hw` is IR text of either kind.
+
+    `seeds:NAME` is in the examples that come with the package, as all of their files are.
+    """
     file, _, name = reference.partition(":")
     if file.endswith(".hw"):
         if constants:
             raise HostweaveError(f"{file}: IR text has no constant {next(iter(constants))!r} to set; edit the text")
         return _parsed(file)
-    programs = programs_in(load_file(Path(file), constants))
+    example = EXAMPLES / f"{file}.py"
+    programs = programs_in(load_file(example if example.is_file() else Path(file), constants))
     if not name and len(programs) == 1:
         return next(iter(programs.values()))
     if not programs:

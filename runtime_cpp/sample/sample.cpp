@@ -1,6 +1,7 @@
 #include "hostweave/sample.h"
 
 #include <algorithm>
+#include <charconv>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -13,12 +14,20 @@ namespace hw::sample {
 void read(int argc, char** argv, const std::vector<Setting>& settings) {
   for (int i = 1; i < argc; ++i) {
     const std::string argument = argv[i];
+    if (argument == "--help" || argument == "-h") {
+      std::printf("usage: %s [NAME=NUMBER]...\n", argv[0]);
+      for (const Setting& setting : settings) std::printf("  %s=%lld\n", setting.name, static_cast<long long>(*setting.value));
+      std::exit(0);
+    }
     const size_t equals = argument.find('=');
-    const int64_t value = equals == std::string::npos ? 0 : std::atoll(argv[i] + equals + 1);
-    if (value < 1) throw std::invalid_argument(argument + ": write NAME=SIZE");
+    int64_t value = 0;
+    const char* end = argv[i] + argument.size();
+    const bool is_number = equals != std::string::npos && std::from_chars(argv[i] + equals + 1, end, value).ptr == end;
+    if (!is_number || value < 1)
+      throw std::invalid_argument(argument + ": write NAME=NUMBER, of at least 1; --help says the names");
     const auto named = [&](const Setting& setting) { return argument.substr(0, equals) == setting.name; };
     const auto found = std::find_if(settings.begin(), settings.end(), named);
-    if (found == settings.end()) throw std::invalid_argument(argument + ": there is no such setting");
+    if (found == settings.end()) throw std::invalid_argument(argument + ": there is no such setting; --help says those that are");
     *found->value = value;
   }
 }

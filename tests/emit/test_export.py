@@ -14,6 +14,7 @@ from example_programs import all_fusions, more_fusions, pipelines
 
 import hostweave as hw
 from hostweave.build.cuda import find_cuda, gpus
+from hostweave.errors import ArgumentError
 from hostweave.fusion.ir import Fusion
 
 FUSIONS = {**all_fusions(ranks=4, chunks=3), **more_fusions(ranks=4), **pipelines(ranks=4)}
@@ -39,7 +40,12 @@ def test_a_project_runs_on_the_cpu(tmp_path: Path) -> None:
     assert (result.returncode, result.stderr) == (0, "")
     assert len(result.stdout.splitlines()) == 5
     assert result.stdout.endswith("every rank has what it should\n")
-    assert run(tmp_path, "build/matmul_rs_flat", "Q=1").stderr == "Q=1: there is no such setting\n"
+    assert run(tmp_path, "build/matmul_rs_flat", "Q=1").stderr == "Q=1: there is no such setting; --help says those that are\n"
+    for wrong in ("M=64x", "M=", "M", "M=-4", "M=99999999999999999999"):
+        assert run(tmp_path, "build/matmul_rs_flat", wrong).stderr == f"{wrong}: write NAME=NUMBER, of at least 1; --help says the names\n"
+    usage = run(tmp_path, "build/matmul_rs_flat", "--help")
+    assert usage.stdout == "usage: build/matmul_rs_flat [NAME=NUMBER]...\n  M=64\n  K=64\n  N=64\n  repetitions=20\n"
+    assert usage.returncode == 0
     uneven = run(tmp_path, "build/matmul_rs_flat", "M=66")
     assert uneven.returncode == 1
     assert "M = 66: must be a multiple of 4" in uneven.stderr
@@ -73,6 +79,30 @@ def test_ranks_of_a_stage_make_its_team(tmp_path: Path) -> None:
         in main
     )
     assert 'if (r >= 2) sample::expect(own.y == shared.findings[2].y, "y: differs between ranks");' in main
+
+
+def test_an_export_overwrites_only_what_an_export_wrote(tmp_path: Path) -> None:
+    with_kernels, without = hw.compile(FUSIONS["matmul_rs_flat"]), hw.compile(FUSIONS["ag_matmul_p2p"])
+    (tmp_path / "notes.txt").write_text("mine")
+    with_kernels.export(tmp_path)
+    assert (tmp_path / "kernels.cu").exists()
+    without.export(tmp_path)
+    assert not (tmp_path / "kernels.cu").exists()
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    for path in ("main.cpp", "runtime/src/rank.cpp", "kernels.cu"):
+        there = tmp_path / path
+        before = there.read_bytes() if there.exists() else None
+        there.write_text("// mine\n")
+        why = "was edited since it was exported" if before else "was not written by an export"
+        with pytest.raises(ArgumentError, match=rf"export: {there} is there already and {why}; move it away, or give another folder"):
+            with_kernels.export(tmp_path)
+        assert there.read_text() == "// mine\n"
+        assert "project(ag_matmul_p2p " in (tmp_path / "CMakeLists.txt").read_text()  # nothing else was written either
+        if before:
+            there.write_bytes(before)
+        else:
+            there.unlink()
+    with_kernels.export(tmp_path)
 
 
 CUDA = find_cuda()

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -205,7 +206,10 @@ def test_doctor_finds_the_compiler_and_the_cpu_target(empty_cache: Path) -> None
     lines = report().splitlines()
     assert any(line.startswith("compiler ") and line.endswith(str(toolchain.find_compiler())) for line in lines)
     assert any(line.startswith("cpu        target cpu is ready, ") for line in lines)
-    assert lines[-1] == f"cache      {empty_cache}: 0 entries, 0.0 MB"
+    assert lines[-1] == f"cache      {empty_cache}: 0 entries, 0.0 MB of at most 10000 MB"
+    empty_cache.mkdir(mode=0o777)
+    empty_cache.chmod(0o777)
+    assert report().splitlines()[-1].startswith(f"cache      cannot be used: {empty_cache} can be written by other users (mode 777)")
 
 
 def test_edited_sources_are_compiled(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,9 +256,8 @@ def test_racing_processes_build_one_entry(empty_cache: Path, tmp_path: Path) -> 
     )
     processes = [subprocess.Popen([sys.executable, str(script)]) for _ in range(8)]
     assert [process.wait() for process in processes] == [0] * 8
-    assert [entry.path.name.rsplit("-", 1)[0] for entry in cache.entries()] == ["doubled", "objects"]
-    objects = [path.name.rsplit("-", 1)[0] for path in sorted((empty_cache / "objects").iterdir()) if path.name != "locks"]
-    assert objects == ["binding.cpp", "kernels.cu", "program.cpp"]
+    entries = [entry.path.relative_to(empty_cache).as_posix().rsplit("-", 1)[0] for entry in cache.entries()]
+    assert entries == ["doubled", "objects/binding.cpp", "objects/kernels.cu", "objects/program.cpp"]
 
 
 @pytest.mark.parametrize("target", ["cpu", pytest.param("cuda", marks=needs_cuda)])
@@ -318,6 +321,52 @@ def test_a_broken_module(empty_cache: Path) -> None:
     with pytest.raises(BuildError) as error:
         program.build()
     assert str(error.value) == f"{module} cannot be loaded: {module}: file too short; remove its folder to build it again"
+    np.testing.assert_array_equal(hw.compile(doubled).run(x=X), X + X)
+
+
+@pytest.mark.parametrize("cut", ["hostweave_program.so", "program.cpp.o"])
+def test_what_was_cut_short_is_built_again(cut: str, empty_cache: Path) -> None:
+    folder = hw.compile(doubled).folder
+    (path,) = empty_cache.rglob(cut)
+    whole = path.stat().st_size
+    os.truncate(path, 100)
+    if folder not in path.parents:
+        shutil.rmtree(folder)  # so that it is linked again
+    assert hw.compile(doubled).folder == folder
+    assert path.stat().st_size == whole
+    np.testing.assert_array_equal(hw.compile(doubled).run(x=X), X + X)
+
+
+def test_a_name_of_300_characters(empty_cache: Path) -> None:
+    def named(x: hw.Tensor) -> hw.Tensor:
+        return (x + x).named("y" * 300)
+
+    named.__name__ = "n" * 300
+    np.testing.assert_array_equal(hw.compile(hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "K"])(named)).run(x=X), X + X)
+
+
+def test_a_build_evicts_what_was_used_longest_ago(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = hw.compile(doubled).folder
+    os.utime(old / "SHA256SUMS", (0, 0))
+    monkeypatch.setenv("HOSTWEAVE_CACHE_LIMIT", "1 kB")
+    new = hw.compile(product).folder
+    assert new.exists()
+    assert not old.exists()
+
+
+def test_a_folder_for_edited_sources_that_cannot_be_written(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOSTWEAVE_EDIT", "/proc/self/edit")
+    with pytest.raises(BuildError, match=r"^HOSTWEAVE_EDIT=/proc/self/edit: .*: No such file or directory; set it to a folder"):
+        hw.compile(doubled).build()
+
+
+def test_a_compiler_that_does_not_start(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "my-c++"
+    compiler.write_bytes(b"\x7fELF no program")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    with pytest.raises(BuildError, match=r"my-c\+\+ cannot be started: Exec format error; set CXX to one that can; "):
+        hw.compile(doubled).build()
 
 
 @needs_cuda
@@ -367,7 +416,8 @@ def test_cuda(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         program = hw.compile(fusion, target="cuda")
         program.build()
         assert program.module.mesh == "mesh(x=2)"
-    assert [entry.path.name.rsplit("-", 1)[0] for entry in cache.entries()] == ["doubled", "objects", "product", "runtime_cuda"]
+    programs = [entry.path for entry in cache.entries() if entry.path.parent == empty_cache]
+    assert [path.name.rsplit("-", 1)[0] for path in programs] == ["doubled", "product", "runtime_cuda"]
 
     monkeypatch.setenv("HOSTWEAVE_EDIT", str(tmp_path / "edit"))
     _ = hw.compile(doubled, target="cuda").folder

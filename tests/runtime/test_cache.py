@@ -1,13 +1,19 @@
-"""The cache: entries that appear whole, once, whoever races for them; failed builds that stay to be read."""
+"""The cache: entries that appear whole, once, whoever races for them; failed builds that stay to be read; nobody else's code."""
 
+import errno
 import os
+import re
+import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from hostweave.build import cache
+from hostweave.build.paths import EXAMPLES, PACKAGE, RUNTIME, TEMPLATES
 from hostweave.errors import BuildError
 
 
@@ -16,7 +22,7 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOSTWEAVE_CACHE", str(tmp_path / "cache"))
 
 
-def make_text(text: str):
+def make_text(text: str) -> Callable[[Path], object]:
     return lambda folder: (folder / "text").write_text(text)
 
 
@@ -33,9 +39,10 @@ def test_a_failed_build_is_kept_and_named() -> None:
         raise BuildError("the compiler failed: program.cpp:1:9: error")
 
     kept = cache.root() / "failed" / "a"
-    with pytest.raises(BuildError) as error:
-        cache.get_or_make("a", fail)
-    assert str(error.value) == f"the compiler failed: program.cpp:1:9: error; sources and log are in {kept}"
+    for _ in range(2):
+        with pytest.raises(BuildError) as error:
+            cache.get_or_make("a", fail)
+        assert str(error.value) == f"the compiler failed: program.cpp:1:9: error; sources and log are in {kept}"
     assert (kept / "program.cpp").exists()
     assert cache.lookup("a") is None
     assert [entry.path for entry in cache.entries()] == [kept]
@@ -48,15 +55,20 @@ def test_an_interrupted_build_leaves_nothing() -> None:
     with pytest.raises(KeyboardInterrupt):
         cache.get_or_make("a", interrupt)
     assert cache.entries() == ()
+    assert [path.name for path in cache.root().iterdir()] == ["locks"]
+    assert not list((cache.root() / "locks").iterdir())
 
 
-def test_clear() -> None:
+def test_clear_takes_entries_and_nothing_else() -> None:
     cache.get_or_make("a", make_text("a"))
-    cache.get_or_make("b", make_text("bb"))
+    cache.get_or_make("objects/b", make_text("bb"))
+    (cache.root() / "mine").mkdir()
+    (cache.root() / "mine" / "letter").write_text("to whom it may concern")
     assert [(entry.path.name, entry.bytes) for entry in cache.entries()] == [("a", 1), ("b", 2)]
     assert str(cache.entries()[0]) == f"     0.0 MB  {cache.root() / 'a'}"
     assert cache.clear() == 2
     assert cache.entries() == ()
+    assert (cache.root() / "mine" / "letter").exists()
 
 
 def test_a_key_depends_on_every_part_and_where_it_ends() -> None:
@@ -73,7 +85,7 @@ def test_racing_processes_make_an_entry_once(tmp_path: Path) -> None:
         "    with open(os.environ['MADE'], 'a') as file: file.write('made\\n')\n"
         "    for i in range(20): (folder / str(i)).write_text('x'); time.sleep(0.01)\n"
         "entry = cache.get_or_make('a', make)\n"
-        "assert len(list(entry.iterdir())) == 20\n"
+        "assert len(list(entry.glob('[0-9]*'))) == 20\n"
     )
     made = tmp_path / "made"
     environment = {**os.environ, "MADE": str(made)}
@@ -81,3 +93,216 @@ def test_racing_processes_make_an_entry_once(tmp_path: Path) -> None:
     assert [process.wait() for process in processes] == [0] * 8
     assert made.read_text() == "made\n"
     assert [entry.path.name for entry in cache.entries()] == ["a"]
+
+
+# --- what the package's code is
+
+
+def installed(folder: Path) -> dict[str, str]:
+    """The environment in which processes run a copy of the package."""
+    for path in (TEMPLATES, RUNTIME, EXAMPLES, PACKAGE):
+        copy = folder / "codegen" / path.name if path == PACKAGE else folder / path.name
+        shutil.copytree(path, copy, ignore=shutil.ignore_patterns("__pycache__"), copy_function=shutil.copy)
+    return {**os.environ, "PYTHONPATH": str(folder / "codegen")}
+
+
+def test_an_op_that_was_edited_runs_as_it_is_now(tmp_path: Path) -> None:
+    environment = installed(tmp_path)
+    script = (
+        "import numpy as np, hostweave as hw, hostweave.errors\n"
+        "program = hw.compile(hw.fusion(x=hw.f32['M'])(lambda x: hw.exp(x)))\n"
+        "print(program.run(x=np.zeros(1, np.float32))[0])\n"
+    )
+
+    def run(script: str) -> str:
+        return subprocess.run([sys.executable, "-c", script], env=environment, check=True, capture_output=True, text=True).stdout
+
+    assert run(script) == "1.0\n"
+    ops = tmp_path / "codegen" / "hostweave" / "fusion" / "ops.py"
+    before = ops.read_text()
+    after = before.replace("numpy, expression=expression)", 'numpy, expression="2 * " + expression)')
+    assert after != before
+    edit = f"import pathlib; pathlib.Path({str(ops)!r}).write_text({after!r})\n"
+    assert run(script.replace("import", "import hostweave.fusion.ops\n" + edit + "import", 1)) == "1.0\n"  # has loaded the old one
+    assert run(script) == "2.0\n"
+
+
+def test_every_file_of_the_package_is_part_of_the_stamp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = [tmp_path / name for name in ("package", "templates", "runtime_cpp")]
+    for folder, origin in zip(folders, (PACKAGE, TEMPLATES, RUNTIME), strict=True):
+        shutil.copytree(origin, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr("hostweave.imported_at", time.time_ns() + 10**12)  # so that stamps are not random
+    assert cache.stamp_of.__wrapped__(folders[0]) == cache.stamp_of.__wrapped__(folders[0])
+    files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    assert len(files) > 250
+    stamps = set()
+    for path in files:
+        status = path.stat()
+        path.write_bytes(path.read_bytes()[::-1])  # as long, and as old
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        stamps.add(tuple(map(cache.stamp_of.__wrapped__, folders)))
+    assert len(stamps) == len(files)
+
+
+# --- what is broken
+
+
+@pytest.mark.parametrize("name", ["a", "objects/a"])
+@pytest.mark.parametrize("harm", ["truncate", "zero", "lose", "truncate the list", "lose the list", "file in its place", "link"])
+def test_an_entry_that_is_not_whole_is_made_again(name: str, harm: str, tmp_path: Path) -> None:
+    entry = cache.get_or_make(name, make_text("whole"))
+    if harm == "truncate":
+        os.truncate(entry / "text", 2)
+    elif harm == "zero":
+        (entry / "text").write_bytes(bytes(5))
+    elif harm == "lose":
+        (entry / "text").unlink()
+    elif harm == "truncate the list":
+        os.truncate(entry / "SHA256SUMS", 0)
+    elif harm == "lose the list":
+        (entry / "SHA256SUMS").unlink()
+    else:
+        shutil.rmtree(entry)
+        if harm == "link":
+            entry.symlink_to(tmp_path / "nowhere")
+        else:
+            entry.write_text("not a folder")
+    assert cache.lookup(name) is None
+    assert (cache.get_or_make(name, make_text("again")) / "text").read_text() == "again"
+    assert [path for path in cache.root().rglob(".*") if path.is_dir()] == []
+
+
+# --- who else may have written there
+
+
+def others(path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Gives a file or folder to another user, or has it look so. Returns that user's id."""
+    if os.geteuid() == 0:
+        os.chown(path, 12345, -1, follow_symlinks=False)
+        return 12345
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    return path.lstat().st_uid
+
+
+def test_folders_are_the_users_alone() -> None:
+    before = os.umask(0)
+    try:
+        cache.get_or_make("objects/a", make_text("a"))
+        with pytest.raises(BuildError):
+            cache.get_or_make("b", lambda folder: cache.lookup("x" * 300))
+    finally:
+        os.umask(before)
+    folders = {path.relative_to(cache.root()).as_posix(): path.stat().st_mode & 0o777 for path in cache.root().rglob("*") if path.is_dir()}
+    assert folders == dict.fromkeys(["objects", "objects/a", "locks", "failed", "failed/b"], 0o700)
+    assert cache.root().stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("folder", ["", "a", "objects", "objects/b"])
+def test_nothing_is_taken_from_others(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.get_or_make("a", make_text("a"))
+    cache.get_or_make("objects/b", make_text("b"))
+    name, planted = "objects/b" if "objects" in folder else "a", cache.root() / folder
+    planted.chmod(0o777)
+    with pytest.raises(BuildError) as error:
+        cache.lookup(name)
+    assert str(error.value) == (
+        f"{planted} can be written by other users (mode 777), whose code would run as yours; "
+        "remove it, or set HOSTWEAVE_CACHE to a folder of your own"
+    )
+    planted.chmod(0o700)
+    uid = others(planted, monkeypatch)
+    with pytest.raises(BuildError, match=rf"belongs to another user \(uid {uid}\), whose code would run as yours; set HOSTWEAVE_CACHE"):
+        cache.get_or_make(name, make_text("again"))
+
+
+def test_a_link_that_another_user_made_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own").mkdir(mode=0o700)
+    cache.root().symlink_to(tmp_path / "own")
+    assert cache.get_or_make("a", make_text("a")) == cache.lookup("a")
+    others(cache.root(), monkeypatch)
+    with pytest.raises(BuildError, match="belongs to another user"):
+        cache.lookup("a")
+
+
+def test_a_lock_empties_nothing(tmp_path: Path) -> None:
+    letter = tmp_path / "letter"
+    letter.write_text("to whom it may concern")
+    (cache.root() / "locks").mkdir(parents=True, mode=0o700)
+    (cache.root() / "locks" / "a").symlink_to(letter)
+    (cache.root() / "locks" / "b").hardlink_to(letter)
+    with pytest.raises(BuildError, match=r"the cache cannot be used: .*locks/a: Too many levels of symbolic links; set HOSTWEAVE_CACHE"):
+        cache.get_or_make("a", make_text("a"))
+    cache.get_or_make("b", make_text("b"))
+    assert letter.read_text() == "to whom it may concern"
+
+
+# --- what the file system refuses
+
+
+def refuse(number: int) -> Callable[[Path], object]:
+    def make(folder: Path) -> None:
+        raise OSError(number, os.strerror(number), str(folder / "program.cpp"))
+
+    return make
+
+
+def test_a_cache_that_cannot_be_used_says_so_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    remedy = "; set HOSTWEAVE_CACHE to a folder of your own with room to write"
+    with pytest.raises(BuildError, match=rf"^the cache cannot be used: .*/program\.cpp: No space left on device{remedy}$"):
+        cache.get_or_make("a", refuse(errno.ENOSPC))
+    assert cache.entries() == ()
+    with pytest.raises(BuildError, match=rf"^the cache cannot be used: .*: File name too long{remedy}$"):
+        cache.get_or_make("a" * 300, make_text("a"))
+    for named, why in (("file", "Not a directory"), ("file/below", "File exists"), ("/proc/self/cache", "No such file or directory")):
+        (tmp_path / "file").write_text("a file")
+        monkeypatch.setenv("HOSTWEAVE_CACHE", str(tmp_path / named))
+        with pytest.raises(BuildError, match=rf"^the cache cannot be used: .*: {why}{remedy}$"):
+            cache.get_or_make("a", make_text("a"))
+    monkeypatch.delenv("HOSTWEAVE_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("Could not determine home directory.")))
+    with pytest.raises(BuildError, match=r"^no folder for compiled programs: Could not determine home directory"):
+        cache.lookup("a")
+
+
+def test_names_are_cut_and_differ() -> None:
+    names = {cache.name_of("é" * 300, "a"), cache.name_of("é" * 301, "a"), cache.name_of("é" * 300, "b")}
+    assert len(names) == 3
+    for name in names:
+        assert cache.get_or_make(name, make_text("a")) == cache.lookup(name)
+
+
+# --- how much
+
+
+def test_what_was_used_longest_ago_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    hours = {"a": 5, "objects/b": 4, "c": 3, "objects/d": 2}
+    for name in hours:
+        cache.get_or_make(name, make_text("x" * 100))
+    with pytest.raises(BuildError):
+        cache.get_or_make("e", lambda folder: (_ for _ in ()).throw(BuildError("fails")))
+    (cache.root() / ".f.0123").mkdir()  # of a build that was killed
+    (cache.root() / ".f.0123" / "SHA256SUMS").touch()
+    for name, ago in {**hours, ".f.0123": 6, "failed/e": 6}.items():
+        os.utime(cache.root() / name / "SHA256SUMS", (time.time() - ago * 3600,) * 2)
+    cache.lookup("a")  # is a use
+
+    monkeypatch.setenv("HOSTWEAVE_CACHE_LIMIT", "0.2kB")
+    cache.evict()
+    assert {entry.path.name for entry in cache.entries()} == {"a", "d"}
+    monkeypatch.setenv("HOSTWEAVE_CACHE_LIMIT", "0")
+    cache.evict()
+    assert {entry.path.name for entry in cache.entries()} == {"a"}  # somebody may be about to link it
+
+
+@pytest.mark.parametrize(("text", "size"), [("10 GB", 10**10), ("1.5MB", 1500000), ("700", 700), ("0 B", 0), ("", 10**10)])
+def test_limits(text: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOSTWEAVE_CACHE_LIMIT", text)
+    assert cache.limit() == size
+
+
+@pytest.mark.parametrize("text", ["much", "-1", "1 EB", "1e9", "٣"])
+def test_a_limit_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOSTWEAVE_CACHE_LIMIT", text)
+    with pytest.raises(BuildError, match=rf"^HOSTWEAVE_CACHE_LIMIT={re.escape(text)}: is no size; write one as 500 MB or 10 GB$"):
+        cache.limit()

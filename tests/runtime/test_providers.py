@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
+import resource
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -18,6 +21,7 @@ from typing import Any
 import pytest
 
 from hostweave.errors import ArgumentError, ExecutionError
+from hostweave.runtime import tcp
 from hostweave.runtime.launcher import first_node, launched, read_launch
 from hostweave.runtime.meeting import Absent, Failed, Meeting, StoreMeeting, Table, ThreadMeeting
 from hostweave.runtime.providers import (
@@ -230,6 +234,140 @@ input()
     process.communicate()
     with pytest.raises(ExecutionError, match=r"the store in the process of rank 0 does not answer \(.*\); has that process ended\?"):
         store.get("key", 5)
+    store.close()
+
+
+def test_more_descriptors_than_select_takes(tcp_store: TcpStore) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 2000), hard))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        tcp_store.set("key", b"value")
+        store = TcpStore([tcp_store._address], "job", 5)
+        assert store._idle[0].fileno() > 1023
+        assert store.get("key", 0) == b"value"
+        store.close()
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("turns", range(8))
+def test_a_value_that_comes_as_its_reader_gives_up(server: TcpServer, turns: int) -> None:
+    """Whatever the loop does first: the reader has the value or none, and nothing breaks."""
+
+    async def race() -> bytes | None:
+        loop = asyncio.get_running_loop()
+        reader = asyncio.create_task(server._get("key", 0.01))
+        await asyncio.sleep(0)
+
+        def set_after(more: int) -> None:
+            if more:
+                loop.call_soon(set_after, more - 1)
+            else:
+                server._set("key", b"value")
+
+        loop.call_later(0.0101, set_after, turns)
+        time.sleep(0.03)  # both are due at once
+        return await reader
+
+    assert asyncio.run_coroutine_threadsafe(race(), server._loop).result(10) in (b"value", None)
+    assert server._waiting == {}
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.2"])
+def test_the_store_listens_at_the_address_asked_for_alone(host: str) -> None:
+    server = TcpServer([(host, 0)], "job")
+    try:
+        assert server._socket.getsockname()[0] in ({"127.0.0.1", "::1"} if host == "localhost" else {host})
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.3", server.port), 5)
+        store = TcpStore([(host, server.port)], "job", 5)
+        store.close()
+    finally:
+        server.close()
+
+
+def test_a_name_that_leads_to_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {"node0": "127.0.0.5", "own": "127.0.1.1", "far": "192.0.2.1"}
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *_, **__: [(socket.AF_INET, 1, 6, "", (names[host], 0))])
+    monkeypatch.setattr("ipaddress.IPv4Address.is_loopback", property(lambda address: str(address) == "127.0.1.1"))
+    for host, bound in (("node0", {"127.0.0.5"}), ("own", {"::", "0.0.0.0"})):
+        server = TcpServer([(host, 0)], "job")
+        assert server._socket.getsockname()[0] in bound
+        server.close()
+    message = r"^the store of rank 0 cannot listen at far \(.*\); set HOSTWEAVE_BIND to one of its host, or 0\.0\.0\.0$"
+    with pytest.raises(ExecutionError, match=message):
+        TcpServer([("far", 0)], "job")
+
+
+def test_names_of_jobs_and_tokens_count_whole() -> None:
+    name = "j" * 100
+    server = TcpServer([("127.0.0.1", 0)], name + "a", "token")
+    for job, token in ((name + "b", "token"), (name + "a", ""), (name + "a", "tokem"), (name + "atoken", "")):
+        with pytest.raises(ExecutionError, match="is of another job, or has another HOSTWEAVE_TOKEN"):
+            TcpStore([("127.0.0.1", server.port)], job, 0.1, token)
+    TcpStore([("127.0.0.1", server.port)], name + "a", 5, "token").close()
+    server.close()
+
+
+def said_to(server: TcpServer, request: bytes) -> bytes:
+    """What the server answers who knows its secret, until it closes or waits for more."""
+    store = TcpStore([("127.0.0.1", server.port)], "job", 5)
+    connection = store._idle[0]
+    connection.settimeout(0.5)
+    connection.sendall(request)
+    try:
+        return connection.recv(100)
+    finally:
+        store.close()
+
+
+def test_what_a_listener_hears_is_of_no_use_elsewhere(server: TcpServer) -> None:
+    """Who takes a port of the job hears nothing by which the job's own server would let him in."""
+    heard = b""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=lambda: in_threads(1, lambda _: TcpStore([listener.getsockname()], "job", 0.1))).start()
+        connection, _ = listener.accept()
+        with connection:
+            heard = connection.recv(1000)
+            with socket.create_connection(("127.0.0.1", server.port)) as relay:
+                relay.sendall(heard)
+                proof = relay.recv(100)
+                connection.sendall(bytes(len(proof)))  # without the secret
+                assert connection.recv(1000) == b""
+                relay.sendall(heard[-16:] * 2)
+                relay.settimeout(5)
+                assert relay.recv(100) == b""
+
+
+@pytest.mark.parametrize("sizes", [(2**32 - 1, 0), (0, 2**32 - 1), (5000, 0)])
+def test_lengths_are_bounded(server: TcpServer, tcp_store: TcpStore, sizes: tuple[int, int]) -> None:
+    assert said_to(server, struct.pack("!cIId", b"s", *sizes, 0)) == b""
+    tcp_store.set("key", b"still here")
+    with pytest.raises(ExecutionError, match="the store of rank 0 takes 67108864 bytes, and large has 67108865; send less"):
+        tcp_store.set("large", bytes(2**26 + 1))
+
+
+def test_a_key_that_is_no_text(server: TcpServer, tcp_store: TcpStore) -> None:
+    assert said_to(server, struct.pack("!cIId", b"s", 2, 0, 0) + b"\xff\xff") == b""
+    tcp_store.set("key", b"still here")
+
+
+def test_idle_strangers_are_turned_away(server: TcpServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "_STRANGERS", 20)
+    strangers = [socket.create_connection(("127.0.0.1", server.port), 5) for _ in range(50)]
+    store = TcpStore([("127.0.0.1", server.port)], "job", 5)
+    assert len(server._strangers) <= 20
+    assert strangers[0].recv(1) == b""
+    store.set("key", b"value")
+    monkeypatch.setattr(tcp, "_GRACE", 0.1)
+    late = socket.create_connection(("127.0.0.1", server.port), 5)
+    late.sendall(b"hostweave store")
+    assert late.recv(1) == b""
+    for one in (*strangers, late):
+        one.close()
     store.close()
 
 
@@ -450,9 +588,15 @@ class FakeComm:
         self._shared.barrier.wait()
         return self._shared.value
 
+    def allgather(self, value: Any) -> list[Any]:
+        self._shared.values[self._rank] = f"{value} {self._rank}" if self._shared.spread else value
+        self._shared.barrier.wait()
+        return list(self._shared.values)
 
-def test_mpi() -> None:
-    shared = SimpleNamespace(count=3, barrier=threading.Barrier(3), value=None)
+
+@pytest.mark.parametrize("spread", [False, True], ids=["one host", "several"])
+def test_mpi(spread: bool) -> None:
+    shared = SimpleNamespace(count=3, barrier=threading.Barrier(3), value=None, values=[None] * 3, spread=spread)
 
     def rank(rank: int) -> tuple[str, list[str]]:
         provider = MPI(FakeComm(rank, shared))
@@ -466,6 +610,8 @@ def test_mpi() -> None:
         return world.prefix, records
 
     results = in_threads(3, rank)
+    hosts = {host for host, _ in shared.value[0]}
+    assert (hosts != {"127.0.0.1"}) == spread
     close_servers()
     assert results == [(results[0][0], ["0", "1", "2"])] * 3
 

@@ -1,21 +1,34 @@
 """The cache of built programs and their objects: one folder an entry, which appears all at once by a rename.
 
-`HOSTWEAVE_CACHE` moves it. Processes that want the same entry at the same time wait for the first of them.
+`HOSTWEAVE_CACHE` moves it, `HOSTWEAVE_CACHE_LIMIT` says how large it may grow. Processes that want the same entry at the same time
+wait for the first of them. What is in it runs as its user: nothing is taken from a folder that others may have written to,
+nor from an entry whose files are not those that were put into it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
+import re
 import shutil
+import stat
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import hostweave
 from hostweave.errors import BuildError
+
+_SUMS = "SHA256SUMS"  # of an entry's other files; every entry has it, also while it is made. Its time is that of the last use
+_FOLDERS = ("", "objects", "failed")  # where entries are
+_READABLE = 50  # characters of a name in that of its entry: file names end at 255 bytes
+_IN_USE = 3600.0  # seconds after its last use for which an entry is not evicted: a build may be about to link it
+_LIMIT = "10 GB"
 
 
 @dataclass(frozen=True)
@@ -24,6 +37,7 @@ class Entry:
 
     path: Path
     bytes: int
+    used: float  # when it last was, in seconds since the epoch
 
     def __str__(self) -> str:
         return f"{self.bytes / 1e6:8.1f} MB  {self.path}"
@@ -33,7 +47,19 @@ def root() -> Path:
     """HOSTWEAVE_CACHE, else `hostweave` in the user's cache folder."""
     if named := os.environ.get("HOSTWEAVE_CACHE"):
         return Path(named).absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hostweave"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "hostweave"
+    except RuntimeError as error:
+        raise BuildError(f"no folder for compiled programs: {error}; set HOSTWEAVE_CACHE to a folder of your own") from error
+
+
+def limit() -> int:
+    """Bytes that the cache may hold: HOSTWEAVE_CACHE_LIMIT, a number with kB, MB, GB or TB behind it, or of bytes."""
+    text = os.environ.get("HOSTWEAVE_CACHE_LIMIT") or _LIMIT
+    number = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kMGT]?)B)?", text.strip(), re.ASCII)
+    if not number:
+        raise BuildError(f"HOSTWEAVE_CACHE_LIMIT={text}: is no size; write one as 500 MB or {_LIMIT}")
+    return int(float(number[1]) * 1000 ** " kMGT".index(number[2] or " "))
 
 
 def key_of(*parts: str) -> str:
@@ -44,23 +70,37 @@ def key_of(*parts: str) -> str:
     return digest.hexdigest()[:16]
 
 
+def name_of(name: str, *parts: str) -> str:
+    """The name of the entry of what `name` and the parts tell."""
+    return f"{name[:_READABLE]}-{key_of(name, *parts)}"
+
+
 @cache
-def digest_of(*folders: Path) -> str:
-    """A digest of the names and contents of every file below the folders."""
-    digest = hashlib.sha256()
-    for folder in folders:
-        for directory, names, files in os.walk(folder):
-            names[:] = sorted(name for name in names if name != "__pycache__")
-            for name in sorted(files):
-                path = Path(directory, name)
-                digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes() + b"\0")
-    return digest.hexdigest()
+def stamp_of(folder: Path) -> str:
+    """Changes with every edit of a file below the folder; reads none of them.
+
+    Where one was edited after this process imported the package, and may run as it was before, the stamp is like no other.
+    """
+    files = [(path, os.stat(path)) for path in _files(folder)]
+    late = any(status.st_ctime_ns > hostweave.imported_at for _, status in files)
+    stamps = (f"{path} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}" for path, status in files)
+    return key_of(*stamps, os.urandom(16).hex() if late else "")
 
 
 def lookup(name: str) -> Path | None:
-    """The folder of entry `name`, where it is there."""
+    """The folder of entry `name`, where it is there and whole. Raises BuildError where others may have written to it."""
     entry = root() / name
-    return entry if entry.is_dir() else None
+    with _told():
+        try:
+            for folder in (root(), entry.parent, entry):
+                _expect_own(folder)
+            if (entry / _SUMS).read_text() != _sums(entry):
+                return None
+        except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
+            return None
+    with contextlib.suppress(OSError):  # a cache that can only be read
+        os.utime(entry / _SUMS)
+    return entry
 
 
 def get_or_make(name: str, make: Callable[[Path], object]) -> Path:
@@ -68,55 +108,174 @@ def get_or_make(name: str, make: Callable[[Path], object]) -> Path:
 
     A BuildError of `make` keeps that folder below `failed` and says so.
     """
+    if found := lookup(name):
+        return found
     entry = root() / name
-    with _lock(entry):
-        if entry.is_dir():
-            return entry
-        scratch = entry.parent / f".{entry.name}.{os.urandom(4).hex()}"
-        scratch.mkdir()
+    with _told(), _lock(name):
+        if found := lookup(name):
+            return found
+        scratch = _beside(_own(entry.parent) / entry.name)
         try:
+            scratch.mkdir(0o700)
+            (scratch / _SUMS).touch()
             make(scratch)
+            (scratch / _SUMS).write_text(_sums(scratch))
         except BuildError as error:
-            raise BuildError(f"{error}; sources and log are in {_keep_failed(scratch, name)}") from error
+            raise BuildError(f"{error}; sources and log are in {_keep_failed(scratch, entry.name)}") from error
         except BaseException:
             shutil.rmtree(scratch, ignore_errors=True)
             raise
         try:
             scratch.rename(entry)
-        except OSError:  # another process published it meanwhile, where the file system has no locks
-            shutil.rmtree(scratch, ignore_errors=True)
-            if not entry.is_dir():
-                raise
+        except OSError:  # something is there
+            if lookup(name):  # another process published it meanwhile, where the file system has no locks
+                _remove(scratch)
+            else:
+                _remove(entry)
+                scratch.rename(entry)
     return entry
 
 
 def entries() -> tuple[Entry, ...]:
-    """What the cache holds, failed builds included."""
-    paths = [path for path in (*root().glob("*"), *root().glob("failed/*")) if path.is_dir() and path.name not in ("failed", "locks")]
-    return tuple(Entry(path, sum(f.stat().st_size for f in path.rglob("*") if f.is_file())) for path in sorted(paths))
+    """What the cache holds, failed builds included, and builds that did not end."""
+    with _told(), contextlib.suppress(FileNotFoundError):
+        _expect_own(root())
+        marks = [mark for folder in _FOLDERS for mark in (root() / folder).glob(f"*/{_SUMS}")]
+        return tuple(filter(None, map(_entry, sorted(marks))))
+    return ()
+
+
+def summary() -> str:
+    """Where the cache is, and its size."""
+    found = entries()
+    return f"{root()}: {len(found)} entries, {sum(entry.bytes for entry in found) / 1e6:.1f} MB of at most {limit() / 1e6:g} MB"
 
 
 def clear() -> int:
-    """Empties the cache. Returns how many entries it had."""
-    count = len(entries())
-    for path in root().glob("*"):
-        shutil.rmtree(path, ignore_errors=True)
-    return count
+    """Empties the cache of its entries, and of nothing else. Returns how many it had."""
+    found = entries()
+    with _told():
+        for entry in found:
+            _remove(entry.path)
+    return len(found)
+
+
+def evict() -> None:
+    """Removes what was used longest ago, until the rest is within the limit."""
+    left, total = limit(), 0
+    for entry in sorted(entries(), key=lambda entry: entry.used, reverse=True):
+        total += entry.bytes
+        if total > left and time.time() - entry.used > _IN_USE:
+            with contextlib.suppress(OSError):  # another process does the same
+                _remove(entry.path)
+
+
+def _entry(mark: Path) -> Entry | None:
+    """The entry that has this list of files; None where it is gone meanwhile."""
+    try:
+        return Entry(mark.parent, sum(map(os.path.getsize, _files(mark.parent))) - mark.stat().st_size, mark.stat().st_mtime)
+    except FileNotFoundError:
+        return None
+
+
+def _files(folder: Path) -> Iterator[str]:
+    for directory, names, files in os.walk(folder):
+        names[:] = sorted(name for name in names if name != "__pycache__")
+        yield from (f"{directory}/{name}" for name in sorted(files) if not name.startswith("."))
+
+
+def _sums(folder: Path) -> str:
+    """As sha256sum writes them."""
+    names = [path.removeprefix(f"{folder}/") for path in _files(folder)]
+    return "".join(f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n" for name in names if name != _SUMS)
 
 
 @contextlib.contextmanager
-def _lock(entry: Path) -> Iterator[None]:
-    locks = entry.parent / "locks"
-    locks.mkdir(parents=True, exist_ok=True)
-    with open(locks / entry.name, "w") as file:
-        with contextlib.suppress(OSError):  # a file system without locks: the rename alone keeps the entry whole
-            fcntl.flock(file, fcntl.LOCK_EX)
+def _told() -> Iterator[None]:
+    """What the file system refuses, as one line."""
+    try:
         yield
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        raise BuildError(
+            f"the cache cannot be used: {where}{error.strerror}; set HOSTWEAVE_CACHE to a folder of your own with room to write"
+        ) from error
+
+
+def _own(folder: Path) -> Path:
+    """The folder, which is made for this user alone where it is not there. Raises BuildError where others may have written to it."""
+    if folder != root():
+        _own(root())
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(0o700)
+    _expect_own(folder)
+    return folder
+
+
+def _expect_own(folder: Path) -> None:
+    """Raises BuildError where another user may have put something into the folder, or a link in its place."""
+    for status in (folder.lstat(), folder.stat()):
+        if status.st_uid not in (0, os.geteuid()):
+            raise BuildError(
+                f"{folder} belongs to another user (uid {status.st_uid}), whose code would run as yours; "
+                "set HOSTWEAVE_CACHE to a folder of your own"
+            )
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
+    if status.st_mode & 0o022:
+        raise BuildError(
+            f"{folder} can be written by other users (mode {stat.S_IMODE(status.st_mode):o}), whose code would run as yours; "
+            "remove it, or set HOSTWEAVE_CACHE to a folder of your own"
+        )
+
+
+@contextlib.contextmanager
+def _lock(name: str) -> Iterator[None]:
+    path = _own(root() / "locks") / name.replace("/", "-")
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            with contextlib.suppress(OSError):  # a file system without locks: the rename alone keeps the entry whole
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if not _is_at(file, path):  # whoever had it before has removed it
+                continue
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+            return
+        finally:
+            os.close(file)
+
+
+def _is_at(file: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file), path.lstat())
+    except FileNotFoundError:
+        return False
+
+
+def _beside(entry: Path) -> Path:
+    """The path of a folder that no one else uses, on the same file system."""
+    return entry.parent / f".{entry.name}.{os.urandom(4).hex()}"
+
+
+def _remove(entry: Path) -> None:
+    """Takes an entry away all at once, or what is in its place."""
+    gone = _beside(entry)
+    try:
+        entry.rename(gone)
+    except FileNotFoundError:
+        return
+    if gone.is_dir() and not gone.is_symlink():
+        shutil.rmtree(gone)
+    else:
+        gone.unlink()
 
 
 def _keep_failed(scratch: Path, name: str) -> Path:
-    failed = root() / "failed" / name
-    failed.parent.mkdir(exist_ok=True)
-    shutil.rmtree(failed, ignore_errors=True)
+    failed = _own(root() / "failed") / name
+    _remove(failed)
     scratch.rename(failed)
     return failed

@@ -10,26 +10,18 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from hostweave.build.cache import digest_of, get_or_make, key_of, lookup, root
+from hostweave.build.cache import get_or_make, lookup, name_of, root, stamp_of
 from hostweave.build.compile import run_together
 from hostweave.build.nvrtc import Unit, compile_unit, loader, units_of
-from hostweave.build.paths import NATIVE, RUNTIME, RUNTIME_INCLUDES
+from hostweave.build.paths import BUILDER, RUNTIME, RUNTIME_SOURCES
 from hostweave.build.toolchain import MODULE_FILE, Toolchain, glue
 
 _KERNELS, _JIT_FILE, _CUBIN = "kernels.cu", "kernels_jit.cpp", "kernel.cubin"
-_SOURCES = (RUNTIME / "src", RUNTIME / "driver" / "src")
 
 
-def runtime_library(toolchain: Toolchain) -> Path:
-    """libhostweave_<target>.so: the CPU one comes with the installation, the CUDA one is compiled on first use."""
-    if toolchain.target == "cpu":
-        return NATIVE / "libhostweave_cpu.so"
-    key = key_of(digest_of(*RUNTIME_INCLUDES, *_SOURCES), toolchain.stamp)
-    return get_or_make(f"runtime_cuda-{key}", lambda folder: _make_runtime(folder, toolchain)) / "libhostweave_cuda.so"
-
-
-def _make_runtime(folder: Path, toolchain: Toolchain) -> None:
-    files = [path for path in sorted(path for folder in _SOURCES for path in folder.glob("*.cpp")) if not path.stem.endswith("_cpu")]
+def make_runtime(folder: Path, toolchain: Toolchain) -> None:
+    """Makes libhostweave_cuda.so. Raises BuildError where that fails."""
+    files = [path for path in sorted(path for folder in RUNTIME_SOURCES for path in folder.glob("*.cpp")) if not path.stem.endswith("_cpu")]
     run_together([[*toolchain.compile(str(file), f"{file.stem}.o"), "-fvisibility=default"] for file in files], folder)
     run_together([toolchain.link([f"{file.stem}.o" for file in files], "libhostweave_cuda.so")], folder)
 
@@ -55,9 +47,8 @@ def _object(file: str) -> str:
 
 
 def _entry(name: str, folder: Path, text: str, toolchain: Toolchain) -> str:
-    """The entry of the cache that has what `text` is compiled to."""
-    runtime = digest_of(*RUNTIME_INCLUDES, RUNTIME / "cpu" / "include")
-    return f"objects/{name}-{key_of(*_read_with(folder, text), runtime, toolchain.stamp)}"
+    """The entry of the cache that has what `text` is compiled to, by whom, and how."""
+    return "objects/" + name_of(name, *_read_with(folder, text), stamp_of(BUILDER), stamp_of(RUNTIME), toolchain.stamp)
 
 
 def _read_with(folder: Path, text: str) -> list[str]:

@@ -13,9 +13,10 @@ _ROOT = PACKAGE if (PACKAGE / "runtime_cpp").is_dir() else PACKAGE.parents[1]
 TEMPLATES = _ROOT / "templates"
 RUNTIME = _ROOT / "runtime_cpp"
 RUNTIME_INCLUDES = (RUNTIME / "include", RUNTIME / "driver" / "include")  # the program's part, and the part that Python calls it by
+RUNTIME_SOURCES = (RUNTIME / "src", RUNTIME / "driver" / "src")
 EXAMPLES = _ROOT / "examples"
 BENCHMARKS = _ROOT / "benchmarks"
-EMITTER = PACKAGE / "emit"
+BUILDER = PACKAGE / "build"
 
 # What the installation built: libhostweave_cpu.so and the glue.
 NATIVE = next((native for part in hostweave.__path__ if (native := Path(part) / "native").is_dir()), PACKAGE / "native")

@@ -10,9 +10,9 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from hostweave.build.cache import digest_of, get_or_make, key_of, lookup
-from hostweave.build.paths import EMITTER, RUNTIME, RUNTIME_INCLUDES, TEMPLATES
-from hostweave.build.toolchain import find_toolchain, require_native
+from hostweave.build.cache import evict, get_or_make, lookup, name_of, stamp_of
+from hostweave.build.paths import BUILDER, NATIVE, PACKAGE, RUNTIME, TEMPLATES
+from hostweave.build.toolchain import Toolchain, find_toolchain, require_native
 from hostweave.errors import BuildError
 
 Sources = Mapping[str, str]  # path -> text
@@ -29,21 +29,35 @@ def build(name: str, host_ir: str, options: str, target: str, render: Callable[[
     toolchain = find_toolchain(target)
     require_native()
     edited = _edited_sources(name, host_ir, render)
-    generator = digest_of(EMITTER, TEMPLATES, *RUNTIME_INCLUDES, RUNTIME / "cpu" / "include")
-    entry = f"{name}-{key_of(host_ir, options, generator, toolchain.stamp, *(part for item in (edited or {}).items() for part in item))}"
+    library = runtime_library(toolchain)
+    generator = map(stamp_of, (PACKAGE, TEMPLATES, RUNTIME))
+    entry = name_of(name, host_ir, options, *generator, toolchain.stamp, *(part for item in (edited or {}).items() for part in item))
     if folder := lookup(entry):
         return folder
 
-    from hostweave.build.make import make_program, runtime_library  # a hit needs nothing of this
-
-    library = runtime_library(toolchain)
+    from hostweave.build.make import make_program  # a hit needs nothing of this
 
     def make(folder: Path) -> None:
         sources = edited or render()
         _write(folder, {**sources, _HOST_IR_FILE: host_ir})
         make_program(folder, tuple(sources), toolchain, library)
 
-    return get_or_make(entry, make)
+    folder = get_or_make(entry, make)
+    evict()
+    return folder
+
+
+def runtime_library(toolchain: Toolchain) -> Path:
+    """libhostweave_<target>.so: the CPU one comes with the installation, the CUDA one is compiled on first use."""
+    if toolchain.target == "cpu":
+        return NATIVE / "libhostweave_cpu.so"
+
+    def make(folder: Path) -> None:
+        from hostweave.build.make import make_runtime
+
+        make_runtime(folder, toolchain)
+
+    return get_or_make(name_of("runtime_cuda", stamp_of(BUILDER), stamp_of(RUNTIME), toolchain.stamp), make) / "libhostweave_cuda.so"
 
 
 def _edited_sources(name: str, host_ir: str, render: Callable[[], Sources]) -> Sources | None:
@@ -51,12 +65,15 @@ def _edited_sources(name: str, host_ir: str, render: Callable[[], Sources]) -> S
     if not (named := os.environ.get("HOSTWEAVE_EDIT")):
         return None
     folder = Path(named).absolute() / name
-    if not folder.is_dir():
-        folder.mkdir(parents=True)
-        _write(folder, {**render(), _HOST_IR_FILE: host_ir})
-    if (folder / _HOST_IR_FILE).read_text() != host_ir:
-        raise BuildError(f"the sources in {folder} were generated from another program; remove that folder, or unset HOSTWEAVE_EDIT")
-    return {path.name: path.read_text() for path in sorted(folder.iterdir()) if path.suffix in (".h", ".cpp", ".cu", ".cuh")}
+    try:
+        if not folder.is_dir():
+            folder.mkdir(parents=True)
+            _write(folder, {**render(), _HOST_IR_FILE: host_ir})
+        if (folder / _HOST_IR_FILE).read_text() != host_ir:
+            raise BuildError(f"the sources in {folder} were generated from another program; remove that folder, or unset HOSTWEAVE_EDIT")
+        return {path.name: path.read_text() for path in sorted(folder.iterdir()) if path.suffix in (".h", ".cpp", ".cu", ".cuh")}
+    except OSError as error:
+        raise BuildError(f"HOSTWEAVE_EDIT={named}: {error.filename}: {error.strerror}; set it to a folder that you can write") from error
 
 
 def _write(folder: Path, files: Sources) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.machinery
+import importlib.util
 import os
 import shutil
 from dataclasses import dataclass
@@ -68,6 +69,14 @@ def find_compiler() -> Path:
     if wanted:
         raise BuildError(f"no C++ compiler: CXX={wanted} is not on PATH; unset CXX, or install that compiler")
     raise BuildError("no C++ compiler: none of c++, g++ and clang++ is on PATH; apt install g++")
+
+
+def openblas_root() -> Path:
+    """The folder of the BLAS that the package depends on."""
+    spec = importlib.util.find_spec("scipy_openblas32")
+    if spec is None or spec.origin is None:
+        raise BuildError("scipy_openblas32, whose BLAS the CPU target uses, is not installed; pip install scipy-openblas32")
+    return Path(spec.origin).parent
 
 
 def glue() -> tuple[Path, ...]:

@@ -2,32 +2,59 @@
 
 from __future__ import annotations
 
-import shutil
+import hashlib
 from pathlib import Path
 
 from hostweave.build.paths import RUNTIME
 from hostweave.emit.main import main_view
 from hostweave.emit.program import program_view
 from hostweave.emit.render import kernel_files, rendered
+from hostweave.errors import ArgumentError
 from hostweave.host.ir import HostProgram
+
+_SUMS = "SHA256SUMS"  # of what was written, by which the next export knows it
 
 
 def export(program: HostProgram, folder: Path) -> None:
     """Writes the project to `folder`: the program, a main.cpp that runs and times it, the runtime's sources, and how to build them.
 
-    `-DHOSTWEAVE_TARGET=cpu|cuda` chooses the target when it is configured. Raises ProgramError for what has no C++.
+    `-DHOSTWEAVE_TARGET=cpu|cuda` chooses the target when it is configured. Raises ProgramError for what has no C++, ArgumentError
+    where a file of the project is there already and is not as an export left it.
     """
     view = program_view(program)
     main = main_view(program, view)
     paths = ["program.h", "program.cpp", *kernel_files(view), "main.cpp", "CMakeLists.txt"]
-    texts = {path: rendered(path, program=view, main=main) for path in paths}
+    texts = {path: rendered(path, program=view, main=main).encode() for path in paths}
+    files = texts | _runtime()
     folder.mkdir(parents=True, exist_ok=True)
-    for path, text in texts.items():
-        (folder / path).write_text(text)
-    _copy_runtime(folder / "runtime")
+    written = _written(folder)
+    for path in dict.fromkeys((*files, *written)):
+        there = folder / path
+        if there.exists() and _sum(there.read_bytes()) != written.get(path):
+            what = "was edited since it was exported" if path in written else "was not written by an export"
+            raise ArgumentError(f"{program.name}: export: {there} is there already and {what}; move it away, or give another folder")
+    for path in written.keys() - files.keys():
+        (folder / path).unlink(missing_ok=True)  # of an earlier export: CMake would compile it, too
+    sums = "".join(f"{_sum(content)}  {path}\n" for path, content in files.items())
+    for path, content in {_SUMS: sums.encode(), **files}.items():  # the list first: an export that is cut short can be done again
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(content)
 
 
-def _copy_runtime(folder: Path) -> None:
+def _runtime() -> dict[str, bytes]:
     """All but the driver, by which Python calls a program."""
-    for part in ("include", "src", "cpu", "sample"):
-        shutil.copytree(RUNTIME / part, folder / part, dirs_exist_ok=True)
+    paths = [path for part in ("include", "src", "cpu", "sample") for path in sorted((RUNTIME / part).rglob("*")) if path.is_file()]
+    return {f"runtime/{path.relative_to(RUNTIME)}": path.read_bytes() for path in paths}
+
+
+def _written(folder: Path) -> dict[str, str]:
+    """What an earlier export wrote to the folder: path -> SHA-256."""
+    try:
+        lines = (folder / _SUMS).read_text().splitlines()
+    except FileNotFoundError:
+        return {}
+    return {path: digest for digest, _, path in (line.partition("  ") for line in lines)}
+
+
+def _sum(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

@@ -15,7 +15,7 @@ from hostweave.fusion.types import Mesh
 from hostweave.host.blocks import with_each_block_once
 from hostweave.host.ir import HostProgram, Parameter
 
-SIZE = 1024  # of every symbolic dim, where the user gives no other: the next multiple that the program takes
+SIZE = 64  # of every symbolic dim, where the user gives no other: the next multiple that the program takes
 RANK = "r"
 _OF_CMAKE = ("all", "clean", "help", "install", "package", "test")  # targets that are CMake's own
 
@@ -99,7 +99,7 @@ def main_view(program: HostProgram, view: program_views.Program) -> Main:
         return argument.field, cpp, argument.dtype, integers.extents(parameter.type.local_shape(mesh))
 
     return Main(
-        executable=f"{program.name}_program" if program.name in _OF_CMAKE else program.name,
+        executable=executable_of(program.name),
         sizes=tuple(
             DefaultSize(label, name, -(-SIZE // divisors.get(label, 1)) * divisors.get(label, 1))
             for label, name in zip(program.symbols(), view.sizes, strict=False)
@@ -114,6 +114,11 @@ def main_view(program: HostProgram, view: program_views.Program) -> Main:
             for parameter, y in zip(program.outputs, view.outputs, strict=True)
         ),
     )
+
+
+def executable_of(program: str) -> str:
+    """The name of the program's executable."""
+    return f"{program}_program" if program in _OF_CMAKE else program
 
 
 def _divisors(program: HostProgram) -> dict[str, int]:

@@ -56,6 +56,8 @@ class Launch:
     host: str
     ports: tuple[int, ...]
     job: str
+    bind: str  # where rank 0 listens
+    token: str  # that ranks of the job alone know
 
 
 def launched(environ: Environ) -> bool:
@@ -73,7 +75,9 @@ def read_launch(environ: Environ) -> Launch:
     if not 0 <= rank < count:
         raise ArgumentError(f"hw.Environment: {launcher.rank}={rank} and {launcher.count}={count}: ranks go from 0 to {count - 1}")
     local_rank = _number(environ, launcher.local_rank) if launcher.local_rank in environ else None
-    return Launch(rank, count, local_rank, _host(environ, launcher, count), *_ports_and_job(environ, launcher))
+    host = _host(environ, launcher, count)
+    bind, token = environ.get("HOSTWEAVE_BIND", host), environ.get("HOSTWEAVE_TOKEN", "")
+    return Launch(rank, count, local_rank, host, *_ports_and_job(environ, launcher), bind, token)
 
 
 def _number(environ: Environ, name: str) -> int:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import secrets
 import socket
 import threading
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any, Protocol, TypeVar
@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 from hostweave.errors import ArgumentError, ExecutionError
 from hostweave.runtime.launcher import Environ, launched, read_launch
 from hostweave.runtime.meeting import Table
+from hostweave.runtime.rendezvous import this_host
 from hostweave.runtime.stores import MemoryStore, Store
 from hostweave.runtime.tcp import Address, TcpServer, TcpStore
 
@@ -120,8 +121,8 @@ class Threads:
 class Environment:
     """Processes that torchrun, mpirun or srun started: ranks from its variables, and a store over TCP in rank 0's process.
 
-    The store listens near MASTER_PORT, never on it, or on HOSTWEAVE_PORT. Raises ArgumentError where the variables do not
-    tell enough.
+    The store listens near MASTER_PORT, never on it, or on HOSTWEAVE_PORT, at MASTER_ADDR or HOSTWEAVE_BIND, and talks to
+    those who have its HOSTWEAVE_TOKEN. Raises ArgumentError where the variables do not tell enough.
     """
 
     def __init__(self, environ: Environ | None = None):
@@ -139,12 +140,11 @@ class Environment:
         launch = self._launch
         if launch.count == 1:
             return MemoryStore()
-        addresses = [(launch.host, port) for port in launch.ports]
         if launch.rank == 0:
             with _servers_lock:
                 if launch.job not in _servers:
-                    _servers[launch.job] = TcpServer(addresses, launch.job)
-        return TcpStore(addresses, launch.job, timeout)
+                    _servers[launch.job] = TcpServer([(launch.bind, port) for port in launch.ports], launch.job, launch.token)
+        return TcpStore([(launch.host, port) for port in launch.ports], launch.job, timeout, launch.token)
 
 
 class TorchStore:
@@ -195,7 +195,7 @@ class _TorchKeys:
 class MPI:
     """The processes of an mpi4py communicator, MPI.COMM_WORLD by default.
 
-    Rank 0 keeps a store over TCP; MPI only tells the others its address, when `hw.init` is called on all ranks.
+    Rank 0 keeps a store over TCP; MPI only tells the others its address and a random token, when `hw.init` is called on all ranks.
     """
 
     def __init__(self, comm: Any = None):
@@ -214,11 +214,13 @@ class MPI:
         if self._comm.Get_size() == 1:
             return MemoryStore()
         if self._where is None:
+            hosts = set(self._comm.allgather(this_host()))
             if self._comm.Get_rank() == 0:
-                job = uuid.uuid4().hex
+                job = secrets.token_hex()
+                listen, names = ("", _own_hosts()) if len(hosts) > 1 else ("127.0.0.1", ["127.0.0.1"])
                 with _servers_lock:
-                    server = _servers[job] = TcpServer([("", 0)], job)
-                self._where = [(host, server.port) for host in _own_hosts()], job
+                    server = _servers[job] = TcpServer([(listen, 0)], job)
+                self._where = [(host, server.port) for host in names], job
             self._where = self._comm.bcast(self._where, root=0)
         assert self._where is not None
         addresses, job = self._where

@@ -55,7 +55,7 @@ class World:
 def meet(store: Store, group: str, rank: int, count: int, timeout: float) -> World:
     """Waits for all ranks of the group. Raises ExecutionError, on all of them, where some do not come or expect another world."""
     prefix = f"hostweave/{quote(group, safe='')}"
-    hello = Hello(uuid.uuid4().hex, rank, count, _host(), os.getpid())
+    hello = Hello(uuid.uuid4().hex, rank, count, this_host(), os.getpid())
     deadline = time.monotonic() + timeout
     store.set(f"{prefix}/hello/{rank}", json.dumps(asdict(hello)).encode())
     try:
@@ -124,7 +124,7 @@ def _missing(store: Store, prefix: str, rank: int, count: int, timeout: float) -
     return f"{timed_out(timeout, [0])} to answer (is there another process of this rank?)"
 
 
-def _host() -> str:
+def this_host() -> str:
     """Of this machine since it was started."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"

@@ -1,12 +1,17 @@
 """A store over TCP: a small server in the process of rank 0, which ends with it, and clients in all processes.
 
-A client says first which job it is of, so that ranks of another job that try the same port are turned away.
+Before anything else each end proves to the other that it knows the job's name and token, and tells neither: ranks of another job
+that try the same port are turned away, and so is who only listens there.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import hashlib
+import hmac
+import ipaddress
 import os
 import select
 import socket
@@ -18,14 +23,18 @@ from collections.abc import Sequence
 from hostweave.errors import ExecutionError
 from hostweave.runtime.stores import StoreClosed
 
-_GREETING = b"hostweave store 1 "
+_GREETING = b"hostweave store 2 "  # and a nonce follow; then the server's nonce and proof, then the client's proof
+_NONCE, _PROOF = 16, 32  # bytes
 _WELCOME = b"+"
 _GOODBYE = b"-"
 _REQUEST = struct.Struct("!cIId")  # what is asked, bytes of the key, bytes of the value, seconds to wait
 _SET, _GET, _WILL = b"s", b"g", b"w"
 _REPLY = struct.Struct("!ci")  # _WELCOME or _GOODBYE, and bytes of the value that follows, or -1 where there is none
 _RETRY = 0.05  # seconds between attempts to reach a server that is not there yet
-_GRACE = 10.0  # seconds for an answer to travel
+_GRACE = 10.0  # seconds for an answer to travel, and for a client to say who it is
+_BACKLOG = 256
+_STRANGERS = 2 * _BACKLOG  # that may be about to say who they are; the first of more are turned away
+_MAX_KEY, _MAX_VALUE = 1 << 12, 1 << 26  # bytes
 
 Address = tuple[str, int]
 
@@ -33,11 +42,12 @@ Address = tuple[str, int]
 class TcpServer:
     """Keeps the values. Its thread ends with the process, or with `close`."""
 
-    def __init__(self, addresses: Sequence[Address], job: str):
+    def __init__(self, addresses: Sequence[Address], job: str, token: str = ""):
         """Listens at the first of the addresses that is free. Raises ExecutionError where none is."""
-        self._greeting = _greeting(job)
+        self._secret = _secret(job, token)
         self._values: dict[str, bytes] = {}
-        self._waiting: dict[str, list[asyncio.Future[bytes]]] = {}
+        self._waiting: dict[str, set[asyncio.Future[bytes]]] = {}
+        self._strangers: dict[asyncio.StreamWriter, None] = {}  # who have not said who they are, as they came
         self._socket = _listen(addresses)
         self.port: int = self._socket.getsockname()[1]
         self._loop = asyncio.new_event_loop()
@@ -60,7 +70,7 @@ class TcpServer:
         self._loop.close()
 
     async def _serve(self) -> None:
-        server = await asyncio.start_server(self._serve_client, sock=self._socket)
+        server = await asyncio.start_server(self._serve_client, sock=self._socket, backlog=_BACKLOG)
         await self._closing.wait()
         deadline = self._loop.time() + self._linger
         while (clients := asyncio.all_tasks() - {asyncio.current_task()}) and self._loop.time() < deadline:
@@ -73,7 +83,7 @@ class TcpServer:
     async def _serve_client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         will: tuple[str, bytes] | None = None
         try:
-            if await reader.readexactly(len(self._greeting)) != self._greeting:
+            if not await self._knows_secret(reader, writer):
                 return
             writer.write(_WELCOME)
             while True:
@@ -82,6 +92,8 @@ class TcpServer:
                     will = None
                     return
                 what, key_bytes, value_bytes, timeout = _REQUEST.unpack(request)
+                if key_bytes > _MAX_KEY or value_bytes > _MAX_VALUE:
+                    return
                 key = (await reader.readexactly(key_bytes)).decode()
                 value = await reader.readexactly(value_bytes)
                 if what == _WILL:
@@ -90,8 +102,8 @@ class TcpServer:
                     self._set(key, value)
                 answer = await self._get(key, timeout) if what == _GET else b""
                 writer.write(_REPLY.pack(_WELCOME, -1 if answer is None else len(answer)) + (answer or b""))
-        except (OSError, asyncio.IncompleteReadError):
-            pass  # the client has gone
+        except (OSError, asyncio.IncompleteReadError, TimeoutError, UnicodeDecodeError):
+            pass  # the client has gone, or is none
         except asyncio.CancelledError:
             writer.write(_REPLY.pack(_GOODBYE, -1))
             will = None
@@ -102,6 +114,22 @@ class TcpServer:
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
 
+    async def _knows_secret(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        self._strangers[writer] = None
+        if len(self._strangers) > _STRANGERS:
+            first = next(iter(self._strangers))
+            del self._strangers[first]
+            first.transport.abort()
+        try:
+            async with asyncio.timeout(_GRACE):
+                if await reader.readexactly(len(_GREETING)) != _GREETING:
+                    return False
+                nonces = await reader.readexactly(_NONCE) + (own := os.urandom(_NONCE))
+                writer.write(own + _proof(self._secret, b"server", nonces))
+                return hmac.compare_digest(await reader.readexactly(_PROOF), _proof(self._secret, b"client", nonces))
+        finally:
+            self._strangers.pop(writer, None)
+
     def _set(self, key: str, value: bytes) -> None:
         self._values[key] = value
         for waiter in self._waiting.pop(key, ()):
@@ -109,25 +137,24 @@ class TcpServer:
                 waiter.set_result(value)
 
     async def _get(self, key: str, timeout: float) -> bytes | None:
-        if key in self._values:
-            return self._values[key]
-        if timeout <= 0:
-            return None
-        waiter = self._loop.create_future()
-        self._waiting.setdefault(key, []).append(waiter)
-        try:
-            return await asyncio.wait_for(waiter, timeout)
-        except TimeoutError:
-            self._waiting[key].remove(waiter)
-            return None
+        if key not in self._values and timeout > 0:
+            waiter = self._loop.create_future()
+            waiters = self._waiting.setdefault(key, set())
+            waiters.add(waiter)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(waiter, timeout)
+            waiters.discard(waiter)
+            if not waiters and self._waiting.get(key) is waiters:
+                del self._waiting[key]
+        return self._values.get(key)
 
 
 class TcpStore:
     """The server's values, seen from any process. Each thread that waits has a connection of its own."""
 
-    def __init__(self, addresses: Sequence[Address], job: str, timeout: float):
+    def __init__(self, addresses: Sequence[Address], job: str, timeout: float, token: str = ""):
         """Tries the addresses in turn until a server of this job answers. Raises ExecutionError after `timeout` seconds."""
-        self._greeting = _greeting(job)
+        self._secret = _secret(job, token)
         self._lock = threading.Lock()
         self._idle: list[socket.socket] = []
         self._will: socket.socket | None = None
@@ -135,6 +162,8 @@ class TcpStore:
         self._idle.append(connection)
 
     def set(self, key: str, value: bytes) -> None:
+        if len(key.encode()) > _MAX_KEY or len(value) > _MAX_VALUE:
+            raise ExecutionError(f"the store of rank 0 takes {_MAX_VALUE} bytes, and {key[:80]} has {len(value)}; send less")
         self._ask(_SET, key, value)
 
     def get(self, key: str, timeout: float) -> bytes:
@@ -192,7 +221,12 @@ class TcpStore:
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            connection.sendall(self._greeting)
+            connection.sendall(_GREETING + (own := os.urandom(_NONCE)))
+            answer = _receive(connection, _NONCE + _PROOF)
+            nonces = own + answer[:_NONCE]
+            if not hmac.compare_digest(answer[_NONCE:], _proof(self._secret, b"server", nonces)):
+                raise ConnectionError("what listens there is of another job, or has another HOSTWEAVE_TOKEN")
+            connection.sendall(_proof(self._secret, b"client", nonces))
             if _receive(connection, 1) != _WELCOME:
                 raise ConnectionError("something else listens there")
         except BaseException:
@@ -201,29 +235,45 @@ class TcpStore:
         return connection
 
 
-def _greeting(job: str) -> bytes:
-    """Of one length for all jobs, so that a server reads it whole."""
-    return _GREETING + job.encode()[:64].ljust(64)
+def _secret(job: str, token: str) -> bytes:
+    return hashlib.sha256(f"{job}\0{token}".encode()).digest()
+
+
+def _proof(secret: bytes, who: bytes, nonces: bytes) -> bytes:
+    return hmac.digest(secret, who + nonces, "sha256")
 
 
 def _listen(addresses: Sequence[Address]) -> socket.socket:
+    """At the first address that is free, and nowhere else; on all interfaces where the host is "" or a name of this machine alone."""
     for host, port in addresses:
-        only_here = host in ("localhost", "127.0.0.1", "::1")
         try:
-            if only_here or not socket.has_dualstack_ipv6():
-                return socket.create_server(("127.0.0.1" if only_here else "", port), backlog=1024)
-            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+            family, address = _interface(host)
+            both = family == socket.AF_INET6 and not address
+            return socket.create_server((address, port), family=family, dualstack_ipv6=both, backlog=_BACKLOG)
         except OSError as error:
             reason = error
+    if reason.errno == errno.EADDRNOTAVAIL or isinstance(reason, socket.gaierror):
+        host = addresses[0][0]
+        raise ExecutionError(f"the store of rank 0 cannot listen at {host} ({reason}); set HOSTWEAVE_BIND to one of its host, or 0.0.0.0")
     ports = f"{addresses[0][1]} to {addresses[-1][1]}"
     raise ExecutionError(f"no port from {ports} is free for the store of rank 0 ({reason}); set HOSTWEAVE_PORT to another on all ranks")
+
+
+def _interface(host: str) -> tuple[socket.AddressFamily, str]:
+    if host:
+        family, _, _, _, (address, *_) = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
+        is_number = ":" in host or host.replace(".", "").isdigit()
+        # A name of this host that leads to its loopback, as many an /etc/hosts has it, leads others to one of its interfaces.
+        if is_number or host == "localhost" or not ipaddress.ip_address(address).is_loopback:
+            return family, str(address)
+    return (socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET), ""
 
 
 def _converse(connection: socket.socket, what: bytes, key: str, value: bytes, timeout: float) -> bytes | None:
     name = key.encode()
     connection.settimeout(timeout + _GRACE)
     try:
-        if not select.select([connection], [], [], 0)[0]:  # else the server had something to say: goodbye, or nothing any more
+        if not _has_input(connection):  # else the server had something to say: goodbye, or nothing any more
             connection.sendall(_REQUEST.pack(what, len(name), len(value), timeout) + name + value)
         status, count = _REPLY.unpack(_receive(connection, _REPLY.size))
         if status == _GOODBYE:
@@ -231,6 +281,12 @@ def _converse(connection: socket.socket, what: bytes, key: str, value: bytes, ti
         return None if count < 0 else _receive(connection, count)
     except OSError as error:
         raise _no_answer(error) from error
+
+
+def _has_input(connection: socket.socket) -> bool:
+    poll = select.poll()  # select takes no descriptor above 1023
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _no_answer(error: OSError) -> ExecutionError:

@@ -23,7 +23,8 @@ struct Setting {
   int64_t* value;
 };
 
-// Reads arguments such as "M=1024" to where the settings of these names are. Throws std::invalid_argument for others.
+// Reads arguments such as "M=1024" to where the settings of these names are; at --help prints the settings and ends the process.
+// Throws std::invalid_argument for others.
 void read(int argc, char** argv, const std::vector<Setting>& settings);
 
 // Throws std::runtime_error where this host has fewer devices. The CPU target makes as many.
