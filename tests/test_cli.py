@@ -7,21 +7,20 @@ import sys
 from pathlib import Path
 
 import pytest
+from host_programs import GOLDEN, STAGES, golden
 
 from hostweave.build import cache
 from hostweave.build.paths import EXAMPLES
 from hostweave.cli import main
-from hostweave.pipeline import PASSES
 
-GOLDEN = Path(__file__).parent / "golden"
 SEEDS = EXAMPLES / "seeds.py"
 P2P = f"{SEEDS}:ag_matmul_p2p"
 AT_FOUR = ("--set", "D=4", "--set", "S=3")
 Captured = pytest.CaptureFixture[str]
 
 
-def golden(name: str, stage: str) -> str:
-    return (GOLDEN / name / stage).read_text()
+def golden_source(name: str, path: str) -> str:
+    return (GOLDEN / name / path).read_text()
 
 
 def output_of(capsys: Captured, *arguments: str) -> str:
@@ -44,8 +43,8 @@ def mistake_of(capsys: Captured, *arguments: str) -> str:
 
 def test_demo(capsys: Captured) -> None:
     out = output_of(capsys, "demo", "--ranks", "4", "--target", "cpu")
-    for stage in ("input.hw", "plan_memory.hw", "program.cpp"):
-        assert golden("ag_matmul_p2p", stage) in out
+    for text in (golden("ag_matmul_p2p", "input"), golden("ag_matmul_p2p", "plan_memory"), golden_source("ag_matmul_p2p", "program.cpp")):
+        assert text in out
     for rank in range(4):
         assert f"rank {rank}: y [4, 512, 512] matches NumPy" in out
     assert "us of host time" in out
@@ -78,21 +77,20 @@ def test_demo_of_no_program(capsys: Captured) -> None:
 # --- inspect ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", ["input", *(apply.__name__ for apply in PASSES)])
+@pytest.mark.parametrize("stage", STAGES)
 def test_inspect_after_each_pass(capsys: Captured, stage: str) -> None:
-    assert output_of(capsys, "inspect", P2P, *AT_FOUR, "--after", stage) == golden("ag_matmul_p2p", f"{stage}.hw")
+    assert output_of(capsys, "inspect", P2P, *AT_FOUR, "--after", stage) == golden("ag_matmul_p2p", stage)
 
 
 def test_inspect_shows_every_stage(capsys: Captured) -> None:
     out = output_of(capsys, "inspect", P2P, *AT_FOUR, "--after", "all")
-    stages = ["input", *(apply.__name__ for apply in PASSES)]
-    assert out == "\n".join(f"# ---- {stage}\n{golden('ag_matmul_p2p', f'{stage}.hw')}" for stage in stages)
+    assert out == "\n".join(f"# ---- {stage}\n{golden('ag_matmul_p2p', stage)}" for stage in STAGES)
 
 
 def test_inspect_shows_the_sources(capsys: Captured) -> None:
     out = output_of(capsys, "inspect", P2P, *AT_FOUR)
     for path in ("program.h", "program.cpp", "binding.cpp"):
-        assert f"// ==== {path}\n{golden('ag_matmul_p2p', path)}" in out
+        assert f"// ==== {path}\n{golden_source('ag_matmul_p2p', path)}" in out
 
 
 def test_inspect_memory(capsys: Captured) -> None:
@@ -148,7 +146,7 @@ def test_sizes_that_a_program_cannot_have(capsys: Captured) -> None:
 @pytest.mark.parametrize("stage", ["input", "choose_overlap", "plan_memory"])
 def test_inspect_goes_on_from_ir_text(capsys: Captured, stage: str) -> None:
     file = GOLDEN / "ag_matmul_p2p" / f"{stage}.hw"
-    assert golden("ag_matmul_p2p", "program.cpp") in output_of(capsys, "inspect", str(file))
+    assert golden_source("ag_matmul_p2p", "program.cpp") in output_of(capsys, "inspect", str(file))
 
 
 def test_streams(capsys: Captured) -> None:
@@ -191,8 +189,8 @@ def test_constants_that_cannot_be_set(capsys: Captured) -> None:
 
 
 def test_no_such_pass(capsys: Captured) -> None:
-    passes = ", ".join(apply.__name__ for apply in PASSES)
-    assert mistake_of(capsys, "inspect", P2P, "--after", "magic") == f"--after magic: no such stage; one of input, {passes}, all"
+    stages = ", ".join(STAGES)
+    assert mistake_of(capsys, "inspect", P2P, "--after", "magic") == f"--after magic: no such stage; one of {stages}, all"
 
 
 # --- compile, export, doctor, cache -----------------------------------------------------------------------------------
@@ -202,7 +200,7 @@ def test_compile_and_cache(capsys: Captured, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("HOSTWEAVE_CACHE", str(tmp_path))
     folder = Path(output_of(capsys, "compile", P2P, *AT_FOUR).strip())
     assert folder.parent == tmp_path
-    assert (folder / "program.cpp").read_text() == golden("ag_matmul_p2p", "program.cpp")
+    assert (folder / "program.cpp").read_text() == golden_source("ag_matmul_p2p", "program.cpp")
     assert (folder / "hostweave_program.so").is_file()
     assert output_of(capsys, "cache", "path") == f"{tmp_path}\n"
     lines = output_of(capsys, "cache").splitlines()
