@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from tempfile import TemporaryDirectory
+
 import pytest
 
 from hostweave.build.cuda import gpus
@@ -11,8 +14,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the files under tests/golden anew")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Programs are built in a folder of the session, which its workers share: the user's cache is neither read nor written."""
+    if not hasattr(config, "workerinput"):
+        folder = TemporaryDirectory(prefix="hostweave-tests-")
+        os.environ["HOSTWEAVE_CACHE"] = folder.name
+        config.add_cleanup(folder.cleanup)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked gpu need a GPU, and those marked slow must be asked for."""
+    """Tests marked gpu need a GPU, which one worker has for itself; those marked slow must be asked for."""
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.xdist_group("gpu"))
     unwanted = {"gpu"} if not gpus() else set()
     if "slow" not in config.option.markexpr:
         unwanted.add("slow")

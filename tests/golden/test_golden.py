@@ -33,7 +33,7 @@ class Lowered:
         return {**{f"{stage}.hw": str(program) for stage, program in self.stages.items()}, **render(self.host)}
 
 
-@pytest.fixture(scope="module", params=FUSIONS)
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.xdist_group(f"golden {name}")) for name in FUSIONS])
 def lowered(request: pytest.FixtureRequest) -> Lowered:
     stages: dict[str, Fusion | HostProgram] = {}
 
