@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+from compiler import with_precompiled_headers
 
 from hostweave.build.cuda import gpus
 
@@ -15,10 +17,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Programs are built in a folder of the session, which its workers share: the user's cache is neither read nor written."""
+    """Programs are built in a folder of the session, which its workers share: the user's cache is neither read nor written.
+
+    The flags are those of users. Tests that take CXX away build without precompiled headers.
+    """
     if not hasattr(config, "workerinput"):
         folder = TemporaryDirectory(prefix="hostweave-tests-")
-        os.environ["HOSTWEAVE_CACHE"] = folder.name
+        os.environ["HOSTWEAVE_CACHE"] = str(Path(folder.name, "cache"))
+        os.environ["CXX"] = str(with_precompiled_headers(Path(folder.name)))
         config.add_cleanup(folder.cleanup)
 
 
