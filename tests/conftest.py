@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
 import pytest
+from compiler import with_precompiled_headers
 
 from hostweave.build.cuda import gpus
 
@@ -11,8 +16,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the files under tests/golden anew")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Programs are built in a folder of the session, which its workers share: the user's cache is neither read nor written.
+
+    The flags are those of users. Tests that take CXX away build without precompiled headers.
+    """
+    if not hasattr(config, "workerinput"):
+        folder = TemporaryDirectory(prefix="hostweave-tests-")
+        os.environ["HOSTWEAVE_CACHE"] = str(Path(folder.name, "cache"))
+        os.environ["CXX"] = str(with_precompiled_headers(Path(folder.name)))
+        config.add_cleanup(folder.cleanup)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked gpu need a GPU, and those marked slow must be asked for."""
+    """Tests marked gpu need a GPU, which one worker has for itself; those marked slow must be asked for."""
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.xdist_group("gpu"))
     unwanted = {"gpu"} if not gpus() else set()
     if "slow" not in config.option.markexpr:
         unwanted.add("slow")

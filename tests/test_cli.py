@@ -10,28 +10,27 @@ import sys
 from pathlib import Path
 
 import pytest
+from host_programs import GOLDEN, STAGES, golden
 
 from hostweave.build import cache
 from hostweave.build.paths import EXAMPLES
 from hostweave.cli import main
 from hostweave.demo import repetitions_in
-from hostweave.pipeline import PASSES
 
-GOLDEN = Path(__file__).parent / "golden"
 SEEDS = EXAMPLES / "seeds.py"
 P2P = f"{SEEDS}:ag_matmul_p2p"
 AT_FOUR = ("--set", "D=4", "--set", "S=3")
 Captured = pytest.CaptureFixture[str]
 
 
-def golden(name: str, stage: str) -> str:
-    return (GOLDEN / name / stage).read_text()
+def golden_source(name: str, path: str) -> str:
+    return (GOLDEN / name / path).read_text()
 
 
 def output_of(capsys: Captured, *arguments: str) -> str:
     assert main(arguments) == 0
     out, err = capsys.readouterr()
-    assert not err
+    assert all(line.startswith("note: ") for line in err.splitlines())
     return out
 
 
@@ -48,8 +47,8 @@ def mistake_of(capsys: Captured, *arguments: str) -> str:
 
 def test_demo(capsys: Captured) -> None:
     out = output_of(capsys, "demo", "--ranks", "4", "--target", "cpu")
-    for stage in ("input.hw", "plan_memory.hw", "program.cpp"):
-        assert golden("ag_matmul_p2p", stage) in out
+    for text in (golden("ag_matmul_p2p", "input"), golden("ag_matmul_p2p", "plan_memory"), golden_source("ag_matmul_p2p", "program.cpp")):
+        assert text in out
     for rank in range(4):
         assert f"rank {rank}: y [4, 256, 256] matches NumPy" in out
     assert "us of host time" in out
@@ -86,18 +85,18 @@ def test_demo_of_no_program(capsys: Captured) -> None:
 # --- inspect ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", ["input", *(apply.__name__ for apply in PASSES)])
+@pytest.mark.parametrize("stage", STAGES)
 def test_inspect_after_each_pass(capsys: Captured, stage: str) -> None:
-    assert output_of(capsys, "inspect", P2P, *AT_FOUR, "--after", stage) == golden("ag_matmul_p2p", f"{stage}.hw")
+    assert output_of(capsys, "inspect", P2P, *AT_FOUR, "--after", stage) == golden("ag_matmul_p2p", stage)
 
 
 def test_inspect_shows_what_every_stage_changed(capsys: Captured, tmp_path: Path) -> None:
     """The first stage whole and the differences after it, which put together are the last stage; one line of what changes nothing."""
     out = output_of(capsys, "inspect", P2P, *AT_FOUR, "--after", "all")
-    stages = ["input", *(apply.__name__ for apply in PASSES)]
+    stages = list(STAGES)
     titles = re.findall(r"^# ---- (\w+)(.*)$", out, re.M)
     assert [name for name, _ in titles] == stages
-    texts = {stage: golden("ag_matmul_p2p", f"{stage}.hw") for stage in stages}
+    texts = {stage: golden("ag_matmul_p2p", stage) for stage in stages}
     assert out.startswith(f"# ---- input\n{texts['input']}")
     for (before, after), (_, said) in zip(itertools.pairwise(stages), titles[1:], strict=True):
         assert said == (": nothing changed" if texts[before] == texts[after] else "")
@@ -111,11 +110,11 @@ def test_inspect_shows_what_every_stage_changed(capsys: Captured, tmp_path: Path
 
 def test_inspect_knows_the_examples_of_the_package(capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert output_of(capsys, "inspect", "seeds:ag_matmul_p2p", *AT_FOUR, "--after", "input") == golden("ag_matmul_p2p", "input.hw")
+    assert output_of(capsys, "inspect", "seeds:ag_matmul_p2p", *AT_FOUR, "--after", "input") == golden("ag_matmul_p2p", "input")
 
 
 def test_inspect_shows_one_file(capsys: Captured) -> None:
-    assert output_of(capsys, "inspect", P2P, *AT_FOUR, "--only", "program.h") == golden("ag_matmul_p2p", "program.h")
+    assert output_of(capsys, "inspect", P2P, *AT_FOUR, "--only", "program.h") == golden_source("ag_matmul_p2p", "program.h")
     files = "program.h, program.cpp, binding.cpp"
     assert mistake_of(capsys, "inspect", P2P, *AT_FOUR, "--only", "kernels.cu") == f"--only kernels.cu: no such file; one of {files}"
 
@@ -138,7 +137,7 @@ def test_inspect_shows_one_function(capsys: Captured) -> None:
 def test_inspect_shows_the_sources(capsys: Captured) -> None:
     out = output_of(capsys, "inspect", P2P, *AT_FOUR)
     for path in ("program.h", "program.cpp", "binding.cpp"):
-        assert f"// ==== {path}\n{golden('ag_matmul_p2p', path)}" in out
+        assert f"// ==== {path}\n{golden_source('ag_matmul_p2p', path)}" in out
 
 
 def test_inspect_memory(capsys: Captured) -> None:
@@ -194,7 +193,7 @@ def test_sizes_that_a_program_cannot_have(capsys: Captured) -> None:
 @pytest.mark.parametrize("stage", ["input", "choose_overlap", "plan_memory"])
 def test_inspect_goes_on_from_ir_text(capsys: Captured, stage: str) -> None:
     file = GOLDEN / "ag_matmul_p2p" / f"{stage}.hw"
-    assert golden("ag_matmul_p2p", "program.cpp") in output_of(capsys, "inspect", str(file))
+    assert golden_source("ag_matmul_p2p", "program.cpp") in output_of(capsys, "inspect", str(file))
 
 
 def test_streams(capsys: Captured) -> None:
@@ -237,8 +236,8 @@ def test_constants_that_cannot_be_set(capsys: Captured) -> None:
 
 
 def test_no_such_pass(capsys: Captured) -> None:
-    passes = ", ".join(apply.__name__ for apply in PASSES)
-    assert mistake_of(capsys, "inspect", P2P, "--after", "magic") == f"--after magic: no such stage; one of input, {passes}, all"
+    stages = ", ".join(STAGES)
+    assert mistake_of(capsys, "inspect", P2P, "--after", "magic") == f"--after magic: no such stage; one of {stages}, all"
 
 
 # --- compile, export, doctor, cache -----------------------------------------------------------------------------------
@@ -248,7 +247,7 @@ def test_compile_and_cache(capsys: Captured, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("HOSTWEAVE_CACHE", str(tmp_path))
     folder = Path(output_of(capsys, "compile", P2P, *AT_FOUR).strip())
     assert folder.parent == tmp_path
-    assert (folder / "program.cpp").read_text() == golden("ag_matmul_p2p", "program.cpp")
+    assert (folder / "program.cpp").read_text() == golden_source("ag_matmul_p2p", "program.cpp")
     assert (folder / "hostweave_program.so").is_file()
     assert output_of(capsys, "cache", "path") == f"{tmp_path}\n"
     *lines, total = output_of(capsys, "cache").splitlines()

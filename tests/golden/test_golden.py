@@ -1,12 +1,15 @@
-"""Every program at every stage, as files to read: the IR after each pass, and the C++. `pytest --update-golden` writes them anew."""
+"""Every program at every stage, as files to read: the IR after each pass that changed it, and the C++.
+
+`pytest --update-golden` writes them anew.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import dataclass
 
 import pytest
 from example_programs import all_fusions, more_fusions, pipelines
+from host_programs import GOLDEN, golden
 
 from hostweave.emit import render
 from hostweave.fusion.ir import Fusion
@@ -14,45 +17,56 @@ from hostweave.host.ir import HostProgram
 from hostweave.options import Options
 from hostweave.pipeline import lower
 
-FOLDER = Path(__file__).parent
 FUSIONS = {**all_fusions(ranks=4, chunks=3), **more_fusions(ranks=4), **pipelines(ranks=4)}
 
 
-def stages(fusion: Fusion) -> Iterator[tuple[str, Fusion | HostProgram]]:
-    seen: list[tuple[str, Fusion | HostProgram]] = []
-    lower(fusion, Options(), lambda name, stage: seen.append((name, stage)))
-    yield from seen
+@dataclass(frozen=True)
+class Lowered:
+    """A program, the stages that differ from the one before, and its C++."""
+
+    name: str
+    stages: dict[str, Fusion | HostProgram]
+    host: HostProgram
+
+    def files(self) -> dict[str, str]:
+        """What the folder of the program holds: file -> text."""
+        return {**{f"{stage}.hw": str(program) for stage, program in self.stages.items()}, **render(self.host)}
 
 
-def files(fusion: Fusion) -> dict[str, str]:
-    """What the folder of a program holds: file -> text."""
-    irs = {f"{name}.hw": str(stage) for name, stage in stages(fusion)}
-    return {**irs, **render(lower(fusion, Options()))}
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.xdist_group(f"golden {name}")) for name in FUSIONS])
+def lowered(request: pytest.FixtureRequest) -> Lowered:
+    stages: dict[str, Fusion | HostProgram] = {}
+
+    def observe(name: str, program: Fusion | HostProgram) -> None:
+        if not stages or program != next(reversed(stages.values())):
+            stages[name] = program
+
+    host = lower(FUSIONS[request.param], Options(), observe)
+    return Lowered(request.param, stages, host)
 
 
-@pytest.mark.parametrize("name", FUSIONS)
-def test_every_stage(name: str, request: pytest.FixtureRequest) -> None:
-    wanted = files(FUSIONS[name])
+def test_every_stage(lowered: Lowered, request: pytest.FixtureRequest) -> None:
+    folder, wanted = GOLDEN / lowered.name, lowered.files()
     if request.config.getoption("--update-golden"):
+        folder.mkdir(exist_ok=True)
+        for path in folder.iterdir():
+            path.unlink()
         for path, text in wanted.items():
-            (FOLDER / name).mkdir(exist_ok=True)
-            (FOLDER / name / path).write_text(text)
+            (folder / path).write_text(text)
     for path, text in wanted.items():
-        assert text == (FOLDER / name / path).read_text(), f"{name}/{path}: run pytest --update-golden and read the difference"
+        assert text == (folder / path).read_text(), f"{lowered.name}/{path}: run pytest --update-golden and read the difference"
+    assert {path.name for path in folder.iterdir()} == set(wanted), "files are left over; run pytest --update-golden"
 
 
-@pytest.mark.parametrize("name", FUSIONS)
-def test_every_stage_parses_back_equal(name: str) -> None:
-    for _, stage in stages(FUSIONS[name]):
+def test_every_stage_parses_back_equal(lowered: Lowered) -> None:
+    for stage in lowered.stages.values():
         assert type(stage).parse(str(stage)) == stage
 
 
-def test_no_file_is_left_over(request: pytest.FixtureRequest) -> None:
-    expected = {FOLDER / name / path for name, fusion in FUSIONS.items() for path in files(fusion)}
-    extra = [path for path in FOLDER.rglob("*") if path.is_file() and path.parent != FOLDER and path not in expected]
-    extra = [path for path in extra if "__pycache__" not in path.parts]
-    if request.config.getoption("--update-golden"):
-        for path in extra:
-            path.unlink()
-        extra = []
-    assert not extra, "no program has these; run pytest --update-golden"
+def test_no_folder_is_left_over() -> None:
+    assert {path.parent.name for path in GOLDEN.glob("*/*.hw")} == set(FUSIONS), "no program has these; remove them"
+
+
+def test_a_stage_without_a_file_is_the_one_before() -> None:
+    assert golden("add", "insert_reshards") == golden("add", "input")
+    assert golden("add", "plan_memory") == str(lower(FUSIONS["add"], Options()))

@@ -210,6 +210,26 @@ fusion @f(%x: f32[M@dp, K@tp], %w: f32[K@tp, N], %z: f32[L@dp]) mesh(dp=2, tp=2)
     check(host)
 
 
+def test_channels_of_a_program_whose_block_has_events() -> None:
+    """Its calls are looked at with it, and so are their events, which stay the block's."""
+    text = """\
+block @layer(%x: f64[N, 6@b], %w: f64[6, N]) {
+  %h: f64[N, N] = matmul(%x, %w)
+  %y: f64[N@b, N] stated stream(0, 3, ring) = reshard(%h)
+  return %y
+}
+fusion @f(%x: f64[N, 6@a], %w: f64[6@b, N]) mesh(a=2, b=3) {
+  %y: f64[N, N] = call @layer(%x, %w)
+  return %y
+}
+"""
+    program = lower(Fusion.parse(text), Options())
+    check(program)
+    assert [events.name for events in program.events] == ["arrived"]
+    assert [[events.name for events in body.events] for body in bodies(program)] == [["arrived"], ["arrived"]]
+    assert joined(bodies(program)) == program
+
+
 def test_a_block_that_orders_its_channels_is_no_matter_of_its_caller() -> None:
     text = """\
 block @sums(%x: f32[M@dp, K@tp]) {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from test_random_programs import Generator, computes
+from test_random_programs import Generator, computes, parts
 
 from hostweave.errors import ProgramError
 from hostweave.fusion.ir import Fusion, Op, Value
@@ -55,7 +55,7 @@ def is_right(seed: int) -> bool | None:
     return fusion and computes(generator, fusion, seed)
 
 
-@pytest.mark.parametrize("seeds", [range(400), pytest.param(range(400, 20000), marks=pytest.mark.slow)], ids=["some", "many"])
+@pytest.mark.parametrize("seeds", parts(400, 20000), ids=str)
 @pytest.mark.filterwarnings("ignore:Mean of empty slice", "ignore:invalid value encountered")
 def test_random_blocks(seeds: range) -> None:
     ran = [is_right(seed) for seed in seeds]

@@ -150,9 +150,9 @@ def test_llama(ranks: int, dtype: DType) -> None:
 def test_32_layers_of_llama() -> None:
     """One function, called 32 times; it gathers and scatters twice; and making all this is a matter of seconds."""
     fusion = llama()
-    started = time.perf_counter()
+    started = time.process_time()  # of this process, whatever runs beside it
     host = lower(fusion, Options())
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
     assert [block.name for block in host.blocks] == ["layer"]
     communications = Counter(type(i).__name__ for i in ir.walk(host.blocks[0].body) if isinstance(i, ir.COMMUNICATIONS))
     assert communications == {"AllGather": 4, "ReduceScatter": 4}  # each twice, on either side of a branch on sizes

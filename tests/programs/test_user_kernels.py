@@ -271,3 +271,24 @@ def test_a_kernel_on_some_of_the_ranks() -> None:
     scaled, sums = program.run(x=x)
     np.testing.assert_array_equal(scaled, 2 * x)
     np.testing.assert_array_equal(sums, x.sum(1))
+
+
+def test_outputs_are_where_the_tensors_are() -> None:
+    """Whether or not their specs say so; a spec that says otherwise is refused."""
+    world = hw.Mesh(x=4)
+    here, there = world.ranks([1, 2]), world.ranks([0, 3])
+
+    def scaled(on: Any) -> Fusion:
+        @hw.fusion(mesh=world, x=hw.f32["M@x", "N"].on(here))
+        def rows(x):  # type: ignore[no-untyped-def]
+            return hw.kernel(ROWS, "scale_rows", "M@x", [x, 2.0, "M@x", "N", on(hw.f32["M@x", "N"]), on(hw.f32["M@x"])])
+
+        return rows
+
+    assert scaled(lambda spec: spec.on(here)) == scaled(lambda spec: spec)
+    with pytest.raises(
+        ProgramError,
+        match=r"kernel: f32\[M@x, N\] on mesh\(x=2 of ranks 0, 3\): what it writes is where its tensors are, on mesh\(x=2 of ranks 1, 2\); "
+        r"leave \.on out, and reshard that$",
+    ):
+        scaled(lambda spec: spec.on(there))

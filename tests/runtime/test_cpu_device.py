@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-CPU = ROOT / "runtime_cpp" / "cpu"
+from hostweave.build.paths import NATIVE, RUNTIME
+from hostweave.build.toolchain import require_native
+
+CPU = RUNTIME / "cpu"
 HERE = Path(__file__).resolve().parent / "cpu_device"
+pytestmark = pytest.mark.xdist_group("cpu_device")  # whose programs are compiled once
 FLAGS = ["-std=c++20", "-O0", "-Wall", "-Wextra", "-Werror"]
 
 
@@ -27,17 +30,12 @@ def compile_all(commands: list[list[str | Path]]) -> None:
 
 
 class Device:
-    """The library, compiled once, and what a program needs to be compiled and linked with it."""
+    """The library of the installation, and what a program needs to be compiled and linked with it."""
 
     def __init__(self, folder: Path) -> None:
-        openblas = pytest.importorskip("scipy_openblas32")
+        require_native()
         self.folder = folder
-        library_folder = openblas.get_lib_dir()
-        self.link = [folder / "device.a", f"-L{library_folder}", f"-l{openblas.get_library()}", f"-Wl,-rpath,{library_folder}", "-pthread"]
-        sources = sorted(CPU.glob("*.cpp"))
-        options = [*FLAGS, "-fPIC", "-DHOSTWEAVE_SCIPY_OPENBLAS", f"-I{CPU / 'include'}", f"-I{CPU / 'device'}"]
-        compile_all([["g++", *options, "-c", source, "-o", folder / f"{source.stem}.o"] for source in sources])
-        run(["ar", "rcs", folder / "device.a", *(folder / f"{source.stem}.o" for source in sources)])
+        self.link = [NATIVE / "libhostweave_cpu.so", f"-Wl,-rpath,{NATIVE}", "-pthread"]
 
     def build_command(self, name: str, sources: list[str], options: list[str] | None = None) -> list[str | Path]:
         files = [HERE / source for source in sources]
@@ -50,7 +48,6 @@ def ag_matmul_command(device: Device, ranks: int) -> list[str | Path]:
 
 RANKS = (1, 2, 3, 4, 8)
 SUITES = ("test_streams", "test_collectives", "test_matmul", "test_world")
-RUNTIME = ROOT / "runtime_cpp"
 
 
 def suite_command(device: Device, suite: str) -> list[str | Path]:

@@ -6,13 +6,14 @@ import math
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hostweave.errors import Location, ProgramError, is_of_package
 from hostweave.fusion.source import Argument, Source
 from hostweave.fusion.trace import Tensor, record
-from hostweave.fusion.types import Dim, DType, TensorType
+from hostweave.fusion.types import Dim, DType, Mesh, TensorType
 from hostweave.signatures import checked
 
 MAX_BLOCK = 1024  # threads
@@ -60,7 +61,8 @@ def kernel(
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     if not tensors:
         raise ProgramError(f"kernel: {name} takes no tensor of this fusion; pass one in args", location)
-    arguments = tuple(_argument(arg, location) for arg in args)
+    mesh = tensors[0].type.mesh_in(tensors[0]._trace.mesh)
+    arguments = tuple(_argument(arg, mesh, location) for arg in args)
     dims = (grid,) if isinstance(grid, int | str) else tuple(grid)
     lines, place = _text(source, location)
     cpu_lines, cpu_place = ((), None) if cpu is None else _text(cpu, location)
@@ -71,11 +73,15 @@ def kernel(
     return (result, *rest) if len(made.outputs) > 1 else result
 
 
-def _argument(arg: Any, location: Location) -> Argument:
+def _argument(arg: Any, mesh: Mesh, location: Location) -> Argument:
     if isinstance(arg, Tensor):
         return Argument("in", type=arg.type)
     if isinstance(arg, TensorType):
-        return Argument("out", type=arg)
+        if arg.mesh not in (None, mesh):
+            raise ProgramError(
+                f"kernel: {arg}: what it writes is where its tensors are, on {mesh}; leave .on out, and reshard that", location
+            )
+        return Argument("out", type=replace(arg, mesh=None))
     if isinstance(arg, str):
         return Argument("size", dim=_dim(arg, location))
     if isinstance(arg, int | float) and not isinstance(arg, bool) and math.isfinite(arg):

@@ -23,7 +23,8 @@ def bodies(program: ir.HostProgram) -> tuple[ir.HostProgram, ...]:
 
 
 def _with_what_it_uses(part: ir.HostProgram) -> ir.HostProgram:
-    kernels, events = kernels_of(part.body), events_of(part.body)
+    kernels = kernels_of(part.body)
+    events = events_of(part.body).union(*(events_of(block.body) for block in part.blocks))  # its calls are looked at with it
     return replace(
         part,
         kernels=tuple(kernel for kernel in part.kernels if kernel.name in kernels),
@@ -60,7 +61,8 @@ def joined(parts: Sequence[ir.HostProgram]) -> ir.HostProgram:
             names[kernel.name] = name = free_name(kernel.name, others)
             kernels.setdefault(name, replace(kernel, name=name))
         pools: dict[str, str] = {}
-        for pool in part.events:
+        own = events_of(part.body)
+        for pool in (pool for pool in part.events if pool.name in own):
             pools[pool.name] = free_name(pool.name, events)
             events[pools[pool.name]] = replace(pool, name=pools[pool.name])
         renamed.append(_with_names(part.body, names, pools))
