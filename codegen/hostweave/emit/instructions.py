@@ -116,8 +116,8 @@ class Emitter:
         declaration, comment = f"std::array<{pointer}, {begin.slots}> {member}{{}}", f"{comment}, one a stream"
         self.temporaries[id(i)] = program_views.Temporary(declaration, member, self.count_of(i.type), comment, pool.member)
         self.buffers[i.out] = Buffer(name, i.type, i.out, read_only=False)
-        index, (_, greatest) = begin.block.index, self.integers.range(begin.block.index)
-        if greatest is None or greatest >= pool.count:
+        index, (least, greatest) = begin.block.index, self.integers.range(begin.block.index)
+        if least is None or least < 0 or greatest is None or greatest >= pool.count:
             index = index % pool.count
         return views.Allocate("auto*", name, member, self.integers.expr(index))
 

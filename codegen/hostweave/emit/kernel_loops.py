@@ -159,7 +159,8 @@ class Loops:
     def name_indices(self, names: Names) -> None:
         """Names the index of every dim, in the order of the operands' dims, and of the element of the result."""
         order = sorted([*self.kept, *self.reduced], key=lambda dim: dim.position)
-        self.names = {dim: names.of(letter, "index") for letter, dim in zip("ijklpqrstuvw", order, strict=False)}
+        letters = (f"{letter}{number or ''}" for number in itertools.count() for letter in "ijklpqrstuvw")
+        self.names = {dim: names.of(letter, "index") for letter, dim in zip(letters, order, strict=False)}
         self.element = self.names[self.kept[0]] if len(self.kept) == 1 else names.of("element", "index")
 
     def stride(self, place: str, dim: Dim) -> Extent:

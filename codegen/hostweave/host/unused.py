@@ -17,10 +17,10 @@ def without_unused(body: ir.Body, kinds: tuple[type[ir.Instruction], ...] = MEMO
         used = {name for i in ir.walk(body) for name in ir.names(i, "read", "write", "alias")}
         if ir.Let in kinds:
             used.update(name for i in ir.walk(body) for name in _indices(i))
-        unused = {id(i) for i in ir.walk(body) if isinstance(i, kinds) and used.isdisjoint(ir.names(i, "define", "index"))}
+        unused = [i for i in ir.walk(body) if isinstance(i, kinds) and used.isdisjoint(ir.names(i, "define", "index"))]
         if not unused:
             return body
-        body = ir.rewrite(body, lambda i: () if id(i) in unused else None)  # noqa: B023
+        body = ir.edited(body, {id(i): () for i in unused})
 
 
 def launched(kernels: Iterable[ir.Kernel], body: ir.Body) -> tuple[ir.Kernel, ...]:

@@ -86,6 +86,7 @@ class Checker:
                 self.part(parameter.type.mesh)
             for axis in parameter.type.axes:
                 self.axis(axis, parameter.type.mesh)
+            parameter.type.check(None, self.program.mesh)
             self.types[parameter.name] = self.program.local_type(parameter)
 
     def fail(self, message: str) -> NoReturn:

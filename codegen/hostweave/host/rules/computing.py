@@ -7,7 +7,7 @@ from typing import Any
 from hostweave.fusion.extent import Extent
 from hostweave.fusion.ops import widens
 from hostweave.fusion.source import Source, held
-from hostweave.fusion.types import BufferType
+from hostweave.fusion.types import MAX_DIMS, BufferType
 from hostweave.host import ir
 from hostweave.host.requirements import slack
 from hostweave.host.rules.checker import Checker, Rule, Scope
@@ -51,6 +51,8 @@ def _matmul(c: Checker, i: ir.Matmul, scope: Scope) -> None:
     a, b, dst = (c.types[name].shape for name in (i.a, i.b, i.dst))
     if min(len(a), len(b)) < 2:
         c.fail("both operands need at least two dims")
+    if max(len(a), len(b)) > MAX_DIMS:
+        c.fail(f"an operand has at most {MAX_DIMS} dims: reshape it")
     if a[-1] != b[-2]:
         c.fail(f"inner dims differ: {c.types[i.a]} x {c.types[i.b]}")
     batch = broadcast_shapes(a[:-2], b[:-2])
