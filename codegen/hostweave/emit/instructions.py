@@ -191,8 +191,7 @@ class Emitter:
         """A launch of the kernel as compiled for buffers of these types: their strides are in its code."""
         key, kernels = (kernel, tuple(self.type_of(name) for name in (*srcs, *dsts))), self.shared.kernels
         if key not in kernels:
-            name = self.names.of(kernel.name, f"kernel {len(kernels)}")
-            kernels[key] = emit_kernel(name, kernel, key[1], self.integers)
+            kernels[key] = emit_kernel(kernel, key[1], self.integers, self.names, len(kernels))
         emitted = kernels[key]
         buffers = [*(self.access("reads", name) for name in srcs), *(self.access("writes", name) for name in dsts)]
         return views.Launch("launch_early", emitted.view.name, emitted.grid, self.stream, (*buffers, *emitted.sizes))

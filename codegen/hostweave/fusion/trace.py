@@ -354,7 +354,7 @@ def dim_of(tensor: Tensor, axis: int | str, kind: str, location: Location) -> in
 
 def traced(function: Callable[..., Any], trace: _Trace, inputs: dict[str, TensorType], word: str, location: Location) -> Fusion:
     """What a function computes; `word` says what it is, a fusion or a block. Raises ProgramError."""
-    name = function.__name__ if function.__name__.isidentifier() else "program"  # of a lambda
+    name = function.__name__ if function.__name__.isidentifier() and function.__name__.isascii() else "program"  # of a lambda
     arguments = {}
     for parameter in parameters(function, inputs, word, location):
         arguments[parameter] = trace.add(None, _placed(inputs[parameter], trace.mesh, location), stated=True, name=parameter)

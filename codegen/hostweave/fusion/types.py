@@ -69,8 +69,13 @@ class Mesh:
     def __init__(self, axes: tuple[tuple[str, int], ...] = (), members: tuple[int, ...] | None = None, /, **sizes: int) -> None:
         object.__setattr__(self, "axes", (*axes, *sizes.items()))
         object.__setattr__(self, "members", members)
+        names = [name for name, _ in self.axes]
         for name, size in self.axes:
-            if not isinstance(size, int) or size < 1:
+            if not (isinstance(name, str) and name.isidentifier() and name.isascii()):
+                raise ProgramError(f"mesh axis {name!r} is not a name; use letters, digits and _", Location.of_caller())
+            if names.count(name) > 1:
+                raise ProgramError(f"mesh axis {name} is given twice; give each axis a name of its own", Location.of_caller())
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ProgramError(f"mesh axis {name} has size {size!r}: it must be an int of at least 1", Location.of_caller())
 
     def ranks(self, ranks: Sequence[int], /, **axes: int) -> Mesh:
