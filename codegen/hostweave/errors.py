@@ -48,7 +48,7 @@ class ProgramError(HostweaveError, ValueError):
     """A program that means nothing, or that no pass can lower."""
 
 
-class ParseError(HostweaveError, ValueError):
+class ParseError(ProgramError):
     """IR text that does not parse."""
 
 

@@ -234,9 +234,9 @@ class Loops:
 
     # --- text ---
 
-    def text(self, pattern: str) -> str:
-        """What a sharing has for these loops."""
-        width, number = "kWidth" if self.width > 1 else "", self.number
+    def text(self, pattern: str, width: str = "kWidth") -> str:
+        """What a sharing has for these loops, in which the number of neighbours that a thread takes has this name."""
+        width, number = width if self.width > 1 else "", self.number
         walk = width if number == "int64_t" else f"{width or 1}, {number}"
         return pattern.format(
             element=self.element,
@@ -260,7 +260,7 @@ class Loops:
     @property
     def grid(self) -> str:
         """The grid that walks it, for the launch."""
-        return self.text(self.sharing.grid).replace("kWidth", str(self.width))
+        return self.text(self.sharing.grid, str(self.width))
 
     @property
     def inner(self) -> tuple[str, ...]:

@@ -46,7 +46,7 @@ class EmittedKernel:
 
 def emit_kernel(kernel: ir.Kernel, buffers: Sequence[BufferType], integers: Integers, names: Names, number: int) -> EmittedKernel:
     """The kernel of this number for these buffers: its inputs, then its results. Raises ProgramError for ops that are not one kernel."""
-    name = names.of(f"{kernel.name}_kernel" if kernel.name in C_FUNCTIONS else kernel.name, f"kernel {number}")
+    name = names.of(kernel.name, f"kernel {number}", C_FUNCTIONS)
     functions = name, names.of(f"{name}_by", f"kernel {number}")
     try:
         walked = iteration(kernel)

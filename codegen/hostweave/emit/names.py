@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 _KEYWORDS = """
 alignas alignof and and_eq asm auto bitand bitor bool break case catch char char8_t char16_t char32_t class co_await co_return
@@ -66,20 +66,20 @@ class Names:
         self._taken = {*_RESERVED, *taken}
         self._given: dict[tuple[str, str], str] = {}
 
-    def of(self, name: str, kind: str = "") -> str:
-        """The C++ name of `name`. Names of different kinds are different names."""
+    def of(self, name: str, kind: str = "", apart: Container[str] = ()) -> str:
+        """The C++ name of `name`, which is none of those in `apart`. Names of different kinds are different names."""
         if (kind, name) not in self._given:
-            free = self._free(name)
+            free = self._free(name, apart)
             self._given[kind, name] = free
             self._taken.add(free)
         return self._given[kind, name]
 
-    def _free(self, name: str) -> str:
+    def _free(self, name: str, apart: Container[str]) -> str:
         # Two underscores in a row, and one in front, belong to the compiler; one at the end says that it is a member.
         base = re.sub("[^A-Za-z0-9]+", "_", name).strip("_") or "v"
         if _MACROS.fullmatch(base):
             base = f"v_{base}"
         number = 0 if base == name else 1
-        while (free := f"{base}_{number}{self._suffix}" if number else base + self._suffix) in self._taken:
+        while (free := f"{base}_{number}{self._suffix}" if number else base + self._suffix) in self._taken or free in apart:
             number += 1
         return free

@@ -25,7 +25,7 @@ from hostweave.host.blocks import bodies, with_each_block_once
 def program_view(program: ir.HostProgram) -> program_views.Program:
     """Everything that the generated sources say. Raises ProgramError for what has no C++."""
     names, flat = Names(taken=map(_function_of, program.sources)), with_each_block_once(program)
-    sizes = {name: names.of(name, "size") for name in program.symbols()}
+    sizes = {name: names.of(name, "size", C_FUNCTIONS) for name in program.symbols()}
     sizes |= {name: names.of(part_name(name, program.mesh), "size") for name in part_names(flat)}
     integers = Integers(program.mesh, sizes, multiples(flat))
     shared = Shared(program, names, integers)

@@ -131,6 +131,8 @@ class Tensor:
         extent = self.type.shape[dim]
         if chunks is not None and (not isinstance(chunks, int) or chunks < 1):
             raise ProgramError(f"stream: chunks={chunks!r} must be an int of at least 1", location)
+        if why := Stream(dim, chunks).too_many(extent):
+            raise ProgramError(f"stream: {why}", location)
         if chunks is not None and extent.is_int and int(extent) % chunks:
             raise ProgramError(f"stream: {chunks} chunks do not divide dim {dim} of {self.type}; use a divisor of {extent}", location)
         if how := needs_whole(replace(self._op, result=self._value), operand_types(self._op, self._trace.types()), dim):

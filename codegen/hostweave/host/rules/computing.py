@@ -35,6 +35,8 @@ def _view(c: Checker, i: Any, scope: Scope) -> None:
             c.fail(f"%{i.src} is {source}: it has no dim {i.dim}")
     if isinstance(i, ir.Permute) and sorted(i.order) != list(range(len(source.shape))):
         c.fail(f"%{i.src} is {source}: the order must name each of its dims once")
+    if isinstance(i, ir.Slice) and i.count == Extent(0):
+        c.fail("a dim is cut into at least one chunk: write the number of them")
     if isinstance(i, ir.Strided) and i.step < 1:
         c.fail(f"the step is {i.step}: it must be at least 1")
     outside = next((room for room in slack(i, source) if room.is_int and int(room) < 0), None)
@@ -122,6 +124,8 @@ def _launch_source(c: Checker, i: ir.Launch, source: Source) -> None:
 
 
 def _launch(c: Checker, i: ir.Launch, scope: Scope) -> None:
+    if twice := [name for name in i.dsts if i.dsts.count(name) > 1]:
+        c.fail(f"%{twice[0]} is named twice: each result is memory of its own")
     source = next((source for source in c.program.sources if source.name == i.kernel), None)
     if source:
         _launch_source(c, i, source)
