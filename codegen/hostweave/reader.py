@@ -166,7 +166,12 @@ class Reader:
         partial = None
         if self.accept("partial"):
             self.expect("(")
-            op, *over = self.list_of(lambda: self.word("a reduction or a mesh axis"), ")")
+            op = self.word("a reduction")
+            self.expect(",")
+            over = [self.word("a mesh axis")]
+            while self.accept(","):
+                over.append(self.word("a mesh axis"))
+            self.expect(")")
             partial = Partial(op, tuple(over))
         return TensorType(dtype, dims, partial, self.mesh() if self.accept("on") else None)
 

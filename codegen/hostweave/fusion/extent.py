@@ -197,8 +197,10 @@ def _summed(terms: tuple[Extent, ...]) -> Extent:
     left = {names: total for names, total in totals.items() if total}
     if len(left) <= 1:
         return next((Extent(total.numerator, names, total.denominator) for names, total in left.items()), Extent(0))
-    divisor = lcm(*(total.denominator for total in left.values()))  # of the sum, not of each term: of (M - 1)/2 no term may be whole
-    products = [Extent(int(total * divisor), names) for names, total in left.items()]
+    fractions = [total.denominator for total in left.values() if total.denominator > 1]
+    divisor = lcm(*fractions) if len(fractions) > 1 else 1  # of (M - 1)/2, which may be whole where its terms are not
+    scaled = {names: total * divisor for names, total in left.items()}
+    products = [Extent(total.numerator, names, total.denominator) for names, total in scaled.items()]
     products.sort(key=lambda term: (term.coefficient < 0, not term.names, term.names))
     text = str(products[0]) + "".join(f" - {-1 * term}" if term.coefficient < 0 else f" + {term}" for term in products[1:])
     return Extent(1, (f"({text})",), divisor)
