@@ -134,9 +134,6 @@ def _inspect(options: argparse.Namespace) -> int:
     seen: list[tuple[str, Fusion | HostProgram]] = []
     host = lower(program, settings, lambda name, stage: seen.append((name, stage)))
     stages = [(name, str(stage)) for name, stage in seen]
-    if fusions := [stage for _, stage in seen if isinstance(stage, Fusion)]:
-        for note in costly_choices(fusions[-1], host, _sizes(options.sizes)):
-            print(f"note: {note}", file=sys.stderr)
     if options.memory:
         from hostweave.analysis.memory_report import memory_report
 
@@ -155,6 +152,9 @@ def _inspect(options: argparse.Namespace) -> int:
         _show(_only([(options.after, dict(stages)[options.after])], options.only)[0][1], "ir")
     else:
         raise HostweaveError(f"--after {options.after}: no such stage; one of input, {', '.join(p.__name__ for p in PASSES)}, all")
+    if fusions := [stage for _, stage in seen if isinstance(stage, Fusion)]:
+        for note in costly_choices(fusions[-1], host, _sizes(options.sizes)):
+            print(f"note: {note}", file=sys.stderr)
     return 0
 
 

@@ -54,7 +54,7 @@ class UnknownAttribute(ProgramError, AttributeError):
     """An attribute that is not there, for `hasattr` as well."""
 
 
-class ParseError(HostweaveError, ValueError):
+class ParseError(ProgramError):
     """IR text that does not parse."""
 
 

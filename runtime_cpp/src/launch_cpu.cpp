@@ -8,9 +8,9 @@ struct Dim {
 };
 
 // The dims from the widest stride to the narrowest, neighbours merged that one stride covers.
-std::vector<Dim> merged(const Shape& shape, const Shape& strides) {
+std::vector<Dim> merged(const ViewDims& shape, const ViewDims& strides) {
   std::vector<Dim> dims;
-  for (int i = 0; i < shape.ndim; ++i) {
+  for (size_t i = 0; i < shape.size(); ++i) {
     if (shape[i] != 1) dims.push_back({shape[i], strides[i]});
   }
   std::stable_sort(dims.begin(), dims.end(), [](const Dim& a, const Dim& b) { return a.stride > b.stride; });
@@ -27,9 +27,9 @@ std::vector<Dim> merged(const Shape& shape, const Shape& strides) {
 
 }  // namespace
 
-void add_ranges(const void* pointer, size_t itemsize, bool write, const Shape& shape, const Shape& strides,
+void add_ranges(const void* pointer, size_t itemsize, bool write, const ViewDims& shape, const ViewDims& strides,
                 std::vector<hw_cpu_range>& ranges) {
-  if (std::count(shape.dims, shape.dims + shape.ndim, 0)) return;
+  if (std::count(shape.begin(), shape.end(), 0)) return;
   std::vector<Dim> dims = merged(shape, strides);
   hw_cpu_range range{pointer, itemsize, 1, 0, write};
   if (!dims.empty() && dims.back().stride == 1) {

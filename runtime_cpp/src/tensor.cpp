@@ -55,6 +55,10 @@ bool fits(const Shape& shape, const Shape& expected) {
 
 }  // namespace
 
+void Shape::too_many_dims(size_t count) {
+  throw ArgumentError(std::to_string(count) + " dims: an array has at most " + std::to_string(kMaxDims) + "; reshape it");
+}
+
 void Tensor::expect(const char* name, const char* type, cudaDataType_t expected_dtype, const Shape& expected_shape,
                     int expected_device) const {
   if (dtype != expected_dtype || !fits(shape, expected_shape)) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import numpy as np
@@ -9,10 +10,11 @@ import pytest
 from whole_programs import compiled, expect, integer_arrays, lowered
 
 import hostweave as hw
-from hostweave.errors import ArgumentError
+from hostweave.errors import ArgumentError, ProgramError
 from hostweave.fusion.ir import Fusion
 from hostweave.fusion.types import DType
 from hostweave.host import ir
+from hostweave.host.verify import verify_host
 from hostweave.runtime.cpu import parallel, seeded
 
 SIZES = {"M": 9, "N": 12, "J": 5, "K": 6}
@@ -115,3 +117,24 @@ def test_a_sum_of_sizes_that_ranks_share() -> None:
     wanted = r"M \+ 3 = 9: must be a multiple of 4; pad it, or choose another number of chunks or ranks$"
     with pytest.raises(ArgumentError, match=wanted):
         compiled(shared).run(x=np.ones((6, 2), np.float32), z=arrays["z"])
+
+
+def test_views_of_more_dims_than_arrays_have() -> None:
+    """A communication along a dim makes a view with one more, of blocks: kernels that copy it, and their launches, take any number."""
+
+    @hw.fusion(mesh=hw.Mesh(x=2, y=2), x=hw.f32["A", 3, "C@x", 2, "E@y", 3, 4, "H"])
+    def turned(x):  # type: ignore[no-untyped-def]
+        return hw.reshard(x, "A", 3, "C", 2, "E@y", 3, "4@x", "H"), hw.reshard(x, "A", 3, "C", 2, "E", 3, 4, "H")
+
+    text = str(lowered(turned))
+    assert max(view.count(",") for view in re.findall(r"reshape .* to (.*)", text)) >= 8
+    arrays = integer_arrays(turned, {"A": 2, "C": 4, "E": 4, "H": 2}, seed=0)
+    for seed in range(3):
+        with seeded(seed):
+            expect(turned, arrays, compiled(turned).run(**arrays, ranks=True), exact=True)
+
+
+def test_more_dims_than_an_argument_has() -> None:
+    text = "host @p(%x: f32[{dims}]) -> (%y: f32[{dims}]) mesh(x=1) {{\n  copy %x -> %y\n}}\n".format(dims=", ".join("ABCDEFGHI"))
+    with pytest.raises(ProgramError, match="has 9 dims, and an array has at most 8; reshape it"):
+        verify_host(ir.HostProgram.parse(text))

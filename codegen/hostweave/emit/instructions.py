@@ -115,8 +115,8 @@ class Emitter:
         declaration, comment = f"std::array<{pointer}, {begin.slots}> {member}{{}}", f"{comment}, one a stream"
         self.temporaries[id(i)] = program_views.Temporary(declaration, member, self.count_of(i.type), comment, pool.member)
         self.buffers[i.out] = Buffer(name, i.type, i.out, read_only=False)
-        index, (_, greatest) = begin.block.index, self.integers.range(begin.block.index)
-        if greatest is None or greatest >= pool.count:
+        index, (least, greatest) = begin.block.index, self.integers.range(begin.block.index)
+        if least is None or least < 0 or greatest is None or greatest >= pool.count:
             index = index % pool.count
         return views.Allocate("auto*", name, member, self.integers.expr(index))
 
@@ -188,8 +188,7 @@ class Emitter:
         """A launch of the kernel as compiled for buffers of these types: their strides are in its code."""
         key, kernels = (kernel, tuple(self.type_of(name) for name in (*srcs, *dsts))), self.shared.kernels
         if key not in kernels:
-            name = self.names.of(kernel.name, f"kernel {len(kernels)}")
-            kernels[key] = emit_kernel(name, kernel, key[1], self.integers)
+            kernels[key] = emit_kernel(kernel, key[1], self.integers, self.names, len(kernels))
         emitted = kernels[key]
         buffers = [*(self.access("reads", name) for name in srcs), *(self.access("writes", name) for name in dsts)]
         return views.Launch("launch_early", emitted.view.name, emitted.grid, self.stream, (*buffers, *emitted.sizes))

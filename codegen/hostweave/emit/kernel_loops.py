@@ -159,7 +159,8 @@ class Loops:
     def name_indices(self, names: Names) -> None:
         """Names the index of every dim, in the order of the operands' dims, and of the element of the result."""
         order = sorted([*self.kept, *self.reduced], key=lambda dim: dim.position)
-        self.names = {dim: names.of(letter, "index") for letter, dim in zip("ijklpqrstuvw", order, strict=False)}
+        letters = (f"{letter}{number or ''}" for number in itertools.count() for letter in "ijklpqrstuvw")
+        self.names = {dim: names.of(letter, "index") for letter, dim in zip(letters, order, strict=False)}
         self.element = self.names[self.kept[0]] if len(self.kept) == 1 else names.of("element", "index")
 
     def stride(self, place: str, dim: Dim) -> Extent:
@@ -233,9 +234,9 @@ class Loops:
 
     # --- text ---
 
-    def text(self, pattern: str) -> str:
-        """What a sharing has for these loops."""
-        width, number = "kWidth" if self.width > 1 else "", self.number
+    def text(self, pattern: str, width: str = "kWidth") -> str:
+        """What a sharing has for these loops, in which the number of neighbours that a thread takes has this name."""
+        width, number = width if self.width > 1 else "", self.number
         walk = width if number == "int64_t" else f"{width or 1}, {number}"
         return pattern.format(
             element=self.element,
@@ -259,7 +260,7 @@ class Loops:
     @property
     def grid(self) -> str:
         """The grid that walks it, for the launch."""
-        return self.text(self.sharing.grid).replace("kWidth", str(self.width))
+        return self.text(self.sharing.grid, str(self.width))
 
     @property
     def inner(self) -> tuple[str, ...]:

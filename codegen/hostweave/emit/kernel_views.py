@@ -12,6 +12,7 @@ class Kernel:
 
     template: ClassVar[str] = "pointwise"
     name: str
+    by: str  # the function of all its variants
     comments: tuple[str, ...]
     params: tuple[str, ...]
     arguments: tuple[str, ...]  # the names of the parameters

@@ -33,6 +33,8 @@ _JOINS = {
     "minimum": ("smallest", "hw::Minimum", ("INFINITY", "INT64_MAX", "UINT64_MAX")),
     "first_maximum": ("best", "hw::FirstMaximum", ("-INFINITY", "INT64_MIN", "0")),
 }
+# Of the op table: what kernels call by a name without a qualifier.
+C_FUNCTIONS = frozenset(name + end for op in OPS.values() for name in re.findall(r"\bstd::(\w+)", op.expression) for end in ("", "f"))
 
 
 @dataclass(frozen=True)
@@ -42,20 +44,22 @@ class EmittedKernel:
     sizes: tuple[str, ...]  # C++ names of the sizes that it takes after the buffers
 
 
-def emit_kernel(name: str, kernel: ir.Kernel, buffers: Sequence[BufferType], integers: Integers) -> EmittedKernel:
-    """The kernel for these buffers: its inputs, then its results. Raises ProgramError for ops that are not one kernel."""
+def emit_kernel(kernel: ir.Kernel, buffers: Sequence[BufferType], integers: Integers, names: Names, number: int) -> EmittedKernel:
+    """The kernel of this number for these buffers: its inputs, then its results. Raises ProgramError for ops that are not one kernel."""
+    name = names.of(kernel.name, f"kernel {number}", C_FUNCTIONS)
+    functions = name, names.of(f"{name}_by", f"kernel {number}")
     try:
         walked = iteration(kernel)
     except NotOneKernel as reason:
         raise ProgramError(f"kernel @{kernel.name}: {reason}; split it") from None
-    emitter = _Emitter(name, kernel, walked, buffers, integers)
+    emitter = _Emitter(functions, kernel, walked, buffers, integers)
     emitted = emitter.emit()
     again = [name for name, times in emitter.loaded.items() if times > 1]
     late: list[str] = []
     for one in emitter.late if emitter.loops.row_threads else []:
         late += [one] if emitter.loops.bytes_of_rows([*late, one]) <= LATE_BYTES else []
     for held in filter(None, ([*again, *late], again)):
-        holding = _Emitter(name, kernel, walked, buffers, integers, held)
+        holding = _Emitter(functions, kernel, walked, buffers, integers, held)
         if holding.loops.row:
             return holding.emit()
     return emitted
@@ -71,19 +75,20 @@ class _Emitter:
 
     def __init__(
         self,
-        name: str,
+        functions: tuple[str, str],  # the kernel, and what all its variants are
         kernel: ir.Kernel,
         walked: Iteration,
         buffers: Sequence[BufferType],
         integers: Integers,
         held: Collection[str] = (),
     ):
-        self.name, self.ops, self.walked, self.integers = name, kernel.ops, walked, integers
+        self.ops, self.walked, self.integers = kernel.ops, walked, integers
+        self.name, self.by = functions
         self.types = {p.name: p.type for p in kernel.inputs} | {op.result.name: op.result.type for op in kernel.ops}
         self.inputs = [p.name for p in kernel.inputs]
         self.made = {op.result.name: op for op in kernel.ops}
         self.is_small = all(buffer.dtype.itemsize <= 2 for buffer in buffers if buffer.dtype.kind == "float")
-        self.names = Names((*integers.sizes.values(), *self.functions()))
+        self.names = Names((*integers.sizes.values(), *functions, *self.functions()))
         self.pointers = {name: self.names.of(name) for name in self.inputs}
         self.results = {p.name: self.names.of(p.name, "result") for p in kernel.results}
         self.loops = Loops(kernel, walked, buffers, integers, self.names, len(held))
@@ -128,6 +133,7 @@ class _Emitter:
         packed += [pointer for name, pointer in self.results.items() if stored(name) in self.loops.packed]
         return kernel_views.Kernel(
             name=self.name,
+            by=self.by,
             comments=tuple(print_op(op) for op in self.ops),
             params=tuple(params),
             arguments=(*self.pointers.values(), *self.results.values(), *self.sizes),

@@ -17,7 +17,21 @@ from hostweave.host.ir import HostProgram, Parameter
 
 SIZE = 64  # of every symbolic dim, where the user gives no other: the next multiple that the program takes
 RANK = "r"
-_OF_CMAKE = ("all", "clean", "help", "install", "package", "test")  # targets that are CMake's own
+# Targets that are CMake's own or the runtime's, and folders of a build.
+_OF_CMAKE = (
+    "CMakeFiles",
+    "all",
+    "clean",
+    "edit_cache",
+    "help",
+    "hostweave_cpu_device",
+    "install",
+    "list_install_components",
+    "package",
+    "rebuild_cache",
+    "runtime",
+    "test",
+)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 _KEYWORDS = """
 alignas alignof and and_eq asm auto bitand bitor bool break case catch char char8_t char16_t char32_t class co_await co_return
@@ -13,14 +13,46 @@ operator or or_eq private protected public register reinterpret_cast requires re
 static_cast struct switch template this thread_local throw true try typedef typeid typename union unsigned using virtual void
 volatile wchar_t while xor xor_eq
 """
-# What generated functions declare or call, and macros of the headers that they include.
+# What templates and emitters declare, and call without a qualifier.
 _USED = """
 hw std programs Program Inputs Outputs OutputShapes Sizes kMesh kWorld in out caller stream sizes memory guard check output_shapes prepare
-run arena int8_t int32_t int64_t uint8_t uint32_t uint64_t size_t blockIdx blockDim threadIdx gridDim warpSize NULL EOF NAN INFINITY
-INT8_MIN INT8_MAX UINT8_MAX INT32_MIN INT32_MAX UINT32_MAX INT64_MIN INT64_MAX UINT64_MAX
-assert errno stdin stdout stderr
+run arena int8_t int32_t int64_t uint8_t uint32_t uint64_t size_t blockIdx blockDim threadIdx gridDim warpSize source target kSources
+kTargets Row Index kWidth sample Tensors Findings user_kernels
 """
-_PREFIXES = ("cuda", "cublas", "nccl", "hw_", "HW_")
+# Macros of the headers that they include, and the functions of CUDA's: families of them, then others.
+_MACROS = re.compile(
+    r"""(?:ADJ|ATOMIC|BC|CLOCK|CLONE|CPU|CU|FD|FP|HUGE_VAL|LC|MATH|MOD|NL|NV|PTHREAD|SCHED|SEEK|STA|TIMER)_[A-Z0-9_]+[a-z]?
+    | (?:CUBLAS|CUDA|HOSTWEAVE|HW_|NCCL|SNAN|SYS_|hw_|pthread_)\w*
+    | (?:cublas|cuda|nccl|pnccl)[A-Z]\w*
+    | [A-Z0-9_]+_(?:C|FILENO|INITIALIZER|MAX|MIN|OK|WIDTH|VALF?L?)
+    | M_(?:1_PI|2_PI|2_SQRTPI|E|LN2|LN10|LOG2E|LOG10E|PI|PI_2|PI_4|SQRT1_2|SQRT2)(?:l|f\d*x?)?""",
+    re.VERBOSE,
+)
+_OTHER_MACROS = """
+BIG_ENDIAN BUFSIZ BYTE_ORDER CHAR_BIT CLOCKS_PER_SEC CLOSE_RANGE_CLOEXEC CLOSE_RANGE_UNSHARE CSIGNAL EOF EXIT_FAILURE EXIT_SUCCESS F_LOCK
+F_TEST F_TLOCK F_ULOCK IF_DEVICE_OR_CUDACC INFINITY LITTLE_ENDIAN LONG_BIT L_INCR L_SET L_XTND L_ctermid L_cuserid L_tmpnam MAXFLOAT
+MAX_CANON MAX_INPUT NAN NFDBITS NULL NZERO PDP_ENDIAN PIPE_BUF P_tmpdir RENAME_EXCHANGE RENAME_NOREPLACE RENAME_WHITEOUT
+TEMP_FAILURE_RETRY TIME_UTC WCONTINUED WEOF WEXITED WEXITSTATUS WIFCONTINUED WIFEXITED WIFSIGNALED WIFSTOPPED WNOHANG WNOWAIT WORD_BIT
+WSTOPPED WSTOPSIG WTERMSIG WUNTRACED alloca assert assert_perror be16toh be32toh be64toh errno htobe16 htobe32 htobe64 htole16 htole32
+htole64 isalnum_l isalpha_l isascii isascii_l isblank_l iscntrl_l isdigit_l isgraph_l islower_l isprint_l ispunct_l isspace_l issubnormal
+isupper_l isxdigit_l le16toh le32toh le64toh linux math_errhandling offsetof sched_priority stderr stdin stdout strdupa strndupa toascii
+toascii_l unix
+E2BIG EACCES EADDRINUSE EADDRNOTAVAIL EADV EAFNOSUPPORT EAGAIN EALREADY EBADE EBADF EBADFD EBADMSG EBADR EBADRQC EBADSLT EBFONT EBUSY
+ECANCELED ECHILD ECHRNG ECOMM ECONNABORTED ECONNREFUSED ECONNRESET EDEADLK EDEADLOCK EDESTADDRREQ EDOM EDOTDOT EDQUOT EEXIST EFAULT EFBIG
+EHOSTDOWN EHOSTUNREACH EHWPOISON EIDRM EILSEQ EINPROGRESS EINTR EINVAL EIO EISCONN EISDIR EISNAM EKEYEXPIRED EKEYREJECTED EKEYREVOKED
+EL2HLT EL2NSYNC EL3HLT EL3RST ELIBACC ELIBBAD ELIBEXEC ELIBMAX ELIBSCN ELNRNG ELOOP EMEDIUMTYPE EMFILE EMLINK EMSGSIZE EMULTIHOP
+ENAMETOOLONG ENAVAIL ENETDOWN ENETRESET ENETUNREACH ENFILE ENOANO ENOBUFS ENOCSI ENODATA ENODEV ENOENT ENOEXEC ENOKEY ENOLCK ENOLINK
+ENOMEDIUM ENOMEM ENOMSG ENONET ENOPKG ENOPROTOOPT ENOSPC ENOSR ENOSTR ENOSYS ENOTBLK ENOTCONN ENOTDIR ENOTEMPTY ENOTNAM ENOTRECOVERABLE
+ENOTSOCK ENOTSUP ENOTTY ENOTUNIQ ENXIO EOPNOTSUPP EOVERFLOW EOWNERDEAD EPERM EPFNOSUPPORT EPIPE EPROTO EPROTONOSUPPORT EPROTOTYPE ERANGE
+EREMCHG EREMOTE EREMOTEIO ERESTART ERFKILL EROFS ESHUTDOWN ESOCKTNOSUPPORT ESPIPE ESRCH ESRMNT ESTALE ESTRPIPE ETIME ETIMEDOUT
+ETOOMANYREFS ETXTBSY EUCLEAN EUNATCH EUSERS EWOULDBLOCK EXDEV EXFULL
+"""
+_RESERVED = frozenset(f"{_KEYWORDS} {_USED} {_OTHER_MACROS}".split())
+
+
+def is_reserved(name: str) -> bool:
+    """Whether a name means something else in generated C++, or in the headers that it includes."""
+    return name in _RESERVED or _MACROS.fullmatch(name) is not None
 
 
 class Names:
@@ -31,23 +63,23 @@ class Names:
 
     def __init__(self, taken: Iterable[str] = (), suffix: str = ""):
         self._suffix = suffix
-        self._taken = {*_KEYWORDS.split(), *_USED.split(), *taken}
+        self._taken = {*_RESERVED, *taken}
         self._given: dict[tuple[str, str], str] = {}
 
-    def of(self, name: str, kind: str = "") -> str:
-        """The C++ name of `name`. Names of different kinds are different names."""
+    def of(self, name: str, kind: str = "", apart: Container[str] = ()) -> str:
+        """The C++ name of `name`, which is none of those in `apart`. Names of different kinds are different names."""
         if (kind, name) not in self._given:
-            free = self._free(name)
+            free = self._free(name, apart)
             self._given[kind, name] = free
             self._taken.add(free)
         return self._given[kind, name]
 
-    def _free(self, name: str) -> str:
+    def _free(self, name: str, apart: Container[str]) -> str:
         # Two underscores in a row, and one in front, belong to the compiler; one at the end says that it is a member.
-        base = re.sub("_+", "_", name).strip("_") or "v"
-        if base.startswith(_PREFIXES):
+        base = re.sub("[^A-Za-z0-9]+", "_", name).strip("_") or "v"
+        if _MACROS.fullmatch(base):
             base = f"v_{base}"
         number = 0 if base == name else 1
-        while (free := f"{base}_{number}{self._suffix}" if number else base + self._suffix) in self._taken:
+        while (free := f"{base}_{number}{self._suffix}" if number else base + self._suffix) in self._taken or free in apart:
             number += 1
         return free

@@ -11,11 +11,12 @@ from hostweave.emit.arena import arena_plan
 from hostweave.emit.arguments import argument, inputs_of, requirements_of
 from hostweave.emit.cpp import Integers
 from hostweave.emit.instructions import CALLER, Emitter
+from hostweave.emit.kernels import C_FUNCTIONS
 from hostweave.emit.meshes import RANK, coordinate, is_run, membership
-from hostweave.emit.names import Names
+from hostweave.emit.names import Names, is_reserved
 from hostweave.emit.parts import multiples, part, part_name, part_names, whole
 from hostweave.emit.shared import WORKSPACE, Shared
-from hostweave.errors import Location
+from hostweave.errors import Location, ProgramError
 from hostweave.fusion.source import Source
 from hostweave.host import ir
 from hostweave.host.blocks import bodies, with_each_block_once
@@ -23,8 +24,8 @@ from hostweave.host.blocks import bodies, with_each_block_once
 
 def program_view(program: ir.HostProgram) -> program_views.Program:
     """Everything that the generated sources say. Raises ProgramError for what has no C++."""
-    names, flat = Names(taken=[source.function for source in program.sources]), with_each_block_once(program)
-    sizes = {name: names.of(name, "size") for name in program.symbols()}
+    names, flat = Names(taken=map(_function_of, program.sources)), with_each_block_once(program)
+    sizes = {name: names.of(name, "size", C_FUNCTIONS) for name in program.symbols()}
     sizes |= {name: names.of(part_name(name, program.mesh), "size") for name in part_names(flat)}
     integers = Integers(program.mesh, sizes, multiples(flat))
     shared = Shared(program, names, integers)
@@ -152,6 +153,13 @@ def _source_headers(flat: ir.HostProgram, shared: Shared) -> tuple[str, ...]:
 
 
 # --- kernels of the user -----------------------------------------------------------------------------------------------
+
+
+def _function_of(source: Source) -> str:
+    """The name that its C++ gives it, which has to stay."""
+    if is_reserved(source.function) or source.function in ("rank", *C_FUNCTIONS):
+        raise ProgramError(f"kernel: generated code uses the name {source.function}; rename the function", source.location)
+    return source.function
 
 
 def _source(source: Source) -> kernel_views.Source:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
-from math import gcd, prod
+from math import gcd, lcm, prod
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,10 @@ class Extent:
         match = re.fullmatch(rf"({_FACTOR}(?:\*{_FACTOR})*)(?:/(\d+))?", value.replace(" ", ""))
         if not match:
             raise ValueError(f"not an extent: {value!r}; write a name, an int, or a product such as 8*M/4")
-        return product(tuple(map(_factor, re.findall(_FACTOR, match[1])))) // int(match[2] or 1)
+        divisor = int(match[2] or 1)
+        if divisor == 0:
+            raise ValueError(f"{value!r} is divided by 0; divide by at least 1")
+        return product(tuple(map(_factor, re.findall(_FACTOR, match[1])))) // divisor
 
     @property
     def is_int(self) -> bool:
@@ -192,9 +195,12 @@ def _summed(terms: tuple[Extent, ...]) -> Extent:
     for term in terms:
         totals[term.names] = totals.get(term.names, Fraction(0)) + Fraction(term.coefficient, term.divisor)
     left = {names: total for names, total in totals.items() if total}
-    products = [Extent(total.numerator, names, total.denominator) for names, total in left.items()]
-    if len(products) <= 1:
-        return products[0] if products else Extent(0)
+    if len(left) <= 1:
+        return next((Extent(total.numerator, names, total.denominator) for names, total in left.items()), Extent(0))
+    fractions = [total.denominator for total in left.values() if total.denominator > 1]
+    divisor = lcm(*fractions) if len(fractions) > 1 else 1  # of (M - 1)/2, which may be whole where its terms are not
+    scaled = {names: total * divisor for names, total in left.items()}
+    products = [Extent(total.numerator, names, total.denominator) for names, total in scaled.items()]
     products.sort(key=lambda term: (term.coefficient < 0, not term.names, term.names))
     text = str(products[0]) + "".join(f" - {-1 * term}" if term.coefficient < 0 else f" + {term}" for term in products[1:])
-    return Extent(1, (f"({text})",))
+    return Extent(1, (f"({text})",), divisor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +88,7 @@ def _sliced(x: Tensor, axis: int, key: slice, location: Location) -> Tensor:
         raise fail("goes backwards; steps are at least 1")
     start = Extent(0) if key.start is None else _bound(whole, key.start)
     stop = whole if key.stop is None else _bound(whole, key.stop)
-    least, most, size = (_at_large(extent, whole) for extent in (start, stop, whole))
+    least, most, size = (_at_large(extent) for extent in (start, stop, whole))
     if not 0 <= least <= size or not 0 <= most <= size:
         raise fail(f"goes outside of it; stay between 0 and {whole}")
     if least >= most:
@@ -112,6 +113,6 @@ def _steps(start: Extent, stop: Extent, whole: Extent, step: int) -> Extent:
     return (whole if stop == whole and start.is_int and int(start) < step else length) // step
 
 
-def _at_large(extent: Extent, whole: Extent) -> int:
-    """The extent where unknown sizes are large: enough to compare bounds of the dim `whole`."""
-    return extent.bind(dict.fromkeys(whole.symbols, LARGE * whole.divisor))
+def _at_large(extent: Extent) -> Fraction:
+    """The extent where unknown sizes are large: enough to compare bounds of one dim."""
+    return Fraction((extent * extent.divisor).bind(dict.fromkeys(extent.symbols, LARGE)), extent.divisor)

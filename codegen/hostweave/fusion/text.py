@@ -201,7 +201,7 @@ def _parse_stream(reader: Reader, type: TensorType) -> Stream:
     at = reader.at
     axis = reader.take()
     try:
-        dim = type.dim(int(axis) if axis.isdigit() else axis)
+        dim = type.dim(int(axis) if axis.isdigit() and len(axis) < 4 else axis)
     except ValueError as error:
         reader.fail(str(error), at)
     chunks = step = by = rotation = None
@@ -247,7 +247,7 @@ def _parse_number(reader: Reader) -> Scalar:
     negative = reader.accept("-")
     text = reader.take()
     try:
-        value = int(text) if text.isdigit() else float(text)
+        value = int(text) if text.isdigit() and len(text) <= 20 else float(text)
     except ValueError:
         reader.fail("expected a %value or a number", at)
     if isinstance(value, float) and math.isnan(value):

@@ -135,6 +135,8 @@ class Tensor:
         extent = self.type.shape[dim]
         if chunks is not None and (not isinstance(chunks, int) or chunks < 1):
             raise ProgramError(f"stream: chunks={chunks!r} must be an int of at least 1", location)
+        if why := Stream(dim, chunks).too_many(extent):
+            raise ProgramError(f"stream: {why}", location)
         if chunks is not None and extent.is_int and int(extent) % chunks:
             raise ProgramError(f"stream: {chunks} chunks do not divide dim {dim} of {self.type}; use a divisor of {extent}", location)
         if how := needs_whole(replace(self._op, result=self._value), operand_types(self._op, self._trace.types()), dim):
@@ -398,7 +400,7 @@ def dim_of(tensor: Tensor, axis: int | str, kind: str, location: Location) -> in
 
 def traced(function: Callable[..., Any], trace: _Trace, inputs: dict[str, TensorType], word: str, location: Location) -> Fusion:
     """What a function computes; `word` says what it is, a fusion or a block. Raises ProgramError."""
-    name = function.__name__ if function.__name__.isidentifier() else "program"  # of a lambda
+    name = function.__name__ if function.__name__.isidentifier() and function.__name__.isascii() else "program"  # of a lambda
     arguments = {}
     for parameter in parameters(function, inputs, word, location):
         arguments[parameter] = trace.add(None, _placed(inputs[parameter], trace.mesh, location), stated=True, name=parameter)

@@ -11,7 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from hostweave.errors import Location, ProgramError
-from hostweave.fusion.extent import Extent, block_of, is_sum, part, part_of
+from hostweave.fusion.extent import Extent, block_of, is_sum, part, part_of, product
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -52,6 +52,8 @@ i8 = DType("i8", 1, "int", "int8_t")
 u32 = DType("u32", 4, "uint", "uint32_t")
 u8 = DType("u8", 1, "uint", "uint8_t")
 bool_ = DType("bool", 1, "bool", "bool")
+MAX_RANKS = 2**16  # of a mesh
+MAX_SIZE = 2**63 - 1  # of a dim and of the elements of a tensor: they are int64_t
 MAX_DIMS = 8  # of an array, as hw::Shape has them
 DTYPES = {d.name: d for d in (f64, f32, f16, bf16, f8e4m3, f8e5m2, i64, i32, i8, u32, u8, bool_)}
 
@@ -71,9 +73,20 @@ class Mesh:
             raise ProgramError(f"Mesh({axes!r}): the axes have no names; write hw.Mesh(x={_named_sizes(axes)})", Location.of_caller())
         object.__setattr__(self, "axes", (*axes, *sizes.items()))
         object.__setattr__(self, "members", members)
+        if members is not None and (len(set(members)) < len(members) or any(rank < 0 for rank in members)):
+            raise ProgramError(f"mesh of ranks {_listed(members)}: name each rank once", Location.of_caller())
+        names = [name for name, _ in self.axes]
         for name, size in self.axes:
-            if not isinstance(size, int) or size < 1:
+            if not (isinstance(name, str) and name.isidentifier() and name.isascii()):
+                raise ProgramError(f"mesh axis {name!r} is not a name; use letters, digits and _", Location.of_caller())
+            if names.count(name) > 1:
+                raise ProgramError(f"mesh axis {name} is given twice; give each axis a name of its own", Location.of_caller())
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ProgramError(f"mesh axis {name} has size {size!r}: it must be an int of at least 1", Location.of_caller())
+        if self.size > MAX_RANKS:
+            raise ProgramError(
+                f"a mesh has at most {MAX_RANKS} ranks, not {' x '.join(str(s) for _, s in self.axes)}", Location.of_caller()
+            )
 
     def ranks(self, ranks: Sequence[int], /, **axes: int) -> Mesh:
         """The mesh of these ranks of this one, in this order: `mesh.ranks([4, 5, 6, 7], dp=2, tp=2)`.
@@ -284,6 +297,8 @@ class TensorType:
         """Raises ProgramError where a mesh axis splits two dims or is not in the mesh, and for more than MAX_DIMS dims."""
         if len(self.dims) > MAX_DIMS:
             raise ProgramError(f"{self}: has {len(self.dims)} dims, and an array has at most {MAX_DIMS}; reshape it", location)
+        if product(tuple(Extent(dim.extent.coefficient) for dim in self.dims)).coefficient > MAX_SIZE:
+            raise ProgramError(f"{self}: has more elements than 64 bits can count; its sizes are too large", location)
         twice = [axis for axis, count in Counter(self.axes).items() if count > 1]
         if twice:
             raise ProgramError(f"{self}: mesh axis {twice[0]} is used twice; it can split one dim once", location)
@@ -315,6 +330,9 @@ class TensorType:
         return " ".join([text, *([str(self.partial)] if self.partial else []), *([f"on {self.mesh}"] if self.mesh else [])])
 
 
+MAX_STEPS = 2**12  # of a loop over chunks: passes run all of them against each other
+
+
 @dataclass(frozen=True)
 class Stream:
     """Stream parallelism over one dim of a value.
@@ -330,6 +348,11 @@ class Stream:
     step: str | None = None
     by: str | None = None
     rotation: str | None = None
+
+    def too_many(self, extent: Extent) -> str:
+        """Why it has too many steps over a dim of this extent, where that is known, or ""."""
+        steps = self.chunks if self.chunks is not None else int(extent) if extent.is_int else 0
+        return f"{steps} steps are more than {MAX_STEPS}, the most that a loop can have; give fewer chunks" if steps > MAX_STEPS else ""
 
 
 @dataclass(frozen=True)

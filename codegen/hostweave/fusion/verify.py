@@ -141,6 +141,8 @@ def _verify_stream(op: Op, level: int) -> None:
     if stream.chunks is not None and (stream.chunks < 1 or (extent.is_int and int(extent) % stream.chunks)):
         why = f"{stream.chunks} chunks do not divide dim {stream.dim} of {op.result.type}"
         raise ProgramError(f"{here}: {why}; use a divisor of {extent}", op.location)
+    if why := stream.too_many(extent):
+        raise ProgramError(f"{here}: {why}", op.location)
     if level >= STAGES.index("choose_overlap"):
         if stream.step is None:
             raise ProgramError(f"{here}: its step is open; it is either of {' and '.join(STEPS)}", op.location)

@@ -7,7 +7,7 @@ An instruction outside every `stream` block runs on the caller's stream.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Annotated, ClassVar, TypeVar, get_origin, get_type_hints
@@ -612,21 +612,49 @@ def walk_at_any_size(body: Body) -> Iterator[Instruction]:
                 yield from walk_at_any_size(inner)
 
 
-def rewrite(body: Body, rule: Callable[[Instruction], Instruction | Body | None]) -> Body:
-    """Applies `rule` to every instruction, inner before outer: None keeps, () deletes, a tuple replaces."""
+Outcome = Instruction | Body | None  # of a rule: None keeps, () deletes, a tuple replaces
+Edits = Mapping[int, Instruction | Body]  # by the ids of instructions
+
+
+def rewrite(body: Body, rule: Callable[[Instruction], Outcome]) -> Body:
+    """Applies `rule` to every instruction, inner before outer: it sees what has become of a body inside."""
+    return _rewritten(body, lambda _, instruction: rule(instruction))
+
+
+def edited(body: Body, edits: Edits) -> Body:
+    """Replaces the instructions of these ids. What an edit keeps of its instruction has the edits inside of it, too.
+
+    Raises KeyError for an edit that would have no effect: the body has no such instruction, or it stands in one that is replaced.
+    """
+    left = set(edits)
+
+    def rule(old: Instruction, new: Instruction) -> Outcome:
+        edit = edits.get(id(old))
+        if edit is None:
+            return None
+        left.discard(id(old))
+        edit = (edit,) if isinstance(edit, Instruction) else edit
+        if not any(i is old for i in edit) and any(id(i) in edits for inner in bodies(old) for i in walk(inner)):
+            raise KeyError(f"an edit replaces an instruction in which others are edited: {old}")
+        return tuple(new if i is old else i for i in edit)
+
+    result = _rewritten(body, rule)
+    if left:
+        raise KeyError(f"an edit names no instruction of the body; it gives {edits[left.pop()]}")
+    return result
+
+
+def _rewritten(body: Body, rule: Callable[[Instruction, Instruction], Outcome]) -> Body:
+    """By what an instruction was, and what it is with its bodies rewritten. The body itself where nothing changes."""
     result: list[Instruction] = []
-    for instruction in body:
-        inner = {f: rewrite(getattr(instruction, f), rule) for f in ("body", "orelse") if hasattr(instruction, f)}
-        if any(new is not getattr(instruction, f) and new != getattr(instruction, f) for f, new in inner.items()):
-            instruction = replace(instruction, **inner)  # type: ignore[arg-type]
-        outcome = rule(instruction)
-        if outcome is None:
-            result.append(instruction)
-        elif isinstance(outcome, tuple):
-            result.extend(outcome)
-        else:
-            result.append(outcome)
-    return tuple(result)
+    for old in body:
+        inner = {f: _rewritten(getattr(old, f), rule) for f in ("body", "orelse") if hasattr(old, f)}
+        changed = {f: new for f, new in inner.items() if new is not getattr(old, f)}
+        new = replace(old, **changed) if changed else old  # type: ignore[arg-type]
+        outcome = rule(old, new)
+        result.extend((new,) if outcome is None else outcome if isinstance(outcome, tuple) else (outcome,))
+    is_same = len(result) == len(body) and all(new is old for new, old in zip(result, body, strict=True))
+    return body if is_same else tuple(result)
 
 
 # --- types of views ---------------------------------------------------------------------------------------------------

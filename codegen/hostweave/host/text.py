@@ -191,8 +191,9 @@ def _parse_kernel(reader: Reader) -> ir.Kernel:
 def _parse_body(reader: Reader) -> ir.Body:
     reader.expect("{")
     body: list[ir.Instruction] = []
-    while not reader.accept("}"):
-        body.append(_parse_instruction(reader))
+    with reader.inside():
+        while not reader.accept("}"):
+            body.append(_parse_instruction(reader))
     return tuple(body)
 
 
@@ -296,7 +297,8 @@ def _parse_expr(reader: Reader, precedence: int = 1) -> Expr:
 
 def _parse_atom(reader: Reader) -> Expr:
     if reader.accept("("):
-        inner = _parse_expr(reader)
+        with reader.inside():
+            inner = _parse_expr(reader)
         reader.expect(")")
         return inner
     if reader.peek() == "%":
@@ -305,8 +307,9 @@ def _parse_atom(reader: Reader) -> Expr:
         return Const(reader.integer())
     if reader.accept("rank"):
         return Coordinate(reader.word("a mesh axis")) if reader.accept(".") else Rank()
-    if reader.peek() == "ceil":
-        return Size(str(reader.extent()))
+    if reader.peek() in ("ceil", "part") and reader.peek(1) == "(":
+        start = reader.at
+        return Size(str(reader.as_extent(reader.factor(), start)))
     return Size(reader.word("an expression"))
 
 

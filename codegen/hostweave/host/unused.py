@@ -16,11 +16,11 @@ def without_unused(body: ir.Body, kinds: tuple[type[ir.Instruction], ...] = MEMO
     while True:
         used = {name for i in ir.walk(body) for name in ir.names(i, "read", "write", "alias")}
         if ir.Let in kinds:
-            used.update(name for i in ir.walk(body) for name in _indices(i))
-        unused = {id(i) for i in ir.walk(body) if isinstance(i, kinds) and used.isdisjoint(ir.names(i, "define", "index"))}
+            used.update(name for i in ir.walk(body) for name in indices_in(i))
+        unused = [i for i in ir.walk(body) if isinstance(i, kinds) and used.isdisjoint(ir.names(i, "define", "index"))]
         if not unused:
             return body
-        body = ir.rewrite(body, lambda i: () if id(i) in unused else None)  # noqa: B023
+        body = ir.edited(body, {id(i): () for i in unused})
 
 
 def launched(kernels: Iterable[ir.Kernel], body: ir.Body) -> tuple[ir.Kernel, ...]:
@@ -29,7 +29,7 @@ def launched(kernels: Iterable[ir.Kernel], body: ir.Body) -> tuple[ir.Kernel, ..
     return tuple(kernel for kernel in kernels if kernel.name in names)
 
 
-def _indices(i: ir.Instruction) -> Iterator[str]:
+def indices_in(i: ir.Instruction) -> Iterator[str]:
     """The indices that the expressions of an instruction name."""
     for expr in (getattr(i, f.name) for f in fields(i)):
         if isinstance(expr, Expr):

@@ -166,16 +166,10 @@ def _left(kernel: ir.Kernel, ops: tuple[Op, ...], value: str) -> ir.Kernel:
 
 
 def _rewritten(program: ir.HostProgram, folded: dict[int, _Folded]) -> ir.HostProgram:
-    gone = {id(found.old) for found in folded.values()}
     kernels = {kernel.name: kernel for kernel in program.kernels}
     names: dict[ir.Kernel, str] = {}  # of what is left of kernels
 
-    def rule(i: ir.Instruction) -> ir.Body | None:
-        if id(i) in gone:
-            return ()
-        if id(i) not in folded:
-            return None
-        found = folded[id(i)]
+    def edit(found: _Folded) -> ir.Body:
         if found.launch is None or found.kernel is None:
             return (found.new,)
         if found.kernel not in names:
@@ -183,5 +177,6 @@ def _rewritten(program: ir.HostProgram, folded: dict[int, _Folded]) -> ir.HostPr
             kernels[name] = replace(found.kernel, name=name)
         return (found.new, replace(found.launch, kernel=names[found.kernel]))
 
-    body = without_unused(ir.rewrite(program.body, rule))
+    edits = {id(found.old): () for found in folded.values()} | {launch: edit(found) for launch, found in folded.items()}
+    body = without_unused(ir.edited(program.body, edits))
     return replace(program, body=body, kernels=launched(kernels.values(), body))

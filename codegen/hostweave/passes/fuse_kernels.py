@@ -49,7 +49,7 @@ def fuse_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
         if not changes:
             program = _explained(program, links)
             return _named(_shared(replace(program, kernels=tuple(map(_without_repeats, program.kernels)))))
-        body = without_unused(ir.rewrite(program.body, lambda i: changes.get(id(i))))  # noqa: B023
+        body = without_unused(ir.edited(program.body, changes))
         launched = dict.fromkeys(i.kernel for i in ir.walk(body) if isinstance(i, ir.Launch) and i.kernel in kernels)
         program = replace(program, body=body, kernels=tuple(kernels[name] for name in launched))
 
@@ -283,7 +283,7 @@ def _unshared(program: ir.HostProgram) -> ir.HostProgram:
             kernel = ir.Kernel(f"{kernel.name} {len(kernels)}", inputs, tuple(_renamed(op, names) for op in kernel.ops))
             changes[id(launch)] = replace(launch, kernel=kernel.name)
         kernels.append(kernel)
-    return replace(program, kernels=tuple(kernels), body=ir.rewrite(program.body, lambda i: changes.get(id(i))))
+    return replace(program, kernels=tuple(kernels), body=ir.edited(program.body, changes))
 
 
 def _shared(program: ir.HostProgram) -> ir.HostProgram:

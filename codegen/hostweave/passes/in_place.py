@@ -32,7 +32,7 @@ def in_place(program: ir.HostProgram) -> ir.HostProgram:
         for src, dst in sharing.candidates(place.instruction):
             if shared.isdisjoint((src, dst)) and (sharing.takes_over(place, src, dst) or sharing.begins_there(place, src, dst)):
                 shared |= {src, dst}
-    return replace(program, body=ir.rewrite(program.body, sharing.changed)) if sharing.gone else program
+    return replace(program, body=ir.edited(program.body, sharing.edits())) if sharing.gone else program
 
 
 @dataclass
@@ -178,10 +178,9 @@ class _Sharing:
 
     # --- changes ---
 
-    def changed(self, i: ir.Instruction) -> ir.Body | None:
-        if id(i) in self.gone or id(i) in self.before:
-            return (*self.before.get(id(i), ()), *(() if id(i) in self.gone else (i,)))
-        return None
+    def edits(self) -> ir.Edits:
+        changed = (i for i in ir.walk(self.uses.program.body) if id(i) in self.gone or id(i) in self.before)
+        return {id(i): (*self.before.get(id(i), ()), *(() if id(i) in self.gone else (i,))) for i in changed}
 
     def _insert(self, before: ir.Instruction, what: ir.Body) -> None:
         self.before[id(before)] = (*self.before.get(id(before), ()), *what)

@@ -37,7 +37,7 @@ def one_slot_a_stream(program: ir.HostProgram) -> ir.HostProgram:
             slots = BufferType(uses.types[name].dtype, (Extent(streams), *shape))
             changed[id(place.instruction)] = ir.Allocate(name, slots, location=place.instruction.location)
             changed[id(view)] = ir.Select(view.out, name, 0, block.index % streams, location=view.location)
-    return replace(program, body=ir.rewrite(program.body, lambda i: changed.get(id(i)))) if changed else program
+    return replace(program, body=ir.edited(program.body, changed)) if changed else program
 
 
 def _chunks(uses: Uses, name: str, pools: dict[str, int]) -> list[tuple[Chunk, ir.OnStream]]:

@@ -24,7 +24,7 @@ from hostweave.fusion.types import Mesh
 from hostweave.host import ir
 from hostweave.host.expr import Const, Expr
 from hostweave.host.lifetimes import allocating_blocks
-from hostweave.host.unused import without_unused
+from hostweave.host.unused import indices_in, without_unused
 from hostweave.host.uses import Uses
 from hostweave.options import Options
 from hostweave.passes.in_place import in_place
@@ -83,16 +83,21 @@ class _Planner:
             return _together(children)
         touches, viewed = self.touches(children, on_caller), self.first_views(children)
         known = {mesh: self.known([_seen_by(mesh, i) for i in children]) for mesh, _ in own.values()}
+        ties = _ties(body)
         begun: dict[int, list[str]] = {}
         for name, (mesh, _) in own.items():
-            begun.setdefault(min(viewed.get(name, len(children)), self.begin(touches[name], known[mesh])), []).append(name)
+            begin = min(viewed.get(name, len(children)), self.begin(touches[name], known[mesh]))
+            while begin - 1 in ties and _on(children[begin])[0] != mesh:
+                begin -= 1
+            begun.setdefault(begin, []).append(name)
         allocating = [(k, own[name][0]) for k, names in begun.items() for name in names]
         allocating += [(k, _on(i)[0]) for k, i in enumerate(children) if not isinstance(_on(i)[1], ir.Allocate) and self.allocates(i)]
         on_streams = self.on_streams(children)
         ended: dict[int, list[str]] = {}
         for name, (mesh, _) in own.items():
             last = max(k for k, other in allocating if _share_ranks(mesh, other))
-            if (end := self.end(touches[name], known[mesh], on_streams, len(children))) < last:
+            tied = {k for k in ties if _on(children[k])[0] != mesh}
+            if (end := self.end(touches[name], known[mesh], on_streams, tied, len(children))) < last:
                 ended.setdefault(end, []).append(name)
         return _together(_laid_out(children, own, begun, ended))
 
@@ -112,12 +117,16 @@ class _Planner:
         """The child before which it must be there: all that touches it knows of that."""
         return min(min([known.begun[touch.child].get(lane, 0) for lane in touch.lanes], default=touch.child) for touch in touches)
 
-    def end(self, touches: list[_Touch], known: _Known, on_streams: dict[int, list[Lane]], never: int) -> int:
-        """The child after which the caller's stream, or that of the block, knows that it is done with."""
-        end = max(_known_done(touch, known, never) for touch in touches)
-        for k, lanes in on_streams.items():  # a stream that allocates for itself must know, too
-            if k > end and any(known.begun[k].get(lane, 0) <= end for lane in lanes):
-                end = k
+    def end(self, touches: list[_Touch], known: _Known, on_streams: dict[int, list[Lane]], tied: set[int], never: int) -> int:
+        """The child after which the caller's stream, or the block's, knows that it is done with, and which may be the last of a body."""
+        end, found = -1, max(_known_done(touch, known, never) for touch in touches)
+        while found > end:
+            end = found
+            for k, lanes in on_streams.items():  # a stream that allocates for itself must know, too
+                if k > found and any(known.begun[k].get(lane, 0) <= found for lane in lanes):
+                    found = k
+            while found in tied:
+                found += 1
         return end
 
     def allocates(self, i: ir.Instruction) -> bool:
@@ -253,6 +262,24 @@ def _one_by_one(body: ir.Body) -> Iterator[ir.Instruction]:
             yield from (replace(i, body=(inner,)) for inner in i.body)
         else:
             yield i
+
+
+def _ties(body: ir.Body) -> set[int]:
+    """The children, one by one, after which an `on` body may not end: what is used later in it has been named, and ends with it."""
+    ties: set[int] = set()
+    first = 0
+    for i in body:
+        inner = i.body if isinstance(i, ir.OnMesh) else (i,)
+        named: dict[str, int] = {}
+        for k, child in enumerate(inner, first):
+            for used in (name for j in ir.walk((child,)) for name in (*ir.names(j, "read", "write", "alias"), *indices_in(j))):
+                if used in named:
+                    ties.update(range(named[used], k))
+                    named[used] = k
+            if isinstance(child, (*ir.VIEWS, ir.Let)):
+                named.update(dict.fromkeys(ir.names(child, "define", "index"), k))
+        first += len(inner)
+    return ties
 
 
 def _together(children: Iterable[ir.Instruction]) -> ir.Body:

@@ -8,8 +8,8 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 
-#include "hostweave/tensor.h"
 #include "hostweave/threads.h"
 
 #ifdef HOSTWEAVE_CPU_DEVICE
@@ -61,17 +61,26 @@ constexpr Grid grid_of_rows(int64_t rows, int64_t n) {
 // A block for each tile of n columns.
 constexpr Grid grid_of_columns(int64_t n, int threads) { return {std::min(divided_up(n, kTile), kMaxBlocks), threads}; }
 
+// Views may have more dims than arguments.
+#ifdef HOSTWEAVE_CPU_DEVICE
+using ViewDims = std::vector<int64_t>;
+#else
+struct ViewDims {  // CUDA asks for the pointer alone
+  ViewDims(std::initializer_list<int64_t>) {}
+};
+#endif
+
 template <class T>
 struct Access {
   T* pointer;
   bool write;
-  Shape shape, strides;  // in elements
+  ViewDims shape, strides;  // in elements
 
   operator T*() const { return pointer; }
 };
 
 template <class T>
-Access<const T> reads(const T* pointer, const Shape& shape, const Shape& strides) {
+Access<const T> reads(const T* pointer, const ViewDims& shape, const ViewDims& strides) {
   return {pointer, false, shape, strides};
 }
 template <class T>
@@ -79,7 +88,7 @@ Access<const T> reads(const T* pointer, int64_t count) {
   return {pointer, false, {count}, {1}};
 }
 template <class T>
-Access<T> writes(T* pointer, const Shape& shape, const Shape& strides) {
+Access<T> writes(T* pointer, const ViewDims& shape, const ViewDims& strides) {
   return {pointer, true, shape, strides};
 }
 template <class T>
@@ -89,7 +98,7 @@ Access<T> writes(T* pointer, int64_t count) {
 
 #ifdef HOSTWEAVE_CPU_DEVICE
 
-void add_ranges(const void* pointer, size_t itemsize, bool write, const Shape& shape, const Shape& strides,
+void add_ranges(const void* pointer, size_t itemsize, bool write, const ViewDims& shape, const ViewDims& strides,
                 std::vector<hw_cpu_range>& ranges);
 
 template <class T>

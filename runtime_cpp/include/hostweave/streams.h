@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "hostweave/index.h"
 #include "hostweave/rank.h"
 
 namespace hw {
@@ -44,7 +45,8 @@ class Streams {
  public:
   Streams(Rank& rank, const char* name, int count);
 
-  Stream operator[](int64_t i) const { return streams_[static_cast<uint64_t>(i) % streams_.size()]; }
+  // Stream i modulo their number, of a negative index, too.
+  Stream operator[](int64_t i) const { return streams_[mod(i, static_cast<int64_t>(streams_.size()))]; }
   // Every stream waits for what `caller` holds.
   cudaError_t fork(cudaStream_t caller);
   // `caller` waits for what the streams hold.

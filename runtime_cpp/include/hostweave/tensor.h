@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 #include <library_types.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <initializer_list>
 
@@ -16,10 +17,16 @@ struct Shape {
   int64_t dims[kMaxDims] = {};
 
   Shape() = default;
+  // Throws ArgumentError for more than kMaxDims.
   Shape(std::initializer_list<int64_t> sizes) {
+    if (sizes.size() > kMaxDims) [[unlikely]]
+      too_many_dims(sizes.size());
     for (int64_t size : sizes) dims[ndim++] = size;
   }
   int64_t operator[](int i) const { return dims[i]; }
+
+ private:
+  [[noreturn]] static void too_many_dims(size_t count);
 };
 
 struct Tensor {

@@ -16,6 +16,8 @@ from hostweave.host.expr import Binary, Const, Coordinate, Expr, Rank, Size, Var
 from hostweave.host.roots import Roots
 from hostweave.host.text import print_instruction
 
+MAX_POOL = 2**16  # streams, or events, of one name
+
 
 @dataclass(frozen=True)
 class Scope:
@@ -53,6 +55,8 @@ class Checker:
     def header(self) -> None:
         pools: list[ir.Streams | ir.Events] = [*self.program.streams, *self.program.events]
         for pool in pools:
+            if pool.count > MAX_POOL:
+                self.fail(f"{pool.name}[{pool.count}] is more than {MAX_POOL}: declare fewer, and walk them round robin")
             if pool.count < 1:
                 self.fail(f"{pool.name}[{pool.count}] holds nothing: declare at least one")
             if sum(pool.name == other.name for other in pools) > 1:
@@ -86,6 +90,7 @@ class Checker:
                 self.part(parameter.type.mesh)
             for axis in parameter.type.axes:
                 self.axis(axis, parameter.type.mesh)
+            parameter.type.check(None, self.program.mesh)
             self.types[parameter.name] = self.program.local_type(parameter)
 
     def fail(self, message: str) -> NoReturn:

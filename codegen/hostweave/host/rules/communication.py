@@ -22,6 +22,8 @@ def _communication(check: Callable[[Checker, Any, int], None]) -> Rule:
             c.fail(f"a collective cannot stand under `if {scope.condition}`, which differs between ranks: only send and recv can")
         if isinstance(i, ir.COLLECTIVES) and scope.steps is not None:
             c.fail(f"a collective cannot stand in a loop of {scope.steps} steps, which differ between ranks: only send and recv can")
+        if isinstance(i, ir.COLLECTIVES) and i.team == ir.EVERYONE:
+            c.fail("only send and recv, of blocks or of all, can be on *: name the axes of the mesh")
         check(c, i, c.team_size(i.team))
 
     return rule

@@ -7,7 +7,7 @@ from typing import Any
 from hostweave.fusion.extent import Extent
 from hostweave.fusion.ops import why_no_product, widens
 from hostweave.fusion.source import Source, held
-from hostweave.fusion.types import BufferType
+from hostweave.fusion.types import MAX_DIMS, BufferType
 from hostweave.host import ir
 from hostweave.host.requirements import slack
 from hostweave.host.rules.checker import Checker, Rule, Scope
@@ -35,6 +35,8 @@ def _view(c: Checker, i: Any, scope: Scope) -> None:
             c.fail(f"%{i.src} is {source}: it has no dim {i.dim}")
     if isinstance(i, ir.Permute) and sorted(i.order) != list(range(len(source.shape))):
         c.fail(f"%{i.src} is {source}: the order must name each of its dims once")
+    if isinstance(i, ir.Slice) and i.count == Extent(0):
+        c.fail("a dim is cut into at least one chunk: write the number of them")
     if isinstance(i, ir.Strided) and i.step < 1:
         c.fail(f"the step is {i.step}: it must be at least 1")
     outside = next((room for room in slack(i, source) if room.is_int and int(room) < 0), None)
@@ -53,6 +55,8 @@ def _matmul(c: Checker, i: ir.Matmul, scope: Scope) -> None:
     a, b, dst = (c.types[name].shape for name in (i.a, i.b, i.dst))
     if min(len(a), len(b)) < 2:
         c.fail("both operands need at least two dims")
+    if max(len(a), len(b)) > MAX_DIMS:
+        c.fail(f"an operand has at most {MAX_DIMS} dims: reshape it")
     if a[-1] != b[-2]:
         c.fail(f"inner dims differ: {c.types[i.a]} x {c.types[i.b]}")
     batch = broadcast_shapes(a[:-2], b[:-2])
@@ -122,6 +126,8 @@ def _launch_source(c: Checker, i: ir.Launch, source: Source) -> None:
 
 
 def _launch(c: Checker, i: ir.Launch, scope: Scope) -> None:
+    if twice := [name for name in i.dsts if i.dsts.count(name) > 1]:
+        c.fail(f"%{twice[0]} is named twice: each result is memory of its own")
     source = next((source for source in c.program.sources if source.name == i.kernel), None)
     if source:
         _launch_source(c, i, source)

@@ -78,17 +78,20 @@ def _move(b: Builder, sides: Sides, blocks: Transfer, src: Buffer, dst: Buffer, 
 def _broadcast(b: Builder, sides: Sides, blocks: Transfer, src: Buffer, dst: Buffer) -> None:
     """Each rank that sends and those that receive from it are a team; no rank is in two of them."""
     with b.on(sides.source):
-        sent = communication.blocks_to_send(b, src(), blocks, None)
+        held = src()
+        sent, shape = communication.blocks_to_send(b, held, blocks, None), b.types[held].shape
     with b.on(sides.target), communication.blocks_to_receive(b, dst, blocks, None) as landing:
+        wanted = b.types[dst()].shape
         for sender, receivers in blocks.receivers.items():
             team = Mesh(((TEAM, 1 + len(receivers)),), (sender, *receivers))
             with b.on(team):
                 b.emit(ir.Spread(sent, landing, Const(0), (TEAM,)))
         if there := tuple(route.receiver for route in blocks.routes if route.sender == route.receiver):
             with b.on(Mesh(((TEAM, len(there)),), there)):
-                for i, extent in enumerate(b.types[landing].shape):  # the same part, by the name that it has on the other mesh
-                    sent = b.section(sent, i, extent, Const(0), f"{sent}_part")
-                b.emit(ir.Copy(sent, landing))
+                kept, copied = b.reshape(sent, shape, f"{sent}_kept"), b.reshape(landing, wanted, f"{landing}_copied")
+                for i, extent in enumerate(wanted):  # the same part, by the name that it has on the other mesh
+                    kept = b.section(kept, i, extent, Const(0), f"{sent}_part")
+                b.emit(ir.Copy(kept, copied))
 
 
 # --- shards that may be uneven ----------------------------------------------------------------------------------------

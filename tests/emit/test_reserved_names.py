@@ -1,0 +1,193 @@
+"""Names of users that mean something in templates, runtime headers or the headers of C, CUDA, NCCL and cuBLAS: collected from there, so
+that none is forgotten, and given to dims, inputs, axes, kernels, blocks, streams and indices of one program."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import hostweave as hw
+from hostweave.build import cuda
+from hostweave.build.nvrtc import Unit, compile_unit
+from hostweave.build.paths import RUNTIME, RUNTIME_INCLUDES, TEMPLATES
+from hostweave.build.toolchain import find_compiler
+from hostweave.emit import render
+from hostweave.emit.kernels import C_FUNCTIONS
+from hostweave.emit.names import Names, is_reserved
+from hostweave.errors import ProgramError
+from hostweave.host.ir import HostProgram
+from hostweave.pipeline import lower
+from hostweave.runtime.cpu import seeded
+
+CPU_INCLUDES = (*RUNTIME_INCLUDES, RUNTIME / "cpu" / "include")
+STANDARD = ("array", "barrier", "cstdint", "cstdio", "exception", "optional", "vector")  # that templates include
+# Of a constructor, in which nothing of the user's has another name than that of a member; and words of the preprocessor.
+HARMLESS = {"rank", "once", "pragma", "ifdef", "endif", "line"}
+ONLY_MEMBERS = ("main.cpp.j2", "binding.cpp.j2")  # the user's names are those of members there
+needs_cuda = pytest.mark.skipif(
+    bool(cuda.find_cuda().missing) and not os.environ.get("HOSTWEAVE_REQUIRE_CUDA"), reason="no CUDA headers and libraries"
+)
+
+
+def identifiers(text: str) -> set[str]:
+    """The names in C++ that stand without a qualifier; what a template substitutes is none."""
+    text = re.sub(r"\{%.*?%\}|\{\{.*?\}\}", " ", text, flags=re.S)
+    text = re.sub(r"//.*|\"(?:[^\"\\\n]|\\.)*\"|^\s*#\s*include.*", " ", text, flags=re.M)
+    return set(re.findall(r"(?<![\w.:>])[A-Za-z_]\w*", text))
+
+
+def of_templates() -> set[str]:
+    files = [path for path in TEMPLATES.rglob("*.j2") if "CMake" not in path.name and path.name not in ONLY_MEMBERS]
+    return {name for path in files for name in identifiers(path.read_text())} - HARMLESS
+
+
+def of_headers() -> set[str]:
+    return {name for folder in RUNTIME_INCLUDES for path in folder.rglob("*.h") for name in identifiers(path.read_text())}
+
+
+@cache
+def macros(*folders: Path) -> frozenset[str]:
+    """What is defined where a program includes everything of the runtime, and so of the headers below it."""
+    headers = [f"hostweave/{path.name}" for path in (RUNTIME / "include" / "hostweave").glob("*.h")]
+    text = "".join(f"#include <{header}>\n" for header in (*headers, *STANDARD))
+    command = [str(find_compiler()), "-std=gnu++20", "-dM", "-E", "-x", "c++", *(f"-I{folder}" for folder in folders), "-"]
+    found = subprocess.run(command, input=text, capture_output=True, text=True, check=True, timeout=60)
+    return frozenset(re.findall(r"^#define (\w+)", found.stdout, re.M))
+
+
+def folders_of(target: str) -> tuple[Path, ...]:
+    return CPU_INCLUDES if target == "cpu" else (*RUNTIME_INCLUDES, *cuda.find_cuda().require().include_folders)
+
+
+def test_no_name_of_a_template_is_given_to_anything_of_the_user() -> None:
+    assert {name for name in of_templates() if Names().of(name) == name} == set()
+
+
+@pytest.mark.parametrize("target", ["cpu", pytest.param("cuda", marks=needs_cuda)])
+def test_no_macro_is_given_to_anything_of_the_user(target: str) -> None:
+    defined = macros(*folders_of(target))
+    assert {name for name in defined if Names().of(name) == name} == set()
+    assert {name for name in defined if Names().of(name) in defined} == set()
+
+
+@pytest.mark.parametrize("name", ["Row", "kWidth", "M_E", "M_PI", "INT_MAX", "INFINITY", "ncclSend", "NCCL_MAJOR", "CUDART_VERSION", "EIO"])
+def test_a_name_that_is_reserved(name: str) -> None:
+    assert is_reserved(name)
+
+
+@pytest.mark.parametrize("name", ["M", "KV", "N_HEADS", "BATCH_SIZE", "EMB", "M_x", "rank", "row", "cuda_stream", "x"])
+def test_a_name_that_stays(name: str) -> None:
+    assert Names().of(name) == name
+
+
+# --- one program with all of them -------------------------------------------------------------------------------------
+
+
+def everything(names: Iterable[str]) -> HostProgram:
+    """A program in which each name is that of a dim, an axis, an input, an output, a kernel, a block, a stream, an index and memory."""
+    kernels, blocks, inputs, outputs, body, own = [], [], [], [], [], list(names)
+    for at, n in enumerate(own):
+        m, k = own[at - 1], own[at - 2]
+        kernels.append(f"kernel @{n}(%{n}: f32[{n}, {m}], %{m}: f32[{n}, {m}]) {{\n  %{k}: f32[{n}, {m}] = exp(%{n})")
+        kernels.append(f"  %{k}_2: f32[{n}, {m}] = mul(%{k}, %{m})\n  %{n}_2: f32[{n}, {m}] = add(%{k}_2, %{k})\n}}")
+        blocks.append(f"block @{n}(%{n}: f32[{n}, {m}], %{m}: f32[{n}, {m}]) -> (%{k}: f32[{n}, {m}]) {{")
+        blocks.append(f"  launch @{n} %{n}, %{m} -> %{k}\n}}")
+        inputs.append(f"%{n}: f32[{n}, {m}]")
+        outputs.append(f"%{n}_out: f32[{n}, {m}]")
+        body.append(f"  %{n}_mem = allocate f32[{n}, {m}]\n  call @{n} %{n}, %{n} -> %{n}_mem\n  fork {n}\n  for %{n}_i in 0..{n} {{")
+        body.append(f"    stream {n}[%{n}_i] {{\n      %{n}_v = select %{n}_mem[0: %{n}_i]\n      %{n}_w = select %{n}_out[0: %{n}_i]")
+        body.append(f"      exchange %{n}_v -> %{n}_w from [0] on {n}\n    }}\n  }}\n  join {n}")
+    axes, streams = ", ".join(f"{n}=1" for n in own), ", ".join(f"{n}[2]" for n in own)
+    head = f"host @{own[0]}({', '.join(inputs)}) -> ({', '.join(outputs)}) mesh({axes}) streams({streams}) {{"
+    return HostProgram.parse("\n".join([*kernels, *blocks, head, *body, "}"]))
+
+
+def unusual() -> list[str]:
+    """Every name that was collected; those that the compiler keeps for itself are cut to what stands of them in programs."""
+    found = of_templates() | of_headers() | C_FUNCTIONS | macros(*CPU_INCLUDES)
+    if not cuda.find_cuda().missing:
+        found |= macros(*folders_of("cuda"))
+    return sorted(name for name in found if not name.startswith("_") and name not in GRAMMAR)
+
+
+GRAMMAR = {"rank", "ceil", "part", "launch", "on"}  # words that mean something else in the text of the IR
+
+
+A_PROGRAM = 16  # names: what a program says grows with the square of their number
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the programs of all names, and for each of their files one that includes it of all programs."""
+    folder, names = tmp_path_factory.mktemp("programs"), unusual()
+    for start in range(0, len(names), A_PROGRAM):
+        (folder / str(start)).mkdir()
+        for path, text in render(everything(names[start : start + A_PROGRAM])).items():
+            (folder / str(start) / path).write_text(text)
+    for file in ("program.cpp", "kernels.cu"):
+        (folder / file).write_text("".join(f'#include "{start}/{file}"\n' for start in range(0, len(names), A_PROGRAM)))
+    return folder
+
+
+@pytest.mark.parametrize("target", ["cpu", pytest.param("cuda", marks=needs_cuda)])
+def test_programs_of_unusual_names_compile(target: str, programs: Path) -> None:
+    includes = [f"-I{path}" for path in folders_of(target)]
+    for file in ("program.cpp", "kernels.cu") if target == "cpu" else ("program.cpp",):
+        command = [str(find_compiler()), "-std=gnu++20", "-fsyntax-only", "-x", "c++", *includes, file]
+        done = subprocess.run(command, cwd=programs, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[:2000]
+
+
+@needs_cuda
+def test_kernels_of_unusual_names_compile_for_cuda(tmp_path: Path) -> None:
+    """NVRTC takes a quarter of a second a kernel: those of templates and of C, and some of the others, whose macros it has not got."""
+    nvrtc, others = cuda.find_cuda().nvrtc.path, [name for name in unusual() if not re.search("[A-Z]", name[1:])]
+    assert nvrtc
+    chosen = (*sorted(of_templates() & set(unusual()))[:24], *sorted(C_FUNCTIONS)[:16], *others[::40])
+    (tmp_path / "kernels.cu").write_text(text := render(everything(dict.fromkeys(chosen)))["kernels.cu"])
+    compile_unit(nvrtc, Unit("kernels", 1, "", text), tmp_path, "compute_90", folders_of("cuda"))
+
+
+# --- what they compute ------------------------------------------------------------------------------------------------
+
+
+def test_dims_named_as_what_an_exchange_declares() -> None:
+    names = ("source", "target", "kSources", "kTargets", "peer", "route", "guard", "stream")
+    fields = {f"x_{name}": hw.f32[f"{name}@x", "source"] for name in names}
+
+    @hw.fusion(mesh=hw.Mesh(x=3), **fields)
+    def moved(**inputs):  # type: ignore[no-untyped-def]
+        return tuple(hw.exchange(x, 0, [None, 0, 1]) for x in inputs.values())
+
+    program = hw.compile(moved)
+    sizes = {name: 3 * (at + 1) for at, name in enumerate(names)}
+    arrays = {f"x_{name}": np.arange(sizes[name] * 3, dtype=np.float32).reshape(-1, 3) + 1 for name in names}
+    with seeded(0):
+        results = program.run(**arrays)
+    for array, got in zip(arrays.values(), results, strict=True):
+        own = len(array) // 3
+        np.testing.assert_array_equal(got, np.concatenate([np.zeros_like(array[:own]), array[: 2 * own]]))
+
+
+def test_a_function_of_the_user_that_generated_code_uses() -> None:
+    source = "__global__ void Sizes(const float* x, float* y, long n) { for (long i = 0; i < n; ++i) y[i] = x[i]; }"
+
+    @hw.fusion(x=hw.f32["M"])
+    def named(x):  # type: ignore[no-untyped-def]
+        return hw.kernel(source, "Sizes", "M", (x, hw.f32["M"], "M"))
+
+    with pytest.raises(ProgramError, match="generated code uses the name Sizes; rename the function"):
+        render(lower(named, hw.Options()))
+
+
+@pytest.mark.parametrize("name", ["a\n#error", "", "1", "x-y", "é"])
+def test_a_mesh_axis_that_is_no_name(name: str) -> None:
+    with pytest.raises(ProgramError, match="is not a name; use letters, digits and _"):
+        hw.Mesh(**{name: 2})

@@ -1,0 +1,66 @@
+"""Rewriting of host programs: rules that see what has become of a body, and edits of single instructions, inside of others that change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hostweave.errors import Location
+from hostweave.host import ir
+from hostweave.host.ir import HostProgram
+
+PROGRAM = HostProgram.parse("""host @p(%x: f32[M]) -> (%y: f32[M]) mesh(x=1) streams(ring[2]) {
+  fill %y with 0.0
+  for %i in 0..2 {
+    stream ring[%i] {
+      fill %y with 0.0
+      copy %x -> %y
+    }
+  }
+}
+""")
+
+
+def the(kind: type[ir.Instruction]) -> ir.Instruction:
+    return next(i for i in ir.walk(PROGRAM.body) if isinstance(i, kind))
+
+
+def lines(body: ir.Body) -> list[str]:
+    return [line.strip() for line in str(replace(PROGRAM, body=body)).splitlines()[1:-1]]
+
+
+def test_edits_of_an_instruction_and_of_what_is_inside_of_it() -> None:
+    loop, block, copy = the(ir.For), the(ir.OnStream), the(ir.Copy)
+    edited = ir.edited(PROGRAM.body, {id(loop): (ir.Fork("ring"), loop), id(block): (block, ir.Join("ring")), id(copy): ()})
+    assert lines(edited) == [
+        "fill %y with 0.0",
+        "fork ring",
+        "for %i in 0..2 {",
+        "stream ring[%i] {",
+        "fill %y with 0.0",
+        "}",
+        "join ring",
+        "}",
+    ]
+
+
+def test_an_edit_that_would_be_lost_is_refused() -> None:
+    with pytest.raises(KeyError, match="an edit replaces an instruction in which others are edited"):
+        ir.edited(PROGRAM.body, {id(the(ir.For)): (), id(the(ir.Copy)): ()})
+    stranger = ir.Fork("ring")
+    with pytest.raises(KeyError, match="an edit names no instruction of the body"):
+        ir.edited(PROGRAM.body, {id(stranger): ()})
+
+
+def test_a_rule_that_gives_what_compares_equal() -> None:
+    """0.0 == -0.0, and places do not count when instructions are compared; inside of others the rule has its effect all the same."""
+    negative = ir.rewrite(PROGRAM.body, lambda i: replace(i, value=-i.value) if isinstance(i, ir.Fill) else None)
+    assert [repr(i.value) for i in ir.walk(negative) if isinstance(i, ir.Fill)] == ["-0.0", "-0.0"]
+    place = Location("elsewhere", 1)
+    moved = ir.rewrite(PROGRAM.body, lambda i: replace(i, location=place))
+    assert {i.location for i in ir.walk(moved)} == {place}
+
+
+def test_what_no_rule_changes_is_the_same_body() -> None:
+    assert ir.rewrite(PROGRAM.body, lambda i: None) is PROGRAM.body
