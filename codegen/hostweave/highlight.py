@@ -26,7 +26,7 @@ def highlighted(text: str, language: str) -> str:
 def ir_lexer() -> RegexLexer:
     """The lexer of both IRs. Its words are those of the tables that print and parse them; what neither IR has is an Error token."""
     from pygments.lexer import RegexLexer, words
-    from pygments.token import Comment, Keyword, Name, Number, Operator, Punctuation, String, Text
+    from pygments.token import Comment, Generic, Keyword, Name, Number, Operator, Punctuation, String, Text
 
     from hostweave.fusion.ops import OPS
     from hostweave.fusion.types import DTYPES
@@ -40,6 +40,7 @@ def ir_lexer() -> RegexLexer:
         tokens = {  # noqa: RUF012  as Pygments wants it
             "root": [
                 (r"\s+", Text.Whitespace),
+                (r"^@@ [-+,\d ]+ @@$", Generic.Subheading),  # between the stages of `inspect --after all`
                 (r"#[^\n]*", Comment.Single),
                 (r'"(?:[^"\\\n]|\\.)*"', String),
                 (r"%[A-Za-z_]\w*", Name),  # values are most of the text: no colour
