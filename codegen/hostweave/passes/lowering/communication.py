@@ -143,7 +143,7 @@ def blocks_to_receive(b: Builder, dst: Callable[[], str], blocks: Transfer, step
 
 
 def cut(b: Builder, whole: str, cuts: tuple[int, ...]) -> str:
-    """The view of `whole` with the blocks of all dims outermost, in row-major order; `whole`, which a loop may have a chunk of, if it is one."""
+    """The view of `whole` with the blocks of all dims outermost, in row-major order; of one block `whole`, or a chunk of it, itself."""
     if set(cuts) <= {1}:
         return whole
     shape: list[Extent] = []
