@@ -12,13 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 import hostweave as hw
-from hostweave.analysis.check import check
-from hostweave.build.paths import EXAMPLES
+from hostweave.base.errors import BuildError
+from hostweave.base.paths import EXAMPLES
 from hostweave.build.toolchain import find_toolchain
-from hostweave.errors import BuildError
-from hostweave.host import ir
+from hostweave.check.check import check
+from hostweave.cli.programs import load_file, programs_in
+from hostweave.host_ir import ir
 from hostweave.pipeline import lower
-from hostweave.source import load_file, programs_in
 
 PROGRAMS = ("matmul_n", "ag_matmul_p2p", "matmul_rs_flat", "allreduce_rows")  # without kernels, and with
 

@@ -13,8 +13,8 @@ import ml_dtypes
 import numpy as np
 
 import hostweave as hw
-from hostweave.build.paths import BENCHMARKS, EXAMPLES
-from hostweave.source import load_file, programs_in
+from hostweave.base.paths import BENCHMARKS, EXAMPLES
+from hostweave.cli.programs import load_file, programs_in
 
 CHUNKS = 48
 SIZES = {"M": 96 * CHUNKS, "N": 256, "K": 256}

@@ -17,9 +17,9 @@ from typing import Any
 from peers.torch_ranks import times_on_ranks
 
 import hostweave as hw
+from hostweave.base.paths import EXAMPLES
 from hostweave.build.cuda import gpus
-from hostweave.build.paths import EXAMPLES
-from hostweave.source import load_file
+from hostweave.cli.programs import load_file
 
 REPETITIONS = 15
 WAIT = 2_000_000  # cycles of the GPU before each call: the time of the host does not count, as in a model it is hidden

@@ -17,7 +17,7 @@ from peers.torch_ranks import times_on_ranks
 
 import hostweave as hw
 from hostweave.build.cuda import gpus
-from hostweave.fusion.ir import Fusion
+from hostweave.fusion_ir.ir import Fusion
 
 REPETITIONS = 15
 

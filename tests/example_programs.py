@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-from hostweave.build.paths import EXAMPLES
-from hostweave.fusion.ir import Fusion
-from hostweave.fusion.types import DType, bf16
-from hostweave.source import load_file, programs_in
+from hostweave.base.paths import EXAMPLES
+from hostweave.cli.programs import load_file, programs_in
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.types.tensor import DType, bf16
 
 MORE = Path(__file__).with_name("more_programs.py")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from example_programs import all_fusions, more_fusions
 
-from hostweave.fusion.ir import Fusion
-from hostweave.host.ir import HostProgram
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.host_ir.ir import HostProgram
 from hostweave.options import Options
 from hostweave.pipeline import PASSES, lower
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hostweave as hw
-from hostweave.fusion.ir import Fusion
-from hostweave.fusion.types import DType
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.types.tensor import DType
 
 HEADS, HEAD = 8, 4  # heads, and the dims of one
 

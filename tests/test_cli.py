@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from host_programs import GOLDEN, STAGES, golden
 
+from hostweave.base.paths import EXAMPLES
 from hostweave.build import cache
-from hostweave.build.paths import EXAMPLES
-from hostweave.cli import main
-from hostweave.demo import repetitions_in
+from hostweave.cli.demo import repetitions_in
+from hostweave.cli.main import main
 
 SEEDS = EXAMPLES / "seeds.py"
 P2P = f"{SEEDS}:ag_matmul_p2p"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from ml_dtypes import bfloat16
 
-from hostweave.build.paths import PACKAGE
+from hostweave.base.paths import PACKAGE
 
 ROOT = Path(__file__).parents[1]
 GUIDE = ROOT / "docs" / "guide.md"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import hostweave as hw
-from hostweave.errors import ArgumentError, HostweaveError, ProgramError
+from hostweave.base.errors import ArgumentError, HostweaveError, ProgramError
 
 MESH = hw.Mesh(x=2)
 A = hw.f32["M@x", "K"]

@@ -15,12 +15,12 @@ from pygments.formatters import TerminalFormatter
 from pygments.lexers import CppLexer
 from pygments.token import Error, Keyword, Name, Token
 
-from hostweave.build.paths import EXAMPLES
+from hostweave.base.paths import EXAMPLES
+from hostweave.cli.highlight import ir_lexer
+from hostweave.cli.programs import load_file, programs_in
 from hostweave.emit import render
-from hostweave.highlight import ir_lexer
 from hostweave.options import Options
 from hostweave.pipeline import lower
-from hostweave.source import load_file, programs_in
 
 GOLDEN = Path(__file__).parent / "golden"
 SEEDS = EXAMPLES / "seeds.py"

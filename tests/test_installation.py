@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import hostweave as hw
-from hostweave.build import paths
-from hostweave.cli import main
+from hostweave.base import paths
+from hostweave.cli.main import main
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

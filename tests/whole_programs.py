@@ -12,17 +12,18 @@ from example_programs import all_fusions, more_fusions, pipelines
 from numpy.typing import NDArray
 
 import hostweave as hw
-from hostweave.analysis.sizes import minimal_sizes
-from hostweave.fusion.blocks import on_each
-from hostweave.fusion.extent import Extent
-from hostweave.fusion.ir import Fusion
-from hostweave.fusion.reference import Tolerance, run_reference, tolerance_of
-from hostweave.fusion.types import Dim, DType, TensorType, bf16
-from hostweave.host.ir import HostProgram
+from hostweave.check.sizes import minimal_sizes
+from hostweave.cli.tolerance import Tolerance, tolerance_of
+from hostweave.fusion_ir.calls import on_each
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.fusion_ir.reference import run_reference
+from hostweave.host_ir.ir import HostProgram
 from hostweave.options import Options
 from hostweave.pipeline import lower
-from hostweave.runtime.arrays import numpy_dtype
-from hostweave.runtime.shards import bind_sizes, block_of, global_shape, holds
+from hostweave.types.numpy_dtypes import numpy_dtype
+from hostweave.types.shards import bind_sizes, block_of, global_shape, holds
+from hostweave.types.size import Extent
+from hostweave.types.tensor import Dim, DType, TensorType, bf16
 
 Array = NDArray[Any]
 Arrays = dict[str, Array]

@@ -5,9 +5,9 @@ from importlib import import_module
 from time import time_ns
 from typing import TYPE_CHECKING, Any
 
-from hostweave.errors import Location, UnknownAttribute
-from hostweave.fusion.block import block
-from hostweave.fusion.composites import (
+from hostweave.base.errors import Location, UnknownAttribute
+from hostweave.fusion_ir.frontend.block import block
+from hostweave.fusion_ir.frontend.composites import (
     dropout,
     layer_norm,
     linear,
@@ -19,7 +19,7 @@ from hostweave.fusion.composites import (
     uniform,
     var,
 )
-from hostweave.fusion.functions import (
+from hostweave.fusion_ir.frontend.functions import (
     abs,
     add,
     argmax,
@@ -72,50 +72,37 @@ from hostweave.fusion.functions import (
     transpose,
     where,
 )
-from hostweave.fusion.ir import Fusion
-from hostweave.fusion.trace import Tensor, fusion
-from hostweave.fusion.types import (
-    Mesh,
-    bf16,
-    bool_,
-    f8e4m3,
-    f8e5m2,
-    f16,
-    f32,
-    f64,
-    i8,
-    i32,
-    i64,
-    u8,
-    u32,
-)
-from hostweave.fusion.types import bf16 as bfloat16
-from hostweave.fusion.types import bool_ as bool
-from hostweave.fusion.types import f8e4m3 as float8_e4m3fn
-from hostweave.fusion.types import f8e5m2 as float8_e5m2
-from hostweave.fusion.types import f16 as float16
-from hostweave.fusion.types import f32 as float32
-from hostweave.fusion.types import f64 as float64
-from hostweave.fusion.types import i8 as int8
-from hostweave.fusion.types import i32 as int32
-from hostweave.fusion.types import i64 as int64
-from hostweave.fusion.types import u8 as uint8
-from hostweave.fusion.types import u32 as uint32
-from hostweave.fusion.user_kernels import kernel
+from hostweave.fusion_ir.frontend.trace import Tensor, fusion
+from hostweave.fusion_ir.frontend.user_kernels import kernel
+from hostweave.fusion_ir.ir import Fusion
 from hostweave.options import Options
+from hostweave.types.mesh import Mesh
+from hostweave.types.tensor import bf16, bool_, f8e4m3, f8e5m2, f16, f32, f64, i8, i32, i64, u8, u32
+from hostweave.types.tensor import bf16 as bfloat16
+from hostweave.types.tensor import bool_ as bool
+from hostweave.types.tensor import f8e4m3 as float8_e4m3fn
+from hostweave.types.tensor import f8e5m2 as float8_e5m2
+from hostweave.types.tensor import f16 as float16
+from hostweave.types.tensor import f32 as float32
+from hostweave.types.tensor import f64 as float64
+from hostweave.types.tensor import i8 as int8
+from hostweave.types.tensor import i32 as int32
+from hostweave.types.tensor import i64 as int64
+from hostweave.types.tensor import u8 as uint8
+from hostweave.types.tensor import u32 as uint32
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from hostweave.api import Program, compile
-    from hostweave.host.ir import HostProgram
+    from hostweave.host_ir.ir import HostProgram
     from hostweave.runtime.group import Group, init
     from hostweave.runtime.providers import MPI, Communicators, Environment, Threads, TorchStore
 
 imported_at = time_ns()  # a file of the package that was edited later may run here as it was before
 _LAZY = {
     "hostweave.api": ("Program", "compile"),
-    "hostweave.host.ir": ("HostProgram",),
+    "hostweave.host_ir.ir": ("HostProgram",),
     "hostweave.runtime.group": ("Group", "init"),
     "hostweave.runtime.providers": ("MPI", "Communicators", "Environment", "Threads", "TorchStore"),
 }

@@ -2,6 +2,6 @@
 
 import sys
 
-from hostweave.cli import main
+from hostweave.cli.main import main
 
 sys.exit(main())

@@ -11,14 +11,14 @@ from types import ModuleType
 from typing import Any
 from weakref import WeakSet
 
-from hostweave.analysis.check import check
-from hostweave.analysis.sizes import minimal_sizes
+from hostweave.base.errors import ArgumentError, ExecutionError, ProgramError
+from hostweave.base.signatures import checked
 from hostweave.build.toolchain import MODULE_FILE, TARGETS
-from hostweave.errors import ArgumentError, ExecutionError, ProgramError
-from hostweave.fusion.ir import Fusion
-from hostweave.fusion.source import expect_one_thread
-from hostweave.fusion.types import Mesh
-from hostweave.host.ir import HostProgram
+from hostweave.check.check import check
+from hostweave.check.sizes import minimal_sizes
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.fusion_ir.user_kernel import expect_one_thread
+from hostweave.host_ir.ir import HostProgram
 from hostweave.options import Options
 from hostweave.pipeline import lower
 from hostweave.runtime.arguments import in_order
@@ -27,7 +27,7 @@ from hostweave.runtime.cpu import schedule
 from hostweave.runtime.group import Group, current
 from hostweave.runtime.local import LocalProgram
 from hostweave.runtime.session import Session, Timing
-from hostweave.signatures import checked
+from hostweave.types.mesh import Mesh
 
 MAX_CHECKED_RANKS = 16  # of programs that are checked without being asked to
 OPTIONS_OF_RUN = ("ranks", "warmups", "repetitions")  # take arrays by name beside these

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hostweave.errors import ProgramError
-from hostweave.fusion.types import DType, f32
-from hostweave.signatures import checked_arguments
+from hostweave.base.errors import ProgramError
+from hostweave.base.signatures import checked_arguments
+from hostweave.types.tensor import DType, f32
 
 
 @checked_arguments

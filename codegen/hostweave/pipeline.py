@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hostweave.fusion.blocks import on_each
-from hostweave.fusion.ir import Fusion
-from hostweave.fusion.verify import verify_fusion
-from hostweave.host.blocks import bodies, joined
-from hostweave.host.ir import HostProgram
-from hostweave.host.verify import verify_host
+from hostweave.fusion_ir.calls import on_each
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.fusion_ir.verify import verify_fusion
+from hostweave.host_ir.calls import bodies, joined
+from hostweave.host_ir.ir import HostProgram
+from hostweave.host_ir.verify import verify_host
 from hostweave.options import Options
-from hostweave.passes.choose_overlap import choose_overlap
-from hostweave.passes.decompose_reshards import decompose_reshards
-from hostweave.passes.fold_epilogues import fold_epilogues
-from hostweave.passes.fuse_kernels import fuse_kernels
-from hostweave.passes.group_communications import group_communications
-from hostweave.passes.insert_reshards import insert_reshards
-from hostweave.passes.lower_to_host import lower_to_host
-from hostweave.passes.order_channels import order_channels
-from hostweave.passes.plan_memory import plan_memory
-from hostweave.passes.propagate_sharding import propagate_sharding
-from hostweave.passes.sink_waits import sink_waits
-from hostweave.passes.split_reductions import split_reductions
+from hostweave.passes.fusion.choose_overlap import choose_overlap
+from hostweave.passes.fusion.decompose_reshards import decompose_reshards
+from hostweave.passes.fusion.insert_reshards import insert_reshards
+from hostweave.passes.fusion.propagate_sharding import propagate_sharding
+from hostweave.passes.host.fold_epilogues import fold_epilogues
+from hostweave.passes.host.fuse_kernels import fuse_kernels
+from hostweave.passes.host.group_communications import group_communications
+from hostweave.passes.host.plan_memory import plan_memory
+from hostweave.passes.host.serialize_channels import order_channels
+from hostweave.passes.host.sink_waits import sink_waits
+from hostweave.passes.host.split_reductions import split_reductions
+from hostweave.passes.lower.lower_to_host import lower_to_host
 
 PASSES: tuple[Callable[[Any, Options], Any], ...] = (
     propagate_sharding,

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 from host_programs import NAMES, RANKS, program
 
-from hostweave.analysis.check import check
-from hostweave.errors import ProgramError
-from hostweave.host import ir
-from hostweave.host.ir import HostProgram
+from hostweave.base.errors import ProgramError
+from hostweave.check.check import check
+from hostweave.host_ir import ir
+from hostweave.host_ir.ir import HostProgram
 
 HEAD = "host @t(%x: f32[4@x, N]) -> (%y: f32[4@x, N]) mesh(x=2) streams(ring[2]) events(done[2]) {\n"
 OTHER = "1 - rank.x on x"  # the peer of either rank

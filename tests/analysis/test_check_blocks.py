@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hostweave.analysis.check import check
-from hostweave.errors import ProgramError
-from hostweave.host.ir import HostProgram
+from hostweave.base.errors import ProgramError
+from hostweave.check.check import check
+from hostweave.host_ir.ir import HostProgram
 
 LAYER = """\
 block @layer(%a: f32[M@x, E]) -> (%b: f32[M@x, E]) {

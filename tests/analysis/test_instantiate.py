@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from host_programs import NAMES, program
 
-from hostweave.analysis.instantiate import instantiate
-from hostweave.analysis.operations import layout
-from hostweave.analysis.sizes import minimal_sizes, sizes_to_check
-from hostweave.errors import ProgramError
-from hostweave.fusion.types import bf16, f32, i8
-from hostweave.host.expr import Binary, Const, Coordinate, Expr, Size, Var, evaluate
-from hostweave.host.ir import HostProgram
+from hostweave.base.errors import ProgramError
+from hostweave.check.operations import layout
+from hostweave.check.simulate import instantiate
+from hostweave.check.sizes import minimal_sizes, sizes_to_check
+from hostweave.host_ir.expr import Binary, Const, Coordinate, Expr, Size, Var, evaluate
+from hostweave.host_ir.ir import HostProgram
+from hostweave.types.tensor import bf16, f32, i8
 
 
 def test_contiguous_dims_are_one_run() -> None:
@@ -102,7 +102,7 @@ def test_minimal_sizes_are_legal(name: str, ranks: int) -> None:
 
 @pytest.mark.parametrize("seed", range(100))
 def test_compiled_expressions(seed: int) -> None:
-    from hostweave.analysis.bound import compiled
+    from hostweave.check.bindings import compiled
 
     draw = random.Random(seed)
 

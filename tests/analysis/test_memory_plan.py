@@ -10,15 +10,16 @@ from example_programs import all_fusions, more_fusions
 from larger_programs import PROGRAMS
 
 import hostweave as hw
-from hostweave.analysis.memory_plan import ALIGNMENT, FOREVER, Buffer, Use, line_numbers, lower_bound, memory_plan, place
-from hostweave.analysis.sizes import minimal_sizes
-from hostweave.fusion.ir import Fusion
-from hostweave.fusion.types import DType, Sizes
-from hostweave.host import ir
-from hostweave.host.ir import HostProgram
-from hostweave.host.text import print_instruction
+from hostweave.check.sizes import minimal_sizes
+from hostweave.cli.memory_plan import ALIGNMENT, FOREVER, Buffer, Use, line_numbers, lower_bound, memory_plan, place
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.host_ir import ir
+from hostweave.host_ir.ir import HostProgram
+from hostweave.host_ir.text import print_instruction
 from hostweave.options import Options
 from hostweave.pipeline import lower
+from hostweave.types.rank_sizes import Sizes
+from hostweave.types.tensor import DType
 
 MOST = 1.05  # times the lower bound
 SHAPES = [

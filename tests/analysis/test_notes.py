@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 import hostweave as hw
-from hostweave.analysis.notes import costly_choices
-from hostweave.build.paths import EXAMPLES
-from hostweave.cli import main
-from hostweave.fusion.ir import Fusion
+from hostweave.base.paths import EXAMPLES
+from hostweave.cli.main import main
+from hostweave.cli.notes import costly_choices
+from hostweave.cli.programs import load_file, programs_in
+from hostweave.fusion_ir.ir import Fusion
 from hostweave.options import Options
 from hostweave.pipeline import lower
-from hostweave.source import load_file, programs_in
 
 MESH = hw.Mesh(x=4)
 X = {"x": hw.f32["B", "S@x", "E"], "w": hw.f32["E", "N@x"]}

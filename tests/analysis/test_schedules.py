@@ -19,17 +19,17 @@ import pytest
 from host_programs import NAMES, program
 from numpy.typing import NDArray
 
-from hostweave.analysis.check import check
-from hostweave.analysis.instantiate import instantiate
-from hostweave.analysis.interpret import _Rank, _World, interpret
-from hostweave.analysis.meetings import meetings
-from hostweave.analysis.operations import Instances, Operation, Stream
-from hostweave.analysis.sizes import minimal_sizes
-from hostweave.errors import ProgramError
-from hostweave.host import ir
-from hostweave.host.expr import Const, Var
-from hostweave.host.ir import HostProgram
-from hostweave.runtime.shards import block_of, global_shape
+from hostweave.base.errors import ProgramError
+from hostweave.check.check import check
+from hostweave.check.interpret import _Rank, _World, interpret
+from hostweave.check.match_collectives import meetings
+from hostweave.check.operations import Instances, Operation, Stream
+from hostweave.check.simulate import instantiate
+from hostweave.check.sizes import minimal_sizes
+from hostweave.host_ir import ir
+from hostweave.host_ir.expr import Const, Var
+from hostweave.host_ir.ir import HostProgram
+from hostweave.types.shards import block_of, global_shape
 
 Array = NDArray[Any]
 Inputs = dict[str, Array]

@@ -14,11 +14,11 @@ import pytest
 from numpy.typing import NDArray
 
 import hostweave as hw
-from hostweave.analysis.interpret import interpret
-from hostweave.fusion.types import DTYPES, DType
-from hostweave.host.ir import HostProgram
-from hostweave.host.rules.communication import NOT_REDUCED, REDUCTIONS
-from hostweave.runtime.arrays import numpy_dtype
+from hostweave.check.interpret import interpret
+from hostweave.host_ir.ir import HostProgram
+from hostweave.host_ir.rules.communication import NOT_REDUCED, REDUCTIONS
+from hostweave.types.numpy_dtypes import numpy_dtype
+from hostweave.types.tensor import DTYPES, DType
 
 Array = NDArray[Any]
 RANKS = (1, 2, 3, 4, 8)

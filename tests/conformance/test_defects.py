@@ -39,8 +39,8 @@ import pytest
 from numpy.typing import NDArray
 
 import hostweave as hw
-from hostweave.analysis.interpret import interpret
-from hostweave.runtime.arrays import numpy_dtype
+from hostweave.check.interpret import interpret
+from hostweave.types.numpy_dtypes import numpy_dtype
 
 Array = NDArray[Any]
 N = 5

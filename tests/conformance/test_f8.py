@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import hostweave as hw
-from hostweave.fusion.types import DType
+from hostweave.types.tensor import DType
 
 
 @pytest.mark.parametrize(("dtype", "numpy"), [(hw.f8e4m3, ml_dtypes.float8_e4m3fn), (hw.f8e5m2, ml_dtypes.float8_e5m2)], ids=str)

@@ -15,13 +15,14 @@ import pytest
 from test_reshards import Array, arrays, compare, kinds_of, traced
 
 import hostweave as hw
-from hostweave.analysis.interpret import interpret
-from hostweave.fusion.ir import Fusion
-from hostweave.fusion.transfer import transfer
-from hostweave.fusion.types import DTYPES, Mesh
-from hostweave.host import ir
+from hostweave.check.interpret import interpret
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.host_ir import ir
 from hostweave.pipeline import lower
 from hostweave.runtime.cpu import seeded
+from hostweave.types.mesh import Mesh
+from hostweave.types.routes import transfer
+from hostweave.types.tensor import DTYPES
 
 ONE, TWO, THREE, FOUR, EIGHT = (Mesh(x=ranks) for ranks in (1, 2, 3, 4, 8))
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 import hostweave as hw
-from hostweave.analysis.check import check
-from hostweave.analysis.interpret import interpret
-from hostweave.fusion.ir import Fusion
-from hostweave.fusion.reference import run_reference
-from hostweave.fusion.types import Mesh
+from hostweave.check.check import check
+from hostweave.check.interpret import interpret
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.fusion_ir.reference import run_reference
 from hostweave.pipeline import lower
+from hostweave.types.mesh import Mesh
 
 WORLD = Mesh(x=4)
 MESHES = [WORLD.ranks(ranks, x=len(ranks)) for ranks in ([0], [1], [0, 1, 2, 3], [0, 2, 3], [1, 0, 2], [1, 0])]

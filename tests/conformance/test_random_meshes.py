@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 import hostweave as hw
-from hostweave.analysis.check import check
-from hostweave.analysis.interpret import interpret
-from hostweave.fusion.ir import Fusion
-from hostweave.fusion.reference import run_reference
-from hostweave.fusion.types import Mesh
-from hostweave.host.ir import HostProgram
+from hostweave.check.check import check
+from hostweave.check.interpret import interpret
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.fusion_ir.reference import run_reference
+from hostweave.host_ir.ir import HostProgram
 from hostweave.pipeline import lower
+from hostweave.types.mesh import Mesh
 
 SIZE = 72  # which any of these meshes can share
 

@@ -14,13 +14,14 @@ import pytest
 from numpy.typing import NDArray
 
 import hostweave as hw
-from hostweave.analysis.interpret import interpret
-from hostweave.fusion.ir import Fusion
-from hostweave.fusion.reference import run_reference
-from hostweave.fusion.types import DTYPES, DType, Mesh, TensorType
-from hostweave.host.ir import HostProgram
+from hostweave.check.interpret import interpret
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.fusion_ir.reference import run_reference
+from hostweave.host_ir.ir import HostProgram
 from hostweave.pipeline import lower
-from hostweave.runtime.arrays import numpy_dtype
+from hostweave.types.mesh import Mesh
+from hostweave.types.numpy_dtypes import numpy_dtype
+from hostweave.types.tensor import DTYPES, DType, TensorType
 
 Array = NDArray[Any]
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import hostweave as hw
-from hostweave.fusion.ir import Fusion
+from hostweave.fusion_ir.ir import Fusion
 
 GATHERS = ("p2p", "ring", "broadcast", "all_gather")
 SCATTERS = ("p2p", "ring", "reduce", "reduce_scatter")

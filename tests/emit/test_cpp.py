@@ -3,9 +3,10 @@ from __future__ import annotations
 import pytest
 
 from hostweave.emit.cpp import Integers, number
-from hostweave.fusion.extent import Extent
-from hostweave.fusion.types import Mesh, bf16, bool_, f32, f64, i32
-from hostweave.host.expr import Coordinate, Expr, Size, Var, binary
+from hostweave.host_ir.expr import Coordinate, Expr, Size, Var, binary
+from hostweave.types.mesh import Mesh
+from hostweave.types.size import Extent
+from hostweave.types.tensor import bf16, bool_, f32, f64, i32
 
 
 def integers() -> Integers:

@@ -13,9 +13,9 @@ import scipy_openblas32
 from example_programs import all_fusions, more_fusions, pipelines
 
 import hostweave as hw
+from hostweave.base.errors import ArgumentError
 from hostweave.build.cuda import find_cuda, gpus
-from hostweave.errors import ArgumentError
-from hostweave.fusion.ir import Fusion
+from hostweave.fusion_ir.ir import Fusion
 
 FUSIONS = {**all_fusions(ranks=4, chunks=3), **more_fusions(ranks=4), **pipelines(ranks=4)}
 TOOLS = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"], "/usr/local/cuda/bin"])  # cmake and ninja may come from pip

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from hostweave.api import compile
-from hostweave.fusion.ir import Fusion
-from hostweave.fusion.reference import run_reference
-from hostweave.host.ir import HostProgram
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.fusion_ir.reference import run_reference
+from hostweave.host_ir.ir import HostProgram
 
 DTYPES = {
     "f64": np.float64,

@@ -6,9 +6,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from hostweave.analysis.interpret import interpret
 from hostweave.api import compile
-from hostweave.host.ir import HostProgram
+from hostweave.check.interpret import interpret
+from hostweave.host_ir.ir import HostProgram
 
 COPIES = """
 host @copies(%x: f32[M, N], %t: f32[K, M, N]) -> (

@@ -7,8 +7,8 @@ import pytest
 import hostweave as hw
 from hostweave.emit import render
 from hostweave.emit.meshes import coordinate, label, membership, place
-from hostweave.fusion.types import Mesh
-from hostweave.host.ir import HostProgram
+from hostweave.host_ir.ir import HostProgram
+from hostweave.types.mesh import Mesh
 
 LINE, GRID = Mesh(x=8), Mesh(dp=2, tp=4)
 

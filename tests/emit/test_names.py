@@ -5,7 +5,7 @@ import pytest
 from hostweave.api import compile
 from hostweave.emit import render
 from hostweave.emit.names import Names
-from hostweave.host.ir import HostProgram
+from hostweave.host_ir.ir import HostProgram
 
 
 @pytest.mark.parametrize(

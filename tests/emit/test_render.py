@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from hostweave.base.errors import ProgramError
 from hostweave.emit import render
-from hostweave.errors import ProgramError
-from hostweave.host.ir import HostProgram
+from hostweave.host_ir.ir import HostProgram
 
 PROGRAM = """host @f(%x: f32[M@d, K]) -> (%y: f32[M, K]) mesh(d=2) {
   all_gather %x -> %y on d

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 
 import hostweave as hw
+from hostweave.base.errors import ProgramError
+from hostweave.base.paths import RUNTIME, RUNTIME_INCLUDES, TEMPLATES
 from hostweave.build import cuda
 from hostweave.build.nvrtc import Unit, compile_unit
-from hostweave.build.paths import RUNTIME, RUNTIME_INCLUDES, TEMPLATES
 from hostweave.build.toolchain import find_compiler
 from hostweave.emit import render
 from hostweave.emit.kernels import C_FUNCTIONS
 from hostweave.emit.names import Names, is_reserved
-from hostweave.errors import ProgramError
-from hostweave.host.ir import HostProgram
+from hostweave.host_ir.ir import HostProgram
 from hostweave.pipeline import lower
 from hostweave.runtime.cpu import seeded
 

@@ -12,8 +12,8 @@ from example_programs import all_fusions, more_fusions, pipelines
 from host_programs import GOLDEN, golden
 
 from hostweave.emit import render
-from hostweave.fusion.ir import Fusion
-from hostweave.host.ir import HostProgram
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.host_ir.ir import HostProgram
 from hostweave.options import Options
 from hostweave.pipeline import lower
 

@@ -19,12 +19,12 @@ import torch
 from whole_programs import Arrays, integer_arrays, lowered, programs_of, sizes_of
 
 import hostweave as hw
-from hostweave.errors import ExecutionError
-from hostweave.fusion.ir import Fusion
-from hostweave.fusion.reference import run_reference
+from hostweave.base.errors import ExecutionError
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.fusion_ir.reference import run_reference
 from hostweave.runtime.launcher import read_launch
 from hostweave.runtime.providers import Provider
-from hostweave.runtime.shards import block_of
+from hostweave.types.shards import block_of
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 

@@ -10,8 +10,8 @@ from whole_programs import compiled, expect, lowered, random_arrays
 
 import hostweave as hw
 from hostweave.build.cuda import gpus
-from hostweave.fusion.ir import Fusion
-from hostweave.fusion.types import DType
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.types.tensor import DType
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore"), pytest.mark.skipif(not gpus(), reason="needs a GPU")]
 SIZES = [(1, 1, 1), (1, 64, 1), (1, 4096, 512), (5, 1, 3), (3, 0, 4), (3, 7, 1), (33, 65, 129), (256, 512, 128)]

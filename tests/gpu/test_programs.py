@@ -15,13 +15,14 @@ import pytest
 from whole_programs import ONE_DEVICE, SEVERAL, compiled, expect, fusion_of, integer_arrays, random_arrays, sizes_of
 
 import hostweave as hw
+from hostweave.base.errors import ArgumentError, ExecutionError
 from hostweave.build.cuda import gpus
-from hostweave.errors import ArgumentError, ExecutionError
-from hostweave.fusion.ir import Fusion
-from hostweave.fusion.reference import run_reference, tolerance_of
-from hostweave.fusion.types import DType
+from hostweave.cli.tolerance import tolerance_of
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.fusion_ir.reference import run_reference
 from hostweave.options import Options
 from hostweave.runtime.cpu import seeded
+from hostweave.types.tensor import DType
 
 GPUS = len(gpus())
 ALL = max((ranks for ranks in (1, 2, 4, 8) if ranks <= GPUS), default=1)

@@ -13,10 +13,10 @@ from host_programs import GOLDEN, NAMES, text
 from test_host_text import EVERYTHING
 
 import hostweave as hw
-from hostweave.errors import ArgumentError, ProgramError
-from hostweave.fusion.ir import Fusion
-from hostweave.host.ir import HostProgram
-from hostweave.host.verify import verify_host
+from hostweave.base.errors import ArgumentError, ProgramError
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.host_ir.ir import HostProgram
+from hostweave.host_ir.verify import verify_host
 
 TOKEN = re.compile(r"\s+|\w+|->|\.\.|[^\s\w]")
 NUMBERS = ("0", "1", "7", str(2**31), str(2**32), str(2**63), "9" * 400, "1e400", "-1", "²", "\u0663")

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 import hostweave as hw
-from hostweave.errors import ParseError, ProgramError
-from hostweave.fusion.blocks import inlined
-from hostweave.fusion.ir import Fusion
+from hostweave.base.errors import ParseError, ProgramError
+from hostweave.fusion_ir.calls import inlined
+from hostweave.fusion_ir.ir import Fusion
 
 TYPES = {"x": hw.f32["M@x", "E"], "w": hw.f32["E", "E"]}
 MESH = hw.Mesh(x=2)

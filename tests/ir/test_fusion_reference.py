@@ -13,11 +13,12 @@ from example_programs import fusions
 from numpy.typing import NDArray
 
 import hostweave as hw
-from hostweave.errors import ArgumentError
-from hostweave.fusion.ops import OPS
-from hostweave.fusion.philox import philox
-from hostweave.fusion.reference import run_reference, tolerance
-from hostweave.fusion.types import DType
+from hostweave.base.errors import ArgumentError
+from hostweave.cli.tolerance import tolerance
+from hostweave.fusion_ir.ops import OPS
+from hostweave.fusion_ir.philox import philox
+from hostweave.fusion_ir.reference import run_reference
+from hostweave.types.tensor import DType
 
 Array = NDArray[Any]
 X = np.array([[-2.0, -0.5, 0.25], [0.5, 1.0, 3.0]])

@@ -7,10 +7,10 @@ import contextlib
 import pytest
 from example_programs import all_fusions
 
-from hostweave.errors import ParseError, ProgramError
-from hostweave.fusion.ir import Fusion
+from hostweave.base.errors import ParseError, ProgramError
+from hostweave.fusion_ir.ir import Fusion
 from hostweave.options import Options
-from hostweave.passes.lower_to_host import lower_to_host
+from hostweave.passes.lower.lower_to_host import lower_to_host
 from hostweave.pipeline import PASSES
 
 FUSION_PASSES = PASSES[: PASSES.index(lower_to_host)]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import hostweave as hw
-from hostweave.errors import HostweaveError, ProgramError
+from hostweave.base.errors import HostweaveError, ProgramError
 
 
 def trace(body: str, mesh: str = "hw.Mesh(x=8)", **inputs: str) -> hw.Fusion:

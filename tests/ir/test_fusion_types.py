@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import hostweave as hw
-from hostweave.errors import ArgumentError, ProgramError
-from hostweave.fusion.extent import Extent
-from hostweave.fusion.types import Dim
+from hostweave.base.errors import ArgumentError, ProgramError
+from hostweave.types.size import Extent
+from hostweave.types.tensor import Dim
 
 
 def test_a_spec_prints_as_it_is_written() -> None:

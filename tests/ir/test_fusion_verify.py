@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 import hostweave as hw
-from hostweave.errors import ProgramError
-from hostweave.fusion.ir import Fusion
-from hostweave.fusion.verify import verify_fusion, verify_ops
+from hostweave.base.errors import ProgramError
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.fusion_ir.verify import verify_fusion, verify_ops
 
 
 def text(ops: str, result: str = "%y", inputs: str = "%x: f32[8@x, 4], %w: f32[4, 6]", mesh: str = "mesh(x=4)") -> str:

@@ -11,11 +11,11 @@ import pytest
 from host_programs import NAMES, RANKS, program
 from numpy.typing import NDArray
 
-from hostweave.analysis.interpret import interpret
-from hostweave.analysis.sizes import minimal_sizes
-from hostweave.errors import ArgumentError, ExecutionError
-from hostweave.host.ir import HostProgram
-from hostweave.runtime.shards import block_of, global_shape
+from hostweave.base.errors import ArgumentError, ExecutionError
+from hostweave.check.interpret import interpret
+from hostweave.check.sizes import minimal_sizes
+from hostweave.host_ir.ir import HostProgram
+from hostweave.types.shards import block_of, global_shape
 
 Array = NDArray[Any]
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from hostweave.errors import Location
-from hostweave.host import ir
-from hostweave.host.ir import HostProgram
+from hostweave.base.errors import Location
+from hostweave.host_ir import ir
+from hostweave.host_ir.ir import HostProgram
 
 PROGRAM = HostProgram.parse("""host @p(%x: f32[M]) -> (%y: f32[M]) mesh(x=1) streams(ring[2]) {
   fill %y with 0.0

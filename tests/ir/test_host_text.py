@@ -9,10 +9,10 @@ import re
 import pytest
 from host_programs import NAMES, RANKS, program, text
 
-from hostweave.errors import Location, ParseError, ProgramError
-from hostweave.host import ir
-from hostweave.host.expr import Binary, Const, Coordinate, Expr, Size, Var, evaluate
-from hostweave.host.ir import HostProgram
+from hostweave.base.errors import Location, ParseError, ProgramError
+from hostweave.host_ir import ir
+from hostweave.host_ir.expr import Binary, Const, Coordinate, Expr, Size, Var, evaluate
+from hostweave.host_ir.ir import HostProgram
 
 EVERYTHING = """\
 kernel @k(%a: f32[M/2, 4], %b: f32[M/2, 4]) {

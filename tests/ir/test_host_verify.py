@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from host_programs import NAMES, RANKS, program
 
-from hostweave.errors import ProgramError
-from hostweave.host import ir
-from hostweave.host.expr import Size
-from hostweave.host.ir import HostProgram
-from hostweave.host.verify import verify_host
+from hostweave.base.errors import ProgramError
+from hostweave.host_ir import ir
+from hostweave.host_ir.expr import Size
+from hostweave.host_ir.ir import HostProgram
+from hostweave.host_ir.verify import verify_host
 
 HEAD = "host @t(%x: f32[M@x, 4], %n: i32[M@x, 4]) -> (%y: f32[M@x, 4]) mesh(x=2) streams(ring[2]) events(done[2]) {\n"
 KERNEL = "kernel @double(%a: f32[M/2, 4]) {\n  %b: f32[M/2, 4] = add(%a, %a)\n}\n"

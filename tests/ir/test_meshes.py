@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 import hostweave as hw
-from hostweave.analysis.check import check
-from hostweave.errors import ArgumentError, ParseError, ProgramError
-from hostweave.fusion.extent import Extent
-from hostweave.fusion.types import Mesh, RankSizes, mesh_of_part
-from hostweave.host.ir import HostProgram
-from hostweave.host.verify import verify_host
+from hostweave.base.errors import ArgumentError, ParseError, ProgramError
+from hostweave.check.check import check
+from hostweave.host_ir.ir import HostProgram
+from hostweave.host_ir.verify import verify_host
+from hostweave.types.mesh import Mesh
+from hostweave.types.rank_sizes import RankSizes, mesh_of_part
+from hostweave.types.size import Extent
 
 GRID = Mesh(dp=2, tp=4)
 LINE = Mesh(x=4)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hostweave.fusion.ir import Fusion
-from hostweave.fusion.verify import verify_fusion
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.fusion_ir.verify import verify_fusion
 from hostweave.options import Options
 
 Pass = Callable[[Fusion, Options], Fusion]

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from fusion_text import check, fusion
 
-from hostweave.errors import ProgramError
+from hostweave.base.errors import ProgramError
 from hostweave.options import Options
-from hostweave.passes.choose_overlap import choose_overlap
+from hostweave.passes.fusion.choose_overlap import choose_overlap
 
 GATHER = ("%x: f32[M@x, K], %w: f32[K, N]", "%g: f32[M, K] = reshard(%x, kind=all_gather)\n%y: f32[M, N] stream({}) = matmul(%g, %w)")
 SCATTER = (

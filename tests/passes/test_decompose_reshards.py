@@ -9,11 +9,12 @@ from math import prod
 import pytest
 from fusion_text import check, fusion
 
-from hostweave.errors import ProgramError
-from hostweave.fusion.resharding import Change, change_of, plan
-from hostweave.fusion.types import Mesh, Partial, TensorType, f32
+from hostweave.base.errors import ProgramError
+from hostweave.fusion_ir.resharding import Change, change_of, plan
 from hostweave.options import Options
-from hostweave.passes.decompose_reshards import decompose_reshards
+from hostweave.passes.fusion.decompose_reshards import decompose_reshards
+from hostweave.types.mesh import Mesh
+from hostweave.types.tensor import Partial, TensorType, f32
 
 # name -> (inputs, before, after)
 CASES = {

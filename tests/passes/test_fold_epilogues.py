@@ -6,11 +6,11 @@ import re
 
 import pytest
 
-from hostweave.analysis.check import check
-from hostweave.host.ir import HostProgram
-from hostweave.host.verify import verify_host
+from hostweave.check.check import check
+from hostweave.host_ir.ir import HostProgram
+from hostweave.host_ir.verify import verify_host
 from hostweave.options import Options
-from hostweave.passes.fold_epilogues import fold_epilogues
+from hostweave.passes.host.fold_epilogues import fold_epilogues
 
 ADD = "kernel @add_y(%h: {t}[M, N], %b: {t}[N]) {\n  %y: {t}[M, N] = add(%h, %b)\n}\n"
 HEAD = "(%x: {t}[M, K], %w: {t}[K, N], %b: {t}[N], %r: {t}[M, N]) -> (%y: {t}[M, N]) mesh(x=2) streams(ring[2])"

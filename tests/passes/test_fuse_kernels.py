@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 import hostweave as hw
-from hostweave.analysis.interpret import interpret
-from hostweave.fusion.ir import Op, Value
-from hostweave.fusion.reference import run_reference
-from hostweave.host.ir import HostProgram
-from hostweave.host.verify import verify_host
+from hostweave.check.interpret import interpret
+from hostweave.fusion_ir.ir import Op, Value
+from hostweave.fusion_ir.reference import run_reference
+from hostweave.host_ir.ir import HostProgram
+from hostweave.host_ir.verify import verify_host
 from hostweave.options import Options
-from hostweave.passes.fuse_kernels import fuse_kernels
+from hostweave.passes.host.fuse_kernels import fuse_kernels
 from hostweave.pipeline import lower
 
 KERNELS = """\

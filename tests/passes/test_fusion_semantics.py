@@ -15,16 +15,17 @@ from example_programs import all_fusions
 from numpy.typing import NDArray
 
 import hostweave as hw
-from hostweave.fusion.ir import Fusion, Op
-from hostweave.fusion.ops import OPS
-from hostweave.fusion.reference import run_reference
-from hostweave.fusion.resharding import change_of, sources_of
-from hostweave.fusion.types import Mesh, TensorType
-from hostweave.fusion.verify import verify_fusion
+from hostweave.fusion_ir.ir import Fusion, Op
+from hostweave.fusion_ir.ops import OPS
+from hostweave.fusion_ir.reference import run_reference
+from hostweave.fusion_ir.resharding import change_of, sources_of
+from hostweave.fusion_ir.verify import verify_fusion
 from hostweave.options import Options
-from hostweave.passes.lower_to_host import lower_to_host
+from hostweave.passes.lower.lower_to_host import lower_to_host
 from hostweave.pipeline import PASSES
-from hostweave.runtime.shards import bind_sizes
+from hostweave.types.mesh import Mesh
+from hostweave.types.shards import bind_sizes
+from hostweave.types.tensor import TensorType
 
 Array = NDArray[Any]
 REDUCE = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 import hostweave as hw
-from hostweave.analysis.check import check
-from hostweave.host.ir import HostProgram
-from hostweave.host.verify import verify_host
+from hostweave.check.check import check
+from hostweave.host_ir.ir import HostProgram
+from hostweave.host_ir.verify import verify_host
 from hostweave.options import Options
-from hostweave.passes import group_communications as module
-from hostweave.passes.group_communications import group_communications
+from hostweave.passes.host import group_communications as module
+from hostweave.passes.host.group_communications import group_communications
 from hostweave.pipeline import lower
 
 HEADER = (

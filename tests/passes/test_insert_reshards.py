@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fusion_text import check
 
-from hostweave.passes.insert_reshards import insert_reshards
+from hostweave.passes.fusion.insert_reshards import insert_reshards
 
 # name -> (inputs, before, after)
 CASES = {

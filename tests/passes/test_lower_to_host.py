@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hostweave.fusion.ir import Fusion
+from hostweave.fusion_ir.ir import Fusion
 from hostweave.options import Options
-from hostweave.passes.lower_to_host import lower_to_host
+from hostweave.passes.lower.lower_to_host import lower_to_host
 from hostweave.pipeline import PASSES
 
 CASES = {

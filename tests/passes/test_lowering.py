@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from hostweave.fusion.ir import Fusion
+from hostweave.fusion_ir.ir import Fusion
 from hostweave.options import Options
-from hostweave.passes.lower_to_host import lower_to_host
-from hostweave.passes.lowering.dataflow import Dataflow
-from hostweave.passes.lowering.loops import iterations, loops_of, shards
-from hostweave.passes.lowering.placement import placement_of
+from hostweave.passes.lower.dataflow import Dataflow
+from hostweave.passes.lower.loops import iterations, loops_of, shards
+from hostweave.passes.lower.lower_to_host import lower_to_host
+from hostweave.passes.lower.placement import placement_of
 from hostweave.pipeline import PASSES
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from hostweave.analysis.check import check
-from hostweave.analysis.instantiate import instantiate
-from hostweave.analysis.meetings import meetings
-from hostweave.analysis.order import Task, order, run
-from hostweave.analysis.sizes import minimal_sizes
-from hostweave.errors import ProgramError
-from hostweave.host import ir
-from hostweave.host.ir import HostProgram
-from hostweave.host.verify import verify_host
+from hostweave.base.errors import ProgramError
+from hostweave.check.check import check
+from hostweave.check.happens_before import Task, order, run
+from hostweave.check.match_collectives import meetings
+from hostweave.check.simulate import instantiate
+from hostweave.check.sizes import minimal_sizes
+from hostweave.host_ir import ir
+from hostweave.host_ir.ir import HostProgram
+from hostweave.host_ir.verify import verify_host
 from hostweave.options import Options
-from hostweave.passes.order_channels import order_channels
+from hostweave.passes.host.serialize_channels import order_channels
 
 HEADER = "(%x: f32[4@dp, N], %v: f32[4@tp, N]) -> (%y: f32[4@dp, N], %z: f32[4@tp, N]) mesh(dp=2, tp=2) streams(ring[2])"
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from hostweave.analysis.check import check
-from hostweave.fusion.ir import Fusion
-from hostweave.host.blocks import bodies, inlined, joined
-from hostweave.host.ir import HostProgram
-from hostweave.host.verify import verify_host
+from hostweave.check.check import check
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.host_ir.calls import bodies, inlined, joined
+from hostweave.host_ir.ir import HostProgram
+from hostweave.host_ir.verify import verify_host
 from hostweave.options import Options
 from hostweave.pipeline import lower
 

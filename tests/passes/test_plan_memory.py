@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from hostweave.analysis.check import check
-from hostweave.host.ir import HostProgram
-from hostweave.host.verify import verify_host
+from hostweave.check.check import check
+from hostweave.host_ir.ir import HostProgram
+from hostweave.host_ir.verify import verify_host
 from hostweave.options import Options
-from hostweave.passes.plan_memory import plan_memory
+from hostweave.passes.host.plan_memory import plan_memory
 
 KERNELS = """\
 kernel @neg(%a: f32[M, N]) {

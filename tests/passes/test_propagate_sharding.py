@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fusion_text import check
 
-from hostweave.passes.propagate_sharding import propagate_sharding
+from hostweave.passes.fusion.propagate_sharding import propagate_sharding
 
 # name -> (inputs, before, after)
 CASES = {

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from test_random_programs import Generator, computes, parts
 
-from hostweave.errors import ProgramError
-from hostweave.fusion.ir import Fusion, Op, Value
-from hostweave.fusion.types import Dim
-from hostweave.fusion.verify import verify_fusion
+from hostweave.base.errors import ProgramError
+from hostweave.fusion_ir.ir import Fusion, Op, Value
+from hostweave.fusion_ir.verify import verify_fusion
+from hostweave.types.tensor import Dim
 
 
 def outlined(generator: Generator, fusion: Fusion) -> Fusion | None:

@@ -16,22 +16,23 @@ import pytest
 from numpy.typing import NDArray
 
 import hostweave as hw
-from hostweave.analysis.check import check
-from hostweave.analysis.interpret import interpret
-from hostweave.errors import ArgumentError, ProgramError
-from hostweave.fusion.block import Block
-from hostweave.fusion.blocks import on_each
-from hostweave.fusion.ir import Fusion, Op
-from hostweave.fusion.reference import run_reference
-from hostweave.fusion.types import Mesh, TensorType
-from hostweave.host import ir
-from hostweave.host.blocks import bodies
-from hostweave.host.ir import HostProgram
+from hostweave.base.errors import ArgumentError, ProgramError
+from hostweave.check.check import check
+from hostweave.check.interpret import interpret
+from hostweave.fusion_ir.calls import on_each
+from hostweave.fusion_ir.frontend.block import Block
+from hostweave.fusion_ir.ir import Fusion, Op
+from hostweave.fusion_ir.reference import run_reference
+from hostweave.host_ir import ir
+from hostweave.host_ir.calls import bodies
+from hostweave.host_ir.ir import HostProgram
 from hostweave.options import Options
 from hostweave.pipeline import lower
-from hostweave.runtime.arrays import numpy_dtype
 from hostweave.runtime.cpu import parallel, seeded
-from hostweave.runtime.shards import block_of, holds
+from hostweave.types.mesh import Mesh
+from hostweave.types.numpy_dtypes import numpy_dtype
+from hostweave.types.shards import block_of, holds
+from hostweave.types.tensor import TensorType
 
 Array = NDArray[Any]
 MakeOp = Callable[["Generator", list[hw.Tensor], hw.Tensor], hw.Tensor]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hostweave.host.ir import HostProgram
-from hostweave.passes.sink_views import sink_views
+from hostweave.host_ir.ir import HostProgram
+from hostweave.passes.host.sink_views import sink_views
 
 CASES = {
     "to what uses it first, in the order that they had": (

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from hostweave.analysis.check import check
-from hostweave.host.ir import HostProgram
-from hostweave.host.verify import verify_host
+from hostweave.check.check import check
+from hostweave.host_ir.ir import HostProgram
+from hostweave.host_ir.verify import verify_host
 from hostweave.options import Options
-from hostweave.passes.sink_waits import sink_waits
+from hostweave.passes.host.sink_waits import sink_waits
 
 HEADER = "(%x: f32[8], %v: f32[8]) -> (%y: f32[8], %z: f32[8]) mesh(x=1) streams(ring[2], other[1])"
 LOOP = """\

@@ -10,7 +10,7 @@ from whole_programs import random_arrays, tolerance_of
 
 import hostweave as hw
 from hostweave.build.cuda import gpus
-from hostweave.fusion.reference import run_reference
+from hostweave.fusion_ir.reference import run_reference
 
 
 def kernels(function: Any, **specs: Any) -> list[str]:

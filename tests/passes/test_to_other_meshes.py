@@ -8,21 +8,22 @@ import pytest
 from fusion_text import check, fusion
 
 import hostweave as hw
-from hostweave.errors import ProgramError
-from hostweave.fusion.ir import Fusion
-from hostweave.fusion.resharding import plan
-from hostweave.fusion.transfer import transfer
-from hostweave.fusion.types import Mesh, Partial, TensorType
-from hostweave.host import ir
-from hostweave.host.ir import HostProgram
+from hostweave.base.errors import ProgramError
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.fusion_ir.resharding import plan
+from hostweave.host_ir import ir
+from hostweave.host_ir.ir import HostProgram
 from hostweave.options import Options
-from hostweave.passes.choose_overlap import choose_overlap
-from hostweave.passes.decompose_reshards import decompose_reshards
-from hostweave.passes.group_communications import group_communications
-from hostweave.passes.order_channels import order_channels
-from hostweave.passes.propagate_sharding import propagate_sharding
-from hostweave.passes.sink_waits import sink_waits
+from hostweave.passes.fusion.choose_overlap import choose_overlap
+from hostweave.passes.fusion.decompose_reshards import decompose_reshards
+from hostweave.passes.fusion.propagate_sharding import propagate_sharding
+from hostweave.passes.host.group_communications import group_communications
+from hostweave.passes.host.serialize_channels import order_channels
+from hostweave.passes.host.sink_waits import sink_waits
 from hostweave.pipeline import lower
+from hostweave.types.mesh import Mesh
+from hostweave.types.routes import transfer
+from hostweave.types.tensor import Partial, TensorType
 
 ALL = Mesh(x=4)
 A, B = ALL.ranks([0, 1]), ALL.ranks([2, 3])

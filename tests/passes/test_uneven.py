@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from fusion_text import fusion
 
-from hostweave.errors import ProgramError
-from hostweave.fusion.ir import Fusion
+from hostweave.base.errors import ProgramError
+from hostweave.fusion_ir.ir import Fusion
 from hostweave.options import Options
-from hostweave.passes.uneven import uneven_sizes
+from hostweave.passes.lower.uneven_sizes import uneven_sizes
 from hostweave.pipeline import lower
 
 GATHER = "%y: f32[M, K] stated = reshard(%x)"

@@ -10,19 +10,20 @@ import pytest
 from whole_programs import compiled, expect, integer_arrays, random_arrays, sizes_of
 
 import hostweave as hw
-from hostweave.build.paths import EXAMPLES
+from hostweave.base.paths import EXAMPLES
+from hostweave.cli.programs import load_file
+from hostweave.cli.tolerance import tolerance_at_scale
 from hostweave.emit import render
-from hostweave.fusion.blocks import inlined
-from hostweave.fusion.ir import Fusion
-from hostweave.fusion.reference import run_reference, tolerance_at_scale
-from hostweave.fusion.types import DType
-from hostweave.host import ir
+from hostweave.fusion_ir.calls import inlined
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.fusion_ir.reference import run_reference
+from hostweave.host_ir import ir
 from hostweave.options import Options
 from hostweave.pipeline import lower
-from hostweave.runtime.arrays import numpy_dtype
 from hostweave.runtime.cpu import parallel, seeded
-from hostweave.runtime.shards import block_of
-from hostweave.source import load_file
+from hostweave.types.numpy_dtypes import numpy_dtype
+from hostweave.types.shards import block_of
+from hostweave.types.tensor import DType
 
 
 def nested(ranks: int) -> Fusion:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import hostweave as hw
-from hostweave.fusion.reference import run_reference
-from hostweave.fusion.types import DType
-from hostweave.runtime.arrays import numpy_dtype
+from hostweave.fusion_ir.reference import run_reference
+from hostweave.types.numpy_dtypes import numpy_dtype
+from hostweave.types.tensor import DType
 
 FLOATS = {
     hw.f64: torch.float64,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import hostweave as hw
-from hostweave.errors import ExecutionError, ProgramError
+from hostweave.base.errors import ExecutionError, ProgramError
 from hostweave.options import Options
 from hostweave.runtime.cpu import parallel, seeded
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import hostweave as hw
-from hostweave.errors import ArgumentError, ProgramError
+from hostweave.base.errors import ArgumentError, ProgramError
 
 
 @hw.block(x=hw.f32["M", "N"])

@@ -9,8 +9,8 @@ import pytest
 from whole_programs import expect, integer_arrays
 
 import hostweave as hw
-from hostweave.errors import ProgramError
-from hostweave.fusion.ir import Fusion
+from hostweave.base.errors import ProgramError
+from hostweave.fusion_ir.ir import Fusion
 from hostweave.options import Options
 from hostweave.pipeline import lower
 

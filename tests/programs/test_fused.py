@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from whole_programs import compiled, lowered
 
 import hostweave as hw
-from hostweave.fusion.ir import Fusion
-from hostweave.fusion.reference import run_reference
-from hostweave.fusion.types import DType
-from hostweave.host import ir
-from hostweave.runtime.arrays import numpy_dtype
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.fusion_ir.reference import run_reference
+from hostweave.host_ir import ir
 from hostweave.runtime.cpu import parallel, seeded
+from hostweave.types.numpy_dtypes import numpy_dtype
+from hostweave.types.tensor import DType
 
 Array = NDArray[Any]
 SIZES = {"B": 3, "S": 12, "T": 12, "M": 12, "N": 72, "K": 20, "F": 6}

@@ -13,16 +13,16 @@ from numpy.typing import NDArray
 from whole_programs import compiled, expect, fusion_of, integer_arrays, lowered, random_arrays, sizes_of
 
 import hostweave as hw
-from hostweave.analysis.check import check
-from hostweave.analysis.memory_plan import memory_plan
-from hostweave.build.paths import NATIVE
-from hostweave.errors import ExecutionError, ProgramError
-from hostweave.fusion.ir import Fusion
-from hostweave.fusion.reference import run_reference
-from hostweave.fusion.types import DType
-from hostweave.host.ir import HostProgram
+from hostweave.base.errors import ExecutionError, ProgramError
+from hostweave.base.paths import NATIVE
+from hostweave.check.check import check
+from hostweave.cli.memory_plan import memory_plan
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.fusion_ir.reference import run_reference
+from hostweave.host_ir.ir import HostProgram
 from hostweave.options import Options
 from hostweave.runtime.cpu import parallel, seeded
+from hostweave.types.tensor import DType
 
 RANKS = 4
 

@@ -15,13 +15,13 @@ from _pytest.mark import ParameterSet
 from whole_programs import ONE_DEVICE, SEVERAL, Arrays, compiled, expect, fusion_of, integer_arrays, sizes_of
 
 import hostweave as hw
-from hostweave.analysis.check import check
-from hostweave.errors import ExecutionError, ProgramError
-from hostweave.fusion.ir import Fusion
-from hostweave.host import ir
-from hostweave.host.blocks import bodies, joined
-from hostweave.host.ir import HostProgram
-from hostweave.host.text import print_instruction
+from hostweave.base.errors import ExecutionError, ProgramError
+from hostweave.check.check import check
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.host_ir import ir
+from hostweave.host_ir.calls import bodies, joined
+from hostweave.host_ir.ir import HostProgram
+from hostweave.host_ir.text import print_instruction
 from hostweave.options import Options
 from hostweave.pipeline import lower
 from hostweave.runtime.cpu import seeded

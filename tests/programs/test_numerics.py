@@ -20,10 +20,10 @@ from whole_programs import (
 )
 
 import hostweave as hw
-from hostweave.fusion.ir import Fusion
-from hostweave.fusion.types import DType
+from hostweave.fusion_ir.ir import Fusion
 from hostweave.options import Options
 from hostweave.runtime.cpu import parallel, seeded
+from hostweave.types.tensor import DType
 
 SEEDS = range(4)
 

@@ -7,11 +7,12 @@ import pytest
 from whole_programs import fusion_of, random_arrays, sizes_of
 
 import hostweave as hw
-from hostweave.errors import ProgramError
-from hostweave.fusion.reference import run_reference, tolerance
-from hostweave.fusion.types import DType
+from hostweave.base.errors import ProgramError
+from hostweave.cli.tolerance import tolerance
+from hostweave.fusion_ir.reference import run_reference
 from hostweave.options import Options
 from hostweave.pipeline import lower
+from hostweave.types.tensor import DType
 
 RANKS, CHUNKS = 8, 3
 

@@ -12,16 +12,16 @@ import pytest
 from whole_programs import PIPELINES, Array, compiled, expect, fusion_of, integer_arrays, lowered, random_arrays, sizes_of
 
 import hostweave as hw
-from hostweave.analysis.check import check
-from hostweave.analysis.memory_plan import memory_plan
-from hostweave.analysis.memory_report import memory_report
-from hostweave.errors import ArgumentError, ExecutionError, ProgramError
-from hostweave.fusion.types import Mesh
-from hostweave.host import ir
+from hostweave.base.errors import ArgumentError, ExecutionError, ProgramError
+from hostweave.check.check import check
+from hostweave.cli.memory_plan import memory_plan
+from hostweave.cli.memory_report import memory_report
+from hostweave.host_ir import ir
 from hostweave.runtime.arrays import HOST
 from hostweave.runtime.cpu import parallel, seeded
 from hostweave.runtime.local import LocalProgram
-from hostweave.runtime.shards import holds
+from hostweave.types.mesh import Mesh
+from hostweave.types.shards import holds
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])

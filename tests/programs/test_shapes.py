@@ -10,12 +10,12 @@ import pytest
 from whole_programs import compiled, expect, integer_arrays, lowered
 
 import hostweave as hw
-from hostweave.errors import ArgumentError, ProgramError
-from hostweave.fusion.ir import Fusion
-from hostweave.fusion.types import DType
-from hostweave.host import ir
-from hostweave.host.verify import verify_host
+from hostweave.base.errors import ArgumentError, ProgramError
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.host_ir import ir
+from hostweave.host_ir.verify import verify_host
 from hostweave.runtime.cpu import parallel, seeded
+from hostweave.types.tensor import DType
 
 SIZES = {"M": 9, "N": 12, "J": 5, "K": 6}
 

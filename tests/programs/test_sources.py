@@ -8,9 +8,9 @@ import pytest
 from whole_programs import ONE_DEVICE, PIPELINES, SEVERAL, compiled, fusion_of
 
 import hostweave as hw
+from hostweave.base.errors import BuildError
 from hostweave.build.toolchain import find_toolchain
-from hostweave.errors import BuildError
-from hostweave.fusion.ir import Fusion
+from hostweave.fusion_ir.ir import Fusion
 
 NAMES = (*SEVERAL, *ONE_DEVICE, *PIPELINES)
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from whole_programs import compiled
 
-from hostweave.analysis.check import check
-from hostweave.host.ir import HostProgram
+from hostweave.check.check import check
+from hostweave.host_ir.ir import HostProgram
 from hostweave.runtime.cpu import seeded
 
 PROGRAM = """host @steps(%x: f32[M]) -> (%y: f32[M]) mesh(x=1) streams(ring[3]) {{

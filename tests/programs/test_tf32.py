@@ -8,7 +8,7 @@ from test_sources import cuda_is_here
 from whole_programs import compiled, fusion_of, random_arrays, sizes_of
 
 import hostweave as hw
-from hostweave.fusion.ir import Fusion
+from hostweave.fusion_ir.ir import Fusion
 from hostweave.options import Options
 from hostweave.pipeline import lower
 

@@ -15,16 +15,16 @@ from transformer_reference import Array, Reference
 from whole_programs import compiled, lowered
 
 import hostweave as hw
+from hostweave.base.paths import EXAMPLES
 from hostweave.build.cuda import gpus
-from hostweave.build.paths import EXAMPLES
-from hostweave.fusion.ir import Fusion
-from hostweave.fusion.reference import tolerance_at_scale
-from hostweave.fusion.types import DType
-from hostweave.host import ir
-from hostweave.runtime.arrays import numpy_dtype
+from hostweave.cli.programs import load_file, programs_in
+from hostweave.cli.tolerance import tolerance_at_scale
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.host_ir import ir
 from hostweave.runtime.cpu import parallel, seeded
-from hostweave.runtime.shards import block_of
-from hostweave.source import load_file, programs_in
+from hostweave.types.numpy_dtypes import numpy_dtype
+from hostweave.types.shards import block_of
+from hostweave.types.tensor import DType
 
 HEADS, GROUPS, SIZE = 16, 8, 4
 SIZES = {"S": 16, "B": 2, "E": 40, "F": 48, "T": 32, "K": 24, "N": 16}

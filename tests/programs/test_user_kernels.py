@@ -12,11 +12,11 @@ from test_sources import cuda_is_here
 from whole_programs import compiled, lowered
 
 import hostweave as hw
-from hostweave.analysis.interpret import interpret
-from hostweave.errors import ArgumentError, BuildError, ExecutionError, ProgramError
-from hostweave.fusion.ir import Fusion
-from hostweave.fusion.reference import run_reference
-from hostweave.host.ir import HostProgram
+from hostweave.base.errors import ArgumentError, BuildError, ExecutionError, ProgramError
+from hostweave.check.interpret import interpret
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.fusion_ir.reference import run_reference
+from hostweave.host_ir.ir import HostProgram
 from hostweave.runtime.cpu import parallel, seeded
 
 # One function of rows, on what both targets have.

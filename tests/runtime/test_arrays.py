@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import hostweave as hw
-from hostweave.errors import ArgumentError
-from hostweave.runtime.arrays import numpy_dtype
+from hostweave.base.errors import ArgumentError
+from hostweave.types.numpy_dtypes import numpy_dtype
 
 
 @hw.fusion(mesh=hw.Mesh(x=2), x=hw.bf16["M@x", "K"], w=hw.bf16["K", "N"])

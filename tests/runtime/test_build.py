@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 import hostweave as hw
+from hostweave.base.errors import BuildError
 from hostweave.build import cache, cuda, toolchain
 from hostweave.build.nvrtc import compile_unit, units_of
-from hostweave.doctor import report
-from hostweave.errors import BuildError
+from hostweave.cli.doctor import report
 
 needs_cuda = pytest.mark.skipif(
     bool(cuda.find_cuda().missing) and not os.environ.get("HOSTWEAVE_REQUIRE_CUDA"), reason="no CUDA headers and libraries"

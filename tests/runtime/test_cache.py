@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from hostweave.base.errors import BuildError
+from hostweave.base.paths import EXAMPLES, PACKAGE, RUNTIME, TEMPLATES
 from hostweave.build import cache
-from hostweave.build.paths import EXAMPLES, PACKAGE, RUNTIME, TEMPLATES
-from hostweave.errors import BuildError
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hostweave.build.paths import NATIVE, RUNTIME
+from hostweave.base.paths import NATIVE, RUNTIME
 from hostweave.build.toolchain import require_native
 
 CPU = RUNTIME / "cpu"

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import hostweave as hw
-from hostweave.build.paths import NATIVE
-from hostweave.errors import ExecutionError
+from hostweave.base.errors import ExecutionError
+from hostweave.base.paths import NATIVE
 from hostweave.runtime import session
 
 RANKS = 2

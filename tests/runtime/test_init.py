@@ -17,8 +17,8 @@ import pytest
 from test_providers import free_port, needs_torch, run_processes
 
 import hostweave as hw
-from hostweave.build.paths import NATIVE
-from hostweave.errors import ArgumentError, ExecutionError
+from hostweave.base.errors import ArgumentError, ExecutionError
+from hostweave.base.paths import NATIVE
 from hostweave.runtime import group as groups
 from hostweave.runtime import watchdog
 from hostweave.runtime.agreement import Intent

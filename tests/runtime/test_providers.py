@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from hostweave.errors import ArgumentError, ExecutionError
+from hostweave.base.errors import ArgumentError, ExecutionError
 from hostweave.runtime import tcp
 from hostweave.runtime.launcher import first_node, launched, read_launch
 from hostweave.runtime.meeting import Absent, Failed, Meeting, StoreMeeting, Table, ThreadMeeting

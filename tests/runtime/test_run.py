@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import hostweave as hw
+from hostweave.base.errors import ArgumentError, ExecutionError, ProgramError
 from hostweave.build.toolchain import find_compiler
-from hostweave.errors import ArgumentError, ExecutionError, ProgramError
 from hostweave.runtime.cpu import parallel, schedule, seeded
 
 RANKS = 4

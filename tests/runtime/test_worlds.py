@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import hostweave as hw
-from hostweave.errors import ExecutionError
+from hostweave.base.errors import ExecutionError
 
 
 def test_a_failure_leaves_other_worlds_as_they_were() -> None:

@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 
 import hostweave
-from hostweave.errors import BuildError
+from hostweave.base.errors import BuildError
 
 _SUMS = "SHA256SUMS"  # of an entry's other files; every entry has it, also while it is made. Its time is that of the last use
 _FOLDERS = ("", "objects", "failed")  # where entries are

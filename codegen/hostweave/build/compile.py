@@ -7,7 +7,7 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from hostweave.errors import BuildError
+from hostweave.base.errors import BuildError
 
 
 def run_together(commands: list[list[str]], folder: Path) -> None:

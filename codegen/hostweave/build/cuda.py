@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from hostweave.errors import BuildError
+from hostweave.base.errors import BuildError
 
 DEFAULT_MAJOR = 13  # what to install where nothing is
 _TOOLKIT, _SYSTEM = Path("/usr/local/cuda"), Path("/usr")

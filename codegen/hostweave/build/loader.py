@@ -11,7 +11,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
-from hostweave.errors import BuildError
+from hostweave.base.errors import BuildError
 
 MODULE = "hostweave_program"  # the glue's PyInit_ name: the same for every program, each from a file of its own
 _dlopen_flags = threading.Lock()  # are the interpreter's, not the thread's

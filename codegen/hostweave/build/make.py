@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from hostweave.base.paths import BUILDER, RUNTIME, RUNTIME_SOURCES
 from hostweave.build.cache import get_or_make, lookup, name_of, root, stamp_of
 from hostweave.build.compile import run_together
 from hostweave.build.nvrtc import Unit, compile_unit, loader, units_of
-from hostweave.build.paths import BUILDER, RUNTIME, RUNTIME_SOURCES
 from hostweave.build.toolchain import MODULE_FILE, Toolchain, glue
 
 _KERNELS, _JIT_FILE, _CUBIN = "kernels.cu", "kernels_jit.cpp", "kernel.cubin"

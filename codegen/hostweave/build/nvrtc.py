@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hostweave.errors import BuildError
+from hostweave.base.errors import BuildError
 
 _INTEGERS = {8: "char", 16: "short", 32: "int", 64: "long"}  # as the C++ compiler of the host has them
 

@@ -10,10 +10,10 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from hostweave.base.errors import BuildError
+from hostweave.base.paths import BUILDER, NATIVE, PACKAGE, RUNTIME, TEMPLATES
 from hostweave.build.cache import evict, get_or_make, lookup, name_of, stamp_of
-from hostweave.build.paths import BUILDER, NATIVE, PACKAGE, RUNTIME, TEMPLATES
 from hostweave.build.toolchain import Toolchain, find_toolchain, require_native
-from hostweave.errors import BuildError
 
 Sources = Mapping[str, str]  # path -> text
 
@@ -35,7 +35,7 @@ def build(name: str, host_ir: str, options: str, target: str, render: Callable[[
     if folder := lookup(entry):
         return folder
 
-    from hostweave.build.make import make_program  # a hit needs nothing of this
+    from hostweave.build.make import make_program
 
     def make(folder: Path) -> None:
         sources = edited or render()

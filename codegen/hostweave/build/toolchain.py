@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from hostweave.base.errors import BuildError
+from hostweave.base.paths import NATIVE, RUNTIME, RUNTIME_INCLUDES
 from hostweave.build import cuda
-from hostweave.build.paths import NATIVE, RUNTIME, RUNTIME_INCLUDES
-from hostweave.errors import BuildError
 
 TARGETS = ("cpu", "cuda")
 MODULE_FILE = "hostweave_program.so"

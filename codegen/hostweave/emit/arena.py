@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from hostweave.analysis.live_ranges import Begin, Branch, Called, End, Joined, OnRanks, Step, Steps
 from hostweave.emit import views
 from hostweave.emit.shared import Shared
-from hostweave.host.expr import opposite
-from hostweave.host.lifetimes import Begin, Branch, Called, End, Joined, OnRanks, Step, Steps
+from hostweave.host_ir.expr import opposite
 
 
 def arena_plan(steps: Steps, shared: Shared) -> views.Body:

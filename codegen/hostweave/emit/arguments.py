@@ -9,10 +9,10 @@ from hostweave.emit import program_views
 from hostweave.emit.cpp import CUDA_TYPES, Integers
 from hostweave.emit.instructions import Emitter
 from hostweave.emit.parts import part, part_names, whole
-from hostweave.fusion.extent import Extent, is_sum, part_of
-from hostweave.fusion.types import mesh_of_part
-from hostweave.host import ir
-from hostweave.host.requirements import not_empty, not_negative
+from hostweave.host_ir import ir
+from hostweave.host_ir.size_requirements import not_empty, not_negative
+from hostweave.types.rank_sizes import mesh_of_part
+from hostweave.types.size import Extent, is_sum, part_of
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hostweave.emit.kernel_loops import ONE, Dim, merged
-from hostweave.fusion.extent import Extent
-from hostweave.fusion.ir import Op, Value
-from hostweave.fusion.types import BufferType, TensorType
-from hostweave.fusion.types import Dim as TensorDim
-from hostweave.host import ir
+from hostweave.fusion_ir.ir import Op, Value
+from hostweave.host_ir import ir
+from hostweave.types.size import Extent
+from hostweave.types.tensor import BufferType, TensorType
+from hostweave.types.tensor import Dim as TensorDim
 
 
 @dataclass(frozen=True)

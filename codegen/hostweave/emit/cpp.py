@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import gcd, lcm
 
-from hostweave.errors import ProgramError
-from hostweave.fusion.extent import Extent, is_sum, terms_of
-from hostweave.fusion.types import DType, Mesh
-from hostweave.host.expr import OPERATORS, Binary, Const, Coordinate, Expr, Rank, Size, Var
-from hostweave.host.ir import Instruction
+from hostweave.base.errors import ProgramError
+from hostweave.host_ir.expr import OPERATORS, Binary, Const, Coordinate, Expr, Rank, Size, Var
+from hostweave.host_ir.ir import Instruction
+from hostweave.types.mesh import Mesh
+from hostweave.types.size import Extent, is_sum, terms_of
+from hostweave.types.tensor import DType
 
 Place = tuple[Mesh, str]  # along an axis of a mesh
 Range = tuple[int | None, int | None]  # the least and the greatest value, None where unknown

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from hostweave.build.paths import RUNTIME
+from hostweave.base.errors import ArgumentError
+from hostweave.base.paths import RUNTIME
 from hostweave.emit.main import main_view
 from hostweave.emit.program import program_view
 from hostweave.emit.render import kernel_files, rendered
-from hostweave.errors import ArgumentError
-from hostweave.host.ir import HostProgram
+from hostweave.host_ir.ir import HostProgram
 
 _SUMS = "SHA256SUMS"  # of what was written, by which the next export knows it
 

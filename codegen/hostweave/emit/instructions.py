@@ -6,20 +6,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hostweave.analysis.live_ranges import begins, lifetimes
 from hostweave.emit import program_views, views
 from hostweave.emit.copies import copied, copy_kernel, fill_kernel
 from hostweave.emit.cpp import CUDA_TYPES, NCCL_REDUCTIONS, nccl_type
 from hostweave.emit.kernels import emit_kernel
 from hostweave.emit.meshes import label
 from hostweave.emit.shared import WORKSPACE, Shared
-from hostweave.fusion.extent import Extent, product
-from hostweave.fusion.source import Source, elements, held_of
-from hostweave.fusion.transfer import Route
-from hostweave.fusion.types import BufferType, DType
-from hostweave.host import ir
-from hostweave.host.expr import Const, Coordinate, Expr, divisibility
-from hostweave.host.lifetimes import begins, lifetimes
-from hostweave.host.text import print_instruction
+from hostweave.fusion_ir.user_kernel import Source, elements, held_of
+from hostweave.host_ir import ir
+from hostweave.host_ir.expr import Const, Coordinate, Expr, divisibility
+from hostweave.host_ir.text import print_instruction
+from hostweave.types.routes import Route
+from hostweave.types.size import Extent, product
+from hostweave.types.tensor import BufferType, DType
 
 Moved = ir.Select | ir.Slice | ir.Section | ir.Strided  # views that begin elsewhere
 View = Moved | ir.Reshape | ir.Permute

@@ -6,12 +6,12 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from hostweave.analysis.kernel_indices import Iteration, reduced_indices
 from hostweave.emit.cpp import Integers
 from hostweave.emit.names import Names
-from hostweave.fusion.extent import Extent, product
-from hostweave.fusion.types import BufferType
-from hostweave.host import ir
-from hostweave.host.iteration import Iteration, reduced_indices
+from hostweave.host_ir import ir
+from hostweave.types.size import Extent, product
+from hostweave.types.tensor import BufferType
 
 ZERO, ONE = Extent(0), Extent()
 SMALL = 32  # terms that one thread adds up alone although they lie side by side

@@ -7,17 +7,17 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from hostweave.analysis.kernel_indices import Iteration, NotOneKernel, iteration, reduced_indices
+from hostweave.base.errors import ProgramError
 from hostweave.emit import kernel_views
 from hostweave.emit.cpp import Integers, accumulator_type, compute_type, number
 from hostweave.emit.kernel_loops import Loops, stored
 from hostweave.emit.names import Names
-from hostweave.errors import ProgramError
-from hostweave.fusion.ir import Op, Scalar
-from hostweave.fusion.ops import OPS, operand_types
-from hostweave.fusion.text import print_op
-from hostweave.fusion.types import BufferType, DType, bool_, f32, f64, i64
-from hostweave.host import ir
-from hostweave.host.iteration import Iteration, NotOneKernel, iteration, reduced_indices
+from hostweave.fusion_ir.ir import Op, Scalar
+from hostweave.fusion_ir.ops import OPS, operand_types
+from hostweave.fusion_ir.text import print_op
+from hostweave.host_ir import ir
+from hostweave.types.tensor import BufferType, DType, bool_, f32, f64, i64
 
 LATE_BYTES = 16 << 10  # of rows, at most, that a block loads before it needs them: they take registers from other blocks
 u64 = DType("u64", 8, "uint", "uint64_t")  # what unsigned sums add up in

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import lcm
 
+from hostweave.base.errors import ProgramError
 from hostweave.emit import program_views
 from hostweave.emit.cpp import Integers
 from hostweave.emit.meshes import coordinate, is_run, membership, place
 from hostweave.emit.parts import multiples
-from hostweave.errors import ProgramError
-from hostweave.fusion.extent import is_sum
-from hostweave.fusion.types import Mesh
-from hostweave.host.blocks import with_each_block_once
-from hostweave.host.ir import HostProgram, Parameter
+from hostweave.host_ir.calls import with_each_block_once
+from hostweave.host_ir.ir import HostProgram, Parameter
+from hostweave.types.mesh import Mesh
+from hostweave.types.size import is_sum
 
 SIZE = 64  # of every symbolic dim, where the user gives no other: the next multiple that the program takes
 RANK = "r"

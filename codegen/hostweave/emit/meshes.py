@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from hostweave.fusion.types import Mesh
+from hostweave.types.mesh import Mesh
 
 RANK = "rank_.index()"
 

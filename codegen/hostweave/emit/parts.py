@@ -8,11 +8,12 @@ from math import lcm
 from hostweave.emit import program_views
 from hostweave.emit.cpp import Integers
 from hostweave.emit.meshes import label, place
-from hostweave.fusion.extent import Extent, block_of, part_of
-from hostweave.fusion.types import Mesh, mesh_of_part
-from hostweave.host import ir
-from hostweave.host.expr import Size, leaves
-from hostweave.host.requirements import Walk, trip_counts, types_in
+from hostweave.host_ir import ir
+from hostweave.host_ir.expr import Size, leaves
+from hostweave.host_ir.size_requirements import Walk, trip_counts, types_in
+from hostweave.types.mesh import Mesh
+from hostweave.types.rank_sizes import mesh_of_part
+from hostweave.types.size import Extent, block_of, part_of
 
 
 def part_names(program: ir.HostProgram) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
+from hostweave.base.errors import Location, ProgramError
 from hostweave.emit import kernel_views, program_views, views
 from hostweave.emit.arena import arena_plan
 from hostweave.emit.arguments import argument, inputs_of, requirements_of
@@ -16,10 +17,9 @@ from hostweave.emit.meshes import RANK, coordinate, is_run, membership
 from hostweave.emit.names import Names, is_reserved
 from hostweave.emit.parts import multiples, part, part_name, part_names, whole
 from hostweave.emit.shared import WORKSPACE, Shared
-from hostweave.errors import Location, ProgramError
-from hostweave.fusion.source import Source
-from hostweave.host import ir
-from hostweave.host.blocks import bodies, with_each_block_once
+from hostweave.fusion_ir.user_kernel import Source
+from hostweave.host_ir import ir
+from hostweave.host_ir.calls import bodies, with_each_block_once
 
 
 def program_view(program: ir.HostProgram) -> program_views.Program:

@@ -7,12 +7,12 @@ from functools import cache
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from hostweave.build.paths import TEMPLATES
+from hostweave.base.paths import TEMPLATES
 from hostweave.emit import program_views
 from hostweave.emit.layout import laid_out
 from hostweave.emit.main import Main
 from hostweave.emit.program import program_view
-from hostweave.host.ir import HostProgram
+from hostweave.host_ir.ir import HostProgram
 
 SOURCES = ("program.h", "program.cpp", "binding.cpp")
 KERNEL_SOURCES = ("kernels.h", "kernels.cu")

@@ -7,9 +7,10 @@ from hostweave.emit.cpp import Integers
 from hostweave.emit.kernels import EmittedKernel
 from hostweave.emit.meshes import label
 from hostweave.emit.names import Names
-from hostweave.fusion.types import BufferType, Mesh
-from hostweave.host import ir
-from hostweave.host.blocks import bodies
+from hostweave.host_ir import ir
+from hostweave.host_ir.calls import bodies
+from hostweave.types.mesh import Mesh
+from hostweave.types.tensor import BufferType
 
 WORKSPACE = "workspace_"
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hostweave.errors import ArgumentError
-from hostweave.fusion.types import TensorType
-from hostweave.host.ir import Parameter
+from hostweave.base.errors import ArgumentError
+from hostweave.host_ir.ir import Parameter
 from hostweave.runtime.arrays import HOST, Array, Library, library_of
+from hostweave.types.tensor import TensorType
 
 
 def in_order(program: str, parameters: Sequence[Parameter], given: Sequence[Array], named: Mapping[str, Array]) -> tuple[Array, ...]:

@@ -11,27 +11,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-from hostweave.fusion.types import DType, bf16, bool_, f8e4m3, f8e5m2, f16, f32, f64, i8, i32, i64, u8, u32
+from hostweave.types.numpy_dtypes import LIBRARY_NAMES, dtype_of_name, numpy_dtype
+from hostweave.types.tensor import DType
 
 HOST = -1  # the device of an array in host memory
-
-_DTYPE_OF = {
-    "float64": f64,
-    "float32": f32,
-    "float16": f16,
-    "bfloat16": bf16,
-    "float8_e4m3fn": f8e4m3,
-    "float8_e5m2": f8e5m2,
-    "int64": i64,
-    "int32": i32,
-    "int8": i8,
-    "uint32": u32,
-    "uint8": u8,
-    "bool": bool_,
-}
-_NAME_OF = {dtype: name for name, dtype in _DTYPE_OF.items()}
 
 Array = Any  # of some library
 
@@ -115,26 +99,6 @@ def library_of(array: Array) -> Library:
 
 def numpy_library() -> Library:
     return _Numpy()
-
-
-def dtype_of_name(name: str) -> DType | str:
-    return _DTYPE_OF.get(name, name)
-
-
-def numpy_dtype(dtype: DType) -> np.dtype[Any]:
-    """NumPy's dtype of the same kind: bf16 and f8 are those of ml_dtypes."""
-    import ml_dtypes  # noqa: F401  its import teaches NumPy the names
-
-    return np.dtype(_NAME_OF[dtype])
-
-
-def cast(array: NDArray[Any], dtype: DType) -> NDArray[Any]:
-    """The array in that dtype, as the targets and torch cast: to small floats by f32; f8e4m3 ends at its largest number."""
-    if dtype.kind == "float" and dtype.itemsize < f32.itemsize:
-        array = array.astype(np.float32)
-    if dtype == f8e4m3:
-        array = np.clip(array, -448, 448)
-    return array.astype(numpy_dtype(dtype))
 
 
 class _Numpy:
@@ -239,7 +203,7 @@ class _Torch:
 
     def empty(self, shape: tuple[int, ...], dtype: DType, device: int) -> Array:
         torch = sys.modules["torch"]
-        return torch.empty(shape, dtype=getattr(torch, _NAME_OF[dtype]), device="cpu" if device == HOST else f"cuda:{device}")
+        return torch.empty(shape, dtype=getattr(torch, LIBRARY_NAMES[dtype]), device="cpu" if device == HOST else f"cuda:{device}")
 
     def is_contiguous(self, array: Array) -> bool:
         return bool(array.is_contiguous())

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hostweave.errors import ArgumentError
-from hostweave.fusion.types import Mesh, TensorType
-from hostweave.host.ir import HostProgram, Parameter
+from hostweave.base.errors import ArgumentError
+from hostweave.host_ir.ir import HostProgram, Parameter
 from hostweave.runtime.arguments import accept, in_order
 from hostweave.runtime.arrays import HOST, Array, Library, View, nothing, view
-from hostweave.runtime.shards import bind_sizes, block_of, global_shape, holds, local_shape
+from hostweave.types.mesh import Mesh
+from hostweave.types.shards import bind_sizes, block_of, global_shape, holds, local_shape
+from hostweave.types.tensor import TensorType
 
 LocalArrays = tuple[tuple[View, ...], ...]  # [rank][parameter]
 

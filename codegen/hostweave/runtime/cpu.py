@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from hostweave.errors import ArgumentError
+from hostweave.base.errors import ArgumentError
 
 PICKERS = ("mixed", "uniform", "pct", "hosts")  # in the order of hw_cpu_picker
 

@@ -12,7 +12,7 @@ from multiprocessing.util import Finalize
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from hostweave.errors import ArgumentError, ExecutionError, HostweaveError
+from hostweave.base.errors import ArgumentError, ExecutionError, HostweaveError
 from hostweave.runtime.agreement import Intent, disagreement
 from hostweave.runtime.lifetime import calls as native_calls
 from hostweave.runtime.lifetime import expect_own_devices, on_end
@@ -24,8 +24,7 @@ from hostweave.runtime.tcp import TcpStore
 from hostweave.runtime.watchdog import watch
 
 if TYPE_CHECKING:
-    from hostweave.api import Program
-    from hostweave.runtime.local import LocalProgram
+    from hostweave.runtime.local import CompiledProgram, LocalProgram
 
 INIT_TIMEOUT = 300.0  # seconds
 CALL_TIMEOUT = 600.0
@@ -108,7 +107,7 @@ class Group:
         self._device = device
         self._communicators = provider.communicators if isinstance(provider, Communicators) else None
         self._members: dict[str, Any] = {}  # by target
-        self.programs: weakref.WeakKeyDictionary[Program, LocalProgram] = weakref.WeakKeyDictionary()  # that were called here
+        self.programs: weakref.WeakKeyDictionary[CompiledProgram, LocalProgram] = weakref.WeakKeyDictionary()  # that were called here
         self._failure: str | None = None
         self.closed = False
         self._lock = threading.RLock()

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hostweave.errors import ArgumentError
+from hostweave.base.errors import ArgumentError
 
 Environ = Mapping[str, str]
 

@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable
 
-from hostweave.errors import ExecutionError
+from hostweave.base.errors import ExecutionError
 
 _PATIENCE = 10.0  # seconds for calls to stop
 

@@ -6,24 +6,24 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
+from hostweave.base.errors import ArgumentError, HostweaveError
 from hostweave.build.cache import key_of
-from hostweave.errors import ArgumentError, HostweaveError
-from hostweave.fusion.types import Mesh
-from hostweave.host.blocks import with_each_block_once
-from hostweave.host.ir import EVERYONE, Body, HostProgram, Instruction, OnMesh, Parameter, Team, bodies
-from hostweave.host.text import print_instruction
+from hostweave.host_ir.calls import with_each_block_once
+from hostweave.host_ir.ir import EVERYONE, Body, HostProgram, Instruction, OnMesh, Parameter, Team, bodies
+from hostweave.host_ir.text import print_instruction
 from hostweave.runtime.agreement import Intent, Shape
 from hostweave.runtime.arguments import accept
 from hostweave.runtime.arrays import HOST, Array, Library, numpy_library
 from hostweave.runtime.cpu import Schedule, schedule
 from hostweave.runtime.lifetime import calls as native_calls
-from hostweave.runtime.shards import block_of, global_shape, holds, whole_shape
 from hostweave.runtime.streams import handle_of
+from hostweave.types.mesh import Mesh
+from hostweave.types.shards import block_of, global_shape, holds, whole_shape
 
 if TYPE_CHECKING:
-    from hostweave.api import Program
     from hostweave.runtime.group import Group
 
 T = TypeVar("T")
@@ -58,10 +58,21 @@ class _Span(NamedTuple):
         return _Span(address, address + count * parameter.type.dtype.itemsize, parameter.name, written)
 
 
+class CompiledProgram(Protocol):
+    """What a rank needs of a `Program`."""
+
+    target: str
+
+    @property
+    def host_ir(self) -> str: ...
+    @property
+    def module(self) -> ModuleType: ...
+
+
 class LocalProgram:
     """A program, ready on this rank. All ranks of the group make it at the same time."""
 
-    def __init__(self, program: Program, host: HostProgram, options: str, group: Group, verify_calls: bool):
+    def __init__(self, program: CompiledProgram, host: HostProgram, options: str, group: Group, verify_calls: bool):
         """Raises ArgumentError where the group cannot run the program, ExecutionError where its ranks do not agree on it."""
         group.expect_working()
         self._host, self._target, self._group = host, program.target, group

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any, Protocol, TypeVar
 
-from hostweave.errors import ArgumentError, ExecutionError
+from hostweave.base.errors import ArgumentError, ExecutionError
 from hostweave.runtime.launcher import Environ, launched, read_launch
 from hostweave.runtime.meeting import Table
 from hostweave.runtime.rendezvous import this_host

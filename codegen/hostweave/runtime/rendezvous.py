@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from hostweave.errors import ExecutionError
+from hostweave.base.errors import ExecutionError
 from hostweave.runtime.stores import Store
 
 _PAUSE = 0.02  # seconds between looks at a hello that is not new

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Protocol
 
-from hostweave.errors import ExecutionError
+from hostweave.base.errors import ExecutionError
 
 
 class StoreClosed(ExecutionError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hostweave.errors import ArgumentError
+from hostweave.base.errors import ArgumentError
 
 
 def handle_of(stream: Any) -> int:

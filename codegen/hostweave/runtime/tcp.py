@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from hostweave.errors import ExecutionError
+from hostweave.base.errors import ExecutionError
 from hostweave.runtime.stores import StoreClosed
 
 _GREETING = b"hostweave store 2 "  # and a nonce follow; then the server's nonce and proof, then the client's proof

@@ -12,7 +12,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING
 
-from hostweave.errors import ExecutionError
+from hostweave.base.errors import ExecutionError
 from hostweave.runtime.stores import StoreClosed
 
 if TYPE_CHECKING:

@@ -1,0 +1,117 @@
+"""The indices that a kernel walks: which dims of its values go together, and which of them it reduces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hostweave.fusion_ir.index_map import ONE, Labels
+from hostweave.fusion_ir.ir import Op
+from hostweave.fusion_ir.ops import OPS, index_map, operand_types
+from hostweave.host_ir.ir import Kernel
+from hostweave.types.size import Extent
+from hostweave.types.tensor import TensorType
+
+Dim = tuple[str, int]  # a value and the number of its dim
+
+
+class NotOneKernel(Exception):
+    """Ops that no single kernel computes, and why."""
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """The loops of a kernel.
+
+    `indices` gives every dim of every value its index, None to a dim of one element. Every reduction takes all values
+    along `kept` and `reduced` to one value along `kept`; each result has the former or the latter.
+    """
+
+    extents: dict[str, Extent]  # of every index, in the order in which the inputs name them
+    indices: dict[str, Labels]
+    kept: tuple[str, ...]  # in the order of the last result's dims
+    reduced: tuple[str, ...]
+
+    def is_whole(self, value: str) -> bool:
+        """Whether the value differs along what is reduced."""
+        return any(index in self.reduced for index in self.indices[value])
+
+
+def iteration(kernel: Kernel) -> Iteration:
+    """The loops of a kernel. Raises NotOneKernel."""
+    types = {parameter.name: parameter.type for parameter in kernel.inputs}
+    same: dict[Dim, Dim] = {}
+
+    def first(dim: Dim) -> Dim:
+        while dim in same:
+            dim = same[dim]
+        return dim
+
+    for op in kernel.ops:
+        if op.operands:
+            for dims in _joined(op, types):
+                for other in dims[1:]:
+                    if first(dims[0]) != first(other):
+                        same[first(other)] = first(dims[0])
+        types[op.result.name] = op.result.type
+    extents: dict[str, Extent] = {}
+    indices: dict[str, Labels] = {}
+    for name, type in types.items():
+        own = [None if extent == ONE else "{}.{}".format(*first((name, i))) for i, extent in enumerate(type.shape)]
+        indices[name] = tuple(own)
+        extents.update({index: extent for index, extent in zip(own, type.shape, strict=True) if index is not None})
+        if len(set(own) - {None}) < sum(index is not None for index in own):
+            raise NotOneKernel(f"two dims of %{name} would be one")
+    return _checked(extents, indices, kernel)
+
+
+def _joined(op: Op, types: dict[str, TensorType]) -> list[list[Dim]]:
+    """The dims of operands and result that are one index of the op."""
+    walked = index_map(op, operand_types(op, types))
+    if walked.outer:
+        raise NotOneKernel(f"%{op.result.name} splits or merges dims")
+    by_label: dict[str, list[Dim]] = {}
+    for name, labels in zip((*op.operands, op.result.name), (*walked.operands, walked.result), strict=True):
+        for i, label in enumerate(labels):
+            if label is not None and isinstance(name, str):
+                by_label.setdefault(label, []).append((name, i))
+    return list(by_label.values())
+
+
+def _checked(extents: dict[str, Extent], indices: dict[str, Labels], kernel: Kernel) -> Iteration:
+    reduced: set[str] = set()
+    for op in kernel.ops:
+        gone = reduced_indices(op, indices)
+        if gone and reduced and gone != reduced:
+            raise NotOneKernel(f"%{op.result.name} is reduced over other dims")
+        reduced |= gone
+    for op in kernel.ops:
+        if reduced_indices(op, indices) and set(indices[op.tensors[0]]) - {None} != set(extents):
+            raise NotOneKernel(f"%{op.result.name} is reduced from fewer dims")
+    for result in kernel.results:
+        own = set(indices[result.name]) - {None}
+        if own not in (set(extents), set(extents) - reduced):
+            raise NotOneKernel(f"%{result.name} lacks a dim of what it is computed from")
+    kept = tuple(index for index in indices[kernel.results[-1].name] if index is not None and index not in reduced)
+    return Iteration(extents, indices, kept, tuple(index for index in extents if index in reduced))
+
+
+def reduced_indices(op: Op, indices: dict[str, Labels]) -> set[str]:
+    """What an op reduces: nothing where all of it is dims of one element."""
+    if op.kind not in OPS or not OPS[op.kind].combine:
+        return set()
+    return {index for index in indices[op.tensors[0]] if index is not None} - set(indices[op.result.name])
+
+
+def reads_own_index(kernel: Kernel, source: int, result: int) -> bool:
+    """Whether a kernel reads an input, for each element of a result, at that element's index alone: the result may lie over it.
+
+    What a kernel reduces it has read before it writes, but not what differs along the kept dims alone: other threads may still
+    read that.
+    """
+    try:
+        walked = iteration(kernel)
+    except NotOneKernel:
+        return False
+    read, written = kernel.inputs[source], kernel.results[result]
+    same = read.type.shape == written.type.shape and walked.indices[read.name] == walked.indices[written.name]
+    return same and (not walked.reduced or walked.is_whole(written.name))

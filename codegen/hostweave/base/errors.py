@@ -1,0 +1,77 @@
+"""The exceptions of Hostweave and the source places that they name."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from types import FrameType
+
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+_AS_USERS = (f"{_PACKAGE}/examples/", f"{_PACKAGE}/benchmarks/")  # where a wheel has what is written as users write it
+
+
+def is_of_package(frame: FrameType) -> bool:
+    """Whether a frame is Hostweave's own, and not the user's."""
+    file = frame.f_code.co_filename
+    return file.startswith(_PACKAGE) and not file.startswith(_AS_USERS)
+
+
+@dataclass(frozen=True)
+class Location:
+    """A place in the user's source."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+    @staticmethod
+    def of_caller() -> Location:
+        """The innermost frame outside this package: the user's line."""
+        frame = sys._getframe(1)
+        while frame.f_back is not None and is_of_package(frame):
+            frame = frame.f_back
+        return Location(Path(frame.f_code.co_filename).name, frame.f_lineno)
+
+
+class HostweaveError(Exception):
+    """A mistake that Hostweave found: one line with a place, a reason and a remedy."""
+
+    def __init__(self, message: str, location: Location | None = None):
+        super().__init__(f"{location}: {message}" if location else message)
+        self.location = location
+
+
+class ProgramError(HostweaveError, ValueError):
+    """A program that means nothing, or that no pass can lower."""
+
+
+class UnknownAttribute(ProgramError, AttributeError):
+    """An attribute that is not there, for `hasattr` as well."""
+
+
+class ParseError(ProgramError):
+    """IR text that does not parse."""
+
+
+class ArgumentError(HostweaveError, ValueError):
+    """A call with an array of the wrong dtype, shape, device or layout."""
+
+
+class BuildError(HostweaveError, RuntimeError):
+    """A toolchain that is missing or that failed."""
+
+
+class ExecutionError(HostweaveError, RuntimeError):
+    """A program that failed while it ran."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The remedy for a word that is not known: the nearest of those that are, or all of them."""
+    known = list(known)
+    near = get_close_matches(word.lower(), known, 1)
+    return f"did you mean {near[0]}?" if near else f"one of {', '.join(known)}"

@@ -1,0 +1,117 @@
+"""A cursor over the tokens of IR text, shared by the parsers of both IRs. Every complaint names line and column."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, NoReturn, TypeVar
+
+from hostweave.base.errors import ParseError
+
+T = TypeVar("T")
+
+DEEPEST = 64  # bodies and parentheses in one another: each is a call of Python's in whatever walks them
+MAX_INT = 2**63 - 1  # of a size: C++ has it in an int64_t
+
+
+_TOKEN = re.compile(
+    r"\s+|#[^\n]*|(?P<string>\"(?:[^\"\\\n]|\\.)*\")|(?P<number>-?\d+\.(?!\.)\d*(?:e[+-]?\d+)?|-?\d+e[+-]?\d+|-?(?:inf|nan)\b|\d+)|(?P<word>[A-Za-z_]\w*)"
+    r"|(?P<sign>->|==|!=|<=|>=|\.\.|[^\s\w])",
+    re.ASCII,
+)
+
+
+_WORD = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+
+
+class Token(NamedTuple):
+    text: str
+    start: int
+
+
+class Lexer:
+    """A cursor over the tokens of a text."""
+
+    def __init__(self, text: str):
+        self.text = text
+        self.tokens = [Token(m[0], m.start()) for m in _TOKEN.finditer(text) if m.lastgroup]
+        self.at = 0
+        self.depth = 0
+        self.newlines = [m.start() for m in re.finditer("\n", text)]
+        for at, token in enumerate(self.tokens):
+            if not token.text.isascii() and not token.text.startswith('"'):
+                self.fail(f"{token.text!r} is no sign of the language; only strings and comments hold others than ASCII", at)
+
+    def fail(self, message: str, at: int | None = None) -> NoReturn:
+        at = self.at if at is None else at
+        start = self.tokens[at].start if at < len(self.tokens) else len(self.text)
+        line = self.line(at)
+        column = start - self.text.rfind("\n", 0, start)
+        raise ParseError(f"line {line}, column {column}: {message}")
+
+    def line(self, at: int | None = None) -> int:
+        """The line of a token, the present one by default."""
+        at = self.at if at is None else at
+        start = self.tokens[at].start if at < len(self.tokens) else len(self.text)
+        return bisect_left(self.newlines, start) + 1
+
+    def peek(self, ahead: int = 0) -> str:
+        return self.tokens[self.at + ahead].text if self.at + ahead < len(self.tokens) else ""
+
+    def found(self) -> str:
+        return repr(self.peek()) if self.peek() else "the end of the text: is it complete?"
+
+    def take(self) -> str:
+        if not self.peek():
+            self.fail("the text ends inside a program: is it complete?")
+        self.at += 1
+        return self.tokens[self.at - 1].text
+
+    def expect(self, text: str) -> None:
+        if self.peek() != text:
+            self.fail(f"expected {text!r}, found {self.found()}")
+        self.at += 1
+
+    def accept(self, text: str) -> bool:
+        if self.peek() == text:
+            self.at += 1
+            return True
+        return False
+
+    def word(self, what: str) -> str:
+        if not _WORD.fullmatch(self.peek()):
+            self.fail(f"expected {what}, found {self.found()}")
+        return self.take()
+
+    def integer(self) -> int:
+        text = self.peek()
+        if not text.isdigit():
+            self.fail(f"expected an int, found {self.found()}")
+        if len(text) > len(str(MAX_INT)) or int(text) > MAX_INT:
+            self.fail(f"an int of {len(text)} digits; the largest one is {MAX_INT}")
+        return int(self.take())
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Inside of one more body, or pair of parentheses."""
+        self.depth += 1
+        if self.depth > DEEPEST:
+            self.fail(f"more than {DEEPEST} bodies or parentheses in one another; move the inner ones out")
+        yield
+        self.depth -= 1
+
+    def list_of(self, item: Callable[[], T], closing: str) -> tuple[T, ...]:
+        """Items between commas up to the closing sign, which is consumed."""
+        items: list[T] = []
+        while not self.accept(closing):
+            if items:
+                self.expect(",")
+            items.append(item())
+        return tuple(items)
+
+    def named(self) -> str:
+        """The name of a value: `%name`."""
+        self.expect("%")
+        return self.word("a name after '%'")

@@ -1,0 +1,40 @@
+"""Which communications of different channels nothing orders on a rank.
+
+NCCL may start them as it likes, on every rank in another order, and each holds part of the device while it waits for the others.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+
+from hostweave.check.happens_before import Clock, Task, order, run
+from hostweave.check.match_collectives import Channel, channel_of
+from hostweave.check.operations import Instances, Operation
+
+
+class Posted:
+    """The communications that each rank has posted so far: of each channel the last one of each stream, which comes after the others."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, dict[tuple[int, Channel], Task]] = defaultdict(dict)  # by rank
+
+    def unordered(self, task: Task, clock: Clock) -> list[Operation]:
+        """Notes what a task posts that starts when `clock` is known. Returns earlier posts of other channels that may still run."""
+        channels = {channel_of(part) for part in task.operation.communications if len(part.team) > 1}
+        if not channels:
+            return []
+        last = self._last[task.operation.rank]
+        found = [earlier.operation for (lane, channel), earlier in last.items() if clock[lane] < earlier.number and channels != {channel}]
+        last.update({(task.lane, channel): task for channel in channels})
+        return found
+
+
+def unordered(instances: Instances) -> Iterator[tuple[Operation, Operation]]:
+    """Pairs of communications of different channels that neither streams nor events of their rank order: the earlier one, the later one."""
+    for operations in instances.ranks:  # each alone: a clock has as many parts as there are streams on the ranks together
+        posted = Posted()
+        for task, clock in run(order(replace(instances, ranks=(operations,)), [])):
+            for earlier in posted.unordered(task, clock):
+                yield earlier, task.operation

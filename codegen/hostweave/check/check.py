@@ -1,0 +1,217 @@
+"""Decides, without running it, whether a host program is free of races, deadlocks and reads of memory that nothing wrote."""
+
+from __future__ import annotations
+
+import gc
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import combinations
+from typing import NoReturn
+
+from hostweave.analysis.kernel_indices import reads_own_index
+from hostweave.check.channel_order import Posted
+from hostweave.check.happens_before import Clock, Order, Task, order, run
+from hostweave.check.match_collectives import meetings
+from hostweave.check.memory import Memory, Touch
+from hostweave.check.operations import Access, Instances, Operation, Region, failure
+from hostweave.check.simulate import instantiate
+from hostweave.check.sizes import sizes_to_check
+from hostweave.host_ir import ir
+from hostweave.types.rank_sizes import Sizes
+
+
+def check(program: ir.HostProgram, sizes: Sizes | None = None) -> None:
+    """Raises ProgramError for the first fault that `program` has on some rank of its mesh, for these sizes or small ones.
+
+    Checked are: two accesses of the same bytes, one of them a write, that no stream, event or arriving data orders, the
+    caller's before and after the call among them; memory freed while in use, or given to others before that is known; sends
+    and recvs, and collectives, that do not meet; communications of two channels that nothing orders on a rank; a wait whose
+    record may not have run; ranks that wait for one another; memory read before it is written; outputs that are not written
+    completely.
+    """
+    with _without_collections():
+        for chosen in sizes_to_check(program) if sizes is None else (sizes,):
+            instances = instantiate(program, chosen)
+            ordered = order(instances, meetings(instances))
+            checker = _Checker(instances, ordered)
+            for task, clock in run(ordered):
+                checker.start(task, clock)
+            checker.finish()
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Nothing that a check builds is garbage before it ends, and the collector would walk over all of it again and again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+class _Checker:
+    def __init__(self, instances: Instances, ordered: Order):
+        self.instances, self.order = instances, ordered
+        self.posted = Posted()
+        self.tasks = {task.operation: task for task in ordered.tasks}
+        self.kernels = {kernel.name: kernel for kernel in instances.program.kernels}
+        self.over: dict[tuple[str, int, int], bool] = {}
+        self.memories: list[dict[str, Memory]] = []
+        # The first read of bytes that nothing wrote before. If their write comes later, the race says more.
+        self.empty: tuple[Operation, Access, range] | None = None
+        for operations, roots, caller in zip(instances.ranks, instances.roots, ordered.callers, strict=True):
+            regions: dict[str, list[Region]] = defaultdict(list)
+            for operation in operations:
+                for part in operation.members or (operation,):
+                    for access in part.accesses:
+                        regions[access.region.root].append(access.region)
+            self.memories.append({name: Memory(root, regions[name], caller) for name, root in roots.items()})
+
+    def fail(self, operation: Operation, message: str) -> NoReturn:
+        raise failure(self.instances.program, f"{operation}{message}", operation.instruction)
+
+    # --- one task ---
+
+    def start(self, task: Task, clock: Clock) -> None:
+        memories = self.memories[task.operation.rank]
+        touches = [(part, access) for part in task.operation.members or (task.operation,) for access in part.accesses]
+        for (part, access), (other, second) in combinations(touches, 2):
+            if access.region.root == second.region.root and (access.writes or second.writes):
+                self.apart(memories[access.region.root], part, access, other, second)
+        for freed in task.operation.frees:
+            by = self.tasks[freed]
+            if clock[by.lane] < by.number:
+                self.reused(task.operation, freed)
+        for part, access in touches:
+            memory = memories[access.region.root]
+            if access.reads and self.empty is None and (empty := memory.first_empty(access.region)):
+                self.empty = part, access, empty
+            touch = Touch(task, part, access)
+            if (conflict := memory.touch(touch, clock)) is not None:
+                self.race(touch, conflict, memory)
+            if access.region.generation in memory.freed:
+                self.fail(part, f" {_verb(part, access)} %{access.name} after its deallocate: move the deallocate down, out of the loop")
+            if isinstance(part.instruction, ir.Deallocate):
+                memory.freed.add(access.region.generation)
+        for earlier in self.posted.unordered(task, clock):
+            self.two_channels(task.operation, earlier)
+
+    def reused(self, allocate: Operation, freed: Operation) -> NoReturn:
+        (old,) = freed.accesses
+        lender = f"may get bytes of %{old.name}, which {freed} frees"
+        self.fail(allocate, f" {lender}: nothing orders them; {_remedy(allocate, freed)}")
+
+    def apart(self, memory: Memory, part: Operation, access: Access, other: Operation, second: Access) -> None:
+        """Two accesses of one task run at the same time."""
+        if not memory.overlap(access.region, second.region):
+            return
+        if part is other:
+            read, written = (second, access) if access.writes else (access, second)
+            if self.in_place(part, read, written):
+                return
+            self.fail(part, f" writes %{written.name} over the bytes of %{read.name} that it reads: give it memory of its own")
+        first, then = f" {_verb(part, access)} %{access.name}", f"{other} {_verb(other, second)} the same bytes"
+        self.fail(part, f"{first} while, in the same group, {then}: post them apart")
+
+    def in_place(self, part: Operation, read: Access, written: Access) -> bool:
+        """Whether an instruction may read what it writes: element by element, or as NCCL allows."""
+        old, new = read.region, written.region
+        place = part.team.index(part.rank) if part.team else 0
+        match part.instruction:
+            case ir.AllGather():
+                return old.offset == new.offset + place * old.layout.run
+            case ir.ReduceScatter():
+                return new.offset == old.offset + place * new.layout.run
+            case ir.Launch(kernel=name, srcs=srcs, dsts=dsts):
+                if not self.writes_over(name, srcs.index(read.name), dsts.index(written.name)):
+                    return False
+            case ir.Matmul(a=a, b=b, plus=plus):
+                if read.name not in plus or read.name in (a, b):
+                    return False
+            case ir.AllReduce() | ir.Broadcast() | ir.Reduce():
+                pass
+            case _:
+                return False
+        return (old.offset, old.layout.rows, old.layout.run) == (new.offset, new.layout.rows, new.layout.run)
+
+    def writes_over(self, kernel: str, source: int, result: int) -> bool:
+        """Whether a kernel may write a result over an input. What one of the user reads is not known."""
+        key = kernel, source, result
+        if key not in self.over:
+            self.over[key] = kernel in self.kernels and reads_own_index(self.kernels[kernel], source, result)
+        return self.over[key]
+
+    def race(self, touch: Touch, conflict: Touch, memory: Memory) -> NoReturn:
+        """Names what was issued later first: it is the one that fails to wait."""
+        if conflict is not memory.before and self.issued(conflict) > self.issued(touch):
+            touch, conflict = conflict, touch
+        part, access, other = touch.part, touch.access, conflict.part
+        if conflict is memory.before:
+            user = _BEFORE[memory.root.role]
+        else:
+            same = "it" if conflict.access.name == access.name else f"%{conflict.access.name}, the same bytes"
+            user = f"{other} {_verb(other, conflict.access)} {same}"
+        self.fail(part, f" {_verb(part, access)} %{access.name} while {user}: nothing orders them; {_remedy(part, other)}")
+
+    def two_channels(self, later: Operation, earlier: Operation) -> NoReturn:
+        one, other = later.communications[0], earlier.communications[0]
+        fault = f" and {other} are over different channels, and nothing orders them on the rank, which can deadlock"
+        self.fail(one, f"{fault}; {_remedy(one, other)}")
+
+    def issued(self, touch: Touch) -> int:
+        return self.instances.ranks[touch.part.rank].index(touch.by.operation)
+
+    # --- the end of the call ---
+
+    def finish(self) -> None:
+        if self.empty is not None:
+            part, access, empty = self.empty
+            where = f"bytes {empty.start} to {empty.stop} of %{access.region.root}"
+            self.fail(part, f" reads %{access.name} before anything wrote {where}: write them first, or drop the read")
+        for rank, memories in enumerate(self.memories):
+            clock = self.order.caller_clock(rank)
+            for name, memory in memories.items():
+                if (touch := memory.unfinished(clock)) is not None:
+                    self.unjoined(touch, memory)
+                gap = memory.first_empty(Region(name, 0, memory.root.layout, 0))
+                if gap and memory.root.role == "output" and self.holds(rank, name):
+                    missing = f"rank {rank}: nothing writes bytes {gap.start} to {gap.stop} of the output %{name}"
+                    raise failure(self.instances.program, f"{missing}: write all of every output")
+
+    def holds(self, rank: int, parameter: str) -> bool:
+        program = self.instances.program
+        return any(p.name == parameter and rank in p.type.mesh_in(program.mesh).all_ranks for p in program.outputs)
+
+    def unjoined(self, touch: Touch, memory: Memory) -> NoReturn:
+        part, access = touch.part, touch.access
+        pool = part.stream[0] if part.stream else ""
+        user = f"{_verb(part, access)} %{access.name}, and {_AFTERWARDS[memory.root.role]}"
+        self.fail(part, f" {user}: nothing orders the caller's stream after it; add join {pool} behind it")
+
+
+# Who uses memory before and after the call, on the caller's stream.
+_BEFORE = {
+    "input": "the caller may still write it",
+    "output": "the caller may still read it",
+    "allocation": "the call before may still use it",
+}
+_AFTERWARDS = {"input": "the caller may write it next", "output": "the caller reads it next", "allocation": "the next call uses it"}
+
+
+def _verb(part: Operation, access: Access) -> str:
+    if isinstance(part.instruction, ir.Deallocate):
+        return "frees"
+    if isinstance(part.instruction, ir.Allocate):
+        return "allocates"
+    return "updates" if access.reads and access.writes else "writes" if access.writes else "reads"
+
+
+def _remedy(later: Operation, earlier: Operation) -> str:
+    if later.stream and not earlier.stream:
+        return f"add fork {later.stream[0]} between them"
+    if earlier.stream and not later.stream:
+        return f"add join {earlier.stream[0]} between them"
+    return "add record/wait or put both on one stream"

@@ -1,0 +1,174 @@
+"""What runs before what: the operations of all ranks as tasks, run in an order that every legal schedule allows.
+
+A stream runs its tasks in order, a wait runs after its record, and a communication ends when the other side has started.
+Two orders are kept apart. What a task may rely on for its data (its clock) comes from streams, events, and data that
+arrives. Whether every task can run is asked of that and of the order in which a rank posts its communications too: a
+device runs them one after the other, whatever their streams, with some versions of NCCL and not with others.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from hostweave.check.match_collectives import Meeting
+from hostweave.check.operations import Instances, Operation, Stream, failure
+from hostweave.host_ir import ir
+
+Clock = list[int]  # for each stream of each rank, how many of its tasks are known to be done
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Arrival:
+    """Data that reaches a task from others: all that those knew when they started is known when the task ends."""
+
+    sources: list[Task]
+    known: Clock | None = None
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Task:
+    """The `number`-th operation of stream `lane`. The first of each rank's caller is whatever the caller's stream held before the call."""
+
+    operation: Operation
+    lane: int
+    number: int
+    after: list[tuple[Task, str]] = field(default_factory=list)  # what must have ended before this starts, and why
+    waits: list[Task] = field(default_factory=list)  # those of `after` that another stream holds
+    meets: list[Task] = field(default_factory=list)  # what must have started before this ends
+    arrivals: list[Arrival] = field(default_factory=list)
+    followers: list[Task] = field(default_factory=list)  # whose `after` this is in
+    blocked: int = 0  # by how many of `after`
+    expected: int = 0  # how many of `meets` have not started
+    started: bool = False
+    ended: bool = False
+    at_start: Clock = field(default_factory=list)  # where a communication needs it
+    at_end: Clock = field(default_factory=list)  # where another stream waits for it
+
+
+@dataclass(frozen=True)
+class Order:
+    """The tasks of all ranks, and the clock of each stream, which `run` moves on."""
+
+    instances: Instances
+    tasks: list[Task]
+    callers: list[Task]  # by rank: what came before the call
+    clocks: list[Clock]
+
+    def caller_clock(self, rank: int) -> Clock:
+        return self.clocks[self.callers[rank].lane]
+
+
+def order(instances: Instances, met: list[Meeting]) -> Order:
+    program = instances.program
+    streams: list[Stream | None] = [None, *((pool.name, k) for pool in program.streams for k in range(pool.count))]
+    number_of = {stream: k for k, stream in enumerate(streams)}
+    lanes = len(streams) * len(instances.ranks)
+    clocks = [[0] * lanes for _ in range(lanes)]
+    tasks: dict[Operation, Task] = {}
+    callers = []
+    for rank, operations in enumerate(instances.ranks):
+        first = rank * len(streams)
+        last = [0] * len(streams)
+        last[0] = clocks[first][first] = 1
+        callers.append(Task(Operation(ir.Instruction(), rank, None, ()), first, 1))
+        held: dict[int, Task] = {}  # the last task of each stream
+        posted: Task | None = None  # the last communication
+        for operation in operations:
+            k = number_of[operation.stream]
+            last[k] += 1
+            task = tasks[operation] = Task(operation, first + k, last[k])
+            if k in held:
+                _after(task, held[k], "comes after")
+            for waited in operation.waits:
+                _after(task, tasks[waited], "waits for")
+                if tasks[waited].lane != task.lane:
+                    task.waits.append(tasks[waited])
+            if operation.communications:
+                if posted is not None and posted is not held.get(k):
+                    _after(task, posted, "is posted after")
+                posted = task
+                for member in operation.members:
+                    tasks[member] = task
+            held[k] = task
+    for meeting in met:
+        _meet(meeting, tasks)
+    return Order(instances, list(dict.fromkeys(tasks.values())), callers, clocks)
+
+
+def _after(task: Task, earlier: Task, why: str) -> None:
+    task.after.append((earlier, why))
+    task.blocked += 1
+    earlier.followers.append(task)
+
+
+def _meet(meeting: Meeting, tasks: dict[Operation, Task]) -> None:
+    arrivals: dict[tuple[Operation, ...], Arrival] = {}
+    parts = [tasks[part] for part in meeting.parts]
+    for part, task in zip(meeting.parts, parts, strict=True):
+        # A sender learns nothing from the recv: a small message may be gone before the other side starts.
+        sources = meeting.sources(part)
+        if any(tasks[source] is not task for source in sources):
+            arrivals.setdefault(sources, Arrival([tasks[source] for source in sources]))
+            task.arrivals.append(arrivals[sources])
+        others = [other for other in parts if other is not task]
+        task.meets.extend(others)
+        task.expected += len(others)
+
+
+def run(order: Order) -> Iterator[tuple[Task, Clock]]:
+    """Every task as it starts, with what is known then. Raises ProgramError where some tasks wait for one another."""
+    ready = deque(task for task in order.tasks if not task.blocked)
+    while ready:
+        task = ready.popleft()
+        clock = order.clocks[task.lane]
+        for waited in task.waits:
+            clock[:] = map(max, clock, waited.at_end)
+        yield task, clock
+        task.started = True
+        if task.meets:
+            task.at_start = clock.copy()
+        for other in (*task.meets, task):
+            other.expected -= other is not task
+            if other.started and not other.expected and not other.ended:
+                _end(other, order, ready)
+    stuck = [task for task in order.tasks if not task.ended]
+    if stuck:
+        raise _deadlock(order, stuck[0])
+
+
+def _end(task: Task, order: Order, ready: deque[Task]) -> None:
+    task.ended = True
+    clock = order.clocks[task.lane]
+    for arrival in task.arrivals:
+        if arrival.known is None:
+            known = [source.at_start for source in arrival.sources]
+            arrival.known = list(map(max, *known)) if len(known) > 1 else known[0]
+        clock[:] = map(max, clock, arrival.known)
+    clock[task.lane] = task.number
+    for follower in task.followers:
+        if follower.lane != task.lane and not task.at_end:
+            task.at_end = clock.copy()
+        follower.blocked -= 1
+        if not follower.blocked:
+            ready.append(follower)
+
+
+def _deadlock(order: Order, task: Task) -> Exception:
+    """Follows what each task waits for until it comes back to one of them."""
+    path: list[tuple[Task, str]] = []
+    seen: dict[Task, int] = {}
+    while task not in seen:
+        seen[task] = len(path)
+        if task.started:
+            following, why = next(other for other in task.meets if not other.started), "meets"
+        else:
+            following, why = next((other, why) for other, why in task.after if not other.ended)
+        path.append((task, why))
+        task = following
+    circle = path[seen[task] :]
+    first = circle[0][0].operation
+    links = ", which ".join(f"{why} {circle[(i + 1) % len(circle)][0].operation}" for i, (_, why) in enumerate(circle))
+    message = f"{first} {links}: none of them can go on; post what meets in one group, or in the same order on every rank"
+    return failure(order.instances.program, message, first.instruction)

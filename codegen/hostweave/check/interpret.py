@@ -1,0 +1,210 @@
+"""What a host program computes, by NumPy: all ranks in one thread, each in program order. Streams and events are ignored.
+
+It is the meaning that the generated code is tested against, so it takes the plainest way: small floats are widened to f32
+for each instruction and rounded once, and memory that nothing wrote holds NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hostweave.base.errors import ExecutionError, ProgramError
+from hostweave.check.match_collectives import Meeting, meetings
+from hostweave.check.operations import Access, Instances, Operation
+from hostweave.check.simulate import instantiate
+from hostweave.fusion_ir.ir import Op
+from hostweave.fusion_ir.ops import OPS
+from hostweave.host_ir import ir
+from hostweave.types.numpy_dtypes import cast, numpy_dtype
+from hostweave.types.rank_sizes import Sizes
+from hostweave.types.shards import bind_sizes, block_of, holds, whole_shape
+
+Array = NDArray[Any]
+
+REDUCTIONS: dict[str, Callable[[Array, Array], Array]] = {
+    "sum": np.add,
+    "prod": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+    "avg": np.add,
+}
+
+
+def interpret(program: ir.HostProgram, arrays: Mapping[str, Array | Sequence[Array]], sizes: Sizes | None = None) -> list[dict[str, Array]]:
+    """Runs `program` on all ranks and returns each rank's outputs by name.
+
+    An input is a global array, or a list of each rank's local one, None where it has none. A rank gives what it has of the outputs.
+    `sizes` need naming only where the inputs do not give them.
+    Raises ExecutionError where communications do not meet or all ranks that are left wait for one another.
+    """
+    local = {p.name: _blocks(program, p, arrays[p.name]) for p in program.inputs}
+    shapes = {p.name: _global_shape(program, p, arrays[p.name]) for p in program.inputs}
+    bound = bind_sizes(program.name, program.mesh, {p.name: p.type for p in program.inputs}, shapes, program.uneven)
+    instances = instantiate(program, {**bound, **(sizes or {})})
+    try:
+        met = {part: meeting for meeting in meetings(instances) for part in meeting.parts}
+    except ProgramError as error:
+        raise ExecutionError(str(error)) from None
+    world = _World(instances, met)
+    ranks = [
+        _Rank(world, rank, {name: blocks[rank] for name, blocks in local.items() if blocks[rank] is not None})
+        for rank in range(program.mesh.size)
+    ]
+    _take_turns([rank.run() for rank in ranks])
+    return [{p.name: r.whole(p.name).copy() for p in program.outputs if holds(p.type, program.mesh, r.rank)} for r in ranks]
+
+
+def _blocks(program: ir.HostProgram, parameter: ir.Parameter, array: Array | Sequence[Array]) -> list[Array | None]:
+    if isinstance(array, list | tuple):
+        return list(array)
+    whole = np.asarray(array)
+    type, mesh = parameter.type, program.mesh
+    return [whole[block_of(type, mesh, rank, whole.shape)] if holds(type, mesh, rank) else None for rank in range(mesh.size)]
+
+
+def _global_shape(program: ir.HostProgram, parameter: ir.Parameter, array: Array | Sequence[Array]) -> tuple[int, ...]:
+    if isinstance(array, list | tuple):
+        return whole_shape(parameter.type, program.mesh, [() if block is None else block.shape for block in array])
+    return np.asarray(array).shape
+
+
+Turns = Generator[Operation, None, None]  # gives the communication that it waits in
+
+
+def _take_turns(ranks: list[Turns]) -> None:
+    """Each rank goes on until it waits for another, round and round."""
+    waiting: dict[Turns, Operation] = {}
+    while ranks:
+        before = dict(waiting)
+        for rank in ranks.copy():
+            at = next(rank, None)
+            if at is None:
+                ranks.remove(rank)
+                waiting.pop(rank, None)
+            else:
+                waiting[rank] = at
+        if ranks and waiting == before:
+            raise ExecutionError("deadlock: no rank can go on:\n" + "\n".join(f"  {operation}" for operation in waiting.values()))
+
+
+@dataclass(frozen=True)
+class _World:
+    """What the ranks share. `posted` holds what each communication that was reached sends, None where it only receives."""
+
+    instances: Instances
+    met: dict[Operation, Meeting]
+    posted: dict[Operation, Array | None] = field(default_factory=dict)
+
+
+class _Rank:
+    def __init__(self, world: _World, rank: int, inputs: Mapping[str, Array | None]):
+        self.world, self.rank = world, rank
+        self.kernels = {kernel.name: kernel for kernel in world.instances.program.kernels}
+        # A byte of ones everywhere is NaN in every float dtype.
+        self.bytes = {name: np.full(root.size, 255, np.uint8) for name, root in world.instances.roots[rank].items()}
+        for name, array in inputs.items():
+            if array is not None:
+                self.whole(name)[...] = array
+
+    def whole(self, root: str) -> Array:
+        layout = self.world.instances.roots[self.rank][root].layout
+        return np.ndarray(layout.shape, numpy_dtype(layout.dtype), self.bytes[root])
+
+    def array(self, access: Access) -> Array:
+        layout = access.region.layout
+        if not layout.count:
+            return np.empty(layout.shape, numpy_dtype(layout.dtype))
+        strides = [stride * layout.dtype.itemsize for stride in layout.strides]
+        return np.ndarray(layout.shape, numpy_dtype(layout.dtype), self.bytes[access.region.root], access.region.offset, strides)
+
+    def run(self) -> Turns:
+        for operation in self.world.instances.ranks[self.rank]:
+            if not operation.communications:
+                self.compute(operation)
+                continue
+            for part in operation.communications:
+                read = [self.array(access) for access in part.accesses if access.reads]
+                self.world.posted[part] = read[0].copy() if read else None
+            others = [other for part in operation.communications for other in self.world.met[part].parts]
+            while any(other not in self.world.posted for other in others):
+                yield operation
+            for part in operation.communications:
+                for access in part.accesses:
+                    if access.writes:
+                        target = self.array(access)
+                        target[...] = np.broadcast_to(self.received(part), target.size).reshape(target.shape)
+
+    def received(self, part: Operation) -> Array:
+        """What a communication brings to this rank, in the order of its elements."""
+        instruction, place = part.instruction, part.team.index(self.rank)
+        sent = [array.ravel() for source in self.world.met[part].sources(part) if (array := self.world.posted[source]) is not None]
+        match instruction:
+            case ir.AllGather() | ir.Gather():
+                return np.concatenate(sent)
+            case ir.AllReduce(op=op) | ir.Reduce(op=op):
+                return _reduced(op, sent)
+            case ir.ReduceScatter(op=op):
+                return np.split(_reduced(op, sent), len(part.team))[place]
+            case ir.Barrier():
+                return _reduced("sum", sent)
+            case ir.Scatter():
+                return np.split(sent[0], len(part.team))[place]
+            case ir.AllToAll():
+                return np.concatenate([np.split(array, len(part.team))[place] for array in sent])
+            case ir.Exchange() if not sent:
+                return np.zeros(1)
+        return sent[0]
+
+    def compute(self, operation: Operation) -> None:
+        instruction = operation.instruction
+        reads = [self.array(access) for access in operation.accesses if access.reads]
+        writes = [self.array(access) for access in operation.accesses if access.writes]
+        match instruction:
+            case ir.Matmul(activation=activation, scale=scale):
+                a, b, *added = map(_widened, reads)
+                total = reduce(np.add, added, np.matmul(a, b) * a.dtype.type(scale))
+                writes[0][...] = OPS[activation].numpy(np, total) if activation else total
+            case ir.Launch(kernel=name) if name not in self.kernels:
+                raise ExecutionError(f"launch @{name}: NumPy does not know what the user's C++ computes; run the compiled program")
+            case ir.Launch(kernel=name):
+                for written, result in zip(writes, self.launched(self.kernels[name], reads), strict=True):
+                    written[...] = result
+            case ir.Copy():
+                writes[0][...] = reads[0]
+            case ir.Fill(value=value):
+                writes[0][...] = value
+
+    def launched(self, kernel: ir.Kernel, arrays: list[Array]) -> list[Array]:
+        values = {parameter.name: array for parameter, array in zip(kernel.inputs, arrays, strict=True)}
+        for op in kernel.ops:
+            values[op.result.name] = self.op(op, values)
+        return [values[result.name] for result in kernel.results]
+
+    def op(self, op: Op, values: Mapping[str, Array]) -> Array:
+        definition, result = OPS[op.kind], op.result.type
+        stated: dict[str, Any] = {name: value for name, value in op.attributes if name in definition.attributes}
+        if definition.target in ("shape", "type"):
+            stated["shape"] = tuple(extent.bind(self.world.instances.sizes[self.rank]) for extent in result.shape)
+        if definition.target in ("dtype", "type"):
+            stated["dtype"] = numpy_dtype(result.dtype)
+        operands = [_widened(values[operand]) if isinstance(operand, str) else operand for operand in op.operands]
+        with np.errstate(all="ignore"):
+            computed: Array = np.asarray(definition.numpy(np, *operands, **stated))
+        return cast(computed, result.dtype)
+
+
+def _reduced(op: str, arrays: list[Array]) -> Array:
+    total: Array = reduce(REDUCTIONS[op], map(_widened, arrays))
+    return total / len(arrays) if op == "avg" else total
+
+
+def _widened(array: Array) -> Array:
+    """Floats of less than four bytes as f32."""
+    small = array.dtype.itemsize < 4 and array.dtype.kind not in "iub"
+    return array.astype(np.float32) if small else array

@@ -1,0 +1,115 @@
+"""Which communications meet: send and recv in issue order per pair of ranks, collectives by their number in the team."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from hostweave.base.errors import ProgramError
+from hostweave.check.operations import Instances, Operation, failure
+from hostweave.host_ir import ir
+
+Channel = tuple[str, tuple[int, ...]]  # the mesh and axes that a team is named by, and its global ranks
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Communications that take part in one transfer: a send and its recv, or one collective of each rank in team order."""
+
+    parts: tuple[Operation, ...]
+
+    def sources(self, part: Operation) -> tuple[Operation, ...]:
+        """Those whose data this part of it receives."""
+        instruction, team = part.instruction, self.parts
+        match instruction:
+            case ir.Send():
+                return ()
+            case ir.Recv():
+                return team[:1]
+            case ir.Broadcast() | ir.Scatter():
+                return tuple(other for other in team if other.rank == part.peer)
+            case ir.Spread():
+                return tuple(other for other in team if other.rank == part.peer != part.rank)
+            case ir.Reduce() | ir.Gather():
+                return team if part.rank == part.peer else ()
+            case ir.Exchange(sources=sources):
+                source = sources[part.team.index(part.rank)]
+                return () if source is None else (team[source],)
+        return team
+
+
+def meetings(instances: Instances) -> list[Meeting]:
+    """Every transfer of one call.
+
+    Raises ProgramError for a send without a recv of its count and dtype, a recv without a send, and for ranks of a team
+    whose collectives differ in kind, order, count, dtype, reduction or root.
+    """
+    program = instances.program
+    sends: dict[tuple[Channel, int, int], list[Operation]] = defaultdict(list)
+    recvs: dict[tuple[Channel, int, int], list[Operation]] = defaultdict(list)
+    collectives: dict[Channel, dict[int, list[Operation]]] = defaultdict(lambda: defaultdict(list))
+    for operations in instances.ranks:
+        for operation in operations:
+            for part in operation.communications:
+                instruction = part.instruction
+                if isinstance(instruction, ir.Send):
+                    sends[channel_of(part), part.rank, _peer(part)].append(part)
+                elif isinstance(instruction, ir.Recv):
+                    recvs[channel_of(part), _peer(part), part.rank].append(part)
+                else:
+                    collectives[channel_of(part)][part.rank].append(part)
+    met = [_pair(program, send, recv) for key in {**sends, **recvs} for send, recv in zip_longest(sends.get(key, ()), recvs.get(key, ()))]
+    for (_, ranks), by_rank in collectives.items():
+        columns = zip_longest(*(by_rank[rank] for rank in ranks))
+        met.extend(_collective(program, ranks, number, parts) for number, parts in enumerate(columns, 1))
+    return met
+
+
+def channel_of(part: Operation) -> Channel:
+    return part.channel, part.team
+
+
+def _peer(part: Operation) -> int:
+    assert part.peer is not None
+    return part.peer
+
+
+def _pair(program: ir.HostProgram, send: Operation | None, recv: Operation | None) -> Meeting:
+    if recv is None:
+        assert send is not None
+        raise _fault(program, send, f"rank {send.peer} posts no recv for it", "add the recv, or drop this send")
+    if send is None:
+        raise _fault(program, recv, f"rank {recv.peer} posts no send for it", "add the send, or drop this recv")
+    sent, taken = send.accesses[0].region.layout, recv.accesses[0].region.layout
+    if (sent.count, sent.dtype) != (taken.count, taken.dtype):
+        differ = f"sends {sent.count} {sent.dtype}, and it meets a recv of {taken.count} {taken.dtype}"
+        raise _fault(program, send, differ, "make them equal", recv)
+    return Meeting((send, recv))
+
+
+def _collective(program: ir.HostProgram, ranks: tuple[int, ...], number: int, parts: tuple[Operation | None, ...]) -> Meeting:
+    there = [part for part in parts if part is not None]
+    first = there[0]
+    if len(there) < len(parts):
+        absent = next(rank for rank, part in zip(ranks, parts, strict=True) if part is None)
+        remedy = "issue the same collectives in the same order on every rank"
+        raise _fault(program, first, f"is collective {number} of its team, and rank {absent} has only {number - 1}", remedy)
+    for part in there[1:]:
+        if _kind(part) != _kind(first):
+            remedy = "issue the same collectives in the same order, with equal counts, on every rank"
+            raise _fault(program, first, f"is collective {number} of its team, and meets another one", remedy, part)
+    return Meeting(tuple(there))
+
+
+def _kind(part: Operation) -> tuple[object, ...]:
+    """What must be equal on all ranks."""
+    instruction = part.instruction
+    moved = part.accesses[-1 if instruction.at_root == "src" else 0].region.layout  # every rank has this one
+    stated = tuple(getattr(instruction, name, None) for name in ("op", "sources"))
+    return type(instruction), stated, part.peer, moved.count, moved.dtype
+
+
+def _fault(program: ir.HostProgram, part: Operation, reason: str, remedy: str, other: Operation | None = None) -> ProgramError:
+    which = f", {other}" if other else ""
+    return failure(program, f"{part}: {reason}{which}: {remedy}", part.instruction)

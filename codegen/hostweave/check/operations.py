@@ -1,0 +1,145 @@
+"""What a rank does, concretely: one execution of an instruction, and the bytes that it reads and writes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import gcd, prod
+from typing import NamedTuple
+
+from hostweave.base.errors import ProgramError
+from hostweave.host_ir import ir
+from hostweave.host_ir.text import print_instruction
+from hostweave.types.rank_sizes import Sizes
+from hostweave.types.tensor import DType
+
+Stream = tuple[str, int]  # ("ring", 2)
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a view lies in its buffer: shape and strides in elements, and the same bytes as rows of one run each."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    rows: tuple[tuple[int, int], ...]  # (how many, bytes apart), outermost first
+    run: int  # bytes
+
+    @property
+    def count(self) -> int:
+        """Elements."""
+        return prod(self.shape)
+
+    @property
+    def unit(self) -> int:
+        """A number of bytes that divides the run and every distance between rows."""
+        return gcd(self.run, *(step for _, step in self.rows))
+
+    def starts(self) -> list[int]:
+        """Where each run begins, in bytes after the first one."""
+        starts = [0] if self.run else []
+        for how_many, step in self.rows:
+            starts = [start + i * step for start in starts for i in range(how_many)]
+        return starts
+
+
+def layout(dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...]) -> Layout:
+    """The layout of a strided view: dims that follow one another without a gap become one, the innermost one the run."""
+    rows: list[tuple[int, int]] = []
+    run = dtype.itemsize if all(shape) else 0
+    for extent, stride in sorted(zip(shape, strides, strict=True), key=operator.itemgetter(1)):
+        step = stride * dtype.itemsize
+        if extent == 1 or not run:
+            continue
+        if not rows and step == run:
+            run *= extent
+        elif rows and step == rows[-1][0] * rows[-1][1]:
+            rows[-1] = (rows[-1][0] * extent, rows[-1][1])
+        else:
+            rows.append((extent, step))
+    return Layout(dtype, shape, strides, tuple(reversed(rows)), run)
+
+
+class Region(NamedTuple):
+    """Bytes of a root buffer of one rank: an input, an output or an allocation."""
+
+    root: str
+    offset: int  # bytes
+    layout: Layout
+    generation: int  # which execution of the root's allocate the contents belong to
+
+
+class Access(NamedTuple):
+    name: str  # the buffer or view as the instruction names it
+    region: Region
+    reads: bool
+    writes: bool
+
+
+# --- operations -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Operation:
+    """One execution of an instruction by one rank. A fork is one operation on the caller's stream and one on each forked stream."""
+
+    instruction: ir.Instruction
+    rank: int
+    stream: Stream | None  # None: the caller's
+    steps: tuple[tuple[str, int], ...]  # the indices of the loops around it
+    accesses: tuple[Access, ...] = ()
+    channel: str = ""  # of a communication: the mesh and the axes of its team
+    team: tuple[int, ...] = ()  # global ranks, in team order
+    peer: int | None = None  # global rank of the other side of a send or recv, or of a broadcast's root
+    members: tuple[Operation, ...] = ()  # of a group
+    waits: tuple[Operation, ...] = ()  # what must be done before it starts, besides what its stream holds
+    frees: tuple[Operation, ...] = ()  # of an allocate: the deallocates whose bytes it may get, the last of each stream
+
+    @property
+    def communications(self) -> tuple[Operation, ...]:
+        """The communications that this operation posts: a group's members, or itself, or none."""
+        return self.members if self.members else (self,) if self.team else ()
+
+    def __repr__(self) -> str:
+        stream = f"{self.stream[0]}[{self.stream[1]}]" if self.stream else "the caller's stream"
+        steps = "".join(f", %{name} = {value}" for name, value in self.steps)
+        return f"rank {self.rank}, {stream}{steps}: {instruction_text(self.instruction)}"
+
+
+def instruction_text(instruction: ir.Instruction) -> str:
+    """An instruction on one line; of one with a body only the head."""
+    return print_instruction(instruction)[0].removesuffix(" {")
+
+
+@dataclass(frozen=True)
+class Root:
+    """A buffer that is nobody's view. `role` is input, output or allocation."""
+
+    layout: Layout
+    role: str
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.layout.count * self.layout.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Instances:
+    """The operations of every rank, in the order in which its host issues them, its buffers, and the sizes that hold for it."""
+
+    program: ir.HostProgram
+    sizes: tuple[Sizes, ...]
+    roots: tuple[Mapping[str, Root], ...]
+    ranks: tuple[tuple[Operation, ...], ...]
+
+
+def failure(program: ir.HostProgram, message: str, instruction: ir.Instruction | None = None) -> ProgramError:
+    """The error for a fault of `program` that shows in one concrete execution, placed at the user's line where that is known."""
+    location = instruction.location if instruction else None
+    return ProgramError(message if location else f"@{program.name}: {message}", location)

@@ -1,0 +1,509 @@
+"""What each rank does, concretely: the control flow of a host program run for given sizes, as one flat list of operations a rank.
+
+for %i in 0..2 {                     rank 1, ring[0], %i = 0: copy %x -> %y_i      reads %x bytes 0..64, writes %y bytes 64..128
+  %p = (rank.x + %i) % 2      ->     rank 1, ring[1], %i = 1: recv %y_i from 0 ...
+  stream ring[%i] { ... }
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NoReturn
+
+from hostweave.check.bindings import Environment, compiled, size_of
+from hostweave.check.operations import Access, Instances, Layout, Operation, Region, Root, Stream, failure, layout
+from hostweave.check.sizes import extents
+from hostweave.host_ir import ir
+from hostweave.host_ir.calls import inlined, with_each_block_once
+from hostweave.host_ir.expr import Const, Expr, on_sizes_alone
+from hostweave.types.mesh import Mesh
+from hostweave.types.rank_sizes import RankSizes, Sizes
+from hostweave.types.size import Extent, part_of
+from hostweave.types.tensor import BufferType
+
+
+def instantiate(program: ir.HostProgram, sizes: Sizes) -> Instances:
+    """Runs the control flow of `program` for every rank of its mesh.
+
+    Raises ProgramError where a size does not divide, or an index, a peer or a root is out of range.
+    """
+    named = dict.fromkeys(name for extent in extents(with_each_block_once(program)) for name in extent.names)
+    parts = [name for name in named if part_of(name)]
+    program = inlined(program)
+    bound: dict[tuple[int, ...], tuple[_Binder, list[Step]]] = {}  # one for all ranks that hold as much
+    held, roots, ranks = [], [], []
+    for rank in range(program.mesh.size):
+        held.append(RankSizes(sizes, program.mesh, rank))
+        key = tuple(size_of(program, held[-1], Extent(1, (name,)), None) for name in parts)
+        if key not in bound:
+            binder = _Binder(program, held[-1])
+            bound[key] = binder, binder.body(program.body)
+        binder, body = bound[key]
+        run = _Run(program, rank)
+        for step in body:
+            step(run)
+        roots.append(binder.roots)
+        ranks.append(tuple(run.operations))
+    return Instances(program, tuple(held), tuple(roots), tuple(ranks))
+
+
+# --- running the control flow -----------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Run:
+    """Where one rank stands."""
+
+    program: ir.HostProgram
+    rank: int
+    environment: Environment = field(init=False)
+    places: dict[str, tuple[str, int, int]] = field(init=False)  # of each buffer: root, offset in bytes, generation
+    operations: list[Operation] = field(default_factory=list)
+    last: dict[Stream | None, Operation] = field(default_factory=dict)  # on each stream
+    recorded: dict[tuple[str, int], Operation] = field(default_factory=dict)
+    generations: dict[str, int] = field(default_factory=dict)  # of each allocation: how often it was allocated before
+    freed: dict[Stream | None, Operation] = field(default_factory=dict)  # the last deallocate on each stream
+    kept: dict[Stream, Operation] = field(default_factory=dict)  # the same, of what belongs to the stream until it is joined
+    stream: Stream | None = None
+    steps: tuple[tuple[str, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        mesh = self.program.mesh
+        self.environment = {"rank": self.rank, **_coordinates(mesh, self.rank)}
+        parameters = (*self.program.inputs, *self.program.outputs)
+        self.places = {p.name: (p.name, 0, 0) for p in parameters if self.rank in p.type.mesh_in(mesh).all_ranks}
+
+    def place(self, name: str, instruction: ir.Instruction) -> tuple[str, int, int]:
+        """Root, offset in bytes and generation of a buffer."""
+        if name not in self.places:
+            self.fail(instruction, f"%{name} is not on this rank: stand it under `on` the mesh that has it")
+        return self.places[name]
+
+    def issue(self, operation: Operation) -> Operation:
+        self.operations.append(operation)
+        self.last[operation.stream] = operation
+        return operation
+
+    def fail(self, instruction: ir.Instruction, message: str) -> NoReturn:
+        raise failure(self.program, f"{Operation(instruction, self.rank, self.stream, self.steps)}: {message}", instruction)
+
+
+def _coordinates(mesh: Mesh, rank: int) -> Environment:
+    return {f"rank.{axis}": mesh.coordinate(rank, axis) for axis, _ in mesh.axes}
+
+
+Step = Callable[[_Run], None]
+
+
+class _Binder:
+    """Turns instructions into steps once for all ranks: types bound to sizes, expressions compiled, only offsets left to run."""
+
+    def __init__(self, program: ir.HostProgram, sizes: Sizes):
+        self.program = program
+        self.mesh = program.mesh  # of the `on` body around
+        self.sizes = sizes
+        self.bound: dict[Extent, int] = {}
+        self.types: dict[str, BufferType] = {}
+        self.layouts: dict[str, Layout] = {}
+        self.roots: dict[str, Root] = {}
+        self.own: dict[str, bool] = {}  # of each allocation that is known here: whether every stream has its own
+        self.block: ir.OnStream | None = None  # the stream block around
+        self.loops: tuple[ir.For, ...] = ()  # around, outermost first
+        for role, parameters in (("input", program.inputs), ("output", program.outputs)):
+            for parameter in parameters:
+                self.define(parameter.name, program.local_type(parameter), None)
+                self.roots[parameter.name] = Root(self.layouts[parameter.name], role)
+
+    def define(self, name: str, buffer: BufferType, instruction: ir.Instruction | None) -> None:
+        shape = tuple(self.size(extent, instruction) for extent in buffer.shape)
+        strides = tuple(self.size(extent, instruction) for extent in ir.strides_of(buffer))
+        self.types[name], self.layouts[name] = buffer, layout(buffer.dtype, shape, strides)
+
+    def size(self, extent: Extent, instruction: ir.Instruction | None) -> int:
+        bound = self.bound.get(extent)
+        if bound is None:
+            bound = self.bound[extent] = size_of(self.program, self.sizes, extent, instruction)
+        return bound
+
+    def expr(self, expr: Expr) -> Callable[[Environment], int]:
+        return compiled(expr, self.sizes)
+
+    def body(self, body: ir.Body) -> list[Step]:
+        return [_BINDERS.get(type(instruction), _post)(self, instruction) for instruction in body]
+
+    def nested(self, body: ir.Body) -> list[Step]:
+        """A body at whose end its memory ends too, also what it allocates on some of the ranks."""
+        freed = {i.src for i in ir.walk(body) if isinstance(i, ir.Deallocate)}
+
+        def ends(body: ir.Body) -> ir.Body:
+            return tuple(ir.Deallocate(i.out, location=i.location) for i in body if isinstance(i, ir.Allocate) and i.out not in freed)
+
+        on_ranks = (ir.OnMesh(i.mesh, ends(i.body), location=i.location) for i in body if isinstance(i, ir.OnMesh))
+        return self.body((*body, *ends(body), *(i for i in on_ranks if i.body)))
+
+
+# --- one binder an instruction that is not just memory read and written -----------------------------------------------
+
+
+def _allocate(b: _Binder, i: ir.Allocate) -> Step:
+    b.define(i.out, i.type, i)
+    name = i.out
+    while name in b.roots or f"{name}[0]" in b.roots:  # sibling bodies may use one name for two buffers
+        name += "'"
+    pool = b.block.stream if b.block else None
+    roots = [f"{name}[{k}]" for k in range(_count(b.program.streams, pool))] if pool else [name]
+    b.roots.update(dict.fromkeys(roots, Root(b.layouts[i.out], "allocation")))
+    b.own[i.out] = pool is not None
+    whole = b.layouts[i.out]
+    joining = [loop.out for loop in b.loops if any(isinstance(j, ir.Join) and j.stream == pool for j in ir.walk(loop.body))]
+    loops = [loop.out for loop in b.loops], joining  # in which what other streams, and this one's neighbours, freed may come again
+
+    def step(run: _Run) -> None:
+        root = roots[run.stream[1] if pool and run.stream else 0]
+        generation = run.generations[root] = run.generations.get(root, -1) + 1
+        run.places[i.out] = (root, 0, generation)
+        claim = Access(i.out, Region(root, 0, whole, generation), reads=False, writes=True)
+        freed = list(run.freed.values())
+        if generation:  # in a loop, what comes later in its body came before, too
+            steps = dict(run.steps)
+            for stream, last in run.kept.items():
+                then = dict(last.steps)
+                if any(index in then and (stream[0] != pool or then[index] != steps[index]) for index in loops[stream[0] == pool]):
+                    freed.append(last)
+        run.issue(Operation(i, run.rank, run.stream, run.steps, (claim,), frees=tuple(freed)))
+
+    return step
+
+
+def _deallocate(b: _Binder, i: ir.Deallocate) -> Step:
+    build, own = _operation(b, i), b.own[i.src]
+
+    def step(run: _Run) -> None:
+        operation = run.issue(build(run))
+        if own and run.stream:
+            run.kept[run.stream] = operation
+        else:
+            run.freed[run.stream] = operation
+
+    return step
+
+
+def _view(b: _Binder, i: Any) -> Step:
+    source = b.layouts[i.src]
+    b.define(i.out, ir.view_type(i, b.types[i.src]), i)
+    if isinstance(i, ir.Section | ir.Strided):
+        return _section(b, i)
+    if not isinstance(i, ir.Select | ir.Slice):
+
+        def alias(run: _Run) -> None:
+            run.places[i.out] = run.place(i.src, i)
+
+        return alias
+
+    count = source.shape[i.dim] if isinstance(i, ir.Select) else b.size(i.count, i)
+    distance = source.strides[i.dim] * source.dtype.itemsize * (source.shape[i.dim] // count if count else 0)
+    index = b.expr(i.index)
+
+    def step(run: _Run) -> None:
+        value = index(run.environment)
+        if not 0 <= value < count:
+            run.fail(i, f"{_outside(i.index, value, count)}: keep the index inside the dim")
+        root, offset, generation = run.place(i.src, i)
+        run.places[i.out] = (root, offset + value * distance, generation)
+
+    return step
+
+
+def _section(b: _Binder, i: ir.Section | ir.Strided) -> Step:
+    source, held = b.layouts[i.src], b.layouts[i.out].shape[i.dim]
+    if isinstance(i, ir.Strided) and held:
+        held = (held - 1) * i.step + 1
+    distance, whole = source.strides[i.dim] * source.dtype.itemsize, source.shape[i.dim]
+    start = b.expr(i.start)
+
+    def step(run: _Run) -> None:
+        value = start(run.environment)
+        if held and not 0 <= value <= whole - held:  # where nothing is held it may begin anywhere
+            run.fail(i, f"{held} from {value} are outside of 0..{whole}: keep the section inside the dim")
+        root, offset, generation = run.place(i.src, i)
+        run.places[i.out] = (root, offset + (value * distance if held else 0), generation)
+
+    return step
+
+
+def _post(b: _Binder, i: ir.Instruction) -> Step:
+    """Whatever reads and writes memory: compute, collectives, send and recv."""
+    build = _operation(b, i)
+
+    def step(run: _Run) -> None:
+        run.issue(build(run))
+
+    return step
+
+
+# Whether an instruction reads and writes the buffers in a field of a role. A deallocate claims its buffer, an alias, as an
+# allocate does: whoever uses those bytes next must come after it.
+_TOUCHES = {"read": (True, False), "update": (True, True), "write": (False, True), "alias": (False, True)}
+
+
+@cache
+def _teams(mesh: Mesh, axes: tuple[str, ...]) -> dict[int, tuple[int, ...]]:
+    """The team of every rank of a mesh."""
+    return {rank: mesh.team(rank, axes) for rank in mesh.all_ranks}
+
+
+def _operation(b: _Binder, i: ir.Instruction) -> Callable[[_Run], Operation]:
+    at_root: list[tuple[str, Layout, bool, bool]] = []  # what the root touches, and any rank where there is none
+    elsewhere: list[tuple[str, Layout, bool, bool]] = []  # what a rank touches that is not the root
+    for field_name, role in ir.roles(type(i)).items():
+        named = getattr(i, field_name)
+        touched = [(name, b.layouts[name], *_TOUCHES[role]) for name in (named if isinstance(named, tuple) else (named,))]
+        at_root.extend(touched if field_name != i.not_at_root else ())
+        elsewhere.extend(touched if field_name != i.at_root else ())
+    team: ir.Team = getattr(i, "team", ())
+    mesh, axes = _resolved(b, team)
+    teams = _teams(mesh, axes) if team else {}
+    channel = f"{mesh} {', '.join(axes)}" if team else ""
+    other: Expr | None = getattr(i, "peer", None) or getattr(i, "root", None)
+    peer = b.expr(other) if other else None
+
+    def build(run: _Run) -> Operation:
+        operation = Operation(i, run.rank, run.stream, run.steps, channel=channel, team=teams.get(run.rank, ()))
+        if other and peer:
+            value = peer(run.environment)
+            if not 0 <= value < len(operation.team):
+                run.fail(i, f"{_outside(other, value, len(operation.team))}: keep it inside the team")
+            operation.peer = operation.team[value]
+        here = at_root if operation.peer == run.rank or not i.at_root else elsewhere
+        operation.accesses = tuple([_access(run, i, *buffer) for buffer in here])
+        return operation
+
+    return build
+
+
+def _resolved(b: _Binder, team: ir.Team) -> tuple[Mesh, ir.Team]:
+    """The mesh and axes of a team; all ranks are one along all axes of the program's mesh."""
+    if team == ir.EVERYONE:
+        return b.program.mesh, tuple(name for name, _ in b.program.mesh.axes)
+    return b.mesh, team
+
+
+def _blocks(b: _Binder, i: ir.SendBlocks | ir.RecvBlocks) -> Callable[[_Run], tuple[Operation, ...]]:
+    """A send or recv for every route of a rank."""
+    sends = isinstance(i, ir.SendBlocks)
+    name, whole = (i.src, b.layouts[i.src]) if isinstance(i, ir.SendBlocks) else (i.dst, b.layouts[i.dst])
+    held = b.size(Extent(whole.count, (), i.count), i)
+    block = layout(whole.dtype, (held,), (1,))
+    mesh, axes = _resolved(b, i.team)
+    parts: dict[int, list[tuple[ir.Instruction, int, int]]] = {}
+    for route in i.routes:
+        rank, number, peer = (route.sender, route.sent, route.receiver) if sends else (route.receiver, route.received, route.sender)
+        part = ir.Send(name, Const(peer), i.team, location=i.location) if sends else ir.Recv(name, Const(peer), i.team, location=i.location)
+        parts.setdefault(rank, []).append((part, number, peer))
+
+    def build(run: _Run) -> tuple[Operation, ...]:
+        members = []
+        for part, number, peer in parts.get(run.rank, ()):
+            root, offset, generation = run.place(name, i)
+            region = Region(root, offset + number * held * whole.dtype.itemsize, block, generation)
+            member = Operation(part, run.rank, run.stream, run.steps, (Access(name, region, sends, not sends),))
+            member.channel, member.team, member.peer = f"{mesh} {', '.join(axes)}", tuple(mesh.all_ranks), peer
+            members.append(member)
+        return tuple(members)
+
+    return build
+
+
+def _post_blocks(b: _Binder, i: ir.SendBlocks | ir.RecvBlocks) -> Step:
+    build = _blocks(b, i)
+
+    def step(run: _Run) -> None:
+        if members := build(run):
+            run.issue(Operation(i, run.rank, run.stream, run.steps, members=members))
+
+    return step
+
+
+def _access(run: _Run, instruction: ir.Instruction, name: str, layout: Layout, reads: bool, writes: bool) -> Access:
+    root, offset, generation = run.place(name, instruction)
+    return Access(name, Region(root, offset, layout, generation), reads, writes)
+
+
+def _group(b: _Binder, i: ir.Group) -> Step:
+    builders = [_members(b, inner) for inner in i.body]
+
+    def step(run: _Run) -> None:
+        if members := tuple([member for build in builders for member in build(run)]):
+            run.issue(Operation(i, run.rank, run.stream, run.steps, members=members))
+
+    return step
+
+
+def _members(b: _Binder, i: ir.Instruction) -> Callable[[_Run], tuple[Operation, ...]]:
+    """What an instruction of a group posts."""
+    if isinstance(i, ir.SendBlocks | ir.RecvBlocks):
+        return _blocks(b, i)
+    build = _operation(b, i)
+    return lambda run: (build(run),)
+
+
+def _on_stream(b: _Binder, i: ir.OnStream) -> Step:
+    index, count = b.expr(i.index), _count(b.program.streams, i.stream)
+    b.block = i
+    body = b.nested(i.body)
+    b.block = None
+
+    def step(run: _Run) -> None:
+        outer, run.stream = run.stream, (i.stream, index(run.environment) % count)
+        for inner in body:
+            inner(run)
+        run.stream = outer
+
+    return step
+
+
+def _fork(b: _Binder, i: ir.Fork) -> Step:
+    count = _count(b.program.streams, i.stream)
+
+    def step(run: _Run) -> None:
+        fork = run.issue(Operation(i, run.rank, None, run.steps))
+        for k in range(count):
+            run.issue(Operation(i, run.rank, (i.stream, k), run.steps, waits=(fork,)))
+
+    return step
+
+
+def _join(b: _Binder, i: ir.Join) -> Step:
+    streams = [(i.stream, k) for k in range(_count(b.program.streams, i.stream))]
+
+    def step(run: _Run) -> None:
+        held = tuple([run.last[stream] for stream in streams if stream in run.last])
+        run.issue(Operation(i, run.rank, None, run.steps, waits=held))
+        run.freed.update({stream: run.kept.pop(stream) for stream in streams if stream in run.kept})
+
+    return step
+
+
+def _record(b: _Binder, i: ir.Record) -> Step:
+    slot = _slot(b, i)
+
+    def step(run: _Run) -> None:
+        run.recorded[slot(run)] = run.issue(Operation(i, run.rank, run.stream, run.steps))
+
+    return step
+
+
+def _wait(b: _Binder, i: ir.Wait) -> Step:
+    slot = _slot(b, i)
+
+    def step(run: _Run) -> None:
+        event = slot(run)
+        if event not in run.recorded:
+            run.fail(i, f"a wait whose record may not have run: record {event[0]}[{event[1]}] before it in the same call")
+        run.issue(Operation(i, run.rank, run.stream, run.steps, waits=(run.recorded[event],)))
+
+    return step
+
+
+def _slot(b: _Binder, i: ir.Record | ir.Wait) -> Callable[[_Run], tuple[str, int]]:
+    index, count = b.expr(i.index), _count(b.program.events, i.event)
+
+    def slot(run: _Run) -> tuple[str, int]:
+        value = index(run.environment)
+        if not 0 <= value < count:
+            run.fail(i, f"{_outside(i.index, value, count)}: declare more of {i.event}, or keep the index inside")
+        return i.event, value
+
+    return slot
+
+
+def _outside(expr: Expr, value: int, count: int) -> str:
+    return f"{value if isinstance(expr, Const) else f'{expr} = {value}'} is outside of 0..{count}"
+
+
+def _count(pools: tuple[ir.Streams, ...] | tuple[ir.Events, ...], name: str) -> int:
+    return next(pool.count for pool in pools if pool.name == name)
+
+
+def _let(b: _Binder, i: ir.Let) -> Step:
+    value = b.expr(i.value)
+
+    def step(run: _Run) -> None:
+        run.environment[i.out] = value(run.environment)
+
+    return step
+
+
+def _for(b: _Binder, i: ir.For) -> Step:
+    count, outer_loops = b.size(i.count, i), b.loops
+    b.loops = (*outer_loops, i)
+    body = b.nested(i.body)
+    b.loops = outer_loops
+
+    def step(run: _Run) -> None:
+        outer = run.steps
+        for value in range(count):
+            run.environment[i.out] = value
+            run.steps = (*outer, (i.out, value))
+            for inner in body:
+                inner(run)
+        run.steps = outer
+
+    return step
+
+
+def _if(b: _Binder, i: ir.If) -> Step:
+    condition = b.expr(i.condition)
+    if on_sizes_alone(i.condition):  # of the other side nothing need be whole
+        taken = b.nested(i.body if condition({}) else i.orelse)
+
+        def always(run: _Run) -> None:
+            for inner in taken:
+                inner(run)
+
+        return always
+    body, orelse = b.nested(i.body), b.nested(i.orelse)
+
+    def step(run: _Run) -> None:
+        for inner in body if condition(run.environment) else orelse:
+            inner(run)
+
+    return step
+
+
+def _on_mesh(b: _Binder, i: ir.OnMesh) -> Step:
+    outer, b.mesh = b.mesh, i.mesh
+    body = b.body(i.body)
+    b.mesh = outer
+    coordinates = {rank: _coordinates(i.mesh, rank) for rank in i.mesh.all_ranks}
+
+    def step(run: _Run) -> None:
+        if run.rank not in coordinates:
+            return
+        around, run.environment = run.environment, {**run.environment, **coordinates[run.rank]}
+        for inner in body:
+            inner(run)
+        run.environment = around
+
+    return step
+
+
+_BINDERS: dict[type[ir.Instruction], Callable[[_Binder, Any], Step]] = {
+    ir.Allocate: _allocate,
+    ir.Deallocate: _deallocate,
+    **dict.fromkeys(ir.VIEWS, _view),
+    ir.SendBlocks: _post_blocks,
+    ir.RecvBlocks: _post_blocks,
+    ir.Group: _group,
+    ir.OnStream: _on_stream,
+    ir.Fork: _fork,
+    ir.Join: _join,
+    ir.Record: _record,
+    ir.Wait: _wait,
+    ir.Let: _let,
+    ir.For: _for,
+    ir.If: _if,
+    ir.OnMesh: _on_mesh,
+}

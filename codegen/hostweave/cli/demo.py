@@ -1,0 +1,99 @@
+"""`hostweave demo`: a seed program through every stage, run on all ranks and compared with NumPy."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from typing import Any
+
+from hostweave.base.errors import HostweaveError
+from hostweave.fusion_ir.ir import Fusion
+
+SIZES = {"cpu": 64, "cuda": 1024}  # of a symbolic dim, for each rank of the mesh
+MEASURED_SECONDS = 2.0
+MAX_REPETITIONS = 20
+
+
+def demo(name: str, ranks: int, target: str | None) -> int:
+    """Prints what becomes of a program of examples/seeds.py on `ranks` ranks. Returns 0 where all ranks match NumPy."""
+    import hostweave as hw
+    from hostweave.base.paths import EXAMPLES
+    from hostweave.build.cuda import gpus
+    from hostweave.cli.programs import load_file, programs_in
+
+    seeds = programs_in(load_file(EXAMPLES / "seeds.py", {"D": ranks}))
+    if name not in seeds:
+        raise HostweaveError(f"demo: no program {name!r}; one of {', '.join(seeds)}")
+    fusion = seeds[name]
+    assert isinstance(fusion, Fusion)
+    target = target or ("cuda" if len(gpus()) >= ranks else "cpu")
+    program = hw.compile(fusion, target=target)
+    _title("fusion IR: math on global tensors, and its sharding")
+    _show(program.fusion_ir, "ir")
+    _title("host IR: what the CPU of one rank does")
+    _show(program.host_ir, "ir")
+    _title("generated program.cpp")
+    _show(program.source, "cpp")
+
+    _title(f"{ranks} ranks on {target}")
+    started = time.perf_counter()
+    print("compiling ...", end=" ", flush=True)
+    program.build()
+    print(f"{time.perf_counter() - started:.2f} s")
+    worst = _compare(program, fusion, SIZES[target])
+    print(f"sources: {program.folder}")
+    return 0 if worst <= 1 else 1
+
+
+def _compare(program: Any, fusion: Fusion, size: int) -> float:
+    """Runs the program; prints how far each rank is from NumPy and how long it took. Returns the worst error over the tolerance."""
+    import numpy as np
+
+    from hostweave.cli.tolerance import tolerance_of
+    from hostweave.fusion_ir.reference import run_reference
+    from hostweave.types.numpy_dtypes import numpy_dtype
+    from hostweave.types.shards import block_of
+
+    names = {name for value in fusion.inputs for extent in value.type.shape for name in extent.names}
+    sizes = dict.fromkeys(names, size * fusion.mesh.size)
+    random = np.random.default_rng(0)
+    arrays = {
+        value.name: random.standard_normal([extent.bind(sizes) for extent in value.type.shape]).astype(numpy_dtype(value.type.dtype))
+        for value in fusion.inputs
+    }
+    wanted = run_reference(fusion, arrays)
+    worst = 0.0
+    started = time.perf_counter()
+    results_of_ranks = program.run(**arrays, ranks=True)
+    repetitions = repetitions_in(MEASURED_SECONDS, time.perf_counter() - started)
+    for rank, results in enumerate(results_of_ranks):
+        for name, got, want in zip(fusion.outputs, results if isinstance(results, tuple) else (results,), wanted, strict=True):
+            value, allowed = fusion.values()[name], tolerance_of(fusion, name, sizes)
+            block = want[block_of(value.type, fusion.mesh, rank, want.shape)]
+            errors = np.abs(got.astype(np.float64) - block) / (allowed.atol + allowed.rtol * np.abs(block))
+            error = float(np.max(errors, initial=0.0))  # NaN where the program gave NaN
+            worst = max(worst, error) if error == error else float("inf")
+            verdict = "matches NumPy" if error <= 1 else "DIFFERS from NumPy"
+            print(f"rank {rank}: {name} {list(got.shape)} {verdict} (error {error:.2f} of the tolerance)")
+    times = program.measure(**arrays, warmups=1, repetitions=repetitions)
+    enqueue = max(statistics.median(t.enqueue_us for t in rank) for rank in times)
+    total = max(statistics.median(t.total_ms for t in rank) for rank in times)
+    print(f"a call: {total:.3f} ms on the device, {enqueue:.1f} us of host time (slowest rank, median of {len(times[0])})")
+    return worst
+
+
+def repetitions_in(seconds: float, a_call: float) -> int:
+    """How often a call of `a_call` seconds is measured: at least once, and as often as `seconds` allow."""
+    return max(1, min(MAX_REPETITIONS, int(seconds / a_call)))
+
+
+def _title(text: str) -> None:
+    bold, plain = ("\033[1m", "\033[0m") if sys.stdout.isatty() else ("", "")
+    print(f"\n{bold}---- {text}{plain}\n")
+
+
+def _show(text: str, language: str) -> None:
+    from hostweave.cli.highlight import highlighted
+
+    print(highlighted(text, language), end="")

@@ -1,0 +1,61 @@
+"""Colours for terminals: C++, and the text of both IRs."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pygments.lexer import RegexLexer
+
+
+def highlighted(text: str, language: str) -> str:
+    """`text` with colours where stdout is a terminal, as it is elsewhere. `language` is cpp or ir."""
+    if not sys.stdout.isatty():
+        return text
+    from pygments import highlight
+    from pygments.formatters import TerminalFormatter
+    from pygments.lexers import CppLexer
+
+    lexer = CppLexer(stripnl=False, ensurenl=False) if language == "cpp" else ir_lexer()
+    return str(highlight(text, lexer, TerminalFormatter()))
+
+
+@cache
+def ir_lexer() -> RegexLexer:
+    """The lexer of both IRs. Its words are those of the tables that print and parse them; what neither IR has is an Error token."""
+    from pygments.lexer import RegexLexer, words
+    from pygments.token import Comment, Generic, Keyword, Name, Number, Operator, Punctuation, String, Text
+
+    from hostweave.fusion_ir.ops import OPS
+    from hostweave.host_ir.text import WORDS
+    from hostweave.types.tensor import DTYPES
+
+    parts = ("fusion", "block", "kernel", "host", "source", "cpu", "return", "else")
+    stated = ("mesh", "streams", "events", "uneven", "stated", "aside", "partial", "grid", "size", "in", "out", "of", "by", "on", "ranks")
+
+    class IrLexer(RegexLexer):
+        name = "Hostweave IR"
+        tokens = {  # noqa: RUF012  as Pygments wants it
+            "root": [
+                (r"\s+", Text.Whitespace),
+                (r"^@@ [-+,\d ]+ @@$", Generic.Subheading),  # between the stages of `inspect --after all`
+                (r"#[^\n]*", Comment.Single),
+                (r'"(?:[^"\\\n]|\\.)*"', String),
+                (r"%[A-Za-z_]\w*", Name),  # values are most of the text: no colour
+                (r"(?<![\w)])@[A-Za-z_]\w*", Name.Function),
+                (r"@[A-Za-z_]\w*", Name.Decorator),  # the mesh axis of M@x
+                (r"\d+\.(?!\.)\d*(?:e[+-]?\d+)?|\d+e[+-]?\d+|(?:inf|nan)\b", Number.Float),
+                (r"\d+", Number.Integer),
+                (words(DTYPES, suffix=r"(?=\[)"), Keyword.Type),
+                (words(parts, prefix=r"\b", suffix=r"\b"), Keyword.Declaration),
+                (words((*WORDS, *OPS), prefix=r"\b", suffix=r"\b(?!=)"), Keyword),
+                (words((*stated, "true", "false", "none"), prefix=r"\b", suffix=r"\b"), Keyword),
+                (r"[A-Za-z_]\w*", Name),
+                (r"->|==|!=|<=|>=|\.\.|[-+*/%<>=]", Operator),
+                (r"[(){}\[\],:.]", Punctuation),
+            ]
+        }
+
+    return IrLexer(stripnl=False, ensurenl=False)

@@ -1,0 +1,243 @@
+"""The command line: `hostweave demo | compile | inspect | export | bench | doctor | cache`."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import itertools
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hostweave import __version__
+from hostweave.base.errors import HostweaveError
+
+_HEADER = re.compile(r"\w+ @(\w+)\(")  # of a function, kernel or program in the text of an IR
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command. A mistake of the user is one line on stderr and exit status 1."""
+    options = _parser().parse_args(arguments)
+    command: Callable[[argparse.Namespace], int] = options.command
+    try:
+        return command(options)
+    except HostweaveError as error:
+        print(f"hostweave: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # `hostweave inspect ... | head`
+        sys.stderr.close()
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hostweave", description="Compiles a multi-device tensor program into one readable C++ host program."
+    )
+    parser.add_argument("--version", action="version", version=f"hostweave {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, command: Callable[[argparse.Namespace], int], help: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=help, description=help)
+        sub.set_defaults(command=command)
+        return sub
+
+    def add_program(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument(
+            "program",
+            metavar="FILE.py:FUSION",
+            help="a fusion in a Python file or of an example (seeds:ag_matmul_p2p), or a .hw file of IR text",
+        )
+        sub.add_argument("--set", metavar="NAME=VALUE", action="append", default=[], help="replace a constant of the file, such as D=4")
+        sub.add_argument("--streams", type=int, default=4, help="streams that a loop walks (default 4)")
+
+    demo = add("demo", _demo, "Compile a seed program, show every stage, run it on all ranks and compare with NumPy.")
+    demo.add_argument("--program", default="ag_matmul_p2p", help="a program of examples/seeds.py (default ag_matmul_p2p)")
+    demo.add_argument("--ranks", type=int, default=8, help="number of ranks (default 8)")
+    demo.add_argument("--target", choices=("cpu", "cuda"), help="default: cuda where there are GPUs, else cpu")
+
+    compile = add("compile", _compile, "Compile a program and say where its sources and module are.")
+    add_program(compile)
+    compile.add_argument("--target", choices=("cpu", "cuda"), default="cpu")
+
+    inspect = add("inspect", _inspect, "Print a stage of a program: an IR after a pass, or the generated C++.")
+    add_program(inspect)
+    inspect.add_argument(
+        "--after", metavar="PASS", help="the IR after this pass; 'input' is the fusion as traced, 'all' what each pass changed"
+    )
+    inspect.add_argument("--only", metavar="NAME", help="one file of the C++, or with --after one function or kernel")
+    inspect.add_argument("--memory", action="store_true", help="where temporaries lie, their live ranges, peak and lower bound")
+    inspect.add_argument(
+        "--sizes", metavar="M=1024,K=512", default="", help="sizes for --memory and for notes of what is costly (default 4096)"
+    )
+
+    export = add("export", _export, "Write a CMake project that builds and runs the program without Python.")
+    add_program(export)
+    export.add_argument("folder", type=Path)
+
+    bench = add("bench", _bench, "Run the benchmarks that this machine can run, and print ratios to the peers of the same run.")
+    bench.add_argument("names", nargs="*", help="benchmarks by name; default: all that can run here")
+
+    add("doctor", _doctor, "Say what was found (compiler, CUDA, NCCL, cuBLAS, GPUs, cache) and what to install for what is missing.")
+
+    cache = add(
+        "cache",
+        _cache,
+        "The folder of compiled programs; HOSTWEAVE_CACHE moves it, HOSTWEAVE_CACHE_LIMIT (10 GB) bounds it.",
+    )
+    cache.add_argument("action", nargs="?", choices=("path", "list", "size", "clear"), default="list")
+    return parser
+
+
+def _load(options: argparse.Namespace) -> Any:
+    from hostweave.cli.programs import load_program
+    from hostweave.options import Options
+
+    constants = {}
+    for setting in options.set:
+        name, equals, value = setting.partition("=")
+        if not equals:
+            raise HostweaveError(f"--set {setting}: write NAME=VALUE")
+        try:
+            constants[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            raise HostweaveError(f"--set {setting}: {value} is no Python literal; quote a text twice, as in NAME='\"text\"'") from None
+    return load_program(options.program, constants), Options(streams=options.streams)
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from hostweave.cli.demo import demo
+
+    return demo(options.program, options.ranks, options.target)
+
+
+def _compile(options: argparse.Namespace) -> int:
+    import hostweave as hw
+
+    program, settings = _load(options)
+    compiled = hw.compile(program, target=options.target, options=settings)
+    compiled.build()
+    print(compiled.folder)
+    return 0
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from hostweave.cli.notes import costly_choices
+    from hostweave.fusion_ir.ir import Fusion
+    from hostweave.host_ir.ir import HostProgram
+    from hostweave.pipeline import PASSES, lower
+
+    program, settings = _load(options)
+    seen: list[tuple[str, Fusion | HostProgram]] = []
+    host = lower(program, settings, lambda name, stage: seen.append((name, stage)))
+    stages = [(name, str(stage)) for name, stage in seen]
+    if options.memory:
+        from hostweave.cli.memory_report import memory_report
+
+        print(memory_report(host, _sizes(options.sizes)), end="")
+    elif options.after is None:
+        from hostweave.emit import render
+
+        sources = render(host)
+        if options.only:
+            _show(_one_of(sources, options.only, "file"), "cpp")
+        else:
+            _show("\n".join(f"// ==== {path}\n{text}" for path, text in sources.items()), "cpp")
+    elif options.after == "all":
+        _show("\n".join(_changes(_only(stages, options.only))), "ir")
+    elif options.after in dict(stages):
+        _show(_only([(options.after, dict(stages)[options.after])], options.only)[0][1], "ir")
+    else:
+        raise HostweaveError(f"--after {options.after}: no such stage; one of input, {', '.join(p.__name__ for p in PASSES)}, all")
+    if fusions := [stage for _, stage in seen if isinstance(stage, Fusion)]:
+        for note in costly_choices(fusions[-1], host, _sizes(options.sizes)):
+            print(f"note: {note}", file=sys.stderr)
+    return 0
+
+
+def _only(stages: Sequence[tuple[str, str]], name: str | None) -> Sequence[tuple[str, str]]:
+    """Of each stage the function, kernel or program of that name; the stages themselves where it is None."""
+    if name is None:
+        return stages
+    parts = [(stage, {found[1]: text for text in _split(whole) if (found := _HEADER.match(text))}) for stage, whole in stages]
+    _one_of({known: text for _, functions in parts for known, text in functions.items()}, name, "function")
+    return [(stage, functions.get(name, "")) for stage, functions in parts]
+
+
+def _split(text: str) -> list[str]:
+    """The functions, kernels and programs of an IR's text."""
+    return re.split(rf"^(?={_HEADER.pattern})", text, flags=re.M)
+
+
+def _one_of(texts: Mapping[str, str], name: str, what: str) -> str:
+    if name not in texts:
+        raise HostweaveError(f"--only {name}: no such {what}; one of {', '.join(texts)}")
+    return texts[name]
+
+
+def _changes(stages: Sequence[tuple[str, str]]) -> Iterator[str]:
+    """The first stage, and of each other one what differs from the one before, as a unified diff."""
+    yield "# ---- {}\n{}".format(*stages[0])
+    for (before, old), (after, new) in itertools.pairwise(stages):
+        lines = "".join(difflib.unified_diff(old.splitlines(True), new.splitlines(True), before, after))
+        yield f"# ---- {after}\n{lines}" if lines else f"# ---- {after}: nothing changed\n"
+
+
+def _sizes(text: str) -> dict[str, int]:
+    sizes = {}
+    for setting in filter(None, text.split(",")):
+        name, equals, value = setting.partition("=")
+        if not equals or not value.strip().isdigit():
+            raise HostweaveError(f"--sizes {text}: {setting}: write NAME=NUMBER, with commas between several")
+        sizes[name.strip()] = int(value)
+    return sizes
+
+
+def _show(text: str, language: str) -> None:
+    from hostweave.cli.highlight import highlighted
+
+    print(highlighted(text, language), end="")
+
+
+def _export(options: argparse.Namespace) -> int:
+    import hostweave as hw
+    from hostweave.build.toolchain import openblas_root
+    from hostweave.emit.main import executable_of
+
+    program, settings = _load(options)
+    hw.compile(program, target="cpu", options=settings).export(options.folder)
+    build = options.folder / "build"
+    configure = ["cmake", "-S", options.folder, "-B", build, "-DHOSTWEAVE_TARGET=cpu", f"-DHOSTWEAVE_OPENBLAS_ROOT={openblas_root()}"]
+    commands = configure, ["cmake", "--build", build], [(build / executable_of(program.name)).absolute()]
+    print(" && ".join(shlex.join(map(str, command)) for command in commands))
+    return 0
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from hostweave.cli.bench import bench
+
+    return bench(options.names)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from hostweave.cli.doctor import report
+
+    print(report())
+    return 0
+
+
+def _cache(options: argparse.Namespace) -> int:
+    from hostweave.build import cache
+
+    if options.action == "path":
+        print(cache.root())
+    elif options.action == "clear":
+        print(f"removed {cache.clear()} entries from {cache.root()}")
+    else:
+        for entry in cache.entries() if options.action == "list" else ():
+            print(entry)
+        print(cache.summary())
+    return 0

@@ -1,0 +1,87 @@
+"""What a program pays for that its author did not state: gathers, and copies into contiguous memory around communications."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from math import prod
+
+from hostweave.base.errors import Location
+from hostweave.check.sizes import usual_sizes
+from hostweave.fusion_ir.calls import inlined as without_calls
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.host_ir import ir
+from hostweave.host_ir.calls import inlined
+from hostweave.host_ir.expr import divisibility
+from hostweave.types.rank_sizes import RankSizes, Sizes
+from hostweave.types.size import Extent
+from hostweave.types.tensor import BufferType
+
+MUCH = 0.1  # of the bytes of a rank's inputs and outputs
+
+
+def costly_choices(fusion: Fusion, host: ir.HostProgram, sizes: Mapping[str, int]) -> list[str]:
+    """A line for each, with its place. `fusion` is the last stage before the host IR; sizes that are not given are usual ones.
+
+    A gather is stated by `hw.reshard` and by `.stream`. A copy is told of where a communication cannot read or write a view.
+    """
+    bound = RankSizes(usual_sizes(host, sizes), host.mesh)
+    total = sum(_bytes(host.local_type(p), bound) for p in (*host.inputs, *host.outputs))
+    at = ", ".join(f"{name}={size}" for name, size in bound.items())
+    notes = []
+    for found in (_gathers(fusion, bound), _packs(inlined(host), bound)):
+        sums: dict[Location | None, tuple[str, int, int]] = {}  # of one place, whose function may be called often
+        for place, what, size in found:
+            first, times, before = sums.get(place, (what, 0, 0))
+            sums[place] = first, times + 1, before + size
+        for place, (what, times, size) in sums.items():
+            where, often = f"{place}: " if place else "", f" in {times} such" if times > 1 else ""
+            cost = f"{size:,} bytes a rank{often}, {size / total:.0%} of the program's inputs and outputs at {at}"
+            notes += [f"{where}{what}: {cost}"] if size > MUCH * total else []
+    return notes
+
+
+def _gathers(fusion: Fusion, sizes: Sizes) -> Iterator[tuple[Location | None, str, int]]:
+    fusion = without_calls(fusion)
+    types = {name: value.type for name, value in fusion.values().items()}
+    for op in fusion.ops:
+        if op.attribute("kind") == "all_gather" and not op.result.stated and not op.result.stream:
+            source = types[op.tensors[0]]
+            type = BufferType(op.result.type.dtype, op.result.type.local_shape(fusion.mesh))
+            what = f"%{op.tensors[0]}: {source} is gathered to {op.result.type}, which nobody states"
+            yield op.location, f"{what}; shard what uses it, or state it by hw.reshard", _bytes(type, sizes)
+
+
+def _packs(host: ir.HostProgram, sizes: Sizes) -> Iterator[tuple[Location | None, str, int]]:
+    """Copies between strided views and what a communication reads or writes."""
+    posted = {name for i in ir.walk(host.body) if getattr(i, "team", ()) for name in (*ir.names(i, "read"), *ir.names(i, "write"))}
+    types = {p.name: host.local_type(p) for p in (*host.inputs, *host.outputs)}
+    for copy, times in _copies(host.body, types, sizes, 1):
+        source, result = types[copy.src], types[copy.dst]
+        if (copy.src in posted and result.strides) or (copy.dst in posted and source.strides):
+            what = f"%{copy.src} is copied to %{copy.dst}, as a communication needs contiguous memory"
+            yield copy.location, f"{what}; put the dim that it is sharded by outermost", times * _bytes(result, sizes)
+
+
+def _copies(body: ir.Body, types: dict[str, BufferType], sizes: Sizes, times: int) -> Iterator[tuple[ir.Copy, int]]:
+    """The copies of an even program, each with how often it runs; `types` gets what is defined on the way."""
+    for i in body:
+        if isinstance(i, ir.Allocate):
+            types[i.out] = i.type
+        elif isinstance(i, ir.VIEWS):
+            types[i.out] = ir.view_type(i, types[i.src])
+        elif isinstance(i, ir.Copy):
+            yield i, times
+        inner = ir.bodies(i)[:1] if isinstance(i, ir.If) and divisibility(i.condition) else ir.bodies(i)
+        steps = i.count.bind(sizes) if isinstance(i, ir.For) else 1
+        for nested in inner:
+            yield from _copies(nested, types, sizes, times * steps)
+
+
+def _bytes(type: BufferType, sizes: Sizes) -> int:
+    return prod(_elements(extent, sizes) for extent in type.shape) * type.dtype.itemsize
+
+
+def _elements(extent: Extent, sizes: Sizes) -> int:
+    """At these sizes, rounded down where it is a quotient that does not divide."""
+    return replace(extent, divisor=1).bind(sizes) // extent.divisor

@@ -1,0 +1,81 @@
+"""Fusions in files: `examples/seeds.py:ag_matmul`, with other constants where the caller wants them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hostweave.base.errors import HostweaveError, ParseError
+from hostweave.base.paths import EXAMPLES
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.host_ir.ir import HostProgram
+
+
+def load_file(path: Path, constants: Mapping[str, Any] | None = None) -> ModuleType:
+    """Runs a Python file as a module, with top-level assignments such as `D = 8` replaced by `constants`.
+
+    Raises HostweaveError where the file is not there, is no Python, or has no such constant.
+    """
+    try:
+        tree = ast.parse(_text(path), str(path))
+    except SyntaxError as error:
+        raise HostweaveError(f"{path}:{error.lineno}: {error.msg}") from None
+    missing = dict(constants or {})
+    module = ModuleType(path.stem)
+    module.__file__ = str(path)
+    for statement in tree.body:
+        if isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.targets[0], ast.Name):
+            name = statement.targets[0].id
+            if name in missing:
+                setattr(module, f"_{name}_given", missing.pop(name))
+                statement.value = ast.copy_location(ast.Name(f"_{name}_given", ast.Load()), statement.value)
+    if missing:
+        raise HostweaveError(f"{path.name}: no top-level constant {next(iter(missing))!r} to set")
+    exec(compile(tree, str(path), "exec"), module.__dict__)
+    return module
+
+
+def programs_in(module: ModuleType) -> dict[str, Fusion | HostProgram]:
+    """The fusions and host programs that a module defines, in its order."""
+    return {name: value for name, value in vars(module).items() if isinstance(value, Fusion | HostProgram)}
+
+
+def load_program(reference: str, constants: Mapping[str, Any] | None = None) -> Fusion | HostProgram:
+    """The program that `FILE.py:NAME` names, or the only one of a file; `FILE.hw` is IR text of either kind.
+
+    `seeds:NAME` is in the examples that come with the package, as all of their files are.
+    """
+    file, _, name = reference.partition(":")
+    if file.endswith(".hw"):
+        if constants:
+            raise HostweaveError(f"{file}: IR text has no constant {next(iter(constants))!r} to set; edit the text")
+        return _parsed(file)
+    example = EXAMPLES / f"{file}.py"
+    programs = programs_in(load_file(example if example.is_file() else Path(file), constants))
+    if not name and len(programs) == 1:
+        return next(iter(programs.values()))
+    if not programs:
+        raise HostweaveError(f"{file}: defines no program; decorate a function with @hw.fusion")
+    if name not in programs:
+        what = f"no program {name!r}" if name else "several programs"
+        raise HostweaveError(f"{file}: {what}; give {file}:NAME with one of {', '.join(programs)}")
+    return programs[name]
+
+
+def _parsed(file: str) -> Fusion | HostProgram:
+    text = _text(Path(file))
+    try:
+        return Fusion.parse(text) if re.search(r"^fusion @", text, re.M) else HostProgram.parse(text)
+    except ParseError as error:
+        raise ParseError(f"{file}: {error}") from None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError as error:
+        raise HostweaveError(f"{path}: {error.strerror}; give FILE.py:FUSION, or FILE.hw with the text of an IR") from None

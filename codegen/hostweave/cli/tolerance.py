@@ -1,0 +1,105 @@
+"""How far a right answer may be off."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod, sqrt
+
+from hostweave.fusion_ir.calls import inlined
+from hostweave.fusion_ir.ir import Fusion, Op
+from hostweave.fusion_ir.ops import OPS, operand_types
+from hostweave.fusion_ir.reference import _IN_A_ROW
+from hostweave.options import Options
+from hostweave.passes.fusion.insert_reshards import insert_reshards
+from hostweave.passes.fusion.propagate_sharding import propagate_sharding
+from hostweave.types.tensor import DType, TensorType
+
+_MANTISSA_BITS = {"f64": 52, "f32": 23, "f16": 10, "bf16": 7, "f8e4m3": 3, "f8e5m2": 2}
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """|computed - exact| <= atol + rtol * |exact|, as numpy.testing.assert_allclose reads it."""
+
+    rtol: float
+    atol: float
+
+
+def tolerance(dtype: DType, reduction_length: int = 1, terms: int = 1) -> Tolerance:
+    """How far a result of this dtype may be from the exact one, for inputs of magnitude about 1 and of either sign.
+
+    `reduction_length` n is the number of products or elements that one result is summed from; `terms` D the number of
+    partial sums, one a rank, that are rounded to the dtype before they are added up. Zero for integers and bools.
+
+    With u = 2^-(mantissa bits + 1), the unit roundoff of the dtype, and a that of the accumulator (f32, or f64 for f64):
+    - the result is rounded once, and each op of a short chain before it (we allow three): rtol = 4 u;
+    - a sum of n such terms is a random walk of size sqrt(n). Where they are added up one after the other, each of n additions
+      errs by up to a times the sum so far: in all a * n / sqrt(6) in the mean square, and 5 standard deviations of it stay below
+      2 a n. No more than b = 512 are. The errors of n / b sums of b are as independent as these are: 2 a b sqrt(n / b);
+    - each of D partial sums, of size sqrt(n / D), is rounded to the dtype, and so are their D - 1 sums, of size up to
+      sqrt(n): at most u (sqrt(n D) + (D - 1) sqrt(n)), which adds up one way only in the worst case: 2 u D sqrt(n);
+    - a result near zero inherits the rounding of what cancelled in it: 4 u sqrt(n).
+    """
+    if dtype.kind != "float":
+        return Tolerance(0.0, 0.0)
+    unit = 2.0 ** -(_MANTISSA_BITS[dtype.name] + 1)
+    accumulator = 2.0 ** -(_MANTISSA_BITS["f64" if dtype.name == "f64" else "f32"] + 1)
+    n, d = reduction_length, terms
+    added = min(n, sqrt(n * _IN_A_ROW))
+    spread = 2 * unit * d * sqrt(n) if d > 1 else 0.0
+    return Tolerance(rtol=4 * unit, atol=2 * accumulator * added + 4 * unit * sqrt(n) + spread)
+
+
+def tolerance_of(fusion: Fusion, name: str, sizes: Mapping[str, int]) -> Tolerance:
+    """How far a value of the fusion may be from the exact one at these sizes, whatever leads to it.
+
+    Lengths multiply along a chain of sums and products; so do the ranks, wherever they hold terms that are added up.
+    """
+    spread = insert_reshards(propagate_sharding(inlined(fusion), Options()), Options())
+    types = {value_name: value.type for value_name, value in spread.values().items()}
+    lengths, terms = dict.fromkeys(types, 1), dict.fromkeys(types, 1)
+    for op in spread.ops:
+        result, inputs = op.result.name, op.tensors
+        joined = prod if op.kind == "matmul" else max
+        lengths[result] = joined(lengths[tensor] for tensor in inputs) * _reduced(op, types, sizes)
+        terms[result] = joined(terms[tensor] for tensor in inputs)
+        if op.result.type.partial:
+            terms[result] *= op.result.type.mesh_in(spread.mesh).size_of(op.result.type.partial.axes)
+    return tolerance(types[name].dtype, lengths[name], terms[name])
+
+
+def tolerance_at_scale(fusion: Fusion, name: str, sizes: Mapping[str, int]) -> Tolerance:
+    """The same for a value of a program that keeps values at a magnitude of about 1: norms, and weights scaled by their rows.
+
+    Every op errs by up to one unit roundoff u of its dtype; a sum of n products of size 1 / sqrt(n) by what `tolerance` says of
+    n and of the ranks' terms, divided by sqrt(n). Of both sides of a matmul the errors are of their own and add up in the mean
+    square; what is computed from one value by several pointwise ops errs together, and takes over the largest. Five standard
+    deviations of the sum are allowed.
+    """
+    spread = insert_reshards(propagate_sharding(inlined(fusion), Options()), Options())
+    types = {value_name: value.type for value_name, value in spread.values().items()}
+    squares = {value.name: 0.0 for value in spread.inputs}
+    for op in spread.ops:
+        dtype, taken = op.result.type.dtype, [squares[tensor] for tensor in op.tensors]
+        if op.kind == "matmul":
+            ranks = spread.mesh.size_of(op.result.type.partial.axes) if op.result.type.partial else 1
+            length = _reduced(op, types, sizes)
+            own, inherited = tolerance(dtype, length, ranks).atol / sqrt(length) / 4, sum(taken)
+        else:
+            is_exact = OPS[op.kind].is_view or op.kind in ("reshard", "copy", "iota")
+            own, inherited = 0.0 if is_exact else tolerance(dtype).rtol / 4, max(taken, default=0.0)
+        squares[op.result.name] = inherited + own**2
+    return Tolerance(tolerance(types[name].dtype).rtol, 5 * sqrt(squares[name]))
+
+
+def _reduced(op: Op, types: Mapping[str, TensorType], sizes: Mapping[str, int]) -> int:
+    """How many elements or products one element of the result is made of."""
+    operands = operand_types(op, types)
+    walked = OPS[op.kind].map(operands, op)
+    extents = {
+        label: extent
+        for labels, type in zip(walked.operands, operands, strict=True)
+        for label, extent in zip(labels, type.shape, strict=True)
+    }
+    return prod(extent.bind(sizes) for label, extent in extents.items() if label and label not in walked.result)

@@ -1,1 +1,0 @@
-"""The fusion IR: a program as math on global tensors."""

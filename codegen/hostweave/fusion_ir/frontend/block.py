@@ -1,0 +1,87 @@
+"""Blocks: functions that are traced once and called many times, such as a layer of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from hostweave.base.errors import Location, ProgramError
+from hostweave.base.signatures import checked
+from hostweave.fusion_ir.frontend.trace import Tensor, _Trace, parameters, record, traced
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.types.tensor import TensorType
+
+
+@checked
+def block(**inputs: TensorType) -> Callable[[Callable[..., Any]], Block]:
+    """Makes the decorated function a block: `@hw.block(x=hw.bf16["M@tp", "E"], w=hw.bf16["E", "F@tp"])`.
+
+    `inputs` gives the type of each parameter by name, as for `hw.fusion`; the mesh is that of the fusion which calls it, and
+    so are the sizes that dims are named after. Raises ProgramError.
+    """
+    location = Location.of_caller()
+    return lambda function: Block(function, inputs, location)
+
+
+class Block:
+    """A function of tensors that a fusion, or another block, calls any number of times. Made by `hw.block`.
+
+    It is traced once for each fusion that calls it, and becomes one function of the generated program.
+    """
+
+    def __init__(self, function: Callable[..., Any], inputs: dict[str, TensorType], location: Location):
+        self.name = function.__name__
+        self._function, self._inputs, self._location = function, inputs, location
+        if not self.name.isidentifier():
+            raise ProgramError(f"block {self.name}: this function has no name; write it with def", location)
+        self._parameters = parameters(function, inputs, "block", location)
+        if not self._parameters:
+            raise ProgramError(f"block @{self.name} has no parameters; a block computes on tensors, give it one", location)
+
+    def __repr__(self) -> str:
+        return f"<hostweave block {self.name}>"
+
+    def __call__(self, *arguments: Tensor, **named: Tensor) -> Any:
+        """What the block gives for these tensors: a tensor, or a tuple of them.
+
+        Extents and dtypes are as declared; another sharding is resharded here. Raises ProgramError.
+        """
+        location = Location.of_caller()
+        tensors = self._bound(arguments, named, location)
+        made = self._traced(tensors[0]._trace, location)
+        result = record("call", *tensors, callee=made)
+        rest = (record("output", result, callee=made, index=i) for i in range(1, len(made.outputs)))
+        return (result, *rest) if len(made.outputs) > 1 else result
+
+    def _bound(self, arguments: tuple[Any, ...], named: dict[str, Any], location: Location) -> list[Tensor]:
+        """The arguments in the order of the parameters."""
+        if len(arguments) > len(self._parameters):
+            self._refuse(f"{len(arguments)} are given", location)
+        given = dict(zip(self._parameters, arguments, strict=False))
+        for name, argument in named.items():
+            if name not in self._parameters:
+                self._refuse(f"{name} is none of them", location)
+            if name in given:
+                self._refuse(f"{name} is given twice", location)
+            given[name] = argument
+        for name in self._parameters:
+            if name not in given:
+                self._refuse(f"{name} is missing", location)
+            if not isinstance(given[name], Tensor):
+                self._refuse(f"{name} is {given[name]!r}, which is no tensor of a fusion", location)
+        return [given[name] for name in self._parameters]
+
+    def _refuse(self, why: str, location: Location) -> NoReturn:
+        raise ProgramError(f"call: @{self.name} takes {', '.join(self._parameters)}; {why}", location)
+
+    def _traced(self, trace: _Trace, location: Location) -> Fusion:
+        if self not in trace.blocks:
+            if any(isinstance(other, Block) and other.name == self.name for other in trace.blocks):
+                raise ProgramError(f"call: two blocks are named @{self.name}; give one of their functions another name", location)
+            trace.blocks[self] = None
+            made = traced(self._function, _Trace(trace.mesh, trace.blocks, trace.sources), self._inputs, "block", self._location)
+            trace.blocks[self] = made
+        found = trace.blocks[self]
+        if found is None:
+            raise ProgramError(f"call: @{self.name} calls itself; a block is traced once and has no end then, use a Python loop", location)
+        return found

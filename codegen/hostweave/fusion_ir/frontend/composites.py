@@ -1,0 +1,300 @@
+"""Functions made of several ops when they are traced. Intermediates are f32 for narrower dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from math import sqrt
+from typing import ParamSpec
+
+from hostweave.base.errors import Location, ProgramError
+from hostweave.base.signatures import checked
+from hostweave.fusion_ir.frontend import functions as hw
+from hostweave.fusion_ir.frontend.functions import Axis
+from hostweave.fusion_ir.frontend.trace import Tensor, dim_of, record
+from hostweave.types.size import Extent
+from hostweave.types.tensor import DType, f32, u32
+
+_P = ParamSpec("_P")
+MAX_RANDOM_DIMS = 4  # words of a counter
+
+
+def _called(word: str) -> Callable[[Callable[_P, Tensor]], Callable[_P, Tensor]]:
+    """What the function makes is called so in the IRs and in generated code, where the user does not name it."""
+
+    def decorated(function: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
+        @wraps(function)
+        def called(*args: _P.args, **options: _P.kwargs) -> Tensor:
+            result = function(*args, **options)
+            if all(result is not given for given in (*args, *options.values())):
+                result._word = word
+            return result
+
+        return called
+
+    return decorated
+
+
+@_called("linear")
+@checked
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., K] times weight [N, K] transposed, plus bias [N]: [..., N]. Raises ProgramError."""
+    location = Location.of_caller()
+    if weight.ndim != 2 or x.ndim < 2:
+        raise ProgramError(f"linear: {x.type} and a weight of {weight.type} are not [..., K] and [N, K]; reshape them", location)
+    if x.type.shape[-1] != weight.type.shape[1]:
+        raise ProgramError(f"linear: inner dims differ: {x.type} and a weight of {weight.type}; the weight is [N, K]", location)
+    if bias is not None and bias.type.shape != weight.type.shape[:1]:
+        raise ProgramError(f"linear: the bias is {bias.type}, and the weight {weight.type}; it has one element for each row", location)
+    product = hw.matmul(x, weight.T)
+    return product if bias is None else product + bias
+
+
+# --- norms ------------------------------------------------------------------------------------------------------------
+
+
+@_called("var")
+@checked
+def var(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, correction: int = 0, keepdims: bool = False) -> Tensor:
+    """The mean of squared distances from the mean, of floats, over `axis` as in `mean`. `correction` is 0: divided by all."""
+    location = Location.of_caller()
+    if correction != 0:
+        raise ProgramError(f"var: correction={correction!r} is not supported; use 0 and scale the result", location)
+    axes, wide = hw.dims_of(x, axis, "var", location), _wide(x)
+    distance = wide - hw.mean(wide, axes, keepdims=True)
+    rest = hw.mean(distance, axes, keepdims)  # by how much the mean was rounded
+    return _cast(hw.maximum(hw.mean(distance * distance, axes, keepdims) - rest * rest, 0), x.dtype)
+
+
+@_called("softmax")
+@checked
+def softmax(x: Tensor, axis: Axis = -1) -> Tensor:
+    """exp(x), divided by its sum over a dim. A row of -inf alone gives NaN, as in torch."""
+    axis, wide = dim_of(x, axis, "softmax", Location.of_caller()), _wide(x)
+    powers = hw.exp(wide - hw.max(wide, axis, keepdims=True))
+    return _cast(powers * hw.reciprocal(hw.sum(powers, axis, keepdims=True)), x.dtype)
+
+
+@_called("log_softmax")
+@checked
+def log_softmax(x: Tensor, axis: Axis = -1) -> Tensor:
+    """The logarithm of softmax(x)."""
+    axis, wide = dim_of(x, axis, "log_softmax", Location.of_caller()), _wide(x)
+    distance = wide - hw.max(wide, axis, keepdims=True)
+    return _cast(distance - hw.log(hw.sum(hw.exp(distance), axis, keepdims=True)), x.dtype)
+
+
+@_called("layer_norm")
+@checked
+def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, axis: Axis = -1, eps: float = 1e-5) -> Tensor:
+    """(x - mean) / sqrt(variance + eps) over a dim, times weight plus bias, which broadcast against x. Raises ProgramError."""
+    axis, wide = _normed_dim("layer_norm", x, axis, weight, bias), _wide(x)
+    distance = wide - hw.mean(wide, axis, keepdims=True)
+    variance = hw.mean(distance * distance, axis, keepdims=True)
+    return _scaled(distance * hw.rsqrt(variance + eps), weight, bias, x)
+
+
+@_called("rms_norm")
+@checked
+def rms_norm(x: Tensor, weight: Tensor | None = None, axis: Axis = -1, eps: float = 1e-6) -> Tensor:
+    """x / sqrt(mean of squares + eps) over a dim, times weight, which broadcasts against x. Raises ProgramError."""
+    axis, wide = _normed_dim("rms_norm", x, axis, weight, None), _wide(x)
+    return _scaled(wide * hw.rsqrt(hw.mean(wide * wide, axis, keepdims=True) + eps), weight, None, x)
+
+
+def _normed_dim(kind: str, x: Tensor, axis: Axis, weight: Tensor | None, bias: Tensor | None) -> int:
+    """The number of the dim, where weight and bias broadcast against x."""
+    location = Location.of_caller()
+    for name, other in (("weight", weight), ("bias", bias)):
+        if other is not None and not _broadcasts(other.type.shape, x.type.shape):
+            raise ProgramError(f"{kind}: the {name} is {other.type}, and x {x.type}; it broadcasts against x, from the right", location)
+    return dim_of(x, axis, kind, location)
+
+
+def _broadcasts(shape: tuple[Extent, ...], to: tuple[Extent, ...]) -> bool:
+    """Whether it broadcasts to a shape that it does not change."""
+    tail = to[len(to) - len(shape) :]
+    return len(shape) <= len(to) and all(have in (want, Extent()) for have, want in zip(shape, tail, strict=True))
+
+
+def _scaled(normed: Tensor, weight: Tensor | None, bias: Tensor | None, x: Tensor) -> Tensor:
+    if weight is not None:
+        normed = normed * _cast(weight, normed.dtype)
+    if bias is not None:
+        normed = normed + _cast(bias, normed.dtype)
+    return _cast(normed, x.dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return hw.cast(x, f32) if x.dtype.kind == "float" and x.dtype.itemsize < f32.itemsize else x
+
+
+def _cast(x: Tensor, dtype: DType) -> Tensor:
+    """x in that dtype, called as x is."""
+    if x.dtype == dtype:
+        return x
+    result = hw.cast(x, dtype)
+    result._word = x._word
+    return result
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+@_called("attention")
+@checked
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    seed: Tensor | int | None = None,
+    draw: Tensor | int = 0,
+) -> Tensor:
+    """softmax(query keyT scale + mask) value, for query [..., H, S, E], key [..., H, T, E], value [..., H, T, F]: [..., H, S, F].
+
+    `attn_mask`, which broadcasts to [..., H, S, T], is a bool (true takes part) or is added. `is_causal` lets row i see
+    columns up to i. `scale` is 1 / sqrt(E) by default. With `enable_gqa` key and value have fewer heads, each for as many
+    neighbouring heads of the query. `dropout_p` of the weights are dropped as `dropout` does it, by `seed` and `draw`, with
+    the same numbers whether heads are grouped or not. Raises ProgramError.
+    """
+    location = Location.of_caller()
+    q, k, v = query.type.shape, key.type.shape, value.type.shape
+    shapes = f"query {query.type}, key {key.type}, value {value.type}"
+    if not len(q) == len(k) == len(v) >= 3 or q[-1] != k[-1] or k[:-1] != v[:-1] or q[:-3] != k[:-3]:
+        raise ProgramError(f"attention: {shapes} are not [..., H, S, E], [..., H, T, E] and [..., H, T, F]; reshape them", location)
+    group = q[-3].divided_by(k[-3])
+    if not enable_gqa and q[-3] != k[-3]:
+        raise ProgramError(f"attention: {shapes} differ in their heads; use enable_gqa=True for groups of heads", location)
+    if group is None or not group.is_int:
+        raise ProgramError(f"attention: {shapes}: the heads of the key do not divide those of the query; use multiples as ints", location)
+    if attn_mask is not None and is_causal:
+        raise ProgramError("attention: attn_mask and is_causal are both given; put both into the mask", location)
+    if attn_mask is not None:
+        _check_mask(attn_mask, (*q[:-1], k[-2]), location)
+    _check_probability("attention: dropout_p", dropout_p, location)
+    if dropout_p and seed is None:
+        raise ProgramError(f"attention: dropout_p={dropout_p!r} without a seed; pass seed=, an int or a u32 tensor without dims", location)
+    if scale is None and not q[-1].is_int:
+        raise ProgramError(f"attention: {q[-1]}, the last dim of the query, is not known at compile time; pass scale=", location)
+    factor = scale if scale is not None else 1 / sqrt(int(q[-1]))
+    grouped = int(group) > 1
+    if grouped:  # a dim of the group's heads, along which key and value are repeated
+        query = hw.reshape(query, *map(str, (*q[:-3], k[-3], group, *q[-2:])))
+        key, value = (hw.expand_dims(x, x.ndim - 2) for x in (key, value))
+    order = (*range(key.ndim - 2), key.ndim - 1, key.ndim - 2)
+    scores = _wide(hw.matmul(query, hw.transpose(key, order))) * factor
+    if is_causal:
+        rows, columns = hw.iota(query, query.ndim - 2), hw.iota(key, key.ndim - 2)
+        scores = hw.where(rows[:, None] >= columns[None, :], scores, float("-inf"))
+    if attn_mask is not None:
+        mask = _by_group(attn_mask, k[-3], group) if grouped else attn_mask
+        scores = hw.where(mask, scores, float("-inf")) if mask.dtype.kind == "bool" else scores + _cast(mask, scores.dtype)
+    weights = softmax(scores)
+    if dropout_p and seed is not None:
+        weights = _dropped(weights, dropout_p, _head_indices(weights, int(group)) if grouped else _indices(weights), seed, draw)
+    result = hw.matmul(_cast(weights, query.dtype), value)
+    return hw.reshape(result, *map(str, (*q[:-1], v[-1]))) if grouped else result
+
+
+def _check_mask(mask: Tensor, scores: tuple[Extent, ...], location: Location) -> None:
+    if not _broadcasts(mask.type.shape, scores):
+        wanted = ", ".join(map(str, scores))
+        raise ProgramError(f"attention: a mask of {mask.type} does not broadcast to the scores, [{wanted}]; reshape it", location)
+    if mask.dtype.kind not in ("bool", "float"):
+        raise ProgramError(f"attention: a mask of {mask.type} is neither bool nor float; compare it, as in mask != 0", location)
+
+
+def _by_group(mask: Tensor, heads: Extent, group: Extent) -> Tensor:
+    """A mask of [..., H, S, T], or one that broadcasts to it, beside scores of [..., heads, group, S, T]."""
+    if mask.ndim < 3:
+        return mask
+    shape = mask.type.shape
+    split = (Extent(), Extent()) if shape[-3] == Extent() else (heads, group)
+    return hw.reshape(mask, *map(str, (*shape[:-3], *split, *shape[-2:])))
+
+
+@_called("rotary")
+@checked
+def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Turns pairs of elements of the last dim of x [..., S, E] by angles, given by cos and sin, which broadcast to [..., S, E/2].
+
+    Element i goes with element i + E/2, as in GPT-NeoX and Llama, or 2i with 2i + 1 where `interleaved`. Raises ProgramError.
+    """
+    location = Location.of_caller()
+    if x.ndim < 2 or (x.type.shape[-1].is_int and int(x.type.shape[-1]) % 2):
+        raise ProgramError(f"rotary_embedding: {x.type} is not [..., S, E] with an even E; reshape or pad it", location)
+    half = x.type.shape[-1] // 2
+    for name, table in (("cos", cos), ("sin", sin)):
+        shape = table.type.shape
+        if shape[-1:] != (half,) or not _broadcasts(shape, (*x.type.shape[:-1], half)):
+            raise ProgramError(f"rotary_embedding: {name} is {table.type}, and x {x.type}; it has an element a pair, [S, {half}]", location)
+    of_pair = x.ndim if interleaved else x.ndim - 1  # the new dim, of the two elements of a pair
+    split = (half, Extent(2)) if interleaved else (Extent(2), half)
+    pairs = hw.reshape(x, *map(str, (*x.type.shape[:-1], *split)))
+    before = [slice(None)] * of_pair
+    first, second = (_wide(pairs[(*before, slice(i, i + 1))]) for i in (0, 1))
+    is_first = hw.iota(pairs, of_pair) == 0
+    c, s = (hw.expand_dims(_cast(table, first.dtype), -1 if interleaved else -2) for table in (cos, sin))
+    turned = hw.where(is_first if interleaved else is_first[:, None], first * c - second * s, second * c + first * s)
+    turned = _cast(turned, x.dtype)
+    turned._word = "rotary"  # what a kernel makes; the result is another view of it
+    return hw.reshape(turned, *map(str, x.type.shape))
+
+
+# --- random numbers ---------------------------------------------------------------------------------------------------
+
+
+@_called("uniform")
+@checked
+def uniform(x: Tensor, seed: Tensor | int, draw: Tensor | int = 0) -> Tensor:
+    """f32 numbers from 0 to below 1, of the shape of x, which has up to four dims.
+
+    A number depends on its place in the global tensor, on `seed` and on `draw`, which are u32: it is the same on every
+    target and under every sharding. Raises ProgramError.
+    """
+    return _drawn(x, _indices(x), seed, draw)
+
+
+def _indices(x: Tensor) -> list[Tensor]:
+    """Where each element of x is: its index in every dim, to broadcast."""
+    return [_along(x, i, hw.iota(x, i, u32)) for i in range(x.ndim)]
+
+
+def _head_indices(weights: Tensor, group: int) -> list[Tensor]:
+    """The same of [..., heads, group, S, T] as if it were [..., heads * group, S, T]."""
+    *outer, head, member, row, column = _indices(weights)
+    return [*outer, head * group + member, row, column]
+
+
+def _along(x: Tensor, dim: int, index: Tensor) -> Tensor:
+    return hw.expand_dims(index, tuple(j for j in range(x.ndim) if j != dim)) if x.ndim > 1 else index
+
+
+def _drawn(x: Tensor, counter: Sequence[Tensor], seed: Tensor | int, draw: Tensor | int) -> Tensor:
+    if len(counter) > MAX_RANDOM_DIMS:
+        why = f"{x.type} has {len(counter)} dims, and {MAX_RANDOM_DIMS} are supported"
+        raise ProgramError(f"uniform: {why}; reshape it", Location.of_caller())
+    return record("philox", *counter, *(0 for _ in range(len(counter), MAX_RANDOM_DIMS)), seed, draw)
+
+
+def _dropped(x: Tensor, p: float, counter: Sequence[Tensor], seed: Tensor | int, draw: Tensor | int) -> Tensor:
+    return hw.where(_drawn(x, counter, seed, draw) >= p, x * (1 / (1 - p)), 0.0)
+
+
+@_called("dropout")
+@checked
+def dropout(x: Tensor, p: float, seed: Tensor | int, draw: Tensor | int = 0) -> Tensor:
+    """x / (1 - p) where a number of `uniform(x, seed, draw)` is at least p, else 0. Raises ProgramError."""
+    _check_probability("dropout: p", p, Location.of_caller())
+    return _dropped(x, p, _indices(x), seed, draw)
+
+
+def _check_probability(name: str, p: float, location: Location) -> None:
+    if not 0 <= p < 1:
+        raise ProgramError(f"{name}={p!r} is not a probability from 0 to below 1", location)

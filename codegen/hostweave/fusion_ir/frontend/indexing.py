@@ -1,0 +1,118 @@
+"""`x[2:5, ..., None, -1]`: what each key takes of a dim, as Python's basic slices do, and the ops that take it."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from types import EllipsisType
+from typing import TYPE_CHECKING, Any
+
+from hostweave.base.errors import Location, ProgramError
+from hostweave.types.size import Extent
+from hostweave.types.tensor import TensorType
+
+if TYPE_CHECKING:
+    from hostweave.fusion_ir.frontend.trace import Tensor
+
+LARGE = 720720 << 20  # stands for a size that is not known yet; all small numbers divide it
+
+
+def indexed(x: Tensor, key: Any) -> Tensor:
+    """The part of x that the keys take: slices with positive steps, ints, which drop their dim, `None` for a new one, and `...`.
+
+    A slice stays inside its dim: where the size is known only at a call, the program checks it then. Raises ProgramError.
+    """
+    from hostweave.fusion_ir.frontend.trace import record
+
+    location = Location.of_caller()
+    keys = _spread(x.type, key if isinstance(key, tuple) else (key,), location)
+    cuts = [k for k in keys if k is not None]
+    for axis in range(len(cuts) - 1, -1, -1):
+        cut = cuts[axis]
+        x = _selected(x, axis, cut, location) if isinstance(cut, int) else _sliced(x, axis, cut, location)
+    new = tuple(i for i, k in enumerate(k for k in keys if not isinstance(k, int)) if k is None)
+    return record("expand_dims", x, axis=new) if new else x
+
+
+def _spread(type: TensorType, keys: tuple[Any, ...], location: Location) -> list[slice | int | None]:
+    """One key a dim, besides those that make new ones."""
+    for key in keys:
+        if isinstance(key, bool) or not (key is None or isinstance(key, int | slice | EllipsisType)):
+            raise ProgramError(f"indexing: {key!r} is neither an int, a slice, None nor '...'; {_instead_of(key)}", location)
+    given = sum(isinstance(key, int | slice) for key in keys)
+    if given > len(type.dims):
+        raise ProgramError(f"indexing: {given} dims of {type}, which has {len(type.dims)}; leave some out", location)
+    if sum(key is ... for key in keys) > 1:
+        raise ProgramError("indexing: '...' is given twice; write ':' for each dim instead", location)
+    spread: list[slice | int | None] = []
+    for key in keys if any(key is ... for key in keys) else (*keys, ...):
+        spread.extend([slice(None)] * (len(type.dims) - given) if isinstance(key, EllipsisType) else [key])
+    return spread
+
+
+def _instead_of(key: Any) -> str:
+    """What to write for a key that is an array."""
+    kind = getattr(getattr(key, "dtype", None), "kind", "")
+    if kind == "bool":
+        return "choose by values with hw.where(condition, x, 0)"
+    if kind and hasattr(key, "type"):
+        rows = "hw.cast(ids[:, None] == hw.iota(x, 0, ids.dtype), x.dtype)"
+        return f"for rows of x that a tensor numbers, multiply by ones in their places, hw.matmul({rows}, x), or index the array outside"
+    return "use hw.concat([x[i], ...]) for parts that are known now"
+
+
+def _selected(x: Tensor, axis: int, index: int, location: Location) -> Tensor:
+    from hostweave.fusion_ir.frontend.trace import record
+
+    extent = x.type.shape[axis]
+    if extent.is_int:
+        if not -int(extent) <= index < int(extent):
+            raise ProgramError(f"indexing: {index} is outside of dim {axis} of {x.type}; it goes from 0 to {int(extent) - 1}", location)
+        index %= int(extent)
+    return record("select", x, axis=axis, index=index)
+
+
+def _sliced(x: Tensor, axis: int, key: slice, location: Location) -> Tensor:
+    from hostweave.fusion_ir.frontend.trace import record
+
+    def fail(message: str) -> ProgramError:
+        text = ":".join(
+            "" if bound is None else str(bound) for bound in (key.start, key.stop, *([key.step] if key.step is not None else []))
+        )
+        return ProgramError(f"indexing: {text} of dim {axis} of {x.type} {message}", location)
+
+    whole, step = x.type.shape[axis], 1 if key.step is None else key.step
+    for bound in (key.start, key.stop, step):
+        if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int)):
+            raise fail("is not made of ints; split a dim by hw.reshape where its parts have names")
+    if step < 1:
+        raise fail("goes backwards; steps are at least 1")
+    start = Extent(0) if key.start is None else _bound(whole, key.start)
+    stop = whole if key.stop is None else _bound(whole, key.stop)
+    least, most, size = (_at_large(extent) for extent in (start, stop, whole))
+    if not 0 <= least <= size or not 0 <= most <= size:
+        raise fail(f"goes outside of it; stay between 0 and {whole}")
+    if least >= most:
+        raise fail("takes nothing; take at least one element")
+    taken = _steps(start, stop, whole, step)
+    if taken == whole and step == 1:
+        return x
+    first = int(start) if start.is_int else key.start
+    dims = tuple(dim if i != axis else type(dim)(taken) for i, dim in enumerate(x.type.dims))
+    return record("slice", x, target=TensorType(x.dtype, dims), axis=axis, start=first, step=step)
+
+
+def _bound(whole: Extent, bound: int) -> Extent:
+    return whole + bound if bound < 0 else Extent(bound)
+
+
+def _steps(start: Extent, stop: Extent, whole: Extent, step: int) -> Extent:
+    """How many indices from start to stop a step takes; what is not known must divide."""
+    length = stop - start
+    if length.is_int:
+        return Extent(-(-int(length) // step))
+    return (whole if stop == whole and start.is_int and int(start) < step else length) // step
+
+
+def _at_large(extent: Extent) -> Fraction:
+    """The extent where unknown sizes are large: enough to compare bounds of one dim."""
+    return Fraction((extent * extent.divisor).bind(dict.fromkeys(extent.symbols, LARGE)), extent.divisor)

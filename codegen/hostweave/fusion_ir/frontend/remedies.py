@@ -1,0 +1,117 @@
+"""What to write instead of what other libraries have and a fusion has not."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+from hostweave.base.errors import Location, ProgramError
+from hostweave.types.size import Extent, product
+
+# What other libraries call what hostweave has.
+_OTHER_WORDS = {
+    "view": "hw.reshape(x, ...)",
+    "flatten": "hw.reshape(x, -1)",
+    "permute": "hw.transpose(x, axes)",
+    "unsqueeze": "hw.expand_dims(x, axis)",
+    "squeeze": "hw.reshape(x, ...)",
+    "expand": "hw.broadcast_to(x, ...)",
+    "cat": "hw.concat([...], axis)",
+    "clone": "hw.copy(x)",
+    "to": "hw.cast(x, dtype)",
+    "type": "hw.cast(x, dtype)",
+    "astype": "hw.cast(x, dtype)",
+    "float": "hw.cast(x, hw.f32)",
+    "half": "hw.cast(x, hw.f16)",
+    "bfloat16": "hw.cast(x, hw.bf16)",
+    "size": "x.shape",
+    "dim": "x.ndim",
+    "mm": "hw.matmul(a, b)",
+    "bmm": "hw.matmul(a, b)",
+    "dot": "hw.matmul(a, b)",
+    "multiply": "hw.mul(a, b)",
+    "subtract": "hw.sub(a, b)",
+    "divide": "hw.div(a, b)",
+    "true_divide": "hw.div(a, b)",
+    "negative": "hw.neg(x)",
+    "swapaxes": "hw.transpose(x, axes)",
+    "item": "the result of the program",
+    "numpy": "the result of the program",
+}
+
+
+def instead_of(name: str) -> str:
+    """What to write for a function or method of another library."""
+    import hostweave
+
+    if name in _OTHER_WORDS:
+        return f"use {_OTHER_WORDS[name]}"
+    functions = [public for public in hostweave.__all__ if inspect.isfunction(getattr(hostweave, public))]
+    if name in functions:
+        return f"use hw.{name}"
+    near = get_close_matches(name, [*functions, *(public for public in vars(hostweave.Tensor) if not public.startswith("_"))], 1)
+    return f"did you mean {near[0]}?" if near else "the functions are those of hostweave, in docs/guide.md"
+
+
+class SizeName(str):
+    """The text of a size that is known only at a call. It is written, not computed with."""
+
+    _extent: Extent
+
+    def __new__(cls, extent: Extent) -> SizeName:
+        name = super().__new__(cls, str(extent))
+        name._extent = extent
+        return name
+
+    def _refuse(self, sign: str, other: Any, reverse: bool = False) -> NoReturn:
+        left, right = (other, self) if reverse else (self, other)
+        why = f"{left} {sign} {right}: {self} is the name of a size that is known only at a call"
+        raise ProgramError(f"{why}; {self._written(sign, other, reverse)}", Location.of_caller())
+
+    def _written(self, sign: str, other: Any, reverse: bool) -> str:
+        """The size that was meant, as text."""
+        operand = other._extent if isinstance(other, SizeName) else Extent(other) if type(other) is int else None
+        if operand is not None and sign in _SIZES and not (reverse and sign == "//"):
+            left, right = (operand, self._extent) if reverse else (self._extent, operand)
+            if (size := _SIZES[sign](left, right)) is not None:
+                return f"write {str(size)!r}"
+        return "write sizes as text, such as '2*M' and 'M/2', or make it an int in the type of the input"
+
+    def __mul__(self, other: Any) -> NoReturn:
+        self._refuse("*", other)
+
+    def __rmul__(self, other: Any) -> NoReturn:
+        self._refuse("*", other, True)
+
+    def __add__(self, other: Any) -> str:
+        if isinstance(other, str) and not isinstance(other, SizeName):  # "M" + "@x"
+            return str.__add__(self, other)
+        self._refuse("+", other)
+
+    def __radd__(self, other: Any) -> NoReturn:
+        self._refuse("+", other, True)
+
+    def __sub__(self, other: Any) -> NoReturn:
+        self._refuse("-", other)
+
+    def __rsub__(self, other: Any) -> NoReturn:
+        self._refuse("-", other, True)
+
+    def __floordiv__(self, other: Any) -> NoReturn:
+        self._refuse("//", other)
+
+    def __truediv__(self, other: Any) -> NoReturn:
+        self._refuse("//", other)
+
+    def __mod__(self, other: Any) -> NoReturn:
+        self._refuse("%", other)
+
+
+_SIZES: dict[str, Callable[[Extent, Extent], Extent | None]] = {
+    "*": lambda a, b: product((a, b)),
+    "+": lambda a, b: a + b,
+    "-": lambda a, b: a - b,
+    "//": lambda a, b: a // int(b) if b.is_int and int(b) > 0 else a.divided_by(b),
+}

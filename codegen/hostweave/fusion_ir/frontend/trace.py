@@ -1,0 +1,518 @@
+"""Tracing: a function is called once with symbolic tensors, which write down every op."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from itertools import count
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from hostweave.base.errors import Location, ProgramError, UnknownAttribute, did_you_mean
+from hostweave.base.names import free_name
+from hostweave.base.signatures import checked
+from hostweave.fusion_ir.frontend.indexing import indexed
+from hostweave.fusion_ir.frontend.remedies import SizeName, instead_of
+from hostweave.fusion_ir.ir import Attribute, Fusion, Op, Scalar, Stream, Value
+from hostweave.fusion_ir.ops import attributes, infer_type, needs_whole, operand_types
+from hostweave.fusion_ir.text import BY, STEPS
+from hostweave.fusion_ir.user_kernel import Source
+from hostweave.fusion_ir.verify import verify_fusion
+from hostweave.types.mesh import Mesh
+from hostweave.types.tensor import DTYPES, DType, TensorType
+
+# Names for results where the name of the op would read as a command.
+RESULT_NAMES = {
+    "matmul": "product",
+    "expand_dims": "expanded",
+    "reshape": "reshaped",
+    "transpose": "transposed",
+    "broadcast_to": "broadcast",
+    "select": "selected",
+    "slice": "sliced",
+    "concat": "joined",
+    "pad": "padded",
+    "reshard": "resharded",
+    "exchange": "exchanged",
+}
+
+
+@checked
+def fusion(*, mesh: Mesh | None = None, **inputs: TensorType) -> Callable[[Callable[..., Any]], Fusion]:
+    """Traces the decorated function into a Fusion: `@hw.fusion(mesh=hw.Mesh(x=8), x=hw.bf16["M@x", "K"])`.
+
+    `inputs` gives the type of each parameter by name; a function with `**weights` gets there those that it does not name.
+    Without a mesh there is one device. The function is traced once with symbolic tensors. Raises ProgramError.
+    """
+    location = Location.of_caller()
+    if not isinstance(mesh, Mesh | None):
+        raise ProgramError(f"fusion: mesh={mesh} is no hw.Mesh; a parameter of the function needs another name", location)
+    return lambda function: traced(function, _Trace(mesh or Mesh()), inputs, "fusion", location)
+
+
+class Tensor:
+    """What a traced function computes with: a value of the program that holds no data."""
+
+    __hash__ = object.__hash__
+
+    def __init__(self, trace: _Trace, op: Op | None, value: Value):
+        self._trace, self._op, self._value = trace, op, value
+        self._name: str | None = None
+        self._word: str | None = None  # the function of several ops that made it, by which it is called where nobody names it
+
+    def __repr__(self) -> str:
+        return f"Tensor({self.type})"
+
+    @property
+    def type(self) -> TensorType:
+        return self._value.type
+
+    @property
+    def dtype(self) -> DType:
+        return self.type.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.type.dims)
+
+    @property
+    def shape(self) -> tuple[int | str, ...]:
+        """The global extents: an int, or text such as `M` and `8*M/4`."""
+        return tuple(int(extent) if extent.is_int else SizeName(extent) for extent in self.type.shape)
+
+    def named(self, name: str) -> Tensor:
+        """Names the value; generated code keeps the name. Raises ProgramError where another value has it."""
+        if not (name.isidentifier() and name.isascii()):
+            raise ProgramError(f"named: {name!r} is not a name; use letters, digits and _", Location.of_caller())
+        if self._op is None:
+            raise ProgramError(f"named: %{self._name} is an input; rename the parameter instead", Location.of_caller())
+        if self._trace.named.get(name, self) is not self:
+            raise ProgramError(f"named: %{name} is taken by another value; choose another name", Location.of_caller())
+        self._trace.name(self, name)
+        return self
+
+    @checked
+    def stream(self, dim: int | str, chunks: int | None = None, step: str | None = None, by: str | None = None) -> Tensor:
+        """States that a host loop walks `dim` of this value, one step an index, or one step a slice where `chunks` is given.
+
+        `step` is `block` or `across`; `by` is p2p, all_gather, broadcast or ring; the compiler chooses what is left open.
+        Raises ProgramError where there is no such loop.
+        """
+        location = Location.of_caller()
+        if self._op is None:
+            raise ProgramError(f"stream: %{self._name} is an input; stream what is computed from it, or hw.copy({self._name})", location)
+        if self._op.callee:
+            raise ProgramError(f"stream: this is made by the block @{self._op.callee.name}; stream a tensor in the block", location)
+        if self._value.stream is not None:
+            raise ProgramError("stream: this value is streamed already; state one dim, once", location)
+        if self._value.aside:
+            raise ProgramError("stream: this value is made aside: its loop communicates beside the rest; leave one of them out", location)
+        number = dim_of(self, dim, "stream", location)
+        self._check_stream(number, chunks, location)
+        for word, value, known in (("step", step, STEPS), ("by", by, BY)):
+            if value is not None and value not in known:
+                raise ProgramError(f"stream: there is no {word}={value!r}; {did_you_mean(value, known)}", location)
+        self._value = replace(self._value, stream=Stream(number, chunks, step, by))
+        return self
+
+    def aside(self) -> Tensor:
+        """States that the communication which makes this value, if there is one, runs on a stream of its own, beside what follows.
+
+        Whatever uses the value waits for it: of a gradient that is returned, the end of the program. Raises ProgramError.
+        """
+        location = Location.of_caller()
+        if self._op is None:
+            raise ProgramError(f"aside: %{self._name} is an input; state it of what is communicated", location)
+        if self._op.callee:
+            raise ProgramError(f"aside: this is made by the block @{self._op.callee.name}; state it of a tensor in the block", location)
+        if self._value.stream is not None:
+            raise ProgramError("aside: this value is streamed: its loop communicates beside the rest; leave one of them out", location)
+        self._value = replace(self._value, aside=True)
+        return self
+
+    def _check_stream(self, dim: int, chunks: int | None, location: Location) -> None:
+        assert self._op is not None
+        extent = self.type.shape[dim]
+        if chunks is not None and (not isinstance(chunks, int) or chunks < 1):
+            raise ProgramError(f"stream: chunks={chunks!r} must be an int of at least 1", location)
+        if why := Stream(dim, chunks).too_many(extent):
+            raise ProgramError(f"stream: {why}", location)
+        if chunks is not None and extent.is_int and int(extent) % chunks:
+            raise ProgramError(f"stream: {chunks} chunks do not divide dim {dim} of {self.type}; use a divisor of {extent}", location)
+        if how := needs_whole(replace(self._op, result=self._value), operand_types(self._op, self._trace.types()), dim):
+            op = f"{'an' if self._op.kind[0] in 'aeiou' else 'a'} {self._op.kind}"
+            raise ProgramError(
+                f"stream: dim {dim} of {self.type} is {how} by {op}, so no loop can walk it; stream a tensor before it",
+                location,
+            )
+
+    @property
+    def T(self) -> Tensor:
+        """The transpose of a matrix. Raises ProgramError for another number of dims."""
+        if self.ndim != 2:
+            raise ProgramError(f"T: {self.type} has {self.ndim} dims, not 2; use hw.transpose(x, axes)", Location.of_caller())
+        return record("transpose", self, axes=(1, 0))
+
+    def __getitem__(self, key: Any) -> Tensor:
+        return indexed(self, key)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Over the first dim. Raises ProgramError where its extent is no int."""
+        count = self._first_extent("a loop", "use functions of whole tensors, such as hw.sum")
+        return (self[i] for i in range(count))
+
+    def __len__(self) -> int:
+        """The first extent. Raises ProgramError where it is no int."""
+        return self._first_extent("len", "its name is in x.shape")
+
+    def _first_extent(self, what: str, remedy: str) -> int:
+        if not self.ndim or not self.type.shape[0].is_int:
+            raise ProgramError(f"{what}: {self.type} has no first dim of known extent; {remedy}", Location.of_caller())
+        return int(self.type.shape[0])
+
+    def __setitem__(self, key: Any, value: Any) -> NoReturn:
+        raise ProgramError("a tensor is a value and does not change; make another one by hw.where or hw.concat", Location.of_caller())
+
+    if not TYPE_CHECKING:  # or any name would be an attribute to a type checker
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name.startswith("_"):  # asked for by libraries, which take it that it may be missing
+                raise AttributeError(name)
+            raise UnknownAttribute(f"x.{name}: a tensor of a fusion has no {name}; {instead_of(name)}", Location.of_caller())
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: Any, **__: Any) -> NoReturn:
+        name = getattr(function, "__name__", str(function))
+        why = f"PyTorch cannot compute with a tensor of a fusion; {instead_of(name)}"
+        raise ProgramError(f"torch.{name}: {why}", Location.of_caller())
+
+    def __array_ufunc__(self, ufunc: Any, *_: Any, **__: Any) -> NoReturn:
+        why = "NumPy cannot compute with a tensor of a fusion; use operators and functions of hostweave, and make arrays inputs"
+        raise ProgramError(f"numpy.{ufunc.__name__}: {why}", Location.of_caller())
+
+    def __array__(self, *_: Any, **__: Any) -> NoReturn:
+        why = "a tensor of a fusion holds no data; use functions of hostweave, and make arrays inputs"
+        raise ProgramError(f"numpy.asarray: {why}", Location.of_caller())
+
+    def __bool__(self) -> bool:
+        raise ProgramError("the values of a tensor are not known while a fusion is traced; use hw.where", Location.of_caller())
+
+    def __float__(self) -> NoReturn:
+        self._no_number("float")
+
+    def __int__(self) -> NoReturn:
+        self._no_number("int")
+
+    def __index__(self) -> NoReturn:
+        self._no_number("an index")
+
+    def _no_number(self, what: str) -> NoReturn:
+        why = f"{what}: the values of {self.type} are not known while a fusion is traced"
+        raise ProgramError(f"{why}; compute with the tensor, cast by hw.cast, or pass a Python number", Location.of_caller())
+
+    def _no_operator(self, sign: str, remedy: str) -> NoReturn:
+        raise ProgramError(f"x {sign} y: tensors of a fusion have no {sign}; {remedy}", Location.of_caller())
+
+    def __floordiv__(self, other: Any) -> NoReturn:
+        self._no_operator("//", "divide floats by /, and write the quotient of a size as text, such as 'M/2'")
+
+    def __mod__(self, other: Any) -> NoReturn:
+        self._no_operator("%", "take the remainder of an array before it is an input")
+
+    def __xor__(self, other: Any) -> NoReturn:
+        self._no_operator("^", "compare bools by !=, raise to a power by **")
+
+    __rfloordiv__, __rmod__, __rxor__, __divmod__, __rdivmod__ = __floordiv__, __mod__, __xor__, __floordiv__, __floordiv__
+
+    def __matmul__(self, other: Tensor) -> Tensor:
+        return record("matmul", self, other)
+
+    def __add__(self, other: Tensor | Scalar) -> Tensor:
+        return record("add", self, other)
+
+    def __radd__(self, other: Scalar) -> Tensor:
+        return record("add", other, self)
+
+    def __sub__(self, other: Tensor | Scalar) -> Tensor:
+        return record("sub", self, other)
+
+    def __rsub__(self, other: Scalar) -> Tensor:
+        return record("sub", other, self)
+
+    def __mul__(self, other: Tensor | Scalar) -> Tensor:
+        return record("mul", self, other)
+
+    def __rmul__(self, other: Scalar) -> Tensor:
+        return record("mul", other, self)
+
+    def __truediv__(self, other: Tensor | Scalar) -> Tensor:
+        return record("div", self, other)
+
+    def __rtruediv__(self, other: Scalar) -> Tensor:
+        return record("div", other, self)
+
+    def __pow__(self, other: Tensor | Scalar) -> Tensor:
+        if isinstance(other, int) and other in (2, 3, 4):  # a product is some tens of times less work
+            square = self * self
+            return square if other == 2 else square * (self if other == 3 else square)
+        return record("pow", self, other)
+
+    def __rpow__(self, other: Scalar) -> Tensor:
+        return record("pow", other, self)
+
+    def __abs__(self) -> Tensor:
+        return record("abs", self)
+
+    def __and__(self, other: Tensor | Scalar) -> Tensor:
+        return record("logical_and", self, other)
+
+    def __rand__(self, other: Scalar) -> Tensor:
+        return record("logical_and", other, self)
+
+    def __or__(self, other: Tensor | Scalar) -> Tensor:
+        return record("logical_or", self, other)
+
+    def __ror__(self, other: Scalar) -> Tensor:
+        return record("logical_or", other, self)
+
+    def __invert__(self) -> Tensor:
+        return record("logical_not", self)
+
+    def __neg__(self) -> Tensor:
+        return record("neg", self)
+
+    def __eq__(self, other: Tensor | Scalar) -> Tensor:  # type: ignore[override]
+        return record("equal", self, other)
+
+    def __ne__(self, other: Tensor | Scalar) -> Tensor:  # type: ignore[override]
+        return record("not_equal", self, other)
+
+    def __lt__(self, other: Tensor | Scalar) -> Tensor:
+        return record("less", self, other)
+
+    def __le__(self, other: Tensor | Scalar) -> Tensor:
+        return record("less_equal", self, other)
+
+    def __gt__(self, other: Tensor | Scalar) -> Tensor:
+        return record("greater", self, other)
+
+    def __ge__(self, other: Tensor | Scalar) -> Tensor:
+        return record("greater_equal", self, other)
+
+
+class _Trace:
+    """The values of one function so far, by number: an op's operands are numbers until all names are known.
+
+    `blocks` are those of the whole fusion by what they were made of, None while one is being traced; `sources` its kernels by name.
+    """
+
+    def __init__(self, mesh: Mesh, blocks: dict[object, Fusion | None] | None = None, sources: dict[str, Source] | None = None):
+        self.mesh = mesh
+        self.sources = {} if sources is None else sources
+        self.blocks = {} if blocks is None else blocks
+        self.tensors: dict[str, Tensor] = {}
+        self.named: dict[str, Tensor] = {}  # what the user named
+        self._types: dict[str, TensorType] = {}
+
+    def types(self) -> dict[str, TensorType]:
+        return self._types
+
+    def add(self, op: Op | None, type: TensorType, stated: bool, name: str | None = None) -> Tensor:
+        number = str(len(self.tensors))
+        self._types[number] = type
+        tensor = self.tensors[number] = Tensor(self, op, Value(number, type, stated=stated))
+        if name is not None:
+            self.name(tensor, name)
+        return tensor
+
+    def source(self, source: Source) -> Source:
+        """The source under a name that no other one has."""
+        names = (source.name if number == 1 else f"{source.name}_{number}" for number in count(1))
+        named = (replace(source, name=name) for name in names)
+        return next(one for one in named if self.sources.setdefault(one.name, one) == one)
+
+    def name(self, tensor: Tensor, name: str) -> None:
+        if tensor._name is not None:
+            del self.named[tensor._name]
+        tensor._name = name
+        self.named[name] = tensor
+
+
+def record(
+    kind: str,
+    *operands: Tensor | Scalar,
+    target: TensorType | None = None,
+    beside: Tensor | None = None,
+    callee: Fusion | None = None,
+    source: Source | None = None,
+    **values: Attribute,
+) -> Tensor:
+    """Writes down one op and gives its result. `target` is what the user states of the result's type.
+
+    `beside` is a tensor of the same function, for an op that takes none; `callee` the block of a call, `source` the C++ of a
+    kernel. Raises ProgramError.
+    """
+    location = Location.of_caller()
+    tensors = [operand for operand in operands if isinstance(operand, Tensor)]
+    for operand in operands:
+        if not isinstance(operand, Tensor | int | float):
+            raise ProgramError(f"{kind}: {operand!r} is neither a tensor of this fusion nor a Python number; make it an input", location)
+    known = [*tensors, *([beside] if beside is not None else [])]
+    if not known:
+        raise ProgramError(f"{kind}: no operand is a tensor; compute with Python numbers instead", location)
+    trace = known[0]._trace
+    if any(tensor._trace is not trace for tensor in tensors):
+        raise ProgramError(f"{kind}: the tensors belong to different fusions; pass one of them in as an input", location)
+    if target is not None:
+        target = _placed(target, trace.mesh, location) if kind == "reshard" else replace(target, mesh=known[0].type.mesh)
+    is_float = known[-1].dtype.kind == "float"
+    names = tuple(o._value.name if isinstance(o, Tensor) else _weak(o, is_float) for o in operands)
+    op = Op(kind, names, Value("", target or known[0].type), attributes(**values), location, callee=callee, source=source)
+    types = operand_types(op, trace.types())
+    derived = infer_type(op, types)
+    if kind in ("reshard", "kernel", "output") and not callee:
+        assert target is not None
+        if kind != "reshard":
+            target.check(location, trace.mesh)
+        return trace.add(op, target, stated=kind == "reshard")
+    return trace.add(op, derived, stated=False)
+
+
+def _weak(number: Scalar, is_float: bool) -> Scalar:
+    """A number as the tensors beside it take it."""
+    if isinstance(number, bool):
+        return number
+    if isinstance(number, float) or is_float:
+        return math.nan if math.isnan(number) else float(number)
+    return int(number)
+
+
+def dim_of(tensor: Tensor, axis: int | str, kind: str, location: Location) -> int:
+    """The number of the dim that `axis` names. Raises ProgramError."""
+    try:
+        return tensor.type.dim(axis)
+    except ValueError as error:
+        raise ProgramError(f"{kind}: {error}", location) from None
+
+
+# --- from a function to a fusion --------------------------------------------------------------------------------------
+
+
+def traced(function: Callable[..., Any], trace: _Trace, inputs: dict[str, TensorType], word: str, location: Location) -> Fusion:
+    """What a function computes; `word` says what it is, a fusion or a block. Raises ProgramError."""
+    name = function.__name__ if function.__name__.isidentifier() and function.__name__.isascii() else "program"  # of a lambda
+    arguments = {}
+    for parameter in parameters(function, inputs, word, location):
+        arguments[parameter] = trace.add(None, _placed(inputs[parameter], trace.mesh, location), stated=True, name=parameter)
+    returned = function(**arguments)
+    results = tuple(returned) if isinstance(returned, tuple | list) else (returned,)
+    for result in results:
+        if not isinstance(result, Tensor) or result._trace is not trace:
+            raise ProgramError(f"{word} @{name} returns {result!r}; return a tensor of it, or a tuple of tensors", location)
+    outputs = _distinct_results(results)
+    for i, result in enumerate(outputs):
+        if result._name is None:
+            trace.name(result, free_name("y" if len(outputs) == 1 else f"y{i}", trace.named))
+    finished = _finished(name, trace, outputs)
+    verify_fusion(finished)
+    return finished
+
+
+def _placed(type: TensorType, program: Mesh, location: Location) -> TensorType:
+    """The type as it stands in a program on that mesh, which is not named again. Raises ProgramError where it cannot."""
+    mesh = type.mesh
+    if mesh is not None and mesh.members is None and mesh != program:
+        if mesh.size != program.size:
+            raise ProgramError(f"{type}: {mesh} is no part of {program}; take ranks from there, as mesh.ranks([0, 1])", location)
+        mesh = Mesh(mesh.axes, tuple(range(mesh.size)))
+    placed = replace(type, mesh=None if mesh and (mesh.axes, tuple(mesh.all_ranks)) == (program.axes, tuple(program.all_ranks)) else mesh)
+    placed.check(location, program)
+    return placed
+
+
+def parameters(function: Callable[..., Any], inputs: dict[str, TensorType], word: str, location: Location) -> list[str]:
+    """The names of the inputs in order: the parameters of the function, and those that its `**weights` takes, as they are given.
+
+    A parameter that has a default and no type is no input: the function takes the default.
+    """
+    here = f"{word} @{function.__name__}"
+    declared = inspect.signature(function).parameters.values()
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in declared)
+    named = [p.name for p in declared if p.kind is not p.VAR_KEYWORD and (p.default is p.empty or p.name in inputs)]
+    others = [name for name in inputs if name not in named]
+    for name in named:
+        _check_given(here, word, name, inputs, location)
+    for name in others:
+        if not takes_any:
+            raise ProgramError(f"{here}: {name} is not a parameter of the function; add it or leave it out", location)
+        _check_given(here, word, name, inputs, location)
+        if not (name.isidentifier() and name.isascii()):
+            raise ProgramError(f"{here}: {name!r} is not a name; use letters, digits and _", location)
+    return named + others
+
+
+def _check_given(here: str, word: str, name: str, inputs: Mapping[str, object], location: Location) -> None:
+    if name not in inputs:
+        raise ProgramError(f"{here}: {name} has no type; pass {name}=hw.f32[...] to hw.{word}", location)
+    given = inputs[name]
+    if not isinstance(given, TensorType):
+        dtype, bracket, dims = given.partition("[") if isinstance(given, str) else (getattr(given, "name", "f32"), "", "")
+        spec = ", ".join(f'"{dim.strip()}"' for dim in dims.removesuffix("]").split(",")) if bracket else "..."
+        known = dtype if dtype in DTYPES else "f32"
+        raise ProgramError(f"{here}: {name}={given!r} is not the type of a tensor; write {name}=hw.{known}[{spec}]", location)
+
+
+def _distinct_results(results: tuple[Tensor, ...]) -> list[Tensor]:
+    """Every result made by an op of its own: an input that is returned, or one tensor returned twice, is copied."""
+    distinct: dict[int, Tensor] = {}
+    for result in results:
+        own = result if result._op and id(result) not in distinct else record("copy", result)
+        distinct[id(own)] = own
+    return list(distinct.values())
+
+
+def _finished(name: str, trace: _Trace, outputs: list[Tensor]) -> Fusion:
+    """The ops that lead to the outputs, under their final names."""
+    needed = {tensor._value.name for tensor in outputs}
+    for number, tensor in reversed(trace.tensors.items()):
+        if number in needed and tensor._op:
+            needed.update(tensor._op.tensors)
+    names = _names(trace, needed)
+    inputs, ops = [], []
+    for number, tensor in trace.tensors.items():
+        value = replace(tensor._value, name=names.get(number, ""))
+        if tensor._op is None:
+            inputs.append(value)
+        elif number in needed:
+            operands = tuple(names[operand] if isinstance(operand, str) else operand for operand in tensor._op.operands)
+            ops.append(replace(tensor._op, operands=operands, result=value))
+    return Fusion(name, trace.mesh, tuple(inputs), tuple(ops), tuple(names[tensor._value.name] for tensor in outputs))
+
+
+def _names(trace: _Trace, needed: set[str]) -> dict[str, str]:
+    """The user's name of each value, or what its op makes, with a number from the second on."""
+    counts: dict[str, int] = {}
+    names: dict[str, str] = {}
+    taken = set(trace.named)
+    for number, tensor in trace.tensors.items():
+        name = tensor._name
+        if name is None and tensor._op and number in needed:
+            wanted = tensor._word or _wanted(tensor._op, trace)
+            while name is None or name in taken:
+                counts[wanted] = counts.get(wanted, 0) + 1
+                name = wanted if counts[wanted] == 1 else f"{wanted}_{counts[wanted]}"
+        if name is not None:
+            names[number] = name
+            taken.add(name)
+    return names
+
+
+def _wanted(op: Op, trace: _Trace) -> str:
+    """A name for the result of an op: what it makes, the block that it calls and which of its results, `w_3` for `w[3]`."""
+    index = op.attribute("index")
+    if op.kind == "select" and isinstance(index, int) and index >= 0 and (name := trace.tensors[op.tensors[0]]._name):
+        return f"{name}_{index}"
+    if op.callee:
+        return op.callee.name if op.kind == "call" else f"{op.callee.name}_{op.callee.outputs[int(str(index))]}"
+    return RESULT_NAMES.get(op.kind, op.kind)

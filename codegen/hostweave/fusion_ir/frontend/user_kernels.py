@@ -1,0 +1,176 @@
+"""`hw.kernel`: CUDA C++ of the user as an op of a fusion."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hostweave.base.errors import Location, ProgramError, is_of_package
+from hostweave.base.signatures import checked
+from hostweave.fusion_ir.frontend.trace import Tensor, record
+from hostweave.fusion_ir.user_kernel import Argument, Source
+from hostweave.types.mesh import Mesh
+from hostweave.types.tensor import Dim, DType, TensorType
+
+MAX_BLOCK = 1024  # threads
+
+# What a pointer to the elements of a dtype may be called.
+POINTERS = {
+    "f64": ("double",),
+    "f32": ("float",),
+    "f16": ("hw::f16", "__half", "half"),
+    "bf16": ("hw::bf16", "__nv_bfloat16", "nv_bfloat16"),
+    "f8e4m3": ("hw::f8e4m3", "__nv_fp8_e4m3"),
+    "f8e5m2": ("hw::f8e5m2", "__nv_fp8_e5m2"),
+    "i64": ("int64_t", "long", "std::int64_t"),
+    "i32": ("int32_t", "int", "std::int32_t"),
+    "i8": ("int8_t", "signed char", "std::int8_t"),
+    "u32": ("uint32_t", "unsigned", "unsigned int", "std::uint32_t"),
+    "u8": ("uint8_t", "unsigned char", "std::uint8_t"),
+    "bool": ("bool",),
+}
+
+
+@checked
+def kernel(
+    source: str | Path,
+    name: str,
+    grid: int | str | Sequence[int | str],
+    args: Sequence[Any],
+    *,
+    block: int = 256,
+    per: int = 1,
+    cpu: str | Path | None = None,
+) -> Any:
+    """Launches `name`, a `__global__ void` function of this CUDA C++, and gives what it writes: a tensor, or a tuple of them.
+
+    `source` is the text or a file. `args` are what the function takes, in order: a tensor of this fusion is a pointer to what
+    the rank holds of it, a spec such as `hw.bf16["M@x", "N"]` a pointer to an output of that type, a dim such as "M@x" or "N"
+    an int64_t, what the rank holds of it, a Python number itself. A tensor is taken as it is stated, by a spec or by reshard;
+    any other is gathered first. `grid` is the number of blocks: dims, multiplied, of which each block takes `per`.
+
+    On the CPU target one thread runs a kernel: `cpu` is the text or file of a function of the same name and parameters for it.
+    Without it the source is compiled as it is, and may use what hostweave/kernel.h has, such as hw::over_grid, but not
+    threadIdx and the like. Raises ProgramError.
+    """
+    location = Location.of_caller()
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    if not tensors:
+        raise ProgramError(f"kernel: {name} takes no tensor of this fusion; pass one in args", location)
+    mesh = tensors[0].type.mesh_in(tensors[0]._trace.mesh)
+    arguments = tuple(_argument(arg, mesh, location) for arg in args)
+    dims = (grid,) if isinstance(grid, int | str) else tuple(grid)
+    lines, place = _text(source, location)
+    cpu_lines, cpu_place = ((), None) if cpu is None else _text(cpu, location)
+    made = Source(name, name, arguments, tuple(_dim(d, location) for d in dims), per, block, lines, cpu_lines, place, cpu_place)
+    _check(made, location)
+    result = record("kernel", *tensors, target=made.outputs[0], source=tensors[0]._trace.source(made))
+    rest = (record("output", result, target=type, index=i) for i, type in enumerate(made.outputs[1:], 1))
+    return (result, *rest) if len(made.outputs) > 1 else result
+
+
+def _argument(arg: Any, mesh: Mesh, location: Location) -> Argument:
+    if isinstance(arg, Tensor):
+        return Argument("in", type=arg.type)
+    if isinstance(arg, TensorType):
+        if arg.mesh not in (None, mesh):
+            raise ProgramError(
+                f"kernel: {arg}: what it writes is where its tensors are, on {mesh}; leave .on out, and reshard that", location
+            )
+        return Argument("out", type=replace(arg, mesh=None))
+    if isinstance(arg, str):
+        return Argument("size", dim=_dim(arg, location))
+    if isinstance(arg, int | float) and not isinstance(arg, bool) and math.isfinite(arg):
+        return Argument("number", number=arg)
+    raise ProgramError(
+        f"kernel: {arg!r} is no argument; pass a tensor, a spec such as hw.f32['M'], a dim such as 'M' or a number", location
+    )
+
+
+def _dim(dim: int | str, location: Location) -> Dim:
+    try:
+        return Dim.of(dim)
+    except ValueError as error:
+        raise ProgramError(f"kernel: {error}", location) from None
+
+
+def _text(source: str | Path, location: Location) -> tuple[tuple[str, ...], Location]:
+    """The lines of a source and where the first one stands: in its file, or in the user's where the text is there as it is."""
+    if isinstance(source, Path) or re.fullmatch(r"[^\n;{}]+\.(cu|cuh|cpp|cc|h|hpp)", source):
+        path = Path(source)
+        try:
+            return tuple(path.read_text().splitlines()), Location(path.name, 1)
+        except OSError as error:
+            where = "" if path.is_absolute() else f" in {Path.cwd()}"
+            raise ProgramError(f"kernel: {path}: {error.strerror}{where}; give the path of a file of CUDA C++", location) from None
+    found = _in_file_of_caller(source)
+    return tuple(source.splitlines()), found or location
+
+
+def _in_file_of_caller(text: str) -> Location | None:
+    """Where the text begins in the user's file."""
+    if not text.strip():
+        return None
+    frame = sys._getframe(1)
+    while frame.f_back is not None and is_of_package(frame):
+        frame = frame.f_back
+    path = Path(frame.f_code.co_filename)
+    try:
+        before, found, _ = path.read_text().partition(text)
+    except (OSError, UnicodeDecodeError):
+        return None
+    return Location(path.name, before.count("\n") + 1) if found else None
+
+
+def _check(source: Source, location: Location) -> None:
+    name = source.function
+    if not re.fullmatch(r"[A-Za-z_]\w*", name):
+        raise ProgramError(f"kernel: name={name!r} is not the name of a C++ function", location)
+    if not source.outputs:
+        raise ProgramError(f"kernel: {name} writes nothing; put the spec of an output, such as hw.f32['M'], in args", location)
+    if not 1 <= source.block <= MAX_BLOCK or source.per < 1 or not source.grid:
+        raise ProgramError(
+            f"kernel: block={source.block} is 1 to {MAX_BLOCK} threads, per={source.per} at least 1, grid a dim or more", location
+        )
+    declared = source.signature
+    if declared is None:
+        raise ProgramError(f"kernel: the source has no `__global__ void {name}(...)`; name= is the function to launch", location)
+    if source.cpu and not re.search(rf"\bvoid\s+{name}\s*\(", "\n".join(source.cpu)):
+        raise ProgramError(f"kernel: the source for the CPU has no `void {name}(...)`; it takes the same parameters", location)
+    parameters = [p.strip() for p in declared[declared.index("(") + 1 : -1].split(",") if p.strip()]
+    if len(parameters) != len(source.arguments):
+        raise ProgramError(f"kernel: {name} takes {len(parameters)} parameters, and {len(source.arguments)} args are given", location)
+    for parameter, argument in zip(parameters, source.arguments, strict=True):
+        _check_parameter(name, parameter, argument, location)
+    known = {dim for a in source.arguments if a.type for dim in a.type.dims}
+    for dim in (*source.grid, *(a.dim for a in source.arguments if a.dim)):
+        if not dim.extent.is_int and dim not in known:
+            wanted = ", ".join(dict.fromkeys(str(d) for d in known if not d.extent.is_int)) or "none"
+            raise ProgramError(f"kernel: {dim} is no dim of the tensors of {name}; theirs are {wanted}", location)
+
+
+def _check_parameter(name: str, parameter: str, argument: Argument, location: Location) -> None:
+    pointee, star, _ = parameter.partition("*")
+    if argument.type is None:
+        if star:
+            raise ProgramError(
+                f"kernel: `{parameter}` of {name} is a pointer, and its arg is {argument}; pass a tensor or a spec", location
+            )
+        return
+    element = " ".join(word for word in pointee.split() if word not in ("const", "volatile"))
+    is_const = "const" in pointee.split()
+    wanted = _pointer(argument.type.dtype, argument.role)
+    if not star or element not in POINTERS[argument.type.dtype.name]:
+        raise ProgramError(f"kernel: `{parameter}` of {name} takes {argument.type}; write {wanted}", location)
+    if is_const != (argument.role == "in"):
+        what = "is read" if argument.role == "in" else "is written"
+        raise ProgramError(f"kernel: `{parameter}` of {name} takes {argument.type}, which {what}; write {wanted}", location)
+
+
+def _pointer(dtype: DType, role: str) -> str:
+    return f"const {dtype.cpp}*" if role == "in" else f"{dtype.cpp}*"

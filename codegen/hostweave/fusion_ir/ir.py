@@ -1,0 +1,131 @@
+"""The fusion IR: a program as math on global tensors, in static single assignment. No streams, no buffers, no ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hostweave.base.errors import Location
+from hostweave.fusion_ir.user_kernel import Source
+from hostweave.types.mesh import Mesh
+from hostweave.types.size import Extent
+from hostweave.types.tensor import TensorType
+
+Attribute = int | float | bool | str | tuple[int, ...] | None
+Scalar = int | float | bool
+
+
+MAX_STEPS = 2**12  # of a loop over chunks: passes run all of them against each other
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Stream parallelism over one dim of a value.
+
+    `chunks` is the number of steps, or None for one step an index (which drops the dim inside the loop).
+    `step` is `block` (the i-th contiguous block of the global dim) or `across` (the i-th slice of every rank's shard).
+    `by` is how it communicates: p2p, all_gather, broadcast, reduce_scatter, all_reduce or ring; None where it does not, or while open.
+    `rotation` says which block a rank takes at step 0 when steps go by block: `own_first`, `own_last` or None.
+    """
+
+    dim: int
+    chunks: int | None = None
+    step: str | None = None
+    by: str | None = None
+    rotation: str | None = None
+
+    def too_many(self, extent: Extent) -> str:
+        """Why it has too many steps over a dim of this extent, where that is known, or ""."""
+        steps = self.chunks if self.chunks is not None else int(extent) if extent.is_int else 0
+        return f"{steps} steps are more than {MAX_STEPS}, the most that a loop can have; give fewer chunks" if steps > MAX_STEPS else ""
+
+
+@dataclass(frozen=True)
+class Value:
+    """A named tensor.
+
+    `stated` says that the user stated its sharding, so no pass may change it; `aside` that what communicates to make it runs on
+    a stream of its own, beside what does not need it.
+    """
+
+    name: str
+    type: TensorType
+    stream: Stream | None = None
+    stated: bool = False
+    aside: bool = False
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation: `%result = kind(%operand, ..., attribute=...)`. What each kind means is in `ops.py`.
+
+    An operand is the name of a value, or a number in the dtype of the tensors beside it. A call holds the block that it calls, a
+    kernel of the user its source. Ops are equal where they read alike: to Python 0.0 is -0.0, 1 is True, and NaN is not itself.
+    """
+
+    kind: str
+    operands: tuple[str | Scalar, ...] = field(compare=False)
+    result: Value
+    attributes: tuple[tuple[str, Attribute], ...] = field(default=(), compare=False)
+    compared: str = field(init=False, repr=False)  # operands and attributes, numbers as they are written
+    location: Location | None = field(default=None, compare=False)
+    callee: Fusion | None = field(default=None, repr=False, kw_only=True)
+    source: Source | None = field(default=None, repr=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "compared", repr((self.operands, self.attributes)))
+
+    def attribute(self, name: str) -> Attribute:
+        """The attribute's value, or None where the op does not have it."""
+        return next((value for key, value in self.attributes if key == name), None)
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The operands that are values, without the numbers."""
+        return tuple(operand for operand in self.operands if isinstance(operand, str))
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """A program: inputs, ops in order, and the names of the results. A block that it calls is one too."""
+
+    name: str
+    mesh: Mesh
+    inputs: tuple[Value, ...]
+    ops: tuple[Op, ...]
+    outputs: tuple[str, ...]
+
+    def values(self) -> dict[str, Value]:
+        """Every value by name, in order of definition."""
+        return {value.name: value for value in (*self.inputs, *(op.result for op in self.ops))}
+
+    @property
+    def output_types(self) -> tuple[TensorType, ...]:
+        values = self.values()
+        return tuple(values[name].type for name in self.outputs)
+
+    @property
+    def blocks(self) -> tuple[Fusion, ...]:
+        """The blocks that it calls, and those that they call in turn: once each, before whoever calls them."""
+        found: dict[str, Fusion] = {}
+        for op in self.ops:
+            if op.callee and op.callee.name not in found:
+                found |= {block.name: block for block in (*op.callee.blocks, op.callee)}
+        return tuple(found.values())
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """The user's kernels that it and its blocks launch, once each."""
+        ops = (op for body in (*self.blocks, self) for op in body.ops)
+        return tuple(dict.fromkeys(op.source for op in ops if op.source))
+
+    def __str__(self) -> str:
+        from hostweave.fusion_ir.text import print_fusion
+
+        return print_fusion(self)
+
+    @staticmethod
+    def parse(text: str) -> Fusion:
+        """The fusion that `text` prints. Raises ParseError with a line and column."""
+        from hostweave.fusion_ir.text import parse_fusion
+
+        return parse_fusion(text)

@@ -1,0 +1,79 @@
+"""What a fusion computes, by NumPy on global arrays: the answer that every rank of every target is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hostweave.base.errors import ArgumentError
+from hostweave.fusion_ir.ir import Fusion, Op
+from hostweave.fusion_ir.ops import OPS
+from hostweave.types.numpy_dtypes import cast, numpy_dtype
+from hostweave.types.shards import bind_sizes
+from hostweave.types.tensor import DType
+
+Array = NDArray[Any]
+
+
+def run_reference(fusion: Fusion, arrays: Mapping[str, Array]) -> tuple[Array, ...]:
+    """The outputs for these global inputs: floats in float64, rounded only where the program casts; integers and bools as they are.
+
+    Raises ArgumentError where an input is missing or does not fit its type.
+    """
+    inputs = {value.name: value.type for value in fusion.inputs}
+    for name, type in inputs.items():
+        if name not in arrays:
+            raise ArgumentError(f"{fusion.name}: {name} is missing; pass {name}=")
+        if arrays[name].ndim != len(type.dims):
+            raise ArgumentError(f"{fusion.name}: {name} has {arrays[name].ndim} dims; pass a {type}")
+    sizes = bind_sizes(fusion.name, fusion.mesh, inputs, {name: arrays[name].shape for name in inputs}, uneven=None)
+    values = {name: arrays[name].astype(_computing_dtype(type.dtype)) for name, type in inputs.items()}
+    return _results(fusion, values, sizes)
+
+
+def _results(fusion: Fusion, inputs: Mapping[str, Array], sizes: Mapping[str, int]) -> tuple[Array, ...]:
+    values = dict(inputs)
+    for op in fusion.ops:
+        if op.callee and op.kind == "output":
+            values[op.result.name] = values[f"{op.tensors[0]}.{op.attribute('index')}"]
+            continue
+        result = _run(op, values, sizes)
+        first, *rest = result if op.callee else (result,)
+        values |= {op.result.name: first, **{f"{op.result.name}.{i}": more for i, more in enumerate(rest, 1)}}
+    return tuple(values[name] for name in fusion.outputs)
+
+
+def _run(op: Op, values: Mapping[str, Array], sizes: Mapping[str, int]) -> Any:
+    """What an op gives: an array, of a call a tuple of them."""
+    tensors = [values[name] for name in op.tensors]
+    operands = [values[o] if isinstance(o, str) else np.asarray(o, tensors[-1].dtype) for o in op.operands]
+    keywords: dict[str, Any] = {name: value for name, value in op.attributes if op.kind != "reshard"}
+    if OPS[op.kind].target in ("shape", "type"):
+        keywords["shape"] = tuple(extent.bind(sizes) for extent in op.result.type.shape)
+    if OPS[op.kind].target == "type":
+        keywords["dtype"] = _computing_dtype(op.result.type.dtype)
+    if op.callee:
+        keywords["run"] = partial(_call, op.callee, sizes)
+    if op.kind == "cast":
+        return _cast(operands[0], op.result.type.dtype)
+    return OPS[op.kind].numpy(np, *operands, **keywords)
+
+
+def _call(block: Fusion, sizes: Mapping[str, int], *arrays: Array) -> tuple[Array, ...]:
+    return _results(block, {value.name: array for value, array in zip(block.inputs, arrays, strict=True)}, sizes)
+
+
+def _cast(array: Array, dtype: DType) -> Array:
+    """Rounds to the dtype, then goes on in the dtype that computes it."""
+    return cast(array, dtype).astype(_computing_dtype(dtype))
+
+
+def _computing_dtype(dtype: DType) -> np.dtype[Any]:
+    return np.dtype(np.float64) if dtype.kind == "float" else numpy_dtype(dtype)
+
+
+_IN_A_ROW = 512  # terms, at most, that count as added up one after the other

@@ -1,0 +1,132 @@
+"""How shardings pass through an op, on index maps alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hostweave.fusion_ir.index_map import IndexMap
+from hostweave.fusion_ir.ir import Op
+from hostweave.fusion_ir.ops import REDUCTION_OF_PARTIAL, index_map
+from hostweave.types.mesh import Mesh
+from hostweave.types.tensor import Dim, Partial, TensorType
+
+Axes = tuple[str, ...]
+Layout = tuple[Axes, ...]  # the mesh axes of each dim
+
+
+def layout(type: TensorType) -> Layout:
+    return tuple(dim.axes for dim in type.dims)
+
+
+def with_layout(type: TensorType, axes: Layout, partial: Partial | None = None) -> TensorType:
+    dims = tuple(Dim(dim.extent, a) for dim, a in zip(type.dims, axes, strict=True))
+    return replace(type, dims=dims, partial=partial)
+
+
+@dataclass(frozen=True)
+class Flow:
+    """How an op passes on the shardings of its operands, nobody having stated another.
+
+    `result` is what the kept labels bring; `reduced` the mesh axes that split each reduced label, over which the result
+    is partial.
+    """
+
+    indices: IndexMap
+    shapes: tuple[tuple[Dim, ...], ...]  # of the operands
+    result: Layout
+    reduced: dict[str, Axes]
+    taken: tuple[Layout, ...] | None = None  # how a block, or C++ of the user, takes its operands
+
+    def takes(self, dim: int, axes: Axes, mesh: Mesh) -> bool:
+        """Whether a dim of the result can be split along `axes` by splitting the dims of operands that it comes from."""
+        label = self.indices.result[dim]
+        pairs = zip(self.indices.operands, self.shapes, strict=True)
+        sources = [source for labels, dims in pairs for at, source in zip(labels, dims, strict=True) if at == label is not None]
+        is_shared = label is not None and self.indices.shared_by(label, mesh.size_of(axes))
+        return bool(sources) and is_shared and all(divides(axes, source, mesh) for source in sources)
+
+    @property
+    def partial_axes(self) -> Axes:
+        return tuple(axis for axes in self.reduced.values() for axis in axes)
+
+    def operands(self, result: Layout) -> tuple[Layout, ...]:
+        """The layout that each operand needs for the op to give `result`, whose partial axes split none of its dims."""
+        if self.taken is not None:
+            return self.taken
+        axes = {**self.reduced, **{label: a for label, a in zip(self.indices.result, result, strict=True) if label is not None}}
+        return tuple(tuple(axes.get(label, ()) if label is not None else () for label in labels) for labels in self.indices.operands)
+
+    def computed(self, result: Layout) -> Layout:
+        """The layout in which the op itself gives a value that ends up as `result`: a partial axis splits nothing yet."""
+        partial = self.partial_axes
+        return tuple(tuple(axis for axis in axes if axis not in partial) for axes in result)
+
+
+def flow(op: Op, operands: Sequence[TensorType], mesh: Mesh) -> Flow:
+    """Kept labels come before reduced ones, and the first operand before the others (for a matmul the second before the first).
+
+    `mesh` is the program's.
+    """
+    mesh = op.result.type.mesh_in(mesh)
+    indices = index_map(op, operands)
+    if op.kind == "call" and op.callee:
+        taken = tuple(layout(value.type) for value in op.callee.inputs)
+        return Flow(indices, tuple(type.dims for type in operands), layout(op.callee.output_types[0]), {}, taken)
+    if op.source:
+        return Flow(indices, tuple(type.dims for type in operands), layout(op.source.outputs[0]), {}, tuple(map(layout, op.source.inputs)))
+    if op.kind == "output":
+        stated = op.callee.output_types[int(str(op.attribute("index")))] if op.callee else op.result.type
+        return Flow(indices, tuple(type.dims for type in operands), layout(stated), {}, tuple(map(layout, operands)))
+    kept = {label: dim.extent for label, dim in zip(indices.result, op.result.type.dims, strict=True) if label is not None}
+    claimed: dict[str, Axes] = {}
+    reduced: dict[str, Axes] = {}
+    used: set[str] = set()
+
+    def claim(into: dict[str, Axes], label: str, axes: Axes) -> None:
+        free = _until(axes, used)
+        if free and label not in into:
+            into[label] = free
+            used.update(free)
+
+    pairs = [
+        [(label, dim) for label, dim in zip(labels, type.dims, strict=True) if label and dim.axes]
+        for labels, type in zip(indices.operands, operands, strict=True)
+    ]
+    for dims in reversed(pairs) if op.kind == "matmul" else pairs:
+        for label, dim in dims:
+            if label in kept and (kept[label] == dim.extent or divides(dim.axes, Dim(kept[label]), mesh)):
+                claim(claimed, label, _shared(indices, label, dim.axes, mesh))
+    for dims in pairs:
+        for label, dim in dims:
+            if label not in kept and op.kind in REDUCTION_OF_PARTIAL:
+                claim(reduced, label, dim.axes)
+    result = tuple(claimed.get(label, ()) if label else () for label in indices.result)
+    return Flow(indices, tuple(type.dims for type in operands), result, reduced)
+
+
+def _shared(indices: IndexMap, label: str, axes: Axes, mesh: Mesh) -> Axes:
+    """The outermost axes with as many ranks as can share the dims of a label."""
+    prefixes = (axes[:end] for end in range(len(axes), 0, -1))
+    return next((prefix for prefix in prefixes if indices.shared_by(label, mesh.size_of(prefix))), ())
+
+
+def partial_of(op: Op, axes: Axes) -> Partial | None:
+    return Partial(REDUCTION_OF_PARTIAL[op.kind], axes) if axes else None
+
+
+def partial_axes(type: TensorType) -> Axes:
+    return type.partial.axes if type.partial else ()
+
+
+def divides(axes: Axes, dim: Dim, mesh: Mesh) -> bool:
+    """Whether the ranks along `axes` can split the dim evenly, as far as its extent is known."""
+    return not dim.extent.is_int or int(dim.extent) % mesh.size_of(axes) == 0
+
+
+def _until(axes: Axes, used: set[str]) -> Axes:
+    """The outermost axes before one that is taken."""
+    for i, axis in enumerate(axes):
+        if axis in used:
+            return axes[:i]
+    return axes

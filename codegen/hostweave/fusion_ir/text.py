@@ -1,0 +1,256 @@
+"""The text of fusions: `parse_fusion(print_fusion(f)) == f`. One op a line, the same in the bodies of kernels of the host IR."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import TypeVar
+
+from hostweave.base.errors import Location, did_you_mean
+from hostweave.fusion_ir.calls import on_each
+from hostweave.fusion_ir.ir import Attribute, Fusion, Op, Scalar, Stream, Value
+from hostweave.fusion_ir.ops import OPS
+from hostweave.fusion_ir.user_kernel import Source, parse_source, print_source
+from hostweave.types.mesh import Mesh
+from hostweave.types.tensor import TensorType
+from hostweave.types.text import Reader
+
+T = TypeVar("T")
+
+STEPS = ("block", "across")
+ROTATIONS = ("own_first", "own_last")
+BY = ("p2p", "ring", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "exchange", "transfer")
+
+# --- printing ---------------------------------------------------------------------------------------------------------
+
+
+def print_fusion(fusion: Fusion) -> str:
+    """The program as text, one op a line, after the blocks that it calls."""
+    sources = "".join(f"{line}\n" for source in fusion.sources for line in print_source(source))
+    blocks = "".join(_print_body("block", block) for block in fusion.blocks)
+    return sources + blocks + _print_body("fusion", fusion, f" {fusion.mesh}" if fusion.mesh.axes else "")
+
+
+def _print_body(word: str, fusion: Fusion, mesh: str = "") -> str:
+    inputs = ", ".join(f"%{value.name}: {value.type}" for value in fusion.inputs)
+    lines = [f"  {print_op(op)}\n" for op in fusion.ops]
+    return f"{word} @{fusion.name}({inputs}){mesh} {{\n{''.join(lines)}  return {_names(fusion.outputs)}\n}}\n"
+
+
+def print_op(op: Op) -> str:
+    """`%y: bf16[M, N] stream(M, 8) = matmul(%x, %w)`"""
+    operands = [f"%{operand}" if isinstance(operand, str) else _number(operand) for operand in op.operands]
+    named = [f"{name}={_attribute(value)}" for name, value in op.attributes]
+    named_of = op.callee or op.source
+    kind = f"{op.kind} @{named_of.name}" if named_of else op.kind
+    return f"{print_value(op.result)} = {kind}({', '.join(operands + named)})"
+
+
+def print_value(value: Value) -> str:
+    """`%y: bf16[M@x, N] stated stream(M, 8, block, p2p, own_first)`"""
+    words = [f"%{value.name}: {value.type}"]
+    if value.stated:
+        words.append("stated")
+    if value.aside:
+        words.append("aside")
+    if value.stream:
+        words.append(_stream(value.stream, value.type))
+    return " ".join(words)
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"%{name}" for name in names)
+
+
+def _stream(stream: Stream, type: TensorType) -> str:
+    name = str(type.shape[stream.dim])
+    is_name = name.isidentifier() and sum(str(extent) == name for extent in type.shape) == 1
+    parts = [name if is_name else str(stream.dim), stream.chunks, stream.step, stream.by, stream.rotation]
+    return f"stream({', '.join(str(part) for part in parts if part is not None)})"
+
+
+def _number(value: Scalar) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _attribute(value: Attribute) -> str:
+    return _number(value) if isinstance(value, int | float) else str(value)
+
+
+# --- parsing ----------------------------------------------------------------------------------------------------------
+
+
+def parse_fusion(text: str) -> Fusion:
+    """The fusion that `text` prints. Raises ParseError with line and column, ProgramError with the line where the program means nothing."""
+    from hostweave.fusion_ir.verify import verify_fusion
+
+    reader = Reader(text)
+    sources: dict[str, Source] = {}
+    while reader.peek() == "source":
+        reader.take()
+        at = reader.at + 1
+        source = parse_source(reader)
+        if source.name in sources:
+            reader.fail(f"source @{source.name} is defined twice; rename one", at)
+        sources[source.name] = source
+    blocks: dict[str, Fusion] = {}
+    while reader.peek() == "block":
+        at = reader.at + 2
+        block = _parse_body(reader, "block", blocks, sources)
+        if block.name in blocks:
+            reader.fail(f"block @{block.name} is defined twice; rename one", at)
+        blocks[block.name] = block
+    fusion = _parse_body(reader, "fusion", blocks, sources)
+    if reader.peek():
+        reader.fail(f"expected the end of the text, found {reader.found()}")
+    fusion = on_each(fusion, lambda body: replace(body, mesh=fusion.mesh))  # the text says it once
+    verify_fusion(fusion)
+    return fusion
+
+
+def _parse_body(reader: Reader, word: str, blocks: Mapping[str, Fusion], sources: Mapping[str, Source]) -> Fusion:
+    reader.expect(word)
+    reader.expect("@")
+    name = reader.word(f"the name of the {word}")
+    reader.expect("(")
+    inputs = reader.list_of(lambda: _parse_input(reader), ")")
+    mesh = reader.mesh() if reader.peek() == "mesh" else Mesh()
+    reader.expect("{")
+    known = {value.name for value in inputs}
+    ops: list[Op] = []
+    while not reader.accept("return"):
+        ops.append(parse_op(reader, known, blocks, sources))
+        known.add(ops[-1].result.name)
+    outputs = [_parse_use(reader, known)]
+    while reader.accept(","):
+        outputs.append(_parse_use(reader, known))
+    reader.expect("}")
+    return Fusion(name, mesh, inputs, tuple(ops), tuple(outputs))
+
+
+def _parse_input(reader: Reader) -> Value:
+    name = reader.named()
+    reader.expect(":")
+    return Value(name, reader.tensor_type(), stated=True)
+
+
+def parse_op(
+    reader: Reader,
+    known: set[str] | None = None,
+    blocks: Mapping[str, Fusion] = MappingProxyType({}),
+    sources: Mapping[str, Source] = MappingProxyType({}),
+) -> Op:
+    """One line of ops. `known` are the values defined so far, where a use of any other is to be an error; `blocks` can be called, and
+    `sources` launched.
+    """
+    location = Location("text", reader.line())
+    result = parse_value(reader)
+    reader.expect("=")
+    at = reader.at
+    kind = reader.word("the name of an op")
+    if kind not in OPS:
+        reader.fail(f"unknown op {kind!r}; {did_you_mean(kind, OPS)}", at)
+    is_called = kind == "call" or (kind == "output" and reader.peek() == "@")
+    callee = _parse_named(reader, blocks, "block") if is_called else None
+    source = _parse_named(reader, sources, "source") if kind == "kernel" else None
+    reader.expect("(")
+    operands: list[str | Scalar] = []
+    attributes: list[tuple[str, Attribute]] = []
+
+    def item() -> None:
+        if reader.peek(1) == "=":
+            name = reader.word("the name of an attribute")
+            reader.expect("=")
+            attributes.append((name, _parse_attribute(reader)))
+        else:
+            operands.append(_parse_use(reader, known) if reader.peek() == "%" else _parse_number(reader))
+
+    reader.list_of(item, ")")
+    return Op(kind, tuple(operands), result, tuple(attributes), location, callee=callee, source=source)
+
+
+def _parse_named(reader: Reader, defined: Mapping[str, T], what: str) -> T:
+    reader.expect("@")
+    at = reader.at
+    name = reader.word(f"the name of a {what}")
+    if name not in defined:
+        known = ", ".join(f"@{other}" for other in defined) or "none"
+        reader.fail(f"there is no {what} @{name} above; the {what}s here: {known}", at)
+    return defined[name]
+
+
+def _parse_use(reader: Reader, known: set[str] | None) -> str:
+    at = reader.at
+    name = reader.named()
+    if known is not None and name not in known:
+        reader.fail(f"%{name} is used before it is defined; define it above this line", at)
+    return name
+
+
+def parse_value(reader: Reader) -> Value:
+    name = reader.named()
+    reader.expect(":")
+    type = reader.tensor_type()
+    stated, aside = reader.accept("stated"), reader.accept("aside")
+    return Value(name, type, _parse_stream(reader, type) if reader.accept("stream") else None, stated, aside)
+
+
+def _parse_stream(reader: Reader, type: TensorType) -> Stream:
+    reader.expect("(")
+    at = reader.at
+    axis = reader.take()
+    try:
+        dim = type.dim(int(axis) if axis.isdigit() and len(axis) < 4 else axis)
+    except ValueError as error:
+        reader.fail(str(error), at)
+    chunks = step = by = rotation = None
+    while reader.accept(","):
+        word = reader.peek()
+        if word.isdigit() and chunks is None:
+            chunks = reader.integer()
+        elif word in STEPS and step is None:
+            step = reader.take()
+        elif word in BY and by is None:
+            by = reader.take()
+        elif word in ROTATIONS and rotation is None:
+            rotation = reader.take()
+        else:
+            reader.fail(f"expected a number of chunks, {', '.join((*STEPS, *BY))} or a rotation, once each, found {reader.found()}")
+    reader.expect(")")
+    return Stream(dim, chunks, step, by, rotation)
+
+
+def _parse_attribute(reader: Reader) -> Attribute:
+    if reader.accept("("):
+        return _parse_ints(reader)
+    if reader.peek() in ("true", "false", "inf", "nan") or not reader.peek().isidentifier():
+        return _parse_number(reader)
+    return reader.word("a value")
+
+
+def _parse_ints(reader: Reader) -> tuple[int, ...]:
+    """The rest of `(0,)` or `(0, -1)`."""
+    items: list[int] = []
+    while not reader.accept(")"):
+        sign = -1 if reader.accept("-") else 1
+        items.append(sign * reader.integer())
+        if reader.peek() != ")":
+            reader.expect(",")
+    return tuple(items)
+
+
+def _parse_number(reader: Reader) -> Scalar:
+    at = reader.at
+    if reader.peek() in ("true", "false"):
+        return reader.take() == "true"
+    negative = reader.accept("-")
+    text = reader.take()
+    try:
+        value = int(text) if text.isdigit() and len(text) <= 20 else float(text)
+    except ValueError:
+        reader.fail("expected a %value or a number", at)
+    if isinstance(value, float) and math.isnan(value):
+        return math.nan
+    return -value if negative else value

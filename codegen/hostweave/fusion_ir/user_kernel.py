@@ -1,0 +1,174 @@
+"""Kernels that the user writes in CUDA C++: what they take, how they are launched, and their text in both IRs.
+
+    source @scale = scale(in bf16[M@x, N], 2.0, size M@x, out bf16[M@x, N]) grid(M@x) block(256) {
+      "__global__ void scale(const hw::bf16* x, float factor, int64_t rows, hw::bf16* y) {"
+      ...
+      "}"
+    }
+
+`cpu { ... }` after it holds the function for the CPU target. A source works on what each rank holds.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hostweave.base.errors import Location, ProgramError
+from hostweave.types.mesh import Mesh
+from hostweave.types.size import Extent, product
+from hostweave.types.tensor import BufferType, Dim, TensorType, f32
+from hostweave.types.text import Reader
+
+INDENT = "  "
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument of a kernel: a tensor that it reads (in) or writes (out), a size that the rank holds, or a number."""
+
+    role: str  # in, out, size or number
+    type: TensorType | None = None
+    dim: Dim | None = None
+    number: int | float = 0
+
+    def __str__(self) -> str:
+        if self.role == "number":
+            return repr(self.number)
+        return f"{self.role} {self.type if self.type else self.dim}"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A kernel of the user. `grid` is the number of blocks: the product of these dims, of which each block takes `per`."""
+
+    name: str
+    function: str  # of the C++
+    arguments: tuple[Argument, ...]
+    grid: tuple[Dim, ...]
+    per: int
+    block: int  # threads
+    lines: tuple[str, ...]
+    cpu: tuple[str, ...] = ()  # of the function for the CPU target, where that is another one
+    location: Location | None = field(default=None, compare=False)  # of the first line
+    cpu_location: Location | None = field(default=None, compare=False)
+
+    @property
+    def inputs(self) -> tuple[TensorType, ...]:
+        return tuple(a.type for a in self.arguments if a.role == "in" and a.type)
+
+    @property
+    def outputs(self) -> tuple[TensorType, ...]:
+        return tuple(a.type for a in self.arguments if a.role == "out" and a.type)
+
+    @property
+    def signature(self) -> str | None:
+        """The declaration of the function as its C++ has it, None where it has none."""
+        return signature(self.lines, self.function)
+
+
+def signature(lines: Sequence[str], function: str) -> str | None:
+    """`__global__ void scale(const float* x, float* y)` of these lines, without comments."""
+    text = re.sub(r"//[^\n]*|/\*.*?\*/", " ", "\n".join(lines), flags=re.S)
+    text = re.sub(r"__launch_bounds__\s*\([^)]*\)", " ", text)
+    found = re.search(rf'((?:extern\s+"C"\s+)?)__global__\s+void\s+{function}\s*\(([^)]*)\)', text)
+    return " ".join(f"{found[1]}__global__ void {function}({found[2].strip()})".split()) if found else None
+
+
+_OF_MANY_THREADS = re.compile(r"\b(threadIdx|blockIdx|blockDim|gridDim|warpSize|__shared__|__sync\w+|__shfl\w+|atomic[A-Z]\w*|asm)\b")
+
+
+def expect_one_thread(source: Source) -> None:
+    """Raises ProgramError where the CPU target, on which one thread runs a kernel, cannot take the C++ as it is."""
+    if source.cpu:
+        return
+    for number, line in enumerate(source.lines):
+        if found := _OF_MANY_THREADS.search(line.partition("//")[0]):
+            place = Location(source.location.file, source.location.line + number) if source.location else None
+            raise ProgramError(
+                f"kernel: {source.function} uses {found[1]}, which the CPU target, where one thread runs a kernel, does not have; "
+                "pass cpu= with a function for it, or walk by hw::over_grid",
+                place,
+            )
+
+
+def held(type: TensorType, mesh: Mesh, uneven: Sequence[str]) -> BufferType:
+    """What a rank holds of a tensor."""
+    return BufferType(type.dtype, type.local_shape(mesh, uneven))
+
+
+def held_of(dim: Dim, mesh: Mesh, uneven: Sequence[str]) -> Extent:
+    """What a rank holds of a dim."""
+    return TensorType(f32, (dim,)).local_shape(mesh, uneven)[0]
+
+
+def elements(source: Source, mesh: Mesh, uneven: Sequence[str]) -> Extent:
+    """What the blocks of a launch share."""
+    return product(tuple(held_of(dim, mesh, uneven) for dim in source.grid))
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+def print_source(source: Source) -> list[str]:
+    """The lines of a source, one string for each line of C++."""
+    per = f" by {source.per}" if source.per != 1 else ""
+    head = f"source @{source.name} = {source.function}({', '.join(map(str, source.arguments))})"
+    lines = [f"{head} grid({', '.join(map(str, source.grid))}{per}) block({source.block}) {{", *_quoted(source.lines), "}"]
+    if source.cpu:
+        lines[-1:] = ["} cpu {", *_quoted(source.cpu), "}"]
+    return lines
+
+
+def _quoted(lines: Sequence[str]) -> list[str]:
+    return [INDENT + json.dumps(line, ensure_ascii=False) for line in lines]
+
+
+def parse_source(reader: Reader) -> Source:
+    """The rest of a source after its first word."""
+    reader.expect("@")
+    name = reader.word("the name of a source")
+    reader.expect("=")
+    function = reader.word("the name of a C++ function")
+    reader.expect("(")
+    arguments = reader.list_of(lambda: _parse_argument(reader), ")")
+    reader.expect("grid")
+    reader.expect("(")
+    grid, per = [reader.dim()], 1
+    while reader.accept(","):
+        grid.append(reader.dim())
+    if reader.accept("by"):
+        per = reader.integer()
+    reader.expect(")")
+    reader.expect("block")
+    reader.expect("(")
+    block = reader.integer()
+    reader.expect(")")
+    lines = _parse_lines(reader)
+    cpu = _parse_lines(reader) if reader.accept("cpu") else ()
+    return Source(name, function, arguments, tuple(grid), per, block, lines, cpu)
+
+
+def _parse_argument(reader: Reader) -> Argument:
+    if reader.peek() in ("in", "out"):
+        return Argument(reader.take(), type=reader.tensor_type())
+    if reader.accept("size"):
+        return Argument("size", dim=reader.dim())
+    at, sign = reader.at, -1 if reader.accept("-") else 1
+    text = reader.take()
+    try:
+        return Argument("number", number=sign * (int(text) if text.isdigit() else float(text)))
+    except ValueError:
+        reader.fail("expected in, out, size or a number", at)
+
+
+def _parse_lines(reader: Reader) -> tuple[str, ...]:
+    reader.expect("{")
+    lines = []
+    while not reader.accept("}"):
+        if not reader.peek().startswith('"'):
+            reader.fail(f"expected a line of C++ between quotation marks, found {reader.found()}")
+        lines.append(json.loads(reader.take()))
+    return tuple(lines)

@@ -1,0 +1,191 @@
+"""The verifier of fusions: it derives every type again and compares. Runs before the first pass and after each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from hostweave.base.errors import Location, ProgramError
+from hostweave.fusion_ir.ir import Fusion, Op
+from hostweave.fusion_ir.ops import OPS, infer_type, operand_types
+from hostweave.fusion_ir.resharding import change_of, plan
+from hostweave.fusion_ir.sharding import flow, layout, partial_of, with_layout
+from hostweave.fusion_ir.text import BY, ROTATIONS, STEPS
+from hostweave.types.mesh import Mesh
+from hostweave.types.tensor import TensorType
+
+# The passes from fusion to fusion, in order: what one has settled stays so after the later ones.
+STAGES = ("input", "propagate_sharding", "insert_reshards", "decompose_reshards", "choose_overlap")
+
+
+class Named(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def type(self) -> TensorType: ...
+
+
+def verify_fusion(fusion: Fusion, after: str = "input") -> None:
+    """Raises ProgramError, with the op's place, where the fusion does not hold together as it must after the pass named `after`.
+
+    Its blocks come first, each as a fusion of its own.
+    """
+    level = STAGES.index(after)
+    for block in fusion.blocks:
+        _verify_body(block, f"block @{block.name}", level)
+        _verify_block(block, fusion)
+    _verify_body(fusion, f"fusion @{fusion.name}", level)
+
+
+def _verify_body(fusion: Fusion, here: str, level: int) -> None:
+    types: dict[str, TensorType] = {}
+    for value in fusion.inputs:
+        _define(value, types, None)
+        value.type.check(None, fusion.mesh)
+        if value.stream or value.type.partial:
+            raise ProgramError(f"{here}: input %{value.name} can be neither streamed nor partial; stream a copy of it")
+    known = {name for value in fusion.inputs for extent in value.type.shape for name in extent.symbols}
+    for op in fusion.ops:
+        _verify_op(op, types)
+        op.result.type.check(op.location, fusion.mesh)
+        for name in (name for extent in op.result.type.shape for name in extent.symbols if name not in known):
+            why = f"no input has a dim {name}, which %{op.result.name} has, so nothing tells its size"
+            raise ProgramError(f"{op.kind}: {why}; give it to an input, or write an int", op.location)
+        _verify_stream(op, level)
+        if level >= STAGES.index("insert_reshards"):
+            _verify_sharding(op, types, fusion.mesh, level)
+    _verify_outputs_of_kernels(fusion)
+    _verify_outputs(fusion, here, types)
+
+
+def _verify_block(block: Fusion, fusion: Fusion) -> None:
+    if block.mesh != fusion.mesh:
+        raise ProgramError(f"block @{block.name} is on {block.mesh}, but fusion @{fusion.name} on {fusion.mesh}; give both one mesh")
+    for caller in (*fusion.blocks, fusion):
+        for op in caller.ops:
+            if op.callee and op.callee.name == block.name and op.callee != block:
+                raise ProgramError(f"call: two blocks are named @{block.name}; give one of them another name", op.location)
+
+
+def verify_ops(inputs: Sequence[Named], ops: Sequence[Op]) -> None:
+    """The ops of a kernel, on what one rank holds. Raises ProgramError."""
+    types: dict[str, TensorType] = {}
+    for value in inputs:
+        _define(value, types, None)
+    for op in ops:
+        _verify_op(op, types)
+
+
+def _define(value: Named, types: dict[str, TensorType], location: Location | None) -> None:
+    if value.name in types:
+        raise ProgramError(f"%{value.name} is defined twice; give one of them another name", location)
+    types[value.name] = value.type
+
+
+def _verify_op(op: Op, types: dict[str, TensorType]) -> None:
+    if op.kind not in OPS:
+        raise ProgramError(f"unknown op {op.kind!r}; one of {', '.join(OPS)}", op.location)
+    definition = OPS[op.kind]
+    if (op.kind == "call" and op.callee is None) or (op.callee and op.kind not in ("call", "output")):
+        raise ProgramError(f"{op.kind}: a call, and what else it gives, name a block, and no other op does", op.location)
+    if (op.kind == "kernel") != (op.source is not None):
+        raise ProgramError(f"{op.kind}: a kernel, and nothing else, has a source", op.location)
+    if len(op.operands) != definition.arity and (definition.arity is not None or not op.operands):
+        wanted = "one or more" if definition.arity is None else definition.arity
+        raise ProgramError(f"{op.kind}: takes {wanted} operands, not {len(op.operands)}", op.location)
+    for name, value in op.attributes:
+        if name not in definition.attributes or not isinstance(value, definition.attributes[name]):
+            known = ", ".join(f"{key} ({kind.__name__})" for key, kind in definition.attributes.items()) or "none"
+            raise ProgramError(f"{op.kind}: no attribute {name}={value}; its attributes: {known}", op.location)
+    for name, kind in definition.attributes.items():
+        if kind in (tuple, int) and op.attribute(name) is None:
+            raise ProgramError(f"{op.kind}: attribute {name} is missing; write {name}={'(0,)' if kind is tuple else 0}", op.location)
+    for operand in op.tensors:
+        if operand not in types:
+            raise ProgramError(f"{op.kind}: %{operand} is used before it is defined; define it above", op.location)
+    derived, stated = infer_type(op, operand_types(op, types)), op.result.type
+    if (derived.dtype, derived.shape, derived.mesh) != (stated.dtype, stated.shape, stated.mesh):
+        raise ProgramError(f"{op.kind}: %{op.result.name} is {stated}, but its operands give {derived}; correct its type", op.location)
+    _define(op.result, types, op.location)
+
+
+def _verify_outputs_of_kernels(body: Fusion) -> None:
+    made = {op.result.name: op.source for op in body.ops}
+    calls = {op.result.name: op.callee for op in body.ops if op.kind == "call"}
+    taken = [(op.tensors[0], op.attribute("index")) for op in body.ops if op.kind == "output"]
+    for op in body.ops:
+        if op.kind == "output" and taken.count((op.tensors[0], op.attribute("index"))) > 1:
+            raise ProgramError(f"output: output {op.attribute('index')} of %{op.tensors[0]} is taken twice; use the first", op.location)
+        if op.callee and op.kind == "output" and calls.get(op.tensors[0]) != op.callee:
+            raise ProgramError(f"output: %{op.tensors[0]} is no call of @{op.callee.name}; correct it", op.location)
+        if op.kind == "output" and not op.callee:
+            source, index = made.get(op.tensors[0]), op.attribute("index")
+            wanted = dict(enumerate(source.outputs)).get(index) if source and isinstance(index, int) and index else None
+            if wanted != replace(op.result.type, mesh=None):  # a kernel runs where its operands are
+                raise ProgramError(f"output: %{op.tensors[0]} has no output {index} of {op.result.type}; correct it", op.location)
+
+
+def _verify_stream(op: Op, level: int) -> None:
+    stream = op.result.stream
+    if stream is None:
+        return
+    here = f"stream of %{op.result.name}"
+    if not 0 <= stream.dim < len(op.result.type.dims):
+        raise ProgramError(f"{here}: {op.result.type} has no dim {stream.dim}", op.location)
+    for value, known in ((stream.step, STEPS), (stream.by, BY), (stream.rotation, ROTATIONS)):
+        if value is not None and value not in known:
+            raise ProgramError(f"{here}: {value!r} is not one of {', '.join(known)}", op.location)
+    if op.callee:
+        raise ProgramError(f"{here}: it is made by the block @{op.callee.name}; stream a tensor in the block", op.location)
+    extent = op.result.type.shape[stream.dim]
+    if stream.chunks is not None and (stream.chunks < 1 or (extent.is_int and int(extent) % stream.chunks)):
+        why = f"{stream.chunks} chunks do not divide dim {stream.dim} of {op.result.type}"
+        raise ProgramError(f"{here}: {why}; use a divisor of {extent}", op.location)
+    if why := stream.too_many(extent):
+        raise ProgramError(f"{here}: {why}", op.location)
+    if level >= STAGES.index("choose_overlap"):
+        if stream.step is None:
+            raise ProgramError(f"{here}: its step is open; it is either of {' and '.join(STEPS)}", op.location)
+        if stream.by and op.kind != "reshard":
+            raise ProgramError(f"{here}: by {stream.by}, but a {op.kind} does not communicate; state it on the reshard", op.location)
+
+
+def _verify_sharding(op: Op, types: dict[str, TensorType], mesh: Mesh, level: int) -> None:
+    operands = operand_types(op, types)
+    for name, type in zip(op.operands, operands, strict=True):
+        if type.partial and op.kind != "reshard":
+            raise ProgramError(f"{op.kind}: %{name} is {type}; reshard it first, a partial tensor reaches no other op", op.location)
+    if op.kind == "reshard":
+        _verify_reshard(op, operands[0], mesh, level)
+        return
+    passed = flow(op, operands, mesh)
+    derived = with_layout(op.result.type, passed.result, partial_of(op, passed.partial_axes))
+    if derived != op.result.type:
+        raise ProgramError(f"{op.kind}: %{op.result.name} is {op.result.type}, but its operands give {derived}; reshard them", op.location)
+    for name, type, needed in zip(op.operands, operands, passed.operands(passed.result), strict=True):
+        if layout(type) != needed:
+            raise ProgramError(f"{op.kind}: %{name} is {type}, but {with_layout(type, needed)} is needed; reshard it", op.location)
+
+
+def _verify_reshard(op: Op, source: TensorType, mesh: Mesh, level: int) -> None:
+    if level < STAGES.index("decompose_reshards"):
+        plan(source, op.result.type, mesh, {}, op.location)
+        return
+    change, stated = change_of(source, op.result.type, mesh), op.attribute("kind")
+    if change is None or change.kind != stated:
+        kinds = [step.kind for step in plan(source, op.result.type, mesh, {}, op.location)]
+        raise ProgramError(f"reshard: {source} to {op.result.type} is {' then '.join(kinds) or 'no change'}, not one {stated}", op.location)
+
+
+def _verify_outputs(fusion: Fusion, here: str, types: dict[str, TensorType]) -> None:
+    made = {op.result.name for op in fusion.ops}
+    if not fusion.outputs:
+        raise ProgramError(f"{here} returns nothing; return at least one tensor")
+    for name in fusion.outputs:
+        if name not in made:
+            raise ProgramError(f"{here}: %{name} is returned, but no op makes it; return a copy of it")
+        if types[name].partial:
+            raise ProgramError(f"{here}: %{name} is {types[name]}; a partial tensor is not returned, reshard it first")
+    if len(set(fusion.outputs)) != len(fusion.outputs):
+        raise ProgramError(f"{here} returns one tensor twice; return a copy of it")

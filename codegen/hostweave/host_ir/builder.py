@@ -1,0 +1,224 @@
+"""Writes host programs: fresh names, types of views, nested bodies. Views that say nothing are left out, equal ones are shared.
+
+Where `mesh` is set, only its ranks do what is emitted: neighbours of one mesh stand in one `on` body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from hostweave.base.errors import Location
+from hostweave.base.names import take_name
+from hostweave.host_ir import ir
+from hostweave.host_ir.dead_code import without_unused
+from hostweave.host_ir.expr import Const, Expr
+from hostweave.types.mesh import Mesh
+from hostweave.types.size import Extent
+from hostweave.types.tensor import BufferType
+
+View = ir.Select | ir.Slice | ir.Section | ir.Strided | ir.Reshape | ir.Permute
+
+
+class _Scope:
+    """A body that is being written, and the views that can be named there: those of all ranks, and those of the present `on` body."""
+
+    def __init__(self) -> None:
+        self.instructions: list[ir.Instruction] = []
+        self.views: dict[ir.Instruction, str] = {}
+        self.mesh: Mesh | None = None
+        self.views_on_mesh: dict[ir.Instruction, str] = {}
+
+    def move_to(self, mesh: Mesh | None) -> None:
+        """What is emitted next is for these ranks: what another `on` body defined ends with that."""
+        if mesh != self.mesh:
+            self.mesh, self.views_on_mesh = mesh, {}
+
+
+class Builder:
+    def __init__(self) -> None:
+        self.types: dict[str, BufferType] = {}
+        self.location: Location | None = None  # of the op that is being lowered
+        self.mesh: Mesh | None = None  # of the ranks that do what is emitted; None: all of the program
+        self.hoists_views = True  # out of the loop that is being built; not where that is a loop of several meshes
+        self._taken: set[str] = set()
+        self._scopes: list[_Scope] = [_Scope()]  # innermost last
+        self._permuted: dict[str, tuple[str, tuple[int, ...]]] = {}  # a permuted view -> what it was made of
+        self._made_of: dict[str, View] = {}  # every view by its name
+
+    # --- names and bodies ---
+
+    def name(self, wanted: str) -> str:
+        """`wanted`, or with a number after it where that is taken."""
+        return take_name(wanted, self._taken)
+
+    def loop_index(self) -> str:
+        """i, j, k, l, then i_2 and so on."""
+        free = [letter for letter in "ijkl" if letter not in self._taken]
+        return self.name(free[0] if free else "i")
+
+    def emit(self, instruction: ir.Instruction) -> None:
+        scope = self._scopes[-1]
+        scope.move_to(self.mesh)
+        placed = replace(instruction, location=self.location)
+        scope.instructions.append(ir.OnMesh(self.mesh, (placed,), location=self.location) if self.mesh else placed)
+
+    @contextmanager
+    def on(self, mesh: Mesh | None) -> Iterator[None]:
+        """Emits for the ranks of a mesh."""
+        outer, self.mesh = self.mesh, mesh
+        yield
+        self.mesh = outer
+
+    @contextmanager
+    def nested(self) -> Iterator[list[ir.Instruction]]:
+        """Emits into a body of its own, which the caller puts where it belongs."""
+        self._scopes[-1].move_to(self.mesh)
+        self._scopes.append(_Scope())
+        yield self._scopes[-1].instructions
+        self._scopes.pop()
+
+    @contextmanager
+    def outermost(self) -> Iterator[None]:
+        """Emits before the loop that is being built: allocations and views that do not change from step to step."""
+        scopes = self._scopes
+        self._scopes = scopes[:1]
+        yield
+        self._scopes = scopes
+
+    @contextmanager
+    def hoisted(self) -> Iterator[None]:
+        """The same for views alone."""
+        if not self.hoists_views:
+            yield
+            return
+        with self.outermost():
+            yield
+
+    def body(self) -> ir.Body:
+        """The whole program, without views that nothing uses in the end."""
+        body = without_unused(_joined(tuple(self._scopes[0].instructions), None), ir.VIEWS)
+        return ir.rewrite(body, lambda i: () if isinstance(i, ir.OnMesh) and not i.body else None)
+
+    # --- buffers and views ---
+
+    def parameter(self, name: str, type: BufferType) -> str:
+        name = self.name(name)
+        self.types[name] = type
+        return name
+
+    def allocate(self, wanted: str, type: BufferType) -> str:
+        name = self.parameter(wanted, BufferType(type.dtype, type.shape))
+        with self.outermost():
+            self.emit(ir.Allocate(name, self.types[name]))
+        return name
+
+    def allocate_here(self, wanted: str, type: BufferType) -> str:
+        """Memory that only one side of a branch needs."""
+        name = self.parameter(wanted, BufferType(type.dtype, type.shape))
+        self.emit(ir.Allocate(name, self.types[name]))
+        return name
+
+    def let(self, wanted: str, value: Expr) -> str:
+        name = self.name(wanted)
+        self.emit(ir.Let(name, value))
+        return name
+
+    def select(self, src: str, dim: int, index: Expr, wanted: str) -> str:
+        return self._view(ir.Select("", src, dim, index), wanted)
+
+    def slice(self, src: str, dim: int, index: Expr, count: Extent, wanted: str) -> str:
+        if count == Extent():
+            return src
+        return self._view(ir.Slice("", src, dim, index, count), wanted)
+
+    def section(self, src: str, dim: int, extent: Extent, start: Expr, wanted: str) -> str:
+        if extent == self.types[src].shape[dim]:
+            return src
+        return self._view(ir.Section("", src, dim, extent, start), wanted)
+
+    def strided(self, src: str, dim: int, extent: Extent, start: Expr, step: int, wanted: str) -> str:
+        return self._view(ir.Strided("", src, dim, extent, start, step), wanted)
+
+    def reshape(self, src: str, shape: tuple[Extent, ...], wanted: str) -> str:
+        if shape == self.types[src].shape:
+            return src
+        return self._view(ir.Reshape("", src, shape), wanted)
+
+    def permute(self, src: str, order: tuple[int, ...], wanted: str) -> str:
+        if src in self._permuted:
+            src, first = self._permuted[src]
+            order = tuple(first[i] for i in order)
+        if order == tuple(range(len(order))):
+            return src
+        name = self._view(ir.Permute("", src, order), wanted)
+        self._permuted[name] = (src, order)
+        return name
+
+    def split(self, src: str, dim: int, outer: Extent, wanted: str) -> str:
+        """Dim `dim` as two: `outer` blocks and what one holds."""
+        shape = self.types[src].shape
+        inner = shape[dim].divided_by(outer)
+        assert inner is not None
+        return self.reshape(src, (*shape[:dim], outer, inner, *shape[dim + 1 :]), wanted)
+
+    def drop(self, src: str, dim: int, wanted: str) -> str:
+        """The same without a dim of extent 1."""
+        shape = self.types[src].shape
+        if shape[dim] == Extent():
+            return self.reshape(src, shape[:dim] + shape[dim + 1 :], wanted)
+        return self.select(src, dim, Const(0), wanted)
+
+    def memory_of(self, name: str) -> str:
+        """The buffer that is the same elements in the same order as a contiguous view, or the view where it is a part of one."""
+        while (view := self._made_of.get(name)) and isinstance(view, ir.Reshape | ir.Permute) and self.is_contiguous(view.src):
+            name = view.src
+        return name
+
+    def is_memory(self, name: str) -> bool:
+        """Whether it is a parameter or an allocation, no view."""
+        return name not in self._made_of
+
+    def is_visible(self, name: str) -> bool:
+        """Whether a buffer or view can be named here."""
+        return self.is_memory(name) or any(name in views.values() for views in self._visible_views())
+
+    def is_contiguous(self, name: str) -> bool:
+        return self.types[name].strides is None
+
+    def _visible_views(self) -> Iterator[dict[ir.Instruction, str]]:
+        for scope in self._scopes:
+            yield scope.views
+            if scope.mesh == self.mesh:
+                yield scope.views_on_mesh
+
+    def _view(self, view: View, wanted: str) -> str:
+        for views in self._visible_views():
+            if view in views:
+                return views[view]
+        type = ir.view_type(view, self.types[view.src])
+        name = self.name(wanted)
+        self.types[name] = type
+        self.emit(replace(view, out=name))
+        self._made_of[name] = view
+        scope = self._scopes[-1]
+        (scope.views_on_mesh if self.mesh else scope.views)[view] = name
+        return name
+
+
+def _joined(body: ir.Body, mesh: Mesh | None) -> ir.Body:
+    """Neighbours on one mesh in one `on` body, and none inside another; `mesh` is that of the one around."""
+    result: list[ir.Instruction] = []
+    for instruction in body:
+        if isinstance(instruction, ir.OnMesh) and instruction.mesh == mesh:
+            result.extend(_joined(instruction.body, mesh))
+            continue
+        last = result[-1] if result else None
+        if isinstance(instruction, ir.OnMesh) and isinstance(last, ir.OnMesh) and last.mesh == instruction.mesh:
+            result[-1] = replace(last, body=(*last.body, *_joined(instruction.body, instruction.mesh)))
+            continue
+        inside = instruction.mesh if isinstance(instruction, ir.OnMesh) else mesh
+        inner = {f: _joined(getattr(instruction, f), inside) for f in ("body", "orelse") if hasattr(instruction, f)}
+        result.append(replace(instruction, **inner) if inner else instruction)  # type: ignore[arg-type]
+    return tuple(result)

@@ -1,0 +1,159 @@
+"""Host programs with blocks: each body as a program of its own, all of them as one again, and the program without calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from hostweave.base.names import free_name, take_name
+from hostweave.host_ir import ir
+from hostweave.host_ir.expr import Binary, Expr, Var
+
+
+def bodies(program: ir.HostProgram) -> tuple[ir.HostProgram, ...]:
+    """Every block as a program, whoever is called before its callers, then the program itself; each with what it uses."""
+    if not program.blocks:
+        return (program,)
+    parts = [
+        replace(program, name=block.name, inputs=block.inputs, outputs=block.outputs, body=block.body, blocks=program.blocks[:i])
+        for i, block in enumerate(program.blocks)
+    ]
+    return tuple(_with_what_it_uses(part) for part in (*parts, program))
+
+
+def _with_what_it_uses(part: ir.HostProgram) -> ir.HostProgram:
+    kernels = kernels_of(part.body)
+    events = events_of(part.body).union(*(events_of(block.body) for block in part.blocks))  # its calls are looked at with it
+    return replace(
+        part,
+        kernels=tuple(kernel for kernel in part.kernels if kernel.name in kernels),
+        events=tuple(pool for pool in part.events if pool.name in events),
+        uneven=tuple(name for name in part.uneven if name in part.symbols()),
+    )
+
+
+def kernels_of(body: ir.Body) -> set[str]:
+    """The kernels that a body launches."""
+    return {i.kernel for i in ir.walk(body) if isinstance(i, ir.Launch)}
+
+
+def events_of(body: ir.Body) -> set[str]:
+    """The events that a body records or waits for."""
+    return {i.event for i in ir.walk(body) if isinstance(i, ir.Record | ir.Wait)}
+
+
+# --- bodies as one program --------------------------------------------------------------------------------------------
+
+
+def joined(parts: Sequence[ir.HostProgram]) -> ir.HostProgram:
+    """The last of these with the others as its blocks. Equal kernels are one; other kernels, and events, get names of their own."""
+    program = parts[-1]
+    if len(parts) == 1:
+        return program
+    kernels: dict[str, ir.Kernel] = {}
+    events: dict[str, ir.Events] = {}
+    renamed = []
+    for part in parts:
+        names: dict[str, str] = {}
+        for kernel in part.kernels:
+            others = {name for name, other in kernels.items() if other != replace(kernel, name=name)}
+            names[kernel.name] = name = free_name(kernel.name, others)
+            kernels.setdefault(name, replace(kernel, name=name))
+        pools: dict[str, str] = {}
+        own = events_of(part.body)
+        for pool in (pool for pool in part.events if pool.name in own):
+            pools[pool.name] = free_name(pool.name, events)
+            events[pools[pool.name]] = replace(pool, name=pools[pool.name])
+        renamed.append(_with_names(part.body, names, pools))
+    return replace(
+        program,
+        streams=tuple(dict.fromkeys(pool for part in parts for pool in part.streams)),
+        events=tuple(events.values()),
+        kernels=tuple(kernels.values()),
+        body=renamed[-1],
+        blocks=tuple(ir.Block(p.name, p.inputs, p.outputs, body) for p, body in zip(parts[:-1], renamed[:-1], strict=True)),
+    )
+
+
+def _with_names(body: ir.Body, kernels: Mapping[str, str], events: Mapping[str, str]) -> ir.Body:
+    def renamed(i: ir.Instruction) -> ir.Instruction | None:
+        if isinstance(i, ir.Launch):
+            return replace(i, kernel=kernels.get(i.kernel, i.kernel))
+        if isinstance(i, ir.Record | ir.Wait):
+            return replace(i, event=events[i.event])
+        return None
+
+    return ir.rewrite(body, renamed)
+
+
+# --- without calls ----------------------------------------------------------------------------------------------------
+
+
+def inlined(program: ir.HostProgram) -> ir.HostProgram:
+    """The program with the body of a block in place of each call, for whoever wants one flat list of instructions.
+
+    What `@layer` names `%h` is `%layer_h` there, and `%layer_h_2` in the second call. Memory of the block that lasts to its end is
+    deallocated after each call: the next one may have the same.
+    """
+    return _Inlining(program).program() if program.blocks else program
+
+
+def with_each_block_once(program: ir.HostProgram) -> ir.HostProgram:
+    """The same with the first call of each block alone: all that is asked of extents and instructions, but not of their order."""
+    return _Inlining(program, once=True).program() if program.blocks else program
+
+
+class _Inlining:
+    def __init__(self, program: ir.HostProgram, once: bool = False):
+        self.given, self.once = program, once
+        self.seen: set[str] = set()  # blocks
+        self.blocks = {block.name: block for block in program.blocks}
+        self.taken = {parameter.name for parameter in (*program.inputs, *program.outputs)}
+        self.taken.update(name for i in ir.walk(program.body) for name in ir.names(i, "define", "index"))
+
+    def program(self) -> ir.HostProgram:
+        return replace(self.given, body=self.body(self.given.body), blocks=())
+
+    def body(self, body: ir.Body) -> ir.Body:
+        return ir.rewrite(body, lambda i: self.called(i) if isinstance(i, ir.Call) else None)
+
+    def called(self, call: ir.Call) -> ir.Body:
+        block = self.blocks[call.block]
+        if self.once and block.name in self.seen:
+            return ()
+        self.seen.add(block.name)
+        parameters = [parameter.name for parameter in (*block.inputs, *block.outputs)]
+        names = dict(zip(parameters, (*call.srcs, *call.dsts), strict=True))
+        for i in ir.walk(block.body):
+            for name in ir.names(i, "define", "index"):
+                names[name] = take_name(f"{block.name}_{name}", self.taken)
+        freed = {i.src for i in ir.walk(block.body) if isinstance(i, ir.Deallocate)}
+        left = [i for i in block.body if isinstance(i, ir.Allocate) and i.out not in freed]
+        ends = (ir.Deallocate(i.out, location=i.location) for i in left)
+        return self.body(renamed((*block.body, *ends), names))
+
+
+def renamed(body: ir.Body, names: Mapping[str, str]) -> ir.Body:
+    """A body under other names of buffers and indices, as far as `names` has one."""
+    return tuple(replace(i, **{f.name: _field(i, f.name, names) for f in fields(i)}) for i in body)
+
+
+def _field(i: ir.Instruction, name: str, names: Mapping[str, str]) -> Any:
+    value = getattr(i, name)
+    if name in ("body", "orelse"):
+        return renamed(value, names)
+    if isinstance(value, Expr):
+        return _expr(value, names)
+    if name not in ir.roles(type(i)):
+        return value
+    return tuple(names.get(each, each) for each in value) if isinstance(value, tuple) else names.get(value, value)
+
+
+def _expr(expr: Expr, names: Mapping[str, str]) -> Expr:
+    match expr:
+        case Var(name):
+            return Var(names.get(name, name))
+        case Binary(op, left, right):
+            return Binary(op, _expr(left, names), _expr(right, names))
+    return expr

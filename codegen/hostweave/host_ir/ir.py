@@ -1,0 +1,756 @@
+"""The host IR: what one rank's CPU does, in order. One program for all ranks; the rank is a run-time value.
+
+Each instruction is one dataclass. The role of a field (what it defines, reads, writes) and the `syntax` line drive the
+printer, the parser, the walker and the rewriter, so that a new instruction needs no edit in any of them.
+An instruction outside every `stream` block runs on the caller's stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
+from typing import Annotated, ClassVar, TypeVar, get_origin, get_type_hints
+
+from hostweave.base.errors import Location
+from hostweave.fusion_ir.ir import Op
+from hostweave.fusion_ir.user_kernel import Source
+from hostweave.host_ir.expr import Expr, divisibility
+from hostweave.types.mesh import Mesh
+from hostweave.types.routes import Route
+from hostweave.types.size import Extent
+from hostweave.types.tensor import BufferType, TensorType
+
+T = TypeVar("T")
+
+# The roles of fields.
+Define = Annotated[str, "define"]  # the name of a buffer or view that the instruction introduces
+Index = Annotated[str, "index"]  # the name of an integer that it introduces
+Read = Annotated[str, "read"]  # a buffer whose bytes it reads
+Reads = Annotated[tuple[str, ...], "read"]
+Write = Annotated[str, "write"]
+Writes = Annotated[tuple[str, ...], "write"]
+Update = Annotated[str, "update"]  # reads and writes
+Alias = Annotated[str, "alias"]  # a buffer that is named but whose bytes are not touched
+
+
+@dataclass(frozen=True)
+class Instruction:
+    syntax: ClassVar[str] = ""  # the words before a field are left out with it where it has its default value
+    at_root: ClassVar[str] = ""  # the field whose buffer only the root of a collective touches
+    not_at_root: ClassVar[str] = ""  # and the one that only the others do
+    location: Location | None = field(default=None, compare=False, repr=False, kw_only=True)
+
+
+Body = tuple[Instruction, ...]
+Team = tuple[str, ...]  # the mesh axes along which the ranks of a team differ
+EVERYONE: Team = ("*",)  # all ranks of the program, by their numbers
+Routes = tuple[Route, ...]
+Sources = tuple[int | None, ...]  # for each place in a team the place that sends to it
+
+
+# --- memory and views -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Allocate(Instruction):
+    """Memory of this call, in the program's arena."""
+
+    out: Define
+    type: BufferType
+    syntax = "%{out} = allocate {type}"
+
+
+@dataclass(frozen=True)
+class Deallocate(Instruction):
+    src: Alias
+    syntax = "deallocate %{src}"
+
+
+@dataclass(frozen=True)
+class Select(Instruction):
+    """One index of a dim, which is dropped. Pointer arithmetic."""
+
+    out: Define
+    src: Alias
+    dim: int
+    index: Expr
+    syntax = "%{out} = select %{src}[{dim}: {index}]"
+
+
+@dataclass(frozen=True)
+class Slice(Instruction):
+    """The index-th of `count` equal chunks of a dim. Pointer arithmetic."""
+
+    out: Define
+    src: Alias
+    dim: int
+    index: Expr
+    count: Extent
+    syntax = "%{out} = slice %{src}[{dim}: {index} of {count}]"
+
+
+@dataclass(frozen=True)
+class Section(Instruction):
+    """`extent` indices of a dim from `start` on. Pointer arithmetic."""
+
+    out: Define
+    src: Alias
+    dim: int
+    extent: Extent
+    start: Expr
+    syntax = "%{out} = section %{src}[{dim}: {extent} from {start}]"
+
+
+@dataclass(frozen=True)
+class Strided(Instruction):
+    """`extent` indices of a dim from `start` on, `step` apart. Pointer arithmetic."""
+
+    out: Define
+    src: Alias
+    dim: int
+    extent: Extent
+    start: Expr
+    step: int
+    syntax = "%{out} = strided %{src}[{dim}: {extent} from {start} by {step}]"
+
+
+@dataclass(frozen=True)
+class Reshape(Instruction):
+    """The same elements in the same order under another shape. No call."""
+
+    out: Define
+    src: Alias
+    shape: tuple[Extent, ...]
+    syntax = "%{out} = reshape %{src} to {shape}"
+
+
+@dataclass(frozen=True)
+class Permute(Instruction):
+    """Dim i of the result is dim `order[i]` of the source. No call."""
+
+    out: Define
+    src: Alias
+    order: tuple[int, ...]
+    syntax = "%{out} = permute %{src} by {order}"
+
+
+# --- compute ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Matmul(Instruction):
+    """dst = activation(scale * a b + plus + bias), rounded once. Equivalent to cublasLtMatmul with its epilogue.
+
+    The product is over the last two dims, leading dims broadcast as NumPy does. `plus` is of dst's type and may be dst, the bias
+    a vector along dst's columns; there is at most one of each.
+    """
+
+    a: Read
+    b: Read
+    dst: Write
+    precision: str = ""  # "tf32": f32 operands are rounded to TF32 first
+    scale: float = 1.0
+    plus: Reads = ()
+    bias: Reads = ()
+    activation: str = ""  # one of ACTIVATIONS
+    syntax = "matmul %{a}, %{b} in {precision} scaled {scale} plus {plus} bias {bias} then {activation} -> %{dst}"
+
+
+@dataclass(frozen=True)
+class Launch(Instruction):
+    """Runs a kernel of the program, or one of the user's, whose buffers are contiguous."""
+
+    kernel: str
+    srcs: Reads
+    dsts: Writes
+    syntax = "launch @{kernel} {srcs} -> {dsts}"
+
+
+@dataclass(frozen=True)
+class Copy(Instruction):
+    """dst = src, of one shape and dtype, strided or not."""
+
+    src: Read
+    dst: Write
+    syntax = "copy %{src} -> %{dst}"
+
+
+@dataclass(frozen=True)
+class Fill(Instruction):
+    """Every element of dst = value, which the dtype must represent."""
+
+    dst: Write
+    value: float
+    syntax = "fill %{dst} with {value}"
+
+
+# --- communication: contiguous buffers of one dtype -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AllGather(Instruction):
+    """dst holds the src of every rank of the team, in team order. Equivalent to ncclAllGather."""
+
+    src: Read
+    dst: Write
+    team: Team
+    syntax = "all_gather %{src} -> %{dst} on {team}"
+
+
+@dataclass(frozen=True)
+class AllReduce(Instruction):
+    """dst = the reduction of every rank's src. Equivalent to ncclAllReduce; src may be dst."""
+
+    src: Read
+    dst: Write
+    op: str
+    team: Team
+    syntax = "all_reduce {op} %{src} -> %{dst} on {team}"
+
+
+@dataclass(frozen=True)
+class ReduceScatter(Instruction):
+    """dst = this rank's block of the reduction of every rank's src. Equivalent to ncclReduceScatter."""
+
+    src: Read
+    dst: Write
+    op: str
+    team: Team
+    syntax = "reduce_scatter {op} %{src} -> %{dst} on {team}"
+
+
+@dataclass(frozen=True)
+class Broadcast(Instruction):
+    """dst = the src of the rank whose coordinate in the team is root. Equivalent to ncclBroadcast."""
+
+    src: Read
+    dst: Write
+    root: Expr
+    team: Team
+    syntax = "broadcast %{src} -> %{dst} from {root} on {team}"
+    at_root = "src"
+
+
+@dataclass(frozen=True)
+class Spread(Instruction):
+    """On every rank of the team but the root, dst = the src of the root, which keeps it. Equivalent to ncclBroadcast, in place on the root.
+
+    The root needs no dst, and no other rank a src: they may be on two meshes.
+    """
+
+    src: Read
+    dst: Write
+    root: Expr
+    team: Team
+    syntax = "spread %{src} to %{dst} from {root} on {team}"
+    at_root = "src"
+    not_at_root = "dst"
+
+
+@dataclass(frozen=True)
+class Reduce(Instruction):
+    """At root, dst = the reduction of every rank's src; elsewhere dst is not touched. Equivalent to ncclReduce."""
+
+    src: Read
+    dst: Write
+    op: str
+    root: Expr
+    team: Team
+    syntax = "reduce {op} %{src} -> %{dst} to {root} on {team}"
+    at_root = "dst"
+
+
+@dataclass(frozen=True)
+class Gather(Instruction):
+    """At root, dst holds the src of every rank, in team order; elsewhere it is not touched. Sends and recvs in a group."""
+
+    src: Read
+    dst: Write
+    root: Expr
+    team: Team
+    syntax = "gather %{src} -> %{dst} to {root} on {team}"
+    at_root = "dst"
+
+
+@dataclass(frozen=True)
+class Scatter(Instruction):
+    """dst = this rank's block of the src of root; elsewhere src is not touched. Sends and recvs in a group."""
+
+    src: Read
+    dst: Write
+    root: Expr
+    team: Team
+    syntax = "scatter %{src} -> %{dst} from {root} on {team}"
+    at_root = "src"
+
+
+@dataclass(frozen=True)
+class AllToAll(Instruction):
+    """Block i of src goes to the i-th rank of the team, and block i of dst comes from it. Sends and recvs in a group."""
+
+    src: Read
+    dst: Write
+    team: Team
+    syntax = "all_to_all %{src} -> %{dst} on {team}"
+
+
+@dataclass(frozen=True)
+class Exchange(Instruction):
+    """dst = the src of the rank that `sources` names for this one's place in the team; a rank without a source gets zeros.
+
+    A collective permute: a rank sends to at most one other, itself included. A send and a recv in a group.
+    """
+
+    src: Read
+    dst: Write
+    sources: Sources
+    team: Team
+    syntax = "exchange %{src} -> %{dst} from {sources} on {team}"
+
+
+@dataclass(frozen=True)
+class Barrier(Instruction):
+    """Ends when every rank of the team has come here. An all_reduce of one element, which no rank needs."""
+
+    token: Update
+    team: Team
+    syntax = "barrier %{token} on {team}"
+
+
+@dataclass(frozen=True)
+class Send(Instruction):
+    """Meets the recv of the peer, given by its coordinate in the team. Equivalent to ncclSend."""
+
+    src: Read
+    peer: Expr
+    team: Team
+    syntax = "send %{src} to {peer} on {team}"
+
+
+@dataclass(frozen=True)
+class Recv(Instruction):
+    dst: Write
+    peer: Expr
+    team: Team
+    syntax = "recv %{dst} from {peer} on {team}"
+
+
+@dataclass(frozen=True)
+class SendBlocks(Instruction):
+    """Of src, cut into `count` blocks in the order of its elements, the blocks that the routes have this rank send. Sends in a group.
+
+    The recv_blocks of the same routes meet it, in their order.
+    """
+
+    src: Read
+    count: int
+    routes: Routes
+    team: Team
+    syntax = "send_blocks %{src} in {count} by {routes} on {team}"
+
+
+@dataclass(frozen=True)
+class RecvBlocks(Instruction):
+    """Into dst, cut into `count` blocks, the blocks that the routes have this rank receive. Recvs in a group."""
+
+    dst: Write
+    count: int
+    routes: Routes
+    team: Team
+    syntax = "recv_blocks %{dst} in {count} by {routes} on {team}"
+
+
+@dataclass(frozen=True)
+class Group(Instruction):
+    """Communications posted together. ncclGroupStart ... ncclGroupEnd, closed on every path."""
+
+    body: Body
+    syntax = "group {body}"
+
+
+# --- streams and events -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OnStream(Instruction):
+    """The body runs on stream `index % count` of the named streams."""
+
+    stream: str
+    index: Expr
+    body: Body
+    syntax = "stream {stream}[{index}] {body}"
+
+
+@dataclass(frozen=True)
+class Fork(Instruction):
+    """The named streams wait for what the caller's stream holds."""
+
+    stream: str
+    syntax = "fork {stream}"
+
+
+@dataclass(frozen=True)
+class Join(Instruction):
+    """The caller's stream waits for what the named streams hold."""
+
+    stream: str
+    syntax = "join {stream}"
+
+
+@dataclass(frozen=True)
+class Record(Instruction):
+    """The event marks what the current stream holds now. Equivalent to cudaEventRecord."""
+
+    event: str
+    index: Expr
+    syntax = "record {event}[{index}]"
+
+
+@dataclass(frozen=True)
+class Wait(Instruction):
+    """The current stream waits for the event as last recorded in this call. Equivalent to cudaStreamWaitEvent."""
+
+    event: str
+    index: Expr
+    syntax = "wait {event}[{index}]"
+
+
+# --- control ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Let(Instruction):
+    out: Index
+    value: Expr
+    syntax = "%{out} = {value}"
+
+
+@dataclass(frozen=True)
+class For(Instruction):
+    out: Index
+    count: Extent
+    body: Body
+    syntax = "for %{out} in 0..{count} {body}"
+
+
+@dataclass(frozen=True)
+class If(Instruction):
+    condition: Expr
+    body: Body
+    orelse: Body = ()
+    syntax = "if {condition} {body}{orelse}"
+
+
+@dataclass(frozen=True)
+class Call(Instruction):
+    """Runs a block of the program, which forks from the caller's stream and joins it by itself."""
+
+    block: str
+    srcs: Reads
+    dsts: Writes
+    syntax = "call @{block} {srcs} -> {dsts}"
+
+
+@dataclass(frozen=True)
+class OnMesh(Instruction):
+    """The ranks of a mesh do the body, the others nothing. Inside, axes are those of that mesh. What it allocates stays."""
+
+    mesh: Mesh
+    body: Body
+    syntax = "on {mesh} {body}"
+
+
+ACTIVATIONS = ("relu", "gelu_tanh")  # ops that a matmul may end with
+VIEWS = (Select, Slice, Section, Strided, Reshape, Permute)
+CALLS_NOTHING = (Allocate, Let, *VIEWS)  # names for memory and integers
+REDUCTIONS = (AllReduce, ReduceScatter, Reduce)
+COLLECTIVES = (AllGather, AllReduce, ReduceScatter, Broadcast, Spread, Reduce, Gather, Scatter, AllToAll, Exchange, Barrier)
+POINT_TO_POINT = (Send, Recv, SendBlocks, RecvBlocks)
+GROUPED = (Group, Gather, Scatter, AllToAll, Exchange, SendBlocks, RecvBlocks)  # sends and recvs posted together
+COMMUNICATIONS = COLLECTIVES + POINT_TO_POINT
+
+
+# --- programs ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """An input or output: its global type, of which each rank holds the part that HostProgram.local_type says."""
+
+    name: str
+    type: TensorType
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A fused run of pointwise and reduction ops on local tensors, row-major in the eyes of the ops.
+
+    `ends` says why it does not go on with what uses its results.
+    """
+
+    name: str
+    inputs: tuple[Parameter, ...]
+    ops: tuple[Op, ...]
+    returned: tuple[str, ...] = ()  # the names of its results, where that is more than the last value
+    ends: str = field(default="", compare=False)
+
+    @property
+    def results(self) -> tuple[Parameter, ...]:
+        values = {op.result.name: op.result for op in self.ops}
+        return tuple(Parameter(name, values[name].type) for name in self.returned or (self.ops[-1].result.name,))
+
+
+@dataclass(frozen=True)
+class Block:
+    """Instructions that are called: a function. What it allocates is there once, and its calls use it one after another."""
+
+    name: str
+    inputs: tuple[Parameter, ...]
+    outputs: tuple[Parameter, ...]
+    body: Body
+
+
+@dataclass(frozen=True)
+class Streams:
+    """`ring[4]`: four streams, walked round robin."""
+
+    name: str
+    count: int
+
+
+@dataclass(frozen=True)
+class Events:
+    name: str
+    count: int
+
+
+@dataclass(frozen=True)
+class HostProgram:
+    name: str
+    mesh: Mesh
+    inputs: tuple[Parameter, ...]
+    outputs: tuple[Parameter, ...]
+    streams: tuple[Streams, ...] = ()
+    events: tuple[Events, ...] = ()
+    kernels: tuple[Kernel, ...] = ()
+    body: Body = ()
+    uneven: tuple[str, ...] = ()  # sizes that need not divide: of M a rank holds `part(M, x)`, not `M/8`
+    blocks: tuple[Block, ...] = ()  # a block stands before those that call it
+    sources: tuple[Source, ...] = ()  # kernels of the user
+
+    def __str__(self) -> str:
+        from hostweave.host_ir.text import print_host
+
+        return print_host(self)
+
+    @staticmethod
+    def parse(text: str) -> HostProgram:
+        """The host program that `text` prints. Raises ParseError with a line and column."""
+        from hostweave.host_ir.text import parse_host
+
+        return parse_host(text)
+
+    def local_type(self, parameter: Parameter) -> BufferType:
+        return BufferType(parameter.type.dtype, parameter.type.local_shape(self.mesh, self.uneven))
+
+    def symbols(self) -> tuple[str, ...]:
+        """The names of the symbolic sizes, in order of first appearance in the inputs and outputs."""
+        shapes = [extent for p in (*self.inputs, *self.outputs) for extent in p.type.shape]
+        return tuple(dict.fromkeys(name for extent in shapes for name in extent.symbols))
+
+
+# --- generic access ---------------------------------------------------------------------------------------------------
+
+
+def per_kind(function: Callable[[type[Instruction]], T]) -> Callable[[type[Instruction]], T]:
+    """`function`, worked out once for each kind of instruction."""
+    known: dict[type[Instruction], T] = {}
+
+    def look_up(kind: type[Instruction]) -> T:
+        if kind not in known:
+            known[kind] = function(kind)
+        return known[kind]
+
+    return look_up
+
+
+@per_kind
+def roles(kind: type[Instruction]) -> dict[str, str]:
+    """The role of every field that has one, by the field's name."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {f.name: hints[f.name].__metadata__[0] for f in fields(kind) if get_origin(hints[f.name]) is Annotated}
+
+
+def names(instruction: Instruction, *wanted: str) -> tuple[str, ...]:
+    """The names in the fields of the wanted roles. An `update` is a read and a write."""
+    found: list[str] = []
+    for name, role in roles(type(instruction)).items():
+        if role in wanted or (role == "update" and ("read" in wanted or "write" in wanted)):
+            value = getattr(instruction, name)
+            found.extend(value if isinstance(value, tuple) else (value,))
+    return tuple(found)
+
+
+def bodies(instruction: Instruction) -> tuple[Body, ...]:
+    return tuple(getattr(instruction, f) for f in ("body", "orelse") if hasattr(instruction, f))
+
+
+def walk(body: Body) -> Iterator[Instruction]:
+    """Every instruction, outer before inner, in program order."""
+    for instruction in body:
+        yield instruction
+        for inner in bodies(instruction):
+            yield from walk(inner)
+
+
+def walk_at_any_size(body: Body) -> Iterator[Instruction]:
+    """The same without what stands under a condition on sizes, such as `M % 8 == 0`."""
+    for instruction in body:
+        yield instruction
+        if not (isinstance(instruction, If) and divisibility(instruction.condition)):
+            for inner in bodies(instruction):
+                yield from walk_at_any_size(inner)
+
+
+Outcome = Instruction | Body | None  # of a rule: None keeps, () deletes, a tuple replaces
+Edits = Mapping[int, Instruction | Body]  # by the ids of instructions
+
+
+def rewrite(body: Body, rule: Callable[[Instruction], Outcome]) -> Body:
+    """Applies `rule` to every instruction, inner before outer: it sees what has become of a body inside."""
+    return _rewritten(body, lambda _, instruction: rule(instruction))
+
+
+def edited(body: Body, edits: Edits) -> Body:
+    """Replaces the instructions of these ids. What an edit keeps of its instruction has the edits inside of it, too.
+
+    Raises KeyError for an edit that would have no effect: the body has no such instruction, or it stands in one that is replaced.
+    """
+    left = set(edits)
+
+    def rule(old: Instruction, new: Instruction) -> Outcome:
+        edit = edits.get(id(old))
+        if edit is None:
+            return None
+        left.discard(id(old))
+        edit = (edit,) if isinstance(edit, Instruction) else edit
+        if not any(i is old for i in edit) and any(id(i) in edits for inner in bodies(old) for i in walk(inner)):
+            raise KeyError(f"an edit replaces an instruction in which others are edited: {old}")
+        return tuple(new if i is old else i for i in edit)
+
+    result = _rewritten(body, rule)
+    if left:
+        raise KeyError(f"an edit names no instruction of the body; it gives {edits[left.pop()]}")
+    return result
+
+
+def _rewritten(body: Body, rule: Callable[[Instruction, Instruction], Outcome]) -> Body:
+    """By what an instruction was, and what it is with its bodies rewritten. The body itself where nothing changes."""
+    result: list[Instruction] = []
+    for old in body:
+        inner = {f: _rewritten(getattr(old, f), rule) for f in ("body", "orelse") if hasattr(old, f)}
+        changed = {f: new for f, new in inner.items() if new is not getattr(old, f)}
+        new = replace(old, **changed) if changed else old  # type: ignore[arg-type]
+        outcome = rule(old, new)
+        result.extend((new,) if outcome is None else outcome if isinstance(outcome, tuple) else (outcome,))
+    is_same = len(result) == len(body) and all(new is old for new, old in zip(result, body, strict=True))
+    return body if is_same else tuple(result)
+
+
+# --- types of views ---------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4096)
+def row_major(shape: tuple[Extent, ...]) -> tuple[Extent, ...]:
+    """The strides of a contiguous buffer, in elements."""
+    strides: list[Extent] = []
+    step = Extent()
+    for extent in reversed(shape):
+        strides.append(step)
+        step = step * extent
+    return tuple(reversed(strides))
+
+
+def strides_of(buffer: BufferType) -> tuple[Extent, ...]:
+    return row_major(buffer.shape) if buffer.strides is None else buffer.strides
+
+
+def strided(buffer: BufferType, shape: tuple[Extent, ...], strides: tuple[Extent, ...]) -> BufferType:
+    """A view's type, without strides where it is contiguous. The stride of a dim of extent 1 says nothing."""
+    contiguous = all(e == Extent() or s == c for e, s, c in zip(shape, strides, row_major(shape), strict=True))
+    return BufferType(buffer.dtype, shape, None if contiguous else strides)
+
+
+def view_type(view: Instruction, source: BufferType) -> BufferType:
+    """The type of what a view instruction defines. Raises ValueError where there is no such view."""
+    shape, strides = source.shape, strides_of(source)
+    match view:
+        case Select(dim=dim):
+            return strided(source, shape[:dim] + shape[dim + 1 :], strides[:dim] + strides[dim + 1 :])
+        case Slice(dim=dim, count=count):
+            chunk = shape[dim].divided_by(count)
+            if chunk is None or (not chunk.names and chunk.divisor != 1):
+                raise ValueError(f"cannot cut {shape[dim]} into {count} chunks")
+            return strided(source, (*shape[:dim], chunk, *shape[dim + 1 :]), strides)
+        case Section(dim=dim, extent=extent):
+            return strided(source, (*shape[:dim], extent, *shape[dim + 1 :]), strides)
+        case Strided(dim=dim, extent=extent, step=step):
+            apart = (*strides[:dim], strides[dim] * step, *strides[dim + 1 :])
+            return strided(source, (*shape[:dim], extent, *shape[dim + 1 :]), apart)
+        case Permute(order=order):
+            return strided(source, tuple(shape[i] for i in order), tuple(strides[i] for i in order))
+        case Reshape(shape=wanted):
+            return strided(source, wanted, _reshaped_strides(shape, strides, wanted))
+    raise TypeError(f"not a view: {view!r}")
+
+
+def _reshaped_strides(shape: tuple[Extent, ...], strides: tuple[Extent, ...], wanted: tuple[Extent, ...]) -> tuple[Extent, ...]:
+    """Strides of the same elements under another shape: each run of dims that is split or merged must be contiguous in itself."""
+    result: list[Extent] = []
+    source = [(e, s) for e, s in zip(shape, strides, strict=True) if e != Extent()]
+    i = 0
+    target = list(wanted)
+    j = 0
+    while j < len(target):
+        if target[j] == Extent():
+            result.append(Extent())
+            j += 1
+            continue
+        if i == len(source):
+            raise ValueError("a reshape keeps the number of elements")
+        have, want = source[i][0], target[j]
+        i_end, j_end = i + 1, j + 1
+        while have != want:  # grow the smaller side; where names hide which that is, the target first
+            grow_source = _whole(want.divided_by(have)) or j_end == len(target)
+            if grow_source and i_end < len(source) and source[i_end - 1][1] == source[i_end][1] * source[i_end][0]:
+                have, i_end = have * source[i_end][0], i_end + 1
+            elif not grow_source:
+                want, j_end = want * target[j_end], j_end + 1
+            else:
+                raise ValueError("these dims are not contiguous in memory, or the number of elements differs")
+        step = source[i_end - 1][1]
+        run: list[Extent] = []
+        for extent in reversed(target[j:j_end]):
+            run.append(step)
+            step = step * extent
+        result.extend(reversed(run))
+        i, j = i_end, j_end
+    if i != len(source):
+        raise ValueError("a reshape keeps the number of elements")
+    return tuple(result)
+
+
+def _whole(quotient: Extent | None) -> bool:
+    return quotient is not None and quotient.divisor == 1
+
+
+def buffer_types(program: HostProgram) -> dict[str, BufferType]:
+    """The local type of every buffer and view by name."""
+    types = {p.name: program.local_type(p) for p in (*program.inputs, *program.outputs)}
+    for instruction in walk(program.body):
+        if isinstance(instruction, Allocate):
+            types[instruction.out] = instruction.type
+        elif isinstance(instruction, VIEWS):
+            types[instruction.out] = view_type(instruction, types[instruction.src])
+    return types

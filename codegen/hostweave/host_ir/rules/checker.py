@@ -1,0 +1,271 @@
+"""What the rules of instructions share: the names of a program and what is known of them, and what surrounds an instruction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from hostweave.base.errors import ProgramError
+from hostweave.fusion_ir.user_kernel import Source
+from hostweave.host_ir import ir
+from hostweave.host_ir.aliases import Roots
+from hostweave.host_ir.calls import events_of
+from hostweave.host_ir.expr import Binary, Const, Coordinate, Expr, Rank, Size, Var, leaves
+from hostweave.host_ir.text import print_instruction
+from hostweave.types.mesh import Mesh
+from hostweave.types.rank_sizes import mesh_of_part
+from hostweave.types.size import Extent, block_of, part_of, product
+from hostweave.types.tensor import BufferType
+
+MAX_POOL = 2**16  # streams, or events, of one name
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What surrounds an instruction."""
+
+    in_stream: bool = False
+    condition: Expr | None = None  # the innermost rank-dependent condition
+    steps: Extent | None = None  # of a loop that ranks may walk another number of times
+    divides: tuple[tuple[str, int], ...] = ()  # sizes and what is known here to divide them
+
+
+Rule = Callable[["Checker", Any, Scope], None]  # of a kind of instruction
+
+
+@dataclass
+class Checker:
+    """Walks a program, and finds for its rules what they ask of buffers, sizes, meshes and expressions."""
+
+    program: ir.HostProgram  # or a block as one
+    rules: Mapping[type[ir.Instruction], Rule]
+    kernels: dict[str, ir.Kernel] = field(default_factory=dict)
+    inputs: set[str] = field(default_factory=set)
+    types: dict[str, BufferType] = field(default_factory=dict)
+    indices: set[str] = field(default_factory=set)
+    rank_dependent: set[str] = field(default_factory=set)
+    roots: Roots = field(default_factory=Roots)
+    freed: set[str] = field(default_factory=set)
+    current: ir.Instruction | None = None
+    scope: Scope = Scope()
+    mesh: Mesh = field(init=False)  # of the `on` body around, or the program's
+
+    def __post_init__(self) -> None:
+        self.mesh = self.program.mesh
+
+    def header(self) -> None:
+        pools: list[ir.Streams | ir.Events] = [*self.program.streams, *self.program.events]
+        for pool in pools:
+            if pool.count > MAX_POOL:
+                self.fail(f"{pool.name}[{pool.count}] is more than {MAX_POOL}: declare fewer, and walk them round robin")
+            if pool.count < 1:
+                self.fail(f"{pool.name}[{pool.count}] holds nothing: declare at least one")
+            if sum(pool.name == other.name for other in pools) > 1:
+                self.fail(f"{pool.name} is declared twice: rename one")
+        told = {str(extent) for p in self.program.inputs for extent in p.type.shape}
+        for name in self.program.symbols():
+            if name not in told:
+                self.fail(f"no input has a dim {name}, so nothing tells its size; give it to an input, or write an int")
+        for name in self.program.uneven:
+            if name not in self.program.symbols():
+                self.fail(f"uneven({name}): {name} is not a size of any input or output; leave it out")
+        names = [block.name for block in self.program.blocks]
+        for name in names:
+            if names.count(name) > 1:
+                self.fail(f"block @{name} is declared twice: rename one")
+
+    def apart(self, parts: tuple[ir.HostProgram, ...]) -> None:
+        """Events belong to one body, so that a wait cannot meet the record of another."""
+        users: dict[str, str] = {}
+        for part in parts:
+            for event in sorted(events_of(part.body)):
+                if users.setdefault(event, part.name) != part.name:
+                    self.fail(f"both @{users[event]} and @{part.name} use {event}: declare events for each")
+
+    def parameters(self) -> None:
+        self.inputs.update(p.name for p in self.program.inputs)
+        for parameter in (*self.program.inputs, *self.program.outputs):
+            if parameter.name in self.types:
+                self.fail(f"%{parameter.name} is declared twice: rename one")
+            if parameter.type.mesh:
+                self.part(parameter.type.mesh)
+            for axis in parameter.type.axes:
+                self.axis(axis, parameter.type.mesh)
+            parameter.type.check(None, self.program.mesh)
+            self.types[parameter.name] = self.program.local_type(parameter)
+
+    def fail(self, message: str) -> NoReturn:
+        if self.current is None:
+            raise ProgramError(f"@{self.program.name}: {message}")
+        text = print_instruction(self.current)[0].removesuffix(" {")
+        raise ProgramError(f"@{self.program.name}: {text}: {message}", self.current.location)
+
+    # --- structure ---
+
+    def body(self, body: ir.Body, scope: Scope) -> None:
+        for instruction in body:
+            self.current = instruction
+            for name in ir.names(instruction, "read", "write", "alias"):
+                self.buffer(name)
+            for name in ir.names(instruction, "write"):
+                if self.roots.of(name) in self.inputs:
+                    self.fail(f"%{name} is an input and may not be written: allocate a buffer")
+            for name in ir.names(instruction, "define", "index"):
+                if name in self.types or name in self.indices:
+                    self.fail(f"%{name} is defined twice: rename one")
+                self.freed.discard(name)  # another body may have used the name
+            self.roots.define(instruction)
+            self.scope = scope
+            self.rules[type(instruction)](self, instruction, scope)
+
+    def inner(self, body: ir.Body, scope: Scope) -> None:
+        """A nested body: what it defines ends with it."""
+        outside, current = len(self.types), self.current
+        indices = set(self.indices)
+        self.body(body, scope)
+        while len(self.types) > outside:
+            self.types.popitem()
+        self.indices, self.current = indices, current
+
+    def buffer(self, name: str) -> BufferType:
+        if name in self.types and self.roots.of(name) in self.freed:
+            self.fail(f"%{name} is used after its deallocate: move the deallocate down")
+        if name not in self.types:
+            self.fail(f"%{name} is used before its definition: define it above, in this body or around it")
+        return self.types[name]
+
+    def expr(self, expr: Expr) -> None:
+        self.divisors(expr)
+        for leaf in leaves(expr):
+            if isinstance(leaf, Var) and leaf.name not in self.indices:
+                self.fail(f"%{leaf.name} is not an index that is known here: define it above")
+            if isinstance(leaf, Coordinate):
+                self.axis(leaf.axis)
+            if isinstance(leaf, Size) and (name := self.unknown(Extent(1, (leaf.name,)))):
+                self.fail(f"{name} is not a size of any input or output; the sizes are {', '.join(self.program.symbols()) or 'none'}")
+
+    def divisors(self, expr: Expr) -> None:
+        if not isinstance(expr, Binary):
+            return
+        if expr.op in ("/", "%") and (
+            expr.right == Const(0) or any(isinstance(leaf, Var | Coordinate | Rank) for leaf in leaves(expr.right))
+        ):
+            self.fail(f"{expr}: the divisor may be 0: divide by a positive number or a size")
+        self.divisors(expr.left)
+        self.divisors(expr.right)
+
+    def depends_on_rank(self, expr: Expr) -> bool:
+        return any(
+            isinstance(leaf, Coordinate | Rank)
+            or (isinstance(leaf, Var) and leaf.name in self.rank_dependent)
+            or (isinstance(leaf, Size) and part_of(leaf.name) is not None)
+            for leaf in leaves(expr)
+        )
+
+    def axis(self, axis: str, mesh: Mesh | None = None) -> None:
+        mesh = mesh or self.mesh
+        if axis not in dict(mesh.axes):
+            self.fail(f"{mesh} has no axis {axis!r}: its axes are {', '.join(dict(mesh.axes))}")
+
+    def part(self, mesh: Mesh) -> None:
+        """A mesh of some of the program's ranks."""
+        if outside := set(mesh.all_ranks) - set(self.program.mesh.all_ranks):
+            self.fail(f"{self.program.mesh} has no rank {min(outside)}: name ranks of it")
+
+    def axes_of_parts(self) -> set[str]:
+        """The axes of the meshes of some of the ranks."""
+        return {axis for i in ir.walk(self.program.body) if isinstance(i, ir.OnMesh) for axis, _ in i.mesh.axes}
+
+    def team_size(self, team: ir.Team) -> int:
+        if team == ir.EVERYONE:
+            return self.program.mesh.size
+        for axis in team:
+            self.axis(axis)
+            if team.count(axis) > 1:
+                self.fail(f"axis {axis} is named twice: name each axis of the team once")
+        return self.mesh.size_of(team)
+
+    # --- types ---
+
+    def same_dtype(self, *names: str) -> None:
+        if len({self.types[name].dtype for name in names}) > 1:
+            self.fail("dtypes differ: " + ", ".join(f"%{name} is {self.types[name]}" for name in names) + "; cast first")
+
+    def same_shape(self, *names: str) -> None:
+        if len({self.types[name].shape for name in names}) > 1:
+            self.fail("shapes differ: " + ", ".join(f"%{name} is {self.types[name]}" for name in names))
+
+    def contiguous(self, *names: str) -> None:
+        for name in names:
+            if self.types[name].strides is not None:
+                self.fail(f"%{name} is not contiguous, which communication needs: copy it to a buffer of its own first")
+
+    def counts(self, small: str, large: str, factor: int) -> None:
+        have, want = (self.known(product(self.types[name].shape)) for name in (large, small))
+        want = want * factor
+        if have != want:
+            self.fail(f"%{large} must hold {factor} x %{small}: it has {have} elements, not {want}")
+
+    def known(self, extent: Extent) -> Extent:
+        """An extent with the quotients in place of blocks and parts of sizes that are known to divide."""
+        divisors = dict(self.scope.divides)
+        exact: dict[str, Extent] = {}
+        for name in extent.names:
+            size, ranks = block_of(name) or (None, 0)
+            if size is None and (found := part_of(name)):
+                size, ranks = found[0], mesh_of_part(name, self.program.mesh).size_of(found[1])
+            if size is not None and divisors.get(str(size), 0) == ranks:
+                exact[name] = size // ranks
+        return extent.replaced(exact)
+
+    def alike(self, extent: Extent) -> Extent:
+        """An extent in which a part is named by its size and the number of ranks alone."""
+        alike: dict[str, Extent] = {}
+        for name in extent.names:
+            if found := part_of(name):
+                size, axes, _ = found
+                alike[name] = Extent(1, (f"part of {size} for one of {mesh_of_part(name, self.program.mesh).size_of(axes)}",))
+        return self.known(extent).replaced(alike)
+
+    def unknown(self, extent: Extent) -> str | None:
+        """A name in an extent that no input or output tells."""
+        for name in extent.names:
+            size = (block_of(name) or part_of(name) or (Extent(1, (name,)),))[0]
+            missing = [symbol for symbol in size.symbols if symbol not in self.program.symbols()]
+            if missing:
+                return missing[0]
+            if found := part_of(name):
+                mesh = mesh_of_part(name, self.program.mesh)
+                self.part(mesh)
+                for axis in found[1]:
+                    self.axis(axis, mesh)
+        return None
+
+    def kernel(self, kernel: ir.Kernel) -> None:
+        from hostweave.fusion_ir.verify import verify_ops
+
+        if kernel.name in self.kernels:
+            self.fail(f"kernel @{kernel.name} is declared twice: rename one")
+        if not kernel.ops:
+            self.fail(f"kernel @{kernel.name} has no ops: give it one")
+        self.kernels[kernel.name] = kernel
+        verify_ops(kernel.inputs, kernel.ops)
+        if unknown := set(kernel.returned) - {op.result.name for op in kernel.ops}:
+            self.fail(f"kernel @{kernel.name} returns %{min(unknown)}, which no op of it computes: return what one does")
+        if len(set(kernel.returned)) < len(kernel.returned):
+            self.fail(f"kernel @{kernel.name} returns a value twice: return it once")
+
+    def source(self, source: Source) -> None:
+        if source.name in self.kernels or sum(source.name == other.name for other in self.program.sources) > 1:
+            self.fail(f"source @{source.name} is declared twice: rename one")
+        types = (*source.inputs, *source.outputs)
+        dims = (*source.grid, *(a.dim for a in source.arguments if a.dim))
+        for axis in (axis for dim in (*dims, *(dim for type in types for dim in type.dims)) for axis in dim.axes):
+            if axis not in self.axes_of_parts():  # on the program's mesh, then
+                self.axis(axis)
+        for dim in dims:
+            if unknown := self.unknown(dim.extent):
+                self.fail(f"source @{source.name}: {unknown} is not a size of any input or output")
+        if source.signature is None:
+            self.fail(f"source @{source.name} has no `__global__ void {source.function}(...)`: give it one")

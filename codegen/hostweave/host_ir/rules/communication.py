@@ -1,0 +1,138 @@
+"""Rules of communications."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hostweave.host_ir import ir
+from hostweave.host_ir.rules.checker import Checker, Rule, Scope
+from hostweave.types.size import Extent, product
+
+REDUCTIONS = ("sum", "prod", "min", "max", "avg")
+NOT_REDUCED = {"bool": "u8", "f8e4m3": "f32", "f8e5m2": "f32"}  # NCCL has no sums of these; the dtype that carries them
+
+
+def _communication(check: Callable[[Checker, Any, int], None]) -> Rule:
+    def rule(c: Checker, i: Any, scope: Scope) -> None:
+        buffers = ir.names(i, "read", "write")
+        c.contiguous(*buffers)
+        c.same_dtype(*buffers)
+        if isinstance(i, ir.COLLECTIVES) and scope.condition is not None:
+            c.fail(f"a collective cannot stand under `if {scope.condition}`, which differs between ranks: only send and recv can")
+        if isinstance(i, ir.COLLECTIVES) and scope.steps is not None:
+            c.fail(f"a collective cannot stand in a loop of {scope.steps} steps, which differ between ranks: only send and recv can")
+        if isinstance(i, ir.COLLECTIVES) and i.team == ir.EVERYONE:
+            c.fail("only send and recv, of blocks or of all, can be on *: name the axes of the mesh")
+        check(c, i, c.team_size(i.team))
+
+    return rule
+
+
+def _all_gather(c: Checker, i: ir.AllGather, size: int) -> None:
+    c.counts(i.src, i.dst, size)
+
+
+def _all_reduce(c: Checker, i: ir.AllReduce, size: int) -> None:
+    _reduction(c, i)
+    c.counts(i.src, i.dst, 1)
+
+
+def _reduce_scatter(c: Checker, i: ir.ReduceScatter, size: int) -> None:
+    _reduction(c, i)
+    c.counts(i.dst, i.src, size)
+
+
+def _broadcast(c: Checker, i: ir.Broadcast, size: int) -> None:
+    c.expr(i.root)
+    c.counts(i.src, i.dst, 1)
+
+
+def _spread(c: Checker, i: ir.Spread, size: int) -> None:
+    """Parts of one dim, shared by as many ranks of two meshes, may be equal: that is seen when sizes are known."""
+    c.expr(i.root)
+    have, want = (c.alike(product(c.types[name].shape)) for name in (i.dst, i.src))
+    if have != want:
+        c.counts(i.src, i.dst, 1)
+
+
+def _reduce(c: Checker, i: ir.Reduce, size: int) -> None:
+    _reduction(c, i)
+    c.expr(i.root)
+    c.counts(i.src, i.dst, 1)
+
+
+def _gather(c: Checker, i: ir.Gather, size: int) -> None:
+    c.expr(i.root)
+    c.counts(i.src, i.dst, size)
+
+
+def _scatter(c: Checker, i: ir.Scatter, size: int) -> None:
+    c.expr(i.root)
+    c.counts(i.dst, i.src, size)
+
+
+def _all_to_all(c: Checker, i: ir.AllToAll, size: int) -> None:
+    c.counts(i.src, i.dst, 1)
+    if not any(extent.divisor == 1 and extent.coefficient % size == 0 for extent in c.types[i.src].shape or (Extent(),)):
+        c.fail(f"%{i.src} is {c.types[i.src]}: {size} ranks cannot be seen to share it evenly; give it a dim of {size}, a block a rank")
+
+
+def _exchange(c: Checker, i: ir.Exchange, size: int) -> None:
+    c.counts(i.src, i.dst, 1)
+    named = [source for source in i.sources if source is not None]
+    if len(i.sources) != size or any(source >= size for source in named):
+        c.fail(f"a team of {size} needs {size} sources, each a place below {size} or none")
+    if len(set(named)) < len(named):
+        twice = next(source for source in named if named.count(source) > 1)
+        c.fail(f"place {twice} is named twice: a rank sends to one other; use a broadcast")
+
+
+def _barrier(c: Checker, i: ir.Barrier, size: int) -> None:
+    buffer = c.types[i.token]
+    if product(buffer.shape) != Extent() or buffer.dtype.name in NOT_REDUCED:
+        c.fail(f"%{i.token} is {buffer}: a barrier needs one number, such as i32[1]")
+
+
+def _reduction(c: Checker, i: ir.AllReduce | ir.ReduceScatter | ir.Reduce) -> None:
+    if i.op not in REDUCTIONS:
+        c.fail(f"unknown reduction {i.op!r}; one of {', '.join(REDUCTIONS)}")
+    dtype = c.types[i.src].dtype.name
+    if dtype in NOT_REDUCED:
+        c.fail(f"NCCL cannot reduce {dtype}: cast to {NOT_REDUCED[dtype]} before it and back after it")
+
+
+def _point_to_point(c: Checker, i: ir.Send | ir.Recv, size: int) -> None:
+    c.expr(i.peer)
+
+
+def _blocks(c: Checker, i: ir.SendBlocks | ir.RecvBlocks, size: int) -> None:
+    if i.team != ir.EVERYONE:
+        c.fail("routes name ranks of the program: write on *")
+    if i.count < 1:
+        c.fail("a buffer has at least one block: cut it into 1 or more")
+    sends = isinstance(i, ir.SendBlocks)
+    for route in i.routes:
+        if outside := [rank for rank in (route.sender, route.receiver) if rank >= size]:
+            c.fail(f"{route}: {c.program.mesh} has no rank {outside[0]}: name ranks of it")
+        if (route.sent if sends else route.received) >= i.count:
+            c.fail(f"{route}: there are {i.count} blocks, the last one {i.count - 1}")
+
+
+RULES: dict[type[ir.Instruction], Rule] = {
+    ir.AllGather: _communication(_all_gather),
+    ir.AllReduce: _communication(_all_reduce),
+    ir.ReduceScatter: _communication(_reduce_scatter),
+    ir.Broadcast: _communication(_broadcast),
+    ir.Spread: _communication(_spread),
+    ir.Reduce: _communication(_reduce),
+    ir.Gather: _communication(_gather),
+    ir.Scatter: _communication(_scatter),
+    ir.AllToAll: _communication(_all_to_all),
+    ir.Exchange: _communication(_exchange),
+    ir.Barrier: _communication(_barrier),
+    ir.Send: _communication(_point_to_point),
+    ir.Recv: _communication(_point_to_point),
+    ir.SendBlocks: _communication(_blocks),
+    ir.RecvBlocks: _communication(_blocks),
+}

@@ -1,0 +1,167 @@
+"""Rules of memory, views, matmuls, kernels and copies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hostweave.fusion_ir.ops import why_no_product, widens
+from hostweave.fusion_ir.user_kernel import Source, held
+from hostweave.host_ir import ir
+from hostweave.host_ir.rules.checker import Checker, Rule, Scope
+from hostweave.host_ir.size_requirements import slack
+from hostweave.types.size import Extent
+from hostweave.types.tensor import MAX_DIMS, BufferType
+
+
+def _allocate(c: Checker, i: ir.Allocate, scope: Scope) -> None:
+    if unknown := next(filter(None, map(c.unknown, i.type.shape)), None):
+        c.fail(f"{unknown} is not a size of any input or output")
+    c.types[i.out] = i.type
+
+
+def _deallocate(c: Checker, i: ir.Deallocate, scope: Scope) -> None:
+    if (root := c.roots.of(i.src)) != i.src:
+        c.fail(f"%{i.src} is a view: deallocate %{root}")
+    if i.src in c.inputs or any(p.name == i.src for p in c.program.outputs):
+        c.fail(f"%{i.src} belongs to the caller: only what this program allocates can be deallocated")
+    c.freed.add(i.src)
+
+
+def _view(c: Checker, i: Any, scope: Scope) -> None:
+    source = c.types[i.src]
+    if isinstance(i, ir.Select | ir.Slice | ir.Section | ir.Strided):
+        c.expr(i.start if isinstance(i, ir.Section | ir.Strided) else i.index)
+        if i.dim >= len(source.shape):
+            c.fail(f"%{i.src} is {source}: it has no dim {i.dim}")
+    if isinstance(i, ir.Permute) and sorted(i.order) != list(range(len(source.shape))):
+        c.fail(f"%{i.src} is {source}: the order must name each of its dims once")
+    if isinstance(i, ir.Slice) and i.count == Extent(0):
+        c.fail("a dim is cut into at least one chunk: write the number of them")
+    if isinstance(i, ir.Strided) and i.step < 1:
+        c.fail(f"the step is {i.step}: it must be at least 1")
+    outside = next((room for room in slack(i, source) if room.is_int and int(room) < 0), None)
+    if outside is not None:
+        c.fail(f"%{i.src} is {source}: {-int(outside)} of the indices are outside of dim {i.dim}")
+    try:
+        c.types[i.out] = ir.view_type(i, source)
+    except ValueError as error:
+        c.fail(f"%{i.src} is {source}: {error}")
+
+
+def _matmul(c: Checker, i: ir.Matmul, scope: Scope) -> None:
+    c.same_dtype(i.a, i.b, *(() if widens(c.types[i.a].dtype, c.types[i.dst].dtype) else (i.dst,)))
+    if why := why_no_product(c.types[i.a].dtype):
+        c.fail(f"{why}: cast both before")
+    a, b, dst = (c.types[name].shape for name in (i.a, i.b, i.dst))
+    if min(len(a), len(b)) < 2:
+        c.fail("both operands need at least two dims")
+    if max(len(a), len(b)) > MAX_DIMS:
+        c.fail(f"an operand has at most {MAX_DIMS} dims: reshape it")
+    if a[-1] != b[-2]:
+        c.fail(f"inner dims differ: {c.types[i.a]} x {c.types[i.b]}")
+    batch = broadcast_shapes(a[:-2], b[:-2])
+    if batch is None:
+        c.fail(f"leading dims do not broadcast: {c.types[i.a]} x {c.types[i.b]}")
+    if dst != (*batch, a[-2], b[-1]):
+        c.fail(f"%{i.dst} is {c.types[i.dst]}, not {BufferType(c.types[i.dst].dtype, (*batch, a[-2], b[-1]))}")
+    if i.precision and i.precision != "tf32":
+        c.fail(f"there is no precision {i.precision}: write tf32, or leave it out")
+    if i.precision and c.types[i.a].dtype.name != "f32":
+        c.fail(f"only products of f32 can be in tf32, and %{i.a} is {c.types[i.a]}: leave it out")
+    _epilogue(c, i)
+
+
+def _epilogue(c: Checker, i: ir.Matmul) -> None:
+    """What cuBLASLt adds and applies to a product, as far as it does for every size."""
+    dst, a, b = c.types[i.dst], c.types[i.a], c.types[i.b]
+    if len(i.plus) > 1 or len(i.bias) > 1:
+        c.fail("one buffer can be added, and one bias: add the others before")
+    for name in i.plus:
+        c.same_dtype(name, i.dst)
+        c.same_shape(name, i.dst)
+        if c.types[name] != dst:
+            c.fail(f"%{name} does not lie in memory as %{i.dst} does: copy it to a buffer that does")
+    for name in i.bias:
+        if (c.types[name].dtype, c.types[name].shape) != (dst.dtype, dst.shape[-1:]):
+            c.fail(f"%{name} is {c.types[name]}, not {BufferType(dst.dtype, dst.shape[-1:])}, one element for each column of %{i.dst}")
+        if c.types[name].strides is not None:
+            c.fail(f"%{name} is not contiguous, which a bias must be: copy it to a buffer of its own first")
+    if i.activation and i.activation not in ir.ACTIVATIONS:
+        c.fail(f"cuBLASLt has no {i.activation}, only {' and '.join(ir.ACTIVATIONS)}: launch a kernel after it")
+    if (i.bias or i.activation) and (why := why_no_epilogue(a, b, dst)):
+        c.fail(f"cuBLASLt has no bias and no activation for this product, because {why}: launch a kernel after it")
+
+
+def why_no_epilogue(a: BufferType, b: BufferType, dst: BufferType) -> str:
+    """Why a product cannot end with a bias or an activation, or "": it has to be one matrix product with whole rows."""
+    if dst.dtype.name == "f64":
+        return "it is of f64"
+    if len(b.shape) != 2:
+        return "it is a batch of products"
+    if len(dst.shape) > 2 and (a.strides is not None or dst.strides is not None):
+        return "its rows do not lie one after another"
+    if ir.strides_of(dst)[-1] != Extent():
+        return "the elements of a row do not lie side by side"
+    return ""
+
+
+def broadcast_shapes(a: tuple[Extent, ...], b: tuple[Extent, ...]) -> tuple[Extent, ...] | None:
+    """The shape that two shapes broadcast to, as NumPy does, or None."""
+    rank, one = max(len(a), len(b)), Extent()
+    padded = zip((one,) * (rank - len(a)) + a, (one,) * (rank - len(b)) + b, strict=True)
+    result = [x if y == one else y if x in (one, y) else None for x, y in padded]
+    return None if None in result else tuple(e for e in result if e is not None)
+
+
+def _launch_source(c: Checker, i: ir.Launch, source: Source) -> None:
+    for role, names, types in (("takes", i.srcs, source.inputs), ("gives", i.dsts, source.outputs)):
+        if len(names) != len(types):
+            c.fail(f"@{source.name} {role} {len(types)} buffers, not {len(names)}")
+        for name, type in zip(names, types, strict=True):
+            wanted = held(type, c.mesh, c.program.uneven)
+            if (c.types[name].dtype, c.types[name].shape) != (wanted.dtype, wanted.shape):
+                c.fail(f"%{name} is {c.types[name]}, and @{source.name} {role} {wanted}")
+            if c.types[name].strides is not None:
+                c.fail(f"%{name} is not contiguous, which @{source.name} needs: copy it to a buffer of its own first")
+
+
+def _launch(c: Checker, i: ir.Launch, scope: Scope) -> None:
+    if twice := [name for name in i.dsts if i.dsts.count(name) > 1]:
+        c.fail(f"%{twice[0]} is named twice: each result is memory of its own")
+    source = next((source for source in c.program.sources if source.name == i.kernel), None)
+    if source:
+        _launch_source(c, i, source)
+        return
+    if i.kernel not in c.kernels:
+        c.fail(f"there is no kernel @{i.kernel}; the kernels are {', '.join('@' + name for name in c.kernels) or 'none'}")
+    kernel = c.kernels[i.kernel]
+    if len(i.srcs) != len(kernel.inputs):
+        c.fail(f"@{i.kernel} takes {len(kernel.inputs)} buffers, not {len(i.srcs)}")
+    if len(i.dsts) != len(kernel.results):
+        c.fail(f"@{i.kernel} gives {len(kernel.results)} results, not {len(i.dsts)}")
+    for name, parameter in zip((*i.srcs, *i.dsts), (*kernel.inputs, *kernel.results), strict=True):
+        buffer = c.types[name]
+        if (buffer.dtype, buffer.shape) != (parameter.type.dtype, parameter.type.shape):
+            c.fail(f"%{name} is {buffer}, and @{i.kernel} takes {parameter.type} as %{parameter.name}")
+
+
+def _copy(c: Checker, i: ir.Copy, scope: Scope) -> None:
+    c.same_dtype(i.src, i.dst)
+    c.same_shape(i.src, i.dst)
+
+
+def _fill(c: Checker, i: ir.Fill, scope: Scope) -> None:
+    dtype = c.types[i.dst].dtype
+    if dtype.kind != "float" and i.value != int(i.value):
+        c.fail(f"{dtype} cannot hold {i.value}")
+
+
+RULES: dict[type[ir.Instruction], Rule] = {
+    ir.Allocate: _allocate,
+    ir.Deallocate: _deallocate,
+    **dict.fromkeys(ir.VIEWS, _view),
+    ir.Matmul: _matmul,
+    ir.Launch: _launch,
+    ir.Copy: _copy,
+    ir.Fill: _fill,
+}

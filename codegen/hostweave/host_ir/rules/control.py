@@ -1,0 +1,123 @@
+"""Rules of what has a body, and of streams, events, blocks and meshes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hostweave.host_ir import ir
+from hostweave.host_ir.expr import Size, divisibility
+from hostweave.host_ir.rules.checker import Checker, Rule, Scope
+from hostweave.types.size import part_of
+
+
+def _group(c: Checker, i: ir.Group, scope: Scope) -> None:
+    for inner in i.body:
+        if not isinstance(inner, ir.COMMUNICATIONS):
+            c.current = inner
+            c.fail("only communications can stand in a group: move it out")
+    c.inner(i.body, scope)
+
+
+def _on_stream(c: Checker, i: ir.OnStream, scope: Scope) -> None:
+    if scope.in_stream:
+        c.fail("a stream block cannot stand in a stream block: end the outer one first")
+    _pool(c, i.stream, c.program.streams, "streams")
+    c.expr(i.index)
+    c.inner(i.body, replace(scope, in_stream=True))
+
+
+def _fork_or_join(c: Checker, i: ir.Fork | ir.Join, scope: Scope) -> None:
+    _pool(c, i.stream, c.program.streams, "streams")
+    if scope.in_stream:
+        c.fail("fork and join speak of the caller's stream: move it out of the stream block")
+
+
+def _event(c: Checker, i: ir.Record | ir.Wait, scope: Scope) -> None:
+    _pool(c, i.event, c.program.events, "events")
+    c.expr(i.index)
+
+
+def _pool(c: Checker, name: str, pools: tuple[Any, ...], word: str) -> None:
+    if name not in {pool.name for pool in pools}:
+        c.fail(f"{name} is not declared: add {word}({name}[...]) to the header")
+
+
+def _let(c: Checker, i: ir.Let, scope: Scope) -> None:
+    c.expr(i.value)
+    c.indices.add(i.out)
+    if c.depends_on_rank(i.value):
+        c.rank_dependent.add(i.out)
+
+
+def _for(c: Checker, i: ir.For, scope: Scope) -> None:
+    for name in i.count.names:
+        c.expr(Size(name))
+    indices = set(c.indices)
+    c.indices.add(i.out)
+    c.inner(i.body, replace(scope, steps=i.count) if any(map(part_of, i.count.names)) else scope)
+    c.indices = indices
+
+
+def _if(c: Checker, i: ir.If, scope: Scope) -> None:
+    c.expr(i.condition)
+    condition = i.condition if c.depends_on_rank(i.condition) else scope.condition
+    c.inner(i.body, replace(scope, condition=condition, divides=(*scope.divides, *divisibility(i.condition))))
+    c.inner(i.orelse, replace(scope, condition=condition))
+
+
+def _call(c: Checker, i: ir.Call, scope: Scope) -> None:
+    block = next((block for block in c.program.blocks if block.name == i.block), None)
+    if block is None:
+        known = ", ".join(f"@{block.name}" for block in c.program.blocks) or "none"
+        c.fail(f"there is no block @{i.block} before @{c.program.name}; those there are {known}")
+    for word, names, parameters in (("takes", i.srcs, block.inputs), ("gives", i.dsts, block.outputs)):
+        if len(names) != len(parameters):
+            c.fail(f"@{i.block} {word} {len(parameters)} buffers, not {len(names)}")
+        for name, parameter in zip(names, parameters, strict=True):
+            wanted, buffer = c.program.local_type(parameter), c.types[name]
+            if (buffer.dtype, buffer.shape) != (wanted.dtype, wanted.shape):
+                c.fail(f"%{name} is {buffer}, and @{i.block} {word} {wanted} as %{parameter.name}")
+            if buffer.strides is not None:
+                c.fail(f"%{name} is not contiguous, which a block needs: copy it to a buffer of its own first")
+    for name in i.dsts:
+        if name in i.srcs or i.dsts.count(name) > 1:
+            c.fail(f"%{name} is named twice: what a block writes is memory of its own")
+    if scope.in_stream:
+        c.fail("a block forks from the caller's stream: move the call out of the stream block")
+    if scope.condition is not None and _is_collective(block, c.program.blocks):
+        c.fail(f"a block with collectives cannot stand under `if {scope.condition}`, which differs between ranks")
+
+
+def _is_collective(block: ir.Block, others: tuple[ir.Block, ...]) -> bool:
+    for i in ir.walk(block.body):
+        if isinstance(i, ir.COLLECTIVES):
+            return True
+        if isinstance(i, ir.Call) and any(_is_collective(other, others) for other in others if other.name == i.block):
+            return True
+    return False
+
+
+def _on_mesh(c: Checker, i: ir.OnMesh, scope: Scope) -> None:
+    if c.mesh is not c.program.mesh:
+        c.fail("an on body cannot stand in an on body: end the outer one first")
+    c.part(i.mesh)
+    c.mesh = i.mesh
+    c.inner(i.body, scope)
+    c.mesh = c.program.mesh
+    c.types.update({inner.out: inner.type for inner in i.body if isinstance(inner, ir.Allocate)})
+
+
+RULES: dict[type[ir.Instruction], Rule] = {
+    ir.Group: _group,
+    ir.OnStream: _on_stream,
+    ir.Fork: _fork_or_join,
+    ir.Join: _fork_or_join,
+    ir.Record: _event,
+    ir.Wait: _event,
+    ir.Let: _let,
+    ir.For: _for,
+    ir.If: _if,
+    ir.Call: _call,
+    ir.OnMesh: _on_mesh,
+}

@@ -1,0 +1,336 @@
+"""The text of host programs: `parse_host(print_host(p)) == p`. The `syntax` line of each instruction drives both directions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, fields
+from typing import Any, NoReturn, get_type_hints
+
+from hostweave.base.errors import Location, did_you_mean
+from hostweave.fusion_ir.user_kernel import Source, parse_source, print_source
+from hostweave.host_ir import ir
+from hostweave.host_ir.expr import OPERATORS, Binary, Const, Coordinate, Expr, Rank, Size, Var
+from hostweave.types.mesh import Mesh
+from hostweave.types.routes import Route
+from hostweave.types.size import Extent
+from hostweave.types.tensor import BufferType
+from hostweave.types.text import Reader
+
+INDENT = "  "
+
+# --- printing ---------------------------------------------------------------------------------------------------------
+
+
+def print_host(program: ir.HostProgram) -> str:
+    """The program as text, kernels first, then blocks. One instruction a line."""
+    lines = [line for source in program.sources for line in print_source(source)]
+    lines += [line for kernel in program.kernels for line in _kernel_lines(kernel)]
+    lines.extend(line for block in program.blocks for line in _block_lines(block))
+    lines.append(
+        f"host @{program.name}({_parameters(program.inputs)}) -> ({_parameters(program.outputs)}) {program.mesh}"
+        + _pools("streams", program.streams)
+        + _pools("events", program.events)
+        + (f" uneven({', '.join(program.uneven)})" if program.uneven else "")
+        + " {"
+    )
+    lines.extend(_body_lines(program.body, INDENT))
+    lines.append("}")
+    return "\n".join(lines) + "\n"
+
+
+def _kernel_lines(kernel: ir.Kernel) -> list[str]:
+    from hostweave.fusion_ir.text import print_op
+
+    end = f"}}  # ends here: {kernel.ends}" if kernel.ends else "}"
+    lines = [*map(print_op, kernel.ops), *([f"return {_field_text(kernel.returned, True)}"] if kernel.returned else [])]
+    return [f"kernel @{kernel.name}({_parameters(kernel.inputs)}) {{", *(INDENT + line for line in lines), end]
+
+
+def _block_lines(block: ir.Block) -> list[str]:
+    head = f"block @{block.name}({_parameters(block.inputs)}) -> ({_parameters(block.outputs)}) {{"
+    return [head, *_body_lines(block.body, INDENT), "}"]
+
+
+def _parameters(parameters: tuple[ir.Parameter, ...]) -> str:
+    return ", ".join(f"%{p.name}: {p.type}" for p in parameters)
+
+
+def _pools(word: str, pools: tuple[ir.Streams, ...] | tuple[ir.Events, ...]) -> str:
+    return f" {word}({', '.join(f'{pool.name}[{pool.count}]' for pool in pools)})" if pools else ""
+
+
+def _body_lines(body: ir.Body, indent: str) -> Iterator[str]:
+    for instruction in body:
+        yield from print_instruction(instruction, indent)
+
+
+def print_instruction(instruction: ir.Instruction, indent: str = "") -> list[str]:
+    """The lines of one instruction: more than one where it has a body."""
+    text = indent
+    for literal, name in _syntax(type(instruction)):
+        if name in _defaults(type(instruction)) and getattr(instruction, name) == _defaults(type(instruction))[name]:
+            continue
+        text += literal
+        if name in ("body", "orelse"):
+            body = getattr(instruction, name)
+            if name == "orelse" and body:
+                text += " else {\n" + "".join(line + "\n" for line in _body_lines(body, indent + INDENT)) + indent + "}"
+            elif name == "body":
+                text += "{\n" + "".join(line + "\n" for line in _body_lines(body, indent + INDENT)) + indent + "}"
+        elif name:
+            value = getattr(instruction, name)
+            is_buffers = isinstance(value, tuple) and name in ir.roles(type(instruction))
+            text = text + _field_text(value, is_buffers) if value != () or not is_buffers else text.rstrip()
+    return text.split("\n")
+
+
+def _field_text(value: Any, is_buffers: bool) -> str:
+    if is_buffers:
+        return ", ".join(f"%{name}" for name in value)
+    if isinstance(value, tuple):
+        words = ("none" if item is None else str(item) for item in value)
+        return ", ".join(value) if value and isinstance(value[0], str) else f"[{', '.join(words)}]"
+    return repr(value) if isinstance(value, float) else str(value)
+
+
+@ir.per_kind
+def _syntax(kind: type[ir.Instruction]) -> tuple[tuple[str, str], ...]:
+    """(literal text, field that follows it or "") pairs."""
+    pieces = re.split(r"\{(\w+)\}", kind.syntax)
+    return tuple((literal, pieces[i + 1] if i + 1 < len(pieces) else "") for i, literal in enumerate(pieces) if i % 2 == 0)
+
+
+@ir.per_kind
+def _defaults(kind: type[ir.Instruction]) -> dict[str, Any]:
+    """The value of each optional field, which is left out with the words before it."""
+    return {f.name: f.default for f in fields(kind) if f.default is not MISSING and f.name != "orelse"}
+
+
+# --- parsing ----------------------------------------------------------------------------------------------------------
+
+
+def parse_host(text: str) -> ir.HostProgram:
+    """The host program that `text` prints. Raises ParseError with line and column."""
+    reader = Reader(text)
+    sources: list[Source] = []
+    while reader.accept("source"):
+        sources.append(parse_source(reader))
+    kernels: list[ir.Kernel] = []
+    while reader.accept("kernel"):
+        kernels.append(_parse_kernel(reader))
+    blocks: list[ir.Block] = []
+    while reader.accept("block"):
+        blocks.append(ir.Block(*_parse_head(reader, "the block"), _parse_body(reader)))
+    reader.expect("host")
+    name, inputs, outputs = _parse_head(reader, "the program")
+    mesh = reader.mesh()
+    streams = tuple(ir.Streams(*pool) for pool in _parse_pools(reader, "streams"))
+    events = tuple(ir.Events(*pool) for pool in _parse_pools(reader, "events"))
+    uneven: tuple[str, ...] = ()
+    if reader.accept("uneven"):
+        reader.expect("(")
+        uneven = reader.list_of(lambda: reader.word("a size"), ")")
+    body = _parse_body(reader)
+    if reader.peek():
+        reader.fail(f"expected the end of the text, found {reader.found()}")
+    return ir.HostProgram(name, mesh, inputs, outputs, streams, events, tuple(kernels), body, uneven, tuple(blocks), tuple(sources))
+
+
+def _parse_head(reader: Reader, what: str) -> tuple[str, tuple[ir.Parameter, ...], tuple[ir.Parameter, ...]]:
+    """`@name(inputs) -> (outputs)`"""
+    reader.expect("@")
+    name = reader.word(f"the name of {what}")
+    reader.expect("(")
+    inputs = _parse_parameters(reader)
+    reader.expect("->")
+    reader.expect("(")
+    return name, inputs, _parse_parameters(reader)
+
+
+def _parse_parameters(reader: Reader) -> tuple[ir.Parameter, ...]:
+    def parameter() -> ir.Parameter:
+        name = reader.named()
+        reader.expect(":")
+        return ir.Parameter(name, reader.tensor_type())
+
+    return reader.list_of(parameter, ")")
+
+
+def _parse_pools(reader: Reader, word: str) -> tuple[tuple[str, int], ...]:
+    def pool() -> tuple[str, int]:
+        name = reader.word(f"the name of {word}")
+        reader.expect("[")
+        count = reader.integer()
+        reader.expect("]")
+        return name, count
+
+    if not reader.accept(word):
+        return ()
+    reader.expect("(")
+    return reader.list_of(pool, ")")
+
+
+def _parse_kernel(reader: Reader) -> ir.Kernel:
+    from hostweave.fusion_ir.text import parse_op
+
+    reader.expect("@")
+    name = reader.word("the name of a kernel")
+    reader.expect("(")
+    inputs = _parse_parameters(reader)
+    reader.expect("{")
+    ops = []
+    returned: tuple[str, ...] = ()
+    while not reader.accept("}"):
+        if reader.accept("return"):
+            returned = reader.list_of(reader.named, "}")
+            break
+        ops.append(parse_op(reader))
+    return ir.Kernel(name, inputs, tuple(ops), returned)
+
+
+def _parse_body(reader: Reader) -> ir.Body:
+    reader.expect("{")
+    body: list[ir.Instruction] = []
+    with reader.inside():
+        while not reader.accept("}"):
+            body.append(_parse_instruction(reader))
+    return tuple(body)
+
+
+def _parse_instruction(reader: Reader) -> ir.Instruction:
+    defines = reader.peek() == "%"
+    word = reader.peek(3) if defines else reader.peek()
+    kind = _BY_WORD.get((defines, word), ir.Let if defines else None)
+    if kind is None:
+        _fail_unknown(reader, word)
+    types = _field_types(kind)
+    values: dict[str, Any] = {"location": Location("text", reader.line())}
+    for literal, name in _syntax(kind):
+        tokens = _TOKENS.findall(literal.replace("%", "") if name in ir.roles(kind) else literal)
+        if name in _defaults(kind) and reader.peek() != tokens[0]:
+            continue
+        for token in tokens:
+            reader.expect(token)
+        if name:
+            values[name] = _parse_field(reader, kind, name, types[name])
+    return kind(**values)
+
+
+def _fail_unknown(reader: Reader, word: str) -> NoReturn:
+    if not word:
+        reader.fail("the text ends inside a program: is it complete?")
+    words = sorted(word for _, word in _BY_WORD)
+    reader.fail(f"unknown instruction {word!r}; {did_you_mean(word, words)}")
+
+
+@ir.per_kind
+def _field_types(kind: type[ir.Instruction]) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _parse_field(reader: Reader, kind: type[ir.Instruction], name: str, hint: Any) -> Any:
+    role = ir.roles(kind).get(name)
+    if name == "body":
+        return _parse_body(reader)
+    if name == "orelse":
+        return _parse_body(reader) if reader.accept("else") else ()
+    if role and hint is str:
+        return reader.named()
+    if role:  # the buffers of a launch or a call
+        return _separated(reader, reader.named) if reader.peek() == "%" else ()
+    if name == "team":
+        return ir.EVERYONE if reader.accept("*") else _separated(reader, lambda: reader.word("a mesh axis"))
+    return _FIELD_PARSERS[hint](reader)
+
+
+def _separated(reader: Reader, item: Callable[[], str]) -> tuple[str, ...]:
+    items = [item()]
+    while reader.accept(","):
+        items.append(item())
+    return tuple(items)
+
+
+def _bracketed(item: Callable[[Reader], Any]) -> Callable[[Reader], Any]:
+    def parse(reader: Reader) -> Any:
+        reader.expect("[")
+        return reader.list_of(lambda: item(reader), "]")
+
+    return parse
+
+
+def _parse_buffer_type(reader: Reader) -> BufferType:
+    dtype = reader.dtype()
+    return BufferType(dtype, _bracketed(Reader.extent)(reader))
+
+
+def _parse_number(reader: Reader) -> float:
+    start = reader.at
+    try:
+        return float(("-" if reader.accept("-") else "") + reader.take())
+    except ValueError:
+        reader.fail("expected a number", start)
+
+
+def _parse_route(reader: Reader) -> Route:
+    """`0[1] -> 2[0]`"""
+
+    def block() -> tuple[int, int]:
+        rank = reader.integer()
+        reader.expect("[")
+        number = reader.integer()
+        reader.expect("]")
+        return rank, number
+
+    sent = block()
+    reader.expect("->")
+    return Route(*sent, *block())
+
+
+def _parse_expr(reader: Reader, precedence: int = 1) -> Expr:
+    left = _parse_atom(reader)
+    # A line that starts with % defines the next name: it does not go on with a remainder.
+    while (op := reader.peek()) in OPERATORS and OPERATORS[op][0] >= precedence and reader.line() == reader.line(reader.at - 1):
+        reader.take()
+        left = Binary(op, left, _parse_expr(reader, OPERATORS[op][0] + 1))
+    return left
+
+
+def _parse_atom(reader: Reader) -> Expr:
+    if reader.accept("("):
+        with reader.inside():
+            inner = _parse_expr(reader)
+        reader.expect(")")
+        return inner
+    if reader.peek() == "%":
+        return Var(reader.named())
+    if reader.peek().isdigit():
+        return Const(reader.integer())
+    if reader.accept("rank"):
+        return Coordinate(reader.word("a mesh axis")) if reader.accept(".") else Rank()
+    if reader.peek() in ("ceil", "part") and reader.peek(1) == "(":
+        start = reader.at
+        return Size(str(reader.as_extent(reader.factor(), start)))
+    return Size(reader.word("an expression"))
+
+
+_TOKENS = re.compile(r"->|\.\.|\w+|[^\s\w]")
+_FIELD_PARSERS: dict[Any, Callable[[Reader], Any]] = {
+    int: Reader.integer,
+    str: lambda reader: reader.word("a name"),
+    float: _parse_number,
+    Expr: _parse_expr,
+    Extent: Reader.extent,
+    BufferType: _parse_buffer_type,
+    tuple[Extent, ...]: _bracketed(Reader.extent),
+    tuple[int, ...]: _bracketed(Reader.integer),
+    Mesh: Reader.mesh,
+    ir.Routes: _bracketed(_parse_route),
+    ir.Sources: _bracketed(lambda reader: None if reader.accept("none") else reader.integer()),
+}
+_BY_WORD: dict[tuple[bool, str], type[ir.Instruction]] = {}
+for _kind in vars(ir).values():
+    if isinstance(_kind, type) and issubclass(_kind, ir.Instruction) and _kind.syntax and _kind is not ir.Let:
+        _defines = _kind.syntax.startswith("%")
+        _BY_WORD[_defines, _kind.syntax.split()[2 if _defines else 0]] = _kind
+WORDS = sorted({word for _kind in _BY_WORD.values() for word in re.findall(r"[a-z_]+", re.sub(r"\{\w+\}", " ", _kind.syntax))})

@@ -1,0 +1,26 @@
+"""Whether a host program is legal. Each instruction has one rule, which raises a ProgramError that names the instruction."""
+
+from __future__ import annotations
+
+from hostweave.host_ir import ir
+from hostweave.host_ir.calls import bodies
+from hostweave.host_ir.rules import communication, computing, control
+from hostweave.host_ir.rules.checker import Checker, Scope
+
+RULES = {**computing.RULES, **communication.RULES, **control.RULES}
+
+
+def verify_host(program: ir.HostProgram) -> None:
+    """Raises ProgramError for the first instruction that is not legal: its text, why, and what to do."""
+    checker = Checker(program, RULES)
+    checker.header()
+    for kernel in program.kernels:
+        checker.kernel(kernel)
+    for source in program.sources:
+        checker.source(source)
+    parts = bodies(program)
+    for part in parts:
+        body = Checker(part, RULES, checker.kernels)
+        body.parameters()
+        body.body(part.body, Scope())
+    checker.apart(parts)

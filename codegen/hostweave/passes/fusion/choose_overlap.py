@@ -1,0 +1,252 @@
+"""Decides which ops run in which stream loop, what a step of it covers, and by what its reshards communicate.
+
+    %x_gathered: bf16[M, K] = reshard(%x, kind=all_gather)
+    %y: bf16[M, N] stream(M, 8) = matmul(%x_gathered, %w)
+
+becomes
+
+    %x_gathered: bf16[M, K] stream(M, 8, block, p2p, own_first) = reshard(%x, kind=all_gather)
+    %y: bf16[M, N] stream(M, 8, block, own_first) = matmul(%x_gathered, %w)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NoReturn
+
+from hostweave.base.errors import ProgramError
+from hostweave.fusion_ir.ir import Fusion, Op, Stream
+from hostweave.fusion_ir.ops import OPS, index_map, needs_whole, operand_types
+from hostweave.fusion_ir.resharding import Change, change_of
+from hostweave.fusion_ir.rewriting import consumers
+from hostweave.options import Options
+from hostweave.types.routes import transfer
+
+Ways = dict[str, str]  # by what a reshard can communicate -> the step that this is
+
+# The first one that fits is the default.
+WAYS: dict[str, Ways] = {
+    "all_gather": {"p2p": "block", "broadcast": "block", "ring": "block", "all_gather": "across"},
+    "reduce_scatter": {"p2p": "block", "ring": "block", "reduce": "block", "reduce_scatter": "across"},
+    "all_reduce": {"all_reduce": "across"},
+    "all_to_all": {"all_to_all": "across"},
+    "exchange": {"exchange": "across"},
+    "reduce": {},
+    "transfer": {"transfer": "across"},
+}
+# Which block a rank takes first: of a gather its own, which is there; of a reduce-scatter it comes last, for it travels nowhere.
+ROTATIONS = {
+    ("all_gather", "p2p"): "own_first",
+    ("all_gather", "ring"): "own_first",
+    ("reduce_scatter", "p2p"): "own_last",
+    ("reduce_scatter", "ring"): "own_last",
+}
+
+
+def choose_overlap(fusion: Fusion, options: Options) -> Fusion:
+    """After it every value of a loop carries its stream, and the ops of one loop are neighbours.
+
+    Raises ProgramError where a stated step or way of communicating cannot be, with what can.
+    """
+    choice = _Choice(fusion)
+    for op in fusion.ops:
+        if op.result.stream:
+            choice.choose(op, op.result.stream)
+    return replace(fusion, ops=tuple(choice.ordered()))
+
+
+@dataclass(frozen=True)
+class _Member:
+    """An op of a loop, the dim of its result that the loop walks, and what it does to the layout where it is a reshard."""
+
+    op: Op
+    dim: int
+    change: Change | None = None
+
+    @property
+    def name(self) -> str:
+        return self.op.result.name
+
+    @property
+    def communicates(self) -> bool:
+        """A reshard but for a local slice, or a reduction over sharded dims, which a reshard finishes."""
+        if self.change:
+            return self.change.kind != "shard"
+        return bool(OPS[self.op.kind].combine) and self.op.result.type.partial is not None
+
+    def changes_streamed_dim(self, *kinds: str) -> bool:
+        return self.change is not None and self.change.dim == self.dim and self.change.kind in kinds
+
+
+class _Choice:
+    def __init__(self, fusion: Fusion):
+        self.mesh = fusion.mesh
+        self.ops = fusion.ops
+        self.types = {name: value.type for name, value in fusion.values().items()}
+        self.made_by = {op.result.name: op for op in fusion.ops}
+        self.uses = consumers(fusion)
+        self.streams: dict[str, Stream] = {}
+        self.joined: dict[str, list[_Member]] = {}  # a streamed value -> what joins its loop
+
+    def choose(self, root: Op, stream: Stream) -> None:
+        """Settles the loop of one value that the user streamed."""
+        members = self.members(root, stream.dim, through_gathers=False)
+        step, by = self.communicate(root, stream, members)
+        if step == "across":
+            members = self.members(root, stream.dim, through_gathers=True)
+            step, by = self.communicate(root, replace(stream, step=step), members)
+        rotation = next((ROTATIONS.get((m.change.kind, by[m.name])) for m in members if m.change and m.name in by), None)
+        if not by:
+            step, rotation = self.compute(root, stream)
+        for member in members:
+            self.streams[member.name] = Stream(member.dim, stream.chunks, step, by.get(member.name), rotation)
+            if step == "across":
+                self.check_slices(root, stream, member)
+        self.joined[root.result.name] = members[1:]
+
+    # --- who is in the loop ---
+
+    def members(self, root: Op, dim: int, through_gathers: bool) -> list[_Member]:
+        """The streamed op, the communications that lead to it, and the op that feeds the first of them.
+
+        By block a gather over the streamed dim ends the way: a step of it reads from one rank, not a slice of every rank's.
+        Across shards all have as many of them: what is split among other ranks is communicated before the loop.
+        """
+        found = [self.member(root, dim)]
+        barriers = ("shard",) if through_gathers else ("shard", "all_gather")
+        shards = self.shards(found[0])
+        for member in found:  # grows while it is walked
+            if (member is found[0] or member.communicates) and not member.changes_streamed_dim(*barriers):
+                for producer in self.producers(member):
+                    if not through_gathers or len(shards | self.shards(producer)) < 2:
+                        shards |= self.shards(producer)
+                        found.append(producer)
+        return found
+
+    def shards(self, member: _Member) -> set[int]:
+        """Among how many ranks the streamed dim is split, before or after a member."""
+        types = [member.op.result.type, *([self.types[member.op.tensors[0]]] if member.change else [])]
+        return {type.mesh_in(self.mesh).size_of(type.dims[member.dim].axes) for type in types} - {1}
+
+    def member(self, op: Op, dim: int) -> _Member:
+        if op.kind != "reshard":
+            return _Member(op, dim)
+        return _Member(op, dim, change_of(self.types[op.tensors[0]], op.result.type, self.mesh))
+
+    def producers(self, member: _Member) -> Iterator[_Member]:
+        """What makes the operands, step by step, for this member alone."""
+        indices = index_map(member.op, operand_types(member.op, self.types))
+        for i, name in enumerate(member.op.operands):
+            op = self.made_by.get(name) if isinstance(name, str) else None
+            dim = indices.operand_dim(i, member.dim)
+            if op is None or op.callee or dim is None or op.result.stream or len(self.uses[op.result.name]) > 1:
+                continue
+            if needs_whole(op, operand_types(op, self.types), dim):
+                continue
+            producer = self.member(op, dim)
+            if producer.change and self.moves_streamed_dim(producer, producer.change):
+                continue
+            if producer.communicates or member.communicates:
+                yield producer
+
+    # --- loops that communicate ---
+
+    def communicate(self, root: Op, stream: Stream, members: list[_Member]) -> tuple[str, dict[str, str]]:
+        """The step, one for all, and by what each reshard communicates; nothing where none does."""
+        possible = {m.name: (m.change.kind, self.ways(m, m.change, stream)) for m in members if m.change and m.communicates}
+        for step in (stream.step,) if stream.step else ("block", "across"):
+            by = {name: way for name, (_, ways) in possible.items() if (way := _way(ways, step, stream.by))}
+            rotations = {ROTATIONS.get((kind, by[name])) for name, (kind, _) in possible.items() if name in by}
+            if by and len(by) == len(possible) and len(rotations) == 1 and (stream.by is None or stream.by in by.values()):
+                return step, by
+        if possible or stream.by:
+            self.refuse(root, stream, possible)
+        return "", {}
+
+    def ways(self, member: _Member, change: Change, stream: Stream) -> Ways:
+        """By block only over the streamed dim itself, in a multiple of the ranks. What moves a dim's blocks cannot walk that dim."""
+        if self.moves_streamed_dim(member, change):
+            return {}
+        whole = member.op.result.type if change.kind == "all_gather" else self.types[member.op.tensors[0]]
+        fits = stream.chunks is None or stream.chunks % whole.mesh_in(self.mesh).size_of(change.axes) == 0
+        if member.changes_streamed_dim("all_gather", "reduce_scatter") and not whole.dims[member.dim].axes and fits:
+            return WAYS[change.kind]
+        return {way: step for way, step in WAYS[change.kind].items() if step == "across"}
+
+    def moves_streamed_dim(self, member: _Member, change: Change) -> bool:
+        if change.kind in ("reduce", "transfer"):
+            return change.kind == "reduce" or not self.moves_whole_blocks(member)
+        before, after = (type.dims[member.dim].axes for type in (self.types[member.op.tensors[0]], member.op.result.type))
+        return change.kind in ("all_to_all", "exchange") and before != after
+
+    def moves_whole_blocks(self, member: _Member) -> bool:
+        """Whether each rank of one mesh sends what it holds, and each of another one receives what it is to hold, in one piece."""
+        source, target = self.types[member.op.tensors[0]], member.op.result.type
+        blocks = transfer(source, target, self.mesh)
+        apart = set(source.mesh_in(self.mesh).all_ranks).isdisjoint(target.mesh_in(self.mesh).all_ranks)
+        return apart and set(blocks.sent) | set(blocks.received) <= {1}
+
+    def refuse(self, root: Op, stream: Stream, possible: dict[str, tuple[str, Ways]]) -> NoReturn:
+        stated = ", ".join(f"{word}={value!r}" for word, value in (("step", stream.step), ("by", stream.by)) if value)
+        can = [
+            f"{', '.join(f'{way} ({step})' for way, step in ways.items()) or 'nothing'} for the {kind} of %{name}"
+            for name, (kind, ways) in possible.items()
+        ]
+        remedy = f"what can: {'; '.join(can)}" if can else "nothing in its loop communicates, leave it out"
+        raise ProgramError(f"stream of %{root.result.name}: {stated or 'one loop'} cannot be; {remedy}", root.location)
+
+    # --- loops that communicate nothing ---
+
+    def compute(self, root: Op, stream: Stream) -> tuple[str, str | None]:
+        """The step and rotation of the loop that makes an operand, so that both can be one loop; else slices in order."""
+        if root.result.type.dims[stream.dim].axes:
+            if stream.step == "block":
+                why = f"a rank holds one block alone of {root.result.type}"
+                raise ProgramError(f"stream of %{root.result.name}: step='block' cannot be, {why}; use step='across'", root.location)
+            return "across", None
+        before = next(self.loops_before(root, stream), None)
+        if before and stream.step in (None, before.step):
+            return before.step or "across", before.rotation
+        return stream.step or "across", None
+
+    def loops_before(self, root: Op, stream: Stream) -> Iterator[Stream]:
+        """The streams of operands of which a step is all that the same step here reads."""
+        indices = index_map(root, operand_types(root, self.types))
+        for i, name in enumerate(root.operands):
+            made = self.streams.get(name) if isinstance(name, str) else None
+            is_in_step = made and made.chunks == stream.chunks and made.dim == indices.operand_dim(i, stream.dim)
+            if made and is_in_step and not self.types[str(name)].dims[made.dim].axes:
+                yield made
+
+    def check_slices(self, root: Op, stream: Stream, member: _Member) -> None:
+        """The chunks must divide what one rank holds; a size that is open is checked when it is known."""
+        axes = member.op.result.type.dims[member.dim].axes
+        if member.change and member.changes_streamed_dim("all_gather"):
+            axes += member.change.axes
+        extent = member.op.result.type.shape[member.dim]
+        held = extent // member.op.result.type.mesh_in(self.mesh).size_of(axes)
+        if stream.chunks and held.is_int and int(held) % stream.chunks:
+            why = f"{stream.chunks} chunks do not divide the {held} of {extent} that a rank holds of dim {member.dim} of %{member.name}"
+            raise ProgramError(f"stream of %{root.result.name}: {why}; use a divisor of {held}", root.location)
+
+    # --- the order of ops ---
+
+    def ordered(self) -> Iterator[Op]:
+        """Every op with its stream. What joins a loop stands right before the streamed op, and so after all that the loop reads."""
+        moved = {member.name for members in self.joined.values() for member in members}
+        place = {op.result.name: i for i, op in enumerate(self.ops)}
+        for op in self.ops:
+            if op.result.name not in moved:
+                for member in sorted(self.joined.get(op.result.name, []), key=lambda m: place[m.name]):
+                    yield self.streamed(member.op)
+                yield self.streamed(op)
+
+    def streamed(self, op: Op) -> Op:
+        return replace(op, result=replace(op.result, stream=self.streams.get(op.result.name)))
+
+
+def _way(ways: Ways, step: str, by: str | None) -> str | None:
+    """The stated way where it fits the step, else the first that does."""
+    fitting = [way for way, its_step in ways.items() if its_step == step]
+    return by if by in fitting else next(iter(fitting), None)

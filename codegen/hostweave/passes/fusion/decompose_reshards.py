@@ -1,0 +1,117 @@
+"""Makes every reshard one communication or one local slice, and says which; equal ones become one, and one that changes nothing goes.
+
+    %y: bf16[M, N@y] stated = reshard(%x)               # x: bf16[M@x, N]
+
+becomes
+
+    %y_sliced: bf16[M@x, N@y] = reshard(%x, kind=shard)
+    %y: bf16[M, N@y] stated = reshard(%y_sliced, kind=all_gather)
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hostweave.fusion_ir.ir import Fusion, Op, Value
+from hostweave.fusion_ir.ops import attributes, needs_whole, operand_types
+from hostweave.fusion_ir.resharding import Change, plan
+from hostweave.fusion_ir.rewriting import Names, consumers
+from hostweave.options import Options
+from hostweave.passes.fusion.insert_reshards import SUFFIXES
+from hostweave.types.tensor import TensorType
+
+
+def decompose_reshards(fusion: Fusion, options: Options) -> Fusion:
+    """After it a reshard's attribute `kind` is one of resharding.KINDS. Of several ways the one that moves the fewest bytes is taken."""
+    decomposition = _Decomposition(fusion, options)
+    for op in fusion.ops:
+        decomposition.add(op)
+    return replace(fusion, ops=without_unused(decomposition.ops, fusion.outputs))
+
+
+def without_unused(ops: list[Op], outputs: tuple[str, ...]) -> tuple[Op, ...]:
+    """The ops that lead to an output: a communication that nobody needs goes, on every rank."""
+    needed = set(outputs)
+    for op in reversed(ops):
+        if op.result.name in needed:
+            needed.update(op.tensors)
+    return tuple(op for op in ops if op.result.name in needed)
+
+
+class _Decomposition:
+    def __init__(self, fusion: Fusion, options: Options):
+        self.mesh, self.sizes = fusion.mesh, options.sizes
+        self.ops: list[Op] = []
+        self.types = {name: value.type for name, value in fusion.values().items()}
+        self.made_by: dict[str, int] = {}  # value -> place of its op in `ops`
+        self.consumers = consumers(fusion)
+        self.names = Names(fusion)
+        self.same: dict[str, str] = {}  # the result of a reshard that changes nothing, or that was made before -> the value to use
+        self.done: dict[tuple[str, TensorType], str] = {}
+
+    def emit(self, op: Op) -> None:
+        self.made_by[op.result.name] = len(self.ops)
+        self.ops.append(op)
+
+    def add(self, op: Op) -> None:
+        op = replace(op, operands=tuple(self.same.get(name, name) if isinstance(name, str) else name for name in op.operands))
+        if op.kind != "reshard":
+            self.emit(op)
+            return
+        (source,) = op.tensors
+        if op.result.type.mesh != self.types[source].mesh:
+            source = self.before_slices(source)
+        steps = plan(self.types[source], op.result.type, self.mesh, self.sizes, op.location)
+        if not steps:
+            self.remove(op, source)
+            return
+        type = self.types[source]
+        for step in steps[:-1]:
+            type = step.applied(type)
+            source = self.step(op, source, step, type)
+        if (before := self.done.get((source, op.result.type))) and not op.result.stream:
+            self.use(op, before)
+            return
+        self.emit(Op("reshard", (source,), op.result, attributes(kind=steps[-1].kind), op.location))
+        if not op.result.stream:
+            self.done[source, op.result.type] = op.result.name
+
+    def before_slices(self, name: str) -> str:
+        """What a value is a slice of: another mesh takes its blocks from whoever holds them."""
+        while name in self.made_by and self.ops[self.made_by[name]].attribute("kind") == "shard":
+            (name,) = self.ops[self.made_by[name]].tensors
+        return name
+
+    def step(self, op: Op, source: str, step: Change, type: TensorType) -> str:
+        """The value between two steps, made once."""
+        if (source, type) not in self.done:
+            between = Value(self.names.new(f"{op.result.name}_{SUFFIXES[step.kind]}"), type, aside=op.result.aside)
+            self.types[between.name] = type
+            self.consumers[between.name] = [op]
+            self.emit(Op("reshard", (source,), between, attributes(kind=step.kind), op.location))
+            self.done[source, type] = between.name
+        return self.done[source, type]
+
+    def remove(self, op: Op, source: str) -> None:
+        """What a reshard that changes nothing states (a name, a stream) goes to its producer; where that has other uses, to a copy."""
+        producer = self.ops[self.made_by[source]] if source in self.made_by else None
+        if producer and self.can_state(producer, op.result) and len(self.consumers[source]) == 1:
+            self.made_by[op.result.name] = self.made_by[source]
+            self.ops[self.made_by[source]] = replace(producer, result=op.result)
+        else:
+            self.use(op, source)
+
+    def can_state(self, producer: Op, result: Value) -> bool:
+        """Whether an op can make what a reshard states, itself."""
+        if producer.result.stream or producer.result.stated:
+            return False
+        stream = result.stream
+        return not stream or not (producer.callee or needs_whole(producer, operand_types(producer, self.types), stream.dim))
+
+    def use(self, op: Op, source: str) -> None:
+        """What this reshard gives is there under another name; only what is returned or streamed is copied."""
+        if op.result.stream or None in self.consumers[op.result.name]:
+            self.emit(replace(op, kind="copy", operands=(source,)))
+        else:
+            self.same[op.result.name] = source
+            self.consumers[source] += self.consumers[op.result.name]

@@ -1,0 +1,145 @@
+"""Puts a reshard where a producer's layout is not the one that a consumer needs, and after every partial result.
+
+    %y: bf16[M, N] stream(M, 8) = matmul(%x, %w)        # x: [M@x, K], w: [K, N]
+
+becomes
+
+    %x_gathered: bf16[M, K] = reshard(%x)
+    %y: bf16[M, N] stream(M, 8) = matmul(%x_gathered, %w)
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hostweave.fusion_ir.ir import Fusion, Op, Stream, Value
+from hostweave.fusion_ir.ops import operand_types, widens
+from hostweave.fusion_ir.resharding import plan
+from hostweave.fusion_ir.rewriting import Names, consumers
+from hostweave.fusion_ir.sharding import Flow, Layout, flow, layout, partial_of, with_layout
+from hostweave.host_ir.rules.communication import NOT_REDUCED
+from hostweave.options import Options
+from hostweave.types.tensor import DTYPES, DType, Partial, TensorType
+
+SUFFIXES = {
+    "all_gather": "gathered",
+    "all_reduce": "reduced",
+    "all_to_all": "turned",
+    "exchange": "exchanged",
+    "reduce": "reduced",
+    "reduce_scatter": "scattered",
+    "shard": "sliced",
+    "transfer": "moved",
+}
+
+
+def insert_reshards(fusion: Fusion, options: Options) -> Fusion:
+    """After it every op's type follows from those of its operands; only a reshard changes a layout.
+
+    Partial results of a dtype that NCCL cannot reduce are computed in one that it can, between casts; so are those of 16-bit
+    floats where the options say f32, which a matmul of such gives without casts.
+    """
+    insertion = _Insertion(fusion, options)
+    for op in fusion.ops:
+        insertion.add(op)
+    return replace(fusion, ops=tuple(insertion.ops))
+
+
+class _Insertion:
+    def __init__(self, fusion: Fusion, options: Options):
+        self.fusion, self.options = fusion, options
+        self.ops: list[Op] = []
+        self.types = {value.name: value.type for value in fusion.inputs}
+        self.consumers = consumers(fusion)
+        self.names = Names(fusion)
+        self.done: dict[tuple[str, Layout], str] = {}  # an equal reshard of one tensor is made once
+        self.carried: dict[str, DType] = {}  # partial values in another dtype than the program says
+
+    def emit(self, op: Op) -> None:
+        self.ops.append(op)
+        self.types[op.result.name] = op.result.type
+
+    def add(self, op: Op) -> None:
+        if op.kind == "reshard":
+            self.resolve(op)
+            return
+        passed = flow(op, operand_types(op, self.types), self.fusion.mesh)
+        computed = passed.computed(layout(op.result.type))
+        op = self.with_operands(op, passed, computed)
+        partial = partial_of(op, passed.partial_axes)
+        type = with_layout(op.result.type, computed, partial)
+        if partial and (carrier := self.carrier(op, type, partial)):
+            op, type = self.carry(op, type, carrier)
+        if partial is None or self.is_resolved_by_reshard(op.result):
+            self.emit(replace(op, result=replace(op.result, type=type)))
+            return
+        term = Value(self.names.new(f"{op.result.name}_partial"), type)
+        self.carried |= {term.name: self.carried[op.result.name]} if op.result.name in self.carried else {}
+        self.emit(replace(op, result=term))
+        self.resolve(Op("reshard", (term.name,), op.result, location=op.location))
+
+    def resolve(self, op: Op) -> None:
+        """A reshard; what was carried in another dtype is cast back after it."""
+        (source,) = op.tensors
+        if source not in self.carried:
+            self.emit(op)
+            return
+        carrier, result, stream = self.types[source].dtype, op.result, op.result.stream
+        whole = Value(self.names.new(f"{result.name}_{carrier}"), replace(result.type, dtype=carrier), stream, aside=result.aside)
+        self.emit(replace(op, result=whole))
+        if stream:  # the loop casts what it reduces, unless it walks over the shards of which each is whole after the last step alone
+            stream = None if result.type.dims[stream.dim].axes else Stream(stream.dim, stream.chunks)
+        self.emit(Op("cast", (whole.name,), replace(result, stream=stream, aside=False), location=op.location))
+
+    def carrier(self, op: Op, type: TensorType, partial: Partial) -> DType | None:
+        """The dtype in which ranks hold their terms where it is not the result's."""
+        if type.dtype.name in NOT_REDUCED:
+            return DTYPES[NOT_REDUCED[type.dtype.name]]
+        wanted = self.options.partial_dtype
+        rounds = partial.op in ("sum", "avg", "prod") and type.dtype.name in ("f16", "bf16")
+        return wanted if wanted and rounds else None
+
+    def carry(self, op: Op, type: TensorType, carrier: DType) -> tuple[Op, TensorType]:
+        """The op with a result of another dtype, on operands that are cast to it where the op asks for that."""
+        if not (op.kind == "matmul" and widens(type.dtype, carrier)):
+            operands = tuple(self.cast(operand, carrier, op) if isinstance(operand, str) else operand for operand in op.operands)
+            op = replace(op, operands=operands)
+        self.carried[op.result.name] = type.dtype
+        return op, replace(type, dtype=carrier)
+
+    def cast(self, name: str, dtype: DType, op: Op) -> str:
+        """The value in another dtype: as it was made where that is a matmul's sum that only `op` uses."""
+        made = next((made for made in self.ops if made.result.name == name), None)
+        if made and made.kind == "matmul" and widens(made.result.type.dtype, dtype) and len(self.consumers[name]) == 1:
+            wide = replace(made.result, type=replace(made.result.type, dtype=dtype))
+            self.ops[self.ops.index(made)] = replace(made, result=wide)
+            self.types[name] = wide.type
+            return name
+        value = Value(self.names.new(f"{name}_{dtype}"), replace(self.types[name], dtype=dtype))
+        self.emit(Op("cast", (name,), value, location=op.location))
+        return value.name
+
+    def is_resolved_by_reshard(self, value: Value) -> bool:
+        """Whether the one consumer of a partial value is the user's own reshard."""
+        users = self.consumers[value.name]
+        return len(users) == 1 and users[0] is not None and users[0].kind == "reshard" and value.stream is None
+
+    def with_operands(self, op: Op, passed: Flow, computed: Layout) -> Op:
+        operands = tuple(
+            self.resharded(operand, needed, op) if isinstance(operand, str) else operand
+            for operand, needed in zip(op.operands, passed.operands(computed), strict=True)
+        )
+        return replace(op, operands=operands)
+
+    def resharded(self, name: str, needed: Layout, op: Op) -> str:
+        """The value in the layout that `op` needs."""
+        have: TensorType = self.types[name]
+        if layout(have) == needed:
+            return name
+        if (name, needed) not in self.done:
+            want = with_layout(have, needed)
+            steps = plan(have, want, self.fusion.mesh, self.options.sizes, op.location)
+            value = Value(self.names.new(f"{name}_{SUFFIXES[steps[-1].kind]}"), want)
+            self.emit(Op("reshard", (name,), value, location=op.location))
+            self.done[name, needed] = value.name
+        return self.done[name, needed]

@@ -1,0 +1,182 @@
+"""Host to host: a matmul ends with what a kernel did to its result, as far as cuBLASLt has such an epilogue.
+
+    %h = allocate bf16[M, N]
+    matmul %x, %w -> %h
+    launch @add_relu_y %h, %b -> %y
+
+becomes
+
+    matmul %x, %w bias %b then relu -> %y
+
+with `kernel @add_relu_y(%h, %b) { %s = add(%h, %b); %y = relu(%s) }`. Folded are a factor, a tensor that lies as the result does, a
+bias along the columns, relu and, of 16 bits, the gelu by tanh. They work on the sums before these are rounded, so the result is rounded
+once. The matmul takes the kernel's place, and a pass over memory is saved: all of a kernel goes, or it is left with what it computes from
+a value that it had to write anyway. A kernel that would read and write as much as before stays as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import frexp
+
+from hostweave.analysis.def_use import Place, Uses
+from hostweave.analysis.kernel_indices import NotOneKernel, iteration
+from hostweave.base.names import free_name
+from hostweave.fusion_ir.ir import Op
+from hostweave.host_ir import ir
+from hostweave.host_ir.dead_code import launched, without_unused
+from hostweave.host_ir.rules.computing import why_no_epilogue
+from hostweave.options import Options
+from hostweave.passes.host.fuse_kernels import telling_name
+
+ORDERS = (ir.Fork, ir.Join, ir.Record, ir.Wait)  # past which no work is moved
+SMALLEST, LARGEST = 2.0**-126, 2.0**127  # factors that an f32 holds
+HIDES_TANH = 2  # bytes: the gelu of cuBLASLt is off by some 5e-6, which f32 would show
+
+
+def fold_epilogues(program: ir.HostProgram, options: Options) -> ir.HostProgram:
+    """After it no launch follows a matmul that could have done the launch's work and saved a pass over memory."""
+    while True:
+        matmuls = _Matmuls(program)
+        folded: dict[int, _Folded] = {}  # by the id of the launch
+        for place in matmuls.uses.places:
+            if isinstance(place.instruction, ir.Launch) and (found := matmuls.folded(place, place.instruction)):
+                folded[id(place.instruction)] = found
+        if not folded:
+            return program
+        program = _rewritten(program, folded)
+
+
+@dataclass(frozen=True)
+class _Folded:
+    """What a launch becomes: a matmul in its place, and after it what is left of the launch and its kernel, if anything."""
+
+    old: ir.Matmul
+    new: ir.Matmul
+    launch: ir.Launch | None
+    kernel: ir.Kernel | None
+
+
+class _Matmuls:
+    """The kernels of a program, and the matmuls whose results they read."""
+
+    def __init__(self, program: ir.HostProgram):
+        self.uses = Uses(program)
+        self.kernels = {kernel.name: kernel for kernel in program.kernels}
+
+    def folded(self, place: Place, launch: ir.Launch) -> _Folded | None:
+        """With the last of the matmuls that can take a launch over."""
+        if launch.kernel not in self.kernels:
+            return None
+        made = [(matmul, src) for src in launch.srcs if (matmul := self.matmul_of(src, place))]
+        for matmul, src in sorted(made, key=lambda pair: -pair[0].number):
+            if found := self.folded_into(matmul, src, launch):
+                return found
+        return None
+
+    def matmul_of(self, name: str, reader: Place) -> Place | None:
+        """The matmul that makes a buffer for one reader alone, and that can be moved there."""
+        root = self.uses.root(name)
+        touches, srcs = self.uses.touches[root], ir.names(reader.instruction, "read")
+        if root not in self.uses.allocates or len(touches) != 2 or sum(self.uses.root(src) == root for src in srcs) > 1:
+            return None
+        maker, matmul = touches[0], touches[0].instruction
+        if not isinstance(matmul, ir.Matmul) or matmul.dst != name or touches[1] is not reader or maker.body is not reader.body:
+            return None
+        between = maker.body[maker.index + 1 : reader.index]
+        if any(isinstance(i, ORDERS) for i in ir.walk(between)) or self.uses.reads([matmul]) & self.uses.writes(between):
+            return None
+        return maker
+
+    def folded_into(self, place: Place, made: str, launch: ir.Launch) -> _Folded | None:
+        """A launch as far as the matmul that makes one of its operands can end with it."""
+        kernel, matmul = self.kernels[launch.kernel], place.instruction
+        assert isinstance(matmul, ir.Matmul)
+        buffers = {p.name: src for src, p in zip(launch.srcs, kernel.inputs, strict=True)}
+        targets = {result.name: dst for dst, result in zip(launch.dsts, kernel.results, strict=True)}
+        value, ended, gone = kernel.inputs[launch.srcs.index(made)].name, matmul, list[Op]()
+        while value not in targets:
+            users = [op for op in kernel.ops if value in op.tensors]
+            longer = _ending(ended, users[0], value, kernel, buffers) if len(users) == 1 else None
+            if longer is None:
+                return None
+            ended, value, gone = longer, users[0].result.name, [*gone, users[0]]
+        ended = replace(ended, dst=targets[value], location=launch.location)
+        if not self.is_possible(ended):
+            return None
+        rest = tuple(op for op in kernel.ops if op not in gone)
+        if len(kernel.results) == 1:
+            return _Folded(matmul, ended, None, None)
+        left = _left(kernel, rest, value)
+        try:
+            iteration(left)
+        except NotOneKernel:
+            return None
+        buffers[value] = targets[value]
+        srcs, dsts = (tuple((buffers | targets)[p.name] for p in parameters) for parameters in (left.inputs, left.results))
+        return _Folded(matmul, ended, replace(launch, srcs=srcs, dsts=dsts), left)
+
+    def is_possible(self, matmul: ir.Matmul) -> bool:
+        """Whether cuBLASLt computes it, and writes over nothing that it reads."""
+        types, root = self.uses.types, self.uses.root
+        dst = types[matmul.dst]
+        if any(types[name] != dst for name in matmul.plus) or any(types[name].strides is not None for name in matmul.bias):
+            return False
+        if (matmul.bias or matmul.activation) and why_no_epilogue(types[matmul.a], types[matmul.b], dst):
+            return False
+        return root(matmul.dst) not in {root(name) for name in ir.names(matmul, "read")}
+
+
+def _ending(matmul: ir.Matmul, op: Op, value: str, kernel: ir.Kernel, buffers: dict[str, str]) -> ir.Matmul | None:
+    """The matmul that gives what an op makes of its result, where there is one."""
+    others = [operand for operand in op.operands if operand != value]
+    if matmul.activation or len(others) != len(op.operands) - 1:
+        return None
+    if op.kind == "relu" or (op.kind == "gelu_tanh" and op.result.type.dtype.itemsize <= HIDES_TANH):
+        return replace(matmul, activation=op.kind)
+    inputs = {p.name: p.type.shape for p in kernel.inputs}
+    match op.kind, *others:
+        case "add", str(name) if name in inputs:
+            if inputs[name] == op.result.type.shape and not matmul.plus:
+                return replace(matmul, plus=(buffers[name],))
+            if inputs[name] == op.result.type.shape[-1:] and not matmul.bias:
+                return replace(matmul, bias=(buffers[name],))
+        case ("neg",):
+            return _scaled(matmul, -1.0)
+        case "mul", int(factor) | float(factor):
+            return _scaled(matmul, factor)
+        case "div", int(divisor) | float(divisor) if op.operands[0] == value and abs(frexp(divisor)[0]) == 0.5:  # exact
+            return _scaled(matmul, 1 / divisor)
+    return None
+
+
+def _scaled(matmul: ir.Matmul, factor: float) -> ir.Matmul | None:
+    scale = matmul.scale * factor
+    can = SMALLEST <= abs(scale) < LARGEST and not matmul.plus and not matmul.bias
+    return replace(matmul, scale=scale) if can else None
+
+
+def _left(kernel: ir.Kernel, ops: tuple[Op, ...], value: str) -> ir.Kernel:
+    """A kernel without the ops that lead to one of its results, which it reads now where it still uses it."""
+    made = next(result for result in kernel.results if result.name == value)
+    used = {name for op in ops for name in op.tensors}
+    inputs = tuple(p for p in (*kernel.inputs, made) if p.name in used)
+    results = tuple(result.name for result in kernel.results if result.name != value)
+    return replace(kernel, inputs=inputs, ops=ops, returned=() if results == (ops[-1].result.name,) else results)
+
+
+def _rewritten(program: ir.HostProgram, folded: dict[int, _Folded]) -> ir.HostProgram:
+    kernels = {kernel.name: kernel for kernel in program.kernels}
+    names: dict[ir.Kernel, str] = {}  # of what is left of kernels
+
+    def edit(found: _Folded) -> ir.Body:
+        if found.launch is None or found.kernel is None:
+            return (found.new,)
+        if found.kernel not in names:
+            name = names[found.kernel] = free_name(telling_name(found.kernel), set(kernels))
+            kernels[name] = replace(found.kernel, name=name)
+        return (found.new, replace(found.launch, kernel=names[found.kernel]))
+
+    edits = {id(found.old): () for found in folded.values()} | {launch: edit(found) for launch, found in folded.items()}
+    body = without_unused(ir.edited(program.body, edits))
+    return replace(program, body=body, kernels=launched(kernels.values(), body))

@@ -1,0 +1,335 @@
+"""Host to host: kernels that hand an intermediate on become one, which keeps it in registers.
+
+    launch @neg_h %x -> %h
+    launch @mul_y %h, %x -> %y
+
+becomes
+
+    launch @neg_mul_y %x -> %y
+
+with `kernel @neg_mul_y(%x) { %h = neg(%x); %y = mul(%h, %x) }`, which also writes %h where something else reads it. In the host IR
+a kernel is fused as it is launched: on the chunk of a loop, next to a communication. A kernel that could have gone on says why it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from hostweave.analysis.def_use import Uses
+from hostweave.analysis.kernel_indices import Iteration, NotOneKernel, iteration
+from hostweave.base.names import take_name
+from hostweave.fusion_ir.ir import Op, Value
+from hostweave.fusion_ir.ops import OPS
+from hostweave.host_ir import ir
+from hostweave.host_ir.dead_code import without_unused
+from hostweave.options import Options
+from hostweave.types.tensor import BufferType, Dim, TensorType
+
+MAX_WORDS = 3  # ops that the name of a kernel lists
+
+
+def fuse_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
+    """After it no kernel reads what the one before it computed, as far as one kernel can compute both."""
+    program = _unshared(program)
+    while True:
+        links = _Links(program)
+        changes: dict[int, ir.Instruction | ir.Body] = {}  # the id of an instruction -> what replaces it
+        kernels = {kernel.name: kernel for kernel in program.kernels}
+        for producer in reversed(links.launches):
+            if any(id(i) in changes for i in (producer, *links.others(producer, *producer.dsts))):
+                continue  # the next round knows what they have become
+            union = links.union(producer)
+            if isinstance(union, str):
+                continue
+            changes[id(producer)] = ()
+            for merged in union:
+                changes[id(merged.consumer)] = merged.launch
+                kernels[merged.kernel.name] = merged.kernel
+        if not changes:
+            program = _explained(program, links)
+            return _named(_shared(replace(program, kernels=tuple(map(_without_repeats, program.kernels)))))
+        body = without_unused(ir.edited(program.body, changes))
+        launched = dict.fromkeys(i.kernel for i in ir.walk(body) if isinstance(i, ir.Launch) and i.kernel in kernels)
+        program = replace(program, body=body, kernels=tuple(kernels[name] for name in launched))
+
+
+# --- who reads what ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Merged:
+    """A launch that takes over what another one computes: what it becomes, and its kernel then."""
+
+    consumer: ir.Launch
+    launch: ir.Launch
+    kernel: ir.Kernel
+
+
+class _Links:
+    """The launches of a program, and what reads the result of each."""
+
+    def __init__(self, program: ir.HostProgram):
+        self.uses = Uses(program)
+        self.types, self.root = self.uses.types, self.uses.root
+        self.kernels = {kernel.name: kernel for kernel in program.kernels}
+        self.outputs = {parameter.name for parameter in program.outputs}
+        self.places = {id(place.instruction): place for place in self.uses.places}
+        self.launches = [i for i in ir.walk(program.body) if isinstance(i, ir.Launch) and i.kernel in self.kernels]
+
+    def view(self, name: str) -> ir.Instruction | None:
+        """What makes a buffer, where that is a view."""
+        return self.uses.views[name].instruction if name in self.uses.views else None
+
+    def called(self, buffer: str) -> str:
+        """The name of the value that a buffer holds, also where it is a chunk of it."""
+        return self.root(buffer) if isinstance(self.view(buffer), ir.Select | ir.Slice) else buffer
+
+    def roots(self, instruction: ir.Instruction, *roles: str) -> set[str]:
+        return {self.root(name) for name in ir.names(instruction, *roles)}
+
+    def others(self, producer: ir.Launch, *results: str) -> list[ir.Instruction]:
+        """What else touches these buffers that a launch writes, in program order."""
+        touching = {place.number: place.instruction for result in results for place in self.uses.touches[self.root(result)]}
+        return [touching[number] for number in sorted(touching) if touching[number] is not producer]
+
+    def path(self, name: str, start: str) -> list[ir.Reshape | ir.Permute] | None:
+        """The views that lead from one buffer to another, None where they are not all of all elements."""
+        steps: list[ir.Reshape | ir.Permute] = []
+        while name != start:
+            view = self.view(name)
+            if not isinstance(view, ir.Reshape | ir.Permute):
+                return None
+            steps.append(view)
+            name = view.src
+        return steps[::-1]
+
+    # --- where a kernel ends ---
+
+    def union(self, producer: ir.Launch) -> list[_Merged] | str:
+        """What a launch can become a part of, or why its kernel ends; "" where no kernel uses its results."""
+        others = self.others(producer, *producer.dsts)
+        made = {self.root(dst) for dst in producer.dsts}
+        for other in others:
+            if parts := (self.roots(other, "write") - self.roots(other, "read")) & made:
+                return f"%{min(parts)} is written in parts"
+        launches = tuple(other for other in others if isinstance(other, ir.Launch) and other.kernel in self.kernels)
+        if not launches:
+            return f"{others[0].syntax.split()[0]} uses %{self._called(producer, others[0])}" if others else ""
+        if self.places[id(launches[0])].number < self.places[id(producer)].number:
+            return f"%{self._called(producer, launches[0])} is used before, in a loop"
+        if len(launches) == len(others) and self._is_free(producer):  # each of them can compute it again
+            consumers, kept = launches, list[str]()
+        else:
+            consumers = launches[:1]
+            kept = [dst for dst in producer.dsts if self._is_needed(producer, dst, consumers[0])]
+        found = []
+        for consumer in consumers:
+            if why := self._why_apart(producer, consumer, kept):
+                return why
+            merged = _merged(self, producer, consumer, kept)
+            if why := self._why_slow(merged.kernel):
+                return why
+            found.append(merged)
+        return found
+
+    def _is_free(self, producer: ir.Launch) -> bool:
+        return not any(self.root(dst) in self.outputs for dst in producer.dsts) and _is_free(self.kernels[producer.kernel])
+
+    def _is_needed(self, producer: ir.Launch, result: str, consumer: ir.Launch) -> bool:
+        return self.root(result) in self.outputs or any(other is not consumer for other in self.others(producer, result))
+
+    def _called(self, producer: ir.Launch, user: ir.Instruction) -> str:
+        """The result of a launch that something touches, as its kernel calls it."""
+        pairs = zip(producer.dsts, self.kernels[producer.kernel].results, strict=True)
+        return next(result.name for dst, result in pairs if any(other is user for other in self.others(producer, dst)))
+
+    def _why_apart(self, producer: ir.Launch, consumer: ir.Launch, kept: list[str]) -> str:
+        """Why the consumer cannot take over in its place, and write the kept results too; nothing where it can."""
+        result = self._called(producer, consumer)
+        first, last = self.places[id(producer)], self.places[id(consumer)]
+        made = {self.root(dst): dst for dst in producer.dsts}
+        if first.body is not last.body:
+            return f"another loop uses %{result}"
+        if any(self.root(src) in made and self.path(src, made[self.root(src)]) is None for src in consumer.srcs):
+            return f"parts of %{result} are used"
+        between = list(ir.walk(first.body[first.index + 1 : last.index]))
+        read = {self.root(src) for src in producer.srcs}
+        if any(read & self.roots(i, "write") for i in (*between, consumer)):
+            return f"what %{result} is computed from is overwritten"
+        if any(isinstance(i, ir.Record | ir.Fork) for i in between):
+            return f"other streams go on before %{result} is used"
+        for i in between:
+            if early := self.roots(i, "read", "write") & {self.root(dst) for dst in kept}:
+                return f"{i.syntax.split()[0]} uses %{min(early)} before"
+        return ""
+
+    def _why_slow(self, kernel: ir.Kernel) -> str:
+        try:
+            walked = iteration(kernel)
+        except NotOneKernel as reason:
+            return str(reason)
+        for result in kernel.results:
+            if walked.reduced and walked.is_whole(result.name):
+                inner = {[i for i in walked.indices[p.name] if i][-1] for p in kernel.inputs if any(walked.indices[p.name])}
+                if not walked.kept or not inner & set(walked.reduced):
+                    return f"few threads would compute all of %{result.name}"
+        again = next((op.result.name for op in kernel.ops if _is_costly(op) and _is_repeated(op.result.name, walked)), None)
+        return f"%{again} would be computed again and again" if again else ""
+
+
+def _is_free(kernel: ir.Kernel) -> bool:
+    """Whether any number of kernels can compute the result again: they read no more for it."""
+    sizes = [parameter.type.dtype.itemsize for parameter in (*kernel.inputs, *kernel.results)]
+    return len(sizes) == 2 and sizes[0] <= sizes[1] and all(op.kind == "cast" for op in kernel.ops)
+
+
+def _is_costly(op: Op) -> bool:
+    return any(space in OPS[op.kind].expression for space in ("std::", "hw::"))
+
+
+def _is_repeated(name: str, walked: Iteration) -> bool:
+    """Whether a kernel computes a value more than once for want of an index; once a row is once."""
+    own = {index for index in walked.indices[name] if index is not None}
+    return own != set(walked.extents) and not (walked.reduced and own == set(walked.kept))
+
+
+# --- two kernels as one -----------------------------------------------------------------------------------------------
+
+
+def _merged(links: _Links, producer: ir.Launch, consumer: ir.Launch, kept: list[str]) -> _Merged:
+    """Both launches as one, in place of the consumer and under its names, which still writes the producer's kept results."""
+    first, second = links.kernels[producer.kernel], links.kernels[consumer.kernel]
+    called = {src: parameter.name for src, parameter in zip(consumer.srcs, second.inputs, strict=True)}  # buffer -> its name
+    taken = {*called.values(), *(op.result.name for op in second.ops)}
+    renamed = {
+        parameter.name: called.get(src) or take_name(parameter.name, taken)
+        for src, parameter in zip(producer.srcs, first.inputs, strict=True)
+    }
+    made = {result.name: dst for result, dst in zip(first.results, producer.dsts, strict=True)}
+    for name in (op.result.name for op in first.ops):
+        dst = made.get(name)
+        renamed[name] = called[dst] if dst in called else take_name(links.root(dst) if dst else name, taken)
+    ops = [_renamed(op, renamed) for op in first.ops]
+    inputs = {src: replace(p, name=renamed[p.name]) for src, p in zip(producer.srcs, first.inputs, strict=True)}
+    handed = {links.root(dst): (dst, renamed[name]) for name, dst in made.items()}
+    for src, parameter in zip(consumer.srcs, second.inputs, strict=True):
+        if links.root(src) in handed:
+            dst, name = handed[links.root(src)]
+            ops.extend(_viewed(links.path(src, dst) or [], name, parameter.name, links.types, taken))
+        else:
+            inputs[src] = parameter
+    returned = (*(renamed[name] for name, dst in made.items() if dst in kept), *(result.name for result in second.results))
+    kernel = ir.Kernel(
+        name=f"{producer.kernel} {consumer.kernel}",
+        inputs=tuple(inputs.values()),
+        ops=(*ops, *second.ops),
+        returned=returned if len(returned) > 1 else (),
+    )
+    return _Merged(consumer, replace(consumer, kernel=kernel.name, srcs=tuple(inputs), dsts=(*kept, *consumer.dsts)), kernel)
+
+
+def _without_repeats(kernel: ir.Kernel) -> ir.Kernel:
+    """A kernel that computes no element twice, as it may have to where several took the same op over."""
+    indices = iteration(kernel).indices if len(kernel.ops) > 1 else {}  # a vector may be along rows here, and along columns there
+    results = {result.name for result in kernel.results}
+    first: dict[object, str] = {}
+    names: dict[str, str] = {}
+    ops = []
+    for op in kernel.ops:
+        operands = tuple(names.get(operand, operand) if isinstance(operand, str) else operand for operand in op.operands)
+        what = replace(op, operands=operands, result=Value("", op.result.type)), indices.get(op.result.name)
+        same = first.setdefault(what, op.result.name)
+        if same != op.result.name and op.result.name not in results:
+            names[op.result.name] = same
+        else:
+            ops.append(replace(op, operands=operands))
+    return replace(kernel, ops=tuple(ops))
+
+
+def _renamed(op: Op, names: dict[str, str]) -> Op:
+    operands = tuple(names[operand] if isinstance(operand, str) else operand for operand in op.operands)
+    return replace(op, operands=operands, result=replace(op.result, name=names[op.result.name]))
+
+
+def _viewed(path: list[ir.Reshape | ir.Permute], source: str, name: str, types: dict[str, BufferType], taken: set[str]) -> Iterator[Op]:
+    """The views that lead to a buffer, as ops; the last one has the name that the buffer goes by."""
+    for view in path:
+        result = name if view is path[-1] else take_name(view.out, taken)
+        buffer = types[view.out]
+        value = Value(result, TensorType(buffer.dtype, tuple(map(Dim, buffer.shape))))
+        if isinstance(view, ir.Reshape):
+            yield Op("reshape", (source,), value, location=view.location)
+        else:
+            yield Op("transpose", (source,), value, (("axes", view.order),), view.location)
+        source = result
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def _unshared(program: ir.HostProgram) -> ir.HostProgram:
+    """A kernel for each launch, under the names of the launch's buffers where it was written for others."""
+    links = _Links(program)
+    kernels: list[ir.Kernel] = []
+    changes: dict[int, ir.Launch] = {}
+    for launch in links.launches:
+        kernel = links.kernels[launch.kernel]
+        if any(kernel.name == other.name for other in kernels):
+            taken: set[str] = set()
+            buffers = zip((*kernel.inputs, *kernel.results), (*launch.srcs, *launch.dsts), strict=True)
+            names = {parameter.name: take_name(links.called(buffer), taken) for parameter, buffer in buffers}
+            inputs = tuple(replace(p, name=names[p.name]) for p in kernel.inputs)
+            kernel = ir.Kernel(f"{kernel.name} {len(kernels)}", inputs, tuple(_renamed(op, names) for op in kernel.ops))
+            changes[id(launch)] = replace(launch, kernel=kernel.name)
+        kernels.append(kernel)
+    return replace(program, kernels=tuple(kernels), body=ir.edited(program.body, changes))
+
+
+def _shared(program: ir.HostProgram) -> ir.HostProgram:
+    """Kernels that differ in names alone are one again."""
+    first: dict[ir.Kernel, ir.Kernel] = {}
+    same: dict[str, str] = {}
+    for kernel in program.kernels:
+        values = [p.name for p in kernel.inputs] + [op.result.name for op in kernel.ops]
+        numbers = {name: str(i) for i, name in enumerate(values)}
+        inputs = tuple(replace(p, name=numbers[p.name]) for p in kernel.inputs)
+        returned = tuple(numbers[name] for name in kernel.returned)
+        key = ir.Kernel("", inputs, tuple(_renamed(op, numbers) for op in kernel.ops), returned)
+        same[kernel.name] = first.setdefault(key, kernel).name
+    return _with_names(replace(program, kernels=tuple(first.values())), same)
+
+
+def _named(program: ir.HostProgram) -> ir.HostProgram:
+    """Fused kernels are called `neg_mul_y`, or `fused_y` where that would be long."""
+    taken: set[str] = set()
+    names = {}
+    for kernel in program.kernels:
+        wanted = kernel.name.partition(" ")[0] if len(kernel.ops) == 1 else telling_name(kernel)
+        names[kernel.name] = take_name(wanted, taken)
+    kernels = tuple(replace(kernel, name=names[kernel.name]) for kernel in program.kernels)
+    return _with_names(replace(program, kernels=kernels), names)
+
+
+def telling_name(kernel: ir.Kernel) -> str:
+    """A name that lists the ops of a kernel, if they are few, and what it gives."""
+    words = [op.kind for op in kernel.ops]
+    return "_".join([*(words if len(words) <= MAX_WORDS else ["fused"]), *(result.name for result in kernel.results)])
+
+
+def _with_names(program: ir.HostProgram, names: dict[str, str]) -> ir.HostProgram:
+    """Every launch with the new name of its kernel."""
+
+    def renamed(i: ir.Instruction) -> ir.Instruction | None:
+        return replace(i, kernel=names[i.kernel]) if isinstance(i, ir.Launch) and names.get(i.kernel, i.kernel) != i.kernel else None
+
+    return replace(program, body=ir.rewrite(program.body, renamed))
+
+
+def _explained(program: ir.HostProgram, links: _Links) -> ir.HostProgram:
+    """Every kernel with the reason why it ends."""
+    reasons: dict[str, dict[str, None]] = {}
+    for launch in links.launches:
+        reasons.setdefault(launch.kernel, {})[str(links.union(launch))] = None
+    kernels = tuple(replace(k, ends="; ".join(filter(None, reasons[k.name]))) for k in program.kernels)
+    return replace(program, kernels=kernels)

@@ -1,0 +1,122 @@
+"""Host to host: neighbouring communications of one channel that do not need each other are posted together, in one launch.
+
+    all_reduce sum %a_partial -> %a on x
+    launch @sum_b %y -> %b_partial
+    all_reduce sum %b_partial -> %b on x
+
+becomes
+
+    launch @sum_b %y -> %b_partial
+    group {
+      all_reduce sum %a_partial -> %a on x
+      all_reduce sum %b_partial -> %b on x
+    }
+
+On one stream what is computed between them costs as much before them. What is posted stays as it is. Branches that stand side by
+side under one condition on sizes become one, so that what is in them can be neighbours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hostweave.analysis.def_use import Uses
+from hostweave.host_ir import ir
+from hostweave.host_ir.expr import on_sizes_alone
+from hostweave.options import Options
+
+MAX_POSTS = 2048  # sends, recvs and collectives that NCCL takes in a group
+COMPUTES = (ir.Matmul, ir.Launch, ir.Copy, ir.Fill)
+
+
+def group_communications(program: ir.HostProgram, options: Options) -> ir.HostProgram:
+    """Neighbours on one stream share a group where they are of one channel: in a group nothing orders those of two."""
+    return replace(program, body=_Grouping(program).body(program.body))
+
+
+class _Grouping:
+    def __init__(self, program: ir.HostProgram):
+        self.mesh = program.mesh  # of the `on` body around
+        self.uses = Uses(program)
+
+    def body(self, body: ir.Body) -> ir.Body:
+        result: list[ir.Instruction] = []
+        posted: list[ir.Instruction] = []  # communications that are to share a group
+        behind: list[ir.Instruction] = []  # what stands after them and could stand before
+        for instruction in _joined(body):
+            if posted and self.can_pass(instruction, posted):
+                behind.append(instruction)
+            elif posted and self.can_join(instruction, posted):
+                result += behind
+                posted.append(instruction)
+                behind = []
+            else:
+                result += [*_group(posted), *behind]
+                posted, behind = ([instruction], []) if _posts(instruction) else ([], [])
+                if not posted:
+                    result.append(self.inside(instruction))
+        return (*result, *_group(posted), *behind)
+
+    def inside(self, instruction: ir.Instruction) -> ir.Instruction:
+        if isinstance(instruction, ir.OnMesh):
+            outer, self.mesh = self.mesh, instruction.mesh
+            body = self.body(instruction.body)
+            self.mesh = outer
+            return replace(instruction, body=body)
+        inner = {name: self.body(getattr(instruction, name)) for name in ("body", "orelse") if hasattr(instruction, name)}
+        return replace(instruction, **inner) if inner else instruction  # type: ignore[arg-type]
+
+    def can_pass(self, instruction: ir.Instruction, posted: list[ir.Instruction]) -> bool:
+        if isinstance(instruction, COMPUTES):
+            return not self.uses.conflict(posted, [instruction])
+        return isinstance(instruction, ir.CALLS_NOTHING)
+
+    def can_join(self, instruction: ir.Instruction, posted: list[ir.Instruction]) -> bool:
+        members = [member for one in (*posted, instruction) for member in _posts(one)]
+        return (
+            bool(_posts(instruction))
+            and len({member.team for member in members}) == 1  # type: ignore[attr-defined]
+            and sum(map(self.calls, members)) <= MAX_POSTS
+            and not self.uses.conflict(posted, [instruction])
+        )
+
+    def calls(self, member: ir.Instruction) -> int:
+        """How many calls of NCCL a communication makes at most."""
+        if isinstance(member, ir.SendBlocks | ir.RecvBlocks):
+            return len(member.routes)
+        if isinstance(member, ir.POINT_TO_POINT):
+            return 1
+        ranks = self.mesh.size_of(member.team)  # type: ignore[attr-defined]
+        return 2 * ranks if isinstance(member, ir.GROUPED) else 1
+
+
+def _posts(instruction: ir.Instruction) -> ir.Body:
+    """The communications that an instruction posts, and that others can be posted with: not a barrier, which is about order."""
+    members = instruction.body if isinstance(instruction, ir.Group) else (instruction,)
+    return members if all(isinstance(i, ir.COMMUNICATIONS) and not isinstance(i, ir.Barrier) for i in members) else ()
+
+
+def _group(posted: list[ir.Instruction]) -> ir.Body:
+    if len(posted) < 2:
+        return tuple(posted)
+    return (ir.Group(tuple(member for one in posted for member in _posts(one)), location=posted[0].location),)
+
+
+def _joined(body: ir.Body) -> ir.Body:
+    """A body in which no two branches with nothing to call between them have one condition on sizes."""
+    result: list[ir.Instruction] = []
+    last: int | None = None  # the place of a branch after which nothing calls
+    for instruction in body:
+        before = None if last is None else result[last]
+        if isinstance(instruction, ir.If) and isinstance(before, ir.If) and before.condition == instruction.condition:
+            assert last is not None
+            both = replace(before, body=(*before.body, *instruction.body), orelse=(*before.orelse, *instruction.orelse))
+            result = [*result[:last], *result[last + 1 :], both]
+            last = len(result) - 1
+            continue
+        result.append(instruction)
+        if isinstance(instruction, ir.If) and on_sizes_alone(instruction.condition):
+            last = len(result) - 1
+        elif not isinstance(instruction, ir.CALLS_NOTHING):
+            last = None
+    return tuple(result)

@@ -1,0 +1,72 @@
+"""Memory that several stream blocks have a chunk of in each step, and nothing else touches, as memory of which each stream has one slot.
+
+    %h = allocate bf16[M, K]                               %h = allocate bf16[4, M/16, K]
+    for %j in 0..17 {                                      for %j in 0..17 {
+      if %j < 16 {                                           if %j < 16 {
+        stream ring[%j] {                                      stream ring[%j] {
+          %h_j = slice %h[0: %j of 16]                           %h_j = select %h[0: %j % 4]
+          recv %h_j from 0 on x                 becomes          recv %h_j from 0 on x
+        } }                                                    } }
+      if %j > 0 {                                            if %j > 0 {
+        %i = %j - 1                                            %i = %j - 1
+        stream ring[%i] {                                      stream ring[%i] {
+          %h_i = slice %h[0: %i of 16]                           %h_i = select %h[0: %i % 4]
+          matmul %h_i, %w -> %y_i                                matmul %h_i, %w -> %y_i
+        } } }                                                  } } }
+
+A step is all on one stream, and what next has its slot comes later on the same one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hostweave.analysis.def_use import Uses
+from hostweave.host_ir import ir
+from hostweave.passes.host.privatize_per_stream import Chunk
+from hostweave.types.size import Extent
+from hostweave.types.tensor import BufferType
+
+
+def one_slot_a_stream(program: ir.HostProgram) -> ir.HostProgram:
+    uses, changed = Uses(program), dict[int, ir.Instruction]()
+    pools = {pool.name: pool.count for pool in program.streams}
+    for name, place in uses.allocates.items():
+        for view, block in _chunks(uses, name, pools):
+            streams, shape = pools[block.stream], uses.types[view.out].shape
+            slots = BufferType(uses.types[name].dtype, (Extent(streams), *shape))
+            changed[id(place.instruction)] = ir.Allocate(name, slots, location=place.instruction.location)
+            changed[id(view)] = ir.Select(view.out, name, 0, block.index % streams, location=view.location)
+    return replace(program, body=ir.edited(program.body, changed)) if changed else program
+
+
+def _chunks(uses: Uses, name: str, pools: dict[str, int]) -> list[tuple[Chunk, ir.OnStream]]:
+    """The views of an allocation by which steps have a chunk of it each, in two blocks or more; none where that would save nothing."""
+    touches, views = uses.touches.get(name, []), uses.viewed.get(name, [])
+    blocks = {id(place.block): place.block for place in (*touches, *views)}
+    loops = {id(place.loop): place.loop for place in touches}
+    found: list[tuple[Chunk, ir.OnStream]] = []
+    for place in views:
+        view, block = place.instruction, place.block
+        if block is None or uses.roots.source(ir.names(view, "define")[0]) != name:
+            continue
+        if not isinstance(view, Chunk) or view.index != block.index:
+            return []
+        found.append((view, block))
+    if len(blocks) < 2 or None in blocks.values() or len({block.stream for _, block in found}) != 1 or len(loops) != 1:
+        return []
+    (loop,) = loops.values()
+    if loop is None or any(loop is i for i in uses.allocates[name].around) or uses.allocates[name].block is not None:
+        return []
+    if any(name in ir.names(place.instruction, "read", "write") for place in touches):
+        return []
+    counts = {(type(view), view.dim, _count(view, uses)) for view, _ in found}
+    return found if len(counts) == 1 and _is_more(counts.pop()[-1], pools[found[0][1].stream]) else []
+
+
+def _count(view: Chunk, uses: Uses) -> Extent:
+    return view.count if isinstance(view, ir.Slice) else uses.types[view.src].shape[view.dim]
+
+
+def _is_more(count: Extent, streams: int) -> bool:
+    return not count.is_int or int(count) > streams

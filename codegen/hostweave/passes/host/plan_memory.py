@@ -1,0 +1,313 @@
+"""Host to host: memory is shared by what is not needed at once, as far as the order of streams allows.
+
+    %h = allocate f32[M, K]                   %h = allocate f32[M, K]
+    %t = allocate f32[M, K]                   launch @exp_h %x -> %h
+    %g = allocate f32[M, N]                   %t = reshape %h to [M, K]
+    launch @exp_h %x -> %h           becomes  launch @neg_t %h -> %t
+    launch @neg_t %h -> %t                    %g = allocate f32[M, N]
+    matmul %t, %w -> %g                       matmul %t, %w -> %g
+    all_gather %g -> %gs on x                 deallocate %h
+    ...                                       %gs = allocate f32[4*M, N]
+
+First, what a step of a stream loop has a chunk of becomes memory of which each stream has one; then results go to the memory of
+operands that nothing needs afterwards. What is left is allocated where it, or a view of it, is first needed, and deallocated where
+the caller's stream knows that it is done with, if something is allocated after that. The order of these lines is the plan: a
+buffer may get the bytes of those deallocated above it. Offsets are found when sizes are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+from hostweave.analysis.def_use import Uses
+from hostweave.analysis.live_ranges import allocating_blocks
+from hostweave.host_ir import ir
+from hostweave.host_ir.dead_code import indices_in, without_unused
+from hostweave.host_ir.expr import Const, Expr
+from hostweave.options import Options
+from hostweave.passes.host.multi_buffer import one_slot_a_stream
+from hostweave.passes.host.privatize_per_stream import one_a_stream
+from hostweave.passes.host.reuse_in_place import in_place
+from hostweave.passes.host.sink_views import sink_views
+from hostweave.types.mesh import Mesh
+
+
+def plan_memory(program: ir.HostProgram, options: Options) -> ir.HostProgram:
+    """After it the text says what may share memory."""
+    program = one_a_stream(one_slot_a_stream(program))
+    if any(isinstance(i, ir.OnMesh) for i in ir.walk(program.body)):  # what is allocated in one body and used in another comes together
+        planned = _Planner(program).body(program.body, on_caller=True)
+        program = replace(program, body=ir.rewrite(planned, lambda i: () if isinstance(i, ir.Deallocate) else None))
+    program = in_place(program)
+    program = replace(program, body=sink_views(without_unused(program.body)))
+    return replace(program, body=_Planner(program).body(program.body, on_caller=True))
+
+
+Lane = tuple[str, int]  # one stream of a pool
+Lanes = tuple[Lane, ...]
+CALLER: Lanes = ()
+Recorded = dict[tuple[str, Expr], tuple[Lane | None, int]]  # an event -> the stream that recorded it last, and in which child
+
+
+@dataclass(frozen=True)
+class _Touch:
+    """By the child of a body with this number, on these streams; on the caller's where there are none."""
+
+    child: int
+    lanes: Lanes = CALLER
+
+
+@dataclass
+class _Known:
+    """What a body's order of streams tells, in numbers of its children."""
+
+    begun: list[dict[Lane, int]] = field(default_factory=list)  # at each child: the last one before which a stream cannot run
+    done: dict[Lane, list[tuple[int, int]]] = field(default_factory=dict)  # (child, up to which the caller's stream then knows it)
+
+
+class _Planner:
+    def __init__(self, program: ir.HostProgram):
+        self.uses = Uses(program)
+        self.allocating = allocating_blocks(program)
+        self.pools = {pool.name: [(pool.name, k) for k in range(pool.count)] for pool in program.streams}
+
+    def body(self, body: ir.Body, on_caller: bool) -> ir.Body:
+        """A body with its memory allocated late and deallocated early; `on_caller` where it is in no stream block.
+
+        What ranks of a mesh do in it counts as its children one by one.
+        """
+        children = [self.child(i, on_caller) for i in _one_by_one(body)]
+        own = {i.out: (mesh, i) for mesh, i in map(_on, children) if isinstance(i, ir.Allocate)}
+        if not own:
+            return _together(children)
+        touches, viewed = self.touches(children, on_caller), self.first_views(children)
+        known = {mesh: self.known([_seen_by(mesh, i) for i in children]) for mesh, _ in own.values()}
+        ties = _ties(body)
+        begun: dict[int, list[str]] = {}
+        for name, (mesh, _) in own.items():
+            begin = min(viewed.get(name, len(children)), self.begin(touches[name], known[mesh]))
+            while begin - 1 in ties and _on(children[begin])[0] != mesh:
+                begin -= 1
+            begun.setdefault(begin, []).append(name)
+        allocating = [(k, own[name][0]) for k, names in begun.items() for name in names]
+        allocating += [(k, _on(i)[0]) for k, i in enumerate(children) if not isinstance(_on(i)[1], ir.Allocate) and self.allocates(i)]
+        on_streams = self.on_streams(children)
+        ended: dict[int, list[str]] = {}
+        for name, (mesh, _) in own.items():
+            last = max(k for k, other in allocating if _share_ranks(mesh, other))
+            tied = {k for k in ties if _on(children[k])[0] != mesh}
+            if (end := self.end(touches[name], known[mesh], on_streams, tied, len(children))) < last:
+                ended.setdefault(end, []).append(name)
+        return _together(_laid_out(children, own, begun, ended))
+
+    def child(self, i: ir.Instruction, on_caller: bool) -> ir.Instruction:
+        match i:
+            case ir.OnMesh():
+                return replace(i, body=tuple(self.child(inner, on_caller) for inner in i.body))
+            case ir.OnStream() | ir.For():
+                return replace(i, body=self.body(i.body, on_caller and not isinstance(i, ir.OnStream)))
+            case ir.If():
+                return replace(i, body=self.body(i.body, on_caller), orelse=self.body(i.orelse, on_caller))
+        return i
+
+    # --- when memory is first and last needed ---
+
+    def begin(self, touches: list[_Touch], known: _Known) -> int:
+        """The child before which it must be there: all that touches it knows of that."""
+        return min(min([known.begun[touch.child].get(lane, 0) for lane in touch.lanes], default=touch.child) for touch in touches)
+
+    def end(self, touches: list[_Touch], known: _Known, on_streams: dict[int, list[Lane]], tied: set[int], never: int) -> int:
+        """The child after which the caller's stream, or the block's, knows that it is done with, and which may be the last of a body."""
+        end, found = -1, max(_known_done(touch, known, never) for touch in touches)
+        while found > end:
+            end = found
+            for k, lanes in on_streams.items():  # a stream that allocates for itself must know, too
+                if k > found and any(known.begun[k].get(lane, 0) <= found for lane in lanes):
+                    found = k
+            while found in tied:
+                found += 1
+        return end
+
+    def allocates(self, i: ir.Instruction) -> bool:
+        inner = ir.walk((i,))
+        return any(isinstance(j, ir.Allocate) or (isinstance(j, ir.Call) and j.block in self.allocating) for j in inner)
+
+    def first_views(self, children: list[ir.Instruction]) -> dict[str, int]:
+        first: dict[str, int] = {}
+        for k, (_, i) in enumerate(map(_on, children)):
+            if isinstance(i, ir.VIEWS):
+                first.setdefault(self.uses.root(i.out), k)
+        return first
+
+    def on_streams(self, children: list[ir.Instruction]) -> dict[int, list[Lane]]:
+        """The children in which streams allocate for themselves, with these streams."""
+        found: dict[int, list[Lane]] = {}
+        for k, child in enumerate(children):
+            for i in ir.walk((child,)) if ir.bodies(child) else ():
+                if isinstance(i, ir.OnStream) and self.allocates(i):
+                    found.setdefault(k, []).extend(self.lanes_of(i))
+        return found
+
+    def touches(self, children: list[ir.Instruction], on_caller: bool) -> dict[str, list[_Touch]]:
+        """Of every buffer, by which child and on which streams of those that the body orders."""
+        found: dict[str, list[_Touch]] = {}
+        for k, child in enumerate(children):
+            for i, lanes in self.on_lanes(child, _joined(child)) if on_caller else ((i, CALLER) for i in ir.walk((child,))):
+                for name in dict.fromkeys(map(self.uses.root, ir.names(i, "read", "write"))):
+                    found.setdefault(name, []).append(_Touch(k, lanes))
+        return found
+
+    def on_lanes(self, i: ir.Instruction, joined: set[str], lanes: Lanes = CALLER) -> Iterator[tuple[ir.Instruction, Lanes]]:
+        if isinstance(i, ir.OnStream):
+            lanes = CALLER if i.stream in joined else self.lanes_of(i)
+        yield i, lanes
+        for body in ir.bodies(i):
+            for inner in body:
+                yield from self.on_lanes(inner, joined, lanes)
+
+    def lanes_of(self, block: ir.OnStream) -> Lanes:
+        pool = self.pools[block.stream]
+        return (pool[block.index.value % len(pool)],) if isinstance(block.index, Const) else tuple(pool)
+
+    # --- what orders streams ---
+
+    def known(self, children: list[ir.Instruction]) -> _Known:
+        """From forks, joins, and events that are recorded and waited for in the body itself, once."""
+        known = _Known()
+        begun: dict[Lane, int] = {}
+        recorded: Recorded = {}
+        for k, child in enumerate(children):
+            match child:
+                case ir.Fork(stream=pool):
+                    begun = begun | dict.fromkeys(self.pools[pool], k)
+                case ir.Join(stream=pool):
+                    for lane in self.pools[pool]:
+                        known.done.setdefault(lane, []).append((k, k))
+                case ir.Record(event=event, index=index):
+                    recorded[event, index] = None, k
+                case ir.Wait(event=event, index=index):
+                    lane_then = recorded.get((event, index))
+                    if lane_then and lane_then[0]:
+                        known.done.setdefault(lane_then[0], []).append((k, lane_then[1]))
+                case ir.OnStream() if len(lanes := self.lanes_of(child)) == 1:
+                    begun = self.on_one_stream(child, lanes[0], k, dict(begun), recorded)
+                case _:
+                    _record_anew(child, recorded)
+            known.begun.append(begun)
+        return known
+
+    def on_one_stream(self, block: ir.OnStream, lane: Lane, k: int, begun: dict[Lane, int], recorded: Recorded) -> dict[Lane, int]:
+        """What the waits at the head of a block tell its stream; its records come after all of it only at its end."""
+        touched = False
+        for i in block.body:
+            match i:
+                case ir.Wait(event=event, index=index) if not touched:
+                    lane_then = recorded.get((event, index))
+                    if lane_then and lane_then[0] is None:
+                        begun[lane] = max(begun.get(lane, 0), lane_then[1])
+                case ir.Record(event=event, index=index) if i is block.body[-1]:
+                    recorded[event, index] = lane, k
+                case _:
+                    _record_anew(i, recorded)
+                    touched = True
+        return begun
+
+
+def _record_anew(i: ir.Instruction, recorded: Recorded) -> None:
+    """Forgets the events that it may record, any number of times."""
+    events = {inner.event for inner in ir.walk((i,)) if isinstance(inner, ir.Record)}
+    for event, index in list(recorded):
+        if event in events:
+            del recorded[event, index]
+
+
+def _known_done(touch: _Touch, known: _Known, never: int) -> int:
+    """The child after which the caller's stream knows that a touch is over."""
+    for_each = (
+        next((at for at, up_to in known.done.get(lane, ()) if at >= touch.child and up_to >= touch.child), never) for lane in touch.lanes
+    )
+    return max(for_each, default=touch.child)
+
+
+def _joined(child: ir.Instruction) -> set[str]:
+    """The streams that a loop or branch forks and joins itself, all ranks alike."""
+    if any(isinstance(i, ir.OnMesh) for inner in ir.bodies(_on(child)[1]) for i in ir.walk(inner)):
+        return set()
+    forks = {i.stream for i in ir.walk((child,)) if isinstance(i, ir.Fork)}
+    return forks & {i.stream for i in ir.walk((child,)) if isinstance(i, ir.Join)}
+
+
+def _laid_out(
+    children: list[ir.Instruction],
+    own: dict[str, tuple[Mesh | None, ir.Allocate]],
+    begun: dict[int, list[str]],
+    ended: dict[int, list[str]],
+) -> Iterator[ir.Instruction]:
+    for k, child in enumerate(children):
+        yield from (_for_ranks_of(*own[name]) for name in begun.get(k, ()))
+        if not isinstance(_on(child)[1], ir.Allocate):
+            yield child
+        for mesh, allocate in (own[name] for name in ended.get(k, ())):
+            yield _for_ranks_of(mesh, ir.Deallocate(allocate.out, location=allocate.location))
+
+
+# --- what the ranks of a mesh do --------------------------------------------------------------------------------------
+
+
+def _one_by_one(body: ir.Body) -> Iterator[ir.Instruction]:
+    """Each instruction of an `on` body in one of its own."""
+    for i in body:
+        if isinstance(i, ir.OnMesh):
+            yield from (replace(i, body=(inner,)) for inner in i.body)
+        else:
+            yield i
+
+
+def _ties(body: ir.Body) -> set[int]:
+    """The children, one by one, after which an `on` body may not end: what is used later in it has been named, and ends with it."""
+    ties: set[int] = set()
+    first = 0
+    for i in body:
+        inner = i.body if isinstance(i, ir.OnMesh) else (i,)
+        named: dict[str, int] = {}
+        for k, child in enumerate(inner, first):
+            for used in (name for j in ir.walk((child,)) for name in (*ir.names(j, "read", "write", "alias"), *indices_in(j))):
+                if used in named:
+                    ties.update(range(named[used], k))
+                    named[used] = k
+            if isinstance(child, (*ir.VIEWS, ir.Let)):
+                named.update(dict.fromkeys(ir.names(child, "define", "index"), k))
+        first += len(inner)
+    return ties
+
+
+def _together(children: Iterable[ir.Instruction]) -> ir.Body:
+    """The reverse: neighbours on one mesh in one body."""
+    result: list[ir.Instruction] = []
+    for i in children:
+        last = result[-1] if result else None
+        if isinstance(i, ir.OnMesh) and isinstance(last, ir.OnMesh) and last.mesh == i.mesh:
+            result[-1] = replace(last, body=(*last.body, *i.body))
+        else:
+            result.append(i)
+    return tuple(result)
+
+
+def _on(child: ir.Instruction) -> tuple[Mesh | None, ir.Instruction]:
+    """What a child does, and on which mesh; None: on all ranks."""
+    return (child.mesh, child.body[0]) if isinstance(child, ir.OnMesh) else (None, child)
+
+
+def _share_ranks(mesh: Mesh | None, other: Mesh | None) -> bool:
+    return mesh is None or other is None or not set(mesh.all_ranks).isdisjoint(other.all_ranks)
+
+
+def _for_ranks_of(mesh: Mesh | None, i: ir.Instruction) -> ir.Instruction:
+    return ir.OnMesh(mesh, (i,), location=i.location) if mesh else i
+
+
+def _seen_by(mesh: Mesh | None, child: ir.Instruction) -> ir.Instruction:
+    """A child as all ranks of a mesh know it: without the `on` that has them do it, and with one that leaves some of them out."""
+    on, i = _on(child)
+    return i if on and mesh and set(mesh.all_ranks) <= set(on.all_ranks) else child

@@ -1,0 +1,60 @@
+"""Host to host: the caller's stream waits for a loop where it first uses what the loop made, and not before.
+
+    for %i in 0..4 { stream ring[%i] { ... matmul %x_i, %w -> %h_i } }
+    join ring
+    launch @sum_z %v -> %z
+    launch @add_y %h, %z -> %y
+
+becomes
+
+    for %i in 0..4 { stream ring[%i] { ... matmul %x_i, %w -> %h_i } }
+    launch @sum_z %v -> %z
+    join ring
+    launch @add_y %h, %z -> %y
+
+The waits of a stream for an event stand before their first use from the start: a ring's, and those that order channels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hostweave.analysis.def_use import Uses
+from hostweave.host_ir import ir
+from hostweave.options import Options
+
+ORDERING = (ir.OnStream, ir.Fork, ir.Join, ir.Record, ir.Wait, ir.Call)  # what other streams see of the caller's, or it of them
+
+
+def sink_waits(program: ir.HostProgram, options: Options) -> ir.HostProgram:
+    """A join goes down past what the caller's stream does with memory that the joined streams do not touch."""
+    return replace(program, body=_sunk(program.body, Uses(program)))
+
+
+def _sunk(body: ir.Body, uses: Uses) -> ir.Body:
+    result: list[ir.Instruction] = []
+    running: dict[str, list[ir.Instruction]] = {}  # what streams were given since they were joined last
+    waiting: list[tuple[ir.Join, list[ir.Instruction]]] = []  # joins on their way down, with what they wait for
+    place = 0  # where they are by now
+    for instruction in body:
+        if any(_orders(instruction) or uses.conflict(issued, [instruction]) for _, issued in waiting):
+            result[place:place] = [join for join, _ in waiting]
+            waiting = []
+        for block in ir.walk((instruction,)):
+            if isinstance(block, ir.OnStream):
+                running.setdefault(block.stream, []).append(block)
+        if isinstance(instruction, ir.Join):
+            waiting.append((instruction, running.pop(instruction.stream, [])))
+            continue
+        if isinstance(instruction, ir.OnMesh):
+            instruction = replace(instruction, body=_sunk(instruction.body, uses))
+        result.append(instruction)
+        if not waiting or not isinstance(instruction, ir.CALLS_NOTHING):
+            place = len(result)
+    result[place:place] = [join for join, _ in waiting]
+    return tuple(result)
+
+
+def _orders(instruction: ir.Instruction) -> bool:
+    """Whether it concerns other streams than the caller's. A join may go past another one."""
+    return not isinstance(instruction, ir.Join) and any(isinstance(inner, ORDERING) for inner in ir.walk((instruction,)))

@@ -1,0 +1,130 @@
+"""Loops in whose steps the communications of two channels stand apart: the first one of a step goes before the others of the step before.
+
+    for %i in 0..4 {                                  for %j in 0..5 {
+      stream ring[%i] {                                 if %j < 4 {
+        all_gather %x_i -> %xg_i on dp                    stream ring[%j] { all_gather %x_j -> %xg_j on dp }
+        matmul %xg_i, %w -> %h_i                        }
+        all_reduce sum %h_i -> %y_i on tp    becomes    if %j > 0 {
+      }                                                   %i = %j - 1
+    }                                                     stream ring[%i] {
+                                                            matmul %xg_i, %w -> %h_i
+                                                            all_reduce sum %h_i -> %y_i on tp
+                                                          }
+                                                        }
+                                                      }
+
+Where channels take turns in the order in which they are issued, the all_gather of a step then runs while the step before is computed.
+Each stream does what it did, in the same order, and what is sent on a channel meets what it met: only what is issued between is another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from hostweave.base.names import take_name
+from hostweave.host_ir import ir
+from hostweave.host_ir.calls import renamed
+from hostweave.host_ir.dead_code import without_unused
+from hostweave.host_ir.expr import Var, binary
+from hostweave.types.mesh import Mesh
+
+NAMES = (ir.Let, *ir.VIEWS)  # which a body can say again
+COMPUTES = (ir.Matmul, ir.Launch)
+ORDERS = (ir.Record, ir.Wait, ir.Fork, ir.Join, ir.Call)  # of these the other order may be the wrong one
+
+
+def one_step_ahead(program: ir.HostProgram, in_turn: Callable[[ir.Instruction], bool]) -> ir.HostProgram | None:
+    """The program with such loops changed, None where there is none; `in_turn` says what holds communications that take turns."""
+    ahead = _Ahead(program, in_turn)
+    body = ir.rewrite(program.body, lambda i: ahead.loop(i) if isinstance(i, ir.For) else None)
+    return replace(program, body=body) if ahead.changed else None
+
+
+@dataclass(frozen=True)
+class _Halves:
+    first: ir.Body
+    then: ir.Body
+
+
+class _Ahead:
+    def __init__(self, program: ir.HostProgram, in_turn: Callable[[ir.Instruction], bool]):
+        self.program, self.in_turn = program, in_turn
+        self.pools = {pool.name: pool.count for pool in program.streams}
+        self.taken = {parameter.name for parameter in (*program.inputs, *program.outputs)}
+        self.taken.update(name for i in ir.walk(program.body) for name in ir.names(i, "define", "index"))
+        self.changed = False
+
+    def loop(self, loop: ir.For) -> ir.For | None:
+        *before, block = loop.body
+        if not isinstance(block, ir.OnStream) or not all(isinstance(i, NAMES) for i in before):
+            return None
+        if not loop.count.is_int or int(loop.count) < 2 or block.index != Var(loop.out) or self.pools[block.stream] < 2:
+            return None  # neighbouring steps are on two streams
+        if any(isinstance(i, ORDERS) for i in ir.walk(loop.body)) or (halves := self.halves(block.body)) is None:
+            return None
+        self.changed = True
+        index, count = self.index(loop.out), int(loop.count)
+        first = (*before, ir.OnStream(block.stream, block.index, halves.first, location=block.location))
+        then = (ir.Let(loop.out, Var(index) - 1), *before, replace(block, body=halves.then))
+        steps = (
+            ir.If(Var(index).less(count), self.said_again(without_unused(first, NAMES), loop.out, index), location=loop.location),
+            ir.If(binary(">", Var(index), 0), without_unused(then, NAMES), location=loop.location),
+        )
+        return replace(loop, out=index, count=loop.count + 1, body=steps)
+
+    # --- where a step is cut ---
+
+    def halves(self, body: ir.Body) -> _Halves | None:
+        """Of what is in a stream block. What each mesh does in it is cut by itself."""
+        ranks = [rank for i in body if isinstance(i, ir.OnMesh) for rank in i.mesh.all_ranks]
+        if not all(isinstance(i, (ir.OnMesh, *NAMES)) for i in body) or len(set(ranks)) < len(ranks):
+            return self.cut(body, self.program.mesh)
+        first: list[ir.Instruction] = []
+        then: list[ir.Instruction] = []
+        for i in body:
+            if not isinstance(i, ir.OnMesh):
+                first.append(i)
+                then.append(i)
+            elif (halves := self.cut(i.body, i.mesh)) is None:
+                then.append(i)
+            else:
+                first.append(replace(i, body=halves.first))
+                then.append(replace(i, body=halves.then))
+        return _Halves(tuple(first), tuple(then)) if any(isinstance(i, ir.OnMesh) for i in first) else None
+
+    def cut(self, body: ir.Body, mesh: Mesh) -> _Halves | None:
+        """After the first communications, if something is computed before the next. None also where the order of a channel would change."""
+        places = [place for place, i in enumerate(body) if self.in_turn(i)]
+        last = next((a for a, b in pairwise(places) if any(isinstance(i, COMPUTES) for i in ir.walk(body[a:b]))), None)
+        if last is None or any(isinstance(i, ir.Allocate | ir.Deallocate) for i in body):
+            return None
+        first, then = body[: last + 1], body[last + 1 :]
+        if set(_posted(first, mesh)) & set(_posted(then, mesh)):
+            return None
+        return _Halves(first, (*(i for i in first if isinstance(i, NAMES)), *then))
+
+    # --- names ---
+
+    def index(self, beside: str) -> str:
+        letters = [letter for letter in "ijkl" if letter not in self.taken]
+        return take_name(letters[0] if letters else beside, self.taken)
+
+    def said_again(self, body: ir.Body, old: str, new: str) -> ir.Body:
+        """The same for another index, under names of its own."""
+        names = {old: new}
+        for i in ir.walk(body):
+            for name in ir.names(i, "define", "index"):
+                names[name] = take_name(f"{name.removesuffix(f'_{old}')}_{new}", self.taken)
+        return renamed(body, names)
+
+
+def _posted(body: ir.Body, mesh: Mesh) -> Iterator[tuple[Mesh | None, ir.Team, str]]:
+    """What meets in the order in which it is posted: the sends, the recvs and the collectives of each channel."""
+    for i in body:
+        if isinstance(i, ir.COMMUNICATIONS):
+            kind = "send" if isinstance(i, ir.Send | ir.SendBlocks) else "recv" if isinstance(i, ir.Recv | ir.RecvBlocks) else "collective"
+            yield None if i.team == ir.EVERYONE else mesh, i.team, kind
+        for inner in ir.bodies(i):
+            yield from _posted(inner, i.mesh if isinstance(i, ir.OnMesh) else mesh)

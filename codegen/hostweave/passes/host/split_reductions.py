@@ -1,0 +1,113 @@
+"""Host to host: what reduces many rows to a few numbers is two kernels, so that more than a few blocks of threads read the rows.
+
+    launch @sum_y %x -> %y
+
+where that is `%y: f32[] = sum(%x, axis=(0, 1))` of f32[M, N], becomes
+
+    %y_rows = allocate f32[M]
+    launch @sum_y_rows %x -> %y_rows
+    launch @sum_y %y_rows -> %y
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hostweave.base.names import take_name
+from hostweave.fusion_ir.ir import Op, Value
+from hostweave.host_ir import ir
+from hostweave.host_ir.dead_code import launched
+from hostweave.options import Options
+from hostweave.types.size import Extent, product
+from hostweave.types.tensor import BufferType, Dim, TensorType, f32
+
+KINDS = ("sum", "prod", "mean", "max", "min")
+ROUNDED = ("sum", "prod", "mean")  # of these small floats are not handed on
+FEW = 32  # numbers that are left, at most
+ROW = 512  # elements, at least
+MANY = 1 << 16  # elements in all, at least
+
+
+def split_reductions(program: ir.HostProgram, options: Options) -> ir.HostProgram:
+    """After it a reduction to few numbers, outside of loops, is of a vector or of little."""
+    split = _Split(program)
+    body = split.body(program.body)
+    return replace(program, body=body, kernels=launched(split.kernels.values(), body))
+
+
+class _Split:
+    def __init__(self, program: ir.HostProgram):
+        self.kernels = {kernel.name: kernel for kernel in program.kernels}
+        self.halves: dict[str, tuple[ir.Kernel, ir.Kernel]] = {}  # of a kernel that is split
+        self.taken = {name for i in ir.walk(program.body) for name in ir.names(i, "define")}
+        self.taken.update(parameter.name for parameter in (*program.inputs, *program.outputs))
+
+    def body(self, body: ir.Body) -> ir.Body:
+        return tuple(new for i in body for new in self.instruction(i))
+
+    def instruction(self, i: ir.Instruction) -> ir.Body:
+        if isinstance(i, ir.OnMesh):
+            return (replace(i, body=self.body(i.body)),)
+        if not isinstance(i, ir.Launch) or not (kernel := self.kernels.get(i.kernel)) or not (row := _row(kernel)):
+            return (i,)
+        if i.kernel not in self.halves:
+            self.halves[i.kernel] = _halves(kernel, row)
+            self.kernels.update((half.name, half) for half in self.halves[i.kernel])
+        first, last = self.halves[i.kernel]
+        rows = take_name(f"{i.dsts[0]}_rows", self.taken)
+        type = first.results[0].type
+        return (
+            ir.Allocate(rows, BufferType(type.dtype, type.shape), location=i.location),
+            replace(i, kernel=first.name, dsts=(rows,)),
+            replace(i, kernel=last.name, srcs=(rows,)),
+        )
+
+
+def _row(kernel: ir.Kernel) -> tuple[int, ...]:
+    """The innermost of the dims that a kernel reduces, long enough for a block of threads; none where one kernel does."""
+    op = kernel.ops[-1]
+    if len(kernel.ops) > 1 or op.kind not in KINDS:
+        return ()
+    axes, shape, left = _axes(op), kernel.inputs[0].type.shape, product(op.result.type.shape)
+
+    def is_less(dims: tuple[int, ...], most: int) -> bool:
+        count = product(tuple(shape[dim] for dim in dims))
+        return count.is_int and int(count) < most
+
+    if not left.is_int or int(left) > FEW or is_less(axes, MANY):
+        return ()
+    return next((axes[k:] for k in range(len(axes) - 1, 0, -1) if not is_less(axes[k:], ROW)), ())
+
+
+def _axes(op: Op) -> tuple[int, ...]:
+    axes = op.attribute("axis")
+    assert isinstance(axes, tuple)
+    return tuple(int(axis) for axis in axes)
+
+
+def _halves(kernel: ir.Kernel, row: tuple[int, ...]) -> tuple[ir.Kernel, ir.Kernel]:
+    """A kernel that reduces the dims of a row, and one for those that are left."""
+    (op,), (source,) = kernel.ops, kernel.inputs
+    is_rounded = op.kind in ROUNDED and source.type.dtype.kind == "float" and source.type.dtype.itemsize < 4
+    dtype = f32 if is_rounded else source.type.dtype
+    keeps = op.attribute("keepdims")
+    dims = [Dim(Extent()) if axis in row else dim for axis, dim in enumerate(source.type.dims) if keeps or axis not in row]
+    others = tuple(axis if keeps else axis - sum(inner < axis for inner in row) for axis in _axes(op) if axis not in row)
+    rows = Value(f"{op.result.name}_rows", TensorType(dtype, tuple(dims)))
+    wide = Value(f"{source.name}_{dtype}", replace(source.type, dtype=dtype))
+    total = replace(op.result, name=f"{op.result.name}_{dtype}", type=replace(op.result.type, dtype=dtype))
+    if is_rounded:
+        first = [Op("cast", (source.name,), wide, location=op.location), _with(op, wide.name, row, rows)]
+        last = [_with(op, rows.name, others, total), Op("cast", (total.name,), op.result, location=op.location)]
+    else:
+        first = [_with(op, source.name, row, rows)]
+        last = [_with(op, rows.name, others, op.result)]
+    return (
+        ir.Kernel(f"{op.kind}_{rows.name} of {kernel.name}", kernel.inputs, tuple(first)),
+        ir.Kernel(f"{kernel.name} of rows", (ir.Parameter(rows.name, rows.type),), tuple(last)),
+    )
+
+
+def _with(op: Op, operand: str, axes: tuple[int, ...], result: Value) -> Op:
+    attributes = tuple((name, axes if name == "axis" else value) for name, value in op.attributes)
+    return replace(op, operands=(operand,), result=result, attributes=attributes)

@@ -1,0 +1,232 @@
+"""Which buffer or view holds a value: all of it, or what one step of a loop touches. Memory is taken, and views made, at first use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hostweave.base.errors import ProgramError
+from hostweave.fusion_ir.ir import Op
+from hostweave.host_ir import ir
+from hostweave.host_ir.builder import Builder
+from hostweave.host_ir.expr import Const, Expr
+from hostweave.passes.lower.aside import Aside
+from hostweave.passes.lower.dataflow import Dataflow
+from hostweave.passes.lower.parts import part
+from hostweave.passes.lower.placement import Placement, reversed_view
+from hostweave.passes.lower.steps import Steps, chunk, chunk_shape, expr_of, keeps_dim, team_coordinate
+from hostweave.types.size import Extent, block
+from hostweave.types.tensor import BufferType
+
+CUTS = ("slice", "select")
+
+
+class Buffers:
+    def __init__(self, flow: Dataflow, placement: Placement, b: Builder, aside: Aside):
+        self.flow, self.placement, self.b, self.aside = flow, placement, b, aside
+        self.wholes: dict[str, str] = {}  # value -> the buffer or view that holds all of it
+        self.by_step: dict[str, str] = {}  # value that lives in one loop -> buffer of one chunk a step
+        self.chunks: dict[str, str] = {}  # value that is a view of another's chunk -> that view, in the present iteration
+
+    def begin(self, inputs: Sequence[ir.Parameter], outputs: Sequence[ir.Parameter]) -> None:
+        """Parameters hold what they are named for, outputs where an op writes them: not a view, nor what is given back as it came."""
+        seen_through = {op.result.name for op in self.placement.seen_through.values()}
+        written = {name for name, op in self.flow.made_by.items() if not self.flow.is_view(op)} | seen_through
+        self.wholes |= {p.name: p.name for p in inputs} | {p.name: p.name for p in outputs if p.name in written}
+
+    # --- all of a value ---
+
+    def whole(self, name: str) -> str:
+        """The buffer or view that holds all of a value; memory is taken at its first use."""
+        is_known = name in self.wholes and self.b.is_visible(self.wholes[name])
+        if not is_known and name in self.placement.parts:
+            op, number = self.placement.parts[name]
+            with self.b.hoisted():
+                self.wholes[name] = part(self.b, self.flow, op, number, self.whole(op.result.name), None)
+        elif not is_known and name in self.placement.seen_through:
+            self.wholes[name] = self._seen_through(self.placement.seen_through[name])
+        elif not is_known:
+            producer = self.flow.made_by[name]
+            self.wholes[name] = self._whole_view(producer) if self.flow.is_view(producer) else self._own_memory(name)
+        return self.wholes[name]
+
+    def contiguous(self, name: str) -> str:
+        """All of a value, as a block takes it."""
+        source, is_elsewhere = self.whole(name), self.flow.types[name].mesh is not None
+        if is_elsewhere and self.b.is_contiguous(source):
+            source = self.b.memory_of(source)  # which can be named where the mesh is left
+        if not self.b.is_contiguous(source) or (is_elsewhere and not self.b.is_memory(source)):
+            self.wholes[name] = self._copied(name, source)
+            return self.wholes[name]
+        return source
+
+    def _own_memory(self, name: str) -> str:
+        return self.b.allocate(name, self.flow.local(self.flow.values[name]))
+
+    def _copied(self, name: str, source: str) -> str:
+        packed = self.b.allocate(f"{name}_packed", self.b.types[source])
+        self.b.emit(ir.Copy(source, packed))
+        return packed
+
+    def _seen_through(self, op: Op) -> str:
+        """What a view is of, where the view's result has the memory."""
+        (source,), name = op.tensors, op.result.name
+        with self.b.hoisted():
+            if name not in self.placement.seen_through and name not in self.wholes:
+                self.wholes[name] = self._own_memory(name)
+            view = reversed_view(self.flow, op, self.whole(name))
+            if isinstance(view, ir.Permute):
+                return self.b.permute(view.src, view.order, source)
+            return self.b.reshape(view.src, view.shape, source)
+
+    # --- what one step touches ---
+
+    def operand(self, op: Op, number: int, steps: Steps | None) -> str:
+        """What an op reads: its chunk where the operand has the streamed dim, else all of it, with dims lined up with the result's."""
+        name, stream = op.operands[number], op.result.stream
+        assert isinstance(name, str)
+        if steps is None or stream is None:
+            return self.whole(name)
+        dim, keeps = self.flow.map(op).operand_dim(number, stream.dim), keeps_dim(op)
+        if dim is not None:
+            return self.chunk(name, dim, steps, keeps)
+        buffer, rank = self.whole(name), len(self.flow.types[name].dims)
+        position = stream.dim - (len(op.result.type.dims) - rank)
+        if op.kind == "matmul" and keeps:
+            position = rank - 2  # shards of M or N are stacked before the matrix
+        if steps.splits(op.result, stream.dim) and position > 0:
+            shape = self.b.types[buffer].shape
+            return self.b.reshape(buffer, (*shape[:position], Extent(), *shape[position:]), f"{name}_stacked")
+        if steps.drops_dim and not keeps and position >= 0:
+            with self.b.hoisted():
+                return self.b.drop(buffer, position, f"{name}_{steps.index.name}")
+        return buffer
+
+    def operands(self, op: Op, steps: Steps | None) -> list[str]:
+        return [self.operand(op, number, steps) for number, operand in enumerate(op.operands) if isinstance(operand, str)]
+
+    def destination(self, op: Op, steps: Steps | None) -> str:
+        """What an op writes."""
+        value, stream = op.result, op.result.stream
+        if steps is None or stream is None:
+            return self.whole(value.name)
+        is_new = value.name not in self.wholes and value.name not in self.by_step
+        if is_new and value.name in self.placement.within_loops:
+            shape = chunk_shape(steps, self.flow.mesh, value, stream.dim)
+            splits = steps.splits(value, stream.dim)
+            if splits or any(extent != Extent() for extent in self.flow.local(value).shape[: stream.dim]):
+                # Chunks of the value as it is would be strided, and communication needs them contiguous.
+                if splits:  # as collectives lay shards out
+                    shape = (shape[stream.dim], *shape[: stream.dim], *shape[stream.dim + 1 :])
+                self.by_step[value.name] = self.b.allocate(value.name, BufferType(value.type.dtype, (steps.count, *shape)))
+        return self.chunk(value.name, stream.dim, steps, keeps_dim(op))
+
+    def chunk(self, name: str, dim: int, steps: Steps, keeps: bool = False) -> str:
+        """What one iteration touches of a value; `keeps` the dim, where a step takes one index of it."""
+        value = self.flow.values[name]
+        if name in self.chunks and not self.b.is_visible(self.chunks[name]):
+            self.view(self.flow.made_by[name], steps)
+        if name in self.chunks:
+            return self.chunks[name]
+        if name in self.by_step:
+            wanted = f"{name}_{steps.index.name}"
+            view = self.b.select(self.by_step[name], 0, steps.block, wanted)
+            if steps.splits(value, dim):  # laid out with the shards first
+                rank = len(self.b.types[view].shape)
+                view = self.b.permute(view, (*range(1, dim + 1), 0, *range(dim + 1, rank)), f"{wanted}_in_order")
+            shape = chunk_shape(replace(steps, drops_dim=steps.drops_dim and not keeps), self.flow.mesh, value, dim)
+            return self.b.reshape(view, shape, wanted)
+        with self.b.hoisted():
+            buffer = self.whole(name)
+            if steps.splits(value, dim):
+                self.b.split(buffer, dim, Extent(steps.shards_in(value, dim)), f"{name}_shards")
+        return chunk(self.b, steps, buffer, value, dim, keeps)
+
+    def end_of_loop(self) -> None:
+        """Views of chunks end with the loop that takes them."""
+        self.chunks.clear()
+
+    # --- views ---
+
+    def view(self, op: Op, steps: Steps | None) -> None:
+        """Defines what a view makes: a view of all of its operand, or of the chunk of a step."""
+        result, stream, source = op.result, op.result.stream, op.tensors[0]
+        if self.placement.seen_through.get(source) == op:
+            self.whole(source)
+            return
+        if op.kind == "reshard":
+            with self.b.hoisted():
+                self.wholes[result.name] = self._own_block(op)
+            return
+        dim = None if steps is None or stream is None else self.flow.map(op).operand_dim(0, stream.dim)
+        if steps is None or stream is None or dim is None or op.kind == "transpose":
+            self.wholes[result.name] = self._whole_view(op)
+            return
+        here, wanted = self.chunk(source, dim, steps), f"{result.name}_{steps.index.name}"
+        if op.kind in CUTS:
+            shift = steps.splits(self.flow.values[source], dim) - steps.drops_dim
+            self.chunks[result.name] = self._cut(op, here, shift if _cut_axis(op) > dim else 0, wanted)
+        else:
+            self.chunks[result.name] = self.b.reshape(here, chunk_shape(steps, self.flow.mesh, result, stream.dim), wanted)
+
+    def _own_block(self, op: Op) -> str:
+        """The view of this rank's block of a value that it holds all of, or as much of each dim."""
+        source, mesh, buffer = self.flow.values[op.tensors[0]], self.flow.mesh_of(op), self.whole(op.tensors[0])
+        have, want = self.flow.local(source).shape, self.flow.local(op.result).shape
+        moves = self.flow.moves(op)
+        sent = self.flow.transfer(op).sent if moves else ()  # 1: the same block, by another name
+        for i, (dim, own) in enumerate(zip(op.result.type.dims, want, strict=True)):
+            if have[i] == own:
+                continue
+            gained = dim.axes[len(source.type.dims[i].axes) :] if not moves else dim.axes if sent[i] > 1 else ()
+            place, ranks = team_coordinate(mesh, gained), mesh.size_of(gained)
+            if own == dim.extent // mesh.size_of(dim.axes):
+                buffer = self.b.slice(buffer, i, place, Extent(ranks), op.result.name)
+            else:
+                buffer = self.b.section(buffer, i, own, place * expr_of(block(dim.extent, ranks)), op.result.name)
+        return buffer
+
+    def _whole_view(self, op: Op) -> str:
+        """The view of all of the operand that is all of the result."""
+        if op.kind == "reshard":
+            return self._own_block(op)
+        source, name = self.whole(op.tensors[0]), op.result.name
+        with self.b.hoisted():
+            if op.kind == "transpose":
+                axes = op.attribute("axes")
+                assert isinstance(axes, tuple)
+                return self.b.permute(source, axes, name)
+            if op.kind in CUTS:
+                return self._cut(op, source, 0, name)
+            shape = self.flow.local(op.result).shape
+            try:
+                return self.b.reshape(source, shape, name)
+            except ValueError:  # no strides give this shape
+                return self.b.reshape(self._packed(op, source), shape, name)
+
+    def _cut(self, op: Op, source: str, shift: int, name: str) -> str:
+        """The view of the indices that a slice or select takes; its axis is `shift` dims further in what is here."""
+        axis, start = _cut_axis(op), op.attribute("index" if op.kind == "select" else "start")
+        assert isinstance(start, int)
+        first: Expr = Const(start) if start >= 0 else expr_of(self.flow.types[op.tensors[0]].shape[axis]) - -start
+        if op.kind == "select":
+            return self.b.select(source, axis + shift, first, name)
+        taken, step = op.result.type.shape[axis], op.attribute("step")
+        assert isinstance(step, int)
+        if step == 1:
+            return self.b.section(source, axis + shift, taken, first, name)
+        return self.b.strided(source, axis + shift, taken, first, step, name)
+
+    def _packed(self, op: Op, source: str) -> str:
+        """A copy of what a view cannot be of."""
+        name = op.tensors[0]
+        if self.flow.values[name].stream is not None:
+            raise ProgramError(f"{op.kind}: %{name} is not contiguous here; take the view before the stream loop", op.location)
+        self.aside.wait_for(name)
+        return self._copied(name, source)
+
+
+def _cut_axis(op: Op) -> int:
+    axis = op.attribute("axis")
+    assert isinstance(axis, int)
+    return axis

@@ -1,0 +1,336 @@
+"""How each communication becomes instructions: the collective on whole buffers or chunks, and the pipelines that go by block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+
+from hostweave.host_ir import ir
+from hostweave.host_ir.builder import Builder
+from hostweave.host_ir.expr import Const, Expr, Rank, Var
+from hostweave.passes.lower.steps import Steps, expr_of, team_coordinate, team_size
+from hostweave.types.mesh import Mesh
+from hostweave.types.routes import Transfer
+from hostweave.types.size import Extent
+from hostweave.types.tensor import BufferType
+
+
+@dataclass(frozen=True)
+class Channel:
+    """Who communicates, and which dim of the buffers holds a block a rank (None for all_reduce)."""
+
+    mesh: Mesh
+    team: ir.Team
+    dim: int | None = None
+
+    @property
+    def size(self) -> int:
+        return team_size(self.mesh, self.team)
+
+
+# --- collectives ------------------------------------------------------------------------------------------------------
+
+
+def all_gather(b: Builder, src: str, dst: str, channel: Channel, steps: Steps | None) -> None:
+    blocks = blocks_first(b, dst, channel, b.types[src])
+    with packed_destination(b, blocks, steps) as landing:
+        b.emit(ir.AllGather(packed_source(b, src, steps), landing, channel.team))
+
+
+def reduce_scatter(b: Builder, src: str, dst: str, op: str, channel: Channel, steps: Steps | None) -> None:
+    blocks = packed_source(b, blocks_first(b, src, channel, b.types[dst]), steps)
+    with packed_destination(b, dst, steps) as landing:
+        b.emit(ir.ReduceScatter(blocks, landing, op, channel.team))
+
+
+def all_reduce(b: Builder, src: str, dst: str, op: str, channel: Channel, steps: Steps | None) -> None:
+    with packed_destination(b, dst, steps) as landing:
+        b.emit(ir.AllReduce(packed_source(b, src, steps), landing, op, channel.team))
+
+
+def all_to_all(b: Builder, src: str, dst: str, cut: Channel, joined: Channel, steps: Steps | None) -> None:
+    """Dim `cut.dim` of src goes out block by block, and what comes in stands along dim `joined.dim` of dst."""
+    blocks = packed_source(b, every_block(b, src, cut), steps)
+    with packed_destination(b, every_block(b, dst, joined), steps) as landing:
+        b.emit(ir.AllToAll(blocks, landing, cut.team))
+
+
+def exchange(b: Builder, src: str, dst: str, sources: ir.Sources, team: ir.Team, steps: Steps | None) -> None:
+    with packed_destination(b, dst, steps) as landing:
+        b.emit(ir.Exchange(packed_source(b, src, steps), landing, sources, team))
+
+
+def every_block(b: Builder, whole: str, channel: Channel) -> str:
+    """The view of `whole` with a dim of one block a rank outermost."""
+    assert channel.dim is not None
+    blocks = b.split(whole, channel.dim, Extent(channel.size), f"{whole}_blocks")
+    return outermost(b, blocks, channel.dim, f"{whole}_by_rank")
+
+
+def outermost(b: Builder, src: str, dim: int, wanted: str) -> str:
+    return b.permute(src, (dim, *(i for i in range(len(b.types[src].shape)) if i != dim)), wanted)
+
+
+def blocks_first(b: Builder, whole: str, channel: Channel, block: BufferType) -> str:
+    """The view of `whole` with one block a rank outermost, as NCCL lays them out; `whole` itself where it already is."""
+    dim = channel.dim
+    assert dim is not None
+    if b.is_contiguous(whole) and all(extent == Extent() for extent in b.types[whole].shape[:dim]):
+        return whole
+    if len(b.types[whole].shape) == len(block.shape):  # one dim still holds the blocks of all ranks
+        return every_block(b, whole, channel)
+    return outermost(b, whole, dim, f"{whole}_by_rank")
+
+
+def packed_source(b: Builder, src: str, steps: Steps | None) -> str:
+    """`src`, or a contiguous copy of it where it is not."""
+    if b.is_contiguous(src):
+        return src
+    packed = temporary(b, src, steps)
+    b.emit(ir.Copy(src, packed))
+    return packed
+
+
+@contextmanager
+def packed_destination(b: Builder, dst: str, steps: Steps | None) -> Iterator[str]:
+    """`dst`, or contiguous memory that is copied to it afterwards where it is not."""
+    if b.is_contiguous(dst):
+        yield dst
+        return
+    packed = temporary(b, dst, steps)
+    yield packed
+    b.emit(ir.Copy(packed, dst))
+
+
+def temporary(b: Builder, like: str, steps: Steps | None) -> str:
+    """Contiguous memory of the shape of `like`: its own in every iteration."""
+    type = b.types[like]
+    if steps is None:
+        return b.allocate_here(f"{like}_packed", type)
+    ring = b.allocate(f"{like.removesuffix('_' + steps.index.name)}_packed", BufferType(type.dtype, (steps.count, *type.shape)))
+    return b.select(ring, 0, steps.block, f"{like}_packed")
+
+
+# --- to other meshes --------------------------------------------------------------------------------------------------
+
+
+def reduce(b: Builder, src: str, dst: str, op: str, channel: Channel, root: int, steps: Steps | None) -> None:
+    """To the rank at place `root` of the team, the only one that has dst."""
+    b.emit(ir.Reduce(packed_source(b, src, steps), dst, op, Const(root), channel.team))
+
+
+def blocks_to_send(b: Builder, src: str, blocks: Transfer, steps: Steps | None) -> str:
+    """Memory that holds the blocks of `src` one after the other: its own, or a copy's."""
+    in_order = b.memory_of(packed_source(b, cut(b, src, blocks.sent), steps))
+    if steps is not None or b.is_memory(in_order):
+        return in_order
+    packed = temporary(b, in_order, steps)  # a view of this mesh cannot be named where both meshes post together
+    b.emit(ir.Copy(in_order, packed))
+    return packed
+
+
+@contextmanager
+def blocks_to_receive(b: Builder, dst: Callable[[], str], blocks: Transfer, steps: Steps | None) -> Iterator[str]:
+    """Memory for the blocks of `dst()` one after the other, copied to it afterwards where it is not its own."""
+    by_block = cut(b, dst(), blocks.received)
+    if b.is_contiguous(by_block):
+        yield b.memory_of(by_block)
+        return
+    landing = temporary(b, by_block, steps)
+    yield landing
+    b.emit(ir.Copy(landing, cut(b, dst(), blocks.received)))  # other views where an `on` body has ended meanwhile
+
+
+def cut(b: Builder, whole: str, cuts: tuple[int, ...]) -> str:
+    """The view of `whole` with the blocks of all dims outermost, in row-major order; one block is `whole`, or the chunk of a loop."""
+    if set(cuts) <= {1}:
+        return whole
+    shape: list[Extent] = []
+    outer: list[int] = []
+    inner: list[int] = []
+    for extent, blocks in zip(b.types[whole].shape, cuts, strict=True):
+        if blocks > 1:
+            outer.append(len(shape))
+            shape.append(Extent(blocks))
+        inner.append(len(shape))
+        shape.append(extent // blocks)
+    return b.permute(b.reshape(whole, tuple(shape), f"{whole}_blocks"), (*outer, *inner), f"{whole}_by_block")
+
+
+def send(src: str, blocks: Transfer, apart: bool) -> ir.Instruction:
+    """All that this rank sends. Where the meshes share no rank it stands on the one that sends, else all ranks come by."""
+    distance = _distance(blocks)
+    if apart and distance is not None:
+        return ir.Send(src, _further(distance), ir.EVERYONE)
+    return ir.SendBlocks(src, prod(blocks.sent), blocks.routes, ir.EVERYONE)
+
+
+def recv(dst: str, blocks: Transfer, apart: bool) -> ir.Instruction:
+    """All that this rank receives."""
+    distance = _distance(blocks)
+    if apart and distance is not None:
+        return ir.Recv(dst, _further(-distance), ir.EVERYONE)
+    return ir.RecvBlocks(dst, prod(blocks.received), blocks.routes, ir.EVERYONE)
+
+
+def _distance(blocks: Transfer) -> int | None:
+    """How many ranks further each block goes, where all go as far and every rank of both meshes has one."""
+    far = {route.receiver - route.sender for route in blocks.routes}
+    one_each = set(blocks.sent) | set(blocks.received) <= {1} and len({route.sender for route in blocks.routes}) == blocks.senders
+    return far.pop() if len(far) == 1 and one_each else None
+
+
+def _further(distance: int) -> Expr:
+    return Rank() + distance if distance >= 0 else Rank() - -distance
+
+
+# --- shards that may be uneven ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Dims that ranks may share unevenly, with the extents at which every rank sends and receives as much as the others.
+
+    `is_even` is true where they share them evenly after all; None where they never do.
+    """
+
+    sent: dict[int, Extent]
+    received: dict[int, Extent]
+    is_even: Expr | None
+
+
+def with_padding(b: Builder, src: str, dst: str, padding: Padding, communicate: Callable[[str, str], None]) -> None:
+    """The communication on the buffers as they are, or on copies that are padded to whole blocks."""
+
+    def padded(like: str, extents: dict[int, Extent]) -> tuple[str, str]:
+        """Memory with these dims longer, and the view of its first part that has the shape of `like`."""
+        type = b.types[like]
+        shape = tuple(extents.get(i, extent) for i, extent in enumerate(type.shape))
+        whole = view = b.allocate_here(f"{like}_padded", BufferType(type.dtype, shape))
+        for i in extents:
+            view = b.section(view, i, type.shape[i], Const(0), f"{like}_part")
+        return whole, view
+
+    def on_copies() -> None:
+        sent, filled = padded(src, padding.sent)
+        b.emit(ir.Fill(sent, 0.0))
+        b.emit(ir.Copy(src, filled))
+        received, wanted = padded(dst, padding.received)
+        communicate(sent, received)
+        b.emit(ir.Copy(wanted, dst))
+
+    if padding.is_even is None:
+        on_copies()
+    else:
+        branch(b, padding.is_even, lambda: communicate(src, dst), on_copies)
+
+
+# --- gathers by block -------------------------------------------------------------------------------------------------
+
+
+def gather_p2p(b: Builder, src: str, dst: str, channel: Channel, steps: Steps) -> None:
+    """The owner of the step's block sends it; this rank's own block is copied."""
+    rank, size = team_coordinate(channel.mesh, channel.team), channel.size
+
+    def exchange() -> None:
+        with packed_destination(b, dst, steps) as landing:
+            group(
+                b,
+                ir.Recv(landing, steps.owned_by, channel.team),
+                ir.Send(packed_source(b, src, steps), (rank - steps.hop) % size, channel.team),
+            )
+
+    branch(b, steps.owned_by.equals(rank), lambda: b.emit(ir.Copy(src, dst)), exchange)
+
+
+def gather_broadcast(b: Builder, src: str, dst: str, channel: Channel, steps: Steps) -> None:
+    with packed_destination(b, dst, steps) as landing:
+        b.emit(ir.Broadcast(packed_source(b, src, steps), landing, steps.owned_by, channel.team))
+
+
+def gather_ring(b: Builder, src: str, dst: str, next_dst: Callable[[], str], channel: Channel, steps: Steps, event: str) -> None:
+    """This step's block goes on to the next rank while the one before sends the block of a later step."""
+    rank, size = team_coordinate(channel.mesh, channel.team), channel.size
+    branch(
+        b,
+        steps.hop.equals(0),
+        lambda: b.emit(ir.Copy(src, dst)),
+        lambda: b.emit(ir.Wait(event, steps.index - expr_of(steps.pieces))),
+    )
+
+    def pass_on() -> None:
+        arriving = next_dst()
+        group(b, ir.Recv(arriving, (rank - 1) % size, channel.team), ir.Send(dst, (rank + 1) % size, channel.team))
+        b.emit(ir.Record(event, steps.index))
+
+    branch(b, steps.index.less(expr_of(steps.count) - expr_of(steps.pieces)), pass_on)
+
+
+# --- reduce-scatters by block -----------------------------------------------------------------------------------------
+
+
+def scatter_p2p(b: Builder, src: str, landing: str, channel: Channel, steps: Steps, local: Callable[[str], str]) -> None:
+    """Each rank sends its term of a block to the owner; `landing` holds one term a rank until they are summed."""
+    rank, size = team_coordinate(channel.mesh, channel.team), channel.size
+    sender = Var(b.let("p", (rank - 1 - steps.hop) % size))
+    term = local(b.select(landing, 0, sender, f"{landing}_{steps.index.name}"))
+
+    def exchange() -> None:
+        with packed_destination(b, term, steps) as arriving:
+            group(
+                b,
+                ir.Recv(arriving, sender, channel.team),
+                ir.Send(packed_source(b, src, steps), steps.owned_by, channel.team),
+            )
+
+    branch(b, steps.owned_by.equals(rank), lambda: b.emit(ir.Copy(src, term)), exchange)
+
+
+def scatter_reduce(b: Builder, src: str, dst: str, op: str, channel: Channel, steps: Steps) -> None:
+    """The owner of the step's block gets the reduction; on the others dst is not touched."""
+    is_packed = not b.is_contiguous(dst)
+    arriving = temporary(b, dst, steps) if is_packed else dst
+    b.emit(ir.Reduce(packed_source(b, src, steps), arriving, op, steps.owned_by, channel.team))
+    if is_packed:
+        branch(b, steps.owned_by.equals(team_coordinate(channel.mesh, channel.team)), lambda: b.emit(ir.Copy(arriving, dst)))
+
+
+def scatter_ring(
+    b: Builder, produce: Callable[[bool], None], sums: str, next_sums: Callable[[], str], channel: Channel, steps: Steps, event: str
+) -> None:
+    """The sum of a block grows as it passes from rank to rank and ends at its owner. `produce(accumulate)` adds this rank's term."""
+    rank, size = team_coordinate(channel.mesh, channel.team), channel.size
+
+    def add() -> None:
+        b.emit(ir.Wait(event, steps.index - expr_of(steps.pieces)))
+        produce(True)
+
+    branch(b, steps.hop.equals(0), lambda: produce(False), add)
+
+    def pass_on() -> None:
+        arriving = next_sums()
+        group(b, ir.Recv(arriving, (rank - 1) % size, channel.team), ir.Send(sums, (rank + 1) % size, channel.team))
+        b.emit(ir.Record(event, steps.index))
+
+    branch(b, steps.index.less(expr_of(steps.count) - expr_of(steps.pieces)), pass_on)
+
+
+# --- structure --------------------------------------------------------------------------------------------------------
+
+
+def group(b: Builder, *communications: ir.Instruction) -> None:
+    with b.nested() as body:
+        for communication in communications:
+            b.emit(communication)
+    b.emit(ir.Group(tuple(body)))
+
+
+def branch(b: Builder, condition: Expr, then: Callable[[], None], otherwise: Callable[[], None] | None = None) -> None:
+    with b.nested() as taken:
+        then()
+    with b.nested() as not_taken:
+        if otherwise:
+            otherwise()
+    b.emit(ir.If(condition, tuple(taken), tuple(not_taken)))

@@ -1,0 +1,106 @@
+"""What a fusion says about its values: who makes and who uses each, what of it a rank holds, and which ops only look at it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from hostweave.fusion_ir.index_map import IndexMap
+from hostweave.fusion_ir.ir import Fusion, Op, Value
+from hostweave.fusion_ir.ops import OPS, index_map, operand_types
+from hostweave.fusion_ir.resharding import Change, change_of
+from hostweave.fusion_ir.rewriting import consumers
+from hostweave.types.mesh import Mesh
+from hostweave.types.routes import Transfer, transfer
+from hostweave.types.size import Extent
+from hostweave.types.tensor import BufferType, TensorType
+
+
+@dataclass(frozen=True, eq=False)
+class Dataflow:
+    """A fusion whose reshards are each one communication or one local slice."""
+
+    fusion: Fusion
+    uneven: tuple[str, ...] = ()  # sizes that ranks may share unevenly
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.fusion.mesh
+
+    @cached_property
+    def values(self) -> dict[str, Value]:
+        return self.fusion.values()
+
+    @cached_property
+    def types(self) -> dict[str, TensorType]:
+        return {name: value.type for name, value in self.values.items()}
+
+    @cached_property
+    def made_by(self) -> dict[str, Op]:
+        return {op.result.name: op for op in self.fusion.ops}
+
+    @cached_property
+    def consumers(self) -> dict[str, list[Op]]:
+        """For every value one entry for each operand that it is."""
+        return {name: [op for op in users if op] for name, users in consumers(self.fusion).items()}
+
+    # --- on one rank ---
+
+    def mesh_of(self, op: Op) -> Mesh:
+        return op.result.type.mesh_in(self.mesh)
+
+    def local(self, value: Value) -> BufferType:
+        """What a rank holds of a value."""
+        return BufferType(value.type.dtype, value.type.local_shape(self.mesh, self.uneven))
+
+    # --- what an op does ---
+
+    def map(self, op: Op) -> IndexMap:
+        return index_map(op, operand_types(op, self.types))
+
+    def change(self, op: Op) -> Change:
+        """What a reshard does."""
+        change = change_of(self.types[op.tensors[0]], op.result.type, self.mesh)
+        assert change is not None
+        return change
+
+    def reduction(self, op: Op) -> str:
+        """How a reshard of a partial reduces."""
+        partial = self.types[op.tensors[0]].partial
+        assert partial is not None
+        return partial.op
+
+    def moves(self, op: Op) -> bool:
+        """Whether an op is a communication of two meshes."""
+        return op.kind == "reshard" and self.types[op.tensors[0]].mesh != op.result.type.mesh
+
+    def transfer(self, op: Op) -> Transfer:
+        return transfer(self.types[op.tensors[0]], op.result.type, self.mesh)
+
+    def is_there(self, op: Op) -> bool:
+        """Whether each rank of another mesh holds its block already, as all that it holds or as a block of a whole dim."""
+        blocks = self.transfer(op)
+        dims = zip(self.types[op.tensors[0]].dims, blocks.sent, blocks.received, strict=True)
+        return not blocks.moved and all(received == 1 and (sent == 1 or not dim.axes) for dim, sent, received in dims)
+
+    def is_uneven(self, extent: Extent, ranks: int) -> bool:
+        """Whether so many ranks may share a dim unevenly."""
+        return int(extent) % ranks > 0 if extent.is_int else ranks > 1 and str(extent) in self.uneven
+
+    # --- views ---
+
+    def is_view(self, op: Op) -> bool:
+        """Whether an op is pointer arithmetic: also a reduction of one local element, and a reshard to a slice of what is here."""
+        if op.kind == "reshard":
+            return op.attribute("kind") == "shard" or (op.attribute("kind") == "transfer" and self.is_there(op))
+        if OPS[op.kind].combine and not OPS[op.kind].locates:
+            local = self.types[op.tensors[0]].local_shape(self.mesh, self.uneven)
+            axes = op.attribute("axis")
+            assert isinstance(axes, tuple)
+            return all(local[axis] == Extent() for axis in axes)
+        return OPS[op.kind].is_view
+
+    def viewed(self, name: str) -> str:
+        """The value whose memory a value is a view of."""
+        op = self.made_by.get(name)
+        return self.viewed(op.tensors[0]) if op is not None and self.is_view(op) else name

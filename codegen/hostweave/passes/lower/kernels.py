@@ -1,0 +1,47 @@
+"""The kernels that a program launches: one op each, and one for all ops that differ in names alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hostweave.fusion_ir.ir import Op, Value
+from hostweave.host_ir import ir
+from hostweave.types.tensor import BufferType, Dim, TensorType
+
+
+class Kernels:
+    def __init__(self, types: dict[str, BufferType]):
+        self.types = types  # of buffers
+        self.made: dict[object, ir.Kernel] = {}
+
+    def computing(self, op: Op, sources: Sequence[str], target: str) -> str:
+        """The name of the kernel that computes `op` on these buffers."""
+        names: dict[str, str] = {}  # of buffers: two operands may be one, a view of all of it
+        for operand, buffer in zip(op.tensors, sources, strict=True):
+            names.setdefault(buffer, operand)
+        called = {operand: names[buffer] for operand, buffer in zip(op.tensors, sources, strict=True)}
+        operands = tuple(called[operand] if isinstance(operand, str) else operand for operand in op.operands)
+        inputs = tuple(ir.Parameter(name, self.tensor(buffer)) for buffer, name in names.items())
+        body = replace(op, operands=operands, result=Value(op.result.name, self.tensor(target)))
+        positions = {name: str(i) for i, name in enumerate(names.values())}
+        numbered = tuple(positions[operand] if isinstance(operand, str) else operand for operand in operands)
+        same = replace(body, operands=numbered, result=replace(body.result, name="")), tuple(p.type for p in inputs)
+        if same not in self.made:
+            taken = {kernel.name for kernel in self.made.values()}
+            name = f"{op.kind}_{op.result.name}"
+            self.made[same] = ir.Kernel(name if name not in taken else f"{name}_{len(taken)}", inputs, (body,))
+        return self.made[same].name
+
+    def summing(self, reduction: str, terms: str, target: str, op: Op) -> str:
+        """The name of the kernel that reduces the outermost dim of a buffer, one term a rank, to what `op` makes."""
+        kind = "mean" if reduction == "avg" else reduction
+        result = Value(op.result.name, self.tensor(target))
+        body = Op(kind, (terms,), result, (("axis", (0,)),), op.location)
+        kernel = ir.Kernel(f"{kind}_{result.name}", (ir.Parameter(terms, self.tensor(terms)),), (body,))
+        self.made[kernel] = kernel
+        return kernel.name
+
+    def tensor(self, buffer: str) -> TensorType:
+        type = self.types[buffer]
+        return TensorType(type.dtype, tuple(Dim(extent) for extent in type.shape))

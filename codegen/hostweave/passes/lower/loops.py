@@ -1,0 +1,109 @@
+"""What stands in one loop: neighbouring streamed ops that take the same steps, each reading what its own step made.
+
+    %h: f32[M, K] stream(M, 4, block) = neg(%x)
+    %v: f32[K, M] = transpose(%x, axes=(1, 0))
+    %y: f32[M, N] stream(M, 4, block) = matmul(%h, %w)
+
+is %v by itself, a view that costs nothing where it stands, and then a loop of %h and %y.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hostweave.fusion_ir.ir import Op
+from hostweave.passes.lower.dataflow import Dataflow
+from hostweave.types.size import Extent
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Neighbouring ops of one loop; an op outside of every loop stands alone."""
+
+    ops: tuple[Op, ...]
+
+    @property
+    def is_streamed(self) -> bool:
+        return self.ops[0].result.stream is not None
+
+    @property
+    def communication(self) -> Op | None:
+        """The op whose communication decides which block a step takes."""
+        return next((op for op in self.ops if op.result.stream and op.result.stream.by), None)
+
+    @property
+    def by_block(self) -> bool:
+        """Whether the blocks of a communication are walked; a loop that has none takes its steps in order."""
+        stream = self.ops[0].result.stream
+        return stream is not None and stream.step == "block" and self.communication is not None
+
+    def makes(self, name: str) -> bool:
+        return any(op.result.name == name for op in self.ops)
+
+
+def loops_of(flow: Dataflow) -> tuple[Loop, ...]:
+    """Ops in order, neighbours with the same loop together. Views cost nothing, so they go before a loop that they would cut."""
+    result: list[Loop] = []
+    for op in flow.fusion.ops:
+        last = result[-1] if result else None
+        if last and _joins(flow, op, last):
+            result[-1] = Loop((*last.ops, op))
+        elif last and last.is_streamed and _is_view_from_before(flow, op, last):
+            result.insert(-1, Loop((op,)))
+        else:
+            result.append(Loop((op,)))
+    return tuple(result)
+
+
+def iterations(flow: Dataflow, op: Op) -> tuple[Extent, bool]:
+    """How many steps a streamed op takes, and whether each drops the dim."""
+    stream = op.result.stream
+    assert stream is not None
+    if stream.chunks is not None:
+        return Extent(stream.chunks), False
+    extent = op.result.type.dims[stream.dim].extent
+    return (extent if stream.step == "block" else extent // shards(flow, (op,))), True
+
+
+def shards(flow: Dataflow, ops: Sequence[Op]) -> int:
+    """Into how many shards the streamed dim is split, before or after the communication of these ops."""
+    split = [1]
+    for op in ops:
+        assert op.result.stream is not None
+        dims = [op.result.type.dims[op.result.stream.dim]]
+        if op.kind == "reshard" and flow.mesh_of(op) == flow.types[op.tensors[0]].mesh_in(flow.mesh):
+            dims.append(flow.types[op.tensors[0]].dims[op.result.stream.dim])
+        split.extend(flow.mesh_of(op).size_of(dim.axes) for dim in dims)
+    return max(split)
+
+
+def _is_view_from_before(flow: Dataflow, op: Op, loop: Loop) -> bool:
+    """Whether an op outside of loops is a view of what is there before this one."""
+    return op.result.stream is None and flow.is_view(op) and not loop.makes(op.tensors[0])
+
+
+def _joins(flow: Dataflow, op: Op, loop: Loop) -> bool:
+    """Whether an op can take its steps in this loop."""
+    stream, other = op.result.stream, loop.ops[0].result.stream
+    if stream is None or other is None or iterations(flow, op) != iterations(flow, loop.ops[0]):
+        return False
+    if (stream.step, stream.rotation) != (other.step, other.rotation):
+        return False
+    if loop.by_block and (stream.by or _feeds_communication(flow, op)):
+        return False  # a step can follow the rotation of one communication
+    for number, operand in enumerate(op.operands):
+        if not isinstance(operand, str) or not loop.makes(operand):
+            continue
+        produced = flow.values[operand].stream
+        if produced is None or flow.map(op).operand_dim(number, stream.dim) != produced.dim:
+            return False  # it reads more than the chunk of its own step
+        is_communicated = loop.communication is not None and loop.communication.result.name == operand
+        if loop.by_block and is_communicated and flow.types[operand].dims[produced.dim].axes:
+            return False  # the block is whole only after the last step
+    return True
+
+
+def _feeds_communication(flow: Dataflow, op: Op) -> bool:
+    streams = (consumer.result.stream for consumer in flow.consumers[op.result.name])
+    return any(stream is not None and stream.by is not None for stream in streams)

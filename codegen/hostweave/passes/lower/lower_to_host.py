@@ -1,0 +1,246 @@
+"""Fusion to host: one op, one instruction; a reshard becomes communication; streamed dims become loops.
+
+    %xg: bf16[M, K] stream(M, 8, block, p2p, own_first) = reshard(%x, kind=all_gather)
+    %y: bf16[M, N] stream(M, 8, block, own_first) = matmul(%xg, %w)
+
+becomes
+
+    %xg = allocate bf16[M, K]
+    fork ring
+    for %i in 0..8 { %p = (rank.x + %i) % 8; stream ring[%i] { the exchange of %xg_i; matmul %xg_i, %w -> %y_i } }
+    join ring
+
+Which ops share a loop (`lowering/loops.py`) and where results lie (`lowering/placement.py`) is decided before anything is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hostweave.fusion_ir.ir import Fusion, Op
+from hostweave.fusion_ir.ops import NO_SOURCE, axes_of
+from hostweave.fusion_ir.user_kernel import Source, held
+from hostweave.host_ir import ir
+from hostweave.host_ir.builder import Builder
+from hostweave.host_ir.calls import joined
+from hostweave.host_ir.expr import Const, Var
+from hostweave.options import Options
+from hostweave.passes.lower import communication
+from hostweave.passes.lower.aside import COMM, Aside
+from hostweave.passes.lower.buffers import Buffers
+from hostweave.passes.lower.dataflow import Dataflow
+from hostweave.passes.lower.kernels import Kernels
+from hostweave.passes.lower.loops import Loop, iterations, loops_of, shards
+from hostweave.passes.lower.parts import borders, part
+from hostweave.passes.lower.placement import placement_of
+from hostweave.passes.lower.reshards import Reshards, owner, ring_term
+from hostweave.passes.lower.steps import Steps, dim_of_chunk
+from hostweave.passes.lower.uneven_sizes import uneven_sizes
+from hostweave.types.size import Extent
+from hostweave.types.tensor import TensorType, f32
+
+RING = "ring"
+
+
+def lower_to_host(fusion: Fusion, options: Options) -> ir.HostProgram:
+    """The host program of a fusion whose reshards are each one communication or one local slice; of each block a block."""
+    uneven = uneven_sizes(fusion)
+    program = joined([_Lowering(Dataflow(body, uneven), options).program() for body in (*fusion.blocks, fusion)])
+    return replace(program, sources=fusion.sources)
+
+
+class _Lowering:
+    """Writes the instructions of one body."""
+
+    def __init__(self, flow: Dataflow, options: Options):
+        self.flow, self.options, self.b = flow, options, Builder()
+        self.loops = loops_of(flow)
+        self.placement = placement_of(flow, self.loops)
+        self.aside = Aside(flow, self.b)
+        self.buffers = Buffers(flow, self.placement, self.b, self.aside)
+        self.kernels = Kernels(self.b.types)
+        self.reshards = Reshards(flow, self.buffers, self.kernels, self.b)
+        self.ring_term: str | None = None  # in the present loop: the matmul whose term a ring of sums adds when it comes to it
+
+    def program(self) -> ir.HostProgram:
+        b, flow, f = self.b, self.flow, self.flow.fusion
+        inputs = tuple(ir.Parameter(b.parameter(v.name, flow.local(v)), v.type) for v in f.inputs)
+        outputs = tuple(ir.Parameter(b.parameter(name, flow.local(flow.values[name])), flow.types[name]) for name in f.outputs)
+        self.buffers.begin(inputs, outputs)
+        for loop in self.loops:
+            self.aside.settle(loop.ops)
+            if not loop.is_streamed or all(map(flow.is_view, loop.ops)):  # nothing to call in a loop
+                for op in loop.ops:
+                    self.op(op, None)
+            else:
+                self.loop(loop)
+        b.location = None
+        self.aside.join()
+        for parameter, name in zip(outputs, f.outputs, strict=True):
+            with b.on(parameter.type.mesh):
+                if self.buffers.whole(name) != parameter.name:  # an input, a view, or a value that is returned twice
+                    b.emit(ir.Copy(self.buffers.whole(name), parameter.name))
+        body = b.body()
+        forked = {i.stream for i in ir.walk(body) if isinstance(i, ir.Fork)}
+        streams = tuple(pool for pool in (ir.Streams(RING, self.options.streams), ir.Streams(COMM, 1)) if pool.name in forked)
+        events, kernels = tuple(self.reshards.events), tuple(self.kernels.made.values())
+        return ir.HostProgram(f.name, f.mesh, inputs, outputs, streams, events, kernels, body, flow.uneven)
+
+    def loop(self, loop: Loop) -> None:
+        b, flow = self.b, self.flow
+        count, drops_dim = iterations(flow, loop.ops[0])
+        steps = Steps(flow.mesh, Var(b.loop_index()), count, drops_dim, shards(flow, loop.ops), uneven=flow.uneven)
+        b.location = loop.ops[-1].location
+        meshes = {flow.types[name].mesh for op in loop.ops for name in (op.result.name, *op.tensors)}
+        b.hoists_views = len(meshes) == 1
+        with b.on(meshes.pop() if b.hoists_views else None):
+            with b.nested() as body:
+                if loop.by_block:
+                    steps = replace(steps, owner=owner(b, flow, loop, steps))
+                with b.nested() as on_stream:
+                    self.ring_term = ring_term(flow, loop)
+                    for op in loop.ops:
+                        self.op(op, steps)
+                b.location = loop.ops[-1].location
+                b.emit(ir.OnStream(RING, steps.index, tuple(on_stream)))
+            b.emit(ir.Fork(RING))
+            b.emit(ir.For(steps.index.name, count, tuple(body)))
+            b.emit(ir.Join(RING))
+            self.reshards.end_of_loop()
+        b.hoists_views = True
+        self.buffers.end_of_loop()
+
+    # --- ops ---
+
+    def op(self, op: Op, steps: Steps | None) -> None:
+        self.b.location = op.location
+        with self.b.on(op.result.type.mesh):
+            if self.flow.is_view(op):
+                self.buffers.view(op, steps)
+            elif self.aside.takes(op):
+                self.aside.run(op, lambda: self.reshards.reshard(op, None))
+            elif op.kind == "reshard":
+                self.reshards.reshard(op, steps)
+            elif op.kind == "output":
+                self.buffers.whole(op.result.name)  # what its kernel or block wrote
+            elif op.callee:
+                self.call(op, op.callee)
+            elif op.source:
+                self.launch_source(op, op.source)
+            else:
+                self.compute(op, steps)
+
+    def compute(self, op: Op, steps: Steps | None) -> None:
+        sources, target = self.buffers.operands(op, steps), self.buffers.destination(op, steps)
+        if op.kind in ("concat", "pad"):
+            self.assemble(op, sources, target, steps)
+        elif op.kind == "matmul":
+            self.matmul(op, sources, target, steps)
+        elif op.kind == "exchange":
+            self.exchange(op, sources[0], target, steps)
+        elif op.kind == "copy":
+            self.b.emit(ir.Copy(sources[0], target))
+        else:
+            kernel = self.kernels.computing(self.on_chunk(op, steps), sources, target)
+            self.b.emit(ir.Launch(kernel, tuple(dict.fromkeys(sources)), (target,)))
+
+    def on_chunk(self, op: Op, steps: Steps | None) -> Op:
+        """An op with the axes of its reduction as dims of the chunk, where the streamed dim is dropped or split in two."""
+        axes, stream = op.attribute("axis"), op.result.stream
+        if axes is None or steps is None or stream is None:
+            return op
+        assert isinstance(axes, tuple)
+        dim = self.flow.map(op).operand_dim(0, stream.dim)
+        assert dim is not None
+        shift = steps.splits(self.flow.values[op.tensors[0]], dim) - steps.drops_dim
+        shifted = tuple(axis + shift if axis > dim else axis for axis in axes)
+        return replace(op, attributes=tuple((key, shifted if key == "axis" else value) for key, value in op.attributes))
+
+    # --- matmuls ---
+
+    def matmul(self, op: Op, sources: Sequence[str], target: str, steps: Steps | None) -> None:
+        dense = [self.with_a_dense_dim(source, steps) for source in sources]
+        a, b, dst = self.stack_shards(op, steps, [*dense, target])
+        matmul = ir.Matmul(a, b, dst, precision="tf32" if self.options.tf32 and self.b.types[a].dtype == f32 else "")
+        if op.result.name == self.ring_term:
+            self.reshards.term = matmul
+        else:
+            self.b.emit(matmul)
+
+    def with_a_dense_dim(self, source: str, steps: Steps | None) -> str:
+        """A matrix whose rows or columns lie side by side, as cuBLASLt takes it."""
+        type = self.b.types[source]
+        dense = (stride == Extent() or extent == Extent() for extent, stride in zip(type.shape[-2:], ir.strides_of(type)[-2:], strict=True))
+        return source if any(dense) else communication.packed_source(self.b, source, steps)
+
+    def stack_shards(self, op: Op, steps: Steps | None, buffers: list[str]) -> list[str]:
+        """A matmul over slices of every rank's columns: the shards go before the matrix, as one more batch dim."""
+        stream = op.result.stream
+        if steps is None or stream is None or stream.dim != len(op.result.type.dims) - 1 or not steps.splits(op.result, stream.dim):
+            return buffers
+
+        def stacked(buffer: str) -> str:
+            rank = len(self.b.types[buffer].shape)
+            return self.b.permute(buffer, (*range(rank - 3), rank - 2, rank - 3, rank - 1), f"{buffer}_stacked")
+
+        x, w, y = buffers
+        return [x, stacked(w), stacked(y)]
+
+    # --- blocks, and kernels of the user ---
+
+    def call(self, op: Op, block: Fusion) -> None:
+        """All ranks make it: what a block does on a mesh of some of them, it does by itself."""
+        sources = []
+        for name in op.tensors:
+            with self.b.on(self.flow.types[name].mesh):
+                sources.append(self.buffers.contiguous(name))
+        targets = self.targets(op, block.output_types)
+        with self.b.on(None):
+            self.b.emit(ir.Call(block.name, tuple(sources), targets))
+
+    def launch_source(self, op: Op, source: Source) -> None:
+        sources = tuple(map(self.buffers.contiguous, op.tensors))
+        self.b.emit(ir.Launch(source.name, sources, self.targets(op, source.outputs)))
+
+    def targets(self, op: Op, types: Sequence[TensorType]) -> tuple[str, ...]:
+        """What a block or a kernel of the user writes; an output that nothing uses has memory of its own."""
+        flow, name = self.flow, op.result.name
+        used = {user.attribute("index"): user.result.name for user in flow.consumers[name] if user.kind == "output"}
+        targets = [self.buffers.whole(name)]
+        for index, type in enumerate(types[1:], 1):
+            mesh = type.mesh if op.callee else op.result.type.mesh
+            with self.b.on(mesh):
+                unused = held(type, mesh or flow.mesh, flow.uneven)
+                targets.append(self.buffers.whole(used[index]) if index in used else self.b.allocate(f"{name}_unused", unused))
+        return tuple(targets)
+
+    # --- ops that are copies ---
+
+    def exchange(self, op: Op, source: str, target: str, steps: Steps | None) -> None:
+        """Blocks go from rank to rank, or, where a rank holds them all, from place to place."""
+        axis, sources = op.attribute("axis"), axes_of(op, "sources")
+        assert isinstance(axis, int)
+        if axes := op.result.type.dims[axis].axes:
+            places = tuple(None if place == NO_SOURCE else place for place in sources)
+            communication.exchange(self.b, source, target, places, axes, steps)
+            return
+        dim, count = dim_of_chunk(axis, op, self.flow.values[op.tensors[0]], steps), Extent(len(sources))
+        for number, place in enumerate(sources):
+            block = self.b.slice(target, dim, Const(number), count, f"{target}_{number}")
+            if place == NO_SOURCE:
+                self.b.emit(ir.Fill(block, 0.0))
+            else:
+                self.b.emit(ir.Copy(self.b.slice(source, dim, Const(place), count, f"{source}_{place}"), block))
+
+    def assemble(self, op: Op, sources: Sequence[str], target: str, steps: Steps | None) -> None:
+        """Every operand of a concat or pad goes to its place, unless it was made there; what a pad adds is filled."""
+        for number, source in enumerate(sources):
+            place = part(self.b, self.flow, op, number, target, steps)
+            if place != source:
+                self.b.emit(ir.Copy(source, place))
+        if op.kind == "pad":
+            value = op.attribute("value")
+            assert isinstance(value, float)
+            for border in borders(self.b, self.flow, op, target, steps):
+                self.b.emit(ir.Fill(border, value))

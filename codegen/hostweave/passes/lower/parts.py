@@ -1,0 +1,45 @@
+"""Where the operands of a concat or pad lie in its result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hostweave.fusion_ir.ir import Op
+from hostweave.fusion_ir.ops import padded_dims
+from hostweave.host_ir.builder import Builder
+from hostweave.host_ir.expr import Const
+from hostweave.passes.lower.dataflow import Dataflow
+from hostweave.passes.lower.steps import Steps, dim_of_chunk, expr_of
+from hostweave.types.size import Extent
+
+
+def part(b: Builder, flow: Dataflow, op: Op, number: int, target: str, steps: Steps | None) -> str:
+    """The view of `target`, what is here of the result, that is an operand."""
+    type, name, source = flow.types[op.tensors[number]], op.result.name, flow.values[op.tensors[0]]
+    if op.kind == "concat":
+        axis = op.attribute("axis")
+        assert isinstance(axis, int)
+        before = Extent(0)
+        for other in op.tensors[:number]:
+            before = before + flow.types[other].shape[axis]
+        return b.section(target, dim_of_chunk(axis, op, source, steps), type.shape[axis], expr_of(before), f"{name}_{number}")
+    low = op.attribute("low")
+    assert isinstance(low, tuple)
+    for axis in padded_dims(op):
+        target = b.section(target, dim_of_chunk(axis, op, source, steps), type.shape[axis], Const(low[axis]), f"{name}_inside")
+    return target
+
+
+def borders(b: Builder, flow: Dataflow, op: Op, target: str, steps: Steps | None) -> Iterator[str]:
+    """What a pad adds, each element once: of every dim what lies inside of the dims before it."""
+    low, high, name = op.attribute("low"), op.attribute("high"), op.result.name
+    assert isinstance(low, tuple)
+    assert isinstance(high, tuple)
+    source = flow.values[op.tensors[0]]
+    for axis in padded_dims(op):
+        held, dim = source.type.shape[axis], dim_of_chunk(axis, op, source, steps)
+        if low[axis]:
+            yield b.section(target, dim, Extent(low[axis]), Const(0), f"{name}_before")
+        if high[axis]:
+            yield b.section(target, dim, Extent(high[axis]), expr_of(held + low[axis]), f"{name}_after")
+        target = b.section(target, dim, held, Const(low[axis]), f"{name}_inside")

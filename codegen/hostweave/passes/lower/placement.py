@@ -1,0 +1,117 @@
+"""Where results lie that need no memory of their own, or none that looks like them.
+
+    %h: f32[M, 2] = matmul(%x, %w)
+    %y: f32[(M + 1), 2] = concat(%h, %row, axis=0)
+
+%h is made where it belongs in %y, and
+
+    %h: f32[M, N] = matmul(%x, %w)
+    %t: f32[N, M] = transpose(%h, axes=(1, 0))
+    return %t
+
+makes %h through a view of the memory of %t, so that nothing is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hostweave.fusion_ir.index_map import groups
+from hostweave.fusion_ir.ir import Op
+from hostweave.host_ir import ir
+from hostweave.passes.lower.dataflow import Dataflow
+from hostweave.passes.lower.loops import Loop
+from hostweave.types.tensor import BufferType
+
+REVERSIBLE = ("reshape", "expand_dims", "transpose")  # views of all elements
+
+Part = tuple[Op, int]  # a concat or pad, and which operand of it
+
+
+@dataclass(frozen=True)
+class Placement:
+    parts: dict[str, Part]  # a value that is made where it belongs in another's memory
+    seen_through: dict[str, Op]  # a value -> the view of it whose result has the memory, through which its op writes
+    within_loops: frozenset[str]  # values that live and die in one loop, so that they may lie as it likes
+
+
+def placement_of(flow: Dataflow, loops: Sequence[Loop]) -> Placement:
+    parts = _parts(flow)
+    within_loops = frozenset(
+        op.result.name for loop in loops if loop.is_streamed for op in loop.ops if _ends_in(flow, op.result.name, loop)
+    )
+    return Placement(parts, _seen_through(flow, parts), within_loops)
+
+
+def reversed_view(flow: Dataflow, op: Op, src: str) -> ir.Reshape | ir.Permute:
+    """The view that leads from the result of a view back to what it is of."""
+    if op.kind == "transpose":
+        axes = op.attribute("axes")
+        assert isinstance(axes, tuple)
+        return ir.Permute("", src, tuple(axes.index(i) for i in range(len(axes))))
+    return ir.Reshape("", src, flow.local(flow.values[op.tensors[0]]).shape)
+
+
+def _ends_in(flow: Dataflow, name: str, loop: Loop) -> bool:
+    """Whether a value lives and dies in this loop. What a rank takes its part of lies there whole: the part is a view of that."""
+    return name not in flow.fusion.outputs and all(
+        loop.makes(op.result.name) and op.attribute("kind") != "shard" and (not flow.is_view(op) or _ends_in(flow, op.result.name, loop))
+        for op in flow.consumers[name]
+    )
+
+
+# --- operands of concat and pad ---------------------------------------------------------------------------------------
+
+
+def _parts(flow: Dataflow) -> dict[str, Part]:
+    """Operands of concat and pad that their own op can write where they belong in the result, as nothing else uses them."""
+    made = {op.result.name for op in flow.fusion.ops if op.result.stream is None and _writes_strided(flow, op)}
+    return {
+        name: (op, number)
+        for op in flow.fusion.ops
+        if op.kind in ("concat", "pad") and op.result.stream is None
+        for number, name in enumerate(op.tensors)
+        if name in made and flow.consumers[name] == [op] and name not in flow.fusion.outputs
+    }
+
+
+def _writes_strided(flow: Dataflow, op: Op) -> bool:
+    """Whether an op can write memory that is not contiguous. A reshard on one mesh can, by a copy."""
+    return not (flow.is_view(op) or flow.moves(op) or op.callee or op.source or op.kind == "output")
+
+
+# --- values that one view alone uses ----------------------------------------------------------------------------------
+
+
+def _seen_through(flow: Dataflow, parts: dict[str, Part]) -> dict[str, Op]:
+    """Values that are used through one view alone, and lie in memory as that view has them: as it is returned, or as what
+    merges its dims needs it. The view is then how their own op sees the memory, and nothing is copied."""
+    found: dict[str, Op] = {}
+    for op in flow.fusion.ops:
+        users = flow.consumers[op.result.name]
+        is_returned = op.result.name in flow.fusion.outputs and not users
+        is_merged = op.kind == "transpose" and bool(users) and all(user.kind == "reshape" and _merges(flow, user) for user in users)
+        if op.kind in REVERSIBLE and (is_returned or is_merged):
+            found |= _chain(flow, op, flow.local(op.result), parts)
+    return found
+
+
+def _merges(flow: Dataflow, op: Op) -> bool:
+    return any(len(source) > 1 for source, _ in groups(flow.types[op.tensors[0]].shape, op.result.type.shape))
+
+
+def _chain(flow: Dataflow, op: Op, memory: BufferType, parts: dict[str, Part]) -> dict[str, Op]:
+    """The views from `op` down to what makes the elements; none where some cannot be seen through, or has other uses."""
+    (name,) = op.tensors
+    made = flow.made_by.get(name)
+    if made is None or op.result.stream or made.result.stream or flow.consumers[name] != [op] or name in flow.fusion.outputs:
+        return {}
+    try:
+        memory = ir.view_type(reversed_view(flow, op, ""), memory)
+    except ValueError:
+        return {}
+    if made.kind in REVERSIBLE:
+        rest = _chain(flow, made, memory, parts)
+        return {name: op, **rest} if rest else {}
+    return {name: op} if made.kind != "reshard" and _writes_strided(flow, made) and name not in parts else {}

@@ -1,0 +1,224 @@
+"""Which communication a reshard is, between which buffers: of all of a value, or in a loop, of what a step takes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from hostweave.base.errors import ProgramError
+from hostweave.fusion_ir.ir import Op
+from hostweave.fusion_ir.resharding import Change, sources_of
+from hostweave.host_ir import ir
+from hostweave.host_ir.builder import Builder
+from hostweave.host_ir.expr import Expr, Var
+from hostweave.passes.lower import communication
+from hostweave.passes.lower.buffers import Buffers
+from hostweave.passes.lower.communication import Channel, Padding
+from hostweave.passes.lower.dataflow import Dataflow
+from hostweave.passes.lower.kernels import Kernels
+from hostweave.passes.lower.loops import Loop
+from hostweave.passes.lower.steps import Steps, chunk, dim_of_chunk, expr_of, team_coordinate, total
+from hostweave.passes.lower.transfers import to_other_ranks
+from hostweave.types.size import Extent, block
+from hostweave.types.tensor import BufferType
+
+
+def owner(b: Builder, flow: Dataflow, loop: Loop, steps: Steps) -> Expr:
+    """Whose block a step by block takes: rotated, so that at every step all ranks speak with different ones."""
+    op = loop.communication
+    assert op is not None
+    assert op.result.stream is not None
+    by = op.result.stream.by
+    if by in ("broadcast", "reduce"):
+        return steps.index // expr_of(steps.pieces)
+    rank = team_coordinate(flow.mesh_of(op), flow.change(op).axes)
+    if op.attribute("kind") == "reduce_scatter":
+        return Var(b.let("q", (rank - 1 - steps.hop if by == "ring" else rank + 1 + steps.hop) % steps.shards))
+    return Var(b.let("p", (rank - steps.hop if by == "ring" else rank + steps.hop) % steps.shards))
+
+
+def ring_term(flow: Dataflow, loop: Loop) -> str | None:
+    """The matmul, seen through views, whose result a ring of sums in this loop adds up; None where there is no such ring."""
+    op = loop.communication
+    if op is None or op.attribute("kind") != "reduce_scatter" or op.result.stream is None or op.result.stream.by != "ring":
+        return None
+    name = op.tensors[0]
+    while loop.makes(name):
+        producer = flow.made_by[name]
+        if producer.kind == "matmul":
+            return name
+        if not flow.is_view(producer):
+            break
+        name = producer.tensors[0]
+    raise ProgramError("reshard: by='ring' sums the results of a matmul in its loop; use by='p2p' for other ops", op.location)
+
+
+class Reshards:
+    def __init__(self, flow: Dataflow, buffers: Buffers, kernels: Kernels, b: Builder):
+        self.flow, self.buffers, self.kernels, self.b = flow, buffers, kernels, b
+        self.events: list[ir.Events] = []
+        self.term: ir.Matmul | None = None  # of a ring of sums: adds this rank's term after the sum so far has arrived
+        self.after_loop: list[Callable[[], None]] = []
+
+    def reshard(self, op: Op, steps: Steps | None) -> None:
+        change = self.flow.change(op)
+        if change.kind == "reduce":
+            self._to_one_rank(op, change, steps)
+        elif change.kind == "transfer":
+            src, dst = (lambda: self.buffers.operand(op, 0, steps)), (lambda: self.buffers.destination(op, steps))
+            to_other_ranks(self.b, self.flow, op, src, dst, steps)
+        elif steps is None or steps.owner is None:
+            self._at_once(op, change, steps)
+        else:
+            self._by_block(op, change, steps)
+
+    def end_of_loop(self) -> None:
+        """What is left to do when all steps are through."""
+        for action in self.after_loop:
+            action()
+        self.after_loop.clear()
+
+    # --- on one mesh ---
+
+    def _channel(self, op: Op, change: Change, steps: Steps | None) -> Channel:
+        return Channel(self.flow.mesh_of(op), change.axes, self._dim_of_chunk(change.dim, op, steps))
+
+    def _dim_of_chunk(self, dim: int | None, op: Op, steps: Steps | None) -> int | None:
+        return None if dim is None else dim_of_chunk(dim, op, self.flow.values[op.tensors[0]], steps)
+
+    def _at_once(self, op: Op, change: Change, steps: Steps | None) -> None:
+        """One collective, in a loop one a step."""
+        source, target = self.buffers.operand(op, 0, steps), self.buffers.destination(op, steps)
+
+        def communicate(sent: str, received: str) -> None:
+            self._collective(op, change, sent, received, steps)
+
+        if padding := _padding(self.flow, op):
+            communication.with_padding(self.b, source, target, padding, communicate)
+        else:
+            communicate(source, target)
+
+    def _collective(self, op: Op, change: Change, src: str, dst: str, steps: Steps | None) -> None:
+        channel = self._channel(op, change, steps)
+        match change.kind:
+            case "all_reduce":
+                communication.all_reduce(self.b, src, dst, self.flow.reduction(op), channel, steps)
+            case "reduce_scatter":
+                communication.reduce_scatter(self.b, src, dst, self.flow.reduction(op), channel, steps)
+            case "all_to_all":
+                cut = replace(channel, dim=self._dim_of_chunk(change.to, op, steps))
+                communication.all_to_all(self.b, src, dst, cut, channel, steps)
+            case "exchange":
+                sources = sources_of(change, self.flow.types[op.tensors[0]], self.flow.mesh)
+                communication.exchange(self.b, src, dst, sources, change.axes, steps)
+            case "all_gather":
+                communication.all_gather(self.b, src, dst, channel, steps)
+
+    # --- block by block ---
+
+    def _by_block(self, op: Op, change: Change, steps: Steps) -> None:
+        assert op.result.stream is not None
+        match change.kind, op.result.stream.by:
+            case "reduce_scatter", "ring":
+                self._scatter_ring(op, change, steps)
+            case "reduce_scatter", "p2p":
+                self._scatter_p2p(op, change, steps)
+            case "reduce_scatter", _:
+                source, target = self.buffers.operand(op, 0, steps), self.buffers.destination(op, steps)
+                communication.scatter_reduce(self.b, source, target, self.flow.reduction(op), self._channel(op, change, steps), steps)
+            case _, by:
+                self._gather(op, by, self._channel(op, change, steps), steps)
+
+    def _gather(self, op: Op, by: str | None, channel: Channel, steps: Steps) -> None:
+        source, target = self.buffers.operand(op, 0, steps), self.buffers.destination(op, steps)
+        if by == "ring":
+            arrived = self._new_events("arrived", steps, op)
+            communication.gather_ring(self.b, source, target, lambda: self._next_chunk(op, op.result.name, steps), channel, steps, arrived)
+        elif by == "broadcast":
+            communication.gather_broadcast(self.b, source, target, channel, steps)
+        else:
+            communication.gather_p2p(self.b, source, target, channel, steps)
+
+    def _scatter_ring(self, op: Op, change: Change, steps: Steps) -> None:
+        """Sums pass through all ranks and end in the memory of this rank's own term, from where they are taken after the loop."""
+        b, name, term, matmul = self.b, op.tensors[0], self.buffers.operand(op, 0, steps), self.term
+        assert matmul is not None
+        channel = Channel(self.flow.mesh_of(op), change.axes, change.dim)
+        event = self._new_events("arrived", steps, op)
+
+        def produce(adds: bool) -> None:
+            b.emit(replace(matmul, plus=(matmul.dst,)) if adds else matmul)
+
+        communication.scatter_ring(b, produce, term, lambda: self._next_chunk(op, name, steps), channel, steps, event)
+
+        def take_own() -> None:
+            assert op.result.stream is not None
+            rank, size = team_coordinate(channel.mesh, channel.team), Extent(channel.size)
+            own = b.slice(self.buffers.whole(name), op.result.stream.dim, rank, size, f"{name}_own")
+            b.emit(ir.Copy(own, self.buffers.whole(op.result.name)))
+
+        self.after_loop.append(take_own)
+
+    def _scatter_p2p(self, op: Op, change: Change, steps: Steps) -> None:
+        """Terms land side by side, and are summed after the loop."""
+        b, value, stream = self.b, op.result, op.result.stream
+        assert stream is not None
+        source, local = self.buffers.operand(op, 0, steps), self.flow.local(value)
+        channel = Channel(self.flow.mesh_of(op), change.axes, change.dim)
+        landing = b.allocate("landing", BufferType(local.dtype, (Extent(channel.size), *local.shape)))
+        communication.scatter_p2p(
+            b, source, landing, channel, steps, lambda terms: chunk(b, steps, terms, value, stream.dim, suffix="landing")
+        )
+
+        def sum_terms() -> None:
+            target = self.buffers.whole(value.name)
+            b.emit(ir.Launch(self.kernels.summing(self.flow.reduction(op), landing, target, op), (landing,), (target,)))
+
+        self.after_loop.append(sum_terms)
+
+    def _next_chunk(self, op: Op, name: str, steps: Steps) -> str:
+        """The chunk that a ring's neighbour sends in this iteration."""
+        value, buffers = self.flow.values[name], self.buffers
+        assert value.stream is not None
+        if name in buffers.by_step or not self.b.is_contiguous(buffers.chunk(name, value.stream.dim, steps)):
+            raise ProgramError(f"{op.kind}: a ring passes contiguous blocks on, so it streams the outermost dim; use by='p2p'", op.location)
+        return chunk(self.b, steps.next_hop, buffers.whole(name), value, value.stream.dim, suffix="next")
+
+    def _new_events(self, wanted: str, steps: Steps, op: Op) -> str:
+        if not steps.count.is_int:
+            raise ProgramError(f"{op.kind}: a ring needs a number of steps that is known at compile time: give chunks=", op.location)
+        taken = {events.name for events in self.events}
+        name = wanted if wanted not in taken else f"{wanted}_{len(taken) + 1}"
+        self.events.append(ir.Events(name, int(steps.count)))
+        return name
+
+    # --- between meshes ---
+
+    def _to_one_rank(self, op: Op, change: Change, steps: Steps | None) -> None:
+        """A reduction to the one rank of the mesh that the result is on."""
+        source = self.flow.types[op.tensors[0]]
+        dst = self.buffers.destination(op, steps)
+        with self.b.on(source.mesh):
+            src, channel = self.buffers.operand(op, 0, steps), Channel(source.mesh_in(self.flow.mesh), change.axes)
+            communication.reduce(self.b, src, dst, self.flow.reduction(op), channel, change.root or 0, steps)
+
+
+def _padding(flow: Dataflow, op: Op) -> Padding | None:
+    """What an uneven reshard needs: whole blocks of each dim that changes."""
+    sent: dict[int, Extent] = {}
+    received: dict[int, Extent] = {}
+    remainders: list[Expr] = []
+    is_never_even = False
+    for i, (old, new) in enumerate(zip(flow.types[op.tensors[0]].dims, op.result.type.dims, strict=True)):
+        ranks = flow.mesh_of(op).size_of(old.axes or new.axes)
+        if old.axes == new.axes or not flow.is_uneven(old.extent, ranks):
+            continue
+        whole_block = block(old.extent, ranks)
+        sent[i] = whole_block if old.axes else whole_block * ranks
+        received[i] = whole_block if new.axes else whole_block * ranks
+        is_never_even |= old.extent.is_int
+        if not old.extent.is_int:
+            remainders.append(expr_of(old.extent) % ranks)
+    if not sent:
+        return None
+    return Padding(sent, received, None if is_never_even else total(remainders).equals(0))

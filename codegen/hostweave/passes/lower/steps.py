@@ -1,0 +1,147 @@
+"""What one iteration of a stream loop covers: which block, whose it is, and the views of a tensor's chunk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+
+from hostweave.fusion_ir.ir import Op, Value
+from hostweave.host_ir.builder import Builder
+from hostweave.host_ir.expr import Const, Coordinate, Expr, Size, Var
+from hostweave.types.mesh import Mesh
+from hostweave.types.size import Extent, is_sum, terms_of
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The iterations of one loop over a dim that `shards` ranks of `mesh` split, before or after the loop's communication.
+
+    By block, an iteration takes the `piece`-th of the `pieces` blocks that `owner` holds. Across shards, it takes the
+    same slice of every rank's shard.
+    """
+
+    mesh: Mesh
+    index: Var
+    count: Extent  # iterations
+    drops_dim: bool  # one step an index
+    shards: int
+    owner: Expr | None = None  # by block: whose block this is
+    uneven: tuple[str, ...] = ()  # sizes that ranks may share unevenly
+
+    @property
+    def pieces(self) -> Extent:
+        return self.count // self.shards
+
+    @property
+    def owned_by(self) -> Expr:
+        """`owner` of a loop by block."""
+        assert self.owner is not None
+        return self.owner
+
+    @property
+    def hop(self) -> Expr:
+        """By block: how many ranks away the owner is."""
+        return self.index // expr_of(self.pieces)
+
+    @property
+    def piece(self) -> Expr:
+        return self.index % expr_of(self.pieces)
+
+    @property
+    def block(self) -> Expr:
+        """The block of the global dim, by block; the slice of each shard, across shards."""
+        return self.index if self.owner is None else self.owner * expr_of(self.pieces) + self.piece
+
+    @property
+    def next_hop(self) -> Steps:
+        """The iteration of a ring that takes the block which the neighbour sends now."""
+        return replace(self, owner=(self.owned_by - 1) % self.shards)
+
+    def shards_in(self, value: Value, dim: int) -> int:
+        """How many ranks' shards of this dim what one rank holds of a value consists of."""
+        return self.shards // value.type.mesh_in(self.mesh).size_of(value.type.dims[dim].axes)
+
+    def splits(self, value: Value, dim: int) -> bool:
+        """Whether an iteration takes a slice of each of several ranks' shards of this dim."""
+        return self.owner is None and self.shards_in(value, dim) > 1
+
+    def pieces_of(self, value: Value, dim: int) -> Extent:
+        """Into how many chunks the loop cuts this dim of what one rank holds."""
+        return self.pieces if self.owner is not None and value.type.dims[dim].axes else self.count
+
+
+def expr_of(extent: Extent) -> Expr:
+    """A size as an expression: `8*M/4` is `8 * M / 4`."""
+    result: Expr = Const(extent.coefficient)
+    for name in extent.names:
+        result = result * (_sum_of(name) if is_sum(name) else Size(name))
+    return result // extent.divisor
+
+
+def _sum_of(name: str) -> Expr:
+    result: Expr = Const(0)
+    for sign, term in terms_of(name):
+        result = result + expr_of(term) if sign > 0 else result - expr_of(term)
+    return result
+
+
+def total(terms: list[Expr]) -> Expr:
+    result: Expr = Const(0)
+    for term in terms:
+        result = result + term
+    return result
+
+
+def team_coordinate(mesh: Mesh, team: tuple[str, ...]) -> Expr:
+    """This rank's place in its team: row-major over the axes as named."""
+    place: Expr = Const(0)
+    for axis in team:
+        place = place * mesh.axis_size(axis) + Coordinate(axis)
+    return place
+
+
+def team_size(mesh: Mesh, team: tuple[str, ...]) -> int:
+    return prod(mesh.axis_size(axis) for axis in team)
+
+
+def chunk(builder: Builder, steps: Steps, buffer: str, value: Value, dim: int, keeps_dim: bool = False, suffix: str = "") -> str:
+    """The view of `buffer`, which holds `value` with its dims in order, that one iteration touches.
+
+    A dim of several ranks' shards, in a loop across shards, becomes two: the shards, and the slice of each.
+    """
+    index, wanted = steps.block, f"{value.name}_{suffix or steps.index.name}"
+    if steps.splits(value, dim):
+        buffer = builder.split(buffer, dim, Extent(steps.shards_in(value, dim)), f"{value.name}_shards")
+        dim = dim + 1
+    elif steps.owner is not None and value.type.dims[dim].axes:
+        index = steps.piece
+    if steps.drops_dim and not keeps_dim:
+        return builder.select(buffer, dim, index, wanted)
+    return builder.slice(buffer, dim, index, steps.pieces_of(value, dim), wanted)
+
+
+def chunk_shape(steps: Steps, mesh: Mesh, value: Value, dim: int) -> tuple[Extent, ...]:
+    """The shape of such a view."""
+    shape = value.type.local_shape(mesh, steps.uneven)
+    extent = shape[dim]
+    shards: tuple[Extent, ...] = ()
+    if steps.splits(value, dim):
+        count = steps.shards_in(value, dim)
+        extent, shards = extent // count, (Extent(count),)
+    piece = extent.divided_by(steps.pieces_of(value, dim))
+    assert piece is not None
+    return (*shape[:dim], *shards, *(() if steps.drops_dim else (piece,)), *shape[dim + 1 :])
+
+
+def keeps_dim(op: Op) -> bool:
+    """A matmul needs its last two dims, so a step that takes one index of them keeps a dim of 1."""
+    stream = op.result.stream
+    return op.kind == "matmul" and stream is not None and stream.dim >= len(op.result.type.dims) - 2
+
+
+def dim_of_chunk(dim: int, op: Op, source: Value, steps: Steps | None) -> int:
+    """Where a dim of an op, whose first operand is `source`, stands in the chunks of one iteration."""
+    stream = op.result.stream
+    if steps is None or stream is None or dim <= stream.dim:
+        return dim
+    return dim + (steps.splits(op.result, stream.dim) or steps.splits(source, stream.dim)) - steps.drops_dim

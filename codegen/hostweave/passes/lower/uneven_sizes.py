@@ -1,0 +1,91 @@
+"""Which sizes the ranks of a program may share unevenly: the last ranks hold less, or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from hostweave.base.errors import Location, ProgramError
+from hostweave.fusion_ir.ir import Fusion, Op
+from hostweave.fusion_ir.ops import index_map, operand_types
+from hostweave.fusion_ir.resharding import change_of
+from hostweave.types.mesh import Mesh
+from hostweave.types.size import is_sum
+from hostweave.types.tensor import Dim, TensorType
+
+Even = tuple[Dim, Mesh, str]  # a dim that the ranks of a mesh must share evenly, and why
+
+
+def uneven_sizes(fusion: Fusion) -> tuple[str, ...]:
+    """The names of such sizes, in order of appearance. All others must divide, which the program checks when it is called.
+
+    Raises ProgramError for an int that the ranks cannot share evenly, where they must.
+    """
+    sharded: dict[str, None] = {}
+    even: set[str] = set()
+    for body in (*fusion.blocks, fusion):  # a size is one for all of them
+        types = {name: value.type for name, value in body.values().items()}
+        dims = [dim for type in types.values() for dim in type.dims if dim.axes]
+        sharded |= dict.fromkeys(str(dim.extent) for dim in dims if _is_name(dim))
+        even.update(name for dim in dims if not _is_name(dim) for name in dim.extent.names)
+        for op in body.ops:
+            even.update(_even_names(_even(op, types, body), op.kind, op.location))
+    return tuple(name for name in sharded if name not in even)
+
+
+def _even_names(even: Iterable[Even], what: str, location: Location | None) -> Iterator[str]:
+    """The names in these dims. Raises ProgramError for an int that the ranks cannot share evenly."""
+    for dim, mesh, why in even:
+        ranks = mesh.size_of(dim.axes)
+        if dim.extent.is_int and int(dim.extent) % ranks:
+            padded = -(-int(dim.extent) // ranks) * ranks
+            raise ProgramError(f"{what}: {ranks} ranks cannot share dim {dim} evenly, as {why} needs; pad it to {padded}", location)
+        yield from dim.extent.names
+
+
+def _is_name(dim: Dim) -> bool:
+    """Whether the extent is a size of its own; what follows from sizes must divide."""
+    return str(dim.extent) in dim.extent.names and not is_sum(str(dim.extent))
+
+
+def _even(op: Op, types: dict[str, TensorType], fusion: Fusion) -> Iterator[Even]:
+    """The dims that an op needs to be shared evenly."""
+    if op.kind == "reshard" and (source := types[op.tensors[0]]).mesh != op.result.type.mesh:
+        change = change_of(source, op.result.type, fusion.mesh)
+        why = "a stream" if op.result.stream else "a reduction to another mesh" if change is None or change.kind == "reduce" else ""
+        for type in (source, op.result.type) if why else ():
+            yield from ((dim, type.mesh_in(fusion.mesh), why) for dim in type.dims if dim.axes)
+        return
+    mesh = op.result.type.mesh_in(fusion.mesh)
+    if op.source and op.result.type.mesh:  # it takes what ranks hold of its own types, which name no mesh
+        for type in (*operand_types(op, types), op.result.type):
+            yield from ((dim, mesh, "a kernel on a mesh of some of the ranks") for dim in type.dims if dim.axes)
+    yield from ((dim, mesh, why) for dim, why in _even_on_one_mesh(op, types, fusion))
+
+
+def _even_on_one_mesh(op: Op, types: dict[str, TensorType], fusion: Fusion) -> Iterator[tuple[Dim, str]]:
+    operands = operand_types(op, types)
+    involved = (*operands, op.result.type)
+    if op.result.stream:
+        yield op.result.type.dims[op.result.stream.dim], "a stream"
+    if op.kind == "reshard":
+        before, after = (type.dims for type in involved)
+        change = change_of(operands[0], op.result.type, fusion.mesh)
+        for old, new in zip(before, after, strict=True):
+            is_part = old.axes and new.axes and change is not None and change.kind != "exchange"
+            if old.axes != new.axes and (is_part or op.result.stream):
+                for dim in (old, new):
+                    yield dim, "a stream" if op.result.stream else "a reshard over some of the axes"
+    elif op.kind == "mean" and op.result.type.partial:
+        for dim in operands[0].dims:
+            if set(dim.axes) & set(op.result.type.partial.axes):
+                yield dim, "a mean over ranks"
+    elif op.kind == "exchange":
+        axis = op.attribute("axis")
+        assert isinstance(axis, int)
+        yield op.result.type.dims[axis], "an exchange of its blocks"
+    elif op.kind == "reshape":
+        indices = index_map(op, operands)
+        for labels, type in ((indices.operands[0], operands[0]), (indices.result, op.result.type)):
+            for label, dim in zip(labels, type.dims, strict=True):
+                if label in indices.outer:
+                    yield dim, "a reshape that splits or merges it"

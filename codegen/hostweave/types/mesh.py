@@ -1,0 +1,137 @@
+"""Named axes of devices, and the ranks along them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+from hostweave.base.errors import Location, ProgramError
+
+MAX_RANKS = 2**16  # of a mesh
+
+
+@dataclass(frozen=True, init=False)
+class Mesh:
+    """Named axes of devices, `Mesh(dp=2, tp=4)`. Ranks are row-major coordinates, the last axis fastest.
+
+    A mesh of some of a program's ranks names them, in the order of their coordinates; `ranks` makes one of another mesh.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    members: tuple[int, ...] | None  # None: all ranks of the program, from 0 on
+
+    def __init__(self, axes: tuple[tuple[str, int], ...] = (), members: tuple[int, ...] | None = None, /, **sizes: int) -> None:
+        if not isinstance(axes, tuple) or not all(isinstance(axis, tuple) and len(axis) == 2 for axis in axes):
+            raise ProgramError(f"Mesh({axes!r}): the axes have no names; write hw.Mesh(x={_named_sizes(axes)})", Location.of_caller())
+        object.__setattr__(self, "axes", (*axes, *sizes.items()))
+        object.__setattr__(self, "members", members)
+        if members is not None and (len(set(members)) < len(members) or any(rank < 0 for rank in members)):
+            raise ProgramError(f"mesh of ranks {_listed(members)}: name each rank once", Location.of_caller())
+        names = [name for name, _ in self.axes]
+        for name, size in self.axes:
+            if not (isinstance(name, str) and name.isidentifier() and name.isascii()):
+                raise ProgramError(f"mesh axis {name!r} is not a name; use letters, digits and _", Location.of_caller())
+            if names.count(name) > 1:
+                raise ProgramError(f"mesh axis {name} is given twice; give each axis a name of its own", Location.of_caller())
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ProgramError(f"mesh axis {name} has size {size!r}: it must be an int of at least 1", Location.of_caller())
+        if self.size > MAX_RANKS:
+            raise ProgramError(
+                f"a mesh has at most {MAX_RANKS} ranks, not {' x '.join(str(s) for _, s in self.axes)}", Location.of_caller()
+            )
+
+    def ranks(self, ranks: Sequence[int], /, **axes: int) -> Mesh:
+        """The mesh of these ranks of this one, in this order: `mesh.ranks([4, 5, 6, 7], dp=2, tp=2)`.
+
+        Without `axes` a mesh of one axis gives it to them; of several axes they keep those along which they differ, where they
+        are a block of this mesh in its order. Raises ProgramError where that says nothing, or the ranks are not of this mesh.
+        """
+        location, chosen = Location.of_caller(), tuple(ranks)
+        outside = [rank for rank in chosen if rank not in self.all_ranks]
+        if outside:
+            raise ProgramError(f"ranks: {self} has no rank {outside[0]}; its ranks: {_listed(self.all_ranks)}", location)
+        if not chosen or len(set(chosen)) < len(chosen):
+            raise ProgramError(f"ranks: {list(chosen)}: name at least one rank, and each once", location)
+        if axes:
+            mesh = Mesh(tuple(axes.items()), chosen)
+            if prod(size for _, size in mesh.axes) != len(chosen):
+                raise ProgramError(
+                    f"ranks: {len(chosen)} ranks are no mesh of {_axes_text(mesh.axes)}; the product must be equal", location
+                )
+            return mesh
+        if len(self.axes) == 1:
+            return Mesh(((self.axes[0][0], len(chosen)),), chosen)
+        found = [(name, sorted({self.coordinate(rank, name) for rank in chosen})) for name, _ in self.axes]
+        block = [rank for rank in self.all_ranks if all(self.coordinate(rank, name) in kept for name, kept in found)]
+        if tuple(block) != chosen:
+            why = f"{list(chosen)} is no block of {self} in its order"
+            raise ProgramError(f"ranks: {why}, so its axes cannot be told; give them: .ranks([...], x={len(chosen)})", location)
+        return Mesh(tuple((name, len(kept)) for name, kept in found if len(kept) > 1), chosen)
+
+    @cached_property
+    def size(self) -> int:
+        return prod(size for _, size in self.axes)
+
+    @cached_property
+    def all_ranks(self) -> Sequence[int]:
+        """The ranks of the program that it has, in the order of their coordinates."""
+        return range(self.size) if self.members is None else self.members
+
+    def axis_size(self, axis: str) -> int:
+        return dict(self.axes)[axis]
+
+    def size_of(self, axes: tuple[str, ...]) -> int:
+        """How many ranks differ only along `axes`."""
+        return prod(map(self.axis_size, axes))
+
+    def coordinate(self, rank: int, axis: str) -> int:
+        """Where `rank`, one of the program that this mesh has, stands along `axis`."""
+        index = self.all_ranks.index(rank)
+        for name, size in reversed(self.axes):
+            if name == axis:
+                return index % size
+            index //= size
+        raise KeyError(axis)
+
+    def place(self, rank: int, axes: tuple[str, ...]) -> int:
+        """Where `rank` stands in its team along `axes`."""
+        place = 0
+        for axis in axes:
+            place = place * self.axis_size(axis) + self.coordinate(rank, axis)
+        return place
+
+    def team(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
+        """The ranks that differ from `rank` only along `axes`, in row-major order of `axes` as given."""
+        strides, stride = {}, 1
+        for name, size in reversed(self.axes):
+            strides[name] = stride
+            stride *= size
+        base = self.all_ranks.index(rank) - sum(self.coordinate(rank, axis) * strides[axis] for axis in axes)
+        places = [base]
+        for axis in axes:
+            places = [place + i * strides[axis] for place in places for i in range(self.axis_size(axis))]
+        return tuple(self.all_ranks[place] for place in places)
+
+    def __str__(self) -> str:
+        of = "" if self.members is None else f"of ranks {_listed(self.members)}"
+        return f"mesh({' '.join(filter(None, (_axes_text(self.axes), of)))})"
+
+
+def _axes_text(axes: tuple[tuple[str, int], ...]) -> str:
+    return ", ".join(f"{name}={size}" for name, size in axes)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    """`0, 2, 5`, or `0..4` of neighbours."""
+    first = ranks[0]
+    in_a_row = len(ranks) > 2 and tuple(ranks) == tuple(range(first, first + len(ranks)))
+    return f"{first}..{first + len(ranks)}" if in_a_row else ", ".join(map(str, ranks))
+
+
+def _named_sizes(sizes: Any) -> str:
+    """`2, y=4` of (2, 4), for a remedy."""
+    given = [size for size in (sizes if isinstance(sizes, Sequence) else (sizes,)) if isinstance(size, int)]
+    return ", ".join([str(given[0]), *(f"{name}={size}" for name, size in zip("yzuvw", given[1:], strict=False))]) if given else "8"

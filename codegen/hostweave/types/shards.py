@@ -1,0 +1,126 @@
+"""Global arrays and the blocks of them that ranks hold, for bound sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hostweave.base.errors import ArgumentError
+from hostweave.types.mesh import Mesh
+from hostweave.types.rank_sizes import held_by
+from hostweave.types.size import Extent
+from hostweave.types.tensor import TensorType
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+Shape = tuple[int, ...]
+
+
+def shard(type_: TensorType, array: NDArray[Any], rank: int, mesh: Mesh) -> NDArray[Any]:
+    """The block of a global array that `rank` holds, a view. Raises ArgumentError where the shape does not fit, or the rank has none."""
+    if not holds(type_, mesh, rank):
+        raise ArgumentError(f"shard: rank {rank} has nothing of {type_}; ask a rank of its mesh")
+    _check_rank(type_, array.shape)
+    bind_sizes("shard", mesh, {"array": type_}, {"array": array.shape}, None)
+    return array[block_of(type_, mesh, rank, array.shape)]
+
+
+def unshard(type_: TensorType, arrays: Sequence[NDArray[Any]], mesh: Mesh) -> NDArray[Any]:
+    """The global array of the blocks of all ranks, in rank order; where ranks hold copies the last one's is taken.
+
+    Raises ArgumentError where there is not one array a rank, or where a shape does not fit.
+    """
+    import numpy as np
+
+    mesh = type_.mesh_in(mesh)
+    if len(arrays) != mesh.size:
+        raise ArgumentError(f"unshard: {len(arrays)} arrays for the {mesh.size} ranks of {mesh}; pass one a rank, in rank order")
+    for array in arrays:
+        _check_rank(type_, array.shape)
+    shape = whole_shape(type_, mesh, {rank: array.shape for rank, array in zip(mesh.all_ranks, arrays, strict=True)})
+    result = np.empty(shape, arrays[0].dtype)
+    for rank, array in zip(mesh.all_ranks, arrays, strict=True):
+        block = block_of(type_, mesh, rank, shape)
+        wanted = [part.stop - part.start for part in block]
+        if list(array.shape) != wanted:
+            raise ArgumentError(
+                f"unshard: rank {rank} holds {list(array.shape)}, not its block {wanted} of {list(shape)}; pass what it holds"
+            )
+        result[block] = array
+    return result
+
+
+def whole_shape(type_: TensorType, mesh: Mesh, shapes: Sequence[Shape] | Mapping[int, Shape]) -> Shape:
+    """The shape of the global array of which the ranks hold blocks of these shapes: along each dim what the ranks that split it hold."""
+    mesh = type_.mesh_in(mesh)
+    return tuple(sum(shapes[rank][i] for rank in mesh.team(mesh.all_ranks[0], dim.axes)) for i, dim in enumerate(type_.dims))
+
+
+def holds(type_: TensorType, mesh: Mesh, rank: int) -> bool:
+    """Whether a rank has anything of it: none has that is not in its mesh."""
+    return rank in type_.mesh_in(mesh).all_ranks
+
+
+def _check_rank(type_: TensorType, shape: Shape) -> None:
+    if len(shape) != len(type_.dims):
+        raise ArgumentError(f"an array of {len(shape)} dims is not a {type_}; pass one of {len(type_.dims)} dims")
+
+
+def global_shape(type_: TensorType, sizes: Mapping[str, int]) -> Shape:
+    return tuple(extent.bind(sizes) for extent in type_.shape)
+
+
+def local_shape(type_: TensorType, mesh: Mesh, rank: int, sizes: Mapping[str, int]) -> Shape:
+    return tuple(part.stop - part.start for part in block_of(type_, mesh, rank, global_shape(type_, sizes)))
+
+
+def block_of(type_: TensorType, mesh: Mesh, rank: int, shape: Sequence[int]) -> tuple[slice, ...]:
+    """The block of a global array of `shape` that `rank`, one of its mesh, holds. The first axis of a dim splits it outermost."""
+    mesh = type_.mesh_in(mesh)
+    held = [held_by(size, mesh.size_of(dim.axes), mesh.place(rank, dim.axes)) for dim, size in zip(type_.dims, shape, strict=True)]
+    return tuple(slice(part.start, part.stop) for part in held)
+
+
+def bind_sizes(
+    program: str,
+    mesh: Mesh,
+    inputs: Mapping[str, TensorType],
+    shapes: Mapping[str, Shape],
+    uneven: Container[str] | None = (),
+) -> dict[str, int]:
+    """The size of every name in the types of the inputs; those in `uneven` need not divide, with None no size need.
+
+    Raises ArgumentError where a shape does not fit its type, a name has two sizes, or ranks cannot share a dim evenly.
+    """
+    sizes: dict[str, int] = {}
+    bound_by: dict[str, str] = {}
+    for name, type_ in inputs.items():
+        for extent, size in zip(type_.shape, shapes[name], strict=True):
+            if extent.names and str(extent) == extent.names[0]:
+                if sizes.setdefault(extent.names[0], size) != size:
+                    other, known = bound_by[extent.names[0]], sizes[extent.names[0]]
+                    raise ArgumentError(f"{program}: {name}: {extent} is {size} here and {known} in {other}; pass arrays that agree")
+                bound_by.setdefault(extent.names[0], name)
+    for name, type_ in inputs.items():
+        for index, (dim, size) in enumerate(zip(type_.dims, shapes[name], strict=True)):
+            place = f"{program}: {name}: dim {index}"
+            if all(symbol in sizes for symbol in dim.extent.names):
+                _check_size(place, dim.extent, size, sizes)
+            parts = type_.mesh_in(mesh).size_of(dim.axes)
+            if size % parts and not (uneven is None or dim.extent.is_int or str(dim.extent) in uneven):
+                raise ArgumentError(
+                    f"{place} ({dim.extent} = {size}) cannot be shared evenly by {parts} ranks along {', '.join(dim.axes)}; "
+                    f"pad it to {-(-size // parts) * parts}"
+                )
+    return sizes
+
+
+def _check_size(place: str, extent: Extent, size: int, sizes: Mapping[str, int]) -> None:
+    try:
+        wanted = extent.bind(sizes)
+    except ValueError as error:
+        raise ArgumentError(f"{place} is {size}; no size fits, because {error}") from None
+    if wanted != size:
+        raise ArgumentError(f"{place} is {size}; {wanted} is wanted{'' if extent.is_int else f' for {extent}'}")

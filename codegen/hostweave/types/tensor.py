@@ -1,0 +1,246 @@
+"""What a tensor is: dtype, dims, the mesh axes that split each dim, and the axes over which it is still to be reduced."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from hostweave.base.errors import Location, ProgramError
+from hostweave.types.size import Extent, is_sum, part, product
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+from hostweave.types.mesh import Mesh, _listed
+from hostweave.types.rank_sizes import _name_of
+
+
+@dataclass(frozen=True)
+class DType:
+    """An element type. `cpp` is its name in generated code, in namespace hw where it is not a built-in type."""
+
+    name: str
+    itemsize: int  # bytes
+    kind: str  # float, int, uint or bool
+    cpp: str
+
+    def __getitem__(self, dims: int | str | tuple[int | str, ...]) -> TensorType:
+        """The type of a tensor: `bf16["M@x", "K"]`. A dim is a name or an int, with the mesh axes that split it.
+
+        Raises ProgramError where a dim does not read so, or where one mesh axis splits two dims.
+        """
+        dims = dims if isinstance(dims, tuple) else (dims,)
+        type = TensorType(self, tuple(_spec_dim(dim) for dim in dims))
+        type.check(Location.of_caller())
+        return type
+
+    def __str__(self) -> str:
+        return self.name
+
+
+f64 = DType("f64", 8, "float", "double")
+
+
+f32 = DType("f32", 4, "float", "float")
+
+
+f16 = DType("f16", 2, "float", "hw::f16")
+
+
+bf16 = DType("bf16", 2, "float", "hw::bf16")
+
+
+f8e4m3 = DType("f8e4m3", 1, "float", "hw::f8e4m3")
+
+
+f8e5m2 = DType("f8e5m2", 1, "float", "hw::f8e5m2")
+
+
+i64 = DType("i64", 8, "int", "int64_t")
+
+
+i32 = DType("i32", 4, "int", "int32_t")
+
+
+i8 = DType("i8", 1, "int", "int8_t")
+
+
+u32 = DType("u32", 4, "uint", "uint32_t")
+
+
+u8 = DType("u8", 1, "uint", "uint8_t")
+
+
+bool_ = DType("bool", 1, "bool", "bool")
+
+
+MAX_SIZE = 2**63 - 1  # of a dim and of the elements of a tensor: they are int64_t
+
+
+MAX_DIMS = 8  # of an array, as hw::Shape has them
+
+
+DTYPES = {d.name: d for d in (f64, f32, f16, bf16, f8e4m3, f8e5m2, i64, i32, i8, u32, u8, bool_)}
+
+
+@dataclass(frozen=True)
+class Dim:
+    """A dim of a global tensor: its global extent and the mesh axes that split it, the first one outermost."""
+
+    extent: Extent
+    axes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.extent}@{','.join(self.axes)}" if self.axes else str(self.extent)
+
+    @staticmethod
+    def of(value: int | str | Extent | Dim) -> Dim:
+        """A dim from an int, an extent, or text such as `M@x`, `8@x` and `M/4@dp,tp`. Raises ValueError."""
+        if isinstance(value, Dim):
+            return value
+        if not isinstance(value, str):
+            return Dim(Extent.of(value))
+        extent, at, axes = value.replace(" ", "").partition("@")
+        names = tuple(axes.split(",")) if at else ()
+        if re.fullmatch(r"\w+(\s+\w+)+", value.strip()) or not all(re.fullmatch(r"[A-Za-z_]\w*", name) for name in names):
+            raise ValueError(f"not a dim: {value!r}; write it like 'M', 'M@x' or 'M@dp,tp'")
+        return Dim(Extent.of(int(extent) if extent.isdigit() else extent), names)
+
+
+def _spec_dim(value: int | str) -> Dim:
+    try:
+        if isinstance(value, bool) or not isinstance(value, int | str):
+            raise ValueError(f"not a dim: {value!r}; write a name or an int")
+        dim = Dim.of(value)
+        if (
+            dim.extent.divisor != 1
+            or len(dim.extent.names) + (dim.extent.coefficient != 1 or not dim.extent.names) > 1
+            or any(map(is_sum, dim.extent.names))
+        ):
+            raise ValueError(f"not a dim of an input: {value!r}; give it a name of its own")
+        if dim.extent.coefficient < 1:
+            raise ValueError(f"a dim has at least one element, not {value}")
+        return dim
+    except ValueError as error:
+        raise ProgramError(str(error), Location.of_caller()) from None
+
+
+@dataclass(frozen=True)
+class Partial:
+    """What each rank holds is a term still to be reduced by `op` (sum, prod, min, max or avg) over the mesh axes."""
+
+    op: str
+    axes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"partial({self.op}, {', '.join(self.axes)})"
+
+
+@dataclass(frozen=True)
+class TensorType:
+    """A global tensor: `bf16[M@x, K]`. Its mesh is the program's, or one of some of the program's ranks, which alone hold it."""
+
+    dtype: DType
+    dims: tuple[Dim, ...]
+    partial: Partial | None = None
+    mesh: Mesh | None = None  # None: the program's
+
+    def on(self, mesh: Mesh) -> TensorType:
+        """The same on another mesh: `bf16["M@x", "K"].on(hw.Mesh(x=4).ranks([0, 1]))`."""
+        if not isinstance(mesh, Mesh):
+            raise ProgramError(f"on: {mesh!r} is no hw.Mesh; write it like hw.Mesh(x=4).ranks([0, 1])", Location.of_caller())
+        placed = replace(self, mesh=mesh)
+        placed.check(Location.of_caller(), mesh)
+        return placed
+
+    def mesh_in(self, program: Mesh) -> Mesh:
+        """The mesh whose ranks hold it, in a program on that mesh."""
+        return self.mesh or program
+
+    @cached_property
+    def shape(self) -> tuple[Extent, ...]:
+        return tuple(dim.extent for dim in self.dims)
+
+    @cached_property
+    def axes(self) -> tuple[str, ...]:
+        """Every mesh axis that splits some dim."""
+        return tuple(axis for dim in self.dims for axis in dim.axes)
+
+    def local_shape(self, mesh: Mesh, uneven: Container[str] = ()) -> tuple[Extent, ...]:
+        """What one rank holds: `M/8` rows where 8 ranks split M, `part(M, x)` where M is uneven or an int that 8 does not divide.
+
+        `mesh` is the program's.
+        """
+        return tuple(self._held(dim, self.mesh_in(mesh), uneven) for dim in self.dims)
+
+    def _held(self, dim: Dim, mesh: Mesh, uneven: Container[str]) -> Extent:
+        ranks = mesh.size_of(dim.axes)
+        is_uneven = int(dim.extent) % ranks > 0 if dim.extent.is_int else ranks > 1 and str(dim.extent) in uneven
+        return part(dim.extent, dim.axes, _name_of(self.mesh) if self.mesh else "") if is_uneven else dim.extent // ranks
+
+    def dim(self, axis: int | str) -> int:
+        """The number of a dim from its number (negative from the end) or its name. Raises ValueError where it names none or several."""
+        if isinstance(axis, str):
+            found = [i for i, dim in enumerate(self.dims) if str(dim.extent) == axis]
+            if len(found) == 1:
+                return found[0]
+            raise ValueError(
+                f"{self} has {len(found)} dims named {axis}: say which by its number" if found else f"{self} has no dim named {axis}"
+            )
+        rank = len(self.dims)
+        if isinstance(axis, bool) or not isinstance(axis, int):
+            raise ValueError(f"{axis!r} is no dim of {self}; write its number or its name")
+        if not -rank <= axis < rank:
+            raise ValueError(f"{self} has no dim {axis}: dims go from 0 to {rank - 1}" if rank else f"{self} has no dims")
+        return axis % rank
+
+    def check(self, location: Location | None, mesh: Mesh | None = None) -> None:
+        """Raises ProgramError where a mesh axis splits two dims or is not in the mesh, and for more than MAX_DIMS dims."""
+        if len(self.dims) > MAX_DIMS:
+            raise ProgramError(f"{self}: has {len(self.dims)} dims, and an array has at most {MAX_DIMS}; reshape it", location)
+        if product(tuple(Extent(dim.extent.coefficient) for dim in self.dims)).coefficient > MAX_SIZE:
+            raise ProgramError(f"{self}: has more elements than 64 bits can count; its sizes are too large", location)
+        twice = [axis for axis, count in Counter(self.axes).items() if count > 1]
+        if twice:
+            raise ProgramError(f"{self}: mesh axis {twice[0]} is used twice; it can split one dim once", location)
+        if mesh is None:
+            return
+        if self.mesh is not None and self.mesh is not mesh:
+            if outside := set(self.mesh.members or ()) - set(mesh.all_ranks):
+                raise ProgramError(f"{self}: {mesh} has no rank {min(outside)}; its ranks: {_listed(mesh.all_ranks)}", location)
+            mesh = self.mesh
+        for axis in (*self.axes, *(self.partial.axes if self.partial else ())):
+            if axis not in dict(mesh.axes):
+                known = ", ".join(name for name, _ in mesh.axes) or "none"
+                raise ProgramError(f"{self}: no axis {axis} in {mesh}; its axes: {known}", location)
+
+    def shard(self, array: NDArray[Any], rank: int, mesh: Mesh) -> NDArray[Any]:
+        """What `rank` of the mesh holds of a global array: a view of its block. Raises ArgumentError where the shape does not fit."""
+        from hostweave.types.shards import shard
+
+        return shard(self, array, rank, mesh)
+
+    def unshard(self, arrays: Sequence[NDArray[Any]], mesh: Mesh) -> NDArray[Any]:
+        """The global array of what the ranks of the mesh hold, in rank order. Raises ArgumentError where a shape does not fit."""
+        from hostweave.types.shards import unshard
+
+        return unshard(self, arrays, mesh)
+
+    def __str__(self) -> str:
+        text = f"{self.dtype}[{', '.join(map(str, self.dims))}]"
+        return " ".join([text, *([str(self.partial)] if self.partial else []), *([f"on {self.mesh}"] if self.mesh else [])])
+
+
+@dataclass(frozen=True)
+class BufferType:
+    """What one rank holds in memory: local extents, and strides in elements (None: row-major, contiguous)."""
+
+    dtype: DType
+    shape: tuple[Extent, ...]
+    strides: tuple[Extent, ...] | None = field(default=None)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"

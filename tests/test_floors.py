@@ -1,0 +1,51 @@
+"""The floors of the house: an import points to a floor below, or stays on its own."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from hostweave.base.paths import PACKAGE
+
+# From the top down. `options` is what passes and users share.
+FLOORS = (
+    ("__main__", "api", "cli", "pipeline"),
+    ("runtime",),
+    ("build",),
+    ("emit",),
+    ("passes",),
+    ("check",),
+    ("analysis",),
+    ("host_ir",),
+    ("fusion_ir",),
+    ("options",),
+    ("types",),
+    ("base",),
+)
+FLOOR_OF = {name: number for number, floor in enumerate(FLOORS) for name in floor}
+
+
+def imports(path: Path) -> Iterator[str]:
+    """The parts of the package that a file imports, also inside functions and for its types alone."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: a relative import"
+            modules = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        yield from (module.split(".")[1] for module in modules if module.startswith("hostweave."))
+
+
+def test_imports_point_down() -> None:
+    files = [path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE or path.name != "__init__.py"]
+    assert len(files) > 100
+    wrong = []
+    for path in files:
+        own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        wrong += [
+            f"{path.relative_to(PACKAGE)} imports {part}" for part in imports(path) if FLOOR_OF.get(part, len(FLOORS)) < FLOOR_OF[own]
+        ]
+    assert not wrong
