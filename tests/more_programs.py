@@ -14,7 +14,7 @@ def ag_matmul_flat_chunked(x, w):
 
 @hw.fusion(mesh=mesh, x=dtype["M@x", "K"], w=dtype["K", "N"])
 def ag_matmul_broadcast(x, w):
-    return hw.matmul(x, w).stream("M", chunks=D, by="broadcast")  # the owner of a block sends it to all
+    return hw.matmul(x, w).stream("M", chunks=D, algorithm="broadcast")  # the owner of a block sends it to all
 
 
 @hw.fusion(mesh=mesh, x=dtype["M", "K@x"], w=dtype["K@x", "N"])
@@ -30,7 +30,7 @@ def two_outputs(x, b):
 
 @hw.fusion(mesh=hw.Mesh(dp=2, tp=D), x=dtype["M@dp", "K@tp"], w=dtype["K@tp", "N"])
 def matmul_ar_two_axes(x, w):
-    return hw.reshard(hw.matmul(x, w), "M@dp", "N").stream("N", chunks=2)  # one team for each half of the rows
+    return hw.reshard(hw.matmul(x, w), "M@dp", "N").stream("N", chunks=2)  # one process group for each half of the rows
 
 
 @hw.fusion(mesh=hw.Mesh(dp=2, tp=D), x=dtype["M@dp", "K@tp"], w=dtype["K@tp", "N"])

@@ -80,8 +80,8 @@ TRACED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
         {},
         f"kernel: nothing.cu: No such file or directory in {Path.cwd()}; give the path",
     ),
-    "by": (lambda x: (-x).stream(0, by="Ring"), {}, "stream: there is no by='Ring'; did you mean ring?"),
-    "by=reduce": (lambda x: (-x).stream(0, by="All_Reduce"), {}, "did you mean all_reduce?"),
+    "by": (lambda x: (-x).stream(0, algorithm="Ring"), {}, "stream: there is no algorithm='Ring'; did you mean ring?"),
+    "by=reduce": (lambda x: (-x).stream(0, algorithm="All_Reduce"), {}, "did you mean all_reduce?"),
     "stream": (lambda x: (-x).stream(0, chunk=2), {}, "has no parameter 'chunk'; did you mean chunks?"),
     "text": (lambda x, w: x, {"w": "f32[M]"}, "w='f32[M]' is not the type of a tensor; write w=hw.f32[\"M\"]"),
 }

@@ -54,7 +54,7 @@ def test_an_editable_installation_finds_its_files(tmp_path: Path) -> None:
         )
         module = sys.modules["hostweave"] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        from hostweave.build import paths
+        from hostweave.base import paths
         print(paths.NATIVE, paths.TEMPLATES, paths.RUNTIME, sep="\\n")
         """
     )

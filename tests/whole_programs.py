@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 import hostweave as hw
 from hostweave.check.sizes import minimal_sizes
 from hostweave.cli.tolerance import Tolerance, tolerance_of
-from hostweave.fusion_ir.calls import on_each
+from hostweave.fusion_ir.calls import map_functions
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.reference import run_reference
 from hostweave.host_ir.ir import HostProgram
@@ -74,7 +74,7 @@ def at_sizes(fusion: Fusion, sizes: Mapping[str, int]) -> Fusion:
             ops=tuple(replace(op, result=replace(op.result, type=known(op.result.type))) for op in body.ops),
         )
 
-    return on_each(fusion, bound)
+    return map_functions(fusion, bound)
 
 
 def random_arrays(program: Fusion | HostProgram, sizes: Mapping[str, int], seed: int) -> Arrays:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hostweave.fusion_ir.calls import on_each
+from hostweave.fusion_ir.calls import map_functions
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.verify import verify_fusion
 from hostweave.host_ir.calls import bodies, joined
@@ -20,7 +20,7 @@ from hostweave.passes.host.fold_epilogues import fold_epilogues
 from hostweave.passes.host.fuse_kernels import fuse_kernels
 from hostweave.passes.host.group_communications import group_communications
 from hostweave.passes.host.plan_memory import plan_memory
-from hostweave.passes.host.serialize_channels import order_channels
+from hostweave.passes.host.serialize_channels import serialize_channels
 from hostweave.passes.host.sink_waits import sink_waits
 from hostweave.passes.host.split_reductions import split_reductions
 from hostweave.passes.lower.lower_to_host import lower_to_host
@@ -36,7 +36,7 @@ PASSES: tuple[Callable[[Any, Options], Any], ...] = (
     fold_epilogues,
     group_communications,
     sink_waits,
-    order_channels,
+    serialize_channels,
     plan_memory,
 )
 
@@ -63,7 +63,7 @@ def lower(program: Fusion | HostProgram, options: Options, observe: Observer | N
 
 def _on_each_body(apply: Callable[[Any, Options], Any], stage: Fusion | HostProgram, options: Options) -> Fusion | HostProgram:
     if isinstance(stage, Fusion):
-        return on_each(stage, lambda body: apply(body, options))
+        return map_functions(stage, lambda body: apply(body, options))
     return joined([apply(body, options) for body in bodies(stage)])
 
 

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "hostweave/abi.h"
+#include "hostweave/device_lease.h"
 #include "hostweave/errors.h"
-#include "hostweave/turn.h"
 
 namespace glue {
 
@@ -45,7 +45,7 @@ struct DeleteWithoutGil {
   void operator()(T* object) const {
     if (getpid() != process) return;
     const py::gil_scoped_release release;
-    hw::Turn::free([object] { delete object; });
+    hw::DeviceLease::free([object] { delete object; });
   }
 };
 template <class T>

@@ -24,7 +24,7 @@ py::tuple sizes_of(const hw::Shape& shape) {
 }
 
 py::bytes new_id() {
-  const ncclUniqueId id = hw::new_team_id();
+  const ncclUniqueId id = hw::new_process_group_id();
   return py::bytes(id.internal, sizeof id.internal);
 }
 
@@ -53,17 +53,20 @@ std::vector<py::tuple> prepare(hw::Instance& instance, const std::vector<Sizes>&
   return result;
 }
 
-// Of this module's program: the keys of the teams whose channels are to be made, and this rank's place in each.
-std::vector<std::pair<std::string, int64_t>> missing_teams(const hw::Member& member) {
+// Of this module's program: the keys of the process groups whose channels are to be made, and this rank's place in each.
+std::vector<std::pair<std::string, int64_t>> missing_process_groups(const hw::Member& member) {
   std::vector<std::pair<std::string, int64_t>> result;
-  for (const hw::Team& team : member.missing_teams(table())) result.emplace_back(team.key, team.place);
+  for (const hw::ProcessGroup& process_group : member.missing_process_groups(table()))
+    result.emplace_back(process_group.key, process_group.place);
   return result;
 }
 
 void connect(hw::Member& member, const std::map<std::string, py::bytes>& ids, double timeout) {
   std::map<std::string, ncclUniqueId> known;
   for (const auto& [key, bytes] : ids) known[key] = id_of(bytes);
-  without_gil([&] { member.connect(table(), [&](const hw::Team& team) { return known.at(team.key); }, timeout); });
+  without_gil([&] {
+    member.connect(table(), [&](const hw::ProcessGroup& process_group) { return known.at(process_group.key); }, timeout);
+  });
 }
 
 void adopt(hw::Member& member, const std::map<std::string, uintptr_t>& communicators) {
@@ -95,7 +98,7 @@ void bind_member(py::module_& m) {
 
   m.def("device_for", &hw::Member::device_for, py::arg("rank"), py::arg("local_rank"));
   m.def("new_id", new_id);
-  m.def("missing_teams", missing_teams, py::arg("member"));
+  m.def("missing_process_groups", missing_process_groups, py::arg("member"));
   m.def("connect", connect, py::arg("member"), py::arg("ids"), py::arg("timeout"));
   m.def("adopt", adopt, py::arg("member"), py::arg("communicators"));
 

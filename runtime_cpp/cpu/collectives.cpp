@@ -29,7 +29,7 @@ struct Request {
 struct Group {
   int depth = 0;
   std::vector<Request> requests;
-  std::vector<std::shared_ptr<Team>> teams_to_wait_for;
+  std::vector<std::shared_ptr<ProcessGroup>> process_groups_to_wait_for;
 };
 Group& group() {
   thread_local Group group;
@@ -63,7 +63,7 @@ bool reduces(CommKind kind) {
 }
 
 Ranges ranges_of(const Request& r) {
-  const std::size_t bytes = r.count * type_size(r.type), all = bytes * r.comm->team->size();
+  const std::size_t bytes = r.count * type_size(r.type), all = bytes * r.comm->process_group->size();
   const bool is_root = r.comm->rank == r.root;
   switch (r.kind) {
     case CommKind::all_gather:
@@ -102,7 +102,7 @@ std::string difference(const Match& match, const Request& r) {
 std::shared_ptr<Match> new_match(const Request& r, std::vector<int> seat_ranks) {
   auto match = std::make_shared<Match>();
   match->kind = r.kind;
-  match->team = r.comm->team.get();
+  match->process_group = r.comm->process_group.get();
   match->count = r.count;
   match->type = r.type;
   match->reduction = r.reduction;
@@ -114,21 +114,21 @@ std::shared_ptr<Match> new_match(const Request& r, std::vector<int> seat_ranks) 
 }
 
 Part find_collective(const Request& r) {
-  Team& team = *r.comm->team;
-  const std::uint64_t number = team.issued[r.comm->rank]++;
-  std::shared_ptr<Match>& match = team.collectives[number];
-  if (!match) match = new_match(r, team.devices);
+  ProcessGroup& process_group = *r.comm->process_group;
+  const std::uint64_t number = process_group.issued[r.comm->rank]++;
+  std::shared_ptr<Match>& match = process_group.collectives[number];
+  if (!match) match = new_match(r, process_group.devices);
   Part part{match, r.comm->rank};
   bool all_issued = true;
-  for (int seat = 0; seat < team.size(); ++seat) all_issued &= seat == r.comm->rank || match->seats[seat].issued;
-  if (all_issued) team.collectives.erase(number);
+  for (int seat = 0; seat < process_group.size(); ++seat) all_issued &= seat == r.comm->rank || match->seats[seat].issued;
+  if (all_issued) process_group.collectives.erase(number);
   return part;
 }
 
 Part find_send_recv(const Request& r) {
-  Team& team = *r.comm->team;
+  ProcessGroup& process_group = *r.comm->process_group;
   const int from = r.sends ? r.comm->rank : r.peer, to = r.sends ? r.peer : r.comm->rank;
-  Team::Channel& channel = team.channels[{from, to}];
+  ProcessGroup::Channel& channel = process_group.channels[{from, to}];
   auto& theirs = r.sends ? channel.recvs : channel.sends;
   auto& ours = r.sends ? channel.sends : channel.recvs;
   std::shared_ptr<Match> match;
@@ -136,7 +136,7 @@ Part find_send_recv(const Request& r) {
     match = std::move(theirs.front());
     theirs.pop_front();
   } else {
-    match = ours.emplace_back(new_match(r, {team.devices[from], team.devices[to]}));
+    match = ours.emplace_back(new_match(r, {process_group.devices[from], process_group.devices[to]}));
   }
   return {std::move(match), r.sends ? 0 : 1};
 }
@@ -146,12 +146,13 @@ ncclResult_t check(const Request& r) {
   const std::string call = std::string("nccl ") + r.name;
   if (machine.communicators.count(r.comm) == 0) return error(ncclInvalidArgument, call + ": no such communicator");
   if (r.comm->finalized) return error(ncclInvalidUsage, call + ": the communicator has been finalized");
-  if (r.comm->team->stopped) return error(ncclInvalidUsage, call + ": the communicator was stopped by an earlier failure");
+  if (r.comm->process_group->stopped)
+    return error(ncclInvalidUsage, call + ": the communicator was stopped by an earlier failure");
   if (type_size(r.type) == 0) return nccl_not_supported(call + ": type " + std::to_string(r.type));
   if (reduces(r.kind) && (r.reduction < 0 || r.reduction >= ncclNumOps)) {
     return nccl_not_supported(call + ": reduction " + std::to_string(r.reduction));
   }
-  const int n = r.comm->team->size();
+  const int n = r.comm->process_group->size();
   const bool rooted = r.kind == CommKind::broadcast || r.kind == CommKind::reduce;
   if (rooted && (r.root < 0 || r.root >= n)) {
     return error(ncclInvalidArgument, call + ": root " + std::to_string(r.root) + " of " + std::to_string(n) + " ranks");
@@ -185,7 +186,7 @@ ncclResult_t issue(Lock& lock, const std::vector<Request>& requests) {
   }
   auto op = std::make_shared<Op>();
   op->name.kind = requests.size() == 1 ? first.name : "group of sends and recvs";
-  op->name.team = comm.team->name;
+  op->name.process_group = comm.process_group->name;
   op->name.subject = requests.size() == 1 ? (first.kind == CommKind::send_recv ? 0 : 1) : -1;
   for (const Request& r : requests) {
     const Ranges ranges = ranges_of(r);
@@ -199,7 +200,8 @@ ncclResult_t issue(Lock& lock, const std::vector<Request>& requests) {
     seat.recv = r.recv;
     seat.stream = stream;
     seat.issued = true;
-    seat.issued_as = {comm.device, stream->number, r.name, comm.team->name, r.kind == CommKind::send_recv ? 0 : 1, r.place};
+    seat.issued_as = {comm.device, stream->number, r.name, comm.process_group->name, r.kind == CommKind::send_recv ? 0 : 1,
+                      r.place};
     const std::string differs = difference(*part.match, r);
     if (!differs.empty()) {
       const Match::Seat* other = &seat;
@@ -247,7 +249,9 @@ ncclResult_t request(Request r) {
 }  // namespace
 
 bool in_group() { return group().depth > 0; }
-void wait_at_group_end(std::shared_ptr<Team> team) { group().teams_to_wait_for.push_back(std::move(team)); }
+void wait_at_group_end(std::shared_ptr<ProcessGroup> process_group) {
+  group().process_groups_to_wait_for.push_back(std::move(process_group));
+}
 
 }  // namespace hostweave::cpu
 
@@ -264,9 +268,9 @@ ncclResult_t ncclGroupEnd(void) {
   Group& g = group();
   if (g.depth == 0) return error(ncclInvalidUsage, "ncclGroupEnd without ncclGroupStart");
   if (--g.depth > 0) return ncclSuccess;
-  const auto teams = std::exchange(g.teams_to_wait_for, {});
-  for (const auto& team : teams) {
-    if (const ncclResult_t result = wait_for_team(*team)) {
+  const auto process_groups = std::exchange(g.process_groups_to_wait_for, {});
+  for (const auto& process_group : process_groups) {
+    if (const ncclResult_t result = wait_for_process_group(*process_group)) {
       g.requests.clear();
       return result;
     }

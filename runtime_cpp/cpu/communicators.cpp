@@ -21,9 +21,9 @@ struct IdContent {
 };
 constexpr char kMagic[16] = "hostweave cpu";
 
-std::map<std::uint64_t, std::shared_ptr<Team>>& teams_in_the_making() {  // guarded by the machine's mutex
-  static auto* const teams = new std::map<std::uint64_t, std::shared_ptr<Team>>;
-  return *teams;
+std::map<std::uint64_t, std::shared_ptr<ProcessGroup>>& process_groups_in_the_making() {  // guarded by the machine's mutex
+  static auto* const process_groups = new std::map<std::uint64_t, std::shared_ptr<ProcessGroup>>;
+  return *process_groups;
 }
 
 const char* name_in(const ncclConfig_t* config) {
@@ -39,24 +39,24 @@ ncclResult_t check(const ncclConfig_t* config) {
   return ncclSuccess;
 }
 
-std::shared_ptr<Team> new_team(int size, const char* name) {
+std::shared_ptr<ProcessGroup> new_process_group(int size, const char* name) {
   static int count = 0;
   Machine& machine = Machine::get();
-  auto team = std::make_shared<Team>(size);
+  auto process_group = std::make_shared<ProcessGroup>(size);
   ++count;
-  team->name = machine.intern(name ? std::string(name) : "communicator " + std::to_string(count));
-  std::erase_if(machine.teams, [](const auto& known) { return known.expired(); });
-  machine.teams.push_back(team);
-  return team;
+  process_group->name = machine.intern(name ? std::string(name) : "communicator " + std::to_string(count));
+  std::erase_if(machine.process_groups, [](const auto& known) { return known.expired(); });
+  machine.process_groups.push_back(process_group);
+  return process_group;
 }
 
-ncclComm* new_communicator(std::shared_ptr<Team> team, int rank) {
+ncclComm* new_communicator(std::shared_ptr<ProcessGroup> process_group, int rank) {
   auto* const comm = new ncclComm;
-  comm->team = std::move(team);
+  comm->process_group = std::move(process_group);
   comm->rank = rank;
   comm->device = this_thread().device;
-  comm->team->devices[rank] = comm->device;
-  ++comm->team->arrived;
+  comm->process_group->devices[rank] = comm->device;
+  ++comm->process_group->arrived;
   Machine::get().communicators.insert(comm);
   Machine::get().progress();
   return comm;
@@ -67,9 +67,9 @@ void remove(ncclComm_t comm) {
   delete comm;
 }
 
-ncclResult_t wait_for_team(Lock& lock, const Team& team) {
-  std::string what = "all " + std::to_string(team.size()) + " ranks of " + team.name;
-  const bool all_came = Machine::get().wait(lock, std::move(what), [&] { return team.arrived == team.size(); });
+ncclResult_t wait_for_process_group(Lock& lock, const ProcessGroup& process_group) {
+  std::string what = "all " + std::to_string(process_group.size()) + " ranks of " + process_group.name;
+  const bool all_came = Machine::get().wait(lock, std::move(what), [&] { return process_group.arrived == process_group.size(); });
   return all_came ? ncclSuccess : nccl_stopped();
 }
 
@@ -87,39 +87,39 @@ ncclResult_t init(ncclComm_t* comm, int size, const ncclUniqueId& id, int rank, 
   Call call;
   if (Machine::get().failed()) return nccl_stopped();
   if (Machine::get().fault("ncclCommInitRank")) return error(ncclSystemError, "ncclCommInitRank: made to fail");
-  auto& pending = teams_in_the_making();
-  std::shared_ptr<Team>& slot = pending[content.number];
-  if (!slot) slot = new_team(size, name_in(config));
-  const std::shared_ptr<Team> team = slot;
-  if (team->size() != size || team->devices[rank] != -1) {
+  auto& pending = process_groups_in_the_making();
+  std::shared_ptr<ProcessGroup>& slot = pending[content.number];
+  if (!slot) slot = new_process_group(size, name_in(config));
+  const std::shared_ptr<ProcessGroup> process_group = slot;
+  if (process_group->size() != size || process_group->devices[rank] != -1) {
     Machine::get().fail("ncclCommInitRank: rank " + std::to_string(rank) + " of " + std::to_string(size) + " came to " +
-                        team->name + " of " + std::to_string(team->size()) +
-                        (team->size() != size ? "" : ", where that rank already is"));
+                        process_group->name + " of " + std::to_string(process_group->size()) +
+                        (process_group->size() != size ? "" : ", where that rank already is"));
     return error(ncclInvalidArgument, Machine::get().report());
   }
-  *comm = new_communicator(team, rank);
-  if (team->arrived == size) pending.erase(content.number);
+  *comm = new_communicator(process_group, rank);
+  if (process_group->arrived == size) pending.erase(content.number);
   if (in_group()) {
-    wait_at_group_end(team);
+    wait_at_group_end(process_group);
     return ncclSuccess;
   }
-  const ncclResult_t result = wait_for_team(call.lock, *team);
+  const ncclResult_t result = wait_for_process_group(call.lock, *process_group);
   if (result != ncclSuccess) remove(std::exchange(*comm, nullptr));
   return result;
 }
 
-// Every rank has said which team it wants to be in: ranks of a color are ordered by key, then by their old rank.
-void form_teams(Team::Split& split) {
-  std::stable_sort(split.wishes.begin(), split.wishes.end(),
+// Every rank has said which process group it wants to be in: ranks of a color are ordered by key, then by their old rank.
+void form_process_groups(ProcessGroup::Split& split) {
+  std::stable_sort(split.requests.begin(), split.requests.end(),
                    [](const auto& a, const auto& b) { return std::pair(a.key, a.rank) < std::pair(b.key, b.rank); });
   std::map<int, int> sizes;
   std::map<int, const char*> names;
-  for (const auto& wish : split.wishes) {
+  for (const auto& wish : split.requests) {
     split.new_ranks[wish.rank] = sizes[wish.color]++;
     if (wish.name) names[wish.color] = wish.name;
   }
   for (const auto& [color, size] : sizes) {
-    if (color >= 0) split.teams[color] = new_team(size, names.count(color) ? names[color] : nullptr);
+    if (color >= 0) split.process_groups[color] = new_process_group(size, names.count(color) ? names[color] : nullptr);
   }
 }
 
@@ -128,14 +128,14 @@ ncclResult_t unknown(const char* call) { return error(ncclInvalidArgument, std::
 
 void wait_for_ops(Lock& lock, ncclComm_t comm) {
   const OpPtr last = comm->last;
-  if (last) Machine::get().wait(lock, std::string("the ops of ") + comm->team->name, [last] { return last->done; });
+  if (last) Machine::get().wait(lock, std::string("the ops of ") + comm->process_group->name, [last] { return last->done; });
 }
 
 }  // namespace
 
-ncclResult_t wait_for_team(const Team& team) {
+ncclResult_t wait_for_process_group(const ProcessGroup& process_group) {
   Call call;
-  return wait_for_team(call.lock, team);
+  return wait_for_process_group(call.lock, process_group);
 }
 
 }  // namespace hostweave::cpu
@@ -180,12 +180,12 @@ ncclResult_t ncclCommInitAll(ncclComm_t* comms, int count, const int* devices) {
                    "ncclCommInitAll: device " + std::to_string(device) + " of " + std::to_string(machine.config.devices));
     }
   }
-  const auto team = new_team(count, nullptr);
+  const auto process_group = new_process_group(count, nullptr);
   HostThread& thread = this_thread();
   const int device = thread.device;
   for (int rank = 0; rank < count; ++rank) {
     thread.device = devices ? devices[rank] : rank;
-    comms[rank] = new_communicator(team, rank);
+    comms[rank] = new_communicator(process_group, rank);
   }
   thread.device = device;
   return ncclSuccess;
@@ -199,20 +199,20 @@ ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* resu
   if (machine.failed()) return nccl_stopped();
   if (!known(comm)) return unknown("ncclCommSplit");
   if (color < 0 && color != NCCL_SPLIT_NOCOLOR) return error(ncclInvalidArgument, "ncclCommSplit: a negative color");
-  const std::shared_ptr<Team> team = comm->team;
-  const int number = team->splits[comm->rank]++;
-  Team::Split& split = team->split_calls[number];
+  const std::shared_ptr<ProcessGroup> process_group = comm->process_group;
+  const int number = process_group->splits[comm->rank]++;
+  ProcessGroup::Split& split = process_group->split_calls[number];
   const char* const name = name_in(config);
-  split.wishes.push_back({color, key, comm->rank, name ? machine.intern(name) : nullptr});
-  const std::size_t all = team->devices.size();
-  if (split.wishes.size() == all) form_teams(split);
+  split.requests.push_back({color, key, comm->rank, name ? machine.intern(name) : nullptr});
+  const std::size_t all = process_group->devices.size();
+  if (split.requests.size() == all) form_process_groups(split);
   machine.progress();
-  const std::string what = "all ranks of " + std::string(team->name) + " to split it";
-  if (!machine.wait(call.lock, what, [&] { return split.wishes.size() == all; })) return nccl_stopped();
-  *result = color < 0 ? nullptr : new_communicator(split.teams[color], split.new_ranks[comm->rank]);
-  const std::shared_ptr<Team> mine = color < 0 ? nullptr : split.teams[color];
-  if (++split.left == team->size()) team->split_calls.erase(number);
-  return mine ? wait_for_team(call.lock, *mine) : ncclSuccess;
+  const std::string what = "all ranks of " + std::string(process_group->name) + " to split it";
+  if (!machine.wait(call.lock, what, [&] { return split.requests.size() == all; })) return nccl_stopped();
+  *result = color < 0 ? nullptr : new_communicator(split.process_groups[color], split.new_ranks[comm->rank]);
+  const std::shared_ptr<ProcessGroup> mine = color < 0 ? nullptr : split.process_groups[color];
+  if (++split.left == process_group->size()) process_group->split_calls.erase(number);
+  return mine ? wait_for_process_group(call.lock, *mine) : ncclSuccess;
 }
 
 ncclResult_t ncclCommFinalize(ncclComm_t comm) {
@@ -238,8 +238,8 @@ ncclResult_t ncclCommAbort(ncclComm_t comm) {
   if (!known(comm)) return unknown("ncclCommAbort");
   Machine& machine = Machine::get();
   if (comm->last && !comm->last->done) {
-    machine.fail("rank " + std::to_string(comm->device) + " aborted " + comm->team->name + " while " + comm->last->name.text() +
-                 " was not done");
+    machine.fail("rank " + std::to_string(comm->device) + " aborted " + comm->process_group->name + " while " +
+                 comm->last->name.text() + " was not done");
   }
   machine.wait_for_running_work(call.lock);
   remove(comm);
@@ -249,14 +249,14 @@ ncclResult_t ncclCommAbort(ncclComm_t comm) {
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* asyncError) {
   Call call;
   if (!known(comm)) return unknown("ncclCommGetAsyncError");
-  *asyncError = Machine::get().failed() || comm->team->stopped ? ncclRemoteError : ncclSuccess;
+  *asyncError = Machine::get().failed() || comm->process_group->stopped ? ncclRemoteError : ncclSuccess;
   return ncclSuccess;
 }
 
 ncclResult_t ncclCommCount(const ncclComm_t comm, int* count) {
   Call call;
   if (!known(comm)) return unknown("ncclCommCount");
-  *count = comm->team->size();
+  *count = comm->process_group->size();
   return ncclSuccess;
 }
 ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int* device) {

@@ -70,8 +70,8 @@ void Machine::fail(std::string report) {
   if (failed_) return;
   failed_ = true;
   report_ = std::move(report);
-  for (const auto& known : teams) {
-    if (const auto team = known.lock(); team && !team->in_step()) team->stopped = true;
+  for (const auto& known : process_groups) {
+    if (const auto process_group = known.lock(); process_group && !process_group->in_step()) process_group->stopped = true;
   }
   drop_queues();
   for (HostThread* thread : attached_) thread->wake.notify_all();
@@ -345,10 +345,11 @@ std::optional<OpName> Machine::over_another_channel(const Stream& stream, const 
   for (const Part& part : op.parts) {
     if (!part.match->is_shared()) continue;
     for (const auto& [where, access] : posted) {
-      const auto& [team, lane] = where;
-      if (!found && team != part.match->team && lane != stream.lane && stream.clock.at(lane) < access.epoch) found = access.name;
+      const auto& [process_group, lane] = where;
+      if (!found && process_group != part.match->process_group && lane != stream.lane && stream.clock.at(lane) < access.epoch)
+        found = access.name;
     }
-    posted.insert_or_assign({part.match->team, stream.lane}, History::Access{stream.lane, epoch, op.name});
+    posted.insert_or_assign({part.match->process_group, stream.lane}, History::Access{stream.lane, epoch, op.name});
   }
   return found;
 }

@@ -78,7 +78,7 @@ std::string OpName::text() const {
   std::string text = who(*this) + ": " + kind;
   const std::string of = argument(place.call, subject);
   if (!of.empty() && of.size() < 60) text += " " + of;
-  if (*team) text += std::string(" over ") + team;
+  if (*process_group) text += std::string(" over ") + process_group;
   return text + place_text(place);
 }
 

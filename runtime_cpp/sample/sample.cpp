@@ -72,14 +72,14 @@ Communicators::~Communicators() {
   for (ncclComm_t comm : comms_) ncclCommDestroy(comm);
 }
 
-Channel Communicators::team(int color, int place, int64_t size) {
+Channel Communicators::channel(int color, int place, int64_t size) {
   ncclComm_t comm;
   HW_CHECK(ncclCommSplit(comms_.front(), color, place, &comm, nullptr));
   comms_.push_back(comm);
   return {comm, place, size};
 }
 
-void Communicators::no_team() {
+void Communicators::no_channel() {
   ncclComm_t comm;
   HW_CHECK(ncclCommSplit(comms_.front(), NCCL_SPLIT_NOCOLOR, 0, &comm, nullptr));
 }

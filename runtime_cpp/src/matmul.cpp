@@ -300,21 +300,22 @@ cublasStatus_t MatmulPlan::each_batch(size_t dims, const void* a, const void* b,
     a = shifted(a, batch.a * operand_size);
     b = shifted(b, batch.b * operand_size);
     c = static_cast<char*>(c) + batch.c * result_size;
-    epilogue.plus = shifted(epilogue.plus, batch.c * result_size);
+    epilogue.accumulate = shifted(epilogue.accumulate, batch.c * result_size);
   }
   return CUBLAS_STATUS_SUCCESS;
 }
 
 cublasStatus_t MatmulPlan::one_batch(const Plan& plan, const void* a, const void* b, void* c, Stream stream,
                                      const Epilogue& epilogue) const {
-  const auto [scale, plus, bias] = epilogue;
-  const double scales[] = {scale, plus ? 1.0 : 0.0};  // of the product, and of what is added to it
-  const float float_scales[] = {static_cast<float>(scale), plus ? 1.0f : 0.0f};
+  const auto [scale, accumulate, bias] = epilogue;
+  const double scales[] = {scale, accumulate ? 1.0 : 0.0};  // of the product, and of what is added to it
+  const float float_scales[] = {static_cast<float>(scale), accumulate ? 1.0f : 0.0f};
   const bool in_double = compute_ == CUBLAS_COMPUTE_64F;
   const void* alpha = in_double ? static_cast<const void*>(scales) : float_scales;
   const void* beta = in_double ? static_cast<const void*>(scales + 1) : float_scales + 1;
   uintptr_t address = 0;
-  for (const void* operand : {a, b, static_cast<const void*>(c), plus, bias}) address |= reinterpret_cast<uintptr_t>(operand);
+  for (const void* operand : {a, b, static_cast<const void*>(c), accumulate, bias})
+    address |= reinterpret_cast<uintptr_t>(operand);
   const bool aligned = address % kAlignment == 0;
   if (!aligned && plan.aligned_only) [[unlikely]]
     return CUBLAS_STATUS_NOT_SUPPORTED;
@@ -322,9 +323,9 @@ cublasStatus_t MatmulPlan::one_batch(const Plan& plan, const void* a, const void
     const cublasStatus_t status = plan.set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
     if (status != CUBLAS_STATUS_SUCCESS) return status;
   }
-  return ::cublasLtMatmul(rank_.blas(), plan.description, alpha, b, plan.b_layout, a, plan.a_layout, beta, plus ? plus : c,
-                          plan.c_layout, c, plan.c_layout, aligned ? &plan.aligned : &plan.unaligned, stream.workspace,
-                          kWorkspaceBytes, stream);
+  return ::cublasLtMatmul(rank_.blas(), plan.description, alpha, b, plan.b_layout, a, plan.a_layout, beta,
+                          accumulate ? accumulate : c, plan.c_layout, c, plan.c_layout, aligned ? &plan.aligned : &plan.unaligned,
+                          stream.workspace, kWorkspaceBytes, stream);
 }
 
 }  // namespace hw

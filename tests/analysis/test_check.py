@@ -36,8 +36,8 @@ RULES = {
     ),
     "an update after a read": (
         "%b = allocate f32[2, 2]\nfill %b with 1.0\n%z = allocate f32[2, N]\nfill %z with 0.0\nfork ring\n"
-        "stream ring[0] {\ncopy %z -> %y\n}\nstream ring[1] {\nmatmul %b, %x plus %z -> %z\n}\njoin ring",
-        "text:11: rank 0, ring[1]: matmul %b, %x plus %z -> %z writes %z while rank 0, ring[0]: copy %z -> %y reads it: "
+        "stream ring[0] {\ncopy %z -> %y\n}\nstream ring[1] {\nmatmul %b, %x accumulate %z -> %z\n}\njoin ring",
+        "text:11: rank 0, ring[1]: matmul %b, %x accumulate %z -> %z writes %z while rank 0, ring[0]: copy %z -> %y reads it: "
         "nothing orders them; add record/wait or put both on one stream",
     ),
     "the caller's stream goes on before a join": (
@@ -172,40 +172,45 @@ RULES = {
     ),
     "reductions of one collective": (
         "if rank.x == 0 {\nall_reduce sum %x -> %y on x\n} else {\nall_reduce max %x -> %y on x\n}",
-        "text:3: rank 0, the caller's stream: all_reduce sum %x -> %y on x: is collective 1 of its team, and meets another one, "
+        "text:3: rank 0, the caller's stream: all_reduce sum %x -> %y on x: is collective 1 of its process group, "
+        "and meets another one, "
         "rank 1, the caller's stream: all_reduce max %x -> %y on x: "
         "issue the same collectives in the same order, with equal counts, on every rank",
     ),
     "counts of one collective": (
         "%x_0 = select %x[0: 0]\n%y_0 = select %y[0: 0]\ncopy %x -> %y\n"
         "if rank.x == 0 {\nall_reduce sum %x -> %y on x\n} else {\nall_reduce sum %x_0 -> %y_0 on x\n}",
-        "text:6: rank 0, the caller's stream: all_reduce sum %x -> %y on x: is collective 1 of its team, and meets another one, "
+        "text:6: rank 0, the caller's stream: all_reduce sum %x -> %y on x: is collective 1 of its process group, "
+        "and meets another one, "
         "rank 1, the caller's stream: all_reduce sum %x_0 -> %y_0 on x: "
         "issue the same collectives in the same order, with equal counts, on every rank",
     ),
     "order of collectives": (
         "%b = allocate f32[2, N]\nif rank.x == 0 {\nall_reduce sum %x -> %y on x\n}\nbroadcast %x -> %b from 0 on x\n"
         "if rank.x == 1 {\nall_reduce sum %x -> %y on x\n}",
-        "text:4: rank 0, the caller's stream: all_reduce sum %x -> %y on x: is collective 1 of its team, and meets another one, "
+        "text:4: rank 0, the caller's stream: all_reduce sum %x -> %y on x: is collective 1 of its process group, "
+        "and meets another one, "
         "rank 1, the caller's stream: broadcast %x -> %b from 0 on x: "
         "issue the same collectives in the same order, with equal counts, on every rank",
     ),
     "roots of one broadcast": (
         "broadcast %x -> %y from rank.x on x",
-        "text:2: rank 0, the caller's stream: broadcast %x -> %y from rank.x on x: is collective 1 of its team, and meets another one, "
+        "text:2: rank 0, the caller's stream: broadcast %x -> %y from rank.x on x: is collective 1 of its process group, "
+        "and meets another one, "
         "rank 1, the caller's stream: broadcast %x -> %y from rank.x on x: "
         "issue the same collectives in the same order, with equal counts, on every rank",
     ),
     "a collective that a rank leaves out": (
         "copy %x -> %y\nif rank.x == 1 {\nall_reduce sum %x -> %y on x\n}",
-        "text:4: rank 1, the caller's stream: all_reduce sum %x -> %y on x: is collective 1 of its team, and rank 0 has only 0: "
+        "text:4: rank 1, the caller's stream: all_reduce sum %x -> %y on x: is collective 1 of its process group, and rank 0 has only 0: "
         "issue the same collectives in the same order on every rank",
     ),
-    "sources of one exchange": (
-        "%b = allocate f32[2, N]\ncopy %x -> %b\nif rank.x == 0 {\nexchange %b -> %y from [1, none] on x\n} else {\n"
-        "exchange %b -> %y from [none, 0] on x\n}",
-        "text:5: rank 0, the caller's stream: exchange %b -> %y from [1, none] on x: is collective 1 of its team, and meets another one, "
-        "rank 1, the caller's stream: exchange %b -> %y from [none, 0] on x: "
+    "sources of one collective permute": (
+        "%b = allocate f32[2, N]\ncopy %x -> %b\nif rank.x == 0 {\ncollective_permute %b -> %y from [1, none] on x\n} else {\n"
+        "collective_permute %b -> %y from [none, 0] on x\n}",
+        "text:5: rank 0, the caller's stream: collective_permute %b -> %y from [1, none] on x: is collective 1 of its process group, "
+        "and meets another one, "
+        "rank 1, the caller's stream: collective_permute %b -> %y from [none, 0] on x: "
         "issue the same collectives in the same order, with equal counts, on every rank",
     ),
     "a result that only the root has": (
@@ -250,18 +255,19 @@ RULES = {
         "text:2: rank 0, the caller's stream: %v = select %x[0: 2]: 2 is outside of 0..2: keep the index inside the dim",
     ),
     "a slice outside of its dim on one rank": (
-        "%v = slice %x[0: rank.x * 2 of 2]",
-        "text:2: rank 1, the caller's stream: %v = slice %x[0: rank.x * 2 of 2]: rank.x * 2 = 2 is outside of 0..2: "
+        "%v = chunk %x[0: rank.x * 2 of 2]",
+        "text:2: rank 1, the caller's stream: %v = chunk %x[0: rank.x * 2 of 2]: rank.x * 2 = 2 is outside of 0..2: "
         "keep the index inside the dim",
     ),
     "a section outside of its dim": (
-        "%v = section %x[0: 1 from rank.x * 2]",
-        "text:2: rank 1, the caller's stream: %v = section %x[0: 1 from rank.x * 2]: 1 from 2 are outside of 0..2: "
-        "keep the section inside the dim",
+        "%v = slice %x[0: 1 from rank.x * 2]",
+        "text:2: rank 1, the caller's stream: %v = slice %x[0: 1 from rank.x * 2]: 1 from 2 are outside of 0..2: "
+        "keep the slice inside the dim",
     ),
-    "a peer outside of its team": (
+    "a peer outside of its process group": (
         "send %x to rank.x + 1 on x",
-        "text:2: rank 1, the caller's stream: send %x to rank.x + 1 on x: rank.x + 1 = 2 is outside of 0..2: keep it inside the team",
+        "text:2: rank 1, the caller's stream: send %x to rank.x + 1 on x: rank.x + 1 = 2 is outside of 0..2: "
+        "keep it inside the process group",
     ),
     "an event that is not there": (
         "for %i in 0..3 {\nrecord done[%i]\n}",
@@ -316,14 +322,14 @@ FINE = {
     ),
     "a wait on the stream of its record": ("fork ring\nstream ring[0] {\nrecord done[0]\nwait done[0]\ncopy %x -> %y\n}\njoin ring"),
     "disjoint columns": (
-        "fork ring\nfor %i in 0..2 {\nstream ring[%i] {\n%x_i = slice %x[1: %i of 2]\n"
-        "%y_i = slice %y[1: %i of 2]\ncopy %x_i -> %y_i\n}\n}\njoin ring"
+        "fork ring\nfor %i in 0..2 {\nstream ring[%i] {\n%x_i = chunk %x[1: %i of 2]\n"
+        "%y_i = chunk %y[1: %i of 2]\ncopy %x_i -> %y_i\n}\n}\njoin ring"
     ),
     "reads at the same time": (
         "%b = allocate f32[2, N]\nfork ring\nstream ring[0] {\ncopy %x -> %b\n}\nstream ring[1] {\ncopy %x -> %y\n}\njoin ring"
     ),
     "reductions and gathers in place": (
-        "copy %x -> %y\nall_reduce sum %y -> %y on x\n%b = allocate f32[4, N]\n%own = slice %b[0: rank.x of 2]\ncopy %x -> %own\n"
+        "copy %x -> %y\nall_reduce sum %y -> %y on x\n%b = allocate f32[4, N]\n%own = chunk %b[0: rank.x of 2]\ncopy %x -> %own\n"
         "all_gather %own -> %b on x\nreduce_scatter sum %b -> %own on x\nbroadcast %y -> %y from 1 on x"
     ),
     "allocated and freed in every iteration": ("for %i in 0..2 {\n%b = allocate f32[2, N]\ncopy %x -> %b\ncopy %b -> %y\ndeallocate %b\n}"),
@@ -373,8 +379,8 @@ def test_a_launch_in_place() -> None:
 def test_a_matmul_adds_in_place() -> None:
     """What it adds may lie where the result does; what it multiplies may not."""
     head = "host @t(%x: f32[4, 4]) -> (%y: f32[4, 4]) mesh() {\ncopy %x -> %y\n"
-    check(HostProgram.parse(head + "matmul %x, %x plus %y -> %y\n}\n"))
-    for body in ("matmul %y, %x plus %y -> %y", "%t = permute %y by [1, 0]\nmatmul %x, %t plus %y -> %y"):
+    check(HostProgram.parse(head + "matmul %x, %x accumulate %y -> %y\n}\n"))
+    for body in ("matmul %y, %x accumulate %y -> %y", "%t = permute %y by [1, 0]\nmatmul %x, %t accumulate %y -> %y"):
         with pytest.raises(ProgramError, match=r"over the bytes of %[ty] that it reads: give it memory of its own"):
             check(HostProgram.parse(f"{head}{body}\n}}\n"))
 
@@ -440,10 +446,10 @@ def test_speed() -> None:
 
 
 def test_extents_that_are_whole_at_no_size() -> None:
-    halves = "%a = slice %x[0: 0 of 2]\n%s = section %x[0: (M - 1) from 1]\n%b = slice %s[0: 0 of 2]\ncopy %x -> %y"
+    halves = "%a = chunk %x[0: 0 of 2]\n%s = slice %x[0: (M - 1) from 1]\n%b = chunk %s[0: 0 of 2]\ncopy %x -> %y"
     with pytest.raises(ProgramError) as caught:
         check(HostProgram.parse(f"host @t(%x: f32[M]) -> (%y: f32[M]) mesh() {{\n{halves}\n}}"))
-    assert str(caught.value) == "text:4: %b = slice %s[0: 0 of 2]: (M - 1)/2: 2 does not divide 1: choose sizes that it divides"
+    assert str(caught.value) == "text:4: %b = chunk %s[0: 0 of 2]: (M - 1)/2: 2 does not divide 1: choose sizes that it divides"
 
 
 def test_the_garbage_collector_goes_on_after_a_check() -> None:

@@ -57,16 +57,16 @@ def test_operations_of_each_rank() -> None:
     group = instances.ranks[1][-2]
     recv, send = group.members
     (written,), (read,) = recv.accesses, send.accesses
-    assert (recv.peer, send.peer, recv.team) == (0, 0, (0, 1))
+    assert (recv.peer, send.peer, recv.process_group) == (0, 0, (0, 1))
     assert (written.name, written.region.root, written.region.offset, written.region.layout.run, written.writes) == ("y_i", "y", 0, 6, True)
     assert (read.name, read.region.root, read.region.offset, read.region.layout.run, read.reads) == ("x_i", "x", 0, 6, True)
 
 
-def test_teams_and_peers_on_a_mesh_of_two_axes() -> None:
+def test_process_groups_and_peers_on_a_mesh_of_two_axes() -> None:
     posts = "    send %x to (rank.tp + 1) % 3 on tp\n    recv %y from (rank.tp - 1) % 3 on tp\n"
     text = f"host @t(%x: f32[4]) -> (%y: f32[4]) mesh(dp=2, tp=3) {{\n  group {{\n{posts}  }}\n}}\n"
     members = [operations[0].members for operations in instantiate(HostProgram.parse(text), {}).ranks]
-    assert [send.team for send, _ in members] == [(0, 1, 2)] * 3 + [(3, 4, 5)] * 3
+    assert [send.process_group for send, _ in members] == [(0, 1, 2)] * 3 + [(3, 4, 5)] * 3
     assert [send.peer for send, _ in members] == [1, 2, 0, 4, 5, 3]
     assert [recv.peer for _, recv in members] == [2, 0, 1, 5, 3, 4]
 
@@ -119,9 +119,7 @@ def test_compiled_expressions(seed: int) -> None:
 
 
 def test_sizes_leave_room() -> None:
-    host = HostProgram.parse(
-        "host @t(%x: f32[M]) -> (%y: f32[(M - 2)]) mesh(x=1) {\n%v = section %x[0: (M - 2) from 1]\ncopy %v -> %y\n}\n"
-    )
+    host = HostProgram.parse("host @t(%x: f32[M]) -> (%y: f32[(M - 2)]) mesh(x=1) {\n%v = slice %x[0: (M - 2) from 1]\ncopy %v -> %y\n}\n")
     with pytest.raises(ProgramError) as caught:
         instantiate(host, {"M": 1})
     assert str(caught.value) == "@t: (M - 2) is -1: choose sizes that leave room for it"
@@ -129,7 +127,7 @@ def test_sizes_leave_room() -> None:
 
 def test_sizes_where_a_sum_must_divide() -> None:
     """M is odd, so ranks do not share it evenly; both sides of the branch are looked at where they can be."""
-    text = "host @t(%x: f32[M@x]) -> (%y: f32[(M + 1)]) mesh(x=2) uneven(M) {\n  %v = slice %y[0: 1 of 2]\n}\n"
+    text = "host @t(%x: f32[M@x]) -> (%y: f32[(M + 1)]) mesh(x=2) uneven(M) {\n  %v = chunk %y[0: 1 of 2]\n}\n"
     program = HostProgram.parse(text)
     assert minimal_sizes(program) == {"M": 3}
     assert list(sizes_to_check(program)) == [{"M": 3}, {"M": 5}]

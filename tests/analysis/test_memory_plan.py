@@ -131,9 +131,9 @@ def test_rows() -> None:
   for %i in 0..4 {
     stream ring[%i] {
       %b = allocate f32[M/4, N]
-      %a_i = slice %a[0: %i of 4]
+      %a_i = chunk %a[0: %i of 4]
       copy %a_i -> %b
-      %y_i = slice %y[0: %i of 4]
+      %y_i = chunk %y[0: %i of 4]
       copy %b -> %y_i
     }
   }

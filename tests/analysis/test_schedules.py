@@ -36,7 +36,7 @@ Inputs = dict[str, Array]
 
 
 def mutants(host: HostProgram) -> Iterator[HostProgram]:
-    """One synchronisation dropped, one stream changed, or two neighbours exchanged."""
+    """One synchronisation dropped, one stream changed, or two neighbours permuted."""
     for at in list(ir.walk(host.body)):
         if isinstance(at, ir.Fork | ir.Join | ir.Record | ir.Wait):
             yield _with(host, at, ())

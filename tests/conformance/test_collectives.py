@@ -28,11 +28,11 @@ N = (3, 1, 0)  # elements of a block, by seed
 MOVES = {
     "all_gather": (1, "D", "all_gather %{x} -> %{y} on x"),
     "broadcast": (1, 1, "broadcast %{x} -> %{y} from {root} on x"),
-    "spread": (1, 1, "spread %{x} to %{y} from {root} on x"),
+    "broadcast_to_others": (1, 1, "broadcast_to_others %{x} to %{y} from {root} on x"),
     "gather": (1, "D", "gather %{x} -> %{y} to {root} on x"),
     "scatter": ("D", 1, "scatter %{x} -> %{y} from {root} on x"),
     "all_to_all": ("D", "D", "all_to_all %{x} -> %{y} on x"),
-    "exchange": (1, 1, "exchange %{x} -> %{y} from [{sources}] on x"),
+    "collective_permute": (1, 1, "collective_permute %{x} -> %{y} from [{sources}] on x"),
     "ring": (1, 1, "group {{ send %{x} to (rank.x + 1) % {D} on x\n recv %{y} from (rank.x - 1) % {D} on x }}"),
 }
 REDUCES = {
@@ -117,7 +117,7 @@ def expected(kind: str, op: str, mine: list[Array], rank: int) -> Array:
             return np.concatenate(mine)
         case "broadcast":
             return mine[root]
-        case "spread":
+        case "broadcast_to_others":
             return zeros if rank == root else mine[root]
         case "gather":
             return np.concatenate(mine) if rank == root else np.repeat(zeros, ranks, axis=0)
@@ -125,7 +125,7 @@ def expected(kind: str, op: str, mine: list[Array], rank: int) -> Array:
             return mine[root][rank : rank + 1]
         case "all_to_all":
             return np.concatenate([array[rank : rank + 1] for array in mine])
-        case "exchange":
+        case "collective_permute":
             return zeros if source is None else mine[source]
         case "ring":
             return mine[(rank - 1) % ranks]

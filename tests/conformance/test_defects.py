@@ -6,9 +6,9 @@
 | bf16 goes over the wire as another type | test_collectives |
 | integers are compared as unsigned; the maximum of negative floats begins at the least positive one | test_signs |
 | a send or a recv outside of a group is refused | test_raw_sends, test_collectives (ring) |
-| the order in which a team is named is lost | test_the_order_of_a_team, test_reshards (`A@tp,dp`) |
-| the team is the whole mesh, or its last axis, whatever changes | test_one_axis_of_a_mesh, test_reshards |
-| a rank in no team fails | test_ranks_that_take_no_part |
+| the order in which a process group is named is lost | test_the_order_of_a_process_group, test_reshards (`A@tp,dp`) |
+| the process group is the whole mesh, or its last axis, whatever changes | test_one_axis_of_a_mesh, test_reshards |
+| a rank in no process group fails | test_ranks_that_take_no_part |
 | an error in a group leaves it open, and the next collective hangs | ../runtime/test_init: test_a_rank_that_fails_in_the_middle |
 | counts and dtypes are not compared with the buffers | ../ir/test_host_verify (counts, dtypes), ../analysis/test_check (what meets) |
 | an all_to_all that does not divide rounds down | ../ir/test_host_verify (all_to_all) |
@@ -17,7 +17,7 @@
 | a channel is made on whatever device is current; a rank's number is its device's | ../gpu/test_processes; ../runtime/test_providers |
 | a collective under a condition on the rank compiles, and hangs | ../ir/test_host_verify (`if`, loops) |
 | an unused communication stays, or goes on some ranks only | test_what_nobody_needs, ../passes/test_decompose_reshards |
-| communications of two channels meet in another order on another rank | ../passes/test_order_channels, ../analysis/test_check |
+| communications of two channels meet in another order on another rank | ../passes/test_serialize_channels, ../analysis/test_check |
 | a later call overtakes an earlier one | ../programs/test_numerics (calls in flight), ../programs/test_mutations |
 | nothing may be in place; an all_reduce copies its operand first | test_in_place; ../golden (matmul_ar_unstreamed) |
 | what a rank holds already is scattered to it | ../passes/test_decompose_reshards (`shard`) |
@@ -51,11 +51,11 @@ UNSIGNED = (hw.u8, hw.u32)
 # name -> what makes %{name}, [4@dp,tp, N], of %x; rank (dp, tp) is number 2 dp + tp
 RANKS = {
     "whole_mesh": "all_gather %x -> %big_1 on dp, tp\n%c_1 = select %big_1[0: 1]\n%r_1 = reshape %c_1 to [1, N]\ncopy %r_1 -> %whole_mesh",
-    "turned_team": "all_gather %x -> %big_2 on tp, dp\n%c2 = select %big_2[0: 1]\n%r2 = reshape %c2 to [1, N]\ncopy %r2 -> %turned_team",
+    "turned_axes": "all_gather %x -> %big_2 on tp, dp\n%c2 = select %big_2[0: 1]\n%r2 = reshape %c2 to [1, N]\ncopy %r2 -> %turned_axes",
     "sums_of_rows": "all_reduce sum %x -> %sums_of_rows on tp",
     "sums_of_columns": "all_reduce sum %x -> %sums_of_columns on dp",
-    "swapped_in_rows": "exchange %x -> %swapped_in_rows from [1, 0] on tp",
-    "swapped_in_columns": "exchange %x -> %swapped_in_columns from [1, 0] on dp",
+    "swapped_in_rows": "collective_permute %x -> %swapped_in_rows from [1, 0] on tp",
+    "swapped_in_columns": "collective_permute %x -> %swapped_in_columns from [1, 0] on dp",
     "passed_on": "fill %passed_on with 7.0\nexchange %x -> %passed_on from [none, 0] on tp",
     "sent": "if rank.tp == 0 {\n copy %x -> %sent\n send %x to 1 on tp\n} else {\n recv %sent from 0 on tp\n}",
     "sent_in_one_row": (
@@ -65,13 +65,13 @@ RANKS = {
     "reduced_in_place": "copy %x -> %reduced_in_place\nall_reduce sum %reduced_in_place -> %reduced_in_place on dp, tp",
     "broadcast_in_place": "copy %x -> %broadcast_in_place\nbroadcast %broadcast_in_place -> %broadcast_in_place from 3 on dp, tp",
     "gathered_in_place": (
-        "%place = rank.dp * 2 + rank.tp\n%own = slice %big_3[0: %place of 4]\ncopy %x -> %own\nall_gather %own -> %big_3 on dp, tp\n"
+        "%place = rank.dp * 2 + rank.tp\n%own = chunk %big_3[0: %place of 4]\ncopy %x -> %own\nall_gather %own -> %big_3 on dp, tp\n"
         "reduce_scatter max %big_3 -> %own on dp, tp\ncopy %own -> %gathered_in_place"
     ),
 }
 WANTED = {  # the rank whose x each rank has, -1 for zeros; or the ranks whose sum it is
     "whole_mesh": [[1]] * 4,
-    "turned_team": [[2]] * 4,
+    "turned_axes": [[2]] * 4,
     "sums_of_rows": [[0, 1], [0, 1], [2, 3], [2, 3]],
     "sums_of_columns": [[0, 2], [1, 3], [0, 2], [1, 3]],
     "swapped_in_rows": [[1], [0], [3], [2]],
@@ -113,8 +113,8 @@ def check(target: str, *names: str) -> None:
 
 
 @four
-def test_the_order_of_a_team(ranks: int, target: str) -> None:
-    check(target, "whole_mesh", "turned_team")
+def test_the_order_of_a_process_group(ranks: int, target: str) -> None:
+    check(target, "whole_mesh", "turned_axes")
 
 
 @four
@@ -179,4 +179,4 @@ def test_what_nobody_needs(streamed: bool) -> None:
     assert program.host_ir.count(" on ") == 1
     assert "all_reduce sum %y_partial -> %y on tp" in program.host_ir
     assert [line.count("rank.channel(") for line in program.sources["program.cpp"].splitlines() if "channel(" in line] == [1]
-    assert "team_dp" not in "".join(program.sources.values())
+    assert "channel_dp" not in "".join(program.sources.values())

@@ -2,15 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-from hostweave.emit.cpp import Integers, number
+from hostweave.emit.cpp import CppExprPrinter, number
 from hostweave.host_ir.expr import Coordinate, Expr, Size, Var, binary
 from hostweave.types.mesh import Mesh
 from hostweave.types.size import Extent
 from hostweave.types.tensor import bf16, bool_, f32, f64, i32
 
 
-def integers() -> Integers:
-    result = Integers(Mesh(x=4), {"M": "M", "K": "K_1"}, {"M": 12, "K": 4})
+def integers() -> CppExprPrinter:
+    result = CppExprPrinter(Mesh(x=4), {"M": "M", "K": "K_1"}, {"M": 12, "K": 4})
     result.coordinates[result.mesh, "x"] = "rank_x"
     result.define("i", "i", (0, 3))
     result.define("n", "n", (None, None))

@@ -65,15 +65,15 @@ def test_a_project_with_stages_runs_on_the_cpu(tmp_path: Path) -> None:
     assert result.stdout.endswith("every rank has what it should\n")
 
 
-def test_ranks_of_a_stage_make_its_team(tmp_path: Path) -> None:
+def test_ranks_of_a_stage_make_its_channel(tmp_path: Path) -> None:
     hw.compile(FUSIONS["two_stages_streamed"]).export(tmp_path)
     main = (tmp_path / "main.cpp").read_text()
     assert (
         """\
   if (r >= 2) {
-    rank.add_channel("mesh(x=2 of ranks 2, 3)", "x", communicators.team(0, r - 2, 2));
+    rank.add_channel("mesh(x=2 of ranks 2, 3)", "x", communicators.channel(0, r - 2, 2));
   } else {
-    communicators.no_team();
+    communicators.no_channel();
   }
 """
         in main

@@ -62,8 +62,13 @@ def test_a_row_that_is_broadcast_is_taken_along() -> None:
 @pytest.mark.parametrize(
     ("rows", "columns", "index", "ways"),
     [
-        ("M", 64, "Index", ["hw::aligned(a, b, y) && hw::is_short(64 * M): 4, uint32_t", "hw::aligned(a, b, y): 4, int64_t", "1, int64_t"]),
-        ("M", 63, "Index", ["hw::is_short(63 * M): uint32_t", "int64_t"]),
+        (
+            "M",
+            64,
+            "Index",
+            ["hw::aligned(a, b, y) && hw::fits_int32(64 * M): 4, uint32_t", "hw::aligned(a, b, y): 4, int64_t", "1, int64_t"],
+        ),
+        ("M", 63, "Index", ["hw::fits_int32(63 * M): uint32_t", "int64_t"]),
         (8, 64, "uint32_t", ["hw::aligned(a, b, y): 4", "1"]),
         (1 << 16, 1 << 15, "int64_t", ["hw::aligned(a, b, y): 4", "1"]),
     ],
@@ -177,8 +182,8 @@ def test_exp_and_erf_are_as_exact_as_the_elements_are(dtype: Any, prefix: str, s
 def test_a_kernel_waits_for_the_stream_before_all_else() -> None:
     program = hw.compile(hw.fusion(x=hw.bf16["M", "N"])(column_sums), target="cuda")
     heads = re.findall(r"__global__.*\{\n(.*)\n", program.sources["kernels.cu"])
-    assert heads == ["  hw::wait_for_stream();"]
-    assert "hw::launch_early(" in program.sources["program.cpp"]
+    assert heads == ["  hw::griddep_wait();"]
+    assert "hw::launch_pdl(" in program.sources["program.cpp"]
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
-from hostweave.emit.layout import COLUMNS, laid_out
+from hostweave.emit.layout import COLUMNS, format_cpp
 
 
 def test_blocks_are_indented_and_blank_lines_go_from_their_ends() -> None:
     text = "namespace a {\n\nvoid f() {\n\nfor (;;) {\nif (x) {\na();\n} else {\nb();\n}\n}\n\n}\n\n}  // namespace a\n"
-    lines = laid_out(text).splitlines()
+    lines = format_cpp(text).splitlines()
     assert lines[:3] == ["namespace a {", "", "void f() {"]
     assert lines[3:9] == ["  for (;;) {", "    if (x) {", "      a();", "    } else {", "      b();", "    }"]
     assert lines[9:] == ["  }", "}", "", "}  // namespace a"]
 
 
 def test_classes_and_tables() -> None:
-    assert laid_out("class A {\npublic:\nA();\n\nprivate:\nint a_;\n};\n") == "class A {\n public:\n  A();\n\n private:\n  int a_;\n};\n"
-    assert laid_out("const T t = {\n.a = 1,\n};\n") == "const T t = {\n    .a = 1,\n};\n"
+    assert format_cpp("class A {\npublic:\nA();\n\nprivate:\nint a_;\n};\n") == "class A {\n public:\n  A();\n\n private:\n  int a_;\n};\n"
+    assert format_cpp("const T t = {\n.a = 1,\n};\n") == "const T t = {\n    .a = 1,\n};\n"
 
 
 def test_short_functions_stay_on_one_line() -> None:
-    assert laid_out("int f() {\nreturn 1;\n}\n\nvoid g() {\nif (x) h();\n}\n") == "int f() { return 1; }\n\nvoid g() {\n  if (x) h();\n}\n"
+    assert (
+        format_cpp("int f() {\nreturn 1;\n}\n\nvoid g() {\nif (x) h();\n}\n") == "int f() { return 1; }\n\nvoid g() {\n  if (x) h();\n}\n"
+    )
     long = f"void f() {{\nreturn {'a' * COLUMNS};\n}}\n"
-    assert laid_out(long).count("\n") == 3
+    assert format_cpp(long).count("\n") == 3
 
 
 def test_trailing_comments_are_aligned() -> None:
-    assert laid_out("struct S {\nint a;  // one\nlong bc;  // two\n};\n") == "struct S {\n  int a;    // one\n  long bc;  // two\n};\n"
+    assert format_cpp("struct S {\nint a;  // one\nlong bc;  // two\n};\n") == "struct S {\n  int a;    // one\n  long bc;  // two\n};\n"
 
 
 def test_long_calls_break_between_arguments() -> None:
     arguments = [f"argument_{i}" for i in range(12)]
-    lines = laid_out(f"HW_CHECK(call({', '.join(arguments)}));\n").splitlines()
+    lines = format_cpp(f"HW_CHECK(call({', '.join(arguments)}));\n").splitlines()
     assert len(lines) == 2
     assert all(len(line) <= COLUMNS for line in lines)
     assert lines[1].startswith(" " * len("HW_CHECK(call(") + "argument_")
@@ -38,33 +40,33 @@ def test_long_calls_break_between_arguments() -> None:
 
 def test_a_call_that_fits_on_a_line_of_its_own_goes_there() -> None:
     call = f"call({'a' * 60}, {'b' * 52}, c)"
-    assert laid_out(f"HW_CHECK({call});\n") == f"HW_CHECK(\n    {call});\n"
+    assert format_cpp(f"HW_CHECK({call});\n") == f"HW_CHECK(\n    {call});\n"
 
 
 def test_a_condition_and_launch_bounds_stay_on_lines_of_their_own() -> None:
     call = f"call({'a' * 60}, {'b' * 52});"
-    assert laid_out(f"void f() {{\nif (is_here_) {call}\n}}\n") == f"void f() {{\n  if (is_here_)\n    {call}\n}}\n"
+    assert format_cpp(f"void f() {{\nif (is_here_) {call}\n}}\n") == f"void f() {{\n  if (is_here_)\n    {call}\n}}\n"
     kernel = f"kernel(const float* {'a' * 40}, float* {'b' * 40}) {{"
     bounds = "__global__ void __launch_bounds__(hw::kRowThreads)"
-    assert laid_out(f"{bounds} {kernel}\ng();\nh();\n}}\n") == f"{bounds}\n    {kernel}\n  g();\n  h();\n}}\n"
+    assert format_cpp(f"{bounds} {kernel}\ng();\nh();\n}}\n") == f"{bounds}\n    {kernel}\n  g();\n  h();\n}}\n"
 
 
 def test_constructors_break_between_initializers() -> None:
     short = "A::A(int a) : a_(a), b_(a) {\n}\n"
-    assert laid_out(short) == "A::A(int a) : a_(a), b_(a) {}\n"
+    assert format_cpp(short) == "A::A(int a) : a_(a), b_(a) {}\n"
     members = [f"member_{i}_(argument_{i})" for i in range(7)]
-    assert laid_out(f"A::A(int a) : {', '.join(members)} {{\n}}\n") == "A::A(int a)\n    : " + ",\n      ".join(members) + " {}\n"
+    assert format_cpp(f"A::A(int a) : {', '.join(members)} {{\n}}\n") == "A::A(int a)\n    : " + ",\n      ".join(members) + " {}\n"
 
 
 def test_long_comments_are_filled() -> None:
-    text = laid_out("// " + "word " * 40 + "\n")
+    text = format_cpp("// " + "word " * 40 + "\n")
     assert [line.startswith("// word") for line in text.splitlines()] == [True, True]
     assert len(text.splitlines()[0]) <= COLUMNS
 
 
 def test_a_comment_that_does_not_fit_goes_before_its_line() -> None:
     words = " ".join(["word"] * 40)
-    lines = laid_out(f"struct S {{\nint a;  // {words}\n}};\n").splitlines()
+    lines = format_cpp(f"struct S {{\nint a;  // {words}\n}};\n").splitlines()
     assert all(line.startswith("  // word") for line in lines[1:-2])
     assert lines[-2:] == ["  int a;", "};"]
     assert max(map(len, lines)) <= COLUMNS
@@ -73,7 +75,7 @@ def test_a_comment_that_does_not_fit_goes_before_its_line() -> None:
 def test_brackets_and_commas_in_strings_break_no_line() -> None:
     text = '"f32[part(M, x on ranks 0, 1), K]"'
     line = f"{{{', '.join([text] * 5)}, f(1)}},"
-    assert laid_out(line + "\n") == line + "\n"
+    assert format_cpp(line + "\n") == line + "\n"
     call = f"in.x.expect({', '.join([text] * 5)});"
-    assert "".join(laid_out(call + "\n").split()) == "".join(call.split())
-    assert all(part.count('"') % 2 == 0 for part in laid_out(call + "\n").splitlines())
+    assert "".join(format_cpp(call + "\n").split()) == "".join(call.split())
+    assert all(part.count('"') % 2 == 0 for part in format_cpp(call + "\n").splitlines())

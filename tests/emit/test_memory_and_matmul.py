@@ -15,21 +15,21 @@ host @copies(%x: f32[M, N], %t: f32[K, M, N]) -> (
     %all: f32[M, N], %half: f32[M, N/2], %odd: f32[M], %turned: f32[N, M], %inner: f32[K, N, M/3], %set: f32[M, N], %band: f32[K, M, N]
 ) mesh() {
   copy %x -> %all
-  %right = slice %x[1: 1 of 2]
+  %right = chunk %x[1: 1 of 2]
   copy %right -> %half
   %column = select %x[1: 1]
   copy %column -> %odd
   %xt = permute %x by [1, 0]
   copy %xt -> %turned
-  %tm = slice %t[1: 2 of 3]
+  %tm = chunk %t[1: 2 of 3]
   %tt = permute %tm by [0, 2, 1]
   copy %tt -> %inner
   fill %set with 0.0
-  %left = slice %set[1: 0 of 2]
+  %left = chunk %set[1: 0 of 2]
   fill %left with 2.5
   fill %band with -0.0
-  %middle = slice %band[1: 1 of 3]
-  %source = slice %t[1: 0 of 3]
+  %middle = chunk %band[1: 1 of 3]
+  %source = chunk %t[1: 0 of 3]
   copy %source -> %middle
 }
 """
@@ -69,23 +69,23 @@ host @matmuls(
   %s_swapped = permute %s by [1, 0, 2, 3]
   %v_swapped = permute %v by [1, 0, 2, 3]
   matmul %s_swapped, %v_swapped -> %split
-  %first = slice %s[2: 0 of M]
+  %first = chunk %s[2: 0 of M]
   matmul %first, %b -> %row
   fork ring
   for %i in 0..2 {
     stream ring[%i] {
-      %b_i = slice %b[1: %i of 2]
-      %part_i = slice %part[1: %i of 2]
+      %b_i = chunk %b[1: %i of 2]
+      %part_i = chunk %part[1: %i of 2]
       matmul %a, %b_i -> %part_i
     }
   }
   join ring
   matmul %e, %f -> %empty
   matmul %a, %b -> %twice
-  matmul %a_of_t, %b_of_t plus %twice -> %twice
+  matmul %a_of_t, %b_of_t accumulate %twice -> %twice
   %turned_twice_t = permute %turned_twice by [1, 0]
-  matmul %a, %b scaled -2 plus %turned_t -> %turned_twice_t
-  matmul %s_swapped, %v_swapped scaled 0.5 plus %split -> %batched_twice
+  matmul %a, %b scaled -2 accumulate %turned_t -> %turned_twice_t
+  matmul %s_swapped, %v_swapped scaled 0.5 accumulate %split -> %batched_twice
 }
 """
 
@@ -122,17 +122,17 @@ host @epilogues(%a: {t}[B, M, K], %b: {t}[K, N], %r: {t}[B, M, N], %v: {t}[N], %
     %biased: {t}[B, M, N], %all: {t}[B, M, N], %smooth: {t}[B, M, N], %nothing: {t}[M, N], %part: {t}[M, N]
 ) mesh() {
   matmul %a, %b bias %v -> %biased
-  matmul %a, %b scaled 0.5 plus %r bias %v then relu -> %all
-  matmul %a, %b plus %r then gelu_tanh -> %smooth
-  matmul %e, %f bias %v then relu -> %nothing
+  matmul %a, %b scaled 0.5 accumulate %r bias %v activation relu -> %all
+  matmul %a, %b accumulate %r activation gelu_tanh -> %smooth
+  matmul %e, %f bias %v activation relu -> %nothing
   %a_0 = select %a[0: 0]
   %r_0 = select %r[0: 0]
   for %i in 0..2 {
-    %b_i = slice %b[1: %i of 2]
-    %v_i = slice %v[0: %i of 2]
-    %r_i = slice %r_0[1: %i of 2]
-    %part_i = slice %part[1: %i of 2]
-    matmul %a_0, %b_i plus %r_i bias %v_i then relu -> %part_i
+    %b_i = chunk %b[1: %i of 2]
+    %v_i = chunk %v[0: %i of 2]
+    %r_i = chunk %r_0[1: %i of 2]
+    %part_i = chunk %part[1: %i of 2]
+    matmul %a_0, %b_i accumulate %r_i bias %v_i activation relu -> %part_i
   }
 }
 """

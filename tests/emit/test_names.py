@@ -38,15 +38,15 @@ kernel @sizes(%out: f32[caller, K]) {
 }
 host @exp(%in: f32[caller@stream, K], %x_: f32[K, this]) -> (%int: f32[caller, this], %M: f32[caller, K]) mesh(stream=1)
     streams(rank[2], arena[1]) events(prepared[2]) {
-  %team_stream = allocate f32[caller, K]
+  %channel_stream = allocate f32[caller, K]
   %x = allocate f32[caller, K]
-  %rank_stream = slice %x_[1: 0 of 1]
+  %rank_stream = chunk %x_[1: 0 of 1]
   fork rank
   fork arena
   for %new in 0..2 {
     stream rank[%new] {
-      %auto = slice %in[0: %new of 2]
-      %delete = slice %team_stream[0: (rank.stream + %new) % 2 of 2]
+      %auto = chunk %in[0: %new of 2]
+      %delete = chunk %channel_stream[0: (rank.stream + %new) % 2 of 2]
       copy %auto -> %delete
       record prepared[%new]
     }
@@ -54,7 +54,7 @@ host @exp(%in: f32[caller@stream, K], %x_: f32[K, this]) -> (%int: f32[caller, t
   stream arena[0] {
     wait prepared[0]
     wait prepared[1]
-    launch @sizes %team_stream -> %x
+    launch @sizes %channel_stream -> %x
   }
   join arena
   join rank

@@ -103,7 +103,7 @@ def everything(names: Iterable[str]) -> HostProgram:
         outputs.append(f"%{n}_out: f32[{n}, {m}]")
         body.append(f"  %{n}_mem = allocate f32[{n}, {m}]\n  call @{n} %{n}, %{n} -> %{n}_mem\n  fork {n}\n  for %{n}_i in 0..{n} {{")
         body.append(f"    stream {n}[%{n}_i] {{\n      %{n}_v = select %{n}_mem[0: %{n}_i]\n      %{n}_w = select %{n}_out[0: %{n}_i]")
-        body.append(f"      exchange %{n}_v -> %{n}_w from [0] on {n}\n    }}\n  }}\n  join {n}")
+        body.append(f"      collective_permute %{n}_v -> %{n}_w from [0] on {n}\n    }}\n  }}\n  join {n}")
     axes, streams = ", ".join(f"{n}=1" for n in own), ", ".join(f"{n}[2]" for n in own)
     head = f"host @{own[0]}({', '.join(inputs)}) -> ({', '.join(outputs)}) mesh({axes}) streams({streams}) {{"
     return HostProgram.parse("\n".join([*kernels, *blocks, head, *body, "}"]))
@@ -164,7 +164,7 @@ def test_dims_named_as_what_an_exchange_declares() -> None:
 
     @hw.fusion(mesh=hw.Mesh(x=3), **fields)
     def moved(**inputs):  # type: ignore[no-untyped-def]
-        return tuple(hw.exchange(x, 0, [None, 0, 1]) for x in inputs.values())
+        return tuple(hw.collective_permute(x, 0, [None, 0, 1]) for x in inputs.values())
 
     program = hw.compile(moved)
     sizes = {name: 3 * (at + 1) for at, name in enumerate(names)}

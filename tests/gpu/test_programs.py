@@ -202,7 +202,7 @@ def back_and_forth(x):
 def test_a_kernel_that_is_launched_early_waits_for_the_one_before() -> None:
     """16 kernels a call, three calls in flight, over memory full of NaN."""
     program = hw.compile(back_and_forth, target="cuda")
-    assert program.source.count("hw::launch_early(") == 16
+    assert program.source.count("hw::launch_pdl(") == 16
     calls = [random_arrays(back_and_forth, {"M": 3000, "N": 2048}, seed) for seed in range(3)]
     for arrays, (y,) in zip(calls, program.run_in_flight(calls, poison=True), strict=True):
         (want,) = run_reference(back_and_forth, arrays)

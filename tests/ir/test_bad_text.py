@@ -106,12 +106,12 @@ def test_fusion_texts_that_were_changed(seed: int) -> None:
 
 # --- what asks for too much -------------------------------------------------------------------------------------------
 
-HOST = "host @p(%x: f32[M@x]) -> (%y: f32[M@x]) mesh(x=2) {\n  BODY\n}\n"
+CPU_DEVICE = "host @p(%x: f32[M@x]) -> (%y: f32[M@x]) mesh(x=2) {\n  BODY\n}\n"
 BIG = "9" * 400
 
 
 def host(body: str) -> str:
-    return HOST.replace("BODY", body)
+    return CPU_DEVICE.replace("BODY", body)
 
 
 BAD_HOSTS = {
@@ -121,14 +121,14 @@ BAD_HOSTS = {
     host(f"%a = allocate f32[{2**62}*{2**62}]"): "line 2, column 21: .* is more than 9223372036854775807, the largest size",
     host("%a = allocate f32[M/0]"): "line 2, column 21: .* is divided by 0; divide by at least 1",
     host(f"%i = {BIG}"): "line 2, column 8: an int of 400 digits",
-    host("%a = slice %x[0: 0 of 0]"): "a dim is cut into at least one chunk",
+    host("%a = chunk %x[0: 0 of 0]"): "a dim is cut into at least one chunk",
     host("all_to_all %x -> %y on *"): "only send and recv, of blocks or of all, can be on \\*: name the axes of the mesh",
     host("on mesh(x=2 of ranks 1, 7) {\n  }"): "mesh\\(x=2\\) has no rank 7",
     host("on mesh(x=2 of ranks 1, 1) {\n  }"): "name each rank once",
     host(f"on mesh(x={2**40} of ranks 0..{2**40}) {{\n  }}"): "line 2, column .*ranks go from one to a greater one, 65536 at most",
-    HOST.replace("mesh(x=2)", f"mesh(x={2**40})"): f"a mesh has at most 65536 ranks, not {2**40}",
-    HOST.replace("mesh(x=2)", "mesh(x=2, x=2)"): "line 1, column .*mesh axis x is given twice",
-    HOST.replace("mesh(x=2)", f"mesh(x=2) streams(ring[{2**40}])").replace(
+    CPU_DEVICE.replace("mesh(x=2)", f"mesh(x={2**40})"): f"a mesh has at most 65536 ranks, not {2**40}",
+    CPU_DEVICE.replace("mesh(x=2)", "mesh(x=2, x=2)"): "line 1, column .*mesh axis x is given twice",
+    CPU_DEVICE.replace("mesh(x=2)", f"mesh(x=2) streams(ring[{2**40}])").replace(
         "BODY", ""
     ): f"ring\\[{2**40}\\] is more than 65536: declare fewer",
     "kernel @k(%a: f32[M/2]) {\n  %b: f32[M/2] = neg(%a)\n  %c: f32[M/2] = exp(%a)\n  return %b, %c\n}\n"

@@ -124,7 +124,7 @@ def test_a_block_of_two_results() -> None:
     assert str(f) == RESULTS
     assert Fusion.parse(RESULTS) == f
     assert str(inlined(f)).splitlines()[1:6] == [
-        "  %norm_x: f32[M@x, E] stated = reshard(%x)",
+        "  %norm_x: f32[M@x, E] pinned = reshard(%x)",
         "  %norm_s_2: f32[M, 1] = sum(%norm_x, axis=(1,), keepdims=true)",
         "  %norm: f32[M, E] = div(%norm_x, %norm_s_2)",
         "  %norm_s: f32[M, 1] = copy(%norm_s_2)",
@@ -147,12 +147,12 @@ fusion @f(%x: f32[M, E], %w: f32[E, E]) mesh(x=2) {
 """
     expected = """\
 fusion @f(%x: f32[M, E], %w: f32[E, E]) mesh(x=2) {
-  %layer_x: f32[M@x, E] stated = reshard(%x)
-  %layer_w: f32[E, E] stated = reshard(%w)
+  %layer_x: f32[M@x, E] pinned = reshard(%x)
+  %layer_w: f32[E, E] pinned = reshard(%w)
   %layer_h_2: f32[M, E] = matmul(%layer_x, %layer_w)
   %layer_h: f32[M, E] = add(%layer_x, %layer_h_2)
-  %layer_x_2: f32[M@x, E] stated = reshard(%layer_h)
-  %layer_w_2: f32[E, E] stated = reshard(%w)
+  %layer_x_2: f32[M@x, E] pinned = reshard(%layer_h)
+  %layer_w_2: f32[E, E] pinned = reshard(%w)
   %layer_h_3: f32[M, E] = matmul(%layer_x_2, %layer_w_2)
   %y: f32[M, E] = add(%layer_x_2, %layer_h_3)
   return %y

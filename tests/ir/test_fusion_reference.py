@@ -91,7 +91,7 @@ EXAMPLES: dict[str, tuple[Callable[[hw.Tensor], hw.Tensor], Callable[[Array], Ar
     "select": (lambda x: x[:, -1], lambda x: x[:, -1]),
     "slice": (lambda x: x[-1:, ::3], lambda x: x[-1:, ::3]),
     "concat": (lambda x: hw.concat([x, -x], axis=1), lambda x: np.concatenate([x, -x], 1)),
-    "exchange": (lambda x: hw.exchange(x, 1, [None, 0, 1]), lambda x: np.pad(x[:, :2], ((0, 0), (1, 0)))),
+    "collective_permute": (lambda x: hw.collective_permute(x, 1, [None, 0, 1]), lambda x: np.pad(x[:, :2], ((0, 0), (1, 0)))),
     "pad": (lambda x: hw.pad(x, (1, 0, 0, 2), value=7), lambda x: np.pad(x, [(0, 2), (1, 0)], constant_values=7)),
     "call": (add_one, lambda x: x + 1),
     "reshard": (lambda x: hw.reshard(x, "M@x", "N"), lambda x: x),

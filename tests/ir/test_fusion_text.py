@@ -17,8 +17,8 @@ FUSION_PASSES = PASSES[: PASSES.index(lower_to_host)]
 
 TEXT = """\
 fusion @f(%x: bf16[M@x, K], %w: bf16[K, 8*N/4]) mesh(x=8, y=2) {
-  %h: bf16[M, 8*N/4] partial(sum, x) stream(M, 16, block, own_last) = matmul(%x, %w)
-  %y: bf16[M@y,x, 8*N/4] stated stream(0, 16, block, p2p, own_last) = reshard(%h, kind=reduce_scatter)
+  %h: bf16[M, 8*N/4] partial(sum, x) stream(M, 16, by_shard, local_last) = matmul(%x, %w)
+  %y: bf16[M@y,x, 8*N/4] pinned stream(0, 16, by_shard, p2p, local_last) = reshard(%h, kind=reduce_scatter)
   return %y, %h
 }
 """
@@ -51,8 +51,8 @@ def test_the_form_of_the_text() -> None:
 def test_everything_that_a_line_may_hold() -> None:
     text = """\
 fusion @f(%x: f32[M, M, 4], %mask: bool[M]) {
-  %a: f32[M, M, 4] stream(1, 2, across) = add(%x, -inf)
-  %b: f32[M, M, 4] stated = mul(%a, 1e-05)
+  %a: f32[M, M, 4] stream(1, 2, across_shards) = add(%x, -inf)
+  %b: f32[M, M, 4] pinned = mul(%a, 1e-05)
   %c: f32[M, M, 4] = where(true, %b, nan)
   %d: f32[M, 1, 1] = max(%c, axis=(1, 2), keepdims=true)
   %e: i8[M, 1, 1] = cast(%d)
@@ -86,8 +86,9 @@ ERRORS = [
     (
         "K] = neg",
         "K] stream(K, soon) = neg",
-        "line 2, column 29: expected a number of chunks, block, across, p2p, ring, broadcast, reduce, all_gather, reduce_scatter, "
-        "all_reduce, all_to_all, exchange, transfer or a rotation, once each, found 'soon'",
+        "line 2, column 29: expected a number of chunks, by_shard, across_shards, p2p, ring, broadcast, reduce, all_gather, "
+        "reduce_scatter, "
+        "all_reduce, all_to_all, collective_permute, transfer or a rotation, once each, found 'soon'",
     ),
     ("}\n", "", "line 4, column 1: expected '}', found the end of the text: is it complete?"),
     ("  return %y\n}\n", "", "line 3, column 1: expected '%', found the end of the text: is it complete?"),

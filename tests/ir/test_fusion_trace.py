@@ -396,12 +396,16 @@ ERRORS = {
         {"x": "hw.f32[8, 4]"},
         "4: stream: 3 chunks do not divide dim 0 of f32[8, 4]; use a divisor of 8",
     ),
-    "stream step": ('return (-x).stream(0, step="slow")', {}, "4: stream: there is no step='slow'; one of block, across"),
-    "stream by": (
-        'return (-x).stream(0, by="mail")',
+    "stream chunking": (
+        'return (-x).stream(0, chunking="slow")',
         {},
-        "4: stream: there is no by='mail'; one of p2p, ring, broadcast, reduce, all_gather, reduce_scatter, all_reduce, all_to_all, "
-        "exchange, transfer",
+        "4: stream: there is no chunking='slow'; one of by_shard, across_shards",
+    ),
+    "stream by": (
+        'return (-x).stream(0, algorithm="mail")',
+        {},
+        "4: stream: there is no algorithm='mail'; one of p2p, ring, broadcast, reduce, all_gather, reduce_scatter, all_reduce, all_to_all, "
+        "collective_permute, transfer",
     ),
     "stream of a merged dim": (
         'return hw.reshape(x, "M*K").stream(0)',

@@ -51,8 +51,8 @@ def test_ranks_are_row_major() -> None:
     mesh = hw.Mesh(dp=2, tp=4)
     assert mesh.size == 8
     assert [mesh.coordinate(6, axis) for axis in ("dp", "tp")] == [1, 2]
-    assert mesh.team(6, ("dp",)) == (2, 6)
-    assert mesh.team(6, ("tp", "dp")) == (0, 4, 1, 5, 2, 6, 3, 7)
+    assert mesh.process_group(6, ("dp",)) == (2, 6)
+    assert mesh.process_group(6, ("tp", "dp")) == (0, 4, 1, 5, 2, 6, 3, 7)
     assert str(mesh) == "mesh(dp=2, tp=4)"
     assert mesh == hw.Mesh((("dp", 2), ("tp", 4)))
 

@@ -123,11 +123,11 @@ AFTER = [
     (
         "choose_overlap",
         "%y: f32[8@x, 4] stream(0) = neg(%x)",
-        "text:2: stream of %y: its step is open; it is either of block and across",
+        "text:2: stream of %y: its chunking is open; it is either of by_shard and across_shards",
     ),
     (
         "choose_overlap",
-        "%y: f32[8@x, 4] stream(0, across, p2p) = neg(%x)",
+        "%y: f32[8@x, 4] stream(0, across_shards, p2p) = neg(%x)",
         "text:2: stream of %y: by p2p, but a neg does not communicate; state it on the reshard",
     ),
 ]
@@ -152,7 +152,10 @@ def test_a_stream_that_was_built_wrong() -> None:
     fusion = Fusion.parse(text("%y: f32[8, 4] stream(0) = neg(%x)"))
     (op,) = fusion.ops
     assert op.result.stream is not None
-    for change, message in (({"dim": 2}, r"f32\[8, 4\] has no dim 2"), ({"step": "fast"}, "'fast' is not one of block, across")):
+    for change, message in (
+        ({"dim": 2}, r"f32\[8, 4\] has no dim 2"),
+        ({"chunking": "fast"}, "'fast' is not one of by_shard, across_shards"),
+    ):
         stream = replace(op.result.stream, **change)
         with pytest.raises(ProgramError, match=f"text:2: stream of %y: {message}$"):
             verify_fusion(replace(fusion, ops=(replace(op, result=replace(op.result, stream=stream)),)))

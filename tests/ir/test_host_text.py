@@ -31,10 +31,10 @@ host @t(%x: f32[M@x, 4]) -> (%y: f32[M@x, 4], %z: f32[M]) mesh(x=2, dp=3) stream
     %q = %p * 2 + %i % 3
     stream ring[%i] {
       %x_i = select %x[0: %i]
-      %s_i = slice %b[1: %q / 2 of 2]
+      %s_i = chunk %b[1: %q / 2 of 2]
       %r_i = reshape %x_i to [2, 2]
       %t_i = permute %r_i by [1, 0]
-      %u_i = section %b[0: part(M, x) from rank.x * ceil(M/2)]
+      %u_i = slice %b[0: part(M, x) from rank.x * ceil(M/2)]
       %v_i = strided %b[1: 2 from 1 by 2]
       if %p == rank.x {
         copy %t_i -> %r_i
@@ -53,19 +53,19 @@ host @t(%x: f32[M@x, 4]) -> (%y: f32[M@x, 4], %z: f32[M]) mesh(x=2, dp=3) stream
   join ring
   launch @k %x, %b -> %z
   matmul %x, %b -> %y
-  matmul %x, %b plus %y -> %y
-  matmul %x, %b in tf32 scaled -0.125 plus %x bias %b then gelu_tanh -> %y
-  matmul %x, %b bias %z then relu -> %y
+  matmul %x, %b accumulate %y -> %y
+  matmul %x, %b in tf32 scaled -0.125 accumulate %x bias %b activation gelu_tanh -> %y
+  matmul %x, %b bias %z activation relu -> %y
   all_gather %x -> %y on x
   all_reduce sum %x -> %y on x
   reduce_scatter max %x -> %y on dp
   broadcast %x -> %y from rank.dp + 1 on x
-  spread %x to %y from rank.dp + 1 on x
+  broadcast_to_others %x to %y from rank.dp + 1 on x
   reduce min %x -> %y to 1 on x
   gather %x -> %y to 0 on x
   scatter %x -> %y from rank.dp on x
   all_to_all %x -> %y on dp, x
-  exchange %x -> %y from [none, 0, 1] on dp
+  collective_permute %x -> %y from [none, 0, 1] on dp
   barrier %b on x
   on mesh(x=2, tp=1 of ranks 0, 3) {
     all_gather %x -> %y on x, tp

@@ -26,7 +26,7 @@ BODIES = {
     "%b = allocate f32[M/2, 4]\ndeallocate %b\ncopy %b -> %y": (
         "text:4: @t: copy %b -> %y: %b is used after its deallocate: move the deallocate down"
     ),
-    "%b = allocate f32[M/2, 4]\n%v = slice %b[1: 0 of 1]\ndeallocate %b\ncopy %v -> %y": (
+    "%b = allocate f32[M/2, 4]\n%v = chunk %b[1: 0 of 1]\ndeallocate %b\ncopy %v -> %y": (
         "text:5: @t: copy %v -> %y: %v is used after its deallocate: move the deallocate down"
     ),
     "deallocate %y": "text:2: @t: deallocate %y: %y belongs to the caller: only what this program allocates can be deallocated",
@@ -44,12 +44,12 @@ BODIES = {
     # memory and views
     "%b = allocate f32[K]": "text:2: @t: %b = allocate f32[K]: K is not a size of any input or output",
     "%v = select %x[2: 0]": "text:2: @t: %v = select %x[2: 0]: %x is f32[M/2, 4]: it has no dim 2",
-    "%v = slice %x[1: 0 of 3]": "text:2: @t: %v = slice %x[1: 0 of 3]: %x is f32[M/2, 4]: cannot cut 4 into 3 chunks",
-    "%v = section %x[2: 1 from 0]": "text:2: @t: %v = section %x[2: 1 from 0]: %x is f32[M/2, 4]: it has no dim 2",
-    "%v = section %x[0: 1 from ceil(K/2)]": (
-        "text:2: @t: %v = section %x[0: 1 from ceil(K/2)]: K is not a size of any input or output; the sizes are M"
+    "%v = chunk %x[1: 0 of 3]": "text:2: @t: %v = chunk %x[1: 0 of 3]: %x is f32[M/2, 4]: cannot cut 4 into 3 chunks",
+    "%v = slice %x[2: 1 from 0]": "text:2: @t: %v = slice %x[2: 1 from 0]: %x is f32[M/2, 4]: it has no dim 2",
+    "%v = slice %x[0: 1 from ceil(K/2)]": (
+        "text:2: @t: %v = slice %x[0: 1 from ceil(K/2)]: K is not a size of any input or output; the sizes are M"
     ),
-    "%v = section %x[1: 3 from 2]": ("text:2: @t: %v = section %x[1: 3 from 2]: %x is f32[M/2, 4]: 1 of the indices are outside of dim 1"),
+    "%v = slice %x[1: 3 from 2]": ("text:2: @t: %v = slice %x[1: 3 from 2]: %x is f32[M/2, 4]: 1 of the indices are outside of dim 1"),
     "%v = strided %x[1: 2 from 0 by 0]": ("text:2: @t: %v = strided %x[1: 2 from 0 by 0]: the step is 0: it must be at least 1"),
     "%v = strided %x[1: 2 from 1 by 3]": (
         "text:2: @t: %v = strided %x[1: 2 from 1 by 3]: %x is f32[M/2, 4]: 1 of the indices are outside of dim 1"
@@ -81,14 +81,14 @@ BODIES = {
     "%a = allocate bf16[2, 4]\n%b = allocate bf16[4, 4]\n%c = allocate bf16[2, 4]\nmatmul %a, %b in tf32 -> %c": (
         "text:5: @t: matmul %a, %b in tf32 -> %c: only products of f32 can be in tf32, and %a is bf16[2, 4]: leave it out"
     ),
-    "%b = allocate f32[4, 4]\nmatmul %x, %b plus %x, %y -> %y": (
-        "text:3: @t: matmul %x, %b plus %x, %y -> %y: one buffer can be added, and one bias: add the others before"
+    "%b = allocate f32[4, 4]\nmatmul %x, %b accumulate %x, %y -> %y": (
+        "text:3: @t: matmul %x, %b accumulate %x, %y -> %y: one buffer can be added, and one bias: add the others before"
     ),
-    "%b = allocate f32[4, 4]\nmatmul %x, %b plus %b -> %y": (
-        "text:3: @t: matmul %x, %b plus %b -> %y: shapes differ: %b is f32[4, 4], %y is f32[M/2, 4]"
+    "%b = allocate f32[4, 4]\nmatmul %x, %b accumulate %b -> %y": (
+        "text:3: @t: matmul %x, %b accumulate %b -> %y: shapes differ: %b is f32[4, 4], %y is f32[M/2, 4]"
     ),
-    "%b = allocate f32[4, 4]\n%c = allocate f32[M/2, 8]\n%v = slice %c[1: 0 of 2]\nmatmul %x, %b plus %v -> %y": (
-        "text:5: @t: matmul %x, %b plus %v -> %y: %v does not lie in memory as %y does: copy it to a buffer that does"
+    "%b = allocate f32[4, 4]\n%c = allocate f32[M/2, 8]\n%v = chunk %c[1: 0 of 2]\nmatmul %x, %b accumulate %v -> %y": (
+        "text:5: @t: matmul %x, %b accumulate %v -> %y: %v does not lie in memory as %y does: copy it to a buffer that does"
     ),
     "%b = allocate f32[4, 4]\nmatmul %x, %b bias %b -> %y": (
         "text:3: @t: matmul %x, %b bias %b -> %y: %b is f32[4, 4], not f32[4], one element for each column of %y"
@@ -96,18 +96,18 @@ BODIES = {
     "%b = allocate f32[4, 4]\n%v = select %b[1: 0]\nmatmul %x, %b bias %v -> %y": (
         "text:4: @t: matmul %x, %b bias %v -> %y: %v is not contiguous, which a bias must be: copy it to a buffer of its own first"
     ),
-    "%b = allocate f32[4, 4]\nmatmul %x, %b then gelu -> %y": (
-        "text:3: @t: matmul %x, %b then gelu -> %y: cuBLASLt has no gelu, only relu and gelu_tanh: launch a kernel after it"
+    "%b = allocate f32[4, 4]\nmatmul %x, %b activation gelu -> %y": (
+        "text:3: @t: matmul %x, %b activation gelu -> %y: cuBLASLt has no gelu, only relu and gelu_tanh: launch a kernel after it"
     ),
     **{
-        f"%a = allocate {a}\n%b = allocate {b}\n%c = allocate {c}\n{view}matmul %a, %b then relu -> %{dst}": (
-            f"text:{5 + bool(view)}: @t: matmul %a, %b then relu -> %{dst}: "
+        f"%a = allocate {a}\n%b = allocate {b}\n%c = allocate {c}\n{view}matmul %a, %b activation relu -> %{dst}": (
+            f"text:{5 + bool(view)}: @t: matmul %a, %b activation relu -> %{dst}: "
             f"cuBLASLt has no bias and no activation for this product, because {why}: launch a kernel after it"
         )
         for a, b, c, view, dst, why in [
             ("f64[2, 4]", "f64[4, 4]", "f64[2, 4]", "", "c", "it is of f64"),
             ("f32[2, 2, 4]", "f32[2, 4, 4]", "f32[2, 2, 4]", "", "c", "it is a batch of products"),
-            ("f32[2, 2, 4]", "f32[4, 4]", "f32[2, 4, 4]", "%d = slice %c[1: 0 of 2]\n", "d", "its rows do not lie one after another"),
+            ("f32[2, 2, 4]", "f32[4, 4]", "f32[2, 4, 4]", "%d = chunk %c[1: 0 of 2]\n", "d", "its rows do not lie one after another"),
             ("f32[2, 4]", "f32[4, 4]", "f32[4, 2]", "%d = permute %c by [1, 0]\n", "d", "the elements of a row do not lie side by side"),
         ]
     },
@@ -118,12 +118,12 @@ BODIES = {
     "%b = allocate f32[4]\ncopy %b -> %y": "text:3: @t: copy %b -> %y: shapes differ: %b is f32[4], %y is f32[M/2, 4]",
     "%b = allocate i32[4]\nfill %b with 0.5": "text:3: @t: fill %b with 0.5: i32 cannot hold 0.5",
     # communication
-    "%v = slice %x[1: 0 of 2]\nsend %v to 0 on x": (
+    "%v = chunk %x[1: 0 of 2]\nsend %v to 0 on x": (
         "text:3: @t: send %v to 0 on x: %v is not contiguous, which communication needs: copy it to a buffer of its own first"
     ),
     "all_gather %x -> %y on x": ("text:2: @t: all_gather %x -> %y on x: %y must hold 2 x %x: it has 2*M elements, not 4*M"),
     "all_gather %x -> %y on q": "text:2: @t: all_gather %x -> %y on q: mesh(x=2) has no axis 'q': its axes are x",
-    "send %x to 0 on x, x": "text:2: @t: send %x to 0 on x, x: axis x is named twice: name each axis of the team once",
+    "send %x to 0 on x, x": "text:2: @t: send %x to 0 on x, x: axis x is named twice: name each axis once",
     "%b = allocate f32[M, 4]\nall_reduce sum %x -> %b on x": (
         "text:3: @t: all_reduce sum %x -> %b on x: %b must hold 1 x %x: it has 4*M elements, not 2*M"
     ),
@@ -132,8 +132,8 @@ BODIES = {
     "%b = allocate f32[4]\nbroadcast %b -> %y from 0 on x": (
         "text:3: @t: broadcast %b -> %y from 0 on x: %y must hold 1 x %b: it has 2*M elements, not 4"
     ),
-    "%b = allocate f32[4]\nspread %b to %y from 0 on x": (
-        "text:3: @t: spread %b to %y from 0 on x: %y must hold 1 x %b: it has 2*M elements, not 4"
+    "%b = allocate f32[4]\nbroadcast_to_others %b to %y from 0 on x": (
+        "text:3: @t: broadcast_to_others %b to %y from 0 on x: %y must hold 1 x %b: it has 2*M elements, not 4"
     ),
     "%b = allocate bool[2]\n%c = allocate bool[2]\nall_reduce max %b -> %c on x": (
         "text:4: @t: all_reduce max %b -> %c on x: NCCL cannot reduce bool: cast to u8 before it and back after it"
@@ -146,14 +146,14 @@ BODIES = {
     "%b = allocate f32[3]\n%c = allocate f32[3]\nall_to_all %b -> %c on x": (
         "text:4: @t: all_to_all %b -> %c on x: %b is f32[3]: 2 ranks cannot be seen to share it evenly; give it a dim of 2, a block a rank"
     ),
-    "exchange %x -> %y from [1] on x": (
-        "text:2: @t: exchange %x -> %y from [1] on x: a team of 2 needs 2 sources, each a place below 2 or none"
+    "collective_permute %x -> %y from [1] on x": (
+        "text:2: @t: collective_permute %x -> %y from [1] on x: a process group of 2 needs 2 sources, each a place below 2 or none"
     ),
-    "exchange %x -> %y from [none, 2] on x": (
-        "text:2: @t: exchange %x -> %y from [none, 2] on x: a team of 2 needs 2 sources, each a place below 2 or none"
+    "collective_permute %x -> %y from [none, 2] on x": (
+        "text:2: @t: collective_permute %x -> %y from [none, 2] on x: a process group of 2 needs 2 sources, each a place below 2 or none"
     ),
-    "exchange %x -> %y from [1, 1] on x": (
-        "text:2: @t: exchange %x -> %y from [1, 1] on x: place 1 is named twice: a rank sends to one other; use a broadcast"
+    "collective_permute %x -> %y from [1, 1] on x": (
+        "text:2: @t: collective_permute %x -> %y from [1, 1] on x: place 1 is named twice: a rank sends to one other; use a broadcast"
     ),
     "barrier %y on x": "text:2: @t: barrier %y on x: %y is f32[M/2, 4]: a barrier needs one number, such as i32[1]",
     "if rank.x == 0 {\nall_reduce sum %x -> %y on x\n}": (

@@ -55,9 +55,9 @@ def test_ranks_of_a_mesh(mesh: Mesh, text: str) -> None:
 def test_places_in_a_mesh_of_some_ranks() -> None:
     mesh = LINE.ranks([3, 1, 0, 2], a=2, b=2)
     assert [mesh.coordinate(rank, "a") for rank in (3, 1, 0, 2)] == [0, 0, 1, 1]
-    assert [mesh.place(rank, ("b", "a")) for rank in (3, 1, 0, 2)] == [0, 2, 1, 3]
-    assert mesh.team(2, ("a",)) == (1, 2)
-    assert mesh.team(2, ("b", "a")) == (3, 0, 1, 2)
+    assert [mesh.rank_in_group(rank, ("b", "a")) for rank in (3, 1, 0, 2)] == [0, 2, 1, 3]
+    assert mesh.process_group(2, ("a",)) == (1, 2)
+    assert mesh.process_group(2, ("b", "a")) == (3, 0, 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_a_program_of_two_meshes() -> None:
             "text:3: @t: %i = rank.tp: mesh(x=2 of ranks 0, 1) has no axis 'tp': its axes are x",
         ),
         (
-            ON_FIRST + "%v = slice %x[0: 0 of 2]\n}\n" + ON_FIRST + "send %v to rank + 2 on *\n}\n",
+            ON_FIRST + "%v = chunk %x[0: 0 of 2]\n}\n" + ON_FIRST + "send %v to rank + 2 on *\n}\n",
             "text:6: @t: send %v to rank + 2 on *: %v is used before its definition: define it above, in this body or around it",
         ),
         (

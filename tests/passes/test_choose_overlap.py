@@ -19,21 +19,21 @@ SCATTER = (
 
 # (program, what the user states, the streams of its two values)
 STATED = [
-    (GATHER, "M, 8", "M, 8, block, p2p, own_first", "M, 8, block, own_first"),
-    (GATHER, "M, 16", "M, 16, block, p2p, own_first", "M, 16, block, own_first"),
-    (GATHER, "M", "M, block, p2p, own_first", "M, block, own_first"),
-    (GATHER, "M, 3", "M, 3, across, all_gather", "M, 3, across"),
-    (GATHER, "M, 8, ring", "M, 8, block, ring, own_first", "M, 8, block, own_first"),
-    (GATHER, "M, 8, broadcast", "M, 8, block, broadcast", "M, 8, block"),
-    (GATHER, "M, 8, all_gather", "M, 8, across, all_gather", "M, 8, across"),
-    (GATHER, "M, 8, across", "M, 8, across, all_gather", "M, 8, across"),
-    (GATHER, "M, 8, block", "M, 8, block, p2p, own_first", "M, 8, block, own_first"),
-    (GATHER, "N, 8", None, "N, 8, across"),
-    (SCATTER, "M, 8", "M, 8, block, own_last", "M, 8, block, p2p, own_last"),
-    (SCATTER, "M, 3", "M, 3, across", "M, 3, across, reduce_scatter"),
-    (SCATTER, "M, 8, ring", "M, 8, block, own_last", "M, 8, block, ring, own_last"),
-    (SCATTER, "M, 8, reduce_scatter", "M, 8, across", "M, 8, across, reduce_scatter"),
-    (SCATTER, "N, 8", "N, 8, across", "N, 8, across, reduce_scatter"),
+    (GATHER, "M, 8", "M, 8, by_shard, p2p, local_first", "M, 8, by_shard, local_first"),
+    (GATHER, "M, 16", "M, 16, by_shard, p2p, local_first", "M, 16, by_shard, local_first"),
+    (GATHER, "M", "M, by_shard, p2p, local_first", "M, by_shard, local_first"),
+    (GATHER, "M, 3", "M, 3, across_shards, all_gather", "M, 3, across_shards"),
+    (GATHER, "M, 8, ring", "M, 8, by_shard, ring, local_first", "M, 8, by_shard, local_first"),
+    (GATHER, "M, 8, broadcast", "M, 8, by_shard, broadcast", "M, 8, by_shard"),
+    (GATHER, "M, 8, all_gather", "M, 8, across_shards, all_gather", "M, 8, across_shards"),
+    (GATHER, "M, 8, across_shards", "M, 8, across_shards, all_gather", "M, 8, across_shards"),
+    (GATHER, "M, 8, by_shard", "M, 8, by_shard, p2p, local_first", "M, 8, by_shard, local_first"),
+    (GATHER, "N, 8", None, "N, 8, across_shards"),
+    (SCATTER, "M, 8", "M, 8, by_shard, local_last", "M, 8, by_shard, p2p, local_last"),
+    (SCATTER, "M, 3", "M, 3, across_shards", "M, 3, across_shards, reduce_scatter"),
+    (SCATTER, "M, 8, ring", "M, 8, by_shard, local_last", "M, 8, by_shard, ring, local_last"),
+    (SCATTER, "M, 8, reduce_scatter", "M, 8, across_shards", "M, 8, across_shards, reduce_scatter"),
+    (SCATTER, "N, 8", "N, 8, across_shards", "N, 8, across_shards, reduce_scatter"),
 ]
 
 
@@ -52,9 +52,9 @@ LOOPS = {
         """%h: f32[4, 8@x, M, N] = matmul(%x, %w)
         %s: f32[4, M, N] partial(sum, x) = sum(%h, axis=(1,))
         %y: f32[4, M, N] stream(0) = reshard(%s, kind=all_reduce)""",
-        """%h: f32[4, 8@x, M, N] stream(0, across) = matmul(%x, %w)
-        %s: f32[4, M, N] partial(sum, x) stream(0, across) = sum(%h, axis=(1,))
-        %y: f32[4, M, N] stream(0, across, all_reduce) = reshard(%s, kind=all_reduce)""",
+        """%h: f32[4, 8@x, M, N] stream(0, across_shards) = matmul(%x, %w)
+        %s: f32[4, M, N] partial(sum, x) stream(0, across_shards) = sum(%h, axis=(1,))
+        %y: f32[4, M, N] stream(0, across_shards, all_reduce) = reshard(%s, kind=all_reduce)""",
     ),
     "what feeds the feeder stays out": (
         "%x: f32[M, K@x], %w: f32[K@x, N]",
@@ -62,17 +62,17 @@ LOOPS = {
         %h: f32[M, N] partial(sum, x) = matmul(%a, %w)
         %y: f32[M, N] stream(M, 4) = reshard(%h, kind=all_reduce)""",
         """%a: f32[M, K@x] = relu(%x)
-        %h: f32[M, N] partial(sum, x) stream(M, 4, across) = matmul(%a, %w)
-        %y: f32[M, N] stream(M, 4, across, all_reduce) = reshard(%h, kind=all_reduce)""",
+        %h: f32[M, N] partial(sum, x) stream(M, 4, across_shards) = matmul(%a, %w)
+        %y: f32[M, N] stream(M, 4, across_shards, all_reduce) = reshard(%h, kind=all_reduce)""",
     ),
     "what feeds a gather joins where it goes across shards": (
         "%x: f32[M@x, K], %w: f32[K, N]",
         """%a: f32[M@x, K] = relu(%x)
         %g: f32[M, K] = reshard(%a, kind=all_gather)
         %y: f32[M, N] stream(M, 3) = matmul(%g, %w)""",
-        """%a: f32[M@x, K] stream(M, 3, across) = relu(%x)
-        %g: f32[M, K] stream(M, 3, across, all_gather) = reshard(%a, kind=all_gather)
-        %y: f32[M, N] stream(M, 3, across) = matmul(%g, %w)""",
+        """%a: f32[M@x, K] stream(M, 3, across_shards) = relu(%x)
+        %g: f32[M, K] stream(M, 3, across_shards, all_gather) = reshard(%a, kind=all_gather)
+        %y: f32[M, N] stream(M, 3, across_shards) = matmul(%g, %w)""",
     ),
     "and not where it goes by block": (
         "%x: f32[M@x, K], %w: f32[K, N]",
@@ -80,17 +80,17 @@ LOOPS = {
         %g: f32[M, K] = reshard(%a, kind=all_gather)
         %y: f32[M, N] stream(M, 8) = matmul(%g, %w)""",
         """%a: f32[M@x, K] = relu(%x)
-        %g: f32[M, K] stream(M, 8, block, p2p, own_first) = reshard(%a, kind=all_gather)
-        %y: f32[M, N] stream(M, 8, block, own_first) = matmul(%g, %w)""",
+        %g: f32[M, K] stream(M, 8, by_shard, p2p, local_first) = reshard(%a, kind=all_gather)
+        %y: f32[M, N] stream(M, 8, by_shard, local_first) = matmul(%g, %w)""",
     ),
     "two gathers of one loop": (
         "%a: f32[M@x, K], %b: f32[M@x, K]",
         """%ag: f32[M, K] = reshard(%a, kind=all_gather)
         %bg: f32[M, K] = reshard(%b, kind=all_gather)
         %y: f32[M, K] stream(M, 8) = add(%ag, %bg)""",
-        """%ag: f32[M, K] stream(M, 8, block, p2p, own_first) = reshard(%a, kind=all_gather)
-        %bg: f32[M, K] stream(M, 8, block, p2p, own_first) = reshard(%b, kind=all_gather)
-        %y: f32[M, K] stream(M, 8, block, own_first) = add(%ag, %bg)""",
+        """%ag: f32[M, K] stream(M, 8, by_shard, p2p, local_first) = reshard(%a, kind=all_gather)
+        %bg: f32[M, K] stream(M, 8, by_shard, p2p, local_first) = reshard(%b, kind=all_gather)
+        %y: f32[M, K] stream(M, 8, by_shard, local_first) = add(%ag, %bg)""",
     ),
     "what is gathered whole comes before the loop": (
         "%x: f32[M@x, K], %w: f32[K@x, N]",
@@ -98,8 +98,8 @@ LOOPS = {
         %wg: f32[K, N] = reshard(%w, kind=all_gather)
         %y: f32[M, N] stream(M, 8) = matmul(%xg, %wg)""",
         """%wg: f32[K, N] = reshard(%w, kind=all_gather)
-        %xg: f32[M, K] stream(M, 8, block, p2p, own_first) = reshard(%x, kind=all_gather)
-        %y: f32[M, N] stream(M, 8, block, own_first) = matmul(%xg, %wg)""",
+        %xg: f32[M, K] stream(M, 8, by_shard, p2p, local_first) = reshard(%x, kind=all_gather)
+        %y: f32[M, N] stream(M, 8, by_shard, local_first) = matmul(%xg, %wg)""",
     ),
     "a gather with another consumer stays out": (
         "%x: f32[M@x, K], %w: f32[K, N]",
@@ -108,7 +108,7 @@ LOOPS = {
         %b: f32[M, N] = matmul(%g, %w)
         %y: f32[M, N] = add(%a, %b)""",
         """%g: f32[M, K] = reshard(%x, kind=all_gather)
-        %a: f32[M, N] stream(M, 8, across) = matmul(%g, %w)
+        %a: f32[M, N] stream(M, 8, across_shards) = matmul(%g, %w)
         %b: f32[M, N] = matmul(%g, %w)
         %y: f32[M, N] = add(%a, %b)""",
     ),
@@ -117,18 +117,18 @@ LOOPS = {
         """%g: f32[M, K] stream(M, 8) = reshard(%x, kind=all_gather)
         %a: f32[M, N] stream(M, 8) = matmul(%g, %w)
         %y: f32[M, N] stream(M, 8) = relu(%a)""",
-        """%g: f32[M, K] stream(M, 8, block, p2p, own_first) = reshard(%x, kind=all_gather)
-        %a: f32[M, N] stream(M, 8, block, own_first) = matmul(%g, %w)
-        %y: f32[M, N] stream(M, 8, block, own_first) = relu(%a)""",
+        """%g: f32[M, K] stream(M, 8, by_shard, p2p, local_first) = reshard(%x, kind=all_gather)
+        %a: f32[M, N] stream(M, 8, by_shard, local_first) = matmul(%g, %w)
+        %y: f32[M, N] stream(M, 8, by_shard, local_first) = relu(%a)""",
     ),
     "but not of a reduce-scatter by block, which is done after its loop": (
         "%x: f32[M, K@x], %w: f32[K@x, N]",
         """%h: f32[M, N] partial(sum, x) = matmul(%x, %w)
         %s: f32[M@x, N] stream(M, 8) = reshard(%h, kind=reduce_scatter)
         %y: f32[M@x, N] stream(M, 8) = relu(%s)""",
-        """%h: f32[M, N] partial(sum, x) stream(M, 8, block, own_last) = matmul(%x, %w)
-        %s: f32[M@x, N] stream(M, 8, block, p2p, own_last) = reshard(%h, kind=reduce_scatter)
-        %y: f32[M@x, N] stream(M, 8, across) = relu(%s)""",
+        """%h: f32[M, N] partial(sum, x) stream(M, 8, by_shard, local_last) = matmul(%x, %w)
+        %s: f32[M@x, N] stream(M, 8, by_shard, p2p, local_last) = reshard(%h, kind=reduce_scatter)
+        %y: f32[M@x, N] stream(M, 8, across_shards) = relu(%s)""",
     ),
     "a local slice of the streamed dim ends the loop": (
         "%x: f32[M, K@x]",
@@ -137,12 +137,12 @@ LOOPS = {
         %y: f32[M@x] stream(M, 4) = reshard(%r, kind=shard)""",
         """%s: f32[M] partial(sum, x) = sum(%x, axis=(1,))
         %r: f32[M] = reshard(%s, kind=all_reduce)
-        %y: f32[M@x] stream(M, 4, across) = reshard(%r, kind=shard)""",
+        %y: f32[M@x] stream(M, 4, across_shards) = reshard(%r, kind=shard)""",
     ),
     "one device": (
         "%x: f32[B, M, K], %w: f32[K, N]",
         "%y: f32[B, M, N] stream(B) = matmul(%x, %w)",
-        "%y: f32[B, M, N] stream(B, across) = matmul(%x, %w)",
+        "%y: f32[B, M, N] stream(B, across_shards) = matmul(%x, %w)",
     ),
 }
 
@@ -152,19 +152,27 @@ def test_loop(case: str) -> None:
     check(choose_overlap, *LOOPS[case])
 
 
-GATHER_CAN = "p2p (block), broadcast (block), ring (block), all_gather (across) for the all_gather of %g"
+GATHER_CAN = "p2p (by_shard), broadcast (by_shard), ring (by_shard), all_gather (across_shards) for the all_gather of %g"
 ERRORS: list[tuple[tuple[str, str], str, str]] = [
-    (GATHER, "M, 3, p2p", "text:3: stream of %y: by='p2p' cannot be; what can: all_gather (across) for the all_gather of %g"),
-    (GATHER, "M, 3, block", "text:3: stream of %y: step='block' cannot be; what can: all_gather (across) for the all_gather of %g"),
-    (GATHER, "M, 8, across, p2p", f"text:3: stream of %y: step='across', by='p2p' cannot be; what can: {GATHER_CAN}"),
-    (GATHER, "M, 8, reduce_scatter", f"text:3: stream of %y: by='reduce_scatter' cannot be; what can: {GATHER_CAN}"),
+    (GATHER, "M, 3, p2p", "text:3: stream of %y: algorithm='p2p' cannot be; what can: all_gather (across_shards) for the all_gather of %g"),
+    (
+        GATHER,
+        "M, 3, by_shard",
+        "text:3: stream of %y: chunking='by_shard' cannot be; what can: all_gather (across_shards) for the all_gather of %g",
+    ),
+    (
+        GATHER,
+        "M, 8, across_shards, p2p",
+        f"text:3: stream of %y: chunking='across_shards', algorithm='p2p' cannot be; what can: {GATHER_CAN}",
+    ),
+    (GATHER, "M, 8, reduce_scatter", f"text:3: stream of %y: algorithm='reduce_scatter' cannot be; what can: {GATHER_CAN}"),
     (
         SCATTER,
         "M, 8, broadcast",
-        "text:3: stream of %y: by='broadcast' cannot be; "
-        "what can: p2p (block), ring (block), reduce (block), reduce_scatter (across) for the reduce_scatter of %y",
+        "text:3: stream of %y: algorithm='broadcast' cannot be; "
+        "what can: p2p (by_shard), ring (by_shard), reduce (by_shard), reduce_scatter (across_shards) for the reduce_scatter of %y",
     ),
-    (GATHER, "N, 8, p2p", "text:3: stream of %y: by='p2p' cannot be; nothing in its loop communicates, leave it out"),
+    (GATHER, "N, 8, p2p", "text:3: stream of %y: algorithm='p2p' cannot be; nothing in its loop communicates, leave it out"),
 ]
 
 
@@ -184,8 +192,8 @@ def test_gathers_of_other_shards_stand_before_the_loop() -> None:
         %h: f32[M] = reshard(%w, kind=all_gather)
         %y: f32[M] stream(M, 3) = add(%g, %h)""",
         """%h: f32[M] = reshard(%w, kind=all_gather)
-        %g: f32[M] stream(M, 3, across, all_gather) = reshard(%x, kind=all_gather)
-        %y: f32[M] stream(M, 3, across) = add(%g, %h)""",
+        %g: f32[M] stream(M, 3, across_shards, all_gather) = reshard(%x, kind=all_gather)
+        %y: f32[M] stream(M, 3, across_shards) = add(%g, %h)""",
         mesh="dp=2, tp=2",
     )
 
@@ -197,8 +205,8 @@ def refused(inputs: str, ops: str) -> Any:
 
 
 def test_a_block_of_a_sharded_dim_is_not_there() -> None:
-    assert refused("%x: f32[M@x, K]", "%y: f32[M@x, K] stream(M, 8, block) = neg(%x)") == (
-        "text:2: stream of %y: step='block' cannot be, a rank holds one block alone of f32[M@x, K]; use step='across'"
+    assert refused("%x: f32[M@x, K]", "%y: f32[M@x, K] stream(M, 8, by_shard) = neg(%x)") == (
+        "text:2: stream of %y: chunking='by_shard' cannot be, a rank holds one block alone of f32[M@x, K]; use chunking='across_shards'"
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 from fusion_text import check, fusion
 
 from hostweave.base.errors import ProgramError
-from hostweave.fusion_ir.resharding import Change, change_of, plan
+from hostweave.fusion_ir.resharding import ReshardStep, plan, reshard_step
 from hostweave.options import Options
 from hostweave.passes.fusion.decompose_reshards import decompose_reshards
 from hostweave.types.mesh import Mesh
@@ -20,13 +20,13 @@ from hostweave.types.tensor import Partial, TensorType, f32
 CASES = {
     "all_gather": (
         "%x: f32[M@x, K]",
-        "%y: f32[M, K] stated = reshard(%x)",
-        "%y: f32[M, K] stated = reshard(%x, kind=all_gather)",
+        "%y: f32[M, K] pinned = reshard(%x)",
+        "%y: f32[M, K] pinned = reshard(%x, kind=all_gather)",
     ),
     "shard": (
         "%x: f32[M, K]",
-        "%y: f32[M@x, K] stated = reshard(%x)",
-        "%y: f32[M@x, K] stated = reshard(%x, kind=shard)",
+        "%y: f32[M@x, K] pinned = reshard(%x)",
+        "%y: f32[M@x, K] pinned = reshard(%x, kind=shard)",
     ),
     "all_reduce": (
         "%x: f32[M@x, K]",
@@ -44,84 +44,84 @@ CASES = {
     ),
     "a slice before a gather": (
         "%x: f32[M@x, K]",
-        "%y: f32[M, K@y] stated = reshard(%x)",
+        "%y: f32[M, K@y] pinned = reshard(%x)",
         """%y_sliced: f32[M@x, K@y] = reshard(%x, kind=shard)
-        %y: f32[M, K@y] stated = reshard(%y_sliced, kind=all_gather)""",
+        %y: f32[M, K@y] pinned = reshard(%y_sliced, kind=all_gather)""",
     ),
-    "another axis on the same dim: blocks are exchanged while they are small": (
+    "another axis on the same dim: blocks are permuted while they are small": (
         "%x: f32[M@x, K]",
-        "%y: f32[M@y, K] stated = reshard(%x)",
+        "%y: f32[M@y, K] pinned = reshard(%x)",
         """%y_sliced: f32[M@x,y, K] = reshard(%x, kind=shard)
-        %y_exchanged: f32[M@y,x, K] = reshard(%y_sliced, kind=exchange)
-        %y: f32[M@y, K] stated = reshard(%y_exchanged, kind=all_gather)""",
+        %y_permuted: f32[M@y,x, K] = reshard(%y_sliced, kind=collective_permute)
+        %y: f32[M@y, K] pinned = reshard(%y_permuted, kind=all_gather)""",
     ),
     "a stream that its producer cannot walk": (
         "%x: f32[M, K]",
         """%j: f32[2*M, K] = concat(%x, %x, axis=0)
-        %y: f32[2*M, K] stated stream(0, 2) = reshard(%j)""",
+        %y: f32[2*M, K] pinned stream(0, 2) = reshard(%j)""",
         """%j: f32[2*M, K] = concat(%x, %x, axis=0)
-        %y: f32[2*M, K] stated stream(0, 2) = copy(%j)""",
+        %y: f32[2*M, K] pinned stream(0, 2) = copy(%j)""",
     ),
     "a stream that its producer can walk": (
         "%x: f32[M, K]",
         """%j: f32[2*M, K] = concat(%x, %x, axis=0)
-        %y: f32[2*M, K] stated stream(1, 2) = reshard(%j)""",
-        "%y: f32[2*M, K] stated stream(K, 2) = concat(%x, %x, axis=0)",
+        %y: f32[2*M, K] pinned stream(1, 2) = reshard(%j)""",
+        "%y: f32[2*M, K] pinned stream(K, 2) = concat(%x, %x, axis=0)",
     ),
     "from dim to dim": (
         "%x: f32[M@x, K]",
-        "%y: f32[M, K@x] stated = reshard(%x)",
-        "%y: f32[M, K@x] stated = reshard(%x, kind=all_to_all)",
+        "%y: f32[M, K@x] pinned = reshard(%x)",
+        "%y: f32[M, K@x] pinned = reshard(%x, kind=all_to_all)",
     ),
     "the outer axis of a dim alone": (
         "%x: f32[M@x,y, K]",
-        "%y: f32[M@y, K] stated = reshard(%x)",
-        """%y_exchanged: f32[M@y,x, K] = reshard(%x, kind=exchange)
-        %y: f32[M@y, K] stated = reshard(%y_exchanged, kind=all_gather)""",
+        "%y: f32[M@y, K] pinned = reshard(%x)",
+        """%y_permuted: f32[M@y,x, K] = reshard(%x, kind=collective_permute)
+        %y: f32[M@y, K] pinned = reshard(%y_permuted, kind=all_gather)""",
     ),
     "two dims at once: first what makes the rest smaller": (
         "%x: f32[M@x, K]",
-        "%z: f32[M, K@y,x] stated = reshard(%x)",
+        "%z: f32[M, K@y,x] pinned = reshard(%x)",
         """%z_sliced: f32[M@x, K@y] = reshard(%x, kind=shard)
-        %z: f32[M, K@y,x] stated = reshard(%z_sliced, kind=all_to_all)""",
+        %z: f32[M, K@y,x] pinned = reshard(%z_sliced, kind=all_to_all)""",
     ),
     "an equal reshard is made once": (
         "%x: f32[M@x, K]",
-        """%a: f32[M, K] stated = reshard(%x)
-        %b: f32[M, K] stated = reshard(%x)
+        """%a: f32[M, K] pinned = reshard(%x)
+        %b: f32[M, K] pinned = reshard(%x)
         %y: f32[M, K] = add(%a, %b)""",
-        """%a: f32[M, K] stated = reshard(%x, kind=all_gather)
+        """%a: f32[M, K] pinned = reshard(%x, kind=all_gather)
         %y: f32[M, K] = add(%a, %a)""",
     ),
     "a step that two reshards share": (
         "%x: f32[M@x, K@y]",
-        """%a: f32[M, K] stated = reshard(%x)
-        %b: f32[M, K@y] stated = reshard(%x)
+        """%a: f32[M, K] pinned = reshard(%x)
+        %b: f32[M, K@y] pinned = reshard(%x)
         %c: f32[M, K@y] = neg(%b)
-        %d: f32[M, K] stated = reshard(%c)
+        %d: f32[M, K] pinned = reshard(%c)
         %y: f32[M, K] = add(%a, %d)""",
         """%a_gathered: f32[M, K@y] = reshard(%x, kind=all_gather)
-        %a: f32[M, K] stated = reshard(%a_gathered, kind=all_gather)
+        %a: f32[M, K] pinned = reshard(%a_gathered, kind=all_gather)
         %c: f32[M, K@y] = neg(%a_gathered)
-        %d: f32[M, K] stated = reshard(%c, kind=all_gather)
+        %d: f32[M, K] pinned = reshard(%c, kind=all_gather)
         %y: f32[M, K] = add(%a, %d)""",
     ),
     "a communication that nobody needs": (
         "%x: f32[M@x, K]",
-        """%a: f32[M, K] stated = reshard(%x)
+        """%a: f32[M, K] pinned = reshard(%x)
         %y: f32[M@x, K] = neg(%x)""",
         "%y: f32[M@x, K] = neg(%x)",
     ),
     "the inner axis of a dim alone": (
         "%x: f32[M@x,y, K]",
-        "%y: f32[M@x, K] stated = reshard(%x)",
-        "%y: f32[M@x, K] stated = reshard(%x, kind=all_gather)",
+        "%y: f32[M@x, K] pinned = reshard(%x)",
+        "%y: f32[M@x, K] pinned = reshard(%x, kind=all_gather)",
     ),
     "two dims": (
         "%x: f32[M@x, K@y]",
-        "%z: f32[M, K] stated = reshard(%x)",
+        "%z: f32[M, K] pinned = reshard(%x)",
         """%z_gathered: f32[M, K@y] = reshard(%x, kind=all_gather)
-        %z: f32[M, K] stated = reshard(%z_gathered, kind=all_gather)""",
+        %z: f32[M, K] pinned = reshard(%z_gathered, kind=all_gather)""",
     ),
     "a partial over two axes, scattered over one": (
         "%x: f32[M@x,y, K]",
@@ -134,21 +134,21 @@ CASES = {
     "no change: the producer takes the name and the stream": (
         "%x: f32[M@x, K]",
         """%h: f32[M@x, K] = neg(%x)
-        %y: f32[M@x, K] stated stream(M, 2) = reshard(%h)""",
-        "%y: f32[M@x, K] stated stream(M, 2) = neg(%x)",
+        %y: f32[M@x, K] pinned stream(M, 2) = reshard(%h)""",
+        "%y: f32[M@x, K] pinned stream(M, 2) = neg(%x)",
     ),
     "no change of a value with other uses": (
         "%x: f32[M@x, K]",
         """%h: f32[M@x, K] = neg(%x)
-        %g: f32[M@x, K] stated = reshard(%h)
+        %g: f32[M@x, K] pinned = reshard(%h)
         %y: f32[M@x, K] = add(%g, %h)""",
         """%h: f32[M@x, K] = neg(%x)
         %y: f32[M@x, K] = add(%h, %h)""",
     ),
     "no change of an input that is returned": (
         "%x: f32[M@x, K]",
-        "%y: f32[M@x, K] stated = reshard(%x)",
-        "%y: f32[M@x, K] stated = copy(%x)",
+        "%y: f32[M@x, K] pinned = reshard(%x)",
+        "%y: f32[M@x, K] pinned = copy(%x)",
     ),
 }
 
@@ -172,7 +172,7 @@ def test_costs() -> None:
     types = [f32["M@x", "N"], f32["M@y", "N"], f32["M@x,y", "N"], f32["M", "N@y,x"], f32["M@y", "N@x"], f32["M", "N"], f32["M@x", "N@y"]]
     sizes = {"M": 64, "N": 1024}
 
-    def cost(source: TensorType, steps: tuple[Change, ...]) -> Fraction:
+    def cost(source: TensorType, steps: tuple[ReshardStep, ...]) -> Fraction:
         total = Fraction(0)
         for step in steps:
             total += step.received(prod(Fraction(e.coefficient * sizes[e.names[0]], e.divisor) for e in source.local_shape(mesh)), mesh)
@@ -182,10 +182,10 @@ def test_costs() -> None:
     for source in types:
         for target in types:
             best = cost(source, plan(source, target, mesh, sizes, None))
-            if (direct := change_of(source, target, mesh)) is not None:
+            if (direct := reshard_step(source, target, mesh)) is not None:
                 assert best <= cost(source, (direct,))
             for middle in types:
-                first, second = change_of(source, middle, mesh), change_of(middle, target, mesh)
+                first, second = reshard_step(source, middle, mesh), reshard_step(middle, target, mesh)
                 if first and second:
                     assert best <= cost(source, (first, second)), f"{source} to {target} through {middle}"
 

@@ -49,15 +49,15 @@ BOTH, ALONE = "%h: {t}[M, N], %b: {t}[N], %r: {t}[M, N]", "%h: {t}[M, N]"
 WHOLE = {
     "a bias": (BIAS, ["y = add(%h, %b)"], "bias %b"),
     "a bias on the left": (BIAS, ["y = add(%b, %h)"], "bias %b"),
-    "relu": (ALONE, ["y = relu(%h)"], "then relu"),
-    "gelu": (ALONE, ["y = gelu_tanh(%h)"], "then gelu_tanh"),
-    "a residual": (PLUS, ["y = add(%h, %r)"], "plus %r"),
+    "relu": (ALONE, ["y = relu(%h)"], "activation relu"),
+    "gelu": (ALONE, ["y = gelu_tanh(%h)"], "activation gelu_tanh"),
+    "a residual": (PLUS, ["y = add(%h, %r)"], "accumulate %r"),
     "a factor": (ALONE, ["y = mul(%h, 0.3)"], "scaled 0.3"),
     "factors": (ALONE, ["a = mul(2, %h)", "c = neg(%a)", "y = div(%c, 8.0)"], "scaled -0.25"),
     "all of them": (
         BOTH,
         ["a = mul(%h, 0.5)", "c = add(%a, %b)", "s = add(%c, %r)", "y = relu(%s)"],
-        "scaled 0.5 plus %r bias %b then relu",
+        "scaled 0.5 accumulate %r bias %b activation relu",
     ),
 }
 
@@ -112,7 +112,7 @@ kernel @exp_mul_y(%b: bf16[N], %s: bf16[M, N]) {
   %y: bf16[M, N] = mul(%e, %b)
 }
 host @f(%x: bf16[M, K], %w: bf16[K, N], %b: bf16[N], %r: bf16[M, N]) -> (%s: bf16[M, N], %y: bf16[M, N]) mesh(x=2) streams(ring[2]) {
-  matmul %x, %w plus %r -> %s
+  matmul %x, %w accumulate %r -> %s
   launch @exp_mul_y %b, %s -> %y
 }
 """
@@ -131,7 +131,7 @@ def test_of_two_matmuls_the_second_adds_the_first() -> None:
 host @f(%x: bf16[M, K], %w: bf16[K, N], %v: bf16[K, N]) -> (%y: bf16[M, N]) mesh() {
   %h = allocate bf16[M, N]
   matmul %x, %w -> %h
-  matmul %x, %v plus %h -> %y
+  matmul %x, %v accumulate %h -> %y
 }
 """
     )
@@ -146,12 +146,12 @@ def test_one_kernel_after_another() -> None:
 matmul %x, %w in tf32 -> %h
 launch @add_y %h, %b -> %a
 launch @relu_y %a -> %y"""
-    assert "  matmul %x, %w in tf32 bias %b then relu -> %y\n" in folded(host(kernels, body, dtype="f32"))
+    assert "  matmul %x, %w in tf32 bias %b activation relu -> %y\n" in folded(host(kernels, body, dtype="f32"))
 
 
 CHUNKS = {
-    "rows": ("M/2, N", "%x_i = slice %x[0: %i of 2]", "0", "%x_i, %w", "%b"),
-    "columns": ("M, N/2", "%w_i = slice %w[1: %i of 2]\n%b_i = slice %b[0: %i of 2]", "1", "%x, %w_i", "%b_i"),
+    "rows": ("M/2, N", "%x_i = chunk %x[0: %i of 2]", "0", "%x_i, %w", "%b"),
+    "columns": ("M, N/2", "%w_i = chunk %w[1: %i of 2]\n%b_i = chunk %b[0: %i of 2]", "1", "%x, %w_i", "%b_i"),
 }
 
 
@@ -168,17 +168,17 @@ fork ring
 for %i in 0..2 {{
 stream ring[%i] {{
 {views}
-%h_i = slice %h[{dim}: %i of 2]
+%h_i = chunk %h[{dim}: %i of 2]
 matmul {operands} -> %h_i
-%r_i = slice %r[{dim}: %i of 2]
-%y_i = slice %y[{dim}: %i of 2]
+%r_i = chunk %r[{dim}: %i of 2]
+%y_i = chunk %y[{dim}: %i of 2]
 launch @k %h_i, %r_i, {bias} -> %y_i
 }}
 }}
 join ring""",
     )
     result = folded(before)
-    assert f"      matmul {operands} plus %r_i bias {bias} then relu -> %y_i\n" in result
+    assert f"      matmul {operands} accumulate %r_i bias {bias} activation relu -> %y_i\n" in result
     assert not {"launch", "%h", "kernel"} & set(re.findall(r"%?\w+", result))
 
 
@@ -212,7 +212,7 @@ def test_batches_keep_kernels_but_add_and_scale() -> None:
     assert folded(bias) == str(bias)
     ops = f"%s: {type} = mul(%h, 0.5)\n  %y: {type} = add(%s, %r)"
     added = host(f"kernel @k(%h: {type}, %r: {type}) {{\n  {ops}\n}}\n", body + "launch @k %h, %r -> %y", head)
-    assert "  matmul %x, %w scaled 0.5 plus %r -> %y\n" in folded(added)
+    assert "  matmul %x, %w scaled 0.5 accumulate %r -> %y\n" in folded(added)
     tall = host(
         f"kernel @k(%h: {type}, %b: {{t}}[N]) {{\n  %y: {type} = add(%h, %b)\n}}\n",
         body + "launch @k %h, %b -> %y",
@@ -226,4 +226,4 @@ def test_f64_keeps_its_kernels_but_adds() -> None:
     bias = host(ADD, body + "launch @add_y %h, %b -> %y", dtype="f64")
     assert folded(bias) == str(bias)
     added = host(kernel("y = add(%h, %r)", inputs=PLUS), body + "launch @k %h, %r -> %y", dtype="f64")
-    assert "  matmul %x, %w plus %r -> %y\n" in folded(added)
+    assert "  matmul %x, %w accumulate %r -> %y\n" in folded(added)

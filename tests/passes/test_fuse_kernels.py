@@ -124,9 +124,9 @@ def test_chunks_of_a_loop() -> None:
 fork ring
 for %i in 0..M {
   stream ring[%i] {
-    %x_i = slice %x[0: %i of M]
-    %h_i = slice %h[0: %i of M]
-    %y_i = slice %y[0: %i of M]
+    %x_i = chunk %x[0: %i of M]
+    %h_i = chunk %h[0: %i of M]
+    %y_i = chunk %y[0: %i of M]
     launch @a %x_i -> %h_i
     launch @b %h_i -> %y_i
   }
@@ -145,8 +145,8 @@ host @f(%x: f32[M, N], %r: f32[N]) -> (%y: f32[M, N]) mesh(x=2) streams(ring[2])
   fork ring
   for %i in 0..M {
     stream ring[%i] {
-      %x_i = slice %x[0: %i of M]
-      %y_i = slice %y[0: %i of M]
+      %x_i = chunk %x[0: %i of M]
+      %y_i = chunk %y[0: %i of M]
       launch @neg_neg_y %x_i -> %y_i
     }
   }
@@ -294,7 +294,7 @@ ENDS = {
         "%m is reduced over other dims",
     ),
     "parts": (
-        "%h = allocate f32[M, N]\nlaunch @neg_h %x -> %h\n%part = slice %h[0: 0 of 1]\nlaunch @mul_y %part, %x -> %y",
+        "%h = allocate f32[M, N]\nlaunch @neg_h %x -> %h\n%part = chunk %h[0: 0 of 1]\nlaunch @mul_y %part, %x -> %y",
         "parts of %h are used",
     ),
 }

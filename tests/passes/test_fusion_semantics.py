@@ -18,7 +18,7 @@ import hostweave as hw
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.reference import run_reference
-from hostweave.fusion_ir.resharding import change_of, sources_of
+from hostweave.fusion_ir.resharding import reshard_step, sources_of
 from hostweave.fusion_ir.verify import verify_fusion
 from hostweave.options import Options
 from hostweave.passes.lower.lower_to_host import lower_to_host
@@ -63,27 +63,27 @@ def compute(op: Op, tensors: list[Array], sizes: dict[str, int], mesh: Mesh) -> 
 
 
 def exchange(op: Op, source: TensorType, local: list[Array], mesh: Mesh) -> list[Array]:
-    """One communication or local slice, over the teams of the changed axes."""
-    change = change_of(source, op.result.type, mesh)
+    """One communication or local slice, over the process groups of the changed axes."""
+    change = reshard_step(source, op.result.type, mesh)
     assert change is not None
     result = []
     for rank, mine in enumerate(local):
-        team = mesh.team(rank, change.axes)
-        theirs, place = [local[member] for member in team], team.index(rank)
+        group = mesh.process_group(rank, change.axes)
+        theirs, place = [local[member] for member in group], group.index(rank)
         match change.kind:
             case "all_gather":
                 result.append(np.concatenate(theirs, axis=change.dim))
             case "all_to_all":
-                pieces = [np.split(other, len(team), axis=change.to)[place] for other in theirs]
+                pieces = [np.split(other, len(group), axis=change.to)[place] for other in theirs]
                 result.append(np.concatenate(pieces, axis=change.dim))
-            case "exchange":
+            case "collective_permute":
                 result.append(theirs[sources_of(change, source, mesh)[place]])
             case _:
                 value = mine
                 if change.kind in ("all_reduce", "reduce_scatter"):
                     assert source.partial is not None
                     value = np.mean(theirs, axis=0) if source.partial.op == "avg" else REDUCE[source.partial.op].reduce(theirs)
-                result.append(value if change.dim is None else np.split(value, len(team), axis=change.dim)[place])
+                result.append(value if change.dim is None else np.split(value, len(group), axis=change.dim)[place])
     return result
 
 

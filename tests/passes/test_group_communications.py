@@ -57,7 +57,7 @@ def test_any_kinds_and_groups_that_are_there() -> None:
             host(
                 "%big = allocate f32[8, 1]\nall_gather %a -> %big on x\n"
                 "group {\n send %b to 1 - rank.x on x\n recv %q from 1 - rank.x on x\n}\n"
-                "exchange %b -> %p from [none, 0] on x\ncopy %a -> %r"
+                "collective_permute %b -> %p from [none, 0] on x\ncopy %a -> %r"
             )
         )
         == """\
@@ -66,7 +66,7 @@ def test_any_kinds_and_groups_that_are_there() -> None:
     all_gather %a -> %big on x
     send %b to 1 - rank.x on x
     recv %q from 1 - rank.x on x
-    exchange %b -> %p from [none, 0] on x
+    collective_permute %b -> %p from [none, 0] on x
   }
   copy %a -> %r
 """

@@ -57,17 +57,17 @@ CASES = {
     "a partial result that the user reshards": (
         "%x: f32[M, K@x], %w: f32[K@x, N]",
         """%h: f32[M@x, N] = matmul(%x, %w)
-        %y: f32[M@x, N] stated stream(M, 8) = reshard(%h)""",
+        %y: f32[M@x, N] pinned stream(M, 8) = reshard(%h)""",
         """%h: f32[M, N] partial(sum, x) = matmul(%x, %w)
-        %y: f32[M@x, N] stated stream(M, 8) = reshard(%h)""",
+        %y: f32[M@x, N] pinned stream(M, 8) = reshard(%h)""",
     ),
     "a partial result that is streamed before it is resharded": (
         "%x: f32[M, K@x], %w: f32[K@x, N]",
         """%h: f32[M, N] stream(M, 8) = matmul(%x, %w)
-        %y: f32[M@x, N] stated = reshard(%h)""",
+        %y: f32[M@x, N] pinned = reshard(%h)""",
         """%h_partial: f32[M, N] partial(sum, x) = matmul(%x, %w)
         %h: f32[M, N] stream(M, 8) = reshard(%h_partial)
-        %y: f32[M@x, N] stated = reshard(%h)""",
+        %y: f32[M@x, N] pinned = reshard(%h)""",
     ),
     "other reductions": (
         "%x: f32[M@x, K@y]",
@@ -89,7 +89,7 @@ CASES = {
         "%x: f8e4m3[M@x, K], %b: bool[M@x, K]",
         """%s: f8e4m3[K] stream(K, 2) = sum(%x, axis=(0,))
         %m: bool[K@x] = max(%b, axis=(0,))
-        %n: bool[K@x] stated = reshard(%m)
+        %n: bool[K@x] pinned = reshard(%m)
         %l: bool[K@x] = logical_not(%n)""",
         """%x_f32: f32[M@x, K] = cast(%x)
         %s_partial: f32[K] partial(sum, x) = sum(%x_f32, axis=(0,))
@@ -98,7 +98,7 @@ CASES = {
         %b_u8: u8[M@x, K] = cast(%b)
         %m: u8[K] partial(max, x) = max(%b_u8, axis=(0,))
         %n_u8: u8[K@x] = reshard(%m)
-        %n: bool[K@x] stated = cast(%n_u8)
+        %n: bool[K@x] pinned = cast(%n_u8)
         %l: bool[K@x] = logical_not(%n)""",
     ),
     "an equal reshard of one tensor is made once": (

@@ -22,12 +22,12 @@ fusion @f(%x: f32[M, 8], %w: f32[8, 2]) {
 }
 """,
         """\
-  %part = section %x[1: 2 from 4]
+  %part = slice %x[1: 2 from 4]
   %last = select %part[0: M - 1]
-  %y_0 = section %y[0: M from 0]
+  %y_0 = slice %y[0: M from 0]
   matmul %x, %w -> %y_0
   %row = reshape %last to [1, 2]
-  %y_1 = section %y[0: 1 from M]
+  %y_1 = slice %y[0: 1 from M]
   copy %row -> %y_1
 """,
     ),
@@ -40,14 +40,14 @@ fusion @f(%x: f32[M, 8]) {
 }
 """,
         """\
-  %y_inside = section %y[0: M from 1]
-  %y_inside_2 = section %y_inside[1: 8 from 0]
+  %y_inside = slice %y[0: M from 1]
+  %y_inside_2 = slice %y_inside[1: 8 from 0]
   launch @neg_h %x -> %y_inside_2
-  %y_before = section %y[0: 1 from 0]
+  %y_before = slice %y[0: 1 from 0]
   fill %y_before with 1.0
-  %y_after = section %y[0: 2 from M + 1]
+  %y_after = slice %y[0: 2 from M + 1]
   fill %y_after with 1.0
-  %y_after_2 = section %y_inside[1: 1 from 8]
+  %y_after_2 = slice %y_inside[1: 1 from 8]
   fill %y_after_2 with 1.0
 """,
     ),
@@ -123,7 +123,7 @@ fusion @f(%x: f32[M@x, 8]) mesh(x=2) {
   for %i in 0..2 {
     %p = (rank.x + %i) % 2
     stream ring[%i] {
-      %x_gathered_i = slice %x_gathered[0: %p of 2]
+      %x_gathered_i = chunk %x_gathered[0: %p of 2]
       if %p == rank.x {
         copy %x -> %x_gathered_i
       } else {
@@ -132,7 +132,7 @@ fusion @f(%x: f32[M@x, 8]) mesh(x=2) {
           send %x to (rank.x - %i) % 2 on x
         }
       }
-      %h_i = slice %h[0: %p of 2]
+      %h_i = chunk %h[0: %p of 2]
       launch @neg_h %x_gathered_i -> %h_i
     }
   }
@@ -141,8 +141,8 @@ fusion @f(%x: f32[M@x, 8]) mesh(x=2) {
   fork ring
   for %j in 0..2 {
     stream ring[%j] {
-      %h_j = slice %h[0: %j of 2]
-      %y_j = slice %y[0: %j of 2]
+      %h_j = chunk %h[0: %j of 2]
+      %y_j = chunk %y[0: %j of 2]
       launch @exp_y %h_j -> %y_j
     }
   }

@@ -53,7 +53,7 @@ def test_loops(case: str) -> None:
 
 
 def test_a_gather_joins_the_loop_of_what_reads_it() -> None:
-    gather = flow("%x: f32[M@x, K], %w: f32[K, N]", "%y: f32[M, N] stated stream(M, 8) = matmul(%x, %w)")
+    gather = flow("%x: f32[M@x, K], %w: f32[K, N]", "%y: f32[M, N] pinned stream(M, 8) = matmul(%x, %w)")
     (loop,) = loops_of(gather)
     assert loop.by_block
     assert loop.communication is loop.ops[0]
@@ -75,7 +75,7 @@ def test_an_operand_with_another_use_has_its_own_memory() -> None:
 
 def test_what_a_view_returns_is_written_through_it() -> None:
     turned = flow("%x: f32[M, N]", "%h: f32[M, N] = neg(%x)\n%y: f32[N, M] = transpose(%h, axes=(1, 0))")
-    assert {name: op.result.name for name, op in placement_of(turned, loops_of(turned)).seen_through.items()} == {"h": "y"}
+    assert {name: op.result.name for name, op in placement_of(turned, loops_of(turned)).inverse_view.items()} == {"h": "y"}
 
 
 def test_what_ends_in_its_loop_lies_as_the_loop_likes() -> None:

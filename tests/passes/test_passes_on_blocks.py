@@ -16,7 +16,7 @@ RING = """\
 block @layer(%x: f32[M@x, E], %w: f32[E, E]) {
   %h: f32[M, E] stream(M, 2, ring) = matmul(%x, %w)
   %n: f32[M, E] = neg(%h)
-  %y: f32[M@x, E] stated = reshard(%n)
+  %y: f32[M@x, E] pinned = reshard(%n)
   return %y
 }
 """
@@ -38,7 +38,7 @@ def body_of(text: str, head: str) -> list[str]:
 def test_an_argument_of_another_sharding_is_resharded_at_the_call() -> None:
     text = """\
 block @layer(%x: f32[M@x, E], %w: f32[E, F@x]) {
-  %g: f32[M, E] stated = reshard(%x)
+  %g: f32[M, E] pinned = reshard(%x)
   %y: f32[M, F] = matmul(%g, %w)
   return %y
 }
@@ -72,16 +72,16 @@ block @layer(%x: f32[M@x, E]) {
 }
 fusion @f(%x: f32[M@x, E]) mesh(x=2) {
   %a: f32[M, E] = call @layer(%x)
-  %b: f32[M@x, E] stated = reshard(%a)
+  %b: f32[M@x, E] pinned = reshard(%a)
   %c: f32[M, E] = call @layer(%b)
-  %y: f32[M@x, E] stated stream(E, 2) = reshard(%c)
+  %y: f32[M@x, E] pinned stream(E, 2) = reshard(%c)
   return %y
 }
 """
     assert body_of(stages(text)["decompose_reshards"], "fusion") == [
-        "%b: f32[M@x, E] stated = call @layer(%x)",
+        "%b: f32[M@x, E] pinned = call @layer(%x)",
         "%c: f32[M@x, E] = call @layer(%b)",
-        "%y: f32[M@x, E] stated stream(E, 2) = copy(%c)",
+        "%y: f32[M@x, E] pinned stream(E, 2) = copy(%c)",
         "return %y",
     ]
 
@@ -101,8 +101,8 @@ fusion @f(%x: f32[M@x, E]) mesh(x=2) {
 """
     assert body_of(stages(text)["choose_overlap"], "fusion") == [
         "%h: f32[M@x, E] = call @layer(%x)",
-        "%h_gathered: f32[M, E] stream(M, 2, block, p2p, own_first) = reshard(%h, kind=all_gather)",
-        "%y: f32[M, E] stream(M, 2, block, own_first) = neg(%h_gathered)",
+        "%h_gathered: f32[M, E] stream(M, 2, by_shard, p2p, local_first) = reshard(%h, kind=all_gather)",
+        "%y: f32[M, E] stream(M, 2, by_shard, local_first) = neg(%h_gathered)",
         "return %y",
     ]
 
@@ -194,7 +194,7 @@ def test_channels_take_turns_in_each_body() -> None:
     text = """\
 block @layer(%x: f32[M@dp, K@tp], %w: f32[K@tp, N]) {
   %h: f32[M, N] = matmul(%x, %w)
-  %y: f32[M, N] stated stream(M, 3) = reshard(%h)
+  %y: f32[M, N] pinned stream(M, 3) = reshard(%h)
   return %y
 }
 fusion @f(%x: f32[M@dp, K@tp], %w: f32[K@tp, N], %z: f32[L@dp]) mesh(dp=2, tp=2) {
@@ -215,7 +215,7 @@ def test_channels_of_a_program_whose_block_has_events() -> None:
     text = """\
 block @layer(%x: f64[N, 6@b], %w: f64[6, N]) {
   %h: f64[N, N] = matmul(%x, %w)
-  %y: f64[N@b, N] stated stream(0, 3, ring) = reshard(%h)
+  %y: f64[N@b, N] pinned stream(0, 3, ring) = reshard(%h)
   return %y
 }
 fusion @f(%x: f64[N, 6@a], %w: f64[6@b, N]) mesh(a=2, b=3) {
@@ -245,7 +245,7 @@ fusion @f(%x: f32[M@dp, K@tp]) mesh(dp=2, tp=2) {
   return %a, %b, %c, %d
 }
 """
-    seen = stages(text)["order_channels"]
+    seen = stages(text)["serialize_channels"]
     turns = [line for line in body_of(seen, "block") if "turn" in line]
     assert turns == ["record turn[0]", "wait turn[0]", "record turn[0]", "wait turn[0]", "record turn[0]"]
     assert not [line for line in body_of(seen, "host") if "turn" in line]
@@ -291,14 +291,14 @@ block @layer(%x: f32[M@x, E]) {
         ("%y: f32[E, M] = transpose(%h, axes=(1, 0))", ["%y_2 = permute %h by [1, 0]", "copy %y_2 -> %y"]),
         (
             "%y: f32[M, 2*E] = concat(%h, %x, axis=1)",
-            ["%y_0 = section %y[1: E from 0]", "copy %h -> %y_0", "%y_1 = section %y[1: E from E]", "copy %x -> %y_1"],
+            ["%y_0 = slice %y[1: E from 0]", "copy %h -> %y_0", "%y_1 = slice %y[1: E from E]", "copy %x -> %y_1"],
         ),
         (
             "%y: f32[M, (E + 1)] = pad(%h, low=(0, 0), high=(0, 1), value=0.0)",
             [
-                "%y_inside = section %y[1: E from 0]",
+                "%y_inside = slice %y[1: E from 0]",
                 "copy %h -> %y_inside",
-                "%y_after = section %y[1: 1 from E]",
+                "%y_after = slice %y[1: 1 from E]",
                 "fill %y_after with 0.0",
             ],
         ),
@@ -372,7 +372,7 @@ fusion @f(%x: f32[M, K@x], %w: f32[K@x, N], %z: f32[M, N]) mesh(x=2) {
   return %a, %y, %b
 }
 """
-    seen = stages(text)["order_channels"]
+    seen = stages(text)["serialize_channels"]
     calls = ("call", "all_reduce", "fork", "join")
     assert [line for line in body_of(seen, "host") if line.startswith(calls)] == [
         "fork comm",
@@ -389,7 +389,7 @@ fusion @f(%x: f32[M, K@x], %w: f32[K@x, N], %z: f32[M, N]) mesh(x=2) {
     check(HostProgram.parse(seen))
 
 
-HOST = """\
+CPU_DEVICE = """\
 kernel @neg_h(%x: f32[M/2, E]) {
   %h: f32[M/2, E] = neg(%x)
 }
@@ -406,8 +406,8 @@ block @layer(%x: f32[M@x, E], %w: f32[E, E]) -> (%y: f32[M@x, E]) {
   for %i in 0..2 {
     %p = (rank.x + %i) % 2
     stream ring[%p] {
-      %y_i = slice %y[1: %p of 2]
-      %w_i = slice %w[1: %p of 2]
+      %y_i = chunk %y[1: %p of 2]
+      %w_i = chunk %w[1: %p of 2]
       matmul %h, %w_i -> %y_i
     }
   }
@@ -441,8 +441,8 @@ host @f(%x: f32[M@x, E], %w: f32[E, E]) -> (%y: f32[M@x, E]) mesh(x=2) streams(r
   for %layer_i in 0..2 {
     %layer_p = (rank.x + %layer_i) % 2
     stream ring[%layer_p] {
-      %layer_y_i = slice %twice_h[1: %layer_p of 2]
-      %layer_w_i = slice %w[1: %layer_p of 2]
+      %layer_y_i = chunk %twice_h[1: %layer_p of 2]
+      %layer_w_i = chunk %w[1: %layer_p of 2]
       matmul %layer_h, %layer_w_i -> %layer_y_i
     }
   }
@@ -460,8 +460,8 @@ host @f(%x: f32[M@x, E], %w: f32[E, E]) -> (%y: f32[M@x, E]) mesh(x=2) streams(r
   for %layer_i_2 in 0..2 {
     %layer_p_2 = (rank.x + %layer_i_2) % 2
     stream ring[%layer_p_2] {
-      %layer_y_i_2 = slice %y[1: %layer_p_2 of 2]
-      %layer_w_i_2 = slice %w[1: %layer_p_2 of 2]
+      %layer_y_i_2 = chunk %y[1: %layer_p_2 of 2]
+      %layer_w_i_2 = chunk %w[1: %layer_p_2 of 2]
       matmul %layer_h_3, %layer_w_i_2 -> %layer_y_i_2
     }
   }
@@ -474,7 +474,7 @@ host @f(%x: f32[M@x, E], %w: f32[E, E]) -> (%y: f32[M@x, E]) mesh(x=2) streams(r
 
 def test_inlined() -> None:
     """Memory is of each call: what a block needs to its end is deallocated there, and the next call may have the same."""
-    host = HostProgram.parse(HOST)
+    host = HostProgram.parse(CPU_DEVICE)
     verify_host(host)
     flat = inlined(host)
     assert str(flat) == INLINED
@@ -482,6 +482,6 @@ def test_inlined() -> None:
 
 
 def test_bodies_join_again() -> None:
-    host = HostProgram.parse(HOST)
+    host = HostProgram.parse(CPU_DEVICE)
     assert [part.name for part in bodies(host)] == ["layer", "twice", "f"]
     assert joined(bodies(host)) == host

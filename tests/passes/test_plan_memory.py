@@ -146,14 +146,14 @@ fork ring
 for %i in 0..4 {{
   stream ring[%i] {{
     {A} {{
-      %x_i = slice %x[0: %i of 4]
-      %a_i = slice %a[0: %i of 4]
+      %x_i = chunk %x[0: %i of 4]
+      %a_i = chunk %a[0: %i of 4]
       copy %x_i -> %a_i
       send %a_i to rank + 2 on *
     }}
     {B} {{
-      %d_i = slice %d[0: %i of 4]
-      %y_i = slice %y[0: %i of 4]
+      %d_i = chunk %d[0: %i of 4]
+      %y_i = chunk %y[0: %i of 4]
       recv %d_i from rank - 2 on *
       copy %d_i -> %y_i
     }}
@@ -166,13 +166,13 @@ fork ring
 for %i in 0..4 {{
   stream ring[%i] {{
     {A} {{
-      %x_i = slice %x[0: %i of 4]
+      %x_i = chunk %x[0: %i of 4]
       %a = allocate f32[M/4, N]
       copy %x_i -> %a
       send %a to rank + 2 on *
     }}
     {B} {{
-      %y_i = slice %y[0: %i of 4]
+      %y_i = chunk %y[0: %i of 4]
       %d = reshape %y_i to [M/4, N]
       recv %d from rank - 2 on *
     }}
@@ -250,16 +250,16 @@ fork ring
 for %j in 0..5 {
   if %j < 4 {
     stream ring[%j] {
-      %x_j = slice %x[0: %j of 4]
-      %a_j = slice %a[0: %j of 4]
+      %x_j = chunk %x[0: %j of 4]
+      %a_j = chunk %a[0: %j of 4]
       copy %x_j -> %a_j
     }
   }
   if %j > 0 {
     %i = %j - 1
     stream ring[%i] {
-      %a_i = slice %a[0: %i of 4]
-      %y_i = slice %y[0: %i of 4]
+      %a_i = chunk %a[0: %i of 4]
+      %y_i = chunk %y[0: %i of 4]
       copy %a_i -> %y_i
     }
   }
@@ -272,7 +272,7 @@ fork ring
 for %j in 0..5 {
   if %j < 4 {
     stream ring[%j] {
-      %x_j = slice %x[0: %j of 4]
+      %x_j = chunk %x[0: %j of 4]
       %a_j = select %a[0: %j % 2]
       copy %x_j -> %a_j
     }
@@ -281,7 +281,7 @@ for %j in 0..5 {
     %i = %j - 1
     stream ring[%i] {
       %a_i = select %a[0: %i % 2]
-      %y_i = slice %y[0: %i of 4]
+      %y_i = chunk %y[0: %i of 4]
       copy %a_i -> %y_i
     }
   }
@@ -318,18 +318,18 @@ matmul %c, %w -> %y
 %r = allocate f32[M, M]
 matmul %x, %w -> %r
 %a = allocate f32[M, M]
-matmul %w, %x plus %r -> %a
+matmul %w, %x accumulate %r -> %a
 %b = allocate f32[M, M]
-matmul %a, %x plus %a -> %b
+matmul %a, %x accumulate %a -> %b
 copy %b -> %y
 """,
         """
 %r = allocate f32[M, M]
 matmul %x, %w -> %r
 %a = reshape %r to [M, M]
-matmul %w, %x plus %r -> %a
+matmul %w, %x accumulate %r -> %a
 %b = reshape %y to [M, M]
-matmul %a, %x plus %a -> %b
+matmul %a, %x accumulate %a -> %b
 """,
     ),
     "views stand where they are used, after their memory": (
@@ -510,10 +510,10 @@ fork ring
 for %i in 0..4 {
   %p = (rank.x + %i) % 4
   stream ring[%i] {
-    %x_i = slice %x[0: %i of 4]
-    %a_i = slice %a[0: %p of 4]
+    %x_i = chunk %x[0: %i of 4]
+    %a_i = chunk %a[0: %p of 4]
     copy %x_i -> %a_i
-    %y_i = slice %y[1: %i of 4]
+    %y_i = chunk %y[1: %i of 4]
     %a_r = reshape %a_i to [M, N/4]
     copy %a_r -> %y_i
   }
@@ -525,10 +525,10 @@ fork ring
 for %i in 0..4 {
   %p = (rank.x + %i) % 4
   stream ring[%i] {
-    %x_i = slice %x[0: %i of 4]
+    %x_i = chunk %x[0: %i of 4]
     %a = allocate f32[M/4, N]
     copy %x_i -> %a
-    %y_i = slice %y[1: %i of 4]
+    %y_i = chunk %y[1: %i of 4]
     %a_r = reshape %a to [M, N/4]
     copy %a_r -> %y_i
   }
@@ -545,14 +545,14 @@ join ring
 fork ring
 for %i in 0..M {
   stream ring[%i] {
-    %x_i = slice %x[0: %i of M]
-    %a_i = slice %a[0: %i of M]
+    %x_i = chunk %x[0: %i of M]
+    %a_i = chunk %a[0: %i of M]
     matmul %x_i, %w -> %a_i
-    %b_i = slice %b[0: %i of M]
+    %b_i = chunk %b[0: %i of M]
     matmul %a_i, %w -> %b_i
-    %c_i = slice %c[0: %i of M]
+    %c_i = chunk %c[0: %i of M]
     matmul %b_i, %w -> %c_i
-    %y_i = slice %y[0: %i of M]
+    %y_i = chunk %y[0: %i of M]
     matmul %c_i, %w -> %y_i
   }
 }
@@ -562,7 +562,7 @@ join ring
 fork ring
 for %i in 0..M {
   stream ring[%i] {
-    %x_i = slice %x[0: %i of M]
+    %x_i = chunk %x[0: %i of M]
     %a = allocate f32[1, M]
     matmul %x_i, %w -> %a
     %b = allocate f32[1, M]
@@ -570,7 +570,7 @@ for %i in 0..M {
     deallocate %a
     %c = allocate f32[1, M]
     matmul %b, %w -> %c
-    %y_i = slice %y[0: %i of M]
+    %y_i = chunk %y[0: %i of M]
     matmul %c, %w -> %y_i
   }
 }
@@ -632,16 +632,16 @@ fork ring
 for %j in 0..5 {
   if %j < 4 {
     stream ring[%j] {
-      %x_j = slice %x[0: %j of 4]
-      %a_j = slice %a[0: %j of 4]
+      %x_j = chunk %x[0: %j of 4]
+      %a_j = chunk %a[0: %j of 4]
       copy %x_j -> %a_j
     }
   }
   if %j > 0 {
     %i = %j - 1
     stream ring[%i] {
-      %a_i = slice %a[0: %i of 4]
-      %y_i = slice %y[0: %i of 4]
+      %a_i = chunk %a[0: %i of 4]
+      %y_i = chunk %y[0: %i of 4]
       copy %a_i -> %y_i
     }
   }
@@ -657,16 +657,16 @@ fork ring
 for %j in 0..5 {
   if %j < 4 {
     stream ring[%j] {
-      %x_j = slice %x[0: %j of 4]
-      %a_j = slice %a[0: %j of 4]
+      %x_j = chunk %x[0: %j of 4]
+      %a_j = chunk %a[0: %j of 4]
       copy %x_j -> %a_j
     }
   }
   if %j > 0 {
     %i = %j - 1
     stream ring[%i] {
-      %a_i = slice %a[0: (%i + 2) % 4 of 4]
-      %y_i = slice %y[0: %i of 4]
+      %a_i = chunk %a[0: (%i + 2) % 4 of 4]
+      %y_i = chunk %y[0: %i of 4]
       copy %a_i -> %y_i
     }
   }
@@ -699,10 +699,10 @@ join ring
 fork ring
 for %i in 0..4 {
   stream ring[%i] {
-    %x_i = slice %x[0: %i of 4]
-    %a_i = slice %a[0: %i / 2 of 4]
+    %x_i = chunk %x[0: %i of 4]
+    %a_i = chunk %a[0: %i / 2 of 4]
     copy %x_i -> %a_i
-    %y_i = slice %y[0: %i of 4]
+    %y_i = chunk %y[0: %i of 4]
     copy %a_i -> %y_i
   }
 }

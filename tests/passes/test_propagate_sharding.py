@@ -71,19 +71,19 @@ CASES = {
     ),
     "a statement stays": (
         "%x: f32[M@x, K]",
-        """%h: f32[M, K] stated = reshard(%x)
+        """%h: f32[M, K] pinned = reshard(%x)
         %y: f32[M, K] = neg(%h)""",
-        """%h: f32[M, K] stated = reshard(%x)
+        """%h: f32[M, K] pinned = reshard(%x)
         %y: f32[M, K] = neg(%h)""",
     ),
     "backward through a chain": (
         "%x: f32[M, K@x], %w: f32[K@x, N]",
         """%h: f32[M, N] = matmul(%x, %w)
         %z: f32[M, N] = relu(%h)
-        %y: f32[M@x, N] stated = reshard(%z)""",
+        %y: f32[M@x, N] pinned = reshard(%z)""",
         """%h: f32[M@x, N] = matmul(%x, %w)
         %z: f32[M@x, N] = relu(%h)
-        %y: f32[M@x, N] stated = reshard(%z)""",
+        %y: f32[M@x, N] pinned = reshard(%z)""",
     ),
     "backward from a matmul that has K sharded on its other side": (
         "%x: f32[M, K], %v: f32[K, J], %w: f32[J@x, N]",
@@ -95,27 +95,27 @@ CASES = {
     "backward only where all consumers want the same": (
         "%x: f32[M, K]",
         """%h: f32[M, K] = neg(%x)
-        %a: f32[M@x, K] stated = reshard(%h)
-        %b: f32[M, K] stated = reshard(%h)
+        %a: f32[M@x, K] pinned = reshard(%h)
+        %b: f32[M, K] pinned = reshard(%h)
         %y: f32[M@x, K] = add(%a, %b)""",
         """%h: f32[M, K] = neg(%x)
-        %a: f32[M@x, K] stated = reshard(%h)
-        %b: f32[M, K] stated = reshard(%h)
+        %a: f32[M@x, K] pinned = reshard(%h)
+        %b: f32[M, K] pinned = reshard(%h)
         %y: f32[M@x, K] = add(%a, %b)""",
     ),
     "a mesh axis of one rank is one like any other": (
         "%x: f32[1, K]",
         """%h: f32[1, K] = neg(%x)
-        %y: f32[1@z, K] stated = reshard(%h)""",
+        %y: f32[1@z, K] pinned = reshard(%h)""",
         """%h: f32[1@z, K] = neg(%x)
-        %y: f32[1@z, K] stated = reshard(%h)""",
+        %y: f32[1@z, K] pinned = reshard(%h)""",
     ),
     "nor into what a broadcast makes": (
         "%b: f32[N]",
         """%h: f32[8, N] = broadcast_to(%b)
-        %y: f32[8@x, N] stated = reshard(%h)""",
+        %y: f32[8@x, N] pinned = reshard(%h)""",
         """%h: f32[8, N] = broadcast_to(%b)
-        %y: f32[8@x, N] stated = reshard(%h)""",
+        %y: f32[8@x, N] pinned = reshard(%h)""",
     ),
 }
 

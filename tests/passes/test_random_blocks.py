@@ -45,7 +45,7 @@ def parameter(generator: Generator, value: Value) -> Value:
     axes = [dim.axes for dim in map(Dim.of, generator.sharded(["M"] * len(value.type.dims)))]
     whole = [extent.is_int or str(extent) in generator.sizes for extent in value.type.shape]
     dims = (Dim(extent, own if may else ()) for extent, own, may in zip(value.type.shape, axes, whole, strict=True))
-    return Value(value.name, replace(value.type, dims=tuple(dims)), stated=True)
+    return Value(value.name, replace(value.type, dims=tuple(dims)), pinned=True)
 
 
 def is_right(seed: int) -> bool | None:

@@ -19,7 +19,7 @@ import hostweave as hw
 from hostweave.base.errors import ArgumentError, ProgramError
 from hostweave.check.check import check
 from hostweave.check.interpret import interpret
-from hostweave.fusion_ir.calls import on_each
+from hostweave.fusion_ir.calls import map_functions
 from hostweave.fusion_ir.frontend.block import Block
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.reference import run_reference
@@ -174,7 +174,8 @@ def _product_in_a_loop(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> h
         algorithms, to = g.random.choice([(SCATTERING, (f"{rows}@{axis}", rows)), (SUMMING, (rows, rows))])
         product = hw.reshard(hw.reshard(t, rows, f"{columns}@{axis}") @ hw.reshard(t.T, f"{columns}@{axis}", rows), *to)
     by = g.random.choice((None, *algorithms))
-    return product.stream(0, chunks=g.random.choice([size, 2 * size] if by in BY_BLOCK else [2, 3, size]), by=by if size > 1 else None)
+    chunks = g.random.choice([size, 2 * size] if by in BY_BLOCK else [2, 3, size])
+    return product.stream(0, chunks=chunks, algorithm=by if size > 1 else None)
 
 
 PAIRS: tuple[Callable[[Any, Any], hw.Tensor], ...] = (
@@ -272,7 +273,7 @@ def without_kernels(fusion: Fusion) -> Fusion:
 
         return replace(body, ops=tuple(map(replaced, body.ops)))
 
-    return on_each(fusion, of_body)
+    return map_functions(fusion, of_body)
 
 
 OUTER_OPS: tuple[MakeOp, ...] = (_moved, _moved, _called, _called, _by_a_kernel)
@@ -353,7 +354,7 @@ def test_they_have_every_instruction_and_algorithm() -> None:
         fusion = Generator(seed).fusion()
         with contextlib.suppress(ProgramError):
             instructions |= {type(i).__name__ for body in bodies(lower(fusion, Options())) for i in ir.walk(body.body)}
-            algorithms |= {op.result.stream.by for op in fusion.ops if op.result.stream}
+            algorithms |= {op.result.stream.algorithm for op in fusion.ops if op.result.stream}
     known = {name for name, value in vars(ir).items() if isinstance(value, type) and issubclass(value, ir.Instruction)}
     assert known - instructions == NOT_MADE
     assert algorithms == {None, *GATHERING, *SCATTERING, *SUMMING}

@@ -10,27 +10,27 @@ from hostweave.passes.host.sink_views import sink_views
 CASES = {
     "to what uses it first, in the order that they had": (
         """\
-  %a = section %x[1: 2 from 0]
-  %b = section %a[1: 1 from 1]
-  %c = section %z[1: 1 from 0]
+  %a = slice %x[1: 2 from 0]
+  %b = slice %a[1: 1 from 1]
+  %c = slice %z[1: 1 from 0]
   fill %y with 1.0
   copy %b -> %c
   copy %a -> %h
 """,
         """\
   fill %y with 1.0
-  %a = section %x[1: 2 from 0]
-  %b = section %a[1: 1 from 1]
-  %c = section %z[1: 1 from 0]
+  %a = slice %x[1: 2 from 0]
+  %b = slice %a[1: 1 from 1]
+  %c = slice %z[1: 1 from 0]
   copy %b -> %c
   copy %a -> %h
 """,
     ),
     "into a stream block or branch that alone uses it, not into one of two": (
         """\
-  %a = section %x[1: 1 from 0]
-  %b = section %z[1: 1 from 0]
-  %c = section %z[1: 1 from 1]
+  %a = slice %x[1: 1 from 0]
+  %b = slice %z[1: 1 from 0]
+  %c = slice %z[1: 1 from 1]
   stream ring[0] {
     if rank.r == 0 {
       copy %a -> %b
@@ -41,12 +41,12 @@ CASES = {
 """,
         """\
   stream ring[0] {
-    %a = section %x[1: 1 from 0]
+    %a = slice %x[1: 1 from 0]
     if rank.r == 0 {
-      %b = section %z[1: 1 from 0]
+      %b = slice %z[1: 1 from 0]
       copy %a -> %b
     } else {
-      %c = section %z[1: 1 from 1]
+      %c = slice %z[1: 1 from 1]
       copy %a -> %c
     }
   }
@@ -54,8 +54,8 @@ CASES = {
     ),
     "not into a loop or a group, and before the fork of a loop's streams": (
         """\
-  %a = section %x[1: 1 from 0]
-  %b = section %z[1: 1 from 0]
+  %a = slice %x[1: 1 from 0]
+  %b = slice %z[1: 1 from 0]
   fill %y with 1.0
   fork ring
   for %i in 0..2 {
@@ -69,8 +69,8 @@ CASES = {
 """,
         """\
   fill %y with 1.0
-  %a = section %x[1: 1 from 0]
-  %b = section %z[1: 1 from 0]
+  %a = slice %x[1: 1 from 0]
+  %b = slice %z[1: 1 from 0]
   fork ring
   for %i in 0..2 {
     stream ring[%i] {

@@ -15,8 +15,8 @@ LOOP = """\
 fork ring
 for %i in 0..2 {
   stream ring[%i] {
-    %x_i = slice %x[0: %i of 2]
-    %y_i = slice %y[0: %i of 2]
+    %x_i = chunk %x[0: %i of 2]
+    %y_i = chunk %y[0: %i of 2]
     copy %x_i -> %y_i
   }
 }

@@ -18,7 +18,7 @@ from hostweave.passes.fusion.choose_overlap import choose_overlap
 from hostweave.passes.fusion.decompose_reshards import decompose_reshards
 from hostweave.passes.fusion.propagate_sharding import propagate_sharding
 from hostweave.passes.host.group_communications import group_communications
-from hostweave.passes.host.serialize_channels import order_channels
+from hostweave.passes.host.serialize_channels import serialize_channels
 from hostweave.passes.host.sink_waits import sink_waits
 from hostweave.pipeline import lower
 from hostweave.types.mesh import Mesh
@@ -37,8 +37,8 @@ def test_nothing_is_propagated_to_another_mesh() -> None:
     check(
         propagate_sharding,
         f"%x: f32[M, K] {ON_A}",
-        f"%h: f32[M, K] {ON_A} = neg(%x)\n%y: f32[M@x, K] {ON_B} stated = reshard(%h)",
-        f"%h: f32[M, K] {ON_A} = neg(%x)\n%y: f32[M@x, K] {ON_B} stated = reshard(%h)",
+        f"%h: f32[M, K] {ON_A} = neg(%x)\n%y: f32[M@x, K] {ON_B} pinned = reshard(%h)",
+        f"%h: f32[M, K] {ON_A} = neg(%x)\n%y: f32[M@x, K] {ON_B} pinned = reshard(%h)",
         mesh="x=4",
     )
 
@@ -47,8 +47,8 @@ def test_another_mesh_takes_its_blocks_from_the_whole_of_a_slice() -> None:
     check(
         decompose_reshards,
         f"%x: f32[M, K] {ON_A}",
-        f"%s: f32[M@x, K] {ON_A} stated = reshard(%x)\n%y: f32[M, K] {ON_B} stated = reshard(%s)",
-        f"%y: f32[M, K] {ON_B} stated = reshard(%x, kind=transfer)",
+        f"%s: f32[M@x, K] {ON_A} pinned = reshard(%x)\n%y: f32[M, K] {ON_B} pinned = reshard(%s)",
+        f"%y: f32[M, K] {ON_B} pinned = reshard(%x, kind=transfer)",
         mesh="x=4",
     )
 
@@ -93,9 +93,9 @@ def test_a_transfer_of_whole_blocks_joins_the_loop_that_it_leads_to() -> None:
         choose_overlap,
         f"%x: f32[M, K] {ON_A}",
         STREAMED,
-        f"""%h: f32[M, K] {ON_A} stream(M, 4, across) = neg(%x)
-        %t: f32[M, K] {ON_B} stream(M, 4, across, transfer) = reshard(%h, kind=transfer)
-        %y: f32[M, K] {ON_B} stream(M, 4, across) = neg(%t)""",
+        f"""%h: f32[M, K] {ON_A} stream(M, 4, across_shards) = neg(%x)
+        %t: f32[M, K] {ON_B} stream(M, 4, across_shards, transfer) = reshard(%h, kind=transfer)
+        %y: f32[M, K] {ON_B} stream(M, 4, across_shards) = neg(%t)""",
         mesh="x=4",
     )
 
@@ -104,7 +104,7 @@ def test_a_transfer_of_whole_blocks_joins_the_loop_that_it_leads_to() -> None:
 def test_other_transfers_stay_outside(there: str) -> None:
     """Blocks of parts of dims, and ranks that are on both sides, are no steps."""
     before = STREAMED.replace(f"f32[M, K] {ON_B}", there)
-    check(choose_overlap, f"%x: f32[M, K] {ON_A}", before, before.replace("stream(M, 4)", "stream(M, 4, across)"), mesh="x=4")
+    check(choose_overlap, f"%x: f32[M, K] {ON_A}", before, before.replace("stream(M, 4)", "stream(M, 4, across_shards)"), mesh="x=4")
 
 
 def test_a_transfer_that_cannot_be_streamed() -> None:
@@ -125,7 +125,7 @@ def test_ranks_on_both_sides_post_in_one_group() -> None:
     c, d = ALL.ranks([1, 2]), ALL.ranks([2, 3])
     body = lowered(
         f"""fusion @f(%x: f32[M@x, K] on {c}) mesh(x=4) {{
-          %y: f32[M@x, K] on {d} stated = reshard(%x)
+          %y: f32[M@x, K] on {d} pinned = reshard(%x)
           return %y
         }}"""
     )
@@ -144,12 +144,12 @@ def test_what_is_there_is_not_copied() -> None:
     """Replicated to a mesh of some of the ranks: a value that is computed further costs nothing; a slice is a view."""
     body = lowered(
         f"""fusion @f(%x: f32[M, K]) mesh(x=4) {{
-          %t: f32[M@x, K] {ON_B} stated = reshard(%x)
+          %t: f32[M@x, K] {ON_B} pinned = reshard(%x)
           %y: f32[M@x, K] {ON_B} = neg(%t)
           return %y
         }}"""
     )
-    part = "%t = section %x[0: part(M, x on ranks 2, 3) from rank.x * ceil(M/2)]"
+    part = "%t = slice %x[0: part(M, x on ranks 2, 3) from rank.x * ceil(M/2)]"
     assert body.endswith(f"  on mesh(x=2 of ranks 2, 3) {{\n    {part}\n    launch @neg_y %t -> %y\n  }}\n")
 
 
@@ -157,24 +157,24 @@ def test_a_view_of_one_mesh_is_made_again_after_another_one() -> None:
     """A C++ block ends with each `on` body, so the slice of %x cannot be named in the second one."""
     body = lowered(
         f"""fusion @f(%x: f32[M, K] {ON_A}) mesh(x=4) {{
-          %s: f32[M@x, K] {ON_A} stated = reshard(%x)
+          %s: f32[M@x, K] {ON_A} pinned = reshard(%x)
           %a: f32[M@x, K] {ON_A} = neg(%s)
-          %b: f32[M@x, K] {ON_B} stated = reshard(%a)
+          %b: f32[M@x, K] {ON_B} pinned = reshard(%a)
           %c: f32[M@x, K] {ON_B} = neg(%b)
-          %d: f32[M@x, K] {ON_A} stated = reshard(%c)
+          %d: f32[M@x, K] {ON_A} pinned = reshard(%c)
           %e: f32[M@x, K] {ON_A} = add(%s, %d)
           return %e
         }}"""
     )
-    assert body.count("= section %x[0: part(M, x on ranks 0, 1) from rank.x * ceil(M/2)]") == 2
+    assert body.count("= slice %x[0: part(M, x on ranks 0, 1) from rank.x * ceil(M/2)]") == 2
 
 
 def test_blocks_that_may_be_uneven_are_padded_or_received_whole() -> None:
     """A dim that one mesh splits goes by blocks of one size; of one that both split otherwise a rank takes its part."""
     body = lowered(
         f"""fusion @f(%x: f32[M@x, K] {ON_A}) mesh(x=4) {{
-          %y: f32[M, K] {ON_B} stated = reshard(%x)
-          %z: f32[M@x, K] on mesh(x=1 of ranks 3) stated = reshard(%x)
+          %y: f32[M, K] {ON_B} pinned = reshard(%x)
+          %z: f32[M@x, K] on mesh(x=1 of ranks 3) pinned = reshard(%x)
           return %y, %z
         }}"""
     )
@@ -183,15 +183,15 @@ def test_blocks_that_may_be_uneven_are_padded_or_received_whole() -> None:
     assert "padded" not in even
     assert "%x_padded = allocate f32[ceil(M/2), K]" in uneven
     assert "%y_padded = allocate f32[2*ceil(M/2), K]" in uneven
-    assert "%y_part = section %y_padded[0: M from 0]" in uneven
+    assert "%y_part = slice %y_padded[0: M from 0]" in uneven
     three = lowered(
         f"""fusion @f(%x: f32[M@x, K] {ON_A}) mesh(x=5) {{
-          %y: f32[M@x, K] on mesh(x=3 of ranks 2..5) stated = reshard(%x)
+          %y: f32[M@x, K] on mesh(x=3 of ranks 2..5) pinned = reshard(%x)
           return %y
         }}"""
     )
     assert "if M % 6 == 0 {" in three
-    assert "%y_part = section %y_padded[0: part(M, x on ranks 2..5) from rank.x * ceil(M/3)]" in three
+    assert "%y_part = slice %y_padded[0: part(M, x on ranks 2..5) from rank.x * ceil(M/3)]" in three
 
 
 def test_what_several_ranks_are_to_have_leaves_a_rank_once() -> None:
@@ -199,7 +199,7 @@ def test_what_several_ranks_are_to_have_leaves_a_rank_once() -> None:
     there, first = ALL.ranks([0, 2, 3]), ALL.ranks([0])
     body = lowered(
         f"""fusion @f(%x: f32[M@x, K] on {first}) mesh(x=4) {{
-          %y: f32[M, K] on {there} stated = reshard(%x)
+          %y: f32[M, K] on {there} pinned = reshard(%x)
           return %y
         }}"""
     )
@@ -207,7 +207,7 @@ def test_what_several_ranks_are_to_have_leaves_a_rank_once() -> None:
         body
         == """\
   on mesh(copies=3 of ranks 0, 2, 3) {
-    spread %x to %y from 0 on copies
+    broadcast_to_others %x to %y from 0 on copies
   }
   on mesh(copies=1 of ranks 0) {
     copy %x -> %y
@@ -215,27 +215,30 @@ def test_what_several_ranks_are_to_have_leaves_a_rank_once() -> None:
 """
     )
     two = lowered(
-        f"fusion @f(%x: f32[M, K] on {ALL.ranks([0])}) mesh(x=4) {{\n  %y: f32[M, K] {ON_B} stated = reshard(%x)\n  return %y\n}}\n"
+        f"fusion @f(%x: f32[M, K] on {ALL.ranks([0])}) mesh(x=4) {{\n  %y: f32[M, K] {ON_B} pinned = reshard(%x)\n  return %y\n}}\n"
     )
-    assert two.count("spread") == 1
+    assert two.count("broadcast_to_others") == 1
     assert "send" not in two
-    each = lowered(f"fusion @f(%x: f32[M, K] {ON_A}) mesh(x=4) {{\n  %y: f32[M, K] {ON_B} stated = reshard(%x)\n  return %y\n}}\n")
-    assert "spread" not in each
+    each = lowered(f"fusion @f(%x: f32[M, K] {ON_A}) mesh(x=4) {{\n  %y: f32[M, K] {ON_B} pinned = reshard(%x)\n  return %y\n}}\n")
+    assert "broadcast_to_others" not in each
 
 
 def test_a_partial_is_reduced_to_one_rank_that_spreads_it() -> None:
     body = lowered(
         f"""fusion @f(%x: f32[M@x, K] {ON_A}) mesh(x=5) {{
           %s: f32[K] {ON_A} partial(sum, x) = sum(%x, axis=(0,))
-          %y: f32[K] on mesh(x=3 of ranks 2..5) stated = reshard(%s)
+          %y: f32[K] on mesh(x=3 of ranks 2..5) pinned = reshard(%s)
           return %y
         }}""".replace("f32[K] on mesh(x=2 of ranks 0, 1) partial(sum, x)", "f32[K] partial(sum, x) on mesh(x=2 of ranks 0, 1)")
     )
-    assert [word for word in ("all_reduce", "reduce sum", "spread", "send") if word in body] == ["reduce sum", "spread"]
+    assert [word for word in ("all_reduce", "reduce sum", "broadcast_to_others", "send") if word in body] == [
+        "reduce sum",
+        "broadcast_to_others",
+    ]
 
 
 def test_as_many_ranks_hand_on_what_they_have() -> None:
-    body = lowered(f"fusion @f(%x: f32[M@x, K] {ON_A}) mesh(x=4) {{\n  %y: f32[M@x, K] {ON_B} stated = reshard(%x)\n  return %y\n}}\n")
+    body = lowered(f"fusion @f(%x: f32[M@x, K] {ON_A}) mesh(x=4) {{\n  %y: f32[M@x, K] {ON_B} pinned = reshard(%x)\n  return %y\n}}\n")
     assert (
         body
         == f"""\
@@ -287,15 +290,15 @@ def test_ranks_of_different_meshes_take_turns_apart() -> None:
           for %i in 0..4 {{
             stream ring[%i] {{
               {ON_A} {{
-                %x_i = slice %x[0: %i of 4]
-                %s_i = slice %s[0: %i of 4]
+                %x_i = chunk %x[0: %i of 4]
+                %s_i = chunk %s[0: %i of 4]
                 all_reduce sum %x_i -> %s_i on x
                 send %s_i to rank + 2 on *
               }}
               {ON_B} {{
-                %t_i = slice %t[0: %i of 4]
+                %t_i = chunk %t[0: %i of 4]
                 recv %t_i from rank - 2 on *
-                %y_i = slice %y[0: %i of 4]
+                %y_i = chunk %y[0: %i of 4]
                 copy %t_i -> %y_i
               }}
             }}
@@ -303,7 +306,7 @@ def test_ranks_of_different_meshes_take_turns_apart() -> None:
           join ring
         }}"""
     )
-    loop = next(i for i in order_channels(host, Options()).body if isinstance(i, ir.For))
+    loop = next(i for i in serialize_channels(host, Options()).body if isinstance(i, ir.For))
     (stream,) = loop.body
     assert isinstance(stream, ir.OnStream)
     a, b = ([type(i).__name__ for i in ir.walk((on,)) if isinstance(i, (ir.Wait, ir.Record, *ir.COMMUNICATIONS))] for on in stream.body)

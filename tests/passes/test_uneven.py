@@ -11,7 +11,7 @@ from hostweave.options import Options
 from hostweave.passes.lower.uneven_sizes import uneven_sizes
 from hostweave.pipeline import lower
 
-GATHER = "%y: f32[M, K] stated = reshard(%x)"
+GATHER = "%y: f32[M, K] pinned = reshard(%x)"
 
 
 @pytest.mark.parametrize(
@@ -19,11 +19,11 @@ GATHER = "%y: f32[M, K] stated = reshard(%x)"
     [
         ("%x: f32[M@x, K]", "%y: f32[M@x, K] = neg(%x)", ("M",)),
         ("%x: f32[M@x, K]", GATHER, ("M",)),
-        ("%x: f32[M@x, K]", "%y: f32[M, K@x] stated = reshard(%x)", ("M", "K")),
-        ("%x: f32[M@x, K]", GATHER.replace("stated", "stated stream(M, 8)"), ()),
-        ("%x: f32[M@x, K]", GATHER.replace("stated", "stated stream(K, 2)"), ()),  # in a loop all is even
+        ("%x: f32[M@x, K]", "%y: f32[M, K@x] pinned = reshard(%x)", ("M", "K")),
+        ("%x: f32[M@x, K]", GATHER.replace("pinned", "pinned stream(M, 8)"), ()),
+        ("%x: f32[M@x, K]", GATHER.replace("pinned", "pinned stream(K, 2)"), ()),  # in a loop all is even
         ("%x: f32[M@x, K@y]", "%y: f32[K@y] = mean(%x, axis=(0,))", ("K",)),
-        ("%x: f32[M@x,y, K]", "%y: f32[M@x, K] stated = reshard(%x)", ()),
+        ("%x: f32[M@x,y, K]", "%y: f32[M@x, K] pinned = reshard(%x)", ()),
         ("%x: f32[M@x, 4]", "%y: f32[M/2@x, 8] = reshape(%x)", ()),
     ],
 )
@@ -58,6 +58,6 @@ def test_ints_that_must_divide(inputs: str, ops: str, message: str) -> None:
 
 
 def test_ints_that_need_not() -> None:
-    program = lower(fusion("%x: f32[10@x, K]", "%y: f32[10, K] stated = reshard(%x)", mesh="x=4"), Options())
+    program = lower(fusion("%x: f32[10@x, K]", "%y: f32[10, K] pinned = reshard(%x)", mesh="x=4"), Options())
     assert [str(extent) for extent in program.local_type(program.inputs[0]).shape] == ["part(10, x)", "K"]
     assert uneven_sizes(Fusion.parse("fusion @f(%x: f32[10@x]) mesh(x=4) {\n  %y: f32[10@x] = neg(%x)\n  return %y\n}\n")) == ()

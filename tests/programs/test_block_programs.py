@@ -31,7 +31,7 @@ def nested(ranks: int) -> Fusion:
 
     @hw.block(x=hw.f32["M@x", "E"], w=hw.f32["E", "F@x"], v=hw.f32["F@x", "E"], unused=hw.f32["E"])
     def mlp(x: hw.Tensor, w: hw.Tensor, v: hw.Tensor, unused: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
-        h = hw.clamp(hw.matmul(x, w).stream("M", chunks=ranks, by="ring"), -1, 1)
+        h = hw.clamp(hw.matmul(x, w).stream("M", chunks=ranks, algorithm="ring"), -1, 1)
         return hw.reshard(hw.matmul(h, v), "M@x", "E").stream("M", chunks=ranks), hw.sum(h, axis="M")
 
     @hw.block(x=hw.f32["M@x", "E"], w=hw.f32["E", "F@x"], v=hw.f32["F@x", "E"], b=hw.f32["E"])

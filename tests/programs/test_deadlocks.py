@@ -29,7 +29,7 @@ send %x to 1 - rank.x on x
 recv %y from 1 - rank.x on x
 """
 COUNTS = """\
-%half = slice %y[1: 0 of 2]
+%half = chunk %y[1: 0 of 2]
 if rank.x == 0 {
   send %x to 1 on x
   copy %x -> %y
@@ -71,7 +71,8 @@ CASES = {
     ),
     "roots": (
         ROOTS,
-        "text:2: rank 0, the caller's stream: broadcast %x -> %y from rank.x on x: is collective 1 of its team, and meets another one, "
+        "text:2: rank 0, the caller's stream: broadcast %x -> %y from rank.x on x: is collective 1 of its process group, "
+        "and meets another one, "
         "rank 1, the caller's stream: broadcast %x -> %y from rank.x on x: "
         "issue the same collectives in the same order, with equal counts, on every rank",
         "roots: mismatch: the roots differ: 0 and 1\n"

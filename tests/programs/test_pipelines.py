@@ -17,7 +17,7 @@ from hostweave.check.check import check
 from hostweave.cli.memory_plan import memory_plan
 from hostweave.cli.memory_report import memory_report
 from hostweave.host_ir import ir
-from hostweave.runtime.arrays import HOST
+from hostweave.runtime.arrays import CPU_DEVICE
 from hostweave.runtime.cpu import parallel, seeded
 from hostweave.runtime.local import LocalProgram
 from hostweave.types.mesh import Mesh
@@ -221,7 +221,13 @@ def test_sizes_that_the_own_arrays_do_not_tell() -> None:
     prepared: list[Any] = []
     program = LocalProgram.__new__(LocalProgram)
     vars(program).update(
-        _host=host, _target="cpu", _device=HOST, _group=SimpleNamespace(rank=2, name="g"), _meets=False, _on_parts=True, _native=native
+        _host=host,
+        _target="cpu",
+        _device=CPU_DEVICE,
+        _group=SimpleNamespace(rank=2, name="g"),
+        _meets=False,
+        _on_parts=True,
+        _native=native,
     )
     with pytest.raises(ArgumentError, match=r"^two_stages: sizes=: no size of M; give the global one$"):
         program._take(local(2), None, None)

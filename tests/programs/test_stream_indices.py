@@ -38,7 +38,7 @@ def test_a_negative_index_of_a_stream(index: str) -> None:
 def test_memory_of_a_stream_with_a_negative_index() -> None:
     """The index stays below the count, but begins below zero: it still needs its remainder."""
     text = PROGRAM.format(index="%i - 1").replace("%x -> %t", "%x_i -> %t").replace("%t -> %y", "%t -> %y_i")
-    views = "".join(f"      %{name}_i = slice %{name}[0: %i of 3]\n" for name in "xy")
+    views = "".join(f"      %{name}_i = chunk %{name}[0: %i of 3]\n" for name in "xy")
     text = text.replace("      copy %x_i", f"{views}      copy %x_i").replace("allocate f32[M]", "allocate f32[M/3]")
     program = HostProgram.parse(text)
     check(program)

@@ -158,7 +158,7 @@ def communications(body: ir.Body) -> Counter[str]:
             assert even == uneven
             counts += even
         elif isinstance(instruction, ir.COMMUNICATIONS):
-            counts[f"{type(instruction).__name__} {', '.join(instruction.team)}"] += 1  # type: ignore[attr-defined]
+            counts[f"{type(instruction).__name__} {', '.join(instruction.axes)}"] += 1  # type: ignore[attr-defined]
         else:
             for inner in ir.bodies(instruction):
                 counts += communications(inner)
@@ -189,7 +189,7 @@ def test_communications_of_a_backward_pass(name: str) -> None:
     host = lowered(programs(VARIANTS[2])[name])
     assert communications(host.body) == GRADIENTS[name]
     aside = [i for block in ir.walk(host.body) if isinstance(block, ir.OnStream) and block.stream == "comm" for i in ir.walk(block.body)]
-    assert sum(isinstance(i, ir.AllReduce) and i.team == ("dp",) for i in aside) == GRADIENTS[name]["AllReduce dp"]
+    assert sum(isinstance(i, ir.AllReduce) and i.axes == ("dp",) for i in aside) == GRADIENTS[name]["AllReduce dp"]
     first = next(place for place, i in enumerate(host.body) if isinstance(i, ir.OnStream))
     joined = next(place for place, i in enumerate(host.body) if isinstance(i, ir.Join))
     assert any(isinstance(i, ir.Matmul) for i in host.body[first:joined])

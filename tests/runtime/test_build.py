@@ -403,7 +403,7 @@ def test_an_error_in_a_kernel_is_told_at_its_line(tmp_path: Path) -> None:
     assert found.nvrtc is not None
     kernels = hw.compile(hw.fusion(x=hw.f32["M", 8])(lambda x: (hw.sum(x, 0), hw.sum(x, 1))), "cuda").sources["kernels.cu"]
     lines = kernels.splitlines()
-    line = max(i for i, text in enumerate(lines, 1) if "hw::wait_for_stream();" in text)
+    line = max(i for i, text in enumerate(lines, 1) if "hw::griddep_wait();" in text)
     lines[line - 1] = "  hw::wait_for_strom();"
     unit = units_of("\n".join(lines))[1]
     with pytest.raises(BuildError, match=rf"nvrtc failed: kernels\.cu:{line}: error: .*wait_for_strom"):

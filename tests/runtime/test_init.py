@@ -21,7 +21,7 @@ from hostweave.base.errors import ArgumentError, ExecutionError
 from hostweave.base.paths import NATIVE
 from hostweave.runtime import group as groups
 from hostweave.runtime import watchdog
-from hostweave.runtime.agreement import Intent
+from hostweave.runtime.agreement import CallSignature
 from hostweave.runtime.cpu import seeded
 from hostweave.runtime.local import LocalProgram
 from hostweave.runtime.meeting import StoreMeeting
@@ -525,7 +525,7 @@ def test_a_rank_that_raises_or_ends() -> None:
 
 FORK = "  HW_CHECK(ring_.fork(caller));\n"
 GUARD = "      const hw::CloseGroupOnError guard;\n"
-RECV = "team_x_.comm(), stream));\n"
+RECV = "channel_x_.comm(), stream));\n"
 
 
 @pytest.mark.parametrize("place", [FORK, GUARD, RECV], ids=["before a loop", "inside a group", "inside a group with a recv in it"])
@@ -664,8 +664,8 @@ def as_processes(count: int, function: Callable[[hw.Group], Any], call_timeout: 
 
 def test_processes_agree_before_anything_is_sent() -> None:
     def rank(group: hw.Group) -> None:
-        group.agree(Intent("p", "mesh(x=3)", "1"), "", 5)
-        group.agree(Intent("p" if group.rank else "q", "mesh(x=3)", "1"), "", 5)
+        group.agree(CallSignature("p", "mesh(x=3)", "1"), "", 5)
+        group.agree(CallSignature("p" if group.rank else "q", "mesh(x=3)", "1"), "", 5)
 
     reason = "rank 1 calls p on mesh(x=3), rank 0 q on mesh(x=3); all ranks of a group call the same programs in the same order"
     assert as_processes(3, rank) == [f"q: {reason}", f"p: {reason}", f"p: {reason}"]
@@ -785,7 +785,7 @@ def test_communicators_that_the_host_owns(communicator: Callable[[int], int]) ->
     np.testing.assert_array_equal(program(X, group=group), X.sum(1))
     group.close()
     for communicators, message in (
-        ({"dp": communicator(1)}, "total: no communicator along tp; pass one for every team that the program uses"),
+        ({"dp": communicator(1)}, "total: no communicator along tp; pass one for every process group that the program uses"),
         ({"tp": communicator(2)}, "total: the communicator along tp: is rank 0 of 2, and the mesh has rank 0 of 1 here"),
     ):
         group = hw.init(hw.Communicators(communicators, 0, 1), "owned")

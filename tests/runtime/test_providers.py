@@ -23,7 +23,7 @@ import pytest
 from hostweave.base.errors import ArgumentError, ExecutionError
 from hostweave.runtime import tcp
 from hostweave.runtime.launcher import first_node, launched, read_launch
-from hostweave.runtime.meeting import Absent, Failed, Meeting, StoreMeeting, Table, ThreadMeeting
+from hostweave.runtime.meeting import Failed, Meeting, PeerLost, StoreMeeting, Table, ThreadMeeting
 from hostweave.runtime.providers import (
     MPI,
     Alone,
@@ -207,7 +207,7 @@ def test_a_will_is_done_when_a_process_dies_and_only_then(server: TcpServer, tcp
 import os
 from hostweave.runtime.tcp import TcpStore
 store = TcpStore([("127.0.0.1", {server.port})], "job", 5)
-store.leave_will("will of " + os.environ["WHO"], b"died")
+store.on_disconnect("will of " + os.environ["WHO"], b"died")
 if os.environ["WHO"] == "one":
     os.kill(os.getpid(), 9)
 store.close()
@@ -700,7 +700,7 @@ def test_records_of_all(seats: list[Meeting]) -> None:
 
 def test_a_rank_that_does_not_come(seats: list[Meeting]) -> None:
     errors = in_threads(2, lambda rank: seats[rank].gather("", 0.3))
-    assert [type(error) for error in errors] == [Absent] * 2
+    assert [type(error) for error in errors] == [PeerLost] * 2
     assert [error.ranks for error in errors] == [(2,)] * 2
 
 

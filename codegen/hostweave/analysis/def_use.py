@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hostweave.host_ir import ir
-from hostweave.host_ir.aliases import Roots
+from hostweave.host_ir.aliases import AliasRoots
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,11 +38,11 @@ class Place:
         return next((i for i in reversed(self.around) if isinstance(i, ir.For)), None)
 
 
-class Uses:
+class DefUse:
     def __init__(self, program: ir.HostProgram):
         self.program = program
         self.types = ir.buffer_types(program)
-        self.roots = Roots()
+        self.roots = AliasRoots()
         self.views: dict[str, Place] = {}
         self.allocates: dict[str, Place] = {}
         self.indices: dict[str, Place] = {}  # lets and loops, by the index that they define

@@ -62,7 +62,7 @@ Step = Begin | End | Joined | Branch | Called | OnRanks
 Steps = tuple[Step, ...]
 
 
-def lifetimes(program: ir.HostProgram, is_block: bool = False) -> Steps:
+def live_ranges(program: ir.HostProgram, is_block: bool = False) -> Steps:
     """Every temporary's begin and, where another one begins after it, its end; of a block always, because another call may follow."""
     return _needed(_Walk(program).body(program.body, {}, None, is_nested=is_block), follows=is_block)
 

@@ -25,10 +25,10 @@ def load(path: Path, target: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     # The CPU device has functions of the same names as CUDA's own libraries, which another package may have loaded for all.
-    own_first = os.RTLD_DEEPBIND if target == "cpu" else 0
+    local_first = os.RTLD_DEEPBIND if target == "cpu" else 0
     with _dlopen_flags:
         before = sys.getdlopenflags()
-        sys.setdlopenflags(os.RTLD_NOW | os.RTLD_LOCAL | own_first)
+        sys.setdlopenflags(os.RTLD_NOW | os.RTLD_LOCAL | local_first)
         try:
             module = module_from_spec(spec)
             spec.loader.exec_module(module)

@@ -22,7 +22,7 @@ class Posted:
 
     def unordered(self, task: Task, clock: Clock) -> list[Operation]:
         """Notes what a task posts that starts when `clock` is known. Returns earlier posts of other channels that may still run."""
-        channels = {channel_of(part) for part in task.operation.communications if len(part.team) > 1}
+        channels = {channel_of(part) for part in task.operation.communications if len(part.process_group) > 1}
         if not channels:
             return []
         last = self._last[task.operation.rank]

@@ -13,7 +13,7 @@ from hostweave.analysis.kernel_indices import reads_own_index
 from hostweave.check.channel_order import Posted
 from hostweave.check.happens_before import Clock, Order, Task, order, run
 from hostweave.check.match_collectives import meetings
-from hostweave.check.memory import Memory, Touch
+from hostweave.check.memory import Memory, TaskAccess
 from hostweave.check.operations import Access, Instances, Operation, Region, failure
 from hostweave.check.simulate import instantiate
 from hostweave.check.sizes import sizes_to_check
@@ -89,7 +89,7 @@ class _Checker:
             memory = memories[access.region.root]
             if access.reads and self.empty is None and (empty := memory.first_empty(access.region)):
                 self.empty = part, access, empty
-            touch = Touch(task, part, access)
+            touch = TaskAccess(task, part, access)
             if (conflict := memory.touch(touch, clock)) is not None:
                 self.race(touch, conflict, memory)
             if access.region.generation in memory.freed:
@@ -110,16 +110,16 @@ class _Checker:
             return
         if part is other:
             read, written = (second, access) if access.writes else (access, second)
-            if self.in_place(part, read, written):
+            if self.reuse_in_place(part, read, written):
                 return
             self.fail(part, f" writes %{written.name} over the bytes of %{read.name} that it reads: give it memory of its own")
         first, then = f" {_verb(part, access)} %{access.name}", f"{other} {_verb(other, second)} the same bytes"
         self.fail(part, f"{first} while, in the same group, {then}: post them apart")
 
-    def in_place(self, part: Operation, read: Access, written: Access) -> bool:
+    def reuse_in_place(self, part: Operation, read: Access, written: Access) -> bool:
         """Whether an instruction may read what it writes: element by element, or as NCCL allows."""
         old, new = read.region, written.region
-        place = part.team.index(part.rank) if part.team else 0
+        place = part.process_group.index(part.rank) if part.process_group else 0
         match part.instruction:
             case ir.AllGather():
                 return old.offset == new.offset + place * old.layout.run
@@ -128,8 +128,8 @@ class _Checker:
             case ir.Launch(kernel=name, srcs=srcs, dsts=dsts):
                 if not self.writes_over(name, srcs.index(read.name), dsts.index(written.name)):
                     return False
-            case ir.Matmul(a=a, b=b, plus=plus):
-                if read.name not in plus or read.name in (a, b):
+            case ir.Matmul(a=a, b=b, accumulate=accumulate):
+                if read.name not in accumulate or read.name in (a, b):
                     return False
             case ir.AllReduce() | ir.Broadcast() | ir.Reduce():
                 pass
@@ -144,7 +144,7 @@ class _Checker:
             self.over[key] = kernel in self.kernels and reads_own_index(self.kernels[kernel], source, result)
         return self.over[key]
 
-    def race(self, touch: Touch, conflict: Touch, memory: Memory) -> NoReturn:
+    def race(self, touch: TaskAccess, conflict: TaskAccess, memory: Memory) -> NoReturn:
         """Names what was issued later first: it is the one that fails to wait."""
         if conflict is not memory.before and self.issued(conflict) > self.issued(touch):
             touch, conflict = conflict, touch
@@ -161,7 +161,7 @@ class _Checker:
         fault = f" and {other} are over different channels, and nothing orders them on the rank, which can deadlock"
         self.fail(one, f"{fault}; {_remedy(one, other)}")
 
-    def issued(self, touch: Touch) -> int:
+    def issued(self, touch: TaskAccess) -> int:
         return self.instances.ranks[touch.part.rank].index(touch.by.operation)
 
     # --- the end of the call ---
@@ -185,7 +185,7 @@ class _Checker:
         program = self.instances.program
         return any(p.name == parameter and rank in p.type.mesh_in(program.mesh).all_ranks for p in program.outputs)
 
-    def unjoined(self, touch: Touch, memory: Memory) -> NoReturn:
+    def unjoined(self, touch: TaskAccess, memory: Memory) -> NoReturn:
         part, access = touch.part, touch.access
         pool = part.stream[0] if part.stream else ""
         user = f"{_verb(part, access)} %{access.name}, and {_AFTERWARDS[memory.root.role]}"

@@ -20,7 +20,7 @@ Clock = list[int]  # for each stream of each rank, how many of its tasks are kno
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Arrival:
+class Event:
     """Data that reaches a task from others: all that those knew when they started is known when the task ends."""
 
     sources: list[Task]
@@ -37,7 +37,7 @@ class Task:
     after: list[tuple[Task, str]] = field(default_factory=list)  # what must have ended before this starts, and why
     waits: list[Task] = field(default_factory=list)  # those of `after` that another stream holds
     meets: list[Task] = field(default_factory=list)  # what must have started before this ends
-    arrivals: list[Arrival] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
     followers: list[Task] = field(default_factory=list)  # whose `after` this is in
     blocked: int = 0  # by how many of `after`
     expected: int = 0  # how many of `meets` have not started
@@ -104,14 +104,14 @@ def _after(task: Task, earlier: Task, why: str) -> None:
 
 
 def _meet(meeting: Meeting, tasks: dict[Operation, Task]) -> None:
-    arrivals: dict[tuple[Operation, ...], Arrival] = {}
+    events: dict[tuple[Operation, ...], Event] = {}
     parts = [tasks[part] for part in meeting.parts]
     for part, task in zip(meeting.parts, parts, strict=True):
         # A sender learns nothing from the recv: a small message may be gone before the other side starts.
         sources = meeting.sources(part)
         if any(tasks[source] is not task for source in sources):
-            arrivals.setdefault(sources, Arrival([tasks[source] for source in sources]))
-            task.arrivals.append(arrivals[sources])
+            events.setdefault(sources, Event([tasks[source] for source in sources]))
+            task.events.append(events[sources])
         others = [other for other in parts if other is not task]
         task.meets.extend(others)
         task.expected += len(others)
@@ -141,7 +141,7 @@ def run(order: Order) -> Iterator[tuple[Task, Clock]]:
 def _end(task: Task, order: Order, ready: deque[Task]) -> None:
     task.ended = True
     clock = order.clocks[task.lane]
-    for arrival in task.arrivals:
+    for arrival in task.events:
         if arrival.known is None:
             known = [source.at_start for source in arrival.sources]
             arrival.known = list(map(max, *known)) if len(known) > 1 else known[0]

@@ -142,7 +142,7 @@ class _Rank:
 
     def received(self, part: Operation) -> Array:
         """What a communication brings to this rank, in the order of its elements."""
-        instruction, place = part.instruction, part.team.index(self.rank)
+        instruction, place = part.instruction, part.process_group.index(self.rank)
         sent = [array.ravel() for source in self.world.met[part].sources(part) if (array := self.world.posted[source]) is not None]
         match instruction:
             case ir.AllGather() | ir.Gather():
@@ -150,14 +150,14 @@ class _Rank:
             case ir.AllReduce(op=op) | ir.Reduce(op=op):
                 return _reduced(op, sent)
             case ir.ReduceScatter(op=op):
-                return np.split(_reduced(op, sent), len(part.team))[place]
+                return np.split(_reduced(op, sent), len(part.process_group))[place]
             case ir.Barrier():
                 return _reduced("sum", sent)
             case ir.Scatter():
-                return np.split(sent[0], len(part.team))[place]
+                return np.split(sent[0], len(part.process_group))[place]
             case ir.AllToAll():
-                return np.concatenate([np.split(array, len(part.team))[place] for array in sent])
-            case ir.Exchange() if not sent:
+                return np.concatenate([np.split(array, len(part.process_group))[place] for array in sent])
+            case ir.CollectivePermute() if not sent:
                 return np.zeros(1)
         return sent[0]
 

@@ -1,4 +1,4 @@
-"""Which communications meet: send and recv in issue order per pair of ranks, collectives by their number in the team."""
+"""Which communications meet: send and recv in issue order per pair of ranks, collectives by their number in the process group."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ from hostweave.base.errors import ProgramError
 from hostweave.check.operations import Instances, Operation, failure
 from hostweave.host_ir import ir
 
-Channel = tuple[str, tuple[int, ...]]  # the mesh and axes that a team is named by, and its global ranks
+Channel = tuple[str, tuple[int, ...]]  # the mesh and axes that a process group is named by, and its global ranks
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Communications that take part in one transfer: a send and its recv, or one collective of each rank in team order."""
+    """Communications that take part in one transfer: a send and its recv, or one collective of each rank in process group order."""
 
     parts: tuple[Operation, ...]
 
     def sources(self, part: Operation) -> tuple[Operation, ...]:
         """Those whose data this part of it receives."""
-        instruction, team = part.instruction, self.parts
+        instruction, members = part.instruction, self.parts
         match instruction:
             case ir.Send():
                 return ()
             case ir.Recv():
-                return team[:1]
+                return members[:1]
             case ir.Broadcast() | ir.Scatter():
-                return tuple(other for other in team if other.rank == part.peer)
-            case ir.Spread():
-                return tuple(other for other in team if other.rank == part.peer != part.rank)
+                return tuple(other for other in members if other.rank == part.peer)
+            case ir.BroadcastToOthers():
+                return tuple(other for other in members if other.rank == part.peer != part.rank)
             case ir.Reduce() | ir.Gather():
-                return team if part.rank == part.peer else ()
-            case ir.Exchange(sources=sources):
-                source = sources[part.team.index(part.rank)]
-                return () if source is None else (team[source],)
-        return team
+                return members if part.rank == part.peer else ()
+            case ir.CollectivePermute(sources=sources):
+                source = sources[part.process_group.index(part.rank)]
+                return () if source is None else (members[source],)
+        return members
 
 
 def meetings(instances: Instances) -> list[Meeting]:
     """Every transfer of one call.
 
-    Raises ProgramError for a send without a recv of its count and dtype, a recv without a send, and for ranks of a team
+    Raises ProgramError for a send without a recv of its count and dtype, a recv without a send, and for ranks of a process group
     whose collectives differ in kind, order, count, dtype, reduction or root.
     """
     program = instances.program
@@ -67,7 +67,7 @@ def meetings(instances: Instances) -> list[Meeting]:
 
 
 def channel_of(part: Operation) -> Channel:
-    return part.channel, part.team
+    return part.channel, part.process_group
 
 
 def _peer(part: Operation) -> int:
@@ -94,11 +94,11 @@ def _collective(program: ir.HostProgram, ranks: tuple[int, ...], number: int, pa
     if len(there) < len(parts):
         absent = next(rank for rank, part in zip(ranks, parts, strict=True) if part is None)
         remedy = "issue the same collectives in the same order on every rank"
-        raise _fault(program, first, f"is collective {number} of its team, and rank {absent} has only {number - 1}", remedy)
+        raise _fault(program, first, f"is collective {number} of its process group, and rank {absent} has only {number - 1}", remedy)
     for part in there[1:]:
         if _kind(part) != _kind(first):
             remedy = "issue the same collectives in the same order, with equal counts, on every rank"
-            raise _fault(program, first, f"is collective {number} of its team, and meets another one", remedy, part)
+            raise _fault(program, first, f"is collective {number} of its process group, and meets another one", remedy, part)
     return Meeting(tuple(there))
 
 

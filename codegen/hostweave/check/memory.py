@@ -12,7 +12,7 @@ from hostweave.host_ir import ir
 
 
 @dataclass(slots=True, eq=False)
-class Touch:
+class TaskAccess:
     """An access by a task, of which `part` is one member of a group, or all of it."""
 
     by: Task
@@ -31,15 +31,15 @@ class Memory:
         self.root = root
         self.unit = gcd(root.size, *(gcd(region.offset, region.layout.unit) for region in regions)) or 1
         units = root.size // self.unit
-        self.before = Touch(caller, caller.operation, Access("", Region("", 0, root.layout, 0), reads=False, writes=True))
+        self.before = TaskAccess(caller, caller.operation, Access("", Region("", 0, root.layout, 0), reads=False, writes=True))
         self.writes = [self.before] * units
-        self.reads: dict[int, dict[int, Touch]] = {}  # by unit, then by stream
+        self.reads: dict[int, dict[int, TaskAccess]] = {}  # by unit, then by stream
         # Which execution of its allocate a unit was filled in; an input is filled from the start.
         self.filled = [0 if root.role == "input" else -1] * units
         self.freed: set[int] = set()  # executions of the allocate
         self._patterns: dict[int, tuple[int, ...]] = {}
 
-    def touch(self, touch: Touch, clock: Clock) -> Touch | None:
+    def touch(self, touch: TaskAccess, clock: Clock) -> TaskAccess | None:
         """Notes an access of a task that starts when `clock` is known. Returns an earlier conflicting one that may still run."""
         task, access, region = touch.by, touch.access, touch.access.region
         is_claim = isinstance(touch.part.instruction, ir.Allocate | ir.Deallocate)
@@ -59,7 +59,7 @@ class Memory:
                 self.reads.setdefault(unit, {})[task.lane] = touch
         return None
 
-    def unfinished(self, clock: Clock) -> Touch | None:
+    def unfinished(self, clock: Clock) -> TaskAccess | None:
         """An access that may still run when `clock` is known."""
         for unit, write in enumerate(self.writes):
             for touch in (write, *self.reads.get(unit, {}).values()):

@@ -93,8 +93,8 @@ class Operation:
     stream: Stream | None  # None: the caller's
     steps: tuple[tuple[str, int], ...]  # the indices of the loops around it
     accesses: tuple[Access, ...] = ()
-    channel: str = ""  # of a communication: the mesh and the axes of its team
-    team: tuple[int, ...] = ()  # global ranks, in team order
+    channel: str = ""  # of a communication: the mesh and the axes of its process group
+    process_group: tuple[int, ...] = ()  # global ranks, in process group order
     peer: int | None = None  # global rank of the other side of a send or recv, or of a broadcast's root
     members: tuple[Operation, ...] = ()  # of a group
     waits: tuple[Operation, ...] = ()  # what must be done before it starts, besides what its stream holds
@@ -103,7 +103,7 @@ class Operation:
     @property
     def communications(self) -> tuple[Operation, ...]:
         """The communications that this operation posts: a group's members, or itself, or none."""
-        return self.members if self.members else (self,) if self.team else ()
+        return self.members if self.members else (self,) if self.process_group else ()
 
     def __repr__(self) -> str:
         stream = f"{self.stream[0]}[{self.stream[1]}]" if self.stream else "the caller's stream"

@@ -16,7 +16,7 @@ from hostweave.check.bindings import Environment, compiled, size_of
 from hostweave.check.operations import Access, Instances, Layout, Operation, Region, Root, Stream, failure, layout
 from hostweave.check.sizes import extents
 from hostweave.host_ir import ir
-from hostweave.host_ir.calls import inlined, with_each_block_once
+from hostweave.host_ir.calls import dedupe_functions, inlined
 from hostweave.host_ir.expr import Const, Expr, on_sizes_alone
 from hostweave.types.mesh import Mesh
 from hostweave.types.rank_sizes import RankSizes, Sizes
@@ -29,7 +29,7 @@ def instantiate(program: ir.HostProgram, sizes: Sizes) -> Instances:
 
     Raises ProgramError where a size does not divide, or an index, a peer or a root is out of range.
     """
-    named = dict.fromkeys(name for extent in extents(with_each_block_once(program)) for name in extent.names)
+    named = dict.fromkeys(name for extent in extents(dedupe_functions(program)) for name in extent.names)
     parts = [name for name in named if part_of(name)]
     program = inlined(program)
     bound: dict[tuple[int, ...], tuple[_Binder, list[Step]]] = {}  # one for all ranks that hold as much
@@ -193,9 +193,9 @@ def _deallocate(b: _Binder, i: ir.Deallocate) -> Step:
 def _view(b: _Binder, i: Any) -> Step:
     source = b.layouts[i.src]
     b.define(i.out, ir.view_type(i, b.types[i.src]), i)
-    if isinstance(i, ir.Section | ir.Strided):
-        return _section(b, i)
-    if not isinstance(i, ir.Select | ir.Slice):
+    if isinstance(i, ir.Slice | ir.Strided):
+        return _slice(b, i)
+    if not isinstance(i, ir.Select | ir.Chunk):
 
         def alias(run: _Run) -> None:
             run.places[i.out] = run.place(i.src, i)
@@ -216,7 +216,7 @@ def _view(b: _Binder, i: Any) -> Step:
     return step
 
 
-def _section(b: _Binder, i: ir.Section | ir.Strided) -> Step:
+def _slice(b: _Binder, i: ir.Slice | ir.Strided) -> Step:
     source, held = b.layouts[i.src], b.layouts[i.out].shape[i.dim]
     if isinstance(i, ir.Strided) and held:
         held = (held - 1) * i.step + 1
@@ -226,7 +226,7 @@ def _section(b: _Binder, i: ir.Section | ir.Strided) -> Step:
     def step(run: _Run) -> None:
         value = start(run.environment)
         if held and not 0 <= value <= whole - held:  # where nothing is held it may begin anywhere
-            run.fail(i, f"{held} from {value} are outside of 0..{whole}: keep the section inside the dim")
+            run.fail(i, f"{held} from {value} are outside of 0..{whole}: keep the slice inside the dim")
         root, offset, generation = run.place(i.src, i)
         run.places[i.out] = (root, offset + (value * distance if held else 0), generation)
 
@@ -249,9 +249,9 @@ _TOUCHES = {"read": (True, False), "update": (True, True), "write": (False, True
 
 
 @cache
-def _teams(mesh: Mesh, axes: tuple[str, ...]) -> dict[int, tuple[int, ...]]:
-    """The team of every rank of a mesh."""
-    return {rank: mesh.team(rank, axes) for rank in mesh.all_ranks}
+def _process_groups(mesh: Mesh, axes: tuple[str, ...]) -> dict[int, tuple[int, ...]]:
+    """The process group of every rank of a mesh."""
+    return {rank: mesh.process_group(rank, axes) for rank in mesh.all_ranks}
 
 
 def _operation(b: _Binder, i: ir.Instruction) -> Callable[[_Run], Operation]:
@@ -262,20 +262,20 @@ def _operation(b: _Binder, i: ir.Instruction) -> Callable[[_Run], Operation]:
         touched = [(name, b.layouts[name], *_TOUCHES[role]) for name in (named if isinstance(named, tuple) else (named,))]
         at_root.extend(touched if field_name != i.not_at_root else ())
         elsewhere.extend(touched if field_name != i.at_root else ())
-    team: ir.Team = getattr(i, "team", ())
-    mesh, axes = _resolved(b, team)
-    teams = _teams(mesh, axes) if team else {}
-    channel = f"{mesh} {', '.join(axes)}" if team else ""
+    communicates = bool(i_axes := getattr(i, "axes", ()))
+    mesh, axes = _resolved(b, i_axes)
+    groups = _process_groups(mesh, axes) if communicates else {}
+    channel = f"{mesh} {', '.join(axes)}" if communicates else ""
     other: Expr | None = getattr(i, "peer", None) or getattr(i, "root", None)
     peer = b.expr(other) if other else None
 
     def build(run: _Run) -> Operation:
-        operation = Operation(i, run.rank, run.stream, run.steps, channel=channel, team=teams.get(run.rank, ()))
+        operation = Operation(i, run.rank, run.stream, run.steps, channel=channel, process_group=groups.get(run.rank, ()))
         if other and peer:
             value = peer(run.environment)
-            if not 0 <= value < len(operation.team):
-                run.fail(i, f"{_outside(other, value, len(operation.team))}: keep it inside the team")
-            operation.peer = operation.team[value]
+            if not 0 <= value < len(operation.process_group):
+                run.fail(i, f"{_outside(other, value, len(operation.process_group))}: keep it inside the process group")
+            operation.peer = operation.process_group[value]
         here = at_root if operation.peer == run.rank or not i.at_root else elsewhere
         operation.accesses = tuple([_access(run, i, *buffer) for buffer in here])
         return operation
@@ -283,11 +283,11 @@ def _operation(b: _Binder, i: ir.Instruction) -> Callable[[_Run], Operation]:
     return build
 
 
-def _resolved(b: _Binder, team: ir.Team) -> tuple[Mesh, ir.Team]:
-    """The mesh and axes of a team; all ranks are one along all axes of the program's mesh."""
-    if team == ir.EVERYONE:
+def _resolved(b: _Binder, axes: ir.Axes) -> tuple[Mesh, ir.Axes]:
+    """The mesh and axes of a process group; all ranks are one along all axes of the program's mesh."""
+    if axes == ir.ALL_RANKS:
         return b.program.mesh, tuple(name for name, _ in b.program.mesh.axes)
-    return b.mesh, team
+    return b.mesh, axes
 
 
 def _blocks(b: _Binder, i: ir.SendBlocks | ir.RecvBlocks) -> Callable[[_Run], tuple[Operation, ...]]:
@@ -296,11 +296,11 @@ def _blocks(b: _Binder, i: ir.SendBlocks | ir.RecvBlocks) -> Callable[[_Run], tu
     name, whole = (i.src, b.layouts[i.src]) if isinstance(i, ir.SendBlocks) else (i.dst, b.layouts[i.dst])
     held = b.size(Extent(whole.count, (), i.count), i)
     block = layout(whole.dtype, (held,), (1,))
-    mesh, axes = _resolved(b, i.team)
+    mesh, axes = _resolved(b, i.axes)
     parts: dict[int, list[tuple[ir.Instruction, int, int]]] = {}
     for route in i.routes:
         rank, number, peer = (route.sender, route.sent, route.receiver) if sends else (route.receiver, route.received, route.sender)
-        part = ir.Send(name, Const(peer), i.team, location=i.location) if sends else ir.Recv(name, Const(peer), i.team, location=i.location)
+        part = ir.Send(name, Const(peer), i.axes, location=i.location) if sends else ir.Recv(name, Const(peer), i.axes, location=i.location)
         parts.setdefault(rank, []).append((part, number, peer))
 
     def build(run: _Run) -> tuple[Operation, ...]:
@@ -309,7 +309,7 @@ def _blocks(b: _Binder, i: ir.SendBlocks | ir.RecvBlocks) -> Callable[[_Run], tu
             root, offset, generation = run.place(name, i)
             region = Region(root, offset + number * held * whole.dtype.itemsize, block, generation)
             member = Operation(part, run.rank, run.stream, run.steps, (Access(name, region, sends, not sends),))
-            member.channel, member.team, member.peer = f"{mesh} {', '.join(axes)}", tuple(mesh.all_ranks), peer
+            member.channel, member.process_group, member.peer = f"{mesh} {', '.join(axes)}", tuple(mesh.all_ranks), peer
             members.append(member)
         return tuple(members)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from math import gcd, lcm, prod
 
 from hostweave.host_ir import ir
-from hostweave.host_ir.calls import with_each_block_once
+from hostweave.host_ir.calls import dedupe_functions
 from hostweave.host_ir.size_requirements import Walk, not_negative, trip_counts, types_in
 from hostweave.types.size import Extent, is_sum
 
@@ -17,7 +17,7 @@ def minimal_sizes(program: ir.HostProgram) -> dict[str, int]:
     A size that counts the steps of a loop is large enough for the streams to be walked twice. Dims are shared evenly, also
     where that need not be, if the rest allows it.
     """
-    program = with_each_block_once(program)
+    program = dedupe_functions(program)
     steps = _steps(program, evenly=True)
     least = {name: size for name, (_, size) in steps.items()}  # where nothing will do, what is wrong shows at these
     return _with_room(program, steps) or _with_room(program, _steps(program, evenly=False)) or least
@@ -80,7 +80,7 @@ def _with_room(program: ir.HostProgram, sizes: dict[str, tuple[int, int]]) -> di
 
 def sizes_to_check(program: ir.HostProgram) -> Iterator[dict[str, int]]:
     """Small sizes for both sides of every branch on sizes."""
-    program = with_each_block_once(program)
+    program = dedupe_functions(program)
     least = minimal_sizes(program)
     yield least
     if program.uneven:

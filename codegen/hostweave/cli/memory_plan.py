@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from math import prod
 
-from hostweave.analysis.def_use import Place, Uses
-from hostweave.analysis.live_ranges import Begin, Branch, Called, End, Joined, OnRanks, Steps, begins, lifetimes
+from hostweave.analysis.def_use import DefUse, Place
+from hostweave.analysis.live_ranges import Begin, Branch, Called, End, Joined, OnRanks, Steps, begins, live_ranges
 from hostweave.base.paths import NATIVE
 from hostweave.check.bindings import compiled, size_of
 from hostweave.host_ir import ir
@@ -68,7 +68,7 @@ def memory_plan(program: ir.HostProgram, sizes: Sizes, rank: int = 0) -> MemoryP
     offsets = {id(buffer): offset for buffer, offset in zip(buffers, places, strict=True)}
     lines, rows = line_numbers(program), []
     for number, body in enumerate((program, *replay.bodies[:-1])):
-        uses, of = Uses(body), f" of @{body.name}" if number else ""
+        uses, of = DefUse(body), f" of @{body.name}" if number else ""
         for begin in begins(replay.steps[body.name if number else ""]):
             if own := replay.buffers.get(id(begin)):
                 rows.append(_row(begin, of, own[0].bytes, tuple(offsets[id(buffer)] for buffer in own), uses, lines))
@@ -97,8 +97,8 @@ class _Replay:
     def __init__(self, program: ir.HostProgram, sizes: Mapping[str, int], rank: int):
         self.program, self.sizes, self.rank = program, sizes, rank
         self.bodies = bodies(program)
-        self.steps = {body.name: lifetimes(body, is_block=True) for body in self.bodies[:-1]}
-        self.steps[""] = lifetimes(program)
+        self.steps = {body.name: live_ranges(body, is_block=True) for body in self.bodies[:-1]}
+        self.steps[""] = live_ranges(program)
         self.buffers: dict[int, list[Buffer]] = {}
         self.now = 0
         if any(_needs_workspace(body.body) for body in self.bodies):
@@ -182,13 +182,13 @@ def _library() -> ctypes.CDLL:
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-def _row(begin: Begin, of: str, bytes: int, offsets: tuple[int, ...], uses: Uses, lines: Mapping[int, int]) -> Row:
+def _row(begin: Begin, of: str, bytes: int, offsets: tuple[int, ...], uses: DefUse, lines: Mapping[int, int]) -> Row:
     allocate, life = begin.allocate, uses.life(begin.allocate)
     return Row(f"%{allocate.out}{of}", str(allocate.type), bytes, offsets, _lines(life, lines), tuple(dict.fromkeys(map(_stream, life))))
 
 
 def _workspace_row(buffer: Buffer, offset: int, parts: Sequence[ir.HostProgram], lines: Mapping[int, int]) -> Row:
-    places = [place for part in parts for place in Uses(part).places]
+    places = [place for part in parts for place in DefUse(part).places]
     matmuls = [p for p in places if isinstance(p.instruction, ir.Matmul) and p.block is None]
     return Row("workspace of matmuls", "", buffer.bytes, (offset,), _lines(matmuls, lines), ("caller",))
 

@@ -45,7 +45,7 @@ def _gathers(fusion: Fusion, sizes: Sizes) -> Iterator[tuple[Location | None, st
     fusion = without_calls(fusion)
     types = {name: value.type for name, value in fusion.values().items()}
     for op in fusion.ops:
-        if op.attribute("kind") == "all_gather" and not op.result.stated and not op.result.stream:
+        if op.attribute("kind") == "all_gather" and not op.result.pinned and not op.result.stream:
             source = types[op.tensors[0]]
             type = BufferType(op.result.type.dtype, op.result.type.local_shape(fusion.mesh))
             what = f"%{op.tensors[0]}: {source} is gathered to {op.result.type}, which nobody states"
@@ -54,7 +54,7 @@ def _gathers(fusion: Fusion, sizes: Sizes) -> Iterator[tuple[Location | None, st
 
 def _packs(host: ir.HostProgram, sizes: Sizes) -> Iterator[tuple[Location | None, str, int]]:
     """Copies between strided views and what a communication reads or writes."""
-    posted = {name for i in ir.walk(host.body) if getattr(i, "team", ()) for name in (*ir.names(i, "read"), *ir.names(i, "write"))}
+    posted = {name for i in ir.walk(host.body) if getattr(i, "axes", ()) for name in (*ir.names(i, "read"), *ir.names(i, "write"))}
     types = {p.name: host.local_type(p) for p in (*host.inputs, *host.outputs)}
     for copy, times in _copies(host.body, types, sizes, 1):
         source, result = types[copy.src], types[copy.dst]

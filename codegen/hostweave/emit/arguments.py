@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hostweave.emit import program_views
-from hostweave.emit.cpp import CUDA_TYPES, Integers
+from hostweave.emit.cpp import CUDA_TYPES, CppExprPrinter
 from hostweave.emit.instructions import Emitter
 from hostweave.emit.parts import part, part_names, whole
 from hostweave.host_ir import ir
@@ -75,7 +75,7 @@ def argument(
     )
 
 
-def _size(program: ir.HostProgram, binding: _Binding, field: str, integers: Integers) -> program_views.Size:
+def _size(program: ir.HostProgram, binding: _Binding, field: str, integers: CppExprPrinter) -> program_views.Size:
     multiple, dim = integers.multiples.get(binding.name, 1), f"in.{field}.dim({binding.dim})"
     is_multiple = binding.shards % multiple == 0 and not binding.from_whole
     if binding.from_whole:
@@ -91,7 +91,7 @@ def _size(program: ir.HostProgram, binding: _Binding, field: str, integers: Inte
     )
 
 
-def requirements_of(program: ir.HostProgram, integers: Integers) -> Iterator[str]:
+def requirements_of(program: ir.HostProgram, integers: CppExprPrinter) -> Iterator[str]:
     """Calls that check sizes: differences, those of which a reduction needs an element, and sums that ranks share."""
     for extent in not_negative(program):
         yield f'hw::expect_room("{str(extent).strip("()")}", {integers.alone(extent)})'

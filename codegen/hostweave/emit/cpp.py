@@ -81,7 +81,7 @@ def accumulator_type(dtype: DType) -> str:
 
 
 @dataclass
-class Integers:
+class CppExprPrinter:
     """C++ text of sizes and of integer expressions.
 
     `sizes` maps symbolic sizes to C++ names, in the order in which a product names them; `multiples` says what is known

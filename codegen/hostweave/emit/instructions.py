@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hostweave.analysis.live_ranges import begins, lifetimes
+from hostweave.analysis.live_ranges import begins, live_ranges
 from hostweave.emit import program_views, views
 from hostweave.emit.copies import copied, copy_kernel, fill_kernel
 from hostweave.emit.cpp import CUDA_TYPES, NCCL_REDUCTIONS, nccl_type
@@ -21,7 +21,7 @@ from hostweave.types.routes import Route
 from hostweave.types.size import Extent, product
 from hostweave.types.tensor import BufferType, DType
 
-Moved = ir.Select | ir.Slice | ir.Section | ir.Strided  # views that begin elsewhere
+Moved = ir.Select | ir.Chunk | ir.Slice | ir.Strided  # views that begin elsewhere
 View = Moved | ir.Reshape | ir.Permute
 
 CUBLAS_ACTIVATIONS = {"relu": "RELU", "gelu_tanh": "GELU"}
@@ -49,7 +49,7 @@ class Emitter:
             for p in (*program.inputs, *program.outputs)
         }
         self.temporaries = shared.temporaries
-        self.steps = lifetimes(program, is_block=bool(block))
+        self.steps = live_ranges(program, is_block=bool(block))
         self.begins = {id(begin.allocate): begin for begin in begins(self.steps)}
         self.used: set[str] = set()  # parameters and temporaries that some call names
         self.stream = CALLER
@@ -86,19 +86,19 @@ class Emitter:
         size = f"sizeof({dtype.cpp})"
         return size if elements == Extent() else f"{self.integers.extent(elements)} * {size}"
 
-    def team(self, axes: ir.Team) -> str:
-        """The channel of a team."""
-        mesh, program, teams = self.integers.mesh, self.program.mesh, self.shared.teams
-        if axes == ir.EVERYONE:
+    def channel(self, axes: ir.Axes) -> str:
+        """The channel of a channel."""
+        mesh, program, channels = self.integers.mesh, self.program.mesh, self.shared.channels
+        if axes == ir.ALL_RANKS:
             mesh, axes = program, tuple(name for name, _ in program.axes)
-        if (mesh, axes) not in teams:
-            name, submesh = "_".join(["team", *axes]), None
+        if (mesh, axes) not in channels:
+            name, submesh = "_".join(["channel", *axes]), None
             if mesh is not program:
                 name, rows = f"{name}_of_{label(mesh)}", tuple(program_views.Axis(axis, size) for axis, size in mesh.axes)
                 submesh = program_views.Submesh(str(mesh), self.shared.flag(mesh), rows, tuple(mesh.all_ranks))
-            member = self.members.of(name, f"team of {mesh}")
-            teams[mesh, axes] = program_views.Team(member, ", ".join(axes), mesh.size_of(axes), submesh)
-        return teams[mesh, axes].member
+            member = self.members.of(name, f"channel of {mesh}")
+            channels[mesh, axes] = program_views.Channel(member, ", ".join(axes), mesh.size_of(axes), submesh)
+        return channels[mesh, axes].member
 
     # --- memory and views ---
 
@@ -134,15 +134,15 @@ class Emitter:
     def select(self, i: ir.Select, last: bool) -> views.Select | None:
         return self.view_at(views.Select, i, i.index, ir.strides_of(self.type_of(i.src))[i.dim])
 
-    def section(self, i: ir.Section, last: bool) -> views.Select | None:
-        return self.view_at(views.Section, i, i.start, ir.strides_of(self.type_of(i.src))[i.dim])
+    def slice(self, i: ir.Slice, last: bool) -> views.Select | None:
+        return self.view_at(views.Slice, i, i.start, ir.strides_of(self.type_of(i.src))[i.dim])
 
     def strided_view(self, i: ir.Strided, last: bool) -> views.Select | None:
         return self.view_at(views.Strided, i, i.start, ir.strides_of(self.type_of(i.src))[i.dim])
 
-    def slice(self, i: ir.Slice, last: bool) -> views.Select | None:
+    def chunk(self, i: ir.Chunk, last: bool) -> views.Select | None:
         chunk = ir.view_type(i, self.type_of(i.src)).shape[i.dim]
-        return self.view_at(views.Slice, i, i.index, chunk * ir.strides_of(self.type_of(i.src))[i.dim])
+        return self.view_at(views.Chunk, i, i.index, chunk * ir.strides_of(self.type_of(i.src))[i.dim])
 
     def view_at(self, kind: type[views.Select], i: Moved, index: Expr, step: Extent) -> views.Select | None:
         """The pointer that lies `index` steps further, or nothing to do for index 0."""
@@ -161,7 +161,7 @@ class Emitter:
             self.shared.needs_workspace = True
             stream = f"{{{CALLER}, {WORKSPACE}}}"
         terms = [f".scale = {i.scale!r}"] if i.scale != 1 else []
-        terms += [f".{field} = {self.text(name)}" for field, names in (("plus", i.plus), ("bias", i.bias)) for name in names]
+        terms += [f".{field} = {self.text(name)}" for field, names in (("accumulate", i.accumulate), ("bias", i.bias)) for name in names]
         return views.Matmul(self.plan(i), self.text(i.a), self.text(i.b), self.text(i.dst), stream, tuple(terms))
 
     def plan(self, i: ir.Matmul) -> str:
@@ -191,7 +191,7 @@ class Emitter:
             kernels[key] = emit_kernel(kernel, key[1], self.integers, self.names, len(kernels))
         emitted = kernels[key]
         buffers = [*(self.access("reads", name) for name in srcs), *(self.access("writes", name) for name in dsts)]
-        return views.Launch("launch_early", emitted.view.name, emitted.grid, self.stream, (*buffers, *emitted.sizes))
+        return views.Launch("launch_pdl", emitted.view.name, emitted.grid, self.stream, (*buffers, *emitted.sizes))
 
     def launch_source(self, i: ir.Launch, source: Source) -> views.Launch:
         """A kernel of the user, on what the rank holds."""
@@ -240,30 +240,30 @@ class Emitter:
 
     # --- communication ---
 
-    def collective(self, src: str, dst: str, team: ir.Team) -> dict[str, str]:
-        return {"src": self.text(src), "dst": self.text(dst), "team": self.team(team), "stream": self.stream}
+    def collective(self, src: str, dst: str, axes: ir.Axes) -> dict[str, str]:
+        return {"src": self.text(src), "dst": self.text(dst), "channel": self.channel(axes), "stream": self.stream}
 
     def moved(self, name: str) -> str:
         return nccl_type(self.type_of(name).dtype)
 
     def all_gather(self, i: ir.AllGather, last: bool) -> views.AllGather:
-        return views.AllGather(**self.collective(i.src, i.dst, i.team), count=self.count(i.src), dtype=self.moved(i.src))
+        return views.AllGather(**self.collective(i.src, i.dst, i.axes), count=self.count(i.src), dtype=self.moved(i.src))
 
     def reduction(self, i: ir.AllReduce | ir.ReduceScatter, last: bool) -> views.AllReduce:
         kind = views.AllReduce if isinstance(i, ir.AllReduce) else views.ReduceScatter
         dtype = nccl_type(self.type_of(i.src).dtype, i)
-        return kind(**self.collective(i.src, i.dst, i.team), count=self.count(i.dst), dtype=dtype, op=NCCL_REDUCTIONS[i.op])
+        return kind(**self.collective(i.src, i.dst, i.axes), count=self.count(i.dst), dtype=dtype, op=NCCL_REDUCTIONS[i.op])
 
     def broadcast(self, i: ir.Broadcast, last: bool) -> views.Broadcast:
         root = self.integers.expr(i.root)
-        return views.Broadcast(**self.collective(i.src, i.dst, i.team), count=self.count(i.dst), dtype=self.moved(i.src), root=root)
+        return views.Broadcast(**self.collective(i.src, i.dst, i.axes), count=self.count(i.dst), dtype=self.moved(i.src), root=root)
 
-    def spread(self, i: ir.Spread, last: bool) -> views.Spread:
+    def broadcast_to_others(self, i: ir.BroadcastToOthers, last: bool) -> views.BroadcastToOthers:
         place: Expr = Const(0)
-        for axis in i.team:
+        for axis in i.axes:
             place = place * self.integers.mesh.axis_size(axis) + Coordinate(axis)
-        common, src, cpp = self.collective(i.src, i.dst, i.team), self.text(i.src), self.type_of(i.dst).dtype.cpp
-        return views.Spread(
+        common, src, cpp = self.collective(i.src, i.dst, i.axes), self.text(i.src), self.type_of(i.dst).dtype.cpp
+        return views.BroadcastToOthers(
             **common,
             count=self.count(i.dst),
             dtype=self.moved(i.src),
@@ -274,32 +274,34 @@ class Emitter:
 
     def reduce(self, i: ir.Reduce, last: bool) -> views.Reduce:
         dtype, op, root = nccl_type(self.type_of(i.src).dtype, i), NCCL_REDUCTIONS[i.op], self.integers.expr(i.root)
-        return views.Reduce(**self.collective(i.src, i.dst, i.team), count=self.count(i.src), dtype=dtype, op=op, root=root)
+        return views.Reduce(**self.collective(i.src, i.dst, i.axes), count=self.count(i.src), dtype=dtype, op=op, root=root)
 
     def all_to_all(self, i: ir.AllToAll, last: bool) -> views.InstructionView:
-        block = product(self.type_of(i.src).shape) // self.integers.mesh.size_of(i.team)
-        return self.grouped(views.AllToAll(**self.blocks(i.src, i.dst, i.team, block)), last)
+        block = product(self.type_of(i.src).shape) // self.integers.mesh.size_of(i.axes)
+        return self.grouped(views.AllToAll(**self.blocks(i.src, i.dst, i.axes, block)), last)
 
     def gather(self, i: ir.Gather, last: bool) -> views.InstructionView:
         block = product(self.type_of(i.src).shape)
-        return self.grouped(views.Gather(**self.blocks(i.src, i.dst, i.team, block), root=self.integers.expr(i.root)), last)
+        return self.grouped(views.Gather(**self.blocks(i.src, i.dst, i.axes, block), root=self.integers.expr(i.root)), last)
 
     def scatter(self, i: ir.Scatter, last: bool) -> views.InstructionView:
         block = product(self.type_of(i.dst).shape)
-        return self.grouped(views.Scatter(**self.blocks(i.src, i.dst, i.team, block), root=self.integers.expr(i.root)), last)
+        return self.grouped(views.Scatter(**self.blocks(i.src, i.dst, i.axes, block), root=self.integers.expr(i.root)), last)
 
-    def blocks(self, src: str, dst: str, team: ir.Team, block: Extent) -> dict[str, str]:
-        """A collective that walks the ranks of its team and sends or receives a block of each."""
-        peer = self.names.of("peer", "rank of a team")
+    def blocks(self, src: str, dst: str, axes: ir.Axes, block: Extent) -> dict[str, str]:
+        """A collective that walks the ranks of its channel and sends or receives a block of each."""
+        peer = self.names.of("peer", "rank of a channel")
         offset = peer if block == Extent() else f"{peer} * {self.integers.factor(block)}"
-        common = self.collective(src, dst, team)
+        common = self.collective(src, dst, axes)
         return {**common, "count": self.integers.extent(block), "dtype": self.moved(src), "peer": peer, "offset": offset}
 
-    def exchange(self, i: ir.Exchange, last: bool) -> views.InstructionView:
+    def collective_permute(self, i: ir.CollectivePermute, last: bool) -> views.InstructionView:
         targets = tuple(i.sources.index(place) if place in i.sources else None for place in range(len(i.sources)))
         sources, targets_text = (tuple("-1" if place is None else str(place) for place in places) for places in (i.sources, targets))
         moved = {"count": self.count(i.dst), "dtype": self.moved(i.src), "bytes": self.bytes(i.dst)}
-        return self.grouped(views.Exchange(**self.collective(i.src, i.dst, i.team), **moved, sources=sources, targets=targets_text), last)
+        return self.grouped(
+            views.CollectivePermute(**self.collective(i.src, i.dst, i.axes), **moved, sources=sources, targets=targets_text), last
+        )
 
     def grouped(self, view: views.InstructionView, last: bool) -> views.InstructionView:
         """Sends and recvs in a group, the one around it where there is one."""
@@ -307,15 +309,15 @@ class Emitter:
 
     def barrier(self, i: ir.Barrier, last: bool) -> views.AllReduce:
         dtype = nccl_type(self.type_of(i.token).dtype, i)
-        return views.AllReduce(**self.collective(i.token, i.token, i.team), count="1", dtype=dtype, op="ncclSum")
+        return views.AllReduce(**self.collective(i.token, i.token, i.axes), count="1", dtype=dtype, op="ncclSum")
 
     def send(self, i: ir.Send, last: bool) -> views.Send:
         peer = self.integers.expr(i.peer)
-        return views.Send(self.text(i.src), self.count(i.src), self.moved(i.src), peer, self.team(i.team), self.stream)
+        return views.Send(self.text(i.src), self.count(i.src), self.moved(i.src), peer, self.channel(i.axes), self.stream)
 
     def recv(self, i: ir.Recv, last: bool) -> views.Recv:
         peer = self.integers.expr(i.peer)
-        return views.Recv(self.text(i.dst), self.count(i.dst), self.moved(i.dst), peer, self.team(i.team), self.stream)
+        return views.Recv(self.text(i.dst), self.count(i.dst), self.moved(i.dst), peer, self.channel(i.axes), self.stream)
 
     def send_blocks(self, i: ir.SendBlocks | ir.RecvBlocks, last: bool) -> views.InstructionView:
         name, kind = (i.src, views.SendBlocks) if isinstance(i, ir.SendBlocks) else (i.dst, views.RecvBlocks)
@@ -333,7 +335,7 @@ class Emitter:
             route=route,
             sent=f"{route}.sent * {self.integers.factor(block)}" if i.count > 1 else "",
             received=f"{route}.received * {self.integers.factor(block)}" if i.count > 1 else "",
-            team=self.team(i.team),
+            channel=self.channel(i.axes),
             stream=self.stream,
         )
         return self.grouped(view, last)
@@ -413,8 +415,8 @@ _EMIT: dict[type[ir.Instruction], Callable[[Emitter, Any, bool], views.Instructi
     ir.Allocate: Emitter.allocate,
     ir.Deallocate: Emitter.deallocate,
     ir.Select: Emitter.select,
+    ir.Chunk: Emitter.chunk,
     ir.Slice: Emitter.slice,
-    ir.Section: Emitter.section,
     ir.Strided: Emitter.strided_view,
     ir.Reshape: Emitter.alias,
     ir.Permute: Emitter.alias,
@@ -426,12 +428,12 @@ _EMIT: dict[type[ir.Instruction], Callable[[Emitter, Any, bool], views.Instructi
     ir.AllReduce: Emitter.reduction,
     ir.ReduceScatter: Emitter.reduction,
     ir.Broadcast: Emitter.broadcast,
-    ir.Spread: Emitter.spread,
+    ir.BroadcastToOthers: Emitter.broadcast_to_others,
     ir.Reduce: Emitter.reduce,
     ir.Gather: Emitter.gather,
     ir.Scatter: Emitter.scatter,
     ir.AllToAll: Emitter.all_to_all,
-    ir.Exchange: Emitter.exchange,
+    ir.CollectivePermute: Emitter.collective_permute,
     ir.Barrier: Emitter.barrier,
     ir.Send: Emitter.send,
     ir.Recv: Emitter.recv,

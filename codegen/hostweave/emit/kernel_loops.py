@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from hostweave.analysis.kernel_indices import Iteration, reduced_indices
-from hostweave.emit.cpp import Integers
+from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.names import Names
 from hostweave.host_ir import ir
 from hostweave.types.size import Extent, product
@@ -18,18 +18,18 @@ SMALL = 32  # terms that one thread adds up alone although they lie side by side
 ACCESS = 16  # bytes that a thread reads or writes at once
 WARP = 32  # threads
 ROW_THREADS = 512  # at most, that share a row of known length
-TEAMS = (1, 2, 4, 8, 16, 32)  # threads that share a shorter one: a warp has several
+LANES = (1, 2, 4, 8, 16, 32)  # threads that share a shorter one: a warp has several
 LINE = 8  # threads that read 128 bytes together: preferably no fewer
 EACH = (4, 3, 5, 2, 6, 7, 8, 1)  # accesses of a thread to such a row: the first that comes out even
 HELD = 20  # accesses, at most, whose elements a thread holds: 80 registers
 HELD_ROWS = 5  # of unknown length, at most, that a thread holds its part of: hw::kRowAccesses accesses each
 TILE_THREADS, MOST_THREADS = 512, 1024
 FEW_COLUMNS = 4224  # at most one tile for each multiprocessor: these take all the threads that a block may have
-SHORT = 1 << 30  # elements, at most, whose indices hw::is_short
+SHORT = 1 << 30  # elements, at most, whose indices hw::fits_int32
 
 
 @dataclass(frozen=True)
-class Sharing:
+class ThreadSchedule:
     """How threads share what a kernel walks, as C++ with places for what they walk."""
 
     each: str  # the loop over what is kept
@@ -40,24 +40,24 @@ class Sharing:
     once: str = ""  # the condition under which a thread stores what they come to
 
 
-BY_THREAD = Sharing("for ({number} {element} : hw::over_grid{walk}({count}))", "hw::grid_of_elements{width}({count})")
-BY_BLOCK = Sharing(
+BY_THREAD = ThreadSchedule("for ({number} {element} : hw::over_grid{walk}({count}))", "hw::grid_of_elements{width}({count})")
+BY_BLOCK = ThreadSchedule(
     each="for (int64_t {element} : hw::over_blocks({count}))",
     grid="hw::grid_of_rows{width}({count}, {length})",
     inner="for (int64_t {index} : hw::over_threads{width}({length}))",
     meet="hw::reduce_block",
     once="hw::first_thread()",
 )
-BY_ROW = Sharing(
+BY_ROW = ThreadSchedule(
     each="for (int64_t {element} : {row}.of({count}))",
     grid="hw::Grid{{{count}, {threads}}}",
-    inner="#pragma unroll Row::kEach\nfor (const hw::Share {index} : {row})",
+    inner="#pragma unroll Row::kEach\nfor (const hw::Chunk {index} : {row})",
     meet="{row}.reduce",
     once="{row}.first_thread()",
 )
 BY_ANY_ROW = replace(BY_ROW, grid="hw::grid_of_rows{width}({count}, {length})")
 BY_SHORT_ROW = replace(BY_ROW, grid="hw::grid_of_elements({together})")
-BY_COLUMNS = Sharing(
+BY_COLUMNS = ThreadSchedule(
     each="for (const hw::Column {element} : hw::over_columns{width}({count}))",
     grid="hw::grid_of_columns({count}, {threads})",
     inner="#pragma unroll 8\nfor (int64_t {index} : hw::over_rows<{threads}{more}>({length}))",
@@ -105,7 +105,7 @@ class Loops:
     """
 
     def __init__(
-        self, kernel: ir.Kernel, walked: Iteration, buffers: Sequence[BufferType], integers: Integers, names: Names, held: int = 0
+        self, kernel: ir.Kernel, walked: Iteration, buffers: Sequence[BufferType], integers: CppExprPrinter, names: Names, held: int = 0
     ):
         self.kernel, self.walked, self.integers = kernel, walked, integers
         inputs, results = [p.name for p in kernel.inputs], [p.name for p in kernel.results]
@@ -168,7 +168,7 @@ class Loops:
 
     # --- who walks what ---
 
-    def shared(self, inputs: Sequence[str], results: Sequence[str]) -> Sharing:
+    def shared(self, inputs: Sequence[str], results: Sequence[str]) -> ThreadSchedule:
         """A block for an element where what is reduced to it lies side by side, else for a tile of them; a thread where that is little."""
         if not self.reduced or (self.reduced[-1].extent.is_int and int(self.reduced[-1].extent) < SMALL):
             return BY_THREAD
@@ -206,7 +206,7 @@ class Loops:
         """How many threads share a row of known length; 0 where it does not come out even."""
         for least, each in itertools.product((LINE, 1), EACH):
             threads = accesses // each
-            fits = (threads % WARP == 0 and threads <= ROW_THREADS) or (threads in TEAMS and threads >= min(least, accesses))
+            fits = (threads % WARP == 0 and threads <= ROW_THREADS) or (threads in LANES and threads >= min(least, accesses))
             if fits and accesses % each == 0 and each * held <= HELD:
                 return threads
         return 0
@@ -288,10 +288,10 @@ class Loops:
             return []
         is_wide, length = self.is_wide(pointers), self.integers.extent(self.along.extent)
         if self.number == "Index":
-            is_short = f"hw::is_short({self.count})"
+            fits_int32 = f"hw::fits_int32({self.count})"
             if self.width == 1:
-                return [(is_short, "uint32_t"), ("", "int64_t")]
-            wide = [(f"{is_wide} && {is_short}", f"{self.width}, uint32_t"), (is_wide, f"{self.width}, int64_t")]
+                return [(fits_int32, "uint32_t"), ("", "int64_t")]
+            wide = [(f"{is_wide} && {fits_int32}", f"{self.width}, uint32_t"), (is_wide, f"{self.width}, int64_t")]
             return [*wide, ("", "1, int64_t")]
         if self.row_threads:
             rows = [f"hw::Row<{length}, {self.row_threads}, {width}>()" for width in (self.width, 1)]

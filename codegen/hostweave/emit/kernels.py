@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from hostweave.analysis.kernel_indices import Iteration, NotOneKernel, iteration, reduced_indices
 from hostweave.base.errors import ProgramError
 from hostweave.emit import kernel_views
-from hostweave.emit.cpp import Integers, accumulator_type, compute_type, number
+from hostweave.emit.cpp import CppExprPrinter, accumulator_type, compute_type, number
 from hostweave.emit.kernel_loops import Loops, stored
 from hostweave.emit.names import Names
 from hostweave.fusion_ir.ir import Op, Scalar
@@ -44,7 +44,7 @@ class EmittedKernel:
     sizes: tuple[str, ...]  # C++ names of the sizes that it takes after the buffers
 
 
-def emit_kernel(kernel: ir.Kernel, buffers: Sequence[BufferType], integers: Integers, names: Names, number: int) -> EmittedKernel:
+def emit_kernel(kernel: ir.Kernel, buffers: Sequence[BufferType], integers: CppExprPrinter, names: Names, number: int) -> EmittedKernel:
     """The kernel of this number for these buffers: its inputs, then its results. Raises ProgramError for ops that are not one kernel."""
     name = names.of(kernel.name, f"kernel {number}", C_FUNCTIONS)
     functions = name, names.of(f"{name}_by", f"kernel {number}")
@@ -79,7 +79,7 @@ class _Emitter:
         kernel: ir.Kernel,
         walked: Iteration,
         buffers: Sequence[BufferType],
-        integers: Integers,
+        integers: CppExprPrinter,
         held: Collection[str] = (),
     ):
         self.ops, self.walked, self.integers = kernel.ops, walked, integers
@@ -293,8 +293,8 @@ class _Section:
         if self.outer and not self.kernel.loops.is_inside(name):
             return self.outer.value(name, is_hoisted=True)
         if name not in self.texts:
-            text, is_short = self.computed(name)
-            if (not is_short or is_hoisted or self.kernel.uses[name] > 1) and not text.isidentifier():
+            text, fits_int32 = self.computed(name)
+            if (not fits_int32 or is_hoisted or self.kernel.uses[name] > 1) and not text.isidentifier():
                 local = self.local(name)
                 self.lines.append(f"const {compute_type(self.kernel.types[name].dtype)} {local} = {text};")
                 text = local
@@ -345,10 +345,10 @@ class _Section:
             return (f"float({element})" if _is_small_float(dtype) else element), True
         op = self.kernel.made[name]
         text, computed = self.expression(op)
-        is_short = op.kind in _SHORT or text in self.kernel.totals.values()
+        fits_int32 = op.kind in _SHORT or text in self.kernel.totals.values()
         if _is_small_float(dtype):  # in registers floats are rounded only by a cast
-            return (f"float({_converted(text, computed, dtype)})" if op.kind == "cast" else text), is_short
-        return _converted(text, computed, dtype), is_short and dtype != bool_
+            return (f"float({_converted(text, computed, dtype)})" if op.kind == "cast" else text), fits_int32
+        return _converted(text, computed, dtype), fits_int32 and dtype != bool_
 
     def stored(self, op: Op) -> str:
         """The value of one element of a result, as memory holds it."""

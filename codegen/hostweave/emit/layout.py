@@ -10,7 +10,7 @@ COLUMNS = 130
 INDENT = "  "
 
 
-def laid_out(text: str) -> str:
+def format_cpp(text: str) -> str:
     """Source text with one statement a line, indented and broken."""
     lines: list[str] = []
     indents = [""]  # of the blocks around the line

@@ -7,10 +7,10 @@ from math import lcm
 
 from hostweave.base.errors import ProgramError
 from hostweave.emit import program_views
-from hostweave.emit.cpp import Integers
+from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.meshes import coordinate, is_run, membership, place
 from hostweave.emit.parts import multiples
-from hostweave.host_ir.calls import with_each_block_once
+from hostweave.host_ir.calls import dedupe_functions
 from hostweave.host_ir.ir import HostProgram, Parameter
 from hostweave.types.mesh import Mesh
 from hostweave.types.size import is_sum
@@ -42,8 +42,8 @@ class DefaultSize:
 
 
 @dataclass(frozen=True)
-class Team:
-    """How rank r finds its team: ranks of one color are a team, in the order of their place."""
+class Channel:
+    """How rank r finds its channel: ranks of one color are a channel, in the order of their place."""
 
     key: str  # the mesh and the axes
     color: str
@@ -76,7 +76,7 @@ class Output(Tensor):
 class Main:
     executable: str
     sizes: tuple[DefaultSize, ...]
-    teams: tuple[Team, ...]
+    channels: tuple[Channel, ...]
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
 
@@ -105,8 +105,8 @@ class Main:
 
 def main_view(program: HostProgram, view: program_views.Program) -> Main:
     """What main.cpp says beside the program itself."""
-    mesh, divisors = program.mesh, _divisors(with_each_block_once(program))
-    integers = Integers(mesh, {label: f"sizes.{name}" for label, name in zip(program.symbols(), view.sizes, strict=False)}, divisors)
+    mesh, divisors = program.mesh, _divisors(dedupe_functions(program))
+    integers = CppExprPrinter(mesh, {label: f"sizes.{name}" for label, name in zip(program.symbols(), view.sizes, strict=False)}, divisors)
 
     def tensor(parameter: Parameter, argument: program_views.Argument) -> tuple[str, str, str, str]:
         cpp = "uint8_t" if argument.cpp == "bool" else argument.cpp  # a std::vector<bool> has no data()
@@ -118,7 +118,7 @@ def main_view(program: HostProgram, view: program_views.Program) -> Main:
             DefaultSize(label, name, -(-SIZE // divisors.get(label, 1)) * divisors.get(label, 1))
             for label, name in zip(program.symbols(), view.sizes, strict=False)
         ),
-        teams=tuple(_team(team, mesh) for team in view.teams),
+        channels=tuple(_channel(channel, mesh) for channel in view.channels),
         inputs=tuple(
             Input(*tensor(parameter, x), _seed(number, parameter, mesh))
             for number, (parameter, x) in enumerate(zip(program.inputs, view.inputs, strict=True))
@@ -149,13 +149,13 @@ def _divisors(program: HostProgram) -> dict[str, int]:
     return result
 
 
-def _team(team: program_views.Team, program: Mesh) -> Team:
-    axes, mesh = tuple(team.axes.split(", ")), program
-    if team.mesh:
-        mesh = Mesh(tuple((axis.name, axis.size) for axis in team.mesh.axes), team.mesh.ranks)
+def _channel(channel: program_views.Channel, program: Mesh) -> Channel:
+    axes, mesh = tuple(channel.axes.split(", ")), program
+    if channel.mesh:
+        mesh = Mesh(tuple((axis.name, axis.size) for axis in channel.mesh.axes), channel.mesh.ranks)
     others = tuple(name for name, _ in mesh.axes if name not in axes)
-    key = f'"{mesh}", "{team.axes}"' if team.mesh else f'kMesh, "{team.axes}"'
-    return Team(key, place(mesh, others, RANK), place(mesh, axes, RANK), team.size, _condition(mesh, program))
+    key = f'"{mesh}", "{channel.axes}"' if channel.mesh else f'kMesh, "{channel.axes}"'
+    return Channel(key, place(mesh, others, RANK), place(mesh, axes, RANK), channel.size, _condition(mesh, program))
 
 
 def _condition(mesh: Mesh, program: Mesh) -> str:

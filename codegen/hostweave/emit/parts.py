@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import lcm
 
 from hostweave.emit import program_views
-from hostweave.emit.cpp import Integers
+from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.meshes import label, place
 from hostweave.host_ir import ir
 from hostweave.host_ir.expr import Size, leaves
@@ -19,7 +19,7 @@ from hostweave.types.size import Extent, block_of, part_of
 def part_names(program: ir.HostProgram) -> tuple[str, ...]:
     """The extents `ceil(M/8)` and `part(M, x)` of a program, in order of appearance."""
     names = [name for extent in _extents(program, ir.walk) for name in extent.names]
-    names += [leaf.name for i in ir.walk(program.body) if isinstance(i, ir.Section) for leaf in leaves(i.start) if isinstance(leaf, Size)]
+    names += [leaf.name for i in ir.walk(program.body) if isinstance(i, ir.Slice) for leaf in leaves(i.start) if isinstance(leaf, Size)]
     return tuple(name for name in dict.fromkeys(names) if block_of(name) or part_of(name))
 
 
@@ -50,7 +50,7 @@ def _part_value(mesh: Mesh, name: str, size: str) -> str:
     return f"hw::part({size}, {mesh.size_of(held[1])}, {place(mesh, held[1])})"
 
 
-def part(program: ir.HostProgram, integers: Integers, name: str) -> program_views.Part:
+def part(program: ir.HostProgram, integers: CppExprPrinter, name: str) -> program_views.Part:
     return program_views.Part(integers.sizes[name], _part_value(program.mesh, name, integers.extent(whole(name))))
 
 

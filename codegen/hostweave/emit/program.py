@@ -10,7 +10,7 @@ from hostweave.base.errors import Location, ProgramError
 from hostweave.emit import kernel_views, program_views, views
 from hostweave.emit.arena import arena_plan
 from hostweave.emit.arguments import argument, inputs_of, requirements_of
-from hostweave.emit.cpp import Integers
+from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.instructions import CALLER, Emitter
 from hostweave.emit.kernels import C_FUNCTIONS
 from hostweave.emit.meshes import RANK, coordinate, is_run, membership
@@ -19,15 +19,15 @@ from hostweave.emit.parts import multiples, part, part_name, part_names, whole
 from hostweave.emit.shared import WORKSPACE, Shared
 from hostweave.fusion_ir.user_kernel import Source
 from hostweave.host_ir import ir
-from hostweave.host_ir.calls import bodies, with_each_block_once
+from hostweave.host_ir.calls import bodies, dedupe_functions
 
 
 def program_view(program: ir.HostProgram) -> program_views.Program:
     """Everything that the generated sources say. Raises ProgramError for what has no C++."""
-    names, flat = Names(taken=map(_function_of, program.sources)), with_each_block_once(program)
+    names, flat = Names(taken=map(_function_of, program.sources)), dedupe_functions(program)
     sizes = {name: names.of(name, "size", C_FUNCTIONS) for name in program.symbols()}
     sizes |= {name: names.of(part_name(name, program.mesh), "size") for name in part_names(flat)}
-    integers = Integers(program.mesh, sizes, multiples(flat))
+    integers = CppExprPrinter(program.mesh, sizes, multiples(flat))
     shared = Shared(program, names, integers)
     functions = tuple(_function(block, shared) for block in bodies(program)[:-1])
     emitter = Emitter(program, shared)
@@ -48,7 +48,7 @@ def program_view(program: ir.HostProgram) -> program_views.Program:
         flags=tuple(program_views.Flag(member, membership(mesh, program.mesh.size), str(mesh)) for mesh, member in shared.flags.items()),
         coordinates=_coordinates(integers, body),
         routes=tuple(shared.routes.values()),
-        teams=tuple(shared.teams.values()),
+        channels=tuple(shared.channels.values()),
         streams=tuple(shared.streams.values()),
         events=tuple(shared.events.values()),
         plans=tuple(replace(plan, on=shared.flag_of_plan(key)) for key, plan in shared.plans.items()),
@@ -87,7 +87,7 @@ def _function(block: ir.HostProgram, shared: Shared) -> program_views.Function:
     )
 
 
-def _coordinates(integers: Integers, body: views.Body) -> tuple[program_views.Coordinate, ...]:
+def _coordinates(integers: CppExprPrinter, body: views.Body) -> tuple[program_views.Coordinate, ...]:
     """The places of this rank that a body names, computed once."""
     words = _words(body)
     return tuple(

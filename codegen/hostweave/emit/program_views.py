@@ -75,14 +75,14 @@ class Submesh:
 
 
 @dataclass(frozen=True)
-class Team:
+class Channel:
     member: str
     axes: str
     size: int
     mesh: Submesh | None = None  # None: the program's
 
     @property
-    def channel(self) -> str:
+    def lookup(self) -> str:
         """What the constructor takes for it."""
         if not self.mesh:
             return f'rank.channel(kMesh, "{self.axes}", {self.size})'
@@ -174,7 +174,7 @@ class Program:
     flags: tuple[Flag, ...]
     coordinates: tuple[Coordinate, ...]
     routes: tuple[Routes, ...]
-    teams: tuple[Team, ...]
+    channels: tuple[Channel, ...]
     streams: tuple[Pool, ...]
     events: tuple[Pool, ...]
     plans: tuple[Plan, ...]
@@ -206,7 +206,7 @@ class Program:
         return (
             "rank_(rank.expect_world(kWorld))",
             *(f"{flag.member}({flag.value.replace('rank_', 'rank')})" for flag in self.flags),
-            *(f"{team.member}({team.channel})" for team in self.teams),
+            *(f"{channel.member}({channel.lookup})" for channel in self.channels),
             *(f'{pool.member}(rank, "{pool.name}", {pool.count})' for pool in self.streams),
             *(f"{pool.member}({pool.count})" for pool in self.events),
             *(f"{plan.member}({', '.join(('rank', plan.operands, plan.result, *plan.ends))})" for plan in self.plans),
@@ -221,17 +221,17 @@ class Program:
         return tuple(f'{{"{axis.name}", {axis.size}}}' for axis in self.axes)
 
     @property
-    def own_teams(self) -> tuple[Team, ...]:
+    def own_channels(self) -> tuple[Channel, ...]:
         """Those along axes of the program's mesh."""
-        return tuple(team for team in self.teams if not team.mesh)
+        return tuple(channel for channel in self.channels if not channel.mesh)
 
     @property
-    def submesh_teams(self) -> tuple[Team, ...]:
-        return tuple(team for team in self.teams if team.mesh)
+    def submesh_channels(self) -> tuple[Channel, ...]:
+        return tuple(channel for channel in self.channels if channel.mesh)
 
     @property
-    def team_rows(self) -> tuple[str, ...]:
-        return tuple(f'"{team.axes}"' for team in self.own_teams)
+    def channel_rows(self) -> tuple[str, ...]:
+        return tuple(f'"{channel.axes}"' for channel in self.own_channels)
 
     @property
     def prepares_with_sizes(self) -> bool:

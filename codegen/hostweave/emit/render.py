@@ -9,7 +9,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from hostweave.base.paths import TEMPLATES
 from hostweave.emit import program_views
-from hostweave.emit.layout import laid_out
+from hostweave.emit.layout import format_cpp
 from hostweave.emit.main import Main
 from hostweave.emit.program import program_view
 from hostweave.host_ir.ir import HostProgram
@@ -36,7 +36,7 @@ def kernel_files(view: program_views.Program) -> tuple[str, ...]:
 def rendered(path: str, **values: program_views.Program | Main) -> str:
     """The text of one file: its template, laid out as clang-format would where it is C++."""
     text = _environment().get_template(f"{path}.j2").render(values)
-    return laid_out(text) if path.endswith((".h", ".cpp", ".cu")) else text
+    return format_cpp(text) if path.endswith((".h", ".cpp", ".cu")) else text
 
 
 @cache

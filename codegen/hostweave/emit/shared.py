@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hostweave.emit import program_views
-from hostweave.emit.cpp import Integers
+from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.kernels import EmittedKernel
 from hostweave.emit.meshes import label
 from hostweave.emit.names import Names
@@ -20,7 +20,7 @@ PlanKey = tuple[tuple[BufferType, ...], str, bool, str]  # of the operands and t
 class Shared:
     """Collects it while the bodies are emitted."""
 
-    def __init__(self, program: ir.HostProgram, names: Names, integers: Integers):
+    def __init__(self, program: ir.HostProgram, names: Names, integers: CppExprPrinter):
         self.names, self.integers = names, integers
         self.blocks = {block.name: names.of(block.name, "block") for block in program.blocks}
         self.memory_of = {block.name: names.of(f"{block.name}_memory", "block") for block in program.blocks}  # what plans that of a block
@@ -36,7 +36,7 @@ class Shared:
         self.streams = {s.name: program_views.Pool(self.members.of(s.name, "streams"), s.name, s.count) for s in program.streams}
         self.events = {e.name: program_views.Pool(self.members.of(e.name, "events"), e.name, e.count) for e in program.events}
         self.flags: dict[Mesh, str] = {}  # of meshes of some of the ranks
-        self.teams: dict[tuple[Mesh, ir.Team], program_views.Team] = {}
+        self.channels: dict[tuple[Mesh, ir.Axes], program_views.Channel] = {}
         self.routes: dict[ir.Routes, program_views.Routes] = {}
         self.plans: dict[PlanKey, program_views.Plan] = {}
         self.uses_of_plan: dict[PlanKey, set[Mesh]] = {}

@@ -26,13 +26,13 @@ class Select(InstructionView):
 
 
 @dataclass(frozen=True)
-class Slice(Select):
-    template = "slice"
+class Chunk(Select):
+    template = "chunk"
 
 
 @dataclass(frozen=True)
-class Section(Select):
-    template = "section"
+class Slice(Select):
+    template = "slice"
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class AllGather(InstructionView):
     dst: str
     count: str
     dtype: str
-    team: str
+    channel: str
     stream: str
 
 
@@ -132,11 +132,11 @@ class Broadcast(AllGather):
 
 
 @dataclass(frozen=True)
-class Spread(Broadcast):
+class BroadcastToOthers(Broadcast):
     """A broadcast in place on the root, whose buffer is only read."""
 
-    template = "spread"
-    place: str  # of this rank in the team
+    template = "broadcast_to_others"
+    place: str  # of this rank in the channel
     kept: str  # the root's buffer, as one that could be written
 
 
@@ -167,10 +167,10 @@ class Scatter(Gather):
 
 
 @dataclass(frozen=True)
-class Exchange(AllGather):
+class CollectivePermute(AllGather):
     """Stands in a group."""
 
-    template = "exchange"
+    template = "collective_permute"
     sources: tuple[str, ...]
     targets: tuple[str, ...]
     bytes: str
@@ -183,7 +183,7 @@ class Send(InstructionView):
     count: str
     dtype: str
     peer: str
-    team: str
+    channel: str
     stream: str
 
 
@@ -205,7 +205,7 @@ class SendBlocks(InstructionView):
     route: str
     sent: str  # how far into the buffer the block of a route begins
     received: str
-    team: str
+    channel: str
     stream: str
 
 

@@ -9,7 +9,7 @@ from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.rewriting import Names
 
 
-def on_each(fusion: Fusion, apply: Callable[[Fusion], Fusion]) -> Fusion:
+def map_functions(fusion: Fusion, apply: Callable[[Fusion], Fusion]) -> Fusion:
     """`apply` to every block as to a fusion of its own, then to the fusion: whoever calls a block sees what became of it."""
     done: dict[str, Fusion] = {}
 

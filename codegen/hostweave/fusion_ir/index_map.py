@@ -84,7 +84,7 @@ def joined(operands: int, rank: int, axes: tuple[int, ...]) -> IndexMap:
     return IndexMap((labels,) * operands, labels)
 
 
-def exchanged(rank: int, axis: int, blocks: int) -> IndexMap:
+def blocks_permuted(rank: int, axis: int, blocks: int) -> IndexMap:
     """The blocks of one dim change places."""
     labels = tuple(f"i{i}" for i in range(rank))
     return IndexMap((labels,), labels, frozenset((labels[axis],)), ((labels[axis], blocks),))

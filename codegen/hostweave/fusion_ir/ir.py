@@ -22,15 +22,16 @@ class Stream:
     """Stream parallelism over one dim of a value.
 
     `chunks` is the number of steps, or None for one step an index (which drops the dim inside the loop).
-    `step` is `block` (the i-th contiguous block of the global dim) or `across` (the i-th slice of every rank's shard).
-    `by` is how it communicates: p2p, all_gather, broadcast, reduce_scatter, all_reduce or ring; None where it does not, or while open.
-    `rotation` says which block a rank takes at step 0 when steps go by block: `own_first`, `own_last` or None.
+    `chunking` is `by_shard` (the i-th contiguous block of the global dim) or `across_shards` (the i-th slice of every rank's shard).
+    `algorithm` is how it communicates: p2p, all_gather, broadcast, reduce_scatter, all_reduce or ring; None where it does not, or
+    while open.
+    `rotation` says which block a rank takes at step 0 when steps go by block: `local_first`, `local_last` or None.
     """
 
     dim: int
     chunks: int | None = None
-    step: str | None = None
-    by: str | None = None
+    chunking: str | None = None
+    algorithm: str | None = None
     rotation: str | None = None
 
     def too_many(self, extent: Extent) -> str:
@@ -43,14 +44,14 @@ class Stream:
 class Value:
     """A named tensor.
 
-    `stated` says that the user stated its sharding, so no pass may change it; `aside` that what communicates to make it runs on
+    `pinned` says that the user stated its sharding, so no pass may change it; `aside` that what communicates to make it runs on
     a stream of its own, beside what does not need it.
     """
 
     name: str
     type: TensorType
     stream: Stream | None = None
-    stated: bool = False
+    pinned: bool = False
     aside: bool = False
 
 

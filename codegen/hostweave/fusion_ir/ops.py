@@ -18,7 +18,7 @@ from hostweave.types.tensor import Dim, DType, TensorType, bool_, f32, i64, u32
 Types = Sequence[TensorType]
 
 
-NO_SOURCE = -1  # of an exchange: zeros
+NO_SOURCE = -1  # of a collective permute: zeros
 
 
 class Mismatch(Exception):
@@ -294,7 +294,7 @@ def _pad(types: Types, op: Op) -> TensorType:
     return TensorType(x.dtype, tuple(Dim(extent + a + b) for extent, a, b in zip(x.shape, low, high, strict=True)))
 
 
-def _exchange(types: Types, op: Op) -> TensorType:
+def _collective_permute(types: Types, op: Op) -> TensorType:
     (x,) = types
     axis, sources = _one_axis(op, x), axes_of(op, "sources")
     named = [source for source in sources if source != NO_SOURCE]
@@ -307,7 +307,7 @@ def _exchange(types: Types, op: Op) -> TensorType:
     return _unsharded(x)
 
 
-def _numpy_exchange(np: Any, x: Any, axis: int, sources: tuple[int, ...]) -> Any:
+def _numpy_collective_permute(np: Any, x: Any, axis: int, sources: tuple[int, ...]) -> Any:
     blocks = np.split(x, len(sources), axis)
     return np.concatenate([np.zeros_like(blocks[0]) if source == NO_SOURCE else blocks[source] for source in sources], axis)
 
@@ -412,8 +412,8 @@ def _map_pad(types: Types, op: Op) -> IndexMap:
     return maps.joined(1, len(types[0].dims), padded_dims(op))
 
 
-def _map_exchange(types: Types, op: Op) -> IndexMap:
-    return maps.exchanged(len(types[0].dims), _int_of(op, "axis"), len(axes_of(op, "sources")))
+def _map_collective_permute(types: Types, op: Op) -> IndexMap:
+    return maps.blocks_permuted(len(types[0].dims), _int_of(op, "axis"), len(axes_of(op, "sources")))
 
 
 def _map_opaque(types: Types, op: Op) -> IndexMap:
@@ -537,7 +537,9 @@ OPS: dict[str, OpDef] = {
     "kernel": OpDef(None, _kernel, _map_opaque, _of_no_numpy),
     "output": OpDef(1, _output, _map_opaque, _of_no_numpy, {"index": int}, target="shape"),
     # Sharding.
-    "exchange": OpDef(1, _exchange, _map_exchange, _numpy_exchange, {"axis": int, "sources": tuple}),
+    "collective_permute": OpDef(
+        1, _collective_permute, _map_collective_permute, _numpy_collective_permute, {"axis": int, "sources": tuple}
+    ),
     "reshard": OpDef(1, _same, _map_elementwise, lambda np, x: x, {"kind": str}, target="sharding"),
 }
 
@@ -620,7 +622,7 @@ _WHOLE_DIMS = {
     "slice": "cut",
     "concat": "joined",
     "pad": "made longer",
-    "exchange": "exchanged",
+    "collective_permute": "permuted",
     "kernel": "made",
     "output": "made",
 }

@@ -17,17 +17,17 @@ from hostweave.types.routes import transfer
 from hostweave.types.tensor import TensorType
 
 # In the order of preference where bytes and steps are equal.
-KINDS = ("shard", "all_gather", "exchange", "all_to_all", "all_reduce", "reduce_scatter", "reduce", "transfer")
+KINDS = ("shard", "all_gather", "collective_permute", "all_to_all", "all_reduce", "reduce_scatter", "reduce", "transfer")
 DEFAULT_SIZE = 4096  # of a dim that has no size yet
 
 
 @dataclass(frozen=True)
-class Change:
+class ReshardStep:
     """What one reshard does over mesh `axes`.
 
-    `dim` is the one gathered, scattered or sliced; an all_to_all takes the axes from it to dim `to`. An exchange gives each
+    `dim` is the one gathered, scattered or sliced; an all_to_all takes the axes from it to dim `to`. A collective permute gives each
     rank the block of another, so that the dims end up split along the axes in `layout`. A reduce leaves the result on the rank at
-    place `root` of each team, and a transfer moves what is whole to another mesh: both say the `target`.
+    place `root` of each process group, and a transfer moves what is whole to another mesh: both say the `target`.
     """
 
     kind: str
@@ -60,18 +60,20 @@ class Change:
         """How much of the data reaches a rank of that mesh that held so much before."""
         ranks = mesh.size_of(self.axes)
         others = Fraction(ranks - 1, ranks)
-        times = {"shard": Fraction(0), "all_gather": Fraction(ranks - 1), "exchange": Fraction(1), "all_reduce": 2 * others}
+        times = {"shard": Fraction(0), "all_gather": Fraction(ranks - 1), "collective_permute": Fraction(1), "all_reduce": 2 * others}
         return held * times.get(self.kind, others)
 
 
-def change_of(source: TensorType, target: TensorType, mesh: Mesh) -> Change | None:
+def reshard_step(source: TensorType, target: TensorType, mesh: Mesh) -> ReshardStep | None:
     """The one change that takes a layout to another, or None where it takes several or none. `mesh` is the program's."""
     if source.mesh != target.mesh:
-        return _change_across(source, target, mesh)
+        return _step_across_meshes(source, target, mesh)
     return next((change for change in _moves(source, target, mesh) if change.applied(source) == target), None)
 
 
-def plan(source: TensorType, target: TensorType, mesh: Mesh, sizes: Mapping[str, int], location: Location | None) -> tuple[Change, ...]:
+def plan(
+    source: TensorType, target: TensorType, mesh: Mesh, sizes: Mapping[str, int], location: Location | None
+) -> tuple[ReshardStep, ...]:
     """The changes that take one layout to another and move the fewest bytes; none where the layouts are equal.
 
     `sizes` are those of dims that are known by name alone; ties go to fewer steps, then to the order of KINDS and of dims. Raises
@@ -86,17 +88,17 @@ def plan(source: TensorType, target: TensorType, mesh: Mesh, sizes: Mapping[str,
 
 
 @lru_cache(maxsize=4096)
-def _plan(source: TensorType, target: TensorType, mesh: Mesh, sizes: tuple[tuple[str, int], ...]) -> tuple[Change, ...] | None:
+def _plan(source: TensorType, target: TensorType, mesh: Mesh, sizes: tuple[tuple[str, int], ...]) -> tuple[ReshardStep, ...] | None:
     if source == target:
         return ()
-    if (only := change_of(source, target, mesh)) is not None:
+    if (only := reshard_step(source, target, mesh)) is not None:
         return (only,)  # several never move less
     if source.mesh != target.mesh:
         return _plan_across(source, target, mesh)
     known = dict(sizes)
     on = source.mesh_in(mesh)
     found = 0
-    queue: list[tuple[Fraction, int, tuple[tuple[int, int], ...], int, TensorType, tuple[Change, ...]]] = [
+    queue: list[tuple[Fraction, int, tuple[tuple[int, int], ...], int, TensorType, tuple[ReshardStep, ...]]] = [
         (Fraction(0), 0, (), 0, source, ())
     ]
     done: set[TensorType] = set()
@@ -119,37 +121,37 @@ def _plan(source: TensorType, target: TensorType, mesh: Mesh, sizes: tuple[tuple
 # --- to another mesh --------------------------------------------------------------------------------------------------
 
 
-def _change_across(source: TensorType, target: TensorType, program: Mesh) -> Change | None:
-    """A transfer of what is whole, or the reduce of what is partial to one rank of each team."""
+def _step_across_meshes(source: TensorType, target: TensorType, program: Mesh) -> ReshardStep | None:
+    """A transfer of what is whole, or the reduce of what is partial to one rank of each process group."""
     if source.partial is None:
-        return None if target.partial else Change("transfer", (), target=target)
+        return None if target.partial else ReshardStep("transfer", (), target=target)
     return next((change for change in _reduces(source, target, program) if change.target == target), None)
 
 
-def _reduces(source: TensorType, target: TensorType, program: Mesh) -> Iterator[Change]:
-    """A partial to the ranks at one place of their teams: the target where they are its ranks, else they keep the other mesh axes."""
+def _reduces(source: TensorType, target: TensorType, program: Mesh) -> Iterator[ReshardStep]:
+    """A partial to the ranks at one place of their groups: the target where they are its ranks, else they keep the other mesh axes."""
     mesh, axes = source.mesh_in(program), partial_axes(source)
     kept = tuple((name, size) for name, size in mesh.axes if name not in axes)
     for root in range(mesh.size_of(axes)):
-        owners = tuple(rank for rank in mesh.all_ranks if mesh.place(rank, axes) == root)
+        owners = tuple(rank for rank in mesh.all_ranks if mesh.rank_in_group(rank, axes) == root)
         whole = replace(source, partial=None, mesh=Mesh(kept, owners))
         blocks = transfer(whole, target, program)
         is_target = not blocks.moved and set(blocks.sent) | set(blocks.received) <= {1} and target.mesh_in(program).size == len(owners)
-        yield Change("reduce", axes, root=root, target=target if is_target else whole)
+        yield ReshardStep("reduce", axes, root=root, target=target if is_target else whole)
 
 
-def _plan_across(source: TensorType, target: TensorType, program: Mesh) -> tuple[Change, ...] | None:
-    """What is partial is reduced where it is: to one rank of each team, or scattered as the target has it; then it is moved."""
+def _plan_across(source: TensorType, target: TensorType, program: Mesh) -> tuple[ReshardStep, ...] | None:
+    """What is partial is reduced where it is: to one rank of each process group, or scattered as the target has it; then it is moved."""
     if target.partial:
         return None
     mesh, axes = source.mesh_in(program), partial_axes(source)
-    copies = Fraction(mesh.size, mesh.size_of((*source.axes, *axes)))  # of each team
-    ways: list[tuple[Fraction, int, int, tuple[Change, ...]]] = []
-    firsts = [Change("all_reduce", axes), *(Change("reduce_scatter", axes, i) for i in _scattered(source, target, program))]
+    copies = Fraction(mesh.size, mesh.size_of((*source.axes, *axes)))  # of each process group
+    ways: list[tuple[Fraction, int, int, tuple[ReshardStep, ...]]] = []
+    firsts = [ReshardStep("all_reduce", axes), *(ReshardStep("reduce_scatter", axes, i) for i in _scattered(source, target, program))]
     for first in (*firsts, *_reduces(source, target, program)):
         whole = first.applied(source)
         after = transfer(whole, target, program)
-        steps = (first, *((Change("transfer", (), target=target),) if whole != target else ()))
+        steps = (first, *((ReshardStep("transfer", (), target=target),) if whole != target else ()))
         moved = copies * mesh.size_of(axes) * first.received(Fraction(1), mesh) + after.share  # in multiples of the tensor
         ways.append((moved, 1 + bool(after.moved), len(ways), steps))
     return min(ways)[-1]
@@ -173,7 +175,7 @@ def _held(type: TensorType, mesh: Mesh, sizes: Mapping[str, int]) -> Fraction:
     )
 
 
-def _moves(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[Change]:
+def _moves(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[ReshardStep]:
     """Every change that can be a step on the way to the target, on the same mesh."""
     mesh = now.mesh_in(mesh)
     if now.partial and target.partial and now.partial.op != target.partial.op:
@@ -190,18 +192,18 @@ def _moves(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[Change]:
     for i, dim in enumerate(now.dims):
         for axes in _orders(free):
             if can_gain(i, axes):
-                yield Change("shard", axes, i)
+                yield ReshardStep("shard", axes, i)
         for axes in _orders(open_axes):
             if can_gain(i, axes):
-                yield Change("reduce_scatter", axes, i)
+                yield ReshardStep("reduce_scatter", axes, i)
         for inner in (dim.axes[k:] for k in range(len(dim.axes) if divides(dim.axes, dim, mesh) else 1)):
-            yield Change("all_gather", inner, i)
+            yield ReshardStep("all_gather", inner, i)
             for j in range(len(now.dims)):
                 if j != i and can_gain(j, inner):
-                    yield Change("all_to_all", inner, i, j)
+                    yield ReshardStep("all_to_all", inner, i, j)
     if open_axes:
-        yield Change("all_reduce", open_axes)
-    yield from _exchanges(now, target, mesh)
+        yield ReshardStep("all_reduce", open_axes)
+    yield from _permutes(now, target, mesh)
 
 
 def _orders(axes: Axes) -> Iterator[Axes]:
@@ -209,7 +211,7 @@ def _orders(axes: Axes) -> Iterator[Axes]:
         yield from permutations(axes, count + 1)
 
 
-def _exchanges(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[Change]:
+def _permutes(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[ReshardStep]:
     """To the target, and to other orders of one dim's axes: every dim is split into as many blocks as before."""
     have, want = layout(now), layout(target)
     layouts = [(*have[:i], order, *have[i + 1 :]) for i, axes in enumerate(have) for order in permutations(axes)]
@@ -218,16 +220,16 @@ def _exchanges(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[Chan
     for axes in layouts:
         if axes != have:
             changed = [axis for a, b in zip(have, axes, strict=True) if a != b for axis in (*a, *b)]
-            yield Change("exchange", tuple(dict.fromkeys(changed)), layout=axes)
+            yield ReshardStep("collective_permute", tuple(dict.fromkeys(changed)), layout=axes)
 
 
-def sources_of(change: Change, source: TensorType, mesh: Mesh) -> tuple[int, ...]:
-    """For an exchange: from which place in the team each place gets its block, itself where it has it already."""
+def sources_of(change: ReshardStep, source: TensorType, mesh: Mesh) -> tuple[int, ...]:
+    """For a collective permute: from which place in the process group each place gets its block, itself where it has it already."""
     assert change.layout is not None
     mesh = source.mesh_in(mesh)
-    team = mesh.team(mesh.all_ranks[0], change.axes)
-    have = [_block(mesh, rank, layout(source)) for rank in team]
-    want = [_block(mesh, rank, change.layout) for rank in team]
+    group = mesh.process_group(mesh.all_ranks[0], change.axes)
+    have = [_block(mesh, rank, layout(source)) for rank in group]
+    want = [_block(mesh, rank, change.layout) for rank in group]
     holders: dict[tuple[int, ...], list[int]] = {}
     for place, block in enumerate(have):
         if want[place] != block:
@@ -237,4 +239,4 @@ def sources_of(change: Change, source: TensorType, mesh: Mesh) -> tuple[int, ...
 
 def _block(mesh: Mesh, rank: int, axes: Layout) -> tuple[int, ...]:
     """Which block of each dim a rank holds."""
-    return tuple(mesh.place(rank, a) for a in axes)
+    return tuple(mesh.rank_in_group(rank, a) for a in axes)

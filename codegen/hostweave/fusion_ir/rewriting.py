@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hostweave.base.names import take_name
+from hostweave.base.names import claim_unique
 from hostweave.fusion_ir.ir import Fusion, Op
 
 
@@ -14,7 +14,7 @@ class Names:
 
     def new(self, wanted: str) -> str:
         """`wanted`, or with a number where it is taken."""
-        return take_name(wanted, self.taken)
+        return claim_unique(wanted, self.taken)
 
 
 def consumers(fusion: Fusion) -> dict[str, list[Op | None]]:

@@ -25,7 +25,7 @@ def with_layout(type: TensorType, axes: Layout, partial: Partial | None = None) 
 
 
 @dataclass(frozen=True)
-class Flow:
+class ShardingRule:
     """How an op passes on the shardings of its operands, nobody having stated another.
 
     `result` is what the kept labels bring; `reduced` the mesh axes that split each reduced label, over which the result
@@ -63,7 +63,7 @@ class Flow:
         return tuple(tuple(axis for axis in axes if axis not in partial) for axes in result)
 
 
-def flow(op: Op, operands: Sequence[TensorType], mesh: Mesh) -> Flow:
+def flow(op: Op, operands: Sequence[TensorType], mesh: Mesh) -> ShardingRule:
     """Kept labels come before reduced ones, and the first operand before the others (for a matmul the second before the first).
 
     `mesh` is the program's.
@@ -72,12 +72,14 @@ def flow(op: Op, operands: Sequence[TensorType], mesh: Mesh) -> Flow:
     indices = index_map(op, operands)
     if op.kind == "call" and op.callee:
         taken = tuple(layout(value.type) for value in op.callee.inputs)
-        return Flow(indices, tuple(type.dims for type in operands), layout(op.callee.output_types[0]), {}, taken)
+        return ShardingRule(indices, tuple(type.dims for type in operands), layout(op.callee.output_types[0]), {}, taken)
     if op.source:
-        return Flow(indices, tuple(type.dims for type in operands), layout(op.source.outputs[0]), {}, tuple(map(layout, op.source.inputs)))
+        return ShardingRule(
+            indices, tuple(type.dims for type in operands), layout(op.source.outputs[0]), {}, tuple(map(layout, op.source.inputs))
+        )
     if op.kind == "output":
         stated = op.callee.output_types[int(str(op.attribute("index")))] if op.callee else op.result.type
-        return Flow(indices, tuple(type.dims for type in operands), layout(stated), {}, tuple(map(layout, operands)))
+        return ShardingRule(indices, tuple(type.dims for type in operands), layout(stated), {}, tuple(map(layout, operands)))
     kept = {label: dim.extent for label, dim in zip(indices.result, op.result.type.dims, strict=True) if label is not None}
     claimed: dict[str, Axes] = {}
     reduced: dict[str, Axes] = {}
@@ -102,7 +104,7 @@ def flow(op: Op, operands: Sequence[TensorType], mesh: Mesh) -> Flow:
             if label not in kept and op.kind in REDUCTION_OF_PARTIAL:
                 claim(reduced, label, dim.axes)
     result = tuple(claimed.get(label, ()) if label else () for label in indices.result)
-    return Flow(indices, tuple(type.dims for type in operands), result, reduced)
+    return ShardingRule(indices, tuple(type.dims for type in operands), result, reduced)
 
 
 def _shared(indices: IndexMap, label: str, axes: Axes, mesh: Mesh) -> Axes:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from hostweave.base.errors import Location, did_you_mean
-from hostweave.fusion_ir.calls import on_each
+from hostweave.fusion_ir.calls import map_functions
 from hostweave.fusion_ir.ir import Attribute, Fusion, Op, Scalar, Stream, Value
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.user_kernel import Source, parse_source, print_source
@@ -19,9 +19,20 @@ from hostweave.types.text import Reader
 
 T = TypeVar("T")
 
-STEPS = ("block", "across")
-ROTATIONS = ("own_first", "own_last")
-BY = ("p2p", "ring", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "exchange", "transfer")
+CHUNKINGS = ("by_shard", "across_shards")
+ROTATIONS = ("local_first", "local_last")
+ALGORITHM_NAMES = (
+    "p2p",
+    "ring",
+    "broadcast",
+    "reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "all_to_all",
+    "collective_permute",
+    "transfer",
+)
 
 # --- printing ---------------------------------------------------------------------------------------------------------
 
@@ -49,10 +60,10 @@ def print_op(op: Op) -> str:
 
 
 def print_value(value: Value) -> str:
-    """`%y: bf16[M@x, N] stated stream(M, 8, block, p2p, own_first)`"""
+    """`%y: bf16[M@x, N] pinned stream(M, 8, by_shard, p2p, local_first)`"""
     words = [f"%{value.name}: {value.type}"]
-    if value.stated:
-        words.append("stated")
+    if value.pinned:
+        words.append("pinned")
     if value.aside:
         words.append("aside")
     if value.stream:
@@ -67,7 +78,7 @@ def _names(names: Iterable[str]) -> str:
 def _stream(stream: Stream, type: TensorType) -> str:
     name = str(type.shape[stream.dim])
     is_name = name.isidentifier() and sum(str(extent) == name for extent in type.shape) == 1
-    parts = [name if is_name else str(stream.dim), stream.chunks, stream.step, stream.by, stream.rotation]
+    parts = [name if is_name else str(stream.dim), stream.chunks, stream.chunking, stream.algorithm, stream.rotation]
     return f"stream({', '.join(str(part) for part in parts if part is not None)})"
 
 
@@ -105,7 +116,7 @@ def parse_fusion(text: str) -> Fusion:
     fusion = _parse_body(reader, "fusion", blocks, sources)
     if reader.peek():
         reader.fail(f"expected the end of the text, found {reader.found()}")
-    fusion = on_each(fusion, lambda body: replace(body, mesh=fusion.mesh))  # the text says it once
+    fusion = map_functions(fusion, lambda body: replace(body, mesh=fusion.mesh))  # the text says it once
     verify_fusion(fusion)
     return fusion
 
@@ -133,7 +144,7 @@ def _parse_body(reader: Reader, word: str, blocks: Mapping[str, Fusion], sources
 def _parse_input(reader: Reader) -> Value:
     name = reader.named()
     reader.expect(":")
-    return Value(name, reader.tensor_type(), stated=True)
+    return Value(name, reader.tensor_type(), pinned=True)
 
 
 def parse_op(
@@ -193,8 +204,8 @@ def parse_value(reader: Reader) -> Value:
     name = reader.named()
     reader.expect(":")
     type = reader.tensor_type()
-    stated, aside = reader.accept("stated"), reader.accept("aside")
-    return Value(name, type, _parse_stream(reader, type) if reader.accept("stream") else None, stated, aside)
+    pinned, aside = reader.accept("pinned"), reader.accept("aside")
+    return Value(name, type, _parse_stream(reader, type) if reader.accept("stream") else None, pinned, aside)
 
 
 def _parse_stream(reader: Reader, type: TensorType) -> Stream:
@@ -210,14 +221,16 @@ def _parse_stream(reader: Reader, type: TensorType) -> Stream:
         word = reader.peek()
         if word.isdigit() and chunks is None:
             chunks = reader.integer()
-        elif word in STEPS and step is None:
+        elif word in CHUNKINGS and step is None:
             step = reader.take()
-        elif word in BY and by is None:
+        elif word in ALGORITHM_NAMES and by is None:
             by = reader.take()
         elif word in ROTATIONS and rotation is None:
             rotation = reader.take()
         else:
-            reader.fail(f"expected a number of chunks, {', '.join((*STEPS, *BY))} or a rotation, once each, found {reader.found()}")
+            reader.fail(
+                f"expected a number of chunks, {', '.join((*CHUNKINGS, *ALGORITHM_NAMES))} or a rotation, once each, found {reader.found()}"
+            )
     reader.expect(")")
     return Stream(dim, chunks, step, by, rotation)
 

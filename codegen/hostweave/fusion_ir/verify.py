@@ -9,9 +9,9 @@ from typing import Protocol
 from hostweave.base.errors import Location, ProgramError
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS, infer_type, operand_types
-from hostweave.fusion_ir.resharding import change_of, plan
+from hostweave.fusion_ir.resharding import plan, reshard_step
 from hostweave.fusion_ir.sharding import flow, layout, partial_of, with_layout
-from hostweave.fusion_ir.text import BY, ROTATIONS, STEPS
+from hostweave.fusion_ir.text import ALGORITHM_NAMES, CHUNKINGS, ROTATIONS
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import TensorType
 
@@ -133,7 +133,7 @@ def _verify_stream(op: Op, level: int) -> None:
     here = f"stream of %{op.result.name}"
     if not 0 <= stream.dim < len(op.result.type.dims):
         raise ProgramError(f"{here}: {op.result.type} has no dim {stream.dim}", op.location)
-    for value, known in ((stream.step, STEPS), (stream.by, BY), (stream.rotation, ROTATIONS)):
+    for value, known in ((stream.chunking, CHUNKINGS), (stream.algorithm, ALGORITHM_NAMES), (stream.rotation, ROTATIONS)):
         if value is not None and value not in known:
             raise ProgramError(f"{here}: {value!r} is not one of {', '.join(known)}", op.location)
     if op.callee:
@@ -145,10 +145,10 @@ def _verify_stream(op: Op, level: int) -> None:
     if why := stream.too_many(extent):
         raise ProgramError(f"{here}: {why}", op.location)
     if level >= STAGES.index("choose_overlap"):
-        if stream.step is None:
-            raise ProgramError(f"{here}: its step is open; it is either of {' and '.join(STEPS)}", op.location)
-        if stream.by and op.kind != "reshard":
-            raise ProgramError(f"{here}: by {stream.by}, but a {op.kind} does not communicate; state it on the reshard", op.location)
+        if stream.chunking is None:
+            raise ProgramError(f"{here}: its chunking is open; it is either of {' and '.join(CHUNKINGS)}", op.location)
+        if stream.algorithm and op.kind != "reshard":
+            raise ProgramError(f"{here}: by {stream.algorithm}, but a {op.kind} does not communicate; state it on the reshard", op.location)
 
 
 def _verify_sharding(op: Op, types: dict[str, TensorType], mesh: Mesh, level: int) -> None:
@@ -172,7 +172,7 @@ def _verify_reshard(op: Op, source: TensorType, mesh: Mesh, level: int) -> None:
     if level < STAGES.index("decompose_reshards"):
         plan(source, op.result.type, mesh, {}, op.location)
         return
-    change, stated = change_of(source, op.result.type, mesh), op.attribute("kind")
+    change, stated = reshard_step(source, op.result.type, mesh), op.attribute("kind")
     if change is None or change.kind != stated:
         kinds = [step.kind for step in plan(source, op.result.type, mesh, {}, op.location)]
         raise ProgramError(f"reshard: {source} to {op.result.type} is {' then '.join(kinds) or 'no change'}, not one {stated}", op.location)

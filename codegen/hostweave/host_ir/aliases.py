@@ -5,7 +5,7 @@ from __future__ import annotations
 from hostweave.host_ir import ir
 
 
-class Roots:
+class AliasRoots:
     """The names that a walk over a program has come to. Bodies side by side may use one name for two buffers: the last one counts."""
 
     def __init__(self) -> None:

@@ -10,15 +10,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from hostweave.base.errors import Location
-from hostweave.base.names import take_name
+from hostweave.base.names import claim_unique
 from hostweave.host_ir import ir
-from hostweave.host_ir.dead_code import without_unused
+from hostweave.host_ir.dead_code import eliminate_dead_code
 from hostweave.host_ir.expr import Const, Expr
 from hostweave.types.mesh import Mesh
 from hostweave.types.size import Extent
 from hostweave.types.tensor import BufferType
 
-View = ir.Select | ir.Slice | ir.Section | ir.Strided | ir.Reshape | ir.Permute
+View = ir.Select | ir.Chunk | ir.Slice | ir.Strided | ir.Reshape | ir.Permute
 
 
 class _Scope:
@@ -51,7 +51,7 @@ class Builder:
 
     def name(self, wanted: str) -> str:
         """`wanted`, or with a number after it where that is taken."""
-        return take_name(wanted, self._taken)
+        return claim_unique(wanted, self._taken)
 
     def loop_index(self) -> str:
         """i, j, k, l, then i_2 and so on."""
@@ -98,7 +98,7 @@ class Builder:
 
     def body(self) -> ir.Body:
         """The whole program, without views that nothing uses in the end."""
-        body = without_unused(_joined(tuple(self._scopes[0].instructions), None), ir.VIEWS)
+        body = eliminate_dead_code(_joined(tuple(self._scopes[0].instructions), None), ir.VIEWS)
         return ir.rewrite(body, lambda i: () if isinstance(i, ir.OnMesh) and not i.body else None)
 
     # --- buffers and views ---
@@ -128,15 +128,15 @@ class Builder:
     def select(self, src: str, dim: int, index: Expr, wanted: str) -> str:
         return self._view(ir.Select("", src, dim, index), wanted)
 
-    def slice(self, src: str, dim: int, index: Expr, count: Extent, wanted: str) -> str:
+    def chunk(self, src: str, dim: int, index: Expr, count: Extent, wanted: str) -> str:
         if count == Extent():
             return src
-        return self._view(ir.Slice("", src, dim, index, count), wanted)
+        return self._view(ir.Chunk("", src, dim, index, count), wanted)
 
-    def section(self, src: str, dim: int, extent: Extent, start: Expr, wanted: str) -> str:
+    def slice(self, src: str, dim: int, extent: Extent, start: Expr, wanted: str) -> str:
         if extent == self.types[src].shape[dim]:
             return src
-        return self._view(ir.Section("", src, dim, extent, start), wanted)
+        return self._view(ir.Slice("", src, dim, extent, start), wanted)
 
     def strided(self, src: str, dim: int, extent: Extent, start: Expr, step: int, wanted: str) -> str:
         return self._view(ir.Strided("", src, dim, extent, start, step), wanted)

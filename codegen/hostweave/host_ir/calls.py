@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from hostweave.base.names import free_name, take_name
+from hostweave.base.names import claim_unique, unique_name
 from hostweave.host_ir import ir
 from hostweave.host_ir.expr import Binary, Expr, Var
 
@@ -58,12 +58,12 @@ def joined(parts: Sequence[ir.HostProgram]) -> ir.HostProgram:
         names: dict[str, str] = {}
         for kernel in part.kernels:
             others = {name for name, other in kernels.items() if other != replace(kernel, name=name)}
-            names[kernel.name] = name = free_name(kernel.name, others)
+            names[kernel.name] = name = unique_name(kernel.name, others)
             kernels.setdefault(name, replace(kernel, name=name))
         pools: dict[str, str] = {}
         own = events_of(part.body)
         for pool in (pool for pool in part.events if pool.name in own):
-            pools[pool.name] = free_name(pool.name, events)
+            pools[pool.name] = unique_name(pool.name, events)
             events[pools[pool.name]] = replace(pool, name=pools[pool.name])
         renamed.append(_with_names(part.body, names, pools))
     return replace(
@@ -99,7 +99,7 @@ def inlined(program: ir.HostProgram) -> ir.HostProgram:
     return _Inlining(program).program() if program.blocks else program
 
 
-def with_each_block_once(program: ir.HostProgram) -> ir.HostProgram:
+def dedupe_functions(program: ir.HostProgram) -> ir.HostProgram:
     """The same with the first call of each block alone: all that is asked of extents and instructions, but not of their order."""
     return _Inlining(program, once=True).program() if program.blocks else program
 
@@ -127,7 +127,7 @@ class _Inlining:
         names = dict(zip(parameters, (*call.srcs, *call.dsts), strict=True))
         for i in ir.walk(block.body):
             for name in ir.names(i, "define", "index"):
-                names[name] = take_name(f"{block.name}_{name}", self.taken)
+                names[name] = claim_unique(f"{block.name}_{name}", self.taken)
         freed = {i.src for i in ir.walk(block.body) if isinstance(i, ir.Deallocate)}
         left = [i for i in block.body if isinstance(i, ir.Allocate) and i.out not in freed]
         ends = (ir.Deallocate(i.out, location=i.location) for i in left)

@@ -11,7 +11,7 @@ from hostweave.host_ir.expr import Expr, Var, leaves
 MEMORY = (ir.Allocate, *ir.VIEWS)
 
 
-def without_unused(body: ir.Body, kinds: tuple[type[ir.Instruction], ...] = MEMORY) -> ir.Body:
+def eliminate_dead_code(body: ir.Body, kinds: tuple[type[ir.Instruction], ...] = MEMORY) -> ir.Body:
     """A body without the instructions of these kinds whose names nothing uses, nor what they alone used."""
     while True:
         used = {name for i in ir.walk(body) for name in ir.names(i, "read", "write", "alias")}

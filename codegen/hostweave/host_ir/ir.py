@@ -43,10 +43,10 @@ class Instruction:
 
 
 Body = tuple[Instruction, ...]
-Team = tuple[str, ...]  # the mesh axes along which the ranks of a team differ
-EVERYONE: Team = ("*",)  # all ranks of the program, by their numbers
+Axes = tuple[str, ...]  # the mesh axes along which the ranks of a process group differ
+ALL_RANKS: Axes = ("*",)  # all ranks of the program, by their numbers
 Routes = tuple[Route, ...]
-Sources = tuple[int | None, ...]  # for each place in a team the place that sends to it
+Sources = tuple[int | None, ...]  # for each place in a process group the place that sends to it
 
 
 # --- memory and views -------------------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ class Select(Instruction):
 
 
 @dataclass(frozen=True)
-class Slice(Instruction):
+class Chunk(Instruction):
     """The index-th of `count` equal chunks of a dim. Pointer arithmetic."""
 
     out: Define
@@ -87,11 +87,11 @@ class Slice(Instruction):
     dim: int
     index: Expr
     count: Extent
-    syntax = "%{out} = slice %{src}[{dim}: {index} of {count}]"
+    syntax = "%{out} = chunk %{src}[{dim}: {index} of {count}]"
 
 
 @dataclass(frozen=True)
-class Section(Instruction):
+class Slice(Instruction):
     """`extent` indices of a dim from `start` on. Pointer arithmetic."""
 
     out: Define
@@ -99,7 +99,7 @@ class Section(Instruction):
     dim: int
     extent: Extent
     start: Expr
-    syntax = "%{out} = section %{src}[{dim}: {extent} from {start}]"
+    syntax = "%{out} = slice %{src}[{dim}: {extent} from {start}]"
 
 
 @dataclass(frozen=True)
@@ -140,9 +140,9 @@ class Permute(Instruction):
 
 @dataclass(frozen=True)
 class Matmul(Instruction):
-    """dst = activation(scale * a b + plus + bias), rounded once. Equivalent to cublasLtMatmul with its epilogue.
+    """dst = activation(scale * a b + accumulate + bias), rounded once. Equivalent to cublasLtMatmul with its epilogue.
 
-    The product is over the last two dims, leading dims broadcast as NumPy does. `plus` is of dst's type and may be dst, the bias
+    The product is over the last two dims, leading dims broadcast as NumPy does. `accumulate` is of dst's type and may be dst, the bias
     a vector along dst's columns; there is at most one of each.
     """
 
@@ -151,10 +151,10 @@ class Matmul(Instruction):
     dst: Write
     precision: str = ""  # "tf32": f32 operands are rounded to TF32 first
     scale: float = 1.0
-    plus: Reads = ()
+    accumulate: Reads = ()
     bias: Reads = ()
     activation: str = ""  # one of ACTIVATIONS
-    syntax = "matmul %{a}, %{b} in {precision} scaled {scale} plus {plus} bias {bias} then {activation} -> %{dst}"
+    syntax = "matmul %{a}, %{b} in {precision} scaled {scale} accumulate {accumulate} bias {bias} activation {activation} -> %{dst}"
 
 
 @dataclass(frozen=True)
@@ -190,12 +190,12 @@ class Fill(Instruction):
 
 @dataclass(frozen=True)
 class AllGather(Instruction):
-    """dst holds the src of every rank of the team, in team order. Equivalent to ncclAllGather."""
+    """dst holds the src of every rank of the process group, in process group order. Equivalent to ncclAllGather."""
 
     src: Read
     dst: Write
-    team: Team
-    syntax = "all_gather %{src} -> %{dst} on {team}"
+    axes: Axes
+    syntax = "all_gather %{src} -> %{dst} on {axes}"
 
 
 @dataclass(frozen=True)
@@ -205,8 +205,8 @@ class AllReduce(Instruction):
     src: Read
     dst: Write
     op: str
-    team: Team
-    syntax = "all_reduce {op} %{src} -> %{dst} on {team}"
+    axes: Axes
+    syntax = "all_reduce {op} %{src} -> %{dst} on {axes}"
 
 
 @dataclass(frozen=True)
@@ -216,25 +216,27 @@ class ReduceScatter(Instruction):
     src: Read
     dst: Write
     op: str
-    team: Team
-    syntax = "reduce_scatter {op} %{src} -> %{dst} on {team}"
+    axes: Axes
+    syntax = "reduce_scatter {op} %{src} -> %{dst} on {axes}"
 
 
 @dataclass(frozen=True)
 class Broadcast(Instruction):
-    """dst = the src of the rank whose coordinate in the team is root. Equivalent to ncclBroadcast."""
+    """dst = the src of the rank whose coordinate in the process group is root. Equivalent to ncclBroadcast."""
 
     src: Read
     dst: Write
     root: Expr
-    team: Team
-    syntax = "broadcast %{src} -> %{dst} from {root} on {team}"
+    axes: Axes
+    syntax = "broadcast %{src} -> %{dst} from {root} on {axes}"
     at_root = "src"
 
 
 @dataclass(frozen=True)
-class Spread(Instruction):
-    """On every rank of the team but the root, dst = the src of the root, which keeps it. Equivalent to ncclBroadcast, in place on the root.
+class BroadcastToOthers(Instruction):
+    """On every rank of the process group but the root, dst = the src of the root, which keeps it.
+
+    Equivalent to ncclBroadcast, in place on the root.
 
     The root needs no dst, and no other rank a src: they may be on two meshes.
     """
@@ -242,8 +244,8 @@ class Spread(Instruction):
     src: Read
     dst: Write
     root: Expr
-    team: Team
-    syntax = "spread %{src} to %{dst} from {root} on {team}"
+    axes: Axes
+    syntax = "broadcast_to_others %{src} to %{dst} from {root} on {axes}"
     at_root = "src"
     not_at_root = "dst"
 
@@ -256,20 +258,20 @@ class Reduce(Instruction):
     dst: Write
     op: str
     root: Expr
-    team: Team
-    syntax = "reduce {op} %{src} -> %{dst} to {root} on {team}"
+    axes: Axes
+    syntax = "reduce {op} %{src} -> %{dst} to {root} on {axes}"
     at_root = "dst"
 
 
 @dataclass(frozen=True)
 class Gather(Instruction):
-    """At root, dst holds the src of every rank, in team order; elsewhere it is not touched. Sends and recvs in a group."""
+    """At root, dst holds the src of every rank, in process group order; elsewhere it is not touched. Sends and recvs in a group."""
 
     src: Read
     dst: Write
     root: Expr
-    team: Team
-    syntax = "gather %{src} -> %{dst} to {root} on {team}"
+    axes: Axes
+    syntax = "gather %{src} -> %{dst} to {root} on {axes}"
     at_root = "dst"
 
 
@@ -280,24 +282,24 @@ class Scatter(Instruction):
     src: Read
     dst: Write
     root: Expr
-    team: Team
-    syntax = "scatter %{src} -> %{dst} from {root} on {team}"
+    axes: Axes
+    syntax = "scatter %{src} -> %{dst} from {root} on {axes}"
     at_root = "src"
 
 
 @dataclass(frozen=True)
 class AllToAll(Instruction):
-    """Block i of src goes to the i-th rank of the team, and block i of dst comes from it. Sends and recvs in a group."""
+    """Block i of src goes to the i-th rank of the process group, and block i of dst comes from it. Sends and recvs in a group."""
 
     src: Read
     dst: Write
-    team: Team
-    syntax = "all_to_all %{src} -> %{dst} on {team}"
+    axes: Axes
+    syntax = "all_to_all %{src} -> %{dst} on {axes}"
 
 
 @dataclass(frozen=True)
-class Exchange(Instruction):
-    """dst = the src of the rank that `sources` names for this one's place in the team; a rank without a source gets zeros.
+class CollectivePermute(Instruction):
+    """dst = the src of the rank that `sources` names for this one's place in the process group; a rank without a source gets zeros.
 
     A collective permute: a rank sends to at most one other, itself included. A send and a recv in a group.
     """
@@ -305,35 +307,35 @@ class Exchange(Instruction):
     src: Read
     dst: Write
     sources: Sources
-    team: Team
-    syntax = "exchange %{src} -> %{dst} from {sources} on {team}"
+    axes: Axes
+    syntax = "collective_permute %{src} -> %{dst} from {sources} on {axes}"
 
 
 @dataclass(frozen=True)
 class Barrier(Instruction):
-    """Ends when every rank of the team has come here. An all_reduce of one element, which no rank needs."""
+    """Ends when every rank of the process group has come here. An all_reduce of one element, which no rank needs."""
 
     token: Update
-    team: Team
-    syntax = "barrier %{token} on {team}"
+    axes: Axes
+    syntax = "barrier %{token} on {axes}"
 
 
 @dataclass(frozen=True)
 class Send(Instruction):
-    """Meets the recv of the peer, given by its coordinate in the team. Equivalent to ncclSend."""
+    """Meets the recv of the peer, given by its coordinate in the process group. Equivalent to ncclSend."""
 
     src: Read
     peer: Expr
-    team: Team
-    syntax = "send %{src} to {peer} on {team}"
+    axes: Axes
+    syntax = "send %{src} to {peer} on {axes}"
 
 
 @dataclass(frozen=True)
 class Recv(Instruction):
     dst: Write
     peer: Expr
-    team: Team
-    syntax = "recv %{dst} from {peer} on {team}"
+    axes: Axes
+    syntax = "recv %{dst} from {peer} on {axes}"
 
 
 @dataclass(frozen=True)
@@ -346,8 +348,8 @@ class SendBlocks(Instruction):
     src: Read
     count: int
     routes: Routes
-    team: Team
-    syntax = "send_blocks %{src} in {count} by {routes} on {team}"
+    axes: Axes
+    syntax = "send_blocks %{src} in {count} by {routes} on {axes}"
 
 
 @dataclass(frozen=True)
@@ -357,8 +359,8 @@ class RecvBlocks(Instruction):
     dst: Write
     count: int
     routes: Routes
-    team: Team
-    syntax = "recv_blocks %{dst} in {count} by {routes} on {team}"
+    axes: Axes
+    syntax = "recv_blocks %{dst} in {count} by {routes} on {axes}"
 
 
 @dataclass(frozen=True)
@@ -462,12 +464,24 @@ class OnMesh(Instruction):
 
 
 ACTIVATIONS = ("relu", "gelu_tanh")  # ops that a matmul may end with
-VIEWS = (Select, Slice, Section, Strided, Reshape, Permute)
+VIEWS = (Select, Chunk, Slice, Strided, Reshape, Permute)
 CALLS_NOTHING = (Allocate, Let, *VIEWS)  # names for memory and integers
 REDUCTIONS = (AllReduce, ReduceScatter, Reduce)
-COLLECTIVES = (AllGather, AllReduce, ReduceScatter, Broadcast, Spread, Reduce, Gather, Scatter, AllToAll, Exchange, Barrier)
+COLLECTIVES = (
+    AllGather,
+    AllReduce,
+    ReduceScatter,
+    Broadcast,
+    BroadcastToOthers,
+    Reduce,
+    Gather,
+    Scatter,
+    AllToAll,
+    CollectivePermute,
+    Barrier,
+)
 POINT_TO_POINT = (Send, Recv, SendBlocks, RecvBlocks)
-GROUPED = (Group, Gather, Scatter, AllToAll, Exchange, SendBlocks, RecvBlocks)  # sends and recvs posted together
+GROUPED = (Group, Gather, Scatter, AllToAll, CollectivePermute, SendBlocks, RecvBlocks)  # sends and recvs posted together
 COMMUNICATIONS = COLLECTIVES + POINT_TO_POINT
 
 
@@ -688,12 +702,12 @@ def view_type(view: Instruction, source: BufferType) -> BufferType:
     match view:
         case Select(dim=dim):
             return strided(source, shape[:dim] + shape[dim + 1 :], strides[:dim] + strides[dim + 1 :])
-        case Slice(dim=dim, count=count):
+        case Chunk(dim=dim, count=count):
             chunk = shape[dim].divided_by(count)
             if chunk is None or (not chunk.names and chunk.divisor != 1):
                 raise ValueError(f"cannot cut {shape[dim]} into {count} chunks")
             return strided(source, (*shape[:dim], chunk, *shape[dim + 1 :]), strides)
-        case Section(dim=dim, extent=extent):
+        case Slice(dim=dim, extent=extent):
             return strided(source, (*shape[:dim], extent, *shape[dim + 1 :]), strides)
         case Strided(dim=dim, extent=extent, step=step):
             apart = (*strides[:dim], strides[dim] * step, *strides[dim + 1 :])

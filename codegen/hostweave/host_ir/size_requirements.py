@@ -65,7 +65,7 @@ def sums(program: ir.HostProgram) -> Iterator[Extent]:
 def slack(view: ir.Instruction, source: BufferType) -> tuple[Extent, ...]:
     """How much room a view of some indices leaves before and after them, where that follows from sizes alone."""
     match view:
-        case ir.Section(dim=dim, extent=extent, start=start):
+        case ir.Slice(dim=dim, extent=extent, start=start):
             before, after = _extent_of(start), extent
         case ir.Strided(dim=dim, extent=extent, start=start, step=step):
             before, after = _extent_of(start), (extent - 1) * step + 1

@@ -239,8 +239,8 @@ def _parse_field(reader: Reader, kind: type[ir.Instruction], name: str, hint: An
         return reader.named()
     if role:  # the buffers of a launch or a call
         return _separated(reader, reader.named) if reader.peek() == "%" else ()
-    if name == "team":
-        return ir.EVERYONE if reader.accept("*") else _separated(reader, lambda: reader.word("a mesh axis"))
+    if name == "axes":
+        return ir.ALL_RANKS if reader.accept("*") else _separated(reader, lambda: reader.word("a mesh axis"))
     return _FIELD_PARSERS[hint](reader)
 
 

@@ -10,7 +10,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Intent:
+class CallSignature:
     """A program that a rank is about to make ready or to call; `error` says why it cannot."""
 
     program: str
@@ -23,23 +23,23 @@ class Intent:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def parse(text: str) -> Intent:
+    def parse(text: str) -> CallSignature:
         fields = json.loads(text)
-        return Intent(**{**fields, "shapes": tuple(map(tuple, fields["shapes"]))})
+        return CallSignature(**{**fields, "shapes": tuple(map(tuple, fields["shapes"]))})
 
 
-def disagreement(intents: Sequence[Intent]) -> str | None:
+def disagreement(signatures: Sequence[CallSignature]) -> str | None:
     """In what some rank differs from rank 0, or what keeps it from going on; None where they can all go on together."""
-    first = intents[0]
-    for rank, intent in enumerate(intents):
-        if intent.error:
-            return f"rank {rank} cannot go on: {intent.error}"
-    for rank, intent in enumerate(intents):
-        if (intent.program, intent.mesh) != (first.program, first.mesh):
+    first = signatures[0]
+    for rank, signature in enumerate(signatures):
+        if signature.error:
+            return f"rank {rank} cannot go on: {signature.error}"
+    for rank, signature in enumerate(signatures):
+        if (signature.program, signature.mesh) != (first.program, first.mesh):
             return (
-                f"rank {rank} calls {intent.program} on {intent.mesh}, rank 0 {first.program} on {first.mesh}; "
+                f"rank {rank} calls {signature.program} on {signature.mesh}, rank 0 {first.program} on {first.mesh}; "
                 "all ranks of a group call the same programs in the same order"
             )
-        if intent.digest != first.digest:
+        if signature.digest != first.digest:
             return f"rank {rank} calls another program of that name than rank 0; compile the same one, with the same options, on all ranks"
     return None

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from hostweave.base.errors import ArgumentError
 from hostweave.host_ir.ir import Parameter
-from hostweave.runtime.arrays import HOST, Array, Library, library_of
+from hostweave.runtime.arrays import CPU_DEVICE, Array, Library, library_of
 from hostweave.types.tensor import TensorType
 
 
@@ -54,7 +54,7 @@ def accept(program: str, target: str, name: str, type_: TensorType, array: Array
         elif dtype != type_.dtype:
             remedy = f"cast it, or compile for {dtype}"
         raise ArgumentError(f"{mismatch}; {remedy}")
-    if target == "cpu" and library.device(array) != HOST:
+    if target == "cpu" and library.device(array) != CPU_DEVICE:
         raise ArgumentError(
             f"{program}: {name}: is on GPU {library.device(array)} and the program was compiled for the CPU; "
             "pass an array in host memory, or compile for cuda"

@@ -15,7 +15,7 @@ import numpy as np
 from hostweave.types.numpy_dtypes import LIBRARY_NAMES, dtype_of_name, numpy_dtype
 from hostweave.types.tensor import DType
 
-HOST = -1  # the device of an array in host memory
+CPU_DEVICE = -1  # the device of an array in host memory
 
 Array = Any  # of some library
 
@@ -33,7 +33,7 @@ class Library(Protocol):
         """The element type, or its name where Hostweave has none like it."""
 
     def device(self, array: Array) -> int:
-        """The number of the GPU, or HOST."""
+        """The number of the GPU, or CPU_DEVICE."""
 
     def address(self, array: Array) -> int: ...
 
@@ -73,7 +73,7 @@ class View:
 
 def nothing(whole: tuple[int, ...]) -> View:
     """What a rank has of a global array of this shape that is not on it."""
-    return View(0, (), 0, HOST, None, whole)
+    return View(0, (), 0, CPU_DEVICE, None, whole)
 
 
 def view(library: Library, array: Array, dtype: DType, whole: tuple[int, ...] = ()) -> View:
@@ -114,7 +114,7 @@ class _Numpy:
         return dtype_of_name(array.dtype.name)
 
     def device(self, array: Array) -> int:
-        return HOST
+        return CPU_DEVICE
 
     def address(self, array: Array) -> int:
         return int(array.__array_interface__["data"][0])
@@ -193,7 +193,7 @@ class _Torch:
         return dtype_of_name(str(array.dtype).removeprefix("torch."))
 
     def device(self, array: Array) -> int:
-        return HOST if array.device.type == "cpu" else int(array.device.index)
+        return CPU_DEVICE if array.device.type == "cpu" else int(array.device.index)
 
     def address(self, array: Array) -> int:
         return int(array.data_ptr())
@@ -203,7 +203,7 @@ class _Torch:
 
     def empty(self, shape: tuple[int, ...], dtype: DType, device: int) -> Array:
         torch = sys.modules["torch"]
-        return torch.empty(shape, dtype=getattr(torch, LIBRARY_NAMES[dtype]), device="cpu" if device == HOST else f"cuda:{device}")
+        return torch.empty(shape, dtype=getattr(torch, LIBRARY_NAMES[dtype]), device="cpu" if device == CPU_DEVICE else f"cuda:{device}")
 
     def is_contiguous(self, array: Array) -> bool:
         return bool(array.is_contiguous())
@@ -222,7 +222,7 @@ class _Torch:
         return context
 
     def wait(self, device: int) -> None:
-        if device != HOST:
+        if device != CPU_DEVICE:
             sys.modules["torch"].cuda.current_stream(device).synchronize()
 
 

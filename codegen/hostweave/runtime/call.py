@@ -9,7 +9,7 @@ from typing import Any
 from hostweave.base.errors import ArgumentError
 from hostweave.host_ir.ir import HostProgram, Parameter
 from hostweave.runtime.arguments import accept, in_order
-from hostweave.runtime.arrays import HOST, Array, Library, View, nothing, view
+from hostweave.runtime.arrays import CPU_DEVICE, Array, Library, View, nothing, view
 from hostweave.types.mesh import Mesh
 from hostweave.types.shards import bind_sizes, block_of, global_shape, holds, local_shape
 from hostweave.types.tensor import TensorType
@@ -41,7 +41,7 @@ class Call:
 
     def _global_result(self, index: int, parameter: Parameter) -> Array:
         ranks = parameter.type.mesh_in(self.program.mesh).all_ranks
-        if not parameter.type.axes and (parameter.type.mesh is None or self.device in (HOST, *ranks)):
+        if not parameter.type.axes and (parameter.type.mesh is None or self.device in (CPU_DEVICE, *ranks)):
             return self.outputs[self.device if self.device in ranks else ranks[0]][index].array  # a copy that is where the result goes
         shape = global_shape(parameter.type, self.sizes)
         result = self.library.empty(shape, parameter.type.dtype, self.device)
@@ -71,12 +71,12 @@ def make_call(program: HostProgram, target: str, given: Sequence[Array], named: 
         tuple(_block(libraries[name], accepted[name], type_, program.mesh, rank) for name, type_ in expected.items()) for rank in ranks
     )
     outputs = tuple(
-        tuple(_result(library, p.type, program.mesh, rank, sizes, HOST if device == HOST else rank) for p in program.outputs)
+        tuple(_result(library, p.type, program.mesh, rank, sizes, CPU_DEVICE if device == CPU_DEVICE else rank) for p in program.outputs)
         for rank in ranks
     )
     for name, used in libraries.items():
         used.wait(used.device(accepted[name]))
-    for rank in ranks if device != HOST else ():
+    for rank in ranks if device != CPU_DEVICE else ():
         library.wait(rank)
     return Call(program, sizes, library, device, inputs, outputs)
 

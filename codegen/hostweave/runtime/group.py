@@ -13,10 +13,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from hostweave.base.errors import ArgumentError, ExecutionError, HostweaveError
-from hostweave.runtime.agreement import Intent, disagreement
+from hostweave.runtime.agreement import CallSignature, disagreement
 from hostweave.runtime.lifetime import calls as native_calls
 from hostweave.runtime.lifetime import expect_own_devices, on_end
-from hostweave.runtime.meeting import Absent, Failed, Meeting, NoMeeting, StoreMeeting, ThreadMeeting
+from hostweave.runtime.meeting import Failed, Meeting, NoMeeting, PeerLost, StoreMeeting, ThreadMeeting
 from hostweave.runtime.providers import Communicators, Environment, Provider, Threads, default_provider
 from hostweave.runtime.rendezvous import World, meet, timed_out
 from hostweave.runtime.stores import Store, StoreClosed
@@ -182,27 +182,27 @@ class Group:
                     watch(self)
             return self._members[target]
 
-    def agree(self, intent: Intent, waits_for: str, timeout: float, error: HostweaveError | None = None) -> list[Intent]:
+    def agree(self, signature: CallSignature, waits_for: str, timeout: float, error: HostweaveError | None = None) -> list[CallSignature]:
         """Meets the other ranks, which are to be about to do the same. Gives what they all are, by rank.
 
         Raises `error`, which keeps this rank from going on; ExecutionError where another rank cannot, is about to do something
         else, or does not come: `waits_for` says what for.
         """
         try:
-            records = self.meeting.gather(str(intent), timeout)
-        except (Absent, Failed) as failure:
-            late = timed_out(timeout, failure.ranks) if isinstance(failure, Absent) else str(failure)
+            records = self.meeting.gather(str(signature), timeout)
+        except (PeerLost, Failed) as failure:
+            late = timed_out(timeout, failure.ranks) if isinstance(failure, PeerLost) else str(failure)
             self.fail(late)
-            raise ExecutionError(f"{intent.program}: {late}{waits_for}") from None
+            raise ExecutionError(f"{signature.program}: {late}{waits_for}") from None
         except BaseException as interruption:
             self.fail(f"rank {self.rank}: {type(interruption).__name__}")
             raise
         if error:
             raise error
-        intents = [Intent.parse(record) for record in records]
-        if difference := disagreement(intents):
-            raise ExecutionError(f"{intent.program}: {difference}")
-        return intents
+        signatures = [CallSignature.parse(record) for record in records]
+        if difference := disagreement(signatures):
+            raise ExecutionError(f"{signature.program}: {difference}")
+        return signatures
 
     def connected(self, member: Any, module: ModuleType) -> Any:
         """The module's program on this rank. Makes the channels that it uses and the rank does not have; all ranks do so together."""
@@ -210,8 +210,11 @@ class Group:
             with native_calls:
                 if self._communicators is not None:
                     module.adopt(member, self._communicators)
-                elif teams := module.missing_teams(member):
-                    ids = {key: self._share_id(f"team/{key}", module.new_id() if place == 0 else None) for key, place in teams}
+                elif process_groups := module.missing_process_groups(member):
+                    ids = {
+                        key: self._share_id(f"process_group/{key}", module.new_id() if place == 0 else None)
+                        for key, place in process_groups
+                    }
                     module.connect(member, ids, self.timeout)
                 return module.Instance(member)
         except BaseException as error:
@@ -278,7 +281,7 @@ class Group:
             return ThreadMeeting(provider.table(world.epoch), self.rank)
         meeting = StoreMeeting(store, world.prefix, self.rank, self.count)
         if isinstance(store, TcpStore):
-            store.leave_will(meeting.failure_key, f"rank {self.rank}: its process has ended".encode())
+            store.on_disconnect(meeting.failure_key, f"rank {self.rank}: its process has ended".encode())
         return meeting
 
     def _find_local_rank(self, provider: Provider) -> int:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from hostweave.base.errors import ArgumentError, HostweaveError
 from hostweave.build.cache import key_of
-from hostweave.host_ir.calls import with_each_block_once
-from hostweave.host_ir.ir import EVERYONE, Body, HostProgram, Instruction, OnMesh, Parameter, Team, bodies
+from hostweave.host_ir.calls import dedupe_functions
+from hostweave.host_ir.ir import ALL_RANKS, Axes, Body, HostProgram, Instruction, OnMesh, Parameter, bodies
 from hostweave.host_ir.text import print_instruction
-from hostweave.runtime.agreement import Intent, Shape
+from hostweave.runtime.agreement import CallSignature, Shape
 from hostweave.runtime.arguments import accept
-from hostweave.runtime.arrays import HOST, Array, Library, numpy_library
+from hostweave.runtime.arrays import CPU_DEVICE, Array, Library, numpy_library
 from hostweave.runtime.cpu import Schedule, schedule
 from hostweave.runtime.lifetime import calls as native_calls
 from hostweave.runtime.streams import handle_of
@@ -82,7 +82,7 @@ class LocalProgram:
             raise ArgumentError(f"{where}; use a provider with a store, or leave it out")
         self._on_parts = any(p.type.mesh for p in (*host.inputs, *host.outputs))  # some ranks have nothing of some
         self._waits_for = _first_communication(host)
-        self._intent = Intent(host.name, str(host.mesh), key_of(program.host_ir, options, program.target))
+        self._intent = CallSignature(host.name, str(host.mesh), key_of(program.host_ir, options, program.target))
         self._ready_for: Any = None  # the shapes of the last call
         self._outputs: list[Shape] = []
         self._native_schedule: tuple[Schedule, Any] | None = None
@@ -94,7 +94,7 @@ class LocalProgram:
             return module, group.member(module, self._target)
 
         (self._module, self._member), _ = self._agreed(on_this_rank, group.timeout)
-        self._device: int = HOST if self._target == "cpu" else self._member.device
+        self._device: int = CPU_DEVICE if self._target == "cpu" else self._member.device
         self._native: Any = group.connected(self._member, self._module)
 
     @property
@@ -112,8 +112,8 @@ class LocalProgram:
         group = self._group
         group.expect_working()
         if self._meets:
-            taken, intents = self._agreed(lambda: self._take(arrays, stream, sizes), group.call_timeout)
-            shapes_of_all = tuple(intent.shapes for intent in intents)
+            taken, signatures = self._agreed(lambda: self._take(arrays, stream, sizes), group.call_timeout)
+            shapes_of_all = tuple(signature.shapes for signature in signatures)
             if self._ready_for != shapes_of_all:
                 self._ready_for = None
                 self._agreed(lambda: self._prepare(taken, self._whole_shapes(shapes_of_all)), group.call_timeout)
@@ -139,7 +139,7 @@ class LocalProgram:
 
     # --- with the other ranks
 
-    def _agreed(self, step: Callable[[], T], timeout: float) -> tuple[T, list[Intent]]:
+    def _agreed(self, step: Callable[[], T], timeout: float) -> tuple[T, list[CallSignature]]:
         """Does what may fail on some ranks only, and tells the others. Either all go on, or all raise."""
         result, error = None, None
         try:
@@ -147,10 +147,10 @@ class LocalProgram:
         except HostweaveError as problem:
             error = problem
         shapes = result.shapes if isinstance(result, Taken) else ()
-        intent = replace(self._intent, shapes=shapes, error=str(error) if error else "")
-        intents = self._group.agree(intent, self._waits_for, timeout, error)
+        signature = replace(self._intent, shapes=shapes, error=str(error) if error else "")
+        signatures = self._group.agree(signature, self._waits_for, timeout, error)
         assert result is not None
-        return result, intents
+        return result, signatures
 
     def _check_group(self) -> None:
         group, name, mesh = self._group, self._host.name, self._host.mesh
@@ -193,7 +193,7 @@ class LocalProgram:
         library, array = accept(self._host.name, self._target, parameter.name, parameter.type, array)
         where = f"{self._host.name}: {parameter.name}"
         if (device := library.device(array)) != self._device:
-            here = "in host memory" if device == HOST else f"on GPU {device}"
+            here = "in host memory" if device == CPU_DEVICE else f"on GPU {device}"
             raise ArgumentError(f"{where}: is {here}, and rank {self._group.rank} is on GPU {self._device}; move it there")
         if not library.is_contiguous(array):
             raise ArgumentError(f"{where}: is not contiguous, and a call copies nothing; pass a contiguous copy")
@@ -316,19 +316,19 @@ class LocalProgram:
 
 def _first_communication(host: HostProgram) -> str:
     """What a rank waits at where others do not come."""
-    found = next(_communications(with_each_block_once(host).body, host.mesh), None)
+    found = next(_communications(dedupe_functions(host).body, host.mesh), None)
     if found is None:
         return ""
-    instruction, team, mesh = found
+    instruction, axes, mesh = found
     text = " ".join(line.strip() for line in print_instruction(instruction))
     place = f" ({instruction.location})" if instruction.location else ""
-    needed = "the ranks on its other side" if team == EVERYONE else f"all ranks of its channel along {', '.join(team)} of {mesh}"
+    needed = "the ranks on its other side" if axes == ALL_RANKS else f"all ranks of its channel along {', '.join(axes)} of {mesh}"
     return f"; `{text}`{place} needs {needed}"
 
 
-def _communications(body: Body, mesh: Mesh) -> Iterator[tuple[Instruction, Team, Mesh]]:
+def _communications(body: Body, mesh: Mesh) -> Iterator[tuple[Instruction, Axes, Mesh]]:
     for instruction in body:
-        if team := getattr(instruction, "team", None):
-            yield instruction, team, mesh
+        if axes := getattr(instruction, "axes", None):
+            yield instruction, axes, mesh
         for inner in bodies(instruction):
             yield from _communications(inner, instruction.mesh if isinstance(instruction, OnMesh) else mesh)

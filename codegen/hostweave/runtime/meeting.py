@@ -17,7 +17,7 @@ _LOOK = 0.25  # seconds between looks at whether another rank has failed
 _LEFT = "-1 left"  # in place of a record
 
 
-class Absent(Exception):
+class PeerLost(Exception):
     """Some ranks did not come in time."""
 
     def __init__(self, ranks: Sequence[int]):
@@ -32,7 +32,7 @@ class Meeting(Protocol):
     """One rank's seat in the meetings of its group. Once a meeting has failed, the group is to be made again."""
 
     def gather(self, record: str, timeout: float) -> list[str]:
-        """The records of all ranks, by rank. Raises Absent after `timeout` seconds, Failed where another rank has failed."""
+        """The records of all ranks, by rank. Raises PeerLost after `timeout` seconds, Failed where another rank has failed."""
 
     def fail(self, reason: str) -> None:
         """Tells the others that the group has failed. The first reason counts."""
@@ -78,7 +78,7 @@ class StoreMeeting:
             return all_records
         except TimeoutError:
             missing = [rank for rank in range(self._count) if self._record(f"record/{rank}", 0) is None]
-            raise Absent(missing or [0]) from None
+            raise PeerLost(missing or [0]) from None
 
     def fail(self, reason: str) -> None:
         if self.failure() is None:
@@ -175,7 +175,7 @@ class ThreadMeeting:
                 if table.failure:
                     raise Failed(table.failure)
                 if table.absent:
-                    raise Absent(table.absent)
+                    raise PeerLost(table.absent)
                 if len(table.records) == len(table.threads):
                     table.finish()
                     break

@@ -1,4 +1,4 @@
-"""Where ranks leave bytes for each other: ids of teams, what each is about to call, and how far it came."""
+"""Where ranks leave bytes for each other: ids of process_groups, what each is about to call, and how far it came."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ class TcpStore:
             raise TimeoutError(key)
         return answer
 
-    def leave_will(self, key: str, value: bytes) -> None:
+    def on_disconnect(self, key: str, value: bytes) -> None:
         """Has the server put this value when this process ends without `close`, however it ends."""
         if self._will is None:
             self._will = self._connect(self._address, _GRACE)

@@ -96,14 +96,14 @@ class Mesh:
             index //= size
         raise KeyError(axis)
 
-    def place(self, rank: int, axes: tuple[str, ...]) -> int:
-        """Where `rank` stands in its team along `axes`."""
+    def rank_in_group(self, rank: int, axes: tuple[str, ...]) -> int:
+        """Where `rank` stands in its process group along `axes`."""
         place = 0
         for axis in axes:
             place = place * self.axis_size(axis) + self.coordinate(rank, axis)
         return place
 
-    def team(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
+    def process_group(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
         """The ranks that differ from `rank` only along `axes`, in row-major order of `axes` as given."""
         strides, stride = {}, 1
         for name, size in reversed(self.axes):

@@ -30,7 +30,7 @@ class RankSizes(dict[str, int]):
         if held := part_of(name):
             size, axes, _ = held
             mesh = mesh_of_part(name, self.mesh)
-            place = mesh.place(self.rank, axes) if self.rank in mesh.all_ranks else 0  # others never have it
+            place = mesh.rank_in_group(self.rank, axes) if self.rank in mesh.all_ranks else 0  # others never have it
             return len(held_by(size.bind(self), mesh.size_of(axes), place))
         raise KeyError(name)
 

@@ -91,7 +91,7 @@ def transfer(source: TensorType, target: TensorType, program: Mesh) -> Transfer:
 
 def _place(type: TensorType, mesh: Mesh, rank: int) -> tuple[int, ...]:
     """Which block of each dim a rank holds."""
-    return tuple(mesh.place(rank, dim.axes) for dim in type.dims)
+    return tuple(mesh.rank_in_group(rank, dim.axes) for dim in type.dims)
 
 
 def _number(cut: tuple[int, ...] | list[int], cuts: tuple[int, ...] | list[int]) -> int:

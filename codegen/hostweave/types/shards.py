@@ -55,7 +55,7 @@ def unshard(type_: TensorType, arrays: Sequence[NDArray[Any]], mesh: Mesh) -> ND
 def whole_shape(type_: TensorType, mesh: Mesh, shapes: Sequence[Shape] | Mapping[int, Shape]) -> Shape:
     """The shape of the global array of which the ranks hold blocks of these shapes: along each dim what the ranks that split it hold."""
     mesh = type_.mesh_in(mesh)
-    return tuple(sum(shapes[rank][i] for rank in mesh.team(mesh.all_ranks[0], dim.axes)) for i, dim in enumerate(type_.dims))
+    return tuple(sum(shapes[rank][i] for rank in mesh.process_group(mesh.all_ranks[0], dim.axes)) for i, dim in enumerate(type_.dims))
 
 
 def holds(type_: TensorType, mesh: Mesh, rank: int) -> bool:
@@ -79,7 +79,7 @@ def local_shape(type_: TensorType, mesh: Mesh, rank: int, sizes: Mapping[str, in
 def block_of(type_: TensorType, mesh: Mesh, rank: int, shape: Sequence[int]) -> tuple[slice, ...]:
     """The block of a global array of `shape` that `rank`, one of its mesh, holds. The first axis of a dim splits it outermost."""
     mesh = type_.mesh_in(mesh)
-    held = [held_by(size, mesh.size_of(dim.axes), mesh.place(rank, dim.axes)) for dim, size in zip(type_.dims, shape, strict=True)]
+    held = [held_by(size, mesh.size_of(dim.axes), mesh.rank_in_group(rank, dim.axes)) for dim, size in zip(type_.dims, shape, strict=True)]
     return tuple(slice(part.start, part.stop) for part in held)
 
 

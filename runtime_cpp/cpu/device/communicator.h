@@ -1,4 +1,4 @@
-// Communicators: the ranks of a team, and where their collectives, sends and recvs meet.
+// Communicators: the ranks of a process group, and where their collectives, sends and recvs meet.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -16,12 +16,12 @@
 
 namespace hostweave::cpu {
 
-struct Team {
-  explicit Team(int size) : devices(size, -1), splits(size, 0), issued(size, 0) {}
+struct ProcessGroup {
+  explicit ProcessGroup(int size) : devices(size, -1), splits(size, 0), issued(size, 0) {}
 
   int size() const { return static_cast<int>(devices.size()); }
 
-  // Whether all ranks have issued the same, so that a failure elsewhere leaves the team as it was.
+  // Whether all ranks have issued the same, so that a failure elsewhere leaves the process group as it was.
   bool in_step() const {
     const auto met = [](const auto& entry) { return entry.second.sends.empty() && entry.second.recvs.empty(); };
     return arrived == size() && std::adjacent_find(issued.begin(), issued.end(), std::not_equal_to<>()) == issued.end() &&
@@ -43,8 +43,8 @@ struct Team {
       int color, key, rank;
       const char* name;
     };
-    std::vector<Wish> wishes;
-    std::map<int, std::shared_ptr<Team>> teams;
+    std::vector<Wish> requests;
+    std::map<int, std::shared_ptr<ProcessGroup>> process_groups;
     std::map<int, int> new_ranks;  // old rank to new
     int left = 0;
   };
@@ -56,7 +56,7 @@ struct Team {
 }  // namespace hostweave::cpu
 
 struct ncclComm {
-  std::shared_ptr<hostweave::cpu::Team> team;
+  std::shared_ptr<hostweave::cpu::ProcessGroup> process_group;
   int rank = 0;
   int device = 0;
   bool finalized = false;

@@ -7,7 +7,7 @@
 namespace hostweave::cpu {
 
 bool in_group();
-void wait_at_group_end(std::shared_ptr<Team> team);
-ncclResult_t wait_for_team(const Team& team);  // until all its ranks have come
+void wait_at_group_end(std::shared_ptr<ProcessGroup> process_group);
+ncclResult_t wait_for_process_group(const ProcessGroup& process_group);  // until all its ranks have come
 
 }  // namespace hostweave::cpu

@@ -44,7 +44,7 @@ struct HostThread {
 };
 HostThread& this_thread();
 
-struct Team;  // communicator.h
+struct ProcessGroup;  // communicator.h
 
 class Machine {
  public:
@@ -104,7 +104,7 @@ class Machine {
   History history;
   std::unordered_set<Event*> events;
   std::unordered_set<ncclComm*> communicators;
-  std::vector<std::weak_ptr<Team>> teams;
+  std::vector<std::weak_ptr<ProcessGroup>> process_groups;
   std::optional<Picker> picker;
 
   // Why an op on this device must not touch these bytes, if it must not: they belong to another device, or run past the
@@ -177,7 +177,7 @@ class Machine {
   std::size_t live_streams_ = 0;
   std::vector<std::size_t> free_lanes_;
   // What each device has begun to communicate: of each channel the last of each lane.
-  std::unordered_map<int, std::map<std::pair<const Team*, std::size_t>, History::Access>> posted_;
+  std::unordered_map<int, std::map<std::pair<const ProcessGroup*, std::size_t>, History::Access>> posted_;
   std::size_t lanes_ = 0;
   std::unordered_map<int, HostSide> hosts_;
   std::vector<Stream*> ready_;

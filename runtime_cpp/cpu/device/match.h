@@ -13,7 +13,7 @@ namespace hostweave::cpu {
 
 enum class CommKind { all_gather, all_reduce, reduce_scatter, broadcast, reduce, send_recv };
 
-struct Team;
+struct ProcessGroup;
 
 struct Match {
   enum class State { open, running, done };
@@ -28,7 +28,7 @@ struct Match {
   };
 
   CommKind kind;
-  const Team* team = nullptr;
+  const ProcessGroup* process_group = nullptr;
   std::size_t count = 0;
   ncclDataType_t type = ncclFloat32;
   ncclRedOp_t reduction = ncclSum;

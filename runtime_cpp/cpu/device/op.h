@@ -26,9 +26,9 @@ struct Place {  // of a call in the program; the strings are interned, so that r
 struct OpName {
   int device = 0;
   int stream = 0;
-  const char* kind = "";  // "all_reduce", "copy", a kernel's name
-  const char* team = "";  // the communicator's name, for communications
-  int subject = -1;       // which argument of the call holds what the op produces or sends
+  const char* kind = "";           // "all_reduce", "copy", a kernel's name
+  const char* process_group = "";  // the communicator's name, for communications
+  int subject = -1;                // which argument of the call holds what the op produces or sends
   Place place;
 
   std::string text() const;  // rank 0 stream 1: all_reduce h over x (program.cpp:41)

@@ -25,19 +25,19 @@ Member::~Member() {
 
 int Member::device_for(int64_t index, int64_t local) { return target::device_for(index, local); }
 
-std::vector<Team> Member::missing_teams(const ProgramTable& program) const {
+std::vector<ProcessGroup> Member::missing_process_groups(const ProgramTable& program) const {
   if (program.world != rank_.size()) {
     throw ArgumentError("a program for " + std::to_string(program.world) + " ranks, in a group of " +
                         std::to_string(rank_.size()));
   }
-  std::vector<Team> teams;
-  for (const Team& team : teams_of(program, rank_.index())) {
-    if (!rank_.has_channel(team.mesh.c_str(), team.axes.c_str())) teams.push_back(team);
+  std::vector<ProcessGroup> process_groups;
+  for (const ProcessGroup& process_group : process_groups_of(program, rank_.index())) {
+    if (!rank_.has_channel(process_group.mesh.c_str(), process_group.axes.c_str())) process_groups.push_back(process_group);
   }
-  return teams;
+  return process_groups;
 }
 
-void Member::connect(const ProgramTable& program, const TeamId& id_of, double timeout_seconds) {
+void Member::connect(const ProgramTable& program, const ProcessGroupId& id_of, double timeout_seconds) {
   expect_working();
   const Use use(*this);
   expect_not_stopped();
@@ -51,11 +51,12 @@ void Member::connect(const ProgramTable& program, const TeamId& id_of, double ti
 void Member::adopt(const ProgramTable& program, const std::map<std::string, ncclComm_t>& communicators) {
   expect_working();
   const Use use(*this);
-  for (const Team& team : missing_teams(program)) {
-    const std::string name = team.mesh == program.mesh ? team.axes : team.mesh + " " + team.axes;
+  for (const ProcessGroup& process_group : missing_process_groups(program)) {
+    const std::string name =
+        process_group.mesh == program.mesh ? process_group.axes : process_group.mesh + " " + process_group.axes;
     const auto given = communicators.find(name);
     if (given == communicators.end()) {
-      throw ArgumentError("no communicator along " + name + "; pass one for every team that the program uses");
+      throw ArgumentError("no communicator along " + name + "; pass one for every process group that the program uses");
     }
     const ncclComm_t comm = given->second;
     int place = 0, size = 0, device = 0;
@@ -63,15 +64,16 @@ void Member::adopt(const ProgramTable& program, const std::map<std::string, nccl
     HW_CHECK(ncclCommCount(comm, &size));
     HW_CHECK(ncclCommCuDevice(comm, &device));
     const auto text = [](int64_t place, int64_t size) { return "rank " + std::to_string(place) + " of " + std::to_string(size); };
-    if (place != team.place || size != team.size) {
+    if (place != process_group.place || size != process_group.size) {
       throw ArgumentError("the communicator along " + name + ": is " + text(place, size) + ", and the mesh has " +
-                          text(team.place, team.size) + " here");
+                          text(process_group.place, process_group.size) + " here");
     }
     if (device != rank_.device()) {
       throw ArgumentError("the communicator along " + name + ": is on device " + std::to_string(device) +
                           ", and this rank on device " + std::to_string(rank_.device()));
     }
-    rank_.add_channel(team.mesh.c_str(), team.axes.c_str(), Channel(comm, team.place, team.size));
+    rank_.add_channel(process_group.mesh.c_str(), process_group.axes.c_str(),
+                      Channel(comm, process_group.place, process_group.size));
   }
 }
 
@@ -84,9 +86,9 @@ void Member::abort(const std::string& reason) {
   for (const ncclComm_t comm : std::exchange(owned_, {})) ncclCommAbort(comm);
 }
 
-void Member::stop(const std::string& reason) { Turn::stop(group_, reason); }
+void Member::stop(const std::string& reason) { DeviceLease::stop(group_, reason); }
 
-std::string Member::stopped() const { return Turn::stopped(group_); }
+std::string Member::stopped() const { return DeviceLease::stopped(group_); }
 
 void Member::expect_working() const {
   if (aborted_) throw ExecutionError("the group has failed; call hw.init again");

@@ -283,7 +283,7 @@ void Runner::finish(Seat& seat) {
 
 void Runner::run(const Schedule& schedule, std::vector<Call> calls, bool poison, const GiveUp& give_up) {
   if (calls.empty()) return;
-  const auto turn = take_turn(turn_, give_up);
+  const auto turn = acquire(turn_, give_up);
   prepare(schedule, calls, give_up);
   Watch watch(schedule, seats_.size(), calls.size(), calls.size());
   world_.each(
@@ -309,7 +309,7 @@ std::vector<std::vector<Timing>> Runner::measure(const Schedule& schedule, const
                                                  const GiveUp& give_up) {
   using Clock = std::chrono::steady_clock;
   std::vector<std::vector<Timing>> timings(seats_.size());
-  const auto turn = take_turn(turn_, give_up);
+  const auto turn = acquire(turn_, give_up);
   std::vector<Call> calls{call};
   prepare(schedule, calls, give_up);
   Watch watch(schedule, seats_.size(), warmups + repetitions, 1);

@@ -46,7 +46,7 @@ std::exception_ptr asked(const GiveUp& give_up) {
 }  // namespace
 
 World::World(int ranks) : members_(ranks) {
-  const Turn turn(new_party(), {}, ranks);  // throws where there are too few devices
+  const DeviceLease turn(new_party(), {}, ranks);  // throws where there are too few devices
   for (int i = 0; i < ranks; ++i) members_[i].thread = std::thread(&World::thread_main, this, i);
 }
 
@@ -71,7 +71,7 @@ void World::each_alone(const Schedule& schedule, const Work& work, const GiveUp&
 }
 
 void World::dispatch(const Schedule& schedule, const Work& work, const GiveUp& give_up, bool alone) {
-  const Turn turn(new_party(), schedule, ranks(), give_up);
+  const DeviceLease turn(new_party(), schedule, ranks(), give_up);
   std::unique_lock lock(mutex_);
   if (broken_ && !alone) throw ExecutionError("an error in another call has stopped the ranks; call again");
   work_ = &work;
@@ -194,10 +194,10 @@ void World::synchronize(cudaStream_t stream) {
   }
 }
 
-ncclUniqueId World::team_id(const std::string& key) {
+ncclUniqueId World::process_group_id(const std::string& key) {
   const std::lock_guard lock(mutex_);
-  const auto [id, fresh] = team_ids_.try_emplace(key);
-  if (fresh) id->second = new_team_id();
+  const auto [id, fresh] = process_group_ids_.try_emplace(key);
+  if (fresh) id->second = new_process_group_id();
   return id->second;
 }
 
@@ -213,7 +213,9 @@ void World::connect(const Schedule& schedule, const ProgramTable& program, const
           const std::lock_guard lock(mutex_);
           members_[rank.index()].owned.push_back(comm);
         };
-        hw::connect(rank, program, [&](const Team& team) { return team_id(team.key); }, keep, kConnectSeconds);
+        hw::connect(
+            rank, program, [&](const ProcessGroup& process_group) { return process_group_id(process_group.key); }, keep,
+            kConnectSeconds);
       },
       give_up);
 }

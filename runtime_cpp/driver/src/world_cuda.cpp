@@ -78,12 +78,13 @@ bool is_set_up(int device) {
 int device_for(int64_t, int64_t local) { return static_cast<int>(local % count_devices()); }
 
 // NCCL waits for the others as long as it takes, so a thread waits for NCCL, and is left behind where that takes too long.
-ncclComm_t make_channel(const Team& team, const ncclUniqueId& id, int device, double timeout_seconds) {
+ncclComm_t make_channel(const ProcessGroup& process_group, const ncclUniqueId& id, int device, double timeout_seconds) {
   const auto making = std::make_shared<Making>();
   std::thread([=] {
     ncclComm_t comm = nullptr;
     ncclResult_t result = cudaSetDevice(device) == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
-    if (result == ncclSuccess) result = ncclCommInitRank(&comm, static_cast<int>(team.size), id, static_cast<int>(team.place));
+    if (result == ncclSuccess)
+      result = ncclCommInitRank(&comm, static_cast<int>(process_group.size), id, static_cast<int>(process_group.place));
     const std::lock_guard lock(making->mutex);
     making->comm = comm;
     making->result = result;
@@ -94,8 +95,8 @@ ncclComm_t make_channel(const Team& team, const ncclUniqueId& id, int device, do
   const auto done = [&] { return making->result != ncclInProgress; };
   if (!making->changed.wait_for(lock, std::chrono::duration<double>(timeout_seconds), done)) {
     making->given_up = true;
-    throw ExecutionError("the channel of " + team.key + " is not made within " + std::to_string(std::lround(timeout_seconds)) +
-                         " seconds; NCCL_DEBUG=INFO says what NCCL waits for");
+    throw ExecutionError("the channel of " + process_group.key + " is not made within " +
+                         std::to_string(std::lround(timeout_seconds)) + " seconds; NCCL_DEBUG=INFO says what NCCL waits for");
   }
   const ncclResult_t ncclCommInitRank = making->result;
   HW_CHECK(ncclCommInitRank);

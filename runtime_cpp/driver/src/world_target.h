@@ -38,8 +38,8 @@ extern const bool kOneParty;
 bool is_set_up(int device);
 // The device of a rank that is the `local`-th of its host.
 int device_for(int64_t index, int64_t local);
-// Every rank of the team calls it, with its device current. Throws ExecutionError where some do not in time.
-ncclComm_t make_channel(const Team& team, const ncclUniqueId& id, int device, double timeout_seconds);
+// Every rank of the process group calls it, with its device current. Throws ExecutionError where some do not in time.
+ncclComm_t make_channel(const ProcessGroup& process_group, const ncclUniqueId& id, int device, double timeout_seconds);
 // What a call of a program on a member waits for: on the CPU target for its device, elsewhere for nothing.
 void finish();
 

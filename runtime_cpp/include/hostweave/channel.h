@@ -1,4 +1,4 @@
-// A team of ranks that communicate, seen from one of them.
+// A process group of ranks that communicate, seen from one of them.
 #pragma once
 #include <nccl.h>
 
@@ -11,7 +11,7 @@ class Channel {
   // Borrows the communicator.
   Channel(ncclComm_t comm, int64_t rank, int64_t size) : comm_(comm), rank_(rank), size_(size) {}
   ncclComm_t comm() const { return comm_; }
-  int64_t rank() const { return rank_; }  // this rank's place in the team
+  int64_t rank() const { return rank_; }  // this rank's place in the process group
   int64_t size() const { return size_; }
 
  private:
@@ -20,6 +20,6 @@ class Channel {
   int64_t size_;
 };
 
-inline const Channel kNoChannel{nullptr, 0, 0};  // of a rank that is not in the team
+inline const Channel kNoChannel{nullptr, 0, 0};  // of a rank that is not in the process group
 
 }  // namespace hw

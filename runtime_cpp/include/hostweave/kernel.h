@@ -3,8 +3,8 @@
 #pragma once
 #include <cstdint>
 
-#include "hostweave/joins.h"
 #include "hostweave/math.h"
+#include "hostweave/reduce_ops.h"
 #include "hostweave/threads.h"
 #include "hostweave/types.h"
 
@@ -60,7 +60,7 @@ HW_DEVICE void store(T* first, const Values<T, kCount>& values) {
 }
 
 // Whether indices of 0..n, and of a step past them, have 32 bits: kernels that divide them are the faster for it.
-HW_DEVICE bool is_short(int64_t n) { return n <= int64_t{1} << 30; }
+HW_DEVICE bool fits_int32(int64_t n) { return n <= int64_t{1} << 30; }
 
 // Whether arrays begin where accesses of 16 bytes may.
 template <class... Ts>
@@ -101,9 +101,9 @@ struct Columns {  // for (const Column j : columns)
 
 #ifdef __CUDACC__
 
-// Returns when all that is before the kernel on its stream has ended and is visible: hw::launch_early does not wait for that.
+// Returns when all that is before the kernel on its stream has ended and is visible: hw::launch_pdl does not wait for that.
 // Nothing that a kernel before may write is read until then.
-HW_DEVICE void wait_for_stream() {
+HW_DEVICE void griddep_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
@@ -147,41 +147,41 @@ __device__ Indexed<T> value_of(Indexed<T> one, int distance, unsigned threads = 
 }
 
 // Joins one value of each of kThreads neighbours of a warp, a power of 2. Every one of them gets the result.
-template <int kThreads, class T, class Join>
-__device__ T reduce_team(T value, Join join) {
-  const unsigned team = (~0u >> (32 - kThreads)) << (threadIdx.x % 32 / kThreads * kThreads);
+template <int kThreads, class T, class ReduceOp>
+__device__ T reduce_lanes(T value, ReduceOp reduce_op) {
+  const unsigned mask = (~0u >> (32 - kThreads)) << (threadIdx.x % 32 / kThreads * kThreads);
 #pragma unroll
-  for (int distance = kThreads / 2; distance > 0; distance /= 2) value = join(value, value_of(value, distance, team));
+  for (int distance = kThreads / 2; distance > 0; distance /= 2) value = reduce_op(value, value_of(value, distance, mask));
   return value;
 }
 
 // Joins one value of every thread of a block, which has whole warps. Every thread gets the result. CUB has this for blocks of a
 // size that the compiler knows, which takes NVRTC two seconds to read; these follow the length of the rows.
-template <class T, class Join>
-__device__ T reduce_block(T value, Join join) {
+template <class T, class ReduceOp>
+__device__ T reduce_block(T value, ReduceOp reduce_op) {
   __shared__ T partial[32];
-  value = reduce_team<32>(value, join);
+  value = reduce_lanes<32>(value, reduce_op);
   const int warps = blockDim.x / 32;
   if (warps == 1) return value;
   __syncthreads();  // until the reduction before has been read
   if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
   __syncthreads();
   value = partial[0];
-  for (int warp = 1; warp < warps; ++warp) value = join(value, partial[warp]);
+  for (int warp = 1; warp < warps; ++warp) value = reduce_op(value, partial[warp]);
   return value;
 }
 
 // Joins the values that those of a block's kThreads threads have which share columns. The threads of the first row get the
 // results.
-template <int kThreads, class T, int kWidth, class Join>
-__device__ Values<T, kWidth> reduce_rows_to_first(Values<T, kWidth> values, Join join) {
+template <int kThreads, class T, int kWidth, class ReduceOp>
+__device__ Values<T, kWidth> reduce_rows_to_first(Values<T, kWidth> values, ReduceOp reduce_op) {
   constexpr int kAside = kTile / kWidth, kWarps = kThreads / 32;
   __shared__ T partial[kWarps][kTile];
   const int first = threadIdx.x % kAside * kWidth;
 #pragma unroll
   for (int e = 0; e < kWidth; ++e) {
 #pragma unroll
-    for (int distance = 16; distance >= kAside; distance /= 2) values[e] = join(values[e], value_of(values[e], distance));
+    for (int distance = 16; distance >= kAside; distance /= 2) values[e] = reduce_op(values[e], value_of(values[e], distance));
   }
   __syncthreads();  // until the reduction before has been read
   if (threadIdx.x % 32 < kAside) {
@@ -192,7 +192,7 @@ __device__ Values<T, kWidth> reduce_rows_to_first(Values<T, kWidth> values, Join
   if (threadIdx.x < kTile) {
     T total = partial[0][threadIdx.x];
 #pragma unroll
-    for (int warp = 1; warp < kWarps; ++warp) total = join(total, partial[warp][threadIdx.x]);
+    for (int warp = 1; warp < kWarps; ++warp) total = reduce_op(total, partial[warp][threadIdx.x]);
     partial[0][threadIdx.x] = total;
     __syncwarp();
 #pragma unroll
@@ -201,27 +201,27 @@ __device__ Values<T, kWidth> reduce_rows_to_first(Values<T, kWidth> values, Join
   return values;
 }
 // The same, but every thread gets the results.
-template <int kThreads, class T, int kWidth, class Join>
-__device__ Values<T, kWidth> reduce_rows(Values<T, kWidth> values, Join join) {
+template <int kThreads, class T, int kWidth, class ReduceOp>
+__device__ Values<T, kWidth> reduce_rows(Values<T, kWidth> values, ReduceOp reduce_op) {
   constexpr int kAside = kTile / kWidth;
   __shared__ Values<T, kWidth> totals[kAside];
-  values = reduce_rows_to_first<kThreads>(values, join);
+  values = reduce_rows_to_first<kThreads>(values, reduce_op);
   if (threadIdx.x < kAside) totals[threadIdx.x] = values;
   __syncthreads();
   return totals[threadIdx.x % kAside];
 }
-template <int kThreads, class T, class Join>
-__device__ T reduce_rows_to_first(T value, Join join) {
-  return reduce_rows_to_first<kThreads>(Values<T, 1>{value}, join)[0];
+template <int kThreads, class T, class ReduceOp>
+__device__ T reduce_rows_to_first(T value, ReduceOp reduce_op) {
+  return reduce_rows_to_first<kThreads>(Values<T, 1>{value}, reduce_op)[0];
 }
-template <int kThreads, class T, class Join>
-__device__ T reduce_rows(T value, Join join) {
-  return reduce_rows<kThreads>(Values<T, 1>{value}, join)[0];
+template <int kThreads, class T, class ReduceOp>
+__device__ T reduce_rows(T value, ReduceOp reduce_op) {
+  return reduce_rows<kThreads>(Values<T, 1>{value}, reduce_op)[0];
 }
 
 #else
 
-HW_DEVICE void wait_for_stream() {}
+HW_DEVICE void griddep_wait() {}
 
 template <int kWidth = 1, class Index = int64_t>
 Walk<Index> over_grid(int64_t n) {
@@ -243,17 +243,17 @@ Walk<int64_t> over_rows(int64_t n) {
 
 HW_DEVICE bool first_thread() { return true; }
 
-template <class T, class Join>
-T reduce_block(T value, Join) {
+template <class T, class ReduceOp>
+T reduce_block(T value, ReduceOp) {
   return value;
 }
 
-template <int kThreads, class T, class Join>
-T reduce_rows_to_first(T values, Join) {
+template <int kThreads, class T, class ReduceOp>
+T reduce_rows_to_first(T values, ReduceOp) {
   return values;
 }
-template <int kThreads, class T, class Join>
-T reduce_rows(T values, Join) {
+template <int kThreads, class T, class ReduceOp>
+T reduce_rows(T values, ReduceOp) {
   return values;
 }
 

@@ -1,5 +1,5 @@
 // Launches of kernels: hw::launch(kernel, grid, stream, arguments...) is kernel<<<blocks, threads, 0, stream>>>(arguments...), in
-// plain C++. hw::launch_early is that for a kernel which begins with hw::wait_for_stream(): the GPU brings its blocks up while
+// plain C++. hw::launch_pdl is that for a kernel which begins with hw::griddep_wait(): the GPU brings its blocks up while
 // what is before it on the stream ends, which saves about a microsecond. Pointers say which elements the kernel touches, so that
 // the CPU device can check the order of accesses.
 #pragma once
@@ -122,7 +122,7 @@ cudaError_t launch(void (*kernel)(Params...), Grid grid, cudaStream_t stream, co
 }
 
 template <class... Params, class... Args>
-cudaError_t launch_early(void (*kernel)(Params...), Grid grid, cudaStream_t stream, const Args&... args) {
+cudaError_t launch_pdl(void (*kernel)(Params...), Grid grid, cudaStream_t stream, const Args&... args) {
   return launch(kernel, grid, stream, args...);
 }
 
@@ -153,7 +153,7 @@ const void* function_of(void (*kernel)(Params...)) {
 #endif
 }
 
-// Whether hw::wait_for_stream() waits in a kernel: those of a program are compiled for one architecture.
+// Whether hw::griddep_wait() waits in a kernel: those of a program are compiled for one architecture.
 inline bool waits_for_stream(const void* function) {
   static const bool waits = [function] {
     cudaFuncAttributes attributes;
@@ -177,7 +177,7 @@ cudaError_t launch(void (*kernel)(Params...), Grid grid, cudaStream_t stream, co
 
 // CUDA calls it programmatic dependent launch.
 template <class... Params, class... Args>
-cudaError_t launch_early(void (*kernel)(Params...), Grid grid, cudaStream_t stream, const Args&... args) {
+cudaError_t launch_pdl(void (*kernel)(Params...), Grid grid, cudaStream_t stream, const Args&... args) {
   if (grid.blocks == 0) return cudaSuccess;
   const void* const function = function_of(kernel);
   cudaLaunchAttribute early{.id = cudaLaunchAttributeProgrammaticStreamSerialization};

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "hostweave/device.h"
-#include "hostweave/joins.h"
+#include "hostweave/reduce_ops.h"
 
 namespace hw {
 

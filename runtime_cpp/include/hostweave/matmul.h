@@ -23,8 +23,8 @@ struct Strided {
 // What becomes of a product before it is rounded, besides the plan's activation.
 struct Epilogue {
   double scale = 1;
-  const void* plus = nullptr;  // added to the product: where c lies, or as c does
-  const void* bias = nullptr;  // one element for each column of c, if the plan's epilogue has a bias
+  const void* accumulate = nullptr;  // added to the product: where c lies, or as c does
+  const void* bias = nullptr;        // one element for each column of c, if the plan's epilogue has a bias
 };
 
 // The product c[..., m, n] = a[..., m, k] b[..., k, n], leading dims broadcast as NumPy does: what cublasLtMatmul needs beside
@@ -40,7 +40,7 @@ class MatmulPlan {
   // Chooses the algorithm for these operands, or finds it again. Throws ExecutionError where cuBLASLt has none.
   void prepare(const Strided& a, const Strided& b, const Strided& c);
 
-  // c = activation(scale a b + plus + bias), as prepared last.
+  // c = activation(scale a b + accumulate + bias), as prepared last.
   cublasStatus_t cublasLtMatmul(const void* a, const void* b, void* c, Stream stream, const Epilogue& epilogue = {}) const;
 
  private:

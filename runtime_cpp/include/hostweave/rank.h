@@ -35,10 +35,10 @@ class Rank {
   // This rank. Throws ExecutionError unless the world has so many ranks.
   Rank& expect_world(int64_t size);
 
-  // A channel is keyed by the mesh ("mesh(dp=2, tp=4)") and the axes of the team ("tp", or "dp, tp").
+  // A channel is keyed by the mesh ("mesh(dp=2, tp=4)") and the axes of the process group ("tp", or "dp, tp").
   void add_channel(const char* mesh, const char* axes, const Channel& channel);
   bool has_channel(const char* mesh, const char* axes) const;
-  // Throws ExecutionError where there is none, or where its team is not of this size.
+  // Throws ExecutionError where there is none, or where its process group is not of this size.
   const Channel& channel(const char* mesh, const char* axes, int64_t size) const;
 
   cublasLtHandle_t blas();  // made on first use

@@ -6,7 +6,7 @@
 namespace hw {
 
 // The number and the first of those elements of a row that a thread takes together.
-struct Share {
+struct Chunk {
   int64_t index;
   int number;
 
@@ -14,76 +14,76 @@ struct Share {
 };
 
 template <class R>
-struct Shares {  // for (const Share j : row)
+struct Chunks {  // for (const Chunk j : row)
   const R& row;
-  Share j;
+  Chunk j;
 
-  HW_DEVICE Share operator*() const { return j; }
+  HW_DEVICE Chunk operator*() const { return j; }
   HW_DEVICE void operator++() { j = {row.first(j.number + 1), j.number + 1}; }
-  HW_DEVICE bool operator!=(const Shares&) const { return row.has(j); }
+  HW_DEVICE bool operator!=(const Chunks&) const { return row.has(j); }
 };
 
 // What a thread has of a row, in registers.
 template <class T, int kWidth, int kEach>
-struct Held {
+struct RegisterRow {
   Values<T, kWidth> values[kEach];
 
-  HW_DEVICE const Values<T, kWidth>& operator[](const Share& j) const { return values[j.number]; }
+  HW_DEVICE const Values<T, kWidth>& operator[](const Chunk& j) const { return values[j.number]; }
 };
 // Where that is too much, it reads it again.
 template <class T, int kWidth>
-struct Reread {
+struct ReloadedRow {
   const T* row;
 
-  HW_DEVICE Values<T, kWidth> operator[](const Share& j) const { return hw::load<kWidth>(row + j); }
+  HW_DEVICE Values<T, kWidth> operator[](const Chunk& j) const { return hw::load<kWidth>(row + j); }
 };
 
 // The threads that share a row: kThreads neighbours of a warp, or where that is more than a warp, or 0 for any number, a block.
 #ifdef __CUDACC__
 template <int kThreads>
-struct Sharers {
+struct ThreadGroup {
   static constexpr int kCount = kThreads;
-  static constexpr int kTeam = kThreads > 32 ? 0 : kThreads;
+  static constexpr int kLanes = kThreads > 32 ? 0 : kThreads;
 
   static __device__ int thread() {
-    if constexpr (kTeam == 0) {
+    if constexpr (kLanes == 0) {
       return threadIdx.x;
     } else {
-      return threadIdx.x % kTeam;
+      return threadIdx.x % kLanes;
     }
   }
   static __device__ int threads() { return kThreads ? kThreads : blockDim.x; }
   static __device__ bool first_thread() { return thread() == 0; }
   // Which of 0..n rows they take.
   static __device__ Walk<int64_t> of(int64_t n) {
-    if constexpr (kTeam == 0) {
+    if constexpr (kLanes == 0) {
       return over_blocks(n);
     } else {
       const Walk<int64_t> threads = over_grid(n);
-      return {threads.begin_ / kTeam, n, threads.step_ / kTeam};
+      return {threads.begin_ / kLanes, n, threads.step_ / kLanes};
     }
   }
   // Joins one value of each. Every one of them gets the result.
-  template <class T, class Join>
-  static __device__ T reduce(T value, Join join) {
-    if constexpr (kTeam == 0) {
-      return reduce_block(value, join);
+  template <class T, class ReduceOp>
+  static __device__ T reduce(T value, ReduceOp reduce_op) {
+    if constexpr (kLanes == 0) {
+      return reduce_block(value, reduce_op);
     } else {
-      return reduce_team<kTeam>(value, join);
+      return reduce_lanes<kLanes>(value, reduce_op);
     }
   }
 };
 #else
 template <int>
-struct Sharers {
+struct ThreadGroup {
   static constexpr int kCount = 1;
 
   static int thread() { return 0; }
   static int threads() { return 1; }
   static bool first_thread() { return true; }
   static Walk<int64_t> of(int64_t n) { return {0, n, 1}; }
-  template <class T, class Join>
-  static T reduce(T value, Join) {
+  template <class T, class ReduceOp>
+  static T reduce(T value, ReduceOp) {
     return value;
   }
 };
@@ -91,21 +91,21 @@ struct Sharers {
 
 // A row of kElements, of which each of kThreads threads takes kWidth neighbours the same number of times.
 template <int kElements, int kThreads, int kNeighbours>
-struct Row : Sharers<kThreads> {
+struct Row : ThreadGroup<kThreads> {
   static constexpr int kWidth = kNeighbours;
-  static constexpr int kEach = kElements / (Sharers<kThreads>::kCount * kWidth);
+  static constexpr int kEach = kElements / (ThreadGroup<kThreads>::kCount * kWidth);
 
   HW_DEVICE int first(int number) const { return (number * this->threads() + this->thread()) * kWidth; }
-  HW_DEVICE bool has(const Share& j) const { return j.number < kEach; }
-  HW_DEVICE Shares<Row> begin() const { return {*this, {first(0), 0}}; }
-  HW_DEVICE Shares<Row> end() const { return begin(); }
+  HW_DEVICE bool has(const Chunk& j) const { return j.number < kEach; }
+  HW_DEVICE Chunks<Row> begin() const { return {*this, {first(0), 0}}; }
+  HW_DEVICE Chunks<Row> end() const { return begin(); }
 
   template <class T>
   HW_DEVICE auto load(const T* row) const {
     if constexpr (kWidth == 1) {
-      return Reread<T, 1>{row};
+      return ReloadedRow<T, 1>{row};
     } else {
-      Held<T, kWidth, kEach> held;
+      RegisterRow<T, kWidth, kEach> held;
 #pragma unroll
       for (int number = 0; number < kEach; ++number) held.values[number] = hw::load<kWidth>(row + first(number));
       return held;
@@ -115,7 +115,7 @@ struct Row : Sharers<kThreads> {
 
 // A row of some length that its block can hold.
 template <int kNeighbours>
-struct RowUpTo : Sharers<0> {
+struct RowUpTo : ThreadGroup<0> {
   static constexpr int kWidth = kNeighbours;
   static constexpr int kEach = kRowAccesses;  // at most
 
@@ -123,14 +123,14 @@ struct RowUpTo : Sharers<0> {
 
   HW_DEVICE explicit RowUpTo(int64_t length) : length(static_cast<int>(length)) {}
   HW_DEVICE int first(int number) const { return (number * threads() + thread()) * kWidth; }
-  HW_DEVICE bool has(const Share& j) const { return j.number < kEach && static_cast<int>(j.index) < length; }
-  HW_DEVICE Shares<RowUpTo> begin() const { return {*this, {first(0), 0}}; }
-  HW_DEVICE Shares<RowUpTo> end() const { return begin(); }
+  HW_DEVICE bool has(const Chunk& j) const { return j.number < kEach && static_cast<int>(j.index) < length; }
+  HW_DEVICE Chunks<RowUpTo> begin() const { return {*this, {first(0), 0}}; }
+  HW_DEVICE Chunks<RowUpTo> end() const { return begin(); }
 
   static HW_DEVICE bool fits(int64_t length) { return length <= int64_t{kEach} * threads() * kWidth; }
   template <class T>
-  HW_DEVICE Held<T, kWidth, kEach> load(const T* row) const {
-    Held<T, kWidth, kEach> held;
+  HW_DEVICE RegisterRow<T, kWidth, kEach> load(const T* row) const {
+    RegisterRow<T, kWidth, kEach> held;
 #pragma unroll
     for (int number = 0; number < kEach; ++number) {
       if (first(number) < length) held.values[number] = hw::load<kWidth>(row + first(number));
@@ -141,7 +141,7 @@ struct RowUpTo : Sharers<0> {
 
 // A row of any length, which is read again wherever it is needed.
 template <int kNeighbours>
-struct LongRow : Sharers<0> {
+struct LongRow : ThreadGroup<0> {
   static constexpr int kWidth = kNeighbours;
   static constexpr int kEach = 1;  // or any number
 
@@ -149,12 +149,12 @@ struct LongRow : Sharers<0> {
 
   HW_DEVICE explicit LongRow(int64_t length) : length(length) {}
   HW_DEVICE int64_t first(int number) const { return (int64_t{number} * threads() + thread()) * kWidth; }
-  HW_DEVICE bool has(const Share& j) const { return j < length; }
-  HW_DEVICE Shares<LongRow> begin() const { return {*this, {first(0), 0}}; }
-  HW_DEVICE Shares<LongRow> end() const { return begin(); }
+  HW_DEVICE bool has(const Chunk& j) const { return j < length; }
+  HW_DEVICE Chunks<LongRow> begin() const { return {*this, {first(0), 0}}; }
+  HW_DEVICE Chunks<LongRow> end() const { return begin(); }
 
   template <class T>
-  HW_DEVICE Reread<T, kWidth> load(const T* row) const {
+  HW_DEVICE ReloadedRow<T, kWidth> load(const T* row) const {
     return {row};
   }
 };

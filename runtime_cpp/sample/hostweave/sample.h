@@ -36,7 +36,7 @@ void run_ranks(int count, const std::function<void(int)>& rank);
 // Throws std::runtime_error unless the condition holds.
 void expect(bool condition, const std::string& what);
 
-// The communicators of one rank: that of all ranks, and those of teams, which are split off it.
+// The communicators of one rank: that of all ranks, and those of process groups, which are split off it.
 class Communicators {
  public:
   Communicators(const ncclUniqueId& id, int rank, int count);
@@ -44,10 +44,10 @@ class Communicators {
   Communicators(const Communicators&) = delete;
   Communicators& operator=(const Communicators&) = delete;
 
-  // The ranks that give the same `color` are a team, in the order of their `place`.
-  Channel team(int color, int place, int64_t size);
-  // All ranks take part in making a team, also those that are in none.
-  void no_team();
+  // The ranks that give the same `color` are a process group, in the order of their `place`.
+  Channel channel(int color, int place, int64_t size);
+  // All ranks take part in making a process group, also those that are in none.
+  void no_channel();
 
  private:
   std::vector<ncclComm_t> comms_;

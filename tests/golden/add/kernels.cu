@@ -19,7 +19,7 @@ __device__ void add_y_by(const hw::bf16* a, const hw::bf16* b, hw::bf16* y, int6
 }
 
 __global__ void add_y(const hw::bf16* a, const hw::bf16* b, hw::bf16* y, int64_t M, int64_t N) {
-  hw::wait_for_stream();
+  hw::griddep_wait();
   if (M / 3 * N % 8 == 0 && hw::aligned(a, b, y)) {
     add_y_by<8>(a, b, y, M, N);
   } else {

@@ -19,7 +19,7 @@ namespace programs::ag_matmul {
 
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
-      team_x_(rank.channel(kMesh, "x", 4)),
+      channel_x_(rank.channel(kMesh, "x", 4)),
       ring_(rank, "ring", 4),
       plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
 
@@ -65,7 +65,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const hw::Stream stream = ring_[i];
     const auto* x_i = x + i * (m * K);
     auto* resharded = resharded_[i];
-    HW_CHECK(ncclAllGather(x_i, resharded, m * K, ncclBfloat16, team_x_.comm(), stream));
+    HW_CHECK(ncclAllGather(x_i, resharded, m * K, ncclBfloat16, channel_x_.comm(), stream));
     auto* y_i = y + i * (4 * m * N);
     HW_CHECK(plan_y_.cublasLtMatmul(resharded, w, y_i, stream));
   }

@@ -29,7 +29,7 @@ __device__ void sum_s_partial_by(const hw::bf16* x, hw::bf16* s_partial, int64_t
 }
 
 __global__ void __launch_bounds__(512) sum_s_partial(const hw::bf16* x, hw::bf16* s_partial, int64_t M, int64_t K) {
-  hw::wait_for_stream();
+  hw::griddep_wait();
   if (K % 8 == 0 && hw::aligned(x, s_partial)) {
     sum_s_partial_by<8>(x, s_partial, M, K);
   } else {
@@ -63,7 +63,7 @@ __device__ void sum_t_partial_by(const hw::bf16* v, hw::bf16* t_partial, int64_t
 }
 
 __global__ void __launch_bounds__(512) sum_t_partial(const hw::bf16* v, hw::bf16* t_partial, int64_t M, int64_t L) {
-  hw::wait_for_stream();
+  hw::griddep_wait();
   if (L % 8 == 0 && hw::aligned(v, t_partial)) {
     sum_t_partial_by<8>(v, t_partial, M, L);
   } else {

@@ -19,7 +19,7 @@
 //           send %x to (rank.x - %i) % 4 on x
 //         }
 //       }
-//       %y0_i = slice %y0[0: %p of 4]
+//       %y0_i = chunk %y0[0: %p of 4]
 //       matmul %x_gathered, %w -> %y0_i
 //     }
 //   }
@@ -43,7 +43,7 @@ namespace programs::ag_matmul_beside_sums {
 
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
-      team_x_(rank.channel(kMesh, "x", 4)),
+      channel_x_(rank.channel(kMesh, "x", 4)),
       ring_(rank, "ring", 4),
       plan_y0_(rank, CUDA_R_16BF, CUDA_R_16BF) {
   HW_CHECK(hw::load(sum_s_partial));
@@ -105,20 +105,20 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     } else {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
-      HW_CHECK(ncclRecv(x_gathered, M / 4 * K, ncclBfloat16, p, team_x_.comm(), stream));
-      HW_CHECK(ncclSend(x, M / 4 * K, ncclBfloat16, (rank_x - i + 4) % 4, team_x_.comm(), stream));
+      HW_CHECK(ncclRecv(x_gathered, M / 4 * K, ncclBfloat16, p, channel_x_.comm(), stream));
+      HW_CHECK(ncclSend(x, M / 4 * K, ncclBfloat16, (rank_x - i + 4) % 4, channel_x_.comm(), stream));
       HW_CHECK(ncclGroupEnd());
     }
     auto* y0_i = y0 + p * (M / 4 * N);
     HW_CHECK(plan_y0_.cublasLtMatmul(x_gathered, w, y0_i, stream));
   }
-  HW_CHECK(hw::launch_early(sum_s_partial, hw::grid_of_columns(K, 512), caller, hw::reads(x, M / 4 * K), hw::writes(s, K), M, K));
-  HW_CHECK(hw::launch_early(sum_t_partial, hw::grid_of_columns(L, 512), caller, hw::reads(v, M / 4 * L), hw::writes(t, L), M, L));
+  HW_CHECK(hw::launch_pdl(sum_s_partial, hw::grid_of_columns(K, 512), caller, hw::reads(x, M / 4 * K), hw::writes(s, K), M, K));
+  HW_CHECK(hw::launch_pdl(sum_t_partial, hw::grid_of_columns(L, 512), caller, hw::reads(v, M / 4 * L), hw::writes(t, L), M, L));
   {
     HW_CHECK(ncclGroupStart());
     const hw::CloseGroupOnError guard;
-    HW_CHECK(ncclAllReduce(s, s, K, ncclBfloat16, ncclSum, team_x_.comm(), caller));
-    HW_CHECK(ncclAllReduce(t, t, L, ncclBfloat16, ncclSum, team_x_.comm(), caller));
+    HW_CHECK(ncclAllReduce(s, s, K, ncclBfloat16, ncclSum, channel_x_.comm(), caller));
+    HW_CHECK(ncclAllReduce(t, t, L, ncclBfloat16, ncclSum, channel_x_.comm(), caller));
     HW_CHECK(ncclGroupEnd());
   }
   HW_CHECK(ring_.join(caller));

@@ -4,7 +4,7 @@
 //     stream ring[%i] {
 //       %x_gathered = allocate bf16[M/4, K]
 //       broadcast %x -> %x_gathered from %i on x
-//       %y_i = slice %y[0: %i of 4]
+//       %y_i = chunk %y[0: %i of 4]
 //       matmul %x_gathered, %w -> %y_i
 //     }
 //   }
@@ -18,7 +18,7 @@ namespace programs::ag_matmul_broadcast {
 
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
-      team_x_(rank.channel(kMesh, "x", 4)),
+      channel_x_(rank.channel(kMesh, "x", 4)),
       ring_(rank, "ring", 4),
       plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
 
@@ -63,7 +63,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   for (int64_t i = 0; i < 4; ++i) {
     const hw::Stream stream = ring_[i];
     auto* x_gathered = x_gathered_[i];
-    HW_CHECK(ncclBroadcast(x, x_gathered, M / 4 * K, ncclBfloat16, i, team_x_.comm(), stream));
+    HW_CHECK(ncclBroadcast(x, x_gathered, M / 4 * K, ncclBfloat16, i, channel_x_.comm(), stream));
     auto* y_i = y + i * (M / 4 * N);
     HW_CHECK(plan_y_.cublasLtMatmul(x_gathered, w, y_i, stream));
   }

@@ -12,7 +12,7 @@
 //           send %x to (rank.x - %i) % 4 on x
 //         }
 //       }
-//       %y_i = slice %y[0: %p of 4]
+//       %y_i = chunk %y[0: %p of 4]
 //       matmul %x_gathered, %w -> %y_i
 //     }
 //   }
@@ -27,7 +27,7 @@ namespace programs::ag_matmul_flat {
 
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
-      team_x_(rank.channel(kMesh, "x", 4)),
+      channel_x_(rank.channel(kMesh, "x", 4)),
       ring_(rank, "ring", 4),
       plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
 
@@ -79,8 +79,8 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     } else {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
-      HW_CHECK(ncclRecv(x_gathered, M / 4 * K, ncclBfloat16, p, team_x_.comm(), stream));
-      HW_CHECK(ncclSend(x, M / 4 * K, ncclBfloat16, (rank_x - i + 4) % 4, team_x_.comm(), stream));
+      HW_CHECK(ncclRecv(x_gathered, M / 4 * K, ncclBfloat16, p, channel_x_.comm(), stream));
+      HW_CHECK(ncclSend(x, M / 4 * K, ncclBfloat16, (rank_x - i + 4) % 4, channel_x_.comm(), stream));
       HW_CHECK(ncclGroupEnd());
     }
     auto* y_i = y + p * (M / 4 * N);

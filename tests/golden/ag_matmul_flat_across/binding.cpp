@@ -7,7 +7,7 @@ using namespace programs::ag_matmul_flat_across;
 namespace {
 
 constexpr hw::Axis kAxes[] = {{"x", 4}};
-constexpr const char* kTeams[] = {"x"};
+constexpr const char* kChannels[] = {"x"};
 constexpr hw::Argument kInputs[] = {
     {"x", "bf16[M/4, K]", CUDA_R_16BF},
     {"w", "bf16[K, N]", CUDA_R_16BF},
@@ -24,7 +24,7 @@ const hw::ProgramTable hw_program_table = {
     .mesh = kMesh,
     .world = kWorld,
     .axes = kAxes,
-    .teams = kTeams,
+    .channels = kChannels,
     .inputs = kInputs,
     .outputs = kOutputs,
     .calls = hw::calls_of<Program, Inputs, Outputs, OutputShapes>(),

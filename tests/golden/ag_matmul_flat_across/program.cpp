@@ -3,10 +3,10 @@
 //   fork ring
 //   for %i in 0..3 {
 //     stream ring[%i] {
-//       %x_i = slice %x[0: %i of 3]
+//       %x_i = chunk %x[0: %i of 3]
 //       %x_gathered = allocate bf16[4, M/12, K]
 //       all_gather %x_i -> %x_gathered on x
-//       %y_i = slice %y_shards[1: %i of 3]
+//       %y_i = chunk %y_shards[1: %i of 3]
 //       matmul %x_gathered, %w -> %y_i
 //     }
 //   }
@@ -20,7 +20,7 @@ namespace programs::ag_matmul_flat_across {
 
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
-      team_x_(rank.channel(kMesh, "x", 4)),
+      channel_x_(rank.channel(kMesh, "x", 4)),
       ring_(rank, "ring", 4),
       plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
 
@@ -67,7 +67,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const hw::Stream stream = ring_[i];
     const auto* x_i = x + i * (M / 12 * K);
     auto* x_gathered = x_gathered_[i];
-    HW_CHECK(ncclAllGather(x_i, x_gathered, M / 12 * K, ncclBfloat16, team_x_.comm(), stream));
+    HW_CHECK(ncclAllGather(x_i, x_gathered, M / 12 * K, ncclBfloat16, channel_x_.comm(), stream));
     auto* y_i = y + i * (M / 12 * N);
     HW_CHECK(plan_y_.cublasLtMatmul(x_gathered, w, y_i, stream));
   }

@@ -3,7 +3,7 @@
 //   for %i in 0..8 {
 //     %p = (rank.x + %i / 2) % 4
 //     stream ring[%i] {
-//       %x_i = slice %x[0: %i % 2 of 2]
+//       %x_i = chunk %x[0: %i % 2 of 2]
 //       %x_gathered = allocate bf16[M/8, K]
 //       if %p == rank.x {
 //         copy %x_i -> %x_gathered
@@ -13,7 +13,7 @@
 //           send %x_i to (rank.x - %i / 2) % 4 on x
 //         }
 //       }
-//       %y_i = slice %y[0: %p * 2 + %i % 2 of 8]
+//       %y_i = chunk %y[0: %p * 2 + %i % 2 of 8]
 //       matmul %x_gathered, %w -> %y_i
 //     }
 //   }
@@ -28,7 +28,7 @@ namespace programs::ag_matmul_flat_chunked {
 
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
-      team_x_(rank.channel(kMesh, "x", 4)),
+      channel_x_(rank.channel(kMesh, "x", 4)),
       ring_(rank, "ring", 4),
       plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
 
@@ -82,8 +82,8 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     } else {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
-      HW_CHECK(ncclRecv(x_gathered, M / 8 * K, ncclBfloat16, p, team_x_.comm(), stream));
-      HW_CHECK(ncclSend(x_i, M / 8 * K, ncclBfloat16, (rank_x - (i / 2) + 4) % 4, team_x_.comm(), stream));
+      HW_CHECK(ncclRecv(x_gathered, M / 8 * K, ncclBfloat16, p, channel_x_.comm(), stream));
+      HW_CHECK(ncclSend(x_i, M / 8 * K, ncclBfloat16, (rank_x - (i / 2) + 4) % 4, channel_x_.comm(), stream));
       HW_CHECK(ncclGroupEnd());
     }
     auto* y_i = y + (p * 2 + (i % 2)) * (M / 8 * N);

@@ -4,21 +4,21 @@
 //   for %i in 0..4 {
 //     %p = (rank.x - %i) % 4
 //     stream ring[%i] {
-//       %x_gathered_i = slice %x_gathered[0: %p of 4]
+//       %x_gathered_i = chunk %x_gathered[0: %p of 4]
 //       if %i == 0 {
 //         copy %x -> %x_gathered_i
 //       } else {
 //         wait arrived[%i - 1]
 //       }
 //       if %i < 3 {
-//         %x_gathered_next = slice %x_gathered[0: (%p - 1) % 4 of 4]
+//         %x_gathered_next = chunk %x_gathered[0: (%p - 1) % 4 of 4]
 //         group {
 //           recv %x_gathered_next from (rank.x - 1) % 4 on x
 //           send %x_gathered_i to (rank.x + 1) % 4 on x
 //         }
 //         record arrived[%i]
 //       }
-//       %y_i = slice %y[0: %p of 4]
+//       %y_i = chunk %y[0: %p of 4]
 //       matmul %x_gathered_i, %w -> %y_i
 //     }
 //   }
@@ -33,7 +33,7 @@ namespace programs::ag_matmul_ring {
 
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
-      team_x_(rank.channel(kMesh, "x", 4)),
+      channel_x_(rank.channel(kMesh, "x", 4)),
       ring_(rank, "ring", 4),
       arrived_(4),
       plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
@@ -91,8 +91,8 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
       {
         HW_CHECK(ncclGroupStart());
         const hw::CloseGroupOnError guard;
-        HW_CHECK(ncclRecv(x_gathered_next, M / 4 * K, ncclBfloat16, (rank_x - 1 + 4) % 4, team_x_.comm(), stream));
-        HW_CHECK(ncclSend(x_gathered_i, M / 4 * K, ncclBfloat16, (rank_x + 1) % 4, team_x_.comm(), stream));
+        HW_CHECK(ncclRecv(x_gathered_next, M / 4 * K, ncclBfloat16, (rank_x - 1 + 4) % 4, channel_x_.comm(), stream));
+        HW_CHECK(ncclSend(x_gathered_i, M / 4 * K, ncclBfloat16, (rank_x + 1) % 4, channel_x_.comm(), stream));
         HW_CHECK(ncclGroupEnd());
       }
       HW_CHECK(cudaEventRecord(arrived_[i], stream));

@@ -57,10 +57,10 @@ class Program {
   Sizes check(const Inputs& in) const;
 
   hw::Rank& rank_;
-  const hw::Channel& team_x_;  // the 4 ranks along x
-  hw::Streams ring_;           // ring[4]
-  hw::Events arrived_;         // arrived[4]
-  hw::MatmulPlan plan_y_;      // matmul %x_gathered_i, %w -> %y_i
+  const hw::Channel& channel_x_;  // the 4 ranks along x
+  hw::Streams ring_;              // ring[4]
+  hw::Events arrived_;            // arrived[4]
+  hw::MatmulPlan plan_y_;         // matmul %x_gathered_i, %w -> %y_i
   hw::Arena arena_;
   hw::bf16* x_gathered_ = nullptr;  // %x_gathered: bf16[M, K]
   std::optional<Sizes> prepared_;   // what prepare was last called for

@@ -17,7 +17,7 @@
 namespace programs::allgather {
 
 Program::Program(hw::Rank& rank)
-    : rank_(rank.expect_world(kWorld)), team_x_(rank.channel(kMesh, "x", 4)), ring_(rank, "ring", 4) {}
+    : rank_(rank.expect_world(kWorld)), channel_x_(rank.channel(kMesh, "x", 4)), ring_(rank, "ring", 4) {}
 
 Sizes Program::check(const Inputs& in) const {
   in.x.expect("x", "bf16[3, 1, N]", CUDA_R_16BF, {3, 1, hw::kAny}, rank_.device());
@@ -52,7 +52,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const hw::Stream stream = ring_[i];
     const auto* x_i = x + i * N;
     auto* y_i = y + i * (4 * N);
-    HW_CHECK(ncclAllGather(x_i, y_i, N, ncclBfloat16, team_x_.comm(), stream));
+    HW_CHECK(ncclAllGather(x_i, y_i, N, ncclBfloat16, channel_x_.comm(), stream));
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(arena_.end_call(caller));

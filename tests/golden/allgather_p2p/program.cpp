@@ -26,7 +26,7 @@
 namespace programs::allgather_p2p {
 
 Program::Program(hw::Rank& rank)
-    : rank_(rank.expect_world(kWorld)), team_x_(rank.channel(kMesh, "x", 4)), ring_(rank, "ring", 4) {}
+    : rank_(rank.expect_world(kWorld)), channel_x_(rank.channel(kMesh, "x", 4)), ring_(rank, "ring", 4) {}
 
 Sizes Program::check(const Inputs& in) const {
   in.x.expect("x", "bf16[1, N]", CUDA_R_16BF, {1, hw::kAny}, rank_.device());
@@ -67,8 +67,8 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     } else {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
-      HW_CHECK(ncclRecv(y_i, N, ncclBfloat16, p, team_x_.comm(), stream));
-      HW_CHECK(ncclSend(x, N, ncclBfloat16, (rank_x - i + 4) % 4, team_x_.comm(), stream));
+      HW_CHECK(ncclRecv(y_i, N, ncclBfloat16, p, channel_x_.comm(), stream));
+      HW_CHECK(ncclSend(x, N, ncclBfloat16, (rank_x - i + 4) % 4, channel_x_.comm(), stream));
       HW_CHECK(ncclGroupEnd());
     }
   }

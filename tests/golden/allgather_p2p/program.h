@@ -52,8 +52,8 @@ class Program {
   Sizes check(const Inputs& in) const;
 
   hw::Rank& rank_;
-  const hw::Channel& team_x_;  // the 4 ranks along x
-  hw::Streams ring_;           // ring[4]
+  const hw::Channel& channel_x_;  // the 4 ranks along x
+  hw::Streams ring_;              // ring[4]
   hw::Arena arena_;
   std::optional<Sizes> prepared_;  // what prepare was last called for
 };

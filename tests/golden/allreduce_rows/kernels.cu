@@ -29,7 +29,7 @@ __device__ void sum_y_partial_by(const hw::bf16* x, hw::bf16* y_partial, int64_t
 }
 
 __global__ void __launch_bounds__(512) sum_y_partial(const hw::bf16* x, hw::bf16* y_partial, int64_t N, int64_t R_x) {
-  hw::wait_for_stream();
+  hw::griddep_wait();
   if (N / 3 % 8 == 0 && N % 8 == 0 && hw::aligned(x, y_partial)) {
     sum_y_partial_by<8>(x, y_partial, N, R_x);
   } else {

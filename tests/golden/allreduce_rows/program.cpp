@@ -5,8 +5,8 @@
 //   fork ring
 //   for %i in 0..3 {
 //     stream ring[%i] {
-//       %x_i = slice %x[1: %i of 3]
-//       %y_i = slice %y[0: %i of 3]
+//       %x_i = chunk %x[1: %i of 3]
+//       %y_i = chunk %y[0: %i of 3]
 //       %y_partial = reshape %y_i to [N/3]
 //       launch @sum_y_partial %x_i -> %y_partial
 //       all_reduce sum %y_partial -> %y_i on x
@@ -24,7 +24,7 @@
 namespace programs::allreduce_rows {
 
 Program::Program(hw::Rank& rank)
-    : rank_(rank.expect_world(kWorld)), team_x_(rank.channel(kMesh, "x", 4)), ring_(rank, "ring", 4) {
+    : rank_(rank.expect_world(kWorld)), channel_x_(rank.channel(kMesh, "x", 4)), ring_(rank, "ring", 4) {
   HW_CHECK(hw::load(sum_y_partial));
 }
 
@@ -65,9 +65,9 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const hw::Stream stream = ring_[i];
     const auto* x_i = x + i * (N / 3);
     auto* y_i = y + i * (N / 3);
-    HW_CHECK(hw::launch_early(sum_y_partial, hw::grid_of_columns(N / 3, 512), stream, hw::reads(x_i, {R_x, N / 3}, {N, 1}),
-                              hw::writes(y_i, N / 3), N, R_x));
-    HW_CHECK(ncclAllReduce(y_i, y_i, N / 3, ncclBfloat16, ncclSum, team_x_.comm(), stream));
+    HW_CHECK(hw::launch_pdl(sum_y_partial, hw::grid_of_columns(N / 3, 512), stream, hw::reads(x_i, {R_x, N / 3}, {N, 1}),
+                            hw::writes(y_i, N / 3), N, R_x));
+    HW_CHECK(ncclAllReduce(y_i, y_i, N / 3, ncclBfloat16, ncclSum, channel_x_.comm(), stream));
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(arena_.end_call(caller));

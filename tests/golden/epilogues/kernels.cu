@@ -21,7 +21,7 @@ __device__ void maximum_minimum_c_by(const hw::bf16* s, hw::bf16* c, int64_t M, 
 }
 
 __global__ void maximum_minimum_c(const hw::bf16* s, hw::bf16* c, int64_t M, int64_t N) {
-  hw::wait_for_stream();
+  hw::griddep_wait();
   if (M / 4 * N % 8 == 0 && hw::aligned(s, c)) {
     maximum_minimum_c_by<8>(s, c, M, N);
   } else {

@@ -17,11 +17,11 @@
 //           send %x to (rank.x - %i) % 4 on x
 //         }
 //       }
-//       %h_i = slice %h[0: %p of 4]
-//       matmul %x_gathered, %w bias %b then relu -> %h_i
+//       %h_i = chunk %h[0: %p of 4]
+//       matmul %x_gathered, %w bias %b activation relu -> %h_i
 //     }
 //   }
-//   matmul %x, %w scaled 0.5 plus %r -> %s
+//   matmul %x, %w scaled 0.5 accumulate %r -> %s
 //   launch @maximum_minimum_c %s -> %c
 //   join ring
 // }
@@ -35,7 +35,7 @@ namespace programs::epilogues {
 
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
-      team_x_(rank.channel(kMesh, "x", 4)),
+      channel_x_(rank.channel(kMesh, "x", 4)),
       ring_(rank, "ring", 4),
       plan_h_(rank, CUDA_R_16BF, CUDA_R_16BF, CUBLASLT_EPILOGUE_RELU_BIAS),
       plan_s_(rank, CUDA_R_16BF, CUDA_R_16BF) {
@@ -100,16 +100,16 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     } else {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
-      HW_CHECK(ncclRecv(x_gathered, M / 4 * K, ncclBfloat16, p, team_x_.comm(), stream));
-      HW_CHECK(ncclSend(x, M / 4 * K, ncclBfloat16, (rank_x - i + 4) % 4, team_x_.comm(), stream));
+      HW_CHECK(ncclRecv(x_gathered, M / 4 * K, ncclBfloat16, p, channel_x_.comm(), stream));
+      HW_CHECK(ncclSend(x, M / 4 * K, ncclBfloat16, (rank_x - i + 4) % 4, channel_x_.comm(), stream));
       HW_CHECK(ncclGroupEnd());
     }
     auto* h_i = h + p * (M / 4 * N);
     HW_CHECK(plan_h_.cublasLtMatmul(x_gathered, w, h_i, stream, {.bias = b}));
   }
-  HW_CHECK(plan_s_.cublasLtMatmul(x, w, s, {caller, workspace_}, {.scale = 0.5, .plus = r}));
-  HW_CHECK(hw::launch_early(maximum_minimum_c, hw::grid_of_elements<8>(M / 4 * N), caller, hw::reads(s, M / 4 * N),
-                            hw::writes(c, M / 4 * N), M, N));
+  HW_CHECK(plan_s_.cublasLtMatmul(x, w, s, {caller, workspace_}, {.scale = 0.5, .accumulate = r}));
+  HW_CHECK(hw::launch_pdl(maximum_minimum_c, hw::grid_of_elements<8>(M / 4 * N), caller, hw::reads(s, M / 4 * N),
+                          hw::writes(c, M / 4 * N), M, N));
   HW_CHECK(ring_.join(caller));
   HW_CHECK(arena_.end_call(caller));
 }

@@ -65,10 +65,10 @@ class Program {
   Sizes check(const Inputs& in) const;
 
   hw::Rank& rank_;
-  const hw::Channel& team_x_;  // the 4 ranks along x
-  hw::Streams ring_;           // ring[4]
-  hw::MatmulPlan plan_h_;      // matmul %x_gathered, %w bias %b then relu -> %h_i
-  hw::MatmulPlan plan_s_;      // matmul %x, %w scaled 0.5 plus %r -> %s
+  const hw::Channel& channel_x_;  // the 4 ranks along x
+  hw::Streams ring_;              // ring[4]
+  hw::MatmulPlan plan_h_;         // matmul %x_gathered, %w bias %b activation relu -> %h_i
+  hw::MatmulPlan plan_s_;         // matmul %x, %w scaled 0.5 accumulate %r -> %s
   hw::Arena arena_;
   char* workspace_ = nullptr;              // of the matmuls on the caller's stream
   std::array<hw::bf16*, 4> x_gathered_{};  // %x_gathered: bf16[M/4, K], one a stream

@@ -29,7 +29,7 @@ __device__ void sum_db_partial_by(const hw::bf16* dy, hw::bf16* db_partial, int6
 }
 
 __global__ void __launch_bounds__(512) sum_db_partial(const hw::bf16* dy, hw::bf16* db_partial, int64_t N, int64_t T_x) {
-  hw::wait_for_stream();
+  hw::griddep_wait();
   if (N % 8 == 0 && hw::aligned(dy, db_partial)) {
     sum_db_partial_by<8>(dy, db_partial, N, T_x);
   } else {

@@ -30,7 +30,7 @@ namespace programs::gradients_aside {
 
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
-      team_x_(rank.channel(kMesh, "x", 4)),
+      channel_x_(rank.channel(kMesh, "x", 4)),
       comm_(rank, "comm", 1),
       plan_dw_partial_(rank, CUDA_R_16BF, CUDA_R_16BF),
       plan_dx_(rank, CUDA_R_16BF, CUDA_R_16BF) {
@@ -89,14 +89,14 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   HW_CHECK(comm_.fork(caller));
   {
     const hw::Stream stream = comm_[0];
-    HW_CHECK(ncclAllReduce(dw_partial_, dw, K * N, ncclBfloat16, ncclSum, team_x_.comm(), stream));
+    HW_CHECK(ncclAllReduce(dw_partial_, dw, K * N, ncclBfloat16, ncclSum, channel_x_.comm(), stream));
   }
-  HW_CHECK(hw::launch_early(sum_db_partial, hw::grid_of_columns(N, 512), caller, hw::reads(dy, N * T_x),
-                            hw::writes(db_partial_, N), N, T_x));
+  HW_CHECK(hw::launch_pdl(sum_db_partial, hw::grid_of_columns(N, 512), caller, hw::reads(dy, N * T_x), hw::writes(db_partial_, N),
+                          N, T_x));
   HW_CHECK(comm_.fork(caller));
   {
     const hw::Stream stream = comm_[0];
-    HW_CHECK(ncclAllReduce(db_partial_, db, N, ncclBfloat16, ncclSum, team_x_.comm(), stream));
+    HW_CHECK(ncclAllReduce(db_partial_, db, N, ncclBfloat16, ncclSum, channel_x_.comm(), stream));
   }
   HW_CHECK(plan_dx_.cublasLtMatmul(dy, w, dx, {caller, workspace_}));
   HW_CHECK(comm_.join(caller));

@@ -64,7 +64,7 @@ class Program {
   Sizes check(const Inputs& in) const;
 
   hw::Rank& rank_;
-  const hw::Channel& team_x_;       // the 4 ranks along x
+  const hw::Channel& channel_x_;    // the 4 ranks along x
   hw::Streams comm_;                // comm[1]
   hw::MatmulPlan plan_dw_partial_;  // matmul %transposed, %dy -> %dw_partial
   hw::MatmulPlan plan_dx_;          // matmul %dy, %transposed_2 -> %dx

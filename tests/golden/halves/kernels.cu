@@ -14,8 +14,8 @@ __device__ void neg_neg_by(const hw::bf16* sliced_2, hw::bf16* neg, int64_t M_x)
 }
 
 __global__ void neg_neg(const hw::bf16* sliced_2, hw::bf16* neg, int64_t M_x) {
-  hw::wait_for_stream();
-  if (hw::is_short(4 * M_x)) {
+  hw::griddep_wait();
+  if (hw::fits_int32(4 * M_x)) {
     neg_neg_by<uint32_t>(sliced_2, neg, M_x);
   } else {
     neg_neg_by<int64_t>(sliced_2, neg, M_x);
@@ -33,8 +33,8 @@ __device__ void copy_y0_2_by(const hw::bf16* src, hw::bf16* dst, int64_t M_x) {
 }
 
 __global__ void copy_y0_2(const hw::bf16* src, hw::bf16* dst, int64_t M_x) {
-  hw::wait_for_stream();
-  if (hw::is_short(2 * M_x)) {
+  hw::griddep_wait();
+  if (hw::fits_int32(2 * M_x)) {
     copy_y0_2_by<uint32_t>(src, dst, M_x);
   } else {
     copy_y0_2_by<int64_t>(src, dst, M_x);
@@ -53,8 +53,8 @@ __device__ void relu_relu_by(const hw::bf16* sliced_5, hw::bf16* relu, int64_t M
 }
 
 __global__ void relu_relu(const hw::bf16* sliced_5, hw::bf16* relu, int64_t M_x) {
-  hw::wait_for_stream();
-  if (hw::is_short(2 * M_x)) {
+  hw::griddep_wait();
+  if (hw::fits_int32(2 * M_x)) {
     relu_relu_by<uint32_t>(sliced_5, relu, M_x);
   } else {
     relu_relu_by<int64_t>(sliced_5, relu, M_x);
@@ -63,7 +63,7 @@ __global__ void relu_relu(const hw::bf16* sliced_5, hw::bf16* relu, int64_t M_x)
 
 // %dst: bf16[part(M, x), 1] = fill(value=1.0)
 __global__ void fill_y1_before(hw::bf16* dst, int64_t M_x) {
-  hw::wait_for_stream();
+  hw::griddep_wait();
   for (int64_t i : hw::over_grid(M_x)) {
     dst[i * 3] = hw::bf16(1.0f);
   }

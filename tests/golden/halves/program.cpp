@@ -7,22 +7,22 @@
 // host @halves(%x: bf16[M@x, 8], %w: bf16[8, 3]) -> (%y0: bf16[M@x, 11], %y1: bf16[M@x, 3]) mesh(x=4) uneven(M) {
 //   %h = allocate bf16[part(M, x), 3]
 //   matmul %x, %w -> %h
-//   %sliced_2 = section %x[1: 4 from 0]
-//   %y0_1 = section %y0[1: 4 from 4]
+//   %sliced_2 = slice %x[1: 4 from 0]
+//   %y0_1 = slice %y0[1: 4 from 4]
 //   launch @neg_neg %sliced_2 -> %y0_1
-//   %sliced = section %x[1: 4 from 4]
-//   %y0_0 = section %y0[1: 4 from 0]
+//   %sliced = slice %x[1: 4 from 4]
+//   %y0_0 = slice %y0[1: 4 from 0]
 //   copy %sliced -> %y0_0
 //   %sliced_3 = strided %h[1: 2 from 0 by 2]
-//   %y0_2 = section %y0[1: 2 from 8]
+//   %y0_2 = slice %y0[1: 2 from 8]
 //   copy %sliced_3 -> %y0_2
-//   %sliced_4 = section %h[1: 1 from 1]
-//   %y0_3 = section %y0[1: 1 from 10]
+//   %sliced_4 = slice %h[1: 1 from 1]
+//   %y0_3 = slice %y0[1: 1 from 10]
 //   copy %sliced_4 -> %y0_3
-//   %sliced_5 = section %x[1: 2 from 1]
-//   %y1_inside = section %y1[1: 2 from 1]
+//   %sliced_5 = slice %x[1: 2 from 1]
+//   %y1_inside = slice %y1[1: 2 from 1]
 //   launch @relu_relu %sliced_5 -> %y1_inside
-//   %y1_before = section %y1[1: 1 from 0]
+//   %y1_before = slice %y1[1: 1 from 0]
 //   fill %y1_before with 1.0
 // }
 #include "program.h"
@@ -82,23 +82,23 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   HW_CHECK(arena_.begin_call(caller));
   HW_CHECK(plan_h_.cublasLtMatmul(x, w, h_, {caller, workspace_}));
   auto* y0_1 = y0 + 4;
-  HW_CHECK(hw::launch_early(neg_neg, hw::grid_of_elements(4 * M_x), caller, hw::reads(x, {M_x, 4}, {8, 1}),
-                            hw::writes(y0_1, {M_x, 4}, {11, 1}), M_x));
+  HW_CHECK(hw::launch_pdl(neg_neg, hw::grid_of_elements(4 * M_x), caller, hw::reads(x, {M_x, 4}, {8, 1}),
+                          hw::writes(y0_1, {M_x, 4}, {11, 1}), M_x));
   const auto* sliced = x + 4;
   HW_CHECK(cudaMemcpy2DAsync(y0, 11 * sizeof(hw::bf16), sliced, 8 * sizeof(hw::bf16), 4 * sizeof(hw::bf16), M_x,
                              cudaMemcpyDeviceToDevice, caller));
   auto* y0_2 = y0 + 8;
-  HW_CHECK(hw::launch_early(copy_y0_2, hw::grid_of_elements(2 * M_x), caller, hw::reads(h_, {M_x, 2}, {3, 2}),
-                            hw::writes(y0_2, {M_x, 2}, {11, 1}), M_x));
+  HW_CHECK(hw::launch_pdl(copy_y0_2, hw::grid_of_elements(2 * M_x), caller, hw::reads(h_, {M_x, 2}, {3, 2}),
+                          hw::writes(y0_2, {M_x, 2}, {11, 1}), M_x));
   auto* sliced_4 = h_ + 1;
   auto* y0_3 = y0 + 10;
   HW_CHECK(cudaMemcpy2DAsync(y0_3, 11 * sizeof(hw::bf16), sliced_4, 3 * sizeof(hw::bf16), sizeof(hw::bf16), M_x,
                              cudaMemcpyDeviceToDevice, caller));
   const auto* sliced_5 = x + 1;
   auto* y1_inside = y1 + 1;
-  HW_CHECK(hw::launch_early(relu_relu, hw::grid_of_elements(2 * M_x), caller, hw::reads(sliced_5, {M_x, 2}, {8, 1}),
-                            hw::writes(y1_inside, {M_x, 2}, {3, 1}), M_x));
-  HW_CHECK(hw::launch_early(fill_y1_before, hw::grid_of_elements(M_x), caller, hw::writes(y1, {M_x, 1}, {3, 1}), M_x));
+  HW_CHECK(hw::launch_pdl(relu_relu, hw::grid_of_elements(2 * M_x), caller, hw::reads(sliced_5, {M_x, 2}, {8, 1}),
+                          hw::writes(y1_inside, {M_x, 2}, {3, 1}), M_x));
+  HW_CHECK(hw::launch_pdl(fill_y1_before, hw::grid_of_elements(M_x), caller, hw::writes(y1, {M_x, 1}, {3, 1}), M_x));
   HW_CHECK(arena_.end_call(caller));
 }
 

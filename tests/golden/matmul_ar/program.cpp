@@ -21,7 +21,7 @@ namespace programs::matmul_ar {
 
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
-      team_x_(rank.channel(kMesh, "x", 4)),
+      channel_x_(rank.channel(kMesh, "x", 4)),
       ring_(rank, "ring", 4),
       plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
 
@@ -65,7 +65,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const auto* x_i = x + i * (m * K);
     auto* y_i = y + i * (m * N);
     HW_CHECK(plan_y_.cublasLtMatmul(x_i, w, y_i, stream));
-    HW_CHECK(ncclAllReduce(y_i, y_i, m * N, ncclBfloat16, ncclSum, team_x_.comm(), stream));
+    HW_CHECK(ncclAllReduce(y_i, y_i, m * N, ncclBfloat16, ncclSum, channel_x_.comm(), stream));
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(arena_.end_call(caller));

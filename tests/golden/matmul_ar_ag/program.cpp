@@ -5,7 +5,7 @@
 //   record turn[0]
 //   for %i in 0..3 {
 //     stream ring[%i] {
-//       %x_i = slice %x[0: %i of 3]
+//       %x_i = chunk %x[0: %i of 3]
 //       %product = allocate bf16[M/6, N]
 //       matmul %x_i, %w -> %product
 //       wait turn[0]
@@ -14,7 +14,7 @@
 //       %y_packed = allocate bf16[2, M/6, N]
 //       all_gather %y_reduced -> %y_packed on dp
 //       record turn[0]
-//       %y_i = slice %y_shards[1: %i of 3]
+//       %y_i = chunk %y_shards[1: %i of 3]
 //       copy %y_packed -> %y_i
 //     }
 //   }
@@ -29,8 +29,8 @@ namespace programs::matmul_ar_ag {
 
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
-      team_tp_(rank.channel(kMesh, "tp", 4)),
-      team_dp_(rank.channel(kMesh, "dp", 2)),
+      channel_tp_(rank.channel(kMesh, "tp", 4)),
+      channel_dp_(rank.channel(kMesh, "dp", 2)),
       ring_(rank, "ring", 4),
       turn_(1),
       plan_product_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
@@ -84,9 +84,9 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     auto* product = product_[i];
     HW_CHECK(plan_product_.cublasLtMatmul(x_i, w, product, stream));
     HW_CHECK(cudaStreamWaitEvent(stream, turn_[0], 0));
-    HW_CHECK(ncclAllReduce(product, product, M / 6 * N, ncclBfloat16, ncclSum, team_tp_.comm(), stream));
+    HW_CHECK(ncclAllReduce(product, product, M / 6 * N, ncclBfloat16, ncclSum, channel_tp_.comm(), stream));
     auto* y_packed = y_packed_[i];
-    HW_CHECK(ncclAllGather(product, y_packed, M / 6 * N, ncclBfloat16, team_dp_.comm(), stream));
+    HW_CHECK(ncclAllGather(product, y_packed, M / 6 * N, ncclBfloat16, channel_dp_.comm(), stream));
     HW_CHECK(cudaEventRecord(turn_[0], stream));
     auto* y_i = y + i * (M / 6 * N);
     HW_CHECK(cudaMemcpy2DAsync(y_i, M / 2 * N * sizeof(hw::bf16), y_packed, M / 6 * N * sizeof(hw::bf16),

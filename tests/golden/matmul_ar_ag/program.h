@@ -59,11 +59,11 @@ class Program {
   Sizes check(const Inputs& in) const;
 
   hw::Rank& rank_;
-  const hw::Channel& team_tp_;   // the 4 ranks along tp
-  const hw::Channel& team_dp_;   // the 2 ranks along dp
-  hw::Streams ring_;             // ring[4]
-  hw::Events turn_;              // turn[1]
-  hw::MatmulPlan plan_product_;  // matmul %x_i, %w -> %product
+  const hw::Channel& channel_tp_;  // the 4 ranks along tp
+  const hw::Channel& channel_dp_;  // the 2 ranks along dp
+  hw::Streams ring_;               // ring[4]
+  hw::Events turn_;                // turn[1]
+  hw::MatmulPlan plan_product_;    // matmul %x_i, %w -> %product
   hw::Arena arena_;
   std::array<hw::bf16*, 3> product_{};   // %product: bf16[M/6, N], one a stream
   std::array<hw::bf16*, 3> y_packed_{};  // %y_packed: bf16[2, M/6, N], one a stream

@@ -2,8 +2,8 @@
 //   fork ring
 //   for %i in 0..3 {
 //     stream ring[%i] {
-//       %x_i = slice %x[0: %i of 3]
-//       %y_i = slice %y[0: %i of 3]
+//       %x_i = chunk %x[0: %i of 3]
+//       %y_i = chunk %y[0: %i of 3]
 //       %product = reshape %y_i to [M/3, N]
 //       matmul %x_i, %w -> %product
 //       all_reduce sum %product -> %y_i on x
@@ -21,7 +21,7 @@ namespace programs::matmul_ar_flat {
 
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
-      team_x_(rank.channel(kMesh, "x", 4)),
+      channel_x_(rank.channel(kMesh, "x", 4)),
       ring_(rank, "ring", 4),
       plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
 
@@ -68,7 +68,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const auto* x_i = x + i * (M / 3 * K_x);
     auto* y_i = y + i * (M / 3 * N);
     HW_CHECK(plan_y_.cublasLtMatmul(x_i, w, y_i, stream));
-    HW_CHECK(ncclAllReduce(y_i, y_i, M / 3 * N, ncclBfloat16, ncclSum, team_x_.comm(), stream));
+    HW_CHECK(ncclAllReduce(y_i, y_i, M / 3 * N, ncclBfloat16, ncclSum, channel_x_.comm(), stream));
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(arena_.end_call(caller));

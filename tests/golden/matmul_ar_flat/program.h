@@ -57,9 +57,9 @@ class Program {
   Sizes check(const Inputs& in) const;
 
   hw::Rank& rank_;
-  const hw::Channel& team_x_;  // the 4 ranks along x
-  hw::Streams ring_;           // ring[4]
-  hw::MatmulPlan plan_y_;      // matmul %x_i, %w -> %product
+  const hw::Channel& channel_x_;  // the 4 ranks along x
+  hw::Streams ring_;              // ring[4]
+  hw::MatmulPlan plan_y_;         // matmul %x_i, %w -> %product
   hw::Arena arena_;
   std::optional<Sizes> prepared_;  // what prepare was last called for
 };

@@ -7,7 +7,7 @@ using namespace programs::matmul_ar_two_axes;
 namespace {
 
 constexpr hw::Axis kAxes[] = {{"dp", 2}, {"tp", 4}};
-constexpr const char* kTeams[] = {"tp"};
+constexpr const char* kChannels[] = {"tp"};
 constexpr hw::Argument kInputs[] = {
     {"x", "bf16[part(M, dp), part(K, tp)]", CUDA_R_16BF},
     {"w", "bf16[part(K, tp), N]", CUDA_R_16BF},
@@ -24,7 +24,7 @@ const hw::ProgramTable hw_program_table = {
     .mesh = kMesh,
     .world = kWorld,
     .axes = kAxes,
-    .teams = kTeams,
+    .channels = kChannels,
     .inputs = kInputs,
     .outputs = kOutputs,
     .calls = hw::calls_of<Program, Inputs, Outputs, OutputShapes>(),

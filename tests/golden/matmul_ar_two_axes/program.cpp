@@ -3,12 +3,12 @@
 //   fork ring
 //   for %i in 0..2 {
 //     stream ring[%i] {
-//       %w_i = slice %w[1: %i of 2]
+//       %w_i = chunk %w[1: %i of 2]
 //       %product = allocate bf16[part(M, dp), N/2]
 //       matmul %x, %w_i -> %product
 //       %y_packed = reshape %product to [part(M, dp), N/2]
 //       all_reduce sum %product -> %y_packed on tp
-//       %y_i = slice %y[1: %i of 2]
+//       %y_i = chunk %y[1: %i of 2]
 //       copy %y_packed -> %y_i
 //     }
 //   }
@@ -23,7 +23,7 @@ namespace programs::matmul_ar_two_axes {
 
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
-      team_tp_(rank.channel(kMesh, "tp", 4)),
+      channel_tp_(rank.channel(kMesh, "tp", 4)),
       ring_(rank, "ring", 4),
       plan_product_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
 
@@ -74,7 +74,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const auto* w_i = w + i * (N / 2);
     auto* product = product_[i];
     HW_CHECK(plan_product_.cublasLtMatmul(x, w_i, product, stream));
-    HW_CHECK(ncclAllReduce(product, product, N / 2 * M_dp, ncclBfloat16, ncclSum, team_tp_.comm(), stream));
+    HW_CHECK(ncclAllReduce(product, product, N / 2 * M_dp, ncclBfloat16, ncclSum, channel_tp_.comm(), stream));
     auto* y_i = y + i * (N / 2);
     HW_CHECK(cudaMemcpy2DAsync(y_i, N * sizeof(hw::bf16), product, N / 2 * sizeof(hw::bf16), N / 2 * sizeof(hw::bf16), M_dp,
                                cudaMemcpyDeviceToDevice, stream));

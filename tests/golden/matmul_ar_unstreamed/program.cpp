@@ -12,7 +12,7 @@
 namespace programs::matmul_ar_unstreamed {
 
 Program::Program(hw::Rank& rank)
-    : rank_(rank.expect_world(kWorld)), team_x_(rank.channel(kMesh, "x", 4)), plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
+    : rank_(rank.expect_world(kWorld)), channel_x_(rank.channel(kMesh, "x", 4)), plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
 
 Sizes Program::check(const Inputs& in) const {
   in.x.expect("x", "bf16[M, part(K, x)]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
@@ -54,7 +54,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
 
   HW_CHECK(arena_.begin_call(caller));
   HW_CHECK(plan_y_.cublasLtMatmul(x, w, y, {caller, workspace_}));
-  HW_CHECK(ncclAllReduce(y, y, M * N, ncclBfloat16, ncclSum, team_x_.comm(), caller));
+  HW_CHECK(ncclAllReduce(y, y, M * N, ncclBfloat16, ncclSum, channel_x_.comm(), caller));
   HW_CHECK(arena_.end_call(caller));
 }
 

@@ -56,8 +56,8 @@ class Program {
   Sizes check(const Inputs& in) const;
 
   hw::Rank& rank_;
-  const hw::Channel& team_x_;  // the 4 ranks along x
-  hw::MatmulPlan plan_y_;      // matmul %x, %w -> %y_partial
+  const hw::Channel& channel_x_;  // the 4 ranks along x
+  hw::MatmulPlan plan_y_;         // matmul %x, %w -> %y_partial
   hw::Arena arena_;
   char* workspace_ = nullptr;      // of the matmuls on the caller's stream
   std::optional<Sizes> prepared_;  // what prepare was last called for

@@ -2,8 +2,8 @@
 //   fork ring
 //   for %i in 0..3 {
 //     stream ring[%i] {
-//       %x_i = slice %x[0: %i of 3]
-//       %y_i = slice %y[0: %i of 3]
+//       %x_i = chunk %x[0: %i of 3]
+//       %y_i = chunk %y[0: %i of 3]
 //       matmul %x_i, %w -> %y_i
 //     }
 //   }

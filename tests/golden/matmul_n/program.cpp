@@ -2,8 +2,8 @@
 //   fork ring
 //   for %i in 0..3 {
 //     stream ring[%i] {
-//       %w_i = slice %w[1: %i of 3]
-//       %y_i = slice %y[1: %i of 3]
+//       %w_i = chunk %w[1: %i of 3]
+//       %y_i = chunk %y[1: %i of 3]
 //       matmul %x, %w_i -> %y_i
 //     }
 //   }

@@ -25,7 +25,7 @@ __device__ void sum_y_by(const hw::bf16* landing, hw::bf16* y, int64_t M, int64_
 }
 
 __global__ void sum_y(const hw::bf16* landing, hw::bf16* y, int64_t M, int64_t N) {
-  hw::wait_for_stream();
+  hw::griddep_wait();
   if (M / 4 * N % 8 == 0 && hw::aligned(landing, y)) {
     sum_y_by<8>(landing, y, M, N);
   } else {

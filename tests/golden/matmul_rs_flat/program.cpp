@@ -7,7 +7,7 @@
 //   for %i in 0..4 {
 //     %q = (rank.x + 1 + %i) % 4
 //     stream ring[%i] {
-//       %x_i = slice %x[0: %q of 4]
+//       %x_i = chunk %x[0: %q of 4]
 //       %product = allocate bf16[M/4, N]
 //       matmul %x_i, %w -> %product
 //       %p = (rank.x - 1 - %i) % 4
@@ -36,7 +36,7 @@ namespace programs::matmul_rs_flat {
 
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
-      team_x_(rank.channel(kMesh, "x", 4)),
+      channel_x_(rank.channel(kMesh, "x", 4)),
       ring_(rank, "ring", 4),
       plan_product_(rank, CUDA_R_16BF, CUDA_R_16BF) {
   HW_CHECK(hw::load(sum_y));
@@ -98,14 +98,14 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     } else {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
-      HW_CHECK(ncclRecv(landing_i, M / 4 * N, ncclBfloat16, p, team_x_.comm(), stream));
-      HW_CHECK(ncclSend(product, M / 4 * N, ncclBfloat16, q, team_x_.comm(), stream));
+      HW_CHECK(ncclRecv(landing_i, M / 4 * N, ncclBfloat16, p, channel_x_.comm(), stream));
+      HW_CHECK(ncclSend(product, M / 4 * N, ncclBfloat16, q, channel_x_.comm(), stream));
       HW_CHECK(ncclGroupEnd());
     }
   }
   HW_CHECK(ring_.join(caller));
-  HW_CHECK(hw::launch_early(sum_y, hw::grid_of_elements<8>(M / 4 * N), caller, hw::reads(landing_, M * N),
-                            hw::writes(y, M / 4 * N), M, N));
+  HW_CHECK(hw::launch_pdl(sum_y, hw::grid_of_elements<8>(M / 4 * N), caller, hw::reads(landing_, M * N), hw::writes(y, M / 4 * N),
+                          M, N));
   HW_CHECK(arena_.end_call(caller));
 }
 

@@ -5,16 +5,16 @@
 //   for %i in 0..4 {
 //     %q = (rank.x - 1 - %i) % 4
 //     stream ring[%i] {
-//       %x_i = slice %x[0: %q of 4]
-//       %product_i = slice %product[0: %q of 4]
+//       %x_i = chunk %x[0: %q of 4]
+//       %product_i = chunk %product[0: %q of 4]
 //       if %i == 0 {
 //         matmul %x_i, %w -> %product_i
 //       } else {
 //         wait arrived[%i - 1]
-//         matmul %x_i, %w plus %product_i -> %product_i
+//         matmul %x_i, %w accumulate %product_i -> %product_i
 //       }
 //       if %i < 3 {
-//         %product_next = slice %product[0: (%q - 1) % 4 of 4]
+//         %product_next = chunk %product[0: (%q - 1) % 4 of 4]
 //         group {
 //           recv %product_next from (rank.x - 1) % 4 on x
 //           send %product_i to (rank.x + 1) % 4 on x
@@ -24,7 +24,7 @@
 //     }
 //   }
 //   join ring
-//   %product_own = slice %product[0: rank.x of 4]
+//   %product_own = chunk %product[0: rank.x of 4]
 //   copy %product_own -> %y
 // }
 #include "program.h"
@@ -37,7 +37,7 @@ namespace programs::matmul_rs_ring {
 
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
-      team_x_(rank.channel(kMesh, "x", 4)),
+      channel_x_(rank.channel(kMesh, "x", 4)),
       ring_(rank, "ring", 4),
       arrived_(4),
       plan_product_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
@@ -93,15 +93,15 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
       HW_CHECK(plan_product_.cublasLtMatmul(x_i, w, product_i, stream));
     } else {
       HW_CHECK(cudaStreamWaitEvent(stream, arrived_[i - 1], 0));
-      HW_CHECK(plan_product_.cublasLtMatmul(x_i, w, product_i, stream, {.plus = product_i}));
+      HW_CHECK(plan_product_.cublasLtMatmul(x_i, w, product_i, stream, {.accumulate = product_i}));
     }
     if (i < 3) {
       auto* product_next = product_ + ((q - 1 + 4) % 4) * (M / 4 * N);
       {
         HW_CHECK(ncclGroupStart());
         const hw::CloseGroupOnError guard;
-        HW_CHECK(ncclRecv(product_next, M / 4 * N, ncclBfloat16, (rank_x - 1 + 4) % 4, team_x_.comm(), stream));
-        HW_CHECK(ncclSend(product_i, M / 4 * N, ncclBfloat16, (rank_x + 1) % 4, team_x_.comm(), stream));
+        HW_CHECK(ncclRecv(product_next, M / 4 * N, ncclBfloat16, (rank_x - 1 + 4) % 4, channel_x_.comm(), stream));
+        HW_CHECK(ncclSend(product_i, M / 4 * N, ncclBfloat16, (rank_x + 1) % 4, channel_x_.comm(), stream));
         HW_CHECK(ncclGroupEnd());
       }
       HW_CHECK(cudaEventRecord(arrived_[i], stream));

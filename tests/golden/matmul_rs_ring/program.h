@@ -58,10 +58,10 @@ class Program {
   Sizes check(const Inputs& in) const;
 
   hw::Rank& rank_;
-  const hw::Channel& team_x_;    // the 4 ranks along x
-  hw::Streams ring_;             // ring[4]
-  hw::Events arrived_;           // arrived[4]
-  hw::MatmulPlan plan_product_;  // matmul %x_i, %w -> %product_i
+  const hw::Channel& channel_x_;  // the 4 ranks along x
+  hw::Streams ring_;              // ring[4]
+  hw::Events arrived_;            // arrived[4]
+  hw::MatmulPlan plan_product_;   // matmul %x_i, %w -> %product_i
   hw::Arena arena_;
   hw::bf16* product_ = nullptr;    // %product: bf16[M, N]
   std::optional<Sizes> prepared_;  // what prepare was last called for

@@ -23,7 +23,7 @@ namespace programs::matmul_rs_through_bcast {
 
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
-      team_x_(rank.channel(kMesh, "x", 4)),
+      channel_x_(rank.channel(kMesh, "x", 4)),
       ring_(rank, "ring", 4),
       plan_product_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
 
@@ -71,7 +71,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     auto* product = product_[i];
     HW_CHECK(plan_product_.cublasLtMatmul(x_i, w, product, stream));
     auto* y_i = y + i * (m * N);
-    HW_CHECK(ncclReduceScatter(product, y_i, m * N, ncclBfloat16, ncclSum, team_x_.comm(), stream));
+    HW_CHECK(ncclReduceScatter(product, y_i, m * N, ncclBfloat16, ncclSum, channel_x_.comm(), stream));
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(arena_.end_call(caller));

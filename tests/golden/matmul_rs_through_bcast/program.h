@@ -58,9 +58,9 @@ class Program {
   Sizes check(const Inputs& in) const;
 
   hw::Rank& rank_;
-  const hw::Channel& team_x_;    // the 4 ranks along x
-  hw::Streams ring_;             // ring[4]
-  hw::MatmulPlan plan_product_;  // matmul %x_i, %expanded_i -> %product
+  const hw::Channel& channel_x_;  // the 4 ranks along x
+  hw::Streams ring_;              // ring[4]
+  hw::MatmulPlan plan_product_;   // matmul %x_i, %expanded_i -> %product
   hw::Arena arena_;
   std::array<hw::bf16*, 3> product_{};  // %product: bf16[1, 4, m, N], one a stream
   std::optional<Sizes> prepared_;       // what prepare was last called for

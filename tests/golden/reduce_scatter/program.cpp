@@ -18,7 +18,7 @@
 namespace programs::reduce_scatter {
 
 Program::Program(hw::Rank& rank)
-    : rank_(rank.expect_world(kWorld)), team_x_(rank.channel(kMesh, "x", 4)), ring_(rank, "ring", 4) {}
+    : rank_(rank.expect_world(kWorld)), channel_x_(rank.channel(kMesh, "x", 4)), ring_(rank, "ring", 4) {}
 
 Sizes Program::check(const Inputs& in) const {
   in.x.expect("x", "bf16[3, 1, 4, N]", CUDA_R_16BF, {3, 1, 4, hw::kAny}, rank_.device());
@@ -53,7 +53,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const hw::Stream stream = ring_[i];
     const auto* x_i = x + i * (4 * N);
     auto* y_i = y + i * N;
-    HW_CHECK(ncclReduceScatter(x_i, y_i, N, ncclBfloat16, ncclSum, team_x_.comm(), stream));
+    HW_CHECK(ncclReduceScatter(x_i, y_i, N, ncclBfloat16, ncclSum, channel_x_.comm(), stream));
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(arena_.end_call(caller));

@@ -23,7 +23,7 @@ __device__ void sum_y_by(const hw::bf16* x, hw::bf16* y, int64_t M, int64_t N) {
 }
 
 __global__ void __launch_bounds__(hw::kRowThreads) sum_y(const hw::bf16* x, hw::bf16* y, int64_t M, int64_t N) {
-  hw::wait_for_stream();
+  hw::griddep_wait();
   if (N % 8 == 0 && hw::aligned(x)) {
     sum_y_by<8>(x, y, M, N);
   } else {

@@ -7,7 +7,7 @@ using namespace programs::three_layers;
 namespace {
 
 constexpr hw::Axis kAxes[] = {{"x", 4}};
-constexpr const char* kTeams[] = {"x"};
+constexpr const char* kChannels[] = {"x"};
 constexpr hw::Argument kInputs[] = {
     {"x", "bf16[M, E]", CUDA_R_16BF},
     {"w_in_0", "bf16[E, part(F, x)]", CUDA_R_16BF},
@@ -29,7 +29,7 @@ const hw::ProgramTable hw_program_table = {
     .mesh = kMesh,
     .world = kWorld,
     .axes = kAxes,
-    .teams = kTeams,
+    .channels = kChannels,
     .inputs = kInputs,
     .outputs = kOutputs,
     .calls = hw::calls_of<Program, Inputs, Outputs, OutputShapes>(),

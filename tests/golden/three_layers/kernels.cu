@@ -21,7 +21,7 @@ __device__ void maximum_minimum_h_by(const hw::bf16* product, hw::bf16* h, int64
 }
 
 __global__ void maximum_minimum_h(const hw::bf16* product, hw::bf16* h, int64_t M, int64_t F_x) {
-  hw::wait_for_stream();
+  hw::griddep_wait();
   if (M * F_x % 8 == 0 && hw::aligned(product, h)) {
     maximum_minimum_h_by<8>(product, h, M, F_x);
   } else {
@@ -57,7 +57,7 @@ __device__ void fused_y_by(const hw::bf16* landing, const hw::bf16* x, hw::bf16*
 }
 
 __global__ void fused_y(const hw::bf16* landing, const hw::bf16* x, hw::bf16* y, int64_t M, int64_t E) {
-  hw::wait_for_stream();
+  hw::griddep_wait();
   if (M / 4 * E % 8 == 0 && hw::aligned(landing, x, y)) {
     fused_y_by<8>(landing, x, y, M, E);
   } else {

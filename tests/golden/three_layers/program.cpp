@@ -23,7 +23,7 @@
 //           send %x to (rank.x - %i) % 4 on x
 //         }
 //       }
-//       %product_i = slice %product[0: %p of 4]
+//       %product_i = chunk %product[0: %p of 4]
 //       matmul %x_gathered, %w_in -> %product_i
 //     }
 //   }
@@ -35,7 +35,7 @@
 //   for %j in 0..4 {
 //     %q = (rank.x + 1 + %j) % 4
 //     stream ring[%j] {
-//       %h_j = slice %h[0: %q of 4]
+//       %h_j = chunk %h[0: %q of 4]
 //       %product_2 = allocate bf16[M/4, E]
 //       matmul %h_j, %w_out -> %product_2
 //       %p_2 = (rank.x - 1 - %j) % 4
@@ -55,7 +55,7 @@
 // }
 // host @three_layers(%x: bf16[M, E], %w_in_0: bf16[E, F@x], %w_out_0: bf16[F@x, E], %w_in_1: bf16[E, F@x], %w_out_1: bf16[F@x,
 // E], %w_in_2: bf16[E, F@x], %w_out_2: bf16[F@x, E]) -> (%y: bf16[M@x, E]) mesh(x=4) streams(ring[4]) uneven(F) {
-//   %x_sliced = slice %x[0: rank.x of 4]
+//   %x_sliced = chunk %x[0: rank.x of 4]
 //   %layer = allocate bf16[M/4, E]
 //   call @layer %x_sliced, %w_in_0, %w_out_0 -> %layer
 //   %layer_2 = allocate bf16[M/4, E]
@@ -74,7 +74,7 @@ namespace programs::three_layers {
 
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
-      team_x_(rank.channel(kMesh, "x", 4)),
+      channel_x_(rank.channel(kMesh, "x", 4)),
       ring_(rank, "ring", 4),
       plan_product_(rank, CUDA_R_16BF, CUDA_R_16BF),
       plan_product_2_(rank, CUDA_R_16BF, CUDA_R_16BF) {
@@ -161,16 +161,16 @@ void Program::layer(const hw::bf16* x, const hw::bf16* w_in, const hw::bf16* w_o
     } else {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
-      HW_CHECK(ncclRecv(x_gathered, M / 4 * E, ncclBfloat16, p, team_x_.comm(), stream));
-      HW_CHECK(ncclSend(x, M / 4 * E, ncclBfloat16, (rank_x - i + 4) % 4, team_x_.comm(), stream));
+      HW_CHECK(ncclRecv(x_gathered, M / 4 * E, ncclBfloat16, p, channel_x_.comm(), stream));
+      HW_CHECK(ncclSend(x, M / 4 * E, ncclBfloat16, (rank_x - i + 4) % 4, channel_x_.comm(), stream));
       HW_CHECK(ncclGroupEnd());
     }
     auto* product_i = layer_product_ + p * (M / 4 * F_x);
     HW_CHECK(plan_product_.cublasLtMatmul(x_gathered, w_in, product_i, stream));
   }
   HW_CHECK(ring_.join(caller));
-  HW_CHECK(hw::launch_early(maximum_minimum_h, hw::grid_of_elements<8>(M * F_x), caller, hw::reads(layer_product_, M * F_x),
-                            hw::writes(layer_product_, M * F_x), M, F_x));
+  HW_CHECK(hw::launch_pdl(maximum_minimum_h, hw::grid_of_elements<8>(M * F_x), caller, hw::reads(layer_product_, M * F_x),
+                          hw::writes(layer_product_, M * F_x), M, F_x));
   HW_CHECK(ring_.fork(caller));
   for (int64_t j = 0; j < 4; ++j) {
     const int64_t q = (rank_x + 1 + j) % 4;
@@ -185,14 +185,14 @@ void Program::layer(const hw::bf16* x, const hw::bf16* w_in, const hw::bf16* w_o
     } else {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
-      HW_CHECK(ncclRecv(landing_j, M / 4 * E, ncclBfloat16, p_2, team_x_.comm(), stream));
-      HW_CHECK(ncclSend(product_2, M / 4 * E, ncclBfloat16, q, team_x_.comm(), stream));
+      HW_CHECK(ncclRecv(landing_j, M / 4 * E, ncclBfloat16, p_2, channel_x_.comm(), stream));
+      HW_CHECK(ncclSend(product_2, M / 4 * E, ncclBfloat16, q, channel_x_.comm(), stream));
       HW_CHECK(ncclGroupEnd());
     }
   }
   HW_CHECK(ring_.join(caller));
-  HW_CHECK(hw::launch_early(fused_y, hw::grid_of_elements<8>(M / 4 * E), caller, hw::reads(layer_landing_, M * E),
-                            hw::reads(x, M / 4 * E), hw::writes(y, M / 4 * E), M, E));
+  HW_CHECK(hw::launch_pdl(fused_y, hw::grid_of_elements<8>(M / 4 * E), caller, hw::reads(layer_landing_, M * E),
+                          hw::reads(x, M / 4 * E), hw::writes(y, M / 4 * E), M, E));
 }
 
 void Program::layer_memory(const Sizes& sizes, hw::MemoryPlan& memory) {

@@ -67,7 +67,7 @@ class Program {
   void layer_memory(const Sizes& sizes, hw::MemoryPlan& memory);
 
   hw::Rank& rank_;
-  const hw::Channel& team_x_;      // the 4 ranks along x
+  const hw::Channel& channel_x_;   // the 4 ranks along x
   hw::Streams ring_;               // ring[4]
   hw::MatmulPlan plan_product_;    // matmul %x_gathered, %w_in -> %product_i
   hw::MatmulPlan plan_product_2_;  // matmul %h_j, %w_out -> %product_2

@@ -18,7 +18,7 @@ __device__ void neg_a_by(const hw::bf16* x, hw::bf16* a, int64_t M, int64_t N) {
 }
 
 __global__ void neg_a(const hw::bf16* x, hw::bf16* a, int64_t M, int64_t N) {
-  hw::wait_for_stream();
+  hw::griddep_wait();
   if (M / 3 * N % 8 == 0 && hw::aligned(x, a)) {
     neg_a_by<8>(x, a, M, N);
   } else {
@@ -42,7 +42,7 @@ __device__ void mul_b_by(const hw::bf16* a, const hw::bf16* x, hw::bf16* b, int6
 }
 
 __global__ void mul_b(const hw::bf16* a, const hw::bf16* x, hw::bf16* b, int64_t M, int64_t N) {
-  hw::wait_for_stream();
+  hw::griddep_wait();
   if (M * N % 8 == 0 && hw::aligned(a, x, b)) {
     mul_b_by<8>(a, x, b, M, N);
   } else {
@@ -66,7 +66,7 @@ __device__ void add_y_by(const hw::bf16* b, const hw::bf16* x, hw::bf16* y, int6
 }
 
 __global__ void add_y(const hw::bf16* b, const hw::bf16* x, hw::bf16* y, int64_t M, int64_t N) {
-  hw::wait_for_stream();
+  hw::griddep_wait();
   if (M / 3 * N % 8 == 0 && hw::aligned(b, x, y)) {
     add_y_by<8>(b, x, y, M, N);
   } else {

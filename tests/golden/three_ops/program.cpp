@@ -12,8 +12,8 @@
 //   fork ring
 //   for %i in 0..3 {
 //     stream ring[%i] {
-//       %x_i = slice %x[0: %i of 3]
-//       %a_i = slice %a[0: %i of 3]
+//       %x_i = chunk %x[0: %i of 3]
+//       %a_i = chunk %a[0: %i of 3]
 //       launch @neg_a %x_i -> %a_i
 //     }
 //   }
@@ -23,9 +23,9 @@
 //   fork ring
 //   for %j in 0..3 {
 //     stream ring[%j] {
-//       %b_j = slice %b[0: %j of 3]
-//       %x_j = slice %x[0: %j of 3]
-//       %y_j = slice %y[0: %j of 3]
+//       %b_j = chunk %b[0: %j of 3]
+//       %x_j = chunk %x[0: %j of 3]
+//       %y_j = chunk %y[0: %j of 3]
 //       launch @add_y %b_j, %x_j -> %y_j
 //     }
 //   }
@@ -83,20 +83,20 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const hw::Stream stream = ring_[i];
     const auto* x_i = x + i * (M / 3 * N);
     auto* a_i = a_ + i * (M / 3 * N);
-    HW_CHECK(hw::launch_early(neg_a, hw::grid_of_elements<8>(M / 3 * N), stream, hw::reads(x_i, M / 3 * N),
-                              hw::writes(a_i, M / 3 * N), M, N));
+    HW_CHECK(hw::launch_pdl(neg_a, hw::grid_of_elements<8>(M / 3 * N), stream, hw::reads(x_i, M / 3 * N),
+                            hw::writes(a_i, M / 3 * N), M, N));
   }
   HW_CHECK(ring_.join(caller));
-  HW_CHECK(hw::launch_early(mul_b, hw::grid_of_elements<8>(M * N), caller, hw::reads(a_, M * N), hw::reads(x, M * N),
-                            hw::writes(a_, M * N), M, N));
+  HW_CHECK(hw::launch_pdl(mul_b, hw::grid_of_elements<8>(M * N), caller, hw::reads(a_, M * N), hw::reads(x, M * N),
+                          hw::writes(a_, M * N), M, N));
   HW_CHECK(ring_.fork(caller));
   for (int64_t j = 0; j < 3; ++j) {
     const hw::Stream stream = ring_[j];
     auto* b_j = a_ + j * (M / 3 * N);
     const auto* x_j = x + j * (M / 3 * N);
     auto* y_j = y + j * (M / 3 * N);
-    HW_CHECK(hw::launch_early(add_y, hw::grid_of_elements<8>(M / 3 * N), stream, hw::reads(b_j, M / 3 * N),
-                              hw::reads(x_j, M / 3 * N), hw::writes(y_j, M / 3 * N), M, N));
+    HW_CHECK(hw::launch_pdl(add_y, hw::grid_of_elements<8>(M / 3 * N), stream, hw::reads(b_j, M / 3 * N),
+                            hw::reads(x_j, M / 3 * N), hw::writes(y_j, M / 3 * N), M, N));
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(arena_.end_call(caller));

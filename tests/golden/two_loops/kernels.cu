@@ -21,7 +21,7 @@ __device__ void maximum_minimum_minimum_by(const hw::bf16* product_2, hw::bf16* 
 }
 
 __global__ void maximum_minimum_minimum(const hw::bf16* product_2, hw::bf16* minimum, int64_t M, int64_t F_x) {
-  hw::wait_for_stream();
+  hw::griddep_wait();
   if (M * F_x % 8 == 0 && hw::aligned(product_2, minimum)) {
     maximum_minimum_minimum_by<8>(product_2, minimum, M, F_x);
   } else {
@@ -51,7 +51,7 @@ __device__ void sum_y_by(const hw::bf16* landing, hw::bf16* y, int64_t M, int64_
 }
 
 __global__ void sum_y(const hw::bf16* landing, hw::bf16* y, int64_t M, int64_t N) {
-  hw::wait_for_stream();
+  hw::griddep_wait();
   if (M / 4 * N % 8 == 0 && hw::aligned(landing, y)) {
     sum_y_by<8>(landing, y, M, N);
   } else {

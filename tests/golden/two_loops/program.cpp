@@ -21,7 +21,7 @@
 //           send %x to (rank.x - %i) % 4 on x
 //         }
 //       }
-//       %product_i = slice %product[0: %p of 4]
+//       %product_i = chunk %product[0: %p of 4]
 //       matmul %x_gathered, %w -> %product_i
 //     }
 //   }
@@ -36,7 +36,7 @@
 //   for %j in 0..4 {
 //     %q = (rank.x + 1 + %j) % 4
 //     stream ring[%j] {
-//       %minimum_j = slice %minimum[0: %q of 4]
+//       %minimum_j = chunk %minimum[0: %q of 4]
 //       %product_3 = allocate bf16[M/4, N]
 //       matmul %minimum_j, %u -> %product_3
 //       %p_2 = (rank.x - 1 - %j) % 4
@@ -65,7 +65,7 @@ namespace programs::two_loops {
 
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
-      team_x_(rank.channel(kMesh, "x", 4)),
+      channel_x_(rank.channel(kMesh, "x", 4)),
       ring_(rank, "ring", 4),
       plan_product_(rank, CUDA_R_16BF, CUDA_R_16BF),
       plan_product_2_(rank, CUDA_R_16BF, CUDA_R_16BF),
@@ -138,8 +138,8 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     } else {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
-      HW_CHECK(ncclRecv(x_gathered, M / 4 * K, ncclBfloat16, p, team_x_.comm(), stream));
-      HW_CHECK(ncclSend(x, M / 4 * K, ncclBfloat16, (rank_x - i + 4) % 4, team_x_.comm(), stream));
+      HW_CHECK(ncclRecv(x_gathered, M / 4 * K, ncclBfloat16, p, channel_x_.comm(), stream));
+      HW_CHECK(ncclSend(x, M / 4 * K, ncclBfloat16, (rank_x - i + 4) % 4, channel_x_.comm(), stream));
       HW_CHECK(ncclGroupEnd());
     }
     auto* product_i = product_ + p * (M / 4 * N);
@@ -147,8 +147,8 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(plan_product_2_.cublasLtMatmul(product_, v, product_2_, {caller, workspace_}));
-  HW_CHECK(hw::launch_early(maximum_minimum_minimum, hw::grid_of_elements<8>(M * F_x), caller, hw::reads(product_2_, M * F_x),
-                            hw::writes(product_2_, M * F_x), M, F_x));
+  HW_CHECK(hw::launch_pdl(maximum_minimum_minimum, hw::grid_of_elements<8>(M * F_x), caller, hw::reads(product_2_, M * F_x),
+                          hw::writes(product_2_, M * F_x), M, F_x));
   HW_CHECK(ring_.fork(caller));
   for (int64_t j = 0; j < 4; ++j) {
     const int64_t q = (rank_x + 1 + j) % 4;
@@ -163,14 +163,14 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     } else {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
-      HW_CHECK(ncclRecv(landing_j, M / 4 * N, ncclBfloat16, p_2, team_x_.comm(), stream));
-      HW_CHECK(ncclSend(product_3, M / 4 * N, ncclBfloat16, q, team_x_.comm(), stream));
+      HW_CHECK(ncclRecv(landing_j, M / 4 * N, ncclBfloat16, p_2, channel_x_.comm(), stream));
+      HW_CHECK(ncclSend(product_3, M / 4 * N, ncclBfloat16, q, channel_x_.comm(), stream));
       HW_CHECK(ncclGroupEnd());
     }
   }
   HW_CHECK(ring_.join(caller));
-  HW_CHECK(hw::launch_early(sum_y, hw::grid_of_elements<8>(M / 4 * N), caller, hw::reads(landing_, M * N),
-                            hw::writes(y, M / 4 * N), M, N));
+  HW_CHECK(hw::launch_pdl(sum_y, hw::grid_of_elements<8>(M / 4 * N), caller, hw::reads(landing_, M * N), hw::writes(y, M / 4 * N),
+                          M, N));
   HW_CHECK(arena_.end_call(caller));
 }
 

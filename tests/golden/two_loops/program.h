@@ -62,7 +62,7 @@ class Program {
   Sizes check(const Inputs& in) const;
 
   hw::Rank& rank_;
-  const hw::Channel& team_x_;      // the 4 ranks along x
+  const hw::Channel& channel_x_;   // the 4 ranks along x
   hw::Streams ring_;               // ring[4]
   hw::MatmulPlan plan_product_;    // matmul %x_gathered, %w -> %product_i
   hw::MatmulPlan plan_product_2_;  // matmul %product, %v -> %product_2

@@ -21,7 +21,7 @@ __device__ void neg_mul_y_by(const hw::bf16* x, hw::bf16* y, int64_t M, int64_t 
 }
 
 __global__ void neg_mul_y(const hw::bf16* x, hw::bf16* y, int64_t M, int64_t N) {
-  hw::wait_for_stream();
+  hw::griddep_wait();
   if (M / 3 * N % 8 == 0 && hw::aligned(x, y)) {
     neg_mul_y_by<8>(x, y, M, N);
   } else {

@@ -6,8 +6,8 @@
 //   fork ring
 //   for %i in 0..3 {
 //     stream ring[%i] {
-//       %x_i = slice %x[0: %i of 3]
-//       %y_i = slice %y[0: %i of 3]
+//       %x_i = chunk %x[0: %i of 3]
+//       %y_i = chunk %y[0: %i of 3]
 //       launch @neg_mul_y %x_i -> %y_i
 //     }
 //   }
@@ -58,8 +58,8 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const hw::Stream stream = ring_[i];
     const auto* x_i = x + i * (M / 3 * N);
     auto* y_i = y + i * (M / 3 * N);
-    HW_CHECK(hw::launch_early(neg_mul_y, hw::grid_of_elements<8>(M / 3 * N), stream, hw::reads(x_i, M / 3 * N),
-                              hw::writes(y_i, M / 3 * N), M, N));
+    HW_CHECK(hw::launch_pdl(neg_mul_y, hw::grid_of_elements<8>(M / 3 * N), stream, hw::reads(x_i, M / 3 * N),
+                            hw::writes(y_i, M / 3 * N), M, N));
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(arena_.end_call(caller));

@@ -30,7 +30,7 @@ __device__ void add_sum_y_z_by(const hw::bf16* x, const hw::bf16* b, hw::bf16* y
 
 __global__ void __launch_bounds__(hw::kRowThreads)
     add_sum_y_z(const hw::bf16* x, const hw::bf16* b, hw::bf16* y, hw::bf16* z, int64_t N, int64_t M_x) {
-  hw::wait_for_stream();
+  hw::griddep_wait();
   if (N % 8 == 0 && hw::aligned(x, b, y)) {
     add_sum_y_z_by<8>(x, b, y, z, N, M_x);
   } else {

@@ -7,7 +7,7 @@ using namespace programs::two_stages;
 namespace {
 
 constexpr hw::Axis kAxes[] = {{"x", 4}};
-constexpr const char* kTeams[] = {"x"};
+constexpr const char* kChannels[] = {"x"};
 constexpr hw::Argument kInputs[] = {
     {"x", "bf16[part(M, x on ranks 0, 1), K]", CUDA_R_16BF},
     {"w1", "bf16[K, N]", CUDA_R_16BF},
@@ -25,7 +25,7 @@ const hw::ProgramTable hw_program_table = {
     .mesh = kMesh,
     .world = kWorld,
     .axes = kAxes,
-    .teams = kTeams,
+    .channels = kChannels,
     .inputs = kInputs,
     .outputs = kOutputs,
     .calls = hw::calls_of<Program, Inputs, Outputs, OutputShapes>(),

@@ -2,7 +2,7 @@
 // mesh(x=2 of ranks 2, 3)) -> (%y: bf16[M@x, K] on mesh(x=2 of ranks 2, 3)) mesh(x=4) uneven(M) {
 //   on mesh(x=2 of ranks 0, 1) {
 //     %h = allocate bf16[part(M, x on ranks 0, 1), N]
-//     matmul %x, %w1 then relu -> %h
+//     matmul %x, %w1 activation relu -> %h
 //     send %h to rank + 2 on *
 //   }
 //   on mesh(x=2 of ranks 2, 3) {
@@ -22,7 +22,7 @@ Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
       on_ranks_0_1_(rank.index() < 2),
       on_ranks_2_3_(rank.index() >= 2),
-      team_x_(rank.channel(kMesh, "x", 4)),
+      channel_x_(rank.channel(kMesh, "x", 4)),
       plan_h_(rank, CUDA_R_16BF, CUDA_R_16BF, CUBLASLT_EPILOGUE_RELU),
       plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
 
@@ -79,10 +79,10 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   HW_CHECK(arena_.begin_call(caller));
   if (on_ranks_0_1_) {
     HW_CHECK(plan_h_.cublasLtMatmul(x, w1, h_, {caller, workspace_}));
-    HW_CHECK(ncclSend(h_, N * M_x_of_ranks_0_1, ncclBfloat16, rank + 2, team_x_.comm(), caller));
+    HW_CHECK(ncclSend(h_, N * M_x_of_ranks_0_1, ncclBfloat16, rank + 2, channel_x_.comm(), caller));
   }
   if (on_ranks_2_3_) {
-    HW_CHECK(ncclRecv(arrived_, N * M_x_of_ranks_2_3, ncclBfloat16, rank - 2, team_x_.comm(), caller));
+    HW_CHECK(ncclRecv(arrived_, N * M_x_of_ranks_2_3, ncclBfloat16, rank - 2, channel_x_.comm(), caller));
     HW_CHECK(plan_y_.cublasLtMatmul(arrived_, w2, y, {caller, workspace_}));
   }
   HW_CHECK(arena_.end_call(caller));

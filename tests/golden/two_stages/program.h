@@ -60,11 +60,11 @@ class Program {
   Sizes check(const Inputs& in) const;
 
   hw::Rank& rank_;
-  const bool on_ranks_0_1_;    // whether this rank is in mesh(x=2 of ranks 0, 1)
-  const bool on_ranks_2_3_;    // whether this rank is in mesh(x=2 of ranks 2, 3)
-  const hw::Channel& team_x_;  // the 4 ranks along x
-  hw::MatmulPlan plan_h_;      // matmul %x, %w1 then relu -> %h
-  hw::MatmulPlan plan_y_;      // matmul %arrived, %w2 -> %y
+  const bool on_ranks_0_1_;       // whether this rank is in mesh(x=2 of ranks 0, 1)
+  const bool on_ranks_2_3_;       // whether this rank is in mesh(x=2 of ranks 2, 3)
+  const hw::Channel& channel_x_;  // the 4 ranks along x
+  hw::MatmulPlan plan_h_;         // matmul %x, %w1 activation relu -> %h
+  hw::MatmulPlan plan_y_;         // matmul %arrived, %w2 -> %y
   hw::Arena arena_;
   char* workspace_ = nullptr;      // of the matmuls on the caller's stream
   hw::bf16* h_ = nullptr;          // %h: bf16[part(M, x on ranks 0, 1), N]

@@ -7,12 +7,12 @@ using namespace programs::two_stages_streamed;
 namespace {
 
 constexpr hw::Axis kAxes[] = {{"x", 4}};
-constexpr const char* kTeams[] = {"x"};
+constexpr const char* kChannels[] = {"x"};
 constexpr hw::Axis kAxes1[] = {{"x", 2}};
 constexpr int64_t kRanks1[] = {0, 1};
 constexpr hw::Axis kAxes2[] = {{"x", 2}};
 constexpr int64_t kRanks2[] = {2, 3};
-constexpr hw::SubmeshTeam kSubmeshTeams[] = {
+constexpr hw::SubmeshChannel kSubmeshChannels[] = {
     {"mesh(x=2 of ranks 0, 1)", "x", kAxes1, kRanks1},
     {"mesh(x=2 of ranks 2, 3)", "x", kAxes2, kRanks2},
 };
@@ -35,8 +35,8 @@ const hw::ProgramTable hw_program_table = {
     .mesh = kMesh,
     .world = kWorld,
     .axes = kAxes,
-    .teams = kTeams,
-    .submesh_teams = kSubmeshTeams,
+    .channels = kChannels,
+    .submesh_channels = kSubmeshChannels,
     .inputs = kInputs,
     .outputs = kOutputs,
     .calls = hw::calls_of<Program, Inputs, Outputs, OutputShapes>(),

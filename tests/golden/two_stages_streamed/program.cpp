@@ -11,7 +11,7 @@
 //       stream ring[%j] {
 //         on mesh(x=2 of ranks 2, 3) {
 //           wait turn[0]
-//           %arrived_j = slice %arrived[0: %j of 4]
+//           %arrived_j = chunk %arrived[0: %j of 4]
 //           recv %arrived_j from rank - 2 on *
 //           record turn[0]
 //         }
@@ -21,9 +21,9 @@
 //       %i = %j - 1
 //       stream ring[%i] {
 //         on mesh(x=2 of ranks 0, 1) {
-//           %x_i = slice %x[0: %i of 4]
+//           %x_i = chunk %x[0: %i of 4]
 //           %h = allocate bf16[M/4, part(N, x on ranks 0, 1)]
-//           matmul %x_i, %up1 then relu -> %h
+//           matmul %x_i, %up1 activation relu -> %h
 //           %product_2 = allocate bf16[M/4, K]
 //           matmul %h, %down1 -> %product_2
 //           wait turn[0]
@@ -33,10 +33,10 @@
 //           record turn[0]
 //         }
 //         on mesh(x=2 of ranks 2, 3) {
-//           %arrived_i = slice %arrived[0: %i of 4]
+//           %arrived_i = chunk %arrived[0: %i of 4]
 //           %g = allocate bf16[M/4, part(N, x on ranks 2, 3)]
-//           matmul %arrived_i, %up2 then relu -> %g
-//           %y_i = slice %y[0: %i of 4]
+//           matmul %arrived_i, %up2 activation relu -> %g
+//           %y_i = chunk %y[0: %i of 4]
 //           %product_4 = reshape %y_i to [M/4, K]
 //           matmul %g, %down2 -> %product_4
 //           wait turn[0]
@@ -59,9 +59,9 @@ Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
       on_ranks_2_3_(rank.index() >= 2),
       on_ranks_0_1_(rank.index() < 2),
-      team_x_(rank.channel(kMesh, "x", 4)),
-      team_x_of_ranks_0_1_(on_ranks_0_1_ ? rank.channel("mesh(x=2 of ranks 0, 1)", "x", 2) : hw::kNoChannel),
-      team_x_of_ranks_2_3_(on_ranks_2_3_ ? rank.channel("mesh(x=2 of ranks 2, 3)", "x", 2) : hw::kNoChannel),
+      channel_x_(rank.channel(kMesh, "x", 4)),
+      channel_x_of_ranks_0_1_(on_ranks_0_1_ ? rank.channel("mesh(x=2 of ranks 0, 1)", "x", 2) : hw::kNoChannel),
+      channel_x_of_ranks_2_3_(on_ranks_2_3_ ? rank.channel("mesh(x=2 of ranks 2, 3)", "x", 2) : hw::kNoChannel),
       ring_(rank, "ring", 4),
       turn_(1),
       plan_h_(rank, CUDA_R_16BF, CUDA_R_16BF, CUBLASLT_EPILOGUE_RELU),
@@ -142,7 +142,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
       if (on_ranks_2_3_) {
         HW_CHECK(cudaStreamWaitEvent(stream, turn_[0], 0));
         auto* arrived_j = arrived_ + j * (M / 4 * K);
-        HW_CHECK(ncclRecv(arrived_j, M / 4 * K, ncclBfloat16, rank - 2, team_x_.comm(), stream));
+        HW_CHECK(ncclRecv(arrived_j, M / 4 * K, ncclBfloat16, rank - 2, channel_x_.comm(), stream));
         HW_CHECK(cudaEventRecord(turn_[0], stream));
       }
     }
@@ -156,8 +156,8 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
         auto* product_2 = product_2_[i];
         HW_CHECK(plan_product_2_.cublasLtMatmul(h, down1, product_2, stream));
         HW_CHECK(cudaStreamWaitEvent(stream, turn_[0], 0));
-        HW_CHECK(ncclAllReduce(product_2, product_2, M / 4 * K, ncclBfloat16, ncclSum, team_x_of_ranks_0_1_.comm(), stream));
-        HW_CHECK(ncclSend(product_2, M / 4 * K, ncclBfloat16, rank + 2, team_x_.comm(), stream));
+        HW_CHECK(ncclAllReduce(product_2, product_2, M / 4 * K, ncclBfloat16, ncclSum, channel_x_of_ranks_0_1_.comm(), stream));
+        HW_CHECK(ncclSend(product_2, M / 4 * K, ncclBfloat16, rank + 2, channel_x_.comm(), stream));
         HW_CHECK(cudaEventRecord(turn_[0], stream));
       }
       if (on_ranks_2_3_) {
@@ -167,7 +167,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
         auto* y_i = y + i * (M / 4 * K);
         HW_CHECK(plan_y_.cublasLtMatmul(g, down2, y_i, stream));
         HW_CHECK(cudaStreamWaitEvent(stream, turn_[0], 0));
-        HW_CHECK(ncclAllReduce(y_i, y_i, M / 4 * K, ncclBfloat16, ncclSum, team_x_of_ranks_2_3_.comm(), stream));
+        HW_CHECK(ncclAllReduce(y_i, y_i, M / 4 * K, ncclBfloat16, ncclSum, channel_x_of_ranks_2_3_.comm(), stream));
         HW_CHECK(cudaEventRecord(turn_[0], stream));
       }
     }

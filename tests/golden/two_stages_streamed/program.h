@@ -65,17 +65,17 @@ class Program {
   Sizes check(const Inputs& in) const;
 
   hw::Rank& rank_;
-  const bool on_ranks_2_3_;                 // whether this rank is in mesh(x=2 of ranks 2, 3)
-  const bool on_ranks_0_1_;                 // whether this rank is in mesh(x=2 of ranks 0, 1)
-  const hw::Channel& team_x_;               // the 4 ranks along x
-  const hw::Channel& team_x_of_ranks_0_1_;  // the 2 ranks along x of mesh(x=2 of ranks 0, 1)
-  const hw::Channel& team_x_of_ranks_2_3_;  // the 2 ranks along x of mesh(x=2 of ranks 2, 3)
-  hw::Streams ring_;                        // ring[4]
-  hw::Events turn_;                         // turn[1]
-  hw::MatmulPlan plan_h_;                   // matmul %x_i, %up1 then relu -> %h
-  hw::MatmulPlan plan_product_2_;           // matmul %h, %down1 -> %product_2
-  hw::MatmulPlan plan_g_;                   // matmul %arrived_i, %up2 then relu -> %g
-  hw::MatmulPlan plan_y_;                   // matmul %g, %down2 -> %product_4
+  const bool on_ranks_2_3_;                    // whether this rank is in mesh(x=2 of ranks 2, 3)
+  const bool on_ranks_0_1_;                    // whether this rank is in mesh(x=2 of ranks 0, 1)
+  const hw::Channel& channel_x_;               // the 4 ranks along x
+  const hw::Channel& channel_x_of_ranks_0_1_;  // the 2 ranks along x of mesh(x=2 of ranks 0, 1)
+  const hw::Channel& channel_x_of_ranks_2_3_;  // the 2 ranks along x of mesh(x=2 of ranks 2, 3)
+  hw::Streams ring_;                           // ring[4]
+  hw::Events turn_;                            // turn[1]
+  hw::MatmulPlan plan_h_;                      // matmul %x_i, %up1 activation relu -> %h
+  hw::MatmulPlan plan_product_2_;              // matmul %h, %down1 -> %product_2
+  hw::MatmulPlan plan_g_;                      // matmul %arrived_i, %up2 activation relu -> %g
+  hw::MatmulPlan plan_y_;                      // matmul %g, %down2 -> %product_4
   hw::Arena arena_;
   hw::bf16* arrived_ = nullptr;           // %arrived: bf16[M, K]
   std::array<hw::bf16*, 4> h_{};          // %h: bf16[M/4, part(N, x on ranks 0, 1)], one a stream

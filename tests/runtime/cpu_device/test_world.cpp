@@ -32,15 +32,15 @@ struct Pass {
 };
 
 constexpr hw::Axis kAxes[] = {{"x", kRanks}};
-constexpr const char* kTeams[] = {"x"};
+constexpr const char* kChannels[] = {"x"};
 constexpr hw::Argument kInputs[] = {{"x", "f32[4]", CUDA_R_32F}}, kOutputs[] = {{"y", "f32[4]", CUDA_R_32F}};
 const hw::ProgramTable kProgram{.abi = hw::kAbi,
                                 .name = "pass",
                                 .mesh = "mesh(x=3)",
                                 .world = kRanks,
                                 .axes = kAxes,
-                                .teams = kTeams,
-                                .submesh_teams = {},
+                                .channels = kChannels,
+                                .submesh_channels = {},
                                 .inputs = kInputs,
                                 .outputs = kOutputs,
                                 .calls = {.create = [](hw::Rank& rank) -> void* { return new Pass{rank}; },

@@ -209,7 +209,7 @@ def concat(tensors: Sequence[Tensor], axis: Axis | None = 0) -> Tensor:
 
 
 @checked
-def exchange(x: Tensor, axis: Axis, sources: Sequence[int | None]) -> Tensor:
+def collective_permute(x: Tensor, axis: Axis, sources: Sequence[int | None]) -> Tensor:
     """x with the blocks of a dim in other places: block i is block sources[i] of x, or zeros where that is None.
 
     The dim is cut into as many blocks as there are sources. Where as many ranks share it, one block each, this is a
@@ -217,7 +217,7 @@ def exchange(x: Tensor, axis: Axis, sources: Sequence[int | None]) -> Tensor:
     """
     location = Location.of_caller()
     places = tuple(NO_SOURCE if source is None else int(source) for source in sources)
-    return record("exchange", x, axis=dim_of(x, axis, "exchange", location), sources=places)
+    return record("collective_permute", x, axis=dim_of(x, axis, "collective_permute", location), sources=places)
 
 
 @checked

@@ -10,13 +10,13 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hostweave.base.errors import Location, ProgramError, UnknownAttribute, did_you_mean
-from hostweave.base.names import free_name
+from hostweave.base.names import unique_name
 from hostweave.base.signatures import checked
 from hostweave.fusion_ir.frontend.indexing import indexed
 from hostweave.fusion_ir.frontend.remedies import SizeName, instead_of
 from hostweave.fusion_ir.ir import Attribute, Fusion, Op, Scalar, Stream, Value
 from hostweave.fusion_ir.ops import attributes, infer_type, needs_whole, operand_types
-from hostweave.fusion_ir.text import BY, STEPS
+from hostweave.fusion_ir.text import ALGORITHM_NAMES, CHUNKINGS
 from hostweave.fusion_ir.user_kernel import Source
 from hostweave.fusion_ir.verify import verify_fusion
 from hostweave.types.mesh import Mesh
@@ -34,7 +34,7 @@ RESULT_NAMES = {
     "concat": "joined",
     "pad": "padded",
     "reshard": "resharded",
-    "exchange": "exchanged",
+    "collective_permute": "permuted",
 }
 
 
@@ -93,10 +93,11 @@ class Tensor:
         return self
 
     @checked
-    def stream(self, dim: int | str, chunks: int | None = None, step: str | None = None, by: str | None = None) -> Tensor:
+    def stream(self, dim: int | str, chunks: int | None = None, algorithm: str | None = None, chunking: str | None = None) -> Tensor:
         """States that a host loop walks `dim` of this value, one step an index, or one step a slice where `chunks` is given.
 
-        `step` is `block` or `across`; `by` is p2p, all_gather, broadcast or ring; the compiler chooses what is left open.
+        `chunking` is `by_shard` or `across_shards`; `algorithm` is p2p, all_gather, broadcast or ring; what is left open
+        the compiler chooses.
         Raises ProgramError where there is no such loop.
         """
         location = Location.of_caller()
@@ -110,10 +111,10 @@ class Tensor:
             raise ProgramError("stream: this value is made aside: its loop communicates beside the rest; leave one of them out", location)
         number = dim_of(self, dim, "stream", location)
         self._check_stream(number, chunks, location)
-        for word, value, known in (("step", step, STEPS), ("by", by, BY)):
+        for word, value, known in (("algorithm", algorithm, ALGORITHM_NAMES), ("chunking", chunking, CHUNKINGS)):
             if value is not None and value not in known:
                 raise ProgramError(f"stream: there is no {word}={value!r}; {did_you_mean(value, known)}", location)
-        self._value = replace(self._value, stream=Stream(number, chunks, step, by))
+        self._value = replace(self._value, stream=Stream(number, chunks, chunking, algorithm))
         return self
 
     def aside(self) -> Tensor:
@@ -318,10 +319,10 @@ class _Trace:
     def types(self) -> dict[str, TensorType]:
         return self._types
 
-    def add(self, op: Op | None, type: TensorType, stated: bool, name: str | None = None) -> Tensor:
+    def add(self, op: Op | None, type: TensorType, pinned: bool, name: str | None = None) -> Tensor:
         number = str(len(self.tensors))
         self._types[number] = type
-        tensor = self.tensors[number] = Tensor(self, op, Value(number, type, stated=stated))
+        tensor = self.tensors[number] = Tensor(self, op, Value(number, type, pinned=pinned))
         if name is not None:
             self.name(tensor, name)
         return tensor
@@ -375,8 +376,8 @@ def record(
         assert target is not None
         if kind != "reshard":
             target.check(location, trace.mesh)
-        return trace.add(op, target, stated=kind == "reshard")
-    return trace.add(op, derived, stated=False)
+        return trace.add(op, target, pinned=kind == "reshard")
+    return trace.add(op, derived, pinned=False)
 
 
 def _weak(number: Scalar, is_float: bool) -> Scalar:
@@ -404,7 +405,7 @@ def traced(function: Callable[..., Any], trace: _Trace, inputs: dict[str, Tensor
     name = function.__name__ if function.__name__.isidentifier() and function.__name__.isascii() else "program"  # of a lambda
     arguments = {}
     for parameter in parameters(function, inputs, word, location):
-        arguments[parameter] = trace.add(None, _placed(inputs[parameter], trace.mesh, location), stated=True, name=parameter)
+        arguments[parameter] = trace.add(None, _placed(inputs[parameter], trace.mesh, location), pinned=True, name=parameter)
     returned = function(**arguments)
     results = tuple(returned) if isinstance(returned, tuple | list) else (returned,)
     for result in results:
@@ -413,7 +414,7 @@ def traced(function: Callable[..., Any], trace: _Trace, inputs: dict[str, Tensor
     outputs = _distinct_results(results)
     for i, result in enumerate(outputs):
         if result._name is None:
-            trace.name(result, free_name("y" if len(outputs) == 1 else f"y{i}", trace.named))
+            trace.name(result, unique_name("y" if len(outputs) == 1 else f"y{i}", trace.named))
     finished = _finished(name, trace, outputs)
     verify_fusion(finished)
     return finished

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.user_kernel import Source
 from hostweave.host_ir import ir
-from hostweave.host_ir.aliases import Roots
+from hostweave.host_ir.aliases import AliasRoots
 from hostweave.host_ir.calls import events_of
 from hostweave.host_ir.expr import Binary, Const, Coordinate, Expr, Rank, Size, Var, leaves
 from hostweave.host_ir.text import print_instruction
@@ -45,7 +45,7 @@ class Checker:
     types: dict[str, BufferType] = field(default_factory=dict)
     indices: set[str] = field(default_factory=set)
     rank_dependent: set[str] = field(default_factory=set)
-    roots: Roots = field(default_factory=Roots)
+    roots: AliasRoots = field(default_factory=AliasRoots)
     freed: set[str] = field(default_factory=set)
     current: ir.Instruction | None = None
     scope: Scope = Scope()
@@ -177,14 +177,14 @@ class Checker:
         """The axes of the meshes of some of the ranks."""
         return {axis for i in ir.walk(self.program.body) if isinstance(i, ir.OnMesh) for axis, _ in i.mesh.axes}
 
-    def team_size(self, team: ir.Team) -> int:
-        if team == ir.EVERYONE:
+    def group_size(self, axes: ir.Axes) -> int:
+        if axes == ir.ALL_RANKS:
             return self.program.mesh.size
-        for axis in team:
+        for axis in axes:
             self.axis(axis)
-            if team.count(axis) > 1:
-                self.fail(f"axis {axis} is named twice: name each axis of the team once")
-        return self.mesh.size_of(team)
+            if axes.count(axis) > 1:
+                self.fail(f"axis {axis} is named twice: name each axis once")
+        return self.mesh.size_of(axes)
 
     # --- types ---
 

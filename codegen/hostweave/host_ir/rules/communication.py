@@ -22,9 +22,9 @@ def _communication(check: Callable[[Checker, Any, int], None]) -> Rule:
             c.fail(f"a collective cannot stand under `if {scope.condition}`, which differs between ranks: only send and recv can")
         if isinstance(i, ir.COLLECTIVES) and scope.steps is not None:
             c.fail(f"a collective cannot stand in a loop of {scope.steps} steps, which differ between ranks: only send and recv can")
-        if isinstance(i, ir.COLLECTIVES) and i.team == ir.EVERYONE:
+        if isinstance(i, ir.COLLECTIVES) and i.axes == ir.ALL_RANKS:
             c.fail("only send and recv, of blocks or of all, can be on *: name the axes of the mesh")
-        check(c, i, c.team_size(i.team))
+        check(c, i, c.group_size(i.axes))
 
     return rule
 
@@ -48,7 +48,7 @@ def _broadcast(c: Checker, i: ir.Broadcast, size: int) -> None:
     c.counts(i.src, i.dst, 1)
 
 
-def _spread(c: Checker, i: ir.Spread, size: int) -> None:
+def _broadcast_to_others(c: Checker, i: ir.BroadcastToOthers, size: int) -> None:
     """Parts of one dim, shared by as many ranks of two meshes, may be equal: that is seen when sizes are known."""
     c.expr(i.root)
     have, want = (c.alike(product(c.types[name].shape)) for name in (i.dst, i.src))
@@ -78,11 +78,11 @@ def _all_to_all(c: Checker, i: ir.AllToAll, size: int) -> None:
         c.fail(f"%{i.src} is {c.types[i.src]}: {size} ranks cannot be seen to share it evenly; give it a dim of {size}, a block a rank")
 
 
-def _exchange(c: Checker, i: ir.Exchange, size: int) -> None:
+def _collective_permute(c: Checker, i: ir.CollectivePermute, size: int) -> None:
     c.counts(i.src, i.dst, 1)
     named = [source for source in i.sources if source is not None]
     if len(i.sources) != size or any(source >= size for source in named):
-        c.fail(f"a team of {size} needs {size} sources, each a place below {size} or none")
+        c.fail(f"a process group of {size} needs {size} sources, each a place below {size} or none")
     if len(set(named)) < len(named):
         twice = next(source for source in named if named.count(source) > 1)
         c.fail(f"place {twice} is named twice: a rank sends to one other; use a broadcast")
@@ -107,7 +107,7 @@ def _point_to_point(c: Checker, i: ir.Send | ir.Recv, size: int) -> None:
 
 
 def _blocks(c: Checker, i: ir.SendBlocks | ir.RecvBlocks, size: int) -> None:
-    if i.team != ir.EVERYONE:
+    if i.axes != ir.ALL_RANKS:
         c.fail("routes name ranks of the program: write on *")
     if i.count < 1:
         c.fail("a buffer has at least one block: cut it into 1 or more")
@@ -124,12 +124,12 @@ RULES: dict[type[ir.Instruction], Rule] = {
     ir.AllReduce: _communication(_all_reduce),
     ir.ReduceScatter: _communication(_reduce_scatter),
     ir.Broadcast: _communication(_broadcast),
-    ir.Spread: _communication(_spread),
+    ir.BroadcastToOthers: _communication(_broadcast_to_others),
     ir.Reduce: _communication(_reduce),
     ir.Gather: _communication(_gather),
     ir.Scatter: _communication(_scatter),
     ir.AllToAll: _communication(_all_to_all),
-    ir.Exchange: _communication(_exchange),
+    ir.CollectivePermute: _communication(_collective_permute),
     ir.Barrier: _communication(_barrier),
     ir.Send: _communication(_point_to_point),
     ir.Recv: _communication(_point_to_point),

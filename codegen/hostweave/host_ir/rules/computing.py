@@ -29,13 +29,13 @@ def _deallocate(c: Checker, i: ir.Deallocate, scope: Scope) -> None:
 
 def _view(c: Checker, i: Any, scope: Scope) -> None:
     source = c.types[i.src]
-    if isinstance(i, ir.Select | ir.Slice | ir.Section | ir.Strided):
-        c.expr(i.start if isinstance(i, ir.Section | ir.Strided) else i.index)
+    if isinstance(i, ir.Select | ir.Chunk | ir.Slice | ir.Strided):
+        c.expr(i.start if isinstance(i, ir.Slice | ir.Strided) else i.index)
         if i.dim >= len(source.shape):
             c.fail(f"%{i.src} is {source}: it has no dim {i.dim}")
     if isinstance(i, ir.Permute) and sorted(i.order) != list(range(len(source.shape))):
         c.fail(f"%{i.src} is {source}: the order must name each of its dims once")
-    if isinstance(i, ir.Slice) and i.count == Extent(0):
+    if isinstance(i, ir.Chunk) and i.count == Extent(0):
         c.fail("a dim is cut into at least one chunk: write the number of them")
     if isinstance(i, ir.Strided) and i.step < 1:
         c.fail(f"the step is {i.step}: it must be at least 1")
@@ -74,9 +74,9 @@ def _matmul(c: Checker, i: ir.Matmul, scope: Scope) -> None:
 def _epilogue(c: Checker, i: ir.Matmul) -> None:
     """What cuBLASLt adds and applies to a product, as far as it does for every size."""
     dst, a, b = c.types[i.dst], c.types[i.a], c.types[i.b]
-    if len(i.plus) > 1 or len(i.bias) > 1:
+    if len(i.accumulate) > 1 or len(i.bias) > 1:
         c.fail("one buffer can be added, and one bias: add the others before")
-    for name in i.plus:
+    for name in i.accumulate:
         c.same_dtype(name, i.dst)
         c.same_shape(name, i.dst)
         if c.types[name] != dst:

@@ -5,8 +5,8 @@
 
 becomes
 
-    %x_gathered: bf16[M, K] stream(M, 8, block, p2p, own_first) = reshard(%x, kind=all_gather)
-    %y: bf16[M, N] stream(M, 8, block, own_first) = matmul(%x_gathered, %w)
+    %x_gathered: bf16[M, K] stream(M, 8, by_shard, p2p, local_first) = reshard(%x, kind=all_gather)
+    %y: bf16[M, N] stream(M, 8, by_shard, local_first) = matmul(%x_gathered, %w)
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from typing import NoReturn
 from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.ir import Fusion, Op, Stream
 from hostweave.fusion_ir.ops import OPS, index_map, needs_whole, operand_types
-from hostweave.fusion_ir.resharding import Change, change_of
+from hostweave.fusion_ir.resharding import ReshardStep, reshard_step
 from hostweave.fusion_ir.rewriting import consumers
 from hostweave.options import Options
 from hostweave.types.routes import transfer
 
-Ways = dict[str, str]  # by what a reshard can communicate -> the step that this is
+AlgorithmsOf = dict[str, str]  # by what a reshard can communicate -> the step that this is
 
 # The first one that fits is the default.
-WAYS: dict[str, Ways] = {
-    "all_gather": {"p2p": "block", "broadcast": "block", "ring": "block", "all_gather": "across"},
-    "reduce_scatter": {"p2p": "block", "ring": "block", "reduce": "block", "reduce_scatter": "across"},
-    "all_reduce": {"all_reduce": "across"},
-    "all_to_all": {"all_to_all": "across"},
-    "exchange": {"exchange": "across"},
+ALGORITHMS: dict[str, AlgorithmsOf] = {
+    "all_gather": {"p2p": "by_shard", "broadcast": "by_shard", "ring": "by_shard", "all_gather": "across_shards"},
+    "reduce_scatter": {"p2p": "by_shard", "ring": "by_shard", "reduce": "by_shard", "reduce_scatter": "across_shards"},
+    "all_reduce": {"all_reduce": "across_shards"},
+    "all_to_all": {"all_to_all": "across_shards"},
+    "collective_permute": {"collective_permute": "across_shards"},
     "reduce": {},
-    "transfer": {"transfer": "across"},
+    "transfer": {"transfer": "across_shards"},
 }
 # Which block a rank takes first: of a gather its own, which is there; of a reduce-scatter it comes last, for it travels nowhere.
 ROTATIONS = {
-    ("all_gather", "p2p"): "own_first",
-    ("all_gather", "ring"): "own_first",
-    ("reduce_scatter", "p2p"): "own_last",
-    ("reduce_scatter", "ring"): "own_last",
+    ("all_gather", "p2p"): "local_first",
+    ("all_gather", "ring"): "local_first",
+    ("reduce_scatter", "p2p"): "local_last",
+    ("reduce_scatter", "ring"): "local_last",
 }
 
 
@@ -62,7 +62,7 @@ class _Member:
 
     op: Op
     dim: int
-    change: Change | None = None
+    change: ReshardStep | None = None
 
     @property
     def name(self) -> str:
@@ -84,7 +84,7 @@ class _Choice:
         self.mesh = fusion.mesh
         self.ops = fusion.ops
         self.types = {name: value.type for name, value in fusion.values().items()}
-        self.made_by = {op.result.name: op for op in fusion.ops}
+        self.producer = {op.result.name: op for op in fusion.ops}
         self.uses = consumers(fusion)
         self.streams: dict[str, Stream] = {}
         self.joined: dict[str, list[_Member]] = {}  # a streamed value -> what joins its loop
@@ -93,15 +93,15 @@ class _Choice:
         """Settles the loop of one value that the user streamed."""
         members = self.members(root, stream.dim, through_gathers=False)
         step, by = self.communicate(root, stream, members)
-        if step == "across":
+        if step == "across_shards":
             members = self.members(root, stream.dim, through_gathers=True)
-            step, by = self.communicate(root, replace(stream, step=step), members)
+            step, by = self.communicate(root, replace(stream, chunking=step), members)
         rotation = next((ROTATIONS.get((m.change.kind, by[m.name])) for m in members if m.change and m.name in by), None)
         if not by:
             step, rotation = self.compute(root, stream)
         for member in members:
             self.streams[member.name] = Stream(member.dim, stream.chunks, step, by.get(member.name), rotation)
-            if step == "across":
+            if step == "across_shards":
                 self.check_slices(root, stream, member)
         self.joined[root.result.name] = members[1:]
 
@@ -132,13 +132,13 @@ class _Choice:
     def member(self, op: Op, dim: int) -> _Member:
         if op.kind != "reshard":
             return _Member(op, dim)
-        return _Member(op, dim, change_of(self.types[op.tensors[0]], op.result.type, self.mesh))
+        return _Member(op, dim, reshard_step(self.types[op.tensors[0]], op.result.type, self.mesh))
 
     def producers(self, member: _Member) -> Iterator[_Member]:
         """What makes the operands, step by step, for this member alone."""
         indices = index_map(member.op, operand_types(member.op, self.types))
         for i, name in enumerate(member.op.operands):
-            op = self.made_by.get(name) if isinstance(name, str) else None
+            op = self.producer.get(name) if isinstance(name, str) else None
             dim = indices.operand_dim(i, member.dim)
             if op is None or op.callee or dim is None or op.result.stream or len(self.uses[op.result.name]) > 1:
                 continue
@@ -154,31 +154,31 @@ class _Choice:
 
     def communicate(self, root: Op, stream: Stream, members: list[_Member]) -> tuple[str, dict[str, str]]:
         """The step, one for all, and by what each reshard communicates; nothing where none does."""
-        possible = {m.name: (m.change.kind, self.ways(m, m.change, stream)) for m in members if m.change and m.communicates}
-        for step in (stream.step,) if stream.step else ("block", "across"):
-            by = {name: way for name, (_, ways) in possible.items() if (way := _way(ways, step, stream.by))}
+        possible = {m.name: (m.change.kind, self.algorithms(m, m.change, stream)) for m in members if m.change and m.communicates}
+        for step in (stream.chunking,) if stream.chunking else ("by_shard", "across_shards"):
+            by = {name: way for name, (_, ways) in possible.items() if (way := _way(ways, step, stream.algorithm))}
             rotations = {ROTATIONS.get((kind, by[name])) for name, (kind, _) in possible.items() if name in by}
-            if by and len(by) == len(possible) and len(rotations) == 1 and (stream.by is None or stream.by in by.values()):
+            if by and len(by) == len(possible) and len(rotations) == 1 and (stream.algorithm is None or stream.algorithm in by.values()):
                 return step, by
-        if possible or stream.by:
+        if possible or stream.algorithm:
             self.refuse(root, stream, possible)
         return "", {}
 
-    def ways(self, member: _Member, change: Change, stream: Stream) -> Ways:
+    def algorithms(self, member: _Member, change: ReshardStep, stream: Stream) -> AlgorithmsOf:
         """By block only over the streamed dim itself, in a multiple of the ranks. What moves a dim's blocks cannot walk that dim."""
         if self.moves_streamed_dim(member, change):
             return {}
         whole = member.op.result.type if change.kind == "all_gather" else self.types[member.op.tensors[0]]
         fits = stream.chunks is None or stream.chunks % whole.mesh_in(self.mesh).size_of(change.axes) == 0
         if member.changes_streamed_dim("all_gather", "reduce_scatter") and not whole.dims[member.dim].axes and fits:
-            return WAYS[change.kind]
-        return {way: step for way, step in WAYS[change.kind].items() if step == "across"}
+            return ALGORITHMS[change.kind]
+        return {way: step for way, step in ALGORITHMS[change.kind].items() if step == "across_shards"}
 
-    def moves_streamed_dim(self, member: _Member, change: Change) -> bool:
+    def moves_streamed_dim(self, member: _Member, change: ReshardStep) -> bool:
         if change.kind in ("reduce", "transfer"):
             return change.kind == "reduce" or not self.moves_whole_blocks(member)
         before, after = (type.dims[member.dim].axes for type in (self.types[member.op.tensors[0]], member.op.result.type))
-        return change.kind in ("all_to_all", "exchange") and before != after
+        return change.kind in ("all_to_all", "collective_permute") and before != after
 
     def moves_whole_blocks(self, member: _Member) -> bool:
         """Whether each rank of one mesh sends what it holds, and each of another one receives what it is to hold, in one piece."""
@@ -187,8 +187,8 @@ class _Choice:
         apart = set(source.mesh_in(self.mesh).all_ranks).isdisjoint(target.mesh_in(self.mesh).all_ranks)
         return apart and set(blocks.sent) | set(blocks.received) <= {1}
 
-    def refuse(self, root: Op, stream: Stream, possible: dict[str, tuple[str, Ways]]) -> NoReturn:
-        stated = ", ".join(f"{word}={value!r}" for word, value in (("step", stream.step), ("by", stream.by)) if value)
+    def refuse(self, root: Op, stream: Stream, possible: dict[str, tuple[str, AlgorithmsOf]]) -> NoReturn:
+        stated = ", ".join(f"{word}={value!r}" for word, value in (("chunking", stream.chunking), ("algorithm", stream.algorithm)) if value)
         can = [
             f"{', '.join(f'{way} ({step})' for way, step in ways.items()) or 'nothing'} for the {kind} of %{name}"
             for name, (kind, ways) in possible.items()
@@ -201,14 +201,16 @@ class _Choice:
     def compute(self, root: Op, stream: Stream) -> tuple[str, str | None]:
         """The step and rotation of the loop that makes an operand, so that both can be one loop; else slices in order."""
         if root.result.type.dims[stream.dim].axes:
-            if stream.step == "block":
+            if stream.chunking == "by_shard":
                 why = f"a rank holds one block alone of {root.result.type}"
-                raise ProgramError(f"stream of %{root.result.name}: step='block' cannot be, {why}; use step='across'", root.location)
-            return "across", None
+                raise ProgramError(
+                    f"stream of %{root.result.name}: chunking='by_shard' cannot be, {why}; use chunking='across_shards'", root.location
+                )
+            return "across_shards", None
         before = next(self.loops_before(root, stream), None)
-        if before and stream.step in (None, before.step):
-            return before.step or "across", before.rotation
-        return stream.step or "across", None
+        if before and stream.chunking in (None, before.chunking):
+            return before.chunking or "across_shards", before.rotation
+        return stream.chunking or "across_shards", None
 
     def loops_before(self, root: Op, stream: Stream) -> Iterator[Stream]:
         """The streams of operands of which a step is all that the same step here reads."""
@@ -246,7 +248,7 @@ class _Choice:
         return replace(op, result=replace(op.result, stream=self.streams.get(op.result.name)))
 
 
-def _way(ways: Ways, step: str, by: str | None) -> str | None:
+def _way(ways: AlgorithmsOf, step: str, by: str | None) -> str | None:
     """The stated way where it fits the step, else the first that does."""
     fitting = [way for way, its_step in ways.items() if its_step == step]
     return by if by in fitting else next(iter(fitting), None)

@@ -1,11 +1,11 @@
 """Makes every reshard one communication or one local slice, and says which; equal ones become one, and one that changes nothing goes.
 
-    %y: bf16[M, N@y] stated = reshard(%x)               # x: bf16[M@x, N]
+    %y: bf16[M, N@y] pinned = reshard(%x)               # x: bf16[M@x, N]
 
 becomes
 
     %y_sliced: bf16[M@x, N@y] = reshard(%x, kind=shard)
-    %y: bf16[M, N@y] stated = reshard(%y_sliced, kind=all_gather)
+    %y: bf16[M, N@y] pinned = reshard(%y_sliced, kind=all_gather)
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from hostweave.fusion_ir.ir import Fusion, Op, Value
 from hostweave.fusion_ir.ops import attributes, needs_whole, operand_types
-from hostweave.fusion_ir.resharding import Change, plan
+from hostweave.fusion_ir.resharding import ReshardStep, plan
 from hostweave.fusion_ir.rewriting import Names, consumers
 from hostweave.options import Options
 from hostweave.passes.fusion.insert_reshards import SUFFIXES
@@ -26,10 +26,10 @@ def decompose_reshards(fusion: Fusion, options: Options) -> Fusion:
     decomposition = _Decomposition(fusion, options)
     for op in fusion.ops:
         decomposition.add(op)
-    return replace(fusion, ops=without_unused(decomposition.ops, fusion.outputs))
+    return replace(fusion, ops=eliminate_dead_code(decomposition.ops, fusion.outputs))
 
 
-def without_unused(ops: list[Op], outputs: tuple[str, ...]) -> tuple[Op, ...]:
+def eliminate_dead_code(ops: list[Op], outputs: tuple[str, ...]) -> tuple[Op, ...]:
     """The ops that lead to an output: a communication that nobody needs goes, on every rank."""
     needed = set(outputs)
     for op in reversed(ops):
@@ -43,14 +43,14 @@ class _Decomposition:
         self.mesh, self.sizes = fusion.mesh, options.sizes
         self.ops: list[Op] = []
         self.types = {name: value.type for name, value in fusion.values().items()}
-        self.made_by: dict[str, int] = {}  # value -> place of its op in `ops`
+        self.producer: dict[str, int] = {}  # value -> place of its op in `ops`
         self.consumers = consumers(fusion)
         self.names = Names(fusion)
         self.same: dict[str, str] = {}  # the result of a reshard that changes nothing, or that was made before -> the value to use
         self.done: dict[tuple[str, TensorType], str] = {}
 
     def emit(self, op: Op) -> None:
-        self.made_by[op.result.name] = len(self.ops)
+        self.producer[op.result.name] = len(self.ops)
         self.ops.append(op)
 
     def add(self, op: Op) -> None:
@@ -78,11 +78,11 @@ class _Decomposition:
 
     def before_slices(self, name: str) -> str:
         """What a value is a slice of: another mesh takes its blocks from whoever holds them."""
-        while name in self.made_by and self.ops[self.made_by[name]].attribute("kind") == "shard":
-            (name,) = self.ops[self.made_by[name]].tensors
+        while name in self.producer and self.ops[self.producer[name]].attribute("kind") == "shard":
+            (name,) = self.ops[self.producer[name]].tensors
         return name
 
-    def step(self, op: Op, source: str, step: Change, type: TensorType) -> str:
+    def step(self, op: Op, source: str, step: ReshardStep, type: TensorType) -> str:
         """The value between two steps, made once."""
         if (source, type) not in self.done:
             between = Value(self.names.new(f"{op.result.name}_{SUFFIXES[step.kind]}"), type, aside=op.result.aside)
@@ -94,16 +94,16 @@ class _Decomposition:
 
     def remove(self, op: Op, source: str) -> None:
         """What a reshard that changes nothing states (a name, a stream) goes to its producer; where that has other uses, to a copy."""
-        producer = self.ops[self.made_by[source]] if source in self.made_by else None
+        producer = self.ops[self.producer[source]] if source in self.producer else None
         if producer and self.can_state(producer, op.result) and len(self.consumers[source]) == 1:
-            self.made_by[op.result.name] = self.made_by[source]
-            self.ops[self.made_by[source]] = replace(producer, result=op.result)
+            self.producer[op.result.name] = self.producer[source]
+            self.ops[self.producer[source]] = replace(producer, result=op.result)
         else:
             self.use(op, source)
 
     def can_state(self, producer: Op, result: Value) -> bool:
         """Whether an op can make what a reshard states, itself."""
-        if producer.result.stream or producer.result.stated:
+        if producer.result.stream or producer.result.pinned:
             return False
         stream = result.stream
         return not stream or not (producer.callee or needs_whole(producer, operand_types(producer, self.types), stream.dim))

@@ -16,7 +16,7 @@ from hostweave.fusion_ir.ir import Fusion, Op, Stream, Value
 from hostweave.fusion_ir.ops import operand_types, widens
 from hostweave.fusion_ir.resharding import plan
 from hostweave.fusion_ir.rewriting import Names, consumers
-from hostweave.fusion_ir.sharding import Flow, Layout, flow, layout, partial_of, with_layout
+from hostweave.fusion_ir.sharding import Layout, ShardingRule, flow, layout, partial_of, with_layout
 from hostweave.host_ir.rules.communication import NOT_REDUCED
 from hostweave.options import Options
 from hostweave.types.tensor import DTYPES, DType, Partial, TensorType
@@ -25,7 +25,7 @@ SUFFIXES = {
     "all_gather": "gathered",
     "all_reduce": "reduced",
     "all_to_all": "turned",
-    "exchange": "exchanged",
+    "collective_permute": "permuted",
     "reduce": "reduced",
     "reduce_scatter": "scattered",
     "shard": "sliced",
@@ -124,7 +124,7 @@ class _Insertion:
         users = self.consumers[value.name]
         return len(users) == 1 and users[0] is not None and users[0].kind == "reshard" and value.stream is None
 
-    def with_operands(self, op: Op, passed: Flow, computed: Layout) -> Op:
+    def with_operands(self, op: Op, passed: ShardingRule, computed: Layout) -> Op:
         operands = tuple(
             self.resharded(operand, needed, op) if isinstance(operand, str) else operand
             for operand, needed in zip(op.operands, passed.operands(computed), strict=True)

@@ -2,13 +2,13 @@
 
     %h: bf16[M, N] = matmul(%x, %w)                     # x: [M, K@x], w: [K@x, N]
     %z: bf16[M, N] = relu(%h)
-    %y: bf16[M@x, N] stated = reshard(%z)
+    %y: bf16[M@x, N] pinned = reshard(%z)
 
 becomes
 
     %h: bf16[M@x, N] = matmul(%x, %w)
     %z: bf16[M@x, N] = relu(%h)
-    %y: bf16[M@x, N] stated = reshard(%z)
+    %y: bf16[M@x, N] pinned = reshard(%z)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from hostweave.fusion_ir.ir import Fusion, Op, Value
 from hostweave.fusion_ir.ops import operand_types
-from hostweave.fusion_ir.sharding import Axes, Flow, Layout, divides, flow, layout, with_layout
+from hostweave.fusion_ir.sharding import Axes, Layout, ShardingRule, divides, flow, layout, with_layout
 from hostweave.options import Options
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import TensorType
@@ -26,22 +26,22 @@ from hostweave.types.tensor import TensorType
 def propagate_sharding(fusion: Fusion, options: Options) -> Fusion:
     """Forward, then backward into dims that are still open. What is returned has the layout that leads to it."""
     types = {value.name: value.type for value in fusion.inputs}
-    flows: dict[str, Flow] = {}
+    flows: dict[str, ShardingRule] = {}
     for op in fusion.ops:
         if op.kind != "reshard":
             flows[op.result.name] = flow(op, operand_types(op, types), fusion.mesh)
         types[op.result.name] = _forward(op, flows.get(op.result.name))
-    wishes: dict[str, list[Layout]] = {name: [layout(types[name])] for name in fusion.outputs}
+    use_shardings: dict[str, list[Layout]] = {name: [layout(types[name])] for name in fusion.outputs}
     for op in reversed(fusion.ops):
         name = op.result.name
         if op.kind != "reshard":
-            types[name] = _backward(op.result, types[name], flows[name], wishes.get(name, []), fusion.mesh)
+            types[name] = _backward(op.result, types[name], flows[name], use_shardings.get(name, []), fusion.mesh)
         if all(types[operand].mesh == types[name].mesh for operand in op.tensors):  # another mesh wants nothing of this one
-            _collect_wishes(op, types[name], flows.get(name), wishes)
+            _collect_wishes(op, types[name], flows.get(name), use_shardings)
     return replace(fusion, ops=tuple(replace(op, result=replace(op.result, type=types[op.result.name])) for op in fusion.ops))
 
 
-def _forward(op: Op, passed: Flow | None) -> TensorType:
+def _forward(op: Op, passed: ShardingRule | None) -> TensorType:
     """A reshard is as it is stated; a streamed value is unsharded in the streamed dim."""
     if passed is None:
         return op.result.type
@@ -50,12 +50,12 @@ def _forward(op: Op, passed: Flow | None) -> TensorType:
     return with_layout(op.result.type, axes)
 
 
-def _backward(value: Value, type: TensorType, passed: Flow, wishes: list[Layout], mesh: Mesh) -> TensorType:
+def _backward(value: Value, type: TensorType, passed: ShardingRule, use_shardings: list[Layout], mesh: Mesh) -> TensorType:
     """An open dim takes mesh axes that are free where all consumers want the same ones."""
     mesh = type.mesh_in(mesh)
     axes = list(layout(type))
     for i, dim in enumerate(type.dims):
-        wanted = {wish[i] for wish in wishes}
+        wanted = {wish[i] for wish in use_shardings}
         is_open = not dim.axes and not (value.stream and value.stream.dim == i)
         if is_open and len(wanted) == 1:
             (found,) = wanted
@@ -68,7 +68,7 @@ def _clash(axes: Axes, taken: list[Axes]) -> bool:
     return any(axis in other for axis in axes for other in taken)
 
 
-def _collect_wishes(op: Op, type: TensorType, passed: Flow | None, wishes: dict[str, list[Layout]]) -> None:
+def _collect_wishes(op: Op, type: TensorType, passed: ShardingRule | None, use_shardings: dict[str, list[Layout]]) -> None:
     """The layouts that `op` needs of its operands."""
     if passed is None:
         needed: tuple[Layout, ...] = (layout(type),)
@@ -76,4 +76,4 @@ def _collect_wishes(op: Op, type: TensorType, passed: Flow | None, wishes: dict[
         needed = passed.operands(passed.computed(layout(type)))
     for operand, wish in zip(op.operands, needed, strict=True):
         if isinstance(operand, str):
-            wishes.setdefault(operand, []).append(wish)
+            use_shardings.setdefault(operand, []).append(wish)

@@ -6,7 +6,7 @@
 
 becomes
 
-    matmul %x, %w bias %b then relu -> %y
+    matmul %x, %w bias %b activation relu -> %y
 
 with `kernel @add_relu_y(%h, %b) { %s = add(%h, %b); %y = relu(%s) }`. Folded are a factor, a tensor that lies as the result does, a
 bias along the columns, relu and, of 16 bits, the gelu by tanh. They work on the sums before these are rounded, so the result is rounded
@@ -19,12 +19,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import frexp
 
-from hostweave.analysis.def_use import Place, Uses
+from hostweave.analysis.def_use import DefUse, Place
 from hostweave.analysis.kernel_indices import NotOneKernel, iteration
-from hostweave.base.names import free_name
+from hostweave.base.names import unique_name
 from hostweave.fusion_ir.ir import Op
 from hostweave.host_ir import ir
-from hostweave.host_ir.dead_code import launched, without_unused
+from hostweave.host_ir.dead_code import eliminate_dead_code, launched
 from hostweave.host_ir.rules.computing import why_no_epilogue
 from hostweave.options import Options
 from hostweave.passes.host.fuse_kernels import telling_name
@@ -61,7 +61,7 @@ class _Matmuls:
     """The kernels of a program, and the matmuls whose results they read."""
 
     def __init__(self, program: ir.HostProgram):
-        self.uses = Uses(program)
+        self.uses = DefUse(program)
         self.kernels = {kernel.name: kernel for kernel in program.kernels}
 
     def folded(self, place: Place, launch: ir.Launch) -> _Folded | None:
@@ -120,7 +120,7 @@ class _Matmuls:
         """Whether cuBLASLt computes it, and writes over nothing that it reads."""
         types, root = self.uses.types, self.uses.root
         dst = types[matmul.dst]
-        if any(types[name] != dst for name in matmul.plus) or any(types[name].strides is not None for name in matmul.bias):
+        if any(types[name] != dst for name in matmul.accumulate) or any(types[name].strides is not None for name in matmul.bias):
             return False
         if (matmul.bias or matmul.activation) and why_no_epilogue(types[matmul.a], types[matmul.b], dst):
             return False
@@ -137,8 +137,8 @@ def _ending(matmul: ir.Matmul, op: Op, value: str, kernel: ir.Kernel, buffers: d
     inputs = {p.name: p.type.shape for p in kernel.inputs}
     match op.kind, *others:
         case "add", str(name) if name in inputs:
-            if inputs[name] == op.result.type.shape and not matmul.plus:
-                return replace(matmul, plus=(buffers[name],))
+            if inputs[name] == op.result.type.shape and not matmul.accumulate:
+                return replace(matmul, accumulate=(buffers[name],))
             if inputs[name] == op.result.type.shape[-1:] and not matmul.bias:
                 return replace(matmul, bias=(buffers[name],))
         case ("neg",):
@@ -152,7 +152,7 @@ def _ending(matmul: ir.Matmul, op: Op, value: str, kernel: ir.Kernel, buffers: d
 
 def _scaled(matmul: ir.Matmul, factor: float) -> ir.Matmul | None:
     scale = matmul.scale * factor
-    can = SMALLEST <= abs(scale) < LARGEST and not matmul.plus and not matmul.bias
+    can = SMALLEST <= abs(scale) < LARGEST and not matmul.accumulate and not matmul.bias
     return replace(matmul, scale=scale) if can else None
 
 
@@ -173,10 +173,10 @@ def _rewritten(program: ir.HostProgram, folded: dict[int, _Folded]) -> ir.HostPr
         if found.launch is None or found.kernel is None:
             return (found.new,)
         if found.kernel not in names:
-            name = names[found.kernel] = free_name(telling_name(found.kernel), set(kernels))
+            name = names[found.kernel] = unique_name(telling_name(found.kernel), set(kernels))
             kernels[name] = replace(found.kernel, name=name)
         return (found.new, replace(found.launch, kernel=names[found.kernel]))
 
     edits = {id(found.old): () for found in folded.values()} | {launch: edit(found) for launch, found in folded.items()}
-    body = without_unused(ir.edited(program.body, edits))
+    body = eliminate_dead_code(ir.edited(program.body, edits))
     return replace(program, body=body, kernels=launched(kernels.values(), body))

@@ -16,13 +16,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from hostweave.analysis.def_use import Uses
+from hostweave.analysis.def_use import DefUse
 from hostweave.analysis.kernel_indices import Iteration, NotOneKernel, iteration
-from hostweave.base.names import take_name
+from hostweave.base.names import claim_unique
 from hostweave.fusion_ir.ir import Op, Value
 from hostweave.fusion_ir.ops import OPS
 from hostweave.host_ir import ir
-from hostweave.host_ir.dead_code import without_unused
+from hostweave.host_ir.dead_code import eliminate_dead_code
 from hostweave.options import Options
 from hostweave.types.tensor import BufferType, Dim, TensorType
 
@@ -49,7 +49,7 @@ def fuse_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
         if not changes:
             program = _explained(program, links)
             return _named(_shared(replace(program, kernels=tuple(map(_without_repeats, program.kernels)))))
-        body = without_unused(ir.edited(program.body, changes))
+        body = eliminate_dead_code(ir.edited(program.body, changes))
         launched = dict.fromkeys(i.kernel for i in ir.walk(body) if isinstance(i, ir.Launch) and i.kernel in kernels)
         program = replace(program, body=body, kernels=tuple(kernels[name] for name in launched))
 
@@ -70,7 +70,7 @@ class _Links:
     """The launches of a program, and what reads the result of each."""
 
     def __init__(self, program: ir.HostProgram):
-        self.uses = Uses(program)
+        self.uses = DefUse(program)
         self.types, self.root = self.uses.types, self.uses.root
         self.kernels = {kernel.name: kernel for kernel in program.kernels}
         self.outputs = {parameter.name for parameter in program.outputs}
@@ -83,7 +83,7 @@ class _Links:
 
     def called(self, buffer: str) -> str:
         """The name of the value that a buffer holds, also where it is a chunk of it."""
-        return self.root(buffer) if isinstance(self.view(buffer), ir.Select | ir.Slice) else buffer
+        return self.root(buffer) if isinstance(self.view(buffer), ir.Select | ir.Chunk) else buffer
 
     def roots(self, instruction: ir.Instruction, *roles: str) -> set[str]:
         return {self.root(name) for name in ir.names(instruction, *roles)}
@@ -203,13 +203,13 @@ def _merged(links: _Links, producer: ir.Launch, consumer: ir.Launch, kept: list[
     called = {src: parameter.name for src, parameter in zip(consumer.srcs, second.inputs, strict=True)}  # buffer -> its name
     taken = {*called.values(), *(op.result.name for op in second.ops)}
     renamed = {
-        parameter.name: called.get(src) or take_name(parameter.name, taken)
+        parameter.name: called.get(src) or claim_unique(parameter.name, taken)
         for src, parameter in zip(producer.srcs, first.inputs, strict=True)
     }
     made = {result.name: dst for result, dst in zip(first.results, producer.dsts, strict=True)}
     for name in (op.result.name for op in first.ops):
         dst = made.get(name)
-        renamed[name] = called[dst] if dst in called else take_name(links.root(dst) if dst else name, taken)
+        renamed[name] = called[dst] if dst in called else claim_unique(links.root(dst) if dst else name, taken)
     ops = [_renamed(op, renamed) for op in first.ops]
     inputs = {src: replace(p, name=renamed[p.name]) for src, p in zip(producer.srcs, first.inputs, strict=True)}
     handed = {links.root(dst): (dst, renamed[name]) for name, dst in made.items()}
@@ -255,7 +255,7 @@ def _renamed(op: Op, names: dict[str, str]) -> Op:
 def _viewed(path: list[ir.Reshape | ir.Permute], source: str, name: str, types: dict[str, BufferType], taken: set[str]) -> Iterator[Op]:
     """The views that lead to a buffer, as ops; the last one has the name that the buffer goes by."""
     for view in path:
-        result = name if view is path[-1] else take_name(view.out, taken)
+        result = name if view is path[-1] else claim_unique(view.out, taken)
         buffer = types[view.out]
         value = Value(result, TensorType(buffer.dtype, tuple(map(Dim, buffer.shape))))
         if isinstance(view, ir.Reshape):
@@ -278,7 +278,7 @@ def _unshared(program: ir.HostProgram) -> ir.HostProgram:
         if any(kernel.name == other.name for other in kernels):
             taken: set[str] = set()
             buffers = zip((*kernel.inputs, *kernel.results), (*launch.srcs, *launch.dsts), strict=True)
-            names = {parameter.name: take_name(links.called(buffer), taken) for parameter, buffer in buffers}
+            names = {parameter.name: claim_unique(links.called(buffer), taken) for parameter, buffer in buffers}
             inputs = tuple(replace(p, name=names[p.name]) for p in kernel.inputs)
             kernel = ir.Kernel(f"{kernel.name} {len(kernels)}", inputs, tuple(_renamed(op, names) for op in kernel.ops))
             changes[id(launch)] = replace(launch, kernel=kernel.name)
@@ -306,7 +306,7 @@ def _named(program: ir.HostProgram) -> ir.HostProgram:
     names = {}
     for kernel in program.kernels:
         wanted = kernel.name.partition(" ")[0] if len(kernel.ops) == 1 else telling_name(kernel)
-        names[kernel.name] = take_name(wanted, taken)
+        names[kernel.name] = claim_unique(wanted, taken)
     kernels = tuple(replace(kernel, name=names[kernel.name]) for kernel in program.kernels)
     return _with_names(replace(program, kernels=kernels), names)
 

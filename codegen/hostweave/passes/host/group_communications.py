@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hostweave.analysis.def_use import Uses
+from hostweave.analysis.def_use import DefUse
 from hostweave.host_ir import ir
 from hostweave.host_ir.expr import on_sizes_alone
 from hostweave.options import Options
@@ -37,7 +37,7 @@ def group_communications(program: ir.HostProgram, options: Options) -> ir.HostPr
 class _Grouping:
     def __init__(self, program: ir.HostProgram):
         self.mesh = program.mesh  # of the `on` body around
-        self.uses = Uses(program)
+        self.uses = DefUse(program)
 
     def body(self, body: ir.Body) -> ir.Body:
         result: list[ir.Instruction] = []
@@ -75,7 +75,7 @@ class _Grouping:
         members = [member for one in (*posted, instruction) for member in _posts(one)]
         return (
             bool(_posts(instruction))
-            and len({member.team for member in members}) == 1  # type: ignore[attr-defined]
+            and len({member.axes for member in members}) == 1  # type: ignore[attr-defined]
             and sum(map(self.calls, members)) <= MAX_POSTS
             and not self.uses.conflict(posted, [instruction])
         )
@@ -86,7 +86,7 @@ class _Grouping:
             return len(member.routes)
         if isinstance(member, ir.POINT_TO_POINT):
             return 1
-        ranks = self.mesh.size_of(member.team)  # type: ignore[attr-defined]
+        ranks = self.mesh.size_of(member.axes)  # type: ignore[attr-defined]
         return 2 * ranks if isinstance(member, ir.GROUPED) else 1
 
 

@@ -4,13 +4,13 @@
     for %j in 0..17 {                                      for %j in 0..17 {
       if %j < 16 {                                           if %j < 16 {
         stream ring[%j] {                                      stream ring[%j] {
-          %h_j = slice %h[0: %j of 16]                           %h_j = select %h[0: %j % 4]
+          %h_j = chunk %h[0: %j of 16]                           %h_j = select %h[0: %j % 4]
           recv %h_j from 0 on x                 becomes          recv %h_j from 0 on x
         } }                                                    } }
       if %j > 0 {                                            if %j > 0 {
         %i = %j - 1                                            %i = %j - 1
         stream ring[%i] {                                      stream ring[%i] {
-          %h_i = slice %h[0: %i of 16]                           %h_i = select %h[0: %i % 4]
+          %h_i = chunk %h[0: %i of 16]                           %h_i = select %h[0: %i % 4]
           matmul %h_i, %w -> %y_i                                matmul %h_i, %w -> %y_i
         } } }                                                  } } }
 
@@ -21,15 +21,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hostweave.analysis.def_use import Uses
+from hostweave.analysis.def_use import DefUse
 from hostweave.host_ir import ir
-from hostweave.passes.host.privatize_per_stream import Chunk
+from hostweave.passes.host.privatize_per_stream import ChunkView
 from hostweave.types.size import Extent
 from hostweave.types.tensor import BufferType
 
 
-def one_slot_a_stream(program: ir.HostProgram) -> ir.HostProgram:
-    uses, changed = Uses(program), dict[int, ir.Instruction]()
+def multi_buffer(program: ir.HostProgram) -> ir.HostProgram:
+    uses, changed = DefUse(program), dict[int, ir.Instruction]()
     pools = {pool.name: pool.count for pool in program.streams}
     for name, place in uses.allocates.items():
         for view, block in _chunks(uses, name, pools):
@@ -40,17 +40,17 @@ def one_slot_a_stream(program: ir.HostProgram) -> ir.HostProgram:
     return replace(program, body=ir.edited(program.body, changed)) if changed else program
 
 
-def _chunks(uses: Uses, name: str, pools: dict[str, int]) -> list[tuple[Chunk, ir.OnStream]]:
+def _chunks(uses: DefUse, name: str, pools: dict[str, int]) -> list[tuple[ChunkView, ir.OnStream]]:
     """The views of an allocation by which steps have a chunk of it each, in two blocks or more; none where that would save nothing."""
     touches, views = uses.touches.get(name, []), uses.viewed.get(name, [])
     blocks = {id(place.block): place.block for place in (*touches, *views)}
     loops = {id(place.loop): place.loop for place in touches}
-    found: list[tuple[Chunk, ir.OnStream]] = []
+    found: list[tuple[ChunkView, ir.OnStream]] = []
     for place in views:
         view, block = place.instruction, place.block
         if block is None or uses.roots.source(ir.names(view, "define")[0]) != name:
             continue
-        if not isinstance(view, Chunk) or view.index != block.index:
+        if not isinstance(view, ChunkView) or view.index != block.index:
             return []
         found.append((view, block))
     if len(blocks) < 2 or None in blocks.values() or len({block.stream for _, block in found}) != 1 or len(loops) != 1:
@@ -64,8 +64,8 @@ def _chunks(uses: Uses, name: str, pools: dict[str, int]) -> list[tuple[Chunk, i
     return found if len(counts) == 1 and _is_more(counts.pop()[-1], pools[found[0][1].stream]) else []
 
 
-def _count(view: Chunk, uses: Uses) -> Extent:
-    return view.count if isinstance(view, ir.Slice) else uses.types[view.src].shape[view.dim]
+def _count(view: ChunkView, uses: DefUse) -> Extent:
+    return view.count if isinstance(view, ir.Chunk) else uses.types[view.src].shape[view.dim]
 
 
 def _is_more(count: Extent, streams: int) -> bool:

@@ -20,27 +20,27 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from hostweave.analysis.def_use import Uses
+from hostweave.analysis.def_use import DefUse
 from hostweave.analysis.live_ranges import allocating_blocks
 from hostweave.host_ir import ir
-from hostweave.host_ir.dead_code import indices_in, without_unused
+from hostweave.host_ir.dead_code import eliminate_dead_code, indices_in
 from hostweave.host_ir.expr import Const, Expr
 from hostweave.options import Options
-from hostweave.passes.host.multi_buffer import one_slot_a_stream
-from hostweave.passes.host.privatize_per_stream import one_a_stream
-from hostweave.passes.host.reuse_in_place import in_place
+from hostweave.passes.host.multi_buffer import multi_buffer
+from hostweave.passes.host.privatize_per_stream import privatize_per_stream
+from hostweave.passes.host.reuse_in_place import reuse_in_place
 from hostweave.passes.host.sink_views import sink_views
 from hostweave.types.mesh import Mesh
 
 
 def plan_memory(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     """After it the text says what may share memory."""
-    program = one_a_stream(one_slot_a_stream(program))
+    program = privatize_per_stream(multi_buffer(program))
     if any(isinstance(i, ir.OnMesh) for i in ir.walk(program.body)):  # what is allocated in one body and used in another comes together
         planned = _Planner(program).body(program.body, on_caller=True)
         program = replace(program, body=ir.rewrite(planned, lambda i: () if isinstance(i, ir.Deallocate) else None))
-    program = in_place(program)
-    program = replace(program, body=sink_views(without_unused(program.body)))
+    program = reuse_in_place(program)
+    program = replace(program, body=sink_views(eliminate_dead_code(program.body)))
     return replace(program, body=_Planner(program).body(program.body, on_caller=True))
 
 
@@ -59,7 +59,7 @@ class _Touch:
 
 
 @dataclass
-class _Known:
+class _VectorClock:
     """What a body's order of streams tells, in numbers of its children."""
 
     begun: list[dict[Lane, int]] = field(default_factory=list)  # at each child: the last one before which a stream cannot run
@@ -68,7 +68,7 @@ class _Known:
 
 class _Planner:
     def __init__(self, program: ir.HostProgram):
-        self.uses = Uses(program)
+        self.uses = DefUse(program)
         self.allocating = allocating_blocks(program)
         self.pools = {pool.name: [(pool.name, k) for k in range(pool.count)] for pool in program.streams}
 
@@ -113,11 +113,11 @@ class _Planner:
 
     # --- when memory is first and last needed ---
 
-    def begin(self, touches: list[_Touch], known: _Known) -> int:
+    def begin(self, touches: list[_Touch], known: _VectorClock) -> int:
         """The child before which it must be there: all that touches it knows of that."""
         return min(min([known.begun[touch.child].get(lane, 0) for lane in touch.lanes], default=touch.child) for touch in touches)
 
-    def end(self, touches: list[_Touch], known: _Known, on_streams: dict[int, list[Lane]], tied: set[int], never: int) -> int:
+    def end(self, touches: list[_Touch], known: _VectorClock, on_streams: dict[int, list[Lane]], tied: set[int], never: int) -> int:
         """The child after which the caller's stream, or the block's, knows that it is done with, and which may be the last of a body."""
         end, found = -1, max(_known_done(touch, known, never) for touch in touches)
         while found > end:
@@ -172,9 +172,9 @@ class _Planner:
 
     # --- what orders streams ---
 
-    def known(self, children: list[ir.Instruction]) -> _Known:
+    def known(self, children: list[ir.Instruction]) -> _VectorClock:
         """From forks, joins, and events that are recorded and waited for in the body itself, once."""
-        known = _Known()
+        known = _VectorClock()
         begun: dict[Lane, int] = {}
         recorded: Recorded = {}
         for k, child in enumerate(children):
@@ -222,7 +222,7 @@ def _record_anew(i: ir.Instruction, recorded: Recorded) -> None:
             del recorded[event, index]
 
 
-def _known_done(touch: _Touch, known: _Known, never: int) -> int:
+def _known_done(touch: _Touch, known: _VectorClock, never: int) -> int:
     """The child after which the caller's stream knows that a touch is over."""
     for_each = (
         next((at for at, up_to in known.done.get(lane, ()) if at >= touch.child and up_to >= touch.child), never) for lane in touch.lanes

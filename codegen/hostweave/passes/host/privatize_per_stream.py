@@ -1,7 +1,7 @@
 """Memory that each step of a stream loop has a chunk of, and nothing else touches, as memory of which each stream has one.
 
     %h = allocate bf16[M, N]
-    for %i in 0..8 { stream ring[%i] { %h_i = slice %h[0: %i of 8]; matmul %x_i, %w -> %h_i; ... } }
+    for %i in 0..8 { stream ring[%i] { %h_i = chunk %h[0: %i of 8]; matmul %x_i, %w -> %h_i; ... } }
 
 becomes
 
@@ -14,16 +14,16 @@ from dataclasses import fields, replace
 from itertools import product
 from typing import Any
 
-from hostweave.analysis.def_use import Place, Uses
+from hostweave.analysis.def_use import DefUse, Place
 from hostweave.host_ir import ir
 from hostweave.host_ir.expr import Expr, Var, binary, evaluate, leaves
 from hostweave.types.tensor import BufferType
 
-Chunk = ir.Select | ir.Slice
+ChunkView = ir.Select | ir.Chunk
 
 
-def one_a_stream(program: ir.HostProgram) -> ir.HostProgram:
-    uses = Uses(program)
+def privatize_per_stream(program: ir.HostProgram) -> ir.HostProgram:
+    uses = DefUse(program)
     dropped: set[int] = set()  # ids of instructions
     renamed: dict[str, str] = {}
     made: dict[int, list[ir.Instruction]] = {}  # the id of an instruction of a stream block -> what goes before it
@@ -41,12 +41,12 @@ def one_a_stream(program: ir.HostProgram) -> ir.HostProgram:
     return replace(program, body=_rewritten(program.body, dropped, renamed, made)) if made else program
 
 
-def _chunk(view: ir.Instruction) -> Chunk:
-    assert isinstance(view, Chunk)
+def _chunk(view: ir.Instruction) -> ChunkView:
+    assert isinstance(view, ChunkView)
     return view
 
 
-def _chunks(uses: Uses, name: str) -> list[Place]:
+def _chunks(uses: DefUse, name: str) -> list[Place]:
     """The views that are all that a stream block touches of an allocation, one chunk a step; none where it has other uses."""
     touches, views = uses.touches.get(name, []), uses.viewed.get(name, [])
     blocks = {id(place.block): place.block for place in touches}
@@ -57,7 +57,7 @@ def _chunks(uses: Uses, name: str) -> list[Place]:
     chunks = [view for view in views if view.block is not None and uses.roots.source(_out(view)) in outside]
     if any(outside & set(ir.names(place.instruction, "read", "write")) for place in touches):
         return []
-    alike = {replace(view.instruction, out="", location=None) if isinstance(view.instruction, Chunk) else None for view in chunks}
+    alike = {replace(view.instruction, out="", location=None) if isinstance(view.instruction, ChunkView) else None for view in chunks}
     loop = touches[0].loop
     if len(alike) != 1 or None in alike or loop is None or any(loop is i for i in uses.allocates[name].around):
         return []
@@ -76,7 +76,7 @@ def _child_of_block(place: Place) -> ir.Instruction:
     return inside[1] if isinstance(inside[0], ir.OnMesh) else inside[0]
 
 
-def _is_distinct(index: Expr, loop: ir.For, uses: Uses) -> bool:
+def _is_distinct(index: Expr, loop: ir.For, uses: DefUse) -> bool:
     """Whether every step of a loop has another value of an index, on any rank."""
     index = _resolved(index, uses)
     if index == Var(loop.out):
@@ -95,7 +95,7 @@ def _is_distinct(index: Expr, loop: ir.For, uses: Uses) -> bool:
     return True
 
 
-def _resolved(expr: Expr, uses: Uses) -> Expr:
+def _resolved(expr: Expr, uses: DefUse) -> Expr:
     """An expression without the names that lets give to others."""
     if isinstance(expr, Var) and isinstance(let := uses.indices[expr.name].instruction, ir.Let):
         return _resolved(let.value, uses)

@@ -17,16 +17,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from hostweave.analysis.def_use import Place, Uses
+from hostweave.analysis.def_use import DefUse, Place
 from hostweave.analysis.kernel_indices import reads_own_index
 from hostweave.host_ir import ir
-from hostweave.host_ir.aliases import Roots
+from hostweave.host_ir.aliases import AliasRoots
 from hostweave.host_ir.expr import Const, Expr, Var, leaves
 from hostweave.types.size import product
 
 
-def in_place(program: ir.HostProgram) -> ir.HostProgram:
-    sharing = _Sharing(Uses(program))
+def reuse_in_place(program: ir.HostProgram) -> ir.HostProgram:
+    sharing = _Sharing(DefUse(program))
     for place in sharing.uses.places:
         shared: set[str] = set()
         for src, dst in sharing.candidates(place.instruction):
@@ -39,8 +39,8 @@ def in_place(program: ir.HostProgram) -> ir.HostProgram:
 class _Sharing:
     """What shares memory so far: `merged` leads from an allocation to the buffer that it has become a view of."""
 
-    uses: Uses
-    merged: Roots = field(default_factory=Roots)
+    uses: DefUse
+    merged: AliasRoots = field(default_factory=AliasRoots)
     gone: set[int] = field(default_factory=set)  # ids of instructions
     before: dict[int, ir.Body] = field(default_factory=dict)  # the id of an instruction -> what goes before it
     kernels: dict[str, ir.Kernel] = field(init=False)
@@ -61,7 +61,7 @@ class _Sharing:
                     if roots.count(roots[source]) == 1 and reads_own_index(self.kernels[i.kernel], source, result):
                         yield src, dst
         elif isinstance(i, ir.Matmul):
-            yield from ((src, i.dst) for src in i.plus if self.root(src) not in (self.root(i.a), self.root(i.b)))
+            yield from ((src, i.dst) for src in i.accumulate if self.root(src) not in (self.root(i.a), self.root(i.b)))
         elif isinstance(i, ir.AllReduce | ir.Copy):
             yield i.src, i.dst
 
@@ -207,8 +207,8 @@ class _Sharing:
 
 def _index(view: ir.Instruction) -> Expr:
     match view:
-        case ir.Select(index=index) | ir.Slice(index=index):
+        case ir.Select(index=index) | ir.Chunk(index=index):
             return index
-        case ir.Section(start=start) | ir.Strided(start=start):
+        case ir.Slice(start=start) | ir.Strided(start=start):
             return start
     return Const(0)

@@ -23,7 +23,7 @@ becomes
 
 A wait binds to the record that was made last, so that one event passes the turn on from stream to stream, in the order in which the
 host issues them. Only what streams and events do not order already takes part in it. Where a step computes between two
-communications, the first one of the next step is issued before that (one_step_ahead), if the ranks can go on in that order too.
+communications, the first one of the next step is issued before that (software_pipeline), if the ranks can go on in that order too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from hostweave.base.errors import ProgramError
-from hostweave.base.names import free_name
+from hostweave.base.names import unique_name
 from hostweave.check.channel_order import unordered
 from hostweave.check.happens_before import order, run
 from hostweave.check.match_collectives import meetings
@@ -42,16 +42,16 @@ from hostweave.check.sizes import sizes_to_check
 from hostweave.host_ir import ir
 from hostweave.host_ir.expr import Const
 from hostweave.options import Options
-from hostweave.passes.host.software_pipeline import one_step_ahead
+from hostweave.passes.host.software_pipeline import software_pipeline
 from hostweave.types.mesh import Mesh
 
 
-def order_channels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
+def serialize_channels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     """After it any two communications of different channels are ordered on every rank."""
     in_turn = _unordered(program)
     if not in_turn:
         return program
-    ahead = one_step_ahead(program, lambda i: _concerns(i, in_turn))
+    ahead = software_pipeline(program, lambda i: _concerns(i, in_turn))
     if ahead is not None and _goes_on(overlapped := _in_turn(ahead, _unordered(ahead))):
         return overlapped
     return _in_turn(program, in_turn)
@@ -89,11 +89,11 @@ def _unordered(program: ir.HostProgram) -> set[int]:
     return own & {id(operation.instruction) for pair in pairs for operation in pair}
 
 
-def _channels(body: ir.Body, mesh: Mesh, program: Mesh) -> Iterator[tuple[Mesh, ir.Team]]:
-    """The mesh and axes of every team of more than one rank."""
+def _channels(body: ir.Body, mesh: Mesh, program: Mesh) -> Iterator[tuple[Mesh, ir.Axes]]:
+    """The mesh and axes of every process group of more than one rank."""
     for instruction in body:
         if isinstance(instruction, ir.COMMUNICATIONS):
-            of = (program, tuple(name for name, _ in program.axes)) if instruction.team == ir.EVERYONE else (mesh, instruction.team)
+            of = (program, tuple(name for name, _ in program.axes)) if instruction.axes == ir.ALL_RANKS else (mesh, instruction.axes)
             if of[0].size_of(of[1]) > 1:
                 yield of
         for inner in ir.bodies(instruction):
@@ -106,7 +106,7 @@ def _are_of_different_ranks(instructions: list[ir.Instruction]) -> bool:
 
 
 def _free_event(program: ir.HostProgram) -> str:
-    return free_name("turn", {streams.name for streams in program.streams} | {events.name for events in program.events})
+    return unique_name("turn", {streams.name for streams in program.streams} | {events.name for events in program.events})
 
 
 class _Turns:

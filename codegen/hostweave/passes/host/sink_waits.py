@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hostweave.analysis.def_use import Uses
+from hostweave.analysis.def_use import DefUse
 from hostweave.host_ir import ir
 from hostweave.options import Options
 
@@ -28,10 +28,10 @@ ORDERING = (ir.OnStream, ir.Fork, ir.Join, ir.Record, ir.Wait, ir.Call)  # what 
 
 def sink_waits(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     """A join goes down past what the caller's stream does with memory that the joined streams do not touch."""
-    return replace(program, body=_sunk(program.body, Uses(program)))
+    return replace(program, body=_sunk(program.body, DefUse(program)))
 
 
-def _sunk(body: ir.Body, uses: Uses) -> ir.Body:
+def _sunk(body: ir.Body, uses: DefUse) -> ir.Body:
     result: list[ir.Instruction] = []
     running: dict[str, list[ir.Instruction]] = {}  # what streams were given since they were joined last
     waiting: list[tuple[ir.Join, list[ir.Instruction]]] = []  # joins on their way down, with what they wait for

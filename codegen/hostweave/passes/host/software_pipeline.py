@@ -23,10 +23,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from hostweave.base.names import take_name
+from hostweave.base.names import claim_unique
 from hostweave.host_ir import ir
 from hostweave.host_ir.calls import renamed
-from hostweave.host_ir.dead_code import without_unused
+from hostweave.host_ir.dead_code import eliminate_dead_code
 from hostweave.host_ir.expr import Var, binary
 from hostweave.types.mesh import Mesh
 
@@ -35,7 +35,7 @@ COMPUTES = (ir.Matmul, ir.Launch)
 ORDERS = (ir.Record, ir.Wait, ir.Fork, ir.Join, ir.Call)  # of these the other order may be the wrong one
 
 
-def one_step_ahead(program: ir.HostProgram, in_turn: Callable[[ir.Instruction], bool]) -> ir.HostProgram | None:
+def software_pipeline(program: ir.HostProgram, in_turn: Callable[[ir.Instruction], bool]) -> ir.HostProgram | None:
     """The program with such loops changed, None where there is none; `in_turn` says what holds communications that take turns."""
     ahead = _Ahead(program, in_turn)
     body = ir.rewrite(program.body, lambda i: ahead.loop(i) if isinstance(i, ir.For) else None)
@@ -69,8 +69,8 @@ class _Ahead:
         first = (*before, ir.OnStream(block.stream, block.index, halves.first, location=block.location))
         then = (ir.Let(loop.out, Var(index) - 1), *before, replace(block, body=halves.then))
         steps = (
-            ir.If(Var(index).less(count), self.said_again(without_unused(first, NAMES), loop.out, index), location=loop.location),
-            ir.If(binary(">", Var(index), 0), without_unused(then, NAMES), location=loop.location),
+            ir.If(Var(index).less(count), self.said_again(eliminate_dead_code(first, NAMES), loop.out, index), location=loop.location),
+            ir.If(binary(">", Var(index), 0), eliminate_dead_code(then, NAMES), location=loop.location),
         )
         return replace(loop, out=index, count=loop.count + 1, body=steps)
 
@@ -109,22 +109,22 @@ class _Ahead:
 
     def index(self, beside: str) -> str:
         letters = [letter for letter in "ijkl" if letter not in self.taken]
-        return take_name(letters[0] if letters else beside, self.taken)
+        return claim_unique(letters[0] if letters else beside, self.taken)
 
     def said_again(self, body: ir.Body, old: str, new: str) -> ir.Body:
         """The same for another index, under names of its own."""
         names = {old: new}
         for i in ir.walk(body):
             for name in ir.names(i, "define", "index"):
-                names[name] = take_name(f"{name.removesuffix(f'_{old}')}_{new}", self.taken)
+                names[name] = claim_unique(f"{name.removesuffix(f'_{old}')}_{new}", self.taken)
         return renamed(body, names)
 
 
-def _posted(body: ir.Body, mesh: Mesh) -> Iterator[tuple[Mesh | None, ir.Team, str]]:
+def _posted(body: ir.Body, mesh: Mesh) -> Iterator[tuple[Mesh | None, ir.Axes, str]]:
     """What meets in the order in which it is posted: the sends, the recvs and the collectives of each channel."""
     for i in body:
         if isinstance(i, ir.COMMUNICATIONS):
             kind = "send" if isinstance(i, ir.Send | ir.SendBlocks) else "recv" if isinstance(i, ir.Recv | ir.RecvBlocks) else "collective"
-            yield None if i.team == ir.EVERYONE else mesh, i.team, kind
+            yield None if i.axes == ir.ALL_RANKS else mesh, i.axes, kind
         for inner in ir.bodies(i):
             yield from _posted(inner, i.mesh if isinstance(i, ir.OnMesh) else mesh)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hostweave.base.names import take_name
+from hostweave.base.names import claim_unique
 from hostweave.fusion_ir.ir import Op, Value
 from hostweave.host_ir import ir
 from hostweave.host_ir.dead_code import launched
@@ -54,7 +54,7 @@ class _Split:
             self.halves[i.kernel] = _halves(kernel, row)
             self.kernels.update((half.name, half) for half in self.halves[i.kernel])
         first, last = self.halves[i.kernel]
-        rows = take_name(f"{i.dsts[0]}_rows", self.taken)
+        rows = claim_unique(f"{i.dsts[0]}_rows", self.taken)
         type = first.results[0].type
         return (
             ir.Allocate(rows, BufferType(type.dtype, type.shape), location=i.location),

@@ -14,7 +14,7 @@ from hostweave.passes.lower.aside import Aside
 from hostweave.passes.lower.dataflow import Dataflow
 from hostweave.passes.lower.parts import part
 from hostweave.passes.lower.placement import Placement, reversed_view
-from hostweave.passes.lower.steps import Steps, chunk, chunk_shape, expr_of, keeps_dim, team_coordinate
+from hostweave.passes.lower.steps import Steps, chunk, chunk_shape, expr_of, keeps_dim, rank_in_group
 from hostweave.types.size import Extent, block
 from hostweave.types.tensor import BufferType
 
@@ -30,8 +30,8 @@ class Buffers:
 
     def begin(self, inputs: Sequence[ir.Parameter], outputs: Sequence[ir.Parameter]) -> None:
         """Parameters hold what they are named for, outputs where an op writes them: not a view, nor what is given back as it came."""
-        seen_through = {op.result.name for op in self.placement.seen_through.values()}
-        written = {name for name, op in self.flow.made_by.items() if not self.flow.is_view(op)} | seen_through
+        inverse_view = {op.result.name for op in self.placement.inverse_view.values()}
+        written = {name for name, op in self.flow.producer.items() if not self.flow.is_view(op)} | inverse_view
         self.wholes |= {p.name: p.name for p in inputs} | {p.name: p.name for p in outputs if p.name in written}
 
     # --- all of a value ---
@@ -43,10 +43,10 @@ class Buffers:
             op, number = self.placement.parts[name]
             with self.b.hoisted():
                 self.wholes[name] = part(self.b, self.flow, op, number, self.whole(op.result.name), None)
-        elif not is_known and name in self.placement.seen_through:
-            self.wholes[name] = self._seen_through(self.placement.seen_through[name])
+        elif not is_known and name in self.placement.inverse_view:
+            self.wholes[name] = self._seen_through(self.placement.inverse_view[name])
         elif not is_known:
-            producer = self.flow.made_by[name]
+            producer = self.flow.producer[name]
             self.wholes[name] = self._whole_view(producer) if self.flow.is_view(producer) else self._own_memory(name)
         return self.wholes[name]
 
@@ -72,7 +72,7 @@ class Buffers:
         """What a view is of, where the view's result has the memory."""
         (source,), name = op.tensors, op.result.name
         with self.b.hoisted():
-            if name not in self.placement.seen_through and name not in self.wholes:
+            if name not in self.placement.inverse_view and name not in self.wholes:
                 self.wholes[name] = self._own_memory(name)
             view = reversed_view(self.flow, op, self.whole(name))
             if isinstance(view, ir.Permute):
@@ -125,7 +125,7 @@ class Buffers:
         """What one iteration touches of a value; `keeps` the dim, where a step takes one index of it."""
         value = self.flow.values[name]
         if name in self.chunks and not self.b.is_visible(self.chunks[name]):
-            self.view(self.flow.made_by[name], steps)
+            self.view(self.flow.producer[name], steps)
         if name in self.chunks:
             return self.chunks[name]
         if name in self.by_step:
@@ -151,7 +151,7 @@ class Buffers:
     def view(self, op: Op, steps: Steps | None) -> None:
         """Defines what a view makes: a view of all of its operand, or of the chunk of a step."""
         result, stream, source = op.result, op.result.stream, op.tensors[0]
-        if self.placement.seen_through.get(source) == op:
+        if self.placement.inverse_view.get(source) == op:
             self.whole(source)
             return
         if op.kind == "reshard":
@@ -179,11 +179,11 @@ class Buffers:
             if have[i] == own:
                 continue
             gained = dim.axes[len(source.type.dims[i].axes) :] if not moves else dim.axes if sent[i] > 1 else ()
-            place, ranks = team_coordinate(mesh, gained), mesh.size_of(gained)
+            place, ranks = rank_in_group(mesh, gained), mesh.size_of(gained)
             if own == dim.extent // mesh.size_of(dim.axes):
-                buffer = self.b.slice(buffer, i, place, Extent(ranks), op.result.name)
+                buffer = self.b.chunk(buffer, i, place, Extent(ranks), op.result.name)
             else:
-                buffer = self.b.section(buffer, i, own, place * expr_of(block(dim.extent, ranks)), op.result.name)
+                buffer = self.b.slice(buffer, i, own, place * expr_of(block(dim.extent, ranks)), op.result.name)
         return buffer
 
     def _whole_view(self, op: Op) -> str:
@@ -214,7 +214,7 @@ class Buffers:
         taken, step = op.result.type.shape[axis], op.attribute("step")
         assert isinstance(step, int)
         if step == 1:
-            return self.b.section(source, axis + shift, taken, first, name)
+            return self.b.slice(source, axis + shift, taken, first, name)
         return self.b.strided(source, axis + shift, taken, first, step, name)
 
     def _packed(self, op: Op, source: str) -> str:

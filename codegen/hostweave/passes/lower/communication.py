@@ -10,7 +10,7 @@ from math import prod
 from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Const, Expr, Rank, Var
-from hostweave.passes.lower.steps import Steps, expr_of, team_coordinate, team_size
+from hostweave.passes.lower.steps import Steps, expr_of, rank_in_group
 from hostweave.types.mesh import Mesh
 from hostweave.types.routes import Transfer
 from hostweave.types.size import Extent
@@ -22,12 +22,12 @@ class Channel:
     """Who communicates, and which dim of the buffers holds a block a rank (None for all_reduce)."""
 
     mesh: Mesh
-    team: ir.Team
+    axes: ir.Axes
     dim: int | None = None
 
     @property
     def size(self) -> int:
-        return team_size(self.mesh, self.team)
+        return self.mesh.size_of(self.axes)
 
 
 # --- collectives ------------------------------------------------------------------------------------------------------
@@ -36,30 +36,30 @@ class Channel:
 def all_gather(b: Builder, src: str, dst: str, channel: Channel, steps: Steps | None) -> None:
     blocks = blocks_first(b, dst, channel, b.types[src])
     with packed_destination(b, blocks, steps) as landing:
-        b.emit(ir.AllGather(packed_source(b, src, steps), landing, channel.team))
+        b.emit(ir.AllGather(contiguous_source(b, src, steps), landing, channel.axes))
 
 
 def reduce_scatter(b: Builder, src: str, dst: str, op: str, channel: Channel, steps: Steps | None) -> None:
-    blocks = packed_source(b, blocks_first(b, src, channel, b.types[dst]), steps)
+    blocks = contiguous_source(b, blocks_first(b, src, channel, b.types[dst]), steps)
     with packed_destination(b, dst, steps) as landing:
-        b.emit(ir.ReduceScatter(blocks, landing, op, channel.team))
+        b.emit(ir.ReduceScatter(blocks, landing, op, channel.axes))
 
 
 def all_reduce(b: Builder, src: str, dst: str, op: str, channel: Channel, steps: Steps | None) -> None:
     with packed_destination(b, dst, steps) as landing:
-        b.emit(ir.AllReduce(packed_source(b, src, steps), landing, op, channel.team))
+        b.emit(ir.AllReduce(contiguous_source(b, src, steps), landing, op, channel.axes))
 
 
 def all_to_all(b: Builder, src: str, dst: str, cut: Channel, joined: Channel, steps: Steps | None) -> None:
     """Dim `cut.dim` of src goes out block by block, and what comes in stands along dim `joined.dim` of dst."""
-    blocks = packed_source(b, every_block(b, src, cut), steps)
+    blocks = contiguous_source(b, every_block(b, src, cut), steps)
     with packed_destination(b, every_block(b, dst, joined), steps) as landing:
-        b.emit(ir.AllToAll(blocks, landing, cut.team))
+        b.emit(ir.AllToAll(blocks, landing, cut.axes))
 
 
-def exchange(b: Builder, src: str, dst: str, sources: ir.Sources, team: ir.Team, steps: Steps | None) -> None:
+def collective_permute(b: Builder, src: str, dst: str, sources: ir.Sources, axes: ir.Axes, steps: Steps | None) -> None:
     with packed_destination(b, dst, steps) as landing:
-        b.emit(ir.Exchange(packed_source(b, src, steps), landing, sources, team))
+        b.emit(ir.CollectivePermute(contiguous_source(b, src, steps), landing, sources, axes))
 
 
 def every_block(b: Builder, whole: str, channel: Channel) -> str:
@@ -84,7 +84,7 @@ def blocks_first(b: Builder, whole: str, channel: Channel, block: BufferType) ->
     return outermost(b, whole, dim, f"{whole}_by_rank")
 
 
-def packed_source(b: Builder, src: str, steps: Steps | None) -> str:
+def contiguous_source(b: Builder, src: str, steps: Steps | None) -> str:
     """`src`, or a contiguous copy of it where it is not."""
     if b.is_contiguous(src):
         return src
@@ -117,13 +117,13 @@ def temporary(b: Builder, like: str, steps: Steps | None) -> str:
 
 
 def reduce(b: Builder, src: str, dst: str, op: str, channel: Channel, root: int, steps: Steps | None) -> None:
-    """To the rank at place `root` of the team, the only one that has dst."""
-    b.emit(ir.Reduce(packed_source(b, src, steps), dst, op, Const(root), channel.team))
+    """To the rank at place `root` of the process group, the only one that has dst."""
+    b.emit(ir.Reduce(contiguous_source(b, src, steps), dst, op, Const(root), channel.axes))
 
 
 def blocks_to_send(b: Builder, src: str, blocks: Transfer, steps: Steps | None) -> str:
     """Memory that holds the blocks of `src` one after the other: its own, or a copy's."""
-    in_order = b.memory_of(packed_source(b, cut(b, src, blocks.sent), steps))
+    in_order = b.memory_of(contiguous_source(b, cut(b, src, blocks.sent), steps))
     if steps is not None or b.is_memory(in_order):
         return in_order
     packed = temporary(b, in_order, steps)  # a view of this mesh cannot be named where both meshes post together
@@ -163,16 +163,16 @@ def send(src: str, blocks: Transfer, apart: bool) -> ir.Instruction:
     """All that this rank sends. Where the meshes share no rank it stands on the one that sends, else all ranks come by."""
     distance = _distance(blocks)
     if apart and distance is not None:
-        return ir.Send(src, _further(distance), ir.EVERYONE)
-    return ir.SendBlocks(src, prod(blocks.sent), blocks.routes, ir.EVERYONE)
+        return ir.Send(src, _neighbor(distance), ir.ALL_RANKS)
+    return ir.SendBlocks(src, prod(blocks.sent), blocks.routes, ir.ALL_RANKS)
 
 
 def recv(dst: str, blocks: Transfer, apart: bool) -> ir.Instruction:
     """All that this rank receives."""
     distance = _distance(blocks)
     if apart and distance is not None:
-        return ir.Recv(dst, _further(-distance), ir.EVERYONE)
-    return ir.RecvBlocks(dst, prod(blocks.received), blocks.routes, ir.EVERYONE)
+        return ir.Recv(dst, _neighbor(-distance), ir.ALL_RANKS)
+    return ir.RecvBlocks(dst, prod(blocks.received), blocks.routes, ir.ALL_RANKS)
 
 
 def _distance(blocks: Transfer) -> int | None:
@@ -182,7 +182,7 @@ def _distance(blocks: Transfer) -> int | None:
     return far.pop() if len(far) == 1 and one_each else None
 
 
-def _further(distance: int) -> Expr:
+def _neighbor(distance: int) -> Expr:
     return Rank() + distance if distance >= 0 else Rank() - -distance
 
 
@@ -210,7 +210,7 @@ def with_padding(b: Builder, src: str, dst: str, padding: Padding, communicate: 
         shape = tuple(extents.get(i, extent) for i, extent in enumerate(type.shape))
         whole = view = b.allocate_here(f"{like}_padded", BufferType(type.dtype, shape))
         for i in extents:
-            view = b.section(view, i, type.shape[i], Const(0), f"{like}_part")
+            view = b.slice(view, i, type.shape[i], Const(0), f"{like}_part")
         return whole, view
 
     def on_copies() -> None:
@@ -232,27 +232,27 @@ def with_padding(b: Builder, src: str, dst: str, padding: Padding, communicate: 
 
 def gather_p2p(b: Builder, src: str, dst: str, channel: Channel, steps: Steps) -> None:
     """The owner of the step's block sends it; this rank's own block is copied."""
-    rank, size = team_coordinate(channel.mesh, channel.team), channel.size
+    rank, size = rank_in_group(channel.mesh, channel.axes), channel.size
 
-    def exchange() -> None:
+    def swap() -> None:
         with packed_destination(b, dst, steps) as landing:
             group(
                 b,
-                ir.Recv(landing, steps.owned_by, channel.team),
-                ir.Send(packed_source(b, src, steps), (rank - steps.hop) % size, channel.team),
+                ir.Recv(landing, steps.owned_by, channel.axes),
+                ir.Send(contiguous_source(b, src, steps), (rank - steps.hop) % size, channel.axes),
             )
 
-    branch(b, steps.owned_by.equals(rank), lambda: b.emit(ir.Copy(src, dst)), exchange)
+    branch(b, steps.owned_by.equals(rank), lambda: b.emit(ir.Copy(src, dst)), swap)
 
 
 def gather_broadcast(b: Builder, src: str, dst: str, channel: Channel, steps: Steps) -> None:
     with packed_destination(b, dst, steps) as landing:
-        b.emit(ir.Broadcast(packed_source(b, src, steps), landing, steps.owned_by, channel.team))
+        b.emit(ir.Broadcast(contiguous_source(b, src, steps), landing, steps.owned_by, channel.axes))
 
 
 def gather_ring(b: Builder, src: str, dst: str, next_dst: Callable[[], str], channel: Channel, steps: Steps, event: str) -> None:
     """This step's block goes on to the next rank while the one before sends the block of a later step."""
-    rank, size = team_coordinate(channel.mesh, channel.team), channel.size
+    rank, size = rank_in_group(channel.mesh, channel.axes), channel.size
     branch(
         b,
         steps.hop.equals(0),
@@ -262,7 +262,7 @@ def gather_ring(b: Builder, src: str, dst: str, next_dst: Callable[[], str], cha
 
     def pass_on() -> None:
         arriving = next_dst()
-        group(b, ir.Recv(arriving, (rank - 1) % size, channel.team), ir.Send(dst, (rank + 1) % size, channel.team))
+        group(b, ir.Recv(arriving, (rank - 1) % size, channel.axes), ir.Send(dst, (rank + 1) % size, channel.axes))
         b.emit(ir.Record(event, steps.index))
 
     branch(b, steps.index.less(expr_of(steps.count) - expr_of(steps.pieces)), pass_on)
@@ -273,35 +273,35 @@ def gather_ring(b: Builder, src: str, dst: str, next_dst: Callable[[], str], cha
 
 def scatter_p2p(b: Builder, src: str, landing: str, channel: Channel, steps: Steps, local: Callable[[str], str]) -> None:
     """Each rank sends its term of a block to the owner; `landing` holds one term a rank until they are summed."""
-    rank, size = team_coordinate(channel.mesh, channel.team), channel.size
+    rank, size = rank_in_group(channel.mesh, channel.axes), channel.size
     sender = Var(b.let("p", (rank - 1 - steps.hop) % size))
     term = local(b.select(landing, 0, sender, f"{landing}_{steps.index.name}"))
 
-    def exchange() -> None:
+    def swap() -> None:
         with packed_destination(b, term, steps) as arriving:
             group(
                 b,
-                ir.Recv(arriving, sender, channel.team),
-                ir.Send(packed_source(b, src, steps), steps.owned_by, channel.team),
+                ir.Recv(arriving, sender, channel.axes),
+                ir.Send(contiguous_source(b, src, steps), steps.owned_by, channel.axes),
             )
 
-    branch(b, steps.owned_by.equals(rank), lambda: b.emit(ir.Copy(src, term)), exchange)
+    branch(b, steps.owned_by.equals(rank), lambda: b.emit(ir.Copy(src, term)), swap)
 
 
 def scatter_reduce(b: Builder, src: str, dst: str, op: str, channel: Channel, steps: Steps) -> None:
     """The owner of the step's block gets the reduction; on the others dst is not touched."""
     is_packed = not b.is_contiguous(dst)
     arriving = temporary(b, dst, steps) if is_packed else dst
-    b.emit(ir.Reduce(packed_source(b, src, steps), arriving, op, steps.owned_by, channel.team))
+    b.emit(ir.Reduce(contiguous_source(b, src, steps), arriving, op, steps.owned_by, channel.axes))
     if is_packed:
-        branch(b, steps.owned_by.equals(team_coordinate(channel.mesh, channel.team)), lambda: b.emit(ir.Copy(arriving, dst)))
+        branch(b, steps.owned_by.equals(rank_in_group(channel.mesh, channel.axes)), lambda: b.emit(ir.Copy(arriving, dst)))
 
 
 def scatter_ring(
     b: Builder, produce: Callable[[bool], None], sums: str, next_sums: Callable[[], str], channel: Channel, steps: Steps, event: str
 ) -> None:
     """The sum of a block grows as it passes from rank to rank and ends at its owner. `produce(accumulate)` adds this rank's term."""
-    rank, size = team_coordinate(channel.mesh, channel.team), channel.size
+    rank, size = rank_in_group(channel.mesh, channel.axes), channel.size
 
     def add() -> None:
         b.emit(ir.Wait(event, steps.index - expr_of(steps.pieces)))
@@ -311,7 +311,7 @@ def scatter_ring(
 
     def pass_on() -> None:
         arriving = next_sums()
-        group(b, ir.Recv(arriving, (rank - 1) % size, channel.team), ir.Send(sums, (rank + 1) % size, channel.team))
+        group(b, ir.Recv(arriving, (rank - 1) % size, channel.axes), ir.Send(sums, (rank + 1) % size, channel.axes))
         b.emit(ir.Record(event, steps.index))
 
     branch(b, steps.index.less(expr_of(steps.count) - expr_of(steps.pieces)), pass_on)

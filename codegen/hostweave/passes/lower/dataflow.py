@@ -8,7 +8,7 @@ from functools import cached_property
 from hostweave.fusion_ir.index_map import IndexMap
 from hostweave.fusion_ir.ir import Fusion, Op, Value
 from hostweave.fusion_ir.ops import OPS, index_map, operand_types
-from hostweave.fusion_ir.resharding import Change, change_of
+from hostweave.fusion_ir.resharding import ReshardStep, reshard_step
 from hostweave.fusion_ir.rewriting import consumers
 from hostweave.types.mesh import Mesh
 from hostweave.types.routes import Transfer, transfer
@@ -36,7 +36,7 @@ class Dataflow:
         return {name: value.type for name, value in self.values.items()}
 
     @cached_property
-    def made_by(self) -> dict[str, Op]:
+    def producer(self) -> dict[str, Op]:
         return {op.result.name: op for op in self.fusion.ops}
 
     @cached_property
@@ -58,9 +58,9 @@ class Dataflow:
     def map(self, op: Op) -> IndexMap:
         return index_map(op, operand_types(op, self.types))
 
-    def change(self, op: Op) -> Change:
+    def change(self, op: Op) -> ReshardStep:
         """What a reshard does."""
-        change = change_of(self.types[op.tensors[0]], op.result.type, self.mesh)
+        change = reshard_step(self.types[op.tensors[0]], op.result.type, self.mesh)
         assert change is not None
         return change
 
@@ -77,7 +77,7 @@ class Dataflow:
     def transfer(self, op: Op) -> Transfer:
         return transfer(self.types[op.tensors[0]], op.result.type, self.mesh)
 
-    def is_there(self, op: Op) -> bool:
+    def is_local(self, op: Op) -> bool:
         """Whether each rank of another mesh holds its block already, as all that it holds or as a block of a whole dim."""
         blocks = self.transfer(op)
         dims = zip(self.types[op.tensors[0]].dims, blocks.sent, blocks.received, strict=True)
@@ -92,7 +92,7 @@ class Dataflow:
     def is_view(self, op: Op) -> bool:
         """Whether an op is pointer arithmetic: also a reduction of one local element, and a reshard to a slice of what is here."""
         if op.kind == "reshard":
-            return op.attribute("kind") == "shard" or (op.attribute("kind") == "transfer" and self.is_there(op))
+            return op.attribute("kind") == "shard" or (op.attribute("kind") == "transfer" and self.is_local(op))
         if OPS[op.kind].combine and not OPS[op.kind].locates:
             local = self.types[op.tensors[0]].local_shape(self.mesh, self.uneven)
             axes = op.attribute("axis")
@@ -102,5 +102,5 @@ class Dataflow:
 
     def viewed(self, name: str) -> str:
         """The value whose memory a value is a view of."""
-        op = self.made_by.get(name)
+        op = self.producer.get(name)
         return self.viewed(op.tensors[0]) if op is not None and self.is_view(op) else name

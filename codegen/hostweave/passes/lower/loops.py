@@ -1,8 +1,8 @@
 """What stands in one loop: neighbouring streamed ops that take the same steps, each reading what its own step made.
 
-    %h: f32[M, K] stream(M, 4, block) = neg(%x)
+    %h: f32[M, K] stream(M, 4, by_shard) = neg(%x)
     %v: f32[K, M] = transpose(%x, axes=(1, 0))
-    %y: f32[M, N] stream(M, 4, block) = matmul(%h, %w)
+    %y: f32[M, N] stream(M, 4, by_shard) = matmul(%h, %w)
 
 is %v by itself, a view that costs nothing where it stands, and then a loop of %h and %y.
 """
@@ -30,13 +30,13 @@ class Loop:
     @property
     def communication(self) -> Op | None:
         """The op whose communication decides which block a step takes."""
-        return next((op for op in self.ops if op.result.stream and op.result.stream.by), None)
+        return next((op for op in self.ops if op.result.stream and op.result.stream.algorithm), None)
 
     @property
     def by_block(self) -> bool:
         """Whether the blocks of a communication are walked; a loop that has none takes its steps in order."""
         stream = self.ops[0].result.stream
-        return stream is not None and stream.step == "block" and self.communication is not None
+        return stream is not None and stream.chunking == "by_shard" and self.communication is not None
 
     def makes(self, name: str) -> bool:
         return any(op.result.name == name for op in self.ops)
@@ -63,7 +63,7 @@ def iterations(flow: Dataflow, op: Op) -> tuple[Extent, bool]:
     if stream.chunks is not None:
         return Extent(stream.chunks), False
     extent = op.result.type.dims[stream.dim].extent
-    return (extent if stream.step == "block" else extent // shards(flow, (op,))), True
+    return (extent if stream.chunking == "by_shard" else extent // shards(flow, (op,))), True
 
 
 def shards(flow: Dataflow, ops: Sequence[Op]) -> int:
@@ -88,9 +88,9 @@ def _joins(flow: Dataflow, op: Op, loop: Loop) -> bool:
     stream, other = op.result.stream, loop.ops[0].result.stream
     if stream is None or other is None or iterations(flow, op) != iterations(flow, loop.ops[0]):
         return False
-    if (stream.step, stream.rotation) != (other.step, other.rotation):
+    if (stream.chunking, stream.rotation) != (other.chunking, other.rotation):
         return False
-    if loop.by_block and (stream.by or _feeds_communication(flow, op)):
+    if loop.by_block and (stream.algorithm or _feeds_communication(flow, op)):
         return False  # a step can follow the rotation of one communication
     for number, operand in enumerate(op.operands):
         if not isinstance(operand, str) or not loop.makes(operand):
@@ -106,4 +106,4 @@ def _joins(flow: Dataflow, op: Op, loop: Loop) -> bool:
 
 def _feeds_communication(flow: Dataflow, op: Op) -> bool:
     streams = (consumer.result.stream for consumer in flow.consumers[op.result.name])
-    return any(stream is not None and stream.by is not None for stream in streams)
+    return any(stream is not None and stream.algorithm is not None for stream in streams)

@@ -1,7 +1,7 @@
 """Fusion to host: one op, one instruction; a reshard becomes communication; streamed dims become loops.
 
-    %xg: bf16[M, K] stream(M, 8, block, p2p, own_first) = reshard(%x, kind=all_gather)
-    %y: bf16[M, N] stream(M, 8, block, own_first) = matmul(%xg, %w)
+    %xg: bf16[M, K] stream(M, 8, by_shard, p2p, local_first) = reshard(%x, kind=all_gather)
+    %y: bf16[M, N] stream(M, 8, by_shard, local_first) = matmul(%xg, %w)
 
 becomes
 
@@ -137,8 +137,8 @@ class _Lowering:
             self.assemble(op, sources, target, steps)
         elif op.kind == "matmul":
             self.matmul(op, sources, target, steps)
-        elif op.kind == "exchange":
-            self.exchange(op, sources[0], target, steps)
+        elif op.kind == "collective_permute":
+            self.collective_permute(op, sources[0], target, steps)
         elif op.kind == "copy":
             self.b.emit(ir.Copy(sources[0], target))
         else:
@@ -172,7 +172,7 @@ class _Lowering:
         """A matrix whose rows or columns lie side by side, as cuBLASLt takes it."""
         type = self.b.types[source]
         dense = (stride == Extent() or extent == Extent() for extent, stride in zip(type.shape[-2:], ir.strides_of(type)[-2:], strict=True))
-        return source if any(dense) else communication.packed_source(self.b, source, steps)
+        return source if any(dense) else communication.contiguous_source(self.b, source, steps)
 
     def stack_shards(self, op: Op, steps: Steps | None, buffers: list[str]) -> list[str]:
         """A matmul over slices of every rank's columns: the shards go before the matrix, as one more batch dim."""
@@ -217,21 +217,21 @@ class _Lowering:
 
     # --- ops that are copies ---
 
-    def exchange(self, op: Op, source: str, target: str, steps: Steps | None) -> None:
+    def collective_permute(self, op: Op, source: str, target: str, steps: Steps | None) -> None:
         """Blocks go from rank to rank, or, where a rank holds them all, from place to place."""
         axis, sources = op.attribute("axis"), axes_of(op, "sources")
         assert isinstance(axis, int)
         if axes := op.result.type.dims[axis].axes:
             places = tuple(None if place == NO_SOURCE else place for place in sources)
-            communication.exchange(self.b, source, target, places, axes, steps)
+            communication.collective_permute(self.b, source, target, places, axes, steps)
             return
         dim, count = dim_of_chunk(axis, op, self.flow.values[op.tensors[0]], steps), Extent(len(sources))
         for number, place in enumerate(sources):
-            block = self.b.slice(target, dim, Const(number), count, f"{target}_{number}")
+            block = self.b.chunk(target, dim, Const(number), count, f"{target}_{number}")
             if place == NO_SOURCE:
                 self.b.emit(ir.Fill(block, 0.0))
             else:
-                self.b.emit(ir.Copy(self.b.slice(source, dim, Const(place), count, f"{source}_{place}"), block))
+                self.b.emit(ir.Copy(self.b.chunk(source, dim, Const(place), count, f"{source}_{place}"), block))
 
     def assemble(self, op: Op, sources: Sequence[str], target: str, steps: Steps | None) -> None:
         """Every operand of a concat or pad goes to its place, unless it was made there; what a pad adds is filled."""

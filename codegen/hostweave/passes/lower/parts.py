@@ -22,11 +22,11 @@ def part(b: Builder, flow: Dataflow, op: Op, number: int, target: str, steps: St
         before = Extent(0)
         for other in op.tensors[:number]:
             before = before + flow.types[other].shape[axis]
-        return b.section(target, dim_of_chunk(axis, op, source, steps), type.shape[axis], expr_of(before), f"{name}_{number}")
+        return b.slice(target, dim_of_chunk(axis, op, source, steps), type.shape[axis], expr_of(before), f"{name}_{number}")
     low = op.attribute("low")
     assert isinstance(low, tuple)
     for axis in padded_dims(op):
-        target = b.section(target, dim_of_chunk(axis, op, source, steps), type.shape[axis], Const(low[axis]), f"{name}_inside")
+        target = b.slice(target, dim_of_chunk(axis, op, source, steps), type.shape[axis], Const(low[axis]), f"{name}_inside")
     return target
 
 
@@ -39,7 +39,7 @@ def borders(b: Builder, flow: Dataflow, op: Op, target: str, steps: Steps | None
     for axis in padded_dims(op):
         held, dim = source.type.shape[axis], dim_of_chunk(axis, op, source, steps)
         if low[axis]:
-            yield b.section(target, dim, Extent(low[axis]), Const(0), f"{name}_before")
+            yield b.slice(target, dim, Extent(low[axis]), Const(0), f"{name}_before")
         if high[axis]:
-            yield b.section(target, dim, Extent(high[axis]), expr_of(held + low[axis]), f"{name}_after")
-        target = b.section(target, dim, held, Const(low[axis]), f"{name}_inside")
+            yield b.slice(target, dim, Extent(high[axis]), expr_of(held + low[axis]), f"{name}_after")
+        target = b.slice(target, dim, held, Const(low[axis]), f"{name}_inside")

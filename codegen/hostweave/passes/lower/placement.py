@@ -32,7 +32,7 @@ Part = tuple[Op, int]  # a concat or pad, and which operand of it
 @dataclass(frozen=True)
 class Placement:
     parts: dict[str, Part]  # a value that is made where it belongs in another's memory
-    seen_through: dict[str, Op]  # a value -> the view of it whose result has the memory, through which its op writes
+    inverse_view: dict[str, Op]  # a value -> the view of it whose result has the memory, through which its op writes
     within_loops: frozenset[str]  # values that live and die in one loop, so that they may lie as it likes
 
 
@@ -104,7 +104,7 @@ def _merges(flow: Dataflow, op: Op) -> bool:
 def _chain(flow: Dataflow, op: Op, memory: BufferType, parts: dict[str, Part]) -> dict[str, Op]:
     """The views from `op` down to what makes the elements; none where some cannot be seen through, or has other uses."""
     (name,) = op.tensors
-    made = flow.made_by.get(name)
+    made = flow.producer.get(name)
     if made is None or op.result.stream or made.result.stream or flow.consumers[name] != [op] or name in flow.fusion.outputs:
         return {}
     try:

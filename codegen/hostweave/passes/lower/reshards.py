@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.ir import Op
-from hostweave.fusion_ir.resharding import Change, sources_of
+from hostweave.fusion_ir.resharding import ReshardStep, sources_of
 from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Expr, Var
@@ -17,7 +17,7 @@ from hostweave.passes.lower.communication import Channel, Padding
 from hostweave.passes.lower.dataflow import Dataflow
 from hostweave.passes.lower.kernels import Kernels
 from hostweave.passes.lower.loops import Loop
-from hostweave.passes.lower.steps import Steps, chunk, dim_of_chunk, expr_of, team_coordinate, total
+from hostweave.passes.lower.steps import Steps, chunk, dim_of_chunk, expr_of, rank_in_group, total
 from hostweave.passes.lower.transfers import to_other_ranks
 from hostweave.types.size import Extent, block
 from hostweave.types.tensor import BufferType
@@ -28,10 +28,10 @@ def owner(b: Builder, flow: Dataflow, loop: Loop, steps: Steps) -> Expr:
     op = loop.communication
     assert op is not None
     assert op.result.stream is not None
-    by = op.result.stream.by
+    by = op.result.stream.algorithm
     if by in ("broadcast", "reduce"):
         return steps.index // expr_of(steps.pieces)
-    rank = team_coordinate(flow.mesh_of(op), flow.change(op).axes)
+    rank = rank_in_group(flow.mesh_of(op), flow.change(op).axes)
     if op.attribute("kind") == "reduce_scatter":
         return Var(b.let("q", (rank - 1 - steps.hop if by == "ring" else rank + 1 + steps.hop) % steps.shards))
     return Var(b.let("p", (rank - steps.hop if by == "ring" else rank + steps.hop) % steps.shards))
@@ -40,17 +40,17 @@ def owner(b: Builder, flow: Dataflow, loop: Loop, steps: Steps) -> Expr:
 def ring_term(flow: Dataflow, loop: Loop) -> str | None:
     """The matmul, seen through views, whose result a ring of sums in this loop adds up; None where there is no such ring."""
     op = loop.communication
-    if op is None or op.attribute("kind") != "reduce_scatter" or op.result.stream is None or op.result.stream.by != "ring":
+    if op is None or op.attribute("kind") != "reduce_scatter" or op.result.stream is None or op.result.stream.algorithm != "ring":
         return None
     name = op.tensors[0]
     while loop.makes(name):
-        producer = flow.made_by[name]
+        producer = flow.producer[name]
         if producer.kind == "matmul":
             return name
         if not flow.is_view(producer):
             break
         name = producer.tensors[0]
-    raise ProgramError("reshard: by='ring' sums the results of a matmul in its loop; use by='p2p' for other ops", op.location)
+    raise ProgramError("reshard: algorithm='ring' sums the results of a matmul in its loop; use algorithm='p2p' for other ops", op.location)
 
 
 class Reshards:
@@ -80,13 +80,13 @@ class Reshards:
 
     # --- on one mesh ---
 
-    def _channel(self, op: Op, change: Change, steps: Steps | None) -> Channel:
+    def _channel(self, op: Op, change: ReshardStep, steps: Steps | None) -> Channel:
         return Channel(self.flow.mesh_of(op), change.axes, self._dim_of_chunk(change.dim, op, steps))
 
     def _dim_of_chunk(self, dim: int | None, op: Op, steps: Steps | None) -> int | None:
         return None if dim is None else dim_of_chunk(dim, op, self.flow.values[op.tensors[0]], steps)
 
-    def _at_once(self, op: Op, change: Change, steps: Steps | None) -> None:
+    def _at_once(self, op: Op, change: ReshardStep, steps: Steps | None) -> None:
         """One collective, in a loop one a step."""
         source, target = self.buffers.operand(op, 0, steps), self.buffers.destination(op, steps)
 
@@ -98,7 +98,7 @@ class Reshards:
         else:
             communicate(source, target)
 
-    def _collective(self, op: Op, change: Change, src: str, dst: str, steps: Steps | None) -> None:
+    def _collective(self, op: Op, change: ReshardStep, src: str, dst: str, steps: Steps | None) -> None:
         channel = self._channel(op, change, steps)
         match change.kind:
             case "all_reduce":
@@ -108,17 +108,17 @@ class Reshards:
             case "all_to_all":
                 cut = replace(channel, dim=self._dim_of_chunk(change.to, op, steps))
                 communication.all_to_all(self.b, src, dst, cut, channel, steps)
-            case "exchange":
+            case "collective_permute":
                 sources = sources_of(change, self.flow.types[op.tensors[0]], self.flow.mesh)
-                communication.exchange(self.b, src, dst, sources, change.axes, steps)
+                communication.collective_permute(self.b, src, dst, sources, change.axes, steps)
             case "all_gather":
                 communication.all_gather(self.b, src, dst, channel, steps)
 
     # --- block by block ---
 
-    def _by_block(self, op: Op, change: Change, steps: Steps) -> None:
+    def _by_block(self, op: Op, change: ReshardStep, steps: Steps) -> None:
         assert op.result.stream is not None
-        match change.kind, op.result.stream.by:
+        match change.kind, op.result.stream.algorithm:
             case "reduce_scatter", "ring":
                 self._scatter_ring(op, change, steps)
             case "reduce_scatter", "p2p":
@@ -139,7 +139,7 @@ class Reshards:
         else:
             communication.gather_p2p(self.b, source, target, channel, steps)
 
-    def _scatter_ring(self, op: Op, change: Change, steps: Steps) -> None:
+    def _scatter_ring(self, op: Op, change: ReshardStep, steps: Steps) -> None:
         """Sums pass through all ranks and end in the memory of this rank's own term, from where they are taken after the loop."""
         b, name, term, matmul = self.b, op.tensors[0], self.buffers.operand(op, 0, steps), self.term
         assert matmul is not None
@@ -147,19 +147,19 @@ class Reshards:
         event = self._new_events("arrived", steps, op)
 
         def produce(adds: bool) -> None:
-            b.emit(replace(matmul, plus=(matmul.dst,)) if adds else matmul)
+            b.emit(replace(matmul, accumulate=(matmul.dst,)) if adds else matmul)
 
         communication.scatter_ring(b, produce, term, lambda: self._next_chunk(op, name, steps), channel, steps, event)
 
         def take_own() -> None:
             assert op.result.stream is not None
-            rank, size = team_coordinate(channel.mesh, channel.team), Extent(channel.size)
-            own = b.slice(self.buffers.whole(name), op.result.stream.dim, rank, size, f"{name}_own")
+            rank, size = rank_in_group(channel.mesh, channel.axes), Extent(channel.size)
+            own = b.chunk(self.buffers.whole(name), op.result.stream.dim, rank, size, f"{name}_own")
             b.emit(ir.Copy(own, self.buffers.whole(op.result.name)))
 
         self.after_loop.append(take_own)
 
-    def _scatter_p2p(self, op: Op, change: Change, steps: Steps) -> None:
+    def _scatter_p2p(self, op: Op, change: ReshardStep, steps: Steps) -> None:
         """Terms land side by side, and are summed after the loop."""
         b, value, stream = self.b, op.result, op.result.stream
         assert stream is not None
@@ -181,7 +181,9 @@ class Reshards:
         value, buffers = self.flow.values[name], self.buffers
         assert value.stream is not None
         if name in buffers.by_step or not self.b.is_contiguous(buffers.chunk(name, value.stream.dim, steps)):
-            raise ProgramError(f"{op.kind}: a ring passes contiguous blocks on, so it streams the outermost dim; use by='p2p'", op.location)
+            raise ProgramError(
+                f"{op.kind}: a ring passes contiguous blocks on, so it streams the outermost dim; use algorithm='p2p'", op.location
+            )
         return chunk(self.b, steps.next_hop, buffers.whole(name), value, value.stream.dim, suffix="next")
 
     def _new_events(self, wanted: str, steps: Steps, op: Op) -> str:
@@ -194,7 +196,7 @@ class Reshards:
 
     # --- between meshes ---
 
-    def _to_one_rank(self, op: Op, change: Change, steps: Steps | None) -> None:
+    def _to_one_rank(self, op: Op, change: ReshardStep, steps: Steps | None) -> None:
         """A reduction to the one rank of the mesh that the result is on."""
         source = self.flow.types[op.tensors[0]]
         dst = self.buffers.destination(op, steps)

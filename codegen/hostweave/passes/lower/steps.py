@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import prod
 
 from hostweave.fusion_ir.ir import Op, Value
 from hostweave.host_ir.builder import Builder
@@ -92,16 +91,12 @@ def total(terms: list[Expr]) -> Expr:
     return result
 
 
-def team_coordinate(mesh: Mesh, team: tuple[str, ...]) -> Expr:
-    """This rank's place in its team: row-major over the axes as named."""
+def rank_in_group(mesh: Mesh, axes: tuple[str, ...]) -> Expr:
+    """This rank's place in its process group: row-major over the axes as named."""
     place: Expr = Const(0)
-    for axis in team:
+    for axis in axes:
         place = place * mesh.axis_size(axis) + Coordinate(axis)
     return place
-
-
-def team_size(mesh: Mesh, team: tuple[str, ...]) -> int:
-    return prod(mesh.axis_size(axis) for axis in team)
 
 
 def chunk(builder: Builder, steps: Steps, buffer: str, value: Value, dim: int, keeps_dim: bool = False, suffix: str = "") -> str:
@@ -117,7 +112,7 @@ def chunk(builder: Builder, steps: Steps, buffer: str, value: Value, dim: int, k
         index = steps.piece
     if steps.drops_dim and not keeps_dim:
         return builder.select(buffer, dim, index, wanted)
-    return builder.slice(buffer, dim, index, steps.pieces_of(value, dim), wanted)
+    return builder.chunk(buffer, dim, index, steps.pieces_of(value, dim), wanted)
 
 
 def chunk_shape(steps: Steps, mesh: Mesh, value: Value, dim: int) -> tuple[Extent, ...]:

@@ -16,13 +16,13 @@ from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Const, Expr
 from hostweave.passes.lower import communication
 from hostweave.passes.lower.dataflow import Dataflow
-from hostweave.passes.lower.steps import Steps, expr_of, team_coordinate, total
+from hostweave.passes.lower.steps import Steps, expr_of, rank_in_group, total
 from hostweave.types.mesh import Mesh
 from hostweave.types.routes import Transfer, transfer
 from hostweave.types.size import Extent, block
 from hostweave.types.tensor import BufferType, Dim
 
-TEAM = "copies"  # the mesh axis of a rank that sends and those that get the same from it
+COPIES = "copies"  # the mesh axis of a rank that sends and those that get the same from it
 
 Buffer = Callable[[], str]  # names what is sent or received, in the body of its mesh
 
@@ -77,21 +77,21 @@ def _move(b: Builder, sides: Sides, blocks: Transfer, src: Buffer, dst: Buffer, 
 
 
 def _broadcast(b: Builder, sides: Sides, blocks: Transfer, src: Buffer, dst: Buffer) -> None:
-    """Each rank that sends and those that receive from it are a team; no rank is in two of them."""
+    """Each rank that sends and those that receive from it are a process group; no rank is in two of them."""
     with b.on(sides.source):
         held = src()
         sent, shape = communication.blocks_to_send(b, held, blocks, None), b.types[held].shape
     with b.on(sides.target), communication.blocks_to_receive(b, dst, blocks, None) as landing:
         wanted = b.types[dst()].shape
         for sender, receivers in blocks.receivers.items():
-            team = Mesh(((TEAM, 1 + len(receivers)),), (sender, *receivers))
-            with b.on(team):
-                b.emit(ir.Spread(sent, landing, Const(0), (TEAM,)))
+            group = Mesh(((COPIES, 1 + len(receivers)),), (sender, *receivers))
+            with b.on(group):
+                b.emit(ir.BroadcastToOthers(sent, landing, Const(0), (COPIES,)))
         if there := tuple(route.receiver for route in blocks.routes if route.sender == route.receiver):
-            with b.on(Mesh(((TEAM, len(there)),), there)):
+            with b.on(Mesh(((COPIES, len(there)),), there)):
                 kept, copied = b.reshape(sent, shape, f"{sent}_kept"), b.reshape(landing, wanted, f"{landing}_copied")
                 for i, extent in enumerate(wanted):  # the same part, by the name that it has on the other mesh
-                    kept = b.section(kept, i, extent, Const(0), f"{sent}_part")
+                    kept = b.slice(kept, i, extent, Const(0), f"{sent}_part")
                 b.emit(ir.Copy(kept, copied))
 
 
@@ -129,7 +129,7 @@ def _padded(flow: Dataflow, op: Op) -> _Padded:
             each = block(dim.extent, have)
             arriving[i] = Dim(dim.extent)
             found.sent[i], found.received[i] = each, each * have
-            found.own[i] = team_coordinate(new, wanted.axes) * expr_of(block(dim.extent, want))
+            found.own[i] = rank_in_group(new, wanted.axes) * expr_of(block(dim.extent, want))
         is_never_even |= dim.extent.is_int
         if not dim.extent.is_int:
             remainders.append(expr_of(dim.extent) % ranks)
@@ -145,7 +145,7 @@ def _on_copies(b: Builder, sides: Sides, padded: _Padded, src: Buffer, dst: Buff
         b.emit(ir.Fill(whole, 0.0))
         view = whole
         for i in padded.sent:
-            view = b.section(view, i, part[i], Const(0), f"{given}_part")
+            view = b.slice(view, i, part[i], Const(0), f"{given}_part")
         b.emit(ir.Copy(given, view))
         return whole
 
@@ -161,7 +161,7 @@ def _on_copies(b: Builder, sides: Sides, padded: _Padded, src: Buffer, dst: Buff
         wanted = dst()
         view = received[0]
         for i in padded.received:
-            view = b.section(view, i, b.types[wanted].shape[i], padded.own[i], f"{wanted}_part")
+            view = b.slice(view, i, b.types[wanted].shape[i], padded.own[i], f"{wanted}_part")
         b.emit(ir.Copy(view, wanted))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from hostweave.base.errors import Location, ProgramError
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import index_map, operand_types
-from hostweave.fusion_ir.resharding import change_of
+from hostweave.fusion_ir.resharding import reshard_step
 from hostweave.types.mesh import Mesh
 from hostweave.types.size import is_sum
 from hostweave.types.tensor import Dim, TensorType
@@ -50,7 +50,7 @@ def _is_name(dim: Dim) -> bool:
 def _even(op: Op, types: dict[str, TensorType], fusion: Fusion) -> Iterator[Even]:
     """The dims that an op needs to be shared evenly."""
     if op.kind == "reshard" and (source := types[op.tensors[0]]).mesh != op.result.type.mesh:
-        change = change_of(source, op.result.type, fusion.mesh)
+        change = reshard_step(source, op.result.type, fusion.mesh)
         why = "a stream" if op.result.stream else "a reduction to another mesh" if change is None or change.kind == "reduce" else ""
         for type in (source, op.result.type) if why else ():
             yield from ((dim, type.mesh_in(fusion.mesh), why) for dim in type.dims if dim.axes)
@@ -69,9 +69,9 @@ def _even_on_one_mesh(op: Op, types: dict[str, TensorType], fusion: Fusion) -> I
         yield op.result.type.dims[op.result.stream.dim], "a stream"
     if op.kind == "reshard":
         before, after = (type.dims for type in involved)
-        change = change_of(operands[0], op.result.type, fusion.mesh)
+        change = reshard_step(operands[0], op.result.type, fusion.mesh)
         for old, new in zip(before, after, strict=True):
-            is_part = old.axes and new.axes and change is not None and change.kind != "exchange"
+            is_part = old.axes and new.axes and change is not None and change.kind != "collective_permute"
             if old.axes != new.axes and (is_part or op.result.stream):
                 for dim in (old, new):
                     yield dim, "a stream" if op.result.stream else "a reshard over some of the axes"
@@ -79,10 +79,10 @@ def _even_on_one_mesh(op: Op, types: dict[str, TensorType], fusion: Fusion) -> I
         for dim in operands[0].dims:
             if set(dim.axes) & set(op.result.type.partial.axes):
                 yield dim, "a mean over ranks"
-    elif op.kind == "exchange":
+    elif op.kind == "collective_permute":
         axis = op.attribute("axis")
         assert isinstance(axis, int)
-        yield op.result.type.dims[axis], "an exchange of its blocks"
+        yield op.result.type.dims[axis], "a collective permute of its blocks"
     elif op.kind == "reshape":
         indices = index_map(op, operands)
         for labels, type in ((indices.operands[0], operands[0]), (indices.result, op.result.type)):

@@ -22,9 +22,9 @@ struct Axis {
 };
 
 // A channel along axes of a mesh of some of the program's ranks.
-struct SubmeshTeam {
+struct SubmeshChannel {
   const char* mesh;  // "mesh(x=2 of ranks 2, 3)"
-  const char* axes;  // along which the ranks of the team differ: "x"
+  const char* axes;  // along which the ranks of the process group differ: "x"
   std::span<const Axis> mesh_axes;
   std::span<const int64_t> ranks;  // of the program, in the order of their coordinates
 };
@@ -44,13 +44,14 @@ struct Calls {
 };
 
 struct ProgramTable {
-  int abi;                             // kAbi of the headers that the program was compiled against
-  const char* name;                    // the user's name of the program
-  const char* mesh;                    // "mesh(dp=2, tp=4)"
-  int world;                           // how many ranks the program is for
-  std::span<const Axis> axes;          // of the mesh, the last one fastest
-  std::span<const char* const> teams;  // which channels the program uses, by the axes of their teams: "tp", or "dp, tp"
-  std::span<const SubmeshTeam> submesh_teams;
+  int abi;                     // kAbi of the headers that the program was compiled against
+  const char* name;            // the user's name of the program
+  const char* mesh;            // "mesh(dp=2, tp=4)"
+  int world;                   // how many ranks the program is for
+  std::span<const Axis> axes;  // of the mesh, the last one fastest
+  std::span<const char* const>
+      channels;  // which channels the program uses, by the axes of their process groups: "tp", or "dp, tp"
+  std::span<const SubmeshChannel> submesh_channels;
   std::span<const Argument> inputs;
   std::span<const Argument> outputs;
   Calls calls;

@@ -1,4 +1,4 @@
-// Makes the channels of a program's teams.
+// Makes the channels of a program's process groups.
 #pragma once
 #include <nccl.h>
 
@@ -13,27 +13,28 @@
 namespace hw {
 
 // The ranks of a mesh that share a channel, seen from one of them.
-struct Team {
+struct ProcessGroup {
   std::string mesh;  // "mesh(pp=2, dp=2, tp=4)"
   std::string axes;  // along which they differ: "dp, tp"
-  std::string key;  // of all teams of all meshes: "mesh(pp=2, dp=2, tp=4) dp, tp, pp=1", with the coordinates they have in common
+  std::string key;   // of all process groups of all meshes: "mesh(pp=2, dp=2, tp=4) dp, tp, pp=1", with the coordinates they have
+                     // in common
   int64_t place = 0;  // of this rank: its coordinates along the axes, the last one fastest
   int64_t size = 1;
 };
 
-// The teams of `rank` whose channels the program uses.
-std::vector<Team> teams_of(const ProgramTable& program, int64_t rank);
+// The process groups of `rank` whose channels the program uses.
+std::vector<ProcessGroup> process_groups_of(const ProgramTable& program, int64_t rank);
 
-// An id that no other team has.
-ncclUniqueId new_team_id();
+// An id that no other process group has.
+ncclUniqueId new_process_group_id();
 
-// The id of a team, the same for all its ranks. The first of them may make it.
-using TeamId = std::function<ncclUniqueId(const Team&)>;
+// The id of a process group, the same for all its ranks. The first of them may make it.
+using ProcessGroupId = std::function<ncclUniqueId(const ProcessGroup&)>;
 // Takes over a communicator that has been made.
 using Keep = std::function<void(ncclComm_t)>;
 
 // Makes the channels that the program uses and the rank does not have yet. Every rank of the program calls it, with its
-// device current. Throws ExecutionError where the others of a team do not come within `timeout_seconds`.
-void connect(Rank& rank, const ProgramTable& program, const TeamId& id_of, const Keep& keep, double timeout_seconds);
+// device current. Throws ExecutionError where the others of a process group do not come within `timeout_seconds`.
+void connect(Rank& rank, const ProgramTable& program, const ProcessGroupId& id_of, const Keep& keep, double timeout_seconds);
 
 }  // namespace hw

@@ -11,9 +11,9 @@
 #include <vector>
 
 #include "hostweave/connect.h"
+#include "hostweave/device_lease.h"
 #include "hostweave/on_device.h"
 #include "hostweave/rank.h"
-#include "hostweave/turn.h"
 
 namespace hw {
 
@@ -36,12 +36,12 @@ class Member {
   Rank& rank() { return rank_; }
   int device() const { return rank_.device(); }
 
-  // The teams of the program whose channels are still to be made. Throws ArgumentError where the group has another size.
-  std::vector<Team> missing_teams(const ProgramTable& program) const;
+  // The process groups of the program whose channels are still to be made. Throws ArgumentError where the group has another size.
+  std::vector<ProcessGroup> missing_process_groups(const ProgramTable& program) const;
   // Makes those channels: every rank of the group calls it. Throws ExecutionError where the others do not come in time.
-  void connect(const ProgramTable& program, const TeamId& id_of, double timeout_seconds);
-  // Uses communicators that the host keeps, by the axes of their teams, instead. Throws ArgumentError where one is missing,
-  // or where this rank has another place in it than in the mesh.
+  void connect(const ProgramTable& program, const ProcessGroupId& id_of, double timeout_seconds);
+  // Uses communicators that the host keeps, by the axes of their process groups, instead. Throws ArgumentError where one is
+  // missing, or where this rank has another place in it than in the mesh.
   void adopt(const ProgramTable& program, const std::map<std::string, ncclComm_t>& communicators);
 
   // From any thread: ends what waits for other ranks. The member is of no use any more.
@@ -57,7 +57,7 @@ class Member {
   // While it lives, the calling thread has the member, the turn of its group, and its device.
   class Use {
    public:
-    // For what the rank does by itself, or with the ranks of a team.
+    // For what the rank does by itself, or with the ranks of a process group.
     explicit Use(Member& member);
     // For what all ranks of the group do at the same time. Throws ExecutionError where they were stopped.
     Use(Member& member, const Schedule& schedule);
@@ -67,7 +67,7 @@ class Member {
 
    private:
     std::unique_lock<std::timed_mutex> lock_;
-    std::optional<Turn> turn_;
+    std::optional<DeviceLease> turn_;
     std::unique_ptr<target::Attached> attached_;
     std::optional<OnDevice> device_;
   };

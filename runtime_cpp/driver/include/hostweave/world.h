@@ -15,8 +15,8 @@
 #include <vector>
 
 #include "hostweave/abi.h"
+#include "hostweave/device_lease.h"
 #include "hostweave/rank.h"
-#include "hostweave/turn.h"
 
 namespace hw {
 
@@ -61,7 +61,7 @@ class World {
   void fail(std::exception_ptr error);
   void stop(const std::string& reason);
   void abort_channels(Member& member, std::unique_lock<std::mutex>& lock);
-  ncclUniqueId team_id(const std::string& key);
+  ncclUniqueId process_group_id(const std::string& key);
 
   mutable std::mutex mutex_;  // guards all that follows
   std::condition_variable changed_;
@@ -75,7 +75,7 @@ class World {
   int waiting_ = 0;  // ranks in meet()
   uint64_t meetings_ = 0;
   std::exception_ptr error_;  // the first of this round
-  std::map<std::string, ncclUniqueId> team_ids_;
+  std::map<std::string, ncclUniqueId> process_group_ids_;
 };
 
 }  // namespace hw

@@ -1,4 +1,4 @@
-"""hw.exchange: blocks that change places are a permute where each rank has one, and copies where a rank has them all."""
+"""hw.collective_permute: blocks that change places are a permute where each rank has one, and copies where a rank has them all."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def exchanges(ranks: int) -> Fusion:
 
     @hw.fusion(mesh=hw.Mesh(dp=2 if ranks < 8 else 1, tp=ranks), x=hw.f32["M@tp", "N"], w=hw.f32["N", "K"])
     def exchanges(x, w):
-        shifted = hw.exchange(x, "M", down)  # a rank without a source gets zeros
-        gathered = hw.exchange(x, 0, [1, 0, None, 2, 5, 4])  # as many blocks as no axis has ranks
-        columns = hw.exchange(x, "N", [2, None, 0])  # every rank has them all
-        product = hw.matmul(hw.exchange(x, 0, around), w).stream("K", chunks=2)
-        streamed = hw.exchange(x + x, 0, around).stream("N", chunks=3)
-        stated = hw.exchange(hw.reshard(w, "N@tp", "K"), 0, around)
+        shifted = hw.collective_permute(x, "M", down)  # a rank without a source gets zeros
+        gathered = hw.collective_permute(x, 0, [1, 0, None, 2, 5, 4])  # as many blocks as no axis has ranks
+        columns = hw.collective_permute(x, "N", [2, None, 0])  # every rank has them all
+        product = hw.matmul(hw.collective_permute(x, 0, around), w).stream("K", chunks=2)
+        streamed = hw.collective_permute(x + x, 0, around).stream("N", chunks=3)
+        stated = hw.collective_permute(hw.reshard(w, "N@tp", "K"), 0, around)
         return shifted, gathered, columns, product, streamed, stated
 
     return exchanges
@@ -38,7 +38,7 @@ def test_every_rank(ranks: int) -> None:
     program = hw.compile(fusion)
     assert Fusion.parse(str(fusion)) == fusion
     if ranks > 1:
-        assert program.host_ir.count("exchange %") == 4
+        assert program.host_ir.count("collective_permute %") == 4
     for seed, times in enumerate((1, 2)):
         arrays = integer_arrays(fusion, {"M": 6 * ranks * times, "N": 6 * ranks, "K": 4}, seed)
         expect(fusion, arrays, program.run(**arrays, ranks=True), exact=True)
@@ -48,47 +48,50 @@ def test_every_rank(ranks: int) -> None:
 def test_a_sharding_of_as_many_ranks_stays() -> None:
     @hw.fusion(mesh=hw.Mesh(dp=2, tp=2), x=hw.f32["M@dp,tp", "N"])
     def both(x):
-        return hw.exchange(x, 0, [3, None, 1, 0]), hw.exchange(x, 0, [1, 0])
+        return hw.collective_permute(x, 0, [3, None, 1, 0]), hw.collective_permute(x, 0, [1, 0])
 
     stages: dict[str, str] = {}
     lower(both, Options(), lambda name, stage: stages.setdefault(name, str(stage)))
     assert (
         stages["decompose_reshards"].partition("{\n")[2]
         == """\
-  %y0: f32[M@dp,tp, N] = exchange(%x, axis=0, sources=(3, -1, 1, 0))
+  %y0: f32[M@dp,tp, N] = collective_permute(%x, axis=0, sources=(3, -1, 1, 0))
   %x_gathered: f32[M@dp, N] = reshard(%x, kind=all_gather)
-  %y1: f32[M@dp, N] = exchange(%x_gathered, axis=0, sources=(1, 0))
+  %y1: f32[M@dp, N] = collective_permute(%x_gathered, axis=0, sources=(1, 0))
   return %y0, %y1
 }
 """
     )
-    assert "exchange %x -> %y0 from [3, none, 1, 0] on dp, tp" in stages["order_channels"]
-    assert "uneven" not in stages["order_channels"]  # blocks are as large as one another
+    assert "collective_permute %x -> %y0 from [3, none, 1, 0] on dp, tp" in stages["serialize_channels"]
+    assert "uneven" not in stages["serialize_channels"]  # blocks are as large as one another
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (
-            lambda x: hw.exchange(x, 0, [0, 2]),
-            "exchange: sources=(0, 2): each is one of the 2 blocks, from 0 on, or -1 for zeros",
-        ),
-        (lambda x: hw.exchange(x, 0, []), "exchange: sources=(): each is one of the 0 blocks, from 0 on, or -1 for zeros"),
-        (
-            lambda x: hw.exchange(x, 0, [0, 0]),
-            "exchange: sources=(0, 0): a block goes to one place at most; use hw.concat to repeat one",
+            lambda x: hw.collective_permute(x, 0, [0, 2]),
+            "collective_permute: sources=(0, 2): each is one of the 2 blocks, from 0 on, or -1 for zeros",
         ),
         (
-            lambda x: hw.exchange(x, 1, [None, 0, 1]),
-            "exchange: 3 blocks do not divide dim 1 of f32[M@x, 8]; give as many sources as divide it",
+            lambda x: hw.collective_permute(x, 0, []),
+            "collective_permute: sources=(): each is one of the 0 blocks, from 0 on, or -1 for zeros",
         ),
         (
-            lambda x: hw.exchange(x, 2, [0]),
-            "exchange: f32[M@x, 8] has no dim 2: dims go from 0 to 1",
+            lambda x: hw.collective_permute(x, 0, [0, 0]),
+            "collective_permute: sources=(0, 0): a block goes to one place at most; use hw.concat to repeat one",
         ),
         (
-            lambda x: hw.exchange(x, 0, [1, 0]).stream("M", chunks=2),
-            "stream: dim 0 of f32[M, 8] is exchanged by an exchange, so no loop can walk it; stream a tensor before it",
+            lambda x: hw.collective_permute(x, 1, [None, 0, 1]),
+            "collective_permute: 3 blocks do not divide dim 1 of f32[M@x, 8]; give as many sources as divide it",
+        ),
+        (
+            lambda x: hw.collective_permute(x, 2, [0]),
+            "collective_permute: f32[M@x, 8] has no dim 2: dims go from 0 to 1",
+        ),
+        (
+            lambda x: hw.collective_permute(x, 0, [1, 0]).stream("M", chunks=2),
+            "stream: dim 0 of f32[M, 8] is permuted by a collective permute, so no loop can walk it; stream a tensor before it",
         ),
     ],
 )
@@ -105,7 +108,7 @@ def test_what_cannot_be(make: Callable[[hw.Tensor], hw.Tensor], message: str) ->
 def test_blocks_that_ranks_cannot_share() -> None:
     @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "N"])
     def program(x):
-        return hw.exchange(x, 0, [1, 0])
+        return hw.collective_permute(x, 0, [1, 0])
 
     with pytest.raises(hw.errors.ArgumentError, match="cannot be shared evenly by 2 ranks along x; pad it to 6"):
         hw.compile(program).run(x=np.ones((5, 2), np.float32))

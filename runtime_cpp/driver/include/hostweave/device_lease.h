@@ -19,17 +19,17 @@ class Interrupted : public std::runtime_error {
 using GiveUp = std::function<bool()>;
 
 // Waits for the mutex. Throws Interrupted where it gives up.
-std::unique_lock<std::timed_mutex> take_turn(std::timed_mutex& mutex, const GiveUp& give_up);
+std::unique_lock<std::timed_mutex> acquire(std::timed_mutex& mutex, const GiveUp& give_up);
 
 // While it lives, the devices serve one party: a round of a world, or the ranks of a group that are in this process, which
 // have their turns together. Other parties wait, and so do ranks of the same party that want another schedule: two parties
 // on the same devices could deadlock. The first turn configures the devices for the party.
-class Turn {
+class DeviceLease {
  public:
-  Turn(const std::string& party, const Schedule& schedule, int ranks, const GiveUp& give_up = {});
-  ~Turn();
-  Turn(const Turn&) = delete;
-  Turn& operator=(const Turn&) = delete;
+  DeviceLease(const std::string& party, const Schedule& schedule, int ranks, const GiveUp& give_up = {});
+  ~DeviceLease();
+  DeviceLease(const DeviceLease&) = delete;
+  DeviceLease& operator=(const DeviceLease&) = delete;
 
   // Makes every blocked or later run of the party fail, where the devices can do that. The first reason counts.
   static void stop(const std::string& party, const std::string& reason);

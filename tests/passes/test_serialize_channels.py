@@ -14,7 +14,7 @@ from hostweave.host_ir import ir
 from hostweave.host_ir.ir import HostProgram
 from hostweave.host_ir.verify import verify_host
 from hostweave.options import Options
-from hostweave.passes.host.serialize_channels import order_channels
+from hostweave.passes.host.serialize_channels import serialize_channels
 
 HEADER = "(%x: f32[4@dp, N], %v: f32[4@tp, N]) -> (%y: f32[4@dp, N], %z: f32[4@tp, N]) mesh(dp=2, tp=2) streams(ring[2])"
 
@@ -25,11 +25,11 @@ def host(body: str, header: str = HEADER) -> HostProgram:
 
 def ordered(program: HostProgram) -> str:
     """The body after the pass."""
-    result = order_channels(program, Options())
+    result = serialize_channels(program, Options())
     verify_host(result)
     check(result)
     assert HostProgram.parse(str(result)) == result
-    assert order_channels(result, Options()) is result
+    assert serialize_channels(result, Options()) is result
     return str(result).partition("{\n")[2].removesuffix("}\n")
 
 
@@ -43,11 +43,11 @@ LOOP = """\
   fork ring
   for %i in 0..2 {
     stream ring[%i] {
-      %x_i = slice %x[0: %i of 2]
-      %y_i = slice %y[0: %i of 2]
+      %x_i = chunk %x[0: %i of 2]
+      %y_i = chunk %y[0: %i of 2]
       all_reduce sum %x_i -> %y_i on tp
-      %v_i = slice %v[0: %i of 2]
-      %z_i = slice %z[0: %i of 2]
+      %v_i = chunk %v[0: %i of 2]
+      %z_i = chunk %z[0: %i of 2]
       all_reduce sum %v_i -> %z_i on dp
     }
   }
@@ -66,12 +66,12 @@ def test_a_loop() -> None:
   record turn[0]
   for %i in 0..2 {
     stream ring[%i] {
-      %x_i = slice %x[0: %i of 2]
-      %y_i = slice %y[0: %i of 2]
+      %x_i = chunk %x[0: %i of 2]
+      %y_i = chunk %y[0: %i of 2]
       wait turn[0]
       all_reduce sum %x_i -> %y_i on tp
-      %v_i = slice %v[0: %i of 2]
-      %z_i = slice %z[0: %i of 2]
+      %v_i = chunk %v[0: %i of 2]
+      %z_i = chunk %z[0: %i of 2]
       all_reduce sum %v_i -> %z_i on dp
       record turn[0]
     }
@@ -86,8 +86,8 @@ def test_a_branch_that_communicates_nothing_does_not_wait() -> None:
   fork ring
   for %i in 0..2 {
     stream ring[%i] {
-      %x_i = slice %x[0: %i of 2]
-      %y_i = slice %y[0: %i of 2]
+      %x_i = chunk %x[0: %i of 2]
+      %y_i = chunk %y[0: %i of 2]
       if %i == 0 {
         copy %x_i -> %y_i
       } else {
@@ -111,8 +111,8 @@ def test_a_branch_that_communicates_nothing_does_not_wait() -> None:
   record turn[0]
   for %i in 0..2 {
     stream ring[%i] {
-      %x_i = slice %x[0: %i of 2]
-      %y_i = slice %y[0: %i of 2]
+      %x_i = chunk %x[0: %i of 2]
+      %y_i = chunk %y[0: %i of 2]
       if %i == 0 {
         copy %x_i -> %y_i
       } else {
@@ -140,7 +140,7 @@ def test_only_what_is_unordered_takes_turns() -> None:
   %t = allocate f32[2, N]
   all_reduce sum %s -> %t on dp
 """
-    program = host(before + LOOP.replace("%x_i = slice %x", "%x_i = slice %t"))
+    program = host(before + LOOP.replace("%x_i = chunk %x", "%x_i = chunk %t"))
     text = ordered(program)
     assert text.startswith(before + "  fork ring\n  record turn[0]\n")
     assert (text.count("wait turn"), text.count("record turn")) == (1, 2)
@@ -165,11 +165,11 @@ def test_only_what_is_unordered_takes_turns() -> None:
 )
 def test_what_is_ordered_stays_as_it_is(program: HostProgram) -> None:
     check(program)
-    assert order_channels(program, Options()) is program
+    assert serialize_channels(program, Options()) is program
 
 
 def test_names_that_are_taken() -> None:
-    program = order_channels(host(LOOP.replace("ring", "turn"), HEADER.replace("ring", "turn")), Options())
+    program = serialize_channels(host(LOOP.replace("ring", "turn"), HEADER.replace("ring", "turn")), Options())
     assert [(events.name, events.count) for events in program.events] == [("turn_2", 1)]
 
 
@@ -227,7 +227,7 @@ STEPS = """\
   for %i in 0..2 {
     %p = (rank.dp + %i) % 2
     stream ring[%i] {
-      %x_i = slice %x[0: %p of 2]
+      %x_i = chunk %x[0: %p of 2]
       %g_i = select %g[0: %p]
       all_gather %x_i -> %g_i on dp
       %h_i = select %h[0: %p]
@@ -246,11 +246,11 @@ def steps(body: str, header: str = STEPS_HEADER) -> HostProgram:
 
 
 def test_the_first_communication_of_a_step_goes_ahead() -> None:
-    result = order_channels(steps(STEPS), Options())
+    result = serialize_channels(steps(STEPS), Options())
     verify_host(result)
     check(result)
     assert HostProgram.parse(str(result)) == result
-    assert order_channels(result, Options()) is result
+    assert serialize_channels(result, Options()) is result
     assert (
         str(result).partition("fork ring\n")[2]
         == """\
@@ -259,7 +259,7 @@ def test_the_first_communication_of_a_step_goes_ahead() -> None:
     if %j < 2 {
       %p_j = (rank.dp + %j) % 2
       stream ring[%j] {
-        %x_j = slice %x[0: %p_j of 2]
+        %x_j = chunk %x[0: %p_j of 2]
         %g_j = select %g[0: %p_j]
         wait turn[0]
         all_gather %x_j -> %g_j on dp
@@ -302,7 +302,7 @@ def known_of_step_before(program: HostProgram, first: type[ir.Instruction], last
 
 
 def test_what_goes_ahead_waits_for_no_computation() -> None:
-    assert known_of_step_before(order_channels(steps(STEPS), Options()), ir.AllGather, ir.AllReduce) == ({False}, {False})
+    assert known_of_step_before(serialize_channels(steps(STEPS), Options()), ir.AllGather, ir.AllReduce) == ({False}, {False})
 
 
 @pytest.mark.parametrize(
@@ -316,7 +316,7 @@ def test_what_goes_ahead_waits_for_no_computation() -> None:
     ],
 )
 def test_other_steps_stay_as_they_are(body: str, header: str) -> None:
-    text = str(order_channels(steps(body, header), Options()))
+    text = str(serialize_channels(steps(body, header), Options()))
     assert "for %i in" in text
     assert text.count("wait turn[0]") == 1
 
@@ -326,7 +326,7 @@ TWICE = STEPS.replace("all_reduce sum %h_i -> %y_i on tp", "all_reduce sum %h_i 
 
 def test_a_channel_keeps_its_order() -> None:
     """Of two collectives of a step on one channel, none goes ahead without the other."""
-    text = str(order_channels(steps(TWICE), Options()))
+    text = str(serialize_channels(steps(TWICE), Options()))
     assert "for %i in 0..2" in text
 
 
@@ -343,20 +343,20 @@ PING_PONG = """\
   for %i in 0..2 {
     stream ring[%i] {
       on mesh(x=2 of ranks 0, 1) {
-        %g_i = slice %g[0: %i of 2]
+        %g_i = chunk %g[0: %i of 2]
         recv %g_i from rank + 2 on *
-        %h_i = slice %h[0: %i of 2]
+        %h_i = chunk %h[0: %i of 2]
         launch @neg_h %g_i -> %h_i
-        %s_i = slice %s[0: %i of 2]
+        %s_i = chunk %s[0: %i of 2]
         all_reduce sum %h_i -> %s_i on x
         send %s_i to rank + 2 on *
       }
       on mesh(x=2 of ranks 2, 3) {
-        %v_i = slice %v[0: %i of 2]
-        %back_i = slice %back[0: %i of 2]
+        %v_i = chunk %v[0: %i of 2]
+        %back_i = chunk %back[0: %i of 2]
         send %v_i to rank - 2 on *
         recv %back_i from rank - 2 on *
-        %y_i = slice %y[0: %i of 2]
+        %y_i = chunk %y[0: %i of 2]
         all_reduce sum %back_i -> %y_i on x
       }
     }
@@ -367,7 +367,7 @@ PING_PONG_HEADER = "(%v: f32[4, N] on mesh(x=2 of ranks 2, 3)) -> (%y: f32[4, N]
 
 def test_ranks_that_would_wait_for_one_another_keep_the_order_of_steps() -> None:
     """What goes back depends on what came: its recv of the next step would wait for a send that stands after the recv of this one."""
-    result = order_channels(steps(PING_PONG, PING_PONG_HEADER), Options())
+    result = serialize_channels(steps(PING_PONG, PING_PONG_HEADER), Options())
     assert "for %i in 0..2" in str(result)
     assert known_of_step_before(result, ir.Recv, ir.AllReduce)[0] == {True}
     check(result)
@@ -376,7 +376,7 @@ def test_ranks_that_would_wait_for_one_another_keep_the_order_of_steps() -> None
 def test_recvs_of_a_pipeline_go_ahead() -> None:
     there = PING_PONG.replace("        send %s_i to rank + 2 on *\n", "").replace("        recv %back_i from rank - 2 on *\n", "")
     there = there.replace("sum %back_i", "sum %v_i")
-    result = order_channels(steps(there, PING_PONG_HEADER), Options())
+    result = serialize_channels(steps(there, PING_PONG_HEADER), Options())
     check(result)
     assert known_of_step_before(result, ir.Recv, ir.AllReduce) == ({False}, {False})
     assert "if %j > 0" in str(result)

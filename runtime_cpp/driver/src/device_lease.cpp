@@ -1,4 +1,4 @@
-#include "hostweave/turn.h"
+#include "hostweave/device_lease.h"
 
 #include <chrono>
 #include <condition_variable>
@@ -54,7 +54,7 @@ void release(std::unique_lock<std::mutex>& lock, const std::function<void()>& re
   devices.free.notify_all();
 }
 
-void reap() {
+void deferred_free() {
   std::unique_lock lock(devices.mutex);
   for (;;) {
     devices.free.wait(lock, [] { return devices.turns == 0 && !devices.releases.empty(); });
@@ -66,7 +66,7 @@ void reap() {
 
 }  // namespace
 
-std::unique_lock<std::timed_mutex> take_turn(std::timed_mutex& mutex, const GiveUp& give_up) {
+std::unique_lock<std::timed_mutex> acquire(std::timed_mutex& mutex, const GiveUp& give_up) {
   std::unique_lock turn(mutex, std::defer_lock);
   while (!turn.try_lock_for(kPoll)) {
     if (give_up && give_up()) throw Interrupted();
@@ -74,7 +74,7 @@ std::unique_lock<std::timed_mutex> take_turn(std::timed_mutex& mutex, const Give
   return turn;
 }
 
-Turn::Turn(const std::string& party, const Schedule& schedule, int ranks, const GiveUp& give_up) {
+DeviceLease::DeviceLease(const std::string& party, const Schedule& schedule, int ranks, const GiveUp& give_up) {
   if (is_freeing) return;
   std::unique_lock lock(devices.mutex);
   const auto ours = [&] { return devices.turns == 0 || (devices.party == party && devices.schedule == schedule); };
@@ -91,29 +91,29 @@ Turn::Turn(const std::string& party, const Schedule& schedule, int ranks, const 
   ++devices.turns;
 }
 
-void Turn::stop(const std::string& party, const std::string& reason) {
+void DeviceLease::stop(const std::string& party, const std::string& reason) {
   const std::lock_guard lock(devices.mutex);
   const std::string& first = devices.stopped.emplace(party, reason).first->second;
   if (devices.turns > 0 && devices.party == party) target::stop(first);
 }
 
-std::string Turn::stopped(const std::string& party) {
+std::string DeviceLease::stopped(const std::string& party) {
   const std::lock_guard lock(devices.mutex);
   const auto found = devices.stopped.find(party);
   return found == devices.stopped.end() ? "" : found->second;
 }
 
-void Turn::free(std::function<void()> release) {
+void DeviceLease::free(std::function<void()> release) {
   if (!target::kOneParty || is_freeing) return release();
   std::unique_lock lock(devices.mutex);
   devices.free.wait(lock, [] { return devices.turns == 0 || devices.party != kReaper; });
   if (devices.turns == 0 && devices.releases.empty()) return hw::release(lock, release);
   devices.releases.push(std::move(release));
-  if (!std::exchange(devices.has_reaper, true)) std::thread(reap).detach();
+  if (!std::exchange(devices.has_reaper, true)) std::thread(deferred_free).detach();
   devices.free.notify_all();
 }
 
-Turn::~Turn() {
+DeviceLease::~DeviceLease() {
   if (is_freeing) return;
   const std::lock_guard lock(devices.mutex);
   if (--devices.turns == 0) devices.free.notify_all();
