@@ -32,13 +32,13 @@ WEIGHTS = {
 
 def heads(x, count):
     """[S, B, count * D] as [B, count, S, D]."""
-    return hw.transpose(hw.reshape(x, "S", "B", count, D), (1, 2, 0, 3))
+    return hw.permute_dims(hw.reshape(x, "S", "B", count, D), (1, 2, 0, 3))
 
 
 def attention(x, q, k, v, o, cos, sin):
     query, key = (hw.rotary_embedding(heads(hw.matmul(x, w), count), cos, sin) for w, count in ((q, H), (k, G)))
     attended = hw.scaled_dot_product_attention(query, key, heads(hw.matmul(x, v), G), is_causal=True, enable_gqa=True)
-    return hw.matmul(hw.reshape(hw.transpose(attended, (2, 0, 1, 3)), "S", "B", H * D), o)
+    return hw.matmul(hw.reshape(hw.permute_dims(attended, (2, 0, 1, 3)), "S", "B", H * D), o)
 
 
 @hw.block(x=TOKENS, **WEIGHTS, **TABLES)

@@ -43,13 +43,13 @@ def matmul_batch(x, w):
 
 @hw.fusion(mesh=mesh, x=dtype["M", "N"])
 def two_ops(x):
-    h = hw.neg(x).stream("M", chunks=S).named("h")
+    h = hw.negative(x).stream("M", chunks=S).named("h")
     return (h * x).stream("M", chunks=S)  # the same loop: step i of h is all that step i needs
 
 
 @hw.fusion(mesh=mesh, x=dtype["M", "N"])
 def three_ops(x):
-    a = hw.neg(x).stream("M", chunks=S).named("a")
+    a = hw.negative(x).stream("M", chunks=S).named("a")
     b = (a * x).named("b")  # not streamed: it stands between two loops
     return (b + x).stream("M", chunks=S)
 

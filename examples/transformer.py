@@ -40,12 +40,12 @@ def swiglu(x, wg, wu, wd):
 
 def heads(x, w, count):
     """[S, B, E] as [B, count, S, D]."""
-    return hw.transpose(hw.reshape(hw.matmul(x, w), "S", "B", count, D), (1, 2, 0, 3))
+    return hw.permute_dims(hw.reshape(hw.matmul(x, w), "S", "B", count, D), (1, 2, 0, 3))
 
 
 def together(x):
     """[B, H, S, D] as [S, B, H * D]."""
-    return hw.reshape(hw.transpose(x, (2, 0, 1, 3)), "S", "B", H * D)
+    return hw.reshape(hw.permute_dims(x, (2, 0, 1, 3)), "S", "B", H * D)
 
 
 def multi_head(x, wq, wk, wv, wo):

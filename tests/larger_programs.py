@@ -22,10 +22,10 @@ def mlp(ranks: int, t: DType) -> Fusion:
 
 def _attention(x, query, key, value, out):  # type: ignore[no-untyped-def]
     def heads(w):  # type: ignore[no-untyped-def]
-        return hw.transpose(hw.reshape(hw.linear(x, w), "S", HEADS, HEAD), (1, 0, 2))
+        return hw.permute_dims(hw.reshape(hw.linear(x, w), "S", HEADS, HEAD), (1, 0, 2))
 
     attended = hw.scaled_dot_product_attention(heads(query), heads(key), heads(value), is_causal=True)
-    return hw.linear(hw.reshape(hw.transpose(attended, (1, 0, 2)), "S", HEADS * HEAD), out)
+    return hw.linear(hw.reshape(hw.permute_dims(attended, (1, 0, 2)), "S", HEADS * HEAD), out)
 
 
 def attention(ranks: int, t: DType) -> Fusion:

@@ -49,9 +49,9 @@ WEIGHTS = {"w_in": dtype["E", "F@x"], "w_out": dtype["F@x", "E"]}
 
 @hw.block(x=dtype["M@x", "E"], **WEIGHTS)
 def layer(x, w_in, w_out):
-    h = hw.clamp(hw.matmul(x, w_in).stream("M", chunks=D), -1, 1).named("h")
+    h = hw.clip(hw.matmul(x, w_in).stream("M", chunks=D), -1, 1).named("h")
     scattered = hw.reshard(hw.matmul(h, w_out), "M@x", "E").stream("M", chunks=D).named("scattered")
-    return hw.clamp(x + scattered, -1, 1)
+    return hw.clip(x + scattered, -1, 1)
 
 
 @hw.fusion(mesh=mesh, x=dtype["M", "E"], **{f"{name}_{i}": type for i in range(3) for name, type in WEIGHTS.items()})
@@ -78,7 +78,7 @@ def halves(x, w):
 @hw.fusion(mesh=mesh, x=dtype["M@x", "K"], w=dtype["K", "N"], v=dtype["N", "F@x"], u=dtype["F@x", "N"])
 def two_loops(x, w, v, u):
     h = hw.matmul(x, w).stream("M", chunks=D)  # what its loop holds of x, the second loop may overwrite
-    g = hw.clamp(hw.matmul(h, v), -1, 1)
+    g = hw.clip(hw.matmul(h, v), -1, 1)
     return hw.reshard(hw.matmul(g, u), "M@x", "N").stream("M", chunks=D)
 
 
@@ -87,4 +87,4 @@ def epilogues(x, w, b, r):
     biased = (hw.matmul(x, w).stream("M", chunks=D) + b).stream("M", chunks=D)
     h = hw.relu(biased).stream("M", chunks=D).named("h")  # no kernel in the loop
     s = (hw.matmul(x, w) * 0.5 + r).named("s")
-    return h, s, hw.clamp(s, -1, 1).named("c")  # the kernel that is left reads s, which the matmul wrote
+    return h, s, hw.clip(s, -1, 1).named("c")  # the kernel that is left reads s, which the matmul wrote

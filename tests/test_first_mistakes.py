@@ -61,7 +61,7 @@ TRACED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
         "inner dims differ: f32[M@x, K] x f32[N, K]; transpose the second one: hw.matmul(a, b.T)",
     ),
     "x": (lambda x, w: hw.matmul(w, x), {"w": hw.f32["M", "N"]}, "transpose the first one: hw.matmul(a.T, b)"),
-    "batched w": (lambda x, w: hw.matmul(x, w), {"w": hw.f32["B", "N", "K"]}, "transpose the second one: hw.transpose(b, axes)"),
+    "batched w": (lambda x, w: hw.matmul(x, w), {"w": hw.f32["B", "N", "K"]}, "transpose the second one: hw.permute_dims(b, axes)"),
     "sum": (
         lambda x, w: x + w,
         {"w": hw.f32["K", "M"]},
@@ -142,7 +142,7 @@ def test_long_names_of_dtypes() -> None:
 
 
 def test_the_remedy_for_rows_by_number_computes_them() -> None:
-    fusion = fused(lambda x, ids: hw.matmul(hw.cast(ids[:, None] == hw.iota(x, 0, ids.dtype), x.dtype), x), ids=hw.i32["L"])
+    fusion = fused(lambda x, ids: hw.matmul(hw.astype(ids[:, None] == hw.iota(x, 0, ids.dtype), x.dtype), x), ids=hw.i32["L"])
     ids = np.array([2, 0, 3], dtype=np.int32)
     np.testing.assert_array_equal(hw.compile(fusion).run(X, ids), X[ids])
 

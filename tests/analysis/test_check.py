@@ -360,7 +360,7 @@ IN_PLACE = """kernel @add_row(%a: f32[4, 4], %r: f32[1, 4]) {
   %y: f32[4, 4] = add(%a, %r)
 }
 kernel @add_turned(%a: f32[4, 4]) {
-  %t: f32[4, 4] = transpose(%a, axes=(1, 0))
+  %t: f32[4, 4] = permute_dims(%a, axes=(1, 0))
   %y: f32[4, 4] = add(%t, 1.0)
 }
 """

@@ -14,7 +14,7 @@ from hostweave.types.tensor import DType
 def test_casts(dtype: DType, numpy: type) -> None:
     @hw.fusion(x=dtype["N"], v=hw.f32["M"])
     def casts(x: hw.Tensor, v: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
-        return hw.cast(x, hw.f32), hw.cast(v, dtype)
+        return hw.astype(x, hw.f32), hw.astype(v, dtype)
 
     x = np.arange(256).astype(np.uint8).view(numpy)
     finite = np.sort(x.astype(np.float32)[np.isfinite(x.astype(np.float32))])

@@ -47,12 +47,12 @@ def program(seed: int) -> Fusion:
         t, dims = (hw.matmul(x, w), ["A", "C"]) if draw.random() < 0.4 else (x, ["A", "B"])
         results = []
         for _ in range(draw.randrange(2, 6)):
-            match draw.choice(["neg", "sum", "transpose", "move", "move", "move"]):
-                case "neg":
+            match draw.choice(["negative", "sum", "permute_dims", "move", "move", "move"]):
+                case "negative":
                     t = -t
                 case "sum":
                     t = t + hw.sum(t, axis=draw.randrange(2), keepdims=True)
-                case "transpose":
+                case "permute_dims":
                     t, dims = t.T, dims[::-1]
                 case _:
                     there = draw.choice(meshes)

@@ -87,7 +87,7 @@ def test_what_a_column_broadcasts_is_read_once() -> None:
 
 
 def test_elements_that_are_scattered_are_read_one_by_one() -> None:
-    text = kernels(lambda x: hw.transpose(x, (1, 0)) * 2.0, x=hw.f32["M", 64])
+    text = kernels(lambda x: hw.permute_dims(x, (1, 0)) * 2.0, x=hw.f32["M", 64])
     assert "[(j + e) * 64 + i] * 2.0f;" in text
     assert "if (M % 4 == 0 && hw::aligned(y)) {" in text
 

@@ -30,31 +30,31 @@ INPUTS = {"a": "{t}[M, N]", "b": "{t}[M, N]", "r": "{t}[N]", "c": "{t}[M, 1]", "
 
 POINTWISE = {
     "add": "%y: {t}[M, N] = add(%a, %b)",
-    "row": "%y: {t}[M, N] = mul(%a, %r)",
-    "column": "%y: {t}[M, N] = sub(%a, %c)",
+    "row": "%y: {t}[M, N] = multiply(%a, %r)",
+    "column": "%y: {t}[M, N] = subtract(%a, %c)",
     "outer": "%y: {t}[M, N] = add(%c, %r)",
-    "scalar": "%y: {t}[M, N] = sub({one}, %a)",
-    "negative": "%y: {t}[M, N] = mul(%a, -{one})",
+    "scalar": "%y: {t}[M, N] = subtract({one}, %a)",
+    "negative": "%y: {t}[M, N] = multiply(%a, -{one})",
     "maximum": "%y: {t}[M, N] = maximum(%a, %b)",
     "minimum": "%y: {t}[M, N] = minimum(%a, %b)",
-    "clamp": "%h: {t}[M, N] = maximum(%a, %r)\n%y: {t}[M, N] = minimum(%h, %c)",
+    "clip": "%h: {t}[M, N] = maximum(%a, %r)\n%y: {t}[M, N] = minimum(%h, %c)",
     "relu": "%y: {t}[M, N] = relu(%a)",
     "less": "%y: bool[M, N] = less(%a, %b)",
     "where": "%y: {t}[M, N] = where(%p, %a, %b)",
     "expand": "%y: {t}[K, M, N] = broadcast_to(%a)",
-    "to_f32": "%y: f32[M, N] = cast(%a)",
-    "to_i32": "%y: i32[M, N] = cast(%a)",
-    "to_bool": "%y: bool[M, N] = cast(%a)",
-    "from_bool": "%y: {t}[M, N] = cast(%p)",
+    "to_f32": "%y: f32[M, N] = astype(%a)",
+    "to_i32": "%y: i32[M, N] = astype(%a)",
+    "to_bool": "%y: bool[M, N] = astype(%a)",
+    "from_bool": "%y: {t}[M, N] = astype(%p)",
     "logical": "%q: bool[M, N] = less(%a, %b)\n"
     "%n: bool[M, N] = logical_not(%q)\n%o: bool[M, N] = logical_or(%p, %q)\n%y: bool[M, N] = logical_and(%o, %n)",
-    "chain": "%d: {t}[M, N] = sub(%a, %c)\n%e: {t}[M, N] = mul(%d, %d)\n%y: {t}[M, N] = add(%e, %r)",
-    "square_sum": "%d: {t}[M, N] = mul(%a, %b)\n%s: {t}[M, 1] = sum(%d, axis=(1,), keepdims=true)\n%y: {t}[M, 1] = add(%s, %c)",
-    "from_max": "%m: {t}[M, 1] = max(%a, axis=(1,), keepdims=true)\n%d: {t}[M, N] = sub(%m, %a)\n%y: {t}[M, N] = mul(%d, %r)",
-    "from_columns": "%m: {t}[N] = max(%a, axis=(0,))\n%y: {t}[M, N] = sub(%m, %a)",
-    "before_columns": "%d: {t}[M, N] = add(%a, %c)\n%s: {t}[N] = sum(%d, axis=(0,))\n%y: {t}[N] = mul(%s, %r)",
+    "chain": "%d: {t}[M, N] = subtract(%a, %c)\n%e: {t}[M, N] = multiply(%d, %d)\n%y: {t}[M, N] = add(%e, %r)",
+    "square_sum": "%d: {t}[M, N] = multiply(%a, %b)\n%s: {t}[M, 1] = sum(%d, axis=(1,), keepdims=true)\n%y: {t}[M, 1] = add(%s, %c)",
+    "from_max": "%m: {t}[M, 1] = max(%a, axis=(1,), keepdims=true)\n%d: {t}[M, N] = subtract(%m, %a)\n%y: {t}[M, N] = multiply(%d, %r)",
+    "from_columns": "%m: {t}[N] = max(%a, axis=(0,))\n%y: {t}[M, N] = subtract(%m, %a)",
+    "before_columns": "%d: {t}[M, N] = add(%a, %c)\n%s: {t}[N] = sum(%d, axis=(0,))\n%y: {t}[N] = multiply(%s, %r)",
     "argmax": "%y: i64[M] = argmax(%a, axis=(1,))",
-    "argmax_columns": "%d: {t}[K, M, N] = mul(%t, %a)\n"
+    "argmax_columns": "%d: {t}[K, M, N] = multiply(%t, %a)\n"
     "%i: i64[K, 1, N] = argmax(%d, axis=(1,), keepdims=true)\n%y: i64[K, 1, N] = add(%i, 1)",
     "triangle": "%i: i32[M] = iota()\n%e: i32[M, 1] = expand_dims(%i, axis=(1,))\n%j: i32[N] = iota()\n"
     "%q: bool[M, N] = less(%j, %e)\n%y: {t}[M, N] = where(%q, %a, {one})",
@@ -62,22 +62,22 @@ POINTWISE = {
     "%u: f32[M, N] = philox(%e, %j, 0, 0, 7, 1)\n%q: bool[M, N] = less(%u, 0.5)\n%y: {t}[M, N] = where(%q, %a, %b)",
 }
 UNARY = (
-    *("neg", "abs", "reciprocal", "exp", "log", "sqrt", "rsqrt", "sin", "cos", "tanh", "erf"),
+    *("negative", "abs", "reciprocal", "exp", "log", "sqrt", "rsqrt", "sin", "cos", "tanh", "erf"),
     *("sigmoid", "gelu", "gelu_tanh", "silu"),
 )
 FLOATS = {
-    "to_bf16": "%y: bf16[M, N] = cast(%a)",
-    "to_f16": "%y: f16[M, N] = cast(%a)",
-    "to_f64": "%y: f64[M, N] = cast(%a)",
-    "through_f8e4m3": "%h: f8e4m3[M, N] = cast(%a)\n%y: {t}[M, N] = cast(%h)",
-    "to_f8e5m2": "%y: f8e5m2[M, N] = cast(%a)",
-    "div": "%y: {t}[M, N] = div(%a, %b)",
+    "to_bf16": "%y: bf16[M, N] = astype(%a)",
+    "to_f16": "%y: f16[M, N] = astype(%a)",
+    "to_f64": "%y: f64[M, N] = astype(%a)",
+    "through_f8e4m3": "%h: f8e4m3[M, N] = astype(%a)\n%y: {t}[M, N] = astype(%h)",
+    "to_f8e5m2": "%y: f8e5m2[M, N] = astype(%a)",
+    "divide": "%y: {t}[M, N] = divide(%a, %b)",
     "pow": "%y: {t}[M, N] = pow(%a, %r)",
     **{kind: f"%y: {{t}}[M, N] = {kind}(%a)" for kind in UNARY},
-    "softmax": "%max: {t}[M, 1] = max(%a, axis=(1,), keepdims=true)\n%sub: {t}[M, N] = sub(%a, %max)\n%exp: {t}[M, N] = exp(%sub)\n"
-    "%sum: {t}[M, 1] = sum(%exp, axis=(1,), keepdims=true)\n%y: {t}[M, N] = div(%exp, %sum)",
-    "two_dims": "%h: f64[K, M, N] = cast(%t)\n%mean: f64[M] = mean(%h, axis=(0, 2))\n%e: f64[M, 1] = expand_dims(%mean, axis=(1,))\n"
-    "%y: f64[K, M, N] = sub(%h, %e)",
+    "softmax": "%max: {t}[M, 1] = max(%a, axis=(1,), keepdims=true)\n%d: {t}[M, N] = subtract(%a, %max)\n%exp: {t}[M, N] = exp(%d)\n"
+    "%sum: {t}[M, 1] = sum(%exp, axis=(1,), keepdims=true)\n%y: {t}[M, N] = divide(%exp, %sum)",
+    "two_dims": "%h: f64[K, M, N] = astype(%t)\n%mean: f64[M] = mean(%h, axis=(0, 2))\n%e: f64[M, 1] = expand_dims(%mean, axis=(1,))\n"
+    "%y: f64[K, M, N] = subtract(%h, %e)",
 }
 REDUCTIONS = {
     "rows": "%y: {t}[M] = {kind}(%a, axis=(1,))",
@@ -103,7 +103,7 @@ def cases(dtype: str) -> list[Case]:
     if dtype.startswith("u"):
         del ops["negative"]
     texts = {name: op.replace("{t}", dtype).replace("{one}", "1.5" if is_float else "1") for name, op in ops.items()}
-    return [Case(name, op) for name, op in texts.items() if f"%y: {dtype}[M, N] = cast(%a)" not in op]
+    return [Case(name, op) for name, op in texts.items() if f"%y: {dtype}[M, N] = astype(%a)" not in op]
 
 
 def program(dtype: str, cases: list[Case]) -> HostProgram:
@@ -166,14 +166,15 @@ def test_kernels_compute_what_numpy_does(dtype: str, target: str) -> None:
 
 # Kernels of several results, of which the second is written over %a.
 SEVERAL = {
-    "pointwise": "%h: {t}[M, N] = mul(%a, %b)\n%y: {t}[M, N] = sub(%b, %a)\nreturn %h, %y",
-    "chained": "%h: {t}[M, N] = mul(%a, %b)\n%y: {t}[M, N] = add(%h, %b)\nreturn %h, %y",
-    "turned": "%h: {t}[N, M] = transpose(%a, axes=(1, 0))\n%y: {t}[M, N] = add(%a, %b)\nreturn %h, %y",
-    "rows": "%d: {t}[M, N] = add(%a, %b)\n%h: {t}[M, 1] = sum(%d, axis=(1,), keepdims=true)\n%y: {t}[M, N] = sub(%d, %h)\nreturn %h, %y",
+    "pointwise": "%h: {t}[M, N] = multiply(%a, %b)\n%y: {t}[M, N] = subtract(%b, %a)\nreturn %h, %y",
+    "chained": "%h: {t}[M, N] = multiply(%a, %b)\n%y: {t}[M, N] = add(%h, %b)\nreturn %h, %y",
+    "turned": "%h: {t}[N, M] = permute_dims(%a, axes=(1, 0))\n%y: {t}[M, N] = add(%a, %b)\nreturn %h, %y",
+    "rows": "%d: {t}[M, N] = add(%a, %b)\n%h: {t}[M, 1] = sum(%d, axis=(1,), keepdims=true)\n"
+    "%y: {t}[M, N] = subtract(%d, %h)\nreturn %h, %y",
     "one_walk": "%y: {t}[M, N] = add(%a, %b)\n%h: {t}[M] = max(%y, axis=(1,))\nreturn %h, %y",
-    "columns": "%h: {t}[N] = max(%a, axis=(0,))\n%y: {t}[M, N] = sub(%a, %h)\nreturn %h, %y",
+    "columns": "%h: {t}[N] = max(%a, axis=(0,))\n%y: {t}[M, N] = subtract(%a, %h)\nreturn %h, %y",
     "both_whole": "%s: {t}[M, 1] = max(%a, axis=(1,), keepdims=true)\n"
-    "%h: {t}[M, N] = sub(%a, %b)\n%y: {t}[M, N] = sub(%h, %s)\nreturn %h, %y",
+    "%h: {t}[M, N] = subtract(%a, %b)\n%y: {t}[M, N] = subtract(%h, %s)\nreturn %h, %y",
 }
 
 

@@ -34,7 +34,7 @@ def test_names_stay_apart_and_stay_the_same() -> None:
 
 NASTY = """
 kernel @sizes(%out: f32[caller, K]) {
-  %template: f32[caller, K] = neg(%out)
+  %template: f32[caller, K] = negative(%out)
 }
 host @exp(%in: f32[caller@stream, K], %x_: f32[K, this]) -> (%int: f32[caller, this], %M: f32[caller, K]) mesh(stream=1)
     streams(rank[2], arena[1]) events(prepared[2]) {

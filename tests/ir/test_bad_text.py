@@ -131,7 +131,7 @@ BAD_HOSTS = {
     CPU_DEVICE.replace("mesh(x=2)", f"mesh(x=2) streams(ring[{2**40}])").replace(
         "BODY", ""
     ): f"ring\\[{2**40}\\] is more than 65536: declare fewer",
-    "kernel @k(%a: f32[M/2]) {\n  %b: f32[M/2] = neg(%a)\n  %c: f32[M/2] = exp(%a)\n  return %b, %c\n}\n"
+    "kernel @k(%a: f32[M/2]) {\n  %b: f32[M/2] = negative(%a)\n  %c: f32[M/2] = exp(%a)\n  return %b, %c\n}\n"
     + host(
         "%a = allocate f32[M/2]\n  launch @k %x -> %a, %a"
     ): "launch @k %x -> %a, %a: %a is named twice: each result is memory of its own",
@@ -161,7 +161,7 @@ def test_more_steps_than_a_loop_can_have(chunks: int) -> None:
 
     with pytest.raises(ProgramError, match=rf"stream: {chunks} steps are more than 4096, the most that a loop can have; give fewer chunks"):
         hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "K"])(streamed)
-    text = f"fusion @f(%x: f32[M]) {{\n  %y: f32[M] stream(M, {chunks}) = neg(%x)\n  return %y\n}}\n"
+    text = f"fusion @f(%x: f32[M]) {{\n  %y: f32[M] stream(M, {chunks}) = negative(%x)\n  return %y\n}}\n"
     with pytest.raises(ProgramError, match=f"{chunks} steps are more than 4096"):
         read_fusion(text)
 

@@ -22,7 +22,7 @@ block @mlp(%x: f32[M@x, E], %w: f32[E, E]) {
 }
 block @layer(%x: f32[M@x, E], %w: f32[E, E]) {
   %mlp: f32[M, E] = call @mlp(%x, %w)
-  %y: f32[M, E] = neg(%mlp)
+  %y: f32[M, E] = negative(%mlp)
   return %y
 }
 fusion @stack(%x: f32[M@x, E], %w: f32[E, E], %v: f32[E, E]) mesh(x=2) {
@@ -83,7 +83,7 @@ def test_a_call_whose_result_nobody_uses_goes_and_its_block_with_it() -> None:
         layer(x, w)
         return -x
 
-    assert str(f) == "fusion @f(%x: f32[M@x, E], %w: f32[E, E]) mesh(x=2) {\n  %y: f32[M, E] = neg(%x)\n  return %y\n}\n"
+    assert str(f) == "fusion @f(%x: f32[M@x, E], %w: f32[E, E]) mesh(x=2) {\n  %y: f32[M, E] = negative(%x)\n  return %y\n}\n"
 
 
 def test_a_block_that_returns_its_input_returns_a_copy() -> None:
@@ -98,13 +98,13 @@ def test_a_block_that_returns_its_input_returns_a_copy() -> None:
 RESULTS = """\
 block @norm(%x: f32[M@x, E]) {
   %s: f32[M, 1] = sum(%x, axis=(1,), keepdims=true)
-  %y0: f32[M, E] = div(%x, %s)
+  %y0: f32[M, E] = divide(%x, %s)
   return %y0, %s
 }
 fusion @f(%x: f32[M@x, E]) mesh(x=2) {
   %norm: f32[M, E] = call @norm(%x)
   %norm_s: f32[M, 1] = output @norm(%norm, index=1)
-  %y: f32[M, E] = sub(%norm, %norm_s)
+  %y: f32[M, E] = subtract(%norm, %norm_s)
   return %y
 }
 """
@@ -126,9 +126,9 @@ def test_a_block_of_two_results() -> None:
     assert str(inlined(f)).splitlines()[1:6] == [
         "  %norm_x: f32[M@x, E] pinned = reshard(%x)",
         "  %norm_s_2: f32[M, 1] = sum(%norm_x, axis=(1,), keepdims=true)",
-        "  %norm: f32[M, E] = div(%norm_x, %norm_s_2)",
+        "  %norm: f32[M, E] = divide(%norm_x, %norm_s_2)",
         "  %norm_s: f32[M, 1] = copy(%norm_s_2)",
-        "  %y: f32[M, E] = sub(%norm, %norm_s)",
+        "  %y: f32[M, E] = subtract(%norm, %norm_s)",
     ]
 
 
@@ -180,7 +180,7 @@ REFUSED = {
         "mlp.py:8: call: @layer takes f32[E, E] as w, not f32[E, F]; only the mesh axes may differ",
     ),
     "dtype": (
-        LAYER + FUSION + "    return layer(hw.cast(x, hw.bf16), w)",
+        LAYER + FUSION + "    return layer(hw.astype(x, hw.bf16), w)",
         "mlp.py:8: call: @layer takes f32[M@x, E] as x, not bf16[M, E]; only the mesh axes may differ",
     ),
     "missing": (LAYER + FUSION + "    return layer(x)", TAKES + "w is missing"),
@@ -243,10 +243,10 @@ def test_refused(case: str) -> None:
     assert str(caught.value) == message
 
 
-HEAD = "block @b(%x: f32[M]) {\n  %y: f32[M] = neg(%x)\n  return %y\n}\n"
+HEAD = "block @b(%x: f32[M]) {\n  %y: f32[M] = negative(%x)\n  return %y\n}\n"
 
 
-TWO = HEAD.replace("  return %y", "  %z: f32[M] = neg(%y)\n  return %y, %z")
+TWO = HEAD.replace("  return %y", "  %z: f32[M] = negative(%y)\n  return %y, %z")
 
 
 def calling(call: str, head: str = HEAD) -> str:
@@ -273,7 +273,7 @@ TEXTS: dict[str, tuple[type[Exception], str]] = {
         ProgramError,
         "text:7: output: @b has no result 1 beside the one of the call; it has 1 in all",
     ),
-    calling("%a: f32[M] = neg(%x)\n  %y: f32[M] = output @b(%a, index=1)", TWO): (
+    calling("%a: f32[M] = negative(%x)\n  %y: f32[M] = output @b(%a, index=1)", TWO): (
         ProgramError,
         "text:8: output: %a is no call of @b; correct it",
     ),

@@ -39,13 +39,13 @@ def add_one(x: hw.Tensor) -> hw.Tensor:
 EXAMPLES: dict[str, tuple[Callable[[hw.Tensor], hw.Tensor], Callable[[Array], Array]]] = {
     "matmul": (lambda x: x @ x.T, lambda x: x @ x.T),
     "add": (lambda x: 1 + x, lambda x: x + 1),
-    "sub": (lambda x: 1 - x, lambda x: 1 - x),
-    "mul": (lambda x: 2 * x, lambda x: 2 * x),
-    "div": (lambda x: 1 / x, lambda x: 1 / x),
+    "subtract": (lambda x: 1 - x, lambda x: 1 - x),
+    "multiply": (lambda x: 2 * x, lambda x: 2 * x),
+    "divide": (lambda x: 1 / x, lambda x: 1 / x),
     "maximum": (lambda x: hw.maximum(x, 0.3), lambda x: np.maximum(x, 0.3)),
     "minimum": (lambda x: hw.minimum(x, -x), lambda x: np.minimum(x, -x)),
     "pow": (lambda x: hw.pow(x * x, 1.5), lambda x: np.abs(x) ** 3),
-    "neg": (lambda x: -x, lambda x: -x),
+    "negative": (lambda x: -x, lambda x: -x),
     "abs": (abs, np.abs),
     "reciprocal": (hw.reciprocal, lambda x: 1 / x),
     "exp": (hw.exp, np.exp),
@@ -74,7 +74,7 @@ EXAMPLES: dict[str, tuple[Callable[[hw.Tensor], hw.Tensor], Callable[[Array], Ar
     "logical_or": (lambda x: (x < 0) | (x > 2), lambda x: (x < 0) | (x > 2)),
     "logical_not": (lambda x: ~(x > 0), lambda x: x <= 0),
     "where": (lambda x: hw.where(x > 0, x, 7), lambda x: np.where(x > 0, x, 7)),
-    "cast": (lambda x: hw.cast(x, hw.i32), lambda x: x.astype(np.int32)),
+    "astype": (lambda x: hw.astype(x, hw.i32), lambda x: x.astype(np.int32)),
     "copy": (hw.copy, lambda x: x),
     "iota": (lambda x: hw.iota(x, "N"), lambda x: np.arange(3)),
     "philox": (lambda x: hw.uniform(x, seed=3), lambda x: philox(np, *np.ogrid[:2, :3], 0, 0, 3, 0)),
@@ -86,7 +86,7 @@ EXAMPLES: dict[str, tuple[Callable[[hw.Tensor], hw.Tensor], Callable[[Array], Ar
     "argmax": (lambda x: hw.argmax(x, axis="N"), lambda x: x.argmax(axis=1)),
     "expand_dims": (lambda x: x[:, None], lambda x: x[:, None]),
     "reshape": (lambda x: hw.reshape(x, "M*N"), lambda x: x.reshape(-1)),
-    "transpose": (lambda x: x.T, lambda x: x.T),
+    "permute_dims": (lambda x: x.T, lambda x: x.T),
     "broadcast_to": (lambda x: hw.broadcast_to(x, 5, "M", "N"), lambda x: np.broadcast_to(x, (5, 2, 3))),
     "select": (lambda x: x[:, -1], lambda x: x[:, -1]),
     "slice": (lambda x: x[-1:, ::3], lambda x: x[-1:, ::3]),
@@ -120,7 +120,7 @@ def test_integers_stay_exact_and_keep_their_dtype() -> None:
 
 
 def test_a_cast_rounds() -> None:
-    fusion = hw.fusion(x=hw.f32["N"])(lambda x: hw.cast(hw.cast(x, hw.bf16), hw.f32))
+    fusion = hw.fusion(x=hw.f32["N"])(lambda x: hw.astype(hw.astype(x, hw.bf16), hw.f32))
     x = np.array([1.00390625, 3.3], np.float32)
     (result,) = run_reference(fusion, {"x": x})
     np.testing.assert_array_equal(result, x.astype(ml_dtypes.bfloat16).astype(np.float64))

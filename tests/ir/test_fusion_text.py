@@ -52,10 +52,10 @@ def test_everything_that_a_line_may_hold() -> None:
     text = """\
 fusion @f(%x: f32[M, M, 4], %mask: bool[M]) {
   %a: f32[M, M, 4] stream(1, 2, across_shards) = add(%x, -inf)
-  %b: f32[M, M, 4] pinned = mul(%a, 1e-05)
+  %b: f32[M, M, 4] pinned = multiply(%a, 1e-05)
   %c: f32[M, M, 4] = where(true, %b, nan)
   %d: f32[M, 1, 1] = max(%c, axis=(1, 2), keepdims=true)
-  %e: i8[M, 1, 1] = cast(%d)
+  %e: i8[M, 1, 1] = astype(%d)
   %y: i8[M, 1, 1] = add(%e, -5)
   return %y
 }
@@ -71,12 +71,12 @@ def test_comments_and_spaces_do_not_count() -> None:
     assert Fusion.parse(changed) == Fusion.parse(text)
 
 
-GOOD = "fusion @f(%x: f32[M@x, K]) mesh(x=8) {\n  %y: f32[M@x, K] = neg(%x)\n  return %y\n}\n"
+GOOD = "fusion @f(%x: f32[M@x, K]) mesh(x=8) {\n  %y: f32[M@x, K] = negative(%x)\n  return %y\n}\n"
 ERRORS = [
-    ("= neg", "= negg", "line 2, column 21: unknown op 'negg'; did you mean neg?"),
-    ("neg(%x)", "neg(%z)", "line 2, column 25: %z is used before it is defined; define it above this line"),
+    ("= neg", "= negg", "line 2, column 21: unknown op 'neggative'; did you mean negative?"),
+    ("negative(%x)", "negative(%z)", "line 2, column 30: %z is used before it is defined; define it above this line"),
     ("return %y", "return %z", "line 3, column 10: %z is used before it is defined; define it above this line"),
-    ("neg(%x)", "neg(x)", "line 2, column 25: expected a %value or a number"),
+    ("negative(%x)", "negative(x)", "line 2, column 30: expected a %value or a number"),
     (
         "f32[M@x, K] =",
         "f33[M@x, K] =",

@@ -41,7 +41,7 @@ ERRORS = {
             "return hw.matmul(x, w)",
             {"x": f'hw.{dtype}["M", "K"]', "w": f'hw.{dtype}["K", "N"]'},
             f"4: matmul: cuBLASLt has no product of {dtype} by {dtype} that gives {dtype}, only of f16, bf16, f32 and f64; "
-            "use hw.cast on both",
+            "use hw.astype on both",
         )
         for dtype in ("f8e4m3", "f8e5m2", "i8", "u8", "i32", "u32", "i64")
     },
@@ -61,10 +61,10 @@ ERRORS = {
         "4: add: shapes do not broadcast: bf16[M, K] and bf16[M] differ in dim -1; dims are aligned from the "
         "right: give the smaller one a dim of 1 at its end, as in y[:, None]",
     ),
-    "dtypes": ("return x + w", {"w": 'hw.f32["M", "K"]'}, "4: add: dtypes differ: bf16[M, K] and f32[M, K]; use hw.cast on one of them"),
-    "dtype": ("return hw.exp(x)", {"x": 'hw.i32["M"]'}, "4: exp: not defined for i32; use hw.cast to a dtype that is float"),
-    "number": ("return x + 0.5", {"x": 'hw.i32["M"]'}, "4: add: 0.5 is not a value of i32[M]; use hw.cast on the tensor"),
-    "large number": ("return x + 300", {"x": 'hw.u8["M"]'}, "4: add: 300 is not a value of u8[M]; use hw.cast on the tensor"),
+    "dtypes": ("return x + w", {"w": 'hw.f32["M", "K"]'}, "4: add: dtypes differ: bf16[M, K] and f32[M, K]; use hw.astype on one of them"),
+    "dtype": ("return hw.exp(x)", {"x": 'hw.i32["M"]'}, "4: exp: not defined for i32; use hw.astype to a dtype that is float"),
+    "number": ("return x + 0.5", {"x": 'hw.i32["M"]'}, "4: add: 0.5 is not a value of i32[M]; use hw.astype on the tensor"),
+    "large number": ("return x + 300", {"x": 'hw.u8["M"]'}, "4: add: 300 is not a value of u8[M]; use hw.astype on the tensor"),
     "condition": ("return hw.where(x, x, x)", {}, "4: where: the condition must be bool, not bf16[M, K]; compare it first"),
     "operand": ("return hw.add(x, 'a')", {}, "4: add: 'a' is neither a tensor of this fusion nor a Python number; make it an input"),
     "numbers alone": ("return hw.add(1, 2)", {}, "4: add: no operand is a tensor; compute with Python numbers instead"),
@@ -76,7 +76,7 @@ ERRORS = {
     ),
     "axis": ("return hw.sum(x, axis=2)", {}, "4: sum: bf16[M, K] has no dim 2: dims go from 0 to 1"),
     "axis of no int": ("return hw.sum(x, axis=1.0)", {}, "4: sum: 1.0 is no dim of bf16[M, K]; write its number or its name"),
-    "cast to a name": ("return hw.cast(x, 'f32')", {}, "4: cast: 'f32' is no dtype; use hw.f32, hw.bf16 and the like"),
+    "cast to a name": ("return hw.astype(x, 'f32')", {}, "4: astype: 'f32' is no dtype; use hw.f32, hw.bf16 and the like"),
     "loop": (
         "return sum(x)",
         {},
@@ -96,12 +96,12 @@ ERRORS = {
     ),
     "axis twice": ("return hw.sum(x, axis=(0, -2))", {}, "4: sum: axis=(0, 0) names a dim twice; name it once"),
     "expand": ("return hw.expand_dims(x, 3)", {}, "4: expand_dims: axis 3 is out of range: the result has 3 dims"),
-    "transpose": (
-        "return hw.transpose(x, (0, 0))",
+    "permute_dims": (
+        "return hw.permute_dims(x, (0, 0))",
         {},
-        "4: transpose: axes=(0, 0) is no order of the 2 dims of bf16[M, K]; name each once",
+        "4: permute_dims: axes=(0, 0) is no order of the 2 dims of bf16[M, K]; name each once",
     ),
-    "T": ("return x[None].T", {}, "4: T: bf16[1, M, K] has 3 dims, not 2; use hw.transpose(x, axes)"),
+    "T": ("return x[None].T", {}, "4: T: bf16[1, M, K] has 3 dims, not 2; use hw.permute_dims(x, axes)"),
     "reshape": (
         'return hw.reshape(x, "M", 4)',
         {},
@@ -168,7 +168,7 @@ ERRORS = {
     "concat dtypes": (
         "return hw.concat([x, w])",
         {"w": 'hw.f32["M", "K"]'},
-        "4: concat: dtypes differ: bf16[M, K] and f32[M, K]; use hw.cast on one of them",
+        "4: concat: dtypes differ: bf16[M, K] and f32[M, K]; use hw.astype on one of them",
     ),
     "pad": (
         "return hw.pad(x, (1, 2, 3))",
@@ -204,7 +204,7 @@ ERRORS = {
     "pad value": (
         "return hw.pad(x, (1, 1), value=0.5)",
         {"x": "hw.i32[4]"},
-        "4: pad: 0.5 is not a value of i32[4]; use hw.cast on the tensor",
+        "4: pad: 0.5 is not a value of i32[4]; use hw.astype on the tensor",
     ),
     "stream of a joined dim": (
         "return hw.concat([x, x]).stream(0, chunks=2)",
@@ -212,15 +212,15 @@ ERRORS = {
         "4: stream: dim 0 of bf16[2*M, K] is joined by a concat, so no loop can walk it; stream a tensor before it",
     ),
     "gelu": ("return hw.gelu(x, approximate='x')", {}, "4: gelu: approximate='x' is neither 'none' nor 'tanh'"),
-    "clamp": ("return hw.clamp(x)", {}, "4: clamp: neither min nor max is given; pass one"),
+    "clip": ("return hw.clip(x)", {}, "4: clip: neither min nor max is given; pass one"),
     "var": ("return hw.var(x, correction=1)", {}, "4: var: correction=1 is not supported; use 0 and scale the result"),
-    "logical": ("return x & x", {}, "4: logical_and: not defined for bf16; use hw.cast to a dtype that is bool"),
-    "iota": ("return hw.iota(x, 0, hw.f32)", {}, "4: iota: not defined for f32; use hw.cast to a dtype that is int or uint"),
-    "seed": ("return hw.uniform(x, seed=-1)", {}, "4: philox: -1 is not a value of u32[1, K]; use hw.cast on the tensor"),
+    "logical": ("return x & x", {}, "4: logical_and: not defined for bf16; use hw.astype to a dtype that is bool"),
+    "iota": ("return hw.iota(x, 0, hw.f32)", {}, "4: iota: not defined for f32; use hw.astype to a dtype that is int or uint"),
+    "seed": ("return hw.uniform(x, seed=-1)", {}, "4: philox: -1 is not a value of u32[1, K]; use hw.astype on the tensor"),
     "seed dtype": (
         "return hw.uniform(x, seed=w)",
         {"w": "hw.i32[()]"},
-        "4: philox: dtypes differ: u32[M, 1] and i32[]; use hw.cast on one of them",
+        "4: philox: dtypes differ: u32[M, 1] and i32[]; use hw.astype on one of them",
     ),
     "uniform": (
         "return hw.uniform(x, seed=1)",
@@ -244,31 +244,35 @@ ERRORS = {
     "linear dtypes": (
         "return hw.linear(x, w)",
         {"w": 'hw.f32["N", "K"]'},
-        "4: matmul: dtypes differ: bf16[M, K] and f32[K, N]; use hw.cast on one of them",
+        "4: matmul: dtypes differ: bf16[M, K] and f32[K, N]; use hw.astype on one of them",
     ),
     "dtypes of where": (
         "return hw.where(x > 0, x, w)",
         {"w": 'hw.f32["M", "K"]'},
-        "4: where: dtypes differ: bf16[M, K] and f32[M, K]; use hw.cast on one of them",
+        "4: where: dtypes differ: bf16[M, K] and f32[M, K]; use hw.astype on one of them",
     ),
     "dtypes of a comparison": (
         "return x < w",
         {"w": 'hw.i32["M", "K"]'},
-        "4: less: dtypes differ: bf16[M, K] and i32[M, K]; use hw.cast on one of them",
+        "4: less: dtypes differ: bf16[M, K] and i32[M, K]; use hw.astype on one of them",
     ),
     "dtypes of matmul": (
         "return x @ w",
         {"w": 'hw.f16["K", "N"]'},
-        "4: matmul: dtypes differ: bf16[M, K] and f16[K, N]; use hw.cast on one of them",
+        "4: matmul: dtypes differ: bf16[M, K] and f16[K, N]; use hw.astype on one of them",
     ),
     "axis of var": ("return hw.var(x, axis=4)", {}, "4: var: bf16[M, K] has no dim 4: dims go from 0 to 1"),
     "axis of argmax": ("return hw.argmax(x, axis='J')", {}, "4: argmax: bf16[M, K] has no dim named J"),
     "argmax of bools": (
         "return hw.argmax(x > 0, axis=0)",
         {},
-        "4: argmax: not defined for bool; use hw.cast to a dtype that is float or int or uint",
+        "4: argmax: not defined for bool; use hw.astype to a dtype that is float or int or uint",
     ),
-    "mean of ints": ("return hw.mean(x, axis=0)", {"x": "hw.i32[4]"}, "4: mean: not defined for i32; use hw.cast to a dtype that is float"),
+    "mean of ints": (
+        "return hw.mean(x, axis=0)",
+        {"x": "hw.i32[4]"},
+        "4: mean: not defined for i32; use hw.astype to a dtype that is float",
+    ),
     "linear rank": (
         "return hw.linear(x, w)",
         {"w": 'hw.bf16["N"]'},
@@ -330,7 +334,7 @@ ERRORS = {
     "attention dtypes": (
         "return hw.scaled_dot_product_attention(x, w, w)",
         {"x": "hw.bf16[4, 'S', 8]", "w": "hw.f32[4, 'T', 8]"},
-        "4: matmul: dtypes differ: bf16[4, S, 8] and f32[4, 8, T]; use hw.cast on one of them",
+        "4: matmul: dtypes differ: bf16[4, S, 8] and f32[4, 8, T]; use hw.astype on one of them",
     ),
     "rotary": (
         "return hw.rotary_embedding(x, x, x)",
@@ -492,9 +496,9 @@ def test_names() -> None:
     fusion = trace("h = hw.relu(x).named('h')\na = h * 2\nb = h * 3\nreturn a + b, b, h, x, h", x=X)
     assert ops(fusion) == [
         "%h: bf16[M, K] = relu(%x)",
-        "%mul: bf16[M, K] = mul(%h, 2.0)",
-        "%y1: bf16[M, K] = mul(%h, 3.0)",
-        "%y0: bf16[M, K] = add(%mul, %y1)",
+        "%multiply: bf16[M, K] = multiply(%h, 2.0)",
+        "%y1: bf16[M, K] = multiply(%h, 3.0)",
+        "%y0: bf16[M, K] = add(%multiply, %y1)",
         "%y3: bf16[M, K] = copy(%x)",
         "%y4: bf16[M, K] = copy(%h)",
         "return %y0, %y1, %h, %y3, %y4",
@@ -504,21 +508,21 @@ def test_names() -> None:
 def test_names_that_are_taken() -> None:
     fusion = trace("a = -y\nb = -a\nreturn hw.exp(-b)", y=X)
     assert ops(fusion) == [
-        "%neg: bf16[M, K] = neg(%y)",
-        "%neg_2: bf16[M, K] = neg(%neg)",
-        "%neg_3: bf16[M, K] = neg(%neg_2)",
-        "%y_2: bf16[M, K] = exp(%neg_3)",
+        "%negative: bf16[M, K] = negative(%y)",
+        "%negative_2: bf16[M, K] = negative(%negative)",
+        "%negative_3: bf16[M, K] = negative(%negative_2)",
+        "%y_2: bf16[M, K] = exp(%negative_3)",
         "return %y_2",
     ]
 
 
 def test_what_leads_to_no_result_is_left_out() -> None:
-    assert ops(trace("hw.exp(x)\nreturn -x", x=X)) == ["%y: bf16[M, K] = neg(%x)", "return %y"]
+    assert ops(trace("hw.exp(x)\nreturn -x", x=X)) == ["%y: bf16[M, K] = negative(%x)", "return %y"]
 
 
 def test_numbers_take_the_dtype_of_the_tensor() -> None:
-    assert ops(trace("return 1 - x", x=X))[0] == "%y: bf16[M, K] = sub(1.0, %x)"
-    assert ops(trace("return x * -3", x='hw.i32["M"]'))[0] == "%y: i32[M] = mul(%x, -3)"
+    assert ops(trace("return 1 - x", x=X))[0] == "%y: bf16[M, K] = subtract(1.0, %x)"
+    assert ops(trace("return x * -3", x='hw.i32["M"]'))[0] == "%y: i32[M] = multiply(%x, -3)"
     assert ops(trace("return hw.where(x < 0, x, float('-inf'))", x=X))[:2] == [
         "%less: bool[M, K] = less(%x, 0.0)",
         "%y: bf16[M, K] = where(%less, %x, -inf)",
@@ -527,17 +531,17 @@ def test_numbers_take_the_dtype_of_the_tensor() -> None:
 
 def test_shapes() -> None:
     fusion = trace(
-        "a = hw.reshape(x, 4, 'M/4', -1)\nb = hw.transpose(a, (2, 0, 1))\nc = b[:, None]\nd = hw.broadcast_to(c, 'K', 2, 4, 'M/4')\n"
-        "e = hw.mean(d, axis=(0, -1), keepdims=True)\nreturn hw.cast(e, hw.f32)",
+        "a = hw.reshape(x, 4, 'M/4', -1)\nb = hw.permute_dims(a, (2, 0, 1))\nc = b[:, None]\nd = hw.broadcast_to(c, 'K', 2, 4, 'M/4')\n"
+        "e = hw.mean(d, axis=(0, -1), keepdims=True)\nreturn hw.astype(e, hw.f32)",
         x=X,
     )
     assert ops(fusion) == [
         "%reshaped: bf16[4, M/4, K] = reshape(%x)",
-        "%transposed: bf16[K, 4, M/4] = transpose(%reshaped, axes=(2, 0, 1))",
+        "%transposed: bf16[K, 4, M/4] = permute_dims(%reshaped, axes=(2, 0, 1))",
         "%expanded: bf16[K, 1, 4, M/4] = expand_dims(%transposed, axis=(1,))",
         "%broadcast: bf16[K, 2, 4, M/4] = broadcast_to(%expanded)",
         "%mean: bf16[1, 2, 4, 1] = mean(%broadcast, axis=(0, 3), keepdims=true)",
-        "%y: f32[1, 2, 4, 1] = cast(%mean)",
+        "%y: f32[1, 2, 4, 1] = astype(%mean)",
         "return %y",
     ]
 

@@ -19,7 +19,7 @@ def text(ops: str, result: str = "%y", inputs: str = "%x: f32[8@x, 4], %w: f32[4
 
 AS_GIVEN = [
     ("%y: f32[8, 4] = add(%x)", "text:2: add: takes 2 operands, not 1"),
-    ("%y: f32[8, 4] = neg(%x, axis=(0,))", "text:2: neg: no attribute axis=(0,); its attributes: none"),
+    ("%y: f32[8, 4] = negative(%x, axis=(0,))", "text:2: negative: no attribute axis=(0,); its attributes: none"),
     ("%y: f32[8] = sum(%x, axis=1)", "text:2: sum: no attribute axis=1; its attributes: axis (tuple), keepdims (bool)"),
     ("%y: f32[8] = sum(%x)", "text:2: sum: attribute axis is missing; write axis=(0,)"),
     ("%y: f32[8] = sum(%x, axis=(2,))", "text:2: sum: axis=(2,) is out of range; dims go from 0 to 1"),
@@ -40,11 +40,11 @@ AS_GIVEN = [
         "%y: f32[9, 4] = pad(%x, low=(1,), high=(0,), value=0.0)",
         "text:2: pad: 1 and 1 widths for the 2 dims of f32[8@x, 4]; give one a dim",
     ),
-    ("%y: f32[8, 5] = neg(%x)", "text:2: neg: %y is f32[8, 5], but its operands give f32[8, 4]; correct its type"),
-    ("%y: f16[8, 4] = neg(%x)", "text:2: neg: %y is f16[8, 4], but its operands give f32[8, 4]; correct its type"),
-    ("%y: f32[8, 4] = neg(%x)\n%y: f32[8, 4] = exp(%x)", "text:3: %y is defined twice; give one of them another name"),
-    ("%y: f32[8@z, 4] = neg(%x)", "text:2: f32[8@z, 4]: no axis z in mesh(x=4); its axes: x"),
-    ("%y: f32[8, 4] stream(0, 3) = neg(%x)", "text:2: stream of %y: 3 chunks do not divide dim 0 of f32[8, 4]; use a divisor of 8"),
+    ("%y: f32[8, 5] = negative(%x)", "text:2: negative: %y is f32[8, 5], but its operands give f32[8, 4]; correct its type"),
+    ("%y: f16[8, 4] = negative(%x)", "text:2: negative: %y is f16[8, 4], but its operands give f32[8, 4]; correct its type"),
+    ("%y: f32[8, 4] = negative(%x)\n%y: f32[8, 4] = exp(%x)", "text:3: %y is defined twice; give one of them another name"),
+    ("%y: f32[8@z, 4] = negative(%x)", "text:2: f32[8@z, 4]: no axis z in mesh(x=4); its axes: x"),
+    ("%y: f32[8, 4] stream(0, 3) = negative(%x)", "text:2: stream of %y: 3 chunks do not divide dim 0 of f32[8, 4]; use a divisor of 8"),
 ]
 
 
@@ -64,19 +64,19 @@ OUTPUTS = [
 @pytest.mark.parametrize(("result", "message"), OUTPUTS)
 def test_outputs(result: str, message: str) -> None:
     with pytest.raises(ProgramError) as caught:
-        Fusion.parse(text("%y: f32[8, 4] = neg(%x)", result))
+        Fusion.parse(text("%y: f32[8, 4] = negative(%x)", result))
     assert str(caught.value) == message
 
 
 def test_a_fusion_returns_something() -> None:
-    fusion = Fusion.parse(text("%y: f32[8, 4] = neg(%x)"))
+    fusion = Fusion.parse(text("%y: f32[8, 4] = negative(%x)"))
     with pytest.raises(ProgramError, match=r"fusion @f returns nothing; return at least one tensor$"):
         verify_fusion(replace(fusion, outputs=()))
 
 
 def test_inputs_hold_whole_values() -> None:
     with pytest.raises(ProgramError, match=r"fusion @f: input %x can be neither streamed nor partial; stream a copy of it$"):
-        Fusion.parse(text("%y: f32[4] = neg(%x)", inputs="%x: f32[4] partial(sum, x)"))
+        Fusion.parse(text("%y: f32[4] = negative(%x)", inputs="%x: f32[4] partial(sum, x)"))
 
 
 def test_a_size_that_no_input_has() -> None:
@@ -86,7 +86,7 @@ def test_a_size_that_no_input_has() -> None:
 
 
 def test_use_before_definition_and_unknown_ops_in_ops_that_were_built() -> None:
-    fusion = Fusion.parse(text("%h: f32[8, 4] = neg(%x)\n%y: f32[8, 4] = exp(%h)"))
+    fusion = Fusion.parse(text("%h: f32[8, 4] = negative(%x)\n%y: f32[8, 4] = exp(%h)"))
     with pytest.raises(ProgramError, match=r"text:3: exp: %h is used before it is defined; define it above$"):
         verify_fusion(replace(fusion, ops=fusion.ops[::-1]))
     with pytest.raises(ProgramError, match=r"text:2: unknown op 'frob'; one of matmul, add, "):
@@ -96,8 +96,8 @@ def test_use_before_definition_and_unknown_ops_in_ops_that_were_built() -> None:
 AFTER = [
     (
         "insert_reshards",
-        "%y: f32[8, 4] = neg(%x)",
-        "text:2: neg: %y is f32[8, 4], but its operands give f32[8@x, 4]; reshard them",
+        "%y: f32[8, 4] = negative(%x)",
+        "text:2: negative: %y is f32[8, 4], but its operands give f32[8@x, 4]; reshard them",
     ),
     (
         "insert_reshards",
@@ -106,8 +106,8 @@ AFTER = [
     ),
     (
         "insert_reshards",
-        "%s: f32[4] partial(sum, x) = sum(%x, axis=(0,))\n%y: f32[4] = neg(%s)",
-        "text:3: neg: %s is f32[4] partial(sum, x); reshard it first, a partial tensor reaches no other op",
+        "%s: f32[4] partial(sum, x) = sum(%x, axis=(0,))\n%y: f32[4] = negative(%s)",
+        "text:3: negative: %s is f32[4] partial(sum, x); reshard it first, a partial tensor reaches no other op",
     ),
     (
         "insert_reshards",
@@ -122,13 +122,13 @@ AFTER = [
     ("decompose_reshards", "%y: f32[8@x, 4] = reshard(%x)", "text:2: reshard: f32[8@x, 4] to f32[8@x, 4] is no change, not one None"),
     (
         "choose_overlap",
-        "%y: f32[8@x, 4] stream(0) = neg(%x)",
+        "%y: f32[8@x, 4] stream(0) = negative(%x)",
         "text:2: stream of %y: its chunking is open; it is either of by_shard and across_shards",
     ),
     (
         "choose_overlap",
-        "%y: f32[8@x, 4] stream(0, across_shards, p2p) = neg(%x)",
-        "text:2: stream of %y: by p2p, but a neg does not communicate; state it on the reshard",
+        "%y: f32[8@x, 4] stream(0, across_shards, p2p) = negative(%x)",
+        "text:2: stream of %y: by p2p, but a negative does not communicate; state it on the reshard",
     ),
 ]
 
@@ -149,7 +149,7 @@ def test_partial_results_are_not_returned() -> None:
 
 
 def test_a_stream_that_was_built_wrong() -> None:
-    fusion = Fusion.parse(text("%y: f32[8, 4] stream(0) = neg(%x)"))
+    fusion = Fusion.parse(text("%y: f32[8, 4] stream(0) = negative(%x)"))
     (op,) = fusion.ops
     assert op.result.stream is not None
     for change, message in (
@@ -162,12 +162,12 @@ def test_a_stream_that_was_built_wrong() -> None:
 
 
 def test_bodies_of_kernels() -> None:
-    fusion = Fusion.parse(text("%h: f32[R/8, 4] = neg(%x)\n%y: f32[4] = sum(%h, axis=(0,))", inputs="%x: f32[R/8, 4]"))
+    fusion = Fusion.parse(text("%h: f32[R/8, 4] = negative(%x)\n%y: f32[4] = sum(%h, axis=(0,))", inputs="%x: f32[R/8, 4]"))
     verify_ops(fusion.inputs, fusion.ops)
     with pytest.raises(ProgramError, match=r"sum: %h is used before it is defined; define it above$"):
         verify_ops(fusion.inputs, fusion.ops[1:])
 
 
 def test_the_user_sees_his_own_line() -> None:
-    with pytest.raises(ProgramError, match=r"^test_fusion_verify.py:\d+: neg: not defined for bool; "):
+    with pytest.raises(ProgramError, match=r"^test_fusion_verify.py:\d+: negative: not defined for bool; "):
         hw.fusion(x=hw.bool_[4])(lambda x: -x)

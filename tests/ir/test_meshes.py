@@ -44,7 +44,7 @@ def test_ranks_of_a_mesh(mesh: Mesh, text: str) -> None:
     assert str(mesh) == text
     assert (
         str(
-            hw.Fusion.parse(f"fusion @f(%x: f32[M] on {text}) mesh(r=8) {{\n  %y: f32[M] on {text} = neg(%x)\n  return %y\n}}\n")
+            hw.Fusion.parse(f"fusion @f(%x: f32[M] on {text}) mesh(r=8) {{\n  %y: f32[M] on {text} = negative(%x)\n  return %y\n}}\n")
             .inputs[0]
             .type.mesh
         )
@@ -94,7 +94,7 @@ def test_shards_of_a_mesh_of_some_ranks() -> None:
 
 def test_places_with_too_few_ranks() -> None:
     with pytest.raises(ParseError, match=r"mesh\(x=3 of ranks 0, 1\) has 3 places for 2 ranks; give every rank one$"):
-        hw.Fusion.parse("fusion @f(%x: f32[M] on mesh(x=3 of ranks 0, 1)) mesh(x=4) {\n  %y: f32[M] = neg(%x)\n  return %y\n}\n")
+        hw.Fusion.parse("fusion @f(%x: f32[M] on mesh(x=3 of ranks 0, 1)) mesh(x=4) {\n  %y: f32[M] = negative(%x)\n  return %y\n}\n")
 
 
 # --- fusions ----------------------------------------------------------------------------------------------------------
@@ -103,11 +103,11 @@ def test_places_with_too_few_ranks() -> None:
 def test_results_are_on_the_mesh_of_their_operands() -> None:
     @hw.fusion(mesh=LINE, x=hw.f32["M@x", "K"].on(FIRST))
     def f(x):
-        h = hw.cast(hw.reshape(x, "M*K"), hw.i32) + hw.iota(hw.reshape(x, "M*K"), 0)
+        h = hw.astype(hw.reshape(x, "M*K"), hw.i32) + hw.iota(hw.reshape(x, "M*K"), 0)
         return hw.reshard(h, "K*M@x", mesh=SECOND), hw.reshard(hw.reshard(h, "K*M", mesh=LINE), "K*M@x")
 
     meshes = {name: value.type.mesh for name, value in f.values().items()}
-    assert {name for name, mesh in meshes.items() if mesh == FIRST} == {"x", "reshaped", "cast", "iota", "add"}
+    assert {name for name, mesh in meshes.items() if mesh == FIRST} == {"x", "reshaped", "astype", "iota", "add"}
     assert (meshes["y0"], meshes["resharded"], meshes["y1"]) == (SECOND, None, None)
     assert hw.Fusion.parse(str(f)) == f
 
@@ -173,13 +173,12 @@ def test_a_block_is_on_the_mesh_of_its_parameters() -> None:
 
 
 def test_the_verifier_looks_at_meshes() -> None:
-    text = (
-        "fusion @f(%x: f32[M] on mesh(x=2 of ranks 0, 1)) mesh(x=4) {\n  %y: f32[M] on mesh(x=2 of ranks 2, 3) = neg(%x)\n  return %y\n}\n"
-    )
+    text = "fusion @f(%x: f32[M] on mesh(x=2 of ranks 0, 1)) mesh(x=4) {\n"
+    text += "  %y: f32[M] on mesh(x=2 of ranks 2, 3) = negative(%x)\n  return %y\n}\n"
     with pytest.raises(ProgramError) as caught:
         hw.Fusion.parse(text)
     why = "%y is f32[M] on mesh(x=2 of ranks 2, 3), but its operands give f32[M] on mesh(x=2 of ranks 0, 1)"
-    assert str(caught.value) == f"text:2: neg: {why}; correct its type"
+    assert str(caught.value) == f"text:2: negative: {why}; correct its type"
 
 
 def test_what_some_ranks_hold_of_a_dim() -> None:

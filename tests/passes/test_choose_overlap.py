@@ -205,12 +205,12 @@ def refused(inputs: str, ops: str) -> Any:
 
 
 def test_a_block_of_a_sharded_dim_is_not_there() -> None:
-    assert refused("%x: f32[M@x, K]", "%y: f32[M@x, K] stream(M, 8, by_shard) = neg(%x)") == (
+    assert refused("%x: f32[M@x, K]", "%y: f32[M@x, K] stream(M, 8, by_shard) = negative(%x)") == (
         "text:2: stream of %y: chunking='by_shard' cannot be, a rank holds one block alone of f32[M@x, K]; use chunking='across_shards'"
     )
 
 
 def test_chunks_divide_what_a_rank_holds() -> None:
-    assert refused("%x: f32[48@x, K]", "%g: f32[48, K] = reshard(%x, kind=all_gather)\n%y: f32[48, K] stream(0, 4) = neg(%g)") == (
+    assert refused("%x: f32[48@x, K]", "%g: f32[48, K] = reshard(%x, kind=all_gather)\n%y: f32[48, K] stream(0, 4) = negative(%g)") == (
         "text:3: stream of %y: 4 chunks do not divide the 6 of 48 that a rank holds of dim 0 of %g; use a divisor of 6"
     )

@@ -97,20 +97,20 @@ CASES = {
         "%x: f32[M@x, K@y]",
         """%a: f32[M, K] pinned = reshard(%x)
         %b: f32[M, K@y] pinned = reshard(%x)
-        %c: f32[M, K@y] = neg(%b)
+        %c: f32[M, K@y] = negative(%b)
         %d: f32[M, K] pinned = reshard(%c)
         %y: f32[M, K] = add(%a, %d)""",
         """%a_gathered: f32[M, K@y] = reshard(%x, kind=all_gather)
         %a: f32[M, K] pinned = reshard(%a_gathered, kind=all_gather)
-        %c: f32[M, K@y] = neg(%a_gathered)
+        %c: f32[M, K@y] = negative(%a_gathered)
         %d: f32[M, K] pinned = reshard(%c, kind=all_gather)
         %y: f32[M, K] = add(%a, %d)""",
     ),
     "a communication that nobody needs": (
         "%x: f32[M@x, K]",
         """%a: f32[M, K] pinned = reshard(%x)
-        %y: f32[M@x, K] = neg(%x)""",
-        "%y: f32[M@x, K] = neg(%x)",
+        %y: f32[M@x, K] = negative(%x)""",
+        "%y: f32[M@x, K] = negative(%x)",
     ),
     "the inner axis of a dim alone": (
         "%x: f32[M@x,y, K]",
@@ -133,16 +133,16 @@ CASES = {
     ),
     "no change: the producer takes the name and the stream": (
         "%x: f32[M@x, K]",
-        """%h: f32[M@x, K] = neg(%x)
+        """%h: f32[M@x, K] = negative(%x)
         %y: f32[M@x, K] pinned stream(M, 2) = reshard(%h)""",
-        "%y: f32[M@x, K] pinned stream(M, 2) = neg(%x)",
+        "%y: f32[M@x, K] pinned stream(M, 2) = negative(%x)",
     ),
     "no change of a value with other uses": (
         "%x: f32[M@x, K]",
-        """%h: f32[M@x, K] = neg(%x)
+        """%h: f32[M@x, K] = negative(%x)
         %g: f32[M@x, K] pinned = reshard(%h)
         %y: f32[M@x, K] = add(%g, %h)""",
-        """%h: f32[M@x, K] = neg(%x)
+        """%h: f32[M@x, K] = negative(%x)
         %y: f32[M@x, K] = add(%h, %h)""",
     ),
     "no change of an input that is returned": (

@@ -52,11 +52,11 @@ WHOLE = {
     "relu": (ALONE, ["y = relu(%h)"], "activation relu"),
     "gelu": (ALONE, ["y = gelu_tanh(%h)"], "activation gelu_tanh"),
     "a residual": (PLUS, ["y = add(%h, %r)"], "accumulate %r"),
-    "a factor": (ALONE, ["y = mul(%h, 0.3)"], "scaled 0.3"),
-    "factors": (ALONE, ["a = mul(2, %h)", "c = neg(%a)", "y = div(%c, 8.0)"], "scaled -0.25"),
+    "a factor": (ALONE, ["y = multiply(%h, 0.3)"], "scaled 0.3"),
+    "factors": (ALONE, ["a = multiply(2, %h)", "c = negative(%a)", "y = divide(%c, 8.0)"], "scaled -0.25"),
     "all of them": (
         BOTH,
-        ["a = mul(%h, 0.5)", "c = add(%a, %b)", "s = add(%c, %r)", "y = relu(%s)"],
+        ["a = multiply(%h, 0.5)", "c = add(%a, %b)", "s = add(%c, %r)", "y = relu(%s)"],
         "scaled 0.5 accumulate %r bias %b activation relu",
     ),
 }
@@ -77,13 +77,13 @@ STAY = {
     "the erf gelu": (ALONE, ["y = gelu(%h)"]),
     "another activation": (BIAS, ["a = add(%h, %b)", "y = silu(%a)"]),
     "after the activation": (BIAS, ["a = relu(%h)", "y = add(%a, %b)"]),
-    "a factor after a sum": (BIAS, ["a = add(%h, %b)", "y = mul(%a, 0.5)"]),
-    "a divisor whose inverse is not exact": (ALONE, ["y = div(%h, 3.0)"]),
-    "a factor that divides": (ALONE, ["y = div(1.0, %h)"]),
-    "a factor of nothing": (ALONE, ["y = mul(%h, 0.0)"]),
+    "a factor after a sum": (BIAS, ["a = add(%h, %b)", "y = multiply(%a, 0.5)"]),
+    "a divisor whose inverse is not exact": (ALONE, ["y = divide(%h, 3.0)"]),
+    "a factor that divides": (ALONE, ["y = divide(1.0, %h)"]),
+    "a factor of nothing": (ALONE, ["y = multiply(%h, 0.0)"]),
     "a number added": (ALONE, ["y = add(%h, 1.0)"]),
     "itself": (ALONE, ["y = add(%h, %h)"]),
-    "used twice": (ALONE, ["a = relu(%h)", "y = mul(%a, %h)"]),
+    "used twice": (ALONE, ["a = relu(%h)", "y = multiply(%a, %h)"]),
     "two residuals": ("%h: {t}[M, N], %r: {t}[M, N], %x: {t}[M, N]", ["a = add(%h, %r)", "y = add(%a, %x)"]),
 }
 
@@ -98,7 +98,7 @@ def test_kernels_that_stay(name: str) -> None:
 
 def test_a_kernel_is_left_with_what_a_value_that_it_wrote_leads_to() -> None:
     """A sum that is normed, and added to again later."""
-    ops = ["s = add(%h, %r)", "e = exp(%s)", "y = mul(%e, %b)"]
+    ops = ["s = add(%h, %r)", "e = exp(%s)", "y = multiply(%e, %b)"]
     before = host(
         kernel(*ops, inputs=BOTH, results="%s, %y"),
         "%h = allocate {t}[M, N]\nmatmul %x, %w -> %h\nlaunch @k %h, %b, %r -> %s, %y",
@@ -107,13 +107,13 @@ def test_a_kernel_is_left_with_what_a_value_that_it_wrote_leads_to() -> None:
     assert (
         folded(before)
         == """\
-kernel @exp_mul_y(%b: bf16[N], %s: bf16[M, N]) {
+kernel @exp_multiply_y(%b: bf16[N], %s: bf16[M, N]) {
   %e: bf16[M, N] = exp(%s)
-  %y: bf16[M, N] = mul(%e, %b)
+  %y: bf16[M, N] = multiply(%e, %b)
 }
 host @f(%x: bf16[M, K], %w: bf16[K, N], %b: bf16[N], %r: bf16[M, N]) -> (%s: bf16[M, N], %y: bf16[M, N]) mesh(x=2) streams(ring[2]) {
   matmul %x, %w accumulate %r -> %s
-  launch @exp_mul_y %b, %s -> %y
+  launch @exp_multiply_y %b, %s -> %y
 }
 """
     )
@@ -210,7 +210,7 @@ def test_batches_keep_kernels_but_add_and_scale() -> None:
     type = "{t}[B, M, N]"
     bias = host(f"kernel @k(%h: {type}, %b: {{t}}[N]) {{\n  %y: {type} = add(%h, %b)\n}}\n", body + "launch @k %h, %b -> %y", head)
     assert folded(bias) == str(bias)
-    ops = f"%s: {type} = mul(%h, 0.5)\n  %y: {type} = add(%s, %r)"
+    ops = f"%s: {type} = multiply(%h, 0.5)\n  %y: {type} = add(%s, %r)"
     added = host(f"kernel @k(%h: {type}, %r: {type}) {{\n  {ops}\n}}\n", body + "launch @k %h, %r -> %y", head)
     assert "  matmul %x, %w scaled 0.5 accumulate %r -> %y\n" in folded(added)
     tall = host(

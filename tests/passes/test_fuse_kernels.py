@@ -19,14 +19,14 @@ from hostweave.passes.host.fuse_kernels import fuse_kernels
 from hostweave.pipeline import lower
 
 KERNELS = """\
-kernel @neg_h(%x: f32[M, N]) {
-  %h: f32[M, N] = neg(%x)
+kernel @negative_h(%x: f32[M, N]) {
+  %h: f32[M, N] = negative(%x)
 }
 kernel @exp_h(%x: f32[M, N]) {
   %h: f32[M, N] = exp(%x)
 }
-kernel @mul_y(%h: f32[M, N], %x: f32[M, N]) {
-  %y: f32[M, N] = mul(%h, %x)
+kernel @multiply_y(%h: f32[M, N], %x: f32[M, N]) {
+  %y: f32[M, N] = multiply(%h, %x)
 }
 kernel @max_m(%h: f32[M, N]) {
   %m: f32[M] = max(%h, axis=(1,))
@@ -37,29 +37,29 @@ kernel @max_columns(%h: f32[M, N]) {
 kernel @max_all(%h: f32[M, N]) {
   %m: f32[] = max(%h, axis=(0, 1))
 }
-kernel @sub_row(%h: f32[M, N], %m_column: f32[M, 1]) {
-  %y: f32[M, N] = sub(%h, %m_column)
+kernel @subtract_row(%h: f32[M, N], %m_column: f32[M, 1]) {
+  %y: f32[M, N] = subtract(%h, %m_column)
 }
-kernel @mul_twice(%k: f32[M, N], %h: f32[M, N]) {
-  %y: f32[M, N] = mul(%k, %h)
+kernel @multiply_twice(%k: f32[M, N], %h: f32[M, N]) {
+  %y: f32[M, N] = multiply(%k, %h)
 }
-kernel @sub_column(%x: f32[M, N], %m: f32[N]) {
-  %y: f32[M, N] = sub(%x, %m)
+kernel @subtract_column(%x: f32[M, N], %m: f32[N]) {
+  %y: f32[M, N] = subtract(%x, %m)
 }
-kernel @sub_all(%x: f32[M, N], %m: f32[]) {
-  %y: f32[M, N] = sub(%x, %m)
+kernel @subtract_all(%x: f32[M, N], %m: f32[]) {
+  %y: f32[M, N] = subtract(%x, %m)
 }
 kernel @exp_column(%x: f32[N]) {
   %e: f32[N] = exp(%x)
 }
-kernel @neg_column(%x: f32[N]) {
-  %e: f32[N] = neg(%x)
+kernel @negative_column(%x: f32[N]) {
+  %e: f32[N] = negative(%x)
 }
-kernel @neg_t(%x: f32[N, M]) {
-  %z: f32[N, M] = neg(%x)
+kernel @negative_t(%x: f32[N, M]) {
+  %z: f32[N, M] = negative(%x)
 }
 kernel @turn_y(%h: f32[M, N], %t: f32[N, M]) {
-  %s: f32[M, N] = transpose(%t, axes=(1, 0))
+  %s: f32[M, N] = permute_dims(%t, axes=(1, 0))
   %y: f32[M, N] = add(%h, %s)
 }
 """
@@ -79,16 +79,16 @@ def fused(program: HostProgram) -> str:
 
 
 def test_a_chain() -> None:
-    before = host("%h = allocate f32[M, N]\nlaunch @neg_h %x -> %h\nlaunch @mul_y %h, %x -> %y")
+    before = host("%h = allocate f32[M, N]\nlaunch @negative_h %x -> %h\nlaunch @multiply_y %h, %x -> %y")
     assert (
         fused(before)
         == """\
-kernel @neg_mul_y(%x: f32[M, N]) {
-  %h: f32[M, N] = neg(%x)
-  %y: f32[M, N] = mul(%h, %x)
+kernel @negative_multiply_y(%x: f32[M, N]) {
+  %h: f32[M, N] = negative(%x)
+  %y: f32[M, N] = multiply(%h, %x)
 }
 host @f(%x: f32[M, N], %r: f32[N]) -> (%y: f32[M, N]) mesh(x=2) streams(ring[2]) {
-  launch @neg_mul_y %x -> %y
+  launch @negative_multiply_y %x -> %y
 }
 """
     )
@@ -97,19 +97,19 @@ host @f(%x: f32[M, N], %r: f32[N]) -> (%y: f32[M, N]) mesh(x=2) streams(ring[2])
 def test_a_reduction_and_what_it_leads_to_read_the_input_once() -> None:
     before = host("""\
 %h = allocate f32[M, N]
-launch @neg_h %x -> %h
+launch @negative_h %x -> %h
 %m = allocate f32[M]
 launch @max_m %h -> %m
 %m_column = reshape %m to [M, 1]
-launch @sub_row %h, %m_column -> %y""")
+launch @subtract_row %h, %m_column -> %y""")
     assert (
         fused(before)
         == """\
 kernel @fused_y(%x: f32[M, N]) {
-  %h: f32[M, N] = neg(%x)
+  %h: f32[M, N] = negative(%x)
   %m: f32[M] = max(%h, axis=(1,))
   %m_column: f32[M, 1] = reshape(%m)
-  %y: f32[M, N] = sub(%h, %m_column)
+  %y: f32[M, N] = subtract(%h, %m_column)
 }
 host @f(%x: f32[M, N], %r: f32[N]) -> (%y: f32[M, N]) mesh(x=2) streams(ring[2]) {
   launch @fused_y %x -> %y
@@ -132,14 +132,14 @@ for %i in 0..M {
   }
 }
 join ring""")
-    kernels = "kernel @{}(%{}: f32[1, N]) {{\n  %{}: f32[1, N] = neg(%{})\n}}\n"
+    kernels = "kernel @{}(%{}: f32[1, N]) {{\n  %{}: f32[1, N] = negative(%{})\n}}\n"
     before = HostProgram.parse(kernels.format("a", "x", "h", "x") + kernels.format("b", "h", "y", "h") + str(before))
     assert (
         fused(before)
         == """\
-kernel @neg_neg_y(%x: f32[1, N]) {
-  %h: f32[1, N] = neg(%x)
-  %y: f32[1, N] = neg(%h)
+kernel @negative_negative_y(%x: f32[1, N]) {
+  %h: f32[1, N] = negative(%x)
+  %y: f32[1, N] = negative(%h)
 }
 host @f(%x: f32[M, N], %r: f32[N]) -> (%y: f32[M, N]) mesh(x=2) streams(ring[2]) {
   fork ring
@@ -147,7 +147,7 @@ host @f(%x: f32[M, N], %r: f32[N]) -> (%y: f32[M, N]) mesh(x=2) streams(ring[2])
     stream ring[%i] {
       %x_i = chunk %x[0: %i of M]
       %y_i = chunk %y[0: %i of M]
-      launch @neg_neg_y %x_i -> %y_i
+      launch @negative_negative_y %x_i -> %y_i
     }
   }
   join ring
@@ -160,28 +160,28 @@ def test_equal_kernels_are_one_and_names_stay_apart() -> None:
     before = host(
         """\
 %h = allocate f32[M, N]
-launch @neg_h %x -> %h
+launch @negative_h %x -> %h
 %k = allocate f32[M, N]
-launch @neg_h %h -> %k
-launch @mul_twice %k, %h -> %y
-launch @neg_h %x -> %z
+launch @negative_h %h -> %k
+launch @multiply_twice %k, %h -> %y
+launch @negative_h %x -> %z
 """,
         "(%x: f32[M, N]) -> (%y: f32[M, N], %z: f32[M, N]) mesh()",
     )
     assert (
         fused(before)
         == """\
-kernel @neg_neg_mul_y(%x: f32[M, N]) {
-  %h: f32[M, N] = neg(%x)
-  %k: f32[M, N] = neg(%h)
-  %y: f32[M, N] = mul(%k, %h)
+kernel @negative_negative_multiply_y(%x: f32[M, N]) {
+  %h: f32[M, N] = negative(%x)
+  %k: f32[M, N] = negative(%h)
+  %y: f32[M, N] = multiply(%k, %h)
 }
-kernel @neg_h(%x: f32[M, N]) {
-  %z: f32[M, N] = neg(%x)
+kernel @negative_h(%x: f32[M, N]) {
+  %z: f32[M, N] = negative(%x)
 }
 host @f(%x: f32[M, N]) -> (%y: f32[M, N], %z: f32[M, N]) mesh() {
-  launch @neg_neg_mul_y %x -> %y
-  launch @neg_h %x -> %z
+  launch @negative_negative_multiply_y %x -> %y
+  launch @negative_h %x -> %z
 }
 """
     )
@@ -189,8 +189,8 @@ host @f(%x: f32[M, N]) -> (%y: f32[M, N], %z: f32[M, N]) mesh() {
 
 def test_a_cast_is_made_by_each_kernel_that_uses_it() -> None:
     kernels = """\
-kernel @cast_h(%x: f16[N]) {
-  %h: f32[N] = cast(%x)
+kernel @astype_h(%x: f16[N]) {
+  %h: f32[N] = astype(%x)
 }
 kernel @exp_y(%h: f32[N]) {
   %y: f32[N] = exp(%h)
@@ -200,49 +200,49 @@ kernel @log_z(%h: f32[N]) {
 }
 """
     before = host(
-        "%h = allocate f32[N]\nlaunch @cast_h %x -> %h\nlaunch @exp_y %h -> %y\nlaunch @log_z %h -> %z",
+        "%h = allocate f32[N]\nlaunch @astype_h %x -> %h\nlaunch @exp_y %h -> %y\nlaunch @log_z %h -> %z",
         "(%x: f16[N]) -> (%y: f32[N], %z: f32[N]) mesh()",
     )
     assert (
         fused(HostProgram.parse(kernels + str(before)))
         == """\
-kernel @cast_exp_y(%x: f16[N]) {
-  %h: f32[N] = cast(%x)
+kernel @astype_exp_y(%x: f16[N]) {
+  %h: f32[N] = astype(%x)
   %y: f32[N] = exp(%h)
 }
-kernel @cast_log_z(%x: f16[N]) {
-  %h: f32[N] = cast(%x)
+kernel @astype_log_z(%x: f16[N]) {
+  %h: f32[N] = astype(%x)
   %z: f32[N] = log(%h)
 }
 host @f(%x: f16[N]) -> (%y: f32[N], %z: f32[N]) mesh() {
-  launch @cast_exp_y %x -> %y
-  launch @cast_log_z %x -> %z
+  launch @astype_exp_y %x -> %y
+  launch @astype_log_z %x -> %z
 }
 """
     )
 
 
 def test_what_is_needed_elsewhere_is_written_as_well() -> None:
-    returned = host("launch @neg_h %x -> %y\n%z = allocate f32[M, N]\nlaunch @mul_y %y, %x -> %z\nall_reduce sum %z -> %z on x")
+    returned = host("launch @negative_h %x -> %y\n%z = allocate f32[M, N]\nlaunch @multiply_y %y, %x -> %z\nall_reduce sum %z -> %z on x")
     assert fused(returned).startswith("""\
-kernel @neg_mul_h_y(%x: f32[M, N]) {
-  %h: f32[M, N] = neg(%x)
-  %y: f32[M, N] = mul(%h, %x)
+kernel @negative_multiply_h_y(%x: f32[M, N]) {
+  %h: f32[M, N] = negative(%x)
+  %y: f32[M, N] = multiply(%h, %x)
   return %h, %y
 }  # ends here: all_reduce uses %y
 """)
-    assert "launch @neg_mul_h_y %x -> %y, %z\n" in fused(returned)
+    assert "launch @negative_multiply_h_y %x -> %y, %z\n" in fused(returned)
 
 
 def test_readers_of_one_value_become_one_kernel() -> None:
     readers = host(
-        "%h = allocate f32[M, N]\nlaunch @neg_h %x -> %h\nlaunch @mul_y %h, %x -> %y\n"
+        "%h = allocate f32[M, N]\nlaunch @negative_h %x -> %h\nlaunch @multiply_y %h, %x -> %y\n"
         "%m = allocate f32[M]\nlaunch @max_m %h -> %m\nall_reduce max %m -> %m on x"
     )
     assert fused(readers).startswith("""\
-kernel @neg_mul_max_y_m(%x: f32[M, N]) {
-  %h: f32[M, N] = neg(%x)
-  %y: f32[M, N] = mul(%h, %x)
+kernel @negative_multiply_max_y_m(%x: f32[M, N]) {
+  %h: f32[M, N] = negative(%x)
+  %y: f32[M, N] = multiply(%h, %x)
   %m: f32[M] = max(%h, axis=(1,))
   return %y, %m
 }  # ends here: all_reduce uses %m
@@ -252,49 +252,51 @@ kernel @neg_mul_max_y_m(%x: f32[M, N]) {
 # What is launched, and why the first kernel ends.
 ENDS = {
     "communication": (
-        "%h = allocate f32[M, N]\nlaunch @neg_h %x -> %h\nall_reduce sum %h -> %y on x",
+        "%h = allocate f32[M, N]\nlaunch @negative_h %x -> %h\nall_reduce sum %h -> %y on x",
         "all_reduce uses %h",
     ),
     "forked": (
-        "%h = allocate f32[M, N]\nlaunch @neg_h %x -> %h\nfork ring\nlaunch @mul_y %h, %x -> %y\njoin ring",
+        "%h = allocate f32[M, N]\nlaunch @negative_h %x -> %h\nfork ring\nlaunch @multiply_y %h, %x -> %y\njoin ring",
         "other streams go on before %h is used",
     ),
     "used between": (
-        "%h = allocate f32[M, N]\nlaunch @neg_h %x -> %h\n%k = allocate f32[M, N]\ncopy %h -> %k\nlaunch @mul_y %h, %k -> %y",
+        "%h = allocate f32[M, N]\nlaunch @negative_h %x -> %h\n%k = allocate f32[M, N]\ncopy %h -> %k\nlaunch @multiply_y %h, %k -> %y",
         "copy uses %h before",
     ),
     "used before": (
-        "%h = allocate f32[M, N]\nfor %i in 0..2 {\nlaunch @mul_y %h, %x -> %y\nlaunch @neg_h %x -> %h\n}",
+        "%h = allocate f32[M, N]\nfor %i in 0..2 {\nlaunch @multiply_y %h, %x -> %y\nlaunch @negative_h %x -> %h\n}",
         "%h is used before, in a loop",
     ),
     "loop": (
-        "%h = allocate f32[M, N]\nlaunch @neg_h %x -> %h\nfork ring\nstream ring[0] {\n  launch @mul_y %h, %x -> %y\n}\njoin ring",
+        "%h = allocate f32[M, N]\nlaunch @negative_h %x -> %h\nfork ring\n"
+        "stream ring[0] {\n  launch @multiply_y %h, %x -> %y\n}\njoin ring",
         "another loop uses %h",
     ),
     "overwritten": (
         "%h = allocate f32[M, N]\n%k = allocate f32[M, N]\n"
-        "copy %x -> %k\nlaunch @neg_h %k -> %h\ncopy %x -> %k\nlaunch @mul_y %h, %x -> %y",
+        "copy %x -> %k\nlaunch @negative_h %k -> %h\ncopy %x -> %k\nlaunch @multiply_y %h, %x -> %y",
         "what %h is computed from is overwritten",
     ),
     "columns": (
-        "%m = allocate f32[N]\nlaunch @max_columns %x -> %m\nlaunch @sub_column %x, %m -> %y",
+        "%m = allocate f32[N]\nlaunch @max_columns %x -> %m\nlaunch @subtract_column %x, %m -> %y",
         "few threads would compute all of %y",
     ),
     "all": (
-        "%m = allocate f32[]\nlaunch @max_all %x -> %m\nlaunch @sub_all %x, %m -> %y",
+        "%m = allocate f32[]\nlaunch @max_all %x -> %m\nlaunch @subtract_all %x, %m -> %y",
         "few threads would compute all of %y",
     ),
     "again": (
-        "%e = allocate f32[N]\nlaunch @exp_column %r -> %e\nlaunch @sub_column %x, %e -> %y",
+        "%e = allocate f32[N]\nlaunch @exp_column %r -> %e\nlaunch @subtract_column %x, %e -> %y",
         "%m would be computed again and again",
     ),
     "other dims": (
         "%m = allocate f32[M]\nlaunch @max_m %x -> %m\n%m_column = reshape %m to [M, 1]\n%k = allocate f32[M, N]\n"
-        "launch @sub_row %x, %m_column -> %k\n%c = allocate f32[N]\nlaunch @max_columns %k -> %c\nlaunch @sub_column %x, %c -> %y",
+        "launch @subtract_row %x, %m_column -> %k\n%c = allocate f32[N]\nlaunch @max_columns %k -> %c\n"
+        "launch @subtract_column %x, %c -> %y",
         "%m is reduced over other dims",
     ),
     "parts": (
-        "%h = allocate f32[M, N]\nlaunch @neg_h %x -> %h\n%part = chunk %h[0: 0 of 1]\nlaunch @mul_y %part, %x -> %y",
+        "%h = allocate f32[M, N]\nlaunch @negative_h %x -> %h\n%part = chunk %h[0: 0 of 1]\nlaunch @multiply_y %part, %x -> %y",
         "parts of %h are used",
     ),
 }
@@ -307,20 +309,20 @@ def test_why_a_kernel_ends(case: str) -> None:
 
 
 def test_a_cheap_vector_is_computed_where_it_is_used() -> None:
-    text = fused(host("%e = allocate f32[N]\nlaunch @neg_column %r -> %e\nlaunch @sub_column %x, %e -> %y"))
-    assert "kernel @neg_sub_y(%x_2: f32[N], %x: f32[M, N]) {" in text
+    text = fused(host("%e = allocate f32[N]\nlaunch @negative_column %r -> %e\nlaunch @subtract_column %x, %e -> %y"))
+    assert "kernel @negative_subtract_y(%x_2: f32[N], %x: f32[M, N]) {" in text
 
 
 def test_what_two_kernels_took_over_is_computed_once() -> None:
     """The cast of c is in the sum and in the difference, which are one kernel in the end."""
 
     def both(x: hw.Tensor, c: hw.Tensor) -> hw.Tensor:
-        wide = hw.cast(c, hw.f32)
+        wide = hw.astype(c, hw.f32)
         return hw.exp(x + wide) * (x - wide)
 
     host_ir = hw.compile(hw.fusion(x=hw.f32["M", "N"], c=hw.bf16["M", "N"])(both)).host_ir
     assert host_ir.count("launch @") == 1
-    assert host_ir.count("= cast(%c)") == 1
+    assert host_ir.count("= astype(%c)") == 1
 
 
 def test_numbers_of_rows_are_not_those_of_columns() -> None:
@@ -359,7 +361,7 @@ def test_numbers_are_neither_operands_nor_zeros_of_another_sign(both: Callable[[
 
 def test_numbers_are_told_apart_as_they_are_written() -> None:
     def op(number: float) -> Op:
-        return Op("mul", ("x", number), Value("y", hw.f32["M"]))
+        return Op("multiply", ("x", number), Value("y", hw.f32["M"]))
 
     assert op(0.0) != op(-0.0)
     assert op(float("nan")) == op(float("nan"))

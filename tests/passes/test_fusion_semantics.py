@@ -110,8 +110,8 @@ def test_examples(name: str, ranks: int) -> None:
 
 
 SIZES = {"A": 12, "B": 24, "C": 36}
-POINTWISE = (hw.add, hw.mul, hw.maximum, hw.sub)
-UNARY = (hw.neg, hw.relu, hw.tanh, hw.copy)
+POINTWISE = (hw.add, hw.multiply, hw.maximum, hw.subtract)
+UNARY = (hw.negative, hw.relu, hw.tanh, hw.copy)
 REDUCTIONS = (hw.sum, hw.mean, hw.max, hw.min)
 
 

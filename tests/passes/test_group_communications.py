@@ -18,8 +18,8 @@ HEADER = (
     "(%a: f32[8@x, 2@y], %b: f32[8@x, 2@y]) -> (%p: f32[8@x, 2@y], %q: f32[8@x, 2@y], %r: f32[8@x, 2@y]) mesh(x=2, y=2) streams(ring[2])"
 )
 KERNEL = """\
-kernel @neg_n(%b: f32[4, 1]) {
-  %n: f32[4, 1] = neg(%b)
+kernel @negative_n(%b: f32[4, 1]) {
+  %n: f32[4, 1] = negative(%b)
 }
 """
 
@@ -77,13 +77,13 @@ def test_what_is_computed_between_them_goes_before() -> None:
     assert (
         grouped(
             host(
-                "all_reduce sum %a -> %p on x\n%n = allocate f32[4, 1]\nlaunch @neg_n %b -> %n\n%m = reshape %n to [2, 2]\n"
+                "all_reduce sum %a -> %p on x\n%n = allocate f32[4, 1]\nlaunch @negative_n %b -> %n\n%m = reshape %n to [2, 2]\n"
                 "%q_m = reshape %q to [2, 2]\nall_reduce sum %m -> %q_m on x\n%t = reshape %r to [2, 2]\ncopy %m -> %t"
             )
         )
         == """\
   %n = allocate f32[4, 1]
-  launch @neg_n %b -> %n
+  launch @negative_n %b -> %n
   %m = reshape %n to [2, 2]
   %q_m = reshape %q to [2, 2]
   group {
@@ -104,8 +104,9 @@ def test_what_is_computed_between_them_goes_before() -> None:
         "all_reduce sum %a -> %p on x\n%v = reshape %p to [2, 2]\n%w = reshape %q to [2, 2]\nall_reduce sum %v -> %w on x",
         "all_reduce sum %a -> %p on x\nall_reduce sum %b -> %p on x",  # both write one buffer
         "copy %a -> %p\nall_reduce sum %p -> %q on x\nall_reduce sum %b -> %p on x",  # one writes what the other reads
-        "all_reduce sum %a -> %p on x\nlaunch @neg_n %p -> %r\nall_reduce sum %b -> %q on x",  # computed from what arrives
-        "copy %a -> %p\nall_reduce sum %p -> %q on x\nlaunch @neg_n %b -> %p\nall_reduce sum %b -> %r on x",  # computed over what is sent
+        "all_reduce sum %a -> %p on x\nlaunch @negative_n %p -> %r\nall_reduce sum %b -> %q on x",  # computed from what arrives
+        # computed over what is sent
+        "copy %a -> %p\nall_reduce sum %p -> %q on x\nlaunch @negative_n %b -> %p\nall_reduce sum %b -> %r on x",
         "%t = allocate f32[1]\nfill %t with 0.0\nall_reduce sum %a -> %p on x\nbarrier %t on x\nall_reduce sum %b -> %q on x",
         "fork ring\nstream ring[0] {\n  all_reduce sum %a -> %p on x\n}\nstream ring[1] {\n  all_reduce sum %b -> %q on x\n}\njoin ring",
         "if rank.x == 0 {\n  send %a to 1 on x\n} else {\n  recv %p from 0 on x\n}\n"

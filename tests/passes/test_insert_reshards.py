@@ -74,7 +74,7 @@ CASES = {
         """%a: f32[] = max(%x, axis=(0, 1))
         %b: f32[K@y] = prod(%x, axis=(0,))
         %c: f32[1, K@y] = mean(%x, axis=(0,), keepdims=true)
-        %d: f32[K@y] = mul(%a, %b)
+        %d: f32[K@y] = multiply(%a, %b)
         %y: f32[1, K@y] = add(%c, %d)""",
         """%a_partial: f32[] partial(max, x, y) = max(%x, axis=(0, 1))
         %a: f32[] = reshard(%a_partial)
@@ -82,7 +82,7 @@ CASES = {
         %b: f32[K@y] = reshard(%b_partial)
         %c_partial: f32[1, K@y] partial(avg, x) = mean(%x, axis=(0,), keepdims=true)
         %c: f32[1, K@y] = reshard(%c_partial)
-        %d: f32[K@y] = mul(%a, %b)
+        %d: f32[K@y] = multiply(%a, %b)
         %y: f32[1, K@y] = add(%c, %d)""",
     ),
     "what NCCL cannot reduce is carried in another dtype, also in a loop": (
@@ -91,25 +91,25 @@ CASES = {
         %m: bool[K@x] = max(%b, axis=(0,))
         %n: bool[K@x] pinned = reshard(%m)
         %l: bool[K@x] = logical_not(%n)""",
-        """%x_f32: f32[M@x, K] = cast(%x)
+        """%x_f32: f32[M@x, K] = astype(%x)
         %s_partial: f32[K] partial(sum, x) = sum(%x_f32, axis=(0,))
         %s_f32: f32[K] stream(K, 2) = reshard(%s_partial)
-        %s: f8e4m3[K] stream(K, 2) = cast(%s_f32)
-        %b_u8: u8[M@x, K] = cast(%b)
+        %s: f8e4m3[K] stream(K, 2) = astype(%s_f32)
+        %b_u8: u8[M@x, K] = astype(%b)
         %m: u8[K] partial(max, x) = max(%b_u8, axis=(0,))
         %n_u8: u8[K@x] = reshard(%m)
-        %n: bool[K@x] pinned = cast(%n_u8)
+        %n: bool[K@x] pinned = astype(%n_u8)
         %l: bool[K@x] = logical_not(%n)""",
     ),
     "an equal reshard of one tensor is made once": (
         "%x: f32[M@x, K], %w: f32[K, N]",
         """%a: f32[M, N] stream(M, 8) = matmul(%x, %w)
-        %b: f32[M, K] stream(M, 8) = neg(%x)
+        %b: f32[M, K] stream(M, 8) = negative(%x)
         %y: f32[M, N] = matmul(%b, %w)
         %z: f32[M, N] = add(%a, %y)""",
         """%x_gathered: f32[M, K] = reshard(%x)
         %a: f32[M, N] stream(M, 8) = matmul(%x_gathered, %w)
-        %b: f32[M, K] stream(M, 8) = neg(%x_gathered)
+        %b: f32[M, K] stream(M, 8) = negative(%x_gathered)
         %y: f32[M, N] = matmul(%b, %w)
         %z: f32[M, N] = add(%a, %y)""",
     ),

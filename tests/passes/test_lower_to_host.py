@@ -34,7 +34,7 @@ fusion @f(%x: f32[M, 8], %w: f32[8, 2]) {
     "a pad fills what it adds": (
         """\
 fusion @f(%x: f32[M, 8]) {
-  %h: f32[M, 8] = neg(%x)
+  %h: f32[M, 8] = negative(%x)
   %y: f32[(M + 3), 9] = pad(%h, low=(1, 0), high=(2, 1), value=1.0)
   return %y
 }
@@ -42,7 +42,7 @@ fusion @f(%x: f32[M, 8]) {
         """\
   %y_inside = slice %y[0: M from 1]
   %y_inside_2 = slice %y_inside[1: 8 from 0]
-  launch @neg_h %x -> %y_inside_2
+  launch @negative_h %x -> %y_inside_2
   %y_before = slice %y[0: 1 from 0]
   fill %y_before with 1.0
   %y_after = slice %y[0: 2 from M + 1]
@@ -58,8 +58,8 @@ fusion @f(%x: f32[M, 8]) {
     "what is merged lies as the merge needs it": (
         """\
 fusion @f(%x: f32[4, M, 8]) {
-  %h: f32[4, M, 8] = neg(%x)
-  %t: f32[M, 4, 8] = transpose(%h, axes=(1, 0, 2))
+  %h: f32[4, M, 8] = negative(%x)
+  %t: f32[M, 4, 8] = permute_dims(%h, axes=(1, 0, 2))
   %r: f32[M, 32] = reshape(%t)
   %y: f32[M, 32] = exp(%r)
   return %y
@@ -68,7 +68,7 @@ fusion @f(%x: f32[4, M, 8]) {
         """\
   %t = allocate f32[M, 4, 8]
   %h = permute %t by [1, 0, 2]
-  launch @neg_h %x -> %h
+  launch @negative_h %x -> %h
   %r = reshape %t to [M, 32]
   launch @exp_y %r -> %y
 """,
@@ -77,11 +77,11 @@ fusion @f(%x: f32[4, M, 8]) {
         """\
 fusion @f(%x: f32[K, 4@x], %w: f32[4@x, N], %z: f32[K, N]) mesh(x=2) {
   %g: f32[K, N] aside = matmul(%x, %w)
-  %a: f32[K, N] = neg(%z)
+  %a: f32[K, N] = negative(%z)
   %h: f32[K, N] aside = matmul(%x, %w)
   %b: f32[K, N] = exp(%a)
-  %t: f32[N, K] = transpose(%g, axes=(1, 0))
-  %y: f32[N, K] = neg(%t)
+  %t: f32[N, K] = permute_dims(%g, axes=(1, 0))
+  %y: f32[N, K] = negative(%t)
   return %y, %b, %h
 }
 """,
@@ -94,7 +94,7 @@ fusion @f(%x: f32[K, 4@x], %w: f32[4@x, N], %z: f32[K, N]) mesh(x=2) {
     all_reduce sum %g_partial -> %g on x
   }
   %a = allocate f32[K, N]
-  launch @neg_a %z -> %a
+  launch @negative_a %z -> %a
   %h_partial = allocate f32[K, N]
   matmul %x, %w -> %h_partial
   fork comm
@@ -104,13 +104,13 @@ fusion @f(%x: f32[K, 4@x], %w: f32[4@x, N], %z: f32[K, N]) mesh(x=2) {
   launch @exp_b %a -> %b
   %t = permute %g by [1, 0]
   join comm
-  launch @neg_y %t -> %y
+  launch @negative_y %t -> %y
 """,
     ),
     "a loop that reads what another one gathered takes its steps in order": (
         """\
 fusion @f(%x: f32[M@x, 8]) mesh(x=2) {
-  %h: f32[M, 8] stream(M, 2) = neg(%x)
+  %h: f32[M, 8] stream(M, 2) = negative(%x)
   %v: f32[M, 8, 1] = expand_dims(%h, axis=(2,))
   %y: f32[M, 8] stream(M, 2) = exp(%h)
   return %y, %v
@@ -133,7 +133,7 @@ fusion @f(%x: f32[M@x, 8]) mesh(x=2) {
         }
       }
       %h_i = chunk %h[0: %p of 2]
-      launch @neg_h %x_gathered_i -> %h_i
+      launch @negative_h %x_gathered_i -> %h_i
     }
   }
   join ring
@@ -151,8 +151,8 @@ fusion @f(%x: f32[M@x, 8]) mesh(x=2) {
 """,
     ),
     "where nothing communicates there is nothing aside": (
-        "fusion @f(%x: f32[M]) {\n  %y: f32[M] aside = neg(%x)\n  return %y\n}\n",
-        "  launch @neg_y %x -> %y\n",
+        "fusion @f(%x: f32[M]) {\n  %y: f32[M] aside = negative(%x)\n  return %y\n}\n",
+        "  launch @negative_y %x -> %y\n",
     ),
 }
 

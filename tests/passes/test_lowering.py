@@ -24,23 +24,24 @@ def flow(inputs: str, ops: str, returned: str = "%y", mesh: str = "x=4") -> Data
 
 LOOPS = {
     "neighbours that take the same steps share a loop": (
-        "%h: f32[M, N] stream(M, 4) = neg(%x)\n%y: f32[M, N] stream(M, 4) = exp(%h)",
+        "%h: f32[M, N] stream(M, 4) = negative(%x)\n%y: f32[M, N] stream(M, 4) = exp(%h)",
         [["h", "y"]],
     ),
     "other steps are another loop": (
-        "%h: f32[M, N] stream(M, 4) = neg(%x)\n%y: f32[M, N] stream(M, 8) = exp(%h)",
+        "%h: f32[M, N] stream(M, 4) = negative(%x)\n%y: f32[M, N] stream(M, 8) = exp(%h)",
         [["h"], ["y"]],
     ),
     "what reads more than the chunk of its step comes after all steps": (
-        "%h: f32[M, N] stream(M, 4) = neg(%x)\n%y: f32[N, M] stream(N, 4) = transpose(%h, axes=(1, 0))",
+        "%h: f32[M, N] stream(M, 4) = negative(%x)\n%y: f32[N, M] stream(N, 4) = permute_dims(%h, axes=(1, 0))",
         [["h"], ["y"]],
     ),
     "a view from before goes before the loop that it would cut": (
-        "%h: f32[M, N] stream(M, 4) = neg(%x)\n%v: f32[N, M] = transpose(%x, axes=(1, 0))\n%y: f32[M, M] stream(0, 4) = matmul(%h, %v)",
+        "%h: f32[M, N] stream(M, 4) = negative(%x)\n%v: f32[N, M] = permute_dims(%x, axes=(1, 0))\n"
+        "%y: f32[M, M] stream(0, 4) = matmul(%h, %v)",
         [["v"], ["h", "y"]],
     ),
     "a view of what the loop makes comes after it": (
-        "%h: f32[M, N] stream(M, 4) = neg(%x)\n%v: f32[N, M] = transpose(%h, axes=(1, 0))\n%y: f32[N, M] stream(M, 4) = exp(%v)",
+        "%h: f32[M, N] stream(M, 4) = negative(%x)\n%v: f32[N, M] = permute_dims(%h, axes=(1, 0))\n%y: f32[N, M] stream(M, 4) = exp(%v)",
         [["h"], ["v"], ["y"]],
     ),
 }
@@ -63,21 +64,21 @@ def test_a_gather_joins_the_loop_of_what_reads_it() -> None:
 
 
 def test_operands_are_made_in_the_result() -> None:
-    joined = flow("%x: f32[M, N]", "%a: f32[M, N] = neg(%x)\n%b: f32[M, N] = exp(%x)\n%y: f32[2*M, N] = concat(%a, %b, axis=0)")
+    joined = flow("%x: f32[M, N]", "%a: f32[M, N] = negative(%x)\n%b: f32[M, N] = exp(%x)\n%y: f32[2*M, N] = concat(%a, %b, axis=0)")
     placement = placement_of(joined, loops_of(joined))
     assert {name: (op.result.name, number) for name, (op, number) in placement.parts.items()} == {"a": ("y", 0), "b": ("y", 1)}
 
 
 def test_an_operand_with_another_use_has_its_own_memory() -> None:
-    joined = flow("%x: f32[M, N]", "%a: f32[M, N] = neg(%x)\n%b: f32[M, N] = exp(%a)\n%y: f32[2*M, N] = concat(%a, %b, axis=0)")
+    joined = flow("%x: f32[M, N]", "%a: f32[M, N] = negative(%x)\n%b: f32[M, N] = exp(%a)\n%y: f32[2*M, N] = concat(%a, %b, axis=0)")
     assert list(placement_of(joined, loops_of(joined)).parts) == ["b"]
 
 
 def test_what_a_view_returns_is_written_through_it() -> None:
-    turned = flow("%x: f32[M, N]", "%h: f32[M, N] = neg(%x)\n%y: f32[N, M] = transpose(%h, axes=(1, 0))")
+    turned = flow("%x: f32[M, N]", "%h: f32[M, N] = negative(%x)\n%y: f32[N, M] = permute_dims(%h, axes=(1, 0))")
     assert {name: op.result.name for name, op in placement_of(turned, loops_of(turned)).inverse_view.items()} == {"h": "y"}
 
 
 def test_what_ends_in_its_loop_lies_as_the_loop_likes() -> None:
-    streamed = flow("%x: f32[M, N]", "%h: f32[M, N] stream(M, 4) = neg(%x)\n%y: f32[M, N] stream(M, 4) = exp(%h)")
+    streamed = flow("%x: f32[M, N]", "%h: f32[M, N] stream(M, 4) = negative(%x)\n%y: f32[M, N] stream(M, 4) = exp(%h)")
     assert placement_of(streamed, loops_of(streamed)).within_loops == {"h"}

@@ -15,7 +15,7 @@ from hostweave.pipeline import lower
 RING = """\
 block @layer(%x: f32[M@x, E], %w: f32[E, E]) {
   %h: f32[M, E] stream(M, 2, ring) = matmul(%x, %w)
-  %n: f32[M, E] = neg(%h)
+  %n: f32[M, E] = negative(%h)
   %y: f32[M@x, E] pinned = reshard(%n)
   return %y
 }
@@ -44,21 +44,21 @@ block @layer(%x: f32[M@x, E], %w: f32[E, F@x]) {
 }
 fusion @f(%x: f32[M, E@x], %w: f32[E, F]) mesh(x=4) {
   %h: f32[M, F] = call @layer(%x, %w)
-  %y: f32[M, F] = neg(%h)
+  %y: f32[M, F] = negative(%h)
   return %y
 }
 """
     seen = stages(text)
     assert body_of(seen["propagate_sharding"], "fusion") == [
         "%h: f32[M, F@x] = call @layer(%x, %w)",
-        "%y: f32[M, F@x] = neg(%h)",
+        "%y: f32[M, F@x] = negative(%h)",
         "return %y",
     ]
     assert body_of(seen["choose_overlap"], "fusion") == [
         "%x_turned: f32[M@x, E] = reshard(%x, kind=all_to_all)",
         "%w_sliced: f32[E, F@x] = reshard(%w, kind=shard)",
         "%h: f32[M, F@x] = call @layer(%x_turned, %w_sliced)",
-        "%y: f32[M, F@x] = neg(%h)",
+        "%y: f32[M, F@x] = negative(%h)",
         "return %y",
     ]
 
@@ -67,7 +67,7 @@ def test_what_a_reshard_of_a_result_states_stands_beside_the_call() -> None:
     """A call has no stream, so a copy gets the one that a reshard without effect states; a name goes to the call."""
     text = """\
 block @layer(%x: f32[M@x, E]) {
-  %y: f32[M, E] = neg(%x)
+  %y: f32[M, E] = negative(%x)
   return %y
 }
 fusion @f(%x: f32[M@x, E]) mesh(x=2) {
@@ -90,19 +90,19 @@ def test_a_call_joins_no_loop() -> None:
     """Though it feeds a streamed communication, as its sole consumer."""
     text = """\
 block @layer(%x: f32[M@x, E]) {
-  %y: f32[M, E] = neg(%x)
+  %y: f32[M, E] = negative(%x)
   return %y
 }
 fusion @f(%x: f32[M@x, E]) mesh(x=2) {
   %h: f32[M, E] = call @layer(%x)
-  %y: f32[M, E] stream(M, 2) = neg(%h)
+  %y: f32[M, E] stream(M, 2) = negative(%h)
   return %y
 }
 """
     assert body_of(stages(text)["choose_overlap"], "fusion") == [
         "%h: f32[M@x, E] = call @layer(%x)",
         "%h_gathered: f32[M, E] stream(M, 2, by_shard, p2p, local_first) = reshard(%h, kind=all_gather)",
-        "%y: f32[M, E] stream(M, 2, by_shard, local_first) = neg(%h_gathered)",
+        "%y: f32[M, E] stream(M, 2, by_shard, local_first) = negative(%h_gathered)",
         "return %y",
     ]
 
@@ -114,7 +114,7 @@ block @total(%x: f32[M@x, E]) {
   return %y
 }
 fusion @f(%x: f32[M@x, E]) mesh(x=2) {
-  %h: f32[M, E] = neg(%x)
+  %h: f32[M, E] = negative(%x)
   %y: f32[E] = call @total(%h)
   return %y
 }
@@ -126,7 +126,7 @@ fusion @f(%x: f32[M@x, E]) mesh(x=2) {
 def test_each_body_has_events_of_its_own() -> None:
     text = (
         RING
-        + RING.replace("@layer", "@other").replace("neg", "exp")
+        + RING.replace("@layer", "@other").replace("negative", "exp")
         + (
             "fusion @f(%x: f32[M@x, E], %w: f32[E, E]) mesh(x=2) {\n"
             "  %a: f32[M, E] = call @layer(%x, %w)\n"
@@ -144,15 +144,15 @@ def test_each_body_has_events_of_its_own() -> None:
 def test_kernels_of_two_bodies_are_one_where_they_are_equal() -> None:
     text = """\
 block @a(%x: f32[M, E]) {
-  %y: f32[M, E] = neg(%x)
+  %y: f32[M, E] = negative(%x)
   return %y
 }
 block @b(%x: f32[M, E]) {
-  %y: f32[M, E] = neg(%x)
+  %y: f32[M, E] = negative(%x)
   return %y
 }
 block @c(%x: f32[E, M]) {
-  %y: f32[E, M] = neg(%x)
+  %y: f32[E, M] = negative(%x)
   return %y
 }
 fusion @f(%x: f32[M, E], %z: f32[E, M]) mesh(x=2) {
@@ -163,11 +163,11 @@ fusion @f(%x: f32[M, E], %z: f32[E, M]) mesh(x=2) {
 }
 """
     host = lower(Fusion.parse(text), Options())
-    assert [kernel.name for kernel in host.kernels] == ["neg_y", "neg_y_2"]
+    assert [kernel.name for kernel in host.kernels] == ["negative_y", "negative_y_2"]
     assert [body_of(str(host), f"block @{name}")[-1] for name in "abc"] == [
-        "launch @neg_y %x -> %y",
-        "launch @neg_y %x -> %y",
-        "launch @neg_y_2 %x -> %y",
+        "launch @negative_y %x -> %y",
+        "launch @negative_y %x -> %y",
+        "launch @negative_y_2 %x -> %y",
     ]
 
 
@@ -175,7 +175,7 @@ def test_a_join_stays_before_a_call() -> None:
     """The block forks the same streams again, and what it communicates comes after what they hold."""
     text = """\
 block @layer(%x: f32[M, E]) {
-  %y: f32[M, E] stream(M, 2) = neg(%x)
+  %y: f32[M, E] stream(M, 2) = negative(%x)
   return %y
 }
 fusion @f(%x: f32[M, E], %z: f32[M, E]) mesh(x=2) {
@@ -199,8 +199,8 @@ block @layer(%x: f32[M@dp, K@tp], %w: f32[K@tp, N]) {
 }
 fusion @f(%x: f32[M@dp, K@tp], %w: f32[K@tp, N], %z: f32[L@dp]) mesh(dp=2, tp=2) {
   %a: f32[M, N] = call @layer(%x, %w)
-  %y: f32[M, N] = neg(%a)
-  %b: f32[L] = neg(%z)
+  %y: f32[M, N] = negative(%a)
+  %b: f32[L] = negative(%z)
   return %y, %b
 }
 """
@@ -256,11 +256,11 @@ def test_a_block_takes_contiguous_arguments() -> None:
     """A view that is not is packed, once for all calls."""
     text = """\
 block @layer(%w: f32[E, F]) {
-  %y: f32[E, F] = neg(%w)
+  %y: f32[E, F] = negative(%w)
   return %y
 }
 fusion @f(%w: f32[F, E]) mesh(x=2) {
-  %t: f32[E, F] = transpose(%w, axes=(1, 0))
+  %t: f32[E, F] = permute_dims(%w, axes=(1, 0))
   %a: f32[E, F] = call @layer(%t)
   %b: f32[E, F] = call @layer(%t)
   %y: f32[E, F] = add(%a, %b)
@@ -279,7 +279,7 @@ fusion @f(%w: f32[F, E]) mesh(x=2) {
 
 LAYER = """\
 block @layer(%x: f32[M@x, E]) {
-  %y: f32[M, E] = neg(%x)
+  %y: f32[M, E] = negative(%x)
   return %y
 }
 """
@@ -288,7 +288,7 @@ block @layer(%x: f32[M@x, E]) {
 @pytest.mark.parametrize(
     ("ops", "expected"),
     [
-        ("%y: f32[E, M] = transpose(%h, axes=(1, 0))", ["%y_2 = permute %h by [1, 0]", "copy %y_2 -> %y"]),
+        ("%y: f32[E, M] = permute_dims(%h, axes=(1, 0))", ["%y_2 = permute %h by [1, 0]", "copy %y_2 -> %y"]),
         (
             "%y: f32[M, 2*E] = concat(%h, %x, axis=1)",
             ["%y_0 = slice %y[1: E from 0]", "copy %h -> %y_0", "%y_1 = slice %y[1: E from E]", "copy %x -> %y_1"],
@@ -316,14 +316,14 @@ def test_a_call_gives_all_results_of_its_block() -> None:
     text = """\
 block @norm(%x: f32[M@x, E]) {
   %s: f32[M, 1] = sum(%x, axis=(1,), keepdims=true)
-  %y: f32[M, E] = div(%x, %s)
+  %y: f32[M, E] = divide(%x, %s)
   %z: f32[E] = sum(%y, axis=(0,))
   return %y, %s, %z
 }
 fusion @f(%x: f32[M@x, E]) mesh(x=2) {
   %h: f32[M, E] = call @norm(%x)
   %z: f32[E] = output @norm(%h, index=2)
-  %y: f32[M, E] = sub(%h, %z)
+  %y: f32[M, E] = subtract(%h, %z)
   return %y
 }
 """
@@ -331,7 +331,7 @@ fusion @f(%x: f32[M@x, E]) mesh(x=2) {
     assert body_of(seen["choose_overlap"], "fusion") == [
         "%h: f32[M@x, E] = call @norm(%x)",
         "%z: f32[E] = output @norm(%h, index=2)",
-        "%y: f32[M@x, E] = sub(%h, %z)",
+        "%y: f32[M@x, E] = subtract(%h, %z)",
         "return %y",
     ]
     assert body_of(seen["lower_to_host"], "host") == [
@@ -339,7 +339,7 @@ fusion @f(%x: f32[M@x, E]) mesh(x=2) {
         "%h_unused = allocate f32[part(M, x), 1]",
         "%z = allocate f32[E]",
         "call @norm %x -> %h, %h_unused, %z",
-        "launch @sub_y %h, %z -> %y",
+        "launch @subtract_y %h, %z -> %y",
     ]
     check(HostProgram.parse(seen["fuse_kernels"]))
 
@@ -362,7 +362,7 @@ block @sums(%x: f32[M, K@x], %w: f32[K@x, N]) {
   return %y
 }
 block @layer(%x: f32[M, N]) {
-  %y: f32[M, N] = neg(%x)
+  %y: f32[M, N] = negative(%x)
   return %y
 }
 fusion @f(%x: f32[M, K@x], %w: f32[K@x, N], %z: f32[M, N]) mesh(x=2) {
@@ -390,16 +390,16 @@ fusion @f(%x: f32[M, K@x], %w: f32[K@x, N], %z: f32[M, N]) mesh(x=2) {
 
 
 CPU_DEVICE = """\
-kernel @neg_h(%x: f32[M/2, E]) {
-  %h: f32[M/2, E] = neg(%x)
+kernel @negative_h(%x: f32[M/2, E]) {
+  %h: f32[M/2, E] = negative(%x)
 }
 block @layer(%x: f32[M@x, E], %w: f32[E, E]) -> (%y: f32[M@x, E]) {
   %h = allocate f32[M/2, E]
   if M % 4 == 0 {
-    launch @neg_h %x -> %h
+    launch @negative_h %x -> %h
   } else {
     %h_2 = allocate f32[M/2, E]
-    launch @neg_h %x -> %h_2
+    launch @negative_h %x -> %h_2
     copy %h_2 -> %h
   }
   fork ring
@@ -424,17 +424,17 @@ host @f(%x: f32[M@x, E], %w: f32[E, E]) -> (%y: f32[M@x, E]) mesh(x=2) streams(r
 """
 
 INLINED = """\
-kernel @neg_h(%x: f32[M/2, E]) {
-  %h: f32[M/2, E] = neg(%x)
+kernel @negative_h(%x: f32[M/2, E]) {
+  %h: f32[M/2, E] = negative(%x)
 }
 host @f(%x: f32[M@x, E], %w: f32[E, E]) -> (%y: f32[M@x, E]) mesh(x=2) streams(ring[2]) {
   %twice_h = allocate f32[M/2, E]
   %layer_h = allocate f32[M/2, E]
   if M % 4 == 0 {
-    launch @neg_h %x -> %layer_h
+    launch @negative_h %x -> %layer_h
   } else {
     %layer_h_2 = allocate f32[M/2, E]
-    launch @neg_h %x -> %layer_h_2
+    launch @negative_h %x -> %layer_h_2
     copy %layer_h_2 -> %layer_h
   }
   fork ring
@@ -450,10 +450,10 @@ host @f(%x: f32[M@x, E], %w: f32[E, E]) -> (%y: f32[M@x, E]) mesh(x=2) streams(r
   deallocate %layer_h
   %layer_h_3 = allocate f32[M/2, E]
   if M % 4 == 0 {
-    launch @neg_h %twice_h -> %layer_h_3
+    launch @negative_h %twice_h -> %layer_h_3
   } else {
     %layer_h_2_2 = allocate f32[M/2, E]
-    launch @neg_h %twice_h -> %layer_h_2_2
+    launch @negative_h %twice_h -> %layer_h_2_2
     copy %layer_h_2_2 -> %layer_h_3
   }
   fork ring

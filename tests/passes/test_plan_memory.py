@@ -11,26 +11,26 @@ from hostweave.options import Options
 from hostweave.passes.host.plan_memory import plan_memory
 
 KERNELS = """\
-kernel @neg(%a: f32[M, N]) {
-  %b: f32[M, N] = neg(%a)
+kernel @negative(%a: f32[M, N]) {
+  %b: f32[M, N] = negative(%a)
 }
 kernel @add(%a: f32[M, N], %b: f32[M, N]) {
   %c: f32[M, N] = add(%a, %b)
 }
 kernel @sign(%a: f32[M, M]) {
-  %b: f32[M, M] = neg(%a)
+  %b: f32[M, M] = negative(%a)
 }
 kernel @turn(%a: f32[M, M]) {
-  %t: f32[M, M] = transpose(%a, axes=(1, 0))
+  %t: f32[M, M] = permute_dims(%a, axes=(1, 0))
   %b: f32[M, M] = add(%t, 1.0)
 }
 kernel @softmax(%a: f32[M, N]) {
   %m: f32[M, 1] = max(%a, axis=(1,), keepdims=true)
-  %s: f32[M, N] = sub(%a, %m)
+  %s: f32[M, N] = subtract(%a, %m)
   %b: f32[M, N] = exp(%s)
 }
 kernel @count(%a: f32[M, N]) {
-  %b: i32[M, N] = cast(%a)
+  %b: i32[M, N] = astype(%a)
 }
 """
 
@@ -101,8 +101,8 @@ CASES = {
 {A} {{
   %a = allocate f32[M, N]
   %b = allocate f32[M, N]
-  launch @neg %x -> %a
-  launch @neg %a -> %b
+  launch @negative %x -> %a
+  launch @negative %a -> %b
 }}
 group {{
   send_blocks %b in 1 by [0[0] -> 2[0], 1[0] -> 3[0]] on *
@@ -117,9 +117,9 @@ group {{
         f"""
 {A} {{
   %a = allocate f32[M, N]
-  launch @neg %x -> %a
+  launch @negative %x -> %a
   %b = allocate f32[M, N]
-  launch @neg %a -> %b
+  launch @negative %a -> %b
   deallocate %a
 }}
 group {{
@@ -405,7 +405,7 @@ stream ring[0] {
 join ring
 fork ring
 stream ring[1] {
-  launch @neg %x -> %b
+  launch @negative %x -> %b
   launch @add %b, %y -> %y
 }
 join ring
@@ -422,7 +422,7 @@ deallocate %a
 %b = allocate f32[M, N]
 fork ring
 stream ring[1] {
-  launch @neg %x -> %b
+  launch @negative %x -> %b
   launch @add %b, %y -> %y
 }
 join ring

@@ -17,18 +17,18 @@ CASES = {
     "through pointwise ops and broadcasts": (
         "%x: f32[M, N@x], %b: f32[N], %c: f32[1, N]",
         """%h: f32[M, N] = add(%b, %x)
-        %y: f32[M, N] = mul(%h, %c)""",
+        %y: f32[M, N] = multiply(%h, %c)""",
         """%h: f32[M, N@x] = add(%b, %x)
-        %y: f32[M, N@x] = mul(%h, %c)""",
+        %y: f32[M, N@x] = multiply(%h, %c)""",
     ),
     "through views": (
         "%x: f32[M@x, K]",
         """%a: f32[M, 1, K] = expand_dims(%x, axis=(1,))
-        %b: f32[K, 1, M] = transpose(%a, axes=(2, 1, 0))
+        %b: f32[K, 1, M] = permute_dims(%a, axes=(2, 1, 0))
         %c: f32[2, K, 1, M] = broadcast_to(%b)
         %y: f32[2*K, M] = reshape(%c)""",
         """%a: f32[M@x, 1, K] = expand_dims(%x, axis=(1,))
-        %b: f32[K, 1, M@x] = transpose(%a, axes=(2, 1, 0))
+        %b: f32[K, 1, M@x] = permute_dims(%a, axes=(2, 1, 0))
         %c: f32[2, K, 1, M@x] = broadcast_to(%b)
         %y: f32[2*K, M@x] = reshape(%c)""",
     ),
@@ -72,9 +72,9 @@ CASES = {
     "a statement stays": (
         "%x: f32[M@x, K]",
         """%h: f32[M, K] pinned = reshard(%x)
-        %y: f32[M, K] = neg(%h)""",
+        %y: f32[M, K] = negative(%h)""",
         """%h: f32[M, K] pinned = reshard(%x)
-        %y: f32[M, K] = neg(%h)""",
+        %y: f32[M, K] = negative(%h)""",
     ),
     "backward through a chain": (
         "%x: f32[M, K@x], %w: f32[K@x, N]",
@@ -94,20 +94,20 @@ CASES = {
     ),
     "backward only where all consumers want the same": (
         "%x: f32[M, K]",
-        """%h: f32[M, K] = neg(%x)
+        """%h: f32[M, K] = negative(%x)
         %a: f32[M@x, K] pinned = reshard(%h)
         %b: f32[M, K] pinned = reshard(%h)
         %y: f32[M@x, K] = add(%a, %b)""",
-        """%h: f32[M, K] = neg(%x)
+        """%h: f32[M, K] = negative(%x)
         %a: f32[M@x, K] pinned = reshard(%h)
         %b: f32[M, K] pinned = reshard(%h)
         %y: f32[M@x, K] = add(%a, %b)""",
     ),
     "a mesh axis of one rank is one like any other": (
         "%x: f32[1, K]",
-        """%h: f32[1, K] = neg(%x)
+        """%h: f32[1, K] = negative(%x)
         %y: f32[1@z, K] pinned = reshard(%h)""",
-        """%h: f32[1@z, K] = neg(%x)
+        """%h: f32[1@z, K] = negative(%x)
         %y: f32[1@z, K] pinned = reshard(%h)""",
     ),
     "nor into what a broadcast makes": (

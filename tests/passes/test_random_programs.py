@@ -115,7 +115,7 @@ def _reduced(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
 
 
 def _turned(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    return hw.transpose(t, tuple(g.random.sample(range(t.ndim), t.ndim)))
+    return hw.permute_dims(t, tuple(g.random.sample(range(t.ndim), t.ndim)))
 
 
 def _cut(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
@@ -266,9 +266,9 @@ def without_kernels(fusion: Fusion) -> Fusion:
 
         def replaced(op: Op) -> Op:
             if op.source:
-                return replace(op, kind="mul", operands=(read[op.result.name], 2), source=None)
+                return replace(op, kind="multiply", operands=(read[op.result.name], 2), source=None)
             if op.kind == "output" and op.tensors[0] in read:
-                return replace(op, kind="neg", operands=(read[op.tensors[0]],), attributes=())
+                return replace(op, kind="negative", operands=(read[op.tensors[0]],), attributes=())
             return op
 
         return replace(body, ops=tuple(map(replaced, body.ops)))

@@ -231,14 +231,14 @@ STEPS = """\
       %g_i = select %g[0: %p]
       all_gather %x_i -> %g_i on dp
       %h_i = select %h[0: %p]
-      launch @neg_h %g_i -> %h_i
+      launch @negative_h %g_i -> %h_i
       %y_i = select %y[0: %p]
       all_reduce sum %h_i -> %y_i on tp
     }
   }
   join ring"""
 STEPS_HEADER = "(%x: f32[4@dp, N]) -> (%y: f32[2, 2, N]) mesh(dp=2, tp=2) streams(ring[2])"
-NEG = "kernel @neg_h(%a: f32[2, N]) {\n  %b: f32[2, N] = neg(%a)\n}\n"
+NEG = "kernel @negative_h(%a: f32[2, N]) {\n  %b: f32[2, N] = negative(%a)\n}\n"
 
 
 def steps(body: str, header: str = STEPS_HEADER) -> HostProgram:
@@ -272,7 +272,7 @@ def test_the_first_communication_of_a_step_goes_ahead() -> None:
       stream ring[%i] {
         %g_i = select %g[0: %p]
         %h_i = select %h[0: %p]
-        launch @neg_h %g_i -> %h_i
+        launch @negative_h %g_i -> %h_i
         %y_i = select %y[0: %p]
         wait turn[0]
         all_reduce sum %h_i -> %y_i on tp
@@ -308,7 +308,7 @@ def test_what_goes_ahead_waits_for_no_computation() -> None:
 @pytest.mark.parametrize(
     ("body", "header"),
     [
-        (STEPS.replace("launch @neg_h", "copy"), STEPS_HEADER),  # nothing is computed between
+        (STEPS.replace("launch @negative_h", "copy"), STEPS_HEADER),  # nothing is computed between
         (STEPS.replace("ring[%i]", "ring[%i + 1]"), STEPS_HEADER),
         (STEPS.replace("      launch", "      record done[%i]\n      wait done[%i]\n      launch"), STEPS_HEADER + " events(done[2])"),
         (STEPS.replace("0..2", "0..N / 4"), STEPS_HEADER),  # how many steps is not known here
@@ -346,7 +346,7 @@ PING_PONG = """\
         %g_i = chunk %g[0: %i of 2]
         recv %g_i from rank + 2 on *
         %h_i = chunk %h[0: %i of 2]
-        launch @neg_h %g_i -> %h_i
+        launch @negative_h %g_i -> %h_i
         %s_i = chunk %s[0: %i of 2]
         all_reduce sum %h_i -> %s_i on x
         send %s_i to rank + 2 on *

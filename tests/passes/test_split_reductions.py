@@ -23,7 +23,7 @@ def kernels(function: Any, **specs: Any) -> list[str]:
     ("spec", "launched"),
     [
         (hw.f32["M", "N"], ["@sum_y_rows", "@sum_y"]),
-        (hw.bf16["M", "N"], ["@cast_sum_y_rows", "@sum_cast_y"]),
+        (hw.bf16["M", "N"], ["@astype_sum_y_rows", "@sum_astype_y"]),
         (hw.i32["M", 4096], ["@sum_y_rows", "@sum_y"]),
         (hw.f32["N"], ["@sum_y"]),  # one row: there is nothing to split
         (hw.f32[16, 4096], ["@sum_y_rows", "@sum_y"]),
@@ -49,7 +49,8 @@ def test_many_numbers_have_threads_enough() -> None:
 
 def test_neighbours_join_either_half() -> None:
     """The norm of a gradient: what is before the sum is done with the rows, what is after it with the number."""
-    assert kernels(lambda x: hw.sqrt(hw.sum(hw.cast(x, hw.f32) ** 2)), x=hw.bf16["M", "N"]) == ["@cast_mul_sum_sum_rows", "@sum_sqrt_y"]
+    norm = kernels(lambda x: hw.sqrt(hw.sum(hw.astype(x, hw.f32) ** 2)), x=hw.bf16["M", "N"])
+    assert norm == ["@astype_multiply_sum_sum_rows", "@sum_sqrt_y"]
 
 
 def test_inside_of_loops_nothing_is_split() -> None:

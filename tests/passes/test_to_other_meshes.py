@@ -37,8 +37,8 @@ def test_nothing_is_propagated_to_another_mesh() -> None:
     check(
         propagate_sharding,
         f"%x: f32[M, K] {ON_A}",
-        f"%h: f32[M, K] {ON_A} = neg(%x)\n%y: f32[M@x, K] {ON_B} pinned = reshard(%h)",
-        f"%h: f32[M, K] {ON_A} = neg(%x)\n%y: f32[M@x, K] {ON_B} pinned = reshard(%h)",
+        f"%h: f32[M, K] {ON_A} = negative(%x)\n%y: f32[M@x, K] {ON_B} pinned = reshard(%h)",
+        f"%h: f32[M, K] {ON_A} = negative(%x)\n%y: f32[M@x, K] {ON_B} pinned = reshard(%h)",
         mesh="x=4",
     )
 
@@ -83,9 +83,9 @@ def test_who_sends_what() -> None:
     assert list(map(str, in_turn.routes)) == ["0[0] -> 2[0]", "1[0] -> 3[0]"]
 
 
-STREAMED = f"""%h: f32[M, K] {ON_A} = neg(%x)
+STREAMED = f"""%h: f32[M, K] {ON_A} = negative(%x)
 %t: f32[M, K] {ON_B} = reshard(%h, kind=transfer)
-%y: f32[M, K] {ON_B} stream(M, 4) = neg(%t)"""
+%y: f32[M, K] {ON_B} stream(M, 4) = negative(%t)"""
 
 
 def test_a_transfer_of_whole_blocks_joins_the_loop_that_it_leads_to() -> None:
@@ -93,9 +93,9 @@ def test_a_transfer_of_whole_blocks_joins_the_loop_that_it_leads_to() -> None:
         choose_overlap,
         f"%x: f32[M, K] {ON_A}",
         STREAMED,
-        f"""%h: f32[M, K] {ON_A} stream(M, 4, across_shards) = neg(%x)
+        f"""%h: f32[M, K] {ON_A} stream(M, 4, across_shards) = negative(%x)
         %t: f32[M, K] {ON_B} stream(M, 4, across_shards, transfer) = reshard(%h, kind=transfer)
-        %y: f32[M, K] {ON_B} stream(M, 4, across_shards) = neg(%t)""",
+        %y: f32[M, K] {ON_B} stream(M, 4, across_shards) = negative(%t)""",
         mesh="x=4",
     )
 
@@ -145,12 +145,12 @@ def test_what_is_there_is_not_copied() -> None:
     body = lowered(
         f"""fusion @f(%x: f32[M, K]) mesh(x=4) {{
           %t: f32[M@x, K] {ON_B} pinned = reshard(%x)
-          %y: f32[M@x, K] {ON_B} = neg(%t)
+          %y: f32[M@x, K] {ON_B} = negative(%t)
           return %y
         }}"""
     )
     part = "%t = slice %x[0: part(M, x on ranks 2, 3) from rank.x * ceil(M/2)]"
-    assert body.endswith(f"  on mesh(x=2 of ranks 2, 3) {{\n    {part}\n    launch @neg_y %t -> %y\n  }}\n")
+    assert body.endswith(f"  on mesh(x=2 of ranks 2, 3) {{\n    {part}\n    launch @negative_y %t -> %y\n  }}\n")
 
 
 def test_a_view_of_one_mesh_is_made_again_after_another_one() -> None:
@@ -158,9 +158,9 @@ def test_a_view_of_one_mesh_is_made_again_after_another_one() -> None:
     body = lowered(
         f"""fusion @f(%x: f32[M, K] {ON_A}) mesh(x=4) {{
           %s: f32[M@x, K] {ON_A} pinned = reshard(%x)
-          %a: f32[M@x, K] {ON_A} = neg(%s)
+          %a: f32[M@x, K] {ON_A} = negative(%s)
           %b: f32[M@x, K] {ON_B} pinned = reshard(%a)
-          %c: f32[M@x, K] {ON_B} = neg(%b)
+          %c: f32[M@x, K] {ON_B} = negative(%b)
           %d: f32[M@x, K] {ON_A} pinned = reshard(%c)
           %e: f32[M@x, K] {ON_A} = add(%s, %d)
           return %e

@@ -17,7 +17,7 @@ GATHER = "%y: f32[M, K] pinned = reshard(%x)"
 @pytest.mark.parametrize(
     ("inputs", "ops", "uneven"),
     [
-        ("%x: f32[M@x, K]", "%y: f32[M@x, K] = neg(%x)", ("M",)),
+        ("%x: f32[M@x, K]", "%y: f32[M@x, K] = negative(%x)", ("M",)),
         ("%x: f32[M@x, K]", GATHER, ("M",)),
         ("%x: f32[M@x, K]", "%y: f32[M, K@x] pinned = reshard(%x)", ("M", "K")),
         ("%x: f32[M@x, K]", GATHER.replace("pinned", "pinned stream(M, 8)"), ()),
@@ -36,7 +36,7 @@ def test_names(inputs: str, ops: str, uneven: tuple[str, ...]) -> None:
     [
         (
             "%x: f32[10@x, K]",
-            "%y: f32[10@x, K] stream(0, 2) = neg(%x)",
+            "%y: f32[10@x, K] stream(0, 2) = negative(%x)",
             "text:2: reshard: 4 ranks cannot share dim 10@x evenly, as a stream needs; pad it to 12",
         ),
         (
@@ -60,4 +60,4 @@ def test_ints_that_must_divide(inputs: str, ops: str, message: str) -> None:
 def test_ints_that_need_not() -> None:
     program = lower(fusion("%x: f32[10@x, K]", "%y: f32[10, K] pinned = reshard(%x)", mesh="x=4"), Options())
     assert [str(extent) for extent in program.local_type(program.inputs[0]).shape] == ["part(10, x)", "K"]
-    assert uneven_sizes(Fusion.parse("fusion @f(%x: f32[10@x]) mesh(x=4) {\n  %y: f32[10@x] = neg(%x)\n  return %y\n}\n")) == ()
+    assert uneven_sizes(Fusion.parse("fusion @f(%x: f32[10@x]) mesh(x=4) {\n  %y: f32[10@x] = negative(%x)\n  return %y\n}\n")) == ()

@@ -31,13 +31,13 @@ def nested(ranks: int) -> Fusion:
 
     @hw.block(x=hw.f32["M@x", "E"], w=hw.f32["E", "F@x"], v=hw.f32["F@x", "E"], unused=hw.f32["E"])
     def mlp(x: hw.Tensor, w: hw.Tensor, v: hw.Tensor, unused: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
-        h = hw.clamp(hw.matmul(x, w).stream("M", chunks=ranks, algorithm="ring"), -1, 1)
+        h = hw.clip(hw.matmul(x, w).stream("M", chunks=ranks, algorithm="ring"), -1, 1)
         return hw.reshard(hw.matmul(h, v), "M@x", "E").stream("M", chunks=ranks), hw.sum(h, axis="M")
 
     @hw.block(x=hw.f32["M@x", "E"], w=hw.f32["E", "F@x"], v=hw.f32["F@x", "E"], b=hw.f32["E"])
     def layer(x: hw.Tensor, w: hw.Tensor, v: hw.Tensor, b: hw.Tensor) -> hw.Tensor:
-        y, _ = mlp(hw.clamp(x + b, -1, 1), w, v, unused=b)
-        return hw.clamp(x + y, -1, 1)
+        y, _ = mlp(hw.clip(x + b, -1, 1), w, v, unused=b)
+        return hw.clip(x + y, -1, 1)
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.f32["M", "E@x"], w=hw.f32["F@x", "E"], b=hw.f32["E@x"])
     def nested(x: hw.Tensor, w: hw.Tensor, b: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:

@@ -46,7 +46,7 @@ def test_floats_are_cast_as_torch_does(dtype: DType, target: str) -> None:
 
     @hw.fusion(x=dtype["N"])
     def casts(x):
-        return tuple(hw.cast(hw.cast(x, to), hw.f64) for to in FLOATS if to != dtype)
+        return tuple(hw.astype(hw.astype(x, to), hw.f64) for to in FLOATS if to != dtype)
 
     given = torch.from_numpy(values).to(FLOATS[dtype])
     program = hw.compile(casts, target)
@@ -67,9 +67,9 @@ def test_any_byte_but_0_is_true(count: int, target: str) -> None:
     def logic(b, c, x):
         rows = hw.reshape(b, 1, "N")
         return (
-            *(hw.cast(b, dtype) for dtype in (hw.u8, hw.i32, hw.f32, hw.bf16)),
+            *(hw.astype(b, dtype) for dtype in (hw.u8, hw.i32, hw.f32, hw.bf16)),
             *(~b, b & c, b | c, b == c, b != c, b < c, hw.where(b, x, -1), b == (x != 0)),
-            *(hw.max(b), hw.min(b), hw.sum(hw.cast(rows, hw.i32), 1)),
+            *(hw.max(b), hw.min(b), hw.sum(hw.astype(rows, hw.i32), 1)),
         )
 
     random = np.random.default_rng(0)

@@ -29,7 +29,7 @@ def norms(ranks: int, t: DType) -> Fusion:
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=t["M@x", "N"], r=t["M@x", "N"], w=t["N"], b=t["N"], seed=hw.u32[()])
     def norms(x, r, w, b, seed):  # type: ignore[no-untyped-def]
         h = (hw.dropout(x + b, 0.25, seed) + r).named("h")
-        statistics = hw.var(x, axis="N"), hw.argmax(hw.abs(x), axis="N"), hw.clamp(x, -0.5, 0.5)
+        statistics = hw.var(x, axis="N"), hw.argmax(hw.abs(x), axis="N"), hw.clip(x, -0.5, 0.5)
         return h, hw.softmax(h), hw.log_softmax(x, "N"), hw.layer_norm(h, w, b), hw.rms_norm(x, w), *statistics
 
     return norms
@@ -95,7 +95,7 @@ def rotary(ranks: int, t: DType) -> Fusion:
     )
     def rotary(x, z, w, cos, sin):  # type: ignore[no-untyped-def]
         rotate = hw.rotary_embedding
-        turned = hw.transpose(hw.matmul(z, w), (0, 2, 1, 3))
+        turned = hw.permute_dims(hw.matmul(z, w), (0, 2, 1, 3))
         return rotate(x, cos, sin), rotate(z, cos[:, None], sin[:, None], interleaved=True), rotate(turned, cos, sin) + x
 
     return rotary
@@ -201,6 +201,6 @@ def test_what_heads_attend_to_is_written_beside_that_of_other_heads() -> None:
     @hw.fusion(q=hw.bf16["B", 4, "S", 8], w=hw.bf16[32, "N"])
     def layer(q, w):  # type: ignore[no-untyped-def]
         heads = hw.scaled_dot_product_attention(q, q, q)
-        return hw.matmul(hw.reshape(hw.transpose(heads, (0, 2, 1, 3)), "B", "S", 32), w)
+        return hw.matmul(hw.reshape(hw.permute_dims(heads, (0, 2, 1, 3)), "B", "S", 32), w)
 
     assert not [i for i in ir.walk(lowered(layer).body) if isinstance(i, ir.Copy)]

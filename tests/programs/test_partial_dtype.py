@@ -47,15 +47,15 @@ def test_sums_are_closer(name: str, dtype: DType) -> None:
 
 
 AR = """\
-kernel @cast_y(%y_f32: f32[M, N]) {
-  %y: bf16[M, N] = cast(%y_f32)
+kernel @astype_y(%y_f32: f32[M, N]) {
+  %y: bf16[M, N] = astype(%y_f32)
 }
 host @product(%x: bf16[M, K@x], %w: bf16[K@x, N]) -> (%y: bf16[M, N]) mesh(x=2) uneven(K) {
   %y_partial = allocate f32[M, N]
   matmul %x, %w -> %y_partial
   %y_f32 = reshape %y_partial to [M, N]
   all_reduce sum %y_partial -> %y_f32 on x
-  launch @cast_y %y_f32 -> %y
+  launch @astype_y %y_f32 -> %y
 }
 """
 
@@ -82,14 +82,14 @@ def test_other_reductions_cast_what_they_take() -> None:
     assert (
         body
         == """\
-  %x_f32: f32[M@x, N] = cast(%x)
+  %x_f32: f32[M@x, N] = astype(%x)
   %y0_partial: f32[N] partial(sum, x) = sum(%x_f32, axis=(0,))
   %y0_f32: f32[N] = reshard(%y0_partial)
-  %y0: bf16[N] = cast(%y0_f32)
-  %x_f32_2: f32[M@x, N] = cast(%x)
+  %y0: bf16[N] = astype(%y0_f32)
+  %x_f32_2: f32[M@x, N] = astype(%x)
   %y1_partial: f32[N] partial(prod, x) = prod(%x_f32_2, axis=(0,))
   %y1_f32: f32[N] = reshard(%y1_partial)
-  %y1: bf16[N] = cast(%y1_f32)
+  %y1: bf16[N] = astype(%y1_f32)
   %y2_partial: bf16[N] partial(max, x) = max(%x, axis=(0,))
   %y2: bf16[N] = reshard(%y2_partial)
   return %y0, %y1, %y2

@@ -29,7 +29,7 @@ def test_more_terms_than_f32_counts(target: str) -> None:
 
     @hw.fusion(x=hw.f16["N"], y=hw.f16["M", 2])
     def sums(x, y):
-        return hw.mean(x), hw.sum(hw.cast(x, hw.f32)), hw.sum(hw.cast(y, hw.f32), 0), hw.var(x)
+        return hw.mean(x), hw.sum(hw.astype(x, hw.f32)), hw.sum(hw.astype(y, hw.f32), 0), hw.var(x)
 
     ones = np.ones(40_000_000, np.float16)
     mean, total, columns, variance = ran(sums, target, x=ones, y=ones.reshape(-1, 2))

@@ -22,13 +22,13 @@ from hostweave.types.tensor import BufferType, DType, bool_, f32, f64, i64
 LATE_BYTES = 16 << 10  # of rows, at most, that a block loads before it needs them: they take registers from other blocks
 u64 = DType("u64", 8, "uint", "uint64_t")  # what unsigned sums add up in
 
-_SAME = ("copy", "broadcast_to", "expand_dims", "reshape", "transpose")  # the element of the operand
-_SHORT = (*_SAME, "cast", "iota")  # texts that read well inside others
-_SIGNS = {"add": "+", "mul": "*"}
+_SAME = ("copy", "broadcast_to", "expand_dims", "reshape", "permute_dims")  # the element of the operand
+_SHORT = (*_SAME, "astype", "iota")  # texts that read well inside others
+_SIGNS = {"add": "+", "multiply": "*"}
 # How a reduction joins two values: the name of its total, the functor, and where it starts for floats, ints and uints.
 _JOINS = {
     "add": ("sum", "hw::Add", ("0", "0", "0")),
-    "mul": ("product", "hw::Multiply", ("1", "1", "1")),
+    "multiply": ("product", "hw::Multiply", ("1", "1", "1")),
     "maximum": ("largest", "hw::Maximum", ("-INFINITY", "INT64_MIN", "0")),
     "minimum": ("smallest", "hw::Minimum", ("INFINITY", "INT64_MAX", "UINT64_MAX")),
     "first_maximum": ("best", "hw::FirstMaximum", ("-INFINITY", "INT64_MIN", "0")),
@@ -347,7 +347,7 @@ class _Section:
         text, computed = self.expression(op)
         fits_int32 = op.kind in _SHORT or text in self.kernel.totals.values()
         if _is_small_float(dtype):  # in registers floats are rounded only by a cast
-            return (f"float({_converted(text, computed, dtype)})" if op.kind == "cast" else text), fits_int32
+            return (f"float({_converted(text, computed, dtype)})" if op.kind == "astype" else text), fits_int32
         return _converted(text, computed, dtype), fits_int32 and dtype != bool_
 
     def stored(self, op: Op) -> str:
@@ -387,7 +387,7 @@ class _Section:
         if not expression:
             raise ProgramError(f"{op.kind}: no kernel computes this op", op.location)
         texts = [self.value(o) if isinstance(o, str) else _literal(o, type.dtype) for o, type in zip(op.operands, types, strict=True)]
-        return self.kernel.in_type(expression, types[-1].dtype).format(*texts), types[-1].dtype if op.kind == "cast" else dtype
+        return self.kernel.in_type(expression, types[-1].dtype).format(*texts), types[-1].dtype if op.kind == "astype" else dtype
 
     def total(self, op: Op) -> tuple[str, DType]:
         """What a reduction comes to, in the dtype that it adds up in."""

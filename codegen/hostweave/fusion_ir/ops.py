@@ -55,13 +55,13 @@ class OpDef:
 def _same_dtype(types: Types) -> DType:
     for other in types[1:]:
         if other.dtype != types[0].dtype:
-            raise Mismatch(f"dtypes differ: {types[0]} and {other}; use hw.cast on one of them")
+            raise Mismatch(f"dtypes differ: {types[0]} and {other}; use hw.astype on one of them")
     return types[0].dtype
 
 
 def _require(type: TensorType, *kinds: str) -> None:
     if type.dtype.kind not in kinds:
-        raise Mismatch(f"not defined for {type.dtype}; use hw.cast to a dtype that is {' or '.join(kinds)}")
+        raise Mismatch(f"not defined for {type.dtype}; use hw.astype to a dtype that is {' or '.join(kinds)}")
 
 
 def _broadcast(types: Types) -> tuple[Dim, ...]:
@@ -112,7 +112,7 @@ def _where(types: Types, op: Op) -> TensorType:
 def _matmul(types: Types, op: Op) -> TensorType:
     a, b = types
     if why := why_no_product(_same_dtype(types)):
-        raise Mismatch(f"{why}; use hw.cast on both")
+        raise Mismatch(f"{why}; use hw.astype on both")
     for operand in types:
         if len(operand.dims) < 2:
             raise Mismatch(f"rank mismatch: {operand} has {len(operand.dims)} dims, at least 2 are needed; use x[None] or x[:, None]")
@@ -130,9 +130,9 @@ def _matmul(types: Types, op: Op) -> TensorType:
 def _transposed(a: TensorType, b: TensorType) -> str:
     """Which operand of a matmul to turn so that the inner dims are the same."""
     if a.shape[-1] == b.shape[-1]:
-        return "transpose the second one: " + ("hw.matmul(a, b.T)" if len(b.dims) == 2 else "hw.transpose(b, axes)")
+        return "transpose the second one: " + ("hw.matmul(a, b.T)" if len(b.dims) == 2 else "hw.permute_dims(b, axes)")
     if a.shape[-2] == b.shape[-2]:
-        return "transpose the first one: " + ("hw.matmul(a.T, b)" if len(a.dims) == 2 else "hw.transpose(a, axes)")
+        return "transpose the first one: " + ("hw.matmul(a.T, b)" if len(a.dims) == 2 else "hw.permute_dims(a, axes)")
     return "the last dim of the first is the one before the last of the second: transpose or reshape one of them"
 
 
@@ -192,7 +192,7 @@ def _iota(types: Types, op: Op) -> TensorType:
 
 def _philox(types: Types, op: Op) -> TensorType:
     if _same_dtype(types) != u32:
-        raise Mismatch(f"counters and keys are u32, not {types[0]}; use hw.cast")
+        raise Mismatch(f"counters and keys are u32, not {types[0]}; use hw.astype")
     return TensorType(f32, _broadcast(types))
 
 
@@ -476,13 +476,13 @@ OPS: dict[str, OpDef] = {
     "matmul": OpDef(2, _matmul, _map_matmul, lambda np, a, b: np.matmul(a, b)),
     # Pointwise.
     "add": _binary("{0} + {1}", "add"),
-    "sub": _binary("{0} - {1}", "subtract"),
-    "mul": _binary("{0} * {1}", "multiply"),
-    "div": _binary("{0} / {1}", "divide", _floats),
+    "subtract": _binary("{0} - {1}", "subtract"),
+    "multiply": _binary("{0} * {1}", "multiply"),
+    "divide": _binary("{0} / {1}", "divide", _floats),
     "maximum": _binary("({0} > {1} || {0} != {0}) ? {0} : {1}", "maximum"),  # a NaN on either side stays
     "minimum": _binary("({0} < {1} || {0} != {0}) ? {0} : {1}", "minimum"),
     "pow": _binary("std::pow({0}, {1})", "power", _floats),
-    "neg": _unary("-{0}", lambda np, x: -x, _signed),
+    "negative": _unary("-{0}", lambda np, x: -x, _signed),
     "abs": _unary("{0} > T(0) ? {0} : T(0) - {0}", lambda np, x: np.abs(x), _signed),  # of -0.0 it is 0.0
     "reciprocal": _unary("T(1) / {0}", lambda np, x: 1 / x),
     "exp": _unary("std::exp({0})", lambda np, x: np.exp(x)),
@@ -508,14 +508,14 @@ OPS: dict[str, OpDef] = {
     "logical_or": _binary("{0} || {1}", "logical_or", _bools),
     "logical_not": _unary("!{0}", lambda np, x: np.logical_not(x), _bools),
     "where": OpDef(3, _where, _map_elementwise, lambda np, c, a, b: np.where(c, a, b), expression="{0} ? {1} : {2}"),
-    "cast": OpDef(1, _cast, _map_elementwise, lambda np, x, dtype: x.astype(dtype), target="dtype", expression="{0}"),
+    "astype": OpDef(1, _cast, _map_elementwise, lambda np, x, dtype: x.astype(dtype), target="dtype", expression="{0}"),
     "copy": OpDef(1, _same, _map_elementwise, lambda np, x: x.copy(), expression="{0}"),
     # Made of nothing: indices, and random numbers of a counter and a key.
     "iota": OpDef(0, _iota, _map_iota, lambda np, shape, dtype: np.arange(*shape, dtype=dtype), target="type"),
     "philox": OpDef(6, _philox, _map_elementwise, philox, expression="hw::philox({0}, {1}, {2}, {3}, {4}, {5})"),
     # Reductions over `axis`.
     "sum": _reduce("add", lambda np, x, **a: np.sum(x, dtype=x.dtype, **a), "float", "int", "uint"),
-    "prod": _reduce("mul", lambda np, x, **a: np.prod(x, dtype=x.dtype, **a), "float", "int", "uint"),
+    "prod": _reduce("multiply", lambda np, x, **a: np.prod(x, dtype=x.dtype, **a), "float", "int", "uint"),
     "max": _reduce("maximum", lambda np, x, **a: np.max(x, initial=_bound(np, x, -1), **a), "float", "int", "uint", "bool"),
     "min": _reduce("minimum", lambda np, x, **a: np.min(x, initial=_bound(np, x, 1), **a), "float", "int", "uint", "bool"),
     "mean": _reduce("add", lambda np, x, **a: np.mean(x, **a), "float"),
@@ -523,7 +523,7 @@ OPS: dict[str, OpDef] = {
     # Shapes.
     "expand_dims": OpDef(1, _expand_dims, _map_expand_dims, lambda np, x, **a: np.expand_dims(x, **a), {"axis": tuple}, is_view=True),
     "reshape": OpDef(1, _reshape, _map_reshape, lambda np, x, shape: np.reshape(x, shape), target="shape", is_view=True),
-    "transpose": OpDef(1, _transpose, _map_transpose, lambda np, x, **a: np.transpose(x, **a), {"axes": tuple}, is_view=True),
+    "permute_dims": OpDef(1, _transpose, _map_transpose, lambda np, x, **a: np.transpose(x, **a), {"axes": tuple}, is_view=True),
     "broadcast_to": OpDef(
         1, _broadcast_to, _map_elementwise, lambda np, x, shape: np.broadcast_to(x, shape), target="shape", expression="{0}"
     ),
@@ -566,7 +566,7 @@ def operand_types(op: Op, types: Mapping[str, TensorType]) -> tuple[TensorType, 
     result = []
     for operand in op.operands:
         if not isinstance(operand, str) and not fits(operand, dtype):
-            raise ProgramError(f"{op.kind}: {operand!r} is not a value of {tensors[-1]}; use hw.cast on the tensor", op.location)
+            raise ProgramError(f"{op.kind}: {operand!r} is not a value of {tensors[-1]}; use hw.astype on the tensor", op.location)
         result.append(types[operand] if isinstance(operand, str) else TensorType(dtype, ()))
     return tuple(result)
 

@@ -58,7 +58,7 @@ def _run(op: Op, values: Mapping[str, Array], sizes: Mapping[str, int]) -> Any:
         keywords["dtype"] = _computing_dtype(op.result.type.dtype)
     if op.callee:
         keywords["run"] = partial(_call, op.callee, sizes)
-    if op.kind == "cast":
+    if op.kind == "astype":
         return _cast(operands[0], op.result.type.dtype)
     return OPS[op.kind].numpy(np, *operands, **keywords)
 

@@ -5,7 +5,11 @@
 #define HW_DEVICE __device__ inline
 #else
 #define HW_DEVICE inline
-#define __device__  // words of CUDA that kernels written by hand may have
+#endif
+
+// Words of CUDA that kernels written by hand may have, where no header of CUDA has defined them.
+#ifndef __device__
+#define __device__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #endif

@@ -3,22 +3,22 @@
 
 namespace programs::halves {
 
-// %neg: bf16[part(M, x), 4] = neg(%sliced_2)
+// %negative: bf16[part(M, x), 4] = negative(%sliced_2)
 template <class Index>
-__device__ void neg_neg_by(const hw::bf16* sliced_2, hw::bf16* neg, int64_t M_x) {
+__device__ void negative_negative_by(const hw::bf16* sliced_2, hw::bf16* negative, int64_t M_x) {
   for (Index element : hw::over_grid<1, Index>(4 * M_x)) {
     const int64_t i = element / 4;
     const int64_t j = element % 4;
-    neg[i * 11 + j] = hw::bf16(-float(sliced_2[i * 8 + j]));
+    negative[i * 11 + j] = hw::bf16(-float(sliced_2[i * 8 + j]));
   }
 }
 
-__global__ void neg_neg(const hw::bf16* sliced_2, hw::bf16* neg, int64_t M_x) {
+__global__ void negative_negative(const hw::bf16* sliced_2, hw::bf16* negative, int64_t M_x) {
   hw::griddep_wait();
   if (hw::fits_int32(4 * M_x)) {
-    neg_neg_by<uint32_t>(sliced_2, neg, M_x);
+    negative_negative_by<uint32_t>(sliced_2, negative, M_x);
   } else {
-    neg_neg_by<int64_t>(sliced_2, neg, M_x);
+    negative_negative_by<int64_t>(sliced_2, negative, M_x);
   }
 }
 

@@ -5,8 +5,8 @@
 
 namespace programs::halves {
 
-// %neg: bf16[part(M, x), 4] = neg(%sliced_2)
-__global__ void neg_neg(const hw::bf16* sliced_2, hw::bf16* neg, int64_t M_x);
+// %negative: bf16[part(M, x), 4] = negative(%sliced_2)
+__global__ void negative_negative(const hw::bf16* sliced_2, hw::bf16* negative, int64_t M_x);
 // %dst: bf16[part(M, x), 2] = copy(%src)
 __global__ void copy_y0_2(const hw::bf16* src, hw::bf16* dst, int64_t M_x);
 // %relu: bf16[part(M, x), 2] = relu(%sliced_5)

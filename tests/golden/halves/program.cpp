@@ -1,5 +1,5 @@
-// kernel @neg_neg(%sliced_2: bf16[part(M, x), 4]) {
-//   %neg: bf16[part(M, x), 4] = neg(%sliced_2)
+// kernel @negative_negative(%sliced_2: bf16[part(M, x), 4]) {
+//   %negative: bf16[part(M, x), 4] = negative(%sliced_2)
 // }  # ends here: %y0 is written in parts
 // kernel @relu_relu(%sliced_5: bf16[part(M, x), 2]) {
 //   %relu: bf16[part(M, x), 2] = relu(%sliced_5)
@@ -9,7 +9,7 @@
 //   matmul %x, %w -> %h
 //   %sliced_2 = slice %x[1: 4 from 0]
 //   %y0_1 = slice %y0[1: 4 from 4]
-//   launch @neg_neg %sliced_2 -> %y0_1
+//   launch @negative_negative %sliced_2 -> %y0_1
 //   %sliced = slice %x[1: 4 from 4]
 //   %y0_0 = slice %y0[1: 4 from 0]
 //   copy %sliced -> %y0_0
@@ -34,7 +34,7 @@
 namespace programs::halves {
 
 Program::Program(hw::Rank& rank) : rank_(rank.expect_world(kWorld)), plan_h_(rank, CUDA_R_16BF, CUDA_R_16BF) {
-  HW_CHECK(hw::load(neg_neg));
+  HW_CHECK(hw::load(negative_negative));
   HW_CHECK(hw::load(copy_y0_2));
   HW_CHECK(hw::load(relu_relu));
   HW_CHECK(hw::load(fill_y1_before));
@@ -82,7 +82,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   HW_CHECK(arena_.begin_call(caller));
   HW_CHECK(plan_h_.cublasLtMatmul(x, w, h_, {caller, workspace_}));
   auto* y0_1 = y0 + 4;
-  HW_CHECK(hw::launch_pdl(neg_neg, hw::grid_of_elements(4 * M_x), caller, hw::reads(x, {M_x, 4}, {8, 1}),
+  HW_CHECK(hw::launch_pdl(negative_negative, hw::grid_of_elements(4 * M_x), caller, hw::reads(x, {M_x, 4}, {8, 1}),
                           hw::writes(y0_1, {M_x, 4}, {11, 1}), M_x));
   const auto* sliced = x + 4;
   HW_CHECK(cudaMemcpy2DAsync(y0, 11 * sizeof(hw::bf16), sliced, 8 * sizeof(hw::bf16), 4 * sizeof(hw::bf16), M_x,

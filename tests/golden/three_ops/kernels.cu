@@ -3,9 +3,9 @@
 
 namespace programs::three_ops {
 
-// %a: bf16[M/3, N] = neg(%x)
+// %a: bf16[M/3, N] = negative(%x)
 template <int kWidth>
-__device__ void neg_a_by(const hw::bf16* x, hw::bf16* a, int64_t M, int64_t N) {
+__device__ void negative_a_by(const hw::bf16* x, hw::bf16* a, int64_t M, int64_t N) {
   for (int64_t i : hw::over_grid<kWidth>(M / 3 * N)) {
     const auto x_i = hw::load<kWidth>(x + i);
     hw::Values<hw::bf16, kWidth> a_i;
@@ -17,18 +17,18 @@ __device__ void neg_a_by(const hw::bf16* x, hw::bf16* a, int64_t M, int64_t N) {
   }
 }
 
-__global__ void neg_a(const hw::bf16* x, hw::bf16* a, int64_t M, int64_t N) {
+__global__ void negative_a(const hw::bf16* x, hw::bf16* a, int64_t M, int64_t N) {
   hw::griddep_wait();
   if (M / 3 * N % 8 == 0 && hw::aligned(x, a)) {
-    neg_a_by<8>(x, a, M, N);
+    negative_a_by<8>(x, a, M, N);
   } else {
-    neg_a_by<1>(x, a, M, N);
+    negative_a_by<1>(x, a, M, N);
   }
 }
 
-// %b: bf16[M, N] = mul(%a, %x)
+// %b: bf16[M, N] = multiply(%a, %x)
 template <int kWidth>
-__device__ void mul_b_by(const hw::bf16* a, const hw::bf16* x, hw::bf16* b, int64_t M, int64_t N) {
+__device__ void multiply_b_by(const hw::bf16* a, const hw::bf16* x, hw::bf16* b, int64_t M, int64_t N) {
   for (int64_t i : hw::over_grid<kWidth>(M * N)) {
     const auto a_i = hw::load<kWidth>(a + i);
     const auto x_i = hw::load<kWidth>(x + i);
@@ -41,12 +41,12 @@ __device__ void mul_b_by(const hw::bf16* a, const hw::bf16* x, hw::bf16* b, int6
   }
 }
 
-__global__ void mul_b(const hw::bf16* a, const hw::bf16* x, hw::bf16* b, int64_t M, int64_t N) {
+__global__ void multiply_b(const hw::bf16* a, const hw::bf16* x, hw::bf16* b, int64_t M, int64_t N) {
   hw::griddep_wait();
   if (M * N % 8 == 0 && hw::aligned(a, x, b)) {
-    mul_b_by<8>(a, x, b, M, N);
+    multiply_b_by<8>(a, x, b, M, N);
   } else {
-    mul_b_by<1>(a, x, b, M, N);
+    multiply_b_by<1>(a, x, b, M, N);
   }
 }
 

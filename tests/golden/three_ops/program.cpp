@@ -1,8 +1,8 @@
-// kernel @neg_a(%x: bf16[M/3, N]) {
-//   %a: bf16[M/3, N] = neg(%x)
+// kernel @negative_a(%x: bf16[M/3, N]) {
+//   %a: bf16[M/3, N] = negative(%x)
 // }  # ends here: another loop uses %a
-// kernel @mul_b(%a: bf16[M, N], %x: bf16[M, N]) {
-//   %b: bf16[M, N] = mul(%a, %x)
+// kernel @multiply_b(%a: bf16[M, N], %x: bf16[M, N]) {
+//   %b: bf16[M, N] = multiply(%a, %x)
 // }  # ends here: another loop uses %b
 // kernel @add_y(%b: bf16[M/3, N], %x: bf16[M/3, N]) {
 //   %y: bf16[M/3, N] = add(%b, %x)
@@ -14,12 +14,12 @@
 //     stream ring[%i] {
 //       %x_i = chunk %x[0: %i of 3]
 //       %a_i = chunk %a[0: %i of 3]
-//       launch @neg_a %x_i -> %a_i
+//       launch @negative_a %x_i -> %a_i
 //     }
 //   }
 //   join ring
 //   %b = reshape %a to [M, N]
-//   launch @mul_b %a, %x -> %b
+//   launch @multiply_b %a, %x -> %b
 //   fork ring
 //   for %j in 0..3 {
 //     stream ring[%j] {
@@ -39,8 +39,8 @@
 namespace programs::three_ops {
 
 Program::Program(hw::Rank& rank) : rank_(rank.expect_world(kWorld)), ring_(rank, "ring", 4) {
-  HW_CHECK(hw::load(neg_a));
-  HW_CHECK(hw::load(mul_b));
+  HW_CHECK(hw::load(negative_a));
+  HW_CHECK(hw::load(multiply_b));
   HW_CHECK(hw::load(add_y));
 }
 
@@ -83,11 +83,11 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const hw::Stream stream = ring_[i];
     const auto* x_i = x + i * (M / 3 * N);
     auto* a_i = a_ + i * (M / 3 * N);
-    HW_CHECK(hw::launch_pdl(neg_a, hw::grid_of_elements<8>(M / 3 * N), stream, hw::reads(x_i, M / 3 * N),
+    HW_CHECK(hw::launch_pdl(negative_a, hw::grid_of_elements<8>(M / 3 * N), stream, hw::reads(x_i, M / 3 * N),
                             hw::writes(a_i, M / 3 * N), M, N));
   }
   HW_CHECK(ring_.join(caller));
-  HW_CHECK(hw::launch_pdl(mul_b, hw::grid_of_elements<8>(M * N), caller, hw::reads(a_, M * N), hw::reads(x, M * N),
+  HW_CHECK(hw::launch_pdl(multiply_b, hw::grid_of_elements<8>(M * N), caller, hw::reads(a_, M * N), hw::reads(x, M * N),
                           hw::writes(a_, M * N), M, N));
   HW_CHECK(ring_.fork(caller));
   for (int64_t j = 0; j < 3; ++j) {

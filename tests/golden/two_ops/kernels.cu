@@ -3,10 +3,10 @@
 
 namespace programs::two_ops {
 
-// %h: bf16[M/3, N] = neg(%x)
-// %y: bf16[M/3, N] = mul(%h, %x)
+// %h: bf16[M/3, N] = negative(%x)
+// %y: bf16[M/3, N] = multiply(%h, %x)
 template <int kWidth>
-__device__ void neg_mul_y_by(const hw::bf16* x, hw::bf16* y, int64_t M, int64_t N) {
+__device__ void negative_multiply_y_by(const hw::bf16* x, hw::bf16* y, int64_t M, int64_t N) {
   for (int64_t i : hw::over_grid<kWidth>(M / 3 * N)) {
     const auto x_i = hw::load<kWidth>(x + i);
     hw::Values<hw::bf16, kWidth> y_i;
@@ -20,12 +20,12 @@ __device__ void neg_mul_y_by(const hw::bf16* x, hw::bf16* y, int64_t M, int64_t 
   }
 }
 
-__global__ void neg_mul_y(const hw::bf16* x, hw::bf16* y, int64_t M, int64_t N) {
+__global__ void negative_multiply_y(const hw::bf16* x, hw::bf16* y, int64_t M, int64_t N) {
   hw::griddep_wait();
   if (M / 3 * N % 8 == 0 && hw::aligned(x, y)) {
-    neg_mul_y_by<8>(x, y, M, N);
+    negative_multiply_y_by<8>(x, y, M, N);
   } else {
-    neg_mul_y_by<1>(x, y, M, N);
+    negative_multiply_y_by<1>(x, y, M, N);
   }
 }
 

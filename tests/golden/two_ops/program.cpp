@@ -1,6 +1,6 @@
-// kernel @neg_mul_y(%x: bf16[M/3, N]) {
-//   %h: bf16[M/3, N] = neg(%x)
-//   %y: bf16[M/3, N] = mul(%h, %x)
+// kernel @negative_multiply_y(%x: bf16[M/3, N]) {
+//   %h: bf16[M/3, N] = negative(%x)
+//   %y: bf16[M/3, N] = multiply(%h, %x)
 // }
 // host @two_ops(%x: bf16[M, N]) -> (%y: bf16[M, N]) mesh(x=1) streams(ring[4]) {
 //   fork ring
@@ -8,7 +8,7 @@
 //     stream ring[%i] {
 //       %x_i = chunk %x[0: %i of 3]
 //       %y_i = chunk %y[0: %i of 3]
-//       launch @neg_mul_y %x_i -> %y_i
+//       launch @negative_multiply_y %x_i -> %y_i
 //     }
 //   }
 //   join ring
@@ -21,7 +21,9 @@
 
 namespace programs::two_ops {
 
-Program::Program(hw::Rank& rank) : rank_(rank.expect_world(kWorld)), ring_(rank, "ring", 4) { HW_CHECK(hw::load(neg_mul_y)); }
+Program::Program(hw::Rank& rank) : rank_(rank.expect_world(kWorld)), ring_(rank, "ring", 4) {
+  HW_CHECK(hw::load(negative_multiply_y));
+}
 
 Sizes Program::check(const Inputs& in) const {
   in.x.expect("x", "bf16[M, N]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
@@ -58,7 +60,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const hw::Stream stream = ring_[i];
     const auto* x_i = x + i * (M / 3 * N);
     auto* y_i = y + i * (M / 3 * N);
-    HW_CHECK(hw::launch_pdl(neg_mul_y, hw::grid_of_elements<8>(M / 3 * N), stream, hw::reads(x_i, M / 3 * N),
+    HW_CHECK(hw::launch_pdl(negative_multiply_y, hw::grid_of_elements<8>(M / 3 * N), stream, hw::reads(x_i, M / 3 * N),
                             hw::writes(y_i, M / 3 * N), M, N));
   }
   HW_CHECK(ring_.join(caller));

@@ -126,14 +126,14 @@ def _scaled(normed: Tensor, weight: Tensor | None, bias: Tensor | None, x: Tenso
 
 
 def _wide(x: Tensor) -> Tensor:
-    return hw.cast(x, f32) if x.dtype.kind == "float" and x.dtype.itemsize < f32.itemsize else x
+    return hw.astype(x, f32) if x.dtype.kind == "float" and x.dtype.itemsize < f32.itemsize else x
 
 
 def _cast(x: Tensor, dtype: DType) -> Tensor:
     """x in that dtype, called as x is."""
     if x.dtype == dtype:
         return x
-    result = hw.cast(x, dtype)
+    result = hw.astype(x, dtype)
     result._word = x._word
     return result
 
@@ -188,7 +188,7 @@ def scaled_dot_product_attention(
         query = hw.reshape(query, *map(str, (*q[:-3], k[-3], group, *q[-2:])))
         key, value = (hw.expand_dims(x, x.ndim - 2) for x in (key, value))
     order = (*range(key.ndim - 2), key.ndim - 1, key.ndim - 2)
-    scores = _wide(hw.matmul(query, hw.transpose(key, order))) * factor
+    scores = _wide(hw.matmul(query, hw.permute_dims(key, order))) * factor
     if is_causal:
         rows, columns = hw.iota(query, query.ndim - 2), hw.iota(key, key.ndim - 2)
         scores = hw.where(rows[:, None] >= columns[None, :], scores, float("-inf"))

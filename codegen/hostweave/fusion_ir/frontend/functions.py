@@ -42,9 +42,9 @@ def _binary(kind: str, doc: str) -> Callable[[Tensor | Scalar, Tensor | Scalar],
 
 
 add = _binary("add", "a + b.")
-sub = _binary("sub", "a - b.")
-mul = _binary("mul", "a * b.")
-div = _binary("div", "a / b, of floats.")
+subtract = _binary("subtract", "a - b.")
+multiply = _binary("multiply", "a * b.")
+divide = _binary("divide", "a / b, of floats.")
 maximum = _binary("maximum", "The larger one; NaN where either is.")
 minimum = _binary("minimum", "The smaller one; NaN where either is.")
 equal = _binary("equal", "a == b, a bool.")
@@ -56,7 +56,7 @@ greater_equal = _binary("greater_equal", "a >= b, a bool.")
 logical_and = _binary("logical_and", "a and b, of bools; also a & b.")
 logical_or = _binary("logical_or", "a or b, of bools; also a | b.")
 logical_not = _unary("logical_not", "not x, of bools; also ~x.")
-neg = _unary("neg", "-x.")
+negative = _unary("negative", "-x.")
 abs = _unary("abs", "The magnitude.")
 reciprocal = _unary("reciprocal", "1 / x.")
 exp = _unary("exp", "e to the x.")
@@ -87,10 +87,10 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
 
 
 @checked
-def clamp(x: Tensor, min: Tensor | Scalar | None = None, max: Tensor | Scalar | None = None) -> Tensor:
+def clip(x: Tensor, min: Tensor | Scalar | None = None, max: Tensor | Scalar | None = None) -> Tensor:
     """x, but no less than `min` and no more than `max`; a NaN stays. Either may be left out."""
     if min is None and max is None:
-        raise ProgramError("clamp: neither min nor max is given; pass one", Location.of_caller())
+        raise ProgramError("clip: neither min nor max is given; pass one", Location.of_caller())
     raised = x if min is None else record("maximum", x, min)
     return raised if max is None else record("minimum", raised, max)
 
@@ -102,11 +102,11 @@ def where(condition: Tensor, a: Tensor | Scalar, b: Tensor | Scalar) -> Tensor:
 
 
 @checked
-def cast(x: Tensor, dtype: DType) -> Tensor:
+def astype(x: Tensor, dtype: DType) -> Tensor:
     """The same values in another dtype, rounded to nearest even. Raises ProgramError where that is none of hostweave's."""
     if not isinstance(dtype, DType):
-        raise ProgramError(f"cast: {dtype!r} is no dtype; use hw.f32, hw.bf16 and the like", Location.of_caller())
-    return record("cast", x, target=TensorType(dtype, x.type.dims))
+        raise ProgramError(f"astype: {dtype!r} is no dtype; use hw.f32, hw.bf16 and the like", Location.of_caller())
+    return record("astype", x, target=TensorType(dtype, x.type.dims))
 
 
 @checked
@@ -184,10 +184,10 @@ def reshape(x: Tensor, *dims: int | str) -> Tensor:
 
 
 @checked
-def transpose(x: Tensor, axes: tuple[Axis, ...] | None = None) -> Tensor:
+def permute_dims(x: Tensor, axes: tuple[Axis, ...] | None = None) -> Tensor:
     """Dim i of the result is dim `axes[i]` of x; all dims reversed by default."""
     location = Location.of_caller()
-    return record("transpose", x, axes=tuple(dim_of(x, a, "transpose", location) for a in axes or range(x.ndim)[::-1]))
+    return record("permute_dims", x, axes=tuple(dim_of(x, a, "permute_dims", location) for a in axes or range(x.ndim)[::-1]))
 
 
 @checked
@@ -231,7 +231,7 @@ def pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: Scalar = 0
     if len(pad) % 2 or len(pad) > 2 * x.ndim or not all(isinstance(count, int) for count in pad):
         raise ProgramError(f"pad: {tuple(pad)} is not (before, after) of up to {x.ndim} dims of {x.type}, the last one first", location)
     if not fits(value, x.dtype):
-        raise ProgramError(f"pad: {value!r} is not a value of {x.type}; use hw.cast on the tensor", location)
+        raise ProgramError(f"pad: {value!r} is not a value of {x.type}; use hw.astype on the tensor", location)
     rest = (0,) * (x.ndim - len(pad) // 2)
     low, high = (rest + tuple(pad[i::2])[::-1] for i in (0, 1))
     return record("pad", x, low=low, high=high, value=float(value)) if any(pad) else x

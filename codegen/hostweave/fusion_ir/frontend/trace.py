@@ -27,7 +27,7 @@ RESULT_NAMES = {
     "matmul": "product",
     "expand_dims": "expanded",
     "reshape": "reshaped",
-    "transpose": "transposed",
+    "permute_dims": "transposed",
     "broadcast_to": "broadcast",
     "select": "selected",
     "slice": "sliced",
@@ -152,8 +152,8 @@ class Tensor:
     def T(self) -> Tensor:
         """The transpose of a matrix. Raises ProgramError for another number of dims."""
         if self.ndim != 2:
-            raise ProgramError(f"T: {self.type} has {self.ndim} dims, not 2; use hw.transpose(x, axes)", Location.of_caller())
-        return record("transpose", self, axes=(1, 0))
+            raise ProgramError(f"T: {self.type} has {self.ndim} dims, not 2; use hw.permute_dims(x, axes)", Location.of_caller())
+        return record("permute_dims", self, axes=(1, 0))
 
     def __getitem__(self, key: Any) -> Tensor:
         return indexed(self, key)
@@ -210,7 +210,7 @@ class Tensor:
 
     def _no_number(self, what: str) -> NoReturn:
         why = f"{what}: the values of {self.type} are not known while a fusion is traced"
-        raise ProgramError(f"{why}; compute with the tensor, cast by hw.cast, or pass a Python number", Location.of_caller())
+        raise ProgramError(f"{why}; compute with the tensor, cast by hw.astype, or pass a Python number", Location.of_caller())
 
     def _no_operator(self, sign: str, remedy: str) -> NoReturn:
         raise ProgramError(f"x {sign} y: tensors of a fusion have no {sign}; {remedy}", Location.of_caller())
@@ -236,22 +236,22 @@ class Tensor:
         return record("add", other, self)
 
     def __sub__(self, other: Tensor | Scalar) -> Tensor:
-        return record("sub", self, other)
+        return record("subtract", self, other)
 
     def __rsub__(self, other: Scalar) -> Tensor:
-        return record("sub", other, self)
+        return record("subtract", other, self)
 
     def __mul__(self, other: Tensor | Scalar) -> Tensor:
-        return record("mul", self, other)
+        return record("multiply", self, other)
 
     def __rmul__(self, other: Scalar) -> Tensor:
-        return record("mul", other, self)
+        return record("multiply", other, self)
 
     def __truediv__(self, other: Tensor | Scalar) -> Tensor:
-        return record("div", self, other)
+        return record("divide", self, other)
 
     def __rtruediv__(self, other: Scalar) -> Tensor:
-        return record("div", other, self)
+        return record("divide", other, self)
 
     def __pow__(self, other: Tensor | Scalar) -> Tensor:
         if isinstance(other, int) and other in (2, 3, 4):  # a product is some tens of times less work
@@ -281,7 +281,7 @@ class Tensor:
         return record("logical_not", self)
 
     def __neg__(self) -> Tensor:
-        return record("neg", self)
+        return record("negative", self)
 
     def __eq__(self, other: Tensor | Scalar) -> Tensor:  # type: ignore[override]
         return record("equal", self, other)

@@ -89,7 +89,7 @@ class _Insertion:
         self.emit(replace(op, result=whole))
         if stream:  # the loop casts what it reduces, unless it walks over the shards of which each is whole after the last step alone
             stream = None if result.type.dims[stream.dim].axes else Stream(stream.dim, stream.chunks)
-        self.emit(Op("cast", (whole.name,), replace(result, stream=stream, aside=False), location=op.location))
+        self.emit(Op("astype", (whole.name,), replace(result, stream=stream, aside=False), location=op.location))
 
     def carrier(self, op: Op, type: TensorType, partial: Partial) -> DType | None:
         """The dtype in which ranks hold their terms where it is not the result's."""
@@ -116,7 +116,7 @@ class _Insertion:
             self.types[name] = wide.type
             return name
         value = Value(self.names.new(f"{name}_{dtype}"), replace(self.types[name], dtype=dtype))
-        self.emit(Op("cast", (name,), value, location=op.location))
+        self.emit(Op("astype", (name,), value, location=op.location))
         return value.name
 
     def is_resolved_by_reshard(self, value: Value) -> bool:

@@ -141,11 +141,11 @@ def _ending(matmul: ir.Matmul, op: Op, value: str, kernel: ir.Kernel, buffers: d
                 return replace(matmul, accumulate=(buffers[name],))
             if inputs[name] == op.result.type.shape[-1:] and not matmul.bias:
                 return replace(matmul, bias=(buffers[name],))
-        case ("neg",):
+        case ("negative",):
             return _scaled(matmul, -1.0)
-        case "mul", int(factor) | float(factor):
+        case "multiply", int(factor) | float(factor):
             return _scaled(matmul, factor)
-        case "div", int(divisor) | float(divisor) if op.operands[0] == value and abs(frexp(divisor)[0]) == 0.5:  # exact
+        case "divide", int(divisor) | float(divisor) if op.operands[0] == value and abs(frexp(divisor)[0]) == 0.5:  # exact
             return _scaled(matmul, 1 / divisor)
     return None
 

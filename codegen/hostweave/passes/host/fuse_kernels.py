@@ -1,13 +1,14 @@
 """Host to host: kernels that hand an intermediate on become one, which keeps it in registers.
 
-    launch @neg_h %x -> %h
-    launch @mul_y %h, %x -> %y
+    launch @negative_h %x -> %h
+    launch @multiply_y %h, %x -> %y
 
 becomes
 
-    launch @neg_mul_y %x -> %y
+    launch @negative_mul_y %x -> %y
 
-with `kernel @neg_mul_y(%x) { %h = neg(%x); %y = mul(%h, %x) }`, which also writes %h where something else reads it. In the host IR
+with `kernel @negative_multiply_y(%x) { %h = negative(%x); %y = multiply(%h, %x) }`, which also writes %h where something else reads it.
+In the host IR
 a kernel is fused as it is launched: on the chunk of a loop, next to a communication. A kernel that could have gone on says why it ends.
 """
 
@@ -181,7 +182,7 @@ class _Links:
 def _is_free(kernel: ir.Kernel) -> bool:
     """Whether any number of kernels can compute the result again: they read no more for it."""
     sizes = [parameter.type.dtype.itemsize for parameter in (*kernel.inputs, *kernel.results)]
-    return len(sizes) == 2 and sizes[0] <= sizes[1] and all(op.kind == "cast" for op in kernel.ops)
+    return len(sizes) == 2 and sizes[0] <= sizes[1] and all(op.kind == "astype" for op in kernel.ops)
 
 
 def _is_costly(op: Op) -> bool:
@@ -261,7 +262,7 @@ def _viewed(path: list[ir.Reshape | ir.Permute], source: str, name: str, types: 
         if isinstance(view, ir.Reshape):
             yield Op("reshape", (source,), value, location=view.location)
         else:
-            yield Op("transpose", (source,), value, (("axes", view.order),), view.location)
+            yield Op("permute_dims", (source,), value, (("axes", view.order),), view.location)
         source = result
 
 

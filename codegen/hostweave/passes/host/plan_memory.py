@@ -3,8 +3,8 @@
     %h = allocate f32[M, K]                   %h = allocate f32[M, K]
     %t = allocate f32[M, K]                   launch @exp_h %x -> %h
     %g = allocate f32[M, N]                   %t = reshape %h to [M, K]
-    launch @exp_h %x -> %h           becomes  launch @neg_t %h -> %t
-    launch @neg_t %h -> %t                    %g = allocate f32[M, N]
+    launch @exp_h %x -> %h           becomes  launch @negative_t %h -> %t
+    launch @negative_t %h -> %t                    %g = allocate f32[M, N]
     matmul %t, %w -> %g                       matmul %t, %w -> %g
     all_gather %g -> %gs on x                 deallocate %h
     ...                                       %gs = allocate f32[4*M, N]

@@ -1,7 +1,7 @@
 """A view stands right before the first instruction that uses it, in the stream block or branch that holds all of its uses.
 
-    %h = slice %x[1: 4 from 4]                launch @neg_t %x -> %t
-    launch @neg_t %x -> %t           becomes    %h = slice %x[1: 4 from 4]
+    %h = slice %x[1: 4 from 4]                launch @negative_t %x -> %t
+    launch @negative_t %x -> %t           becomes    %h = slice %x[1: 4 from 4]
     copy %h -> %y                               copy %h -> %y
 
 What is the same in every step of a loop stays before the loop, and before the fork of its streams.

@@ -97,8 +97,8 @@ def _halves(kernel: ir.Kernel, row: tuple[int, ...]) -> tuple[ir.Kernel, ir.Kern
     wide = Value(f"{source.name}_{dtype}", replace(source.type, dtype=dtype))
     total = replace(op.result, name=f"{op.result.name}_{dtype}", type=replace(op.result.type, dtype=dtype))
     if is_rounded:
-        first = [Op("cast", (source.name,), wide, location=op.location), _with(op, wide.name, row, rows)]
-        last = [_with(op, rows.name, others, total), Op("cast", (total.name,), op.result, location=op.location)]
+        first = [Op("astype", (source.name,), wide, location=op.location), _with(op, wide.name, row, rows)]
+        last = [_with(op, rows.name, others, total), Op("astype", (total.name,), op.result, location=op.location)]
     else:
         first = [_with(op, source.name, row, rows)]
         last = [_with(op, rows.name, others, op.result)]

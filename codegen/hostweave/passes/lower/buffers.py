@@ -159,7 +159,7 @@ class Buffers:
                 self.wholes[result.name] = self._own_block(op)
             return
         dim = None if steps is None or stream is None else self.flow.map(op).operand_dim(0, stream.dim)
-        if steps is None or stream is None or dim is None or op.kind == "transpose":
+        if steps is None or stream is None or dim is None or op.kind == "permute_dims":
             self.wholes[result.name] = self._whole_view(op)
             return
         here, wanted = self.chunk(source, dim, steps), f"{result.name}_{steps.index.name}"
@@ -192,7 +192,7 @@ class Buffers:
             return self._own_block(op)
         source, name = self.whole(op.tensors[0]), op.result.name
         with self.b.hoisted():
-            if op.kind == "transpose":
+            if op.kind == "permute_dims":
                 axes = op.attribute("axes")
                 assert isinstance(axes, tuple)
                 return self.b.permute(source, axes, name)

@@ -1,7 +1,7 @@
 """What stands in one loop: neighbouring streamed ops that take the same steps, each reading what its own step made.
 
-    %h: f32[M, K] stream(M, 4, by_shard) = neg(%x)
-    %v: f32[K, M] = transpose(%x, axes=(1, 0))
+    %h: f32[M, K] stream(M, 4, by_shard) = negative(%x)
+    %v: f32[K, M] = permute_dims(%x, axes=(1, 0))
     %y: f32[M, N] stream(M, 4, by_shard) = matmul(%h, %w)
 
 is %v by itself, a view that costs nothing where it stands, and then a loop of %h and %y.

@@ -6,7 +6,7 @@
 %h is made where it belongs in %y, and
 
     %h: f32[M, N] = matmul(%x, %w)
-    %t: f32[N, M] = transpose(%h, axes=(1, 0))
+    %t: f32[N, M] = permute_dims(%h, axes=(1, 0))
     return %t
 
 makes %h through a view of the memory of %t, so that nothing is copied.
@@ -24,7 +24,7 @@ from hostweave.passes.lower.dataflow import Dataflow
 from hostweave.passes.lower.loops import Loop
 from hostweave.types.tensor import BufferType
 
-REVERSIBLE = ("reshape", "expand_dims", "transpose")  # views of all elements
+REVERSIBLE = ("reshape", "expand_dims", "permute_dims")  # views of all elements
 
 Part = tuple[Op, int]  # a concat or pad, and which operand of it
 
@@ -46,7 +46,7 @@ def placement_of(flow: Dataflow, loops: Sequence[Loop]) -> Placement:
 
 def reversed_view(flow: Dataflow, op: Op, src: str) -> ir.Reshape | ir.Permute:
     """The view that leads from the result of a view back to what it is of."""
-    if op.kind == "transpose":
+    if op.kind == "permute_dims":
         axes = op.attribute("axes")
         assert isinstance(axes, tuple)
         return ir.Permute("", src, tuple(axes.index(i) for i in range(len(axes))))
@@ -91,7 +91,7 @@ def _seen_through(flow: Dataflow, parts: dict[str, Part]) -> dict[str, Op]:
     for op in flow.fusion.ops:
         users = flow.consumers[op.result.name]
         is_returned = op.result.name in flow.fusion.outputs and not users
-        is_merged = op.kind == "transpose" and bool(users) and all(user.kind == "reshape" and _merges(flow, user) for user in users)
+        is_merged = op.kind == "permute_dims" and bool(users) and all(user.kind == "reshape" and _merges(flow, user) for user in users)
         if op.kind in REVERSIBLE and (is_returned or is_merged):
             found |= _chain(flow, op, flow.local(op.result), parts)
     return found
