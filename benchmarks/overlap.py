@@ -70,17 +70,17 @@ def _fusion(case: Case, ranks: int, chunks: int, by: str | None) -> Fusion:
     mesh = hw.Mesh(x=ranks)
     if by == "collective":
         by = "all_gather" if case.kind == "ag" else None
-        step = "across"
+        chunking = "across_shards"
     else:
-        step = None
+        chunking = None
 
     def ag(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
         y = hw.matmul(hw.reshard(x, "M", "K"), w)
-        return y.stream("M", chunks=chunks, by=by, step=step) if chunks else y
+        return y.stream("M", chunks=chunks, algorithm=by, chunking=chunking) if chunks else y
 
     def rs(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
         y = hw.reshard(hw.matmul(x, w), "M@x", "N")
-        return y.stream("M", chunks=chunks, by=by, step=step) if chunks else y
+        return y.stream("M", chunks=chunks, algorithm=by, chunking=chunking) if chunks else y
 
     if case.kind == "ag":
         return hw.fusion(mesh=mesh, x=hw.bf16["M@x", "K"], w=hw.bf16["K", "N"])(ag)

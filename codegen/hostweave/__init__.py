@@ -6,6 +6,7 @@ from time import time_ns
 from typing import TYPE_CHECKING, Any
 
 from hostweave.base.errors import Location, UnknownAttribute
+from hostweave.base import errors
 from hostweave.fusion_ir.frontend.block import block
 from hostweave.fusion_ir.frontend.composites import (
     dropout,
@@ -160,6 +161,7 @@ __all__ = [
     "divide",
     "dropout",
     "equal",
+    "errors",
     "erf",
     "exp",
     "expand_dims",

@@ -1,4 +1,4 @@
-// The exceptions of the runtime. In Python they are hostweave.errors.ArgumentError and ExecutionError.
+// The exceptions of the runtime. In Python they are hostweave.base.errors.ArgumentError and ExecutionError.
 #pragma once
 #include <stdexcept>
 

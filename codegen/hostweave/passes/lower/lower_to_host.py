@@ -7,7 +7,7 @@ becomes
 
     %xg = allocate bf16[M, K]
     fork ring
-    for %i in 0..8 { %p = (rank.x + %i) % 8; stream ring[%i] { the exchange of %xg_i; matmul %xg_i, %w -> %y_i } }
+    for %i in 0..8 { %p = (rank.x + %i) % 8; stream ring[%i] { the sends of %xg_i; matmul %xg_i, %w -> %y_i } }
     join ring
 
 Which ops share a loop (`lowering/loops.py`) and where results lie (`lowering/placement.py`) is decided before anything is written.
