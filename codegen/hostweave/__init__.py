@@ -5,8 +5,8 @@ from importlib import import_module
 from time import time_ns
 from typing import TYPE_CHECKING, Any
 
-from hostweave.base.errors import Location, UnknownAttribute
 from hostweave.base import errors
+from hostweave.base.errors import Location, UnknownAttribute
 from hostweave.fusion_ir.frontend.block import block
 from hostweave.fusion_ir.frontend.composites import (
     dropout,
@@ -161,8 +161,8 @@ __all__ = [
     "divide",
     "dropout",
     "equal",
-    "errors",
     "erf",
+    "errors",
     "exp",
     "expand_dims",
     "f8e4m3",
