@@ -5,6 +5,7 @@ from importlib import import_module
 from time import time_ns
 from typing import TYPE_CHECKING, Any
 
+from hostweave.base import errors
 from hostweave.base.errors import Location, UnknownAttribute
 from hostweave.fusion_ir.frontend.block import block
 from hostweave.fusion_ir.frontend.composites import (
@@ -161,6 +162,7 @@ __all__ = [
     "dropout",
     "equal",
     "erf",
+    "errors",
     "exp",
     "expand_dims",
     "f8e4m3",

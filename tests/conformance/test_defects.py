@@ -23,7 +23,7 @@
 | what a rank holds already is scattered to it | ../passes/test_decompose_reshards (`shard`) |
 | one tensor is gathered twice for two consumers | ../passes/test_insert_reshards, ../passes/test_decompose_reshards |
 | averages, and reductions of integers to one rank, are not there | test_collectives (avg, reduce) |
-| a permute leaves what has no source as it was | test_one_axis_of_a_mesh, test_collectives (exchange) |
+| a permute leaves what has no source as it was | test_one_axis_of_a_mesh, test_collectives (collective_permute) |
 | no elements, one element, uneven shards | test_collectives (0 and 1), test_reshards |
 | a rank that is gone is waited for for ever | ../runtime/test_init (faults), ../gpu/test_processes |
 """
@@ -56,7 +56,7 @@ RANKS = {
     "sums_of_columns": "all_reduce sum %x -> %sums_of_columns on dp",
     "swapped_in_rows": "collective_permute %x -> %swapped_in_rows from [1, 0] on tp",
     "swapped_in_columns": "collective_permute %x -> %swapped_in_columns from [1, 0] on dp",
-    "passed_on": "fill %passed_on with 7.0\nexchange %x -> %passed_on from [none, 0] on tp",
+    "passed_on": "fill %passed_on with 7.0\ncollective_permute %x -> %passed_on from [none, 0] on tp",
     "sent": "if rank.tp == 0 {\n copy %x -> %sent\n send %x to 1 on tp\n} else {\n recv %sent from 0 on tp\n}",
     "sent_in_one_row": (
         "if rank.dp == 0 {\n if rank.tp == 0 {\n  send %x to 1 on tp\n  copy %x -> %sent_in_one_row\n } else {\n"
