@@ -17,15 +17,16 @@ def streamed(ranks: int, chunks: int) -> Fusion:
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.f32["M@x", "K"], w=hw.f32["K", "N"], a=hw.f32["M", "L@x"], b=hw.f32["L@x", "N"])
     def streamed(x, w, a, b):
-        gathered = [(hw.copy(x) @ w).stream("M", chunks=chunks, by=by).named(f"gathered_{by}") for by in GATHERS]
-        rows = [hw.reshard(a @ b, "M@x", "N").stream("M", chunks=chunks, by=by).named(f"rows_{by}") for by in SCATTERS]
+        gathered = [(hw.copy(x) @ w).stream("M", chunks=chunks, algorithm=by).named(f"gathered_{by}") for by in GATHERS]
+        rows = [hw.reshard(a @ b, "M@x", "N").stream("M", chunks=chunks, algorithm=by).named(f"rows_{by}") for by in SCATTERS]
         ways = [by for by in SCATTERS if by != "ring"]  # a ring passes contiguous blocks on
-        columns = [hw.reshard(a @ b, "M", "N@x").stream("N", chunks=chunks, by=by).named(f"columns_{by}") for by in ways]
+        columns = [hw.reshard(a @ b, "M", "N@x").stream("N", chunks=chunks, algorithm=by).named(f"columns_{by}") for by in ways]
         return (*gathered, *rows, *columns)
 
     return streamed
 
 
+@pytest.mark.usefixtures("quick_compiles")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_compiled(ranks: int, target: str) -> None:
     for pieces in (1, 2) if ranks < 8 else (1,):
