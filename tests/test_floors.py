@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
-from hostweave.base.paths import PACKAGE
+import hostweave as hw
+from hostweave.base.paths import PACKAGE, RUNTIME
 
 # From the top down. `options` is what passes and users share.
 FLOORS = (
@@ -49,3 +52,11 @@ def test_imports_point_down() -> None:
             f"{path.relative_to(PACKAGE)} imports {part}" for part in imports(path) if FLOOR_OF.get(part, len(FLOORS)) < FLOOR_OF[own]
         ]
     assert not wrong
+
+
+def test_what_is_imported_from_cpp_is_there() -> None:
+    """The types of errors among it: without theirs, what goes wrong in a run would be a RuntimeError."""
+    found = {name for path in RUNTIME.rglob("*.cpp") for name in re.findall(r'import\("(hostweave[\w.]*)"\)', path.read_text())}
+    assert hw.errors.__name__ in found
+    for name in found:
+        import_module(name)

@@ -131,3 +131,31 @@ def test_sizes_where_a_sum_must_divide() -> None:
     program = HostProgram.parse(text)
     assert minimal_sizes(program) == {"M": 3}
     assert list(sizes_to_check(program)) == [{"M": 3}, {"M": 5}]
+
+
+SUMS = """host @sums(%x: f32[M@x], %w: f32[N]) -> (%y: f32[(M - 1)@x], %z: f32[(N - 2)@x]) mesh(x=4) uneven(M) {
+  %m = allocate f32[part(M, x), (N - 2)]
+  %p = allocate f32[part(M, x)*(N - 2)]
+  %a = allocate f32[(M - 1)/4]
+  %b = allocate f32[(N - 2)/4]
+}"""
+
+
+def test_sums_of_several_sizes_that_must_divide() -> None:
+    """M must be 1 more than a multiple of 4 and N 2 more, and what is known of a part of M says nothing of the others."""
+    sizes = minimal_sizes(HostProgram.parse(SUMS))
+    assert (sizes["M"] % 4, sizes["N"] % 4) == (1, 2)
+
+
+def test_sizes_that_no_search_finds_end_it() -> None:
+    text = "host @t(%x: f32[A, B, C], %w: f32[D]) -> (%y: f32[(2*A + 2*B + 2*C - 2*D + 1)/2]) mesh(x=1) {\n}"
+    assert set(minimal_sizes(HostProgram.parse(text))) == set("ABCD")
+
+
+@pytest.mark.parametrize("body", ["copy %x -> %y", "%p = %i % 2", "for %j in 0..4294967296 {\n  copy %x -> %y\n}"])
+@pytest.mark.parametrize("count", [2**32, 2**17])
+def test_a_loop_of_more_steps_than_can_be_checked(count: int, body: str) -> None:
+    program = HostProgram.parse(f"host @t(%x: f32[M]) -> (%y: f32[M]) mesh(x=2) {{\n  for %i in 0..{count} {{\n    {body}\n  }}\n}}\n")
+    why = "the rank takes more than 65536 steps of loops, the most that can be checked; give it fewer"
+    with pytest.raises(ProgramError, match=rf"^text:2: rank 0, .* for %i in 0\.\.{count}: {why}"):
+        instantiate(program, {"M": 4})

@@ -110,9 +110,10 @@ HAS_NVCC = shutil.which("nvcc", path=TOOLS) is not None
 
 
 @pytest.mark.skipif(bool(CUDA.missing) and not os.environ.get("HOSTWEAVE_REQUIRE_CUDA"), reason="no CUDA: pip install '.[cuda13]'")
-@pytest.mark.parametrize("name", ["ag_matmul_p2p", *(["matmul_rs_flat"] if HAS_NVCC else [])])  # kernels need nvcc here
-def test_a_project_compiles_and_links_for_cuda(name: str, tmp_path: Path) -> None:
-    build(FUSIONS[name], tmp_path, *for_cuda())
+def test_projects_compile_and_link_for_cuda(tmp_path: Path) -> None:
+    """In one folder, so that the runtime is built once."""
+    for name in ("ag_matmul_p2p", *(("matmul_rs_flat",) if HAS_NVCC else ())):  # kernels need nvcc here
+        build(FUSIONS[name], tmp_path, *for_cuda())
 
 
 @pytest.mark.gpu

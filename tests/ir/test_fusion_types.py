@@ -8,7 +8,7 @@ import pytest
 import hostweave as hw
 from hostweave.base.errors import ArgumentError, ProgramError
 from hostweave.types.size import Extent
-from hostweave.types.tensor import Dim
+from hostweave.types.tensor import Dim, TensorType
 
 
 def test_a_spec_prints_as_it_is_written() -> None:
@@ -55,6 +55,18 @@ def test_ranks_are_row_major() -> None:
     assert mesh.process_group(6, ("tp", "dp")) == (0, 4, 1, 5, 2, 6, 3, 7)
     assert str(mesh) == "mesh(dp=2, tp=4)"
     assert mesh == hw.Mesh((("dp", 2), ("tp", 4)))
+
+
+def test_blocks_of_a_dim_that_is_a_sum() -> None:
+    spec, mesh = TensorType(hw.f32, (Dim.of("N"), Dim.of("(N - 1)@x"))), hw.Mesh(x=2)
+    array = np.arange(35.0).reshape(5, 7)
+    with pytest.raises(ArgumentError, match=r"dim 1 is 7; 4 is wanted for \(N - 1\)"):
+        spec.shard(array, 0, mesh)
+    blocks = [spec.shard(array[:, :4], rank, mesh) for rank in range(2)]
+    np.testing.assert_array_equal(blocks[1], array[:, 2:4])
+    np.testing.assert_array_equal(spec.unshard(blocks, mesh), array[:, :4])
+    alone = TensorType(hw.f32, (Dim.of("(N - 1)@x"),))  # N may be anything
+    np.testing.assert_array_equal(alone.shard(array[0], 1, mesh), array[0, 4:])
 
 
 def test_shard_and_unshard() -> None:

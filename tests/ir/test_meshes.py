@@ -11,6 +11,8 @@ import pytest
 import hostweave as hw
 from hostweave.base.errors import ArgumentError, ParseError, ProgramError
 from hostweave.check.check import check
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.fusion_ir.verify import verify_fusion
 from hostweave.host_ir.ir import HostProgram
 from hostweave.host_ir.verify import verify_host
 from hostweave.types.mesh import Mesh
@@ -299,3 +301,33 @@ def test_error_of_a_host_program(body: str, message: str) -> None:
     with pytest.raises(ProgramError) as caught:
         verified_and_checked()
     assert str(caught.value) == message
+
+
+def with_kernel(takes: str, gives: str) -> str:
+    return f'source @k = k(in {takes}, out {gives}) grid(M) block(256) {{\n  "__global__ void k(const float* x, float* y) {{}}"\n}}\n'
+
+
+@pytest.mark.parametrize(
+    ("takes", "gives", "why"),
+    [
+        ("f32[M@q] on mesh(q=2 of ranks 7, 8)", "f32[M]", "has no rank 7|@k takes .* on mesh"),
+        ("f32[M@r] on mesh(q=2 of ranks 0, 1)", "f32[M]", "no axis r in|@k takes .* on mesh"),
+        ("f32[M] on mesh(q=2 of ranks 0, 1)", "f32[M]", "@k takes .* on mesh"),
+        ("f32[M]", "f32[M@q] on mesh(q=2 of ranks 7, 8)", "has no rank 7|@k gives .*; leave out on mesh"),
+        ("f32[M]", "f32[M] on mesh(q=2 of ranks 0, 1)", "@k gives .* on mesh"),
+        ("f32[M@z]", "f32[M]", "no axis '?z'? in|has no axis 'z'"),
+        ("f32[M]", "f32[M@z]", "no axis '?z'? in|has no axis 'z'"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["fusion", "host"])
+def test_the_meshes_of_what_a_kernel_takes_and_gives(kind: str, takes: str, gives: str, why: str) -> None:
+    def verify(source: str) -> None:
+        if kind == "fusion":
+            text = "fusion @p(%x: f32[M]) mesh(x=4) {\n  %y: f32[M] = kernel @k(%x)\n  return %y\n}\n"
+            verify_fusion(Fusion.parse(source + text))
+        else:
+            verify_host(HostProgram.parse(source + "host @p(%x: f32[M]) -> (%y: f32[M]) mesh(x=4) {\n  launch @k %x -> %y\n}\n"))
+
+    verify(with_kernel("f32[M]", "f32[M]"))
+    with pytest.raises(ProgramError, match=why):
+        verify(with_kernel(takes, gives))

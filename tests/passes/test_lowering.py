@@ -82,3 +82,15 @@ def test_what_a_view_returns_is_written_through_it() -> None:
 def test_what_ends_in_its_loop_lies_as_the_loop_likes() -> None:
     streamed = flow("%x: f32[M, N]", "%h: f32[M, N] stream(M, 4) = negative(%x)\n%y: f32[M, N] stream(M, 4) = exp(%h)")
     assert placement_of(streamed, loops_of(streamed)).within_loops == {"h"}
+
+
+def test_what_is_transposed_in_its_loop_lies_whole() -> None:
+    """The transpose is a view of all chunks."""
+    ops = """
+        %h: f32[M, N] stream(N, 4) = negative(%x)
+        %t: f32[N, M] stream(N, 4) = permute_dims(%h, axes=(1, 0))
+        %y: f32[N, M] stream(N, 4) = exp(%t)
+    """
+    turned = flow("%x: f32[M, N]", ops)
+    assert [[op.result.name for op in loop.ops] for loop in loops_of(turned)] == [["h", "t", "y"]]
+    assert placement_of(turned, loops_of(turned)).within_loops == {"t"}

@@ -149,6 +149,14 @@ def _stream_of(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor
     return t.stream(g.random.randrange(t.ndim or 1), chunks=g.random.choice([None, 2, g.mesh.size, 2 * g.mesh.size])) * 2
 
 
+def _turned_in_a_loop(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
+    """Each step makes, transposes and reads its own chunk."""
+    order = g.random.sample(range(t.ndim), t.ndim)
+    dim, chunks = g.random.randrange(t.ndim or 1), g.random.choice([None, 2, g.mesh.size, 2 * g.mesh.size])
+    turned = hw.permute_dims((t * 2).stream(order[dim], chunks=chunks), tuple(order)).stream(dim, chunks=chunks)
+    return g.random.choice([-turned, hw.reshard(turned, *turned.shape)]).stream(dim, chunks=chunks)
+
+
 def _with_number(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
     """An op of a tensor and a number, also beside the same op without the number."""
     op: Callable[[Any, Any], hw.Tensor] = g.random.choice(PAIRS)
@@ -209,6 +217,7 @@ OPS: tuple[MakeOp, ...] = (
     lambda g, values, t: hw.reshape(t, -1),
     _streamed,
     _stream_of,
+    lambda g, values, t: _turned_in_a_loop(g, values, t) if t.ndim else -t,
     _product_in_a_loop,
     _product_in_a_loop,
     _product_in_a_loop,

@@ -360,6 +360,28 @@ def test_outputs_that_overlap(library: str) -> None:
     group.close()
 
 
+@pytest.mark.parametrize(
+    ("out_of", "names"),
+    [
+        (lambda rank, apart: X[ROWS * (rank + 1) % 16 :][:ROWS], "y of rank 3 and x of rank 0"),
+        (lambda rank, apart: apart[0], "y of rank 0 and y of rank 1"),
+        (lambda rank, apart: x_of(0) if rank == 1 else None, "y of rank 1 and x of rank 0"),
+        (lambda rank, apart: apart[rank], None),
+    ],
+)
+def test_an_output_that_overlaps_an_array_of_another_rank(out_of: Callable[[int, np.ndarray], Any], names: str | None) -> None:
+    apart = np.zeros((RANKS, ROWS, 8), np.float32)
+
+    def rank(rank: int) -> np.ndarray:
+        if names is not None:
+            with pytest.raises(ArgumentError, match=rf"^twice: out=: {names} overlap in memory; pass an array of its own$"):
+                TWICE(x_of(rank), out=out_of(rank, apart))
+        return TWICE(x_of(rank), out=apart[rank])  # the group still works
+
+    for at, result in enumerate(on_ranks(rank)):
+        np.testing.assert_array_equal(result, 2 * x_of(at))
+
+
 def test_without_a_group_and_after_close() -> None:
     with pytest.raises(ExecutionError) as caught:
         ALONE(X)

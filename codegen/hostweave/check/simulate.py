@@ -23,6 +23,8 @@ from hostweave.types.rank_sizes import RankSizes, Sizes
 from hostweave.types.size import Extent, part_of
 from hostweave.types.tensor import BufferType
 
+MAX_STEPS = 2**16  # of the loops of one rank
+
 
 def instantiate(program: ir.HostProgram, sizes: Sizes) -> Instances:
     """Runs the control flow of `program` for every rank of its mesh.
@@ -68,6 +70,7 @@ class _Run:
     kept: dict[Stream, Operation] = field(default_factory=dict)  # the same, of what belongs to the stream until it is joined
     stream: Stream | None = None
     steps: tuple[tuple[str, int], ...] = ()
+    steps_taken: int = 0
 
     def __post_init__(self) -> None:
         mesh = self.program.mesh
@@ -85,6 +88,13 @@ class _Run:
         self.operations.append(operation)
         self.last[operation.stream] = operation
         return operation
+
+    def take_steps(self, count: int, loop: ir.For) -> None:
+        """Counts the steps of a loop: all that a rank does is kept in memory."""
+        self.steps_taken += count
+        if self.steps_taken > MAX_STEPS:
+            why = f"the rank takes more than {MAX_STEPS} steps of loops, the most that can be checked"
+            self.fail(loop, f"{why}; give it fewer, or check it at smaller sizes")
 
     def fail(self, instruction: ir.Instruction, message: str) -> NoReturn:
         raise failure(self.program, f"{Operation(instruction, self.rank, self.stream, self.steps)}: {message}", instruction)
@@ -444,6 +454,7 @@ def _for(b: _Binder, i: ir.For) -> Step:
 
     def step(run: _Run) -> None:
         outer = run.steps
+        run.take_steps(count, i)
         for value in range(count):
             run.environment[i.out] = value
             run.steps = (*outer, (i.out, value))

@@ -10,6 +10,8 @@ from hostweave.host_ir.calls import dedupe_functions
 from hostweave.host_ir.size_requirements import Walk, not_negative, trip_counts, types_in
 from hostweave.types.size import Extent, is_sum
 
+Steps = dict[str, tuple[int, int]]  # for every size: what it is a multiple of, or 0 where it is as it is, and the least that it may be
+
 
 def minimal_sizes(program: ir.HostProgram) -> dict[str, int]:
     """Small sizes at which every extent of `program` is whole: {'M': 12, 'K': 2, 'N': 2}.
@@ -32,8 +34,7 @@ def usual_sizes(program: ir.HostProgram, given: Mapping[str, int]) -> dict[str, 
     return {name: given.get(name, -(-USUAL // least[name]) * least[name]) for name in program.symbols()}
 
 
-def _steps(program: ir.HostProgram, evenly: bool) -> dict[str, tuple[int, int]]:
-    """For every size: what it is a multiple of, and the least that it may be."""
+def _steps(program: ir.HostProgram, evenly: bool) -> Steps:
     loops = [i for i in ir.walk(program.body) if isinstance(i, ir.For)]
     walked = {name for loop in loops for name in loop.count.names}
     twice = 2 * max((pool.count for pool in program.streams), default=1) + 1
@@ -55,27 +56,46 @@ def _steps(program: ir.HostProgram, evenly: bool) -> dict[str, tuple[int, int]]:
     return {name: (size, size * -(-least[name] // size)) for name, size in sizes.items()}
 
 
-MOST_STEPS = 4096
+MOST_STEPS = (16, 256, 4096)  # of a size from its least on, in one search and the next
+MOST_TRIES = 2**14  # in a search
 
 
-def _with_room(program: ir.HostProgram, sizes: dict[str, tuple[int, int]]) -> dict[str, int] | None:
-    """The first sizes that slices and sums of sizes allow, from the least on by steps; None where none of them do."""
-    room, summed = not_negative(program), [extent for extent in extents(program) if any(map(is_sum, extent.names))]
+def _with_room(program: ir.HostProgram, sizes: Steps) -> dict[str, int] | None:
+    """Sizes that slices and sums of sizes allow, each from its least on by its step; None where none are found."""
+    wanted = [(extent, 0) for extent in not_negative(program)]
+    wanted += [(extent, 1) for extent in extents(program) if any(map(is_sum, extent.names))]
+    wanted = [(extent, least) for extent, least in wanted if set(extent.symbols) <= sizes.keys()]  # parts go by the rank
+    return next(filter(None, (_Search(sizes, wanted, steps).found() for steps in MOST_STEPS)), None)
 
-    def taken(steps: int) -> dict[str, int]:
-        return {name: least + steps * step for name, (step, least) in sizes.items()}
 
-    def fits(steps: int) -> bool:
-        some = taken(steps)
+class _Search:
+    """One size after the other, each taken back where those behind it do not fit."""
+
+    def __init__(self, sizes: Steps, wanted: list[tuple[Extent, int]], steps: int):
+        self.sizes, self.names, self.steps = sizes, list(sizes), steps
+        self.chosen: dict[str, int] = {}
+        self.tries = 0
+        self.decided: dict[str, list[tuple[Extent, int]]] = {name: [] for name in sizes}  # by the last size of each extent
+        for extent, least in dict.fromkeys(wanted):
+            if extent.symbols:
+                self.decided[max(extent.symbols, key=self.names.index)].append((extent, least))
+
+    def found(self, at: int = 0) -> dict[str, int] | None:
+        if at == len(self.names):
+            return self.chosen
+        step, least = self.sizes[self.names[at]]
+        for size in range(least, least + self.steps * step, step) if step else (least,):
+            self.tries += 1
+            self.chosen[self.names[at]] = size
+            if self.tries <= MOST_TRIES and self.fits(self.names[at]) and (found := self.found(at + 1)) is not None:
+                return found
+        return None
+
+    def fits(self, name: str) -> bool:
         try:
-            return all(extent.bind(some) >= 0 for extent in room) and all(extent.bind(some) > 0 for extent in summed)
+            return all(extent.bind(self.chosen) >= least for extent, least in self.decided[name])
         except ValueError:  # a sum that does not divide
             return False
-        except KeyError:  # a part of a size
-            return True
-
-    steps = next(filter(fits, range(MOST_STEPS)), None) if room or summed else 0
-    return None if steps is None else taken(steps)
 
 
 def sizes_to_check(program: ir.HostProgram) -> Iterator[dict[str, int]]:

@@ -334,8 +334,10 @@ def _kernel(types: Types, op: Op) -> TensorType:
     if len(types) != len(source.inputs):
         raise Mismatch(f"@{source.name} takes {len(source.inputs)} tensors, not {len(types)}; correct its arguments")
     for given, wanted in zip(types, source.inputs, strict=True):
-        if (given.dtype, given.shape) != (wanted.dtype, wanted.shape):
+        if (given.dtype, given.shape, given.mesh) != (wanted.dtype, wanted.shape, wanted.mesh):
             raise Mismatch(f"@{source.name} takes {wanted}, not {given}; only the mesh axes may differ")
+    if placed := next((type for type in source.outputs if type.mesh), None):
+        raise Mismatch(f"@{source.name} gives {placed}: an output is where what the kernel takes is; leave out on {placed.mesh}")
     return _unsharded(source.outputs[0])
 
 

@@ -49,6 +49,8 @@ def _verify_body(fusion: Fusion, here: str, level: int) -> None:
     for op in fusion.ops:
         _verify_op(op, types)
         op.result.type.check(op.location, fusion.mesh)
+        for type in (*op.source.inputs, *op.source.outputs) if op.source else ():
+            type.check(op.location, op.result.type.mesh_in(fusion.mesh))
         for name in (name for extent in op.result.type.shape for name in extent.symbols if name not in known):
             why = f"no input has a dim {name}, which %{op.result.name} has, so nothing tells its size"
             raise ProgramError(f"{op.kind}: {why}; give it to an input, or write an int", op.location)

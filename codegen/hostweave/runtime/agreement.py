@@ -5,8 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 Shape = tuple[int, ...]
+
+
+class Span(NamedTuple):
+    """The bytes of an argument, in the memory of the rank's process."""
+
+    begin: int
+    end: int
+    rank: int
+    name: str
+    written: bool
 
 
 @dataclass(frozen=True)
@@ -17,6 +28,7 @@ class CallSignature:
     mesh: str
     digest: str  # of all that decides what the program does
     shapes: tuple[Shape, ...] = ()  # of the rank's inputs, in a call
+    spans: tuple[Span, ...] = ()  # of the rank's arguments, where ranks share the memory of one process
     error: str = ""
 
     def __str__(self) -> str:
@@ -25,7 +37,9 @@ class CallSignature:
     @staticmethod
     def parse(text: str) -> CallSignature:
         fields = json.loads(text)
-        return CallSignature(**{**fields, "shapes": tuple(map(tuple, fields["shapes"]))})
+        return CallSignature(
+            **{**fields, "shapes": tuple(map(tuple, fields["shapes"])), "spans": tuple(Span(*span) for span in fields["spans"])}
+        )
 
 
 def disagreement(signatures: Sequence[CallSignature]) -> str | None:

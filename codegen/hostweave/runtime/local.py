@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from hostweave.base.errors import ArgumentError, HostweaveError
 from hostweave.build.cache import key_of
 from hostweave.host_ir.calls import dedupe_functions
 from hostweave.host_ir.ir import ALL_RANKS, Axes, Body, HostProgram, Instruction, OnMesh, Parameter, bodies
 from hostweave.host_ir.text import print_instruction
-from hostweave.runtime.agreement import CallSignature, Shape
+from hostweave.runtime.agreement import CallSignature, Shape, Span
 from hostweave.runtime.arguments import accept
 from hostweave.runtime.arrays import CPU_DEVICE, Array, Library, numpy_library
 from hostweave.runtime.cpu import Schedule, schedule
@@ -42,20 +42,8 @@ class Taken:
     shapes: tuple[Shape, ...]
     wholes: tuple[Shape, ...] | None  # of the global arrays, where this rank knows more than its own shapes
     stream: int  # cudaStream_t
-
-
-class _Span(NamedTuple):
-    """The bytes of an argument."""
-
-    begin: int
-    end: int
-    name: str
-    written: bool
-
-    @staticmethod
-    def of(parameter: Parameter, address: int, shape: Shape, written: bool) -> _Span:
-        count = prod(shape) if address else 0
-        return _Span(address, address + count * parameter.type.dtype.itemsize, parameter.name, written)
+    given: tuple[Output, ...] | None  # as out=
+    spans: tuple[Span, ...]  # of what is taken and given
 
 
 class CompiledProgram(Protocol):
@@ -112,20 +100,22 @@ class LocalProgram:
         group = self._group
         group.expect_working()
         if self._meets:
-            taken, signatures = self._agreed(lambda: self._take(arrays, stream, sizes), group.call_timeout)
+            taken, signatures = self._agreed(lambda: self._take(arrays, out, stream, sizes), group.call_timeout)
+            if group.in_process:
+                self._expect_apart(span for signature in signatures for span in signature.spans)
             shapes_of_all = tuple(signature.shapes for signature in signatures)
             if self._ready_for != shapes_of_all:
                 self._ready_for = None
                 self._agreed(lambda: self._prepare(taken, self._whole_shapes(shapes_of_all)), group.call_timeout)
                 self._ready_for = shapes_of_all
         else:
-            taken = self._take(arrays, stream, sizes)
+            taken = self._take(arrays, out, stream, sizes)
             if self._ready_for != (taken.shapes, taken.wholes):
                 self._ready_for = None
                 self._prepare(taken, taken.wholes)
                 self._ready_for = taken.shapes, taken.wholes
         try:
-            outputs = self._made(taken, stream is not None) if out is None else self._given(out, taken)
+            outputs = self._made(taken, stream is not None) if taken.given is None else self._fitting(taken.given)
         except BaseException as error:
             if self._meets:  # the others are on their way
                 group.fail(f"rank {group.rank}: {error}")
@@ -146,8 +136,9 @@ class LocalProgram:
             result = step()
         except HostweaveError as problem:
             error = problem
-        shapes = result.shapes if isinstance(result, Taken) else ()
-        signature = replace(self._intent, shapes=shapes, error=str(error) if error else "")
+        signature = replace(self._intent, error=str(error) if error else "")
+        if isinstance(result, Taken):
+            signature = replace(signature, shapes=result.shapes, spans=result.spans if self._group.in_process else ())
         signatures = self._group.agree(signature, self._waits_for, timeout, error)
         assert result is not None
         return result, signatures
@@ -164,7 +155,7 @@ class LocalProgram:
 
     # --- inputs
 
-    def _take(self, arrays: Sequence[Array], stream: Any, sizes: Mapping[str, int] | None) -> Taken:
+    def _take(self, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None) -> Taken:
         name, parameters = self._host.name, self._host.inputs
         if len(arrays) != len(parameters):
             signature = ", ".join(f"{p.name}: {p.type}" for p in parameters)
@@ -174,7 +165,10 @@ class LocalProgram:
         addresses = tuple(one[0].address(one[1]) if one else 0 for one in accepted)
         shapes = tuple(tuple(one[1].shape) if one else () for one in accepted)
         wholes = self._whole_shapes_for(sizes or {}, shapes) if sizes or (self._on_parts and not self._meets) else None
-        return Taken(library, addresses, shapes, wholes, self._handle(stream, library))
+        given = None if out is None else self._given(out)
+        spans = (*self._spans(parameters, accepted, False), *self._spans(self._host.outputs, given or (), True))
+        self._expect_apart(spans)
+        return Taken(library, addresses, shapes, wholes, self._handle(stream, library), given, spans)
 
     def _holds(self, parameter: Parameter, rank: int | None = None) -> bool:
         """Whether a rank, by default this one, has anything of an input or output."""
@@ -260,39 +254,41 @@ class LocalProgram:
                 for parameter, shape, here in zip(self._host.outputs, self._outputs, held, strict=True)
             ]
 
-    def _given(self, out: Any, taken: Taken) -> list[Output]:
+    def _given(self, out: Any) -> tuple[Output, ...]:
         parameters = self._host.outputs
         arrays = (out,) if len(parameters) == 1 else tuple(out)
         if len(arrays) != len(parameters):
             raise ArgumentError(f"{self._host.name}: out=: {len(arrays)} arrays for {len(parameters)} outputs")
-        outputs: list[Output] = []
-        for parameter, shape, given in zip(parameters, self._outputs, arrays, strict=True):
-            accepted = self._accepted(parameter, given)
-            outputs.append(accepted)
-            if accepted is None:
-                continue
-            library, array = accepted
-            where = f"{self._host.name}: out=: {parameter.name}"
-            if tuple(array.shape) != shape:
-                raise ArgumentError(f"{where}: expected the local shape {list(shape)}, got {list(array.shape)}")
-            if not library.is_writable(array):
-                raise ArgumentError(f"{where}: cannot be written to; pass another array, or leave out= away")
-        self._expect_apart(taken, outputs)
+        outputs = tuple(self._accepted(parameter, array) for parameter, array in zip(parameters, arrays, strict=True))
+        for parameter, output in zip(parameters, outputs, strict=True):
+            if output and not output[0].is_writable(output[1]):
+                raise ArgumentError(
+                    f"{self._host.name}: out=: {parameter.name}: cannot be written to; pass another array, or leave out= away"
+                )
         return outputs
 
-    def _expect_apart(self, taken: Taken, outputs: Sequence[Output]) -> None:
+    def _fitting(self, given: Sequence[Output]) -> Sequence[Output]:
+        for parameter, shape, output in zip(self._host.outputs, self._outputs, given, strict=True):
+            if output and tuple(output[1].shape) != shape:
+                where = f"{self._host.name}: out=: {parameter.name}"
+                raise ArgumentError(f"{where}: expected the local shape {list(shape)}, got {list(output[1].shape)}")
+        return given
+
+    def _spans(self, parameters: Sequence[Parameter], arrays: Sequence[Output], written: bool) -> Iterator[Span]:
+        for parameter, (library, array) in ((p, one) for p, one in zip(parameters, arrays, strict=False) if one):
+            begin, bytes_ = library.address(array), prod(array.shape) * parameter.type.dtype.itemsize
+            if bytes_:
+                yield Span(begin, begin + bytes_, self._group.rank, parameter.name, written)
+
+    def _expect_apart(self, spans: Iterable[Span]) -> None:
         """Raises ArgumentError where a given output shares memory with an input or another output: programs write before they have read."""
-        spans = [_Span.of(*one, False) for one in zip(self._host.inputs, taken.addresses, taken.shapes, strict=True)]
-        for parameter, output, shape in zip(self._host.outputs, outputs, self._outputs, strict=True):
-            spans.append(_Span.of(parameter, output[0].address(output[1]) if output else 0, shape, True))
-        last = last_written = _Span(0, 0, "", False)  # of those that begin before, the one that ends last
-        for span in sorted(span for span in spans if span.begin < span.end):
+        last = last_written = Span(0, 0, 0, "", False)  # of those that begin before, the one that ends last
+        for span in sorted(spans):
             other = last if span.written else last_written
             if span.begin < other.end:
                 pair = sorted((other, span), key=lambda one: not one.written)
-                raise ArgumentError(
-                    f"{self._host.name}: out=: {pair[0].name} and {pair[1].name} overlap in memory; pass an array of its own"
-                )
+                names = [one.name if span.rank == other.rank else f"{one.name} of rank {one.rank}" for one in pair]
+                raise ArgumentError(f"{self._host.name}: out=: {' and '.join(names)} overlap in memory; pass an array of its own")
             last = max(last, span, key=lambda one: one.end)
             last_written = max(last_written, span, key=lambda one: one.end) if span.written else last_written
 

@@ -98,7 +98,7 @@ def bind_sizes(
     bound_by: dict[str, str] = {}
     for name, type_ in inputs.items():
         for extent, size in zip(type_.shape, shapes[name], strict=True):
-            if extent.names and str(extent) == extent.names[0]:
+            if extent.symbols == (str(extent),):
                 if sizes.setdefault(extent.names[0], size) != size:
                     other, known = bound_by[extent.names[0]], sizes[extent.names[0]]
                     raise ArgumentError(f"{program}: {name}: {extent} is {size} here and {known} in {other}; pass arrays that agree")
@@ -106,7 +106,7 @@ def bind_sizes(
     for name, type_ in inputs.items():
         for index, (dim, size) in enumerate(zip(type_.dims, shapes[name], strict=True)):
             place = f"{program}: {name}: dim {index}"
-            if all(symbol in sizes for symbol in dim.extent.names):
+            if all(symbol in sizes for symbol in dim.extent.symbols):
                 _check_size(place, dim.extent, size, sizes)
             parts = type_.mesh_in(mesh).size_of(dim.axes)
             if size % parts and not (uneven is None or dim.extent.is_int or str(dim.extent) in uneven):

@@ -260,8 +260,10 @@ class Checker:
         if source.name in self.kernels or sum(source.name == other.name for other in self.program.sources) > 1:
             self.fail(f"source @{source.name} is declared twice: rename one")
         types = (*source.inputs, *source.outputs)
+        for type in (type for type in types if type.mesh):
+            type.check(source.location, self.program.mesh)
         dims = (*source.grid, *(a.dim for a in source.arguments if a.dim))
-        for axis in (axis for dim in (*dims, *(dim for type in types for dim in type.dims)) for axis in dim.axes):
+        for axis in (axis for dim in (*dims, *(dim for type in types if not type.mesh for dim in type.dims)) for axis in dim.axes):
             if axis not in self.axes_of_parts():  # on the program's mesh, then
                 self.axis(axis)
         for dim in dims:

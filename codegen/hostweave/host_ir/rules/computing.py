@@ -118,6 +118,8 @@ def _launch_source(c: Checker, i: ir.Launch, source: Source) -> None:
         if len(names) != len(types):
             c.fail(f"@{source.name} {role} {len(types)} buffers, not {len(names)}")
         for name, type in zip(names, types, strict=True):
+            if type.mesh_in(c.mesh) != c.mesh:
+                c.fail(f"@{source.name} {role} {type}, and is launched on {c.mesh}: launch it on the mesh of its types")
             wanted = held(type, c.mesh, c.program.uneven)
             if (c.types[name].dtype, c.types[name].shape) != (wanted.dtype, wanted.shape):
                 c.fail(f"%{name} is {c.types[name]}, and @{source.name} {role} {wanted}")

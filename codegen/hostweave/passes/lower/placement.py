@@ -54,9 +54,11 @@ def reversed_view(flow: Dataflow, op: Op, src: str) -> ir.Reshape | ir.Permute:
 
 
 def _ends_in(flow: Dataflow, name: str, loop: Loop) -> bool:
-    """Whether a value lives and dies in this loop. What a rank takes its part of lies there whole: the part is a view of that."""
+    """Whether a value lives and dies in this loop. One of which a part or a transpose is taken lies there whole: that is a view of all."""
     return name not in flow.fusion.outputs and all(
-        loop.makes(op.result.name) and op.attribute("kind") != "shard" and (not flow.is_view(op) or _ends_in(flow, op.result.name, loop))
+        loop.makes(op.result.name)
+        and not (op.kind == "permute_dims" or op.attribute("kind") == "shard")
+        and (not flow.is_view(op) or _ends_in(flow, op.result.name, loop))
         for op in flow.consumers[name]
     )
 
