@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hostweave.base.paths import PACKAGE
+from hostweave.targets.target import NAMES
 
 # From the top down. `options` is what passes and users share.
 FLOORS = (
     ("__main__", "api", "cli", "pipeline"),
     ("runtime",),
+    ("targets",),
     ("build",),
     ("emit",),
     ("passes",),
@@ -49,3 +51,16 @@ def test_imports_point_down() -> None:
             f"{path.relative_to(PACKAGE)} imports {part}" for part in imports(path) if FLOOR_OF.get(part, len(FLOORS)) < FLOOR_OF[own]
         ]
     assert not wrong
+
+
+def test_targets_are_asked_and_not_compared() -> None:
+    """A target is an object; what one of a certain name does differently stands in the folder `targets`."""
+    compared = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}"
+        for path in PACKAGE.rglob("*.py")
+        if path.parent.name != "targets"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Compare) and "target" in ast.unparse(node.left)
+        if any(isinstance(side, ast.Constant) and side.value in NAMES for side in ast.walk(node))
+    ]
+    assert not compared

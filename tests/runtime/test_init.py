@@ -26,7 +26,7 @@ from hostweave.runtime.cpu import seeded
 from hostweave.runtime.local import LocalProgram
 from hostweave.runtime.meeting import StoreMeeting
 from hostweave.runtime.stores import MemoryStore, Store
-from hostweave.runtime.streams import handle_of
+from hostweave.targets.cuda import handle_of
 
 RANKS = 4
 mesh = hw.Mesh(x=RANKS)
@@ -385,7 +385,7 @@ def test_streams_of_other_libraries() -> None:
             return 0, 7
 
     assert [handle_of(one) for one in (0, 5, SimpleNamespace(cuda_stream=6), Protocol(), SimpleNamespace(ptr=8))] == [0, 5, 6, 7, 8]
-    with pytest.raises(ArgumentError) as caught:
+    with pytest.raises(TypeError) as caught:
         handle_of("main")
     assert str(caught.value) == "stream=: expected an int, a stream of PyTorch or CuPy, or one with __cuda_stream__, got str"
 
