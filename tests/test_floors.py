@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
-from hostweave.base.paths import PACKAGE
+from hostweave.base.paths import PACKAGE, RUNTIME
 from hostweave.targets.target import NAMES
 
 # From the top down. `options` is what passes and users share.
@@ -64,3 +66,9 @@ def test_targets_are_asked_and_not_compared() -> None:
         if any(isinstance(side, ast.Constant) and side.value in NAMES for side in ast.walk(node))
     ]
     assert not compared
+
+
+def test_modules_that_cpp_imports_are_there() -> None:
+    named = {name for path in RUNTIME.rglob("*.cpp") for name in re.findall(r'import\("(hostweave[\w.]*)"\)', path.read_text())}
+    assert "hostweave.base.errors" in named
+    assert [name for name in sorted(named) if find_spec(name) is None] == []

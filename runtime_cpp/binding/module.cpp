@@ -12,7 +12,7 @@ namespace {
 
 void raise(const char* type, const std::string& message) {
   const std::string text = std::string(table().name) + ": " + message;
-  PyErr_SetString(py::module_::import("hostweave.errors").attr(type).ptr(), text.c_str());
+  PyErr_SetString(py::module_::import("hostweave.base.errors").attr(type).ptr(), text.c_str());
 }
 
 void translate(std::exception_ptr error) {

@@ -594,7 +594,7 @@ with subprocess.Popen([sys.executable, "-c", keep], env=os.environ | {"RANK": "0
     keeper.kill()
 try:
     group.check()
-except hw.errors.ExecutionError as error:
+except hw.base.errors.ExecutionError as error:
     print(error)
 print(group.failure is not None)
 again = hw.init(hw.Environment({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ["OTHER_PORT"]}))
@@ -620,7 +620,7 @@ def twice(x):
 group = hw.init()
 try:
     hw.compile(twice)(np.ones(4, np.float32))
-except hw.errors.ArgumentError as error:
+except hw.base.errors.ArgumentError as error:
     print(group.rank, error)
 """
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
