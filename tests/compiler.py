@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from hostweave.build.toolchain import find_toolchain
+from hostweave.targets.target import find_target
 
 HEADERS = ("abi", "arena", "check", "group", "kernel", "launch", "matmul", "rank", "shards", "streams", "tensor", "types")
 
@@ -24,7 +24,7 @@ esac
 def with_precompiled_headers(folder: Path, *flags: str) -> Path:
     """A command in `folder` to be used as CXX, which adds these flags to those of users."""
     folder.mkdir(exist_ok=True)
-    toolchain, header, script = find_toolchain("cpu"), folder / "runtime.h", folder / "c++"
+    toolchain, header, script = find_target("cpu").toolchain(), folder / "runtime.h", folder / "c++"
     header.write_text("".join(f'#include "hostweave/{name}.h"\n' for name in HEADERS))
     make = [part for part in toolchain.compile(str(header), "") if part not in ("-c", "-o", "", str(header))]
     folders = " ".join(f"-I{folder}" for folder in toolchain.include_folders)

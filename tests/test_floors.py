@@ -5,16 +5,17 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
-import hostweave as hw
 from hostweave.base.paths import PACKAGE, RUNTIME
+from hostweave.targets.target import NAMES
 
 # From the top down. `options` is what passes and users share.
 FLOORS = (
     ("__main__", "api", "cli", "pipeline"),
     ("runtime",),
+    ("targets",),
     ("build",),
     ("emit",),
     ("passes",),
@@ -54,9 +55,20 @@ def test_imports_point_down() -> None:
     assert not wrong
 
 
-def test_what_is_imported_from_cpp_is_there() -> None:
-    """The types of errors among it: without theirs, what goes wrong in a run would be a RuntimeError."""
-    found = {name for path in RUNTIME.rglob("*.cpp") for name in re.findall(r'import\("(hostweave[\w.]*)"\)', path.read_text())}
-    assert hw.errors.__name__ in found
-    for name in found:
-        import_module(name)
+def test_targets_are_asked_and_not_compared() -> None:
+    """A target is an object; what one of a certain name does differently stands in the folder `targets`."""
+    compared = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}"
+        for path in PACKAGE.rglob("*.py")
+        if path.parent.name != "targets"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Compare) and "target" in ast.unparse(node.left)
+        if any(isinstance(side, ast.Constant) and side.value in NAMES for side in ast.walk(node))
+    ]
+    assert not compared
+
+
+def test_modules_that_cpp_imports_are_there() -> None:
+    named = {name for path in RUNTIME.rglob("*.cpp") for name in re.findall(r'import\("(hostweave[\w.]*)"\)', path.read_text())}
+    assert "hostweave.base.errors" in named
+    assert [name for name in sorted(named) if find_spec(name) is None] == []

@@ -13,11 +13,10 @@ from weakref import WeakSet
 
 from hostweave.base.errors import ArgumentError, ExecutionError, ProgramError
 from hostweave.base.signatures import checked
-from hostweave.build.toolchain import MODULE_FILE, TARGETS
+from hostweave.build.toolchain import MODULE_FILE
 from hostweave.check.check import check
 from hostweave.check.sizes import minimal_sizes
 from hostweave.fusion_ir.ir import Fusion
-from hostweave.fusion_ir.user_kernel import expect_one_thread
 from hostweave.host_ir.ir import HostProgram
 from hostweave.options import Options
 from hostweave.pipeline import lower
@@ -27,6 +26,7 @@ from hostweave.runtime.cpu import schedule
 from hostweave.runtime.group import Group, current
 from hostweave.runtime.local import LocalProgram
 from hostweave.runtime.session import Session, Timing
+from hostweave.targets.target import NAMES, Target, find_target
 from hostweave.types.mesh import Mesh
 
 MAX_CHECKED_RANKS = 16  # of programs that are checked without being asked to
@@ -44,25 +44,23 @@ def compile(program: Fusion | HostProgram, target: str = "cpu", options: Options
         raise ProgramError(f"compile: {program!r} is neither a fusion nor a host program; mark a function with @hw.fusion(...)")
     if not isinstance(options, Options | None):
         raise ProgramError(f"{program.name}: options must be hw.Options, got {type(options).__name__}; write hw.Options(streams=4)")
-    if target not in TARGETS:
-        raise ProgramError(f"{program.name}: no target {target!r}; the targets are {' and '.join(TARGETS)}")
+    if target not in NAMES:
+        raise ProgramError(f"{program.name}: no target {target!r}; the targets are {' and '.join(NAMES)}")
     options = options or Options()
     host = lower(program, options)
-    if target == "cpu":
-        for source in host.sources:
-            expect_one_thread(source)
+    find_target(target).expect_kernels(host.sources)
     for parameter in host.inputs:
         if parameter.name in OPTIONS_OF_RUN:
             raise ProgramError(f"{host.name}: input {parameter.name} has the name of an option of run or measure; choose another name")
     if options.check if options.check is not None else host.mesh.size <= MAX_CHECKED_RANKS:
         check(host)
-    return Program(program, host, target, options)
+    return Program(program, host, find_target(target), options)
 
 
 class Program:
     """A compiled program. Made by `hw.compile`."""
 
-    def __init__(self, given: Fusion | HostProgram, host: HostProgram, target: str, options: Options):
+    def __init__(self, given: Fusion | HostProgram, host: HostProgram, target: Target, options: Options):
         self._given = given
         self._host = host
         self._options = options
@@ -73,7 +71,7 @@ class Program:
         self.target = target
 
     def __repr__(self) -> str:
-        return f"<hostweave program {self.name} for {self.target} on {self.mesh}>"
+        return f"<hostweave program {self.name} for {self.target.name} on {self.mesh}>"
 
     @property
     def name(self) -> str:
@@ -111,14 +109,15 @@ class Program:
         """Where the sources, the compiler's log and the built module are; builds them where they are not there yet."""
         from hostweave.build.program import build
 
-        return build(self.name, self.host_ir, repr(self._options), self.target, lambda: self.sources)
+        toolchain = self.target.toolchain()
+        return build(self.name, self.host_ir, repr(self._options), toolchain, self.target.runtime_library, lambda: self.sources)
 
     @cached_property
     def module(self) -> ModuleType:
         """The program as a Python extension module."""
         from hostweave.build.loader import load
 
-        return load(self.folder / MODULE_FILE, self.target)
+        return load(self.folder / MODULE_FILE, self.target.dlopen_flags)
 
     def build(self) -> None:
         """Compiles and loads the module, or takes it from the cache.
@@ -237,5 +236,5 @@ class Program:
                 raise ExecutionError(f"{self.name}: the program is closed; compile it again")
             if self._session is None or self._session.broken:
                 self._session = None
-                self._session = Session(self.module, self.target, self.mesh.size)
+                self._session = Session(self.module, self.target.name, self.mesh.size)
             return self._session

@@ -5,6 +5,8 @@
 #include <map>
 #include <numeric>
 
+#include "hostweave/rank.h"
+
 namespace hw {
 namespace {
 
@@ -66,8 +68,7 @@ size_t place_in(const std::vector<size_t>& order, std::span<const Lifetime> buff
   return total;
 }
 
-}  // namespace
-
+// Offsets for all buffers, multiples of kPlace: no two that are in use at once overlap. Returns the bytes that this takes.
 size_t place(std::span<const Lifetime> buffers, std::span<size_t> offsets) {
   std::vector<size_t> in_order(buffers.size());
   std::iota(in_order.begin(), in_order.end(), size_t{0});
@@ -98,19 +99,24 @@ size_t place(std::span<const Lifetime> buffers, std::span<size_t> offsets) {
   return least;
 }
 
-void MemoryPlan::begin(void** pointer, Lifetime lifetime) {
-  const auto known = std::ranges::find(pointers_, pointer);
-  const size_t i = known - pointers_.begin();
-  if (known == pointers_.end()) {
-    pointers_.push_back(pointer);
-    lifetimes_.push_back(std::move(lifetime));
+}  // namespace
+
+void MemoryPlan::allocate(std::span<void*> pointers, size_t bytes, const void* pool) {
+  for (size_t stream = 0; stream < pointers.size(); ++stream) {
+    const auto known = std::ranges::find(pointers_, &pointers[stream]);
+    const size_t i = known - pointers_.begin();
+    if (known == pointers_.end()) {
+      pointers_.push_back(&pointers[stream]);
+      lifetimes_.push_back({.bytes = bytes, .pool = pool, .stream = static_cast<int64_t>(stream), .uses = {}});
+    }
+    lifetimes_[i].uses.push_back({.first = now_});
   }
-  lifetimes_[i].uses.push_back({.first = now_});
+  ++now_;
 }
 
-void MemoryPlan::join(const Streams& streams) {
+void MemoryPlan::join(const void* pool) {
   for (Lifetime& lifetime : lifetimes_) {
-    if (lifetime.pool != &streams) continue;
+    if (lifetime.pool != pool) continue;
     for (Use& use : lifetime.uses) {
       use.last = std::min(use.last, now_);
       use.joined = std::min(use.joined, now_);
@@ -119,7 +125,7 @@ void MemoryPlan::join(const Streams& streams) {
   ++now_;
 }
 
-void MemoryPlan::end(const void* first_pointer, const void* last_pointer) {
+void MemoryPlan::free(const void* first_pointer, const void* last_pointer) {
   for (size_t i = 0; i < pointers_.size(); ++i) {
     const void* const pointer = pointers_[i];
     if (std::less()(pointer, first_pointer) || !std::less()(pointer, last_pointer)) continue;
@@ -139,17 +145,27 @@ void MemoryPlan::set_pointers(void* memory) const {
 
 }  // namespace hw
 
-// For tools that print a plan. `lane` names the stream that a buffer belongs to, 0 for none; use i is of buffer `owner[i]`.
-extern "C" uint64_t hw_place_buffers(int64_t buffer_count, const int64_t* bytes, const int64_t* lane, int64_t use_count,
-                                     const int64_t* owner, const int64_t* first, const int64_t* last, const int64_t* joined,
-                                     uint64_t* offsets) {
-  std::vector<hw::Lifetime> buffers(buffer_count);
-  for (int64_t i = 0; i < buffer_count; ++i) {
-    buffers[i] = {static_cast<size_t>(bytes[i]), lane[i] ? lane : nullptr, lane[i], {}};
+// For tools that print a plan. An event is five numbers: 0 to allocate, 1 to free, 2 to join; then the first buffer and how many
+// there are, the bytes of each, -1 for the workspace of matmuls, and the pool of streams that they belong to, 0 for none.
+// Buffers are numbered as they are first allocated. Writes the offset and the bytes of each, and the lower bound; returns the
+// bytes that all take together.
+extern "C" uint64_t hw_plan_memory(int64_t event_count, const int64_t (*events)[5], int64_t buffer_count, uint64_t* offsets,
+                                   uint64_t* bytes, uint64_t* bound) {
+  hw::MemoryPlan plan;
+  std::vector<void*> pointers(buffer_count);
+  for (const auto& [kind, first, count, size, pool_number] : std::span(events, event_count)) {
+    const auto* const pool = reinterpret_cast<const void*>(pool_number);
+    if (kind == 0) {
+      plan.allocate({&pointers[first], static_cast<size_t>(count)}, size < 0 ? hw::kWorkspaceBytes : size, pool);
+    } else if (kind == 1) {
+      plan.free(&pointers[first], &pointers[first] + count);
+    } else {
+      plan.join(pool);
+    }
   }
-  for (int64_t i = 0; i < use_count; ++i) buffers[owner[i]].uses.push_back({first[i], last[i], joined[i]});
-  std::vector<size_t> places(buffer_count);
-  const size_t total = hw::place(buffers, places);
-  std::ranges::copy(places, offsets);
+  const size_t total = plan.place();
+  std::ranges::copy(plan.offsets(), offsets);
+  std::ranges::transform(plan.lifetimes(), bytes, &hw::Lifetime::bytes);
+  *bound = hw::lower_bound(plan.lifetimes());
   return total;
 }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import combinations
+from random import Random
 
 import pytest
 from example_programs import all_fusions, more_fusions
@@ -11,7 +13,7 @@ from larger_programs import PROGRAMS
 
 import hostweave as hw
 from hostweave.check.sizes import minimal_sizes
-from hostweave.cli.memory_plan import ALIGNMENT, FOREVER, Buffer, Use, line_numbers, lower_bound, memory_plan, place
+from hostweave.cli.memory_plan import Events, line_numbers, memory_plan
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir import ir
 from hostweave.host_ir.ir import HostProgram
@@ -59,57 +61,115 @@ def test_the_bytes_of_a_layer() -> None:
     assert one.peak < sum(row.bytes for row in one.rows) / 2 + (32 << 20)
 
 
-# --- the solver -------------------------------------------------------------------------------------------------------
+# --- the planner ------------------------------------------------------------------------------------------------------
+
+ALIGNMENT = 256  # bytes
+FOREVER = 10**9
 
 
-def buffers_of(*rows: tuple[int, int, int]) -> list[Buffer]:
-    return [Buffer(bytes, [Use(first, last)]) for bytes, first, last in rows]
+@dataclass
+class Buffer:
+    """From when to when it is in use, in numbers of events, and when other streams know that a use has ended."""
+
+    bytes: int
+    lane: tuple[str, int] | None = None  # the stream that it belongs to
+    uses: list[list[int]] = field(default_factory=list)  # of first, last, joined
+
+    def end(self, now: int, joined: int = FOREVER) -> None:
+        for use in self.uses:
+            use[1:] = min(use[1], now), min(use[2], joined)
 
 
 def may_share(a: Buffer, b: Buffer) -> bool:
     pairs = (((one, a, other), (other, b, one)) for one in a.uses for other in b.uses)
-    ordered = (pair[0] if pair[0][0].first <= pair[1][0].first else pair[1] for pair in pairs)
-    return all(use.last <= later.first and (of.lane is None or a.lane == b.lane or use.joined <= later.first) for use, of, later in ordered)
+    ordered = (pair[0] if pair[0][0][0] <= pair[1][0][0] else pair[1] for pair in pairs)
+    return all(use[1] <= later[0] and (of.lane is None or a.lane == b.lane or use[2] <= later[0]) for use, of, later in ordered)
+
+
+def lower_bound(buffers: Sequence[Buffer]) -> int:
+    """The most bytes in use when one begins to be."""
+    rounded = [(buffer.uses, -(-buffer.bytes // ALIGNMENT) * ALIGNMENT) for buffer in buffers]
+    moments = {use[0] for buffer in buffers for use in buffer.uses}
+    return max(sum(bytes for uses, bytes in rounded if any(use[0] <= now < use[1] for use in uses)) for now in moments)
 
 
 def test_no_two_in_use_at_once_overlap() -> None:
-    lanes = [None, None, ("ring", 0), ("ring", 1), ("comm", 0)]
+    """Whatever is allocated, freed, allocated again and joined; and the planner's lower bound is that of the events."""
     for seed in range(200):
-        draw = iter(range(seed * 7919, 10**9, 104729 + seed))
-        buffers = []
-        for _ in range(12):
-            first, length, bytes, lane = next(draw) % 20, 1 + next(draw) % 6, next(draw) % 5000, lanes[next(draw) % len(lanes)]
-            joined = first + length + 3 if lane else FOREVER
-            buffers.append(Buffer(bytes, [Use(first, first + length, joined), Use(first + 40, first + 40 + length)], lane))
-        offsets, peak = place(buffers)
-        assert lower_bound(buffers) <= peak
-        for (a, at), (b, then) in combinations(zip(buffers, offsets, strict=True), 2):
+        random = Random(seed)
+        events, buffers, groups = Events(), list[Buffer](), list[tuple[slice, str | None]]()
+        for now in range(40):
+            kind = random.choice(("allocate", "allocate", "free", "join"))
+            if kind == "allocate" and (not groups or random.random() < 0.6):
+                pool = random.choice((None, None, "ring", "comm"))
+                own, bytes = events.new(random.randint(1, 3) if pool else 1), random.randrange(1, 5000)
+                groups.append((own, pool))
+                buffers += [Buffer(bytes, (pool, k) if pool else None) for k in range(own.stop - own.start)]
+            elif groups:
+                own, pool = random.choice(groups)
+            else:
+                continue
+            if kind == "join":
+                events.join(pool or "ring")
+                for buffer in buffers:
+                    if buffer.lane and buffer.lane[0] == (pool or "ring"):
+                        buffer.end(now, now)
+            elif kind == "free":
+                events.free(own)
+                for buffer in buffers[own]:
+                    buffer.end(now)
+            else:
+                events.free(own)  # where it is in use
+                events.allocate(own, buffers[own.start].bytes, pool)
+                for buffer in buffers[own]:
+                    buffer.end(now)
+                    buffer.uses.append([now, FOREVER, FOREVER])
+        placed = events.place()
+        assert placed.bound == lower_bound(buffers) <= placed.peak
+        assert placed.bytes == tuple(buffer.bytes for buffer in buffers)
+        for (a, at), (b, then) in combinations(zip(buffers, placed.offsets, strict=True), 2):
             assert may_share(a, b) or at + a.bytes <= then or then + b.bytes <= at
             assert at % ALIGNMENT == then % ALIGNMENT == 0
-            assert max(at + a.bytes, then + b.bytes) <= peak
+            assert max(at + a.bytes, then + b.bytes) <= placed.peak
 
 
 def test_a_gap_is_filled() -> None:
-    offsets, peak = place(buffers_of((1024, 0, 9), (2048, 1, 3), (1024, 2, 9), (2048, 4, 9)))
-    assert peak == 4096
-    assert offsets[1] == offsets[3]
+    events = Events()
+    first, low, high, again = (events.new() for _ in range(4))
+    for own, bytes in ((first, 1024), (low, 2048), (high, 1024)):
+        events.allocate(own, bytes)
+    events.free(low)
+    events.allocate(again, 2048)
+    placed = events.place()
+    assert placed.peak == 4096
+    assert placed.offsets[1] == placed.offsets[3]
 
 
 def test_streams_keep_apart_until_they_are_joined() -> None:
-    ring = [("ring", 0), ("ring", 1)]
-    first = [Buffer(512, [Use(0, 1, 4)], lane) for lane in ring]
-    second = [Buffer(1024, [Use(2, 4, 4)], lane) for lane in ring]
-    after = [Buffer(2048, [Use(5)])]
-    offsets, peak = place([*first, *second, *after])
-    assert peak == 2048
-    assert offsets[:2] == offsets[2:4]
+    events = Events()
+    first, second, after = events.new(2), events.new(2), events.new()
+    events.allocate(first, 512, "ring")
+    events.free(first)
+    events.allocate(second, 1024, "ring")
+    events.join("ring")
+    events.allocate(after, 2048)
+    placed = events.place()
+    assert placed.peak == 2048
+    assert placed.offsets[:2] == placed.offsets[2:4]
 
 
 def test_a_buffer_that_comes_again_lends_its_bytes_in_between() -> None:
-    again, between = Buffer(1024, [Use(0, 1), Use(4, 5)]), Buffer(1024, [Use(2, 3)])
-    assert place([again, between]) == ([0, 0], 1024)
-    between.uses.append(Use(4))
-    assert place([again, between])[1] == 2048
+    events = Events()
+    again, between = events.new(), events.new()
+    events.allocate(again, 1024)
+    events.free(again)
+    events.allocate(between, 1024)
+    events.free(between)
+    events.allocate(again, 1024)
+    placed = events.place()
+    assert (placed.offsets, placed.peak) == ((0, 0), 1024)
+    events.allocate(between, 1024)
+    assert events.place().peak == 2048
 
 
 # --- text -------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import hostweave as hw
 from hostweave.base.errors import ProgramError
 from hostweave.base.paths import RUNTIME, RUNTIME_INCLUDES, TEMPLATES
 from hostweave.build import cuda
-from hostweave.build.nvrtc import Unit, compile_unit
+from hostweave.build.nvrtc import Nvrtc, Unit
 from hostweave.build.toolchain import find_compiler
 from hostweave.emit import render
 from hostweave.emit.kernels import C_FUNCTIONS
@@ -154,7 +154,7 @@ def test_kernels_of_unusual_names_compile_for_cuda(tmp_path: Path) -> None:
     assert nvrtc
     chosen = (*sorted(of_templates() & set(unusual()))[:24], *sorted(C_FUNCTIONS)[:16], *others[::40])
     (tmp_path / "kernels.cu").write_text(text := render(everything(dict.fromkeys(chosen)))["kernels.cu"])
-    compile_unit(nvrtc, Unit("kernels", 1, "", text), tmp_path, "compute_90", folders_of("cuda"))
+    Nvrtc(nvrtc, "compute_90", folders_of("cuda")).compile(Unit("kernels", 1, "", text), tmp_path)
 
 
 # --- what they compute ------------------------------------------------------------------------------------------------

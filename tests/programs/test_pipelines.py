@@ -17,9 +17,9 @@ from hostweave.check.check import check
 from hostweave.cli.memory_plan import memory_plan
 from hostweave.cli.memory_report import memory_report
 from hostweave.host_ir import ir
-from hostweave.runtime.arrays import CPU_DEVICE
 from hostweave.runtime.cpu import parallel, seeded
 from hostweave.runtime.local import LocalProgram
+from hostweave.targets.target import CPU_DEVICE, find_target
 from hostweave.types.mesh import Mesh
 from hostweave.types.shards import holds
 
@@ -222,7 +222,7 @@ def test_sizes_that_the_own_arrays_do_not_tell() -> None:
     program = LocalProgram.__new__(LocalProgram)
     vars(program).update(
         _host=host,
-        _target="cpu",
+        _target=find_target("cpu"),
         _device=CPU_DEVICE,
         _group=SimpleNamespace(rank=2, name="g"),
         _meets=False,

@@ -9,8 +9,8 @@ from whole_programs import ONE_DEVICE, PIPELINES, SEVERAL, compiled, fusion_of
 
 import hostweave as hw
 from hostweave.base.errors import BuildError
-from hostweave.build.toolchain import find_toolchain
 from hostweave.fusion_ir.ir import Fusion
+from hostweave.targets.target import find_target
 
 NAMES = (*SEVERAL, *ONE_DEVICE, *PIPELINES)
 
@@ -30,7 +30,7 @@ def test_emission_needs_no_toolchain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(BuildError):
-        find_toolchain("cpu")
+        find_target("cpu").toolchain()
     for target in ("cpu", "cuda"):
         assert "ncclRecv" in hw.compile(fusion("ag_matmul_p2p"), target=target).source
 
@@ -38,7 +38,7 @@ def test_emission_needs_no_toolchain(monkeypatch: pytest.MonkeyPatch) -> None:
 def cuda_is_here() -> bool:
     """Headers and libraries; a GPU is not needed. Where HOSTWEAVE_REQUIRE_CUDA says that they must be here, the tests run and fail."""
     try:
-        find_toolchain("cuda")
+        find_target("cuda").toolchain()
     except BuildError:
         return bool(os.environ.get("HOSTWEAVE_REQUIRE_CUDA"))
     return True

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ import pytest
 import hostweave as hw
 from hostweave.base.errors import BuildError
 from hostweave.build import cache, cuda, toolchain
-from hostweave.build.nvrtc import compile_unit, units_of
+from hostweave.build.nvrtc import Nvrtc, units_of
 from hostweave.cli.doctor import report
+from hostweave.targets.target import find_target
 
 needs_cuda = pytest.mark.skipif(
     bool(cuda.find_cuda().missing) and not os.environ.get("HOSTWEAVE_REQUIRE_CUDA"), reason="no CUDA headers and libraries"
@@ -376,12 +378,12 @@ def test_nvrtc_knows_the_names_of_every_dtype(dtype: Any, tmp_path: Path) -> Non
     def extremes(x):
         return hw.max(x, axis=0), hw.min(x, axis=1)
 
-    found = toolchain.find_toolchain("cuda")
-    assert found.nvrtc is not None
+    found = find_target("cuda").toolchain()
+    assert isinstance(found.kernel_compiler, Nvrtc)
     units = units_of(hw.compile(extremes).sources["kernels.cu"])
     assert [unit.name for unit in units] == ["max_y0", "min_y1"]
     for unit in units:
-        assert unit.name.encode() in compile_unit(found.nvrtc, unit, tmp_path, "sm_90", found.include_folders)
+        assert unit.name.encode() in replace(found.kernel_compiler, arch="sm_90").compile(unit, tmp_path)
 
 
 def test_the_kernels_of_a_file_that_was_edited_stay_together() -> None:
@@ -399,15 +401,15 @@ def test_the_kernels_of_a_file_that_was_edited_stay_together() -> None:
 
 @needs_cuda
 def test_an_error_in_a_kernel_is_told_at_its_line(tmp_path: Path) -> None:
-    found = toolchain.find_toolchain("cuda")
-    assert found.nvrtc is not None
+    found = find_target("cuda").toolchain()
+    assert isinstance(found.kernel_compiler, Nvrtc)
     kernels = hw.compile(hw.fusion(x=hw.f32["M", 8])(lambda x: (hw.sum(x, 0), hw.sum(x, 1))), "cuda").sources["kernels.cu"]
     lines = kernels.splitlines()
     line = max(i for i, text in enumerate(lines, 1) if "hw::griddep_wait();" in text)
     lines[line - 1] = "  hw::wait_for_strom();"
     unit = units_of("\n".join(lines))[1]
     with pytest.raises(BuildError, match=rf"nvrtc failed: kernels\.cu:{line}: error: .*wait_for_strom"):
-        compile_unit(found.nvrtc, unit, tmp_path, "sm_90", found.include_folders)
+        replace(found.kernel_compiler, arch="sm_90").compile(unit, tmp_path)
 
 
 @needs_cuda

@@ -109,7 +109,7 @@ def installed(folder: Path) -> dict[str, str]:
 def test_an_op_that_was_edited_runs_as_it_is_now(tmp_path: Path) -> None:
     environment = installed(tmp_path)
     script = (
-        "import numpy as np, hostweave as hw, hostweave.errors\n"
+        "import numpy as np, hostweave as hw, hostweave.base.errors\n"
         "program = hw.compile(hw.fusion(x=hw.f32['M'])(lambda x: hw.exp(x)))\n"
         "print(program.run(x=np.zeros(1, np.float32))[0])\n"
     )

@@ -26,7 +26,7 @@ from hostweave.runtime.cpu import seeded
 from hostweave.runtime.local import LocalProgram
 from hostweave.runtime.meeting import StoreMeeting
 from hostweave.runtime.stores import MemoryStore, Store
-from hostweave.runtime.streams import handle_of
+from hostweave.targets.cuda import handle_of
 
 RANKS = 4
 mesh = hw.Mesh(x=RANKS)
@@ -407,7 +407,7 @@ def test_streams_of_other_libraries() -> None:
             return 0, 7
 
     assert [handle_of(one) for one in (0, 5, SimpleNamespace(cuda_stream=6), Protocol(), SimpleNamespace(ptr=8))] == [0, 5, 6, 7, 8]
-    with pytest.raises(ArgumentError) as caught:
+    with pytest.raises(TypeError) as caught:
         handle_of("main")
     assert str(caught.value) == "stream=: expected an int, a stream of PyTorch or CuPy, or one with __cuda_stream__, got str"
 
@@ -616,7 +616,7 @@ with subprocess.Popen([sys.executable, "-c", keep], env=os.environ | {"RANK": "0
     keeper.kill()
 try:
     group.check()
-except hw.errors.ExecutionError as error:
+except hw.base.errors.ExecutionError as error:
     print(error)
 print(group.failure is not None)
 again = hw.init(hw.Environment({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ["OTHER_PORT"]}))
@@ -642,7 +642,7 @@ def twice(x):
 group = hw.init()
 try:
     hw.compile(twice)(np.ones(4, np.float32))
-except hw.errors.ArgumentError as error:
+except hw.base.errors.ArgumentError as error:
     print(group.rank, error)
 """
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

@@ -18,17 +18,15 @@ _dlopen_flags = threading.Lock()  # are the interpreter's, not the thread's
 
 
 @cache
-def load(path: Path, target: str) -> ModuleType:
-    """The module of a program built for `target`. Raises BuildError where the file cannot be loaded here."""
+def load(path: Path, dlopen_flags: int) -> ModuleType:
+    """The module of a built program, with these flags of its target. Raises BuildError where the file cannot be loaded here."""
     name = f"{path.parent.name}.{MODULE}"  # pybind11 keeps modules by their full name
     spec = spec_from_file_location(name, path, loader=ExtensionFileLoader(name, str(path)))
     assert spec is not None
     assert spec.loader is not None
-    # The CPU device has functions of the same names as CUDA's own libraries, which another package may have loaded for all.
-    local_first = os.RTLD_DEEPBIND if target == "cpu" else 0
     with _dlopen_flags:
         before = sys.getdlopenflags()
-        sys.setdlopenflags(os.RTLD_NOW | os.RTLD_LOCAL | local_first)
+        sys.setdlopenflags(os.RTLD_NOW | os.RTLD_LOCAL | dlopen_flags)
         try:
             module = module_from_spec(spec)
             spec.loader.exec_module(module)

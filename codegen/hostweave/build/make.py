@@ -10,20 +10,19 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from hostweave.base.paths import BUILDER, RUNTIME, RUNTIME_SOURCES
+from hostweave.base.paths import BUILDER, RUNTIME
 from hostweave.build.cache import get_or_make, lookup, name_of, root, stamp_of
 from hostweave.build.compile import run_together
-from hostweave.build.nvrtc import Unit, compile_unit, loader, units_of
-from hostweave.build.toolchain import MODULE_FILE, Toolchain, glue
+from hostweave.build.nvrtc import Unit, loader, units_of
+from hostweave.build.toolchain import MODULE_FILE, KernelCompiler, Toolchain, glue
 
 _KERNELS, _JIT_FILE, _CUBIN = "kernels.cu", "kernels_jit.cpp", "kernel.cubin"
 
 
-def make_runtime(folder: Path, toolchain: Toolchain) -> None:
-    """Makes libhostweave_cuda.so. Raises BuildError where that fails."""
-    files = [path for path in sorted(path for folder in RUNTIME_SOURCES for path in folder.glob("*.cpp")) if not path.stem.endswith("_cpu")]
+def make_runtime(folder: Path, files: Sequence[Path], toolchain: Toolchain, library: str) -> None:
+    """Makes the library of a target's runtime. Raises BuildError where that fails."""
     run_together([[*toolchain.compile(str(file), f"{file.stem}.o"), "-fvisibility=default"] for file in files], folder)
-    run_together([toolchain.link([f"{file.stem}.o" for file in files], "libhostweave_cuda.so")], folder)
+    run_together([toolchain.link([f"{file.stem}.o" for file in files], library)], folder)
 
 
 def make_program(folder: Path, sources: Sequence[str], toolchain: Toolchain, library: Path) -> None:
@@ -59,24 +58,24 @@ def _read_with(folder: Path, text: str) -> list[str]:
 
 
 def _compile(folder: Path, files: Sequence[str], toolchain: Toolchain) -> None:
-    """Compiles files side by side, the kernels by NVRTC where the toolchain has it."""
-    hosts = [file for file in files if not (toolchain.nvrtc and file == _KERNELS)]
+    """Compiles files side by side, the kernels by the library that the toolchain has for them."""
+    compiler = toolchain.kernel_compiler if _KERNELS in files else None
+    hosts = [file for file in files if not (compiler and file == _KERNELS)]
     with ThreadPoolExecutor(1) as pool:
-        cubins = pool.submit(_cubins, folder, toolchain) if toolchain.nvrtc and _KERNELS in files else None
+        cubins = pool.submit(_cubins, folder, toolchain, compiler) if compiler else None
         run_together([toolchain.compile(file, _object(file)) for file in hosts], folder)
     if cubins:
         (folder / _JIT_FILE).write_text(loader(cubins.result()))
         run_together([toolchain.compile(_JIT_FILE, _object(_KERNELS))], folder)
 
 
-def _cubins(folder: Path, toolchain: Toolchain) -> dict[str, Path]:
+def _cubins(folder: Path, toolchain: Toolchain, compiler: KernelCompiler) -> dict[str, Path]:
     """Of every kernel one, which the cache keeps."""
 
     def cubin(unit: Unit) -> Path:
         entry = _entry(unit.name, folder, unit.before + unit.text, toolchain)
         if not lookup(entry):
-            assert toolchain.nvrtc
-            code = compile_unit(toolchain.nvrtc, unit, folder, toolchain.arch, toolchain.include_folders)
+            code = compiler.compile(unit, folder)
             get_or_make(entry, lambda made: (made / _CUBIN).write_bytes(code))
         return root() / entry / _CUBIN
 

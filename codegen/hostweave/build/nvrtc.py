@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,30 +73,39 @@ def _kernel_in(text: str) -> str:
     return name[1] if name and is_all else ""
 
 
-def compile_unit(library: Path, unit: Unit, folder: Path, arch: str, include_folders: Sequence[Path]) -> bytes:
-    """The cubin of a unit of the program in `folder`.
+@dataclass(frozen=True)
+class Nvrtc:
+    """The library, and what it is to compile for."""
 
-    Raises BuildError where it does not compile; what NVRTC said is in `build.log`.
-    """
-    folders = [f"-I{path}" for path in (folder, *include_folders)]
-    # A quotient is within 2 units in the last place: an exact one takes as long as the rest of most kernels.
-    options = [f"-arch={arch}", "-std=c++20", "-default-device", "-prec-div=false", *folders]
-    headers = _HEADERS if unit.name == _USERS or "f8" in unit.text else {**_HEADERS, _FLOATS_OF_8_BITS: ""}
-    nvrtc, program = ctypes.CDLL(str(library)), ctypes.c_void_p()
-    arguments = (len(headers), _strings(list(headers.values())), _strings(list(headers)))
-    nvrtc.nvrtcCreateProgram(ctypes.byref(program), unit.source.encode(), b"kernels.cu", *arguments)
-    try:
-        status = nvrtc.nvrtcCompileProgram(program, len(options), _strings(options))
-        log = _output(nvrtc, program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
-        with open(folder / "build.log", "a") as file:
-            file.write(f"nvrtc {' '.join(options)} {unit.name}\n{log}")
-        if status != 0:
-            lines = log.splitlines() or [f"nvrtc error {status}"]
-            first = next((line for line in lines if "error" in line), lines[0])
-            raise BuildError("nvrtc failed: " + re.sub(r"^([^()]+)\((\d+)\): ", r"\1:\2: ", first))  # the place as other compilers say it
-        return _output(nvrtc, program, "CUBIN")
-    finally:
-        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    library: Path
+    arch: str  # "sm_90"
+    include_folders: tuple[Path, ...]
+
+    def compile(self, unit: Unit, folder: Path) -> bytes:
+        """The cubin of a unit of the program in `folder`.
+
+        Raises BuildError where it does not compile; what NVRTC said is in `build.log`.
+        """
+        folders = [f"-I{path}" for path in (folder, *self.include_folders)]
+        # A quotient is within 2 units in the last place: an exact one takes as long as the rest of most kernels.
+        options = [f"-arch={self.arch}", "-std=c++20", "-default-device", "-prec-div=false", *folders]
+        headers = _HEADERS if unit.name == _USERS or "f8" in unit.text else {**_HEADERS, _FLOATS_OF_8_BITS: ""}
+        nvrtc, program = ctypes.CDLL(str(self.library)), ctypes.c_void_p()
+        arguments = (len(headers), _strings(list(headers.values())), _strings(list(headers)))
+        nvrtc.nvrtcCreateProgram(ctypes.byref(program), unit.source.encode(), b"kernels.cu", *arguments)
+        try:
+            status = nvrtc.nvrtcCompileProgram(program, len(options), _strings(options))
+            log = _output(nvrtc, program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
+            with open(folder / "build.log", "a") as file:
+                file.write(f"nvrtc {' '.join(options)} {unit.name}\n{log}")
+            if status != 0:
+                lines = log.splitlines() or [f"nvrtc error {status}"]
+                first = next((line for line in lines if "error" in line), lines[0])
+                first = re.sub(r"^([^()]+)\((\d+)\): ", r"\1:\2: ", first)  # the place as other compilers say it
+                raise BuildError(f"nvrtc failed: {first}")
+            return _output(nvrtc, program, "CUBIN")
+        finally:
+            nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
 
 def _output(nvrtc: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:

@@ -11,22 +11,28 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from hostweave.base.errors import BuildError
-from hostweave.base.paths import BUILDER, NATIVE, PACKAGE, RUNTIME, TEMPLATES
+from hostweave.base.paths import PACKAGE, RUNTIME, TEMPLATES
 from hostweave.build.cache import evict, get_or_make, lookup, name_of, stamp_of
-from hostweave.build.toolchain import Toolchain, find_toolchain, require_native
+from hostweave.build.toolchain import Toolchain, require_native
 
 Sources = Mapping[str, str]  # path -> text
 
 _HOST_IR_FILE = "host_ir.txt"
 
 
-def build(name: str, host_ir: str, options: str, target: str, render: Callable[[], Sources]) -> Path:
-    """The folder with the sources and the module of a program, compiled for `target`.
+def build(
+    name: str,
+    host_ir: str,
+    options: str,
+    toolchain: Toolchain,
+    runtime_library: Callable[[Toolchain], Path],
+    render: Callable[[], Sources],
+) -> Path:
+    """The folder with the sources and the module of a program, linked with the runtime of the toolchain's target.
 
-    `render` gives the sources; it is called only where they are needed. Raises BuildError where the toolchain is not
+    `render` gives the sources; it is called only where they are needed. Raises BuildError where the installation is not
     complete or the compiler fails.
     """
-    toolchain = find_toolchain(target)
     require_native()
     edited = _edited_sources(name, host_ir, render)
     library = runtime_library(toolchain)
@@ -45,19 +51,6 @@ def build(name: str, host_ir: str, options: str, target: str, render: Callable[[
     folder = get_or_make(entry, make)
     evict()
     return folder
-
-
-def runtime_library(toolchain: Toolchain) -> Path:
-    """libhostweave_<target>.so: the CPU one comes with the installation, the CUDA one is compiled on first use."""
-    if toolchain.target == "cpu":
-        return NATIVE / "libhostweave_cpu.so"
-
-    def make(folder: Path) -> None:
-        from hostweave.build.make import make_runtime
-
-        make_runtime(folder, toolchain)
-
-    return get_or_make(name_of("runtime_cuda", stamp_of(BUILDER), stamp_of(RUNTIME), toolchain.stamp), make) / "libhostweave_cuda.so"
 
 
 def _edited_sources(name: str, host_ir: str, render: Callable[[], Sources]) -> Sources | None:

@@ -9,14 +9,26 @@ import shutil
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Protocol
 
 from hostweave.base.errors import BuildError
-from hostweave.base.paths import NATIVE, RUNTIME, RUNTIME_INCLUDES
-from hostweave.build import cuda
+from hostweave.base.paths import NATIVE
+from hostweave.build.nvrtc import Unit
 
-TARGETS = ("cpu", "cuda")
 MODULE_FILE = "hostweave_program.so"
 FLAGS = ("-O2", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique")
+
+
+class KernelCompiler(Protocol):
+    """A library that compiles generated kernels for GPUs; `arch` is what they are."""
+
+    @property
+    def library(self) -> Path: ...
+    @property
+    def arch(self) -> str: ...
+
+    def compile(self, unit: Unit, folder: Path) -> bytes:
+        """The binary of a unit of the program in `folder`. Raises BuildError where it does not compile."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +39,11 @@ class Toolchain:
     compiler: Path
     include_folders: tuple[Path, ...]
     libraries: tuple[Path, ...]  # beyond libhostweave_<target>.so
-    nvrtc: Path | None = None  # compiles the kernels of the CUDA target
-    arch: str = ""  # of its GPUs
+    kernel_compiler: KernelCompiler | None = None  # where there is none, `compiler` takes the kernels as C++
 
     def compile(self, source: str, into: str) -> list[str]:
         """The command that compiles one file in the current folder."""
-        folders = [f"-I{folder}" for folder in self.include_folders] + (["-DHOSTWEAVE_JIT"] if self.nvrtc else [])
+        folders = [f"-I{folder}" for folder in self.include_folders] + (["-DHOSTWEAVE_JIT"] if self.kernel_compiler else [])
         language = ["-x", "c++"] if source.endswith(".cu") else []
         return [str(self.compiler), *FLAGS, *folders, *language, "-c", source, "-o", into]
 
@@ -45,19 +56,9 @@ class Toolchain:
     @cached_property
     def stamp(self) -> str:
         """Changes when the compiler, the libraries, the Python ABI or the GPU's architecture change. Starts no process."""
-        files = (self.compiler, *native(), *self.libraries, *filter(None, [self.nvrtc]))
-        python = importlib.machinery.EXTENSION_SUFFIXES[0]
-        return "\n".join((self.target, self.arch, python, *FLAGS, *map(_file_stamp, files), *map(str, self.include_folders)))
-
-
-def find_toolchain(target: str) -> Toolchain:
-    """The toolchain of a target. Raises BuildError where a part is missing, with what to install."""
-    compiler = find_compiler()
-    if target == "cpu":
-        return Toolchain(target, compiler, (*RUNTIME_INCLUDES, RUNTIME / "cpu" / "include"), ())
-    found = cuda.find_cuda().require()
-    libraries = tuple(part.path for part in found.libraries if part.path)
-    return Toolchain(target, compiler, (*RUNTIME_INCLUDES, *found.include_folders), libraries, found.nvrtc.path, cuda.arch())
+        files = (self.compiler, *native(), *self.libraries, *([self.kernel_compiler.library] if self.kernel_compiler else []))
+        python, arch = importlib.machinery.EXTENSION_SUFFIXES[0], self.kernel_compiler.arch if self.kernel_compiler else ""
+        return "\n".join((self.target, arch, python, *FLAGS, *map(_file_stamp, files), *map(str, self.include_folders)))
 
 
 def find_compiler() -> Path:

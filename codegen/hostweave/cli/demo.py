@@ -10,7 +10,6 @@ from typing import Any
 from hostweave.base.errors import HostweaveError
 from hostweave.fusion_ir.ir import Fusion
 
-SIZES = {"cpu": 64, "cuda": 1024}  # of a symbolic dim, for each rank of the mesh
 MEASURED_SECONDS = 2.0
 MAX_REPETITIONS = 20
 
@@ -19,16 +18,17 @@ def demo(name: str, ranks: int, target: str | None) -> int:
     """Prints what becomes of a program of examples/seeds.py on `ranks` ranks. Returns 0 where all ranks match NumPy."""
     import hostweave as hw
     from hostweave.base.paths import EXAMPLES
-    from hostweave.build.cuda import gpus
     from hostweave.cli.programs import load_file, programs_in
+    from hostweave.targets.target import NAMES, find_target
 
     seeds = programs_in(load_file(EXAMPLES / "seeds.py", {"D": ranks}))
     if name not in seeds:
         raise HostweaveError(f"demo: no program {name!r}; one of {', '.join(seeds)}")
     fusion = seeds[name]
     assert isinstance(fusion, Fusion)
-    target = target or ("cuda" if len(gpus()) >= ranks else "cpu")
-    program = hw.compile(fusion, target=target)
+    able = [found for found in map(find_target, NAMES) if found.has_devices(ranks)]
+    chosen = find_target(target) if target else max(able, key=lambda found: found.demo_size)
+    program = hw.compile(fusion, target=chosen.name)
     _title("fusion IR: math on global tensors, and its sharding")
     _show(program.fusion_ir, "ir")
     _title("host IR: what the CPU of one rank does")
@@ -36,12 +36,12 @@ def demo(name: str, ranks: int, target: str | None) -> int:
     _title("generated program.cpp")
     _show(program.source, "cpp")
 
-    _title(f"{ranks} ranks on {target}")
+    _title(f"{ranks} ranks on {chosen.name}")
     started = time.perf_counter()
     print("compiling ...", end=" ", flush=True)
     program.build()
     print(f"{time.perf_counter() - started:.2f} s")
-    worst = _compare(program, fusion, SIZES[target])
+    worst = _compare(program, fusion, chosen.demo_size)
     print(f"sources: {program.folder}")
     return 0 if worst <= 1 else 1
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from hostweave import __version__
 from hostweave.base.errors import HostweaveError
+from hostweave.targets.target import NAMES
 
 _HEADER = re.compile(r"\w+ @(\w+)\(")  # of a function, kernel or program in the text of an IR
 
@@ -57,11 +58,11 @@ def _parser() -> argparse.ArgumentParser:
     demo = add("demo", _demo, "Compile a seed program, show every stage, run it on all ranks and compare with NumPy.")
     demo.add_argument("--program", default="ag_matmul_p2p", help="a program of examples/seeds.py (default ag_matmul_p2p)")
     demo.add_argument("--ranks", type=int, default=8, help="number of ranks (default 8)")
-    demo.add_argument("--target", choices=("cpu", "cuda"), help="default: cuda where there are GPUs, else cpu")
+    demo.add_argument("--target", choices=NAMES, help="default: cuda where there are GPUs, else cpu")
 
     compile = add("compile", _compile, "Compile a program and say where its sources and module are.")
     add_program(compile)
-    compile.add_argument("--target", choices=("cpu", "cuda"), default="cpu")
+    compile.add_argument("--target", choices=NAMES, default="cpu")
 
     inspect = add("inspect", _inspect, "Print a stage of a program: an IR after a pass, or the generated C++.")
     add_program(inspect)
@@ -208,7 +209,7 @@ def _export(options: argparse.Namespace) -> int:
     from hostweave.emit.main import executable_of
 
     program, settings = _load(options)
-    hw.compile(program, target="cpu", options=settings).export(options.folder)
+    hw.compile(program, options=settings).export(options.folder)
     build = options.folder / "build"
     configure = ["cmake", "-S", options.folder, "-B", build, "-DHOSTWEAVE_TARGET=cpu", f"-DHOSTWEAVE_OPENBLAS_ROOT={openblas_root()}"]
     commands = configure, ["cmake", "--build", build], [(build / executable_of(program.name)).absolute()]

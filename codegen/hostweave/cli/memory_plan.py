@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from math import prod
 
@@ -15,10 +15,6 @@ from hostweave.check.bindings import compiled, size_of
 from hostweave.host_ir import ir
 from hostweave.host_ir.calls import bodies
 from hostweave.types.rank_sizes import RankSizes, Sizes
-
-ALIGNMENT = 256  # bytes, of every buffer
-WORKSPACE = 32 << 20  # bytes, of the matmuls on the caller's stream
-FOREVER = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -42,68 +38,83 @@ class MemoryPlan:
     bound: int
 
 
-@dataclass
-class Use:
-    """From when to when, in numbers of the steps that the plan is told in; `joined` says when other streams know."""
-
-    first: int
-    last: int = FOREVER
-    joined: int = FOREVER
-
-
-@dataclass
-class Buffer:
-    """What `hw::Lifetime` says of one buffer."""
-
-    bytes: int
-    uses: list[Use] = field(default_factory=list)
-    lane: tuple[str, int] | None = None  # of the stream that it belongs to
-
-
 def memory_plan(program: ir.HostProgram, sizes: Sizes, rank: int = 0) -> MemoryPlan:
-    """The plan that `prepare` makes on a rank, by the same solver. Raises ProgramError where a size does not divide."""
+    """The plan that `prepare` makes on a rank, by the same planner. Raises ProgramError where a size does not divide."""
     replay = _Replay(program, RankSizes(sizes, program.mesh, rank), rank)
-    buffers = [buffer for own in replay.buffers.values() for buffer in own]
-    places, peak = place(buffers)
-    offsets = {id(buffer): offset for buffer, offset in zip(buffers, places, strict=True)}
+    placed = replay.events.place()
     lines, rows = line_numbers(program), []
     for number, body in enumerate((program, *replay.bodies[:-1])):
         uses, of = DefUse(body), f" of @{body.name}" if number else ""
         for begin in begins(replay.steps[body.name if number else ""]):
             if own := replay.buffers.get(id(begin)):
-                rows.append(_row(begin, of, own[0].bytes, tuple(offsets[id(buffer)] for buffer in own), uses, lines))
-    if workspace := replay.buffers.get(0):
-        rows.insert(0, _workspace_row(workspace[0], offsets[id(workspace[0])], replay.bodies, lines))
-    return MemoryPlan(tuple(rows), peak, lower_bound(buffers))
-
-
-def lower_bound(buffers: Sequence[Buffer]) -> int:
-    """The most bytes that the order of the text has in use at one moment; whole multiples of the alignment, as any arena has them."""
-    moments = dict.fromkeys((use.first for buffer in buffers for use in buffer.uses), 0)
-    for buffer in buffers:
-        for use in buffer.uses:
-            for moment in moments:
-                if use.first <= moment < use.last:
-                    moments[moment] += -(-buffer.bytes // ALIGNMENT) * ALIGNMENT
-    return max(moments.values(), default=0)
+                rows.append(_row(begin, of, placed.bytes[own.start], placed.offsets[own], uses, lines))
+    if replay.workspace:
+        rows.insert(0, _workspace_row(placed.bytes[0], placed.offsets[replay.workspace], replay.bodies, lines))
+    return MemoryPlan(tuple(rows), placed.peak, placed.bound)
 
 
 # --- what the generated prepare tells the arena -----------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Placed:
+    """Of every buffer, in the order in which they were first allocated, its offset and bytes; and of all what `MemoryPlan` has."""
+
+    offsets: tuple[int, ...]
+    bytes: tuple[int, ...]
+    peak: int
+    bound: int
+
+
+class Events:
+    """What `hw::MemoryPlan` is told; `place` asks it, as runtime_cpp/src/memory_plan.cpp says."""
+
+    def __init__(self) -> None:
+        self.count = 0  # of buffers
+        self.events: list[tuple[int, int, int, int, int]] = []
+        self.pools: dict[str, int] = {}
+
+    def new(self, count: int = 1) -> slice:
+        """The numbers of buffers that have not been allocated yet; they are to be so in this order."""
+        self.count += count
+        return slice(self.count - count, self.count)
+
+    def allocate(self, own: slice, bytes: int, pool: str | None = None) -> None:
+        """For buffers of these bytes each, or for the workspace of matmuls where that is -1."""
+        self.events.append((0, own.start, own.stop - own.start, bytes, self._number(pool) if pool else 0))
+
+    def free(self, own: slice) -> None:
+        self.events.append((1, own.start, own.stop - own.start, 0, 0))
+
+    def join(self, pool: str) -> None:
+        self.events.append((2, 0, 0, 0, self._number(pool)))
+
+    def place(self) -> Placed:
+        numbers = [number for event in self.events for number in event]
+        offsets, bytes, bound = (ctypes.c_uint64 * self.count)(), (ctypes.c_uint64 * self.count)(), ctypes.c_uint64()
+        events = (ctypes.c_int64 * len(numbers))(*numbers)
+        peak = _library().hw_plan_memory(
+            ctypes.c_int64(len(self.events)), events, ctypes.c_int64(self.count), offsets, bytes, ctypes.byref(bound)
+        )
+        return Placed(tuple(offsets), tuple(bytes), peak, bound.value)
+
+    def _number(self, pool: str) -> int:
+        return self.pools.setdefault(pool, len(self.pools) + 1)
+
+
 class _Replay:
-    """The buffers of each begin, by its id, and the workspace by 0, as `hw::MemoryPlan` comes to know them."""
+    """The events of `prepare`, and the buffers of each begin by its id."""
 
     def __init__(self, program: ir.HostProgram, sizes: Mapping[str, int], rank: int):
         self.program, self.sizes, self.rank = program, sizes, rank
         self.bodies = bodies(program)
         self.steps = {body.name: live_ranges(body, is_block=True) for body in self.bodies[:-1]}
         self.steps[""] = live_ranges(program)
-        self.buffers: dict[int, list[Buffer]] = {}
-        self.now = 0
-        if any(_needs_workspace(body.body) for body in self.bodies):
-            self.buffers[0] = [Buffer(WORKSPACE, [Use(0)])]
-            self.now = 1
+        self.buffers: dict[int, slice] = {}
+        self.events = Events()
+        self.workspace = self.events.new() if any(_needs_workspace(body.body) for body in self.bodies) else None
+        if self.workspace:
+            self.events.allocate(self.workspace, -1)
         self.replay(self.steps[""])
 
     def replay(self, steps: Steps) -> None:
@@ -111,25 +122,16 @@ class _Replay:
             match step:
                 case Called(block):
                     self.replay(self.steps[block])
-                    continue
-                case Begin():
+                case Begin(allocate, block, slots):
                     if id(step) not in self.buffers:
-                        self.buffers[id(step)] = self.made(step)
-                    for buffer in self.buffers[id(step)]:
-                        buffer.uses.append(Use(self.now))
-                case End(begin):
-                    for buffer in self.buffers.get(id(begin), ()):
-                        buffer.uses[-1].last = min(buffer.uses[-1].last, self.now)
+                        self.buffers[id(step)] = self.events.new(slots)
+                    shape = [size_of(self.program, self.sizes, extent, allocate) for extent in allocate.type.shape]
+                    bytes = prod(shape) * allocate.type.dtype.itemsize
+                    self.events.allocate(self.buffers[id(step)], bytes, block.stream if block else None)
+                case End(begin) if own := self.buffers.get(id(begin)):
+                    self.events.free(own)
                 case Joined(stream):
-                    for use in (use for own in self.buffers.values() for b in own if b.lane and b.lane[0] == stream for use in b.uses):
-                        use.last, use.joined = min(use.last, self.now), min(use.joined, self.now)
-            self.now += 1
-
-    def made(self, begin: Begin) -> list[Buffer]:
-        allocate, block = begin.allocate, begin.block
-        shape = [size_of(self.program, self.sizes, extent, allocate) for extent in allocate.type.shape]
-        bytes = prod(shape) * allocate.type.dtype.itemsize
-        return [Buffer(bytes, lane=(block.stream, k)) for k in range(begin.slots)] if block else [Buffer(bytes)]
+                    self.events.join(stream)
 
     def taken(self, steps: Steps) -> Iterator[Begin | End | Joined | Called]:
         """The steps on the sides of branches that these sizes take, and of meshes that the rank is in."""
@@ -149,33 +151,10 @@ def _needs_workspace(body: ir.Body) -> bool:
     return any(isinstance(i, ir.Matmul) for i in body) or any(map(_needs_workspace, inner))
 
 
-def place(buffers: Sequence[Buffer]) -> tuple[list[int], int]:
-    """Offsets and the bytes that they take together: `hw::place` of runtime_cpp/src/memory_plan.cpp."""
-    lanes = {lane: number for number, lane in enumerate(dict.fromkeys(buffer.lane for buffer in buffers if buffer.lane), 1)}
-    uses = [(number, use) for number, buffer in enumerate(buffers) for use in buffer.uses]
-    offsets = (ctypes.c_uint64 * len(buffers))()
-    peak = _library().hw_place_buffers(
-        ctypes.c_int64(len(buffers)),
-        _column([buffer.bytes for buffer in buffers]),
-        _column([lanes[buffer.lane] if buffer.lane else 0 for buffer in buffers]),
-        ctypes.c_int64(len(uses)),
-        _column([number for number, _ in uses]),
-        _column([use.first for _, use in uses]),
-        _column([use.last for _, use in uses]),
-        _column([use.joined for _, use in uses]),
-        offsets,
-    )
-    return list(offsets), peak
-
-
-def _column(values: list[int]) -> ctypes.Array[ctypes.c_int64]:
-    return (ctypes.c_int64 * len(values))(*values)
-
-
 @cache
 def _library() -> ctypes.CDLL:
     library = ctypes.CDLL(str(NATIVE / "libhostweave_cpu.so"))
-    library.hw_place_buffers.restype = ctypes.c_uint64
+    library.hw_plan_memory.restype = ctypes.c_uint64
     return library
 
 
@@ -187,10 +166,10 @@ def _row(begin: Begin, of: str, bytes: int, offsets: tuple[int, ...], uses: DefU
     return Row(f"%{allocate.out}{of}", str(allocate.type), bytes, offsets, _lines(life, lines), tuple(dict.fromkeys(map(_stream, life))))
 
 
-def _workspace_row(buffer: Buffer, offset: int, parts: Sequence[ir.HostProgram], lines: Mapping[int, int]) -> Row:
+def _workspace_row(bytes: int, offsets: tuple[int, ...], parts: Sequence[ir.HostProgram], lines: Mapping[int, int]) -> Row:
     places = [place for part in parts for place in DefUse(part).places]
     matmuls = [p for p in places if isinstance(p.instruction, ir.Matmul) and p.block is None]
-    return Row("workspace of matmuls", "", buffer.bytes, (offset,), _lines(matmuls, lines), ("caller",))
+    return Row("workspace of matmuls", "", bytes, offsets, _lines(matmuls, lines), ("caller",))
 
 
 def _lines(touches: Sequence[Place], lines: Mapping[int, int]) -> tuple[int, int]:

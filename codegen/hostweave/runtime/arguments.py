@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from hostweave.base.errors import ArgumentError
 from hostweave.host_ir.ir import Parameter
-from hostweave.runtime.arrays import CPU_DEVICE, Array, Library, library_of
+from hostweave.runtime.arrays import Array, Library, library_of
+from hostweave.targets.target import Target
 from hostweave.types.tensor import TensorType
 
 
@@ -30,11 +31,11 @@ def in_order(program: str, parameters: Sequence[Parameter], given: Sequence[Arra
     return tuple(arrays[name] for name in names)
 
 
-def accept(program: str, target: str, name: str, type_: TensorType, array: Array) -> tuple[Library, Array]:
+def accept(program: str, target: Target, name: str, type_: TensorType, array: Array) -> tuple[Library, Array]:
     """The library of an array, and the array as that works with it, not copied where that can be.
 
     Raises ArgumentError with the program's and the parameter's name where it is no array, or has another dtype or number of
-    dims, or is on a GPU though the target is the CPU.
+    dims, or is on a device that is not the target's.
     """
     try:
         library = library_of(array)
@@ -54,9 +55,8 @@ def accept(program: str, target: str, name: str, type_: TensorType, array: Array
         elif dtype != type_.dtype:
             remedy = f"cast it, or compile for {dtype}"
         raise ArgumentError(f"{mismatch}; {remedy}")
-    if target == "cpu" and library.device(array) != CPU_DEVICE:
-        raise ArgumentError(
-            f"{program}: {name}: is on GPU {library.device(array)} and the program was compiled for the CPU; "
-            "pass an array in host memory, or compile for cuda"
-        )
+    try:
+        target.expect_device(library.device(array))
+    except TypeError as error:
+        raise ArgumentError(f"{program}: {name}: {error}") from None
     return library, array

@@ -12,10 +12,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from hostweave.targets.target import CPU_DEVICE
 from hostweave.types.numpy_dtypes import LIBRARY_NAMES, dtype_of_name, numpy_dtype
 from hostweave.types.tensor import DType
-
-CPU_DEVICE = -1  # the device of an array in host memory
 
 Array = Any  # of some library
 

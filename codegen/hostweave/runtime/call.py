@@ -9,7 +9,8 @@ from typing import Any
 from hostweave.base.errors import ArgumentError
 from hostweave.host_ir.ir import HostProgram, Parameter
 from hostweave.runtime.arguments import accept, in_order
-from hostweave.runtime.arrays import CPU_DEVICE, Array, Library, View, nothing, view
+from hostweave.runtime.arrays import Array, Library, View, nothing, view
+from hostweave.targets.target import CPU_DEVICE, Target
 from hostweave.types.mesh import Mesh
 from hostweave.types.shards import bind_sizes, block_of, global_shape, holds, local_shape
 from hostweave.types.tensor import TensorType
@@ -51,7 +52,7 @@ class Call:
         return result
 
 
-def make_call(program: HostProgram, target: str, given: Sequence[Array], named: Mapping[str, Array]) -> Call:
+def make_call(program: HostProgram, target: Target, given: Sequence[Array], named: Mapping[str, Array]) -> Call:
     """A call with these global arrays, the first ones by position and others by name.
 
     Raises ArgumentError with the program's and the argument's name where an array is missing, unknown, of another dtype,

@@ -22,6 +22,7 @@ from hostweave.runtime.rendezvous import World, meet, timed_out
 from hostweave.runtime.stores import Store, StoreClosed
 from hostweave.runtime.tcp import TcpStore
 from hostweave.runtime.watchdog import watch
+from hostweave.targets.target import Target
 
 if TYPE_CHECKING:
     from hostweave.runtime.local import CompiledProgram, LocalProgram
@@ -169,18 +170,17 @@ class Group:
         if reason := self.failure:
             raise ExecutionError(f"group {self.name!r} has failed and cannot be reused: {reason}; call hw.init again")
 
-    def member(self, module: ModuleType, target: str) -> Any:
+    def member(self, module: ModuleType, target: Target) -> Any:
         """This rank on its device of that target, which any program's module can make for all of them."""
         with self._lock:
-            if target not in self._members:
+            if target.name not in self._members:
                 expect_own_devices()
-                given = self._device if target == "cuda" else None
-                device = module.device_for(self.rank, self.local_rank) if given is None else given
+                device = target.choose_device(self._device, lambda: module.device_for(self.rank, self.local_rank))
                 epoch = self._world.epoch if self._world else ""
-                self._members[target] = module.Member(f"{self.name} {epoch}", device, self.rank, self.count)
-                if target == "cuda":
+                self._members[target.name] = module.Member(f"{self.name} {epoch}", device, self.rank, self.count)
+                if target.is_asynchronous:
                     watch(self)
-            return self._members[target]
+            return self._members[target.name]
 
     def agree(self, signature: CallSignature, waits_for: str, timeout: float, error: HostweaveError | None = None) -> list[CallSignature]:
         """Meets the other ranks, which are to be about to do the same. Gives what they all are, by rank.

@@ -16,10 +16,10 @@ from hostweave.host_ir.ir import ALL_RANKS, Axes, Body, HostProgram, Instruction
 from hostweave.host_ir.text import print_instruction
 from hostweave.runtime.agreement import CallSignature, Shape, Span
 from hostweave.runtime.arguments import accept
-from hostweave.runtime.arrays import CPU_DEVICE, Array, Library, numpy_library
+from hostweave.runtime.arrays import Array, Library, numpy_library
 from hostweave.runtime.cpu import Schedule, schedule
 from hostweave.runtime.lifetime import calls as native_calls
-from hostweave.runtime.streams import handle_of
+from hostweave.targets.target import CPU_DEVICE, Target
 from hostweave.types.mesh import Mesh
 from hostweave.types.shards import block_of, global_shape, holds, whole_shape
 
@@ -49,7 +49,7 @@ class Taken:
 class CompiledProgram(Protocol):
     """What a rank needs of a `Program`."""
 
-    target: str
+    target: Target
 
     @property
     def host_ir(self) -> str: ...
@@ -70,7 +70,7 @@ class LocalProgram:
             raise ArgumentError(f"{where}; use a provider with a store, or leave it out")
         self._on_parts = any(p.type.mesh for p in (*host.inputs, *host.outputs))  # some ranks have nothing of some
         self._waits_for = _first_communication(host)
-        self._intent = CallSignature(host.name, str(host.mesh), key_of(program.host_ir, options, program.target))
+        self._intent = CallSignature(host.name, str(host.mesh), key_of(program.host_ir, options, program.target.name))
         self._ready_for: Any = None  # the shapes of the last call
         self._outputs: list[Shape] = []
         self._native_schedule: tuple[Schedule, Any] | None = None
@@ -82,7 +82,7 @@ class LocalProgram:
             return module, group.member(module, self._target)
 
         (self._module, self._member), _ = self._agreed(on_this_rank, group.timeout)
-        self._device: int = CPU_DEVICE if self._target == "cpu" else self._member.device
+        self._device = self._target.device_of_arrays(self._member)
         self._native: Any = group.connected(self._member, self._module)
 
     @property
@@ -147,10 +147,10 @@ class LocalProgram:
         group, name, mesh = self._group, self._host.name, self._host.mesh
         if group.count != mesh.size:
             raise ArgumentError(f"{name}: is for the {mesh.size} ranks of {mesh}, and group {group.name!r} has {group.count}")
-        if self._target == "cpu" and not group.in_process:
+        if self._target.needs_one_process and not group.in_process:
             raise ArgumentError(
-                f"{name}: is for the target cpu, whose ranks are threads of one process; group {group.name!r} has {group.count} processes: "
-                "compile for cuda, or use hw.Threads"
+                f"{name}: is for the target {self._target.name}, whose ranks are threads of one process; group {group.name!r} "
+                f"has {group.count} processes: compile for cuda, or use hw.Threads"
             )
 
     # --- inputs
@@ -161,7 +161,7 @@ class LocalProgram:
             signature = ", ".join(f"{p.name}: {p.type}" for p in parameters)
             raise ArgumentError(f"{name}: takes {len(parameters)} arrays ({signature}), not {len(arrays)}")
         accepted = [self._accepted(parameter, array) for parameter, array in zip(parameters, arrays, strict=True)]
-        library = next((one[0] for one in accepted if one), numpy_library() if self._target == "cpu" else None)
+        library = next((one[0] for one in accepted if one), numpy_library() if self._device == CPU_DEVICE else None)
         addresses = tuple(one[0].address(one[1]) if one else 0 for one in accepted)
         shapes = tuple(tuple(one[1].shape) if one else () for one in accepted)
         wholes = self._whole_shapes_for(sizes or {}, shapes) if sizes or (self._on_parts and not self._meets) else None
@@ -295,13 +295,10 @@ class LocalProgram:
     # --- how it runs
 
     def _handle(self, stream: Any, library: Library | None) -> int:
-        if self._target == "cpu":
-            if stream is not None:
-                raise ArgumentError(f"{self._host.name}: stream= is for the target cuda; on the CPU a call returns when it is done")
-            return 0
-        if stream is None:
-            return library.stream(self._device) if library else 0
-        return handle_of(stream)
+        try:
+            return self._target.stream(stream, lambda: library.stream(self._device) if library else 0)
+        except TypeError as error:
+            raise ArgumentError(f"{self._host.name}: {error}") from None
 
     def _schedule(self) -> Any:
         wanted = schedule()

@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <limits>
 #include <span>
-#include <utility>
 #include <vector>
 
 namespace hw {
@@ -27,51 +26,44 @@ struct Lifetime {
   std::vector<Use> uses;  // one after another
 };
 
-// Offsets for all buffers, multiples of 256 bytes: no two that are in use at once overlap. Returns the bytes that this takes.
-size_t place(std::span<const Lifetime> buffers, std::span<size_t> offsets);
-
 class MemoryPlan {
  public:
   // A buffer that has been freed may be allocated again: it is the same one then.
   template <class T>
   void allocate(T*& pointer, int64_t count) {
-    add(pointer, {.bytes = count * sizeof(T)});
-    ++now_;
+    allocate({reinterpret_cast<void**>(&pointer), 1}, count * sizeof(T), nullptr);
   }
   // A buffer for each of these streams.
   template <class T, size_t n>
   void allocate(std::array<T*, n>& pointers, int64_t count, const Streams& streams) {
-    for (size_t i = 0; i < n; ++i) {
-      add(pointers[i], {.bytes = count * sizeof(T), .pool = &streams, .stream = static_cast<int64_t>(i)});
-    }
-    ++now_;
+    allocate({reinterpret_cast<void**>(pointers.data()), n}, count * sizeof(T), &streams);
   }
+  // A buffer of so many bytes for each pointer: of all streams, or one for each of the first of a pool.
+  void allocate(std::span<void*> pointers, size_t bytes, const void* pool);
 
   template <class T>
   void free(T*& pointer) {
-    end(&pointer, &pointer + 1);
+    free(&pointer, &pointer + 1);
   }
   template <class T, size_t n>
   void free(std::array<T*, n>& pointers) {
-    end(pointers.data(), pointers.data() + n);
+    free(pointers.data(), pointers.data() + n);
   }
+  void free(const void* first_pointer, const void* last_pointer);
 
   // What belonged to these streams is free for all.
-  void join(const Streams& streams);
+  void join(const Streams& streams) { join(static_cast<const void*>(&streams)); }
+  void join(const void* pool);
 
   // The bytes that all buffers together take.
   size_t place();
+  // Of the buffers in the order of their first allocation, and of these the places.
+  std::span<const Lifetime> lifetimes() const { return lifetimes_; }
+  std::span<const size_t> offsets() const { return offsets_; }
   // Once placed, sets every pointer to its place in this memory.
   void set_pointers(void* memory) const;
 
  private:
-  template <class T>
-  void add(T*& pointer, Lifetime lifetime) {
-    begin(reinterpret_cast<void**>(&pointer), std::move(lifetime));
-  }
-  void begin(void** pointer, Lifetime lifetime);
-  void end(const void* first_pointer, const void* last_pointer);
-
   int64_t now_ = 0;
   std::vector<void**> pointers_;
   std::vector<Lifetime> lifetimes_;

@@ -1,0 +1,66 @@
+"""The CPU target: CUDA, NCCL and cuBLASLt calls on the threads of one process, on any machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hostweave.base.errors import BuildError
+from hostweave.base.paths import NATIVE, RUNTIME, RUNTIME_INCLUDES
+from hostweave.build.toolchain import Toolchain, find_compiler, require_native
+from hostweave.fusion_ir.user_kernel import Source, expect_one_thread
+from hostweave.targets.target import CPU_DEVICE
+
+
+class _Cpu:
+    name = "cpu"
+    is_asynchronous = False
+    needs_one_process = True
+    # The CPU device has functions of the same names as CUDA's own libraries, which another package may have loaded for all.
+    dlopen_flags = os.RTLD_DEEPBIND
+    demo_size = 64
+
+    def expect_kernels(self, kernels: Sequence[Source]) -> None:
+        for kernel in kernels:
+            expect_one_thread(kernel)
+
+    def toolchain(self) -> Toolchain:
+        return Toolchain(self.name, find_compiler(), (*RUNTIME_INCLUDES, RUNTIME / "cpu" / "include"), ())
+
+    def runtime_library(self, toolchain: Toolchain) -> Path:
+        """Comes with the installation."""
+        return NATIVE / "libhostweave_cpu.so"
+
+    def has_devices(self, ranks: int) -> bool:
+        return True
+
+    def report(self) -> Iterator[tuple[str, str]]:
+        try:
+            find_compiler()
+            require_native()
+        except BuildError as error:
+            yield self.name, f"target cpu cannot be used: {error}"
+        else:
+            yield self.name, f"target cpu is ready, {NATIVE / 'libhostweave_cpu.so'}"
+
+    def choose_device(self, wanted: int | None, usual: Callable[[], int]) -> int:
+        return usual()
+
+    def device_of_arrays(self, member: Any) -> int:
+        return CPU_DEVICE
+
+    def expect_device(self, device: int) -> None:
+        if device != CPU_DEVICE:
+            raise TypeError(
+                f"is on GPU {device} and the program was compiled for the CPU; pass an array in host memory, or compile for cuda"
+            )
+
+    def stream(self, given: Any, current: Callable[[], int]) -> int:
+        if given is not None:
+            raise TypeError("stream= is for the target cuda; on the CPU a call returns when it is done")
+        return 0
+
+
+TARGET = _Cpu()

@@ -1,0 +1,135 @@
+"""The CUDA target: NVIDIA's GPUs, one a rank."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hostweave.base.errors import BuildError
+from hostweave.base.paths import BUILDER, RUNTIME, RUNTIME_INCLUDES
+from hostweave.build import cuda
+from hostweave.build.cache import get_or_make, name_of, stamp_of
+from hostweave.build.nvrtc import Nvrtc
+from hostweave.build.toolchain import Toolchain, find_compiler
+from hostweave.fusion_ir.user_kernel import Source
+from hostweave.targets.target import runtime_sources
+
+
+class _Cuda:
+    name = "cuda"
+    is_asynchronous = True
+    needs_one_process = False
+    dlopen_flags = 0
+    demo_size = 1024
+
+    def expect_kernels(self, kernels: Sequence[Source]) -> None:
+        pass
+
+    def toolchain(self) -> Toolchain:
+        compiler, found = find_compiler(), cuda.find_cuda().require()
+        libraries = tuple(part.path for part in found.libraries if part.path)
+        include_folders = (*RUNTIME_INCLUDES, *found.include_folders)
+        assert found.nvrtc.path is not None
+        return Toolchain(self.name, compiler, include_folders, libraries, Nvrtc(found.nvrtc.path, cuda.arch(), include_folders))
+
+    def runtime_library(self, toolchain: Toolchain) -> Path:
+        """Compiled on first use."""
+        file = "libhostweave_cuda.so"
+
+        def make(folder: Path) -> None:
+            from hostweave.build.make import make_runtime
+
+            make_runtime(folder, runtime_sources(self.name), toolchain, file)
+
+        made_by = map(stamp_of, (BUILDER, Path(__file__).parent, RUNTIME))
+        return get_or_make(name_of("runtime_cuda", *made_by, toolchain.stamp), make) / file
+
+    def has_devices(self, ranks: int) -> bool:
+        return len(cuda.gpus()) >= ranks
+
+    def report(self) -> Iterator[tuple[str, str]]:
+        found = cuda.find_cuda()
+        for part in (*found.headers, *found.libraries, found.nvrtc):
+            yield "nccl" if "nccl" in part.name else "cublas" if "cublas" in part.name else "toolkit", _part(part)
+        yield "gpus", _gpus(found.major)
+        yield self.name, _readiness(found)
+
+    def choose_device(self, wanted: int | None, usual: Callable[[], int]) -> int:
+        return usual() if wanted is None else wanted
+
+    def device_of_arrays(self, member: Any) -> int:
+        return int(member.device)
+
+    def expect_device(self, device: int) -> None:
+        pass
+
+    def stream(self, given: Any, current: Callable[[], int]) -> int:
+        return current() if given is None else handle_of(given)
+
+
+TARGET = _Cuda()
+
+
+def handle_of(stream: Any) -> int:
+    """The cudaStream_t of an int, a torch.cuda.Stream, a cupy.cuda.Stream, or of any object with `__cuda_stream__`.
+
+    Raises TypeError where it is none of them.
+    """
+    if isinstance(stream, int) and not isinstance(stream, bool):
+        return stream
+    if hasattr(stream, "cuda_stream"):  # PyTorch
+        return int(stream.cuda_stream)
+    if hasattr(stream, "__cuda_stream__"):
+        protocol = stream.__cuda_stream__
+        _, handle = protocol() if callable(protocol) else protocol
+        return int(handle)
+    if hasattr(stream, "ptr"):  # CuPy
+        return int(stream.ptr)
+    raise TypeError(f"stream=: expected an int, a stream of PyTorch or CuPy, or one with __cuda_stream__, got {type(stream).__name__}")
+
+
+# --- what the doctor says ---------------------------------------------------------------------------------------------
+
+
+def _part(part: cuda.Part) -> str:
+    if part.path is None:
+        return f"{part.name} missing: pip install {part.package}"
+    return f"{part.name}{_version(part)}, {part.path}"
+
+
+def _version(part: cuda.Part) -> str:
+    """The version that a header states."""
+    macros = {
+        "nccl.h": r"NCCL_(MAJOR|MINOR|PATCH)",
+        "cublasLt.h": r"CUBLAS_VER_(MAJOR|MINOR|PATCH)",
+        "cuda_runtime_api.h": "CUDART_VERSION",
+    }
+    if part.path is None or part.name not in macros:
+        return ""
+    folder = part.path.parent
+    text = "".join(p.read_text(errors="replace") for p in (part.path, folder / "cublas_api.h") if p.exists())
+    numbers = [match[-1] for match in re.findall(rf"#define ({macros[part.name]})\s+(\d+)", text)]
+    if part.name == "cuda_runtime_api.h" and numbers:
+        return f" {int(numbers[0]) // 1000}.{int(numbers[0]) % 1000 // 10}"
+    return f" {'.'.join(numbers[:3])}" if numbers else ""
+
+
+def _gpus(major: int) -> str:
+    gpus, driver = cuda.gpus(), cuda.driver_version()
+    if driver is None:
+        return "no NVIDIA driver: libcuda.so.1 is not on this machine"
+    if not gpus:
+        return f"the driver (for CUDA {driver}) offers none"
+    names = ", ".join(f"{sum(gpu == kind for gpu in gpus)} x {kind.name} ({kind.arch})" for kind in dict.fromkeys(gpus))
+    old = f"; it is older than the CUDA {major} that was found" if int(driver.split(".")[0]) < major else ""
+    return f"{names}, driver for CUDA {driver}{old}"
+
+
+def _readiness(found: cuda.Cuda) -> str:
+    try:
+        found.require()
+    except BuildError as error:
+        return f"target cuda generates, but cannot compile: {error}"
+    return "target cuda is ready" if cuda.gpus() else "target cuda generates and compiles, but nothing here can run it"

@@ -1,0 +1,69 @@
+"""What differs between targets: of each one file here, with the object `TARGET`. Whoever needs to know asks it, and compares no names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+from hostweave.base.paths import RUNTIME_SOURCES
+from hostweave.build.toolchain import Toolchain
+from hostweave.fusion_ir.user_kernel import Source
+
+CPU_DEVICE = -1  # the device of an array in host memory
+
+NAMES = tuple(sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem not in ("__init__", "target")))
+
+
+class Target(Protocol):
+    """A kind of device, with what builds programs for it and what its ranks work with."""
+
+    name: str
+    is_asynchronous: bool  # calls only enqueue, and somebody has to watch whether they end
+    needs_one_process: bool  # whose threads are the ranks
+    dlopen_flags: int  # of a program's module, beside the usual ones
+    demo_size: int  # of a symbolic dim, for each rank of a mesh, that shows what the target can do
+
+    def expect_kernels(self, kernels: Sequence[Source]) -> None:
+        """Raises ProgramError where a kernel of the user cannot run here as it is."""
+
+    def toolchain(self) -> Toolchain:
+        """Raises BuildError where a part is missing, with what to install."""
+
+    def runtime_library(self, toolchain: Toolchain) -> Path:
+        """What programs are linked with; made where it is not there yet. Raises BuildError where that fails."""
+
+    def has_devices(self, ranks: int) -> bool: ...
+
+    def report(self) -> Iterator[tuple[str, str]]:
+        """What was found of the target on this machine, by title. Lines of what is missing end in what to install."""
+
+    def choose_device(self, wanted: int | None, usual: Callable[[], int]) -> int:
+        """The number of a rank's device, where the user may have said one."""
+
+    def device_of_arrays(self, member: Any) -> int:
+        """Of a rank: the number of its GPU, or CPU_DEVICE."""
+
+    def expect_device(self, device: int) -> None:
+        """Raises TypeError with a reason where arrays of that device are not for this target."""
+
+    def stream(self, given: Any, current: Callable[[], int]) -> int:
+        """The native stream of a call: of what the caller passes as `stream=`, else the one that `current` gives.
+
+        Raises TypeError with a reason where what is given is no stream.
+        """
+
+
+@cache
+def find_target(name: str) -> Target:
+    """The target of that name, which is one of NAMES."""
+    target: Target = import_module(f"hostweave.targets.{name}").TARGET
+    return target
+
+
+def runtime_sources(target: str) -> list[Path]:
+    """The C++ of the runtime: all of it but what is for other targets, as the ends of file names say."""
+    others = tuple(f"_{name}" for name in NAMES if name != target)
+    return [path for folder in RUNTIME_SOURCES for path in sorted(folder.glob("*.cpp")) if not path.stem.endswith(others)]
