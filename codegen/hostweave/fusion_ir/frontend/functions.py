@@ -29,7 +29,8 @@ def _unary(kind: str, doc: str) -> Callable[[Tensor], Tensor]:
     def function(x: Tensor) -> Tensor:
         return record(kind, x)
 
-    function.__name__, function.__doc__ = kind, doc
+    function.__name__ = function.__qualname__ = kind
+    function.__doc__ = doc
     return checked(function)
 
 
@@ -37,7 +38,8 @@ def _binary(kind: str, doc: str) -> Callable[[Tensor | Scalar, Tensor | Scalar],
     def function(a: Tensor | Scalar, b: Tensor | Scalar) -> Tensor:
         return record(kind, a, b)
 
-    function.__name__, function.__doc__ = kind, f"{doc} Dims broadcast; both sides have one dtype, a Python number takes it."
+    function.__name__ = function.__qualname__ = kind
+    function.__doc__ = f"{doc} Dims broadcast; both sides have one dtype, a Python number takes it."
     return checked(function)
 
 
@@ -135,7 +137,7 @@ def _reduction(kind: str, doc: str) -> Callable[..., Tensor]:
     def function(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, keepdims: bool = False) -> Tensor:
         return record(kind, x, axis=dims_of(x, axis, kind, Location.of_caller()), keepdims=keepdims)
 
-    function.__name__ = kind
+    function.__name__ = function.__qualname__ = kind
     function.__doc__ = f"{doc} Over `axis`, an int, a dim name or a tuple of them; all dims by default. The dtype stays."
     return checked(function)
 
