@@ -29,7 +29,7 @@ from hostweave.runtime.local import LocalProgram
 from hostweave.runtime.session import Session, Timing
 from hostweave.types.mesh import Mesh
 
-MAX_CHECKED_RANKS = 16  # of programs that are checked without being asked to
+MAX_CHECKED_RANKS = 16  # of programs that are checked by default
 OPTIONS_OF_RUN = ("ranks", "warmups", "repetitions")  # take arrays by name beside these
 
 

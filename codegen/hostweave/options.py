@@ -1,4 +1,4 @@
-"""What a user may set for one compile."""
+"""The options of one compile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the temporaries of a host program lie at given sizes, and how near that comes to the least bytes that would do."""
+"""The offsets of the temporaries of a host program at given sizes, their peak and its lower bound."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class MemoryPlan:
 
 @dataclass
 class Use:
-    """From when to when, in numbers of the steps that the plan is told in; `joined` says when other streams know."""
+    """A live range in program order, by the plan's step numbers; from `joined` on other streams are ordered after it."""
 
     first: int
     last: int = FOREVER

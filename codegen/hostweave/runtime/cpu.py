@@ -1,4 +1,4 @@
-"""How the CPU target runs ranks and streams: everything at once, or, inside `seeded`, one thing at a time by a seed."""
+"""Schedules of the CPU target: in parallel, or, inside `seeded`, one operation at a time in an order by a seed."""
 
 from __future__ import annotations
 

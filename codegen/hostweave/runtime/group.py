@@ -1,4 +1,4 @@
-"""Groups: the ranks that call programs together, each on a thread or in a process that the host application started."""
+"""Groups: the ranks that call programs together, each a thread or process that the application started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who the ranks of a world are, and the store in which they meet: one small class for each way to start them."""
+"""Providers: the rank of this process or thread, and the store of the group. One small class for each way to start ranks."""
 
 from __future__ import annotations
 

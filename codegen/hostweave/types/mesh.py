@@ -1,4 +1,4 @@
-"""Named axes of devices, and the ranks along them."""
+"""Meshes: the ranks of a program, with named axes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a tensor is: dtype, dims, the mesh axes that split each dim, and the axes over which it is still to be reduced."""
+"""Tensor types: dtype, dims, the mesh axes that shard each dim, and the axes of a partial result."""
 
 from __future__ import annotations
 

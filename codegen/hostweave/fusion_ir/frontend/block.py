@@ -1,4 +1,4 @@
-"""Blocks: functions that are traced once and called many times, such as a layer of a model."""
+"""`hw.block`: functions that are traced once and called many times, such as a layer of a model."""
 
 from __future__ import annotations
 

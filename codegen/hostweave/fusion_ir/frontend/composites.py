@@ -1,4 +1,4 @@
-"""Functions made of several ops when they are traced. Intermediates are f32 for narrower dtypes."""
+"""Functions that are traced into several ops. Intermediates are f32 for narrower dtypes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What to write instead of what other libraries have and a fusion has not."""
+"""What to write instead of functions of other libraries that a fusion does not have."""
 
 from __future__ import annotations
 

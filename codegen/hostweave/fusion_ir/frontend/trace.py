@@ -1,4 +1,4 @@
-"""Tracing: a function is called once with symbolic tensors, which write down every op."""
+"""Tracing: a function is called once with symbolic tensors, which record every op."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Tensor:
     def __init__(self, trace: _Trace, op: Op | None, value: Value):
         self._trace, self._op, self._value = trace, op, value
         self._name: str | None = None
-        self._word: str | None = None  # the function of several ops that made it, by which it is called where nobody names it
+        self._word: str | None = None  # the composite function that produced it: its name unless the user gives one
 
     def __repr__(self) -> str:
         return f"Tensor({self.type})"
