@@ -155,7 +155,7 @@ class TensorType:
     def on(self, mesh: Mesh) -> TensorType:
         """The same on another mesh: `bf16["M@x", "K"].on(hw.Mesh(x=4).ranks([0, 1]))`."""
         if not isinstance(mesh, Mesh):
-            raise ProgramError(f"on: {mesh!r} is no hw.Mesh; write it like hw.Mesh(x=4).ranks([0, 1])", Location.of_caller())
+            raise ProgramError(f"on: {mesh!r} is not an hw.Mesh; write it like hw.Mesh(x=4).ranks([0, 1])", Location.of_caller())
         placed = replace(self, mesh=mesh)
         placed.check(Location.of_caller(), mesh)
         return placed

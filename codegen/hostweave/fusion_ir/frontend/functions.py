@@ -138,7 +138,7 @@ def astype(x: Tensor, dtype: DType) -> Tensor:
     Example: `hw.astype(x, hw.f32)`.
     """
     if not isinstance(dtype, DType):
-        raise ProgramError(f"astype: {dtype!r} is no dtype; use hw.f32, hw.bf16 and the like", Location.of_caller())
+        raise ProgramError(f"astype: {dtype!r} is not a dtype; use hw.f32, hw.bf16 and the like", Location.of_caller())
     return record("astype", x, target=TensorType(dtype, x.type.dims))
 
 
@@ -343,7 +343,7 @@ def reshard(x: Tensor, *dims: int | str, mesh: Mesh | None = None) -> Tensor:
     """
     location = Location.of_caller()
     if not isinstance(mesh, Mesh | None):
-        raise ProgramError(f"reshard: mesh={mesh!r} is no hw.Mesh; write it like hw.Mesh(x=4).ranks([0, 1])", location)
+        raise ProgramError(f"reshard: mesh={mesh!r} is not an hw.Mesh; write it like hw.Mesh(x=4).ranks([0, 1])", location)
     try:
         stated = TensorType(x.dtype, tuple(map(Dim.of, dims)), mesh=mesh or x.type.mesh)
     except ValueError as error:

@@ -57,7 +57,7 @@ def fusion(*, mesh: Mesh | None = None, **inputs: TensorType) -> Callable[[Calla
     """
     location = Location.of_caller()
     if not isinstance(mesh, Mesh | None):
-        raise ProgramError(f"fusion: mesh={mesh} is no hw.Mesh; a parameter of the function needs another name", location)
+        raise ProgramError(f"fusion: mesh={mesh} is not an hw.Mesh; a parameter of the function needs another name", location)
     return lambda function: traced(function, _Trace(mesh or Mesh()), inputs, "fusion", location)
 
 
