@@ -1,11 +1,11 @@
-"""The layers of Llama 3 8B: a block is traced once, and is one function of the generated program, which calls it 32 times.
+"""The layers of Llama 3 8B: `hw.block` makes one function of the generated program, which is traced once and called 32 times.
 
 Tensor-parallel, and sequence-parallel between the two halves of a layer. `hostweave inspect examples/llama.py:llama --after all`
 """
 
 import hostweave as hw
 
-TP = 8  # ranks, which share heads, columns of the MLP, and the sequence
+TP = 8  # ranks: heads, columns of the MLP and the sequence are sharded
 LAYERS = 32
 E = 4096  # elements of a token
 F = 14336  # columns of the MLP
@@ -14,7 +14,7 @@ G = 8  # heads of key and value
 D = 128  # elements of a head
 dtype = hw.bf16
 
-# The sequence stands outermost, so that what ranks gather of it lies side by side.
+# The sequence is the outermost dim, so that gathered blocks are contiguous.
 TOKENS = dtype["S@tp", "B", E]
 TABLES = {"cos": hw.f32["S", D // 2], "sin": hw.f32["S", D // 2]}  # of rotary embeddings
 WEIGHTS = {

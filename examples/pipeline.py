@@ -1,4 +1,4 @@
-"""Pipelines: the first half of the ranks computes the first layers and hands them to the second half, which computes the others.
+"""Pipelines: the first half of the ranks computes the first layers and sends the activations to the second half, which computes the rest.
 
 Each stage is a mesh of some of the ranks. A tensor is on the mesh of what it is computed from, until a reshard moves it to another.
 """
@@ -22,7 +22,7 @@ def two_stages(x, w1, w2):
 @hw.fusion(
     mesh=mesh,
     x=dtype["M", "K"].on(first),
-    up1=dtype["K", "N@x"].on(first),  # the ranks of a stage share the weights of its layers
+    up1=dtype["K", "N@x"].on(first),  # weights are sharded over the ranks of their stage
     down1=dtype["N@x", "K"].on(first),
     up2=dtype["K", "N@x"].on(second),
     down2=dtype["N@x", "K"].on(second),

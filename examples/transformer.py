@@ -1,8 +1,8 @@
 """Transformer layers as a user writes them: tensor-parallel or sequence-parallel by the spec of the input alone.
 
-What an MLP or an attention computes is a plain function. Columns of the first weight and rows of the second one are split over
-`tp`, so that each rank holds terms of the result: they are all-reduced where all ranks are to hold it, or reduce-scattered
-where each is to hold its part of the sequence. The backward passes are written out from the same ops.
+MLP and attention are plain functions. The columns of the first weight and the rows of the second one are sharded over `tp`, so
+the result is partial: it is all-reduced if it is to be replicated, or reduce-scattered if it is to be sharded along the
+sequence. The backward passes are written out from the same ops.
 """
 
 from math import pi, sqrt
@@ -12,16 +12,16 @@ import hostweave as hw
 mesh = hw.Mesh(dp=2, tp=4)
 B = "B@dp"  # sequences of the batch; "B" on a mesh of tp alone
 T = "T@dp"  # the tokens of all sequences
-TS = "T@dp,tp"  # the same, also shared along tp
+TS = "T@dp,tp"  # the same, also sharded over tp
 dtype = hw.bf16
 H = 32  # heads of the query
 G = 8  # heads of key and value
 D = 128  # elements of a head
 DROPPED = 0.1
 
-# The sequence stands outermost, so that what ranks gather of it lies side by side.
-WHOLE = dtype["S", B, "E"]  # tensor parallel: the ranks along tp hold the same
-SHARED = dtype["S@tp", B, "E"]  # sequence parallel: each holds a part of the sequence
+# The sequence is the outermost dim, so that gathered blocks are contiguous.
+WHOLE = dtype["S", B, "E"]  # tensor-parallel: replicated over tp
+SHARED = dtype["S@tp", B, "E"]  # sequence-parallel: the sequence is sharded over tp
 
 MLP = {"w1": dtype["E", "F@tp"], "w2": dtype["F@tp", "E"]}
 SWIGLU = {"wg": dtype["E", "F@tp"], "wu": dtype["E", "F@tp"], "wd": dtype["F@tp", "E"]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import numpy as np
 import pytest
 from ml_dtypes import bfloat16
 
+import hostweave as hw
 from hostweave.base.paths import PACKAGE
+from hostweave.types.tensor import DType
 
 ROOT = Path(__file__).parents[1]
 GUIDE = ROOT / "docs" / "guide.md"
@@ -26,13 +29,52 @@ def python_of(path: Path) -> str:
     return "\n".join(lines)
 
 
+def run_page(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What a page's Python defines, run in order in an empty folder."""
+    monkeypatch.chdir(folder)
+    path = ROOT / "docs" / f"{name}.md"
+    seen: dict[str, Any] = {"__name__": name}
+    exec(compile(python_of(path), str(path), "exec"), seen)
+    assert len(seen) > 2  # a page without Python would pass otherwise
+    return seen
+
+
 def test_the_guide_runs_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    seen: dict[str, Any] = {"__name__": "guide"}
-    exec(compile(python_of(GUIDE), str(GUIDE), "exec"), seen)
+    seen = run_page("guide", tmp_path, monkeypatch)
     np.testing.assert_array_equal(seen["y"], (seen["X"] @ seen["W"]).astype(bfloat16))
     assert len(seen["ys"]) == 8
     assert (tmp_path / "hidden" / "CMakeLists.txt").is_file()
+
+
+def test_the_tutorial_runs_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = run_page("tutorial", tmp_path, monkeypatch)
+    np.testing.assert_allclose(seen["y"], seen["expected"], rtol=1e-4, atol=1e-4)
+    assert (tmp_path / "overlapped" / "CMakeLists.txt").is_file()
+
+
+@pytest.mark.parametrize("name", ["shardings", "check"])
+def test_the_page_runs_in_order(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_page(name, tmp_path, monkeypatch)
+
+
+def test_every_page_is_in_the_navigation_and_the_reference_has_every_function() -> None:
+    docs = ROOT / "docs"
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    assert [path for path in docs.rglob("*.md") if str(path.relative_to(docs)) not in navigation] == []
+    reference = "\n".join(path.read_text() for path in (docs / "reference").glob("*.md"))
+    documented = set(re.findall(r"^::: hostweave\.(?:\w+\.)*(\w+)$", reference, re.MULTILINE))
+    callables = {name for name in hw.__all__ if callable(getattr(hw, name)) and not isinstance(getattr(hw, name), DType)}
+    assert callables - documented == {"Fusion", "HostProgram"}
+    assert all(getattr(hw, name).__doc__ for name in callables)
+
+
+def test_the_readme_shows_the_loop_that_is_generated() -> None:
+    seen: dict[str, Any] = {"X": np.ones((64, 16), bfloat16), "W": np.ones((16, 8), bfloat16)}
+    readme = ROOT / "README.md"
+    exec(compile(python_of(readme).partition("y = program.run")[0], "README.md", "exec"), seen)
+    shown = re.search(r"```cpp\n(.*?)```", readme.read_text(), re.DOTALL)
+    assert shown is not None
+    assert textwrap.indent(shown[1], "  ") in seen["program"].source
 
 
 def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

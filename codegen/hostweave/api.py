@@ -1,4 +1,4 @@
-"""`hw.compile` and what it gives."""
+"""`hw.compile`, and the program that it returns."""
 
 from __future__ import annotations
 
@@ -29,16 +29,19 @@ from hostweave.runtime.session import Session, Timing
 from hostweave.targets.target import NAMES, Target, find_target
 from hostweave.types.mesh import Mesh
 
-MAX_CHECKED_RANKS = 16  # of programs that are checked without being asked to
+MAX_CHECKED_RANKS = 16  # of programs that are checked by default
 OPTIONS_OF_RUN = ("ranks", "warmups", "repetitions")  # take arrays by name beside these
 
 
 @checked
 def compile(program: Fusion | HostProgram, target: str = "cpu", options: Options | None = None) -> Program:
-    """Lowers a fusion, or takes a host program as it is, for `target` "cpu" or "cuda".
+    """Compiles a fusion, or a host program as it is, for `target` "cpu" or "cuda".
 
-    Needs no compiler yet: the C++ is compiled at the first run, or by `Program.build`. Raises ProgramError with the place in
-    the user's source where the program means nothing, cannot be lowered, or has a race or a deadlock on some rank.
+    Lowers it, verifies it after every pass, and proves it free of races and deadlocks as `options` say. No C++ compiler is needed
+    yet: the C++ is compiled at the first run, or by `Program.build`. Raises ProgramError, with the location in the user's source,
+    for a program that is invalid, cannot be lowered, or has a race or deadlock on some rank.
+
+    Example: `program = hw.compile(ag_matmul, target="cuda", options=hw.Options(streams=2))`.
     """
     if not isinstance(program, Fusion | HostProgram):
         raise ProgramError(f"compile: {program!r} is neither a fusion nor a host program; mark a function with @hw.fusion(...)")
@@ -58,7 +61,12 @@ def compile(program: Fusion | HostProgram, target: str = "cpu", options: Options
 
 
 class Program:
-    """A compiled program. Made by `hw.compile`."""
+    """A compiled program, made by `hw.compile`.
+
+    `run` runs all ranks in this process on global arrays; calling the program runs this process's or thread's rank on local arrays.
+
+    Example: `y = hw.compile(ag_matmul).run(x, w=w)`.
+    """
 
     def __init__(self, given: Fusion | HostProgram, host: HostProgram, target: Target, options: Options):
         self._given = given
@@ -75,38 +83,41 @@ class Program:
 
     @property
     def name(self) -> str:
+        """The name of the function that was traced."""
         return self._host.name
 
     @property
     def mesh(self) -> Mesh:
+        """The mesh of the ranks that it runs on."""
         return self._host.mesh
 
     @property
     def fusion_ir(self) -> str:
-        """The fusion as it was given. Raises ProgramError for a program that was compiled from host IR."""
+        """The text of the fusion as traced. Raises ProgramError for a program that was compiled from host IR."""
         if not isinstance(self._given, Fusion):
             raise ProgramError(f"{self.name}: was compiled from host IR and has no fusion IR; see host_ir")
         return str(self._given)
 
     @cached_property
     def host_ir(self) -> str:
+        """The text of the host IR, after all passes."""
         return str(self._host)
 
     @cached_property
     def sources(self) -> Mapping[str, str]:
-        """The generated files, path -> text. The same for both targets."""
+        """The generated files: a mapping of paths to texts, the same for both targets."""
         from hostweave.emit import render
 
         return render(self._host)
 
     @property
     def source(self) -> str:
-        """The generated host program, program.cpp."""
+        """The text of the generated host program, program.cpp."""
         return self.sources["program.cpp"]
 
     @cached_property
     def folder(self) -> Path:
-        """Where the sources, the compiler's log and the built module are; builds them where they are not there yet."""
+        """The folder with the sources, the compiler's log and the built module, which is built first if needed."""
         from hostweave.build.program import build
 
         toolchain = self.target.toolchain()
@@ -114,7 +125,7 @@ class Program:
 
     @cached_property
     def module(self) -> ModuleType:
-        """The program as a Python extension module."""
+        """The program as a Python extension module, compiled and loaded if needed. Raises BuildError as `build` does."""
         from hostweave.build.loader import load
 
         return load(self.folder / MODULE_FILE, self.target.dlopen_flags)
@@ -122,15 +133,17 @@ class Program:
     def build(self) -> None:
         """Compiles and loads the module, or takes it from the cache.
 
-        Raises BuildError where the toolchain is not complete or the compiler fails.
+        Raises BuildError if the toolchain is not complete or the compiler fails.
         """
         _ = self.module
 
     def check(self, **sizes: int) -> None:
-        """Raises ProgramError for the first race, deadlock or unmatched communication on some rank.
+        """Proves the program free of races, deadlocks and unmatched communication on every rank, at these `sizes`.
 
-        The program is looked at for these `sizes`, and small ones where none are given. Raises ArgumentError for names that it
-        does not have.
+        Sizes that are not given are small ones. It is done by vector clocks over the operations of all ranks (Fidge 1988, Mattern 1989).
+        Raises ProgramError for the first fault, with rank and instruction, ArgumentError for sizes that the program does not have.
+
+        Example: `program.check(M=8192, N=4096)`.
         """
         if unknown := sizes.keys() - set(self._host.symbols()):
             known = ", ".join(self._host.symbols()) or "none"
@@ -148,19 +161,22 @@ class Program:
         sizes: Mapping[str, int] | None = None,
         **named: Any,
     ) -> Any:
-        """Runs this thread's or process's rank of a group on its local arrays, after `hw.init`: all ranks make the same calls.
+        """Runs this process's or thread's rank of a group on its local arrays, after `hw.init`. All ranks make the same calls in order.
 
-        `arrays` are the inputs in order, `named` others by name; contiguous and on the rank's device; nothing is copied. Gives
-        the local output, or a tuple of them, in the library of the first input, or in `out`, which may hold arrays to write to,
-        apart from each other and from the inputs. Without `group` it is the default one. Ranks that are processes take it that
-        sharded dims are even; `sizes` gives the global size of those that are not, by name, and of those that the rank's own
-        arrays do not tell. A rank that is not in the mesh of an input passes None for it, and gets None for such an output.
+        `arrays` are the inputs in order, `named` others by name: contiguous local blocks on the rank's device, which are not
+        copied. Returns the local output, or a tuple of outputs, in the library of the first input, or in `out`, which may hold
+        arrays to write to, that overlap neither each other nor the inputs. `group` is the default one if left out. Ranks that are
+        processes assume that sharded dims are even; `sizes` gives the global size, by name, of those that are not, and of sizes
+        that the rank's own arrays do not determine. A rank that is not in the mesh of an input passes None for it, and gets None
+        for such an output.
 
-        On CUDA the call is ordered after what `stream` holds (an int, or a stream of PyTorch, CuPy or another library; by
-        default the library's current one), and later work on it after the call; nothing waits. On the CPU target the call
-        returns when it is done.
+        On CUDA the call is enqueued: it runs after what `stream` holds (an int, or a stream of PyTorch, CuPy or another library; by
+        default the library's current one), and what is enqueued there later runs after it. On the CPU target the call returns
+        when it is done.
 
-        Raises ArgumentError for arrays that do not fit, ExecutionError where the ranks do not get through, or did not earlier.
+        Raises ArgumentError for arrays that do not fit, ExecutionError if a rank fails or times out, now or in an earlier call.
+
+        Example: `y = program(x, w)`.
         """
         if self._closed:
             raise ExecutionError(f"{self.name}: the program is closed; compile it again")
@@ -175,31 +191,33 @@ class Program:
         return local(in_order(self.name, self._host.inputs, arrays, named) if named else arrays, out, stream, sizes)
 
     def run(self, *arrays: Any, ranks: bool = False, **named: Any) -> Any:
-        """Runs all ranks in this process on global arrays, given in order or by name, and waits for the result.
+        """Runs all ranks in this process on global arrays, by position or name, and waits for the result.
 
-        Gives the global output, or a tuple of them where there are several, as arrays of the first input's library; of a
-        replicated output a rank's copy. With `ranks`, gives a list of every rank's local output or tuple of outputs, None for
-        what is on a mesh that the rank is not in.
-        Raises ArgumentError for arrays that do not fit, ExecutionError where the ranks do not get through.
+        Arrays are NumPy, PyTorch, CuPy or JAX, of the declared dtypes and global shapes. Returns the global output, or a tuple of
+        outputs, as arrays of the first input's library. With `ranks`, returns a list of every rank's local output or tuple of
+        outputs, with None for an output on a mesh that the rank is not in. Raises ArgumentError for arrays that do not fit,
+        ExecutionError if a rank fails or times out.
+
+        Example: `y = program.run(x, w=w)`.
         """
         call = make_call(self._host, self.target, arrays, named)
         self._ready().run([call], schedule(), poison=False)
         return call.local_results() if ranks else call.global_results()
 
     def run_in_flight(self, calls: Sequence[Mapping[str, Any]], *, poison: bool = False) -> list[list[Any]]:
-        """Runs several calls, with arrays of the same shapes, back to back: nothing waits for the device in between.
+        """Runs several calls, with arrays of the same shapes, back to back: the host does not wait for the device in between.
 
-        With `poison`, outputs and temporaries are filled with NaN on the caller's stream before each call. Gives for every
-        call what `run(ranks=True)` gives. This is how tests see a missing dependency.
+        With `poison`, outputs and temporaries are filled with NaN on the caller's stream before each call, so that a missing dependency
+        shows. Returns for every call what `run(ranks=True)` returns.
         """
         made = [make_call(self._host, self.target, (), arrays) for arrays in calls]
         self._ready().run(made, schedule(), poison=poison)
         return [call.local_results() for call in made]
 
     def measure(self, *arrays: Any, warmups: int = 3, repetitions: int = 20, **named: Any) -> list[list[Timing]]:
-        """The times of `repetitions` calls on every rank, [rank][repetition]; ranks begin each call together.
+        """Times `repetitions` calls after `warmups` others on every rank; the ranks start each call together.
 
-        Raises ArgumentError and ExecutionError as `run` does.
+        Returns a list per rank of a Timing per repetition. Raises ArgumentError and ExecutionError as `run` does.
         """
         if warmups < 0 or repetitions < 1:
             raise ArgumentError(f"{self.name}: measure: warmups={warmups}, repetitions={repetitions}: at least 0 and 1 are wanted")
@@ -209,7 +227,9 @@ class Program:
     def export(self, folder: str | Path) -> None:
         """Writes a CMake project that builds and runs the program without Python, on both targets.
 
-        Raises ArgumentError where the folder cannot be written or has other files of these names, ProgramError for what has no C++.
+        Raises ArgumentError if the folder cannot be written or has other files of these names, ProgramError for a program that has no C++.
+
+        Example: `program.export("ag_matmul/")`.
         """
         from hostweave.emit import export
 
@@ -220,7 +240,7 @@ class Program:
             raise ArgumentError(f"{self.name}: export: {why}; give a folder that is yours to write") from None
 
     def close(self) -> None:
-        """Frees all that the program holds on its devices. It cannot run again."""
+        """Frees the memory and streams of the program on its devices. It cannot run again."""
         with self._lock:
             self._closed = True
             if self._session:

@@ -1,4 +1,4 @@
-"""What a user may set for one compile."""
+"""The options of one compile."""
 
 from __future__ import annotations
 
@@ -13,18 +13,22 @@ from hostweave.types.tensor import DType, f32
 @checked_arguments
 @dataclass(frozen=True)
 class Options:
-    """Options of `hw.compile`.
+    """Options of one `hw.compile`.
 
-    `streams` is the number of CUDA streams that a stream loop walks, round robin. `check` says whether the host program
-    is checked for races and deadlocks on every rank; by default it is on meshes of up to 16 ranks. `sizes` gives the
-    usual sizes of dims by name, for others 4096: of several ways to reshard a tensor the one that moves the fewest
-    bytes at these sizes is taken. `partial_dtype`, `hw.f32` or nothing, is the dtype in which partial sums of 16-bit
-    floats are computed and sent: without it each is rounded to the dtype of the result first. With `tf32`,
-    matmuls of f32 round their operands to TF32, of 10 bits after the point, and add up in f32: several times faster on
-    tensor cores (the CPU target computes in f32). With `verify_calls`, ranks that are processes tell each other before
-    every call what they call and with what shapes; ranks that are threads always do.
+    - `streams`: number of CUDA streams of a stream loop, used round robin.
+    - `check`: whether the host program is proven free of races and deadlocks; by default on meshes of up to 16 ranks.
+    - `sizes`: typical sizes of dims by name, 4096 for others. Of several ways to reshard a tensor the one that moves the fewest
+      bytes at these sizes is taken.
+    - `partial_dtype`: `hw.f32` computes and sends partial sums of 16-bit floats in f32, and rounds once; by default each rank rounds
+      its partial sum to the dtype of the result.
+    - `tf32`: matmuls of f32 round their operands to TF32, with 10 bits of mantissa, and add in f32: several times faster on tensor cores.
+      The CPU target computes in f32.
+    - `verify_calls`: ranks that are processes compare programs and shapes before every call, which takes a round trip through the
+      store; ranks that are threads always do.
 
     Raises ProgramError for another `partial_dtype`, and for `streams` below 1.
+
+    Example: `hw.compile(f, target="cuda", options=hw.Options(tf32=True, sizes={"M": 8192}))`.
     """
 
     streams: int = 4

@@ -1,4 +1,4 @@
-"""The whole way from a fusion to a host program, in order. Each pass is a function in a file of its own name."""
+"""All passes from a fusion to a host program, in order. Each pass is a function in a file of its own name."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ bool may_share(const Lifetime& a, const Lifetime& b) {
   });
 }
 
-// The most bytes that are in use at one moment: less will never do.
+// The most bytes that are in use at one moment: no placement needs less.
 size_t lower_bound(std::span<const Lifetime> buffers) {
   std::map<int64_t, size_t> moments;  // when uses begin
   for (const Lifetime& buffer : buffers) {
@@ -42,7 +42,9 @@ size_t lower_bound(std::span<const Lifetime> buffers) {
   return most;
 }
 
-// Each buffer in turn goes to the smallest gap that holds it between those already placed.
+// Greedy: each buffer in turn goes to the smallest gap that fits between those placed before whose live ranges overlap its own.
+// In the order of sizes this is "greedy by size" (Pisarchyk and Lee, Efficient memory management for deep neural net
+// inference, 2020).
 size_t place_in(const std::vector<size_t>& order, std::span<const Lifetime> buffers, std::span<size_t> offsets) {
   size_t total = 0;
   std::vector<size_t> placed, around;

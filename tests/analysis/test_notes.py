@@ -52,7 +52,7 @@ def test_a_gather_and_a_pack() -> None:
     total = size // 4 + 32 * 16 * 4 + 8 * 64 * 16 * 4
     of = f"{size:,} bytes a rank, {size / total:.0%} of the program's inputs and outputs at B=8, S=64, E=32, N=64"
     assert gather == (
-        "test_notes.py:31: %x: f32[B, S@x, E] is gathered to f32[B, S, E], which nobody states; "
+        "test_notes.py:31: %x: f32[B, S@x, E] is gathered to f32[B, S, E], which is not annotated; "
         f"shard what uses it, or state it by hw.reshard: {of}"
     )
     assert pack == (

@@ -76,7 +76,7 @@ ERRORS = {
     ),
     "axis": ("return hw.sum(x, axis=2)", {}, "4: sum: bf16[M, K] has no dim 2: dims go from 0 to 1"),
     "axis of no int": ("return hw.sum(x, axis=1.0)", {}, "4: sum: 1.0 is no dim of bf16[M, K]; write its number or its name"),
-    "cast to a name": ("return hw.astype(x, 'f32')", {}, "4: astype: 'f32' is no dtype; use hw.f32, hw.bf16 and the like"),
+    "cast to a name": ("return hw.astype(x, 'f32')", {}, "4: astype: 'f32' is not a dtype; use hw.f32, hw.bf16 and the like"),
     "loop": (
         "return sum(x)",
         {},
@@ -183,7 +183,7 @@ ERRORS = {
     "mesh": (
         "return hw.reshard(x, 'M', 'K', mesh='x')",
         {},
-        "4: reshard: mesh='x' is no hw.Mesh; write it like hw.Mesh(x=4).ranks([0, 1])",
+        "4: reshard: mesh='x' is not an hw.Mesh; write it like hw.Mesh(x=4).ranks([0, 1])",
     ),
     "kernel of nothing": (
         "return hw.kernel('', 'k', 'M', [x, hw.f32['M']])",
@@ -564,7 +564,7 @@ def test_a_name_has_no_spaces_and_a_mesh_is_one() -> None:
     with pytest.raises(ProgramError, match=r"not a dim: 'M N'; write it like 'M', 'M@x' or 'M@dp,tp'$"):
         hw.f32["M N"]
     assert hw.f32["M @ x"] == hw.f32["M@x"]
-    with pytest.raises(ProgramError, match=r"fusion: mesh=f32\[M\] is no hw.Mesh; a parameter of the function needs another name$"):
+    with pytest.raises(ProgramError, match=r"fusion: mesh=f32\[M\] is not an hw.Mesh; a parameter of the function needs another name$"):
         hw.fusion(mesh=hw.f32["M"])
 
 

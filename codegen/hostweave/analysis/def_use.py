@@ -1,4 +1,4 @@
-"""Where a host program touches its memory, and whose order matters.
+"""Def-use of a host program: which instructions read and write each buffer, and on which stream.
 
 Names are unique in programs that passes see. Where bodies side by side use one name for two buffers, what is looked up by it is the
 last one's.

@@ -1,4 +1,4 @@
-"""The indices that a kernel walks: which dims of its values go together, and which of them it reduces."""
+"""The index space of a kernel: which dims of its values share an index, and which indices are reduced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When the temporaries of a host program come and go: what its arena is laid out by, for the generated `prepare` and for reports.
+"""Live ranges of the temporaries of a host program, for the arena that `prepare` lays out and for reports.
 
 An allocate in a stream block is one buffer for each of the streams, anywhere else it is one buffer. It lives until its
 deallocate, else to the end of the body that it stands in, and what a block allocates does so in each of its calls. What begins

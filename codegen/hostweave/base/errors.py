@@ -1,4 +1,4 @@
-"""The exceptions of Hostweave and the source places that they name."""
+"""The exceptions of Hostweave, and the locations in the user's source that they name."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Location:
 
 
 class HostweaveError(Exception):
-    """A mistake that Hostweave found: one line with a place, a reason and a remedy."""
+    """The base of all errors that Hostweave raises: one line with a location, a reason and a remedy."""
 
     def __init__(self, message: str, location: Location | None = None):
         super().__init__(f"{location}: {message}" if location else message)
@@ -47,7 +47,7 @@ class HostweaveError(Exception):
 
 
 class ProgramError(HostweaveError, ValueError):
-    """A program that means nothing, or that no pass can lower."""
+    """A program that is invalid, cannot be lowered, or has a race or a deadlock."""
 
 
 class UnknownAttribute(ProgramError, AttributeError):

@@ -1,4 +1,4 @@
-"""A cursor over the tokens of IR text, shared by the parsers of both IRs. Every complaint names line and column."""
+"""A cursor over the tokens of IR text, shared by the parsers of both IRs. Errors name line and column."""
 
 from __future__ import annotations
 

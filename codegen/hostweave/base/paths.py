@@ -1,4 +1,4 @@
-"""Where the files that travel with the package are: beside the code in a wheel, at the root in a source tree.
+"""The paths of the files that belong to the package: beside the code in a wheel, at the root in a source tree.
 
 An editable installation has the code in the source tree, and what it built in site-packages: both are on the package's `__path__`.
 """

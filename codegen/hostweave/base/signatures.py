@@ -1,4 +1,4 @@
-"""Calls with arguments that a function does not take: a place, the reason, and what was probably meant."""
+"""Errors for calls with arguments that a function does not have: location, reason, and the likely intention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cache of built programs and their objects: one folder an entry, which appears all at once by a rename.
+"""The cache of built programs and their objects: one folder per entry, created atomically by a rename.
 
 `HOSTWEAVE_CACHE` moves it, `HOSTWEAVE_CACHE_LIMIT` says how large it may grow. Processes that want the same entry at the same time
 wait for the first of them. What is in it runs as its user: nothing is taken from a folder that others may have written to,

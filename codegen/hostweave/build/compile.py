@@ -1,4 +1,4 @@
-"""Runs compilers side by side and keeps what they say."""
+"""Runs compilers in parallel and keeps their output."""
 
 from __future__ import annotations
 

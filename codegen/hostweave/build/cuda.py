@@ -1,4 +1,4 @@
-"""Finds the CUDA headers and libraries, in the toolkit first, then in the pip wheels. Either can be incomplete."""
+"""Finds the CUDA headers and libraries, first in the toolkit, then in the pip wheels. Either may be incomplete."""
 
 from __future__ import annotations
 

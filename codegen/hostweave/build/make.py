@@ -1,4 +1,4 @@
-"""Compiles and links, where the cache has not got it."""
+"""Compiles and links what is not in the cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Extents and expressions of a program at given sizes."""
+"""Sizes and expressions of a program, bound to given sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which communications of different channels nothing orders on a rank.
+"""Finds communications on different channels that are not ordered on a rank.
 
 NCCL may start them as it likes, on every rank in another order, and each holds part of the device while it waits for the others.
 """

@@ -1,4 +1,4 @@
-"""Decides, without running it, whether a host program is free of races, deadlocks and reads of memory that nothing wrote."""
+"""Proves, without running it, that a host program is free of races, deadlocks and reads of memory that was never written."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from hostweave.types.rank_sizes import Sizes
 def check(program: ir.HostProgram, sizes: Sizes | None = None) -> None:
     """Raises ProgramError for the first fault that `program` has on some rank of its mesh, for these sizes or small ones.
 
-    Checked are: two accesses of the same bytes, one of them a write, that no stream, event or arriving data orders, the
-    caller's before and after the call among them; memory freed while in use, or given to others before that is known; sends
-    and recvs, and collectives, that do not meet; communications of two channels that nothing orders on a rank; a wait whose
-    record may not have run; ranks that wait for one another; memory read before it is written; outputs that are not written
-    completely.
+    A fault is: two accesses of the same bytes, one of them a write, that no stream, event or arriving data orders, including the
+    caller's before and after the call; memory freed while in use, or reused before its last use is known to have ended; a send
+    without its recv, or collectives that differ between ranks; communications on two channels that are not ordered on a rank; a
+    wait for an event that may not have been recorded; ranks that wait for each other; memory read before it is written; outputs
+    that are not written completely. The order is happens-before, by vector clocks (Fidge 1988, Mattern 1989).
     """
     with _without_collections():
         for chosen in sizes_to_check(program) if sizes is None else (sizes,):

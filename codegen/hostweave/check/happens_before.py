@@ -1,9 +1,9 @@
-"""What runs before what: the operations of all ranks as tasks, run in an order that every legal schedule allows.
+"""Happens-before: the operations of all ranks as tasks, simulated in an order that every legal schedule allows.
 
 A stream runs its tasks in order, a wait runs after its record, and a communication ends when the other side has started.
-Two orders are kept apart. What a task may rely on for its data (its clock) comes from streams, events, and data that
-arrives. Whether every task can run is asked of that and of the order in which a rank posts its communications too: a
-device runs them one after the other, whatever their streams, with some versions of NCCL and not with others.
+Two orders are kept apart. What a task may rely on for its data, its vector clock (Fidge 1988, Mattern 1989), comes from streams,
+events and arriving data. Whether every task can run depends on that and on the order in which a rank posts its communications: with
+some versions of NCCL, not all, a device runs them one after the other, whatever their streams.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hostweave.check.match_collectives import Meeting
 from hostweave.check.operations import Instances, Operation, Stream, failure
 from hostweave.host_ir import ir
 
-Clock = list[int]  # for each stream of each rank, how many of its tasks are known to be done
+Clock = list[int]  # a vector clock: for each stream of each rank, how many of its tasks are known to be done
 
 
 @dataclass(slots=True, eq=False, repr=False)

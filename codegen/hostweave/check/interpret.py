@@ -1,4 +1,4 @@
-"""What a host program computes, by NumPy: all ranks in one thread, each in program order. Streams and events are ignored.
+"""Computes the result of a host program with NumPy: all ranks in one thread, each in program order, without streams and events.
 
 It is the meaning that the generated code is tested against, so it takes the plainest way: small floats are widened to f32
 for each instruction and rounded once, and memory that nothing wrote holds NaN.

@@ -1,4 +1,4 @@
-"""Which communications meet: send and recv in issue order per pair of ranks, collectives by their number in the process group."""
+"""Matches communications: send and recv in issue order per pair of ranks, collectives by their number in the process group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who touched the bytes of one buffer last, for finding accesses that nothing orders."""
+"""The last accesses to the bytes of one buffer, to find accesses that are not ordered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank does, concretely: one execution of an instruction, and the bytes that it reads and writes."""
+"""Operations: one execution of an instruction on one rank, and the bytes that it reads and writes."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def instruction_text(instruction: ir.Instruction) -> str:
 
 @dataclass(frozen=True)
 class Root:
-    """A buffer that is nobody's view. `role` is input, output or allocation."""
+    """A buffer that is not a view of another. `role` is input, output or allocation."""
 
     layout: Layout
     role: str

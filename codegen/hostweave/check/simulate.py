@@ -1,4 +1,4 @@
-"""What each rank does, concretely: the control flow of a host program run for given sizes, as one flat list of operations a rank.
+"""Instantiates a host program: its control flow, run for given sizes, as one flat list of operations per rank.
 
 for %i in 0..2 {                     rank 1, ring[0], %i = 0: copy %x -> %y_i      reads %x bytes 0..64, writes %y bytes 64..128
   %p = (rank.x + %i) % 2      ->     rank 1, ring[1], %i = 1: recv %y_i from 0 ...
@@ -176,7 +176,7 @@ def _allocate(b: _Binder, i: ir.Allocate) -> Step:
         run.places[i.out] = (root, 0, generation)
         claim = Access(i.out, Region(root, 0, whole, generation), reads=False, writes=True)
         freed = list(run.freed.values())
-        if generation:  # in a loop, what comes later in its body came before, too
+        if generation:  # in a loop, later instructions of the body have run in the iteration before
             steps = dict(run.steps)
             for stream, last in run.kept.items():
                 then = dict(last.steps)

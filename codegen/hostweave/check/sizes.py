@@ -1,4 +1,4 @@
-"""Small sizes for a program to be looked at with, such that every extent of it is whole."""
+"""Small sizes at which a program is checked, such that every extent is an integer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def minimal_sizes(program: ir.HostProgram) -> dict[str, int]:
     return _with_room(program, steps) or _with_room(program, _steps(program, evenly=False)) or least
 
 
-USUAL = 4096  # the least of a size that nobody gives
+USUAL = 4096  # the least value of a size that is not given
 
 
 def usual_sizes(program: ir.HostProgram, given: Mapping[str, int]) -> dict[str, int]:

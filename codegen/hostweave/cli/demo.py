@@ -1,4 +1,4 @@
-"""`hostweave demo`: a seed program through every stage, run on all ranks and compared with NumPy."""
+"""`hostweave demo`: compiles an example, prints its stages, runs it on all ranks and compares the result with NumPy."""
 
 from __future__ import annotations
 

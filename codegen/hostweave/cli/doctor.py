@@ -1,4 +1,4 @@
-"""`hostweave doctor`: what was found on this machine, and what to install for what is missing."""
+"""`hostweave doctor`: lists what is installed on this machine, and how to install what is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Colours for terminals: C++, and the text of both IRs."""
+"""Terminal colours for C++ and the text of both IRs."""
 
 from __future__ import annotations
 

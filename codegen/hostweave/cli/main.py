@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
             help="a fusion in a Python file or of an example (seeds:ag_matmul_p2p), or a .hw file of IR text",
         )
         sub.add_argument("--set", metavar="NAME=VALUE", action="append", default=[], help="replace a constant of the file, such as D=4")
-        sub.add_argument("--streams", type=int, default=4, help="streams that a loop walks (default 4)")
+        sub.add_argument("--streams", type=int, default=4, help="number of CUDA streams of a stream loop (default 4)")
 
     demo = add("demo", _demo, "Compile a seed program, show every stage, run it on all ranks and compare with NumPy.")
     demo.add_argument("--program", default="ag_matmul_p2p", help="a program of examples/seeds.py (default ag_matmul_p2p)")
@@ -70,17 +70,15 @@ def _parser() -> argparse.ArgumentParser:
         "--after", metavar="PASS", help="the IR after this pass; 'input' is the fusion as traced, 'all' what each pass changed"
     )
     inspect.add_argument("--only", metavar="NAME", help="one file of the C++, or with --after one function or kernel")
-    inspect.add_argument("--memory", action="store_true", help="where temporaries lie, their live ranges, peak and lower bound")
-    inspect.add_argument(
-        "--sizes", metavar="M=1024,K=512", default="", help="sizes for --memory and for notes of what is costly (default 4096)"
-    )
+    inspect.add_argument("--memory", action="store_true", help="offsets and live ranges of temporaries, peak and lower bound")
+    inspect.add_argument("--sizes", metavar="M=1024,K=512", default="", help="sizes for --memory and for the notes on costs (default 4096)")
 
     export = add("export", _export, "Write a CMake project that builds and runs the program without Python.")
     add_program(export)
     export.add_argument("folder", type=Path)
 
     bench = add("bench", _bench, "Run the benchmarks that this machine can run, and print ratios to the peers of the same run.")
-    bench.add_argument("names", nargs="*", help="benchmarks by name; default: all that can run here")
+    bench.add_argument("names", nargs="*", help="benchmarks by name; default: all that this machine can run")
 
     add("doctor", _doctor, "Say what was found (compiler, CUDA, NCCL, cuBLAS, GPUs, cache) and what to install for what is missing.")
 

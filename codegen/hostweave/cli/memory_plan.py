@@ -1,4 +1,4 @@
-"""Where the temporaries of a host program lie at given sizes, and how near that comes to the least bytes that would do."""
+"""The offsets of the temporaries of a host program at given sizes, their peak and its lower bound."""
 
 from __future__ import annotations
 

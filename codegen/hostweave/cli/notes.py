@@ -1,4 +1,4 @@
-"""What a program pays for that its author did not state: gathers, and copies into contiguous memory around communications."""
+"""Costs that the author of a program did not state: gathers, and copies into contiguous memory around communications."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ MUCH = 0.1  # of the bytes of a rank's inputs and outputs
 
 
 def costly_choices(fusion: Fusion, host: ir.HostProgram, sizes: Mapping[str, int]) -> list[str]:
-    """A line for each, with its place. `fusion` is the last stage before the host IR; sizes that are not given are usual ones.
+    """One line for each costly choice, with its location. `fusion` is the last stage before the host IR; `sizes` has defaults.
 
-    A gather is stated by `hw.reshard` and by `.stream`. A copy is told of where a communication cannot read or write a view.
+    A gather counts as stated by `hw.reshard` and by `.stream`. A copy is reported if a communication cannot use a view.
     """
     bound = RankSizes(usual_sizes(host, sizes), host.mesh)
     total = sum(_bytes(host.local_type(p), bound) for p in (*host.inputs, *host.outputs))
     at = ", ".join(f"{name}={size}" for name, size in bound.items())
     notes = []
     for found in (_gathers(fusion, bound), _packs(inlined(host), bound)):
-        sums: dict[Location | None, tuple[str, int, int]] = {}  # of one place, whose function may be called often
+        sums: dict[Location | None, tuple[str, int, int]] = {}  # per location, since its function may be called often
         for place, what, size in found:
             first, times, before = sums.get(place, (what, 0, 0))
             sums[place] = first, times + 1, before + size
@@ -48,7 +48,7 @@ def _gathers(fusion: Fusion, sizes: Sizes) -> Iterator[tuple[Location | None, st
         if op.attribute("kind") == "all_gather" and not op.result.pinned and not op.result.stream:
             source = types[op.tensors[0]]
             type = BufferType(op.result.type.dtype, op.result.type.local_shape(fusion.mesh))
-            what = f"%{op.tensors[0]}: {source} is gathered to {op.result.type}, which nobody states"
+            what = f"%{op.tensors[0]}: {source} is gathered to {op.result.type}, which is not annotated"
             yield op.location, f"{what}; shard what uses it, or state it by hw.reshard", _bytes(type, sizes)
 
 

@@ -1,4 +1,4 @@
-"""Fusions in files: `examples/seeds.py:ag_matmul`, with other constants where the caller wants them."""
+"""Loads fusions from files, `examples/seeds.py:ag_matmul`, with constants replaced on request."""
 
 from __future__ import annotations
 

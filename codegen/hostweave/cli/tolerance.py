@@ -1,4 +1,4 @@
-"""How far a right answer may be off."""
+"""The tolerance for a correct result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""C++ from host programs. The text depends on the program alone: not on a target, a toolchain or this machine."""
+"""C++ from host programs. The text depends on the program only, not on target, toolchain or machine."""
 
 from hostweave.emit.export import export
 from hostweave.emit.render import render

@@ -1,4 +1,4 @@
-"""What `prepare` tells the arena of a body: when its temporaries come and go."""
+"""The live ranges that `prepare` passes to the arena."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arguments of a program, and the sizes that they tell."""
+"""The arguments of a program, and the sizes that they bind."""
 
 from __future__ import annotations
 

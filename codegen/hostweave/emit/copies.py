@@ -1,4 +1,4 @@
-"""Copies and fills that are no op of a fusion: row by row, or by a kernel where elements are scattered more than that."""
+"""Copies and fills that do not stem from an op of the fusion: row by row, or by a kernel for other strides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From instructions to views, one function each."""
+"""From host IR instructions to views for the templates, one function each."""
 
 from __future__ import annotations
 

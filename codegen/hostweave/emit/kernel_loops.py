@@ -1,4 +1,4 @@
-"""The loops of a kernel: which thread walks which elements, how many neighbours it takes together, and where each lies."""
+"""The loops of a kernel: which thread iterates over which elements, how many consecutive ones at once, and their offsets."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ class Loops:
             self.sharing = BY_ANY_ROW
 
     def threads_of_row(self, accesses: int, held: int) -> int:
-        """How many threads share a row of known length; 0 where it does not come out even."""
+        """The number of threads that share a row of known length; 0 if none divides it evenly."""
         for least, each in itertools.product((LINE, 1), EACH):
             threads = accesses // each
             fits = (threads % WARP == 0 and threads <= ROW_THREADS) or (threads in LANES and threads >= min(least, accesses))
@@ -312,7 +312,7 @@ class Loops:
 
     @property
     def bounds(self) -> str:
-        """What the compiler is told of a block, lest it save registers for a second one that does not come."""
+        """`__launch_bounds__`: with 1 thread block per multiprocessor the compiler may use all of its registers."""
         return f"{self.threads}, 1" if self.threads == str(MOST_THREADS) else self.threads
 
     def meet(self, is_last: bool) -> str:

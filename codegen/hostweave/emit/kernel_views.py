@@ -1,4 +1,4 @@
-"""Kernels as the templates see them: generated ones, and the text of the user's."""
+"""Kernels as the templates see them: generated ones, and user kernels."""
 
 from __future__ import annotations
 

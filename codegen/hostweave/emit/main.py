@@ -1,4 +1,4 @@
-"""main.cpp of an exported project: what it says of its program, and the view of that for the template."""
+"""main.cpp of an exported project."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Meshes in C++: whether this rank is in one, and where along its axes. Ranks are row-major coordinates."""
+"""Meshes in C++: whether this rank is in one, and its coordinates. Ranks are row-major."""
 
 from __future__ import annotations
 

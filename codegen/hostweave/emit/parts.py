@@ -1,4 +1,4 @@
-"""What follows from sizes: the blocks that ranks share, what each of them holds, and what must divide them."""
+"""C++ for local sizes, and for the divisibility that a program requires."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a host program to the view of it that the templates lay out."""
+"""From a host program to its view for the templates."""
 
 from __future__ import annotations
 

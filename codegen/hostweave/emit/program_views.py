@@ -1,4 +1,4 @@
-"""A program as the templates see it: what its class has, and what its functions do."""
+"""A program as the templates see it: the members of its class and the bodies of its functions."""
 
 from __future__ import annotations
 

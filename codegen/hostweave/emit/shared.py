@@ -1,4 +1,4 @@
-"""What the bodies of a program share: names, and the members that they need: channels, streams, plans, kernels, temporaries."""
+"""What the bodies of a program share: names, and members such as channels, streams, plans, kernels and temporaries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Instructions as the templates see them: in strings, every decision taken. `template` names the file that lays a view out."""
+"""Instructions as the templates see them: strings, with all decisions made. `template` names the template's file."""
 
 from __future__ import annotations
 

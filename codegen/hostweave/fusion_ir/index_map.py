@@ -1,4 +1,4 @@
-"""Which iteration index each dim of an op walks, einsum-like: propagation, loops and lowering know an op by this alone."""
+"""Index maps: which iteration index each dim of an op has, as in einsum. Propagation, loops and lowering use nothing else of an op."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every kind of op of the fusion IR, one entry each: what it takes, what it gives, which indices it walks, what it computes."""
+"""The table of ops of the fusion IR, one entry each: operands, result type, index map, and computation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Philox 4x32-10, the counter-based generator: a number depends on its place in the global tensor and on the key alone."""
+"""Philox 4x32-10 (Salmon et al., 2011), a counter-based generator: a number depends only on its global index and the key."""
 
 from __future__ import annotations
 

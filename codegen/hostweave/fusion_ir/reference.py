@@ -1,4 +1,4 @@
-"""What a fusion computes, by NumPy on global arrays: the answer that every rank of every target is compared with."""
+"""Computes a fusion with NumPy on global arrays: the reference result for every rank of every target."""
 
 from __future__ import annotations
 

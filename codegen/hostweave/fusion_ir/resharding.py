@@ -1,4 +1,4 @@
-"""From one layout to another: what one communication can change, and the sequence of them that moves the fewest bytes."""
+"""From one sharding to another: what one collective can change, and the sequence of them that moves the fewest bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What passes over fusions share: fresh names, and who consumes what."""
+"""Helpers of passes over fusions: unique names, and consumers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How shardings pass through an op, on index maps alone."""
+"""How shardings propagate through an op, from index maps alone."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def with_layout(type: TensorType, axes: Layout, partial: Partial | None = None) 
 
 @dataclass(frozen=True)
 class ShardingRule:
-    """How an op passes on the shardings of its operands, nobody having stated another.
+    """How an op propagates the shardings of its operands to its result, if no other is annotated.
 
-    `result` is what the kept labels bring; `reduced` the mesh axes that split each reduced label, over which the result
-    is partial.
+    `result` is the sharding by the labels that the result keeps; `reduced` has the mesh axes of each reduced label, over
+    which the result is partial.
     """
 
     indices: IndexMap

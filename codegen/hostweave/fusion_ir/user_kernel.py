@@ -1,4 +1,4 @@
-"""Kernels that the user writes in CUDA C++: what they take, how they are launched, and their text in both IRs.
+"""User kernels in CUDA C++: their arguments, their launch, and their text in both IRs.
 
     source @scale = scale(in bf16[M@x, N], 2.0, size M@x, out bf16[M@x, N]) grid(M@x) block(256) {
       "__global__ void scale(const hw::bf16* x, float factor, int64_t rows, hw::bf16* y) {"

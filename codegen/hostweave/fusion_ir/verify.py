@@ -1,4 +1,4 @@
-"""The verifier of fusions: it derives every type again and compares. Runs before the first pass and after each."""
+"""The verifier of fusions: infers every type again and compares. Runs before the first pass and after each."""
 
 from __future__ import annotations
 

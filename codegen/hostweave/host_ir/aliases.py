@@ -1,4 +1,4 @@
-"""Which memory a name stands for: a view is of the parameter or allocation that it was made of, through however many views."""
+"""Alias roots: the parameter or allocation behind a view, through any number of views."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes host programs: fresh names, types of views, nested bodies. Views that say nothing are left out, equal ones are shared.
+"""Builds host programs: unique names, types of views, nested bodies. Identity views are omitted, equal ones shared.
 
 Where `mesh` is set, only its ranks do what is emitted: neighbours of one mesh stand in one `on` body.
 """

@@ -1,4 +1,4 @@
-"""Host programs with blocks: each body as a program of its own, all of them as one again, and the program without calls."""
+"""Host programs with functions: each body as a program, all of them joined again, and the program with all calls inlined."""
 
 from __future__ import annotations
 

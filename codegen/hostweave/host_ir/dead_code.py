@@ -1,4 +1,4 @@
-"""Host programs without names that nothing uses."""
+"""Removes unused names from host programs."""
 
 from __future__ import annotations
 

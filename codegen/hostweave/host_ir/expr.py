@@ -1,4 +1,4 @@
-"""Integer arithmetic of host programs: on loop indices, coordinates of the rank, and sizes. `%` is never negative."""
+"""Integer arithmetic of host programs, on loop indices, rank coordinates and sizes. `%` is never negative."""
 
 from __future__ import annotations
 

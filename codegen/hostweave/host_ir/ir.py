@@ -1,4 +1,4 @@
-"""The host IR: what one rank's CPU does, in order. One program for all ranks; the rank is a run-time value.
+"""The host IR: what the CPU of one rank does, in order. One program for all ranks; the rank is a run-time value.
 
 Each instruction is one dataclass. The role of a field (what it defines, reads, writes) and the `syntax` line drive the
 printer, the parser, the walker and the rewriter, so that a new instruction needs no edit in any of them.
@@ -691,7 +691,7 @@ def strides_of(buffer: BufferType) -> tuple[Extent, ...]:
 
 
 def strided(buffer: BufferType, shape: tuple[Extent, ...], strides: tuple[Extent, ...]) -> BufferType:
-    """A view's type, without strides where it is contiguous. The stride of a dim of extent 1 says nothing."""
+    """A view's type, without strides where it is contiguous. The stride of a dim of extent 1 has no effect."""
     contiguous = all(e == Extent() or s == c for e, s, c in zip(shape, strides, row_major(shape), strict=True))
     return BufferType(buffer.dtype, shape, None if contiguous else strides)
 

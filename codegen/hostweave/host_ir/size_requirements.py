@@ -1,4 +1,4 @@
-"""What must hold of the sizes of a call so that every slice stays inside its dim and every sum of sizes is whole."""
+"""Requirements on the sizes of a call: every slice lies inside its dim, and every size is an integer."""
 
 from __future__ import annotations
 

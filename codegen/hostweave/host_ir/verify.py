@@ -1,4 +1,4 @@
-"""Whether a host program is legal. Each instruction has one rule, which raises a ProgramError that names the instruction."""
+"""The verifier of host programs. Each instruction has one rule, which raises a ProgramError that names the instruction."""
 
 from __future__ import annotations
 

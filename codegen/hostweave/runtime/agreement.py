@@ -1,4 +1,4 @@
-"""What a rank is about to do, and where ranks do not agree."""
+"""Signatures of calls, by which ranks detect that they are about to make different calls."""
 
 from __future__ import annotations
 

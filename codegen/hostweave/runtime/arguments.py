@@ -1,4 +1,4 @@
-"""Whether an array is what a parameter of a program asks for, whatever its size."""
+"""Whether an array fits a parameter of a program, at any size."""
 
 from __future__ import annotations
 

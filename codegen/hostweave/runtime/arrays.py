@@ -1,4 +1,4 @@
-"""Arrays of the caller's library: NumPy, PyTorch, CuPy, and through them JAX and whatever else speaks DLPack.
+"""Arrays of the caller's library: NumPy, PyTorch, CuPy, JAX, and others that support DLPack.
 
 Each library is one object with the same few methods. Arrays are sliced and assigned to the way all of them share.
 """

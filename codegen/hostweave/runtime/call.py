@@ -1,4 +1,4 @@
-"""One call of a program with global arrays: checks them, cuts them into the ranks' blocks, and puts the results together."""
+"""One call of a program on global arrays: checks them, splits them into the ranks' blocks, and joins the results."""
 
 from __future__ import annotations
 

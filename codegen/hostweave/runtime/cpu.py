@@ -1,4 +1,4 @@
-"""How the CPU target runs ranks and streams: everything at once, or, inside `seeded`, one thing at a time by a seed."""
+"""Schedules of the CPU target: in parallel, or, inside `seeded`, one operation at a time in an order by a seed."""
 
 from __future__ import annotations
 
@@ -42,11 +42,16 @@ def seeded(
     buffered_sends: bool | None = None,
     check_dependencies: bool | None = None,
 ) -> Iterator[None]:
-    """Inside, programs of the CPU target run one thing at a time, chosen by `seed`: the same seed, the same schedule.
+    """Inside, programs of the CPU target run one operation at a time, in an order chosen by `seed`: the same seed, the same order.
 
-    `picker` is mixed, uniform, pct or hosts. `ordered_launches` says whether the ops of one communicator run in the order
-    of their calls, across streams; `buffered_sends` whether a send ends before its recv begins; both by the seed if None.
-    `check_dependencies` reports conflicting accesses that nothing orders, whatever the schedule (the default).
+    `picker` says how the next operation is chosen: `uniform`, at random; `pct`, by random priorities that change at a few random moments
+    (probabilistic concurrency testing, Burckhardt et al., 2010); `hosts`, host threads before streams; `mixed`, one of these by the
+    seed, mostly pct. `ordered_launches` says whether the operations of one communicator run in the order of their calls, across
+    streams; `buffered_sends` whether a send completes before its recv starts; the seed decides what is None.
+    `check_dependencies`, on by default, reports conflicting accesses that nothing orders, also if this order hides them.
+    Raises ArgumentError for another picker.
+
+    Example: `with cpu.seeded(7): y = program.run(x, w)`.
     """
     if picker not in PICKERS:
         raise ArgumentError(f"seeded: no picker {picker!r}; the pickers are {', '.join(PICKERS)}")

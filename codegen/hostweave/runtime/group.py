@@ -1,4 +1,4 @@
-"""Groups: the ranks that call programs together, each on a thread or in a process that the host application started."""
+"""Groups: the ranks that call programs together, each a thread or process that the application started."""
 
 from __future__ import annotations
 
@@ -46,15 +46,17 @@ def init(
 ) -> Group:
     """Makes this process, or with `hw.Threads` this thread, a rank of a group, in which programs can be called.
 
-    Called on all ranks; returns when all have come. Where the group is there already, and works, it is given back; without
-    a provider, whatever that was. After a failure it is made again. By default the provider is the environment that
-    torchrun, mpirun or srun made, or this process alone.
+    All ranks call it; it returns when all have joined. If this process or thread is in the group already, and it has not failed,
+    that group is returned; a failed group is made anew. `provider` says which rank this is and where the ranks meet: by
+    default the environment of torchrun, mpirun or srun, or without one this process alone.
 
-    `timeout` is in seconds, for the ranks to come here and to their first call of a program; `call_timeout` for a call to
-    end. `device` is the GPU of this rank; by default ranks of one host take them in turn.
+    `timeout` is in seconds, for the ranks to join and for their first call of a program; `call_timeout`, in seconds, for a call to
+    end. `device` is the index of this rank's GPU; by default its local rank, modulo the number of visible GPUs.
 
-    Raises ExecutionError where ranks do not come in time or expect another number of ranks, ArgumentError where the group is
-    there with another rank or number of ranks.
+    Raises ExecutionError if ranks do not join in time or expect another number of ranks, ArgumentError if this process is already
+    in the group as another rank, or with another number of ranks.
+
+    Example: `group = hw.init()` under `torchrun --nproc-per-node 8`.
     """
     present = _find(group)
     if present and not present.failure and provider is None:
@@ -79,7 +81,7 @@ def init(
 
 
 def current(group: str = "default") -> Group | None:
-    """The group of that name that this thread, or else this process, is a rank of."""
+    """The group of that name that this thread, or else this process, has joined; None if there is none."""
     return _find(group)
 
 
@@ -98,7 +100,9 @@ def _thread_groups() -> dict[str, Group]:
 class Group:
     """The ranks that call programs together, seen from one of them. Made by `hw.init`.
 
-    `rank` is this one of `count`, and `local_rank` its place among those of its host.
+    `rank` is this rank, of `count`; `local_rank` its index among the ranks of its host. A failed group cannot be reused.
+
+    Example: `torch.cuda.set_device(hw.init().local_rank)`.
     """
 
     def __init__(self, provider: Provider, name: str, rank: int, count: int, timeout: float, call_timeout: float, device: int | None):
@@ -131,22 +135,22 @@ class Group:
 
     @property
     def failure(self) -> str | None:
-        """Why the group can do nothing any more, or None."""
+        """Why the group has failed or is closed, or None."""
         return self._failure or ("closed" if self.closed else None)
 
     @property
     def can_meet(self) -> bool:
-        """Whether ranks can tell each other what they are about to do: not where they have communicators of the host alone."""
+        """Whether ranks can exchange messages: not if the application provides communicators (`hw.Communicators`)."""
         return not isinstance(self.meeting, NoMeeting)
 
     def check(self) -> None:
-        """Raises ExecutionError where the group has failed. On CUDA, where calls only enqueue, it tells so after a wait for a stream."""
+        """Raises ExecutionError if the group has failed. On CUDA calls only enqueue: call it after a wait for the stream."""
         if not self._failure and (reason := self._told()):
             self.give_up(reason)
         self.expect_working()
 
     def close(self) -> None:
-        """Frees what the rank holds. Programs cannot be called in the group any more."""
+        """Frees this rank's devices and channels. Programs cannot be called in the group afterwards."""
         with self._lock:
             if self.closed:
                 return
@@ -183,10 +187,10 @@ class Group:
             return self._members[target.name]
 
     def agree(self, signature: CallSignature, waits_for: str, timeout: float, error: HostweaveError | None = None) -> list[CallSignature]:
-        """Meets the other ranks, which are to be about to do the same. Gives what they all are, by rank.
+        """Exchanges what each rank is about to do, which must be the same on all. Returns the signatures of all ranks, by rank.
 
-        Raises `error`, which keeps this rank from going on; ExecutionError where another rank cannot, is about to do something
-        else, or does not come: `waits_for` says what for.
+        Raises `error`, if given, after the exchange; ExecutionError if another rank fails, is about to do something else, or times
+        out: `waits_for` says what for.
         """
         try:
             records = self.meeting.gather(str(signature), timeout)
@@ -237,7 +241,7 @@ class Group:
     # --- failures
 
     def _told(self) -> str | None:
-        """Why the group has failed, as some rank told; or that nobody can tell any more."""
+        """Why the group has failed, as some rank reported, or because the store cannot be reached; or None."""
         try:
             return self.meeting.failure()
         except StoreClosed:  # rank 0 has ended, as it should: what it made with the others is done
@@ -246,13 +250,13 @@ class Group:
             return str(error)
 
     def fail(self, reason: str) -> None:
-        """Gives the group up, and has the other ranks do so."""
+        """Marks the group as failed, on this rank and all others."""
         with contextlib.suppress(ExecutionError):
             self.meeting.fail(reason)
         self.give_up(reason)
 
     def give_up(self, reason: str) -> None:
-        """Ends what waits for other ranks. Programs cannot be called in the group any more."""
+        """Aborts what waits for other ranks. Programs cannot be called in the group afterwards."""
         with self._lock:
             if self._failure:
                 return
@@ -262,7 +266,7 @@ class Group:
             member.abort(reason)
 
     def overdue(self) -> str | None:
-        """Which call takes too long, if any does."""
+        """The call that exceeds `call_timeout`, as a message, or None."""
         for program in list(self.programs.values()):
             name, _, done, seconds = program.progress
             if seconds > self.call_timeout:
@@ -270,7 +274,7 @@ class Group:
         return None
 
     def progress(self) -> str:
-        """How far this rank has come."""
+        """The number of calls that this rank has made and completed, for each program."""
         states = [program.progress for program in list(self.programs.values())]
         return "; ".join(f"{name}: {made} calls, {done} done" for name, made, done, _ in states) or "no call"
 

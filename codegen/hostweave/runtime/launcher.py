@@ -1,4 +1,4 @@
-"""What the launcher of this process says of it in environment variables: torchrun, mpirun (Open MPI, MPICH, Intel MPI) or srun."""
+"""The environment variables of launchers: torchrun, mpirun (Open MPI, MPICH, Intel MPI) and srun."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether this process can run programs: not when its interpreter ends, and not where it was forked from one that ran some.
+"""Whether this process can run programs: not while its interpreter ends, nor after a fork from a process that ran some.
 
 A thread that is inside the runtime when the interpreter is taken apart could never come back: Python ends such threads where they ask
 for the GIL, in the midst of C++. So what runs is stopped before, and nothing begins any more.

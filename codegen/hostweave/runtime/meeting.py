@@ -1,4 +1,4 @@
-"""Where the ranks of a group meet on the host: each brings a record, and all leave with the records of all.
+"""Exchanges on the host: each rank of a group contributes a record, and all receive the records of all.
 
 A failure that one rank tells ends the waiting of the others.
 """
@@ -18,7 +18,7 @@ _LEFT = "-1 left"  # in place of a record
 
 
 class PeerLost(Exception):
-    """Some ranks did not come in time."""
+    """Timed out while waiting for some ranks."""
 
     def __init__(self, ranks: Sequence[int]):
         self.ranks = tuple(ranks)

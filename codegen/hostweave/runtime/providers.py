@@ -1,4 +1,4 @@
-"""Who the ranks of a world are, and the store in which they meet: one small class for each way to start them."""
+"""Providers: the rank of this process or thread, and the store of the group. One small class for each way to start ranks."""
 
 from __future__ import annotations
 
@@ -27,20 +27,21 @@ _servers_lock = threading.Lock()
 
 
 class Provider(Protocol):
-    """What `hw.init` asks. A host application may bring its own."""
+    """What `hw.init` asks for the rank, and for a store in which the ranks exchange messages. An application may bring its own."""
 
     def rank_and_count(self, group: str) -> tuple[int, int]:
-        """This rank of the group, and how many ranks it has."""
+        """This rank of the group, and the number of ranks."""
 
     def store(self, group: str, timeout: float) -> Store | None:
-        """Where the ranks of the group meet, reached within `timeout` seconds; None where they cannot meet.
+        """The store of the group, connected within `timeout` seconds, or None if the ranks have none.
 
+        It has `set(key, bytes)` and `get(key, timeout)`, which blocks until the key is set and raises TimeoutError.
         Called on all ranks each time a group is made.
         """
 
 
 class Alone:
-    """A world of this process alone."""
+    """One rank: this process."""
 
     def rank_and_count(self, group: str) -> tuple[int, int]:
         return 0, 1
@@ -50,9 +51,11 @@ class Alone:
 
 
 class Threads:
-    """`count` threads of this process, a rank each: `hw.init` is called in every one with the same object.
+    """`count` threads of this process as ranks. `hw.init` is called in every thread with the same object; `run` starts the threads.
 
-    A thread becomes the first rank that is free; a rank is free again when its thread has ended. `run` starts the threads.
+    A thread takes the first free rank; the rank is free again when the thread has ended. Raises ArgumentError for `count` below 1.
+
+    Example: `ys = hw.Threads(8).run(rank_main)`, where `rank_main(rank)` calls `hw.init(ranks)` and programs.
     """
 
     def __init__(self, count: int):
@@ -83,16 +86,16 @@ class Threads:
             return self.tables.setdefault(epoch, Table(self.threads))
 
     def fail(self, reason: str) -> None:
-        """Ends the waiting of all ranks for others."""
+        """Wakes all ranks that wait for others, which raise."""
         with self.lock:
             self._store.fail(reason)
             for table in self.tables.values():
                 table.fail(reason)
 
     def run(self, function: Callable[[int], T]) -> list[T]:
-        """Calls `function(rank)` in a new thread for every rank. Returns what they return, by rank.
+        """Calls `function(rank)` in a new thread for every rank. Returns a list of the results, by rank.
 
-        Where some raise, waits for all and raises what the one that failed first did.
+        If some raise, waits for all threads and raises the first exception.
         """
         results: list[Any] = [None] * self.count
         failures: list[BaseException] = []
@@ -119,10 +122,12 @@ class Threads:
 
 
 class Environment:
-    """Processes that torchrun, mpirun or srun started: ranks from its variables, and a store over TCP in rank 0's process.
+    """Processes that torchrun, mpirun or srun started: ranks from its environment variables, and a store over TCP in rank 0's process.
 
-    The store listens near MASTER_PORT, never on it, or on HOSTWEAVE_PORT, at MASTER_ADDR or HOSTWEAVE_BIND, and talks to
-    those who have its HOSTWEAVE_TOKEN. Raises ArgumentError where the variables do not tell enough.
+    The store listens on a port near MASTER_PORT, never on it, or on HOSTWEAVE_PORT, at MASTER_ADDR or HOSTWEAVE_BIND. Both ends
+    authenticate each other with HOSTWEAVE_TOKEN. `environ` replaces os.environ. Raises ArgumentError if the variables are incomplete.
+
+    Example: `hw.init(hw.Environment({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}))`.
     """
 
     def __init__(self, environ: Environ | None = None):
@@ -130,7 +135,7 @@ class Environment:
 
     @property
     def local_rank(self) -> int | None:
-        """This process among those of its host, where the launcher says."""
+        """The index of this process among those of its host, if the launcher says it."""
         return self._launch.local_rank
 
     def rank_and_count(self, group: str) -> tuple[int, int]:
@@ -148,9 +153,11 @@ class Environment:
 
 
 class TorchStore:
-    """The processes of torch.distributed, and its default store or one that is given. What it does otherwise is not touched.
+    """The processes of torch.distributed, with its default store or a given one. Nothing else of torch.distributed is used.
 
-    With a store, `rank` and `count` may be given too: torch.distributed need not be initialised then.
+    With a store, `rank` and `count` may be given too; torch.distributed need not be initialised then. Raises ArgumentError if it has to be.
+
+    Example: `hw.init(hw.TorchStore())` after `torch.distributed.init_process_group("nccl")`.
     """
 
     def __init__(self, store: Any = None, rank: int | None = None, count: int | None = None):
@@ -171,7 +178,7 @@ class TorchStore:
 
 
 class _TorchKeys:
-    """A torch.distributed store. It is asked again and again, because a call that waits keeps other threads out."""
+    """A torch.distributed store. It is polled, because a blocking call would block other threads of the process."""
 
     def __init__(self, store: Any):
         self._store = store
@@ -195,7 +202,10 @@ class _TorchKeys:
 class MPI:
     """The processes of an mpi4py communicator, MPI.COMM_WORLD by default.
 
-    Rank 0 keeps a store over TCP; MPI only tells the others its address and a random token, when `hw.init` is called on all ranks.
+    Rank 0 has a store over TCP; MPI sends the others its address and a random token, when `hw.init` is called on all ranks.
+    Raises ArgumentError if mpi4py is not installed.
+
+    Example: `hw.init(hw.MPI())`.
     """
 
     def __init__(self, comm: Any = None):
@@ -228,10 +238,12 @@ class MPI:
 
 
 class Communicators:
-    """Communicators that the host application has made and keeps: `{"tp": pointer}`, or `{("dp", "tp"): pointer}` along two axes.
+    """NCCL communicators that the application has made and owns: `{"tp": pointer}`, or `{("dp", "tp"): pointer}` along two axes.
 
-    A pointer is the ncclComm_t as an int. They outlive the group. There is no store: that all ranks call the same
-    programs is the host's business.
+    A pointer is an ncclComm_t as an int; it outlives the group. There is no store, so nothing compares the calls of the ranks: the
+    application makes sure that all ranks call the same programs.
+
+    Example: `hw.init(hw.Communicators({"x": pointer}, rank, count))`.
     """
 
     def __init__(self, communicators: Mapping[str | tuple[str, ...], int], rank: int, count: int):
@@ -246,13 +258,13 @@ class Communicators:
 
 
 def default_provider() -> Provider:
-    """The launcher's environment where there is one, else this process alone."""
+    """The launcher's environment if there is one, else this process alone."""
     return Environment() if launched(os.environ) else Alone()
 
 
 @atexit.register
 def close_servers() -> None:
-    """Ends the stores that this process keeps for others, when it ends. A rank that is a little behind may still read its last records."""
+    """Closes this process's stores at exit. A rank that is a little behind may still read the last records."""
     with _servers_lock:
         for server in _servers.values():
             server.close(linger=5)
@@ -269,7 +281,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _own_hosts() -> list[str]:
-    """Names and addresses under which other hosts, and this one, may reach this process."""
+    """Names and addresses by which other hosts, and this one, may reach this process."""
     name = socket.gethostname()
     hosts = [name, socket.getfqdn()]
     with contextlib.suppress(OSError):

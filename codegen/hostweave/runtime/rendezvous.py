@@ -1,4 +1,4 @@
-"""How the ranks of a group find each other when it is made, be it the first time or again after a failure.
+"""How the ranks of a group find each other when it is made, for the first time or after a failure.
 
 Each rank leaves a hello with a fresh token. Rank 0 takes the hellos away, so that none is used twice, and answers each by
 its token: who is there, and the epoch, which is part of every key that the group uses from then on.

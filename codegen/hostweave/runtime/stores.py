@@ -1,4 +1,4 @@
-"""Where ranks leave bytes for each other: ids of process_groups, what each is about to call, and how far it came."""
+"""Key-value stores of a group: ids of channels, signatures of calls, and progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store over TCP: a small server in the process of rank 0, which ends with it, and clients in all processes.
+"""A store over TCP: a small server in the process of rank 0, which ends with it, and a client in every process.
 
 Before anything else each end proves to the other that it knows the job's name and token, and tells neither: ranks of another job
 that try the same port are turned away, and so is who only listens there.

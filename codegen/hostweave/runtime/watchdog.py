@@ -1,7 +1,7 @@
-"""Watches the calls of a group on CUDA, which only enqueue: nobody else would see that another rank is gone.
+"""Watches the calls of a group on CUDA, which only enqueue, so that without it a lost rank would go unnoticed.
 
-A thread for each group. When a call takes too long, or another rank says that it has failed, it gathers how far every rank
-came into one report, and aborts the channels, so that whatever waits for them ends.
+A thread for each group. When a call exceeds its time limit, or another rank reports a failure, it writes the progress of every
+rank into one report and aborts the channels, which ends whatever waits for them.
 """
 
 from __future__ import annotations

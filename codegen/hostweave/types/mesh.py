@@ -1,4 +1,4 @@
-"""Named axes of devices, and the ranks along them."""
+"""Meshes: the ranks of a program, with named axes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ MAX_RANKS = 2**16  # of a mesh
 
 @dataclass(frozen=True, init=False)
 class Mesh:
-    """Named axes of devices, `Mesh(dp=2, tp=4)`. Ranks are row-major coordinates, the last axis fastest.
+    """The ranks of a program, with named axes: `hw.Mesh(dp=2, tp=4)` has 8 ranks. Ranks are row-major, the last axis fastest.
 
-    A mesh of some of a program's ranks names them, in the order of their coordinates; `ranks` makes one of another mesh.
+    `hw.Mesh()` is a single device. A mesh of some of a program's ranks is made by `ranks`. Raises ProgramError for axes without
+    names, sizes below 1, and more than 65536 ranks.
+
+    Example: in `hw.Mesh(dp=2, tp=4)` rank 6 has the coordinates dp=1, tp=2, and its process group along `tp` is ranks 4 to 7.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -44,10 +47,12 @@ class Mesh:
             )
 
     def ranks(self, ranks: Sequence[int], /, **axes: int) -> Mesh:
-        """The mesh of these ranks of this one, in this order: `mesh.ranks([4, 5, 6, 7], dp=2, tp=2)`.
+        """A mesh of these ranks of this one, in this order.
 
-        Without `axes` a mesh of one axis gives it to them; of several axes they keep those along which they differ, where they
-        are a block of this mesh in its order. Raises ProgramError where that says nothing, or the ranks are not of this mesh.
+        `axes` gives its axes by name. Without them, a mesh of one axis passes it on; of a mesh of several axes the ranks must be a
+        block, which keeps the axes along which they differ. Raises ProgramError otherwise, or for ranks that this mesh does not have.
+
+        Example: `hw.Mesh(x=8).ranks([4, 5, 6, 7], dp=2, tp=2)`.
         """
         location, chosen = Location.of_caller(), tuple(ranks)
         outside = [rank for rank in chosen if rank not in self.all_ranks]
@@ -73,22 +78,24 @@ class Mesh:
 
     @cached_property
     def size(self) -> int:
+        """The number of ranks."""
         return prod(size for _, size in self.axes)
 
     @cached_property
     def all_ranks(self) -> Sequence[int]:
-        """The ranks of the program that it has, in the order of their coordinates."""
+        """The program's ranks that it consists of, in the order of their coordinates."""
         return range(self.size) if self.members is None else self.members
 
     def axis_size(self, axis: str) -> int:
+        """The number of ranks along an axis."""
         return dict(self.axes)[axis]
 
     def size_of(self, axes: tuple[str, ...]) -> int:
-        """How many ranks differ only along `axes`."""
+        """The number of ranks of a process group along `axes`."""
         return prod(map(self.axis_size, axes))
 
     def coordinate(self, rank: int, axis: str) -> int:
-        """Where `rank`, one of the program that this mesh has, stands along `axis`."""
+        """The coordinate of `rank`, numbered in the program, along `axis`."""
         index = self.all_ranks.index(rank)
         for name, size in reversed(self.axes):
             if name == axis:
@@ -97,7 +104,7 @@ class Mesh:
         raise KeyError(axis)
 
     def rank_in_group(self, rank: int, axes: tuple[str, ...]) -> int:
-        """Where `rank` stands in its process group along `axes`."""
+        """The position of `rank` in its process group along `axes`."""
         place = 0
         for axis in axes:
             place = place * self.axis_size(axis) + self.coordinate(rank, axis)

@@ -1,4 +1,4 @@
-"""The dtypes of NumPy, PyTorch and CuPy, which share their names, and casts as the targets make them."""
+"""The dtypes of NumPy, PyTorch and CuPy, by name, and casts that round as the targets do."""
 
 from __future__ import annotations
 

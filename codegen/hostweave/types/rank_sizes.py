@@ -1,4 +1,4 @@
-"""Sizes of dims by name, and what follows from them for one rank."""
+"""Sizes by name, and the local sizes of one rank that follow from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From one mesh to another: which rank sends which block of a tensor to which."""
+"""Moves between meshes: which rank sends which block of a tensor to which rank."""
 
 from __future__ import annotations
 

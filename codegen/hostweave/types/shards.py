@@ -1,4 +1,4 @@
-"""Global arrays and the blocks of them that ranks hold, for bound sizes."""
+"""Splits global arrays into the blocks of the ranks, and joins them, at bound sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a tensor is: dtype, dims, the mesh axes that split each dim, and the axes over which it is still to be reduced."""
+"""Tensor types: dtype, dims, the mesh axes that shard each dim, and the axes of a partial result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ from hostweave.types.rank_sizes import _name_of
 
 @dataclass(frozen=True)
 class DType:
-    """An element type. `cpp` is its name in generated code, in namespace hw where it is not a built-in type."""
+    """An element type, such as `hw.bf16` (also `hw.bfloat16`). `hw.bf16["M@x", "K"]` is the type of a tensor.
+
+    The dtypes are f64, f32, f16, bf16, f8e4m3, f8e5m2, i64, i32, i8, u32, u8 and bool. `itemsize` is in bytes; `cpp` is the name in
+    generated code, in namespace hw unless it is a built-in type.
+    """
 
     name: str
     itemsize: int  # bytes
@@ -28,9 +32,9 @@ class DType:
     cpp: str
 
     def __getitem__(self, dims: int | str | tuple[int | str, ...]) -> TensorType:
-        """The type of a tensor: `bf16["M@x", "K"]`. A dim is a name or an int, with the mesh axes that split it.
+        """The type of a tensor: `bf16["M@x", "K"]`. A dim is a name or an int, then the mesh axes that split it.
 
-        Raises ProgramError where a dim does not read so, or where one mesh axis splits two dims.
+        Raises ProgramError for text that is not a dim, or a mesh axis that splits two dims.
         """
         dims = dims if isinstance(dims, tuple) else (dims,)
         type = TensorType(self, tuple(_spec_dim(dim) for dim in dims))
@@ -151,7 +155,7 @@ class TensorType:
     def on(self, mesh: Mesh) -> TensorType:
         """The same on another mesh: `bf16["M@x", "K"].on(hw.Mesh(x=4).ranks([0, 1]))`."""
         if not isinstance(mesh, Mesh):
-            raise ProgramError(f"on: {mesh!r} is no hw.Mesh; write it like hw.Mesh(x=4).ranks([0, 1])", Location.of_caller())
+            raise ProgramError(f"on: {mesh!r} is not an hw.Mesh; write it like hw.Mesh(x=4).ranks([0, 1])", Location.of_caller())
         placed = replace(self, mesh=mesh)
         placed.check(Location.of_caller(), mesh)
         return placed

@@ -1,5 +1,5 @@
 // Launches of kernels: hw::launch(kernel, grid, stream, arguments...) is kernel<<<blocks, threads, 0, stream>>>(arguments...), in
-// plain C++. hw::launch_pdl is that for a kernel which begins with hw::griddep_wait(): the GPU brings its blocks up while
+// plain C++. hw::launch_pdl is that for a kernel which begins with hw::griddep_wait(): its thread blocks launch while
 // what is before it on the stream ends, which saves about a microsecond. Pointers say which elements the kernel touches, so that
 // the CPU device can check the order of accesses.
 #pragma once

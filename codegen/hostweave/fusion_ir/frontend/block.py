@@ -1,4 +1,4 @@
-"""Blocks: functions that are traced once and called many times, such as a layer of a model."""
+"""`hw.block`: functions that are traced once and called many times, such as a layer of a model."""
 
 from __future__ import annotations
 
@@ -14,17 +14,24 @@ from hostweave.types.tensor import TensorType
 
 @checked
 def block(**inputs: TensorType) -> Callable[[Callable[..., Any]], Block]:
-    """Makes the decorated function a block: `@hw.block(x=hw.bf16["M@tp", "E"], w=hw.bf16["E", "F@tp"])`.
+    """Makes the decorated function one that is traced and compiled once, and called any number of times, such as a layer of a model.
 
-    `inputs` gives the type of each parameter by name, as for `hw.fusion`; the mesh is that of the fusion which calls it, and
-    so are the sizes that dims are named after. Raises ProgramError.
+    `inputs` gives the type of each parameter by name, as for `hw.fusion`; mesh and sizes are those of the fusion that calls it.
+    An argument of another sharding is resharded at the call. Raises ProgramError.
+
+    Example:
+        ```python
+        @hw.block(x=hw.bf16["M@tp", "E"], w=hw.bf16["E", "E"])
+        def layer(x, w):
+            return x + hw.relu(x @ w)
+        ```
     """
     location = Location.of_caller()
     return lambda function: Block(function, inputs, location)
 
 
 class Block:
-    """A function of tensors that a fusion, or another block, calls any number of times. Made by `hw.block`.
+    """A function of tensors that a fusion, or another such function, calls any number of times. Made by `hw.block`.
 
     It is traced once for each fusion that calls it, and becomes one function of the generated program.
     """
@@ -42,9 +49,9 @@ class Block:
         return f"<hostweave block {self.name}>"
 
     def __call__(self, *arguments: Tensor, **named: Tensor) -> Any:
-        """What the block gives for these tensors: a tensor, or a tuple of them.
+        """The results for these tensors: a tensor, or a tuple of tensors.
 
-        Extents and dtypes are as declared; another sharding is resharded here. Raises ProgramError.
+        Sizes and dtypes are as declared; an argument of another sharding is resharded. Raises ProgramError.
         """
         location = Location.of_caller()
         tensors = self._bound(arguments, named, location)

@@ -1,4 +1,4 @@
-"""Functions made of several ops when they are traced. Intermediates are f32 for narrower dtypes."""
+"""Functions that are traced into several ops. Intermediates are f32 for narrower dtypes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_RANDOM_DIMS = 4  # words of a counter
 
 
 def _called(word: str) -> Callable[[Callable[_P, Tensor]], Callable[_P, Tensor]]:
-    """What the function makes is called so in the IRs and in generated code, where the user does not name it."""
+    """Names the function's result in the IRs and in generated code, where the user does not name it."""
 
     def decorated(function: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
         @wraps(function)
@@ -38,7 +38,12 @@ def _called(word: str) -> Callable[[Callable[_P, Tensor]], Callable[_P, Tensor]]
 @_called("linear")
 @checked
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., K] times weight [N, K] transposed, plus bias [N]: [..., N]. Raises ProgramError."""
+    """A linear layer, as in torch.nn.functional: x [..., K] times the transpose of weight [N, K], plus bias [N]: [..., N].
+
+    All have one dtype. Raises ProgramError for other shapes.
+
+    Example: `x: bf16[M, K]`, `weight: bf16[N@tp, K]` and `bias: bf16[N@tp]` give `bf16[M, N@tp]`.
+    """
     location = Location.of_caller()
     if weight.ndim != 2 or x.ndim < 2:
         raise ProgramError(f"linear: {x.type} and a weight of {weight.type} are not [..., K] and [N, K]; reshape them", location)
@@ -56,7 +61,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 @_called("var")
 @checked
 def var(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, correction: int = 0, keepdims: bool = False) -> Tensor:
-    """The mean of squared distances from the mean, of floats, over `axis` as in `mean`. `correction` is 0: divided by all."""
+    """The variance, of floats: the mean of squared differences from the mean, over `axis` as in `mean`; f32 inside for narrower dtypes.
+
+    `correction` is 0, the population variance. The mean of the differences is subtracted, which corrects for the rounding of the
+    mean: the corrected two-pass algorithm (Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983).
+    Raises ProgramError for another correction.
+
+    Example: `x: f32[M, N]` gives `f32[M]` by `hw.var(x, axis=-1)`.
+    """
     location = Location.of_caller()
     if correction != 0:
         raise ProgramError(f"var: correction={correction!r} is not supported; use 0 and scale the result", location)
@@ -69,7 +81,12 @@ def var(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, correction: int 
 @_called("softmax")
 @checked
 def softmax(x: Tensor, axis: Axis = -1) -> Tensor:
-    """exp(x), divided by its sum over a dim. A row of -inf alone gives NaN, as in torch."""
+    """exp(x - max(x)) divided by its sum, over one dim; shape and dtype of x, a float. Computed in f32 for narrower dtypes.
+
+    A row of -inf only gives NaN, as in PyTorch. A sharded dim needs two all-reduces.
+
+    Example: `hw.softmax(scores, axis=-1)`.
+    """
     axis, wide = dim_of(x, axis, "softmax", Location.of_caller()), _wide(x)
     powers = hw.exp(wide - hw.max(wide, axis, keepdims=True))
     return _cast(powers * hw.reciprocal(hw.sum(powers, axis, keepdims=True)), x.dtype)
@@ -78,7 +95,10 @@ def softmax(x: Tensor, axis: Axis = -1) -> Tensor:
 @_called("log_softmax")
 @checked
 def log_softmax(x: Tensor, axis: Axis = -1) -> Tensor:
-    """The logarithm of softmax(x)."""
+    """The logarithm of softmax(x) over one dim, computed as x - max(x) - log(sum(exp(x - max(x)))); shape and dtype of x, a float.
+
+    Example: `hw.log_softmax(logits, axis=-1)`.
+    """
     axis, wide = dim_of(x, axis, "log_softmax", Location.of_caller()), _wide(x)
     distance = wide - hw.max(wide, axis, keepdims=True)
     return _cast(distance - hw.log(hw.sum(hw.exp(distance), axis, keepdims=True)), x.dtype)
@@ -87,7 +107,13 @@ def log_softmax(x: Tensor, axis: Axis = -1) -> Tensor:
 @_called("layer_norm")
 @checked
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, axis: Axis = -1, eps: float = 1e-5) -> Tensor:
-    """(x - mean) / sqrt(variance + eps) over a dim, times weight plus bias, which broadcast against x. Raises ProgramError."""
+    """(x - mean) / sqrt(variance + eps) over one dim, times weight, plus bias; shape and dtype of x. Computed in f32 for narrower dtypes.
+
+    `weight` and `bias` broadcast against x from the right, [E] for x [..., E] (Ba, Kiros and Hinton, "Layer normalization", 2016).
+    Raises ProgramError for those that do not.
+
+    Example: `hw.layer_norm(x, weight, bias)` of `bf16[M@tp, E]` and `bf16[E]` is `bf16[M@tp, E]`, one kernel.
+    """
     axis, wide = _normed_dim("layer_norm", x, axis, weight, bias), _wide(x)
     distance = wide - hw.mean(wide, axis, keepdims=True)
     variance = hw.mean(distance * distance, axis, keepdims=True)
@@ -97,13 +123,19 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
 @_called("rms_norm")
 @checked
 def rms_norm(x: Tensor, weight: Tensor | None = None, axis: Axis = -1, eps: float = 1e-6) -> Tensor:
-    """x / sqrt(mean of squares + eps) over a dim, times weight, which broadcasts against x. Raises ProgramError."""
+    """x / sqrt(mean(x * x) + eps) over one dim, times weight; shape and dtype of x. Computed in f32 for narrower dtypes.
+
+    `weight` broadcasts against x from the right, [E] for x [..., E] (Zhang and Sennrich, "Root mean square layer normalization", 2019).
+    Raises ProgramError if it does not.
+
+    Example: `hw.rms_norm(x, weight)` of `bf16[M@tp, E]` and `bf16[E]` is `bf16[M@tp, E]`, one kernel.
+    """
     axis, wide = _normed_dim("rms_norm", x, axis, weight, None), _wide(x)
     return _scaled(wide * hw.rsqrt(hw.mean(wide * wide, axis, keepdims=True) + eps), weight, None, x)
 
 
 def _normed_dim(kind: str, x: Tensor, axis: Axis, weight: Tensor | None, bias: Tensor | None) -> int:
-    """The number of the dim, where weight and bias broadcast against x."""
+    """The number of the dim. Raises ProgramError if weight or bias does not broadcast against x."""
     location = Location.of_caller()
     for name, other in (("weight", weight), ("bias", bias)):
         if other is not None and not _broadcasts(other.type.shape, x.type.shape):
@@ -112,7 +144,7 @@ def _normed_dim(kind: str, x: Tensor, axis: Axis, weight: Tensor | None, bias: T
 
 
 def _broadcasts(shape: tuple[Extent, ...], to: tuple[Extent, ...]) -> bool:
-    """Whether it broadcasts to a shape that it does not change."""
+    """Whether `shape` broadcasts to `to`, which is the shape of the result."""
     tail = to[len(to) - len(shape) :]
     return len(shape) <= len(to) and all(have in (want, Extent()) for have, want in zip(shape, tail, strict=True))
 
@@ -130,7 +162,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _cast(x: Tensor, dtype: DType) -> Tensor:
-    """x in that dtype, called as x is."""
+    """x in that dtype, with the name of x."""
     if x.dtype == dtype:
         return x
     result = hw.astype(x, dtype)
@@ -156,12 +188,16 @@ def scaled_dot_product_attention(
     seed: Tensor | int | None = None,
     draw: Tensor | int = 0,
 ) -> Tensor:
-    """softmax(query keyT scale + mask) value, for query [..., H, S, E], key [..., H, T, E], value [..., H, T, F]: [..., H, S, F].
+    """softmax(query keyT * scale + mask) value, for query [..., H, S, E], key [..., H, T, E], value [..., H, T, F]: [..., H, S, F].
 
-    `attn_mask`, which broadcasts to [..., H, S, T], is a bool (true takes part) or is added. `is_causal` lets row i see
-    columns up to i. `scale` is 1 / sqrt(E) by default. With `enable_gqa` key and value have fewer heads, each for as many
-    neighbouring heads of the query. `dropout_p` of the weights are dropped as `dropout` does it, by `seed` and `draw`, with
-    the same numbers whether heads are grouped or not. Raises ProgramError.
+    The signature is PyTorch's (Vaswani et al., "Attention is all you need", 2017). All have one dtype; scores and softmax are f32
+    for narrower dtypes. `attn_mask` broadcasts to [..., H, S, T]: a bool (true takes part), or a float that is added. With
+    `is_causal` row i attends to columns up to i. `scale` is 1 / sqrt(E) by default. With `enable_gqa` key and value have fewer
+    heads, each for a group of consecutive heads of the query (Ainslie et al., "GQA", 2023). `dropout_p` is the probability with
+    which weights are dropped as in `dropout`, by `seed` and `draw`, with the same numbers whether heads are grouped or not.
+    Sharded heads, `H@tp`, need no communication. Raises ProgramError.
+
+    Example: `hw.scaled_dot_product_attention(q, k, v, is_causal=True)` of three `bf16[B, H@tp, S, 128]` is `bf16[B, H@tp, S, 128]`.
     """
     location = Location.of_caller()
     q, k, v = query.type.shape, key.type.shape, value.type.shape
@@ -211,7 +247,7 @@ def _check_mask(mask: Tensor, scores: tuple[Extent, ...], location: Location) ->
 
 
 def _by_group(mask: Tensor, heads: Extent, group: Extent) -> Tensor:
-    """A mask of [..., H, S, T], or one that broadcasts to it, beside scores of [..., heads, group, S, T]."""
+    """A mask that broadcasts to [..., H, S, T], reshaped to broadcast to [..., heads, group, S, T]."""
     if mask.ndim < 3:
         return mask
     shape = mask.type.shape
@@ -222,9 +258,12 @@ def _by_group(mask: Tensor, heads: Extent, group: Extent) -> Tensor:
 @_called("rotary")
 @checked
 def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Turns pairs of elements of the last dim of x [..., S, E] by angles, given by cos and sin, which broadcast to [..., S, E/2].
+    """Rotates pairs of elements of the last dim of x [..., S, E] by angles, given as `cos` and `sin`, which broadcast to [..., S, E/2].
 
-    Element i goes with element i + E/2, as in GPT-NeoX and Llama, or 2i with 2i + 1 where `interleaved`. Raises ProgramError.
+    A pair is elements i and i + E/2, as in GPT-NeoX and Llama, or 2i and 2i + 1 with `interleaved` (Su et al., "RoFormer", 2021).
+    The result has the shape and dtype of x; it is computed in f32 for narrower dtypes. Raises ProgramError for an odd E, or other tables.
+
+    Example: `hw.rotary_embedding(q, cos, sin)` of `bf16[B, H@tp, S, 128]` and tables `f32[S, 64]`.
     """
     location = Location.of_caller()
     if x.ndim < 2 or (x.type.shape[-1].is_int and int(x.type.shape[-1]) % 2):
@@ -253,21 +292,24 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
 @_called("uniform")
 @checked
 def uniform(x: Tensor, seed: Tensor | int, draw: Tensor | int = 0) -> Tensor:
-    """f32 numbers from 0 to below 1, of the shape of x, which has up to four dims.
+    """Random f32 numbers, uniform in [0, 1), of the shape of x, which has up to four dims.
 
-    A number depends on its place in the global tensor, on `seed` and on `draw`, which are u32: it is the same on every
-    target and under every sharding. Raises ProgramError.
+    A number depends only on its index in the global tensor and on `seed` and `draw`, which are u32: it is the same on every
+    target and under every sharding. The generator is Philox4x32-10 with the index as its counter (Salmon et al., "Parallel random
+    numbers: as easy as 1, 2, 3", 2011). `seed` and `draw` are ints or u32 tensors without dims. Raises ProgramError.
+
+    Example: `hw.uniform(x, seed=7)`; with an input `step: hw.u32[()]`, `hw.uniform(x, 7, step)` draws anew at each step.
     """
     return _drawn(x, _indices(x), seed, draw)
 
 
 def _indices(x: Tensor) -> list[Tensor]:
-    """Where each element of x is: its index in every dim, to broadcast."""
+    """The index of each element of x in every dim, each tensor to be broadcast."""
     return [_along(x, i, hw.iota(x, i, u32)) for i in range(x.ndim)]
 
 
 def _head_indices(weights: Tensor, group: int) -> list[Tensor]:
-    """The same of [..., heads, group, S, T] as if it were [..., heads * group, S, T]."""
+    """The indices of [..., heads, group, S, T], numbered as in [..., heads * group, S, T]."""
     *outer, head, member, row, column = _indices(weights)
     return [*outer, head * group + member, row, column]
 
@@ -290,7 +332,12 @@ def _dropped(x: Tensor, p: float, counter: Sequence[Tensor], seed: Tensor | int,
 @_called("dropout")
 @checked
 def dropout(x: Tensor, p: float, seed: Tensor | int, draw: Tensor | int = 0) -> Tensor:
-    """x / (1 - p) where a number of `uniform(x, seed, draw)` is at least p, else 0. Raises ProgramError."""
+    """x / (1 - p) where `uniform(x, seed, draw)` is at least p, else 0; shape and dtype of x. p is a probability, 0 <= p < 1.
+
+    The backward pass calls it with the same seed and draw. Raises ProgramError (Srivastava et al., "Dropout", 2014).
+
+    Example: `hw.dropout(x, 0.1, seed=7, draw=layer)`.
+    """
     _check_probability("dropout: p", p, Location.of_caller())
     return _dropped(x, p, _indices(x), seed, draw)
 

@@ -1,4 +1,4 @@
-"""The functions that a fusion is written with. They follow the Python array API standard, torch.nn.functional for the rest."""
+"""The functions that a fusion is written with: those of the Python array API standard, and of torch.nn.functional for the rest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,14 @@ Axis = int | str
 
 @checked
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """[..., M, K] x [..., K, N] -> [..., M, N]; the leading dims broadcast."""
+    """The matrix product, also `a @ b`: [..., M, K] x [..., K, N] -> [..., M, N]; the leading dims broadcast.
+
+    Both operands have one dtype, f16, bf16, f32 or f64, which is the result's; 16-bit floats are summed in f32. A dim K that is
+    sharded gives a partial sum, which is all-reduced, or reduce-scattered to a sharding that `reshard` states.
+    Raises ProgramError for other dtypes, or inner dims that differ.
+
+    Example: `x: bf16[M@dp, K]` and `w: bf16[K, N@tp]` give `bf16[M@dp, N@tp]`, without communication.
+    """
     return record("matmul", a, b)
 
 
@@ -29,7 +36,8 @@ def _unary(kind: str, doc: str) -> Callable[[Tensor], Tensor]:
     def function(x: Tensor) -> Tensor:
         return record(kind, x)
 
-    function.__name__, function.__doc__ = kind, doc
+    function.__name__ = function.__qualname__ = kind
+    function.__doc__ = f"{doc}\n\nElement by element, of the shape and dtype of x. Raises ProgramError for other dtypes."
     return checked(function)
 
 
@@ -37,50 +45,62 @@ def _binary(kind: str, doc: str) -> Callable[[Tensor | Scalar, Tensor | Scalar],
     def function(a: Tensor | Scalar, b: Tensor | Scalar) -> Tensor:
         return record(kind, a, b)
 
-    function.__name__, function.__doc__ = kind, f"{doc} Dims broadcast; both sides have one dtype, a Python number takes it."
+    function.__name__ = function.__qualname__ = kind
+    function.__doc__ = f"{doc}\n\nDims broadcast from the right. Both have one dtype, which a Python number takes. Raises ProgramError."
     return checked(function)
 
 
-add = _binary("add", "a + b.")
-subtract = _binary("subtract", "a - b.")
-multiply = _binary("multiply", "a * b.")
-divide = _binary("divide", "a / b, of floats.")
-maximum = _binary("maximum", "The larger one; NaN where either is.")
-minimum = _binary("minimum", "The smaller one; NaN where either is.")
-equal = _binary("equal", "a == b, a bool.")
-not_equal = _binary("not_equal", "a != b, a bool.")
-less = _binary("less", "a < b, a bool.")
-less_equal = _binary("less_equal", "a <= b, a bool.")
-greater = _binary("greater", "a > b, a bool.")
-greater_equal = _binary("greater_equal", "a >= b, a bool.")
-logical_and = _binary("logical_and", "a and b, of bools; also a & b.")
-logical_or = _binary("logical_or", "a or b, of bools; also a | b.")
-logical_not = _unary("logical_not", "not x, of bools; also ~x.")
-negative = _unary("negative", "-x.")
-abs = _unary("abs", "The magnitude.")
-reciprocal = _unary("reciprocal", "1 / x.")
-exp = _unary("exp", "e to the x.")
-log = _unary("log", "The natural logarithm.")
-sqrt = _unary("sqrt", "The square root.")
-rsqrt = _unary("rsqrt", "1 / sqrt(x).")
-sin = _unary("sin", "The sine.")
-cos = _unary("cos", "The cosine.")
-tanh = _unary("tanh", "The hyperbolic tangent.")
-erf = _unary("erf", "The error function.")
-sigmoid = _unary("sigmoid", "1 / (1 + exp(-x)).")
+add = _binary("add", "The sum of two tensors, also `a + b`.")
+subtract = _binary("subtract", "The difference of two tensors, also `a - b`.")
+multiply = _binary("multiply", "The product of two tensors, also `a * b`.")
+divide = _binary("divide", "The quotient of two tensors of floats, also `a / b`.")
+maximum = _binary("maximum", "The larger of two elements; NaN if either is.")
+minimum = _binary("minimum", "The smaller of two elements; NaN if either is.")
+equal = _binary("equal", "Whether two elements are equal, also `a == b`: a tensor of bools.")
+not_equal = _binary("not_equal", "Whether two elements differ, also `a != b`: a tensor of bools.")
+less = _binary("less", "Whether a is less than b, also `a < b`: a tensor of bools.")
+less_equal = _binary("less_equal", "Whether a is at most b, also `a <= b`: a tensor of bools.")
+greater = _binary("greater", "Whether a is greater than b, also `a > b`: a tensor of bools.")
+greater_equal = _binary("greater_equal", "Whether a is at least b, also `a >= b`: a tensor of bools.")
+logical_and = _binary("logical_and", "The logical and of two tensors of bools, also `a & b`.")
+logical_or = _binary("logical_or", "The logical or of two tensors of bools, also `a | b`.")
+logical_not = _unary("logical_not", "The negation of a tensor of bools, also `~x`.")
+negative = _unary("negative", "The negative, also `-x`.")
+abs = _unary("abs", "The absolute value, also `abs(x)`.")
+reciprocal = _unary("reciprocal", "1 / x, of floats.")
+exp = _unary("exp", "The exponential function, of floats.")
+log = _unary("log", "The natural logarithm, of floats.")
+sqrt = _unary("sqrt", "The square root, of floats.")
+rsqrt = _unary("rsqrt", "1 / sqrt(x), of floats.")
+sin = _unary("sin", "The sine of an angle in radians, of floats.")
+cos = _unary("cos", "The cosine of an angle in radians, of floats.")
+tanh = _unary("tanh", "The hyperbolic tangent, of floats.")
+erf = _unary("erf", "The error function, of floats.")
+sigmoid = _unary("sigmoid", "The logistic function 1 / (1 + exp(-x)), of floats.")
 relu = _unary("relu", "max(x, 0).")
-silu = _unary("silu", "x * sigmoid(x).")
+silu = _unary("silu", "x * sigmoid(x), of floats (also called swish).")
 
 
 @checked
 def pow(a: Tensor | Scalar, b: Tensor | Scalar) -> Tensor:
-    """a to the b, also a ** b, of floats; where b is the number 2, 3 or 4 it is a product, of ints as well. Dims broadcast."""
+    """a to the power of b, also `a ** b`, of floats. Dims broadcast.
+
+    A Python int 2, 3 or 4 as exponent is computed by multiplication, of ints as well.
+
+    Example: `hw.pow(x, 2)`, `x ** 0.5`.
+    """
     return a**b if isinstance(a, Tensor) else record("pow", a, b)
 
 
 @checked
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    """x * Phi(x), with the error function, or with tanh where `approximate` is "tanh"."""
+    """x * Phi(x), with the distribution function Phi of the standard normal distribution; shape and dtype of x, a float.
+
+    `approximate` is "none" (by the error function) or "tanh" (0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))), as in
+    torch.nn.functional (Hendrycks and Gimpel, "Gaussian error linear units", 2016). Raises ProgramError for another value.
+
+    Example: `hw.gelu(x, approximate="tanh")`.
+    """
     if approximate not in ("none", "tanh"):
         raise ProgramError(f"gelu: approximate={approximate!r} is neither 'none' nor 'tanh'", Location.of_caller())
     return record("gelu_tanh" if approximate == "tanh" else "gelu", x)
@@ -88,7 +108,12 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
 
 @checked
 def clip(x: Tensor, min: Tensor | Scalar | None = None, max: Tensor | Scalar | None = None) -> Tensor:
-    """x, but no less than `min` and no more than `max`; a NaN stays. Either may be left out."""
+    """x limited to `min` and `max`, numbers or tensors that broadcast against x; NaN stays NaN. Either may be left out.
+
+    Raises ProgramError if both are.
+
+    Example: `hw.clip(x, 0, 1)`, `hw.clip(x, max=6)`.
+    """
     if min is None and max is None:
         raise ProgramError("clip: neither min nor max is given; pass one", Location.of_caller())
     raised = x if min is None else record("maximum", x, min)
@@ -97,28 +122,44 @@ def clip(x: Tensor, min: Tensor | Scalar | None = None, max: Tensor | Scalar | N
 
 @checked
 def where(condition: Tensor, a: Tensor | Scalar, b: Tensor | Scalar) -> Tensor:
-    """a where the condition (bool) holds, else b. Dims broadcast."""
+    """Elements of `a` where `condition`, a bool, is true, else of `b`. Dims broadcast; a and b have one dtype.
+
+    Example: `hw.where(x > 0, x, 0.01 * x)`.
+    """
     return record("where", condition, a, b)
 
 
 @checked
 def astype(x: Tensor, dtype: DType) -> Tensor:
-    """The same values in another dtype, rounded to nearest even. Raises ProgramError where that is none of hostweave's."""
+    """x cast to another dtype, with PyTorch's rounding: to nearest, ties to even; floats to ints towards zero.
+
+    Values too large for f16, bf16 and f8e5m2 become infinite, in f8e4m3 448. Raises ProgramError for what is not a hostweave dtype.
+
+    Example: `hw.astype(x, hw.f32)`.
+    """
     if not isinstance(dtype, DType):
-        raise ProgramError(f"astype: {dtype!r} is no dtype; use hw.f32, hw.bf16 and the like", Location.of_caller())
+        raise ProgramError(f"astype: {dtype!r} is not a dtype; use hw.f32, hw.bf16 and the like", Location.of_caller())
     return record("astype", x, target=TensorType(dtype, x.type.dims))
 
 
 @checked
 def iota(x: Tensor, axis: Axis, dtype: DType = i32) -> Tensor:
-    """0, 1, 2, ... along a dim of x: a vector of the dim's extent, of whole numbers of this dtype."""
+    """The vector 0, 1, 2, ... with as many elements as x has along `axis`, of `dtype`, an integer dtype.
+
+    Raises ProgramError for another dtype.
+
+    Example: `hw.iota(x, "M")[:, None] >= hw.iota(x, "N")[None, :]` is a causal mask for `x: [M, N]`.
+    """
     extent = x.type.shape[dim_of(x, axis, "iota", Location.of_caller())]
     return record("iota", target=TensorType(dtype, (Dim(extent),)), beside=x)
 
 
 @checked
 def copy(x: Tensor) -> Tensor:
-    """The same values in memory of their own."""
+    """The same values in a buffer of their own, of the same type.
+
+    Example: `hw.copy(x)` lets an input be streamed: `hw.copy(x).stream("M", chunks=4)`.
+    """
     return record("copy", x)
 
 
@@ -126,7 +167,7 @@ def copy(x: Tensor) -> Tensor:
 
 
 def dims_of(x: Tensor, axis: Axis | tuple[Axis, ...] | None, kind: str, location: Location) -> tuple[int, ...]:
-    """The numbers of the dims that a reduction goes over, in order: all of them by default."""
+    """The dims that a reduction is over, by number, in order: all of them by default."""
     given = range(x.ndim) if axis is None else axis if isinstance(axis, tuple) else (axis,)
     return tuple(sorted(dim_of(x, a, kind, location) for a in given))
 
@@ -135,8 +176,12 @@ def _reduction(kind: str, doc: str) -> Callable[..., Tensor]:
     def function(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, keepdims: bool = False) -> Tensor:
         return record(kind, x, axis=dims_of(x, axis, kind, Location.of_caller()), keepdims=keepdims)
 
-    function.__name__ = kind
-    function.__doc__ = f"{doc} Over `axis`, an int, a dim name or a tuple of them; all dims by default. The dtype stays."
+    function.__name__ = function.__qualname__ = kind
+    function.__doc__ = (
+        f"{doc}\n\nOver `axis`, an int, a dim name or a tuple of them, by default all dims; with `keepdims` they stay, with one element.\n"
+        f"The dtype is that of x. Over a sharded dim ranks reduce their blocks, then their results. Raises ProgramError.\n\n"
+        f"Example: `x: f32[M, N]` gives `f32[M]` by `hw.{kind}(x, axis=-1)`."
+    )
     return checked(function)
 
 
@@ -144,12 +189,17 @@ sum = _reduction("sum", "The sum.")
 prod = _reduction("prod", "The product.")
 max = _reduction("max", "The largest element.")
 min = _reduction("min", "The smallest element.")
-mean = _reduction("mean", "The mean, of floats.")
+mean = _reduction("mean", "The arithmetic mean, of floats.")
 
 
 @checked
 def argmax(x: Tensor, axis: Axis | None = None, keepdims: bool = False) -> Tensor:
-    """The i64 index of the first largest element along one dim, or in the flattened tensor; a NaN counts as the largest."""
+    """The index (i64) of the first largest element along one dim, or in the flattened tensor; a NaN counts as the largest.
+
+    A sharded dim is gathered first. With `keepdims` the dim stays, with one element.
+
+    Example: `x: bf16[M, V]` gives `i64[M]` by `hw.argmax(x, axis=-1)`.
+    """
     location = Location.of_caller()
     if axis is not None:
         return record("argmax", x, axis=(dim_of(x, axis, "argmax", location),), keepdims=keepdims)
@@ -162,7 +212,10 @@ def argmax(x: Tensor, axis: Axis | None = None, keepdims: bool = False) -> Tenso
 
 @checked
 def expand_dims(x: Tensor, axis: int | tuple[int, ...]) -> Tensor:
-    """New dims of one element at `axis` of the result."""
+    """x with new dims of one element at the positions `axis` of the result. Raises ProgramError for a position out of range.
+
+    Example: `x: f32[M, N]` becomes `f32[M, 1, N]` by `hw.expand_dims(x, 1)`, also written `x[:, None]`.
+    """
     axes = axis if isinstance(axis, tuple) else (axis,)
     rank = x.ndim + len(axes)
     wrong = [a for a in axes if not -rank <= a < rank]
@@ -173,7 +226,13 @@ def expand_dims(x: Tensor, axis: int | tuple[int, ...]) -> Tensor:
 
 @checked
 def reshape(x: Tensor, *dims: int | str) -> Tensor:
-    """The same elements in the same order. A dim is an int, a name, or an extent such as `M/8`; one may be -1, the rest."""
+    """The same elements in row-major order with other dims: ints, names, or sizes such as `M/8`; one may be -1 and is inferred.
+
+    A view where the memory layout allows it. A sharded dim keeps its sharding where it stays, or is the outermost of the dims that are
+    merged or split; else it is gathered. Raises ProgramError if the numbers of elements differ, or -1 cannot be inferred.
+
+    Example: `x: bf16[M, 1024]` becomes `bf16[M, 8, 128]` by `hw.reshape(x, "M", 8, 128)`.
+    """
     location = Location.of_caller()
     known = [_extent(dim, "reshape", location) for dim in dims if dim != -1]
     rest = product(x.type.shape).divided_by(product(tuple(known))) if len(known) == len(dims) - 1 else Extent()
@@ -185,21 +244,37 @@ def reshape(x: Tensor, *dims: int | str) -> Tensor:
 
 @checked
 def permute_dims(x: Tensor, axes: tuple[Axis, ...] | None = None) -> Tensor:
-    """Dim i of the result is dim `axes[i]` of x; all dims reversed by default."""
+    """x with its dims in another order: dim i of the result is dim `axes[i]` of x. Without `axes` all dims are reversed.
+
+    A view; also `x.T` for matrices. Raises ProgramError if axes is not a permutation of the dims.
+
+    Example: `x: f32[S, B, E]` becomes `f32[B, S, E]` by `hw.permute_dims(x, (1, 0, 2))`.
+    """
     location = Location.of_caller()
     return record("permute_dims", x, axes=tuple(dim_of(x, a, "permute_dims", location) for a in axes or range(x.ndim)[::-1]))
 
 
 @checked
 def broadcast_to(x: Tensor, *dims: int | str) -> Tensor:
-    """Dims aligned from the right; those of 1 and those that are missing repeat."""
+    """x repeated to the given dims, aligned from the right: dims of one element and missing dims repeat. A view.
+
+    Raises ProgramError for dims that do not broadcast.
+
+    Example: `b: f32[N]` becomes `f32[M, N]` by `hw.broadcast_to(b, "M", "N")`.
+    """
     location = Location.of_caller()
     return record("broadcast_to", x, target=TensorType(x.dtype, tuple(Dim(_extent(dim, "broadcast_to", location)) for dim in dims)))
 
 
 @checked
 def concat(tensors: Sequence[Tensor], axis: Axis | None = 0) -> Tensor:
-    """The tensors one after the other along a dim, in which alone they may differ; flattened where `axis` is None."""
+    """The tensors joined along `axis`; the other dims and the dtypes are equal. With `axis=None` they are flattened first.
+
+    A sharded dim is gathered before it is joined. Operands are computed directly into the result where possible.
+    Raises ProgramError for an empty list, or tensors that do not fit.
+
+    Example: `hw.concat([a, b], axis=0)` of `f32[M, K]` and `f32[N, K]` is `f32[(M + N), K]`.
+    """
     location = Location.of_caller()
     if isinstance(tensors, Tensor) or not tensors or not all(isinstance(tensor, Tensor) for tensor in tensors):
         raise ProgramError(f"concat: {tensors!r} is not a list of tensors of this fusion; write hw.concat([a, b], axis=0)", location)
@@ -210,10 +285,12 @@ def concat(tensors: Sequence[Tensor], axis: Axis | None = 0) -> Tensor:
 
 @checked
 def collective_permute(x: Tensor, axis: Axis, sources: Sequence[int | None]) -> Tensor:
-    """x with the blocks of a dim in other places: block i is block sources[i] of x, or zeros where that is None.
+    """x with the blocks of a dim reordered: block i of the result is block `sources[i]` of x, or zeros where that is None.
 
-    The dim is cut into as many blocks as there are sources. Where as many ranks share it, one block each, this is a
-    collective permute: each rank sends its block to at most one other. Raises ProgramError.
+    The dim has as many equal blocks as there are sources. Where it is sharded over as many ranks, one block each, this is a collective
+    permute: each rank sends its block to at most one other rank. Raises ProgramError.
+
+    Example: on 4 ranks `hw.collective_permute(x, "M", [3, 0, 1, 2])` passes each shard to the next rank of a ring.
     """
     location = Location.of_caller()
     places = tuple(NO_SOURCE if source is None else int(source) for source in sources)
@@ -222,8 +299,12 @@ def collective_permute(x: Tensor, axis: Axis, sources: Sequence[int | None]) -> 
 
 @checked
 def pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: Scalar = 0) -> Tensor:
-    """x with more elements of `value` around it. As in torch.nn.functional, `pad` is (before, after) of the last dim, then of the
-    dim before it, and so on: (1, 2) makes rows longer by 3. Raises ProgramError.
+    """x with elements of `value` before and after each dim.
+
+    As in torch.nn.functional, `pad` is (before, after), in elements, of the last dim, then of the dim before it, and so on.
+    A sharded dim is gathered before it is padded. `mode` is "constant". Raises ProgramError.
+
+    Example: `hw.pad(x, (1, 2))` of `f32[M, N]` is `f32[M, (N + 3)]`.
     """
     location = Location.of_caller()
     if mode != "constant":
@@ -252,13 +333,17 @@ def _extent(dim: int | str, kind: str, location: Location) -> Extent:
 
 @checked
 def reshard(x: Tensor, *dims: int | str, mesh: Mesh | None = None) -> Tensor:
-    """States the sharding of a tensor, one dim each: `hw.reshard(x, "M@x", "K")`. How it comes about is the compiler's work.
+    """States the sharding of a tensor: the same dims, each with the mesh axes that split it. The compiler inserts the communication.
 
-    `mesh` moves it to another mesh, to the ranks of which the axes then refer; without it the tensor stays where it is.
+    Sharded to replicated is an all-gather, from one dim to another an all-to-all, partial to replicated an all-reduce, partial to
+    sharded a reduce-scatter, replicated to sharded a local slice. `mesh` moves the tensor to another mesh, whose axes the dims then
+    name. Raises ProgramError for dims other than those of x, or axes that the mesh does not have.
+
+    Example: `hw.reshard(x, "M@x", "K")`; `hw.reshard(h, "M@dp", "N", mesh=mesh.ranks([4, 5, 6, 7], dp=4))`.
     """
     location = Location.of_caller()
     if not isinstance(mesh, Mesh | None):
-        raise ProgramError(f"reshard: mesh={mesh!r} is no hw.Mesh; write it like hw.Mesh(x=4).ranks([0, 1])", location)
+        raise ProgramError(f"reshard: mesh={mesh!r} is not an hw.Mesh; write it like hw.Mesh(x=4).ranks([0, 1])", location)
     try:
         stated = TensorType(x.dtype, tuple(map(Dim.of, dims)), mesh=mesh or x.type.mesh)
     except ValueError as error:

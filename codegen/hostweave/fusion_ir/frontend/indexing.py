@@ -1,4 +1,4 @@
-"""`x[2:5, ..., None, -1]`: what each key takes of a dim, as Python's basic slices do, and the ops that take it."""
+"""`x[2:5, ..., None, -1]`: Python's basic slices as ops."""
 
 from __future__ import annotations
 

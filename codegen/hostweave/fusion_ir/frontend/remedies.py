@@ -1,4 +1,4 @@
-"""What to write instead of what other libraries have and a fusion has not."""
+"""What to write instead of functions of other libraries that a fusion does not have."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def instead_of(name: str) -> str:
     if name in functions:
         return f"use hw.{name}"
     near = get_close_matches(name, [*functions, *(public for public in vars(hostweave.Tensor) if not public.startswith("_"))], 1)
-    return f"did you mean {near[0]}?" if near else "the functions are those of hostweave, in docs/guide.md"
+    return f"did you mean {near[0]}?" if near else "the functions are in docs/reference/functions.md"
 
 
 class SizeName(str):

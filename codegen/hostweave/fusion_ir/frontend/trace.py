@@ -1,4 +1,4 @@
-"""Tracing: a function is called once with symbolic tensors, which write down every op."""
+"""Tracing: a function is called once with symbolic tensors, which record every op."""
 
 from __future__ import annotations
 
@@ -40,49 +40,71 @@ RESULT_NAMES = {
 
 @checked
 def fusion(*, mesh: Mesh | None = None, **inputs: TensorType) -> Callable[[Callable[..., Any]], Fusion]:
-    """Traces the decorated function into a Fusion: `@hw.fusion(mesh=hw.Mesh(x=8), x=hw.bf16["M@x", "K"])`.
+    """Traces the decorated function into a Fusion, which `hw.compile` compiles.
 
-    `inputs` gives the type of each parameter by name; a function with `**weights` gets there those that it does not name.
-    Without a mesh there is one device. The function is traced once with symbolic tensors. Raises ProgramError.
+    `inputs` gives the type of each parameter by name: a dtype and dims, `hw.bf16["M@x", "K"]`. A function with `**weights`
+    receives there the inputs that it does not name. `mesh` has the ranks; without it there is one device. The function is
+    traced once with symbolic tensors, so Python loops are unrolled. It returns a tensor or a tuple of tensors.
+
+    Raises ProgramError, with the location in the function, for operands that do not fit.
+
+    Example:
+        ```python
+        @hw.fusion(mesh=hw.Mesh(x=8), x=hw.bf16["M@x", "K"], w=hw.bf16["K", "N"])
+        def ag_matmul(x, w):
+            return hw.matmul(x, w)
+        ```
     """
     location = Location.of_caller()
     if not isinstance(mesh, Mesh | None):
-        raise ProgramError(f"fusion: mesh={mesh} is no hw.Mesh; a parameter of the function needs another name", location)
+        raise ProgramError(f"fusion: mesh={mesh} is not an hw.Mesh; a parameter of the function needs another name", location)
     return lambda function: traced(function, _Trace(mesh or Mesh()), inputs, "fusion", location)
 
 
 class Tensor:
-    """What a traced function computes with: a value of the program that holds no data."""
+    """A symbolic tensor: a value of the program that is being traced. It has a type and no data.
+
+    It has Python's operators (`+ - * / ** @ & | ~`, comparisons), basic slices, and the methods below; everything else is a
+    function of `hw`.
+    """
 
     __hash__ = object.__hash__
 
     def __init__(self, trace: _Trace, op: Op | None, value: Value):
         self._trace, self._op, self._value = trace, op, value
         self._name: str | None = None
-        self._word: str | None = None  # the function of several ops that made it, by which it is called where nobody names it
+        self._word: str | None = None  # the composite function that produced it: its name unless the user gives one
 
     def __repr__(self) -> str:
         return f"Tensor({self.type})"
 
     @property
     def type(self) -> TensorType:
+        """The type: dtype, global dims, and the sharding if it is stated."""
         return self._value.type
 
     @property
     def dtype(self) -> DType:
+        """The dtype of the elements."""
         return self.type.dtype
 
     @property
     def ndim(self) -> int:
+        """The number of dims."""
         return len(self.type.dims)
 
     @property
     def shape(self) -> tuple[int | str, ...]:
-        """The global extents: an int, or text such as `M` and `8*M/4`."""
+        """The global sizes: ints, and text such as `M` and `8*M/4` for symbolic ones."""
         return tuple(int(extent) if extent.is_int else SizeName(extent) for extent in self.type.shape)
 
     def named(self, name: str) -> Tensor:
-        """Names the value; generated code keeps the name. Raises ProgramError where another value has it."""
+        """Names the value, in both IRs and in generated code, and returns it.
+
+        Raises ProgramError for an input, or if another value has the name.
+
+        Example: `h = hw.relu(x @ w).named("h")`.
+        """
         if not (name.isidentifier() and name.isascii()):
             raise ProgramError(f"named: {name!r} is not a name; use letters, digits and _", Location.of_caller())
         if self._op is None:
@@ -94,11 +116,14 @@ class Tensor:
 
     @checked
     def stream(self, dim: int | str, chunks: int | None = None, algorithm: str | None = None, chunking: str | None = None) -> Tensor:
-        """States that a host loop walks `dim` of this value, one step an index, or one step a slice where `chunks` is given.
+        """Computes this value in a loop of the host program over `dim`, on several CUDA streams, and returns it.
 
-        `chunking` is `by_shard` or `across_shards`; `algorithm` is p2p, all_gather, broadcast or ring; what is left open
-        the compiler chooses.
-        Raises ProgramError where there is no such loop.
+        `chunks` is the number of iterations; without it each index is one. `chunking` is `by_shard` (a chunk is one rank's shard) or
+        `across_shards` (a slice of every shard); `algorithm` is the communication of the loop, such as p2p, ring, broadcast, reduce or
+        all_gather. The compiler chooses what is left out. By shard the schedules are those of ring collectives (Patarasuk and Yuan,
+        2009). Raises ProgramError for an input, a dim that the op needs completely, or chunks that do not divide it.
+
+        Example: `hw.matmul(x, w).stream("M", chunks=8)` gathers `x: [M@x, K]` of 8 ranks shard by shard, beside the products.
         """
         location = Location.of_caller()
         if self._op is None:
@@ -118,9 +143,12 @@ class Tensor:
         return self
 
     def aside(self) -> Tensor:
-        """States that the communication which makes this value, if there is one, runs on a stream of its own, beside what follows.
+        """Runs the communication that produces this value on a stream of its own, beside what follows, and returns the value.
 
-        Whatever uses the value waits for it: of a gradient that is returned, the end of the program. Raises ProgramError.
+        Ops that use the value wait for it; if it is only returned, the end of the program does. Has no effect on a value
+        that needs no communication. Raises ProgramError for an input, or a value with a stream loop.
+
+        Example: `dw = hw.matmul(x.T, dy).aside()`, a gradient whose all-reduce nothing waits for.
         """
         location = Location.of_caller()
         if self._op is None:
@@ -150,7 +178,7 @@ class Tensor:
 
     @property
     def T(self) -> Tensor:
-        """The transpose of a matrix. Raises ProgramError for another number of dims."""
+        """The transpose of a matrix, a view: [M, N] becomes [N, M]. Raises ProgramError for another number of dims."""
         if self.ndim != 2:
             raise ProgramError(f"T: {self.type} has {self.ndim} dims, not 2; use hw.permute_dims(x, axes)", Location.of_caller())
         return record("permute_dims", self, axes=(1, 0))
@@ -159,12 +187,12 @@ class Tensor:
         return indexed(self, key)
 
     def __iter__(self) -> Iterator[Tensor]:
-        """Over the first dim. Raises ProgramError where its extent is no int."""
+        """Iterates over the first dim. Raises ProgramError if its size is not an int."""
         count = self._first_extent("a loop", "use functions of whole tensors, such as hw.sum")
         return (self[i] for i in range(count))
 
     def __len__(self) -> int:
-        """The first extent. Raises ProgramError where it is no int."""
+        """The first size. Raises ProgramError if it is not an int."""
         return self._first_extent("len", "its name is in x.shape")
 
     def _first_extent(self, what: str, remedy: str) -> int:

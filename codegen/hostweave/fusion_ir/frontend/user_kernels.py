@@ -47,16 +47,21 @@ def kernel(
     per: int = 1,
     cpu: str | Path | None = None,
 ) -> Any:
-    """Launches `name`, a `__global__ void` function of this CUDA C++, and gives what it writes: a tensor, or a tuple of them.
+    """Launches `name`, a `__global__ void` function of the CUDA C++ in `source` (text, or the path of a file), and returns its outputs.
 
-    `source` is the text or a file. `args` are what the function takes, in order: a tensor of this fusion is a pointer to what
-    the rank holds of it, a spec such as `hw.bf16["M@x", "N"]` a pointer to an output of that type, a dim such as "M@x" or "N"
-    an int64_t, what the rank holds of it, a Python number itself. A tensor is taken as it is stated, by a spec or by reshard;
-    any other is gathered first. `grid` is the number of blocks: dims, multiplied, of which each block takes `per`.
+    `args` are the arguments of the function, in order. A tensor becomes a pointer to the rank's block of it; a spec such as
+    `hw.bf16["M@x", "N"]` a pointer to an output of that type; a dim such as "M@x" or "N" an int64_t, its local size; a Python
+    number itself. A tensor keeps the sharding that a spec or `reshard` states; any other is gathered first. `grid` is the number
+    of thread blocks: a dim, or several whose product is taken; each thread block handles `per` of them with `block` threads.
 
-    On the CPU target one thread runs a kernel: `cpu` is the text or file of a function of the same name and parameters for it.
-    Without it the source is compiled as it is, and may use what hostweave/kernel.h has, such as hw::over_grid, but not
-    threadIdx and the like. Raises ProgramError.
+    On the CPU target one thread runs a kernel: `cpu` is the text or path of a function of the same name and parameters for it.
+    Without it, `source` is compiled for both; it may use hostweave/kernel.h, such as hw::over_grid, but not threadIdx and the
+    like. Returns a tensor, or a tuple for several outputs. Raises ProgramError.
+
+    Example:
+        ```python
+        y = hw.kernel(source="scale.cu", name="scale", grid="M@x", args=[x, 2.0, "M@x", "N", hw.f32["M@x", "N"]])
+        ```
     """
     location = Location.of_caller()
     tensors = [arg for arg in args if isinstance(arg, Tensor)]

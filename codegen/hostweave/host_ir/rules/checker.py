@@ -1,4 +1,4 @@
-"""What the rules of instructions share: the names of a program and what is known of them, and what surrounds an instruction."""
+"""What the verifier's rules share: the names of a program, their types, and the context of an instruction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of communications."""
+"""Verifier rules of communications."""
 
 from __future__ import annotations
 

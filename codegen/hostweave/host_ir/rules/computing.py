@@ -1,4 +1,4 @@
-"""Rules of memory, views, matmuls, kernels and copies."""
+"""Verifier rules of memory, views, matmuls, kernels and copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of what has a body, and of streams, events, blocks and meshes."""
+"""Verifier rules of instructions with bodies, and of streams, events, calls and meshes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decides which ops run in which stream loop, what a step of it covers, and by what its reshards communicate.
+"""Chooses chunk loops: which ops share one, what a chunk covers, and the algorithm of its reshards.
 
     %x_gathered: bf16[M, K] = reshard(%x, kind=all_gather)
     %y: bf16[M, N] stream(M, 8) = matmul(%x_gathered, %w)

@@ -1,4 +1,4 @@
-"""Makes every reshard one communication or one local slice, and says which; equal ones become one, and one that changes nothing goes.
+"""Decomposes every reshard into single collectives and local slices, shares equal ones, and removes those without effect.
 
     %y: bf16[M, N@y] pinned = reshard(%x)               # x: bf16[M@x, N]
 
@@ -30,7 +30,7 @@ def decompose_reshards(fusion: Fusion, options: Options) -> Fusion:
 
 
 def eliminate_dead_code(ops: list[Op], outputs: tuple[str, ...]) -> tuple[Op, ...]:
-    """The ops that lead to an output: a communication that nobody needs goes, on every rank."""
+    """The ops that an output depends on. Communication without a consumer is removed, on every rank."""
     needed = set(outputs)
     for op in reversed(ops):
         if op.result.name in needed:

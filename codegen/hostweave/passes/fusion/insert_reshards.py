@@ -1,4 +1,4 @@
-"""Puts a reshard where a producer's layout is not the one that a consumer needs, and after every partial result.
+"""Inserts a reshard where the sharding of a value is not the one that a consumer needs, and after every partial result.
 
     %y: bf16[M, N] stream(M, 8) = matmul(%x, %w)        # x: [M@x, K], w: [K, N]
 

@@ -1,4 +1,4 @@
-"""Gives every value that nobody stated the sharding that its operands bring, then the one that all its consumers want.
+"""Infers the sharding of each value that has none stated: from its operands, then from its consumers if all agree.
 
     %h: bf16[M, N] = matmul(%x, %w)                     # x: [M, K@x], w: [K@x, N]
     %z: bf16[M, N] = relu(%h)

@@ -1,4 +1,4 @@
-"""Host to host: a matmul ends with what a kernel did to its result, as far as cuBLASLt has such an epilogue.
+"""Host to host: pointwise ops on the result of a matmul become its epilogue, where cuBLASLt has one.
 
     %h = allocate bf16[M, N]
     matmul %x, %w -> %h

@@ -1,4 +1,4 @@
-"""Host to host: kernels that hand an intermediate on become one, which keeps it in registers.
+"""Host to host: a kernel and the consumer of its result become one kernel, in which the intermediate stays in registers.
 
     launch @negative_h %x -> %h
     launch @multiply_y %h, %x -> %y

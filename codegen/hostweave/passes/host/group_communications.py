@@ -1,4 +1,4 @@
-"""Host to host: neighbouring communications of one channel that do not need each other are posted together, in one launch.
+"""Host to host: consecutive independent communications on one channel are posted as one group, in one launch.
 
     all_reduce sum %a_partial -> %a on x
     launch @sum_b %y -> %b_partial

@@ -1,4 +1,4 @@
-"""Memory that several stream blocks have a chunk of in each step, and nothing else touches, as memory of which each stream has one slot.
+"""Multi-buffering: a buffer of which each iteration uses one chunk, and nothing else, becomes one slot per stream.
 
     %h = allocate bf16[M, K]                               %h = allocate bf16[4, M/16, K]
     for %j in 0..17 {                                      for %j in 0..17 {
@@ -14,7 +14,7 @@
           matmul %h_i, %w -> %y_i                                matmul %h_i, %w -> %y_i
         } } }                                                  } } }
 
-A step is all on one stream, and what next has its slot comes later on the same one.
+An iteration is on one stream, and the next iteration that uses its slot is later on the same stream.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Host to host: memory is shared by what is not needed at once, as far as the order of streams allows.
+"""Host to host: buffers with disjoint live ranges share memory, as far as streams are ordered.
 
     %h = allocate f32[M, K]                   %h = allocate f32[M, K]
     %t = allocate f32[M, K]                   launch @exp_h %x -> %h

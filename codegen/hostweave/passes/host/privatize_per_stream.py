@@ -1,4 +1,4 @@
-"""Memory that each step of a stream loop has a chunk of, and nothing else touches, as memory of which each stream has one.
+"""A buffer of which each iteration of a stream loop uses one chunk, and nothing else, becomes one buffer per stream.
 
     %h = allocate bf16[M, N]
     for %i in 0..8 { stream ring[%i] { %h_i = chunk %h[0: %i of 8]; matmul %x_i, %w -> %h_i; ... } }

@@ -1,4 +1,4 @@
-"""A result in the memory of an operand that nothing needs afterwards, or an operand in that of the result from the start.
+"""A result takes the memory of an operand that is not needed afterwards, or an operand is computed into that of the result.
 
     %h = allocate bf16[M, N]                  %h = allocate bf16[M, N]
     matmul %x, %w -> %h                       matmul %x, %w -> %h

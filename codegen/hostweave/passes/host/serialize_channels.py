@@ -1,4 +1,4 @@
-"""Host to host: communications of different channels run one after the other on a rank, in one order on all ranks.
+"""Host to host: communications on different channels run one after the other on a rank, in the same order on all ranks.
 
     for %i in 0..4 {
       stream ring[%i] {

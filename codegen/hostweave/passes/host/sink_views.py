@@ -1,4 +1,4 @@
-"""A view stands right before the first instruction that uses it, in the stream block or branch that holds all of its uses.
+"""Moves each view to its first use, inside the stream block or branch with all of its uses.
 
     %h = slice %x[1: 4 from 4]                launch @negative_t %x -> %t
     launch @negative_t %x -> %t           becomes    %h = slice %x[1: 4 from 4]

@@ -1,4 +1,4 @@
-"""Host to host: the caller's stream waits for a loop where it first uses what the loop made, and not before.
+"""Host to host: the caller's stream waits for a loop only before the first use of its results.
 
     for %i in 0..4 { stream ring[%i] { ... matmul %x_i, %w -> %h_i } }
     join ring

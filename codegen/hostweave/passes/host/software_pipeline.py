@@ -1,4 +1,4 @@
-"""Loops in whose steps the communications of two channels stand apart: the first one of a step goes before the others of the step before.
+"""Software pipelining: the first communication of an iteration is issued before the later ones of the previous iteration.
 
     for %i in 0..4 {                                  for %j in 0..5 {
       stream ring[%i] {                                 if %j < 4 {

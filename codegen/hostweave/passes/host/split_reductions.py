@@ -1,4 +1,4 @@
-"""Host to host: what reduces many rows to a few numbers is two kernels, so that more than a few blocks of threads read the rows.
+"""Host to host: a reduction of many rows to a few numbers becomes two kernels, so that many thread blocks share the rows.
 
     launch @sum_y %x -> %y
 
@@ -22,7 +22,7 @@ from hostweave.types.size import Extent, product
 from hostweave.types.tensor import BufferType, Dim, TensorType, f32
 
 KINDS = ("sum", "prod", "mean", "max", "min")
-ROUNDED = ("sum", "prod", "mean")  # of these small floats are not handed on
+ROUNDED = ("sum", "prod", "mean")  # whose partial results are kept in f32 for narrower dtypes
 FEW = 32  # numbers that are left, at most
 ROW = 512  # elements, at least
 MANY = 1 << 16  # elements in all, at least

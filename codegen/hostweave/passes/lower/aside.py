@@ -1,4 +1,4 @@
-"""What communicates aside: on a stream of its own, beside all that does not need its result."""
+"""Asynchronous communication (`aside()`): on a stream of its own, beside what does not need its result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which buffer or view holds a value: all of it, or what one step of a loop touches. Memory is taken, and views made, at first use."""
+"""The buffer or view of each value, or of the chunk that an iteration uses. Allocated or declared at the first use."""
 
 from __future__ import annotations
 

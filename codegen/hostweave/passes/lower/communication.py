@@ -1,4 +1,4 @@
-"""How each communication becomes instructions: the collective on whole buffers or chunks, and the pipelines that go by block."""
+"""From reshards to instructions: collectives on complete buffers or chunks, and the pipelines by shard."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def cut(b: Builder, whole: str, cuts: tuple[int, ...]) -> str:
 
 
 def send(src: str, blocks: Transfer, apart: bool) -> ir.Instruction:
-    """All that this rank sends. Where the meshes share no rank it stands on the one that sends, else all ranks come by."""
+    """All sends of this rank. On meshes that share no rank it runs on the sending mesh only, else on all ranks."""
     distance = _distance(blocks)
     if apart and distance is not None:
         return ir.Send(src, _neighbor(distance), ir.ALL_RANKS)

@@ -1,4 +1,4 @@
-"""What a fusion says about its values: who makes and who uses each, what of it a rank holds, and which ops only look at it."""
+"""Facts about the values of a fusion: producer, consumers, local type, and which ops are views."""
 
 from __future__ import annotations
 

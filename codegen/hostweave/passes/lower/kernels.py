@@ -1,4 +1,4 @@
-"""The kernels that a program launches: one op each, and one for all ops that differ in names alone."""
+"""The kernels that a program launches: one per op, shared by ops that differ in names only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands in one loop: neighbouring streamed ops that take the same steps, each reading what its own step made.
+"""Which ops share a loop: consecutive streamed ops with the same iterations, each reading what its own iteration produced.
 
     %h: f32[M, K] stream(M, 4, by_shard) = negative(%x)
     %v: f32[K, M] = permute_dims(%x, axes=(1, 0))

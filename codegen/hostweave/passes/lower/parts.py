@@ -1,4 +1,4 @@
-"""Where the operands of a concat or pad lie in its result."""
+"""The slices of a concat's or pad's result into which its operands are computed."""
 
 from __future__ import annotations
 

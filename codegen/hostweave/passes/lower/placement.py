@@ -1,4 +1,4 @@
-"""Where results lie that need no memory of their own, or none that looks like them.
+"""Results that need no memory of their own, because they are computed into that of another value.
 
     %h: f32[M, 2] = matmul(%x, %w)
     %y: f32[(M + 1), 2] = concat(%h, %row, axis=0)

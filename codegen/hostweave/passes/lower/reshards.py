@@ -1,4 +1,4 @@
-"""Which communication a reshard is, between which buffers: of all of a value, or in a loop, of what a step takes of it."""
+"""Which communication a reshard is, and between which buffers: complete values, or chunks in a loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one iteration of a stream loop covers: which block, whose it is, and the views of a tensor's chunk."""
+"""One iteration of a stream loop: which chunk it covers, which rank owns it, and the views of a tensor's chunk."""
 
 from __future__ import annotations
 

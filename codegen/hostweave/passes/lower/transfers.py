@@ -1,4 +1,4 @@
-"""From one mesh to another: each side in the bodies of its own mesh, or where a rank may be on both, both in one group.
+"""Moves between meshes: each side in the bodies of its own mesh, or both in one group if a rank may be on both.
 
 Where ranks share a dim unevenly, what is sent and received is padded to whole blocks, of which all have as much. A dim that both
 meshes split, into different numbers of blocks that do not divide, is received whole, and each rank keeps its part.

@@ -1,4 +1,4 @@
-"""Which sizes the ranks of a program may share unevenly: the last ranks hold less, or nothing."""
+"""Which sizes may not divide by the number of ranks; the last ranks then have smaller blocks, or empty ones."""
 
 from __future__ import annotations
 
