@@ -11,8 +11,11 @@ from fusion_text import check, fusion
 
 from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.resharding import ReshardStep, plan, reshard_step
+from hostweave.fusion_ir.verify import verify_fusion
 from hostweave.options import Options
 from hostweave.passes.fusion.decompose_reshards import decompose_reshards
+from hostweave.passes.fusion.insert_reshards import insert_reshards
+from hostweave.passes.fusion.propagate_sharding import propagate_sharding
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import Partial, TensorType, f32
 
@@ -87,6 +90,13 @@ CASES = {
         """%z_sliced: f32[M@x, K@y] = shard(%x, dim=1, axes=(y))
         %z: f32[M, K@y,x] pinned = all_to_all(%z_sliced, dim=0, to=1, axes=(x))""",
     ),
+    "a slice of what could be made sliced": (
+        "%x: f32[M, K]",
+        """%h: f32[M, K] = negative(%x)
+        %y: f32[M@x, K] pinned = reshard(%h)""",
+        """%h: f32[M, K] = negative(%x)
+        %y: f32[M@x, K] pinned = shard(%h, dim=0, axes=(x))""",
+    ),
     "an equal reshard is made once": (
         "%x: f32[M@x, K]",
         """%a: f32[M, K] pinned = reshard(%x)
@@ -158,6 +168,17 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_case(case: str) -> None:
     check(decompose_reshards, *CASES[case], mesh="x=8, y=2")
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "stream" not in CASES[case][2]])
+def test_steps_that_a_program_states_stay_as_they_are(case: str) -> None:
+    """No pass before it touches them, or what they are of."""
+    inputs, _, after = CASES[case]
+    program = fusion(inputs, after, mesh="x=8, y=2")
+    for apply in (propagate_sharding, insert_reshards, decompose_reshards):
+        program = apply(program, Options())
+        verify_fusion(program, after=apply.__name__)
+    assert [op.kind for op in program.ops] == [op.kind for op in fusion(inputs, after, mesh="x=8, y=2").ops]
 
 
 def test_sizes_decide_between_ways() -> None:
