@@ -18,7 +18,7 @@ FUSION_PASSES = PASSES[: PASSES.index(lower_to_host)]
 TEXT = """\
 fusion @f(%x: bf16[M@x, K], %w: bf16[K, 8*N/4]) mesh(x=8, y=2) {
   %h: bf16[M, 8*N/4] partial(sum, x) stream(M, 16, by_shard, local_last) = matmul(%x, %w)
-  %y: bf16[M@y,x, 8*N/4] pinned stream(0, 16, by_shard, p2p, local_last) = reshard(%h, kind=reduce_scatter)
+  %y: bf16[M@y,x, 8*N/4] pinned stream(0, 16, by_shard, p2p, local_last) = reduce_scatter(%h, dim=0, axes=(y, x), reduction=sum)
   return %y, %h
 }
 """

@@ -116,10 +116,10 @@ AFTER = [
     ),
     (
         "decompose_reshards",
-        "%y: f32[8, 4] = reshard(%x, kind=shard)",
-        "text:2: reshard: f32[8@x, 4] to f32[8, 4] is all_gather, not one shard",
+        "%y: f32[8, 4] = reshard(%x)",
+        "text:2: reshard: what it does is open; write all_gather instead",
     ),
-    ("decompose_reshards", "%y: f32[8@x, 4] = reshard(%x)", "text:2: reshard: f32[8@x, 4] to f32[8@x, 4] is no change, not one None"),
+    ("decompose_reshards", "%y: f32[8@x, 4] = reshard(%x)", "text:2: reshard: what it does is open; write copy instead"),
     (
         "choose_overlap",
         "%y: f32[8@x, 4] stream(0) = negative(%x)",
@@ -131,6 +131,72 @@ AFTER = [
         "text:2: stream of %y: by p2p, but a negative does not communicate; state it on the reshard",
     ),
 ]
+
+
+STEP_INPUTS = "%x: f32[8@a,b, 6], %u: f32[4@a, 6@b], %v: f32[9, 6], %t: f32[8@c, 6] on mesh(c=2 of ranks 2, 3)"
+SUM = "%s: f32[6] partial(sum, a, b) = sum(%x, axis=(0,))\n"
+STEPS = [
+    "%y: f32[8, 6] = all_gather(%x, dim=0, axes=(a, b))",
+    "%y: f32[8@a, 6] = all_gather(%x, dim=0, axes=(b))",
+    "%y: f32[8@a, 6@b] = all_to_all(%x, dim=0, to=1, axes=(b))",
+    "%y: f32[8@b,a, 6] = permute_shards(%x, axes=(a, b), sources=(0, 2, 1, 3))",
+    "%y: f32[4@b, 6@a] = permute_shards(%u, axes=(a, b), sources=(0, 2, 1, 3))",
+    "%y: f32[9, 6@b] = shard(%v, dim=1, axes=(b))",
+    "%y: f32[9@b, 6] = shard(%v, dim=0, axes=(b))",  # unevenly
+    SUM + "%y: f32[6] = all_reduce(%s, axes=(a, b), reduction=sum)",
+    SUM
+    + "%y: f32[6@b] partial(sum, a) = reduce_scatter(%s, dim=0, axes=(b), reduction=sum)\n"
+    + "%z: f32[6@b] = all_reduce(%y, axes=(a), reduction=sum)",
+    SUM + "%y: f32[6] on mesh(of ranks 3) = reduce(%s, axes=(a, b), reduction=sum, root=3)",
+    "%y: f32[8, 6@b] on mesh(b=2 of ranks 0, 1) = transfer(%t)",
+]
+# Facts that do not go together: (what a good step says, what is said instead, why it is wrong)
+WRONG = [
+    (0, "axes=(a, b)", "axes=(b, a)", "(b, a) are not the innermost axes that split dim 0 of f32[8@a,b, 6] evenly"),
+    (0, "axes=(a, b)", "axes=(b)", "%y is f32[8, 6], but it makes f32[8@a, 6] of f32[8@a,b, 6]; correct it"),
+    (0, "axes=(a, b)", "axes=(a, c)", "(a, c) are not axes of mesh(a=2, b=2), each named once"),
+    (0, ", axes=(a, b)", "", "attribute axes is missing; write axes=(x)"),
+    (0, "axes=(a, b)", "axes=(0, 1)", "no attribute axes=(0, 1); its attributes: dim (int), axes (MeshAxes)"),
+    (0, "dim=0", "dim=2", "dim=2 is out of range; f32[8@a,b, 6] has dims 0 to 1"),
+    (1, "axes=(b)", "axes=(a)", "(a) are not the innermost axes that split dim 0 of f32[8@a,b, 6] evenly"),
+    (2, "to=1", "to=0", "%y is f32[8@a, 6@b], but it makes f32[8@a,b,b, 6] of f32[8@a,b, 6]; correct it"),
+    (3, "(0, 2, 1, 3)", "(0, 1, 2, 3)", "what it states does not take f32[8@a,b, 6] to f32[8@b,a, 6]"),
+    (3, "(0, 2, 1, 3)", "(0, 2, 1, 4)", "what it states does not take f32[8@a,b, 6] to f32[8@b,a, 6]"),
+    (3, "(0, 2, 1, 3)", "()", "what it states does not take f32[8@a,b, 6] to f32[8@b,a, 6]"),
+    (4, "axes=(a, b)", "axes=(b, a)", "what it states does not take f32[4@a, 6@b] to f32[4@b, 6@a]"),
+    (5, "dim=1", "dim=0", "%y is f32[9, 6@b], but it makes f32[9@b, 6] of f32[9, 6]; correct it"),
+    (7, "axes=(a, b)", "axes=(a)", "%y is f32[6], but it makes f32[6] partial(sum, b) of f32[6] partial(sum, a, b); correct it"),
+    (7, "reduction=sum", "reduction=max", "f32[6] partial(sum, a, b) is not partial(max, a, b); reduce what is partial"),
+    (7, "axes=(a, b)", "axes=(a, a)", "(a, a) are not axes of mesh(a=2, b=2), each named once"),
+    (9, "root=3", "root=2", "what it states does not take f32[6] partial(sum, a, b) to f32[6] on mesh(of ranks 3)"),
+    (9, "root=3", "root=4", "what it states does not take f32[6] partial(sum, a, b) to f32[6] on mesh(of ranks 3)"),
+    (
+        10,
+        " on mesh(b=2 of ranks 0, 1) = transfer(%t)",
+        " = transfer(%v)",
+        "%y is f32[8, 6@b], but its operands give f32[9, 6]; correct its type",
+    ),
+]
+
+
+def steps_text(ops: str) -> str:
+    last = ops.rpartition("\n")[2].partition(":")[0]
+    return text(ops, last, STEP_INPUTS, "mesh(a=2, b=2)")
+
+
+@pytest.mark.parametrize("ops", STEPS)
+def test_steps_of_reshards(ops: str) -> None:
+    fusion = Fusion.parse(steps_text(ops))
+    verify_fusion(fusion, after="decompose_reshards")
+    assert Fusion.parse(str(fusion)) == fusion
+
+
+@pytest.mark.parametrize(("step", "right", "wrong", "message"), WRONG)
+def test_facts_that_do_not_take_the_operand_to_the_result(step: int, right: str, wrong: str, message: str) -> None:
+    assert right in STEPS[step]
+    with pytest.raises(ProgramError) as caught:
+        verify_fusion(Fusion.parse(steps_text(STEPS[step].replace(right, wrong))), after="decompose_reshards")
+    assert str(caught.value).split(": ", 2)[2] == message
 
 
 @pytest.mark.parametrize(("after", "ops", "message"), AFTER)

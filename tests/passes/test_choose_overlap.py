@@ -11,10 +11,10 @@ from hostweave.base.errors import ProgramError
 from hostweave.options import Options
 from hostweave.passes.fusion.choose_overlap import choose_overlap
 
-GATHER = ("%x: f32[M@x, K], %w: f32[K, N]", "%g: f32[M, K] = reshard(%x, kind=all_gather)\n%y: f32[M, N] stream({}) = matmul(%g, %w)")
+GATHER = ("%x: f32[M@x, K], %w: f32[K, N]", "%g: f32[M, K] = all_gather(%x, dim=0, axes=(x))\n%y: f32[M, N] stream({}) = matmul(%g, %w)")
 SCATTER = (
     "%x: f32[M, K@x], %w: f32[K@x, N]",
-    "%h: f32[M, N] partial(sum, x) = matmul(%x, %w)\n%y: f32[M@x, N] stream({}) = reshard(%h, kind=reduce_scatter)",
+    "%h: f32[M, N] partial(sum, x) = matmul(%x, %w)\n%y: f32[M@x, N] stream({}) = reduce_scatter(%h, dim=0, axes=(x), reduction=sum)",
 )
 
 # (program, what the user states, the streams of its two values)
@@ -51,93 +51,93 @@ LOOPS = {
         "%x: f32[4, 8@x, M, K], %w: f32[8@x, K, N]",
         """%h: f32[4, 8@x, M, N] = matmul(%x, %w)
         %s: f32[4, M, N] partial(sum, x) = sum(%h, axis=(1,))
-        %y: f32[4, M, N] stream(0) = reshard(%s, kind=all_reduce)""",
+        %y: f32[4, M, N] stream(0) = all_reduce(%s, axes=(x), reduction=sum)""",
         """%h: f32[4, 8@x, M, N] stream(0, across_shards) = matmul(%x, %w)
         %s: f32[4, M, N] partial(sum, x) stream(0, across_shards) = sum(%h, axis=(1,))
-        %y: f32[4, M, N] stream(0, across_shards, all_reduce) = reshard(%s, kind=all_reduce)""",
+        %y: f32[4, M, N] stream(0, across_shards, all_reduce) = all_reduce(%s, axes=(x), reduction=sum)""",
     ),
     "what feeds the feeder stays out": (
         "%x: f32[M, K@x], %w: f32[K@x, N]",
         """%a: f32[M, K@x] = relu(%x)
         %h: f32[M, N] partial(sum, x) = matmul(%a, %w)
-        %y: f32[M, N] stream(M, 4) = reshard(%h, kind=all_reduce)""",
+        %y: f32[M, N] stream(M, 4) = all_reduce(%h, axes=(x), reduction=sum)""",
         """%a: f32[M, K@x] = relu(%x)
         %h: f32[M, N] partial(sum, x) stream(M, 4, across_shards) = matmul(%a, %w)
-        %y: f32[M, N] stream(M, 4, across_shards, all_reduce) = reshard(%h, kind=all_reduce)""",
+        %y: f32[M, N] stream(M, 4, across_shards, all_reduce) = all_reduce(%h, axes=(x), reduction=sum)""",
     ),
     "what feeds a gather joins where it goes across shards": (
         "%x: f32[M@x, K], %w: f32[K, N]",
         """%a: f32[M@x, K] = relu(%x)
-        %g: f32[M, K] = reshard(%a, kind=all_gather)
+        %g: f32[M, K] = all_gather(%a, dim=0, axes=(x))
         %y: f32[M, N] stream(M, 3) = matmul(%g, %w)""",
         """%a: f32[M@x, K] stream(M, 3, across_shards) = relu(%x)
-        %g: f32[M, K] stream(M, 3, across_shards, all_gather) = reshard(%a, kind=all_gather)
+        %g: f32[M, K] stream(M, 3, across_shards, all_gather) = all_gather(%a, dim=0, axes=(x))
         %y: f32[M, N] stream(M, 3, across_shards) = matmul(%g, %w)""",
     ),
     "and not where it goes by block": (
         "%x: f32[M@x, K], %w: f32[K, N]",
         """%a: f32[M@x, K] = relu(%x)
-        %g: f32[M, K] = reshard(%a, kind=all_gather)
+        %g: f32[M, K] = all_gather(%a, dim=0, axes=(x))
         %y: f32[M, N] stream(M, 8) = matmul(%g, %w)""",
         """%a: f32[M@x, K] = relu(%x)
-        %g: f32[M, K] stream(M, 8, by_shard, p2p, local_first) = reshard(%a, kind=all_gather)
+        %g: f32[M, K] stream(M, 8, by_shard, p2p, local_first) = all_gather(%a, dim=0, axes=(x))
         %y: f32[M, N] stream(M, 8, by_shard, local_first) = matmul(%g, %w)""",
     ),
     "two gathers of one loop": (
         "%a: f32[M@x, K], %b: f32[M@x, K]",
-        """%ag: f32[M, K] = reshard(%a, kind=all_gather)
-        %bg: f32[M, K] = reshard(%b, kind=all_gather)
+        """%ag: f32[M, K] = all_gather(%a, dim=0, axes=(x))
+        %bg: f32[M, K] = all_gather(%b, dim=0, axes=(x))
         %y: f32[M, K] stream(M, 8) = add(%ag, %bg)""",
-        """%ag: f32[M, K] stream(M, 8, by_shard, p2p, local_first) = reshard(%a, kind=all_gather)
-        %bg: f32[M, K] stream(M, 8, by_shard, p2p, local_first) = reshard(%b, kind=all_gather)
+        """%ag: f32[M, K] stream(M, 8, by_shard, p2p, local_first) = all_gather(%a, dim=0, axes=(x))
+        %bg: f32[M, K] stream(M, 8, by_shard, p2p, local_first) = all_gather(%b, dim=0, axes=(x))
         %y: f32[M, K] stream(M, 8, by_shard, local_first) = add(%ag, %bg)""",
     ),
     "what is gathered whole comes before the loop": (
         "%x: f32[M@x, K], %w: f32[K@x, N]",
-        """%xg: f32[M, K] = reshard(%x, kind=all_gather)
-        %wg: f32[K, N] = reshard(%w, kind=all_gather)
+        """%xg: f32[M, K] = all_gather(%x, dim=0, axes=(x))
+        %wg: f32[K, N] = all_gather(%w, dim=0, axes=(x))
         %y: f32[M, N] stream(M, 8) = matmul(%xg, %wg)""",
-        """%wg: f32[K, N] = reshard(%w, kind=all_gather)
-        %xg: f32[M, K] stream(M, 8, by_shard, p2p, local_first) = reshard(%x, kind=all_gather)
+        """%wg: f32[K, N] = all_gather(%w, dim=0, axes=(x))
+        %xg: f32[M, K] stream(M, 8, by_shard, p2p, local_first) = all_gather(%x, dim=0, axes=(x))
         %y: f32[M, N] stream(M, 8, by_shard, local_first) = matmul(%xg, %wg)""",
     ),
     "a gather with another consumer stays out": (
         "%x: f32[M@x, K], %w: f32[K, N]",
-        """%g: f32[M, K] = reshard(%x, kind=all_gather)
+        """%g: f32[M, K] = all_gather(%x, dim=0, axes=(x))
         %a: f32[M, N] stream(M, 8) = matmul(%g, %w)
         %b: f32[M, N] = matmul(%g, %w)
         %y: f32[M, N] = add(%a, %b)""",
-        """%g: f32[M, K] = reshard(%x, kind=all_gather)
+        """%g: f32[M, K] = all_gather(%x, dim=0, axes=(x))
         %a: f32[M, N] stream(M, 8, across_shards) = matmul(%g, %w)
         %b: f32[M, N] = matmul(%g, %w)
         %y: f32[M, N] = add(%a, %b)""",
     ),
     "a streamed consumer takes the steps of the loop before it": (
         "%x: f32[M@x, K], %w: f32[K, N]",
-        """%g: f32[M, K] stream(M, 8) = reshard(%x, kind=all_gather)
+        """%g: f32[M, K] stream(M, 8) = all_gather(%x, dim=0, axes=(x))
         %a: f32[M, N] stream(M, 8) = matmul(%g, %w)
         %y: f32[M, N] stream(M, 8) = relu(%a)""",
-        """%g: f32[M, K] stream(M, 8, by_shard, p2p, local_first) = reshard(%x, kind=all_gather)
+        """%g: f32[M, K] stream(M, 8, by_shard, p2p, local_first) = all_gather(%x, dim=0, axes=(x))
         %a: f32[M, N] stream(M, 8, by_shard, local_first) = matmul(%g, %w)
         %y: f32[M, N] stream(M, 8, by_shard, local_first) = relu(%a)""",
     ),
     "but not of a reduce-scatter by block, which is done after its loop": (
         "%x: f32[M, K@x], %w: f32[K@x, N]",
         """%h: f32[M, N] partial(sum, x) = matmul(%x, %w)
-        %s: f32[M@x, N] stream(M, 8) = reshard(%h, kind=reduce_scatter)
+        %s: f32[M@x, N] stream(M, 8) = reduce_scatter(%h, dim=0, axes=(x), reduction=sum)
         %y: f32[M@x, N] stream(M, 8) = relu(%s)""",
         """%h: f32[M, N] partial(sum, x) stream(M, 8, by_shard, local_last) = matmul(%x, %w)
-        %s: f32[M@x, N] stream(M, 8, by_shard, p2p, local_last) = reshard(%h, kind=reduce_scatter)
+        %s: f32[M@x, N] stream(M, 8, by_shard, p2p, local_last) = reduce_scatter(%h, dim=0, axes=(x), reduction=sum)
         %y: f32[M@x, N] stream(M, 8, across_shards) = relu(%s)""",
     ),
     "a local slice of the streamed dim ends the loop": (
         "%x: f32[M, K@x]",
         """%s: f32[M] partial(sum, x) = sum(%x, axis=(1,))
-        %r: f32[M] = reshard(%s, kind=all_reduce)
-        %y: f32[M@x] stream(M, 4) = reshard(%r, kind=shard)""",
+        %r: f32[M] = all_reduce(%s, axes=(x), reduction=sum)
+        %y: f32[M@x] stream(M, 4) = shard(%r, dim=0, axes=(x))""",
         """%s: f32[M] partial(sum, x) = sum(%x, axis=(1,))
-        %r: f32[M] = reshard(%s, kind=all_reduce)
-        %y: f32[M@x] stream(M, 4, across_shards) = reshard(%r, kind=shard)""",
+        %r: f32[M] = all_reduce(%s, axes=(x), reduction=sum)
+        %y: f32[M@x] stream(M, 4, across_shards) = shard(%r, dim=0, axes=(x))""",
     ),
     "one device": (
         "%x: f32[B, M, K], %w: f32[K, N]",
@@ -188,11 +188,11 @@ def test_gathers_of_other_shards_stand_before_the_loop() -> None:
     check(
         choose_overlap,
         "%x: f32[M@dp], %w: f32[M@dp,tp]",
-        """%g: f32[M] = reshard(%x, kind=all_gather)
-        %h: f32[M] = reshard(%w, kind=all_gather)
+        """%g: f32[M] = all_gather(%x, dim=0, axes=(dp))
+        %h: f32[M] = all_gather(%w, dim=0, axes=(dp, tp))
         %y: f32[M] stream(M, 3) = add(%g, %h)""",
-        """%h: f32[M] = reshard(%w, kind=all_gather)
-        %g: f32[M] stream(M, 3, across_shards, all_gather) = reshard(%x, kind=all_gather)
+        """%h: f32[M] = all_gather(%w, dim=0, axes=(dp, tp))
+        %g: f32[M] stream(M, 3, across_shards, all_gather) = all_gather(%x, dim=0, axes=(dp))
         %y: f32[M] stream(M, 3, across_shards) = add(%g, %h)""",
         mesh="dp=2, tp=2",
     )
@@ -211,6 +211,6 @@ def test_a_block_of_a_sharded_dim_is_not_there() -> None:
 
 
 def test_chunks_divide_what_a_rank_holds() -> None:
-    assert refused("%x: f32[48@x, K]", "%g: f32[48, K] = reshard(%x, kind=all_gather)\n%y: f32[48, K] stream(0, 4) = negative(%g)") == (
+    assert refused("%x: f32[48@x, K]", "%g: f32[48, K] = all_gather(%x, dim=0, axes=(x))\n%y: f32[48, K] stream(0, 4) = negative(%g)") == (
         "text:3: stream of %y: 4 chunks do not divide the 6 of 48 that a rank holds of dim 0 of %g; use a divisor of 6"
     )

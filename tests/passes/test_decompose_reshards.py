@@ -11,49 +11,54 @@ from fusion_text import check, fusion
 
 from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.resharding import ReshardStep, plan, reshard_step
+from hostweave.fusion_ir.verify import verify_fusion
 from hostweave.options import Options
 from hostweave.passes.fusion.decompose_reshards import decompose_reshards
+from hostweave.passes.fusion.insert_reshards import insert_reshards
+from hostweave.passes.fusion.propagate_sharding import propagate_sharding
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import Partial, TensorType, f32
+
+TURNED = (0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15)  # from 8 rows of 2 to 2 rows of 8
 
 # name -> (inputs, before, after)
 CASES = {
     "all_gather": (
         "%x: f32[M@x, K]",
         "%y: f32[M, K] pinned = reshard(%x)",
-        "%y: f32[M, K] pinned = reshard(%x, kind=all_gather)",
+        "%y: f32[M, K] pinned = all_gather(%x, dim=0, axes=(x))",
     ),
     "shard": (
         "%x: f32[M, K]",
         "%y: f32[M@x, K] pinned = reshard(%x)",
-        "%y: f32[M@x, K] pinned = reshard(%x, kind=shard)",
+        "%y: f32[M@x, K] pinned = shard(%x, dim=0, axes=(x))",
     ),
     "all_reduce": (
         "%x: f32[M@x, K]",
         """%s: f32[K] partial(sum, x) = sum(%x, axis=(0,))
         %y: f32[K] = reshard(%s)""",
         """%s: f32[K] partial(sum, x) = sum(%x, axis=(0,))
-        %y: f32[K] = reshard(%s, kind=all_reduce)""",
+        %y: f32[K] = all_reduce(%s, axes=(x), reduction=sum)""",
     ),
     "reduce_scatter": (
         "%x: f32[M@x, K]",
         """%s: f32[K] partial(sum, x) = sum(%x, axis=(0,))
         %y: f32[K@x] = reshard(%s)""",
         """%s: f32[K] partial(sum, x) = sum(%x, axis=(0,))
-        %y: f32[K@x] = reshard(%s, kind=reduce_scatter)""",
+        %y: f32[K@x] = reduce_scatter(%s, dim=0, axes=(x), reduction=sum)""",
     ),
     "a slice before a gather": (
         "%x: f32[M@x, K]",
         "%y: f32[M, K@y] pinned = reshard(%x)",
-        """%y_sliced: f32[M@x, K@y] = reshard(%x, kind=shard)
-        %y: f32[M, K@y] pinned = reshard(%y_sliced, kind=all_gather)""",
+        """%y_sliced: f32[M@x, K@y] = shard(%x, dim=1, axes=(y))
+        %y: f32[M, K@y] pinned = all_gather(%y_sliced, dim=0, axes=(x))""",
     ),
     "another axis on the same dim: blocks are permuted while they are small": (
         "%x: f32[M@x, K]",
         "%y: f32[M@y, K] pinned = reshard(%x)",
-        """%y_sliced: f32[M@x,y, K] = reshard(%x, kind=shard)
-        %y_permuted: f32[M@y,x, K] = reshard(%y_sliced, kind=collective_permute)
-        %y: f32[M@y, K] pinned = reshard(%y_permuted, kind=all_gather)""",
+        f"""%y_sliced: f32[M@x,y, K] = shard(%x, dim=0, axes=(y))
+        %y_permuted: f32[M@y,x, K] = permute_shards(%y_sliced, axes=(x, y), sources={TURNED})
+        %y: f32[M@y, K] pinned = all_gather(%y_permuted, dim=0, axes=(x))""",
     ),
     "a stream that its producer cannot walk": (
         "%x: f32[M, K]",
@@ -71,26 +76,33 @@ CASES = {
     "from dim to dim": (
         "%x: f32[M@x, K]",
         "%y: f32[M, K@x] pinned = reshard(%x)",
-        "%y: f32[M, K@x] pinned = reshard(%x, kind=all_to_all)",
+        "%y: f32[M, K@x] pinned = all_to_all(%x, dim=0, to=1, axes=(x))",
     ),
     "the outer axis of a dim alone": (
         "%x: f32[M@x,y, K]",
         "%y: f32[M@y, K] pinned = reshard(%x)",
-        """%y_permuted: f32[M@y,x, K] = reshard(%x, kind=collective_permute)
-        %y: f32[M@y, K] pinned = reshard(%y_permuted, kind=all_gather)""",
+        f"""%y_permuted: f32[M@y,x, K] = permute_shards(%x, axes=(x, y), sources={TURNED})
+        %y: f32[M@y, K] pinned = all_gather(%y_permuted, dim=0, axes=(x))""",
     ),
     "two dims at once: first what makes the rest smaller": (
         "%x: f32[M@x, K]",
         "%z: f32[M, K@y,x] pinned = reshard(%x)",
-        """%z_sliced: f32[M@x, K@y] = reshard(%x, kind=shard)
-        %z: f32[M, K@y,x] pinned = reshard(%z_sliced, kind=all_to_all)""",
+        """%z_sliced: f32[M@x, K@y] = shard(%x, dim=1, axes=(y))
+        %z: f32[M, K@y,x] pinned = all_to_all(%z_sliced, dim=0, to=1, axes=(x))""",
+    ),
+    "a slice of what could be made sliced": (
+        "%x: f32[M, K]",
+        """%h: f32[M, K] = negative(%x)
+        %y: f32[M@x, K] pinned = reshard(%h)""",
+        """%h: f32[M, K] = negative(%x)
+        %y: f32[M@x, K] pinned = shard(%h, dim=0, axes=(x))""",
     ),
     "an equal reshard is made once": (
         "%x: f32[M@x, K]",
         """%a: f32[M, K] pinned = reshard(%x)
         %b: f32[M, K] pinned = reshard(%x)
         %y: f32[M, K] = add(%a, %b)""",
-        """%a: f32[M, K] pinned = reshard(%x, kind=all_gather)
+        """%a: f32[M, K] pinned = all_gather(%x, dim=0, axes=(x))
         %y: f32[M, K] = add(%a, %a)""",
     ),
     "a step that two reshards share": (
@@ -100,10 +112,10 @@ CASES = {
         %c: f32[M, K@y] = negative(%b)
         %d: f32[M, K] pinned = reshard(%c)
         %y: f32[M, K] = add(%a, %d)""",
-        """%a_gathered: f32[M, K@y] = reshard(%x, kind=all_gather)
-        %a: f32[M, K] pinned = reshard(%a_gathered, kind=all_gather)
+        """%a_gathered: f32[M, K@y] = all_gather(%x, dim=0, axes=(x))
+        %a: f32[M, K] pinned = all_gather(%a_gathered, dim=1, axes=(y))
         %c: f32[M, K@y] = negative(%a_gathered)
-        %d: f32[M, K] pinned = reshard(%c, kind=all_gather)
+        %d: f32[M, K] pinned = all_gather(%c, dim=1, axes=(y))
         %y: f32[M, K] = add(%a, %d)""",
     ),
     "a communication that nobody needs": (
@@ -115,21 +127,21 @@ CASES = {
     "the inner axis of a dim alone": (
         "%x: f32[M@x,y, K]",
         "%y: f32[M@x, K] pinned = reshard(%x)",
-        "%y: f32[M@x, K] pinned = reshard(%x, kind=all_gather)",
+        "%y: f32[M@x, K] pinned = all_gather(%x, dim=0, axes=(y))",
     ),
     "two dims": (
         "%x: f32[M@x, K@y]",
         "%z: f32[M, K] pinned = reshard(%x)",
-        """%z_gathered: f32[M, K@y] = reshard(%x, kind=all_gather)
-        %z: f32[M, K] pinned = reshard(%z_gathered, kind=all_gather)""",
+        """%z_gathered: f32[M, K@y] = all_gather(%x, dim=0, axes=(x))
+        %z: f32[M, K] pinned = all_gather(%z_gathered, dim=1, axes=(y))""",
     ),
     "a partial over two axes, scattered over one": (
         "%x: f32[M@x,y, K]",
         """%s: f32[K] partial(sum, x, y) = sum(%x, axis=(0,))
         %z: f32[K@y] = reshard(%s)""",
         """%s: f32[K] partial(sum, x, y) = sum(%x, axis=(0,))
-        %z_scattered: f32[K@y,x] = reshard(%s, kind=reduce_scatter)
-        %z: f32[K@y] = reshard(%z_scattered, kind=all_gather)""",
+        %z_scattered: f32[K@y,x] = reduce_scatter(%s, dim=0, axes=(y, x), reduction=sum)
+        %z: f32[K@y] = all_gather(%z_scattered, dim=0, axes=(x))""",
     ),
     "no change: the producer takes the name and the stream": (
         "%x: f32[M@x, K]",
@@ -158,12 +170,23 @@ def test_case(case: str) -> None:
     check(decompose_reshards, *CASES[case], mesh="x=8, y=2")
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if "stream" not in CASES[case][2]])
+def test_steps_that_a_program_states_stay_as_they_are(case: str) -> None:
+    """No pass before it touches them, or what they are of."""
+    inputs, _, after = CASES[case]
+    program = fusion(inputs, after, mesh="x=8, y=2")
+    for apply in (propagate_sharding, insert_reshards, decompose_reshards):
+        program = apply(program, Options())
+        verify_fusion(program, after=apply.__name__)
+    assert [op.kind for op in program.ops] == [op.kind for op in fusion(inputs, after, mesh="x=8, y=2").ops]
+
+
 def test_sizes_decide_between_ways() -> None:
     inputs = "%x: f32[M@x, K]"
     body = """%s: f32[K] partial(sum, x) = sum(%x, axis=(0,))
         %y: f32[K@y] = reshard(%s)"""
     result = decompose_reshards(fusion(inputs, body, mesh="x=8, y=2"), Options())
-    assert [op.attribute("kind") for op in result.ops[1:]] == ["shard", "all_reduce"]
+    assert [op.kind for op in result.ops[1:]] == ["shard", "all_reduce"]
 
 
 def test_costs() -> None:
@@ -176,7 +199,7 @@ def test_costs() -> None:
         total = Fraction(0)
         for step in steps:
             total += step.received(prod(Fraction(e.coefficient * sizes[e.names[0]], e.divisor) for e in source.local_shape(mesh)), mesh)
-            source = step.applied(source)
+            source = step.applied(source, mesh)
         return total
 
     for source in types:

@@ -16,16 +16,15 @@ from numpy.typing import NDArray
 
 import hostweave as hw
 from hostweave.fusion_ir.ir import Fusion, Op
-from hostweave.fusion_ir.ops import OPS
+from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS
 from hostweave.fusion_ir.reference import run_reference
-from hostweave.fusion_ir.resharding import reshard_step, sources_of
+from hostweave.fusion_ir.resharding import step_of
 from hostweave.fusion_ir.verify import verify_fusion
 from hostweave.options import Options
 from hostweave.passes.lower.lower_to_host import lower_to_host
 from hostweave.pipeline import PASSES
 from hostweave.types.mesh import Mesh
 from hostweave.types.shards import bind_sizes
-from hostweave.types.tensor import TensorType
 
 Array = NDArray[Any]
 REDUCE = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}
@@ -42,12 +41,11 @@ def lowered(fusion: Fusion) -> Fusion:
 def run_ranks(fusion: Fusion, arrays: dict[str, Array]) -> list[list[Array]]:
     """Every output as one local array a rank."""
     mesh = fusion.mesh
-    types = {name: value.type for name, value in fusion.values().items()}
     sizes = bind_sizes(fusion.name, mesh, {v.name: v.type for v in fusion.inputs}, {name: a.shape for name, a in arrays.items()})
     local = {v.name: [v.type.shard(arrays[v.name], rank, mesh) for rank in range(mesh.size)] for v in fusion.inputs}
     for op in fusion.ops:
-        if op.kind == "reshard":
-            local[op.result.name] = exchange(op, types[op.tensors[0]], local[op.tensors[0]], mesh)
+        if op.kind in RESHARD_STEPS:
+            local[op.result.name] = exchange(op, local[op.tensors[0]], mesh)
         else:
             local[op.result.name] = [compute(op, [local[n][rank] for n in op.tensors], sizes, mesh) for rank in range(mesh.size)]
     return [local[name] for name in fusion.outputs]
@@ -62,10 +60,9 @@ def compute(op: Op, tensors: list[Array], sizes: dict[str, int], mesh: Mesh) -> 
     return np.asarray(OPS[op.kind].numpy(np, *values, **keywords))
 
 
-def exchange(op: Op, source: TensorType, local: list[Array], mesh: Mesh) -> list[Array]:
-    """One communication or local slice, over the process groups of the changed axes."""
-    change = reshard_step(source, op.result.type, mesh)
-    assert change is not None
+def exchange(op: Op, local: list[Array], mesh: Mesh) -> list[Array]:
+    """One communication or local slice, as the op's attributes alone say it."""
+    change = step_of(op)
     result = []
     for rank, mine in enumerate(local):
         group = mesh.process_group(rank, change.axes)
@@ -76,13 +73,13 @@ def exchange(op: Op, source: TensorType, local: list[Array], mesh: Mesh) -> list
             case "all_to_all":
                 pieces = [np.split(other, len(group), axis=change.to)[place] for other in theirs]
                 result.append(np.concatenate(pieces, axis=change.dim))
-            case "collective_permute":
-                result.append(theirs[sources_of(change, source, mesh)[place]])
+            case "permute_shards":
+                assert change.sources is not None
+                result.append(theirs[change.sources[place]])
             case _:
                 value = mine
-                if change.kind in ("all_reduce", "reduce_scatter"):
-                    assert source.partial is not None
-                    value = np.mean(theirs, axis=0) if source.partial.op == "avg" else REDUCE[source.partial.op].reduce(theirs)
+                if change.reduction:
+                    value = np.mean(theirs, axis=0) if change.reduction == "avg" else REDUCE[change.reduction].reduce(theirs)
                 result.append(value if change.dim is None else np.split(value, len(group), axis=change.dim)[place])
     return result
 

@@ -55,8 +55,8 @@ fusion @f(%x: f32[M, E@x], %w: f32[E, F]) mesh(x=4) {
         "return %y",
     ]
     assert body_of(seen["choose_overlap"], "fusion") == [
-        "%x_turned: f32[M@x, E] = reshard(%x, kind=all_to_all)",
-        "%w_sliced: f32[E, F@x] = reshard(%w, kind=shard)",
+        "%x_turned: f32[M@x, E] = all_to_all(%x, dim=1, to=0, axes=(x))",
+        "%w_sliced: f32[E, F@x] = shard(%w, dim=1, axes=(x))",
         "%h: f32[M, F@x] = call @layer(%x_turned, %w_sliced)",
         "%y: f32[M, F@x] = negative(%h)",
         "return %y",
@@ -101,7 +101,7 @@ fusion @f(%x: f32[M@x, E]) mesh(x=2) {
 """
     assert body_of(stages(text)["choose_overlap"], "fusion") == [
         "%h: f32[M@x, E] = call @layer(%x)",
-        "%h_gathered: f32[M, E] stream(M, 2, by_shard, p2p, local_first) = reshard(%h, kind=all_gather)",
+        "%h_gathered: f32[M, E] stream(M, 2, by_shard, p2p, local_first) = all_gather(%h, dim=0, axes=(x))",
         "%y: f32[M, E] stream(M, 2, by_shard, local_first) = negative(%h_gathered)",
         "return %y",
     ]

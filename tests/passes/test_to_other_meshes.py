@@ -48,7 +48,7 @@ def test_another_mesh_takes_its_blocks_from_the_whole_of_a_slice() -> None:
         decompose_reshards,
         f"%x: f32[M, K] {ON_A}",
         f"%s: f32[M@x, K] {ON_A} pinned = reshard(%x)\n%y: f32[M, K] {ON_B} pinned = reshard(%s)",
-        f"%y: f32[M, K] {ON_B} pinned = reshard(%x, kind=transfer)",
+        f"%y: f32[M, K] {ON_B} pinned = transfer(%x)",
         mesh="x=4",
     )
 
@@ -84,7 +84,7 @@ def test_who_sends_what() -> None:
 
 
 STREAMED = f"""%h: f32[M, K] {ON_A} = negative(%x)
-%t: f32[M, K] {ON_B} = reshard(%h, kind=transfer)
+%t: f32[M, K] {ON_B} = transfer(%h)
 %y: f32[M, K] {ON_B} stream(M, 4) = negative(%t)"""
 
 
@@ -94,7 +94,7 @@ def test_a_transfer_of_whole_blocks_joins_the_loop_that_it_leads_to() -> None:
         f"%x: f32[M, K] {ON_A}",
         STREAMED,
         f"""%h: f32[M, K] {ON_A} stream(M, 4, across_shards) = negative(%x)
-        %t: f32[M, K] {ON_B} stream(M, 4, across_shards, transfer) = reshard(%h, kind=transfer)
+        %t: f32[M, K] {ON_B} stream(M, 4, across_shards, transfer) = transfer(%h)
         %y: f32[M, K] {ON_B} stream(M, 4, across_shards) = negative(%t)""",
         mesh="x=4",
     )
@@ -108,7 +108,7 @@ def test_other_transfers_stay_outside(there: str) -> None:
 
 
 def test_a_transfer_that_cannot_be_streamed() -> None:
-    program = fusion(f"%x: f32[M@x, K] {ON_A}", f"%y: f32[M, K] {ON_B} stream(M, 4) = reshard(%x, kind=transfer)", mesh="x=4")
+    program = fusion(f"%x: f32[M@x, K] {ON_A}", f"%y: f32[M, K] {ON_B} stream(M, 4) = transfer(%x)", mesh="x=4")
     with pytest.raises(ProgramError, match=r"^text:2: stream of %y: one loop cannot be; what can: nothing for the transfer of %y$"):
         choose_overlap(program, Options())
 

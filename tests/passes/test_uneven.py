@@ -37,7 +37,7 @@ def test_names(inputs: str, ops: str, uneven: tuple[str, ...]) -> None:
         (
             "%x: f32[10@x, K]",
             "%y: f32[10@x, K] stream(0, 2) = negative(%x)",
-            "text:2: reshard: 4 ranks cannot share dim 10@x evenly, as a stream needs; pad it to 12",
+            "text:2: all_gather: 4 ranks cannot share dim 10@x evenly, as a stream needs; pad it to 12",
         ),
         (
             "%x: f32[10@x, K]",

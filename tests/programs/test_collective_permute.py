@@ -56,7 +56,7 @@ def test_a_sharding_of_as_many_ranks_stays() -> None:
         stages["decompose_reshards"].partition("{\n")[2]
         == """\
   %y0: f32[M@dp,tp, N] = collective_permute(%x, axis=0, sources=(3, -1, 1, 0))
-  %x_gathered: f32[M@dp, N] = reshard(%x, kind=all_gather)
+  %x_gathered: f32[M@dp, N] = all_gather(%x, dim=0, axes=(tp))
   %y1: f32[M@dp, N] = collective_permute(%x_gathered, axis=0, sources=(1, 0))
   return %y0, %y1
 }

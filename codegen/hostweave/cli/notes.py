@@ -45,7 +45,7 @@ def _gathers(fusion: Fusion, sizes: Sizes) -> Iterator[tuple[Location | None, st
     fusion = without_calls(fusion)
     types = {name: value.type for name, value in fusion.values().items()}
     for op in fusion.ops:
-        if op.attribute("kind") == "all_gather" and not op.result.pinned and not op.result.stream:
+        if op.kind == "all_gather" and not op.result.pinned and not op.result.stream:
             source = types[op.tensors[0]]
             type = BufferType(op.result.type.dtype, op.result.type.local_shape(fusion.mesh))
             what = f"%{op.tensors[0]}: {source} is gathered to {op.result.type}, which is not annotated"

@@ -8,7 +8,7 @@ from math import prod, sqrt
 
 from hostweave.fusion_ir.calls import inlined
 from hostweave.fusion_ir.ir import Fusion, Op
-from hostweave.fusion_ir.ops import OPS, operand_types
+from hostweave.fusion_ir.ops import OPS, RESHARDS, operand_types
 from hostweave.fusion_ir.reference import _IN_A_ROW
 from hostweave.options import Options
 from hostweave.passes.fusion.insert_reshards import insert_reshards
@@ -87,7 +87,7 @@ def tolerance_at_scale(fusion: Fusion, name: str, sizes: Mapping[str, int]) -> T
             length = _reduced(op, types, sizes)
             own, inherited = tolerance(dtype, length, ranks).atol / sqrt(length) / 4, sum(taken)
         else:
-            is_exact = OPS[op.kind].is_view or op.kind in ("reshard", "copy", "iota")
+            is_exact = OPS[op.kind].is_view or op.kind in (*RESHARDS, "copy", "iota")
             own, inherited = 0.0 if is_exact else tolerance(dtype).rtol / 4, max(taken, default=0.0)
         squares[op.result.name] = inherited + own**2
     return Tolerance(tolerance(types[name].dtype).rtol, 5 * sqrt(squares[name]))

@@ -10,7 +10,18 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.size import Extent
 from hostweave.types.tensor import TensorType
 
-Attribute = int | float | bool | str | tuple[int, ...] | None
+
+@dataclass(frozen=True)
+class MeshAxes:
+    """Names of mesh axes, as an attribute of an op: `(x, y)`."""
+
+    names: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"({', '.join(self.names)})"
+
+
+Attribute = int | float | bool | str | tuple[int, ...] | MeshAxes | None
 Scalar = int | float | bool
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from hostweave.base.errors import ArgumentError, ProgramError
 from hostweave.fusion_ir import index_map as maps
 from hostweave.fusion_ir.index_map import ONE, IndexMap
-from hostweave.fusion_ir.ir import Attribute, Op, Scalar
+from hostweave.fusion_ir.ir import Attribute, MeshAxes, Op, Scalar
 from hostweave.fusion_ir.philox import philox
 from hostweave.types.mesh import Mesh
 from hostweave.types.size import Extent, product
@@ -47,6 +47,7 @@ class OpDef:
     combine: str = ""
     locates: bool = False  # a reduction that gives where an element is: of one element not the element
     is_view: bool = False  # pointer arithmetic on what a rank holds, no call
+    is_reshard_step: bool = False  # one communication or one local slice: its attributes are all that it does to a layout
 
 
 # --- what an op gives -------------------------------------------------------------------------------------------------
@@ -307,6 +308,14 @@ def _collective_permute(types: Types, op: Op) -> TensorType:
     return _unsharded(x)
 
 
+def _reshard_step(types: Types, op: Op) -> TensorType:
+    (x,) = types
+    for name in ("dim", "to"):
+        if op.attribute(name) is not None and not 0 <= _int_of(op, name) < len(x.dims):
+            raise Mismatch(f"{name}={op.attribute(name)} is out of range; {x} has dims 0 to {len(x.dims) - 1}")
+    return _unsharded(x)
+
+
 def _numpy_collective_permute(np: Any, x: Any, axis: int, sources: tuple[int, ...]) -> Any:
     blocks = np.split(x, len(sources), axis)
     return np.concatenate([np.zeros_like(blocks[0]) if source == NO_SOURCE else blocks[source] for source in sources], axis)
@@ -438,6 +447,11 @@ def _reduce(combine: str, numpy: Callable[..., Any], *kinds: str) -> OpDef:
     return OpDef(1, _reduction(*kinds), _map_reduction, numpy, {"axis": tuple, "keepdims": bool}, combine=combine)
 
 
+def _step(target: str = "", is_view: bool = False, **facts: type) -> OpDef:
+    """A step of a reshard; `target` is "sharding" where the facts do not give all of the result's."""
+    return OpDef(1, _reshard_step, _map_elementwise, lambda np, x, **_: x, facts, target, is_view=is_view, is_reshard_step=True)
+
+
 def _erf(np: Any, x: Any) -> Any:
     from math import erf
 
@@ -542,8 +556,21 @@ OPS: dict[str, OpDef] = {
     "collective_permute": OpDef(
         1, _collective_permute, _map_collective_permute, _numpy_collective_permute, {"axis": int, "sources": tuple}
     ),
-    "reshard": OpDef(1, _same, _map_elementwise, lambda np, x: x, {"kind": str}, target="sharding"),
+    "reshard": OpDef(1, _same, _map_elementwise, lambda np, x: x, target="sharding"),
+    # What reshards are decomposed into, in the order of preference where bytes and steps are equal.
+    "shard": _step(dim=int, axes=MeshAxes, is_view=True),
+    "all_gather": _step(dim=int, axes=MeshAxes),
+    "permute_shards": _step("sharding", axes=MeshAxes, sources=tuple),
+    "all_to_all": _step(dim=int, to=int, axes=MeshAxes),
+    "all_reduce": _step(axes=MeshAxes, reduction=str),
+    "reduce_scatter": _step(dim=int, axes=MeshAxes, reduction=str),
+    "reduce": _step("sharding", axes=MeshAxes, reduction=str, root=int),
+    "transfer": _step("sharding"),
 }
+
+RESHARD_STEPS = tuple(kind for kind, op in OPS.items() if op.is_reshard_step)
+RESHARDS = ("reshard", *RESHARD_STEPS)
+TO_OTHER_MESHES = ("reduce", "transfer")  # the steps whose result is on another mesh
 
 # How the results of the ranks become one where the reduced dims are sharded; shards are even, so that means can be averaged.
 # A reduction that is not here takes whole dims.
@@ -592,7 +619,7 @@ def infer_type(op: Op, operands: Types) -> TensorType:
 
 
 def _common_mesh(op: Op, operands: Types) -> Mesh | None:
-    """The mesh of an op: a reshard says it, so does a block, all others have that of their operands."""
+    """The mesh of an op: a reshard to another one says it, so does a block, all others have that of their operands."""
     if op.callee and op.kind == "output":
         return op.callee.output_types[_int_of(op, "index")].mesh
     if op.callee:
@@ -603,7 +630,7 @@ def _common_mesh(op: Op, operands: Types) -> Mesh | None:
                     f"@{op.callee.name} takes {value.type} as {value.name}, not {where}; move it with hw.reshard(t, ..., mesh=...)"
                 )
         return op.callee.output_types[0].mesh
-    if op.kind == "reshard" or not op.tensors:
+    if op.kind in ("reshard", *TO_OTHER_MESHES) or not op.tensors:
         return op.result.type.mesh
     tensors = [type for operand, type in zip(op.operands, operands, strict=True) if isinstance(operand, str)]
     for other in tensors[1:]:

@@ -51,7 +51,7 @@ def _run(op: Op, values: Mapping[str, Array], sizes: Mapping[str, int]) -> Any:
     """What an op gives: an array, of a call a tuple of them."""
     tensors = [values[name] for name in op.tensors]
     operands = [values[o] if isinstance(o, str) else np.asarray(o, tensors[-1].dtype) for o in op.operands]
-    keywords: dict[str, Any] = {name: value for name, value in op.attributes if op.kind != "reshard"}
+    keywords: dict[str, Any] = dict(op.attributes)
     if OPS[op.kind].target in ("shape", "type"):
         keywords["shape"] = tuple(extent.bind(sizes) for extent in op.result.type.shape)
     if OPS[op.kind].target == "type":

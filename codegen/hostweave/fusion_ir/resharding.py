@@ -9,66 +9,113 @@ from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import permutations
 from math import prod
+from typing import Any
 
 from hostweave.base.errors import Location, ProgramError
-from hostweave.fusion_ir.sharding import Axes, Layout, divides, layout, partial_axes, with_layout
+from hostweave.fusion_ir.ir import MeshAxes, Op, Value
+from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS, Mismatch, attributes
+from hostweave.fusion_ir.sharding import Axes, divides, layout, partial_axes, with_layout
 from hostweave.types.mesh import Mesh
 from hostweave.types.routes import transfer
-from hostweave.types.tensor import TensorType
+from hostweave.types.tensor import Partial, TensorType
 
-# In the order of preference where bytes and steps are equal.
-KINDS = ("shard", "all_gather", "collective_permute", "all_to_all", "all_reduce", "reduce_scatter", "reduce", "transfer")
 DEFAULT_SIZE = 4096  # of a dim that has no size yet
 
 
 @dataclass(frozen=True)
 class ReshardStep:
-    """What one reshard does over mesh `axes`.
+    """What one reshard does over mesh `axes`; of an op, what its kind and attributes say.
 
-    `dim` is the one gathered, scattered or sliced; an all_to_all takes the axes from it to dim `to`. A collective permute gives each
-    rank the block of another, so that the dims end up split along the axes in `layout`. A reduce leaves the result on the rank at
-    place `root` of each process group, and a transfer moves what is whole to another mesh: both say the `target`.
+    `dim` is the one gathered, scattered or sliced; an all_to_all takes the axes from it to dim `to`. Of a permute_shards each rank gets
+    the shard of rank `sources[i]` of its process group, i being its own place there. A reduce leaves the result on the rank at place
+    `root` of each process group, and a transfer moves what is not partial to another mesh. These three say the `target`.
     """
 
     kind: str
-    axes: Axes
+    axes: Axes = ()
     dim: int | None = None
     to: int | None = None
-    layout: Layout | None = None
+    reduction: str = ""
     root: int | None = None
+    sources: tuple[int, ...] | None = None  # open in a plan: they follow from the types before and after
     target: TensorType | None = None
 
-    def applied(self, type: TensorType) -> TensorType:
-        """The type after it."""
-        if self.target is not None:
-            return self.target
-        if self.layout is not None:
-            return with_layout(type, self.layout, type.partial)
-        axes = list(layout(type))
-        if self.dim is not None and self.kind in ("all_gather", "all_to_all"):
-            axes[self.dim] = axes[self.dim][: -len(self.axes)]
-        gains = self.to if self.kind == "all_to_all" else self.dim if self.kind in ("shard", "reduce_scatter") else None
-        if gains is not None:
-            axes[gains] = (*axes[gains], *self.axes)
-        partial = type.partial
-        if partial and self.kind in ("all_reduce", "reduce_scatter"):
+    def op(self, source: str, type: TensorType, result: Value, mesh: Mesh, location: Location | None) -> Op:
+        """The op that takes `source`, of this type, to the result."""
+        sources = _sources(self.axes, type, result.type, mesh) if self.kind == "permute_shards" else None
+        axes = MeshAxes(self.axes) if self.axes else None
+        facts = attributes(dim=self.dim, to=self.to, axes=axes, reduction=self.reduction or None, root=self.root, sources=sources)
+        return Op(self.kind, (source,), result, facts, location)
+
+    @property
+    def loses(self) -> int | None:
+        """The dim whose innermost axes split it no longer."""
+        return self.dim if self.kind in ("all_gather", "all_to_all") else None
+
+    @property
+    def gains(self) -> int | None:
+        """The dim that the axes split after it."""
+        return self.to if self.kind == "all_to_all" else self.dim if self.kind in ("shard", "reduce_scatter") else None
+
+    def applied(self, type: TensorType, mesh: Mesh) -> TensorType:
+        """The type after it. Raises Mismatch where it is no step of a tensor of this type; `mesh` is the program's."""
+        on, partial, after, axes = type.mesh_in(mesh), type.partial, list(layout(type)), MeshAxes(self.axes)
+        if self.kind != "transfer" and (not self.axes or len(set(self.axes) & dict(on.axes).keys()) < len(self.axes)):
+            raise Mismatch(f"{axes} are not axes of {on}, each named once")
+        if self.reduction:
+            if partial is None or partial.op != self.reduction or not set(self.axes) <= set(partial.axes):
+                raise Mismatch(f"{type} is not {Partial(self.reduction, self.axes)}; reduce what is partial")
             left = tuple(axis for axis in partial.axes if axis not in self.axes)
             partial = replace(partial, axes=left) if left else None
-        return with_layout(type, tuple(axes), partial)
+        if self.target is not None:
+            if not self._leads_to(self.target, type, mesh):
+                raise Mismatch(f"what it states does not take {type} to {self.target}")
+            return self.target
+        if self.loses is not None:
+            dim = type.dims[self.loses]
+            after[self.loses] = dim.axes[: -len(self.axes)]
+            if dim.axes != (*after[self.loses], *self.axes) or (after[self.loses] and not divides(dim.axes, dim, on)):
+                raise Mismatch(f"{axes} are not the innermost axes that split dim {self.loses} of {type} evenly")
+        if self.gains is not None:
+            dim = type.dims[self.gains]
+            after[self.gains] = (*dim.axes, *self.axes)
+            if (dim.axes and not divides(after[self.gains], dim, on)) or (
+                self.kind == "shard" and set(self.axes) & set(partial_axes(type))
+            ):
+                raise Mismatch(f"{axes} cannot split dim {self.gains} of {type} further")
+        return with_layout(type, tuple(after), partial)
+
+    def _leads_to(self, target: TensorType, type: TensorType, mesh: Mesh) -> bool:
+        """Whether the type that it states is what becomes of a tensor of this one."""
+        if self.kind == "transfer":
+            return not type.partial and not target.partial and type.mesh != target.mesh
+        if self.kind == "reduce":
+            return self in _reduces(type, target, mesh)
+        if self.sources is None:
+            return True
+        have, want = dict(enumerate(_shards(type, self.axes, mesh))), _shards(target, self.axes, mesh)
+        is_permute = replace(self, sources=None) in _permutes(type, target, type.mesh_in(mesh))
+        return is_permute and [have.get(place) for place in self.sources] == want
 
     def received(self, held: Fraction, mesh: Mesh) -> Fraction:
         """How much of the data reaches a rank of that mesh that held so much before."""
         ranks = mesh.size_of(self.axes)
         others = Fraction(ranks - 1, ranks)
-        times = {"shard": Fraction(0), "all_gather": Fraction(ranks - 1), "collective_permute": Fraction(1), "all_reduce": 2 * others}
+        times = {"shard": Fraction(0), "all_gather": Fraction(ranks - 1), "permute_shards": Fraction(1), "all_reduce": 2 * others}
         return held * times.get(self.kind, others)
+
+
+def step_of(op: Op) -> ReshardStep:
+    """What an op of one of RESHARD_STEPS does, as its attributes say."""
+    facts: dict[str, Any] = {name: value.names if isinstance(value, MeshAxes) else value for name, value in op.attributes}
+    return ReshardStep(op.kind, **facts, target=op.result.type if OPS[op.kind].target else None)
 
 
 def reshard_step(source: TensorType, target: TensorType, mesh: Mesh) -> ReshardStep | None:
     """The one change that takes a layout to another, or None where it takes several or none. `mesh` is the program's."""
     if source.mesh != target.mesh:
         return _step_across_meshes(source, target, mesh)
-    return next((change for change in _moves(source, target, mesh) if change.applied(source) == target), None)
+    return next((change for change in _moves(source, target, mesh) if change.applied(source, mesh) == target), None)
 
 
 def plan(
@@ -76,7 +123,7 @@ def plan(
 ) -> tuple[ReshardStep, ...]:
     """The changes that take one layout to another and move the fewest bytes; none where the layouts are equal.
 
-    `sizes` are those of dims that are known by name alone; ties go to fewer steps, then to the order of KINDS and of dims. Raises
+    `sizes` are those of dims that are known by name alone; ties go to fewer steps, then to the order of RESHARD_STEPS and of dims. Raises
     ProgramError where there is no way.
     """
     steps = _plan(source, target, mesh, tuple(sorted(sizes.items())))
@@ -112,9 +159,9 @@ def _plan(source: TensorType, target: TensorType, mesh: Mesh, sizes: tuple[tuple
         held = _held(type, mesh, known)
         for change in _moves(type, target, mesh):
             found += 1  # keeps the heap from comparing types
-            preferred = (*kinds, (KINDS.index(change.kind), -1 if change.dim is None else change.dim))
+            preferred = (*kinds, (RESHARD_STEPS.index(change.kind), -1 if change.dim is None else change.dim))
             total = moved + change.received(held, on)
-            heappush(queue, (total, len(steps) + 1, preferred, found, change.applied(type), (*steps, change)))
+            heappush(queue, (total, len(steps) + 1, preferred, found, change.applied(type, mesh), (*steps, change)))
     return None
 
 
@@ -124,34 +171,36 @@ def _plan(source: TensorType, target: TensorType, mesh: Mesh, sizes: tuple[tuple
 def _step_across_meshes(source: TensorType, target: TensorType, program: Mesh) -> ReshardStep | None:
     """A transfer of what is whole, or the reduce of what is partial to one rank of each process group."""
     if source.partial is None:
-        return None if target.partial else ReshardStep("transfer", (), target=target)
+        return None if target.partial else ReshardStep("transfer", target=target)
     return next((change for change in _reduces(source, target, program) if change.target == target), None)
 
 
 def _reduces(source: TensorType, target: TensorType, program: Mesh) -> Iterator[ReshardStep]:
     """A partial to the ranks at one place of their groups: the target where they are its ranks, else they keep the other mesh axes."""
-    mesh, axes = source.mesh_in(program), partial_axes(source)
+    assert source.partial is not None
+    mesh, op, axes = source.mesh_in(program), source.partial.op, source.partial.axes
     kept = tuple((name, size) for name, size in mesh.axes if name not in axes)
     for root in range(mesh.size_of(axes)):
         owners = tuple(rank for rank in mesh.all_ranks if mesh.rank_in_group(rank, axes) == root)
         whole = replace(source, partial=None, mesh=Mesh(kept, owners))
         blocks = transfer(whole, target, program)
         is_target = not blocks.moved and set(blocks.sent) | set(blocks.received) <= {1} and target.mesh_in(program).size == len(owners)
-        yield ReshardStep("reduce", axes, root=root, target=target if is_target else whole)
+        yield ReshardStep("reduce", axes, reduction=op, root=root, target=target if is_target else whole)
 
 
 def _plan_across(source: TensorType, target: TensorType, program: Mesh) -> tuple[ReshardStep, ...] | None:
     """What is partial is reduced where it is: to one rank of each process group, or scattered as the target has it; then it is moved."""
     if target.partial:
         return None
-    mesh, axes = source.mesh_in(program), partial_axes(source)
+    assert source.partial is not None
+    mesh, op, axes = source.mesh_in(program), source.partial.op, source.partial.axes
     copies = Fraction(mesh.size, mesh.size_of((*source.axes, *axes)))  # of each process group
     ways: list[tuple[Fraction, int, int, tuple[ReshardStep, ...]]] = []
-    firsts = [ReshardStep("all_reduce", axes), *(ReshardStep("reduce_scatter", axes, i) for i in _scattered(source, target, program))]
-    for first in (*firsts, *_reduces(source, target, program)):
-        whole = first.applied(source)
+    scattered = (ReshardStep("reduce_scatter", axes, i, reduction=op) for i in _scattered(source, target, program))
+    for first in (ReshardStep("all_reduce", axes, reduction=op), *scattered, *_reduces(source, target, program)):
+        whole = first.target or first.applied(source, program)
         after = transfer(whole, target, program)
-        steps = (first, *((ReshardStep("transfer", (), target=target),) if whole != target else ()))
+        steps = (first, *((ReshardStep("transfer", target=target),) if whole != target else ()))
         moved = copies * mesh.size_of(axes) * first.received(Fraction(1), mesh) + after.share  # in multiples of the tensor
         ways.append((moved, 1 + bool(after.moved), len(ways), steps))
     return min(ways)[-1]
@@ -180,6 +229,7 @@ def _moves(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[ReshardS
     mesh = now.mesh_in(mesh)
     if now.partial and target.partial and now.partial.op != target.partial.op:
         return
+    reduction = now.partial.op if now.partial else ""
     open_axes = tuple(axis for axis in partial_axes(now) if axis not in partial_axes(target))
     free = tuple(axis for axis in target.axes if axis not in (*now.axes, *partial_axes(now)))
 
@@ -195,14 +245,14 @@ def _moves(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[ReshardS
                 yield ReshardStep("shard", axes, i)
         for axes in _orders(open_axes):
             if can_gain(i, axes):
-                yield ReshardStep("reduce_scatter", axes, i)
+                yield ReshardStep("reduce_scatter", axes, i, reduction=reduction)
         for inner in (dim.axes[k:] for k in range(len(dim.axes) if divides(dim.axes, dim, mesh) else 1)):
             yield ReshardStep("all_gather", inner, i)
             for j in range(len(now.dims)):
                 if j != i and can_gain(j, inner):
                     yield ReshardStep("all_to_all", inner, i, j)
     if open_axes:
-        yield ReshardStep("all_reduce", open_axes)
+        yield ReshardStep("all_reduce", open_axes, reduction=reduction)
     yield from _permutes(now, target, mesh)
 
 
@@ -220,23 +270,20 @@ def _permutes(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[Resha
     for axes in layouts:
         if axes != have:
             changed = [axis for a, b in zip(have, axes, strict=True) if a != b for axis in (*a, *b)]
-            yield ReshardStep("collective_permute", tuple(dict.fromkeys(changed)), layout=axes)
+            yield ReshardStep("permute_shards", tuple(dict.fromkeys(changed)), target=with_layout(now, axes, now.partial))
 
 
-def sources_of(change: ReshardStep, source: TensorType, mesh: Mesh) -> tuple[int, ...]:
-    """For a collective permute: from which place in the process group each place gets its block, itself where it has it already."""
-    assert change.layout is not None
-    mesh = source.mesh_in(mesh)
-    group = mesh.process_group(mesh.all_ranks[0], change.axes)
-    have = [_block(mesh, rank, layout(source)) for rank in group]
-    want = [_block(mesh, rank, change.layout) for rank in group]
+def _sources(axes: Axes, source: TensorType, target: TensorType, program: Mesh) -> tuple[int, ...]:
+    """From which place in the process group each place gets its shard, itself where it has it already."""
+    have, want = _shards(source, axes, program), _shards(target, axes, program)
     holders: dict[tuple[int, ...], list[int]] = {}
-    for place, block in enumerate(have):
-        if want[place] != block:
-            holders.setdefault(block, []).append(place)
-    return tuple(place if have[place] == block else holders[block].pop(0) for place, block in enumerate(want))
+    for place, shard in enumerate(have):
+        if want[place] != shard:
+            holders.setdefault(shard, []).append(place)
+    return tuple(place if have[place] == shard else holders[shard].pop(0) for place, shard in enumerate(want))
 
 
-def _block(mesh: Mesh, rank: int, axes: Layout) -> tuple[int, ...]:
-    """Which block of each dim a rank holds."""
-    return tuple(mesh.rank_in_group(rank, a) for a in axes)
+def _shards(type: TensorType, axes: Axes, program: Mesh) -> list[tuple[int, ...]]:
+    """Which shard of each dim the ranks of the first process group along `axes` hold, place by place."""
+    mesh = type.mesh_in(program)
+    return [tuple(mesh.rank_in_group(rank, dim.axes) for dim in type.dims) for rank in mesh.process_group(mesh.all_ranks[0], axes)]

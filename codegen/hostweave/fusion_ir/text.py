@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from hostweave.base.errors import Location, did_you_mean
 from hostweave.fusion_ir.calls import map_functions
-from hostweave.fusion_ir.ir import Attribute, Fusion, Op, Scalar, Stream, Value
+from hostweave.fusion_ir.ir import Attribute, Fusion, MeshAxes, Op, Scalar, Stream, Value
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.user_kernel import Source, parse_source, print_source
 from hostweave.types.mesh import Mesh
@@ -237,7 +237,7 @@ def _parse_stream(reader: Reader, type: TensorType) -> Stream:
 
 def _parse_attribute(reader: Reader) -> Attribute:
     if reader.accept("("):
-        return _parse_ints(reader)
+        return MeshAxes(reader.list_of(lambda: reader.word("a mesh axis"), ")")) if reader.peek().isidentifier() else _parse_ints(reader)
     if reader.peek() in ("true", "false", "inf", "nan") or not reader.peek().isidentifier():
         return _parse_number(reader)
     return reader.word("a value")

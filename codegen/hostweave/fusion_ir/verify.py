@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Protocol
 
 from hostweave.base.errors import Location, ProgramError
-from hostweave.fusion_ir.ir import Fusion, Op
-from hostweave.fusion_ir.ops import OPS, infer_type, operand_types
-from hostweave.fusion_ir.resharding import plan, reshard_step
+from hostweave.fusion_ir.ir import Fusion, MeshAxes, Op
+from hostweave.fusion_ir.ops import OPS, RESHARDS, Mismatch, infer_type, operand_types
+from hostweave.fusion_ir.resharding import plan, step_of
 from hostweave.fusion_ir.sharding import flow, layout, partial_of, with_layout
 from hostweave.fusion_ir.text import ALGORITHM_NAMES, CHUNKINGS, ROTATIONS
 from hostweave.types.mesh import Mesh
@@ -17,6 +17,8 @@ from hostweave.types.tensor import TensorType
 
 # The passes from fusion to fusion, in order: what one has settled stays so after the later ones.
 STAGES = ("input", "propagate_sharding", "insert_reshards", "decompose_reshards", "choose_overlap")
+
+EXAMPLES = {tuple: "(0,)", int: "0", str: "sum", MeshAxes: "(x)"}  # of the attributes that an op must have
 
 
 class Named(Protocol):
@@ -97,12 +99,12 @@ def _verify_op(op: Op, types: dict[str, TensorType]) -> None:
         wanted = "one or more" if definition.arity is None else definition.arity
         raise ProgramError(f"{op.kind}: takes {wanted} operands, not {len(op.operands)}", op.location)
     for name, value in op.attributes:
-        if name not in definition.attributes or not isinstance(value, definition.attributes[name]):
+        if type(value) is not definition.attributes.get(name):
             known = ", ".join(f"{key} ({kind.__name__})" for key, kind in definition.attributes.items()) or "none"
             raise ProgramError(f"{op.kind}: no attribute {name}={value}; its attributes: {known}", op.location)
     for name, kind in definition.attributes.items():
-        if kind in (tuple, int) and op.attribute(name) is None:
-            raise ProgramError(f"{op.kind}: attribute {name} is missing; write {name}={'(0,)' if kind is tuple else 0}", op.location)
+        if kind in EXAMPLES and op.attribute(name) is None:
+            raise ProgramError(f"{op.kind}: attribute {name} is missing; write {name}={EXAMPLES[kind]}", op.location)
     for operand in op.tensors:
         if operand not in types:
             raise ProgramError(f"{op.kind}: %{operand} is used before it is defined; define it above", op.location)
@@ -149,16 +151,16 @@ def _verify_stream(op: Op, level: int) -> None:
     if level >= STAGES.index("choose_overlap"):
         if stream.chunking is None:
             raise ProgramError(f"{here}: its chunking is open; it is either of {' and '.join(CHUNKINGS)}", op.location)
-        if stream.algorithm and op.kind != "reshard":
+        if stream.algorithm and op.kind not in RESHARDS:
             raise ProgramError(f"{here}: by {stream.algorithm}, but a {op.kind} does not communicate; state it on the reshard", op.location)
 
 
 def _verify_sharding(op: Op, types: dict[str, TensorType], mesh: Mesh, level: int) -> None:
     operands = operand_types(op, types)
     for name, type in zip(op.operands, operands, strict=True):
-        if type.partial and op.kind != "reshard":
+        if type.partial and op.kind not in RESHARDS:
             raise ProgramError(f"{op.kind}: %{name} is {type}; reshard it first, a partial tensor reaches no other op", op.location)
-    if op.kind == "reshard":
+    if op.kind in RESHARDS:
         _verify_reshard(op, operands[0], mesh, level)
         return
     passed = flow(op, operands, mesh)
@@ -171,13 +173,17 @@ def _verify_sharding(op: Op, types: dict[str, TensorType], mesh: Mesh, level: in
 
 
 def _verify_reshard(op: Op, source: TensorType, mesh: Mesh, level: int) -> None:
-    if level < STAGES.index("decompose_reshards"):
-        plan(source, op.result.type, mesh, {}, op.location)
+    if op.kind == "reshard":
+        steps = [step.kind for step in plan(source, op.result.type, mesh, {}, op.location)]
+        if level >= STAGES.index("decompose_reshards"):
+            raise ProgramError(f"reshard: what it does is open; write {' and '.join(steps) or 'copy'} instead", op.location)
         return
-    change, stated = reshard_step(source, op.result.type, mesh), op.attribute("kind")
-    if change is None or change.kind != stated:
-        kinds = [step.kind for step in plan(source, op.result.type, mesh, {}, op.location)]
-        raise ProgramError(f"reshard: {source} to {op.result.type} is {' then '.join(kinds) or 'no change'}, not one {stated}", op.location)
+    try:
+        derived = step_of(op).applied(source, mesh)
+    except Mismatch as mismatch:
+        raise ProgramError(f"{op.kind}: {mismatch}", op.location) from None
+    if derived != op.result.type:
+        raise ProgramError(f"{op.kind}: %{op.result.name} is {op.result.type}, but it makes {derived} of {source}; correct it", op.location)
 
 
 def _verify_outputs(fusion: Fusion, here: str, types: dict[str, TensorType]) -> None:

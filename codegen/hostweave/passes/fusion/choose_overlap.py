@@ -1,11 +1,11 @@
 """Chooses chunk loops: which ops share one, what a chunk covers, and the algorithm of its reshards.
 
-    %x_gathered: bf16[M, K] = reshard(%x, kind=all_gather)
+    %x_gathered: bf16[M, K] = all_gather(%x, dim=0, axes=(x))
     %y: bf16[M, N] stream(M, 8) = matmul(%x_gathered, %w)
 
 becomes
 
-    %x_gathered: bf16[M, K] stream(M, 8, by_shard, p2p, local_first) = reshard(%x, kind=all_gather)
+    %x_gathered: bf16[M, K] stream(M, 8, by_shard, p2p, local_first) = all_gather(%x, dim=0, axes=(x))
     %y: bf16[M, N] stream(M, 8, by_shard, local_first) = matmul(%x_gathered, %w)
 """
 
@@ -17,8 +17,8 @@ from typing import NoReturn
 
 from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.ir import Fusion, Op, Stream
-from hostweave.fusion_ir.ops import OPS, index_map, needs_whole, operand_types
-from hostweave.fusion_ir.resharding import ReshardStep, reshard_step
+from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS, TO_OTHER_MESHES, index_map, needs_whole, operand_types
+from hostweave.fusion_ir.resharding import ReshardStep, step_of
 from hostweave.fusion_ir.rewriting import consumers
 from hostweave.options import Options
 from hostweave.types.routes import transfer
@@ -31,7 +31,7 @@ ALGORITHMS: dict[str, AlgorithmsOf] = {
     "reduce_scatter": {"p2p": "by_shard", "ring": "by_shard", "reduce": "by_shard", "reduce_scatter": "across_shards"},
     "all_reduce": {"all_reduce": "across_shards"},
     "all_to_all": {"all_to_all": "across_shards"},
-    "collective_permute": {"collective_permute": "across_shards"},
+    "permute_shards": {"collective_permute": "across_shards"},
     "reduce": {},
     "transfer": {"transfer": "across_shards"},
 }
@@ -130,9 +130,7 @@ class _Choice:
         return {type.mesh_in(self.mesh).size_of(type.dims[member.dim].axes) for type in types} - {1}
 
     def member(self, op: Op, dim: int) -> _Member:
-        if op.kind != "reshard":
-            return _Member(op, dim)
-        return _Member(op, dim, reshard_step(self.types[op.tensors[0]], op.result.type, self.mesh))
+        return _Member(op, dim, step_of(op) if op.kind in RESHARD_STEPS else None)
 
     def producers(self, member: _Member) -> Iterator[_Member]:
         """What makes the operands, step by step, for this member alone."""
@@ -175,10 +173,10 @@ class _Choice:
         return {way: step for way, step in ALGORITHMS[change.kind].items() if step == "across_shards"}
 
     def moves_streamed_dim(self, member: _Member, change: ReshardStep) -> bool:
-        if change.kind in ("reduce", "transfer"):
+        if change.kind in TO_OTHER_MESHES:
             return change.kind == "reduce" or not self.moves_whole_blocks(member)
         before, after = (type.dims[member.dim].axes for type in (self.types[member.op.tensors[0]], member.op.result.type))
-        return change.kind in ("all_to_all", "collective_permute") and before != after
+        return change.kind in ("all_to_all", "permute_shards") and before != after
 
     def moves_whole_blocks(self, member: _Member) -> bool:
         """Whether each rank of one mesh sends what it holds, and each of another one receives what it is to hold, in one piece."""

@@ -1,11 +1,11 @@
-"""Decomposes every reshard into single collectives and local slices, shares equal ones, and removes those without effect.
+"""Decomposes every reshard into ops of one collective or local slice each, shares equal ones, and removes those without effect.
 
     %y: bf16[M, N@y] pinned = reshard(%x)               # x: bf16[M@x, N]
 
 becomes
 
-    %y_sliced: bf16[M@x, N@y] = reshard(%x, kind=shard)
-    %y: bf16[M, N@y] pinned = reshard(%y_sliced, kind=all_gather)
+    %y_sliced: bf16[M@x, N@y] = shard(%x, dim=1, axes=(y))
+    %y: bf16[M, N@y] pinned = all_gather(%y_sliced, dim=0, axes=(x))
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hostweave.fusion_ir.ir import Fusion, Op, Value
-from hostweave.fusion_ir.ops import attributes, needs_whole, operand_types
+from hostweave.fusion_ir.ops import needs_whole, operand_types
 from hostweave.fusion_ir.resharding import ReshardStep, plan
 from hostweave.fusion_ir.rewriting import Names, consumers
 from hostweave.options import Options
@@ -22,7 +22,9 @@ from hostweave.types.tensor import TensorType
 
 
 def decompose_reshards(fusion: Fusion, options: Options) -> Fusion:
-    """After it a reshard's attribute `kind` is one of resharding.KINDS. Of several ways the one that moves the fewest bytes is taken."""
+    """After it a reshard is one of ops.RESHARD_STEPS, with all that it does in its attributes. Of several ways the one that moves the
+    fewest bytes is taken.
+    """
     decomposition = _Decomposition(fusion, options)
     for op in fusion.ops:
         decomposition.add(op)
@@ -67,28 +69,28 @@ class _Decomposition:
             return
         type = self.types[source]
         for step in steps[:-1]:
-            type = step.applied(type)
-            source = self.step(op, source, step, type)
+            source, type = self.step(op, source, step, type), step.applied(type, self.mesh)
         if (before := self.done.get((source, op.result.type))) and not op.result.stream:
             self.use(op, before)
             return
-        self.emit(Op("reshard", (source,), op.result, attributes(kind=steps[-1].kind), op.location))
+        self.emit(steps[-1].op(source, type, op.result, self.mesh, op.location))
         if not op.result.stream:
             self.done[source, op.result.type] = op.result.name
 
     def before_slices(self, name: str) -> str:
         """What a value is a slice of: another mesh takes its blocks from whoever holds them."""
-        while name in self.producer and self.ops[self.producer[name]].attribute("kind") == "shard":
+        while name in self.producer and self.ops[self.producer[name]].kind == "shard":
             (name,) = self.ops[self.producer[name]].tensors
         return name
 
-    def step(self, op: Op, source: str, step: ReshardStep, type: TensorType) -> str:
+    def step(self, op: Op, source: str, step: ReshardStep, before: TensorType) -> str:
         """The value between two steps, made once."""
+        type = step.applied(before, self.mesh)
         if (source, type) not in self.done:
             between = Value(self.names.new(f"{op.result.name}_{SUFFIXES[step.kind]}"), type, aside=op.result.aside)
             self.types[between.name] = type
             self.consumers[between.name] = [op]
-            self.emit(Op("reshard", (source,), between, attributes(kind=step.kind), op.location))
+            self.emit(step.op(source, before, between, self.mesh, op.location))
             self.done[source, type] = between.name
         return self.done[source, type]
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hostweave.fusion_ir.ir import Fusion, Op, Stream, Value
-from hostweave.fusion_ir.ops import operand_types, widens
+from hostweave.fusion_ir.ops import RESHARDS, operand_types, widens
 from hostweave.fusion_ir.resharding import plan
 from hostweave.fusion_ir.rewriting import Names, consumers
 from hostweave.fusion_ir.sharding import Layout, ShardingRule, flow, layout, partial_of, with_layout
@@ -25,7 +25,7 @@ SUFFIXES = {
     "all_gather": "gathered",
     "all_reduce": "reduced",
     "all_to_all": "turned",
-    "collective_permute": "permuted",
+    "permute_shards": "permuted",
     "reduce": "reduced",
     "reduce_scatter": "scattered",
     "shard": "sliced",
@@ -60,7 +60,7 @@ class _Insertion:
         self.types[op.result.name] = op.result.type
 
     def add(self, op: Op) -> None:
-        if op.kind == "reshard":
+        if op.kind in RESHARDS:
             self.resolve(op)
             return
         passed = flow(op, operand_types(op, self.types), self.fusion.mesh)
@@ -122,7 +122,7 @@ class _Insertion:
     def is_resolved_by_reshard(self, value: Value) -> bool:
         """Whether the one consumer of a partial value is the user's own reshard."""
         users = self.consumers[value.name]
-        return len(users) == 1 and users[0] is not None and users[0].kind == "reshard" and value.stream is None
+        return len(users) == 1 and users[0] is not None and users[0].kind in RESHARDS and value.stream is None
 
     def with_operands(self, op: Op, passed: ShardingRule, computed: Layout) -> Op:
         operands = tuple(

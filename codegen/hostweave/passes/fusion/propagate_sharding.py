@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hostweave.fusion_ir.ir import Fusion, Op, Value
-from hostweave.fusion_ir.ops import operand_types
+from hostweave.fusion_ir.ops import RESHARD_STEPS, RESHARDS, operand_types
 from hostweave.fusion_ir.sharding import Axes, Layout, ShardingRule, divides, flow, layout, with_layout
 from hostweave.options import Options
 from hostweave.types.mesh import Mesh
@@ -28,15 +28,16 @@ def propagate_sharding(fusion: Fusion, options: Options) -> Fusion:
     types = {value.name: value.type for value in fusion.inputs}
     flows: dict[str, ShardingRule] = {}
     for op in fusion.ops:
-        if op.kind != "reshard":
+        if op.kind not in RESHARDS:
             flows[op.result.name] = flow(op, operand_types(op, types), fusion.mesh)
         types[op.result.name] = _forward(op, flows.get(op.result.name))
     use_shardings: dict[str, list[Layout]] = {name: [layout(types[name])] for name in fusion.outputs}
     for op in reversed(fusion.ops):
         name = op.result.name
-        if op.kind != "reshard":
+        if op.kind not in RESHARDS:
             types[name] = _backward(op.result, types[name], flows[name], use_shardings.get(name, []), fusion.mesh)
-        if all(types[operand].mesh == types[name].mesh for operand in op.tensors):  # another mesh wants nothing of this one
+        # What is on another mesh wants nothing of this one, nor does a step that is decided.
+        if op.kind not in RESHARD_STEPS and all(types[operand].mesh == types[name].mesh for operand in op.tensors):
             _collect_wishes(op, types[name], flows.get(name), use_shardings)
     return replace(fusion, ops=tuple(replace(op, result=replace(op.result, type=types[op.result.name])) for op in fusion.ops))
 

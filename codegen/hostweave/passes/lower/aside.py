@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from hostweave.fusion_ir.ir import Fusion, Op
+from hostweave.fusion_ir.ops import RESHARD_STEPS
 from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Const
@@ -21,7 +22,7 @@ class Aside:
         self.pending: set[str] = set()  # values that the caller's stream has not waited for
 
     def takes(self, op: Op) -> bool:
-        is_reshard = op.kind == "reshard" and op.result.aside and op.result.stream is None
+        is_reshard = op.kind in RESHARD_STEPS and op.result.aside and op.result.stream is None
         return is_reshard and not self.flow.is_view(op) and not self.flow.moves(op)
 
     def run(self, op: Op, communicate: Callable[[], None]) -> None:
@@ -54,4 +55,4 @@ class Aside:
 
 
 def _communicates(block: Fusion) -> bool:
-    return any(op.kind == "reshard" and op.attribute("kind") != "shard" for body in (*block.blocks, block) for op in body.ops)
+    return any(op.kind in RESHARD_STEPS and op.kind != "shard" for body in (*block.blocks, block) for op in body.ops)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.ir import Op
+from hostweave.fusion_ir.resharding import step_of
 from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Const, Expr
@@ -154,7 +155,7 @@ class Buffers:
         if self.placement.inverse_view.get(source) == op:
             self.whole(source)
             return
-        if op.kind == "reshard":
+        if op.kind in ("shard", "transfer"):
             with self.b.hoisted():
                 self.wholes[result.name] = self._own_block(op)
             return
@@ -171,15 +172,15 @@ class Buffers:
 
     def _own_block(self, op: Op) -> str:
         """The view of this rank's block of a value that it holds all of, or as much of each dim."""
-        source, mesh, buffer = self.flow.values[op.tensors[0]], self.flow.mesh_of(op), self.whole(op.tensors[0])
-        have, want = self.flow.local(source).shape, self.flow.local(op.result).shape
-        moves = self.flow.moves(op)
-        sent = self.flow.transfer(op).sent if moves else ()  # 1: the same block, by another name
+        mesh, buffer, step = self.flow.mesh_of(op), self.whole(op.tensors[0]), step_of(op)
+        have, want = self.flow.local(self.flow.values[op.tensors[0]]).shape, self.flow.local(op.result).shape
+        gained = {step.gains: step.axes}
+        if op.kind == "transfer":  # from a dim that is whole: one that is not has the same block, by another name
+            gained = {i: op.result.type.dims[i].axes for i, blocks in enumerate(self.flow.transfer(op).sent) if blocks > 1}
         for i, (dim, own) in enumerate(zip(op.result.type.dims, want, strict=True)):
             if have[i] == own:
                 continue
-            gained = dim.axes[len(source.type.dims[i].axes) :] if not moves else dim.axes if sent[i] > 1 else ()
-            place, ranks = rank_in_group(mesh, gained), mesh.size_of(gained)
+            place, ranks = rank_in_group(mesh, gained.get(i, ())), mesh.size_of(gained.get(i, ()))
             if own == dim.extent // mesh.size_of(dim.axes):
                 buffer = self.b.chunk(buffer, i, place, Extent(ranks), op.result.name)
             else:
@@ -188,7 +189,7 @@ class Buffers:
 
     def _whole_view(self, op: Op) -> str:
         """The view of all of the operand that is all of the result."""
-        if op.kind == "reshard":
+        if op.kind in ("shard", "transfer"):
             return self._own_block(op)
         source, name = self.whole(op.tensors[0]), op.result.name
         with self.b.hoisted():

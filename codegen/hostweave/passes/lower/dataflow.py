@@ -7,8 +7,7 @@ from functools import cached_property
 
 from hostweave.fusion_ir.index_map import IndexMap
 from hostweave.fusion_ir.ir import Fusion, Op, Value
-from hostweave.fusion_ir.ops import OPS, index_map, operand_types
-from hostweave.fusion_ir.resharding import ReshardStep, reshard_step
+from hostweave.fusion_ir.ops import OPS, TO_OTHER_MESHES, index_map, operand_types
 from hostweave.fusion_ir.rewriting import consumers
 from hostweave.types.mesh import Mesh
 from hostweave.types.routes import Transfer, transfer
@@ -58,21 +57,9 @@ class Dataflow:
     def map(self, op: Op) -> IndexMap:
         return index_map(op, operand_types(op, self.types))
 
-    def change(self, op: Op) -> ReshardStep:
-        """What a reshard does."""
-        change = reshard_step(self.types[op.tensors[0]], op.result.type, self.mesh)
-        assert change is not None
-        return change
-
-    def reduction(self, op: Op) -> str:
-        """How a reshard of a partial reduces."""
-        partial = self.types[op.tensors[0]].partial
-        assert partial is not None
-        return partial.op
-
     def moves(self, op: Op) -> bool:
         """Whether an op is a communication of two meshes."""
-        return op.kind == "reshard" and self.types[op.tensors[0]].mesh != op.result.type.mesh
+        return op.kind in TO_OTHER_MESHES
 
     def transfer(self, op: Op) -> Transfer:
         return transfer(self.types[op.tensors[0]], op.result.type, self.mesh)
@@ -90,9 +77,9 @@ class Dataflow:
     # --- views ---
 
     def is_view(self, op: Op) -> bool:
-        """Whether an op is pointer arithmetic: also a reduction of one local element, and a reshard to a slice of what is here."""
-        if op.kind == "reshard":
-            return op.attribute("kind") == "shard" or (op.attribute("kind") == "transfer" and self.is_local(op))
+        """Whether an op is pointer arithmetic: also a reduction of one local element, and a transfer of what is here."""
+        if op.kind == "transfer":
+            return self.is_local(op)
         if OPS[op.kind].combine and not OPS[op.kind].locates:
             local = self.types[op.tensors[0]].local_shape(self.mesh, self.uneven)
             axes = op.attribute("axis")

@@ -1,6 +1,6 @@
 """Fusion to host: one op, one instruction; a reshard becomes communication; streamed dims become loops.
 
-    %xg: bf16[M, K] stream(M, 8, by_shard, p2p, local_first) = reshard(%x, kind=all_gather)
+    %xg: bf16[M, K] stream(M, 8, by_shard, p2p, local_first) = all_gather(%x, dim=0, axes=(x))
     %y: bf16[M, N] stream(M, 8, by_shard, local_first) = matmul(%xg, %w)
 
 becomes
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hostweave.fusion_ir.ir import Fusion, Op
-from hostweave.fusion_ir.ops import NO_SOURCE, axes_of
+from hostweave.fusion_ir.ops import NO_SOURCE, RESHARD_STEPS, axes_of
 from hostweave.fusion_ir.user_kernel import Source, held
 from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
@@ -120,7 +120,7 @@ class _Lowering:
                 self.buffers.view(op, steps)
             elif self.aside.takes(op):
                 self.aside.run(op, lambda: self.reshards.reshard(op, None))
-            elif op.kind == "reshard":
+            elif op.kind in RESHARD_STEPS:
                 self.reshards.reshard(op, steps)
             elif op.kind == "output":
                 self.buffers.whole(op.result.name)  # what its kernel or block wrote

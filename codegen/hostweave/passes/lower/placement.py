@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from hostweave.fusion_ir.index_map import groups
 from hostweave.fusion_ir.ir import Op
+from hostweave.fusion_ir.ops import RESHARD_STEPS
 from hostweave.host_ir import ir
 from hostweave.passes.lower.dataflow import Dataflow
 from hostweave.passes.lower.loops import Loop
@@ -57,7 +58,7 @@ def _ends_in(flow: Dataflow, name: str, loop: Loop) -> bool:
     """Whether a value lives and dies in this loop. One of which a part or a transpose is taken lies there whole: that is a view of all."""
     return name not in flow.fusion.outputs and all(
         loop.makes(op.result.name)
-        and not (op.kind == "permute_dims" or op.attribute("kind") == "shard")
+        and op.kind not in ("permute_dims", "shard")
         and (not flow.is_view(op) or _ends_in(flow, op.result.name, loop))
         for op in flow.consumers[name]
     )
@@ -116,4 +117,4 @@ def _chain(flow: Dataflow, op: Op, memory: BufferType, parts: dict[str, Part]) -
     if made.kind in REVERSIBLE:
         rest = _chain(flow, made, memory, parts)
         return {name: op, **rest} if rest else {}
-    return {name: op} if made.kind != "reshard" and _writes_strided(flow, made) and name not in parts else {}
+    return {name: op} if made.kind not in RESHARD_STEPS and _writes_strided(flow, made) and name not in parts else {}

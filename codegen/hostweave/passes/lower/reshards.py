@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.ir import Op
-from hostweave.fusion_ir.resharding import ReshardStep, sources_of
+from hostweave.fusion_ir.resharding import ReshardStep, step_of
 from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Expr, Var
@@ -31,8 +31,8 @@ def owner(b: Builder, flow: Dataflow, loop: Loop, steps: Steps) -> Expr:
     by = op.result.stream.algorithm
     if by in ("broadcast", "reduce"):
         return steps.index // expr_of(steps.pieces)
-    rank = rank_in_group(flow.mesh_of(op), flow.change(op).axes)
-    if op.attribute("kind") == "reduce_scatter":
+    rank = rank_in_group(flow.mesh_of(op), step_of(op).axes)
+    if op.kind == "reduce_scatter":
         return Var(b.let("q", (rank - 1 - steps.hop if by == "ring" else rank + 1 + steps.hop) % steps.shards))
     return Var(b.let("p", (rank - steps.hop if by == "ring" else rank + steps.hop) % steps.shards))
 
@@ -40,7 +40,7 @@ def owner(b: Builder, flow: Dataflow, loop: Loop, steps: Steps) -> Expr:
 def ring_term(flow: Dataflow, loop: Loop) -> str | None:
     """The matmul, seen through views, whose result a ring of sums in this loop adds up; None where there is no such ring."""
     op = loop.communication
-    if op is None or op.attribute("kind") != "reduce_scatter" or op.result.stream is None or op.result.stream.algorithm != "ring":
+    if op is None or op.kind != "reduce_scatter" or op.result.stream is None or op.result.stream.algorithm != "ring":
         return None
     name = op.tensors[0]
     while loop.makes(name):
@@ -61,7 +61,7 @@ class Reshards:
         self.after_loop: list[Callable[[], None]] = []
 
     def reshard(self, op: Op, steps: Steps | None) -> None:
-        change = self.flow.change(op)
+        change = step_of(op)
         if change.kind == "reduce":
             self._to_one_rank(op, change, steps)
         elif change.kind == "transfer":
@@ -102,15 +102,15 @@ class Reshards:
         channel = self._channel(op, change, steps)
         match change.kind:
             case "all_reduce":
-                communication.all_reduce(self.b, src, dst, self.flow.reduction(op), channel, steps)
+                communication.all_reduce(self.b, src, dst, change.reduction, channel, steps)
             case "reduce_scatter":
-                communication.reduce_scatter(self.b, src, dst, self.flow.reduction(op), channel, steps)
+                communication.reduce_scatter(self.b, src, dst, change.reduction, channel, steps)
             case "all_to_all":
                 cut = replace(channel, dim=self._dim_of_chunk(change.to, op, steps))
                 communication.all_to_all(self.b, src, dst, cut, channel, steps)
-            case "collective_permute":
-                sources = sources_of(change, self.flow.types[op.tensors[0]], self.flow.mesh)
-                communication.collective_permute(self.b, src, dst, sources, change.axes, steps)
+            case "permute_shards":
+                assert change.sources is not None
+                communication.collective_permute(self.b, src, dst, change.sources, change.axes, steps)
             case "all_gather":
                 communication.all_gather(self.b, src, dst, channel, steps)
 
@@ -125,7 +125,7 @@ class Reshards:
                 self._scatter_p2p(op, change, steps)
             case "reduce_scatter", _:
                 source, target = self.buffers.operand(op, 0, steps), self.buffers.destination(op, steps)
-                communication.scatter_reduce(self.b, source, target, self.flow.reduction(op), self._channel(op, change, steps), steps)
+                communication.scatter_reduce(self.b, source, target, change.reduction, self._channel(op, change, steps), steps)
             case _, by:
                 self._gather(op, by, self._channel(op, change, steps), steps)
 
@@ -172,7 +172,7 @@ class Reshards:
 
         def sum_terms() -> None:
             target = self.buffers.whole(value.name)
-            b.emit(ir.Launch(self.kernels.summing(self.flow.reduction(op), landing, target, op), (landing,), (target,)))
+            b.emit(ir.Launch(self.kernels.summing(change.reduction, landing, target, op), (landing,), (target,)))
 
         self.after_loop.append(sum_terms)
 
@@ -202,7 +202,7 @@ class Reshards:
         dst = self.buffers.destination(op, steps)
         with self.b.on(source.mesh):
             src, channel = self.buffers.operand(op, 0, steps), Channel(source.mesh_in(self.flow.mesh), change.axes)
-            communication.reduce(self.b, src, dst, self.flow.reduction(op), channel, change.root or 0, steps)
+            communication.reduce(self.b, src, dst, change.reduction, channel, change.root or 0, steps)
 
 
 def _padding(flow: Dataflow, op: Op) -> Padding | None:

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from hostweave.base.errors import Location, ProgramError
 from hostweave.fusion_ir.ir import Fusion, Op
-from hostweave.fusion_ir.ops import index_map, operand_types
-from hostweave.fusion_ir.resharding import reshard_step
+from hostweave.fusion_ir.ops import RESHARD_STEPS, TO_OTHER_MESHES, index_map, operand_types
 from hostweave.types.mesh import Mesh
 from hostweave.types.size import is_sum
 from hostweave.types.tensor import Dim, TensorType
@@ -49,10 +48,9 @@ def _is_name(dim: Dim) -> bool:
 
 def _even(op: Op, types: dict[str, TensorType], fusion: Fusion) -> Iterator[Even]:
     """The dims that an op needs to be shared evenly."""
-    if op.kind == "reshard" and (source := types[op.tensors[0]]).mesh != op.result.type.mesh:
-        change = reshard_step(source, op.result.type, fusion.mesh)
-        why = "a stream" if op.result.stream else "a reduction to another mesh" if change is None or change.kind == "reduce" else ""
-        for type in (source, op.result.type) if why else ():
+    if op.kind in TO_OTHER_MESHES:
+        why = "a stream" if op.result.stream else "a reduction to another mesh" if op.kind == "reduce" else ""
+        for type in (types[op.tensors[0]], op.result.type) if why else ():
             yield from ((dim, type.mesh_in(fusion.mesh), why) for dim in type.dims if dim.axes)
         return
     mesh = op.result.type.mesh_in(fusion.mesh)
@@ -67,11 +65,10 @@ def _even_on_one_mesh(op: Op, types: dict[str, TensorType], fusion: Fusion) -> I
     involved = (*operands, op.result.type)
     if op.result.stream:
         yield op.result.type.dims[op.result.stream.dim], "a stream"
-    if op.kind == "reshard":
+    if op.kind in RESHARD_STEPS:
         before, after = (type.dims for type in involved)
-        change = reshard_step(operands[0], op.result.type, fusion.mesh)
         for old, new in zip(before, after, strict=True):
-            is_part = old.axes and new.axes and change is not None and change.kind != "collective_permute"
+            is_part = old.axes and new.axes and op.kind != "permute_shards"
             if old.axes != new.axes and (is_part or op.result.stream):
                 for dim in (old, new):
                     yield dim, "a stream" if op.result.stream else "a reshard over some of the axes"
