@@ -217,7 +217,6 @@ OPS: tuple[MakeOp, ...] = (
     lambda g, values, t: hw.reshape(t, -1),
     _streamed,
     _stream_of,
-    lambda g, values, t: _turned_in_a_loop(g, values, t) if t.ndim else -t,
     _product_in_a_loop,
     _product_in_a_loop,
     _product_in_a_loop,
@@ -410,3 +409,19 @@ def moves_right(seed: int) -> bool:
 
 def test_random_moves() -> None:
     assert sum(map(moves_right, range(200))) > 100
+
+
+def turns_right(seed: int) -> bool:
+    """Transposes between ops of one loop, with and without a communication before them."""
+    generator = Generator(seed)
+    dims = list("MNK")[: generator.random.randint(2, 3)]
+
+    @hw.fusion(mesh=generator.mesh, x=hw.f64[generator.sharded(dims)])
+    def turned(x: hw.Tensor) -> hw.Tensor:
+        return _turned_in_a_loop(generator, [x], x) * 2
+
+    return computes(generator, turned, seed)
+
+
+def test_random_transposes_in_loops() -> None:
+    assert sum(map(turns_right, range(80))) > 40
