@@ -7,7 +7,7 @@ import pytest
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError, ProgramError
-from hostweave.types.size import Extent
+from hostweave.types.size import Size
 from hostweave.types.tensor import Dim
 
 
@@ -24,25 +24,25 @@ def test_a_spec_prints_as_it_is_written() -> None:
     [("M/8", 1, ("M",), 8), ("8*M*K/4", 2, ("K", "M"), 1), ("6/4", 3, (), 2)],
 )
 def test_extents(text: str, coefficient: int, names: tuple[str, ...], divisor: int) -> None:
-    assert Extent.of(text) == Extent(coefficient, names, divisor)
+    assert Size.of(text) == Size(coefficient, names, divisor)
 
 
 def test_sums_of_extents() -> None:
-    m, n, k = map(Extent.of, "MNK")
+    m, n, k = map(Size.of, "MNK")
     sums = {m + n: "(M + N)", m - 2: "(M - 2)", m + m: "2*M", m // 2 + 4: "(M/2 + 4)", (m + n) * k: "(M + N)*K", m + n - m: "N", m - m: "0"}
     for extent, text in sums.items():
         assert str(extent) == text
-        assert Extent.of(text) == extent
-    assert Extent.of("(4 + M)") == m + 4
-    assert Extent.of("(M + M)") == m * 2
-    assert Extent.of("3*(N - M + M - 2 + 2)/2") == n * 3 // 2
+        assert Size.of(text) == extent
+    assert Size.of("(4 + M)") == m + 4
+    assert Size.of("(M + M)") == m * 2
+    assert Size.of("3*(N - M + M - 2 + 2)/2") == n * 3 // 2
     assert (n + m) * k - k * m == k * n
     assert ((m - 2) * k // 4).bind({"M": 6, "K": 3}) == 3
     assert ((m + n) // 2).symbols == ("M", "N")
 
 
 def test_dims() -> None:
-    assert Dim.of("M/4@dp,tp") == Dim(Extent(1, ("M",), 4), ("dp", "tp"))
+    assert Dim.of("M/4@dp,tp") == Dim(Size(1, ("M",), 4), ("dp", "tp"))
     with pytest.raises(ValueError, match=r"^not a dim: 'M@1'; write it like 'M', 'M@x' or 'M@dp,tp'$"):
         Dim.of("M@1")
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from math import gcd, lcm, prod
+from math import gcd, lcm
 
 from hostweave.host_ir import ir
 from hostweave.host_ir.calls import dedupe_functions
 from hostweave.host_ir.size_requirements import Walk, not_negative, trip_counts, types_in
-from hostweave.types.size import Extent, is_sum
+from hostweave.types.size import Size, Sum
 
 
 def minimal_sizes(program: ir.HostProgram) -> dict[str, int]:
@@ -35,7 +35,7 @@ def usual_sizes(program: ir.HostProgram, given: Mapping[str, int]) -> dict[str, 
 def _steps(program: ir.HostProgram, evenly: bool) -> dict[str, tuple[int, int]]:
     """For every size: what it is a multiple of, and the least that it may be."""
     loops = [i for i in ir.walk(program.body) if isinstance(i, ir.For)]
-    walked = {name for loop in loops for name in loop.count.names}
+    walked = {name for loop in loops for name in loop.count.factors}
     twice = 2 * max((pool.count for pool in program.streams), default=1) + 1
     sizes = dict.fromkeys(program.symbols(), 1)
     needed = set(extents(program, ir.walk if evenly else ir.walk_at_any_size))
@@ -44,13 +44,12 @@ def _steps(program: ir.HostProgram, evenly: bool) -> dict[str, tuple[int, int]]:
         needed.update(dim.extent // mesh.size_of(dim.axes) for dim in parameter.type.dims)
     for kernel in program.kernels:
         needed.update(extent for op in kernel.ops for extent in op.result.type.shape)
-    for extent in sorted(needed, key=lambda e: (len(e.names), e.names, e.divisor)):
-        if not set(extent.names) <= sizes.keys():
+    for extent in sorted(needed, key=lambda e: (len(e.factors), tuple(map(str, e.factors)), e.divisor)):
+        if not set(extent.factors) <= sizes.keys():
             continue  # parts and blocks are whole at any size
-        total = extent.coefficient * prod(sizes[name] for name in extent.names)
-        if extent.names and total % extent.divisor:
+        if extent.factors and (extent * extent.divisor).bind(sizes) % extent.divisor:
             # A multiple of the divisor always serves, and for a name that stands alone nothing less does.
-            sizes[extent.names[0]] = lcm(sizes[extent.names[0]], extent.divisor // gcd(extent.divisor, extent.coefficient))
+            sizes[extent.symbols[0]] = lcm(sizes[extent.symbols[0]], extent.divisor // gcd(extent.divisor, extent.coefficient))
     least = {name: twice if name in walked else 2 for name in sizes}
     return {name: (size, size * -(-least[name] // size)) for name, size in sizes.items()}
 
@@ -60,7 +59,7 @@ MOST_STEPS = 4096
 
 def _with_room(program: ir.HostProgram, sizes: dict[str, tuple[int, int]]) -> dict[str, int] | None:
     """The first sizes that slices and sums of sizes allow, from the least on by steps; None where none of them do."""
-    room, summed = not_negative(program), [extent for extent in extents(program) if any(map(is_sum, extent.names))]
+    room, summed = not_negative(program), [extent for extent in extents(program) if any(isinstance(f, Sum) for f in extent.factors)]
 
     def taken(steps: int) -> dict[str, int]:
         return {name: least + steps * step for name, (step, least) in sizes.items()}
@@ -86,13 +85,13 @@ def sizes_to_check(program: ir.HostProgram) -> Iterator[dict[str, int]]:
     if program.uneven:
         steps = dict.fromkeys(program.uneven, 1)
         for extent in extents(program, ir.walk_at_any_size):
-            if len(extent.symbols) == 1 and extent.symbols[0] in steps:
-                steps[extent.symbols[0]] = lcm(steps[extent.symbols[0]], extent.divisor)
+            if len(extent.atoms) == 1 and (name := extent.atoms[0]) in steps and isinstance(name, str):
+                steps[name] = lcm(steps[name], extent.divisor)
         uneven = {name: (steps.get(name, 0), size + steps.get(name, 0)) for name, size in least.items()}
         yield _with_room(program, uneven) or least
 
 
-def extents(program: ir.HostProgram, walk: Walk = ir.walk) -> Iterator[Extent]:
+def extents(program: ir.HostProgram, walk: Walk = ir.walk) -> Iterator[Size]:
     """Everything about the program's memory and loops that must be whole."""
     for parameter in (*program.inputs, *program.outputs):
         yield from parameter.type.shape

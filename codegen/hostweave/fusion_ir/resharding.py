@@ -171,7 +171,7 @@ def _held(type: TensorType, mesh: Mesh, sizes: Mapping[str, int]) -> Fraction:
     """Elements that a rank holds."""
     extents = type.local_shape(mesh)
     return prod(
-        (Fraction(e.coefficient * prod(sizes.get(n, DEFAULT_SIZE) for n in e.names), e.divisor) for e in extents), start=Fraction(1)
+        (Fraction(e.coefficient * prod(sizes.get(str(f), DEFAULT_SIZE) for f in e.factors), e.divisor) for e in extents), start=Fraction(1)
     )
 
 
