@@ -109,7 +109,7 @@ def bind_sizes(
             if all(symbol in sizes for symbol in dim.extent.symbols):
                 _check_size(place, dim.extent, size, sizes)
             parts = type_.mesh_in(mesh).size_of(dim.axes)
-            if size % parts and not (uneven is None or dim.extent.is_int or str(dim.extent) in uneven):
+            if size % parts and uneven is not None and not dim.extent.is_uneven(parts, uneven):
                 raise ArgumentError(
                     f"{place} ({dim.extent} = {size}) cannot be shared evenly by {parts} ranks along {', '.join(dim.axes)}; "
                     f"pad it to {-(-size // parts) * parts}"

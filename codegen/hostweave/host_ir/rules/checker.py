@@ -62,7 +62,7 @@ class Checker:
                 self.fail(f"{pool.name}[{pool.count}] holds nothing: declare at least one")
             if sum(pool.name == other.name for other in pools) > 1:
                 self.fail(f"{pool.name} is declared twice: rename one")
-        told = {str(extent) for p in self.program.inputs for extent in p.type.shape}
+        told = {extent.name for p in self.program.inputs for extent in p.type.shape}
         for name in self.program.symbols():
             if name not in told:
                 self.fail(f"no input has a dim {name}, so nothing tells its size; give it to an input, or write an int")
