@@ -8,7 +8,7 @@ block, of which the last ranks have less or nothing. On a mesh of some of the ra
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
@@ -72,7 +72,7 @@ class Size:
         return Size(-(-int(self) // ranks)) if self.is_int else Size(1, (CeilDiv(self, ranks),))
 
     def __add__(self, other: int | Size) -> Size:
-        return _summed((*_terms(self), *_terms(Size.of(other))))
+        return summed((self, Size.of(other)))
 
     def __sub__(self, other: int | Size) -> Size:
         return self + -1 * Size.of(other)
@@ -220,10 +220,10 @@ def _terms(size: Size) -> tuple[Size, ...]:
     return terms
 
 
-def _summed(terms: tuple[Size, ...]) -> Size:
+def summed(sizes: Iterable[Size]) -> Size:
     """Their sum: a product where it is one, else a factor of its own, the same for equal sums."""
     totals: dict[tuple[Factor, ...], Fraction] = {}
-    for term in terms:
+    for term in (term for size in sizes for term in _terms(size)):
         totals[term.factors] = totals.get(term.factors, Fraction(0)) + Fraction(term.coefficient, term.divisor)
     left = {factors: total for factors, total in totals.items() if total}
     if len(left) <= 1:

@@ -7,7 +7,7 @@ import re
 from hostweave.base.errors import ParseError, ProgramError
 from hostweave.base.lexer import Lexer
 from hostweave.types.mesh import MAX_RANKS, Mesh
-from hostweave.types.size import Atom, CeilDiv, LocalSize, Size
+from hostweave.types.size import Atom, CeilDiv, LocalSize, Size, summed
 from hostweave.types.tensor import DTYPES, MAX_SIZE, Dim, DType, Partial, TensorType
 
 
@@ -57,34 +57,30 @@ class Reader(Lexer):
         if not self.accept("("):
             return Size(1, (self.atom(),))
         with self.inside():
-            total = -1 * self.size() if self.accept("-") else self.size()
-            while not self.accept(")"):
-                sign = -1 if self.accept("-") else 1
-                if sign == 1:
-                    self.expect("+")
-                total = total + sign * self.size()
-        return total
+            terms = [-1 * self.size() if self.accept("-") else self.size()]
+            while self.peek() in ("+", "-"):
+                terms.append((1 if self.take() == "+" else -1) * self.size())
+            self.expect(")")
+        return summed(terms)
 
     def atom(self, what: str = "a size") -> Atom:
         """A name, `ceil(M/8)` or `part(M, x)`."""
         start, name = self.at, self.word(what)
         if name not in ("ceil", "part") or not self.accept("("):
             return name
-        size = self._product()
+        with self.inside():
+            size = self._product()
         if name == "ceil":
             self.expect("/")
             ranks = self._divisor(size, start)
             self.expect(")")
             return CeilDiv(size, ranks)
         self.expect(",")
-        axes = [self.word("a mesh axis")]
-        while self.accept(","):
-            axes.append(self.word("a mesh axis"))
-        mesh = None
+        axes, mesh = self._axes(), None
         if self.accept("on"):
             mesh = self.mesh() if self.peek() == "mesh" else self._line(axes[0])
         self.expect(")")
-        return LocalSize(size, tuple(axes), mesh)
+        return LocalSize(size, axes, mesh)
 
     def dtype(self) -> DType:
         if self.peek() not in DTYPES:
@@ -110,11 +106,8 @@ class Reader(Lexer):
             self.expect("(")
             op = self.word("a reduction")
             self.expect(",")
-            over = [self.word("a mesh axis")]
-            while self.accept(","):
-                over.append(self.word("a mesh axis"))
+            partial = Partial(op, self._axes())
             self.expect(")")
-            partial = Partial(op, tuple(over))
         return TensorType(dtype, dims, partial, self.mesh() if self.accept("on") else None)
 
     def mesh(self) -> Mesh:
@@ -139,7 +132,14 @@ class Reader(Lexer):
             self.fail(f"{mesh} has {mesh.size} places for {len(mesh.all_ranks)} ranks; give every rank one")
         return mesh
 
+    def _axes(self) -> tuple[str, ...]:
+        axes = [self.word("a mesh axis")]
+        while self.accept(","):
+            axes.append(self.word("a mesh axis"))
+        return tuple(axes)
+
     def _line(self, axis: str) -> Mesh:
+        """`ranks 2, 3`, along one axis"""
         start, ranks = self.at, self._ranks()
         return self._mesh_of(((axis, len(ranks)),), ranks, start)
 
