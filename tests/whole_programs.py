@@ -22,7 +22,7 @@ from hostweave.options import Options
 from hostweave.pipeline import lower
 from hostweave.types.numpy_dtypes import numpy_dtype
 from hostweave.types.shards import bind_sizes, block_of, global_shape, holds
-from hostweave.types.size import Extent
+from hostweave.types.size import Size
 from hostweave.types.tensor import Dim, DType, TensorType, bf16
 
 Array = NDArray[Any]
@@ -65,7 +65,7 @@ def at_sizes(fusion: Fusion, sizes: Mapping[str, int]) -> Fusion:
     """The same program with ints for its symbolic sizes."""
 
     def known(type: TensorType) -> TensorType:
-        return replace(type, dims=tuple(Dim(Extent(dim.extent.bind(sizes)), dim.axes) for dim in type.dims))
+        return replace(type, dims=tuple(Dim(Size(dim.extent.bind(sizes)), dim.axes) for dim in type.dims))
 
     def bound(body: Fusion) -> Fusion:
         return replace(

@@ -13,7 +13,7 @@ from hostweave.base.errors import ProgramError
 from hostweave.check.operations import layout
 from hostweave.check.simulate import instantiate
 from hostweave.check.sizes import minimal_sizes, sizes_to_check
-from hostweave.host_ir.expr import Binary, Const, Coordinate, Expr, Size, Var, evaluate
+from hostweave.host_ir.expr import Binary, Const, Coordinate, Expr, Symbol, Var, evaluate
 from hostweave.host_ir.ir import HostProgram
 from hostweave.types.tensor import bf16, f32, i8
 
@@ -108,7 +108,7 @@ def test_compiled_expressions(seed: int) -> None:
 
     def expr(depth: int) -> Expr:
         if not depth:
-            return draw.choice([Const(draw.randrange(9)), Var("i"), Coordinate("x"), Size("M")])
+            return draw.choice([Const(draw.randrange(9)), Var("i"), Coordinate("x"), Symbol("M")])
         op = draw.choice(["+", "-", "*", "/", "%", "==", "<"])
         return Binary(op, expr(depth - 1), Const(draw.randrange(1, 5)) if op in "/%" else expr(depth - 1))
 

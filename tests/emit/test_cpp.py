@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from hostweave.emit.cpp import CppExprPrinter, number
-from hostweave.host_ir.expr import Coordinate, Expr, Size, Var, binary
+from hostweave.host_ir.expr import Coordinate, Expr, Symbol, Var, binary
 from hostweave.types.mesh import Mesh
-from hostweave.types.size import Extent
+from hostweave.types.size import Size
 from hostweave.types.tensor import bf16, bool_, f32, f64, i32
 
 
@@ -31,7 +31,7 @@ def integers() -> CppExprPrinter:
     ],
 )
 def test_extents(extent: str, cpp: str) -> None:
-    assert integers().extent(Extent.of(extent)) == cpp
+    assert integers().extent(Size.of(extent)) == cpp
 
 
 I, N, RANK = Var("i"), Var("n"), Coordinate("x")  # noqa: E741
@@ -46,7 +46,7 @@ I, N, RANK = Var("i"), Var("n"), Coordinate("x")  # noqa: E741
         ((RANK - I * 2) % 4, "(rank_x - i * 2 + 8) % 4"),  # from -6
         (RANK * 2 + I % 2, "rank_x * 2 + (i % 2)"),
         (N % 4, "hw::mod(n, 4)"),
-        ((RANK - I) % Size("M"), "hw::mod(rank_x - i, M)"),
+        ((RANK - I) % Symbol("M"), "hw::mod(rank_x - i, M)"),
         (I // 2, "i / 2"),
         ((I - 1) // 2, "hw::floor_div(i - 1, 2)"),
         (I.equals(RANK), "i == rank_x"),

@@ -119,6 +119,7 @@ BAD_HOSTS = {
     host("%i = " + "(" * 1000 + "1" + ")" * 1000): "line 2, column .*more than 64 bodies or parentheses in one another",
     host(f"%a = allocate f32[{BIG}]"): "line 2, column 21: an int of 400 digits; the largest one is",
     host(f"%a = allocate f32[{2**62}*{2**62}]"): "line 2, column 21: .* is more than 9223372036854775807, the largest size",
+    host(f"%a = allocate f32[{'ceil(' * 5000}M"): "more than 64 bodies or parentheses in one another",
     host("%a = allocate f32[M/0]"): "line 2, column 21: .* is divided by 0; divide by at least 1",
     host(f"%i = {BIG}"): "line 2, column 8: an int of 400 digits",
     host("%a = chunk %x[0: 0 of 0]"): "a dim is cut into at least one chunk",

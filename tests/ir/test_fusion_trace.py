@@ -111,7 +111,7 @@ ERRORS = {
     "reshape dim": (
         "return hw.reshape(x, 'M+1', 'K')",
         {},
-        "4: reshape: not an extent: 'M+1'; write a name, an int, or a product such as 8*M/4",
+        "4: reshape: not a size: 'M+1'; write a name, an int, or a product such as 8*M/4",
     ),
     "reshape size": ("return hw.reshape(x, 0, 'K')", {}, "4: reshape: a dim has at least one element, not 0"),
     "broadcast_to": (

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError, ProgramError
-from hostweave.types.size import Extent
+from hostweave.types.rank_sizes import RankSizes
+from hostweave.types.size import LocalSize, Size
 from hostweave.types.tensor import Dim, TensorType
 
 
@@ -24,25 +27,67 @@ def test_a_spec_prints_as_it_is_written() -> None:
     [("M/8", 1, ("M",), 8), ("8*M*K/4", 2, ("K", "M"), 1), ("6/4", 3, (), 2)],
 )
 def test_extents(text: str, coefficient: int, names: tuple[str, ...], divisor: int) -> None:
-    assert Extent.of(text) == Extent(coefficient, names, divisor)
+    assert Size.of(text) == Size(coefficient, names, divisor)
 
 
 def test_sums_of_extents() -> None:
-    m, n, k = map(Extent.of, "MNK")
+    m, n, k = map(Size.of, "MNK")
     sums = {m + n: "(M + N)", m - 2: "(M - 2)", m + m: "2*M", m // 2 + 4: "(M/2 + 4)", (m + n) * k: "(M + N)*K", m + n - m: "N", m - m: "0"}
     for extent, text in sums.items():
         assert str(extent) == text
-        assert Extent.of(text) == extent
-    assert Extent.of("(4 + M)") == m + 4
-    assert Extent.of("(M + M)") == m * 2
-    assert Extent.of("3*(N - M + M - 2 + 2)/2") == n * 3 // 2
+        assert Size.of(text) == extent
+    assert Size.of("(4 + M)") == m + 4
+    assert Size.of("(M + M)") == m * 2
+    assert Size.of("3*(N - M + M - 2 + 2)/2") == n * 3 // 2
     assert (n + m) * k - k * m == k * n
     assert ((m - 2) * k // 4).bind({"M": 6, "K": 3}) == 3
     assert ((m + n) // 2).symbols == ("M", "N")
 
 
+def test_sizes_of_shares() -> None:
+    """Their text is read back, whatever the size is that ranks share."""
+    m, n = Size.of("M"), Size.of("N")
+    mesh = hw.Mesh(x=4)
+    part = Size(1, (LocalSize(m, ("x",)),))
+    sizes = {
+        m.ceil_div(8): "ceil(M/8)",
+        (m + n).ceil_div(8): "ceil((M + N)/8)",
+        part + 2: "(part(M, x) + 2)",
+        part // 2 * n: "N*part(M, x)/2",
+    }
+    for size, text in sizes.items():
+        assert str(size) == text
+        assert Size.of(text) == size
+    assert (m + n).ceil_div(8).bind({"M": 9, "N": 8}) == 3
+    assert [(part + 2).bind(RankSizes({"M": 10}, mesh, rank)) for rank in range(4)] == [5, 5, 5, 3]
+    assert (part + n).symbols == ("N", "M")
+    with pytest.raises(KeyError, match=r"part\(M, x\)"):
+        part.bind({"M": 10})
+
+
+@pytest.mark.parametrize(
+    "text", ["M M", "M/N", "M/2*K", "(M + )", "(M", "ceil(M/0)", "part(M)", "part(M, x on ranks 1, 1)", "M # rows", "", "1.5"]
+)
+def test_texts_of_no_size(text: str) -> None:
+    with pytest.raises(ValueError, match=rf"^not a size: {re.escape(repr(text))}; write a name, an int, or a product such as 8\*M/4$"):
+        Size.of(text)
+
+
+@pytest.mark.parametrize(
+    ("size", "ranks", "uneven"), [("M", 8, True), ("M", 1, False), ("K", 8, False), ("2*M", 8, False), ("10", 4, True), ("8", 4, False)]
+)
+def test_which_sizes_are_uneven(size: str, ranks: int, uneven: bool) -> None:
+    assert Size.of(size).is_uneven(ranks, ("M",)) == uneven
+
+
+@pytest.mark.parametrize("dim", ["part(M, x)", "ceil(M/8)", "2*M", "(M + 2)"])
+def test_an_input_names_its_dims(dim: str) -> None:
+    with pytest.raises(ProgramError, match=rf"not a dim of an input: {re.escape(repr(dim))}; give it a name of its own$"):
+        hw.f32[dim]
+
+
 def test_dims() -> None:
-    assert Dim.of("M/4@dp,tp") == Dim(Extent(1, ("M",), 4), ("dp", "tp"))
+    assert Dim.of("M/4@dp,tp") == Dim(Size(1, ("M",), 4), ("dp", "tp"))
     with pytest.raises(ValueError, match=r"^not a dim: 'M@1'; write it like 'M', 'M@x' or 'M@dp,tp'$"):
         Dim.of("M@1")
 

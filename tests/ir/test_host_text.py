@@ -11,7 +11,7 @@ from host_programs import NAMES, RANKS, program, text
 
 from hostweave.base.errors import Location, ParseError, ProgramError
 from hostweave.host_ir import ir
-from hostweave.host_ir.expr import Binary, Const, Coordinate, Expr, Size, Var, evaluate
+from hostweave.host_ir.expr import Binary, Const, Coordinate, Expr, Symbol, Var, evaluate
 from hostweave.host_ir.ir import HostProgram
 
 EVERYTHING = """\
@@ -114,7 +114,7 @@ def test_expressions(seed: int) -> None:
 
     def expr(depth: int) -> Expr:
         if not depth or draw.random() < 0.2:
-            return draw.choice([Const(draw.randrange(9)), Var("i"), Coordinate("x"), Size("M")])
+            return draw.choice([Const(draw.randrange(9)), Var("i"), Coordinate("x"), Symbol("M")])
         return Binary(draw.choice("+-*/%<"), expr(depth - 1), expr(depth - 1))
 
     built = expr(4)
@@ -165,9 +165,7 @@ ERRORS = {
     "host @t() -> () mesh(x=2) {\n  sned %x to 1 on x\n}": "line 2, column 3: unknown instruction 'sned'; did you mean send?",
     "host @t() -> () mesh(x=2) {\n  fill %x with red\n}": "line 2, column 16: expected a number",
     "host @t() -> () mesh(x=2) {\n  %i = (1 + 2\n}": "line 3, column 1: expected ')', found '}'",
-    "host @t() -> () mesh(x=2) {\n  %b = allocate f32[M/K]\n}": (
-        "line 2, column 21: not an extent: 'M/K'; write a name, an int, or a product such as 8*M/4"
-    ),
+    "host @t() -> () mesh(x=2) {\n  %b = allocate f32[M/K]\n}": "line 2, column 23: expected an int, found 'K'",
 }
 
 

@@ -9,9 +9,10 @@ from host_programs import NAMES, RANKS, program
 
 from hostweave.base.errors import ProgramError
 from hostweave.host_ir import ir
-from hostweave.host_ir.expr import Size
+from hostweave.host_ir.expr import Symbol
 from hostweave.host_ir.ir import HostProgram
 from hostweave.host_ir.verify import verify_host
+from hostweave.types.size import LocalSize, Size
 
 HEAD = "host @t(%x: f32[M@x, 4], %n: i32[M@x, 4]) -> (%y: f32[M@x, 4]) mesh(x=2) streams(ring[2]) events(done[2]) {\n"
 KERNEL = "kernel @double(%a: f32[M/2, 4]) {\n  %b: f32[M/2, 4] = add(%a, %a)\n}\n"
@@ -217,7 +218,7 @@ def test_body(body: str) -> None:
 def test_a_condition_on_what_a_rank_holds() -> None:
     """Passes can write it, text cannot."""
     host = HostProgram.parse(HEAD + "all_reduce sum %x -> %y on x\n}\n")
-    guarded = replace(host, body=(ir.If(Size("part(M, x)").equals(0), host.body),))
+    guarded = replace(host, body=(ir.If(Symbol(LocalSize(Size.of("M"), ("x",))).equals(0), host.body),))
     with pytest.raises(ProgramError, match=r"a collective cannot stand under `if part\(M, x\) == 0`, which differs between ranks"):
         verify_host(guarded)
 

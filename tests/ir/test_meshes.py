@@ -16,8 +16,8 @@ from hostweave.fusion_ir.verify import verify_fusion
 from hostweave.host_ir.ir import HostProgram
 from hostweave.host_ir.verify import verify_host
 from hostweave.types.mesh import Mesh
-from hostweave.types.rank_sizes import RankSizes, mesh_of_part
-from hostweave.types.size import Extent
+from hostweave.types.rank_sizes import RankSizes
+from hostweave.types.size import LocalSize, Size
 
 GRID = Mesh(dp=2, tp=4)
 LINE = Mesh(x=4)
@@ -195,10 +195,12 @@ def test_what_some_ranks_hold_of_a_dim() -> None:
     for name, type in lines.items():
         (extent,) = type.local_shape(LINE, ("M",))
         assert str(extent) == name
-        assert Extent.of(name) == Extent.of(name.replace(" ", "")) == extent
-        assert mesh_of_part(name, LINE) == type.mesh
+        assert Size.of(name) == extent
+        (part,) = extent.factors
+        assert isinstance(part, LocalSize)
+        assert part.mesh == type.mesh
         for rank in type.mesh_in(LINE).all_ranks:
-            assert RankSizes({"M": 10}, LINE, rank)[name] == len(type.shard(np.arange(10), rank, LINE))
+            assert extent.bind(RankSizes({"M": 10}, LINE, rank)) == len(type.shard(np.arange(10), rank, LINE))
 
 
 # --- host programs ----------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from hostweave.fusion_ir.index_map import ONE, Labels
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS, index_map, operand_types
 from hostweave.host_ir.ir import Kernel
-from hostweave.types.size import Extent
+from hostweave.types.size import Size
 from hostweave.types.tensor import TensorType
 
 Dim = tuple[str, int]  # a value and the number of its dim
@@ -26,7 +26,7 @@ class Iteration:
     along `kept` and `reduced` to one value along `kept`; each result has the former or the latter.
     """
 
-    extents: dict[str, Extent]  # of every index, in the order in which the inputs name them
+    extents: dict[str, Size]  # of every index, in the order in which the inputs name them
     indices: dict[str, Labels]
     kept: tuple[str, ...]  # in the order of the last result's dims
     reduced: tuple[str, ...]
@@ -53,7 +53,7 @@ def iteration(kernel: Kernel) -> Iteration:
                     if first(dims[0]) != first(other):
                         same[first(other)] = first(dims[0])
         types[op.result.name] = op.result.type
-    extents: dict[str, Extent] = {}
+    extents: dict[str, Size] = {}
     indices: dict[str, Labels] = {}
     for name, type in types.items():
         own = [None if extent == ONE else "{}.{}".format(*first((name, i))) for i, extent in enumerate(type.shape)]
@@ -77,7 +77,7 @@ def _joined(op: Op, types: dict[str, TensorType]) -> list[list[Dim]]:
     return list(by_label.values())
 
 
-def _checked(extents: dict[str, Extent], indices: dict[str, Labels], kernel: Kernel) -> Iteration:
+def _checked(extents: dict[str, Size], indices: dict[str, Labels], kernel: Kernel) -> Iteration:
     reduced: set[str] = set()
     for op in kernel.ops:
         gone = reduced_indices(op, indices)

@@ -8,28 +8,28 @@ from collections.abc import Callable
 from hostweave.base.errors import ProgramError
 from hostweave.check.operations import failure, instruction_text
 from hostweave.host_ir import ir
-from hostweave.host_ir.expr import OPERATORS, Binary, Const, Coordinate, Expr, Rank, Size, Var
+from hostweave.host_ir.expr import OPERATORS, Binary, Const, Coordinate, Expr, Rank, Symbol, Var
 from hostweave.types.rank_sizes import Sizes
-from hostweave.types.size import Extent
+from hostweave.types.size import Size, bound
 
 Environment = dict[str, int]  # values of loop indices and lets, and the rank's coordinates as "rank.x"
 
 
-def size_of(program: ir.HostProgram, sizes: Sizes, extent: Extent, instruction: ir.Instruction | None) -> int:
+def size_of(program: ir.HostProgram, sizes: Sizes, extent: Size, instruction: ir.Instruction | None) -> int:
     def wrong(what: str) -> ProgramError:
         where = f"{instruction_text(instruction)}: " if instruction else ""
         return failure(program, f"{where}{what}", instruction)
 
     try:
-        bound = extent.bind(sizes)
+        value = extent.bind(sizes)
     except ValueError as error:
         raise wrong(f"{error}: choose sizes that it divides") from None
     except KeyError as error:
         wanted = ", ".join(program.symbols())
         raise failure(program, f"the size {error.args[0]} is not given: give one for each of {wanted}") from None
-    if bound < 0:
-        raise wrong(f"{extent} is {bound}: choose sizes that leave room for it")
-    return bound
+    if value < 0:
+        raise wrong(f"{extent} is {value}: choose sizes that leave room for it")
+    return value
 
 
 def compiled(expr: Expr, sizes: Sizes) -> Callable[[Environment], int]:
@@ -37,9 +37,9 @@ def compiled(expr: Expr, sizes: Sizes) -> Callable[[Environment], int]:
     match expr:
         case Const(value):
             return lambda _: value
-        case Size(name):
-            bound = sizes[name]
-            return lambda _: bound
+        case Symbol(size):
+            value = bound(size, sizes)
+            return lambda _: value
         case Var(name):
             return operator.itemgetter(name)
         case Coordinate(axis):

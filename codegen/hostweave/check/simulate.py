@@ -20,7 +20,7 @@ from hostweave.host_ir.calls import dedupe_functions, inlined
 from hostweave.host_ir.expr import Const, Expr, on_sizes_alone
 from hostweave.types.mesh import Mesh
 from hostweave.types.rank_sizes import RankSizes, Sizes
-from hostweave.types.size import Extent, part_of
+from hostweave.types.size import LocalSize, Size
 from hostweave.types.tensor import BufferType
 
 MAX_STEPS = 2**16  # of the loops of one rank
@@ -31,14 +31,14 @@ def instantiate(program: ir.HostProgram, sizes: Sizes) -> Instances:
 
     Raises ProgramError where a size does not divide, or an index, a peer or a root is out of range.
     """
-    named = dict.fromkeys(name for extent in extents(dedupe_functions(program)) for name in extent.names)
-    parts = [name for name in named if part_of(name)]
+    atoms = dict.fromkeys(atom for extent in extents(dedupe_functions(program)) for atom in extent.atoms)
+    parts = [atom for atom in atoms if isinstance(atom, LocalSize)]
     program = inlined(program)
     bound: dict[tuple[int, ...], tuple[_Binder, list[Step]]] = {}  # one for all ranks that hold as much
     held, roots, ranks = [], [], []
     for rank in range(program.mesh.size):
         held.append(RankSizes(sizes, program.mesh, rank))
-        key = tuple(size_of(program, held[-1], Extent(1, (name,)), None) for name in parts)
+        key = tuple(size_of(program, held[-1], Size(1, (part,)), None) for part in parts)
         if key not in bound:
             binder = _Binder(program, held[-1])
             bound[key] = binder, binder.body(program.body)
@@ -114,7 +114,7 @@ class _Binder:
         self.program = program
         self.mesh = program.mesh  # of the `on` body around
         self.sizes = sizes
-        self.bound: dict[Extent, int] = {}
+        self.bound: dict[Size, int] = {}
         self.types: dict[str, BufferType] = {}
         self.layouts: dict[str, Layout] = {}
         self.roots: dict[str, Root] = {}
@@ -131,7 +131,7 @@ class _Binder:
         strides = tuple(self.size(extent, instruction) for extent in ir.strides_of(buffer))
         self.types[name], self.layouts[name] = buffer, layout(buffer.dtype, shape, strides)
 
-    def size(self, extent: Extent, instruction: ir.Instruction | None) -> int:
+    def size(self, extent: Size, instruction: ir.Instruction | None) -> int:
         bound = self.bound.get(extent)
         if bound is None:
             bound = self.bound[extent] = size_of(self.program, self.sizes, extent, instruction)
@@ -304,7 +304,7 @@ def _blocks(b: _Binder, i: ir.SendBlocks | ir.RecvBlocks) -> Callable[[_Run], tu
     """A send or recv for every route of a rank."""
     sends = isinstance(i, ir.SendBlocks)
     name, whole = (i.src, b.layouts[i.src]) if isinstance(i, ir.SendBlocks) else (i.dst, b.layouts[i.dst])
-    held = b.size(Extent(whole.count, (), i.count), i)
+    held = b.size(Size(whole.count, (), i.count), i)
     block = layout(whole.dtype, (held,), (1,))
     mesh, axes = _resolved(b, i.axes)
     parts: dict[int, list[tuple[ir.Instruction, int, int]]] = {}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from math import gcd, lcm, prod
+from math import gcd, lcm
 
 from hostweave.host_ir import ir
 from hostweave.host_ir.calls import dedupe_functions
 from hostweave.host_ir.size_requirements import Walk, not_negative, trip_counts, types_in
-from hostweave.types.size import Extent, is_sum
+from hostweave.types.size import Size, Sum
 
 Steps = dict[str, tuple[int, int]]  # for every size: what it is a multiple of, or 0 where it is as it is, and the least that it may be
 
@@ -36,7 +36,7 @@ def usual_sizes(program: ir.HostProgram, given: Mapping[str, int]) -> dict[str, 
 
 def _steps(program: ir.HostProgram, evenly: bool) -> Steps:
     loops = [i for i in ir.walk(program.body) if isinstance(i, ir.For)]
-    walked = {name for loop in loops for name in loop.count.names}
+    walked = {name for loop in loops for name in loop.count.factors}
     twice = 2 * max((pool.count for pool in program.streams), default=1) + 1
     sizes = dict.fromkeys(program.symbols(), 1)
     needed = set(extents(program, ir.walk if evenly else ir.walk_at_any_size))
@@ -45,13 +45,12 @@ def _steps(program: ir.HostProgram, evenly: bool) -> Steps:
         needed.update(dim.extent // mesh.size_of(dim.axes) for dim in parameter.type.dims)
     for kernel in program.kernels:
         needed.update(extent for op in kernel.ops for extent in op.result.type.shape)
-    for extent in sorted(needed, key=lambda e: (len(e.names), e.names, e.divisor)):
-        if not set(extent.names) <= sizes.keys():
+    for extent in sorted(needed, key=lambda e: (len(e.factors), tuple(map(str, e.factors)), e.divisor)):
+        if not set(extent.factors) <= sizes.keys():
             continue  # parts and blocks are whole at any size
-        total = extent.coefficient * prod(sizes[name] for name in extent.names)
-        if extent.names and total % extent.divisor:
+        if extent.factors and (extent * extent.divisor).bind(sizes) % extent.divisor:
             # A multiple of the divisor always serves, and for a name that stands alone nothing less does.
-            sizes[extent.names[0]] = lcm(sizes[extent.names[0]], extent.divisor // gcd(extent.divisor, extent.coefficient))
+            sizes[extent.symbols[0]] = lcm(sizes[extent.symbols[0]], extent.divisor // gcd(extent.divisor, extent.coefficient))
     least = {name: twice if name in walked else 2 for name in sizes}
     return {name: (size, size * -(-least[name] // size)) for name, size in sizes.items()}
 
@@ -63,7 +62,7 @@ MOST_TRIES = 2**14  # in a search
 def _with_room(program: ir.HostProgram, sizes: Steps) -> dict[str, int] | None:
     """Sizes that slices and sums of sizes allow, each from its least on by its step; None where none are found."""
     wanted = [(extent, 0) for extent in not_negative(program)]
-    wanted += [(extent, 1) for extent in extents(program) if any(map(is_sum, extent.names))]
+    wanted += [(extent, 1) for extent in extents(program) if any(isinstance(factor, Sum) for factor in extent.factors)]
     wanted = [(extent, least) for extent, least in wanted if set(extent.symbols) <= sizes.keys()]  # parts go by the rank
     return next(filter(None, (_Search(sizes, wanted, steps).found() for steps in MOST_STEPS)), None)
 
@@ -71,11 +70,11 @@ def _with_room(program: ir.HostProgram, sizes: Steps) -> dict[str, int] | None:
 class _Search:
     """One size after the other, each taken back where those behind it do not fit."""
 
-    def __init__(self, sizes: Steps, wanted: list[tuple[Extent, int]], steps: int):
+    def __init__(self, sizes: Steps, wanted: list[tuple[Size, int]], steps: int):
         self.sizes, self.names, self.steps = sizes, list(sizes), steps
         self.chosen: dict[str, int] = {}
         self.tries = 0
-        self.decided: dict[str, list[tuple[Extent, int]]] = {name: [] for name in sizes}  # by the last size of each extent
+        self.decided: dict[str, list[tuple[Size, int]]] = {name: [] for name in sizes}  # by the last size of each extent
         for extent, least in dict.fromkeys(wanted):
             if extent.symbols:
                 self.decided[max(extent.symbols, key=self.names.index)].append((extent, least))
@@ -106,13 +105,13 @@ def sizes_to_check(program: ir.HostProgram) -> Iterator[dict[str, int]]:
     if program.uneven:
         steps = dict.fromkeys(program.uneven, 1)
         for extent in extents(program, ir.walk_at_any_size):
-            if len(extent.symbols) == 1 and extent.symbols[0] in steps:
-                steps[extent.symbols[0]] = lcm(steps[extent.symbols[0]], extent.divisor)
+            if len(extent.atoms) == 1 and (name := extent.atoms[0]) in steps and isinstance(name, str):
+                steps[name] = lcm(steps[name], extent.divisor)
         uneven = {name: (steps.get(name, 0), size + steps.get(name, 0)) for name, size in least.items()}
         yield _with_room(program, uneven) or least
 
 
-def extents(program: ir.HostProgram, walk: Walk = ir.walk) -> Iterator[Extent]:
+def extents(program: ir.HostProgram, walk: Walk = ir.walk) -> Iterator[Size]:
     """Everything about the program's memory and loops that must be whole."""
     for parameter in (*program.inputs, *program.outputs):
         yield from parameter.type.shape

@@ -55,7 +55,7 @@ def _compare(program: Any, fusion: Fusion, size: int) -> float:
     from hostweave.types.numpy_dtypes import numpy_dtype
     from hostweave.types.shards import block_of
 
-    names = {name for value in fusion.inputs for extent in value.type.shape for name in extent.names}
+    names = {name for value in fusion.inputs for extent in value.type.shape for name in extent.symbols}
     sizes = dict.fromkeys(names, size * fusion.mesh.size)
     random = np.random.default_rng(0)
     arrays = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from math import prod
 
 from hostweave.base.errors import Location
@@ -14,7 +13,7 @@ from hostweave.host_ir import ir
 from hostweave.host_ir.calls import inlined
 from hostweave.host_ir.expr import divisibility
 from hostweave.types.rank_sizes import RankSizes, Sizes
-from hostweave.types.size import Extent
+from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 
 MUCH = 0.1  # of the bytes of a rank's inputs and outputs
@@ -82,6 +81,6 @@ def _bytes(type: BufferType, sizes: Sizes) -> int:
     return prod(_elements(extent, sizes) for extent in type.shape) * type.dtype.itemsize
 
 
-def _elements(extent: Extent, sizes: Sizes) -> int:
+def _elements(extent: Size, sizes: Sizes) -> int:
     """At these sizes, rounded down where it is a quotient that does not divide."""
-    return replace(extent, divisor=1).bind(sizes) // extent.divisor
+    return (extent * extent.divisor).bind(sizes) // extent.divisor

@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from hostweave.emit import program_views
 from hostweave.emit.cpp import CUDA_TYPES, CppExprPrinter
 from hostweave.emit.instructions import Emitter
-from hostweave.emit.parts import part, part_names, whole
+from hostweave.emit.parts import part_view, parts_of
 from hostweave.host_ir import ir
 from hostweave.host_ir.size_requirements import not_empty, not_negative
-from hostweave.types.rank_sizes import mesh_of_part
-from hostweave.types.size import Extent, is_sum, part_of
+from hostweave.types.size import Atom, LocalSize, Size, Sum
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,8 @@ class _Binding:
 
 def inputs_of(program: ir.HostProgram, emitter: Emitter) -> tuple[program_views.Argument, ...]:
     """The inputs in order: each tells the sizes that those before it do not."""
-    known = {name for name in part_names(program) if whole(name).is_int}
+    parts = parts_of(program)
+    known: set[Atom] = {part for part in parts if part.size.is_int}
     result = []
     for parameter in program.inputs:
         bindings: list[_Binding] = []
@@ -39,27 +39,25 @@ def inputs_of(program: ir.HostProgram, emitter: Emitter) -> tuple[program_views.
                 bindings.append(binding)
         result.append(argument(program, parameter, emitter, known, bindings))
         for binding in bindings:
-            known.update((binding.name, *(name for name in part_names(program) if str(whole(name)) == binding.name)))
+            known.update((binding.name, *(part for part in parts if part.size.name == binding.name)))
     return tuple(result)
 
 
-def _binding(program: ir.HostProgram, dim: int, extent: Extent) -> _Binding | None:
+def _binding(program: ir.HostProgram, dim: int, extent: Size) -> _Binding | None:
     """What a local extent such as `M/8` or `part(M, x)` tells."""
-    if len(extent.names) != 1 or extent.coefficient != 1:
-        return None
-    if held := part_of(extent.names[0]):
-        size, axes, _ = held
-        ranks = mesh_of_part(extent.names[0], program.mesh).size_of(axes)
-        return None if size.is_int else _Binding(str(size), dim, ranks, from_whole=True)
-    return _Binding(extent.names[0], dim, extent.divisor)
+    part = extent.factor
+    if isinstance(part, LocalSize) and part.size.name:
+        return _Binding(part.size.name, dim, part.ranks_in(program.mesh), from_whole=True)
+    name = (extent * extent.divisor).name
+    return _Binding(name, dim, extent.divisor) if name else None
 
 
 def argument(
-    program: ir.HostProgram, parameter: ir.Parameter, emitter: Emitter, known: set[str], bindings: list[_Binding] | None = None
+    program: ir.HostProgram, parameter: ir.Parameter, emitter: Emitter, known: set[Atom], bindings: list[_Binding] | None = None
 ) -> program_views.Argument:
     type, integers = program.local_type(parameter), emitter.integers
     field = emitter.buffers[parameter.name].text
-    is_open = [not set(extent.symbols) <= known for extent in type.shape]
+    is_open = [not set(extent.atoms) <= known for extent in type.shape]
     return program_views.Argument(
         name=parameter.name,
         field=field,
@@ -87,7 +85,7 @@ def _size(program: ir.HostProgram, binding: _Binding, field: str, integers: CppE
         name=integers.sizes[binding.name],
         value=dim,
         divisor=1 if is_multiple else multiple,
-        parts=tuple(part(program, integers, name) for name in part_names(program) if str(whole(name)) == binding.name),
+        parts=tuple(part_view(program, integers, part) for part in parts_of(program) if part.size.name == binding.name),
     )
 
 
@@ -97,6 +95,6 @@ def requirements_of(program: ir.HostProgram, integers: CppExprPrinter) -> Iterat
         yield f'hw::expect_room("{str(extent).strip("()")}", {integers.alone(extent)})'
     for kind, extent in not_empty(program):
         yield f'hw::expect_elements("{kind}", "{str(extent).strip("()")}", {integers.alone(extent)})'
-    for name, multiple in integers.multiples.items():
-        if is_sum(name) and multiple > 1:
-            yield f'hw::expect_divisible("{name.strip("()")}", {integers.sum(name).strip("()")}, {multiple})'
+    for size, multiple in integers.multiples.items():
+        if isinstance(size, Sum) and multiple > 1:
+            yield f'hw::expect_divisible("{str(size).strip("()")}", {integers.sum(size).strip("()")}, {multiple})'

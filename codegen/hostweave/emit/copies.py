@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hostweave.emit.kernel_loops import ONE, Dim, merged
 from hostweave.fusion_ir.ir import Op, Value
 from hostweave.host_ir import ir
-from hostweave.types.size import Extent
+from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType, TensorType
 from hostweave.types.tensor import Dim as TensorDim
 
@@ -16,10 +16,10 @@ from hostweave.types.tensor import Dim as TensorDim
 class Rows:
     """A copy of rows of contiguous elements, whose beginnings lie `pitch` elements apart."""
 
-    rows: Extent
-    elements: Extent
-    src_pitch: Extent
-    dst_pitch: Extent
+    rows: Size
+    elements: Size
+    src_pitch: Size
+    dst_pitch: Size
 
 
 def copied(src: BufferType, dst: BufferType) -> Rows | None:

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from math import gcd, lcm
 
 from hostweave.base.errors import ProgramError
-from hostweave.host_ir.expr import OPERATORS, Binary, Const, Coordinate, Expr, Rank, Size, Var
+from hostweave.host_ir.expr import OPERATORS, Binary, Const, Coordinate, Expr, Rank, Symbol, Var
 from hostweave.host_ir.ir import Instruction
 from hostweave.types.mesh import Mesh
-from hostweave.types.size import Extent, is_sum, terms_of
+from hostweave.types.size import Atom, Factor, Size, Sum
 from hostweave.types.tensor import DType
 
 Place = tuple[Mesh, str]  # along an axis of a mesh
@@ -90,8 +90,8 @@ class CppExprPrinter:
     """
 
     mesh: Mesh
-    sizes: Mapping[str, str]
-    multiples: Mapping[str, int]
+    sizes: Mapping[Atom, str]
+    multiples: Mapping[Factor, int]
     variables: dict[str, str] = field(default_factory=dict)
     coordinates: dict[Place, str] = field(default_factory=dict)
     ranges: dict[str, Range] = field(default_factory=dict)  # of variables
@@ -104,48 +104,48 @@ class CppExprPrinter:
     # --- sizes ---
 
     @contextmanager
-    def knowing(self, divisors: Iterable[tuple[str, int]]) -> Iterator[None]:
+    def knowing(self, divisors: Iterable[tuple[Atom, int]]) -> Iterator[None]:
         """Inside, these divide sizes too."""
         before = self.multiples
         self.multiples = {**before, **{name: lcm(before.get(name, 1), divisor) for name, divisor in divisors}}
         yield
         self.multiples = before
 
-    def extent(self, extent: Extent) -> str:
+    def extent(self, extent: Size) -> str:
         """`M / 8 * 3 * (K / 4)`: exact from left to right, because each division is."""
         factors: list[str] = []
         divisor = extent.divisor
         order = list(self.sizes)
-        for name in sorted(extent.names, key=lambda name: order.index(Extent(1, (name,)).symbols[0])):
-            own = gcd(divisor, self.multiples.get(name, 1))
+        for factor in sorted(extent.factors, key=lambda factor: order.index((factor.atoms if isinstance(factor, Sum) else (factor,))[0])):
+            own = gcd(divisor, self.multiples.get(factor, 1))
             divisor //= own
-            size = self.sum(name) if is_sum(name) else self.sizes[name]
+            size = self.sum(factor) if isinstance(factor, Sum) else self.sizes[factor]
             text = f"{size} / {own}" if own > 1 else size
             factors.append(f"({text})" if own > 1 and factors else text)
         if extent.coefficient != 1 or not factors:
             factors.insert(" / " in factors[0] if factors else 0, str(extent.coefficient))
         return " * ".join(factors) + (f" / {divisor}" if divisor > 1 else "")
 
-    def sum(self, name: str) -> str:
+    def sum(self, factor: Sum) -> str:
         """`(M + N)`"""
         text = ""
-        for sign, term in terms_of(name):
-            text += (f" {'+' if sign > 0 else '-'} " if text else "" if sign > 0 else "-") + self.factor(term)
+        for term in factor.terms:
+            is_added = term.coefficient > 0
+            text += (f" {'+' if is_added else '-'} " if text else "" if is_added else "-") + self.factor(term if is_added else -1 * term)
         return f"({text})"
 
-    def factor(self, extent: Extent) -> str:
+    def factor(self, extent: Size) -> str:
         """An extent that something is multiplied with."""
         text = self.extent(extent)
-        is_one = " " not in text or (extent.divisor == extent.coefficient == len(extent.names) and is_sum(extent.names[0]))
-        return text if is_one else f"({text})"
+        return text if " " not in text or isinstance(extent.factor, Sum) else f"({text})"
 
-    def extents(self, extents: Iterable[Extent]) -> str:
+    def extents(self, extents: Iterable[Size]) -> str:
         return "{" + ", ".join(map(self.alone, extents)) + "}"
 
-    def alone(self, extent: Extent) -> str:
+    def alone(self, extent: Size) -> str:
         """An extent that stands between commas: a sum goes without parentheses."""
         text = self.extent(extent)
-        return text[1:-1] if extent.coefficient == extent.divisor == 1 and len(extent.names) == 1 and is_sum(extent.names[0]) else text
+        return text[1:-1] if isinstance(extent.factor, Sum) else text
 
     # --- integers ---
 
@@ -193,8 +193,8 @@ class CppExprPrinter:
                 return self.place(axis)
             case Rank():
                 return self.rank()
-            case Size(name):
-                return self.sizes[name]
+            case Symbol(size):
+                return self.sizes[size]
             case Binary("%", left, right):
                 return self._remainder(left, right)
             case Binary("/", left, right):
@@ -208,14 +208,14 @@ class CppExprPrinter:
                 return f"{self._operand(left, precedence)} {op} {self._operand(right, precedence + 1)}"
         raise TypeError(f"not an expression: {expr!r}")
 
-    def times(self, expr: Expr, extent: Extent) -> str:
+    def times(self, expr: Expr, extent: Size) -> str:
         """`p * (M / 8 * K)`, or nothing for 0."""
-        if expr == Const(0) or extent == Extent(0):
+        if expr == Const(0) or extent == Size(0):
             return ""
         if isinstance(expr, Const):
             return self.extent(extent * expr.value)
         index = self.expr(expr)
-        if extent == Extent():
+        if extent == Size():
             return index
         return f"{f'({index})' if isinstance(expr, Binary) else index} * {self.factor(extent)}"
 
@@ -247,7 +247,7 @@ class CppExprPrinter:
                 return 0, self.mesh.axis_size(axis) - 1
             case Rank():
                 return 0, self.program.size - 1
-            case Size():
+            case Symbol():
                 return 0, None
             case Binary(op, left, right):
                 return _combined(op, self.range(left), self.range(right))

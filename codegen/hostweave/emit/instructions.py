@@ -18,7 +18,7 @@ from hostweave.host_ir import ir
 from hostweave.host_ir.expr import Const, Coordinate, Expr, divisibility
 from hostweave.host_ir.text import print_instruction
 from hostweave.types.routes import Route
-from hostweave.types.size import Extent, product
+from hostweave.types.size import Size, product
 from hostweave.types.tensor import BufferType, DType
 
 Moved = ir.Select | ir.Chunk | ir.Slice | ir.Strided  # views that begin elsewhere
@@ -82,9 +82,9 @@ class Emitter:
     def bytes(self, name: str) -> str:
         return self.in_bytes(product(self.type_of(name).shape), self.type_of(name).dtype)
 
-    def in_bytes(self, elements: Extent, dtype: DType) -> str:
+    def in_bytes(self, elements: Size, dtype: DType) -> str:
         size = f"sizeof({dtype.cpp})"
-        return size if elements == Extent() else f"{self.integers.extent(elements)} * {size}"
+        return size if elements == Size() else f"{self.integers.extent(elements)} * {size}"
 
     def channel(self, axes: ir.Axes) -> str:
         """The channel of a channel."""
@@ -144,7 +144,7 @@ class Emitter:
         chunk = ir.view_type(i, self.type_of(i.src)).shape[i.dim]
         return self.view_at(views.Chunk, i, i.index, chunk * ir.strides_of(self.type_of(i.src))[i.dim])
 
-    def view_at(self, kind: type[views.Select], i: Moved, index: Expr, step: Extent) -> views.Select | None:
+    def view_at(self, kind: type[views.Select], i: Moved, index: Expr, step: Size) -> views.Select | None:
         """The pointer that lies `index` steps further, or nothing to do for index 0."""
         if index == Const(0):
             self.define(i, self.buffers[i.src].text)
@@ -288,10 +288,10 @@ class Emitter:
         block = product(self.type_of(i.dst).shape)
         return self.grouped(views.Scatter(**self.blocks(i.src, i.dst, i.axes, block), root=self.integers.expr(i.root)), last)
 
-    def blocks(self, src: str, dst: str, axes: ir.Axes, block: Extent) -> dict[str, str]:
+    def blocks(self, src: str, dst: str, axes: ir.Axes, block: Size) -> dict[str, str]:
         """A collective that walks the ranks of its channel and sends or receives a block of each."""
         peer = self.names.of("peer", "rank of a channel")
-        offset = peer if block == Extent() else f"{peer} * {self.integers.factor(block)}"
+        offset = peer if block == Size() else f"{peer} * {self.integers.factor(block)}"
         common = self.collective(src, dst, axes)
         return {**common, "count": self.integers.extent(block), "dtype": self.moved(src), "peer": peer, "offset": offset}
 

@@ -10,10 +10,10 @@ from hostweave.analysis.kernel_indices import Iteration, reduced_indices
 from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.names import Names
 from hostweave.host_ir import ir
-from hostweave.types.size import Extent, product
+from hostweave.types.size import Size, product
 from hostweave.types.tensor import BufferType
 
-ZERO, ONE = Extent(0), Extent()
+ZERO, ONE = Size(0), Size()
 SMALL = 32  # terms that one thread adds up alone although they lie side by side
 ACCESS = 16  # bytes that a thread reads or writes at once
 WARP = 32  # threads
@@ -74,8 +74,8 @@ ROWS = (BY_ROW, BY_ANY_ROW, BY_SHORT_ROW)
 class Dim:
     """One dim of the loops: its extent, and how far apart its elements lie in each place: inputs, results, indices."""
 
-    extent: Extent
-    strides: tuple[Extent, ...]
+    extent: Size
+    strides: tuple[Size, ...]
     position: int = 0  # among the dims of the operands: indices are named in this order
     indices: tuple[str, ...] = ()  # of the iteration, that it stands for
 
@@ -128,9 +128,9 @@ class Loops:
 
     # --- dims ---
 
-    def lie(self, named: Sequence[str]) -> dict[str, dict[str, Extent]]:
+    def lie(self, named: Sequence[str]) -> dict[str, dict[str, Size]]:
         """How far apart neighbours along each index are: in every input and result, and in the values that are indices."""
-        places: dict[str, dict[str, Extent]] = {}
+        places: dict[str, dict[str, Size]] = {}
         for name, (place, buffer) in zip(named, self.memory.items(), strict=True):
             own = zip(self.walked.indices[name], ir.strides_of(buffer), strict=True)
             places[place] = {index: stride for index, stride in own if index is not None}
@@ -163,7 +163,7 @@ class Loops:
         self.names = {dim: names.of(letter, "index") for letter, dim in zip(letters, order, strict=False)}
         self.element = self.names[self.kept[0]] if len(self.kept) == 1 else names.of("element", "index")
 
-    def stride(self, place: str, dim: Dim) -> Extent:
+    def stride(self, place: str, dim: Dim) -> Size:
         return dim.strides[list(self.places).index(place)]
 
     # --- who walks what ---
@@ -187,7 +187,7 @@ class Loops:
             width //= 2
         return width
 
-    def divided(self) -> list[Extent]:
+    def divided(self) -> list[Size]:
         """What the number of neighbours that a thread takes has to divide: how many there are, and how far apart rows of them lie."""
         others = [dim for dim in (*self.kept, *self.reduced) if dim != self.along]
         rows = [self.stride(place, dim) for dim in others for place in self.memory if place in self.packed]
@@ -243,7 +243,7 @@ class Loops:
             count=self.count,
             number=number,
             walk=walk and f"<{walk}>",
-            together=self.integers.extent(product((*(dim.extent for dim in self.kept), Extent(self.row_threads)))),
+            together=self.integers.extent(product((*(dim.extent for dim in self.kept), Size(self.row_threads)))),
             index=self.names[self.reduced[-1]] if self.reduced else "",
             length=self.integers.extent(self.reduced[-1].extent) if self.reduced else "",
             row=self.row,
@@ -333,7 +333,7 @@ class Loops:
     def reduced_count(self) -> str:
         return self.integers.extent(product(tuple(dim.extent for dim in self.reduced)))
 
-    def terms(self, place: str) -> list[tuple[str, Extent]]:
+    def terms(self, place: str) -> list[tuple[str, Size]]:
         """The indices that lead to an element, with their strides."""
         number = list(self.places).index(place)
         kept = [(self.element, ONE)] if self.is_linear(number) else [(self.names[dim], dim.strides[number]) for dim in self.kept]
@@ -357,7 +357,7 @@ class Loops:
         moved = [(f"({index} + {self.lane})" if stride != ONE else f"{index} + {self.lane}", stride) for index, stride in terms]
         return self.sum_of([new if old[0] in along else old for old, new in zip(terms, moved, strict=True)])
 
-    def sum_of(self, terms: Sequence[tuple[str, Extent]]) -> str:
+    def sum_of(self, terms: Sequence[tuple[str, Size]]) -> str:
         wide = [f"{index} * {self.integers.factor(stride)}" for index, stride in terms if stride != ONE]
         return " + ".join([*wide, *(index for index, stride in terms if stride == ONE)]) or "0"
 
@@ -382,6 +382,6 @@ class Loops:
         text = self.element if inner == ONE else f"{self.element} / {self.divisor(inner)}"
         return text if i == 0 else f"{text} % {self.divisor(self.kept[i].extent)}"
 
-    def divisor(self, extent: Extent) -> str:
+    def divisor(self, extent: Size) -> str:
         """Of an element's number, in its type."""
         return self.integers.factor(extent) if extent.is_int or self.number != "Index" else f"Index({self.integers.extent(extent)})"

@@ -108,7 +108,7 @@ class _Emitter:
     @property
     def sizes(self) -> tuple[str, ...]:
         dims = (*self.loops.kept, *self.loops.reduced)
-        used = {name for dim in dims for extent in (dim.extent, *dim.strides) for name in extent.symbols}
+        used = {name for dim in dims for extent in (dim.extent, *dim.strides) for name in extent.atoms}
         return tuple(text for name, text in self.integers.sizes.items() if name in used)
 
     def functions(self) -> set[str]:

@@ -13,7 +13,7 @@ from hostweave.emit.parts import multiples
 from hostweave.host_ir.calls import dedupe_functions
 from hostweave.host_ir.ir import HostProgram, Parameter
 from hostweave.types.mesh import Mesh
-from hostweave.types.size import is_sum
+from hostweave.types.size import Factor
 
 SIZE = 64  # of every symbolic dim, where the user gives no other: the next multiple that the program takes
 RANK = "r"
@@ -135,17 +135,17 @@ def executable_of(program: str) -> str:
     return f"{program}_program" if program in _OF_CMAKE else program
 
 
-def _divisors(program: HostProgram) -> dict[str, int]:
+def _divisors(program: HostProgram) -> dict[Factor, int]:
     """What divides the sizes that main.cpp takes: there all ranks hold as much, also where the program would take less."""
     result = multiples(program)
     for parameter in (*program.inputs, *program.outputs):
         for dim in parameter.type.dims:
             ranks = parameter.type.mesh_in(program.mesh).size_of(dim.axes)
-            if dim.extent.is_int and int(dim.extent) % ranks:
+            if dim.extent.is_uneven(ranks, ()):
                 padded = -(-int(dim.extent) // ranks) * ranks
                 raise ProgramError(f"export: %{parameter.name}: main.cpp shares dim {dim} evenly by {ranks} ranks; pad it to {padded}")
-            if len(dim.extent.names) == 1 and not is_sum(dim.extent.names[0]):
-                result[dim.extent.names[0]] = lcm(result.get(dim.extent.names[0], 1), ranks)
+            if len(dim.extent.factors) == 1 and isinstance(name := dim.extent.factors[0], str):
+                result[name] = lcm(result.get(name, 1), ranks)
     return result
 
 

@@ -15,18 +15,19 @@ from hostweave.emit.instructions import CALLER, Emitter
 from hostweave.emit.kernels import C_FUNCTIONS
 from hostweave.emit.meshes import RANK, coordinate, is_run, membership
 from hostweave.emit.names import Names, is_reserved
-from hostweave.emit.parts import multiples, part, part_name, part_names, whole
+from hostweave.emit.parts import multiples, part_name, part_view, parts_of
 from hostweave.emit.shared import WORKSPACE, Shared
 from hostweave.fusion_ir.user_kernel import Source
 from hostweave.host_ir import ir
 from hostweave.host_ir.calls import bodies, dedupe_functions
+from hostweave.types.size import Atom
 
 
 def program_view(program: ir.HostProgram) -> program_views.Program:
     """Everything that the generated sources say. Raises ProgramError for what has no C++."""
     names, flat = Names(taken=map(_function_of, program.sources)), dedupe_functions(program)
-    sizes = {name: names.of(name, "size", C_FUNCTIONS) for name in program.symbols()}
-    sizes |= {name: names.of(part_name(name, program.mesh), "size") for name in part_names(flat)}
+    sizes: dict[Atom, str] = {name: names.of(name, "size", C_FUNCTIONS) for name in program.symbols()}
+    sizes |= {part: names.of(part_name(part), "size") for part in parts_of(flat)}
     integers = CppExprPrinter(program.mesh, sizes, multiples(flat))
     shared = Shared(program, names, integers)
     functions = tuple(_function(block, shared) for block in bodies(program)[:-1])
@@ -44,7 +45,7 @@ def program_view(program: ir.HostProgram) -> program_views.Program:
         inputs=inputs,
         outputs=outputs,
         sizes=tuple(sizes.values()),
-        parts=tuple(part(program, integers, name) for name in part_names(flat) if whole(name).is_int),
+        parts=tuple(part_view(program, integers, part) for part in parts_of(flat) if part.size.is_int),
         flags=tuple(program_views.Flag(member, membership(mesh, program.mesh.size), str(mesh)) for mesh, member in shared.flags.items()),
         coordinates=_coordinates(integers, body),
         routes=tuple(shared.routes.values()),
@@ -139,7 +140,7 @@ def _headers(shared: Shared) -> tuple[str, ...]:
 def _source_headers(flat: ir.HostProgram, shared: Shared) -> tuple[str, ...]:
     """What program.cpp includes for its calls."""
     has_group = any(isinstance(i, ir.GROUPED) for i in ir.walk(flat.body))
-    has_parts = bool(part_names(flat))
+    has_parts = bool(parts_of(flat))
     optional = (
         ("group.h", has_group),
         ("index.h", shared.integers.calls_runtime),

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hostweave.types.size import Extent
+from hostweave.types.size import Size
 
 Labels = tuple[str | None, ...]
-Shape = tuple[Extent, ...]
+Shape = tuple[Size, ...]
 
-ONE = Extent()
+ONE = Size()
 
 
 @dataclass(frozen=True)
@@ -136,10 +136,10 @@ def _group(source: Shape, target: Shape, i: int, j: int) -> tuple[list[int], lis
     return [n for n in left if source[n] != ONE], [n for n in right if target[n] != ONE], i, j
 
 
-def _larger(a: Extent, b: Extent) -> bool:
+def _larger(a: Size, b: Size) -> bool:
     """Whether a / b is known to be more than one. Names count as large."""
     ratio = a.divided_by(b)
-    return ratio is not None and (bool(ratio.names) or ratio.coefficient > ratio.divisor)
+    return ratio is not None and (bool(ratio.factors) or ratio.coefficient > ratio.divisor)
 
 
 def _numbered(shape: Shape, letter: str = "i") -> tuple[str, ...]:

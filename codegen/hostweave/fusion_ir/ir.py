@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from hostweave.base.errors import Location
 from hostweave.fusion_ir.user_kernel import Source
 from hostweave.types.mesh import Mesh
-from hostweave.types.size import Extent
+from hostweave.types.size import Size
 from hostweave.types.tensor import TensorType
 
 
@@ -45,7 +45,7 @@ class Stream:
     algorithm: str | None = None
     rotation: str | None = None
 
-    def too_many(self, extent: Extent) -> str:
+    def too_many(self, extent: Size) -> str:
         """Why it has too many steps over a dim of this extent, where that is known, or ""."""
         steps = self.chunks if self.chunks is not None else int(extent) if extent.is_int else 0
         return f"{steps} steps are more than {MAX_STEPS}, the most that a loop can have; give fewer chunks" if steps > MAX_STEPS else ""

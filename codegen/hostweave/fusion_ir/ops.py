@@ -12,7 +12,7 @@ from hostweave.fusion_ir.index_map import ONE, IndexMap
 from hostweave.fusion_ir.ir import Attribute, MeshAxes, Op, Scalar
 from hostweave.fusion_ir.philox import philox
 from hostweave.types.mesh import Mesh
-from hostweave.types.size import Extent, product
+from hostweave.types.size import Size, product
 from hostweave.types.tensor import Dim, DType, TensorType, bool_, f32, i64, u32
 
 Types = Sequence[TensorType]
@@ -169,7 +169,7 @@ def _reduction(*kinds: str) -> Callable[[Types, Op], TensorType]:
         (x,) = types
         _require(x, *kinds)
         axes = _axes(op, len(x.dims))
-        if op.kind in WITHOUT_IDENTITY and Extent(0) in [x.shape[axis] for axis in axes]:
+        if op.kind in WITHOUT_IDENTITY and Size(0) in [x.shape[axis] for axis in axes]:
             raise Mismatch(f"{x} has no elements along axis={axes}, of which there is no {op.kind}; reduce a dim that has some")
         if op.attribute("keepdims"):
             return TensorType(x.dtype, tuple(Dim(ONE if i in axes else e) for i, e in enumerate(x.shape)))
@@ -279,7 +279,7 @@ def _concat(types: Types, op: Op) -> TensorType:
         for i, (have, want) in enumerate(zip(other.shape, first.shape, strict=True)):
             if i != axis and have != want:
                 raise Mismatch(f"{first} and {other} differ in dim {i}; only dim {axis}, along which they are joined, may differ")
-    extent = Extent(0)
+    extent = Size(0)
     for type in types:
         extent = extent + type.shape[axis]
     return TensorType(dtype, tuple(Dim(extent if i == axis else e) for i, e in enumerate(first.shape)))
@@ -363,14 +363,14 @@ def _of_no_numpy(np: Any, *arrays: Any, **_: Any) -> Any:
     raise ArgumentError("kernel: NumPy does not know what the user's C++ computes; compare the program with a function of your own")
 
 
-def _shape_text(shape: tuple[Extent, ...]) -> str:
+def _shape_text(shape: tuple[Size, ...]) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
 
 # --- which indices it walks -------------------------------------------------------------------------------------------
 
 
-def _shapes(types: Types) -> list[tuple[Extent, ...]]:
+def _shapes(types: Types) -> list[tuple[Size, ...]]:
     return [type.shape for type in types]
 
 

@@ -218,10 +218,11 @@ def _scattered(source: TensorType, target: TensorType, program: Mesh) -> Iterato
 
 def _held(type: TensorType, mesh: Mesh, sizes: Mapping[str, int]) -> Fraction:
     """Elements that a rank holds."""
-    extents = type.local_shape(mesh)
-    return prod(
-        (Fraction(e.coefficient * prod(sizes.get(n, DEFAULT_SIZE) for n in e.names), e.divisor) for e in extents), start=Fraction(1)
-    )
+    held = Fraction(1)
+    for size in type.local_shape(mesh):
+        factors = (sizes.get(factor, DEFAULT_SIZE) if isinstance(factor, str) else DEFAULT_SIZE for factor in size.factors)
+        held *= Fraction(size.coefficient * prod(factors), size.divisor)
+    return held
 
 
 def _moves(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[ReshardStep]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from hostweave.base.errors import Location, ProgramError
 from hostweave.types.mesh import Mesh
-from hostweave.types.size import Extent, product
+from hostweave.types.size import Size, product
 from hostweave.types.tensor import BufferType, Dim, TensorType, f32
 from hostweave.types.text import Reader
 
@@ -99,12 +99,12 @@ def held(type: TensorType, mesh: Mesh, uneven: Sequence[str]) -> BufferType:
     return BufferType(type.dtype, type.local_shape(mesh, uneven))
 
 
-def held_of(dim: Dim, mesh: Mesh, uneven: Sequence[str]) -> Extent:
+def held_of(dim: Dim, mesh: Mesh, uneven: Sequence[str]) -> Size:
     """What a rank holds of a dim."""
     return TensorType(f32, (dim,)).local_shape(mesh, uneven)[0]
 
 
-def elements(source: Source, mesh: Mesh, uneven: Sequence[str]) -> Extent:
+def elements(source: Source, mesh: Mesh, uneven: Sequence[str]) -> Size:
     """What the blocks of a launch share."""
     return product(tuple(held_of(dim, mesh, uneven) for dim in source.grid))
 

@@ -15,7 +15,7 @@ from hostweave.host_ir import ir
 from hostweave.host_ir.dead_code import eliminate_dead_code
 from hostweave.host_ir.expr import Const, Expr
 from hostweave.types.mesh import Mesh
-from hostweave.types.size import Extent
+from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 
 View = ir.Select | ir.Chunk | ir.Slice | ir.Strided | ir.Reshape | ir.Permute
@@ -128,20 +128,20 @@ class Builder:
     def select(self, src: str, dim: int, index: Expr, wanted: str) -> str:
         return self._view(ir.Select("", src, dim, index), wanted)
 
-    def chunk(self, src: str, dim: int, index: Expr, count: Extent, wanted: str) -> str:
-        if count == Extent():
+    def chunk(self, src: str, dim: int, index: Expr, count: Size, wanted: str) -> str:
+        if count == Size():
             return src
         return self._view(ir.Chunk("", src, dim, index, count), wanted)
 
-    def slice(self, src: str, dim: int, extent: Extent, start: Expr, wanted: str) -> str:
+    def slice(self, src: str, dim: int, extent: Size, start: Expr, wanted: str) -> str:
         if extent == self.types[src].shape[dim]:
             return src
         return self._view(ir.Slice("", src, dim, extent, start), wanted)
 
-    def strided(self, src: str, dim: int, extent: Extent, start: Expr, step: int, wanted: str) -> str:
+    def strided(self, src: str, dim: int, extent: Size, start: Expr, step: int, wanted: str) -> str:
         return self._view(ir.Strided("", src, dim, extent, start, step), wanted)
 
-    def reshape(self, src: str, shape: tuple[Extent, ...], wanted: str) -> str:
+    def reshape(self, src: str, shape: tuple[Size, ...], wanted: str) -> str:
         if shape == self.types[src].shape:
             return src
         return self._view(ir.Reshape("", src, shape), wanted)
@@ -156,7 +156,7 @@ class Builder:
         self._permuted[name] = (src, order)
         return name
 
-    def split(self, src: str, dim: int, outer: Extent, wanted: str) -> str:
+    def split(self, src: str, dim: int, outer: Size, wanted: str) -> str:
         """Dim `dim` as two: `outer` blocks and what one holds."""
         shape = self.types[src].shape
         inner = shape[dim].divided_by(outer)
@@ -166,7 +166,7 @@ class Builder:
     def drop(self, src: str, dim: int, wanted: str) -> str:
         """The same without a dim of extent 1."""
         shape = self.types[src].shape
-        if shape[dim] == Extent():
+        if shape[dim] == Size():
             return self.reshape(src, shape[:dim] + shape[dim + 1 :], wanted)
         return self.select(src, dim, Const(0), wanted)
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hostweave.types.size import Atom, bound
+
 
 @dataclass(frozen=True)
 class Expr:
@@ -71,13 +73,13 @@ class Rank(Expr):
 
 
 @dataclass(frozen=True)
-class Size(Expr):
-    """A symbolic size."""
+class Symbol(Expr):
+    """A symbolic size: a name, `ceil(M/8)` or `part(M, x)`."""
 
-    name: str
+    size: Atom
 
     def __str__(self) -> str:
-        return self.name
+        return str(self.size)
 
 
 OPERATORS: dict[str, tuple[int, Callable[[Any, Any], int]]] = {  # precedence, meaning
@@ -147,8 +149,8 @@ def evaluate(expr: Expr, variables: Mapping[str, int], coordinates: Mapping[str,
             return coordinates[axis]
         case Rank():
             return coordinates[""]
-        case Size(name):
-            return sizes[name]
+        case Symbol(size):
+            return bound(size, sizes)
         case Binary(op, left, right):
             a, b = (evaluate(side, variables, coordinates, sizes) for side in (left, right))
             return int(OPERATORS[op][1](a, b))
@@ -160,7 +162,7 @@ def leaves(expr: Expr) -> list[Expr]:
     return leaves(expr.left) + leaves(expr.right) if isinstance(expr, Binary) else [expr]
 
 
-def divisibility(condition: Expr) -> tuple[tuple[str, int], ...]:
+def divisibility(condition: Expr) -> tuple[tuple[Atom, int], ...]:
     """The sizes and divisors of a condition such as `M % 8 == 0` or `M % 8 + K % 4 == 0`; none for any other."""
     match condition:
         case Binary("==", total, Const(0)):
@@ -168,10 +170,10 @@ def divisibility(condition: Expr) -> tuple[tuple[str, int], ...]:
     return ()
 
 
-def _divisors(total: Expr) -> tuple[tuple[str, int], ...] | None:
+def _divisors(total: Expr) -> tuple[tuple[Atom, int], ...] | None:
     match total:
-        case Binary("%", Size(name), Const(divisor)):
-            return ((name, divisor),)
+        case Binary("%", Symbol(size), Const(divisor)):
+            return ((size, divisor),)
         case Binary("+", left, right):
             first, second = _divisors(left), _divisors(right)
             return None if first is None or second is None else (*first, *second)

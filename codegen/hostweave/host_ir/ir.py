@@ -18,7 +18,7 @@ from hostweave.fusion_ir.user_kernel import Source
 from hostweave.host_ir.expr import Expr, divisibility
 from hostweave.types.mesh import Mesh
 from hostweave.types.routes import Route
-from hostweave.types.size import Extent
+from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType, TensorType
 
 T = TypeVar("T")
@@ -86,7 +86,7 @@ class Chunk(Instruction):
     src: Alias
     dim: int
     index: Expr
-    count: Extent
+    count: Size
     syntax = "%{out} = chunk %{src}[{dim}: {index} of {count}]"
 
 
@@ -97,7 +97,7 @@ class Slice(Instruction):
     out: Define
     src: Alias
     dim: int
-    extent: Extent
+    extent: Size
     start: Expr
     syntax = "%{out} = slice %{src}[{dim}: {extent} from {start}]"
 
@@ -109,7 +109,7 @@ class Strided(Instruction):
     out: Define
     src: Alias
     dim: int
-    extent: Extent
+    extent: Size
     start: Expr
     step: int
     syntax = "%{out} = strided %{src}[{dim}: {extent} from {start} by {step}]"
@@ -121,7 +121,7 @@ class Reshape(Instruction):
 
     out: Define
     src: Alias
-    shape: tuple[Extent, ...]
+    shape: tuple[Size, ...]
     syntax = "%{out} = reshape %{src} to {shape}"
 
 
@@ -431,7 +431,7 @@ class Let(Instruction):
 @dataclass(frozen=True)
 class For(Instruction):
     out: Index
-    count: Extent
+    count: Size
     body: Body
     syntax = "for %{out} in 0..{count} {body}"
 
@@ -676,23 +676,23 @@ def _rewritten(body: Body, rule: Callable[[Instruction, Instruction], Outcome]) 
 
 
 @lru_cache(maxsize=4096)
-def row_major(shape: tuple[Extent, ...]) -> tuple[Extent, ...]:
+def row_major(shape: tuple[Size, ...]) -> tuple[Size, ...]:
     """The strides of a contiguous buffer, in elements."""
-    strides: list[Extent] = []
-    step = Extent()
+    strides: list[Size] = []
+    step = Size()
     for extent in reversed(shape):
         strides.append(step)
         step = step * extent
     return tuple(reversed(strides))
 
 
-def strides_of(buffer: BufferType) -> tuple[Extent, ...]:
+def strides_of(buffer: BufferType) -> tuple[Size, ...]:
     return row_major(buffer.shape) if buffer.strides is None else buffer.strides
 
 
-def strided(buffer: BufferType, shape: tuple[Extent, ...], strides: tuple[Extent, ...]) -> BufferType:
+def strided(buffer: BufferType, shape: tuple[Size, ...], strides: tuple[Size, ...]) -> BufferType:
     """A view's type, without strides where it is contiguous. The stride of a dim of extent 1 has no effect."""
-    contiguous = all(e == Extent() or s == c for e, s, c in zip(shape, strides, row_major(shape), strict=True))
+    contiguous = all(e == Size() or s == c for e, s, c in zip(shape, strides, row_major(shape), strict=True))
     return BufferType(buffer.dtype, shape, None if contiguous else strides)
 
 
@@ -704,7 +704,7 @@ def view_type(view: Instruction, source: BufferType) -> BufferType:
             return strided(source, shape[:dim] + shape[dim + 1 :], strides[:dim] + strides[dim + 1 :])
         case Chunk(dim=dim, count=count):
             chunk = shape[dim].divided_by(count)
-            if chunk is None or (not chunk.names and chunk.divisor != 1):
+            if chunk is None or (not chunk.factors and chunk.divisor != 1):
                 raise ValueError(f"cannot cut {shape[dim]} into {count} chunks")
             return strided(source, (*shape[:dim], chunk, *shape[dim + 1 :]), strides)
         case Slice(dim=dim, extent=extent):
@@ -719,16 +719,16 @@ def view_type(view: Instruction, source: BufferType) -> BufferType:
     raise TypeError(f"not a view: {view!r}")
 
 
-def _reshaped_strides(shape: tuple[Extent, ...], strides: tuple[Extent, ...], wanted: tuple[Extent, ...]) -> tuple[Extent, ...]:
+def _reshaped_strides(shape: tuple[Size, ...], strides: tuple[Size, ...], wanted: tuple[Size, ...]) -> tuple[Size, ...]:
     """Strides of the same elements under another shape: each run of dims that is split or merged must be contiguous in itself."""
-    result: list[Extent] = []
-    source = [(e, s) for e, s in zip(shape, strides, strict=True) if e != Extent()]
+    result: list[Size] = []
+    source = [(e, s) for e, s in zip(shape, strides, strict=True) if e != Size()]
     i = 0
     target = list(wanted)
     j = 0
     while j < len(target):
-        if target[j] == Extent():
-            result.append(Extent())
+        if target[j] == Size():
+            result.append(Size())
             j += 1
             continue
         if i == len(source):
@@ -744,7 +744,7 @@ def _reshaped_strides(shape: tuple[Extent, ...], strides: tuple[Extent, ...], wa
             else:
                 raise ValueError("these dims are not contiguous in memory, or the number of elements differs")
         step = source[i_end - 1][1]
-        run: list[Extent] = []
+        run: list[Size] = []
         for extent in reversed(target[j:j_end]):
             run.append(step)
             step = step * extent
@@ -755,7 +755,7 @@ def _reshaped_strides(shape: tuple[Extent, ...], strides: tuple[Extent, ...], wa
     return tuple(result)
 
 
-def _whole(quotient: Extent | None) -> bool:
+def _whole(quotient: Size | None) -> bool:
     return quotient is not None and quotient.divisor == 1
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 from hostweave.fusion_ir.ops import WITHOUT_IDENTITY, axes_of
 from hostweave.host_ir import ir
-from hostweave.host_ir.expr import Binary, Const, Expr, Size
-from hostweave.types.size import Extent, block_of, is_sum, part_of, terms_of
+from hostweave.host_ir.expr import Binary, Const, Expr, Symbol
+from hostweave.types.size import Share, Size, Sum
 from hostweave.types.tensor import BufferType
 
 Walk = Callable[[ir.Body], Iterator[ir.Instruction]]  # ir.walk or ir.walk_at_any_size
@@ -25,78 +25,72 @@ def types_in(program: ir.HostProgram, walk: Walk) -> Iterator[BufferType]:
         yield from (types[name] for name in ir.names(instruction, "define"))
 
 
-def trip_counts(program: ir.HostProgram, walk: Walk) -> Iterator[Extent]:
+def trip_counts(program: ir.HostProgram, walk: Walk) -> Iterator[Size]:
     return (i.count for i in walk(program.body) if isinstance(i, ir.For))
 
 
-def not_negative(program: ir.HostProgram) -> tuple[Extent, ...]:
+def not_negative(program: ir.HostProgram) -> tuple[Size, ...]:
     """Differences of sizes, such as `(M - 2)`, that a call must not make negative."""
     types = ir.buffer_types(program)
     found = [extent for i in ir.walk(program.body) if isinstance(i, ir.VIEWS) for extent in slack(i, types[i.src])]
-    found += [Extent(1, (name,)) for extent in sums(program) for name in extent.names if is_sum(name)]
+    found += [Size(1, (factor,)) for extent in sums(program) for factor in extent.factors if isinstance(factor, Sum)]
     return tuple(dict.fromkeys(extent for extent in found if _can_be_negative(extent)))
 
 
-def not_empty(program: ir.HostProgram) -> Iterator[tuple[str, Extent]]:
+def not_empty(program: ir.HostProgram) -> Iterator[tuple[str, Size]]:
     """Sizes that a call must not make 0, each with the reduction that has no value of no elements. A rank may have none of them."""
     launched = {i.kernel for i in ir.walk(program.body) if isinstance(i, ir.Launch)}
-    found: dict[tuple[str, Extent], None] = {}
+    found: dict[tuple[str, Size], None] = {}
     for kernel in program.kernels:
         types = {p.name: p.type for p in kernel.inputs} | {op.result.name: op.result.type for op in kernel.ops}
         for op in kernel.ops if kernel.name in launched else ():
             if op.kind in WITHOUT_IDENTITY:
-                names = (name for axis in axes_of(op) for name in types[op.tensors[0]].shape[axis].names)
-                found |= {(op.kind, _global_size(name)): None for name in names}
+                factors = (factor for axis in axes_of(op) for factor in types[op.tensors[0]].shape[axis].factors)
+                wholes = (factor.size if isinstance(factor, Share) else Size(1, (factor,)) for factor in factors)
+                found |= {(op.kind, size): None for size in wholes}
     yield from found
 
 
-def _global_size(name: str) -> Extent:
-    """What ranks share, where a size is a rank's part or block of it."""
-    found = part_of(name) or block_of(name)
-    return found[0] if found else Extent(1, (name,))
-
-
-def sums(program: ir.HostProgram) -> Iterator[Extent]:
+def sums(program: ir.HostProgram) -> Iterator[Size]:
     """The extents of buffers that hold a sum of sizes."""
     for type in ir.buffer_types(program).values():
-        yield from (extent for extent in type.shape if any(map(is_sum, extent.names)))
+        yield from (extent for extent in type.shape if any(isinstance(factor, Sum) for factor in extent.factors))
 
 
-def slack(view: ir.Instruction, source: BufferType) -> tuple[Extent, ...]:
+def slack(view: ir.Instruction, source: BufferType) -> tuple[Size, ...]:
     """How much room a view of some indices leaves before and after them, where that follows from sizes alone."""
     match view:
         case ir.Slice(dim=dim, extent=extent, start=start):
-            before, after = _extent_of(start), extent
+            before, after = _size_of(start), extent
         case ir.Strided(dim=dim, extent=extent, start=start, step=step):
-            before, after = _extent_of(start), (extent - 1) * step + 1
+            before, after = _size_of(start), (extent - 1) * step + 1
         case ir.Select(dim=dim, index=index):
-            before, after = _extent_of(index), Extent()
+            before, after = _size_of(index), Size()
         case _:
             return ()
-    if before is None or any(block_of(name) or part_of(name) for e in (source.shape[dim], after) for name in e.names):
+    if before is None or any(isinstance(factor, Share) for size in (source.shape[dim], after) for factor in size.factors):
         return ()  # it goes by this rank's place: right as it is made
     return (before, source.shape[dim] - before - after)
 
 
-def _extent_of(expr: Expr) -> Extent | None:
-    """An expression of sizes as an extent."""
+def _size_of(expr: Expr) -> Size | None:
+    """An expression of sizes as a size."""
     match expr:
         case Const(value):
-            return Extent(value)
-        case Size(name):
-            return None if block_of(name) or part_of(name) else Extent(1, (name,))
+            return Size(value)
+        case Symbol(size):
+            return None if isinstance(size, Share) else Size(1, (size,))
         case Binary(op, left, right) if op in "+-*":
-            a, b = _extent_of(left), _extent_of(right)
+            a, b = _size_of(left), _size_of(right)
             if a is None or b is None:
                 return None
             return a + b if op == "+" else a - b if op == "-" else a * b
         case Binary("/", left, Const(divisor)):
-            a = _extent_of(left)
+            a = _size_of(left)
             return None if a is None else a // divisor
     return None
 
 
-def _can_be_negative(extent: Extent) -> bool:
-    if extent.coefficient < 0:
-        return True
-    return any(sign < 0 for name in extent.names if is_sum(name) for sign, _ in terms_of(name))
+def _can_be_negative(extent: Size) -> bool:
+    terms = [term for factor in extent.factors if isinstance(factor, Sum) for term in factor.terms]
+    return any(term.coefficient < 0 for term in (extent, *terms))

@@ -10,10 +10,10 @@ from typing import Any, NoReturn, get_type_hints
 from hostweave.base.errors import Location, did_you_mean
 from hostweave.fusion_ir.user_kernel import Source, parse_source, print_source
 from hostweave.host_ir import ir
-from hostweave.host_ir.expr import OPERATORS, Binary, Const, Coordinate, Expr, Rank, Size, Var
+from hostweave.host_ir.expr import OPERATORS, Binary, Const, Coordinate, Expr, Rank, Symbol, Var
 from hostweave.types.mesh import Mesh
 from hostweave.types.routes import Route
-from hostweave.types.size import Extent
+from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 from hostweave.types.text import Reader
 
@@ -261,7 +261,7 @@ def _bracketed(item: Callable[[Reader], Any]) -> Callable[[Reader], Any]:
 
 def _parse_buffer_type(reader: Reader) -> BufferType:
     dtype = reader.dtype()
-    return BufferType(dtype, _bracketed(Reader.extent)(reader))
+    return BufferType(dtype, _bracketed(Reader.size)(reader))
 
 
 def _parse_number(reader: Reader) -> float:
@@ -308,10 +308,7 @@ def _parse_atom(reader: Reader) -> Expr:
         return Const(reader.integer())
     if reader.accept("rank"):
         return Coordinate(reader.word("a mesh axis")) if reader.accept(".") else Rank()
-    if reader.peek() in ("ceil", "part") and reader.peek(1) == "(":
-        start = reader.at
-        return Size(str(reader.as_extent(reader.factor(), start)))
-    return Size(reader.word("an expression"))
+    return Symbol(reader.atom("an expression"))
 
 
 _TOKENS = re.compile(r"->|\.\.|\w+|[^\s\w]")
@@ -320,9 +317,9 @@ _FIELD_PARSERS: dict[Any, Callable[[Reader], Any]] = {
     str: lambda reader: reader.word("a name"),
     float: _parse_number,
     Expr: _parse_expr,
-    Extent: Reader.extent,
+    Size: Reader.size,
     BufferType: _parse_buffer_type,
-    tuple[Extent, ...]: _bracketed(Reader.extent),
+    tuple[Size, ...]: _bracketed(Reader.size),
     tuple[int, ...]: _bracketed(Reader.integer),
     Mesh: Reader.mesh,
     ir.Routes: _bracketed(_parse_route),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hostweave.base.errors import ArgumentError
 from hostweave.types.mesh import Mesh
 from hostweave.types.rank_sizes import held_by
-from hostweave.types.size import Extent
+from hostweave.types.size import Size
 from hostweave.types.tensor import TensorType
 
 if TYPE_CHECKING:
@@ -98,18 +98,18 @@ def bind_sizes(
     bound_by: dict[str, str] = {}
     for name, type_ in inputs.items():
         for extent, size in zip(type_.shape, shapes[name], strict=True):
-            if extent.symbols == (str(extent),):
-                if sizes.setdefault(extent.names[0], size) != size:
-                    other, known = bound_by[extent.names[0]], sizes[extent.names[0]]
+            if symbol := extent.name:
+                if sizes.setdefault(symbol, size) != size:
+                    other, known = bound_by[symbol], sizes[symbol]
                     raise ArgumentError(f"{program}: {name}: {extent} is {size} here and {known} in {other}; pass arrays that agree")
-                bound_by.setdefault(extent.names[0], name)
+                bound_by.setdefault(symbol, name)
     for name, type_ in inputs.items():
         for index, (dim, size) in enumerate(zip(type_.dims, shapes[name], strict=True)):
             place = f"{program}: {name}: dim {index}"
             if all(symbol in sizes for symbol in dim.extent.symbols):
                 _check_size(place, dim.extent, size, sizes)
             parts = type_.mesh_in(mesh).size_of(dim.axes)
-            if size % parts and not (uneven is None or dim.extent.is_int or str(dim.extent) in uneven):
+            if size % parts and uneven is not None and not dim.extent.is_uneven(parts, uneven):
                 raise ArgumentError(
                     f"{place} ({dim.extent} = {size}) cannot be shared evenly by {parts} ranks along {', '.join(dim.axes)}; "
                     f"pad it to {-(-size // parts) * parts}"
@@ -117,7 +117,7 @@ def bind_sizes(
     return sizes
 
 
-def _check_size(place: str, extent: Extent, size: int, sizes: Mapping[str, int]) -> None:
+def _check_size(place: str, extent: Size, size: int, sizes: Mapping[str, int]) -> None:
     try:
         wanted = extent.bind(sizes)
     except ValueError as error:

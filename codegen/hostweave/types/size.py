@@ -1,66 +1,83 @@
-"""Sizes of dims that are known at compile time only as products of names: `M`, `M/8`, `8*M*K`.
+"""Sizes of dims, as trees: a `Size` is an int times factors, exactly divided by an int, as in `M`, `M/8` and `8*M*K`.
 
-Two names stand for what follows from a size where ranks cannot share it evenly: `ceil(M/8)` is the block of each of 8 ranks, and
-`part(M, x)` what this rank holds of M along mesh axis x: a block, of which the last ranks have less or nothing. Where the axis is that of
-a mesh of some of the ranks, the name says so: `part(M, x on ranks 2, 3)`, or `part(M, b on mesh(a=2, b=2 of ranks 0..4))` of several
-axes. A sum or difference of sizes is a name too, `(M + N)` or `(M - 2)`: what concat, pad and slices make.
+A factor is a symbol, which is its name, or a node over other sizes: a sum such as `(M + N)` or `(M - 2)`, which concat, pad and slices
+make; `ceil(M/8)`, the block of each of 8 ranks that cannot share M evenly; `part(M, x)`, what this rank holds of M along mesh axis x: a
+block, of which the last ranks have less or nothing. On a mesh of some of the ranks that is `part(M, x on ranks 2, 3)`, or
+`part(M, b on mesh(a=2, b=2 of ranks 0..4))` of several axes.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 from math import gcd, lcm, prod
 
+from hostweave.types.mesh import Mesh, _listed
+from hostweave.types.rank_sizes import RankSizes, Sizes, held_by
+
 
 @dataclass(frozen=True)
-class Extent:
-    """coefficient * product(names) / divisor, kept in lowest terms with sorted names, so equal sizes compare equal."""
+class Size:
+    """coefficient * product(factors) / divisor: in lowest terms, factors in order of their text, so equal sizes compare equal."""
 
     coefficient: int = 1
-    names: tuple[str, ...] = ()
+    factors: tuple[Factor, ...] = ()
     divisor: int = 1
 
     def __post_init__(self) -> None:
         common = gcd(self.coefficient, self.divisor) or 1
         object.__setattr__(self, "coefficient", self.coefficient // common)
         object.__setattr__(self, "divisor", self.divisor // common if self.coefficient else 1)
-        object.__setattr__(self, "names", tuple(sorted(self.names)) if self.coefficient else ())
+        object.__setattr__(self, "factors", tuple(sorted(self.factors, key=str)) if self.coefficient else ())
 
     @staticmethod
-    def of(value: int | str | Extent) -> Extent:
-        """An extent from an int, a name, or text such as `M/8`, `8*M` and `K*M/4`."""
-        if isinstance(value, Extent):
+    def of(value: int | str | Size) -> Size:
+        """A size from an int, a name, or text such as `M/8`, `8*M` and `K*M/4`. Raises ValueError."""
+        if isinstance(value, Size):
             return value
-        if isinstance(value, int):
-            return Extent(value)
-        match = re.fullmatch(rf"({_FACTOR}(?:\*{_FACTOR})*)(?:/(\d+))?", value.replace(" ", ""))
-        if not match:
-            raise ValueError(f"not an extent: {value!r}; write a name, an int, or a product such as 8*M/4")
-        divisor = int(match[2] or 1)
-        if divisor == 0:
-            raise ValueError(f"{value!r} is divided by 0; divide by at least 1")
-        return product(tuple(map(_factor, re.findall(_FACTOR, match[1])))) // divisor
+        return Size(value) if isinstance(value, int) else _parsed(value)
 
     @property
     def is_int(self) -> bool:
-        return not self.names and self.divisor == 1
+        return not self.factors and self.divisor == 1
+
+    @property
+    def factor(self) -> Factor | None:
+        """Its factor, if it is one and nothing else."""
+        return self.factors[0] if self.coefficient == self.divisor == len(self.factors) == 1 else None
+
+    @property
+    def name(self) -> str | None:
+        """Its symbol, if it is one and nothing else."""
+        return self.factor if isinstance(self.factor, str) else None
+
+    @property
+    def atoms(self) -> tuple[Atom, ...]:
+        """The factors, and instead of a sum those of its terms."""
+        return tuple(atom for factor in self.factors for atom in (factor.atoms if isinstance(factor, Sum) else (factor,)))
 
     @property
     def symbols(self) -> tuple[str, ...]:
-        """The names, and instead of a sum those in it."""
-        return tuple(symbol for name in self.names for symbol in (_symbols_of_sum(name) if is_sum(name) else (name,)))
+        """All names in it."""
+        return tuple(name for atom in self.atoms for name in ((atom,) if isinstance(atom, str) else atom.size.symbols))
 
-    def __add__(self, other: int | Extent) -> Extent:
-        return _summed((*_terms(self), *_terms(Extent.of(other))))
+    def is_uneven(self, ranks: int, uneven: Container[str]) -> bool:
+        """Whether so many ranks may not hold as much of it each: an int that does not divide, or one of the `uneven` symbols."""
+        return int(self) % ranks > 0 if self.is_int else ranks > 1 and self.name is not None and self.name in uneven
 
-    def __sub__(self, other: int | Extent) -> Extent:
-        return self + -1 * Extent.of(other)
+    def ceil_div(self, ranks: int) -> Size:
+        """What each of so many ranks holds, but for the last ones."""
+        return Size(-(-int(self) // ranks)) if self.is_int else Size(1, (CeilDiv(self, ranks),))
 
-    def __rmul__(self, other: int) -> Extent:
+    def __add__(self, other: int | Size) -> Size:
+        return summed((self, Size.of(other)))
+
+    def __sub__(self, other: int | Size) -> Size:
+        return self + -1 * Size.of(other)
+
+    def __rmul__(self, other: int) -> Size:
         return self * other
 
     def __int__(self) -> int:
@@ -68,139 +85,152 @@ class Extent:
             raise ValueError(f"{self} is not known at compile time")
         return self.coefficient
 
-    def __mul__(self, other: int | Extent) -> Extent:
-        other = Extent.of(other)
-        return Extent(self.coefficient * other.coefficient, self.names + other.names, self.divisor * other.divisor)
+    def __mul__(self, other: int | Size) -> Size:
+        other = Size.of(other)
+        return Size(self.coefficient * other.coefficient, self.factors + other.factors, self.divisor * other.divisor)
 
-    def __floordiv__(self, other: int) -> Extent:
+    def __floordiv__(self, other: int) -> Size:
         """The exact quotient: that `other` divides the size is checked when the size is known."""
-        return Extent(self.coefficient, self.names, self.divisor * other)
+        return Size(self.coefficient, self.factors, self.divisor * other)
 
-    def divided_by(self, other: Extent) -> Extent | None:
-        """The quotient by another extent, or None where it has no such form."""
-        names = list(self.names)
-        for name in other.names:
-            if name not in names:
+    def divided_by(self, other: Size) -> Size | None:
+        """The quotient by another size, or None where it has no such form."""
+        factors = list(self.factors)
+        for factor in other.factors:
+            if factor not in factors:
                 return None
-            names.remove(name)
-        return Extent(self.coefficient * other.divisor, tuple(names), self.divisor * other.coefficient)
+            factors.remove(factor)
+        return Size(self.coefficient * other.divisor, tuple(factors), self.divisor * other.coefficient)
 
-    def bind(self, sizes: Mapping[str, int]) -> int:
-        """The size when every name has its own. Raises ValueError where the divisor does not divide it."""
-        total = self.coefficient * prod(_bound(name, sizes) for name in self.names)
+    def bind(self, sizes: Sizes) -> int:
+        """The value where every symbol has one, for local sizes of a rank. Raises ValueError where the divisor does not divide it."""
+        total = self.coefficient * prod(bound(factor, sizes) for factor in self.factors)
         if total % self.divisor:
             raise ValueError(f"{self}: {self.divisor} does not divide {total}")
         return total // self.divisor
 
-    def replaced(self, values: Mapping[str, Extent]) -> Extent:
-        """With extents in place of some names."""
-        if not any(name in values for name in self.names):
+    def replaced(self, values: Mapping[Factor, Size]) -> Size:
+        """With sizes in place of some factors."""
+        if not any(factor in values for factor in self.factors):
             return self
-        kept = Extent(self.coefficient, tuple(name for name in self.names if name not in values), self.divisor)
-        return product((kept, *(values[name] for name in self.names if name in values)))
+        kept = Size(self.coefficient, tuple(factor for factor in self.factors if factor not in values), self.divisor)
+        return product((kept, *(values[factor] for factor in self.factors if factor in values)))
 
     def __str__(self) -> str:
-        factors = ([str(self.coefficient)] if self.coefficient != 1 or not self.names else []) + list(self.names)
+        factors = ([str(self.coefficient)] if self.coefficient != 1 or not self.factors else []) + list(map(str, self.factors))
         return "*".join(factors) + (f"/{self.divisor}" if self.divisor != 1 else "")
 
 
-_MESH = r"\(\w+=\d+(?:,\w+=\d+)*(?:ofranks[\d.,]+)?\)"  # as names are read, without spaces
-_FACTOR = rf"(?:\d+|ceil\(\w+/\d+\)|part\(\w+(?:,[\w.]+)+(?:{_MESH})?\)|\([\w*/+-]+\)|[A-Za-z_]\w*)"
-_BLOCK = re.compile(r"ceil\((\w+)/(\d+)\)")
-_PART = re.compile(r"part\((\w+), ([^()]*?)(?: on (ranks .*|mesh\(.*\)))?\)")
+@dataclass(frozen=True, slots=True)
+class CeilDiv:
+    """The block of each of so many ranks, but for the last ones."""
+
+    size: Size
+    ranks: int
+
+    def ranks_in(self, program: Mesh) -> int:
+        return self.ranks
+
+    def bind(self, sizes: Sizes) -> int:
+        return -(-self.size.bind(sizes) // self.ranks)
+
+    def __str__(self) -> str:
+        return f"ceil({self.size}/{self.ranks})"
 
 
-def _factor(text: str) -> Extent:
-    """Of text without spaces."""
-    if text.isdigit():
-        return Extent(int(text))
-    if is_sum(text):
-        return _summed(_parsed_terms(text))
-    text = re.sub(r"(\d)ofranks(?=\d)", r"\1 of ranks ", text.replace("onmesh(", " on mesh("))
-    return Extent(1, (re.sub(r"onranks(?=\d)", " on ranks ", text).replace(",", ", "),))
+@dataclass(frozen=True, slots=True)
+class LocalSize:
+    """What this rank holds along the axes of a mesh: the program's, or one of some of its ranks."""
+
+    size: Size
+    axes: tuple[str, ...]
+    mesh: Mesh | None = None  # None: the program's
+
+    def mesh_in(self, program: Mesh) -> Mesh:
+        return self.mesh or program
+
+    def ranks_in(self, program: Mesh) -> int:
+        """How many ranks share the size, in a program on that mesh."""
+        return self.mesh_in(program).size_of(self.axes)
+
+    def bind(self, sizes: Sizes) -> int:
+        if not isinstance(sizes, RankSizes):
+            raise KeyError(str(self))
+        mesh = self.mesh_in(sizes.mesh)
+        place = mesh.rank_in_group(sizes.rank, self.axes) if sizes.rank in mesh.all_ranks else 0  # others never have it
+        return len(held_by(self.size.bind(sizes), mesh.size_of(self.axes), place))
+
+    def __str__(self) -> str:
+        on = ""
+        if self.mesh:
+            on = f" on {self.mesh if len(self.mesh.axes) > 1 or self.mesh.members is None else f'ranks {_listed(self.mesh.members)}'}"
+        return f"part({', '.join((str(self.size), *self.axes))}{on})"
 
 
-def block(size: Extent, ranks: int) -> Extent:
-    """What each of so many ranks holds of a size, but for the last ones: `ceil(M/8)`."""
-    return Extent(-(-int(size) // ranks)) if size.is_int else Extent(1, (f"ceil({size}/{ranks})",))
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """Of products, none of which is another one's multiple."""
+
+    terms: tuple[Size, ...]
+
+    @property
+    def atoms(self) -> tuple[Atom, ...]:
+        return tuple(atom for term in self.terms for atom in term.atoms)
+
+    def bind(self, sizes: Sizes) -> int:
+        return sum(term.bind(sizes) for term in self.terms)
+
+    def __str__(self) -> str:
+        first, *others = self.terms
+        return f"({first}{''.join(f' - {-1 * term}' if term.coefficient < 0 else f' + {term}' for term in others)})"
 
 
-def part(size: Extent, axes: tuple[str, ...], mesh: str = "") -> Extent:
-    """What this rank holds of a size along mesh axes: `part(M, x)`; `mesh` is the text of one of some of the ranks."""
-    return Extent(1, (f"part({', '.join((str(size), *axes))}{f' on {mesh}' if mesh else ''})",))
+Share = CeilDiv | LocalSize  # of a size that ranks may not share evenly
+Atom = str | Share
+Factor = Atom | Sum
 
 
-def block_of(name: str) -> tuple[Extent, int] | None:
-    """The size and ranks of a name such as `ceil(M/8)`."""
-    match = _BLOCK.fullmatch(name)
-    return (_size(match[1]), int(match[2])) if match else None
+def bound(factor: Factor, sizes: Sizes) -> int:
+    return sizes[factor] if isinstance(factor, str) else factor.bind(sizes)
 
 
-def part_of(name: str) -> tuple[Extent, tuple[str, ...], str] | None:
-    """The size, the mesh axes and, of a mesh of some of the ranks, the text of a name such as `part(M, dp, tp)`."""
-    match = _PART.fullmatch(name)
-    return (_size(match[1]), tuple(match[2].split(", ")), match[3] or "") if match else None
+@cache
+def _parsed(text: str) -> Size:
+    from hostweave.types.text import parse_size
+
+    return parse_size(text)
 
 
-def _size(text: str) -> Extent:
-    return Extent(int(text)) if text.isdigit() else Extent(1, (text,))
-
-
-def product(extents: tuple[Extent, ...]) -> Extent:
-    total = Extent()
-    for extent in extents:
-        total = total * extent
+def product(sizes: tuple[Size, ...]) -> Size:
+    total = Size()
+    for size in sizes:
+        total = total * size
     return total
 
 
 # --- sums -------------------------------------------------------------------------------------------------------------
 
 
-def is_sum(name: str) -> bool:
-    """Whether a name is one such as `(M + N)`."""
-    return name.startswith("(")
-
-
-def terms_of(name: str) -> tuple[tuple[int, Extent], ...]:
-    """The terms of a sum, each with its sign."""
-    return tuple((1 if term.coefficient > 0 else -1, term if term.coefficient > 0 else -1 * term) for term in _parsed_terms(name))
-
-
-@cache
-def _parsed_terms(name: str) -> tuple[Extent, ...]:
-    """`(M - 2)` is M and -2."""
-    found = re.findall(r"([+-]?)([^+-]+)", name.replace(" ", "")[1:-1])
-    return tuple((-1 if sign == "-" else 1) * Extent.of(text) for sign, text in found)
-
-
-def _symbols_of_sum(name: str) -> tuple[str, ...]:
-    return tuple(symbol for term in _parsed_terms(name) for symbol in term.names)
-
-
-def _bound(name: str, sizes: Mapping[str, int]) -> int:
-    return sum(term.bind(sizes) for term in _parsed_terms(name)) if is_sum(name) else sizes[name]
-
-
-def _terms(extent: Extent) -> tuple[Extent, ...]:
-    """The products that an extent is the sum of."""
-    terms: tuple[Extent, ...] = (Extent(extent.coefficient, tuple(n for n in extent.names if not is_sum(n)), extent.divisor),)
-    for name in filter(is_sum, extent.names):
-        terms = tuple(term * other for term in terms for other in _parsed_terms(name))
+def _terms(size: Size) -> tuple[Size, ...]:
+    """The products that a size is the sum of."""
+    terms: tuple[Size, ...] = (Size(size.coefficient, tuple(f for f in size.factors if not isinstance(f, Sum)), size.divisor),)
+    for factor in size.factors:
+        if isinstance(factor, Sum):
+            terms = tuple(term * other for term in terms for other in factor.terms)
     return terms
 
 
-def _summed(terms: tuple[Extent, ...]) -> Extent:
-    """Their sum: a product where it is one, else a name of its own, the same for equal sums."""
-    totals: dict[tuple[str, ...], Fraction] = {}
-    for term in terms:
-        totals[term.names] = totals.get(term.names, Fraction(0)) + Fraction(term.coefficient, term.divisor)
-    left = {names: total for names, total in totals.items() if total}
+def summed(sizes: Iterable[Size]) -> Size:
+    """Their sum: a product where it is one, else a factor of its own, the same for equal sums."""
+    totals: dict[tuple[Factor, ...], Fraction] = {}
+    for term in (term for size in sizes for term in _terms(size)):
+        totals[term.factors] = totals.get(term.factors, Fraction(0)) + Fraction(term.coefficient, term.divisor)
+    left = {factors: total for factors, total in totals.items() if total}
     if len(left) <= 1:
-        return next((Extent(total.numerator, names, total.denominator) for names, total in left.items()), Extent(0))
+        return next((Size(total.numerator, factors, total.denominator) for factors, total in left.items()), Size(0))
     fractions = [total.denominator for total in left.values() if total.denominator > 1]
     divisor = lcm(*fractions) if len(fractions) > 1 else 1  # of (M - 1)/2, which may be whole where its terms are not
-    scaled = {names: total * divisor for names, total in left.items()}
-    products = [Extent(total.numerator, names, total.denominator) for names, total in scaled.items()]
-    products.sort(key=lambda term: (term.coefficient < 0, not term.names, term.names))
-    text = str(products[0]) + "".join(f" - {-1 * term}" if term.coefficient < 0 else f" + {term}" for term in products[1:])
-    return Extent(1, (f"({text})",), divisor)
+    scaled = {factors: total * divisor for factors, total in left.items()}
+    products = [Size(total.numerator, factors, total.denominator) for factors, total in scaled.items()]
+    products.sort(key=lambda term: (term.coefficient < 0, not term.factors, tuple(map(str, term.factors))))
+    return Size(1, (Sum(tuple(products)),), divisor)

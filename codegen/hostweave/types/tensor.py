@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,12 +9,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from hostweave.base.errors import Location, ProgramError
-from hostweave.types.size import Extent, is_sum, part, product
+from hostweave.types.size import LocalSize, Size, product
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 from hostweave.types.mesh import Mesh, _listed
-from hostweave.types.rank_sizes import _name_of
 
 
 @dataclass(frozen=True)
@@ -94,24 +92,27 @@ DTYPES = {d.name: d for d in (f64, f32, f16, bf16, f8e4m3, f8e5m2, i64, i32, i8,
 class Dim:
     """A dim of a global tensor: its global extent and the mesh axes that split it, the first one outermost."""
 
-    extent: Extent
+    extent: Size
     axes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.extent}@{','.join(self.axes)}" if self.axes else str(self.extent)
 
     @staticmethod
-    def of(value: int | str | Extent | Dim) -> Dim:
+    def of(value: int | str | Size | Dim) -> Dim:
         """A dim from an int, an extent, or text such as `M@x`, `8@x` and `M/4@dp,tp`. Raises ValueError."""
         if isinstance(value, Dim):
             return value
         if not isinstance(value, str):
-            return Dim(Extent.of(value))
-        extent, at, axes = value.replace(" ", "").partition("@")
-        names = tuple(axes.split(",")) if at else ()
-        if re.fullmatch(r"\w+(\s+\w+)+", value.strip()) or not all(re.fullmatch(r"[A-Za-z_]\w*", name) for name in names):
-            raise ValueError(f"not a dim: {value!r}; write it like 'M', 'M@x' or 'M@dp,tp'")
-        return Dim(Extent.of(int(extent) if extent.isdigit() else extent), names)
+            return Dim(Size.of(value))
+        size, at, axes = value.partition("@")
+        names = tuple(axis.strip() for axis in axes.split(",")) if at else ()
+        try:
+            if all(name.isidentifier() and name.isascii() for name in names):
+                return Dim(Size.of(size), names)
+        except ValueError:
+            pass
+        raise ValueError(f"not a dim: {value!r}; write it like 'M', 'M@x' or 'M@dp,tp'")
 
 
 def _spec_dim(value: int | str) -> Dim:
@@ -119,11 +120,7 @@ def _spec_dim(value: int | str) -> Dim:
         if isinstance(value, bool) or not isinstance(value, int | str):
             raise ValueError(f"not a dim: {value!r}; write a name or an int")
         dim = Dim.of(value)
-        if (
-            dim.extent.divisor != 1
-            or len(dim.extent.names) + (dim.extent.coefficient != 1 or not dim.extent.names) > 1
-            or any(map(is_sum, dim.extent.names))
-        ):
+        if not (dim.extent.is_int or dim.extent.name):
             raise ValueError(f"not a dim of an input: {value!r}; give it a name of its own")
         if dim.extent.coefficient < 1:
             raise ValueError(f"a dim has at least one element, not {value}")
@@ -165,7 +162,7 @@ class TensorType:
         return self.mesh or program
 
     @cached_property
-    def shape(self) -> tuple[Extent, ...]:
+    def shape(self) -> tuple[Size, ...]:
         return tuple(dim.extent for dim in self.dims)
 
     @cached_property
@@ -173,17 +170,17 @@ class TensorType:
         """Every mesh axis that splits some dim."""
         return tuple(axis for dim in self.dims for axis in dim.axes)
 
-    def local_shape(self, mesh: Mesh, uneven: Container[str] = ()) -> tuple[Extent, ...]:
+    def local_shape(self, mesh: Mesh, uneven: Container[str] = ()) -> tuple[Size, ...]:
         """What one rank holds: `M/8` rows where 8 ranks split M, `part(M, x)` where M is uneven or an int that 8 does not divide.
 
         `mesh` is the program's.
         """
-        return tuple(self._held(dim, self.mesh_in(mesh), uneven) for dim in self.dims)
 
-    def _held(self, dim: Dim, mesh: Mesh, uneven: Container[str]) -> Extent:
-        ranks = mesh.size_of(dim.axes)
-        is_uneven = int(dim.extent) % ranks > 0 if dim.extent.is_int else ranks > 1 and str(dim.extent) in uneven
-        return part(dim.extent, dim.axes, _name_of(self.mesh) if self.mesh else "") if is_uneven else dim.extent // ranks
+        def local(dim: Dim) -> Size:
+            ranks = self.mesh_in(mesh).size_of(dim.axes)
+            return Size(1, (LocalSize(dim.extent, dim.axes, self.mesh),)) if dim.extent.is_uneven(ranks, uneven) else dim.extent // ranks
+
+        return tuple(map(local, self.dims))
 
     def dim(self, axis: int | str) -> int:
         """The number of a dim from its number (negative from the end) or its name. Raises ValueError where it names none or several."""
@@ -205,7 +202,7 @@ class TensorType:
         """Raises ProgramError where a mesh axis splits two dims or is not in the mesh, and for more than MAX_DIMS dims."""
         if len(self.dims) > MAX_DIMS:
             raise ProgramError(f"{self}: has {len(self.dims)} dims, and an array has at most {MAX_DIMS}; reshape it", location)
-        if product(tuple(Extent(dim.extent.coefficient) for dim in self.dims)).coefficient > MAX_SIZE:
+        if product(tuple(Size(dim.extent.coefficient) for dim in self.dims)).coefficient > MAX_SIZE:
             raise ProgramError(f"{self}: has more elements than 64 bits can count; its sizes are too large", location)
         twice = [axis for axis, count in Counter(self.axes).items() if count > 1]
         if twice:
@@ -243,8 +240,8 @@ class BufferType:
     """What one rank holds in memory: local extents, and strides in elements (None: row-major, contiguous)."""
 
     dtype: DType
-    shape: tuple[Extent, ...]
-    strides: tuple[Extent, ...] | None = field(default=None)
+    shape: tuple[Size, ...]
+    strides: tuple[Size, ...] | None = field(default=None)
 
     def __str__(self) -> str:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import re
 
-from hostweave.base.errors import ProgramError
+from hostweave.base.errors import ParseError, ProgramError
 from hostweave.base.lexer import Lexer
 from hostweave.types.mesh import MAX_RANKS, Mesh
-from hostweave.types.rank_sizes import mesh_of_part
-from hostweave.types.size import Extent, part_of
+from hostweave.types.size import Atom, CeilDiv, LocalSize, Size, summed
 from hostweave.types.tensor import DTYPES, MAX_SIZE, Dim, DType, Partial, TensorType
+
+
+def parse_size(text: str) -> Size:
+    """The size that a text says and nothing else. Raises ValueError."""
+    try:
+        reader = Reader(text)
+        size = reader.size()
+        if not reader.peek() and "#" not in text:
+            return size
+    except ParseError:
+        pass
+    raise ValueError(f"not a size: {text!r}; write a name, an int, or a product such as 8*M/4")
 
 
 class Reader(Lexer):
@@ -18,35 +29,58 @@ class Reader(Lexer):
         # `M@dp,tp, K`: a comma goes on with axes where a mesh axis follows, so the axes must be known before the dims.
         self.axes = {axis for mesh in re.findall(r"\bmesh\(([^)]*)\)", text) for axis in re.findall(r"(\w+)\s*=", mesh)}
 
-    def extent(self) -> Extent:
+    def size(self) -> Size:
+        """`M`, `8*M/4` or `(M + 2)*K`"""
         start = self.at
-        text = self.factor()
-        while self.peek() in ("*", "/"):
-            text += self.take() + self.factor()
-        return self.as_extent(text, start)
+        size = self._product()
+        if self.accept("/"):
+            size = size // self._divisor(size, start)
+        if max(abs(size.coefficient), size.divisor) > MAX_SIZE:
+            self.fail(f"{size} is more than {MAX_SIZE}, the largest size", start)
+        return size
 
-    def as_extent(self, text: str, start: int) -> Extent:
-        """The extent of a text that began at that token."""
-        try:
-            extent = Extent.of(text)
-            for name in extent.names:
-                if part_of(name):
-                    mesh_of_part(name, Mesh())
-        except ValueError as error:
-            self.fail(str(error), start)
-        if max(extent.coefficient, extent.divisor) > MAX_SIZE:
-            self.fail(f"{extent} is more than {MAX_SIZE}, the largest size", start)
-        return extent
+    def _divisor(self, size: Size, start: int) -> int:
+        divisor = self.integer()
+        if divisor == 0:
+            self.fail(f"{size} is divided by 0; divide by at least 1", start)
+        return divisor
 
-    def factor(self) -> str:
-        """A number, a name, `ceil(M/8)`, `part(M, x)` or `(M + 2)`."""
-        text = str(self.integer()) if self.peek().isdigit() else self.take()
-        if text in ("ceil", "part") and self.accept("("):
-            text += "("
-        if text.endswith("("):
-            while text.count(")") < text.count("("):
-                text += str(self.integer()) if self.peek().isdigit() else self.take()
-        return text
+    def _product(self) -> Size:
+        size = self._factor()
+        while self.accept("*"):
+            size = size * self._factor()
+        return size
+
+    def _factor(self) -> Size:
+        if self.peek().isdigit():
+            return Size(self.integer())
+        if not self.accept("("):
+            return Size(1, (self.atom(),))
+        with self.inside():
+            terms = [-1 * self.size() if self.accept("-") else self.size()]
+            while self.peek() in ("+", "-"):
+                terms.append((1 if self.take() == "+" else -1) * self.size())
+            self.expect(")")
+        return summed(terms)
+
+    def atom(self, what: str = "a size") -> Atom:
+        """A name, `ceil(M/8)` or `part(M, x)`."""
+        start, name = self.at, self.word(what)
+        if name not in ("ceil", "part") or not self.accept("("):
+            return name
+        with self.inside():
+            size = self._product()
+        if name == "ceil":
+            self.expect("/")
+            ranks = self._divisor(size, start)
+            self.expect(")")
+            return CeilDiv(size, ranks)
+        self.expect(",")
+        axes, mesh = self._axes(), None
+        if self.accept("on"):
+            mesh = self.mesh() if self.peek() == "mesh" else self._line(axes[0])
+        self.expect(")")
+        return LocalSize(size, axes, mesh)
 
     def dtype(self) -> DType:
         if self.peek() not in DTYPES:
@@ -54,14 +88,14 @@ class Reader(Lexer):
         return DTYPES[self.take()]
 
     def dim(self) -> Dim:
-        extent = self.extent()
+        size = self.size()
         axes: list[str] = []
         if self.accept("@"):
             axes.append(self.word("a mesh axis"))
             while self.peek() == "," and self.peek(1) in self.axes:
                 self.take()
                 axes.append(self.take())
-        return Dim(extent, tuple(axes))
+        return Dim(size, tuple(axes))
 
     def tensor_type(self) -> TensorType:
         dtype = self.dtype()
@@ -72,11 +106,8 @@ class Reader(Lexer):
             self.expect("(")
             op = self.word("a reduction")
             self.expect(",")
-            over = [self.word("a mesh axis")]
-            while self.accept(","):
-                over.append(self.word("a mesh axis"))
+            partial = Partial(op, self._axes())
             self.expect(")")
-            partial = Partial(op, tuple(over))
         return TensorType(dtype, dims, partial, self.mesh() if self.accept("on") else None)
 
     def mesh(self) -> Mesh:
@@ -96,13 +127,27 @@ class Reader(Lexer):
             name = self.word("the name of a mesh axis")
             self.expect("=")
             axes.append((name, self.integer()))
-        try:
-            mesh = Mesh(tuple(axes), members)
-        except ProgramError as error:
-            self.fail(str(error), start)
+        mesh = self._mesh_of(tuple(axes), members, start)
         if len(mesh.all_ranks) != mesh.size:
             self.fail(f"{mesh} has {mesh.size} places for {len(mesh.all_ranks)} ranks; give every rank one")
         return mesh
+
+    def _axes(self) -> tuple[str, ...]:
+        axes = [self.word("a mesh axis")]
+        while self.accept(","):
+            axes.append(self.word("a mesh axis"))
+        return tuple(axes)
+
+    def _line(self, axis: str) -> Mesh:
+        """`ranks 2, 3`, along one axis"""
+        start, ranks = self.at, self._ranks()
+        return self._mesh_of(((axis, len(ranks)),), ranks, start)
+
+    def _mesh_of(self, axes: tuple[tuple[str, int], ...], members: tuple[int, ...] | None, start: int) -> Mesh:
+        try:
+            return Mesh(axes, members)
+        except ProgramError as error:
+            self.fail(str(error), start)
 
     def _ranks(self) -> tuple[int, ...]:
         """`ranks 0, 1` or `ranks 4..8`."""

@@ -12,7 +12,7 @@ from hostweave.base.signatures import checked
 from hostweave.fusion_ir.frontend import functions as hw
 from hostweave.fusion_ir.frontend.functions import Axis
 from hostweave.fusion_ir.frontend.trace import Tensor, dim_of, record
-from hostweave.types.size import Extent
+from hostweave.types.size import Size
 from hostweave.types.tensor import DType, f32, u32
 
 _P = ParamSpec("_P")
@@ -143,10 +143,10 @@ def _normed_dim(kind: str, x: Tensor, axis: Axis, weight: Tensor | None, bias: T
     return dim_of(x, axis, kind, location)
 
 
-def _broadcasts(shape: tuple[Extent, ...], to: tuple[Extent, ...]) -> bool:
+def _broadcasts(shape: tuple[Size, ...], to: tuple[Size, ...]) -> bool:
     """Whether `shape` broadcasts to `to`, which is the shape of the result."""
     tail = to[len(to) - len(shape) :]
-    return len(shape) <= len(to) and all(have in (want, Extent()) for have, want in zip(shape, tail, strict=True))
+    return len(shape) <= len(to) and all(have in (want, Size()) for have, want in zip(shape, tail, strict=True))
 
 
 def _scaled(normed: Tensor, weight: Tensor | None, bias: Tensor | None, x: Tensor) -> Tensor:
@@ -238,7 +238,7 @@ def scaled_dot_product_attention(
     return hw.reshape(result, *map(str, (*q[:-1], v[-1]))) if grouped else result
 
 
-def _check_mask(mask: Tensor, scores: tuple[Extent, ...], location: Location) -> None:
+def _check_mask(mask: Tensor, scores: tuple[Size, ...], location: Location) -> None:
     if not _broadcasts(mask.type.shape, scores):
         wanted = ", ".join(map(str, scores))
         raise ProgramError(f"attention: a mask of {mask.type} does not broadcast to the scores, [{wanted}]; reshape it", location)
@@ -246,12 +246,12 @@ def _check_mask(mask: Tensor, scores: tuple[Extent, ...], location: Location) ->
         raise ProgramError(f"attention: a mask of {mask.type} is neither bool nor float; compare it, as in mask != 0", location)
 
 
-def _by_group(mask: Tensor, heads: Extent, group: Extent) -> Tensor:
+def _by_group(mask: Tensor, heads: Size, group: Size) -> Tensor:
     """A mask that broadcasts to [..., H, S, T], reshaped to broadcast to [..., heads, group, S, T]."""
     if mask.ndim < 3:
         return mask
     shape = mask.type.shape
-    split = (Extent(), Extent()) if shape[-3] == Extent() else (heads, group)
+    split = (Size(), Size()) if shape[-3] == Size() else (heads, group)
     return hw.reshape(mask, *map(str, (*shape[:-3], *split, *shape[-2:])))
 
 
@@ -274,7 +274,7 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
         if shape[-1:] != (half,) or not _broadcasts(shape, (*x.type.shape[:-1], half)):
             raise ProgramError(f"rotary_embedding: {name} is {table.type}, and x {x.type}; it has an element a pair, [S, {half}]", location)
     of_pair = x.ndim if interleaved else x.ndim - 1  # the new dim, of the two elements of a pair
-    split = (half, Extent(2)) if interleaved else (Extent(2), half)
+    split = (half, Size(2)) if interleaved else (Size(2), half)
     pairs = hw.reshape(x, *map(str, (*x.type.shape[:-1], *split)))
     before = [slice(None)] * of_pair
     first, second = (_wide(pairs[(*before, slice(i, i + 1))]) for i in (0, 1))

@@ -10,7 +10,7 @@ from hostweave.fusion_ir.frontend.trace import Tensor, dim_of, record
 from hostweave.fusion_ir.ir import Scalar
 from hostweave.fusion_ir.ops import NO_SOURCE, fits
 from hostweave.types.mesh import Mesh
-from hostweave.types.size import Extent, product
+from hostweave.types.size import Size, product
 from hostweave.types.tensor import Dim, DType, TensorType, i32
 
 Axis = int | str
@@ -235,10 +235,10 @@ def reshape(x: Tensor, *dims: int | str) -> Tensor:
     """
     location = Location.of_caller()
     known = [_extent(dim, "reshape", location) for dim in dims if dim != -1]
-    rest = product(x.type.shape).divided_by(product(tuple(known))) if len(known) == len(dims) - 1 else Extent()
+    rest = product(x.type.shape).divided_by(product(tuple(known))) if len(known) == len(dims) - 1 else Size()
     if rest is None or len(known) < len(dims) - 1:
         raise ProgramError(f"reshape: -1 cannot be told for {x.type} to {list(dims)}; write every dim", location)
-    shape = tuple(rest if dim == -1 else Extent.of(dim) for dim in dims)
+    shape = tuple(rest if dim == -1 else Size.of(dim) for dim in dims)
     return record("reshape", x, target=TensorType(x.dtype, tuple(map(Dim, shape))))
 
 
@@ -318,9 +318,9 @@ def pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: Scalar = 0
     return record("pad", x, low=low, high=high, value=float(value)) if any(pad) else x
 
 
-def _extent(dim: int | str, kind: str, location: Location) -> Extent:
+def _extent(dim: int | str, kind: str, location: Location) -> Size:
     try:
-        extent = Extent.of(dim)
+        extent = Size.of(dim)
     except ValueError as error:
         raise ProgramError(f"{kind}: {error}", location) from None
     if extent.coefficient < 1:

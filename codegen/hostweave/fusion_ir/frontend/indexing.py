@@ -7,7 +7,7 @@ from types import EllipsisType
 from typing import TYPE_CHECKING, Any
 
 from hostweave.base.errors import Location, ProgramError
-from hostweave.types.size import Extent
+from hostweave.types.size import Size
 from hostweave.types.tensor import TensorType
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def _sliced(x: Tensor, axis: int, key: slice, location: Location) -> Tensor:
             raise fail("is not made of ints; split a dim by hw.reshape where its parts have names")
     if step < 1:
         raise fail("goes backwards; steps are at least 1")
-    start = Extent(0) if key.start is None else _bound(whole, key.start)
+    start = Size(0) if key.start is None else _bound(whole, key.start)
     stop = whole if key.stop is None else _bound(whole, key.stop)
     least, most, size = (_at_large(extent) for extent in (start, stop, whole))
     if not 0 <= least <= size or not 0 <= most <= size:
@@ -101,18 +101,18 @@ def _sliced(x: Tensor, axis: int, key: slice, location: Location) -> Tensor:
     return record("slice", x, target=TensorType(x.dtype, dims), axis=axis, start=first, step=step)
 
 
-def _bound(whole: Extent, bound: int) -> Extent:
-    return whole + bound if bound < 0 else Extent(bound)
+def _bound(whole: Size, bound: int) -> Size:
+    return whole + bound if bound < 0 else Size(bound)
 
 
-def _steps(start: Extent, stop: Extent, whole: Extent, step: int) -> Extent:
+def _steps(start: Size, stop: Size, whole: Size, step: int) -> Size:
     """How many indices from start to stop a step takes; what is not known must divide."""
     length = stop - start
     if length.is_int:
-        return Extent(-(-int(length) // step))
+        return Size(-(-int(length) // step))
     return (whole if stop == whole and start.is_int and int(start) < step else length) // step
 
 
-def _at_large(extent: Extent) -> Fraction:
+def _at_large(extent: Size) -> Fraction:
     """The extent where unknown sizes are large: enough to compare bounds of one dim."""
     return Fraction((extent * extent.divisor).bind(dict.fromkeys(extent.symbols, LARGE)), extent.divisor)

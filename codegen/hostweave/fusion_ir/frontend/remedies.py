@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from hostweave.base.errors import Location, ProgramError
-from hostweave.types.size import Extent, product
+from hostweave.types.size import Size, product
 
 # What other libraries call what hostweave has.
 _OTHER_WORDS = {
@@ -58,9 +58,9 @@ def instead_of(name: str) -> str:
 class SizeName(str):
     """The text of a size that is known only at a call. It is written, not computed with."""
 
-    _extent: Extent
+    _extent: Size
 
-    def __new__(cls, extent: Extent) -> SizeName:
+    def __new__(cls, extent: Size) -> SizeName:
         name = super().__new__(cls, str(extent))
         name._extent = extent
         return name
@@ -72,7 +72,7 @@ class SizeName(str):
 
     def _written(self, sign: str, other: Any, reverse: bool) -> str:
         """The size that was meant, as text."""
-        operand = other._extent if isinstance(other, SizeName) else Extent(other) if type(other) is int else None
+        operand = other._extent if isinstance(other, SizeName) else Size(other) if type(other) is int else None
         if operand is not None and sign in _SIZES and not (reverse and sign == "//"):
             left, right = (operand, self._extent) if reverse else (self._extent, operand)
             if (size := _SIZES[sign](left, right)) is not None:
@@ -109,7 +109,7 @@ class SizeName(str):
         self._refuse("%", other)
 
 
-_SIZES: dict[str, Callable[[Extent, Extent], Extent | None]] = {
+_SIZES: dict[str, Callable[[Size, Size], Size | None]] = {
     "*": lambda a, b: product((a, b)),
     "+": lambda a, b: a + b,
     "-": lambda a, b: a - b,

@@ -11,11 +11,10 @@ from hostweave.fusion_ir.user_kernel import Source
 from hostweave.host_ir import ir
 from hostweave.host_ir.aliases import AliasRoots
 from hostweave.host_ir.calls import events_of
-from hostweave.host_ir.expr import Binary, Const, Coordinate, Expr, Rank, Size, Var, leaves
+from hostweave.host_ir.expr import Binary, Const, Coordinate, Expr, Rank, Symbol, Var, leaves
 from hostweave.host_ir.text import print_instruction
 from hostweave.types.mesh import Mesh
-from hostweave.types.rank_sizes import mesh_of_part
-from hostweave.types.size import Extent, block_of, part_of, product
+from hostweave.types.size import Atom, Factor, LocalSize, Share, Size, product
 from hostweave.types.tensor import BufferType
 
 MAX_POOL = 2**16  # streams, or events, of one name
@@ -27,8 +26,8 @@ class Scope:
 
     in_stream: bool = False
     condition: Expr | None = None  # the innermost rank-dependent condition
-    steps: Extent | None = None  # of a loop that ranks may walk another number of times
-    divides: tuple[tuple[str, int], ...] = ()  # sizes and what is known here to divide them
+    steps: Size | None = None  # of a loop that ranks may walk another number of times
+    divides: tuple[tuple[Atom, int], ...] = ()  # sizes and what is known here to divide them
 
 
 Rule = Callable[["Checker", Any, Scope], None]  # of a kind of instruction
@@ -63,7 +62,7 @@ class Checker:
                 self.fail(f"{pool.name}[{pool.count}] holds nothing: declare at least one")
             if sum(pool.name == other.name for other in pools) > 1:
                 self.fail(f"{pool.name} is declared twice: rename one")
-        told = {str(extent) for p in self.program.inputs for extent in p.type.shape}
+        told = {extent.name for p in self.program.inputs for extent in p.type.shape}
         for name in self.program.symbols():
             if name not in told:
                 self.fail(f"no input has a dim {name}, so nothing tells its size; give it to an input, or write an int")
@@ -142,8 +141,12 @@ class Checker:
                 self.fail(f"%{leaf.name} is not an index that is known here: define it above")
             if isinstance(leaf, Coordinate):
                 self.axis(leaf.axis)
-            if isinstance(leaf, Size) and (name := self.unknown(Extent(1, (leaf.name,)))):
-                self.fail(f"{name} is not a size of any input or output; the sizes are {', '.join(self.program.symbols()) or 'none'}")
+            if isinstance(leaf, Symbol):
+                self.size(Size(1, (leaf.size,)))
+
+    def size(self, size: Size) -> None:
+        if name := self.unknown(size):
+            self.fail(f"{name} is not a size of any input or output; the sizes are {', '.join(self.program.symbols()) or 'none'}")
 
     def divisors(self, expr: Expr) -> None:
         if not isinstance(expr, Binary):
@@ -159,7 +162,7 @@ class Checker:
         return any(
             isinstance(leaf, Coordinate | Rank)
             or (isinstance(leaf, Var) and leaf.name in self.rank_dependent)
-            or (isinstance(leaf, Size) and part_of(leaf.name) is not None)
+            or (isinstance(leaf, Symbol) and isinstance(leaf.size, LocalSize))
             for leaf in leaves(expr)
         )
 
@@ -207,40 +210,30 @@ class Checker:
         if have != want:
             self.fail(f"%{large} must hold {factor} x %{small}: it has {have} elements, not {want}")
 
-    def known(self, extent: Extent) -> Extent:
-        """An extent with the quotients in place of blocks and parts of sizes that are known to divide."""
-        divisors = dict(self.scope.divides)
-        exact: dict[str, Extent] = {}
-        for name in extent.names:
-            size, ranks = block_of(name) or (None, 0)
-            if size is None and (found := part_of(name)):
-                size, ranks = found[0], mesh_of_part(name, self.program.mesh).size_of(found[1])
-            if size is not None and divisors.get(str(size), 0) == ranks:
-                exact[name] = size // ranks
-        return extent.replaced(exact)
+    def known(self, size: Size) -> Size:
+        """A size with the quotients in place of blocks and parts of sizes that are known to divide."""
+        divisors, exact = dict(self.scope.divides), dict[Factor, Size]()
+        for share in size.factors:
+            if isinstance(share, Share) and share.size.name and divisors.get(share.size.name) == share.ranks_in(self.program.mesh):
+                exact[share] = share.size // share.ranks_in(self.program.mesh)
+        return size.replaced(exact)
 
-    def alike(self, extent: Extent) -> Extent:
-        """An extent in which a part is named by its size and the number of ranks alone."""
-        alike: dict[str, Extent] = {}
-        for name in extent.names:
-            if found := part_of(name):
-                size, axes, _ = found
-                alike[name] = Extent(1, (f"part of {size} for one of {mesh_of_part(name, self.program.mesh).size_of(axes)}",))
-        return self.known(extent).replaced(alike)
+    def alike(self, size: Size) -> Size:
+        """A size in which a part is told by its size and the number of ranks alone."""
+        local = [factor for factor in size.factors if isinstance(factor, LocalSize)]
+        meshes = {part: Mesh(ranks=part.ranks_in(self.program.mesh)) for part in local}
+        return self.known(size).replaced({part: Size(1, (LocalSize(part.size, ("ranks",), mesh),)) for part, mesh in meshes.items()})
 
-    def unknown(self, extent: Extent) -> str | None:
-        """A name in an extent that no input or output tells."""
-        for name in extent.names:
-            size = (block_of(name) or part_of(name) or (Extent(1, (name,)),))[0]
-            missing = [symbol for symbol in size.symbols if symbol not in self.program.symbols()]
-            if missing:
-                return missing[0]
-            if found := part_of(name):
-                mesh = mesh_of_part(name, self.program.mesh)
+    def unknown(self, size: Size) -> str | None:
+        """A name in a size that no input or output tells."""
+        missing = [symbol for symbol in size.symbols if symbol not in self.program.symbols()]
+        for part in size.atoms:
+            if isinstance(part, LocalSize) and not missing:
+                mesh = part.mesh_in(self.program.mesh)
                 self.part(mesh)
-                for axis in found[1]:
+                for axis in part.axes:
                     self.axis(axis, mesh)
-        return None
+        return missing[0] if missing else None
 
     def kernel(self, kernel: ir.Kernel) -> None:
         from hostweave.fusion_ir.verify import verify_ops

@@ -7,7 +7,7 @@ from typing import Any
 
 from hostweave.host_ir import ir
 from hostweave.host_ir.rules.checker import Checker, Rule, Scope
-from hostweave.types.size import Extent, product
+from hostweave.types.size import Size, product
 
 REDUCTIONS = ("sum", "prod", "min", "max", "avg")
 NOT_REDUCED = {"bool": "u8", "f8e4m3": "f32", "f8e5m2": "f32"}  # NCCL has no sums of these; the dtype that carries them
@@ -74,7 +74,7 @@ def _scatter(c: Checker, i: ir.Scatter, size: int) -> None:
 
 def _all_to_all(c: Checker, i: ir.AllToAll, size: int) -> None:
     c.counts(i.src, i.dst, 1)
-    if not any(extent.divisor == 1 and extent.coefficient % size == 0 for extent in c.types[i.src].shape or (Extent(),)):
+    if not any(extent.divisor == 1 and extent.coefficient % size == 0 for extent in c.types[i.src].shape or (Size(),)):
         c.fail(f"%{i.src} is {c.types[i.src]}: {size} ranks cannot be seen to share it evenly; give it a dim of {size}, a block a rank")
 
 
@@ -90,7 +90,7 @@ def _collective_permute(c: Checker, i: ir.CollectivePermute, size: int) -> None:
 
 def _barrier(c: Checker, i: ir.Barrier, size: int) -> None:
     buffer = c.types[i.token]
-    if product(buffer.shape) != Extent() or buffer.dtype.name in NOT_REDUCED:
+    if product(buffer.shape) != Size() or buffer.dtype.name in NOT_REDUCED:
         c.fail(f"%{i.token} is {buffer}: a barrier needs one number, such as i32[1]")
 
 

@@ -9,7 +9,7 @@ from hostweave.fusion_ir.user_kernel import Source, held
 from hostweave.host_ir import ir
 from hostweave.host_ir.rules.checker import Checker, Rule, Scope
 from hostweave.host_ir.size_requirements import slack
-from hostweave.types.size import Extent
+from hostweave.types.size import Size
 from hostweave.types.tensor import MAX_DIMS, BufferType
 
 
@@ -35,7 +35,7 @@ def _view(c: Checker, i: Any, scope: Scope) -> None:
             c.fail(f"%{i.src} is {source}: it has no dim {i.dim}")
     if isinstance(i, ir.Permute) and sorted(i.order) != list(range(len(source.shape))):
         c.fail(f"%{i.src} is {source}: the order must name each of its dims once")
-    if isinstance(i, ir.Chunk) and i.count == Extent(0):
+    if isinstance(i, ir.Chunk) and i.count == Size(0):
         c.fail("a dim is cut into at least one chunk: write the number of them")
     if isinstance(i, ir.Strided) and i.step < 1:
         c.fail(f"the step is {i.step}: it must be at least 1")
@@ -100,14 +100,14 @@ def why_no_epilogue(a: BufferType, b: BufferType, dst: BufferType) -> str:
         return "it is a batch of products"
     if len(dst.shape) > 2 and (a.strides is not None or dst.strides is not None):
         return "its rows do not lie one after another"
-    if ir.strides_of(dst)[-1] != Extent():
+    if ir.strides_of(dst)[-1] != Size():
         return "the elements of a row do not lie side by side"
     return ""
 
 
-def broadcast_shapes(a: tuple[Extent, ...], b: tuple[Extent, ...]) -> tuple[Extent, ...] | None:
+def broadcast_shapes(a: tuple[Size, ...], b: tuple[Size, ...]) -> tuple[Size, ...] | None:
     """The shape that two shapes broadcast to, as NumPy does, or None."""
-    rank, one = max(len(a), len(b)), Extent()
+    rank, one = max(len(a), len(b)), Size()
     padded = zip((one,) * (rank - len(a)) + a, (one,) * (rank - len(b)) + b, strict=True)
     result = [x if y == one else y if x in (one, y) else None for x, y in padded]
     return None if None in result else tuple(e for e in result if e is not None)

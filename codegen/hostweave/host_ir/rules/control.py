@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from hostweave.host_ir import ir
-from hostweave.host_ir.expr import Size, divisibility
+from hostweave.host_ir.expr import divisibility
 from hostweave.host_ir.rules.checker import Checker, Rule, Scope
-from hostweave.types.size import part_of
+from hostweave.types.size import LocalSize
 
 
 def _group(c: Checker, i: ir.Group, scope: Scope) -> None:
@@ -51,11 +51,10 @@ def _let(c: Checker, i: ir.Let, scope: Scope) -> None:
 
 
 def _for(c: Checker, i: ir.For, scope: Scope) -> None:
-    for name in i.count.names:
-        c.expr(Size(name))
+    c.size(i.count)
     indices = set(c.indices)
     c.indices.add(i.out)
-    c.inner(i.body, replace(scope, steps=i.count) if any(map(part_of, i.count.names)) else scope)
+    c.inner(i.body, replace(scope, steps=i.count) if any(isinstance(size, LocalSize) for size in i.count.atoms) else scope)
     c.indices = indices
 
 

@@ -24,7 +24,7 @@ from dataclasses import replace
 from hostweave.analysis.def_use import DefUse
 from hostweave.host_ir import ir
 from hostweave.passes.host.privatize_per_stream import ChunkView
-from hostweave.types.size import Extent
+from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 
 
@@ -34,7 +34,7 @@ def multi_buffer(program: ir.HostProgram) -> ir.HostProgram:
     for name, place in uses.allocates.items():
         for view, block in _chunks(uses, name, pools):
             streams, shape = pools[block.stream], uses.types[view.out].shape
-            slots = BufferType(uses.types[name].dtype, (Extent(streams), *shape))
+            slots = BufferType(uses.types[name].dtype, (Size(streams), *shape))
             changed[id(place.instruction)] = ir.Allocate(name, slots, location=place.instruction.location)
             changed[id(view)] = ir.Select(view.out, name, 0, block.index % streams, location=view.location)
     return replace(program, body=ir.edited(program.body, changed)) if changed else program
@@ -64,9 +64,9 @@ def _chunks(uses: DefUse, name: str, pools: dict[str, int]) -> list[tuple[ChunkV
     return found if len(counts) == 1 and _is_more(counts.pop()[-1], pools[found[0][1].stream]) else []
 
 
-def _count(view: ChunkView, uses: DefUse) -> Extent:
+def _count(view: ChunkView, uses: DefUse) -> Size:
     return view.count if isinstance(view, ir.Chunk) else uses.types[view.src].shape[view.dim]
 
 
-def _is_more(count: Extent, streams: int) -> bool:
+def _is_more(count: Size, streams: int) -> bool:
     return not count.is_int or int(count) > streams

@@ -18,7 +18,7 @@ from hostweave.fusion_ir.ir import Op, Value
 from hostweave.host_ir import ir
 from hostweave.host_ir.dead_code import launched
 from hostweave.options import Options
-from hostweave.types.size import Extent, product
+from hostweave.types.size import Size, product
 from hostweave.types.tensor import BufferType, Dim, TensorType, f32
 
 KINDS = ("sum", "prod", "mean", "max", "min")
@@ -91,7 +91,7 @@ def _halves(kernel: ir.Kernel, row: tuple[int, ...]) -> tuple[ir.Kernel, ir.Kern
     is_rounded = op.kind in ROUNDED and source.type.dtype.kind == "float" and source.type.dtype.itemsize < 4
     dtype = f32 if is_rounded else source.type.dtype
     keeps = op.attribute("keepdims")
-    dims = [Dim(Extent()) if axis in row else dim for axis, dim in enumerate(source.type.dims) if keeps or axis not in row]
+    dims = [Dim(Size()) if axis in row else dim for axis, dim in enumerate(source.type.dims) if keeps or axis not in row]
     others = tuple(axis if keeps else axis - sum(inner < axis for inner in row) for axis in _axes(op) if axis not in row)
     rows = Value(f"{op.result.name}_rows", TensorType(dtype, tuple(dims)))
     wide = Value(f"{source.name}_{dtype}", replace(source.type, dtype=dtype))

@@ -16,7 +16,7 @@ from hostweave.passes.lower.dataflow import Dataflow
 from hostweave.passes.lower.parts import part
 from hostweave.passes.lower.placement import Placement, reversed_view
 from hostweave.passes.lower.steps import Steps, chunk, chunk_shape, expr_of, keeps_dim, rank_in_group
-from hostweave.types.size import Extent, block
+from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 
 CUTS = ("slice", "select")
@@ -97,7 +97,7 @@ class Buffers:
             position = rank - 2  # shards of M or N are stacked before the matrix
         if steps.splits(op.result, stream.dim) and position > 0:
             shape = self.b.types[buffer].shape
-            return self.b.reshape(buffer, (*shape[:position], Extent(), *shape[position:]), f"{name}_stacked")
+            return self.b.reshape(buffer, (*shape[:position], Size(), *shape[position:]), f"{name}_stacked")
         if steps.drops_dim and not keeps and position >= 0:
             with self.b.hoisted():
                 return self.b.drop(buffer, position, f"{name}_{steps.index.name}")
@@ -115,7 +115,7 @@ class Buffers:
         if is_new and value.name in self.placement.within_loops:
             shape = chunk_shape(steps, self.flow.mesh, value, stream.dim)
             splits = steps.splits(value, stream.dim)
-            if splits or any(extent != Extent() for extent in self.flow.local(value).shape[: stream.dim]):
+            if splits or any(extent != Size() for extent in self.flow.local(value).shape[: stream.dim]):
                 # Chunks of the value as it is would be strided, and communication needs them contiguous.
                 if splits:  # as collectives lay shards out
                     shape = (shape[stream.dim], *shape[: stream.dim], *shape[stream.dim + 1 :])
@@ -140,7 +140,7 @@ class Buffers:
         with self.b.hoisted():
             buffer = self.whole(name)
             if steps.splits(value, dim):
-                self.b.split(buffer, dim, Extent(steps.shards_in(value, dim)), f"{name}_shards")
+                self.b.split(buffer, dim, Size(steps.shards_in(value, dim)), f"{name}_shards")
         return chunk(self.b, steps, buffer, value, dim, keeps)
 
     def end_of_loop(self) -> None:
@@ -182,9 +182,9 @@ class Buffers:
                 continue
             place, ranks = rank_in_group(mesh, gained.get(i, ())), mesh.size_of(gained.get(i, ()))
             if own == dim.extent // mesh.size_of(dim.axes):
-                buffer = self.b.chunk(buffer, i, place, Extent(ranks), op.result.name)
+                buffer = self.b.chunk(buffer, i, place, Size(ranks), op.result.name)
             else:
-                buffer = self.b.slice(buffer, i, own, place * expr_of(block(dim.extent, ranks)), op.result.name)
+                buffer = self.b.slice(buffer, i, own, place * expr_of(dim.extent.ceil_div(ranks)), op.result.name)
         return buffer
 
     def _whole_view(self, op: Op) -> str:

@@ -13,7 +13,7 @@ from hostweave.host_ir.expr import Const, Expr, Rank, Var
 from hostweave.passes.lower.steps import Steps, expr_of, rank_in_group
 from hostweave.types.mesh import Mesh
 from hostweave.types.routes import Transfer
-from hostweave.types.size import Extent
+from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 
 
@@ -65,7 +65,7 @@ def collective_permute(b: Builder, src: str, dst: str, sources: ir.Sources, axes
 def every_block(b: Builder, whole: str, channel: Channel) -> str:
     """The view of `whole` with a dim of one block a rank outermost."""
     assert channel.dim is not None
-    blocks = b.split(whole, channel.dim, Extent(channel.size), f"{whole}_blocks")
+    blocks = b.split(whole, channel.dim, Size(channel.size), f"{whole}_blocks")
     return outermost(b, blocks, channel.dim, f"{whole}_by_rank")
 
 
@@ -77,7 +77,7 @@ def blocks_first(b: Builder, whole: str, channel: Channel, block: BufferType) ->
     """The view of `whole` with one block a rank outermost, as NCCL lays them out; `whole` itself where it already is."""
     dim = channel.dim
     assert dim is not None
-    if b.is_contiguous(whole) and all(extent == Extent() for extent in b.types[whole].shape[:dim]):
+    if b.is_contiguous(whole) and all(extent == Size() for extent in b.types[whole].shape[:dim]):
         return whole
     if len(b.types[whole].shape) == len(block.shape):  # one dim still holds the blocks of all ranks
         return every_block(b, whole, channel)
@@ -147,13 +147,13 @@ def cut(b: Builder, whole: str, cuts: tuple[int, ...]) -> str:
     """The view of `whole` with the blocks of all dims outermost, in row-major order; one block is `whole`, or the chunk of a loop."""
     if set(cuts) <= {1}:
         return whole
-    shape: list[Extent] = []
+    shape: list[Size] = []
     outer: list[int] = []
     inner: list[int] = []
     for extent, blocks in zip(b.types[whole].shape, cuts, strict=True):
         if blocks > 1:
             outer.append(len(shape))
-            shape.append(Extent(blocks))
+            shape.append(Size(blocks))
         inner.append(len(shape))
         shape.append(extent // blocks)
     return b.permute(b.reshape(whole, tuple(shape), f"{whole}_blocks"), (*outer, *inner), f"{whole}_by_block")
@@ -196,15 +196,15 @@ class Padding:
     `is_even` is true where they share them evenly after all; None where they never do.
     """
 
-    sent: dict[int, Extent]
-    received: dict[int, Extent]
+    sent: dict[int, Size]
+    received: dict[int, Size]
     is_even: Expr | None
 
 
 def with_padding(b: Builder, src: str, dst: str, padding: Padding, communicate: Callable[[str, str], None]) -> None:
     """The communication on the buffers as they are, or on copies that are padded to whole blocks."""
 
-    def padded(like: str, extents: dict[int, Extent]) -> tuple[str, str]:
+    def padded(like: str, extents: dict[int, Size]) -> tuple[str, str]:
         """Memory with these dims longer, and the view of its first part that has the shape of `like`."""
         type = b.types[like]
         shape = tuple(extents.get(i, extent) for i, extent in enumerate(type.shape))

@@ -11,7 +11,7 @@ from hostweave.fusion_ir.ops import OPS, TO_OTHER_MESHES, index_map, operand_typ
 from hostweave.fusion_ir.rewriting import consumers
 from hostweave.types.mesh import Mesh
 from hostweave.types.routes import Transfer, transfer
-from hostweave.types.size import Extent
+from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType, TensorType
 
 
@@ -70,10 +70,6 @@ class Dataflow:
         dims = zip(self.types[op.tensors[0]].dims, blocks.sent, blocks.received, strict=True)
         return not blocks.moved and all(received == 1 and (sent == 1 or not dim.axes) for dim, sent, received in dims)
 
-    def is_uneven(self, extent: Extent, ranks: int) -> bool:
-        """Whether so many ranks may share a dim unevenly."""
-        return int(extent) % ranks > 0 if extent.is_int else ranks > 1 and str(extent) in self.uneven
-
     # --- views ---
 
     def is_view(self, op: Op) -> bool:
@@ -84,7 +80,7 @@ class Dataflow:
             local = self.types[op.tensors[0]].local_shape(self.mesh, self.uneven)
             axes = op.attribute("axis")
             assert isinstance(axes, tuple)
-            return all(local[axis] == Extent() for axis in axes)
+            return all(local[axis] == Size() for axis in axes)
         return OPS[op.kind].is_view
 
     def viewed(self, name: str) -> str:

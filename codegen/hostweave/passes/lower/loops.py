@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import RESHARD_STEPS
 from hostweave.passes.lower.dataflow import Dataflow
-from hostweave.types.size import Extent
+from hostweave.types.size import Size
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,12 @@ def loops_of(flow: Dataflow) -> tuple[Loop, ...]:
     return tuple(result)
 
 
-def iterations(flow: Dataflow, op: Op) -> tuple[Extent, bool]:
+def iterations(flow: Dataflow, op: Op) -> tuple[Size, bool]:
     """How many steps a streamed op takes, and whether each drops the dim."""
     stream = op.result.stream
     assert stream is not None
     if stream.chunks is not None:
-        return Extent(stream.chunks), False
+        return Size(stream.chunks), False
     extent = op.result.type.dims[stream.dim].extent
     return (extent if stream.chunking == "by_shard" else extent // shards(flow, (op,))), True
 

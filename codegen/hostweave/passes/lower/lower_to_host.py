@@ -37,7 +37,7 @@ from hostweave.passes.lower.placement import placement_of
 from hostweave.passes.lower.reshards import Reshards, owner, ring_term
 from hostweave.passes.lower.steps import Steps, dim_of_chunk
 from hostweave.passes.lower.uneven_sizes import uneven_sizes
-from hostweave.types.size import Extent
+from hostweave.types.size import Size
 from hostweave.types.tensor import TensorType, f32
 
 RING = "ring"
@@ -171,7 +171,7 @@ class _Lowering:
     def with_a_dense_dim(self, source: str, steps: Steps | None) -> str:
         """A matrix whose rows or columns lie side by side, as cuBLASLt takes it."""
         type = self.b.types[source]
-        dense = (stride == Extent() or extent == Extent() for extent, stride in zip(type.shape[-2:], ir.strides_of(type)[-2:], strict=True))
+        dense = (stride == Size() or extent == Size() for extent, stride in zip(type.shape[-2:], ir.strides_of(type)[-2:], strict=True))
         return source if any(dense) else communication.contiguous_source(self.b, source, steps)
 
     def stack_shards(self, op: Op, steps: Steps | None, buffers: list[str]) -> list[str]:
@@ -225,7 +225,7 @@ class _Lowering:
             places = tuple(None if place == NO_SOURCE else place for place in sources)
             communication.collective_permute(self.b, source, target, places, axes, steps)
             return
-        dim, count = dim_of_chunk(axis, op, self.flow.values[op.tensors[0]], steps), Extent(len(sources))
+        dim, count = dim_of_chunk(axis, op, self.flow.values[op.tensors[0]], steps), Size(len(sources))
         for number, place in enumerate(sources):
             block = self.b.chunk(target, dim, Const(number), count, f"{target}_{number}")
             if place == NO_SOURCE:

@@ -10,7 +10,7 @@ from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Const
 from hostweave.passes.lower.dataflow import Dataflow
 from hostweave.passes.lower.steps import Steps, dim_of_chunk, expr_of
-from hostweave.types.size import Extent
+from hostweave.types.size import Size
 
 
 def part(b: Builder, flow: Dataflow, op: Op, number: int, target: str, steps: Steps | None) -> str:
@@ -19,7 +19,7 @@ def part(b: Builder, flow: Dataflow, op: Op, number: int, target: str, steps: St
     if op.kind == "concat":
         axis = op.attribute("axis")
         assert isinstance(axis, int)
-        before = Extent(0)
+        before = Size(0)
         for other in op.tensors[:number]:
             before = before + flow.types[other].shape[axis]
         return b.slice(target, dim_of_chunk(axis, op, source, steps), type.shape[axis], expr_of(before), f"{name}_{number}")
@@ -39,7 +39,7 @@ def borders(b: Builder, flow: Dataflow, op: Op, target: str, steps: Steps | None
     for axis in padded_dims(op):
         held, dim = source.type.shape[axis], dim_of_chunk(axis, op, source, steps)
         if low[axis]:
-            yield b.slice(target, dim, Extent(low[axis]), Const(0), f"{name}_before")
+            yield b.slice(target, dim, Size(low[axis]), Const(0), f"{name}_before")
         if high[axis]:
-            yield b.slice(target, dim, Extent(high[axis]), expr_of(held + low[axis]), f"{name}_after")
+            yield b.slice(target, dim, Size(high[axis]), expr_of(held + low[axis]), f"{name}_after")
         target = b.slice(target, dim, held, Const(low[axis]), f"{name}_inside")

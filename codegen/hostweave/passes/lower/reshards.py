@@ -19,7 +19,7 @@ from hostweave.passes.lower.kernels import Kernels
 from hostweave.passes.lower.loops import Loop
 from hostweave.passes.lower.steps import Steps, chunk, dim_of_chunk, expr_of, rank_in_group, total
 from hostweave.passes.lower.transfers import to_other_ranks
-from hostweave.types.size import Extent, block
+from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 
 
@@ -153,7 +153,7 @@ class Reshards:
 
         def take_own() -> None:
             assert op.result.stream is not None
-            rank, size = rank_in_group(channel.mesh, channel.axes), Extent(channel.size)
+            rank, size = rank_in_group(channel.mesh, channel.axes), Size(channel.size)
             own = b.chunk(self.buffers.whole(name), op.result.stream.dim, rank, size, f"{name}_own")
             b.emit(ir.Copy(own, self.buffers.whole(op.result.name)))
 
@@ -165,7 +165,7 @@ class Reshards:
         assert stream is not None
         source, local = self.buffers.operand(op, 0, steps), self.flow.local(value)
         channel = Channel(self.flow.mesh_of(op), change.axes, change.dim)
-        landing = b.allocate("landing", BufferType(local.dtype, (Extent(channel.size), *local.shape)))
+        landing = b.allocate("landing", BufferType(local.dtype, (Size(channel.size), *local.shape)))
         communication.scatter_p2p(
             b, source, landing, channel, steps, lambda terms: chunk(b, steps, terms, value, stream.dim, suffix="landing")
         )
@@ -207,15 +207,15 @@ class Reshards:
 
 def _padding(flow: Dataflow, op: Op) -> Padding | None:
     """What an uneven reshard needs: whole blocks of each dim that changes."""
-    sent: dict[int, Extent] = {}
-    received: dict[int, Extent] = {}
+    sent: dict[int, Size] = {}
+    received: dict[int, Size] = {}
     remainders: list[Expr] = []
     is_never_even = False
     for i, (old, new) in enumerate(zip(flow.types[op.tensors[0]].dims, op.result.type.dims, strict=True)):
         ranks = flow.mesh_of(op).size_of(old.axes or new.axes)
-        if old.axes == new.axes or not flow.is_uneven(old.extent, ranks):
+        if old.axes == new.axes or not old.extent.is_uneven(ranks, flow.uneven):
             continue
-        whole_block = block(old.extent, ranks)
+        whole_block = old.extent.ceil_div(ranks)
         sent[i] = whole_block if old.axes else whole_block * ranks
         received[i] = whole_block if new.axes else whole_block * ranks
         is_never_even |= old.extent.is_int

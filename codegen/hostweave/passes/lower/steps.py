@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 from hostweave.fusion_ir.ir import Op, Value
 from hostweave.host_ir.builder import Builder
-from hostweave.host_ir.expr import Const, Coordinate, Expr, Size, Var
+from hostweave.host_ir.expr import Const, Coordinate, Expr, Symbol, Var
 from hostweave.types.mesh import Mesh
-from hostweave.types.size import Extent, is_sum, terms_of
+from hostweave.types.size import Size, Sum
 
 
 @dataclass(frozen=True)
@@ -21,14 +21,14 @@ class Steps:
 
     mesh: Mesh
     index: Var
-    count: Extent  # iterations
+    count: Size  # iterations
     drops_dim: bool  # one step an index
     shards: int
     owner: Expr | None = None  # by block: whose block this is
     uneven: tuple[str, ...] = ()  # sizes that ranks may share unevenly
 
     @property
-    def pieces(self) -> Extent:
+    def pieces(self) -> Size:
         return self.count // self.shards
 
     @property
@@ -64,23 +64,23 @@ class Steps:
         """Whether an iteration takes a slice of each of several ranks' shards of this dim."""
         return self.owner is None and self.shards_in(value, dim) > 1
 
-    def pieces_of(self, value: Value, dim: int) -> Extent:
+    def pieces_of(self, value: Value, dim: int) -> Size:
         """Into how many chunks the loop cuts this dim of what one rank holds."""
         return self.pieces if self.owner is not None and value.type.dims[dim].axes else self.count
 
 
-def expr_of(extent: Extent) -> Expr:
+def expr_of(extent: Size) -> Expr:
     """A size as an expression: `8*M/4` is `8 * M / 4`."""
     result: Expr = Const(extent.coefficient)
-    for name in extent.names:
-        result = result * (_sum_of(name) if is_sum(name) else Size(name))
+    for factor in extent.factors:
+        result = result * (_sum_of(factor) if isinstance(factor, Sum) else Symbol(factor))
     return result // extent.divisor
 
 
-def _sum_of(name: str) -> Expr:
+def _sum_of(factor: Sum) -> Expr:
     result: Expr = Const(0)
-    for sign, term in terms_of(name):
-        result = result + expr_of(term) if sign > 0 else result - expr_of(term)
+    for term in factor.terms:
+        result = result + expr_of(term) if term.coefficient > 0 else result - expr_of(-1 * term)
     return result
 
 
@@ -106,7 +106,7 @@ def chunk(builder: Builder, steps: Steps, buffer: str, value: Value, dim: int, k
     """
     index, wanted = steps.block, f"{value.name}_{suffix or steps.index.name}"
     if steps.splits(value, dim):
-        buffer = builder.split(buffer, dim, Extent(steps.shards_in(value, dim)), f"{value.name}_shards")
+        buffer = builder.split(buffer, dim, Size(steps.shards_in(value, dim)), f"{value.name}_shards")
         dim = dim + 1
     elif steps.owner is not None and value.type.dims[dim].axes:
         index = steps.piece
@@ -115,14 +115,14 @@ def chunk(builder: Builder, steps: Steps, buffer: str, value: Value, dim: int, k
     return builder.chunk(buffer, dim, index, steps.pieces_of(value, dim), wanted)
 
 
-def chunk_shape(steps: Steps, mesh: Mesh, value: Value, dim: int) -> tuple[Extent, ...]:
+def chunk_shape(steps: Steps, mesh: Mesh, value: Value, dim: int) -> tuple[Size, ...]:
     """The shape of such a view."""
     shape = value.type.local_shape(mesh, steps.uneven)
     extent = shape[dim]
-    shards: tuple[Extent, ...] = ()
+    shards: tuple[Size, ...] = ()
     if steps.splits(value, dim):
         count = steps.shards_in(value, dim)
-        extent, shards = extent // count, (Extent(count),)
+        extent, shards = extent // count, (Size(count),)
     piece = extent.divided_by(steps.pieces_of(value, dim))
     assert piece is not None
     return (*shape[:dim], *shards, *(() if steps.drops_dim else (piece,)), *shape[dim + 1 :])

@@ -19,7 +19,7 @@ from hostweave.passes.lower.dataflow import Dataflow
 from hostweave.passes.lower.steps import Steps, expr_of, rank_in_group, total
 from hostweave.types.mesh import Mesh
 from hostweave.types.routes import Transfer, transfer
-from hostweave.types.size import Extent, block
+from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType, Dim
 
 COPIES = "copies"  # the mesh axis of a rank that sends and those that get the same from it
@@ -106,8 +106,8 @@ class _Padded:
     """
 
     blocks: Transfer
-    sent: dict[int, Extent] = field(default_factory=dict)
-    received: dict[int, Extent] = field(default_factory=dict)
+    sent: dict[int, Size] = field(default_factory=dict)
+    received: dict[int, Size] = field(default_factory=dict)
     own: dict[int, Expr] = field(default_factory=dict)
     is_even: Expr | None = None
 
@@ -120,16 +120,16 @@ def _padded(flow: Dataflow, op: Op) -> _Padded:
     for i, (dim, wanted) in enumerate(zip(source.dims, target.dims, strict=True)):
         have, want = old.size_of(dim.axes), new.size_of(wanted.axes)
         ranks = lcm(have, want)
-        if have == want or not flow.is_uneven(dim.extent, ranks):  # what goes to a rank is as much as it is to have
+        if have == want or not dim.extent.is_uneven(ranks, flow.uneven):  # what goes to a rank is as much as it is to have
             continue
         if 1 in (have, want):
-            each = block(dim.extent, ranks)
+            each = dim.extent.ceil_div(ranks)
             found.sent[i], found.received[i], found.own[i] = each * want, each * have, Const(0)
         else:
-            each = block(dim.extent, have)
+            each = dim.extent.ceil_div(have)
             arriving[i] = Dim(dim.extent)
             found.sent[i], found.received[i] = each, each * have
-            found.own[i] = rank_in_group(new, wanted.axes) * expr_of(block(dim.extent, want))
+            found.own[i] = rank_in_group(new, wanted.axes) * expr_of(dim.extent.ceil_div(want))
         is_never_even |= dim.extent.is_int
         if not dim.extent.is_int:
             remainders.append(expr_of(dim.extent) % ranks)
@@ -165,7 +165,7 @@ def _on_copies(b: Builder, sides: Sides, padded: _Padded, src: Buffer, dst: Buff
         b.emit(ir.Copy(view, wanted))
 
 
-def _memory(b: Builder, like: str, extents: dict[int, Extent]) -> str:
+def _memory(b: Builder, like: str, extents: dict[int, Size]) -> str:
     """Memory for the same with these dims longer."""
     type = b.types[like]
     shape = tuple(extents.get(i, extent) for i, extent in enumerate(type.shape))

@@ -8,7 +8,6 @@ from hostweave.base.errors import Location, ProgramError
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import RESHARD_STEPS, TO_OTHER_MESHES, index_map, operand_types
 from hostweave.types.mesh import Mesh
-from hostweave.types.size import is_sum
 from hostweave.types.tensor import Dim, TensorType
 
 Even = tuple[Dim, Mesh, str]  # a dim that the ranks of a mesh must share evenly, and why
@@ -24,8 +23,8 @@ def uneven_sizes(fusion: Fusion) -> tuple[str, ...]:
     for body in (*fusion.blocks, fusion):  # a size is one for all of them
         types = {name: value.type for name, value in body.values().items()}
         dims = [dim for type in types.values() for dim in type.dims if dim.axes]
-        sharded |= dict.fromkeys(str(dim.extent) for dim in dims if _is_name(dim))
-        even.update(name for dim in dims if not _is_name(dim) for name in dim.extent.names)
+        sharded |= dict.fromkeys(dim.extent.name for dim in dims if dim.extent.name)
+        even.update(name for dim in dims if not dim.extent.name for name in dim.extent.symbols)
         for op in body.ops:
             even.update(_even_names(_even(op, types, body), op.kind, op.location))
     return tuple(name for name in sharded if name not in even)
@@ -35,15 +34,10 @@ def _even_names(even: Iterable[Even], what: str, location: Location | None) -> I
     """The names in these dims. Raises ProgramError for an int that the ranks cannot share evenly."""
     for dim, mesh, why in even:
         ranks = mesh.size_of(dim.axes)
-        if dim.extent.is_int and int(dim.extent) % ranks:
+        if dim.extent.is_uneven(ranks, ()):
             padded = -(-int(dim.extent) // ranks) * ranks
             raise ProgramError(f"{what}: {ranks} ranks cannot share dim {dim} evenly, as {why} needs; pad it to {padded}", location)
-        yield from dim.extent.names
-
-
-def _is_name(dim: Dim) -> bool:
-    """Whether the extent is a size of its own; what follows from sizes must divide."""
-    return str(dim.extent) in dim.extent.names and not is_sum(str(dim.extent))
+        yield from dim.extent.symbols
 
 
 def _even(op: Op, types: dict[str, TensorType], fusion: Fusion) -> Iterator[Even]:
