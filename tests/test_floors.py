@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,3 +51,15 @@ def test_imports_point_down() -> None:
             f"{path.relative_to(PACKAGE)} imports {part}" for part in imports(path) if FLOOR_OF.get(part, len(FLOORS)) < FLOOR_OF[own]
         ]
     assert not wrong
+
+
+def test_compiling_imports_nothing_that_runs_programs() -> None:
+    """NumPy and the rendezvous take longer to import than a program takes to compile."""
+    compile_one = """if True:
+        import sys, hostweave as hw
+        x = hw.f32["M@x", "K"]
+        hw.compile(hw.fusion(mesh=hw.Mesh(x=2), x=x)(lambda x: hw.relu(x)))
+        print(*{"numpy", "asyncio", "hostweave.runtime"} & sys.modules.keys())
+    """
+    run = subprocess.run([sys.executable, "-c", compile_one], capture_output=True, text=True, timeout=60, check=False)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "\n", "")

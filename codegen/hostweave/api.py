@@ -8,7 +8,7 @@ from functools import cached_property
 from numbers import Integral
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from hostweave.base.errors import ArgumentError, ExecutionError, ProgramError
@@ -21,13 +21,12 @@ from hostweave.fusion_ir.user_kernel import expect_one_thread
 from hostweave.host_ir.ir import HostProgram
 from hostweave.options import Options
 from hostweave.pipeline import lower
-from hostweave.runtime.arguments import in_order
-from hostweave.runtime.call import make_call
-from hostweave.runtime.cpu import schedule
-from hostweave.runtime.group import Group, current
-from hostweave.runtime.local import LocalProgram
-from hostweave.runtime.session import Session, Timing
 from hostweave.types.mesh import Mesh
+
+if TYPE_CHECKING:  # compiling needs neither NumPy nor what runs programs: they are imported when a program first runs
+    from hostweave.runtime.group import Group
+    from hostweave.runtime.local import LocalProgram
+    from hostweave.runtime.session import Session, Timing
 
 MAX_CHECKED_RANKS = 16  # of programs that are checked without being asked to
 OPTIONS_OF_RUN = ("ranks", "warmups", "repetitions")  # take arrays by name beside these
@@ -163,6 +162,10 @@ class Program:
 
         Raises ArgumentError for arrays that do not fit, ExecutionError where the ranks do not get through, or did not earlier.
         """
+        from hostweave.runtime.arguments import in_order
+        from hostweave.runtime.group import current
+        from hostweave.runtime.local import LocalProgram
+
         if self._closed:
             raise ExecutionError(f"{self.name}: the program is closed; compile it again")
         group = group or current()
@@ -183,6 +186,9 @@ class Program:
         what is on a mesh that the rank is not in.
         Raises ArgumentError for arrays that do not fit, ExecutionError where the ranks do not get through.
         """
+        from hostweave.runtime.call import make_call
+        from hostweave.runtime.cpu import schedule
+
         call = make_call(self._host, self.target, arrays, named)
         self._ready().run([call], schedule(), poison=False)
         return call.local_results() if ranks else call.global_results()
@@ -193,6 +199,9 @@ class Program:
         With `poison`, outputs and temporaries are filled with NaN on the caller's stream before each call. Gives for every
         call what `run(ranks=True)` gives. This is how tests see a missing dependency.
         """
+        from hostweave.runtime.call import make_call
+        from hostweave.runtime.cpu import schedule
+
         made = [make_call(self._host, self.target, (), arrays) for arrays in calls]
         self._ready().run(made, schedule(), poison=poison)
         return [call.local_results() for call in made]
@@ -202,6 +211,9 @@ class Program:
 
         Raises ArgumentError and ExecutionError as `run` does.
         """
+        from hostweave.runtime.call import make_call
+        from hostweave.runtime.cpu import schedule
+
         if warmups < 0 or repetitions < 1:
             raise ArgumentError(f"{self.name}: measure: warmups={warmups}, repetitions={repetitions}: at least 0 and 1 are wanted")
         call = make_call(self._host, self.target, arrays, named)
@@ -232,6 +244,8 @@ class Program:
 
     def _ready(self) -> Session:
         """The program on every rank of a world that works."""
+        from hostweave.runtime.session import Session
+
         with self._lock:
             if self._closed:
                 raise ExecutionError(f"{self.name}: the program is closed; compile it again")
