@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from math import prod
 
-from hostweave.analysis.def_use import DefUse, Place
+from hostweave.analysis.def_use import DefUse, Place, def_use
 from hostweave.analysis.live_ranges import Begin, Branch, Called, End, Joined, OnRanks, Steps, begins, live_ranges
 from hostweave.base.paths import NATIVE
 from hostweave.check.bindings import compiled, size_of
@@ -68,7 +68,7 @@ def memory_plan(program: ir.HostProgram, sizes: Sizes, rank: int = 0) -> MemoryP
     offsets = {id(buffer): offset for buffer, offset in zip(buffers, places, strict=True)}
     lines, rows = line_numbers(program), []
     for number, body in enumerate((program, *replay.bodies[:-1])):
-        uses, of = DefUse(body), f" of @{body.name}" if number else ""
+        uses, of = def_use(body), f" of @{body.name}" if number else ""
         for begin in begins(replay.steps[body.name if number else ""]):
             if own := replay.buffers.get(id(begin)):
                 rows.append(_row(begin, of, own[0].bytes, tuple(offsets[id(buffer)] for buffer in own), uses, lines))
@@ -188,7 +188,7 @@ def _row(begin: Begin, of: str, bytes: int, offsets: tuple[int, ...], uses: DefU
 
 
 def _workspace_row(buffer: Buffer, offset: int, parts: Sequence[ir.HostProgram], lines: Mapping[int, int]) -> Row:
-    places = [place for part in parts for place in DefUse(part).places]
+    places = [place for part in parts for place in def_use(part).places]
     matmuls = [p for p in places if isinstance(p.instruction, ir.Matmul) and p.block is None]
     return Row("workspace of matmuls", "", buffer.bytes, (offset,), _lines(matmuls, lines), ("caller",))
 
