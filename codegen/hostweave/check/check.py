@@ -42,7 +42,7 @@ def check(program: ir.HostProgram, sizes: Sizes | None = None) -> None:
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Nothing that a check builds is garbage before it ends, and the collector would walk over all of it again and again."""
+    """Nothing that a check builds is garbage before it ends, and then it has no circles: the collector would walk over it in vain."""
     was_on = gc.isenabled()
     gc.disable()
     try:
