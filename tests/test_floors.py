@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -72,3 +74,15 @@ def test_modules_that_cpp_imports_are_there() -> None:
     named = {name for path in RUNTIME.rglob("*.cpp") for name in re.findall(r'import\("(hostweave[\w.]*)"\)', path.read_text())}
     assert "hostweave.base.errors" in named
     assert [name for name in sorted(named) if find_spec(name) is None] == []
+
+
+def test_compiling_imports_nothing_that_runs_programs() -> None:
+    """NumPy and the rendezvous take longer to import than a program takes to compile."""
+    compile_one = """if True:
+        import sys, hostweave as hw
+        x = hw.f32["M@x", "K"]
+        hw.compile(hw.fusion(mesh=hw.Mesh(x=2), x=x)(lambda x: hw.relu(x)))
+        print(*{"numpy", "asyncio", "hostweave.runtime"} & sys.modules.keys())
+    """
+    run = subprocess.run([sys.executable, "-c", compile_one], capture_output=True, text=True, timeout=60, check=False)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "\n", "")

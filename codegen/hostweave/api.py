@@ -8,7 +8,7 @@ from functools import cached_property
 from numbers import Integral
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from hostweave.base.errors import ArgumentError, ExecutionError, ProgramError
@@ -20,14 +20,13 @@ from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir.ir import HostProgram
 from hostweave.options import Options
 from hostweave.pipeline import lower
-from hostweave.runtime.arguments import in_order
-from hostweave.runtime.call import make_call
-from hostweave.runtime.cpu import schedule
-from hostweave.runtime.group import Group, current
-from hostweave.runtime.local import LocalProgram
-from hostweave.runtime.session import Session, Timing
 from hostweave.targets.target import NAMES, Target, find_target
 from hostweave.types.mesh import Mesh
+
+if TYPE_CHECKING:  # compiling needs neither NumPy nor what runs programs: they are imported when a program first runs
+    from hostweave.runtime.group import Group
+    from hostweave.runtime.local import LocalProgram
+    from hostweave.runtime.session import Session, Timing
 
 MAX_CHECKED_RANKS = 16  # of programs that are checked by default
 OPTIONS_OF_RUN = ("ranks", "warmups", "repetitions")  # take arrays by name beside these
@@ -178,6 +177,10 @@ class Program:
 
         Example: `y = program(x, w)`.
         """
+        from hostweave.runtime.arguments import in_order
+        from hostweave.runtime.group import current
+        from hostweave.runtime.local import LocalProgram
+
         if self._closed:
             raise ExecutionError(f"{self.name}: the program is closed; compile it again")
         group = group or current()
@@ -200,6 +203,9 @@ class Program:
 
         Example: `y = program.run(x, w=w)`.
         """
+        from hostweave.runtime.call import make_call
+        from hostweave.runtime.cpu import schedule
+
         call = make_call(self._host, self.target, arrays, named)
         self._ready().run([call], schedule(), poison=False)
         return call.local_results() if ranks else call.global_results()
@@ -210,6 +216,9 @@ class Program:
         With `poison`, outputs and temporaries are filled with NaN on the caller's stream before each call, so that a missing dependency
         shows. Returns for every call what `run(ranks=True)` returns.
         """
+        from hostweave.runtime.call import make_call
+        from hostweave.runtime.cpu import schedule
+
         made = [make_call(self._host, self.target, (), arrays) for arrays in calls]
         self._ready().run(made, schedule(), poison=poison)
         return [call.local_results() for call in made]
@@ -219,6 +228,9 @@ class Program:
 
         Returns a list per rank of a Timing per repetition. Raises ArgumentError and ExecutionError as `run` does.
         """
+        from hostweave.runtime.call import make_call
+        from hostweave.runtime.cpu import schedule
+
         if warmups < 0 or repetitions < 1:
             raise ArgumentError(f"{self.name}: measure: warmups={warmups}, repetitions={repetitions}: at least 0 and 1 are wanted")
         call = make_call(self._host, self.target, arrays, named)
@@ -251,6 +263,8 @@ class Program:
 
     def _ready(self) -> Session:
         """The program on every rank of a world that works."""
+        from hostweave.runtime.session import Session
+
         with self._lock:
             if self._closed:
                 raise ExecutionError(f"{self.name}: the program is closed; compile it again")

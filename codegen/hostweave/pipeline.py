@@ -53,10 +53,11 @@ def lower(program: Fusion | HostProgram, options: Options, observe: Observer | N
     Raises ProgramError with the place in the user's source.
     """
     stage: Fusion | HostProgram = program
-    _verified("input", stage, observe)
+    _verified("input", stage, None, observe)
     for apply in PASSES if isinstance(program, Fusion) else ():
+        before = stage
         stage = apply(stage, options) if apply in WHOLE else _on_each_body(apply, stage, options)
-        _verified(apply.__name__, stage, observe)
+        _verified(apply.__name__, stage, before, observe)
     assert isinstance(stage, HostProgram)
     return stage
 
@@ -67,10 +68,11 @@ def _on_each_body(apply: Callable[[Any, Options], Any], stage: Fusion | HostProg
     return joined([apply(body, options) for body in bodies(stage)])
 
 
-def _verified(name: str, program: Fusion | HostProgram, observe: Observer | None) -> None:
+def _verified(name: str, program: Fusion | HostProgram, before: Fusion | HostProgram | None, observe: Observer | None) -> None:
+    """What must hold of a fusion grows from pass to pass; a host program that a pass left as it was has been verified."""
     if isinstance(program, Fusion):
         verify_fusion(program, after=name)
-    else:
+    elif program != before:
         verify_host(program)
     if observe:
         observe(name, program)

@@ -459,3 +459,17 @@ def test_the_garbage_collector_goes_on_after_a_check() -> None:
     with pytest.raises(ProgramError, match="write all of every output"):
         check(replace(copied, body=()))
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_check_leaves_nothing_to_the_garbage_collector(name: str) -> None:
+    """A collection of all that a check built takes as long as the check."""
+    host = program(name)
+    check(host)
+    gc.collect()
+    gc.disable()
+    try:
+        check(host)
+        assert gc.collect() == 0
+    finally:
+        gc.enable()

@@ -309,6 +309,6 @@ def test_ranks_of_different_meshes_take_turns_apart() -> None:
     loop = next(i for i in serialize_channels(host, Options()).body if isinstance(i, ir.For))
     (stream,) = loop.body
     assert isinstance(stream, ir.OnStream)
-    a, b = ([type(i).__name__ for i in ir.walk((on,)) if isinstance(i, (ir.Wait, ir.Record, *ir.COMMUNICATIONS))] for on in stream.body)
+    a, b = ([type(i).__name__ for i in ir.walk((on,)) if isinstance(i, (ir.Wait, ir.Record, ir.Communication))] for on in stream.body)
     assert a == ["Wait", "AllReduce", "Send", "Record"]
     assert b == ["Recv"]

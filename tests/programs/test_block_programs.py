@@ -155,7 +155,7 @@ def test_32_layers_of_llama() -> None:
     host = lower(fusion, Options())
     assert time.process_time() - started < 5
     assert [block.name for block in host.blocks] == ["layer"]
-    communications = Counter(type(i).__name__ for i in ir.walk(host.blocks[0].body) if isinstance(i, ir.COMMUNICATIONS))
+    communications = Counter(type(i).__name__ for i in ir.walk(host.blocks[0].body) if isinstance(i, ir.Communication))
     assert communications == {"AllGather": 4, "ReduceScatter": 4}  # each twice, on either side of a branch on sizes
     source = render(host)["program.cpp"]
     assert source.count("void Program::layer(") == 1

@@ -157,7 +157,7 @@ def communications(body: ir.Body) -> Counter[str]:
             even, uneven = communications(instruction.body), communications(instruction.orelse)
             assert even == uneven
             counts += even
-        elif isinstance(instruction, ir.COMMUNICATIONS):
+        elif isinstance(instruction, ir.Communication):
             counts[f"{type(instruction).__name__} {', '.join(instruction.axes)}"] += 1  # type: ignore[attr-defined]
         else:
             for inner in ir.bodies(instruction):

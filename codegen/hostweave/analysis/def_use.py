@@ -39,6 +39,8 @@ class Place:
 
 
 class DefUse:
+    """Made by `def_use`, once a program."""
+
     def __init__(self, program: ir.HostProgram):
         self.program = program
         self.types = ir.buffer_types(program)
@@ -61,7 +63,7 @@ class DefUse:
         i = place.instruction
         self.places.append(place)
         self.roots.define(i)
-        if isinstance(i, ir.VIEWS):
+        if isinstance(i, ir.View):
             self.views[i.out] = place
             self.viewed.setdefault(self.root(i.out), []).append(place)
         elif isinstance(i, ir.Allocate):
@@ -107,3 +109,9 @@ class DefUse:
         some, others = tuple(some), tuple(others)
         written, also_written = self.writes(some), self.writes(others)
         return bool(written & (self.reads(others) | also_written) or also_written & self.reads(some))
+
+
+@ir.analysis
+def def_use(program: ir.HostProgram) -> DefUse:
+    """The program's uses, found once."""
+    return DefUse(program)

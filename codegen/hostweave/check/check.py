@@ -42,7 +42,7 @@ def check(program: ir.HostProgram, sizes: Sizes | None = None) -> None:
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Nothing that a check builds is garbage before it ends, and the collector would walk over all of it again and again."""
+    """Nothing that a check builds is garbage before it ends, and then it has no circles: the collector would walk over it in vain."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -121,9 +121,9 @@ class _Checker:
         old, new = read.region, written.region
         place = part.process_group.index(part.rank) if part.process_group else 0
         match part.instruction:
-            case ir.AllGather():
+            case ir.Collective(in_place="block of dst"):
                 return old.offset == new.offset + place * old.layout.run
-            case ir.ReduceScatter():
+            case ir.Collective(in_place="block of src"):
                 return new.offset == old.offset + place * new.layout.run
             case ir.Launch(kernel=name, srcs=srcs, dsts=dsts):
                 if not self.writes_over(name, srcs.index(read.name), dsts.index(written.name)):
@@ -131,9 +131,7 @@ class _Checker:
             case ir.Matmul(a=a, b=b, accumulate=accumulate):
                 if read.name not in accumulate or read.name in (a, b):
                     return False
-            case ir.AllReduce() | ir.Broadcast() | ir.Reduce():
-                pass
-            case _:
+            case other if other.in_place != "src":
                 return False
         return (old.offset, old.layout.rows, old.layout.run) == (new.offset, new.layout.rows, new.layout.run)
 

@@ -153,6 +153,8 @@ def _end(task: Task, order: Order, ready: deque[Task]) -> None:
         follower.blocked -= 1
         if not follower.blocked:
             ready.append(follower)
+    for links in (task.after, task.meets, task.followers, task.events):  # circles, which only the collector would free
+        links.clear()
 
 
 def _deadlock(order: Order, task: Task) -> Exception:

@@ -144,22 +144,11 @@ class _Rank:
         """What a communication brings to this rank, in the order of its elements."""
         instruction, place = part.instruction, part.process_group.index(self.rank)
         sent = [array.ravel() for source in self.world.met[part].sources(part) if (array := self.world.posted[source]) is not None]
-        match instruction:
-            case ir.AllGather() | ir.Gather():
-                return np.concatenate(sent)
-            case ir.AllReduce(op=op) | ir.Reduce(op=op):
-                return _reduced(op, sent)
-            case ir.ReduceScatter(op=op):
-                return np.split(_reduced(op, sent), len(part.process_group))[place]
-            case ir.Barrier():
-                return _reduced("sum", sent)
-            case ir.Scatter():
-                return np.split(sent[0], len(part.process_group))[place]
-            case ir.AllToAll():
-                return np.concatenate([np.split(array, len(part.process_group))[place] for array in sent])
-            case ir.CollectivePermute() if not sent:
-                return np.zeros(1)
-        return sent[0]
+        if isinstance(instruction, ir.Reduction):
+            sent = [_reduced(instruction.op, sent)]
+        if instruction.takes_block:
+            sent = [np.split(array, len(part.process_group))[place] for array in sent]
+        return np.concatenate(sent) if sent else np.zeros(1)
 
     def compute(self, operation: Operation) -> None:
         instruction = operation.instruction

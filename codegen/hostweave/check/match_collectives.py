@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import zip_longest
 
 from hostweave.base.errors import ProgramError
@@ -21,22 +22,15 @@ class Meeting:
 
     def sources(self, part: Operation) -> tuple[Operation, ...]:
         """Those whose data this part of it receives."""
-        instruction, members = part.instruction, self.parts
-        match instruction:
-            case ir.Send():
-                return ()
-            case ir.Recv():
-                return members[:1]
-            case ir.Broadcast() | ir.Scatter():
-                return tuple(other for other in members if other.rank == part.peer)
-            case ir.BroadcastToOthers():
-                return tuple(other for other in members if other.rank == part.peer != part.rank)
-            case ir.Reduce() | ir.Gather():
-                return members if part.rank == part.peer else ()
-            case ir.CollectivePermute(sources=sources):
-                source = sources[part.process_group.index(part.rank)]
-                return () if source is None else (members[source],)
-        return members
+        assert isinstance(part.instruction, ir.Communication)
+        if not any(access.writes for access in part.accesses):
+            return ()
+        return part.instruction.senders(part.process_group.index(part.rank), self.readers)
+
+    @cached_property
+    def readers(self) -> tuple[Operation, ...]:
+        """Those that send something."""
+        return tuple([part for part in self.parts if any(access.reads for access in part.accesses)])
 
 
 def meetings(instances: Instances) -> list[Meeting]:
@@ -52,10 +46,9 @@ def meetings(instances: Instances) -> list[Meeting]:
     for operations in instances.ranks:
         for operation in operations:
             for part in operation.communications:
-                instruction = part.instruction
-                if isinstance(instruction, ir.Send):
+                if part.instruction.posts == "send":
                     sends[channel_of(part), part.rank, _peer(part)].append(part)
-                elif isinstance(instruction, ir.Recv):
+                elif part.instruction.posts == "recv":
                     recvs[channel_of(part), _peer(part), part.rank].append(part)
                 else:
                     collectives[channel_of(part)][part.rank].append(part)

@@ -37,7 +37,7 @@ class Memory:
         # Which execution of its allocate a unit was filled in; an input is filled from the start.
         self.filled = [0 if root.role == "input" else -1] * units
         self.freed: set[int] = set()  # executions of the allocate
-        self._patterns: dict[int, tuple[int, ...]] = {}
+        self._patterns: dict[Layout, tuple[int, ...]] = {}
 
     def touch(self, touch: TaskAccess, clock: Clock) -> TaskAccess | None:
         """Notes an access of a task that starts when `clock` is known. Returns an earlier conflicting one that may still run."""
@@ -86,9 +86,9 @@ class Memory:
 
     def _pattern(self, layout: Layout) -> tuple[int, ...]:
         """The units of a region that starts at 0. All steps share their layouts, so this is worked out once for each."""
-        pattern = self._patterns.get(id(layout))
+        pattern = self._patterns.get(layout)
         if pattern is None:
             run = layout.run // self.unit
             pattern = tuple(start // self.unit + i for start in layout.starts() for i in range(run))
-            self._patterns[id(layout)] = pattern
+            self._patterns[layout] = pattern
         return pattern

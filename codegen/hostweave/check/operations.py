@@ -20,7 +20,7 @@ Stream = tuple[str, int]  # ("ring", 2)
 # --- bytes ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Layout:
     """How a view lies in its buffer: shape and strides in elements, and the same bytes as rows of one run each."""
 

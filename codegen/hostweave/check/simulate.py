@@ -141,7 +141,7 @@ class _Binder:
         return compiled(expr, self.sizes)
 
     def body(self, body: ir.Body) -> list[Step]:
-        return [_BINDERS.get(type(instruction), _post)(self, instruction) for instruction in body]
+        return [ir.of_kind(_BINDERS, type(instruction))(self, instruction) for instruction in body]
 
     def nested(self, body: ir.Body) -> list[Step]:
         """A body at whose end its memory ends too, also what it allocates on some of the ranks."""
@@ -200,18 +200,23 @@ def _deallocate(b: _Binder, i: ir.Deallocate) -> Step:
     return step
 
 
-def _view(b: _Binder, i: Any) -> Step:
-    source = b.layouts[i.src]
-    b.define(i.out, ir.view_type(i, b.types[i.src]), i)
-    if isinstance(i, ir.Slice | ir.Strided):
-        return _slice(b, i)
-    if not isinstance(i, ir.Select | ir.Chunk):
+def _source(b: _Binder, i: ir.View) -> Layout:
+    """Of a view, which is defined by it."""
+    b.define(i.out, i.type_of(b.types[i.src]), i)
+    return b.layouts[i.src]
 
-        def alias(run: _Run) -> None:
-            run.places[i.out] = run.place(i.src, i)
 
-        return alias
+def _alias(b: _Binder, i: ir.View) -> Step:
+    _source(b, i)
 
+    def step(run: _Run) -> None:
+        run.places[i.out] = run.place(i.src, i)
+
+    return step
+
+
+def _select(b: _Binder, i: ir.Select | ir.Chunk) -> Step:
+    source = _source(b, i)
     count = source.shape[i.dim] if isinstance(i, ir.Select) else b.size(i.count, i)
     distance = source.strides[i.dim] * source.dtype.itemsize * (source.shape[i.dim] // count if count else 0)
     index = b.expr(i.index)
@@ -227,7 +232,7 @@ def _view(b: _Binder, i: Any) -> Step:
 
 
 def _slice(b: _Binder, i: ir.Slice | ir.Strided) -> Step:
-    source, held = b.layouts[i.src], b.layouts[i.out].shape[i.dim]
+    source, held = _source(b, i), b.layouts[i.out].shape[i.dim]
     if isinstance(i, ir.Strided) and held:
         held = (held - 1) * i.step + 1
     distance, whole = source.strides[i.dim] * source.dtype.itemsize, source.shape[i.dim]
@@ -502,9 +507,14 @@ def _on_mesh(b: _Binder, i: ir.OnMesh) -> Step:
 
 
 _BINDERS: dict[type[ir.Instruction], Callable[[_Binder, Any], Step]] = {
+    ir.Instruction: _post,
     ir.Allocate: _allocate,
     ir.Deallocate: _deallocate,
-    **dict.fromkeys(ir.VIEWS, _view),
+    ir.View: _alias,
+    ir.Select: _select,
+    ir.Chunk: _select,
+    ir.Slice: _slice,
+    ir.Strided: _slice,
     ir.SendBlocks: _post_blocks,
     ir.RecvBlocks: _post_blocks,
     ir.Group: _group,

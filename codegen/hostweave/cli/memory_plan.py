@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import prod
 
-from hostweave.analysis.def_use import DefUse, Place
+from hostweave.analysis.def_use import DefUse, Place, def_use
 from hostweave.analysis.live_ranges import Begin, Branch, Called, End, Joined, OnRanks, Steps, begins, live_ranges
 from hostweave.base.paths import NATIVE
 from hostweave.check.bindings import compiled, size_of
@@ -44,7 +44,7 @@ def memory_plan(program: ir.HostProgram, sizes: Sizes, rank: int = 0) -> MemoryP
     placed = replay.events.place()
     lines, rows = line_numbers(program), []
     for number, body in enumerate((program, *replay.bodies[:-1])):
-        uses, of = DefUse(body), f" of @{body.name}" if number else ""
+        uses, of = def_use(body), f" of @{body.name}" if number else ""
         for begin in begins(replay.steps[body.name if number else ""]):
             if own := replay.buffers.get(id(begin)):
                 rows.append(_row(begin, of, placed.bytes[own.start], placed.offsets[own], uses, lines))
@@ -167,7 +167,7 @@ def _row(begin: Begin, of: str, bytes: int, offsets: tuple[int, ...], uses: DefU
 
 
 def _workspace_row(bytes: int, offsets: tuple[int, ...], parts: Sequence[ir.HostProgram], lines: Mapping[int, int]) -> Row:
-    places = [place for part in parts for place in DefUse(part).places]
+    places = [place for part in parts for place in def_use(part).places]
     matmuls = [p for p in places if isinstance(p.instruction, ir.Matmul) and p.block is None]
     return Row("workspace of matmuls", "", bytes, offsets, _lines(matmuls, lines), ("caller",))
 

@@ -67,8 +67,8 @@ def _copies(body: ir.Body, types: dict[str, BufferType], sizes: Sizes, times: in
     for i in body:
         if isinstance(i, ir.Allocate):
             types[i.out] = i.type
-        elif isinstance(i, ir.VIEWS):
-            types[i.out] = ir.view_type(i, types[i.src])
+        elif isinstance(i, ir.View):
+            types[i.out] = i.type_of(types[i.src])
         elif isinstance(i, ir.Copy):
             yield i, times
         inner = ir.bodies(i)[:1] if isinstance(i, ir.If) and divisibility(i.condition) else ir.bodies(i)

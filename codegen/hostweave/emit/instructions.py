@@ -22,7 +22,6 @@ from hostweave.types.size import Size, product
 from hostweave.types.tensor import BufferType, DType
 
 Moved = ir.Select | ir.Chunk | ir.Slice | ir.Strided  # views that begin elsewhere
-View = Moved | ir.Reshape | ir.Permute
 
 CUBLAS_ACTIVATIONS = {"relu": "RELU", "gelu_tanh": "GELU"}
 CALLER = "caller"
@@ -127,9 +126,9 @@ class Emitter:
         """The same pointer."""
         self.define(i, self.buffers[i.src].text)
 
-    def define(self, i: View, text: str) -> None:
+    def define(self, i: ir.View, text: str) -> None:
         source = self.buffers[i.src]
-        self.buffers[i.out] = Buffer(text, ir.view_type(i, source.type), source.root, source.read_only)
+        self.buffers[i.out] = Buffer(text, i.type_of(source.type), source.root, source.read_only)
 
     def select(self, i: ir.Select, last: bool) -> views.Select | None:
         return self.view_at(views.Select, i, i.index, ir.strides_of(self.type_of(i.src))[i.dim])
@@ -141,7 +140,7 @@ class Emitter:
         return self.view_at(views.Strided, i, i.start, ir.strides_of(self.type_of(i.src))[i.dim])
 
     def chunk(self, i: ir.Chunk, last: bool) -> views.Select | None:
-        chunk = ir.view_type(i, self.type_of(i.src)).shape[i.dim]
+        chunk = i.type_of(self.type_of(i.src)).shape[i.dim]
         return self.view_at(views.Chunk, i, i.index, chunk * ir.strides_of(self.type_of(i.src))[i.dim])
 
     def view_at(self, kind: type[views.Select], i: Moved, index: Expr, step: Size) -> views.Select | None:

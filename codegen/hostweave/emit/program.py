@@ -139,7 +139,7 @@ def _headers(shared: Shared) -> tuple[str, ...]:
 
 def _source_headers(flat: ir.HostProgram, shared: Shared) -> tuple[str, ...]:
     """What program.cpp includes for its calls."""
-    has_group = any(isinstance(i, ir.GROUPED) for i in ir.walk(flat.body))
+    has_group = any(i.grouped for i in ir.walk(flat.body))
     has_parts = bool(parts_of(flat))
     optional = (
         ("group.h", has_group),

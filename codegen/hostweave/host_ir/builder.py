@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 from hostweave.base.errors import Location
 from hostweave.base.names import claim_unique
@@ -17,8 +18,6 @@ from hostweave.host_ir.expr import Const, Expr
 from hostweave.types.mesh import Mesh
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
-
-View = ir.Select | ir.Chunk | ir.Slice | ir.Strided | ir.Reshape | ir.Permute
 
 
 class _Scope:
@@ -45,7 +44,7 @@ class Builder:
         self._taken: set[str] = set()
         self._scopes: list[_Scope] = [_Scope()]  # innermost last
         self._permuted: dict[str, tuple[str, tuple[int, ...]]] = {}  # a permuted view -> what it was made of
-        self._made_of: dict[str, View] = {}  # every view by its name
+        self._made_of: dict[str, ir.View] = {}  # every view by its name
 
     # --- names and bodies ---
 
@@ -98,7 +97,7 @@ class Builder:
 
     def body(self) -> ir.Body:
         """The whole program, without views that nothing uses in the end."""
-        body = eliminate_dead_code(_joined(tuple(self._scopes[0].instructions), None), ir.VIEWS)
+        body = eliminate_dead_code(_joined(tuple(self._scopes[0].instructions), None), (ir.View,))
         return ir.rewrite(body, lambda i: () if isinstance(i, ir.OnMesh) and not i.body else None)
 
     # --- buffers and views ---
@@ -193,11 +192,11 @@ class Builder:
             if scope.mesh == self.mesh:
                 yield scope.views_on_mesh
 
-    def _view(self, view: View, wanted: str) -> str:
+    def _view(self, view: ir.View, wanted: str) -> str:
         for views in self._visible_views():
             if view in views:
                 return views[view]
-        type = ir.view_type(view, self.types[view.src])
+        type = view.type_of(self.types[view.src])
         name = self.name(wanted)
         self.types[name] = type
         self.emit(replace(view, out=name))
@@ -219,6 +218,5 @@ def _joined(body: ir.Body, mesh: Mesh | None) -> ir.Body:
             result[-1] = replace(last, body=(*last.body, *_joined(instruction.body, instruction.mesh)))
             continue
         inside = instruction.mesh if isinstance(instruction, ir.OnMesh) else mesh
-        inner = {f: _joined(getattr(instruction, f), inside) for f in ("body", "orelse") if hasattr(instruction, f)}
-        result.append(replace(instruction, **inner) if inner else instruction)  # type: ignore[arg-type]
+        result.append(ir.with_bodies(instruction, partial(_joined, mesh=inside)))
     return tuple(result)

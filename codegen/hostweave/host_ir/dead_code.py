@@ -8,7 +8,7 @@ from dataclasses import fields
 from hostweave.host_ir import ir
 from hostweave.host_ir.expr import Expr, Var, leaves
 
-MEMORY = (ir.Allocate, *ir.VIEWS)
+MEMORY = (ir.Allocate, ir.View)
 
 
 def eliminate_dead_code(body: ir.Body, kinds: tuple[type[ir.Instruction], ...] = MEMORY) -> ir.Body:

@@ -15,7 +15,7 @@ from typing import Annotated, ClassVar, TypeVar, get_origin, get_type_hints
 from hostweave.base.errors import Location
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.user_kernel import Source
-from hostweave.host_ir.expr import Expr, divisibility
+from hostweave.host_ir.expr import Const, Expr, divisibility
 from hostweave.types.mesh import Mesh
 from hostweave.types.routes import Route
 from hostweave.types.size import Size
@@ -36,9 +36,17 @@ Alias = Annotated[str, "alias"]  # a buffer that is named but whose bytes are no
 
 @dataclass(frozen=True)
 class Instruction:
+    """What is asked of instructions stands here and on the classes below: effects by the roles of fields, traits as class variables."""
+
     syntax: ClassVar[str] = ""  # the words before a field are left out with it where it has its default value
+    calls: ClassVar[bool] = True  # False: it names memory or an integer, and nothing runs
+    orders: ClassVar[bool] = False  # streams, one after another: no work is moved past it
+    grouped: ClassVar[bool] = False  # it posts sends and recvs in a group
+    posts: ClassVar[str] = ""  # of a communication: send, recv or collective, each of which meets its own in order
     at_root: ClassVar[str] = ""  # the field whose buffer only the root of a collective touches
     not_at_root: ClassVar[str] = ""  # and the one that only the others do
+    takes_block: ClassVar[bool] = False  # of what each rank sends, a rank gets the block of its place in the process group
+    in_place: ClassVar[str] = ""  # where src and dst may be the same bytes: all of "src", or this rank's "block of src", "block of dst"
     location: Location | None = field(default=None, compare=False, repr=False, kw_only=True)
 
 
@@ -58,6 +66,7 @@ class Allocate(Instruction):
 
     out: Define
     type: BufferType
+    calls = False
     syntax = "%{out} = allocate {type}"
 
 
@@ -68,78 +77,134 @@ class Deallocate(Instruction):
 
 
 @dataclass(frozen=True)
-class Select(Instruction):
-    """One index of a dim, which is dropped. Pointer arithmetic."""
+class View(Instruction):
+    """Elements of a buffer under another shape: pointer arithmetic at most."""
 
     out: Define
     src: Alias
+    calls = False
+
+    def type_of(self, source: BufferType) -> BufferType:
+        """The type of what it defines. Raises ValueError where there is no such view."""
+        raise NotImplementedError
+
+    @property
+    def offset(self) -> Expr:
+        """Where it begins along its dim, in steps of what it takes there."""
+        return Const(0)
+
+
+@dataclass(frozen=True)
+class Select(View):
+    """One index of a dim, which is dropped. Pointer arithmetic."""
+
     dim: int
     index: Expr
     syntax = "%{out} = select %{src}[{dim}: {index}]"
 
+    def type_of(self, source: BufferType) -> BufferType:
+        shape, strides, dim = source.shape, strides_of(source), self.dim
+        return strided(source, shape[:dim] + shape[dim + 1 :], strides[:dim] + strides[dim + 1 :])
+
+    @property
+    def offset(self) -> Expr:
+        return self.index
+
 
 @dataclass(frozen=True)
-class Chunk(Instruction):
+class Chunk(View):
     """The index-th of `count` equal chunks of a dim. Pointer arithmetic."""
 
-    out: Define
-    src: Alias
     dim: int
     index: Expr
     count: Size
     syntax = "%{out} = chunk %{src}[{dim}: {index} of {count}]"
 
+    def type_of(self, source: BufferType) -> BufferType:
+        if self.count == Size(0):
+            raise ValueError("a dim is cut into at least one chunk: write the number of them")
+        chunk = source.shape[self.dim].divided_by(self.count)
+        if chunk is None or (not chunk.factors and chunk.divisor != 1):
+            raise ValueError(f"cannot cut {source.shape[self.dim]} into {self.count} chunks")
+        return strided(source, _with(source.shape, self.dim, chunk), strides_of(source))
+
+    @property
+    def offset(self) -> Expr:
+        return self.index
+
 
 @dataclass(frozen=True)
-class Slice(Instruction):
+class Slice(View):
     """`extent` indices of a dim from `start` on. Pointer arithmetic."""
 
-    out: Define
-    src: Alias
     dim: int
     extent: Size
     start: Expr
     syntax = "%{out} = slice %{src}[{dim}: {extent} from {start}]"
 
+    def type_of(self, source: BufferType) -> BufferType:
+        return strided(source, _with(source.shape, self.dim, self.extent), strides_of(source))
+
+    @property
+    def offset(self) -> Expr:
+        return self.start
+
 
 @dataclass(frozen=True)
-class Strided(Instruction):
+class Strided(View):
     """`extent` indices of a dim from `start` on, `step` apart. Pointer arithmetic."""
 
-    out: Define
-    src: Alias
     dim: int
     extent: Size
     start: Expr
     step: int
     syntax = "%{out} = strided %{src}[{dim}: {extent} from {start} by {step}]"
 
+    def type_of(self, source: BufferType) -> BufferType:
+        if self.step < 1:
+            raise ValueError(f"the step is {self.step}: it must be at least 1")
+        strides, dim = strides_of(source), self.dim
+        return strided(source, _with(source.shape, dim, self.extent), _with(strides, dim, strides[dim] * self.step))
+
+    @property
+    def offset(self) -> Expr:
+        return self.start
+
 
 @dataclass(frozen=True)
-class Reshape(Instruction):
+class Reshape(View):
     """The same elements in the same order under another shape. No call."""
 
-    out: Define
-    src: Alias
     shape: tuple[Size, ...]
     syntax = "%{out} = reshape %{src} to {shape}"
 
+    def type_of(self, source: BufferType) -> BufferType:
+        return strided(source, self.shape, _reshaped_strides(source.shape, strides_of(source), self.shape))
+
 
 @dataclass(frozen=True)
-class Permute(Instruction):
+class Permute(View):
     """Dim i of the result is dim `order[i]` of the source. No call."""
 
-    out: Define
-    src: Alias
     order: tuple[int, ...]
     syntax = "%{out} = permute %{src} by {order}"
+
+    def type_of(self, source: BufferType) -> BufferType:
+        if sorted(self.order) != list(range(len(source.shape))):
+            raise ValueError("the order must name each of its dims once")
+        strides = strides_of(source)
+        return strided(source, tuple(source.shape[i] for i in self.order), tuple(strides[i] for i in self.order))
 
 
 # --- compute ----------------------------------------------------------------------------------------------------------
 
 
+class Compute(Instruction):
+    """Work on this rank alone, on the stream that it stands on."""
+
+
 @dataclass(frozen=True)
-class Matmul(Instruction):
+class Matmul(Compute):
     """dst = activation(scale * a b + accumulate + bias), rounded once. Equivalent to cublasLtMatmul with its epilogue.
 
     The product is over the last two dims, leading dims broadcast as NumPy does. `accumulate` is of dst's type and may be dst, the bias
@@ -158,7 +223,7 @@ class Matmul(Instruction):
 
 
 @dataclass(frozen=True)
-class Launch(Instruction):
+class Launch(Compute):
     """Runs a kernel of the program, or one of the user's, whose buffers are contiguous."""
 
     kernel: str
@@ -168,7 +233,7 @@ class Launch(Instruction):
 
 
 @dataclass(frozen=True)
-class Copy(Instruction):
+class Copy(Compute):
     """dst = src, of one shape and dtype, strided or not."""
 
     src: Read
@@ -177,7 +242,7 @@ class Copy(Instruction):
 
 
 @dataclass(frozen=True)
-class Fill(Instruction):
+class Fill(Compute):
     """Every element of dst = value, which the dtype must represent."""
 
     dst: Write
@@ -188,18 +253,45 @@ class Fill(Instruction):
 # --- communication: contiguous buffers of one dtype -------------------------------------------------------------------
 
 
+class Communication(Instruction):
+    """Moves data between the ranks of a process group. A rank that writes has it from those that read."""
+
+    axes: Axes
+
+    def senders(self, place: int, readers: tuple[T, ...]) -> tuple[T, ...]:
+        """Those whose data the rank at a place of the process group gets, of all that read."""
+        return readers
+
+
+class Collective(Communication):
+    """All ranks of the process group issue it, in the same order."""
+
+    posts = "collective"
+
+
+class Reduction(Collective):
+    """What the ranks send becomes one, by `op`."""
+
+    op: str
+
+
+class PointToPoint(Communication):
+    """A send meets the recv of its peer."""
+
+
 @dataclass(frozen=True)
-class AllGather(Instruction):
+class AllGather(Collective):
     """dst holds the src of every rank of the process group, in process group order. Equivalent to ncclAllGather."""
 
     src: Read
     dst: Write
     axes: Axes
     syntax = "all_gather %{src} -> %{dst} on {axes}"
+    in_place = "block of dst"
 
 
 @dataclass(frozen=True)
-class AllReduce(Instruction):
+class AllReduce(Reduction):
     """dst = the reduction of every rank's src. Equivalent to ncclAllReduce; src may be dst."""
 
     src: Read
@@ -207,10 +299,11 @@ class AllReduce(Instruction):
     op: str
     axes: Axes
     syntax = "all_reduce {op} %{src} -> %{dst} on {axes}"
+    in_place = "src"
 
 
 @dataclass(frozen=True)
-class ReduceScatter(Instruction):
+class ReduceScatter(Reduction):
     """dst = this rank's block of the reduction of every rank's src. Equivalent to ncclReduceScatter."""
 
     src: Read
@@ -218,10 +311,12 @@ class ReduceScatter(Instruction):
     op: str
     axes: Axes
     syntax = "reduce_scatter {op} %{src} -> %{dst} on {axes}"
+    takes_block = True
+    in_place = "block of src"
 
 
 @dataclass(frozen=True)
-class Broadcast(Instruction):
+class Broadcast(Collective):
     """dst = the src of the rank whose coordinate in the process group is root. Equivalent to ncclBroadcast."""
 
     src: Read
@@ -229,11 +324,12 @@ class Broadcast(Instruction):
     root: Expr
     axes: Axes
     syntax = "broadcast %{src} -> %{dst} from {root} on {axes}"
+    in_place = "src"
     at_root = "src"
 
 
 @dataclass(frozen=True)
-class BroadcastToOthers(Instruction):
+class BroadcastToOthers(Collective):
     """On every rank of the process group but the root, dst = the src of the root, which keeps it.
 
     Equivalent to ncclBroadcast, in place on the root.
@@ -251,7 +347,7 @@ class BroadcastToOthers(Instruction):
 
 
 @dataclass(frozen=True)
-class Reduce(Instruction):
+class Reduce(Reduction):
     """At root, dst = the reduction of every rank's src; elsewhere dst is not touched. Equivalent to ncclReduce."""
 
     src: Read
@@ -260,11 +356,12 @@ class Reduce(Instruction):
     root: Expr
     axes: Axes
     syntax = "reduce {op} %{src} -> %{dst} to {root} on {axes}"
+    in_place = "src"
     at_root = "dst"
 
 
 @dataclass(frozen=True)
-class Gather(Instruction):
+class Gather(Collective):
     """At root, dst holds the src of every rank, in process group order; elsewhere it is not touched. Sends and recvs in a group."""
 
     src: Read
@@ -272,11 +369,12 @@ class Gather(Instruction):
     root: Expr
     axes: Axes
     syntax = "gather %{src} -> %{dst} to {root} on {axes}"
+    grouped = True
     at_root = "dst"
 
 
 @dataclass(frozen=True)
-class Scatter(Instruction):
+class Scatter(Collective):
     """dst = this rank's block of the src of root; elsewhere src is not touched. Sends and recvs in a group."""
 
     src: Read
@@ -284,21 +382,25 @@ class Scatter(Instruction):
     root: Expr
     axes: Axes
     syntax = "scatter %{src} -> %{dst} from {root} on {axes}"
+    takes_block = True
+    grouped = True
     at_root = "src"
 
 
 @dataclass(frozen=True)
-class AllToAll(Instruction):
+class AllToAll(Collective):
     """Block i of src goes to the i-th rank of the process group, and block i of dst comes from it. Sends and recvs in a group."""
 
     src: Read
     dst: Write
     axes: Axes
     syntax = "all_to_all %{src} -> %{dst} on {axes}"
+    takes_block = True
+    grouped = True
 
 
 @dataclass(frozen=True)
-class CollectivePermute(Instruction):
+class CollectivePermute(Collective):
     """dst = the src of the rank that `sources` names for this one's place in the process group; a rank without a source gets zeros.
 
     A collective permute: a rank sends to at most one other, itself included. A send and a recv in a group.
@@ -309,37 +411,45 @@ class CollectivePermute(Instruction):
     sources: Sources
     axes: Axes
     syntax = "collective_permute %{src} -> %{dst} from {sources} on {axes}"
+    grouped = True
+
+    def senders(self, place: int, readers: tuple[T, ...]) -> tuple[T, ...]:
+        source = self.sources[place]
+        return () if source is None else (readers[source],)
 
 
 @dataclass(frozen=True)
-class Barrier(Instruction):
+class Barrier(Reduction):
     """Ends when every rank of the process group has come here. An all_reduce of one element, which no rank needs."""
 
     token: Update
     axes: Axes
+    op = "sum"
     syntax = "barrier %{token} on {axes}"
 
 
 @dataclass(frozen=True)
-class Send(Instruction):
+class Send(PointToPoint):
     """Meets the recv of the peer, given by its coordinate in the process group. Equivalent to ncclSend."""
 
     src: Read
     peer: Expr
     axes: Axes
     syntax = "send %{src} to {peer} on {axes}"
+    posts = "send"
 
 
 @dataclass(frozen=True)
-class Recv(Instruction):
+class Recv(PointToPoint):
     dst: Write
     peer: Expr
     axes: Axes
     syntax = "recv %{dst} from {peer} on {axes}"
+    posts = "recv"
 
 
 @dataclass(frozen=True)
-class SendBlocks(Instruction):
+class SendBlocks(PointToPoint):
     """Of src, cut into `count` blocks in the order of its elements, the blocks that the routes have this rank send. Sends in a group.
 
     The recv_blocks of the same routes meet it, in their order.
@@ -350,10 +460,12 @@ class SendBlocks(Instruction):
     routes: Routes
     axes: Axes
     syntax = "send_blocks %{src} in {count} by {routes} on {axes}"
+    posts = "send"
+    grouped = True
 
 
 @dataclass(frozen=True)
-class RecvBlocks(Instruction):
+class RecvBlocks(PointToPoint):
     """Into dst, cut into `count` blocks, the blocks that the routes have this rank receive. Recvs in a group."""
 
     dst: Write
@@ -361,6 +473,8 @@ class RecvBlocks(Instruction):
     routes: Routes
     axes: Axes
     syntax = "recv_blocks %{dst} in {count} by {routes} on {axes}"
+    posts = "recv"
+    grouped = True
 
 
 @dataclass(frozen=True)
@@ -369,6 +483,7 @@ class Group(Instruction):
 
     body: Body
     syntax = "group {body}"
+    grouped = True
 
 
 # --- streams and events -----------------------------------------------------------------------------------------------
@@ -390,6 +505,7 @@ class Fork(Instruction):
 
     stream: str
     syntax = "fork {stream}"
+    orders = True
 
 
 @dataclass(frozen=True)
@@ -398,6 +514,7 @@ class Join(Instruction):
 
     stream: str
     syntax = "join {stream}"
+    orders = True
 
 
 @dataclass(frozen=True)
@@ -407,6 +524,7 @@ class Record(Instruction):
     event: str
     index: Expr
     syntax = "record {event}[{index}]"
+    orders = True
 
 
 @dataclass(frozen=True)
@@ -416,6 +534,7 @@ class Wait(Instruction):
     event: str
     index: Expr
     syntax = "wait {event}[{index}]"
+    orders = True
 
 
 # --- control ----------------------------------------------------------------------------------------------------------
@@ -426,6 +545,7 @@ class Let(Instruction):
     out: Index
     value: Expr
     syntax = "%{out} = {value}"
+    calls = False
 
 
 @dataclass(frozen=True)
@@ -464,25 +584,6 @@ class OnMesh(Instruction):
 
 
 ACTIVATIONS = ("relu", "gelu_tanh")  # ops that a matmul may end with
-VIEWS = (Select, Chunk, Slice, Strided, Reshape, Permute)
-CALLS_NOTHING = (Allocate, Let, *VIEWS)  # names for memory and integers
-REDUCTIONS = (AllReduce, ReduceScatter, Reduce)
-COLLECTIVES = (
-    AllGather,
-    AllReduce,
-    ReduceScatter,
-    Broadcast,
-    BroadcastToOthers,
-    Reduce,
-    Gather,
-    Scatter,
-    AllToAll,
-    CollectivePermute,
-    Barrier,
-)
-POINT_TO_POINT = (Send, Recv, SendBlocks, RecvBlocks)
-GROUPED = (Group, Gather, Scatter, AllToAll, CollectivePermute, SendBlocks, RecvBlocks)  # sends and recvs posted together
-COMMUNICATIONS = COLLECTIVES + POINT_TO_POINT
 
 
 # --- programs ---------------------------------------------------------------------------------------------------------
@@ -606,8 +707,20 @@ def names(instruction: Instruction, *wanted: str) -> tuple[str, ...]:
     return tuple(found)
 
 
+@per_kind
+def _body_fields(kind: type[Instruction]) -> tuple[str, ...]:
+    return tuple(f.name for f in fields(kind) if f.name in ("body", "orelse"))
+
+
 def bodies(instruction: Instruction) -> tuple[Body, ...]:
-    return tuple(getattr(instruction, f) for f in ("body", "orelse") if hasattr(instruction, f))
+    return tuple([getattr(instruction, name) for name in _body_fields(type(instruction))])
+
+
+def with_bodies(instruction: Instruction, change: Callable[[Body], Body]) -> Instruction:
+    """The same with each body in it changed; itself where none is."""
+    inner = {name: (body := getattr(instruction, name), change(body)) for name in _body_fields(type(instruction))}
+    changed = {name: new for name, (old, new) in inner.items() if new is not old}
+    return replace(instruction, **changed) if changed else instruction  # type: ignore[arg-type]
 
 
 def walk(body: Body) -> Iterator[Instruction]:
@@ -625,6 +738,11 @@ def walk_at_any_size(body: Body) -> Iterator[Instruction]:
         if not (isinstance(instruction, If) and divisibility(instruction.condition)):
             for inner in bodies(instruction):
                 yield from walk_at_any_size(inner)
+
+
+def of_kind(table: Mapping[type[Instruction], T], kind: type[Instruction]) -> T:
+    """What a table has for a class of instructions, or for the nearest class above it."""
+    return next(table[base] for base in kind.__mro__ if base in table)
 
 
 Outcome = Instruction | Body | None  # of a rule: None keeps, () deletes, a tuple replaces
@@ -663,9 +781,7 @@ def _rewritten(body: Body, rule: Callable[[Instruction, Instruction], Outcome]) 
     """By what an instruction was, and what it is with its bodies rewritten. The body itself where nothing changes."""
     result: list[Instruction] = []
     for old in body:
-        inner = {f: _rewritten(getattr(old, f), rule) for f in ("body", "orelse") if hasattr(old, f)}
-        changed = {f: new for f, new in inner.items() if new is not getattr(old, f)}
-        new = replace(old, **changed) if changed else old  # type: ignore[arg-type]
+        new = with_bodies(old, lambda inner: _rewritten(inner, rule))
         outcome = rule(old, new)
         result.extend((new,) if outcome is None else outcome if isinstance(outcome, tuple) else (outcome,))
     is_same = len(result) == len(body) and all(new is old for new, old in zip(result, body, strict=True))
@@ -696,27 +812,9 @@ def strided(buffer: BufferType, shape: tuple[Size, ...], strides: tuple[Size, ..
     return BufferType(buffer.dtype, shape, None if contiguous else strides)
 
 
-def view_type(view: Instruction, source: BufferType) -> BufferType:
-    """The type of what a view instruction defines. Raises ValueError where there is no such view."""
-    shape, strides = source.shape, strides_of(source)
-    match view:
-        case Select(dim=dim):
-            return strided(source, shape[:dim] + shape[dim + 1 :], strides[:dim] + strides[dim + 1 :])
-        case Chunk(dim=dim, count=count):
-            chunk = shape[dim].divided_by(count)
-            if chunk is None or (not chunk.factors and chunk.divisor != 1):
-                raise ValueError(f"cannot cut {shape[dim]} into {count} chunks")
-            return strided(source, (*shape[:dim], chunk, *shape[dim + 1 :]), strides)
-        case Slice(dim=dim, extent=extent):
-            return strided(source, (*shape[:dim], extent, *shape[dim + 1 :]), strides)
-        case Strided(dim=dim, extent=extent, step=step):
-            apart = (*strides[:dim], strides[dim] * step, *strides[dim + 1 :])
-            return strided(source, (*shape[:dim], extent, *shape[dim + 1 :]), apart)
-        case Permute(order=order):
-            return strided(source, tuple(shape[i] for i in order), tuple(strides[i] for i in order))
-        case Reshape(shape=wanted):
-            return strided(source, wanted, _reshaped_strides(shape, strides, wanted))
-    raise TypeError(f"not a view: {view!r}")
+def _with(values: tuple[Size, ...], dim: int, value: Size) -> tuple[Size, ...]:
+    """The same with another one for a dim."""
+    return (*values[:dim], value, *values[dim + 1 :])
 
 
 def _reshaped_strides(shape: tuple[Size, ...], strides: tuple[Size, ...], wanted: tuple[Size, ...]) -> tuple[Size, ...]:
@@ -759,12 +857,25 @@ def _whole(quotient: Size | None) -> bool:
     return quotient is not None and quotient.divisor == 1
 
 
+def analysis(compute: Callable[[HostProgram], T]) -> Callable[[HostProgram], T]:
+    """`compute`, run once a program: what it finds is kept with the program, which never changes, and is not to be changed either."""
+
+    def once(program: HostProgram) -> T:
+        known: dict[Callable[[HostProgram], T], T] = program.__dict__.setdefault("_analyses", {})
+        if compute not in known:
+            known[compute] = compute(program)
+        return known[compute]
+
+    return once
+
+
+@analysis
 def buffer_types(program: HostProgram) -> dict[str, BufferType]:
     """The local type of every buffer and view by name."""
     types = {p.name: program.local_type(p) for p in (*program.inputs, *program.outputs)}
     for instruction in walk(program.body):
         if isinstance(instruction, Allocate):
             types[instruction.out] = instruction.type
-        elif isinstance(instruction, VIEWS):
-            types[instruction.out] = view_type(instruction, types[instruction.src])
+        elif isinstance(instruction, View):
+            types[instruction.out] = instruction.type_of(types[instruction.src])
     return types

@@ -20,8 +20,8 @@ def types_in(program: ir.HostProgram, walk: Walk) -> Iterator[BufferType]:
     for instruction in walk(program.body):
         if isinstance(instruction, ir.Allocate):
             types[instruction.out] = instruction.type
-        elif isinstance(instruction, ir.VIEWS):
-            types[instruction.out] = ir.view_type(instruction, types[instruction.src])
+        elif isinstance(instruction, ir.View):
+            types[instruction.out] = instruction.type_of(types[instruction.src])
         yield from (types[name] for name in ir.names(instruction, "define"))
 
 
@@ -32,7 +32,7 @@ def trip_counts(program: ir.HostProgram, walk: Walk) -> Iterator[Size]:
 def not_negative(program: ir.HostProgram) -> tuple[Size, ...]:
     """Differences of sizes, such as `(M - 2)`, that a call must not make negative."""
     types = ir.buffer_types(program)
-    found = [extent for i in ir.walk(program.body) if isinstance(i, ir.VIEWS) for extent in slack(i, types[i.src])]
+    found = [extent for i in ir.walk(program.body) if isinstance(i, ir.View) for extent in slack(i, types[i.src])]
     found += [Size(1, (factor,)) for extent in sums(program) for factor in extent.factors if isinstance(factor, Sum)]
     return tuple(dict.fromkeys(extent for extent in found if _can_be_negative(extent)))
 

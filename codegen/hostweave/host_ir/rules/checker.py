@@ -116,7 +116,7 @@ class Checker:
                 self.freed.discard(name)  # another body may have used the name
             self.roots.define(instruction)
             self.scope = scope
-            self.rules[type(instruction)](self, instruction, scope)
+            ir.of_kind(self.rules, type(instruction))(self, instruction, scope)
 
     def inner(self, body: ir.Body, scope: Scope) -> None:
         """A nested body: what it defines ends with it."""

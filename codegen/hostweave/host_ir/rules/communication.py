@@ -18,12 +18,13 @@ def _communication(check: Callable[[Checker, Any, int], None]) -> Rule:
         buffers = ir.names(i, "read", "write")
         c.contiguous(*buffers)
         c.same_dtype(*buffers)
-        if isinstance(i, ir.COLLECTIVES) and scope.condition is not None:
-            c.fail(f"a collective cannot stand under `if {scope.condition}`, which differs between ranks: only send and recv can")
-        if isinstance(i, ir.COLLECTIVES) and scope.steps is not None:
-            c.fail(f"a collective cannot stand in a loop of {scope.steps} steps, which differ between ranks: only send and recv can")
-        if isinstance(i, ir.COLLECTIVES) and i.axes == ir.ALL_RANKS:
-            c.fail("only send and recv, of blocks or of all, can be on *: name the axes of the mesh")
+        if isinstance(i, ir.Collective):
+            if scope.condition is not None:
+                c.fail(f"a collective cannot stand under `if {scope.condition}`, which differs between ranks: only send and recv can")
+            if scope.steps is not None:
+                c.fail(f"a collective cannot stand in a loop of {scope.steps} steps, which differ between ranks: only send and recv can")
+            if i.axes == ir.ALL_RANKS:
+                c.fail("only send and recv, of blocks or of all, can be on *: name the axes of the mesh")
         check(c, i, c.group_size(i.axes))
 
     return rule

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from hostweave.fusion_ir.ops import why_no_product, widens
 from hostweave.fusion_ir.user_kernel import Source, held
 from hostweave.host_ir import ir
@@ -27,25 +25,18 @@ def _deallocate(c: Checker, i: ir.Deallocate, scope: Scope) -> None:
     c.freed.add(i.src)
 
 
-def _view(c: Checker, i: Any, scope: Scope) -> None:
+def _view(c: Checker, i: ir.View, scope: Scope) -> None:
     source = c.types[i.src]
-    if isinstance(i, ir.Select | ir.Chunk | ir.Slice | ir.Strided):
-        c.expr(i.start if isinstance(i, ir.Slice | ir.Strided) else i.index)
-        if i.dim >= len(source.shape):
-            c.fail(f"%{i.src} is {source}: it has no dim {i.dim}")
-    if isinstance(i, ir.Permute) and sorted(i.order) != list(range(len(source.shape))):
-        c.fail(f"%{i.src} is {source}: the order must name each of its dims once")
-    if isinstance(i, ir.Chunk) and i.count == Size(0):
-        c.fail("a dim is cut into at least one chunk: write the number of them")
-    if isinstance(i, ir.Strided) and i.step < 1:
-        c.fail(f"the step is {i.step}: it must be at least 1")
-    outside = next((room for room in slack(i, source) if room.is_int and int(room) < 0), None)
-    if outside is not None:
-        c.fail(f"%{i.src} is {source}: {-int(outside)} of the indices are outside of dim {i.dim}")
+    c.expr(i.offset)
+    if (dim := getattr(i, "dim", -1)) >= len(source.shape):
+        c.fail(f"%{i.src} is {source}: it has no dim {dim}")
     try:
-        c.types[i.out] = ir.view_type(i, source)
+        c.types[i.out] = i.type_of(source)
     except ValueError as error:
         c.fail(f"%{i.src} is {source}: {error}")
+    outside = next((room for room in slack(i, source) if room.is_int and int(room) < 0), None)
+    if outside is not None:
+        c.fail(f"%{i.src} is {source}: {-int(outside)} of the indices are outside of dim {dim}")
 
 
 def _matmul(c: Checker, i: ir.Matmul, scope: Scope) -> None:
@@ -161,7 +152,7 @@ def _fill(c: Checker, i: ir.Fill, scope: Scope) -> None:
 RULES: dict[type[ir.Instruction], Rule] = {
     ir.Allocate: _allocate,
     ir.Deallocate: _deallocate,
-    **dict.fromkeys(ir.VIEWS, _view),
+    ir.View: _view,
     ir.Matmul: _matmul,
     ir.Launch: _launch,
     ir.Copy: _copy,

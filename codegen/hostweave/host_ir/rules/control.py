@@ -13,7 +13,7 @@ from hostweave.types.size import LocalSize
 
 def _group(c: Checker, i: ir.Group, scope: Scope) -> None:
     for inner in i.body:
-        if not isinstance(inner, ir.COMMUNICATIONS):
+        if not isinstance(inner, ir.Communication):
             c.current = inner
             c.fail("only communications can stand in a group: move it out")
     c.inner(i.body, scope)
@@ -90,7 +90,7 @@ def _call(c: Checker, i: ir.Call, scope: Scope) -> None:
 
 def _is_collective(block: ir.Block, others: tuple[ir.Block, ...]) -> bool:
     for i in ir.walk(block.body):
-        if isinstance(i, ir.COLLECTIVES):
+        if isinstance(i, ir.Collective):
             return True
         if isinstance(i, ir.Call) and any(_is_collective(other, others) for other in others if other.name == i.block):
             return True

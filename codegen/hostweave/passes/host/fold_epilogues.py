@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import frexp
 
-from hostweave.analysis.def_use import DefUse, Place
+from hostweave.analysis.def_use import Place, def_use
 from hostweave.analysis.kernel_indices import NotOneKernel, iteration
 from hostweave.base.names import unique_name
 from hostweave.fusion_ir.ir import Op
@@ -29,7 +29,6 @@ from hostweave.host_ir.rules.computing import why_no_epilogue
 from hostweave.options import Options
 from hostweave.passes.host.fuse_kernels import telling_name
 
-ORDERS = (ir.Fork, ir.Join, ir.Record, ir.Wait)  # past which no work is moved
 SMALLEST, LARGEST = 2.0**-126, 2.0**127  # factors that an f32 holds
 HIDES_TANH = 2  # bytes: the gelu of cuBLASLt is off by some 5e-6, which f32 would show
 
@@ -61,7 +60,7 @@ class _Matmuls:
     """The kernels of a program, and the matmuls whose results they read."""
 
     def __init__(self, program: ir.HostProgram):
-        self.uses = DefUse(program)
+        self.uses = def_use(program)
         self.kernels = {kernel.name: kernel for kernel in program.kernels}
 
     def folded(self, place: Place, launch: ir.Launch) -> _Folded | None:
@@ -84,7 +83,7 @@ class _Matmuls:
         if not isinstance(matmul, ir.Matmul) or matmul.dst != name or touches[1] is not reader or maker.body is not reader.body:
             return None
         between = maker.body[maker.index + 1 : reader.index]
-        if any(isinstance(i, ORDERS) for i in ir.walk(between)) or self.uses.reads([matmul]) & self.uses.writes(between):
+        if any(i.orders for i in ir.walk(between)) or self.uses.reads([matmul]) & self.uses.writes(between):
             return None
         return maker
 

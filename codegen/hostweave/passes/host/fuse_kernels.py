@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from hostweave.analysis.def_use import DefUse
+from hostweave.analysis.def_use import def_use
 from hostweave.analysis.kernel_indices import Iteration, NotOneKernel, iteration
 from hostweave.base.names import claim_unique
 from hostweave.fusion_ir.ir import Op, Value
@@ -71,7 +71,7 @@ class _Links:
     """The launches of a program, and what reads the result of each."""
 
     def __init__(self, program: ir.HostProgram):
-        self.uses = DefUse(program)
+        self.uses = def_use(program)
         self.types, self.root = self.uses.types, self.uses.root
         self.kernels = {kernel.name: kernel for kernel in program.kernels}
         self.outputs = {parameter.name for parameter in program.outputs}

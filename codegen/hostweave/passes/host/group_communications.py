@@ -20,13 +20,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hostweave.analysis.def_use import DefUse
+from hostweave.analysis.def_use import def_use
 from hostweave.host_ir import ir
 from hostweave.host_ir.expr import on_sizes_alone
 from hostweave.options import Options
 
 MAX_POSTS = 2048  # sends, recvs and collectives that NCCL takes in a group
-COMPUTES = (ir.Matmul, ir.Launch, ir.Copy, ir.Fill)
 
 
 def group_communications(program: ir.HostProgram, options: Options) -> ir.HostProgram:
@@ -37,7 +36,7 @@ def group_communications(program: ir.HostProgram, options: Options) -> ir.HostPr
 class _Grouping:
     def __init__(self, program: ir.HostProgram):
         self.mesh = program.mesh  # of the `on` body around
-        self.uses = DefUse(program)
+        self.uses = def_use(program)
 
     def body(self, body: ir.Body) -> ir.Body:
         result: list[ir.Instruction] = []
@@ -63,37 +62,34 @@ class _Grouping:
             body = self.body(instruction.body)
             self.mesh = outer
             return replace(instruction, body=body)
-        inner = {name: self.body(getattr(instruction, name)) for name in ("body", "orelse") if hasattr(instruction, name)}
-        return replace(instruction, **inner) if inner else instruction  # type: ignore[arg-type]
+        return ir.with_bodies(instruction, self.body)
 
     def can_pass(self, instruction: ir.Instruction, posted: list[ir.Instruction]) -> bool:
-        if isinstance(instruction, COMPUTES):
+        if isinstance(instruction, ir.Compute):
             return not self.uses.conflict(posted, [instruction])
-        return isinstance(instruction, ir.CALLS_NOTHING)
+        return not instruction.calls
 
     def can_join(self, instruction: ir.Instruction, posted: list[ir.Instruction]) -> bool:
         members = [member for one in (*posted, instruction) for member in _posts(one)]
         return (
             bool(_posts(instruction))
-            and len({member.axes for member in members}) == 1  # type: ignore[attr-defined]
+            and len({member.axes for member in members}) == 1
             and sum(map(self.calls, members)) <= MAX_POSTS
             and not self.uses.conflict(posted, [instruction])
         )
 
-    def calls(self, member: ir.Instruction) -> int:
+    def calls(self, member: ir.Communication) -> int:
         """How many calls of NCCL a communication makes at most."""
         if isinstance(member, ir.SendBlocks | ir.RecvBlocks):
             return len(member.routes)
-        if isinstance(member, ir.POINT_TO_POINT):
-            return 1
-        ranks = self.mesh.size_of(member.axes)  # type: ignore[attr-defined]
-        return 2 * ranks if isinstance(member, ir.GROUPED) else 1
+        return 2 * self.mesh.size_of(member.axes) if member.grouped else 1
 
 
-def _posts(instruction: ir.Instruction) -> ir.Body:
+def _posts(instruction: ir.Instruction) -> tuple[ir.Communication, ...]:
     """The communications that an instruction posts, and that others can be posted with: not a barrier, which is about order."""
     members = instruction.body if isinstance(instruction, ir.Group) else (instruction,)
-    return members if all(isinstance(i, ir.COMMUNICATIONS) and not isinstance(i, ir.Barrier) for i in members) else ()
+    posted = tuple(i for i in members if isinstance(i, ir.Communication) and not isinstance(i, ir.Barrier))
+    return posted if len(posted) == len(members) else ()
 
 
 def _group(posted: list[ir.Instruction]) -> ir.Body:
@@ -117,6 +113,6 @@ def _joined(body: ir.Body) -> ir.Body:
         result.append(instruction)
         if isinstance(instruction, ir.If) and on_sizes_alone(instruction.condition):
             last = len(result) - 1
-        elif not isinstance(instruction, ir.CALLS_NOTHING):
+        elif instruction.calls:
             last = None
     return tuple(result)

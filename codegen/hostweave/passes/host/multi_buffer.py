@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hostweave.analysis.def_use import DefUse
+from hostweave.analysis.def_use import DefUse, def_use
 from hostweave.host_ir import ir
 from hostweave.passes.host.privatize_per_stream import ChunkView
 from hostweave.types.size import Size
@@ -29,7 +29,7 @@ from hostweave.types.tensor import BufferType
 
 
 def multi_buffer(program: ir.HostProgram) -> ir.HostProgram:
-    uses, changed = DefUse(program), dict[int, ir.Instruction]()
+    uses, changed = def_use(program), dict[int, ir.Instruction]()
     pools = {pool.name: pool.count for pool in program.streams}
     for name, place in uses.allocates.items():
         for view, block in _chunks(uses, name, pools):

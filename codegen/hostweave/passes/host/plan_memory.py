@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from hostweave.analysis.def_use import DefUse
+from hostweave.analysis.def_use import def_use
 from hostweave.analysis.live_ranges import allocating_blocks
 from hostweave.host_ir import ir
 from hostweave.host_ir.dead_code import eliminate_dead_code, indices_in
@@ -68,7 +68,7 @@ class _VectorClock:
 
 class _Planner:
     def __init__(self, program: ir.HostProgram):
-        self.uses = DefUse(program)
+        self.uses = def_use(program)
         self.allocating = allocating_blocks(program)
         self.pools = {pool.name: [(pool.name, k) for k in range(pool.count)] for pool in program.streams}
 
@@ -136,7 +136,7 @@ class _Planner:
     def first_views(self, children: list[ir.Instruction]) -> dict[str, int]:
         first: dict[str, int] = {}
         for k, (_, i) in enumerate(map(_on, children)):
-            if isinstance(i, ir.VIEWS):
+            if isinstance(i, ir.View):
                 first.setdefault(self.uses.root(i.out), k)
         return first
 
@@ -276,7 +276,7 @@ def _ties(body: ir.Body) -> set[int]:
                 if used in named:
                     ties.update(range(named[used], k))
                     named[used] = k
-            if isinstance(child, (*ir.VIEWS, ir.Let)):
+            if isinstance(child, ir.View | ir.Let):
                 named.update(dict.fromkeys(ir.names(child, "define", "index"), k))
         first += len(inner)
     return ties

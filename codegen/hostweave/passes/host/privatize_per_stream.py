@@ -14,7 +14,7 @@ from dataclasses import fields, replace
 from itertools import product
 from typing import Any
 
-from hostweave.analysis.def_use import DefUse, Place
+from hostweave.analysis.def_use import DefUse, Place, def_use
 from hostweave.host_ir import ir
 from hostweave.host_ir.expr import Expr, Var, binary, evaluate, leaves
 from hostweave.types.tensor import BufferType
@@ -23,7 +23,7 @@ ChunkView = ir.Select | ir.Chunk
 
 
 def privatize_per_stream(program: ir.HostProgram) -> ir.HostProgram:
-    uses = DefUse(program)
+    uses = def_use(program)
     dropped: set[int] = set()  # ids of instructions
     renamed: dict[str, str] = {}
     made: dict[int, list[ir.Instruction]] = {}  # the id of an instruction of a stream block -> what goes before it

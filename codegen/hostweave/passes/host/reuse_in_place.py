@@ -17,16 +17,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from hostweave.analysis.def_use import DefUse, Place
+from hostweave.analysis.def_use import DefUse, Place, def_use
 from hostweave.analysis.kernel_indices import reads_own_index
 from hostweave.host_ir import ir
 from hostweave.host_ir.aliases import AliasRoots
-from hostweave.host_ir.expr import Const, Expr, Var, leaves
+from hostweave.host_ir.expr import Var, leaves
 from hostweave.types.size import product
 
 
 def reuse_in_place(program: ir.HostProgram) -> ir.HostProgram:
-    sharing = _Sharing(DefUse(program))
+    sharing = _Sharing(def_use(program))
     for place in sharing.uses.places:
         shared: set[str] = set()
         for src, dst in sharing.candidates(place.instruction):
@@ -46,8 +46,11 @@ class _Sharing:
     kernels: dict[str, ir.Kernel] = field(init=False)
     inputs: set[str] = field(init=False)
     orders: list[Place] = field(init=False)  # forks and joins
+    touches: dict[str, list[Place]] = field(init=False)  # of each buffer by now, with what has become a view of it
+    viewed: dict[str, list[Place]] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.touches, self.viewed = dict(self.uses.touches), dict(self.uses.viewed)
         self.orders = [place for place in self.uses.places if isinstance(place.instruction, ir.Fork | ir.Join)]
         self.inputs = {parameter.name for parameter in self.uses.program.inputs}
         self.kernels = {kernel.name: kernel for kernel in self.uses.program.kernels}
@@ -81,7 +84,7 @@ class _Sharing:
             return False
         if not self._is_named_beside(place, new):
             return False
-        early = [view for view in uses.viewed.get(new, []) if view.number < place.number]
+        early = [view for view in self.viewed.get(new, []) if view.number < place.number]
         allocate = here.instruction
         assert isinstance(allocate, ir.Allocate)
         self.gone.add(id(allocate))
@@ -124,12 +127,12 @@ class _Sharing:
     def _is_named_beside(self, place: Place, root: str) -> bool:
         """Whether all that names a buffer stands in the same `on` body: it becomes a view, and those end with it."""
         on = next((i for i in place.around if isinstance(i, ir.OnMesh)), None)
-        named = (*self.uses.touches[root], *self.uses.viewed.get(root, ()))
+        named = (*self.touches[root], *self.viewed.get(root, ()))
         return on is None or all(any(i is on for i in other.around) for other in named)
 
     def _is_last(self, place: Place, root: str) -> bool:
         """Whether all else that touches a buffer has done so when an instruction runs."""
-        *others, last = self.uses.touches[root]
+        *others, last = self.touches[root]
         return last is place and all(self._is_before(other, place) for other in others)
 
     def _is_before(self, other: Place, place: Place) -> bool:
@@ -149,7 +152,7 @@ class _Sharing:
         return here is None or any(isinstance(p.instruction, ir.Fork) and p.instruction.stream == here.stream for p in since)
 
     def _is_first(self, place: Place, root: str) -> bool:
-        touches = self.uses.touches[root]
+        touches = self.touches[root]
         return touches[0] is place and (len(touches) < 2 or touches[1].statement is not place.statement)
 
     def _inside(self, place: Place, allocate: Place) -> bool:
@@ -160,7 +163,7 @@ class _Sharing:
         allocate = self.uses.allocates.get(root)
         depth = len(allocate.around) if allocate else 0
         loops = [i for i in place.around[depth:] if isinstance(i, ir.For)]
-        others = (touch for touch in self.uses.touches[root] if touch is not place)
+        others = (touch for touch in self.touches[root] if touch is not place)
         return not any(loop is i for other in others for i in other.around for loop in loops)
 
     def _views_after(self, allocate: Place, name: str) -> list[Place] | None:
@@ -173,7 +176,8 @@ class _Sharing:
             name = source
         if name in self.uses.allocates and self.uses.allocates[name].number > allocate.number:
             return None
-        used = {leaf.name for view in found for leaf in leaves(_index(view.instruction)) if isinstance(leaf, Var)}
+        views = [view.instruction for view in found if isinstance(view.instruction, ir.View)]
+        used = {leaf.name for view in views for leaf in leaves(view.offset) if isinstance(leaf, Var)}
         return None if any(self.uses.indices[index].number > allocate.number for index in used) else found
 
     # --- changes ---
@@ -200,15 +204,6 @@ class _Sharing:
 
     def _merge(self, gone: str, into: str) -> None:
         self.merged.put(gone, into)
-        touches = {id(place): place for place in (*self.uses.touches.get(into, []), *self.uses.touches[gone])}
-        self.uses.touches[into] = sorted(touches.values(), key=lambda place: place.number)
-        self.uses.viewed.setdefault(into, []).extend(self.uses.viewed.get(gone, []))
-
-
-def _index(view: ir.Instruction) -> Expr:
-    match view:
-        case ir.Select(index=index) | ir.Chunk(index=index):
-            return index
-        case ir.Slice(start=start) | ir.Strided(start=start):
-            return start
-    return Const(0)
+        touches = {id(place): place for place in (*self.touches.get(into, []), *self.touches[gone])}
+        self.touches[into] = sorted(touches.values(), key=lambda place: place.number)
+        self.viewed[into] = [*self.viewed.get(into, []), *self.viewed.get(gone, [])]

@@ -92,7 +92,7 @@ def _unordered(program: ir.HostProgram) -> set[int]:
 def _channels(body: ir.Body, mesh: Mesh, program: Mesh) -> Iterator[tuple[Mesh, ir.Axes]]:
     """The mesh and axes of every process group of more than one rank."""
     for instruction in body:
-        if isinstance(instruction, ir.COMMUNICATIONS):
+        if isinstance(instruction, ir.Communication):
             of = (program, tuple(name for name, _ in program.axes)) if instruction.axes == ir.ALL_RANKS else (mesh, instruction.axes)
             if of[0].size_of(of[1]) > 1:
                 yield of

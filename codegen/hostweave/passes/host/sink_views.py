@@ -18,11 +18,10 @@ from hostweave.host_ir import ir
 def sink_views(body: ir.Body) -> ir.Body:
     lines: list[_Line] = []
     for i in reversed(body):
-        inner: dict[str, Any] = {name: sink_views(getattr(i, name)) for name in ("body", "orelse") if hasattr(i, name)}
-        if isinstance(i, ir.VIEWS):
+        if isinstance(i, ir.View):
             _place(i, lines)
         else:
-            lines.insert(0, _line(replace(i, **inner) if inner else i))
+            lines.insert(0, _line(ir.with_bodies(i, sink_views)))
     return tuple(line.instruction for line in lines)
 
 
@@ -38,26 +37,25 @@ def _line(i: ir.Instruction) -> _Line:
     return _Line(i, {name for inner in ir.walk((i,)) for name in ir.names(inner, "read", "write", "alias")})
 
 
-def _place(view: ir.Instruction, lines: list[_Line]) -> None:
+def _place(view: ir.View, lines: list[_Line]) -> None:
     """Puts a view into what follows it, before the other views that stand where it belongs."""
-    (name,) = ir.names(view, "define")
-    users = [k for k, line in enumerate(lines) if name in line.uses]
+    users = [k for k, line in enumerate(lines) if view.out in line.uses]
     place = users[0] if users else 0
-    if len(users) == 1 and (inside := _inside(view, name, lines[place].instruction)):
+    if len(users) == 1 and (inside := _inside(view, lines[place].instruction)):
         lines[place] = _line(inside)
         return
-    head = (*ir.VIEWS, ir.Fork, ir.Record) if lines and isinstance(lines[place].instruction, ir.For) else ir.VIEWS
+    head = (ir.View, ir.Fork, ir.Record) if lines and isinstance(lines[place].instruction, ir.For) else (ir.View,)
     while place > 0 and isinstance(lines[place - 1].instruction, head):
         place -= 1
     lines.insert(place, _line(view))
 
 
-def _inside(view: ir.Instruction, name: str, user: ir.Instruction) -> ir.Instruction | None:
+def _inside(view: ir.View, user: ir.Instruction) -> ir.Instruction | None:
     """The only user of a view with the view in its body, where that is one of those that run once."""
     if not isinstance(user, ir.OnStream | ir.OnMesh | ir.If):
         return None
     bodies = {field: [_line(i) for i in getattr(user, field)] for field in ("body", "orelse") if hasattr(user, field)}
-    using = [field for field, lines in bodies.items() if any(name in line.uses for line in lines)]
+    using = [field for field, lines in bodies.items() if any(view.out in line.uses for line in lines)]
     if len(using) > 1:
         return None
     _place(view, bodies[using[0]])

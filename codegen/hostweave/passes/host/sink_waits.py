@@ -19,16 +19,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hostweave.analysis.def_use import DefUse
+from hostweave.analysis.def_use import DefUse, def_use
 from hostweave.host_ir import ir
 from hostweave.options import Options
-
-ORDERING = (ir.OnStream, ir.Fork, ir.Join, ir.Record, ir.Wait, ir.Call)  # what other streams see of the caller's, or it of them
 
 
 def sink_waits(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     """A join goes down past what the caller's stream does with memory that the joined streams do not touch."""
-    return replace(program, body=_sunk(program.body, DefUse(program)))
+    return replace(program, body=_sunk(program.body, def_use(program)))
 
 
 def _sunk(body: ir.Body, uses: DefUse) -> ir.Body:
@@ -49,7 +47,7 @@ def _sunk(body: ir.Body, uses: DefUse) -> ir.Body:
         if isinstance(instruction, ir.OnMesh):
             instruction = replace(instruction, body=_sunk(instruction.body, uses))
         result.append(instruction)
-        if not waiting or not isinstance(instruction, ir.CALLS_NOTHING):
+        if not waiting or instruction.calls:
             place = len(result)
     result[place:place] = [join for join, _ in waiting]
     return tuple(result)
@@ -57,4 +55,6 @@ def _sunk(body: ir.Body, uses: DefUse) -> ir.Body:
 
 def _orders(instruction: ir.Instruction) -> bool:
     """Whether it concerns other streams than the caller's. A join may go past another one."""
-    return not isinstance(instruction, ir.Join) and any(isinstance(inner, ORDERING) for inner in ir.walk((instruction,)))
+    if isinstance(instruction, ir.Join):
+        return False
+    return any(i.orders or isinstance(i, ir.OnStream | ir.Call) for i in ir.walk((instruction,)))

@@ -30,9 +30,8 @@ from hostweave.host_ir.dead_code import eliminate_dead_code
 from hostweave.host_ir.expr import Var, binary
 from hostweave.types.mesh import Mesh
 
-NAMES = (ir.Let, *ir.VIEWS)  # which a body can say again
+NAMES = (ir.Let, ir.View)  # which a body can say again
 COMPUTES = (ir.Matmul, ir.Launch)
-ORDERS = (ir.Record, ir.Wait, ir.Fork, ir.Join, ir.Call)  # of these the other order may be the wrong one
 
 
 def software_pipeline(program: ir.HostProgram, in_turn: Callable[[ir.Instruction], bool]) -> ir.HostProgram | None:
@@ -62,7 +61,7 @@ class _Ahead:
             return None
         if not loop.count.is_int or int(loop.count) < 2 or block.index != Var(loop.out) or self.pools[block.stream] < 2:
             return None  # neighbouring steps are on two streams
-        if any(isinstance(i, ORDERS) for i in ir.walk(loop.body)) or (halves := self.halves(block.body)) is None:
+        if any(i.orders or isinstance(i, ir.Call) for i in ir.walk(loop.body)) or (halves := self.halves(block.body)) is None:
             return None
         self.changed = True
         index, count = self.index(loop.out), int(loop.count)
@@ -123,8 +122,7 @@ class _Ahead:
 def _posted(body: ir.Body, mesh: Mesh) -> Iterator[tuple[Mesh | None, ir.Axes, str]]:
     """What meets in the order in which it is posted: the sends, the recvs and the collectives of each channel."""
     for i in body:
-        if isinstance(i, ir.COMMUNICATIONS):
-            kind = "send" if isinstance(i, ir.Send | ir.SendBlocks) else "recv" if isinstance(i, ir.Recv | ir.RecvBlocks) else "collective"
-            yield None if i.axes == ir.ALL_RANKS else mesh, i.axes, kind
+        if isinstance(i, ir.Communication):
+            yield None if i.axes == ir.ALL_RANKS else mesh, i.axes, i.posts
         for inner in ir.bodies(i):
             yield from _posted(inner, i.mesh if isinstance(i, ir.OnMesh) else mesh)

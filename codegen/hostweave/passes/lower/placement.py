@@ -111,7 +111,7 @@ def _chain(flow: Dataflow, op: Op, memory: BufferType, parts: dict[str, Part]) -
     if made is None or op.result.stream or made.result.stream or flow.consumers[name] != [op] or name in flow.fusion.outputs:
         return {}
     try:
-        memory = ir.view_type(reversed_view(flow, op, ""), memory)
+        memory = reversed_view(flow, op, "").type_of(memory)
     except ValueError:
         return {}
     if made.kind in REVERSIBLE:
