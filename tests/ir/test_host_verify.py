@@ -51,7 +51,9 @@ BODIES = {
         "text:2: @t: %v = slice %x[0: 1 from ceil(K/2)]: K is not a size of any input or output; the sizes are M"
     ),
     "%v = slice %x[1: 3 from 2]": ("text:2: @t: %v = slice %x[1: 3 from 2]: %x is f32[M/2, 4]: 1 of the indices are outside of dim 1"),
-    "%v = strided %x[1: 2 from 0 by 0]": ("text:2: @t: %v = strided %x[1: 2 from 0 by 0]: the step is 0: it must be at least 1"),
+    "%v = strided %x[1: 2 from 0 by 0]": (
+        "text:2: @t: %v = strided %x[1: 2 from 0 by 0]: %x is f32[M/2, 4]: the step is 0: it must be at least 1"
+    ),
     "%v = strided %x[1: 2 from 1 by 3]": (
         "text:2: @t: %v = strided %x[1: 2 from 1 by 3]: %x is f32[M/2, 4]: 1 of the indices are outside of dim 1"
     ),

@@ -198,7 +198,7 @@ def test_costs() -> None:
     def cost(source: TensorType, steps: tuple[ReshardStep, ...]) -> Fraction:
         total = Fraction(0)
         for step in steps:
-            total += step.received(prod(Fraction(e.coefficient * sizes[e.names[0]], e.divisor) for e in source.local_shape(mesh)), mesh)
+            total += step.received(prod(Fraction(e.coefficient * sizes[e.symbols[0]], e.divisor) for e in source.local_shape(mesh)), mesh)
             source = step.applied(source, mesh)
         return total
 

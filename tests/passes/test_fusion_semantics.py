@@ -102,7 +102,7 @@ def inputs_of(fusion: Fusion, sizes: dict[str, int], seed: int) -> dict[str, Arr
 def test_examples(name: str, ranks: int) -> None:
     fusion = all_fusions(ranks, chunks=3)[name]
     size = 3 * ranks
-    sizes = {symbol: size for value in fusion.inputs for extent in value.type.shape for symbol in extent.names}
+    sizes = {symbol: size for value in fusion.inputs for extent in value.type.shape for symbol in extent.symbols}
     check(fusion, inputs_of(fusion, sizes, seed=ranks))
 
 

@@ -63,7 +63,7 @@ def _with_room(program: ir.HostProgram, sizes: Steps) -> dict[str, int] | None:
     """Sizes that slices and sums of sizes allow, each from its least on by its step; None where none are found."""
     wanted = [(extent, 0) for extent in not_negative(program)]
     wanted += [(extent, 1) for extent in extents(program) if any(isinstance(factor, Sum) for factor in extent.factors)]
-    wanted = [(extent, least) for extent, least in wanted if set(extent.symbols) <= sizes.keys()]  # parts go by the rank
+    wanted = [(extent, least) for extent, least in wanted if set(extent.atoms) <= sizes.keys()]  # local sizes go by the rank
     return next(filter(None, (_Search(sizes, wanted, steps).found() for steps in MOST_STEPS)), None)
 
 
