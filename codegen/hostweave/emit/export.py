@@ -9,7 +9,8 @@ from hostweave.base.errors import ArgumentError
 from hostweave.base.paths import RUNTIME
 from hostweave.emit.main import main_view
 from hostweave.emit.program import program_view
-from hostweave.emit.render import kernel_files, rendered
+from hostweave.emit.render import kernel_files
+from hostweave.emit.templates import rendered
 from hostweave.host_ir.ir import HostProgram
 
 _SUMS = "SHA256SUMS"  # of what was written, by which the next export knows it

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 
 from hostweave.base.errors import Location, ProgramError
-from hostweave.emit import kernel_views, program_views, views
+from hostweave.emit import kernel_views, program_views
 from hostweave.emit.arena import arena_plan
 from hostweave.emit.arguments import argument, inputs_of, requirements_of
 from hostweave.emit.cpp import CppExprPrinter
@@ -17,6 +17,7 @@ from hostweave.emit.meshes import RANK, coordinate, is_run, membership
 from hostweave.emit.names import Names, is_reserved
 from hostweave.emit.parts import multiples, part, part_name, part_names, whole
 from hostweave.emit.shared import WORKSPACE, Shared
+from hostweave.emit.templates import lay_out
 from hostweave.fusion_ir.user_kernel import Source
 from hostweave.host_ir import ir
 from hostweave.host_ir.calls import bodies, dedupe_functions
@@ -87,7 +88,7 @@ def _function(block: ir.HostProgram, shared: Shared) -> program_views.Function:
     )
 
 
-def _coordinates(integers: CppExprPrinter, body: views.Body) -> tuple[program_views.Coordinate, ...]:
+def _coordinates(integers: CppExprPrinter, body: str) -> tuple[program_views.Coordinate, ...]:
     """The places of this rank that a body names, computed once."""
     words = _words(body)
     return tuple(
@@ -97,13 +98,9 @@ def _coordinates(integers: CppExprPrinter, body: views.Body) -> tuple[program_vi
     )
 
 
-def _words(view: object) -> set[str]:
-    """Every name in the C++ of a view."""
-    if isinstance(view, str):
-        return set(re.findall(r"[A-Za-z_]\w*", view))
-    if isinstance(view, tuple):
-        return {word for item in view for word in _words(item)}
-    return {word for f in fields(view) for word in _words(getattr(view, f.name))} if isinstance(view, views.InstructionView) else set()
+def _words(text: str) -> set[str]:
+    """Every name in C++ that is no member's."""
+    return set(re.findall(r"(?<![\w.:])[A-Za-z_]\w*", re.sub("//.*", "", text)))
 
 
 def _title(program: ir.HostProgram) -> str:
@@ -115,10 +112,10 @@ def _signature(program: ir.HostProgram) -> str:
     return f"({inputs}) -> ({outputs})"
 
 
-def _memory(shared: Shared, emitter: Emitter) -> views.Body:
+def _memory(shared: Shared, emitter: Emitter) -> str:
     """What `prepare` tells the arena."""
-    workspace = (views.Reserve(WORKSPACE, "hw::kWorkspaceBytes"),) if shared.needs_workspace else ()
-    return (*workspace, *arena_plan(emitter.steps, shared))
+    workspace = lay_out("memory_allocate", member=WORKSPACE, count="hw::kWorkspaceBytes") if shared.needs_workspace else ""
+    return workspace + arena_plan(emitter.steps, shared)
 
 
 def _temporaries(shared: Shared) -> tuple[program_views.Temporary, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hostweave.emit import kernel_views, views
+from hostweave.emit import kernel_views
 
 ROUTES_A_LINE = 8
 
@@ -152,9 +152,9 @@ class Function:
     params: tuple[str, ...]
     sizes: tuple[str, ...]  # all of the program's, or none where it names none
     coordinates: tuple[Coordinate, ...]
-    body: views.Body
+    body: str
     plan: str  # the name of the function that tells the arena what it allocates
-    memory: views.Body
+    memory: str
     memory_sizes: tuple[str, ...]
 
 
@@ -179,11 +179,11 @@ class Program:
     events: tuple[Pool, ...]
     plans: tuple[Plan, ...]
     temporaries: tuple[Temporary, ...]
-    memory: views.Body  # what prepare tells the arena
+    memory: str  # what prepare tells the arena
     kernels: tuple[kernel_views.Kernel, ...]
     sources: tuple[kernel_views.Source, ...]
     functions: tuple[Function, ...]
-    body: views.Body
+    body: str
     requirements: tuple[str, ...]  # calls that check sizes once all are known
     headers: tuple[str, ...]  # of program.h
     source_headers: tuple[str, ...]  # of program.cpp
