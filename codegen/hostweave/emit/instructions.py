@@ -7,18 +7,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hostweave.analysis.live_ranges import begins, live_ranges
-from hostweave.emit import program_views
 from hostweave.emit.copies import copied, copy_kernel, fill_kernel
 from hostweave.emit.cpp import CUDA_TYPES, NCCL_REDUCTIONS, nccl_type
 from hostweave.emit.kernels import emit_kernel
 from hostweave.emit.meshes import label
-from hostweave.emit.shared import WORKSPACE, Shared
+from hostweave.emit.shared import WORKSPACE, Channel, Plan, Routes, Shared, Temporary
 from hostweave.emit.templates import lay_out
 from hostweave.fusion_ir.user_kernel import Source, elements, held_of
 from hostweave.host_ir import ir
 from hostweave.host_ir.expr import Const, Coordinate, Expr, divisibility
 from hostweave.host_ir.text import print_instruction
-from hostweave.types.routes import Route
 from hostweave.types.size import Extent, product
 from hostweave.types.tensor import BufferType
 
@@ -26,6 +24,7 @@ View = ir.Select | ir.Chunk | ir.Slice | ir.Strided | ir.Reshape | ir.Permute
 
 CUBLAS_ACTIVATIONS = {"relu": "RELU", "gelu_tanh": "GELU"}
 CALLER = "caller"
+ROUTES_A_LINE = 8
 
 
 @dataclass(frozen=True)
@@ -124,12 +123,9 @@ class Emitter:
         if axes == ir.ALL_RANKS:
             mesh, axes = program, tuple(name for name, _ in program.axes)
         if (mesh, axes) not in channels:
-            name, submesh = "_".join(["channel", *axes]), None
-            if mesh is not program:
-                name, rows = f"{name}_of_{label(mesh)}", tuple(program_views.Axis(axis, size) for axis, size in mesh.axes)
-                submesh = program_views.Submesh(str(mesh), self.shared.flag(mesh), rows, tuple(mesh.all_ranks))
-            member = self.members.of(name, f"channel of {mesh}")
-            channels[mesh, axes] = program_views.Channel(member, ", ".join(axes), mesh.size_of(axes), submesh)
+            is_own, name = mesh is program, "_".join(["channel", *axes])
+            member = self.members.of(name if is_own else f"{name}_of_{label(mesh)}", f"channel of {mesh}")
+            channels[mesh, axes] = Channel(member, mesh, axes, "" if is_own else self.shared.flag(mesh))
         return channels[mesh, axes].member
 
     # --- memory and views ---
@@ -140,12 +136,12 @@ class Emitter:
         member = self.members.of(f"{self.block}_{i.out}" if self.block else i.out, f"buffer {len(self.temporaries)}")
         pointer, comment = f"{i.type.dtype.cpp}*", f"%{i.out}: {i.type}" + (f" of @{self.block}" if self.block else "")
         if begin.block is None:
-            self.temporaries[id(i)] = program_views.Temporary(f"{pointer} {member} = nullptr", member, self.count_of(i.type), comment)
+            self.temporaries[id(i)] = Temporary(f"{pointer} {member} = nullptr", member, self.count_of(i.type), comment)
             self.buffers[i.out] = Buffer(member, i.type, i.out, read_only=False)
             return ""
         pool, name = self.shared.streams[begin.block.stream], self.names.of(i.out)
         declaration, comment = f"std::array<{pointer}, {begin.slots}> {member}{{}}", f"{comment}, one a stream"
-        self.temporaries[id(i)] = program_views.Temporary(declaration, member, self.count_of(i.type), comment, pool.member)
+        self.temporaries[id(i)] = Temporary(declaration, member, self.count_of(i.type), comment, pool.member)
         self.buffers[i.out] = Buffer(name, i.type, i.out, read_only=False)
         index, (least, greatest) = begin.block.index, self.integers.range(begin.block.index)
         if least is None or least < 0 or greatest is None or greatest >= pool.count:
@@ -194,7 +190,7 @@ class Emitter:
             member = self.members.of(f"plan_{self.buffers[i.dst].root}", f"plan {len(plans)}")
             operands = CUDA_TYPES[a.dtype.name], CUDA_TYPES[dst.dtype.name]
             shapes = self.strided(a), self.strided(b), self.strided(dst)
-            plans[key] = program_views.Plan(member, *operands, _ends(i), *shapes, print_instruction(i)[0])
+            plans[key] = Plan(member, *operands, _ends(i), *shapes, print_instruction(i)[0])
         self.shared.uses_of_plan.setdefault(key, set()).add(self.integers.mesh)
         return plans[key].member
 
@@ -214,7 +210,7 @@ class Emitter:
             kernels[key] = emit_kernel(kernel, key[1], self.integers, self.names, len(kernels))
         emitted = kernels[key]
         buffers = [*(self.access("reads", name) for name in srcs), *(self.access("writes", name) for name in dsts)]
-        return self.call("launch_pdl", emitted.view.name, emitted.grid, (*buffers, *emitted.sizes))
+        return self.call("launch_pdl", emitted.name, emitted.grid, (*buffers, *emitted.sizes))
 
     def call(self, launch: str, kernel: str, grid: str, arguments: Sequence[str]) -> str:
         return lay_out("launch", function=launch, kernel=kernel, grid=grid, stream=self.stream, arguments=arguments)
@@ -281,7 +277,9 @@ class Emitter:
     def blocks(self, i: ir.SendBlocks | ir.RecvBlocks) -> str:
         name, tables = i.src if isinstance(i, ir.SendBlocks) else i.dst, self.shared.routes
         if i.routes not in tables:
-            tables[i.routes] = program_views.Routes(self.names.of(f"kRoutes_{name}", f"routes {len(tables)}"), tuple(map(_route, i.routes)))
+            rows = [f"{{{route.sender}, {route.sent}, {route.receiver}, {route.received}}}" for route in i.routes]
+            lines = [", ".join(rows[at : at + ROUTES_A_LINE]) + "," for at in range(0, len(rows), ROUTES_A_LINE)]
+            tables[i.routes] = Routes(self.names.of(f"kRoutes_{name}", f"routes {len(tables)}"), tuple(lines))
         block, route = product(self.type_of(name).shape) // i.count, self.names.of("route", "of blocks")
         times = f" * {self.integers.factor(block)}" if i.count > 1 else ""
         return self.lay_out(i, routes=tables[i.routes].name, route=route, count=self.integers.extent(block), times=times)
@@ -332,10 +330,6 @@ def _ends(i: ir.Matmul) -> tuple[str, ...]:
     if i.precision:
         return (epilogue if words or i.bias else "CUBLASLT_EPILOGUE_DEFAULT", "CUBLAS_COMPUTE_32F_FAST_TF32")
     return (epilogue,) if words or i.bias else ()
-
-
-def _route(route: Route) -> str:
-    return f"{{{route.sender}, {route.sent}, {route.receiver}, {route.received}}}"
 
 
 _EMIT: dict[type[ir.Instruction], Callable[[Emitter, Any], str]] = {

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import lcm
 
-from hostweave.emit import program_views
 from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.meshes import label, place
 from hostweave.host_ir import ir
@@ -14,6 +14,14 @@ from hostweave.host_ir.size_requirements import Walk, trip_counts, types_in
 from hostweave.types.mesh import Mesh
 from hostweave.types.rank_sizes import mesh_of_part
 from hostweave.types.size import Extent, block_of, part_of
+
+
+@dataclass(frozen=True)
+class Local:
+    """An integer that a function names: the block of a size that ranks share, what this rank holds of it, or a coordinate."""
+
+    name: str
+    value: str
 
 
 def part_names(program: ir.HostProgram) -> tuple[str, ...]:
@@ -50,8 +58,8 @@ def _part_value(mesh: Mesh, name: str, size: str) -> str:
     return f"hw::part({size}, {mesh.size_of(held[1])}, {place(mesh, held[1])})"
 
 
-def part(program: ir.HostProgram, integers: CppExprPrinter, name: str) -> program_views.Part:
-    return program_views.Part(integers.sizes[name], _part_value(program.mesh, name, integers.extent(whole(name))))
+def part(program: ir.HostProgram, integers: CppExprPrinter, name: str) -> Local:
+    return Local(integers.sizes[name], _part_value(program.mesh, name, integers.extent(whole(name))))
 
 
 def multiples(program: ir.HostProgram) -> dict[str, int]:

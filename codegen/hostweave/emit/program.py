@@ -1,13 +1,12 @@
-"""From a host program to the view of it that the templates lay out."""
+"""A host program as the templates see it: what its class has, and what its functions do."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from hostweave.base.errors import Location, ProgramError
-from hostweave.emit import kernel_views, program_views
 from hostweave.emit.arena import arena_plan
 from hostweave.emit.arguments import argument, inputs_of, requirements_of
 from hostweave.emit.cpp import CppExprPrinter
@@ -15,57 +14,113 @@ from hostweave.emit.instructions import CALLER, Emitter
 from hostweave.emit.kernels import C_FUNCTIONS
 from hostweave.emit.meshes import RANK, coordinate, is_run, membership
 from hostweave.emit.names import Names, is_reserved
-from hostweave.emit.parts import multiples, part, part_name, part_names, whole
-from hostweave.emit.shared import WORKSPACE, Shared
+from hostweave.emit.parts import Local, multiples, part, part_name, part_names, whole
+from hostweave.emit.shared import WORKSPACE, Channel, Shared, Temporary
 from hostweave.emit.templates import lay_out
 from hostweave.fusion_ir.user_kernel import Source
 from hostweave.host_ir import ir
 from hostweave.host_ir.calls import bodies, dedupe_functions
 
 
-def program_view(program: ir.HostProgram) -> program_views.Program:
-    """Everything that the generated sources say. Raises ProgramError for what has no C++."""
-    names, flat = Names(taken=map(_function_of, program.sources)), dedupe_functions(program)
-    sizes = {name: names.of(name, "size", C_FUNCTIONS) for name in program.symbols()}
-    sizes |= {name: names.of(part_name(name, program.mesh), "size") for name in part_names(flat)}
-    integers = CppExprPrinter(program.mesh, sizes, multiples(flat))
-    shared = Shared(program, names, integers)
-    functions = tuple(_function(block, shared) for block in bodies(program)[:-1])
-    emitter = Emitter(program, shared)
-    body = emitter.body(program.body)
-    inputs, outputs = inputs_of(flat, emitter), tuple(argument(program, p, emitter, set(sizes)) for p in program.outputs)
-    return program_views.Program(
-        name=program.name,
-        namespace=Names().of(program.name),
-        title=_title(program),
-        text=tuple(str(program).splitlines()),
-        mesh=str(program.mesh),
-        axes=tuple(program_views.Axis(name, size) for name, size in program.mesh.axes),
-        world=program.mesh.size,
-        inputs=inputs,
-        outputs=outputs,
-        sizes=tuple(sizes.values()),
-        parts=tuple(part(program, integers, name) for name in part_names(flat) if whole(name).is_int),
-        flags=tuple(program_views.Flag(member, membership(mesh, program.mesh.size), str(mesh)) for mesh, member in shared.flags.items()),
-        coordinates=_coordinates(integers, body),
-        routes=tuple(shared.routes.values()),
-        channels=tuple(shared.channels.values()),
-        streams=tuple(shared.streams.values()),
-        events=tuple(shared.events.values()),
-        plans=tuple(replace(plan, on=shared.flag_of_plan(key)) for key, plan in shared.plans.items()),
-        temporaries=_temporaries(shared),
-        memory=_memory(shared, emitter),
-        kernels=tuple(kernel.view for kernel in shared.kernels.values()),
-        sources=tuple(map(_source, {source.function: source for source in program.sources}.values())),
-        functions=functions,
-        body=body,
-        requirements=tuple(requirements_of(flat, integers)),
-        headers=_headers(shared),
-        source_headers=_source_headers(flat, shared),
-    )
+@dataclass(frozen=True)
+class Function:
+    """A block: a member function that enqueues."""
+
+    name: str
+    comment: str
+    params: tuple[str, ...]
+    sizes: tuple[str, ...]  # all of the program's, or none where it names none
+    coordinates: tuple[Local, ...]
+    body: str
+    plan: str  # the name of the function that tells the arena what it allocates
+    memory: str
+    memory_sizes: tuple[str, ...]
 
 
-def _function(block: ir.HostProgram, shared: Shared) -> program_views.Function:
+@dataclass(frozen=True)
+class Text:
+    """C++ of the user, and where it stands: lines to include before it, and the others as they are, each at its place."""
+
+    includes: tuple[str, ...]
+    lines: tuple[str, ...]
+    line: int
+    file: str
+
+
+@dataclass(frozen=True)
+class UserKernel:
+    """A function of the user, and the one that the CPU target has in its place."""
+
+    name: str
+    declaration: str
+    text: Text
+    cpu: Text | None
+
+
+class Program:
+    """What the generated sources say of a host program. Raises ProgramError for what has no C++."""
+
+    def __init__(self, program: ir.HostProgram):
+        names, flat = Names(taken=map(_function_of, program.sources)), dedupe_functions(program)
+        sizes = {name: names.of(name, "size", C_FUNCTIONS) for name in program.symbols()}
+        sizes |= {name: names.of(part_name(name, program.mesh), "size") for name in part_names(flat)}
+        integers = CppExprPrinter(program.mesh, sizes, multiples(flat))
+        self.ir, self.name, self.namespace, self.mesh = program, program.name, Names().of(program.name), program.mesh
+        self.title = f"{program.name}: {_signature(program)} on {program.mesh}"
+        self.members = shared = Shared(program, names, integers)
+        self.functions = tuple(_function(block, shared) for block in bodies(program)[:-1])
+        emitter = Emitter(program, shared)
+        self.body = emitter.body(program.body)
+        self.inputs = inputs_of(flat, emitter)
+        self.outputs = tuple(argument(program, p, emitter, set(sizes)) for p in program.outputs)
+        self.sizes = tuple(sizes.values())
+        self.parts = tuple(part(program, integers, name) for name in part_names(flat) if whole(name).is_int)  # of dims that are ints
+        self.flags = {member: (membership(mesh, program.mesh.size), mesh) for mesh, member in shared.flags.items()}
+        self.coordinates = _coordinates(integers, self.body)
+        self.temporaries = _temporaries(shared)
+        self.memory = _memory(shared, emitter)  # what prepare tells the arena
+        self.kernels = tuple(shared.kernels.values())
+        self.user_kernels = tuple(map(_user_kernel, {source.function: source for source in program.sources}.values()))
+        self.requirements = tuple(requirements_of(flat, integers))  # calls that check sizes once all are known
+        self.headers = _headers(shared)
+        self.source_headers = _source_headers(flat, shared)
+
+    @property
+    def kernel_names(self) -> list[str]:
+        """What is launched."""
+        return [*(kernel.name for kernel in self.kernels), *(kernel.name for kernel in self.user_kernels)]
+
+    @property
+    def texts(self) -> Iterable[UserKernel]:
+        """One source for each text: several functions may stand in one."""
+        return {(kernel.text, kernel.cpu): kernel for kernel in self.user_kernels}.values()
+
+    @property
+    def channels(self) -> list[Channel]:
+        return list(self.members.channels.values())
+
+    @property
+    def initializers(self) -> list[str]:
+        """Of the constructor."""
+        members = self.members
+        return [
+            "rank_(rank.expect_world(kWorld))",
+            *(f"{member}({value.replace('rank_', 'rank')})" for member, (value, _) in self.flags.items()),
+            *(f"{channel.member}({_lookup(channel)})" for channel in self.channels),
+            *(f'{pool.member}(rank, "{pool.name}", {pool.count})' for pool in members.streams.values()),
+            *(f"{pool.member}({pool.count})" for pool in members.events.values()),
+            *(f"{plan.member}({', '.join(('rank', plan.operands, plan.result, *plan.ends))})" for plan in members.plans.values()),
+        ]
+
+
+def _lookup(channel: Channel) -> str:
+    """What the constructor takes for it."""
+    if not channel.flag:
+        return f'rank.channel(kMesh, "{channel.along}", {channel.size})'
+    return f'{channel.flag} ? rank.channel("{channel.mesh}", "{channel.along}", {channel.size}) : hw::kNoChannel'
+
+
+def _function(block: ir.HostProgram, shared: Shared) -> Function:
     emitter = Emitter(block, shared, block.name)
     body, integers = emitter.body(block.body), shared.integers
     memory = arena_plan(emitter.steps, shared)
@@ -75,7 +130,7 @@ def _function(block: ir.HostProgram, shared: Shared) -> program_views.Function:
         name = buffer.text if parameter.name in emitter.used else f"/*{buffer.text}*/"
         return f"{'const ' if buffer.read_only else ''}{buffer.type.dtype.cpp}* {name}"
 
-    return program_views.Function(
+    return Function(
         name=shared.blocks[block.name],
         comment=_signature(block),
         params=(*map(param, (*block.inputs, *block.outputs)), f"cudaStream_t {CALLER}"),
@@ -88,23 +143,17 @@ def _function(block: ir.HostProgram, shared: Shared) -> program_views.Function:
     )
 
 
-def _coordinates(integers: CppExprPrinter, body: str) -> tuple[program_views.Coordinate, ...]:
+def _coordinates(integers: CppExprPrinter, body: str) -> tuple[Local, ...]:
     """The places of this rank that a body names, computed once."""
     words = _words(body)
     return tuple(
-        program_views.Coordinate(name, coordinate(mesh, axis) if axis else RANK)
-        for (mesh, axis), name in integers.coordinates.items()
-        if name in words
+        Local(name, coordinate(mesh, axis) if axis else RANK) for (mesh, axis), name in integers.coordinates.items() if name in words
     )
 
 
 def _words(text: str) -> set[str]:
     """Every name in C++ that is no member's."""
     return set(re.findall(r"(?<![\w.:])[A-Za-z_]\w*", re.sub("//.*", "", text)))
-
-
-def _title(program: ir.HostProgram) -> str:
-    return f"{program.name}: {_signature(program)} on {program.mesh}"
 
 
 def _signature(program: ir.HostProgram) -> str:
@@ -118,8 +167,8 @@ def _memory(shared: Shared, emitter: Emitter) -> str:
     return workspace + arena_plan(emitter.steps, shared)
 
 
-def _temporaries(shared: Shared) -> tuple[program_views.Temporary, ...]:
-    workspace = program_views.Temporary(f"char* {WORKSPACE} = nullptr", WORKSPACE, "", "of the matmuls on the caller's stream")
+def _temporaries(shared: Shared) -> tuple[Temporary, ...]:
+    workspace = Temporary(f"char* {WORKSPACE} = nullptr", WORKSPACE, "", "of the matmuls on the caller's stream")
     return (*((workspace,) if shared.needs_workspace else ()), *shared.temporaries.values())
 
 
@@ -159,16 +208,16 @@ def _function_of(source: Source) -> str:
     return source.function
 
 
-def _source(source: Source) -> kernel_views.Source:
+def _user_kernel(source: Source) -> UserKernel:
     declaration = source.signature
     assert declaration is not None
     cpu = _text(source.cpu, source.cpu_location, source.function) if source.cpu else None
-    return kernel_views.Source(source.function, declaration, _text(source.lines, source.location, source.function), cpu)
+    return UserKernel(source.function, declaration, _text(source.lines, source.location, source.function), cpu)
 
 
-def _text(lines: Sequence[str], location: Location | None, function: str) -> kernel_views.Text:
+def _text(lines: Sequence[str], location: Location | None, function: str) -> Text:
     """The lines with those blank that belong before the namespace."""
     is_include = [line.lstrip().startswith("#include") for line in lines]
     kept = tuple("" if included else line for line, included in zip(lines, is_include, strict=True))
     file, line = (location.file, location.line) if location else (f"the source of {function}", 1)
-    return kernel_views.Text(tuple(line for line, included in zip(lines, is_include, strict=True) if included), kept, line, file)
+    return Text(tuple(line for line, included in zip(lines, is_include, strict=True) if included), kept, line, file)

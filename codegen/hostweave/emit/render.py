@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from hostweave.emit import program_views
-from hostweave.emit.program import program_view
+from hostweave.emit.program import Program
 from hostweave.emit.templates import rendered
 from hostweave.host_ir.ir import HostProgram
 
@@ -17,10 +16,10 @@ def render(program: HostProgram) -> dict[str, str]:
 
     The same program always gives the same bytes. Raises ProgramError for what has no C++.
     """
-    view = program_view(program)
-    return {path: rendered(path, program=view) for path in (*SOURCES, *kernel_files(view))}
+    emitted = Program(program)
+    return {path: rendered(path, program=emitted) for path in (*SOURCES, *kernel_files(emitted))}
 
 
-def kernel_files(view: program_views.Program) -> tuple[str, ...]:
+def kernel_files(program: Program) -> tuple[str, ...]:
     """The files of its kernels, where it has some."""
-    return (*(KERNEL_SOURCES if view.kernel_names else ()), *(("user_kernels.cuh",) if view.sources else ()))
+    return (*(KERNEL_SOURCES if program.kernel_names else ()), *(("user_kernels.cuh",) if program.user_kernels else ()))
