@@ -85,7 +85,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   auto* db = out.db.as<hw::bf16>();
 
   HW_CHECK(arena_.begin_call(caller));
-  HW_CHECK(plan_dw_partial_.cublasLtMatmul(x, dy, dw_partial_, {caller, workspace_}));
+  HW_CHECK(plan_dw_partial_.multiply(x, dy, dw_partial_, {caller, workspace_}));
   HW_CHECK(comm_.fork(caller));
   {
     const hw::Stream stream = comm_[0];
@@ -98,7 +98,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const hw::Stream stream = comm_[0];
     HW_CHECK(ncclAllReduce(db_partial_, db, N, ncclBfloat16, ncclSum, channel_x_.comm(), stream));
   }
-  HW_CHECK(plan_dx_.cublasLtMatmul(dy, w, dx, {caller, workspace_}));
+  HW_CHECK(plan_dx_.multiply(dy, w, dx, {caller, workspace_}));
   HW_CHECK(comm_.join(caller));
   HW_CHECK(arena_.end_call(caller));
 }

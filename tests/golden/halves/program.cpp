@@ -80,7 +80,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   auto* y1 = out.y1.as<hw::bf16>();
 
   HW_CHECK(arena_.begin_call(caller));
-  HW_CHECK(plan_h_.cublasLtMatmul(x, w, h_, {caller, workspace_}));
+  HW_CHECK(plan_h_.multiply(x, w, h_, {caller, workspace_}));
   auto* y0_1 = y0 + 4;
   HW_CHECK(hw::launch_pdl(negative_negative, hw::grid_of_elements(4 * M_x), caller, hw::reads(x, {M_x, 4}, {8, 1}),
                           hw::writes(y0_1, {M_x, 4}, {11, 1}), M_x));

@@ -82,7 +82,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const hw::Stream stream = ring_[i];
     const auto* x_i = x + i * (M / 6 * K_tp);
     auto* product = product_[i];
-    HW_CHECK(plan_product_.cublasLtMatmul(x_i, w, product, stream));
+    HW_CHECK(plan_product_.multiply(x_i, w, product, stream));
     HW_CHECK(cudaStreamWaitEvent(stream, turn_[0], 0));
     HW_CHECK(ncclAllReduce(product, product, M / 6 * N, ncclBfloat16, ncclSum, channel_tp_.comm(), stream));
     auto* y_packed = y_packed_[i];

@@ -67,7 +67,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const hw::Stream stream = ring_[i];
     const auto* x_i = x + i * (M / 3 * K_x);
     auto* y_i = y + i * (M / 3 * N);
-    HW_CHECK(plan_y_.cublasLtMatmul(x_i, w, y_i, stream));
+    HW_CHECK(plan_y_.multiply(x_i, w, y_i, stream));
     HW_CHECK(ncclAllReduce(y_i, y_i, M / 3 * N, ncclBfloat16, ncclSum, channel_x_.comm(), stream));
   }
   HW_CHECK(ring_.join(caller));

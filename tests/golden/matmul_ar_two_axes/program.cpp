@@ -73,7 +73,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const hw::Stream stream = ring_[i];
     const auto* w_i = w + i * (N / 2);
     auto* product = product_[i];
-    HW_CHECK(plan_product_.cublasLtMatmul(x, w_i, product, stream));
+    HW_CHECK(plan_product_.multiply(x, w_i, product, stream));
     HW_CHECK(ncclAllReduce(product, product, N / 2 * M_dp, ncclBfloat16, ncclSum, channel_tp_.comm(), stream));
     auto* y_i = y + i * (N / 2);
     HW_CHECK(cudaMemcpy2DAsync(y_i, N * sizeof(hw::bf16), product, N / 2 * sizeof(hw::bf16), N / 2 * sizeof(hw::bf16), M_dp,

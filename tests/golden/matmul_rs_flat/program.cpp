@@ -90,7 +90,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const hw::Stream stream = ring_[i];
     const auto* x_i = x + q * (M / 4 * K_x);
     auto* product = product_[i];
-    HW_CHECK(plan_product_.cublasLtMatmul(x_i, w, product, stream));
+    HW_CHECK(plan_product_.multiply(x_i, w, product, stream));
     const int64_t p = (rank_x - 1 - i + 4) % 4;
     auto* landing_i = landing_ + p * (M / 4 * N);
     if (q == rank_x) {

@@ -90,10 +90,10 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const auto* x_i = x + q * (M / 4 * K_x);
     auto* product_i = product_ + q * (M / 4 * N);
     if (i == 0) {
-      HW_CHECK(plan_product_.cublasLtMatmul(x_i, w, product_i, stream));
+      HW_CHECK(plan_product_.multiply(x_i, w, product_i, stream));
     } else {
       HW_CHECK(cudaStreamWaitEvent(stream, arrived_[i - 1], 0));
-      HW_CHECK(plan_product_.cublasLtMatmul(x_i, w, product_i, stream, {.accumulate = product_i}));
+      HW_CHECK(plan_product_.multiply(x_i, w, product_i, stream, {.accumulate = product_i}));
     }
     if (i < 3) {
       auto* product_next = product_ + ((q - 1 + 4) % 4) * (M / 4 * N);

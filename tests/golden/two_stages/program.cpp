@@ -78,12 +78,12 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
 
   HW_CHECK(arena_.begin_call(caller));
   if (on_ranks_0_1_) {
-    HW_CHECK(plan_h_.cublasLtMatmul(x, w1, h_, {caller, workspace_}));
+    HW_CHECK(plan_h_.multiply(x, w1, h_, {caller, workspace_}));
     HW_CHECK(ncclSend(h_, N * M_x_of_ranks_0_1, ncclBfloat16, rank + 2, channel_x_.comm(), caller));
   }
   if (on_ranks_2_3_) {
     HW_CHECK(ncclRecv(arrived_, N * M_x_of_ranks_2_3, ncclBfloat16, rank - 2, channel_x_.comm(), caller));
-    HW_CHECK(plan_y_.cublasLtMatmul(arrived_, w2, y, {caller, workspace_}));
+    HW_CHECK(plan_y_.multiply(arrived_, w2, y, {caller, workspace_}));
   }
   HW_CHECK(arena_.end_call(caller));
 }

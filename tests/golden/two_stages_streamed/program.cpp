@@ -152,9 +152,9 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
       if (on_ranks_0_1_) {
         const auto* x_i = x + i * (M / 4 * K);
         auto* h = h_[i];
-        HW_CHECK(plan_h_.cublasLtMatmul(x_i, up1, h, stream));
+        HW_CHECK(plan_h_.multiply(x_i, up1, h, stream));
         auto* product_2 = product_2_[i];
-        HW_CHECK(plan_product_2_.cublasLtMatmul(h, down1, product_2, stream));
+        HW_CHECK(plan_product_2_.multiply(h, down1, product_2, stream));
         HW_CHECK(cudaStreamWaitEvent(stream, turn_[0], 0));
         HW_CHECK(ncclAllReduce(product_2, product_2, M / 4 * K, ncclBfloat16, ncclSum, channel_x_of_ranks_0_1_.comm(), stream));
         HW_CHECK(ncclSend(product_2, M / 4 * K, ncclBfloat16, rank + 2, channel_x_.comm(), stream));
@@ -163,9 +163,9 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
       if (on_ranks_2_3_) {
         auto* arrived_i = arrived_ + i * (M / 4 * K);
         auto* g = g_[i];
-        HW_CHECK(plan_g_.cublasLtMatmul(arrived_i, up2, g, stream));
+        HW_CHECK(plan_g_.multiply(arrived_i, up2, g, stream));
         auto* y_i = y + i * (M / 4 * K);
-        HW_CHECK(plan_y_.cublasLtMatmul(g, down2, y_i, stream));
+        HW_CHECK(plan_y_.multiply(g, down2, y_i, stream));
         HW_CHECK(cudaStreamWaitEvent(stream, turn_[0], 0));
         HW_CHECK(ncclAllReduce(y_i, y_i, M / 4 * K, ncclBfloat16, ncclSum, channel_x_of_ranks_2_3_.comm(), stream));
         HW_CHECK(cudaEventRecord(turn_[0], stream));
