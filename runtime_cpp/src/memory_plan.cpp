@@ -15,7 +15,7 @@ size_t padded(size_t bytes) { return (bytes + kPlace - 1) / kPlace * kPlace; }
 bool may_share(const Lifetime& a, const Lifetime& b) {
   const bool same_stream = a.pool == b.pool && a.stream == b.stream;
   const auto is_over = [&](const Lifetime& buffer, const Use& earlier, const Use& later) {
-    return earlier.last <= later.first && (!buffer.pool || same_stream || earlier.joined <= later.first);
+    return earlier.last <= later.first && (!buffer.pool || same_stream || earlier.visible_at <= later.first);
   };
   return std::ranges::all_of(a.uses, [&](const Use& one) {
     return std::ranges::all_of(
@@ -113,7 +113,7 @@ void MemoryPlan::join(const Streams& streams) {
     if (lifetime.pool != &streams) continue;
     for (Use& use : lifetime.uses) {
       use.last = std::min(use.last, now_);
-      use.joined = std::min(use.joined, now_);
+      use.visible_at = std::min(use.visible_at, now_);
     }
   }
   ++now_;
@@ -141,13 +141,13 @@ void MemoryPlan::set_pointers(void* memory) const {
 
 // For tools that print a plan. `lane` names the stream that a buffer belongs to, 0 for none; use i is of buffer `owner[i]`.
 extern "C" uint64_t hw_place_buffers(int64_t buffer_count, const int64_t* bytes, const int64_t* lane, int64_t use_count,
-                                     const int64_t* owner, const int64_t* first, const int64_t* last, const int64_t* joined,
+                                     const int64_t* owner, const int64_t* first, const int64_t* last, const int64_t* visible_at,
                                      uint64_t* offsets) {
   std::vector<hw::Lifetime> buffers(buffer_count);
   for (int64_t i = 0; i < buffer_count; ++i) {
     buffers[i] = {static_cast<size_t>(bytes[i]), lane[i] ? lane : nullptr, lane[i], {}};
   }
-  for (int64_t i = 0; i < use_count; ++i) buffers[owner[i]].uses.push_back({first[i], last[i], joined[i]});
+  for (int64_t i = 0; i < use_count; ++i) buffers[owner[i]].uses.push_back({first[i], last[i], visible_at[i]});
   std::vector<size_t> places(buffer_count);
   const size_t total = hw::place(buffers, places);
   std::ranges::copy(places, offsets);

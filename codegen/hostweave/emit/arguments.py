@@ -96,7 +96,7 @@ def argument(
         sizes=tuple(_size(program, binding, field, integers) for binding in bindings or ()),
         again=sum(is_open) > len(bindings or ()) or any(binding.from_whole for binding in bindings or ()),
         used=parameter.name in emitter.used,
-        on=emitter.shared.flag(parameter.type.mesh) if parameter.type.mesh else "",
+        on=emitter.context.flag(parameter.type.mesh) if parameter.type.mesh else "",
     )
 
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hostweave.analysis.live_ranges import begins, live_ranges
+from hostweave.emit.context import WORKSPACE, Channel, Plan, ProgramContext, Routes, Temporary
 from hostweave.emit.copies import copied, copy_kernel, fill_kernel
 from hostweave.emit.cpp import CUDA_TYPES, NCCL_REDUCTIONS, nccl_type
 from hostweave.emit.kernels import emit_kernel
 from hostweave.emit.meshes import label
-from hostweave.emit.shared import WORKSPACE, Channel, Plan, Routes, Shared, Temporary
 from hostweave.emit.templates import lay_out
 from hostweave.fusion_ir.user_kernel import Source, elements, held_of
 from hostweave.host_ir import ir
@@ -40,14 +40,14 @@ class Buffer:
 class Emitter:
     """Emits one body: that of the program, or of a block as a program of its own."""
 
-    def __init__(self, program: ir.HostProgram, shared: Shared, block: str = ""):
-        self.program, self.shared, self.block = program, shared, block
-        self.names, self.members, self.integers = shared.names, shared.members, shared.integers
+    def __init__(self, program: ir.HostProgram, context: ProgramContext, block: str = ""):
+        self.program, self.context, self.block = program, context, block
+        self.names, self.members, self.integers = context.names, context.members, context.integers
         self.buffers = {
             p.name: Buffer(self.names.of(p.name), program.local_type(p), p.name, p in program.inputs)
             for p in (*program.inputs, *program.outputs)
         }
-        self.temporaries = shared.temporaries
+        self.temporaries = context.temporaries
         self.steps = live_ranges(program, is_block=bool(block))
         self.begins = {id(begin.allocate): begin for begin in begins(self.steps)}
         self.used: set[str] = set()  # parameters and temporaries that some call names
@@ -97,13 +97,13 @@ class Emitter:
         return self.integers.expr(expr)
 
     def pool(self, i: ir.Fork | ir.Join | ir.OnStream) -> str:
-        return self.shared.streams[i.stream].member
+        return self.context.streams[i.stream].member
 
     def event(self, i: ir.Record | ir.Wait) -> str:
-        return f"{self.shared.events[i.event].member}[{self.expr(i.index)}]"
+        return f"{self.context.events[i.event].member}[{self.expr(i.index)}]"
 
     def function(self, i: ir.Call) -> str:
-        return self.shared.blocks[i.block]
+        return self.context.blocks[i.block]
 
     def moved(self, name: str) -> str:
         """The NCCL type that carries a buffer's elements."""
@@ -119,13 +119,13 @@ class Emitter:
 
     def channel(self, axes: ir.Axes) -> str:
         """The member that is the channel of these axes of the present mesh."""
-        mesh, program, channels = self.integers.mesh, self.program.mesh, self.shared.channels
+        mesh, program, channels = self.integers.mesh, self.program.mesh, self.context.channels
         if axes == ir.ALL_RANKS:
             mesh, axes = program, tuple(name for name, _ in program.axes)
         if (mesh, axes) not in channels:
             is_own, name = mesh is program, "_".join(["channel", *axes])
             member = self.members.of(name if is_own else f"{name}_of_{label(mesh)}", f"channel of {mesh}")
-            channels[mesh, axes] = Channel(member, mesh, axes, "" if is_own else self.shared.flag(mesh))
+            channels[mesh, axes] = Channel(member, mesh, axes, "" if is_own else self.context.flag(mesh))
         return channels[mesh, axes].member
 
     # --- memory and views ---
@@ -139,7 +139,7 @@ class Emitter:
             self.temporaries[id(i)] = Temporary(f"{pointer} {member} = nullptr", member, self.count_of(i.type), comment)
             self.buffers[i.out] = Buffer(member, i.type, i.out, read_only=False)
             return ""
-        pool, name = self.shared.streams[begin.block.stream], self.names.of(i.out)
+        pool, name = self.context.streams[begin.block.stream], self.names.of(i.out)
         declaration, comment = f"std::array<{pointer}, {begin.slots}> {member}{{}}", f"{comment}, one a stream"
         self.temporaries[id(i)] = Temporary(declaration, member, self.count_of(i.type), comment, pool.member)
         self.buffers[i.out] = Buffer(name, i.type, i.out, read_only=False)
@@ -177,7 +177,7 @@ class Emitter:
     def matmul(self, i: ir.Matmul) -> str:
         stream = self.stream
         if stream == CALLER:
-            self.shared.needs_workspace = True
+            self.context.needs_workspace = True
             stream = f"{{{CALLER}, {WORKSPACE}}}"
         terms = [f".scale = {i.scale!r}"] if i.scale != 1 else []
         terms += [f".{field} = {self.text(name)}" for field, names in (("accumulate", i.accumulate), ("bias", i.bias)) for name in names]
@@ -185,13 +185,13 @@ class Emitter:
 
     def plan(self, i: ir.Matmul) -> str:
         a, b, dst = types = (self.type_of(i.a), self.type_of(i.b), self.type_of(i.dst))
-        plans, key = self.shared.plans, (types, i.precision, bool(i.bias), i.activation)
+        plans, key = self.context.plans, (types, i.precision, bool(i.bias), i.activation)
         if key not in plans:
             member = self.members.of(f"plan_{self.buffers[i.dst].root}", f"plan {len(plans)}")
             operands = CUDA_TYPES[a.dtype.name], CUDA_TYPES[dst.dtype.name]
             shapes = self.strided(a), self.strided(b), self.strided(dst)
             plans[key] = Plan(member, *operands, _ends(i), *shapes, print_instruction(i)[0])
-        self.shared.uses_of_plan.setdefault(key, set()).add(self.integers.mesh)
+        self.context.uses_of_plan.setdefault(key, set()).add(self.integers.mesh)
         return plans[key].member
 
     def strided(self, type: BufferType) -> str:
@@ -199,13 +199,13 @@ class Emitter:
         return shape if type.strides is None else f"hw::Strided({shape}, {self.integers.extents(type.strides)})"
 
     def launch(self, i: ir.Launch) -> str:
-        if i.kernel in self.shared.sources:
-            return self.launch_source(i, self.shared.sources[i.kernel])
-        return self.launch_of(self.shared.declared[i.kernel], i.srcs, i.dsts)
+        if i.kernel in self.context.sources:
+            return self.launch_source(i, self.context.sources[i.kernel])
+        return self.launch_of(self.context.declared[i.kernel], i.srcs, i.dsts)
 
     def launch_of(self, kernel: ir.Kernel, srcs: Sequence[str], dsts: Sequence[str]) -> str:
         """A launch of the kernel as compiled for buffers of these types: their strides are in its code."""
-        key, kernels = (kernel, tuple(self.type_of(name) for name in (*srcs, *dsts))), self.shared.kernels
+        key, kernels = (kernel, tuple(self.type_of(name) for name in (*srcs, *dsts))), self.context.kernels
         if key not in kernels:
             kernels[key] = emit_kernel(kernel, key[1], self.integers, self.names, len(kernels))
         emitted = kernels[key]
@@ -228,7 +228,7 @@ class Emitter:
             else:
                 arguments.append(repr(argument.number))
         shared = self.integers.extent(elements(source, mesh, uneven))
-        blocks = f"hw::divided_up({shared}, {source.per})" if source.per > 1 else shared
+        blocks = f"hw::ceil_div({shared}, {source.per})" if source.per > 1 else shared
         return self.call("launch", source.function, f"hw::Grid{{{blocks}, {source.block}}}", arguments)
 
     def access(self, verb: str, name: str) -> str:
@@ -275,7 +275,7 @@ class Emitter:
         return self.lay_out(i, sources=sources, targets=targets_text)
 
     def blocks(self, i: ir.SendBlocks | ir.RecvBlocks) -> str:
-        name, tables = i.src if isinstance(i, ir.SendBlocks) else i.dst, self.shared.routes
+        name, tables = i.src if isinstance(i, ir.SendBlocks) else i.dst, self.context.routes
         if i.routes not in tables:
             rows = [f"{{{route.sender}, {route.sent}, {route.receiver}, {route.received}}}" for route in i.routes]
             lines = [", ".join(rows[at : at + ROUTES_A_LINE]) + "," for at in range(0, len(rows), ROUTES_A_LINE)]
@@ -315,7 +315,7 @@ class Emitter:
 
     def on_mesh(self, i: ir.OnMesh) -> str:
         """Nothing where the body only allocates."""
-        flag = self.shared.flag(i.mesh)
+        flag = self.context.flag(i.mesh)
         for axis, _ in i.mesh.axes:
             self.integers.coordinates[i.mesh, axis] = self.names.of(f"{axis}_in_{label(i.mesh)}", f"coordinate in {i.mesh}")
         with self.integers.on(i.mesh):

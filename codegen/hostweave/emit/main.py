@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import lcm
 
 from hostweave.base.errors import ProgramError
-from hostweave.emit import shared
+from hostweave.emit import context
 from hostweave.emit.arguments import Argument
 from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.meshes import coordinate, is_run, membership, place
@@ -152,7 +152,7 @@ def _divisors(program: HostProgram) -> dict[str, int]:
     return result
 
 
-def _channel(channel: shared.Channel, program: Mesh) -> Channel:
+def _channel(channel: context.Channel, program: Mesh) -> Channel:
     mesh, axes = channel.mesh, channel.axes
     others = tuple(name for name, _ in mesh.axes if name not in axes)
     key = f'"{mesh}", "{channel.along}"' if channel.flag else f'kMesh, "{channel.along}"'

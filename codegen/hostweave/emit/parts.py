@@ -50,12 +50,12 @@ def part_name(name: str, program: Mesh) -> str:
 
 
 def _part_value(mesh: Mesh, name: str, size: str) -> str:
-    """`hw::part(M, 8, rank_.index())`"""
+    """`hw::local_size(M, 8, rank_.index())`"""
     if block := block_of(name):
-        return f"hw::block({size}, {block[1]})"
+        return f"hw::ceil_div({size}, {block[1]})"
     held, mesh = part_of(name), mesh_of_part(name, mesh)
     assert held is not None
-    return f"hw::part({size}, {mesh.size_of(held[1])}, {place(mesh, held[1])})"
+    return f"hw::local_size({size}, {mesh.size_of(held[1])}, {place(mesh, held[1])})"
 
 
 def part(program: ir.HostProgram, integers: CppExprPrinter, name: str) -> Local:

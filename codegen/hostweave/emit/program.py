@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from hostweave.base.errors import Location, ProgramError
 from hostweave.emit.arena import arena_plan
 from hostweave.emit.arguments import argument, inputs_of, requirements_of
+from hostweave.emit.context import WORKSPACE, Channel, ProgramContext, Temporary
 from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.instructions import CALLER, Emitter
 from hostweave.emit.kernels import C_FUNCTIONS
 from hostweave.emit.meshes import RANK, coordinate, is_run, membership
 from hostweave.emit.names import Names, is_reserved
 from hostweave.emit.parts import Local, multiples, part, part_name, part_names, whole
-from hostweave.emit.shared import WORKSPACE, Channel, Shared, Temporary
 from hostweave.emit.templates import lay_out
 from hostweave.fusion_ir.user_kernel import Source
 from hostweave.host_ir import ir
@@ -67,23 +67,23 @@ class Program:
         integers = CppExprPrinter(program.mesh, sizes, multiples(flat))
         self.ir, self.name, self.namespace, self.mesh = program, program.name, Names().of(program.name), program.mesh
         self.title = f"{program.name}: {_signature(program)} on {program.mesh}"
-        self.members = shared = Shared(program, names, integers)
-        self.functions = tuple(_function(block, shared) for block in bodies(program)[:-1])
-        emitter = Emitter(program, shared)
+        self.context = context = ProgramContext(program, names, integers)
+        self.functions = tuple(_function(block, context) for block in bodies(program)[:-1])
+        emitter = Emitter(program, context)
         self.body = emitter.body(program.body)
         self.inputs = inputs_of(flat, emitter)
         self.outputs = tuple(argument(program, p, emitter, set(sizes)) for p in program.outputs)
         self.sizes = tuple(sizes.values())
         self.parts = tuple(part(program, integers, name) for name in part_names(flat) if whole(name).is_int)  # of dims that are ints
-        self.flags = {member: (membership(mesh, program.mesh.size), mesh) for mesh, member in shared.flags.items()}
+        self.flags = {member: (membership(mesh, program.mesh.size), mesh) for mesh, member in context.flags.items()}
         self.coordinates = _coordinates(integers, self.body)
-        self.temporaries = _temporaries(shared)
-        self.memory = _memory(shared, emitter)  # what prepare tells the arena
-        self.kernels = tuple(shared.kernels.values())
+        self.temporaries = _temporaries(context)
+        self.memory = _memory(context, emitter)  # what prepare tells the arena
+        self.kernels = tuple(context.kernels.values())
         self.user_kernels = tuple(map(_user_kernel, {source.function: source for source in program.sources}.values()))
         self.requirements = tuple(requirements_of(flat, integers))  # calls that check sizes once all are known
-        self.headers = _headers(shared)
-        self.source_headers = _source_headers(flat, shared)
+        self.headers = _headers(context)
+        self.source_headers = _source_headers(flat, context)
 
     @property
     def kernel_names(self) -> list[str]:
@@ -97,19 +97,19 @@ class Program:
 
     @property
     def channels(self) -> list[Channel]:
-        return list(self.members.channels.values())
+        return list(self.context.channels.values())
 
     @property
     def initializers(self) -> list[str]:
         """Of the constructor."""
-        members = self.members
+        context = self.context
         return [
             "rank_(rank.expect_world(kWorld))",
             *(f"{member}({value.replace('rank_', 'rank')})" for member, (value, _) in self.flags.items()),
             *(f"{channel.member}({_lookup(channel)})" for channel in self.channels),
-            *(f'{pool.member}(rank, "{pool.name}", {pool.count})' for pool in members.streams.values()),
-            *(f"{pool.member}({pool.count})" for pool in members.events.values()),
-            *(f"{plan.member}({', '.join(('rank', plan.operands, plan.result, *plan.ends))})" for plan in members.plans.values()),
+            *(f'{pool.member}(rank, "{pool.name}", {pool.count})' for pool in context.streams.values()),
+            *(f"{pool.member}({pool.count})" for pool in context.events.values()),
+            *(f"{plan.member}({', '.join(('rank', plan.operands, plan.result, *plan.ends))})" for plan in context.plans.values()),
         ]
 
 
@@ -120,10 +120,10 @@ def _lookup(channel: Channel) -> str:
     return f'{channel.flag} ? rank.channel("{channel.mesh}", "{channel.along}", {channel.size}) : hw::kNoChannel'
 
 
-def _function(block: ir.HostProgram, shared: Shared) -> Function:
-    emitter = Emitter(block, shared, block.name)
-    body, integers = emitter.body(block.body), shared.integers
-    memory = arena_plan(emitter.steps, shared)
+def _function(block: ir.HostProgram, context: ProgramContext) -> Function:
+    emitter = Emitter(block, context, block.name)
+    body, integers = emitter.body(block.body), context.integers
+    memory = arena_plan(emitter.steps, context)
 
     def param(parameter: ir.Parameter) -> str:
         buffer = emitter.buffers[parameter.name]
@@ -131,13 +131,13 @@ def _function(block: ir.HostProgram, shared: Shared) -> Function:
         return f"{'const ' if buffer.read_only else ''}{buffer.type.dtype.cpp}* {name}"
 
     return Function(
-        name=shared.blocks[block.name],
+        name=context.blocks[block.name],
         comment=_signature(block),
         params=(*map(param, (*block.inputs, *block.outputs)), f"cudaStream_t {CALLER}"),
         sizes=tuple(integers.sizes.values()) if _words(body) & set(integers.sizes.values()) else (),
         coordinates=_coordinates(integers, body),
         body=body,
-        plan=shared.memory_of[block.name],
+        plan=context.memory_of[block.name],
         memory=memory,
         memory_sizes=tuple(integers.sizes.values()) if _words(memory) & set(integers.sizes.values()) else (),
     )
@@ -161,41 +161,41 @@ def _signature(program: ir.HostProgram) -> str:
     return f"({inputs}) -> ({outputs})"
 
 
-def _memory(shared: Shared, emitter: Emitter) -> str:
+def _memory(context: ProgramContext, emitter: Emitter) -> str:
     """What `prepare` tells the arena."""
-    workspace = lay_out("memory_allocate", member=WORKSPACE, count="hw::kWorkspaceBytes") if shared.needs_workspace else ""
-    return workspace + arena_plan(emitter.steps, shared)
+    workspace = lay_out("memory_allocate", member=WORKSPACE, count="hw::kWorkspaceBytes") if context.needs_workspace else ""
+    return workspace + arena_plan(emitter.steps, context)
 
 
-def _temporaries(shared: Shared) -> tuple[Temporary, ...]:
+def _temporaries(context: ProgramContext) -> tuple[Temporary, ...]:
     workspace = Temporary(f"char* {WORKSPACE} = nullptr", WORKSPACE, "", "of the matmuls on the caller's stream")
-    return (*((workspace,) if shared.needs_workspace else ()), *shared.temporaries.values())
+    return (*((workspace,) if context.needs_workspace else ()), *context.temporaries.values())
 
 
-def _headers(shared: Shared) -> tuple[str, ...]:
+def _headers(context: ProgramContext) -> tuple[str, ...]:
     """What program.h includes for its members."""
     optional = (
-        ("matmul.h", shared.plans),
-        ("streams.h", shared.streams or shared.events),
-        ("types.h", shared.temporaries or shared.blocks),
+        ("matmul.h", context.plans),
+        ("streams.h", context.streams or context.events),
+        ("types.h", context.temporaries or context.blocks),
     )
     return tuple(sorted(["arena.h", "rank.h", "tensor.h", *(header for header, needed in optional if needed)]))
 
 
-def _source_headers(flat: ir.HostProgram, shared: Shared) -> tuple[str, ...]:
+def _source_headers(flat: ir.HostProgram, context: ProgramContext) -> tuple[str, ...]:
     """What program.cpp includes for its calls."""
     has_group = any(isinstance(i, ir.GROUPED) for i in ir.walk(flat.body))
     has_parts = bool(part_names(flat))
     optional = (
         ("group.h", has_group),
-        ("index.h", shared.integers.calls_runtime),
-        ("mesh.h", not all(map(is_run, shared.flags))),
-        ("route.h", shared.routes),
+        ("index.h", context.integers.calls_runtime),
+        ("mesh.h", not all(map(is_run, context.flags))),
+        ("route.h", context.routes),
         ("shards.h", has_parts),
-        ("types.h", not (shared.temporaries or shared.blocks)),
+        ("types.h", not (context.temporaries or context.blocks)),
     )
     runtime = sorted(["check.h", *(header for header, needed in optional if needed)])
-    return (*(f"hostweave/{header}" for header in runtime), *(("kernels.h",) if shared.kernels or flat.sources else ()))
+    return (*(f"hostweave/{header}" for header in runtime), *(("kernels.h",) if context.kernels or flat.sources else ()))
 
 
 # --- kernels of the user -----------------------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ Sizes Program::check(const Inputs& in) const {
   const int64_t E = in.x.dim(1);
   in.w_in_0.expect("w_in_0", "bf16[E, part(F, x)]", CUDA_R_16BF, {E, hw::kAny}, rank_.device());
   const int64_t F = in.w_in_0.whole_dim(1, 4);
-  const int64_t F_x = hw::part(F, 4, rank_.index());
+  const int64_t F_x = hw::local_size(F, 4, rank_.index());
   in.w_in_0.expect("w_in_0", "bf16[E, part(F, x)]", CUDA_R_16BF, {E, F_x}, rank_.device());
   in.w_out_0.expect("w_out_0", "bf16[part(F, x), E]", CUDA_R_16BF, {F_x, E}, rank_.device());
   in.w_in_1.expect("w_in_1", "bf16[E, part(F, x)]", CUDA_R_16BF, {E, F_x}, rank_.device());

@@ -82,7 +82,7 @@ Sizes Program::check(const Inputs& in) const {
   const int64_t N = in.w.dim(1);
   in.v.expect("v", "bf16[N, part(F, x)]", CUDA_R_16BF, {N, hw::kAny}, rank_.device());
   const int64_t F = in.v.whole_dim(1, 4);
-  const int64_t F_x = hw::part(F, 4, rank_.index());
+  const int64_t F_x = hw::local_size(F, 4, rank_.index());
   in.v.expect("v", "bf16[N, part(F, x)]", CUDA_R_16BF, {N, F_x}, rank_.device());
   in.u.expect("u", "bf16[part(F, x), N]", CUDA_R_16BF, {F_x, N}, rank_.device());
   return {M, K, N, F, F_x};

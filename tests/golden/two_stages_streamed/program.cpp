@@ -77,8 +77,8 @@ Sizes Program::check(const Inputs& in) const {
   if (on_ranks_0_1_) in.x.expect("x", "bf16[M, K]", CUDA_R_16BF, {M, K}, rank_.device());
   if (on_ranks_0_1_) in.up1.expect("up1", "bf16[K, part(N, x on ranks 0, 1)]", CUDA_R_16BF, {K, hw::kAny}, rank_.device());
   const int64_t N = in.up1.whole_dim(1, 2);
-  const int64_t N_x_of_ranks_0_1 = hw::part(N, 2, rank_.index());
-  const int64_t N_x_of_ranks_2_3 = hw::part(N, 2, rank_.index() - 2);
+  const int64_t N_x_of_ranks_0_1 = hw::local_size(N, 2, rank_.index());
+  const int64_t N_x_of_ranks_2_3 = hw::local_size(N, 2, rank_.index() - 2);
   if (on_ranks_0_1_)
     in.up1.expect("up1", "bf16[K, part(N, x on ranks 0, 1)]", CUDA_R_16BF, {K, N_x_of_ranks_0_1}, rank_.device());
   if (on_ranks_0_1_)

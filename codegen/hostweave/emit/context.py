@@ -70,7 +70,7 @@ class Temporary:
     pool: str = ""  # of streams that have one each
 
 
-class Shared:
+class ProgramContext:
     """Collects it while the bodies are emitted."""
 
     def __init__(self, program: ir.HostProgram, names: Names, integers: CppExprPrinter):
