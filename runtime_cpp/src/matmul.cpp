@@ -279,7 +279,7 @@ void MatmulPlan::load_kernels([[maybe_unused]] const Plan& plan) const {
 #endif
 }
 
-cublasStatus_t MatmulPlan::cublasLtMatmul(const void* a, const void* b, void* c, Stream stream, const Epilogue& epilogue) const {
+cublasStatus_t MatmulPlan::multiply(const void* a, const void* b, void* c, Stream stream, const Epilogue& epilogue) const {
   const Plan& plan = *current_;
   if (plan.empty) return CUBLAS_STATUS_SUCCESS;
   if (plan.swapped) std::swap(a, b);
@@ -323,9 +323,9 @@ cublasStatus_t MatmulPlan::one_batch(const Plan& plan, const void* a, const void
     const cublasStatus_t status = plan.set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
     if (status != CUBLAS_STATUS_SUCCESS) return status;
   }
-  return ::cublasLtMatmul(rank_.blas(), plan.description, alpha, b, plan.b_layout, a, plan.a_layout, beta,
-                          accumulate ? accumulate : c, plan.c_layout, c, plan.c_layout, aligned ? &plan.aligned : &plan.unaligned,
-                          stream.workspace, kWorkspaceBytes, stream);
+  return cublasLtMatmul(rank_.blas(), plan.description, alpha, b, plan.b_layout, a, plan.a_layout, beta,
+                        accumulate ? accumulate : c, plan.c_layout, c, plan.c_layout, aligned ? &plan.aligned : &plan.unaligned,
+                        stream.workspace, kWorkspaceBytes, stream);
 }
 
 }  // namespace hw

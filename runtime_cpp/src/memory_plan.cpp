@@ -17,7 +17,7 @@ size_t padded(size_t bytes) { return (bytes + kPlace - 1) / kPlace * kPlace; }
 bool may_share(const Lifetime& a, const Lifetime& b) {
   const bool same_stream = a.pool == b.pool && a.stream == b.stream;
   const auto is_over = [&](const Lifetime& buffer, const Use& earlier, const Use& later) {
-    return earlier.last <= later.first && (!buffer.pool || same_stream || earlier.joined <= later.first);
+    return earlier.last <= later.first && (!buffer.pool || same_stream || earlier.visible_at <= later.first);
   };
   return std::ranges::all_of(a.uses, [&](const Use& one) {
     return std::ranges::all_of(
@@ -121,7 +121,7 @@ void MemoryPlan::join(const void* pool) {
     if (lifetime.pool != pool) continue;
     for (Use& use : lifetime.uses) {
       use.last = std::min(use.last, now_);
-      use.joined = std::min(use.joined, now_);
+      use.visible_at = std::min(use.visible_at, now_);
     }
   }
   ++now_;

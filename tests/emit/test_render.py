@@ -6,7 +6,9 @@ import pytest
 
 from hostweave.base.errors import ProgramError
 from hostweave.emit import render
-from hostweave.host_ir.ir import HostProgram
+from hostweave.emit.instructions import _EMIT
+from hostweave.emit.templates import _macros
+from hostweave.host_ir.ir import HostProgram, Instruction
 
 PROGRAM = """host @f(%x: f32[M@d, K]) -> (%y: f32[M, K]) mesh(d=2) {
   all_gather %x -> %y on d
@@ -17,6 +19,27 @@ PROGRAM = """host @f(%x: f32[M@d, K]) -> (%y: f32[M, K]) mesh(d=2) {
 def test_equal_programs_give_the_same_bytes() -> None:
     program = HostProgram.parse(PROGRAM)
     assert render(program) == render(HostProgram.parse(str(program)))
+
+
+def _kinds(base: type[Instruction]) -> list[type[Instruction]]:
+    """The classes below one that have none below them."""
+    return [kind for below in base.__subclasses__() for kind in _kinds(below)] or [base]
+
+
+@pytest.mark.parametrize("kind", _kinds(Instruction))
+def test_every_instruction_has_a_macro_or_a_method(kind: type[Instruction]) -> None:
+    assert kind in _EMIT or kind.__name__ in _macros()
+
+
+def test_what_only_members_are_called_is_not_declared() -> None:
+    """`channel_d_.rank()` does not name the number of this rank, nor `.size()` a size of the program."""
+    body = "  gather %x -> %y to 0 on d\n}\n"
+    block = f"block @b(%x: f32[4]) -> (%y: f32[8]) {{\n{body}"
+    text = f"{block}host @f(%x: f32[4], %z: f32[size]) -> (%y: f32[8]) mesh(d=2) {{\n  call @b %x -> %y\n}}\n"
+    function = render(HostProgram.parse(text))["program.cpp"].partition("void Program::b(")[2]
+    assert "channel_d_.rank() == 0" in function
+    assert "int64_t rank =" not in function
+    assert "auto [size]" not in function
 
 
 def test_there_are_kernel_files_only_where_there_are_kernels() -> None:

@@ -168,7 +168,7 @@ def test_programs_of_several_sizes_and_threads() -> None:
 
 
 def test_other_threads_go_on_while_a_program_runs(broken) -> None:
-    program = broken("cublasLtMatmul(", "for (int i = 0; i < 2000; ++i) LINE")
+    program = broken("multiply(", "for (int i = 0; i < 2000; ++i) LINE")
     done = threading.Event()
     caller = threading.Thread(target=lambda: (program.run(**arguments()), done.set()))
     caller.start()

@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 from hostweave.analysis.live_ranges import Begin, Branch, Called, End, Joined, OnRanks, Step, Steps
-from hostweave.emit import views
-from hostweave.emit.shared import Shared
+from hostweave.emit.context import ProgramContext
+from hostweave.emit.templates import lay_out
 from hostweave.host_ir.expr import opposite
 
 
-def arena_plan(steps: Steps, shared: Shared) -> views.Body:
+def arena_plan(steps: Steps, context: ProgramContext) -> str:
     """After the body has been emitted."""
-    return tuple(_told(step, shared) for step in steps)
+    return "".join(_told(step, context) for step in steps)
 
 
-def _told(step: Step, shared: Shared) -> views.InstructionView:
+def _told(step: Step, context: ProgramContext) -> str:
     match step:
         case Begin(allocate):
-            buffer = shared.temporaries[id(allocate)]
-            return views.Reserve(buffer.member, buffer.count, buffer.pool)
+            buffer = context.temporaries[id(allocate)]
+            return lay_out("memory_allocate", member=buffer.member, count=buffer.count, pool=buffer.pool)
         case End(begin):
-            return views.Free(shared.temporaries[id(begin.allocate)].member)
+            return lay_out("memory_free", member=context.temporaries[id(begin.allocate)].member)
         case Joined(stream):
-            return views.Joined(shared.streams[stream].member)
+            return lay_out("memory_join", pool=context.streams[stream].member)
         case OnRanks(mesh, inner):
-            return views.PlannedIf(shared.flag(mesh), arena_plan(inner, shared), ())
+            return lay_out("branch", condition=context.flag(mesh), body=arena_plan(inner, context))
         case Called(block):
-            return views.MemoryOf(shared.memory_of[block])
+            return lay_out("memory_call", function=context.memory_of[block])
         case Branch(condition, then, otherwise):
-            taken, not_taken = arena_plan(then, shared), arena_plan(otherwise, shared)
+            taken, not_taken = arena_plan(then, context), arena_plan(otherwise, context)
             if not taken:
-                condition, taken, not_taken = opposite(condition), not_taken, ()
-            return views.PlannedIf(shared.integers.expr(condition), taken, not_taken)
+                condition, taken, not_taken = opposite(condition), not_taken, ""
+            return lay_out("branch", condition=context.integers.expr(condition), body=taken, orelse=not_taken)

@@ -5,13 +5,38 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from hostweave.emit import program_views
 from hostweave.emit.cpp import CUDA_TYPES, CppExprPrinter
 from hostweave.emit.instructions import Emitter
-from hostweave.emit.parts import part_view, parts_of
+from hostweave.emit.parts import Local, part_view, parts_of
 from hostweave.host_ir import ir
 from hostweave.host_ir.size_requirements import not_empty, not_negative
 from hostweave.types.size import Atom, LocalSize, Size, Sum
+
+
+@dataclass(frozen=True)
+class SizeBinding:
+    """A symbolic size, and what must divide it: 1 where its value already is a multiple."""
+
+    label: str  # the user's name
+    name: str
+    value: str
+    divisor: int
+    parts: tuple[Local, ...]  # what follows from it
+
+
+@dataclass(frozen=True)
+class Argument:
+    name: str  # the user's
+    field: str
+    type: str  # of what one rank holds: bf16[M/8, K]
+    dtype: str
+    cpp: str
+    shape: str
+    pattern: str  # the shape as far as it is known before this argument tells its sizes
+    sizes: tuple[SizeBinding, ...]
+    again: bool  # dims to check once its sizes are known
+    used: bool
+    on: str = ""  # the condition that this rank has it
 
 
 @dataclass(frozen=True)
@@ -24,7 +49,7 @@ class _Binding:
     from_whole: bool = False  # what this rank holds does not tell it
 
 
-def inputs_of(program: ir.HostProgram, emitter: Emitter) -> tuple[program_views.Argument, ...]:
+def inputs_of(program: ir.HostProgram, emitter: Emitter) -> tuple[Argument, ...]:
     """The inputs in order: each tells the sizes that those before it do not."""
     parts = parts_of(program)
     known: set[Atom] = {part for part in parts if part.size.is_int}
@@ -54,11 +79,11 @@ def _binding(program: ir.HostProgram, dim: int, extent: Size) -> _Binding | None
 
 def argument(
     program: ir.HostProgram, parameter: ir.Parameter, emitter: Emitter, known: set[Atom], bindings: list[_Binding] | None = None
-) -> program_views.Argument:
+) -> Argument:
     type, integers = program.local_type(parameter), emitter.integers
     field = emitter.buffers[parameter.name].text
     is_open = [not set(extent.atoms) <= known for extent in type.shape]
-    return program_views.Argument(
+    return Argument(
         name=parameter.name,
         field=field,
         type=str(type),
@@ -69,18 +94,18 @@ def argument(
         sizes=tuple(_size(program, binding, field, integers) for binding in bindings or ()),
         again=sum(is_open) > len(bindings or ()) or any(binding.from_whole for binding in bindings or ()),
         used=parameter.name in emitter.used,
-        on=emitter.shared.flag(parameter.type.mesh) if parameter.type.mesh else "",
+        on=emitter.context.flag(parameter.type.mesh) if parameter.type.mesh else "",
     )
 
 
-def _size(program: ir.HostProgram, binding: _Binding, field: str, integers: CppExprPrinter) -> program_views.Size:
+def _size(program: ir.HostProgram, binding: _Binding, field: str, integers: CppExprPrinter) -> SizeBinding:
     multiple, dim = integers.multiples.get(binding.name, 1), f"in.{field}.dim({binding.dim})"
     is_multiple = binding.shards % multiple == 0 and not binding.from_whole
     if binding.from_whole:
         dim = f"in.{field}.whole_dim({binding.dim}, {binding.shards})"
     elif binding.shards > 1:
         dim += f" * {binding.shards}"
-    return program_views.Size(
+    return SizeBinding(
         label=binding.name,
         name=integers.sizes[binding.name],
         value=dim,

@@ -8,8 +8,9 @@ from pathlib import Path
 from hostweave.base.errors import ArgumentError
 from hostweave.base.paths import RUNTIME
 from hostweave.emit.main import main_view
-from hostweave.emit.program import program_view
-from hostweave.emit.render import kernel_files, rendered
+from hostweave.emit.program import Program
+from hostweave.emit.render import kernel_files
+from hostweave.emit.templates import rendered
 from hostweave.host_ir.ir import HostProgram
 
 _SUMS = "SHA256SUMS"  # of what was written, by which the next export knows it
@@ -21,10 +22,10 @@ def export(program: HostProgram, folder: Path) -> None:
     `-DHOSTWEAVE_TARGET=cpu|cuda` chooses the target when it is configured. Raises ProgramError for what has no C++, ArgumentError
     where a file of the project is there already and is not as an export left it.
     """
-    view = program_view(program)
-    main = main_view(program, view)
-    paths = ["program.h", "program.cpp", *kernel_files(view), "main.cpp", "CMakeLists.txt"]
-    texts = {path: rendered(path, program=view, main=main).encode() for path in paths}
+    emitted = Program(program)
+    main = main_view(emitted)
+    paths = ["program.h", "program.cpp", *kernel_files(emitted), "main.cpp", "CMakeLists.txt"]
+    texts = {path: rendered(path, program=emitted, main=main).encode() for path in paths}
     files = texts | _runtime()
     folder.mkdir(parents=True, exist_ok=True)
     written = _written(folder)

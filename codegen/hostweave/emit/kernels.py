@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from hostweave.analysis.kernel_indices import Iteration, NotOneKernel, iteration, reduced_indices
 from hostweave.base.errors import ProgramError
-from hostweave.emit import kernel_views
 from hostweave.emit.cpp import CppExprPrinter, accumulator_type, compute_type, number
 from hostweave.emit.kernel_loops import Loops, stored
 from hostweave.emit.names import Names
@@ -38,13 +37,42 @@ C_FUNCTIONS = frozenset(name + end for op in OPS.values() for name in re.findall
 
 
 @dataclass(frozen=True)
-class EmittedKernel:
-    view: kernel_views.Kernel
+class Walk:
+    """One walk over what is reduced, which some reductions need."""
+
+    before: tuple[str, ...]
+    starts: tuple[str, ...]
+    body: tuple[str, ...]
+    after: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """For the template: threads walk what is kept, and inside of that, where there are reductions, what is reduced.
+
+    Neighbouring threads read side by side: those of elements, or those that share the innermost loop.
+    """
+
+    name: str
+    by: str  # the function of all its variants
+    comments: tuple[str, ...]
+    params: tuple[str, ...]
+    arguments: tuple[str, ...]  # the names of the parameters
+    sizes: tuple[str, ...]  # those that it takes after the buffers
+    variants: tuple[tuple[str, str], ...]  # a condition, and what it takes: how threads share rows, or arguments of a template
+    indices: tuple[str, ...]  # declarations of the indices that its own stands for, and of what threads hold
+    loops: Loops
     grid: str
-    sizes: tuple[str, ...]  # C++ names of the sizes that it takes after the buffers
+    each: str  # the head of the loop over what is kept
+    inner: tuple[str, ...]  # the heads of the loops over what is reduced
+    once: str  # the condition under which a thread stores what several have reduced
+    body: tuple[str, ...]
+    walks: tuple[Walk, ...] = ()
+    stores: tuple[str, ...] = ()  # of results that have the kept dims alone
+    last: tuple[str, ...] = ()  # a last walk, for results of every element
 
 
-def emit_kernel(kernel: ir.Kernel, buffers: Sequence[BufferType], integers: CppExprPrinter, names: Names, number: int) -> EmittedKernel:
+def emit_kernel(kernel: ir.Kernel, buffers: Sequence[BufferType], integers: CppExprPrinter, names: Names, number: int) -> Kernel:
     """The kernel of this number for these buffers: its inputs, then its results. Raises ProgramError for ops that are not one kernel."""
     name = names.of(kernel.name, f"kernel {number}", C_FUNCTIONS)
     functions = name, names.of(f"{name}_by", f"kernel {number}")
@@ -101,9 +129,8 @@ class _Emitter:
         self.totals: dict[str, str] = {}  # what reductions have added up
         self.row = _Section(self)  # around the innermost loops
 
-    def emit(self) -> EmittedKernel:
-        view = self.reduction() if self.loops.reduced else self.pointwise()
-        return EmittedKernel(view, self.loops.grid, self.sizes)
+    def emit(self) -> Kernel:
+        return self.reduction() if self.loops.reduced else self.pointwise()
 
     @property
     def sizes(self) -> tuple[str, ...]:
@@ -125,25 +152,30 @@ class _Emitter:
 
     # --- bodies ---
 
-    def view(self, body: tuple[str, ...]) -> kernel_views.Kernel:
+    def kernel(self, body: tuple[str, ...], walks: Iterable[Walk] = (), stores: tuple[str, ...] = (), last: tuple[str, ...] = ()) -> Kernel:
         params = [f"const {self.types[name].dtype.cpp}* {self.pointers[name]}" for name in self.inputs]
         params += [f"{self.types[name].dtype.cpp}* {pointer}" for name, pointer in self.results.items()]
         params += [f"int64_t {size}" for size in self.sizes]
         packed = [pointer for name, pointer in self.pointers.items() if name in self.loops.packed]
         packed += [pointer for name, pointer in self.results.items() if stored(name) in self.loops.packed]
-        return kernel_views.Kernel(
+        return Kernel(
             name=self.name,
             by=self.by,
             comments=tuple(print_op(op) for op in self.ops),
             params=tuple(params),
             arguments=(*self.pointers.values(), *self.results.values(), *self.sizes),
+            sizes=self.sizes,
             variants=tuple(self.loops.variants(packed)),
-            varied=self.loops.varied,
-            row=self.loops.row,
-            bounds=self.loops.bounds,
-            each=self.loops.each,
             indices=(*self.loops.declarations(), *self.holders()),
+            loops=self.loops,
+            grid=self.loops.grid,
+            each=self.loops.each,
+            inner=self.loops.inner,
+            once=self.loops.once,
             body=body,
+            walks=tuple(walks),
+            stores=stores,
+            last=last,
         )
 
     def holders(self) -> Iterator[str]:
@@ -158,15 +190,15 @@ class _Emitter:
         """`x_ij`"""
         return "_".join([name, "".join(sorted(index for index, _ in self.loops.terms(place)))]).rstrip("_")
 
-    def pointwise(self) -> kernel_views.Kernel:
+    def pointwise(self) -> Kernel:
         section = _Section(self, self.row, self.loops.width)
         section.store(self.results)
         lines = section.taken()
-        return self.view((*self.row.taken(), *lines))
+        return self.kernel((*self.row.taken(), *lines))
 
-    def reduction(self) -> kernel_views.Reduction:
+    def reduction(self) -> Kernel:
         """Walks what is reduced once for all reductions that can be made then, and a last time for results of every element."""
-        passes = []
+        walks = []
         left = [op for op in self.ops if self.reduces(op)]
         totals = {op.result.name for op in left}
         whole = [name for name in self.results if self.walked.is_whole(name)]
@@ -176,7 +208,7 @@ class _Emitter:
             ready = [op for op in left if not waiting & self.leads_to(op)]
             is_only = len(ready) == len(totals) and not any(totals & self.leads_to(self.made[name]) for name in whole)
             left = [op for op in left if op not in ready]
-            passes.append(self.walk(ready, whole if is_only else (), is_last=not left and (is_only or not whole)))
+            walks.append(self.walk(ready, whole if is_only else (), is_last=not left and (is_only or not whole)))
             whole = [] if is_only else whole
         inside = self.section()
         inside.store(whole)
@@ -184,14 +216,7 @@ class _Emitter:
         outside = self.section() if self.loops.has_wide_totals else self.row
         outside.store(kept)
         stores = outside.taken_stores() if outside is self.row else outside.taken()
-        return kernel_views.Reduction(
-            **vars(self.view(self.row.taken())),
-            inner=self.loops.inner,
-            passes=tuple(passes),
-            once=self.loops.once,
-            stores=stores,
-            last=last,
-        )
+        return self.kernel(self.row.taken(), walks, stores, last)
 
     def section(self) -> _Section:
         """The innermost loop, in which nothing is hoisted where each of its elements has totals of its own."""
@@ -205,7 +230,7 @@ class _Emitter:
         made = [self.made[name] for name in op.tensors if name in self.made]
         return {*op.tensors, *(name for source in made for name in self.leads_to(source))}
 
-    def walk(self, ops: Sequence[Op], results: Sequence[str], is_last: bool) -> kernel_views.Pass:
+    def walk(self, ops: Sequence[Op], results: Sequence[str], is_last: bool) -> Walk:
         """One loop over what is reduced, in which these reductions add up, and these results are stored."""
         section = self.section()
         starts, after = [], []
@@ -236,7 +261,7 @@ class _Emitter:
         section.store(results)
         self.walks += 1
         body = section.taken()
-        return kernel_views.Pass(before=self.row.taken(), starts=tuple(starts), body=body, after=tuple(after))
+        return Walk(before=self.row.taken(), starts=tuple(starts), body=body, after=tuple(after))
 
 
 class _Section:

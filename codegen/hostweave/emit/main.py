@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from math import lcm
 
 from hostweave.base.errors import ProgramError
-from hostweave.emit import program_views
+from hostweave.emit import context
+from hostweave.emit.arguments import Argument
 from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.meshes import coordinate, is_run, membership, place
 from hostweave.emit.parts import multiples
+from hostweave.emit.program import Program
 from hostweave.host_ir.calls import dedupe_functions
 from hostweave.host_ir.ir import HostProgram, Parameter
 from hostweave.types.mesh import Mesh
@@ -103,12 +105,13 @@ class Main:
         return tuple(f"tensors.{y.field}" for y in self.outputs)
 
 
-def main_view(program: HostProgram, view: program_views.Program) -> Main:
+def main_view(view: Program) -> Main:
     """What main.cpp says beside the program itself."""
-    mesh, divisors = program.mesh, _divisors(dedupe_functions(program))
+    program, mesh = view.ir, view.mesh
+    divisors = _divisors(dedupe_functions(program))
     integers = CppExprPrinter(mesh, {label: f"sizes.{name}" for label, name in zip(program.symbols(), view.sizes, strict=False)}, divisors)
 
-    def tensor(parameter: Parameter, argument: program_views.Argument) -> tuple[str, str, str, str]:
+    def tensor(parameter: Parameter, argument: Argument) -> tuple[str, str, str, str]:
         cpp = "uint8_t" if argument.cpp == "bool" else argument.cpp  # a std::vector<bool> has no data()
         return argument.field, cpp, argument.dtype, integers.extents(parameter.type.local_shape(mesh))
 
@@ -149,12 +152,10 @@ def _divisors(program: HostProgram) -> dict[Factor, int]:
     return result
 
 
-def _channel(channel: program_views.Channel, program: Mesh) -> Channel:
-    axes, mesh = tuple(channel.axes.split(", ")), program
-    if channel.mesh:
-        mesh = Mesh(tuple((axis.name, axis.size) for axis in channel.mesh.axes), channel.mesh.ranks)
+def _channel(channel: context.Channel, program: Mesh) -> Channel:
+    mesh, axes = channel.mesh, channel.axes
     others = tuple(name for name, _ in mesh.axes if name not in axes)
-    key = f'"{mesh}", "{channel.axes}"' if channel.mesh else f'kMesh, "{channel.axes}"'
+    key = f'"{mesh}", "{channel.along}"' if channel.flag else f'kMesh, "{channel.along}"'
     return Channel(key, place(mesh, others, RANK), place(mesh, axes, RANK), channel.size, _condition(mesh, program))
 
 

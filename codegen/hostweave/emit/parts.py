@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import lcm
 
-from hostweave.emit import program_views
 from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.meshes import label, place
 from hostweave.host_ir import ir
 from hostweave.host_ir.expr import Symbol, leaves
 from hostweave.host_ir.size_requirements import Walk, trip_counts, types_in
 from hostweave.types.size import CeilDiv, Factor, LocalSize, Share, Size
+
+
+@dataclass(frozen=True)
+class Local:
+    """An integer that a function names: the block of a size that ranks share, what this rank holds of it, or a coordinate."""
+
+    name: str
+    value: str
 
 
 def parts_of(program: ir.HostProgram) -> tuple[Share, ...]:
@@ -28,12 +36,12 @@ def part_name(part: Share) -> str:
     return f"{along}_of_{part.size}" if part.size.is_int else f"{part.size}_{along}"
 
 
-def part_view(program: ir.HostProgram, integers: CppExprPrinter, part: Share) -> program_views.Part:
-    """`hw::part(M, 8, rank_.index())`"""
+def part_view(program: ir.HostProgram, integers: CppExprPrinter, part: Share) -> Local:
+    """`hw::local_size(M, 8, rank_.index())`"""
     arguments = [integers.extent(part.size), str(part.ranks_in(program.mesh))]
     if isinstance(part, LocalSize):
         arguments.append(place(part.mesh_in(program.mesh), part.axes))
-    return program_views.Part(integers.sizes[part], f"hw::{'block' if isinstance(part, CeilDiv) else 'part'}({', '.join(arguments)})")
+    return Local(integers.sizes[part], f"hw::{'ceil_div' if isinstance(part, CeilDiv) else 'local_size'}({', '.join(arguments)})")
 
 
 def multiples(program: ir.HostProgram) -> dict[Factor, int]:

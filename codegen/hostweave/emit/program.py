@@ -1,114 +1,160 @@
-"""From a host program to its view for the templates."""
+"""A host program as the templates see it: what its class has, and what its functions do."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import fields, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from hostweave.base.errors import Location, ProgramError
-from hostweave.emit import kernel_views, program_views, views
 from hostweave.emit.arena import arena_plan
 from hostweave.emit.arguments import argument, inputs_of, requirements_of
+from hostweave.emit.context import WORKSPACE, Channel, ProgramContext, Temporary
 from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.instructions import CALLER, Emitter
 from hostweave.emit.kernels import C_FUNCTIONS
 from hostweave.emit.meshes import RANK, coordinate, is_run, membership
 from hostweave.emit.names import Names, is_reserved
-from hostweave.emit.parts import multiples, part_name, part_view, parts_of
-from hostweave.emit.shared import WORKSPACE, Shared
+from hostweave.emit.parts import Local, multiples, part_name, part_view, parts_of
+from hostweave.emit.templates import lay_out
 from hostweave.fusion_ir.user_kernel import Source
 from hostweave.host_ir import ir
 from hostweave.host_ir.calls import bodies, dedupe_functions
 from hostweave.types.size import Atom
 
 
-def program_view(program: ir.HostProgram) -> program_views.Program:
-    """Everything that the generated sources say. Raises ProgramError for what has no C++."""
-    names, flat = Names(taken=map(_function_of, program.sources)), dedupe_functions(program)
-    sizes: dict[Atom, str] = {name: names.of(name, "size", C_FUNCTIONS) for name in program.symbols()}
-    sizes |= {part: names.of(part_name(part), "size") for part in parts_of(flat)}
-    integers = CppExprPrinter(program.mesh, sizes, multiples(flat))
-    shared = Shared(program, names, integers)
-    functions = tuple(_function(block, shared) for block in bodies(program)[:-1])
-    emitter = Emitter(program, shared)
-    body = emitter.body(program.body)
-    inputs, outputs = inputs_of(flat, emitter), tuple(argument(program, p, emitter, set(sizes)) for p in program.outputs)
-    return program_views.Program(
-        name=program.name,
-        namespace=Names().of(program.name),
-        title=_title(program),
-        text=tuple(str(program).splitlines()),
-        mesh=str(program.mesh),
-        axes=tuple(program_views.Axis(name, size) for name, size in program.mesh.axes),
-        world=program.mesh.size,
-        inputs=inputs,
-        outputs=outputs,
-        sizes=tuple(sizes.values()),
-        parts=tuple(part_view(program, integers, part) for part in parts_of(flat) if part.size.is_int),
-        flags=tuple(program_views.Flag(member, membership(mesh, program.mesh.size), str(mesh)) for mesh, member in shared.flags.items()),
-        coordinates=_coordinates(integers, body),
-        routes=tuple(shared.routes.values()),
-        channels=tuple(shared.channels.values()),
-        streams=tuple(shared.streams.values()),
-        events=tuple(shared.events.values()),
-        plans=tuple(replace(plan, on=shared.flag_of_plan(key)) for key, plan in shared.plans.items()),
-        temporaries=_temporaries(shared),
-        memory=_memory(shared, emitter),
-        kernels=tuple(kernel.view for kernel in shared.kernels.values()),
-        sources=tuple(map(_source, {source.function: source for source in program.sources}.values())),
-        functions=functions,
-        body=body,
-        requirements=tuple(requirements_of(flat, integers)),
-        headers=_headers(shared),
-        source_headers=_source_headers(flat, shared),
-    )
+@dataclass(frozen=True)
+class Function:
+    """A block: a member function that enqueues."""
+
+    name: str
+    comment: str
+    params: tuple[str, ...]
+    sizes: tuple[str, ...]  # all of the program's, or none where it names none
+    coordinates: tuple[Local, ...]
+    body: str
+    plan: str  # the name of the function that tells the arena what it allocates
+    memory: str
+    memory_sizes: tuple[str, ...]
 
 
-def _function(block: ir.HostProgram, shared: Shared) -> program_views.Function:
-    emitter = Emitter(block, shared, block.name)
-    body, integers = emitter.body(block.body), shared.integers
-    memory = arena_plan(emitter.steps, shared)
+@dataclass(frozen=True)
+class Text:
+    """C++ of the user, and where it stands: lines to include before it, and the others as they are, each at its place."""
+
+    includes: tuple[str, ...]
+    lines: tuple[str, ...]
+    line: int
+    file: str
+
+
+@dataclass(frozen=True)
+class UserKernel:
+    """A function of the user, and the one that the CPU target has in its place."""
+
+    name: str
+    declaration: str
+    text: Text
+    cpu: Text | None
+
+
+class Program:
+    """What the generated sources say of a host program. Raises ProgramError for what has no C++."""
+
+    def __init__(self, program: ir.HostProgram):
+        names, flat = Names(taken=map(_function_of, program.sources)), dedupe_functions(program)
+        sizes: dict[Atom, str] = {name: names.of(name, "size", C_FUNCTIONS) for name in program.symbols()}
+        sizes |= {part: names.of(part_name(part), "size") for part in parts_of(flat)}
+        integers = CppExprPrinter(program.mesh, sizes, multiples(flat))
+        self.ir, self.name, self.namespace, self.mesh = program, program.name, Names().of(program.name), program.mesh
+        self.title = f"{program.name}: {_signature(program)} on {program.mesh}"
+        self.context = context = ProgramContext(program, names, integers)
+        self.functions = tuple(_function(block, context) for block in bodies(program)[:-1])
+        emitter = Emitter(program, context)
+        self.body = emitter.body(program.body)
+        self.inputs = inputs_of(flat, emitter)
+        self.outputs = tuple(argument(program, p, emitter, set(sizes)) for p in program.outputs)
+        self.sizes = tuple(sizes.values())
+        self.parts = tuple(part_view(program, integers, part) for part in parts_of(flat) if part.size.is_int)  # of dims that are ints
+        self.flags = {member: (membership(mesh, program.mesh.size), mesh) for mesh, member in context.flags.items()}
+        self.coordinates = _coordinates(integers, self.body)
+        self.temporaries = _temporaries(context)
+        self.memory = _memory(context, emitter)  # what prepare tells the arena
+        self.kernels = tuple(context.kernels.values())
+        self.user_kernels = tuple(map(_user_kernel, {source.function: source for source in program.sources}.values()))
+        self.requirements = tuple(requirements_of(flat, integers))  # calls that check sizes once all are known
+        self.headers = _headers(context)
+        self.source_headers = _source_headers(flat, context)
+
+    @property
+    def kernel_names(self) -> list[str]:
+        """What is launched."""
+        return [*(kernel.name for kernel in self.kernels), *(kernel.name for kernel in self.user_kernels)]
+
+    @property
+    def texts(self) -> Iterable[UserKernel]:
+        """One source for each text: several functions may stand in one."""
+        return {(kernel.text, kernel.cpu): kernel for kernel in self.user_kernels}.values()
+
+    @property
+    def channels(self) -> list[Channel]:
+        return list(self.context.channels.values())
+
+    @property
+    def initializers(self) -> list[str]:
+        """Of the constructor."""
+        context = self.context
+        return [
+            "rank_(rank.expect_world(kWorld))",
+            *(f"{member}({value.replace('rank_', 'rank')})" for member, (value, _) in self.flags.items()),
+            *(f"{channel.member}({_lookup(channel)})" for channel in self.channels),
+            *(f'{pool.member}(rank, "{pool.name}", {pool.count})' for pool in context.streams.values()),
+            *(f"{pool.member}({pool.count})" for pool in context.events.values()),
+            *(f"{plan.member}({', '.join(('rank', plan.operands, plan.result, *plan.ends))})" for plan in context.plans.values()),
+        ]
+
+
+def _lookup(channel: Channel) -> str:
+    """What the constructor takes for it."""
+    if not channel.flag:
+        return f'rank.channel(kMesh, "{channel.along}", {channel.size})'
+    return f'{channel.flag} ? rank.channel("{channel.mesh}", "{channel.along}", {channel.size}) : hw::kNoChannel'
+
+
+def _function(block: ir.HostProgram, context: ProgramContext) -> Function:
+    emitter = Emitter(block, context, block.name)
+    body, integers = emitter.body(block.body), context.integers
+    memory = arena_plan(emitter.steps, context)
 
     def param(parameter: ir.Parameter) -> str:
         buffer = emitter.buffers[parameter.name]
         name = buffer.text if parameter.name in emitter.used else f"/*{buffer.text}*/"
         return f"{'const ' if buffer.read_only else ''}{buffer.type.dtype.cpp}* {name}"
 
-    return program_views.Function(
-        name=shared.blocks[block.name],
+    return Function(
+        name=context.blocks[block.name],
         comment=_signature(block),
         params=(*map(param, (*block.inputs, *block.outputs)), f"cudaStream_t {CALLER}"),
         sizes=tuple(integers.sizes.values()) if _words(body) & set(integers.sizes.values()) else (),
         coordinates=_coordinates(integers, body),
         body=body,
-        plan=shared.memory_of[block.name],
+        plan=context.memory_of[block.name],
         memory=memory,
         memory_sizes=tuple(integers.sizes.values()) if _words(memory) & set(integers.sizes.values()) else (),
     )
 
 
-def _coordinates(integers: CppExprPrinter, body: views.Body) -> tuple[program_views.Coordinate, ...]:
+def _coordinates(integers: CppExprPrinter, body: str) -> tuple[Local, ...]:
     """The places of this rank that a body names, computed once."""
     words = _words(body)
     return tuple(
-        program_views.Coordinate(name, coordinate(mesh, axis) if axis else RANK)
-        for (mesh, axis), name in integers.coordinates.items()
-        if name in words
+        Local(name, coordinate(mesh, axis) if axis else RANK) for (mesh, axis), name in integers.coordinates.items() if name in words
     )
 
 
-def _words(view: object) -> set[str]:
-    """Every name in the C++ of a view."""
-    if isinstance(view, str):
-        return set(re.findall(r"[A-Za-z_]\w*", view))
-    if isinstance(view, tuple):
-        return {word for item in view for word in _words(item)}
-    return {word for f in fields(view) for word in _words(getattr(view, f.name))} if isinstance(view, views.InstructionView) else set()
-
-
-def _title(program: ir.HostProgram) -> str:
-    return f"{program.name}: {_signature(program)} on {program.mesh}"
+def _words(text: str) -> set[str]:
+    """Every name in C++ that is no member's."""
+    return set(re.findall(r"(?<![\w.:])[A-Za-z_]\w*", re.sub("//.*", "", text)))
 
 
 def _signature(program: ir.HostProgram) -> str:
@@ -116,41 +162,41 @@ def _signature(program: ir.HostProgram) -> str:
     return f"({inputs}) -> ({outputs})"
 
 
-def _memory(shared: Shared, emitter: Emitter) -> views.Body:
+def _memory(context: ProgramContext, emitter: Emitter) -> str:
     """What `prepare` tells the arena."""
-    workspace = (views.Reserve(WORKSPACE, "hw::kWorkspaceBytes"),) if shared.needs_workspace else ()
-    return (*workspace, *arena_plan(emitter.steps, shared))
+    workspace = lay_out("memory_allocate", member=WORKSPACE, count="hw::kWorkspaceBytes") if context.needs_workspace else ""
+    return workspace + arena_plan(emitter.steps, context)
 
 
-def _temporaries(shared: Shared) -> tuple[program_views.Temporary, ...]:
-    workspace = program_views.Temporary(f"char* {WORKSPACE} = nullptr", WORKSPACE, "", "of the matmuls on the caller's stream")
-    return (*((workspace,) if shared.needs_workspace else ()), *shared.temporaries.values())
+def _temporaries(context: ProgramContext) -> tuple[Temporary, ...]:
+    workspace = Temporary(f"char* {WORKSPACE} = nullptr", WORKSPACE, "", "of the matmuls on the caller's stream")
+    return (*((workspace,) if context.needs_workspace else ()), *context.temporaries.values())
 
 
-def _headers(shared: Shared) -> tuple[str, ...]:
+def _headers(context: ProgramContext) -> tuple[str, ...]:
     """What program.h includes for its members."""
     optional = (
-        ("matmul.h", shared.plans),
-        ("streams.h", shared.streams or shared.events),
-        ("types.h", shared.temporaries or shared.blocks),
+        ("matmul.h", context.plans),
+        ("streams.h", context.streams or context.events),
+        ("types.h", context.temporaries or context.blocks),
     )
     return tuple(sorted(["arena.h", "rank.h", "tensor.h", *(header for header, needed in optional if needed)]))
 
 
-def _source_headers(flat: ir.HostProgram, shared: Shared) -> tuple[str, ...]:
+def _source_headers(flat: ir.HostProgram, context: ProgramContext) -> tuple[str, ...]:
     """What program.cpp includes for its calls."""
     has_group = any(i.grouped for i in ir.walk(flat.body))
     has_parts = bool(parts_of(flat))
     optional = (
         ("group.h", has_group),
-        ("index.h", shared.integers.calls_runtime),
-        ("mesh.h", not all(map(is_run, shared.flags))),
-        ("route.h", shared.routes),
+        ("index.h", context.integers.calls_runtime),
+        ("mesh.h", not all(map(is_run, context.flags))),
+        ("route.h", context.routes),
         ("shards.h", has_parts),
-        ("types.h", not (shared.temporaries or shared.blocks)),
+        ("types.h", not (context.temporaries or context.blocks)),
     )
     runtime = sorted(["check.h", *(header for header, needed in optional if needed)])
-    return (*(f"hostweave/{header}" for header in runtime), *(("kernels.h",) if shared.kernels or flat.sources else ()))
+    return (*(f"hostweave/{header}" for header in runtime), *(("kernels.h",) if context.kernels or flat.sources else ()))
 
 
 # --- kernels of the user -----------------------------------------------------------------------------------------------
@@ -163,16 +209,16 @@ def _function_of(source: Source) -> str:
     return source.function
 
 
-def _source(source: Source) -> kernel_views.Source:
+def _user_kernel(source: Source) -> UserKernel:
     declaration = source.signature
     assert declaration is not None
     cpu = _text(source.cpu, source.cpu_location, source.function) if source.cpu else None
-    return kernel_views.Source(source.function, declaration, _text(source.lines, source.location, source.function), cpu)
+    return UserKernel(source.function, declaration, _text(source.lines, source.location, source.function), cpu)
 
 
-def _text(lines: Sequence[str], location: Location | None, function: str) -> kernel_views.Text:
+def _text(lines: Sequence[str], location: Location | None, function: str) -> Text:
     """The lines with those blank that belong before the namespace."""
     is_include = [line.lstrip().startswith("#include") for line in lines]
     kept = tuple("" if included else line for line, included in zip(lines, is_include, strict=True))
     file, line = (location.file, location.line) if location else (f"the source of {function}", 1)
-    return kernel_views.Text(tuple(line for line, included in zip(lines, is_include, strict=True) if included), kept, line, file)
+    return Text(tuple(line for line, included in zip(lines, is_include, strict=True) if included), kept, line, file)

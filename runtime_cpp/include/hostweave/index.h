@@ -8,4 +8,6 @@ constexpr int64_t mod(int64_t a, int64_t n) { return (a % n + n) % n; }
 
 constexpr int64_t floor_div(int64_t a, int64_t n) { return (a - mod(a, n)) / n; }
 
+constexpr int64_t ceil_div(int64_t a, int64_t n) { return -floor_div(-a, n); }
+
 }  // namespace hw

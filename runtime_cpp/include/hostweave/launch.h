@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <initializer_list>
 
+#include "hostweave/index.h"
 #include "hostweave/threads.h"
 
 #ifdef HOSTWEAVE_CPU_DEVICE
@@ -37,29 +38,27 @@ constexpr int64_t kMaxBlocks = 2147483647;            // a kernel walks what is 
 constexpr int64_t kThreadsAtOnce = int64_t{1} << 16;  // that keep the memory of a large GPU busy
 constexpr int64_t kBlocksAtOnce = 128;
 
-// How many blocks take n elements, `divisor` each.
-constexpr int64_t divided_up(int64_t n, int64_t divisor) { return (n + divisor - 1) / divisor; }
 constexpr int warps_of(int64_t threads, int64_t most) {
-  return static_cast<int>(std::clamp<int64_t>(divided_up(threads, 32), 1, most / 32) * 32);
+  return static_cast<int>(std::clamp<int64_t>(ceil_div(threads, 32), 1, most / 32) * 32);
 }
 
 // A thread for each kWidth of n elements. Few of them are spread over more blocks.
 template <int kWidth = 1>
 constexpr Grid grid_of_elements(int64_t n) {
-  const int threads = warps_of(divided_up(n, kWidth * kBlocksAtOnce), kThreads);
-  return {std::min(divided_up(n, threads * kWidth), kMaxBlocks), threads};
+  const int threads = warps_of(ceil_div(n, kWidth * kBlocksAtOnce), kThreads);
+  return {std::min(ceil_div(n, threads * kWidth), kMaxBlocks), threads};
 }
 
 // A block for each row of n elements. Where there are many rows, a thread takes kWidth elements up to kRowAccesses times.
 template <int kWidth = 1>
 constexpr Grid grid_of_rows(int64_t rows, int64_t n) {
-  const int64_t accesses = divided_up(n, kWidth);
+  const int64_t accesses = ceil_div(n, kWidth);
   const int64_t each = std::clamp<int64_t>(rows * accesses / kThreadsAtOnce, 1, kRowAccesses);
-  return {std::min(rows, kMaxBlocks), warps_of(divided_up(accesses, each), kRowThreads)};
+  return {std::min(rows, kMaxBlocks), warps_of(ceil_div(accesses, each), kRowThreads)};
 }
 
 // A block for each tile of n columns.
-constexpr Grid grid_of_columns(int64_t n, int threads) { return {std::min(divided_up(n, kTile), kMaxBlocks), threads}; }
+constexpr Grid grid_of_columns(int64_t n, int threads) { return {std::min(ceil_div(n, kTile), kMaxBlocks), threads}; }
 
 // Views may have more dims than arguments.
 #ifdef HOSTWEAVE_CPU_DEVICE

@@ -40,8 +40,9 @@ class MatmulPlan {
   // Chooses the algorithm for these operands, or finds it again. Throws ExecutionError where cuBLASLt has none.
   void prepare(const Strided& a, const Strided& b, const Strided& c);
 
-  // c = activation(scale a b + accumulate + bias), as prepared last.
-  cublasStatus_t cublasLtMatmul(const void* a, const void* b, void* c, Stream stream, const Epilogue& epilogue = {}) const;
+  // c = activation(scale a b + accumulate + bias), as prepared last: one cublasLtMatmul, or one for each of the outer leading
+  // dims.
+  cublasStatus_t multiply(const void* a, const void* b, void* c, Stream stream, const Epilogue& epilogue = {}) const;
 
  private:
   struct Plan;

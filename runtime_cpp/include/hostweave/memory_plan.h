@@ -12,11 +12,11 @@ namespace hw {
 class Streams;
 
 // From moment `first` to before moment `last` a buffer is in use. One that belongs to a single stream lends its bytes at once to
-// what is allocated on that stream next, and to all others from moment `joined` on.
+// what is allocated on that stream next, and to all others from moment `visible_at` on.
 struct Use {
   static constexpr int64_t kForever = std::numeric_limits<int64_t>::max();
 
-  int64_t first = 0, last = kForever, joined = kForever;
+  int64_t first = 0, last = kForever, visible_at = kForever;
 };
 
 struct Lifetime {

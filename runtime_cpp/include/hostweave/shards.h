@@ -1,16 +1,15 @@
-// How ranks share a dim: blocks of one size, of which the last ranks have less or nothing where the size does not divide.
+// How ranks share a dim: each holds ceil(n / ranks) indices, but for the last ones, which hold less or nothing.
 #pragma once
 #include <algorithm>
 #include <cstdint>
 
+#include "hostweave/index.h"
+
 namespace hw {
 
-// What each of `ranks` ranks holds of n indices, but for the last ones.
-constexpr int64_t block(int64_t n, int64_t ranks) { return (n + ranks - 1) / ranks; }
-
-// What the rank at `place` holds.
-constexpr int64_t part(int64_t n, int64_t ranks, int64_t place) {
-  return std::clamp<int64_t>(n - place * block(n, ranks), 0, block(n, ranks));
+// What the rank at `rank_in_group` holds of n indices.
+constexpr int64_t local_size(int64_t n, int64_t ranks, int64_t rank_in_group) {
+  return std::clamp<int64_t>(n - rank_in_group * ceil_div(n, ranks), 0, ceil_div(n, ranks));
 }
 
 }  // namespace hw

@@ -67,7 +67,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     auto* resharded = resharded_[i];
     HW_CHECK(ncclAllGather(x_i, resharded, m * K, ncclBfloat16, channel_x_.comm(), stream));
     auto* y_i = y + i * (4 * m * N);
-    HW_CHECK(plan_y_.cublasLtMatmul(resharded, w, y_i, stream));
+    HW_CHECK(plan_y_.multiply(resharded, w, y_i, stream));
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(arena_.end_call(caller));

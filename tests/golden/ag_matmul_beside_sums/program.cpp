@@ -110,7 +110,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
       HW_CHECK(ncclGroupEnd());
     }
     auto* y0_i = y0 + p * (M / 4 * N);
-    HW_CHECK(plan_y0_.cublasLtMatmul(x_gathered, w, y0_i, stream));
+    HW_CHECK(plan_y0_.multiply(x_gathered, w, y0_i, stream));
   }
   HW_CHECK(hw::launch_pdl(sum_s_partial, hw::grid_of_columns(K, 512), caller, hw::reads(x, M / 4 * K), hw::writes(s, K), M, K));
   HW_CHECK(hw::launch_pdl(sum_t_partial, hw::grid_of_columns(L, 512), caller, hw::reads(v, M / 4 * L), hw::writes(t, L), M, L));

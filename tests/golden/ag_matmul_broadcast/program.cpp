@@ -65,7 +65,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     auto* x_gathered = x_gathered_[i];
     HW_CHECK(ncclBroadcast(x, x_gathered, M / 4 * K, ncclBfloat16, i, channel_x_.comm(), stream));
     auto* y_i = y + i * (M / 4 * N);
-    HW_CHECK(plan_y_.cublasLtMatmul(x_gathered, w, y_i, stream));
+    HW_CHECK(plan_y_.multiply(x_gathered, w, y_i, stream));
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(arena_.end_call(caller));

@@ -84,7 +84,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
       HW_CHECK(ncclGroupEnd());
     }
     auto* y_i = y + p * (M / 4 * N);
-    HW_CHECK(plan_y_.cublasLtMatmul(x_gathered, w, y_i, stream));
+    HW_CHECK(plan_y_.multiply(x_gathered, w, y_i, stream));
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(arena_.end_call(caller));

@@ -69,7 +69,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     auto* x_gathered = x_gathered_[i];
     HW_CHECK(ncclAllGather(x_i, x_gathered, M / 12 * K, ncclBfloat16, channel_x_.comm(), stream));
     auto* y_i = y + i * (M / 12 * N);
-    HW_CHECK(plan_y_.cublasLtMatmul(x_gathered, w, y_i, stream));
+    HW_CHECK(plan_y_.multiply(x_gathered, w, y_i, stream));
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(arena_.end_call(caller));

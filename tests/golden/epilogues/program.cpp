@@ -105,9 +105,9 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
       HW_CHECK(ncclGroupEnd());
     }
     auto* h_i = h + p * (M / 4 * N);
-    HW_CHECK(plan_h_.cublasLtMatmul(x_gathered, w, h_i, stream, {.bias = b}));
+    HW_CHECK(plan_h_.multiply(x_gathered, w, h_i, stream, {.bias = b}));
   }
-  HW_CHECK(plan_s_.cublasLtMatmul(x, w, s, {caller, workspace_}, {.scale = 0.5, .accumulate = r}));
+  HW_CHECK(plan_s_.multiply(x, w, s, {caller, workspace_}, {.scale = 0.5, .accumulate = r}));
   HW_CHECK(hw::launch_pdl(maximum_minimum_c, hw::grid_of_elements<8>(M / 4 * N), caller, hw::reads(s, M / 4 * N),
                           hw::writes(c, M / 4 * N), M, N));
   HW_CHECK(ring_.join(caller));

@@ -40,7 +40,7 @@ Program::Program(hw::Rank& rank)
 Sizes Program::check(const Inputs& in) const {
   in.x.expect("x", "bf16[part(T, x), K]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
   const int64_t T = in.x.whole_dim(0, 4);
-  const int64_t T_x = hw::part(T, 4, rank_.index());
+  const int64_t T_x = hw::local_size(T, 4, rank_.index());
   const int64_t K = in.x.dim(1);
   in.x.expect("x", "bf16[part(T, x), K]", CUDA_R_16BF, {T_x, K}, rank_.device());
   in.dy.expect("dy", "bf16[part(T, x), N]", CUDA_R_16BF, {T_x, hw::kAny}, rank_.device());
@@ -85,7 +85,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   auto* db = out.db.as<hw::bf16>();
 
   HW_CHECK(arena_.begin_call(caller));
-  HW_CHECK(plan_dw_partial_.cublasLtMatmul(x, dy, dw_partial_, {caller, workspace_}));
+  HW_CHECK(plan_dw_partial_.multiply(x, dy, dw_partial_, {caller, workspace_}));
   HW_CHECK(comm_.fork(caller));
   {
     const hw::Stream stream = comm_[0];
@@ -98,7 +98,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const hw::Stream stream = comm_[0];
     HW_CHECK(ncclAllReduce(db_partial_, db, N, ncclBfloat16, ncclSum, channel_x_.comm(), stream));
   }
-  HW_CHECK(plan_dx_.cublasLtMatmul(dy, w, dx, {caller, workspace_}));
+  HW_CHECK(plan_dx_.multiply(dy, w, dx, {caller, workspace_}));
   HW_CHECK(comm_.join(caller));
   HW_CHECK(arena_.end_call(caller));
 }

@@ -43,7 +43,7 @@ Program::Program(hw::Rank& rank) : rank_(rank.expect_world(kWorld)), plan_h_(ran
 Sizes Program::check(const Inputs& in) const {
   in.x.expect("x", "bf16[part(M, x), 8]", CUDA_R_16BF, {hw::kAny, 8}, rank_.device());
   const int64_t M = in.x.whole_dim(0, 4);
-  const int64_t M_x = hw::part(M, 4, rank_.index());
+  const int64_t M_x = hw::local_size(M, 4, rank_.index());
   in.x.expect("x", "bf16[part(M, x), 8]", CUDA_R_16BF, {M_x, 8}, rank_.device());
   in.w.expect("w", "bf16[8, 3]", CUDA_R_16BF, {8, 3}, rank_.device());
   return {M, M_x};
@@ -80,7 +80,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   auto* y1 = out.y1.as<hw::bf16>();
 
   HW_CHECK(arena_.begin_call(caller));
-  HW_CHECK(plan_h_.cublasLtMatmul(x, w, h_, {caller, workspace_}));
+  HW_CHECK(plan_h_.multiply(x, w, h_, {caller, workspace_}));
   auto* y0_1 = y0 + 4;
   HW_CHECK(hw::launch_pdl(negative_negative, hw::grid_of_elements(4 * M_x), caller, hw::reads(x, {M_x, 4}, {8, 1}),
                           hw::writes(y0_1, {M_x, 4}, {11, 1}), M_x));

@@ -40,7 +40,7 @@ Sizes Program::check(const Inputs& in) const {
   const int64_t M = in.x.dim(0) * 2;
   hw::expect_divisible("M", M, 6);
   const int64_t K = in.x.whole_dim(1, 4);
-  const int64_t K_tp = hw::part(K, 4, rank_.index() % 4);
+  const int64_t K_tp = hw::local_size(K, 4, rank_.index() % 4);
   in.x.expect("x", "bf16[M/2, part(K, tp)]", CUDA_R_16BF, {M / 2, K_tp}, rank_.device());
   in.w.expect("w", "bf16[part(K, tp), N]", CUDA_R_16BF, {K_tp, hw::kAny}, rank_.device());
   const int64_t N = in.w.dim(1);
@@ -82,7 +82,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const hw::Stream stream = ring_[i];
     const auto* x_i = x + i * (M / 6 * K_tp);
     auto* product = product_[i];
-    HW_CHECK(plan_product_.cublasLtMatmul(x_i, w, product, stream));
+    HW_CHECK(plan_product_.multiply(x_i, w, product, stream));
     HW_CHECK(cudaStreamWaitEvent(stream, turn_[0], 0));
     HW_CHECK(ncclAllReduce(product, product, M / 6 * N, ncclBfloat16, ncclSum, channel_tp_.comm(), stream));
     auto* y_packed = y_packed_[i];

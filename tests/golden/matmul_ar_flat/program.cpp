@@ -30,7 +30,7 @@ Sizes Program::check(const Inputs& in) const {
   const int64_t M = in.x.dim(0);
   hw::expect_divisible("M", M, 3);
   const int64_t K = in.x.whole_dim(1, 4);
-  const int64_t K_x = hw::part(K, 4, rank_.index());
+  const int64_t K_x = hw::local_size(K, 4, rank_.index());
   in.x.expect("x", "bf16[M, part(K, x)]", CUDA_R_16BF, {M, K_x}, rank_.device());
   in.w.expect("w", "bf16[part(K, x), N]", CUDA_R_16BF, {K_x, hw::kAny}, rank_.device());
   const int64_t N = in.w.dim(1);
@@ -67,7 +67,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const hw::Stream stream = ring_[i];
     const auto* x_i = x + i * (M / 3 * K_x);
     auto* y_i = y + i * (M / 3 * N);
-    HW_CHECK(plan_y_.cublasLtMatmul(x_i, w, y_i, stream));
+    HW_CHECK(plan_y_.multiply(x_i, w, y_i, stream));
     HW_CHECK(ncclAllReduce(y_i, y_i, M / 3 * N, ncclBfloat16, ncclSum, channel_x_.comm(), stream));
   }
   HW_CHECK(ring_.join(caller));

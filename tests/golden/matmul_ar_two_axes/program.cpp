@@ -30,9 +30,9 @@ Program::Program(hw::Rank& rank)
 Sizes Program::check(const Inputs& in) const {
   in.x.expect("x", "bf16[part(M, dp), part(K, tp)]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
   const int64_t M = in.x.whole_dim(0, 2);
-  const int64_t M_dp = hw::part(M, 2, rank_.index() / 4);
+  const int64_t M_dp = hw::local_size(M, 2, rank_.index() / 4);
   const int64_t K = in.x.whole_dim(1, 4);
-  const int64_t K_tp = hw::part(K, 4, rank_.index() % 4);
+  const int64_t K_tp = hw::local_size(K, 4, rank_.index() % 4);
   in.x.expect("x", "bf16[part(M, dp), part(K, tp)]", CUDA_R_16BF, {M_dp, K_tp}, rank_.device());
   in.w.expect("w", "bf16[part(K, tp), N]", CUDA_R_16BF, {K_tp, hw::kAny}, rank_.device());
   const int64_t N = in.w.dim(1);
@@ -73,7 +73,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const hw::Stream stream = ring_[i];
     const auto* w_i = w + i * (N / 2);
     auto* product = product_[i];
-    HW_CHECK(plan_product_.cublasLtMatmul(x, w_i, product, stream));
+    HW_CHECK(plan_product_.multiply(x, w_i, product, stream));
     HW_CHECK(ncclAllReduce(product, product, N / 2 * M_dp, ncclBfloat16, ncclSum, channel_tp_.comm(), stream));
     auto* y_i = y + i * (N / 2);
     HW_CHECK(cudaMemcpy2DAsync(y_i, N * sizeof(hw::bf16), product, N / 2 * sizeof(hw::bf16), N / 2 * sizeof(hw::bf16), M_dp,

@@ -18,7 +18,7 @@ Sizes Program::check(const Inputs& in) const {
   in.x.expect("x", "bf16[M, part(K, x)]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
   const int64_t M = in.x.dim(0);
   const int64_t K = in.x.whole_dim(1, 4);
-  const int64_t K_x = hw::part(K, 4, rank_.index());
+  const int64_t K_x = hw::local_size(K, 4, rank_.index());
   in.x.expect("x", "bf16[M, part(K, x)]", CUDA_R_16BF, {M, K_x}, rank_.device());
   in.w.expect("w", "bf16[part(K, x), N]", CUDA_R_16BF, {K_x, hw::kAny}, rank_.device());
   const int64_t N = in.w.dim(1);
@@ -53,7 +53,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   auto* y = out.y.as<hw::bf16>();
 
   HW_CHECK(arena_.begin_call(caller));
-  HW_CHECK(plan_y_.cublasLtMatmul(x, w, y, {caller, workspace_}));
+  HW_CHECK(plan_y_.multiply(x, w, y, {caller, workspace_}));
   HW_CHECK(ncclAllReduce(y, y, M * N, ncclBfloat16, ncclSum, channel_x_.comm(), caller));
   HW_CHECK(arena_.end_call(caller));
 }

@@ -59,7 +59,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const hw::Stream stream = ring_[i];
     const auto* w_i = w + i * (N / 3);
     auto* y_i = y + i * (N / 3);
-    HW_CHECK(plan_y_.cublasLtMatmul(x, w_i, y_i, stream));
+    HW_CHECK(plan_y_.multiply(x, w_i, y_i, stream));
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(arena_.end_call(caller));

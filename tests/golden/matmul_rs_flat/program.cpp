@@ -47,7 +47,7 @@ Sizes Program::check(const Inputs& in) const {
   const int64_t M = in.x.dim(0);
   hw::expect_divisible("M", M, 4);
   const int64_t K = in.x.whole_dim(1, 4);
-  const int64_t K_x = hw::part(K, 4, rank_.index());
+  const int64_t K_x = hw::local_size(K, 4, rank_.index());
   in.x.expect("x", "bf16[M, part(K, x)]", CUDA_R_16BF, {M, K_x}, rank_.device());
   in.w.expect("w", "bf16[part(K, x), N]", CUDA_R_16BF, {K_x, hw::kAny}, rank_.device());
   const int64_t N = in.w.dim(1);
@@ -90,7 +90,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const hw::Stream stream = ring_[i];
     const auto* x_i = x + q * (M / 4 * K_x);
     auto* product = product_[i];
-    HW_CHECK(plan_product_.cublasLtMatmul(x_i, w, product, stream));
+    HW_CHECK(plan_product_.multiply(x_i, w, product, stream));
     const int64_t p = (rank_x - 1 - i + 4) % 4;
     auto* landing_i = landing_ + p * (M / 4 * N);
     if (q == rank_x) {

@@ -47,7 +47,7 @@ Sizes Program::check(const Inputs& in) const {
   const int64_t M = in.x.dim(0);
   hw::expect_divisible("M", M, 4);
   const int64_t K = in.x.whole_dim(1, 4);
-  const int64_t K_x = hw::part(K, 4, rank_.index());
+  const int64_t K_x = hw::local_size(K, 4, rank_.index());
   in.x.expect("x", "bf16[M, part(K, x)]", CUDA_R_16BF, {M, K_x}, rank_.device());
   in.w.expect("w", "bf16[part(K, x), N]", CUDA_R_16BF, {K_x, hw::kAny}, rank_.device());
   const int64_t N = in.w.dim(1);
@@ -90,10 +90,10 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const auto* x_i = x + q * (M / 4 * K_x);
     auto* product_i = product_ + q * (M / 4 * N);
     if (i == 0) {
-      HW_CHECK(plan_product_.cublasLtMatmul(x_i, w, product_i, stream));
+      HW_CHECK(plan_product_.multiply(x_i, w, product_i, stream));
     } else {
       HW_CHECK(cudaStreamWaitEvent(stream, arrived_[i - 1], 0));
-      HW_CHECK(plan_product_.cublasLtMatmul(x_i, w, product_i, stream, {.accumulate = product_i}));
+      HW_CHECK(plan_product_.multiply(x_i, w, product_i, stream, {.accumulate = product_i}));
     }
     if (i < 3) {
       auto* product_next = product_ + ((q - 1 + 4) % 4) * (M / 4 * N);

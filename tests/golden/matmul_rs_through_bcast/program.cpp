@@ -69,7 +69,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const hw::Stream stream = ring_[i];
     const auto* x_i = x + i * (4 * m * K);
     auto* product = product_[i];
-    HW_CHECK(plan_product_.cublasLtMatmul(x_i, w, product, stream));
+    HW_CHECK(plan_product_.multiply(x_i, w, product, stream));
     auto* y_i = y + i * (m * N);
     HW_CHECK(ncclReduceScatter(product, y_i, m * N, ncclBfloat16, ncclSum, channel_x_.comm(), stream));
   }

@@ -89,7 +89,7 @@ Sizes Program::check(const Inputs& in) const {
   const int64_t E = in.x.dim(1);
   in.w_in_0.expect("w_in_0", "bf16[E, part(F, x)]", CUDA_R_16BF, {E, hw::kAny}, rank_.device());
   const int64_t F = in.w_in_0.whole_dim(1, 4);
-  const int64_t F_x = hw::part(F, 4, rank_.index());
+  const int64_t F_x = hw::local_size(F, 4, rank_.index());
   in.w_in_0.expect("w_in_0", "bf16[E, part(F, x)]", CUDA_R_16BF, {E, F_x}, rank_.device());
   in.w_out_0.expect("w_out_0", "bf16[part(F, x), E]", CUDA_R_16BF, {F_x, E}, rank_.device());
   in.w_in_1.expect("w_in_1", "bf16[E, part(F, x)]", CUDA_R_16BF, {E, F_x}, rank_.device());
@@ -166,7 +166,7 @@ void Program::layer(const hw::bf16* x, const hw::bf16* w_in, const hw::bf16* w_o
       HW_CHECK(ncclGroupEnd());
     }
     auto* product_i = layer_product_ + p * (M / 4 * F_x);
-    HW_CHECK(plan_product_.cublasLtMatmul(x_gathered, w_in, product_i, stream));
+    HW_CHECK(plan_product_.multiply(x_gathered, w_in, product_i, stream));
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(hw::launch_pdl(maximum_minimum_h, hw::grid_of_elements<8>(M * F_x), caller, hw::reads(layer_product_, M * F_x),
@@ -177,7 +177,7 @@ void Program::layer(const hw::bf16* x, const hw::bf16* w_in, const hw::bf16* w_o
     const hw::Stream stream = ring_[j];
     auto* h_j = layer_product_ + q * (M / 4 * F_x);
     auto* product_2 = layer_product_2_[j];
-    HW_CHECK(plan_product_2_.cublasLtMatmul(h_j, w_out, product_2, stream));
+    HW_CHECK(plan_product_2_.multiply(h_j, w_out, product_2, stream));
     const int64_t p_2 = (rank_x - 1 - j + 4) % 4;
     auto* landing_j = layer_landing_ + p_2 * (M / 4 * E);
     if (q == rank_x) {

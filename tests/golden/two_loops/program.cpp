@@ -82,7 +82,7 @@ Sizes Program::check(const Inputs& in) const {
   const int64_t N = in.w.dim(1);
   in.v.expect("v", "bf16[N, part(F, x)]", CUDA_R_16BF, {N, hw::kAny}, rank_.device());
   const int64_t F = in.v.whole_dim(1, 4);
-  const int64_t F_x = hw::part(F, 4, rank_.index());
+  const int64_t F_x = hw::local_size(F, 4, rank_.index());
   in.v.expect("v", "bf16[N, part(F, x)]", CUDA_R_16BF, {N, F_x}, rank_.device());
   in.u.expect("u", "bf16[part(F, x), N]", CUDA_R_16BF, {F_x, N}, rank_.device());
   return {M, K, N, F, F_x};
@@ -143,10 +143,10 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
       HW_CHECK(ncclGroupEnd());
     }
     auto* product_i = product_ + p * (M / 4 * N);
-    HW_CHECK(plan_product_.cublasLtMatmul(x_gathered, w, product_i, stream));
+    HW_CHECK(plan_product_.multiply(x_gathered, w, product_i, stream));
   }
   HW_CHECK(ring_.join(caller));
-  HW_CHECK(plan_product_2_.cublasLtMatmul(product_, v, product_2_, {caller, workspace_}));
+  HW_CHECK(plan_product_2_.multiply(product_, v, product_2_, {caller, workspace_}));
   HW_CHECK(hw::launch_pdl(maximum_minimum_minimum, hw::grid_of_elements<8>(M * F_x), caller, hw::reads(product_2_, M * F_x),
                           hw::writes(product_2_, M * F_x), M, F_x));
   HW_CHECK(ring_.fork(caller));
@@ -155,7 +155,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const hw::Stream stream = ring_[j];
     auto* minimum_j = product_2_ + q * (M / 4 * F_x);
     auto* product_3 = product_3_[j];
-    HW_CHECK(plan_product_3_.cublasLtMatmul(minimum_j, u, product_3, stream));
+    HW_CHECK(plan_product_3_.multiply(minimum_j, u, product_3, stream));
     const int64_t p_2 = (rank_x - 1 - j + 4) % 4;
     auto* landing_j = landing_ + p_2 * (M / 4 * N);
     if (q == rank_x) {

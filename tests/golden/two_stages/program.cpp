@@ -29,8 +29,8 @@ Program::Program(hw::Rank& rank)
 Sizes Program::check(const Inputs& in) const {
   if (on_ranks_0_1_) in.x.expect("x", "bf16[part(M, x on ranks 0, 1), K]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
   const int64_t M = in.x.whole_dim(0, 2);
-  const int64_t M_x_of_ranks_0_1 = hw::part(M, 2, rank_.index());
-  const int64_t M_x_of_ranks_2_3 = hw::part(M, 2, rank_.index() - 2);
+  const int64_t M_x_of_ranks_0_1 = hw::local_size(M, 2, rank_.index());
+  const int64_t M_x_of_ranks_2_3 = hw::local_size(M, 2, rank_.index() - 2);
   const int64_t K = in.x.whole_dim(1, 1);
   if (on_ranks_0_1_) in.x.expect("x", "bf16[part(M, x on ranks 0, 1), K]", CUDA_R_16BF, {M_x_of_ranks_0_1, K}, rank_.device());
   if (on_ranks_0_1_) in.w1.expect("w1", "bf16[K, N]", CUDA_R_16BF, {K, hw::kAny}, rank_.device());
@@ -78,12 +78,12 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
 
   HW_CHECK(arena_.begin_call(caller));
   if (on_ranks_0_1_) {
-    HW_CHECK(plan_h_.cublasLtMatmul(x, w1, h_, {caller, workspace_}));
+    HW_CHECK(plan_h_.multiply(x, w1, h_, {caller, workspace_}));
     HW_CHECK(ncclSend(h_, N * M_x_of_ranks_0_1, ncclBfloat16, rank + 2, channel_x_.comm(), caller));
   }
   if (on_ranks_2_3_) {
     HW_CHECK(ncclRecv(arrived_, N * M_x_of_ranks_2_3, ncclBfloat16, rank - 2, channel_x_.comm(), caller));
-    HW_CHECK(plan_y_.cublasLtMatmul(arrived_, w2, y, {caller, workspace_}));
+    HW_CHECK(plan_y_.multiply(arrived_, w2, y, {caller, workspace_}));
   }
   HW_CHECK(arena_.end_call(caller));
 }

@@ -77,8 +77,8 @@ Sizes Program::check(const Inputs& in) const {
   if (on_ranks_0_1_) in.x.expect("x", "bf16[M, K]", CUDA_R_16BF, {M, K}, rank_.device());
   if (on_ranks_0_1_) in.up1.expect("up1", "bf16[K, part(N, x on ranks 0, 1)]", CUDA_R_16BF, {K, hw::kAny}, rank_.device());
   const int64_t N = in.up1.whole_dim(1, 2);
-  const int64_t N_x_of_ranks_0_1 = hw::part(N, 2, rank_.index());
-  const int64_t N_x_of_ranks_2_3 = hw::part(N, 2, rank_.index() - 2);
+  const int64_t N_x_of_ranks_0_1 = hw::local_size(N, 2, rank_.index());
+  const int64_t N_x_of_ranks_2_3 = hw::local_size(N, 2, rank_.index() - 2);
   if (on_ranks_0_1_)
     in.up1.expect("up1", "bf16[K, part(N, x on ranks 0, 1)]", CUDA_R_16BF, {K, N_x_of_ranks_0_1}, rank_.device());
   if (on_ranks_0_1_)
@@ -152,9 +152,9 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
       if (on_ranks_0_1_) {
         const auto* x_i = x + i * (M / 4 * K);
         auto* h = h_[i];
-        HW_CHECK(plan_h_.cublasLtMatmul(x_i, up1, h, stream));
+        HW_CHECK(plan_h_.multiply(x_i, up1, h, stream));
         auto* product_2 = product_2_[i];
-        HW_CHECK(plan_product_2_.cublasLtMatmul(h, down1, product_2, stream));
+        HW_CHECK(plan_product_2_.multiply(h, down1, product_2, stream));
         HW_CHECK(cudaStreamWaitEvent(stream, turn_[0], 0));
         HW_CHECK(ncclAllReduce(product_2, product_2, M / 4 * K, ncclBfloat16, ncclSum, channel_x_of_ranks_0_1_.comm(), stream));
         HW_CHECK(ncclSend(product_2, M / 4 * K, ncclBfloat16, rank + 2, channel_x_.comm(), stream));
@@ -163,9 +163,9 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
       if (on_ranks_2_3_) {
         auto* arrived_i = arrived_ + i * (M / 4 * K);
         auto* g = g_[i];
-        HW_CHECK(plan_g_.cublasLtMatmul(arrived_i, up2, g, stream));
+        HW_CHECK(plan_g_.multiply(arrived_i, up2, g, stream));
         auto* y_i = y + i * (M / 4 * K);
-        HW_CHECK(plan_y_.cublasLtMatmul(g, down2, y_i, stream));
+        HW_CHECK(plan_y_.multiply(g, down2, y_i, stream));
         HW_CHECK(cudaStreamWaitEvent(stream, turn_[0], 0));
         HW_CHECK(ncclAllReduce(y_i, y_i, M / 4 * K, ncclBfloat16, ncclSum, channel_x_of_ranks_2_3_.comm(), stream));
         HW_CHECK(cudaEventRecord(turn_[0], stream));

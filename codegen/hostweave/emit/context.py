@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from hostweave.emit import program_views
+from dataclasses import dataclass
+
 from hostweave.emit.cpp import CppExprPrinter
-from hostweave.emit.kernels import EmittedKernel
+from hostweave.emit.kernels import Kernel
 from hostweave.emit.meshes import label
 from hostweave.emit.names import Names
 from hostweave.host_ir import ir
@@ -17,7 +18,59 @@ WORKSPACE = "workspace_"
 PlanKey = tuple[tuple[BufferType, ...], str, bool, str]  # of the operands and the result, the precision, the bias, the activation
 
 
-class Shared:
+@dataclass(frozen=True)
+class Pool:
+    member: str
+    name: str
+    count: int
+
+
+@dataclass(frozen=True)
+class Channel:
+    member: str
+    mesh: Mesh
+    axes: ir.Axes
+    flag: str  # whether this rank is in the mesh; nothing where it is the program's
+
+    @property
+    def along(self) -> str:
+        return ", ".join(self.axes)
+
+    @property
+    def size(self) -> int:
+        return self.mesh.size_of(self.axes)
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Which rank sends which block to which."""
+
+    name: str
+    lines: tuple[str, ...]  # of the table
+
+
+@dataclass(frozen=True)
+class Plan:
+    member: str
+    operands: str  # dtypes
+    result: str
+    ends: tuple[str, ...]  # the epilogue, then the compute type, where they are not the default ones
+    a: str
+    b: str
+    c: str
+    comment: str
+
+
+@dataclass(frozen=True)
+class Temporary:
+    declaration: str
+    member: str
+    count: str
+    comment: str
+    pool: str = ""  # of streams that have one each
+
+
+class ProgramContext:
     """Collects it while the bodies are emitted."""
 
     def __init__(self, program: ir.HostProgram, names: Names, integers: CppExprPrinter):
@@ -33,17 +86,17 @@ class Shared:
         integers.coordinates[program.mesh, ""] = names.of("rank", "number of this rank")
         integers.coordinates.update({(program.mesh, axis): names.of(f"rank_{axis}", "coordinate") for axis, _ in program.mesh.axes})
         self.members = Names(("rank_", "arena_", "prepared_", WORKSPACE), suffix="_")
-        self.streams = {s.name: program_views.Pool(self.members.of(s.name, "streams"), s.name, s.count) for s in program.streams}
-        self.events = {e.name: program_views.Pool(self.members.of(e.name, "events"), e.name, e.count) for e in program.events}
+        self.streams = {s.name: Pool(self.members.of(s.name, "streams"), s.name, s.count) for s in program.streams}
+        self.events = {e.name: Pool(self.members.of(e.name, "events"), e.name, e.count) for e in program.events}
         self.flags: dict[Mesh, str] = {}  # of meshes of some of the ranks
-        self.channels: dict[tuple[Mesh, ir.Axes], program_views.Channel] = {}
-        self.routes: dict[ir.Routes, program_views.Routes] = {}
-        self.plans: dict[PlanKey, program_views.Plan] = {}
+        self.channels: dict[tuple[Mesh, ir.Axes], Channel] = {}
+        self.routes: dict[ir.Routes, Routes] = {}
+        self.plans: dict[PlanKey, Plan] = {}
         self.uses_of_plan: dict[PlanKey, set[Mesh]] = {}
         self.declared = {kernel.name: kernel for kernel in program.kernels}
         self.sources = {source.name: source for source in program.sources}
-        self.kernels: dict[tuple[ir.Kernel, tuple[BufferType, ...]], EmittedKernel] = {}
-        self.temporaries: dict[int, program_views.Temporary] = {}  # by the id of the allocate
+        self.kernels: dict[tuple[ir.Kernel, tuple[BufferType, ...]], Kernel] = {}
+        self.temporaries: dict[int, Temporary] = {}  # by the id of the allocate
         self.needs_workspace = False  # for matmuls on the caller's stream
 
     def flag(self, mesh: Mesh) -> str:
