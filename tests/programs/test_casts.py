@@ -56,6 +56,9 @@ def test_floats_are_cast_as_torch_does(dtype: DType, target: str) -> None:
     others = [to for to in FLOATS if to != dtype]
     for to, result, reference in zip(others, results, references, strict=True):
         want = given.to(FLOATS[to]).double().numpy()
+        if to == hw.f8e4m3:  # of what is too large torch 2.11 makes NaN, torch 2.13 the largest number, as ours is documented
+            too_large = np.isnan(want) & ~np.isnan(given.double().numpy())
+            want = np.where(too_large, np.copysign(448.0, given.double().numpy()), want)
         np.testing.assert_array_equal(result, want, err_msg=f"{dtype} to {to}")
         np.testing.assert_array_equal(np.signbit(result[result == 0]), np.signbit(want[want == 0]), err_msg=f"{dtype} to {to}")
         np.testing.assert_array_equal(reference, want, err_msg=f"NumPy, {dtype} to {to}")
