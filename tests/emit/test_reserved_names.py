@@ -38,7 +38,7 @@ needs_cuda = pytest.mark.skipif(
 
 def identifiers(text: str) -> set[str]:
     """The names in C++ that stand without a qualifier; what a template substitutes is none."""
-    text = re.sub(r"\{%.*?%\}|\{\{.*?\}\}", " ", text, flags=re.S)
+    text = re.sub(r"\{%.*?%\}|\{\{.*?\}\}|\{#.*?#\}", " ", text, flags=re.S)
     text = re.sub(r"//.*|\"(?:[^\"\\\n]|\\.)*\"|^\s*#\s*include.*", " ", text, flags=re.M)
     return set(re.findall(r"(?<![\w.:>])[A-Za-z_]\w*", text))
 

@@ -230,6 +230,6 @@ def test_sizes_that_the_own_arrays_do_not_tell() -> None:
         _native=native,
     )
     with pytest.raises(ArgumentError, match=r"^two_stages: sizes=: no size of M; give the global one$"):
-        program._take(local(2), None, None)
-    taken = program._take(local(2), None, {"M": 6})
+        program._take(local(2), None, None, None)
+    taken = program._take(local(2), None, None, {"M": 6})
     assert (taken.shapes, taken.wholes) == (((), (), (4, 5)), ((6, 5), (5, 4), (4, 5)))

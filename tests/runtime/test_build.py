@@ -307,7 +307,7 @@ def test_of_changed_kernels_only_those_are_compiled(empty_cache: Path) -> None:
         program.build()
         return set(re.findall(r"^nvrtc .* (\w+)$", (program.folder / "build.log").read_text(), re.M))
 
-    sums, users, softmax = "mul_sum_y0", "user_kernels", "fused_y2"
+    sums, users, softmax = "multiply_sum_y0", "user_kernels", "fused_y2"
     assert compiled(2.0, 2.0, 2) == {sums, users, softmax}
     assert compiled(3.0, 2.0, 2) == {sums}
     assert compiled(3.0, 3.0, 2) == {softmax}

@@ -53,7 +53,7 @@ SUITES = ("test_streams", "test_collectives", "test_matmul", "test_world")
 def suite_command(device: Device, suite: str) -> list[str | Path]:
     if suite != "test_world":
         return device.build_command(suite, [f"{suite}.cpp"])
-    driver = [f"{RUNTIME}/driver/src/{name}.cpp" for name in ("runner", "world", "world_cuda", "turn", "connect")]
+    driver = [f"{RUNTIME}/driver/src/{name}.cpp" for name in ("runner", "world", "world_cuda", "device_lease", "connect")]
     runtime = [f"{RUNTIME}/src/{name}.cpp" for name in ("rank", "check", "streams")]
     return device.build_command(
         suite, [f"{suite}.cpp", *driver, *runtime], [f"-I{RUNTIME / 'include'}", f"-I{RUNTIME / 'driver' / 'include'}"]
