@@ -15,15 +15,14 @@ SCRIPT = """\
 case " $* " in
 *{folders}*" -c "*)
   test -e {header}.gch || {{ {make} -o {header}.gch.$$ && mv {header}.gch.$$ {header}.gch; }} || exit
-  exec {compiler} -include {header} "$@" {flags} ;;
+  exec {compiler} -include {header} "$@" ;;
 *) exec {compiler} "$@" ;;
 esac
 """
 
 
-def with_precompiled_headers(folder: Path, *flags: str) -> Path:
-    """A command in `folder` to be used as CXX, which adds these flags to those of users."""
-    folder.mkdir(exist_ok=True)
+def with_precompiled_headers(folder: Path) -> Path:
+    """A command in `folder` to be used as CXX."""
     toolchain, header, script = find_target("cpu").toolchain(), folder / "runtime.h", folder / "c++"
     header.write_text("".join(f'#include "hostweave/{name}.h"\n' for name in HEADERS))
     make = [part for part in toolchain.compile(str(header), "") if part not in ("-c", "-o", "", str(header))]
@@ -32,8 +31,7 @@ def with_precompiled_headers(folder: Path, *flags: str) -> Path:
         SCRIPT.format(
             folders=shlex.quote(folders),
             header=shlex.quote(str(header)),
-            make=shlex.join([*make, *flags, "-x", "c++-header", str(header)]),
-            flags=shlex.join(flags),
+            make=shlex.join([*make, "-x", "c++-header", str(header)]),
             compiler=shlex.quote(str(toolchain.compiler)),
         )
     )

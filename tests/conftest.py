@@ -11,14 +11,6 @@ from compiler import with_precompiled_headers
 
 from hostweave.build.cuda import gpus
 
-QUICK_CXX = "HOSTWEAVE_TESTS_QUICK_CXX"
-
-
-@pytest.fixture
-def quick_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For large programs that run once on little data: most of their time is the optimizer's."""
-    monkeypatch.setenv("CXX", os.environ[QUICK_CXX])
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the files under tests/golden anew")
@@ -27,13 +19,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Programs are built in a folder of the session, which its workers share: the user's cache is neither read nor written.
 
-    The flags are those of users, but for the fixture `quick_compiles`. Tests that take CXX away build without precompiled headers.
+    The flags are those of users. Tests that take CXX away build without precompiled headers.
     """
     if not hasattr(config, "workerinput"):
         folder = TemporaryDirectory(prefix="hostweave-tests-")
         os.environ["HOSTWEAVE_CACHE"] = str(Path(folder.name, "cache"))
-        as_users, quick = with_precompiled_headers(Path(folder.name, "users")), with_precompiled_headers(Path(folder.name, "quick"), "-O0")
-        os.environ |= {"CXX": str(as_users), QUICK_CXX: str(quick)}
+        os.environ["CXX"] = str(with_precompiled_headers(Path(folder.name)))
         config.add_cleanup(folder.cleanup)
 
 

@@ -151,7 +151,6 @@ def test_interpreted(ranks: int, seed: int) -> None:
     compare(ranks, given, interpret(program(ranks), given))
 
 
-@pytest.mark.usefixtures("quick_compiles")
 @pytest.mark.parametrize("ranks", RANKS)
 def test_compiled(ranks: int, target: str) -> None:
     names = [p.name for p in program(ranks).outputs]

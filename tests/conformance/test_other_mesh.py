@@ -115,7 +115,6 @@ def test_interpreted(of: Callable[[Mesh, Mesh, Mesh], Fusion], pair: str) -> Non
         compare(fusion, given, interpret(program, given))
 
 
-@pytest.mark.usefixtures("quick_compiles")
 @pytest.mark.parametrize(("of", "pair"), CASES, **NAME_PARTS)
 def test_compiled(of: Callable[[Mesh, Mesh, Mesh], Fusion], pair: str, target: str) -> None:
     fusion, lowered = fusion_and_program(of, pair)

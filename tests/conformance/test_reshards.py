@@ -141,7 +141,6 @@ def test_interpreted(of: Callable[[Mesh], Fusion], mesh: Mesh, seed: int) -> Non
     compare(fusion, given, interpret(lowered(of, mesh), given))
 
 
-@pytest.mark.usefixtures("quick_compiles")
 @pytest.mark.parametrize(("of", "mesh"), CASES, **NAME_PARTS)
 def test_compiled(of: Callable[[Mesh], Fusion], mesh: Mesh, target: str) -> None:
     fusion, program = of(mesh), hw.compile(lowered(of, mesh), target=target)

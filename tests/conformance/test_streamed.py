@@ -26,7 +26,6 @@ def streamed(ranks: int, chunks: int) -> Fusion:
     return streamed
 
 
-@pytest.mark.usefixtures("quick_compiles")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_compiled(ranks: int, target: str) -> None:
     for pieces in (1, 2) if ranks < 8 else (1,):

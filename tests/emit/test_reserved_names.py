@@ -110,18 +110,16 @@ def everything(names: Iterable[str]) -> HostProgram:
 
 
 def unusual() -> list[str]:
-    """Every name of ours that was collected, and some of the macros, which are all known to be given to nothing of the user."""
-    found, defined = of_templates() | of_headers() | C_FUNCTIONS, macros(*CPU_INCLUDES)
+    """Every name that was collected; those that the compiler keeps for itself are cut to what stands of them in programs."""
+    found = of_templates() | of_headers() | C_FUNCTIONS | macros(*CPU_INCLUDES)
     if not cuda.find_cuda().missing:
-        defined |= macros(*folders_of("cuda"))
-    found |= set(sorted(defined)[::SOME])
+        found |= macros(*folders_of("cuda"))
     return sorted(name for name in found if not name.startswith("_") and name not in GRAMMAR)
 
 
 GRAMMAR = {"rank", "ceil", "part", "launch", "on"}  # words that mean something else in the text of the IR
 
 
-SOME = 16  # of as many macros, one
 A_PROGRAM = 16  # names: what a program says grows with the square of their number
 
 
