@@ -66,7 +66,7 @@ class Program:
         sizes: dict[Atom, str] = {name: names.of(name, "size", C_FUNCTIONS) for name in program.symbols()}
         sizes |= {part: names.of(part_name(part), "size") for part in parts_of(flat)}
         integers = CppExprPrinter(program.mesh, sizes, multiples(flat))
-        self.ir, self.name, self.namespace, self.mesh = program, program.name, Names().of(program.name), program.mesh
+        self.ir, self.name, self.namespace, self.mesh = program, program.name, Names().of(program.name, apart=C_FUNCTIONS), program.mesh
         self.title = f"{program.name}: {_signature(program)} on {program.mesh}"
         self.context = context = ProgramContext(program, names, integers)
         self.functions = tuple(_function(block, context) for block in bodies(program)[:-1])
