@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from hostweave.base.paths import PACKAGE, RUNTIME
+from hostweave.base.paths import BENCHMARKS, EXAMPLES, PACKAGE, RUNTIME
 from hostweave.targets.target import NAMES
 
 # From the top down. `options` is what passes and users share.
@@ -45,11 +45,18 @@ def imports(path: Path) -> Iterator[str]:
         yield from (module.split(".")[1] for module in modules if module.startswith("hostweave."))
 
 
-def test_imports_point_down() -> None:
-    files = [path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE or path.name != "__init__.py"]
+def modules() -> list[Path]:
+    """The files of the package, without the examples and benchmarks that a wheel has in its folder."""
+    files = [path for path in PACKAGE.rglob("*.py") if not {EXAMPLES, BENCHMARKS} & {*path.parents}]
     assert len(files) > 100
+    return files
+
+
+def test_imports_point_down() -> None:
     wrong = []
-    for path in files:
+    for path in modules():
+        if path == PACKAGE / "__init__.py":
+            continue
         own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
         wrong += [
             f"{path.relative_to(PACKAGE)} imports {part}" for part in imports(path) if FLOOR_OF.get(part, len(FLOORS)) < FLOOR_OF[own]
@@ -61,7 +68,7 @@ def test_targets_are_asked_and_not_compared() -> None:
     """A target is an object; what one of a certain name does differently stands in the folder `targets`."""
     compared = [
         f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}"
-        for path in PACKAGE.rglob("*.py")
+        for path in modules()
         if path.parent.name != "targets"
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Compare) and "target" in ast.unparse(node.left)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hostweave.base.errors import BuildError
-from hostweave.base.paths import EXAMPLES, PACKAGE, RUNTIME, TEMPLATES
+from hostweave.base.paths import EXAMPLES, NATIVE, PACKAGE, RUNTIME, TEMPLATES
 from hostweave.build import cache
 
 
@@ -102,7 +102,8 @@ def installed(folder: Path) -> dict[str, str]:
     """The environment in which processes run a copy of the package."""
     for path in (TEMPLATES, RUNTIME, EXAMPLES, PACKAGE):
         copy = folder / "codegen" / path.name if path == PACKAGE else folder / path.name
-        shutil.copytree(path, copy, ignore=shutil.ignore_patterns("__pycache__"), copy_function=shutil.copy)
+        shutil.copytree(path, copy, ignore=shutil.ignore_patterns("__pycache__", NATIVE.name), copy_function=shutil.copy)
+    (folder / "codegen" / PACKAGE.name / NATIVE.name).symlink_to(NATIVE)  # which finds the BLAS library by its own place
     return {**os.environ, "PYTHONPATH": str(folder / "codegen")}
 
 
