@@ -157,9 +157,8 @@ Floats as_floats(const void* matrix, cudaDataType_t type, std::int64_t ld, std::
   float* const copy = scratch.at_least(inner * outer);
   constexpr std::int64_t piece_elements = 1 << 18;
   const std::int64_t columns = std::max<std::int64_t>(piece_elements / std::max<std::int64_t>(inner, 1), 1);
-  Machine::get().split((outer + columns - 1) / columns, [&](std::size_t piece) {
-    const std::int64_t begin = piece * columns, end = std::min(begin + columns, outer);
-    for (std::int64_t column = begin; column < end; ++column) {
+  Machine::get().split(outer, columns, [&](std::size_t begin, std::size_t end) {
+    for (std::size_t column = begin; column < end; ++column) {
       load_row(copy + column * inner, shift(matrix, column * ld, type), inner, type);
     }
   });
@@ -198,9 +197,7 @@ void in_blocks(const Gemm& g, const std::function<void(const Gemm&, std::int64_t
     const auto workers = static_cast<std::int64_t>(Machine::get().idle_workers()) + 1;
     blocks = std::clamp<std::int64_t>(side / narrowest, 1, workers);
   }
-  const std::int64_t width = (side + blocks - 1) / blocks;
-  Machine::get().split((side + width - 1) / width, [&](std::size_t i) {
-    const std::int64_t begin = i * width, end = std::min(begin + width, side);
+  Machine::get().split(side, (side + blocks - 1) / blocks, [&](std::size_t begin, std::size_t end) {
     const std::int64_t row = by_column ? 0 : begin, column = by_column ? begin : 0;
     Gemm block = g;
     (by_column ? block.n : block.m) = end - begin;

@@ -57,6 +57,14 @@ struct Op {
 };
 using OpPtr = std::shared_ptr<Op>;
 
+inline OpPtr new_op(const char* kind, int subject, Ranges ranges = {}) {
+  auto op = std::make_shared<Op>();
+  op->name.kind = kind;
+  op->name.subject = subject;
+  op->ranges = std::move(ranges);
+  return op;
+}
+
 struct Stream {
   int device = 0;
   int number = 0;  // 0 is the legacy default stream
