@@ -104,7 +104,7 @@ void add_ranges(Ranges& ranges, const void* base, const Layout& layout, bool wri
   const std::size_t bytes = layout.inner() * size, pitch = layout.ld * size, outer = layout.outer();
   const std::int64_t batches = layout.batch_stride == 0 ? 1 : layout.batch_count;
   for (std::int64_t i = 0; i < batches; ++i) {
-    const char* const at = static_cast<const char*>(base) + i * layout.batch_stride * static_cast<std::int64_t>(size);
+    const void* const at = shift(base, i * layout.batch_stride, layout.data_type());
     ranges.push_back(write ? write_of(at, bytes, outer, pitch) : read_of(at, bytes, outer, pitch));
   }
 }
@@ -130,10 +130,6 @@ void swap_sides(Gemm& g) {  // D' = B' A'
   const bool ta = g.transpose_a;
   g.transpose_a = !g.transpose_b, g.transpose_b = !ta;
   g.bias_by_column = true;
-}
-
-const char* step(const void* base, std::int64_t elements, const Layout& layout) {
-  return static_cast<const char*>(base) + elements * static_cast<std::int64_t>(type_size(layout.data_type()));
 }
 
 }  // namespace
@@ -282,10 +278,10 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
   op->work = [g, la, lb, lc, ld, a, b, c, d, bias = has_bias ? desc.bias : nullptr] {
     for (std::int64_t i = 0; i < ld.batch_count; ++i) {
       Gemm one = g;
-      one.a = step(a, i * la.batch_stride, la);
-      one.b = step(b, i * lb.batch_stride, lb);
-      one.c = one.beta != 0 ? step(c, i * lc.batch_stride, lc) : nullptr;
-      one.d = const_cast<char*>(step(d, i * ld.batch_stride, ld));
+      one.a = shift(a, i * la.batch_stride, g.type_a);
+      one.b = shift(b, i * lb.batch_stride, g.type_b);
+      one.c = one.beta != 0 ? shift(c, i * lc.batch_stride, g.type_c) : nullptr;
+      one.d = shift(d, i * ld.batch_stride, g.type_d);
       one.bias = bias;
       if (ld.row_major()) swap_sides(one);
       run(one);

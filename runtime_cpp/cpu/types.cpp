@@ -34,4 +34,11 @@ std::size_t type_size(cudaDataType_t type) {
   }
 }
 
+const void* shift(const void* base, std::int64_t elements, cudaDataType_t type) {
+  return base ? static_cast<const char*>(base) + elements * static_cast<std::int64_t>(type_size(type)) : nullptr;
+}
+void* shift(void* base, std::int64_t elements, cudaDataType_t type) {
+  return const_cast<void*>(shift(static_cast<const void*>(base), elements, type));
+}
+
 }  // namespace hostweave::cpu

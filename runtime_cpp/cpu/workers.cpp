@@ -58,21 +58,18 @@ bool Machine::wait_parallel(Lock& lock, HostThread& me) {
   if (me.ready()) return true;
   waiting_.push_back(&me);
   find_deadlock();
-  using Clock = std::chrono::steady_clock;
-  const auto patience = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(config.timeout_seconds));
-  auto deadline = Clock::now() + patience;
+  auto end = deadline();
   std::uint64_t seen = progress_;
   while (!failed_ && !me.ready()) {
-    me.wake.wait_until(lock, deadline);
-    if (Clock::now() < deadline) continue;
+    if (me.wake.wait_until(lock, end) == std::cv_status::no_timeout) continue;
     // Work that takes long is not a deadlock, and neither is a rank that is still making progress.
     if (seen == progress_ && running_ == 0 && ready_.empty() && !me.ready() && !failed_) {
       fail(deadlock_report() + "\n  (no progress for " + std::to_string(config.timeout_seconds) + " seconds)");
     }
     seen = progress_;
-    deadline = Clock::now() + patience;
+    end = deadline();
   }
-  waiting_.erase(std::find(waiting_.begin(), waiting_.end(), &me));
+  std::erase(waiting_, &me);
   return !failed_;
 }
 

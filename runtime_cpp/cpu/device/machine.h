@@ -158,6 +158,8 @@ class Machine {
   bool wait_seeded(Lock& lock, HostThread& me);
   void step(Lock& lock, Stream* stream);
   void await_turn(Lock& lock, HostThread& me);
+  std::chrono::steady_clock::time_point deadline() const;  // of who sees no progress from now on
+  int expected_ranks() const { return config.ranks > 0 ? config.ranks : config.devices; }
   void hand_turn(HostThread* thread);
   void pass_turn_on(Lock& lock);
   struct Choices {
