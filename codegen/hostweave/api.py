@@ -24,6 +24,7 @@ from hostweave.targets.target import NAMES, Target, find_target
 from hostweave.types.mesh import Mesh
 
 if TYPE_CHECKING:  # compiling needs neither NumPy nor what runs programs: they are imported when a program first runs
+    from hostweave.runtime.call import Call
     from hostweave.runtime.group import Group
     from hostweave.runtime.local import LocalProgram
     from hostweave.runtime.session import Session, Timing
@@ -203,11 +204,8 @@ class Program:
 
         Example: `y = program.run(x, w=w)`.
         """
-        from hostweave.runtime.call import make_call
-        from hostweave.runtime.cpu import schedule
-
-        call = make_call(self._host, self.target, arrays, named)
-        self._ready().run([call], schedule(), poison=False)
+        call = self._call(arrays, named)
+        self._ready().run([call], poison=False)
         return call.local_results() if ranks else call.global_results()
 
     def run_in_flight(self, calls: Sequence[Mapping[str, Any]], *, poison: bool = False) -> list[list[Any]]:
@@ -216,11 +214,8 @@ class Program:
         With `poison`, outputs and temporaries are filled with NaN on the caller's stream before each call, so that a missing dependency
         shows. Returns for every call what `run(ranks=True)` returns.
         """
-        from hostweave.runtime.call import make_call
-        from hostweave.runtime.cpu import schedule
-
-        made = [make_call(self._host, self.target, (), arrays) for arrays in calls]
-        self._ready().run(made, schedule(), poison=poison)
+        made = [self._call((), arrays) for arrays in calls]
+        self._ready().run(made, poison)
         return [call.local_results() for call in made]
 
     def measure(self, *arrays: Any, warmups: int = 3, repetitions: int = 20, **named: Any) -> list[list[Timing]]:
@@ -228,13 +223,9 @@ class Program:
 
         Returns a list per rank of a Timing per repetition. Raises ArgumentError and ExecutionError as `run` does.
         """
-        from hostweave.runtime.call import make_call
-        from hostweave.runtime.cpu import schedule
-
         if warmups < 0 or repetitions < 1:
             raise ArgumentError(f"{self.name}: measure: warmups={warmups}, repetitions={repetitions}: at least 0 and 1 are wanted")
-        call = make_call(self._host, self.target, arrays, named)
-        return self._ready().measure(call, schedule(), warmups, repetitions)
+        return self._ready().measure(self._call(arrays, named), warmups, repetitions)
 
     def export(self, folder: str | Path) -> None:
         """Writes a CMake project that builds and runs the program without Python, on both targets.
@@ -260,6 +251,11 @@ class Program:
                 self._session = None
             for local in self._locals:
                 local.close()
+
+    def _call(self, arrays: Sequence[Any], named: Mapping[str, Any]) -> Call:
+        from hostweave.runtime.call import make_call
+
+        return make_call(self._host, self.target, arrays, named)
 
     def _ready(self) -> Session:
         """The program on every rank of a world that works."""

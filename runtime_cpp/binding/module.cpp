@@ -40,7 +40,6 @@ PYBIND11_MODULE(hostweave_program, m) {
   m.attr("__doc__") = std::string("The program ") + table().name + " on " + table().mesh;
   m.attr("name") = table().name;
   m.attr("mesh") = table().mesh;
-  m.attr("ranks") = table().world;
   m.attr("inputs") = parameters(table().inputs);
   m.attr("outputs") = parameters(table().outputs);
 

@@ -15,10 +15,10 @@
 namespace glue {
 namespace {
 
-// (address, shape, bytes, device, shape of the global array or ()), as hostweave.runtime.arrays describes an array.
+// (shape of the global array or (), address, shape, bytes, device), as hostweave.runtime.arrays describes an array.
 hw::Array array_of(const py::handle& view) {
   using Sizes = std::vector<int64_t>;
-  const auto [address, sizes, bytes, device, whole] = view.cast<std::tuple<uintptr_t, Sizes, size_t, int, Sizes>>();
+  const auto [whole, address, sizes, bytes, device] = view.cast<std::tuple<Sizes, uintptr_t, Sizes, size_t, int>>();
   return {reinterpret_cast<void*>(address), shape_of(sizes), bytes, device, shape_of(whole)};
 }
 
@@ -54,6 +54,18 @@ bool signal_raised() {
   }
 }
 
+void run(hw::Runner& runner, const hw::Schedule& schedule, const py::list& calls, bool poison) {
+  std::vector<hw::Call> all;
+  for (const py::handle call : calls) all.push_back(call_of(call));
+  without_gil([&] { runner.run(schedule, all, poison, signal_raised); });
+}
+
+std::vector<std::vector<hw::Timing>> measure(hw::Runner& runner, const hw::Schedule& schedule, const py::tuple& call, int warmups,
+                                             int repetitions) {
+  const hw::Call arrays = call_of(call);
+  return without_gil([&] { return runner.measure(schedule, arrays, warmups, repetitions, signal_raised); });
+}
+
 }  // namespace
 
 void bind_world(py::module_& m) {
@@ -65,7 +77,6 @@ void bind_world(py::module_& m) {
   py::class_<hw::World, Holder<hw::World>>(m, "World", py::module_local())
       .def(py::init([](int ranks) { return without_gil([&] { return Holder<hw::World>(new hw::World(ranks)); }); }),
            py::arg("ranks"))
-      .def_property_readonly("ranks", &hw::World::ranks)
       .def_property_readonly("broken", &hw::World::broken);
 
   py::class_<hw::Timing>(m, "Timing", py::module_local())
@@ -77,21 +88,8 @@ void bind_world(py::module_& m) {
              return without_gil([&] { return Holder<hw::Runner>(new hw::Runner(world, table(), signal_raised)); });
            }),
            py::arg("world"), py::keep_alive<1, 2>())
-      .def(
-          "run",
-          [](hw::Runner& runner, const hw::Schedule& schedule, const py::list& calls, bool poison) {
-            std::vector<hw::Call> all;
-            for (const py::handle call : calls) all.push_back(call_of(call));
-            without_gil([&] { runner.run(schedule, all, poison, signal_raised); });
-          },
-          py::arg("schedule"), py::arg("calls"), py::arg("poison"))
-      .def(
-          "measure",
-          [](hw::Runner& runner, const hw::Schedule& schedule, const py::tuple& call, int warmups, int repetitions) {
-            const hw::Call arrays = call_of(call);
-            return without_gil([&] { return runner.measure(schedule, arrays, warmups, repetitions, signal_raised); });
-          },
-          py::arg("schedule"), py::arg("call"), py::arg("warmups"), py::arg("repetitions"));
+      .def("run", run)
+      .def("measure", measure);
 }
 
 }  // namespace glue

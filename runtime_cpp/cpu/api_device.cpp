@@ -1,9 +1,10 @@
 // cudaSetDevice and what can be asked of a device.
 #include <unistd.h>
 
+#include <climits>
+
 #include "errors.h"
 #include "machine.h"
-#include "submit.h"
 
 using namespace hostweave::cpu;
 
@@ -46,49 +47,24 @@ cudaError_t cudaDeviceSynchronize(void) {
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
   Call call;
   if (!exists(device)) return no_such_device("cudaDeviceGetAttribute", device);
-  switch (attribute) {
-    case cudaDevAttrMaxThreadsPerBlock:
-      *value = 1024;
-      break;
-    case cudaDevAttrMaxBlockDimX:
-      *value = 1024;
-      break;
-    case cudaDevAttrMaxGridDimX:
-      *value = 2147483647;
-      break;
-    case cudaDevAttrMaxSharedMemoryPerBlock:
-      *value = 49152;
-      break;
-    case cudaDevAttrWarpSize:
-      *value = 32;
-      break;
-    case cudaDevAttrMultiProcessorCount:
-      *value = static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN));
-      break;
-    case cudaDevAttrL2CacheSize:
-      *value = 1 << 20;
-      break;
-    case cudaDevAttrMaxThreadsPerMultiProcessor:
-      *value = 2048;
-      break;
-    case cudaDevAttrUnifiedAddressing:
-      *value = 1;
-      break;
-    case cudaDevAttrComputeCapabilityMajor:
-      *value = 0;
-      break;
-    case cudaDevAttrComputeCapabilityMinor:
-      *value = 0;
-      break;
-    case cudaDevAttrStreamPrioritiesSupported:
-      *value = 1;
-      break;
-    case cudaDevAttrMemoryPoolsSupported:
-      *value = 1;
-      break;
-    default:
-      return cuda_not_supported("cudaDeviceGetAttribute: attribute " + std::to_string(attribute));
-  }
+  static const std::map<cudaDeviceAttr, int> values = {
+      {cudaDevAttrMaxThreadsPerBlock, 1024},
+      {cudaDevAttrMaxBlockDimX, 1024},
+      {cudaDevAttrMaxGridDimX, INT_MAX},
+      {cudaDevAttrMaxSharedMemoryPerBlock, 49152},
+      {cudaDevAttrWarpSize, 32},
+      {cudaDevAttrMultiProcessorCount, static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN))},
+      {cudaDevAttrL2CacheSize, 1 << 20},
+      {cudaDevAttrMaxThreadsPerMultiProcessor, 2048},
+      {cudaDevAttrUnifiedAddressing, 1},
+      {cudaDevAttrComputeCapabilityMajor, 0},
+      {cudaDevAttrComputeCapabilityMinor, 0},
+      {cudaDevAttrStreamPrioritiesSupported, 1},
+      {cudaDevAttrMemoryPoolsSupported, 1},
+  };
+  const auto found = values.find(attribute);
+  if (found == values.end()) return cuda_not_supported("cudaDeviceGetAttribute: attribute " + std::to_string(attribute));
+  *value = found->second;
   return cudaSuccess;
 }
 
@@ -120,15 +96,6 @@ cudaError_t cudaDeviceDisablePeerAccess(int peer) {
   const int device = this_thread().device;
   const bool was = Machine::get().peer_access.erase(static_cast<std::uint64_t>(device) << 32 | static_cast<unsigned>(peer)) != 0;
   return was ? cudaSuccess : error(cudaErrorPeerAccessNotEnabled, "cudaDeviceDisablePeerAccess: not enabled");
-}
-
-cudaError_t cudaDriverGetVersion(int* version) {
-  *version = CUDART_VERSION;
-  return cudaSuccess;
-}
-cudaError_t cudaRuntimeGetVersion(int* version) {
-  *version = CUDART_VERSION;
-  return cudaSuccess;
 }
 
 }  // extern "C"

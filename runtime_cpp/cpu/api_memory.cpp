@@ -1,17 +1,18 @@
 // cudaMalloc, cudaMemcpy, cudaMemset and their relatives.
-#include <unistd.h>
-
-#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
 #include "errors.h"
 #include "machine.h"
-#include "submit.h"
 
 using namespace hostweave::cpu;
 
 namespace {
+
+void forget(const void* pointer, std::size_t bytes) {
+  const auto begin = reinterpret_cast<std::uintptr_t>(pointer);
+  Machine::get().history.forget(begin, begin + bytes);
+}
 
 cudaError_t allocate(void** pointer, std::size_t bytes, cudaMemoryType type, const char* call) {
   *pointer = nullptr;
@@ -21,9 +22,7 @@ cudaError_t allocate(void** pointer, std::size_t bytes, cudaMemoryType type, con
   if (bytes == 0) return cudaSuccess;
   *pointer = machine.memory.allocate(bytes, this_thread().device, type, machine.config.fill_fresh_memory != 0);
   if (!*pointer) return error(cudaErrorMemoryAllocation, std::string(call) + ": no " + std::to_string(bytes) + " bytes left");
-  // The addresses may have belonged to something that was freed behind the device's back.
-  const auto begin = reinterpret_cast<std::uintptr_t>(*pointer);
-  machine.history.forget(begin, begin + bytes);
+  forget(*pointer, bytes);  // the addresses may have belonged to something that was freed behind the device's back
   return cudaSuccess;
 }
 
@@ -55,17 +54,14 @@ cudaError_t release(void* pointer, cudaMemoryType type, const char* name) {
       return cuda_stopped();
     }
   }
-  const auto begin = reinterpret_cast<std::uintptr_t>(pointer);
-  machine.history.forget(begin, begin + what.bytes);
+  forget(pointer, what.bytes);
   machine.memory.release(pointer);
   return cudaSuccess;
 }
 
-bool is_host(const void* pointer) {
-  const Allocation* const allocation = Machine::get().memory.find(reinterpret_cast<std::uintptr_t>(pointer));
-  return !allocation || allocation->type == cudaMemoryTypeHost;
-}
-bool is_pageable(const void* pointer) { return !Machine::get().memory.find(reinterpret_cast<std::uintptr_t>(pointer)); }
+const Allocation* around(const void* pointer) { return Machine::get().memory.find(reinterpret_cast<std::uintptr_t>(pointer)); }
+bool is_pageable(const void* pointer) { return !around(pointer); }
+bool is_device(const void* pointer) { return !is_pageable(pointer) && around(pointer)->type != cudaMemoryTypeHost; }
 
 struct Copy {
   void* dst;
@@ -79,15 +75,7 @@ struct Copy {
 };
 
 void move(const Copy& c) {
-  if (c.height == 1) {
-    constexpr std::size_t piece_bytes = std::size_t{1} << 20;
-    const std::size_t pieces = (c.width + piece_bytes - 1) / piece_bytes;
-    Machine::get().split(pieces, [&](std::size_t piece) {
-      const std::size_t at = piece * piece_bytes;
-      std::memcpy(static_cast<char*>(c.dst) + at, static_cast<const char*>(c.src) + at, std::min(piece_bytes, c.width - at));
-    });
-    return;
-  }
+  if (c.height == 1) return copy_bytes(c.dst, c.src, c.width);
   for (std::size_t row = 0; row < c.height; ++row) {
     std::memcpy(static_cast<char*>(c.dst) + row * c.dst_pitch, static_cast<const char*>(c.src) + row * c.src_pitch, c.width);
   }
@@ -99,17 +87,9 @@ const char* wrong_direction(const Copy& c) {
   if (c.kind < cudaMemcpyHostToHost || c.kind > cudaMemcpyDefault) return "an unknown direction";
   if (c.kind == cudaMemcpyDefault) return nullptr;
   // Memory that the device did not make may stand for a device's, so only the opposite can be told.
-  if (to_host && !is_host(c.dst)) return "the destination is device memory";
-  if (from_host && !is_host(c.src)) return "the source is device memory";
+  if (to_host && is_device(c.dst)) return "the destination is device memory";
+  if (from_host && is_device(c.src)) return "the source is device memory";
   return nullptr;
-}
-
-OpPtr copy_op(const Copy& c) {
-  auto op = std::make_shared<Op>();
-  op->name.kind = "copy";
-  op->name.subject = 0;
-  op->ranges = {read_of(c.src, c.width, c.height, c.src_pitch), write_of(c.dst, c.width, c.height, c.dst_pitch)};
-  return op;
 }
 
 constexpr std::size_t kStaged = 64 << 10;  // CUDA copies so much of pageable memory at the call
@@ -125,13 +105,16 @@ cudaError_t copy(Copy c, cudaStream_t stream, bool blocks) {
     if (const char* wrong = wrong_direction(c))
       return error(cudaErrorInvalidMemcpyDirection, std::string("cudaMemcpy: ") + wrong);
   }
-  OpPtr op = copy_op(c);
+  const Range from = read_of(c.src, c.width, c.height, c.src_pitch), to = write_of(c.dst, c.width, c.height, c.dst_pitch);
+  OpPtr op = new_op("copy", 0, {from, to});
   if (c.bytes() == 0) {
     op->ranges.clear();
   } else if (c.kind == cudaMemcpyHostToDevice && is_pageable(c.src) && c.height == 1 && c.width <= kStaged && !blocks) {
-    const auto* const from = static_cast<const char*>(c.src);
-    op->ranges.erase(op->ranges.begin());
-    op->work = [to = c.dst, staged = std::vector<char>(from, from + c.width)] { std::memcpy(to, staged.data(), staged.size()); };
+    const auto* const bytes = static_cast<const char*>(c.src);
+    op->ranges = {to};
+    op->work = [dst = c.dst, staged = std::vector<char>(bytes, bytes + c.width)] {
+      std::memcpy(dst, staged.data(), staged.size());
+    };
   } else {
     // CUDA returns from copies of pageable memory when that memory is the caller's again.
     if (c.kind == cudaMemcpyHostToDevice && is_pageable(c.src)) blocks = true;
@@ -144,9 +127,7 @@ cudaError_t copy(Copy c, cudaStream_t stream, bool blocks) {
 
 cudaError_t fill(void* pointer, std::size_t pitch, int value, std::size_t width, std::size_t height, cudaStream_t stream) {
   Call call;
-  auto op = std::make_shared<Op>();
-  op->name.kind = "fill";
-  op->name.subject = 0;
+  OpPtr op = new_op("fill", 0);
   if (width != 0 && height != 0) {
     if (height > 1 && width > pitch) return error(cudaErrorInvalidPitchValue, "cudaMemset2D: the width is larger than the pitch");
     op->ranges = {write_of(pointer, width, height, pitch)};
@@ -171,10 +152,6 @@ cudaError_t cudaMallocHost(void** pointer, size_t bytes) {
   Call call;
   return allocate(pointer, bytes, cudaMemoryTypeHost, "cudaMallocHost");
 }
-cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned flags) {
-  if (flags & ~static_cast<unsigned>(cudaHostAllocPortable)) return cuda_not_supported("cudaHostAlloc with these flags");
-  return cudaMallocHost(pointer, bytes);
-}
 cudaError_t cudaFreeHost(void* pointer) { return release(pointer, cudaMemoryTypeHost, "cudaFreeHost"); }
 
 // The memory is there at once, but belongs to the program from this point of the stream on: whoever uses it elsewhere
@@ -184,10 +161,7 @@ cudaError_t cudaMallocAsync(void** pointer, size_t bytes, cudaStream_t stream) {
   if (!Machine::get().find_stream(stream)) return no_such_stream(stream, "cudaMallocAsync");
   const cudaError_t result = allocate(pointer, bytes, cudaMemoryTypeDevice, "cudaMallocAsync");
   if (result != cudaSuccess || bytes == 0) return result;
-  auto op = std::make_shared<Op>();
-  op->name.kind = "allocate";
-  op->ranges = {write_of(*pointer, bytes)};
-  return submit(call.lock, std::move(op), stream);
+  return submit(call.lock, new_op("allocate", -1, {write_of(*pointer, bytes)}), stream);
 }
 
 cudaError_t cudaFreeAsync(void* pointer, cudaStream_t stream) {
@@ -195,32 +169,19 @@ cudaError_t cudaFreeAsync(void* pointer, cudaStream_t stream) {
   Call call;
   const Allocation* const allocation = owned(pointer, cudaMemoryTypeDevice);
   if (!allocation) return error(cudaErrorInvalidValue, "cudaFreeAsync: not the beginning of an allocation");
-  auto op = std::make_shared<Op>();
-  op->name.kind = "free";
-  op->name.subject = 0;
-  op->ranges = {write_of(pointer, allocation->bytes)};
+  OpPtr op = new_op("free", 0, {write_of(pointer, allocation->bytes)});
   op->work = [pointer, bytes = allocation->bytes] {
-    Machine& machine = Machine::get();
-    const Lock lock(machine.mutex);
-    const auto begin = reinterpret_cast<std::uintptr_t>(pointer);
-    machine.history.forget(begin, begin + bytes);
-    machine.memory.release(pointer);
+    const Lock lock(Machine::get().mutex);
+    forget(pointer, bytes);
+    Machine::get().memory.release(pointer);
   };
   return submit(call.lock, std::move(op), stream);
-}
-
-cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
-  Call call;
-  const std::size_t page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
-  *total = static_cast<std::size_t>(sysconf(_SC_PHYS_PAGES)) * page;
-  *free = static_cast<std::size_t>(sysconf(_SC_AVPHYS_PAGES)) * page;
-  return cudaSuccess;
 }
 
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer) {
   Call call;
   *attributes = {};
-  const Allocation* const allocation = Machine::get().memory.find(reinterpret_cast<std::uintptr_t>(pointer));
+  const Allocation* const allocation = around(pointer);
   attributes->type = allocation ? allocation->type : cudaMemoryTypeUnregistered;
   attributes->device = allocation ? allocation->device : cudaInvalidDeviceId;
   attributes->devicePointer = allocation ? const_cast<void*>(pointer) : nullptr;

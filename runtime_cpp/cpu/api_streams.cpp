@@ -3,7 +3,6 @@
 
 #include "errors.h"
 #include "machine.h"
-#include "submit.h"
 
 using namespace hostweave::cpu;
 
@@ -29,12 +28,7 @@ cudaError_t submit(Lock& lock, OpPtr op, cudaStream_t handle, bool peers_allowed
 
 cudaError_t wait_for(Lock& lock, const std::vector<OpPtr>& ops, const char* what) {
   Machine& machine = Machine::get();
-  const auto all_done = [&] {
-    for (const OpPtr& op : ops) {
-      if (!op->done) return false;
-    }
-    return true;
-  };
+  const auto all_done = [&] { return std::ranges::all_of(ops, [](const OpPtr& op) { return op->done; }); };
   if (!machine.wait(lock, what, all_done)) return cuda_stopped();
   for (const OpPtr& op : ops) machine.learn(this_thread().device, op->clock);
   return cudaSuccess;
@@ -70,11 +64,15 @@ cudaError_t no_such_event(const char* call) {
                std::string(call) + ": an event that was destroyed, or never made, is " + "not supported by the CPU device");
 }
 
-OpPtr marker(const char* kind) {
-  auto op = std::make_shared<Op>();
-  op->name.kind = kind;
-  op->name.subject = 0;
-  return op;
+// Whether an op is done. Where it is not, others go on before the caller asks again.
+cudaError_t query(Lock& lock, const OpPtr op) {
+  Machine& machine = Machine::get();
+  if (op && !op->done) {
+    machine.pause(lock);
+    return machine.failed() ? cuda_stopped() : cudaErrorNotReady;
+  }
+  if (op) machine.learn(this_thread().device, op->clock);
+  return cudaSuccess;
 }
 
 }  // namespace
@@ -103,23 +101,14 @@ cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
   if (Machine::get().failed()) return cuda_stopped();
   Stream* const stream = Machine::get().find_stream(handle);
   if (!stream) return no_such_stream(handle, "cudaStreamSynchronize");
-  if (!stream->last) return cudaSuccess;
-  return wait_for(call.lock, {stream->last}, "a stream");
+  return stream->last ? wait_for(call.lock, {stream->last}, "a stream") : cudaSuccess;
 }
 
 cudaError_t cudaStreamQuery(cudaStream_t handle) {
   Call call;
-  Machine& machine = Machine::get();
-  if (machine.failed()) return cuda_stopped();
-  const Stream* const stream = machine.find_stream(handle);
-  if (!stream) return no_such_stream(handle, "cudaStreamQuery");
-  const OpPtr last = stream->last;
-  if (last && !last->done) {
-    machine.pause(call.lock);
-    return machine.failed() ? cuda_stopped() : cudaErrorNotReady;
-  }
-  if (last) machine.learn(this_thread().device, last->clock);
-  return cudaSuccess;
+  if (Machine::get().failed()) return cuda_stopped();
+  const Stream* const stream = Machine::get().find_stream(handle);
+  return stream ? query(call.lock, stream->last) : no_such_stream(handle, "cudaStreamQuery");
 }
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t handle, unsigned flags) {
@@ -127,33 +116,10 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t handle, unsigne
   Call call;
   const Event* const event = known(handle);
   if (!event) return no_such_event("cudaStreamWaitEvent");
-  OpPtr op = marker("wait");
-  op->name.subject = 1;
+  OpPtr op = new_op("wait", 1);
   // It binds to the record as it is now: a later record of the event does not count, and without one there is no wait.
   if (event->record) op->after.push_back(event->record);
   return submit(call.lock, std::move(op), stream);
-}
-
-cudaError_t cudaStreamGetPriority(cudaStream_t handle, int* priority) {
-  Call call;
-  const Stream* const stream = Machine::get().find_stream(handle);
-  if (!stream) return no_such_stream(handle, "cudaStreamGetPriority");
-  *priority = stream->priority;
-  return cudaSuccess;
-}
-cudaError_t cudaStreamGetFlags(cudaStream_t handle, unsigned* flags) {
-  Call call;
-  const Stream* const stream = Machine::get().find_stream(handle);
-  if (!stream) return no_such_stream(handle, "cudaStreamGetFlags");
-  *flags = stream->flags;
-  return cudaSuccess;
-}
-cudaError_t cudaStreamGetDevice(cudaStream_t handle, int* device) {
-  Call call;
-  const Stream* const stream = Machine::get().find_stream(handle);
-  if (!stream) return no_such_stream(handle, "cudaStreamGetDevice");
-  *device = stream->device;
-  return cudaSuccess;
 }
 
 cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) { return cuda_not_supported("stream capture"); }
@@ -197,7 +163,7 @@ cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream) {
     return error(cudaErrorInvalidResourceHandle, "cudaEventRecord: an event of device " + std::to_string(event->device) +
                                                      " on a stream of device " + std::to_string(on->device));
   }
-  OpPtr op = marker("record");
+  OpPtr op = new_op("record", 0);
   // From the moment of the call, whatever the enqueue lets others do before it returns.
   event->record = op;
   return submit(call.lock, std::move(op), stream);
@@ -208,23 +174,14 @@ cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
   if (Machine::get().failed()) return cuda_stopped();
   const Event* const event = known(handle);
   if (!event) return no_such_event("cudaEventSynchronize");
-  if (!event->record) return cudaSuccess;
-  return wait_for(call.lock, {event->record}, "an event");
+  return event->record ? wait_for(call.lock, {event->record}, "an event") : cudaSuccess;
 }
 
 cudaError_t cudaEventQuery(cudaEvent_t handle) {
   Call call;
-  Machine& machine = Machine::get();
-  if (machine.failed()) return cuda_stopped();
+  if (Machine::get().failed()) return cuda_stopped();
   const Event* const event = known(handle);
-  if (!event) return no_such_event("cudaEventQuery");
-  const OpPtr record = event->record;
-  if (record && !record->done) {
-    machine.pause(call.lock);
-    return machine.failed() ? cuda_stopped() : cudaErrorNotReady;
-  }
-  if (record) machine.learn(this_thread().device, record->clock);
-  return cudaSuccess;
+  return event ? query(call.lock, event->record) : no_such_event("cudaEventQuery");
 }
 
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t end) {

@@ -1,10 +1,10 @@
 // NCCL's collectives, sends and recvs: from a call, or a group of calls, to one op that has a seat in each match.
+#include <algorithm>
 #include <string>
 #include <utility>
 
 #include "communicator.h"
 #include "errors.h"
-#include "group.h"
 #include "machine.h"
 
 namespace hostweave::cpu {
@@ -36,23 +36,6 @@ Group& group() {
   return group;
 }
 
-const char* kind_name(CommKind kind) {
-  switch (kind) {
-    case CommKind::all_gather:
-      return "all_gather";
-    case CommKind::all_reduce:
-      return "all_reduce";
-    case CommKind::reduce_scatter:
-      return "reduce_scatter";
-    case CommKind::broadcast:
-      return "broadcast";
-    case CommKind::reduce:
-      return "reduce";
-    default:
-      return "send and recv";
-  }
-}
-
 const char* reduction_name(ncclRedOp_t reduction) {
   static constexpr const char* names[] = {"sum", "prod", "max", "min", "avg"};
   return names[reduction];
@@ -62,34 +45,26 @@ bool reduces(CommKind kind) {
   return kind == CommKind::all_reduce || kind == CommKind::reduce_scatter || kind == CommKind::reduce;
 }
 
+// The argument that holds what is sent, or received alone.
+int subject_of(const Request& r) { return r.kind == CommKind::send_recv ? 0 : 1; }
+
 Ranges ranges_of(const Request& r) {
   const std::size_t bytes = r.count * type_size(r.type), all = bytes * r.comm->process_group->size();
-  const bool is_root = r.comm->rank == r.root;
-  switch (r.kind) {
-    case CommKind::all_gather:
-      return {read_of(r.send, bytes), write_of(r.recv, all)};
-    case CommKind::all_reduce:
-      return {read_of(r.send, bytes), write_of(r.recv, bytes)};
-    case CommKind::reduce_scatter:
-      return {read_of(r.send, all), write_of(r.recv, bytes)};
-    case CommKind::broadcast:
-      if (is_root && r.send == r.recv) return {read_of(r.send, bytes)};  // in place, which writes nothing
-      if (is_root) return {read_of(r.send, bytes), write_of(r.recv, bytes)};
-      return {write_of(r.recv, bytes)};
-    case CommKind::reduce:
-      if (is_root) return {read_of(r.send, bytes), write_of(r.recv, bytes)};
-      return {read_of(r.send, bytes)};
-    case CommKind::send_recv:
-      return {r.sends ? read_of(r.send, bytes) : write_of(r.recv, bytes)};
-  }
-  return {};
+  const bool is_root = r.comm->rank == r.root, broadcasts = r.kind == CommKind::broadcast, pairs = r.kind == CommKind::send_recv;
+  const bool reads = broadcasts ? is_root : !pairs || r.sends;
+  const bool in_place = broadcasts && is_root && r.send == r.recv;
+  const bool writes = r.kind == CommKind::reduce ? is_root : pairs ? !r.sends : !in_place;
+  Ranges ranges;
+  if (reads) ranges.push_back(read_of(r.send, r.kind == CommKind::reduce_scatter ? all : bytes));
+  if (writes) ranges.push_back(write_of(r.recv, r.kind == CommKind::all_gather ? all : bytes));
+  return ranges;
 }
 
 std::string difference(const Match& match, const Request& r) {
   const auto differ = [](const char* what, const std::string& theirs, const std::string& ours) {
     return std::string(what) + " differ: " + theirs + " and " + ours;
   };
-  if (match.kind != r.kind) return differ("the kinds", kind_name(match.kind), kind_name(r.kind));
+  if (match.kind != r.kind) return differ("the kinds", match.name, r.name);
   if (match.count != r.count) return differ("the counts", std::to_string(match.count), std::to_string(r.count));
   if (match.type != r.type) return differ("the types", type_name(match.type), type_name(r.type));
   if (match.root != r.root) return differ("the roots", std::to_string(match.root), std::to_string(r.root));
@@ -102,6 +77,7 @@ std::string difference(const Match& match, const Request& r) {
 std::shared_ptr<Match> new_match(const Request& r, std::vector<int> seat_ranks) {
   auto match = std::make_shared<Match>();
   match->kind = r.kind;
+  match->name = r.name;
   match->process_group = r.comm->process_group.get();
   match->count = r.count;
   match->type = r.type;
@@ -119,9 +95,8 @@ Part find_collective(const Request& r) {
   std::shared_ptr<Match>& match = process_group.collectives[number];
   if (!match) match = new_match(r, process_group.devices);
   Part part{match, r.comm->rank};
-  bool all_issued = true;
-  for (int seat = 0; seat < process_group.size(); ++seat) all_issued &= seat == r.comm->rank || match->seats[seat].issued;
-  if (all_issued) process_group.collectives.erase(number);
+  const auto is_open = [&](const Match::Seat& seat) { return !seat.issued && &seat != &match->seats[r.comm->rank]; };
+  if (std::ranges::none_of(match->seats, is_open)) process_group.collectives.erase(number);
   return part;
 }
 
@@ -184,10 +159,9 @@ ncclResult_t issue(Lock& lock, const std::vector<Request>& requests) {
                                           std::to_string(stream->device) + " with a communicator of device " +
                                           std::to_string(comm.device));
   }
-  auto op = std::make_shared<Op>();
-  op->name.kind = requests.size() == 1 ? first.name : "group of sends and recvs";
+  OpPtr op = new_op("group of sends and recvs", -1);
+  if (requests.size() == 1) op->name.kind = first.name, op->name.subject = subject_of(first);
   op->name.process_group = comm.process_group->name;
-  op->name.subject = requests.size() == 1 ? (first.kind == CommKind::send_recv ? 0 : 1) : -1;
   for (const Request& r : requests) {
     const Ranges ranges = ranges_of(r);
     op->ranges.insert(op->ranges.end(), ranges.begin(), ranges.end());
@@ -200,8 +174,7 @@ ncclResult_t issue(Lock& lock, const std::vector<Request>& requests) {
     seat.recv = r.recv;
     seat.stream = stream;
     seat.issued = true;
-    seat.issued_as = {comm.device, stream->number, r.name, comm.process_group->name, r.kind == CommKind::send_recv ? 0 : 1,
-                      r.place};
+    seat.issued_as = {comm.device, stream->number, r.name, comm.process_group->name, subject_of(r), r.place};
     const std::string differs = difference(*part.match, r);
     if (!differs.empty()) {
       const Match::Seat* other = &seat;

@@ -8,7 +8,6 @@
 
 #include "communicator.h"
 #include "errors.h"
-#include "group.h"
 #include "machine.h"
 
 namespace hostweave::cpu {
@@ -126,6 +125,13 @@ void form_process_groups(ProcessGroup::Split& split) {
 bool known(ncclComm_t comm) { return Machine::get().communicators.count(comm) != 0; }
 ncclResult_t unknown(const char* call) { return error(ncclInvalidArgument, std::string(call) + ": no such communicator"); }
 
+ncclResult_t tell(ncclComm_t comm, const char* name, int* result, int (*property)(const ncclComm& comm)) {
+  Call call;
+  if (!known(comm)) return unknown(name);
+  *result = property(*comm);
+  return ncclSuccess;
+}
+
 void wait_for_ops(Lock& lock, ncclComm_t comm) {
   const OpPtr last = comm->last;
   if (last) Machine::get().wait(lock, std::string("the ops of ") + comm->process_group->name, [last] { return last->done; });
@@ -143,11 +149,6 @@ ncclResult_t wait_for_process_group(const ProcessGroup& process_group) {
 using namespace hostweave::cpu;
 
 extern "C" {
-
-ncclResult_t ncclGetVersion(int* version) {
-  *version = NCCL_VERSION_CODE;
-  return ncclSuccess;
-}
 
 ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
   Call call;
@@ -246,30 +247,14 @@ ncclResult_t ncclCommAbort(ncclComm_t comm) {
   return ncclSuccess;
 }
 
-ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* asyncError) {
-  Call call;
-  if (!known(comm)) return unknown("ncclCommGetAsyncError");
-  *asyncError = Machine::get().failed() || comm->process_group->stopped ? ncclRemoteError : ncclSuccess;
-  return ncclSuccess;
-}
-
 ncclResult_t ncclCommCount(const ncclComm_t comm, int* count) {
-  Call call;
-  if (!known(comm)) return unknown("ncclCommCount");
-  *count = comm->process_group->size();
-  return ncclSuccess;
+  return tell(comm, "ncclCommCount", count, [](const ncclComm& known) { return known.process_group->size(); });
 }
 ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int* device) {
-  Call call;
-  if (!known(comm)) return unknown("ncclCommCuDevice");
-  *device = comm->device;
-  return ncclSuccess;
+  return tell(comm, "ncclCommCuDevice", device, [](const ncclComm& known) { return known.device; });
 }
 ncclResult_t ncclCommUserRank(const ncclComm_t comm, int* rank) {
-  Call call;
-  if (!known(comm)) return unknown("ncclCommUserRank");
-  *rank = comm->rank;
-  return ncclSuccess;
+  return tell(comm, "ncclCommUserRank", rank, [](const ncclComm& known) { return known.rank; });
 }
 
 }  // extern "C"

@@ -1,5 +1,7 @@
 #include "errors.h"
 
+#include <algorithm>
+#include <span>
 #include <utility>
 
 #include "machine.h"
@@ -27,95 +29,55 @@ LastError& fresh(std::string text) {
   return e;
 }
 
-const char* plain(cudaError_t error) {
-  switch (error) {
-    case cudaSuccess:
-      return "cudaSuccess";
-    case cudaErrorInvalidValue:
-      return "cudaErrorInvalidValue";
-    case cudaErrorMemoryAllocation:
-      return "cudaErrorMemoryAllocation";
-    case cudaErrorInitializationError:
-      return "cudaErrorInitializationError";
-    case cudaErrorInvalidConfiguration:
-      return "cudaErrorInvalidConfiguration";
-    case cudaErrorInvalidPitchValue:
-      return "cudaErrorInvalidPitchValue";
-    case cudaErrorInvalidDevicePointer:
-      return "cudaErrorInvalidDevicePointer";
-    case cudaErrorInvalidMemcpyDirection:
-      return "cudaErrorInvalidMemcpyDirection";
-    case cudaErrorNoDevice:
-      return "cudaErrorNoDevice";
-    case cudaErrorInvalidDevice:
-      return "cudaErrorInvalidDevice";
-    case cudaErrorInvalidResourceHandle:
-      return "cudaErrorInvalidResourceHandle";
-    case cudaErrorNotReady:
-      return "cudaErrorNotReady";
-    case cudaErrorIllegalAddress:
-      return "cudaErrorIllegalAddress";
-    case cudaErrorPeerAccessAlreadyEnabled:
-      return "cudaErrorPeerAccessAlreadyEnabled";
-    case cudaErrorPeerAccessNotEnabled:
-      return "cudaErrorPeerAccessNotEnabled";
-    case cudaErrorLaunchFailure:
-      return "cudaErrorLaunchFailure";
-    case cudaErrorNotSupported:
-      return "cudaErrorNotSupported";
-    default:
-      return "cudaErrorUnknown";
-  }
-}
+template <class Code>
+using Named = std::pair<Code, const char*>;
 
-const char* plain(ncclResult_t result) {
-  switch (result) {
-    case ncclSuccess:
-      return "no error";
-    case ncclUnhandledCudaError:
-      return "unhandled cuda error";
-    case ncclSystemError:
-      return "unhandled system error";
-    case ncclInternalError:
-      return "internal error";
-    case ncclInvalidArgument:
-      return "invalid argument";
-    case ncclInvalidUsage:
-      return "invalid usage";
-    case ncclRemoteError:
-      return "remote process exited or there was a network error";
-    case ncclInProgress:
-      return "NCCL operation in progress";
-    default:
-      return "unknown result code";
-  }
-}
+#define HW_NAMED(code) {code, #code}
+constexpr Named<cudaError_t> kCudaErrors[] = {
+    HW_NAMED(cudaSuccess),
+    HW_NAMED(cudaErrorInvalidValue),
+    HW_NAMED(cudaErrorMemoryAllocation),
+    HW_NAMED(cudaErrorInitializationError),
+    HW_NAMED(cudaErrorInvalidConfiguration),
+    HW_NAMED(cudaErrorInvalidPitchValue),
+    HW_NAMED(cudaErrorInvalidDevicePointer),
+    HW_NAMED(cudaErrorInvalidMemcpyDirection),
+    HW_NAMED(cudaErrorNoDevice),
+    HW_NAMED(cudaErrorInvalidDevice),
+    HW_NAMED(cudaErrorInvalidResourceHandle),
+    HW_NAMED(cudaErrorNotReady),
+    HW_NAMED(cudaErrorIllegalAddress),
+    HW_NAMED(cudaErrorPeerAccessAlreadyEnabled),
+    HW_NAMED(cudaErrorPeerAccessNotEnabled),
+    HW_NAMED(cudaErrorLaunchFailure),
+    HW_NAMED(cudaErrorNotSupported),
+};
+constexpr Named<ncclResult_t> kNcclResults[] = {
+    {ncclSuccess, "no error"},
+    {ncclUnhandledCudaError, "unhandled cuda error"},
+    {ncclSystemError, "unhandled system error"},
+    {ncclInternalError, "internal error"},
+    {ncclInvalidArgument, "invalid argument"},
+    {ncclInvalidUsage, "invalid usage"},
+    {ncclRemoteError, "remote process exited or there was a network error"},
+    {ncclInProgress, "NCCL operation in progress"},
+};
+constexpr Named<cublasStatus_t> kBlasStatuses[] = {
+    HW_NAMED(CUBLAS_STATUS_SUCCESS),          HW_NAMED(CUBLAS_STATUS_NOT_INITIALIZED), HW_NAMED(CUBLAS_STATUS_ALLOC_FAILED),
+    HW_NAMED(CUBLAS_STATUS_INVALID_VALUE),    HW_NAMED(CUBLAS_STATUS_ARCH_MISMATCH),   HW_NAMED(CUBLAS_STATUS_MAPPING_ERROR),
+    HW_NAMED(CUBLAS_STATUS_EXECUTION_FAILED), HW_NAMED(CUBLAS_STATUS_INTERNAL_ERROR),  HW_NAMED(CUBLAS_STATUS_NOT_SUPPORTED),
+    HW_NAMED(CUBLAS_STATUS_LICENSE_ERROR),
+};
+#undef HW_NAMED
 
-const char* plain(cublasStatus_t status) {
-  switch (status) {
-    case CUBLAS_STATUS_SUCCESS:
-      return "CUBLAS_STATUS_SUCCESS";
-    case CUBLAS_STATUS_NOT_INITIALIZED:
-      return "CUBLAS_STATUS_NOT_INITIALIZED";
-    case CUBLAS_STATUS_ALLOC_FAILED:
-      return "CUBLAS_STATUS_ALLOC_FAILED";
-    case CUBLAS_STATUS_INVALID_VALUE:
-      return "CUBLAS_STATUS_INVALID_VALUE";
-    case CUBLAS_STATUS_ARCH_MISMATCH:
-      return "CUBLAS_STATUS_ARCH_MISMATCH";
-    case CUBLAS_STATUS_MAPPING_ERROR:
-      return "CUBLAS_STATUS_MAPPING_ERROR";
-    case CUBLAS_STATUS_EXECUTION_FAILED:
-      return "CUBLAS_STATUS_EXECUTION_FAILED";
-    case CUBLAS_STATUS_INTERNAL_ERROR:
-      return "CUBLAS_STATUS_INTERNAL_ERROR";
-    case CUBLAS_STATUS_NOT_SUPPORTED:
-      return "CUBLAS_STATUS_NOT_SUPPORTED";
-    case CUBLAS_STATUS_LICENSE_ERROR:
-      return "CUBLAS_STATUS_LICENSE_ERROR";
-  }
-  return "unknown cublas status";
+template <class Code>
+const char* name_in(std::span<const Named<Code>> known, Code code, const char* otherwise) {
+  const auto found = std::ranges::find(known, code, &Named<Code>::first);
+  return found == known.end() ? otherwise : found->second;
 }
+const char* plain(cudaError_t code) { return name_in<cudaError_t>(kCudaErrors, code, "cudaErrorUnknown"); }
+const char* plain(ncclResult_t code) { return name_in<ncclResult_t>(kNcclResults, code, "unknown result code"); }
+const char* plain(cublasStatus_t code) { return name_in<cublasStatus_t>(kBlasStatuses, code, "unknown cublas status"); }
 
 std::string unsupported(const std::string& what) { return what + ": not supported by the CPU device"; }
 
@@ -144,13 +106,11 @@ using namespace hostweave::cpu;
 
 extern "C" {
 
-const char* cudaGetErrorName(cudaError_t error) { return plain(error); }
 const char* cudaGetErrorString(cudaError_t error) {
   const LastError& e = last();
   return error != cudaSuccess && e.cuda_text_of == error ? e.text.c_str() : plain(error);
 }
 cudaError_t cudaGetLastError(void) { return std::exchange(last().cuda, cudaSuccess); }
-cudaError_t cudaPeekAtLastError(void) { return last().cuda; }
 
 const char* ncclGetErrorString(ncclResult_t result) {
   const LastError& e = last();
@@ -158,7 +118,6 @@ const char* ncclGetErrorString(ncclResult_t result) {
 }
 const char* ncclGetLastError(ncclComm_t) { return last().text.c_str(); }
 
-const char* cublasLtGetStatusName(cublasStatus_t status) { return plain(status); }
 const char* cublasLtGetStatusString(cublasStatus_t status) {
   const LastError& e = last();
   return status != CUBLAS_STATUS_SUCCESS && e.blas_text_of == status ? e.text.c_str() : plain(status);

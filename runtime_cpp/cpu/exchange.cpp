@@ -1,31 +1,75 @@
 // What happens when all ranks of a collective have come: the data moves.
 #include <algorithm>
+#include <array>
 #include <cstring>
+#include <type_traits>
 
 #include "machine.h"
-#include "reduce.h"
 #include "types.h"
 
 namespace hostweave::cpu {
 namespace {
 
 constexpr std::size_t kPieceBytes = std::size_t{1} << 20;  // worth waking another worker for
+constexpr std::size_t kAtOnce = 2048;                      // elements whose accumulators stay in the first-level cache
 
-void move(void* to, const void* from, std::size_t bytes) {
-  if (to == from || bytes == 0) return;
-  const std::size_t pieces = (bytes + kPieceBytes - 1) / kPieceBytes;
-  Machine::get().split(pieces, [=](std::size_t piece) {
-    const std::size_t at = piece * kPieceBytes;
-    std::memcpy(static_cast<char*>(to) + at, static_cast<const char*>(from) + at, std::min(kPieceBytes, bytes - at));
-  });
+using Inputs = std::vector<const void*>;
+using Outputs = std::vector<void*>;
+
+// Combines elements begin..end of all inputs. A piece is read before any of it is written, so an output may be an input.
+template <class T, class A, class Combine, class Finish>
+void reduce_pieces(const Inputs& inputs, const Outputs& outputs, std::size_t begin, std::size_t end, Combine combine,
+                   Finish finish) {
+  std::array<A, kAtOnce> sums;
+  for (std::size_t at = begin; at < end; at += kAtOnce) {
+    const std::size_t n = std::min(kAtOnce, end - at);
+    const T* first = static_cast<const T*>(inputs[0]) + at;
+    for (std::size_t i = 0; i < n; ++i) sums[i] = static_cast<A>(first[i]);
+    for (std::size_t rank = 1; rank < inputs.size(); ++rank) {
+      const T* next = static_cast<const T*>(inputs[rank]) + at;
+      for (std::size_t i = 0; i < n; ++i) sums[i] = combine(sums[i], static_cast<A>(next[i]));
+    }
+    for (void* output : outputs) {
+      T* to = static_cast<T*>(output) + at;
+      for (std::size_t i = 0; i < n; ++i) to[i] = static_cast<T>(finish(sums[i]));
+    }
+  }
 }
 
-void reduce_all(const Match& match, const std::vector<const void*>& inputs, const std::vector<void*>& outputs) {
-  const std::size_t piece_size = kPieceBytes / type_size(match.type);
-  const std::size_t pieces = (match.count + piece_size - 1) / piece_size;
-  Machine::get().split(pieces, [&](std::size_t piece) {
-    const std::size_t begin = piece * piece_size;
-    reduce(match.type, match.reduction, inputs, outputs, begin, std::min(begin + piece_size, match.count));
+// Narrow floats are reduced in f32. Integers wrap around, which only unsigned ones do by the rules of C++.
+template <class T>
+void reduce_as(ncclRedOp_t reduction, const Inputs& inputs, const Outputs& outputs, std::size_t begin, std::size_t end) {
+  using A = std::conditional_t<std::is_arithmetic_v<T>, T, float>;
+  using Wrapping = std::conditional_t<std::is_integral_v<T>, std::uint64_t, A>;
+  const auto reduce = [&](auto combine, auto finish) { reduce_pieces<T, A>(inputs, outputs, begin, end, combine, finish); };
+  const auto same = [](A a) { return a; };
+  const auto sum = [](A a, A b) { return static_cast<A>(static_cast<Wrapping>(a) + static_cast<Wrapping>(b)); };
+  switch (reduction) {
+    case ncclSum:
+      return reduce(sum, same);
+    case ncclAvg:
+      return reduce(sum, [ranks = static_cast<A>(inputs.size())](A a) { return static_cast<A>(a / ranks); });
+    case ncclProd:
+      return reduce([](A a, A b) { return static_cast<A>(static_cast<Wrapping>(a) * static_cast<Wrapping>(b)); }, same);
+    // A NaN on either side stays.
+    case ncclMax:
+      return reduce([](A a, A b) { return a > b || a != a ? a : b; }, same);
+    case ncclMin:
+      return reduce([](A a, A b) { return a < b || a != a ? a : b; }, same);
+    default:
+      return;
+  }
+}
+
+// Every output gets the reduction of all inputs.
+void reduce(const Match& match, const Inputs& inputs, const Outputs& outputs) {
+  constexpr decltype(&reduce_as<float>) by_type[ncclNumTypes] = {
+      reduce_as<std::int8_t>,  reduce_as<std::uint8_t>,  reduce_as<std::int32_t>,  reduce_as<std::uint32_t>,
+      reduce_as<std::int64_t>, reduce_as<std::uint64_t>, reduce_as<__half>,        reduce_as<float>,
+      reduce_as<double>,       reduce_as<__nv_bfloat16>, reduce_as<__nv_fp8_e4m3>, reduce_as<__nv_fp8_e5m2>,
+  };
+  Machine::get().split(match.count, kPieceBytes / type_size(match.type), [&](std::size_t begin, std::size_t end) {
+    by_type[match.type](match.reduction, inputs, outputs, begin, end);
   });
 }
 
@@ -34,35 +78,41 @@ char* at(void* base, std::size_t bytes) { return static_cast<char*>(base) + byte
 
 }  // namespace
 
+void copy_bytes(void* to, const void* from, std::size_t bytes) {
+  if (to == from) return;
+  Machine::get().split(bytes, kPieceBytes,
+                       [=](std::size_t begin, std::size_t end) { std::memcpy(at(to, begin), at(from, begin), end - begin); });
+}
+
 void Match::exchange() {
   const std::size_t bytes = count * type_size(type);
   if (bytes == 0) return;
-  std::vector<const void*> inputs;
-  std::vector<void*> outputs;
+  Inputs inputs;
+  Outputs outputs;
   for (const Seat& seat : seats) {
     inputs.push_back(seat.send);
     outputs.push_back(seat.recv);
   }
   switch (kind) {
     case CommKind::send_recv:
-      return move(seats[1].recv, buffered ? buffer.data() : seats[0].send, bytes);
+      return copy_bytes(seats[1].recv, buffered ? buffer.data() : seats[0].send, bytes);
     case CommKind::broadcast:
-      for (void* output : outputs) move(output, seats[root].send, bytes);
+      for (void* output : outputs) copy_bytes(output, seats[root].send, bytes);
       return;
     case CommKind::all_gather:
       for (std::size_t from = 0; from < seats.size(); ++from) {
-        for (void* output : outputs) move(at(output, from * bytes), inputs[from], bytes);
+        for (void* output : outputs) copy_bytes(at(output, from * bytes), inputs[from], bytes);
       }
       return;
     case CommKind::all_reduce:
-      return reduce_all(*this, inputs, outputs);
+      return reduce(*this, inputs, outputs);
     case CommKind::reduce:
-      return reduce_all(*this, inputs, {seats[root].recv});
+      return reduce(*this, inputs, {seats[root].recv});
     case CommKind::reduce_scatter:
       for (std::size_t to = 0; to < seats.size(); ++to) {
-        std::vector<const void*> blocks;
+        Inputs blocks;
         for (const void* input : inputs) blocks.push_back(at(input, to * bytes));
-        reduce_all(*this, blocks, {outputs[to]});
+        reduce(*this, blocks, {outputs[to]});
       }
       return;
   }

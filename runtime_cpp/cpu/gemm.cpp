@@ -34,15 +34,24 @@ namespace {
 
 constexpr int kColumnMajor = 102, kNoTranspose = 111, kTranspose = 112;
 
-void gemm(bool ta, bool tb, int m, int n, int k, float alpha, const float* a, int lda, const float* b, int ldb, float beta,
-          float* c, int ldc) {
-  HW_BLAS(cblas_sgemm)(kColumnMajor, ta ? kTranspose : kNoTranspose, tb ? kTranspose : kNoTranspose, m, n, k, alpha, a, lda, b,
-                       ldb, beta, c, ldc);
-}
-void gemm(bool ta, bool tb, int m, int n, int k, double alpha, const double* a, int lda, const double* b, int ldb, double beta,
-          double* c, int ldc) {
-  HW_BLAS(cblas_dgemm)(kColumnMajor, ta ? kTranspose : kNoTranspose, tb ? kTranspose : kNoTranspose, m, n, k, alpha, a, lda, b,
-                       ldb, beta, c, ldc);
+template <class T>
+struct Matrix {
+  T* at;
+  std::int64_t ld;
+};
+
+// D = alpha op(A) op(B) + beta D
+template <class T>
+void multiply(const Gemm& g, Matrix<const T> a, Matrix<const T> b, Matrix<T> d) {
+  const auto run = [&](auto gemm) {
+    gemm(kColumnMajor, g.transpose_a ? kTranspose : kNoTranspose, g.transpose_b ? kTranspose : kNoTranspose, g.m, g.n, g.k,
+         static_cast<T>(g.alpha), a.at, a.ld, b.at, b.ld, static_cast<T>(g.beta), d.at, d.ld);
+  };
+  if constexpr (std::is_same_v<T, double>) {
+    run(HW_BLAS(cblas_dgemm));
+  } else {
+    run(HW_BLAS(cblas_sgemm));
+  }
 }
 
 // The workers are the threads; OpenBLAS's own would fight them for the cores, and its pool serves one call at a time.
@@ -69,32 +78,19 @@ class Scratch {
   std::size_t size_ = 0;
 };
 
-template <class Narrow>
-void widen_row(float* to, const void* from, std::int64_t count) {
-  const auto* const source = static_cast<const unsigned short*>(from);
-  for (std::int64_t i = 0; i < count; ++i) to[i] = Narrow::widen(source[i]);
-}
-template <class Narrow>
-void round_row(void* to, const float* from, std::int64_t count) {
-  auto* const target = static_cast<unsigned short*>(to);
-  for (std::int64_t i = 0; i < count; ++i) target[i] = Narrow::round(from[i]);
+template <class To, class From>
+void convert_row(void* to, const void* from, std::int64_t count) {
+  for (std::int64_t i = 0; i < count; ++i) static_cast<To*>(to)[i] = static_cast<To>(static_cast<const From*>(from)[i]);
 }
 void load_row(float* to, const void* from, std::int64_t count, cudaDataType_t type) {
-  if (type == CUDA_R_16BF) return widen_row<__nv_bfloat16>(to, from, count);
-  if (type == CUDA_R_16F) return widen_row<__half>(to, from, count);
+  if (type == CUDA_R_16BF) return convert_row<float, __nv_bfloat16>(to, from, count);
+  if (type == CUDA_R_16F) return convert_row<float, __half>(to, from, count);
   std::memcpy(to, from, count * sizeof(float));
 }
 void store_row(void* to, const float* from, std::int64_t count, cudaDataType_t type) {
-  if (type == CUDA_R_16BF) return round_row<__nv_bfloat16>(to, from, count);
-  if (type == CUDA_R_16F) return round_row<__half>(to, from, count);
+  if (type == CUDA_R_16BF) return convert_row<__nv_bfloat16, float>(to, from, count);
+  if (type == CUDA_R_16F) return convert_row<__half, float>(to, from, count);
   std::memcpy(to, from, count * sizeof(float));
-}
-
-const void* shift(const void* base, std::int64_t elements, cudaDataType_t type) {
-  return base ? static_cast<const char*>(base) + elements * static_cast<std::int64_t>(type_size(type)) : nullptr;
-}
-void* shift(void* base, std::int64_t elements, cudaDataType_t type) {
-  return static_cast<char*>(base) + elements * static_cast<std::int64_t>(type_size(type));
 }
 
 template <class T>
@@ -141,15 +137,11 @@ void run_plain(const Gemm& g) {
       std::memcpy(d + column * g.ldd, static_cast<const T*>(g.c) + column * g.ldc, g.m * sizeof(T));
     }
   }
-  gemm(g.transpose_a, g.transpose_b, g.m, g.n, g.k, static_cast<T>(g.alpha), static_cast<const T*>(g.a), g.lda,
-       static_cast<const T*>(g.b), g.ldb, static_cast<T>(g.beta), d, g.ldd);
+  multiply<T>(g, {static_cast<const T*>(g.a), g.lda}, {static_cast<const T*>(g.b), g.ldb}, {d, g.ldd});
   finish(g, d, g.ldd);
 }
 
-struct Floats {
-  const float* at;
-  std::int64_t ld;
-};
+using Floats = Matrix<const float>;
 
 Floats as_floats(const void* matrix, cudaDataType_t type, std::int64_t ld, std::int64_t inner, std::int64_t outer,
                  Scratch& scratch) {
@@ -157,9 +149,8 @@ Floats as_floats(const void* matrix, cudaDataType_t type, std::int64_t ld, std::
   float* const copy = scratch.at_least(inner * outer);
   constexpr std::int64_t piece_elements = 1 << 18;
   const std::int64_t columns = std::max<std::int64_t>(piece_elements / std::max<std::int64_t>(inner, 1), 1);
-  Machine::get().split((outer + columns - 1) / columns, [&](std::size_t piece) {
-    const std::int64_t begin = piece * columns, end = std::min(begin + columns, outer);
-    for (std::int64_t column = begin; column < end; ++column) {
+  Machine::get().split(outer, columns, [&](std::size_t begin, std::size_t end) {
+    for (std::size_t column = begin; column < end; ++column) {
       load_row(copy + column * inner, shift(matrix, column * ld, type), inner, type);
     }
   });
@@ -180,8 +171,7 @@ void run_float(const Gemm& g, Floats a, Floats b) {
       load_row(d + column * g.m, shift(g.c, column * g.ldc, g.type_c), g.m, g.type_c);
     }
   }
-  gemm(g.transpose_a, g.transpose_b, g.m, g.n, g.k, static_cast<float>(g.alpha), a.at, a.ld, b.at, b.ld,
-       static_cast<float>(g.beta), d, g.m);
+  multiply<float>(g, a, b, {d, g.m});
   finish(g, d, g.m);
   for (std::int64_t column = 0; column < g.n; ++column) {
     store_row(shift(g.d, column * g.ldd, g.type_d), d + column * g.m, g.m, g.type_d);
@@ -198,9 +188,7 @@ void in_blocks(const Gemm& g, const std::function<void(const Gemm&, std::int64_t
     const auto workers = static_cast<std::int64_t>(Machine::get().idle_workers()) + 1;
     blocks = std::clamp<std::int64_t>(side / narrowest, 1, workers);
   }
-  const std::int64_t width = (side + blocks - 1) / blocks;
-  Machine::get().split((side + width - 1) / width, [&](std::size_t i) {
-    const std::int64_t begin = i * width, end = std::min(begin + width, side);
+  Machine::get().split(side, (side + blocks - 1) / blocks, [&](std::size_t begin, std::size_t end) {
     const std::int64_t row = by_column ? 0 : begin, column = by_column ? begin : 0;
     Gemm block = g;
     (by_column ? block.n : block.m) = end - begin;

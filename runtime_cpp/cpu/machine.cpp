@@ -80,8 +80,6 @@ void Machine::fail(std::string report) {
   workers_idle_.notify_all();
 }
 
-std::string Machine::report() { return report_; }
-
 void Machine::fail_call(std::string call, int nth) {
   faulty_call_ = std::move(call);
   calls_to_fault_ = nth;

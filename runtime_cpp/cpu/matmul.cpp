@@ -7,7 +7,6 @@
 #include "errors.h"
 #include "gemm.h"
 #include "machine.h"
-#include "submit.h"
 #include "types.h"
 
 using namespace hostweave::cpu;
@@ -42,25 +41,31 @@ struct Preference {};
 Desc* content(cublasLtMatmulDesc_t desc) { return reinterpret_cast<Desc*>(desc); }
 Layout* content(cublasLtMatrixLayout_t layout) { return reinterpret_cast<Layout*>(layout); }
 
-template <class T>
-cublasStatus_t set(T& field, const void* value, std::size_t bytes, const char* what) {
-  if (!value || bytes != sizeof field) {
+// An attribute of a descriptor, and what keeps its value.
+struct Field {
+  template <class T>
+  Field(int attribute, T& value) : attribute(attribute), value(&value), bytes(sizeof value) {}
+  int attribute;
+  void* value;
+  std::size_t bytes;
+};
+
+cublasStatus_t set(std::initializer_list<Field> fields, int attribute, const void* value, std::size_t bytes,
+                   const std::string& call) {
+  const auto* const field = std::ranges::find(fields, attribute, &Field::attribute);
+  if (field == fields.end()) return blas_not_supported(call + ": attribute " + std::to_string(attribute));
+  if (!value || bytes != field->bytes) {
     return error(CUBLAS_STATUS_INVALID_VALUE,
-                 std::string(what) + ": " + std::to_string(bytes) + " bytes for an attribute of " + std::to_string(sizeof field));
+                 call + ": " + std::to_string(bytes) + " bytes for an attribute of " + std::to_string(field->bytes));
   }
-  std::memcpy(&field, value, sizeof field);
+  std::memcpy(field->value, value, bytes);
   return CUBLAS_STATUS_SUCCESS;
 }
 
 cublasStatus_t invalid(const std::string& what) { return error(CUBLAS_STATUS_INVALID_VALUE, "cublasLtMatmul: " + what); }
 
-bool supported_epilogue(int epilogue) {
-  for (const int known : {CUBLASLT_EPILOGUE_DEFAULT, CUBLASLT_EPILOGUE_RELU, CUBLASLT_EPILOGUE_BIAS, CUBLASLT_EPILOGUE_RELU_BIAS,
-                          CUBLASLT_EPILOGUE_GELU, CUBLASLT_EPILOGUE_GELU_BIAS}) {
-    if (epilogue == known) return true;
-  }
-  return false;
-}
+constexpr cublasLtEpilogue_t kEpilogues[] = {CUBLASLT_EPILOGUE_DEFAULT,   CUBLASLT_EPILOGUE_RELU, CUBLASLT_EPILOGUE_BIAS,
+                                             CUBLASLT_EPILOGUE_RELU_BIAS, CUBLASLT_EPILOGUE_GELU, CUBLASLT_EPILOGUE_GELU_BIAS};
 
 std::string shape(const Layout& layout) { return std::to_string(layout.rows) + "x" + std::to_string(layout.cols); }
 
@@ -99,7 +104,7 @@ void add_ranges(Ranges& ranges, const void* base, const Layout& layout, bool wri
   const std::size_t bytes = layout.inner() * size, pitch = layout.ld * size, outer = layout.outer();
   const std::int64_t batches = layout.batch_stride == 0 ? 1 : layout.batch_count;
   for (std::int64_t i = 0; i < batches; ++i) {
-    const char* const at = static_cast<const char*>(base) + i * layout.batch_stride * static_cast<std::int64_t>(size);
+    const void* const at = shift(base, i * layout.batch_stride, layout.data_type());
     ranges.push_back(write ? write_of(at, bytes, outer, pitch) : read_of(at, bytes, outer, pitch));
   }
 }
@@ -127,15 +132,9 @@ void swap_sides(Gemm& g) {  // D' = B' A'
   g.bias_by_column = true;
 }
 
-const char* step(const void* base, std::int64_t elements, const Layout& layout) {
-  return static_cast<const char*>(base) + elements * static_cast<std::int64_t>(type_size(layout.data_type()));
-}
-
 }  // namespace
 
 extern "C" {
-
-size_t cublasLtGetVersion(void) { return 120400; }
 
 cublasStatus_t cublasLtCreate(cublasLtHandle_t* handle) {
   Call call;
@@ -158,44 +157,25 @@ cublasStatus_t cublasLtMatmulDescDestroy(cublasLtMatmulDesc_t desc) {
 }
 cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t handle, cublasLtMatmulDescAttributes_t attribute,
                                               const void* value, size_t bytes) {
-  constexpr const char* what = "cublasLtMatmulDescSetAttribute";
   Desc changed = *content(handle);
-  cublasStatus_t status;
-  std::int32_t mode = 0;
-  switch (attribute) {
-    case CUBLASLT_MATMUL_DESC_TRANSA:
-      status = set(changed.transpose_a, value, bytes, what);
-      break;
-    case CUBLASLT_MATMUL_DESC_TRANSB:
-      status = set(changed.transpose_b, value, bytes, what);
-      break;
-    case CUBLASLT_MATMUL_DESC_EPILOGUE:
-      status = set(changed.epilogue, value, bytes, what);
-      break;
-    case CUBLASLT_MATMUL_DESC_BIAS_POINTER:
-      status = set(changed.bias, value, bytes, what);
-      break;
-    case CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE:
-      status = set(changed.bias_type, value, bytes, what);
-      break;
-    // Hints to a GPU.
-    case CUBLASLT_MATMUL_DESC_SM_COUNT_TARGET:
-      status = set(mode, value, bytes, what);
-      break;
-    case CUBLASLT_MATMUL_DESC_POINTER_MODE:
-      status = set(mode, value, bytes, what);
-      if (status == CUBLAS_STATUS_SUCCESS && mode != CUBLASLT_POINTER_MODE_HOST)
-        return blas_not_supported("scalars on the device");
-      break;
-    default:
-      return blas_not_supported(std::string(what) + ": attribute " + std::to_string(attribute));
-  }
+  std::int32_t processors = 0;  // a hint to a GPU
+  std::int32_t pointer_mode = CUBLASLT_POINTER_MODE_HOST;
+  const cublasStatus_t status = set({{CUBLASLT_MATMUL_DESC_TRANSA, changed.transpose_a},
+                                     {CUBLASLT_MATMUL_DESC_TRANSB, changed.transpose_b},
+                                     {CUBLASLT_MATMUL_DESC_EPILOGUE, changed.epilogue},
+                                     {CUBLASLT_MATMUL_DESC_BIAS_POINTER, changed.bias},
+                                     {CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, changed.bias_type},
+                                     {CUBLASLT_MATMUL_DESC_SM_COUNT_TARGET, processors},
+                                     {CUBLASLT_MATMUL_DESC_POINTER_MODE, pointer_mode}},
+                                    attribute, value, bytes, "cublasLtMatmulDescSetAttribute");
   if (status != CUBLAS_STATUS_SUCCESS) return status;
+  if (pointer_mode != CUBLASLT_POINTER_MODE_HOST) return blas_not_supported("scalars on the device");
   for (const int op : {changed.transpose_a, changed.transpose_b}) {
     if (op != CUBLAS_OP_N && op != CUBLAS_OP_T && op != CUBLAS_OP_C)
       return error(CUBLAS_STATUS_INVALID_VALUE, "an unknown transpose");
   }
-  if (!supported_epilogue(changed.epilogue)) return blas_not_supported("epilogue " + std::to_string(changed.epilogue));
+  if (std::ranges::count(kEpilogues, changed.epilogue) == 0)
+    return blas_not_supported("epilogue " + std::to_string(changed.epilogue));
   *content(handle) = changed;
   return CUBLAS_STATUS_SUCCESS;
 }
@@ -211,34 +191,15 @@ cublasStatus_t cublasLtMatrixLayoutDestroy(cublasLtMatrixLayout_t layout) {
 }
 cublasStatus_t cublasLtMatrixLayoutSetAttribute(cublasLtMatrixLayout_t handle, cublasLtMatrixLayoutAttribute_t attribute,
                                                 const void* value, size_t bytes) {
-  constexpr const char* what = "cublasLtMatrixLayoutSetAttribute";
   Layout changed = *content(handle);
-  cublasStatus_t status;
-  switch (attribute) {
-    case CUBLASLT_MATRIX_LAYOUT_TYPE:
-      status = set(changed.type, value, bytes, what);
-      break;
-    case CUBLASLT_MATRIX_LAYOUT_ORDER:
-      status = set(changed.order, value, bytes, what);
-      break;
-    case CUBLASLT_MATRIX_LAYOUT_ROWS:
-      status = set(changed.rows, value, bytes, what);
-      break;
-    case CUBLASLT_MATRIX_LAYOUT_COLS:
-      status = set(changed.cols, value, bytes, what);
-      break;
-    case CUBLASLT_MATRIX_LAYOUT_LD:
-      status = set(changed.ld, value, bytes, what);
-      break;
-    case CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT:
-      status = set(changed.batch_count, value, bytes, what);
-      break;
-    case CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET:
-      status = set(changed.batch_stride, value, bytes, what);
-      break;
-    default:
-      return blas_not_supported(std::string(what) + ": attribute " + std::to_string(attribute));
-  }
+  const cublasStatus_t status = set({{CUBLASLT_MATRIX_LAYOUT_TYPE, changed.type},
+                                     {CUBLASLT_MATRIX_LAYOUT_ORDER, changed.order},
+                                     {CUBLASLT_MATRIX_LAYOUT_ROWS, changed.rows},
+                                     {CUBLASLT_MATRIX_LAYOUT_COLS, changed.cols},
+                                     {CUBLASLT_MATRIX_LAYOUT_LD, changed.ld},
+                                     {CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, changed.batch_count},
+                                     {CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, changed.batch_stride}},
+                                    attribute, value, bytes, "cublasLtMatrixLayoutSetAttribute");
   if (status != CUBLAS_STATUS_SUCCESS) return status;
   if (changed.order != CUBLASLT_ORDER_COL && changed.order != CUBLASLT_ORDER_ROW) {
     return blas_not_supported("matrix order " + std::to_string(changed.order));
@@ -258,25 +219,18 @@ cublasStatus_t cublasLtMatmulPreferenceDestroy(cublasLtMatmulPreference_t prefer
 cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t, cublasLtMatmulPreferenceAttributes_t attribute,
                                                     const void* value, size_t bytes) {
   // All of them narrow down the choice among algorithms, and here there is one, which needs nothing.
-  const bool eight = attribute == CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES || attribute == CUBLASLT_MATMUL_PREF_IMPL_MASK;
-  switch (attribute) {
-    case CUBLASLT_MATMUL_PREF_SEARCH_MODE:
-    case CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES:
-    case CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK:
-    case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES:
-    case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES:
-    case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES:
-    case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES:
-    case CUBLASLT_MATMUL_PREF_MAX_WAVES_COUNT:
-    case CUBLASLT_MATMUL_PREF_IMPL_MASK:
-      break;
-    default:
-      return blas_not_supported("cublasLtMatmulPreferenceSetAttribute: attribute " + std::to_string(attribute));
-  }
   std::uint64_t wide;
   std::uint32_t narrow;
-  return eight ? set(wide, value, bytes, "cublasLtMatmulPreferenceSetAttribute")
-               : set(narrow, value, bytes, "cublasLtMatmulPreferenceSetAttribute");
+  return set({{CUBLASLT_MATMUL_PREF_SEARCH_MODE, narrow},
+              {CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, wide},
+              {CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, narrow},
+              {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, narrow},
+              {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, narrow},
+              {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, narrow},
+              {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, narrow},
+              {CUBLASLT_MATMUL_PREF_MAX_WAVES_COUNT, narrow},
+              {CUBLASLT_MATMUL_PREF_IMPL_MASK, wide}},
+             attribute, value, bytes, "cublasLtMatmulPreferenceSetAttribute");
 }
 
 cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDesc_t desc, cublasLtMatrixLayout_t a,
@@ -313,9 +267,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
   if (has_bias && type_size(g.type_bias) == 0) return blas_not_supported("a bias of this type");
   if (has_bias && (g.type_bias == CUDA_R_64F) != wide) return blas_not_supported("a bias of this type");
 
-  auto op = std::make_shared<Op>();
-  op->name.kind = "matmul";
-  op->name.subject = 8;
+  OpPtr op = new_op("matmul", 8);
   add_ranges(op->ranges, a, la, false);
   add_ranges(op->ranges, b, lb, false);
   if (g.beta != 0) add_ranges(op->ranges, c, lc, false);
@@ -326,10 +278,10 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
   op->work = [g, la, lb, lc, ld, a, b, c, d, bias = has_bias ? desc.bias : nullptr] {
     for (std::int64_t i = 0; i < ld.batch_count; ++i) {
       Gemm one = g;
-      one.a = step(a, i * la.batch_stride, la);
-      one.b = step(b, i * lb.batch_stride, lb);
-      one.c = one.beta != 0 ? step(c, i * lc.batch_stride, lc) : nullptr;
-      one.d = const_cast<char*>(step(d, i * ld.batch_stride, ld));
+      one.a = shift(a, i * la.batch_stride, g.type_a);
+      one.b = shift(b, i * lb.batch_stride, g.type_b);
+      one.c = one.beta != 0 ? shift(c, i * lc.batch_stride, g.type_c) : nullptr;
+      one.d = shift(d, i * ld.batch_stride, g.type_d);
       one.bias = bias;
       if (ld.row_major()) swap_sides(one);
       run(one);

@@ -26,7 +26,7 @@ Machine::Choices Machine::choices(HostThread* me) {
 }
 
 void Machine::step(Lock& lock, Stream* stream) {
-  ready_.erase(std::find(ready_.begin(), ready_.end(), stream));
+  std::erase(ready_, stream);
   advance(lock, *stream);
 }
 
@@ -36,31 +36,32 @@ void Machine::hand_turn(HostThread* thread) {
   turn_free_.notify_all();
 }
 
+std::chrono::steady_clock::time_point Machine::deadline() const {
+  using Clock = std::chrono::steady_clock;
+  return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(config.timeout_seconds));
+}
+
 // Parks until the turn comes. The holder may be lost in something that the device cannot see.
 void Machine::await_turn(Lock& lock, HostThread& me) {
-  using Clock = std::chrono::steady_clock;
-  const auto patience = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(config.timeout_seconds));
-  auto deadline = Clock::now() + patience;
+  auto end = deadline();
   std::uint64_t seen = picker->steps();
   while (!failed_ && turn_ != &me) {
-    me.wake.wait_until(lock, deadline);
-    if (Clock::now() < deadline || failed_ || turn_ == &me) continue;
+    if (me.wake.wait_until(lock, end) == std::cv_status::no_timeout || failed_ || turn_ == &me) continue;
     if (seen == picker->steps() && running_ == 0 && turn_ && !turn_->inside) {
       fail("rank " + std::to_string(turn_->rank) + " holds the turn outside the device for " +
            std::to_string(config.timeout_seconds) +
            " seconds: in seeded mode a rank must not wait for another by means that the device cannot see\n" + deadlock_report());
     } else if (!turn_ && !round_started_) {
-      fail("only " + std::to_string(arrived_) + " of " + std::to_string(config.ranks > 0 ? config.ranks : config.devices) +
-           " rank threads attached in " + std::to_string(config.timeout_seconds) + " seconds");
+      fail("only " + std::to_string(arrived_) + " of " + std::to_string(expected_ranks()) + " rank threads attached in " +
+           std::to_string(config.timeout_seconds) + " seconds");
     }
     seen = picker->steps();
-    deadline = Clock::now() + patience;
+    end = deadline();
   }
 }
 
 bool Machine::wait_seeded(Lock& lock, HostThread& me) {
-  using namespace std::chrono;
-  auto deadline = steady_clock::now() + duration_cast<steady_clock::duration>(duration<double>(config.timeout_seconds));
+  const auto end = deadline();
   while (!failed_) {
     Choices all = choices(&me);
     if (all.candidates.empty()) {
@@ -73,10 +74,10 @@ bool Machine::wait_seeded(Lock& lock, HostThread& me) {
       me.inside = false;
       waiting_.push_back(&me);
       const bool woken = turn_free_.wait_until(
-          lock, deadline, [&] { return failed_ || (turn_ == nullptr && attached_.empty() && (me.ready() || !ready_.empty())); });
+          lock, end, [&] { return failed_ || (turn_ == nullptr && attached_.empty() && (me.ready() || !ready_.empty())); });
       me.inside = true;
       if (!woken) fail(deadlock_report() + "\n  (no progress for " + std::to_string(config.timeout_seconds) + " seconds)");
-      waiting_.erase(std::find(waiting_.begin(), waiting_.end(), &me));
+      std::erase(waiting_, &me);
       if (failed_) return false;
       turn_ = &me;
       continue;
@@ -162,7 +163,7 @@ void Machine::attach(Lock& lock, int rank) {
   const auto place = std::upper_bound(attached_.begin(), attached_.end(), rank,
                                       [](int r, const HostThread* thread) { return r < thread->rank; });
   attached_.insert(place, &me);
-  round_started_ = ++arrived_ >= (config.ranks > 0 ? config.ranks : config.devices);
+  round_started_ = ++arrived_ >= expected_ranks();
   if (!seeded() || failed_) return;
   me.waiting = true;
   me.waits_for = "its first turn";
@@ -180,7 +181,7 @@ void Machine::attach(Lock& lock, int rank) {
 void Machine::detach(Lock& lock) {
   HostThread& me = this_thread();
   me.attached = false;
-  attached_.erase(std::find(attached_.begin(), attached_.end(), &me));
+  std::erase(attached_, &me);
   if (attached_.empty()) {
     round_started_ = false;
     arrived_ = 0;

@@ -9,7 +9,7 @@ namespace hostweave::cpu {
 void Machine::start_workers() {
   std::size_t count = config.workers > 0 ? config.workers : std::thread::hardware_concurrency();
   count = std::max<std::size_t>(count, 1);
-  for (std::size_t i = 0; i < count; ++i) workers_.emplace_back([this, i] { work(i); });
+  for (std::size_t i = 0; i < count; ++i) workers_.emplace_back(&Machine::work, this);
 }
 
 void Machine::stop_workers() {
@@ -22,7 +22,7 @@ void Machine::stop_workers() {
   stopping_ = false;
 }
 
-void Machine::work(std::size_t) {
+void Machine::work() {
   Lock lock(mutex);
   while (!stopping_) {
     if (!splits_.empty()) {
@@ -58,21 +58,18 @@ bool Machine::wait_parallel(Lock& lock, HostThread& me) {
   if (me.ready()) return true;
   waiting_.push_back(&me);
   find_deadlock();
-  using Clock = std::chrono::steady_clock;
-  const auto patience = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(config.timeout_seconds));
-  auto deadline = Clock::now() + patience;
+  auto end = deadline();
   std::uint64_t seen = progress_;
   while (!failed_ && !me.ready()) {
-    me.wake.wait_until(lock, deadline);
-    if (Clock::now() < deadline) continue;
+    if (me.wake.wait_until(lock, end) == std::cv_status::no_timeout) continue;
     // Work that takes long is not a deadlock, and neither is a rank that is still making progress.
     if (seen == progress_ && running_ == 0 && ready_.empty() && !me.ready() && !failed_) {
       fail(deadlock_report() + "\n  (no progress for " + std::to_string(config.timeout_seconds) + " seconds)");
     }
     seen = progress_;
-    deadline = Clock::now() + patience;
+    end = deadline();
   }
-  waiting_.erase(std::find(waiting_.begin(), waiting_.end(), &me));
+  std::erase(waiting_, &me);
   return !failed_;
 }
 
@@ -93,13 +90,13 @@ std::size_t Machine::idle_workers() {
   return seeded() ? 0 : idle_workers_;
 }
 
-void Machine::split(std::size_t pieces, const std::function<void(std::size_t)>& run) {
-  if (pieces <= 1 || seeded()) {
-    for (std::size_t i = 0; i < pieces; ++i) run(i);
+void Machine::split(std::size_t count, std::size_t piece, const RunPiece& run) {
+  if (count <= piece || seeded()) {
+    for (std::size_t begin = 0; begin < count; begin += piece) run(begin, std::min(begin + piece, count));
     return;
   }
   Lock lock(mutex);
-  Split split{&run, pieces};
+  Split split{run, count, piece};
   splits_.push_back(&split);
   if (idle_workers_ > 0) workers_wake_.notify_all();
   run_split(lock, split);
@@ -108,11 +105,11 @@ void Machine::split(std::size_t pieces, const std::function<void(std::size_t)>& 
 
 void Machine::run_split(Lock& lock, Split& split) {
   ++split.running;
-  while (split.next < split.pieces) {
-    const std::size_t piece = split.next++;
-    if (split.next == split.pieces) splits_.erase(std::find(splits_.begin(), splits_.end(), &split));
+  while (split.next < split.count) {
+    const std::size_t begin = split.next, end = split.next = std::min(begin + split.piece, split.count);
+    if (end == split.count) std::erase(splits_, &split);
     lock.unlock();
-    (*split.run)(piece);
+    split.run(begin, end);
     lock.lock();
   }
   if (--split.running == 0) workers_idle_.notify_all();

@@ -9,6 +9,8 @@
 #include <stdexcept>
 #include <thread>
 
+#include "hostweave/streams.h"
+
 namespace hw::sample {
 
 void read(int argc, char** argv, const std::vector<Setting>& settings) {
@@ -26,7 +28,7 @@ void read(int argc, char** argv, const std::vector<Setting>& settings) {
     if (!is_number || value < 1)
       throw std::invalid_argument(argument + ": write NAME=NUMBER, of at least 1; --help says the names");
     const auto named = [&](const Setting& setting) { return argument.substr(0, equals) == setting.name; };
-    const auto found = std::find_if(settings.begin(), settings.end(), named);
+    const auto found = std::ranges::find_if(settings, named);
     if (found == settings.end()) throw std::invalid_argument(argument + ": there is no such setting; --help says those that are");
     *found->value = value;
   }
@@ -94,9 +96,7 @@ double median(std::vector<double> values) {
 }  // namespace
 
 Times measure(const std::function<void()>& call, cudaStream_t stream, std::barrier<>& meet, int64_t repetitions) {
-  cudaEvent_t begin, end;
-  HW_CHECK(cudaEventCreate(&begin));
-  HW_CHECK(cudaEventCreate(&end));
+  const Event begin(cudaEventDefault), end(cudaEventDefault);
   std::vector<double> device_ms, enqueue_us;
   for (int64_t i = 0; i < repetitions; ++i) {
     meet.arrive_and_wait();
@@ -110,8 +110,6 @@ Times measure(const std::function<void()>& call, cudaStream_t stream, std::barri
     HW_CHECK(cudaEventElapsedTime(&elapsed, begin, end));
     device_ms.push_back(elapsed);
   }
-  HW_CHECK(cudaEventDestroy(begin));
-  HW_CHECK(cudaEventDestroy(end));
   return {median(device_ms), median(enqueue_us)};
 }
 

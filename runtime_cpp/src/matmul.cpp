@@ -48,10 +48,6 @@ int64_t batch_stride(const Strided& x, int dim_from_last) {
   return i < 0 || x.shape[i] == 1 ? 0 : x.strides[i];
 }
 
-bool same(const Shape& x, const Shape& y) { return x.ndim == y.ndim && std::equal(x.dims, x.dims + x.ndim, y.dims); }
-
-bool same(const Strided& x, const Strided& y) { return same(x.shape, y.shape) && same(x.strides, y.strides); }
-
 // The leading dims from the innermost out, neighbours merged where one stride covers both in all operands.
 std::vector<Batch> batches(const Strided& a, const Strided& b, const Strided& c) {
   std::vector<Batch> result;
@@ -211,7 +207,7 @@ MatmulPlan::~MatmulPlan() {
 
 void MatmulPlan::prepare(const Strided& a, const Strided& b, const Strided& c) {
   for (const Plan* plan : plans_) {
-    if (same(plan->a, a) && same(plan->b, b) && same(plan->c, c)) {
+    if (plan->a == a && plan->b == b && plan->c == c) {
       current_ = plan;
       return;
     }

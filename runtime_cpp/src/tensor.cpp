@@ -1,5 +1,6 @@
 #include "hostweave/tensor.h"
 
+#include <map>
 #include <string>
 
 #include "hostweave/errors.h"
@@ -8,32 +9,13 @@ namespace hw {
 namespace {
 
 std::string dtype_name(cudaDataType_t dtype) {
-  switch (dtype) {
-    case CUDA_R_64F:
-      return "f64";
-    case CUDA_R_32F:
-      return "f32";
-    case CUDA_R_16F:
-      return "f16";
-    case CUDA_R_16BF:
-      return "bf16";
-    case CUDA_R_8F_E4M3:
-      return "f8e4m3";
-    case CUDA_R_8F_E5M2:
-      return "f8e5m2";
-    case CUDA_R_64I:
-      return "i64";
-    case CUDA_R_32I:
-      return "i32";
-    case CUDA_R_8I:
-      return "i8";
-    case CUDA_R_32U:
-      return "u32";
-    case CUDA_R_8U:
-      return "u8";
-    default:
-      return "dtype " + std::to_string(dtype);
-  }
+  static const std::map<cudaDataType_t, const char*> names = {
+      {CUDA_R_64F, "f64"}, {CUDA_R_32F, "f32"},        {CUDA_R_16F, "f16"},        {CUDA_R_16BF, "bf16"},
+      {CUDA_R_64I, "i64"}, {CUDA_R_8F_E4M3, "f8e4m3"}, {CUDA_R_8F_E5M2, "f8e5m2"}, {CUDA_R_32I, "i32"},
+      {CUDA_R_8I, "i8"},   {CUDA_R_32U, "u32"},        {CUDA_R_8U, "u8"},
+  };
+  const auto found = names.find(dtype);
+  return found == names.end() ? "dtype " + std::to_string(dtype) : found->second;
 }
 
 // "bf16[M/8, K]" and {any, 512} give "bf16[*, 512]".

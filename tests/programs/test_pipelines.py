@@ -14,8 +14,7 @@ from whole_programs import PIPELINES, Array, compiled, expect, fusion_of, intege
 import hostweave as hw
 from hostweave.base.errors import ArgumentError, ExecutionError, ProgramError
 from hostweave.check.check import check
-from hostweave.cli.memory_plan import memory_plan
-from hostweave.cli.memory_report import memory_report
+from hostweave.cli.memory_plan import memory_plan, memory_report
 from hostweave.host_ir import ir
 from hostweave.runtime.cpu import parallel, seeded
 from hostweave.runtime.local import LocalProgram

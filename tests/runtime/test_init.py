@@ -21,12 +21,13 @@ from hostweave.base.errors import ArgumentError, ExecutionError
 from hostweave.base.paths import NATIVE
 from hostweave.runtime import group as groups
 from hostweave.runtime import watchdog
-from hostweave.runtime.agreement import CallSignature
+from hostweave.runtime.arrays import NumpyLibrary
 from hostweave.runtime.cpu import seeded
 from hostweave.runtime.local import LocalProgram
-from hostweave.runtime.meeting import StoreMeeting
+from hostweave.runtime.meeting import CallSignature, StoreMeeting
 from hostweave.runtime.stores import MemoryStore, Store
 from hostweave.targets.cuda import handle_of
+from hostweave.targets.target import find_target
 
 RANKS = 4
 mesh = hw.Mesh(x=RANKS)
@@ -410,6 +411,19 @@ def test_streams_of_other_libraries() -> None:
     with pytest.raises(TypeError) as caught:
         handle_of("main")
     assert str(caught.value) == "stream=: expected an int, a stream of PyTorch or CuPy, or one with __cuda_stream__, got str"
+
+
+def test_an_error_in_a_librarys_stream_is_not_the_callers() -> None:
+    class Broken(NumpyLibrary):
+        def stream(self, device: int) -> int:
+            raise TypeError("in the library")
+
+    local = object.__new__(LocalProgram)
+    local.__dict__.update(_target=find_target("cuda"), _device=0, _host=SimpleNamespace(name="ag_matmul"))
+    with pytest.raises(TypeError, match=r"^in the library$"):
+        local._handle(None, Broken())
+    with pytest.raises(ArgumentError, match=r"^ag_matmul: stream=: expected an int"):
+        local._handle("main", Broken())
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------

@@ -15,14 +15,11 @@ T = TypeVar("T")
 DEEPEST = 64  # bodies and parentheses in one another: each is a call of Python's in whatever walks them
 MAX_INT = 2**63 - 1  # of a size: C++ has it in an int64_t
 
-
 _TOKEN = re.compile(
     r"\s+|#[^\n]*|(?P<string>\"(?:[^\"\\\n]|\\.)*\")|(?P<number>-?\d+\.(?!\.)\d*(?:e[+-]?\d+)?|-?\d+e[+-]?\d+|-?(?:inf|nan)\b|\d+)|(?P<word>[A-Za-z_]\w*)"
     r"|(?P<sign>->|==|!=|<=|>=|\.\.|[^\s\w])",
     re.ASCII,
 )
-
-
 _WORD = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 

@@ -64,10 +64,7 @@ def limit() -> int:
 
 def key_of(*parts: str) -> str:
     """16 hex digits that change when any part changes."""
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part.encode() + b"\0")
-    return digest.hexdigest()[:16]
+    return hashlib.sha256("".join(f"{part}\0" for part in parts).encode()).hexdigest()[:16]
 
 
 def name_of(name: str, *parts: str) -> str:

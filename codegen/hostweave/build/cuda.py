@@ -7,6 +7,7 @@ import importlib.util
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -51,8 +52,7 @@ class Cuda:
 
     @property
     def include_folders(self) -> tuple[Path, ...]:
-        folders = (_folder_of(part.path, part.name) for part in self.headers if part.path)
-        return tuple(dict.fromkeys(folders))
+        return tuple(dict.fromkeys(part.path.parents[part.name.count("/")] for part in self.headers if part.path))
 
 
 def find_cuda() -> Cuda:
@@ -69,29 +69,26 @@ def _find(major: int, roots: list[Path]) -> Cuda:
     wheel = "" if major >= 13 else f"-cu{major}"
     crt = "nvidia-cuda-crt" if major >= 13 else f"nvidia-cuda-nvcc{wheel}"
 
-    def part(name: str, package: str, folders: tuple[str, ...]) -> Part:
-        places = (root / folder / name for root in roots for folder in folders)
-        return Part(name, next((place for place in places if place.is_file()), None), package)
+    def find(folders: tuple[str, ...], packages: dict[str, str]) -> Iterator[Part]:
+        for name, package in packages.items():
+            places = (root / folder / name for root in roots for folder in folders)
+            yield Part(name, next((place for place in places if place.is_file()), None), package)
 
-    def header(name: str, package: str) -> Part:
-        return part(name, package, _INCLUDES)
-
-    def library(name: str, package: str) -> Part:
-        return part(name, package, _LIBRARIES)
-
-    headers = (
-        header("cuda_runtime_api.h", f"nvidia-cuda-runtime{wheel}"),
-        header("crt/host_defines.h", crt),
-        header("nv/target", f"nvidia-cuda-cccl{wheel}"),
-        header("cublasLt.h", f"nvidia-cublas{wheel}"),
-        header("nccl.h", f"nvidia-nccl-cu{major}"),
-    )
-    libraries = (
-        library(f"libcudart.so.{major}", f"nvidia-cuda-runtime{wheel}"),
-        library(f"libcublasLt.so.{major}", f"nvidia-cublas{wheel}"),
-        library("libnccl.so.2", f"nvidia-nccl-cu{major}"),
-    )
-    return Cuda(major, headers, libraries, library(f"libnvrtc.so.{major}", f"nvidia-cuda-nvrtc{wheel}"))
+    headers = {
+        "cuda_runtime_api.h": f"nvidia-cuda-runtime{wheel}",
+        "crt/host_defines.h": crt,
+        "nv/target": f"nvidia-cuda-cccl{wheel}",
+        "cublasLt.h": f"nvidia-cublas{wheel}",
+        "nccl.h": f"nvidia-nccl-cu{major}",
+    }
+    libraries = {
+        f"libcudart.so.{major}": f"nvidia-cuda-runtime{wheel}",
+        f"libcublasLt.so.{major}": f"nvidia-cublas{wheel}",
+        "libnccl.so.2": f"nvidia-nccl-cu{major}",
+        f"libnvrtc.so.{major}": f"nvidia-cuda-nvrtc{wheel}",
+    }
+    *linked, nvrtc = find(_LIBRARIES, libraries)
+    return Cuda(major, tuple(find(_INCLUDES, headers)), tuple(linked), nvrtc)
 
 
 @dataclass(frozen=True)
@@ -103,22 +100,16 @@ class Gpu:
 @cache
 def gpus() -> tuple[Gpu, ...]:
     """The GPUs that the driver offers; none where there is no driver."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return ()
-    count = ctypes.c_int()
-    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+    driver, count = _driver(), ctypes.c_int()
+    if driver is None or driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
         return ()
     return tuple(_gpu(driver, index) for index in range(count.value))
 
 
 def driver_version() -> str | None:
     """The newest CUDA that the driver can run, such as "13.0"; None where there is no driver."""
-    version = ctypes.c_int()
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
+    driver, version = _driver(), ctypes.c_int()
+    if driver is None:
         return None
     driver.cuDriverGetVersion(ctypes.byref(version))
     return f"{version.value // 1000}.{version.value % 1000 // 10}"
@@ -127,6 +118,13 @@ def driver_version() -> str | None:
 def arch() -> str:
     """The architecture to compile kernels for: HOSTWEAVE_CUDA_ARCH, else that of GPU 0, else sm_90."""
     return os.environ.get("HOSTWEAVE_CUDA_ARCH") or next((gpu.arch for gpu in gpus()), "sm_90")
+
+
+def _driver() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
 
 
 def _gpu(driver: ctypes.CDLL, index: int) -> Gpu:
@@ -160,8 +158,3 @@ def _stated_major(header: Path) -> int | None:
     with header.open(errors="replace") as lines:
         found = next((match for line in lines if (match := re.match(r"#define (?:CUDART_VERSION|CUBLAS_VER_MAJOR)\s+(\d+)", line))), None)
     return int(found[1]) // (1000 if len(found[1]) > 3 else 1) if found else None
-
-
-def _folder_of(path: Path, name: str) -> Path:
-    """The include folder in which `name` is found."""
-    return path.parents[name.count("/")]

@@ -1,18 +1,19 @@
-"""Compiles and links what is not in the cache."""
+"""Compiles and links what is not in the cache, files side by side."""
 
 from __future__ import annotations
 
 import os
 import re
 import shutil
+import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from hostweave.base.errors import BuildError
 from hostweave.base.paths import BUILDER, RUNTIME
 from hostweave.build.cache import get_or_make, lookup, name_of, root, stamp_of
-from hostweave.build.compile import run_together
 from hostweave.build.nvrtc import Unit, loader, units_of
 from hostweave.build.toolchain import MODULE_FILE, KernelCompiler, Toolchain, glue
 
@@ -39,6 +40,26 @@ def make_program(folder: Path, sources: Sequence[str], toolchain: Toolchain, lib
         (folder / _object(file)).unlink()
     objects = [str(root() / entries[file] / _object(file)) for file in files]
     run_together([toolchain.link([*objects, *map(str, glue())], MODULE_FILE, (library,))], folder)
+
+
+def run_together(commands: list[list[str]], folder: Path) -> None:
+    """Runs the commands in `folder`, as many at a time as there are cores, and appends them and their output to `build.log`.
+
+    Raises BuildError with the first error line where one fails.
+    """
+
+    def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+        try:
+            return subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+        except OSError as error:
+            raise BuildError(f"the compiler {command[0]} cannot be started: {error.strerror}; set CXX to one that can") from error
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        results = list(pool.map(run, commands))
+    with open(folder / "build.log", "a") as log:
+        log.writelines(f"$ {' '.join(result.args)}\n{result.stdout}" for result in results)
+    if failed := next((result for result in results if result.returncode != 0), None):
+        raise BuildError(f"the compiler failed: {_first_error(failed.stdout)}")
 
 
 def _object(file: str) -> str:
@@ -82,3 +103,8 @@ def _cubins(folder: Path, toolchain: Toolchain, compiler: KernelCompiler) -> dic
     units = units_of((folder / _KERNELS).read_text())
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         return dict(zip((unit.name for unit in units), pool.map(cubin, units), strict=True))
+
+
+def _first_error(output: str) -> str:
+    lines = output.strip().splitlines() or ["it said nothing"]
+    return next((line for line in lines if "error" in line or "undefined reference" in line), lines[-1])

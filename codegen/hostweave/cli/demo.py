@@ -7,8 +7,19 @@ import sys
 import time
 from typing import Any
 
+import numpy as np
+
+import hostweave as hw
 from hostweave.base.errors import HostweaveError
+from hostweave.base.paths import EXAMPLES
+from hostweave.cli.highlight import show
+from hostweave.cli.programs import load_file, programs_in
+from hostweave.cli.tolerance import tolerance_of
 from hostweave.fusion_ir.ir import Fusion
+from hostweave.fusion_ir.reference import run_reference
+from hostweave.targets.target import NAMES, find_target
+from hostweave.types.numpy_dtypes import numpy_dtype
+from hostweave.types.shards import block_of
 
 MEASURED_SECONDS = 2.0
 MAX_REPETITIONS = 20
@@ -16,11 +27,6 @@ MAX_REPETITIONS = 20
 
 def demo(name: str, ranks: int, target: str | None) -> int:
     """Prints what becomes of a program of examples/seeds.py on `ranks` ranks. Returns 0 where all ranks match NumPy."""
-    import hostweave as hw
-    from hostweave.base.paths import EXAMPLES
-    from hostweave.cli.programs import load_file, programs_in
-    from hostweave.targets.target import NAMES, find_target
-
     seeds = programs_in(load_file(EXAMPLES / "seeds.py", {"D": ranks}))
     if name not in seeds:
         raise HostweaveError(f"demo: no program {name!r}; one of {', '.join(seeds)}")
@@ -30,11 +36,11 @@ def demo(name: str, ranks: int, target: str | None) -> int:
     chosen = find_target(target) if target else max(able, key=lambda found: found.demo_size)
     program = hw.compile(fusion, target=chosen.name)
     _title("fusion IR: math on global tensors, and its sharding")
-    _show(program.fusion_ir, "ir")
+    show(program.fusion_ir, "ir")
     _title("host IR: what the CPU of one rank does")
-    _show(program.host_ir, "ir")
+    show(program.host_ir, "ir")
     _title("generated program.cpp")
-    _show(program.source, "cpp")
+    show(program.source, "cpp")
 
     _title(f"{ranks} ranks on {chosen.name}")
     started = time.perf_counter()
@@ -48,13 +54,6 @@ def demo(name: str, ranks: int, target: str | None) -> int:
 
 def _compare(program: Any, fusion: Fusion, size: int) -> float:
     """Runs the program; prints how far each rank is from NumPy and how long it took. Returns the worst error over the tolerance."""
-    import numpy as np
-
-    from hostweave.cli.tolerance import tolerance_of
-    from hostweave.fusion_ir.reference import run_reference
-    from hostweave.types.numpy_dtypes import numpy_dtype
-    from hostweave.types.shards import block_of
-
     names = {name for value in fusion.inputs for extent in value.type.shape for name in extent.symbols}
     sizes = dict.fromkeys(names, size * fusion.mesh.size)
     random = np.random.default_rng(0)
@@ -91,9 +90,3 @@ def repetitions_in(seconds: float, a_call: float) -> int:
 def _title(text: str) -> None:
     bold, plain = ("\033[1m", "\033[0m") if sys.stdout.isatty() else ("", "")
     print(f"\n{bold}---- {text}{plain}\n")
-
-
-def _show(text: str, language: str) -> None:
-    from hostweave.cli.highlight import highlighted
-
-    print(highlighted(text, language), end="")

@@ -10,10 +10,12 @@ if TYPE_CHECKING:
     from pygments.lexer import RegexLexer
 
 
+def show(text: str, language: str) -> None:
+    """Prints a text, with colours where stdout is a terminal. `language` is cpp or ir."""
+    print(highlighted(text, language) if sys.stdout.isatty() else text, end="")
+
+
 def highlighted(text: str, language: str) -> str:
-    """`text` with colours where stdout is a terminal, as it is elsewhere. `language` is cpp or ir."""
-    if not sys.stdout.isatty():
-        return text
     from pygments import highlight
     from pygments.formatters import TerminalFormatter
     from pygments.lexers import CppLexer

@@ -15,6 +15,7 @@ from typing import Any
 
 from hostweave import __version__
 from hostweave.base.errors import HostweaveError
+from hostweave.cli.highlight import show
 from hostweave.targets.target import NAMES
 
 _HEADER = re.compile(r"\w+ @(\w+)\(")  # of a function, kernel or program in the text of an IR
@@ -134,7 +135,7 @@ def _inspect(options: argparse.Namespace) -> int:
     host = lower(program, settings, lambda name, stage: seen.append((name, stage)))
     stages = [(name, str(stage)) for name, stage in seen]
     if options.memory:
-        from hostweave.cli.memory_report import memory_report
+        from hostweave.cli.memory_plan import memory_report
 
         print(memory_report(host, _sizes(options.sizes)), end="")
     elif options.after is None:
@@ -142,13 +143,13 @@ def _inspect(options: argparse.Namespace) -> int:
 
         sources = render(host)
         if options.only:
-            _show(_one_of(sources, options.only, "file"), "cpp")
+            show(_one_of(sources, options.only, "file"), "cpp")
         else:
-            _show("\n".join(f"// ==== {path}\n{text}" for path, text in sources.items()), "cpp")
+            show("\n".join(f"// ==== {path}\n{text}" for path, text in sources.items()), "cpp")
     elif options.after == "all":
-        _show("\n".join(_changes(_only(stages, options.only))), "ir")
+        show("\n".join(_changes(_only(stages, options.only))), "ir")
     elif options.after in dict(stages):
-        _show(_only([(options.after, dict(stages)[options.after])], options.only)[0][1], "ir")
+        show(_only([(options.after, dict(stages)[options.after])], options.only)[0][1], "ir")
     else:
         raise HostweaveError(f"--after {options.after}: no such stage; one of input, {', '.join(p.__name__ for p in PASSES)}, all")
     if fusions := [stage for _, stage in seen if isinstance(stage, Fusion)]:
@@ -193,12 +194,6 @@ def _sizes(text: str) -> dict[str, int]:
             raise HostweaveError(f"--sizes {text}: {setting}: write NAME=NUMBER, with commas between several")
         sizes[name.strip()] = int(value)
     return sizes
-
-
-def _show(text: str, language: str) -> None:
-    from hostweave.cli.highlight import highlighted
-
-    print(highlighted(text, language), end="")
 
 
 def _export(options: argparse.Namespace) -> int:

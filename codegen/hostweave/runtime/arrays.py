@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import sys
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Protocol
+from math import prod
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -20,16 +20,19 @@ Array = Any  # of some library
 
 
 class Library(Protocol):
-    """What Hostweave needs of an array library."""
+    """What Hostweave needs of an array library; what most of them have in common is here."""
 
     def accept(self, array: Array) -> Array:
         """The array as this object works with it, without a copy where that can be. Raises TypeError with a reason."""
+        return array
 
     def give(self, array: Array) -> Array:
         """A result as the caller wants it."""
+        return array
 
     def dtype(self, array: Array) -> DType | str:
         """The element type, or its name where Hostweave has none like it."""
+        return dtype_of_name(array.dtype.name)
 
     def device(self, array: Array) -> int:
         """The number of the GPU, or CPU_DEVICE."""
@@ -41,9 +44,11 @@ class Library(Protocol):
 
     def empty(self, shape: tuple[int, ...], dtype: DType, device: int) -> Array: ...
 
-    def is_contiguous(self, array: Array) -> bool: ...
+    def is_contiguous(self, array: Array) -> bool:
+        return bool(array.flags.c_contiguous)
 
-    def is_writable(self, array: Array) -> bool: ...
+    def is_writable(self, array: Array) -> bool:
+        return True
 
     def stream(self, device: int) -> int:
         """The cudaStream_t that is the caller's current one on that GPU."""
@@ -55,35 +60,26 @@ class Library(Protocol):
         """Waits for what the caller's current stream on that device holds."""
 
 
-@dataclass(frozen=True)
-class View:
-    """A contiguous array as the glue takes it. The array itself is kept alive with it."""
+class View(NamedTuple):
+    """A contiguous array: what the glue takes of it, and last the array itself, which is kept alive with it. By default nothing."""
 
-    address: int
-    shape: tuple[int, ...]
-    bytes: int
-    device: int
-    array: Array
-    whole: tuple[int, ...] = ()  # the shape of the global array of which this is a block, where that is known
-
-    def fields(self) -> tuple[int, tuple[int, ...], int, int, tuple[int, ...]]:
-        return self.address, self.shape, self.bytes, self.device, self.whole
+    whole: tuple[int, ...]  # the shape of the global array of which this is a block
+    address: int = 0
+    shape: tuple[int, ...] = ()
+    bytes: int = 0
+    device: int = CPU_DEVICE
+    array: Array = None
 
 
-def nothing(whole: tuple[int, ...]) -> View:
-    """What a rank has of a global array of this shape that is not on it."""
-    return View(0, (), 0, CPU_DEVICE, None, whole)
-
-
-def view(library: Library, array: Array, dtype: DType, whole: tuple[int, ...] = ()) -> View:
+def view(library: Library, array: Array, dtype: DType, whole: tuple[int, ...]) -> View:
     shape = tuple(array.shape)
-    return View(library.address(array), shape, int(np.prod(shape, dtype=np.int64)) * dtype.itemsize, library.device(array), array, whole)
+    return View(whole, library.address(array), shape, prod(shape) * dtype.itemsize, library.device(array), array)
 
 
 def library_of(array: Array) -> Library:
     """The library of an array. Raises TypeError where it is no array."""
     if isinstance(array, np.ndarray):
-        return _Numpy()
+        return NumpyLibrary()
     if (torch := sys.modules.get("torch")) and isinstance(array, torch.Tensor):  # subclasses of other packages, too
         return _Torch()
     package = type(array).__module__.partition(".")[0]
@@ -96,21 +92,11 @@ def library_of(array: Array) -> Library:
     raise TypeError(f"expected an array, got {type(array).__name__}")
 
 
-def numpy_library() -> Library:
-    return _Numpy()
-
-
-class _Numpy:
+class NumpyLibrary(Library):
     def accept(self, array: Array) -> Array:
         if not array.dtype.isnative:
             raise TypeError("its byte order is not this machine's; call .astype with the native dtype")
         return array
-
-    def give(self, array: Array) -> Array:
-        return array
-
-    def dtype(self, array: Array) -> DType | str:
-        return dtype_of_name(array.dtype.name)
 
     def device(self, array: Array) -> int:
         return CPU_DEVICE
@@ -123,9 +109,6 @@ class _Numpy:
 
     def empty(self, shape: tuple[int, ...], dtype: DType, device: int) -> Array:
         return np.empty(shape, numpy_dtype(dtype))
-
-    def is_contiguous(self, array: Array) -> bool:
-        return bool(array.flags.c_contiguous)
 
     def is_writable(self, array: Array) -> bool:
         return bool(array.flags.writeable)
@@ -140,7 +123,7 @@ class _Numpy:
         pass
 
 
-class _Jax(_Numpy):
+class _Jax(NumpyLibrary):
     """Its arrays cannot be written to, so they go through NumPy."""
 
     def accept(self, array: Array) -> Array:
@@ -152,7 +135,7 @@ class _Jax(_Numpy):
         return jax.numpy.asarray(array)
 
 
-class _AnyDLPack(_Numpy):
+class _AnyDLPack(NumpyLibrary):
     """Arrays in host memory of a library that is not known by name."""
 
     def __init__(self, array: Array):
@@ -168,7 +151,7 @@ class _AnyDLPack(_Numpy):
         return self._namespace.from_dlpack(array)
 
 
-class _Torch:
+class _Torch(Library):
     def accept(self, array: Array) -> Array:
         torch = sys.modules["torch"]
         if array.layout != torch.strided:
@@ -184,9 +167,6 @@ class _Torch:
         if array.requires_grad and torch.is_grad_enabled():
             raise TypeError("requires grad, and programs have no gradients; call .detach(), or run the program under torch.no_grad()")
         return array.detach()
-
-    def give(self, array: Array) -> Array:
-        return array
 
     def dtype(self, array: Array) -> DType | str:
         return dtype_of_name(str(array.dtype).removeprefix("torch."))
@@ -206,9 +186,6 @@ class _Torch:
 
     def is_contiguous(self, array: Array) -> bool:
         return bool(array.is_contiguous())
-
-    def is_writable(self, array: Array) -> bool:
-        return True
 
     def stream(self, device: int) -> int:
         return int(sys.modules["torch"].cuda.current_stream(device).cuda_stream)
@@ -234,16 +211,7 @@ def _has_memory(tensor: Array) -> bool:
         return False
 
 
-class _Cupy:
-    def accept(self, array: Array) -> Array:
-        return array
-
-    def give(self, array: Array) -> Array:
-        return array
-
-    def dtype(self, array: Array) -> DType | str:
-        return dtype_of_name(array.dtype.name)
-
+class _Cupy(Library):
     def device(self, array: Array) -> int:
         return int(array.device.id)
 
@@ -258,12 +226,6 @@ class _Cupy:
         cupy = sys.modules["cupy"]
         with cupy.cuda.Device(device):
             return cupy.empty(shape, numpy_dtype(dtype))
-
-    def is_contiguous(self, array: Array) -> bool:
-        return bool(array.flags.c_contiguous)
-
-    def is_writable(self, array: Array) -> bool:
-        return True
 
     def stream(self, device: int) -> int:
         return int(sys.modules["cupy"].cuda.get_current_stream(device).ptr)

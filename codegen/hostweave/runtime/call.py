@@ -9,10 +9,10 @@ from typing import Any
 from hostweave.base.errors import ArgumentError
 from hostweave.host_ir.ir import HostProgram, Parameter
 from hostweave.runtime.arguments import accept, in_order
-from hostweave.runtime.arrays import Array, Library, View, nothing, view
+from hostweave.runtime.arrays import Array, Library, View, view
 from hostweave.targets.target import CPU_DEVICE, Target
 from hostweave.types.mesh import Mesh
-from hostweave.types.shards import bind_sizes, block_of, global_shape, holds, local_shape
+from hostweave.types.shards import bind_sizes, block_of, block_shape, global_shape, holds
 from hostweave.types.tensor import TensorType
 
 LocalArrays = tuple[tuple[View, ...], ...]  # [rank][parameter]
@@ -30,7 +30,7 @@ class Call:
     outputs: LocalArrays
 
     def for_glue(self) -> tuple[list[list[Any]], list[list[Any]]]:
-        return [[v.fields() for v in rank] for rank in self.inputs], [[v.fields() for v in rank] for rank in self.outputs]
+        return [[v[:-1] for v in rank] for rank in self.inputs], [[v[:-1] for v in rank] for rank in self.outputs]
 
     def local_results(self) -> list[Any]:
         """Of every rank its local output, or a tuple of them where there are several; None for one that it does not have."""
@@ -84,7 +84,7 @@ def make_call(program: HostProgram, target: Target, given: Sequence[Array], name
 
 def _block(library: Library, array: Array, type_: TensorType, mesh: Mesh, rank: int) -> View:
     if not holds(type_, mesh, rank):
-        return nothing(tuple(array.shape))
+        return View(tuple(array.shape))
     block = array[block_of(type_, mesh, rank, array.shape)] if type_.axes else array
     return view(library, library.contiguous(block), type_.dtype, tuple(array.shape))
 
@@ -98,10 +98,11 @@ def _check_outputs(program: HostProgram, sizes: Mapping[str, int]) -> None:
 
 
 def _result(library: Library, type_: TensorType, mesh: Mesh, rank: int, sizes: Mapping[str, int], device: int) -> View:
+    shape = global_shape(type_, sizes)
     if not holds(type_, mesh, rank):
-        return nothing(global_shape(type_, sizes))
-    array = library.empty(local_shape(type_, mesh, rank, sizes), type_.dtype, device)
-    return view(library, array, type_.dtype, global_shape(type_, sizes))
+        return View(shape)
+    array = library.empty(block_shape(type_, mesh, rank, shape), type_.dtype, device)
+    return view(library, array, type_.dtype, shape)
 
 
 def _bare(results: tuple[Array, ...]) -> Any:

@@ -13,10 +13,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from hostweave.base.errors import ArgumentError, ExecutionError, HostweaveError
-from hostweave.runtime.agreement import CallSignature, disagreement
 from hostweave.runtime.lifetime import calls as native_calls
 from hostweave.runtime.lifetime import expect_own_devices, on_end
-from hostweave.runtime.meeting import Failed, Meeting, NoMeeting, PeerLost, StoreMeeting, ThreadMeeting
+from hostweave.runtime.meeting import CallSignature, Failed, Meeting, PeerLost, StoreMeeting, ThreadMeeting, disagreement
 from hostweave.runtime.providers import Communicators, Environment, Provider, Threads, default_provider
 from hostweave.runtime.rendezvous import World, meet, timed_out
 from hostweave.runtime.stores import Store, StoreClosed
@@ -30,8 +29,15 @@ if TYPE_CHECKING:
 INIT_TIMEOUT = 300.0  # seconds
 CALL_TIMEOUT = 600.0
 
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.groups: dict[str, Group] = {}  # of a thread that is a rank
+
+
+_thread = _Thread()
+
 _process_groups: dict[str, Group] = {}
-_thread = threading.local()  # its groups, of threads that are ranks
 _making = threading.Lock()
 _all: weakref.WeakSet[Group] = weakref.WeakSet()
 
@@ -58,14 +64,14 @@ def init(
 
     Example: `group = hw.init()` under `torchrun --nproc-per-node 8`.
     """
-    present = _find(group)
+    present = current(group)
     if present and not present.failure and provider is None:
         return present
     provider = provider or default_provider()
     threads = isinstance(provider, Threads)
     with contextlib.nullcontext() if threads else _making:
         rank, count = provider.rank_and_count(group)
-        present = _find(group)
+        present = current(group)
         if present and not present.failure:
             if (present.rank, present.count) == (rank, count):
                 return present
@@ -76,25 +82,14 @@ def init(
         if present:
             present.close()
         made = Group(provider, group, rank, count, timeout, call_timeout, device)
-        (_thread_groups() if threads else _process_groups)[group] = made
+        (_thread.groups if threads else _process_groups)[group] = made
         return made
 
 
 def current(group: str = "default") -> Group | None:
     """The group of that name that this thread, or else this process, has joined; None if there is none."""
-    return _find(group)
-
-
-def _find(name: str) -> Group | None:
-    group = _thread_groups().get(name) or _process_groups.get(name)
-    return group if group and not group.closed else None
-
-
-def _thread_groups() -> dict[str, Group]:
-    if not hasattr(_thread, "groups"):
-        _thread.groups = {}
-    groups: dict[str, Group] = _thread.groups
-    return groups
+    found = _thread.groups.get(group) or _process_groups.get(group)
+    return found if found and not found.closed else None
 
 
 class Group:
@@ -118,7 +113,7 @@ class Group:
         self._lock = threading.RLock()
         self._store: Store | None = None
         self._world: World | None = None
-        self.meeting: Meeting = NoMeeting(count)
+        self.meeting = Meeting(rank, count)
         if (store := provider.store(name, timeout)) is not None:
             self._store = store
             try:
@@ -141,7 +136,7 @@ class Group:
     @property
     def can_meet(self) -> bool:
         """Whether ranks can exchange messages: not if the application provides communicators (`hw.Communicators`)."""
-        return not isinstance(self.meeting, NoMeeting)
+        return type(self.meeting) is not Meeting
 
     def check(self) -> None:
         """Raises ExecutionError if the group has failed. On CUDA calls only enqueue: call it after a wait for the stream."""
@@ -322,7 +317,7 @@ def _after_fork() -> None:
     for group in list(_all):
         group.leave_to_parent()
     _process_groups.clear()
-    _thread_groups().clear()
+    _thread.groups.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork)

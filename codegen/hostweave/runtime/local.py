@@ -14,14 +14,14 @@ from hostweave.build.cache import key_of
 from hostweave.host_ir.calls import dedupe_functions
 from hostweave.host_ir.ir import ALL_RANKS, Axes, Body, HostProgram, Instruction, OnMesh, Parameter, bodies
 from hostweave.host_ir.text import print_instruction
-from hostweave.runtime.agreement import CallSignature, Shape, Span
 from hostweave.runtime.arguments import accept
-from hostweave.runtime.arrays import Array, Library, numpy_library
+from hostweave.runtime.arrays import Array, Library, NumpyLibrary
 from hostweave.runtime.cpu import Schedule, schedule
 from hostweave.runtime.lifetime import calls as native_calls
+from hostweave.runtime.meeting import CallSignature, Shape, Span
 from hostweave.targets.target import CPU_DEVICE, Target
 from hostweave.types.mesh import Mesh
-from hostweave.types.shards import block_of, global_shape, holds, whole_shape
+from hostweave.types.shards import block_shape, global_shape, holds, whole_shape
 
 if TYPE_CHECKING:
     from hostweave.runtime.group import Group
@@ -161,7 +161,7 @@ class LocalProgram:
             signature = ", ".join(f"{p.name}: {p.type}" for p in parameters)
             raise ArgumentError(f"{name}: takes {len(parameters)} arrays ({signature}), not {len(arrays)}")
         accepted = [self._accepted(parameter, array) for parameter, array in zip(parameters, arrays, strict=True)]
-        library = next((one[0] for one in accepted if one), numpy_library() if self._device == CPU_DEVICE else None)
+        library = next((one[0] for one in accepted if one), NumpyLibrary() if self._device == CPU_DEVICE else None)
         addresses = tuple(one[0].address(one[1]) if one else 0 for one in accepted)
         shapes = tuple(tuple(one[1].shape) if one else () for one in accepted)
         wholes = self._whole_shapes_for(sizes or {}, shapes) if sizes or (self._on_parts and not self._meets) else None
@@ -205,7 +205,7 @@ class LocalProgram:
             shapes = [shapes[index] for shapes in shapes_of_all]
             wholes.append(whole_shape(parameter.type, self._host.mesh, shapes))
             held = [rank for rank in range(len(shapes)) if self._holds(parameter, rank)]
-            if any(shapes[rank] != self._block(parameter, rank, wholes[-1]) for rank in held):
+            if any(shapes[rank] != block_shape(parameter.type, self._host.mesh, rank, wholes[-1]) for rank in held):
                 usual = max((shapes[rank] for rank in held), key=shapes.count)
                 odd = next(rank for rank in held if shapes[rank] != usual)
                 raise ArgumentError(
@@ -226,16 +226,12 @@ class LocalProgram:
             raise ArgumentError(f"{self._host.name}: sizes=: no size of {', '.join(sorted(missing))}; give the global one")
         wholes = tuple(global_shape(parameter.type, known) for parameter in self._host.inputs)
         for parameter, shape, whole in zip(self._host.inputs, shapes, wholes, strict=True):
-            if self._holds(parameter) and shape != (block := self._block(parameter, self._group.rank, whole)):
+            if self._holds(parameter) and shape != (block := block_shape(parameter.type, self._host.mesh, self._group.rank, whole)):
                 raise ArgumentError(
                     f"{self._host.name}: {parameter.name}: rank {self._group.rank} passes {list(shape)}; "
                     f"its block of {list(whole)} is {list(block)}"
                 )
         return wholes
-
-    def _block(self, parameter: Parameter, rank: int, whole: Shape) -> Shape:
-        """The shape of what a rank holds of a global array."""
-        return tuple(part.stop - part.start for part in block_of(parameter.type, self._host.mesh, rank, whole))
 
     # --- outputs
 
@@ -296,9 +292,12 @@ class LocalProgram:
 
     def _handle(self, stream: Any, library: Library | None) -> int:
         try:
-            return self._target.stream(stream, lambda: library.stream(self._device) if library else 0)
+            handle = self._target.stream(stream)
         except TypeError as error:
             raise ArgumentError(f"{self._host.name}: {error}") from None
+        if handle is None:
+            return library.stream(self._device) if library else 0
+        return handle
 
     def _schedule(self) -> Any:
         wanted = schedule()

@@ -1,6 +1,7 @@
 """Exchanges on the host: each rank of a group contributes a record, and all receive the records of all.
 
-A failure that one rank tells ends the waiting of the others.
+A failure that one rank tells ends the waiting of the others. A record is the signature of a call, by which ranks detect that they are
+about to make different ones.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ import json
 import threading
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from hostweave.runtime.stores import Store
 
@@ -28,11 +30,18 @@ class Failed(Exception):
     """Another rank has failed; the reason begins with which."""
 
 
-class Meeting(Protocol):
-    """One rank's seat in the meetings of its group. Once a meeting has failed, the group is to be made again."""
+class Meeting:
+    """One rank's seat in the meetings of its group. Once a meeting has failed, the group is to be made again.
+
+    This is the seat of a rank that has no way to meet the others: it takes it that they do as it does.
+    """
+
+    def __init__(self, rank: int, count: int):
+        self._rank, self._count = rank, count
 
     def gather(self, record: str, timeout: float) -> list[str]:
         """The records of all ranks, by rank. Raises PeerLost after `timeout` seconds, Failed where another rank has failed."""
+        return [record] * self._count
 
     def fail(self, reason: str) -> None:
         """Tells the others that the group has failed. The first reason counts."""
@@ -42,21 +51,22 @@ class Meeting(Protocol):
 
     def failure(self) -> str | None:
         """Why the group has failed, as some rank told."""
+        return None
 
     def note(self, text: str) -> None:
         """Leaves word for the others of how far this rank came."""
 
     def notes(self) -> list[str | None]:
         """What the ranks have left word of."""
+        return [None] * self._count
 
 
-class StoreMeeting:
+class StoreMeeting(Meeting):
     """By way of a store. Its keys are used again, so that it does not grow."""
 
     def __init__(self, store: Store, prefix: str, rank: int, count: int):
-        self._store = store
-        self._prefix = prefix
-        self._rank, self._count = rank, count
+        super().__init__(rank, count)
+        self._store, self._prefix = store, prefix
         self._number = 0
 
     @property
@@ -158,12 +168,12 @@ class Table:
             self.changed.notify_all()
 
 
-class ThreadMeeting:
+class ThreadMeeting(Meeting):
     """Among the threads of one process. It also sees when a thread has ended."""
 
     def __init__(self, table: Table, rank: int):
+        super().__init__(rank, len(table.threads))
         self._table = table
-        self._rank = rank
 
     def gather(self, record: str, timeout: float) -> list[str]:
         table = self._table
@@ -176,7 +186,7 @@ class ThreadMeeting:
                     raise Failed(table.failure)
                 if table.absent:
                     raise PeerLost(table.absent)
-                if len(table.records) == len(table.threads):
+                if len(table.records) == self._count:
                     table.finish()
                     break
                 self._wait(deadline)
@@ -185,7 +195,7 @@ class ThreadMeeting:
     def _wait(self, deadline: float) -> None:
         """For another rank to come, a little while. Raises Failed where one never will."""
         table = self._table
-        absent = [rank for rank in range(len(table.threads)) if rank not in table.records]
+        absent = [rank for rank in range(self._count) if rank not in table.records]
         if gone := next(filter(None, map(self._gone, absent)), None):
             raise Failed(gone)
         left = deadline - time.monotonic()
@@ -220,26 +230,56 @@ class ThreadMeeting:
         return list(self._table.notes)
 
 
-class NoMeeting:
-    """Of a rank that has no way to meet the others: it takes it that they do as it does."""
+# --- signatures of calls ----------------------------------------------------------------------------------------------
 
-    def __init__(self, count: int):
-        self._count = count
 
-    def gather(self, record: str, timeout: float) -> list[str]:
-        return [record] * self._count
+Shape = tuple[int, ...]
 
-    def fail(self, reason: str) -> None:
-        pass
 
-    def leave(self) -> None:
-        pass
+class Span(NamedTuple):
+    """The bytes of an argument, in the memory of the rank's process."""
 
-    def failure(self) -> str | None:
-        return None
+    begin: int
+    end: int
+    rank: int
+    name: str
+    written: bool
 
-    def note(self, text: str) -> None:
-        pass
 
-    def notes(self) -> list[str | None]:
-        return [None] * self._count
+@dataclass(frozen=True)
+class CallSignature:
+    """A program that a rank is about to make ready or to call; `error` says why it cannot."""
+
+    program: str
+    mesh: str
+    digest: str  # of all that decides what the program does
+    shapes: tuple[Shape, ...] = ()  # of the rank's inputs, in a call
+    spans: tuple[Span, ...] = ()  # of the rank's arguments, where ranks share the memory of one process
+    error: str = ""
+
+    def __str__(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def parse(text: str) -> CallSignature:
+        fields = json.loads(text)
+        return CallSignature(
+            **{**fields, "shapes": tuple(map(tuple, fields["shapes"])), "spans": tuple(Span(*span) for span in fields["spans"])}
+        )
+
+
+def disagreement(signatures: Sequence[CallSignature]) -> str | None:
+    """In what some rank differs from rank 0, or what keeps it from going on; None where they can all go on together."""
+    first = signatures[0]
+    for rank, signature in enumerate(signatures):
+        if signature.error:
+            return f"rank {rank} cannot go on: {signature.error}"
+    for rank, signature in enumerate(signatures):
+        if (signature.program, signature.mesh) != (first.program, first.mesh):
+            return (
+                f"rank {rank} calls {signature.program} on {signature.mesh}, rank 0 {first.program} on {first.mesh}; "
+                "all ranks of a group call the same programs in the same order"
+            )
+        if signature.digest != first.digest:
+            return f"rank {rank} calls another program of that name than rank 0; compile the same one, with the same options, on all ranks"
+    return None

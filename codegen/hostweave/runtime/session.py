@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from hostweave.runtime.call import Call
-from hostweave.runtime.cpu import Schedule
+from hostweave.runtime.cpu import schedule
 from hostweave.runtime.lifetime import calls as native_calls
 from hostweave.runtime.lifetime import expect_own_devices
 
@@ -44,22 +44,22 @@ class Session:
         """Whether an error has stopped the ranks midway, so that a new session is needed."""
         return self._runner is None or bool(self._world.broken)
 
-    def run(self, calls: Sequence[Call], schedule: Schedule, poison: bool) -> None:
+    def run(self, calls: Sequence[Call], poison: bool) -> None:
         """Runs calls one after another and waits for the last. Interrupted by Ctrl-C, it stops the ranks."""
         with native_calls:
-            self._runner.run(self._native(schedule), [call.for_glue() for call in calls], poison)
+            self._runner.run(self._schedule(), [call.for_glue() for call in calls], poison)
 
-    def measure(self, call: Call, schedule: Schedule, warmups: int, repetitions: int) -> list[list[Timing]]:
+    def measure(self, call: Call, warmups: int, repetitions: int) -> list[list[Timing]]:
         with native_calls:
-            times = self._runner.measure(self._native(schedule), call.for_glue(), warmups, repetitions)
+            times = self._runner.measure(self._schedule(), call.for_glue(), warmups, repetitions)
         return [[Timing(t.enqueue_us, t.total_ms) for t in rank] for rank in times]
 
     def close(self) -> None:
         """Frees what the program holds on every rank."""
         self._runner = None
 
-    def _native(self, schedule: Schedule) -> Any:
-        return self._module.Schedule(**vars(schedule))
+    def _schedule(self) -> Any:
+        return self._module.Schedule(**vars(schedule()))
 
 
 def _world_of(module: ModuleType, target: str, ranks: int) -> Any:

@@ -57,7 +57,7 @@ class _Cpu:
                 f"is on GPU {device} and the program was compiled for the CPU; pass an array in host memory, or compile for cuda"
             )
 
-    def stream(self, given: Any, current: Callable[[], int]) -> int:
+    def stream(self, given: Any) -> int | None:
         if given is not None:
             raise TypeError("stream= is for the target cuda; on the CPU a call returns when it is done")
         return 0

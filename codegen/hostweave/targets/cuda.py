@@ -65,8 +65,8 @@ class _Cuda:
     def expect_device(self, device: int) -> None:
         pass
 
-    def stream(self, given: Any, current: Callable[[], int]) -> int:
-        return current() if given is None else handle_of(given)
+    def stream(self, given: Any) -> int | None:
+        return None if given is None else handle_of(given)
 
 
 TARGET = _Cuda()

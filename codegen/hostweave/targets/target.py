@@ -49,8 +49,8 @@ class Target(Protocol):
     def expect_device(self, device: int) -> None:
         """Raises TypeError with a reason where arrays of that device are not for this target."""
 
-    def stream(self, given: Any, current: Callable[[], int]) -> int:
-        """The native stream of a call: of what the caller passes as `stream=`, else the one that `current` gives.
+    def stream(self, given: Any) -> int | None:
+        """The native stream of a call that passes `stream=`; None: the current one of the caller's library.
 
         Raises TypeError with a reason where what is given is no stream.
         """

@@ -42,13 +42,11 @@ def unshard(type_: TensorType, arrays: Sequence[NDArray[Any]], mesh: Mesh) -> ND
     shape = whole_shape(type_, mesh, {rank: array.shape for rank, array in zip(mesh.all_ranks, arrays, strict=True)})
     result = np.empty(shape, arrays[0].dtype)
     for rank, array in zip(mesh.all_ranks, arrays, strict=True):
-        block = block_of(type_, mesh, rank, shape)
-        wanted = [part.stop - part.start for part in block]
-        if list(array.shape) != wanted:
+        if array.shape != (wanted := block_shape(type_, mesh, rank, shape)):
             raise ArgumentError(
-                f"unshard: rank {rank} holds {list(array.shape)}, not its block {wanted} of {list(shape)}; pass what it holds"
+                f"unshard: rank {rank} holds {list(array.shape)}, not its block {list(wanted)} of {list(shape)}; pass what it holds"
             )
-        result[block] = array
+        result[block_of(type_, mesh, rank, shape)] = array
     return result
 
 
@@ -72,8 +70,9 @@ def global_shape(type_: TensorType, sizes: Mapping[str, int]) -> Shape:
     return tuple(extent.bind(sizes) for extent in type_.shape)
 
 
-def local_shape(type_: TensorType, mesh: Mesh, rank: int, sizes: Mapping[str, int]) -> Shape:
-    return tuple(part.stop - part.start for part in block_of(type_, mesh, rank, global_shape(type_, sizes)))
+def block_shape(type_: TensorType, mesh: Mesh, rank: int, shape: Sequence[int]) -> Shape:
+    """The shape of what a rank holds of a global array of `shape`."""
+    return tuple(part.stop - part.start for part in block_of(type_, mesh, rank, shape))
 
 
 def block_of(type_: TensorType, mesh: Mesh, rank: int, shape: Sequence[int]) -> tuple[slice, ...]:

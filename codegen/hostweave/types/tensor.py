@@ -44,47 +44,20 @@ class DType:
 
 
 f64 = DType("f64", 8, "float", "double")
-
-
 f32 = DType("f32", 4, "float", "float")
-
-
 f16 = DType("f16", 2, "float", "hw::f16")
-
-
 bf16 = DType("bf16", 2, "float", "hw::bf16")
-
-
 f8e4m3 = DType("f8e4m3", 1, "float", "hw::f8e4m3")
-
-
 f8e5m2 = DType("f8e5m2", 1, "float", "hw::f8e5m2")
-
-
 i64 = DType("i64", 8, "int", "int64_t")
-
-
 i32 = DType("i32", 4, "int", "int32_t")
-
-
 i8 = DType("i8", 1, "int", "int8_t")
-
-
 u32 = DType("u32", 4, "uint", "uint32_t")
-
-
 u8 = DType("u8", 1, "uint", "uint8_t")
-
-
 bool_ = DType("bool", 1, "bool", "bool")
 
-
 MAX_SIZE = 2**63 - 1  # of a dim and of the elements of a tensor: they are int64_t
-
-
 MAX_DIMS = 8  # of an array, as hw::Shape has them
-
-
 DTYPES = {d.name: d for d in (f64, f32, f16, bf16, f8e4m3, f8e5m2, i64, i32, i8, u32, u8, bool_)}
 
 

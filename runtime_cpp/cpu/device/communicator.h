@@ -53,6 +53,11 @@ struct ProcessGroup {
   std::vector<std::uint64_t> issued;  // collectives of each rank
 };
 
+// The making of communicators, and groups of calls.
+bool in_group();
+void wait_at_group_end(std::shared_ptr<ProcessGroup> process_group);
+ncclResult_t wait_for_process_group(const ProcessGroup& process_group);  // until all its ranks have come
+
 }  // namespace hostweave::cpu
 
 struct ncclComm {

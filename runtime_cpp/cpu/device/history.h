@@ -6,9 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "clock.h"
 #include "op.h"
-#include "range.h"
 
 namespace hostweave::cpu {
 

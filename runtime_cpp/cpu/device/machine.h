@@ -58,7 +58,7 @@ class Machine {
   bool buffered_sends() const { return buffered_sends_; }
   const char* configure(const hw_cpu_config& wanted);  // null, or what is wrong
   bool failed() const { return failed_; }
-  std::string report();
+  const std::string& report() const { return report_; }
   void fail(std::string report);  // stops all ranks
 
   // --- streams and ops
@@ -87,8 +87,9 @@ class Machine {
   std::size_t host_lane(int device);
 
   // --- work
-  // Runs run(0) ... run(pieces - 1) on idle workers too. Called by the work of an op.
-  void split(std::size_t pieces, const std::function<void(std::size_t)>& run);
+  // Runs run(begin, end) for pieces of 0..count, `piece` long, on idle workers too. Called by the work of an op.
+  using RunPiece = std::function<void(std::size_t begin, std::size_t end)>;
+  void split(std::size_t count, std::size_t piece, const RunPiece& run);
   std::size_t idle_workers();
 
   // --- faults that tests ask for
@@ -118,15 +119,14 @@ class Machine {
   std::string conflict_report(const History::Conflict& conflict, const OpName& name, const Range& range) const;
 
  private:
-  friend class Worker;
   struct HostSide {
     std::size_t lane;
     ClockSnapshot clock;
     Clock retired;  // of streams that were destroyed: synchronising the device covers them too
   };
   struct Split {
-    const std::function<void(std::size_t)>* run;
-    std::size_t pieces;
+    const RunPiece& run;
+    std::size_t count, piece;
     std::size_t next = 0, running = 0;
   };
 
@@ -149,7 +149,7 @@ class Machine {
   // workers.cpp
   void start_workers();
   void stop_workers();
-  void work(std::size_t index);
+  void work();
   bool wait_parallel(Lock& lock, HostThread& me);
   void find_deadlock();
   void run_split(Lock& lock, Split& split);
@@ -158,6 +158,8 @@ class Machine {
   bool wait_seeded(Lock& lock, HostThread& me);
   void step(Lock& lock, Stream* stream);
   void await_turn(Lock& lock, HostThread& me);
+  std::chrono::steady_clock::time_point deadline() const;  // of who sees no progress from now on
+  int expected_ranks() const { return config.ranks > 0 ? config.ranks : config.devices; }
   void hand_turn(HostThread* thread);
   void pass_turn_on(Lock& lock);
   struct Choices {
@@ -202,6 +204,9 @@ class Machine {
   std::unordered_set<std::string> interned_;
 };
 
+// Copies on idle workers too, as Machine::split does.
+void copy_bytes(void* to, const void* from, std::size_t bytes);
+
 // One call of the API: holds the lock and, in seeded mode, the turn.
 class Call {
  public:
@@ -213,5 +218,14 @@ class Call {
   Call(const Call&) = delete;
   Lock lock;
 };
+
+// --- what the CUDA calls share
+
+cudaError_t no_such_stream(cudaStream_t stream, const char* call);
+// Enqueues an op that touches memory of the stream's device, or also of its peers.
+cudaError_t submit(Lock& lock, OpPtr op, cudaStream_t stream, bool peers_allowed = false);
+// Blocks the host until these ops are done.
+cudaError_t wait_for(Lock& lock, const std::vector<OpPtr>& ops, const char* what);
+cudaError_t wait_for_device(Lock& lock, int device);
 
 }  // namespace hostweave::cpu

@@ -28,6 +28,7 @@ struct Match {
   };
 
   CommKind kind;
+  const char* name = "";  // of the calls
   const ProcessGroup* process_group = nullptr;
   std::size_t count = 0;
   ncclDataType_t type = ncclFloat32;

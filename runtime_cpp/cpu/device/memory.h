@@ -6,7 +6,6 @@
 #include <string>
 
 #include "cuda_runtime_api.h"
-#include "range.h"
 
 namespace hostweave::cpu {
 

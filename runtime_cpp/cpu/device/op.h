@@ -1,6 +1,8 @@
-// What is enqueued: ops, the streams that hold them, the events that name a point of a stream.
+// What is enqueued: ops with the bytes that they touch, the streams that hold them, the events that name a point of a stream.
 #pragma once
+#include <algorithm>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -8,13 +10,60 @@
 #include <string>
 #include <vector>
 
-#include "clock.h"
 #include "cuda_runtime_api.h"
-#include "range.h"
 
 namespace hostweave::cpu {
 
 struct Match;
+
+// --- vector clocks: what is known to have happened before a point of a stream or of a rank's host threads
+
+// One counter for every stream and every device's host side ("lane"). A missing counter is zero.
+class Clock {
+ public:
+  std::uint32_t at(std::size_t lane) const { return lane < counters_.size() ? counters_[lane] : 0; }
+  std::uint32_t tick(std::size_t lane) {
+    if (lane >= counters_.size()) counters_.resize(lane + 1);
+    return ++counters_[lane];
+  }
+  void join(const Clock& other) {
+    if (other.counters_.size() > counters_.size()) counters_.resize(other.counters_.size());
+    for (std::size_t i = 0; i < other.counters_.size(); ++i) counters_[i] = std::max(counters_[i], other.counters_[i]);
+  }
+
+ private:
+  std::vector<std::uint32_t> counters_;
+};
+
+using ClockSnapshot = std::shared_ptr<const Clock>;
+
+// --- the bytes that an op reads or writes
+
+struct Range {  // `rows` pieces of `bytes` bytes, `pitch` apart
+  std::uintptr_t begin = 0;
+  std::size_t bytes = 0;
+  std::size_t rows = 1;
+  std::size_t pitch = 0;
+  bool write = false;
+  bool scratch = false;  // written, but nobody reads what is left there
+
+  bool empty() const { return bytes == 0 || rows == 0; }
+  std::uintptr_t end() const { return empty() ? begin : begin + (rows - 1) * pitch + bytes; }
+};
+
+using Ranges = std::vector<Range>;
+
+inline Range read_of(const void* pointer, std::size_t bytes, std::size_t rows = 1, std::size_t pitch = 0) {
+  return {reinterpret_cast<std::uintptr_t>(pointer), bytes, rows, pitch, false, false};
+}
+inline Range scratch_of(const void* pointer, std::size_t bytes) {
+  return {reinterpret_cast<std::uintptr_t>(pointer), bytes, 1, 0, true, true};
+}
+inline Range write_of(const void* pointer, std::size_t bytes, std::size_t rows = 1, std::size_t pitch = 0) {
+  return {reinterpret_cast<std::uintptr_t>(pointer), bytes, rows, pitch, true, false};
+}
+
+// --- ops
 
 struct Place {  // of a call in the program; the strings are interned, so that reports may outlive the program
   const char* file = nullptr;
@@ -56,6 +105,14 @@ struct Op {
   bool done = false;
 };
 using OpPtr = std::shared_ptr<Op>;
+
+inline OpPtr new_op(const char* kind, int subject, Ranges ranges = {}) {
+  auto op = std::make_shared<Op>();
+  op->name.kind = kind;
+  op->name.subject = subject;
+  op->ranges = std::move(ranges);
+  return op;
+}
 
 struct Stream {
   int device = 0;

@@ -1,4 +1,4 @@
-// Element types: sizes, and conversions of the narrow ones to and from float.
+// Element types: sizes, names and distances.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -7,14 +7,12 @@
 
 namespace hostweave::cpu {
 
-std::size_t type_size(ncclDataType_t type);
-std::size_t type_size(cudaDataType_t type);  // 0: not supported
+std::size_t type_size(ncclDataType_t type);  // 0: not supported
+std::size_t type_size(cudaDataType_t type);
 const char* type_name(ncclDataType_t type);
 
-// OCP 8-bit floats; encoding saturates, as the GPU does.
-float decode_e4m3(std::uint8_t bits);
-float decode_e5m2(std::uint8_t bits);
-std::uint8_t encode_e4m3(float value);
-std::uint8_t encode_e5m2(float value);
+// So many elements further on.
+const void* shift(const void* base, std::int64_t elements, cudaDataType_t type);
+void* shift(void* base, std::int64_t elements, cudaDataType_t type);
 
 }  // namespace hostweave::cpu

@@ -6,9 +6,7 @@
 
 #include "cuda_runtime_api.h"
 
-#ifdef __cplusplus
 extern "C" {
-#endif
 
 typedef enum {
   CUBLAS_STATUS_SUCCESS = 0,
@@ -118,9 +116,7 @@ typedef enum {
   CUBLASLT_MATMUL_PREF_IMPL_MASK = 12
 } cublasLtMatmulPreferenceAttributes_t;
 
-const char* cublasLtGetStatusName(cublasStatus_t status);
 const char* cublasLtGetStatusString(cublasStatus_t status);
-size_t cublasLtGetVersion(void);
 
 cublasStatus_t cublasLtCreate(cublasLtHandle_t* handle);
 cublasStatus_t cublasLtDestroy(cublasLtHandle_t handle);
@@ -150,6 +146,4 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
                               const void* c, cublasLtMatrixLayout_t cLayout, void* d, cublasLtMatrixLayout_t dLayout,
                               const cublasLtMatmulAlgo_t* algo, void* workspace, size_t workspaceBytes, cudaStream_t stream);
 
-#ifdef __cplusplus
-}
-#endif
+}  // extern "C"

@@ -9,12 +9,7 @@
 #define CUDART_VERSION 12040
 #define HOSTWEAVE_CPU_DEVICE 1  // tells this header from the real one
 
-#ifdef __cplusplus
 extern "C" {
-#define HW_DEFAULT(value) = value
-#else
-#define HW_DEFAULT(value)
-#endif
 
 cudaError_t cudaGetDeviceCount(int* count);
 cudaError_t cudaSetDevice(int device);
@@ -25,33 +20,25 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int* leastPriority, int* greatestPr
 cudaError_t cudaDeviceCanAccessPeer(int* canAccessPeer, int device, int peerDevice);
 cudaError_t cudaDeviceEnablePeerAccess(int peerDevice, unsigned int flags);
 cudaError_t cudaDeviceDisablePeerAccess(int peerDevice);
-cudaError_t cudaDriverGetVersion(int* version);
-cudaError_t cudaRuntimeGetVersion(int* version);
 
-const char* cudaGetErrorName(cudaError_t error);
 const char* cudaGetErrorString(cudaError_t error);
 cudaError_t cudaGetLastError(void);
-cudaError_t cudaPeekAtLastError(void);
 
 cudaError_t cudaMalloc(void** pointer, size_t size);
 cudaError_t cudaFree(void* pointer);
 cudaError_t cudaMallocAsync(void** pointer, size_t size, cudaStream_t stream);
 cudaError_t cudaFreeAsync(void* pointer, cudaStream_t stream);
 cudaError_t cudaMallocHost(void** pointer, size_t size);
-cudaError_t cudaHostAlloc(void** pointer, size_t size, unsigned int flags);
 cudaError_t cudaFreeHost(void* pointer);
-cudaError_t cudaMemGetInfo(size_t* free, size_t* total);
 cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes* attributes, const void* pointer);
 
 cudaError_t cudaMemcpy(void* dst, const void* src, size_t count, enum cudaMemcpyKind kind);
-cudaError_t cudaMemcpyAsync(void* dst, const void* src, size_t count, enum cudaMemcpyKind kind,
-                            cudaStream_t stream HW_DEFAULT(0));
+cudaError_t cudaMemcpyAsync(void* dst, const void* src, size_t count, enum cudaMemcpyKind kind, cudaStream_t stream = 0);
 cudaError_t cudaMemcpy2DAsync(void* dst, size_t dpitch, const void* src, size_t spitch, size_t width, size_t height,
-                              enum cudaMemcpyKind kind, cudaStream_t stream HW_DEFAULT(0));
+                              enum cudaMemcpyKind kind, cudaStream_t stream = 0);
 cudaError_t cudaMemset(void* pointer, int value, size_t count);
-cudaError_t cudaMemsetAsync(void* pointer, int value, size_t count, cudaStream_t stream HW_DEFAULT(0));
-cudaError_t cudaMemset2DAsync(void* pointer, size_t pitch, int value, size_t width, size_t height,
-                              cudaStream_t stream HW_DEFAULT(0));
+cudaError_t cudaMemsetAsync(void* pointer, int value, size_t count, cudaStream_t stream = 0);
+cudaError_t cudaMemset2DAsync(void* pointer, size_t pitch, int value, size_t width, size_t height, cudaStream_t stream = 0);
 
 cudaError_t cudaStreamCreate(cudaStream_t* stream);
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned int flags);
@@ -59,15 +46,12 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned int flag
 cudaError_t cudaStreamDestroy(cudaStream_t stream);
 cudaError_t cudaStreamSynchronize(cudaStream_t stream);
 cudaError_t cudaStreamQuery(cudaStream_t stream);
-cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned int flags HW_DEFAULT(0));
-cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority);
-cudaError_t cudaStreamGetFlags(cudaStream_t stream, unsigned int* flags);
-cudaError_t cudaStreamGetDevice(cudaStream_t stream, int* device);
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned int flags = 0);
 
 cudaError_t cudaEventCreate(cudaEvent_t* event);
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned int flags);
 cudaError_t cudaEventDestroy(cudaEvent_t event);
-cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream HW_DEFAULT(0));
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream = 0);
 cudaError_t cudaEventSynchronize(cudaEvent_t event);
 cudaError_t cudaEventQuery(cudaEvent_t event);
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t end);
@@ -86,9 +70,7 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph);
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* userData);
 cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t callback, void* userData, unsigned int flags);
 
-#undef HW_DEFAULT
-#ifdef __cplusplus
-}
+}  // extern "C"
 
 // As in the real cuda_runtime.h: a typed pointer needs no cast.
 template <class T>
@@ -103,4 +85,3 @@ template <class T>
 inline cudaError_t cudaMallocHost(T** pointer, size_t size) {
   return ::cudaMallocHost(reinterpret_cast<void**>(pointer), size);
 }
-#endif

@@ -8,9 +8,7 @@
 
 #include "cuda_runtime_api.h"
 
-#ifdef __cplusplus
 extern "C" {
-#endif
 
 enum hw_cpu_mode {
   HW_CPU_PARALLEL = 0,  // a pool of workers runs whatever is ready: the fast way
@@ -103,6 +101,4 @@ typedef struct hw_cpu_range {
 cudaError_t hw_cpu_launch(const char* name, cudaStream_t stream, void (*run)(void* closure), const void* closure,
                           size_t closure_bytes, const hw_cpu_range* ranges, int range_count);
 
-#ifdef __cplusplus
-}
-#endif
+}  // extern "C"

@@ -16,6 +16,16 @@ constexpr auto kGrace = 2s;  // for a call to end by itself before its channels 
 
 }  // namespace
 
+OnDevice::OnDevice(int device) {
+  HW_CHECK(cudaGetDevice(&before_));
+  changed_ = device != before_;
+  if (changed_) HW_CHECK(cudaSetDevice(device));
+}
+
+OnDevice::~OnDevice() {
+  if (changed_ && target::is_set_up(before_)) cudaSetDevice(before_);
+}
+
 Member::Member(std::string group, int device, int64_t index, int64_t size)
     : group_(std::move(group)), rank_(device, index, size) {}
 

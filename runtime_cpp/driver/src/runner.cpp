@@ -38,22 +38,6 @@ class Staging {
   size_t bytes_ = 0;
 };
 
-// The time between two points of a stream.
-class Stopwatch {
- public:
-  void start(cudaStream_t stream) { HW_CHECK(cudaEventRecord(begin_, stream)); }
-  void stop(cudaStream_t stream) { HW_CHECK(cudaEventRecord(end_, stream)); }
-  // When the stream has passed both.
-  double ms() const {
-    float ms = 0;
-    HW_CHECK(cudaEventElapsedTime(&ms, begin_, end_));
-    return ms;
-  }
-
- private:
-  Event begin_{cudaEventDefault}, end_{cudaEventDefault};
-};
-
 // Has copies from that GPU go directly, not through the host's memory, where the machine can do that.
 void see(int device, int peer) {
   int can = 0;
@@ -66,8 +50,6 @@ void see(int device, int peer) {
     HW_CHECK(cudaDeviceEnablePeerAccess);
   }
 }
-
-bool same_shape(const Shape& a, const Shape& b) { return a.ndim == b.ndim && std::equal(a.dims, a.dims + a.ndim, b.dims); }
 
 }  // namespace
 
@@ -184,7 +166,7 @@ class Runner::Seat {
 
   void check_shapes(const Call& call, int rank) const {
     for (size_t i = 0; i < inputs_.tensors.size(); ++i) {
-      if (!same_shape(call.inputs[rank][i].shape, inputs_.tensors[i].shape)) {
+      if (call.inputs[rank][i].shape != inputs_.tensors[i].shape) {
         throw ArgumentError(std::string(program_.inputs[i].name) + ": calls that are run together have one shape");
       }
     }
@@ -263,16 +245,14 @@ Runner::~Runner() {
 }
 
 void Runner::prepare(const Schedule& schedule, std::vector<Call>& calls, const GiveUp& give_up) {
-  world_.each_alone(
-      schedule,
-      [&](Rank& rank) {
-        const int index = static_cast<int>(rank.index());
-        Seat& seat = *seats_[index];
-        seat.fetch(calls, index);
-        seat.prepare(calls, index);
-        world_.synchronize(seat.caller());
-      },
-      give_up);
+  const auto work = [&](Rank& rank) {
+    const int index = static_cast<int>(rank.index());
+    Seat& seat = *seats_[index];
+    seat.fetch(calls, index);
+    seat.prepare(calls, index);
+    world_.synchronize(seat.caller());
+  };
+  world_.each_alone(schedule, work, give_up);
 }
 
 // Waits for the calls, then for what a wrong program may have left on streams that nobody joined.
@@ -286,23 +266,21 @@ void Runner::run(const Schedule& schedule, std::vector<Call> calls, bool poison,
   const auto turn = acquire(turn_, give_up);
   prepare(schedule, calls, give_up);
   Watch watch(schedule, seats_.size(), calls.size(), calls.size());
-  world_.each(
-      schedule,
-      [&](Rank& rank) {
-        const int index = static_cast<int>(rank.index());
-        Seat& seat = *seats_[index];
-        for (const Call& call : calls) {
-          seat.bind(call, index);
-          if (poison) seat.poison();
-          seat.copy_in(call, index);
-          seat.run();
-          seat.copy_out(call, index);
-          watch.enqueued(index);
-        }
-        finish(seat);
-        watch.finished(index);
-      },
-      watch.with(give_up));
+  const auto work = [&](Rank& rank) {
+    const int index = static_cast<int>(rank.index());
+    Seat& seat = *seats_[index];
+    for (const Call& call : calls) {
+      seat.bind(call, index);
+      if (poison) seat.poison();
+      seat.copy_in(call, index);
+      seat.run();
+      seat.copy_out(call, index);
+      watch.enqueued(index);
+    }
+    finish(seat);
+    watch.finished(index);
+  };
+  world_.each(schedule, work, watch.with(give_up));
 }
 
 std::vector<std::vector<Timing>> Runner::measure(const Schedule& schedule, const Call& call, int warmups, int repetitions,
@@ -313,30 +291,30 @@ std::vector<std::vector<Timing>> Runner::measure(const Schedule& schedule, const
   std::vector<Call> calls{call};
   prepare(schedule, calls, give_up);
   Watch watch(schedule, seats_.size(), warmups + repetitions, 1);
-  world_.each(
-      schedule,
-      [&](Rank& rank) {
-        const int index = static_cast<int>(rank.index());
-        Seat& seat = *seats_[index];
-        Stopwatch stopwatch;
-        seat.copy_in(calls.front(), index);
-        for (int i = 0; i < warmups + repetitions; ++i) {
-          world_.synchronize(seat.caller());
-          world_.meet();
-          stopwatch.start(seat.caller());
-          const auto start = Clock::now();
-          seat.run();
-          const std::chrono::duration<double, std::micro> enqueue = Clock::now() - start;
-          stopwatch.stop(seat.caller());
-          watch.enqueued(index);
-          world_.synchronize(seat.caller());
-          if (i >= warmups) timings[index].push_back({enqueue.count(), stopwatch.ms()});
-        }
-        seat.copy_out(calls.front(), index);
-        finish(seat);
-        watch.finished(index);
-      },
-      watch.with(give_up));
+  const auto work = [&](Rank& rank) {
+    const int index = static_cast<int>(rank.index());
+    Seat& seat = *seats_[index];
+    const Event begin(cudaEventDefault), end(cudaEventDefault);
+    seat.copy_in(calls.front(), index);
+    for (int i = 0; i < warmups + repetitions; ++i) {
+      world_.synchronize(seat.caller());
+      world_.meet();
+      HW_CHECK(cudaEventRecord(begin, seat.caller()));
+      const auto start = Clock::now();
+      seat.run();
+      const std::chrono::duration<double, std::micro> enqueue = Clock::now() - start;
+      HW_CHECK(cudaEventRecord(end, seat.caller()));
+      watch.enqueued(index);
+      world_.synchronize(seat.caller());
+      float total_ms = 0;
+      HW_CHECK(cudaEventElapsedTime(&total_ms, begin, end));
+      if (i >= warmups) timings[index].push_back({enqueue.count(), total_ms});
+    }
+    seat.copy_out(calls.front(), index);
+    finish(seat);
+    watch.finished(index);
+  };
+  world_.each(schedule, work, watch.with(give_up));
   return timings;
 }
 

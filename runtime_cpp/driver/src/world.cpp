@@ -1,5 +1,6 @@
 #include "hostweave/world.h"
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <utility>
@@ -82,12 +83,7 @@ void World::dispatch(const Schedule& schedule, const Work& work, const GiveUp& g
   ++round_;
   changed_.notify_all();
 
-  const auto all_done = [this] {
-    for (const Member& member : members_) {
-      if (member.busy) return false;
-    }
-    return true;
-  };
+  const auto all_done = [this] { return std::ranges::none_of(members_, &Member::busy); };
   auto stopped_at = std::chrono::steady_clock::time_point::max();
   while (!changed_.wait_for(lock, kPoll, all_done)) {
     const auto now = std::chrono::steady_clock::now();
@@ -206,18 +202,15 @@ void World::connect(const Schedule& schedule, const ProgramTable& program, const
     throw ArgumentError(std::string(program.name) + ": a program for " + std::to_string(program.world) +
                         " ranks, in a world of " + std::to_string(ranks()));
   }
-  each(
-      schedule,
-      [&](Rank& rank) {
-        const auto keep = [&](ncclComm_t comm) {
-          const std::lock_guard lock(mutex_);
-          members_[rank.index()].owned.push_back(comm);
-        };
-        hw::connect(
-            rank, program, [&](const ProcessGroup& process_group) { return process_group_id(process_group.key); }, keep,
-            kConnectSeconds);
-      },
-      give_up);
+  const auto id_of = [this](const ProcessGroup& process_group) { return process_group_id(process_group.key); };
+  const auto work = [&](Rank& rank) {
+    const auto keep = [&](ncclComm_t comm) {
+      const std::lock_guard lock(mutex_);
+      members_[rank.index()].owned.push_back(comm);
+    };
+    hw::connect(rank, program, id_of, keep, kConnectSeconds);
+  };
+  each(schedule, work, give_up);
 }
 
 }  // namespace hw

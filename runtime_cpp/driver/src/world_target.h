@@ -5,7 +5,7 @@
 #include <string>
 
 #include "hostweave/connect.h"
-#include "hostweave/schedule.h"
+#include "hostweave/device_lease.h"
 
 namespace hw::target {
 

@@ -25,17 +25,10 @@ namespace hw {
 [[noreturn]] void fail(ncclResult_t error, const char* call, const char* file, int line);
 [[noreturn]] void fail(cublasStatus_t error, const char* call, const char* file, int line);
 
-inline void check(cudaError_t error, const char* call, const char* file, int line) {
-  if (error != cudaSuccess) [[unlikely]]
-    fail(error, call, file, line);
-}
-inline void check(ncclResult_t error, const char* call, const char* file, int line) {
-  if (error != ncclSuccess) [[unlikely]]
-    fail(error, call, file, line);
-}
-inline void check(cublasStatus_t error, const char* call, const char* file, int line) {
-  if (error != CUBLAS_STATUS_SUCCESS) [[unlikely]]
-    fail(error, call, file, line);
+template <class Status>  // of which 0 is success
+void check(Status status, const char* call, const char* file, int line) {
+  if (status != Status{}) [[unlikely]]
+    fail(status, call, file, line);
 }
 
 }  // namespace hw

@@ -16,6 +16,8 @@ struct Strided {
   Shape shape;
   Shape strides;
 
+  bool operator==(const Strided&) const = default;
+
   Strided(std::initializer_list<int64_t> sizes);  // row-major
   Strided(std::initializer_list<int64_t> sizes, std::initializer_list<int64_t> strides) : shape(sizes), strides(strides) {}
 };

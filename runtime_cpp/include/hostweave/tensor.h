@@ -24,6 +24,7 @@ struct Shape {
     for (int64_t size : sizes) dims[ndim++] = size;
   }
   int64_t operator[](int i) const { return dims[i]; }
+  bool operator==(const Shape&) const = default;
 
  private:
   [[noreturn]] static void too_many_dims(size_t count);

@@ -12,7 +12,6 @@
 
 #include "hostweave/connect.h"
 #include "hostweave/device_lease.h"
-#include "hostweave/on_device.h"
 #include "hostweave/rank.h"
 
 namespace hw {
@@ -20,6 +19,20 @@ namespace hw {
 namespace target {
 class Attached;
 }
+
+// Makes a device current; the one before is current again afterwards, unless nothing has used that yet: on CUDA, naming a
+// device is enough to set it up, which takes time and memory.
+class OnDevice {
+ public:
+  explicit OnDevice(int device);
+  ~OnDevice();
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+ private:
+  int before_ = 0;
+  bool changed_;
+};
 
 // The rank's device and channels. Used by one thread at a time, except for `abort`.
 class Member {
