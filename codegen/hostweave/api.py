@@ -17,11 +17,13 @@ from hostweave.build.toolchain import MODULE_FILE
 from hostweave.check.check import check
 from hostweave.check.sizes import minimal_sizes
 from hostweave.fusion_ir.ir import Fusion
+from hostweave.fusion_ir.one_device import needs_ranks, on_one_device
 from hostweave.host_ir.ir import HostProgram
 from hostweave.options import Options
 from hostweave.pipeline import lower
 from hostweave.targets.target import NAMES, Target, find_target
 from hostweave.types.mesh import Mesh
+from hostweave.types.tensor import DType
 
 if TYPE_CHECKING:  # compiling needs neither NumPy nor what runs programs: they are imported when a program first runs
     from hostweave.runtime.call import Call
@@ -230,6 +232,7 @@ class Program:
     def export(self, folder: str | Path) -> None:
         """Writes a CMake project that builds and runs the program without Python, on both targets.
 
+        It compares the results of all ranks with those of the same math on one device, at any sizes.
         Raises ArgumentError if the folder cannot be written or has other files of these names, ProgramError for a program that has no C++.
 
         Example: `program.export("ag_matmul/")`.
@@ -237,10 +240,19 @@ class Program:
         from hostweave.emit import export
 
         try:
-            export(self._host, Path(folder))
+            export(self._host, Path(folder), *self._reference())
         except OSError as error:
             why = f"{error.filename}: {error.strerror}"
             raise ArgumentError(f"{self.name}: export: {why}; give a folder that is yours to write") from None
+
+    def _reference(self) -> tuple[HostProgram | str, set[DType]]:
+        """The program on one device and the dtypes of its values, or why there is none."""
+        if not isinstance(self._given, Fusion):
+            return "it was compiled from host IR", set()
+        if why := needs_ranks(self._given):
+            return why, set()
+        alone = on_one_device(self._given)
+        return lower(alone, self._options), {value.type.dtype for body in (*alone.blocks, alone) for value in body.values().values()}
 
     def close(self) -> None:
         """Frees the memory and streams of the program on its devices. It cannot run again."""

@@ -3,12 +3,16 @@
 #include <algorithm>
 #include <charconv>
 #include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
+#include <numeric>
+#include <sstream>
 #include <stdexcept>
 #include <thread>
 
+#include "hostweave/shards.h"
 #include "hostweave/streams.h"
 
 namespace hw::sample {
@@ -64,6 +68,56 @@ void run_ranks(int count, const std::function<void(int)>& rank) {
 
 void expect(bool condition, const std::string& what) {
   if (!condition) throw std::runtime_error(what);
+}
+
+Block::Block(Part part, std::initializer_list<Dim> dims) {
+  for (const Dim& dim : dims) {
+    const bool is_local = part == Part::kLocal;
+    const int i = shape_.ndim;
+    shape_.ndim = global_.ndim = begin_.ndim = i + 1;
+    global_.dims[i] = dim.size;
+    shape_.dims[i] = is_local ? local_size(dim.size, dim.shards, dim.index) : dim.size;
+    begin_.dims[i] = is_local ? dim.index * ceil_div(dim.size, dim.shards) : 0;
+  }
+}
+
+int64_t Block::count() const { return std::accumulate(shape_.dims, shape_.dims + shape_.ndim, int64_t{1}, std::multiplies<>()); }
+
+void Block::each(const std::function<void(int64_t, int64_t)>& visit) const {
+  const int64_t elements = count(), row = shape_.ndim ? shape_[shape_.ndim - 1] : 1;
+  for (int64_t first = 0; first < elements; first += row) {
+    int64_t global = 0, stride = 1, rest = first;
+    for (int i = shape_.ndim; i-- > 0; stride *= global_[i], rest /= shape_[i]) global += (begin_[i] + rest % shape_[i]) * stride;
+    for (int64_t i = 0; i < row; ++i) visit(first + i, global + i);
+  }
+}
+
+int sample_digit(uint64_t seed, uint64_t index) {  // by SplitMix64 (Steele, Lea and Flood 2014)
+  uint64_t bits = ((seed << 40) + index + 1) * 0x9e3779b97f4a7c15;
+  bits = (bits ^ bits >> 30) * 0xbf58476d1ce4e5b9;
+  bits = (bits ^ bits >> 27) * 0x94d049bb133111eb;
+  return int(bits >> 61);
+}
+
+void expect_close(const char* name, const Block& block, const std::function<double(int64_t)>& element,
+                  const std::function<double(int64_t)>& reference, const Tolerance& tolerance) {
+  double greatest = 0;
+  block.each([&](int64_t, int64_t global) {
+    if (std::isfinite(reference(global))) greatest = std::max(greatest, std::abs(reference(global)));
+  });
+  const double allowed = tolerance.roundoffs * tolerance.unit * greatest;
+  block.each([&](int64_t i, int64_t global) {
+    const double computed = element(i), expected = reference(global);
+    if (computed == expected || (std::isnan(computed) && std::isnan(expected)) || std::abs(computed - expected) <= allowed)
+      return;
+    std::ostringstream what;
+    what << name << ": element " << i << " of this rank's block is " << computed << ", and " << expected << " in the reference";
+    if (tolerance.roundoffs) {
+      what << ": they differ by " << std::abs(computed - expected) / (tolerance.unit * greatest)
+           << " roundoffs of the greatest value, and " << tolerance.roundoffs << " are allowed; roundoffs=NUMBER allows more";
+    }
+    throw std::runtime_error(what.str());
+  });
 }
 
 Communicators::Communicators(const ncclUniqueId& id, int rank, int count) {

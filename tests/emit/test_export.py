@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import hostweave as hw
 from hostweave.base.errors import ArgumentError
 from hostweave.build.cuda import find_cuda, gpus
 from hostweave.fusion_ir.ir import Fusion
+from hostweave.host_ir.ir import HostProgram
 
 FUSIONS = {**all_fusions(ranks=4, chunks=3), **more_fusions(ranks=4), **pipelines(ranks=4)}
 TOOLS = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"], "/usr/local/cuda/bin"])  # cmake and ninja may come from pip
@@ -37,24 +39,48 @@ def build(fusion: Fusion, folder: Path, *settings: str) -> None:
 def test_a_project_runs_on_the_cpu(tmp_path: Path) -> None:
     openblas = Path(scipy_openblas32.__file__).parent
     build(FUSIONS["matmul_rs_flat"], tmp_path, f"-DHOSTWEAVE_OPENBLAS_ROOT={openblas}")  # send and recv, matmuls and a kernel
-    result = run(tmp_path, "build/matmul_rs_flat", "M=64", "K=32", "N=16", "repetitions=2")
-    assert (result.returncode, result.stderr) == (0, "")
-    assert len(result.stdout.splitlines()) == 5
-    assert result.stdout.endswith("every rank has what it should\n")
+    for sizes in ("M=64", "K=32", "N=16"), ("K=30",), ("K=3", "N=5"):  # even, uneven, and a rank that has nothing
+        result = run(tmp_path, "build/matmul_rs_flat", *sizes, "repetitions=2")
+        assert (result.returncode, result.stderr) == (0, "")
+        assert len(result.stdout.splitlines()) == 5
+        assert result.stdout.endswith("every rank has what it should\n")
     assert run(tmp_path, "build/matmul_rs_flat", "Q=1").stderr == "Q=1: there is no such setting; --help says those that are\n"
     for wrong in ("M=64x", "M=", "M", "M=-4", "M=99999999999999999999"):
         assert run(tmp_path, "build/matmul_rs_flat", wrong).stderr == f"{wrong}: write NAME=NUMBER, of at least 1; --help says the names\n"
     usage = run(tmp_path, "build/matmul_rs_flat", "--help")
-    assert usage.stdout == "usage: build/matmul_rs_flat [NAME=NUMBER]...\n  M=64\n  K=64\n  N=64\n  repetitions=20\n"
+    assert usage.stdout == "usage: build/matmul_rs_flat [NAME=NUMBER]...\n  M=64\n  K=64\n  N=64\n  repetitions=20\n  roundoffs=16\n"
     assert usage.returncode == 0
-    uneven = run(tmp_path, "build/matmul_rs_flat", "M=66")
-    assert uneven.returncode == 1
-    assert "M = 66: must be a multiple of 4" in uneven.stderr
+    indivisible = run(tmp_path, "build/matmul_rs_flat", "M=66")  # the chunks of its loop are equal
+    assert indivisible.returncode == 1
+    assert "M = 66: must be a multiple of 4" in indivisible.stderr
+
+    kernels = tmp_path / "kernels.cu"
+    kernels.write_text(kernels.read_text().replace("hw::bf16(sum[e])", "hw::bf16(sum[e] + 1)"))
+    assert run(tmp_path, "cmake", "--build", "build").returncode == 0
+    result = run(tmp_path, "build/matmul_rs_flat", "M=8", "repetitions=1")
+    assert result.returncode == 1
+    assert re.search(r"rank \d: y: element 0 of this rank's block is \S+, and \S+ in the reference: they differ by", result.stderr)
+    kernels.unlink()
 
     build(FUSIONS["three_layers"], tmp_path, f"-DHOSTWEAVE_OPENBLAS_ROOT={openblas}")  # calls; the runtime is built already
-    result = run(tmp_path, "build/three_layers", "M=16", "E=8", "F=12", "repetitions=1")
+    result = run(tmp_path, "build/three_layers", "M=16", "E=8", "F=13", "repetitions=1")
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.endswith("every rank has what it should\n")
+
+
+def test_a_project_without_a_reference_says_so(tmp_path: Path) -> None:
+    source = 'extern "C" __global__ void twice(const float* x, float* y) {}'
+
+    @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x"])
+    def doubled(x):  # type: ignore[no-untyped-def]
+        return hw.kernel(source, "twice", grid="M@x", args=[x, hw.f32["M@x"]])
+
+    from_host_ir = HostProgram.parse(hw.compile(FUSIONS["matmul_rs_flat"]).host_ir)
+    reasons = "it was compiled from host IR", "@twice, a kernel of the user, is written for the blocks of one rank"
+    for program, why in zip((from_host_ir, doubled), reasons, strict=True):
+        hw.compile(program, target="cuda").export(tmp_path)
+        assert not (tmp_path / "reference" / "program.cpp").exists()
+        assert f"as far as can be told without a reference: {why}" in (tmp_path / "main.cpp").read_text()
 
 
 @pytest.mark.slow

@@ -9,15 +9,19 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from example_programs import fusions
+from example_programs import all_fusions, fusions, more_fusions, pipelines
 from numpy.typing import NDArray
+from whole_programs import random_arrays, sizes_of
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError
 from hostweave.cli.tolerance import tolerance
+from hostweave.fusion_ir.one_device import needs_ranks, on_one_device
 from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS
 from hostweave.fusion_ir.philox import philox
 from hostweave.fusion_ir.reference import run_reference
+from hostweave.host_ir import ir
+from hostweave.pipeline import lower
 from hostweave.types.tensor import DType
 
 Array = NDArray[Any]
@@ -172,3 +176,14 @@ def test_tolerance_grows_as_sums_do(dtype: DType) -> None:
 
 def test_integers_have_no_tolerance() -> None:
     assert tolerance(hw.i32, 100, 8).atol == 0
+
+
+def test_one_device_computes_the_same_without_communication() -> None:
+    """What exported projects compare with: every program, its functions, pipelines and slices among them."""
+    for fusion in (*all_fusions(ranks=4, chunks=3).values(), *more_fusions(ranks=4).values(), *pipelines(ranks=4).values()):
+        alone = on_one_device(fusion)
+        assert not needs_ranks(fusion)
+        assert not any(i.posts for i in ir.walk(lower(alone, hw.Options()).body))
+        arrays = random_arrays(fusion, sizes_of(fusion), seed=1)
+        for one, many in zip(run_reference(alone, arrays), run_reference(fusion, arrays), strict=True):
+            np.testing.assert_array_equal(one, many)

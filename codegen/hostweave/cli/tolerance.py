@@ -13,9 +13,7 @@ from hostweave.fusion_ir.reference import _IN_A_ROW
 from hostweave.options import Options
 from hostweave.passes.fusion.insert_reshards import insert_reshards
 from hostweave.passes.fusion.propagate_sharding import propagate_sharding
-from hostweave.types.tensor import DType, TensorType
-
-_MANTISSA_BITS = {"f64": 52, "f32": 23, "f16": 10, "bf16": 7, "f8e4m3": 3, "f8e5m2": 2}
+from hostweave.types.tensor import DType, TensorType, f32, f64
 
 
 @dataclass(frozen=True)
@@ -43,8 +41,7 @@ def tolerance(dtype: DType, reduction_length: int = 1, terms: int = 1) -> Tolera
     """
     if dtype.kind != "float":
         return Tolerance(0.0, 0.0)
-    unit = 2.0 ** -(_MANTISSA_BITS[dtype.name] + 1)
-    accumulator = 2.0 ** -(_MANTISSA_BITS["f64" if dtype.name == "f64" else "f32"] + 1)
+    unit, accumulator = dtype.roundoff, (dtype if dtype == f64 else f32).roundoff
     n, d = reduction_length, terms
     added = min(n, sqrt(n * _IN_A_ROW))
     spread = 2 * unit * d * sqrt(n) if d > 1 else 0.0

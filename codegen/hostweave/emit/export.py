@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 
 from hostweave.base.errors import ArgumentError
 from hostweave.base.paths import RUNTIME
-from hostweave.emit.main import main_view
+from hostweave.emit.main import main_view, reference_view
 from hostweave.emit.program import Program
 from hostweave.emit.render import kernel_files
 from hostweave.emit.templates import rendered
 from hostweave.host_ir.ir import HostProgram
+from hostweave.types.tensor import DType
 
 _SUMS = "SHA256SUMS"  # of what was written, by which the next export knows it
 
 
-def export(program: HostProgram, folder: Path) -> None:
-    """Writes the project to `folder`: the program, a main.cpp that runs and times it, the runtime's sources, and how to build them.
+def export(program: HostProgram, folder: Path, reference: HostProgram | str, dtypes: Iterable[DType] = ()) -> None:
+    """Writes the project to `folder`: the program, a main.cpp that runs, checks and times it, the runtime's sources, and how to build them.
 
+    `reference` computes the same on one device, with values of these dtypes, or says why none can.
     `-DHOSTWEAVE_TARGET=cpu|cuda` chooses the target when it is configured. Raises ProgramError for what has no C++, ArgumentError
     where a file of the project is there already and is not as an export left it.
     """
     emitted = Program(program)
-    main = main_view(emitted)
-    paths = ["program.h", "program.cpp", *kernel_files(emitted), "main.cpp", "CMakeLists.txt"]
-    texts = {path: rendered(path, program=emitted, main=main).encode() for path in paths}
-    files = texts | _runtime()
+    main = main_view(emitted, reference if isinstance(reference, str) else reference_view(reference, dtypes))
+    texts = {path: rendered(path, program=emitted, main=main) for path in ("main.cpp", "CMakeLists.txt")}
+    for under, each in main.programs.items():
+        texts |= {under + path: rendered(path, program=each) for path in ("program.h", "program.cpp", *kernel_files(each))}
+    files = {path: text.encode() for path, text in texts.items()} | _runtime()
     folder.mkdir(parents=True, exist_ok=True)
     written = _written(folder)
     for path in dict.fromkeys((*files, *written)):

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from math import lcm
 
-from hostweave.base.errors import ProgramError
 from hostweave.emit import context
 from hostweave.emit.arguments import Argument
 from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.meshes import coordinate, is_run, membership, place
 from hostweave.emit.parts import multiples
 from hostweave.emit.program import Program
+from hostweave.host_ir import ir
 from hostweave.host_ir.calls import dedupe_functions
 from hostweave.host_ir.ir import HostProgram, Parameter
 from hostweave.types.mesh import Mesh
-from hostweave.types.size import Factor
+from hostweave.types.tensor import DType, f16, f32
 
 SIZE = 64  # of every symbolic dim, where the user gives no other: the next multiple that the program takes
 RANK = "r"
@@ -56,36 +56,48 @@ class Channel:
 
 @dataclass(frozen=True)
 class Tensor:
+    name: str
     field: str
     cpp: str
     dtype: str
-    shape: str
-
-
-@dataclass(frozen=True)
-class Input(Tensor):
-    seed: str
+    dims: str
 
 
 @dataclass(frozen=True)
 class Output(Tensor):
-    name: str
     twin: str  # the first rank that holds the same
     on: str  # the condition that rank r has it
 
 
 @dataclass(frozen=True)
+class Reference:
+    """What the results are compared with: the same math on one device, emitted as a program of its own."""
+
+    program: Program
+    coarsest: str  # the float of the fewest digits, which says how close results are
+    roundoff: str
+    roundoffs: int  # that are allowed
+
+
+@dataclass(frozen=True)
 class Main:
     executable: str
+    programs: dict[str, Program]  # by their folders
     sizes: tuple[DefaultSize, ...]
     channels: tuple[Channel, ...]
-    inputs: tuple[Input, ...]
+    inputs: tuple[Tensor, ...]
     outputs: tuple[Output, ...]
+    reference: Reference | str  # or why there is none
+
+    @property
+    def has_reference(self) -> bool:
+        return isinstance(self.reference, Reference)
 
     @property
     def settings(self) -> tuple[str, ...]:
         """What may be set when it is called: the name, and where the value is."""
-        return (*(f'{{"{size.label}", &shared.sizes.{size.name}}}' for size in self.sizes), '{"repetitions", &shared.repetitions}')
+        sizes = (f'{{"{size.label}", &shared.sizes.{size.name}}}' for size in self.sizes)
+        return (*sizes, *(f'{{"{name}", &shared.{name}}}' for name in ("repetitions", *(("roundoffs",) if self.has_reference else ()))))
 
     @property
     def defaults(self) -> tuple[str, ...]:
@@ -94,62 +106,59 @@ class Main:
     @property
     def tensors(self) -> tuple[str, ...]:
         """Initializers of the members that hold them."""
-        return tuple(f"{x.field}({x.dtype}, {x.shape})" for x in (*self.inputs, *self.outputs))
+        return tuple(f"{x.field}({x.dtype}, part, {x.dims})" for x in (*self.inputs, *self.outputs))
 
     @property
-    def input_tensors(self) -> tuple[str, ...]:
-        return tuple(f"tensors.{x.field}" for x in self.inputs)
+    def kernels(self) -> tuple[str, ...]:
+        """The files of kernels, which are CUDA or C++."""
+        return tuple(f"{folder}kernels.cu" for folder, program in self.programs.items() if program.kernel_names)
 
     @property
-    def output_tensors(self) -> tuple[str, ...]:
-        return tuple(f"tensors.{y.field}" for y in self.outputs)
+    def sources(self) -> tuple[str, ...]:
+        return (*(f"{folder}program.cpp" for folder in self.programs), *self.kernels)
 
 
-def main_view(view: Program) -> Main:
+def main_view(view: Program, reference: Reference | str) -> Main:
     """What main.cpp says beside the program itself."""
     program, mesh = view.ir, view.mesh
-    divisors = _divisors(dedupe_functions(program))
+    divisors = multiples(dedupe_functions(program))
     integers = CppExprPrinter(mesh, {label: f"sizes.{name}" for label, name in zip(program.symbols(), view.sizes, strict=False)}, divisors)
 
-    def tensor(parameter: Parameter, argument: Argument) -> tuple[str, str, str, str]:
+    def tensor(parameter: Parameter, argument: Argument) -> tuple[str, str, str, str, str]:
         cpp = "uint8_t" if argument.cpp == "bool" else argument.cpp  # a std::vector<bool> has no data()
-        return argument.field, cpp, argument.dtype, integers.extents(parameter.type.local_shape(mesh))
+        own = parameter.type.mesh_in(mesh)
+        shards = [(str(own.size_of(dim.axes)), place(own, dim.axes, RANK)) if dim.axes else () for dim in parameter.type.dims]
+        dims = [f"{{{', '.join((integers.alone(dim.extent), *of))}}}" for dim, of in zip(parameter.type.dims, shards, strict=True)]
+        return argument.name, argument.field, cpp, argument.dtype, "{" + ", ".join(dims) + "}"
 
     return Main(
         executable=executable_of(program.name),
+        programs={"": view} | ({"reference/": reference.program} if isinstance(reference, Reference) else {}),
         sizes=tuple(
             DefaultSize(label, name, -(-SIZE // divisors.get(label, 1)) * divisors.get(label, 1))
             for label, name in zip(program.symbols(), view.sizes, strict=False)
         ),
         channels=tuple(_channel(channel, mesh) for channel in view.channels),
-        inputs=tuple(
-            Input(*tensor(parameter, x), _seed(number, parameter, mesh))
-            for number, (parameter, x) in enumerate(zip(program.inputs, view.inputs, strict=True))
-        ),
+        inputs=tuple(Tensor(*tensor(parameter, x)) for parameter, x in zip(program.inputs, view.inputs, strict=True)),
         outputs=tuple(
-            Output(*tensor(parameter, y), y.name, _twin(parameter, mesh), _condition(parameter.type.mesh_in(mesh), mesh))
+            Output(*tensor(parameter, y), _twin(parameter, mesh), _condition(parameter.type.mesh_in(mesh), mesh))
             for parameter, y in zip(program.outputs, view.outputs, strict=True)
         ),
+        reference=reference,
     )
+
+
+def reference_view(program: HostProgram, dtypes: Iterable[DType]) -> Reference:
+    """The reference of a program with values of these dtypes. Both programs round, each in an order of its own."""
+    floats = [dtype for dtype in dtypes if dtype.kind == "float"]
+    floats += [f16 for i in ir.walk(program.body) if isinstance(i, ir.Matmul) and i.precision]  # TF32 has the digits of f16
+    coarsest = max(floats, key=lambda dtype: dtype.roundoff, default=f32)
+    return Reference(Program(program), coarsest.name, coarsest.roundoff.hex(), 4**coarsest.itemsize)
 
 
 def executable_of(program: str) -> str:
     """The name of the program's executable."""
     return f"{program}_program" if program in _OF_CMAKE else program
-
-
-def _divisors(program: HostProgram) -> dict[Factor, int]:
-    """What divides the sizes that main.cpp takes: there all ranks hold as much, also where the program would take less."""
-    result = multiples(program)
-    for parameter in (*program.inputs, *program.outputs):
-        for dim in parameter.type.dims:
-            ranks = parameter.type.mesh_in(program.mesh).size_of(dim.axes)
-            if dim.extent.is_uneven(ranks, ()):
-                padded = -(-int(dim.extent) // ranks) * ranks
-                raise ProgramError(f"export: %{parameter.name}: main.cpp shares dim {dim} evenly by {ranks} ranks; pad it to {padded}")
-            if len(dim.extent.factors) == 1 and isinstance(name := dim.extent.factors[0], str):
-                result[name] = lcm(result.get(name, 1), ranks)
-    return result
 
 
 def _channel(channel: context.Channel, program: Mesh) -> Channel:
@@ -162,15 +171,6 @@ def _channel(channel: context.Channel, program: Mesh) -> Channel:
 def _condition(mesh: Mesh, program: Mesh) -> str:
     """Whether rank r is in a mesh, nothing where all are."""
     return "" if mesh is program else membership(mesh, program.size, RANK)
-
-
-def _seed(number: int, parameter: Parameter, mesh: Mesh) -> str:
-    """Ranks that hold the same block of an input make the same numbers."""
-    own = place(parameter.type.mesh_in(mesh), parameter.type.axes, RANK)
-    if own == "0":
-        return str(number)
-    apart = f"{mesh.size} * " + (f"({own})" if " " in own else own)
-    return f"{number} + {apart}" if number else apart
 
 
 def _twin(parameter: Parameter, program: Mesh) -> str:

@@ -39,9 +39,16 @@ class DType:
         type.check(Location.of_caller())
         return type
 
+    @property
+    def roundoff(self) -> float:
+        """The unit roundoff u of a float: rounding x errs by up to u |x|."""
+        return 2.0 ** -(_MANTISSA_BITS[self.name] + 1)
+
     def __str__(self) -> str:
         return self.name
 
+
+_MANTISSA_BITS = {"f64": 52, "f32": 23, "f16": 10, "bf16": 7, "f8e4m3": 3, "f8e5m2": 2}
 
 f64 = DType("f64", 8, "float", "double")
 f32 = DType("f32", 4, "float", "float")

@@ -6,7 +6,7 @@
 #include <barrier>
 #include <cstdint>
 #include <functional>
-#include <random>
+#include <initializer_list>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -53,13 +53,46 @@ class Communicators {
   std::vector<ncclComm_t> comms_;
 };
 
+// A dim of a global tensor, of which a rank has one of `shards` shards.
+struct Dim {
+  int64_t size, shards = 1, index = 0;
+};
+
+enum class Part { kLocal, kGlobal };  // a rank's block of a global tensor, or all of it
+
+// Where a block lies in its global tensor.
+class Block {
+ public:
+  Block(Part part, std::initializer_list<Dim> dims);
+  const Shape& shape() const { return shape_; }
+  const Shape& global() const { return global_; }
+  int64_t count() const;
+  // Calls `visit` for each element, with its index in the block and in the global tensor.
+  void each(const std::function<void(int64_t, int64_t)>& visit) const;
+
+ private:
+  Shape shape_, global_, begin_;
+};
+
+// A number from 0 to 7, the same for the same seed and index.
+int sample_digit(uint64_t seed, uint64_t index);
+
+// How far floats may be from the reference: so many unit roundoffs of its greatest value.
+struct Tolerance {
+  int64_t roundoffs;
+  double unit;
+};
+
+// Throws std::runtime_error unless the elements of the block are those of the reference, which is a global tensor.
+void expect_close(const char* name, const Block& block, const std::function<double(int64_t)>& element,
+                  const std::function<double(int64_t)>& reference, const Tolerance& tolerance);
+
 // A tensor of `T` in the memory of the current device.
 template <class T>
 class DeviceTensor {
  public:
-  DeviceTensor(cudaDataType_t dtype, const Shape& shape) : count_(1) {
-    for (int i = 0; i < shape.ndim; ++i) count_ *= shape[i];
-    tensor_ = {.dtype = dtype, .shape = shape};
+  DeviceTensor(cudaDataType_t dtype, Part part, std::initializer_list<Dim> dims) : block_(part, dims) {
+    tensor_ = {.dtype = dtype, .shape = block_.shape(), .whole = block_.global()};
     HW_CHECK(cudaGetDevice(&tensor_.device));
     HW_CHECK(cudaMalloc(&tensor_.data, bytes()));
   }
@@ -69,13 +102,14 @@ class DeviceTensor {
 
   operator Tensor() const { return tensor_; }
 
-  // The same for the same seed.
-  void randomize(unsigned seed) {
-    std::mt19937 random(seed);
-    std::uniform_int_distribution<int> digits(1, 8);
-    const int unit = std::is_integral_v<T> ? 1 : 8;
-    std::vector<T> values;
-    for (int64_t i = 0; i < count_; ++i) values.push_back(T(float(digits(random)) / unit));
+  // Integers from 1 to 8, or odd eighths between -1 and 1. An element of the global tensor is the same in every block that has
+  // it.
+  void randomize(uint64_t seed) {
+    std::vector<T> values(block_.count());
+    block_.each([&](int64_t i, int64_t global) {
+      const int digit = sample_digit(seed, global);
+      values[i] = std::is_integral_v<T> ? T(float(1 + digit)) : T(float(2 * digit - 7) / 8);
+    });
     HW_CHECK(cudaMemcpy(tensor_.data, values.data(), bytes(), cudaMemcpyHostToDevice));
   }
   void fill_bytes(int value) { HW_CHECK(cudaMemset(tensor_.data, value, bytes())); }
@@ -85,12 +119,28 @@ class DeviceTensor {
     HW_CHECK(cudaMemcpy(result.data(), tensor_.data, bytes(), cudaMemcpyDeviceToHost));
     return result;
   }
+  // Throws std::runtime_error unless it is a block of the reference, the bytes of a global tensor.
+  void expect_close(const char* name, const std::vector<char>& reference, Tolerance tolerance) const {
+    if (std::is_integral_v<T>) tolerance.roundoffs = 0;
+    const std::vector<char> own = to_host();
+    const auto in = [](const std::vector<char>& bytes) {
+      return [values = reinterpret_cast<const T*>(bytes.data())](int64_t i) { return number(values[i]); };
+    };
+    sample::expect_close(name, block_, in(own), in(reference), tolerance);
+  }
 
  private:
-  size_t bytes() const { return count_ * sizeof(T); }
+  size_t bytes() const { return block_.count() * sizeof(T); }
+  static double number(T value) {
+    if constexpr (std::is_arithmetic_v<T>) {
+      return double(value);
+    } else {
+      return double(float(value));
+    }
+  }
 
+  Block block_;
   Tensor tensor_;
-  int64_t count_;
 };
 
 // Medians of some calls.

@@ -1,0 +1,106 @@
+"""Compares the generated programs of this checkout with those of another commit, byte by byte: `python tests/compare_generated.py COMMIT`.
+
+Each checkout emits its own programs, those of examples/ and of the tests, for several numbers of ranks. Differing files are printed
+with the first lines of their diff, and the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from difflib import unified_diff
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+CHECKOUT = Path(__file__).parent.parent
+RANKS = (1, 2, 3, 4, 8)
+SEEDS = 100  # of random programs
+SHOWN = 12  # lines of a diff
+
+
+def main(commit: str) -> int:
+    with TemporaryDirectory() as folder:
+        other, ours, theirs = Path(folder, "other"), Path(folder, "ours"), Path(folder, "theirs")
+        git("worktree", "add", "--detach", "--quiet", str(other), commit)
+        try:
+            emit_in(CHECKOUT, ours)
+            emit_in(other, theirs)
+        finally:
+            git("worktree", "remove", "--force", str(other))
+        files = sorted({path.relative_to(root) for root in (ours, theirs) for path in root.rglob("*") if path.is_file()})
+        different = [file for file in files if show(file, theirs / file, ours / file)]
+    print(f"{len(different)} of {len(files)} files differ")
+    return bool(different)
+
+
+def git(*arguments: str) -> None:
+    subprocess.run(["git", "-C", str(CHECKOUT), *arguments], check=True)
+
+
+def emit_in(checkout: Path, folder: Path) -> None:
+    """This script with the package, the examples and the programs of a checkout."""
+    path = os.pathsep.join(str(checkout / part) for part in ("codegen", "tests", "tests/passes"))
+    command = [sys.executable, "-P", __file__, "--emit", str(checkout), str(folder)]
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=True)
+
+
+def emit(checkout: Path, folder: Path) -> None:
+    from hostweave.base.errors import ProgramError
+    from hostweave.emit import render
+    from hostweave.options import Options
+    from hostweave.pipeline import lower
+
+    for name, program in programs(checkout):
+        try:
+            texts = render(lower(program, Options()))
+        except ProgramError as error:  # of random programs, some are refused
+            texts = {"error.txt": str(error)}
+        for path, text in texts.items():
+            file = folder / name / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+
+
+def programs(checkout: Path) -> Iterator[tuple[str, Any]]:
+    """`seeds/4/ag_matmul`, and so on. What cannot be made for a number of ranks is left out."""
+    import larger_programs
+    import test_random_programs
+
+    from hostweave.base.errors import ProgramError
+    from hostweave.cli.programs import load_file, programs_in
+    from hostweave.types.tensor import bf16
+
+    for file in (*sorted((checkout / "examples").glob("*.py")), checkout / "tests" / "more_programs.py"):
+        constants = set(re.findall(r"^(D|S) = ", file.read_text(), re.MULTILINE))
+        for ranks in RANKS if "D" in constants else (0,):
+            try:
+                found = programs_in(load_file(file, {name: value for name, value in (("D", ranks), ("S", 3)) if name in constants}))
+            except ProgramError:
+                continue
+            yield from ((f"{file.stem}/{ranks}/{name}", program) for name, program in found.items())
+    for ranks in RANKS:
+        for make in (larger_programs.mlp, larger_programs.attention, larger_programs.layers):
+            yield f"larger_programs/{ranks}/{make.__name__}", make(ranks, bf16)
+    for seed in range(SEEDS):
+        yield f"random_programs/{seed}", test_random_programs.Generator(seed).fusion()
+
+
+def show(file: Path, theirs: Path, ours: Path) -> bool:
+    """Prints the diff of a file; whether there is one."""
+    before, after = (path.read_text().splitlines() if path.exists() else [] for path in (theirs, ours))
+    lines = list(unified_diff(before, after, f"theirs/{file}", f"ours/{file}", n=0, lineterm=""))
+    print("\n".join([*lines[:SHOWN], *([f"... {len(lines) - SHOWN} more lines"] if len(lines) > SHOWN else [])]), end="\n" if lines else "")
+    return bool(lines)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--emit"]:
+        emit(Path(sys.argv[2]), Path(sys.argv[3]))
+    elif len(sys.argv) == 2:
+        sys.exit(main(sys.argv[1]))
+    else:
+        sys.exit(f"usage: {sys.argv[0]} COMMIT")
