@@ -48,7 +48,7 @@ def instead_of(name: str) -> str:
 
     if name in _OTHER_WORDS:
         return f"use {_OTHER_WORDS[name]}"
-    functions = [public for public in hostweave.__all__ if inspect.isfunction(getattr(hostweave, public))]
+    functions = [public for public in dir(hostweave) if inspect.isfunction(getattr(hostweave, public))]
     if name in functions:
         return f"use hw.{name}"
     near = get_close_matches(name, [*functions, *(public for public in vars(hostweave.Tensor) if not public.startswith("_"))], 1)
