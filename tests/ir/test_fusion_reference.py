@@ -46,15 +46,10 @@ EXAMPLES: dict[str, tuple[Callable[[hw.Tensor], hw.Tensor], Callable[[Array], Ar
     "minimum": (lambda x: hw.minimum(x, -x), lambda x: np.minimum(x, -x)),
     "pow": (lambda x: hw.pow(x * x, 1.5), lambda x: np.abs(x) ** 3),
     "negative": (lambda x: -x, lambda x: -x),
-    "abs": (abs, np.abs),
     "reciprocal": (hw.reciprocal, lambda x: 1 / x),
-    "exp": (hw.exp, np.exp),
     "log": (lambda x: hw.log(x * x), lambda x: np.log(x * x)),
     "sqrt": (lambda x: hw.sqrt(x * x), np.abs),
     "rsqrt": (lambda x: hw.rsqrt(x * x), lambda x: 1 / np.abs(x)),
-    "sin": (hw.sin, np.sin),
-    "cos": (hw.cos, np.cos),
-    "tanh": (hw.tanh, np.tanh),
     "erf": (hw.erf, np.vectorize(erf)),
     "sigmoid": (hw.sigmoid, sigmoid),
     "relu": (hw.relu, lambda x: np.maximum(x, 0)),
@@ -95,6 +90,12 @@ EXAMPLES: dict[str, tuple[Callable[[hw.Tensor], hw.Tensor], Callable[[Array], Ar
     "pad": (lambda x: hw.pad(x, (1, 0, 0, 2), value=7), lambda x: np.pad(x, [(0, 2), (1, 0)], constant_values=7)),
     "call": (add_one, lambda x: x + 1),
     "reshard": (lambda x: hw.reshard(x, "M@x", "N"), lambda x: x),
+}
+# Functions of one tensor that NumPy has under the same name.
+EXAMPLES |= {
+    kind: (getattr(hw, kind), getattr(np, kind))
+    for kind, op in OPS.items()
+    if op.is_public and op.arity == 1 and kind not in EXAMPLES and hasattr(np, kind)
 }
 
 

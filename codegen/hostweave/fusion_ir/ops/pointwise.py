@@ -64,6 +64,15 @@ def _unary(kind: str, doc: str, cpp: str, numpy: Callable[..., Any], *, kinds: t
     return checked(function)
 
 
+def _rounding(kind: str, doc: str, function: str) -> Unary:
+    """`function` is that of C; ints stay what they are."""
+
+    def rounded(np: Any, x: Any) -> Any:
+        return x if x.dtype.kind in "iu" else getattr(np, kind)(x)
+
+    return _unary(kind, doc, f"std::{function}({{0}})", rounded, kinds=NUMBERS, cpp_of_ints="{0}")
+
+
 def _binary(
     kind: str, doc: str, cpp: str, *, kinds: tuple[str, ...] = NUMBERS, is_comparison: bool = False, written: str = "", cost: int = 1
 ) -> Binary:
@@ -129,6 +138,19 @@ sigmoid = _unary(
 relu = _unary("relu", "max(x, 0).", "{0} < T(0) ? T(0) : {0}", lambda np, x: np.maximum(x, 0), kinds=NUMBERS)
 silu = _unary(
     "silu", "x * sigmoid(x) (swish).", "{0} / (T(1) + std::exp(-{0}))", lambda np, x: x / (1 + np.exp(-x)), fast=_FAST_EXP, cost=25
+)
+floor = _rounding("floor", "The largest integer that is at most x.", "floor")
+ceil = _rounding("ceil", "The smallest integer that is at least x.", "ceil")
+trunc = _rounding("trunc", "The nearest integer that is no further from 0 than x.", "trunc")
+round = _rounding("round", "The nearest integer, the even one where two are as near.", "rint")
+sign = _unary(
+    "sign",
+    "-1, 0 or 1, as x is negative, zero or positive; NaN of NaN.",
+    "{0} > T(0) ? T(1) : {0} < T(0) ? T(-1) : {0} + T(0)",  # of -0.0 it is 0.0
+    lambda np, x: np.sign(x),
+    kinds=NUMBERS,
+    cpp_of_ints="({0} > 0) - ({0} < 0)",
+    cost=3,
 )
 OPS["gelu"] = OpDef(1, _arithmetic(FLOATS), elementwise, _gelu, cpp="hw::gelu({0})", fast=("hw::gelu", "hw::fast_gelu"), cost=30)
 OPS["gelu_tanh"] = OpDef(
