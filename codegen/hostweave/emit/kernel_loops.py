@@ -138,7 +138,7 @@ class Loops:
         for op in self.kernel.ops:
             if op.kind == "iota":
                 counted: Iterable[str | None] = self.walked.indices[op.result.name]
-            elif op.kind in OPS and OPS[op.kind].locates:
+            elif OPS[op.kind].locates:
                 counted = reduced_indices(op, self.walked.indices)
             else:
                 continue

@@ -234,7 +234,7 @@ class _Emitter:
             assert combine is not None
             kind = self.types[op.tensors[0]].dtype
             accumulator = accumulator_type(kind)
-            is_value = op.kind != "mean" and not OPS[op.kind].locates and accumulator == compute_type(op.result.type.dtype)
+            is_value = not (combine.is_mean or OPS[op.kind].locates) and accumulator == compute_type(op.result.type.dtype)
             total = self.names.of(
                 op.result.name if is_value and op.result.name not in self.results else combine.total, f"total of {op.result.name}"
             )
@@ -316,8 +316,8 @@ class _Section:
         if self.outer and not self.kernel.loops.is_inside(name):
             return self.outer.value(name, is_hoisted=True)
         if name not in self.texts:
-            text, fits_int32 = self.computed(name)
-            if (not fits_int32 or is_hoisted or self.kernel.uses[name] > 1) and not text.isidentifier():
+            text, is_short = self.computed(name)
+            if (not is_short or is_hoisted or self.kernel.uses[name] > 1) and not text.isidentifier():
                 local = self.local(name)
                 self.lines.append(f"const {compute_type(self.kernel.types[name].dtype)} {local} = {text};")
                 text = local
@@ -368,10 +368,10 @@ class _Section:
             return (f"float({element})" if _is_small_float(dtype) else element), True
         op = self.kernel.made[name]
         text, computed = self.expression(op)
-        fits_int32 = (op.kind in OPS and not OPS[op.kind].cost) or text in self.kernel.totals.values()
+        is_short = not OPS[op.kind].cost or text in self.kernel.totals.values()
         if _is_small_float(dtype):  # in registers floats are rounded only by a cast
-            return (f"float({_converted(text, computed, dtype)})" if op.kind == "astype" else text), fits_int32
-        return _converted(text, computed, dtype), fits_int32 and dtype != bool_
+            return (f"float({_converted(text, computed, dtype)})" if op.kind == "astype" else text), is_short
+        return _converted(text, computed, dtype), is_short and dtype != bool_
 
     def stored(self, op: Op) -> str:
         """The value of one element of a result, as memory holds it."""
@@ -396,7 +396,7 @@ class _Section:
             return number(op[VALUE], dtype), dtype
         if op.kind == "iota":
             return self.kernel.loops.offset(op.result.name), i64
-        if op.kind in OPS and OPS[op.kind].locates:
+        if OPS[op.kind].locates:
             return (f"{self.kernel.totals[op.result.name]}.index" if self.kernel.reduces(op) else "int64_t(0)"), dtype
         if op.result.name in self.kernel.totals:
             return self.total(op)
@@ -412,7 +412,8 @@ class _Section:
         """What a reduction comes to, in the dtype that it adds up in."""
         total, source = self.kernel.totals[op.result.name], self.kernel.types[op.tensors[0]].dtype
         wide = {"float": f64 if source == f64 else f32, "int": i64}.get(source.kind, u64)
-        if op.kind != "mean":
+        combine = OPS[op.kind].combine
+        if not combine or not combine.is_mean:
             return total, wide
         return f"{total} / {wide.cpp}({self.kernel.loops.reduced_count})", wide
 

@@ -45,7 +45,7 @@ def not_empty(program: ir.HostProgram) -> Iterator[tuple[str, Size]]:
     for kernel in program.kernels:
         types = {p.name: p.type for p in kernel.inputs} | {op.result.name: op.result.type for op in kernel.ops}
         for op in kernel.ops if kernel.name in launched else ():
-            combine = OPS[op.kind].combine if op.kind in OPS else None
+            combine = OPS[op.kind].combine
             if combine and not combine.identity:
                 factors = (factor for axis in op[AXES] for factor in types[op.tensors[0]].shape[axis].factors)
                 wholes = (factor.size if isinstance(factor, Share) else Size(1, (factor,)) for factor in factors)

@@ -305,13 +305,7 @@ class _Trace:
             self.name(tensor, name)
         return tensor
 
-    def record(
-        self,
-        op: Op,
-        operands: Sequence[Tensor | Scalar],
-        known: Sequence[Tensor],
-        target: TensorType | None,
-    ) -> Tensor:
+    def record(self, op: Op, operands: Sequence[Tensor | Scalar], known: Sequence[Tensor], target: TensorType | None) -> Tensor:
         """Adds an op of these operands; `known` are the tensors among and beside them. Raises ProgramError."""
         kind, location = op.kind, op.location
         assert location is not None

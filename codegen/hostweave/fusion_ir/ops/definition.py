@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hostweave.fusion_ir import index_map as maps
-from hostweave.fusion_ir.index_map import ONE, IndexMap
+from hostweave.fusion_ir.index_map import ONE, IndexMap, aligned, numbered
 from hostweave.fusion_ir.ir import Attribute, Op
 from hostweave.types.tensor import Dim, DType, TensorType
 
@@ -35,6 +34,7 @@ class Combine:
     starts: tuple[str, str, str]
     sign: str = ""
     identity: bool = False
+    is_mean: bool = False  # the total is divided by how many they are
 
 
 @dataclass(frozen=True)
@@ -124,10 +124,6 @@ def _aligned(types: Types) -> str:
     return "dims are aligned from the right: make them equal or 1, as with x[:, None]"
 
 
-def same(types: Types, op: Op) -> TensorType:
-    return unsharded(types[0])
-
-
 def unsharded(type: TensorType) -> TensorType:
     return TensorType(type.dtype, tuple(Dim(extent) for extent in type.shape))
 
@@ -150,7 +146,9 @@ def checked_axis(axis: int, x: TensorType) -> int:
 
 
 def elementwise(types: Types, op: Op) -> IndexMap:
-    return maps.elementwise([type.shape for type in types], op.result.type.shape)
+    result = op.result.type.shape
+    labels = numbered(result)
+    return IndexMap(tuple(aligned(type.shape, result, labels) for type in types), labels)
 
 
 def opaque(types: Types, op: Op) -> IndexMap:

@@ -10,6 +10,7 @@ from hostweave.base.signatures import checked, public_names
 from hostweave.fusion_ir.frontend.recording import Binary, Unary, record
 from hostweave.fusion_ir.index_map import IndexMap
 from hostweave.fusion_ir.ir import Op, Scalar
+from hostweave.fusion_ir.ops.attributes import VALUE
 from hostweave.fusion_ir.ops.definition import (
     BOOLS,
     FLOATS,
@@ -73,16 +74,15 @@ def _rounding(kind: str, doc: str, function: str) -> Unary:
     return _unary(kind, doc, f"std::{function}({{0}})", rounded, kinds=NUMBERS, cpp_of_ints="{0}")
 
 
-def _binary(
-    kind: str, doc: str, cpp: str, *, kinds: tuple[str, ...] = NUMBERS, is_comparison: bool = False, written: str = "", cost: int = 1
-) -> Binary:
+def _binary(kind: str, doc: str, cpp: str, kinds: tuple[str, ...] = NUMBERS, is_comparison: bool = False, **facts: Any) -> Binary:
+    """NumPy calls it the same."""
     infer = _arithmetic(kinds, is_comparison)
-    OPS[kind] = OpDef(2, infer, elementwise, lambda np, a, b: getattr(np, kind)(a, b), cpp=cpp, cost=cost, written=written, is_public=True)
+    OPS[kind] = OpDef(2, infer, elementwise, lambda np, a, b: getattr(np, kind)(a, b), cpp=cpp, is_public=True, **facts)
 
     def function(a: Tensor | Scalar, b: Tensor | Scalar) -> Tensor:
         return record(kind, a, b)
 
-    also, result = f"Also `{written}`. " if written else "", "The result is bool. " if is_comparison else ""
+    also, result = f"Also `{OPS[kind].written}`. " if OPS[kind].written else "", "The result is bool. " if is_comparison else ""
     given = "bool[M, N]` and `b: bool" if kinds == BOOLS else "f32[M, N]` and `b: f32"
     function.__name__ = function.__qualname__ = kind
     function.__doc__ = (
@@ -188,6 +188,10 @@ def _astype(types: Types, op: Op) -> TensorType:
     return TensorType(op.result.type.dtype, unsharded(types[0]).dims)
 
 
+def _stated(types: Types, op: Op) -> TensorType:
+    return unsharded(op.result.type)
+
+
 def _iota(types: Types, op: Op) -> TensorType:
     require(op.result.type, ("int", "uint"))
     if len(op.result.type.dims) != 1:
@@ -208,6 +212,7 @@ copy = _unary(
 OPS["iota"] = OpDef(
     0, _iota, lambda types, op: IndexMap((), ("i0",)), lambda np, shape, dtype: np.arange(*shape, dtype=dtype), target="type", cost=0
 )
+OPS["fill"] = OpDef(0, _stated, elementwise, lambda np, shape, dtype, value=0.0: np.full(shape, value, dtype), (VALUE,), target="type")
 OPS["philox"] = OpDef(6, _philox, elementwise, philox, cpp="hw::philox({0}, {1}, {2}, {3}, {4}, {5})", cost=100)
 
 if not TYPE_CHECKING:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hostweave.base.errors import Location
 from hostweave.base.signatures import checked, public_names
-from hostweave.fusion_ir import index_map as maps
 from hostweave.fusion_ir.frontend.recording import Axis, Reduction, dims_of, record
-from hostweave.fusion_ir.index_map import ONE, IndexMap
+from hostweave.fusion_ir.index_map import ONE, IndexMap, Labels, aligned, numbered
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops.attributes import AXES, KEEPDIMS
 from hostweave.fusion_ir.ops.definition import (
@@ -62,7 +62,9 @@ def _argmax(types: Types, op: Op) -> TensorType:
 
 def _define(kind: str, infer: Infer, combine: Combine, numpy: Callable[..., Any], **facts: Any) -> None:
     def indices(types: Types, op: Op) -> IndexMap:
-        return maps.reduction(types[0].shape, op[AXES], op[KEEPDIMS])
+        labels = numbered(types[0].shape)
+        kept: Labels = tuple(None if i in op[AXES] else label for i, label in enumerate(labels))
+        return IndexMap((labels,), kept if op[KEEPDIMS] else tuple(label for label in kept if label))
 
     OPS[kind] = OpDef(1, infer, indices, numpy, (AXES, KEEPDIMS), combine=combine, whole="reduced", **facts)
 
@@ -102,7 +104,7 @@ max = _reduction(
 min = _reduction(
     "min", "The smallest element.", _MINIMUM, "min", lambda np, x, **a: np.min(x, initial=_bound(np, x, 1), **a), (*NUMBERS, "bool")
 )
-mean = _reduction("mean", "The arithmetic mean, of floats.", _ADD, "avg", lambda np, x, **a: np.mean(x, **a), FLOATS)
+mean = _reduction("mean", "The arithmetic mean, of floats.", replace(_ADD, is_mean=True), "avg", lambda np, x, **a: np.mean(x, **a), FLOATS)
 _define("argmax", _argmax, _FIRST_MAXIMUM, lambda np, x, axis, keepdims=False: np.argmax(x, axis=axis[0], keepdims=keepdims), locates=True)
 
 # --- the matrix product ---------------------------------------------------------------------------------------------------
@@ -148,7 +150,11 @@ def widens(operands: DType, result: DType) -> bool:
 
 
 def _contracted(types: Types, op: Op) -> IndexMap:
-    return maps.contraction(types[0].shape, types[1].shape, op.result.type.shape)
+    """Batch dims aligned from the right, then (m, k), (k, n) -> (m, n)."""
+    batch = op.result.type.shape[:-2]
+    labels = numbered(batch, "b")
+    a, b = (aligned(type.shape[:-2], batch, labels) for type in types)
+    return IndexMap(((*a, "m", "k"), (*b, "k", "n")), (*labels, "m", "n"))
 
 
 OPS["matmul"] = OpDef(2, _matmul, _contracted, lambda np, a, b: np.matmul(a, b), partial="sum", last_is_first=True, makes="product")

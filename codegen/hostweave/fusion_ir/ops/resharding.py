@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from hostweave.fusion_ir import index_map as maps
+from hostweave.fusion_ir.index_map import IndexMap, numbered
 from hostweave.fusion_ir.ir import Attribute, Op
 from hostweave.fusion_ir.ops.attributes import AXIS, DIM, MESH_AXES, REDUCTION, ROOT, SOURCES, TO
-from hostweave.fusion_ir.ops.definition import Mismatch, OpDef, Types, checked_axis, elementwise, same, unsharded
+from hostweave.fusion_ir.ops.definition import Mismatch, OpDef, Types, checked_axis, elementwise, unsharded
 from hostweave.types.tensor import TensorType
 
 OPS: dict[str, OpDef] = {}
@@ -26,6 +26,12 @@ def _collective_permute(types: Types, op: Op) -> TensorType:
     if x.shape[axis].is_int and int(x.shape[axis]) % len(sources):
         raise Mismatch(f"{len(sources)} blocks do not divide dim {axis} of {x}; give as many sources as divide it")
     return unsharded(x)
+
+
+def _blocks_permuted(types: Types, op: Op) -> IndexMap:
+    labels = numbered(types[0].shape)
+    moved = labels[op[AXIS]]
+    return IndexMap((labels,), labels, frozenset((moved,)), ((moved, len(op[SOURCES])),))
 
 
 def _numpy_collective_permute(np: Any, x: Any, axis: int, sources: tuple[int, ...]) -> Any:
@@ -54,7 +60,7 @@ def _step(kind: str, *facts: Attribute[Any], target: str = "", is_view: bool = F
 OPS["collective_permute"] = OpDef(
     1,
     _collective_permute,
-    lambda types, op: maps.blocks_permuted(len(types[0].dims), op[AXIS], len(op[SOURCES])),
+    _blocks_permuted,
     _numpy_collective_permute,
     (AXIS, SOURCES),
     whole="permuted",
@@ -62,7 +68,7 @@ OPS["collective_permute"] = OpDef(
 )
 
 
-OPS["reshard"] = OpDef(1, same, elementwise, lambda np, x: x, target="sharding", makes="resharded")
+OPS["reshard"] = OpDef(1, lambda types, op: unsharded(types[0]), elementwise, lambda np, x: x, target="sharding", makes="resharded")
 
 # What reshards are decomposed into, in the order of preference where bytes and steps are equal.
 _step("shard", DIM, MESH_AXES, is_view=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hostweave.fusion_ir import index_map as maps
-from hostweave.fusion_ir.index_map import ONE, IndexMap
+from hostweave.fusion_ir.index_map import ONE, IndexMap, Labels, groups, numbered
 from hostweave.fusion_ir.ir import Attribute, Op
 from hostweave.fusion_ir.ops.attributes import AXES, AXIS, HIGH, INDEX, LOW, ORDER, START, STEP, VALUE
 from hostweave.fusion_ir.ops.definition import Indices, Infer, Mismatch, OpDef, Types, checked_axes, checked_axis, elementwise, same_dtype
@@ -105,23 +104,38 @@ def _numpy_slice(np: Any, x: Any, axis: int, start: int, step: int, shape: tuple
 
 
 def _inserted(types: Types, op: Op) -> IndexMap:
-    return maps.insertion(len(types[0].dims), op[AXES])
+    labels = numbered(types[0].shape)
+    left = iter(labels)
+    return IndexMap((labels,), tuple(None if i in op[AXES] else next(left) for i in range(len(labels) + len(op[AXES]))))
 
 
 def _regrouped(types: Types, op: Op) -> IndexMap:
-    return maps.regrouping(types[0].shape, op.result.type.shape)
+    """A dim that stays keeps its label; of dims that are split or merged the outermost keep it, in `outer`."""
+    have: list[str | None] = [None] * len(types[0].dims)
+    want: list[str | None] = [None] * len(op.result.type.dims)
+    outer = set()
+    for number, (left, right) in enumerate(groups(types[0].shape, op.result.type.shape)):
+        if left and right:
+            have[left[0]] = want[right[0]] = label = f"i{number}"
+            if len(left) > 1 or len(right) > 1:
+                outer.add(label)
+    return IndexMap((tuple(have),), tuple(want), frozenset(outer))
 
 
 def _permuted(types: Types, op: Op) -> IndexMap:
-    return maps.permutation(op[ORDER])
+    return IndexMap((numbered(types[0].shape),), tuple(f"i{i}" for i in op[ORDER]))
 
 
 def _cut(types: Types, op: Op) -> IndexMap:
-    return maps.cut(len(types[0].dims), op[AXIS], keeps_dim=op.kind == "slice")
+    labels: Labels = tuple(None if i == op[AXIS] else label for i, label in enumerate(numbered(types[0].shape)))
+    return IndexMap((labels,), labels if op.kind == "slice" else tuple(filter(None, labels)))
 
 
 def _joined(types: Types, op: Op) -> IndexMap:
-    return maps.joined(len(types), len(types[0].dims), padded_dims(op) if op.kind == "pad" else (op[AXIS],))
+    """Operands lie in the result, one after the other or inside it."""
+    axes = padded_dims(op) if op.kind == "pad" else (op[AXIS],)
+    labels: Labels = tuple(None if i in axes else label for i, label in enumerate(numbered(types[0].shape)))
+    return IndexMap((labels,) * len(types), labels)
 
 
 def _view(kind: str, infer: Infer, map: Indices, numpy: Callable[..., Any], *attributes: Attribute[Any], **facts: Any) -> None:

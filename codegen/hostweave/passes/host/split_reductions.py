@@ -66,7 +66,7 @@ class _Split:
 def _row(kernel: ir.Kernel) -> tuple[int, ...]:
     """The innermost of the dims that a kernel reduces, long enough for a block of threads; none where one kernel does."""
     op = kernel.ops[-1]
-    if len(kernel.ops) > 1 or op.kind not in OPS or not OPS[op.kind].combine or OPS[op.kind].locates:
+    if len(kernel.ops) > 1 or not OPS[op.kind].combine or OPS[op.kind].locates:
         return ()
     axes, shape, left = op[AXES], kernel.inputs[0].type.shape, product(op.result.type.shape)
 
