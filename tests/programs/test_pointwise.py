@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import os
 
 import numpy as np
 import pytest
@@ -10,7 +12,9 @@ import torch
 
 import hostweave as hw
 from hostweave.base.errors import ProgramError
-from hostweave.fusion_ir.ops import pointwise
+from hostweave.build import cuda
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.fusion_ir.ops import OPS, pointwise
 from hostweave.fusion_ir.reference import run_reference
 from hostweave.types.numpy_dtypes import numpy_dtype
 from hostweave.types.tensor import DType
@@ -52,31 +56,59 @@ def expected(kind: str, operands: list[torch.Tensor]) -> np.ndarray:
     return (result.to(operands[0].dtype) if result.is_floating_point() else result).double().numpy()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_every_op_of_the_table(dtype: DType, target: str) -> None:
-    computed = []
+def all_ops(dtype: DType) -> tuple[list[str], Fusion]:
+    """The ops that take two tensors of this dtype, or one, and a program of all of them."""
+    kinds: list[str] = []
 
     @hw.fusion(a=dtype["N"], b=dtype["N"])
-    def all_ops(a, b):
+    def program(a, b):
         results = []
         for kind in KINDS:
             with contextlib.suppress(ProgramError):  # not of this dtype
                 results.append(getattr(hw, kind)(*(a, b)[: pointwise.OPS[kind].arity]))
-                computed.append(kind)
+                kinds.append(kind)
         return tuple(results)
 
-    assert {"add", "abs" if dtype != hw.u8 else "relu", "floor", "less", "copy"} <= set(computed)
+    return kinds, program
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_every_op_of_the_table(dtype: DType, target: str) -> None:
+    kinds, fusion = all_ops(dtype)
+    assert {"add", "abs" if dtype != hw.u8 else "relu", "floor", "less", "copy"} <= set(kinds)
     pairs = torch.cartesian_prod(values(dtype), values(dtype))
     given = dict(zip("ab", (pairs[:, i].contiguous() for i in (0, 1)), strict=True))
     arrays = {name: (t.view(torch.uint16) if dtype == hw.bf16 else t).numpy().view(numpy_dtype(dtype)) for name, t in given.items()}
-    program = hw.compile(all_ops, target)
+    program = hw.compile(fusion, target)
     results = program.run(**arrays)
     program.close()
     rounding = {"f64": 4e-15, "f32": 4e-7, "bf16": 1e-2}.get(dtype.name, 0)
-    for kind, result, reference in zip(computed, results, run_reference(all_ops, arrays), strict=True):
+    for kind, result, reference in zip(kinds, results, run_reference(fusion, arrays), strict=True):
         want = expected(kind, [*given.values()][: pointwise.OPS[kind].arity])
         np.testing.assert_allclose(result.astype(np.float64), want, rtol=rounding, atol=rounding, err_msg=f"{kind} of {dtype}")
         with np.errstate(over="ignore"):
             rounded = reference.astype(numpy_dtype(dtype)).astype(np.float64) if dtype.kind == "float" else reference
         np.testing.assert_allclose(rounded, want, rtol=rounding, atol=rounding, err_msg=f"NumPy: {kind} of {dtype}")
+
+
+@pytest.mark.skipif(bool(cuda.find_cuda().missing) and not os.environ.get("HOSTWEAVE_REQUIRE_CUDA"), reason="no CUDA headers and libraries")
+@pytest.mark.parametrize("dtype", [hw.f64, hw.bf16, hw.i64, hw.u32], ids=str)
+def test_every_op_compiles_for_cuda(dtype: DType) -> None:
+    program = hw.compile(all_ops(dtype)[1], target="cuda")
+    assert program.module.name == "program"
+    assert "warning" not in (program.folder / "build.log").read_text()
+
+
+@pytest.mark.parametrize("kind", [kind for kind, op in OPS.items() if op.is_public])
+def test_functions_are_those_of_their_entries(kind: str) -> None:
+    """By name, with a signature, a description and an example."""
+    function = getattr(hw, kind)
+    assert kind in hw.__all__
+    assert function.__name__ == function.__qualname__ == kind
+    assert len(inspect.signature(function).parameters) == (3 if OPS[kind].combine else OPS[kind].arity)
+    summary, *rest = function.__doc__.split("\n\n")
+    assert summary.endswith(".")
+    assert "Raises ProgramError" in "".join(rest)
+    assert f"`hw.{kind}(" in rest[-1]
+    assert rest[-1].startswith("Example: ")

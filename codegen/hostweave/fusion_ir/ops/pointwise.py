@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 OPS: dict[str, OpDef] = {}
 
 _FAST_EXP = ("std::exp", "hw::fast_exp")
-_WORDS = {FLOATS: "floats", SIGNED: "floats or signed ints", NUMBERS: "floats or ints", BOOLS: "bools", (): "of any dtype"}
+_WORDS = {FLOATS: "floats", SIGNED: "floats or signed ints", NUMBERS: "floats or ints", BOOLS: "bools", (): "any dtype"}
 
 
 def _arithmetic(kinds: tuple[str, ...], is_comparison: bool = False) -> Infer:
@@ -59,7 +59,7 @@ def _unary(kind: str, doc: str, cpp: str, numpy: Callable[..., Any], *, kinds: t
     written = f"Also `{OPS[kind].written}`. " if OPS[kind].written else ""
     function.__name__ = function.__qualname__ = kind
     function.__doc__ = (
-        f"{doc}\n\n{written}Of every element of x, {_WORDS[kinds]}; the result has its shape and dtype. Raises ProgramError for others.\n\n"
+        f"{doc}\n\n{written}Takes {_WORDS[kinds]}; the result has the shape and dtype of x. Raises ProgramError for other dtypes.\n\n"
         f"Example: `x: {'bool' if kinds == BOOLS else 'f32'}[M, N]` gives a tensor of that type by `hw.{kind}(x)`."
     )
     return checked(function)
@@ -86,8 +86,8 @@ def _binary(kind: str, doc: str, cpp: str, kinds: tuple[str, ...] = NUMBERS, is_
     given = "bool[M, N]` and `b: bool" if kinds == BOOLS else "f32[M, N]` and `b: f32"
     function.__name__ = function.__qualname__ = kind
     function.__doc__ = (
-        f"{doc}\n\n{also}Dims broadcast from the right. Both operands have one dtype, {_WORDS[kinds]}; a Python number takes that of the "
-        f"tensor. {result}Raises ProgramError for operands that do not fit.\n\n"
+        f"{doc}\n\n{also}Takes {_WORDS[kinds]}, both of one dtype, which a Python number beside a tensor has, too.\n"
+        f"Dims broadcast from the right. {result}Raises ProgramError for operands that do not fit.\n\n"
         f"Example: `a: {given}[N]` give `{'bool' if is_comparison or kinds == BOOLS else 'f32'}[M, N]` by `hw.{kind}(a, b)`."
     )
     return checked(function)
