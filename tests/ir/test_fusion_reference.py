@@ -14,10 +14,13 @@ from numpy.typing import NDArray
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError
+from hostweave.check.interpret import interpret
 from hostweave.cli.tolerance import tolerance
+from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS
 from hostweave.fusion_ir.philox import philox
 from hostweave.fusion_ir.reference import run_reference
+from hostweave.pipeline import lower
 from hostweave.types.tensor import DType
 
 Array = NDArray[Any]
@@ -111,6 +114,16 @@ def test_op(kind: str) -> None:
     (result,) = run_reference(fusion, {"x": X})
     np.testing.assert_allclose(result, expected(X), rtol=1e-15)
     assert result.shape == np.shape(expected(X))
+
+
+@pytest.mark.parametrize("op", ["pad(%x, low=(1, 0), high=(0, 0))", "fill()", "fill(value=2.5)"])
+def test_attributes_that_are_left_out_have_their_defaults(op: str) -> None:
+    shape = "(M + 1)" if op.startswith("pad") else "M"
+    fusion = Fusion.parse(f"fusion @f(%x: f64[M, N]) mesh(x=2) {{\n%y: f64[{shape}, N] = {op}\nreturn %y\n}}")
+    (expected,) = run_reference(fusion, {"x": X})
+    assert np.array_equal(expected, np.pad(X, ((1, 0), (0, 0))) if op.startswith("pad") else np.full(X.shape, 2.5 * ("2.5" in op)))
+    for result in interpret(lower(fusion, hw.Options()), {"x": X}):
+        np.testing.assert_array_equal(result["y"], expected)
 
 
 def test_integers_stay_exact_and_keep_their_dtype() -> None:
