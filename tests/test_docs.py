@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import runpy
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from ml_dtypes import bfloat16
 
 import hostweave as hw
 from hostweave.base.paths import PACKAGE
+from hostweave.fusion_ir.ops import OPS
 from hostweave.types.tensor import DType
 
 ROOT = Path(__file__).parents[1]
@@ -27,6 +30,12 @@ def python_of(path: Path) -> str:
         lines.append(line if inside and not fence else "")
         inside = line == "```python" if fence and not inside else inside and not fence
     return "\n".join(lines)
+
+
+def as_built(path: Path) -> str:
+    """A page with what is written into it when it is built."""
+    build: Callable[[str], str] = runpy.run_path(str(ROOT / "docs" / "hooks.py"))["on_page_markdown"]
+    return build(path.read_text())
 
 
 def run_page(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -61,11 +70,24 @@ def test_every_page_is_in_the_navigation_and_the_reference_has_every_function() 
     docs = ROOT / "docs"
     navigation = (ROOT / "mkdocs.yml").read_text()
     assert [path for path in docs.rglob("*.md") if str(path.relative_to(docs)) not in navigation] == []
-    reference = "\n".join(path.read_text() for path in (docs / "reference").glob("*.md"))
-    documented = set(re.findall(r"^::: hostweave\.(?:\w+\.)*(\w+)$", reference, re.MULTILINE))
+    reference = "\n".join(as_built(path) for path in (docs / "reference").glob("*.md"))
+    documented = re.findall(r"^::: hostweave\.(?:\w+\.)*(\w+)$", reference, re.MULTILINE)
     callables = {name for name in hw.__all__ if callable(getattr(hw, name)) and not isinstance(getattr(hw, name), DType)}
-    assert callables - documented == {"Fusion", "HostProgram"}
+    assert callables - set(documented) == {"Fusion", "HostProgram"}
+    assert sorted(set(documented)) == sorted(documented)  # each once
     assert all(getattr(hw, name).__doc__ for name in callables)
+
+
+def test_pages_have_the_op_table_as_it_is() -> None:
+    """With its markers in place, and a row an op: its operands, attributes, operator, C++ and cost."""
+    pages = {path.name: as_built(path) for path in (ROOT / "docs").rglob("*.md")}
+    assert not [name for name, text in pages.items() if re.search(r"<!-- [^>]* -->$", text, re.MULTILINE)]
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", pages["ir.md"], re.MULTILINE)
+    assert [kind for kind, _ in rows] == list(OPS)
+    assert dict(rows)["add"] == "2 |  | `a + b` |  | `a + b` | 1"
+    assert dict(rows)["sum"] == "1 | axis, keepdims |  | sum | `hw::Add()(total, a)` | "
+    assert all(f"| {OPS[kind].cost}" in row for kind, row in rows if OPS[kind].cpp)
+    assert all(f"::: hostweave.{kind}\n" in pages["functions.md"] for kind, op in OPS.items() if op.is_public)
 
 
 def test_the_readme_shows_the_loop_that_is_generated() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +11,12 @@ import numpy as np
 import pytest
 
 from hostweave.api import compile
-from hostweave.fusion_ir.ir import Fusion
+from hostweave.base.errors import ProgramError
+from hostweave.fusion_ir.ir import Fusion, Op, Value
+from hostweave.fusion_ir.ops import infer_type, pointwise
 from hostweave.fusion_ir.reference import run_reference
 from hostweave.host_ir.ir import HostProgram
+from hostweave.types import tensor as types
 
 DTYPES = {
     "f64": np.float64,
@@ -34,12 +38,8 @@ POINTWISE = {
     "column": "%y: {t}[M, N] = subtract(%a, %c)",
     "outer": "%y: {t}[M, N] = add(%c, %r)",
     "scalar": "%y: {t}[M, N] = subtract({one}, %a)",
-    "negative": "%y: {t}[M, N] = multiply(%a, -{one})",
-    "maximum": "%y: {t}[M, N] = maximum(%a, %b)",
-    "minimum": "%y: {t}[M, N] = minimum(%a, %b)",
+    "negated": "%y: {t}[M, N] = multiply(%a, -{one})",
     "clip": "%h: {t}[M, N] = maximum(%a, %r)\n%y: {t}[M, N] = minimum(%h, %c)",
-    "relu": "%y: {t}[M, N] = relu(%a)",
-    "less": "%y: bool[M, N] = less(%a, %b)",
     "where": "%y: {t}[M, N] = where(%p, %a, %b)",
     "expand": "%y: {t}[K, M, N] = broadcast_to(%a)",
     "to_f32": "%y: f32[M, N] = astype(%a)",
@@ -61,19 +61,12 @@ POINTWISE = {
     "random": "%i: u32[M] = iota()\n%e: u32[M, 1] = expand_dims(%i, axis=(1,))\n%j: u32[N] = iota()\n"
     "%u: f32[M, N] = philox(%e, %j, 0, 0, 7, 1)\n%q: bool[M, N] = less(%u, 0.5)\n%y: {t}[M, N] = where(%q, %a, %b)",
 }
-UNARY = (
-    *("negative", "abs", "reciprocal", "exp", "log", "sqrt", "rsqrt", "sin", "cos", "tanh", "erf"),
-    *("sigmoid", "gelu", "gelu_tanh", "silu"),
-)
 FLOATS = {
     "to_bf16": "%y: bf16[M, N] = astype(%a)",
     "to_f16": "%y: f16[M, N] = astype(%a)",
     "to_f64": "%y: f64[M, N] = astype(%a)",
     "through_f8e4m3": "%h: f8e4m3[M, N] = astype(%a)\n%y: {t}[M, N] = astype(%h)",
     "to_f8e5m2": "%y: f8e5m2[M, N] = astype(%a)",
-    "divide": "%y: {t}[M, N] = divide(%a, %b)",
-    "pow": "%y: {t}[M, N] = pow(%a, %r)",
-    **{kind: f"%y: {{t}}[M, N] = {kind}(%a)" for kind in UNARY},
     "softmax": "%max: {t}[M, 1] = max(%a, axis=(1,), keepdims=true)\n%d: {t}[M, N] = subtract(%a, %max)\n%exp: {t}[M, N] = exp(%d)\n"
     "%sum: {t}[M, 1] = sum(%exp, axis=(1,), keepdims=true)\n%y: {t}[M, N] = divide(%exp, %sum)",
     "two_dims": "%h: f64[K, M, N] = astype(%t)\n%mean: f64[M] = mean(%h, axis=(0, 2))\n%e: f64[M, 1] = expand_dims(%mean, axis=(1,))\n"
@@ -95,13 +88,25 @@ class Case:
     op: str
 
 
+def of_table(dtype: str) -> dict[str, str]:
+    """Every op of the table of one or two tensors of this dtype, element by element."""
+    ops, operand = {}, types.DTYPES[dtype]["M", "N"]
+    for kind, definition in pointwise.OPS.items():
+        if definition.arity in (1, 2) and not definition.target:
+            operands = ("a", "b")[: definition.arity]
+            with contextlib.suppress(ProgramError):  # not of this dtype
+                result = infer_type(Op(kind, operands, Value("y", operand)), [operand] * len(operands))
+                ops[kind] = f"%y: {result} = {kind}({', '.join(f'%{name}' for name in operands)})"
+    return ops
+
+
 def cases(dtype: str) -> list[Case]:
     is_float = dtype in ("f64", "f32", "f16", "bf16")
-    ops = {**POINTWISE, **(FLOATS if is_float else {})}
+    ops = {**POINTWISE, **of_table(dtype), **(FLOATS if is_float else {})}
     for kind in ("sum", "prod", "max", "min", *(("mean",) if is_float else ())):
         ops.update({f"{kind}_{name}": op.replace("{kind}", kind) for name, op in REDUCTIONS.items()})
     if dtype.startswith("u"):
-        del ops["negative"]
+        del ops["negated"]
     texts = {name: op.replace("{t}", dtype).replace("{one}", "1.5" if is_float else "1") for name, op in ops.items()}
     return [Case(name, op) for name, op in texts.items() if f"%y: {dtype}[M, N] = astype(%a)" not in op]
 

@@ -22,6 +22,7 @@ from hostweave.check.interpret import interpret
 from hostweave.fusion_ir.calls import map_functions
 from hostweave.fusion_ir.frontend.block import Block
 from hostweave.fusion_ir.ir import Fusion, Op
+from hostweave.fusion_ir.ops import pointwise
 from hostweave.fusion_ir.reference import run_reference
 from hostweave.host_ir import ir
 from hostweave.host_ir.calls import bodies
@@ -164,6 +165,15 @@ def _with_number(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tens
     return g.random.choice([made, made - op(t, t), op(t, t) * 2 - made])
 
 
+def _of_table(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
+    """Any op of one or two tensors that the table has, of integers, which all of these compute exactly."""
+    if t.dtype != hw.i64:
+        return _with_number(g, values, t)
+    kind = g.random.choice([kind for kind, op in pointwise.OPS.items() if op.is_public and op.arity in (1, 2)])
+    made = getattr(hw, kind)(*(t, g.other(values, t))[: pointwise.OPS[kind].arity])
+    return hw.astype(made, hw.i64) if made.dtype == hw.bool_ else made
+
+
 def _located(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
     """Where the largest element is, of integers, as rounding may make others of floats equal."""
     if t.dtype != hw.i64:
@@ -203,6 +213,7 @@ OPS: tuple[MakeOp, ...] = (
     lambda g, values, t: t @ g.other(values, t),
     _with_number,
     _with_number,
+    _of_table,
     lambda g, values, t: hw.where(t > 0, t, 0 - t),
     lambda g, values, t: hw.expand_dims(t, g.random.randint(0, t.ndim)),
     lambda g, values, t: g.resharded(t),

@@ -97,7 +97,7 @@ def _checked(extents: dict[str, Size], indices: dict[str, Labels], kernel: Kerne
 
 def reduced_indices(op: Op, indices: dict[str, Labels]) -> set[str]:
     """What an op reduces: nothing where all of it is dims of one element."""
-    if op.kind not in OPS or not OPS[op.kind].combine:
+    if not OPS[op.kind].combine:
         return set()
     return {index for index in indices[op.tensors[0]] if index is not None} - set(indices[op.result.name])
 

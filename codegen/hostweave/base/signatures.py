@@ -32,6 +32,11 @@ def checked(function: Callable[_P, _T]) -> Callable[_P, _T]:
     return called
 
 
+def public_names(module: dict[str, object]) -> list[str]:
+    """The names of a module's checked functions, for its `__all__`."""
+    return [name for name, value in module.items() if hasattr(value, "__wrapped__") and not name.startswith("_")]
+
+
 def checked_arguments(kind: type[_T]) -> type[_T]:
     """The class, made as a `checked` function is called."""
     kind.__init__ = checked(kind.__init__)  # type: ignore[method-assign]

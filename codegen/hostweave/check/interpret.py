@@ -177,14 +177,11 @@ class _Rank:
 
     def op(self, op: Op, values: Mapping[str, Array]) -> Array:
         definition, result = OPS[op.kind], op.result.type
-        stated: dict[str, Any] = {name: value for name, value in op.attributes if name in definition.attributes}
-        if definition.target in ("shape", "type"):
-            stated["shape"] = tuple(extent.bind(self.world.instances.sizes[self.rank]) for extent in result.shape)
-        if definition.target in ("dtype", "type"):
-            stated["dtype"] = numpy_dtype(result.dtype)
+        sizes = self.world.instances.sizes[self.rank]
+        stated = definition.stated_type(lambda: tuple(extent.bind(sizes) for extent in result.shape), numpy_dtype(result.dtype))
         operands = [_widened(values[operand]) if isinstance(operand, str) else operand for operand in op.operands]
         with np.errstate(all="ignore"):
-            computed: Array = np.asarray(definition.numpy(np, *operands, **stated))
+            computed: Array = np.asarray(definition.numpy(np, *operands, **dict(op.attributes), **stated))
         return cast(computed, result.dtype)
 
 

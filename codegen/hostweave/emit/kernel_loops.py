@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from hostweave.analysis.kernel_indices import Iteration, reduced_indices
 from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.names import Names
+from hostweave.fusion_ir.ops import OPS
 from hostweave.host_ir import ir
 from hostweave.types.size import Size, product
 from hostweave.types.tensor import BufferType
@@ -137,7 +138,7 @@ class Loops:
         for op in self.kernel.ops:
             if op.kind == "iota":
                 counted: Iterable[str | None] = self.walked.indices[op.result.name]
-            elif op.kind == "argmax":
+            elif OPS[op.kind].locates:
                 counted = reduced_indices(op, self.walked.indices)
             else:
                 continue

@@ -14,6 +14,8 @@ from hostweave.emit.kernel_loops import Loops, stored
 from hostweave.emit.names import Names
 from hostweave.fusion_ir.ir import Op, Scalar
 from hostweave.fusion_ir.ops import OPS, operand_types
+from hostweave.fusion_ir.ops.attributes import VALUE
+from hostweave.fusion_ir.ops.definition import Combine
 from hostweave.fusion_ir.text import print_op
 from hostweave.host_ir import ir
 from hostweave.types.tensor import BufferType, DType, bool_, f32, f64, i64
@@ -21,19 +23,8 @@ from hostweave.types.tensor import BufferType, DType, bool_, f32, f64, i64
 LATE_BYTES = 16 << 10  # of rows, at most, that a block loads before it needs them: they take registers from other blocks
 u64 = DType("u64", 8, "uint", "uint64_t")  # what unsigned sums add up in
 
-_SAME = ("copy", "broadcast_to", "expand_dims", "reshape", "permute_dims")  # the element of the operand
-_SHORT = (*_SAME, "astype", "iota")  # texts that read well inside others
-_SIGNS = {"add": "+", "multiply": "*"}
-# How a reduction joins two values: the name of its total, the functor, and where it starts for floats, ints and uints.
-_JOINS = {
-    "add": ("sum", "hw::Add", ("0", "0", "0")),
-    "multiply": ("product", "hw::Multiply", ("1", "1", "1")),
-    "maximum": ("largest", "hw::Maximum", ("-INFINITY", "INT64_MIN", "0")),
-    "minimum": ("smallest", "hw::Minimum", ("INFINITY", "INT64_MAX", "UINT64_MAX")),
-    "first_maximum": ("best", "hw::FirstMaximum", ("-INFINITY", "INT64_MIN", "0")),
-}
 # Of the op table: what kernels call by a name without a qualifier.
-C_FUNCTIONS = frozenset(name + end for op in OPS.values() for name in re.findall(r"\bstd::(\w+)", op.expression) for end in ("", "f"))
+C_FUNCTIONS = frozenset(name + end for op in OPS.values() for name in re.findall(r"\bstd::(\w+)", op.cpp) for end in ("", "f"))
 
 
 @dataclass(frozen=True)
@@ -124,7 +115,7 @@ class _Emitter:
         self.walks = 0  # over what is reduced
         self.loaded = Counter[str]()  # how often
         self.late: list[str] = []  # what is loaded only when a walk is over
-        self.uses = Counter(name for op in self.ops for name in _uses(op))
+        self.uses = Counter(name for op in self.ops for name in self.used(op))
         self.uses.update(name for name in self.results if name in self.uses)
         self.totals: dict[str, str] = {}  # what reductions have added up
         self.row = _Section(self)  # around the innermost loops
@@ -140,15 +131,19 @@ class _Emitter:
 
     def functions(self) -> set[str]:
         """The C functions that the kernel calls, whose names no local may take."""
-        bodies = [self.in_type(OPS[op.kind].expression, self.types[op.tensors[-1]].dtype) for op in self.ops if op.tensors]
-        return {name for body in bodies for name in re.findall(r"(\w+)\(", body)}
+        return {name for op in self.ops if op.tensors for name in re.findall(r"(\w+)\(", self.cpp(op))}
 
-    def in_type(self, expression: str, dtype: DType) -> str:
-        """The expression with T(1) as a literal and std::exp as the C function, both of the compute type."""
-        text = re.sub(r"\bT\((-?[\d.]+)\)", lambda match: number(float(match[1]), dtype), expression)
-        if self.is_small and compute_type(dtype) == "float":
-            text = re.sub(r"\b(?:std|hw)::(exp|erf|gelu)\(", r"hw::fast_\1(", text)
+    def cpp(self, op: Op) -> str:
+        """The C++ of an op of tensors, with T(1) as a literal and std::exp as the C function, both of the compute type."""
+        dtype = self.types[op.tensors[-1]].dtype
+        text = re.sub(r"\bT\((-?[\d.]+)\)", lambda match: number(float(match[1]), dtype), OPS[op.kind].cpp_for(dtype, self.is_small))
         return re.sub(r"\bstd::(\w+)", lambda match: match[1] + ("f" if compute_type(dtype) == "float" else ""), text)
+
+    def used(self, op: Op) -> Iterator[str]:
+        """The operands of an op, as often as its C++ names each."""
+        for i, operand in enumerate(op.operands):
+            if isinstance(operand, str):
+                yield from [operand] * max(1, self.cpp(op).count(f"{{{i}}}"))
 
     # --- bodies ---
 
@@ -235,29 +230,32 @@ class _Emitter:
         section = self.section()
         starts, after = [], []
         for op in ops:
-            word, join, start = _JOINS[OPS[op.kind].combine]
+            combine = OPS[op.kind].combine
+            assert combine is not None
             kind = self.types[op.tensors[0]].dtype
             accumulator = accumulator_type(kind)
-            is_value = op.kind not in ("mean", "argmax") and accumulator == compute_type(op.result.type.dtype)
-            total = self.names.of(op.result.name if is_value and op.result.name not in self.results else word, f"total of {op.result.name}")
-            first = start[("float", "int", "uint").index("uint" if kind == bool_ else kind.kind)]
+            is_value = not (combine.is_mean or OPS[op.kind].locates) and accumulator == compute_type(op.result.type.dtype)
+            total = self.names.of(
+                op.result.name if is_value and op.result.name not in self.results else combine.total, f"total of {op.result.name}"
+            )
+            first = combine.starts[("float", "int", "uint").index("uint" if kind == bool_ else kind.kind)]
             first = first.replace("64", str(8 * kind.itemsize))  # of no elements: a value of the dtype, wide as the total may be
             element = section.value(op.tensors[0])
-            if op.kind == "argmax":
+            if OPS[op.kind].locates:
                 accumulator, first = f"hw::Indexed<{accumulator}>", f"{{{first}, INT64_MAX}}"
                 element = f"{accumulator}{{{element}, {self.loops.offset(op.result.name)}}}"
             elif compute_type(kind) != accumulator:
                 element = f"{accumulator}({element})"
-            if OPS[op.kind].combine == "add" and kind.kind == "float":
+            if combine.sign == "+" and kind.kind == "float":
                 accumulator, first = f"hw::Sum<{accumulator}>", "{}"
             self.totals[op.result.name] = f"{total}[{self.loops.lane}]" if self.loops.has_wide_totals else total
             if self.loops.has_wide_totals:
                 starts.append(f"auto {total} = hw::filled<kWidth, {accumulator}>({first});")
             else:
                 starts.append(f"{accumulator} {total} = {first};")
-            section.join(self.totals[op.result.name], _SIGNS.get(OPS[op.kind].combine), join, element)
+            section.join(self.totals[op.result.name], combine, element)
             if meet := self.loops.meet(is_last):
-                after.append(f"{total} = {meet}({total}, {join}());")
+                after.append(f"{total} = {meet}({total}, {combine.functor}());")
         section.store(results)
         self.walks += 1
         body = section.taken()
@@ -294,9 +292,9 @@ class _Section:
         stores, self.stores = tuple(self.stores), []
         return stores
 
-    def join(self, total: str, sign: str | None, functor: str, element: str) -> None:
+    def join(self, total: str, combine: Combine, element: str) -> None:
         """Adds an element to a total."""
-        self.adds.append(f"{total} {sign}= {element};" if sign else f"{total} = {functor}()({total}, {element});")
+        self.adds.append(f"{total} {combine.sign}= {element};" if combine.sign else f"{total} = {combine.functor}()({total}, {element});")
 
     def store(self, results: Iterable[str]) -> None:
         """What the section ends with. Nothing is read after the first store: a result may lie where an input did."""
@@ -318,8 +316,8 @@ class _Section:
         if self.outer and not self.kernel.loops.is_inside(name):
             return self.outer.value(name, is_hoisted=True)
         if name not in self.texts:
-            text, fits_int32 = self.computed(name)
-            if (not fits_int32 or is_hoisted or self.kernel.uses[name] > 1) and not text.isidentifier():
+            text, is_short = self.computed(name)
+            if (not is_short or is_hoisted or self.kernel.uses[name] > 1) and not text.isidentifier():
                 local = self.local(name)
                 self.lines.append(f"const {compute_type(self.kernel.types[name].dtype)} {local} = {text};")
                 text = local
@@ -370,69 +368,58 @@ class _Section:
             return (f"float({element})" if _is_small_float(dtype) else element), True
         op = self.kernel.made[name]
         text, computed = self.expression(op)
-        fits_int32 = op.kind in _SHORT or text in self.kernel.totals.values()
+        is_short = not OPS[op.kind].cost or text in self.kernel.totals.values()
         if _is_small_float(dtype):  # in registers floats are rounded only by a cast
-            return (f"float({_converted(text, computed, dtype)})" if op.kind == "astype" else text), fits_int32
-        return _converted(text, computed, dtype), fits_int32 and dtype != bool_
+            return (f"float({_converted(text, computed, dtype)})" if op.kind == "astype" else text), is_short
+        return _converted(text, computed, dtype), is_short and dtype != bool_
 
     def stored(self, op: Op) -> str:
         """The value of one element of a result, as memory holds it."""
         if self.kernel.uses[op.result.name]:
             return _converted(self.value(op.result.name), op.result.type.dtype, op.result.type.dtype)
-        if (op.kind in _SAME and op.tensors and op.tensors[0] in self.kernel.pointers) or (
-            self.is_trivial(op) and not OPS[op.kind].locates
-        ):
-            (source,) = op.tensors
-            if source in self.kernel.pointers:
-                return self.element(source)
+        if self.is_same(op) and op.tensors[0] in self.kernel.pointers:
+            return self.element(op.tensors[0])
         text, computed = self.expression(op)
         return _converted(text, computed, op.result.type.dtype)
 
-    def is_trivial(self, op: Op) -> bool:
-        """A reduction of one element, which it gives."""
-        return op.kind in OPS and bool(OPS[op.kind].combine) and not OPS[op.kind].locates and not self.kernel.reduces(op)
+    def is_same(self, op: Op) -> bool:
+        """Whether an op gives the element of its operand: it moves elements, or reduces one alone."""
+        if not op.tensors or OPS[op.kind].target == "dtype":
+            return False
+        is_reduction = OPS[op.kind].combine and not OPS[op.kind].locates
+        return not self.kernel.reduces(op) if is_reduction else self.kernel.cpp(op) == "{0}"
 
     def expression(self, op: Op) -> tuple[str, DType]:
         """What an op computes, and the dtype that this is in before it is converted to the result's."""
         dtype = op.result.type.dtype
         if op.kind == "fill":
-            value = op.attribute("value")
-            assert isinstance(value, int | float)
-            return number(value, dtype), dtype
+            return number(op[VALUE], dtype), dtype
         if op.kind == "iota":
             return self.kernel.loops.offset(op.result.name), i64
-        if op.kind == "argmax":
+        if OPS[op.kind].locates:
             return (f"{self.kernel.totals[op.result.name]}.index" if self.kernel.reduces(op) else "int64_t(0)"), dtype
         if op.result.name in self.kernel.totals:
             return self.total(op)
-        if op.kind in _SAME or self.is_trivial(op):
+        if self.is_same(op):
             return self.value(op.tensors[0]), dtype
         types = operand_types(op, self.kernel.types)
-        expression = OPS[op.kind].expression
-        if not expression:
+        if not OPS[op.kind].cpp:
             raise ProgramError(f"{op.kind}: no kernel computes this op", op.location)
         texts = [self.value(o) if isinstance(o, str) else _literal(o, type.dtype) for o, type in zip(op.operands, types, strict=True)]
-        return self.kernel.in_type(expression, types[-1].dtype).format(*texts), types[-1].dtype if op.kind == "astype" else dtype
+        return self.kernel.cpp(op).format(*texts), types[-1].dtype if op.kind == "astype" else dtype
 
     def total(self, op: Op) -> tuple[str, DType]:
         """What a reduction comes to, in the dtype that it adds up in."""
         total, source = self.kernel.totals[op.result.name], self.kernel.types[op.tensors[0]].dtype
         wide = {"float": f64 if source == f64 else f32, "int": i64}.get(source.kind, u64)
-        if op.kind != "mean":
+        combine = OPS[op.kind].combine
+        if not combine or not combine.is_mean:
             return total, wide
         return f"{total} / {wide.cpp}({self.kernel.loops.reduced_count})", wide
 
 
 def _moved(pointer: str, offset: str) -> str:
     return pointer if offset == "0" else f"{pointer} + {offset}"
-
-
-def _uses(op: Op) -> Iterator[str]:
-    """The operands of an op, as often as its expression names each."""
-    expression = OPS[op.kind].expression if op.kind in OPS else ""
-    for i, operand in enumerate(op.operands):
-        if isinstance(operand, str):
-            yield from [operand] * max(1, expression.count(f"{{{i}}}"))
 
 
 def _literal(value: Scalar, dtype: DType) -> str:

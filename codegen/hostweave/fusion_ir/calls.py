@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from hostweave.fusion_ir.ir import Fusion, Op
+from hostweave.fusion_ir.ops.attributes import INDEX
 from hostweave.fusion_ir.rewriting import Names
 
 
@@ -35,7 +36,7 @@ def inlined(fusion: Fusion) -> Fusion:
         if op.callee is None:
             return [op]
         if op.kind == "output":
-            return [Op("copy", (others[op.tensors[0], int(str(op.attribute("index")))],), op.result, location=op.location)]
+            return [Op("copy", (others[op.tensors[0], op[INDEX]],), op.result, location=op.location)]
         block = op.callee
         names: dict[str, str] = {}
         ops = []

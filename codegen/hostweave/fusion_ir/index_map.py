@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hostweave.types.size import Size
@@ -38,69 +37,6 @@ class IndexMap:
         if label is None or label in self.outer or label not in self.operands[operand]:
             return None
         return self.operands[operand].index(label)
-
-
-def elementwise(shapes: Sequence[Shape], result: Shape) -> IndexMap:
-    """Dims aligned from the right; an operand's dim of 1 beside a larger one is broadcast."""
-    labels = _numbered(result)
-    return IndexMap(tuple(_aligned(shape, result, labels) for shape in shapes), labels)
-
-
-def contraction(a: Shape, b: Shape, result: Shape) -> IndexMap:
-    """matmul: batch dims aligned from the right, then (m, k), (k, n) -> (m, n)."""
-    batch, labels = result[:-2], _numbered(result[:-2], "b")
-    return IndexMap(
-        ((*_aligned(a[:-2], batch, labels), "m", "k"), (*_aligned(b[:-2], batch, labels), "k", "n")),
-        (*labels, "m", "n"),
-    )
-
-
-def reduction(shape: Shape, axes: tuple[int, ...], keepdims: bool) -> IndexMap:
-    labels = _numbered(shape)
-    kept: Labels = tuple(None if i in axes else label for i, label in enumerate(labels))
-    return IndexMap((labels,), kept if keepdims else tuple(label for i, label in enumerate(labels) if i not in axes))
-
-
-def permutation(order: tuple[int, ...]) -> IndexMap:
-    """Dim i of the result is dim `order[i]` of the operand."""
-    return IndexMap((tuple(f"i{i}" for i in range(len(order))),), tuple(f"i{i}" for i in order))
-
-
-def insertion(rank: int, axes: tuple[int, ...]) -> IndexMap:
-    """New dims of one element at `axes` of the result."""
-    labels = iter(tuple(f"i{i}" for i in range(rank)))
-    return IndexMap((tuple(f"i{i}" for i in range(rank)),), tuple(None if i in axes else next(labels) for i in range(rank + len(axes))))
-
-
-def cut(rank: int, axis: int, keeps_dim: bool) -> IndexMap:
-    """Indices of one dim are taken; the dim stays with those, or goes where it is one."""
-    labels: Labels = tuple(None if i == axis else f"i{i}" for i in range(rank))
-    return IndexMap((labels,), labels if keeps_dim else (*labels[:axis], *labels[axis + 1 :]))
-
-
-def joined(operands: int, rank: int, axes: tuple[int, ...]) -> IndexMap:
-    """Operands that lie in one result, one after the other or inside it along `axes`."""
-    labels: Labels = tuple(None if i in axes else f"i{i}" for i in range(rank))
-    return IndexMap((labels,) * operands, labels)
-
-
-def blocks_permuted(rank: int, axis: int, blocks: int) -> IndexMap:
-    """The blocks of one dim change places."""
-    labels = tuple(f"i{i}" for i in range(rank))
-    return IndexMap((labels,), labels, frozenset((labels[axis],)), ((labels[axis], blocks),))
-
-
-def regrouping(source: Shape, target: Shape) -> IndexMap:
-    """reshape: a dim that stays keeps its label; of dims that are split or merged the outermost keep it, in `outer`."""
-    have: list[str | None] = [None] * len(source)
-    want: list[str | None] = [None] * len(target)
-    outer = set()
-    for number, (left, right) in enumerate(groups(source, target)):
-        if left and right:
-            have[left[0]] = want[right[0]] = label = f"i{number}"
-            if len(left) > 1 or len(right) > 1:
-                outer.add(label)
-    return IndexMap((tuple(have),), tuple(want), frozenset(outer))
 
 
 def groups(source: Shape, target: Shape) -> list[tuple[list[int], list[int]]]:
@@ -142,10 +78,11 @@ def _larger(a: Size, b: Size) -> bool:
     return ratio is not None and (bool(ratio.factors) or ratio.coefficient > ratio.divisor)
 
 
-def _numbered(shape: Shape, letter: str = "i") -> tuple[str, ...]:
+def numbered(shape: Shape, letter: str = "i") -> tuple[str, ...]:
     return tuple(f"{letter}{i}" for i in range(len(shape)))
 
 
-def _aligned(shape: Shape, result: Shape, labels: Labels) -> Labels:
+def aligned(shape: Shape, result: Shape, labels: Labels) -> Labels:
+    """Dims aligned from the right; a dim of 1 beside a larger one is broadcast."""
     skipped = len(result) - len(shape)
     return tuple(None if extent != result[i] else labels[i] for i, extent in enumerate(shape, skipped))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar, cast
 
 from hostweave.base.errors import Location
 from hostweave.fusion_ir.user_kernel import Source
@@ -21,8 +22,23 @@ class MeshAxes:
         return f"({', '.join(self.names)})"
 
 
-Attribute = int | float | bool | str | tuple[int, ...] | MeshAxes | None
+AttributeValue = int | float | bool | str | tuple[int, ...] | MeshAxes | None
 Scalar = int | float | bool
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Attribute(Generic[T]):
+    """An attribute that ops may have: its name in the text, its type, and its value where it is left out, None where it may not be."""
+
+    name: str
+    type: type[T]
+    default: T | None = None
+
+
+def attributes(**values: AttributeValue) -> tuple[tuple[str, AttributeValue], ...]:
+    """The attributes of an op, without those that say nothing."""
+    return tuple((name, value) for name, value in values.items() if value is not None and value is not False)
 
 
 MAX_STEPS = 2**12  # of a loop over chunks: passes run all of them against each other
@@ -68,7 +84,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Op:
-    """One operation: `%result = kind(%operand, ..., attribute=...)`. What each kind means is in `ops.py`.
+    """One operation: `%result = kind(%operand, ..., attribute=...)`. What each kind means is in `ops/`.
 
     An operand is the name of a value, or a number in the dtype of the tensors beside it. A call holds the block that it calls, a
     kernel of the user its source. Ops are equal where they read alike: to Python 0.0 is -0.0, 1 is True, and NaN is not itself.
@@ -77,7 +93,7 @@ class Op:
     kind: str
     operands: tuple[str | Scalar, ...] = field(compare=False)
     result: Value
-    attributes: tuple[tuple[str, Attribute], ...] = field(default=(), compare=False)
+    attributes: tuple[tuple[str, AttributeValue], ...] = field(default=(), compare=False)
     compared: str = field(init=False, repr=False)  # operands and attributes, numbers as they are written
     location: Location | None = field(default=None, compare=False)
     callee: Fusion | None = field(default=None, repr=False, kw_only=True)
@@ -86,9 +102,17 @@ class Op:
     def __post_init__(self) -> None:
         object.__setattr__(self, "compared", repr((self.operands, self.attributes)))
 
-    def attribute(self, name: str) -> Attribute:
-        """The attribute's value, or None where the op does not have it."""
-        return next((value for key, value in self.attributes if key == name), None)
+    def __getitem__(self, attribute: Attribute[T]) -> T:
+        """The attribute's value; the verifier has checked that it is of its type."""
+        value: Any = dict(self.attributes).get(attribute.name, attribute.default)
+        if value is None:
+            raise ValueError(f"{self.kind}: attribute {attribute.name} is missing")
+        return cast(T, value)
+
+    def with_attribute(self, attribute: Attribute[T], value: T) -> Op:
+        """The op with another value of an attribute that it has."""
+        new: Any = value
+        return replace(self, attributes=tuple((name, new if name == attribute.name else old) for name, old in self.attributes))
 
     @property
     def tensors(self) -> tuple[str, ...]:

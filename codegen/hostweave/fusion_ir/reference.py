@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from hostweave.base.errors import ArgumentError
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS
+from hostweave.fusion_ir.ops.attributes import INDEX
 from hostweave.types.numpy_dtypes import cast, numpy_dtype
 from hostweave.types.shards import bind_sizes
 from hostweave.types.tensor import DType
@@ -39,7 +40,7 @@ def _results(fusion: Fusion, inputs: Mapping[str, Array], sizes: Mapping[str, in
     values = dict(inputs)
     for op in fusion.ops:
         if op.callee and op.kind == "output":
-            values[op.result.name] = values[f"{op.tensors[0]}.{op.attribute('index')}"]
+            values[op.result.name] = values[f"{op.tensors[0]}.{op[INDEX]}"]
             continue
         result = _run(op, values, sizes)
         first, *rest = result if op.callee else (result,)
@@ -51,16 +52,14 @@ def _run(op: Op, values: Mapping[str, Array], sizes: Mapping[str, int]) -> Any:
     """What an op gives: an array, of a call a tuple of them."""
     tensors = [values[name] for name in op.tensors]
     operands = [values[o] if isinstance(o, str) else np.asarray(o, tensors[-1].dtype) for o in op.operands]
-    keywords: dict[str, Any] = dict(op.attributes)
-    if OPS[op.kind].target in ("shape", "type"):
-        keywords["shape"] = tuple(extent.bind(sizes) for extent in op.result.type.shape)
-    if OPS[op.kind].target == "type":
-        keywords["dtype"] = _computing_dtype(op.result.type.dtype)
+    definition, type = OPS[op.kind], op.result.type
+    stated = definition.stated_type(lambda: tuple(extent.bind(sizes) for extent in type.shape), _computing_dtype(type.dtype))
+    keywords: dict[str, Any] = {**dict(op.attributes), **stated}
     if op.callee:
         keywords["run"] = partial(_call, op.callee, sizes)
     if op.kind == "astype":
-        return _cast(operands[0], op.result.type.dtype)
-    return OPS[op.kind].numpy(np, *operands, **keywords)
+        return _cast(operands[0], type.dtype)
+    return definition.numpy(np, *operands, **keywords)
 
 
 def _call(block: Fusion, sizes: Mapping[str, int], *arrays: Array) -> tuple[Array, ...]:

@@ -12,8 +12,9 @@ from math import prod
 from typing import Any
 
 from hostweave.base.errors import Location, ProgramError
-from hostweave.fusion_ir.ir import MeshAxes, Op, Value
-from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS, Mismatch, attributes
+from hostweave.fusion_ir.ir import MeshAxes, Op, Value, attributes
+from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS
+from hostweave.fusion_ir.ops.definition import Mismatch
 from hostweave.fusion_ir.sharding import Axes, divides, layout, partial_axes, with_layout
 from hostweave.types.mesh import Mesh
 from hostweave.types.routes import transfer

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from hostweave.fusion_ir.index_map import IndexMap
 from hostweave.fusion_ir.ir import Op
-from hostweave.fusion_ir.ops import REDUCTION_OF_PARTIAL, index_map
+from hostweave.fusion_ir.ops import OPS, index_map
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import Dim, Partial, TensorType
 
@@ -64,22 +64,15 @@ class ShardingRule:
 
 
 def flow(op: Op, operands: Sequence[TensorType], mesh: Mesh) -> ShardingRule:
-    """Kept labels come before reduced ones, and the first operand before the others (for a matmul the second before the first).
+    """Kept labels come before reduced ones, and the first operand before the others, unless the op's entry says otherwise.
 
     `mesh` is the program's.
     """
-    mesh = op.result.type.mesh_in(mesh)
-    indices = index_map(op, operands)
-    if op.kind == "call" and op.callee:
-        taken = tuple(layout(value.type) for value in op.callee.inputs)
-        return ShardingRule(indices, tuple(type.dims for type in operands), layout(op.callee.output_types[0]), {}, taken)
-    if op.source:
-        return ShardingRule(
-            indices, tuple(type.dims for type in operands), layout(op.source.outputs[0]), {}, tuple(map(layout, op.source.inputs))
-        )
-    if op.kind == "output":
-        stated = op.callee.output_types[int(str(op.attribute("index")))] if op.callee else op.result.type
-        return ShardingRule(indices, tuple(type.dims for type in operands), layout(stated), {}, tuple(map(layout, operands)))
+    mesh, definition = op.result.type.mesh_in(mesh), OPS[op.kind]
+    indices, shapes = index_map(op, operands), tuple(type.dims for type in operands)
+    if definition.stated:
+        result_type, taken = definition.stated(operands, op)
+        return ShardingRule(indices, shapes, layout(result_type), {}, tuple(map(layout, taken)))
     kept = {label: dim.extent for label, dim in zip(indices.result, op.result.type.dims, strict=True) if label is not None}
     claimed: dict[str, Axes] = {}
     reduced: dict[str, Axes] = {}
@@ -95,16 +88,16 @@ def flow(op: Op, operands: Sequence[TensorType], mesh: Mesh) -> ShardingRule:
         [(label, dim) for label, dim in zip(labels, type.dims, strict=True) if label and dim.axes]
         for labels, type in zip(indices.operands, operands, strict=True)
     ]
-    for dims in reversed(pairs) if op.kind == "matmul" else pairs:
+    for dims in reversed(pairs) if definition.last_is_first else pairs:
         for label, dim in dims:
             if label in kept and (kept[label] == dim.extent or divides(dim.axes, Dim(kept[label]), mesh)):
                 claim(claimed, label, _shared(indices, label, dim.axes, mesh))
     for dims in pairs:
         for label, dim in dims:
-            if label not in kept and op.kind in REDUCTION_OF_PARTIAL:
+            if label not in kept and definition.partial:
                 claim(reduced, label, dim.axes)
     result = tuple(claimed.get(label, ()) if label else () for label in indices.result)
-    return ShardingRule(indices, tuple(type.dims for type in operands), result, reduced)
+    return ShardingRule(indices, shapes, result, reduced)
 
 
 def _shared(indices: IndexMap, label: str, axes: Axes, mesh: Mesh) -> Axes:
@@ -114,7 +107,7 @@ def _shared(indices: IndexMap, label: str, axes: Axes, mesh: Mesh) -> Axes:
 
 
 def partial_of(op: Op, axes: Axes) -> Partial | None:
-    return Partial(REDUCTION_OF_PARTIAL[op.kind], axes) if axes else None
+    return Partial(OPS[op.kind].partial, axes) if axes else None
 
 
 def partial_axes(type: TensorType) -> Axes:

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from hostweave.base.errors import Location, did_you_mean
 from hostweave.fusion_ir.calls import map_functions
-from hostweave.fusion_ir.ir import Attribute, Fusion, MeshAxes, Op, Scalar, Stream, Value
+from hostweave.fusion_ir.ir import AttributeValue, Fusion, MeshAxes, Op, Scalar, Stream, Value
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.user_kernel import Source, parse_source, print_source
 from hostweave.types.mesh import Mesh
@@ -86,7 +86,7 @@ def _number(value: Scalar) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
-def _attribute(value: Attribute) -> str:
+def _attribute(value: AttributeValue) -> str:
     return _number(value) if isinstance(value, int | float) else str(value)
 
 
@@ -168,7 +168,7 @@ def parse_op(
     source = _parse_named(reader, sources, "source") if kind == "kernel" else None
     reader.expect("(")
     operands: list[str | Scalar] = []
-    attributes: list[tuple[str, Attribute]] = []
+    attributes: list[tuple[str, AttributeValue]] = []
 
     def item() -> None:
         if reader.peek(1) == "=":
@@ -235,7 +235,7 @@ def _parse_stream(reader: Reader, type: TensorType) -> Stream:
     return Stream(dim, chunks, step, by, rotation)
 
 
-def _parse_attribute(reader: Reader) -> Attribute:
+def _parse_attribute(reader: Reader) -> AttributeValue:
     if reader.accept("("):
         return MeshAxes(reader.list_of(lambda: reader.word("a mesh axis"), ")")) if reader.peek().isidentifier() else _parse_ints(reader)
     if reader.peek() in ("true", "false", "inf", "nan") or not reader.peek().isidentifier():

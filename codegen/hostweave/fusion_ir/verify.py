@@ -8,7 +8,9 @@ from typing import Protocol
 
 from hostweave.base.errors import Location, ProgramError
 from hostweave.fusion_ir.ir import Fusion, MeshAxes, Op
-from hostweave.fusion_ir.ops import OPS, RESHARDS, Mismatch, infer_type, operand_types
+from hostweave.fusion_ir.ops import OPS, RESHARDS, infer_type, operand_types
+from hostweave.fusion_ir.ops.attributes import INDEX
+from hostweave.fusion_ir.ops.definition import Mismatch
 from hostweave.fusion_ir.resharding import plan, step_of
 from hostweave.fusion_ir.sharding import flow, layout, partial_of, with_layout
 from hostweave.fusion_ir.text import ALGORITHM_NAMES, CHUNKINGS, ROTATIONS
@@ -99,12 +101,13 @@ def _verify_op(op: Op, types: dict[str, TensorType]) -> None:
         wanted = "one or more" if definition.arity is None else definition.arity
         raise ProgramError(f"{op.kind}: takes {wanted} operands, not {len(op.operands)}", op.location)
     for name, value in op.attributes:
-        if type(value) is not definition.attributes.get(name):
-            known = ", ".join(f"{key} ({kind.__name__})" for key, kind in definition.attributes.items()) or "none"
+        if not any(attribute.name == name and type(value) is attribute.type for attribute in definition.attributes):
+            known = ", ".join(f"{attribute.name} ({attribute.type.__name__})" for attribute in definition.attributes) or "none"
             raise ProgramError(f"{op.kind}: no attribute {name}={value}; its attributes: {known}", op.location)
-    for name, kind in definition.attributes.items():
-        if kind in EXAMPLES and op.attribute(name) is None:
-            raise ProgramError(f"{op.kind}: attribute {name} is missing; write {name}={EXAMPLES[kind]}", op.location)
+    for attribute in definition.attributes:
+        if attribute.default is None and attribute.name not in dict(op.attributes):
+            example = f"{attribute.name}={EXAMPLES[attribute.type]}"
+            raise ProgramError(f"{op.kind}: attribute {attribute.name} is missing; write {example}", op.location)
     for operand in op.tensors:
         if operand not in types:
             raise ProgramError(f"{op.kind}: %{operand} is used before it is defined; define it above", op.location)
@@ -117,15 +120,15 @@ def _verify_op(op: Op, types: dict[str, TensorType]) -> None:
 def _verify_outputs_of_kernels(body: Fusion) -> None:
     made = {op.result.name: op.source for op in body.ops}
     calls = {op.result.name: op.callee for op in body.ops if op.kind == "call"}
-    taken = [(op.tensors[0], op.attribute("index")) for op in body.ops if op.kind == "output"]
+    taken = [(op.tensors[0], op[INDEX]) for op in body.ops if op.kind == "output"]
     for op in body.ops:
-        if op.kind == "output" and taken.count((op.tensors[0], op.attribute("index"))) > 1:
-            raise ProgramError(f"output: output {op.attribute('index')} of %{op.tensors[0]} is taken twice; use the first", op.location)
+        if op.kind == "output" and taken.count((op.tensors[0], op[INDEX])) > 1:
+            raise ProgramError(f"output: output {op[INDEX]} of %{op.tensors[0]} is taken twice; use the first", op.location)
         if op.callee and op.kind == "output" and calls.get(op.tensors[0]) != op.callee:
             raise ProgramError(f"output: %{op.tensors[0]} is no call of @{op.callee.name}; correct it", op.location)
         if op.kind == "output" and not op.callee:
-            source, index = made.get(op.tensors[0]), op.attribute("index")
-            wanted = dict(enumerate(source.outputs)).get(index) if source and isinstance(index, int) and index else None
+            source, index = made.get(op.tensors[0]), op[INDEX]
+            wanted = dict(enumerate(source.outputs)).get(index) if source and index else None
             if wanted != replace(op.result.type, mesh=None):  # a kernel runs where its operands are
                 raise ProgramError(f"output: %{op.tensors[0]} has no output {index} of {op.result.type}; correct it", op.location)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from hostweave.fusion_ir.ops import WITHOUT_IDENTITY, axes_of
+from hostweave.fusion_ir.ops import OPS
+from hostweave.fusion_ir.ops.attributes import AXES
 from hostweave.host_ir import ir
 from hostweave.host_ir.expr import Binary, Const, Expr, Symbol
 from hostweave.types.size import Share, Size, Sum
@@ -44,8 +45,9 @@ def not_empty(program: ir.HostProgram) -> Iterator[tuple[str, Size]]:
     for kernel in program.kernels:
         types = {p.name: p.type for p in kernel.inputs} | {op.result.name: op.result.type for op in kernel.ops}
         for op in kernel.ops if kernel.name in launched else ():
-            if op.kind in WITHOUT_IDENTITY:
-                factors = (factor for axis in axes_of(op) for factor in types[op.tensors[0]].shape[axis].factors)
+            combine = OPS[op.kind].combine
+            if combine and not combine.identity:
+                factors = (factor for axis in op[AXES] for factor in types[op.tensors[0]].shape[axis].factors)
                 wholes = (factor.size if isinstance(factor, Share) else Size(1, (factor,)) for factor in factors)
                 found |= {(op.kind, size): None for size in wholes}
     yield from found

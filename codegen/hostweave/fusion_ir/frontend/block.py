@@ -7,7 +7,8 @@ from typing import Any, NoReturn
 
 from hostweave.base.errors import Location, ProgramError
 from hostweave.base.signatures import checked
-from hostweave.fusion_ir.frontend.trace import Tensor, _Trace, parameters, record, traced
+from hostweave.fusion_ir.frontend.recording import record
+from hostweave.fusion_ir.frontend.trace import Tensor, _Trace, parameters, traced
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.types.tensor import TensorType
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import wraps
 from math import sqrt
-from typing import ParamSpec
+from typing import TYPE_CHECKING, ParamSpec
 
 from hostweave.base.errors import Location, ProgramError
-from hostweave.base.signatures import checked
+from hostweave.base.signatures import checked, public_names
 from hostweave.fusion_ir.frontend import functions as hw
-from hostweave.fusion_ir.frontend.functions import Axis
-from hostweave.fusion_ir.frontend.trace import Tensor, dim_of, record
+from hostweave.fusion_ir.frontend.recording import Axis, dim_of, dims_of, record
+from hostweave.fusion_ir.frontend.trace import Tensor
 from hostweave.types.size import Size
 from hostweave.types.tensor import DType, f32, u32
 
@@ -72,7 +72,7 @@ def var(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, correction: int 
     location = Location.of_caller()
     if correction != 0:
         raise ProgramError(f"var: correction={correction!r} is not supported; use 0 and scale the result", location)
-    axes, wide = hw.dims_of(x, axis, "var", location), _wide(x)
+    axes, wide = dims_of(x, axis, "var", location), _wide(x)
     distance = wide - hw.mean(wide, axes, keepdims=True)
     rest = hw.mean(distance, axes, keepdims)  # by how much the mean was rounded
     return _cast(hw.maximum(hw.mean(distance * distance, axes, keepdims) - rest * rest, 0), x.dtype)
@@ -345,3 +345,7 @@ def dropout(x: Tensor, p: float, seed: Tensor | int, draw: Tensor | int = 0) -> 
 def _check_probability(name: str, p: float, location: Location) -> None:
     if not 0 <= p < 1:
         raise ProgramError(f"{name}={p!r} is not a probability from 0 to below 1", location)
+
+
+if not TYPE_CHECKING:
+    __all__ = public_names(globals())

@@ -1,19 +1,25 @@
-"""The functions that a fusion is written with: those of the Python array API standard, and of torch.nn.functional for the rest."""
+"""The functions that a fusion is written with: those of the Python array API standard, and of torch.nn.functional for the rest.
+
+Of what one element of each operand makes, and of reductions, the entries of the op table make them; those here say more.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from hostweave.base.errors import Location, ProgramError
-from hostweave.base.signatures import checked
-from hostweave.fusion_ir.frontend.trace import Tensor, dim_of, record
+from hostweave.base.signatures import checked, public_names
+from hostweave.fusion_ir.frontend.recording import Axis, dim_of, record
+from hostweave.fusion_ir.frontend.trace import Tensor
 from hostweave.fusion_ir.ir import Scalar
-from hostweave.fusion_ir.ops import NO_SOURCE, fits
+from hostweave.fusion_ir.ops import fits
+from hostweave.fusion_ir.ops.pointwise import *  # noqa: F403
+from hostweave.fusion_ir.ops.reductions import *  # noqa: F403
+from hostweave.fusion_ir.ops.resharding import NO_SOURCE
 from hostweave.types.mesh import Mesh
 from hostweave.types.size import Size, product
 from hostweave.types.tensor import Dim, DType, TensorType, i32
-
-Axis = int | str
 
 
 @checked
@@ -30,55 +36,6 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 # --- pointwise --------------------------------------------------------------------------------------------------------
-
-
-def _unary(kind: str, doc: str) -> Callable[[Tensor], Tensor]:
-    def function(x: Tensor) -> Tensor:
-        return record(kind, x)
-
-    function.__name__ = function.__qualname__ = kind
-    function.__doc__ = f"{doc}\n\nElement by element, of the shape and dtype of x. Raises ProgramError for other dtypes."
-    return checked(function)
-
-
-def _binary(kind: str, doc: str) -> Callable[[Tensor | Scalar, Tensor | Scalar], Tensor]:
-    def function(a: Tensor | Scalar, b: Tensor | Scalar) -> Tensor:
-        return record(kind, a, b)
-
-    function.__name__ = function.__qualname__ = kind
-    function.__doc__ = f"{doc}\n\nDims broadcast from the right. Both have one dtype, which a Python number takes. Raises ProgramError."
-    return checked(function)
-
-
-add = _binary("add", "The sum of two tensors, also `a + b`.")
-subtract = _binary("subtract", "The difference of two tensors, also `a - b`.")
-multiply = _binary("multiply", "The product of two tensors, also `a * b`.")
-divide = _binary("divide", "The quotient of two tensors of floats, also `a / b`.")
-maximum = _binary("maximum", "The larger of two elements; NaN if either is.")
-minimum = _binary("minimum", "The smaller of two elements; NaN if either is.")
-equal = _binary("equal", "Whether two elements are equal, also `a == b`: a tensor of bools.")
-not_equal = _binary("not_equal", "Whether two elements differ, also `a != b`: a tensor of bools.")
-less = _binary("less", "Whether a is less than b, also `a < b`: a tensor of bools.")
-less_equal = _binary("less_equal", "Whether a is at most b, also `a <= b`: a tensor of bools.")
-greater = _binary("greater", "Whether a is greater than b, also `a > b`: a tensor of bools.")
-greater_equal = _binary("greater_equal", "Whether a is at least b, also `a >= b`: a tensor of bools.")
-logical_and = _binary("logical_and", "The logical and of two tensors of bools, also `a & b`.")
-logical_or = _binary("logical_or", "The logical or of two tensors of bools, also `a | b`.")
-logical_not = _unary("logical_not", "The negation of a tensor of bools, also `~x`.")
-negative = _unary("negative", "The negative, also `-x`.")
-abs = _unary("abs", "The absolute value, also `abs(x)`.")
-reciprocal = _unary("reciprocal", "1 / x, of floats.")
-exp = _unary("exp", "The exponential function, of floats.")
-log = _unary("log", "The natural logarithm, of floats.")
-sqrt = _unary("sqrt", "The square root, of floats.")
-rsqrt = _unary("rsqrt", "1 / sqrt(x), of floats.")
-sin = _unary("sin", "The sine of an angle in radians, of floats.")
-cos = _unary("cos", "The cosine of an angle in radians, of floats.")
-tanh = _unary("tanh", "The hyperbolic tangent, of floats.")
-erf = _unary("erf", "The error function, of floats.")
-sigmoid = _unary("sigmoid", "The logistic function 1 / (1 + exp(-x)), of floats.")
-relu = _unary("relu", "max(x, 0).")
-silu = _unary("silu", "x * sigmoid(x), of floats (also called swish).")
 
 
 @checked
@@ -154,42 +111,7 @@ def iota(x: Tensor, axis: Axis, dtype: DType = i32) -> Tensor:
     return record("iota", target=TensorType(dtype, (Dim(extent),)), beside=x)
 
 
-@checked
-def copy(x: Tensor) -> Tensor:
-    """The same values in a buffer of their own, of the same type.
-
-    Example: `hw.copy(x)` lets an input be streamed: `hw.copy(x).stream("M", chunks=4)`.
-    """
-    return record("copy", x)
-
-
 # --- reductions -------------------------------------------------------------------------------------------------------
-
-
-def dims_of(x: Tensor, axis: Axis | tuple[Axis, ...] | None, kind: str, location: Location) -> tuple[int, ...]:
-    """The dims that a reduction is over, by number, in order: all of them by default."""
-    given = range(x.ndim) if axis is None else axis if isinstance(axis, tuple) else (axis,)
-    return tuple(sorted(dim_of(x, a, kind, location) for a in given))
-
-
-def _reduction(kind: str, doc: str) -> Callable[..., Tensor]:
-    def function(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, keepdims: bool = False) -> Tensor:
-        return record(kind, x, axis=dims_of(x, axis, kind, Location.of_caller()), keepdims=keepdims)
-
-    function.__name__ = function.__qualname__ = kind
-    function.__doc__ = (
-        f"{doc}\n\nOver `axis`, an int, a dim name or a tuple of them, by default all dims; with `keepdims` they stay, with one element.\n"
-        f"The dtype is that of x. Over a sharded dim ranks reduce their blocks, then their results. Raises ProgramError.\n\n"
-        f"Example: `x: f32[M, N]` gives `f32[M]` by `hw.{kind}(x, axis=-1)`."
-    )
-    return checked(function)
-
-
-sum = _reduction("sum", "The sum.")
-prod = _reduction("prod", "The product.")
-max = _reduction("max", "The largest element.")
-min = _reduction("min", "The smallest element.")
-mean = _reduction("mean", "The arithmetic mean, of floats.")
 
 
 @checked
@@ -351,3 +273,7 @@ def reshard(x: Tensor, *dims: int | str, mesh: Mesh | None = None) -> Tensor:
     if stated.shape != x.type.shape:
         raise ProgramError(f"reshard: {x.type} cannot become {stated}; repeat its dims, only the mesh axes may differ", location)
     return record("reshard", x, target=stated)
+
+
+if not TYPE_CHECKING:
+    __all__ = public_names(globals())

@@ -7,6 +7,7 @@ from types import EllipsisType
 from typing import TYPE_CHECKING, Any
 
 from hostweave.base.errors import Location, ProgramError
+from hostweave.fusion_ir.frontend.recording import record
 from hostweave.types.size import Size
 from hostweave.types.tensor import TensorType
 
@@ -21,8 +22,6 @@ def indexed(x: Tensor, key: Any) -> Tensor:
 
     A slice stays inside its dim: where the size is known only at a call, the program checks it then. Raises ProgramError.
     """
-    from hostweave.fusion_ir.frontend.trace import record
-
     location = Location.of_caller()
     keys = _spread(x.type, key if isinstance(key, tuple) else (key,), location)
     cuts = [k for k in keys if k is not None]
@@ -61,8 +60,6 @@ def _instead_of(key: Any) -> str:
 
 
 def _selected(x: Tensor, axis: int, index: int, location: Location) -> Tensor:
-    from hostweave.fusion_ir.frontend.trace import record
-
     extent = x.type.shape[axis]
     if extent.is_int:
         if not -int(extent) <= index < int(extent):
@@ -72,8 +69,6 @@ def _selected(x: Tensor, axis: int, index: int, location: Location) -> Tensor:
 
 
 def _sliced(x: Tensor, axis: int, key: slice, location: Location) -> Tensor:
-    from hostweave.fusion_ir.frontend.trace import record
-
     def fail(message: str) -> ProgramError:
         text = ":".join(
             "" if bound is None else str(bound) for bound in (key.start, key.stop, *([key.step] if key.step is not None else []))

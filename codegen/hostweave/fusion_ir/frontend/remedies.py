@@ -31,11 +31,7 @@ _OTHER_WORDS = {
     "mm": "hw.matmul(a, b)",
     "bmm": "hw.matmul(a, b)",
     "dot": "hw.matmul(a, b)",
-    "multiply": "hw.multiply(a, b)",
-    "subtract": "hw.subtract(a, b)",
-    "divide": "hw.divide(a, b)",
     "true_divide": "hw.divide(a, b)",
-    "negative": "hw.negative(x)",
     "swapaxes": "hw.permute_dims(x, axes)",
     "item": "the result of the program",
     "numpy": "the result of the program",
@@ -48,7 +44,7 @@ def instead_of(name: str) -> str:
 
     if name in _OTHER_WORDS:
         return f"use {_OTHER_WORDS[name]}"
-    functions = [public for public in hostweave.__all__ if inspect.isfunction(getattr(hostweave, public))]
+    functions = [public for public in dir(hostweave) if inspect.isfunction(getattr(hostweave, public))]
     if name in functions:
         return f"use hw.{name}"
     near = get_close_matches(name, [*functions, *(public for public in vars(hostweave.Tensor) if not public.startswith("_"))], 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -13,29 +13,16 @@ from hostweave.base.errors import Location, ProgramError, UnknownAttribute, did_
 from hostweave.base.names import unique_name
 from hostweave.base.signatures import checked
 from hostweave.fusion_ir.frontend.indexing import indexed
+from hostweave.fusion_ir.frontend.recording import dim_of, record
 from hostweave.fusion_ir.frontend.remedies import SizeName, instead_of
-from hostweave.fusion_ir.ir import Attribute, Fusion, Op, Scalar, Stream, Value
-from hostweave.fusion_ir.ops import attributes, infer_type, needs_whole, operand_types
+from hostweave.fusion_ir.ir import Fusion, Op, Scalar, Stream, Value
+from hostweave.fusion_ir.ops import OPS, infer_type, needs_whole, operand_types
+from hostweave.fusion_ir.ops.attributes import INDEX
 from hostweave.fusion_ir.text import ALGORITHM_NAMES, CHUNKINGS
 from hostweave.fusion_ir.user_kernel import Source
 from hostweave.fusion_ir.verify import verify_fusion
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import DTYPES, DType, TensorType
-
-# Names for results where the name of the op would read as a command.
-RESULT_NAMES = {
-    "matmul": "product",
-    "expand_dims": "expanded",
-    "reshape": "reshaped",
-    "permute_dims": "transposed",
-    "broadcast_to": "broadcast",
-    "select": "selected",
-    "slice": "sliced",
-    "concat": "joined",
-    "pad": "padded",
-    "reshard": "resharded",
-    "collective_permute": "permuted",
-}
 
 
 @checked
@@ -59,6 +46,20 @@ def fusion(*, mesh: Mesh | None = None, **inputs: TensorType) -> Callable[[Calla
     if not isinstance(mesh, Mesh | None):
         raise ProgramError(f"fusion: mesh={mesh} is not an hw.Mesh; a parameter of the function needs another name", location)
     return lambda function: traced(function, _Trace(mesh or Mesh()), inputs, "fusion", location)
+
+
+_KINDS = {op.written: kind for kind, op in OPS.items() if op.written}  # `a + b` -> add
+
+
+def _sign(written: str) -> Callable[[Tensor], Tensor]:
+    """The method of an operator of one tensor, as the op table writes it."""
+    return lambda x: record(_KINDS[written], x)
+
+
+def _operator(written: str) -> tuple[Callable[[Tensor, Tensor | Scalar], Tensor], Callable[[Tensor, Scalar], Tensor]]:
+    """The methods of an operator of two, for a tensor on its left and for one on its right alone."""
+    kind = _KINDS[written]
+    return lambda a, b: record(kind, a, b), lambda b, a: record(kind, a, b)
 
 
 class Tensor:
@@ -257,77 +258,26 @@ class Tensor:
     def __matmul__(self, other: Tensor) -> Tensor:
         return record("matmul", self, other)
 
-    def __add__(self, other: Tensor | Scalar) -> Tensor:
-        return record("add", self, other)
-
-    def __radd__(self, other: Scalar) -> Tensor:
-        return record("add", other, self)
-
-    def __sub__(self, other: Tensor | Scalar) -> Tensor:
-        return record("subtract", self, other)
-
-    def __rsub__(self, other: Scalar) -> Tensor:
-        return record("subtract", other, self)
-
-    def __mul__(self, other: Tensor | Scalar) -> Tensor:
-        return record("multiply", self, other)
-
-    def __rmul__(self, other: Scalar) -> Tensor:
-        return record("multiply", other, self)
-
-    def __truediv__(self, other: Tensor | Scalar) -> Tensor:
-        return record("divide", self, other)
-
-    def __rtruediv__(self, other: Scalar) -> Tensor:
-        return record("divide", other, self)
-
     def __pow__(self, other: Tensor | Scalar) -> Tensor:
         if isinstance(other, int) and other in (2, 3, 4):  # a product is some tens of times less work
             square = self * self
             return square if other == 2 else square * (self if other == 3 else square)
         return record("pow", self, other)
 
-    def __rpow__(self, other: Scalar) -> Tensor:
-        return record("pow", other, self)
-
-    def __abs__(self) -> Tensor:
-        return record("abs", self)
-
-    def __and__(self, other: Tensor | Scalar) -> Tensor:
-        return record("logical_and", self, other)
-
-    def __rand__(self, other: Scalar) -> Tensor:
-        return record("logical_and", other, self)
-
-    def __or__(self, other: Tensor | Scalar) -> Tensor:
-        return record("logical_or", self, other)
-
-    def __ror__(self, other: Scalar) -> Tensor:
-        return record("logical_or", other, self)
-
-    def __invert__(self) -> Tensor:
-        return record("logical_not", self)
-
-    def __neg__(self) -> Tensor:
-        return record("negative", self)
-
-    def __eq__(self, other: Tensor | Scalar) -> Tensor:  # type: ignore[override]
-        return record("equal", self, other)
-
-    def __ne__(self, other: Tensor | Scalar) -> Tensor:  # type: ignore[override]
-        return record("not_equal", self, other)
-
-    def __lt__(self, other: Tensor | Scalar) -> Tensor:
-        return record("less", self, other)
-
-    def __le__(self, other: Tensor | Scalar) -> Tensor:
-        return record("less_equal", self, other)
-
-    def __gt__(self, other: Tensor | Scalar) -> Tensor:
-        return record("greater", self, other)
-
-    def __ge__(self, other: Tensor | Scalar) -> Tensor:
-        return record("greater_equal", self, other)
+    __rpow__ = _operator("a ** b")[1]
+    __add__, __radd__ = _operator("a + b")
+    __sub__, __rsub__ = _operator("a - b")
+    __mul__, __rmul__ = _operator("a * b")
+    __truediv__, __rtruediv__ = _operator("a / b")
+    __and__, __rand__ = _operator("a & b")
+    __or__, __ror__ = _operator("a | b")
+    __eq__ = _operator("a == b")[0]  # type: ignore[assignment]
+    __ne__ = _operator("a != b")[0]  # type: ignore[assignment]
+    __lt__ = _operator("a < b")[0]
+    __le__ = _operator("a <= b")[0]
+    __gt__ = _operator("a > b")[0]
+    __ge__ = _operator("a >= b")[0]
+    __neg__, __invert__, __abs__ = _sign("-x"), _sign("~x"), _sign("abs(x)")
 
 
 class _Trace:
@@ -355,6 +305,25 @@ class _Trace:
             self.name(tensor, name)
         return tensor
 
+    def record(self, op: Op, operands: Sequence[Tensor | Scalar], known: Sequence[Tensor], target: TensorType | None) -> Tensor:
+        """Adds an op of these operands; `known` are the tensors among and beside them. Raises ProgramError."""
+        kind, location = op.kind, op.location
+        assert location is not None
+        if any(tensor._trace is not self for tensor in known):
+            raise ProgramError(f"{kind}: the tensors belong to different fusions; pass one of them in as an input", location)
+        if target is not None:
+            target = _placed(target, self.mesh, location) if kind == "reshard" else replace(target, mesh=known[0].type.mesh)
+        is_float = known[-1].dtype.kind == "float"
+        names = tuple(_weak(o, is_float) if isinstance(o, int | float) else o._value.name for o in operands)
+        op = replace(op, operands=names, result=Value("", target or known[0].type))
+        derived = infer_type(op, operand_types(op, self.types()))
+        if kind in ("reshard", "kernel", "output") and not op.callee:
+            assert target is not None
+            if kind != "reshard":
+                target.check(location, self.mesh)
+            return self.add(op, target, pinned=kind == "reshard")
+        return self.add(op, derived, pinned=False)
+
     def source(self, source: Source) -> Source:
         """The source under a name that no other one has."""
         names = (source.name if number == 1 else f"{source.name}_{number}" for number in count(1))
@@ -368,46 +337,6 @@ class _Trace:
         self.named[name] = tensor
 
 
-def record(
-    kind: str,
-    *operands: Tensor | Scalar,
-    target: TensorType | None = None,
-    beside: Tensor | None = None,
-    callee: Fusion | None = None,
-    source: Source | None = None,
-    **values: Attribute,
-) -> Tensor:
-    """Writes down one op and gives its result. `target` is what the user states of the result's type.
-
-    `beside` is a tensor of the same function, for an op that takes none; `callee` the block of a call, `source` the C++ of a
-    kernel. Raises ProgramError.
-    """
-    location = Location.of_caller()
-    tensors = [operand for operand in operands if isinstance(operand, Tensor)]
-    for operand in operands:
-        if not isinstance(operand, Tensor | int | float):
-            raise ProgramError(f"{kind}: {operand!r} is neither a tensor of this fusion nor a Python number; make it an input", location)
-    known = [*tensors, *([beside] if beside is not None else [])]
-    if not known:
-        raise ProgramError(f"{kind}: no operand is a tensor; compute with Python numbers instead", location)
-    trace = known[0]._trace
-    if any(tensor._trace is not trace for tensor in tensors):
-        raise ProgramError(f"{kind}: the tensors belong to different fusions; pass one of them in as an input", location)
-    if target is not None:
-        target = _placed(target, trace.mesh, location) if kind == "reshard" else replace(target, mesh=known[0].type.mesh)
-    is_float = known[-1].dtype.kind == "float"
-    names = tuple(o._value.name if isinstance(o, Tensor) else _weak(o, is_float) for o in operands)
-    op = Op(kind, names, Value("", target or known[0].type), attributes(**values), location, callee=callee, source=source)
-    types = operand_types(op, trace.types())
-    derived = infer_type(op, types)
-    if kind in ("reshard", "kernel", "output") and not callee:
-        assert target is not None
-        if kind != "reshard":
-            target.check(location, trace.mesh)
-        return trace.add(op, target, pinned=kind == "reshard")
-    return trace.add(op, derived, pinned=False)
-
-
 def _weak(number: Scalar, is_float: bool) -> Scalar:
     """A number as the tensors beside it take it."""
     if isinstance(number, bool):
@@ -415,14 +344,6 @@ def _weak(number: Scalar, is_float: bool) -> Scalar:
     if isinstance(number, float) or is_float:
         return math.nan if math.isnan(number) else float(number)
     return int(number)
-
-
-def dim_of(tensor: Tensor, axis: int | str, kind: str, location: Location) -> int:
-    """The number of the dim that `axis` names. Raises ProgramError."""
-    try:
-        return tensor.type.dim(axis)
-    except ValueError as error:
-        raise ProgramError(f"{kind}: {error}", location) from None
 
 
 # --- from a function to a fusion --------------------------------------------------------------------------------------
@@ -539,9 +460,8 @@ def _names(trace: _Trace, needed: set[str]) -> dict[str, str]:
 
 def _wanted(op: Op, trace: _Trace) -> str:
     """A name for the result of an op: what it makes, the block that it calls and which of its results, `w_3` for `w[3]`."""
-    index = op.attribute("index")
-    if op.kind == "select" and isinstance(index, int) and index >= 0 and (name := trace.tensors[op.tensors[0]]._name):
-        return f"{name}_{index}"
+    if op.kind == "select" and op[INDEX] >= 0 and (name := trace.tensors[op.tensors[0]]._name):
+        return f"{name}_{op[INDEX]}"
     if op.callee:
-        return op.callee.name if op.kind == "call" else f"{op.callee.name}_{op.callee.outputs[int(str(index))]}"
-    return RESULT_NAMES.get(op.kind, op.kind)
+        return op.callee.name if op.kind == "call" else f"{op.callee.name}_{op.callee.outputs[op[INDEX]]}"
+    return OPS[op.kind].makes or op.kind

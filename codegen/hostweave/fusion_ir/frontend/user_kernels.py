@@ -12,7 +12,8 @@ from typing import Any
 
 from hostweave.base.errors import Location, ProgramError, is_of_package
 from hostweave.base.signatures import checked
-from hostweave.fusion_ir.frontend.trace import Tensor, record
+from hostweave.fusion_ir.frontend.recording import record
+from hostweave.fusion_ir.frontend.trace import Tensor
 from hostweave.fusion_ir.user_kernel import Argument, Source
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import Dim, DType, TensorType

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hostweave.fusion_ir.ops import why_no_product, widens
+from hostweave.fusion_ir.ops.reductions import why_no_product, widens
 from hostweave.fusion_ir.user_kernel import Source, held
 from hostweave.host_ir import ir
 from hostweave.host_ir.rules.checker import Checker, Rule, Scope

@@ -13,7 +13,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hostweave.fusion_ir.ir import Fusion, Op, Stream, Value
-from hostweave.fusion_ir.ops import RESHARDS, operand_types, widens
+from hostweave.fusion_ir.ops import RESHARDS, operand_types
+from hostweave.fusion_ir.ops.reductions import widens
 from hostweave.fusion_ir.resharding import plan
 from hostweave.fusion_ir.rewriting import Names, consumers
 from hostweave.fusion_ir.sharding import Layout, ShardingRule, flow, layout, partial_of, with_layout

@@ -28,6 +28,7 @@ from hostweave.options import Options
 from hostweave.types.tensor import BufferType, Dim, TensorType
 
 MAX_WORDS = 3  # ops that the name of a kernel lists
+CHEAP = 10  # additions that take no longer than to read an element, about
 
 
 def fuse_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
@@ -186,7 +187,7 @@ def _is_free(kernel: ir.Kernel) -> bool:
 
 
 def _is_costly(op: Op) -> bool:
-    return any(space in OPS[op.kind].expression for space in ("std::", "hw::"))
+    return OPS[op.kind].cost > CHEAP
 
 
 def _is_repeated(name: str, walked: Iteration) -> bool:

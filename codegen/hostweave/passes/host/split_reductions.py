@@ -15,14 +15,14 @@ from dataclasses import replace
 
 from hostweave.base.names import claim_unique
 from hostweave.fusion_ir.ir import Op, Value
+from hostweave.fusion_ir.ops import OPS
+from hostweave.fusion_ir.ops.attributes import AXES, KEEPDIMS
 from hostweave.host_ir import ir
 from hostweave.host_ir.dead_code import launched
 from hostweave.options import Options
 from hostweave.types.size import Size, product
 from hostweave.types.tensor import BufferType, Dim, TensorType, f32
 
-KINDS = ("sum", "prod", "mean", "max", "min")
-ROUNDED = ("sum", "prod", "mean")  # whose partial results are kept in f32 for narrower dtypes
 FEW = 32  # numbers that are left, at most
 ROW = 512  # elements, at least
 MANY = 1 << 16  # elements in all, at least
@@ -66,9 +66,9 @@ class _Split:
 def _row(kernel: ir.Kernel) -> tuple[int, ...]:
     """The innermost of the dims that a kernel reduces, long enough for a block of threads; none where one kernel does."""
     op = kernel.ops[-1]
-    if len(kernel.ops) > 1 or op.kind not in KINDS:
+    if len(kernel.ops) > 1 or not OPS[op.kind].combine or OPS[op.kind].locates:
         return ()
-    axes, shape, left = _axes(op), kernel.inputs[0].type.shape, product(op.result.type.shape)
+    axes, shape, left = op[AXES], kernel.inputs[0].type.shape, product(op.result.type.shape)
 
     def is_less(dims: tuple[int, ...], most: int) -> bool:
         count = product(tuple(shape[dim] for dim in dims))
@@ -79,20 +79,15 @@ def _row(kernel: ir.Kernel) -> tuple[int, ...]:
     return next((axes[k:] for k in range(len(axes) - 1, 0, -1) if not is_less(axes[k:], ROW)), ())
 
 
-def _axes(op: Op) -> tuple[int, ...]:
-    axes = op.attribute("axis")
-    assert isinstance(axes, tuple)
-    return tuple(int(axis) for axis in axes)
-
-
 def _halves(kernel: ir.Kernel, row: tuple[int, ...]) -> tuple[ir.Kernel, ir.Kernel]:
     """A kernel that reduces the dims of a row, and one for those that are left."""
     (op,), (source,) = kernel.ops, kernel.inputs
-    is_rounded = op.kind in ROUNDED and source.type.dtype.kind == "float" and source.type.dtype.itemsize < 4
+    combine, is_narrow = OPS[op.kind].combine, source.type.dtype.kind == "float" and source.type.dtype.itemsize < 4
+    is_rounded = is_narrow and combine is not None and combine.identity  # partial results are kept in f32 then
     dtype = f32 if is_rounded else source.type.dtype
-    keeps = op.attribute("keepdims")
+    keeps = op[KEEPDIMS]
     dims = [Dim(Size()) if axis in row else dim for axis, dim in enumerate(source.type.dims) if keeps or axis not in row]
-    others = tuple(axis if keeps else axis - sum(inner < axis for inner in row) for axis in _axes(op) if axis not in row)
+    others = tuple(axis if keeps else axis - sum(inner < axis for inner in row) for axis in op[AXES] if axis not in row)
     rows = Value(f"{op.result.name}_rows", TensorType(dtype, tuple(dims)))
     wide = Value(f"{source.name}_{dtype}", replace(source.type, dtype=dtype))
     total = replace(op.result, name=f"{op.result.name}_{dtype}", type=replace(op.result.type, dtype=dtype))
@@ -109,5 +104,4 @@ def _halves(kernel: ir.Kernel, row: tuple[int, ...]) -> tuple[ir.Kernel, ir.Kern
 
 
 def _with(op: Op, operand: str, axes: tuple[int, ...], result: Value) -> Op:
-    attributes = tuple((name, axes if name == "axis" else value) for name, value in op.attributes)
-    return replace(op, operands=(operand,), result=result, attributes=attributes)
+    return replace(op.with_attribute(AXES, axes), operands=(operand,), result=result)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.ir import Op
+from hostweave.fusion_ir.ops.attributes import AXIS, INDEX, ORDER, START, STEP
 from hostweave.fusion_ir.resharding import step_of
 from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
@@ -166,7 +167,7 @@ class Buffers:
         here, wanted = self.chunk(source, dim, steps), f"{result.name}_{steps.index.name}"
         if op.kind in CUTS:
             shift = steps.splits(self.flow.values[source], dim) - steps.drops_dim
-            self.chunks[result.name] = self._cut(op, here, shift if _cut_axis(op) > dim else 0, wanted)
+            self.chunks[result.name] = self._cut(op, here, shift if op[AXIS] > dim else 0, wanted)
         else:
             self.chunks[result.name] = self.b.reshape(here, chunk_shape(steps, self.flow.mesh, result, stream.dim), wanted)
 
@@ -194,9 +195,7 @@ class Buffers:
         source, name = self.whole(op.tensors[0]), op.result.name
         with self.b.hoisted():
             if op.kind == "permute_dims":
-                axes = op.attribute("axes")
-                assert isinstance(axes, tuple)
-                return self.b.permute(source, axes, name)
+                return self.b.permute(source, op[ORDER], name)
             if op.kind in CUTS:
                 return self._cut(op, source, 0, name)
             shape = self.flow.local(op.result).shape
@@ -207,13 +206,11 @@ class Buffers:
 
     def _cut(self, op: Op, source: str, shift: int, name: str) -> str:
         """The view of the indices that a slice or select takes; its axis is `shift` dims further in what is here."""
-        axis, start = _cut_axis(op), op.attribute("index" if op.kind == "select" else "start")
-        assert isinstance(start, int)
+        axis, start = op[AXIS], op[INDEX if op.kind == "select" else START]
         first: Expr = Const(start) if start >= 0 else expr_of(self.flow.types[op.tensors[0]].shape[axis]) - -start
         if op.kind == "select":
             return self.b.select(source, axis + shift, first, name)
-        taken, step = op.result.type.shape[axis], op.attribute("step")
-        assert isinstance(step, int)
+        taken, step = op.result.type.shape[axis], op[STEP]
         if step == 1:
             return self.b.slice(source, axis + shift, taken, first, name)
         return self.b.strided(source, axis + shift, taken, first, step, name)
@@ -225,9 +222,3 @@ class Buffers:
             raise ProgramError(f"{op.kind}: %{name} is not contiguous here; take the view before the stream loop", op.location)
         self.aside.wait_for(name)
         return self._copied(name, source)
-
-
-def _cut_axis(op: Op) -> int:
-    axis = op.attribute("axis")
-    assert isinstance(axis, int)
-    return axis

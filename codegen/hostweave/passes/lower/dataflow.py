@@ -8,6 +8,7 @@ from functools import cached_property
 from hostweave.fusion_ir.index_map import IndexMap
 from hostweave.fusion_ir.ir import Fusion, Op, Value
 from hostweave.fusion_ir.ops import OPS, TO_OTHER_MESHES, index_map, operand_types
+from hostweave.fusion_ir.ops.attributes import AXES
 from hostweave.fusion_ir.rewriting import consumers
 from hostweave.types.mesh import Mesh
 from hostweave.types.routes import Transfer, transfer
@@ -78,9 +79,7 @@ class Dataflow:
             return self.is_local(op)
         if OPS[op.kind].combine and not OPS[op.kind].locates:
             local = self.types[op.tensors[0]].local_shape(self.mesh, self.uneven)
-            axes = op.attribute("axis")
-            assert isinstance(axes, tuple)
-            return all(local[axis] == Size() for axis in axes)
+            return all(local[axis] == Size() for axis in op[AXES])
         return OPS[op.kind].is_view
 
     def viewed(self, name: str) -> str:

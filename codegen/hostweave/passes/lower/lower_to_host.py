@@ -19,7 +19,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hostweave.fusion_ir.ir import Fusion, Op
-from hostweave.fusion_ir.ops import NO_SOURCE, RESHARD_STEPS, axes_of
+from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS
+from hostweave.fusion_ir.ops.attributes import AXES, AXIS, INDEX, SOURCES, VALUE
+from hostweave.fusion_ir.ops.resharding import NO_SOURCE
 from hostweave.fusion_ir.user_kernel import Source, held
 from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
@@ -147,15 +149,13 @@ class _Lowering:
 
     def on_chunk(self, op: Op, steps: Steps | None) -> Op:
         """An op with the axes of its reduction as dims of the chunk, where the streamed dim is dropped or split in two."""
-        axes, stream = op.attribute("axis"), op.result.stream
-        if axes is None or steps is None or stream is None:
+        stream = op.result.stream
+        if AXES not in OPS[op.kind].attributes or steps is None or stream is None:
             return op
-        assert isinstance(axes, tuple)
         dim = self.flow.map(op).operand_dim(0, stream.dim)
         assert dim is not None
         shift = steps.splits(self.flow.values[op.tensors[0]], dim) - steps.drops_dim
-        shifted = tuple(axis + shift if axis > dim else axis for axis in axes)
-        return replace(op, attributes=tuple((key, shifted if key == "axis" else value) for key, value in op.attributes))
+        return op.with_attribute(AXES, tuple(axis + shift if axis > dim else axis for axis in op[AXES]))
 
     # --- matmuls ---
 
@@ -206,7 +206,7 @@ class _Lowering:
     def targets(self, op: Op, types: Sequence[TensorType]) -> tuple[str, ...]:
         """What a block or a kernel of the user writes; an output that nothing uses has memory of its own."""
         flow, name = self.flow, op.result.name
-        used = {user.attribute("index"): user.result.name for user in flow.consumers[name] if user.kind == "output"}
+        used = {user[INDEX]: user.result.name for user in flow.consumers[name] if user.kind == "output"}
         targets = [self.buffers.whole(name)]
         for index, type in enumerate(types[1:], 1):
             mesh = type.mesh if op.callee else op.result.type.mesh
@@ -219,8 +219,7 @@ class _Lowering:
 
     def collective_permute(self, op: Op, source: str, target: str, steps: Steps | None) -> None:
         """Blocks go from rank to rank, or, where a rank holds them all, from place to place."""
-        axis, sources = op.attribute("axis"), axes_of(op, "sources")
-        assert isinstance(axis, int)
+        axis, sources = op[AXIS], op[SOURCES]
         if axes := op.result.type.dims[axis].axes:
             places = tuple(None if place == NO_SOURCE else place for place in sources)
             communication.collective_permute(self.b, source, target, places, axes, steps)
@@ -240,7 +239,5 @@ class _Lowering:
             if place != source:
                 self.b.emit(ir.Copy(source, place))
         if op.kind == "pad":
-            value = op.attribute("value")
-            assert isinstance(value, float)
             for border in borders(self.b, self.flow, op, target, steps):
-                self.b.emit(ir.Fill(border, value))
+                self.b.emit(ir.Fill(border, op[VALUE]))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hostweave.fusion_ir.ir import Op
-from hostweave.fusion_ir.ops import padded_dims
+from hostweave.fusion_ir.ops.attributes import AXIS, HIGH, LOW
+from hostweave.fusion_ir.ops.shapes import padded_dims
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Const
 from hostweave.passes.lower.dataflow import Dataflow
@@ -17,14 +18,12 @@ def part(b: Builder, flow: Dataflow, op: Op, number: int, target: str, steps: St
     """The view of `target`, what is here of the result, that is an operand."""
     type, name, source = flow.types[op.tensors[number]], op.result.name, flow.values[op.tensors[0]]
     if op.kind == "concat":
-        axis = op.attribute("axis")
-        assert isinstance(axis, int)
+        axis = op[AXIS]
         before = Size(0)
         for other in op.tensors[:number]:
             before = before + flow.types[other].shape[axis]
         return b.slice(target, dim_of_chunk(axis, op, source, steps), type.shape[axis], expr_of(before), f"{name}_{number}")
-    low = op.attribute("low")
-    assert isinstance(low, tuple)
+    low = op[LOW]
     for axis in padded_dims(op):
         target = b.slice(target, dim_of_chunk(axis, op, source, steps), type.shape[axis], Const(low[axis]), f"{name}_inside")
     return target
@@ -32,9 +31,7 @@ def part(b: Builder, flow: Dataflow, op: Op, number: int, target: str, steps: St
 
 def borders(b: Builder, flow: Dataflow, op: Op, target: str, steps: Steps | None) -> Iterator[str]:
     """What a pad adds, each element once: of every dim what lies inside of the dims before it."""
-    low, high, name = op.attribute("low"), op.attribute("high"), op.result.name
-    assert isinstance(low, tuple)
-    assert isinstance(high, tuple)
+    low, high, name = op[LOW], op[HIGH], op.result.name
     source = flow.values[op.tensors[0]]
     for axis in padded_dims(op):
         held, dim = source.type.shape[axis], dim_of_chunk(axis, op, source, steps)

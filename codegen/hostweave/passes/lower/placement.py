@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from hostweave.fusion_ir.index_map import groups
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import RESHARD_STEPS
+from hostweave.fusion_ir.ops.attributes import ORDER
 from hostweave.host_ir import ir
 from hostweave.passes.lower.dataflow import Dataflow
 from hostweave.passes.lower.loops import Loop
@@ -48,8 +49,7 @@ def placement_of(flow: Dataflow, loops: Sequence[Loop]) -> Placement:
 def reversed_view(flow: Dataflow, op: Op, src: str) -> ir.Reshape | ir.Permute:
     """The view that leads from the result of a view back to what it is of."""
     if op.kind == "permute_dims":
-        axes = op.attribute("axes")
-        assert isinstance(axes, tuple)
+        axes = op[ORDER]
         return ir.Permute("", src, tuple(axes.index(i) for i in range(len(axes))))
     return ir.Reshape("", src, flow.local(flow.values[op.tensors[0]]).shape)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from hostweave.base.errors import Location, ProgramError
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import RESHARD_STEPS, TO_OTHER_MESHES, index_map, operand_types
+from hostweave.fusion_ir.ops.attributes import AXIS
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import Dim, TensorType
 
@@ -71,9 +72,7 @@ def _even_on_one_mesh(op: Op, types: dict[str, TensorType], fusion: Fusion) -> I
             if set(dim.axes) & set(op.result.type.partial.axes):
                 yield dim, "a mean over ranks"
     elif op.kind == "collective_permute":
-        axis = op.attribute("axis")
-        assert isinstance(axis, int)
-        yield op.result.type.dims[axis], "a collective permute of its blocks"
+        yield op.result.type.dims[op[AXIS]], "a collective permute of its blocks"
     elif op.kind == "reshape":
         indices = index_map(op, operands)
         for labels, type in ((indices.operands[0], operands[0]), (indices.result, op.result.type)):

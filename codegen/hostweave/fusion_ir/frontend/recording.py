@@ -1,0 +1,66 @@
+"""What the functions of ops call: an op is written down in the trace of its tensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from hostweave.base.errors import Location, ProgramError
+from hostweave.fusion_ir.ir import AttributeValue, Fusion, Op, Scalar, Value, attributes
+from hostweave.fusion_ir.user_kernel import Source
+from hostweave.types.tensor import TensorType
+
+if TYPE_CHECKING:
+    from hostweave.fusion_ir.frontend.trace import Tensor
+
+Axis = int | str
+
+
+class Unary(Protocol):
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class Binary(Protocol):
+    def __call__(self, a: Tensor | Scalar, b: Tensor | Scalar) -> Tensor: ...
+
+
+class Reduction(Protocol):
+    def __call__(self, x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, keepdims: bool = False) -> Tensor: ...
+
+
+def record(
+    kind: str,
+    *operands: Tensor | Scalar,
+    target: TensorType | None = None,
+    beside: Tensor | None = None,
+    callee: Fusion | None = None,
+    source: Source | None = None,
+    **values: AttributeValue,
+) -> Tensor:
+    """Writes down one op and gives its result. `target` is what the user states of the result's type.
+
+    `beside` is a tensor of the same function, for an op that takes none; `callee` the block of a call, `source` the C++ of a
+    kernel. Raises ProgramError.
+    """
+    location = Location.of_caller()
+    for operand in operands:
+        if not isinstance(operand, int | float) and not hasattr(operand, "_trace"):
+            raise ProgramError(f"{kind}: {operand!r} is neither a tensor of this fusion nor a Python number; make it an input", location)
+    known = [operand for operand in (*operands, beside) if operand is not None and not isinstance(operand, int | float)]
+    if not known:
+        raise ProgramError(f"{kind}: no operand is a tensor; compute with Python numbers instead", location)
+    op = Op(kind, (), Value("", known[0].type), attributes(**values), location, callee=callee, source=source)
+    return known[0]._trace.record(op, operands, known, target)
+
+
+def dim_of(tensor: Tensor, axis: Axis, kind: str, location: Location) -> int:
+    """The number of the dim that `axis` names. Raises ProgramError."""
+    try:
+        return tensor.type.dim(axis)
+    except ValueError as error:
+        raise ProgramError(f"{kind}: {error}", location) from None
+
+
+def dims_of(x: Tensor, axis: Axis | tuple[Axis, ...] | None, kind: str, location: Location) -> tuple[int, ...]:
+    """The dims that a reduction is over, by number, in order: all of them by default."""
+    given = range(x.ndim) if axis is None else axis if isinstance(axis, tuple) else (axis,)
+    return tuple(sorted(dim_of(x, a, kind, location) for a in given))

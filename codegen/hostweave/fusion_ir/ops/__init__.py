@@ -1,0 +1,89 @@
+"""The table of ops of the fusion IR, one entry each, by what the modules of this package define; and what is asked of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from hostweave.base.errors import ProgramError
+from hostweave.fusion_ir.index_map import IndexMap
+from hostweave.fusion_ir.ir import Op, Scalar
+from hostweave.fusion_ir.ops import calls, pointwise, reductions, resharding, shapes
+from hostweave.fusion_ir.ops.attributes import INDEX
+from hostweave.fusion_ir.ops.definition import Mismatch, OpDef, Types
+from hostweave.types.mesh import Mesh
+from hostweave.types.tensor import DType, TensorType
+
+OPS: dict[str, OpDef] = {**pointwise.OPS, **reductions.OPS, **shapes.OPS, **calls.OPS, **resharding.OPS}
+
+RESHARD_STEPS = tuple(kind for kind, op in OPS.items() if op.is_reshard_step)
+RESHARDS = ("reshard", *RESHARD_STEPS)
+TO_OTHER_MESHES = tuple(kind for kind, op in OPS.items() if op.to_other_mesh)
+
+
+def operand_types(op: Op, types: Mapping[str, TensorType]) -> tuple[TensorType, ...]:
+    """The types of all operands; a number has no dims and the dtype of the last tensor beside it. Raises ProgramError."""
+    tensors = [types[name] for name in op.tensors]
+    if not op.operands and OPS[op.kind].arity == 0:
+        return ()
+    if not tensors:
+        raise ProgramError(f"{op.kind}: no operand is a tensor; compute with Python numbers instead", op.location)
+    dtype = tensors[-1].dtype
+    result = []
+    for operand in op.operands:
+        if not isinstance(operand, str) and not fits(operand, dtype):
+            raise ProgramError(f"{op.kind}: {operand!r} is not a value of {tensors[-1]}; use hw.astype on the tensor", op.location)
+        result.append(types[operand] if isinstance(operand, str) else TensorType(dtype, ()))
+    return tuple(result)
+
+
+def fits(number: Scalar, dtype: DType) -> bool:
+    """Whether a Python number takes this dtype: a float needs a float tensor, an int any number in range."""
+    if isinstance(number, bool) or dtype.kind == "bool":
+        return isinstance(number, bool) and dtype.kind == "bool"
+    if dtype.kind == "float":
+        return True
+    bits = 8 * dtype.itemsize - (dtype.kind == "int")
+    return isinstance(number, int) and (-(1 << bits) if dtype.kind == "int" else 0) <= number < 1 << bits
+
+
+def infer_type(op: Op, operands: Types) -> TensorType:
+    """The unsharded type of the result, on the mesh of the operands. Raises ProgramError with the op's place."""
+    try:
+        return replace(OPS[op.kind].infer(operands, op), mesh=_common_mesh(op, operands))
+    except Mismatch as mismatch:
+        raise ProgramError(f"{op.kind}: {mismatch}", op.location) from None
+
+
+def _common_mesh(op: Op, operands: Types) -> Mesh | None:
+    """The mesh of an op: a reshard to another one says it, so does a block, all others have that of their operands."""
+    if op.callee and op.kind == "output":
+        return op.callee.output_types[op[INDEX]].mesh
+    if op.callee:
+        for value, given in zip(op.callee.inputs, operands, strict=True):
+            if given.mesh != value.type.mesh:
+                where = f"{given} on the program's mesh" if given.mesh is None else str(given)
+                raise Mismatch(
+                    f"@{op.callee.name} takes {value.type} as {value.name}, not {where}; move it with hw.reshard(t, ..., mesh=...)"
+                )
+        return op.callee.output_types[0].mesh
+    if op.kind == "reshard" or OPS[op.kind].to_other_mesh or not op.tensors:
+        return op.result.type.mesh
+    tensors = [type for operand, type in zip(op.operands, operands, strict=True) if isinstance(operand, str)]
+    for other in tensors[1:]:
+        if other.mesh != tensors[0].mesh:
+            first, second = (f"{type} on the program's mesh" if type.mesh is None else str(type) for type in (tensors[0], other))
+            raise Mismatch(f"operands on different meshes: {first} and {second}; move one with hw.reshard(t, ..., mesh=...)")
+    return tensors[0].mesh
+
+
+def index_map(op: Op, operands: Types) -> IndexMap:
+    """Which iteration index each dim of the operands and of the result walks."""
+    return OPS[op.kind].map(operands, op)
+
+
+def needs_whole(op: Op, operands: Types, dim: int) -> str:
+    """What an op does to a dim of its result that no loop can walk therefore; "" where one can."""
+    indices = index_map(op, operands)
+    is_walked = indices.result[dim] is not None and indices.result[dim] not in indices.outer
+    return "" if is_walked else OPS[op.kind].whole

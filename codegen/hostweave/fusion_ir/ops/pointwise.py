@@ -1,0 +1,219 @@
+"""Ops of one element of each operand. An entry of `_unary` or `_binary` is all that such an op takes: its function is made here, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import erf as _erf_of_float
+from typing import TYPE_CHECKING, Any
+
+from hostweave.base.signatures import checked, public_names
+from hostweave.fusion_ir.frontend.recording import Binary, Unary, record
+from hostweave.fusion_ir.index_map import IndexMap
+from hostweave.fusion_ir.ir import Op, Scalar
+from hostweave.fusion_ir.ops.attributes import VALUE
+from hostweave.fusion_ir.ops.definition import (
+    BOOLS,
+    FLOATS,
+    NUMBERS,
+    SIGNED,
+    Infer,
+    Mismatch,
+    OpDef,
+    Types,
+    broadcast,
+    elementwise,
+    require,
+    same_dtype,
+    unsharded,
+)
+from hostweave.fusion_ir.philox import philox
+from hostweave.types.tensor import TensorType, bool_, f32, u32
+
+if TYPE_CHECKING:
+    from hostweave.fusion_ir.frontend.trace import Tensor
+
+OPS: dict[str, OpDef] = {}
+
+_FAST_EXP = ("std::exp", "hw::fast_exp")
+_WORDS = {FLOATS: "floats", SIGNED: "floats or signed ints", NUMBERS: "floats or ints", BOOLS: "bools", (): "any dtype"}
+
+
+def _arithmetic(kinds: tuple[str, ...], is_comparison: bool = False) -> Infer:
+    """Operands of one dtype, any where there are no `kinds`; the result has it, too, or is bool."""
+
+    def infer(types: Types, op: Op) -> TensorType:
+        dtype = same_dtype(types)
+        if kinds:
+            require(types[0], kinds)
+        return TensorType(bool_ if is_comparison else dtype, broadcast(types))
+
+    return infer
+
+
+def _unary(kind: str, doc: str, cpp: str, numpy: Callable[..., Any], *, kinds: tuple[str, ...] = FLOATS, **facts: Any) -> Unary:
+    OPS[kind] = OpDef(1, _arithmetic(kinds), elementwise, numpy, cpp=cpp, is_public=True, **facts)
+
+    def function(x: Tensor) -> Tensor:
+        return record(kind, x)
+
+    written = f"Also `{OPS[kind].written}`. " if OPS[kind].written else ""
+    function.__name__ = function.__qualname__ = kind
+    function.__doc__ = (
+        f"{doc}\n\n{written}Takes {_WORDS[kinds]}; the result has the shape and dtype of x. Raises ProgramError for other dtypes.\n\n"
+        f"Example: `x: {'bool' if kinds == BOOLS else 'f32'}[M, N]` gives a tensor of that type by `hw.{kind}(x)`."
+    )
+    return checked(function)
+
+
+def _rounding(kind: str, doc: str, function: str) -> Unary:
+    """`function` is that of C; ints stay what they are."""
+
+    def rounded(np: Any, x: Any) -> Any:
+        return x if x.dtype.kind in "iu" else getattr(np, kind)(x)
+
+    return _unary(kind, doc, f"std::{function}({{0}})", rounded, kinds=NUMBERS, cpp_of_ints="{0}")
+
+
+def _binary(kind: str, doc: str, cpp: str, kinds: tuple[str, ...] = NUMBERS, is_comparison: bool = False, **facts: Any) -> Binary:
+    """NumPy calls it the same."""
+    infer = _arithmetic(kinds, is_comparison)
+    OPS[kind] = OpDef(2, infer, elementwise, lambda np, a, b: getattr(np, kind)(a, b), cpp=cpp, is_public=True, **facts)
+
+    def function(a: Tensor | Scalar, b: Tensor | Scalar) -> Tensor:
+        return record(kind, a, b)
+
+    also, result = f"Also `{OPS[kind].written}`. " if OPS[kind].written else "", "The result is bool. " if is_comparison else ""
+    given = "bool[M, N]` and `b: bool" if kinds == BOOLS else "f32[M, N]` and `b: f32"
+    function.__name__ = function.__qualname__ = kind
+    function.__doc__ = (
+        f"{doc}\n\n{also}Takes {_WORDS[kinds]}, both of one dtype, which a Python number beside a tensor has, too.\n"
+        f"Dims broadcast from the right. {result}Raises ProgramError for operands that do not fit.\n\n"
+        f"Example: `a: {given}[N]` give `{'bool' if is_comparison or kinds == BOOLS else 'f32'}[M, N]` by `hw.{kind}(a, b)`."
+    )
+    return checked(function)
+
+
+def _erf(np: Any, x: Any) -> Any:
+    return np.vectorize(_erf_of_float, otypes=[np.float64])(x)
+
+
+def _gelu(np: Any, x: Any) -> Any:
+    return x / 2 * (1 + _erf(np, x / np.sqrt(2)))
+
+
+def _gelu_tanh(np: Any, x: Any) -> Any:
+    return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+# --- of two numbers ---------------------------------------------------------------------------------------------------
+
+add = _binary("add", "The sum.", "{0} + {1}", written="a + b")
+subtract = _binary("subtract", "The difference.", "{0} - {1}", written="a - b")
+multiply = _binary("multiply", "The product.", "{0} * {1}", written="a * b")
+divide = _binary("divide", "The quotient.", "{0} / {1}", kinds=FLOATS, cost=8, written="a / b")
+maximum = _binary("maximum", "The larger of two elements; NaN if either is.", "({0} > {1} || {0} != {0}) ? {0} : {1}")
+minimum = _binary("minimum", "The smaller of two elements; NaN if either is.", "({0} < {1} || {0} != {0}) ? {0} : {1}")
+OPS["pow"] = OpDef(
+    2, _arithmetic(FLOATS), elementwise, lambda np, a, b: np.power(a, b), cpp="std::pow({0}, {1})", cost=60, written="a ** b"
+)
+
+# --- of one number ----------------------------------------------------------------------------------------------------
+
+negative = _unary("negative", "The negative.", "-{0}", lambda np, x: -x, kinds=SIGNED, written="-x")
+abs = _unary(  # of -0.0 it is 0.0
+    "abs", "The absolute value.", "{0} > T(0) ? {0} : T(0) - {0}", lambda np, x: np.abs(x), kinds=SIGNED, written="abs(x)"
+)
+reciprocal = _unary("reciprocal", "1 / x.", "T(1) / {0}", lambda np, x: 1 / x, cost=8)
+exp = _unary("exp", "The exponential function.", "std::exp({0})", lambda np, x: np.exp(x), fast=_FAST_EXP, cost=16)
+log = _unary("log", "The natural logarithm.", "std::log({0})", lambda np, x: np.log(x), cost=16)
+sqrt = _unary("sqrt", "The square root.", "std::sqrt({0})", lambda np, x: np.sqrt(x), cost=12)
+rsqrt = _unary("rsqrt", "1 / sqrt(x).", "T(1) / std::sqrt({0})", lambda np, x: 1 / np.sqrt(x), cost=20)
+sin = _unary("sin", "The sine of an angle in radians.", "std::sin({0})", lambda np, x: np.sin(x), cost=30)
+cos = _unary("cos", "The cosine of an angle in radians.", "std::cos({0})", lambda np, x: np.cos(x), cost=30)
+tanh = _unary("tanh", "The hyperbolic tangent.", "std::tanh({0})", lambda np, x: np.tanh(x), cost=30)
+erf = _unary("erf", "The error function.", "std::erf({0})", _erf, fast=("std::erf", "hw::fast_erf"), cost=30)
+sigmoid = _unary(
+    "sigmoid", "1 / (1 + exp(-x)).", "T(1) / (T(1) + std::exp(-{0}))", lambda np, x: 1 / (1 + np.exp(-x)), fast=_FAST_EXP, cost=25
+)
+relu = _unary("relu", "max(x, 0).", "{0} < T(0) ? T(0) : {0}", lambda np, x: np.maximum(x, 0), kinds=NUMBERS)
+silu = _unary(
+    "silu", "x * sigmoid(x) (swish).", "{0} / (T(1) + std::exp(-{0}))", lambda np, x: x / (1 + np.exp(-x)), fast=_FAST_EXP, cost=25
+)
+floor = _rounding("floor", "The largest integer that is at most x.", "floor")
+ceil = _rounding("ceil", "The smallest integer that is at least x.", "ceil")
+trunc = _rounding("trunc", "The nearest integer that is no further from 0 than x.", "trunc")
+round = _rounding("round", "The nearest integer, the even one where two are as near.", "rint")
+sign = _unary(
+    "sign",
+    "-1, 0 or 1, as x is negative, zero or positive; NaN of NaN.",
+    "{0} > T(0) ? T(1) : {0} < T(0) ? T(-1) : {0} + T(0)",  # of -0.0 it is 0.0
+    lambda np, x: np.sign(x),
+    kinds=NUMBERS,
+    cpp_of_ints="({0} > 0) - ({0} < 0)",
+    cost=3,
+)
+OPS["gelu"] = OpDef(1, _arithmetic(FLOATS), elementwise, _gelu, cpp="hw::gelu({0})", fast=("hw::gelu", "hw::fast_gelu"), cost=30)
+OPS["gelu_tanh"] = OpDef(
+    *(1, _arithmetic(FLOATS), elementwise, _gelu_tanh),
+    cpp="{0} / (T(1) + std::exp(T(-1.5957691216057308) * ({0} + T(0.044715) * {0} * {0} * {0})))",
+    fast=_FAST_EXP,
+    cost=30,
+)
+
+# --- comparisons and logic --------------------------------------------------------------------------------------------
+
+equal = _binary("equal", "Whether a is equal to b.", "{0} == {1}", kinds=(), is_comparison=True, written="a == b")
+not_equal = _binary("not_equal", "Whether a differs from b.", "{0} != {1}", kinds=(), is_comparison=True, written="a != b")
+less = _binary("less", "Whether a is less than b.", "{0} < {1}", kinds=(), is_comparison=True, written="a < b")
+less_equal = _binary("less_equal", "Whether a is at most b.", "{0} <= {1}", kinds=(), is_comparison=True, written="a <= b")
+greater = _binary("greater", "Whether a is greater than b.", "{0} > {1}", kinds=(), is_comparison=True, written="a > b")
+greater_equal = _binary("greater_equal", "Whether a is at least b.", "{0} >= {1}", kinds=(), is_comparison=True, written="a >= b")
+logical_and = _binary("logical_and", "The logical and.", "{0} && {1}", kinds=BOOLS, written="a & b")
+logical_or = _binary("logical_or", "The logical or.", "{0} || {1}", kinds=BOOLS, written="a | b")
+logical_not = _unary("logical_not", "The negation.", "!{0}", lambda np, x: np.logical_not(x), kinds=BOOLS, written="~x")
+
+
+def _where(types: Types, op: Op) -> TensorType:
+    if types[0].dtype != bool_:
+        raise Mismatch(f"the condition must be bool, not {types[0]}; compare it first")
+    return TensorType(same_dtype(types[1:]), broadcast(types))
+
+
+OPS["where"] = OpDef(3, _where, elementwise, lambda np, c, a, b: np.where(c, a, b), cpp="{0} ? {1} : {2}")
+
+# --- the same values, indices, and random numbers of a counter and a key ----------------------------------------------
+
+
+def _astype(types: Types, op: Op) -> TensorType:
+    return TensorType(op.result.type.dtype, unsharded(types[0]).dims)
+
+
+def _stated(types: Types, op: Op) -> TensorType:
+    return unsharded(op.result.type)
+
+
+def _iota(types: Types, op: Op) -> TensorType:
+    require(op.result.type, ("int", "uint"))
+    if len(op.result.type.dims) != 1:
+        raise Mismatch(f"{op.result.type} is not a vector; use hw.expand_dims on one")
+    return unsharded(op.result.type)
+
+
+def _philox(types: Types, op: Op) -> TensorType:
+    if same_dtype(types) != u32:
+        raise Mismatch(f"counters and keys are u32, not {types[0]}; use hw.astype")
+    return TensorType(f32, broadcast(types))
+
+
+OPS["astype"] = OpDef(1, _astype, elementwise, lambda np, x, dtype: x.astype(dtype), target="dtype", cpp="{0}", cost=0)
+copy = _unary(
+    "copy", "The same values in a buffer of their own; of an input it can be streamed.", "{0}", lambda np, x: x.copy(), kinds=(), cost=0
+)
+OPS["iota"] = OpDef(
+    0, _iota, lambda types, op: IndexMap((), ("i0",)), lambda np, shape, dtype: np.arange(*shape, dtype=dtype), target="type", cost=0
+)
+OPS["fill"] = OpDef(0, _stated, elementwise, lambda np, shape, dtype, value=0.0: np.full(shape, value, dtype), (VALUE,), target="type")
+OPS["philox"] = OpDef(6, _philox, elementwise, philox, cpp="hw::philox({0}, {1}, {2}, {3}, {4}, {5})", cost=100)
+
+if not TYPE_CHECKING:
+    __all__ = public_names(globals())

@@ -1,0 +1,163 @@
+"""Ops that make one element of all along some dims: reductions, and the matrix product."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from hostweave.base.errors import Location
+from hostweave.base.signatures import checked, public_names
+from hostweave.fusion_ir.frontend.recording import Axis, Reduction, dims_of, record
+from hostweave.fusion_ir.index_map import ONE, IndexMap, Labels, aligned, numbered
+from hostweave.fusion_ir.ir import Op
+from hostweave.fusion_ir.ops.attributes import AXES, KEEPDIMS
+from hostweave.fusion_ir.ops.definition import (
+    FLOATS,
+    NUMBERS,
+    Combine,
+    Infer,
+    Mismatch,
+    OpDef,
+    Types,
+    broadcast,
+    checked_axes,
+    require,
+    same_dtype,
+)
+from hostweave.types.size import Size
+from hostweave.types.tensor import Dim, DType, TensorType, f32, i64
+
+if TYPE_CHECKING:
+    from hostweave.fusion_ir.frontend.trace import Tensor
+
+OPS: dict[str, OpDef] = {}
+
+_ADD = Combine("sum", "hw::Add", ("0", "0", "0"), "+", identity=True)
+_MULTIPLY = Combine("product", "hw::Multiply", ("1", "1", "1"), "*", identity=True)
+_MAXIMUM = Combine("largest", "hw::Maximum", ("-INFINITY", "INT64_MIN", "0"))
+_MINIMUM = Combine("smallest", "hw::Minimum", ("INFINITY", "INT64_MAX", "UINT64_MAX"))
+_FIRST_MAXIMUM = Combine("best", "hw::FirstMaximum", ("-INFINITY", "INT64_MIN", "0"))
+
+
+def _infer(kinds: tuple[str, ...]) -> Infer:
+    def infer(types: Types, op: Op) -> TensorType:
+        (x,) = types
+        require(x, kinds)
+        axes = checked_axes(op[AXES], len(x.dims))
+        combine = OPS[op.kind].combine
+        if combine and not combine.identity and Size(0) in [x.shape[axis] for axis in axes]:
+            raise Mismatch(f"{x} has no elements along axis={axes}, of which there is no {op.kind}; reduce a dim that has some")
+        dims = tuple(Dim(ONE if i in axes else extent) for i, extent in enumerate(x.shape) if op[KEEPDIMS] or i not in axes)
+        return TensorType(x.dtype, dims)
+
+    return infer
+
+
+def _argmax(types: Types, op: Op) -> TensorType:
+    if len(op[AXES]) != 1:
+        raise Mismatch(f"axis={op[AXES]} is not one dim; reshape them to one first")
+    return TensorType(i64, _infer(NUMBERS)(types, op).dims)
+
+
+def _define(kind: str, infer: Infer, combine: Combine, numpy: Callable[..., Any], **facts: Any) -> None:
+    def indices(types: Types, op: Op) -> IndexMap:
+        labels = numbered(types[0].shape)
+        kept: Labels = tuple(None if i in op[AXES] else label for i, label in enumerate(labels))
+        return IndexMap((labels,), kept if op[KEEPDIMS] else tuple(label for label in kept if label))
+
+    OPS[kind] = OpDef(1, infer, indices, numpy, (AXES, KEEPDIMS), combine=combine, whole="reduced", **facts)
+
+
+def _reduction(
+    kind: str, doc: str, combine: Combine, partial: str, numpy: Callable[..., Any], kinds: tuple[str, ...] = NUMBERS
+) -> Reduction:
+    """`partial` makes one of the ranks' results: shards are even, so that means can be averaged."""
+    _define(kind, _infer(kinds), combine, numpy, partial=partial, is_public=True)
+
+    def function(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, keepdims: bool = False) -> Tensor:
+        return record(kind, x, axis=dims_of(x, axis, kind, Location.of_caller()), keepdims=keepdims)
+
+    function.__name__ = function.__qualname__ = kind
+    function.__doc__ = (
+        f"{doc}\n\nOver `axis`, an int, a dim name or a tuple of them, by default all dims; with `keepdims` they stay, with one element.\n"
+        f"The dtype is that of x. Over a sharded dim ranks reduce their blocks, then their results. Raises ProgramError.\n\n"
+        f"Example: `x: f32[M, N]` gives `f32[M]` by `hw.{kind}(x, axis=-1)`."
+    )
+    return checked(function)
+
+
+def _bound(np: Any, x: Any, sign: int) -> Any:
+    """What a max (-1) or min (1) of no elements is: a rank may hold none."""
+    if x.dtype.kind == "b":
+        return sign > 0
+    if x.dtype.kind in "iu":
+        return np.iinfo(x.dtype).max if sign > 0 else np.iinfo(x.dtype).min
+    return sign * np.inf
+
+
+sum = _reduction("sum", "The sum.", _ADD, "sum", lambda np, x, **a: np.sum(x, dtype=x.dtype, **a))
+prod = _reduction("prod", "The product.", _MULTIPLY, "prod", lambda np, x, **a: np.prod(x, dtype=x.dtype, **a))
+max = _reduction(
+    "max", "The largest element.", _MAXIMUM, "max", lambda np, x, **a: np.max(x, initial=_bound(np, x, -1), **a), (*NUMBERS, "bool")
+)
+min = _reduction(
+    "min", "The smallest element.", _MINIMUM, "min", lambda np, x, **a: np.min(x, initial=_bound(np, x, 1), **a), (*NUMBERS, "bool")
+)
+mean = _reduction("mean", "The arithmetic mean, of floats.", replace(_ADD, is_mean=True), "avg", lambda np, x, **a: np.mean(x, **a), FLOATS)
+_define("argmax", _argmax, _FIRST_MAXIMUM, lambda np, x, axis, keepdims=False: np.argmax(x, axis=axis[0], keepdims=keepdims), locates=True)
+
+# --- the matrix product ---------------------------------------------------------------------------------------------------
+
+
+def _matmul(types: Types, op: Op) -> TensorType:
+    a, b = types
+    if why := why_no_product(same_dtype(types)):
+        raise Mismatch(f"{why}; use hw.astype on both")
+    for operand in types:
+        if len(operand.dims) < 2:
+            raise Mismatch(f"rank mismatch: {operand} has {len(operand.dims)} dims, at least 2 are needed; use x[None] or x[:, None]")
+    if a.shape[-1] != b.shape[-2]:
+        raise Mismatch(f"inner dims differ: {a} x {b}; {_transposed(a, b)}")
+    batches = [TensorType(t.dtype, t.dims[:-2]) for t in types]
+    try:
+        batch = broadcast(batches) if any(t.dims for t in batches) else ()
+    except Mismatch:
+        raise Mismatch(f"batch dims do not broadcast: {a} x {b}") from None
+    dtype = op.result.type.dtype if widens(a.dtype, op.result.type.dtype) else a.dtype
+    return TensorType(dtype, (*batch, Dim(a.shape[-2]), Dim(b.shape[-1])))
+
+
+def _transposed(a: TensorType, b: TensorType) -> str:
+    """Which operand of a matmul to turn so that the inner dims are the same."""
+    if a.shape[-1] == b.shape[-1]:
+        return "transpose the second one: " + ("hw.matmul(a, b.T)" if len(b.dims) == 2 else "hw.permute_dims(b, axes)")
+    if a.shape[-2] == b.shape[-2]:
+        return "transpose the first one: " + ("hw.matmul(a.T, b)" if len(a.dims) == 2 else "hw.permute_dims(a, axes)")
+    return "the last dim of the first is the one before the last of the second: transpose or reshape one of them"
+
+
+def why_no_product(dtype: DType) -> str:
+    """Why no matmul is of this dtype; nothing where one is."""
+    if dtype.kind == "float" and dtype.itemsize > 1:
+        return ""
+    return f"cuBLASLt has no product of {dtype} by {dtype} that gives {dtype}, only of f16, bf16, f32 and f64"
+
+
+def widens(operands: DType, result: DType) -> bool:
+    """Whether a matmul may give its sums unrounded: it adds products of 16-bit floats up in f32."""
+    return result == f32 and operands.name in ("f16", "bf16")
+
+
+def _contracted(types: Types, op: Op) -> IndexMap:
+    """Batch dims aligned from the right, then (m, k), (k, n) -> (m, n)."""
+    batch = op.result.type.shape[:-2]
+    labels = numbered(batch, "b")
+    a, b = (aligned(type.shape[:-2], batch, labels) for type in types)
+    return IndexMap(((*a, "m", "k"), (*b, "k", "n")), (*labels, "m", "n"))
+
+
+OPS["matmul"] = OpDef(2, _matmul, _contracted, lambda np, a, b: np.matmul(a, b), partial="sum", last_is_first=True, makes="product")
+
+if not TYPE_CHECKING:
+    __all__ = public_names(globals())

@@ -1,0 +1,81 @@
+"""Ops that say where the blocks of a tensor are, and the steps of which a reshard is made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hostweave.fusion_ir.index_map import IndexMap, numbered
+from hostweave.fusion_ir.ir import Attribute, Op
+from hostweave.fusion_ir.ops.attributes import AXIS, DIM, MESH_AXES, REDUCTION, ROOT, SOURCES, TO
+from hostweave.fusion_ir.ops.definition import Mismatch, OpDef, Types, checked_axis, elementwise, unsharded
+from hostweave.types.tensor import TensorType
+
+OPS: dict[str, OpDef] = {}
+
+NO_SOURCE = -1  # of a collective permute: zeros
+
+
+def _collective_permute(types: Types, op: Op) -> TensorType:
+    (x,) = types
+    axis, sources = checked_axis(op[AXIS], x), op[SOURCES]
+    named = [source for source in sources if source != NO_SOURCE]
+    if not sources or any(not 0 <= source < len(sources) for source in named):
+        raise Mismatch(f"sources={sources}: each is one of the {len(sources)} blocks, from 0 on, or {NO_SOURCE} for zeros")
+    if len(set(named)) < len(named):
+        raise Mismatch(f"sources={sources}: a block goes to one place at most; use hw.concat to repeat one")
+    if x.shape[axis].is_int and int(x.shape[axis]) % len(sources):
+        raise Mismatch(f"{len(sources)} blocks do not divide dim {axis} of {x}; give as many sources as divide it")
+    return unsharded(x)
+
+
+def _blocks_permuted(types: Types, op: Op) -> IndexMap:
+    labels = numbered(types[0].shape)
+    moved = labels[op[AXIS]]
+    return IndexMap((labels,), labels, frozenset((moved,)), ((moved, len(op[SOURCES])),))
+
+
+def _numpy_collective_permute(np: Any, x: Any, axis: int, sources: tuple[int, ...]) -> Any:
+    blocks = np.split(x, len(sources), axis)
+    return np.concatenate([np.zeros_like(blocks[0]) if source == NO_SOURCE else blocks[source] for source in sources], axis)
+
+
+def _reshard_step(types: Types, op: Op) -> TensorType:
+    (x,) = types
+    for dim in (DIM, TO):
+        if dim in OPS[op.kind].attributes and not 0 <= op[dim] < len(x.dims):
+            raise Mismatch(f"{dim.name}={op[dim]} is out of range; {x} has dims 0 to {len(x.dims) - 1}")
+    return unsharded(x)
+
+
+def _step(kind: str, *facts: Attribute[Any], target: str = "", is_view: bool = False, to_other_mesh: bool = False) -> None:
+    """`target` is "sharding" where the facts do not give all of the result's."""
+    OPS[kind] = OpDef(
+        *(1, _reshard_step, elementwise, lambda np, x, **_: x, facts, target),
+        is_view=is_view,
+        is_reshard_step=True,
+        to_other_mesh=to_other_mesh,
+    )
+
+
+OPS["collective_permute"] = OpDef(
+    1,
+    _collective_permute,
+    _blocks_permuted,
+    _numpy_collective_permute,
+    (AXIS, SOURCES),
+    whole="permuted",
+    makes="permuted",
+)
+
+
+OPS["reshard"] = OpDef(1, lambda types, op: unsharded(types[0]), elementwise, lambda np, x: x, target="sharding", makes="resharded")
+
+# What reshards are decomposed into, in the order of preference where bytes and steps are equal.
+_step("shard", DIM, MESH_AXES, is_view=True)
+_step("all_gather", DIM, MESH_AXES)
+_step("permute_shards", MESH_AXES, SOURCES, target="sharding")
+_step("all_to_all", DIM, TO, MESH_AXES)
+_step("all_reduce", MESH_AXES, REDUCTION)
+_step("reduce_scatter", DIM, MESH_AXES, REDUCTION)
+_step("reduce", MESH_AXES, REDUCTION, ROOT, target="sharding", to_other_mesh=True)
+_step("transfer", target="sharding", to_other_mesh=True)

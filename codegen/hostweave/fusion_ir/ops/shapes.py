@@ -1,0 +1,174 @@
+"""Ops that give the elements of their operands another shape or place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hostweave.fusion_ir.index_map import ONE, IndexMap, Labels, groups, numbered
+from hostweave.fusion_ir.ir import Attribute, Op
+from hostweave.fusion_ir.ops.attributes import AXES, AXIS, HIGH, INDEX, LOW, ORDER, START, STEP, VALUE
+from hostweave.fusion_ir.ops.definition import Indices, Infer, Mismatch, OpDef, Types, checked_axes, checked_axis, elementwise, same_dtype
+from hostweave.types.size import Size, product
+from hostweave.types.tensor import Dim, TensorType
+
+OPS: dict[str, OpDef] = {}
+
+
+def _expand_dims(types: Types, op: Op) -> TensorType:
+    axes = checked_axes(op[AXES], len(types[0].dims) + len(op[AXES]))
+    old = iter(types[0].shape)
+    return TensorType(types[0].dtype, tuple(Dim(ONE if i in axes else next(old)) for i in range(len(types[0].dims) + len(axes))))
+
+
+def _reshape(types: Types, op: Op) -> TensorType:
+    if product(types[0].shape) != product(op.result.type.shape):
+        raise Mismatch(f"{types[0]} does not have the elements of {_shape_text(op.result.type.shape)}; make the products of the dims equal")
+    return TensorType(types[0].dtype, tuple(Dim(extent) for extent in op.result.type.shape))
+
+
+def _broadcast_to(types: Types, op: Op) -> TensorType:
+    have, want = types[0].shape, op.result.type.shape
+    tail = want[len(want) - len(have) :]
+    if len(have) > len(want) or any(h != w and h != ONE for h, w in zip(have, tail, strict=True)):
+        raise Mismatch(f"{types[0]} does not broadcast to {_shape_text(want)}; dims are aligned from the right and must be equal or 1")
+    return TensorType(types[0].dtype, tuple(Dim(extent) for extent in want))
+
+
+def _shape_text(shape: tuple[Size, ...]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def _transpose(types: Types, op: Op) -> TensorType:
+    axes = op[ORDER]
+    if sorted(axes) != list(range(len(types[0].dims))):
+        raise Mismatch(f"axes={axes} is no order of the {len(types[0].dims)} dims of {types[0]}; name each once")
+    return TensorType(types[0].dtype, tuple(Dim(types[0].shape[i]) for i in axes))
+
+
+def _select(types: Types, op: Op) -> TensorType:
+    (x,) = types
+    axis, index = checked_axis(op[AXIS], x), op[INDEX]
+    if x.shape[axis].is_int and not 0 <= index < int(x.shape[axis]):
+        raise Mismatch(f"index {index} of dim {axis} of {x} is out of range; it goes from 0 to {int(x.shape[axis]) - 1}")
+    return TensorType(x.dtype, tuple(Dim(extent) for i, extent in enumerate(x.shape) if i != axis))
+
+
+def _slice(types: Types, op: Op) -> TensorType:
+    (x,) = types
+    axis, start, step = checked_axis(op[AXIS], x), op[START], op[STEP]
+    if len(op.result.type.dims) != len(x.dims):
+        raise Mismatch(f"{op.result.type} does not have the {len(x.dims)} dims of {x}; use select to drop one")
+    taken, whole = op.result.type.shape[axis], x.shape[axis]
+    if step < 1:
+        raise Mismatch(f"step={step} is not at least 1")
+    if whole.is_int and taken.is_int and not 0 <= start <= start + (int(taken) - 1) * step < int(whole):
+        raise Mismatch(f"{taken} from {start} by {step} are outside of dim {axis} of {x}; it goes from 0 to {int(whole) - 1}")
+    return TensorType(x.dtype, tuple(Dim(taken if i == axis else extent) for i, extent in enumerate(x.shape)))
+
+
+def _concat(types: Types, op: Op) -> TensorType:
+    first, dtype = types[0], same_dtype(types)
+    axis = checked_axis(op[AXIS], first)
+    for other in types[1:]:
+        if len(other.dims) != len(first.dims):
+            raise Mismatch(f"{first} and {other} differ in their number of dims; use hw.expand_dims or hw.reshape")
+        for i, (have, want) in enumerate(zip(other.shape, first.shape, strict=True)):
+            if i != axis and have != want:
+                raise Mismatch(f"{first} and {other} differ in dim {i}; only dim {axis}, along which they are joined, may differ")
+    extent = Size(0)
+    for type in types:
+        extent = extent + type.shape[axis]
+    return TensorType(dtype, tuple(Dim(extent if i == axis else e) for i, e in enumerate(first.shape)))
+
+
+def _pad(types: Types, op: Op) -> TensorType:
+    (x,) = types
+    low, high = op[LOW], op[HIGH]
+    if not len(low) == len(high) == len(x.dims):
+        raise Mismatch(f"{len(low)} and {len(high)} widths for the {len(x.dims)} dims of {x}; give one a dim")
+    if min((*low, *high), default=0) < 0:
+        raise Mismatch(f"widths {low} and {high} are not all at least 0; use a slice to take less")
+    return TensorType(x.dtype, tuple(Dim(extent + a + b) for extent, a, b in zip(x.shape, low, high, strict=True)))
+
+
+def padded_dims(op: Op) -> tuple[int, ...]:
+    """The dims that a pad makes longer."""
+    low, high = op[LOW], op[HIGH]
+    return tuple(i for i, widths in enumerate(zip(low, high, strict=True)) if any(widths))
+
+
+def _numpy_slice(np: Any, x: Any, axis: int, start: int, step: int, shape: tuple[int, ...]) -> Any:
+    first = start if start >= 0 else x.shape[axis] + start
+    return x[(slice(None),) * axis + (slice(first, first + (shape[axis] - 1) * step + 1, step),)]
+
+
+def _inserted(types: Types, op: Op) -> IndexMap:
+    labels = numbered(types[0].shape)
+    left = iter(labels)
+    return IndexMap((labels,), tuple(None if i in op[AXES] else next(left) for i in range(len(labels) + len(op[AXES]))))
+
+
+def _regrouped(types: Types, op: Op) -> IndexMap:
+    """A dim that stays keeps its label; of dims that are split or merged the outermost keep it, in `outer`."""
+    have: list[str | None] = [None] * len(types[0].dims)
+    want: list[str | None] = [None] * len(op.result.type.dims)
+    outer = set()
+    for number, (left, right) in enumerate(groups(types[0].shape, op.result.type.shape)):
+        if left and right:
+            have[left[0]] = want[right[0]] = label = f"i{number}"
+            if len(left) > 1 or len(right) > 1:
+                outer.add(label)
+    return IndexMap((tuple(have),), tuple(want), frozenset(outer))
+
+
+def _permuted(types: Types, op: Op) -> IndexMap:
+    return IndexMap((numbered(types[0].shape),), tuple(f"i{i}" for i in op[ORDER]))
+
+
+def _cut(types: Types, op: Op) -> IndexMap:
+    labels: Labels = tuple(None if i == op[AXIS] else label for i, label in enumerate(numbered(types[0].shape)))
+    return IndexMap((labels,), labels if op.kind == "slice" else tuple(filter(None, labels)))
+
+
+def _joined(types: Types, op: Op) -> IndexMap:
+    """Operands lie in the result, one after the other or inside it."""
+    axes = padded_dims(op) if op.kind == "pad" else (op[AXIS],)
+    labels: Labels = tuple(None if i in axes else label for i, label in enumerate(numbered(types[0].shape)))
+    return IndexMap((labels,) * len(types), labels)
+
+
+def _view(kind: str, infer: Infer, map: Indices, numpy: Callable[..., Any], *attributes: Attribute[Any], **facts: Any) -> None:
+    OPS[kind] = OpDef(1, infer, map, numpy, attributes, is_view=True, **facts)
+
+
+_SAME: dict[str, Any] = {"cpp": "{0}", "cost": 0}
+_view("expand_dims", _expand_dims, _inserted, lambda np, x, axis: np.expand_dims(x, axis), AXES, makes="expanded", **_SAME)
+_view(
+    "reshape",
+    _reshape,
+    _regrouped,
+    lambda np, x, shape: np.reshape(x, shape),
+    target="shape",
+    whole="split or merged",
+    makes="reshaped",
+    **_SAME,
+)
+_view("permute_dims", _transpose, _permuted, lambda np, x, axes: np.transpose(x, axes), ORDER, makes="transposed", **_SAME)
+OPS["broadcast_to"] = OpDef(
+    1, _broadcast_to, elementwise, lambda np, x, shape: np.broadcast_to(x, shape), target="shape", makes="broadcast", **_SAME
+)
+_view("select", _select, _cut, lambda np, x, axis, index: x[(slice(None),) * axis + (index,)], AXIS, INDEX, makes="selected")
+_view("slice", _slice, _cut, _numpy_slice, AXIS, START, STEP, target="shape", whole="cut", makes="sliced")
+OPS["concat"] = OpDef(
+    None, _concat, _joined, lambda np, *arrays, axis: np.concatenate(arrays, axis), (AXIS,), whole="joined", makes="joined"
+)
+OPS["pad"] = OpDef(
+    1,
+    _pad,
+    _joined,
+    lambda np, x, low, high, value=0.0: np.pad(x, [*zip(low, high, strict=True)], constant_values=value),
+    (LOW, HIGH, VALUE),
+    whole="made longer",
+    makes="padded",
+)

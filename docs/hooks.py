@@ -1,0 +1,35 @@
+"""What pages have of the op table, written when they are built: a line such as `<!-- table of ops -->` becomes what is made here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hostweave.fusion_ir.ops import OPS, pointwise, reductions
+from hostweave.fusion_ir.ops.definition import OpDef
+
+
+def functions(ops: Mapping[str, OpDef]) -> str:
+    """The functions that are made from these entries, as mkdocstrings takes them."""
+    return "\n\n".join(f"::: hostweave.{kind}" for kind, op in ops.items() if op.is_public)
+
+
+def table(ops: Mapping[str, OpDef]) -> str:
+    rows = ["| op | operands | attributes | Python | ranks' results | C++ | cost |", "|---|---|---|---|---|---|---|"]
+    for kind, op in ops.items():
+        cpp = op.cpp.format(*"abcdef") or (f"{op.combine.functor}()(total, a)" if op.combine else "")
+        texts = (cpp, op.written, kind)
+        cpp, written, name = (f"`{text}`" if text else "" for text in texts)
+        attributes = ", ".join(attribute.name for attribute in op.attributes)
+        operands, cost = "1 or more" if op.arity is None else op.arity, op.cost if op.cpp else ""
+        rows.append(f"| {name} | {operands} | {attributes} | {written} | {op.partial} | {cpp} | {cost} |")
+    return "\n".join(rows)
+
+
+def on_page_markdown(markdown: str, **_: object) -> str:
+    """mkdocs calls it for every page."""
+    made = {
+        "<!-- functions of one element of each operand -->": functions(pointwise.OPS),
+        "<!-- reductions -->": functions(reductions.OPS),
+        "<!-- table of ops -->": table(OPS),
+    }
+    return "\n".join(made.get(line, line) for line in markdown.split("\n"))

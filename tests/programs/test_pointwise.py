@@ -1,0 +1,114 @@
+"""Every pointwise op of the table against torch, at the values where such functions go wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+
+import numpy as np
+import pytest
+import torch
+
+import hostweave as hw
+from hostweave.base.errors import ProgramError
+from hostweave.build import cuda
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.fusion_ir.ops import OPS, pointwise
+from hostweave.fusion_ir.reference import run_reference
+from hostweave.types.numpy_dtypes import numpy_dtype
+from hostweave.types.tensor import DType
+
+EDGES = (0.0, 0.5, 1.0, 1.5, 2.5, 3.7, 2.0**-130, 8388607.5, 2.0**31, 1e30, np.inf)
+SMALL = (0, 1, 2, 3, 100)
+DTYPES = {
+    hw.f64: torch.float64,
+    hw.f32: torch.float32,
+    hw.bf16: torch.bfloat16,
+    hw.i64: torch.int64,
+    hw.i32: torch.int32,
+    hw.u8: torch.uint8,
+}
+OF_TORCH = {"copy": "clone", "equal": "eq"}  # what torch calls otherwise
+KINDS = [kind for kind, op in pointwise.OPS.items() if op.is_public]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def target(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def values(dtype: DType) -> torch.Tensor:
+    if dtype.kind == "float":
+        return torch.tensor([*EDGES, *(-edge for edge in EDGES), np.nan]).to(DTYPES[dtype])
+    signs = (1, -1) if dtype.kind == "int" else (1,)
+    largest = [2**53 + 1] if dtype == hw.i64 else []
+    return torch.tensor([sign * value for sign in signs for value in (*SMALL, *largest)], dtype=DTYPES[dtype])
+
+
+def expected(kind: str, operands: list[torch.Tensor]) -> np.ndarray:
+    """In float64 of floats, which the results are then rounded to."""
+    function = getattr(torch, OF_TORCH.get(kind, kind), None) or getattr(torch.nn.functional, kind)
+    wide = [operand.double() if operand.is_floating_point() else operand for operand in operands]
+    result = function(*wide)
+    if kind == "sign":  # of NaN the standard and NumPy have NaN, torch 0
+        result = torch.where(torch.isnan(wide[0]), wide[0], result)
+    return (result.to(operands[0].dtype) if result.is_floating_point() else result).double().numpy()
+
+
+def all_ops(dtype: DType) -> tuple[list[str], Fusion]:
+    """The ops that take two tensors of this dtype, or one, and a program of all of them."""
+    kinds: list[str] = []
+
+    @hw.fusion(a=dtype["N"], b=dtype["N"])
+    def program(a, b):
+        results = []
+        for kind in KINDS:
+            with contextlib.suppress(ProgramError):  # not of this dtype
+                results.append(getattr(hw, kind)(*(a, b)[: pointwise.OPS[kind].arity]))
+                kinds.append(kind)
+        return tuple(results)
+
+    return kinds, program
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_every_op_of_the_table(dtype: DType, target: str) -> None:
+    kinds, fusion = all_ops(dtype)
+    assert {"add", "abs" if dtype != hw.u8 else "relu", "floor", "less", "copy"} <= set(kinds)
+    pairs = torch.cartesian_prod(values(dtype), values(dtype))
+    given = dict(zip("ab", (pairs[:, i].contiguous() for i in (0, 1)), strict=True))
+    arrays = {name: (t.view(torch.uint16) if dtype == hw.bf16 else t).numpy().view(numpy_dtype(dtype)) for name, t in given.items()}
+    program = hw.compile(fusion, target)
+    results = program.run(**arrays)
+    program.close()
+    rounding = {"f64": 4e-15, "f32": 4e-7, "bf16": 1e-2}.get(dtype.name, 0)
+    for kind, result, reference in zip(kinds, results, run_reference(fusion, arrays), strict=True):
+        want = expected(kind, [*given.values()][: pointwise.OPS[kind].arity])
+        np.testing.assert_allclose(result.astype(np.float64), want, rtol=rounding, atol=rounding, err_msg=f"{kind} of {dtype}")
+        with np.errstate(over="ignore"):
+            rounded = reference.astype(numpy_dtype(dtype)).astype(np.float64) if dtype.kind == "float" else reference
+        np.testing.assert_allclose(rounded, want, rtol=rounding, atol=rounding, err_msg=f"NumPy: {kind} of {dtype}")
+
+
+@pytest.mark.skipif(bool(cuda.find_cuda().missing) and not os.environ.get("HOSTWEAVE_REQUIRE_CUDA"), reason="no CUDA headers and libraries")
+@pytest.mark.parametrize("dtype", [hw.f64, hw.bf16, hw.i64, hw.u32], ids=str)
+def test_every_op_compiles_for_cuda(dtype: DType) -> None:
+    program = hw.compile(all_ops(dtype)[1], target="cuda")
+    assert program.module.name == "program"
+    assert "warning" not in (program.folder / "build.log").read_text()
+
+
+@pytest.mark.parametrize("kind", [kind for kind, op in OPS.items() if op.is_public])
+def test_functions_are_those_of_their_entries(kind: str) -> None:
+    """By name, with a signature, a description and an example."""
+    function = getattr(hw, kind)
+    assert kind in hw.__all__
+    assert function.__name__ == function.__qualname__ == kind
+    assert len(inspect.signature(function).parameters) == (3 if OPS[kind].combine else OPS[kind].arity)
+    summary, *rest = function.__doc__.split("\n\n")
+    assert summary.endswith(".")
+    assert "Raises ProgramError" in "".join(rest)
+    assert f"`hw.{kind}(" in rest[-1]
+    assert rest[-1].startswith("Example: ")
