@@ -23,7 +23,7 @@ def test_once_a_program(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stages: list[ir.HostProgram] = []
     find, verify = def_use.DefUse._visit, pipeline.verify_host
 
-    def visit(uses: def_use.DefUse, body: ir.Body, around: tuple[ir.Instruction, ...]) -> None:
+    def visit(uses: def_use.DefUse, body: ir.Body, around: tuple[def_use.Place, ...]) -> None:
         if not around:
             analysed.append(uses.program)
         find(uses, body, around)

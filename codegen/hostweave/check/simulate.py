@@ -16,7 +16,7 @@ from hostweave.check.bindings import Environment, compiled, size_of
 from hostweave.check.operations import Access, Instances, Layout, Operation, Region, Root, Stream, failure, layout
 from hostweave.check.sizes import extents
 from hostweave.host_ir import ir
-from hostweave.host_ir.calls import dedupe_functions, inlined
+from hostweave.host_ir.calls import dedupe_functions, ends, inlined
 from hostweave.host_ir.expr import Const, Expr, on_sizes_alone
 from hostweave.types.mesh import Mesh
 from hostweave.types.rank_sizes import RankSizes, Sizes
@@ -145,13 +145,8 @@ class _Binder:
 
     def nested(self, body: ir.Body) -> list[Step]:
         """A body at whose end its memory ends too, also what it allocates on some of the ranks."""
-        freed = {i.src for i in ir.walk(body) if isinstance(i, ir.Deallocate)}
-
-        def ends(body: ir.Body) -> ir.Body:
-            return tuple(ir.Deallocate(i.out, location=i.location) for i in body if isinstance(i, ir.Allocate) and i.out not in freed)
-
-        on_ranks = (ir.OnMesh(i.mesh, ends(i.body), location=i.location) for i in body if isinstance(i, ir.OnMesh))
-        return self.body((*body, *ends(body), *(i for i in on_ranks if i.body)))
+        on_ranks = (ir.with_bodies(i, lambda inner: tuple(ends(inner, body))) for i in body if i.ranks)
+        return self.body((*body, *ends(body, body), *(i for i in on_ranks if any(ir.bodies(i)))))
 
 
 # --- one binder an instruction that is not just memory read and written -----------------------------------------------
@@ -167,7 +162,7 @@ def _allocate(b: _Binder, i: ir.Allocate) -> Step:
     b.roots.update(dict.fromkeys(roots, Root(b.layouts[i.out], "allocation")))
     b.own[i.out] = pool is not None
     whole = b.layouts[i.out]
-    joining = [loop.out for loop in b.loops if any(isinstance(j, ir.Join) and j.stream == pool for j in ir.walk(loop.body))]
+    joining = [loop.out for loop in b.loops if any(pool in ir.names(j, "join") for j in ir.walk(loop.body))]
     loops = [loop.out for loop in b.loops], joining  # in which what other streams, and this one's neighbours, freed may come again
 
     def step(run: _Run) -> None:
@@ -215,10 +210,10 @@ def _alias(b: _Binder, i: ir.View) -> Step:
     return step
 
 
-def _select(b: _Binder, i: ir.Select | ir.Chunk) -> Step:
-    source = _source(b, i)
-    count = source.shape[i.dim] if isinstance(i, ir.Select) else b.size(i.count, i)
-    distance = source.strides[i.dim] * source.dtype.itemsize * (source.shape[i.dim] // count if count else 0)
+def _chunk(b: _Binder, i: ir.Select | ir.Chunk) -> Step:
+    source, (dim, _, chunks) = _source(b, i), i.chunk_of(b.types[i.src])
+    count = b.size(chunks, i)
+    distance = source.strides[dim] * source.dtype.itemsize * (source.shape[dim] // count if count else 0)
     index = b.expr(i.index)
 
     def step(run: _Run) -> None:
@@ -232,9 +227,8 @@ def _select(b: _Binder, i: ir.Select | ir.Chunk) -> Step:
 
 
 def _slice(b: _Binder, i: ir.Slice | ir.Strided) -> Step:
-    source, held = _source(b, i), b.layouts[i.out].shape[i.dim]
-    if isinstance(i, ir.Strided) and held:
-        held = (held - 1) * i.step + 1
+    source, (_, _, spread) = _source(b, i), i.span
+    held = b.size(spread, i) if b.layouts[i.out].shape[i.dim] else 0
     distance, whole = source.strides[i.dim] * source.dtype.itemsize, source.shape[i.dim]
     start = b.expr(i.start)
 
@@ -258,9 +252,9 @@ def _post(b: _Binder, i: ir.Instruction) -> Step:
     return step
 
 
-# Whether an instruction reads and writes the buffers in a field of a role. A deallocate claims its buffer, an alias, as an
-# allocate does: whoever uses those bytes next must come after it.
-_TOUCHES = {"read": (True, False), "update": (True, True), "write": (False, True), "alias": (False, True)}
+# Whether an instruction reads and writes the buffers in a field of a role. A deallocate claims its buffer as an allocate does:
+# whoever uses those bytes next must come after it.
+_TOUCHES = {"read": (True, False), "update": (True, True), "write": (False, True), "free": (False, True)}
 
 
 @cache
@@ -273,6 +267,8 @@ def _operation(b: _Binder, i: ir.Instruction) -> Callable[[_Run], Operation]:
     at_root: list[tuple[str, Layout, bool, bool]] = []  # what the root touches, and any rank where there is none
     elsewhere: list[tuple[str, Layout, bool, bool]] = []  # what a rank touches that is not the root
     for field_name, role in ir.roles(type(i)).items():
+        if role not in _TOUCHES:
+            continue
         named = getattr(i, field_name)
         touched = [(name, b.layouts[name], *_TOUCHES[role]) for name in (named if isinstance(named, tuple) else (named,))]
         at_root.extend(touched if field_name != i.not_at_root else ())
@@ -307,8 +303,8 @@ def _resolved(b: _Binder, axes: ir.Axes) -> tuple[Mesh, ir.Axes]:
 
 def _blocks(b: _Binder, i: ir.SendBlocks | ir.RecvBlocks) -> Callable[[_Run], tuple[Operation, ...]]:
     """A send or recv for every route of a rank."""
-    sends = isinstance(i, ir.SendBlocks)
-    name, whole = (i.src, b.layouts[i.src]) if isinstance(i, ir.SendBlocks) else (i.dst, b.layouts[i.dst])
+    sends, (name,) = i.posts == "send", ir.names(i, "read", "write")
+    whole = b.layouts[name]
     held = b.size(Size(whole.count, (), i.count), i)
     block = layout(whole.dtype, (held,), (1,))
     mesh, axes = _resolved(b, i.axes)
@@ -347,7 +343,7 @@ def _access(run: _Run, instruction: ir.Instruction, name: str, layout: Layout, r
 
 
 def _group(b: _Binder, i: ir.Group) -> Step:
-    builders = [_members(b, inner) for inner in i.body]
+    builders = [ir.of_kind(_MEMBERS, type(inner))(b, inner) for inner in i.body]
 
     def step(run: _Run) -> None:
         if members := tuple([member for build in builders for member in build(run)]):
@@ -356,12 +352,17 @@ def _group(b: _Binder, i: ir.Group) -> Step:
     return step
 
 
-def _members(b: _Binder, i: ir.Instruction) -> Callable[[_Run], tuple[Operation, ...]]:
-    """What an instruction of a group posts."""
-    if isinstance(i, ir.SendBlocks | ir.RecvBlocks):
-        return _blocks(b, i)
+def _member(b: _Binder, i: ir.Instruction) -> Callable[[_Run], tuple[Operation, ...]]:
     build = _operation(b, i)
     return lambda run: (build(run),)
+
+
+# What an instruction of a group posts.
+_MEMBERS: dict[type[ir.Instruction], Callable[[_Binder, Any], Callable[[_Run], tuple[Operation, ...]]]] = {
+    ir.Instruction: _member,
+    ir.SendBlocks: _blocks,
+    ir.RecvBlocks: _blocks,
+}
 
 
 def _on_stream(b: _Binder, i: ir.OnStream) -> Step:
@@ -511,8 +512,8 @@ _BINDERS: dict[type[ir.Instruction], Callable[[_Binder, Any], Step]] = {
     ir.Allocate: _allocate,
     ir.Deallocate: _deallocate,
     ir.View: _alias,
-    ir.Select: _select,
-    ir.Chunk: _select,
+    ir.Select: _chunk,
+    ir.Chunk: _chunk,
     ir.Slice: _slice,
     ir.Strided: _slice,
     ir.SendBlocks: _post_blocks,

@@ -35,8 +35,7 @@ def usual_sizes(program: ir.HostProgram, given: Mapping[str, int]) -> dict[str, 
 
 
 def _steps(program: ir.HostProgram, evenly: bool) -> Steps:
-    loops = [i for i in ir.walk(program.body) if isinstance(i, ir.For)]
-    walked = {name for loop in loops for name in loop.count.factors}
+    walked = {name for count in trip_counts(program, ir.walk) for name in count.factors}
     twice = 2 * max((pool.count for pool in program.streams), default=1) + 1
     sizes = dict.fromkeys(program.symbols(), 1)
     needed = set(extents(program, ir.walk if evenly else ir.walk_at_any_size))

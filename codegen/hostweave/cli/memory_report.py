@@ -33,7 +33,7 @@ def memory_report(program: ir.HostProgram, sizes: Mapping[str, int]) -> str:
 
 def _ranks_that_differ(program: ir.HostProgram) -> tuple[int, ...]:
     """The first rank, and the first of those that are on other meshes."""
-    meshes = {i.mesh for body in bodies(program) for i in ir.walk(body.body) if isinstance(i, ir.OnMesh)}
+    meshes = {i.ranks for body in bodies(program) for i in ir.walk(body.body) if i.ranks}
     first: dict[frozenset[Mesh], int] = {}
     for rank in program.mesh.all_ranks:
         first.setdefault(frozenset(mesh for mesh in meshes if rank in mesh.all_ranks), rank)

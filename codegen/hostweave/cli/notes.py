@@ -65,14 +65,11 @@ def _packs(host: ir.HostProgram, sizes: Sizes) -> Iterator[tuple[Location | None
 def _copies(body: ir.Body, types: dict[str, BufferType], sizes: Sizes, times: int) -> Iterator[tuple[ir.Copy, int]]:
     """The copies of an even program, each with how often it runs; `types` gets what is defined on the way."""
     for i in body:
-        if isinstance(i, ir.Allocate):
-            types[i.out] = i.type
-        elif isinstance(i, ir.View):
-            types[i.out] = i.type_of(types[i.src])
-        elif isinstance(i, ir.Copy):
+        types.update(i.defined(types))
+        if isinstance(i, ir.Copy):
             yield i, times
-        inner = ir.bodies(i)[:1] if isinstance(i, ir.If) and divisibility(i.condition) else ir.bodies(i)
-        steps = i.count.bind(sizes) if isinstance(i, ir.For) else 1
+        inner = ir.bodies(i)[:1] if i.condition_of_body and divisibility(i.condition_of_body) else ir.bodies(i)
+        steps = 1 if i.trips is None else i.trips.bind(sizes)
         for nested in inner:
             yield from _copies(nested, types, sizes, times * steps)
 

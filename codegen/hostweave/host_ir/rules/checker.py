@@ -178,7 +178,7 @@ class Checker:
 
     def axes_of_parts(self) -> set[str]:
         """The axes of the meshes of some of the ranks."""
-        return {axis for i in ir.walk(self.program.body) if isinstance(i, ir.OnMesh) for axis, _ in i.mesh.axes}
+        return {axis for i in ir.walk(self.program.body) if i.ranks for axis, _ in i.ranks.axes}
 
     def group_size(self, axes: ir.Axes) -> int:
         if axes == ir.ALL_RANKS:

@@ -18,7 +18,7 @@ def _communication(check: Callable[[Checker, Any, int], None]) -> Rule:
         buffers = ir.names(i, "read", "write")
         c.contiguous(*buffers)
         c.same_dtype(*buffers)
-        if isinstance(i, ir.Collective):
+        if i.posts == "collective":
             if scope.condition is not None:
                 c.fail(f"a collective cannot stand under `if {scope.condition}`, which differs between ranks: only send and recv can")
             if scope.steps is not None:
@@ -112,7 +112,7 @@ def _blocks(c: Checker, i: ir.SendBlocks | ir.RecvBlocks, size: int) -> None:
         c.fail("routes name ranks of the program: write on *")
     if i.count < 1:
         c.fail("a buffer has at least one block: cut it into 1 or more")
-    sends = isinstance(i, ir.SendBlocks)
+    sends = i.posts == "send"
     for route in i.routes:
         if outside := [rank for rank in (route.sender, route.receiver) if rank >= size]:
             c.fail(f"{route}: {c.program.mesh} has no rank {outside[0]}: name ranks of it")

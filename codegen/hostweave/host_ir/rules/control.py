@@ -13,7 +13,7 @@ from hostweave.types.size import LocalSize
 
 def _group(c: Checker, i: ir.Group, scope: Scope) -> None:
     for inner in i.body:
-        if not isinstance(inner, ir.Communication):
+        if not inner.posts:
             c.current = inner
             c.fail("only communications can stand in a group: move it out")
     c.inner(i.body, scope)
@@ -90,9 +90,9 @@ def _call(c: Checker, i: ir.Call, scope: Scope) -> None:
 
 def _is_collective(block: ir.Block, others: tuple[ir.Block, ...]) -> bool:
     for i in ir.walk(block.body):
-        if isinstance(i, ir.Collective):
+        if i.posts == "collective":
             return True
-        if isinstance(i, ir.Call) and any(_is_collective(other, others) for other in others if other.name == i.block):
+        if any(_is_collective(other, others) for other in others if other.name in ir.names(i, "call")):
             return True
     return False
 
@@ -104,7 +104,7 @@ def _on_mesh(c: Checker, i: ir.OnMesh, scope: Scope) -> None:
     c.mesh = i.mesh
     c.inner(i.body, scope)
     c.mesh = c.program.mesh
-    c.types.update({inner.out: inner.type for inner in i.body if isinstance(inner, ir.Allocate)})
+    c.types.update({name: inner.defined({})[name] for inner in i.body for name in ir.names(inner, "allocate")})
 
 
 RULES: dict[type[ir.Instruction], Rule] = {

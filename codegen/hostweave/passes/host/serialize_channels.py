@@ -101,8 +101,8 @@ def _channels(body: ir.Body, mesh: Mesh, program: Mesh) -> Iterator[tuple[Mesh, 
 
 
 def _are_of_different_ranks(instructions: list[ir.Instruction]) -> bool:
-    ranks = [rank for i in instructions if isinstance(i, ir.OnMesh) for rank in i.mesh.all_ranks]
-    return all(isinstance(i, ir.OnMesh) for i in instructions) and len(set(ranks)) == len(ranks)
+    ranks = [rank for i in instructions if i.ranks for rank in i.ranks.all_ranks]
+    return all(i.ranks for i in instructions) and len(set(ranks)) == len(ranks)
 
 
 def _free_event(program: ir.HostProgram) -> str:
@@ -121,13 +121,10 @@ class _Turns:
         for instruction in body:
             if not self.concerns(instruction):
                 result.append(instruction)
-            elif isinstance(instruction, ir.OnStream):
-                result.append(replace(instruction, body=self.on_one_stream(instruction.body)))
-            elif isinstance(instruction, ir.For | ir.OnMesh):
-                result.append(replace(instruction, body=self.across_streams(instruction.body)))
-            elif isinstance(instruction, ir.If):
-                branches = self.across_streams(instruction.body), self.across_streams(instruction.orelse)
-                result.append(replace(instruction, body=branches[0], orelse=branches[1]))
+            elif ir.names(instruction, "stream"):
+                result.append(ir.with_bodies(instruction, self.on_one_stream))
+            elif ir.bodies(instruction) and not instruction.grouped:
+                result.append(ir.with_bodies(instruction, self.across_streams))
             else:
                 result.extend(self.on_one_stream((instruction,)))
         return tuple(result)
@@ -139,11 +136,10 @@ class _Turns:
             return body
         first, last = places[0], places[-1]
         alone = body[first]
-        if first == last and isinstance(alone, ir.If):  # a branch that communicates nothing need not wait
-            alone = replace(alone, body=self.on_one_stream(alone.body), orelse=self.on_one_stream(alone.orelse))
-            return (*body[:first], alone, *body[last + 1 :])
+        if first == last and alone.condition_of_body:  # a branch that communicates nothing need not wait
+            return (*body[:first], ir.with_bodies(alone, self.on_one_stream), *body[last + 1 :])
         if _are_of_different_ranks([body[place] for place in places]):  # nor need one rank wait for what others do
-            return tuple(replace(i, body=self.on_one_stream(i.body)) if isinstance(i, ir.OnMesh) else i for i in body)
+            return tuple(ir.with_bodies(i, self.on_one_stream) if i.ranks else i for i in body)
         wait = ir.Wait(self.event, Const(0), location=alone.location)
         record = ir.Record(self.event, Const(0), location=body[last].location)
         return (*body[:first], wait, *body[first : last + 1], record, *body[last + 1 :])
