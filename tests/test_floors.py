@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hostweave.base.paths import PACKAGE, RUNTIME
+from hostweave.host_ir import ir
 from hostweave.targets.target import NAMES
 
 # From the top down. `options` is what passes and users share.
@@ -68,6 +69,46 @@ def test_targets_are_asked_and_not_compared() -> None:
         if any(isinstance(side, ast.Constant) and side.value in NAMES for side in ast.walk(node))
     ]
     assert not compared
+
+
+# What a class alone means: whose results cuBLASLt folds, which launches become one, which views are transposes. Everything else reads
+# roles and traits, so that a new instruction is a dataclass, a rule, a lowering and a template.
+OWN_SEMANTICS = {
+    "cli/memory_plan.py",
+    "cli/notes.py",
+    "emit/instructions.py",
+    "host_ir/text.py",
+    "passes/host/fold_epilogues.py",
+    "passes/host/fuse_kernels.py",
+    "passes/host/group_communications.py",
+    "passes/host/privatize_per_stream.py",
+    "passes/host/serialize_channels.py",
+    "passes/host/software_pipeline.py",
+    "passes/host/split_reductions.py",
+    "passes/lower/buffers.py",
+}
+
+
+def test_instructions_are_asked_for_traits() -> None:
+    """Hardly any code asks for the class of an instruction; abstract ones, such as Communication, are traits."""
+    concrete = {name for name, kind in vars(ir).items() if isinstance(kind, type) and issubclass(kind, ir.Instruction) and kind.syntax}
+    asked: dict[str, list[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            asks = node.args[1:] if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass") else ()
+            asks = (node.cls,) if isinstance(node, ast.MatchClass) else asks
+            named = {each.attr for ask in asks for each in ast.walk(ask) if isinstance(each, ast.Attribute) and each.attr in concrete}
+            if named:
+                asked.setdefault(str(path.relative_to(PACKAGE)), []).append(f"{node.lineno}: {ast.unparse(node)}")  # type: ignore[attr-defined]
+    assert asked.keys() <= OWN_SEMANTICS
+    assert sum(map(len, asked.values())) <= 20, asked
+
+
+def test_instructions_are_kept_by_place() -> None:
+    """One object may stand at two places of a program, and the id of what is gone may be that of another one."""
+    folders = ("analysis", "check", "emit", "host_ir", "passes")
+    sources = {path: path.read_text() for folder in folders for path in (PACKAGE / folder).rglob("*.py")}
+    assert [str(path) for path, text in sources.items() if re.search(r"\bid\(", text)] == []
 
 
 def test_modules_that_cpp_imports_are_there() -> None:

@@ -171,7 +171,7 @@ class Builder:
 
     def memory_of(self, name: str) -> str:
         """The buffer that is the same elements in the same order as a contiguous view, or the view where it is a part of one."""
-        while (view := self._made_of.get(name)) and view.shows in ("all", "in order") and self.is_contiguous(view.src):
+        while (view := self._made_of.get(name)) and view.shows and self.is_contiguous(view.src):
             name = view.src
         return name
 

@@ -1,7 +1,7 @@
 """The host IR: what the CPU of one rank does, in order. One program for all ranks; the rank is a run-time value.
 
-Each instruction is one dataclass. The role of a field (what it defines, reads, writes) and the `syntax` line drive the
-printer, the parser, the walker and the rewriter, so that a new instruction needs no edit in any of them.
+Each instruction is one dataclass. The `syntax` line drives printer and parser. The roles of its fields (what it defines, reads, frees,
+forks) and its traits are all that analyses, passes and the check ask for, so that a new instruction needs no edit in any of them.
 An instruction outside every `stream` block runs on the caller's stream.
 """
 
@@ -53,7 +53,7 @@ class Instruction:
 
     syntax: ClassVar[str] = ""  # the words before a field are left out with it where it has its default value
     calls: ClassVar[bool] = True  # False: it names memory or an integer, and nothing runs
-    shows: ClassVar[str] = ""  # of a view: a "part" of the elements, one "chunk" of equal ones, "all" of them, or all "in order"
+    shows: ClassVar[str] = ""  # of a view of all elements: "all", or "in order" where they are in their order
     copies: ClassVar[bool] = False  # it is nothing where src and dst are the same bytes
     work: ClassVar[str] = ""  # of this rank alone, on the stream that it stands on: to "compute", or to "move" what is there
     orders: ClassVar[bool] = False  # streams, one after another: no work is moved past it
@@ -62,10 +62,10 @@ class Instruction:
     at_root: ClassVar[str] = ""  # the field whose buffer only the root of a collective touches
     not_at_root: ClassVar[str] = ""  # and the one that only the others do
     takes_block: ClassVar[bool] = False  # of what each rank sends, a rank gets the block of its place in the process group
-    in_place: ClassVar[str] = (
-        ""  # what dst may have the bytes of: the field "src" or "accumulate"; or this rank's "block of src", "block of dst"
-    )
+    in_place: ClassVar[str] = ""  # whose bytes dst may have: the field "src" or "accumulate", or the own "block of src", "block of dst"
     location: Location | None = field(default=None, compare=False, repr=False, kw_only=True)
+
+    # What an instruction of no class in particular says of itself.
 
     def defined(self, types: Mapping[str, BufferType]) -> dict[str, BufferType]:
         """The types of what it defines, from those of the buffers before it. Raises ValueError where there is no such view."""
@@ -83,8 +83,6 @@ class Instruction:
     def senders(self, place: int, readers: tuple[T, ...]) -> tuple[T, ...]:
         """Those whose data the rank at a place of the process group gets from a communication, of all that read."""
         return readers
-
-    # What is asked of instructions with bodies.
 
     @property
     def ranks(self) -> Mesh | None:
@@ -138,7 +136,6 @@ class View(Instruction):
     out: Viewed
     src: Alias
     calls = False
-    shows = "part"
 
     def type_of(self, source: BufferType) -> BufferType:
         """The type of what it defines. Raises ValueError where there is no such view."""
@@ -181,7 +178,6 @@ class Select(Piece):
     dim: int
     index: Expr
     syntax = "%{out} = select %{src}[{dim}: {index}]"
-    shows = "chunk"
 
     def chunk_of(self, source: BufferType) -> tuple[int, Expr, Size]:
         return self.dim, self.index, source.shape[self.dim]
@@ -203,7 +199,6 @@ class Chunk(View):
     index: Expr
     count: Size
     syntax = "%{out} = chunk %{src}[{dim}: {index} of {count}]"
-    shows = "chunk"
 
     def chunk_of(self, source: BufferType) -> tuple[int, Expr, Size]:
         return self.dim, self.index, self.count
@@ -819,17 +814,16 @@ def roles(kind: type[Instruction]) -> dict[str, str]:
     return {f.name: hints[f.name].__metadata__[0] for f in fields(kind) if get_origin(hints[f.name]) is Annotated}
 
 
-@per_kind
-def _by_roles(kind: type[Instruction]) -> dict[tuple[str, ...], tuple[str, ...]]:
-    return {}
+_FIELDS: dict[tuple[type[Instruction], tuple[str, ...]], tuple[str, ...]] = {}
 
 
 def _fields_of(kind: type[Instruction], wanted: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of the wanted roles; worked out once."""
-    known = _by_roles(kind)
-    if wanted not in known:
-        known[wanted] = tuple(name for name, role in roles(kind).items() if not {role, *INCLUDED.get(role, ())}.isdisjoint(wanted))
-    return known[wanted]
+    """Those of the wanted roles, worked out once."""
+    known = _FIELDS.get((kind, wanted))
+    if known is None:
+        known = tuple(name for name, role in roles(kind).items() if not {role, *INCLUDED.get(role, ())}.isdisjoint(wanted))
+        _FIELDS[kind, wanted] = known
+    return known
 
 
 def names(instruction: Instruction, *wanted: str) -> tuple[str, ...]:

@@ -96,7 +96,7 @@ class _Links:
         steps: list[ir.Instruction] = []
         while name != start:
             source = self.uses.roots.source(name)
-            if source is None or self.uses.views[name].instruction.shows not in ("all", "in order"):
+            if source is None or not self.uses.views[name].instruction.shows:
                 return None
             steps.append(self.uses.views[name].instruction)
             name = source

@@ -57,7 +57,7 @@ def serialize_channels(program: ir.HostProgram, options: Options) -> ir.HostProg
     return _in_turn(program, in_turn)
 
 
-def _in_turn(program: ir.HostProgram, in_turn: set[int]) -> ir.HostProgram:
+def _in_turn(program: ir.HostProgram, in_turn: set[ir.Instruction]) -> ir.HostProgram:
     turns = _Turns(in_turn, _free_event(program))
     body = turns.across_streams(program.body)
     first = next(place for place, instruction in enumerate(body) if instruction is not program.body[place])
@@ -76,17 +76,17 @@ def _goes_on(program: ir.HostProgram) -> bool:
     return True
 
 
-def _concerns(instruction: ir.Instruction, in_turn: set[int]) -> bool:
-    return any(id(inner) in in_turn for inner in ir.walk((instruction,)))
+def _concerns(instruction: ir.Instruction, in_turn: set[ir.Instruction]) -> bool:
+    return any(inner in in_turn for inner in ir.walk((instruction,)))
 
 
-def _unordered(program: ir.HostProgram) -> set[int]:
-    """The ids of the communications, and groups of them, that some rank may run at the same time as one of another channel."""
+def _unordered(program: ir.HostProgram) -> set[ir.Instruction]:
+    """The communications, and groups of them, that some rank may run at the same time as one of another channel."""
     if len(set(_channels(program.body, program.mesh, program.mesh))) < 2:
         return set()
     pairs = (pair for sizes in sizes_to_check(program) for pair in unordered(instantiate(program, sizes)))
-    own = {id(instruction) for instruction in ir.walk(program.body)}  # a block that it calls orders those of its own
-    return own & {id(operation.instruction) for pair in pairs for operation in pair}
+    found = {operation.instruction for pair in pairs for operation in pair}
+    return found.intersection(ir.walk(program.body))  # a block that it calls orders those of its own
 
 
 def _channels(body: ir.Body, mesh: Mesh, program: Mesh) -> Iterator[tuple[Mesh, ir.Axes]]:
@@ -112,7 +112,7 @@ def _free_event(program: ir.HostProgram) -> str:
 class _Turns:
     """Has communications wait for one event, and record it."""
 
-    def __init__(self, in_turn: set[int], event: str):
+    def __init__(self, in_turn: set[ir.Instruction], event: str):
         self.in_turn, self.event = in_turn, event
 
     def across_streams(self, body: ir.Body) -> ir.Body:
