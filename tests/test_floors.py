@@ -7,10 +7,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from hostweave.base.paths import PACKAGE, RUNTIME
+from hostweave.base.paths import BENCHMARKS, PACKAGE, RUNTIME
 from hostweave.host_ir import ir
 from hostweave.targets.target import NAMES
 
@@ -115,6 +116,19 @@ def test_modules_that_cpp_imports_are_there() -> None:
     named = {name for path in RUNTIME.rglob("*.cpp") for name in re.findall(r'import\("(hostweave[\w.]*)"\)', path.read_text())}
     assert "hostweave.base.errors" in named
     assert [name for name in sorted(named) if find_spec(name) is None] == []
+
+
+def test_what_benchmarks_import_is_there() -> None:
+    """They are run by hand, and most of them need GPUs."""
+    missing = []
+    for path in BENCHMARKS.rglob("*.py"):
+        text = path.read_text()
+        sources = [text, *re.findall(r'code = f?"""(.*?)"""', text, re.DOTALL)]  # also what they run in a process of its own
+        lines = {line for source in sources for line in re.findall(r"^ *from (hostweave[\w.]*) import (.+)$", source, re.MULTILINE)}
+        for module, names in lines:
+            found = find_spec(module) and import_module(module)
+            missing += [f"{path.name}: {module}.{name}" for name in re.findall(r"\w+", names) if not hasattr(found, name)]
+    assert missing == []
 
 
 def test_compiling_imports_nothing_that_runs_programs() -> None:
