@@ -6,7 +6,7 @@ last one's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from hostweave.host_ir import ir
@@ -114,6 +114,11 @@ class DefUse:
         """Of a view of one of equal chunks: the dim, the number of the chunk, and how many there are."""
         (source,) = ir.names(view.instruction, "alias")
         return view.instruction.chunk_of(self.types[source])
+
+    def edited(self, gone: set[int], before: Mapping[int, ir.Body]) -> ir.Body:
+        """The program's body without the instructions of some numbers, and with others before those of some."""
+        kept = {number: () if number in gone else (self.places[number].instruction,) for number in gone | before.keys()}
+        return ir.edited(self.program.body, {number: (*before.get(number, ()), *own) for number, own in kept.items()})
 
     # --- what instructions touch, with all that is in their bodies ---
 

@@ -22,7 +22,8 @@ from hostweave.types.tensor import BufferType
 
 def privatize_per_stream(program: ir.HostProgram) -> ir.HostProgram:
     uses = def_use(program)
-    edits: dict[int, ir.Body] = {}
+    gone: set[int] = set()
+    made: dict[int, ir.Body] = {}  # what goes before the instruction of a number
     names: dict[str, str] = {}
     for name, place in uses.allocates.items():
         chunks = _chunks(uses, name)
@@ -30,11 +31,11 @@ def privatize_per_stream(program: ir.HostProgram) -> ir.HostProgram:
             continue
         shape = uses.types[_out(chunks[0])].shape
         allocate = ir.Allocate(name, BufferType(uses.types[name].dtype, shape), location=place.instruction.location)
-        edits |= dict.fromkeys((place.number, *(view.number for view in uses.viewed[name] if view.block is None or view in chunks)), ())
-        first = _child_of_block(chunks[0], uses)
-        edits[first.number] = (allocate, *edits.get(first.number, (first.instruction,)))
+        gone.update((place.number, *(view.number for view in uses.viewed[name] if view.block is None or view in chunks)))
+        first = _child_of_block(chunks[0], uses).number
+        made[first] = (*made.get(first, ()), allocate)
         names |= {_out(chunk): name for chunk in chunks}
-    return replace(program, body=renamed(ir.edited(program.body, edits), names)) if edits else program
+    return replace(program, body=renamed(uses.edited(gone, made), names)) if made else program
 
 
 def _chunks(uses: DefUse, name: str) -> list[Place]:

@@ -32,7 +32,7 @@ def reuse_in_place(program: ir.HostProgram) -> ir.HostProgram:
         for src, dst in sharing.candidates(place.instruction):
             if shared.isdisjoint((src, dst)) and (sharing.takes_over(place, src, dst) or sharing.begins_there(place, src, dst)):
                 shared |= {src, dst}
-    return replace(program, body=ir.edited(program.body, sharing.edits())) if sharing.gone else program
+    return replace(program, body=sharing.uses.edited(sharing.gone, sharing.before)) if sharing.gone else program
 
 
 @dataclass
@@ -170,10 +170,6 @@ class _Sharing:
         return None if any(self.uses.indices[index].number > allocate.number for index in used) else found
 
     # --- changes ---
-
-    def edits(self) -> ir.Edits:
-        kept = {number: () if number in self.gone else (self.uses.places[number].instruction,) for number in self.gone | self.before.keys()}
-        return {number: (*self.before.get(number, ()), *own) for number, own in kept.items()}
 
     def _insert(self, before: int, what: ir.Body) -> None:
         self.before[before] = (*self.before.get(before, ()), *what)
