@@ -195,49 +195,23 @@ def _deallocate(b: _Binder, i: ir.Deallocate) -> Step:
     return step
 
 
-def _source(b: _Binder, i: ir.View) -> Layout:
-    """Of a view, which is defined by it."""
-    b.define(i.out, i.type_of(b.types[i.src]), i)
-    return b.layouts[i.src]
-
-
-def _alias(b: _Binder, i: ir.View) -> Step:
-    _source(b, i)
-
-    def step(run: _Run) -> None:
-        run.places[i.out] = run.place(i.src, i)
-
-    return step
-
-
-def _chunk(b: _Binder, i: ir.Select | ir.Chunk) -> Step:
-    source, (dim, _, chunks) = _source(b, i), i.chunk_of(b.types[i.src])
-    count = b.size(chunks, i)
-    distance = source.strides[dim] * source.dtype.itemsize * (source.shape[dim] // count if count else 0)
-    index = b.expr(i.index)
+def _view(b: _Binder, i: ir.View) -> Step:
+    type = b.types[i.src]
+    b.define(i.out, i.type_of(type), i)
+    source, held, where = b.layouts[i.src], b.layouts[i.out], b.expr(i.offset)
+    distance = b.size(i.stride(type), i) * source.dtype.itemsize if held.count else 0
+    count = b.size(chunk[2], i) if (chunk := i.chunk_of(type)) else 0
+    dim, _, indices = i.span if i.span and not chunk else (0, None, None)
+    spread = b.size(indices, i) if indices is not None and held.shape[dim] else 0  # where nothing is held it may begin anywhere
 
     def step(run: _Run) -> None:
-        value = index(run.environment)
-        if not 0 <= value < count:
-            run.fail(i, f"{_outside(i.index, value, count)}: keep the index inside the dim")
+        value = where(run.environment)
+        if chunk and not 0 <= value < count:
+            run.fail(i, f"{_outside(i.offset, value, count)}: keep the index inside the dim")
+        if spread and not 0 <= value <= source.shape[dim] - spread:
+            run.fail(i, f"{spread} from {value} are outside of 0..{source.shape[dim]}: keep the slice inside the dim")
         root, offset, generation = run.place(i.src, i)
         run.places[i.out] = (root, offset + value * distance, generation)
-
-    return step
-
-
-def _slice(b: _Binder, i: ir.Slice | ir.Strided) -> Step:
-    source, (_, _, spread) = _source(b, i), i.span
-    held = b.size(spread, i) if b.layouts[i.out].shape[i.dim] else 0
-    distance, whole = source.strides[i.dim] * source.dtype.itemsize, source.shape[i.dim]
-    start = b.expr(i.start)
-
-    def step(run: _Run) -> None:
-        value = start(run.environment)
-        if held and not 0 <= value <= whole - held:  # where nothing is held it may begin anywhere
-            run.fail(i, f"{held} from {value} are outside of 0..{whole}: keep the slice inside the dim")
-        root, offset, generation = run.place(i.src, i)
-        run.places[i.out] = (root, offset + (value * distance if held else 0), generation)
 
     return step
 
@@ -511,11 +485,7 @@ _BINDERS: dict[type[ir.Instruction], Callable[[_Binder, Any], Step]] = {
     ir.Instruction: _post,
     ir.Allocate: _allocate,
     ir.Deallocate: _deallocate,
-    ir.View: _alias,
-    ir.Select: _chunk,
-    ir.Chunk: _chunk,
-    ir.Slice: _slice,
-    ir.Strided: _slice,
+    ir.View: _view,
     ir.SendBlocks: _post_blocks,
     ir.RecvBlocks: _post_blocks,
     ir.Group: _group,

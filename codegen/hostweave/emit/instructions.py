@@ -57,7 +57,7 @@ class Emitter:
 
     def instruction(self, i: ir.Instruction, last: bool) -> str:
         """Its C++: what the emitter has no method for, the template of its class lays out by itself."""
-        text = _EMIT[type(i)](self, i) if type(i) in _EMIT else self.lay_out(i)
+        text = ir.of_kind(_EMIT, type(i))(self, i)
         opens_group = i.grouped and not self.in_group
         if opens_group:  # sends and recvs are posted together
             text = lay_out("Group", body=text)
@@ -331,9 +331,10 @@ def _ends(i: ir.Matmul) -> tuple[str, ...]:
 
 
 _EMIT: dict[type[ir.Instruction], Callable[[Emitter, Any], str]] = {
+    ir.Instruction: Emitter.lay_out,
     ir.Allocate: Emitter.allocate,
     ir.Deallocate: Emitter.deallocate,
-    **dict.fromkeys((ir.Select, ir.Chunk, ir.Slice, ir.Strided, ir.Reshape, ir.Permute), Emitter.view),
+    ir.View: Emitter.view,
     ir.Matmul: Emitter.matmul,
     ir.Launch: Emitter.launch,
     ir.Copy: Emitter.copy,

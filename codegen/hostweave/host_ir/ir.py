@@ -366,6 +366,7 @@ class Communication(Instruction):
     """Moves data between the ranks of a process group. A rank that writes has it from those that read."""
 
     axes: Axes
+    blocks: ClassVar[str] = ""  # the field whose buffer has a block for each rank of the process group, where the other one has just one
 
 
 class Collective(Communication):
@@ -393,6 +394,7 @@ class AllGather(Collective):
     axes: Axes
     syntax = "all_gather %{src} -> %{dst} on {axes}"
     in_place = "block of dst"
+    blocks = "dst"
 
 
 @dataclass(frozen=True)
@@ -418,6 +420,7 @@ class ReduceScatter(Reduction):
     syntax = "reduce_scatter {op} %{src} -> %{dst} on {axes}"
     takes_block = True
     in_place = "block of src"
+    blocks = "src"
 
 
 @dataclass(frozen=True)
@@ -474,6 +477,7 @@ class Gather(Collective):
     root: Expr
     axes: Axes
     syntax = "gather %{src} -> %{dst} to {root} on {axes}"
+    blocks = "dst"
     grouped = True
     at_root = "dst"
 
@@ -487,6 +491,7 @@ class Scatter(Collective):
     root: Expr
     axes: Axes
     syntax = "scatter %{src} -> %{dst} from {root} on {axes}"
+    blocks = "src"
     takes_block = True
     grouped = True
     at_root = "src"
