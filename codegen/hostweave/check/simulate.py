@@ -301,23 +301,14 @@ def _blocks(b: _Binder, i: ir.SendBlocks | ir.RecvBlocks) -> Callable[[_Run], tu
     return build
 
 
-def _post_blocks(b: _Binder, i: ir.SendBlocks | ir.RecvBlocks) -> Step:
-    build = _blocks(b, i)
-
-    def step(run: _Run) -> None:
-        if members := build(run):
-            run.issue(Operation(i, run.rank, run.stream, run.steps, members=members))
-
-    return step
-
-
 def _access(run: _Run, instruction: ir.Instruction, name: str, layout: Layout, reads: bool, writes: bool) -> Access:
     root, offset, generation = run.place(name, instruction)
     return Access(name, Region(root, offset, layout, generation), reads, writes)
 
 
-def _group(b: _Binder, i: ir.Group) -> Step:
-    builders = [ir.of_kind(_MEMBERS, type(inner))(b, inner) for inner in i.body]
+def _group(b: _Binder, i: ir.Group | ir.SendBlocks | ir.RecvBlocks) -> Step:
+    """What is posted together."""
+    builders = [ir.of_kind(_MEMBERS, type(inner))(b, inner) for inner in next(iter(ir.bodies(i)), (i,))]
 
     def step(run: _Run) -> None:
         if members := tuple([member for build in builders for member in build(run)]):
@@ -486,9 +477,7 @@ _BINDERS: dict[type[ir.Instruction], Callable[[_Binder, Any], Step]] = {
     ir.Allocate: _allocate,
     ir.Deallocate: _deallocate,
     ir.View: _view,
-    ir.SendBlocks: _post_blocks,
-    ir.RecvBlocks: _post_blocks,
-    ir.Group: _group,
+    **dict.fromkeys((ir.SendBlocks, ir.RecvBlocks, ir.Group), _group),
     ir.OnStream: _on_stream,
     ir.Fork: _fork,
     ir.Join: _join,

@@ -252,18 +252,11 @@ class Emitter:
         kept = f"const_cast<{cpp}*>({src})" if self.buffers[i.src].read_only else src
         return self.lay_out(i, place=self.expr(rank_in_group), kept=kept)
 
-    def all_to_all(self, i: ir.AllToAll) -> str:
-        return self.by_rank(i, product(self.type_of(i.src).shape) // self.integers.mesh.size_of(i.axes))
-
-    def gather(self, i: ir.Gather) -> str:
-        return self.by_rank(i, product(self.type_of(i.src).shape))
-
-    def scatter(self, i: ir.Scatter) -> str:
-        return self.by_rank(i, product(self.type_of(i.dst).shape))
-
-    def by_rank(self, i: ir.Collective, block: Size) -> str:
+    def by_rank(self, i: ir.AllToAll | ir.Gather | ir.Scatter) -> str:
         """A collective that walks the ranks of its channel and sends or receives a block of each."""
-        peer = self.names.of("peer", "rank of a channel")
+        block, peer = product(self.type_of(i.dst if i.blocks == "src" else i.src).shape), self.names.of("peer", "rank of a channel")
+        if not i.blocks:
+            block //= self.integers.mesh.size_of(i.axes)
         offset = peer if block == Size() else f"{peer} * {self.integers.factor(block)}"
         return self.lay_out(i, count=self.integers.extent(block), peer=peer, offset=offset)
 
@@ -340,9 +333,7 @@ _EMIT: dict[type[ir.Instruction], Callable[[Emitter, Any], str]] = {
     ir.Copy: Emitter.copy,
     ir.Fill: Emitter.fill,
     ir.BroadcastToOthers: Emitter.broadcast_to_others,
-    ir.AllToAll: Emitter.all_to_all,
-    ir.Gather: Emitter.gather,
-    ir.Scatter: Emitter.scatter,
+    **dict.fromkeys((ir.AllToAll, ir.Gather, ir.Scatter), Emitter.by_rank),
     ir.CollectivePermute: Emitter.collective_permute,
     **dict.fromkeys((ir.SendBlocks, ir.RecvBlocks), Emitter.blocks),
     ir.Group: Emitter.group,

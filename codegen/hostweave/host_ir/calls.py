@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from hostweave.base.names import claim_unique, unique_name
@@ -135,7 +135,7 @@ def renamed(body: ir.Body, names: Mapping[str, str]) -> ir.Body:
     """A body under other names of buffers and indices, as far as `names` has one."""
 
     def rename(i: ir.Instruction) -> ir.Instruction:
-        exprs: dict[str, Any] = {f.name: _expr(value, names) for f in fields(i) if isinstance(value := getattr(i, f.name), Expr)}
+        exprs: dict[str, Any] = {name: _expr(value, names) for name, value in vars(i).items() if isinstance(value, Expr)}
         return ir.with_names(replace(i, **exprs) if exprs else i, names, *ir.NAMED)
 
     return ir.rewrite(body, rename)

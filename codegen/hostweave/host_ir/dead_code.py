@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import fields
 
 from hostweave.host_ir import ir
-from hostweave.host_ir.expr import Expr, Var, leaves
+from hostweave.host_ir.expr import Var, leaves
 
 
 def eliminate_dead_code(body: ir.Body, roles: tuple[str, ...] = ("allocate", "view")) -> ir.Body:
@@ -30,6 +29,4 @@ def launched(kernels: Iterable[ir.Kernel], body: ir.Body) -> tuple[ir.Kernel, ..
 
 def indices_in(i: ir.Instruction) -> Iterator[str]:
     """The indices that the expressions of an instruction name."""
-    for expr in (getattr(i, f.name) for f in fields(i)):
-        if isinstance(expr, Expr):
-            yield from (leaf.name for leaf in leaves(expr) if isinstance(leaf, Var))
+    return (leaf.name for expr in ir.expressions(i) for leaf in leaves(expr) if isinstance(leaf, Var))

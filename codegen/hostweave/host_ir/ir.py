@@ -858,6 +858,10 @@ def slot(instruction: Instruction, role: str) -> Slot | None:
     return next(((pool, getattr(instruction, "index")) for pool in names(instruction, role)), None)  # noqa: B009
 
 
+def expressions(instruction: Instruction) -> list[Expr]:
+    return [value for value in vars(instruction).values() if isinstance(value, Expr)]
+
+
 @per_kind
 def _body_fields(kind: type[Instruction]) -> tuple[str, ...]:
     return tuple(f.name for f in fields(kind) if f.name in ("body", "orelse"))

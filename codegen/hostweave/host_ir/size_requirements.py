@@ -32,7 +32,8 @@ def not_negative(program: ir.HostProgram) -> tuple[Size, ...]:
     """Differences of sizes, such as `(M - 2)`, that a call must not make negative."""
     types = ir.buffer_types(program)
     found = [extent for i in ir.walk(program.body) if i.span for src in ir.names(i, "alias") for extent in slack(i, types[src])]
-    found += [Size(1, (factor,)) for extent in sums(program) for factor in extent.factors if isinstance(factor, Sum)]
+    factors = (factor for type in types.values() for extent in type.shape for factor in extent.factors)
+    found += [Size(1, (factor,)) for factor in factors if isinstance(factor, Sum)]
     return tuple(dict.fromkeys(extent for extent in found if _can_be_negative(extent)))
 
 
@@ -48,12 +49,6 @@ def not_empty(program: ir.HostProgram) -> Iterator[tuple[str, Size]]:
                 wholes = (factor.size if isinstance(factor, Share) else Size(1, (factor,)) for factor in factors)
                 found |= {(op.kind, size): None for size in wholes}
     yield from found
-
-
-def sums(program: ir.HostProgram) -> Iterator[Size]:
-    """The extents of buffers that hold a sum of sizes."""
-    for type in ir.buffer_types(program).values():
-        yield from (extent for extent in type.shape if any(isinstance(factor, Sum) for factor in extent.factors))
 
 
 def slack(view: ir.Instruction, source: BufferType) -> tuple[Size, ...]:

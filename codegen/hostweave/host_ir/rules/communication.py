@@ -31,12 +31,9 @@ def _communication(check: Callable[[Checker, Any, int], None]) -> Rule:
 
 
 def _usual(c: Checker, i: Any, size: int) -> None:
-    """What it reduces by, its root or peer, and that either side has as many elements, or a block for each rank of the process group."""
+    """What it reduces by, and that either side has as many elements, or a block for each rank of the process group."""
     if isinstance(i, ir.Reduction):
         _reduction(c, i)
-    for expr in (getattr(i, name, None) for name in ("root", "peer")):
-        if expr:
-            c.expr(expr)
     if i.posts == "collective":
         large, small = (i.src, i.dst) if i.blocks == "src" else (i.dst, i.src)
         c.counts(small, large, size if i.blocks else 1)
@@ -44,7 +41,6 @@ def _usual(c: Checker, i: Any, size: int) -> None:
 
 def _broadcast_to_others(c: Checker, i: ir.BroadcastToOthers, size: int) -> None:
     """Parts of one dim, shared by as many ranks of two meshes, may be equal: that is seen when sizes are known."""
-    c.expr(i.root)
     have, want = (c.alike(product(c.types[name].shape)) for name in (i.dst, i.src))
     if have != want:
         c.counts(i.src, i.dst, 1)

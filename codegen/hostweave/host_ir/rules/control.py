@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from hostweave.host_ir import ir
 from hostweave.host_ir.expr import divisibility
@@ -22,29 +21,19 @@ def _group(c: Checker, i: ir.Group, scope: Scope) -> None:
 def _on_stream(c: Checker, i: ir.OnStream, scope: Scope) -> None:
     if scope.in_stream:
         c.fail("a stream block cannot stand in a stream block: end the outer one first")
-    _pool(c, i.stream, c.program.streams, "streams")
-    c.expr(i.index)
     c.inner(i.body, replace(scope, in_stream=True))
 
 
 def _fork_or_join(c: Checker, i: ir.Fork | ir.Join, scope: Scope) -> None:
-    _pool(c, i.stream, c.program.streams, "streams")
     if scope.in_stream:
         c.fail("fork and join speak of the caller's stream: move it out of the stream block")
 
 
 def _event(c: Checker, i: ir.Record | ir.Wait, scope: Scope) -> None:
-    _pool(c, i.event, c.program.events, "events")
-    c.expr(i.index)
-
-
-def _pool(c: Checker, name: str, pools: tuple[Any, ...], word: str) -> None:
-    if name not in {pool.name for pool in pools}:
-        c.fail(f"{name} is not declared: add {word}({name}[...]) to the header")
+    """On any stream."""
 
 
 def _let(c: Checker, i: ir.Let, scope: Scope) -> None:
-    c.expr(i.value)
     c.indices.add(i.out)
     if c.depends_on_rank(i.value):
         c.rank_dependent.add(i.out)
@@ -59,7 +48,6 @@ def _for(c: Checker, i: ir.For, scope: Scope) -> None:
 
 
 def _if(c: Checker, i: ir.If, scope: Scope) -> None:
-    c.expr(i.condition)
     condition = i.condition if c.depends_on_rank(i.condition) else scope.condition
     c.inner(i.body, replace(scope, condition=condition, divides=(*scope.divides, *divisibility(i.condition))))
     c.inner(i.orelse, replace(scope, condition=condition))

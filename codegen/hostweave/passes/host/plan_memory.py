@@ -128,19 +128,16 @@ class _Planner:
         return any(ir.names(j, "allocate") or not self.allocating.isdisjoint(ir.names(j, "call")) for j in ir.walk((i,)))
 
     def first_views(self, children: list[ir.Instruction]) -> dict[str, int]:
-        first: dict[str, int] = {}
-        for k, (_, i) in enumerate(map(_on, children)):
-            for name in ir.names(i, "view"):
-                first.setdefault(self.uses.root(name), k)
-        return first
+        last_to_first = reversed(list(enumerate(children)))
+        return {self.uses.root(name): k for k, child in last_to_first for name in ir.names(_on(child)[1], "view")}
 
     def on_streams(self, children: list[ir.Instruction]) -> dict[int, list[Lane]]:
         """The children in which streams allocate for themselves, with these streams."""
+        inner = ((k, i, ir.slot(i, "stream")) for k, child in enumerate(children) for i in ir.walk((child,)))
         found: dict[int, list[Lane]] = {}
-        for k, child in enumerate(children):
-            for i in ir.walk((child,)) if ir.bodies(child) else ():
-                if (stream := ir.slot(i, "stream")) and self.allocates(i):
-                    found.setdefault(k, []).extend(self.lanes_of(stream))
+        for k, i, stream in inner:
+            if stream and self.allocates(i):
+                found.setdefault(k, []).extend(self.lanes_of(stream))
         return found
 
     def touches(self, children: list[ir.Instruction], on_caller: bool) -> dict[str, list[_Touch]]:

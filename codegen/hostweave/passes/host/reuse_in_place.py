@@ -77,7 +77,7 @@ class _Sharing:
         if not uses.is_whole(dst) or here.body is not place.body or not self._is_last(place, old) or not self._is_first(place, new):
             return False
         between = place.around[len(there.around) :]
-        if any(p.on_stream or p.instruction.trips is not None for p in between) or not self._inside(place, there):
+        if any(p.on_stream or p.instruction.trips is not None for p in between) or place.around[: len(there.around)] != there.around:
             return False
         if not self._is_named_beside(place, new):
             return False
@@ -145,9 +145,6 @@ class _Sharing:
     def _is_first(self, place: Place, root: str) -> bool:
         touches = self.touches[root]
         return touches[0] is place and (len(touches) < 2 or touches[1].statement != place.statement)
-
-    def _inside(self, place: Place, allocate: Place) -> bool:
-        return place.around[: len(allocate.around)] == allocate.around
 
     def _is_alone_in_loops(self, place: Place, root: str) -> bool:
         """Whether the loops around an instruction touch a buffer by it alone, as far as they do not hold all of the buffer."""

@@ -119,7 +119,7 @@ class _Turns:
         """A body outside of every stream block: each block in it takes a turn, and so does each communication on the caller's stream."""
         result: list[ir.Instruction] = []
         for instruction in body:
-            if not self.concerns(instruction):
+            if not _concerns(instruction, self.in_turn):
                 result.append(instruction)
             elif ir.names(instruction, "stream"):
                 result.append(ir.with_bodies(instruction, self.on_one_stream))
@@ -131,7 +131,7 @@ class _Turns:
 
     def on_one_stream(self, body: ir.Body) -> ir.Body:
         """One turn for all that a body communicates: from the first communication to the last one."""
-        places = [place for place, instruction in enumerate(body) if self.concerns(instruction)]
+        places = [place for place, instruction in enumerate(body) if _concerns(instruction, self.in_turn)]
         if not places:
             return body
         first, last = places[0], places[-1]
@@ -143,6 +143,3 @@ class _Turns:
         wait = ir.Wait(self.event, Const(0), location=alone.location)
         record = ir.Record(self.event, Const(0), location=body[last].location)
         return (*body[:first], wait, *body[first : last + 1], record, *body[last + 1 :])
-
-    def concerns(self, instruction: ir.Instruction) -> bool:
-        return _concerns(instruction, self.in_turn)
