@@ -26,10 +26,6 @@ class Begin:
     slots: int = 1
 
     @property
-    def stream(self) -> ir.Slot | None:
-        return self.place.stream
-
-    @property
     def name(self) -> str:
         return ir.names(self.place.instruction, "allocate")[0]
 
@@ -140,7 +136,7 @@ class _Walk:
 
 def _needed(steps: Steps, follows: bool, pools: frozenset[str] = frozenset()) -> Steps:
     """Without ends that nothing begins after, or that a join says again, and joins of streams that have nothing of their own."""
-    pools |= {begin.stream[0] for begin in begins(steps) if begin.stream}
+    pools |= {begin.place.stream[0] for begin in begins(steps) if begin.place.stream}
     joined: set[str] = set()  # before anything begins
     result: list[Step] = []
     for step in reversed(steps):
@@ -162,7 +158,7 @@ def _needed(steps: Steps, follows: bool, pools: frozenset[str] = frozenset()) ->
                     follows = True
                     joined.clear()
             case End(begin):
-                if not follows or (begin.stream and begin.stream[0] in joined):
+                if not follows or (begin.place.stream and begin.place.stream[0] in joined):
                     continue
             case Joined(stream):
                 if not follows or stream not in pools:

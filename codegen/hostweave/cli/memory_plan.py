@@ -127,7 +127,7 @@ class _Replay:
                         self.buffers[step] = self.events.new(slots)
                     shape = [size_of(self.program, self.sizes, extent, place.instruction) for extent in step.type.shape]
                     bytes = prod(shape) * step.type.dtype.itemsize
-                    self.events.allocate(self.buffers[step], bytes, step.stream[0] if step.stream else None)
+                    self.events.allocate(self.buffers[step], bytes, place.stream[0] if place.stream else None)
                 case End(begin) if own := self.buffers.get(begin):
                     self.events.free(own)
                 case Joined(stream):

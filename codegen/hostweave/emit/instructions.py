@@ -134,11 +134,11 @@ class Emitter:
         begin = next(self.begins)
         member = self.members.of(f"{self.block}_{i.out}" if self.block else i.out, f"buffer {len(self.temporaries)}")
         pointer, comment = f"{i.type.dtype.cpp}*", f"%{i.out}: {i.type}" + (f" of @{self.block}" if self.block else "")
-        if begin.stream is None:
+        if begin.place.stream is None:
             self.temporaries[begin] = Temporary(f"{pointer} {member} = nullptr", member, self.count_of(i.type), comment)
             self.buffers[i.out] = Buffer(member, i.type, i.out, read_only=False)
             return ""
-        stream, index = begin.stream
+        stream, index = begin.place.stream
         pool, name = self.context.streams[stream], self.names.of(i.out)
         declaration, comment = f"std::array<{pointer}, {begin.slots}> {member}{{}}", f"{comment}, one a stream"
         self.temporaries[begin] = Temporary(declaration, member, self.count_of(i.type), comment, pool.member)
