@@ -7,10 +7,12 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 from hostweave.base.paths import BENCHMARKS, EXAMPLES, PACKAGE, RUNTIME
+from hostweave.host_ir import ir
 from hostweave.targets.target import NAMES
 
 # From the top down. `options` is what passes and users share.
@@ -77,10 +79,63 @@ def test_targets_are_asked_and_not_compared() -> None:
     assert not compared
 
 
+# What a class alone means: whose results cuBLASLt folds, which launches become one, which views are transposes. Everything else reads
+# roles and traits, so that a new instruction is a dataclass, a rule, a lowering and a template.
+OWN_SEMANTICS = {
+    "cli/memory_plan.py",
+    "cli/notes.py",
+    "emit/instructions.py",
+    "host_ir/text.py",
+    "passes/host/fold_epilogues.py",
+    "passes/host/fuse_kernels.py",
+    "passes/host/group_communications.py",
+    "passes/host/privatize_per_stream.py",
+    "passes/host/serialize_channels.py",
+    "passes/host/software_pipeline.py",
+    "passes/host/split_reductions.py",
+    "passes/lower/buffers.py",
+}
+
+
+def test_instructions_are_asked_for_traits() -> None:
+    """Hardly any code asks for the class of an instruction; abstract ones, such as Communication, are traits."""
+    concrete = {name for name, kind in vars(ir).items() if isinstance(kind, type) and issubclass(kind, ir.Instruction) and kind.syntax}
+    asked: dict[str, list[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            asks = node.args[1:] if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass") else ()
+            asks = (node.cls,) if isinstance(node, ast.MatchClass) else asks
+            named = {each.attr for ask in asks for each in ast.walk(ask) if isinstance(each, ast.Attribute) and each.attr in concrete}
+            if named:
+                asked.setdefault(str(path.relative_to(PACKAGE)), []).append(f"{node.lineno}: {ast.unparse(node)}")  # type: ignore[attr-defined]
+    assert asked.keys() <= OWN_SEMANTICS
+    assert sum(map(len, asked.values())) <= 20, asked
+
+
+def test_instructions_are_kept_by_place() -> None:
+    """One object may stand at two places of a program, and the id of what is gone may be that of another one."""
+    folders = ("analysis", "check", "emit", "host_ir", "passes")
+    sources = {path: path.read_text() for folder in folders for path in (PACKAGE / folder).rglob("*.py")}
+    assert [str(path) for path, text in sources.items() if re.search(r"\bid\(", text)] == []
+
+
 def test_modules_that_cpp_imports_are_there() -> None:
     named = {name for path in RUNTIME.rglob("*.cpp") for name in re.findall(r'import\("(hostweave[\w.]*)"\)', path.read_text())}
     assert "hostweave.base.errors" in named
     assert [name for name in sorted(named) if find_spec(name) is None] == []
+
+
+def test_what_benchmarks_import_is_there() -> None:
+    """They are run by hand, and most of them need GPUs."""
+    missing = []
+    for path in BENCHMARKS.rglob("*.py"):
+        text = path.read_text()
+        sources = [text, *re.findall(r'code = f?"""(.*?)"""', text, re.DOTALL)]  # also what they run in a process of its own
+        lines = {line for source in sources for line in re.findall(r"^ *from (hostweave[\w.]*) import (.+)$", source, re.MULTILINE)}
+        for module, names in lines:
+            found = find_spec(module) and import_module(module)
+            missing += [f"{path.name}: {module}.{name}" for name in re.findall(r"\w+", names) if not hasattr(found, name)]
+    assert missing == []
 
 
 def test_compiling_imports_nothing_that_runs_programs() -> None:

@@ -16,6 +16,7 @@ from hostweave.check.sizes import minimal_sizes
 from hostweave.cli.memory_plan import Events, line_numbers, memory_plan
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir import ir
+from hostweave.host_ir.calls import bodies
 from hostweave.host_ir.ir import HostProgram
 from hostweave.host_ir.text import print_instruction
 from hostweave.options import Options
@@ -179,8 +180,9 @@ def test_a_buffer_that_comes_again_lends_its_bytes_in_between() -> None:
 def test_lines(make: Callable[[int, DType], Fusion]) -> None:
     host = lower(make(2, hw.f32), Options())
     lines, text = line_numbers(host), str(host).splitlines()
-    for i in ir.walk(host.body):
-        assert text[lines[id(i)] - 1].strip() == print_instruction(i)[0]
+    for body, own in zip(bodies(host), lines, strict=True):
+        for i, line in zip(ir.walk(body.body), own, strict=True):
+            assert text[line - 1].strip() == print_instruction(i)[0]
 
 
 def test_rows() -> None:

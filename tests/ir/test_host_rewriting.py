@@ -8,6 +8,7 @@ import pytest
 
 from hostweave.base.errors import Location
 from hostweave.host_ir import ir
+from hostweave.host_ir.expr import Const
 from hostweave.host_ir.ir import HostProgram
 
 PROGRAM = HostProgram.parse("""host @p(%x: f32[M]) -> (%y: f32[M]) mesh(x=1) streams(ring[2]) {
@@ -22,8 +23,9 @@ PROGRAM = HostProgram.parse("""host @p(%x: f32[M]) -> (%y: f32[M]) mesh(x=1) str
 """)
 
 
-def the(kind: type[ir.Instruction]) -> ir.Instruction:
-    return next(i for i in ir.walk(PROGRAM.body) if isinstance(i, kind))
+def the(kind: type[ir.Instruction]) -> tuple[int, ir.Instruction]:
+    """The first of its kind, with its number."""
+    return next((number, i) for number, i in enumerate(ir.walk(PROGRAM.body)) if isinstance(i, kind))
 
 
 def lines(body: ir.Body) -> list[str]:
@@ -31,8 +33,8 @@ def lines(body: ir.Body) -> list[str]:
 
 
 def test_edits_of_an_instruction_and_of_what_is_inside_of_it() -> None:
-    loop, block, copy = the(ir.For), the(ir.OnStream), the(ir.Copy)
-    edited = ir.edited(PROGRAM.body, {id(loop): (ir.Fork("ring"), loop), id(block): (block, ir.Join("ring")), id(copy): ()})
+    (at_loop, loop), (at_block, block), (at_copy, _) = the(ir.For), the(ir.OnStream), the(ir.Copy)
+    edited = ir.edited(PROGRAM.body, {at_loop: (ir.Fork("ring"), loop), at_block: (block, ir.Join("ring")), at_copy: ()})
     assert lines(edited) == [
         "fill %y with 0.0",
         "fork ring",
@@ -47,10 +49,17 @@ def test_edits_of_an_instruction_and_of_what_is_inside_of_it() -> None:
 
 def test_an_edit_that_would_be_lost_is_refused() -> None:
     with pytest.raises(KeyError, match="an edit replaces an instruction in which others are edited"):
-        ir.edited(PROGRAM.body, {id(the(ir.For)): (), id(the(ir.Copy)): ()})
-    stranger = ir.Fork("ring")
+        ir.edited(PROGRAM.body, {the(ir.For)[0]: (), the(ir.Copy)[0]: ()})
     with pytest.raises(KeyError, match="an edit names no instruction of the body"):
-        ir.edited(PROGRAM.body, {id(stranger): ()})
+        ir.edited(PROGRAM.body, {len(list(ir.walk(PROGRAM.body))): ()})
+
+
+def test_an_edit_is_of_one_place() -> None:
+    """Also where the same object stands at two: a pass may say an instruction again."""
+    fill = ir.Fill("y", 0.0)
+    assert ir.edited((fill, fill), {1: ()}) == (fill,)
+    again = (ir.OnStream("ring", Const(0), (fill,)),) * 2
+    assert [len(i.body) for i in ir.edited(again, {3: ()}) if isinstance(i, ir.OnStream)] == [1, 0]
 
 
 def test_a_rule_that_gives_what_compares_equal() -> None:

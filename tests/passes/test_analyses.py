@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from types import ModuleType
 
 import pytest
 from example_programs import fusions
 
 import hostweave as hw
 from hostweave import pipeline
-from hostweave.analysis import def_use
+from hostweave.analysis import def_use, live_ranges
+from hostweave.check import check
+from hostweave.emit import render
 from hostweave.host_ir import ir
+from hostweave.host_ir.calls import bodies
+from hostweave.passes.host import serialize_channels
 from hostweave.pipeline import lower
 
 SEEDS = fusions("seeds.py")
@@ -18,23 +23,29 @@ SEEDS = fusions("seeds.py")
 
 @pytest.mark.parametrize("name", SEEDS)
 def test_once_a_program(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    analysed: list[ir.HostProgram] = []
-    verified: list[ir.HostProgram] = []
+    """Of a compile and of the sources: def-use, live ranges, and the operations of all ranks, whose order the check and a pass ask for."""
+    found: dict[str, list[object]] = defaultdict(list)
+
+    def counted(module: ModuleType, function: str) -> None:
+        compute = getattr(module, function)
+
+        def once(program: ir.HostProgram, *args: object) -> object:
+            found[f"{module.__name__}.{function}"].append((program, *map(repr, args)))  # keeps the program: its id is its own
+            return compute(program, *args)
+
+        monkeypatch.setattr(module, function, once)
+
+    counted(def_use, "DefUse")
+    counted(live_ranges, "_Walk")
+    counted(pipeline, "verify_host")
+    counted(serialize_channels, "instantiate")
+    counted(check, "instantiate")
     stages: list[ir.HostProgram] = []
-    find, verify = def_use.DefUse._visit, pipeline.verify_host
-
-    def visit(uses: def_use.DefUse, body: ir.Body, around: tuple[ir.Instruction, ...]) -> None:
-        if not around:
-            analysed.append(uses.program)
-        find(uses, body, around)
-
-    def verify_once(program: ir.HostProgram) -> None:
-        verified.append(program)
-        verify(program)
-
-    monkeypatch.setattr(def_use.DefUse, "_visit", visit)
-    monkeypatch.setattr(pipeline, "verify_host", verify_once)
-    lower(SEEDS[name], hw.Options(), lambda _, program: stages.append(program) if isinstance(program, ir.HostProgram) else None)
-    assert max(Counter(map(id, analysed)).values()) == 1
+    host = lower(SEEDS[name], hw.Options(), lambda _, program: stages.append(program) if isinstance(program, ir.HostProgram) else None)
+    check.check(host)
+    render(host)
+    for what, calls in found.items():
+        assert max(Counter((id(program), *args) for program, *args in calls).values()) == 1, what
     changed = [stage for before, stage in zip([None, *stages], stages, strict=False) if stage != before]
-    assert list(map(id, verified)) == list(map(id, changed))
+    assert [id(program) for (program,) in found["hostweave.pipeline.verify_host"]] == list(map(id, changed))
+    assert len(found["hostweave.analysis.live_ranges._Walk"]) == len(bodies(host))

@@ -6,36 +6,53 @@ last one's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from hostweave.host_ir import ir
 from hostweave.host_ir.aliases import AliasRoots
+from hostweave.host_ir.expr import Expr
+from hostweave.types.size import Size
 
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """An instruction, where it comes in the text, the body it stands in and where, and the instructions around it, outermost first.
+    """An instruction, its number in `ir.walk`, the body it stands in and where, and what is around it, outermost first.
 
-    What is posted in a group stands where the group does, which is its `statement`; that of others is the instruction itself.
+    What is posted in a group stands where the group does, the number of which is its `statement`; that of others is their own.
     """
 
     instruction: ir.Instruction
     number: int
     body: ir.Body
     index: int
-    around: tuple[ir.Instruction, ...]
-    statement: ir.Instruction
+    around: tuple[Place, ...]
+    statement: int
 
     @property
-    def block(self) -> ir.OnStream | None:
+    def block(self) -> Place | None:
         """The stream block around it."""
-        return next((i for i in self.around if isinstance(i, ir.OnStream)), None)
+        return next((place for place in self.around if place.on_stream), None)
 
     @property
-    def loop(self) -> ir.For | None:
+    def loop(self) -> Place | None:
         """The innermost loop around it."""
-        return next((i for i in reversed(self.around) if isinstance(i, ir.For)), None)
+        return next((place for place in reversed(self.around) if place.instruction.trips is not None), None)
+
+    @property
+    def mesh_body(self) -> Place | None:
+        """The `on` body around it."""
+        return next((place for place in self.around if place.instruction.ranks), None)
+
+    @property
+    def on_stream(self) -> ir.Slot | None:
+        """The stream that its body runs on."""
+        return ir.slot(self.instruction, "stream")
+
+    @property
+    def stream(self) -> ir.Slot | None:
+        """The stream that it runs on; None: the caller's."""
+        return self.block.on_stream if self.block else None
 
 
 class DefUse:
@@ -50,49 +67,58 @@ class DefUse:
         self.indices: dict[str, Place] = {}  # lets and loops, by the index that they define
         self.touches: dict[str, list[Place]] = {}  # of a parameter or allocation: what reads or writes it, or a view of it
         self.viewed: dict[str, list[Place]] = {}  # the views of it
-        self.places: list[Place] = []
-        self._lives: dict[int, tuple[Place, list[Place]]] = {}  # the id of an allocate -> its place, and what touches its memory
+        self.places: list[Place] = []  # by number
+        self.lives: dict[Place, list[Place]] = {}  # of each allocate: what touches its memory, in order
         self._visit(program.body, ())
 
-    def _visit(self, body: ir.Body, around: tuple[ir.Instruction, ...]) -> None:
-        for index, statement in enumerate(body):
-            for i in statement.body if isinstance(statement, ir.Group) else (statement,):
-                self._place(Place(i, len(self.places), body, index, around, statement))
+    def _visit(self, body: ir.Body, around: tuple[Place, ...]) -> None:
+        for index, i in enumerate(body):
+            number = len(self.places)
+            place = self._place(Place(i, number, body, index, around, number))
+            for inner in ir.bodies(i):
+                if i.grouped:
+                    for member in inner:
+                        self._place(Place(member, len(self.places), body, index, around, number))
+                else:
+                    self._visit(inner, (*around, place))
 
-    def _place(self, place: Place) -> None:
+    def _place(self, place: Place) -> Place:
         i = place.instruction
         self.places.append(place)
         self.roots.define(i)
-        if isinstance(i, ir.View):
-            self.views[i.out] = place
-            self.viewed.setdefault(self.root(i.out), []).append(place)
-        elif isinstance(i, ir.Allocate):
-            self.allocates[i.out] = place
-            self.touches[i.out] = []
-            self._lives[id(i)] = place, self.touches[i.out]
-        elif isinstance(i, ir.Let | ir.For):
-            self.indices[i.out] = place
+        self.indices.update(dict.fromkeys(ir.names(i, "index"), place))
+        for name in ir.names(i, "allocate"):
+            self.allocates[name], self.touches[name] = place, []
+            self.lives[place] = self.touches[name]
+        for name in ir.names(i, "define"):
+            if self.roots.source(name):
+                self.views[name] = place
+                self.viewed.setdefault(self.root(name), []).append(place)
         for name in dict.fromkeys(map(self.root, ir.names(i, "read", "write"))):
             self.touches.setdefault(name, []).append(place)
-        for inner in ir.bodies(i):
-            self._visit(inner, (*place.around, i))
+        return place
 
     def root(self, name: str) -> str:
         """The parameter or allocation that a buffer is, or is a view of."""
         return self.roots.of(name)
 
-    def life(self, allocate: ir.Allocate) -> list[Place]:
-        """What touches the memory of an allocate, in order; the allocate itself where nothing does."""
-        place, touches = self._lives[id(allocate)]
-        return touches or [place]
-
     def is_whole(self, name: str) -> bool:
         """Whether a buffer is all of a parameter or allocation, its elements in order."""
         while source := self.roots.source(name):
-            if not isinstance(self.views[name].instruction, ir.Reshape):
+            if self.views[name].instruction.shows != "in order":
                 return False
             name = source
         return self.types[name].strides is None
+
+    def chunk(self, view: Place) -> tuple[int, Expr, Size] | None:
+        """Of a view of one of equal chunks: the dim, the number of the chunk, and how many there are."""
+        (source,) = ir.names(view.instruction, "alias")
+        return view.instruction.chunk_of(self.types[source])
+
+    def edited(self, gone: set[int], before: Mapping[int, ir.Body]) -> ir.Body:
+        """The program's body without the instructions of some numbers, and with others before those of some."""
+        kept = {number: () if number in gone else (self.places[number].instruction,) for number in gone | before.keys()}
+        return ir.edited(self.program.body, {number: (*before.get(number, ()), *own) for number, own in kept.items()})
 
     # --- what instructions touch, with all that is in their bodies ---
 
@@ -101,8 +127,7 @@ class DefUse:
 
     def writes(self, instructions: Iterable[ir.Instruction]) -> set[str]:
         """Or frees."""
-        roles = ((i, "alias" if isinstance(i, ir.Deallocate) else "write") for i in ir.walk(tuple(instructions)))
-        return {self.root(name) for i, role in roles for name in ir.names(i, role)}
+        return {self.root(name) for i in ir.walk(tuple(instructions)) for name in ir.names(i, "write", "free")}
 
     def conflict(self, some: Iterable[ir.Instruction], others: Iterable[ir.Instruction]) -> bool:
         """Whether the order of the two matters: one writes what the other reads or writes."""

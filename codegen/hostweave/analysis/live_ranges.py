@@ -8,20 +8,30 @@ what the same stream allocates next.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from hostweave.analysis.def_use import Place, def_use
 from hostweave.host_ir import ir
 from hostweave.host_ir.expr import Expr, Var, on_sizes_alone
 from hostweave.types.mesh import Mesh
+from hostweave.types.tensor import BufferType
 
 
 @dataclass(frozen=True, eq=False)
 class Begin:
-    """Of `slots` buffers, one for each of the first streams of the pool that `block` runs on, or of one where there is no block."""
+    """Of an allocate: `slots` buffers, one for each of the first streams of the pool that its block runs on, or one outside of blocks."""
 
-    allocate: ir.Allocate
-    block: ir.OnStream | None = None
+    place: Place
     slots: int = 1
+
+    @property
+    def name(self) -> str:
+        return ir.names(self.place.instruction, "allocate")[0]
+
+    @property
+    def type(self) -> BufferType:
+        return self.place.instruction.defined({})[self.name]
 
 
 @dataclass(frozen=True)
@@ -62,16 +72,18 @@ Step = Begin | End | Joined | Branch | Called | OnRanks
 Steps = tuple[Step, ...]
 
 
+@ir.analysis
 def live_ranges(program: ir.HostProgram, is_block: bool = False) -> Steps:
     """Every temporary's begin and, where another one begins after it, its end; of a block always, because another call may follow."""
-    return _needed(_Walk(program).body(program.body, {}, None, is_nested=is_block), follows=is_block)
+    return _needed(_Walk(program).body(program.body, {}, is_nested=is_block), follows=is_block)
 
 
+@ir.analysis
 def allocating_blocks(program: ir.HostProgram) -> set[str]:
     """The blocks that allocate, or call such."""
     found: set[str] = set()
     for block in program.blocks:
-        if any(isinstance(i, ir.Allocate) or (isinstance(i, ir.Call) and i.block in found) for i in ir.walk(block.body)):
+        if any(ir.names(i, "allocate") or not found.isdisjoint(ir.names(i, "call")) for i in ir.walk(block.body)):
             found.add(block.name)
     return found
 
@@ -80,53 +92,51 @@ def allocating_blocks(program: ir.HostProgram) -> set[str]:
 class _Walk:
     program: ir.HostProgram
     counts: dict[str, int] = field(default_factory=dict)  # of the steps of loops, where known
-    allocating: set[str] = field(init=False)
+    allocates: Iterator[Place] = field(init=False)  # in the order of the text
 
     def __post_init__(self) -> None:
-        self.allocating = allocating_blocks(self.program)
+        self.allocates = iter(def_use(self.program).lives)
 
-    def body(self, body: ir.Body, outer: dict[str, Begin], block: ir.OnStream | None, is_nested: bool = True) -> Steps:
+    def body(self, body: ir.Body, outer: dict[str, Begin], is_nested: bool = True) -> Steps:
         known, own = dict(outer), dict[str, Begin]()
-        steps = self.steps(body, known, own, block)
+        steps = self.steps(body, known, own)
         return (*steps, *map(End, own.values())) if is_nested else steps
 
-    def steps(self, body: ir.Body, known: dict[str, Begin], own: dict[str, Begin], block: ir.OnStream | None) -> Steps:
+    def steps(self, body: ir.Body, known: dict[str, Begin], own: dict[str, Begin]) -> Steps:
         """Of the instructions of a body; `own` is what has begun in it, and stays where that was on some of the ranks."""
         steps: list[Step] = []
         for i in body:
-            match i:
-                case ir.OnMesh():
-                    steps.append(OnRanks(i.mesh, self.steps(i.body, known, own, block)))
-                case ir.Allocate():
-                    own[i.out] = known[i.out] = Begin(i, block, self.slots(block) if block else 1)
-                    steps.append(known[i.out])
-                case ir.Deallocate():
-                    own.pop(i.src, None)
-                    steps.append(End(known[i.src]))
-                case ir.OnStream():
-                    steps.extend(self.body(i.body, known, i))
-                case ir.For():
-                    if i.count.is_int:
-                        self.counts[i.out] = int(i.count)
-                    steps.extend(self.body(i.body, known, block))
-                case ir.If():
-                    then, otherwise = (self.body(inner, known, block) for inner in (i.body, i.orelse))
-                    steps.extend((Branch(i.condition, then, otherwise),) if on_sizes_alone(i.condition) else (*then, *otherwise))
-                case ir.Join():
-                    steps.append(Joined(i.stream))
-                case ir.Call() if i.block in self.allocating:
-                    steps.append(Called(i.block))
+            for name in ir.names(i, "allocate"):
+                place = next(self.allocates)
+                own[name] = known[name] = begin = Begin(place, self.slots(place.stream) if place.stream else 1)
+                steps.append(begin)
+            for name in ir.names(i, "free"):
+                own.pop(name, None)
+                steps.append(End(known[name]))
+            steps += map(Joined, ir.names(i, "join"))
+            steps += (Called(name) for name in ir.names(i, "call") if name in allocating_blocks(self.program))
+            if i.trips is not None and i.trips.is_int:
+                self.counts.update(dict.fromkeys(ir.names(i, "index"), int(i.trips)))
+            if i.ranks:
+                steps += (OnRanks(i.ranks, self.steps(inner, known, own)) for inner in ir.bodies(i))
+                continue
+            inner = [self.body(inner, known) for inner in ir.bodies(i)]
+            if i.condition_of_body and on_sizes_alone(i.condition_of_body):
+                steps.append(Branch(i.condition_of_body, *inner))
+            else:
+                steps += (step for steps in inner for step in steps)
         return tuple(steps)
 
-    def slots(self, block: ir.OnStream) -> int:
+    def slots(self, stream: ir.Slot) -> int:
         """How many of its streams a block runs on, at most."""
-        streams = next(pool.count for pool in self.program.streams if pool.name == block.stream)
-        return min(streams, self.counts.get(block.index.name, streams)) if isinstance(block.index, Var) else streams
+        pool, index = stream
+        streams = next(streams.count for streams in self.program.streams if streams.name == pool)
+        return min(streams, self.counts.get(index.name, streams)) if isinstance(index, Var) else streams
 
 
 def _needed(steps: Steps, follows: bool, pools: frozenset[str] = frozenset()) -> Steps:
     """Without ends that nothing begins after, or that a join says again, and joins of streams that have nothing of their own."""
-    pools |= {begin.block.stream for begin in begins(steps) if begin.block}
+    pools |= {begin.place.stream[0] for begin in begins(steps) if begin.place.stream}
     joined: set[str] = set()  # before anything begins
     result: list[Step] = []
     for step in reversed(steps):
@@ -148,7 +158,7 @@ def _needed(steps: Steps, follows: bool, pools: frozenset[str] = frozenset()) ->
                     follows = True
                     joined.clear()
             case End(begin):
-                if not follows or (begin.block and begin.block.stream in joined):
+                if not follows or (begin.place.stream and begin.place.stream[0] in joined):
                     continue
             case Joined(stream):
                 if not follows or stream not in pools:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from itertools import combinations
 from typing import NoReturn
 
-from hostweave.analysis.kernel_indices import reads_own_index
+from hostweave.analysis.kernel_indices import may_overwrite
 from hostweave.check.channel_order import Posted
 from hostweave.check.happens_before import Clock, Order, Task, order, run
 from hostweave.check.match_collectives import meetings
@@ -58,7 +58,7 @@ class _Checker:
         self.posted = Posted()
         self.tasks = {task.operation: task for task in ordered.tasks}
         self.kernels = {kernel.name: kernel for kernel in instances.program.kernels}
-        self.over: dict[tuple[str, int, int], bool] = {}
+        self.over: dict[tuple[ir.Instruction, str, str], bool] = {}
         self.memories: list[dict[str, Memory]] = []
         # The first read of bytes that nothing wrote before. If their write comes later, the race says more.
         self.empty: tuple[Operation, Access, range] | None = None
@@ -94,7 +94,7 @@ class _Checker:
                 self.race(touch, conflict, memory)
             if access.region.generation in memory.freed:
                 self.fail(part, f" {_verb(part, access)} %{access.name} after its deallocate: move the deallocate down, out of the loop")
-            if isinstance(part.instruction, ir.Deallocate):
+            if ir.names(part.instruction, "free"):
                 memory.freed.add(access.region.generation)
         for earlier in self.posted.unordered(task, clock):
             self.two_channels(task.operation, earlier)
@@ -120,27 +120,15 @@ class _Checker:
         """Whether an instruction may read what it writes: element by element, or as NCCL allows."""
         old, new = read.region, written.region
         place = part.process_group.index(part.rank) if part.process_group else 0
-        match part.instruction:
-            case ir.Collective(in_place="block of dst"):
+        match part.instruction.in_place:
+            case "block of dst":
                 return old.offset == new.offset + place * old.layout.run
-            case ir.Collective(in_place="block of src"):
+            case "block of src":
                 return new.offset == old.offset + place * new.layout.run
-            case ir.Launch(kernel=name, srcs=srcs, dsts=dsts):
-                if not self.writes_over(name, srcs.index(read.name), dsts.index(written.name)):
-                    return False
-            case ir.Matmul(a=a, b=b, accumulate=accumulate):
-                if read.name not in accumulate or read.name in (a, b):
-                    return False
-            case other if other.in_place != "src":
-                return False
-        return (old.offset, old.layout.rows, old.layout.run) == (new.offset, new.layout.rows, new.layout.run)
-
-    def writes_over(self, kernel: str, source: int, result: int) -> bool:
-        """Whether a kernel may write a result over an input. What one of the user reads is not known."""
-        key = kernel, source, result
+        key = part.instruction, read.name, written.name
         if key not in self.over:
-            self.over[key] = kernel in self.kernels and reads_own_index(self.kernels[kernel], source, result)
-        return self.over[key]
+            self.over[key] = may_overwrite(part.instruction, self.kernels, read.name, written.name)
+        return self.over[key] and (old.offset, old.layout.rows, old.layout.run) == (new.offset, new.layout.rows, new.layout.run)
 
     def race(self, touch: TaskAccess, conflict: TaskAccess, memory: Memory) -> NoReturn:
         """Names what was issued later first: it is the one that fails to wait."""
@@ -200,9 +188,9 @@ _AFTERWARDS = {"input": "the caller may write it next", "output": "the caller re
 
 
 def _verb(part: Operation, access: Access) -> str:
-    if isinstance(part.instruction, ir.Deallocate):
+    if ir.names(part.instruction, "free"):
         return "frees"
-    if isinstance(part.instruction, ir.Allocate):
+    if ir.names(part.instruction, "allocate"):
         return "allocates"
     return "updates" if access.reads and access.writes else "writes" if access.writes else "reads"
 

@@ -151,25 +151,18 @@ class _Rank:
         return np.concatenate(sent) if sent else np.zeros(1)
 
     def compute(self, operation: Operation) -> None:
-        instruction = operation.instruction
+        i = operation.instruction
         reads = [self.array(access) for access in operation.accesses if access.reads]
         writes = [self.array(access) for access in operation.accesses if access.writes]
-        match instruction:
-            case ir.Matmul(activation=activation, scale=scale):
-                a, b, *added = map(_widened, reads)
-                total = reduce(np.add, added, np.matmul(a, b) * a.dtype.type(scale))
-                writes[0][...] = OPS[activation].numpy(np, total) if activation else total
-            case ir.Launch(kernel=name) if name not in self.kernels:
-                raise ExecutionError(f"launch @{name}: NumPy does not know what the user's C++ computes; run the compiled program")
-            case ir.Launch(kernel=name):
-                for written, result in zip(writes, self.launched(self.kernels[name], reads), strict=True):
-                    written[...] = result
-            case ir.Copy():
-                writes[0][...] = reads[0]
-            case ir.Fill(value=value):
-                writes[0][...] = value
+        if isinstance(i, ir.Compute):
+            launched = [result for name in ir.names(i, "launch") for result in self.launched(name, reads)]
+            for written, result in zip(writes, launched or i.computed(np, *map(_widened, reads)), strict=True):
+                written[...] = result
 
-    def launched(self, kernel: ir.Kernel, arrays: list[Array]) -> list[Array]:
+    def launched(self, name: str, arrays: list[Array]) -> list[Array]:
+        if name not in self.kernels:
+            raise ExecutionError(f"launch @{name}: NumPy does not know what the user's C++ computes; run the compiled program")
+        kernel = self.kernels[name]
         values = {parameter.name: array for parameter, array in zip(kernel.inputs, arrays, strict=True)}
         for op in kernel.ops:
             values[op.result.name] = self.op(op, values)

@@ -22,7 +22,6 @@ class Meeting:
 
     def sources(self, part: Operation) -> tuple[Operation, ...]:
         """Those whose data this part of it receives."""
-        assert isinstance(part.instruction, ir.Communication)
         if not any(access.writes for access in part.accesses):
             return ()
         return part.instruction.senders(part.process_group.index(part.rank), self.readers)

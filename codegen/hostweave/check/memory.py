@@ -42,7 +42,7 @@ class Memory:
     def touch(self, touch: TaskAccess, clock: Clock) -> TaskAccess | None:
         """Notes an access of a task that starts when `clock` is known. Returns an earlier conflicting one that may still run."""
         task, access, region = touch.by, touch.access, touch.access.region
-        is_claim = isinstance(touch.part.instruction, ir.Allocate | ir.Deallocate)
+        is_claim = bool(ir.names(touch.part.instruction, "allocate", "free"))
         for unit in self.units(region):
             write = self.writes[unit]
             if clock[write.by.lane] < write.by.number and write.by is not task:

@@ -16,7 +16,7 @@ from hostweave.check.bindings import Environment, compiled, size_of
 from hostweave.check.operations import Access, Instances, Layout, Operation, Region, Root, Stream, failure, layout
 from hostweave.check.sizes import extents
 from hostweave.host_ir import ir
-from hostweave.host_ir.calls import dedupe_functions, inlined
+from hostweave.host_ir.calls import dedupe_functions, ends, inlined
 from hostweave.host_ir.expr import Const, Expr, on_sizes_alone
 from hostweave.types.mesh import Mesh
 from hostweave.types.rank_sizes import RankSizes, Sizes
@@ -145,13 +145,8 @@ class _Binder:
 
     def nested(self, body: ir.Body) -> list[Step]:
         """A body at whose end its memory ends too, also what it allocates on some of the ranks."""
-        freed = {i.src for i in ir.walk(body) if isinstance(i, ir.Deallocate)}
-
-        def ends(body: ir.Body) -> ir.Body:
-            return tuple(ir.Deallocate(i.out, location=i.location) for i in body if isinstance(i, ir.Allocate) and i.out not in freed)
-
-        on_ranks = (ir.OnMesh(i.mesh, ends(i.body), location=i.location) for i in body if isinstance(i, ir.OnMesh))
-        return self.body((*body, *ends(body), *(i for i in on_ranks if i.body)))
+        on_ranks = (ir.with_bodies(i, lambda inner: tuple(ends(inner, body))) for i in body if i.ranks)
+        return self.body((*body, *ends(body, body), *(i for i in on_ranks if any(ir.bodies(i)))))
 
 
 # --- one binder an instruction that is not just memory read and written -----------------------------------------------
@@ -167,7 +162,7 @@ def _allocate(b: _Binder, i: ir.Allocate) -> Step:
     b.roots.update(dict.fromkeys(roots, Root(b.layouts[i.out], "allocation")))
     b.own[i.out] = pool is not None
     whole = b.layouts[i.out]
-    joining = [loop.out for loop in b.loops if any(isinstance(j, ir.Join) and j.stream == pool for j in ir.walk(loop.body))]
+    joining = [loop.out for loop in b.loops if any(pool in ir.names(j, "join") for j in ir.walk(loop.body))]
     loops = [loop.out for loop in b.loops], joining  # in which what other streams, and this one's neighbours, freed may come again
 
     def step(run: _Run) -> None:
@@ -200,50 +195,23 @@ def _deallocate(b: _Binder, i: ir.Deallocate) -> Step:
     return step
 
 
-def _source(b: _Binder, i: ir.View) -> Layout:
-    """Of a view, which is defined by it."""
-    b.define(i.out, i.type_of(b.types[i.src]), i)
-    return b.layouts[i.src]
-
-
-def _alias(b: _Binder, i: ir.View) -> Step:
-    _source(b, i)
-
-    def step(run: _Run) -> None:
-        run.places[i.out] = run.place(i.src, i)
-
-    return step
-
-
-def _select(b: _Binder, i: ir.Select | ir.Chunk) -> Step:
-    source = _source(b, i)
-    count = source.shape[i.dim] if isinstance(i, ir.Select) else b.size(i.count, i)
-    distance = source.strides[i.dim] * source.dtype.itemsize * (source.shape[i.dim] // count if count else 0)
-    index = b.expr(i.index)
+def _view(b: _Binder, i: ir.View) -> Step:
+    type = b.types[i.src]
+    b.define(i.out, i.type_of(type), i)
+    source, held, where = b.layouts[i.src], b.layouts[i.out], b.expr(i.offset)
+    distance = b.size(i.stride(type), i) * source.dtype.itemsize if held.count else 0
+    count = b.size(chunk[2], i) if (chunk := i.chunk_of(type)) else 0
+    dim, _, indices = i.span if i.span and not chunk else (0, None, None)
+    spread = b.size(indices, i) if indices is not None and held.shape[dim] else 0  # where nothing is held it may begin anywhere
 
     def step(run: _Run) -> None:
-        value = index(run.environment)
-        if not 0 <= value < count:
-            run.fail(i, f"{_outside(i.index, value, count)}: keep the index inside the dim")
+        value = where(run.environment)
+        if chunk and not 0 <= value < count:
+            run.fail(i, f"{_outside(i.offset, value, count)}: keep the index inside the dim")
+        if spread and not 0 <= value <= source.shape[dim] - spread:
+            run.fail(i, f"{spread} from {value} are outside of 0..{source.shape[dim]}: keep the slice inside the dim")
         root, offset, generation = run.place(i.src, i)
         run.places[i.out] = (root, offset + value * distance, generation)
-
-    return step
-
-
-def _slice(b: _Binder, i: ir.Slice | ir.Strided) -> Step:
-    source, held = _source(b, i), b.layouts[i.out].shape[i.dim]
-    if isinstance(i, ir.Strided) and held:
-        held = (held - 1) * i.step + 1
-    distance, whole = source.strides[i.dim] * source.dtype.itemsize, source.shape[i.dim]
-    start = b.expr(i.start)
-
-    def step(run: _Run) -> None:
-        value = start(run.environment)
-        if held and not 0 <= value <= whole - held:  # where nothing is held it may begin anywhere
-            run.fail(i, f"{held} from {value} are outside of 0..{whole}: keep the slice inside the dim")
-        root, offset, generation = run.place(i.src, i)
-        run.places[i.out] = (root, offset + (value * distance if held else 0), generation)
 
     return step
 
@@ -258,9 +226,9 @@ def _post(b: _Binder, i: ir.Instruction) -> Step:
     return step
 
 
-# Whether an instruction reads and writes the buffers in a field of a role. A deallocate claims its buffer, an alias, as an
-# allocate does: whoever uses those bytes next must come after it.
-_TOUCHES = {"read": (True, False), "update": (True, True), "write": (False, True), "alias": (False, True)}
+# Whether an instruction reads and writes the buffers in a field of a role. A deallocate claims its buffer as an allocate does:
+# whoever uses those bytes next must come after it.
+_TOUCHES = {"read": (True, False), "update": (True, True), "write": (False, True), "free": (False, True)}
 
 
 @cache
@@ -273,6 +241,8 @@ def _operation(b: _Binder, i: ir.Instruction) -> Callable[[_Run], Operation]:
     at_root: list[tuple[str, Layout, bool, bool]] = []  # what the root touches, and any rank where there is none
     elsewhere: list[tuple[str, Layout, bool, bool]] = []  # what a rank touches that is not the root
     for field_name, role in ir.roles(type(i)).items():
+        if role not in _TOUCHES:
+            continue
         named = getattr(i, field_name)
         touched = [(name, b.layouts[name], *_TOUCHES[role]) for name in (named if isinstance(named, tuple) else (named,))]
         at_root.extend(touched if field_name != i.not_at_root else ())
@@ -307,8 +277,8 @@ def _resolved(b: _Binder, axes: ir.Axes) -> tuple[Mesh, ir.Axes]:
 
 def _blocks(b: _Binder, i: ir.SendBlocks | ir.RecvBlocks) -> Callable[[_Run], tuple[Operation, ...]]:
     """A send or recv for every route of a rank."""
-    sends = isinstance(i, ir.SendBlocks)
-    name, whole = (i.src, b.layouts[i.src]) if isinstance(i, ir.SendBlocks) else (i.dst, b.layouts[i.dst])
+    sends, (name,) = i.posts == "send", ir.names(i, "read", "write")
+    whole = b.layouts[name]
     held = b.size(Size(whole.count, (), i.count), i)
     block = layout(whole.dtype, (held,), (1,))
     mesh, axes = _resolved(b, i.axes)
@@ -331,23 +301,14 @@ def _blocks(b: _Binder, i: ir.SendBlocks | ir.RecvBlocks) -> Callable[[_Run], tu
     return build
 
 
-def _post_blocks(b: _Binder, i: ir.SendBlocks | ir.RecvBlocks) -> Step:
-    build = _blocks(b, i)
-
-    def step(run: _Run) -> None:
-        if members := build(run):
-            run.issue(Operation(i, run.rank, run.stream, run.steps, members=members))
-
-    return step
-
-
 def _access(run: _Run, instruction: ir.Instruction, name: str, layout: Layout, reads: bool, writes: bool) -> Access:
     root, offset, generation = run.place(name, instruction)
     return Access(name, Region(root, offset, layout, generation), reads, writes)
 
 
-def _group(b: _Binder, i: ir.Group) -> Step:
-    builders = [_members(b, inner) for inner in i.body]
+def _group(b: _Binder, i: ir.Group | ir.SendBlocks | ir.RecvBlocks) -> Step:
+    """What is posted together."""
+    builders = [ir.of_kind(_MEMBERS, type(inner))(b, inner) for inner in next(iter(ir.bodies(i)), (i,))]
 
     def step(run: _Run) -> None:
         if members := tuple([member for build in builders for member in build(run)]):
@@ -356,12 +317,17 @@ def _group(b: _Binder, i: ir.Group) -> Step:
     return step
 
 
-def _members(b: _Binder, i: ir.Instruction) -> Callable[[_Run], tuple[Operation, ...]]:
-    """What an instruction of a group posts."""
-    if isinstance(i, ir.SendBlocks | ir.RecvBlocks):
-        return _blocks(b, i)
+def _member(b: _Binder, i: ir.Instruction) -> Callable[[_Run], tuple[Operation, ...]]:
     build = _operation(b, i)
     return lambda run: (build(run),)
+
+
+# What an instruction of a group posts.
+_MEMBERS: dict[type[ir.Instruction], Callable[[_Binder, Any], Callable[[_Run], tuple[Operation, ...]]]] = {
+    ir.Instruction: _member,
+    ir.SendBlocks: _blocks,
+    ir.RecvBlocks: _blocks,
+}
 
 
 def _on_stream(b: _Binder, i: ir.OnStream) -> Step:
@@ -510,14 +476,8 @@ _BINDERS: dict[type[ir.Instruction], Callable[[_Binder, Any], Step]] = {
     ir.Instruction: _post,
     ir.Allocate: _allocate,
     ir.Deallocate: _deallocate,
-    ir.View: _alias,
-    ir.Select: _select,
-    ir.Chunk: _select,
-    ir.Slice: _slice,
-    ir.Strided: _slice,
-    ir.SendBlocks: _post_blocks,
-    ir.RecvBlocks: _post_blocks,
-    ir.Group: _group,
+    ir.View: _view,
+    **dict.fromkeys((ir.SendBlocks, ir.RecvBlocks, ir.Group), _group),
     ir.OnStream: _on_stream,
     ir.Fork: _fork,
     ir.Join: _join,

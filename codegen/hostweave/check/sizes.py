@@ -13,6 +13,7 @@ from hostweave.types.size import Size, Sum
 Steps = dict[str, tuple[int, int]]  # for every size: what it is a multiple of, or 0 where it is as it is, and the least that it may be
 
 
+@ir.analysis
 def minimal_sizes(program: ir.HostProgram) -> dict[str, int]:
     """Small sizes at which every extent of `program` is whole: {'M': 12, 'K': 2, 'N': 2}.
 
@@ -35,8 +36,7 @@ def usual_sizes(program: ir.HostProgram, given: Mapping[str, int]) -> dict[str, 
 
 
 def _steps(program: ir.HostProgram, evenly: bool) -> Steps:
-    loops = [i for i in ir.walk(program.body) if isinstance(i, ir.For)]
-    walked = {name for loop in loops for name in loop.count.factors}
+    walked = {name for count in trip_counts(program, ir.walk) for name in count.factors}
     twice = 2 * max((pool.count for pool in program.streams), default=1) + 1
     sizes = dict.fromkeys(program.symbols(), 1)
     needed = set(extents(program, ir.walk if evenly else ir.walk_at_any_size))
@@ -97,18 +97,19 @@ class _Search:
             return False
 
 
-def sizes_to_check(program: ir.HostProgram) -> Iterator[dict[str, int]]:
+@ir.analysis
+def sizes_to_check(program: ir.HostProgram) -> tuple[dict[str, int], ...]:
     """Small sizes for both sides of every branch on sizes."""
     program = dedupe_functions(program)
     least = minimal_sizes(program)
-    yield least
-    if program.uneven:
-        steps = dict.fromkeys(program.uneven, 1)
-        for extent in extents(program, ir.walk_at_any_size):
-            if len(extent.atoms) == 1 and (name := extent.atoms[0]) in steps and isinstance(name, str):
-                steps[name] = lcm(steps[name], extent.divisor)
-        uneven = {name: (steps.get(name, 0), size + steps.get(name, 0)) for name, size in least.items()}
-        yield _with_room(program, uneven) or least
+    if not program.uneven:
+        return (least,)
+    steps = dict.fromkeys(program.uneven, 1)
+    for extent in extents(program, ir.walk_at_any_size):
+        if len(extent.atoms) == 1 and (name := extent.atoms[0]) in steps and isinstance(name, str):
+            steps[name] = lcm(steps[name], extent.divisor)
+    uneven = {name: (steps.get(name, 0), size + steps.get(name, 0)) for name, size in least.items()}
+    return (least, _with_room(program, uneven) or least)
 
 
 def extents(program: ir.HostProgram, walk: Walk = ir.walk) -> Iterator[Size]:

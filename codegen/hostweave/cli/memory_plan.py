@@ -49,8 +49,8 @@ def memory_plan(program: ir.HostProgram, sizes: Sizes, rank: int = 0) -> MemoryP
     for number, body in enumerate((program, *replay.bodies[:-1])):
         uses, of = def_use(body), f" of @{body.name}" if number else ""
         for begin in begins(replay.steps[body.name if number else ""]):
-            if own := replay.buffers.get(id(begin)):
-                rows.append(_row(begin, of, placed.bytes[own.start], placed.offsets[own], uses, lines))
+            if own := replay.buffers.get(begin):
+                rows.append(_row(begin, of, placed.bytes[own.start], placed.offsets[own], uses, lines[number - 1]))
     if replay.workspace:
         rows.insert(0, _workspace_row(placed.bytes[0], placed.offsets[replay.workspace], replay.bodies, lines))
     return MemoryPlan(tuple(rows), placed.peak, placed.bound)
@@ -106,16 +106,16 @@ class Events:
 
 
 class _Replay:
-    """The events of `prepare`, and the buffers of each begin by its id."""
+    """The events of `prepare`, and the buffers of each begin."""
 
     def __init__(self, program: ir.HostProgram, sizes: Mapping[str, int], rank: int):
         self.program, self.sizes, self.rank = program, sizes, rank
         self.bodies = bodies(program)
         self.steps = {body.name: live_ranges(body, is_block=True) for body in self.bodies[:-1]}
         self.steps[""] = live_ranges(program)
-        self.buffers: dict[int, slice] = {}
+        self.buffers: dict[Begin, slice] = {}
         self.events = Events()
-        self.workspace = self.events.new() if any(_needs_workspace(body.body) for body in self.bodies) else None
+        self.workspace = self.events.new() if any(map(_need_workspace, self.bodies)) else None
         if self.workspace:
             self.events.allocate(self.workspace, -1)
         self.replay(self.steps[""])
@@ -125,13 +125,13 @@ class _Replay:
             match step:
                 case Called(block):
                     self.replay(self.steps[block])
-                case Begin(allocate, block, slots):
-                    if id(step) not in self.buffers:
-                        self.buffers[id(step)] = self.events.new(slots)
-                    shape = [size_of(self.program, self.sizes, extent, allocate) for extent in allocate.type.shape]
-                    bytes = prod(shape) * allocate.type.dtype.itemsize
-                    self.events.allocate(self.buffers[id(step)], bytes, block.stream if block else None)
-                case End(begin) if own := self.buffers.get(id(begin)):
+                case Begin(place, slots):
+                    if step not in self.buffers:
+                        self.buffers[step] = self.events.new(slots)
+                    shape = [size_of(self.program, self.sizes, extent, place.instruction) for extent in step.type.shape]
+                    bytes = prod(shape) * step.type.dtype.itemsize
+                    self.events.allocate(self.buffers[step], bytes, place.stream[0] if place.stream else None)
+                case End(begin) if own := self.buffers.get(begin):
                     self.events.free(own)
                 case Joined(stream):
                     self.events.join(stream)
@@ -148,10 +148,9 @@ class _Replay:
                     yield step
 
 
-def _needs_workspace(body: ir.Body) -> bool:
-    """Whether a matmul runs on the caller's stream, which brings no workspace of its own."""
-    inner = (nested for i in body if not isinstance(i, ir.OnStream) for nested in ir.bodies(i))
-    return any(isinstance(i, ir.Matmul) for i in body) or any(map(_needs_workspace, inner))
+def _need_workspace(body: ir.HostProgram) -> list[Place]:
+    """The matmuls that run on the caller's stream, which brings no workspace of its own."""
+    return [place for place in def_use(body).places if isinstance(place.instruction, ir.Matmul) and place.stream is None]
 
 
 @cache
@@ -164,32 +163,24 @@ def _library() -> ctypes.CDLL:
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-def _row(begin: Begin, of: str, bytes: int, offsets: tuple[int, ...], uses: DefUse, lines: Mapping[int, int]) -> Row:
-    allocate, life = begin.allocate, uses.life(begin.allocate)
-    return Row(f"%{allocate.out}{of}", str(allocate.type), bytes, offsets, _lines(life, lines), tuple(dict.fromkeys(map(_stream, life))))
+def _row(begin: Begin, of: str, bytes: int, offsets: tuple[int, ...], uses: DefUse, lines: Sequence[int]) -> Row:
+    life = uses.lives[begin.place] or [begin.place]
+    streams = dict.fromkeys(place.stream[0] if place.stream else "caller" for place in life)
+    return Row(f"%{begin.name}{of}", str(begin.type), bytes, offsets, (lines[life[0].number], lines[life[-1].number]), tuple(streams))
 
 
-def _workspace_row(bytes: int, offsets: tuple[int, ...], parts: Sequence[ir.HostProgram], lines: Mapping[int, int]) -> Row:
-    places = [place for part in parts for place in def_use(part).places]
-    matmuls = [p for p in places if isinstance(p.instruction, ir.Matmul) and p.block is None]
-    return Row("workspace of matmuls", "", bytes, offsets, _lines(matmuls, lines), ("caller",))
+def _workspace_row(bytes: int, offsets: tuple[int, ...], parts: Sequence[ir.HostProgram], lines: Sequence[Sequence[int]]) -> Row:
+    used = [own[place.number] for part, own in zip(parts, lines, strict=True) for place in _need_workspace(part)]
+    return Row("workspace of matmuls", "", bytes, offsets, (used[0], used[-1]), ("caller",))
 
 
-def _lines(touches: Sequence[Place], lines: Mapping[int, int]) -> tuple[int, int]:
-    return lines[id(touches[0].instruction)], lines[id(touches[-1].instruction)]
-
-
-def _stream(touch: Place) -> str:
-    return touch.block.stream if touch.block else "caller"
-
-
-def line_numbers(program: ir.HostProgram) -> dict[int, int]:
-    """The line of the text that each instruction begins on, by its id."""
-    lines: dict[int, int] = {}
+def line_numbers(program: ir.HostProgram) -> list[list[int]]:
+    """For each of its `bodies`, the line of the text that each instruction begins on, in the order of `ir.walk`."""
+    lines: list[list[int]] = []
 
     def number(body: ir.Body, line: int) -> int:
         for i in body:
-            lines[id(i)] = line
+            lines[-1].append(line)
             line += 1
             for k, inner in enumerate(ir.bodies(i)):
                 if k == 0 or inner:
@@ -198,6 +189,7 @@ def line_numbers(program: ir.HostProgram) -> dict[int, int]:
 
     heads = [k for k, line in enumerate(str(program).splitlines(), 1) if line.startswith(("block @", "host @"))]
     for head, body in zip(heads, (*(block.body for block in program.blocks), program.body), strict=True):
+        lines.append([])
         number(body, head + 1)
     return lines
 
@@ -226,7 +218,7 @@ def memory_report(program: ir.HostProgram, sizes: Mapping[str, int]) -> str:
 
 def _ranks_that_differ(program: ir.HostProgram) -> tuple[int, ...]:
     """The first rank, and the first of those that are on other meshes."""
-    meshes = {i.mesh for body in bodies(program) for i in ir.walk(body.body) if isinstance(i, ir.OnMesh)}
+    meshes = {i.ranks for body in bodies(program) for i in ir.walk(body.body) if i.ranks}
     first: dict[frozenset[Mesh], int] = {}
     for rank in program.mesh.all_ranks:
         first.setdefault(frozenset(mesh for mesh in meshes if rank in mesh.all_ranks), rank)

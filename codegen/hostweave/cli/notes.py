@@ -54,27 +54,23 @@ def _gathers(fusion: Fusion, sizes: Sizes) -> Iterator[tuple[Location | None, st
 def _packs(host: ir.HostProgram, sizes: Sizes) -> Iterator[tuple[Location | None, str, int]]:
     """Copies between strided views and what a communication reads or writes."""
     posted = {name for i in ir.walk(host.body) if getattr(i, "axes", ()) for name in (*ir.names(i, "read"), *ir.names(i, "write"))}
-    types = {p.name: host.local_type(p) for p in (*host.inputs, *host.outputs)}
-    for copy, times in _copies(host.body, types, sizes, 1):
+    types = ir.buffer_types(host)
+    for copy, times in _copies(host.body, sizes, 1):
         source, result = types[copy.src], types[copy.dst]
         if (copy.src in posted and result.strides) or (copy.dst in posted and source.strides):
             what = f"%{copy.src} is copied to %{copy.dst}, as a communication needs contiguous memory"
             yield copy.location, f"{what}; put the dim that it is sharded by outermost", times * _bytes(result, sizes)
 
 
-def _copies(body: ir.Body, types: dict[str, BufferType], sizes: Sizes, times: int) -> Iterator[tuple[ir.Copy, int]]:
-    """The copies of an even program, each with how often it runs; `types` gets what is defined on the way."""
+def _copies(body: ir.Body, sizes: Sizes, times: int) -> Iterator[tuple[ir.Copy, int]]:
+    """The copies of an even program, each with how often it runs."""
     for i in body:
-        if isinstance(i, ir.Allocate):
-            types[i.out] = i.type
-        elif isinstance(i, ir.View):
-            types[i.out] = i.type_of(types[i.src])
-        elif isinstance(i, ir.Copy):
+        if isinstance(i, ir.Copy):
             yield i, times
-        inner = ir.bodies(i)[:1] if isinstance(i, ir.If) and divisibility(i.condition) else ir.bodies(i)
-        steps = i.count.bind(sizes) if isinstance(i, ir.For) else 1
+        inner = ir.bodies(i)[:1] if i.condition_of_body and divisibility(i.condition_of_body) else ir.bodies(i)
+        steps = 1 if i.trips is None else i.trips.bind(sizes)
         for nested in inner:
-            yield from _copies(nested, types, sizes, times * steps)
+            yield from _copies(nested, sizes, times * steps)
 
 
 def _bytes(type: BufferType, sizes: Sizes) -> int:

@@ -15,11 +15,11 @@ def arena_plan(steps: Steps, context: ProgramContext) -> str:
 
 def _told(step: Step, context: ProgramContext) -> str:
     match step:
-        case Begin(allocate):
-            buffer = context.temporaries[id(allocate)]
+        case Begin():
+            buffer = context.temporaries[step]
             return lay_out("memory_allocate", member=buffer.member, count=buffer.count, pool=buffer.pool)
         case End(begin):
-            return lay_out("memory_free", member=context.temporaries[id(begin.allocate)].member)
+            return lay_out("memory_free", member=context.temporaries[begin].member)
         case Joined(stream):
             return lay_out("memory_join", pool=context.streams[stream].member)
         case OnRanks(mesh, inner):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hostweave.analysis.live_ranges import Begin
 from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.kernels import Kernel
 from hostweave.emit.meshes import label
@@ -96,7 +97,7 @@ class ProgramContext:
         self.declared = {kernel.name: kernel for kernel in program.kernels}
         self.sources = {source.name: source for source in program.sources}
         self.kernels: dict[tuple[ir.Kernel, tuple[BufferType, ...]], Kernel] = {}
-        self.temporaries: dict[int, Temporary] = {}  # by the id of the allocate
+        self.temporaries: dict[Begin, Temporary] = {}
         self.needs_workspace = False  # for matmuls on the caller's stream
 
     def flag(self, mesh: Mesh) -> str:

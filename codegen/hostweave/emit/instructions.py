@@ -47,7 +47,7 @@ class Emitter:
         }
         self.temporaries = context.temporaries
         self.steps = live_ranges(program, is_block=bool(block))
-        self.begins = {id(begin.allocate): begin for begin in begins(self.steps)}
+        self.begins = iter(begins(self.steps))  # of each allocate, in the order of the text
         self.used: set[str] = set()  # parameters and temporaries that some call names
         self.stream = CALLER
         self.in_group = False
@@ -57,11 +57,11 @@ class Emitter:
 
     def instruction(self, i: ir.Instruction, last: bool) -> str:
         """Its C++: what the emitter has no method for, the template of its class lays out by itself."""
-        text = _EMIT[type(i)](self, i) if type(i) in _EMIT else self.lay_out(i)
+        text = ir.of_kind(_EMIT, type(i))(self, i)
         opens_group = i.grouped and not self.in_group
         if opens_group:  # sends and recvs are posted together
             text = lay_out("Group", body=text)
-        declares = isinstance(i, ir.OnStream) or opens_group
+        declares = ir.names(i, "stream") or opens_group
         return lay_out("braces", body=text) if declares and not last else text
 
     def lay_out(self, i: ir.Instruction, **decided: object) -> str:
@@ -131,18 +131,19 @@ class Emitter:
 
     def allocate(self, i: ir.Allocate) -> str:
         """What is one a stream has a local name for the present stream's."""
-        begin = self.begins[id(i)]
+        begin = next(self.begins)
         member = self.members.of(f"{self.block}_{i.out}" if self.block else i.out, f"buffer {len(self.temporaries)}")
         pointer, comment = f"{i.type.dtype.cpp}*", f"%{i.out}: {i.type}" + (f" of @{self.block}" if self.block else "")
-        if begin.block is None:
-            self.temporaries[id(i)] = Temporary(f"{pointer} {member} = nullptr", member, self.count_of(i.type), comment)
+        if begin.place.stream is None:
+            self.temporaries[begin] = Temporary(f"{pointer} {member} = nullptr", member, self.count_of(i.type), comment)
             self.buffers[i.out] = Buffer(member, i.type, i.out, read_only=False)
             return ""
-        pool, name = self.context.streams[begin.block.stream], self.names.of(i.out)
+        stream, index = begin.place.stream
+        pool, name = self.context.streams[stream], self.names.of(i.out)
         declaration, comment = f"std::array<{pointer}, {begin.slots}> {member}{{}}", f"{comment}, one a stream"
-        self.temporaries[id(i)] = Temporary(declaration, member, self.count_of(i.type), comment, pool.member)
+        self.temporaries[begin] = Temporary(declaration, member, self.count_of(i.type), comment, pool.member)
         self.buffers[i.out] = Buffer(name, i.type, i.out, read_only=False)
-        index, (least, greatest) = begin.block.index, self.integers.range(begin.block.index)
+        least, greatest = self.integers.range(index)
         if least is None or least < 0 or greatest is None or greatest >= pool.count:
             index = index % pool.count
         return lay_out("slot", name=name, member=member, index=self.expr(index))
@@ -154,17 +155,13 @@ class Emitter:
     def view(self, i: ir.View) -> str:
         """The pointer that lies so many steps further, or the same one, which needs no name of its own."""
         source = self.buffers[i.src]
-        out, index, step = i.type_of(source.type), i.offset, Size()
-        if isinstance(i, ir.Select | ir.Chunk | ir.Slice | ir.Strided):
-            step = ir.strides_of(source.type)[i.dim]
-        if isinstance(i, ir.Chunk):
-            step = out.shape[i.dim] * step
+        out, index = i.type_of(source.type), i.offset
         if index == Const(0):
             self.buffers[i.out] = replace(source, type=out)
             return ""
         base, name = self.text(i.src), self.names.of(i.out)
         self.buffers[i.out] = replace(source, text=name, type=out)
-        return lay_out("view", const=source.read_only, name=name, base=base, offset=self.integers.times(index, step))
+        return lay_out("view", const=source.read_only, name=name, base=base, offset=self.integers.times(index, i.stride(source.type)))
 
     # --- compute ---
 
@@ -257,8 +254,8 @@ class Emitter:
 
     def by_rank(self, i: ir.AllToAll | ir.Gather | ir.Scatter) -> str:
         """A collective that walks the ranks of its channel and sends or receives a block of each."""
-        block, peer = product(self.type_of(i.dst if isinstance(i, ir.Scatter) else i.src).shape), self.names.of("peer", "rank of a channel")
-        if isinstance(i, ir.AllToAll):
+        block, peer = product(self.type_of(i.dst if i.blocks == "src" else i.src).shape), self.names.of("peer", "rank of a channel")
+        if not i.blocks:
             block //= self.integers.mesh.size_of(i.axes)
         offset = peer if block == Size() else f"{peer} * {self.integers.factor(block)}"
         return self.lay_out(i, count=self.integers.extent(block), peer=peer, offset=offset)
@@ -269,7 +266,7 @@ class Emitter:
         return self.lay_out(i, sources=sources, targets=targets_text)
 
     def blocks(self, i: ir.SendBlocks | ir.RecvBlocks) -> str:
-        name, tables = i.src if isinstance(i, ir.SendBlocks) else i.dst, self.context.routes
+        (name,), tables = ir.names(i, "read", "write"), self.context.routes
         if i.routes not in tables:
             rows = [f"{{{route.sender}, {route.sent}, {route.receiver}, {route.received}}}" for route in i.routes]
             lines = [", ".join(rows[at : at + ROUTES_A_LINE]) + "," for at in range(0, len(rows), ROUTES_A_LINE)]
@@ -327,9 +324,10 @@ def _ends(i: ir.Matmul) -> tuple[str, ...]:
 
 
 _EMIT: dict[type[ir.Instruction], Callable[[Emitter, Any], str]] = {
+    ir.Instruction: Emitter.lay_out,
     ir.Allocate: Emitter.allocate,
     ir.Deallocate: Emitter.deallocate,
-    **dict.fromkeys((ir.Select, ir.Chunk, ir.Slice, ir.Strided, ir.Reshape, ir.Permute), Emitter.view),
+    ir.View: Emitter.view,
     ir.Matmul: Emitter.matmul,
     ir.Launch: Emitter.launch,
     ir.Copy: Emitter.copy,

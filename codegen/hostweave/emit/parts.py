@@ -25,7 +25,7 @@ class Local:
 def parts_of(program: ir.HostProgram) -> tuple[Share, ...]:
     """The sizes `ceil(M/8)` and `part(M, x)` of a program, in order of appearance."""
     atoms = [atom for extent in _extents(program, ir.walk) for atom in extent.atoms]
-    atoms += [leaf.size for i in ir.walk(program.body) if isinstance(i, ir.Slice) for leaf in leaves(i.start) if isinstance(leaf, Symbol)]
+    atoms += [leaf.size for i in ir.walk(program.body) if i.span for leaf in leaves(i.span[1]) if isinstance(leaf, Symbol)]
     return tuple(atom for atom in dict.fromkeys(atoms) if isinstance(atom, Share))
 
 

@@ -97,8 +97,8 @@ class Builder:
 
     def body(self) -> ir.Body:
         """The whole program, without views that nothing uses in the end."""
-        body = eliminate_dead_code(_joined(tuple(self._scopes[0].instructions), None), (ir.View,))
-        return ir.rewrite(body, lambda i: () if isinstance(i, ir.OnMesh) and not i.body else None)
+        body = eliminate_dead_code(_joined(tuple(self._scopes[0].instructions), None), ("view",))
+        return ir.rewrite(body, lambda i: () if i.ranks and not any(ir.bodies(i)) else None)
 
     # --- buffers and views ---
 
@@ -171,7 +171,7 @@ class Builder:
 
     def memory_of(self, name: str) -> str:
         """The buffer that is the same elements in the same order as a contiguous view, or the view where it is a part of one."""
-        while (view := self._made_of.get(name)) and isinstance(view, ir.Reshape | ir.Permute) and self.is_contiguous(view.src):
+        while (view := self._made_of.get(name)) and view.shows and self.is_contiguous(view.src):
             name = view.src
         return name
 
@@ -210,13 +210,8 @@ def _joined(body: ir.Body, mesh: Mesh | None) -> ir.Body:
     """Neighbours on one mesh in one `on` body, and none inside another; `mesh` is that of the one around."""
     result: list[ir.Instruction] = []
     for instruction in body:
-        if isinstance(instruction, ir.OnMesh) and instruction.mesh == mesh:
-            result.extend(_joined(instruction.body, mesh))
-            continue
-        last = result[-1] if result else None
-        if isinstance(instruction, ir.OnMesh) and isinstance(last, ir.OnMesh) and last.mesh == instruction.mesh:
-            result[-1] = replace(last, body=(*last.body, *_joined(instruction.body, instruction.mesh)))
-            continue
-        inside = instruction.mesh if isinstance(instruction, ir.OnMesh) else mesh
-        result.append(ir.with_bodies(instruction, partial(_joined, mesh=inside)))
-    return tuple(result)
+        if instruction.ranks and instruction.ranks == mesh:
+            result.extend(_joined(ir.bodies(instruction)[0], mesh))
+        else:
+            result.append(ir.with_bodies(instruction, partial(_joined, mesh=instruction.ranks or mesh)))
+    return ir.together(result)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from hostweave.base.names import claim_unique, unique_name
@@ -11,6 +11,7 @@ from hostweave.host_ir import ir
 from hostweave.host_ir.expr import Binary, Expr, Var
 
 
+@ir.analysis
 def bodies(program: ir.HostProgram) -> tuple[ir.HostProgram, ...]:
     """Every block as a program, whoever is called before its callers, then the program itself; each with what it uses."""
     if not program.blocks:
@@ -35,12 +36,12 @@ def _with_what_it_uses(part: ir.HostProgram) -> ir.HostProgram:
 
 def kernels_of(body: ir.Body) -> set[str]:
     """The kernels that a body launches."""
-    return {i.kernel for i in ir.walk(body) if isinstance(i, ir.Launch)}
+    return {name for i in ir.walk(body) for name in ir.names(i, "launch")}
 
 
 def events_of(body: ir.Body) -> set[str]:
     """The events that a body records or waits for."""
-    return {i.event for i in ir.walk(body) if isinstance(i, ir.Record | ir.Wait)}
+    return {name for i in ir.walk(body) for name in ir.names(i, "record", "wait")}
 
 
 # --- bodies as one program --------------------------------------------------------------------------------------------
@@ -65,7 +66,7 @@ def joined(parts: Sequence[ir.HostProgram]) -> ir.HostProgram:
         for pool in (pool for pool in part.events if pool.name in own):
             pools[pool.name] = unique_name(pool.name, events)
             events[pools[pool.name]] = replace(pool, name=pools[pool.name])
-        renamed.append(_with_names(part.body, names, pools))
+        renamed.append(ir.rewrite(part.body, lambda i, k=names, e=pools: ir.with_names(ir.with_names(i, k, "launch"), e, "record", "wait")))  # type: ignore[misc]
     return replace(
         program,
         streams=tuple(dict.fromkeys(pool for part in parts for pool in part.streams)),
@@ -76,20 +77,10 @@ def joined(parts: Sequence[ir.HostProgram]) -> ir.HostProgram:
     )
 
 
-def _with_names(body: ir.Body, kernels: Mapping[str, str], events: Mapping[str, str]) -> ir.Body:
-    def renamed(i: ir.Instruction) -> ir.Instruction | None:
-        if isinstance(i, ir.Launch):
-            return replace(i, kernel=kernels.get(i.kernel, i.kernel))
-        if isinstance(i, ir.Record | ir.Wait):
-            return replace(i, event=events[i.event])
-        return None
-
-    return ir.rewrite(body, renamed)
-
-
 # --- without calls ----------------------------------------------------------------------------------------------------
 
 
+@ir.analysis
 def inlined(program: ir.HostProgram) -> ir.HostProgram:
     """The program with the body of a block in place of each call, for whoever wants one flat list of instructions.
 
@@ -99,6 +90,7 @@ def inlined(program: ir.HostProgram) -> ir.HostProgram:
     return _Inlining(program).program() if program.blocks else program
 
 
+@ir.analysis
 def dedupe_functions(program: ir.HostProgram) -> ir.HostProgram:
     """The same with the first call of each block alone: all that is asked of extents and instructions, but not of their order."""
     return _Inlining(program, once=True).program() if program.blocks else program
@@ -116,38 +108,37 @@ class _Inlining:
         return replace(self.given, body=self.body(self.given.body), blocks=())
 
     def body(self, body: ir.Body) -> ir.Body:
-        return ir.rewrite(body, lambda i: self.called(i) if isinstance(i, ir.Call) else None)
+        return ir.rewrite(body, lambda i: self.called(i) if ir.names(i, "call") else None)
 
-    def called(self, call: ir.Call) -> ir.Body:
-        block = self.blocks[call.block]
+    def called(self, call: ir.Instruction) -> ir.Body:
+        (name,) = ir.names(call, "call")
+        block = self.blocks[name]
         if self.once and block.name in self.seen:
             return ()
         self.seen.add(block.name)
         parameters = [parameter.name for parameter in (*block.inputs, *block.outputs)]
-        names = dict(zip(parameters, (*call.srcs, *call.dsts), strict=True))
+        names = dict(zip(parameters, ir.names(call, "read", "write"), strict=True))
         for i in ir.walk(block.body):
             for name in ir.names(i, "define", "index"):
                 names[name] = claim_unique(f"{block.name}_{name}", self.taken)
-        freed = {i.src for i in ir.walk(block.body) if isinstance(i, ir.Deallocate)}
-        left = [i for i in block.body if isinstance(i, ir.Allocate) and i.out not in freed]
-        ends = (ir.Deallocate(i.out, location=i.location) for i in left)
-        return self.body(renamed((*block.body, *ends), names))
+        return self.body(renamed((*block.body, *ends(block.body, block.body)), names))
+
+
+def ends(body: ir.Body, around: ir.Body) -> Iterator[ir.Deallocate]:
+    """Deallocates of what a body allocates and nothing in the one around it frees."""
+    freed = {name for i in ir.walk(around) for name in ir.names(i, "free")}
+    for i in body:
+        yield from (ir.Deallocate(name, location=i.location) for name in ir.names(i, "allocate") if name not in freed)
 
 
 def renamed(body: ir.Body, names: Mapping[str, str]) -> ir.Body:
     """A body under other names of buffers and indices, as far as `names` has one."""
-    return tuple(replace(i, **{f.name: _field(i, f.name, names) for f in fields(i)}) for i in body)
 
+    def rename(i: ir.Instruction) -> ir.Instruction:
+        exprs: dict[str, Any] = {name: _expr(value, names) for name, value in vars(i).items() if isinstance(value, Expr)}
+        return ir.with_names(replace(i, **exprs) if exprs else i, names, *ir.NAMED)
 
-def _field(i: ir.Instruction, name: str, names: Mapping[str, str]) -> Any:
-    value = getattr(i, name)
-    if name in ("body", "orelse"):
-        return renamed(value, names)
-    if isinstance(value, Expr):
-        return _expr(value, names)
-    if name not in ir.roles(type(i)):
-        return value
-    return tuple(names.get(each, each) for each in value) if isinstance(value, tuple) else names.get(value, value)
+    return ir.rewrite(body, rename)
 
 
 def _expr(expr: Expr, names: Mapping[str, str]) -> Expr:

@@ -1,19 +1,20 @@
 """The host IR: what the CPU of one rank does, in order. One program for all ranks; the rank is a run-time value.
 
-Each instruction is one dataclass. The role of a field (what it defines, reads, writes) and the `syntax` line drive the
-printer, the parser, the walker and the rewriter, so that a new instruction needs no edit in any of them.
+Each instruction is one dataclass. The `syntax` line drives printer and parser. The roles of its fields (what it defines, reads, frees,
+forks) and its traits are all that analyses, passes and the check ask for, so that a new instruction needs no edit in any of them.
 An instruction outside every `stream` block runs on the caller's stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from typing import Annotated, ClassVar, TypeVar, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Concatenate, ParamSpec, TypeVar, get_origin, get_type_hints
 
 from hostweave.base.errors import Location
 from hostweave.fusion_ir.ir import Op
+from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.user_kernel import Source
 from hostweave.host_ir.expr import Const, Expr, divisibility
 from hostweave.types.mesh import Mesh
@@ -23,8 +24,9 @@ from hostweave.types.tensor import BufferType, TensorType
 
 T = TypeVar("T")
 
-# The roles of fields.
-Define = Annotated[str, "define"]  # the name of a buffer or view that the instruction introduces
+# The roles of fields: what the instruction does to what they name. `names` finds it.
+Allocated = Annotated[str, "allocate"]  # the name of memory that the instruction defines
+Viewed = Annotated[str, "view"]  # of a view
 Index = Annotated[str, "index"]  # the name of an integer that it introduces
 Read = Annotated[str, "read"]  # a buffer whose bytes it reads
 Reads = Annotated[tuple[str, ...], "read"]
@@ -32,6 +34,17 @@ Write = Annotated[str, "write"]
 Writes = Annotated[tuple[str, ...], "write"]
 Update = Annotated[str, "update"]  # reads and writes
 Alias = Annotated[str, "alias"]  # a buffer that is named but whose bytes are not touched
+Freed = Annotated[str, "free"]  # the same, of memory whose bytes others may have from here on
+Launched = Annotated[str, "launch"]  # a kernel
+Called = Annotated[str, "call"]  # a block
+Forked = Annotated[str, "fork"]  # streams
+Joined = Annotated[str, "join"]
+Stream = Annotated[str, "stream"]  # the stream of the field `index`, on which its body runs
+Recorded = Annotated[str, "record"]  # the event of the field `index`
+Awaited = Annotated[str, "wait"]
+
+INCLUDED = {"update": ("read", "write"), "allocate": ("define",), "view": ("define",), "free": ("alias",)}  # what a role is besides
+NAMED = ("define", "index", "read", "write", "alias")  # of buffers and indices
 
 
 @dataclass(frozen=True)
@@ -40,14 +53,51 @@ class Instruction:
 
     syntax: ClassVar[str] = ""  # the words before a field are left out with it where it has its default value
     calls: ClassVar[bool] = True  # False: it names memory or an integer, and nothing runs
+    shows: ClassVar[str] = ""  # of a view of all elements: "all", or "in order" where they are in their order
+    copies: ClassVar[bool] = False  # it is nothing where src and dst are the same bytes
+    work: ClassVar[str] = ""  # of this rank alone, on the stream that it stands on: to "compute", or to "move" what is there
     orders: ClassVar[bool] = False  # streams, one after another: no work is moved past it
     grouped: ClassVar[bool] = False  # it posts sends and recvs in a group
     posts: ClassVar[str] = ""  # of a communication: send, recv or collective, each of which meets its own in order
     at_root: ClassVar[str] = ""  # the field whose buffer only the root of a collective touches
     not_at_root: ClassVar[str] = ""  # and the one that only the others do
     takes_block: ClassVar[bool] = False  # of what each rank sends, a rank gets the block of its place in the process group
-    in_place: ClassVar[str] = ""  # where src and dst may be the same bytes: all of "src", or this rank's "block of src", "block of dst"
+    in_place: ClassVar[str] = ""  # whose bytes dst may have: the field "src" or "accumulate", or the own "block of src", "block of dst"
     location: Location | None = field(default=None, compare=False, repr=False, kw_only=True)
+
+    # What an instruction of no class in particular says of itself.
+
+    def defined(self, types: Mapping[str, BufferType]) -> dict[str, BufferType]:
+        """The types of what it defines, from those of the buffers before it. Raises ValueError where there is no such view."""
+        return {}
+
+    @property
+    def span(self) -> tuple[int, Expr, Size] | None:
+        """Of a view of some indices of a dim: the dim, the first one, and over how many they spread."""
+        return None
+
+    def chunk_of(self, source: BufferType) -> tuple[int, Expr, Size] | None:
+        """Of a view of one of equal chunks: the dim, the number of the chunk, and how many there are."""
+        return None
+
+    def senders(self, place: int, readers: tuple[T, ...]) -> tuple[T, ...]:
+        """Those whose data the rank at a place of the process group gets from a communication, of all that read."""
+        return readers
+
+    @property
+    def ranks(self) -> Mesh | None:
+        """Whose ranks alone do its body, along whose axes; None: those that come to it. What the body allocates stays."""
+        return None
+
+    @property
+    def trips(self) -> Size | None:
+        """How many times its body runs, one after another; None: once."""
+        return None
+
+    @property
+    def condition_of_body(self) -> Expr | None:
+        """Whether its first body runs or the second one; None: each."""
+        return None
 
 
 Body = tuple[Instruction, ...]
@@ -64,15 +114,18 @@ Sources = tuple[int | None, ...]  # for each place in a process group the place 
 class Allocate(Instruction):
     """Memory of this call, in the program's arena."""
 
-    out: Define
+    out: Allocated
     type: BufferType
     calls = False
     syntax = "%{out} = allocate {type}"
 
+    def defined(self, types: Mapping[str, BufferType]) -> dict[str, BufferType]:
+        return {self.out: self.type}
+
 
 @dataclass(frozen=True)
 class Deallocate(Instruction):
-    src: Alias
+    src: Freed
     syntax = "deallocate %{src}"
 
 
@@ -80,7 +133,7 @@ class Deallocate(Instruction):
 class View(Instruction):
     """Elements of a buffer under another shape: pointer arithmetic at most."""
 
-    out: Define
+    out: Viewed
     src: Alias
     calls = False
 
@@ -88,27 +141,54 @@ class View(Instruction):
         """The type of what it defines. Raises ValueError where there is no such view."""
         raise NotImplementedError
 
+    def defined(self, types: Mapping[str, BufferType]) -> dict[str, BufferType]:
+        return {self.out: self.type_of(types[self.src])}
+
     @property
     def offset(self) -> Expr:
         """Where it begins along its dim, in steps of what it takes there."""
         return Const(0)
 
+    def stride(self, source: BufferType) -> Size:
+        """The elements between one such step and the next."""
+        return Size()
+
+
+class Piece(View):
+    """Some indices of a dim."""
+
+    dim: int
+
+    @property
+    def span(self) -> tuple[int, Expr, Size]:
+        raise NotImplementedError
+
+    @property
+    def offset(self) -> Expr:
+        return self.span[1]
+
+    def stride(self, source: BufferType) -> Size:
+        return strides_of(source)[self.dim]
+
 
 @dataclass(frozen=True)
-class Select(View):
+class Select(Piece):
     """One index of a dim, which is dropped. Pointer arithmetic."""
 
     dim: int
     index: Expr
     syntax = "%{out} = select %{src}[{dim}: {index}]"
 
+    def chunk_of(self, source: BufferType) -> tuple[int, Expr, Size]:
+        return self.dim, self.index, source.shape[self.dim]
+
     def type_of(self, source: BufferType) -> BufferType:
         shape, strides, dim = source.shape, strides_of(source), self.dim
         return strided(source, shape[:dim] + shape[dim + 1 :], strides[:dim] + strides[dim + 1 :])
 
     @property
-    def offset(self) -> Expr:
-        return self.index
+    def span(self) -> tuple[int, Expr, Size]:
+        return self.dim, self.index, Size()
 
 
 @dataclass(frozen=True)
@@ -119,6 +199,9 @@ class Chunk(View):
     index: Expr
     count: Size
     syntax = "%{out} = chunk %{src}[{dim}: {index} of {count}]"
+
+    def chunk_of(self, source: BufferType) -> tuple[int, Expr, Size]:
+        return self.dim, self.index, self.count
 
     def type_of(self, source: BufferType) -> BufferType:
         if self.count == Size(0):
@@ -132,9 +215,12 @@ class Chunk(View):
     def offset(self) -> Expr:
         return self.index
 
+    def stride(self, source: BufferType) -> Size:
+        return self.type_of(source).shape[self.dim] * strides_of(source)[self.dim]
+
 
 @dataclass(frozen=True)
-class Slice(View):
+class Slice(Piece):
     """`extent` indices of a dim from `start` on. Pointer arithmetic."""
 
     dim: int
@@ -146,12 +232,12 @@ class Slice(View):
         return strided(source, _with(source.shape, self.dim, self.extent), strides_of(source))
 
     @property
-    def offset(self) -> Expr:
-        return self.start
+    def span(self) -> tuple[int, Expr, Size]:
+        return self.dim, self.start, self.extent
 
 
 @dataclass(frozen=True)
-class Strided(View):
+class Strided(Piece):
     """`extent` indices of a dim from `start` on, `step` apart. Pointer arithmetic."""
 
     dim: int
@@ -167,8 +253,8 @@ class Strided(View):
         return strided(source, _with(source.shape, dim, self.extent), _with(strides, dim, strides[dim] * self.step))
 
     @property
-    def offset(self) -> Expr:
-        return self.start
+    def span(self) -> tuple[int, Expr, Size]:
+        return self.dim, self.start, (self.extent - 1) * self.step + 1
 
 
 @dataclass(frozen=True)
@@ -177,6 +263,7 @@ class Reshape(View):
 
     shape: tuple[Size, ...]
     syntax = "%{out} = reshape %{src} to {shape}"
+    shows = "in order"
 
     def type_of(self, source: BufferType) -> BufferType:
         return strided(source, self.shape, _reshaped_strides(source.shape, strides_of(source), self.shape))
@@ -188,6 +275,7 @@ class Permute(View):
 
     order: tuple[int, ...]
     syntax = "%{out} = permute %{src} by {order}"
+    shows = "all"
 
     def type_of(self, source: BufferType) -> BufferType:
         if sorted(self.order) != list(range(len(source.shape))):
@@ -200,7 +288,13 @@ class Permute(View):
 
 
 class Compute(Instruction):
-    """Work on this rank alone, on the stream that it stands on."""
+    """Work of this rank alone."""
+
+    work = "compute"
+
+    def computed(self, np: Any, *reads: Any) -> tuple[Any, ...]:
+        """What it writes, by NumPy, from the arrays that it reads, small floats widened to f32. A launch does what its kernel says."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -220,13 +314,19 @@ class Matmul(Compute):
     bias: Reads = ()
     activation: str = ""  # one of ACTIVATIONS
     syntax = "matmul %{a}, %{b} in {precision} scaled {scale} accumulate {accumulate} bias {bias} activation {activation} -> %{dst}"
+    in_place = "accumulate"
+
+    def computed(self, np: Any, *reads: Any) -> tuple[Any, ...]:
+        a, b, *added = reads
+        total = sum(added, np.matmul(a, b) * a.dtype.type(self.scale))
+        return (OPS[self.activation].numpy(np, total) if self.activation else total,)
 
 
 @dataclass(frozen=True)
 class Launch(Compute):
     """Runs a kernel of the program, or one of the user's, whose buffers are contiguous."""
 
-    kernel: str
+    kernel: Launched
     srcs: Reads
     dsts: Writes
     syntax = "launch @{kernel} {srcs} -> {dsts}"
@@ -239,6 +339,11 @@ class Copy(Compute):
     src: Read
     dst: Write
     syntax = "copy %{src} -> %{dst}"
+    work = "move"
+    copies = True
+
+    def computed(self, np: Any, *reads: Any) -> tuple[Any, ...]:
+        return reads
 
 
 @dataclass(frozen=True)
@@ -248,6 +353,10 @@ class Fill(Compute):
     dst: Write
     value: float
     syntax = "fill %{dst} with {value}"
+    work = "move"
+
+    def computed(self, np: Any, *reads: Any) -> tuple[Any, ...]:
+        return (self.value,)
 
 
 # --- communication: contiguous buffers of one dtype -------------------------------------------------------------------
@@ -257,10 +366,7 @@ class Communication(Instruction):
     """Moves data between the ranks of a process group. A rank that writes has it from those that read."""
 
     axes: Axes
-
-    def senders(self, place: int, readers: tuple[T, ...]) -> tuple[T, ...]:
-        """Those whose data the rank at a place of the process group gets, of all that read."""
-        return readers
+    blocks: ClassVar[str] = ""  # the field whose buffer has a block for each rank of the process group, where the other one has just one
 
 
 class Collective(Communication):
@@ -288,6 +394,7 @@ class AllGather(Collective):
     axes: Axes
     syntax = "all_gather %{src} -> %{dst} on {axes}"
     in_place = "block of dst"
+    blocks = "dst"
 
 
 @dataclass(frozen=True)
@@ -313,6 +420,7 @@ class ReduceScatter(Reduction):
     syntax = "reduce_scatter {op} %{src} -> %{dst} on {axes}"
     takes_block = True
     in_place = "block of src"
+    blocks = "src"
 
 
 @dataclass(frozen=True)
@@ -369,6 +477,7 @@ class Gather(Collective):
     root: Expr
     axes: Axes
     syntax = "gather %{src} -> %{dst} to {root} on {axes}"
+    blocks = "dst"
     grouped = True
     at_root = "dst"
 
@@ -382,6 +491,7 @@ class Scatter(Collective):
     root: Expr
     axes: Axes
     syntax = "scatter %{src} -> %{dst} from {root} on {axes}"
+    blocks = "src"
     takes_block = True
     grouped = True
     at_root = "src"
@@ -493,7 +603,7 @@ class Group(Instruction):
 class OnStream(Instruction):
     """The body runs on stream `index % count` of the named streams."""
 
-    stream: str
+    stream: Stream
     index: Expr
     body: Body
     syntax = "stream {stream}[{index}] {body}"
@@ -503,7 +613,7 @@ class OnStream(Instruction):
 class Fork(Instruction):
     """The named streams wait for what the caller's stream holds."""
 
-    stream: str
+    stream: Forked
     syntax = "fork {stream}"
     orders = True
 
@@ -512,7 +622,7 @@ class Fork(Instruction):
 class Join(Instruction):
     """The caller's stream waits for what the named streams hold."""
 
-    stream: str
+    stream: Joined
     syntax = "join {stream}"
     orders = True
 
@@ -521,7 +631,7 @@ class Join(Instruction):
 class Record(Instruction):
     """The event marks what the current stream holds now. Equivalent to cudaEventRecord."""
 
-    event: str
+    event: Recorded
     index: Expr
     syntax = "record {event}[{index}]"
     orders = True
@@ -531,7 +641,7 @@ class Record(Instruction):
 class Wait(Instruction):
     """The current stream waits for the event as last recorded in this call. Equivalent to cudaStreamWaitEvent."""
 
-    event: str
+    event: Awaited
     index: Expr
     syntax = "wait {event}[{index}]"
     orders = True
@@ -555,6 +665,10 @@ class For(Instruction):
     body: Body
     syntax = "for %{out} in 0..{count} {body}"
 
+    @property
+    def trips(self) -> Size:
+        return self.count
+
 
 @dataclass(frozen=True)
 class If(Instruction):
@@ -563,12 +677,16 @@ class If(Instruction):
     orelse: Body = ()
     syntax = "if {condition} {body}{orelse}"
 
+    @property
+    def condition_of_body(self) -> Expr:
+        return self.condition
+
 
 @dataclass(frozen=True)
 class Call(Instruction):
     """Runs a block of the program, which forks from the caller's stream and joins it by itself."""
 
-    block: str
+    block: Called
     srcs: Reads
     dsts: Writes
     syntax = "call @{block} {srcs} -> {dsts}"
@@ -581,6 +699,10 @@ class OnMesh(Instruction):
     mesh: Mesh
     body: Body
     syntax = "on {mesh} {body}"
+
+    @property
+    def ranks(self) -> Mesh:
+        return self.mesh
 
 
 ACTIVATIONS = ("relu", "gelu_tanh")  # ops that a matmul may end with
@@ -697,14 +819,47 @@ def roles(kind: type[Instruction]) -> dict[str, str]:
     return {f.name: hints[f.name].__metadata__[0] for f in fields(kind) if get_origin(hints[f.name]) is Annotated}
 
 
+_FIELDS: dict[tuple[type[Instruction], tuple[str, ...]], tuple[str, ...]] = {}  # of a class, those of some roles
+
+
+def _fields_of(instruction: Instruction, wanted: tuple[str, ...]) -> tuple[str, ...]:
+    key = type(instruction), wanted
+    if key not in _FIELDS:
+        found = roles(type(instruction)).items()
+        _FIELDS[key] = tuple(name for name, role in found if not {role, *INCLUDED.get(role, ())}.isdisjoint(wanted))
+    return _FIELDS[key]
+
+
 def names(instruction: Instruction, *wanted: str) -> tuple[str, ...]:
-    """The names in the fields of the wanted roles. An `update` is a read and a write."""
+    """The names in the fields of the wanted roles, and of those that include them."""
+    if not (fields := _fields_of(instruction, wanted)):
+        return ()
     found: list[str] = []
-    for name, role in roles(type(instruction)).items():
-        if role in wanted or (role == "update" and ("read" in wanted or "write" in wanted)):
-            value = getattr(instruction, name)
-            found.extend(value if isinstance(value, tuple) else (value,))
+    for name in fields:
+        value = getattr(instruction, name)
+        found.extend(value) if isinstance(value, tuple) else found.append(value)
     return tuple(found)
+
+
+def with_names(instruction: Instruction, new: Mapping[str, str], *wanted: str) -> Instruction:
+    """The same under new names, as far as there are, in the fields of the wanted roles; itself where that changes none."""
+    changed: dict[str, Any] = {}
+    for name in _fields_of(instruction, wanted):
+        old = getattr(instruction, name)
+        changed[name] = tuple(new.get(each, each) for each in old) if isinstance(old, tuple) else new.get(old, old)
+    return replace(instruction, **changed) if any(getattr(instruction, name) != value for name, value in changed.items()) else instruction
+
+
+Slot = tuple[str, Expr]  # a stream or event: the name of its pool, and which it is
+
+
+def slot(instruction: Instruction, role: str) -> Slot | None:
+    """The stream on which its body runs, the event that it records or that it waits for; None where it has no field of the role."""
+    return next(((pool, getattr(instruction, "index")) for pool in names(instruction, role)), None)  # noqa: B009
+
+
+def expressions(instruction: Instruction) -> list[Expr]:
+    return [value for value in vars(instruction).values() if isinstance(value, Expr)]
 
 
 @per_kind
@@ -723,6 +878,17 @@ def with_bodies(instruction: Instruction, change: Callable[[Body], Body]) -> Ins
     return replace(instruction, **changed) if changed else instruction  # type: ignore[arg-type]
 
 
+def together(instructions: Iterable[Instruction]) -> Body:
+    """Neighbours on one mesh in one `on` body."""
+    result: list[Instruction] = []
+    for i in instructions:
+        if i.ranks and result and result[-1].ranks == i.ranks:
+            result[-1] = with_bodies(result[-1], lambda body, i=i: body + bodies(i)[0])  # type: ignore[misc]
+        else:
+            result.append(i)
+    return tuple(result)
+
+
 def walk(body: Body) -> Iterator[Instruction]:
     """Every instruction, outer before inner, in program order."""
     for instruction in body:
@@ -735,7 +901,7 @@ def walk_at_any_size(body: Body) -> Iterator[Instruction]:
     """The same without what stands under a condition on sizes, such as `M % 8 == 0`."""
     for instruction in body:
         yield instruction
-        if not (isinstance(instruction, If) and divisibility(instruction.condition)):
+        if not (instruction.condition_of_body and divisibility(instruction.condition_of_body)):
             for inner in bodies(instruction):
                 yield from walk_at_any_size(inner)
 
@@ -746,44 +912,45 @@ def of_kind(table: Mapping[type[Instruction], T], kind: type[Instruction]) -> T:
 
 
 Outcome = Instruction | Body | None  # of a rule: None keeps, () deletes, a tuple replaces
-Edits = Mapping[int, Instruction | Body]  # by the ids of instructions
+Edits = Mapping[int, Instruction | Body]  # by the numbers of instructions in `walk`
 
 
 def rewrite(body: Body, rule: Callable[[Instruction], Outcome]) -> Body:
-    """Applies `rule` to every instruction, inner before outer: it sees what has become of a body inside."""
-    return _rewritten(body, lambda _, instruction: rule(instruction))
+    """Applies `rule` to every instruction, inner before outer: it sees what has become of a body inside. Itself where nothing changes."""
+    result: list[Instruction] = []
+    for old in body:
+        new = with_bodies(old, lambda inner: rewrite(inner, rule))
+        outcome = rule(new)
+        result.extend((new,) if outcome is None else outcome if isinstance(outcome, tuple) else (outcome,))
+    return _unless_same(body, result)
 
 
 def edited(body: Body, edits: Edits) -> Body:
-    """Replaces the instructions of these ids. What an edit keeps of its instruction has the edits inside of it, too.
+    """Replaces the instructions of these numbers. What an edit keeps of its instruction has the edits inside of it, too.
 
     Raises KeyError for an edit that would have no effect: the body has no such instruction, or it stands in one that is replaced.
     """
-    left = set(edits)
+    walked = 0
 
-    def rule(old: Instruction, new: Instruction) -> Outcome:
-        edit = edits.get(id(old))
-        if edit is None:
-            return None
-        left.discard(id(old))
-        edit = (edit,) if isinstance(edit, Instruction) else edit
-        if not any(i is old for i in edit) and any(id(i) in edits for inner in bodies(old) for i in walk(inner)):
-            raise KeyError(f"an edit replaces an instruction in which others are edited: {old}")
-        return tuple(new if i is old else i for i in edit)
+    def after(body: Body) -> Body:
+        nonlocal walked
+        result: list[Instruction] = []
+        for old in body:
+            number, walked = walked, walked + 1
+            new, edit = with_bodies(old, after), edits.get(number, (old,))
+            edit = (edit,) if isinstance(edit, Instruction) else edit
+            if not any(i is old for i in edit) and not edits.keys().isdisjoint(range(number + 1, walked)):
+                raise KeyError(f"an edit replaces an instruction in which others are edited: {old}")
+            result.extend(new if i is old else i for i in edit)
+        return _unless_same(body, result)
 
-    result = _rewritten(body, rule)
-    if left:
-        raise KeyError(f"an edit names no instruction of the body; it gives {edits[left.pop()]}")
+    result = after(body)
+    if outside := [edit for number, edit in edits.items() if not 0 <= number < walked]:
+        raise KeyError(f"an edit names no instruction of the body; it gives {outside[0]}")
     return result
 
 
-def _rewritten(body: Body, rule: Callable[[Instruction, Instruction], Outcome]) -> Body:
-    """By what an instruction was, and what it is with its bodies rewritten. The body itself where nothing changes."""
-    result: list[Instruction] = []
-    for old in body:
-        new = with_bodies(old, lambda inner: _rewritten(inner, rule))
-        outcome = rule(old, new)
-        result.extend((new,) if outcome is None else outcome if isinstance(outcome, tuple) else (outcome,))
+def _unless_same(body: Body, result: list[Instruction]) -> Body:
     is_same = len(result) == len(body) and all(new is old for new, old in zip(result, body, strict=True))
     return body if is_same else tuple(result)
 
@@ -857,14 +1024,18 @@ def _whole(quotient: Size | None) -> bool:
     return quotient is not None and quotient.divisor == 1
 
 
-def analysis(compute: Callable[[HostProgram], T]) -> Callable[[HostProgram], T]:
+P = ParamSpec("P")
+
+
+def analysis(compute: Callable[Concatenate[HostProgram, P], T]) -> Callable[Concatenate[HostProgram, P], T]:
     """`compute`, run once a program: what it finds is kept with the program, which never changes, and is not to be changed either."""
 
-    def once(program: HostProgram) -> T:
-        known: dict[Callable[[HostProgram], T], T] = program.__dict__.setdefault("_analyses", {})
-        if compute not in known:
-            known[compute] = compute(program)
-        return known[compute]
+    def once(program: HostProgram, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        known: dict[object, T] = program.__dict__.setdefault("_analyses", {})
+        key = compute, args, tuple(kwargs.items())
+        if key not in known:
+            known[key] = compute(program, *args, **kwargs)
+        return known[key]
 
     return once
 
@@ -874,8 +1045,5 @@ def buffer_types(program: HostProgram) -> dict[str, BufferType]:
     """The local type of every buffer and view by name."""
     types = {p.name: program.local_type(p) for p in (*program.inputs, *program.outputs)}
     for instruction in walk(program.body):
-        if isinstance(instruction, Allocate):
-            types[instruction.out] = instruction.type
-        elif isinstance(instruction, View):
-            types[instruction.out] = instruction.type_of(types[instruction.src])
+        types.update(instruction.defined(types))
     return types

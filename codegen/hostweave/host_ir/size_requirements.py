@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import AXES
 from hostweave.host_ir import ir
+from hostweave.host_ir.calls import kernels_of
 from hostweave.host_ir.expr import Binary, Const, Expr, Symbol
 from hostweave.types.size import Share, Size, Sum
 from hostweave.types.tensor import BufferType
@@ -19,28 +20,27 @@ def types_in(program: ir.HostProgram, walk: Walk) -> Iterator[BufferType]:
     types = {p.name: program.local_type(p) for p in (*program.inputs, *program.outputs)}
     yield from types.values()
     for instruction in walk(program.body):
-        if isinstance(instruction, ir.Allocate):
-            types[instruction.out] = instruction.type
-        elif isinstance(instruction, ir.View):
-            types[instruction.out] = instruction.type_of(types[instruction.src])
-        yield from (types[name] for name in ir.names(instruction, "define"))
+        defined = instruction.defined(types)
+        types.update(defined)
+        yield from defined.values()
 
 
 def trip_counts(program: ir.HostProgram, walk: Walk) -> Iterator[Size]:
-    return (i.count for i in walk(program.body) if isinstance(i, ir.For))
+    return (i.trips for i in walk(program.body) if i.trips is not None)
 
 
 def not_negative(program: ir.HostProgram) -> tuple[Size, ...]:
     """Differences of sizes, such as `(M - 2)`, that a call must not make negative."""
     types = ir.buffer_types(program)
-    found = [extent for i in ir.walk(program.body) if isinstance(i, ir.View) for extent in slack(i, types[i.src])]
-    found += [Size(1, (factor,)) for extent in sums(program) for factor in extent.factors if isinstance(factor, Sum)]
+    found = [extent for i in ir.walk(program.body) if i.span for src in ir.names(i, "alias") for extent in slack(i, types[src])]
+    factors = (factor for type in types.values() for extent in type.shape for factor in extent.factors)
+    found += [Size(1, (factor,)) for factor in factors if isinstance(factor, Sum)]
     return tuple(dict.fromkeys(extent for extent in found if _can_be_negative(extent)))
 
 
 def not_empty(program: ir.HostProgram) -> Iterator[tuple[str, Size]]:
     """Sizes that a call must not make 0, each with the reduction that has no value of no elements. A rank may have none of them."""
-    launched = {i.kernel for i in ir.walk(program.body) if isinstance(i, ir.Launch)}
+    launched = kernels_of(program.body)
     found: dict[tuple[str, Size], None] = {}
     for kernel in program.kernels:
         types = {p.name: p.type for p in kernel.inputs} | {op.result.name: op.result.type for op in kernel.ops}
@@ -53,26 +53,15 @@ def not_empty(program: ir.HostProgram) -> Iterator[tuple[str, Size]]:
     yield from found
 
 
-def sums(program: ir.HostProgram) -> Iterator[Size]:
-    """The extents of buffers that hold a sum of sizes."""
-    for type in ir.buffer_types(program).values():
-        yield from (extent for extent in type.shape if any(isinstance(factor, Sum) for factor in extent.factors))
-
-
 def slack(view: ir.Instruction, source: BufferType) -> tuple[Size, ...]:
     """How much room a view of some indices leaves before and after them, where that follows from sizes alone."""
-    match view:
-        case ir.Slice(dim=dim, extent=extent, start=start):
-            before, after = _size_of(start), extent
-        case ir.Strided(dim=dim, extent=extent, start=start, step=step):
-            before, after = _size_of(start), (extent - 1) * step + 1
-        case ir.Select(dim=dim, index=index):
-            before, after = _size_of(index), Size()
-        case _:
-            return ()
-    if before is None or any(isinstance(factor, Share) for size in (source.shape[dim], after) for factor in size.factors):
+    if view.span is None:
+        return ()
+    dim, start, spread = view.span
+    before, extent = _size_of(start), source.shape[dim]
+    if before is None or any(isinstance(factor, Share) for size in (extent, spread) for factor in size.factors):
         return ()  # it goes by this rank's place: right as it is made
-    return (before, source.shape[dim] - before - after)
+    return (before, extent - before - spread)
 
 
 def _size_of(expr: Expr) -> Size | None:

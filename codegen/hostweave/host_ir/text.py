@@ -230,14 +230,13 @@ def _field_types(kind: type[ir.Instruction]) -> dict[str, Any]:
 
 
 def _parse_field(reader: Reader, kind: type[ir.Instruction], name: str, hint: Any) -> Any:
-    role = ir.roles(kind).get(name)
     if name == "body":
         return _parse_body(reader)
     if name == "orelse":
         return _parse_body(reader) if reader.accept("else") else ()
-    if role and hint is str:
+    if hint is str and f"%{{{name}}}" in kind.syntax:
         return reader.named()
-    if role:  # the buffers of a launch or a call
+    if name in ir.roles(kind) and hint is not str:  # buffers, of a launch or a call
         return _separated(reader, reader.named) if reader.peek() == "%" else ()
     if name == "axes":
         return ir.ALL_RANKS if reader.accept("*") else _separated(reader, lambda: reader.word("a mesh axis"))

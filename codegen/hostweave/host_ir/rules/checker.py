@@ -114,6 +114,12 @@ class Checker:
                 if name in self.types or name in self.indices:
                     self.fail(f"%{name} is defined twice: rename one")
                 self.freed.discard(name)  # another body may have used the name
+            for pool in ir.names(instruction, "stream", "fork", "join"):
+                self.declared(pool, self.program.streams, "streams")
+            for pool in ir.names(instruction, "record", "wait"):
+                self.declared(pool, self.program.events, "events")
+            for expr in ir.expressions(instruction):
+                self.expr(expr)
             self.roots.define(instruction)
             self.scope = scope
             ir.of_kind(self.rules, type(instruction))(self, instruction, scope)
@@ -126,6 +132,10 @@ class Checker:
         while len(self.types) > outside:
             self.types.popitem()
         self.indices, self.current = indices, current
+
+    def declared(self, name: str, pools: tuple[ir.Streams, ...] | tuple[ir.Events, ...], word: str) -> None:
+        if name not in {pool.name for pool in pools}:
+            self.fail(f"{name} is not declared: add {word}({name}[...]) to the header")
 
     def buffer(self, name: str) -> BufferType:
         if name in self.types and self.roots.of(name) in self.freed:
@@ -178,7 +188,7 @@ class Checker:
 
     def axes_of_parts(self) -> set[str]:
         """The axes of the meshes of some of the ranks."""
-        return {axis for i in ir.walk(self.program.body) if isinstance(i, ir.OnMesh) for axis, _ in i.mesh.axes}
+        return {axis for i in ir.walk(self.program.body) if i.ranks for axis, _ in i.ranks.axes}
 
     def group_size(self, axes: ir.Axes) -> int:
         if axes == ir.ALL_RANKS:

@@ -18,7 +18,7 @@ def _communication(check: Callable[[Checker, Any, int], None]) -> Rule:
         buffers = ir.names(i, "read", "write")
         c.contiguous(*buffers)
         c.same_dtype(*buffers)
-        if isinstance(i, ir.Collective):
+        if i.posts == "collective":
             if scope.condition is not None:
                 c.fail(f"a collective cannot stand under `if {scope.condition}`, which differs between ranks: only send and recv can")
             if scope.steps is not None:
@@ -30,57 +30,30 @@ def _communication(check: Callable[[Checker, Any, int], None]) -> Rule:
     return rule
 
 
-def _all_gather(c: Checker, i: ir.AllGather, size: int) -> None:
-    c.counts(i.src, i.dst, size)
-
-
-def _all_reduce(c: Checker, i: ir.AllReduce, size: int) -> None:
-    _reduction(c, i)
-    c.counts(i.src, i.dst, 1)
-
-
-def _reduce_scatter(c: Checker, i: ir.ReduceScatter, size: int) -> None:
-    _reduction(c, i)
-    c.counts(i.dst, i.src, size)
-
-
-def _broadcast(c: Checker, i: ir.Broadcast, size: int) -> None:
-    c.expr(i.root)
-    c.counts(i.src, i.dst, 1)
+def _usual(c: Checker, i: Any, size: int) -> None:
+    """What it reduces by, and that either side has as many elements, or a block for each rank of the process group."""
+    if isinstance(i, ir.Reduction):
+        _reduction(c, i)
+    if i.posts == "collective":
+        large, small = (i.src, i.dst) if i.blocks == "src" else (i.dst, i.src)
+        c.counts(small, large, size if i.blocks else 1)
 
 
 def _broadcast_to_others(c: Checker, i: ir.BroadcastToOthers, size: int) -> None:
     """Parts of one dim, shared by as many ranks of two meshes, may be equal: that is seen when sizes are known."""
-    c.expr(i.root)
     have, want = (c.alike(product(c.types[name].shape)) for name in (i.dst, i.src))
     if have != want:
         c.counts(i.src, i.dst, 1)
 
 
-def _reduce(c: Checker, i: ir.Reduce, size: int) -> None:
-    _reduction(c, i)
-    c.expr(i.root)
-    c.counts(i.src, i.dst, 1)
-
-
-def _gather(c: Checker, i: ir.Gather, size: int) -> None:
-    c.expr(i.root)
-    c.counts(i.src, i.dst, size)
-
-
-def _scatter(c: Checker, i: ir.Scatter, size: int) -> None:
-    c.expr(i.root)
-    c.counts(i.dst, i.src, size)
-
-
 def _all_to_all(c: Checker, i: ir.AllToAll, size: int) -> None:
-    c.counts(i.src, i.dst, 1)
+    _usual(c, i, size)
     if not any(extent.divisor == 1 and extent.coefficient % size == 0 for extent in c.types[i.src].shape or (Size(),)):
         c.fail(f"%{i.src} is {c.types[i.src]}: {size} ranks cannot be seen to share it evenly; give it a dim of {size}, a block a rank")
 
 
 def _collective_permute(c: Checker, i: ir.CollectivePermute, size: int) -> None:
-    c.counts(i.src, i.dst, 1)
+    _usual(c, i, size)
     named = [source for source in i.sources if source is not None]
     if len(i.sources) != size or any(source >= size for source in named):
         c.fail(f"a process group of {size} needs {size} sources, each a place below {size} or none")
@@ -95,7 +68,7 @@ def _barrier(c: Checker, i: ir.Barrier, size: int) -> None:
         c.fail(f"%{i.token} is {buffer}: a barrier needs one number, such as i32[1]")
 
 
-def _reduction(c: Checker, i: ir.AllReduce | ir.ReduceScatter | ir.Reduce) -> None:
+def _reduction(c: Checker, i: Any) -> None:
     if i.op not in REDUCTIONS:
         c.fail(f"unknown reduction {i.op!r}; one of {', '.join(REDUCTIONS)}")
     dtype = c.types[i.src].dtype.name
@@ -103,16 +76,12 @@ def _reduction(c: Checker, i: ir.AllReduce | ir.ReduceScatter | ir.Reduce) -> No
         c.fail(f"NCCL cannot reduce {dtype}: cast to {NOT_REDUCED[dtype]} before it and back after it")
 
 
-def _point_to_point(c: Checker, i: ir.Send | ir.Recv, size: int) -> None:
-    c.expr(i.peer)
-
-
 def _blocks(c: Checker, i: ir.SendBlocks | ir.RecvBlocks, size: int) -> None:
     if i.axes != ir.ALL_RANKS:
         c.fail("routes name ranks of the program: write on *")
     if i.count < 1:
         c.fail("a buffer has at least one block: cut it into 1 or more")
-    sends = isinstance(i, ir.SendBlocks)
+    sends = i.posts == "send"
     for route in i.routes:
         if outside := [rank for rank in (route.sender, route.receiver) if rank >= size]:
             c.fail(f"{route}: {c.program.mesh} has no rank {outside[0]}: name ranks of it")
@@ -121,19 +90,11 @@ def _blocks(c: Checker, i: ir.SendBlocks | ir.RecvBlocks, size: int) -> None:
 
 
 RULES: dict[type[ir.Instruction], Rule] = {
-    ir.AllGather: _communication(_all_gather),
-    ir.AllReduce: _communication(_all_reduce),
-    ir.ReduceScatter: _communication(_reduce_scatter),
-    ir.Broadcast: _communication(_broadcast),
+    ir.Communication: _communication(_usual),
     ir.BroadcastToOthers: _communication(_broadcast_to_others),
-    ir.Reduce: _communication(_reduce),
-    ir.Gather: _communication(_gather),
-    ir.Scatter: _communication(_scatter),
     ir.AllToAll: _communication(_all_to_all),
     ir.CollectivePermute: _communication(_collective_permute),
     ir.Barrier: _communication(_barrier),
-    ir.Send: _communication(_point_to_point),
-    ir.Recv: _communication(_point_to_point),
     ir.SendBlocks: _communication(_blocks),
     ir.RecvBlocks: _communication(_blocks),
 }

@@ -27,7 +27,6 @@ def _deallocate(c: Checker, i: ir.Deallocate, scope: Scope) -> None:
 
 def _view(c: Checker, i: ir.View, scope: Scope) -> None:
     source = c.types[i.src]
-    c.expr(i.offset)
     if (dim := getattr(i, "dim", -1)) >= len(source.shape):
         c.fail(f"%{i.src} is {source}: it has no dim {dim}")
     try:

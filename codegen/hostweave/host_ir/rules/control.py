@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from hostweave.host_ir import ir
 from hostweave.host_ir.expr import divisibility
@@ -13,7 +12,7 @@ from hostweave.types.size import LocalSize
 
 def _group(c: Checker, i: ir.Group, scope: Scope) -> None:
     for inner in i.body:
-        if not isinstance(inner, ir.Communication):
+        if not inner.posts:
             c.current = inner
             c.fail("only communications can stand in a group: move it out")
     c.inner(i.body, scope)
@@ -22,29 +21,19 @@ def _group(c: Checker, i: ir.Group, scope: Scope) -> None:
 def _on_stream(c: Checker, i: ir.OnStream, scope: Scope) -> None:
     if scope.in_stream:
         c.fail("a stream block cannot stand in a stream block: end the outer one first")
-    _pool(c, i.stream, c.program.streams, "streams")
-    c.expr(i.index)
     c.inner(i.body, replace(scope, in_stream=True))
 
 
 def _fork_or_join(c: Checker, i: ir.Fork | ir.Join, scope: Scope) -> None:
-    _pool(c, i.stream, c.program.streams, "streams")
     if scope.in_stream:
         c.fail("fork and join speak of the caller's stream: move it out of the stream block")
 
 
 def _event(c: Checker, i: ir.Record | ir.Wait, scope: Scope) -> None:
-    _pool(c, i.event, c.program.events, "events")
-    c.expr(i.index)
-
-
-def _pool(c: Checker, name: str, pools: tuple[Any, ...], word: str) -> None:
-    if name not in {pool.name for pool in pools}:
-        c.fail(f"{name} is not declared: add {word}({name}[...]) to the header")
+    """On any stream."""
 
 
 def _let(c: Checker, i: ir.Let, scope: Scope) -> None:
-    c.expr(i.value)
     c.indices.add(i.out)
     if c.depends_on_rank(i.value):
         c.rank_dependent.add(i.out)
@@ -59,7 +48,6 @@ def _for(c: Checker, i: ir.For, scope: Scope) -> None:
 
 
 def _if(c: Checker, i: ir.If, scope: Scope) -> None:
-    c.expr(i.condition)
     condition = i.condition if c.depends_on_rank(i.condition) else scope.condition
     c.inner(i.body, replace(scope, condition=condition, divides=(*scope.divides, *divisibility(i.condition))))
     c.inner(i.orelse, replace(scope, condition=condition))
@@ -90,9 +78,9 @@ def _call(c: Checker, i: ir.Call, scope: Scope) -> None:
 
 def _is_collective(block: ir.Block, others: tuple[ir.Block, ...]) -> bool:
     for i in ir.walk(block.body):
-        if isinstance(i, ir.Collective):
+        if i.posts == "collective":
             return True
-        if isinstance(i, ir.Call) and any(_is_collective(other, others) for other in others if other.name == i.block):
+        if any(_is_collective(other, others) for other in others if other.name in ir.names(i, "call")):
             return True
     return False
 
@@ -104,7 +92,7 @@ def _on_mesh(c: Checker, i: ir.OnMesh, scope: Scope) -> None:
     c.mesh = i.mesh
     c.inner(i.body, scope)
     c.mesh = c.program.mesh
-    c.types.update({inner.out: inner.type for inner in i.body if isinstance(inner, ir.Allocate)})
+    c.types.update({name: inner.defined({})[name] for inner in i.body for name in ir.names(inner, "allocate")})
 
 
 RULES: dict[type[ir.Instruction], Rule] = {

@@ -37,10 +37,10 @@ def fold_epilogues(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     """After it no launch follows a matmul that could have done the launch's work and saved a pass over memory."""
     while True:
         matmuls = _Matmuls(program)
-        folded: dict[int, _Folded] = {}  # by the id of the launch
+        folded: dict[int, _Folded] = {}  # by the number of the launch
         for place in matmuls.uses.places:
             if isinstance(place.instruction, ir.Launch) and (found := matmuls.folded(place, place.instruction)):
-                folded[id(place.instruction)] = found
+                folded[place.number] = found
         if not folded:
             return program
         program = _rewritten(program, folded)
@@ -50,7 +50,7 @@ def fold_epilogues(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 class _Folded:
     """What a launch becomes: a matmul in its place, and after it what is left of the launch and its kernel, if anything."""
 
-    old: ir.Matmul
+    old: Place
     new: ir.Matmul
     launch: ir.Launch | None
     kernel: ir.Kernel | None
@@ -105,7 +105,7 @@ class _Matmuls:
             return None
         rest = tuple(op for op in kernel.ops if op not in gone)
         if len(kernel.results) == 1:
-            return _Folded(matmul, ended, None, None)
+            return _Folded(place, ended, None, None)
         left = _left(kernel, rest, value)
         try:
             iteration(left)
@@ -113,7 +113,7 @@ class _Matmuls:
             return None
         buffers[value] = targets[value]
         srcs, dsts = (tuple((buffers | targets)[p.name] for p in parameters) for parameters in (left.inputs, left.results))
-        return _Folded(matmul, ended, replace(launch, srcs=srcs, dsts=dsts), left)
+        return _Folded(place, ended, replace(launch, srcs=srcs, dsts=dsts), left)
 
     def is_possible(self, matmul: ir.Matmul) -> bool:
         """Whether cuBLASLt computes it, and writes over nothing that it reads."""
@@ -176,6 +176,6 @@ def _rewritten(program: ir.HostProgram, folded: dict[int, _Folded]) -> ir.HostPr
             kernels[name] = replace(found.kernel, name=name)
         return (found.new, replace(found.launch, kernel=names[found.kernel]))
 
-    edits = {id(found.old): () for found in folded.values()} | {launch: edit(found) for launch, found in folded.items()}
+    edits = {found.old.number: () for found in folded.values()} | {launch: edit(found) for launch, found in folded.items()}
     body = eliminate_dead_code(ir.edited(program.body, edits))
     return replace(program, body=body, kernels=launched(kernels.values(), body))

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from hostweave.analysis.def_use import def_use
+from hostweave.analysis.def_use import Place, def_use
 from hostweave.analysis.kernel_indices import Iteration, NotOneKernel, iteration
 from hostweave.base.names import claim_unique
 from hostweave.fusion_ir.ir import Op, Value
@@ -36,23 +36,23 @@ def fuse_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     program = _unshared(program)
     while True:
         links = _Links(program)
-        changes: dict[int, ir.Instruction | ir.Body] = {}  # the id of an instruction -> what replaces it
+        changes: dict[int, ir.Instruction | ir.Body] = {}  # the number of an instruction -> what replaces it
         kernels = {kernel.name: kernel for kernel in program.kernels}
         for producer in reversed(links.launches):
-            if any(id(i) in changes for i in (producer, *links.others(producer, *producer.dsts))):
+            if any(place.number in changes for place in (producer, *links.others(producer, *links.launches[producer].dsts))):
                 continue  # the next round knows what they have become
             union = links.union(producer)
             if isinstance(union, str):
                 continue
-            changes[id(producer)] = ()
+            changes[producer.number] = ()
             for merged in union:
-                changes[id(merged.consumer)] = merged.launch
+                changes[merged.consumer.number] = merged.launch
                 kernels[merged.kernel.name] = merged.kernel
         if not changes:
             program = _explained(program, links)
             return _named(_shared(replace(program, kernels=tuple(map(_without_repeats, program.kernels)))))
         body = eliminate_dead_code(ir.edited(program.body, changes))
-        launched = dict.fromkeys(i.kernel for i in ir.walk(body) if isinstance(i, ir.Launch) and i.kernel in kernels)
+        launched = dict.fromkeys(name for i in ir.walk(body) for name in ir.names(i, "launch") if name in kernels)
         program = replace(program, body=body, kernels=tuple(kernels[name] for name in launched))
 
 
@@ -63,7 +63,7 @@ def fuse_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 class _Merged:
     """A launch that takes over what another one computes: what it becomes, and its kernel then."""
 
-    consumer: ir.Launch
+    consumer: Place
     launch: ir.Launch
     kernel: ir.Kernel
 
@@ -76,55 +76,53 @@ class _Links:
         self.types, self.root = self.uses.types, self.uses.root
         self.kernels = {kernel.name: kernel for kernel in program.kernels}
         self.outputs = {parameter.name for parameter in program.outputs}
-        self.places = {id(place.instruction): place for place in self.uses.places}
-        self.launches = [i for i in ir.walk(program.body) if isinstance(i, ir.Launch) and i.kernel in self.kernels]
-
-    def view(self, name: str) -> ir.Instruction | None:
-        """What makes a buffer, where that is a view."""
-        return self.uses.views[name].instruction if name in self.uses.views else None
+        instructions = ((place, place.instruction) for place in self.uses.places)
+        self.launches = {place: i for place, i in instructions if isinstance(i, ir.Launch) and i.kernel in self.kernels}
 
     def called(self, buffer: str) -> str:
         """The name of the value that a buffer holds, also where it is a chunk of it."""
-        return self.root(buffer) if isinstance(self.view(buffer), ir.Select | ir.Chunk) else buffer
+        is_chunk = buffer in self.uses.views and self.uses.chunk(self.uses.views[buffer])
+        return self.root(buffer) if is_chunk else buffer
 
     def roots(self, instruction: ir.Instruction, *roles: str) -> set[str]:
         return {self.root(name) for name in ir.names(instruction, *roles)}
 
-    def others(self, producer: ir.Launch, *results: str) -> list[ir.Instruction]:
+    def others(self, producer: Place, *results: str) -> list[Place]:
         """What else touches these buffers that a launch writes, in program order."""
-        touching = {place.number: place.instruction for result in results for place in self.uses.touches[self.root(result)]}
-        return [touching[number] for number in sorted(touching) if touching[number] is not producer]
+        touching = {place for result in results for place in self.uses.touches[self.root(result)]} - {producer}
+        return sorted(touching, key=lambda place: place.number)
 
-    def path(self, name: str, start: str) -> list[ir.Reshape | ir.Permute] | None:
+    def path(self, name: str, start: str) -> list[ir.Instruction] | None:
         """The views that lead from one buffer to another, None where they are not all of all elements."""
-        steps: list[ir.Reshape | ir.Permute] = []
+        steps: list[ir.Instruction] = []
         while name != start:
-            view = self.view(name)
-            if not isinstance(view, ir.Reshape | ir.Permute):
+            source = self.uses.roots.source(name)
+            if source is None or not self.uses.views[name].instruction.shows:
                 return None
-            steps.append(view)
-            name = view.src
+            steps.append(self.uses.views[name].instruction)
+            name = source
         return steps[::-1]
 
     # --- where a kernel ends ---
 
-    def union(self, producer: ir.Launch) -> list[_Merged] | str:
+    def union(self, producer: Place) -> list[_Merged] | str:
         """What a launch can become a part of, or why its kernel ends; "" where no kernel uses its results."""
-        others = self.others(producer, *producer.dsts)
-        made = {self.root(dst) for dst in producer.dsts}
+        dsts = self.launches[producer].dsts
+        others = self.others(producer, *dsts)
+        made = {self.root(dst) for dst in dsts}
         for other in others:
-            if parts := (self.roots(other, "write") - self.roots(other, "read")) & made:
+            if parts := (self.roots(other.instruction, "write") - self.roots(other.instruction, "read")) & made:
                 return f"%{min(parts)} is written in parts"
-        launches = tuple(other for other in others if isinstance(other, ir.Launch) and other.kernel in self.kernels)
+        launches = [other for other in others if other in self.launches]
         if not launches:
-            return f"{others[0].syntax.split()[0]} uses %{self._called(producer, others[0])}" if others else ""
-        if self.places[id(launches[0])].number < self.places[id(producer)].number:
+            return f"{others[0].instruction.syntax.split()[0]} uses %{self._called(producer, others[0])}" if others else ""
+        if launches[0].number < producer.number:
             return f"%{self._called(producer, launches[0])} is used before, in a loop"
         if len(launches) == len(others) and self._is_free(producer):  # each of them can compute it again
             consumers, kept = launches, list[str]()
         else:
             consumers = launches[:1]
-            kept = [dst for dst in producer.dsts if self._is_needed(producer, dst, consumers[0])]
+            kept = [dst for dst in dsts if self._is_needed(producer, dst, consumers[0])]
         found = []
         for consumer in consumers:
             if why := self._why_apart(producer, consumer, kept):
@@ -135,31 +133,32 @@ class _Links:
             found.append(merged)
         return found
 
-    def _is_free(self, producer: ir.Launch) -> bool:
-        return not any(self.root(dst) in self.outputs for dst in producer.dsts) and _is_free(self.kernels[producer.kernel])
+    def _is_free(self, producer: Place) -> bool:
+        launch = self.launches[producer]
+        return not any(self.root(dst) in self.outputs for dst in launch.dsts) and _is_free(self.kernels[launch.kernel])
 
-    def _is_needed(self, producer: ir.Launch, result: str, consumer: ir.Launch) -> bool:
+    def _is_needed(self, producer: Place, result: str, consumer: Place) -> bool:
         return self.root(result) in self.outputs or any(other is not consumer for other in self.others(producer, result))
 
-    def _called(self, producer: ir.Launch, user: ir.Instruction) -> str:
+    def _called(self, producer: Place, user: Place) -> str:
         """The result of a launch that something touches, as its kernel calls it."""
-        pairs = zip(producer.dsts, self.kernels[producer.kernel].results, strict=True)
-        return next(result.name for dst, result in pairs if any(other is user for other in self.others(producer, dst)))
+        launch = self.launches[producer]
+        pairs = zip(launch.dsts, self.kernels[launch.kernel].results, strict=True)
+        return next(result.name for dst, result in pairs if user in self.others(producer, dst))
 
-    def _why_apart(self, producer: ir.Launch, consumer: ir.Launch, kept: list[str]) -> str:
+    def _why_apart(self, producer: Place, consumer: Place, kept: list[str]) -> str:
         """Why the consumer cannot take over in its place, and write the kept results too; nothing where it can."""
-        result = self._called(producer, consumer)
-        first, last = self.places[id(producer)], self.places[id(consumer)]
-        made = {self.root(dst): dst for dst in producer.dsts}
-        if first.body is not last.body:
+        result, first, last = self._called(producer, consumer), self.launches[producer], self.launches[consumer]
+        made = {self.root(dst): dst for dst in first.dsts}
+        if producer.body is not consumer.body:
             return f"another loop uses %{result}"
-        if any(self.root(src) in made and self.path(src, made[self.root(src)]) is None for src in consumer.srcs):
+        if any(self.root(src) in made and self.path(src, made[self.root(src)]) is None for src in last.srcs):
             return f"parts of %{result} are used"
-        between = list(ir.walk(first.body[first.index + 1 : last.index]))
-        read = {self.root(src) for src in producer.srcs}
-        if any(read & self.roots(i, "write") for i in (*between, consumer)):
+        between = list(ir.walk(producer.body[producer.index + 1 : consumer.index]))
+        read = {self.root(src) for src in first.srcs}
+        if any(read & self.roots(i, "write") for i in (*between, last)):
             return f"what %{result} is computed from is overwritten"
-        if any(isinstance(i, ir.Record | ir.Fork) for i in between):
+        if any(ir.names(i, "record", "fork") for i in between):
             return f"other streams go on before %{result} is used"
         for i in between:
             if early := self.roots(i, "read", "write") & {self.root(dst) for dst in kept}:
@@ -199,8 +198,9 @@ def _is_repeated(name: str, walked: Iteration) -> bool:
 # --- two kernels as one -----------------------------------------------------------------------------------------------
 
 
-def _merged(links: _Links, producer: ir.Launch, consumer: ir.Launch, kept: list[str]) -> _Merged:
+def _merged(links: _Links, place: Place, into: Place, kept: list[str]) -> _Merged:
     """Both launches as one, in place of the consumer and under its names, which still writes the producer's kept results."""
+    producer, consumer = links.launches[place], links.launches[into]
     first, second = links.kernels[producer.kernel], links.kernels[consumer.kernel]
     called = {src: parameter.name for src, parameter in zip(consumer.srcs, second.inputs, strict=True)}  # buffer -> its name
     taken = {*called.values(), *(op.result.name for op in second.ops)}
@@ -228,7 +228,7 @@ def _merged(links: _Links, producer: ir.Launch, consumer: ir.Launch, kept: list[
         ops=(*ops, *second.ops),
         returned=returned if len(returned) > 1 else (),
     )
-    return _Merged(consumer, replace(consumer, kernel=kernel.name, srcs=tuple(inputs), dsts=(*kept, *consumer.dsts)), kernel)
+    return _Merged(into, replace(consumer, kernel=kernel.name, srcs=tuple(inputs), dsts=(*kept, *consumer.dsts)), kernel)
 
 
 def _without_repeats(kernel: ir.Kernel) -> ir.Kernel:
@@ -254,16 +254,16 @@ def _renamed(op: Op, names: dict[str, str]) -> Op:
     return replace(op, operands=operands, result=replace(op.result, name=names[op.result.name]))
 
 
-def _viewed(path: list[ir.Reshape | ir.Permute], source: str, name: str, types: dict[str, BufferType], taken: set[str]) -> Iterator[Op]:
+def _viewed(path: list[ir.Instruction], source: str, name: str, types: dict[str, BufferType], taken: set[str]) -> Iterator[Op]:
     """The views that lead to a buffer, as ops; the last one has the name that the buffer goes by."""
     for view in path:
-        result = name if view is path[-1] else claim_unique(view.out, taken)
-        buffer = types[view.out]
+        (out,) = ir.names(view, "view")
+        result, buffer = name if view is path[-1] else claim_unique(out, taken), types[out]
         value = Value(result, TensorType(buffer.dtype, tuple(map(Dim, buffer.shape))))
-        if isinstance(view, ir.Reshape):
-            yield Op("reshape", (source,), value, location=view.location)
-        else:
+        if isinstance(view, ir.Permute):
             yield Op("permute_dims", (source,), value, (("axes", view.order),), view.location)
+        else:
+            yield Op("reshape", (source,), value, location=view.location)
         source = result
 
 
@@ -275,7 +275,7 @@ def _unshared(program: ir.HostProgram) -> ir.HostProgram:
     links = _Links(program)
     kernels: list[ir.Kernel] = []
     changes: dict[int, ir.Launch] = {}
-    for launch in links.launches:
+    for place, launch in links.launches.items():
         kernel = links.kernels[launch.kernel]
         if any(kernel.name == other.name for other in kernels):
             taken: set[str] = set()
@@ -283,7 +283,7 @@ def _unshared(program: ir.HostProgram) -> ir.HostProgram:
             names = {parameter.name: claim_unique(links.called(buffer), taken) for parameter, buffer in buffers}
             inputs = tuple(replace(p, name=names[p.name]) for p in kernel.inputs)
             kernel = ir.Kernel(f"{kernel.name} {len(kernels)}", inputs, tuple(_renamed(op, names) for op in kernel.ops))
-            changes[id(launch)] = replace(launch, kernel=kernel.name)
+            changes[place.number] = replace(launch, kernel=kernel.name)
         kernels.append(kernel)
     return replace(program, kernels=tuple(kernels), body=ir.edited(program.body, changes))
 
@@ -321,17 +321,13 @@ def telling_name(kernel: ir.Kernel) -> str:
 
 def _with_names(program: ir.HostProgram, names: dict[str, str]) -> ir.HostProgram:
     """Every launch with the new name of its kernel."""
-
-    def renamed(i: ir.Instruction) -> ir.Instruction | None:
-        return replace(i, kernel=names[i.kernel]) if isinstance(i, ir.Launch) and names.get(i.kernel, i.kernel) != i.kernel else None
-
-    return replace(program, body=ir.rewrite(program.body, renamed))
+    return replace(program, body=ir.rewrite(program.body, lambda i: ir.with_names(i, names, "launch")))
 
 
 def _explained(program: ir.HostProgram, links: _Links) -> ir.HostProgram:
     """Every kernel with the reason why it ends."""
     reasons: dict[str, dict[str, None]] = {}
-    for launch in links.launches:
-        reasons.setdefault(launch.kernel, {})[str(links.union(launch))] = None
+    for place, launch in links.launches.items():
+        reasons.setdefault(launch.kernel, {})[str(links.union(place))] = None
     kernels = tuple(replace(k, ends="; ".join(filter(None, reasons[k.name]))) for k in program.kernels)
     return replace(program, kernels=kernels)

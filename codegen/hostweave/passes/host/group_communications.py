@@ -65,7 +65,7 @@ class _Grouping:
         return ir.with_bodies(instruction, self.body)
 
     def can_pass(self, instruction: ir.Instruction, posted: list[ir.Instruction]) -> bool:
-        if isinstance(instruction, ir.Compute):
+        if instruction.work:
             return not self.uses.conflict(posted, [instruction])
         return not instruction.calls
 
@@ -104,14 +104,15 @@ def _joined(body: ir.Body) -> ir.Body:
     last: int | None = None  # the place of a branch after which nothing calls
     for instruction in body:
         before = None if last is None else result[last]
-        if isinstance(instruction, ir.If) and isinstance(before, ir.If) and before.condition == instruction.condition:
-            assert last is not None
-            both = replace(before, body=(*before.body, *instruction.body), orelse=(*before.orelse, *instruction.orelse))
-            result = [*result[:last], *result[last + 1 :], both]
+        condition = instruction.condition_of_body
+        if before is not None and condition == before.condition_of_body:
+            behind = iter(ir.bodies(instruction))
+            both = ir.with_bodies(before, lambda body, behind=behind: body + next(behind))  # type: ignore[misc]
+            result = [*(i for i in result if i is not before), both]
             last = len(result) - 1
             continue
         result.append(instruction)
-        if isinstance(instruction, ir.If) and on_sizes_alone(instruction.condition):
+        if condition and on_sizes_alone(condition):
             last = len(result) - 1
         elif instruction.calls:
             last = None

@@ -21,52 +21,47 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hostweave.analysis.def_use import DefUse, def_use
+from hostweave.analysis.def_use import DefUse, Place, def_use
 from hostweave.host_ir import ir
-from hostweave.passes.host.privatize_per_stream import ChunkView
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 
 
 def multi_buffer(program: ir.HostProgram) -> ir.HostProgram:
-    uses, changed = def_use(program), dict[int, ir.Instruction]()
+    uses, edits = def_use(program), dict[int, ir.Instruction]()
     pools = {pool.name: pool.count for pool in program.streams}
     for name, place in uses.allocates.items():
-        for view, block in _chunks(uses, name, pools):
-            streams, shape = pools[block.stream], uses.types[view.out].shape
-            slots = BufferType(uses.types[name].dtype, (Size(streams), *shape))
-            changed[id(place.instruction)] = ir.Allocate(name, slots, location=place.instruction.location)
-            changed[id(view)] = ir.Select(view.out, name, 0, block.index % streams, location=view.location)
-    return replace(program, body=ir.edited(program.body, changed)) if changed else program
+        for view, (pool, index) in _chunks(uses, name, pools):
+            (out,), streams = ir.names(view.instruction, "view"), pools[pool]
+            slots = BufferType(uses.types[name].dtype, (Size(streams), *uses.types[out].shape))
+            edits[place.number] = ir.Allocate(name, slots, location=place.instruction.location)
+            edits[view.number] = ir.Select(out, name, 0, index % streams, location=view.instruction.location)
+    return replace(program, body=ir.edited(program.body, edits)) if edits else program
 
 
-def _chunks(uses: DefUse, name: str, pools: dict[str, int]) -> list[tuple[ChunkView, ir.OnStream]]:
+def _chunks(uses: DefUse, name: str, pools: dict[str, int]) -> list[tuple[Place, ir.Slot]]:
     """The views of an allocation by which steps have a chunk of it each, in two blocks or more; none where that would save nothing."""
     touches, views = uses.touches.get(name, []), uses.viewed.get(name, [])
-    blocks = {id(place.block): place.block for place in (*touches, *views)}
-    loops = {id(place.loop): place.loop for place in touches}
-    found: list[tuple[ChunkView, ir.OnStream]] = []
+    blocks = {place.block for place in (*touches, *views)}
+    loops = {place.loop for place in touches}
+    found: list[tuple[Place, ir.Slot]] = []
+    counts: set[tuple[int, Size, BufferType]] = set()  # of chunks, along which dim
     for place in views:
-        view, block = place.instruction, place.block
-        if block is None or uses.roots.source(ir.names(view, "define")[0]) != name:
+        if place.stream is None or name not in ir.names(place.instruction, "alias"):
             continue
-        if not isinstance(view, ChunkView) or view.index != block.index:
+        chunk = uses.chunk(place)
+        if chunk is None or chunk[1] != place.stream[1]:
             return []
-        found.append((view, block))
-    if len(blocks) < 2 or None in blocks.values() or len({block.stream for _, block in found}) != 1 or len(loops) != 1:
+        found.append((place, place.stream))
+        counts.add((chunk[0], chunk[2], uses.types[ir.names(place.instruction, "view")[0]]))
+    if len(blocks) < 2 or None in blocks or len({pool for _, (pool, _) in found}) != 1 or len(loops) != 1:
         return []
-    (loop,) = loops.values()
-    if loop is None or any(loop is i for i in uses.allocates[name].around) or uses.allocates[name].block is not None:
+    (loop,) = loops
+    if loop is None or loop in uses.allocates[name].around or uses.allocates[name].block is not None:
         return []
     if any(name in ir.names(place.instruction, "read", "write") for place in touches):
         return []
-    counts = {(type(view), view.dim, _count(view, uses)) for view, _ in found}
-    return found if len(counts) == 1 and _is_more(counts.pop()[-1], pools[found[0][1].stream]) else []
-
-
-def _count(view: ChunkView, uses: DefUse) -> Size:
-    return view.count if isinstance(view, ir.Chunk) else uses.types[view.src].shape[view.dim]
-
-
-def _is_more(count: Size, streams: int) -> bool:
-    return not count.is_int or int(count) > streams
+    if len(counts) != 1:
+        return []
+    ((_, count, _),) = counts
+    return found if not count.is_int or int(count) > pools[found[0][1][0]] else []

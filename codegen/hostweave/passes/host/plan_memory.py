@@ -17,14 +17,14 @@ buffer may get the bytes of those deallocated above it. Offsets are found when s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from hostweave.analysis.def_use import def_use
 from hostweave.analysis.live_ranges import allocating_blocks
 from hostweave.host_ir import ir
 from hostweave.host_ir.dead_code import eliminate_dead_code, indices_in
-from hostweave.host_ir.expr import Const, Expr
+from hostweave.host_ir.expr import Const
 from hostweave.options import Options
 from hostweave.passes.host.multi_buffer import multi_buffer
 from hostweave.passes.host.privatize_per_stream import privatize_per_stream
@@ -36,9 +36,9 @@ from hostweave.types.mesh import Mesh
 def plan_memory(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     """After it the text says what may share memory."""
     program = privatize_per_stream(multi_buffer(program))
-    if any(isinstance(i, ir.OnMesh) for i in ir.walk(program.body)):  # what is allocated in one body and used in another comes together
+    if any(i.ranks for i in ir.walk(program.body)):  # what is allocated in one body and used in another comes together
         planned = _Planner(program).body(program.body, on_caller=True)
-        program = replace(program, body=ir.rewrite(planned, lambda i: () if isinstance(i, ir.Deallocate) else None))
+        program = replace(program, body=ir.rewrite(planned, lambda i: () if ir.names(i, "free") else None))
     program = reuse_in_place(program)
     program = replace(program, body=sink_views(eliminate_dead_code(program.body)))
     return replace(program, body=_Planner(program).body(program.body, on_caller=True))
@@ -47,7 +47,7 @@ def plan_memory(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 Lane = tuple[str, int]  # one stream of a pool
 Lanes = tuple[Lane, ...]
 CALLER: Lanes = ()
-Recorded = dict[tuple[str, Expr], tuple[Lane | None, int]]  # an event -> the stream that recorded it last, and in which child
+Recorded = dict[ir.Slot, tuple[Lane | None, int]]  # an event -> the stream that recorded it last, and in which child
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,9 @@ class _Planner:
         What ranks of a mesh do in it counts as its children one by one.
         """
         children = [self.child(i, on_caller) for i in _one_by_one(body)]
-        own = {i.out: (mesh, i) for mesh, i in map(_on, children) if isinstance(i, ir.Allocate)}
+        own = {name: (mesh, i) for mesh, i in map(_on, children) for name in ir.names(i, "allocate")}
         if not own:
-            return _together(children)
+            return ir.together(children)
         touches, viewed = self.touches(children, on_caller), self.first_views(children)
         known = {mesh: self.known([_seen_by(mesh, i) for i in children]) for mesh, _ in own.values()}
         ties = _ties(body)
@@ -91,7 +91,7 @@ class _Planner:
                 begin -= 1
             begun.setdefault(begin, []).append(name)
         allocating = [(k, own[name][0]) for k, names in begun.items() for name in names]
-        allocating += [(k, _on(i)[0]) for k, i in enumerate(children) if not isinstance(_on(i)[1], ir.Allocate) and self.allocates(i)]
+        allocating += [(k, _on(i)[0]) for k, i in enumerate(children) if not ir.names(_on(i)[1], "allocate") and self.allocates(i)]
         on_streams = self.on_streams(children)
         ended: dict[int, list[str]] = {}
         for name, (mesh, _) in own.items():
@@ -99,17 +99,12 @@ class _Planner:
             tied = {k for k in ties if _on(children[k])[0] != mesh}
             if (end := self.end(touches[name], known[mesh], on_streams, tied, len(children))) < last:
                 ended.setdefault(end, []).append(name)
-        return _together(_laid_out(children, own, begun, ended))
+        return ir.together(_laid_out(children, own, begun, ended))
 
     def child(self, i: ir.Instruction, on_caller: bool) -> ir.Instruction:
-        match i:
-            case ir.OnMesh():
-                return replace(i, body=tuple(self.child(inner, on_caller) for inner in i.body))
-            case ir.OnStream() | ir.For():
-                return replace(i, body=self.body(i.body, on_caller and not isinstance(i, ir.OnStream)))
-            case ir.If():
-                return replace(i, body=self.body(i.body, on_caller), orelse=self.body(i.orelse, on_caller))
-        return i
+        if i.ranks:
+            return ir.with_bodies(i, lambda body: tuple(self.child(inner, on_caller) for inner in body))
+        return ir.with_bodies(i, lambda body: self.body(body, on_caller and not ir.names(i, "stream")))
 
     # --- when memory is first and last needed ---
 
@@ -130,23 +125,19 @@ class _Planner:
         return end
 
     def allocates(self, i: ir.Instruction) -> bool:
-        inner = ir.walk((i,))
-        return any(isinstance(j, ir.Allocate) or (isinstance(j, ir.Call) and j.block in self.allocating) for j in inner)
+        return any(ir.names(j, "allocate") or not self.allocating.isdisjoint(ir.names(j, "call")) for j in ir.walk((i,)))
 
     def first_views(self, children: list[ir.Instruction]) -> dict[str, int]:
-        first: dict[str, int] = {}
-        for k, (_, i) in enumerate(map(_on, children)):
-            if isinstance(i, ir.View):
-                first.setdefault(self.uses.root(i.out), k)
-        return first
+        last_to_first = reversed(list(enumerate(children)))
+        return {self.uses.root(name): k for k, child in last_to_first for name in ir.names(_on(child)[1], "view")}
 
     def on_streams(self, children: list[ir.Instruction]) -> dict[int, list[Lane]]:
         """The children in which streams allocate for themselves, with these streams."""
+        inner = ((k, i, ir.slot(i, "stream")) for k, child in enumerate(children) for i in ir.walk((child,)))
         found: dict[int, list[Lane]] = {}
-        for k, child in enumerate(children):
-            for i in ir.walk((child,)) if ir.bodies(child) else ():
-                if isinstance(i, ir.OnStream) and self.allocates(i):
-                    found.setdefault(k, []).extend(self.lanes_of(i))
+        for k, i, stream in inner:
+            if stream and self.allocates(i):
+                found.setdefault(k, []).extend(self.lanes_of(stream))
         return found
 
     def touches(self, children: list[ir.Instruction], on_caller: bool) -> dict[str, list[_Touch]]:
@@ -159,16 +150,16 @@ class _Planner:
         return found
 
     def on_lanes(self, i: ir.Instruction, joined: set[str], lanes: Lanes = CALLER) -> Iterator[tuple[ir.Instruction, Lanes]]:
-        if isinstance(i, ir.OnStream):
-            lanes = CALLER if i.stream in joined else self.lanes_of(i)
+        if stream := ir.slot(i, "stream"):
+            lanes = CALLER if stream[0] in joined else self.lanes_of(stream)
         yield i, lanes
         for body in ir.bodies(i):
             for inner in body:
                 yield from self.on_lanes(inner, joined, lanes)
 
-    def lanes_of(self, block: ir.OnStream) -> Lanes:
-        pool = self.pools[block.stream]
-        return (pool[block.index.value % len(pool)],) if isinstance(block.index, Const) else tuple(pool)
+    def lanes_of(self, stream: ir.Slot) -> Lanes:
+        pool, index = self.pools[stream[0]], stream[1]
+        return (pool[index.value % len(pool)],) if isinstance(index, Const) else tuple(pool)
 
     # --- what orders streams ---
 
@@ -178,45 +169,43 @@ class _Planner:
         begun: dict[Lane, int] = {}
         recorded: Recorded = {}
         for k, child in enumerate(children):
-            match child:
-                case ir.Fork(stream=pool):
-                    begun = begun | dict.fromkeys(self.pools[pool], k)
-                case ir.Join(stream=pool):
-                    for lane in self.pools[pool]:
-                        known.done.setdefault(lane, []).append((k, k))
-                case ir.Record(event=event, index=index):
-                    recorded[event, index] = None, k
-                case ir.Wait(event=event, index=index):
-                    lane_then = recorded.get((event, index))
-                    if lane_then and lane_then[0]:
-                        known.done.setdefault(lane_then[0], []).append((k, lane_then[1]))
-                case ir.OnStream() if len(lanes := self.lanes_of(child)) == 1:
-                    begun = self.on_one_stream(child, lanes[0], k, dict(begun), recorded)
-                case _:
-                    _record_anew(child, recorded)
+            for pool in ir.names(child, "fork"):
+                begun = begun | dict.fromkeys(self.pools[pool], k)
+            for lane in (lane for pool in ir.names(child, "join") for lane in self.pools[pool]):
+                known.done.setdefault(lane, []).append((k, k))
+            waited, stream = ir.slot(child, "wait"), ir.slot(child, "stream")
+            lane_then = recorded.get(waited) if waited else None
+            if lane_then and lane_then[0]:
+                known.done.setdefault(lane_then[0], []).append((k, lane_then[1]))
+            if event := ir.slot(child, "record"):
+                recorded[event] = None, k
+            elif stream and len(lanes := self.lanes_of(stream)) == 1:
+                begun = self.on_one_stream(ir.bodies(child)[0], lanes[0], k, dict(begun), recorded)
+            else:
+                _record_anew(child, recorded)
             known.begun.append(begun)
         return known
 
-    def on_one_stream(self, block: ir.OnStream, lane: Lane, k: int, begun: dict[Lane, int], recorded: Recorded) -> dict[Lane, int]:
+    def on_one_stream(self, body: ir.Body, lane: Lane, k: int, begun: dict[Lane, int], recorded: Recorded) -> dict[Lane, int]:
         """What the waits at the head of a block tell its stream; its records come after all of it only at its end."""
         touched = False
-        for i in block.body:
-            match i:
-                case ir.Wait(event=event, index=index) if not touched:
-                    lane_then = recorded.get((event, index))
-                    if lane_then and lane_then[0] is None:
-                        begun[lane] = max(begun.get(lane, 0), lane_then[1])
-                case ir.Record(event=event, index=index) if i is block.body[-1]:
-                    recorded[event, index] = lane, k
-                case _:
-                    _record_anew(i, recorded)
-                    touched = True
+        for i in body:
+            waited, event = ir.slot(i, "wait"), ir.slot(i, "record")
+            if waited and not touched:
+                lane_then = recorded.get(waited)
+                if lane_then and lane_then[0] is None:
+                    begun[lane] = max(begun.get(lane, 0), lane_then[1])
+            elif event and i is body[-1]:
+                recorded[event] = lane, k
+            else:
+                _record_anew(i, recorded)
+                touched = True
         return begun
 
 
 def _record_anew(i: ir.Instruction, recorded: Recorded) -> None:
     """Forgets the events that it may record, any number of times."""
-    events = {inner.event for inner in ir.walk((i,)) if isinstance(inner, ir.Record)}
+    events = {name for inner in ir.walk((i,)) for name in ir.names(inner, "record")}
     for event, index in list(recorded):
         if event in events:
             del recorded[event, index]
@@ -232,24 +221,25 @@ def _known_done(touch: _Touch, known: _VectorClock, never: int) -> int:
 
 def _joined(child: ir.Instruction) -> set[str]:
     """The streams that a loop or branch forks and joins itself, all ranks alike."""
-    if any(isinstance(i, ir.OnMesh) for inner in ir.bodies(_on(child)[1]) for i in ir.walk(inner)):
+    if any(i.ranks for inner in ir.bodies(_on(child)[1]) for i in ir.walk(inner)):
         return set()
-    forks = {i.stream for i in ir.walk((child,)) if isinstance(i, ir.Fork)}
-    return forks & {i.stream for i in ir.walk((child,)) if isinstance(i, ir.Join)}
+    forked, joined = ({name for i in ir.walk((child,)) for name in ir.names(i, role)} for role in ("fork", "join"))
+    return forked & joined
 
 
 def _laid_out(
     children: list[ir.Instruction],
-    own: dict[str, tuple[Mesh | None, ir.Allocate]],
+    own: dict[str, tuple[Mesh | None, ir.Instruction]],
     begun: dict[int, list[str]],
     ended: dict[int, list[str]],
 ) -> Iterator[ir.Instruction]:
     for k, child in enumerate(children):
         yield from (_for_ranks_of(*own[name]) for name in begun.get(k, ()))
-        if not isinstance(_on(child)[1], ir.Allocate):
+        if not ir.names(_on(child)[1], "allocate"):
             yield child
-        for mesh, allocate in (own[name] for name in ended.get(k, ())):
-            yield _for_ranks_of(mesh, ir.Deallocate(allocate.out, location=allocate.location))
+        for name in ended.get(k, ()):
+            mesh, allocate = own[name]
+            yield _for_ranks_of(mesh, ir.Deallocate(name, location=allocate.location))
 
 
 # --- what the ranks of a mesh do --------------------------------------------------------------------------------------
@@ -258,8 +248,8 @@ def _laid_out(
 def _one_by_one(body: ir.Body) -> Iterator[ir.Instruction]:
     """Each instruction of an `on` body in one of its own."""
     for i in body:
-        if isinstance(i, ir.OnMesh):
-            yield from (replace(i, body=(inner,)) for inner in i.body)
+        if i.ranks:
+            yield from (ir.with_bodies(i, lambda _, inner=inner: (inner,)) for inner in ir.bodies(i)[0])  # type: ignore[misc]
         else:
             yield i
 
@@ -269,34 +259,22 @@ def _ties(body: ir.Body) -> set[int]:
     ties: set[int] = set()
     first = 0
     for i in body:
-        inner = i.body if isinstance(i, ir.OnMesh) else (i,)
+        inner = ir.bodies(i)[0] if i.ranks else (i,)
         named: dict[str, int] = {}
         for k, child in enumerate(inner, first):
             for used in (name for j in ir.walk((child,)) for name in (*ir.names(j, "read", "write", "alias"), *indices_in(j))):
                 if used in named:
                     ties.update(range(named[used], k))
                     named[used] = k
-            if isinstance(child, ir.View | ir.Let):
-                named.update(dict.fromkeys(ir.names(child, "define", "index"), k))
+            if not child.calls:
+                named.update(dict.fromkeys(ir.names(child, "view", "index"), k))
         first += len(inner)
     return ties
 
 
-def _together(children: Iterable[ir.Instruction]) -> ir.Body:
-    """The reverse: neighbours on one mesh in one body."""
-    result: list[ir.Instruction] = []
-    for i in children:
-        last = result[-1] if result else None
-        if isinstance(i, ir.OnMesh) and isinstance(last, ir.OnMesh) and last.mesh == i.mesh:
-            result[-1] = replace(last, body=(*last.body, *i.body))
-        else:
-            result.append(i)
-    return tuple(result)
-
-
 def _on(child: ir.Instruction) -> tuple[Mesh | None, ir.Instruction]:
     """What a child does, and on which mesh; None: on all ranks."""
-    return (child.mesh, child.body[0]) if isinstance(child, ir.OnMesh) else (None, child)
+    return (child.ranks, ir.bodies(child)[0][0]) if child.ranks else (None, child)
 
 
 def _share_ranks(mesh: Mesh | None, other: Mesh | None) -> bool:

@@ -10,85 +10,77 @@ becomes
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import product
-from typing import Any
 
 from hostweave.analysis.def_use import DefUse, Place, def_use
 from hostweave.host_ir import ir
+from hostweave.host_ir.calls import renamed
 from hostweave.host_ir.expr import Expr, Var, binary, evaluate, leaves
 from hostweave.types.tensor import BufferType
-
-ChunkView = ir.Select | ir.Chunk
 
 
 def privatize_per_stream(program: ir.HostProgram) -> ir.HostProgram:
     uses = def_use(program)
-    dropped: set[int] = set()  # ids of instructions
-    renamed: dict[str, str] = {}
-    made: dict[int, list[ir.Instruction]] = {}  # the id of an instruction of a stream block -> what goes before it
+    gone: set[int] = set()
+    made: dict[int, ir.Body] = {}  # what goes before the instruction of a number
+    names: dict[str, str] = {}
     for name, place in uses.allocates.items():
         chunks = _chunks(uses, name)
         if not chunks:
             continue
-        view = chunks[0].instruction
-        shape = uses.types[_chunk(view).out].shape
+        shape = uses.types[_out(chunks[0])].shape
         allocate = ir.Allocate(name, BufferType(uses.types[name].dtype, shape), location=place.instruction.location)
-        made.setdefault(id(_child_of_block(chunks[0])), []).append(allocate)
-        dropped |= {id(place.instruction), *(id(other.instruction) for other in uses.viewed[name] if other.block is None)}
-        dropped |= {id(chunk.instruction) for chunk in chunks}
-        renamed |= {_chunk(chunk.instruction).out: name for chunk in chunks}
-    return replace(program, body=_rewritten(program.body, dropped, renamed, made)) if made else program
-
-
-def _chunk(view: ir.Instruction) -> ChunkView:
-    assert isinstance(view, ChunkView)
-    return view
+        gone.update((place.number, *(view.number for view in uses.viewed[name] if view.block is None or view in chunks)))
+        first = _child_of_block(chunks[0], uses).number
+        made[first] = (*made.get(first, ()), allocate)
+        names |= {_out(chunk): name for chunk in chunks}
+    return replace(program, body=renamed(uses.edited(gone, made), names)) if made else program
 
 
 def _chunks(uses: DefUse, name: str) -> list[Place]:
     """The views that are all that a stream block touches of an allocation, one chunk a step; none where it has other uses."""
     touches, views = uses.touches.get(name, []), uses.viewed.get(name, [])
-    blocks = {id(place.block): place.block for place in touches}
-    (block,) = blocks.values() if len(blocks) == 1 else (None,)
-    if block is None or uses.allocates[name].block is not None:
+    blocks = {place.block for place in touches}
+    if len(blocks) != 1 or None in blocks or uses.allocates[name].block is not None:
         return []
     outside = {name, *(_out(view) for view in views if view.block is None)}
     chunks = [view for view in views if view.block is not None and uses.roots.source(_out(view)) in outside]
     if any(outside & set(ir.names(place.instruction, "read", "write")) for place in touches):
         return []
-    alike = {replace(view.instruction, out="", location=None) if isinstance(view.instruction, ChunkView) else None for view in chunks}
+    alike = {(uses.roots.source(_out(view)), uses.types[_out(view)], uses.chunk(view)) for view in chunks}
     loop = touches[0].loop
-    if len(alike) != 1 or None in alike or loop is None or any(loop is i for i in uses.allocates[name].around):
+    if len(alike) != 1 or loop is None or loop in uses.allocates[name].around:
         return []
-    return chunks if _is_distinct(_chunk(chunks[0].instruction).index, loop, uses) else []
+    ((_, _, chunk),) = alike
+    return chunks if chunk and _is_distinct(chunk[1], loop.instruction, uses) else []
 
 
 def _out(view: Place) -> str:
-    (out,) = ir.names(view.instruction, "define")
+    (out,) = ir.names(view.instruction, "view")
     return out
 
 
-def _child_of_block(place: Place) -> ir.Instruction:
+def _child_of_block(place: Place, uses: DefUse) -> Place:
     """The instruction of the stream block, or of an `on` body in it, that holds this one, or is it."""
-    around = (*place.around, place.statement)
-    inside = around[next(k for k, i in enumerate(around) if isinstance(i, ir.OnStream)) + 1 :]
-    return inside[1] if isinstance(inside[0], ir.OnMesh) else inside[0]
+    assert place.block
+    inside = [*place.around, uses.places[place.statement]][len(place.block.around) + 1 :]
+    return inside[1] if inside[0].instruction.ranks else inside[0]
 
 
-def _is_distinct(index: Expr, loop: ir.For, uses: DefUse) -> bool:
+def _is_distinct(index: Expr, loop: ir.Instruction, uses: DefUse) -> bool:
     """Whether every step of a loop has another value of an index, on any rank."""
-    index = _resolved(index, uses)
-    if index == Var(loop.out):
+    (step_index,), index = ir.names(loop, "index"), _resolved(index, uses)
+    if index == Var(step_index):
         return True
-    if not loop.count.is_int:
+    if loop.trips is None or not loop.trips.is_int:
         return False
+    steps = range(int(loop.trips))
     axes = dict(uses.program.mesh.axes)
     try:
         for place in product(*map(range, axes.values())):
             coordinates = dict(zip(axes, place, strict=True))
-            values = {evaluate(index, {loop.out: step}, coordinates, {}) for step in range(int(loop.count))}
-            if len(values) < int(loop.count):
+            if len({evaluate(index, {step_index: step}, coordinates, {}) for step in steps}) < len(steps):
                 return False
     except KeyError:  # another loop's index, or a size
         return False
@@ -102,21 +94,3 @@ def _resolved(expr: Expr, uses: DefUse) -> Expr:
     if leaves(expr) == [expr]:
         return expr
     return binary(expr.op, _resolved(expr.left, uses), _resolved(expr.right, uses))  # type: ignore[attr-defined]
-
-
-def _rewritten(body: ir.Body, dropped: set[int], renamed: dict[str, str], made: dict[int, list[ir.Instruction]]) -> ir.Body:
-    result: list[ir.Instruction] = []
-    for i in body:
-        result.extend(made.get(id(i), ()))
-        if id(i) in dropped:
-            continue
-        changes: dict[str, Any] = {}
-        for name, role in ir.roles(type(i)).items():
-            if role in ("read", "write", "update", "alias"):
-                value = getattr(i, name)
-                changes[name] = tuple(renamed.get(v, v) for v in value) if isinstance(value, tuple) else renamed.get(value, value)
-        for f in fields(i):
-            if f.name in ("body", "orelse"):
-                changes[f.name] = _rewritten(getattr(i, f.name), dropped, renamed, made)
-        result.append(replace(i, **changes) if any(getattr(i, f) != value for f, value in changes.items()) else i)
-    return tuple(result)

@@ -18,10 +18,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from hostweave.analysis.def_use import DefUse, Place, def_use
-from hostweave.analysis.kernel_indices import reads_own_index
+from hostweave.analysis.kernel_indices import may_overwrite
 from hostweave.host_ir import ir
 from hostweave.host_ir.aliases import AliasRoots
-from hostweave.host_ir.expr import Var, leaves
+from hostweave.host_ir.dead_code import indices_in
 from hostweave.types.size import product
 
 
@@ -32,7 +32,7 @@ def reuse_in_place(program: ir.HostProgram) -> ir.HostProgram:
         for src, dst in sharing.candidates(place.instruction):
             if shared.isdisjoint((src, dst)) and (sharing.takes_over(place, src, dst) or sharing.begins_there(place, src, dst)):
                 shared |= {src, dst}
-    return replace(program, body=ir.edited(program.body, sharing.edits())) if sharing.gone else program
+    return replace(program, body=sharing.uses.edited(sharing.gone, sharing.before)) if sharing.gone else program
 
 
 @dataclass
@@ -41,8 +41,8 @@ class _Sharing:
 
     uses: DefUse
     merged: AliasRoots = field(default_factory=AliasRoots)
-    gone: set[int] = field(default_factory=set)  # ids of instructions
-    before: dict[int, ir.Body] = field(default_factory=dict)  # the id of an instruction -> what goes before it
+    gone: set[int] = field(default_factory=set)  # numbers of instructions
+    before: dict[int, ir.Body] = field(default_factory=dict)  # what goes before the instruction of a number
     kernels: dict[str, ir.Kernel] = field(init=False)
     inputs: set[str] = field(init=False)
     orders: list[Place] = field(init=False)  # forks and joins
@@ -51,22 +51,18 @@ class _Sharing:
 
     def __post_init__(self) -> None:
         self.touches, self.viewed = dict(self.uses.touches), dict(self.uses.viewed)
-        self.orders = [place for place in self.uses.places if isinstance(place.instruction, ir.Fork | ir.Join)]
+        self.orders = [place for place in self.uses.places if ir.names(place.instruction, "fork", "join")]
         self.inputs = {parameter.name for parameter in self.uses.program.inputs}
         self.kernels = {kernel.name: kernel for kernel in self.uses.program.kernels}
 
     def candidates(self, i: ir.Instruction) -> Iterator[tuple[str, str]]:
         """The operands that an instruction could write over, each with its result."""
-        if isinstance(i, ir.Launch) and i.kernel in self.kernels:  # what a user's kernel reads where is not known
-            roots = [self.root(src) for src in i.srcs]
-            for result, dst in enumerate(i.dsts):
-                for source, src in enumerate(i.srcs):
-                    if roots.count(roots[source]) == 1 and reads_own_index(self.kernels[i.kernel], source, result):
-                        yield src, dst
-        elif isinstance(i, ir.Matmul):
-            yield from ((src, i.dst) for src in i.accumulate if self.root(src) not in (self.root(i.a), self.root(i.b)))
-        elif isinstance(i, ir.AllReduce | ir.Copy):
-            yield i.src, i.dst
+        reads = ir.names(i, "read")
+        roots = [self.root(src) for src in reads]
+        for dst in ir.names(i, "write") if reads and not i.at_root else ():
+            for src, root in zip(reads, roots, strict=True):
+                if roots.count(root) == 1 and (i.copies or may_overwrite(i, self.kernels, src, dst)):
+                    yield src, dst
 
     def root(self, name: str) -> str:
         """The memory of a buffer by now."""
@@ -80,15 +76,14 @@ class _Sharing:
         there, here = uses.allocates[old], uses.allocates[new]
         if not uses.is_whole(dst) or here.body is not place.body or not self._is_last(place, old) or not self._is_first(place, new):
             return False
-        if any(isinstance(i, ir.For | ir.OnStream) for i in place.around[len(there.around) :]) or not self._inside(place, there):
+        between = place.around[len(there.around) :]
+        if any(p.on_stream or p.instruction.trips is not None for p in between) or place.around[: len(there.around)] != there.around:
             return False
         if not self._is_named_beside(place, new):
             return False
         early = [view for view in self.viewed.get(new, []) if view.number < place.number]
-        allocate = here.instruction
-        assert isinstance(allocate, ir.Allocate)
-        self.gone.add(id(allocate))
-        self._insert(place.statement, (ir.Reshape(new, src, allocate.type.shape, location=allocate.location), *self._moved(early)))
+        self.gone.add(here.number)
+        self._insert(place.statement, (self._reshaped(here, new, src), *self._moved(early)))
         self._copied(place)
         self._merge(new, old)
         return True
@@ -108,10 +103,8 @@ class _Sharing:
         hoisted = self._views_after(there, dst)
         if hoisted is None or any(view.body is not place.body for view in hoisted):
             return False
-        allocate = there.instruction
-        assert isinstance(allocate, ir.Allocate)
-        self.gone.add(id(allocate))
-        self._insert(allocate, (*self._moved(hoisted), ir.Reshape(old, dst, allocate.type.shape, location=allocate.location)))
+        self.gone.add(there.number)
+        self._insert(there.number, (*self._moved(hoisted), self._reshaped(there, old, dst)))
         self._copied(place)
         self._merge(old, new)
         return True
@@ -126,9 +119,8 @@ class _Sharing:
 
     def _is_named_beside(self, place: Place, root: str) -> bool:
         """Whether all that names a buffer stands in the same `on` body: it becomes a view, and those end with it."""
-        on = next((i for i in place.around if isinstance(i, ir.OnMesh)), None)
-        named = (*self.touches[root], *self.viewed.get(root, ()))
-        return on is None or all(any(i is on for i in other.around) for other in named)
+        on = place.mesh_body
+        return on is None or all(on in other.around for other in (*self.touches[root], *self.viewed.get(root, ())))
 
     def _is_last(self, place: Place, root: str) -> bool:
         """Whether all else that touches a buffer has done so when an instruction runs."""
@@ -137,34 +129,29 @@ class _Sharing:
 
     def _is_before(self, other: Place, place: Place) -> bool:
         """Whether what comes earlier in the text has run, by the order of one stream, or by a join and a fork between them."""
-        if other.statement is place.statement:
+        if other.statement == place.statement:
             return False
-        there, here = other.block, place.block
-        if there is here:
+        if other.block is place.block:
             return True
+        there, here = other.stream, place.stream
         since = [p for p in self.orders if other.number < p.number < place.number and p.around == place.around[: len(p.around)]]
         if there is not None:
-            joins = (p.number for p in since if isinstance(p.instruction, ir.Join) and p.instruction.stream == there.stream)
-            joined = next(joins, None)
+            joined = next((p.number for p in since if there[0] in ir.names(p.instruction, "join")), None)
             if joined is None:
                 return False
             since = [p for p in since if p.number > joined]
-        return here is None or any(isinstance(p.instruction, ir.Fork) and p.instruction.stream == here.stream for p in since)
+        return here is None or any(here[0] in ir.names(p.instruction, "fork") for p in since)
 
     def _is_first(self, place: Place, root: str) -> bool:
         touches = self.touches[root]
-        return touches[0] is place and (len(touches) < 2 or touches[1].statement is not place.statement)
-
-    def _inside(self, place: Place, allocate: Place) -> bool:
-        return place.around[: len(allocate.around)] == allocate.around
+        return touches[0] is place and (len(touches) < 2 or touches[1].statement != place.statement)
 
     def _is_alone_in_loops(self, place: Place, root: str) -> bool:
         """Whether the loops around an instruction touch a buffer by it alone, as far as they do not hold all of the buffer."""
         allocate = self.uses.allocates.get(root)
         depth = len(allocate.around) if allocate else 0
-        loops = [i for i in place.around[depth:] if isinstance(i, ir.For)]
-        others = (touch for touch in self.touches[root] if touch is not place)
-        return not any(loop is i for other in others for i in other.around for loop in loops)
+        loops = {around for around in place.around[depth:] if around.instruction.trips is not None}
+        return all(loops.isdisjoint(touch.around) for touch in self.touches[root] if touch is not place)
 
     def _views_after(self, allocate: Place, name: str) -> list[Place] | None:
         """The views that lead to a buffer and come after an allocate, in order; None where they cannot stand before it."""
@@ -176,34 +163,32 @@ class _Sharing:
             name = source
         if name in self.uses.allocates and self.uses.allocates[name].number > allocate.number:
             return None
-        views = [view.instruction for view in found if isinstance(view.instruction, ir.View)]
-        used = {leaf.name for view in views for leaf in leaves(view.offset) if isinstance(leaf, Var)}
+        used = {index for view in found for index in indices_in(view.instruction)}
         return None if any(self.uses.indices[index].number > allocate.number for index in used) else found
 
     # --- changes ---
 
-    def edits(self) -> ir.Edits:
-        changed = (i for i in ir.walk(self.uses.program.body) if id(i) in self.gone or id(i) in self.before)
-        return {id(i): (*self.before.get(id(i), ()), *(() if id(i) in self.gone else (i,))) for i in changed}
+    def _insert(self, before: int, what: ir.Body) -> None:
+        self.before[before] = (*self.before.get(before, ()), *what)
 
-    def _insert(self, before: ir.Instruction, what: ir.Body) -> None:
-        self.before[id(before)] = (*self.before.get(id(before), ()), *what)
+    def _reshaped(self, allocate: Place, name: str, into: str) -> ir.Instruction:
+        """What an allocate becomes: a view of the buffer that its memory is then."""
+        return ir.Reshape(name, into, self.uses.types[name].shape, location=allocate.instruction.location)
 
     def _moved(self, views: list[Place]) -> ir.Body:
         """Views that another place gets, with what stood before them."""
         moved: list[ir.Instruction] = []
-        for i in (view.instruction for view in views if id(view.instruction) not in self.gone):
-            moved += (*self.before.pop(id(i), ()), i)
-        self.gone.update(id(view.instruction) for view in views)
+        for view in (view for view in views if view.number not in self.gone):
+            moved += (*self.before.pop(view.number, ()), view.instruction)
+        self.gone.update(view.number for view in views)
         return tuple(moved)
 
     def _copied(self, place: Place) -> None:
         """A copy to where its source lies is no copy."""
-        if isinstance(place.instruction, ir.Copy):
-            self.gone.add(id(place.instruction))
+        if place.instruction.copies:
+            self.gone.add(place.number)
 
     def _merge(self, gone: str, into: str) -> None:
         self.merged.put(gone, into)
-        touches = {id(place): place for place in (*self.touches.get(into, []), *self.touches[gone])}
-        self.touches[into] = sorted(touches.values(), key=lambda place: place.number)
+        self.touches[into] = sorted({*self.touches.get(into, []), *self.touches[gone]}, key=lambda place: place.number)
         self.viewed[into] = [*self.viewed.get(into, []), *self.viewed.get(gone, [])]

@@ -57,7 +57,7 @@ def serialize_channels(program: ir.HostProgram, options: Options) -> ir.HostProg
     return _in_turn(program, in_turn)
 
 
-def _in_turn(program: ir.HostProgram, in_turn: set[int]) -> ir.HostProgram:
+def _in_turn(program: ir.HostProgram, in_turn: set[ir.Instruction]) -> ir.HostProgram:
     turns = _Turns(in_turn, _free_event(program))
     body = turns.across_streams(program.body)
     first = next(place for place, instruction in enumerate(body) if instruction is not program.body[place])
@@ -76,17 +76,17 @@ def _goes_on(program: ir.HostProgram) -> bool:
     return True
 
 
-def _concerns(instruction: ir.Instruction, in_turn: set[int]) -> bool:
-    return any(id(inner) in in_turn for inner in ir.walk((instruction,)))
+def _concerns(instruction: ir.Instruction, in_turn: set[ir.Instruction]) -> bool:
+    return any(inner in in_turn for inner in ir.walk((instruction,)))
 
 
-def _unordered(program: ir.HostProgram) -> set[int]:
-    """The ids of the communications, and groups of them, that some rank may run at the same time as one of another channel."""
+def _unordered(program: ir.HostProgram) -> set[ir.Instruction]:
+    """The communications, and groups of them, that some rank may run at the same time as one of another channel."""
     if len(set(_channels(program.body, program.mesh, program.mesh))) < 2:
         return set()
     pairs = (pair for sizes in sizes_to_check(program) for pair in unordered(instantiate(program, sizes)))
-    own = {id(instruction) for instruction in ir.walk(program.body)}  # a block that it calls orders those of its own
-    return own & {id(operation.instruction) for pair in pairs for operation in pair}
+    found = {operation.instruction for pair in pairs for operation in pair}
+    return found.intersection(ir.walk(program.body))  # a block that it calls orders those of its own
 
 
 def _channels(body: ir.Body, mesh: Mesh, program: Mesh) -> Iterator[tuple[Mesh, ir.Axes]]:
@@ -101,8 +101,8 @@ def _channels(body: ir.Body, mesh: Mesh, program: Mesh) -> Iterator[tuple[Mesh, 
 
 
 def _are_of_different_ranks(instructions: list[ir.Instruction]) -> bool:
-    ranks = [rank for i in instructions if isinstance(i, ir.OnMesh) for rank in i.mesh.all_ranks]
-    return all(isinstance(i, ir.OnMesh) for i in instructions) and len(set(ranks)) == len(ranks)
+    ranks = [rank for i in instructions if i.ranks for rank in i.ranks.all_ranks]
+    return all(i.ranks for i in instructions) and len(set(ranks)) == len(ranks)
 
 
 def _free_event(program: ir.HostProgram) -> str:
@@ -112,41 +112,34 @@ def _free_event(program: ir.HostProgram) -> str:
 class _Turns:
     """Has communications wait for one event, and record it."""
 
-    def __init__(self, in_turn: set[int], event: str):
+    def __init__(self, in_turn: set[ir.Instruction], event: str):
         self.in_turn, self.event = in_turn, event
 
     def across_streams(self, body: ir.Body) -> ir.Body:
         """A body outside of every stream block: each block in it takes a turn, and so does each communication on the caller's stream."""
         result: list[ir.Instruction] = []
         for instruction in body:
-            if not self.concerns(instruction):
+            if not _concerns(instruction, self.in_turn):
                 result.append(instruction)
-            elif isinstance(instruction, ir.OnStream):
-                result.append(replace(instruction, body=self.on_one_stream(instruction.body)))
-            elif isinstance(instruction, ir.For | ir.OnMesh):
-                result.append(replace(instruction, body=self.across_streams(instruction.body)))
-            elif isinstance(instruction, ir.If):
-                branches = self.across_streams(instruction.body), self.across_streams(instruction.orelse)
-                result.append(replace(instruction, body=branches[0], orelse=branches[1]))
+            elif ir.names(instruction, "stream"):
+                result.append(ir.with_bodies(instruction, self.on_one_stream))
+            elif ir.bodies(instruction) and not instruction.grouped:
+                result.append(ir.with_bodies(instruction, self.across_streams))
             else:
                 result.extend(self.on_one_stream((instruction,)))
         return tuple(result)
 
     def on_one_stream(self, body: ir.Body) -> ir.Body:
         """One turn for all that a body communicates: from the first communication to the last one."""
-        places = [place for place, instruction in enumerate(body) if self.concerns(instruction)]
+        places = [place for place, instruction in enumerate(body) if _concerns(instruction, self.in_turn)]
         if not places:
             return body
         first, last = places[0], places[-1]
         alone = body[first]
-        if first == last and isinstance(alone, ir.If):  # a branch that communicates nothing need not wait
-            alone = replace(alone, body=self.on_one_stream(alone.body), orelse=self.on_one_stream(alone.orelse))
-            return (*body[:first], alone, *body[last + 1 :])
+        if first == last and alone.condition_of_body:  # a branch that communicates nothing need not wait
+            return (*body[:first], ir.with_bodies(alone, self.on_one_stream), *body[last + 1 :])
         if _are_of_different_ranks([body[place] for place in places]):  # nor need one rank wait for what others do
-            return tuple(replace(i, body=self.on_one_stream(i.body)) if isinstance(i, ir.OnMesh) else i for i in body)
+            return tuple(ir.with_bodies(i, self.on_one_stream) if i.ranks else i for i in body)
         wait = ir.Wait(self.event, Const(0), location=alone.location)
         record = ir.Record(self.event, Const(0), location=body[last].location)
         return (*body[:first], wait, *body[first : last + 1], record, *body[last + 1 :])
-
-    def concerns(self, instruction: ir.Instruction) -> bool:
-        return _concerns(instruction, self.in_turn)

@@ -9,8 +9,7 @@ What is the same in every step of a loop stays before the loop, and before the f
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from hostweave.host_ir import ir
 
@@ -18,7 +17,7 @@ from hostweave.host_ir import ir
 def sink_views(body: ir.Body) -> ir.Body:
     lines: list[_Line] = []
     for i in reversed(body):
-        if isinstance(i, ir.View):
+        if ir.names(i, "view"):
             _place(i, lines)
         else:
             lines.insert(0, _line(ir.with_bodies(i, sink_views)))
@@ -37,27 +36,33 @@ def _line(i: ir.Instruction) -> _Line:
     return _Line(i, {name for inner in ir.walk((i,)) for name in ir.names(inner, "read", "write", "alias")})
 
 
-def _place(view: ir.View, lines: list[_Line]) -> None:
+def _place(view: ir.Instruction, lines: list[_Line]) -> None:
     """Puts a view into what follows it, before the other views that stand where it belongs."""
-    users = [k for k, line in enumerate(lines) if view.out in line.uses]
+    (out,) = ir.names(view, "view")
+    users = [k for k, line in enumerate(lines) if out in line.uses]
     place = users[0] if users else 0
     if len(users) == 1 and (inside := _inside(view, lines[place].instruction)):
         lines[place] = _line(inside)
         return
-    head = (ir.View, ir.Fork, ir.Record) if lines and isinstance(lines[place].instruction, ir.For) else (ir.View,)
-    while place > 0 and isinstance(lines[place - 1].instruction, head):
+    is_loop = bool(lines) and lines[place].instruction.trips is not None
+    while place > 0 and ir.names(lines[place - 1].instruction, "view", *(("fork", "record") if is_loop else ())):
         place -= 1
     lines.insert(place, _line(view))
 
 
-def _inside(view: ir.View, user: ir.Instruction) -> ir.Instruction | None:
+def _inside(view: ir.Instruction, user: ir.Instruction) -> ir.Instruction | None:
     """The only user of a view with the view in its body, where that is one of those that run once."""
-    if not isinstance(user, ir.OnStream | ir.OnMesh | ir.If):
+    (out,) = ir.names(view, "view")
+
+    def uses(body: ir.Body) -> bool:
+        return any(out in _line(i).uses for i in body)
+
+    def placed(body: ir.Body) -> ir.Body:
+        lines = [_line(i) for i in body]
+        _place(view, lines)
+        return tuple(line.instruction for line in lines)
+
+    runs_once = user.trips is None and not user.grouped
+    if not runs_once or sum(map(uses, ir.bodies(user))) != 1:
         return None
-    bodies = {field: [_line(i) for i in getattr(user, field)] for field in ("body", "orelse") if hasattr(user, field)}
-    using = [field for field, lines in bodies.items() if any(view.out in line.uses for line in lines)]
-    if len(using) > 1:
-        return None
-    _place(view, bodies[using[0]])
-    changed: dict[str, Any] = {using[0]: tuple(line.instruction for line in bodies[using[0]])}
-    return replace(user, **changed)
+    return ir.with_bodies(user, lambda body: placed(body) if uses(body) else body)

@@ -32,20 +32,20 @@ def sink_waits(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 def _sunk(body: ir.Body, uses: DefUse) -> ir.Body:
     result: list[ir.Instruction] = []
     running: dict[str, list[ir.Instruction]] = {}  # what streams were given since they were joined last
-    waiting: list[tuple[ir.Join, list[ir.Instruction]]] = []  # joins on their way down, with what they wait for
+    waiting: list[tuple[ir.Instruction, list[ir.Instruction]]] = []  # joins on their way down, with what they wait for
     place = 0  # where they are by now
     for instruction in body:
         if any(_orders(instruction) or uses.conflict(issued, [instruction]) for _, issued in waiting):
             result[place:place] = [join for join, _ in waiting]
             waiting = []
         for block in ir.walk((instruction,)):
-            if isinstance(block, ir.OnStream):
-                running.setdefault(block.stream, []).append(block)
-        if isinstance(instruction, ir.Join):
-            waiting.append((instruction, running.pop(instruction.stream, [])))
+            for pool in ir.names(block, "stream"):
+                running.setdefault(pool, []).append(block)
+        if joined := ir.names(instruction, "join"):
+            waiting.append((instruction, [block for pool in joined for block in running.pop(pool, [])]))
             continue
-        if isinstance(instruction, ir.OnMesh):
-            instruction = replace(instruction, body=_sunk(instruction.body, uses))
+        if instruction.ranks:
+            instruction = ir.with_bodies(instruction, lambda inner: _sunk(inner, uses))
         result.append(instruction)
         if not waiting or instruction.calls:
             place = len(result)
@@ -55,6 +55,4 @@ def _sunk(body: ir.Body, uses: DefUse) -> ir.Body:
 
 def _orders(instruction: ir.Instruction) -> bool:
     """Whether it concerns other streams than the caller's. A join may go past another one."""
-    if isinstance(instruction, ir.Join):
-        return False
-    return any(i.orders or isinstance(i, ir.OnStream | ir.Call) for i in ir.walk((instruction,)))
+    return not ir.names(instruction, "join") and any(i.orders or ir.names(i, "stream", "call") for i in ir.walk((instruction,)))

@@ -30,8 +30,7 @@ from hostweave.host_ir.dead_code import eliminate_dead_code
 from hostweave.host_ir.expr import Var, binary
 from hostweave.types.mesh import Mesh
 
-NAMES = (ir.Let, ir.View)  # which a body can say again
-COMPUTES = (ir.Matmul, ir.Launch)
+NAMES = ("view", "index")  # the roles of what a body can say again
 
 
 def software_pipeline(program: ir.HostProgram, in_turn: Callable[[ir.Instruction], bool]) -> ir.HostProgram | None:
@@ -57,11 +56,11 @@ class _Ahead:
 
     def loop(self, loop: ir.For) -> ir.For | None:
         *before, block = loop.body
-        if not isinstance(block, ir.OnStream) or not all(isinstance(i, NAMES) for i in before):
+        if not isinstance(block, ir.OnStream) or not all(map(_only_names, before)):
             return None
         if not loop.count.is_int or int(loop.count) < 2 or block.index != Var(loop.out) or self.pools[block.stream] < 2:
             return None  # neighbouring steps are on two streams
-        if any(i.orders or isinstance(i, ir.Call) for i in ir.walk(loop.body)) or (halves := self.halves(block.body)) is None:
+        if any(i.orders or ir.names(i, "call") for i in ir.walk(loop.body)) or (halves := self.halves(block.body)) is None:
             return None
         self.changed = True
         index, count = self.index(loop.out), int(loop.count)
@@ -77,8 +76,8 @@ class _Ahead:
 
     def halves(self, body: ir.Body) -> _Halves | None:
         """Of what is in a stream block. What each mesh does in it is cut by itself."""
-        ranks = [rank for i in body if isinstance(i, ir.OnMesh) for rank in i.mesh.all_ranks]
-        if not all(isinstance(i, (ir.OnMesh, *NAMES)) for i in body) or len(set(ranks)) < len(ranks):
+        ranks = [rank for i in body if i.ranks for rank in i.ranks.all_ranks]
+        if not all(i.ranks or _only_names(i) for i in body) or len(set(ranks)) < len(ranks):
             return self.cut(body, self.program.mesh)
         first: list[ir.Instruction] = []
         then: list[ir.Instruction] = []
@@ -91,18 +90,18 @@ class _Ahead:
             else:
                 first.append(replace(i, body=halves.first))
                 then.append(replace(i, body=halves.then))
-        return _Halves(tuple(first), tuple(then)) if any(isinstance(i, ir.OnMesh) for i in first) else None
+        return _Halves(tuple(first), tuple(then)) if any(i.ranks for i in first) else None
 
     def cut(self, body: ir.Body, mesh: Mesh) -> _Halves | None:
         """After the first communications, if something is computed before the next. None also where the order of a channel would change."""
         places = [place for place, i in enumerate(body) if self.in_turn(i)]
-        last = next((a for a, b in pairwise(places) if any(isinstance(i, COMPUTES) for i in ir.walk(body[a:b]))), None)
-        if last is None or any(isinstance(i, ir.Allocate | ir.Deallocate) for i in body):
+        last = next((a for a, b in pairwise(places) if any(i.work == "compute" for i in ir.walk(body[a:b]))), None)
+        if last is None or any(ir.names(i, "allocate", "free") for i in body):
             return None
         first, then = body[: last + 1], body[last + 1 :]
         if set(_posted(first, mesh)) & set(_posted(then, mesh)):
             return None
-        return _Halves(first, (*(i for i in first if isinstance(i, NAMES)), *then))
+        return _Halves(first, (*filter(_only_names, first), *then))
 
     # --- names ---
 
@@ -117,6 +116,10 @@ class _Ahead:
             for name in ir.names(i, "define", "index"):
                 names[name] = claim_unique(f"{name.removesuffix(f'_{old}')}_{new}", self.taken)
         return renamed(body, names)
+
+
+def _only_names(i: ir.Instruction) -> bool:
+    return not i.calls and bool(ir.names(i, *NAMES))
 
 
 def _posted(body: ir.Body, mesh: Mesh) -> Iterator[tuple[Mesh | None, ir.Axes, str]]:

@@ -46,8 +46,8 @@ class _Split:
         return tuple(new for i in body for new in self.instruction(i))
 
     def instruction(self, i: ir.Instruction) -> ir.Body:
-        if isinstance(i, ir.OnMesh):
-            return (replace(i, body=self.body(i.body)),)
+        if i.ranks:
+            return (ir.with_bodies(i, self.body),)
         if not isinstance(i, ir.Launch) or not (kernel := self.kernels.get(i.kernel)) or not (row := _row(kernel)):
             return (i,)
         if i.kernel not in self.halves:

@@ -84,7 +84,7 @@ class _Lowering:
                 if self.buffers.whole(name) != parameter.name:  # an input, a view, or a value that is returned twice
                     b.emit(ir.Copy(self.buffers.whole(name), parameter.name))
         body = b.body()
-        forked = {i.stream for i in ir.walk(body) if isinstance(i, ir.Fork)}
+        forked = {name for i in ir.walk(body) for name in ir.names(i, "fork")}
         streams = tuple(pool for pool in (ir.Streams(RING, self.options.streams), ir.Streams(COMM, 1)) if pool.name in forked)
         events, kernels = tuple(self.reshards.events), tuple(self.kernels.made.values())
         return ir.HostProgram(f.name, f.mesh, inputs, outputs, streams, events, kernels, body, flow.uneven)
