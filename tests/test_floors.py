@@ -101,7 +101,7 @@ def test_instructions_are_asked_for_traits() -> None:
     """Hardly any code asks for the class of an instruction; abstract ones, such as Communication, are traits."""
     concrete = {name for name, kind in vars(ir).items() if isinstance(kind, type) and issubclass(kind, ir.Instruction) and kind.syntax}
     asked: dict[str, list[str]] = {}
-    for path in PACKAGE.rglob("*.py"):
+    for path in modules():
         for node in ast.walk(ast.parse(path.read_text())):
             asks = node.args[1:] if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass") else ()
             asks = (node.cls,) if isinstance(node, ast.MatchClass) else asks
