@@ -26,6 +26,7 @@ FLOORS = (
     ("host_ir",),
     ("fusion_ir",),
     ("options",),
+    ("transports",),
     ("types",),
     ("base",),
 )
@@ -68,6 +69,15 @@ def test_targets_are_asked_and_not_compared() -> None:
         if any(isinstance(side, ast.Constant) and side.value in NAMES for side in ast.walk(node))
     ]
     assert not compared
+
+
+def test_transports_are_asked_and_not_compared() -> None:
+    """The library of a transport is named by it, by its templates, and by what finds it on a machine."""
+    words, there = re.compile(r'nccl|"two_sided"', re.IGNORECASE), ("transports", "targets", "build")
+    # What generated code may not be called; a public class that takes communicators; what `doctor` reports.
+    known = {"emit/names.py", "runtime/providers.py", "cli/main.py"}
+    found = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if words.search(path.read_text())}
+    assert {name for name in found - known if not name.startswith(there)} == set()
 
 
 def test_modules_that_cpp_imports_are_there() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import host_text
 import pytest
 
 from hostweave.base.errors import ProgramError
@@ -20,7 +21,7 @@ HEADER = "(%x: f32[4@dp, N], %v: f32[4@tp, N]) -> (%y: f32[4@dp, N], %z: f32[4@t
 
 
 def host(body: str, header: str = HEADER) -> HostProgram:
-    return HostProgram.parse(f"host @f{header} {{\n{body}\n}}\n")
+    return host_text.parse(f"host @f{header} {{\n{body}\n}}\n")
 
 
 def ordered(program: HostProgram) -> str:
@@ -242,7 +243,7 @@ NEG = "kernel @negative_h(%a: f32[2, N]) {\n  %b: f32[2, N] = negative(%a)\n}\n"
 
 
 def steps(body: str, header: str = STEPS_HEADER) -> HostProgram:
-    return HostProgram.parse(f"{NEG}host @f{header} {{\n{body}\n}}\n")
+    return host_text.parse(f"{NEG}host @f{header} {{\n{body}\n}}\n")
 
 
 def test_the_first_communication_of_a_step_goes_ahead() -> None:
@@ -344,20 +345,20 @@ PING_PONG = """\
     stream ring[%i] {
       on mesh(x=2 of ranks 0, 1) {
         %g_i = chunk %g[0: %i of 2]
-        recv %g_i from rank + 2 on *
+        recv %g_i from rank + 2 on x
         %h_i = chunk %h[0: %i of 2]
         launch @negative_h %g_i -> %h_i
         %s_i = chunk %s[0: %i of 2]
-        all_reduce sum %h_i -> %s_i on x
-        send %s_i to rank + 2 on *
+        all_reduce sum %h_i -> %s_i on x_of_ranks_0_1
+        send %s_i to rank + 2 on x
       }
       on mesh(x=2 of ranks 2, 3) {
         %v_i = chunk %v[0: %i of 2]
         %back_i = chunk %back[0: %i of 2]
-        send %v_i to rank - 2 on *
-        recv %back_i from rank - 2 on *
+        send %v_i to rank - 2 on x
+        recv %back_i from rank - 2 on x
         %y_i = chunk %y[0: %i of 2]
-        all_reduce sum %back_i -> %y_i on x
+        all_reduce sum %back_i -> %y_i on x_of_ranks_2_3
       }
     }
   }
@@ -374,7 +375,7 @@ def test_ranks_that_would_wait_for_one_another_keep_the_order_of_steps() -> None
 
 
 def test_recvs_of_a_pipeline_go_ahead() -> None:
-    there = PING_PONG.replace("        send %s_i to rank + 2 on *\n", "").replace("        recv %back_i from rank - 2 on *\n", "")
+    there = PING_PONG.replace("        send %s_i to rank + 2 on x\n", "").replace("        recv %back_i from rank - 2 on x\n", "")
     there = there.replace("sum %back_i", "sum %v_i")
     result = serialize_channels(steps(there, PING_PONG_HEADER), Options())
     check(result)

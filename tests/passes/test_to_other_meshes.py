@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+import host_text
 import pytest
 from fusion_text import check, fusion
 
@@ -12,7 +13,6 @@ from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.resharding import plan
 from hostweave.host_ir import ir
-from hostweave.host_ir.ir import HostProgram
 from hostweave.options import Options
 from hostweave.passes.fusion.choose_overlap import choose_overlap
 from hostweave.passes.fusion.decompose_reshards import decompose_reshards
@@ -133,8 +133,8 @@ def test_ranks_on_both_sides_post_in_one_group() -> None:
         body
         == """\
   group {
-    send_blocks %x in 1 by [1[0] -> 2[0], 2[0] -> 3[0]] on *
-    recv_blocks %y in 1 by [1[0] -> 2[0], 2[0] -> 3[0]] on *
+    send_blocks %x in 1 by [1[0] -> 2[0], 2[0] -> 3[0]] on x
+    recv_blocks %y in 1 by [1[0] -> 2[0], 2[0] -> 3[0]] on x
   }
 """
     )
@@ -207,7 +207,7 @@ def test_what_several_ranks_are_to_have_leaves_a_rank_once() -> None:
         body
         == """\
   on mesh(copies=3 of ranks 0, 2, 3) {
-    broadcast_to_others %x to %y from 0 on copies
+    broadcast_to_others %x to %y from 0 on copies_of_ranks_0_2_3
   }
   on mesh(copies=1 of ranks 0) {
     copy %x -> %y
@@ -243,17 +243,17 @@ def test_as_many_ranks_hand_on_what_they_have() -> None:
         body
         == f"""\
   {ON_A} {{
-    send %x to rank + 2 on *
+    send %x to rank + 2 on x
   }}
   {ON_B} {{
-    recv %y from rank - 2 on *
+    recv %y from rank - 2 on x
   }}
 """
     )
 
 
 def test_passes_look_into_on_bodies() -> None:
-    host = HostProgram.parse(
+    host = host_text.parse(
         f"""host @f(%x: f32[4, N] {ON_A}) -> (%y: f32[4, N] {ON_A}, %z: f32[4, N] {ON_A}) mesh(x=4) streams(ring[2]) {{
           {ON_A} {{
             all_reduce sum %x -> %y on x
@@ -278,7 +278,7 @@ def test_passes_look_into_on_bodies() -> None:
 
 
 def test_ranks_of_different_meshes_take_turns_apart() -> None:
-    host = HostProgram.parse(
+    host = host_text.parse(
         f"""host @f(%x: f32[4, N] {ON_A}) -> (%y: f32[4, N] {ON_B}) mesh(x=4) streams(ring[2]) {{
           {ON_A} {{
             %s = allocate f32[4, N]
@@ -292,12 +292,12 @@ def test_ranks_of_different_meshes_take_turns_apart() -> None:
               {ON_A} {{
                 %x_i = chunk %x[0: %i of 4]
                 %s_i = chunk %s[0: %i of 4]
-                all_reduce sum %x_i -> %s_i on x
-                send %s_i to rank + 2 on *
+                all_reduce sum %x_i -> %s_i on x_of_ranks_0_1
+                send %s_i to rank + 2 on x
               }}
               {ON_B} {{
                 %t_i = chunk %t[0: %i of 4]
-                recv %t_i from rank - 2 on *
+                recv %t_i from rank - 2 on x
                 %y_i = chunk %y[0: %i of 4]
                 copy %t_i -> %y_i
               }}

@@ -1,6 +1,7 @@
 """Finds communications on different channels that are not ordered on a rank.
 
-NCCL may start them as it likes, on every rank in another order, and each holds part of the device while it waits for the others.
+A device may start them as it likes, on every rank in another order, and where a transport holds multiprocessors each keeps part of the
+device while it waits for the others.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Posted:
 
     def unordered(self, task: Task, clock: Clock) -> list[Operation]:
         """Notes what a task posts that starts when `clock` is known. Returns earlier posts of other channels that may still run."""
-        channels = {channel_of(part) for part in task.operation.communications if len(part.process_group) > 1}
+        channels = {channel_of(part) for part in task.operation.communications if part.takes_turns}
         if not channels:
             return []
         last = self._last[task.operation.rank]

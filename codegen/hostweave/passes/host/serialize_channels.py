@@ -29,7 +29,6 @@ communications, the first one of the next step is issued before that (software_p
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import replace
 
 from hostweave.base.errors import ProgramError
@@ -43,7 +42,6 @@ from hostweave.host_ir import ir
 from hostweave.host_ir.expr import Const
 from hostweave.options import Options
 from hostweave.passes.host.software_pipeline import software_pipeline
-from hostweave.types.mesh import Mesh
 
 
 def serialize_channels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
@@ -82,22 +80,12 @@ def _concerns(instruction: ir.Instruction, in_turn: set[int]) -> bool:
 
 def _unordered(program: ir.HostProgram) -> set[int]:
     """The ids of the communications, and groups of them, that some rank may run at the same time as one of another channel."""
-    if len(set(_channels(program.body, program.mesh, program.mesh))) < 2:
+    used = {i.channel for i in ir.walk(program.body) if isinstance(i, ir.Communication)}
+    if sum(program.channel(name).takes_turns for name in used) < 2:
         return set()
     pairs = (pair for sizes in sizes_to_check(program) for pair in unordered(instantiate(program, sizes)))
     own = {id(instruction) for instruction in ir.walk(program.body)}  # a block that it calls orders those of its own
     return own & {id(operation.instruction) for pair in pairs for operation in pair}
-
-
-def _channels(body: ir.Body, mesh: Mesh, program: Mesh) -> Iterator[tuple[Mesh, ir.Axes]]:
-    """The mesh and axes of every process group of more than one rank."""
-    for instruction in body:
-        if isinstance(instruction, ir.Communication):
-            of = (program, tuple(name for name, _ in program.axes)) if instruction.axes == ir.ALL_RANKS else (mesh, instruction.axes)
-            if of[0].size_of(of[1]) > 1:
-                yield of
-        for inner in ir.bodies(instruction):
-            yield from _channels(inner, instruction.mesh if isinstance(instruction, ir.OnMesh) else mesh, program)
 
 
 def _are_of_different_ranks(instructions: list[ir.Instruction]) -> bool:

@@ -19,7 +19,7 @@ Each stream does what it did, in the same order, and what is sent on a channel m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -28,7 +28,6 @@ from hostweave.host_ir import ir
 from hostweave.host_ir.calls import renamed
 from hostweave.host_ir.dead_code import eliminate_dead_code
 from hostweave.host_ir.expr import Var, binary
-from hostweave.types.mesh import Mesh
 
 NAMES = (ir.Let, ir.View)  # which a body can say again
 COMPUTES = (ir.Matmul, ir.Launch)
@@ -79,28 +78,28 @@ class _Ahead:
         """Of what is in a stream block. What each mesh does in it is cut by itself."""
         ranks = [rank for i in body if isinstance(i, ir.OnMesh) for rank in i.mesh.all_ranks]
         if not all(isinstance(i, (ir.OnMesh, *NAMES)) for i in body) or len(set(ranks)) < len(ranks):
-            return self.cut(body, self.program.mesh)
+            return self.cut(body)
         first: list[ir.Instruction] = []
         then: list[ir.Instruction] = []
         for i in body:
             if not isinstance(i, ir.OnMesh):
                 first.append(i)
                 then.append(i)
-            elif (halves := self.cut(i.body, i.mesh)) is None:
+            elif (halves := self.cut(i.body)) is None:
                 then.append(i)
             else:
                 first.append(replace(i, body=halves.first))
                 then.append(replace(i, body=halves.then))
         return _Halves(tuple(first), tuple(then)) if any(isinstance(i, ir.OnMesh) for i in first) else None
 
-    def cut(self, body: ir.Body, mesh: Mesh) -> _Halves | None:
+    def cut(self, body: ir.Body) -> _Halves | None:
         """After the first communications, if something is computed before the next. None also where the order of a channel would change."""
         places = [place for place, i in enumerate(body) if self.in_turn(i)]
         last = next((a for a, b in pairwise(places) if any(isinstance(i, COMPUTES) for i in ir.walk(body[a:b]))), None)
         if last is None or any(isinstance(i, ir.Allocate | ir.Deallocate) for i in body):
             return None
         first, then = body[: last + 1], body[last + 1 :]
-        if set(_posted(first, mesh)) & set(_posted(then, mesh)):
+        if _posted(first) & _posted(then):
             return None
         return _Halves(first, (*(i for i in first if isinstance(i, NAMES)), *then))
 
@@ -119,10 +118,6 @@ class _Ahead:
         return renamed(body, names)
 
 
-def _posted(body: ir.Body, mesh: Mesh) -> Iterator[tuple[Mesh | None, ir.Axes, str]]:
+def _posted(body: ir.Body) -> set[tuple[str, str]]:
     """What meets in the order in which it is posted: the sends, the recvs and the collectives of each channel."""
-    for i in body:
-        if isinstance(i, ir.Communication):
-            yield None if i.axes == ir.ALL_RANKS else mesh, i.axes, i.posts
-        for inner in ir.bodies(i):
-            yield from _posted(inner, i.mesh if isinstance(i, ir.OnMesh) else mesh)
+    return {(i.channel, i.posts) for i in ir.walk(body) if isinstance(i, ir.Communication)}

@@ -67,13 +67,15 @@ def _move(b: Builder, sides: Sides, blocks: Transfer, src: Buffer, dst: Buffer, 
     with b.on(sides.source):
         sent = communication.blocks_to_send(b, src(), blocks, steps)
         if sides.apart:
-            b.emit(communication.send(sent, blocks, sides.apart))
+            b.emit(communication.send(b, sent, blocks, sides.apart))
     with b.on(sides.target), communication.blocks_to_receive(b, dst, blocks, steps) as landing:
         if sides.apart:
-            b.emit(communication.recv(landing, blocks, sides.apart))
+            b.emit(communication.recv(b, landing, blocks, sides.apart))
         else:
             with b.on(None):
-                communication.group(b, communication.send(sent, blocks, sides.apart), communication.recv(landing, blocks, sides.apart))
+                communication.group(
+                    b, communication.send(b, sent, blocks, sides.apart), communication.recv(b, landing, blocks, sides.apart)
+                )
 
 
 def _broadcast(b: Builder, sides: Sides, blocks: Transfer, src: Buffer, dst: Buffer) -> None:
@@ -86,7 +88,7 @@ def _broadcast(b: Builder, sides: Sides, blocks: Transfer, src: Buffer, dst: Buf
         for sender, receivers in blocks.receivers.items():
             group = Mesh(((COPIES, 1 + len(receivers)),), (sender, *receivers))
             with b.on(group):
-                b.emit(ir.BroadcastToOthers(sent, landing, Const(0), (COPIES,)))
+                b.emit(ir.BroadcastToOthers(sent, landing, Const(0), b.channel((COPIES,))))
         if there := tuple(route.receiver for route in blocks.routes if route.sender == route.receiver):
             with b.on(Mesh(((COPIES, len(there)),), there)):
                 kept, copied = b.reshape(sent, shape, f"{sent}_kept"), b.reshape(landing, wanted, f"{landing}_copied")
