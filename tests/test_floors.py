@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hostweave.base.paths import PACKAGE, RUNTIME
+from hostweave.pipeline import PASSES
 from hostweave.targets.target import NAMES
 
 # From the top down. `options` is what passes and users share.
@@ -56,6 +57,18 @@ def test_imports_point_down() -> None:
             f"{path.relative_to(PACKAGE)} imports {part}" for part in imports(path) if FLOOR_OF.get(part, len(FLOORS)) < FLOOR_OF[own]
         ]
     assert not wrong
+
+
+def test_passes_are_those_of_the_list_and_call_no_others() -> None:
+    """A file of `passes/fusion` and `passes/host` is one pass, and only the pipeline imports it as such."""
+    names, folders = {apply.__name__ for apply in PASSES}, ("fusion", "host")
+    files = [path for folder in folders for path in (PACKAGE / "passes" / folder).glob("*.py") if path.name != "__init__.py"]
+    assert {path.stem for path in files} == names - {"lower_to_host"}
+    for path in (PACKAGE / "passes").rglob("*.py"):
+        imported = {
+            alias.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom) for alias in node.names
+        }
+        assert imported.isdisjoint(names), f"{path.stem} imports another pass"
 
 
 def test_targets_are_asked_and_not_compared() -> None:

@@ -9,7 +9,8 @@ from hostweave.check.check import check
 from hostweave.host_ir.ir import HostProgram
 from hostweave.host_ir.verify import verify_host
 from hostweave.options import Options
-from hostweave.passes.host.plan_memory import plan_memory
+from hostweave.passes.host.multi_buffer import multi_buffer
+from hostweave.pipeline import PASSES
 
 KERNELS = """\
 kernel @negative(%a: f32[M, N]) {
@@ -713,10 +714,17 @@ join ring
 }
 
 
+def with_planned_memory(program: HostProgram) -> HostProgram:
+    """By all passes that are about memory."""
+    for apply in PASSES[PASSES.index(multi_buffer) :]:
+        program = apply(program, Options())
+    return program
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_plan(case: str) -> None:
     header, before, after = CASES[case]
-    planned = plan_memory(host(before, header), Options())
+    planned = with_planned_memory(host(before, header))
     verify_host(planned)
     check(planned)
     assert str(planned) == str(host(after, header))
@@ -726,4 +734,4 @@ def test_plan(case: str) -> None:
 def test_kept_apart(case: str) -> None:
     header, body = APART[case]
     program = host(body, header)
-    assert str(plan_memory(program, Options())) == str(program)
+    assert str(with_planned_memory(program)) == str(program)

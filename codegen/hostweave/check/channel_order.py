@@ -13,6 +13,9 @@ from dataclasses import replace
 from hostweave.check.happens_before import Clock, Task, order, run
 from hostweave.check.match_collectives import Channel, channel_of
 from hostweave.check.operations import Instances, Operation
+from hostweave.check.simulate import instantiate
+from hostweave.check.sizes import sizes_to_check
+from hostweave.host_ir import ir
 
 
 class Posted:
@@ -39,3 +42,13 @@ def unordered(instances: Instances) -> Iterator[tuple[Operation, Operation]]:
         for task, clock in run(order(replace(instances, ranks=(operations,)), [])):
             for earlier in posted.unordered(task, clock):
                 yield earlier, task.operation
+
+
+def unordered_instructions(program: ir.HostProgram) -> set[int]:
+    """The ids of the communications, and groups of them, that some rank may run at the same time as one of another channel."""
+    used = {i.channel for i in ir.walk(program.body) if isinstance(i, ir.Communication)}
+    if sum(program.channel(name).takes_turns for name in used) < 2:
+        return set()
+    pairs = (pair for sizes in sizes_to_check(program) for pair in unordered(instantiate(program, sizes)))
+    own = {id(instruction) for instruction in ir.walk(program.body)}  # a block that it calls orders those of its own
+    return own & {id(operation.instruction) for pair in pairs for operation in pair}

@@ -1,4 +1,4 @@
-"""A result takes the memory of an operand that is not needed afterwards, or an operand is computed into that of the result.
+"""Host to host: a result takes the memory of an operand that is not needed afterwards, or an operand is computed into that of the result.
 
     %h = allocate bf16[M, N]                  %h = allocate bf16[M, N]
     matmul %x, %w -> %h                       matmul %x, %w -> %h
@@ -21,18 +21,20 @@ from hostweave.analysis.def_use import DefUse, Place, def_use
 from hostweave.analysis.kernel_indices import reads_own_index
 from hostweave.host_ir import ir
 from hostweave.host_ir.aliases import AliasRoots
+from hostweave.host_ir.dead_code import eliminate_dead_code
 from hostweave.host_ir.expr import Var, leaves
+from hostweave.options import Options
 from hostweave.types.size import product
 
 
-def reuse_in_place(program: ir.HostProgram) -> ir.HostProgram:
+def reuse_in_place(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     sharing = _Sharing(def_use(program))
     for place in sharing.uses.places:
         shared: set[str] = set()
         for src, dst in sharing.candidates(place.instruction):
             if shared.isdisjoint((src, dst)) and (sharing.takes_over(place, src, dst) or sharing.begins_there(place, src, dst)):
                 shared |= {src, dst}
-    return replace(program, body=ir.edited(program.body, sharing.edits())) if sharing.gone else program
+    return replace(program, body=eliminate_dead_code(ir.edited(program.body, sharing.edits())))
 
 
 @dataclass
