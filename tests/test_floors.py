@@ -71,6 +71,16 @@ def test_passes_are_those_of_the_list_and_call_no_others() -> None:
         assert imported.isdisjoint(names), f"{path.stem} imports another pass"
 
 
+def test_what_a_reshard_does_is_worked_out_before_it_is_decomposed() -> None:
+    """Later passes read it from the op."""
+    early = {"insert_reshards.py", "decompose_reshards.py"}
+    for path in (PACKAGE / "passes").rglob("*.py"):
+        modules = {"hostweave.fusion_ir.resharding": {"plan", "reshard_step"}, "hostweave.types.routes": {"transfer"}}
+        for node in ast.walk(ast.parse(path.read_text())) if path.name not in early else ():
+            if isinstance(node, ast.ImportFrom) and node.module in modules:
+                assert modules[node.module].isdisjoint(alias.name for alias in node.names), path.name
+
+
 def test_targets_are_asked_and_not_compared() -> None:
     """A target is an object; what one of a certain name does differently stands in the folder `targets`."""
     compared = [

@@ -24,6 +24,7 @@ from hostweave.pipeline import lower
 from hostweave.types.mesh import Mesh
 from hostweave.types.routes import transfer
 from hostweave.types.tensor import Partial, TensorType
+from hostweave.types.text import Reader
 
 ALL = Mesh(x=4)
 A, B = ALL.ranks([0, 1]), ALL.ranks([2, 3])
@@ -48,7 +49,7 @@ def test_another_mesh_takes_its_blocks_from_the_whole_of_a_slice() -> None:
         decompose_reshards,
         f"%x: f32[M, K] {ON_A}",
         f"%s: f32[M@x, K] {ON_A} pinned = reshard(%x)\n%y: f32[M, K] {ON_B} pinned = reshard(%s)",
-        f"%y: f32[M, K] {ON_B} pinned = transfer(%x)",
+        f"%y: f32[M, K] {ON_B} pinned = transfer(%x, blocks=[(1, 1) to (1, 1): 0[0] -> 2[0], 1[0] -> 3[0]])",
         mesh="x=4",
     )
 
@@ -78,13 +79,14 @@ def test_a_reduce_ends_on_a_rank_of_the_target_where_it_can() -> None:
 def test_who_sends_what() -> None:
     found = transfer(hw.f32["M@x", "N"].on(A), hw.f32["M", "N"].on(ALL.ranks([1, 2, 3])), ALL)
     assert list(map(str, found.routes)) == ["0[0] -> 1[0]", "1[0] -> 1[1]", "0[0] -> 2[0]", "1[0] -> 2[1]", "0[0] -> 3[0]", "1[0] -> 3[1]"]
-    assert found.share == Fraction(5, 2)
+    assert found.share(2) == Fraction(5, 2)
     in_turn = transfer(hw.f32["M"].on(A), hw.f32["M"].on(B), ALL)  # two ranks hold it: each sends it once
     assert list(map(str, in_turn.routes)) == ["0[0] -> 2[0]", "1[0] -> 3[0]"]
 
 
+WHOLE = "blocks=[(1, 1) to (1, 1): 0[0] -> 2[0], 1[0] -> 3[0]]"
 STREAMED = f"""%h: f32[M, K] {ON_A} = negative(%x)
-%t: f32[M, K] {ON_B} = transfer(%h)
+%t: f32[M, K] {ON_B} = transfer(%h, {WHOLE})
 %y: f32[M, K] {ON_B} stream(M, 4) = negative(%t)"""
 
 
@@ -94,7 +96,7 @@ def test_a_transfer_of_whole_blocks_joins_the_loop_that_it_leads_to() -> None:
         f"%x: f32[M, K] {ON_A}",
         STREAMED,
         f"""%h: f32[M, K] {ON_A} stream(M, 4, across_shards) = negative(%x)
-        %t: f32[M, K] {ON_B} stream(M, 4, across_shards, transfer) = transfer(%h)
+        %t: f32[M, K] {ON_B} stream(M, 4, across_shards, transfer) = transfer(%h, {WHOLE})
         %y: f32[M, K] {ON_B} stream(M, 4, across_shards) = negative(%t)""",
         mesh="x=4",
     )
@@ -103,12 +105,19 @@ def test_a_transfer_of_whole_blocks_joins_the_loop_that_it_leads_to() -> None:
 @pytest.mark.parametrize("there", ["f32[M, K@x] on mesh(x=2 of ranks 2, 3)", "f32[M, K] on mesh(x=2 of ranks 1, 2)"])
 def test_other_transfers_stay_outside(there: str) -> None:
     """Blocks of parts of dims, and ranks that are on both sides, are no steps."""
-    before = STREAMED.replace(f"f32[M, K] {ON_B}", there)
+    source, target = hw.f32["M", "K"].on(A), Reader(there).tensor_type()
+    text = STREAMED.replace(WHOLE, f"blocks={transfer(source, target, ALL)}")
+    before = text.replace(f"f32[M, K] {ON_B}", there)
     check(choose_overlap, f"%x: f32[M, K] {ON_A}", before, before.replace("stream(M, 4)", "stream(M, 4, across_shards)"), mesh="x=4")
 
 
 def test_a_transfer_that_cannot_be_streamed() -> None:
-    program = fusion(f"%x: f32[M@x, K] {ON_A}", f"%y: f32[M, K] {ON_B} stream(M, 4) = transfer(%x)", mesh="x=4")
+    blocks = transfer(hw.f32["M@x", "K"].on(A), hw.f32["M", "K"].on(B), ALL)
+    program = fusion(
+        f"%x: f32[M@x, K] {ON_A}",
+        f"%y: f32[M, K] {ON_B} stream(M, 4) = transfer(%x, blocks={blocks})",
+        mesh="x=4",
+    )
     with pytest.raises(ProgramError, match=r"^text:2: stream of %y: one loop cannot be; what can: nothing for the transfer of %y$"):
         choose_overlap(program, Options())
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from hostweave.base.errors import Location
 from hostweave.fusion_ir.user_kernel import Source
 from hostweave.types.mesh import Mesh
+from hostweave.types.routes import Transfer
 from hostweave.types.size import Size
 from hostweave.types.tensor import TensorType
 
@@ -21,7 +22,7 @@ class MeshAxes:
         return f"({', '.join(self.names)})"
 
 
-Attribute = int | float | bool | str | tuple[int, ...] | MeshAxes | None
+Attribute = int | float | bool | str | tuple[int, ...] | MeshAxes | Transfer | None
 Scalar = int | float | bool
 
 

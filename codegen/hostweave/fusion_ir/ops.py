@@ -12,6 +12,7 @@ from hostweave.fusion_ir.index_map import ONE, IndexMap
 from hostweave.fusion_ir.ir import Attribute, MeshAxes, Op, Scalar
 from hostweave.fusion_ir.philox import philox
 from hostweave.types.mesh import Mesh
+from hostweave.types.routes import Transfer
 from hostweave.types.size import Size, product
 from hostweave.types.tensor import Dim, DType, TensorType, bool_, f32, i64, u32
 
@@ -565,7 +566,7 @@ OPS: dict[str, OpDef] = {
     "all_reduce": _step(axes=MeshAxes, reduction=str),
     "reduce_scatter": _step(dim=int, axes=MeshAxes, reduction=str),
     "reduce": _step("sharding", axes=MeshAxes, reduction=str, root=int),
-    "transfer": _step("sharding"),
+    "transfer": _step("sharding", blocks=Transfer),
 }
 
 RESHARD_STEPS = tuple(kind for kind, op in OPS.items() if op.is_reshard_step)

@@ -13,7 +13,6 @@ from hostweave.host_ir import ir
 from hostweave.host_ir.expr import OPERATORS, Binary, Const, Coordinate, Expr, Rank, Symbol, Var
 from hostweave.transports.transport import NAMES, find_transport
 from hostweave.types.mesh import Mesh
-from hostweave.types.routes import Route
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 from hostweave.types.text import Reader
@@ -300,21 +299,6 @@ def _parse_number(reader: Reader) -> float:
         reader.fail("expected a number", start)
 
 
-def _parse_route(reader: Reader) -> Route:
-    """`0[1] -> 2[0]`"""
-
-    def block() -> tuple[int, int]:
-        rank = reader.integer()
-        reader.expect("[")
-        number = reader.integer()
-        reader.expect("]")
-        return rank, number
-
-    sent = block()
-    reader.expect("->")
-    return Route(*sent, *block())
-
-
 def _parse_expr(reader: Reader, precedence: int = 1) -> Expr:
     left = _parse_atom(reader)
     # A line that starts with % defines the next name: it does not go on with a remainder.
@@ -350,7 +334,7 @@ _FIELD_PARSERS: dict[Any, Callable[[Reader], Any]] = {
     tuple[Size, ...]: _bracketed(Reader.size),
     tuple[int, ...]: _bracketed(Reader.integer),
     Mesh: Reader.mesh,
-    ir.Routes: _bracketed(_parse_route),
+    ir.Routes: _bracketed(Reader.route),
     ir.Sources: _bracketed(lambda reader: None if reader.accept("none") else reader.integer()),
 }
 _BY_WORD: dict[tuple[bool, str], type[ir.Instruction]] = {}

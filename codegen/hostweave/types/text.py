@@ -7,6 +7,7 @@ import re
 from hostweave.base.errors import ParseError, ProgramError
 from hostweave.base.lexer import Lexer
 from hostweave.types.mesh import MAX_RANKS, Mesh
+from hostweave.types.routes import Route
 from hostweave.types.size import Atom, CeilDiv, LocalSize, Size, summed
 from hostweave.types.tensor import DTYPES, MAX_SIZE, Dim, DType, Partial, TensorType
 
@@ -131,6 +132,18 @@ class Reader(Lexer):
         if len(mesh.all_ranks) != mesh.size:
             self.fail(f"{mesh} has {mesh.size} places for {len(mesh.all_ranks)} ranks; give every rank one")
         return mesh
+
+    def route(self) -> Route:
+        """`0[1] -> 2[0]`"""
+        numbers = []
+        for sign in ("->", ""):
+            numbers.append(self.integer())
+            self.expect("[")
+            numbers.append(self.integer())
+            self.expect("]")
+            if sign:
+                self.expect(sign)
+        return Route(*numbers)
 
     def mesh_axes(self) -> tuple[str, ...]:
         axes = [self.word("a mesh axis")]

@@ -159,27 +159,18 @@ def cut(b: Builder, whole: str, cuts: tuple[int, ...]) -> str:
     return b.permute(b.reshape(whole, tuple(shape), f"{whole}_blocks"), (*outer, *inner), f"{whole}_by_block")
 
 
-def send(b: Builder, src: str, blocks: Transfer, apart: bool) -> ir.Instruction:
-    """All sends of this rank. On meshes that share no rank it runs on the sending mesh only, else on all ranks."""
-    distance = _distance(blocks)
-    if apart and distance is not None:
+def send(b: Builder, src: str, blocks: Transfer, distance: int | None) -> ir.Instruction:
+    """All sends of this rank; to the rank that is so much further, where each block goes that far."""
+    if distance is not None:
         return ir.Send(src, _neighbor(distance), b.channel_of_all)
     return ir.SendBlocks(src, prod(blocks.sent), blocks.routes, b.channel_of_all)
 
 
-def recv(b: Builder, dst: str, blocks: Transfer, apart: bool) -> ir.Instruction:
+def recv(b: Builder, dst: str, blocks: Transfer, distance: int | None) -> ir.Instruction:
     """All that this rank receives."""
-    distance = _distance(blocks)
-    if apart and distance is not None:
+    if distance is not None:
         return ir.Recv(dst, _neighbor(-distance), b.channel_of_all)
     return ir.RecvBlocks(dst, prod(blocks.received), blocks.routes, b.channel_of_all)
-
-
-def _distance(blocks: Transfer) -> int | None:
-    """How many ranks further each block goes, where all go as far and every rank of both meshes has one."""
-    far = {route.receiver - route.sender for route in blocks.routes}
-    one_each = set(blocks.sent) | set(blocks.received) <= {1} and len({route.sender for route in blocks.routes}) == blocks.senders
-    return far.pop() if len(far) == 1 and one_each else None
 
 
 def _neighbor(distance: int) -> Expr:
