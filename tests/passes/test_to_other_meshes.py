@@ -5,11 +5,13 @@ from __future__ import annotations
 from fractions import Fraction
 
 import host_text
+import numpy as np
 import pytest
 from fusion_text import check, fusion
 
 import hostweave as hw
 from hostweave.base.errors import ProgramError
+from hostweave.check.interpret import interpret
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.resharding import plan
 from hostweave.host_ir import ir
@@ -321,3 +323,26 @@ def test_ranks_of_different_meshes_take_turns_apart() -> None:
     a, b = ([type(i).__name__ for i in ir.walk((on,)) if isinstance(i, (ir.Wait, ir.Record, ir.Communication))] for on in stream.body)
     assert a == ["Wait", "AllReduce", "Send", "Record"]
     assert b == ["Recv"]
+
+
+def test_a_dim_that_divides_arrives_whole_beside_one_that_does_not() -> None:
+    program = hw.Mesh(r=13)
+    old, new = program.ranks(range(4), a=2, b=2), program.ranks(range(4, 13), c=3, d=3)
+    host = lower(
+        hw.Fusion.parse(
+            f"""fusion @f(%x: f32[M@a, N@b] on {old}, %v: f32[N@r]) mesh(r=13) {{
+              %w: f32[N] pinned stream(N, 13) = reshard(%v)
+              %z: f32[N] stream(N, 13) = negative(%w)
+              %y: f32[M@c, N@d] on {new} pinned = reshard(%x)
+              return %y, %z
+            }}"""
+        ),
+        Options(),
+    )
+    assert host.uneven == ("M",)  # the stream needs N to divide
+    x, v = np.arange(7 * 78, dtype=np.float32).reshape(7, 78), np.arange(78, dtype=np.float32)
+    spec = hw.f32["M@c", "N@d"].on(new)
+    for rank, outputs in enumerate(interpret(host, {"x": x, "v": v})):
+        np.testing.assert_array_equal(outputs["z"], -v)
+        if rank in new.all_ranks:
+            np.testing.assert_array_equal(outputs["y"], spec.shard(x, rank, program))
