@@ -81,7 +81,7 @@ def main() -> None:
     print(f"{ranks} GPUs; host us more a call (limit {MORE_US}), and of the bandwidth of NCCL alone (limit {OF_BANDWIDTH})")
     for name, (x_type, y_type, instruction, calls) in COMMUNICATIONS.items():
         x_type, y_type, instruction = (text.format(ranks=ranks) for text in (x_type, y_type, instruction))
-        text = f"host @{name}(%x: {x_type}) -> (%y: {y_type}) mesh(x={ranks}) {{ {instruction} }}"
+        text = f"host @{name}(%x: {x_type}) -> (%y: {y_type}) mesh(x={ranks}) channels(x: x two_sided) {{ {instruction} }}"
         # Unchecked: a reduce leaves the outputs of all ranks but one unwritten.
         program = hw.compile(hw.HostProgram.parse(text), target="cuda", options=hw.Options(check=False))
         bare = _bare(program, calls.replace("{ranks}", str(ranks)).replace("{{", "{").replace("}}", "}"))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from hostweave.base.paths import BENCHMARKS, EXAMPLES, PACKAGE, RUNTIME
 from hostweave.host_ir import ir
+from hostweave.pipeline import PASSES
 from hostweave.targets.target import NAMES
 
 # From the top down. `options` is what passes and users share.
@@ -28,6 +29,7 @@ FLOORS = (
     ("host_ir",),
     ("fusion_ir",),
     ("options",),
+    ("transports",),
     ("types",),
     ("base",),
 )
@@ -66,6 +68,28 @@ def test_imports_point_down() -> None:
     assert not wrong
 
 
+def test_passes_are_those_of_the_list_and_call_no_others() -> None:
+    """A file of `passes/fusion` and `passes/host` is one pass, and only the pipeline imports it as such."""
+    names, folders = {apply.__name__ for apply in PASSES}, ("fusion", "host")
+    files = [path for folder in folders for path in (PACKAGE / "passes" / folder).glob("*.py") if path.name != "__init__.py"]
+    assert {path.stem for path in files} == names - {"lower_to_host"}
+    for path in (PACKAGE / "passes").rglob("*.py"):
+        imported = {
+            alias.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom) for alias in node.names
+        }
+        assert imported.isdisjoint(names), f"{path.stem} imports another pass"
+
+
+def test_what_a_reshard_does_is_worked_out_before_it_is_decomposed() -> None:
+    """Later passes read it from the op."""
+    early = {"insert_reshards.py", "decompose_reshards.py"}
+    for path in (PACKAGE / "passes").rglob("*.py"):
+        modules = {"hostweave.fusion_ir.resharding": {"plan", "reshard_step"}, "hostweave.types.routes": {"transfer"}}
+        for node in ast.walk(ast.parse(path.read_text())) if path.name not in early else ():
+            if isinstance(node, ast.ImportFrom) and node.module in modules:
+                assert modules[node.module].isdisjoint(alias.name for alias in node.names), path.name
+
+
 def test_targets_are_asked_and_not_compared() -> None:
     """A target is an object; what one of a certain name does differently stands in the folder `targets`."""
     compared = [
@@ -79,12 +103,22 @@ def test_targets_are_asked_and_not_compared() -> None:
     assert not compared
 
 
+def test_transports_are_asked_and_not_compared() -> None:
+    """The library of a transport is named by it, by its templates, and by what finds it on a machine."""
+    words, there = re.compile(r'nccl|"two_sided"', re.IGNORECASE), ("transports", "targets", "build")
+    # What generated code may not be called; a public class that takes communicators; what `doctor` reports.
+    known = {"emit/names.py", "runtime/providers.py", "cli/main.py"}
+    found = {str(path.relative_to(PACKAGE)) for path in modules() if words.search(path.read_text())}
+    assert {name for name in found - known if not name.startswith(there)} == set()
+
+
 # What a class alone means: whose results cuBLASLt folds, which launches become one, which views are transposes. Everything else reads
 # roles and traits, so that a new instruction is a dataclass, a rule, a lowering and a template.
 OWN_SEMANTICS = {
     "cli/memory_plan.py",
     "cli/notes.py",
     "emit/instructions.py",
+    "emit/main.py",
     "host_ir/text.py",
     "passes/host/fold_epilogues.py",
     "passes/host/fuse_kernels.py",

@@ -19,9 +19,15 @@ from hostweave.passes.fusion.propagate_sharding import propagate_sharding
 from hostweave.passes.host.fold_epilogues import fold_epilogues
 from hostweave.passes.host.fuse_kernels import fuse_kernels
 from hostweave.passes.host.group_communications import group_communications
+from hostweave.passes.host.multi_buffer import multi_buffer
 from hostweave.passes.host.plan_memory import plan_memory
+from hostweave.passes.host.privatize_per_stream import privatize_per_stream
+from hostweave.passes.host.reuse_in_place import reuse_in_place
 from hostweave.passes.host.serialize_channels import serialize_channels
+from hostweave.passes.host.sink_allocations import sink_allocations
+from hostweave.passes.host.sink_views import sink_views
 from hostweave.passes.host.sink_waits import sink_waits
+from hostweave.passes.host.software_pipeline import software_pipeline
 from hostweave.passes.host.split_reductions import split_reductions
 from hostweave.passes.lower.lower_to_host import lower_to_host
 
@@ -36,7 +42,13 @@ PASSES: tuple[Callable[[Any, Options], Any], ...] = (
     fold_epilogues,
     group_communications,
     sink_waits,
+    software_pipeline,
     serialize_channels,
+    multi_buffer,
+    privatize_per_stream,
+    sink_allocations,
+    reuse_in_place,
+    sink_views,
     plan_memory,
 )
 

@@ -6,6 +6,7 @@ import gc
 import time
 from dataclasses import replace
 
+import host_text
 import pytest
 from host_programs import NAMES, RANKS, program
 
@@ -19,7 +20,7 @@ OTHER = "1 - rank.x on x"  # the peer of either rank
 
 
 def parse(body: str) -> HostProgram:
-    return HostProgram.parse(HEAD + body + "\n}\n")
+    return host_text.parse(HEAD + body + "\n}\n")
 
 
 RULES = {
@@ -353,7 +354,7 @@ def test_what_another_stream_holds_for_itself_is_nobody_elses() -> None:
     body = "for %i in 0..5 {\nstream ring[%i] {\n%b = allocate f32[4]\ncopy %x -> %b\n}\n}\n"
     own = "stream comm[0] {\n%a = allocate f32[4]\ncopy %x -> %a\n}\n"
     head = "host @t(%x: f32[4]) -> (%y: f32[4]) mesh() streams(ring[2], comm[1]) {\nfork ring\nfork comm\n"
-    check(HostProgram.parse(f"{head}{own}{body}join ring\njoin comm\ncopy %x -> %y\n}}\n"))
+    check(host_text.parse(f"{head}{own}{body}join ring\njoin comm\ncopy %x -> %y\n}}\n"))
 
 
 IN_PLACE = """kernel @add_row(%a: f32[4, 4], %r: f32[1, 4]) {
@@ -369,9 +370,9 @@ kernel @add_turned(%a: f32[4, 4]) {
 def test_a_launch_in_place() -> None:
     """Over an input of which it reads for each element that element alone."""
     head = IN_PLACE + "host @t(%x: f32[4, 4], %r: f32[1, 4]) -> (%y: f32[4, 4]) mesh() {\ncopy %x -> %y\n"
-    check(HostProgram.parse(head + "launch @add_row %y, %r -> %y\n}\n"))
+    check(host_text.parse(head + "launch @add_row %y, %r -> %y\n}\n"))
     with pytest.raises(ProgramError) as caught:
-        check(HostProgram.parse(head + "launch @add_turned %y -> %y\n}\n"))
+        check(host_text.parse(head + "launch @add_turned %y -> %y\n}\n"))
     message = "launch @add_turned %y -> %y writes %y over the bytes of %y that it reads: give it memory of its own"
     assert str(caught.value) == f"text:10: rank 0, the caller's stream: {message}"
 
@@ -379,10 +380,10 @@ def test_a_launch_in_place() -> None:
 def test_a_matmul_adds_in_place() -> None:
     """What it adds may lie where the result does; what it multiplies may not."""
     head = "host @t(%x: f32[4, 4]) -> (%y: f32[4, 4]) mesh() {\ncopy %x -> %y\n"
-    check(HostProgram.parse(head + "matmul %x, %x accumulate %y -> %y\n}\n"))
+    check(host_text.parse(head + "matmul %x, %x accumulate %y -> %y\n}\n"))
     for body in ("matmul %y, %x accumulate %y -> %y", "%t = permute %y by [1, 0]\nmatmul %x, %t accumulate %y -> %y"):
         with pytest.raises(ProgramError, match=r"over the bytes of %[ty] that it reads: give it memory of its own"):
-            check(HostProgram.parse(f"{head}{body}\n}}\n"))
+            check(host_text.parse(f"{head}{body}\n}}\n"))
 
 
 @pytest.mark.parametrize("name", FINE)
@@ -448,12 +449,12 @@ def test_speed() -> None:
 def test_extents_that_are_whole_at_no_size() -> None:
     halves = "%a = chunk %x[0: 0 of 2]\n%s = slice %x[0: (M - 1) from 1]\n%b = chunk %s[0: 0 of 2]\ncopy %x -> %y"
     with pytest.raises(ProgramError) as caught:
-        check(HostProgram.parse(f"host @t(%x: f32[M]) -> (%y: f32[M]) mesh() {{\n{halves}\n}}"))
+        check(host_text.parse(f"host @t(%x: f32[M]) -> (%y: f32[M]) mesh() {{\n{halves}\n}}"))
     assert str(caught.value) == "text:4: %b = chunk %s[0: 0 of 2]: (M - 1)/2: 2 does not divide 1: choose sizes that it divides"
 
 
 def test_the_garbage_collector_goes_on_after_a_check() -> None:
-    copied = HostProgram.parse("host @f(%x: f32[N]) -> (%y: f32[N]) mesh(x=1) {\n  copy %x -> %y\n}\n")
+    copied = host_text.parse("host @f(%x: f32[N]) -> (%y: f32[N]) mesh(x=1) {\n  copy %x -> %y\n}\n")
     check(copied)
     assert gc.isenabled()
     with pytest.raises(ProgramError, match="write all of every output"):

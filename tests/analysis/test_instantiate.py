@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from itertools import product
 
+import host_text
 import numpy as np
 import pytest
 from host_programs import NAMES, program
@@ -14,7 +15,6 @@ from hostweave.check.operations import layout
 from hostweave.check.simulate import instantiate
 from hostweave.check.sizes import minimal_sizes, sizes_to_check
 from hostweave.host_ir.expr import Binary, Const, Coordinate, Expr, Symbol, Var, evaluate
-from hostweave.host_ir.ir import HostProgram
 from hostweave.types.tensor import bf16, f32, i8
 
 
@@ -65,7 +65,7 @@ def test_operations_of_each_rank() -> None:
 def test_process_groups_and_peers_on_a_mesh_of_two_axes() -> None:
     posts = "    send %x to (rank.tp + 1) % 3 on tp\n    recv %y from (rank.tp - 1) % 3 on tp\n"
     text = f"host @t(%x: f32[4]) -> (%y: f32[4]) mesh(dp=2, tp=3) {{\n  group {{\n{posts}  }}\n}}\n"
-    members = [operations[0].members for operations in instantiate(HostProgram.parse(text), {}).ranks]
+    members = [operations[0].members for operations in instantiate(host_text.parse(text), {}).ranks]
     assert [send.process_group for send, _ in members] == [(0, 1, 2)] * 3 + [(3, 4, 5)] * 3
     assert [send.peer for send, _ in members] == [1, 2, 0, 4, 5, 3]
     assert [recv.peer for _, recv in members] == [2, 0, 1, 5, 3, 4]
@@ -73,7 +73,7 @@ def test_process_groups_and_peers_on_a_mesh_of_two_axes() -> None:
 
 def test_an_allocate_in_a_loop_is_one_buffer_with_generations() -> None:
     text = "host @t(%x: f32[4]) -> () mesh(x=1) {\n  for %i in 0..3 {\n    %b = allocate f32[4]\n    copy %x -> %b\n  }\n}\n"
-    (operations,) = instantiate(HostProgram.parse(text), {}).ranks
+    (operations,) = instantiate(host_text.parse(text), {}).ranks
     regions = [operation.accesses[1].region for operation in operations if len(operation.accesses) > 1]
     assert [(region.root, region.generation) for region in regions] == [("b", 0), ("b", 1), ("b", 2)]
 
@@ -81,7 +81,7 @@ def test_an_allocate_in_a_loop_is_one_buffer_with_generations() -> None:
 def test_sibling_bodies_with_one_name_have_two_buffers() -> None:
     loop = "  for %{0} in 0..1 {{\n    %b = allocate f32[{1}]\n    fill %b with 0.0\n  }}\n"
     text = "host @t() -> () mesh(x=1) {\n" + loop.format("i", 4) + loop.format("j", 8) + "}\n"
-    instances = instantiate(HostProgram.parse(text), {})
+    instances = instantiate(host_text.parse(text), {})
     assert {name: root.size for name, root in instances.roots[0].items()} == {"b": 16, "b'": 32}
 
 
@@ -90,7 +90,7 @@ def test_minimal_sizes() -> None:
     assert minimal_sizes(program("allreduce_rows")) == {"R": 4, "N": 3}
     assert minimal_sizes(program("matmul_batch")) == {"B": 9, "M": 2, "K": 2, "N": 2}  # twice around the 4 streams, and one more
     text = "host @t(%x: f32[A, B]) -> () mesh(x=1) {\n  %v = reshape %x to [6, A*B/6]\n}\n"
-    assert minimal_sizes(HostProgram.parse(text)) == {"A": 6, "B": 2}
+    assert minimal_sizes(host_text.parse(text)) == {"A": 6, "B": 2}
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 8])
@@ -119,7 +119,7 @@ def test_compiled_expressions(seed: int) -> None:
 
 
 def test_sizes_leave_room() -> None:
-    host = HostProgram.parse("host @t(%x: f32[M]) -> (%y: f32[(M - 2)]) mesh(x=1) {\n%v = slice %x[0: (M - 2) from 1]\ncopy %v -> %y\n}\n")
+    host = host_text.parse("host @t(%x: f32[M]) -> (%y: f32[(M - 2)]) mesh(x=1) {\n%v = slice %x[0: (M - 2) from 1]\ncopy %v -> %y\n}\n")
     with pytest.raises(ProgramError) as caught:
         instantiate(host, {"M": 1})
     assert str(caught.value) == "@t: (M - 2) is -1: choose sizes that leave room for it"
@@ -128,7 +128,7 @@ def test_sizes_leave_room() -> None:
 def test_sizes_where_a_sum_must_divide() -> None:
     """M is odd, so ranks do not share it evenly; both sides of the branch are looked at where they can be."""
     text = "host @t(%x: f32[M@x]) -> (%y: f32[(M + 1)]) mesh(x=2) uneven(M) {\n  %v = chunk %y[0: 1 of 2]\n}\n"
-    program = HostProgram.parse(text)
+    program = host_text.parse(text)
     assert minimal_sizes(program) == {"M": 3}
     assert list(sizes_to_check(program)) == [{"M": 3}, {"M": 5}]
 
@@ -143,19 +143,19 @@ SUMS = """host @sums(%x: f32[M@x], %w: f32[N]) -> (%y: f32[(M - 1)@x], %z: f32[(
 
 def test_sums_of_several_sizes_that_must_divide() -> None:
     """M must be 1 more than a multiple of 4 and N 2 more, and what is known of a part of M says nothing of the others."""
-    sizes = minimal_sizes(HostProgram.parse(SUMS))
+    sizes = minimal_sizes(host_text.parse(SUMS))
     assert (sizes["M"] % 4, sizes["N"] % 4) == (1, 2)
 
 
 def test_sizes_that_no_search_finds_end_it() -> None:
     text = "host @t(%x: f32[A, B, C], %w: f32[D]) -> (%y: f32[(2*A + 2*B + 2*C - 2*D + 1)/2]) mesh(x=1) {\n}"
-    assert set(minimal_sizes(HostProgram.parse(text))) == set("ABCD")
+    assert set(minimal_sizes(host_text.parse(text))) == set("ABCD")
 
 
 @pytest.mark.parametrize("body", ["copy %x -> %y", "%p = %i % 2", "for %j in 0..4294967296 {\n  copy %x -> %y\n}"])
 @pytest.mark.parametrize("count", [2**32, 2**17])
 def test_a_loop_of_more_steps_than_can_be_checked(count: int, body: str) -> None:
-    program = HostProgram.parse(f"host @t(%x: f32[M]) -> (%y: f32[M]) mesh(x=2) {{\n  for %i in 0..{count} {{\n    {body}\n  }}\n}}\n")
+    program = host_text.parse(f"host @t(%x: f32[M]) -> (%y: f32[M]) mesh(x=2) {{\n  for %i in 0..{count} {{\n    {body}\n  }}\n}}\n")
     why = "the rank takes more than 65536 steps of loops, the most that can be checked; give it fewer"
     with pytest.raises(ProgramError, match=rf"^text:2: rank 0, .* for %i in 0\.\.{count}: {why}"):
         instantiate(program, {"M": 4})

@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import host_text
 import ml_dtypes  # noqa: F401  its import teaches NumPy bf16 and f8
 import numpy as np
 import pytest
@@ -16,7 +17,8 @@ from numpy.typing import NDArray
 import hostweave as hw
 from hostweave.check.interpret import interpret
 from hostweave.host_ir.ir import HostProgram
-from hostweave.host_ir.rules.communication import NOT_REDUCED, REDUCTIONS
+from hostweave.host_ir.rules.communication import REDUCTIONS
+from hostweave.transports.transport import DEFAULT, find_transport
 from hostweave.types.numpy_dtypes import numpy_dtype
 from hostweave.types.tensor import DTYPES, DType
 
@@ -53,7 +55,7 @@ def sources_of(ranks: int) -> list[int | None]:
 
 
 def reducible(dtype: DType) -> bool:
-    return dtype.name not in NOT_REDUCED
+    return dtype.name not in find_transport(DEFAULT).reduced_as
 
 
 def cases(ranks: int) -> dict[str, tuple[str, str, DType, str]]:
@@ -80,7 +82,7 @@ def program(ranks: int) -> HostProgram:
         outputs.append(f"%{y}: {dtype}[{ranks * ranks if blocks[kind][1] == 'D' else ranks}@x, N]")
         body += [f"fill %{y} with 0.0", text]  # a rank that is not the root gets nothing
     text = f"host @collectives({', '.join(inputs)}) -> ({', '.join(outputs)}) mesh(x={ranks}) {{\n" + "\n".join(body) + "\n}\n"
-    return HostProgram.parse(text)
+    return host_text.parse(text)
 
 
 @cache

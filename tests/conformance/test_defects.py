@@ -33,6 +33,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import host_text
 import ml_dtypes  # noqa: F401  its import teaches NumPy bf16
 import numpy as np
 import pytest
@@ -50,8 +51,8 @@ UNSIGNED = (hw.u8, hw.u32)
 
 # name -> what makes %{name}, [4@dp,tp, N], of %x; rank (dp, tp) is number 2 dp + tp
 RANKS = {
-    "whole_mesh": "all_gather %x -> %big_1 on dp, tp\n%c_1 = select %big_1[0: 1]\n%r_1 = reshape %c_1 to [1, N]\ncopy %r_1 -> %whole_mesh",
-    "turned_axes": "all_gather %x -> %big_2 on tp, dp\n%c2 = select %big_2[0: 1]\n%r2 = reshape %c2 to [1, N]\ncopy %r2 -> %turned_axes",
+    "whole_mesh": "all_gather %x -> %big_1 on dp_tp\n%c_1 = select %big_1[0: 1]\n%r_1 = reshape %c_1 to [1, N]\ncopy %r_1 -> %whole_mesh",
+    "turned_axes": "all_gather %x -> %big_2 on tp_dp\n%c2 = select %big_2[0: 1]\n%r2 = reshape %c2 to [1, N]\ncopy %r2 -> %turned_axes",
     "sums_of_rows": "all_reduce sum %x -> %sums_of_rows on tp",
     "sums_of_columns": "all_reduce sum %x -> %sums_of_columns on dp",
     "swapped_in_rows": "collective_permute %x -> %swapped_in_rows from [1, 0] on tp",
@@ -62,11 +63,11 @@ RANKS = {
         "if rank.dp == 0 {\n if rank.tp == 0 {\n  send %x to 1 on tp\n  copy %x -> %sent_in_one_row\n } else {\n"
         "  recv %sent_in_one_row from 0 on tp\n }\n} else {\n copy %x -> %sent_in_one_row\n}"
     ),
-    "reduced_in_place": "copy %x -> %reduced_in_place\nall_reduce sum %reduced_in_place -> %reduced_in_place on dp, tp",
-    "broadcast_in_place": "copy %x -> %broadcast_in_place\nbroadcast %broadcast_in_place -> %broadcast_in_place from 3 on dp, tp",
+    "reduced_in_place": "copy %x -> %reduced_in_place\nall_reduce sum %reduced_in_place -> %reduced_in_place on dp_tp",
+    "broadcast_in_place": "copy %x -> %broadcast_in_place\nbroadcast %broadcast_in_place -> %broadcast_in_place from 3 on dp_tp",
     "gathered_in_place": (
-        "%place = rank.dp * 2 + rank.tp\n%own = chunk %big_3[0: %place of 4]\ncopy %x -> %own\nall_gather %own -> %big_3 on dp, tp\n"
-        "reduce_scatter max %big_3 -> %own on dp, tp\ncopy %own -> %gathered_in_place"
+        "%place = rank.dp * 2 + rank.tp\n%own = chunk %big_3[0: %place of 4]\ncopy %x -> %own\nall_gather %own -> %big_3 on dp_tp\n"
+        "reduce_scatter max %big_3 -> %own on dp_tp\ncopy %own -> %gathered_in_place"
     ),
 }
 WANTED = {  # the rank whose x each rank has, -1 for zeros; or the ranks whose sum it is
@@ -89,7 +90,7 @@ def ranks_program() -> hw.HostProgram:
     outputs = ", ".join(f"%{name}: f32[4@dp,tp, N]" for name in RANKS)
     memory = "".join(f"%big_{i} = allocate f32[4, N]\n" for i in (1, 2, 3))
     body = memory + "\n".join(RANKS.values())
-    return hw.HostProgram.parse(f"host @ranks(%x: f32[4@dp,tp, N]) -> ({outputs}) mesh(dp=2, tp=2) {{\n{body}\n}}\n")
+    return host_text.parse(f"host @ranks(%x: f32[4@dp,tp, N]) -> ({outputs}) mesh(dp=2, tp=2) {{\n{body}\n}}\n")
 
 
 @cache
@@ -149,7 +150,7 @@ def test_signs(ranks: int, target: str) -> None:
         for d in dtypes
     )
     outputs = ", ".join(f"%{name}: {name.rpartition('_')[2]}[3@x, N]" for name in names)
-    program = hw.HostProgram.parse(f"host @signs({inputs}) -> ({outputs}) mesh(x=3) {{\n{body}\n}}\n")
+    program = host_text.parse(f"host @signs({inputs}) -> ({outputs}) mesh(x=3) {{\n{body}\n}}\n")
     random = np.random.default_rng(1)
     given = {f"x_{d}": random.integers(-100, -1, (3, N)).astype(numpy_dtype(d)) for d in SIGNED}
     given |= {f"x_{d}": (random.integers(1, 100, (3, N)) + np.array([[0], [150], [0]])).astype(numpy_dtype(d)) for d in UNSIGNED}

@@ -161,4 +161,4 @@ def test_each_rank_gets_what_it_lacks_once(pair: str) -> None:
                 wanted = target.on(new).shard(whole, rank, program)
                 held = source.on(old).shard(whole, rank, program) if rank in old.all_ranks else whole[:0]
                 lacking += wanted.size - np.intersect1d(wanted, held, assume_unique=True).size
-            assert found.share * whole.size == lacking
+            assert found.share(old.size_of(source.axes)) * whole.size == lacking

@@ -104,8 +104,9 @@ def everything(names: Iterable[str]) -> HostProgram:
         body.append(f"  %{n}_mem = allocate f32[{n}, {m}]\n  call @{n} %{n}, %{n} -> %{n}_mem\n  fork {n}\n  for %{n}_i in 0..{n} {{")
         body.append(f"    stream {n}[%{n}_i] {{\n      %{n}_v = select %{n}_mem[0: %{n}_i]\n      %{n}_w = select %{n}_out[0: %{n}_i]")
         body.append(f"      collective_permute %{n}_v -> %{n}_w from [0] on {n}\n    }}\n  }}\n  join {n}")
+    channels = ", ".join(f"{n}: {n} two_sided" for n in own)
     axes, streams = ", ".join(f"{n}=1" for n in own), ", ".join(f"{n}[2]" for n in own)
-    head = f"host @{own[0]}({', '.join(inputs)}) -> ({', '.join(outputs)}) mesh({axes}) streams({streams}) {{"
+    head = f"host @{own[0]}({', '.join(inputs)}) -> ({', '.join(outputs)}) mesh({axes}) channels({channels}) streams({streams}) {{"
     return HostProgram.parse("\n".join([*kernels, *blocks, head, *body, "}"]))
 
 

@@ -273,7 +273,7 @@ from hostweave.options import Options
 from hostweave.runtime.cpu import parallel
 
 TEXT = '''
-host @stuck(%x: f32[2@x, N]) -> (%y: f32[2@x, N]) mesh(x=2) {
+host @stuck(%x: f32[2@x, N]) -> (%y: f32[2@x, N]) mesh(x=2) channels(x: x two_sided) {
   recv %y from 1 - rank.x on x
 }
 '''

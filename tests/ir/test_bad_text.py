@@ -123,7 +123,11 @@ BAD_HOSTS = {
     host("%a = allocate f32[M/0]"): "line 2, column 21: .* is divided by 0; divide by at least 1",
     host(f"%i = {BIG}"): "line 2, column 8: an int of 400 digits",
     host("%a = chunk %x[0: 0 of 0]"): "a dim is cut into at least one chunk",
-    host("all_to_all %x -> %y on *"): "only send and recv, of blocks or of all, can be on \\*: name the axes of the mesh",
+    host("all_to_all %x -> %y on *"): "line 2, column .*expected a name, found '\\*'",
+    host("all_to_all %x -> %y on x"): "channel x is not declared: add channels\\(x: ...\\) to the header; those there are none",
+    CPU_DEVICE.replace(
+        "mesh(x=2)", "mesh(x=2) channels(x: x by_pigeon)"
+    ): "line 1, column .*unknown transport 'by_pigeon'; one of two_sided",
     host("on mesh(x=2 of ranks 1, 7) {\n  }"): "mesh\\(x=2\\) has no rank 7",
     host("on mesh(x=2 of ranks 1, 1) {\n  }"): "name each rank once",
     host(f"on mesh(x={2**40} of ranks 0..{2**40}) {{\n  }}"): "line 2, column .*ranks go from one to a greater one, 65536 at most",

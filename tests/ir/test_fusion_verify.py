@@ -134,6 +134,7 @@ AFTER = [
 
 
 STEP_INPUTS = "%x: f32[8@a,b, 6], %u: f32[4@a, 6@b], %v: f32[9, 6], %t: f32[8@c, 6] on mesh(c=2 of ranks 2, 3)"
+STEP_INPUTS += ", %w: f32[9@d, 6] on mesh(d=2 of ranks 0, 3)"
 SUM = "%s: f32[6] partial(sum, a, b) = sum(%x, axis=(0,))\n"
 STEPS = [
     "%y: f32[8, 6] = all_gather(%x, dim=0, axes=(a, b))",
@@ -148,7 +149,11 @@ STEPS = [
     + "%y: f32[6@b] partial(sum, a) = reduce_scatter(%s, dim=0, axes=(b), reduction=sum)\n"
     + "%z: f32[6@b] = all_reduce(%y, axes=(a), reduction=sum)",
     SUM + "%y: f32[6] on mesh(of ranks 3) = reduce(%s, axes=(a, b), reduction=sum, root=3)",
-    "%y: f32[8, 6@b] on mesh(b=2 of ranks 0, 1) = transfer(%t)",
+    "%y: f32[8, 6@b] on mesh(b=2 of ranks 0, 1) = transfer(%t, blocks="
+    "[(1, 2) to (2, 1): 2[0] -> 0[0], 3[0] -> 0[1], 2[1] -> 1[0], 3[1] -> 1[1]])",
+    "%y: f32[9@b, 6] on mesh(b=3 of ranks 0..3) = transfer(%w, blocks="
+    "[(3, 1) to (2, 1): 0[0] -> 0[0], 0[1] -> 0[1], 0[2] -> 1[0], 3[0] -> 1[1], 3[1] -> 2[0], 3[2] -> 2[1]]"
+    " or [(1, 1) to (2, 1): 0[0] -> 0[0], 3[0] -> 0[1], 0[0] -> 1[0], 3[0] -> 1[1], 0[0] -> 2[0], 3[0] -> 2[1]])",
 ]
 # Facts that do not go together: (what a good step says, what is said instead, why it is wrong)
 WRONG = [
@@ -172,9 +177,37 @@ WRONG = [
     (9, "root=3", "root=4", "what it states does not take f32[6] partial(sum, a, b) to f32[6] on mesh(of ranks 3)"),
     (
         10,
-        " on mesh(b=2 of ranks 0, 1) = transfer(%t)",
-        " = transfer(%v)",
+        " on mesh(b=2 of ranks 0, 1) = transfer(%t,",
+        " = transfer(%v,",
         "%y is f32[8, 6@b], but its operands give f32[9, 6]; correct its type",
+    ),
+    (
+        10,
+        ", blocks=[(1, 2) to (2, 1): 2[0] -> 0[0], 3[0] -> 0[1], 2[1] -> 1[0], 3[1] -> 1[1]]",
+        "",
+        "attribute blocks is missing; write blocks=[(1,) to (1,): 0[0] -> 1[0]]",
+    ),
+    *(
+        (10, right, wrong, "what it states does not take f32[8@c, 6] on mesh(c=2 of ranks 2, 3) to f32[8, 6@b] on mesh(b=2 of ranks 0, 1)")
+        for right, wrong in (
+            ("3[0] -> 0[1]", "2[0] -> 0[1]"),  # another block
+            ("3[0] -> 0[1]", "1[0] -> 0[1]"),  # from a rank that has none
+            ("3[0] -> 0[1]", "3[2] -> 0[1]"),
+            ("3[0] -> 0[1], ", ""),  # one block less
+            ("3[0] -> 0[1]", "2[0] -> 0[0]"),  # one twice
+            ("(1, 2) to (2, 1)", "(1, 1) to (2, 1)"),
+            ("(1, 2) to (2, 1)", "(2,) to (2, 1)"),
+        )
+    ),
+    *(
+        (11, right, wrong, "what it states does not take f32[9@d, 6] on mesh(d=2 of ranks 0, 3) to f32[9@b, 6] on mesh(b=3 of ranks 0..3)")
+        for right, wrong in (
+            (
+                " or [(1, 1) to (2, 1): 0[0] -> 0[0], 3[0] -> 0[1], 0[0] -> 1[0], 3[0] -> 1[1], 0[0] -> 2[0], 3[0] -> 2[1]]",
+                "",
+            ),  # nothing for uneven shards
+            ("0[0] -> 2[0], 3[0] -> 2[1]]", "3[0] -> 2[0], 0[0] -> 2[1]]"),
+        )
     ),
 ]
 

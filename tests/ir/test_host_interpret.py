@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import host_text
 import ml_dtypes
 import numpy as np
 import pytest
@@ -101,7 +102,7 @@ host @pair(%x: f32[2@x, 4]) -> (%y: f32[2@x, 4]) mesh(x=2) {
 
 def test_ranks_that_wait_for_one_another_are_a_deadlock() -> None:
     with pytest.raises(ExecutionError) as caught:
-        interpret(HostProgram.parse(PAIR), {"x": np.zeros((2, 4))})
+        interpret(host_text.parse(PAIR), {"x": np.zeros((2, 4))})
     assert str(caught.value) == (
         "deadlock: no rank can go on:\n"
         "  rank 0, the caller's stream: send %x to 1 - rank.x on x\n"
@@ -112,12 +113,12 @@ def test_ranks_that_wait_for_one_another_are_a_deadlock() -> None:
 def test_a_group_is_one_operation() -> None:
     grouped = PAIR.replace("  send", "  group {\n  send").replace("\n}", "\n}\n}")
     x = np.arange(8, dtype=np.float32).reshape(2, 4)
-    outputs = interpret(HostProgram.parse(grouped), {"x": x})
+    outputs = interpret(host_text.parse(grouped), {"x": x})
     np.testing.assert_array_equal(np.concatenate([o["y"] for o in outputs]), x[::-1])
 
 
 def test_a_send_that_meets_no_recv() -> None:
-    host = HostProgram.parse(PAIR.replace("  recv %y from 1 - rank.x on x\n", ""))
+    host = host_text.parse(PAIR.replace("  recv %y from 1 - rank.x on x\n", ""))
     with pytest.raises(ExecutionError) as caught:
         interpret(host, {"x": np.zeros((2, 4))})
     assert str(caught.value) == (
@@ -126,7 +127,7 @@ def test_a_send_that_meets_no_recv() -> None:
 
 
 def test_memory_that_nothing_wrote_is_nan() -> None:
-    host = HostProgram.parse("host @none(%x: f16[N]) -> (%y: f16[N], %n: i32[N]) mesh(x=1) {\n}\n")
+    host = host_text.parse("host @none(%x: f16[N]) -> (%y: f16[N], %n: i32[N]) mesh(x=1) {\n}\n")
     (outputs,) = interpret(host, {"x": np.zeros(3)})
     assert np.isnan(outputs["y"]).all()
     assert (outputs["n"] == -1).all()
@@ -146,7 +147,7 @@ host @all(%x: f32[2@x, 4]) -> (%s: f32[4], %g: f32[2, 4], %r: f32[4@x], %b: f32[
 
 def test_collectives() -> None:
     x = np.array([[1, 2, 3, 4], [8, 7, 1, 0]], np.float32)
-    for rank, outputs in enumerate(interpret(HostProgram.parse(COLLECTIVES), {"x": x})):
+    for rank, outputs in enumerate(interpret(host_text.parse(COLLECTIVES), {"x": x})):
         np.testing.assert_array_equal(outputs["s"], x.sum(0))
         np.testing.assert_array_equal(outputs["g"], x)
         np.testing.assert_array_equal(outputs["r"], x.max(0)[2 * rank : 2 * rank + 2])

@@ -22,7 +22,10 @@ kernel @k(%a: f32[M/2, 4], %b: f32[M/2, 4]) {
 block @b(%s: f32[M@x, 4]) -> (%t: f32[M@x, 4]) {
   copy %s -> %t
 }
-host @t(%x: f32[M@x, 4]) -> (%y: f32[M@x, 4], %z: f32[M]) mesh(x=2, dp=3) streams(ring[2], copy[1]) events(done[3]) uneven(M) {
+host @t(%x: f32[M@x, 4]) -> (%y: f32[M@x, 4], %z: f32[M]) mesh(x=2, dp=3) \
+channels(x_dp: x, dp two_sided, x: x two_sided, back: dp, x two_sided, \
+dp: dp two_sided, pair: x, tp on mesh(x=2, tp=1 of ranks 0, 3) two_sided) \
+streams(ring[2], copy[1]) events(done[3]) uneven(M) {
   %b = allocate f32[M/2, 4]
   fill %b with -0.5
   fork ring
@@ -40,8 +43,8 @@ host @t(%x: f32[M@x, 4]) -> (%y: f32[M@x, 4], %z: f32[M]) mesh(x=2, dp=3) stream
         copy %t_i -> %r_i
       } else {
         group {
-          recv %x_i from %p on x, dp
-          send %x_i to (rank.x + %i) % 6 on x, dp
+          recv %x_i from %p on x_dp
+          send %x_i to (rank.x + %i) % 6 on x_dp
         }
       }
       if %i < M / 4 {
@@ -64,16 +67,16 @@ host @t(%x: f32[M@x, 4]) -> (%y: f32[M@x, 4], %z: f32[M]) mesh(x=2, dp=3) stream
   reduce min %x -> %y to 1 on x
   gather %x -> %y to 0 on x
   scatter %x -> %y from rank.dp on x
-  all_to_all %x -> %y on dp, x
+  all_to_all %x -> %y on back
   collective_permute %x -> %y from [none, 0, 1] on dp
   barrier %b on x
   on mesh(x=2, tp=1 of ranks 0, 3) {
-    all_gather %x -> %y on x, tp
-    send %x to rank - 1 on *
-    send_blocks %x in 2 by [0[1] -> 2[0], 0[0] -> 3[0]] on *
+    all_gather %x -> %y on pair
+    send %x to rank - 1 on x_dp
+    send_blocks %x in 2 by [0[1] -> 2[0], 0[0] -> 3[0]] on x_dp
   }
   on mesh(of ranks 2) {
-    recv_blocks %y in 1 by [0[1] -> 2[0], 0[0] -> 3[0]] on *
+    recv_blocks %y in 1 by [0[1] -> 2[0], 0[0] -> 3[0]] on x_dp
   }
   deallocate %b
   call @b %x -> %y

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import host_text
 import pytest
 from host_programs import NAMES, RANKS, program
 
 from hostweave.base.errors import ProgramError
 from hostweave.host_ir import ir
 from hostweave.host_ir.expr import Symbol
-from hostweave.host_ir.ir import HostProgram
 from hostweave.host_ir.verify import verify_host
 from hostweave.types.size import LocalSize, Size
 
@@ -125,8 +125,10 @@ BODIES = {
         "text:3: @t: send %v to 0 on x: %v is not contiguous, which communication needs: copy it to a buffer of its own first"
     ),
     "all_gather %x -> %y on x": ("text:2: @t: all_gather %x -> %y on x: %y must hold 2 x %x: it has 2*M elements, not 4*M"),
-    "all_gather %x -> %y on q": "text:2: @t: all_gather %x -> %y on q: mesh(x=2) has no axis 'q': its axes are x",
-    "send %x to 0 on x, x": "text:2: @t: send %x to 0 on x, x: axis x is named twice: name each axis once",
+    "all_gather %x -> %y on q\nsend %x to 0 on x": (
+        "text:2: @t: all_gather %x -> %y on q: channel q is not declared: add channels(q: ...) to the header; those there are x"
+    ),
+    "group {\n}": "text:2: @t: group: a group posts nothing: leave it out",
     "%b = allocate f32[M, 4]\nall_reduce sum %x -> %b on x": (
         "text:3: @t: all_reduce sum %x -> %b on x: %b must hold 1 x %x: it has 4*M elements, not 2*M"
     ),
@@ -197,6 +199,17 @@ PROGRAMS = {
     "host @t(%x: f32[4@q]) -> () mesh(x=1) {\n}\n": "@t: mesh(x=1) has no axis 'q': its axes are x",
     "host @t() -> () mesh(x=1) streams(ring[0]) {\n}\n": "@t: ring[0] holds nothing: declare at least one",
     "host @t() -> () mesh(x=1) streams(ring[2]) events(ring[1]) {\n}\n": "@t: ring is declared twice: rename one",
+    **{
+        f"host @t(%x: f32[4]) -> (%y: f32[4]) mesh(x=2) channels({channels}) {{\n  all_reduce sum %x -> %y on x\n}}\n": f"@t: {why}"
+        for channels, why in (
+            ("x: q two_sided", "mesh(x=2) has no axis 'q': its axes are x"),
+            ("x: x, x two_sided", "channel x: axis x is named twice: name each axis once"),
+            ("x: x on mesh(x=2 of ranks 1, 2) two_sided", "mesh(x=2) has no rank 2: name ranks of it"),
+            ("x: x two_sided, x: x on mesh(x=1 of ranks 1) two_sided", "channel x is declared twice: rename one"),
+            ("x: x two_sided, z: x two_sided", "channels x and z are of the same ranks and transport: declare one"),
+            ("z: x on mesh(x=1 of ranks 1) two_sided, x: x two_sided", "no communication is on channel z: leave it out of the header"),
+        )
+    },
     "host @t(%x: f32[4]) -> (%y: f32[N]) mesh(x=1) {\n  fill %y with 1.0\n}\n": (
         "@t: no input has a dim N, so nothing tells its size; give it to an input, or write an int"
     ),
@@ -211,7 +224,7 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("body", BODIES)
 def test_body(body: str) -> None:
-    host = HostProgram.parse(KERNEL.replace("\n", " ") + HEAD + body + "\n}\n")
+    host = host_text.parse(KERNEL.replace("\n", " ") + HEAD + body + "\n}\n")
     with pytest.raises(ProgramError) as caught:
         verify_host(host)
     assert str(caught.value) == BODIES[body]
@@ -219,7 +232,7 @@ def test_body(body: str) -> None:
 
 def test_a_condition_on_what_a_rank_holds() -> None:
     """Passes can write it, text cannot."""
-    host = HostProgram.parse(HEAD + "all_reduce sum %x -> %y on x\n}\n")
+    host = host_text.parse(HEAD + "all_reduce sum %x -> %y on x\n}\n")
     guarded = replace(host, body=(ir.If(Symbol(LocalSize(Size.of("M"), ("x",))).equals(0), host.body),))
     with pytest.raises(ProgramError, match=r"a collective cannot stand under `if part\(M, x\) == 0`, which differs between ranks"):
         verify_host(guarded)
@@ -228,7 +241,7 @@ def test_a_condition_on_what_a_rank_holds() -> None:
 @pytest.mark.parametrize("text", PROGRAMS)
 def test_program(text: str) -> None:
     with pytest.raises(ProgramError) as caught:
-        verify_host(HostProgram.parse(text))
+        verify_host(host_text.parse(text))
     assert str(caught.value) == PROGRAMS[text]
 
 
@@ -257,7 +270,7 @@ CALLS = {
 @pytest.mark.parametrize("body", CALLS)
 def test_call(body: str) -> None:
     with pytest.raises(ProgramError) as caught:
-        verify_host(HostProgram.parse(BLOCK + HEAD + body + "\n}\n"))
+        verify_host(host_text.parse(BLOCK + HEAD + body + "\n}\n"))
     assert str(caught.value) == CALLS[body]
 
 
@@ -278,13 +291,13 @@ BLOCKS = {
 @pytest.mark.parametrize("blocks", BLOCKS)
 def test_block(blocks: str) -> None:
     with pytest.raises(ProgramError) as caught:
-        verify_host(HostProgram.parse(blocks + HEAD + "wait done[0]\n}\n"))
+        verify_host(host_text.parse(blocks + HEAD + "wait done[0]\n}\n"))
     assert str(caught.value) == BLOCKS[blocks]
 
 
 def test_a_block_of_sends_may_be_called_by_some_ranks() -> None:
     block = "block @b(%p: f32[M@x, 4]) -> () { send %p to 0 on x }\n"
-    verify_host(HostProgram.parse(block + HEAD + "if rank.x == 1 {\ncall @b %x -> \n}\n}\n"))
+    verify_host(host_text.parse(block + HEAD + "if rank.x == 1 {\ncall @b %x -> \n}\n}\n"))
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -295,9 +308,9 @@ def test_golden_programs_are_legal(name: str, ranks: int) -> None:
 
 def test_sibling_bodies_may_share_a_name() -> None:
     body = "for %i in 0..2 {\n%b = allocate f32[M/2, 4]\ndeallocate %b\n}\nfor %i in 0..2 {\n%b = allocate f32[M/2, 4]\ncopy %x -> %b\n}\n"
-    verify_host(HostProgram.parse(HEAD + body + "}\n"))
+    verify_host(host_text.parse(HEAD + body + "}\n"))
 
 
 def test_a_gather_of_shards_that_are_known_to_be_even() -> None:
     head = "host @t(%x: f32[M@x]) -> (%y: f32[M]) mesh(x=2) uneven(M) {\n"
-    verify_host(HostProgram.parse(head + "if M % 2 == 0 {\nall_gather %x -> %y on x\n}\n}\n"))
+    verify_host(host_text.parse(head + "if M % 2 == 0 {\nall_gather %x -> %y on x\n}\n}\n"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import host_text
 import numpy as np
 import pytest
 
@@ -13,7 +14,6 @@ from hostweave.base.errors import ArgumentError, ParseError, ProgramError
 from hostweave.check.check import check
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.verify import verify_fusion
-from hostweave.host_ir.ir import HostProgram
 from hostweave.host_ir.verify import verify_host
 from hostweave.types.mesh import Mesh
 from hostweave.types.rank_sizes import RankSizes
@@ -207,7 +207,7 @@ def test_what_some_ranks_hold_of_a_dim() -> None:
 
 HEAD = "host @t(%x: f32[4, N] on mesh(x=2 of ranks 0, 1)) -> (%y: f32[4, N] on mesh(x=2 of ranks 2, 3)) mesh(x=4) {\n"
 ON_FIRST, ON_SECOND = "on mesh(x=2 of ranks 0, 1) {\n", "on mesh(x=2 of ranks 2, 3) {\n"
-SEND, RECV = ON_FIRST + "send %x to rank + 2 on *\n}\n", ON_SECOND + "recv %y from rank - 2 on *\n}\n"
+SEND, RECV = ON_FIRST + "send %x to rank + 2 on x\n}\n", ON_SECOND + "recv %y from rank - 2 on x\n}\n"
 
 
 def test_a_program_of_two_meshes() -> None:
@@ -218,8 +218,8 @@ def test_a_program_of_two_meshes() -> None:
         + RECV.replace("recv", "    recv").replace("\n}", "\n  }")
         + "}\n"
     )
-    program = HostProgram.parse(text)
-    assert str(program) == text
+    program = host_text.parse(text)
+    assert str(program) == host_text.declared(text)
     check(program)
 
 
@@ -237,8 +237,8 @@ def test_a_program_of_two_meshes() -> None:
             "text:3: @t: %i = rank.tp: mesh(x=2 of ranks 0, 1) has no axis 'tp': its axes are x",
         ),
         (
-            ON_FIRST + "%v = chunk %x[0: 0 of 2]\n}\n" + ON_FIRST + "send %v to rank + 2 on *\n}\n",
-            "text:6: @t: send %v to rank + 2 on *: %v is used before its definition: define it above, in this body or around it",
+            ON_FIRST + "%v = chunk %x[0: 0 of 2]\n}\n" + ON_FIRST + "send %v to rank + 2 on x\n}\n",
+            "text:6: @t: send %v to rank + 2 on x: %v is used before its definition: define it above, in this body or around it",
         ),
         (
             "if rank == 1 {\n" + ON_FIRST + "all_reduce sum %x -> %y on x\n}\n}\n",
@@ -246,55 +246,66 @@ def test_a_program_of_two_meshes() -> None:
             "only send and recv can",
         ),
         (
-            "send_blocks %x in 2 by [0[2] -> 2[0]] on *\n",
-            "text:2: @t: send_blocks %x in 2 by [0[2] -> 2[0]] on *: 0[2] -> 2[0]: there are 2 blocks, the last one 1",
+            "send_blocks %x in 2 by [0[2] -> 2[0]] on x\n",
+            "text:2: @t: send_blocks %x in 2 by [0[2] -> 2[0]] on x: 0[2] -> 2[0]: there are 2 blocks, the last one 1",
         ),
         (
-            "recv_blocks %y in 2 by [0[2] -> 7[0]] on *\n",
-            "text:2: @t: recv_blocks %y in 2 by [0[2] -> 7[0]] on *: 0[2] -> 7[0]: mesh(x=4) has no rank 7: name ranks of it",
+            "recv_blocks %y in 2 by [0[2] -> 7[0]] on x\n",
+            "text:2: @t: recv_blocks %y in 2 by [0[2] -> 7[0]] on x: 0[2] -> 7[0]: mesh(x=4) has no rank 7: name ranks of it",
         ),
         (
-            "send_blocks %x in 0 by [0[2] -> 2[0]] on *\n",
-            "text:2: @t: send_blocks %x in 0 by [0[2] -> 2[0]] on *: a buffer has at least one block: cut it into 1 or more",
+            "send_blocks %x in 0 by [0[2] -> 2[0]] on x\n",
+            "text:2: @t: send_blocks %x in 0 by [0[2] -> 2[0]] on x: a buffer has at least one block: cut it into 1 or more",
         ),
         (
-            "send_blocks %x in 2 by [0[0] -> 2[0]] on x\n",
-            "text:2: @t: send_blocks %x in 2 by [0[0] -> 2[0]] on x: routes name ranks of the program: write on *",
+            ON_FIRST + "send_blocks %x in 2 by [0[0] -> 1[0]] on x_of_ranks_0_1\n}\n",
+            "text:3: @t: send_blocks %x in 2 by [0[0] -> 1[0]] on x_of_ranks_0_1: routes name ranks of the program: "
+            "use a channel along all axes of mesh(x=4), in their order",
+        ),
+        (
+            ON_FIRST + "send %x to 0 on x_of_ranks_2_3\n}\n" + ON_SECOND + "}\n",
+            "text:3: @t: send %x to 0 on x_of_ranks_2_3: rank 0 comes here, and channel x_of_ranks_2_3 is of "
+            "mesh(x=2 of ranks 2, 3): use a channel that it is of",
+        ),
+        (
+            ON_FIRST + "%b = allocate f32[4, N]\nall_reduce sum %x -> %b on x\n}\n",
+            "text:4: @t: all_reduce sum %x -> %b on x: a collective is for all ranks of its channel, which is of mesh(x=4): "
+            "use a channel of mesh(x=2 of ranks 0, 1)",
         ),
         # the static check
         (
-            "send %x to rank on *\n",
-            "text:2: rank 2, the caller's stream: send %x to rank on *: %x is not on this rank: stand it under `on` the mesh that has it",
+            "send %x to rank on x\n",
+            "text:2: rank 2, the caller's stream: send %x to rank on x: %x is not on this rank: stand it under `on` the mesh that has it",
         ),
         (
             SEND,
-            "text:3: rank 0, the caller's stream: send %x to rank + 2 on *: rank 2 posts no recv for it: add the recv, or drop this send",
+            "text:3: rank 0, the caller's stream: send %x to rank + 2 on x: rank 2 posts no recv for it: add the recv, or drop this send",
         ),
         (
             RECV,
-            "text:3: rank 2, the caller's stream: recv %y from rank - 2 on *: rank 0 posts no send for it: add the send, or drop this recv",
+            "text:3: rank 2, the caller's stream: recv %y from rank - 2 on x: rank 0 posts no send for it: add the send, or drop this recv",
         ),
         (
-            ON_FIRST + "send_blocks %x in 2 by [0[0] -> 2[0], 1[0] -> 3[0]] on *\n}\n" + RECV,
-            "text:3: rank 0, the caller's stream: send %x to 2 on *: sends 4 f32, and it meets a recv of 8 f32, "
-            "rank 2, the caller's stream: recv %y from rank - 2 on *: make them equal",
+            ON_FIRST + "send_blocks %x in 2 by [0[0] -> 2[0], 1[0] -> 3[0]] on x\n}\n" + RECV,
+            "text:3: rank 0, the caller's stream: send %x to 2 on x: sends 4 f32, and it meets a recv of 8 f32, "
+            "rank 2, the caller's stream: recv %y from rank - 2 on x: make them equal",
         ),
         (
             ON_FIRST
-            + "send_blocks %x in 2 by [0[1] -> 2[0], 1[0] -> 3[1]] on *\n}\n"
+            + "send_blocks %x in 2 by [0[1] -> 2[0], 1[0] -> 3[1]] on x\n}\n"
             + ON_SECOND
-            + "recv_blocks %y in 2 by [0[1] -> 2[0], 1[0] -> 3[1]] on *\n}\n",
+            + "recv_blocks %y in 2 by [0[1] -> 2[0], 1[0] -> 3[1]] on x\n}\n",
             "@t: rank 2: nothing writes bytes 16 to 32 of the output %y: write all of every output",
         ),
         (
-            ON_SECOND + "%b = allocate f32[4, N]\n}\nsend_blocks %b in 1 by [0[0] -> 1[0]] on *\n",
-            "text:5: rank 0, the caller's stream: send_blocks %b in 1 by [0[0] -> 1[0]] on *: %b is not on this rank: "
+            ON_SECOND + "%b = allocate f32[4, N]\n}\nsend_blocks %b in 1 by [0[0] -> 1[0]] on x\n",
+            "text:5: rank 0, the caller's stream: send_blocks %b in 1 by [0[0] -> 1[0]] on x: %b is not on this rank: "
             "stand it under `on` the mesh that has it",
         ),
     ],
 )
 def test_error_of_a_host_program(body: str, message: str) -> None:
-    program = HostProgram.parse(HEAD + body + "}\n")
+    program = host_text.parse(HEAD + body + "}\n")
 
     def verified_and_checked() -> None:
         verify_host(program)
@@ -328,7 +339,7 @@ def test_the_meshes_of_what_a_kernel_takes_and_gives(kind: str, takes: str, give
             text = "fusion @p(%x: f32[M]) mesh(x=4) {\n  %y: f32[M] = kernel @k(%x)\n  return %y\n}\n"
             verify_fusion(Fusion.parse(source + text))
         else:
-            verify_host(HostProgram.parse(source + "host @p(%x: f32[M]) -> (%y: f32[M]) mesh(x=4) {\n  launch @k %x -> %y\n}\n"))
+            verify_host(host_text.parse(source + "host @p(%x: f32[M]) -> (%y: f32[M]) mesh(x=4) {\n  launch @k %x -> %y\n}\n"))
 
     verify(with_kernel("f32[M]", "f32[M]"))
     with pytest.raises(ProgramError, match=why):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import host_text
 import numpy as np
 import pytest
 
@@ -68,7 +69,7 @@ kernel @turn_y(%h: f32[M, N], %t: f32[N, M]) {
 def host(body: str, header: str = "(%x: f32[M, N], %r: f32[N]) -> (%y: f32[M, N]) mesh(x=2) streams(ring[2])") -> HostProgram:
     lines = "".join(f"  {line}\n" for line in body.strip().splitlines())
     used = [f"kernel {k}" for k in KERNELS.split("kernel ")[1:] if f"launch {k.split('(')[0]} " in body]
-    return HostProgram.parse(f"{''.join(used)}host @f{header} {{\n{lines}}}\n")
+    return host_text.parse(f"{''.join(used)}host @f{header} {{\n{lines}}}\n")
 
 
 def fused(program: HostProgram) -> str:
@@ -133,7 +134,7 @@ for %i in 0..M {
 }
 join ring""")
     kernels = "kernel @{}(%{}: f32[1, N]) {{\n  %{}: f32[1, N] = negative(%{})\n}}\n"
-    before = HostProgram.parse(kernels.format("a", "x", "h", "x") + kernels.format("b", "h", "y", "h") + str(before))
+    before = host_text.parse(kernels.format("a", "x", "h", "x") + kernels.format("b", "h", "y", "h") + str(before))
     assert (
         fused(before)
         == """\
@@ -204,7 +205,7 @@ kernel @log_z(%h: f32[N]) {
         "(%x: f16[N]) -> (%y: f32[N], %z: f32[N]) mesh()",
     )
     assert (
-        fused(HostProgram.parse(kernels + str(before)))
+        fused(host_text.parse(kernels + str(before)))
         == """\
 kernel @astype_exp_y(%x: f16[N]) {
   %h: f32[N] = astype(%x)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import host_text
 import numpy as np
 import pytest
 
@@ -10,9 +13,9 @@ from hostweave.check.check import check
 from hostweave.host_ir.ir import HostProgram
 from hostweave.host_ir.verify import verify_host
 from hostweave.options import Options
-from hostweave.passes.host import group_communications as module
 from hostweave.passes.host.group_communications import group_communications
 from hostweave.pipeline import lower
+from hostweave.transports.transport import find_transport
 
 HEADER = (
     "(%a: f32[8@x, 2@y], %b: f32[8@x, 2@y]) -> (%p: f32[8@x, 2@y], %q: f32[8@x, 2@y], %r: f32[8@x, 2@y]) mesh(x=2, y=2) streams(ring[2])"
@@ -26,7 +29,7 @@ kernel @negative_n(%b: f32[4, 1]) {
 
 def host(body: str, header: str = HEADER) -> HostProgram:
     kernel = KERNEL if "launch" in body else ""
-    return HostProgram.parse(f"{kernel}host @f{header} {{\n{body}\n}}\n")
+    return host_text.parse(f"{kernel}host @f{header} {{\n{body}\n}}\n")
 
 
 def grouped(program: HostProgram) -> str:
@@ -151,11 +154,13 @@ def test_branches_on_one_condition_on_sizes_become_one() -> None:
     assert group_communications(apart, Options()) == apart
 
 
-def test_a_group_holds_what_nccl_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_POSTS", 8)  # an all_to_all over two ranks posts 4
+def test_a_group_holds_what_its_transport_takes() -> None:
     program = host("all_to_all %a -> %p on x\nall_to_all %b -> %q on x\nall_to_all %b -> %r on x")
-    assert grouped(program).count("group") == 1
-    assert grouped(program).endswith("  }\n  all_to_all %b -> %r on x\n")
+    transport = replace(find_transport("two_sided"), posts_in_group=8)  # an all_to_all over two ranks posts 4
+    program = replace(program, channels=tuple(replace(channel, transport=transport) for channel in program.channels))
+    text = str(group_communications(program, Options()))
+    assert text.count("group {") == 1
+    assert text.endswith("  }\n  all_to_all %b -> %r on x\n}\n")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])

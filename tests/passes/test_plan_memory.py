@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import host_text
 import pytest
 
 from hostweave.check.check import check
 from hostweave.host_ir.ir import HostProgram
 from hostweave.host_ir.verify import verify_host
 from hostweave.options import Options
-from hostweave.passes.host.plan_memory import plan_memory
+from hostweave.passes.host.multi_buffer import multi_buffer
+from hostweave.pipeline import PASSES
 
 KERNELS = """\
 kernel @negative(%a: f32[M, N]) {
@@ -37,7 +39,7 @@ kernel @count(%a: f32[M, N]) {
 
 def host(body: str, header: str) -> HostProgram:
     lines = "".join(f"  {line}\n" for line in body.strip().splitlines())
-    return HostProgram.parse(f"{KERNELS}host @t{header} {{\n{lines}}}\n")
+    return host_text.parse(f"{KERNELS}host @t{header} {{\n{lines}}}\n")
 
 
 SQUARE = "(%x: f32[M, M], %w: f32[M, M]) -> (%y: f32[M, M]) mesh(x=2)"
@@ -64,10 +66,10 @@ CASES = {
   launch @turn %x -> %a
   launch @turn %a -> %b
   launch @turn %b -> %c
-  send %c to rank + 2 on *
+  send %c to rank + 2 on x
 }}
 {B} {{
-  recv %d from rank - 2 on *
+  recv %d from rank - 2 on x
   launch @turn %d -> %e
   launch @sign %e -> %f
   launch @turn %f -> %y
@@ -82,11 +84,11 @@ CASES = {
   deallocate %a
   %c = allocate f32[M, M]
   launch @turn %b -> %c
-  send %c to rank + 2 on *
+  send %c to rank + 2 on x
 }}
 {B} {{
   %d = allocate f32[M, M]
-  recv %d from rank - 2 on *
+  recv %d from rank - 2 on x
   %e = allocate f32[M, M]
   launch @turn %d -> %e
   %f = reshape %e to [M, M]
@@ -105,8 +107,8 @@ CASES = {
   launch @negative %a -> %b
 }}
 group {{
-  send_blocks %b in 1 by [0[0] -> 2[0], 1[0] -> 3[0]] on *
-  recv_blocks %y in 1 by [0[0] -> 2[0], 1[0] -> 3[0]] on *
+  send_blocks %b in 1 by [0[0] -> 2[0], 1[0] -> 3[0]] on x
+  recv_blocks %y in 1 by [0[0] -> 2[0], 1[0] -> 3[0]] on x
 }}
 {A} {{
   %c = allocate f32[M, N]
@@ -123,8 +125,8 @@ group {{
   deallocate %a
 }}
 group {{
-  send_blocks %b in 1 by [0[0] -> 2[0], 1[0] -> 3[0]] on *
-  recv_blocks %y in 1 by [0[0] -> 2[0], 1[0] -> 3[0]] on *
+  send_blocks %b in 1 by [0[0] -> 2[0], 1[0] -> 3[0]] on x
+  recv_blocks %y in 1 by [0[0] -> 2[0], 1[0] -> 3[0]] on x
 }}
 {A} {{
   %c = allocate f32[M, N]
@@ -149,12 +151,12 @@ for %i in 0..4 {{
       %x_i = chunk %x[0: %i of 4]
       %a_i = chunk %a[0: %i of 4]
       copy %x_i -> %a_i
-      send %a_i to rank + 2 on *
+      send %a_i to rank + 2 on x
     }}
     {B} {{
       %d_i = chunk %d[0: %i of 4]
       %y_i = chunk %y[0: %i of 4]
-      recv %d_i from rank - 2 on *
+      recv %d_i from rank - 2 on x
       copy %d_i -> %y_i
     }}
   }}
@@ -169,12 +171,12 @@ for %i in 0..4 {{
       %x_i = chunk %x[0: %i of 4]
       %a = allocate f32[M/4, N]
       copy %x_i -> %a
-      send %a to rank + 2 on *
+      send %a to rank + 2 on x
     }}
     {B} {{
       %y_i = chunk %y[0: %i of 4]
       %d = reshape %y_i to [M/4, N]
-      recv %d from rank - 2 on *
+      recv %d from rank - 2 on x
     }}
   }}
 }}
@@ -193,12 +195,12 @@ stream ring[0] {{
   {A} {{
     launch @softmax %x -> %a
     launch @softmax %a -> %a
-    send %a to rank + 2 on *
+    send %a to rank + 2 on x
   }}
 }}
 stream ring[1] {{
   {B} {{
-    recv %y from rank - 2 on *
+    recv %y from rank - 2 on x
   }}
 }}
 {B} {{
@@ -221,12 +223,12 @@ stream ring[0] {{
   {A} {{
     launch @softmax %x -> %a
     launch @softmax %a -> %a
-    send %a to rank + 2 on *
+    send %a to rank + 2 on x
   }}
 }}
 stream ring[1] {{
   {B} {{
-    recv %y from rank - 2 on *
+    recv %y from rank - 2 on x
   }}
 }}
 {B} {{
@@ -712,10 +714,17 @@ join ring
 }
 
 
+def with_planned_memory(program: HostProgram) -> HostProgram:
+    """By all passes that are about memory."""
+    for apply in PASSES[PASSES.index(multi_buffer) :]:
+        program = apply(program, Options())
+    return program
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_plan(case: str) -> None:
     header, before, after = CASES[case]
-    planned = plan_memory(host(before, header), Options())
+    planned = with_planned_memory(host(before, header))
     verify_host(planned)
     check(planned)
     assert str(planned) == str(host(after, header))
@@ -725,4 +734,4 @@ def test_plan(case: str) -> None:
 def test_kept_apart(case: str) -> None:
     header, body = APART[case]
     program = host(body, header)
-    assert str(plan_memory(program, Options())) == str(program)
+    assert str(with_planned_memory(program)) == str(program)

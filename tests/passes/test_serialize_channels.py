@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import host_text
 import pytest
 
 from hostweave.base.errors import ProgramError
@@ -15,17 +16,23 @@ from hostweave.host_ir.ir import HostProgram
 from hostweave.host_ir.verify import verify_host
 from hostweave.options import Options
 from hostweave.passes.host.serialize_channels import serialize_channels
+from hostweave.passes.host.software_pipeline import software_pipeline
 
 HEADER = "(%x: f32[4@dp, N], %v: f32[4@tp, N]) -> (%y: f32[4@dp, N], %z: f32[4@tp, N]) mesh(dp=2, tp=2) streams(ring[2])"
 
 
 def host(body: str, header: str = HEADER) -> HostProgram:
-    return HostProgram.parse(f"host @f{header} {{\n{body}\n}}\n")
+    return host_text.parse(f"host @f{header} {{\n{body}\n}}\n")
+
+
+def in_turn(program: HostProgram) -> HostProgram:
+    """After the passes that put channels into an order."""
+    return serialize_channels(software_pipeline(program, Options()), Options())
 
 
 def ordered(program: HostProgram) -> str:
     """The body after the pass."""
-    result = serialize_channels(program, Options())
+    result = in_turn(program)
     verify_host(result)
     check(result)
     assert HostProgram.parse(str(result)) == result
@@ -169,7 +176,7 @@ def test_what_is_ordered_stays_as_it_is(program: HostProgram) -> None:
 
 
 def test_names_that_are_taken() -> None:
-    program = serialize_channels(host(LOOP.replace("ring", "turn"), HEADER.replace("ring", "turn")), Options())
+    program = in_turn(host(LOOP.replace("ring", "turn"), HEADER.replace("ring", "turn")))
     assert [(events.name, events.count) for events in program.events] == [("turn_2", 1)]
 
 
@@ -242,11 +249,11 @@ NEG = "kernel @negative_h(%a: f32[2, N]) {\n  %b: f32[2, N] = negative(%a)\n}\n"
 
 
 def steps(body: str, header: str = STEPS_HEADER) -> HostProgram:
-    return HostProgram.parse(f"{NEG}host @f{header} {{\n{body}\n}}\n")
+    return host_text.parse(f"{NEG}host @f{header} {{\n{body}\n}}\n")
 
 
 def test_the_first_communication_of_a_step_goes_ahead() -> None:
-    result = serialize_channels(steps(STEPS), Options())
+    result = in_turn(steps(STEPS))
     verify_host(result)
     check(result)
     assert HostProgram.parse(str(result)) == result
@@ -302,7 +309,7 @@ def known_of_step_before(program: HostProgram, first: type[ir.Instruction], last
 
 
 def test_what_goes_ahead_waits_for_no_computation() -> None:
-    assert known_of_step_before(serialize_channels(steps(STEPS), Options()), ir.AllGather, ir.AllReduce) == ({False}, {False})
+    assert known_of_step_before(in_turn(steps(STEPS)), ir.AllGather, ir.AllReduce) == ({False}, {False})
 
 
 @pytest.mark.parametrize(
@@ -316,7 +323,7 @@ def test_what_goes_ahead_waits_for_no_computation() -> None:
     ],
 )
 def test_other_steps_stay_as_they_are(body: str, header: str) -> None:
-    text = str(serialize_channels(steps(body, header), Options()))
+    text = str(in_turn(steps(body, header)))
     assert "for %i in" in text
     assert text.count("wait turn[0]") == 1
 
@@ -326,7 +333,7 @@ TWICE = STEPS.replace("all_reduce sum %h_i -> %y_i on tp", "all_reduce sum %h_i 
 
 def test_a_channel_keeps_its_order() -> None:
     """Of two collectives of a step on one channel, none goes ahead without the other."""
-    text = str(serialize_channels(steps(TWICE), Options()))
+    text = str(in_turn(steps(TWICE)))
     assert "for %i in 0..2" in text
 
 
@@ -344,20 +351,20 @@ PING_PONG = """\
     stream ring[%i] {
       on mesh(x=2 of ranks 0, 1) {
         %g_i = chunk %g[0: %i of 2]
-        recv %g_i from rank + 2 on *
+        recv %g_i from rank + 2 on x
         %h_i = chunk %h[0: %i of 2]
         launch @negative_h %g_i -> %h_i
         %s_i = chunk %s[0: %i of 2]
-        all_reduce sum %h_i -> %s_i on x
-        send %s_i to rank + 2 on *
+        all_reduce sum %h_i -> %s_i on x_of_ranks_0_1
+        send %s_i to rank + 2 on x
       }
       on mesh(x=2 of ranks 2, 3) {
         %v_i = chunk %v[0: %i of 2]
         %back_i = chunk %back[0: %i of 2]
-        send %v_i to rank - 2 on *
-        recv %back_i from rank - 2 on *
+        send %v_i to rank - 2 on x
+        recv %back_i from rank - 2 on x
         %y_i = chunk %y[0: %i of 2]
-        all_reduce sum %back_i -> %y_i on x
+        all_reduce sum %back_i -> %y_i on x_of_ranks_2_3
       }
     }
   }
@@ -367,16 +374,16 @@ PING_PONG_HEADER = "(%v: f32[4, N] on mesh(x=2 of ranks 2, 3)) -> (%y: f32[4, N]
 
 def test_ranks_that_would_wait_for_one_another_keep_the_order_of_steps() -> None:
     """What goes back depends on what came: its recv of the next step would wait for a send that stands after the recv of this one."""
-    result = serialize_channels(steps(PING_PONG, PING_PONG_HEADER), Options())
+    result = in_turn(steps(PING_PONG, PING_PONG_HEADER))
     assert "for %i in 0..2" in str(result)
     assert known_of_step_before(result, ir.Recv, ir.AllReduce)[0] == {True}
     check(result)
 
 
 def test_recvs_of_a_pipeline_go_ahead() -> None:
-    there = PING_PONG.replace("        send %s_i to rank + 2 on *\n", "").replace("        recv %back_i from rank - 2 on *\n", "")
+    there = PING_PONG.replace("        send %s_i to rank + 2 on x\n", "").replace("        recv %back_i from rank - 2 on x\n", "")
     there = there.replace("sum %back_i", "sum %v_i")
-    result = serialize_channels(steps(there, PING_PONG_HEADER), Options())
+    result = in_turn(steps(there, PING_PONG_HEADER))
     check(result)
     assert known_of_step_before(result, ir.Recv, ir.AllReduce) == ({False}, {False})
     assert "if %j > 0" in str(result)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hostweave.host_ir.ir import HostProgram
+from hostweave.options import Options
 from hostweave.passes.host.sink_views import sink_views
 
 CASES = {
@@ -93,4 +94,4 @@ def test_sink_views(case: str) -> None:
         )
         for body in CASES[case]
     )
-    assert sink_views(before.body) == after.body
+    assert sink_views(before, Options()) == after

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+import host_text
+import numpy as np
 import pytest
 from fusion_text import check, fusion
 
 import hostweave as hw
 from hostweave.base.errors import ProgramError
+from hostweave.check.interpret import interpret
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.resharding import plan
 from hostweave.host_ir import ir
-from hostweave.host_ir.ir import HostProgram
 from hostweave.options import Options
 from hostweave.passes.fusion.choose_overlap import choose_overlap
 from hostweave.passes.fusion.decompose_reshards import decompose_reshards
@@ -24,6 +26,7 @@ from hostweave.pipeline import lower
 from hostweave.types.mesh import Mesh
 from hostweave.types.routes import transfer
 from hostweave.types.tensor import Partial, TensorType
+from hostweave.types.text import Reader
 
 ALL = Mesh(x=4)
 A, B = ALL.ranks([0, 1]), ALL.ranks([2, 3])
@@ -48,7 +51,7 @@ def test_another_mesh_takes_its_blocks_from_the_whole_of_a_slice() -> None:
         decompose_reshards,
         f"%x: f32[M, K] {ON_A}",
         f"%s: f32[M@x, K] {ON_A} pinned = reshard(%x)\n%y: f32[M, K] {ON_B} pinned = reshard(%s)",
-        f"%y: f32[M, K] {ON_B} pinned = transfer(%x)",
+        f"%y: f32[M, K] {ON_B} pinned = transfer(%x, blocks=[(1, 1) to (1, 1): 0[0] -> 2[0], 1[0] -> 3[0]])",
         mesh="x=4",
     )
 
@@ -78,13 +81,14 @@ def test_a_reduce_ends_on_a_rank_of_the_target_where_it_can() -> None:
 def test_who_sends_what() -> None:
     found = transfer(hw.f32["M@x", "N"].on(A), hw.f32["M", "N"].on(ALL.ranks([1, 2, 3])), ALL)
     assert list(map(str, found.routes)) == ["0[0] -> 1[0]", "1[0] -> 1[1]", "0[0] -> 2[0]", "1[0] -> 2[1]", "0[0] -> 3[0]", "1[0] -> 3[1]"]
-    assert found.share == Fraction(5, 2)
+    assert found.share(2) == Fraction(5, 2)
     in_turn = transfer(hw.f32["M"].on(A), hw.f32["M"].on(B), ALL)  # two ranks hold it: each sends it once
     assert list(map(str, in_turn.routes)) == ["0[0] -> 2[0]", "1[0] -> 3[0]"]
 
 
+WHOLE = "blocks=[(1, 1) to (1, 1): 0[0] -> 2[0], 1[0] -> 3[0]]"
 STREAMED = f"""%h: f32[M, K] {ON_A} = negative(%x)
-%t: f32[M, K] {ON_B} = transfer(%h)
+%t: f32[M, K] {ON_B} = transfer(%h, {WHOLE})
 %y: f32[M, K] {ON_B} stream(M, 4) = negative(%t)"""
 
 
@@ -94,7 +98,7 @@ def test_a_transfer_of_whole_blocks_joins_the_loop_that_it_leads_to() -> None:
         f"%x: f32[M, K] {ON_A}",
         STREAMED,
         f"""%h: f32[M, K] {ON_A} stream(M, 4, across_shards) = negative(%x)
-        %t: f32[M, K] {ON_B} stream(M, 4, across_shards, transfer) = transfer(%h)
+        %t: f32[M, K] {ON_B} stream(M, 4, across_shards, transfer) = transfer(%h, {WHOLE})
         %y: f32[M, K] {ON_B} stream(M, 4, across_shards) = negative(%t)""",
         mesh="x=4",
     )
@@ -103,12 +107,19 @@ def test_a_transfer_of_whole_blocks_joins_the_loop_that_it_leads_to() -> None:
 @pytest.mark.parametrize("there", ["f32[M, K@x] on mesh(x=2 of ranks 2, 3)", "f32[M, K] on mesh(x=2 of ranks 1, 2)"])
 def test_other_transfers_stay_outside(there: str) -> None:
     """Blocks of parts of dims, and ranks that are on both sides, are no steps."""
-    before = STREAMED.replace(f"f32[M, K] {ON_B}", there)
+    source, target = hw.f32["M", "K"].on(A), Reader(there).tensor_type()
+    text = STREAMED.replace(WHOLE, f"blocks={transfer(source, target, ALL)}")
+    before = text.replace(f"f32[M, K] {ON_B}", there)
     check(choose_overlap, f"%x: f32[M, K] {ON_A}", before, before.replace("stream(M, 4)", "stream(M, 4, across_shards)"), mesh="x=4")
 
 
 def test_a_transfer_that_cannot_be_streamed() -> None:
-    program = fusion(f"%x: f32[M@x, K] {ON_A}", f"%y: f32[M, K] {ON_B} stream(M, 4) = transfer(%x)", mesh="x=4")
+    blocks = transfer(hw.f32["M@x", "K"].on(A), hw.f32["M", "K"].on(B), ALL)
+    program = fusion(
+        f"%x: f32[M@x, K] {ON_A}",
+        f"%y: f32[M, K] {ON_B} stream(M, 4) = transfer(%x, blocks={blocks})",
+        mesh="x=4",
+    )
     with pytest.raises(ProgramError, match=r"^text:2: stream of %y: one loop cannot be; what can: nothing for the transfer of %y$"):
         choose_overlap(program, Options())
 
@@ -133,8 +144,8 @@ def test_ranks_on_both_sides_post_in_one_group() -> None:
         body
         == """\
   group {
-    send_blocks %x in 1 by [1[0] -> 2[0], 2[0] -> 3[0]] on *
-    recv_blocks %y in 1 by [1[0] -> 2[0], 2[0] -> 3[0]] on *
+    send_blocks %x in 1 by [1[0] -> 2[0], 2[0] -> 3[0]] on x
+    recv_blocks %y in 1 by [1[0] -> 2[0], 2[0] -> 3[0]] on x
   }
 """
     )
@@ -207,7 +218,7 @@ def test_what_several_ranks_are_to_have_leaves_a_rank_once() -> None:
         body
         == """\
   on mesh(copies=3 of ranks 0, 2, 3) {
-    broadcast_to_others %x to %y from 0 on copies
+    broadcast_to_others %x to %y from 0 on copies_of_ranks_0_2_3
   }
   on mesh(copies=1 of ranks 0) {
     copy %x -> %y
@@ -243,17 +254,17 @@ def test_as_many_ranks_hand_on_what_they_have() -> None:
         body
         == f"""\
   {ON_A} {{
-    send %x to rank + 2 on *
+    send %x to rank + 2 on x
   }}
   {ON_B} {{
-    recv %y from rank - 2 on *
+    recv %y from rank - 2 on x
   }}
 """
     )
 
 
 def test_passes_look_into_on_bodies() -> None:
-    host = HostProgram.parse(
+    host = host_text.parse(
         f"""host @f(%x: f32[4, N] {ON_A}) -> (%y: f32[4, N] {ON_A}, %z: f32[4, N] {ON_A}) mesh(x=4) streams(ring[2]) {{
           {ON_A} {{
             all_reduce sum %x -> %y on x
@@ -278,7 +289,7 @@ def test_passes_look_into_on_bodies() -> None:
 
 
 def test_ranks_of_different_meshes_take_turns_apart() -> None:
-    host = HostProgram.parse(
+    host = host_text.parse(
         f"""host @f(%x: f32[4, N] {ON_A}) -> (%y: f32[4, N] {ON_B}) mesh(x=4) streams(ring[2]) {{
           {ON_A} {{
             %s = allocate f32[4, N]
@@ -292,12 +303,12 @@ def test_ranks_of_different_meshes_take_turns_apart() -> None:
               {ON_A} {{
                 %x_i = chunk %x[0: %i of 4]
                 %s_i = chunk %s[0: %i of 4]
-                all_reduce sum %x_i -> %s_i on x
-                send %s_i to rank + 2 on *
+                all_reduce sum %x_i -> %s_i on x_of_ranks_0_1
+                send %s_i to rank + 2 on x
               }}
               {ON_B} {{
                 %t_i = chunk %t[0: %i of 4]
-                recv %t_i from rank - 2 on *
+                recv %t_i from rank - 2 on x
                 %y_i = chunk %y[0: %i of 4]
                 copy %t_i -> %y_i
               }}
@@ -312,3 +323,26 @@ def test_ranks_of_different_meshes_take_turns_apart() -> None:
     a, b = ([type(i).__name__ for i in ir.walk((on,)) if isinstance(i, (ir.Wait, ir.Record, ir.Communication))] for on in stream.body)
     assert a == ["Wait", "AllReduce", "Send", "Record"]
     assert b == ["Recv"]
+
+
+def test_a_dim_that_divides_arrives_whole_beside_one_that_does_not() -> None:
+    program = hw.Mesh(r=13)
+    old, new = program.ranks(range(4), a=2, b=2), program.ranks(range(4, 13), c=3, d=3)
+    host = lower(
+        hw.Fusion.parse(
+            f"""fusion @f(%x: f32[M@a, N@b] on {old}, %v: f32[N@r]) mesh(r=13) {{
+              %w: f32[N] pinned stream(N, 13) = reshard(%v)
+              %z: f32[N] stream(N, 13) = negative(%w)
+              %y: f32[M@c, N@d] on {new} pinned = reshard(%x)
+              return %y, %z
+            }}"""
+        ),
+        Options(),
+    )
+    assert host.uneven == ("M",)  # the stream needs N to divide
+    x, v = np.arange(7 * 78, dtype=np.float32).reshape(7, 78), np.arange(78, dtype=np.float32)
+    spec = hw.f32["M@c", "N@d"].on(new)
+    for rank, outputs in enumerate(interpret(host, {"x": x, "v": v})):
+        np.testing.assert_array_equal(outputs["z"], -v)
+        if rank in new.all_ranks:
+            np.testing.assert_array_equal(outputs["y"], spec.shard(x, rank, program))

@@ -62,7 +62,7 @@ def test_a_sharding_of_as_many_ranks_stays() -> None:
 }
 """
     )
-    assert "collective_permute %x -> %y0 from [3, none, 1, 0] on dp, tp" in stages["serialize_channels"]
+    assert "collective_permute %x -> %y0 from [3, none, 1, 0] on dp_tp" in stages["serialize_channels"]
     assert "uneven" not in stages["serialize_channels"]  # blocks are as large as one another
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+import host_text
 import numpy as np
 import pytest
 
@@ -84,7 +85,7 @@ CASES = {
 
 def program_of(name: str) -> hw.HostProgram:
     body = CASES[name][0]
-    return hw.HostProgram.parse(f"host @{name}(%x: f32[2@x, N]) -> (%y: f32[2@x, N]) mesh(x=2) {{\n{body}}}\n")
+    return host_text.parse(f"host @{name}(%x: f32[2@x, N]) -> (%y: f32[2@x, N]) mesh(x=2) {{\n{body}}}\n")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -138,12 +139,12 @@ host @orders(%x: f32[2@x, N]) -> (%y: f32[2@x, N], %z: f32[2, N]) mesh(x=2) {
 def test_collectives_in_another_order_on_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No host IR says such a thing, so it takes C++ that was edited by hand."""
     monkeypatch.setenv("HOSTWEAVE_EDIT", str(tmp_path))
-    hw.compile(hw.HostProgram.parse(EXAMPLE)).build()
+    hw.compile(host_text.parse(EXAMPLE)).build()
     source = tmp_path / "orders" / "program.cpp"
     first, second = (line for line in source.read_text().splitlines() if line.startswith("  HW_CHECK(nccl"))
     swapped = f"if (rank_.index() == 0) {{ {first} {second} }} else {{ {second} {first} }}"
     source.write_text(source.read_text().replace(f"{first}\n{second}", swapped))
-    program = hw.compile(hw.HostProgram.parse(EXAMPLE))
+    program = hw.compile(host_text.parse(EXAMPLE))
     same_report(
         report_of(program, lambda: parallel(timeout_seconds=20)),
         "orders: mismatch: the kinds differ: all_reduce and all_gather\n"

@@ -50,7 +50,7 @@ AR = """\
 kernel @astype_y(%y_f32: f32[M, N]) {
   %y: bf16[M, N] = astype(%y_f32)
 }
-host @product(%x: bf16[M, K@x], %w: bf16[K@x, N]) -> (%y: bf16[M, N]) mesh(x=2) uneven(K) {
+host @product(%x: bf16[M, K@x], %w: bf16[K@x, N]) -> (%y: bf16[M, N]) mesh(x=2) channels(x: x two_sided) uneven(K) {
   %y_partial = allocate f32[M, N]
   matmul %x, %w -> %y_partial
   %y_f32 = reshape %y_partial to [M, N]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import host_text
 import numpy as np
 import pytest
 
@@ -14,9 +15,7 @@ def test_a_failure_leaves_other_worlds_as_they_were() -> None:
     def total(x: hw.Tensor) -> hw.Tensor:
         return hw.sum(x, axis="M")
 
-    alone = hw.HostProgram.parse(
-        "host @alone(%x: f32[M@x]) -> (%y: f32[M@x]) mesh(x=3) { copy %x -> %y  send %x to (rank.x + 1) % 3 on x }"
-    )
+    alone = host_text.parse("host @alone(%x: f32[M@x]) -> (%y: f32[M@x]) mesh(x=3) { copy %x -> %y  send %x to (rank.x + 1) % 3 on x }")
     x = np.arange(8, dtype=np.float32).reshape(4, 2)
     works = hw.compile(total)
     np.testing.assert_array_equal(works.run(x=x), x.sum(axis=0))

@@ -1,6 +1,7 @@
 """Finds communications on different channels that are not ordered on a rank.
 
-NCCL may start them as it likes, on every rank in another order, and each holds part of the device while it waits for the others.
+A device may start them as it likes, on every rank in another order, and where a transport holds multiprocessors each keeps part of the
+device while it waits for the others.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from dataclasses import replace
 from hostweave.check.happens_before import Clock, Task, order, run
 from hostweave.check.match_collectives import Channel, channel_of
 from hostweave.check.operations import Instances, Operation
+from hostweave.check.simulate import instantiate
+from hostweave.check.sizes import sizes_to_check
+from hostweave.host_ir import ir
 
 
 class Posted:
@@ -22,7 +26,7 @@ class Posted:
 
     def unordered(self, task: Task, clock: Clock) -> list[Operation]:
         """Notes what a task posts that starts when `clock` is known. Returns earlier posts of other channels that may still run."""
-        channels = {channel_of(part) for part in task.operation.communications if len(part.process_group) > 1}
+        channels = {channel_of(part) for part in task.operation.communications if part.takes_turns}
         if not channels:
             return []
         last = self._last[task.operation.rank]
@@ -38,3 +42,13 @@ def unordered(instances: Instances) -> Iterator[tuple[Operation, Operation]]:
         for task, clock in run(order(replace(instances, ranks=(operations,)), [])):
             for earlier in posted.unordered(task, clock):
                 yield earlier, task.operation
+
+
+def unordered_instructions(program: ir.HostProgram) -> set[ir.Instruction]:
+    """The communications, and groups of them, that some rank may run at the same time as one of another channel."""
+    used = {i.channel for i in ir.walk(program.body) if isinstance(i, ir.Communication)}
+    if sum(program.channel(name).takes_turns for name in used) < 2:
+        return set()
+    pairs = (pair for sizes in sizes_to_check(program) for pair in unordered(instantiate(program, sizes)))
+    found = {operation.instruction for pair in pairs for operation in pair}
+    return found.intersection(ir.walk(program.body))  # a block that it calls orders those of its own

@@ -117,7 +117,7 @@ class _Checker:
         self.fail(part, f"{first} while, in the same group, {then}: post them apart")
 
     def reuse_in_place(self, part: Operation, read: Access, written: Access) -> bool:
-        """Whether an instruction may read what it writes: element by element, or as NCCL allows."""
+        """Whether an instruction may read what it writes: element by element, or as its class says."""
         old, new = read.region, written.region
         place = part.process_group.index(part.rank) if part.process_group else 0
         match part.instruction.in_place:

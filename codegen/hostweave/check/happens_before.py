@@ -2,8 +2,8 @@
 
 A stream runs its tasks in order, a wait runs after its record, and a communication ends when the other side has started.
 Two orders are kept apart. What a task may rely on for its data, its vector clock (Fidge 1988, Mattern 1989), comes from streams,
-events and arriving data. Whether every task can run depends on that and on the order in which a rank posts its communications: with
-some versions of NCCL, not all, a device runs them one after the other, whatever their streams.
+events and arriving data. Whether every task can run depends on that and on the order in which a rank posts its communications: where a
+transport holds multiprocessors a device may run them one after the other, whatever their streams.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class Task:
     after: list[tuple[Task, str]] = field(default_factory=list)  # what must have ended before this starts, and why
     waits: list[Task] = field(default_factory=list)  # those of `after` that another stream holds
     meets: list[Task] = field(default_factory=list)  # what must have started before this ends
+    met_by: list[Task] = field(default_factory=list)  # whose `meets` this is in
     events: list[Event] = field(default_factory=list)
     followers: list[Task] = field(default_factory=list)  # whose `after` this is in
     blocked: int = 0  # by how many of `after`
@@ -85,12 +86,12 @@ def order(instances: Instances, met: list[Meeting]) -> Order:
                 _after(task, tasks[waited], "waits for")
                 if tasks[waited].lane != task.lane:
                     task.waits.append(tasks[waited])
-            if operation.communications:
+            for member in operation.members:
+                tasks[member] = task
+            if operation.takes_turns:
                 if posted is not None and posted is not held.get(k):
                     _after(task, posted, "is posted after")
                 posted = task
-                for member in operation.members:
-                    tasks[member] = task
             held[k] = task
     for meeting in met:
         _meet(meeting, tasks)
@@ -112,9 +113,13 @@ def _meet(meeting: Meeting, tasks: dict[Operation, Task]) -> None:
         if any(tasks[source] is not task for source in sources):
             events.setdefault(sources, Event([tasks[source] for source in sources]))
             task.events.append(events[sources])
-        others = [other for other in parts if other is not task]
+        assert part.channel is not None
+        met = parts if part.channel.transport.is_rendezvous else [tasks[source] for source in sources]
+        others = [other for other in met if other is not task]
         task.meets.extend(others)
         task.expected += len(others)
+        for other in others:
+            other.met_by.append(task)
 
 
 def run(order: Order) -> Iterator[tuple[Task, Clock]]:
@@ -127,9 +132,9 @@ def run(order: Order) -> Iterator[tuple[Task, Clock]]:
             clock[:] = map(max, clock, waited.at_end)
         yield task, clock
         task.started = True
-        if task.meets:
+        if task.met_by:
             task.at_start = clock.copy()
-        for other in (*task.meets, task):
+        for other in (*task.met_by, task):
             other.expected -= other is not task
             if other.started and not other.expected and not other.ended:
                 _end(other, order, ready)
@@ -153,7 +158,7 @@ def _end(task: Task, order: Order, ready: deque[Task]) -> None:
         follower.blocked -= 1
         if not follower.blocked:
             ready.append(follower)
-    for links in (task.after, task.meets, task.followers, task.events):  # circles, which only the collector would free
+    for links in (task.after, task.meets, task.met_by, task.followers, task.events):  # circles, which only the collector would free
         links.clear()
 
 

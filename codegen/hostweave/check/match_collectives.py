@@ -11,7 +11,7 @@ from hostweave.base.errors import ProgramError
 from hostweave.check.operations import Instances, Operation, failure
 from hostweave.host_ir import ir
 
-Channel = tuple[str, tuple[int, ...]]  # the mesh and axes that a process group is named by, and its global ranks
+Channel = tuple[str, tuple[int, ...]]  # its name, and the global ranks of a process group
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ def meetings(instances: Instances) -> list[Meeting]:
 
 
 def channel_of(part: Operation) -> Channel:
-    return part.channel, part.process_group
+    assert part.channel is not None
+    return part.channel.name, part.process_group
 
 
 def _peer(part: Operation) -> int:

@@ -93,7 +93,7 @@ class Operation:
     stream: Stream | None  # None: the caller's
     steps: tuple[tuple[str, int], ...]  # the indices of the loops around it
     accesses: tuple[Access, ...] = ()
-    channel: str = ""  # of a communication: the mesh and the axes of its process group
+    channel: ir.Channel | None = None  # of a communication
     process_group: tuple[int, ...] = ()  # global ranks, in process group order
     peer: int | None = None  # global rank of the other side of a send or recv, or of a broadcast's root
     members: tuple[Operation, ...] = ()  # of a group
@@ -104,6 +104,11 @@ class Operation:
     def communications(self) -> tuple[Operation, ...]:
         """The communications that this operation posts: a group's members, or itself, or none."""
         return self.members if self.members else (self,) if self.process_group else ()
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether a device runs what it posts and what is posted on other channels one after the other."""
+        return any(part.channel is not None and part.channel.takes_turns for part in self.communications)
 
     def __repr__(self) -> str:
         stream = f"{self.stream[0]}[{self.stream[1]}]" if self.stream else "the caller's stream"

@@ -112,7 +112,6 @@ class _Binder:
 
     def __init__(self, program: ir.HostProgram, sizes: Sizes):
         self.program = program
-        self.mesh = program.mesh  # of the `on` body around
         self.sizes = sizes
         self.bound: dict[Size, int] = {}
         self.types: dict[str, BufferType] = {}
@@ -247,10 +246,8 @@ def _operation(b: _Binder, i: ir.Instruction) -> Callable[[_Run], Operation]:
         touched = [(name, b.layouts[name], *_TOUCHES[role]) for name in (named if isinstance(named, tuple) else (named,))]
         at_root.extend(touched if field_name != i.not_at_root else ())
         elsewhere.extend(touched if field_name != i.at_root else ())
-    communicates = bool(i_axes := getattr(i, "axes", ()))
-    mesh, axes = _resolved(b, i_axes)
-    groups = _process_groups(mesh, axes) if communicates else {}
-    channel = f"{mesh} {', '.join(axes)}" if communicates else ""
+    channel = b.program.channel(i.channel) if isinstance(i, ir.Communication) else None
+    groups = _process_groups(channel.mesh, channel.axes) if channel else {}
     other: Expr | None = getattr(i, "peer", None) or getattr(i, "root", None)
     peer = b.expr(other) if other else None
 
@@ -268,24 +265,17 @@ def _operation(b: _Binder, i: ir.Instruction) -> Callable[[_Run], Operation]:
     return build
 
 
-def _resolved(b: _Binder, axes: ir.Axes) -> tuple[Mesh, ir.Axes]:
-    """The mesh and axes of a process group; all ranks are one along all axes of the program's mesh."""
-    if axes == ir.ALL_RANKS:
-        return b.program.mesh, tuple(name for name, _ in b.program.mesh.axes)
-    return b.mesh, axes
-
-
 def _blocks(b: _Binder, i: ir.SendBlocks | ir.RecvBlocks) -> Callable[[_Run], tuple[Operation, ...]]:
     """A send or recv for every route of a rank."""
     sends, (name,) = i.posts == "send", ir.names(i, "read", "write")
     whole = b.layouts[name]
     held = b.size(Size(whole.count, (), i.count), i)
     block = layout(whole.dtype, (held,), (1,))
-    mesh, axes = _resolved(b, i.axes)
+    channel = b.program.channel(i.channel)
     parts: dict[int, list[tuple[ir.Instruction, int, int]]] = {}
     for route in i.routes:
         rank, number, peer = (route.sender, route.sent, route.receiver) if sends else (route.receiver, route.received, route.sender)
-        part = ir.Send(name, Const(peer), i.axes, location=i.location) if sends else ir.Recv(name, Const(peer), i.axes, location=i.location)
+        part = (ir.Send if sends else ir.Recv)(name, Const(peer), i.channel, location=i.location)
         parts.setdefault(rank, []).append((part, number, peer))
 
     def build(run: _Run) -> tuple[Operation, ...]:
@@ -294,7 +284,7 @@ def _blocks(b: _Binder, i: ir.SendBlocks | ir.RecvBlocks) -> Callable[[_Run], tu
             root, offset, generation = run.place(name, i)
             region = Region(root, offset + number * held * whole.dtype.itemsize, block, generation)
             member = Operation(part, run.rank, run.stream, run.steps, (Access(name, region, sends, not sends),))
-            member.channel, member.process_group, member.peer = f"{mesh} {', '.join(axes)}", tuple(mesh.all_ranks), peer
+            member.channel, member.process_group, member.peer = channel, tuple(channel.mesh.all_ranks), peer
             members.append(member)
         return tuple(members)
 
@@ -456,9 +446,7 @@ def _if(b: _Binder, i: ir.If) -> Step:
 
 
 def _on_mesh(b: _Binder, i: ir.OnMesh) -> Step:
-    outer, b.mesh = b.mesh, i.mesh
     body = b.body(i.body)
-    b.mesh = outer
     coordinates = {rank: _coordinates(i.mesh, rank) for rank in i.mesh.all_ranks}
 
     def step(run: _Run) -> None:

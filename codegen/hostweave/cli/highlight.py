@@ -35,7 +35,24 @@ def ir_lexer() -> RegexLexer:
     from hostweave.types.tensor import DTYPES
 
     parts = ("fusion", "block", "kernel", "host", "source", "cpu", "return", "else")
-    stated = ("mesh", "streams", "events", "uneven", "pinned", "aside", "partial", "grid", "size", "in", "out", "of", "by", "on", "ranks")
+    stated = (
+        "mesh",
+        "channels",
+        "streams",
+        "events",
+        "uneven",
+        "pinned",
+        "aside",
+        "partial",
+        "grid",
+        "size",
+        "in",
+        "out",
+        "of",
+        "by",
+        "on",
+        "ranks",
+    )
 
     class IrLexer(RegexLexer):
         name = "Hostweave IR"

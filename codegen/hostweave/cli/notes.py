@@ -53,7 +53,7 @@ def _gathers(fusion: Fusion, sizes: Sizes) -> Iterator[tuple[Location | None, st
 
 def _packs(host: ir.HostProgram, sizes: Sizes) -> Iterator[tuple[Location | None, str, int]]:
     """Copies between strided views and what a communication reads or writes."""
-    posted = {name for i in ir.walk(host.body) if getattr(i, "axes", ()) for name in (*ir.names(i, "read"), *ir.names(i, "write"))}
+    posted = {name for i in ir.walk(host.body) if isinstance(i, ir.Communication) for name in (*ir.names(i, "read"), *ir.names(i, "write"))}
     types = ir.buffer_types(host)
     for copy, times in _copies(host.body, sizes, 1):
         source, result = types[copy.src], types[copy.dst]

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from hostweave.analysis.live_ranges import Begin
 from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.kernels import Kernel
-from hostweave.emit.meshes import label
 from hostweave.emit.names import Names
 from hostweave.host_ir import ir
 from hostweave.host_ir.calls import bodies
@@ -29,17 +28,12 @@ class Pool:
 @dataclass(frozen=True)
 class Channel:
     member: str
-    mesh: Mesh
-    axes: ir.Axes
+    ir: ir.Channel
     flag: str  # whether this rank is in the mesh; nothing where it is the program's
 
     @property
     def along(self) -> str:
-        return ", ".join(self.axes)
-
-    @property
-    def size(self) -> int:
-        return self.mesh.size_of(self.axes)
+        return ", ".join(self.ir.axes)
 
 
 @dataclass(frozen=True)
@@ -90,7 +84,7 @@ class ProgramContext:
         self.streams = {s.name: Pool(self.members.of(s.name, "streams"), s.name, s.count) for s in program.streams}
         self.events = {e.name: Pool(self.members.of(e.name, "events"), e.name, e.count) for e in program.events}
         self.flags: dict[Mesh, str] = {}  # of meshes of some of the ranks
-        self.channels: dict[tuple[Mesh, ir.Axes], Channel] = {}
+        self.channels: dict[str, Channel] = {}
         self.routes: dict[ir.Routes, Routes] = {}
         self.plans: dict[PlanKey, Plan] = {}
         self.uses_of_plan: dict[PlanKey, set[Mesh]] = {}
@@ -100,10 +94,16 @@ class ProgramContext:
         self.temporaries: dict[Begin, Temporary] = {}
         self.needs_workspace = False  # for matmuls on the caller's stream
 
+    def channel(self, channel: ir.Channel) -> Channel:
+        if channel.name not in self.channels:
+            flag = "" if channel.mesh == self.integers.program else self.flag(channel.mesh)
+            self.channels[channel.name] = Channel(self.members.of(f"channel_{channel.name}", "channel"), channel, flag)
+        return self.channels[channel.name]
+
     def flag(self, mesh: Mesh) -> str:
         """Whether this rank is in a mesh of some of the ranks."""
         if mesh not in self.flags:
-            self.flags[mesh] = self.members.of(f"on_{label(mesh)}", str(mesh))
+            self.flags[mesh] = self.members.of(f"on_{mesh.label}", str(mesh))
         return self.flags[mesh]
 
     def flag_of_plan(self, key: PlanKey) -> str:

@@ -8,9 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import gcd, lcm
 
-from hostweave.base.errors import ProgramError
 from hostweave.host_ir.expr import OPERATORS, Binary, Const, Coordinate, Expr, Rank, Symbol, Var
-from hostweave.host_ir.ir import Instruction
 from hostweave.types.mesh import Mesh
 from hostweave.types.size import Atom, Factor, Size, Sum
 from hostweave.types.tensor import DType
@@ -32,27 +30,6 @@ CUDA_TYPES = {
     "u8": "CUDA_R_8U",
     "bool": "CUDA_R_8U",
 }
-NCCL_TYPES = {
-    "f64": "ncclFloat64",
-    "f32": "ncclFloat32",
-    "f16": "ncclFloat16",
-    "bf16": "ncclBfloat16",
-    "i64": "ncclInt64",
-    "i32": "ncclInt32",
-    "i8": "ncclInt8",
-    "u32": "ncclUint32",
-    "u8": "ncclUint8",
-}
-NCCL_REDUCTIONS = {"sum": "ncclSum", "prod": "ncclProd", "min": "ncclMin", "max": "ncclMax", "avg": "ncclAvg"}
-
-
-def nccl_type(dtype: DType, reduction: Instruction | None = None) -> str:
-    """The NCCL type that carries a dtype; what is only moved goes as bytes where NCCL has no type of its own."""
-    if dtype.name in NCCL_TYPES:
-        return NCCL_TYPES[dtype.name]
-    if reduction:
-        raise ProgramError(f"NCCL cannot reduce {dtype}; cast before the reduction", reduction.location)
-    return "ncclUint8"
 
 
 def number(value: float, dtype: DType) -> str:

@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hostweave.analysis.live_ranges import begins, live_ranges
-from hostweave.emit.context import WORKSPACE, Channel, Plan, ProgramContext, Routes, Temporary
+from hostweave.emit.context import WORKSPACE, Plan, ProgramContext, Routes, Temporary
 from hostweave.emit.copies import copied, copy_kernel, fill_kernel
-from hostweave.emit.cpp import CUDA_TYPES, NCCL_REDUCTIONS, nccl_type
+from hostweave.emit.cpp import CUDA_TYPES
 from hostweave.emit.kernels import emit_kernel
-from hostweave.emit.meshes import label
-from hostweave.emit.templates import lay_out
+from hostweave.emit.templates import COMMON, lay_out
 from hostweave.fusion_ir.user_kernel import Source, elements, held_of
 from hostweave.host_ir import ir
 from hostweave.host_ir.expr import Const, Coordinate, Expr, divisibility
 from hostweave.host_ir.text import print_instruction
+from hostweave.transports.transport import Transport
 from hostweave.types.size import Size, product
 from hostweave.types.tensor import BufferType
 
@@ -60,12 +60,13 @@ class Emitter:
         text = ir.of_kind(_EMIT, type(i))(self, i)
         opens_group = i.grouped and not self.in_group
         if opens_group:  # sends and recvs are posted together
-            text = lay_out("Group", body=text)
+            text = lay_out("Group", self.transport(i).template, body=text)
         declares = ir.names(i, "stream") or opens_group
         return lay_out("braces", body=text) if declares and not last else text
 
     def lay_out(self, i: ir.Instruction, **decided: object) -> str:
-        return lay_out(type(i).__name__, e=self, i=i, **decided)
+        file = self.transport(i).template if isinstance(i, ir.Communication) else COMMON
+        return lay_out(type(i).__name__, file, e=self, i=i, **decided)
 
     # --- what instructions name ---
 
@@ -104,28 +105,20 @@ class Emitter:
     def function(self, i: ir.Call) -> str:
         return self.context.blocks[i.block]
 
-    def moved(self, name: str) -> str:
-        """The NCCL type that carries a buffer's elements."""
-        return nccl_type(self.type_of(name).dtype)
+    def dtype(self, name: str) -> str:
+        return self.type_of(name).dtype.name
 
-    def reduced(self, i: ir.AllReduce | ir.ReduceScatter | ir.Reduce | ir.Barrier, name: str) -> str:
-        """The NCCL type and operation of a reduction."""
-        return f"{nccl_type(self.type_of(name).dtype, i)}, {NCCL_REDUCTIONS['sum' if isinstance(i, ir.Barrier) else i.op]}"
+    def channel(self, i: ir.Communication) -> str:
+        """The member that is the channel of a communication."""
+        return self.context.channel(self.program.channel(i.channel)).member
 
-    def comm(self, axes: ir.Axes) -> str:
-        """What a call of NCCL ends with."""
-        return f"{self.channel(axes)}.comm(), {self.stream}"
+    def handle(self, i: ir.Communication) -> str:
+        """What a call of the transport ends with."""
+        return f"{self.channel(i)}.{self.transport(i).handle}, {self.stream}"
 
-    def channel(self, axes: ir.Axes) -> str:
-        """The member that is the channel of these axes of the present mesh."""
-        mesh, program, channels = self.integers.mesh, self.program.mesh, self.context.channels
-        if axes == ir.ALL_RANKS:
-            mesh, axes = program, tuple(name for name, _ in program.axes)
-        if (mesh, axes) not in channels:
-            is_own, name = mesh is program, "_".join(["channel", *axes])
-            member = self.members.of(name if is_own else f"{name}_of_{label(mesh)}", f"channel of {mesh}")
-            channels[mesh, axes] = Channel(member, mesh, axes, "" if is_own else self.context.flag(mesh))
-        return channels[mesh, axes].member
+    def transport(self, i: ir.Instruction) -> Transport:
+        """Of a communication, or of all that a group posts."""
+        return next(self.program.channel(inner.channel).transport for inner in ir.walk((i,)) if isinstance(inner, ir.Communication))
 
     # --- memory and views ---
 
@@ -246,8 +239,9 @@ class Emitter:
     def broadcast_to_others(self, i: ir.BroadcastToOthers) -> str:
         """In place on the root, whose buffer is only read."""
         rank_in_group: Expr = Const(0)
-        for axis in i.axes:
-            rank_in_group = rank_in_group * self.integers.mesh.axis_size(axis) + Coordinate(axis)
+        channel = self.program.channel(i.channel)
+        for axis in channel.axes:
+            rank_in_group = rank_in_group * channel.mesh.axis_size(axis) + Coordinate(axis)
         src, cpp = self.text(i.src), self.type_of(i.dst).dtype.cpp
         kept = f"const_cast<{cpp}*>({src})" if self.buffers[i.src].read_only else src
         return self.lay_out(i, place=self.expr(rank_in_group), kept=kept)
@@ -256,7 +250,7 @@ class Emitter:
         """A collective that walks the ranks of its channel and sends or receives a block of each."""
         block, peer = product(self.type_of(i.dst if i.blocks == "src" else i.src).shape), self.names.of("peer", "rank of a channel")
         if not i.blocks:
-            block //= self.integers.mesh.size_of(i.axes)
+            block //= self.program.channel(i.channel).size
         offset = peer if block == Size() else f"{peer} * {self.integers.factor(block)}"
         return self.lay_out(i, count=self.integers.extent(block), peer=peer, offset=offset)
 
@@ -308,7 +302,7 @@ class Emitter:
         """Nothing where the body only allocates."""
         flag = self.context.flag(i.mesh)
         for axis, _ in i.mesh.axes:
-            self.integers.coordinates[i.mesh, axis] = self.names.of(f"{axis}_in_{label(i.mesh)}", f"coordinate in {i.mesh}")
+            self.integers.coordinates[i.mesh, axis] = self.names.of(f"{axis}_in_{i.mesh.label}", f"coordinate in {i.mesh}")
         with self.integers.on(i.mesh):
             body = self.body(i.body)
         return lay_out("branch", condition=flag, body=body) if body else ""

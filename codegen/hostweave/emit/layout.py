@@ -94,7 +94,7 @@ def _broken_initializers(text: str, indent: str) -> list[str]:
 
 
 def _arguments(line: str) -> int | None:
-    """Where the arguments of the innermost call that is a sole argument itself begin: after `HW_CHECK(ncclSend(` or `allocate({`."""
+    """Where the arguments of the innermost call that is a sole argument itself begin: after `HW_CHECK(` or `allocate({`."""
     start = _opening(line)
     while start:
         if line[start : start + 1] == "{" and line[_closing(line, start + 1) + 1 : _closing(line, start + 1) + 2] == ")":

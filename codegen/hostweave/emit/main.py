@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hostweave.emit import context
 from hostweave.emit.arguments import Argument
 from hostweave.emit.cpp import CppExprPrinter
-from hostweave.emit.meshes import coordinate, is_run, membership, place
+from hostweave.emit.meshes import coordinate, membership, place
 from hostweave.emit.parts import multiples
 from hostweave.emit.program import Program
 from hostweave.host_ir import ir
@@ -162,10 +162,10 @@ def executable_of(program: str) -> str:
 
 
 def _channel(channel: context.Channel, program: Mesh) -> Channel:
-    mesh, axes = channel.mesh, channel.axes
+    mesh, axes = channel.ir.mesh, channel.ir.axes
     others = tuple(name for name, _ in mesh.axes if name not in axes)
     key = f'"{mesh}", "{channel.along}"' if channel.flag else f'kMesh, "{channel.along}"'
-    return Channel(key, place(mesh, others, RANK), place(mesh, axes, RANK), channel.size, _condition(mesh, program))
+    return Channel(key, place(mesh, others, RANK), place(mesh, axes, RANK), channel.ir.size, _condition(mesh, program))
 
 
 def _condition(mesh: Mesh, program: Mesh) -> str:
@@ -184,4 +184,4 @@ def _twin(parameter: Parameter, program: Mesh) -> str:
             inner = mesh.size_of(tuple(name for name, _ in mesh.axes[at + 1 :]))
             own = coordinate(mesh, axis, RANK)
             text += f" - {own}" + (f" * {inner}" if inner > 1 else "")
-    return text if is_run(mesh) else RANK
+    return text if mesh.is_run else RANK

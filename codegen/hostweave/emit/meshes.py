@@ -9,14 +9,6 @@ from hostweave.types.mesh import Mesh
 RANK = "rank_.index()"
 
 
-def label(mesh: Mesh) -> str:
-    """A name for a mesh of some of the ranks: `ranks_2_3`, `ranks_4_to_7`."""
-    ranks = mesh.all_ranks
-    if len(ranks) > 2 and is_run(mesh):
-        return f"ranks_{ranks[0]}_to_{ranks[-1]}"
-    return "_".join(["ranks", *map(str, ranks)]) if len(ranks) <= 4 else f"ranks_{ranks[0]}_and_others"
-
-
 def membership(mesh: Mesh, world: int, rank: str = RANK) -> str:
     """Whether a rank is in it."""
     first, end = min(mesh.all_ranks), max(mesh.all_ranks) + 1
@@ -50,16 +42,10 @@ def place(mesh: Mesh, axes: tuple[str, ...], rank: str = RANK) -> str:
 
 def index(mesh: Mesh, rank: str = RANK) -> str:
     """The number of a rank in the mesh."""
-    if not is_run(mesh):
+    if not mesh.is_run:
         return _index_in(mesh, rank)
     first = mesh.all_ranks[0]
     return f"{rank} - {first}" if first else rank
-
-
-def is_run(mesh: Mesh) -> bool:
-    """Whether its ranks follow one another."""
-    first = mesh.all_ranks[0]
-    return tuple(mesh.all_ranks) == tuple(range(first, first + mesh.size))
 
 
 def _index_in(mesh: Mesh, rank: str) -> str:

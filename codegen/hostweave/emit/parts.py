@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import lcm
 
 from hostweave.emit.cpp import CppExprPrinter
-from hostweave.emit.meshes import label, place
+from hostweave.emit.meshes import place
 from hostweave.host_ir import ir
 from hostweave.host_ir.expr import Symbol, leaves
 from hostweave.host_ir.size_requirements import Walk, trip_counts, types_in
@@ -31,7 +31,7 @@ def parts_of(program: ir.HostProgram) -> tuple[Share, ...]:
 
 def part_name(part: Share) -> str:
     """`M_block_8`, `M_x` and `M_x_of_ranks_2_3`; of an int `block_8_of_10` and `x_of_10`."""
-    on = ("of", label(part.mesh)) if isinstance(part, LocalSize) and part.mesh else ()
+    on = ("of", part.mesh.label) if isinstance(part, LocalSize) and part.mesh else ()
     along = f"block_{part.ranks}" if isinstance(part, CeilDiv) else "_".join((*part.axes, *on))
     return f"{along}_of_{part.size}" if part.size.is_int else f"{part.size}_{along}"
 

@@ -13,7 +13,7 @@ from hostweave.emit.context import WORKSPACE, Channel, ProgramContext, Temporary
 from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.instructions import CALLER, Emitter
 from hostweave.emit.kernels import C_FUNCTIONS
-from hostweave.emit.meshes import RANK, coordinate, is_run, membership
+from hostweave.emit.meshes import RANK, coordinate, membership
 from hostweave.emit.names import Names, is_reserved
 from hostweave.emit.parts import Local, multiples, part_name, part_view, parts_of
 from hostweave.emit.templates import lay_out
@@ -117,8 +117,8 @@ class Program:
 def _lookup(channel: Channel) -> str:
     """What the constructor takes for it."""
     if not channel.flag:
-        return f'rank.channel(kMesh, "{channel.along}", {channel.size})'
-    return f'{channel.flag} ? rank.channel("{channel.mesh}", "{channel.along}", {channel.size}) : hw::kNoChannel'
+        return f'rank.channel(kMesh, "{channel.along}", {channel.ir.size})'
+    return f'{channel.flag} ? rank.channel("{channel.ir.mesh}", "{channel.along}", {channel.ir.size}) : hw::kNoChannel'
 
 
 def _function(block: ir.HostProgram, context: ProgramContext) -> Function:
@@ -190,7 +190,7 @@ def _source_headers(flat: ir.HostProgram, context: ProgramContext) -> tuple[str,
     optional = (
         ("group.h", has_group),
         ("index.h", context.integers.calls_runtime),
-        ("mesh.h", not all(map(is_run, context.flags))),
+        ("mesh.h", not all(mesh.is_run for mesh in context.flags)),
         ("route.h", context.routes),
         ("shards.h", has_parts),
         ("types.h", not (context.temporaries or context.blocks)),

@@ -10,7 +10,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from hostweave.base.paths import TEMPLATES
 from hostweave.emit.layout import format_cpp
 
-INSTRUCTIONS = ("common", "nccl")  # files of macros
+COMMON = "common"  # the file of macros that belong to no transport
 
 
 def rendered(path: str, **values: object) -> str:
@@ -19,15 +19,14 @@ def rendered(path: str, **values: object) -> str:
     return format_cpp(text) if path.endswith((".h", ".cpp", ".cu")) else text
 
 
-def lay_out(macro: str, **values: object) -> str:
+def lay_out(macro: str, file: str = COMMON, **values: object) -> str:
     """The C++ lines of an instruction, by the macro of its name."""
-    return _macros()[macro](**values)
+    return _macros(file)[macro](**values)
 
 
 @cache
-def _macros() -> dict[str, Callable[..., str]]:
-    modules = [_environment().get_template(f"instructions/{file}.j2").module for file in INSTRUCTIONS]
-    return {name: macro for module in modules for name, macro in vars(module).items()}
+def _macros(file: str) -> dict[str, Callable[..., str]]:
+    return vars(_environment().get_template(f"instructions/{file}.j2").module)
 
 
 @cache

@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar, cast
 from hostweave.base.errors import Location
 from hostweave.fusion_ir.user_kernel import Source
 from hostweave.types.mesh import Mesh
+from hostweave.types.routes import Transfer
 from hostweave.types.size import Size
 from hostweave.types.tensor import TensorType
 
@@ -22,7 +23,7 @@ class MeshAxes:
         return f"({', '.join(self.names)})"
 
 
-AttributeValue = int | float | bool | str | tuple[int, ...] | MeshAxes | None
+AttributeValue = int | float | bool | str | tuple[int, ...] | MeshAxes | Transfer | None
 Scalar = int | float | bool
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS
 from hostweave.fusion_ir.ops.definition import Mismatch
 from hostweave.fusion_ir.sharding import Axes, divides, layout, partial_axes, with_layout
 from hostweave.types.mesh import Mesh
-from hostweave.types.routes import transfer
+from hostweave.types.routes import Transfer, transfer
 from hostweave.types.tensor import Partial, TensorType
 
 DEFAULT_SIZE = 4096  # of a dim that has no size yet
@@ -29,7 +29,8 @@ class ReshardStep:
 
     `dim` is the one gathered, scattered or sliced; an all_to_all takes the axes from it to dim `to`. Of a permute_shards each rank gets
     the shard of rank `sources[i]` of its process group, i being its own place there. A reduce leaves the result on the rank at place
-    `root` of each process group, and a transfer moves what is not partial to another mesh. These three say the `target`.
+    `root` of each process group, and a transfer moves what is not partial to another mesh, by the routes of `blocks`. These three say the
+    `target`.
     """
 
     kind: str
@@ -40,12 +41,14 @@ class ReshardStep:
     root: int | None = None
     sources: tuple[int, ...] | None = None  # open in a plan: they follow from the types before and after
     target: TensorType | None = None
+    blocks: Transfer | None = None  # open in a plan, too
 
     def op(self, source: str, type: TensorType, result: Value, mesh: Mesh, location: Location | None) -> Op:
         """The op that takes `source`, of this type, to the result."""
         sources = _sources(self.axes, type, result.type, mesh) if self.kind == "permute_shards" else None
         axes = MeshAxes(self.axes) if self.axes else None
-        facts = attributes(dim=self.dim, to=self.to, axes=axes, reduction=self.reduction or None, root=self.root, sources=sources)
+        reduction, blocks = self.reduction or None, transfer(type, result.type, mesh) if self.kind == "transfer" else None
+        facts = attributes(dim=self.dim, to=self.to, axes=axes, reduction=reduction, root=self.root, sources=sources, blocks=blocks)
         return Op(self.kind, (source,), result, facts, location)
 
     @property
@@ -89,7 +92,8 @@ class ReshardStep:
     def _leads_to(self, target: TensorType, type: TensorType, mesh: Mesh) -> bool:
         """Whether the type that it states is what becomes of a tensor of this one."""
         if self.kind == "transfer":
-            return not type.partial and not target.partial and type.mesh != target.mesh
+            is_move = not type.partial and not target.partial and type.mesh != target.mesh
+            return is_move and (self.blocks is None or self.blocks.leads(type, target, mesh))
         if self.kind == "reduce":
             return self in _reduces(type, target, mesh)
         if self.sources is None:
@@ -202,7 +206,8 @@ def _plan_across(source: TensorType, target: TensorType, program: Mesh) -> tuple
         whole = first.target or first.applied(source, program)
         after = transfer(whole, target, program)
         steps = (first, *((ReshardStep("transfer", target=target),) if whole != target else ()))
-        moved = copies * mesh.size_of(axes) * first.received(Fraction(1), mesh) + after.share  # in multiples of the tensor
+        here = copies * mesh.size_of(axes) * first.received(Fraction(1), mesh)  # in multiples of the tensor
+        moved = here + after.share(whole.mesh_in(program).size_of(whole.axes))
         ways.append((moved, 1 + bool(after.moved), len(ways), steps))
     return min(ways)[-1]
 

@@ -14,6 +14,7 @@ from hostweave.fusion_ir.ir import AttributeValue, Fusion, MeshAxes, Op, Scalar,
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.user_kernel import Source, parse_source, print_source
 from hostweave.types.mesh import Mesh
+from hostweave.types.routes import Transfer
 from hostweave.types.tensor import TensorType
 from hostweave.types.text import Reader
 
@@ -236,11 +237,29 @@ def _parse_stream(reader: Reader, type: TensorType) -> Stream:
 
 
 def _parse_attribute(reader: Reader) -> AttributeValue:
+    if reader.accept("["):
+        return _parse_transfer(reader)
     if reader.accept("("):
         return MeshAxes(reader.list_of(lambda: reader.word("a mesh axis"), ")")) if reader.peek().isidentifier() else _parse_ints(reader)
     if reader.peek() in ("true", "false", "inf", "nan") or not reader.peek().isidentifier():
         return _parse_number(reader)
     return reader.word("a value")
+
+
+def _parse_transfer(reader: Reader) -> Transfer:
+    """The rest of `[(1, 1) to (2, 1): 0[0] -> 2[0], 1[0] -> 2[1]]`."""
+
+    def cuts(end: str) -> tuple[int, ...]:
+        reader.expect("(")
+        numbers = _parse_ints(reader)
+        reader.expect(end)
+        return numbers
+
+    sent, received, routes = cuts("to"), cuts(":"), reader.list_of(reader.route, "]")
+    if not reader.accept("or"):
+        return Transfer(sent, received, routes)
+    reader.expect("[")
+    return Transfer(sent, received, routes, _parse_transfer(reader))
 
 
 def _parse_ints(reader: Reader) -> tuple[int, ...]:

@@ -15,12 +15,14 @@ from hostweave.fusion_ir.resharding import plan, step_of
 from hostweave.fusion_ir.sharding import flow, layout, partial_of, with_layout
 from hostweave.fusion_ir.text import ALGORITHM_NAMES, CHUNKINGS, ROTATIONS
 from hostweave.types.mesh import Mesh
+from hostweave.types.routes import Transfer
 from hostweave.types.tensor import TensorType
 
 # The passes from fusion to fusion, in order: what one has settled stays so after the later ones.
 STAGES = ("input", "propagate_sharding", "insert_reshards", "decompose_reshards", "choose_overlap")
 
-EXAMPLES = {tuple: "(0,)", int: "0", str: "sum", MeshAxes: "(x)"}  # of the attributes that an op must have
+# Of the attributes that an op must have.
+EXAMPLES = {tuple: "(0,)", int: "0", str: "sum", MeshAxes: "(x)", Transfer: "[(1,) to (1,): 0[0] -> 1[0]]"}
 
 
 class Named(Protocol):

@@ -11,10 +11,11 @@ from dataclasses import replace
 from functools import partial
 
 from hostweave.base.errors import Location
-from hostweave.base.names import claim_unique
+from hostweave.base.names import claim_unique, unique_name
 from hostweave.host_ir import ir
 from hostweave.host_ir.dead_code import eliminate_dead_code
 from hostweave.host_ir.expr import Const, Expr
+from hostweave.transports.transport import DEFAULT, find_transport
 from hostweave.types.mesh import Mesh
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
@@ -36,7 +37,8 @@ class _Scope:
 
 
 class Builder:
-    def __init__(self) -> None:
+    def __init__(self, program: Mesh, channels: dict[str, ir.Channel]) -> None:
+        self._program, self._channels = program, channels  # those of all bodies of the program, by name
         self.types: dict[str, BufferType] = {}
         self.location: Location | None = None  # of the op that is being lowered
         self.mesh: Mesh | None = None  # of the ranks that do what is emitted; None: all of the program
@@ -99,6 +101,23 @@ class Builder:
         """The whole program, without views that nothing uses in the end."""
         body = eliminate_dead_code(_joined(tuple(self._scopes[0].instructions), None), ("view",))
         return ir.rewrite(body, lambda i: () if i.ranks and not any(ir.bodies(i)) else None)
+
+    def channel(self, axes: tuple[str, ...]) -> str:
+        """The name of the channel of the present mesh along these axes."""
+        return self._channel(self.mesh or self._program, axes)
+
+    @property
+    def channel_of_all(self) -> str:
+        """The name of the channel of all ranks of the program, whose places in it are their numbers."""
+        return self._channel(self._program, tuple(name for name, _ in self._program.axes))
+
+    def _channel(self, mesh: Mesh, axes: tuple[str, ...]) -> str:
+        found = next((name for name, channel in self._channels.items() if (channel.mesh, channel.axes) == (mesh, axes)), None)
+        if found is None:
+            along = "_".join(axes)
+            found = unique_name(along if mesh == self._program else f"{along}_of_{mesh.label}", self._channels)
+            self._channels[found] = ir.Channel(found, mesh, axes, find_transport(DEFAULT))
+        return found
 
     # --- buffers and views ---
 

@@ -17,6 +17,7 @@ from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.user_kernel import Source
 from hostweave.host_ir.expr import Const, Expr, divisibility
+from hostweave.transports.transport import Transport
 from hostweave.types.mesh import Mesh
 from hostweave.types.routes import Route
 from hostweave.types.size import Size
@@ -101,8 +102,6 @@ class Instruction:
 
 
 Body = tuple[Instruction, ...]
-Axes = tuple[str, ...]  # the mesh axes along which the ranks of a process group differ
-ALL_RANKS: Axes = ("*",)  # all ranks of the program, by their numbers
 Routes = tuple[Route, ...]
 Sources = tuple[int | None, ...]  # for each place in a process group the place that sends to it
 
@@ -363,9 +362,9 @@ class Fill(Compute):
 
 
 class Communication(Instruction):
-    """Moves data between the ranks of a process group. A rank that writes has it from those that read."""
+    """Moves data between the ranks of a channel's process group. A rank that writes has it from those that read."""
 
-    axes: Axes
+    channel: str
     blocks: ClassVar[str] = ""  # the field whose buffer has a block for each rank of the process group, where the other one has just one
 
 
@@ -387,37 +386,37 @@ class PointToPoint(Communication):
 
 @dataclass(frozen=True)
 class AllGather(Collective):
-    """dst holds the src of every rank of the process group, in process group order. Equivalent to ncclAllGather."""
+    """dst holds the src of every rank of the process group, in process group order."""
 
     src: Read
     dst: Write
-    axes: Axes
-    syntax = "all_gather %{src} -> %{dst} on {axes}"
+    channel: str
+    syntax = "all_gather %{src} -> %{dst} on {channel}"
     in_place = "block of dst"
     blocks = "dst"
 
 
 @dataclass(frozen=True)
 class AllReduce(Reduction):
-    """dst = the reduction of every rank's src. Equivalent to ncclAllReduce; src may be dst."""
+    """dst = the reduction of every rank's src. src may be dst."""
 
     src: Read
     dst: Write
     op: str
-    axes: Axes
-    syntax = "all_reduce {op} %{src} -> %{dst} on {axes}"
+    channel: str
+    syntax = "all_reduce {op} %{src} -> %{dst} on {channel}"
     in_place = "src"
 
 
 @dataclass(frozen=True)
 class ReduceScatter(Reduction):
-    """dst = this rank's block of the reduction of every rank's src. Equivalent to ncclReduceScatter."""
+    """dst = this rank's block of the reduction of every rank's src."""
 
     src: Read
     dst: Write
     op: str
-    axes: Axes
-    syntax = "reduce_scatter {op} %{src} -> %{dst} on {axes}"
+    channel: str
+    syntax = "reduce_scatter {op} %{src} -> %{dst} on {channel}"
     takes_block = True
     in_place = "block of src"
     blocks = "src"
@@ -425,13 +424,13 @@ class ReduceScatter(Reduction):
 
 @dataclass(frozen=True)
 class Broadcast(Collective):
-    """dst = the src of the rank whose coordinate in the process group is root. Equivalent to ncclBroadcast."""
+    """dst = the src of the rank whose coordinate in the process group is root."""
 
     src: Read
     dst: Write
     root: Expr
-    axes: Axes
-    syntax = "broadcast %{src} -> %{dst} from {root} on {axes}"
+    channel: str
+    syntax = "broadcast %{src} -> %{dst} from {root} on {channel}"
     in_place = "src"
     at_root = "src"
 
@@ -440,30 +439,28 @@ class Broadcast(Collective):
 class BroadcastToOthers(Collective):
     """On every rank of the process group but the root, dst = the src of the root, which keeps it.
 
-    Equivalent to ncclBroadcast, in place on the root.
-
-    The root needs no dst, and no other rank a src: they may be on two meshes.
+    In place on the root. The root needs no dst, and no other rank a src: they may be on two meshes.
     """
 
     src: Read
     dst: Write
     root: Expr
-    axes: Axes
-    syntax = "broadcast_to_others %{src} to %{dst} from {root} on {axes}"
+    channel: str
+    syntax = "broadcast_to_others %{src} to %{dst} from {root} on {channel}"
     at_root = "src"
     not_at_root = "dst"
 
 
 @dataclass(frozen=True)
 class Reduce(Reduction):
-    """At root, dst = the reduction of every rank's src; elsewhere dst is not touched. Equivalent to ncclReduce."""
+    """At root, dst = the reduction of every rank's src; elsewhere dst is not touched."""
 
     src: Read
     dst: Write
     op: str
     root: Expr
-    axes: Axes
-    syntax = "reduce {op} %{src} -> %{dst} to {root} on {axes}"
+    channel: str
+    syntax = "reduce {op} %{src} -> %{dst} to {root} on {channel}"
     in_place = "src"
     at_root = "dst"
 
@@ -475,8 +472,8 @@ class Gather(Collective):
     src: Read
     dst: Write
     root: Expr
-    axes: Axes
-    syntax = "gather %{src} -> %{dst} to {root} on {axes}"
+    channel: str
+    syntax = "gather %{src} -> %{dst} to {root} on {channel}"
     blocks = "dst"
     grouped = True
     at_root = "dst"
@@ -489,8 +486,8 @@ class Scatter(Collective):
     src: Read
     dst: Write
     root: Expr
-    axes: Axes
-    syntax = "scatter %{src} -> %{dst} from {root} on {axes}"
+    channel: str
+    syntax = "scatter %{src} -> %{dst} from {root} on {channel}"
     blocks = "src"
     takes_block = True
     grouped = True
@@ -503,8 +500,8 @@ class AllToAll(Collective):
 
     src: Read
     dst: Write
-    axes: Axes
-    syntax = "all_to_all %{src} -> %{dst} on {axes}"
+    channel: str
+    syntax = "all_to_all %{src} -> %{dst} on {channel}"
     takes_block = True
     grouped = True
 
@@ -519,8 +516,8 @@ class CollectivePermute(Collective):
     src: Read
     dst: Write
     sources: Sources
-    axes: Axes
-    syntax = "collective_permute %{src} -> %{dst} from {sources} on {axes}"
+    channel: str
+    syntax = "collective_permute %{src} -> %{dst} from {sources} on {channel}"
     grouped = True
 
     def senders(self, place: int, readers: tuple[T, ...]) -> tuple[T, ...]:
@@ -533,19 +530,19 @@ class Barrier(Reduction):
     """Ends when every rank of the process group has come here. An all_reduce of one element, which no rank needs."""
 
     token: Update
-    axes: Axes
+    channel: str
     op = "sum"
-    syntax = "barrier %{token} on {axes}"
+    syntax = "barrier %{token} on {channel}"
 
 
 @dataclass(frozen=True)
 class Send(PointToPoint):
-    """Meets the recv of the peer, given by its coordinate in the process group. Equivalent to ncclSend."""
+    """Meets the recv of the peer, given by its coordinate in the process group."""
 
     src: Read
     peer: Expr
-    axes: Axes
-    syntax = "send %{src} to {peer} on {axes}"
+    channel: str
+    syntax = "send %{src} to {peer} on {channel}"
     posts = "send"
 
 
@@ -553,8 +550,8 @@ class Send(PointToPoint):
 class Recv(PointToPoint):
     dst: Write
     peer: Expr
-    axes: Axes
-    syntax = "recv %{dst} from {peer} on {axes}"
+    channel: str
+    syntax = "recv %{dst} from {peer} on {channel}"
     posts = "recv"
 
 
@@ -568,8 +565,8 @@ class SendBlocks(PointToPoint):
     src: Read
     count: int
     routes: Routes
-    axes: Axes
-    syntax = "send_blocks %{src} in {count} by {routes} on {axes}"
+    channel: str
+    syntax = "send_blocks %{src} in {count} by {routes} on {channel}"
     posts = "send"
     grouped = True
 
@@ -581,15 +578,15 @@ class RecvBlocks(PointToPoint):
     dst: Write
     count: int
     routes: Routes
-    axes: Axes
-    syntax = "recv_blocks %{dst} in {count} by {routes} on {axes}"
+    channel: str
+    syntax = "recv_blocks %{dst} in {count} by {routes} on {channel}"
     posts = "recv"
     grouped = True
 
 
 @dataclass(frozen=True)
 class Group(Instruction):
-    """Communications posted together. ncclGroupStart ... ncclGroupEnd, closed on every path."""
+    """Communications of one transport, posted together."""
 
     body: Body
     syntax = "group {body}"
@@ -749,6 +746,26 @@ class Block:
 
 
 @dataclass(frozen=True)
+class Channel:
+    """`tp: tp two_sided`: a communicator of the ranks of a mesh that differ only along some axes, with how bytes travel on it."""
+
+    name: str
+    mesh: Mesh  # the program's, or one of some of its ranks
+    axes: tuple[str, ...]
+    transport: Transport
+
+    @property
+    def size(self) -> int:
+        """The number of ranks of a process group."""
+        return self.mesh.size_of(self.axes)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether what is posted on it and on another such channel must not run at the same time on a device."""
+        return self.size > 1 and self.transport.holds_multiprocessors
+
+
+@dataclass(frozen=True)
 class Streams:
     """`ring[4]`: four streams, walked round robin."""
 
@@ -768,6 +785,7 @@ class HostProgram:
     mesh: Mesh
     inputs: tuple[Parameter, ...]
     outputs: tuple[Parameter, ...]
+    channels: tuple[Channel, ...] = ()
     streams: tuple[Streams, ...] = ()
     events: tuple[Events, ...] = ()
     kernels: tuple[Kernel, ...] = ()
@@ -787,6 +805,9 @@ class HostProgram:
         from hostweave.host_ir.text import parse_host
 
         return parse_host(text)
+
+    def channel(self, name: str) -> Channel:
+        return next(channel for channel in self.channels if channel.name == name)
 
     def local_type(self, parameter: Parameter) -> BufferType:
         return BufferType(parameter.type.dtype, parameter.type.local_shape(self.mesh, self.uneven))

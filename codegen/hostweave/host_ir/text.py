@@ -11,8 +11,8 @@ from hostweave.base.errors import Location, did_you_mean
 from hostweave.fusion_ir.user_kernel import Source, parse_source, print_source
 from hostweave.host_ir import ir
 from hostweave.host_ir.expr import OPERATORS, Binary, Const, Coordinate, Expr, Rank, Symbol, Var
+from hostweave.transports.transport import NAMES, find_transport
 from hostweave.types.mesh import Mesh
-from hostweave.types.routes import Route
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 from hostweave.types.text import Reader
@@ -29,6 +29,7 @@ def print_host(program: ir.HostProgram) -> str:
     lines.extend(line for block in program.blocks for line in _block_lines(block))
     lines.append(
         f"host @{program.name}({_parameters(program.inputs)}) -> ({_parameters(program.outputs)}) {program.mesh}"
+        + _channels(program)
         + _pools("streams", program.streams)
         + _pools("events", program.events)
         + (f" uneven({', '.join(program.uneven)})" if program.uneven else "")
@@ -54,6 +55,15 @@ def _block_lines(block: ir.Block) -> list[str]:
 
 def _parameters(parameters: tuple[ir.Parameter, ...]) -> str:
     return ", ".join(f"%{p.name}: {p.type}" for p in parameters)
+
+
+def _channels(program: ir.HostProgram) -> str:
+    """` channels(tp: tp two_sided, x_of_ranks_2_3: x on mesh(x=2 of ranks 2, 3) two_sided)`"""
+    texts = []
+    for channel in program.channels:
+        on = "" if channel.mesh == program.mesh else f" on {channel.mesh}"
+        texts.append(f"{channel.name}: {', '.join(channel.axes)}{on} {channel.transport.name}")
+    return f" channels({', '.join(texts)})" if texts else ""
 
 
 def _pools(word: str, pools: tuple[ir.Streams, ...] | tuple[ir.Events, ...]) -> str:
@@ -125,6 +135,7 @@ def parse_host(text: str) -> ir.HostProgram:
     reader.expect("host")
     name, inputs, outputs = _parse_head(reader, "the program")
     mesh = reader.mesh()
+    channels = _parse_channels(reader, mesh)
     streams = tuple(ir.Streams(*pool) for pool in _parse_pools(reader, "streams"))
     events = tuple(ir.Events(*pool) for pool in _parse_pools(reader, "events"))
     uneven: tuple[str, ...] = ()
@@ -134,7 +145,8 @@ def parse_host(text: str) -> ir.HostProgram:
     body = _parse_body(reader)
     if reader.peek():
         reader.fail(f"expected the end of the text, found {reader.found()}")
-    return ir.HostProgram(name, mesh, inputs, outputs, streams, events, tuple(kernels), body, uneven, tuple(blocks), tuple(sources))
+    parts = tuple(kernels), body, uneven, tuple(blocks), tuple(sources)
+    return ir.HostProgram(name, mesh, inputs, outputs, channels, streams, events, *parts)
 
 
 def _parse_head(reader: Reader, what: str) -> tuple[str, tuple[ir.Parameter, ...], tuple[ir.Parameter, ...]]:
@@ -155,6 +167,23 @@ def _parse_parameters(reader: Reader) -> tuple[ir.Parameter, ...]:
         return ir.Parameter(name, reader.tensor_type())
 
     return reader.list_of(parameter, ")")
+
+
+def _parse_channels(reader: Reader, program: Mesh) -> tuple[ir.Channel, ...]:
+    def channel() -> ir.Channel:
+        name = reader.word("the name of a channel")
+        reader.expect(":")
+        axes = reader.mesh_axes()
+        mesh = reader.mesh() if reader.accept("on") else program
+        word = reader.peek()
+        if word not in NAMES:
+            reader.fail(f"unknown transport {reader.found()}; one of {', '.join(NAMES)}")
+        return ir.Channel(name, mesh, axes, find_transport(reader.take()))
+
+    if not reader.accept("channels"):
+        return ()
+    reader.expect("(")
+    return reader.list_of(channel, ")")
 
 
 def _parse_pools(reader: Reader, word: str) -> tuple[tuple[str, int], ...]:
@@ -238,8 +267,6 @@ def _parse_field(reader: Reader, kind: type[ir.Instruction], name: str, hint: An
         return reader.named()
     if name in ir.roles(kind) and hint is not str:  # buffers, of a launch or a call
         return _separated(reader, reader.named) if reader.peek() == "%" else ()
-    if name == "axes":
-        return ir.ALL_RANKS if reader.accept("*") else _separated(reader, lambda: reader.word("a mesh axis"))
     return _FIELD_PARSERS[hint](reader)
 
 
@@ -269,21 +296,6 @@ def _parse_number(reader: Reader) -> float:
         return float(("-" if reader.accept("-") else "") + reader.take())
     except ValueError:
         reader.fail("expected a number", start)
-
-
-def _parse_route(reader: Reader) -> Route:
-    """`0[1] -> 2[0]`"""
-
-    def block() -> tuple[int, int]:
-        rank = reader.integer()
-        reader.expect("[")
-        number = reader.integer()
-        reader.expect("]")
-        return rank, number
-
-    sent = block()
-    reader.expect("->")
-    return Route(*sent, *block())
 
 
 def _parse_expr(reader: Reader, precedence: int = 1) -> Expr:
@@ -321,7 +333,7 @@ _FIELD_PARSERS: dict[Any, Callable[[Reader], Any]] = {
     tuple[Size, ...]: _bracketed(Reader.size),
     tuple[int, ...]: _bracketed(Reader.integer),
     Mesh: Reader.mesh,
-    ir.Routes: _bracketed(_parse_route),
+    ir.Routes: _bracketed(Reader.route),
     ir.Sources: _bracketed(lambda reader: None if reader.accept("none") else reader.integer()),
 }
 _BY_WORD: dict[tuple[bool, str], type[ir.Instruction]] = {}

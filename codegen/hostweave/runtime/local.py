@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from hostweave.base.errors import ArgumentError, HostweaveError
 from hostweave.build.cache import key_of
 from hostweave.host_ir.calls import dedupe_functions
-from hostweave.host_ir.ir import ALL_RANKS, Axes, Body, HostProgram, Instruction, OnMesh, Parameter, bodies
+from hostweave.host_ir.ir import Communication, HostProgram, Parameter, walk
 from hostweave.host_ir.text import print_instruction
 from hostweave.runtime.arguments import accept
 from hostweave.runtime.arrays import Array, Library, NumpyLibrary
@@ -20,7 +20,6 @@ from hostweave.runtime.cpu import Schedule, schedule
 from hostweave.runtime.lifetime import calls as native_calls
 from hostweave.runtime.meeting import CallSignature, Shape, Span
 from hostweave.targets.target import CPU_DEVICE, Target
-from hostweave.types.mesh import Mesh
 from hostweave.types.shards import block_shape, global_shape, holds, whole_shape
 
 if TYPE_CHECKING:
@@ -308,19 +307,10 @@ class LocalProgram:
 
 def _first_communication(host: HostProgram) -> str:
     """What a rank waits at where others do not come."""
-    found = next(_communications(dedupe_functions(host).body, host.mesh), None)
-    if found is None:
+    instruction = next((i for i in walk(dedupe_functions(host).body) if isinstance(i, Communication)), None)
+    if instruction is None:
         return ""
-    instruction, axes, mesh = found
+    channel = host.channel(instruction.channel)
     text = " ".join(line.strip() for line in print_instruction(instruction))
     place = f" ({instruction.location})" if instruction.location else ""
-    needed = "the ranks on its other side" if axes == ALL_RANKS else f"all ranks of its channel along {', '.join(axes)} of {mesh}"
-    return f"; `{text}`{place} needs {needed}"
-
-
-def _communications(body: Body, mesh: Mesh) -> Iterator[tuple[Instruction, Axes, Mesh]]:
-    for instruction in body:
-        if axes := getattr(instruction, "axes", None):
-            yield instruction, axes, mesh
-        for inner in bodies(instruction):
-            yield from _communications(inner, instruction.mesh if isinstance(instruction, OnMesh) else mesh)
+    return f"; `{text}`{place} needs all ranks of its channel along {', '.join(channel.axes)} of {channel.mesh}"

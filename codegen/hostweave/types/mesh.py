@@ -86,6 +86,20 @@ class Mesh:
         """The program's ranks that it consists of, in the order of their coordinates."""
         return range(self.size) if self.members is None else self.members
 
+    @property
+    def is_run(self) -> bool:
+        """Whether its ranks follow one another."""
+        first = self.all_ranks[0]
+        return tuple(self.all_ranks) == tuple(range(first, first + self.size))
+
+    @property
+    def label(self) -> str:
+        """A name for a mesh of some of the ranks: `ranks_2_3`, `ranks_4_to_7`."""
+        ranks = self.all_ranks
+        if len(ranks) > 2 and self.is_run:
+            return f"ranks_{ranks[0]}_to_{ranks[-1]}"
+        return "_".join(["ranks", *map(str, ranks)]) if len(ranks) <= 4 else f"ranks_{ranks[0]}_and_others"
+
     def axis_size(self, axis: str) -> int:
         """The number of ranks along an axis."""
         return dict(self.axes)[axis]

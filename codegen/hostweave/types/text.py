@@ -7,6 +7,7 @@ import re
 from hostweave.base.errors import ParseError, ProgramError
 from hostweave.base.lexer import Lexer
 from hostweave.types.mesh import MAX_RANKS, Mesh
+from hostweave.types.routes import Route
 from hostweave.types.size import Atom, CeilDiv, LocalSize, Size, summed
 from hostweave.types.tensor import DTYPES, MAX_SIZE, Dim, DType, Partial, TensorType
 
@@ -76,7 +77,7 @@ class Reader(Lexer):
             self.expect(")")
             return CeilDiv(size, ranks)
         self.expect(",")
-        axes, mesh = self._axes(), None
+        axes, mesh = self.mesh_axes(), None
         if self.accept("on"):
             mesh = self.mesh() if self.peek() == "mesh" else self._line(axes[0])
         self.expect(")")
@@ -106,7 +107,7 @@ class Reader(Lexer):
             self.expect("(")
             op = self.word("a reduction")
             self.expect(",")
-            partial = Partial(op, self._axes())
+            partial = Partial(op, self.mesh_axes())
             self.expect(")")
         return TensorType(dtype, dims, partial, self.mesh() if self.accept("on") else None)
 
@@ -132,7 +133,19 @@ class Reader(Lexer):
             self.fail(f"{mesh} has {mesh.size} places for {len(mesh.all_ranks)} ranks; give every rank one")
         return mesh
 
-    def _axes(self) -> tuple[str, ...]:
+    def route(self) -> Route:
+        """`0[1] -> 2[0]`"""
+        numbers = []
+        for sign in ("->", ""):
+            numbers.append(self.integer())
+            self.expect("[")
+            numbers.append(self.integer())
+            self.expect("]")
+            if sign:
+                self.expect(sign)
+        return Route(*numbers)
+
+    def mesh_axes(self) -> tuple[str, ...]:
         axes = [self.word("a mesh axis")]
         while self.accept(","):
             axes.append(self.word("a mesh axis"))

@@ -5,7 +5,7 @@
 //   %t_partial: bf16[L] = sum(%v, axis=(0,))
 // }  # ends here: all_reduce uses %t_partial
 // host @ag_matmul_beside_sums(%x: bf16[M@x, K], %w: bf16[K, N], %v: bf16[M@x, L]) -> (%y0: bf16[M, N], %s: bf16[K], %t: bf16[L])
-// mesh(x=4) streams(ring[4]) {
+// mesh(x=4) channels(x: x two_sided) streams(ring[4]) {
 //   fork ring
 //   for %i in 0..4 {
 //     %p = (rank.x + %i) % 4

@@ -1,4 +1,5 @@
-// host @ag_matmul_broadcast(%x: bf16[M@x, K], %w: bf16[K, N]) -> (%y: bf16[M, N]) mesh(x=4) streams(ring[4]) {
+// host @ag_matmul_broadcast(%x: bf16[M@x, K], %w: bf16[K, N]) -> (%y: bf16[M, N]) mesh(x=4) channels(x: x two_sided)
+// streams(ring[4]) {
 //   fork ring
 //   for %i in 0..4 {
 //     stream ring[%i] {

@@ -1,4 +1,5 @@
-// host @ag_matmul_flat_across(%x: bf16[M@x, K], %w: bf16[K, N]) -> (%y: bf16[M, N]) mesh(x=4) streams(ring[4]) {
+// host @ag_matmul_flat_across(%x: bf16[M@x, K], %w: bf16[K, N]) -> (%y: bf16[M, N]) mesh(x=4) channels(x: x two_sided)
+// streams(ring[4]) {
 //   %y_shards = reshape %y to [4, M/4, N]
 //   fork ring
 //   for %i in 0..3 {

@@ -1,4 +1,5 @@
-// host @ag_matmul_flat_chunked(%x: bf16[M@x, K], %w: bf16[K, N]) -> (%y: bf16[M, N]) mesh(x=4) streams(ring[4]) {
+// host @ag_matmul_flat_chunked(%x: bf16[M@x, K], %w: bf16[K, N]) -> (%y: bf16[M, N]) mesh(x=4) channels(x: x two_sided)
+// streams(ring[4]) {
 //   fork ring
 //   for %i in 0..8 {
 //     %p = (rank.x + %i / 2) % 4

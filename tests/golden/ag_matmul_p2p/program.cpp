@@ -1,4 +1,5 @@
-// host @ag_matmul_p2p(%x: bf16[4@x, m, K], %w: bf16[K, N]) -> (%y: bf16[4, m, N]) mesh(x=4) streams(ring[4]) {
+// host @ag_matmul_p2p(%x: bf16[4@x, m, K], %w: bf16[K, N]) -> (%y: bf16[4, m, N]) mesh(x=4) channels(x: x two_sided)
+// streams(ring[4]) {
 //   fork ring
 //   for %i in 0..4 {
 //     %p = (rank.x + %i) % 4

@@ -1,4 +1,4 @@
-// host @allgather_p2p(%x: bf16[4@x, N]) -> (%y: bf16[4, N]) mesh(x=4) streams(ring[4]) {
+// host @allgather_p2p(%x: bf16[4@x, N]) -> (%y: bf16[4, N]) mesh(x=4) channels(x: x two_sided) streams(ring[4]) {
 //   fork ring
 //   for %i in 0..4 {
 //     %p = (rank.x + %i) % 4

@@ -1,4 +1,4 @@
-// host @allreduce(%x: bf16[3, 4@x, N]) -> (%y: bf16[3, N]) mesh(x=4) streams(ring[4]) {
+// host @allreduce(%x: bf16[3, 4@x, N]) -> (%y: bf16[3, N]) mesh(x=4) channels(x: x two_sided) streams(ring[4]) {
 //   fork ring
 //   for %i in 0..3 {
 //     stream ring[%i] {

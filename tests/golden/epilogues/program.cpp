@@ -3,7 +3,7 @@
 //   %c: bf16[M/4, N] = minimum(%maximum, 1.0)
 // }
 // host @epilogues(%x: bf16[M@x, K], %w: bf16[K, N], %b: bf16[N], %r: bf16[M@x, N]) -> (%h: bf16[M, N], %s: bf16[M@x, N], %c:
-// bf16[M@x, N]) mesh(x=4) streams(ring[4]) {
+// bf16[M@x, N]) mesh(x=4) channels(x: x two_sided) streams(ring[4]) {
 //   fork ring
 //   for %i in 0..4 {
 //     %p = (rank.x + %i) % 4

@@ -2,7 +2,7 @@
 //   %db_partial: bf16[N] = sum(%dy, axis=(0,))
 // }  # ends here: all_reduce uses %db_partial
 // host @gradients_aside(%x: bf16[T@x, K], %dy: bf16[T@x, N], %w: bf16[K, N]) -> (%dx: bf16[T@x, K], %dw: bf16[K, N], %db:
-// bf16[N]) mesh(x=4) streams(comm[1]) uneven(T) {
+// bf16[N]) mesh(x=4) channels(x: x two_sided) streams(comm[1]) uneven(T) {
 //   %transposed = permute %x by [1, 0]
 //   %dw_partial = allocate bf16[K, N]
 //   matmul %transposed, %dy -> %dw_partial

@@ -1,4 +1,5 @@
-// host @matmul_ar(%x: bf16[3, 4@x, m, K], %w: bf16[4@x, K, N]) -> (%y: bf16[3, m, N]) mesh(x=4) streams(ring[4]) {
+// host @matmul_ar(%x: bf16[3, 4@x, m, K], %w: bf16[4@x, K, N]) -> (%y: bf16[3, m, N]) mesh(x=4) channels(x: x two_sided)
+// streams(ring[4]) {
 //   fork ring
 //   for %i in 0..3 {
 //     stream ring[%i] {

@@ -1,5 +1,5 @@
-// host @matmul_ar_ag(%x: bf16[M@dp, K@tp], %w: bf16[K@tp, N]) -> (%y: bf16[M, N]) mesh(dp=2, tp=4) streams(ring[4])
-// events(turn[1]) uneven(K) {
+// host @matmul_ar_ag(%x: bf16[M@dp, K@tp], %w: bf16[K@tp, N]) -> (%y: bf16[M, N]) mesh(dp=2, tp=4) channels(tp: tp two_sided, dp:
+// dp two_sided) streams(ring[4]) events(turn[1]) uneven(K) {
 //   %y_shards = reshape %y to [2, M/2, N]
 //   fork ring
 //   record turn[0]

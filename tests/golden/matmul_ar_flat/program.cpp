@@ -1,4 +1,5 @@
-// host @matmul_ar_flat(%x: bf16[M, K@x], %w: bf16[K@x, N]) -> (%y: bf16[M, N]) mesh(x=4) streams(ring[4]) uneven(K) {
+// host @matmul_ar_flat(%x: bf16[M, K@x], %w: bf16[K@x, N]) -> (%y: bf16[M, N]) mesh(x=4) channels(x: x two_sided)
+// streams(ring[4]) uneven(K) {
 //   fork ring
 //   for %i in 0..3 {
 //     stream ring[%i] {

@@ -1,5 +1,5 @@
-// host @matmul_ar_two_axes(%x: bf16[M@dp, K@tp], %w: bf16[K@tp, N]) -> (%y: bf16[M@dp, N]) mesh(dp=2, tp=4) streams(ring[4])
-// uneven(M, K) {
+// host @matmul_ar_two_axes(%x: bf16[M@dp, K@tp], %w: bf16[K@tp, N]) -> (%y: bf16[M@dp, N]) mesh(dp=2, tp=4) channels(tp: tp
+// two_sided) streams(ring[4]) uneven(M, K) {
 //   fork ring
 //   for %i in 0..2 {
 //     stream ring[%i] {

@@ -1,7 +1,8 @@
 // kernel @sum_y(%landing: bf16[4, M/4, N]) {
 //   %y: bf16[M/4, N] = sum(%landing, axis=(0,))
 // }
-// host @matmul_rs_flat(%x: bf16[M, K@x], %w: bf16[K@x, N]) -> (%y: bf16[M@x, N]) mesh(x=4) streams(ring[4]) uneven(K) {
+// host @matmul_rs_flat(%x: bf16[M, K@x], %w: bf16[K@x, N]) -> (%y: bf16[M@x, N]) mesh(x=4) channels(x: x two_sided)
+// streams(ring[4]) uneven(K) {
 //   %landing = allocate bf16[4, M/4, N]
 //   fork ring
 //   for %i in 0..4 {

@@ -1,5 +1,5 @@
-// host @matmul_rs_ring(%x: bf16[M, K@x], %w: bf16[K@x, N]) -> (%y: bf16[M@x, N]) mesh(x=4) streams(ring[4]) events(arrived[4])
-// uneven(K) {
+// host @matmul_rs_ring(%x: bf16[M, K@x], %w: bf16[K@x, N]) -> (%y: bf16[M@x, N]) mesh(x=4) channels(x: x two_sided)
+// streams(ring[4]) events(arrived[4]) uneven(K) {
 //   %product = allocate bf16[M, N]
 //   fork ring
 //   for %i in 0..4 {

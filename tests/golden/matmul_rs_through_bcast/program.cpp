@@ -1,5 +1,5 @@
-// host @matmul_rs_through_bcast(%x: bf16[3, 4@x, 4, m, K], %w: bf16[4@x, K, N]) -> (%y: bf16[3, 4@x, m, N]) mesh(x=4)
-// streams(ring[4]) {
+// host @matmul_rs_through_bcast(%x: bf16[3, 4@x, 4, m, K], %w: bf16[4@x, K, N]) -> (%y: bf16[3, 4@x, m, N]) mesh(x=4) channels(x:
+// x two_sided) streams(ring[4]) {
 //   %expanded = reshape %w to [1, 1, 1, K, N]
 //   %expanded_i = reshape %expanded to [1, 1, K, N]
 //   fork ring

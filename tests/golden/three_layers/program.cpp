@@ -54,7 +54,8 @@
 //   launch @fused_y %landing, %x -> %y
 // }
 // host @three_layers(%x: bf16[M, E], %w_in_0: bf16[E, F@x], %w_out_0: bf16[F@x, E], %w_in_1: bf16[E, F@x], %w_out_1: bf16[F@x,
-// E], %w_in_2: bf16[E, F@x], %w_out_2: bf16[F@x, E]) -> (%y: bf16[M@x, E]) mesh(x=4) streams(ring[4]) uneven(F) {
+// E], %w_in_2: bf16[E, F@x], %w_out_2: bf16[F@x, E]) -> (%y: bf16[M@x, E]) mesh(x=4) channels(x: x two_sided) streams(ring[4])
+// uneven(F) {
 //   %x_sliced = chunk %x[0: rank.x of 4]
 //   %layer = allocate bf16[M/4, E]
 //   call @layer %x_sliced, %w_in_0, %w_out_0 -> %layer

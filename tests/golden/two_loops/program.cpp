@@ -6,7 +6,7 @@
 //   %y: bf16[M/4, N] = sum(%landing, axis=(0,))
 // }
 // host @two_loops(%x: bf16[M@x, K], %w: bf16[K, N], %v: bf16[N, F@x], %u: bf16[F@x, N]) -> (%y: bf16[M@x, N]) mesh(x=4)
-// streams(ring[4]) uneven(F) {
+// channels(x: x two_sided) streams(ring[4]) uneven(F) {
 //   %product = allocate bf16[M, N]
 //   fork ring
 //   for %i in 0..4 {

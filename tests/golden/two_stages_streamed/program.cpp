@@ -1,6 +1,7 @@
 // host @two_stages_streamed(%x: bf16[M, K] on mesh(x=2 of ranks 0, 1), %up1: bf16[K, N@x] on mesh(x=2 of ranks 0, 1), %down1:
 // bf16[N@x, K] on mesh(x=2 of ranks 0, 1), %up2: bf16[K, N@x] on mesh(x=2 of ranks 2, 3), %down2: bf16[N@x, K] on mesh(x=2 of
-// ranks 2, 3)) -> (%y: bf16[M, K] on mesh(x=2 of ranks 2, 3)) mesh(x=4) streams(ring[4]) events(turn[1]) uneven(N) {
+// ranks 2, 3)) -> (%y: bf16[M, K] on mesh(x=2 of ranks 2, 3)) mesh(x=4) channels(x_of_ranks_0_1: x on mesh(x=2 of ranks 0, 1)
+// two_sided, x: x two_sided, x_of_ranks_2_3: x on mesh(x=2 of ranks 2, 3) two_sided) streams(ring[4]) events(turn[1]) uneven(N) {
 //   on mesh(x=2 of ranks 2, 3) {
 //     %arrived = allocate bf16[M, K]
 //   }
@@ -12,7 +13,7 @@
 //         on mesh(x=2 of ranks 2, 3) {
 //           wait turn[0]
 //           %arrived_j = chunk %arrived[0: %j of 4]
-//           recv %arrived_j from rank - 2 on *
+//           recv %arrived_j from rank - 2 on x
 //           record turn[0]
 //         }
 //       }
@@ -28,8 +29,8 @@
 //           matmul %h, %down1 -> %product_2
 //           wait turn[0]
 //           %layer = reshape %product_2 to [M/4, K]
-//           all_reduce sum %product_2 -> %layer on x
-//           send %layer to rank + 2 on *
+//           all_reduce sum %product_2 -> %layer on x_of_ranks_0_1
+//           send %layer to rank + 2 on x
 //           record turn[0]
 //         }
 //         on mesh(x=2 of ranks 2, 3) {
@@ -40,7 +41,7 @@
 //           %product_4 = reshape %y_i to [M/4, K]
 //           matmul %g, %down2 -> %product_4
 //           wait turn[0]
-//           all_reduce sum %product_4 -> %y_i on x
+//           all_reduce sum %product_4 -> %y_i on x_of_ranks_2_3
 //           record turn[0]
 //         }
 //       }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hostweave.fusion_ir.ir import Attribute, MeshAxes
+from hostweave.types.routes import Transfer
 
 AXIS = Attribute("axis", int)
 AXES = Attribute[tuple[int, ...]]("axis", tuple)
@@ -18,3 +19,4 @@ SOURCES = Attribute[tuple[int, ...]]("sources", tuple)
 DIM, TO, ROOT = Attribute("dim", int), Attribute("to", int), Attribute("root", int)
 MESH_AXES = Attribute("axes", MeshAxes)
 REDUCTION = Attribute("reduction", str)
+BLOCKS = Attribute("blocks", Transfer)

@@ -6,7 +6,7 @@ from typing import Any
 
 from hostweave.fusion_ir.index_map import IndexMap, numbered
 from hostweave.fusion_ir.ir import Attribute, Op
-from hostweave.fusion_ir.ops.attributes import AXIS, DIM, MESH_AXES, REDUCTION, ROOT, SOURCES, TO
+from hostweave.fusion_ir.ops.attributes import AXIS, BLOCKS, DIM, MESH_AXES, REDUCTION, ROOT, SOURCES, TO
 from hostweave.fusion_ir.ops.definition import Mismatch, OpDef, Types, checked_axis, elementwise, unsharded
 from hostweave.types.tensor import TensorType
 
@@ -78,4 +78,4 @@ _step("all_to_all", DIM, TO, MESH_AXES)
 _step("all_reduce", MESH_AXES, REDUCTION)
 _step("reduce_scatter", DIM, MESH_AXES, REDUCTION)
 _step("reduce", MESH_AXES, REDUCTION, ROOT, target="sharding", to_other_mesh=True)
-_step("transfer", target="sharding", to_other_mesh=True)
+_step("transfer", BLOCKS, target="sharding", to_other_mesh=True)

@@ -54,6 +54,7 @@ class Checker:
         self.mesh = self.program.mesh
 
     def header(self) -> None:
+        self.channels()
         pools: list[ir.Streams | ir.Events] = [*self.program.streams, *self.program.events]
         for pool in pools:
             if pool.count > MAX_POOL:
@@ -73,6 +74,24 @@ class Checker:
         for name in names:
             if names.count(name) > 1:
                 self.fail(f"block @{name} is declared twice: rename one")
+
+    def channels(self) -> None:
+        bodies = (*(block.body for block in self.program.blocks), self.program.body)
+        used = {i.channel for body in bodies for i in ir.walk(body) if isinstance(i, ir.Communication)}
+        declared: dict[object, str] = {}
+        for channel in self.program.channels:
+            self.part(channel.mesh)
+            for axis in channel.axes:
+                self.axis(axis, channel.mesh)
+                if channel.axes.count(axis) > 1:
+                    self.fail(f"channel {channel.name}: axis {axis} is named twice: name each axis once")
+            if channel.name in declared.values():
+                self.fail(f"channel {channel.name} is declared twice: rename one")
+            same = declared.setdefault((channel.mesh, channel.axes, channel.transport), channel.name)
+            if same != channel.name:
+                self.fail(f"channels {same} and {channel.name} are of the same ranks and transport: declare one")
+            if channel.name not in used:
+                self.fail(f"no communication is on channel {channel.name}: leave it out of the header")
 
     def apart(self, parts: tuple[ir.HostProgram, ...]) -> None:
         """Events belong to one body, so that a wait cannot meet the record of another."""
@@ -190,14 +209,19 @@ class Checker:
         """The axes of the meshes of some of the ranks."""
         return {axis for i in ir.walk(self.program.body) if i.ranks for axis, _ in i.ranks.axes}
 
-    def group_size(self, axes: ir.Axes) -> int:
-        if axes == ir.ALL_RANKS:
-            return self.program.mesh.size
-        for axis in axes:
-            self.axis(axis)
-            if axes.count(axis) > 1:
-                self.fail(f"axis {axis} is named twice: name each axis once")
-        return self.mesh.size_of(axes)
+    def channel(self, i: ir.Communication) -> ir.Channel:
+        """That of a communication, which its transport carries, and which all ranks are of that come here."""
+        channel = next((channel for channel in self.program.channels if channel.name == i.channel), None)
+        if channel is None:
+            known = ", ".join(channel.name for channel in self.program.channels) or "none"
+            self.fail(f"channel {i.channel} is not declared: add channels({i.channel}: ...) to the header; those there are {known}")
+        if i.posts not in channel.transport.carries:
+            self.fail(
+                f"channel {i.channel} is {channel.transport.name}, which carries {', '.join(sorted(channel.transport.carries))} alone"
+            )
+        if outside := set(self.mesh.all_ranks) - set(channel.mesh.all_ranks):
+            self.fail(f"rank {min(outside)} comes here, and channel {i.channel} is of {channel.mesh}: use a channel that it is of")
+        return channel
 
     # --- types ---
 

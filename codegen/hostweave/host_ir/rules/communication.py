@@ -10,7 +10,6 @@ from hostweave.host_ir.rules.checker import Checker, Rule, Scope
 from hostweave.types.size import Size, product
 
 REDUCTIONS = ("sum", "prod", "min", "max", "avg")
-NOT_REDUCED = {"bool": "u8", "f8e4m3": "f32", "f8e5m2": "f32"}  # NCCL has no sums of these; the dtype that carries them
 
 
 def _communication(check: Callable[[Checker, Any, int], None]) -> Rule:
@@ -18,14 +17,15 @@ def _communication(check: Callable[[Checker, Any, int], None]) -> Rule:
         buffers = ir.names(i, "read", "write")
         c.contiguous(*buffers)
         c.same_dtype(*buffers)
+        channel = c.channel(i)
         if i.posts == "collective":
             if scope.condition is not None:
                 c.fail(f"a collective cannot stand under `if {scope.condition}`, which differs between ranks: only send and recv can")
             if scope.steps is not None:
                 c.fail(f"a collective cannot stand in a loop of {scope.steps} steps, which differ between ranks: only send and recv can")
-            if i.axes == ir.ALL_RANKS:
-                c.fail("only send and recv, of blocks or of all, can be on *: name the axes of the mesh")
-        check(c, i, c.group_size(i.axes))
+            if channel.mesh != c.mesh:
+                c.fail(f"a collective is for all ranks of its channel, which is of {channel.mesh}: use a channel of {c.mesh}")
+        check(c, i, channel.size)
 
     return rule
 
@@ -64,21 +64,22 @@ def _collective_permute(c: Checker, i: ir.CollectivePermute, size: int) -> None:
 
 def _barrier(c: Checker, i: ir.Barrier, size: int) -> None:
     buffer = c.types[i.token]
-    if product(buffer.shape) != Size() or buffer.dtype.name in NOT_REDUCED:
+    if product(buffer.shape) != Size() or buffer.dtype.name in c.channel(i).transport.reduced_as:
         c.fail(f"%{i.token} is {buffer}: a barrier needs one number, such as i32[1]")
 
 
 def _reduction(c: Checker, i: Any) -> None:
     if i.op not in REDUCTIONS:
         c.fail(f"unknown reduction {i.op!r}; one of {', '.join(REDUCTIONS)}")
-    dtype = c.types[i.src].dtype.name
-    if dtype in NOT_REDUCED:
-        c.fail(f"NCCL cannot reduce {dtype}: cast to {NOT_REDUCED[dtype]} before it and back after it")
+    transport, dtype = c.channel(i).transport, c.types[i.src].dtype.name
+    if dtype in transport.reduced_as:
+        c.fail(f"{transport.library} cannot reduce {dtype}: cast to {transport.reduced_as[dtype]} before it and back after it")
 
 
 def _blocks(c: Checker, i: ir.SendBlocks | ir.RecvBlocks, size: int) -> None:
-    if i.axes != ir.ALL_RANKS:
-        c.fail("routes name ranks of the program: write on *")
+    channel, ranks = c.channel(i), c.program.mesh
+    if (channel.mesh, channel.axes) != (ranks, tuple(name for name, _ in ranks.axes)):
+        c.fail(f"routes name ranks of the program: use a channel along all axes of {ranks}, in their order")
     if i.count < 1:
         c.fail("a buffer has at least one block: cut it into 1 or more")
     sends = i.posts == "send"

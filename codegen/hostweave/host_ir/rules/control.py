@@ -11,11 +11,16 @@ from hostweave.types.size import LocalSize
 
 
 def _group(c: Checker, i: ir.Group, scope: Scope) -> None:
+    if not i.body:
+        c.fail("a group posts nothing: leave it out")
     for inner in i.body:
         if not inner.posts:
             c.current = inner
             c.fail("only communications can stand in a group: move it out")
     c.inner(i.body, scope)
+    transports = {c.program.channel(inner.channel).transport.name for inner in i.body if isinstance(inner, ir.Communication)}
+    if len(transports) > 1:
+        c.fail(f"a group is posted by one transport, not by {' and '.join(sorted(transports))}: post them apart")
 
 
 def _on_stream(c: Checker, i: ir.OnStream, scope: Scope) -> None:

@@ -18,10 +18,10 @@ from typing import NoReturn
 from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.ir import Fusion, Op, Stream
 from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS, TO_OTHER_MESHES, index_map, needs_whole, operand_types
+from hostweave.fusion_ir.ops.attributes import BLOCKS
 from hostweave.fusion_ir.resharding import ReshardStep, step_of
 from hostweave.fusion_ir.rewriting import consumers
 from hostweave.options import Options
-from hostweave.types.routes import transfer
 
 AlgorithmsOf = dict[str, str]  # by what a reshard can communicate -> the step that this is
 
@@ -181,7 +181,7 @@ class _Choice:
     def moves_whole_blocks(self, member: _Member) -> bool:
         """Whether each rank of one mesh sends what it holds, and each of another one receives what it is to hold, in one piece."""
         source, target = self.types[member.op.tensors[0]], member.op.result.type
-        blocks = transfer(source, target, self.mesh)
+        blocks = member.op[BLOCKS]
         apart = set(source.mesh_in(self.mesh).all_ranks).isdisjoint(target.mesh_in(self.mesh).all_ranks)
         return apart and set(blocks.sent) | set(blocks.received) <= {1}
 

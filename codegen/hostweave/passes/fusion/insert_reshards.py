@@ -18,8 +18,8 @@ from hostweave.fusion_ir.ops.reductions import widens
 from hostweave.fusion_ir.resharding import plan
 from hostweave.fusion_ir.rewriting import Names, consumers
 from hostweave.fusion_ir.sharding import Layout, ShardingRule, flow, layout, partial_of, with_layout
-from hostweave.host_ir.rules.communication import NOT_REDUCED
 from hostweave.options import Options
+from hostweave.transports.transport import DEFAULT, find_transport
 from hostweave.types.tensor import DTYPES, DType, Partial, TensorType
 
 SUFFIXES = {
@@ -37,7 +37,7 @@ SUFFIXES = {
 def insert_reshards(fusion: Fusion, options: Options) -> Fusion:
     """After it every op's type follows from those of its operands; only a reshard changes a layout.
 
-    Partial results of a dtype that NCCL cannot reduce are computed in one that it can, between casts; so are those of 16-bit
+    Partial results of a dtype that the transport cannot reduce are computed in one that it can, between casts; so are those of 16-bit
     floats where the options say f32, which a matmul of such gives without casts.
     """
     insertion = _Insertion(fusion, options)
@@ -94,8 +94,8 @@ class _Insertion:
 
     def carrier(self, op: Op, type: TensorType, partial: Partial) -> DType | None:
         """The dtype in which ranks hold their terms where it is not the result's."""
-        if type.dtype.name in NOT_REDUCED:
-            return DTYPES[NOT_REDUCED[type.dtype.name]]
+        if needed := find_transport(DEFAULT).reduced_as.get(type.dtype.name):
+            return DTYPES[needed]
         wanted = self.options.partial_dtype
         rounds = partial.op in ("sum", "avg", "prod") and type.dtype.name in ("f16", "bf16")
         return wanted if wanted and rounds else None

@@ -25,8 +25,6 @@ from hostweave.host_ir import ir
 from hostweave.host_ir.expr import on_sizes_alone
 from hostweave.options import Options
 
-MAX_POSTS = 2048  # sends, recvs and collectives that NCCL takes in a group
-
 
 def group_communications(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     """Neighbours on one stream share a group where they are of one channel: in a group nothing orders those of two."""
@@ -35,7 +33,7 @@ def group_communications(program: ir.HostProgram, options: Options) -> ir.HostPr
 
 class _Grouping:
     def __init__(self, program: ir.HostProgram):
-        self.mesh = program.mesh  # of the `on` body around
+        self.program = program
         self.uses = def_use(program)
 
     def body(self, body: ir.Body) -> ir.Body:
@@ -53,16 +51,8 @@ class _Grouping:
                 result += [*_group(posted), *behind]
                 posted, behind = ([instruction], []) if _posts(instruction) else ([], [])
                 if not posted:
-                    result.append(self.inside(instruction))
+                    result.append(ir.with_bodies(instruction, self.body))
         return (*result, *_group(posted), *behind)
-
-    def inside(self, instruction: ir.Instruction) -> ir.Instruction:
-        if isinstance(instruction, ir.OnMesh):
-            outer, self.mesh = self.mesh, instruction.mesh
-            body = self.body(instruction.body)
-            self.mesh = outer
-            return replace(instruction, body=body)
-        return ir.with_bodies(instruction, self.body)
 
     def can_pass(self, instruction: ir.Instruction, posted: list[ir.Instruction]) -> bool:
         if instruction.work:
@@ -73,16 +63,16 @@ class _Grouping:
         members = [member for one in (*posted, instruction) for member in _posts(one)]
         return (
             bool(_posts(instruction))
-            and len({member.axes for member in members}) == 1
-            and sum(map(self.calls, members)) <= MAX_POSTS
+            and len({member.channel for member in members}) == 1
+            and sum(map(self.calls, members)) <= self.program.channel(members[0].channel).transport.posts_in_group
             and not self.uses.conflict(posted, [instruction])
         )
 
     def calls(self, member: ir.Communication) -> int:
-        """How many calls of NCCL a communication makes at most."""
+        """How many calls of its transport a communication makes at most."""
         if isinstance(member, ir.SendBlocks | ir.RecvBlocks):
             return len(member.routes)
-        return 2 * self.mesh.size_of(member.axes) if member.grouped else 1
+        return 2 * self.program.channel(member.channel).size if member.grouped else 1
 
 
 def _posts(instruction: ir.Instruction) -> tuple[ir.Communication, ...]:

@@ -1,4 +1,4 @@
-"""Multi-buffering: a buffer of which each iteration uses one chunk, and nothing else, becomes one slot per stream.
+"""Host to host: multi-buffering: a buffer of which each iteration uses one chunk, and nothing else, becomes one slot per stream.
 
     %h = allocate bf16[M, K]                               %h = allocate bf16[4, M/16, K]
     for %j in 0..17 {                                      for %j in 0..17 {
@@ -23,11 +23,12 @@ from dataclasses import replace
 
 from hostweave.analysis.def_use import DefUse, Place, def_use
 from hostweave.host_ir import ir
+from hostweave.options import Options
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 
 
-def multi_buffer(program: ir.HostProgram) -> ir.HostProgram:
+def multi_buffer(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     uses, edits = def_use(program), dict[int, ir.Instruction]()
     pools = {pool.name: pool.count for pool in program.streams}
     for name, place in uses.allocates.items():

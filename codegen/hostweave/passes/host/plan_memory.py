@@ -1,18 +1,16 @@
 """Host to host: buffers with disjoint live ranges share memory, as far as streams are ordered.
 
     %h = allocate f32[M, K]                   %h = allocate f32[M, K]
-    %t = allocate f32[M, K]                   launch @exp_h %x -> %h
-    %g = allocate f32[M, N]                   %t = reshape %h to [M, K]
-    launch @exp_h %x -> %h           becomes  launch @negative_t %h -> %t
-    launch @negative_t %h -> %t                    %g = allocate f32[M, N]
-    matmul %t, %w -> %g                       matmul %t, %w -> %g
-    all_gather %g -> %gs on x                 deallocate %h
-    ...                                       %gs = allocate f32[4*M, N]
+    %g = allocate f32[M, N]                   launch @exp_h %x -> %h
+    %gs = allocate f32[4*M, N]                %g = allocate f32[M, N]
+    launch @exp_h %x -> %h           becomes  matmul %h, %w -> %g
+    matmul %h, %w -> %g                       deallocate %h
+    all_gather %g -> %gs on x                 %gs = allocate f32[4*M, N]
+    ...                                       all_gather %g -> %gs on x
 
-First, what a step of a stream loop has a chunk of becomes memory of which each stream has one; then results go to the memory of
-operands that nothing needs afterwards. What is left is allocated where it, or a view of it, is first needed, and deallocated where
-the caller's stream knows that it is done with, if something is allocated after that. The order of these lines is the plan: a
-buffer may get the bytes of those deallocated above it. Offsets are found when sizes are known.
+Memory is allocated where it, or a view of it, is first needed, and deallocated where the caller's stream knows that it is done with,
+if something is allocated after that. The order of these lines is the plan: a buffer may get the bytes of those deallocated above it.
+Offsets are found when sizes are known.
 """
 
 from __future__ import annotations
@@ -23,25 +21,15 @@ from dataclasses import dataclass, field, replace
 from hostweave.analysis.def_use import def_use
 from hostweave.analysis.live_ranges import allocating_blocks
 from hostweave.host_ir import ir
-from hostweave.host_ir.dead_code import eliminate_dead_code, indices_in
+from hostweave.host_ir.dead_code import indices_in
 from hostweave.host_ir.expr import Const
 from hostweave.options import Options
-from hostweave.passes.host.multi_buffer import multi_buffer
-from hostweave.passes.host.privatize_per_stream import privatize_per_stream
-from hostweave.passes.host.reuse_in_place import reuse_in_place
-from hostweave.passes.host.sink_views import sink_views
 from hostweave.types.mesh import Mesh
 
 
 def plan_memory(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     """After it the text says what may share memory."""
-    program = privatize_per_stream(multi_buffer(program))
-    if any(i.ranks for i in ir.walk(program.body)):  # what is allocated in one body and used in another comes together
-        planned = _Planner(program).body(program.body, on_caller=True)
-        program = replace(program, body=ir.rewrite(planned, lambda i: () if ir.names(i, "free") else None))
-    program = reuse_in_place(program)
-    program = replace(program, body=sink_views(eliminate_dead_code(program.body)))
-    return replace(program, body=_Planner(program).body(program.body, on_caller=True))
+    return replace(program, body=Planner(program).body(program.body, on_caller=True))
 
 
 Lane = tuple[str, int]  # one stream of a pool
@@ -66,7 +54,7 @@ class _VectorClock:
     done: dict[Lane, list[tuple[int, int]]] = field(default_factory=dict)  # (child, up to which the caller's stream then knows it)
 
 
-class _Planner:
+class Planner:
     def __init__(self, program: ir.HostProgram):
         self.uses = def_use(program)
         self.allocating = allocating_blocks(program)

@@ -1,4 +1,4 @@
-"""A buffer of which each iteration of a stream loop uses one chunk, and nothing else, becomes one buffer per stream.
+"""Host to host: a buffer of which each iteration of a stream loop uses one chunk, and nothing else, becomes one buffer per stream.
 
     %h = allocate bf16[M, N]
     for %i in 0..8 { stream ring[%i] { %h_i = chunk %h[0: %i of 8]; matmul %x_i, %w -> %h_i; ... } }
@@ -17,10 +17,11 @@ from hostweave.analysis.def_use import DefUse, Place, def_use
 from hostweave.host_ir import ir
 from hostweave.host_ir.calls import renamed
 from hostweave.host_ir.expr import Expr, Var, binary, evaluate, leaves
+from hostweave.options import Options
 from hostweave.types.tensor import BufferType
 
 
-def privatize_per_stream(program: ir.HostProgram) -> ir.HostProgram:
+def privatize_per_stream(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     uses = def_use(program)
     gone: set[int] = set()
     made: dict[int, ir.Body] = {}  # what goes before the instruction of a number

@@ -1,4 +1,4 @@
-"""A result takes the memory of an operand that is not needed afterwards, or an operand is computed into that of the result.
+"""Host to host: a result takes the memory of an operand that is not needed afterwards, or an operand is computed into that of the result.
 
     %h = allocate bf16[M, N]                  %h = allocate bf16[M, N]
     matmul %x, %w -> %h                       matmul %x, %w -> %h
@@ -21,18 +21,19 @@ from hostweave.analysis.def_use import DefUse, Place, def_use
 from hostweave.analysis.kernel_indices import may_overwrite
 from hostweave.host_ir import ir
 from hostweave.host_ir.aliases import AliasRoots
-from hostweave.host_ir.dead_code import indices_in
+from hostweave.host_ir.dead_code import eliminate_dead_code, indices_in
+from hostweave.options import Options
 from hostweave.types.size import product
 
 
-def reuse_in_place(program: ir.HostProgram) -> ir.HostProgram:
+def reuse_in_place(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     sharing = _Sharing(def_use(program))
     for place in sharing.uses.places:
         shared: set[str] = set()
         for src, dst in sharing.candidates(place.instruction):
             if shared.isdisjoint((src, dst)) and (sharing.takes_over(place, src, dst) or sharing.begins_there(place, src, dst)):
                 shared |= {src, dst}
-    return replace(program, body=sharing.uses.edited(sharing.gone, sharing.before)) if sharing.gone else program
+    return replace(program, body=eliminate_dead_code(sharing.uses.edited(sharing.gone, sharing.before)))
 
 
 @dataclass

@@ -22,42 +22,25 @@ becomes
     }
 
 A wait binds to the record that was made last, so that one event passes the turn on from stream to stream, in the order in which the
-host issues them. Only what streams and events do not order already takes part in it. Where a step computes between two
-communications, the first one of the next step is issued before that (software_pipeline), if the ranks can go on in that order too.
+host issues them. Only what streams and events do not order already takes part in it.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
 from dataclasses import replace
 
-from hostweave.base.errors import ProgramError
 from hostweave.base.names import unique_name
-from hostweave.check.channel_order import unordered
-from hostweave.check.happens_before import order, run
-from hostweave.check.match_collectives import meetings
-from hostweave.check.simulate import instantiate
-from hostweave.check.sizes import sizes_to_check
+from hostweave.check.channel_order import unordered_instructions
 from hostweave.host_ir import ir
 from hostweave.host_ir.expr import Const
 from hostweave.options import Options
-from hostweave.passes.host.software_pipeline import software_pipeline
-from hostweave.types.mesh import Mesh
 
 
 def serialize_channels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     """After it any two communications of different channels are ordered on every rank."""
-    in_turn = _unordered(program)
-    if not in_turn:
+    if not (in_turn := unordered_instructions(program)):
         return program
-    ahead = software_pipeline(program, lambda i: _concerns(i, in_turn))
-    if ahead is not None and _goes_on(overlapped := _in_turn(ahead, _unordered(ahead))):
-        return overlapped
-    return _in_turn(program, in_turn)
 
-
-def _in_turn(program: ir.HostProgram, in_turn: set[ir.Instruction]) -> ir.HostProgram:
     turns = _Turns(in_turn, _free_event(program))
     body = turns.across_streams(program.body)
     first = next(place for place, instruction in enumerate(body) if instruction is not program.body[place])
@@ -65,39 +48,8 @@ def _in_turn(program: ir.HostProgram, in_turn: set[ir.Instruction]) -> ir.HostPr
     return replace(program, events=(*program.events, ir.Events(turns.event, 1)), body=body)
 
 
-def _goes_on(program: ir.HostProgram) -> bool:
-    """Whether no ranks wait for one another, each for what another one has not been given its turn for."""
-    try:
-        for sizes in sizes_to_check(program):
-            instances = instantiate(program, sizes)
-            deque(run(order(instances, meetings(instances))), maxlen=0)
-    except ProgramError:
-        return False
-    return True
-
-
 def _concerns(instruction: ir.Instruction, in_turn: set[ir.Instruction]) -> bool:
     return any(inner in in_turn for inner in ir.walk((instruction,)))
-
-
-def _unordered(program: ir.HostProgram) -> set[ir.Instruction]:
-    """The communications, and groups of them, that some rank may run at the same time as one of another channel."""
-    if len(set(_channels(program.body, program.mesh, program.mesh))) < 2:
-        return set()
-    pairs = (pair for sizes in sizes_to_check(program) for pair in unordered(instantiate(program, sizes)))
-    found = {operation.instruction for pair in pairs for operation in pair}
-    return found.intersection(ir.walk(program.body))  # a block that it calls orders those of its own
-
-
-def _channels(body: ir.Body, mesh: Mesh, program: Mesh) -> Iterator[tuple[Mesh, ir.Axes]]:
-    """The mesh and axes of every process group of more than one rank."""
-    for instruction in body:
-        if isinstance(instruction, ir.Communication):
-            of = (program, tuple(name for name, _ in program.axes)) if instruction.axes == ir.ALL_RANKS else (mesh, instruction.axes)
-            if of[0].size_of(of[1]) > 1:
-                yield of
-        for inner in ir.bodies(instruction):
-            yield from _channels(inner, instruction.mesh if isinstance(instruction, ir.OnMesh) else mesh, program)
 
 
 def _are_of_different_ranks(instructions: list[ir.Instruction]) -> bool:

@@ -1,4 +1,4 @@
-"""Moves each view to its first use, inside the stream block or branch with all of its uses.
+"""Host to host: moves each view to its first use, inside the stream block or branch with all of its uses.
 
     %h = slice %x[1: 4 from 4]                launch @negative_t %x -> %t
     launch @negative_t %x -> %t           becomes    %h = slice %x[1: 4 from 4]
@@ -9,18 +9,23 @@ What is the same in every step of a loop stays before the loop, and before the f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hostweave.host_ir import ir
+from hostweave.options import Options
 
 
-def sink_views(body: ir.Body) -> ir.Body:
+def sink_views(program: ir.HostProgram, options: Options) -> ir.HostProgram:
+    return replace(program, body=_sunk(program.body))
+
+
+def _sunk(body: ir.Body) -> ir.Body:
     lines: list[_Line] = []
     for i in reversed(body):
         if ir.names(i, "view"):
             _place(i, lines)
         else:
-            lines.insert(0, _line(ir.with_bodies(i, sink_views)))
+            lines.insert(0, _line(ir.with_bodies(i, _sunk)))
     return tuple(line.instruction for line in lines)
 
 

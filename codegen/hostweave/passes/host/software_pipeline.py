@@ -1,4 +1,4 @@
-"""Software pipelining: the first communication of an iteration is issued before the later ones of the previous iteration.
+"""Host to host: software pipelining: the first communication of an iteration is issued before the later ones of the previous iteration.
 
     for %i in 0..4 {                                  for %j in 0..5 {
       stream ring[%i] {                                 if %j < 4 {
@@ -19,25 +19,44 @@ Each stream does what it did, in the same order, and what is sent on a channel m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import deque
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from hostweave.base.errors import ProgramError
 from hostweave.base.names import claim_unique
+from hostweave.check.channel_order import unordered_instructions
+from hostweave.check.happens_before import order, run
+from hostweave.check.match_collectives import meetings
+from hostweave.check.simulate import instantiate
+from hostweave.check.sizes import sizes_to_check
 from hostweave.host_ir import ir
 from hostweave.host_ir.calls import renamed
 from hostweave.host_ir.dead_code import eliminate_dead_code
 from hostweave.host_ir.expr import Var, binary
-from hostweave.types.mesh import Mesh
+from hostweave.options import Options
 
 NAMES = ("view", "index")  # the roles of what a body can say again
 
 
-def software_pipeline(program: ir.HostProgram, in_turn: Callable[[ir.Instruction], bool]) -> ir.HostProgram | None:
-    """The program with such loops changed, None where there is none; `in_turn` says what holds communications that take turns."""
+def software_pipeline(program: ir.HostProgram, options: Options) -> ir.HostProgram:
+    """In loops whose communications take turns, where no ranks then wait for one another."""
+    if not (in_turn := unordered_instructions(program)):
+        return program
     ahead = _Ahead(program, in_turn)
-    body = ir.rewrite(program.body, lambda i: ahead.loop(i) if isinstance(i, ir.For) else None)
-    return replace(program, body=body) if ahead.changed else None
+    pipelined = replace(program, body=ir.rewrite(program.body, lambda i: ahead.loop(i) if isinstance(i, ir.For) else None))
+    return pipelined if ahead.changed and _goes_on(pipelined) else program
+
+
+def _goes_on(program: ir.HostProgram) -> bool:
+    """Whether every rank comes to its end if it posts one communication after the other, as it does where channels take turns."""
+    try:
+        for sizes in sizes_to_check(program):
+            instances = instantiate(program, sizes)
+            deque(run(order(instances, meetings(instances))), maxlen=0)
+    except ProgramError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -47,7 +66,7 @@ class _Halves:
 
 
 class _Ahead:
-    def __init__(self, program: ir.HostProgram, in_turn: Callable[[ir.Instruction], bool]):
+    def __init__(self, program: ir.HostProgram, in_turn: set[ir.Instruction]):
         self.program, self.in_turn = program, in_turn
         self.pools = {pool.name: pool.count for pool in program.streams}
         self.taken = {parameter.name for parameter in (*program.inputs, *program.outputs)}
@@ -78,28 +97,28 @@ class _Ahead:
         """Of what is in a stream block. What each mesh does in it is cut by itself."""
         ranks = [rank for i in body if i.ranks for rank in i.ranks.all_ranks]
         if not all(i.ranks or _only_names(i) for i in body) or len(set(ranks)) < len(ranks):
-            return self.cut(body, self.program.mesh)
+            return self.cut(body)
         first: list[ir.Instruction] = []
         then: list[ir.Instruction] = []
         for i in body:
             if not isinstance(i, ir.OnMesh):
                 first.append(i)
                 then.append(i)
-            elif (halves := self.cut(i.body, i.mesh)) is None:
+            elif (halves := self.cut(i.body)) is None:
                 then.append(i)
             else:
                 first.append(replace(i, body=halves.first))
                 then.append(replace(i, body=halves.then))
         return _Halves(tuple(first), tuple(then)) if any(i.ranks for i in first) else None
 
-    def cut(self, body: ir.Body, mesh: Mesh) -> _Halves | None:
+    def cut(self, body: ir.Body) -> _Halves | None:
         """After the first communications, if something is computed before the next. None also where the order of a channel would change."""
-        places = [place for place, i in enumerate(body) if self.in_turn(i)]
+        places = [place for place, i in enumerate(body) if any(inner in self.in_turn for inner in ir.walk((i,)))]
         last = next((a for a, b in pairwise(places) if any(i.work == "compute" for i in ir.walk(body[a:b]))), None)
         if last is None or any(ir.names(i, "allocate", "free") for i in body):
             return None
         first, then = body[: last + 1], body[last + 1 :]
-        if set(_posted(first, mesh)) & set(_posted(then, mesh)):
+        if _posted(first) & _posted(then):
             return None
         return _Halves(first, (*filter(_only_names, first), *then))
 
@@ -122,10 +141,6 @@ def _only_names(i: ir.Instruction) -> bool:
     return not i.calls and bool(ir.names(i, *NAMES))
 
 
-def _posted(body: ir.Body, mesh: Mesh) -> Iterator[tuple[Mesh | None, ir.Axes, str]]:
+def _posted(body: ir.Body) -> set[tuple[str, str]]:
     """What meets in the order in which it is posted: the sends, the recvs and the collectives of each channel."""
-    for i in body:
-        if isinstance(i, ir.Communication):
-            yield None if i.axes == ir.ALL_RANKS else mesh, i.axes, i.posts
-        for inner in ir.bodies(i):
-            yield from _posted(inner, i.mesh if isinstance(i, ir.OnMesh) else mesh)
+    return {(i.channel, i.posts) for i in ir.walk(body) if isinstance(i, ir.Communication)}

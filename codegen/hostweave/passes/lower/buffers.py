@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.ir import Op
-from hostweave.fusion_ir.ops.attributes import AXIS, INDEX, ORDER, START, STEP
+from hostweave.fusion_ir.ops.attributes import AXIS, BLOCKS, INDEX, ORDER, START, STEP
 from hostweave.fusion_ir.resharding import step_of
 from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
@@ -177,7 +177,7 @@ class Buffers:
         have, want = self.flow.local(self.flow.values[op.tensors[0]]).shape, self.flow.local(op.result).shape
         gained = {step.gains: step.axes}
         if op.kind == "transfer":  # from a dim that is whole: one that is not has the same block, by another name
-            gained = {i: op.result.type.dims[i].axes for i, blocks in enumerate(self.flow.transfer(op).sent) if blocks > 1}
+            gained = {i: op.result.type.dims[i].axes for i, blocks in enumerate(op[BLOCKS].sent) if blocks > 1}
         for i, (dim, own) in enumerate(zip(op.result.type.dims, want, strict=True)):
             if have[i] == own:
                 continue

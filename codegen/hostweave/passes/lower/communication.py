@@ -22,7 +22,7 @@ class Channel:
     """Who communicates, and which dim of the buffers holds a block a rank (None for all_reduce)."""
 
     mesh: Mesh
-    axes: ir.Axes
+    axes: tuple[str, ...]
     dim: int | None = None
 
     @property
@@ -36,30 +36,30 @@ class Channel:
 def all_gather(b: Builder, src: str, dst: str, channel: Channel, steps: Steps | None) -> None:
     blocks = blocks_first(b, dst, channel, b.types[src])
     with packed_destination(b, blocks, steps) as landing:
-        b.emit(ir.AllGather(contiguous_source(b, src, steps), landing, channel.axes))
+        b.emit(ir.AllGather(contiguous_source(b, src, steps), landing, b.channel(channel.axes)))
 
 
 def reduce_scatter(b: Builder, src: str, dst: str, op: str, channel: Channel, steps: Steps | None) -> None:
     blocks = contiguous_source(b, blocks_first(b, src, channel, b.types[dst]), steps)
     with packed_destination(b, dst, steps) as landing:
-        b.emit(ir.ReduceScatter(blocks, landing, op, channel.axes))
+        b.emit(ir.ReduceScatter(blocks, landing, op, b.channel(channel.axes)))
 
 
 def all_reduce(b: Builder, src: str, dst: str, op: str, channel: Channel, steps: Steps | None) -> None:
     with packed_destination(b, dst, steps) as landing:
-        b.emit(ir.AllReduce(contiguous_source(b, src, steps), landing, op, channel.axes))
+        b.emit(ir.AllReduce(contiguous_source(b, src, steps), landing, op, b.channel(channel.axes)))
 
 
 def all_to_all(b: Builder, src: str, dst: str, cut: Channel, joined: Channel, steps: Steps | None) -> None:
     """Dim `cut.dim` of src goes out block by block, and what comes in stands along dim `joined.dim` of dst."""
     blocks = contiguous_source(b, every_block(b, src, cut), steps)
     with packed_destination(b, every_block(b, dst, joined), steps) as landing:
-        b.emit(ir.AllToAll(blocks, landing, cut.axes))
+        b.emit(ir.AllToAll(blocks, landing, b.channel(cut.axes)))
 
 
-def collective_permute(b: Builder, src: str, dst: str, sources: ir.Sources, axes: ir.Axes, steps: Steps | None) -> None:
+def collective_permute(b: Builder, src: str, dst: str, sources: ir.Sources, axes: tuple[str, ...], steps: Steps | None) -> None:
     with packed_destination(b, dst, steps) as landing:
-        b.emit(ir.CollectivePermute(contiguous_source(b, src, steps), landing, sources, axes))
+        b.emit(ir.CollectivePermute(contiguous_source(b, src, steps), landing, sources, b.channel(axes)))
 
 
 def every_block(b: Builder, whole: str, channel: Channel) -> str:
@@ -74,7 +74,7 @@ def outermost(b: Builder, src: str, dim: int, wanted: str) -> str:
 
 
 def blocks_first(b: Builder, whole: str, channel: Channel, block: BufferType) -> str:
-    """The view of `whole` with one block a rank outermost, as NCCL lays them out; `whole` itself where it already is."""
+    """The view of `whole` with one block a rank outermost, as collectives lay them out; `whole` itself where it already is."""
     dim = channel.dim
     assert dim is not None
     if b.is_contiguous(whole) and all(extent == Size() for extent in b.types[whole].shape[:dim]):
@@ -118,7 +118,7 @@ def temporary(b: Builder, like: str, steps: Steps | None) -> str:
 
 def reduce(b: Builder, src: str, dst: str, op: str, channel: Channel, root: int, steps: Steps | None) -> None:
     """To the rank at place `root` of the process group, the only one that has dst."""
-    b.emit(ir.Reduce(contiguous_source(b, src, steps), dst, op, Const(root), channel.axes))
+    b.emit(ir.Reduce(contiguous_source(b, src, steps), dst, op, Const(root), b.channel(channel.axes)))
 
 
 def blocks_to_send(b: Builder, src: str, blocks: Transfer, steps: Steps | None) -> str:
@@ -159,27 +159,18 @@ def cut(b: Builder, whole: str, cuts: tuple[int, ...]) -> str:
     return b.permute(b.reshape(whole, tuple(shape), f"{whole}_blocks"), (*outer, *inner), f"{whole}_by_block")
 
 
-def send(src: str, blocks: Transfer, apart: bool) -> ir.Instruction:
-    """All sends of this rank. On meshes that share no rank it runs on the sending mesh only, else on all ranks."""
-    distance = _distance(blocks)
-    if apart and distance is not None:
-        return ir.Send(src, _neighbor(distance), ir.ALL_RANKS)
-    return ir.SendBlocks(src, prod(blocks.sent), blocks.routes, ir.ALL_RANKS)
+def send(b: Builder, src: str, blocks: Transfer, distance: int | None) -> ir.Instruction:
+    """All sends of this rank; to the rank that is so much further, where each block goes that far."""
+    if distance is not None:
+        return ir.Send(src, _neighbor(distance), b.channel_of_all)
+    return ir.SendBlocks(src, prod(blocks.sent), blocks.routes, b.channel_of_all)
 
 
-def recv(dst: str, blocks: Transfer, apart: bool) -> ir.Instruction:
+def recv(b: Builder, dst: str, blocks: Transfer, distance: int | None) -> ir.Instruction:
     """All that this rank receives."""
-    distance = _distance(blocks)
-    if apart and distance is not None:
-        return ir.Recv(dst, _neighbor(-distance), ir.ALL_RANKS)
-    return ir.RecvBlocks(dst, prod(blocks.received), blocks.routes, ir.ALL_RANKS)
-
-
-def _distance(blocks: Transfer) -> int | None:
-    """How many ranks further each block goes, where all go as far and every rank of both meshes has one."""
-    far = {route.receiver - route.sender for route in blocks.routes}
-    one_each = set(blocks.sent) | set(blocks.received) <= {1} and len({route.sender for route in blocks.routes}) == blocks.senders
-    return far.pop() if len(far) == 1 and one_each else None
+    if distance is not None:
+        return ir.Recv(dst, _neighbor(-distance), b.channel_of_all)
+    return ir.RecvBlocks(dst, prod(blocks.received), blocks.routes, b.channel_of_all)
 
 
 def _neighbor(distance: int) -> Expr:
@@ -238,8 +229,8 @@ def gather_p2p(b: Builder, src: str, dst: str, channel: Channel, steps: Steps) -
         with packed_destination(b, dst, steps) as landing:
             group(
                 b,
-                ir.Recv(landing, steps.owned_by, channel.axes),
-                ir.Send(contiguous_source(b, src, steps), (rank - steps.hop) % size, channel.axes),
+                ir.Recv(landing, steps.owned_by, b.channel(channel.axes)),
+                ir.Send(contiguous_source(b, src, steps), (rank - steps.hop) % size, b.channel(channel.axes)),
             )
 
     branch(b, steps.owned_by.equals(rank), lambda: b.emit(ir.Copy(src, dst)), swap)
@@ -247,7 +238,7 @@ def gather_p2p(b: Builder, src: str, dst: str, channel: Channel, steps: Steps) -
 
 def gather_broadcast(b: Builder, src: str, dst: str, channel: Channel, steps: Steps) -> None:
     with packed_destination(b, dst, steps) as landing:
-        b.emit(ir.Broadcast(contiguous_source(b, src, steps), landing, steps.owned_by, channel.axes))
+        b.emit(ir.Broadcast(contiguous_source(b, src, steps), landing, steps.owned_by, b.channel(channel.axes)))
 
 
 def gather_ring(b: Builder, src: str, dst: str, next_dst: Callable[[], str], channel: Channel, steps: Steps, event: str) -> None:
@@ -262,7 +253,7 @@ def gather_ring(b: Builder, src: str, dst: str, next_dst: Callable[[], str], cha
 
     def pass_on() -> None:
         arriving = next_dst()
-        group(b, ir.Recv(arriving, (rank - 1) % size, channel.axes), ir.Send(dst, (rank + 1) % size, channel.axes))
+        group(b, ir.Recv(arriving, (rank - 1) % size, b.channel(channel.axes)), ir.Send(dst, (rank + 1) % size, b.channel(channel.axes)))
         b.emit(ir.Record(event, steps.index))
 
     branch(b, steps.index.less(expr_of(steps.count) - expr_of(steps.pieces)), pass_on)
@@ -281,8 +272,8 @@ def scatter_p2p(b: Builder, src: str, landing: str, channel: Channel, steps: Ste
         with packed_destination(b, term, steps) as arriving:
             group(
                 b,
-                ir.Recv(arriving, sender, channel.axes),
-                ir.Send(contiguous_source(b, src, steps), steps.owned_by, channel.axes),
+                ir.Recv(arriving, sender, b.channel(channel.axes)),
+                ir.Send(contiguous_source(b, src, steps), steps.owned_by, b.channel(channel.axes)),
             )
 
     branch(b, steps.owned_by.equals(rank), lambda: b.emit(ir.Copy(src, term)), swap)
@@ -292,7 +283,7 @@ def scatter_reduce(b: Builder, src: str, dst: str, op: str, channel: Channel, st
     """The owner of the step's block gets the reduction; on the others dst is not touched."""
     is_packed = not b.is_contiguous(dst)
     arriving = temporary(b, dst, steps) if is_packed else dst
-    b.emit(ir.Reduce(contiguous_source(b, src, steps), arriving, op, steps.owned_by, channel.axes))
+    b.emit(ir.Reduce(contiguous_source(b, src, steps), arriving, op, steps.owned_by, b.channel(channel.axes)))
     if is_packed:
         branch(b, steps.owned_by.equals(rank_in_group(channel.mesh, channel.axes)), lambda: b.emit(ir.Copy(arriving, dst)))
 
@@ -311,7 +302,7 @@ def scatter_ring(
 
     def pass_on() -> None:
         arriving = next_sums()
-        group(b, ir.Recv(arriving, (rank - 1) % size, channel.axes), ir.Send(sums, (rank + 1) % size, channel.axes))
+        group(b, ir.Recv(arriving, (rank - 1) % size, b.channel(channel.axes)), ir.Send(sums, (rank + 1) % size, b.channel(channel.axes)))
         b.emit(ir.Record(event, steps.index))
 
     branch(b, steps.index.less(expr_of(steps.count) - expr_of(steps.pieces)), pass_on)

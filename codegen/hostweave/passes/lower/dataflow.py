@@ -8,10 +8,9 @@ from functools import cached_property
 from hostweave.fusion_ir.index_map import IndexMap
 from hostweave.fusion_ir.ir import Fusion, Op, Value
 from hostweave.fusion_ir.ops import OPS, TO_OTHER_MESHES, index_map, operand_types
-from hostweave.fusion_ir.ops.attributes import AXES
+from hostweave.fusion_ir.ops.attributes import AXES, BLOCKS
 from hostweave.fusion_ir.rewriting import consumers
 from hostweave.types.mesh import Mesh
-from hostweave.types.routes import Transfer, transfer
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType, TensorType
 
@@ -62,12 +61,9 @@ class Dataflow:
         """Whether an op is a communication of two meshes."""
         return op.kind in TO_OTHER_MESHES
 
-    def transfer(self, op: Op) -> Transfer:
-        return transfer(self.types[op.tensors[0]], op.result.type, self.mesh)
-
     def is_local(self, op: Op) -> bool:
         """Whether each rank of another mesh holds its block already, as all that it holds or as a block of a whole dim."""
-        blocks = self.transfer(op)
+        blocks = op[BLOCKS]
         dims = zip(self.types[op.tensors[0]].dims, blocks.sent, blocks.received, strict=True)
         return not blocks.moved and all(received == 1 and (sent == 1 or not dim.axes) for dim, sent, received in dims)
 

@@ -48,15 +48,16 @@ RING = "ring"
 def lower_to_host(fusion: Fusion, options: Options) -> ir.HostProgram:
     """The host program of a fusion whose reshards are each one communication or one local slice; of each block a block."""
     uneven = uneven_sizes(fusion)
-    program = joined([_Lowering(Dataflow(body, uneven), options).program() for body in (*fusion.blocks, fusion)])
-    return replace(program, sources=fusion.sources)
+    channels: dict[str, ir.Channel] = {}
+    program = joined([_Lowering(Dataflow(body, uneven), options, channels).program() for body in (*fusion.blocks, fusion)])
+    return replace(program, channels=tuple(channels.values()), sources=fusion.sources)
 
 
 class _Lowering:
     """Writes the instructions of one body."""
 
-    def __init__(self, flow: Dataflow, options: Options):
-        self.flow, self.options, self.b = flow, options, Builder()
+    def __init__(self, flow: Dataflow, options: Options, channels: dict[str, ir.Channel]):
+        self.flow, self.options, self.b = flow, options, Builder(flow.mesh, channels)
         self.loops = loops_of(flow)
         self.placement = placement_of(flow, self.loops)
         self.aside = Aside(flow, self.b)
@@ -87,7 +88,7 @@ class _Lowering:
         forked = {name for i in ir.walk(body) for name in ir.names(i, "fork")}
         streams = tuple(pool for pool in (ir.Streams(RING, self.options.streams), ir.Streams(COMM, 1)) if pool.name in forked)
         events, kernels = tuple(self.reshards.events), tuple(self.kernels.made.values())
-        return ir.HostProgram(f.name, f.mesh, inputs, outputs, streams, events, kernels, body, flow.uneven)
+        return ir.HostProgram(f.name, f.mesh, inputs, outputs, (), streams, events, kernels, body, flow.uneven)
 
     def loop(self, loop: Loop) -> None:
         b, flow = self.b, self.flow

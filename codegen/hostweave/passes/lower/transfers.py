@@ -7,10 +7,11 @@ meshes split, into different numbers of blocks that do not divide, is received w
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import lcm
 
 from hostweave.fusion_ir.ir import Op
+from hostweave.fusion_ir.ops.attributes import BLOCKS
 from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Const, Expr
@@ -18,9 +19,9 @@ from hostweave.passes.lower import communication
 from hostweave.passes.lower.dataflow import Dataflow
 from hostweave.passes.lower.steps import Steps, expr_of, rank_in_group, total
 from hostweave.types.mesh import Mesh
-from hostweave.types.routes import Transfer, transfer
+from hostweave.types.routes import Transfer
 from hostweave.types.size import Size
-from hostweave.types.tensor import BufferType, Dim
+from hostweave.types.tensor import BufferType
 
 COPIES = "copies"  # the mesh axis of a rank that sends and those that get the same from it
 
@@ -39,7 +40,7 @@ class Sides:
 def to_other_ranks(b: Builder, flow: Dataflow, op: Op, src: Buffer, dst: Buffer, steps: Steps | None) -> None:
     source, target = flow.types[op.tensors[0]], op.result.type
     apart = set(source.mesh_in(flow.mesh).all_ranks).isdisjoint(target.mesh_in(flow.mesh).all_ranks)
-    sides, blocks = Sides(source.mesh, target.mesh, apart), flow.transfer(op)
+    sides, blocks = Sides(source.mesh, target.mesh, apart), op[BLOCKS]
     padded = _padded(flow, op)
 
     def even() -> None:
@@ -64,16 +65,17 @@ def _move(b: Builder, sides: Sides, blocks: Transfer, src: Buffer, dst: Buffer, 
     if steps is None and blocks.is_cheaper_to_broadcast:  # in a loop, the ranks of the one mesh would wait for turns of the other's
         _broadcast(b, sides, blocks, src, dst)
         return
+    distance = blocks.distance(sides.source.size) if sides.apart and sides.source else None
     with b.on(sides.source):
         sent = communication.blocks_to_send(b, src(), blocks, steps)
         if sides.apart:
-            b.emit(communication.send(sent, blocks, sides.apart))
+            b.emit(communication.send(b, sent, blocks, distance))
     with b.on(sides.target), communication.blocks_to_receive(b, dst, blocks, steps) as landing:
         if sides.apart:
-            b.emit(communication.recv(landing, blocks, sides.apart))
+            b.emit(communication.recv(b, landing, blocks, distance))
         else:
             with b.on(None):
-                communication.group(b, communication.send(sent, blocks, sides.apart), communication.recv(landing, blocks, sides.apart))
+                communication.group(b, communication.send(b, sent, blocks, distance), communication.recv(b, landing, blocks, distance))
 
 
 def _broadcast(b: Builder, sides: Sides, blocks: Transfer, src: Buffer, dst: Buffer) -> None:
@@ -86,7 +88,7 @@ def _broadcast(b: Builder, sides: Sides, blocks: Transfer, src: Buffer, dst: Buf
         for sender, receivers in blocks.receivers.items():
             group = Mesh(((COPIES, 1 + len(receivers)),), (sender, *receivers))
             with b.on(group):
-                b.emit(ir.BroadcastToOthers(sent, landing, Const(0), (COPIES,)))
+                b.emit(ir.BroadcastToOthers(sent, landing, Const(0), b.channel((COPIES,))))
         if there := tuple(route.receiver for route in blocks.routes if route.sender == route.receiver):
             with b.on(Mesh(((COPIES, len(there)),), there)):
                 kept, copied = b.reshape(sent, shape, f"{sent}_kept"), b.reshape(landing, wanted, f"{landing}_copied")
@@ -115,25 +117,27 @@ class _Padded:
 def _padded(flow: Dataflow, op: Op) -> _Padded:
     source, target = flow.types[op.tensors[0]], op.result.type
     old, new = source.mesh_in(flow.mesh), target.mesh_in(flow.mesh)
-    found, arriving, remainders = _Padded(flow.transfer(op)), list(target.dims), list[Expr]()
+    blocks, remainders = op[BLOCKS], list[Expr]()
+    found = _Padded(blocks)
     is_never_even = False
-    for i, (dim, wanted) in enumerate(zip(source.dims, target.dims, strict=True)):
-        have, want = old.size_of(dim.axes), new.size_of(wanted.axes)
-        ranks = lcm(have, want)
-        if have == want or not dim.extent.is_uneven(ranks, flow.uneven):  # what goes to a rank is as much as it is to have
+    dims = [(dim.extent, old.size_of(dim.axes), new.size_of(to.axes)) for dim, to in zip(source.dims, target.dims, strict=True)]
+    if blocks.if_uneven and any(1 < have != want > 1 and size.is_uneven(lcm(have, want), flow.uneven) for size, have, want in dims):
+        found.blocks = blocks.if_uneven
+    for i, (size, have, want) in enumerate(dims):
+        ranks, is_split_anew = lcm(have, want), 1 < have != want > 1
+        uneven = size.symbols if is_split_anew and found.blocks is blocks.if_uneven else flow.uneven  # of those all arrive whole, or none
+        if have == want or not size.is_uneven(ranks, uneven):  # what goes to a rank is as much as it is to have
             continue
         if 1 in (have, want):
-            each = dim.extent.ceil_div(ranks)
+            each = size.ceil_div(ranks)
             found.sent[i], found.received[i], found.own[i] = each * want, each * have, Const(0)
         else:
-            each = dim.extent.ceil_div(have)
-            arriving[i] = Dim(dim.extent)
+            each = size.ceil_div(have)
             found.sent[i], found.received[i] = each, each * have
-            found.own[i] = rank_in_group(new, wanted.axes) * expr_of(dim.extent.ceil_div(want))
-        is_never_even |= dim.extent.is_int
-        if not dim.extent.is_int:
-            remainders.append(expr_of(dim.extent) % ranks)
-    found.blocks = transfer(source, replace(target, dims=tuple(arriving)), flow.mesh)
+            found.own[i] = rank_in_group(new, target.dims[i].axes) * expr_of(size.ceil_div(want))
+        is_never_even |= size.is_int
+        if not size.is_int:
+            remainders.append(expr_of(size) % ranks)
     found.is_even = None if is_never_even else total(remainders).equals(0)
     return found
 

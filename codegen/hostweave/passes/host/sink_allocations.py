@@ -1,0 +1,30 @@
+"""Host to host: what is allocated for a mesh of some of the ranks is allocated in the `on` body that first needs it.
+
+    on mesh(x=2 of ranks 0, 1) {                  on mesh(x=2 of ranks 2, 3) {
+      %h = allocate f32[M, K]                       recv %t from rank - 2 on x
+    }                                             }
+    on mesh(x=2 of ranks 2, 3) {        becomes   on mesh(x=2 of ranks 0, 1) {
+      recv %t from rank - 2 on x                    %h = allocate f32[M, K]
+    }                                               launch @exp_h %x -> %h
+    on mesh(x=2 of ranks 0, 1) {                  }
+      launch @exp_h %x -> %h
+    }
+
+What shares memory in place is looked for in one body.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hostweave.host_ir import ir
+from hostweave.options import Options
+from hostweave.passes.host.plan_memory import Planner
+
+
+def sink_allocations(program: ir.HostProgram, options: Options) -> ir.HostProgram:
+    """Of programs on several meshes; others have one body."""
+    if not any(i.ranks for i in ir.walk(program.body)):
+        return program
+    planned = Planner(program).body(program.body, on_caller=True)
+    return replace(program, body=ir.rewrite(planned, lambda i: () if ir.names(i, "free") else None))

@@ -1,0 +1,32 @@
+"""How bytes travel on a channel: of each transport one file here, with the object `TRANSPORT`. Whoever needs to know asks it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+NAMES = tuple(sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem not in ("__init__", "transport")))
+DEFAULT = "two_sided"  # of the channels that lowering makes
+
+
+@dataclass(frozen=True)
+class Transport:
+    name: str
+    carries: frozenset[str]  # what may be posted on it: the trait `posts` of instructions
+    template: str  # the file of templates/instructions that has a macro for each instruction
+    handle: str  # what a call takes of the channel, in C++
+    library: str  # what makes the calls, for messages
+    reduced_as: Mapping[str, str] = field(compare=False)  # the dtype that carries another one, which it cannot reduce
+    posts_in_group: int  # the most calls that can be posted together
+    holds_multiprocessors: bool  # its kernels occupy the device until others arrive: those of one channel at a time, in the order of issue
+    is_rendezvous: bool  # a communication ends only after all others that take part in it have started
+
+
+@cache
+def find_transport(name: str) -> Transport:
+    """The transport of that name, which is one of NAMES."""
+    transport: Transport = import_module(f"hostweave.transports.{name}").TRANSPORT
+    return transport

@@ -1,0 +1,15 @@
+"""Two-sided transport: NCCL's collectives, and a send that meets a recv."""
+
+from hostweave.transports.transport import Transport
+
+TRANSPORT = Transport(
+    name="two_sided",
+    carries=frozenset({"collective", "send", "recv"}),
+    template="nccl",
+    handle="comm()",
+    library="NCCL",
+    reduced_as={"bool": "u8", "f8e4m3": "f32", "f8e5m2": "f32"},
+    posts_in_group=2048,
+    holds_multiprocessors=True,
+    is_rendezvous=True,
+)

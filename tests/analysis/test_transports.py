@@ -1,0 +1,80 @@
+"""Whoever depends on how bytes travel asks the transport of a channel: a program on another one, and on two."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import host_text
+import pytest
+
+from hostweave.base.errors import ProgramError
+from hostweave.check.check import check
+from hostweave.host_ir.ir import HostProgram
+from hostweave.host_ir.verify import verify_host
+from hostweave.options import Options
+from hostweave.passes.host.serialize_channels import serialize_channels
+from hostweave.transports.transport import find_transport
+
+MAIL = replace(
+    find_transport("two_sided"), name="mail", carries=frozenset({"send", "recv"}), holds_multiprocessors=False, is_rendezvous=False
+)
+
+
+def by_mail(program: HostProgram, *names: str) -> HostProgram:
+    """With another transport for these channels."""
+    changed = [replace(channel, transport=MAIL) if channel.name in names else channel for channel in program.channels]
+    return replace(program, channels=tuple(changed))
+
+
+HEAD = "host @t(%x: f32[4@x, N]) -> (%y: f32[4@x, N]) mesh(x=2) streams(ring[2]) {\n"
+
+
+def test_a_transport_carries_what_it_says() -> None:
+    program = host_text.parse(HEAD + "all_reduce sum %x -> %y on x\n}\n")
+    verify_host(program)
+    with pytest.raises(ProgramError, match=r"all_reduce sum %x -> %y on x: channel x is mail, which carries recv, send alone$"):
+        verify_host(by_mail(program, "x"))
+
+
+def test_a_group_is_of_one_transport() -> None:
+    head = "host @t(%x: f32[4, N]) -> (%y: f32[4, N]) mesh(x=2, z=2) {\n"
+    program = host_text.parse(head + "group {\nsend %x to 1 - rank.x on x\nrecv %y from 1 - rank.z on z\n}\n}\n")
+    verify_host(program)
+    with pytest.raises(ProgramError, match=r"group: a group is posted by one transport, not by mail and two_sided: post them apart$"):
+        verify_host(by_mail(program, "z"))
+
+
+def test_a_send_waits_for_its_recv_where_they_are_a_rendezvous() -> None:
+    program = host_text.parse(HEAD + "send %x to 1 - rank.x on x\nrecv %y from 1 - rank.x on x\n}\n")
+    with pytest.raises(ProgramError, match="none of them can go on"):
+        check(program)
+    check(by_mail(program, "x"))
+
+
+def test_channels_take_turns_where_both_hold_multiprocessors() -> None:
+    head = "host @t(%x: f32[4, N]) -> (%y: f32[4, N], %z: f32[4, N]) mesh(x=2, dp=2) streams(ring[2]) {\n"
+    program = host_text.parse(
+        f"""{head}
+  fork ring
+  stream ring[0] {{
+    group {{
+      send %x to 1 - rank.x on x
+      recv %y from 1 - rank.x on x
+    }}
+  }}
+  stream ring[1] {{
+    group {{
+      send %x to 1 - rank.dp on dp
+      recv %z from 1 - rank.dp on dp
+    }}
+  }}
+  join ring
+}}
+"""
+    )
+    with pytest.raises(ProgramError, match="are over different channels, and nothing orders them"):
+        check(program)
+    assert "wait turn[0]" in str(serialize_channels(program, Options()))
+    mailed = by_mail(program, "dp")
+    check(mailed)
+    assert serialize_channels(mailed, Options()) is mailed
