@@ -1,6 +1,6 @@
 // kernel @maximum_minimum_c(%s: bf16[M/4, N]) {
-//   %maximum: bf16[M/4, N] = maximum(%s, -1.0)
-//   %c: bf16[M/4, N] = minimum(%maximum, 1.0)
+//   %maximum_s: bf16[M/4, N] = maximum(%s, -1.0)
+//   %c: bf16[M/4, N] = minimum(%maximum_s, 1.0)
 // }
 // host @epilogues(%x: bf16[M@x, K], %w: bf16[K, N], %b: bf16[N], %r: bf16[M@x, N]) -> (%h: bf16[M, N], %s: bf16[M@x, N], %c:
 // bf16[M@x, N]) mesh(x=4) streams(ring[4]) {

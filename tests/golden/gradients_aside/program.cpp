@@ -3,9 +3,9 @@
 // }  # ends here: all_reduce uses %db_partial
 // host @gradients_aside(%x: bf16[T@x, K], %dy: bf16[T@x, N], %w: bf16[K, N]) -> (%dx: bf16[T@x, K], %dw: bf16[K, N], %db:
 // bf16[N]) mesh(x=4) streams(comm[1]) uneven(T) {
-//   %transposed = permute %x by [1, 0]
+//   %x_transposed = permute %x by [1, 0]
 //   %dw_partial = allocate bf16[K, N]
-//   matmul %transposed, %dy -> %dw_partial
+//   matmul %x_transposed, %dy -> %dw_partial
 //   fork comm
 //   stream comm[0] {
 //     all_reduce sum %dw_partial -> %dw on x
@@ -16,8 +16,8 @@
 //   stream comm[0] {
 //     all_reduce sum %db_partial -> %db on x
 //   }
-//   %transposed_2 = permute %w by [1, 0]
-//   matmul %dy, %transposed_2 -> %dx
+//   %w_transposed = permute %w by [1, 0]
+//   matmul %dy, %w_transposed -> %dx
 //   join comm
 // }
 #include "program.h"

@@ -4,9 +4,9 @@
 //     stream ring[%i] {
 //       %x_i = select %x[0: %i]
 //       %y_i = select %y[0: %i]
-//       %product = reshape %y_i to [1, m, N]
-//       matmul %x_i, %w -> %product
-//       %y_partial_i = reshape %product to [m, N]
+//       %matmul_w = reshape %y_i to [1, m, N]
+//       matmul %x_i, %w -> %matmul_w
+//       %y_partial_i = reshape %matmul_w to [m, N]
 //       all_reduce sum %y_partial_i -> %y_i on x
 //     }
 //   }

@@ -4,9 +4,9 @@
 //     stream ring[%i] {
 //       %x_i = chunk %x[0: %i of 3]
 //       %y_i = chunk %y[0: %i of 3]
-//       %product = reshape %y_i to [M/3, N]
-//       matmul %x_i, %w -> %product
-//       all_reduce sum %product -> %y_i on x
+//       %matmul_w = reshape %y_i to [M/3, N]
+//       matmul %x_i, %w -> %matmul_w
+//       all_reduce sum %matmul_w -> %y_i on x
 //     }
 //   }
 //   join ring

@@ -3,9 +3,9 @@
 //   for %i in 0..3 {
 //     stream ring[%i] {
 //       %x_i = select %x[0: %i]
-//       %sum_i = reshape %x_i to [4, N]
+//       %sum_x_i = reshape %x_i to [4, N]
 //       %y_i = select %y[0: %i]
-//       reduce_scatter sum %sum_i -> %y_i on x
+//       reduce_scatter sum %sum_x_i -> %y_i on x
 //     }
 //   }
 //   join ring

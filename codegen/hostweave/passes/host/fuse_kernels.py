@@ -27,8 +27,6 @@ from hostweave.host_ir.dead_code import eliminate_dead_code
 from hostweave.options import Options
 from hostweave.types.tensor import BufferType, Dim, TensorType
 
-MAX_WORDS = 3  # ops that the name of a kernel lists
-
 
 def fuse_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     """After it no kernel reads what the one before it computed, as far as one kernel can compute both."""
@@ -302,20 +300,12 @@ def _shared(program: ir.HostProgram) -> ir.HostProgram:
 
 
 def _named(program: ir.HostProgram) -> ir.HostProgram:
-    """Fused kernels are called `neg_mul_y`, or `fused_y` where that would be long."""
     taken: set[str] = set()
     names = {}
     for kernel in program.kernels:
-        wanted = kernel.name.partition(" ")[0] if len(kernel.ops) == 1 else telling_name(kernel)
-        names[kernel.name] = claim_unique(wanted, taken)
+        names[kernel.name] = claim_unique(kernel.telling_name, taken)
     kernels = tuple(replace(kernel, name=names[kernel.name]) for kernel in program.kernels)
     return _with_names(replace(program, kernels=kernels), names)
-
-
-def telling_name(kernel: ir.Kernel) -> str:
-    """A name that lists the ops of a kernel, if they are few, and what it gives."""
-    words = [op.kind for op in kernel.ops]
-    return "_".join([*(words if len(words) <= MAX_WORDS else ["fused"]), *(result.name for result in kernel.results)])
 
 
 def _with_names(program: ir.HostProgram, names: dict[str, str]) -> ir.HostProgram:
