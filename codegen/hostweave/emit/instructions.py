@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from hostweave.analysis.live_ranges import begins, live_ranges
+from hostweave.base.errors import Location
 from hostweave.emit.context import WORKSPACE, Channel, Plan, ProgramContext, Routes, Temporary
 from hostweave.emit.copies import copied, copy_kernel, fill_kernel
 from hostweave.emit.cpp import CUDA_TYPES, NCCL_REDUCTIONS, nccl_type
@@ -23,6 +25,7 @@ from hostweave.types.tensor import BufferType
 CUBLAS_ACTIVATIONS = {"relu": "RELU", "gelu_tanh": "GELU"}
 CALLER = "caller"
 ROUTES_A_LINE = 8
+LONGEST_COMMENT = 114
 
 
 @dataclass(frozen=True)
@@ -51,9 +54,29 @@ class Emitter:
         self.used: set[str] = set()  # parameters and temporaries that some call names
         self.stream = CALLER
         self.in_group = False
+        self.comments: list[str] = []  # the last ones
 
     def body(self, body: ir.Body) -> str:
-        return "".join(self.instruction(i, last=i is body[-1]) for i in body)
+        """The C++ of its instructions, those of one line of the user's source below it."""
+        text = ""
+        for number, i in enumerate(body):
+            before, self.comments = self.comments, self.lines_of(body[number:]) or self.comments
+            shown = self.comments if self.comments != before else []
+            code = self.instruction(i, last=i is body[-1])
+            if code:
+                text += "".join(f"{comment}\n" for comment in shown) + code
+            else:
+                self.comments = before
+        return text
+
+    def lines_of(self, body: ir.Body) -> list[str]:
+        """The lines of the user's source that the first work in a body is made of, as comments: of a kernel those of all its ops."""
+        i = next((i for i in ir.walk(body) if i.calls and not i.orders and not ir.bodies(i)), ir.Instruction())
+        kernel = self.context.declared.get(i.kernel) if isinstance(i, ir.Launch) else None
+        locations = [op.location for op in kernel.ops] if kernel else []
+        if i.location not in locations:  # the kernel was made for another launch
+            locations = [i.location]
+        return list(dict.fromkeys(_comment(location) for location in locations if location and location.text))
 
     def instruction(self, i: ir.Instruction, last: bool) -> str:
         """Its C++: what the emitter has no method for, the template of its class lays out by itself."""
@@ -315,6 +338,13 @@ class Emitter:
         with self.integers.on(i.mesh):
             body = self.body(i.body)
         return lay_out("branch", condition=flag, body=body) if body else ""
+
+
+def _comment(location: Location) -> str:
+    """One line of C++ whatever the source has in it: at its end there is nothing that would join the next line to it."""
+    whole = re.sub(r"[^ -~]", "?", f"// {location}  {location.text.strip()}")
+    kept = re.sub(r"(\\|\?\?/| )+$", "", whole[:LONGEST_COMMENT])
+    return kept if kept == whole else f"{kept} ..."
 
 
 def _ends(i: ir.Matmul) -> tuple[str, ...]:

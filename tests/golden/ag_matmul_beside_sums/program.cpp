@@ -95,6 +95,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   const int64_t rank_x = rank_.index();
 
   HW_CHECK(arena_.begin_call(caller));
+  // more_programs.py:43  y = hw.matmul(x, w).stream("M", chunks=D)
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t p = (rank_x + i) % 4;
@@ -112,6 +113,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     auto* y_i = y + p * (M / 4 * N);
     HW_CHECK(plan_y_.multiply(x_gathered, w, y_i, stream));
   }
+  // more_programs.py:44  return y, hw.sum(x, axis=0).named("s"), hw.sum(v, axis=0).named("t")  # while the loop run ...
   HW_CHECK(hw::launch_pdl(sum_s_partial, hw::grid_of_columns(K, 512), caller, hw::reads(x, M / 4 * K), hw::writes(s, K), M, K));
   HW_CHECK(hw::launch_pdl(sum_t_partial, hw::grid_of_columns(L, 512), caller, hw::reads(v, M / 4 * L), hw::writes(t, L), M, L));
   {

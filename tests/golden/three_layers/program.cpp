@@ -139,6 +139,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   const int64_t rank_x = rank_.index();
 
   HW_CHECK(arena_.begin_call(caller));
+  // more_programs.py:60  x = layer(x, **{name: weights[f"{name}_{i}"] for name in WEIGHTS})  # one function of the ...
   const auto* x_sliced = x + rank_x * (M / 4 * E);
   layer(x_sliced, w_in_0, w_out_0, x_2_, caller);
   layer(x_2_, w_in_1, w_out_1, x_3_, caller);
@@ -151,6 +152,7 @@ void Program::layer(const hw::bf16* x, const hw::bf16* w_in, const hw::bf16* w_o
   const auto [M, E, F, F_x] = *prepared_;
   const int64_t rank_x = rank_.index();
 
+  // more_programs.py:52  h = hw.clip(hw.matmul(x, w_in).stream("M", chunks=D), -1, 1).named("h")
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t p = (rank_x + i) % 4;
@@ -171,6 +173,7 @@ void Program::layer(const hw::bf16* x, const hw::bf16* w_in, const hw::bf16* w_o
   HW_CHECK(ring_.join(caller));
   HW_CHECK(hw::launch_pdl(maximum_minimum_h, hw::grid_of_elements<8>(M * F_x), caller, hw::reads(layer_matmul_w_in_, M * F_x),
                           hw::writes(layer_matmul_w_in_, M * F_x), M, F_x));
+  // more_programs.py:53  scattered = hw.reshard(hw.matmul(h, w_out), "M@x", "E").stream("M", chunks=D).named("scatt ...
   HW_CHECK(ring_.fork(caller));
   for (int64_t j = 0; j < 4; ++j) {
     const int64_t q = (rank_x + 1 + j) % 4;
@@ -191,6 +194,8 @@ void Program::layer(const hw::bf16* x, const hw::bf16* w_in, const hw::bf16* w_o
       HW_CHECK(ncclGroupEnd());
     }
   }
+  // more_programs.py:53  scattered = hw.reshard(hw.matmul(h, w_out), "M@x", "E").stream("M", chunks=D).named("scatt ...
+  // more_programs.py:54  return hw.clip(x + scattered, -1, 1)
   HW_CHECK(ring_.join(caller));
   HW_CHECK(hw::launch_pdl(fused_y, hw::grid_of_elements<8>(M / 4 * E), caller, hw::reads(layer_scattered_landing_, M * E),
                           hw::reads(x, M / 4 * E), hw::writes(y, M / 4 * E), M, E));

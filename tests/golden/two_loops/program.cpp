@@ -128,6 +128,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   const int64_t rank_x = rank_.index();
 
   HW_CHECK(arena_.begin_call(caller));
+  // more_programs.py:80  h = hw.matmul(x, w).stream("M", chunks=D)  # what its loop holds of x, the second loop may ...
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t p = (rank_x + i) % 4;
@@ -145,10 +146,12 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     auto* h_i = h_ + p * (M / 4 * N);
     HW_CHECK(plan_h_.multiply(x_gathered, w, h_i, stream));
   }
+  // more_programs.py:81  g = hw.clip(hw.matmul(h, v), -1, 1)
   HW_CHECK(ring_.join(caller));
   HW_CHECK(plan_matmul_v_.multiply(h_, v, matmul_v_, {caller, workspace_}));
   HW_CHECK(hw::launch_pdl(maximum_minimum_g, hw::grid_of_elements<8>(M * F_x), caller, hw::reads(matmul_v_, M * F_x),
                           hw::writes(matmul_v_, M * F_x), M, F_x));
+  // more_programs.py:82  return hw.reshard(hw.matmul(g, u), "M@x", "N").stream("M", chunks=D)
   HW_CHECK(ring_.fork(caller));
   for (int64_t j = 0; j < 4; ++j) {
     const int64_t q = (rank_x + 1 + j) % 4;

@@ -134,6 +134,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   const int64_t rank = rank_.index();
 
   HW_CHECK(arena_.begin_call(caller));
+  // pipeline.py:33  arrived = hw.reshard(layer, "M", "K", mesh=second).named("arrived").stream("M", chunks=S)  # on ...
   HW_CHECK(ring_.fork(caller));
   HW_CHECK(cudaEventRecord(turn_[0], caller));
   for (int64_t j = 0; j < 5; ++j) {
@@ -146,6 +147,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
         HW_CHECK(cudaEventRecord(turn_[0], stream));
       }
     }
+    // pipeline.py:31  h = hw.relu(hw.matmul(x, up1).stream("M", chunks=S)).named("h").stream("M", chunks=S)
     if (j > 0) {
       const int64_t i = j - 1;
       const hw::Stream stream = ring_[i];
@@ -153,18 +155,22 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
         const auto* x_i = x + i * (M / 4 * K);
         auto* h = h_[i];
         HW_CHECK(plan_h_.multiply(x_i, up1, h, stream));
+        // pipeline.py:32  layer = hw.reshard(hw.matmul(h, down1), "M", "K").named("layer").stream("M", chunks=S)
         auto* matmul_down1 = matmul_down1_[i];
         HW_CHECK(plan_matmul_down1_.multiply(h, down1, matmul_down1, stream));
         HW_CHECK(cudaStreamWaitEvent(stream, turn_[0], 0));
         HW_CHECK(
             ncclAllReduce(matmul_down1, matmul_down1, M / 4 * K, ncclBfloat16, ncclSum, channel_x_of_ranks_0_1_.comm(), stream));
+        // pipeline.py:33  arrived = hw.reshard(layer, "M", "K", mesh=second).named("arrived").stream("M", chunks=S)  # on ...
         HW_CHECK(ncclSend(matmul_down1, M / 4 * K, ncclBfloat16, rank + 2, channel_x_.comm(), stream));
         HW_CHECK(cudaEventRecord(turn_[0], stream));
       }
+      // pipeline.py:34  g = hw.relu(hw.matmul(arrived, up2).stream("M", chunks=S)).named("g").stream("M", chunks=S)
       if (on_ranks_2_3_) {
         auto* arrived_i = arrived_ + i * (M / 4 * K);
         auto* g = g_[i];
         HW_CHECK(plan_g_.multiply(arrived_i, up2, g, stream));
+        // pipeline.py:35  return hw.reshard(hw.matmul(g, down2), "M", "K").stream("M", chunks=S)
         auto* y_i = y + i * (M / 4 * K);
         HW_CHECK(plan_y_.multiply(g, down2, y_i, stream));
         HW_CHECK(cudaStreamWaitEvent(stream, turn_[0], 0));

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import linecache
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -460,6 +461,7 @@ def traced(function: Callable[..., Any], trace: _Trace, inputs: dict[str, Tensor
     arguments = {}
     for parameter in parameters(function, inputs, word, location):
         arguments[parameter] = trace.add(None, _placed(inputs[parameter], trace.mesh, location), pinned=True, name=parameter)
+    linecache.checkcache()  # a file may have changed since a trace read its lines
     returned = function(**arguments)
     results = tuple(returned) if isinstance(returned, tuple | list) else (returned,)
     for result in results:

@@ -99,7 +99,7 @@ class _Matmuls:
             if longer is None:
                 return None
             ended, value, gone = longer, users[0].result.name, [*gone, users[0]]
-        ended = replace(ended, dst=targets[value], location=launch.location)
+        ended = replace(ended, dst=targets[value], location=gone[-1].location)
         if not self.is_possible(ended):
             return None
         rest = tuple(op for op in kernel.ops if op not in gone)

@@ -268,7 +268,7 @@ def _viewed(path: list[ir.Reshape | ir.Permute], source: str, name: str, types: 
 
 
 def _unshared(program: ir.HostProgram) -> ir.HostProgram:
-    """A kernel for each launch, under the names of the launch's buffers where it was written for others."""
+    """A kernel for each launch, with its location and under the names of its buffers where it was written for others."""
     links = _Links(program)
     kernels: list[ir.Kernel] = []
     changes: dict[int, ir.Launch] = {}
@@ -279,7 +279,8 @@ def _unshared(program: ir.HostProgram) -> ir.HostProgram:
             buffers = zip((*kernel.inputs, *kernel.results), (*launch.srcs, *launch.dsts), strict=True)
             names = {parameter.name: claim_unique(links.called(buffer), taken) for parameter, buffer in buffers}
             inputs = tuple(replace(p, name=names[p.name]) for p in kernel.inputs)
-            kernel = ir.Kernel(f"{kernel.name} {len(kernels)}", inputs, tuple(_renamed(op, names) for op in kernel.ops))
+            ops = tuple(replace(_renamed(op, names), location=launch.location) for op in kernel.ops)
+            kernel = ir.Kernel(f"{kernel.name} {len(kernels)}", inputs, ops)
             changes[id(launch)] = replace(launch, kernel=kernel.name)
         kernels.append(kernel)
     return replace(program, kernels=tuple(kernels), body=ir.edited(program.body, changes))
