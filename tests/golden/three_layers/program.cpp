@@ -203,6 +203,8 @@ void Program::layer(const hw::bf16* x, const hw::bf16* w_in, const hw::bf16* w_o
 
 void Program::layer_memory(const Sizes& sizes, hw::MemoryPlan& memory) {
   const auto [M, E, F, F_x] = sizes;
+  // Never in use at once, so that they may share bytes:
+  // - layer_x_gathered_, layer_scattered_landing_
   memory.allocate(layer_matmul_w_in_, M * F_x);
   memory.allocate(layer_x_gathered_, M / 4 * E, ring_);
   memory.join(ring_);
