@@ -79,3 +79,9 @@ def test_brackets_and_commas_in_strings_break_no_line() -> None:
     call = f"in.x.expect({', '.join([text] * 5)});"
     assert "".join(format_cpp(call + "\n").split()) == "".join(call.split())
     assert all(part.count('"') % 2 == 0 for part in format_cpp(call + "\n").splitlines())
+
+
+def test_the_colon_of_a_condition_begins_no_initializers() -> None:
+    first, second = f"is_root(x) ? here({'a' * 30}) : there({'b' * 30})", "c" * 40
+    broken = f"HW_CHECK(call({first},\n              {second}));\n"
+    assert format_cpp(f"HW_CHECK(call({first}, {second}));\n") == broken
