@@ -25,11 +25,11 @@ def test_products_of_f32_say_so() -> None:
     host, plain = (lower(products(hw.f32), options) for options in (Options(tf32=True), Options()))
     assert "  matmul %x, %w in tf32 bias %b activation relu -> %y0\n" in str(host)
     assert "  matmul %x, %w in tf32 -> %y1\n" in str(host)
-    assert "  matmul %transposed, %v -> %y2\n" in str(host)
+    assert "  matmul %v_transposed, %v -> %y2\n" in str(host)
     assert "tf32" not in str(plain)
     assert "tf32" not in str(lower(products(hw.bf16), Options(tf32=True)))
     ring = str(lower(fusion_of("matmul_rs_ring", 2, 3, hw.f32), Options(tf32=True)))
-    assert "matmul %x_i, %w in tf32 accumulate %product_i -> %product_i\n" in ring
+    assert "matmul %x_i, %w in tf32 accumulate %matmul_w_i -> %matmul_w_i\n" in ring
 
 
 def test_source() -> None:
