@@ -98,8 +98,8 @@ def test_a_block_that_returns_its_input_returns_a_copy() -> None:
 RESULTS = """\
 block @norm(%x: f32[M@x, E]) {
   %s: f32[M, 1] = sum(%x, axis=(1,), keepdims=true)
-  %y0: f32[M, E] = divide(%x, %s)
-  return %y0, %s
+  %divide_x: f32[M, E] = divide(%x, %s)
+  return %divide_x, %s
 }
 fusion @f(%x: f32[M@x, E]) mesh(x=2) {
   %y_2: f32[M, E] = call @norm(%x)

@@ -498,10 +498,10 @@ def test_names() -> None:
         "%h: bf16[M, K] = relu(%x)",
         "%a: bf16[M, K] = multiply(%h, 2.0)",
         "%b: bf16[M, K] = multiply(%h, 3.0)",
-        "%y0: bf16[M, K] = add(%a, %b)",
-        "%y3: bf16[M, K] = copy(%x)",
-        "%y4: bf16[M, K] = copy(%h)",
-        "return %y0, %b, %h, %y3, %y4",
+        "%add_a: bf16[M, K] = add(%a, %b)",
+        "%x_copied: bf16[M, K] = copy(%x)",
+        "%h_copied: bf16[M, K] = copy(%h)",
+        "return %add_a, %b, %h, %x_copied, %h_copied",
     ]
 
 

@@ -110,7 +110,7 @@ def test_results_are_on_the_mesh_of_their_operands() -> None:
 
     meshes = {name: value.type.mesh for name, value in f.values().items()}
     assert {name for name, mesh in meshes.items() if mesh == FIRST} == {"x", "x_reshaped", "x_i32", "iota", "h"}
-    assert (meshes["y0"], meshes["h_resharded"], meshes["y1"]) == (SECOND, None, None)
+    assert (meshes["h_resharded"], meshes["h_resharded_2"], meshes["h_resharded_3"]) == (SECOND, None, None)
     assert hw.Fusion.parse(str(f)) == f
 
 

@@ -13,7 +13,7 @@ constexpr hw::Argument kInputs[] = {
 };
 constexpr hw::Argument kOutputs[] = {
     {"joined", "bf16[part(M, x), 11]", CUDA_R_16BF},
-    {"y1", "bf16[part(M, x), 3]", CUDA_R_16BF},
+    {"relu_x_padded", "bf16[part(M, x), 3]", CUDA_R_16BF},
 };
 
 }  // namespace

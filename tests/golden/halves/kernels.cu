@@ -62,7 +62,7 @@ __global__ void relu_x_kernel(const hw::bf16* x_sliced_3, hw::bf16* relu_x, int6
 }
 
 // %dst: bf16[part(M, x), 1] = fill(value=1.0)
-__global__ void fill_y1_before(hw::bf16* dst, int64_t M_x) {
+__global__ void fill_relu_x_padded_before(hw::bf16* dst, int64_t M_x) {
   hw::griddep_wait();
   for (int64_t i : hw::over_grid(M_x)) {
     dst[i * 3] = hw::bf16(1.0f);

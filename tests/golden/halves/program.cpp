@@ -3,8 +3,8 @@
 // }  # ends here: %joined is written in parts
 // kernel @relu_x_kernel(%x_sliced_3: bf16[part(M, x), 2]) {
 //   %relu_x: bf16[part(M, x), 2] = relu(%x_sliced_3)
-// }  # ends here: %y1 is written in parts
-// host @halves(%x: bf16[M@x, 8], %w: bf16[8, 3]) -> (%joined: bf16[M@x, 11], %y1: bf16[M@x, 3]) mesh(x=4) uneven(M) {
+// }  # ends here: %relu_x_padded is written in parts
+// host @halves(%x: bf16[M@x, 8], %w: bf16[8, 3]) -> (%joined: bf16[M@x, 11], %relu_x_padded: bf16[M@x, 3]) mesh(x=4) uneven(M) {
 //   %h = allocate bf16[part(M, x), 3]
 //   matmul %x, %w -> %h
 //   %x_sliced_2 = slice %x[1: 4 from 0]
@@ -20,10 +20,10 @@
 //   %joined_3 = slice %joined[1: 1 from 10]
 //   copy %h_sliced_2 -> %joined_3
 //   %x_sliced_3 = slice %x[1: 2 from 1]
-//   %y1_inside = slice %y1[1: 2 from 1]
-//   launch @relu_x_kernel %x_sliced_3 -> %y1_inside
-//   %y1_before = slice %y1[1: 1 from 0]
-//   fill %y1_before with 1.0
+//   %relu_x_padded_inside = slice %relu_x_padded[1: 2 from 1]
+//   launch @relu_x_kernel %x_sliced_3 -> %relu_x_padded_inside
+//   %relu_x_padded_before = slice %relu_x_padded[1: 1 from 0]
+//   fill %relu_x_padded_before with 1.0
 // }
 #include "program.h"
 
@@ -37,7 +37,7 @@ Program::Program(hw::Rank& rank) : rank_(rank.expect_world(kWorld)), plan_h_(ran
   HW_CHECK(hw::load(negative_x_kernel));
   HW_CHECK(hw::load(copy_joined_2));
   HW_CHECK(hw::load(relu_x_kernel));
-  HW_CHECK(hw::load(fill_y1_before));
+  HW_CHECK(hw::load(fill_relu_x_padded_before));
 }
 
 Sizes Program::check(const Inputs& in) const {
@@ -51,7 +51,7 @@ Sizes Program::check(const Inputs& in) const {
 
 OutputShapes Program::output_shapes(const Inputs& in) const {
   const auto [M, M_x] = check(in);
-  return {.joined = {M_x, 11}, .y1 = {M_x, 3}};
+  return {.joined = {M_x, 11}, .relu_x_padded = {M_x, 3}};
 }
 
 void Program::prepare(const Inputs& in) {
@@ -72,12 +72,12 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   hw::expect_prepared(prepared_ == sizes);
   const auto [M, M_x] = sizes;
   out.joined.expect("joined", "bf16[part(M, x), 11]", CUDA_R_16BF, {M_x, 11}, rank_.device());
-  out.y1.expect("y1", "bf16[part(M, x), 3]", CUDA_R_16BF, {M_x, 3}, rank_.device());
+  out.relu_x_padded.expect("relu_x_padded", "bf16[part(M, x), 3]", CUDA_R_16BF, {M_x, 3}, rank_.device());
 
   const auto* x = in.x.as<hw::bf16>();
   const auto* w = in.w.as<hw::bf16>();
   auto* joined = out.joined.as<hw::bf16>();
-  auto* y1 = out.y1.as<hw::bf16>();
+  auto* relu_x_padded = out.relu_x_padded.as<hw::bf16>();
 
   HW_CHECK(arena_.begin_call(caller));
   // more_programs.py:73  h = hw.matmul(x, w).named("h")
@@ -98,10 +98,11 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
                              cudaMemcpyDeviceToDevice, caller));
   // more_programs.py:75  return joined, hw.pad(hw.relu(x[:, 1:3]), (1, 0), value=1)
   const auto* x_sliced_3 = x + 1;
-  auto* y1_inside = y1 + 1;
+  auto* relu_x_padded_inside = relu_x_padded + 1;
   HW_CHECK(hw::launch_pdl(relu_x_kernel, hw::grid_of_elements(2 * M_x), caller, hw::reads(x_sliced_3, {M_x, 2}, {8, 1}),
-                          hw::writes(y1_inside, {M_x, 2}, {3, 1}), M_x));
-  HW_CHECK(hw::launch_pdl(fill_y1_before, hw::grid_of_elements(M_x), caller, hw::writes(y1, {M_x, 1}, {3, 1}), M_x));
+                          hw::writes(relu_x_padded_inside, {M_x, 2}, {3, 1}), M_x));
+  HW_CHECK(hw::launch_pdl(fill_relu_x_padded_before, hw::grid_of_elements(M_x), caller,
+                          hw::writes(relu_x_padded, {M_x, 1}, {3, 1}), M_x));
   HW_CHECK(arena_.end_call(caller));
 }
 

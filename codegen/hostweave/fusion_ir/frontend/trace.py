@@ -469,10 +469,11 @@ def traced(function: Callable[..., Any], trace: _Trace, inputs: dict[str, Tensor
             raise ProgramError(f"{word} @{name} returns {result!r}; return a tensor of it, or a tuple of tensors", location)
     trace.take_variables()
     outputs = _distinct_results(results)
-    for i, result in enumerate(outputs):
-        if result._name is None:
-            wanted = result._variable if result._variable and result._variable not in trace.named else None
-            trace.name(result, wanted or unique_name("y" if len(outputs) == 1 else f"y{i}", trace.named))
+    for result in outputs:  # the names of variables are theirs first
+        if result._name is None and result._variable and result._variable not in trace.named:
+            trace.name(result, result._variable)
+        elif result._name is None and len(outputs) == 1:
+            trace.name(result, unique_name("y", trace.named))
     finished = _finished(name, trace, outputs)
     verify_fusion(finished)
     return finished
