@@ -55,6 +55,7 @@ class Emitter:
         self.stream = CALLER
         self.in_group = False
         self.comments: list[str] = []  # the last ones
+        self.others = _other_names(program)
 
     def body(self, body: ir.Body) -> str:
         """The C++ of its instructions, those of one line of the user's source below it."""
@@ -156,7 +157,8 @@ class Emitter:
         """What is one a stream has a local name for the present stream's."""
         begin = self.begins[id(i)]
         member = self.members.of(f"{self.block}_{i.out}" if self.block else i.out, f"buffer {len(self.temporaries)}")
-        pointer, comment = f"{i.type.dtype.cpp}*", f"%{i.out}: {i.type}" + (f" of @{self.block}" if self.block else "")
+        held = "".join(f", also %{other}" for other in self.others.get(i.out, ()))
+        pointer, comment = f"{i.type.dtype.cpp}*", f"%{i.out}: {i.type}{held}" + (f" of @{self.block}" if self.block else "")
         if begin.block is None:
             self.temporaries[id(i)] = Temporary(f"{pointer} {member} = nullptr", member, self.count_of(i.type), comment)
             self.buffers[i.out] = Buffer(member, i.type, i.out, read_only=False)
@@ -338,6 +340,18 @@ class Emitter:
         with self.integers.on(i.mesh):
             body = self.body(i.body)
         return lay_out("branch", condition=flag, body=body) if body else ""
+
+
+def _other_names(program: ir.HostProgram) -> dict[str, list[str]]:
+    """By buffer the values that are computed into all of its bytes under names of their own: in place, or as a view has them."""
+    sources = {i.out: i.src for i in ir.walk(program.body) if isinstance(i, ir.Reshape | ir.Permute)}
+    found: dict[str, list[str]] = {}
+    for name in dict.fromkeys(name for i in ir.walk(program.body) for name in ir.names(i, "write") if name in sources):
+        root = name
+        while root in sources:
+            root = sources[root]
+        found.setdefault(root, []).append(name)
+    return found
 
 
 def _comment(location: Location) -> str:

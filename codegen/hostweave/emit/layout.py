@@ -4,7 +4,7 @@ where they are too long, trailing comments aligned."""
 from __future__ import annotations
 
 import re
-from itertools import accumulate, groupby
+from itertools import accumulate
 
 COLUMNS = 130
 INDENT = "  "
@@ -107,11 +107,14 @@ def _pieces(line: str, bare: str, depths: list[int], start: int) -> list[str]:
 
 
 def _with_aligned_comments(lines: list[str]) -> list[str]:
-    result: list[str] = []
-    for has_comment, run in groupby(lines, lambda line: "  // " in line and not line.lstrip().startswith(("//", "}", "#"))):
-        block = list(run)
-        if has_comment:
-            width = max(line.index("  // ") for line in block)
-            block = [line[: line.index("  // ")].ljust(width) + line[line.index("  // ") :] for line in block]
-        result.extend(block)
-    return result
+    """Comments of neighbours in one column, as long as all of them fit there."""
+    runs: list[list[tuple[str, str]]] = []  # code and comment of neighbours
+    for line in lines:
+        code, slashes, comment = (line, "", "") if line.lstrip().startswith(("//", "}", "#")) else line.partition("  // ")
+        run = [*runs[-1], (code, slashes + comment)] if runs and runs[-1][-1][1] and slashes else []
+        if run and sum(max(len(entry[part]) for entry in run) for part in (0, 1)) <= COLUMNS:
+            runs[-1] = run
+        else:
+            runs.append([(code, slashes + comment)])
+    widths = [max(len(code) for code, _ in run) for run in runs]
+    return [code.ljust(width) + comment if comment else code for run, width in zip(runs, widths, strict=True) for code, comment in run]

@@ -64,7 +64,7 @@ class Program {
   hw::Streams ring_;               // ring[4]
   hw::MatmulPlan plan_matmul_w_;   // matmul %x, %w_i -> %matmul_w
   hw::Arena arena_;
-  std::array<hw::bf16*, 2> matmul_w_{};  // %matmul_w: bf16[part(M, dp), N/2], one a stream
+  std::array<hw::bf16*, 2> matmul_w_{};  // %matmul_w: bf16[part(M, dp), N/2], also %y_packed, one a stream
   std::optional<Sizes> prepared_;        // what prepare was last called for
 };
 

@@ -79,7 +79,7 @@ class Program {
   hw::Arena arena_;
   hw::bf16* arrived_ = nullptr;              // %arrived: bf16[M, K]
   std::array<hw::bf16*, 4> h_{};             // %h: bf16[M/4, part(N, x on ranks 0, 1)], one a stream
-  std::array<hw::bf16*, 4> matmul_down1_{};  // %matmul_down1: bf16[M/4, K], one a stream
+  std::array<hw::bf16*, 4> matmul_down1_{};  // %matmul_down1: bf16[M/4, K], also %layer, one a stream
   std::array<hw::bf16*, 4> g_{};             // %g: bf16[M/4, part(N, x on ranks 2, 3)], one a stream
   std::optional<Sizes> prepared_;            // what prepare was last called for
 };
