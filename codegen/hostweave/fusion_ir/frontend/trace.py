@@ -345,7 +345,7 @@ class _Trace:
         self.blocks = {} if blocks is None else blocks
         self.tensors: dict[str, Tensor] = {}
         self.named: dict[str, Tensor] = {}  # what the user named
-        self._frames: dict[FrameType, int] = {}  # of the user's functions -> how many tensors there were before it
+        self.frames: dict[FrameType, int] = {}  # of the user's functions -> how many tensors there were before it
         self._types: dict[str, TensorType] = {}
 
     def types(self) -> dict[str, TensorType]:
@@ -366,7 +366,7 @@ class _Trace:
             frames += [] if is_of_package(frame) else [frame]
             frame = frame.f_back
         for frame in reversed(frames):
-            self._frames.setdefault(frame, len(self.tensors))
+            self.frames.setdefault(frame, len(self.tensors))
         self.take_variables(frames)
 
     def take_variables(self, frames: Iterable[FrameType] | None = None) -> None:
@@ -374,9 +374,9 @@ class _Trace:
 
         A frame that is referred to keeps its variables when its function has returned: then the outermost come first.
         """
-        for frame in self._frames if frames is None else frames:
+        for frame in self.frames if frames is None else frames:
             for name, value in frame.f_locals.items():
-                is_made_here = type(value) is Tensor and value._trace is self and int(value._value.name) >= self._frames[frame]
+                is_made_here = type(value) is Tensor and value._trace is self and int(value._value.name) >= self.frames[frame]
                 word = name.strip("_")
                 if is_made_here and value._variable is None and word.isascii() and word.isidentifier():
                     value._variable = word
@@ -468,6 +468,7 @@ def traced(function: Callable[..., Any], trace: _Trace, inputs: dict[str, Tensor
         if not isinstance(result, Tensor) or result._trace is not trace:
             raise ProgramError(f"{word} @{name} returns {result!r}; return a tensor of it, or a tuple of tensors", location)
     trace.take_variables()
+    trace.frames.clear()  # they keep all variables
     outputs = _distinct_results(results)
     for result in outputs:  # the names of variables are theirs first
         if result._name is None and result._variable and result._variable not in trace.named:
