@@ -79,3 +79,15 @@ def test_brackets_and_commas_in_strings_break_no_line() -> None:
     call = f"in.x.expect({', '.join([text] * 5)});"
     assert "".join(format_cpp(call + "\n").split()) == "".join(call.split())
     assert all(part.count('"') % 2 == 0 for part in format_cpp(call + "\n").splitlines())
+
+
+def test_the_colon_of_a_condition_begins_no_initializers() -> None:
+    first, second = f"is_root(x) ? here({'a' * 30}) : there({'b' * 30})", "c" * 40
+    broken = f"HW_CHECK(call({first},\n              {second}));\n"
+    assert format_cpp(f"HW_CHECK(call({first}, {second}));\n") == broken
+
+
+def test_a_comment_that_would_be_too_long_beside_others_begins_another_column() -> None:
+    members = [f"int {name};  // {comment}\n" for name, comment in (("b", "x" * 80), ("cccc", "x" * 80), ("a" * 60, "x"))]
+    lines = format_cpp(f"struct S {{\n{''.join(members)}}};\n").splitlines()
+    assert [line.index("//") for line in lines[1:4]] == [13, 13, 69]

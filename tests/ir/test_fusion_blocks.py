@@ -21,14 +21,14 @@ block @mlp(%x: f32[M@x, E], %w: f32[E, E]) {
   return %y
 }
 block @layer(%x: f32[M@x, E], %w: f32[E, E]) {
-  %mlp: f32[M, E] = call @mlp(%x, %w)
-  %y: f32[M, E] = negative(%mlp)
+  %mlp_x: f32[M, E] = call @mlp(%x, %w)
+  %y: f32[M, E] = negative(%mlp_x)
   return %y
 }
 fusion @stack(%x: f32[M@x, E], %w: f32[E, E], %v: f32[E, E]) mesh(x=2) {
-  %layer: f32[M, E] = call @layer(%x, %w)
-  %layer_2: f32[M, E] = call @layer(%layer, %v)
-  %y: f32[M, E] = call @mlp(%layer_2, %w)
+  %layer_x: f32[M, E] = call @layer(%x, %w)
+  %layer_x_2: f32[M, E] = call @layer(%layer_x, %v)
+  %y: f32[M, E] = call @mlp(%layer_x_2, %w)
   return %y
 }
 """
@@ -98,13 +98,13 @@ def test_a_block_that_returns_its_input_returns_a_copy() -> None:
 RESULTS = """\
 block @norm(%x: f32[M@x, E]) {
   %s: f32[M, 1] = sum(%x, axis=(1,), keepdims=true)
-  %y0: f32[M, E] = divide(%x, %s)
-  return %y0, %s
+  %divide_x: f32[M, E] = divide(%x, %s)
+  return %divide_x, %s
 }
 fusion @f(%x: f32[M@x, E]) mesh(x=2) {
-  %norm: f32[M, E] = call @norm(%x)
-  %norm_s: f32[M, 1] = output @norm(%norm, index=1)
-  %y: f32[M, E] = subtract(%norm, %norm_s)
+  %y_2: f32[M, E] = call @norm(%x)
+  %total: f32[M, 1] = output @norm(%y_2, index=1)
+  %y: f32[M, E] = subtract(%y_2, %total)
   return %y
 }
 """
@@ -125,10 +125,10 @@ def test_a_block_of_two_results() -> None:
     assert Fusion.parse(RESULTS) == f
     assert str(inlined(f)).splitlines()[1:6] == [
         "  %norm_x: f32[M@x, E] pinned = reshard(%x)",
-        "  %norm_s_2: f32[M, 1] = sum(%norm_x, axis=(1,), keepdims=true)",
-        "  %norm: f32[M, E] = divide(%norm_x, %norm_s_2)",
-        "  %norm_s: f32[M, 1] = copy(%norm_s_2)",
-        "  %y: f32[M, E] = subtract(%norm, %norm_s)",
+        "  %norm_s: f32[M, 1] = sum(%norm_x, axis=(1,), keepdims=true)",
+        "  %y_2: f32[M, E] = divide(%norm_x, %norm_s)",
+        "  %total: f32[M, 1] = copy(%norm_s)",
+        "  %y: f32[M, E] = subtract(%y_2, %total)",
     ]
 
 
@@ -219,7 +219,7 @@ REFUSED = {
     ),
     "size": (
         "@hw.block(**T)\ndef layer(x, w):\n    return hw.sum(hw.broadcast_to(x, 'B', 'M', 'E'), 'B')\n" + FUSION + "    return layer(x, w)",
-        "mlp.py:5: broadcast_to: no input has a dim B, which %broadcast has, so nothing tells its size; give it to an input, "
+        "mlp.py:5: broadcast_to: no input has a dim B, which %x_broadcast has, so nothing tells its size; give it to an input, "
         "or write an int",
     ),
     "no parameters": (

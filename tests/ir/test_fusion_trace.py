@@ -496,22 +496,56 @@ def test_names() -> None:
     fusion = trace("h = hw.relu(x).named('h')\na = h * 2\nb = h * 3\nreturn a + b, b, h, x, h", x=X)
     assert ops(fusion) == [
         "%h: bf16[M, K] = relu(%x)",
-        "%multiply: bf16[M, K] = multiply(%h, 2.0)",
-        "%y1: bf16[M, K] = multiply(%h, 3.0)",
-        "%y0: bf16[M, K] = add(%multiply, %y1)",
-        "%y3: bf16[M, K] = copy(%x)",
-        "%y4: bf16[M, K] = copy(%h)",
-        "return %y0, %y1, %h, %y3, %y4",
+        "%a: bf16[M, K] = multiply(%h, 2.0)",
+        "%b: bf16[M, K] = multiply(%h, 3.0)",
+        "%add_a: bf16[M, K] = add(%a, %b)",
+        "%x_copied: bf16[M, K] = copy(%x)",
+        "%h_copied: bf16[M, K] = copy(%h)",
+        "return %add_a, %b, %h, %x_copied, %h_copied",
+    ]
+
+
+def test_names_of_variables() -> None:
+    """Of the function and of those that it calls, bound once or again; an argument is named by who made it."""
+    fusion = trace(
+        "def layer(h, w):\n    product = h @ w\n    gated = product * hw.sigmoid(product)\n    return gated\n"
+        "for w in (v, u):\n    x = layer(x, w)\n"
+        "_, _tail, größe = x * 2, x * 3, x * 4\ntotal, unused = (hw.sum(x + t) for t in (_tail, größe + _))\nreturn total, unused",
+        x='hw.f32["M", "M"]',
+        v='hw.f32["M", "M"]',
+        u='hw.f32["M", "M"]',
+    )
+    assert [op.result.name for op in fusion.ops] == [
+        *("product", "sigmoid_product", "x_2"),
+        *("product_2", "sigmoid_product_2", "x_3"),
+        *("multiply_x_3", "tail", "multiply_x_3_2", "add_x_3", "add_x_3_2", "total", "add_x_3_3", "unused"),
+    ]
+
+
+def test_names_of_ops_and_their_operands() -> None:
+    fusion = trace(
+        "n = hw.rms_norm(x)\n"
+        "return hw.softmax(hw.relu(n @ wq) @ wq.T @ hw.reshape(wk, 'K', 'K')) + hw.astype(hw.softmax(hw.astype(n, hw.f32)), hw.bf16)",
+        x=X,
+        wq='hw.bf16["K", "N"]',
+        wk='hw.bf16["K", "K"]',
+    )
+    names = [op.result.name for op in fusion.ops]
+    assert names[names.index("n") :][:6] == ["n", "matmul_wq", "relu_wq", "wq_transposed", "matmul_wq_2", "wk_reshaped"]
+    assert {"matmul_wk", "max_wk", "softmax_wk", "n_f32", "softmax_n", "softmax_n_bf16", "y"} <= set(names)
+    fusion = trace("return hw.where(x[0] > hw.iota(x, 'K'), x[2], hw.concat([x[1][:2], x[1][2:]]))", x='hw.i32[4, "K"]')
+    assert [op.result.name for op in fusion.ops] == [
+        *("x_0", "iota_K", "greater_x", "x_2", "x_1", "x_sliced", "x_1_2", "x_sliced_2", "x_joined", "y")
     ]
 
 
 def test_names_that_are_taken() -> None:
     fusion = trace("a = -y\nb = -a\nreturn hw.exp(-b)", y=X)
     assert ops(fusion) == [
-        "%negative: bf16[M, K] = negative(%y)",
-        "%negative_2: bf16[M, K] = negative(%negative)",
-        "%negative_3: bf16[M, K] = negative(%negative_2)",
-        "%y_2: bf16[M, K] = exp(%negative_3)",
+        "%a: bf16[M, K] = negative(%y)",
+        "%b: bf16[M, K] = negative(%a)",
+        "%negative_b: bf16[M, K] = negative(%b)",
+        "%y_2: bf16[M, K] = exp(%negative_b)",
         "return %y_2",
     ]
 
@@ -524,8 +558,8 @@ def test_numbers_take_the_dtype_of_the_tensor() -> None:
     assert ops(trace("return 1 - x", x=X))[0] == "%y: bf16[M, K] = subtract(1.0, %x)"
     assert ops(trace("return x * -3", x='hw.i32["M"]'))[0] == "%y: i32[M] = multiply(%x, -3)"
     assert ops(trace("return hw.where(x < 0, x, float('-inf'))", x=X))[:2] == [
-        "%less: bool[M, K] = less(%x, 0.0)",
-        "%y: bf16[M, K] = where(%less, %x, -inf)",
+        "%less_x: bool[M, K] = less(%x, 0.0)",
+        "%y: bf16[M, K] = where(%less_x, %x, -inf)",
     ]
 
 
@@ -536,12 +570,12 @@ def test_shapes() -> None:
         x=X,
     )
     assert ops(fusion) == [
-        "%reshaped: bf16[4, M/4, K] = reshape(%x)",
-        "%transposed: bf16[K, 4, M/4] = permute_dims(%reshaped, axes=(2, 0, 1))",
-        "%expanded: bf16[K, 1, 4, M/4] = expand_dims(%transposed, axis=(1,))",
-        "%broadcast: bf16[K, 2, 4, M/4] = broadcast_to(%expanded)",
-        "%mean: bf16[1, 2, 4, 1] = mean(%broadcast, axis=(0, 3), keepdims=true)",
-        "%y: f32[1, 2, 4, 1] = astype(%mean)",
+        "%a: bf16[4, M/4, K] = reshape(%x)",
+        "%b: bf16[K, 4, M/4] = permute_dims(%a, axes=(2, 0, 1))",
+        "%c: bf16[K, 1, 4, M/4] = expand_dims(%b, axis=(1,))",
+        "%d: bf16[K, 2, 4, M/4] = broadcast_to(%c)",
+        "%e: bf16[1, 2, 4, 1] = mean(%d, axis=(0, 3), keepdims=true)",
+        "%y: f32[1, 2, 4, 1] = astype(%e)",
         "return %y",
     ]
 

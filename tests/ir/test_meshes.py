@@ -109,8 +109,8 @@ def test_results_are_on_the_mesh_of_their_operands() -> None:
         return hw.reshard(h, "K*M@x", mesh=SECOND), hw.reshard(hw.reshard(h, "K*M", mesh=LINE), "K*M@x")
 
     meshes = {name: value.type.mesh for name, value in f.values().items()}
-    assert {name for name, mesh in meshes.items() if mesh == FIRST} == {"x", "reshaped", "astype", "iota", "add"}
-    assert (meshes["y0"], meshes["resharded"], meshes["y1"]) == (SECOND, None, None)
+    assert {name for name, mesh in meshes.items() if mesh == FIRST} == {"x", "x_reshaped", "x_i32", "iota", "h"}
+    assert (meshes["h_resharded"], meshes["h_resharded_2"], meshes["h_resharded_3"]) == (SECOND, None, None)
     assert hw.Fusion.parse(str(f)) == f
 
 

@@ -177,12 +177,12 @@ kernel @negative_negative_multiply_y(%x: f32[M, N]) {
   %k: f32[M, N] = negative(%h)
   %y: f32[M, N] = multiply(%k, %h)
 }
-kernel @negative_h(%x: f32[M, N]) {
+kernel @negative_z(%x: f32[M, N]) {
   %z: f32[M, N] = negative(%x)
 }
 host @f(%x: f32[M, N]) -> (%y: f32[M, N], %z: f32[M, N]) mesh() {
   launch @negative_negative_multiply_y %x -> %y
-  launch @negative_h %x -> %z
+  launch @negative_z %x -> %z
 }
 """
     )

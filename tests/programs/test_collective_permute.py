@@ -55,14 +55,14 @@ def test_a_sharding_of_as_many_ranks_stays() -> None:
     assert (
         stages["decompose_reshards"].partition("{\n")[2]
         == """\
-  %y0: f32[M@dp,tp, N] = collective_permute(%x, axis=0, sources=(3, -1, 1, 0))
+  %x_permuted: f32[M@dp,tp, N] = collective_permute(%x, axis=0, sources=(3, -1, 1, 0))
   %x_gathered: f32[M@dp, N] = all_gather(%x, dim=0, axes=(tp))
-  %y1: f32[M@dp, N] = collective_permute(%x_gathered, axis=0, sources=(1, 0))
-  return %y0, %y1
+  %x_permuted_2: f32[M@dp, N] = collective_permute(%x_gathered, axis=0, sources=(1, 0))
+  return %x_permuted, %x_permuted_2
 }
 """
     )
-    assert "collective_permute %x -> %y0 from [3, none, 1, 0] on dp_tp" in stages["serialize_channels"]
+    assert "collective_permute %x -> %x_permuted from [3, none, 1, 0] on dp_tp" in stages["serialize_channels"]
     assert "uneven" not in stages["serialize_channels"]  # blocks are as large as one another
 
 

@@ -83,16 +83,16 @@ def test_other_reductions_cast_what_they_take() -> None:
         body
         == """\
   %x_f32: f32[M@x, N] = astype(%x)
-  %y0_partial: f32[N] partial(sum, x) = sum(%x_f32, axis=(0,))
-  %y0_f32: f32[N] = reshard(%y0_partial)
-  %y0: bf16[N] = astype(%y0_f32)
+  %sum_x_partial: f32[N] partial(sum, x) = sum(%x_f32, axis=(0,))
+  %sum_x_f32: f32[N] = reshard(%sum_x_partial)
+  %sum_x: bf16[N] = astype(%sum_x_f32)
   %x_f32_2: f32[M@x, N] = astype(%x)
-  %y1_partial: f32[N] partial(prod, x) = prod(%x_f32_2, axis=(0,))
-  %y1_f32: f32[N] = reshard(%y1_partial)
-  %y1: bf16[N] = astype(%y1_f32)
-  %y2_partial: bf16[N] partial(max, x) = max(%x, axis=(0,))
-  %y2: bf16[N] = reshard(%y2_partial)
-  return %y0, %y1, %y2
+  %prod_x_partial: f32[N] partial(prod, x) = prod(%x_f32_2, axis=(0,))
+  %prod_x_f32: f32[N] = reshard(%prod_x_partial)
+  %prod_x: bf16[N] = astype(%prod_x_f32)
+  %max_x_partial: bf16[N] partial(max, x) = max(%x, axis=(0,))
+  %max_x: bf16[N] = reshard(%max_x_partial)
+  return %sum_x, %prod_x, %max_x
 }
 """
     )

@@ -23,21 +23,21 @@ def products(t: hw.DType) -> Fusion:
 
 def test_products_of_f32_say_so() -> None:
     host, plain = (lower(products(hw.f32), options) for options in (Options(tf32=True), Options()))
-    assert "  matmul %x, %w in tf32 bias %b activation relu -> %y0\n" in str(host)
-    assert "  matmul %x, %w in tf32 -> %y1\n" in str(host)
-    assert "  matmul %transposed, %v -> %y2\n" in str(host)
+    assert "  matmul %x, %w in tf32 bias %b activation relu -> %relu_w\n" in str(host)
+    assert "  matmul %x, %w in tf32 -> %matmul_w_2\n" in str(host)
+    assert "  matmul %v_transposed, %v -> %matmul_v\n" in str(host)
     assert "tf32" not in str(plain)
     assert "tf32" not in str(lower(products(hw.bf16), Options(tf32=True)))
     ring = str(lower(fusion_of("matmul_rs_ring", 2, 3, hw.f32), Options(tf32=True)))
-    assert "matmul %x_i, %w in tf32 accumulate %product_i -> %product_i\n" in ring
+    assert "matmul %x_i, %w in tf32 accumulate %matmul_w_i -> %matmul_w_i\n" in ring
 
 
 def test_source() -> None:
     source = compiled(products(hw.f32), options=Options(tf32=True)).source
     f32 = "(rank, CUDA_R_32F, CUDA_R_32F"
-    assert f"plan_y0_{f32}, CUBLASLT_EPILOGUE_RELU_BIAS, CUBLAS_COMPUTE_32F_FAST_TF32)" in source
-    assert f"plan_y1_{f32}, CUBLASLT_EPILOGUE_DEFAULT, CUBLAS_COMPUTE_32F_FAST_TF32)" in source
-    assert "plan_y2_(rank, CUDA_R_64F, CUDA_R_64F)" in source
+    assert f"plan_relu_w_{f32}, CUBLASLT_EPILOGUE_RELU_BIAS, CUBLAS_COMPUTE_32F_FAST_TF32)" in source
+    assert f"plan_matmul_w_2_{f32}, CUBLASLT_EPILOGUE_DEFAULT, CUBLAS_COMPUTE_32F_FAST_TF32)" in source
+    assert "plan_matmul_v_(rank, CUDA_R_64F, CUDA_R_64F)" in source
     assert source != compiled(products(hw.f32)).source
 
 

@@ -307,13 +307,13 @@ def test_of_changed_kernels_only_those_are_compiled(empty_cache: Path) -> None:
         program.build()
         return set(re.findall(r"^nvrtc .* (\w+)$", (program.folder / "build.log").read_text(), re.M))
 
-    sums, users, softmax = "multiply_sum_y0", "user_kernels", "fused_y2"
+    sums, users, softmax = "multiply_sum_z", "user_kernels", "fused_softmax_z"
     assert compiled(2.0, 2.0, 2) == {sums, users, softmax}
     assert compiled(3.0, 2.0, 2) == {sums}
     assert compiled(3.0, 3.0, 2) == {softmax}
     assert compiled(3.0, 3.0, 3) == {users}
     assert compiled(2.0, 3.0, 2) == set()
-    assert compiled(2.0, 3.0, 2, more=True) == {"max_y3"}
+    assert compiled(2.0, 3.0, 2, more=True) == {"max_z_2_kernel"}
 
 
 def test_a_broken_module(empty_cache: Path) -> None:
@@ -381,17 +381,17 @@ def test_nvrtc_knows_the_names_of_every_dtype(dtype: Any, tmp_path: Path) -> Non
     found = find_target("cuda").toolchain()
     assert isinstance(found.kernel_compiler, Nvrtc)
     units = units_of(hw.compile(extremes).sources["kernels.cu"])
-    assert [unit.name for unit in units] == ["max_y0", "min_y1"]
+    assert [unit.name for unit in units] == ["max_x_kernel", "min_x_kernel"]
     for unit in units:
         assert unit.name.encode() in replace(found.kernel_compiler, arch="sm_90").compile(unit, tmp_path)
 
 
 def test_the_kernels_of_a_file_that_was_edited_stay_together() -> None:
     kernels = hw.compile(hw.fusion(x=hw.f32["M", 8])(lambda x: (hw.sum(x, 0), hw.sum(x, 1))), "cuda").sources["kernels.cu"]
-    assert [unit.name for unit in units_of(kernels)] == ["sum_y0", "sum_y1"]
+    assert [unit.name for unit in units_of(kernels)] == ["sum_x_kernel", "sum_x_2_kernel"]
     for before, after in (
-        ("}\n\n// %y1", "}\n\n__device__ float twice(float x) {\n  return x + x;\n}\n\n// %y1"),
-        ("\n\n// %y1", "\n\n// mine"),
+        ("}\n\n// %sum_x_2", "}\n\n__device__ float twice(float x) {\n  return x + x;\n}\n\n// %sum_x_2"),
+        ("\n\n// %sum_x_2", "\n\n// mine"),
         ("}  // namespace", "}"),
     ):
         assert before in kernels

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import linecache
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from types import FrameType
@@ -21,10 +22,11 @@ def is_of_package(frame: FrameType) -> bool:
 
 @dataclass(frozen=True)
 class Location:
-    """A place in the user's source."""
+    """A place in the user's source, and what that line says, where it can be read."""
 
     file: str
     line: int
+    text: str = field(default="", compare=False, repr=False)
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}"
@@ -35,7 +37,8 @@ class Location:
         frame = sys._getframe(1)
         while frame.f_back is not None and is_of_package(frame):
             frame = frame.f_back
-        return Location(Path(frame.f_code.co_filename).name, frame.f_lineno)
+        path, line = frame.f_code.co_filename, frame.f_lineno
+        return Location(Path(path).name, line, linecache.getline(path, line, frame.f_globals))
 
 
 class HostweaveError(Exception):

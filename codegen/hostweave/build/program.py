@@ -1,5 +1,8 @@
 """Builds the extension module of a host program, or finds it in the cache.
 
+The cache finds it by its IR, which has no source locations: an edit that only moves lines builds nothing, and the sources in the
+cache then have the comments, with the user's lines, of the first build.
+
 `HOSTWEAVE_EDIT=folder` builds hand-edited sources: `folder/<program>` gets the generated ones where it has none, and what
 is there is compiled.
 """

@@ -3,13 +3,42 @@
 from __future__ import annotations
 
 from hostweave.analysis.live_ranges import Begin, Branch, Called, End, Joined, OnRanks, Step, Steps
-from hostweave.emit.context import ProgramContext
+from hostweave.emit.context import ProgramContext, Temporary
 from hostweave.emit.templates import lay_out
 from hostweave.host_ir.expr import opposite
 
 
 def arena_plan(steps: Steps, context: ProgramContext) -> str:
-    """After the body has been emitted."""
+    """After the body has been emitted; under a comment that says which buffers may share bytes at any size."""
+    groups: list[list[str]] = []
+    _take_turns(steps, context, groups, {})
+    shared = "".join(f"// - {', '.join(group)}\n" for group in groups if len(group) > 1)
+    return ("// Never in use at once, so that they may share bytes:\n" + shared if shared else "") + _plan(steps, context)
+
+
+def _take_turns(steps: Steps, context: ProgramContext, groups: list[list[str]], used: dict[Temporary, int]) -> None:
+    """Puts each buffer into the first group of which none is in use, as interval graphs are coloured. `used` has the group of each
+    buffer that is: one of a stream until the streams are joined."""
+    for step in steps:
+        match step:
+            case Begin():
+                group = next(i for i in range(len(groups) + 1) if i not in used.values())
+                groups += [[]] if group == len(groups) else []
+                used[context.temporaries[step]] = group
+                groups[group].append(context.temporaries[step].member)
+            case End(begin) if begin.place.stream is None:
+                used.pop(context.temporaries[begin], None)
+            case Joined(stream):
+                for buffer in [buffer for buffer in used if buffer.pool == context.streams[stream].member]:
+                    del used[buffer]
+            case OnRanks(_, inner):
+                _take_turns(inner, context, groups, used)
+            case Branch(_, then, otherwise):
+                _take_turns(then, context, groups, dict(used))
+                _take_turns(otherwise, context, groups, dict(used))
+
+
+def _plan(steps: Steps, context: ProgramContext) -> str:
     return "".join(_told(step, context) for step in steps)
 
 
@@ -23,11 +52,11 @@ def _told(step: Step, context: ProgramContext) -> str:
         case Joined(stream):
             return lay_out("memory_join", pool=context.streams[stream].member)
         case OnRanks(mesh, inner):
-            return lay_out("branch", condition=context.flag(mesh), body=arena_plan(inner, context))
+            return lay_out("branch", condition=context.flag(mesh), body=_plan(inner, context))
         case Called(block):
             return lay_out("memory_call", function=context.memory_of[block])
         case Branch(condition, then, otherwise):
-            taken, not_taken = arena_plan(then, context), arena_plan(otherwise, context)
+            taken, not_taken = _plan(then, context), _plan(otherwise, context)
             if not taken:
                 condition, taken, not_taken = opposite(condition), not_taken, ""
             return lay_out("branch", condition=context.integers.expr(condition), body=taken, orelse=not_taken)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from hostweave.analysis.live_ranges import begins, live_ranges
+from hostweave.base.errors import Location
 from hostweave.emit.context import WORKSPACE, Plan, ProgramContext, Routes, Temporary
 from hostweave.emit.copies import copied, copy_kernel, fill_kernel
 from hostweave.emit.cpp import CUDA_TYPES
@@ -23,6 +25,7 @@ from hostweave.types.tensor import BufferType
 CUBLAS_ACTIVATIONS = {"relu": "RELU", "gelu_tanh": "GELU"}
 CALLER = "caller"
 ROUTES_A_LINE = 8
+LONGEST_COMMENT = 114
 
 
 @dataclass(frozen=True)
@@ -51,9 +54,30 @@ class Emitter:
         self.used: set[str] = set()  # parameters and temporaries that some call names
         self.stream = CALLER
         self.in_group = False
+        self.comments: list[str] = []  # the last ones
+        self.others = _other_names(program)
 
     def body(self, body: ir.Body) -> str:
-        return "".join(self.instruction(i, last=i is body[-1]) for i in body)
+        """The C++ of its instructions, those of one line of the user's source below it."""
+        text = ""
+        for number, i in enumerate(body):
+            before, self.comments = self.comments, self.lines_of(body[number:]) or self.comments
+            shown = self.comments if self.comments != before else []
+            code = self.instruction(i, last=i is body[-1])
+            if code:
+                text += "".join(f"{comment}\n" for comment in shown) + code
+            else:
+                self.comments = before
+        return text
+
+    def lines_of(self, body: ir.Body) -> list[str]:
+        """The lines of the user's source that the first work in a body is made of, as comments: of a kernel those of all its ops."""
+        i = next((i for i in ir.walk(body) if i.calls and not i.orders and not ir.bodies(i)), ir.Instruction())
+        kernel = next((self.context.declared.get(name) for name in ir.names(i, "launch")), None)
+        locations = [op.location for op in kernel.ops] if kernel else []
+        if i.location not in locations:  # the kernel was made for another launch
+            locations = [i.location]
+        return list(dict.fromkeys(_comment(location) for location in locations if location and location.text))
 
     def instruction(self, i: ir.Instruction, last: bool) -> str:
         """Its C++: what the emitter has no method for, the template of its class lays out by itself."""
@@ -126,7 +150,8 @@ class Emitter:
         """What is one a stream has a local name for the present stream's."""
         begin = next(self.begins)
         member = self.members.of(f"{self.block}_{i.out}" if self.block else i.out, f"buffer {len(self.temporaries)}")
-        pointer, comment = f"{i.type.dtype.cpp}*", f"%{i.out}: {i.type}" + (f" of @{self.block}" if self.block else "")
+        held = "".join(f", also %{other}" for other in self.others.get(i.out, ()))
+        pointer, comment = f"{i.type.dtype.cpp}*", f"%{i.out}: {i.type}{held}" + (f" of @{self.block}" if self.block else "")
         if begin.place.stream is None:
             self.temporaries[begin] = Temporary(f"{pointer} {member} = nullptr", member, self.count_of(i.type), comment)
             self.buffers[i.out] = Buffer(member, i.type, i.out, read_only=False)
@@ -306,6 +331,25 @@ class Emitter:
         with self.integers.on(i.mesh):
             body = self.body(i.body)
         return lay_out("branch", condition=flag, body=body) if body else ""
+
+
+def _other_names(program: ir.HostProgram) -> dict[str, list[str]]:
+    """By buffer the values that are computed into all of its bytes under names of their own: in place, or as a view has them."""
+    sources = {ir.names(i, "view")[0]: ir.names(i, "alias")[0] for i in ir.walk(program.body) if i.shows}
+    found: dict[str, list[str]] = {}
+    for name in dict.fromkeys(name for i in ir.walk(program.body) for name in ir.names(i, "write") if name in sources):
+        root = name
+        while root in sources:
+            root = sources[root]
+        found.setdefault(root, []).append(name)
+    return found
+
+
+def _comment(location: Location) -> str:
+    """One line of C++ whatever the source has in it: at its end there is nothing that would join the next line to it."""
+    whole = re.sub(r"[^ -~]", "?", f"// {location}  {location.text.strip()}")
+    kept = re.sub(r"(\\|\?\?/| )+$", "", whole[:LONGEST_COMMENT])
+    return kept if kept == whole else f"{kept} ..."
 
 
 def _ends(i: ir.Matmul) -> tuple[str, ...]:

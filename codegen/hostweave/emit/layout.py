@@ -4,7 +4,7 @@ where they are too long, trailing comments aligned."""
 from __future__ import annotations
 
 import re
-from itertools import groupby
+from itertools import accumulate
 
 COLUMNS = 130
 INDENT = "  "
@@ -47,37 +47,44 @@ def _short_function(lines: list[str]) -> list[str]:
 
 # --- long lines -------------------------------------------------------------------------------------------------------
 
+# What begins a line of its own behind a head, and how far it is indented: what a condition is of, a kernel, initializers.
+_HEADS = (
+    (r"(if \(.*?\)) (\w.*)", 1),
+    (r"(__global__ void __launch_bounds__\(.*?\)) (.*)", 2),
+    (r"((?:explicit )?[\w:]+\([^()]*\)) (: .*)", 2),
+)
+
 
 def _broken(line: str, indent: str) -> list[str]:
     """One statement on as many lines as it needs."""
     if len(indent + line) <= COLUMNS:
         return [indent + line]
     if line.startswith("//"):
-        return _filled([indent + "//"], line[2:].split(" ")[1:], indent + "//")
-    code, slashes, comment = line.partition(";  // ")
-    if slashes:
-        return [*_broken(f"// {comment}", indent), *_broken(f"{code};", indent)]
-    if line.startswith("if (") and not line.endswith("{"):
-        condition = _closing(line, len("if (")) + 1
-        return [indent + line[:condition], *_broken(line[condition:].strip(), indent + INDENT)]
-    bounds, paren, function = line.partition(") ")
-    if paren and bounds.startswith("__global__ void __launch_bounds__("):
-        return [indent + bounds + ")", *_broken(function, indent + INDENT * 2)]
-    head, colon, initializers = line.partition(") : ")
-    if colon:
-        return [indent + head + ")", *_broken_initializers(initializers, indent + INDENT * 2)]
-    brackets = _without_strings(line)
-    start = _arguments(brackets)
-    if start is None:
+        return _filled(f"{indent}//", line.split(" ")[1:], f"{indent}//")
+    if trailing := re.fullmatch(r"(.*;)  (// .*)", line):
+        return [*_broken(trailing[2], indent), *_broken(trailing[1], indent)]
+    for head, steps in _HEADS:
+        if parts := re.fullmatch(head, line):
+            return [indent + parts[1], *_broken(parts[2], indent + INDENT * steps)]
+    bare = re.sub(r'"(?:[^"\\]|\\.)*"', lambda literal: "_" * len(literal[0]), line)  # brackets and commas in strings are none
+    depths = list(accumulate(((sign in "([{") - (sign in ")]}") for sign in bare), initial=0))
+    if line.startswith(": "):
+        first, *rest = _pieces(line, bare, depths, 0)
+        return [indent + first, *(indent + INDENT + initializer for initializer in rest)]
+    start = outer = bare.find("(") + 1
+    if not outer or line.startswith("if ("):
         return [indent + line]
-    outer = _opening(brackets)
+    # Inside of a call that is a sole argument itself: `HW_CHECK(ncclSend(` or `allocate({`.
+    while (inner := re.compile(r"[^,({]*[({]").match(bare, start)) and _end(depths, inner.end()) == _end(depths, start) - 1:
+        start = inner.end()
     if start > outer and len(indent + INDENT * 2 + line[outer:]) <= COLUMNS:
         return [indent + line[:outer], indent + INDENT * 2 + line[outer:]]
-    first, *rest = _split(line[start:])
-    return _filled([indent + line[:start] + first], rest, " " * (len(indent) + start - 1))
+    first, *rest = _pieces(line, bare, depths, start)
+    return _filled(indent + line[:start] + first, rest, " " * (len(indent) + start - 1))
 
 
-def _filled(lines: list[str], words: list[str], margin: str) -> list[str]:
+def _filled(line: str, words: list[str], margin: str) -> list[str]:
+    lines = [line]
     for word in words:
         if len(lines[-1]) + 1 + len(word) > COLUMNS:
             lines.append(margin)
@@ -85,70 +92,29 @@ def _filled(lines: list[str], words: list[str], margin: str) -> list[str]:
     return lines
 
 
-def _broken_initializers(text: str, indent: str) -> list[str]:
-    """A constructor's initializers: all on one line, or each on its own."""
-    if len(indent + ": " + text) <= COLUMNS:
-        return [indent + ": " + text]
-    first, *rest = _split(text)
-    return [indent + ": " + first, *(indent + INDENT + initializer for initializer in rest)]
-
-
-def _arguments(line: str) -> int | None:
-    """Where the arguments of the innermost call that is a sole argument itself begin: after `HW_CHECK(` or `allocate({`."""
-    start = _opening(line)
-    while start:
-        if line[start : start + 1] == "{" and line[_closing(line, start + 1) + 1 : _closing(line, start + 1) + 2] == ")":
-            return start + 1
-        inner = line.find("(", start)
-        closing = _closing(line, start)
-        if inner < 0 or inner > closing or _closing(line, inner + 1) != closing - 1 or "," in line[start:inner]:
-            return start
-        start = inner + 1
-    return None
-
-
-def _opening(line: str) -> int:
-    """Where the arguments of the first call begin, behind a condition; 0 where there is none."""
-    return line.find("(", _closing(line, len("if (")) if line.startswith("if (") else 0) + 1
-
-
-def _closing(line: str, start: int) -> int:
+def _end(depths: list[int], start: int) -> int:
     """The index of the bracket that closes the one before `start`."""
-    depth = 1
-    for i in range(start, len(line)):
-        depth += (line[i] in "([{") - (line[i] in ")]}")
-        if depth == 0:
-            return i
-    return len(line)
+    return next((i for i in range(start, len(depths) - 1) if depths[i + 1] < depths[start]), len(depths) - 1)
 
 
-def _without_strings(text: str) -> str:
-    """The same with blanks in its string literals: brackets and commas there are none."""
-    return re.sub(r'"(?:[^"\\]|\\.)*"', lambda literal: '"' + " " * (len(literal[0]) - 2) + '"', text)
-
-
-def _split(text: str) -> list[str]:
-    """Arguments with their commas; the last one with all that follows."""
-    pieces, depth, begin = [], 0, 0
-    for i, sign in enumerate(_without_strings(text)):
-        depth += (sign in "([{") - (sign in ")]}")
-        if depth < 0:
-            break
-        if sign == "," and depth == 0:
-            pieces.append(text[begin : i + 1].strip())
-            begin = i + 1
-    return [*pieces, text[begin:].strip()]
+def _pieces(line: str, bare: str, depths: list[int], start: int) -> list[str]:
+    """Arguments from `start` on with their commas; the last one with all that follows."""
+    cuts = [i + 1 for i in range(start, _end(depths, start)) if bare[i] == "," and depths[i] == depths[start]]
+    return [line[begin:end].strip() for begin, end in zip([start, *cuts], [*cuts, len(line)], strict=True)]
 
 
 # --- trailing comments ------------------------------------------------------------------------------------------------
 
 
 def _with_aligned_comments(lines: list[str]) -> list[str]:
-    result: list[str] = []
-    for has_comment, run in groupby(lines, lambda line: "  // " in line and not line.lstrip().startswith(("//", "}", "#"))):
-        block = list(run)
-        if has_comment:
-            width = max(line.index("  // ") for line in block)
-            block = [line[: line.index("  // ")].ljust(width) + line[line.index("  // ") :] for line in block]
-        result.extend(block)
-    return result
+    """Comments of neighbours in one column, as long as all of them fit there."""
+    runs: list[list[tuple[str, str]]] = []  # code and comment of neighbours
+    for line in lines:
+        code, slashes, comment = (line, "", "") if line.lstrip().startswith(("//", "}", "#")) else line.partition("  // ")
+        run = [*runs[-1], (code, slashes + comment)] if runs and runs[-1][-1][1] and slashes else []
+        if run and sum(max(len(entry[part]) for entry in run) for part in (0, 1)) <= COLUMNS:
+            runs[-1] = run
+        else:
+            runs.append([(code, slashes + comment)])
+    widths = [max(len(code) for code, _ in run) for run in runs]
+    return [code.ljust(width) + comment if comment else code for run, width in zip(runs, widths, strict=True) for code, comment in run]

@@ -102,6 +102,7 @@ class Instruction:
 
 
 Body = tuple[Instruction, ...]
+MAX_WORDS = 3  # ops that the name of a kernel lists
 Routes = tuple[Route, ...]
 Sources = tuple[int | None, ...]  # for each place in a process group the place that sends to it
 
@@ -733,6 +734,16 @@ class Kernel:
     def results(self) -> tuple[Parameter, ...]:
         values = {op.result.name: op.result for op in self.ops}
         return tuple(Parameter(name, values[name].type) for name in self.returned or (self.ops[-1].result.name,))
+
+    @property
+    def telling_name(self) -> str:
+        """A name that lists the ops, if they are few, and the results: `negative_multiply_y`, or `fused_y`."""
+        words, results = [op.kind for op in self.ops], [result.name for result in self.results]
+        if len(words) > MAX_WORDS:
+            words = ["fused"]
+        elif results[0].startswith(f"{words[-1]}_"):  # it is named after the op already
+            words.pop()
+        return "_".join([*words, *results, *([] if words else ["kernel"])])
 
 
 @dataclass(frozen=True)

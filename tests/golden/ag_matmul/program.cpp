@@ -4,10 +4,10 @@
 //   for %i in 0..3 {
 //     stream ring[%i] {
 //       %x_i = select %x[0: %i]
-//       %resharded = allocate bf16[4, m, K]
-//       all_gather %x_i -> %resharded on x
+//       %x_resharded = allocate bf16[4, m, K]
+//       all_gather %x_i -> %x_resharded on x
 //       %y_i = select %y[0: %i]
-//       matmul %resharded, %w -> %y_i
+//       matmul %x_resharded, %w -> %y_i
 //     }
 //   }
 //   join ring
@@ -45,7 +45,7 @@ void Program::prepare(const Inputs& in) {
   prepared_.reset();
   plan_y_.prepare({4, m, K}, {K, N}, {4, m, N});
   hw::MemoryPlan memory;
-  memory.allocate(resharded_, 4 * m * K, ring_);
+  memory.allocate(x_resharded_, 4 * m * K, ring_);
   arena_.reserve(memory);
   prepared_ = sizes;
 }
@@ -61,14 +61,15 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   auto* y = out.y.as<hw::bf16>();
 
   HW_CHECK(arena_.begin_call(caller));
+  // seeds.py:35  return hw.matmul(hw.reshard(x, S, D, "m", "K"), w).stream(0)  # the gather joins the loop of the s ...
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 3; ++i) {
     const hw::Stream stream = ring_[i];
     const auto* x_i = x + i * (m * K);
-    auto* resharded = resharded_[i];
-    HW_CHECK(ncclAllGather(x_i, resharded, m * K, ncclBfloat16, channel_x_.comm(), stream));
+    auto* x_resharded = x_resharded_[i];
+    HW_CHECK(ncclAllGather(x_i, x_resharded, m * K, ncclBfloat16, channel_x_.comm(), stream));
     auto* y_i = y + i * (4 * m * N);
-    HW_CHECK(plan_y_.multiply(resharded, w, y_i, stream));
+    HW_CHECK(plan_y_.multiply(x_resharded, w, y_i, stream));
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(arena_.end_call(caller));

@@ -14,7 +14,7 @@ constexpr hw::Argument kInputs[] = {
     {"v", "bf16[M/4, L]", CUDA_R_16BF},
 };
 constexpr hw::Argument kOutputs[] = {
-    {"y0", "bf16[M, N]", CUDA_R_16BF},
+    {"y", "bf16[M, N]", CUDA_R_16BF},
     {"s", "bf16[K]", CUDA_R_16BF},
     {"t", "bf16[L]", CUDA_R_16BF},
 };

@@ -4,7 +4,7 @@
 // kernel @sum_t_partial(%v: bf16[M/4, L]) {
 //   %t_partial: bf16[L] = sum(%v, axis=(0,))
 // }  # ends here: all_reduce uses %t_partial
-// host @ag_matmul_beside_sums(%x: bf16[M@x, K], %w: bf16[K, N], %v: bf16[M@x, L]) -> (%y0: bf16[M, N], %s: bf16[K], %t: bf16[L])
+// host @ag_matmul_beside_sums(%x: bf16[M@x, K], %w: bf16[K, N], %v: bf16[M@x, L]) -> (%y: bf16[M, N], %s: bf16[K], %t: bf16[L])
 // mesh(x=4) channels(x: x two_sided) streams(ring[4]) {
 //   fork ring
 //   for %i in 0..4 {
@@ -19,8 +19,8 @@
 //           send %x to (rank.x - %i) % 4 on x
 //         }
 //       }
-//       %y0_i = chunk %y0[0: %p of 4]
-//       matmul %x_gathered, %w -> %y0_i
+//       %y_i = chunk %y[0: %p of 4]
+//       matmul %x_gathered, %w -> %y_i
 //     }
 //   }
 //   %s_partial = reshape %s to [K]
@@ -45,7 +45,7 @@ Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
       channel_x_(rank.channel(kMesh, "x", 4)),
       ring_(rank, "ring", 4),
-      plan_y0_(rank, CUDA_R_16BF, CUDA_R_16BF) {
+      plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF) {
   HW_CHECK(hw::load(sum_s_partial));
   HW_CHECK(hw::load(sum_t_partial));
 }
@@ -63,7 +63,7 @@ Sizes Program::check(const Inputs& in) const {
 
 OutputShapes Program::output_shapes(const Inputs& in) const {
   const auto [M, K, N, L] = check(in);
-  return {.y0 = {M, N}, .s = {K}, .t = {L}};
+  return {.y = {M, N}, .s = {K}, .t = {L}};
 }
 
 void Program::prepare(const Inputs& in) {
@@ -71,7 +71,7 @@ void Program::prepare(const Inputs& in) {
   if (prepared_ == sizes) return;
   const auto [M, K, N, L] = sizes;
   prepared_.reset();
-  plan_y0_.prepare({M / 4, K}, {K, N}, {M / 4, N});
+  plan_y_.prepare({M / 4, K}, {K, N}, {M / 4, N});
   hw::MemoryPlan memory;
   memory.allocate(x_gathered_, M / 4 * K, ring_);
   arena_.reserve(memory);
@@ -82,19 +82,20 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   const Sizes sizes = check(in);
   hw::expect_prepared(prepared_ == sizes);
   const auto [M, K, N, L] = sizes;
-  out.y0.expect("y0", "bf16[M, N]", CUDA_R_16BF, {M, N}, rank_.device());
+  out.y.expect("y", "bf16[M, N]", CUDA_R_16BF, {M, N}, rank_.device());
   out.s.expect("s", "bf16[K]", CUDA_R_16BF, {K}, rank_.device());
   out.t.expect("t", "bf16[L]", CUDA_R_16BF, {L}, rank_.device());
 
   const auto* x = in.x.as<hw::bf16>();
   const auto* w = in.w.as<hw::bf16>();
   const auto* v = in.v.as<hw::bf16>();
-  auto* y0 = out.y0.as<hw::bf16>();
+  auto* y = out.y.as<hw::bf16>();
   auto* s = out.s.as<hw::bf16>();
   auto* t = out.t.as<hw::bf16>();
   const int64_t rank_x = rank_.index();
 
   HW_CHECK(arena_.begin_call(caller));
+  // more_programs.py:43  y = hw.matmul(x, w).stream("M", chunks=D)
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t p = (rank_x + i) % 4;
@@ -109,9 +110,10 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
       HW_CHECK(ncclSend(x, M / 4 * K, ncclBfloat16, (rank_x - i + 4) % 4, channel_x_.comm(), stream));
       HW_CHECK(ncclGroupEnd());
     }
-    auto* y0_i = y0 + p * (M / 4 * N);
-    HW_CHECK(plan_y0_.multiply(x_gathered, w, y0_i, stream));
+    auto* y_i = y + p * (M / 4 * N);
+    HW_CHECK(plan_y_.multiply(x_gathered, w, y_i, stream));
   }
+  // more_programs.py:44  return y, hw.sum(x, axis=0).named("s"), hw.sum(v, axis=0).named("t")  # while the loop run ...
   HW_CHECK(hw::launch_pdl(sum_s_partial, hw::grid_of_columns(K, 512), caller, hw::reads(x, M / 4 * K), hw::writes(s, K), M, K));
   HW_CHECK(hw::launch_pdl(sum_t_partial, hw::grid_of_columns(L, 512), caller, hw::reads(v, M / 4 * L), hw::writes(t, L), M, L));
   {

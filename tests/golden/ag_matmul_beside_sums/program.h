@@ -1,4 +1,4 @@
-// ag_matmul_beside_sums: (x: bf16[M@x, K], w: bf16[K, N], v: bf16[M@x, L]) -> (y0: bf16[M, N], s: bf16[K], t: bf16[L]) on
+// ag_matmul_beside_sums: (x: bf16[M@x, K], w: bf16[K, N], v: bf16[M@x, L]) -> (y: bf16[M, N], s: bf16[K], t: bf16[L]) on
 // mesh(x=4)
 #pragma once
 #include <cuda_runtime_api.h>
@@ -27,13 +27,13 @@ struct Inputs {
 };
 
 struct Outputs {
-  hw::Tensor y0;  // bf16[M, N]
-  hw::Tensor s;   // bf16[K]
-  hw::Tensor t;   // bf16[L]
+  hw::Tensor y;  // bf16[M, N]
+  hw::Tensor s;  // bf16[K]
+  hw::Tensor t;  // bf16[L]
 };
 
 struct OutputShapes {
-  hw::Shape y0;
+  hw::Shape y;
   hw::Shape s;
   hw::Shape t;
 };
@@ -67,7 +67,7 @@ class Program {
   hw::Rank& rank_;
   const hw::Channel& channel_x_;  // the 4 ranks along x
   hw::Streams ring_;              // ring[4]
-  hw::MatmulPlan plan_y0_;        // matmul %x_gathered, %w -> %y0_i
+  hw::MatmulPlan plan_y_;         // matmul %x_gathered, %w -> %y_i
   hw::Arena arena_;
   std::array<hw::bf16*, 4> x_gathered_{};  // %x_gathered: bf16[M/4, K], one a stream
   std::optional<Sizes> prepared_;          // what prepare was last called for

@@ -57,6 +57,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   const int64_t rank_x = rank_.index();
 
   HW_CHECK(arena_.begin_call(caller));
+  // seeds.py:54  return hw.reshard(x, D, "N").stream(0)
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t p = (rank_x + i) % 4;

@@ -3,8 +3,8 @@
 
 namespace programs::epilogues {
 
-// %maximum: bf16[M/4, N] = maximum(%s, -1.0)
-// %c: bf16[M/4, N] = minimum(%maximum, 1.0)
+// %maximum_s: bf16[M/4, N] = maximum(%s, -1.0)
+// %c: bf16[M/4, N] = minimum(%maximum_s, 1.0)
 template <int kWidth>
 __device__ void maximum_minimum_c_by(const hw::bf16* s, hw::bf16* c, int64_t M, int64_t N) {
   for (int64_t i : hw::over_grid<kWidth>(M / 4 * N)) {
@@ -13,8 +13,8 @@ __device__ void maximum_minimum_c_by(const hw::bf16* s, hw::bf16* c, int64_t M, 
 #pragma unroll
     for (int e = 0; e < kWidth; ++e) {
       const float s_e = float(s_i[e]);
-      const float maximum = (s_e > (-1.0f) || s_e != s_e) ? s_e : (-1.0f);
-      c_i[e] = hw::bf16((maximum < 1.0f || maximum != maximum) ? maximum : 1.0f);
+      const float maximum_s = (s_e > (-1.0f) || s_e != s_e) ? s_e : (-1.0f);
+      c_i[e] = hw::bf16((maximum_s < 1.0f || maximum_s != maximum_s) ? maximum_s : 1.0f);
     }
     hw::store(c + i, c_i);
   }

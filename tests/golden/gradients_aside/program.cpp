@@ -3,9 +3,9 @@
 // }  # ends here: all_reduce uses %db_partial
 // host @gradients_aside(%x: bf16[T@x, K], %dy: bf16[T@x, N], %w: bf16[K, N]) -> (%dx: bf16[T@x, K], %dw: bf16[K, N], %db:
 // bf16[N]) mesh(x=4) channels(x: x two_sided) streams(comm[1]) uneven(T) {
-//   %transposed = permute %x by [1, 0]
+//   %x_transposed = permute %x by [1, 0]
 //   %dw_partial = allocate bf16[K, N]
-//   matmul %transposed, %dy -> %dw_partial
+//   matmul %x_transposed, %dy -> %dw_partial
 //   fork comm
 //   stream comm[0] {
 //     all_reduce sum %dw_partial -> %dw on x
@@ -16,8 +16,8 @@
 //   stream comm[0] {
 //     all_reduce sum %db_partial -> %db on x
 //   }
-//   %transposed_2 = permute %w by [1, 0]
-//   matmul %dy, %transposed_2 -> %dx
+//   %w_transposed = permute %w by [1, 0]
+//   matmul %dy, %w_transposed -> %dx
 //   join comm
 // }
 #include "program.h"
@@ -85,12 +85,14 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   auto* db = out.db.as<hw::bf16>();
 
   HW_CHECK(arena_.begin_call(caller));
+  // more_programs.py:66  dw = hw.matmul(x.T, dy).aside().named("dw")
   HW_CHECK(plan_dw_partial_.multiply(x, dy, dw_partial_, {caller, workspace_}));
   HW_CHECK(comm_.fork(caller));
   {
     const hw::Stream stream = comm_[0];
     HW_CHECK(ncclAllReduce(dw_partial_, dw, K * N, ncclBfloat16, ncclSum, channel_x_.comm(), stream));
   }
+  // more_programs.py:67  db = hw.sum(dy, axis=0).aside().named("db")
   HW_CHECK(hw::launch_pdl(sum_db_partial, hw::grid_of_columns(N, 512), caller, hw::reads(dy, N * T_x), hw::writes(db_partial_, N),
                           N, T_x));
   HW_CHECK(comm_.fork(caller));
@@ -98,6 +100,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const hw::Stream stream = comm_[0];
     HW_CHECK(ncclAllReduce(db_partial_, db, N, ncclBfloat16, ncclSum, channel_x_.comm(), stream));
   }
+  // more_programs.py:68  return hw.matmul(dy, w.T).named("dx"), dw, db  # dx is computed while dw and db are summed
   HW_CHECK(plan_dx_.multiply(dy, w, dx, {caller, workspace_}));
   HW_CHECK(comm_.join(caller));
   HW_CHECK(arena_.end_call(caller));

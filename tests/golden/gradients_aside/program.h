@@ -66,8 +66,8 @@ class Program {
   hw::Rank& rank_;
   const hw::Channel& channel_x_;    // the 4 ranks along x
   hw::Streams comm_;                // comm[1]
-  hw::MatmulPlan plan_dw_partial_;  // matmul %transposed, %dy -> %dw_partial
-  hw::MatmulPlan plan_dx_;          // matmul %dy, %transposed_2 -> %dx
+  hw::MatmulPlan plan_dw_partial_;  // matmul %x_transposed, %dy -> %dw_partial
+  hw::MatmulPlan plan_dx_;          // matmul %dy, %w_transposed -> %dx
   hw::Arena arena_;
   char* workspace_ = nullptr;       // of the matmuls on the caller's stream
   hw::bf16* dw_partial_ = nullptr;  // %dw_partial: bf16[K, N]

@@ -12,8 +12,8 @@ constexpr hw::Argument kInputs[] = {
     {"w", "bf16[8, 3]", CUDA_R_16BF},
 };
 constexpr hw::Argument kOutputs[] = {
-    {"y0", "bf16[part(M, x), 11]", CUDA_R_16BF},
-    {"y1", "bf16[part(M, x), 3]", CUDA_R_16BF},
+    {"joined", "bf16[part(M, x), 11]", CUDA_R_16BF},
+    {"relu_x_padded", "bf16[part(M, x), 3]", CUDA_R_16BF},
 };
 
 }  // namespace

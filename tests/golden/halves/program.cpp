@@ -1,29 +1,29 @@
-// kernel @negative_negative(%sliced_2: bf16[part(M, x), 4]) {
-//   %negative: bf16[part(M, x), 4] = negative(%sliced_2)
-// }  # ends here: %y0 is written in parts
-// kernel @relu_relu(%sliced_5: bf16[part(M, x), 2]) {
-//   %relu: bf16[part(M, x), 2] = relu(%sliced_5)
-// }  # ends here: %y1 is written in parts
-// host @halves(%x: bf16[M@x, 8], %w: bf16[8, 3]) -> (%y0: bf16[M@x, 11], %y1: bf16[M@x, 3]) mesh(x=4) uneven(M) {
+// kernel @negative_x_kernel(%x_sliced_2: bf16[part(M, x), 4]) {
+//   %negative_x: bf16[part(M, x), 4] = negative(%x_sliced_2)
+// }  # ends here: %joined is written in parts
+// kernel @relu_x_kernel(%x_sliced_3: bf16[part(M, x), 2]) {
+//   %relu_x: bf16[part(M, x), 2] = relu(%x_sliced_3)
+// }  # ends here: %relu_x_padded is written in parts
+// host @halves(%x: bf16[M@x, 8], %w: bf16[8, 3]) -> (%joined: bf16[M@x, 11], %relu_x_padded: bf16[M@x, 3]) mesh(x=4) uneven(M) {
 //   %h = allocate bf16[part(M, x), 3]
 //   matmul %x, %w -> %h
-//   %sliced_2 = slice %x[1: 4 from 0]
-//   %y0_1 = slice %y0[1: 4 from 4]
-//   launch @negative_negative %sliced_2 -> %y0_1
-//   %sliced = slice %x[1: 4 from 4]
-//   %y0_0 = slice %y0[1: 4 from 0]
-//   copy %sliced -> %y0_0
-//   %sliced_3 = strided %h[1: 2 from 0 by 2]
-//   %y0_2 = slice %y0[1: 2 from 8]
-//   copy %sliced_3 -> %y0_2
-//   %sliced_4 = slice %h[1: 1 from 1]
-//   %y0_3 = slice %y0[1: 1 from 10]
-//   copy %sliced_4 -> %y0_3
-//   %sliced_5 = slice %x[1: 2 from 1]
-//   %y1_inside = slice %y1[1: 2 from 1]
-//   launch @relu_relu %sliced_5 -> %y1_inside
-//   %y1_before = slice %y1[1: 1 from 0]
-//   fill %y1_before with 1.0
+//   %x_sliced_2 = slice %x[1: 4 from 0]
+//   %joined_1 = slice %joined[1: 4 from 4]
+//   launch @negative_x_kernel %x_sliced_2 -> %joined_1
+//   %x_sliced = slice %x[1: 4 from 4]
+//   %joined_0 = slice %joined[1: 4 from 0]
+//   copy %x_sliced -> %joined_0
+//   %h_sliced = strided %h[1: 2 from 0 by 2]
+//   %joined_2 = slice %joined[1: 2 from 8]
+//   copy %h_sliced -> %joined_2
+//   %h_sliced_2 = slice %h[1: 1 from 1]
+//   %joined_3 = slice %joined[1: 1 from 10]
+//   copy %h_sliced_2 -> %joined_3
+//   %x_sliced_3 = slice %x[1: 2 from 1]
+//   %relu_x_padded_inside = slice %relu_x_padded[1: 2 from 1]
+//   launch @relu_x_kernel %x_sliced_3 -> %relu_x_padded_inside
+//   %relu_x_padded_before = slice %relu_x_padded[1: 1 from 0]
+//   fill %relu_x_padded_before with 1.0
 // }
 #include "program.h"
 
@@ -34,10 +34,10 @@
 namespace programs::halves {
 
 Program::Program(hw::Rank& rank) : rank_(rank.expect_world(kWorld)), plan_h_(rank, CUDA_R_16BF, CUDA_R_16BF) {
-  HW_CHECK(hw::load(negative_negative));
-  HW_CHECK(hw::load(copy_y0_2));
-  HW_CHECK(hw::load(relu_relu));
-  HW_CHECK(hw::load(fill_y1_before));
+  HW_CHECK(hw::load(negative_x_kernel));
+  HW_CHECK(hw::load(copy_joined_2));
+  HW_CHECK(hw::load(relu_x_kernel));
+  HW_CHECK(hw::load(fill_relu_x_padded_before));
 }
 
 Sizes Program::check(const Inputs& in) const {
@@ -51,7 +51,7 @@ Sizes Program::check(const Inputs& in) const {
 
 OutputShapes Program::output_shapes(const Inputs& in) const {
   const auto [M, M_x] = check(in);
-  return {.y0 = {M_x, 11}, .y1 = {M_x, 3}};
+  return {.joined = {M_x, 11}, .relu_x_padded = {M_x, 3}};
 }
 
 void Program::prepare(const Inputs& in) {
@@ -71,34 +71,38 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   const Sizes sizes = check(in);
   hw::expect_prepared(prepared_ == sizes);
   const auto [M, M_x] = sizes;
-  out.y0.expect("y0", "bf16[part(M, x), 11]", CUDA_R_16BF, {M_x, 11}, rank_.device());
-  out.y1.expect("y1", "bf16[part(M, x), 3]", CUDA_R_16BF, {M_x, 3}, rank_.device());
+  out.joined.expect("joined", "bf16[part(M, x), 11]", CUDA_R_16BF, {M_x, 11}, rank_.device());
+  out.relu_x_padded.expect("relu_x_padded", "bf16[part(M, x), 3]", CUDA_R_16BF, {M_x, 3}, rank_.device());
 
   const auto* x = in.x.as<hw::bf16>();
   const auto* w = in.w.as<hw::bf16>();
-  auto* y0 = out.y0.as<hw::bf16>();
-  auto* y1 = out.y1.as<hw::bf16>();
+  auto* joined = out.joined.as<hw::bf16>();
+  auto* relu_x_padded = out.relu_x_padded.as<hw::bf16>();
 
   HW_CHECK(arena_.begin_call(caller));
+  // more_programs.py:73  h = hw.matmul(x, w).named("h")
   HW_CHECK(plan_h_.multiply(x, w, h_, {caller, workspace_}));
-  auto* y0_1 = y0 + 4;
-  HW_CHECK(hw::launch_pdl(negative_negative, hw::grid_of_elements(4 * M_x), caller, hw::reads(x, {M_x, 4}, {8, 1}),
-                          hw::writes(y0_1, {M_x, 4}, {11, 1}), M_x));
-  const auto* sliced = x + 4;
-  HW_CHECK(cudaMemcpy2DAsync(y0, 11 * sizeof(hw::bf16), sliced, 8 * sizeof(hw::bf16), 4 * sizeof(hw::bf16), M_x,
+  // more_programs.py:74  joined = hw.concat([x[:, 4:], -x[:, :4], h[:, ::2], h[:, 1:2]], axis=1)  # each operand is ...
+  auto* joined_1 = joined + 4;
+  HW_CHECK(hw::launch_pdl(negative_x_kernel, hw::grid_of_elements(4 * M_x), caller, hw::reads(x, {M_x, 4}, {8, 1}),
+                          hw::writes(joined_1, {M_x, 4}, {11, 1}), M_x));
+  const auto* x_sliced = x + 4;
+  HW_CHECK(cudaMemcpy2DAsync(joined, 11 * sizeof(hw::bf16), x_sliced, 8 * sizeof(hw::bf16), 4 * sizeof(hw::bf16), M_x,
                              cudaMemcpyDeviceToDevice, caller));
-  auto* y0_2 = y0 + 8;
-  HW_CHECK(hw::launch_pdl(copy_y0_2, hw::grid_of_elements(2 * M_x), caller, hw::reads(h_, {M_x, 2}, {3, 2}),
-                          hw::writes(y0_2, {M_x, 2}, {11, 1}), M_x));
-  auto* sliced_4 = h_ + 1;
-  auto* y0_3 = y0 + 10;
-  HW_CHECK(cudaMemcpy2DAsync(y0_3, 11 * sizeof(hw::bf16), sliced_4, 3 * sizeof(hw::bf16), sizeof(hw::bf16), M_x,
+  auto* joined_2 = joined + 8;
+  HW_CHECK(hw::launch_pdl(copy_joined_2, hw::grid_of_elements(2 * M_x), caller, hw::reads(h_, {M_x, 2}, {3, 2}),
+                          hw::writes(joined_2, {M_x, 2}, {11, 1}), M_x));
+  auto* h_sliced_2 = h_ + 1;
+  auto* joined_3 = joined + 10;
+  HW_CHECK(cudaMemcpy2DAsync(joined_3, 11 * sizeof(hw::bf16), h_sliced_2, 3 * sizeof(hw::bf16), sizeof(hw::bf16), M_x,
                              cudaMemcpyDeviceToDevice, caller));
-  const auto* sliced_5 = x + 1;
-  auto* y1_inside = y1 + 1;
-  HW_CHECK(hw::launch_pdl(relu_relu, hw::grid_of_elements(2 * M_x), caller, hw::reads(sliced_5, {M_x, 2}, {8, 1}),
-                          hw::writes(y1_inside, {M_x, 2}, {3, 1}), M_x));
-  HW_CHECK(hw::launch_pdl(fill_y1_before, hw::grid_of_elements(M_x), caller, hw::writes(y1, {M_x, 1}, {3, 1}), M_x));
+  // more_programs.py:75  return joined, hw.pad(hw.relu(x[:, 1:3]), (1, 0), value=1)
+  const auto* x_sliced_3 = x + 1;
+  auto* relu_x_padded_inside = relu_x_padded + 1;
+  HW_CHECK(hw::launch_pdl(relu_x_kernel, hw::grid_of_elements(2 * M_x), caller, hw::reads(x_sliced_3, {M_x, 2}, {8, 1}),
+                          hw::writes(relu_x_padded_inside, {M_x, 2}, {3, 1}), M_x));
+  HW_CHECK(hw::launch_pdl(fill_relu_x_padded_before, hw::grid_of_elements(M_x), caller,
+                          hw::writes(relu_x_padded, {M_x, 1}, {3, 1}), M_x));
   HW_CHECK(arena_.end_call(caller));
 }
 

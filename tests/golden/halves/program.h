@@ -1,4 +1,4 @@
-// halves: (x: bf16[M@x, 8], w: bf16[8, 3]) -> (y0: bf16[M@x, 11], y1: bf16[M@x, 3]) on mesh(x=4)
+// halves: (x: bf16[M@x, 8], w: bf16[8, 3]) -> (joined: bf16[M@x, 11], relu_x_padded: bf16[M@x, 3]) on mesh(x=4)
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -23,13 +23,13 @@ struct Inputs {
 };
 
 struct Outputs {
-  hw::Tensor y0;  // bf16[part(M, x), 11]
-  hw::Tensor y1;  // bf16[part(M, x), 3]
+  hw::Tensor joined;         // bf16[part(M, x), 11]
+  hw::Tensor relu_x_padded;  // bf16[part(M, x), 3]
 };
 
 struct OutputShapes {
-  hw::Shape y0;
-  hw::Shape y1;
+  hw::Shape joined;
+  hw::Shape relu_x_padded;
 };
 
 // Global sizes, by the names that the program gives them.

@@ -5,9 +5,9 @@
 //     stream ring[%i] {
 //       %x_i = select %x[0: %i]
 //       %y_i = select %y[0: %i]
-//       %product = reshape %y_i to [1, m, N]
-//       matmul %x_i, %w -> %product
-//       %y_partial_i = reshape %product to [m, N]
+//       %matmul_w = reshape %y_i to [1, m, N]
+//       matmul %x_i, %w -> %matmul_w
+//       %y_partial_i = reshape %matmul_w to [m, N]
 //       all_reduce sum %y_partial_i -> %y_i on x
 //     }
 //   }
@@ -60,6 +60,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   auto* y = out.y.as<hw::bf16>();
 
   HW_CHECK(arena_.begin_call(caller));
+  // seeds.py:40  return hw.sum(hw.matmul(x, w), axis=1).stream(0)  # [S, m, N]
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 3; ++i) {
     const hw::Stream stream = ring_[i];

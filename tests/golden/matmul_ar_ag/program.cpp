@@ -6,11 +6,11 @@
 //   for %i in 0..3 {
 //     stream ring[%i] {
 //       %x_i = chunk %x[0: %i of 3]
-//       %product = allocate bf16[M/6, N]
-//       matmul %x_i, %w -> %product
+//       %matmul_w = allocate bf16[M/6, N]
+//       matmul %x_i, %w -> %matmul_w
 //       wait turn[0]
-//       %y_reduced = reshape %product to [M/6, N]
-//       all_reduce sum %product -> %y_reduced on tp
+//       %y_reduced = reshape %matmul_w to [M/6, N]
+//       all_reduce sum %matmul_w -> %y_reduced on tp
 //       %y_packed = allocate bf16[2, M/6, N]
 //       all_gather %y_reduced -> %y_packed on dp
 //       record turn[0]
@@ -33,7 +33,7 @@ Program::Program(hw::Rank& rank)
       channel_dp_(rank.channel(kMesh, "dp", 2)),
       ring_(rank, "ring", 4),
       turn_(1),
-      plan_product_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
+      plan_matmul_w_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
 
 Sizes Program::check(const Inputs& in) const {
   in.x.expect("x", "bf16[M/2, part(K, tp)]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
@@ -57,9 +57,9 @@ void Program::prepare(const Inputs& in) {
   if (prepared_ == sizes) return;
   const auto [M, K, N, K_tp] = sizes;
   prepared_.reset();
-  plan_product_.prepare({M / 6, K_tp}, {K_tp, N}, {M / 6, N});
+  plan_matmul_w_.prepare({M / 6, K_tp}, {K_tp, N}, {M / 6, N});
   hw::MemoryPlan memory;
-  memory.allocate(product_, M / 6 * N, ring_);
+  memory.allocate(matmul_w_, M / 6 * N, ring_);
   memory.allocate(y_packed_, M / 3 * N, ring_);
   arena_.reserve(memory);
   prepared_ = sizes;
@@ -76,17 +76,18 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   auto* y = out.y.as<hw::bf16>();
 
   HW_CHECK(arena_.begin_call(caller));
+  // more_programs.py:38  return hw.reshard(hw.matmul(x, w), "M", "N").stream("M", chunks=3)  # two channels, which ...
   HW_CHECK(ring_.fork(caller));
   HW_CHECK(cudaEventRecord(turn_[0], caller));
   for (int64_t i = 0; i < 3; ++i) {
     const hw::Stream stream = ring_[i];
     const auto* x_i = x + i * (M / 6 * K_tp);
-    auto* product = product_[i];
-    HW_CHECK(plan_product_.multiply(x_i, w, product, stream));
+    auto* matmul_w = matmul_w_[i];
+    HW_CHECK(plan_matmul_w_.multiply(x_i, w, matmul_w, stream));
     HW_CHECK(cudaStreamWaitEvent(stream, turn_[0], 0));
-    HW_CHECK(ncclAllReduce(product, product, M / 6 * N, ncclBfloat16, ncclSum, channel_tp_.comm(), stream));
+    HW_CHECK(ncclAllReduce(matmul_w, matmul_w, M / 6 * N, ncclBfloat16, ncclSum, channel_tp_.comm(), stream));
     auto* y_packed = y_packed_[i];
-    HW_CHECK(ncclAllGather(product, y_packed, M / 6 * N, ncclBfloat16, channel_dp_.comm(), stream));
+    HW_CHECK(ncclAllGather(matmul_w, y_packed, M / 6 * N, ncclBfloat16, channel_dp_.comm(), stream));
     HW_CHECK(cudaEventRecord(turn_[0], stream));
     auto* y_i = y + i * (M / 6 * N);
     HW_CHECK(cudaMemcpy2DAsync(y_i, M / 2 * N * sizeof(hw::bf16), y_packed, M / 6 * N * sizeof(hw::bf16),

@@ -63,9 +63,9 @@ class Program {
   const hw::Channel& channel_dp_;  // the 2 ranks along dp
   hw::Streams ring_;               // ring[4]
   hw::Events turn_;                // turn[1]
-  hw::MatmulPlan plan_product_;    // matmul %x_i, %w -> %product
+  hw::MatmulPlan plan_matmul_w_;   // matmul %x_i, %w -> %matmul_w
   hw::Arena arena_;
-  std::array<hw::bf16*, 3> product_{};   // %product: bf16[M/6, N], one a stream
+  std::array<hw::bf16*, 3> matmul_w_{};  // %matmul_w: bf16[M/6, N], also %y_reduced, one a stream
   std::array<hw::bf16*, 3> y_packed_{};  // %y_packed: bf16[2, M/6, N], one a stream
   std::optional<Sizes> prepared_;        // what prepare was last called for
 };

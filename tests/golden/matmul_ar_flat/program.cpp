@@ -5,9 +5,9 @@
 //     stream ring[%i] {
 //       %x_i = chunk %x[0: %i of 3]
 //       %y_i = chunk %y[0: %i of 3]
-//       %product = reshape %y_i to [M/3, N]
-//       matmul %x_i, %w -> %product
-//       all_reduce sum %product -> %y_i on x
+//       %matmul_w = reshape %y_i to [M/3, N]
+//       matmul %x_i, %w -> %matmul_w
+//       all_reduce sum %matmul_w -> %y_i on x
 //     }
 //   }
 //   join ring
@@ -63,6 +63,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   auto* y = out.y.as<hw::bf16>();
 
   HW_CHECK(arena_.begin_call(caller));
+  // seeds.py:77  return hw.reshard(hw.matmul(x, w), "M", "N").stream("M", chunks=S)
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 3; ++i) {
     const hw::Stream stream = ring_[i];

@@ -4,10 +4,10 @@
 //   for %i in 0..2 {
 //     stream ring[%i] {
 //       %w_i = chunk %w[1: %i of 2]
-//       %product = allocate bf16[part(M, dp), N/2]
-//       matmul %x, %w_i -> %product
-//       %y_packed = reshape %product to [part(M, dp), N/2]
-//       all_reduce sum %product -> %y_packed on tp
+//       %matmul_w = allocate bf16[part(M, dp), N/2]
+//       matmul %x, %w_i -> %matmul_w
+//       %y_packed = reshape %matmul_w to [part(M, dp), N/2]
+//       all_reduce sum %matmul_w -> %y_packed on tp
 //       %y_i = chunk %y[1: %i of 2]
 //       copy %y_packed -> %y_i
 //     }
@@ -25,7 +25,7 @@ Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
       channel_tp_(rank.channel(kMesh, "tp", 4)),
       ring_(rank, "ring", 4),
-      plan_product_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
+      plan_matmul_w_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
 
 Sizes Program::check(const Inputs& in) const {
   in.x.expect("x", "bf16[part(M, dp), part(K, tp)]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
@@ -50,9 +50,9 @@ void Program::prepare(const Inputs& in) {
   if (prepared_ == sizes) return;
   const auto [M, K, N, M_dp, K_tp] = sizes;
   prepared_.reset();
-  plan_product_.prepare({M_dp, K_tp}, hw::Strided({K_tp, N / 2}, {N, 1}), {M_dp, N / 2});
+  plan_matmul_w_.prepare({M_dp, K_tp}, hw::Strided({K_tp, N / 2}, {N, 1}), {M_dp, N / 2});
   hw::MemoryPlan memory;
-  memory.allocate(product_, N / 2 * M_dp, ring_);
+  memory.allocate(matmul_w_, N / 2 * M_dp, ring_);
   arena_.reserve(memory);
   prepared_ = sizes;
 }
@@ -68,15 +68,16 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   auto* y = out.y.as<hw::bf16>();
 
   HW_CHECK(arena_.begin_call(caller));
+  // more_programs.py:33  return hw.reshard(hw.matmul(x, w), "M@dp", "N").stream("N", chunks=2)  # one process group ...
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 2; ++i) {
     const hw::Stream stream = ring_[i];
     const auto* w_i = w + i * (N / 2);
-    auto* product = product_[i];
-    HW_CHECK(plan_product_.multiply(x, w_i, product, stream));
-    HW_CHECK(ncclAllReduce(product, product, N / 2 * M_dp, ncclBfloat16, ncclSum, channel_tp_.comm(), stream));
+    auto* matmul_w = matmul_w_[i];
+    HW_CHECK(plan_matmul_w_.multiply(x, w_i, matmul_w, stream));
+    HW_CHECK(ncclAllReduce(matmul_w, matmul_w, N / 2 * M_dp, ncclBfloat16, ncclSum, channel_tp_.comm(), stream));
     auto* y_i = y + i * (N / 2);
-    HW_CHECK(cudaMemcpy2DAsync(y_i, N * sizeof(hw::bf16), product, N / 2 * sizeof(hw::bf16), N / 2 * sizeof(hw::bf16), M_dp,
+    HW_CHECK(cudaMemcpy2DAsync(y_i, N * sizeof(hw::bf16), matmul_w, N / 2 * sizeof(hw::bf16), N / 2 * sizeof(hw::bf16), M_dp,
                                cudaMemcpyDeviceToDevice, stream));
   }
   HW_CHECK(ring_.join(caller));

@@ -54,6 +54,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   auto* y = out.y.as<hw::bf16>();
 
   HW_CHECK(arena_.begin_call(caller));
+  // single_device.py:31  return hw.matmul(x, w).stream("M", chunks=S)
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 3; ++i) {
     const hw::Stream stream = ring_[i];

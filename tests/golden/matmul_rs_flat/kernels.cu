@@ -3,16 +3,16 @@
 
 namespace programs::matmul_rs_flat {
 
-// %y: bf16[M/4, N] = sum(%landing, axis=(0,))
+// %y: bf16[M/4, N] = sum(%y_landing, axis=(0,))
 template <int kWidth>
-__device__ void sum_y_by(const hw::bf16* landing, hw::bf16* y, int64_t M, int64_t N) {
+__device__ void sum_y_by(const hw::bf16* y_landing, hw::bf16* y, int64_t M, int64_t N) {
   for (int64_t j : hw::over_grid<kWidth>(M / 4 * N)) {
     auto sum = hw::filled<kWidth, hw::Sum<float>>({});
     for (int64_t i = 0; i < 4; ++i) {
-      const auto landing_ij = hw::load<kWidth>(landing + i * (M / 4 * N) + j);
+      const auto y_landing_ij = hw::load<kWidth>(y_landing + i * (M / 4 * N) + j);
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
-        sum[e] += float(landing_ij[e]);
+        sum[e] += float(y_landing_ij[e]);
       }
     }
     hw::Values<hw::bf16, kWidth> y_j;
@@ -24,12 +24,12 @@ __device__ void sum_y_by(const hw::bf16* landing, hw::bf16* y, int64_t M, int64_
   }
 }
 
-__global__ void sum_y(const hw::bf16* landing, hw::bf16* y, int64_t M, int64_t N) {
+__global__ void sum_y(const hw::bf16* y_landing, hw::bf16* y, int64_t M, int64_t N) {
   hw::griddep_wait();
-  if (M / 4 * N % 8 == 0 && hw::aligned(landing, y)) {
-    sum_y_by<8>(landing, y, M, N);
+  if (M / 4 * N % 8 == 0 && hw::aligned(y_landing, y)) {
+    sum_y_by<8>(y_landing, y, M, N);
   } else {
-    sum_y_by<1>(landing, y, M, N);
+    sum_y_by<1>(y_landing, y, M, N);
   }
 }
 

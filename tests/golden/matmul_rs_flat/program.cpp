@@ -1,30 +1,30 @@
-// kernel @sum_y(%landing: bf16[4, M/4, N]) {
-//   %y: bf16[M/4, N] = sum(%landing, axis=(0,))
+// kernel @sum_y(%y_landing: bf16[4, M/4, N]) {
+//   %y: bf16[M/4, N] = sum(%y_landing, axis=(0,))
 // }
 // host @matmul_rs_flat(%x: bf16[M, K@x], %w: bf16[K@x, N]) -> (%y: bf16[M@x, N]) mesh(x=4) channels(x: x two_sided)
 // streams(ring[4]) uneven(K) {
-//   %landing = allocate bf16[4, M/4, N]
+//   %y_landing = allocate bf16[4, M/4, N]
 //   fork ring
 //   for %i in 0..4 {
 //     %q = (rank.x + 1 + %i) % 4
 //     stream ring[%i] {
 //       %x_i = chunk %x[0: %q of 4]
-//       %product = allocate bf16[M/4, N]
-//       matmul %x_i, %w -> %product
+//       %matmul_w = allocate bf16[M/4, N]
+//       matmul %x_i, %w -> %matmul_w
 //       %p = (rank.x - 1 - %i) % 4
-//       %landing_i = select %landing[0: %p]
+//       %y_landing_i = select %y_landing[0: %p]
 //       if %q == rank.x {
-//         copy %product -> %landing_i
+//         copy %matmul_w -> %y_landing_i
 //       } else {
 //         group {
-//           recv %landing_i from %p on x
-//           send %product to %q on x
+//           recv %y_landing_i from %p on x
+//           send %matmul_w to %q on x
 //         }
 //       }
 //     }
 //   }
 //   join ring
-//   launch @sum_y %landing -> %y
+//   launch @sum_y %y_landing -> %y
 // }
 #include "program.h"
 
@@ -39,7 +39,7 @@ Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
       channel_x_(rank.channel(kMesh, "x", 4)),
       ring_(rank, "ring", 4),
-      plan_product_(rank, CUDA_R_16BF, CUDA_R_16BF) {
+      plan_matmul_w_(rank, CUDA_R_16BF, CUDA_R_16BF) {
   HW_CHECK(hw::load(sum_y));
 }
 
@@ -65,10 +65,10 @@ void Program::prepare(const Inputs& in) {
   if (prepared_ == sizes) return;
   const auto [M, K, N, K_x] = sizes;
   prepared_.reset();
-  plan_product_.prepare({M / 4, K_x}, {K_x, N}, {M / 4, N});
+  plan_matmul_w_.prepare({M / 4, K_x}, {K_x, N}, {M / 4, N});
   hw::MemoryPlan memory;
-  memory.allocate(landing_, M * N);
-  memory.allocate(product_, M / 4 * N, ring_);
+  memory.allocate(y_landing_, M * N);
+  memory.allocate(matmul_w_, M / 4 * N, ring_);
   arena_.reserve(memory);
   prepared_ = sizes;
 }
@@ -85,28 +85,29 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   const int64_t rank_x = rank_.index();
 
   HW_CHECK(arena_.begin_call(caller));
+  // seeds.py:82  return hw.reshard(hw.matmul(x, w), "M@x", "N").stream("M", chunks=D)
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t q = (rank_x + 1 + i) % 4;
     const hw::Stream stream = ring_[i];
     const auto* x_i = x + q * (M / 4 * K_x);
-    auto* product = product_[i];
-    HW_CHECK(plan_product_.multiply(x_i, w, product, stream));
+    auto* matmul_w = matmul_w_[i];
+    HW_CHECK(plan_matmul_w_.multiply(x_i, w, matmul_w, stream));
     const int64_t p = (rank_x - 1 - i + 4) % 4;
-    auto* landing_i = landing_ + p * (M / 4 * N);
+    auto* y_landing_i = y_landing_ + p * (M / 4 * N);
     if (q == rank_x) {
-      HW_CHECK(cudaMemcpyAsync(landing_i, product, M / 4 * N * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
+      HW_CHECK(cudaMemcpyAsync(y_landing_i, matmul_w, M / 4 * N * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
     } else {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
-      HW_CHECK(ncclRecv(landing_i, M / 4 * N, ncclBfloat16, p, channel_x_.comm(), stream));
-      HW_CHECK(ncclSend(product, M / 4 * N, ncclBfloat16, q, channel_x_.comm(), stream));
+      HW_CHECK(ncclRecv(y_landing_i, M / 4 * N, ncclBfloat16, p, channel_x_.comm(), stream));
+      HW_CHECK(ncclSend(matmul_w, M / 4 * N, ncclBfloat16, q, channel_x_.comm(), stream));
       HW_CHECK(ncclGroupEnd());
     }
   }
   HW_CHECK(ring_.join(caller));
-  HW_CHECK(hw::launch_pdl(sum_y, hw::grid_of_elements<8>(M / 4 * N), caller, hw::reads(landing_, M * N), hw::writes(y, M / 4 * N),
-                          M, N));
+  HW_CHECK(hw::launch_pdl(sum_y, hw::grid_of_elements<8>(M / 4 * N), caller, hw::reads(y_landing_, M * N),
+                          hw::writes(y, M / 4 * N), M, N));
   HW_CHECK(arena_.end_call(caller));
 }
 

@@ -61,11 +61,11 @@ class Program {
   hw::Rank& rank_;
   const hw::Channel& channel_x_;  // the 4 ranks along x
   hw::Streams ring_;              // ring[4]
-  hw::MatmulPlan plan_product_;   // matmul %x_i, %w -> %product
+  hw::MatmulPlan plan_matmul_w_;  // matmul %x_i, %w -> %matmul_w
   hw::Arena arena_;
-  hw::bf16* landing_ = nullptr;         // %landing: bf16[4, M/4, N]
-  std::array<hw::bf16*, 4> product_{};  // %product: bf16[M/4, N], one a stream
-  std::optional<Sizes> prepared_;       // what prepare was last called for
+  hw::bf16* y_landing_ = nullptr;        // %y_landing: bf16[4, M/4, N]
+  std::array<hw::bf16*, 4> matmul_w_{};  // %matmul_w: bf16[M/4, N], one a stream
+  std::optional<Sizes> prepared_;        // what prepare was last called for
 };
 
 }  // namespace programs::matmul_rs_flat

@@ -1,31 +1,31 @@
 // host @matmul_rs_ring(%x: bf16[M, K@x], %w: bf16[K@x, N]) -> (%y: bf16[M@x, N]) mesh(x=4) channels(x: x two_sided)
 // streams(ring[4]) events(arrived[4]) uneven(K) {
-//   %product = allocate bf16[M, N]
+//   %matmul_w = allocate bf16[M, N]
 //   fork ring
 //   for %i in 0..4 {
 //     %q = (rank.x - 1 - %i) % 4
 //     stream ring[%i] {
 //       %x_i = chunk %x[0: %q of 4]
-//       %product_i = chunk %product[0: %q of 4]
+//       %matmul_w_i = chunk %matmul_w[0: %q of 4]
 //       if %i == 0 {
-//         matmul %x_i, %w -> %product_i
+//         matmul %x_i, %w -> %matmul_w_i
 //       } else {
 //         wait arrived[%i - 1]
-//         matmul %x_i, %w accumulate %product_i -> %product_i
+//         matmul %x_i, %w accumulate %matmul_w_i -> %matmul_w_i
 //       }
 //       if %i < 3 {
-//         %product_next = chunk %product[0: (%q - 1) % 4 of 4]
+//         %matmul_w_next = chunk %matmul_w[0: (%q - 1) % 4 of 4]
 //         group {
-//           recv %product_next from (rank.x - 1) % 4 on x
-//           send %product_i to (rank.x + 1) % 4 on x
+//           recv %matmul_w_next from (rank.x - 1) % 4 on x
+//           send %matmul_w_i to (rank.x + 1) % 4 on x
 //         }
 //         record arrived[%i]
 //       }
 //     }
 //   }
 //   join ring
-//   %product_own = chunk %product[0: rank.x of 4]
-//   copy %product_own -> %y
+//   %matmul_w_own = chunk %matmul_w[0: rank.x of 4]
+//   copy %matmul_w_own -> %y
 // }
 #include "program.h"
 
@@ -40,7 +40,7 @@ Program::Program(hw::Rank& rank)
       channel_x_(rank.channel(kMesh, "x", 4)),
       ring_(rank, "ring", 4),
       arrived_(4),
-      plan_product_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
+      plan_matmul_w_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
 
 Sizes Program::check(const Inputs& in) const {
   in.x.expect("x", "bf16[M, part(K, x)]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
@@ -64,9 +64,9 @@ void Program::prepare(const Inputs& in) {
   if (prepared_ == sizes) return;
   const auto [M, K, N, K_x] = sizes;
   prepared_.reset();
-  plan_product_.prepare({M / 4, K_x}, {K_x, N}, {M / 4, N});
+  plan_matmul_w_.prepare({M / 4, K_x}, {K_x, N}, {M / 4, N});
   hw::MemoryPlan memory;
-  memory.allocate(product_, M * N);
+  memory.allocate(matmul_w_, M * N);
   arena_.reserve(memory);
   prepared_ = sizes;
 }
@@ -83,33 +83,34 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   const int64_t rank_x = rank_.index();
 
   HW_CHECK(arena_.begin_call(caller));
+  // seeds.py:95  return hw.reshard(hw.matmul(x, w), "M@x", "N").stream("M", chunks=D, algorithm="ring")
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t q = (rank_x - 1 - i + 4) % 4;
     const hw::Stream stream = ring_[i];
     const auto* x_i = x + q * (M / 4 * K_x);
-    auto* product_i = product_ + q * (M / 4 * N);
+    auto* matmul_w_i = matmul_w_ + q * (M / 4 * N);
     if (i == 0) {
-      HW_CHECK(plan_product_.multiply(x_i, w, product_i, stream));
+      HW_CHECK(plan_matmul_w_.multiply(x_i, w, matmul_w_i, stream));
     } else {
       HW_CHECK(cudaStreamWaitEvent(stream, arrived_[i - 1], 0));
-      HW_CHECK(plan_product_.multiply(x_i, w, product_i, stream, {.accumulate = product_i}));
+      HW_CHECK(plan_matmul_w_.multiply(x_i, w, matmul_w_i, stream, {.accumulate = matmul_w_i}));
     }
     if (i < 3) {
-      auto* product_next = product_ + ((q - 1 + 4) % 4) * (M / 4 * N);
+      auto* matmul_w_next = matmul_w_ + ((q - 1 + 4) % 4) * (M / 4 * N);
       {
         HW_CHECK(ncclGroupStart());
         const hw::CloseGroupOnError guard;
-        HW_CHECK(ncclRecv(product_next, M / 4 * N, ncclBfloat16, (rank_x - 1 + 4) % 4, channel_x_.comm(), stream));
-        HW_CHECK(ncclSend(product_i, M / 4 * N, ncclBfloat16, (rank_x + 1) % 4, channel_x_.comm(), stream));
+        HW_CHECK(ncclRecv(matmul_w_next, M / 4 * N, ncclBfloat16, (rank_x - 1 + 4) % 4, channel_x_.comm(), stream));
+        HW_CHECK(ncclSend(matmul_w_i, M / 4 * N, ncclBfloat16, (rank_x + 1) % 4, channel_x_.comm(), stream));
         HW_CHECK(ncclGroupEnd());
       }
       HW_CHECK(cudaEventRecord(arrived_[i], stream));
     }
   }
   HW_CHECK(ring_.join(caller));
-  auto* product_own = product_ + rank_x * (M / 4 * N);
-  HW_CHECK(cudaMemcpyAsync(y, product_own, M / 4 * N * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, caller));
+  auto* matmul_w_own = matmul_w_ + rank_x * (M / 4 * N);
+  HW_CHECK(cudaMemcpyAsync(y, matmul_w_own, M / 4 * N * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, caller));
   HW_CHECK(arena_.end_call(caller));
 }
 

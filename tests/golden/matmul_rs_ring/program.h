@@ -61,9 +61,9 @@ class Program {
   const hw::Channel& channel_x_;  // the 4 ranks along x
   hw::Streams ring_;              // ring[4]
   hw::Events arrived_;            // arrived[4]
-  hw::MatmulPlan plan_product_;   // matmul %x_i, %w -> %product_i
+  hw::MatmulPlan plan_matmul_w_;  // matmul %x_i, %w -> %matmul_w_i
   hw::Arena arena_;
-  hw::bf16* product_ = nullptr;    // %product: bf16[M, N]
+  hw::bf16* matmul_w_ = nullptr;   // %matmul_w: bf16[M, N]
   std::optional<Sizes> prepared_;  // what prepare was last called for
 };
 

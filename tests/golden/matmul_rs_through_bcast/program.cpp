@@ -1,16 +1,16 @@
 // host @matmul_rs_through_bcast(%x: bf16[3, 4@x, 4, m, K], %w: bf16[4@x, K, N]) -> (%y: bf16[3, 4@x, m, N]) mesh(x=4) channels(x:
 // x two_sided) streams(ring[4]) {
-//   %expanded = reshape %w to [1, 1, 1, K, N]
-//   %expanded_i = reshape %expanded to [1, 1, K, N]
+//   %w_expanded = reshape %w to [1, 1, 1, K, N]
+//   %w_expanded_i = reshape %w_expanded to [1, 1, K, N]
 //   fork ring
 //   for %i in 0..3 {
 //     stream ring[%i] {
 //       %x_i = select %x[0: %i]
-//       %product = allocate bf16[1, 4, m, N]
-//       matmul %x_i, %expanded_i -> %product
-//       %sum_i = reshape %product to [4, m, N]
+//       %matmul_w = allocate bf16[1, 4, m, N]
+//       matmul %x_i, %w_expanded_i -> %matmul_w
+//       %partial_i = reshape %matmul_w to [4, m, N]
 //       %y_i = select %y[0: %i]
-//       reduce_scatter sum %sum_i -> %y_i on x
+//       reduce_scatter sum %partial_i -> %y_i on x
 //     }
 //   }
 //   join ring
@@ -25,7 +25,7 @@ Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
       channel_x_(rank.channel(kMesh, "x", 4)),
       ring_(rank, "ring", 4),
-      plan_product_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
+      plan_matmul_w_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
 
 Sizes Program::check(const Inputs& in) const {
   in.x.expect("x", "bf16[3, 1, 4, m, K]", CUDA_R_16BF, {3, 1, 4, hw::kAny, hw::kAny}, rank_.device());
@@ -46,9 +46,9 @@ void Program::prepare(const Inputs& in) {
   if (prepared_ == sizes) return;
   const auto [m, K, N] = sizes;
   prepared_.reset();
-  plan_product_.prepare({1, 4, m, K}, {1, 1, K, N}, {1, 4, m, N});
+  plan_matmul_w_.prepare({1, 4, m, K}, {1, 1, K, N}, {1, 4, m, N});
   hw::MemoryPlan memory;
-  memory.allocate(product_, 4 * m * N, ring_);
+  memory.allocate(matmul_w_, 4 * m * N, ring_);
   arena_.reserve(memory);
   prepared_ = sizes;
 }
@@ -64,14 +64,16 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   auto* y = out.y.as<hw::bf16>();
 
   HW_CHECK(arena_.begin_call(caller));
+  // seeds.py:45  partial = hw.sum(hw.matmul(x, w[None, :, None]), axis=1)  # [S, D, m, N]
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 3; ++i) {
     const hw::Stream stream = ring_[i];
     const auto* x_i = x + i * (4 * m * K);
-    auto* product = product_[i];
-    HW_CHECK(plan_product_.multiply(x_i, w, product, stream));
+    auto* matmul_w = matmul_w_[i];
+    HW_CHECK(plan_matmul_w_.multiply(x_i, w, matmul_w, stream));
+    // seeds.py:46  return hw.reshard(partial, S, f"{D}@x", "m", "N").stream(0)
     auto* y_i = y + i * (m * N);
-    HW_CHECK(ncclReduceScatter(product, y_i, m * N, ncclBfloat16, ncclSum, channel_x_.comm(), stream));
+    HW_CHECK(ncclReduceScatter(matmul_w, y_i, m * N, ncclBfloat16, ncclSum, channel_x_.comm(), stream));
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(arena_.end_call(caller));

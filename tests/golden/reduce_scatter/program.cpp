@@ -3,9 +3,9 @@
 //   for %i in 0..3 {
 //     stream ring[%i] {
 //       %x_i = select %x[0: %i]
-//       %sum_i = reshape %x_i to [4, N]
+//       %sum_x_i = reshape %x_i to [4, N]
 //       %y_i = select %y[0: %i]
-//       reduce_scatter sum %sum_i -> %y_i on x
+//       reduce_scatter sum %sum_x_i -> %y_i on x
 //     }
 //   }
 //   join ring
@@ -48,6 +48,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   auto* y = out.y.as<hw::bf16>();
 
   HW_CHECK(arena_.begin_call(caller));
+  // seeds.py:30  return hw.reshard(hw.sum(x, axis=1), S, f"{D}@x", "N").stream(0)
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 3; ++i) {
     const hw::Stream stream = ring_[i];

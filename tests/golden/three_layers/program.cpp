@@ -1,15 +1,15 @@
-// kernel @maximum_minimum_h(%product: bf16[M, part(F, x)]) {
-//   %maximum: bf16[M, part(F, x)] = maximum(%product, -1.0)
-//   %h: bf16[M, part(F, x)] = minimum(%maximum, 1.0)
+// kernel @maximum_minimum_h(%matmul_w_in: bf16[M, part(F, x)]) {
+//   %maximum_w_in: bf16[M, part(F, x)] = maximum(%matmul_w_in, -1.0)
+//   %h: bf16[M, part(F, x)] = minimum(%maximum_w_in, 1.0)
 // }  # ends here: matmul uses %h
-// kernel @fused_y(%landing: bf16[4, M/4, E], %x: bf16[M/4, E]) {
-//   %scattered: bf16[M/4, E] = sum(%landing, axis=(0,))
-//   %add: bf16[M/4, E] = add(%x, %scattered)
-//   %maximum_2: bf16[M/4, E] = maximum(%add, -1.0)
-//   %y: bf16[M/4, E] = minimum(%maximum_2, 1.0)
+// kernel @fused_y(%scattered_landing: bf16[4, M/4, E], %x: bf16[M/4, E]) {
+//   %scattered: bf16[M/4, E] = sum(%scattered_landing, axis=(0,))
+//   %add_x: bf16[M/4, E] = add(%x, %scattered)
+//   %maximum_x: bf16[M/4, E] = maximum(%add_x, -1.0)
+//   %y: bf16[M/4, E] = minimum(%maximum_x, 1.0)
 // }
 // block @layer(%x: bf16[M@x, E], %w_in: bf16[E, F@x], %w_out: bf16[F@x, E]) -> (%y: bf16[M@x, E]) {
-//   %product = allocate bf16[M, part(F, x)]
+//   %matmul_w_in = allocate bf16[M, part(F, x)]
 //   fork ring
 //   for %i in 0..4 {
 //     %p = (rank.x + %i) % 4
@@ -23,46 +23,46 @@
 //           send %x to (rank.x - %i) % 4 on x
 //         }
 //       }
-//       %product_i = chunk %product[0: %p of 4]
-//       matmul %x_gathered, %w_in -> %product_i
+//       %matmul_w_in_i = chunk %matmul_w_in[0: %p of 4]
+//       matmul %x_gathered, %w_in -> %matmul_w_in_i
 //     }
 //   }
 //   join ring
-//   %h = reshape %product to [M, part(F, x)]
-//   launch @maximum_minimum_h %product -> %h
-//   %landing = allocate bf16[4, M/4, E]
+//   %h = reshape %matmul_w_in to [M, part(F, x)]
+//   launch @maximum_minimum_h %matmul_w_in -> %h
+//   %scattered_landing = allocate bf16[4, M/4, E]
 //   fork ring
 //   for %j in 0..4 {
 //     %q = (rank.x + 1 + %j) % 4
 //     stream ring[%j] {
 //       %h_j = chunk %h[0: %q of 4]
-//       %product_2 = allocate bf16[M/4, E]
-//       matmul %h_j, %w_out -> %product_2
+//       %matmul_w_out = allocate bf16[M/4, E]
+//       matmul %h_j, %w_out -> %matmul_w_out
 //       %p_2 = (rank.x - 1 - %j) % 4
-//       %landing_j = select %landing[0: %p_2]
+//       %scattered_landing_j = select %scattered_landing[0: %p_2]
 //       if %q == rank.x {
-//         copy %product_2 -> %landing_j
+//         copy %matmul_w_out -> %scattered_landing_j
 //       } else {
 //         group {
-//           recv %landing_j from %p_2 on x
-//           send %product_2 to %q on x
+//           recv %scattered_landing_j from %p_2 on x
+//           send %matmul_w_out to %q on x
 //         }
 //       }
 //     }
 //   }
 //   join ring
-//   launch @fused_y %landing, %x -> %y
+//   launch @fused_y %scattered_landing, %x -> %y
 // }
 // host @three_layers(%x: bf16[M, E], %w_in_0: bf16[E, F@x], %w_out_0: bf16[F@x, E], %w_in_1: bf16[E, F@x], %w_out_1: bf16[F@x,
 // E], %w_in_2: bf16[E, F@x], %w_out_2: bf16[F@x, E]) -> (%y: bf16[M@x, E]) mesh(x=4) channels(x: x two_sided) streams(ring[4])
 // uneven(F) {
 //   %x_sliced = chunk %x[0: rank.x of 4]
-//   %layer = allocate bf16[M/4, E]
-//   call @layer %x_sliced, %w_in_0, %w_out_0 -> %layer
-//   %layer_2 = allocate bf16[M/4, E]
-//   call @layer %layer, %w_in_1, %w_out_1 -> %layer_2
-//   deallocate %layer
-//   call @layer %layer_2, %w_in_2, %w_out_2 -> %y
+//   %x_2 = allocate bf16[M/4, E]
+//   call @layer %x_sliced, %w_in_0, %w_out_0 -> %x_2
+//   %x_3 = allocate bf16[M/4, E]
+//   call @layer %x_2, %w_in_1, %w_out_1 -> %x_3
+//   deallocate %x_2
+//   call @layer %x_3, %w_in_2, %w_out_2 -> %y
 // }
 #include "program.h"
 
@@ -77,8 +77,8 @@ Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
       channel_x_(rank.channel(kMesh, "x", 4)),
       ring_(rank, "ring", 4),
-      plan_product_(rank, CUDA_R_16BF, CUDA_R_16BF),
-      plan_product_2_(rank, CUDA_R_16BF, CUDA_R_16BF) {
+      plan_matmul_w_in_(rank, CUDA_R_16BF, CUDA_R_16BF),
+      plan_matmul_w_out_(rank, CUDA_R_16BF, CUDA_R_16BF) {
   HW_CHECK(hw::load(maximum_minimum_h));
   HW_CHECK(hw::load(fused_y));
 }
@@ -110,14 +110,14 @@ void Program::prepare(const Inputs& in) {
   if (prepared_ == sizes) return;
   const auto [M, E, F, F_x] = sizes;
   prepared_.reset();
-  plan_product_.prepare({M / 4, E}, {E, F_x}, {M / 4, F_x});
-  plan_product_2_.prepare({M / 4, F_x}, {F_x, E}, {M / 4, E});
+  plan_matmul_w_in_.prepare({M / 4, E}, {E, F_x}, {M / 4, F_x});
+  plan_matmul_w_out_.prepare({M / 4, F_x}, {F_x, E}, {M / 4, E});
   hw::MemoryPlan memory;
-  memory.allocate(layer_, M / 4 * E);
+  memory.allocate(x_2_, M / 4 * E);
   layer_memory(sizes, memory);
-  memory.allocate(layer_2_, M / 4 * E);
+  memory.allocate(x_3_, M / 4 * E);
   layer_memory(sizes, memory);
-  memory.free(layer_);
+  memory.free(x_2_);
   layer_memory(sizes, memory);
   arena_.reserve(memory);
   prepared_ = sizes;
@@ -140,10 +140,11 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   const int64_t rank_x = rank_.index();
 
   HW_CHECK(arena_.begin_call(caller));
+  // more_programs.py:60  x = layer(x, **{name: weights[f"{name}_{i}"] for name in WEIGHTS})  # one function of the ...
   const auto* x_sliced = x + rank_x * (M / 4 * E);
-  layer(x_sliced, w_in_0, w_out_0, layer_, caller);
-  layer(layer_, w_in_1, w_out_1, layer_2_, caller);
-  layer(layer_2_, w_in_2, w_out_2, y, caller);
+  layer(x_sliced, w_in_0, w_out_0, x_2_, caller);
+  layer(x_2_, w_in_1, w_out_1, x_3_, caller);
+  layer(x_3_, w_in_2, w_out_2, y, caller);
   HW_CHECK(arena_.end_call(caller));
 }
 
@@ -152,6 +153,7 @@ void Program::layer(const hw::bf16* x, const hw::bf16* w_in, const hw::bf16* w_o
   const auto [M, E, F, F_x] = *prepared_;
   const int64_t rank_x = rank_.index();
 
+  // more_programs.py:52  h = hw.clip(hw.matmul(x, w_in).stream("M", chunks=D), -1, 1).named("h")
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t p = (rank_x + i) % 4;
@@ -166,46 +168,52 @@ void Program::layer(const hw::bf16* x, const hw::bf16* w_in, const hw::bf16* w_o
       HW_CHECK(ncclSend(x, M / 4 * E, ncclBfloat16, (rank_x - i + 4) % 4, channel_x_.comm(), stream));
       HW_CHECK(ncclGroupEnd());
     }
-    auto* product_i = layer_product_ + p * (M / 4 * F_x);
-    HW_CHECK(plan_product_.multiply(x_gathered, w_in, product_i, stream));
+    auto* matmul_w_in_i = layer_matmul_w_in_ + p * (M / 4 * F_x);
+    HW_CHECK(plan_matmul_w_in_.multiply(x_gathered, w_in, matmul_w_in_i, stream));
   }
   HW_CHECK(ring_.join(caller));
-  HW_CHECK(hw::launch_pdl(maximum_minimum_h, hw::grid_of_elements<8>(M * F_x), caller, hw::reads(layer_product_, M * F_x),
-                          hw::writes(layer_product_, M * F_x), M, F_x));
+  HW_CHECK(hw::launch_pdl(maximum_minimum_h, hw::grid_of_elements<8>(M * F_x), caller, hw::reads(layer_matmul_w_in_, M * F_x),
+                          hw::writes(layer_matmul_w_in_, M * F_x), M, F_x));
+  // more_programs.py:53  scattered = hw.reshard(hw.matmul(h, w_out), "M@x", "E").stream("M", chunks=D).named("scatt ...
   HW_CHECK(ring_.fork(caller));
   for (int64_t j = 0; j < 4; ++j) {
     const int64_t q = (rank_x + 1 + j) % 4;
     const hw::Stream stream = ring_[j];
-    auto* h_j = layer_product_ + q * (M / 4 * F_x);
-    auto* product_2 = layer_product_2_[j];
-    HW_CHECK(plan_product_2_.multiply(h_j, w_out, product_2, stream));
+    auto* h_j = layer_matmul_w_in_ + q * (M / 4 * F_x);
+    auto* matmul_w_out = layer_matmul_w_out_[j];
+    HW_CHECK(plan_matmul_w_out_.multiply(h_j, w_out, matmul_w_out, stream));
     const int64_t p_2 = (rank_x - 1 - j + 4) % 4;
-    auto* landing_j = layer_landing_ + p_2 * (M / 4 * E);
+    auto* scattered_landing_j = layer_scattered_landing_ + p_2 * (M / 4 * E);
     if (q == rank_x) {
-      HW_CHECK(cudaMemcpyAsync(landing_j, product_2, M / 4 * E * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
+      HW_CHECK(
+          cudaMemcpyAsync(scattered_landing_j, matmul_w_out, M / 4 * E * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
     } else {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
-      HW_CHECK(ncclRecv(landing_j, M / 4 * E, ncclBfloat16, p_2, channel_x_.comm(), stream));
-      HW_CHECK(ncclSend(product_2, M / 4 * E, ncclBfloat16, q, channel_x_.comm(), stream));
+      HW_CHECK(ncclRecv(scattered_landing_j, M / 4 * E, ncclBfloat16, p_2, channel_x_.comm(), stream));
+      HW_CHECK(ncclSend(matmul_w_out, M / 4 * E, ncclBfloat16, q, channel_x_.comm(), stream));
       HW_CHECK(ncclGroupEnd());
     }
   }
+  // more_programs.py:53  scattered = hw.reshard(hw.matmul(h, w_out), "M@x", "E").stream("M", chunks=D).named("scatt ...
+  // more_programs.py:54  return hw.clip(x + scattered, -1, 1)
   HW_CHECK(ring_.join(caller));
-  HW_CHECK(hw::launch_pdl(fused_y, hw::grid_of_elements<8>(M / 4 * E), caller, hw::reads(layer_landing_, M * E),
+  HW_CHECK(hw::launch_pdl(fused_y, hw::grid_of_elements<8>(M / 4 * E), caller, hw::reads(layer_scattered_landing_, M * E),
                           hw::reads(x, M / 4 * E), hw::writes(y, M / 4 * E), M, E));
 }
 
 void Program::layer_memory(const Sizes& sizes, hw::MemoryPlan& memory) {
   const auto [M, E, F, F_x] = sizes;
-  memory.allocate(layer_product_, M * F_x);
+  // Never in use at once, so that they may share bytes:
+  // - layer_x_gathered_, layer_scattered_landing_
+  memory.allocate(layer_matmul_w_in_, M * F_x);
   memory.allocate(layer_x_gathered_, M / 4 * E, ring_);
   memory.join(ring_);
-  memory.allocate(layer_landing_, M * E);
-  memory.allocate(layer_product_2_, M / 4 * E, ring_);
+  memory.allocate(layer_scattered_landing_, M * E);
+  memory.allocate(layer_matmul_w_out_, M / 4 * E, ring_);
   memory.join(ring_);
-  memory.free(layer_product_);
-  memory.free(layer_landing_);
+  memory.free(layer_matmul_w_in_);
+  memory.free(layer_scattered_landing_);
 }
 
 }  // namespace programs::three_layers

@@ -67,18 +67,18 @@ class Program {
   void layer_memory(const Sizes& sizes, hw::MemoryPlan& memory);
 
   hw::Rank& rank_;
-  const hw::Channel& channel_x_;   // the 4 ranks along x
-  hw::Streams ring_;               // ring[4]
-  hw::MatmulPlan plan_product_;    // matmul %x_gathered, %w_in -> %product_i
-  hw::MatmulPlan plan_product_2_;  // matmul %h_j, %w_out -> %product_2
+  const hw::Channel& channel_x_;      // the 4 ranks along x
+  hw::Streams ring_;                  // ring[4]
+  hw::MatmulPlan plan_matmul_w_in_;   // matmul %x_gathered, %w_in -> %matmul_w_in_i
+  hw::MatmulPlan plan_matmul_w_out_;  // matmul %h_j, %w_out -> %matmul_w_out
   hw::Arena arena_;
-  hw::bf16* layer_product_ = nullptr;            // %product: bf16[M, part(F, x)] of @layer
-  std::array<hw::bf16*, 4> layer_x_gathered_{};  // %x_gathered: bf16[M/4, E] of @layer, one a stream
-  hw::bf16* layer_landing_ = nullptr;            // %landing: bf16[4, M/4, E] of @layer
-  std::array<hw::bf16*, 4> layer_product_2_{};   // %product_2: bf16[M/4, E] of @layer, one a stream
-  hw::bf16* layer_ = nullptr;                    // %layer: bf16[M/4, E]
-  hw::bf16* layer_2_ = nullptr;                  // %layer_2: bf16[M/4, E]
-  std::optional<Sizes> prepared_;                // what prepare was last called for
+  hw::bf16* layer_matmul_w_in_ = nullptr;          // %matmul_w_in: bf16[M, part(F, x)], also %h of @layer
+  std::array<hw::bf16*, 4> layer_x_gathered_{};    // %x_gathered: bf16[M/4, E] of @layer, one a stream
+  hw::bf16* layer_scattered_landing_ = nullptr;    // %scattered_landing: bf16[4, M/4, E] of @layer
+  std::array<hw::bf16*, 4> layer_matmul_w_out_{};  // %matmul_w_out: bf16[M/4, E] of @layer, one a stream
+  hw::bf16* x_2_ = nullptr;                        // %x_2: bf16[M/4, E]
+  hw::bf16* x_3_ = nullptr;                        // %x_3: bf16[M/4, E]
+  std::optional<Sizes> prepared_;                  // what prepare was last called for
 };
 
 }  // namespace programs::three_layers

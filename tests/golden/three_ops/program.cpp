@@ -78,6 +78,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   auto* y = out.y.as<hw::bf16>();
 
   HW_CHECK(arena_.begin_call(caller));
+  // single_device.py:52  a = hw.negative(x).stream("M", chunks=S).named("a")
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 3; ++i) {
     const hw::Stream stream = ring_[i];
@@ -86,9 +87,11 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     HW_CHECK(hw::launch_pdl(negative_a, hw::grid_of_elements<8>(M / 3 * N), stream, hw::reads(x_i, M / 3 * N),
                             hw::writes(a_i, M / 3 * N), M, N));
   }
+  // single_device.py:53  b = (a * x).named("b")  # not streamed: it stands between two loops
   HW_CHECK(ring_.join(caller));
   HW_CHECK(hw::launch_pdl(multiply_b, hw::grid_of_elements<8>(M * N), caller, hw::reads(a_, M * N), hw::reads(x, M * N),
                           hw::writes(a_, M * N), M, N));
+  // single_device.py:54  return (b + x).stream("M", chunks=S)
   HW_CHECK(ring_.fork(caller));
   for (int64_t j = 0; j < 3; ++j) {
     const hw::Stream stream = ring_[j];

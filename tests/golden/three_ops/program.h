@@ -56,7 +56,7 @@ class Program {
   hw::Rank& rank_;
   hw::Streams ring_;  // ring[4]
   hw::Arena arena_;
-  hw::bf16* a_ = nullptr;          // %a: bf16[M, N]
+  hw::bf16* a_ = nullptr;          // %a: bf16[M, N], also %b
   std::optional<Sizes> prepared_;  // what prepare was last called for
 };
 

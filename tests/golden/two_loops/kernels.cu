@@ -3,42 +3,42 @@
 
 namespace programs::two_loops {
 
-// %maximum: bf16[M, part(F, x)] = maximum(%product_2, -1.0)
-// %minimum: bf16[M, part(F, x)] = minimum(%maximum, 1.0)
+// %maximum_v: bf16[M, part(F, x)] = maximum(%matmul_v, -1.0)
+// %g: bf16[M, part(F, x)] = minimum(%maximum_v, 1.0)
 template <int kWidth>
-__device__ void maximum_minimum_minimum_by(const hw::bf16* product_2, hw::bf16* minimum, int64_t M, int64_t F_x) {
+__device__ void maximum_minimum_g_by(const hw::bf16* matmul_v, hw::bf16* g, int64_t M, int64_t F_x) {
   for (int64_t i : hw::over_grid<kWidth>(M * F_x)) {
-    const auto product_2_i = hw::load<kWidth>(product_2 + i);
-    hw::Values<hw::bf16, kWidth> minimum_i;
+    const auto matmul_v_i = hw::load<kWidth>(matmul_v + i);
+    hw::Values<hw::bf16, kWidth> g_i;
 #pragma unroll
     for (int e = 0; e < kWidth; ++e) {
-      const float product_2_e = float(product_2_i[e]);
-      const float maximum = (product_2_e > (-1.0f) || product_2_e != product_2_e) ? product_2_e : (-1.0f);
-      minimum_i[e] = hw::bf16((maximum < 1.0f || maximum != maximum) ? maximum : 1.0f);
+      const float matmul_v_e = float(matmul_v_i[e]);
+      const float maximum_v = (matmul_v_e > (-1.0f) || matmul_v_e != matmul_v_e) ? matmul_v_e : (-1.0f);
+      g_i[e] = hw::bf16((maximum_v < 1.0f || maximum_v != maximum_v) ? maximum_v : 1.0f);
     }
-    hw::store(minimum + i, minimum_i);
+    hw::store(g + i, g_i);
   }
 }
 
-__global__ void maximum_minimum_minimum(const hw::bf16* product_2, hw::bf16* minimum, int64_t M, int64_t F_x) {
+__global__ void maximum_minimum_g(const hw::bf16* matmul_v, hw::bf16* g, int64_t M, int64_t F_x) {
   hw::griddep_wait();
-  if (M * F_x % 8 == 0 && hw::aligned(product_2, minimum)) {
-    maximum_minimum_minimum_by<8>(product_2, minimum, M, F_x);
+  if (M * F_x % 8 == 0 && hw::aligned(matmul_v, g)) {
+    maximum_minimum_g_by<8>(matmul_v, g, M, F_x);
   } else {
-    maximum_minimum_minimum_by<1>(product_2, minimum, M, F_x);
+    maximum_minimum_g_by<1>(matmul_v, g, M, F_x);
   }
 }
 
-// %y: bf16[M/4, N] = sum(%landing, axis=(0,))
+// %y: bf16[M/4, N] = sum(%y_landing, axis=(0,))
 template <int kWidth>
-__device__ void sum_y_by(const hw::bf16* landing, hw::bf16* y, int64_t M, int64_t N) {
+__device__ void sum_y_by(const hw::bf16* y_landing, hw::bf16* y, int64_t M, int64_t N) {
   for (int64_t j : hw::over_grid<kWidth>(M / 4 * N)) {
     auto sum = hw::filled<kWidth, hw::Sum<float>>({});
     for (int64_t i = 0; i < 4; ++i) {
-      const auto landing_ij = hw::load<kWidth>(landing + i * (M / 4 * N) + j);
+      const auto y_landing_ij = hw::load<kWidth>(y_landing + i * (M / 4 * N) + j);
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
-        sum[e] += float(landing_ij[e]);
+        sum[e] += float(y_landing_ij[e]);
       }
     }
     hw::Values<hw::bf16, kWidth> y_j;
@@ -50,12 +50,12 @@ __device__ void sum_y_by(const hw::bf16* landing, hw::bf16* y, int64_t M, int64_
   }
 }
 
-__global__ void sum_y(const hw::bf16* landing, hw::bf16* y, int64_t M, int64_t N) {
+__global__ void sum_y(const hw::bf16* y_landing, hw::bf16* y, int64_t M, int64_t N) {
   hw::griddep_wait();
-  if (M / 4 * N % 8 == 0 && hw::aligned(landing, y)) {
-    sum_y_by<8>(landing, y, M, N);
+  if (M / 4 * N % 8 == 0 && hw::aligned(y_landing, y)) {
+    sum_y_by<8>(y_landing, y, M, N);
   } else {
-    sum_y_by<1>(landing, y, M, N);
+    sum_y_by<1>(y_landing, y, M, N);
   }
 }
 

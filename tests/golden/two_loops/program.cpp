@@ -1,13 +1,13 @@
-// kernel @maximum_minimum_minimum(%product_2: bf16[M, part(F, x)]) {
-//   %maximum: bf16[M, part(F, x)] = maximum(%product_2, -1.0)
-//   %minimum: bf16[M, part(F, x)] = minimum(%maximum, 1.0)
-// }  # ends here: matmul uses %minimum
-// kernel @sum_y(%landing: bf16[4, M/4, N]) {
-//   %y: bf16[M/4, N] = sum(%landing, axis=(0,))
+// kernel @maximum_minimum_g(%matmul_v: bf16[M, part(F, x)]) {
+//   %maximum_v: bf16[M, part(F, x)] = maximum(%matmul_v, -1.0)
+//   %g: bf16[M, part(F, x)] = minimum(%maximum_v, 1.0)
+// }  # ends here: matmul uses %g
+// kernel @sum_y(%y_landing: bf16[4, M/4, N]) {
+//   %y: bf16[M/4, N] = sum(%y_landing, axis=(0,))
 // }
 // host @two_loops(%x: bf16[M@x, K], %w: bf16[K, N], %v: bf16[N, F@x], %u: bf16[F@x, N]) -> (%y: bf16[M@x, N]) mesh(x=4)
 // channels(x: x two_sided) streams(ring[4]) uneven(F) {
-//   %product = allocate bf16[M, N]
+//   %h = allocate bf16[M, N]
 //   fork ring
 //   for %i in 0..4 {
 //     %p = (rank.x + %i) % 4
@@ -21,38 +21,38 @@
 //           send %x to (rank.x - %i) % 4 on x
 //         }
 //       }
-//       %product_i = chunk %product[0: %p of 4]
-//       matmul %x_gathered, %w -> %product_i
+//       %h_i = chunk %h[0: %p of 4]
+//       matmul %x_gathered, %w -> %h_i
 //     }
 //   }
 //   join ring
-//   %product_2 = allocate bf16[M, part(F, x)]
-//   matmul %product, %v -> %product_2
-//   deallocate %product
-//   %minimum = reshape %product_2 to [M, part(F, x)]
-//   launch @maximum_minimum_minimum %product_2 -> %minimum
-//   %landing = allocate bf16[4, M/4, N]
+//   %matmul_v = allocate bf16[M, part(F, x)]
+//   matmul %h, %v -> %matmul_v
+//   deallocate %h
+//   %g = reshape %matmul_v to [M, part(F, x)]
+//   launch @maximum_minimum_g %matmul_v -> %g
+//   %y_landing = allocate bf16[4, M/4, N]
 //   fork ring
 //   for %j in 0..4 {
 //     %q = (rank.x + 1 + %j) % 4
 //     stream ring[%j] {
-//       %minimum_j = chunk %minimum[0: %q of 4]
-//       %product_3 = allocate bf16[M/4, N]
-//       matmul %minimum_j, %u -> %product_3
+//       %g_j = chunk %g[0: %q of 4]
+//       %matmul_u = allocate bf16[M/4, N]
+//       matmul %g_j, %u -> %matmul_u
 //       %p_2 = (rank.x - 1 - %j) % 4
-//       %landing_j = select %landing[0: %p_2]
+//       %y_landing_j = select %y_landing[0: %p_2]
 //       if %q == rank.x {
-//         copy %product_3 -> %landing_j
+//         copy %matmul_u -> %y_landing_j
 //       } else {
 //         group {
-//           recv %landing_j from %p_2 on x
-//           send %product_3 to %q on x
+//           recv %y_landing_j from %p_2 on x
+//           send %matmul_u to %q on x
 //         }
 //       }
 //     }
 //   }
 //   join ring
-//   launch @sum_y %landing -> %y
+//   launch @sum_y %y_landing -> %y
 // }
 #include "program.h"
 
@@ -67,10 +67,10 @@ Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
       channel_x_(rank.channel(kMesh, "x", 4)),
       ring_(rank, "ring", 4),
-      plan_product_(rank, CUDA_R_16BF, CUDA_R_16BF),
-      plan_product_2_(rank, CUDA_R_16BF, CUDA_R_16BF),
-      plan_product_3_(rank, CUDA_R_16BF, CUDA_R_16BF) {
-  HW_CHECK(hw::load(maximum_minimum_minimum));
+      plan_h_(rank, CUDA_R_16BF, CUDA_R_16BF),
+      plan_matmul_v_(rank, CUDA_R_16BF, CUDA_R_16BF),
+      plan_matmul_u_(rank, CUDA_R_16BF, CUDA_R_16BF) {
+  HW_CHECK(hw::load(maximum_minimum_g));
   HW_CHECK(hw::load(sum_y));
 }
 
@@ -98,18 +98,21 @@ void Program::prepare(const Inputs& in) {
   if (prepared_ == sizes) return;
   const auto [M, K, N, F, F_x] = sizes;
   prepared_.reset();
-  plan_product_.prepare({M / 4, K}, {K, N}, {M / 4, N});
-  plan_product_2_.prepare({M, N}, {N, F_x}, {M, F_x});
-  plan_product_3_.prepare({M / 4, F_x}, {F_x, N}, {M / 4, N});
+  plan_h_.prepare({M / 4, K}, {K, N}, {M / 4, N});
+  plan_matmul_v_.prepare({M, N}, {N, F_x}, {M, F_x});
+  plan_matmul_u_.prepare({M / 4, F_x}, {F_x, N}, {M / 4, N});
   hw::MemoryPlan memory;
   memory.allocate(workspace_, hw::kWorkspaceBytes);
-  memory.allocate(product_, M * N);
+  // Never in use at once, so that they may share bytes:
+  // - h_, y_landing_
+  // - x_gathered_, matmul_v_
+  memory.allocate(h_, M * N);
   memory.allocate(x_gathered_, M / 4 * K, ring_);
   memory.join(ring_);
-  memory.allocate(product_2_, M * F_x);
-  memory.free(product_);
-  memory.allocate(landing_, M * N);
-  memory.allocate(product_3_, M / 4 * N, ring_);
+  memory.allocate(matmul_v_, M * F_x);
+  memory.free(h_);
+  memory.allocate(y_landing_, M * N);
+  memory.allocate(matmul_u_, M / 4 * N, ring_);
   arena_.reserve(memory);
   prepared_ = sizes;
 }
@@ -128,6 +131,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   const int64_t rank_x = rank_.index();
 
   HW_CHECK(arena_.begin_call(caller));
+  // more_programs.py:80  h = hw.matmul(x, w).stream("M", chunks=D)  # what its loop holds of x, the second loop may ...
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t p = (rank_x + i) % 4;
@@ -142,35 +146,37 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
       HW_CHECK(ncclSend(x, M / 4 * K, ncclBfloat16, (rank_x - i + 4) % 4, channel_x_.comm(), stream));
       HW_CHECK(ncclGroupEnd());
     }
-    auto* product_i = product_ + p * (M / 4 * N);
-    HW_CHECK(plan_product_.multiply(x_gathered, w, product_i, stream));
+    auto* h_i = h_ + p * (M / 4 * N);
+    HW_CHECK(plan_h_.multiply(x_gathered, w, h_i, stream));
   }
+  // more_programs.py:81  g = hw.clip(hw.matmul(h, v), -1, 1)
   HW_CHECK(ring_.join(caller));
-  HW_CHECK(plan_product_2_.multiply(product_, v, product_2_, {caller, workspace_}));
-  HW_CHECK(hw::launch_pdl(maximum_minimum_minimum, hw::grid_of_elements<8>(M * F_x), caller, hw::reads(product_2_, M * F_x),
-                          hw::writes(product_2_, M * F_x), M, F_x));
+  HW_CHECK(plan_matmul_v_.multiply(h_, v, matmul_v_, {caller, workspace_}));
+  HW_CHECK(hw::launch_pdl(maximum_minimum_g, hw::grid_of_elements<8>(M * F_x), caller, hw::reads(matmul_v_, M * F_x),
+                          hw::writes(matmul_v_, M * F_x), M, F_x));
+  // more_programs.py:82  return hw.reshard(hw.matmul(g, u), "M@x", "N").stream("M", chunks=D)
   HW_CHECK(ring_.fork(caller));
   for (int64_t j = 0; j < 4; ++j) {
     const int64_t q = (rank_x + 1 + j) % 4;
     const hw::Stream stream = ring_[j];
-    auto* minimum_j = product_2_ + q * (M / 4 * F_x);
-    auto* product_3 = product_3_[j];
-    HW_CHECK(plan_product_3_.multiply(minimum_j, u, product_3, stream));
+    auto* g_j = matmul_v_ + q * (M / 4 * F_x);
+    auto* matmul_u = matmul_u_[j];
+    HW_CHECK(plan_matmul_u_.multiply(g_j, u, matmul_u, stream));
     const int64_t p_2 = (rank_x - 1 - j + 4) % 4;
-    auto* landing_j = landing_ + p_2 * (M / 4 * N);
+    auto* y_landing_j = y_landing_ + p_2 * (M / 4 * N);
     if (q == rank_x) {
-      HW_CHECK(cudaMemcpyAsync(landing_j, product_3, M / 4 * N * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
+      HW_CHECK(cudaMemcpyAsync(y_landing_j, matmul_u, M / 4 * N * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
     } else {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
-      HW_CHECK(ncclRecv(landing_j, M / 4 * N, ncclBfloat16, p_2, channel_x_.comm(), stream));
-      HW_CHECK(ncclSend(product_3, M / 4 * N, ncclBfloat16, q, channel_x_.comm(), stream));
+      HW_CHECK(ncclRecv(y_landing_j, M / 4 * N, ncclBfloat16, p_2, channel_x_.comm(), stream));
+      HW_CHECK(ncclSend(matmul_u, M / 4 * N, ncclBfloat16, q, channel_x_.comm(), stream));
       HW_CHECK(ncclGroupEnd());
     }
   }
   HW_CHECK(ring_.join(caller));
-  HW_CHECK(hw::launch_pdl(sum_y, hw::grid_of_elements<8>(M / 4 * N), caller, hw::reads(landing_, M * N), hw::writes(y, M / 4 * N),
-                          M, N));
+  HW_CHECK(hw::launch_pdl(sum_y, hw::grid_of_elements<8>(M / 4 * N), caller, hw::reads(y_landing_, M * N),
+                          hw::writes(y, M / 4 * N), M, N));
   HW_CHECK(arena_.end_call(caller));
 }
 

@@ -62,18 +62,18 @@ class Program {
   Sizes check(const Inputs& in) const;
 
   hw::Rank& rank_;
-  const hw::Channel& channel_x_;   // the 4 ranks along x
-  hw::Streams ring_;               // ring[4]
-  hw::MatmulPlan plan_product_;    // matmul %x_gathered, %w -> %product_i
-  hw::MatmulPlan plan_product_2_;  // matmul %product, %v -> %product_2
-  hw::MatmulPlan plan_product_3_;  // matmul %minimum_j, %u -> %product_3
+  const hw::Channel& channel_x_;  // the 4 ranks along x
+  hw::Streams ring_;              // ring[4]
+  hw::MatmulPlan plan_h_;         // matmul %x_gathered, %w -> %h_i
+  hw::MatmulPlan plan_matmul_v_;  // matmul %h, %v -> %matmul_v
+  hw::MatmulPlan plan_matmul_u_;  // matmul %g_j, %u -> %matmul_u
   hw::Arena arena_;
   char* workspace_ = nullptr;              // of the matmuls on the caller's stream
-  hw::bf16* product_ = nullptr;            // %product: bf16[M, N]
+  hw::bf16* h_ = nullptr;                  // %h: bf16[M, N]
   std::array<hw::bf16*, 4> x_gathered_{};  // %x_gathered: bf16[M/4, K], one a stream
-  hw::bf16* product_2_ = nullptr;          // %product_2: bf16[M, part(F, x)]
-  hw::bf16* landing_ = nullptr;            // %landing: bf16[4, M/4, N]
-  std::array<hw::bf16*, 4> product_3_{};   // %product_3: bf16[M/4, N], one a stream
+  hw::bf16* matmul_v_ = nullptr;           // %matmul_v: bf16[M, part(F, x)], also %g
+  hw::bf16* y_landing_ = nullptr;          // %y_landing: bf16[4, M/4, N]
+  std::array<hw::bf16*, 4> matmul_u_{};    // %matmul_u: bf16[M/4, N], one a stream
   std::optional<Sizes> prepared_;          // what prepare was last called for
 };
 

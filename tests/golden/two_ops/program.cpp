@@ -55,6 +55,8 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   auto* y = out.y.as<hw::bf16>();
 
   HW_CHECK(arena_.begin_call(caller));
+  // single_device.py:46  h = hw.negative(x).stream("M", chunks=S).named("h")
+  // single_device.py:47  return (h * x).stream("M", chunks=S)  # the same loop: step i of h is all that step i need ...
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 3; ++i) {
     const hw::Stream stream = ring_[i];

@@ -77,12 +77,15 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   const int64_t rank = rank_.index();
 
   HW_CHECK(arena_.begin_call(caller));
+  // pipeline.py:17  h = hw.relu(hw.matmul(x, w1)).named("h")
   if (on_ranks_0_1_) {
     HW_CHECK(plan_h_.multiply(x, w1, h_, {caller, workspace_}));
+    // pipeline.py:18  arrived = hw.reshard(h, "M@x", "N", mesh=second).named("arrived")  # each rank of the first hal ...
     HW_CHECK(ncclSend(h_, N * M_x_of_ranks_0_1, ncclBfloat16, rank + 2, channel_x_.comm(), caller));
   }
   if (on_ranks_2_3_) {
     HW_CHECK(ncclRecv(arrived_, N * M_x_of_ranks_2_3, ncclBfloat16, rank - 2, channel_x_.comm(), caller));
+    // pipeline.py:19  return hw.matmul(arrived, w2)
     HW_CHECK(plan_y_.multiply(arrived_, w2, y, {caller, workspace_}));
   }
   HW_CHECK(arena_.end_call(caller));

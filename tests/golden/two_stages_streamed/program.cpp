@@ -25,11 +25,11 @@
 //           %x_i = chunk %x[0: %i of 4]
 //           %h = allocate bf16[M/4, part(N, x on ranks 0, 1)]
 //           matmul %x_i, %up1 activation relu -> %h
-//           %product_2 = allocate bf16[M/4, K]
-//           matmul %h, %down1 -> %product_2
+//           %matmul_down1 = allocate bf16[M/4, K]
+//           matmul %h, %down1 -> %matmul_down1
 //           wait turn[0]
-//           %layer = reshape %product_2 to [M/4, K]
-//           all_reduce sum %product_2 -> %layer on x_of_ranks_0_1
+//           %layer = reshape %matmul_down1 to [M/4, K]
+//           all_reduce sum %matmul_down1 -> %layer on x_of_ranks_0_1
 //           send %layer to rank + 2 on x
 //           record turn[0]
 //         }
@@ -38,10 +38,10 @@
 //           %g = allocate bf16[M/4, part(N, x on ranks 2, 3)]
 //           matmul %arrived_i, %up2 activation relu -> %g
 //           %y_i = chunk %y[0: %i of 4]
-//           %product_4 = reshape %y_i to [M/4, K]
-//           matmul %g, %down2 -> %product_4
+//           %matmul_down2 = reshape %y_i to [M/4, K]
+//           matmul %g, %down2 -> %matmul_down2
 //           wait turn[0]
-//           all_reduce sum %product_4 -> %y_i on x_of_ranks_2_3
+//           all_reduce sum %matmul_down2 -> %y_i on x_of_ranks_2_3
 //           record turn[0]
 //         }
 //       }
@@ -66,7 +66,7 @@ Program::Program(hw::Rank& rank)
       ring_(rank, "ring", 4),
       turn_(1),
       plan_h_(rank, CUDA_R_16BF, CUDA_R_16BF, CUBLASLT_EPILOGUE_RELU),
-      plan_product_2_(rank, CUDA_R_16BF, CUDA_R_16BF),
+      plan_matmul_down1_(rank, CUDA_R_16BF, CUDA_R_16BF),
       plan_g_(rank, CUDA_R_16BF, CUDA_R_16BF, CUBLASLT_EPILOGUE_RELU),
       plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
 
@@ -102,7 +102,7 @@ void Program::prepare(const Inputs& in) {
   const auto [M, K, N, N_x_of_ranks_0_1, N_x_of_ranks_2_3] = sizes;
   prepared_.reset();
   if (on_ranks_0_1_) plan_h_.prepare({M / 4, K}, {K, N_x_of_ranks_0_1}, {M / 4, N_x_of_ranks_0_1});
-  if (on_ranks_0_1_) plan_product_2_.prepare({M / 4, N_x_of_ranks_0_1}, {N_x_of_ranks_0_1, K}, {M / 4, K});
+  if (on_ranks_0_1_) plan_matmul_down1_.prepare({M / 4, N_x_of_ranks_0_1}, {N_x_of_ranks_0_1, K}, {M / 4, K});
   if (on_ranks_2_3_) plan_g_.prepare({M / 4, K}, {K, N_x_of_ranks_2_3}, {M / 4, N_x_of_ranks_2_3});
   if (on_ranks_2_3_) plan_y_.prepare({M / 4, N_x_of_ranks_2_3}, {N_x_of_ranks_2_3, K}, {M / 4, K});
   hw::MemoryPlan memory;
@@ -111,7 +111,7 @@ void Program::prepare(const Inputs& in) {
   }
   if (on_ranks_0_1_) {
     memory.allocate(h_, M / 4 * N_x_of_ranks_0_1, ring_);
-    memory.allocate(product_2_, M / 4 * K, ring_);
+    memory.allocate(matmul_down1_, M / 4 * K, ring_);
   }
   if (on_ranks_2_3_) {
     memory.allocate(g_, M / 4 * N_x_of_ranks_2_3, ring_);
@@ -135,6 +135,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   const int64_t rank = rank_.index();
 
   HW_CHECK(arena_.begin_call(caller));
+  // pipeline.py:33  arrived = hw.reshard(layer, "M", "K", mesh=second).named("arrived").stream("M", chunks=S)  # on ...
   HW_CHECK(ring_.fork(caller));
   HW_CHECK(cudaEventRecord(turn_[0], caller));
   for (int64_t j = 0; j < 5; ++j) {
@@ -147,6 +148,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
         HW_CHECK(cudaEventRecord(turn_[0], stream));
       }
     }
+    // pipeline.py:31  h = hw.relu(hw.matmul(x, up1).stream("M", chunks=S)).named("h").stream("M", chunks=S)
     if (j > 0) {
       const int64_t i = j - 1;
       const hw::Stream stream = ring_[i];
@@ -154,17 +156,22 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
         const auto* x_i = x + i * (M / 4 * K);
         auto* h = h_[i];
         HW_CHECK(plan_h_.multiply(x_i, up1, h, stream));
-        auto* product_2 = product_2_[i];
-        HW_CHECK(plan_product_2_.multiply(h, down1, product_2, stream));
+        // pipeline.py:32  layer = hw.reshard(hw.matmul(h, down1), "M", "K").named("layer").stream("M", chunks=S)
+        auto* matmul_down1 = matmul_down1_[i];
+        HW_CHECK(plan_matmul_down1_.multiply(h, down1, matmul_down1, stream));
         HW_CHECK(cudaStreamWaitEvent(stream, turn_[0], 0));
-        HW_CHECK(ncclAllReduce(product_2, product_2, M / 4 * K, ncclBfloat16, ncclSum, channel_x_of_ranks_0_1_.comm(), stream));
-        HW_CHECK(ncclSend(product_2, M / 4 * K, ncclBfloat16, rank + 2, channel_x_.comm(), stream));
+        HW_CHECK(
+            ncclAllReduce(matmul_down1, matmul_down1, M / 4 * K, ncclBfloat16, ncclSum, channel_x_of_ranks_0_1_.comm(), stream));
+        // pipeline.py:33  arrived = hw.reshard(layer, "M", "K", mesh=second).named("arrived").stream("M", chunks=S)  # on ...
+        HW_CHECK(ncclSend(matmul_down1, M / 4 * K, ncclBfloat16, rank + 2, channel_x_.comm(), stream));
         HW_CHECK(cudaEventRecord(turn_[0], stream));
       }
+      // pipeline.py:34  g = hw.relu(hw.matmul(arrived, up2).stream("M", chunks=S)).named("g").stream("M", chunks=S)
       if (on_ranks_2_3_) {
         auto* arrived_i = arrived_ + i * (M / 4 * K);
         auto* g = g_[i];
         HW_CHECK(plan_g_.multiply(arrived_i, up2, g, stream));
+        // pipeline.py:35  return hw.reshard(hw.matmul(g, down2), "M", "K").stream("M", chunks=S)
         auto* y_i = y + i * (M / 4 * K);
         HW_CHECK(plan_y_.multiply(g, down2, y_i, stream));
         HW_CHECK(cudaStreamWaitEvent(stream, turn_[0], 0));

@@ -73,15 +73,15 @@ class Program {
   hw::Streams ring_;                           // ring[4]
   hw::Events turn_;                            // turn[1]
   hw::MatmulPlan plan_h_;                      // matmul %x_i, %up1 activation relu -> %h
-  hw::MatmulPlan plan_product_2_;              // matmul %h, %down1 -> %product_2
+  hw::MatmulPlan plan_matmul_down1_;           // matmul %h, %down1 -> %matmul_down1
   hw::MatmulPlan plan_g_;                      // matmul %arrived_i, %up2 activation relu -> %g
-  hw::MatmulPlan plan_y_;                      // matmul %g, %down2 -> %product_4
+  hw::MatmulPlan plan_y_;                      // matmul %g, %down2 -> %matmul_down2
   hw::Arena arena_;
-  hw::bf16* arrived_ = nullptr;           // %arrived: bf16[M, K]
-  std::array<hw::bf16*, 4> h_{};          // %h: bf16[M/4, part(N, x on ranks 0, 1)], one a stream
-  std::array<hw::bf16*, 4> product_2_{};  // %product_2: bf16[M/4, K], one a stream
-  std::array<hw::bf16*, 4> g_{};          // %g: bf16[M/4, part(N, x on ranks 2, 3)], one a stream
-  std::optional<Sizes> prepared_;         // what prepare was last called for
+  hw::bf16* arrived_ = nullptr;              // %arrived: bf16[M, K]
+  std::array<hw::bf16*, 4> h_{};             // %h: bf16[M/4, part(N, x on ranks 0, 1)], one a stream
+  std::array<hw::bf16*, 4> matmul_down1_{};  // %matmul_down1: bf16[M/4, K], also %layer, one a stream
+  std::array<hw::bf16*, 4> g_{};             // %g: bf16[M/4, part(N, x on ranks 2, 3)], one a stream
+  std::optional<Sizes> prepared_;            // what prepare was last called for
 };
 
 }  // namespace programs::two_stages_streamed

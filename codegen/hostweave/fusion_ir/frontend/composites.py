@@ -26,13 +26,17 @@ def _called(word: str) -> Callable[[Callable[_P, Tensor]], Callable[_P, Tensor]]
         @wraps(function)
         def called(*args: _P.args, **options: _P.kwargs) -> Tensor:
             result = function(*args, **options)
-            if all(result is not given for given in (*args, *options.values())):
-                result._word = word
-            return result
+            return result if any(result is given for given in (*args, *options.values())) else _worded(word, result)
 
         return called
 
     return decorated
+
+
+def _worded(word: str, x: Tensor) -> Tensor:
+    """x, which is called so and after what it is made of: `softmax_scores`."""
+    x._word = word
+    return x
 
 
 @_called("linear")
@@ -162,12 +166,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _cast(x: Tensor, dtype: DType) -> Tensor:
-    """x in that dtype, with the name of x."""
-    if x.dtype == dtype:
-        return x
-    result = hw.astype(x, dtype)
-    result._word = x._word
-    return result
+    return x if x.dtype == dtype else hw.astype(x, dtype)
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
@@ -224,7 +223,7 @@ def scaled_dot_product_attention(
         query = hw.reshape(query, *map(str, (*q[:-3], k[-3], group, *q[-2:])))
         key, value = (hw.expand_dims(x, x.ndim - 2) for x in (key, value))
     order = (*range(key.ndim - 2), key.ndim - 1, key.ndim - 2)
-    scores = _wide(hw.matmul(query, hw.permute_dims(key, order))) * factor
+    scores = _wide(_worded("scores", hw.matmul(query, hw.permute_dims(key, order)))) * factor
     if is_causal:
         rows, columns = hw.iota(query, query.ndim - 2), hw.iota(key, key.ndim - 2)
         scores = hw.where(rows[:, None] >= columns[None, :], scores, float("-inf"))
@@ -234,7 +233,7 @@ def scaled_dot_product_attention(
     weights = softmax(scores)
     if dropout_p and seed is not None:
         weights = _dropped(weights, dropout_p, _head_indices(weights, int(group)) if grouped else _indices(weights), seed, draw)
-    result = hw.matmul(_cast(weights, query.dtype), value)
+    result = _worded("attention", hw.matmul(_cast(weights, query.dtype), value))
     return hw.reshape(result, *map(str, (*q[:-1], v[-1]))) if grouped else result
 
 
@@ -281,9 +280,7 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
     is_first = hw.iota(pairs, of_pair) == 0
     c, s = (hw.expand_dims(_cast(table, first.dtype), -1 if interleaved else -2) for table in (cos, sin))
     turned = hw.where(is_first if interleaved else is_first[:, None], first * c - second * s, second * c + first * s)
-    turned = _cast(turned, x.dtype)
-    turned._word = "rotary"  # what a kernel makes; the result is another view of it
-    return hw.reshape(turned, *map(str, x.type.shape))
+    return hw.reshape(_worded("rotary", _cast(turned, x.dtype)), *map(str, x.type.shape))
 
 
 # --- random numbers ---------------------------------------------------------------------------------------------------

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import linecache
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hostweave.base.errors import Location, ProgramError, UnknownAttribute, did_you_mean
+from hostweave.base.errors import Location, ProgramError, UnknownAttribute, did_you_mean, is_of_package
 from hostweave.base.names import unique_name
 from hostweave.base.signatures import checked
 from hostweave.fusion_ir.frontend.indexing import indexed
@@ -74,7 +77,8 @@ class Tensor:
     def __init__(self, trace: _Trace, op: Op | None, value: Value):
         self._trace, self._op, self._value = trace, op, value
         self._name: str | None = None
-        self._word: str | None = None  # the composite function that produced it: its name unless the user gives one
+        self._variable: str | None = None  # of the user, to which it was bound
+        self._word: str | None = None  # the composite function that produced it
 
     def __repr__(self) -> str:
         return f"Tensor({self.type})"
@@ -292,6 +296,7 @@ class _Trace:
         self.blocks = {} if blocks is None else blocks
         self.tensors: dict[str, Tensor] = {}
         self.named: dict[str, Tensor] = {}  # what the user named
+        self.frames: dict[FrameType, int] = {}  # of the user's functions -> how many tensors there were before it
         self._types: dict[str, TensorType] = {}
 
     def types(self) -> dict[str, TensorType]:
@@ -313,6 +318,7 @@ class _Trace:
             raise ProgramError(f"{kind}: the tensors belong to different fusions; pass one of them in as an input", location)
         if target is not None:
             target = _placed(target, self.mesh, location) if kind == "reshard" else replace(target, mesh=known[0].type.mesh)
+        self.look_at_variables()
         is_float = known[-1].dtype.kind == "float"
         names = tuple(_weak(o, is_float) if isinstance(o, int | float) else o._value.name for o in operands)
         op = replace(op, operands=names, result=Value("", target or known[0].type))
@@ -323,6 +329,28 @@ class _Trace:
                 target.check(location, self.mesh)
             return self.add(op, target, pinned=kind == "reshard")
         return self.add(op, derived, pinned=False)
+
+    def look_at_variables(self) -> None:
+        """Notes which variables of the user are bound to which tensors, in all functions that run."""
+        frames, frame = list[FrameType](), sys._getframe(1)
+        while frame.f_back is not None and frame.f_code is not traced.__code__:
+            frames += [] if is_of_package(frame) else [frame]
+            frame = frame.f_back
+        for frame in reversed(frames):
+            self.frames.setdefault(frame, len(self.tensors))
+        self.take_variables(frames)
+
+    def take_variables(self, frames: Iterable[FrameType] | None = None) -> None:
+        """Tensors get the names of variables in functions that made them or had them made: what was there before is an argument.
+
+        A frame that is referred to keeps its variables when its function has returned: then the outermost come first.
+        """
+        for frame in self.frames if frames is None else frames:
+            for name, value in frame.f_locals.items():
+                is_made_here = type(value) is Tensor and value._trace is self and int(value._value.name) >= self.frames[frame]
+                word = name.strip("_")
+                if is_made_here and value._variable is None and word.isascii() and word.isidentifier():
+                    value._variable = word
 
     def source(self, source: Source) -> Source:
         """The source under a name that no other one has."""
@@ -355,15 +383,20 @@ def traced(function: Callable[..., Any], trace: _Trace, inputs: dict[str, Tensor
     arguments = {}
     for parameter in parameters(function, inputs, word, location):
         arguments[parameter] = trace.add(None, _placed(inputs[parameter], trace.mesh, location), pinned=True, name=parameter)
+    linecache.checkcache()  # a file may have changed since a trace read its lines
     returned = function(**arguments)
     results = tuple(returned) if isinstance(returned, tuple | list) else (returned,)
     for result in results:
         if not isinstance(result, Tensor) or result._trace is not trace:
             raise ProgramError(f"{word} @{name} returns {result!r}; return a tensor of it, or a tuple of tensors", location)
+    trace.take_variables()
+    trace.frames.clear()  # they keep all variables
     outputs = _distinct_results(results)
-    for i, result in enumerate(outputs):
-        if result._name is None:
-            trace.name(result, unique_name("y" if len(outputs) == 1 else f"y{i}", trace.named))
+    for result in outputs:  # the names of variables are theirs first
+        if result._name is None and result._variable and result._variable not in trace.named:
+            trace.name(result, result._variable)
+        elif result._name is None and len(outputs) == 1:
+            trace.name(result, unique_name("y", trace.named))
     finished = _finished(name, trace, outputs)
     verify_fusion(finished)
     return finished
@@ -441,27 +474,66 @@ def _finished(name: str, trace: _Trace, outputs: list[Tensor]) -> Fusion:
 
 
 def _names(trace: _Trace, needed: set[str]) -> dict[str, str]:
-    """The user's name of each value, or what its op makes, with a number from the second on."""
-    counts: dict[str, int] = {}
-    names: dict[str, str] = {}
-    taken = set(trace.named)
-    for number, tensor in trace.tensors.items():
-        name = tensor._name
-        if name is None and tensor._op and number in needed:
-            wanted = tensor._word or _wanted(tensor._op, trace)
-            while name is None or name in taken:
-                counts[wanted] = counts.get(wanted, 0) + 1
-                name = wanted if counts[wanted] == 1 else f"{wanted}_{counts[wanted]}"
-        if name is not None:
-            names[number] = name
-            taken.add(name)
-    return names
+    """The name of each value: the user's, that of a variable, or of its op and its operand; with a number from the second on."""
+    names = _Names({number: tensor._name for number, tensor in trace.tensors.items() if tensor._name is not None})
+    made = {number: tensor for number, tensor in trace.tensors.items() if number in needed and tensor._op}
+    for number, tensor in made.items():
+        if tensor._variable:
+            names.claim(number, tensor._variable)
+    for number, tensor in made.items():
+        assert tensor._op is not None
+        names.derive(number, tensor._op, tensor._word)
+    return names.of
 
 
-def _wanted(op: Op, trace: _Trace) -> str:
-    """A name for the result of an op: what it makes, the block that it calls and which of its results, `w_3` for `w[3]`."""
-    if op.kind == "select" and op[INDEX] >= 0 and (name := trace.tensors[op.tensors[0]]._name):
-        return f"{name}_{op[INDEX]}"
-    if op.callee:
-        return op.callee.name if op.kind == "call" else f"{op.callee.name}_{op.callee.outputs[op[INDEX]]}"
-    return OPS[op.kind].makes or op.kind
+class _Names:
+    """Names of values by their numbers, those that the user gave first."""
+
+    def __init__(self, given: dict[str, str]):
+        self.of, self.taken = given, set(given.values())
+        self.counts: dict[str, int] = {}
+        self.given = set(given)  # values that are inputs, or inputs whose elements were moved: as weights are
+        self.subjects: dict[str, str] = {}  # by value without a name of the user: the name that he gave to what it was made of
+        self.sources: dict[str, str] = {}  # by value whose elements were moved: the name of what they were moved from
+
+    def claim(self, number: str, wanted: str) -> None:
+        """Gives a value the name, with a number where another one has it; nothing if it has a name."""
+        while number not in self.of:
+            self.counts[wanted] = self.counts.get(wanted, 0) + 1
+            name = wanted if self.counts[wanted] == 1 else f"{wanted}_{self.counts[wanted]}"
+            if name not in self.taken:
+                self.of[number] = name
+                self.taken.add(name)
+
+    def derive(self, number: str, op: Op, word: str | None) -> None:
+        """Names a value after its op and operand: `matmul_wq`, `matmul_wq_transposed`; `word` is the function that is made of ops."""
+        moved = _movement(op)
+        if moved and op.tensors[0] in self.given:
+            self.given.add(number)
+        if number in self.of:
+            return
+        self.subjects[number] = next(filter(None, map(self.subject, self.telling(op))), "")
+        if moved and (not word or OPS[op.kind].makes):
+            self.sources[number] = self.sources.get(op.tensors[0], self.of[op.tensors[0]])
+            self.claim(number, f"{self.sources[number]}_{moved}")
+        else:
+            made = word or (op.source.name if op.source else op.callee.name if op.callee else op.kind)
+            length = str(op.result.type.dims[0].extent) if op.kind == "iota" else ""
+            self.claim(number, "_".join(filter(str.isidentifier, (made, self.subjects[number], length))))
+
+    def subject(self, number: str) -> str:
+        return self.subjects.get(number, self.of[number])
+
+    def telling(self, op: Op) -> tuple[str, ...]:
+        """The operands, the one first that tells an op from others of its kind: the weight of a matmul."""
+        weights = [operand for operand in op.tensors[::-1] if operand in self.given and op.kind == "matmul"]
+        return (*weights, *op.tensors)
+
+
+def _movement(op: Op) -> str:
+    """What an op does that leaves the elements as they are, in a word; "" for one that computes."""
+    if op.kind == "output":
+        return op.callee.outputs[op[INDEX]] if op.callee else str(op[INDEX])
+    if op.kind == "select":
+        return str(op[INDEX]) if op[INDEX] >= 0 else "selected"
+    return op.result.type.dtype.name if op.kind == "astype" else OPS[op.kind].makes

@@ -207,7 +207,13 @@ def _philox(types: Types, op: Op) -> TensorType:
 
 OPS["astype"] = OpDef(1, _astype, elementwise, lambda np, x, dtype: x.astype(dtype), target="dtype", cpp="{0}", cost=0)
 copy = _unary(
-    "copy", "The same values in a buffer of their own; of an input it can be streamed.", "{0}", lambda np, x: x.copy(), kinds=(), cost=0
+    "copy",
+    "The same values in a buffer of their own; of an input it can be streamed.",
+    "{0}",
+    lambda np, x: x.copy(),
+    kinds=(),
+    cost=0,
+    makes="copied",
 )
 OPS["iota"] = OpDef(
     0, _iota, lambda types, op: IndexMap((), ("i0",)), lambda np, shape, dtype: np.arange(*shape, dtype=dtype), target="type", cost=0

@@ -157,7 +157,7 @@ def _contracted(types: Types, op: Op) -> IndexMap:
     return IndexMap(((*a, "m", "k"), (*b, "k", "n")), (*labels, "m", "n"))
 
 
-OPS["matmul"] = OpDef(2, _matmul, _contracted, lambda np, a, b: np.matmul(a, b), partial="sum", last_is_first=True, makes="product")
+OPS["matmul"] = OpDef(2, _matmul, _contracted, lambda np, a, b: np.matmul(a, b), partial="sum", last_is_first=True)
 
 if not TYPE_CHECKING:
     __all__ = public_names(globals())

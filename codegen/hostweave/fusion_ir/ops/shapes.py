@@ -158,7 +158,7 @@ _view("permute_dims", _transpose, _permuted, lambda np, x, axes: np.transpose(x,
 OPS["broadcast_to"] = OpDef(
     1, _broadcast_to, elementwise, lambda np, x, shape: np.broadcast_to(x, shape), target="shape", makes="broadcast", **_SAME
 )
-_view("select", _select, _cut, lambda np, x, axis, index: x[(slice(None),) * axis + (index,)], AXIS, INDEX, makes="selected")
+_view("select", _select, _cut, lambda np, x, axis, index: x[(slice(None),) * axis + (index,)], AXIS, INDEX)
 _view("slice", _slice, _cut, _numpy_slice, AXIS, START, STEP, target="shape", whole="cut", makes="sliced")
 OPS["concat"] = OpDef(
     None, _concat, _joined, lambda np, *arrays, axis: np.concatenate(arrays, axis), (AXIS,), whole="joined", makes="joined"

@@ -27,7 +27,6 @@ from hostweave.host_ir import ir
 from hostweave.host_ir.dead_code import eliminate_dead_code, launched
 from hostweave.host_ir.rules.computing import why_no_epilogue
 from hostweave.options import Options
-from hostweave.passes.host.fuse_kernels import telling_name
 
 SMALLEST, LARGEST = 2.0**-126, 2.0**127  # factors that an f32 holds
 HIDES_TANH = 2  # bytes: the gelu of cuBLASLt is off by some 5e-6, which f32 would show
@@ -100,7 +99,7 @@ class _Matmuls:
             if longer is None:
                 return None
             ended, value, gone = longer, users[0].result.name, [*gone, users[0]]
-        ended = replace(ended, dst=targets[value], location=launch.location)
+        ended = replace(ended, dst=targets[value], location=gone[-1].location)
         if not self.is_possible(ended):
             return None
         rest = tuple(op for op in kernel.ops if op not in gone)
@@ -172,7 +171,7 @@ def _rewritten(program: ir.HostProgram, folded: dict[int, _Folded]) -> ir.HostPr
         if found.launch is None or found.kernel is None:
             return (found.new,)
         if found.kernel not in names:
-            name = names[found.kernel] = unique_name(telling_name(found.kernel), set(kernels))
+            name = names[found.kernel] = unique_name(found.kernel.telling_name, set(kernels))
             kernels[name] = replace(found.kernel, name=name)
         return (found.new, replace(found.launch, kernel=names[found.kernel]))
 

@@ -27,7 +27,6 @@ from hostweave.host_ir.dead_code import eliminate_dead_code
 from hostweave.options import Options
 from hostweave.types.tensor import BufferType, Dim, TensorType
 
-MAX_WORDS = 3  # ops that the name of a kernel lists
 CHEAP = 10  # additions that take no longer than to read an element, about
 
 
@@ -271,7 +270,7 @@ def _viewed(path: list[ir.Instruction], source: str, name: str, types: dict[str,
 
 
 def _unshared(program: ir.HostProgram) -> ir.HostProgram:
-    """A kernel for each launch, under the names of the launch's buffers where it was written for others."""
+    """A kernel for each launch, with its location and under the names of its buffers where it was written for others."""
     links = _Links(program)
     kernels: list[ir.Kernel] = []
     changes: dict[int, ir.Launch] = {}
@@ -282,7 +281,8 @@ def _unshared(program: ir.HostProgram) -> ir.HostProgram:
             buffers = zip((*kernel.inputs, *kernel.results), (*launch.srcs, *launch.dsts), strict=True)
             names = {parameter.name: claim_unique(links.called(buffer), taken) for parameter, buffer in buffers}
             inputs = tuple(replace(p, name=names[p.name]) for p in kernel.inputs)
-            kernel = ir.Kernel(f"{kernel.name} {len(kernels)}", inputs, tuple(_renamed(op, names) for op in kernel.ops))
+            ops = tuple(replace(_renamed(op, names), location=launch.location) for op in kernel.ops)
+            kernel = ir.Kernel(f"{kernel.name} {len(kernels)}", inputs, ops)
             changes[place.number] = replace(launch, kernel=kernel.name)
         kernels.append(kernel)
     return replace(program, kernels=tuple(kernels), body=ir.edited(program.body, changes))
@@ -303,20 +303,12 @@ def _shared(program: ir.HostProgram) -> ir.HostProgram:
 
 
 def _named(program: ir.HostProgram) -> ir.HostProgram:
-    """Fused kernels are called `neg_mul_y`, or `fused_y` where that would be long."""
     taken: set[str] = set()
     names = {}
     for kernel in program.kernels:
-        wanted = kernel.name.partition(" ")[0] if len(kernel.ops) == 1 else telling_name(kernel)
-        names[kernel.name] = claim_unique(wanted, taken)
+        names[kernel.name] = claim_unique(kernel.telling_name, taken)
     kernels = tuple(replace(kernel, name=names[kernel.name]) for kernel in program.kernels)
     return _with_names(replace(program, kernels=kernels), names)
-
-
-def telling_name(kernel: ir.Kernel) -> str:
-    """A name that lists the ops of a kernel, if they are few, and what it gives."""
-    words = [op.kind for op in kernel.ops]
-    return "_".join([*(words if len(words) <= MAX_WORDS else ["fused"]), *(result.name for result in kernel.results)])
 
 
 def _with_names(program: ir.HostProgram, names: dict[str, str]) -> ir.HostProgram:

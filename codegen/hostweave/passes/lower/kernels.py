@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from hostweave.base.names import unique_name
 from hostweave.fusion_ir.ir import Op, Value
 from hostweave.host_ir import ir
 from hostweave.types.tensor import BufferType, Dim, TensorType
@@ -29,8 +30,8 @@ class Kernels:
         same = replace(body, operands=numbered, result=replace(body.result, name="")), tuple(p.type for p in inputs)
         if same not in self.made:
             taken = {kernel.name for kernel in self.made.values()}
-            name = f"{op.kind}_{op.result.name}"
-            self.made[same] = ir.Kernel(name if name not in taken else f"{name}_{len(taken)}", inputs, (body,))
+            kernel = ir.Kernel("", inputs, (body,))
+            self.made[same] = replace(kernel, name=unique_name(kernel.telling_name, taken))
         return self.made[same].name
 
     def summing(self, reduction: str, terms: str, target: str, op: Op) -> str:

@@ -165,7 +165,7 @@ class Reshards:
         assert stream is not None
         source, local = self.buffers.operand(op, 0, steps), self.flow.local(value)
         channel = Channel(self.flow.mesh_of(op), change.axes, change.dim)
-        landing = b.allocate("landing", BufferType(local.dtype, (Size(channel.size), *local.shape)))
+        landing = b.allocate(f"{value.name}_landing", BufferType(local.dtype, (Size(channel.size), *local.shape)))
         communication.scatter_p2p(
             b, source, landing, channel, steps, lambda terms: chunk(b, steps, terms, value, stream.dim, suffix="landing")
         )

@@ -1,0 +1,53 @@
+"""The comment of `prepare` on buffers that may share bytes, against what the same function tells the arena."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+from larger_programs import PROGRAMS
+
+import hostweave as hw
+from hostweave.emit import render
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.options import Options
+from hostweave.pipeline import lower
+from hostweave.types.tensor import DType
+
+PLANS = re.compile(r"^void Program::(?:prepare|\w+_memory)\(.*?^}", re.M | re.S)
+
+
+def groups(plan: str) -> list[list[str]]:
+    """The buffers of each item; a long one goes on on the next line."""
+    comment = re.search(r"so that they may share bytes:\n((?: *// .*\n)*)", plan)
+    lines = re.sub(r"\n *// (?!- )", " ", "\n" + comment[1]) if comment else ""
+    return [re.findall(r"\w+", item) for item in lines.split("// - ")[1:]]
+
+
+def in_use(plan: str) -> list[set[str]]:
+    """What is in use after each line."""
+    used: dict[str, str] = {}  # member -> the streams that have one each
+    after = []
+    for call, arguments in re.findall(r"memory\.(allocate|free|join)\((.*)\);", plan):
+        member, *rest = arguments.split(", ")
+        if call == "allocate":
+            used[member] = rest[-1] if len(rest) > 1 and rest[-1].endswith("_") else ""
+        elif call == "join":
+            used = {name: pool for name, pool in used.items() if pool != member}
+        elif not used[member]:
+            del used[member]
+        after.append(set(used))
+    return after
+
+
+@pytest.mark.parametrize("make", PROGRAMS)
+def test_what_may_share_bytes_is_never_in_use_at_once(make: Callable[[int, DType], Fusion]) -> None:
+    plans = PLANS.findall(render(lower(make(2, hw.f32), Options()))["program.cpp"])
+    shared = [group for plan in plans for group in groups(plan)]
+    assert shared
+    assert len({buffer for group in shared for buffer in group}) == sum(map(len, shared)), "a buffer is in two groups"
+    for plan in plans:
+        for group in groups(plan):
+            assert set(group) <= set().union(*in_use(plan))
+            assert all(len(used & set(group)) < 2 for used in in_use(plan))
