@@ -11,11 +11,10 @@ from example_programs import fusions
 import hostweave as hw
 from hostweave import pipeline
 from hostweave.analysis import def_use, live_ranges
-from hostweave.check import check
+from hostweave.check import channel_order, check
 from hostweave.emit import render
 from hostweave.host_ir import ir
 from hostweave.host_ir.calls import bodies
-from hostweave.passes.host import serialize_channels
 from hostweave.pipeline import lower
 
 SEEDS = fusions("seeds.py")
@@ -38,7 +37,7 @@ def test_once_a_program(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     counted(def_use, "DefUse")
     counted(live_ranges, "_Walk")
     counted(pipeline, "verify_host")
-    counted(serialize_channels, "instantiate")
+    counted(channel_order, "instantiate")
     counted(check, "instantiate")
     stages: list[ir.HostProgram] = []
     host = lower(SEEDS[name], hw.Options(), lambda _, program: stages.append(program) if isinstance(program, ir.HostProgram) else None)

@@ -44,6 +44,7 @@ def unordered(instances: Instances) -> Iterator[tuple[Operation, Operation]]:
                 yield earlier, task.operation
 
 
+@ir.analysis
 def unordered_instructions(program: ir.HostProgram) -> set[ir.Instruction]:
     """The communications, and groups of them, that some rank may run at the same time as one of another channel."""
     used = {i.channel for i in ir.walk(program.body) if isinstance(i, ir.Communication)}
