@@ -5,7 +5,7 @@ Where `mesh` is set, only its ranks do what is emitted: neighbours of one mesh s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -99,7 +99,7 @@ class Builder:
 
     def body(self) -> ir.Body:
         """The whole program, without views that nothing uses in the end."""
-        body = eliminate_dead_code(_joined(tuple(self._scopes[0].instructions), None), (ir.View,))
+        body = eliminate_dead_code(joined_on_meshes(self._scopes[0].instructions), (ir.View,))
         return ir.rewrite(body, lambda i: () if isinstance(i, ir.OnMesh) and not i.body else None)
 
     def channel(self, axes: tuple[str, ...]) -> str:
@@ -225,17 +225,17 @@ class Builder:
         return name
 
 
-def _joined(body: ir.Body, mesh: Mesh | None) -> ir.Body:
+def joined_on_meshes(body: Iterable[ir.Instruction], mesh: Mesh | None = None) -> ir.Body:
     """Neighbours on one mesh in one `on` body, and none inside another; `mesh` is that of the one around."""
     result: list[ir.Instruction] = []
     for instruction in body:
         if isinstance(instruction, ir.OnMesh) and instruction.mesh == mesh:
-            result.extend(_joined(instruction.body, mesh))
+            result.extend(joined_on_meshes(instruction.body, mesh))
             continue
         last = result[-1] if result else None
         if isinstance(instruction, ir.OnMesh) and isinstance(last, ir.OnMesh) and last.mesh == instruction.mesh:
-            result[-1] = replace(last, body=(*last.body, *_joined(instruction.body, instruction.mesh)))
+            result[-1] = replace(last, body=(*last.body, *joined_on_meshes(instruction.body, instruction.mesh)))
             continue
         inside = instruction.mesh if isinstance(instruction, ir.OnMesh) else mesh
-        result.append(ir.with_bodies(instruction, partial(_joined, mesh=inside)))
+        result.append(ir.with_bodies(instruction, partial(joined_on_meshes, mesh=inside)))
     return tuple(result)

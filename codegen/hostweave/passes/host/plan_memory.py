@@ -15,12 +15,13 @@ Offsets are found when sizes are known.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from hostweave.analysis.def_use import def_use
 from hostweave.analysis.live_ranges import allocating_blocks
 from hostweave.host_ir import ir
+from hostweave.host_ir.builder import joined_on_meshes
 from hostweave.host_ir.dead_code import indices_in
 from hostweave.host_ir.expr import Const, Expr
 from hostweave.options import Options
@@ -68,7 +69,7 @@ class Planner:
         children = [self.child(i, on_caller) for i in _one_by_one(body)]
         own = {i.out: (mesh, i) for mesh, i in map(_on, children) if isinstance(i, ir.Allocate)}
         if not own:
-            return _together(children)
+            return joined_on_meshes(children)
         touches, viewed = self.touches(children, on_caller), self.first_views(children)
         known = {mesh: self.known([_seen_by(mesh, i) for i in children]) for mesh, _ in own.values()}
         ties = _ties(body)
@@ -87,7 +88,7 @@ class Planner:
             tied = {k for k in ties if _on(children[k])[0] != mesh}
             if (end := self.end(touches[name], known[mesh], on_streams, tied, len(children))) < last:
                 ended.setdefault(end, []).append(name)
-        return _together(_laid_out(children, own, begun, ended))
+        return joined_on_meshes(_laid_out(children, own, begun, ended))
 
     def child(self, i: ir.Instruction, on_caller: bool) -> ir.Instruction:
         match i:
@@ -268,18 +269,6 @@ def _ties(body: ir.Body) -> set[int]:
                 named.update(dict.fromkeys(ir.names(child, "define", "index"), k))
         first += len(inner)
     return ties
-
-
-def _together(children: Iterable[ir.Instruction]) -> ir.Body:
-    """The reverse: neighbours on one mesh in one body."""
-    result: list[ir.Instruction] = []
-    for i in children:
-        last = result[-1] if result else None
-        if isinstance(i, ir.OnMesh) and isinstance(last, ir.OnMesh) and last.mesh == i.mesh:
-            result[-1] = replace(last, body=(*last.body, *i.body))
-        else:
-            result.append(i)
-    return tuple(result)
 
 
 def _on(child: ir.Instruction) -> tuple[Mesh | None, ir.Instruction]:
