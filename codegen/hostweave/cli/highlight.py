@@ -35,24 +35,8 @@ def ir_lexer() -> RegexLexer:
     from hostweave.types.tensor import DTYPES
 
     parts = ("fusion", "block", "kernel", "host", "source", "cpu", "return", "else")
-    stated = (
-        "mesh",
-        "channels",
-        "streams",
-        "events",
-        "uneven",
-        "pinned",
-        "aside",
-        "partial",
-        "grid",
-        "size",
-        "in",
-        "out",
-        "of",
-        "by",
-        "on",
-        "ranks",
-    )
+    header = ("mesh", "channels", "streams", "events", "uneven", "ranks")
+    stated = (*header, "pinned", "aside", "partial", "grid", "size", "in", "out", "of", "by", "on")
 
     class IrLexer(RegexLexer):
         name = "Hostweave IR"
