@@ -4,16 +4,35 @@ from __future__ import annotations
 
 from hostweave.analysis.live_ranges import Begin, Branch, Called, End, Joined, OnRanks, Step, Steps
 from hostweave.emit.context import ProgramContext
+from hostweave.emit.layers import Words, rolled
 from hostweave.emit.templates import lay_out
 from hostweave.host_ir.expr import opposite
 
 
 def arena_plan(steps: Steps, context: ProgramContext) -> str:
-    """After the body has been emitted."""
-    return "".join(_told(step, context) for step in steps)
+    """After the body has been emitted. What calls of a function have in turn is told in a loop."""
+    units: list[Words] = [()]
+    has_called = False
+    for step in steps:
+        if has_called and isinstance(step, Begin | Called):
+            units.append(())
+        has_called = isinstance(step, Called) or (has_called and isinstance(step, End))
+        units[-1] += _told(step, context)
+    return rolled(units, context.index)
 
 
-def _told(step: Step, context: ProgramContext) -> str:
+def _told(step: Step, context: ProgramContext) -> Words:
+    buffer = context.temporaries[id(step.allocate)] if isinstance(step, Begin) else None
+    if isinstance(step, End):
+        buffer = context.temporaries[id(step.of.allocate)]
+    lines = _lines(step, context)
+    if buffer is None or buffer.element is None:
+        return (lines,)
+    before, _, after = lines.partition(buffer.member)
+    return before, buffer.element, after
+
+
+def _lines(step: Step, context: ProgramContext) -> str:
     match step:
         case Begin(allocate):
             buffer = context.temporaries[id(allocate)]

@@ -11,6 +11,7 @@ from hostweave.emit.context import WORKSPACE, Channel, Plan, ProgramContext, Rou
 from hostweave.emit.copies import copied, copy_kernel, fill_kernel
 from hostweave.emit.cpp import CUDA_TYPES, NCCL_REDUCTIONS, nccl_type
 from hostweave.emit.kernels import emit_kernel
+from hostweave.emit.layers import Element, Words, arrays_of, rolled
 from hostweave.emit.meshes import label
 from hostweave.emit.templates import lay_out
 from hostweave.fusion_ir.user_kernel import Source, elements, held_of
@@ -51,13 +52,36 @@ class Emitter:
         self.used: set[str] = set()  # parameters and temporaries that some call names
         self.stream = CALLER
         self.in_group = False
+        self.calls: dict[str, int] = {}  # of each function, so far
+        self.arrays = arrays_of(program)
+        self.elements: dict[str, Element] = {}  # temporaries in arrays
 
     def body(self, body: ir.Body) -> str:
-        return "".join(self.instruction(i, last=i is body[-1]) for i in body)
+        """Calls of functions that follow one another are a loop where they can be."""
+        text, calls = "", list[Words]()
+        for i in body:
+            if isinstance(lines := self.instruction(i, last=i is body[-1]), tuple):
+                calls.append(lines)
+            elif lines:
+                text, calls = text + rolled(calls, self.context.index) + lines, []
+        return text + rolled(calls, self.context.index)
 
-    def instruction(self, i: ir.Instruction, last: bool) -> str:
+    def call_function(self, i: ir.Call) -> Words:
+        layers, self.calls[i.block] = self.context.layers.get(i.block), self.calls.get(i.block, -1) + 1
+        words: list[str | Element] = [f"{self.context.blocks[i.block]}("]
+        for at, name in enumerate((*i.srcs, *i.dsts)):
+            if layers is None or at not in layers.positions:
+                element, text = self.elements.get(self.buffers[name].root), self.text(name)
+                words += [element if element and str(element) == text else text, ", "]
+            elif at == min(layers.positions):
+                words += [layers.element(self.calls[i.block]), ", "]
+        return (*words, f"{self.stream});\n")
+
+    def instruction(self, i: ir.Instruction, last: bool) -> str | Words:
         """Its C++: what the emitter has no method for, the template of its class lays out by itself."""
         text = _EMIT[type(i)](self, i) if type(i) in _EMIT else self.lay_out(i)
+        if isinstance(text, tuple):
+            return text
         opens_group = i.grouped and not self.in_group
         if opens_group:  # sends and recvs are posted together
             text = lay_out("Group", body=text)
@@ -101,9 +125,6 @@ class Emitter:
     def event(self, i: ir.Record | ir.Wait) -> str:
         return f"{self.context.events[i.event].member}[{self.expr(i.index)}]"
 
-    def function(self, i: ir.Call) -> str:
-        return self.context.blocks[i.block]
-
     def moved(self, name: str) -> str:
         """The NCCL type that carries a buffer's elements."""
         return nccl_type(self.type_of(name).dtype)
@@ -132,6 +153,8 @@ class Emitter:
     def allocate(self, i: ir.Allocate) -> str:
         """What is one a stream has a local name for the present stream's."""
         begin = self.begins[id(i)]
+        if i.out in self.arrays:
+            return self.allocate_in_array(i)
         member = self.members.of(f"{self.block}_{i.out}" if self.block else i.out, f"buffer {len(self.temporaries)}")
         pointer, comment = f"{i.type.dtype.cpp}*", f"%{i.out}: {i.type}" + (f" of @{self.block}" if self.block else "")
         if begin.block is None:
@@ -146,6 +169,17 @@ class Emitter:
         if least is None or least < 0 or greatest is None or greatest >= pool.count:
             index = index % pool.count
         return lay_out("slot", name=name, member=member, index=self.expr(index))
+
+    def allocate_in_array(self, i: ir.Allocate) -> str:
+        """What calls of a function give in turn is one member."""
+        (first, number), count = self.arrays[i.out], sum(name == self.arrays[i.out][0] for name, _ in self.arrays.values())
+        member = self.members.of(f"{self.block}_{first}" if self.block else first, f"array {first} of {self.block}")
+        declaration = f"std::array<{i.type.dtype.cpp}*, {count}> {member}{{}}" if number == 0 else ""
+        self.elements[i.out] = element = Element(member, number)
+        comment = f"%{i.out}: {i.type}" + (f" of @{self.block}" if self.block else "") + ", and those of the calls that follow"
+        self.temporaries[id(i)] = Temporary(declaration, str(element), self.count_of(i.type), comment, element=element)
+        self.buffers[i.out] = Buffer(str(element), i.type, i.out, read_only=False)
+        return ""
 
     def deallocate(self, i: ir.Deallocate) -> str:
         """Nothing at the time of the call: `prepare` lays the arena out."""
@@ -326,7 +360,8 @@ def _ends(i: ir.Matmul) -> tuple[str, ...]:
     return (epilogue,) if words or i.bias else ()
 
 
-_EMIT: dict[type[ir.Instruction], Callable[[Emitter, Any], str]] = {
+_EMIT: dict[type[ir.Instruction], Callable[[Emitter, Any], str | Words]] = {
+    ir.Call: Emitter.call_function,
     ir.Allocate: Emitter.allocate,
     ir.Deallocate: Emitter.deallocate,
     **dict.fromkeys((ir.Select, ir.Chunk, ir.Slice, ir.Strided, ir.Reshape, ir.Permute), Emitter.view),
