@@ -671,8 +671,7 @@ class HostProgram:
 
     def symbols(self) -> tuple[str, ...]:
         """The names of the symbolic sizes, in order of first appearance in the inputs and outputs."""
-        shapes = [extent for p in (*self.inputs, *self.outputs) for extent in p.type.shape]
-        return tuple(dict.fromkeys(name for extent in shapes for name in extent.symbols))
+        return _symbols(self)
 
 
 # --- generic access ---------------------------------------------------------------------------------------------------
@@ -867,6 +866,12 @@ def analysis(compute: Callable[[HostProgram], T]) -> Callable[[HostProgram], T]:
         return known[compute]
 
     return once
+
+
+@analysis
+def _symbols(program: HostProgram) -> tuple[str, ...]:
+    shapes = [extent for p in (*program.inputs, *program.outputs) for extent in p.type.shape]
+    return tuple(dict.fromkeys(name for extent in shapes for name in extent.symbols))
 
 
 @analysis
