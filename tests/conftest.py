@@ -11,6 +11,16 @@ from compiler import with_precompiled_headers
 
 from hostweave.build.cuda import gpus
 
+# No worker is left with one of these when the others are done.
+LONGEST = (
+    "test_cli.py::test_export",
+    "test_cli.py::test_inspect_shows",
+    "test_export.py",
+    "test_faults.py",
+    "test_build.py",
+    "test_docs.py",
+)
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the files under tests/golden anew")
@@ -29,7 +39,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked gpu need a GPU, which one worker has for itself; those marked slow must be asked for."""
+    """Tests marked gpu need a GPU, which one worker has for itself; those marked slow must be asked for. The longest begin first."""
+    items.sort(key=lambda item: next((at for at, name in enumerate(LONGEST) if name in item.nodeid), len(LONGEST)))
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.xdist_group("gpu"))

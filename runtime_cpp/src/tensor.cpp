@@ -27,6 +27,8 @@ std::string type_name(const std::string& dtype, const Shape& shape) {
   return dtype + "[" + dims + "]";
 }
 
+std::string text_of(const Name& name) { return name.text + (name.number < 0 ? "" : std::to_string(name.number)); }
+
 bool fits(const Shape& shape, const Shape& expected) {
   if (shape.ndim != expected.ndim) return false;
   for (int i = 0; i < shape.ndim; ++i) {
@@ -41,16 +43,16 @@ void Shape::too_many_dims(size_t count) {
   throw ArgumentError(std::to_string(count) + " dims: an array has at most " + std::to_string(kMaxDims) + "; reshape it");
 }
 
-void Tensor::expect(const char* name, const char* type, cudaDataType_t expected_dtype, const Shape& expected_shape,
+void Tensor::expect(const Name& name, const char* type, cudaDataType_t expected_dtype, const Shape& expected_shape,
                     int expected_device) const {
   if (dtype != expected_dtype || !fits(shape, expected_shape)) {
     const std::string declared = type;
     const std::string wanted = type_name(declared.substr(0, declared.find('[')), expected_shape);
     const std::string here = declared == wanted ? "" : ", here " + wanted;
-    throw ArgumentError(std::string(name) + ": expected " + declared + here + ", got " + type_name(dtype_name(dtype), shape));
+    throw ArgumentError(text_of(name) + ": expected " + declared + here + ", got " + type_name(dtype_name(dtype), shape));
   }
   if (device != expected_device) {
-    throw ArgumentError(std::string(name) + ": expected on device " + std::to_string(expected_device) + ", got device " +
+    throw ArgumentError(text_of(name) + ": expected on device " + std::to_string(expected_device) + ", got device " +
                         std::to_string(device));
   }
 }

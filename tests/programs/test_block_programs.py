@@ -160,3 +160,52 @@ def test_32_layers_of_llama() -> None:
     source = render(host)["program.cpp"]
     assert source.count("void Program::layer(") == 1
     assert source.count("  layer(") == 32
+
+
+def deep(ranks: int, names: str = "w_{}, b_{}") -> Fusion:
+    """Five calls with weights of their own, then two that share theirs, on rows that need not be even."""
+    w, b = names.split(", ")
+    numbers = range(1, 6)
+
+    @hw.block(x=hw.f32["M@x", "E"], b=hw.f32["E"], scale=hw.f32[1], w=hw.f32["E", "E@x"])
+    def layer(x: hw.Tensor, b: hw.Tensor, scale: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
+        return hw.clip(x + hw.reshard(hw.matmul(hw.reshard(x, "M", "E"), w), "M@x", "E") * scale + b, -1, 1)
+
+    @hw.block(x=hw.f32["M@x", "E"], b=hw.f32["E"])
+    def last(x: hw.Tensor, b: hw.Tensor) -> hw.Tensor:
+        return hw.clip(x * 2 + b, -1, 1)
+
+    inputs = {name.format(i): type for i in numbers for name, type in ((w, hw.f32["E", "E@x"]), (b, hw.f32["E"]))}
+
+    @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.f32["M@x", "E"], scale=hw.f32[1], **inputs)
+    def deep(x: hw.Tensor, scale: hw.Tensor, **given: hw.Tensor) -> hw.Tensor:
+        for i in numbers:
+            x = layer(x, given[b.format(i)], scale, given[w.format(i)])
+        for _ in range(2):
+            x = last(x, given[b.format(1)])
+        return x
+
+    return deep
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_calls_with_weights_of_their_own_are_a_loop_over_structs(ranks: int) -> None:
+    fusion = deep(ranks)
+    program = compiled(fusion)
+    assert "LayerWeights layers[5];  // w_1 to b_5" in program.sources["program.h"]
+    lines = [line.strip() for line in program.source.splitlines()]
+    loop = lines.index("for (int64_t call = 1; call < 5; ++call) {", lines.index("HW_CHECK(arena_.begin_call(caller));"))
+    assert lines[loop - 1] == "layer(x, in.layers[0], scale, layer_[0], caller);"
+    assert lines[loop + 1] == "layer(layer_[call - 1], in.layers[call], scale, layer_[call], caller);"
+    assert "const auto* b_1 = in.layers[0].b.as<float>();" in lines  # `last` takes it, too
+    for rows in (8, 7, 1):
+        arrays = random_arrays(fusion, {"M": rows, "E": 12}, seed=rows)
+        with parallel(check_dependencies=True):
+            expect(fusion, arrays, program.run(**arrays, ranks=True))
+
+
+def test_weights_that_are_not_numbered_are_inputs_as_others_are() -> None:
+    fusion = deep(2, "w_{}x, b_{}")
+    assert "Weights" not in compiled(fusion).sources["program.h"]
+    arrays = random_arrays(fusion, {"M": 4, "E": 6}, seed=1)
+    expect(fusion, arrays, compiled(fusion).run(**arrays, ranks=True))

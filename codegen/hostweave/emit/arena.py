@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from hostweave.analysis.live_ranges import Begin, Branch, Called, End, Joined, OnRanks, Step, Steps
 from hostweave.emit.context import ProgramContext, Temporary
+from hostweave.emit.layers import Words, rolled
 from hostweave.emit.templates import lay_out
 from hostweave.host_ir.expr import opposite
 
 
 def arena_plan(steps: Steps, context: ProgramContext) -> str:
-    """After the body has been emitted; under a comment that says which buffers may share bytes at any size."""
+    """After the body has been emitted; under a comment that says which buffers may share bytes at any size.
+
+    What calls of a function have in turn is told in a loop.
+    """
     groups: list[list[str]] = []
     _take_turns(steps, context, groups, {})
     shared = "".join(f"// - {', '.join(group)}\n" for group in groups if len(group) > 1)
@@ -39,10 +43,27 @@ def _take_turns(steps: Steps, context: ProgramContext, groups: list[list[str]], 
 
 
 def _plan(steps: Steps, context: ProgramContext) -> str:
-    return "".join(_told(step, context) for step in steps)
+    units: list[Words] = [()]
+    has_called = False
+    for step in steps:
+        if has_called and isinstance(step, Begin | Called):
+            units.append(())
+        has_called = isinstance(step, Called) or (has_called and isinstance(step, End))
+        units[-1] += _told(step, context)
+    return rolled(units, context.index)
 
 
-def _told(step: Step, context: ProgramContext) -> str:
+def _told(step: Step, context: ProgramContext) -> Words:
+    begin = step.of if isinstance(step, End) else step
+    buffer = context.temporaries[begin] if isinstance(begin, Begin) else None
+    lines = _lines(step, context)
+    if buffer is None or buffer.element is None:
+        return (lines,)
+    before, _, after = lines.partition(buffer.member)
+    return before, buffer.element, after
+
+
+def _lines(step: Step, context: ProgramContext) -> str:
     match step:
         case Begin():
             buffer = context.temporaries[step]

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from hostweave.emit.context import ProgramContext
 from hostweave.emit.cpp import CUDA_TYPES, CppExprPrinter
 from hostweave.emit.instructions import Emitter
+from hostweave.emit.layers import plus
 from hostweave.emit.parts import Local, part_view, parts_of
 from hostweave.host_ir import ir
 from hostweave.host_ir.size_requirements import not_empty, not_negative
@@ -36,7 +38,13 @@ class Argument:
     sizes: tuple[SizeBinding, ...]
     again: bool  # dims to check once its sizes are known
     used: bool
+    path: str  # in the struct of inputs or outputs
     on: str = ""  # the condition that this rank has it
+
+    @property
+    def member(self) -> str:
+        """Of the struct that has it."""
+        return self.path.rpartition(".")[2]
 
 
 @dataclass(frozen=True)
@@ -68,6 +76,41 @@ def inputs_of(program: ir.HostProgram, emitter: Emitter) -> tuple[Argument, ...]
     return tuple(result)
 
 
+@dataclass(frozen=True)
+class CheckedInTurn:
+    """What calls take in turn, from that of one call on."""
+
+    index: str
+    begin: int
+    end: int
+    members: tuple[LayerInput, ...]
+
+
+@dataclass(frozen=True)
+class LayerInput(Argument):
+    label: str = ""  # C++ for the user's name
+
+
+def checks_of(inputs: tuple[Argument, ...], context: ProgramContext) -> Iterator[Argument | CheckedInTurn]:
+    """How the inputs are checked: in a loop where calls take them in turn, but for those of the first call that tell sizes."""
+    in_turn = {name: layers for layers in context.layers.values() for name in layers.inputs[0]}
+    rest = {name for layers in context.layers.values() for names in layers.inputs[1:] for name in names}
+    by_name = {x.name: x for x in inputs}
+    for x in inputs:
+        layers = in_turn.get(x.name)
+        of_first = [by_name[name] for name in layers.inputs[0]] if layers else [x]
+        tells = any(y.sizes or y.again for y in of_first)
+        if x.name not in rest and (layers is None or tells):
+            yield x
+        if layers and x is of_first[-1]:
+            call = context.index
+            members = tuple(
+                LayerInput(**{**vars(y), "path": f"{layers.field}[{call}].{y.member}"}, label=f'{{"{prefix}", {plus(call, layers.first)}}}')
+                for y, prefix in zip(of_first, layers.prefixes, strict=True)
+            )
+            yield CheckedInTurn(call, int(tells), len(layers.inputs), members)
+
+
 def _binding(program: ir.HostProgram, dim: int, extent: Size) -> _Binding | None:
     """What a local extent such as `M/8` or `part(M, x)` tells."""
     part = extent.factor
@@ -87,22 +130,23 @@ def argument(
         name=parameter.name,
         field=field,
         type=str(type),
+        path=(path := emitter.context.paths.get(parameter.name, field)),
         dtype=CUDA_TYPES[type.dtype.name],
         cpp=type.dtype.cpp,
         shape=integers.extents(type.shape),
         pattern="{" + ", ".join("hw::kAny" if open else integers.alone(e) for e, open in zip(type.shape, is_open, strict=True)) + "}",
-        sizes=tuple(_size(program, binding, field, integers) for binding in bindings or ()),
+        sizes=tuple(_size(program, binding, path, integers) for binding in bindings or ()),
         again=sum(is_open) > len(bindings or ()) or any(binding.from_whole for binding in bindings or ()),
         used=parameter.name in emitter.used,
         on=emitter.context.flag(parameter.type.mesh) if parameter.type.mesh else "",
     )
 
 
-def _size(program: ir.HostProgram, binding: _Binding, field: str, integers: CppExprPrinter) -> SizeBinding:
-    multiple, dim = integers.multiples.get(binding.name, 1), f"in.{field}.dim({binding.dim})"
+def _size(program: ir.HostProgram, binding: _Binding, path: str, integers: CppExprPrinter) -> SizeBinding:
+    multiple, dim = integers.multiples.get(binding.name, 1), f"in.{path}.dim({binding.dim})"
     is_multiple = binding.shards % multiple == 0 and not binding.from_whole
     if binding.from_whole:
-        dim = f"in.{field}.whole_dim({binding.dim}, {binding.shards})"
+        dim = f"in.{path}.whole_dim({binding.dim}, {binding.shards})"
     elif binding.shards > 1:
         dim += f" * {binding.shards}"
     return SizeBinding(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from hostweave.analysis.live_ranges import Begin
 from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.kernels import Kernel
+from hostweave.emit.layers import Element, layers_of
 from hostweave.emit.names import Names
 from hostweave.host_ir import ir
 from hostweave.host_ir.calls import bodies
@@ -63,12 +64,13 @@ class Temporary:
     count: str
     comment: str
     pool: str = ""  # of streams that have one each
+    element: Element | None = None  # of the array that is declared
 
 
 class ProgramContext:
     """Collects it while the bodies are emitted."""
 
-    def __init__(self, program: ir.HostProgram, names: Names, integers: CppExprPrinter):
+    def __init__(self, program: ir.HostProgram, names: Names, integers: CppExprPrinter, structs: bool):
         self.names, self.integers = names, integers
         self.blocks = {block.name: names.of(block.name, "block") for block in program.blocks}
         self.memory_of = {block.name: names.of(f"{block.name}_memory", "block") for block in program.blocks}  # what plans that of a block
@@ -78,6 +80,8 @@ class ProgramContext:
             for instruction in ir.walk(body.body):
                 for name in ir.names(instruction, "define", "index"):
                     names.of(name)
+        self.layers = layers_of(program, names) if structs else {}
+        self.paths = {name: path for layers in self.layers.values() for name, path in layers.paths.items()}
         integers.coordinates[program.mesh, ""] = names.of("rank", "number of this rank")
         integers.coordinates.update({(program.mesh, axis): names.of(f"rank_{axis}", "coordinate") for axis, _ in program.mesh.axes})
         self.members = Names(("rank_", "arena_", "prepared_", WORKSPACE), suffix="_")
@@ -99,6 +103,11 @@ class ProgramContext:
             flag = "" if channel.mesh == self.integers.program else self.flag(channel.mesh)
             self.channels[channel.name] = Channel(self.members.of(f"channel_{channel.name}", "channel"), channel, flag)
         return self.channels[channel.name]
+
+    @property
+    def index(self) -> str:
+        """The number of a call of a function."""
+        return self.names.of("call", "number")
 
     def flag(self, mesh: Mesh) -> str:
         """Whether this rank is in a mesh of some of the ranks."""

@@ -26,7 +26,10 @@ def export(program: HostProgram, folder: Path, reference: HostProgram | str, dty
     where a file of the project is there already and is not as an export left it.
     """
     emitted = Program(program)
-    main = main_view(emitted, reference if isinstance(reference, str) else reference_view(reference, dtypes))
+    alone = reference if isinstance(reference, str) else Program(reference)
+    if isinstance(alone, Program) and alone.inputs_in_turn != emitted.inputs_in_turn:  # of only one of them, calls take inputs as they are
+        emitted, alone = (Program(each.ir, structs=False) for each in (emitted, alone))
+    main = main_view(emitted, alone if isinstance(alone, str) else reference_view(alone, dtypes))
     texts = {path: rendered(path, program=emitted, main=main) for path in ("main.cpp", "CMakeLists.txt")}
     for under, each in main.programs.items():
         texts |= {under + path: rendered(path, program=each) for path in ("program.h", "program.cpp", *kernel_files(each))}

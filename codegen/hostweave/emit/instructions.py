@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hostweave.analysis.live_ranges import begins, live_ranges
+from hostweave.analysis.live_ranges import Begin, begins, live_ranges
 from hostweave.base.errors import Location
 from hostweave.emit.context import WORKSPACE, Plan, ProgramContext, Routes, Temporary
 from hostweave.emit.copies import copied, copy_kernel, fill_kernel
 from hostweave.emit.cpp import CUDA_TYPES
 from hostweave.emit.kernels import emit_kernel
+from hostweave.emit.layers import Element, Words, arrays_of, rolled
 from hostweave.emit.templates import COMMON, lay_out
 from hostweave.fusion_ir.user_kernel import Source, elements, held_of
 from hostweave.host_ir import ir
@@ -56,19 +57,30 @@ class Emitter:
         self.in_group = False
         self.comments: list[str] = []  # the last ones
         self.others = _other_names(program)
+        self.calls: dict[str, int] = {}  # of each function, so far
+        self.arrays = arrays_of(program)
+        self.elements: dict[str, Element] = {}  # temporaries in arrays
 
     def body(self, body: ir.Body) -> str:
-        """The C++ of its instructions, those of one line of the user's source below it."""
-        text = ""
+        """The C++ of its instructions, those of one line of the user's source below it.
+
+        Calls of functions that follow one another are a loop where they can be.
+        """
+        text, calls = "", list[Words]()
         for number, i in enumerate(body):
             before, self.comments = self.comments, self.lines_of(body[number:]) or self.comments
-            shown = self.comments if self.comments != before else []
+            shown = "".join(f"{comment}\n" for comment in self.comments) if self.comments != before else ""
             code = self.instruction(i, last=i is body[-1])
-            if code:
-                text += "".join(f"{comment}\n" for comment in shown) + code
-            else:
+            if not code:
                 self.comments = before
-        return text
+                continue
+            if shown or isinstance(code, str):
+                text, calls = text + rolled(calls, self.context.index) + shown, []
+            if isinstance(code, str):
+                text += code
+            else:
+                calls.append(code)
+        return text + rolled(calls, self.context.index)
 
     def lines_of(self, body: ir.Body) -> list[str]:
         """The lines of the user's source that the first work in a body is made of, as comments: of a kernel those of all its ops."""
@@ -79,9 +91,22 @@ class Emitter:
             locations = [i.location]
         return list(dict.fromkeys(_comment(location) for location in locations if location and location.text))
 
-    def instruction(self, i: ir.Instruction, last: bool) -> str:
+    def call_function(self, i: ir.Call) -> Words:
+        layers, self.calls[i.block] = self.context.layers.get(i.block), self.calls.get(i.block, -1) + 1
+        words: list[str | Element] = [f"{self.context.blocks[i.block]}("]
+        for at, name in enumerate((*i.srcs, *i.dsts)):
+            if layers is None or at not in layers.positions:
+                element, text = self.elements.get(self.buffers[name].root), self.text(name)
+                words += [element if element and str(element) == text else text, ", "]
+            elif at == min(layers.positions):
+                words += [layers.element(self.calls[i.block]), ", "]
+        return (*words, f"{self.stream});\n")
+
+    def instruction(self, i: ir.Instruction, last: bool) -> str | Words:
         """Its C++: what the emitter has no method for, the template of its class lays out by itself."""
         text = ir.of_kind(_EMIT, type(i))(self, i)
+        if isinstance(text, tuple):
+            return text
         opens_group = i.grouped and not self.in_group
         if opens_group:  # sends and recvs are posted together
             text = lay_out("Group", self.transport(i).template, body=text)
@@ -126,9 +151,6 @@ class Emitter:
     def event(self, i: ir.Record | ir.Wait) -> str:
         return f"{self.context.events[i.event].member}[{self.expr(i.index)}]"
 
-    def function(self, i: ir.Call) -> str:
-        return self.context.blocks[i.block]
-
     def dtype(self, name: str) -> str:
         return self.type_of(name).dtype.name
 
@@ -149,6 +171,8 @@ class Emitter:
     def allocate(self, i: ir.Allocate) -> str:
         """What is one a stream has a local name for the present stream's."""
         begin = next(self.begins)
+        if i.out in self.arrays:
+            return self.allocate_in_array(i, begin)
         member = self.members.of(f"{self.block}_{i.out}" if self.block else i.out, f"buffer {len(self.temporaries)}")
         held = "".join(f", also %{other}" for other in self.others.get(i.out, ()))
         pointer, comment = f"{i.type.dtype.cpp}*", f"%{i.out}: {i.type}{held}" + (f" of @{self.block}" if self.block else "")
@@ -165,6 +189,17 @@ class Emitter:
         if least is None or least < 0 or greatest is None or greatest >= pool.count:
             index = index % pool.count
         return lay_out("slot", name=name, member=member, index=self.expr(index))
+
+    def allocate_in_array(self, i: ir.Allocate, begin: Begin) -> str:
+        """What calls of a function give in turn is one member."""
+        (first, number), count = self.arrays[i.out], sum(name == self.arrays[i.out][0] for name, _ in self.arrays.values())
+        member = self.members.of(f"{self.block}_{first}" if self.block else first, f"array {first} of {self.block}")
+        declaration = f"std::array<{i.type.dtype.cpp}*, {count}> {member}{{}}" if number == 0 else ""
+        self.elements[i.out] = element = Element(member, number)
+        comment = f"%{i.out}: {i.type}" + (f" of @{self.block}" if self.block else "") + ", and those of the calls that follow"
+        self.temporaries[begin] = Temporary(declaration, str(element), self.count_of(i.type), comment, element=element)
+        self.buffers[i.out] = Buffer(str(element), i.type, i.out, read_only=False)
+        return ""
 
     def deallocate(self, i: ir.Deallocate) -> str:
         """Nothing at the time of the call: `prepare` lays the arena out."""
@@ -361,8 +396,9 @@ def _ends(i: ir.Matmul) -> tuple[str, ...]:
     return (epilogue,) if words or i.bias else ()
 
 
-_EMIT: dict[type[ir.Instruction], Callable[[Emitter, Any], str]] = {
+_EMIT: dict[type[ir.Instruction], Callable[[Emitter, Any], str | Words]] = {
     ir.Instruction: Emitter.lay_out,
+    ir.Call: Emitter.call_function,
     ir.Allocate: Emitter.allocate,
     ir.Deallocate: Emitter.deallocate,
     ir.View: Emitter.view,

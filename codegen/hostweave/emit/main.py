@@ -12,8 +12,8 @@ from hostweave.emit.meshes import coordinate, membership, place
 from hostweave.emit.parts import multiples
 from hostweave.emit.program import Program
 from hostweave.host_ir import ir
-from hostweave.host_ir.calls import dedupe_functions
-from hostweave.host_ir.ir import HostProgram, Parameter
+from hostweave.host_ir.calls import bodies, dedupe_functions
+from hostweave.host_ir.ir import Parameter
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import DType, f16, f32
 
@@ -61,6 +61,22 @@ class Tensor:
     cpp: str
     dtype: str
     dims: str
+    number: int  # among the inputs
+
+    @property
+    def initializer(self) -> str:
+        return f"{self.field}({self.dtype}, part, {self.dims})"
+
+
+@dataclass(frozen=True)
+class TensorsInTurn:
+    """An array of structs of which each call of a function takes one."""
+
+    struct: str
+    field: str
+    count: int
+    members: tuple[Tensor, ...]  # of the first
+    first: int  # the number of its first input
 
 
 @dataclass(frozen=True)
@@ -85,7 +101,8 @@ class Main:
     programs: dict[str, Program]  # by their folders
     sizes: tuple[DefaultSize, ...]
     channels: tuple[Channel, ...]
-    inputs: tuple[Tensor, ...]
+    inputs: tuple[Tensor, ...]  # without those in arrays
+    layers: tuple[TensorsInTurn, ...]
     outputs: tuple[Output, ...]
     reference: Reference | str  # or why there is none
 
@@ -104,11 +121,6 @@ class Main:
         return tuple(f".{size.name} = {size.value}" for size in self.sizes)
 
     @property
-    def tensors(self) -> tuple[str, ...]:
-        """Initializers of the members that hold them."""
-        return tuple(f"{x.field}({x.dtype}, part, {x.dims})" for x in (*self.inputs, *self.outputs))
-
-    @property
     def kernels(self) -> tuple[str, ...]:
         """The files of kernels, which are CUDA or C++."""
         return tuple(f"{folder}kernels.cu" for folder, program in self.programs.items() if program.kernel_names)
@@ -124,12 +136,20 @@ def main_view(view: Program, reference: Reference | str) -> Main:
     divisors = multiples(dedupe_functions(program))
     integers = CppExprPrinter(mesh, {label: f"sizes.{name}" for label, name in zip(program.symbols(), view.sizes, strict=False)}, divisors)
 
-    def tensor(parameter: Parameter, argument: Argument) -> tuple[str, str, str, str, str]:
+    def tensor(number: int, parameter: Parameter, argument: Argument) -> tuple[str, str, str, str, str, int]:
         cpp = "uint8_t" if argument.cpp == "bool" else argument.cpp  # a std::vector<bool> has no data()
         own = parameter.type.mesh_in(mesh)
         shards = [(str(own.size_of(dim.axes)), place(own, dim.axes, RANK)) if dim.axes else () for dim in parameter.type.dims]
         dims = [f"{{{', '.join((integers.alone(dim.extent), *of))}}}" for dim, of in zip(parameter.type.dims, shards, strict=True)]
-        return argument.name, argument.field, cpp, argument.dtype, "{" + ", ".join(dims) + "}"
+        return argument.name, argument.member, cpp, argument.dtype, "{" + ", ".join(dims) + "}", number
+
+    inputs = {
+        x.name: Tensor(*tensor(number, parameter, x)) for number, (parameter, x) in enumerate(zip(program.inputs, view.inputs, strict=True))
+    }
+    layers = []
+    for each in view.layers:
+        members = tuple(inputs[name] for name in each.inputs[0])
+        layers.append(TensorsInTurn(each.struct, each.field, len(each.inputs), members, members[0].number))
 
     return Main(
         executable=executable_of(program.name),
@@ -139,21 +159,23 @@ def main_view(view: Program, reference: Reference | str) -> Main:
             for label, name in zip(program.symbols(), view.sizes, strict=False)
         ),
         channels=tuple(_channel(channel, mesh) for channel in view.channels),
-        inputs=tuple(Tensor(*tensor(parameter, x)) for parameter, x in zip(program.inputs, view.inputs, strict=True)),
+        inputs=tuple(inputs[x.name] for x in view.inputs if x.name not in view.context.paths),
+        layers=tuple(layers),
         outputs=tuple(
-            Output(*tensor(parameter, y), _twin(parameter, mesh), _condition(parameter.type.mesh_in(mesh), mesh))
+            Output(*tensor(0, parameter, y), _twin(parameter, mesh), _condition(parameter.type.mesh_in(mesh), mesh))
             for parameter, y in zip(program.outputs, view.outputs, strict=True)
         ),
         reference=reference,
     )
 
 
-def reference_view(program: HostProgram, dtypes: Iterable[DType]) -> Reference:
+def reference_view(program: Program, dtypes: Iterable[DType]) -> Reference:
     """The reference of a program with values of these dtypes. Both programs round, each in an order of its own."""
     floats = [dtype for dtype in dtypes if dtype.kind == "float"]
-    floats += [f16 for i in ir.walk(program.body) if isinstance(i, ir.Matmul) and i.precision]  # TF32 has the digits of f16
+    matmuls = [i for body in bodies(program.ir) for i in ir.walk(body.body) if isinstance(i, ir.Matmul)]
+    floats += [f16 for i in matmuls if i.precision]  # TF32 has the digits of f16
     coarsest = max(floats, key=lambda dtype: dtype.roundoff, default=f32)
-    return Reference(Program(program), coarsest.name, coarsest.roundoff.hex(), 4**coarsest.itemsize)
+    return Reference(program, coarsest.name, coarsest.roundoff.hex(), 4**coarsest.itemsize)
 
 
 def executable_of(program: str) -> str:

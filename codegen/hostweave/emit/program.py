@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 from hostweave.base.errors import Location, ProgramError
 from hostweave.emit.arena import arena_plan
-from hostweave.emit.arguments import argument, inputs_of, requirements_of
+from hostweave.emit.arguments import Argument, argument, checks_of, inputs_of, requirements_of
 from hostweave.emit.context import WORKSPACE, Channel, ProgramContext, Temporary
 from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.instructions import CALLER, Emitter
 from hostweave.emit.kernels import C_FUNCTIONS
+from hostweave.emit.layers import Layers
 from hostweave.emit.meshes import RANK, coordinate, membership
 from hostweave.emit.names import Names, is_reserved
 from hostweave.emit.parts import Local, multiples, part_name, part_view, parts_of
@@ -30,6 +31,7 @@ class Function:
     name: str
     comment: str
     params: tuple[str, ...]
+    weights: tuple[tuple[str, str], ...]  # pointers: the name, and the value
     sizes: tuple[str, ...]  # all of the program's, or none where it names none
     coordinates: tuple[Local, ...]
     body: str
@@ -61,18 +63,21 @@ class UserKernel:
 class Program:
     """What the generated sources say of a host program. Raises ProgramError for what has no C++."""
 
-    def __init__(self, program: ir.HostProgram):
+    def __init__(self, program: ir.HostProgram, structs: bool = True):
+        """With arrays of `structs` for what calls of a function take in turn."""
         names, flat = Names(taken=map(_function_of, program.sources)), dedupe_functions(program)
         sizes: dict[Atom, str] = {name: names.of(name, "size", C_FUNCTIONS) for name in program.symbols()}
         sizes |= {part: names.of(part_name(part), "size") for part in parts_of(flat)}
         integers = CppExprPrinter(program.mesh, sizes, multiples(flat))
         self.ir, self.name, self.namespace, self.mesh = program, program.name, Names().of(program.name, apart=C_FUNCTIONS), program.mesh
         self.title = f"{program.name}: {_signature(program)} on {program.mesh}"
-        self.context = context = ProgramContext(program, names, integers)
+        self.context = context = ProgramContext(program, names, integers, structs)
         self.functions = tuple(_function(block, context) for block in bodies(program)[:-1])
         emitter = Emitter(program, context)
         self.body = emitter.body(program.body)
         self.inputs = inputs_of(flat, emitter)
+        self.layers = tuple(context.layers.values())
+        self.checks = tuple(checks_of(self.inputs, context))
         self.outputs = tuple(argument(program, p, emitter, set(sizes)) for p in program.outputs)
         self.sizes = tuple(sizes.values())
         self.parts = tuple(part_view(program, integers, part) for part in parts_of(flat) if part.size.is_int)  # of dims that are ints
@@ -85,6 +90,24 @@ class Program:
         self.requirements = tuple(requirements_of(flat, integers))  # calls that check sizes once all are known
         self.headers = _headers(context)
         self.source_headers = _source_headers(flat, context)
+
+    @property
+    def has_arrays(self) -> bool:
+        return any(buffer.pool or buffer.element for buffer in self.temporaries)
+
+    @property
+    def fields(self) -> Iterable[Argument | Layers]:
+        """Of the struct of inputs."""
+        layers = {name: layers for layers in self.layers for names in layers.inputs for name in names}
+        return dict.fromkeys(layers.get(x.name, x) for x in self.inputs)
+
+    @property
+    def inputs_in_turn(self) -> list[tuple[tuple[str, ...], ...]]:
+        return [layers.inputs for layers in self.layers]
+
+    def members(self, layers: Layers) -> Iterable[Argument]:
+        """What the first call takes."""
+        return (x for x in self.inputs if x.name in layers.inputs[0])
 
     @property
     def kernel_names(self) -> list[str]:
@@ -126,7 +149,12 @@ def _function(block: ir.HostProgram, context: ProgramContext) -> Function:
     body, integers = emitter.body(block.body), context.integers
     memory = arena_plan(emitter.steps, context)
 
+    layers = context.layers.get(block.name)
+    members = [block.inputs[at] for at in layers.positions] if layers else []
+
     def param(parameter: ir.Parameter) -> str:
+        if layers and parameter in members:
+            return f"const {layers.struct}& {layers.parameter}"
         buffer = emitter.buffers[parameter.name]
         name = buffer.text if parameter.name in emitter.used else f"/*{buffer.text}*/"
         return f"{'const ' if buffer.read_only else ''}{buffer.type.dtype.cpp}* {name}"
@@ -134,7 +162,12 @@ def _function(block: ir.HostProgram, context: ProgramContext) -> Function:
     return Function(
         name=context.blocks[block.name],
         comment=_signature(block),
-        params=(*map(param, (*block.inputs, *block.outputs)), f"cudaStream_t {CALLER}"),
+        params=(*dict.fromkeys(map(param, (*block.inputs, *block.outputs))), f"cudaStream_t {CALLER}"),
+        weights=tuple(
+            (name := emitter.buffers[member.name].text, f"{layers.parameter}.{name}.as<{member.type.dtype.cpp}>()")
+            for member in members
+            if layers and member.name in emitter.used
+        ),
         sizes=tuple(integers.sizes.values()) if _words(body) & set(integers.sizes.values()) else (),
         coordinates=_coordinates(integers, body),
         body=body,

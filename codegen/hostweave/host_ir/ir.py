@@ -825,8 +825,7 @@ class HostProgram:
 
     def symbols(self) -> tuple[str, ...]:
         """The names of the symbolic sizes, in order of first appearance in the inputs and outputs."""
-        shapes = [extent for p in (*self.inputs, *self.outputs) for extent in p.type.shape]
-        return tuple(dict.fromkeys(name for extent in shapes for name in extent.symbols))
+        return _symbols(self)
 
 
 # --- generic access ---------------------------------------------------------------------------------------------------
@@ -1070,6 +1069,12 @@ def analysis(compute: Callable[Concatenate[HostProgram, P], T]) -> Callable[Conc
         return known[key]
 
     return once
+
+
+@analysis
+def _symbols(program: HostProgram) -> tuple[str, ...]:
+    shapes = [extent for p in (*program.inputs, *program.outputs) for extent in p.type.shape]
+    return tuple(dict.fromkeys(name for extent in shapes for name in extent.symbols))
 
 
 @analysis

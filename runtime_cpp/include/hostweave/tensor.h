@@ -30,6 +30,14 @@ struct Shape {
   [[noreturn]] static void too_many_dims(size_t count);
 };
 
+// The name of an argument: of one in an array of structs, what comes before its number.
+struct Name {
+  const char* text;
+  int64_t number = -1;
+
+  Name(const char* text, int64_t number = -1) : text(text), number(number) {}
+};
+
 struct Tensor {
   void* data = nullptr;
   cudaDataType_t dtype = CUDA_R_32F;
@@ -47,7 +55,7 @@ struct Tensor {
 
   // Throws ArgumentError unless the tensor has this dtype, shape and device. `name` and `type` (such as "bf16[M/8, K]")
   // are for the message.
-  void expect(const char* name, const char* type, cudaDataType_t expected_dtype, const Shape& expected_shape,
+  void expect(const Name& name, const char* type, cudaDataType_t expected_dtype, const Shape& expected_shape,
               int expected_device) const;
 };
 

@@ -88,15 +88,15 @@ Sizes Program::check(const Inputs& in) const {
   const int64_t M = in.x.dim(0);
   hw::expect_divisible("M", M, 4);
   const int64_t E = in.x.dim(1);
-  in.w_in_0.expect("w_in_0", "bf16[E, part(F, x)]", CUDA_R_16BF, {E, hw::kAny}, rank_.device());
-  const int64_t F = in.w_in_0.whole_dim(1, 4);
+  in.layers[0].w_in.expect("w_in_0", "bf16[E, part(F, x)]", CUDA_R_16BF, {E, hw::kAny}, rank_.device());
+  const int64_t F = in.layers[0].w_in.whole_dim(1, 4);
   const int64_t F_x = hw::local_size(F, 4, rank_.index());
-  in.w_in_0.expect("w_in_0", "bf16[E, part(F, x)]", CUDA_R_16BF, {E, F_x}, rank_.device());
-  in.w_out_0.expect("w_out_0", "bf16[part(F, x), E]", CUDA_R_16BF, {F_x, E}, rank_.device());
-  in.w_in_1.expect("w_in_1", "bf16[E, part(F, x)]", CUDA_R_16BF, {E, F_x}, rank_.device());
-  in.w_out_1.expect("w_out_1", "bf16[part(F, x), E]", CUDA_R_16BF, {F_x, E}, rank_.device());
-  in.w_in_2.expect("w_in_2", "bf16[E, part(F, x)]", CUDA_R_16BF, {E, F_x}, rank_.device());
-  in.w_out_2.expect("w_out_2", "bf16[part(F, x), E]", CUDA_R_16BF, {F_x, E}, rank_.device());
+  in.layers[0].w_in.expect("w_in_0", "bf16[E, part(F, x)]", CUDA_R_16BF, {E, F_x}, rank_.device());
+  in.layers[0].w_out.expect("w_out_0", "bf16[part(F, x), E]", CUDA_R_16BF, {F_x, E}, rank_.device());
+  for (int64_t call = 1; call < 3; ++call) {
+    in.layers[call].w_in.expect({"w_in_", call}, "bf16[E, part(F, x)]", CUDA_R_16BF, {E, F_x}, rank_.device());
+    in.layers[call].w_out.expect({"w_out_", call}, "bf16[part(F, x), E]", CUDA_R_16BF, {F_x, E}, rank_.device());
+  }
   return {M, E, F, F_x};
 }
 
@@ -130,28 +130,24 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   out.y.expect("y", "bf16[M/4, E]", CUDA_R_16BF, {M / 4, E}, rank_.device());
 
   const auto* x = in.x.as<hw::bf16>();
-  const auto* w_in_0 = in.w_in_0.as<hw::bf16>();
-  const auto* w_out_0 = in.w_out_0.as<hw::bf16>();
-  const auto* w_in_1 = in.w_in_1.as<hw::bf16>();
-  const auto* w_out_1 = in.w_out_1.as<hw::bf16>();
-  const auto* w_in_2 = in.w_in_2.as<hw::bf16>();
-  const auto* w_out_2 = in.w_out_2.as<hw::bf16>();
   auto* y = out.y.as<hw::bf16>();
   const int64_t rank_x = rank_.index();
 
   HW_CHECK(arena_.begin_call(caller));
   // more_programs.py:60  x = layer(x, **{name: weights[f"{name}_{i}"] for name in WEIGHTS})  # one function of the ...
   const auto* x_sliced = x + rank_x * (M / 4 * E);
-  layer(x_sliced, w_in_0, w_out_0, x_2_, caller);
-  layer(x_2_, w_in_1, w_out_1, x_3_, caller);
-  layer(x_3_, w_in_2, w_out_2, y, caller);
+  layer(x_sliced, in.layers[0], x_2_, caller);
+  layer(x_2_, in.layers[1], x_3_, caller);
+  layer(x_3_, in.layers[2], y, caller);
   HW_CHECK(arena_.end_call(caller));
 }
 
 // (x: bf16[M@x, E], w_in: bf16[E, F@x], w_out: bf16[F@x, E]) -> (y: bf16[M@x, E])
-void Program::layer(const hw::bf16* x, const hw::bf16* w_in, const hw::bf16* w_out, hw::bf16* y, cudaStream_t caller) {
+void Program::layer(const hw::bf16* x, const LayerWeights& weights, hw::bf16* y, cudaStream_t caller) {
   const auto [M, E, F, F_x] = *prepared_;
   const int64_t rank_x = rank_.index();
+  const auto* w_in = weights.w_in.as<hw::bf16>();
+  const auto* w_out = weights.w_out.as<hw::bf16>();
 
   // more_programs.py:52  h = hw.clip(hw.matmul(x, w_in).stream("M", chunks=D), -1, 1).named("h")
   HW_CHECK(ring_.fork(caller));

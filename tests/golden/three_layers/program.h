@@ -19,15 +19,16 @@ namespace programs::three_layers {
 constexpr char kMesh[] = "mesh(x=4)";
 constexpr int64_t kWorld = 4;  // ranks
 
+// What each call of layer takes of its own.
+struct LayerWeights {
+  hw::Tensor w_in;   // bf16[E, part(F, x)]
+  hw::Tensor w_out;  // bf16[part(F, x), E]
+};
+
 // What one rank holds.
 struct Inputs {
-  hw::Tensor x;        // bf16[M, E]
-  hw::Tensor w_in_0;   // bf16[E, part(F, x)]
-  hw::Tensor w_out_0;  // bf16[part(F, x), E]
-  hw::Tensor w_in_1;   // bf16[E, part(F, x)]
-  hw::Tensor w_out_1;  // bf16[part(F, x), E]
-  hw::Tensor w_in_2;   // bf16[E, part(F, x)]
-  hw::Tensor w_out_2;  // bf16[part(F, x), E]
+  hw::Tensor x;            // bf16[M, E]
+  LayerWeights layers[3];  // w_in_0 to w_out_2
 };
 
 struct Outputs {
@@ -63,7 +64,7 @@ class Program {
 
  private:
   Sizes check(const Inputs& in) const;
-  void layer(const hw::bf16* x, const hw::bf16* w_in, const hw::bf16* w_out, hw::bf16* y, cudaStream_t caller);
+  void layer(const hw::bf16* x, const LayerWeights& weights, hw::bf16* y, cudaStream_t caller);
   void layer_memory(const Sizes& sizes, hw::MemoryPlan& memory);
 
   hw::Rank& rank_;
