@@ -118,7 +118,6 @@ OWN_SEMANTICS = {
     "cli/memory_plan.py",
     "cli/notes.py",
     "emit/instructions.py",
-    "emit/layers.py",
     "emit/main.py",
     "host_ir/text.py",
     "passes/host/fold_epilogues.py",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -60,9 +60,9 @@ def layers_of(program: ir.HostProgram, names: Names) -> dict[str, Layers]:
     """By function. The inputs of its calls must stand in order, and end in the number of the call."""
     found = {}
     for block in program.blocks:
-        calls = [i for i in program.body if isinstance(i, ir.Call) and i.block == block.name]
-        everywhere = sum(i.block == block.name for body in bodies(program) for i in ir.walk(body.body) if isinstance(i, ir.Call))
-        taken = _taken_in_turn(program, [call.srcs for call in calls]) if 1 < len(calls) == everywhere else None
+        calls = [ir.names(i, "read") for i in _calls(program.body, block)]
+        everywhere = sum(1 for body in bodies(program) for _ in _calls(ir.walk(body.body), block))
+        taken = _taken_in_turn(program, calls) if 1 < len(calls) == everywhere else None
         if taken is None:
             continue
         positions, prefixes, first = taken
@@ -76,9 +76,13 @@ def layers_of(program: ir.HostProgram, names: Names) -> dict[str, Layers]:
             tuple(names.of(block.inputs[at].name) for at in positions),
             prefixes,
             first,
-            tuple(tuple(call.srcs[at] for at in positions) for call in calls),
+            tuple(tuple(call[at] for at in positions) for call in calls),
         )
     return found
+
+
+def _calls(body: Iterable[ir.Instruction], block: ir.Block) -> Iterator[ir.Instruction]:
+    return (i for i in body if ir.names(i, "call") == (block.name,))
 
 
 def _taken_in_turn(program: ir.HostProgram, calls: Sequence[tuple[str, ...]]) -> tuple[tuple[int, ...], tuple[str, ...], int] | None:
@@ -131,11 +135,10 @@ def plus(index: str, offset: int) -> str:
 
 def arrays_of(program: ir.HostProgram) -> dict[str, tuple[str, int]]:
     """Temporaries that calls of a function give in turn: name -> the first of them, and its number. As many as make a loop."""
-    allocated = {i.out: i.type for i in program.body if isinstance(i, ir.Allocate)}
+    allocated = {name: type for i in program.body if ir.names(i, "allocate") for name, type in i.defined({}).items()}
     found: dict[str, tuple[str, int]] = {}
     for block in program.blocks:
-        calls = [i for i in program.body if isinstance(i, ir.Call) and i.block == block.name]
-        for column in zip(*(call.dsts for call in calls), strict=True):
+        for column in zip(*(ir.names(i, "write") for i in _calls(program.body, block)), strict=True):
             given = [name for name in dict.fromkeys(column) if name in allocated]
             if len(given) > LOOP and len({allocated[name] for name in given}) == 1:
                 found |= {name: (given[0], number) for number, name in enumerate(given)}

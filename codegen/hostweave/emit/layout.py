@@ -74,7 +74,7 @@ def _broken(line: str, indent: str) -> list[str]:
     start = outer = bare.find("(") + 1
     if not outer or line.startswith("if ("):
         return [indent + line]
-    # Inside of a call that is a sole argument itself: `HW_CHECK(ncclSend(` or `allocate({`.
+    # Inside of a call that is a sole argument itself: `HW_CHECK(cudaMemcpyAsync(` or `allocate({`.
     while (inner := re.compile(r"[^,({]*[({]").match(bare, start)) and _end(depths, inner.end()) == _end(depths, start) - 1:
         start = inner.end()
     if start > outer and len(indent + INDENT * 2 + line[outer:]) <= COLUMNS:
