@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hostweave.host_ir import ir
-from hostweave.host_ir.expr import Expr, Var, on_sizes_alone
+from hostweave.host_ir.expr import Var
 from hostweave.types.mesh import Mesh
 
 
@@ -35,15 +35,6 @@ class Joined:
 
 
 @dataclass(frozen=True)
-class Branch:
-    """One of two, by a condition on sizes alone."""
-
-    condition: Expr
-    then: Steps
-    otherwise: Steps
-
-
-@dataclass(frozen=True)
 class Called:
     """A block, with all that it allocates."""
 
@@ -58,7 +49,7 @@ class OnRanks:
     steps: Steps
 
 
-Step = Begin | End | Joined | Branch | Called | OnRanks
+Step = Begin | End | Joined | Called | OnRanks
 Steps = tuple[Step, ...]
 
 
@@ -110,8 +101,7 @@ class _Walk:
                         self.counts[i.out] = int(i.count)
                     steps.extend(self.body(i.body, known, block))
                 case ir.If():
-                    then, otherwise = (self.body(inner, known, block) for inner in (i.body, i.orelse))
-                    steps.extend((Branch(i.condition, then, otherwise),) if on_sizes_alone(i.condition) else (*then, *otherwise))
+                    steps.extend((*self.body(i.body, known, block), *self.body(i.orelse, known, block)))
                 case ir.Join():
                     steps.append(Joined(i.stream))
                 case ir.Call() if i.block in self.allocating:
@@ -132,12 +122,6 @@ def _needed(steps: Steps, follows: bool, pools: frozenset[str] = frozenset()) ->
     for step in reversed(steps):
         match step:
             case Begin() | Called():
-                follows = True
-                joined.clear()
-            case Branch(condition, then, otherwise):
-                if not _begins_any((step,)):
-                    continue
-                step = Branch(condition, _needed(then, follows, pools), _needed(otherwise, follows, pools))
                 follows = True
                 joined.clear()
             case OnRanks(mesh, inner):
@@ -163,12 +147,7 @@ def _begins_any(steps: Steps) -> bool:
 
 
 def _inside(step: Step) -> Steps:
-    match step:
-        case Branch(_, then, otherwise):
-            return then + otherwise
-        case OnRanks(_, steps):
-            return steps
-    return ()
+    return step.steps if isinstance(step, OnRanks) else ()
 
 
 def begins(steps: Steps) -> tuple[Begin, ...]:

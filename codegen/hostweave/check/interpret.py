@@ -21,8 +21,9 @@ from hostweave.check.simulate import instantiate
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.host_ir import ir
+from hostweave.types.blocks import boxes
 from hostweave.types.numpy_dtypes import cast, numpy_dtype
-from hostweave.types.rank_sizes import Sizes
+from hostweave.types.rank_sizes import Sizes, shares
 from hostweave.types.shards import bind_sizes, block_of, holds, whole_shape
 
 Array = NDArray[Any]
@@ -105,6 +106,7 @@ class _World:
 class _Rank:
     def __init__(self, world: _World, rank: int, inputs: Mapping[str, Array | None]):
         self.world, self.rank = world, rank
+        self.sizes = world.instances.sizes[rank]
         self.kernels = {kernel.name: kernel for kernel in world.instances.program.kernels}
         # A byte of ones everywhere is NaN in every float dtype.
         self.bytes = {name: np.full(root.size, 255, np.uint8) for name, root in world.instances.roots[rank].items()}
@@ -143,12 +145,13 @@ class _Rank:
     def received(self, part: Operation) -> Array:
         """What a communication brings to this rank, in the order of its elements."""
         instruction, place = part.instruction, part.process_group.index(self.rank)
-        sent = [array.ravel() for source in self.world.met[part].sources(part) if (array := self.world.posted[source]) is not None]
+        sent = [array for source in self.world.met[part].sources(part) if (array := self.world.posted[source]) is not None]
         if isinstance(instruction, ir.Reduction):
             sent = [_reduced(instruction.op, sent)]
-        if instruction.takes_block:
-            sent = [np.split(array, len(part.process_group))[place] for array in sent]
-        return np.concatenate(sent) if sent else np.zeros(1)
+        if isinstance(instruction, ir.Collective) and instruction.takes_block:
+            along, group = instruction.sent_along, part.process_group
+            sent = [array.ravel()[_slice(shares(array.shape, along, group)[place])] for array in sent]
+        return np.concatenate([array.ravel() for array in sent]) if sent else np.zeros(1)
 
     def compute(self, operation: Operation) -> None:
         instruction = operation.instruction
@@ -166,6 +169,13 @@ class _Rank:
                     written[...] = result
             case ir.Copy():
                 writes[0][...] = reads[0]
+            case ir.Pack(cuts=cuts) | ir.Unpack(cuts=cuts):
+                numbers = np.arange(reads[0].size).reshape([cut.held.bind(self.sizes) for cut in cuts])
+                order = np.concatenate([numbers[box].ravel() for box in boxes(cuts, self.sizes)])
+                if isinstance(instruction, ir.Pack):
+                    writes[0].reshape(-1)[...] = reads[0].reshape(-1)[order]
+                else:
+                    writes[0].reshape(-1)[order] = reads[0].reshape(-1)
             case ir.Fill(value=value):
                 writes[0][...] = value
 
@@ -179,7 +189,7 @@ class _Rank:
         definition, result = OPS[op.kind], op.result.type
         stated: dict[str, Any] = {name: value for name, value in op.attributes if name in definition.attributes}
         if definition.target in ("shape", "type"):
-            stated["shape"] = tuple(extent.bind(self.world.instances.sizes[self.rank]) for extent in result.shape)
+            stated["shape"] = tuple(extent.bind(self.sizes) for extent in result.shape)
         if definition.target in ("dtype", "type"):
             stated["dtype"] = numpy_dtype(result.dtype)
         operands = [_widened(values[operand]) if isinstance(operand, str) else operand for operand in op.operands]
@@ -191,6 +201,10 @@ class _Rank:
 def _reduced(op: str, arrays: list[Array]) -> Array:
     total: Array = reduce(REDUCTIONS[op], map(_widened, arrays))
     return total / len(arrays) if op == "avg" else total
+
+
+def _slice(part: range) -> slice:
+    return slice(part.start, part.stop)
 
 
 def _widened(array: Array) -> Array:

@@ -10,6 +10,7 @@ from itertools import zip_longest
 from hostweave.base.errors import ProgramError
 from hostweave.check.operations import Instances, Operation, failure
 from hostweave.host_ir import ir
+from hostweave.types.rank_sizes import shares
 
 Channel = tuple[str, tuple[int, ...]]  # the mesh and axes that a process group is named by, and its global ranks
 
@@ -92,15 +93,42 @@ def _collective(program: ir.HostProgram, ranks: tuple[int, ...], number: int, pa
         if _kind(part) != _kind(first):
             remedy = "issue the same collectives in the same order, with equal counts, on every rank"
             raise _fault(program, first, f"is collective {number} of its process group, and meets another one", remedy, part)
-    return Meeting(tuple(there))
+    meeting = Meeting(tuple(there))
+    for part in there if _may_differ(first.instruction) else ():
+        for source in meeting.sources(part):
+            if (sent := _sent(source, part)) != (taken := _received(part, source)):
+                differ = f"sends {sent} elements to rank {part.rank}, and there {taken} are to arrive"
+                raise _fault(program, source, differ, "make them equal", part)
+    return meeting
+
+
+def _may_differ(instruction: ir.Instruction) -> bool:
+    """Whether ranks may send different numbers of elements in one collective."""
+    return isinstance(instruction, ir.CollectivePermute) or (isinstance(instruction, ir.Collective) and instruction.is_shared)
+
+
+def _sent(part: Operation, to: Operation) -> int:
+    layout, instruction = part.accesses[0].region.layout, part.instruction
+    assert isinstance(instruction, ir.Collective)
+    if not instruction.takes_block:
+        return layout.count
+    return len(shares(layout.shape, instruction.sent_along, part.process_group)[to.process_group.index(to.rank)])
+
+
+def _received(part: Operation, source: Operation) -> int:
+    layout, instruction = part.accesses[-1].region.layout, part.instruction
+    assert isinstance(instruction, ir.Collective)
+    if instruction.received_along is None:
+        return layout.count
+    return len(shares(layout.shape, instruction.received_along, part.process_group)[source.process_group.index(source.rank)])
 
 
 def _kind(part: Operation) -> tuple[object, ...]:
     """What must be equal on all ranks."""
     instruction = part.instruction
     moved = part.accesses[-1 if instruction.at_root == "src" else 0].region.layout  # every rank has this one
-    stated = tuple(getattr(instruction, name, None) for name in ("op", "sources"))
-    return type(instruction), stated, part.peer, moved.count, moved.dtype
+    stated = tuple(getattr(instruction, name, None) for name in ("op", "sources", "sent_along", "received_along"))
+    return type(instruction), stated, part.peer, None if _may_differ(instruction) else moved.count, moved.dtype
 
 
 def _fault(program: ir.HostProgram, part: Operation, reason: str, remedy: str, other: Operation | None = None) -> ProgramError:

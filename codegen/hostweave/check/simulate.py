@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import accumulate
 from typing import Any, NoReturn
 
 from hostweave.check.bindings import Environment, compiled, size_of
@@ -17,7 +18,8 @@ from hostweave.check.operations import Access, Instances, Layout, Operation, Reg
 from hostweave.check.sizes import extents
 from hostweave.host_ir import ir
 from hostweave.host_ir.calls import dedupe_functions, inlined
-from hostweave.host_ir.expr import Const, Expr, on_sizes_alone
+from hostweave.host_ir.expr import Const, Expr
+from hostweave.types.blocks import boxes, elements
 from hostweave.types.mesh import Mesh
 from hostweave.types.rank_sizes import RankSizes, Sizes
 from hostweave.types.size import LocalSize, Size
@@ -309,8 +311,7 @@ def _blocks(b: _Binder, i: ir.SendBlocks | ir.RecvBlocks) -> Callable[[_Run], tu
     """A send or recv for every route of a rank."""
     sends = isinstance(i, ir.SendBlocks)
     name, whole = (i.src, b.layouts[i.src]) if isinstance(i, ir.SendBlocks) else (i.dst, b.layouts[i.dst])
-    held = b.size(Size(whole.count, (), i.count), i)
-    block = layout(whole.dtype, (held,), (1,))
+    equal = b.size(Size(whole.count, (), i.count), i) if isinstance(i.count, int) else 0
     mesh, axes = _resolved(b, i.axes)
     parts: dict[int, list[tuple[ir.Instruction, int, int]]] = {}
     for route in i.routes:
@@ -320,9 +321,15 @@ def _blocks(b: _Binder, i: ir.SendBlocks | ir.RecvBlocks) -> Callable[[_Run], tu
 
     def build(run: _Run) -> tuple[Operation, ...]:
         members = []
+        sizes = RankSizes(b.sizes, b.program.mesh, run.rank)
+        counts = [equal] * i.count if isinstance(i.count, int) else [elements(box) for box in boxes(i.count, sizes)]
+        starts = list(accumulate(counts, initial=0))
         for part, number, peer in parts.get(run.rank, ()):
+            if counts[number] == 0 and not isinstance(i.count, int):
+                continue  # nothing is posted for an empty block
             root, offset, generation = run.place(name, i)
-            region = Region(root, offset + number * held * whole.dtype.itemsize, block, generation)
+            block = layout(whole.dtype, (counts[number],), (1,))
+            region = Region(root, offset + starts[number] * whole.dtype.itemsize, block, generation)
             member = Operation(part, run.rank, run.stream, run.steps, (Access(name, region, sends, not sends),))
             member.channel, member.process_group, member.peer = f"{mesh} {', '.join(axes)}", tuple(mesh.all_ranks), peer
             members.append(member)
@@ -472,14 +479,6 @@ def _for(b: _Binder, i: ir.For) -> Step:
 
 def _if(b: _Binder, i: ir.If) -> Step:
     condition = b.expr(i.condition)
-    if on_sizes_alone(i.condition):  # of the other side nothing need be whole
-        taken = b.nested(i.body if condition({}) else i.orelse)
-
-        def always(run: _Run) -> None:
-            for inner in taken:
-                inner(run)
-
-        return always
     body, orelse = b.nested(i.body), b.nested(i.orelse)
 
     def step(run: _Run) -> None:

@@ -11,7 +11,6 @@ from hostweave.fusion_ir.calls import inlined as without_calls
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir import ir
 from hostweave.host_ir.calls import inlined
-from hostweave.host_ir.expr import divisibility
 from hostweave.types.rank_sizes import RankSizes, Sizes
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
@@ -57,23 +56,23 @@ def _packs(host: ir.HostProgram, sizes: Sizes) -> Iterator[tuple[Location | None
     types = {p.name: host.local_type(p) for p in (*host.inputs, *host.outputs)}
     for copy, times in _copies(host.body, types, sizes, 1):
         source, result = types[copy.src], types[copy.dst]
-        if (copy.src in posted and result.strides) or (copy.dst in posted and source.strides):
+        is_packed = isinstance(copy, ir.Pack | ir.Unpack)
+        if is_packed or (copy.src in posted and result.strides) or (copy.dst in posted and source.strides):
             what = f"%{copy.src} is copied to %{copy.dst}, as a communication needs contiguous memory"
             yield copy.location, f"{what}; put the dim that it is sharded by outermost", times * _bytes(result, sizes)
 
 
-def _copies(body: ir.Body, types: dict[str, BufferType], sizes: Sizes, times: int) -> Iterator[tuple[ir.Copy, int]]:
-    """The copies of an even program, each with how often it runs; `types` gets what is defined on the way."""
+def _copies(body: ir.Body, types: dict[str, BufferType], sizes: Sizes, times: int) -> Iterator[tuple[ir.Copy | ir.Pack | ir.Unpack, int]]:
+    """The copies, each with how often it runs; `types` gets what is defined on the way."""
     for i in body:
         if isinstance(i, ir.Allocate):
             types[i.out] = i.type
         elif isinstance(i, ir.View):
             types[i.out] = i.type_of(types[i.src])
-        elif isinstance(i, ir.Copy):
+        elif isinstance(i, ir.Copy | ir.Pack | ir.Unpack):
             yield i, times
-        inner = ir.bodies(i)[:1] if isinstance(i, ir.If) and divisibility(i.condition) else ir.bodies(i)
         steps = i.count.bind(sizes) if isinstance(i, ir.For) else 1
-        for nested in inner:
+        for nested in ir.bodies(i):
             yield from _copies(nested, types, sizes, times * steps)
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from hostweave.analysis.live_ranges import Begin, Branch, Called, End, Joined, OnRanks, Step, Steps
+from hostweave.analysis.live_ranges import Begin, Called, End, Joined, OnRanks, Step, Steps
 from hostweave.emit.context import ProgramContext
 from hostweave.emit.templates import lay_out
-from hostweave.host_ir.expr import opposite
 
 
 def arena_plan(steps: Steps, context: ProgramContext) -> str:
@@ -26,8 +25,3 @@ def _told(step: Step, context: ProgramContext) -> str:
             return lay_out("branch", condition=context.flag(mesh), body=arena_plan(inner, context))
         case Called(block):
             return lay_out("memory_call", function=context.memory_of[block])
-        case Branch(condition, then, otherwise):
-            taken, not_taken = arena_plan(then, context), arena_plan(otherwise, context)
-            if not taken:
-                condition, taken, not_taken = opposite(condition), not_taken, ""
-            return lay_out("branch", condition=context.integers.expr(condition), body=taken, orelse=not_taken)

@@ -11,12 +11,13 @@ from hostweave.emit.context import WORKSPACE, Channel, Plan, ProgramContext, Rou
 from hostweave.emit.copies import copied, copy_kernel, fill_kernel
 from hostweave.emit.cpp import CUDA_TYPES, NCCL_REDUCTIONS, nccl_type
 from hostweave.emit.kernels import emit_kernel
-from hostweave.emit.meshes import label
+from hostweave.emit.meshes import label, place
 from hostweave.emit.templates import lay_out
 from hostweave.fusion_ir.user_kernel import Source, elements, held_of
 from hostweave.host_ir import ir
-from hostweave.host_ir.expr import Const, Coordinate, Expr, divisibility
+from hostweave.host_ir.expr import Const, Coordinate, Expr
 from hostweave.host_ir.text import print_instruction
+from hostweave.types.blocks import Cut, Cuts
 from hostweave.types.size import Size, product
 from hostweave.types.tensor import BufferType
 
@@ -257,6 +258,8 @@ class Emitter:
 
     def by_rank(self, i: ir.AllToAll | ir.Gather | ir.Scatter) -> str:
         """A collective that walks the ranks of its channel and sends or receives a block of each."""
+        if i.sent_along is not None:
+            return self.lay_out(i)
         block, peer = product(self.type_of(i.dst if isinstance(i, ir.Scatter) else i.src).shape), self.names.of("peer", "rank of a channel")
         if isinstance(i, ir.AllToAll):
             block //= self.integers.mesh.size_of(i.axes)
@@ -274,6 +277,8 @@ class Emitter:
             rows = [f"{{{route.sender}, {route.sent}, {route.receiver}, {route.received}}}" for route in i.routes]
             lines = [", ".join(rows[at : at + ROUTES_A_LINE]) + "," for at in range(0, len(rows), ROUTES_A_LINE)]
             tables[i.routes] = Routes(self.names.of(f"kRoutes_{name}", f"routes {len(tables)}"), tuple(lines))
+        if not isinstance(i.count, int):
+            return self.lay_out(i, routes=tables[i.routes].name)
         block, route = product(self.type_of(name).shape) // i.count, self.names.of("route", "of blocks")
         times = f" * {self.integers.factor(block)}" if i.count > 1 else ""
         return self.lay_out(i, routes=tables[i.routes].name, route=route, count=self.integers.extent(block), times=times)
@@ -283,6 +288,22 @@ class Emitter:
         body = self.body(i.body)
         self.in_group = False
         return body
+
+    def shared(self, name: str, along: int) -> str:
+        """A dim that the ranks of a channel share, and the elements of one index of it."""
+        shape = self.type_of(name).shape
+        return self.integers.extents((shape[along], product(shape[:along] + shape[along + 1 :])))
+
+    def cuts(self, cuts: Cuts) -> str:
+        """`hw::Blocks{{A}, {M, 4}}`"""
+        return f"hw::Blocks{{{', '.join(map(self.cut, cuts))}}}"
+
+    def cut(self, cut: Cut) -> str:
+        words = [self.integers.alone(cut.held)] + ([str(cut.blocks)] if cut.blocks > 1 else [])
+        if cut.blocks > 1 and cut.local:
+            mesh, whole = cut.local.mesh_in(self.program.mesh), self.integers.alone(cut.whole)
+            words += [whole, f"hw::local_begin({whole}, {mesh.size_of(cut.local.axes)}, {place(mesh, cut.local.axes)})"]
+        return f"{{{', '.join(words)}}}"
 
     # --- streams, events, control ---
 
@@ -302,8 +323,8 @@ class Emitter:
         return lay_out("loop", index=index, count=self.integers.extent(i.count), body=self.body(i.body))
 
     def branch(self, i: ir.If) -> str:
-        condition, divisors = self.expr(i.condition), divisibility(i.condition)
-        with self.integers.knowing(divisors) if divisors else self.integers.given(i.condition):
+        condition = self.expr(i.condition)
+        with self.integers.given(i.condition):
             body = self.body(i.body)
         return lay_out("branch", condition=condition, body=body, orelse=self.body(i.orelse))
 

@@ -15,7 +15,8 @@ from typing import Annotated, ClassVar, TypeVar, get_origin, get_type_hints
 from hostweave.base.errors import Location
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.user_kernel import Source
-from hostweave.host_ir.expr import Const, Expr, divisibility
+from hostweave.host_ir.expr import Const, Expr
+from hostweave.types.blocks import Cuts
 from hostweave.types.mesh import Mesh
 from hostweave.types.routes import Route
 from hostweave.types.size import Size
@@ -242,6 +243,26 @@ class Copy(Compute):
 
 
 @dataclass(frozen=True)
+class Pack(Compute):
+    """dst holds the blocks of src, which is cut along its dims: one after another in row-major order, each row-major in itself."""
+
+    src: Read
+    dst: Write
+    cuts: Cuts
+    syntax = "pack %{src} -> %{dst} in {cuts}"
+
+
+@dataclass(frozen=True)
+class Unpack(Compute):
+    """dst is what pack has made src of."""
+
+    src: Read
+    dst: Write
+    cuts: Cuts
+    syntax = "unpack %{src} -> %{dst} in {cuts}"
+
+
+@dataclass(frozen=True)
 class Fill(Compute):
     """Every element of dst = value, which the dtype must represent."""
 
@@ -264,9 +285,19 @@ class Communication(Instruction):
 
 
 class Collective(Communication):
-    """All ranks of the process group issue it, in the same order."""
+    """All ranks of the process group issue it, in the same order.
+
+    One that names a dim has the shares of that dim that ranks hold as blocks, packed, which may differ in size: the last ones are
+    short or empty. Else blocks are equal.
+    """
 
     posts = "collective"
+    sent_along: int | None = None  # the dim of src that its blocks share
+    received_along: int | None = None  # and that of dst
+
+    @property
+    def is_shared(self) -> bool:
+        return self.sent_along is not None or self.received_along is not None
 
 
 class Reduction(Collective):
@@ -286,7 +317,8 @@ class AllGather(Collective):
     src: Read
     dst: Write
     axes: Axes
-    syntax = "all_gather %{src} -> %{dst} on {axes}"
+    received_along: int | None = None
+    syntax = "all_gather %{src} -> %{dst} along {received_along} on {axes}"
     in_place = "block of dst"
 
 
@@ -310,7 +342,8 @@ class ReduceScatter(Reduction):
     dst: Write
     op: str
     axes: Axes
-    syntax = "reduce_scatter {op} %{src} -> %{dst} on {axes}"
+    sent_along: int | None = None
+    syntax = "reduce_scatter {op} %{src} along {sent_along} -> %{dst} on {axes}"
     takes_block = True
     in_place = "block of src"
 
@@ -394,7 +427,9 @@ class AllToAll(Collective):
     src: Read
     dst: Write
     axes: Axes
-    syntax = "all_to_all %{src} -> %{dst} on {axes}"
+    sent_along: int | None = None
+    received_along: int | None = None
+    syntax = "all_to_all %{src} along {sent_along} -> %{dst} along {received_along} on {axes}"
     takes_block = True
     grouped = True
 
@@ -450,13 +485,13 @@ class Recv(PointToPoint):
 
 @dataclass(frozen=True)
 class SendBlocks(PointToPoint):
-    """Of src, cut into `count` blocks in the order of its elements, the blocks that the routes have this rank send. Sends in a group.
+    """Of src, which holds blocks one after another, those that the routes have this rank send. Sends in a group.
 
-    The recv_blocks of the same routes meet it, in their order.
+    The blocks are `count` equal ones, or those of a packed tensor. The recv_blocks of the same routes meet it, in their order.
     """
 
     src: Read
-    count: int
+    count: int | Cuts
     routes: Routes
     axes: Axes
     syntax = "send_blocks %{src} in {count} by {routes} on {axes}"
@@ -466,10 +501,10 @@ class SendBlocks(PointToPoint):
 
 @dataclass(frozen=True)
 class RecvBlocks(PointToPoint):
-    """Into dst, cut into `count` blocks, the blocks that the routes have this rank receive. Recvs in a group."""
+    """Into dst, which gets blocks one after another, those that the routes have this rank receive. Recvs in a group."""
 
     dst: Write
-    count: int
+    count: int | Cuts
     routes: Routes
     axes: Axes
     syntax = "recv_blocks %{dst} in {count} by {routes} on {axes}"
@@ -707,6 +742,14 @@ def names(instruction: Instruction, *wanted: str) -> tuple[str, ...]:
     return tuple(found)
 
 
+def cuts_of(instruction: Instruction) -> Cuts:
+    """How the tensor is cut whose packed blocks an instruction names."""
+    match instruction:
+        case Pack(cuts=cuts) | Unpack(cuts=cuts) | SendBlocks(count=tuple() as cuts) | RecvBlocks(count=tuple() as cuts):
+            return cuts
+    return ()
+
+
 @per_kind
 def _body_fields(kind: type[Instruction]) -> tuple[str, ...]:
     return tuple(f.name for f in fields(kind) if f.name in ("body", "orelse"))
@@ -729,15 +772,6 @@ def walk(body: Body) -> Iterator[Instruction]:
         yield instruction
         for inner in bodies(instruction):
             yield from walk(inner)
-
-
-def walk_at_any_size(body: Body) -> Iterator[Instruction]:
-    """The same without what stands under a condition on sizes, such as `M % 8 == 0`."""
-    for instruction in body:
-        yield instruction
-        if not (isinstance(instruction, If) and divisibility(instruction.condition)):
-            for inner in bodies(instruction):
-                yield from walk_at_any_size(inner)
 
 
 def of_kind(table: Mapping[type[Instruction], T], kind: type[Instruction]) -> T:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from hostweave.fusion_ir.ops import WITHOUT_IDENTITY, axes_of
 from hostweave.host_ir import ir
@@ -10,14 +10,12 @@ from hostweave.host_ir.expr import Binary, Const, Expr, Symbol
 from hostweave.types.size import Share, Size, Sum
 from hostweave.types.tensor import BufferType
 
-Walk = Callable[[ir.Body], Iterator[ir.Instruction]]  # ir.walk or ir.walk_at_any_size
 
-
-def types_in(program: ir.HostProgram, walk: Walk) -> Iterator[BufferType]:
+def types_in(program: ir.HostProgram) -> Iterator[BufferType]:
     """The local types of the parameters and of all that is defined on the way."""
     types = {p.name: program.local_type(p) for p in (*program.inputs, *program.outputs)}
     yield from types.values()
-    for instruction in walk(program.body):
+    for instruction in ir.walk(program.body):
         if isinstance(instruction, ir.Allocate):
             types[instruction.out] = instruction.type
         elif isinstance(instruction, ir.View):
@@ -25,8 +23,8 @@ def types_in(program: ir.HostProgram, walk: Walk) -> Iterator[BufferType]:
         yield from (types[name] for name in ir.names(instruction, "define"))
 
 
-def trip_counts(program: ir.HostProgram, walk: Walk) -> Iterator[Size]:
-    return (i.count for i in walk(program.body) if isinstance(i, ir.For))
+def trip_counts(program: ir.HostProgram) -> Iterator[Size]:
+    return (i.count for i in ir.walk(program.body) if isinstance(i, ir.For))
 
 
 def not_negative(program: ir.HostProgram) -> tuple[Size, ...]:

@@ -31,6 +31,7 @@ class Transfer:
 
     Senders cut each dim of what they hold into `sent` blocks, receivers into `received` ones, in row-major order. A block that
     a rank holds already it gets from itself, any other one from one of those that hold it: these take the receivers in turn.
+    Where shards may be uneven, blocks end where a shard of either side does, and any of them may be empty.
     """
 
     sent: tuple[int, ...]
@@ -38,6 +39,7 @@ class Transfer:
     blocks: int  # of the whole tensor
     senders: int  # ranks that could send
     routes: tuple[Route, ...]
+    uneven: tuple[bool, ...]  # of each dim whether its blocks may differ in size
 
     @property
     def moved(self) -> tuple[Route, ...]:
@@ -64,13 +66,50 @@ class Transfer:
         return Fraction(len(self.moved), self.blocks)
 
 
+@dataclass(frozen=True)
+class _Dim:
+    """How a dim that `have` ranks share and `want` ranks are to share is cut."""
+
+    have: int
+    want: int
+    is_uneven: bool
+
+    @property
+    def is_crossed(self) -> bool:
+        """Whether each block of the one side may have a part of each block of the other."""
+        return self.is_uneven and self.have > 1 and self.want > 1
+
+    @property
+    def blocks(self) -> int:
+        return self.have * self.want if self.is_crossed else lcm(self.have, self.want)
+
+    @property
+    def sent(self) -> int:
+        return self.blocks // self.have
+
+    @property
+    def received(self) -> int:
+        return self.blocks // self.want
+
+    def source(self, target: int, number: int) -> tuple[int, int]:
+        """The place that has what `target` receives as this number, and the number that it has there."""
+        if self.is_crossed:
+            return number, target
+        return divmod(target * self.received + number, self.sent)
+
+
 @lru_cache(maxsize=4096)
-def transfer(source: TensorType, target: TensorType, program: Mesh) -> Transfer:
-    """The blocks of a tensor that is not partial, from the layout and mesh of `source` to those of `target`."""
+def transfer(source: TensorType, target: TensorType, program: Mesh, uneven: tuple[str, ...] = ()) -> Transfer:
+    """The blocks of a tensor that is not partial, from the layout and mesh of `source` to those of `target`.
+
+    Without the `uneven` sizes, those that ranks may not share evenly, it is as if they did.
+    """
     old, new = source.mesh_in(program), target.mesh_in(program)
-    have, want = ([mesh.size_of(dim.axes) for dim in type.dims] for mesh, type in ((old, source), (new, target)))
-    both = [lcm(p, q) for p, q in zip(have, want, strict=True)]
-    sent, received = ([blocks // ranks for blocks, ranks in zip(both, shared, strict=True)] for shared in (have, want))
+    dims = []
+    for dim, wanted in zip(source.dims, target.dims, strict=True):
+        have, want = old.size_of(dim.axes), new.size_of(wanted.axes)
+        dims.append(_Dim(have, want, have != want and dim.extent.is_uneven(lcm(have, want), uneven)))
+    sent, received = [dim.sent for dim in dims], [dim.received for dim in dims]
     holders: dict[tuple[int, ...], list[int]] = {}
     for rank in old.all_ranks:
         holders.setdefault(_place(source, old, rank), []).append(rank)
@@ -80,13 +119,12 @@ def transfer(source: TensorType, target: TensorType, program: Mesh) -> Transfer:
         place = _place(target, new, rank)
         turn = copies[place] = copies.get(place, -1) + 1
         for cut in product(*map(range, received)):
-            block = [at * cuts + i for at, cuts, i in zip(place, received, cut, strict=True)]  # of so many as `both` says
-            holding = holders[tuple(i // cuts for i, cuts in zip(block, sent, strict=True))]
+            found = [dim.source(at, number) for dim, at, number in zip(dims, place, cut, strict=True)]
+            holding = holders[tuple(at for at, _ in found)]
             sender = rank if rank in holding else holding[turn % len(holding)]
-            routes.append(
-                Route(sender, _number([i % cuts for i, cuts in zip(block, sent, strict=True)], sent), rank, _number(cut, received))
-            )
-    return Transfer(tuple(sent), tuple(received), prod(both), old.size, tuple(routes))
+            routes.append(Route(sender, _number([number for _, number in found], sent), rank, _number(cut, received)))
+    blocks = prod(dim.blocks for dim in dims)
+    return Transfer(tuple(sent), tuple(received), blocks, old.size, tuple(routes), tuple(dim.is_uneven for dim in dims))
 
 
 def _place(type: TensorType, mesh: Mesh, rank: int) -> tuple[int, ...]:

@@ -62,7 +62,7 @@ class Dataflow:
         return op.kind in TO_OTHER_MESHES
 
     def transfer(self, op: Op) -> Transfer:
-        return transfer(self.types[op.tensors[0]], op.result.type, self.mesh)
+        return transfer(self.types[op.tensors[0]], op.result.type, self.mesh, self.uneven)
 
     def is_local(self, op: Op) -> bool:
         """Whether each rank of another mesh holds its block already, as all that it holds or as a block of a whole dim."""

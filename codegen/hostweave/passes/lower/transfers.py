@@ -1,26 +1,24 @@
 """Moves between meshes: each side in the bodies of its own mesh, or both in one group if a rank may be on both.
 
-Where ranks share a dim unevenly, what is sent and received is padded to whole blocks, of which all have as much. A dim that both
-meshes split, into different numbers of blocks that do not divide, is received whole, and each rank keeps its part.
+Where ranks may share a dim unevenly, blocks end where a shard of either mesh does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from math import lcm
+from dataclasses import dataclass
 
-from hostweave.fusion_ir.ir import Op
+from hostweave.fusion_ir.ir import Op, Value
 from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
-from hostweave.host_ir.expr import Const, Expr
+from hostweave.host_ir.expr import Const
 from hostweave.passes.lower import communication
 from hostweave.passes.lower.dataflow import Dataflow
-from hostweave.passes.lower.steps import Steps, expr_of, rank_in_group, total
+from hostweave.passes.lower.steps import Steps
+from hostweave.types.blocks import Cut, Cuts
 from hostweave.types.mesh import Mesh
-from hostweave.types.routes import Transfer, transfer
-from hostweave.types.size import Size
-from hostweave.types.tensor import BufferType, Dim
+from hostweave.types.routes import Transfer
+from hostweave.types.size import LocalSize, Size
 
 COPIES = "copies"  # the mesh axis of a rank that sends and those that get the same from it
 
@@ -40,48 +38,40 @@ def to_other_ranks(b: Builder, flow: Dataflow, op: Op, src: Buffer, dst: Buffer,
     source, target = flow.types[op.tensors[0]], op.result.type
     apart = set(source.mesh_in(flow.mesh).all_ranks).isdisjoint(target.mesh_in(flow.mesh).all_ranks)
     sides, blocks = Sides(source.mesh, target.mesh, apart), flow.transfer(op)
-    padded = _padded(flow, op)
-
-    def even() -> None:
-        _move(b, sides, blocks, src, dst, steps)
-
-    def uneven() -> None:
-        _on_copies(b, sides, padded, src, dst)
-
-    if not padded.sent:
-        even()
-        return
-    if padded.is_even is None:
-        uneven()
-        return
-    hoists, b.hoists_views = b.hoists_views, False  # views of a mesh are made in the `on` bodies of the branch
-    with b.on(None):
-        communication.branch(b, padded.is_even, even, uneven)
-    b.hoists_views = hoists
-
-
-def _move(b: Builder, sides: Sides, blocks: Transfer, src: Buffer, dst: Buffer, steps: Steps | None) -> None:
     if steps is None and blocks.is_cheaper_to_broadcast:  # in a loop, the ranks of the one mesh would wait for turns of the other's
         _broadcast(b, sides, blocks, src, dst)
         return
+    to_send, to_receive = _cuts(flow, flow.values[op.tensors[0]], blocks, blocks.sent), _cuts(flow, op.result, blocks, blocks.received)
     with b.on(sides.source):
-        sent = communication.blocks_to_send(b, src(), blocks, steps)
+        sent = communication.blocks_to_send(b, src(), blocks, to_send, steps)
         if sides.apart:
-            b.emit(communication.send(sent, blocks, sides.apart))
-    with b.on(sides.target), communication.blocks_to_receive(b, dst, blocks, steps) as landing:
+            b.emit(communication.send(sent, blocks, to_send, sides.apart))
+    with b.on(sides.target), communication.blocks_to_receive(b, dst, blocks, to_receive, steps) as landing:
+        recv = communication.recv(landing, blocks, to_receive, sides.apart)
         if sides.apart:
-            b.emit(communication.recv(landing, blocks, sides.apart))
+            b.emit(recv)
         else:
             with b.on(None):
-                communication.group(b, communication.send(sent, blocks, sides.apart), communication.recv(landing, blocks, sides.apart))
+                communication.group(b, communication.send(sent, blocks, to_send, sides.apart), recv)
+
+
+def _cuts(flow: Dataflow, value: Value, blocks: Transfer, counts: tuple[int, ...]) -> Cuts | None:
+    """How what a rank holds of one side is cut; None into equal blocks."""
+    if not any(blocks.uneven):
+        return None
+    cuts = []
+    for dim, extent, count, is_uneven in zip(value.type.dims, flow.local(value).shape, counts, blocks.uneven, strict=True):
+        is_part = is_uneven and count > 1 and dim.axes
+        cuts.append(Cut(count, Size(1, (LocalSize(dim.extent, dim.axes, value.type.mesh),)) if is_part else extent))
+    return tuple(cuts)
 
 
 def _broadcast(b: Builder, sides: Sides, blocks: Transfer, src: Buffer, dst: Buffer) -> None:
     """Each rank that sends and those that receive from it are a process group; no rank is in two of them."""
     with b.on(sides.source):
         held = src()
-        sent, shape = communication.blocks_to_send(b, held, blocks, None), b.types[held].shape
-    with b.on(sides.target), communication.blocks_to_receive(b, dst, blocks, None) as landing:
+        sent, shape = communication.blocks_to_send(b, held, blocks, None, None), b.types[held].shape
+    with b.on(sides.target), communication.blocks_to_receive(b, dst, blocks, None, None) as landing:
         wanted = b.types[dst()].shape
         for sender, receivers in blocks.receivers.items():
             group = Mesh(((COPIES, 1 + len(receivers)),), (sender, *receivers))
@@ -93,80 +83,3 @@ def _broadcast(b: Builder, sides: Sides, blocks: Transfer, src: Buffer, dst: Buf
                 for i, extent in enumerate(wanted):  # the same part, by the name that it has on the other mesh
                     kept = b.slice(kept, i, extent, Const(0), f"{sent}_part")
                 b.emit(ir.Copy(kept, copied))
-
-
-# --- shards that may be uneven ----------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Padded:
-    """Dims that ranks may share unevenly, with the extents at which every block is as large as the others, and where a rank's own begins.
-
-    `is_even` is true where they share them evenly after all; None where they never do.
-    """
-
-    blocks: Transfer
-    sent: dict[int, Size] = field(default_factory=dict)
-    received: dict[int, Size] = field(default_factory=dict)
-    own: dict[int, Expr] = field(default_factory=dict)
-    is_even: Expr | None = None
-
-
-def _padded(flow: Dataflow, op: Op) -> _Padded:
-    source, target = flow.types[op.tensors[0]], op.result.type
-    old, new = source.mesh_in(flow.mesh), target.mesh_in(flow.mesh)
-    found, arriving, remainders = _Padded(flow.transfer(op)), list(target.dims), list[Expr]()
-    is_never_even = False
-    for i, (dim, wanted) in enumerate(zip(source.dims, target.dims, strict=True)):
-        have, want = old.size_of(dim.axes), new.size_of(wanted.axes)
-        ranks = lcm(have, want)
-        if have == want or not dim.extent.is_uneven(ranks, flow.uneven):  # what goes to a rank is as much as it is to have
-            continue
-        if 1 in (have, want):
-            each = dim.extent.ceil_div(ranks)
-            found.sent[i], found.received[i], found.own[i] = each * want, each * have, Const(0)
-        else:
-            each = dim.extent.ceil_div(have)
-            arriving[i] = Dim(dim.extent)
-            found.sent[i], found.received[i] = each, each * have
-            found.own[i] = rank_in_group(new, wanted.axes) * expr_of(dim.extent.ceil_div(want))
-        is_never_even |= dim.extent.is_int
-        if not dim.extent.is_int:
-            remainders.append(expr_of(dim.extent) % ranks)
-    found.blocks = transfer(source, replace(target, dims=tuple(arriving)), flow.mesh)
-    found.is_even = None if is_never_even else total(remainders).equals(0)
-    return found
-
-
-def _on_copies(b: Builder, sides: Sides, padded: _Padded, src: Buffer, dst: Buffer) -> None:
-    def sent() -> str:
-        given = src()
-        whole, part = _memory(b, given, padded.sent), b.types[given].shape
-        b.emit(ir.Fill(whole, 0.0))
-        view = whole
-        for i in padded.sent:
-            view = b.slice(view, i, part[i], Const(0), f"{given}_part")
-        b.emit(ir.Copy(given, view))
-        return whole
-
-    received: list[str] = []
-
-    def landing() -> str:
-        if not received:
-            received.append(_memory(b, dst(), padded.received))
-        return received[0]
-
-    _move(b, sides, padded.blocks, sent, landing, None)
-    with b.on(sides.target):
-        wanted = dst()
-        view = received[0]
-        for i in padded.received:
-            view = b.slice(view, i, b.types[wanted].shape[i], padded.own[i], f"{wanted}_part")
-        b.emit(ir.Copy(view, wanted))
-
-
-def _memory(b: Builder, like: str, extents: dict[int, Size]) -> str:
-    """Memory for the same with these dims longer."""
-    type = b.types[like]
-    shape = tuple(extents.get(i, extent) for i, extent in enumerate(type.shape))
-    return b.allocate_here(f"{like}_padded", BufferType(type.dtype, shape))
