@@ -20,10 +20,8 @@ Blocks::Block Blocks::operator[](int64_t number) const {
   return block;
 }
 
-// Calls copy(row, where it begins in the tensor, where it begins among packed blocks, distance of rows in the tensor, how many) for
-// rows that lie as far from one another.
-template <class Copy>
-cudaError_t Blocks::for_rows(Copy copy) const {
+// Rows that lie equally far from one another go in one call: those of the last two dims that are cut, and of what is between.
+cudaError_t Blocks::copy(const void* src, void* dst, size_t itemsize, bool packs, cudaStream_t stream) const {
   int64_t blocks = 1;
   size_t inner = 0, outer = 0;  // the last dim that is cut, and the one before
   for (size_t i = 0; i < dims_.size(); ++i) {
@@ -32,36 +30,25 @@ cudaError_t Blocks::for_rows(Copy copy) const {
   }
   for (int64_t number = 0; number < blocks; ++number) {
     const Block block = (*this)[number];
-    if (block.count == 0) continue;
-    int64_t pitch = 1, row = 1, rows = 1;
+    size_t pitch = itemsize, row = itemsize, rows = 1;
     for (size_t i = inner; i < dims_.size(); ++i) pitch *= dims_[i].size, row *= block.length[i];
     for (size_t i = outer; i < inner; ++i) rows *= block.length[i];
-    for (int64_t at = 0; at < block.count; at += rows * row) {
-      int64_t rest = at, offset = 0, stride = 1;
+    for (int64_t at = 0; at < block.count; at += rows * row / itemsize) {
+      int64_t rest = at, in_tensor = 0, stride = itemsize;
       for (size_t i = dims_.size(); i-- > 0; stride *= dims_[i].size) {
-        offset += (block.start[i] + rest % block.length[i]) * stride;
+        in_tensor += (block.start[i] + rest % block.length[i]) * stride;
         rest /= block.length[i];
       }
-      if (const cudaError_t error = copy(row, offset, block.offset + at, pitch, rows)) return error;
+      const int64_t in_packed = (block.offset + at) * itemsize;
+      const char* const from = static_cast<const char*>(src) + (packs ? in_tensor : in_packed);
+      char* const to = static_cast<char*>(dst) + (packs ? in_packed : in_tensor);
+      if (const cudaError_t error = cudaMemcpy2DAsync(to, packs ? row : pitch, from, packs ? pitch : row, row, rows,
+                                                      cudaMemcpyDeviceToDevice, stream)) {
+        return error;
+      }
     }
   }
   return cudaSuccess;
-}
-
-cudaError_t Blocks::pack(const void* src, void* dst, size_t itemsize, cudaStream_t stream) const {
-  return for_rows([=](int64_t row, int64_t at, int64_t packed_at, int64_t pitch, int64_t rows) {
-    return cudaMemcpy2DAsync(static_cast<char*>(dst) + packed_at * itemsize, row * itemsize,
-                             static_cast<const char*>(src) + at * itemsize, pitch * itemsize, row * itemsize, rows,
-                             cudaMemcpyDeviceToDevice, stream);
-  });
-}
-
-cudaError_t Blocks::unpack(const void* src, void* dst, size_t itemsize, cudaStream_t stream) const {
-  return for_rows([=](int64_t row, int64_t at, int64_t packed_at, int64_t pitch, int64_t rows) {
-    return cudaMemcpy2DAsync(static_cast<char*>(dst) + at * itemsize, pitch * itemsize,
-                             static_cast<const char*>(src) + packed_at * itemsize, row * itemsize, row * itemsize, rows,
-                             cudaMemcpyDeviceToDevice, stream);
-  });
 }
 
 }  // namespace hw

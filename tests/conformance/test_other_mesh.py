@@ -30,6 +30,7 @@ ONE, TWO, THREE, FOUR, EIGHT = (Mesh(x=ranks) for ranks in (1, 2, 3, 4, 8))
 PAIRS = {
     "one rank": (ONE, ONE, ONE.ranks([0], dp=1, tp=1)),
     "to the neighbour": (TWO, TWO.ranks([0]), TWO.ranks([1])),
+    "two to one of them": (TWO, TWO, TWO.ranks([1])),
     "one between two": (THREE, THREE.ranks([0, 2]), THREE.ranks([1])),
     "two stages": (FOUR, FOUR.ranks([0, 1]), FOUR.ranks([2, 3])),
     "one to three": (FOUR, FOUR.ranks([1]), FOUR.ranks([0, 2, 3])),

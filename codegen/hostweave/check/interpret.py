@@ -169,13 +169,13 @@ class _Rank:
                     written[...] = result
             case ir.Copy():
                 writes[0][...] = reads[0]
-            case ir.Pack(cuts=cuts) | ir.Unpack(cuts=cuts):
+            case ir.Pack(cuts=cuts):
                 numbers = np.arange(reads[0].size).reshape([cut.held.bind(self.sizes) for cut in cuts])
                 order = np.concatenate([numbers[box].ravel() for box in boxes(cuts, self.sizes)])
-                if isinstance(instruction, ir.Pack):
-                    writes[0].reshape(-1)[...] = reads[0].reshape(-1)[order]
-                else:
+                if isinstance(instruction, ir.Unpack):
                     writes[0].reshape(-1)[order] = reads[0].reshape(-1)
+                else:
+                    writes[0].reshape(-1)[...] = reads[0].reshape(-1)[order]
             case ir.Fill(value=value):
                 writes[0][...] = value
 

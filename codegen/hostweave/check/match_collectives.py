@@ -96,7 +96,7 @@ def _collective(program: ir.HostProgram, ranks: tuple[int, ...], number: int, pa
     meeting = Meeting(tuple(there))
     for part in there if _may_differ(first.instruction) else ():
         for source in meeting.sources(part):
-            if (sent := _sent(source, part)) != (taken := _received(part, source)):
+            if (sent := _exchanged(source, part, sends=True)) != (taken := _exchanged(part, source, sends=False)):
                 differ = f"sends {sent} elements to rank {part.rank}, and there {taken} are to arrive"
                 raise _fault(program, source, differ, "make them equal", part)
     return meeting
@@ -107,20 +107,12 @@ def _may_differ(instruction: ir.Instruction) -> bool:
     return isinstance(instruction, ir.CollectivePermute) or (isinstance(instruction, ir.Collective) and instruction.is_shared)
 
 
-def _sent(part: Operation, to: Operation) -> int:
-    layout, instruction = part.accesses[0].region.layout, part.instruction
+def _exchanged(part: Operation, other: Operation, sends: bool) -> int:
+    """How many elements a rank sends to another one, or receives from it."""
+    instruction, layout = part.instruction, part.accesses[0 if sends else -1].region.layout
     assert isinstance(instruction, ir.Collective)
-    if not instruction.takes_block:
-        return layout.count
-    return len(shares(layout.shape, instruction.sent_along, part.process_group)[to.process_group.index(to.rank)])
-
-
-def _received(part: Operation, source: Operation) -> int:
-    layout, instruction = part.accesses[-1].region.layout, part.instruction
-    assert isinstance(instruction, ir.Collective)
-    if instruction.received_along is None:
-        return layout.count
-    return len(shares(layout.shape, instruction.received_along, part.process_group)[source.process_group.index(source.rank)])
+    along = instruction.sent_along if sends else instruction.received_along
+    return layout.count if along is None else len(shares(layout.shape, along, part.process_group)[part.process_group.index(other.rank)])
 
 
 def _kind(part: Operation) -> tuple[object, ...]:

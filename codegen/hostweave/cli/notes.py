@@ -56,20 +56,19 @@ def _packs(host: ir.HostProgram, sizes: Sizes) -> Iterator[tuple[Location | None
     types = {p.name: host.local_type(p) for p in (*host.inputs, *host.outputs)}
     for copy, times in _copies(host.body, types, sizes, 1):
         source, result = types[copy.src], types[copy.dst]
-        is_packed = isinstance(copy, ir.Pack | ir.Unpack)
-        if is_packed or (copy.src in posted and result.strides) or (copy.dst in posted and source.strides):
+        if isinstance(copy, ir.Pack) or (copy.src in posted and result.strides) or (copy.dst in posted and source.strides):
             what = f"%{copy.src} is copied to %{copy.dst}, as a communication needs contiguous memory"
             yield copy.location, f"{what}; put the dim that it is sharded by outermost", times * _bytes(result, sizes)
 
 
-def _copies(body: ir.Body, types: dict[str, BufferType], sizes: Sizes, times: int) -> Iterator[tuple[ir.Copy | ir.Pack | ir.Unpack, int]]:
+def _copies(body: ir.Body, types: dict[str, BufferType], sizes: Sizes, times: int) -> Iterator[tuple[ir.Copy | ir.Pack, int]]:
     """The copies, each with how often it runs; `types` gets what is defined on the way."""
     for i in body:
         if isinstance(i, ir.Allocate):
             types[i.out] = i.type
         elif isinstance(i, ir.View):
             types[i.out] = i.type_of(types[i.src])
-        elif isinstance(i, ir.Copy | ir.Pack | ir.Unpack):
+        elif isinstance(i, ir.Copy | ir.Pack):
             yield i, times
         steps = i.count.bind(sizes) if isinstance(i, ir.For) else 1
         for nested in ir.bodies(i):

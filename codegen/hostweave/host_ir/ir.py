@@ -253,12 +253,9 @@ class Pack(Compute):
 
 
 @dataclass(frozen=True)
-class Unpack(Compute):
+class Unpack(Pack):
     """dst is what pack has made src of."""
 
-    src: Read
-    dst: Write
-    cuts: Cuts
     syntax = "unpack %{src} -> %{dst} in {cuts}"
 
 
@@ -745,7 +742,7 @@ def names(instruction: Instruction, *wanted: str) -> tuple[str, ...]:
 def cuts_of(instruction: Instruction) -> Cuts:
     """How the tensor is cut whose packed blocks an instruction names."""
     match instruction:
-        case Pack(cuts=cuts) | Unpack(cuts=cuts) | SendBlocks(count=tuple() as cuts) | RecvBlocks(count=tuple() as cuts):
+        case Pack(cuts=cuts) | SendBlocks(count=tuple() as cuts) | RecvBlocks(count=tuple() as cuts):
             return cuts
     return ()
 

@@ -25,9 +25,7 @@ struct Cut {
   int64_t begin = 0;
 
   // Where a block begins in what the rank has; behind the last one it is where that ends.
-  int64_t start(int64_t block) const {
-    return std::clamp<int64_t>(local_begin(whole, blocks, block) - begin, 0, size);
-  }
+  int64_t start(int64_t block) const { return std::clamp<int64_t>(local_begin(whole, blocks, block) - begin, 0, size); }
 };
 
 // The blocks of a row-major tensor, in row-major order. Packed, they lie one after another, each row-major in itself.
@@ -42,26 +40,23 @@ class Blocks {
   };
   Block operator[](int64_t number) const;
 
-  cudaError_t pack(const void* src, void* dst, size_t itemsize, cudaStream_t stream) const;
-  cudaError_t unpack(const void* src, void* dst, size_t itemsize, cudaStream_t stream) const;
+  // Packs the tensor, or unpacks its blocks.
+  cudaError_t copy(const void* src, void* dst, size_t itemsize, bool packs, cudaStream_t stream) const;
 
  private:
-  template <class Copy>
-  cudaError_t for_rows(Copy copy) const;
-
   std::vector<Cut> dims_;
 };
 
 template <class T>
 cudaError_t pack(const T* src, T* dst, const Blocks& blocks, cudaStream_t stream) {
-  return blocks.pack(src, dst, sizeof(T), stream);
+  return blocks.copy(src, dst, sizeof(T), true, stream);
 }
 template <class T>
 cudaError_t unpack(const T* src, T* dst, const Blocks& blocks, cudaStream_t stream) {
-  return blocks.unpack(src, dst, sizeof(T), stream);
+  return blocks.copy(src, dst, sizeof(T), false, stream);
 }
 
-// Of packed blocks those that the routes have a rank send, or receive, but for empty ones. Stands in a group.
+// Of packed blocks those that the routes have this rank send, or receive, but for empty ones. Stands in a group.
 template <class T>
 ncclResult_t send_blocks(const T* src, const Blocks& blocks, std::span<const Route> routes, ncclDataType_t type,
                          const Channel& channel, cudaStream_t stream) {
@@ -69,8 +64,7 @@ ncclResult_t send_blocks(const T* src, const Blocks& blocks, std::span<const Rou
     if (route.sender != channel.rank()) continue;
     const Blocks::Block block = blocks[route.sent];
     if (block.count == 0) continue;
-    const ncclResult_t result = ncclSend(src + block.offset, block.count, type, route.receiver, channel.comm(), stream);
-    if (result != ncclSuccess) return result;
+    if (const auto error = ncclSend(src + block.offset, block.count, type, route.receiver, channel.comm(), stream)) return error;
   }
   return ncclSuccess;
 }
@@ -81,8 +75,7 @@ ncclResult_t recv_blocks(T* dst, const Blocks& blocks, std::span<const Route> ro
     if (route.receiver != channel.rank()) continue;
     const Blocks::Block block = blocks[route.received];
     if (block.count == 0) continue;
-    const ncclResult_t result = ncclRecv(dst + block.offset, block.count, type, route.sender, channel.comm(), stream);
-    if (result != ncclSuccess) return result;
+    if (const auto error = ncclRecv(dst + block.offset, block.count, type, route.sender, channel.comm(), stream)) return error;
   }
   return ncclSuccess;
 }

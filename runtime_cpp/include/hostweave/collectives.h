@@ -1,5 +1,5 @@
-// Collectives on a dim that ranks may share unevenly: NCCL's own where they hold as much as one another, else a call for each rank's
-// block, in one group. All ranks see the same sizes, so that they post the same calls.
+// Collectives on a dim that ranks may share unevenly: NCCL's own where they hold as much as one another, else a call for each
+// rank's block, in one group. All ranks see the same sizes, so that they post the same calls.
 #pragma once
 #include <nccl.h>
 
@@ -43,8 +43,8 @@ ncclResult_t all_gather(const T* src, T* dst, const Shared& blocks, ncclDataType
 }
 
 template <class T>
-ncclResult_t reduce_scatter(const T* src, const Shared& blocks, T* dst, ncclDataType_t type, ncclRedOp_t op, const Channel& channel,
-                            cudaStream_t stream) {
+ncclResult_t reduce_scatter(const T* src, const Shared& blocks, T* dst, ncclDataType_t type, ncclRedOp_t op,
+                            const Channel& channel, cudaStream_t stream) {
   if (blocks.is_even(channel)) return ncclReduceScatter(src, dst, blocks.count(channel, 0), type, op, channel.comm(), stream);
   return group_of_blocks(blocks, channel, [&](int rank, int64_t offset, int64_t count) {
     return ncclReduce(src + offset, dst, count, type, op, rank, channel.comm(), stream);
@@ -53,19 +53,15 @@ ncclResult_t reduce_scatter(const T* src, const Shared& blocks, T* dst, ncclData
 
 // Stands in a group.
 template <class T>
-ncclResult_t all_to_all(const T* src, const Shared& sent, T* dst, const Shared& received, ncclDataType_t type, const Channel& channel,
-                        cudaStream_t stream) {
-  for (int rank = 0; rank < channel.size(); ++rank) {
-    ncclResult_t result = ncclSuccess;
-    if (const int64_t count = sent.count(channel, rank)) {
-      result = ncclSend(src + sent.offset(channel, rank), count, type, rank, channel.comm(), stream);
-    }
-    if (const int64_t count = received.count(channel, rank); count > 0 && result == ncclSuccess) {
-      result = ncclRecv(dst + received.offset(channel, rank), count, type, rank, channel.comm(), stream);
-    }
-    if (result != ncclSuccess) return result;
-  }
-  return ncclSuccess;
+ncclResult_t all_to_all(const T* src, const Shared& sent, T* dst, const Shared& received, ncclDataType_t type,
+                        const Channel& channel, cudaStream_t stream) {
+  const ncclResult_t result = group_of_blocks(sent, channel, [&](int rank, int64_t offset, int64_t count) {
+    return ncclSend(src + offset, count, type, rank, channel.comm(), stream);
+  });
+  if (result != ncclSuccess) return result;
+  return group_of_blocks(received, channel, [&](int rank, int64_t offset, int64_t count) {
+    return ncclRecv(dst + offset, count, type, rank, channel.comm(), stream);
+  });
 }
 
 }  // namespace hw

@@ -143,7 +143,7 @@ def _copy(c: Checker, i: ir.Copy, scope: Scope) -> None:
     c.same_shape(i.src, i.dst)
 
 
-def _pack(c: Checker, i: ir.Pack | ir.Unpack, scope: Scope) -> None:
+def _pack(c: Checker, i: ir.Pack, scope: Scope) -> None:
     c.same_dtype(i.src, i.dst)
     for name in (i.src, i.dst):
         c.cuts(i.cuts, name)
@@ -165,6 +165,5 @@ RULES: dict[type[ir.Instruction], Rule] = {
     ir.Launch: _launch,
     ir.Copy: _copy,
     ir.Pack: _pack,
-    ir.Unpack: _pack,
     ir.Fill: _fill,
 }
