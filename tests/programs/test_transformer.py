@@ -195,7 +195,7 @@ def test_communications_of_a_backward_pass(name: str) -> None:
 def test_no_layer_copies_what_it_has(name: str) -> None:
     """Where ranks share evenly, what is computed is where it is used next."""
     host = lowered(programs(VARIANTS[2])[name])
-    assert not [i for i in ir.walk_at_any_size(host.body) if isinstance(i, ir.Copy)]
+    assert not [i for i in ir.walk(host.body) if isinstance(i, ir.Copy)]
 
 
 # --- the reference ----------------------------------------------------------------------------------------------------
