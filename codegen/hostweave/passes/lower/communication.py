@@ -84,31 +84,22 @@ def destination_blocks(b: Builder, dst: str, channel: Channel, steps: Steps | No
     """Memory for a block of `dst` a rank, one after another, which are put where they belong afterwards."""
     view = dst if channel.is_uneven else equal_blocks(b, dst, channel, block)
     with packed_destination(b, view, steps) as landing:
-        if not channel.is_uneven:
+        cuts = channel.cuts(b.types[dst])
+        if not channel.is_uneven or is_in_order(cuts):
             yield landing
             return
-        cuts = channel.cuts(b.types[dst])
-        packed = landing_for(b, landing, cuts, steps)
+        packed = temporary(b, landing, steps)
         yield packed
-        unpack(b, packed, landing, cuts)
+        b.emit(ir.Unpack(packed, landing, cuts))
 
 
 def packed_source(b: Builder, src: str, cuts: Cuts, steps: Steps | None) -> str:
     """Memory with the blocks of a contiguous `src`: its own where they lie in order."""
-    packed = landing_for(b, src, cuts, steps)
-    if packed != src:
-        b.emit(ir.Pack(src, packed, cuts))
+    if is_in_order(cuts):
+        return src
+    packed = temporary(b, src, steps)
+    b.emit(ir.Pack(src, packed, cuts))
     return packed
-
-
-def landing_for(b: Builder, dst: str, cuts: Cuts, steps: Steps | None) -> str:
-    """Memory for the blocks of a contiguous `dst`, which `unpack` puts there."""
-    return dst if is_in_order(cuts) else temporary(b, dst, steps)
-
-
-def unpack(b: Builder, packed: str, dst: str, cuts: Cuts) -> None:
-    if packed != dst:
-        b.emit(ir.Unpack(packed, dst, cuts))
 
 
 def equal_blocks(b: Builder, whole: str, channel: Channel, block: BufferType | None) -> str:
@@ -199,7 +190,7 @@ def blocks_to_receive(b: Builder, dst: Callable[[], str], blocks: Transfer, cuts
         b.emit(ir.Copy(landing, cut(b, dst(), blocks.received)))  # other views where an `on` body has ended meanwhile
         return
     with packed_destination(b, dst(), steps) as whole:
-        unpack(b, landing, whole, cuts)
+        b.emit(ir.Unpack(landing, whole, cuts))
 
 
 def cut(b: Builder, whole: str, cuts: tuple[int, ...]) -> str:
