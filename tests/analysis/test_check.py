@@ -278,6 +278,37 @@ RULES = {
 }
 
 
+UNEVEN = "host @t(%x: f32[M@x, 2]) -> (%y: f32[M@x, 2]) mesh(x=3) uneven(M) {\n"
+
+
+def test_shards_that_differ_in_size_are_not_exchanged() -> None:
+    with pytest.raises(ProgramError) as caught:
+        check(host_text.parse(UNEVEN + "collective_permute %x -> %y from [1, 2, 0] on x\n}\n"), {"M": 5})
+    text = "collective_permute %x -> %y from [1, 2, 0] on x"
+    assert str(caught.value) == (
+        f"text:2: rank 2, the caller's stream: {text}: sends 2 elements to rank 1, and there 4 are to arrive, "
+        f"rank 1, the caller's stream: {text}: make them equal"
+    )
+    check(host_text.parse(UNEVEN + "collective_permute %x -> %y from [1, 0, 2] on x\n}\n"), {"M": 5})
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 4, 5, 6])
+def test_shards_of_any_size_in_place(rows: int) -> None:
+    body = """\
+%b = allocate f32[M, 2]
+%own = slice %b[0: part(M, x) from rank.x * ceil(M/3)]
+copy %x -> %own
+all_gather %own -> %b along 0 on x
+reduce_scatter sum %b along 0 -> %own on x
+copy %own -> %y
+}
+"""
+    check(host_text.parse(UNEVEN + body), {"M": rows})
+    if rows > 3:  # another rank's block
+        with pytest.raises(ProgramError, match="writes %b over the bytes of %own that it reads"):
+            check(host_text.parse(UNEVEN + body.replace("rank.x * ceil(M/3)", "0")), {"M": rows})
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_rule(rule: str) -> None:
     body, message = RULES[rule]

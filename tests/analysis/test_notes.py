@@ -56,7 +56,7 @@ def test_a_gather_and_a_pack() -> None:
         f"shard what uses it, or state it by hw.reshard: {of}"
     )
     assert pack == (
-        "test_notes.py:31: %x_gathered_by_rank_packed is copied to %x_gathered_by_rank, as a communication needs contiguous memory; "
+        "test_notes.py:31: %x_gathered_packed is copied to %x_gathered, as a communication needs contiguous memory; "
         f"put the dim that it is sharded by outermost: {of}"
     )
 

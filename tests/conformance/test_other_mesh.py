@@ -30,6 +30,7 @@ ONE, TWO, THREE, FOUR, EIGHT = (Mesh(x=ranks) for ranks in (1, 2, 3, 4, 8))
 PAIRS = {
     "one rank": (ONE, ONE, ONE.ranks([0], dp=1, tp=1)),
     "to the neighbour": (TWO, TWO.ranks([0]), TWO.ranks([1])),
+    "two to one of them": (TWO, TWO, TWO.ranks([1])),
     "one between two": (THREE, THREE.ranks([0, 2]), THREE.ranks([1])),
     "two stages": (FOUR, FOUR.ranks([0, 1]), FOUR.ranks([2, 3])),
     "one to three": (FOUR, FOUR.ranks([1]), FOUR.ranks([0, 2, 3])),
@@ -128,9 +129,10 @@ def test_compiled(of: Callable[[Mesh, Mesh, Mesh], Fusion], pair: str, target: s
     program.close()
 
 
-def test_ints_that_ranks_share_unevenly() -> None:
-    """10 rows over 3 ranks: 4, 4, 2; over 4: 3, 3, 3, 1."""
-    dims = [("10", "3"), ("10@x", "3"), ("10", "3@x")]
+@pytest.mark.parametrize("rows", [10, 6])
+def test_ints_that_ranks_share_unevenly(rows: int) -> None:
+    """10 rows over 3 ranks: 4, 4, 2; over 4: 3, 3, 3, 1. And 6 rows over 3 ranks evenly, over 4: 2, 2, 2, 0."""
+    dims = [(f"{rows}", "3"), (f"{rows}@x", "3"), (f"{rows}", "3@x")]
     held = [tuple(int(dim) if dim.isdigit() else dim for dim in layout) for layout in dims]
 
     def results(x: hw.Tensor) -> list[hw.Tensor]:
@@ -138,7 +140,7 @@ def test_ints_that_ranks_share_unevenly() -> None:
 
     fusion = traced("reshards", FOUR, {f"x{i}": hw.i32[layout].on(FOUR.ranks([2, 3, 1])) for i, layout in enumerate(held)}, results)
     program = hw.compile(fusion)
-    given = arrays(fusion, {"10": 10, "3": 3}, 0)
+    given = arrays(fusion, {f"{rows}": rows, "3": 3}, 0)
     compare(fusion, given, interpret(lower(fusion, hw.Options()), given))
     for seed in range(2):
         with seeded(seed):

@@ -5,6 +5,7 @@ A program holds all changes of one mesh, so that it is compiled once; it then ru
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -17,6 +18,7 @@ import hostweave as hw
 from hostweave.check.interpret import interpret
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.reference import run_reference
+from hostweave.host_ir import ir
 from hostweave.host_ir.ir import HostProgram
 from hostweave.pipeline import lower
 from hostweave.types.mesh import Mesh
@@ -149,6 +151,15 @@ def test_compiled(of: Callable[[Mesh], Fusion], mesh: Mesh, target: str) -> None
         results = program.run(ranks=True, **given)
         compare(fusion, given, [dict(zip(fusion.outputs, local, strict=True)) for local in results])
     program.close()
+
+
+@pytest.mark.parametrize(("of", "mesh"), CASES, **NAME_PARTS)
+def test_what_may_be_uneven_stands_once(of: Callable[[Mesh], Fusion], mesh: Mesh) -> None:
+    """A value is moved by one communication, of whatever sizes."""
+    host = lowered(of, mesh)
+    assert not any(isinstance(i, ir.If) for i in ir.walk(host.body))
+    moved = Counter(name for i in ir.walk(host.body) if isinstance(i, ir.Communication) for name in ir.names(i, "write"))
+    assert set(moved.values()) <= {1}
 
 
 def test_what_may_be_uneven() -> None:

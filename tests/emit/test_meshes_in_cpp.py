@@ -43,9 +43,9 @@ def test_names_that_the_user_has() -> None:
     """Tensors called rank and route, and two meshes of the same ranks."""
     first, turned = LINE.ranks([0, 1]), LINE.ranks([1, 0])
 
-    @hw.fusion(mesh=LINE, rank=hw.f32["M@x", "K"].on(first), route=hw.f32["M", "K@x"].on(turned))
+    @hw.fusion(mesh=LINE, rank=hw.f32["4@x", "6"].on(first), route=hw.f32["4", "6@x"].on(turned))
     def names(rank, route):
-        return hw.reshard(rank, "M", "K", mesh=LINE.ranks([2, 3])), hw.reshard(route, "M", "K", mesh=LINE.ranks([0, 2, 1]))
+        return hw.reshard(rank, 4, 6, mesh=LINE.ranks([2, 3])), hw.reshard(route, 4, 6, mesh=LINE.ranks([0, 2, 1]))
 
     program = hw.compile(names)
     cpp = program.sources["program.cpp"]

@@ -59,7 +59,12 @@ streams(ring[2], copy[1]) events(done[3]) uneven(M) {
   matmul %x, %b accumulate %y -> %y
   matmul %x, %b in tf32 scaled -0.125 accumulate %x bias %b activation gelu_tanh -> %y
   matmul %x, %b bias %z activation relu -> %y
+  pack %x -> %b in [2 of M/2, 1 of 4]
+  unpack %b -> %y in [4 of part(M, x), 1 of 4]
   all_gather %x -> %y on x
+  all_gather %x -> %z along 0 on x
+  reduce_scatter sum %x along 1 -> %y on x
+  all_to_all %x along 1 -> %y along 0 on x
   all_reduce sum %x -> %y on x
   reduce_scatter max %x -> %y on dp
   broadcast %x -> %y from rank.dp + 1 on x
@@ -74,6 +79,7 @@ streams(ring[2], copy[1]) events(done[3]) uneven(M) {
     all_gather %x -> %y on pair
     send %x to rank - 1 on x_dp
     send_blocks %x in 2 by [0[1] -> 2[0], 0[0] -> 3[0]] on x_dp
+    recv_blocks %y in [2 of M, 1 of 4] by [0[1] -> 2[0]] on x_dp
   }
   on mesh(of ranks 2) {
     recv_blocks %y in 1 by [0[1] -> 2[0], 0[0] -> 3[0]] on x_dp

@@ -18,6 +18,31 @@ HEAD = "host @t(%x: f32[M@x, 4], %n: i32[M@x, 4]) -> (%y: f32[M@x, 4]) mesh(x=2)
 KERNEL = "kernel @double(%a: f32[M/2, 4]) {\n  %b: f32[M/2, 4] = add(%a, %a)\n}\n"
 
 BODIES = {
+    # shares and blocks
+    "all_gather %x -> %y along 2 on x": "text:2: @t: all_gather %x -> %y along 2 on x: %y is f32[M/2, 4]: it has no dim 2",
+    "all_gather %x -> %y along 1 on x": (
+        "text:2: @t: all_gather %x -> %y along 1 on x: %x is f32[M/2, 4], and this rank's block of %y along dim 1 has M elements"
+    ),
+    "reduce_scatter sum %x along 1 -> %y on x": (
+        "text:2: @t: reduce_scatter sum %x along 1 -> %y on x: %y is f32[M/2, 4], and this rank's block of %x along dim 1 has M elements"
+    ),
+    "all_to_all %x along 0 -> %y on x": (
+        "text:2: @t: all_to_all %x along 0 -> %y on x: "
+        "either both buffers have a dim that the ranks share, or none: write the other one's, too"
+    ),
+    "%b = allocate f32[6, 4]\nall_to_all %x along 1 -> %b along 0 on x": (
+        "text:3: @t: all_to_all %x along 1 -> %b along 0 on x: of %x this rank sends itself M elements, and 12 are to arrive in %b"
+    ),
+    "pack %x -> %y in [2 of M, 1 of 4]": (
+        "text:2: @t: pack %x -> %y in [2 of M, 1 of 4]: %x is f32[M/2, 4], of 2*M elements, and what is cut has 4*M"
+    ),
+    "%b = permute %x by [1, 0]\nunpack %b -> %y in [1 of M/2, 2 of 4]": (
+        "text:3: @t: unpack %b -> %y in [1 of M/2, 2 of 4]: %b is not contiguous: copy it to a buffer of its own first"
+    ),
+    "pack %x -> %y in [2 of K]": "text:2: @t: pack %x -> %y in [2 of K]: K is not a size of any input or output; the sizes are M",
+    "send_blocks %x in [2 of M/2, 2 of 4] by [0[4] -> 1[0]] on x": (
+        "text:2: @t: send_blocks %x in [2 of M/2, 2 of 4] by [0[4] -> 1[0]] on x: 0[4] -> 1[0]: there are 4 blocks, the last one 3"
+    ),
     # names
     "copy %q -> %y": "text:2: @t: copy %q -> %y: %q is used before its definition: define it above, in this body or around it",
     "%x = allocate f32[4]": "text:2: @t: %x = allocate f32[4]: %x is defined twice: rename one",
@@ -311,6 +336,8 @@ def test_sibling_bodies_may_share_a_name() -> None:
     verify_host(host_text.parse(HEAD + body + "}\n"))
 
 
-def test_a_gather_of_shards_that_are_known_to_be_even() -> None:
-    head = "host @t(%x: f32[M@x]) -> (%y: f32[M]) mesh(x=2) uneven(M) {\n"
-    verify_host(host_text.parse(head + "if M % 2 == 0 {\nall_gather %x -> %y on x\n}\n}\n"))
+def test_a_gather_of_shards_that_may_be_uneven() -> None:
+    head = "host @t(%x: f32[M@x, K]) -> (%y: f32[K, M]) mesh(x=2) uneven(M) {\n"
+    verify_host(host_text.parse(head + "all_gather %x -> %y along 1 on x\n}\n"))
+    with pytest.raises(ProgramError, match=r"this rank's block of %y along dim 0 has M\*part\(K, x\) elements"):
+        verify_host(host_text.parse(head.replace("(M)", "(M, K)") + "all_gather %x -> %y along 0 on x\n}\n"))

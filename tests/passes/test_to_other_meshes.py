@@ -180,29 +180,28 @@ def test_a_view_of_one_mesh_is_made_again_after_another_one() -> None:
     assert body.count("= slice %x[0: part(M, x on ranks 0, 1) from rank.x * ceil(M/2)]") == 2
 
 
-def test_blocks_that_may_be_uneven_are_padded_or_received_whole() -> None:
-    """A dim that one mesh splits goes by blocks of one size; of one that both split otherwise a rank takes its part."""
+def test_blocks_that_may_be_uneven_end_where_shards_do() -> None:
+    """Packed, unless they lie in order; of a dim that both meshes split, each shard of the one may have a part of each of the other."""
     body = lowered(
-        f"""fusion @f(%x: f32[M@x, K] {ON_A}) mesh(x=4) {{
+        f"""fusion @f(%x: f32[M@x, K] {ON_A}, %v: f32[K, M@x] {ON_A}) mesh(x=4) {{
           %y: f32[M, K] {ON_B} pinned = reshard(%x)
-          %z: f32[M@x, K] on mesh(x=1 of ranks 3) pinned = reshard(%x)
+          %z: f32[K, M] {ON_B} pinned = reshard(%v)
           return %y, %z
         }}"""
     )
-    even, _, uneven = body.partition("} else {")
-    assert "send_blocks %x in 1 by" in even
-    assert "padded" not in even
-    assert "%x_padded = allocate f32[ceil(M/2), K]" in uneven
-    assert "%y_padded = allocate f32[2*ceil(M/2), K]" in uneven
-    assert "%y_part = slice %y_padded[0: M from 0]" in uneven
+    assert "if " not in body
+    assert "recv_blocks %y in [2 of M, 1 of K] by [0[0] -> 2[0], 1[0] -> 2[1], 0[0] -> 3[0], 1[0] -> 3[1]] on x" in body
+    assert "recv_blocks %z_packed in [1 of K, 2 of M] by" in body
+    assert "unpack %z_packed -> %z in [1 of K, 2 of M]" in body
     three = lowered(
         f"""fusion @f(%x: f32[M@x, K] {ON_A}) mesh(x=5) {{
           %y: f32[M@x, K] on mesh(x=3 of ranks 2..5) pinned = reshard(%x)
           return %y
         }}"""
     )
-    assert "if M % 6 == 0 {" in three
-    assert "%y_part = slice %y_padded[0: part(M, x on ranks 2..5) from rank.x * ceil(M/3)]" in three
+    everyone = ", ".join(f"{sender}[{receiver}] -> {receiver + 2}[{sender}]" for receiver in range(3) for sender in range(2))
+    assert f"send_blocks %x in [3 of part(M, x on ranks 0, 1), 1 of K] by [{everyone}] on x" in three
+    assert f"recv_blocks %y in [2 of part(M, x on ranks 2..5), 1 of K] by [{everyone}] on x" in three
 
 
 def test_what_several_ranks_are_to_have_leaves_a_rank_once() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from test_sources import cuda_is_here
 from whole_programs import PIPELINES, Array, compiled, expect, fusion_of, integer_arrays, lowered, random_arrays, sizes_of
 
 import hostweave as hw
@@ -62,6 +63,33 @@ def test_columns_that_the_ranks_of_a_stage_share_unevenly() -> None:
         arrays = integer_arrays(fusion, {"M": 6, "K": 3, "N": columns}, seed=0)
         with seeded(1):
             expect(fusion, arrays, compiled(fusion).run(**arrays, ranks=True), exact=True)
+
+
+LINE = Mesh(x=3)
+
+
+@hw.fusion(mesh=LINE, x=hw.f32["M@x", "N"], v=hw.f8e4m3["K", "M@x"].on(LINE.ranks([0, 1])))
+def uneven(x, v):
+    """One of each: all_to_all, reduce_scatter, all_gather of packed blocks, and a move between meshes that both split the dim."""
+    columns = hw.reshard(x, "M", "N@x")
+    moved = hw.reshard(v, "K", "M@x", mesh=LINE.ranks([2, 1, 0]))
+    return columns, hw.reshard(hw.sum(x, axis=0), "N@x"), hw.reshard(columns + 1, "M", "N"), moved
+
+
+def test_shards_of_any_size_in_flight() -> None:
+    program = compiled(uneven)
+    for rows, columns in ((7, 5), (1, 2), (6, 9), (0, 4)):
+        calls = [integer_arrays(uneven, {"M": rows, "N": columns, "K": 3}, seed) for seed in range(3)]
+        for schedule in (parallel(check_dependencies=True), seeded(rows)):
+            with schedule:
+                for arrays, results in zip(calls, program.run_in_flight(calls, poison=True), strict=True):
+                    expect(uneven, arrays, results, exact=True)
+
+
+@pytest.mark.skipif(not cuda_is_here(), reason="no CUDA headers and libraries: pip install '.[cuda13]'")
+def test_shards_of_any_size_compile_for_cuda() -> None:
+    program = compiled(uneven, target="cuda")
+    assert "warning" not in (program.folder / "build.log").read_text()
 
 
 def test_every_join_and_fork_is_needed() -> None:

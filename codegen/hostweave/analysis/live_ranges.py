@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from hostweave.analysis.def_use import Place, def_use
 from hostweave.host_ir import ir
-from hostweave.host_ir.expr import Expr, Var, on_sizes_alone
+from hostweave.host_ir.expr import Var
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import BufferType
 
@@ -45,15 +45,6 @@ class Joined:
 
 
 @dataclass(frozen=True)
-class Branch:
-    """One of two, by a condition on sizes alone."""
-
-    condition: Expr
-    then: Steps
-    otherwise: Steps
-
-
-@dataclass(frozen=True)
 class Called:
     """A block, with all that it allocates."""
 
@@ -68,7 +59,7 @@ class OnRanks:
     steps: Steps
 
 
-Step = Begin | End | Joined | Branch | Called | OnRanks
+Step = Begin | End | Joined | Called | OnRanks
 Steps = tuple[Step, ...]
 
 
@@ -120,11 +111,7 @@ class _Walk:
             if i.ranks:
                 steps += (OnRanks(i.ranks, self.steps(inner, known, own)) for inner in ir.bodies(i))
                 continue
-            inner = [self.body(inner, known) for inner in ir.bodies(i)]
-            if i.condition_of_body and on_sizes_alone(i.condition_of_body):
-                steps.append(Branch(i.condition_of_body, *inner))
-            else:
-                steps += (step for steps in inner for step in steps)
+            steps += (step for inner in ir.bodies(i) for step in self.body(inner, known))
         return tuple(steps)
 
     def slots(self, stream: ir.Slot) -> int:
@@ -142,12 +129,6 @@ def _needed(steps: Steps, follows: bool, pools: frozenset[str] = frozenset()) ->
     for step in reversed(steps):
         match step:
             case Begin() | Called():
-                follows = True
-                joined.clear()
-            case Branch(condition, then, otherwise):
-                if not _begins_any((step,)):
-                    continue
-                step = Branch(condition, _needed(then, follows, pools), _needed(otherwise, follows, pools))
                 follows = True
                 joined.clear()
             case OnRanks(mesh, inner):
@@ -173,12 +154,7 @@ def _begins_any(steps: Steps) -> bool:
 
 
 def _inside(step: Step) -> Steps:
-    match step:
-        case Branch(_, then, otherwise):
-            return then + otherwise
-        case OnRanks(_, steps):
-            return steps
-    return ()
+    return step.steps if isinstance(step, OnRanks) else ()
 
 
 def begins(steps: Steps) -> tuple[Begin, ...]:

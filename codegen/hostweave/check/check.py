@@ -14,11 +14,11 @@ from hostweave.check.channel_order import Posted
 from hostweave.check.happens_before import Clock, Order, Task, order, run
 from hostweave.check.match_collectives import meetings
 from hostweave.check.memory import Memory, TaskAccess
-from hostweave.check.operations import Access, Instances, Operation, Region, failure
+from hostweave.check.operations import Access, Instances, Layout, Operation, Region, failure
 from hostweave.check.simulate import instantiate
 from hostweave.check.sizes import sizes_to_check
 from hostweave.host_ir import ir
-from hostweave.types.rank_sizes import Sizes
+from hostweave.types.rank_sizes import Sizes, shares
 
 
 def check(program: ir.HostProgram, sizes: Sizes | None = None) -> None:
@@ -119,12 +119,11 @@ class _Checker:
     def reuse_in_place(self, part: Operation, read: Access, written: Access) -> bool:
         """Whether an instruction may read what it writes: element by element, or as its class says."""
         old, new = read.region, written.region
-        place = part.process_group.index(part.rank) if part.process_group else 0
-        match part.instruction.in_place:
-            case "block of dst":
-                return old.offset == new.offset + place * old.layout.run
-            case "block of src":
-                return new.offset == old.offset + place * new.layout.run
+        match part.instruction:
+            case ir.Collective(in_place="block of dst", received_along=along):
+                return old.offset == new.offset + _own_block(part, new.layout, along)
+            case ir.Collective(in_place="block of src", sent_along=along):
+                return new.offset == old.offset + _own_block(part, old.layout, along)
         key = part.instruction, read.name, written.name
         if key not in self.over:
             self.over[key] = may_overwrite(part.instruction, self.kernels, read.name, written.name)
@@ -185,6 +184,11 @@ _BEFORE = {
     "allocation": "the call before may still use it",
 }
 _AFTERWARDS = {"input": "the caller may write it next", "output": "the caller reads it next", "allocation": "the next call uses it"}
+
+
+def _own_block(part: Operation, blocks: Layout, along: int | None) -> int:
+    """Where a rank's own block begins among those of all ranks, in bytes."""
+    return shares(blocks.shape, along, part.process_group)[part.process_group.index(part.rank)].start * blocks.dtype.itemsize
 
 
 def _verb(part: Operation, access: Access) -> str:

@@ -22,7 +22,7 @@ from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.host_ir import ir
 from hostweave.types.numpy_dtypes import cast, numpy_dtype
-from hostweave.types.rank_sizes import Sizes
+from hostweave.types.rank_sizes import Sizes, shares
 from hostweave.types.shards import bind_sizes, block_of, holds, whole_shape
 
 Array = NDArray[Any]
@@ -105,6 +105,7 @@ class _World:
 class _Rank:
     def __init__(self, world: _World, rank: int, inputs: Mapping[str, Array | None]):
         self.world, self.rank = world, rank
+        self.sizes = world.instances.sizes[rank]
         self.kernels = {kernel.name: kernel for kernel in world.instances.program.kernels}
         # A byte of ones everywhere is NaN in every float dtype.
         self.bytes = {name: np.full(root.size, 255, np.uint8) for name, root in world.instances.roots[rank].items()}
@@ -143,12 +144,13 @@ class _Rank:
     def received(self, part: Operation) -> Array:
         """What a communication brings to this rank, in the order of its elements."""
         instruction, place = part.instruction, part.process_group.index(self.rank)
-        sent = [array.ravel() for source in self.world.met[part].sources(part) if (array := self.world.posted[source]) is not None]
+        sent = [array for source in self.world.met[part].sources(part) if (array := self.world.posted[source]) is not None]
         if isinstance(instruction, ir.Reduction):
             sent = [_reduced(instruction.op, sent)]
-        if instruction.takes_block:
-            sent = [np.split(array, len(part.process_group))[place] for array in sent]
-        return np.concatenate(sent) if sent else np.zeros(1)
+        if isinstance(instruction, ir.Collective) and instruction.takes_block:
+            along, group = instruction.sent_along, part.process_group
+            sent = [array.ravel()[_slice(shares(array.shape, along, group)[place])] for array in sent]
+        return np.concatenate([array.ravel() for array in sent]) if sent else np.zeros(1)
 
     def compute(self, operation: Operation) -> None:
         i = operation.instruction
@@ -156,8 +158,8 @@ class _Rank:
         writes = [self.array(access) for access in operation.accesses if access.writes]
         if isinstance(i, ir.Compute):
             launched = [result for name in ir.names(i, "launch") for result in self.launched(name, reads)]
-            for written, result in zip(writes, launched or i.computed(np, *map(_widened, reads)), strict=True):
-                written[...] = result
+            for written, result in zip(writes, launched or i.computed(np, self.sizes, *map(_widened, reads)), strict=True):
+                written[...] = np.reshape(result, written.shape) if np.ndim(result) else result
 
     def launched(self, name: str, arrays: list[Array]) -> list[Array]:
         if name not in self.kernels:
@@ -170,8 +172,7 @@ class _Rank:
 
     def op(self, op: Op, values: Mapping[str, Array]) -> Array:
         definition, result = OPS[op.kind], op.result.type
-        sizes = self.world.instances.sizes[self.rank]
-        stated = definition.stated_type(lambda: tuple(extent.bind(sizes) for extent in result.shape), numpy_dtype(result.dtype))
+        stated = definition.stated_type(lambda: tuple(extent.bind(self.sizes) for extent in result.shape), numpy_dtype(result.dtype))
         operands = [_widened(values[operand]) if isinstance(operand, str) else operand for operand in op.operands]
         with np.errstate(all="ignore"):
             computed: Array = np.asarray(definition.numpy(np, *operands, **dict(op.attributes), **stated))
@@ -181,6 +182,10 @@ class _Rank:
 def _reduced(op: str, arrays: list[Array]) -> Array:
     total: Array = reduce(REDUCTIONS[op], map(_widened, arrays))
     return total / len(arrays) if op == "avg" else total
+
+
+def _slice(part: range) -> slice:
+    return slice(part.start, part.stop)
 
 
 def _widened(array: Array) -> Array:

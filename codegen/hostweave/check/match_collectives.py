@@ -10,6 +10,7 @@ from itertools import zip_longest
 from hostweave.base.errors import ProgramError
 from hostweave.check.operations import Instances, Operation, failure
 from hostweave.host_ir import ir
+from hostweave.types.rank_sizes import shares
 
 Channel = tuple[str, tuple[int, ...]]  # its name, and the global ranks of a process group
 
@@ -92,15 +93,33 @@ def _collective(program: ir.HostProgram, ranks: tuple[int, ...], number: int, pa
         if _kind(part) != _kind(first):
             remedy = "issue the same collectives in the same order, with equal counts, on every rank"
             raise _fault(program, first, f"is collective {number} of its process group, and meets another one", remedy, part)
-    return Meeting(tuple(there))
+    meeting = Meeting(tuple(there))
+    for part in there if _may_differ(first) else ():
+        for source in meeting.sources(part):
+            if (sent := _exchanged(source, part, sends=True)) != (taken := _exchanged(part, source, sends=False)):
+                differ = f"sends {sent} elements to rank {part.rank}, and there {taken} are to arrive"
+                raise _fault(program, source, differ, "make them equal", part)
+    return meeting
+
+
+def _may_differ(part: Operation) -> bool:
+    return isinstance(part.instruction, ir.Collective) and part.instruction.may_differ
+
+
+def _exchanged(part: Operation, other: Operation, sends: bool) -> int:
+    """How many elements a rank sends to another one, or receives from it."""
+    instruction, layout = part.instruction, part.accesses[0 if sends else -1].region.layout
+    assert isinstance(instruction, ir.Collective)
+    along = instruction.sent_along if sends else instruction.received_along
+    return layout.count if along is None else len(shares(layout.shape, along, part.process_group)[part.process_group.index(other.rank)])
 
 
 def _kind(part: Operation) -> tuple[object, ...]:
     """What must be equal on all ranks."""
     instruction = part.instruction
     moved = part.accesses[-1 if instruction.at_root == "src" else 0].region.layout  # every rank has this one
-    stated = tuple(getattr(instruction, name, None) for name in ("op", "sources"))
-    return type(instruction), stated, part.peer, moved.count, moved.dtype
+    stated = tuple(getattr(instruction, name, None) for name in ("op", "sources", "sent_along", "received_along"))
+    return type(instruction), stated, part.peer, None if _may_differ(part) else moved.count, moved.dtype
 
 
 def _fault(program: ir.HostProgram, part: Operation, reason: str, remedy: str, other: Operation | None = None) -> ProgramError:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from hostweave.base.errors import ProgramError
 from hostweave.host_ir import ir
 from hostweave.host_ir.text import print_instruction
-from hostweave.types.rank_sizes import Sizes
+from hostweave.types.rank_sizes import RankSizes
 from hostweave.types.tensor import DType
 
 Stream = tuple[str, int]  # ("ring", 2)
@@ -139,7 +139,7 @@ class Instances:
     """The operations of every rank, in the order in which its host issues them, its buffers, and the sizes that hold for it."""
 
     program: ir.HostProgram
-    sizes: tuple[Sizes, ...]
+    sizes: tuple[RankSizes, ...]
     roots: tuple[Mapping[str, Root], ...]
     ranks: tuple[tuple[Operation, ...], ...]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import accumulate
 from typing import Any, NoReturn
 
 from hostweave.check.bindings import Environment, compiled, size_of
@@ -17,7 +18,8 @@ from hostweave.check.operations import Access, Instances, Layout, Operation, Reg
 from hostweave.check.sizes import extents
 from hostweave.host_ir import ir
 from hostweave.host_ir.calls import dedupe_functions, ends, inlined
-from hostweave.host_ir.expr import Const, Expr, on_sizes_alone
+from hostweave.host_ir.expr import Const, Expr
+from hostweave.types.blocks import boxes, elements
 from hostweave.types.mesh import Mesh
 from hostweave.types.rank_sizes import RankSizes, Sizes
 from hostweave.types.size import LocalSize, Size
@@ -265,12 +267,11 @@ def _operation(b: _Binder, i: ir.Instruction) -> Callable[[_Run], Operation]:
     return build
 
 
-def _blocks(b: _Binder, i: ir.SendBlocks | ir.RecvBlocks) -> Callable[[_Run], tuple[Operation, ...]]:
+def _blocks(b: _Binder, i: ir.Routed) -> Callable[[_Run], tuple[Operation, ...]]:
     """A send or recv for every route of a rank."""
     sends, (name,) = i.posts == "send", ir.names(i, "read", "write")
     whole = b.layouts[name]
-    held = b.size(Size(whole.count, (), i.count), i)
-    block = layout(whole.dtype, (held,), (1,))
+    equal = b.size(Size(whole.count, (), i.count), i) if isinstance(i.count, int) else 0
     channel = b.program.channel(i.channel)
     parts: dict[int, list[tuple[ir.Instruction, int, int]]] = {}
     for route in i.routes:
@@ -280,9 +281,15 @@ def _blocks(b: _Binder, i: ir.SendBlocks | ir.RecvBlocks) -> Callable[[_Run], tu
 
     def build(run: _Run) -> tuple[Operation, ...]:
         members = []
+        sizes = RankSizes(b.sizes, b.program.mesh, run.rank)
+        counts = [equal] * i.count if isinstance(i.count, int) else [elements(box) for box in boxes(i.count, sizes)]
+        starts = list(accumulate(counts, initial=0))
         for part, number, peer in parts.get(run.rank, ()):
+            if counts[number] == 0 and not isinstance(i.count, int):
+                continue  # nothing is posted for an empty block
             root, offset, generation = run.place(name, i)
-            region = Region(root, offset + number * held * whole.dtype.itemsize, block, generation)
+            block = layout(whole.dtype, (counts[number],), (1,))
+            region = Region(root, offset + starts[number] * whole.dtype.itemsize, block, generation)
             member = Operation(part, run.rank, run.stream, run.steps, (Access(name, region, sends, not sends),))
             member.channel, member.process_group, member.peer = channel, tuple(channel.mesh.all_ranks), peer
             members.append(member)
@@ -296,7 +303,7 @@ def _access(run: _Run, instruction: ir.Instruction, name: str, layout: Layout, r
     return Access(name, Region(root, offset, layout, generation), reads, writes)
 
 
-def _group(b: _Binder, i: ir.Group | ir.SendBlocks | ir.RecvBlocks) -> Step:
+def _group(b: _Binder, i: ir.Group | ir.Routed) -> Step:
     """What is posted together."""
     builders = [ir.of_kind(_MEMBERS, type(inner))(b, inner) for inner in next(iter(ir.bodies(i)), (i,))]
 
@@ -315,8 +322,7 @@ def _member(b: _Binder, i: ir.Instruction) -> Callable[[_Run], tuple[Operation, 
 # What an instruction of a group posts.
 _MEMBERS: dict[type[ir.Instruction], Callable[[_Binder, Any], Callable[[_Run], tuple[Operation, ...]]]] = {
     ir.Instruction: _member,
-    ir.SendBlocks: _blocks,
-    ir.RecvBlocks: _blocks,
+    ir.Routed: _blocks,
 }
 
 
@@ -428,14 +434,6 @@ def _for(b: _Binder, i: ir.For) -> Step:
 
 def _if(b: _Binder, i: ir.If) -> Step:
     condition = b.expr(i.condition)
-    if on_sizes_alone(i.condition):  # of the other side nothing need be whole
-        taken = b.nested(i.body if condition({}) else i.orelse)
-
-        def always(run: _Run) -> None:
-            for inner in taken:
-                inner(run)
-
-        return always
     body, orelse = b.nested(i.body), b.nested(i.orelse)
 
     def step(run: _Run) -> None:
@@ -465,7 +463,7 @@ _BINDERS: dict[type[ir.Instruction], Callable[[_Binder, Any], Step]] = {
     ir.Allocate: _allocate,
     ir.Deallocate: _deallocate,
     ir.View: _view,
-    **dict.fromkeys((ir.SendBlocks, ir.RecvBlocks, ir.Group), _group),
+    **dict.fromkeys((ir.Routed, ir.Group), _group),
     ir.OnStream: _on_stream,
     ir.Fork: _fork,
     ir.Join: _join,

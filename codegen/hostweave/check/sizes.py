@@ -7,7 +7,7 @@ from math import gcd, lcm
 
 from hostweave.host_ir import ir
 from hostweave.host_ir.calls import dedupe_functions
-from hostweave.host_ir.size_requirements import Walk, not_negative, trip_counts, types_in
+from hostweave.host_ir.size_requirements import not_negative, trip_counts, types_in
 from hostweave.types.size import Size, Sum
 
 Steps = dict[str, tuple[int, int]]  # for every size: what it is a multiple of, or 0 where it is as it is, and the least that it may be
@@ -36,10 +36,10 @@ def usual_sizes(program: ir.HostProgram, given: Mapping[str, int]) -> dict[str, 
 
 
 def _steps(program: ir.HostProgram, evenly: bool) -> Steps:
-    walked = {name for count in trip_counts(program, ir.walk) for name in count.factors}
+    walked = {name for count in trip_counts(program) for name in count.factors}
     twice = 2 * max((pool.count for pool in program.streams), default=1) + 1
     sizes = dict.fromkeys(program.symbols(), 1)
-    needed = set(extents(program, ir.walk if evenly else ir.walk_at_any_size))
+    needed = set(extents(program))
     for parameter in (*program.inputs, *program.outputs) if evenly else ():
         mesh = parameter.type.mesh_in(program.mesh)
         needed.update(dim.extent // mesh.size_of(dim.axes) for dim in parameter.type.dims)
@@ -105,17 +105,17 @@ def sizes_to_check(program: ir.HostProgram) -> tuple[dict[str, int], ...]:
     if not program.uneven:
         return (least,)
     steps = dict.fromkeys(program.uneven, 1)
-    for extent in extents(program, ir.walk_at_any_size):
+    for extent in extents(program):
         if len(extent.atoms) == 1 and (name := extent.atoms[0]) in steps and isinstance(name, str):
             steps[name] = lcm(steps[name], extent.divisor)
     uneven = {name: (steps.get(name, 0), size + steps.get(name, 0)) for name, size in least.items()}
     return (least, _with_room(program, uneven) or least)
 
 
-def extents(program: ir.HostProgram, walk: Walk = ir.walk) -> Iterator[Size]:
+def extents(program: ir.HostProgram) -> Iterator[Size]:
     """Everything about the program's memory and loops that must be whole."""
     for parameter in (*program.inputs, *program.outputs):
         yield from parameter.type.shape
-    for type in types_in(program, walk):
+    for type in types_in(program):
         yield from (*type.shape, *(type.strides or ()))
-    yield from trip_counts(program, walk)
+    yield from trip_counts(program)

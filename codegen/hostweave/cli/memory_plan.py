@@ -9,10 +9,10 @@ from functools import cache
 from math import prod
 
 from hostweave.analysis.def_use import DefUse, Place, def_use
-from hostweave.analysis.live_ranges import Begin, Branch, Called, End, Joined, OnRanks, Steps, begins, live_ranges
+from hostweave.analysis.live_ranges import Begin, Called, End, Joined, OnRanks, Steps, begins, live_ranges
 from hostweave.base.errors import HostweaveError
 from hostweave.base.paths import NATIVE
-from hostweave.check.bindings import compiled, size_of
+from hostweave.check.bindings import size_of
 from hostweave.check.sizes import usual_sizes
 from hostweave.host_ir import ir
 from hostweave.host_ir.calls import bodies
@@ -137,11 +137,9 @@ class _Replay:
                     self.events.join(stream)
 
     def taken(self, steps: Steps) -> Iterator[Begin | End | Joined | Called]:
-        """The steps on the sides of branches that these sizes take, and of meshes that the rank is in."""
+        """Those of meshes that the rank is in."""
         for step in steps:
             match step:
-                case Branch(condition, then, otherwise):
-                    yield from self.taken(then if compiled(condition, self.sizes)({}) else otherwise)
                 case OnRanks(mesh, inner):
                     yield from self.taken(inner) if self.rank in mesh.all_ranks else ()
                 case _:

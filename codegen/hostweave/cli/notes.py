@@ -11,7 +11,6 @@ from hostweave.fusion_ir.calls import inlined as without_calls
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir import ir
 from hostweave.host_ir.calls import inlined
-from hostweave.host_ir.expr import divisibility
 from hostweave.types.rank_sizes import RankSizes, Sizes
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
@@ -57,19 +56,18 @@ def _packs(host: ir.HostProgram, sizes: Sizes) -> Iterator[tuple[Location | None
     types = ir.buffer_types(host)
     for copy, times in _copies(host.body, sizes, 1):
         source, result = types[copy.src], types[copy.dst]
-        if (copy.src in posted and result.strides) or (copy.dst in posted and source.strides):
+        if copy.packed or (copy.src in posted and result.strides) or (copy.dst in posted and source.strides):
             what = f"%{copy.src} is copied to %{copy.dst}, as a communication needs contiguous memory"
             yield copy.location, f"{what}; put the dim that it is sharded by outermost", times * _bytes(result, sizes)
 
 
-def _copies(body: ir.Body, sizes: Sizes, times: int) -> Iterator[tuple[ir.Copy, int]]:
-    """The copies of an even program, each with how often it runs."""
+def _copies(body: ir.Body, sizes: Sizes, times: int) -> Iterator[tuple[ir.Copy | ir.Pack, int]]:
+    """The copies, each with how often it runs."""
     for i in body:
-        if isinstance(i, ir.Copy):
+        if isinstance(i, ir.Copy | ir.Pack):
             yield i, times
-        inner = ir.bodies(i)[:1] if i.condition_of_body and divisibility(i.condition_of_body) else ir.bodies(i)
         steps = 1 if i.trips is None else i.trips.bind(sizes)
-        for nested in inner:
+        for nested in ir.bodies(i):
             yield from _copies(nested, sizes, times * steps)
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from hostweave.analysis.live_ranges import Begin, Branch, Called, End, Joined, OnRanks, Step, Steps
+from hostweave.analysis.live_ranges import Begin, Called, End, Joined, OnRanks, Step, Steps
 from hostweave.emit.context import ProgramContext, Temporary
 from hostweave.emit.layers import Words, rolled
 from hostweave.emit.templates import lay_out
-from hostweave.host_ir.expr import opposite
 
 
 def arena_plan(steps: Steps, context: ProgramContext) -> str:
@@ -37,9 +36,6 @@ def _take_turns(steps: Steps, context: ProgramContext, groups: list[list[str]], 
                     del used[buffer]
             case OnRanks(_, inner):
                 _take_turns(inner, context, groups, used)
-            case Branch(_, then, otherwise):
-                _take_turns(then, context, groups, dict(used))
-                _take_turns(otherwise, context, groups, dict(used))
 
 
 def _plan(steps: Steps, context: ProgramContext) -> str:
@@ -76,8 +72,3 @@ def _lines(step: Step, context: ProgramContext) -> str:
             return lay_out("branch", condition=context.flag(mesh), body=_plan(inner, context))
         case Called(block):
             return lay_out("memory_call", function=context.memory_of[block])
-        case Branch(condition, then, otherwise):
-            taken, not_taken = _plan(then, context), _plan(otherwise, context)
-            if not taken:
-                condition, taken, not_taken = opposite(condition), not_taken, ""
-            return lay_out("branch", condition=context.integers.expr(condition), body=taken, orelse=not_taken)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from math import gcd, lcm
+from math import gcd
 
 from hostweave.host_ir.expr import OPERATORS, Binary, Const, Coordinate, Expr, Rank, Symbol, Var
 from hostweave.types.mesh import Mesh
@@ -79,14 +79,6 @@ class CppExprPrinter:
         self.program = self.mesh
 
     # --- sizes ---
-
-    @contextmanager
-    def knowing(self, divisors: Iterable[tuple[Atom, int]]) -> Iterator[None]:
-        """Inside, these divide sizes too."""
-        before = self.multiples
-        self.multiples = {**before, **{name: lcm(before.get(name, 1), divisor) for name, divisor in divisors}}
-        yield
-        self.multiples = before
 
     def extent(self, extent: Size) -> str:
         """`M / 8 * 3 * (K / 4)`: exact from left to right, because each division is."""

@@ -14,12 +14,14 @@ from hostweave.emit.copies import copied, copy_kernel, fill_kernel
 from hostweave.emit.cpp import CUDA_TYPES
 from hostweave.emit.kernels import emit_kernel
 from hostweave.emit.layers import Element, Words, arrays_of, rolled
+from hostweave.emit.meshes import place
 from hostweave.emit.templates import COMMON, lay_out
 from hostweave.fusion_ir.user_kernel import Source, elements, held_of
 from hostweave.host_ir import ir
-from hostweave.host_ir.expr import Const, Coordinate, Expr, divisibility
+from hostweave.host_ir.expr import Const, Coordinate, Expr
 from hostweave.host_ir.text import print_instruction
 from hostweave.transports.transport import Transport
+from hostweave.types.blocks import Cut, Cuts
 from hostweave.types.size import Size, product
 from hostweave.types.tensor import BufferType
 
@@ -308,6 +310,8 @@ class Emitter:
 
     def by_rank(self, i: ir.AllToAll | ir.Gather | ir.Scatter) -> str:
         """A collective that walks the ranks of its channel and sends or receives a block of each."""
+        if i.is_shared:
+            return self.lay_out(i)
         block, peer = product(self.type_of(i.dst if i.blocks == "src" else i.src).shape), self.names.of("peer", "rank of a channel")
         if not i.blocks:
             block //= self.program.channel(i.channel).size
@@ -319,12 +323,14 @@ class Emitter:
         sources, targets_text = (["-1" if place is None else str(place) for place in places] for places in (i.sources, targets))
         return self.lay_out(i, sources=sources, targets=targets_text)
 
-    def blocks(self, i: ir.SendBlocks | ir.RecvBlocks) -> str:
+    def blocks(self, i: ir.Routed) -> str:
         (name,), tables = ir.names(i, "read", "write"), self.context.routes
         if i.routes not in tables:
             rows = [f"{{{route.sender}, {route.sent}, {route.receiver}, {route.received}}}" for route in i.routes]
             lines = [", ".join(rows[at : at + ROUTES_A_LINE]) + "," for at in range(0, len(rows), ROUTES_A_LINE)]
             tables[i.routes] = Routes(self.names.of(f"kRoutes_{name}", f"routes {len(tables)}"), tuple(lines))
+        if not isinstance(i.count, int):
+            return self.lay_out(i, routes=tables[i.routes].name)
         block, route = product(self.type_of(name).shape) // i.count, self.names.of("route", "of blocks")
         times = f" * {self.integers.factor(block)}" if i.count > 1 else ""
         return self.lay_out(i, routes=tables[i.routes].name, route=route, count=self.integers.extent(block), times=times)
@@ -334,6 +340,22 @@ class Emitter:
         body = self.body(i.body)
         self.in_group = False
         return body
+
+    def shared(self, name: str, along: int) -> str:
+        """A dim that the ranks of a channel share, and the elements of one index of it."""
+        shape = self.type_of(name).shape
+        return self.integers.extents((shape[along], product(shape[:along] + shape[along + 1 :])))
+
+    def cuts(self, cuts: Cuts) -> str:
+        """`hw::Blocks{{A}, {M, 4}}`"""
+        return f"hw::Blocks{{{', '.join(map(self.cut, cuts))}}}"
+
+    def cut(self, cut: Cut) -> str:
+        words = [self.integers.alone(cut.held)] + ([str(cut.blocks)] if cut.blocks > 1 else [])
+        if cut.blocks > 1 and cut.local:
+            mesh, whole = cut.local.mesh_in(self.program.mesh), self.integers.alone(cut.whole)
+            words += [whole, f"hw::local_begin({whole}, {mesh.size_of(cut.local.axes)}, {place(mesh, cut.local.axes)})"]
+        return f"{{{', '.join(words)}}}"
 
     # --- streams, events, control ---
 
@@ -353,8 +375,8 @@ class Emitter:
         return lay_out("loop", index=index, count=self.integers.extent(i.count), body=self.body(i.body))
 
     def branch(self, i: ir.If) -> str:
-        condition, divisors = self.expr(i.condition), divisibility(i.condition)
-        with self.integers.knowing(divisors) if divisors else self.integers.given(i.condition):
+        condition = self.expr(i.condition)
+        with self.integers.given(i.condition):
             body = self.body(i.body)
         return lay_out("branch", condition=condition, body=body, orelse=self.body(i.orelse))
 
@@ -409,7 +431,7 @@ _EMIT: dict[type[ir.Instruction], Callable[[Emitter, Any], str | Words]] = {
     ir.BroadcastToOthers: Emitter.broadcast_to_others,
     **dict.fromkeys((ir.AllToAll, ir.Gather, ir.Scatter), Emitter.by_rank),
     ir.CollectivePermute: Emitter.collective_permute,
-    **dict.fromkeys((ir.SendBlocks, ir.RecvBlocks), Emitter.blocks),
+    ir.Routed: Emitter.blocks,
     ir.Group: Emitter.group,
     ir.OnStream: Emitter.on_stream,
     ir.Let: Emitter.let,

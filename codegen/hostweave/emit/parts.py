@@ -10,7 +10,7 @@ from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.meshes import place
 from hostweave.host_ir import ir
 from hostweave.host_ir.expr import Symbol, leaves
-from hostweave.host_ir.size_requirements import Walk, trip_counts, types_in
+from hostweave.host_ir.size_requirements import trip_counts, types_in
 from hostweave.types.size import CeilDiv, Factor, LocalSize, Share, Size
 
 
@@ -24,8 +24,9 @@ class Local:
 
 def parts_of(program: ir.HostProgram) -> tuple[Share, ...]:
     """The sizes `ceil(M/8)` and `part(M, x)` of a program, in order of appearance."""
-    atoms = [atom for extent in _extents(program, ir.walk) for atom in extent.atoms]
+    atoms = [atom for extent in _extents(program) for atom in extent.atoms]
     atoms += [leaf.size for i in ir.walk(program.body) if i.span for leaf in leaves(i.span[1]) if isinstance(leaf, Symbol)]
+    atoms += [atom for i in ir.walk(program.body) for cut in i.packed for atom in cut.held.atoms]
     return tuple(atom for atom in dict.fromkeys(atoms) if isinstance(atom, Share))
 
 
@@ -47,13 +48,13 @@ def part_view(program: ir.HostProgram, integers: CppExprPrinter, part: Share) ->
 def multiples(program: ir.HostProgram) -> dict[Factor, int]:
     """What must divide each symbolic size for every dim and trip count of the program to be whole."""
     result: dict[Factor, int] = {}
-    for extent in _extents(program, ir.walk_at_any_size):
+    for extent in _extents(program):
         if len(extent.factors) == 1:
             result[extent.factors[0]] = lcm(result.get(extent.factors[0], 1), extent.divisor)
     return result
 
 
-def _extents(program: ir.HostProgram, walk: Walk) -> Iterator[Size]:
-    for type in types_in(program, walk):
+def _extents(program: ir.HostProgram) -> Iterator[Size]:
+    for type in types_in(program):
         yield from type.shape
-    yield from trip_counts(program, walk)
+    yield from trip_counts(program)

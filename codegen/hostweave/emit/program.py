@@ -221,6 +221,8 @@ def _source_headers(flat: ir.HostProgram, context: ProgramContext) -> tuple[str,
     has_group = any(i.grouped for i in ir.walk(flat.body))
     has_parts = bool(parts_of(flat))
     optional = (
+        ("blocks.h", any(i.packed for i in ir.walk(flat.body))),
+        ("collectives.h", any(isinstance(i, ir.Collective) and i.is_shared for i in ir.walk(flat.body))),
         ("group.h", has_group),
         ("index.h", context.integers.calls_runtime),
         ("mesh.h", not all(mesh.is_run for mesh in context.flags)),

@@ -255,11 +255,7 @@ def _parse_transfer(reader: Reader) -> Transfer:
         reader.expect(end)
         return numbers
 
-    sent, received, routes = cuts("to"), cuts(":"), reader.list_of(reader.route, "]")
-    if not reader.accept("or"):
-        return Transfer(sent, received, routes)
-    reader.expect("[")
-    return Transfer(sent, received, routes, _parse_transfer(reader))
+    return Transfer(cuts("to"), cuts(":"), reader.list_of(reader.route, "]"))
 
 
 def _parse_ints(reader: Reader) -> tuple[int, ...]:

@@ -133,7 +133,7 @@ class Builder:
         return name
 
     def allocate_here(self, wanted: str, type: BufferType) -> str:
-        """Memory that only one side of a branch needs."""
+        """Memory that is needed in this body alone."""
         name = self.parameter(wanted, BufferType(type.dtype, type.shape))
         self.emit(ir.Allocate(name, self.types[name]))
         return name

@@ -160,25 +160,3 @@ def evaluate(expr: Expr, variables: Mapping[str, int], coordinates: Mapping[str,
 def leaves(expr: Expr) -> list[Expr]:
     """The constants and names in `expr`, left to right."""
     return leaves(expr.left) + leaves(expr.right) if isinstance(expr, Binary) else [expr]
-
-
-def divisibility(condition: Expr) -> tuple[tuple[Atom, int], ...]:
-    """The sizes and divisors of a condition such as `M % 8 == 0` or `M % 8 + K % 4 == 0`; none for any other."""
-    match condition:
-        case Binary("==", total, Const(0)):
-            return _divisors(total) or ()
-    return ()
-
-
-def _divisors(total: Expr) -> tuple[tuple[Atom, int], ...] | None:
-    match total:
-        case Binary("%", Symbol(size), Const(divisor)):
-            return ((size, divisor),)
-        case Binary("+", left, right):
-            first, second = _divisors(left), _divisors(right)
-            return None if first is None or second is None else (*first, *second)
-    return None
-
-
-def on_sizes_alone(expr: Expr) -> bool:
-    return not any(isinstance(leaf, Var | Coordinate | Rank) for leaf in leaves(expr))

@@ -10,15 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
+from math import prod
 from typing import Annotated, Any, ClassVar, Concatenate, ParamSpec, TypeVar, get_origin, get_type_hints
 
 from hostweave.base.errors import Location
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.user_kernel import Source
-from hostweave.host_ir.expr import Const, Expr, divisibility
+from hostweave.host_ir.expr import Const, Expr
 from hostweave.transports.transport import Transport
+from hostweave.types.blocks import Cuts, boxes
 from hostweave.types.mesh import Mesh
+from hostweave.types.rank_sizes import Sizes
 from hostweave.types.routes import Route
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType, TensorType
@@ -84,6 +87,11 @@ class Instruction:
     def senders(self, place: int, readers: tuple[T, ...]) -> tuple[T, ...]:
         """Those whose data the rank at a place of the process group gets from a communication, of all that read."""
         return readers
+
+    @property
+    def packed(self) -> Cuts:
+        """How a tensor is cut whose blocks, one after another, are in what it names; nothing where none is."""
+        return ()
 
     @property
     def ranks(self) -> Mesh | None:
@@ -292,8 +300,8 @@ class Compute(Instruction):
 
     work = "compute"
 
-    def computed(self, np: Any, *reads: Any) -> tuple[Any, ...]:
-        """What it writes, by NumPy, from the arrays that it reads, small floats widened to f32. A launch does what its kernel says."""
+    def computed(self, np: Any, sizes: Sizes, *reads: Any) -> tuple[Any, ...]:
+        """What it writes, by NumPy, from a rank's sizes and what it reads (small floats as f32). A launch does what its kernel says."""
         raise NotImplementedError
 
 
@@ -316,7 +324,7 @@ class Matmul(Compute):
     syntax = "matmul %{a}, %{b} in {precision} scaled {scale} accumulate {accumulate} bias {bias} activation {activation} -> %{dst}"
     in_place = "accumulate"
 
-    def computed(self, np: Any, *reads: Any) -> tuple[Any, ...]:
+    def computed(self, np: Any, sizes: Sizes, *reads: Any) -> tuple[Any, ...]:
         a, b, *added = reads
         total = sum(added, np.matmul(a, b) * a.dtype.type(self.scale))
         return (OPS[self.activation].numpy(np, total) if self.activation else total,)
@@ -342,8 +350,42 @@ class Copy(Compute):
     work = "move"
     copies = True
 
-    def computed(self, np: Any, *reads: Any) -> tuple[Any, ...]:
+    def computed(self, np: Any, sizes: Sizes, *reads: Any) -> tuple[Any, ...]:
         return reads
+
+
+@dataclass(frozen=True)
+class Pack(Compute):
+    """dst holds the blocks of src, which is cut along its dims: one after another in row-major order, each row-major in itself."""
+
+    src: Read
+    dst: Write
+    cuts: Cuts
+    syntax = "pack %{src} -> %{dst} in {cuts}"
+    work = "move"
+
+    @property
+    def packed(self) -> Cuts:
+        return self.cuts
+
+    def computed(self, np: Any, sizes: Sizes, *reads: Any) -> tuple[Any, ...]:
+        return (reads[0].ravel()[self.order(np, sizes)].reshape(reads[0].shape),)
+
+    def order(self, np: Any, sizes: Sizes) -> Any:
+        """Of each element of the blocks the place that it has in the tensor."""
+        shape = [cut.held.bind(sizes) for cut in self.cuts]
+        places = np.arange(prod(shape)).reshape(shape)
+        return np.concatenate([places[box].ravel() for box in boxes(self.cuts, sizes)])
+
+
+@dataclass(frozen=True)
+class Unpack(Pack):
+    """dst is what pack has made src of."""
+
+    syntax = "unpack %{src} -> %{dst} in {cuts}"
+
+    def order(self, np: Any, sizes: Sizes) -> Any:
+        return np.argsort(super().order(np, sizes))
 
 
 @dataclass(frozen=True)
@@ -355,7 +397,7 @@ class Fill(Compute):
     syntax = "fill %{dst} with {value}"
     work = "move"
 
-    def computed(self, np: Any, *reads: Any) -> tuple[Any, ...]:
+    def computed(self, np: Any, sizes: Sizes, *reads: Any) -> tuple[Any, ...]:
         return (self.value,)
 
 
@@ -370,9 +412,24 @@ class Communication(Instruction):
 
 
 class Collective(Communication):
-    """All ranks of the process group issue it, in the same order."""
+    """All ranks of the process group issue it, in the same order.
+
+    One that names a dim has the shares of that dim that ranks hold as blocks, packed, which may differ in size: the last ones are
+    short or empty. Else blocks are equal.
+    """
 
     posts = "collective"
+    sent_along: int | None = None  # the dim of src that its blocks share
+    received_along: int | None = None  # and that of dst
+
+    @property
+    def is_shared(self) -> bool:
+        return self.sent_along is not None or self.received_along is not None
+
+    @property
+    def may_differ(self) -> bool:
+        """Whether ranks may send different numbers of elements."""
+        return self.is_shared
 
 
 class Reduction(Collective):
@@ -385,6 +442,18 @@ class PointToPoint(Communication):
     """A send meets the recv of its peer."""
 
 
+class Routed(PointToPoint):
+    """Blocks that go by routes, `count` equal ones or those of a packed tensor: sends or recvs in a group."""
+
+    count: int | Cuts
+    routes: Routes
+    grouped = True
+
+    @property
+    def packed(self) -> Cuts:
+        return () if isinstance(self.count, int) else self.count
+
+
 @dataclass(frozen=True)
 class AllGather(Collective):
     """dst holds the src of every rank of the process group, in process group order."""
@@ -392,7 +461,8 @@ class AllGather(Collective):
     src: Read
     dst: Write
     channel: str
-    syntax = "all_gather %{src} -> %{dst} on {channel}"
+    received_along: int | None = None
+    syntax = "all_gather %{src} -> %{dst} along {received_along} on {channel}"
     in_place = "block of dst"
     blocks = "dst"
 
@@ -417,7 +487,8 @@ class ReduceScatter(Reduction):
     dst: Write
     op: str
     channel: str
-    syntax = "reduce_scatter {op} %{src} -> %{dst} on {channel}"
+    sent_along: int | None = None
+    syntax = "reduce_scatter {op} %{src} along {sent_along} -> %{dst} on {channel}"
     takes_block = True
     in_place = "block of src"
     blocks = "src"
@@ -502,7 +573,9 @@ class AllToAll(Collective):
     src: Read
     dst: Write
     channel: str
-    syntax = "all_to_all %{src} -> %{dst} on {channel}"
+    sent_along: int | None = None
+    received_along: int | None = None
+    syntax = "all_to_all %{src} along {sent_along} -> %{dst} along {received_along} on {channel}"
     takes_block = True
     grouped = True
 
@@ -524,6 +597,10 @@ class CollectivePermute(Collective):
     def senders(self, place: int, readers: tuple[T, ...]) -> tuple[T, ...]:
         source = self.sources[place]
         return () if source is None else (readers[source],)
+
+    @property
+    def may_differ(self) -> bool:
+        return True
 
 
 @dataclass(frozen=True)
@@ -557,32 +634,30 @@ class Recv(PointToPoint):
 
 
 @dataclass(frozen=True)
-class SendBlocks(PointToPoint):
-    """Of src, cut into `count` blocks in the order of its elements, the blocks that the routes have this rank send. Sends in a group.
+class SendBlocks(Routed):
+    """Of src, which holds blocks one after another, those that the routes have this rank send. Sends in a group.
 
-    The recv_blocks of the same routes meet it, in their order.
+    The blocks are `count` equal ones, or those of a packed tensor. The recv_blocks of the same routes meet it, in their order.
     """
 
     src: Read
-    count: int
+    count: int | Cuts
     routes: Routes
     channel: str
     syntax = "send_blocks %{src} in {count} by {routes} on {channel}"
     posts = "send"
-    grouped = True
 
 
 @dataclass(frozen=True)
-class RecvBlocks(PointToPoint):
-    """Into dst, cut into `count` blocks, the blocks that the routes have this rank receive. Recvs in a group."""
+class RecvBlocks(Routed):
+    """Into dst, which gets blocks one after another, those that the routes have this rank receive. Recvs in a group."""
 
     dst: Write
-    count: int
+    count: int | Cuts
     routes: Routes
     channel: str
     syntax = "recv_blocks %{dst} in {count} by {routes} on {channel}"
     posts = "recv"
-    grouped = True
 
 
 @dataclass(frozen=True)
@@ -926,15 +1001,6 @@ def walk(body: Body) -> Iterator[Instruction]:
         yield instruction
         for inner in bodies(instruction):
             yield from walk(inner)
-
-
-def walk_at_any_size(body: Body) -> Iterator[Instruction]:
-    """The same without what stands under a condition on sizes, such as `M % 8 == 0`."""
-    for instruction in body:
-        yield instruction
-        if not (instruction.condition_of_body and divisibility(instruction.condition_of_body)):
-            for inner in bodies(instruction):
-                yield from walk_at_any_size(inner)
 
 
 def of_kind(table: Mapping[type[Instruction], T], kind: type[Instruction]) -> T:

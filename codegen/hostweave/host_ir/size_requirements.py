@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import AXES
@@ -12,21 +12,19 @@ from hostweave.host_ir.expr import Binary, Const, Expr, Symbol
 from hostweave.types.size import Share, Size, Sum
 from hostweave.types.tensor import BufferType
 
-Walk = Callable[[ir.Body], Iterator[ir.Instruction]]  # ir.walk or ir.walk_at_any_size
 
-
-def types_in(program: ir.HostProgram, walk: Walk) -> Iterator[BufferType]:
+def types_in(program: ir.HostProgram) -> Iterator[BufferType]:
     """The local types of the parameters and of all that is defined on the way."""
     types = {p.name: program.local_type(p) for p in (*program.inputs, *program.outputs)}
     yield from types.values()
-    for instruction in walk(program.body):
+    for instruction in ir.walk(program.body):
         defined = instruction.defined(types)
         types.update(defined)
         yield from defined.values()
 
 
-def trip_counts(program: ir.HostProgram, walk: Walk) -> Iterator[Size]:
-    return (i.trips for i in walk(program.body) if i.trips is not None)
+def trip_counts(program: ir.HostProgram) -> Iterator[Size]:
+    return (i.trips for i in ir.walk(program.body) if i.trips is not None)
 
 
 def not_negative(program: ir.HostProgram) -> tuple[Size, ...]:

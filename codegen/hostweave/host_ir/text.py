@@ -12,6 +12,7 @@ from hostweave.fusion_ir.user_kernel import Source, parse_source, print_source
 from hostweave.host_ir import ir
 from hostweave.host_ir.expr import OPERATORS, Binary, Const, Coordinate, Expr, Rank, Symbol, Var
 from hostweave.transports.transport import NAMES, find_transport
+from hostweave.types.blocks import Cut, Cuts
 from hostweave.types.mesh import Mesh
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
@@ -298,6 +299,18 @@ def _parse_number(reader: Reader) -> float:
         reader.fail("expected a number", start)
 
 
+def _parse_cut(reader: Reader) -> Cut:
+    """`4 of M`"""
+    start, blocks = reader.at, reader.integer()
+    if blocks < 1:
+        reader.fail("a dim has at least one block", start)
+    reader.expect("of")
+    return Cut(blocks, reader.size())
+
+
+_parse_cuts = _bracketed(_parse_cut)
+
+
 def _parse_expr(reader: Reader, precedence: int = 1) -> Expr:
     left = _parse_atom(reader)
     # A line that starts with % defines the next name: it does not go on with a remainder.
@@ -325,6 +338,9 @@ def _parse_atom(reader: Reader) -> Expr:
 _TOKENS = re.compile(r"->|\.\.|\w+|[^\s\w]")
 _FIELD_PARSERS: dict[Any, Callable[[Reader], Any]] = {
     int: Reader.integer,
+    int | None: Reader.integer,
+    Cuts: _parse_cuts,
+    int | Cuts: lambda reader: _parse_cuts(reader) if reader.peek() == "[" else reader.integer(),
     str: lambda reader: reader.word("a name"),
     float: _parse_number,
     Expr: _parse_expr,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from math import prod
 
 from hostweave.types.mesh import Mesh
 
@@ -21,3 +22,11 @@ def held_by(size: int, ranks: int, place: int) -> range:
     """The indices of a dim that the rank at `place` holds: a block of ceil(size / ranks), of which the last ranks have less or nothing."""
     block = -(-size // ranks)
     return range(min(place * block, size), min((place + 1) * block, size))
+
+
+def shares(shape: Sequence[int], dim: int | None, ranks: Sequence[int]) -> list[range]:
+    """Which elements of a buffer that holds a block for each rank belong to each: of one dim what a rank holds, or as many each."""
+    size = prod(shape) if dim is None else shape[dim]
+    each = prod(shape) // size if size else 0
+    held = [held_by(size, len(ranks), place) for place in range(len(ranks))]
+    return [range(part.start * each, part.stop * each) for part in held]

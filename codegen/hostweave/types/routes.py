@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Container
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from itertools import product
+from itertools import product, zip_longest
 from math import lcm, prod
 
 from hostweave.types.mesh import Mesh
-from hostweave.types.tensor import Dim, TensorType
+from hostweave.types.size import Size
+from hostweave.types.tensor import TensorType
 
 
 @dataclass(frozen=True)
@@ -31,17 +33,15 @@ class Transfer:
 
     Senders cut each dim of what they hold into `sent` blocks, receivers into `received` ones, in row-major order. A block that
     a rank holds already it gets from itself, any other one from one of those that hold it: these take the receivers in turn.
-    `if_uneven` is for ranks that share dims unevenly, so that the blocks of two meshes are no parts of one another.
+    Where ranks may share a dim unevenly, blocks end where a shard of either side does, and any of them may be empty.
     """
 
     sent: tuple[int, ...]
     received: tuple[int, ...]
     routes: tuple[Route, ...]
-    if_uneven: Transfer | None = None  # what arrives whole then, for a rank to keep its part
 
     def __str__(self) -> str:
-        routes = f"[{self.sent} to {self.received}: {', '.join(map(str, self.routes))}]"
-        return f"{routes} or {self.if_uneven}" if self.if_uneven else routes
+        return f"[{self.sent} to {self.received}: {', '.join(map(str, self.routes))}]"
 
     @property
     def moved(self) -> tuple[Route, ...]:
@@ -74,94 +74,93 @@ class Transfer:
 
     def leads(self, source: TensorType, target: TensorType, program: Mesh) -> bool:
         """Whether every rank of the target's mesh gets every block that it is to hold, once and from a rank that has it."""
-        arriving = _if_uneven(source, target, program)
-        if not len(self.sent) == len(self.received) == len(source.dims) or (self.if_uneven is None) != (arriving == target):
-            return False
-        have, want = (_Blocks(type, type.mesh_in(program), cuts) for type, cuts in ((source, self.sent), (target, self.received)))
-        got = {(route.receiver, route.received) for route in self.routes}
+        old, wanted = source.mesh_in(program), _wanted(source, target, program)
+        cuts = tuple((dim.sent, dim.received) for dim in shared_dims(source, target, program))
         return (
-            have.counts == want.counts
-            and len(got) == len(self.routes) == want.mesh.size * prod(self.received)
+            tuple(zip_longest(self.sent, self.received)) == cuts
+            and len(self.routes) == len(wanted)
+            and {(route.receiver, route.received) for route in self.routes} == wanted.keys()
             and all(
-                have.has(route.sender, route.sent)
-                and want.has(route.receiver, route.received)
-                and have.block(route.sender, route.sent) == want.block(route.receiver, route.received)
+                route.sender in old.all_ranks and wanted[route.receiver, route.received] == (_place(source, old, route.sender), route.sent)
                 for route in self.routes
             )
-            and (self.if_uneven is None or self.if_uneven.leads(source, arriving, program))
         )
 
 
 @dataclass(frozen=True)
-class _Blocks:
-    """The blocks into which each dim of what a rank holds is cut."""
+class SharedDim:
+    """How a dim that `have` ranks share and `want` ranks are to share is cut."""
 
-    type: TensorType
-    mesh: Mesh
-    cuts: tuple[int, ...]
+    extent: Size
+    have: int
+    want: int
+
+    def is_uneven(self, uneven: Container[str]) -> bool:
+        """Whether blocks may differ in size, where ranks may share these sizes unevenly."""
+        return self.is_crossed or (self.have != self.want and self.extent.is_uneven(self.ranks, uneven))
 
     @property
-    def counts(self) -> list[int]:
-        """Of each dim of the global tensor."""
-        return [self.mesh.size_of(dim.axes) * cuts for dim, cuts in zip(self.type.dims, self.cuts, strict=True)]
+    def is_crossed(self) -> bool:
+        """Whether each block of the one side may have a part of each block of the other."""
+        return 1 < self.have != self.want > 1 and self.extent.is_uneven(self.ranks, self.extent.symbols)
 
-    def has(self, rank: int, number: int) -> bool:
-        return rank in self.mesh.all_ranks and number < prod(self.cuts)
+    @property
+    def ranks(self) -> int:
+        """The blocks of which both sides have whole ones where they share the dim evenly."""
+        return lcm(self.have, self.want)
 
-    def block(self, rank: int, number: int) -> tuple[int, ...]:
-        """Which block of each dim of the global tensor the rank's `number`-th one is, in row-major order."""
-        found: list[int] = []
-        for place, cuts in zip(reversed(_place(self.type, self.mesh, rank)), reversed(self.cuts), strict=True):
-            found.append(place * cuts + number % cuts)
-            number //= cuts
-        return tuple(reversed(found))
+    @property
+    def sent(self) -> int:
+        return self.want if self.is_crossed else self.ranks // self.have
+
+    @property
+    def received(self) -> int:
+        return self.have if self.is_crossed else self.ranks // self.want
+
+    def source(self, target: int, number: int) -> tuple[int, int]:
+        """The place that has what `target` receives as this number, and the number that it has there."""
+        return (number, target) if self.is_crossed else divmod(target * self.received + number, self.sent)
+
+
+def shared_dims(source: TensorType, target: TensorType, program: Mesh) -> tuple[SharedDim, ...]:
+    old, new = source.mesh_in(program), target.mesh_in(program)
+    dims = zip(source.dims, target.dims, strict=True)
+    return tuple(SharedDim(dim.extent, old.size_of(dim.axes), new.size_of(wanted.axes)) for dim, wanted in dims)
 
 
 @lru_cache(maxsize=4096)
 def transfer(source: TensorType, target: TensorType, program: Mesh) -> Transfer:
     """The blocks of a tensor that is not partial, from the layout and mesh of `source` to those of `target`."""
-    old, new = source.mesh_in(program), target.mesh_in(program)
-    have, want = ([mesh.size_of(dim.axes) for dim in type.dims] for mesh, type in ((old, source), (new, target)))
-    both = [lcm(p, q) for p, q in zip(have, want, strict=True)]
-    sent, received = ([blocks // ranks for blocks, ranks in zip(both, shared, strict=True)] for shared in (have, want))
+    old, new, dims = source.mesh_in(program), target.mesh_in(program), shared_dims(source, target, program)
     holders: dict[tuple[int, ...], list[int]] = {}
     for rank in old.all_ranks:
         holders.setdefault(_place(source, old, rank), []).append(rank)
-    routes: list[Route] = []
+    turns: dict[int, int] = {}  # of each rank among those that are to hold the same
     copies: dict[tuple[int, ...], int] = {}  # of a place in the new layout, so far
     for rank in new.all_ranks:
         place = _place(target, new, rank)
-        turn = copies[place] = copies.get(place, -1) + 1
-        for cut in product(*map(range, received)):
-            block = [at * cuts + i for at, cuts, i in zip(place, received, cut, strict=True)]  # of so many as `both` says
-            holding = holders[tuple(i // cuts for i, cuts in zip(block, sent, strict=True))]
-            sender = rank if rank in holding else holding[turn % len(holding)]
-            routes.append(
-                Route(sender, _number([i % cuts for i, cuts in zip(block, sent, strict=True)], sent), rank, _number(cut, received))
-            )
-    arriving = _if_uneven(source, target, program)
-    if_uneven = transfer(source, arriving, program) if arriving != target else None
-    return Transfer(tuple(sent), tuple(received), tuple(routes), if_uneven)
+        turns[rank] = copies[place] = copies.get(place, -1) + 1
+    routes = []
+    for (rank, received), (place, sent) in _wanted(source, target, program).items():
+        holding = holders[place]
+        routes.append(Route(rank if rank in holding else holding[turns[rank] % len(holding)], sent, rank, received))
+    return Transfer(tuple(dim.sent for dim in dims), tuple(dim.received for dim in dims), tuple(routes))
 
 
-def _if_uneven(source: TensorType, target: TensorType, program: Mesh) -> TensorType:
-    """What arrives where ranks share dims unevenly: all of a dim that both meshes split into different numbers of blocks."""
-    dims = list(target.dims)
-    for i, (dim, wanted) in enumerate(zip(source.dims, target.dims, strict=True)):
-        have, want = source.mesh_in(program).size_of(dim.axes), target.mesh_in(program).size_of(wanted.axes)
-        if 1 < have != want > 1 and dim.extent.is_uneven(lcm(have, want), dim.extent.symbols):
-            dims[i] = Dim(dim.extent)
-    return replace(target, dims=tuple(dims))
+def _wanted(source: TensorType, target: TensorType, program: Mesh) -> dict[tuple[int, int], tuple[tuple[int, ...], int]]:
+    """Of each rank that receives and each number of a block: the place of those that have the block, and its number there."""
+    new, dims, wanted = target.mesh_in(program), shared_dims(source, target, program), {}
+    for rank in new.all_ranks:
+        place = _place(target, new, rank)
+        for received, cut in enumerate(product(*(range(dim.received) for dim in dims))):
+            found = [dim.source(at, number) for dim, at, number in zip(dims, place, cut, strict=True)]
+            sent = 0  # in row-major order
+            for dim, (_, number) in zip(dims, found, strict=True):
+                sent = sent * dim.sent + number
+            wanted[rank, received] = tuple(at for at, _ in found), sent
+    return wanted
 
 
 def _place(type: TensorType, mesh: Mesh, rank: int) -> tuple[int, ...]:
     """Which block of each dim a rank holds."""
     return tuple(mesh.rank_in_group(rank, dim.axes) for dim in type.dims)
-
-
-def _number(cut: tuple[int, ...] | list[int], cuts: tuple[int, ...] | list[int]) -> int:
-    """The number of a block in row-major order."""
-    number = 0
-    for i, count in zip(cut, cuts, strict=True):
-        number = number * count + i
-    return number

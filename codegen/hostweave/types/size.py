@@ -154,11 +154,15 @@ class LocalSize:
         return self.mesh_in(program).size_of(self.axes)
 
     def bind(self, sizes: Sizes) -> int:
+        return len(self.indices(sizes))
+
+    def indices(self, sizes: Sizes) -> range:
+        """Which indices of the size the rank holds."""
         if not isinstance(sizes, RankSizes):
             raise KeyError(str(self))
         mesh = self.mesh_in(sizes.mesh)
         place = mesh.rank_in_group(sizes.rank, self.axes) if sizes.rank in mesh.all_ranks else 0  # others never have it
-        return len(held_by(self.size.bind(sizes), mesh.size_of(self.axes), place))
+        return held_by(self.size.bind(sizes), mesh.size_of(self.axes), place)
 
     def __str__(self) -> str:
         on = ""

@@ -13,8 +13,9 @@ from hostweave.host_ir.aliases import AliasRoots
 from hostweave.host_ir.calls import events_of
 from hostweave.host_ir.expr import Binary, Const, Coordinate, Expr, Rank, Symbol, Var, leaves
 from hostweave.host_ir.text import print_instruction
+from hostweave.types.blocks import Cuts
 from hostweave.types.mesh import Mesh
-from hostweave.types.size import Atom, Factor, LocalSize, Share, Size, product
+from hostweave.types.size import Factor, LocalSize, Size, product
 from hostweave.types.tensor import BufferType
 
 MAX_POOL = 2**16  # streams, or events, of one name
@@ -27,7 +28,6 @@ class Scope:
     in_stream: bool = False
     condition: Expr | None = None  # the innermost rank-dependent condition
     steps: Size | None = None  # of a loop that ranks may walk another number of times
-    divides: tuple[tuple[Atom, int], ...] = ()  # sizes and what is known here to divide them
 
 
 Rule = Callable[["Checker", Any, Scope], None]  # of a kind of instruction
@@ -238,6 +238,14 @@ class Checker:
             if self.types[name].strides is not None:
                 self.fail(f"%{name} is not contiguous, which communication needs: copy it to a buffer of its own first")
 
+    def cuts(self, cuts: Cuts, name: str) -> None:
+        """Those of a tensor that a buffer holds."""
+        for cut in cuts:
+            self.size(cut.held)
+        have, held = (self.known(product(shape)) for shape in (self.types[name].shape, tuple(cut.held for cut in cuts)))
+        if have != held:
+            self.fail(f"%{name} is {self.types[name]}, of {have} elements, and what is cut has {held}")
+
     def counts(self, small: str, large: str, factor: int) -> None:
         have, want = (self.known(product(self.types[name].shape)) for name in (large, small))
         want = want * factor
@@ -245,11 +253,11 @@ class Checker:
             self.fail(f"%{large} must hold {factor} x %{small}: it has {have} elements, not {want}")
 
     def known(self, size: Size) -> Size:
-        """A size with the quotients in place of blocks and parts of sizes that are known to divide."""
-        divisors, exact = dict(self.scope.divides), dict[Factor, Size]()
-        for share in size.factors:
-            if isinstance(share, Share) and share.size.name and divisors.get(share.size.name) == share.ranks_in(self.program.mesh):
-                exact[share] = share.size // share.ranks_in(self.program.mesh)
+        """A size with the quotients in place of parts that are equal on all ranks."""
+        exact = dict[Factor, Size]()
+        for part in size.factors:
+            if isinstance(part, LocalSize) and not part.size.is_uneven(ranks := part.ranks_in(self.program.mesh), self.program.uneven):
+                exact[part] = part.size // ranks
         return size.replaced(exact)
 
     def alike(self, size: Size) -> Size:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 from hostweave.host_ir import ir
 from hostweave.host_ir.rules.checker import Checker, Rule, Scope
-from hostweave.types.size import Size, product
+from hostweave.types.size import LocalSize, Size, product
 
 REDUCTIONS = ("sum", "prod", "min", "max", "avg")
 
@@ -36,24 +37,44 @@ def _usual(c: Checker, i: Any, size: int) -> None:
         _reduction(c, i)
     if i.posts == "collective":
         large, small = (i.src, i.dst) if i.blocks == "src" else (i.dst, i.src)
-        c.counts(small, large, size if i.blocks else 1)
+        along = i.sent_along if i.blocks == "src" else i.received_along
+        if along is None:
+            c.counts(small, large, size if i.blocks else 1)
+        elif c.known(product(c.types[small].shape)) != (own := _own_block(c, i, large, along)):
+            c.fail(f"%{small} is {c.types[small]}, and this rank's block of %{large} along dim {along} has {own} elements")
 
 
-def _broadcast_to_others(c: Checker, i: ir.BroadcastToOthers, size: int) -> None:
-    """Parts of one dim, shared by as many ranks of two meshes, may be equal: that is seen when sizes are known."""
+def _own_block(c: Checker, i: ir.Collective, name: str, along: int) -> Size:
+    """The elements of a rank's block of a buffer of which the ranks share a dim."""
+    shape, channel = c.types[name].shape, c.channel(i)
+    if along >= len(shape):
+        c.fail(f"%{name} is {c.types[name]}: it has no dim {along}")
+    part = LocalSize(shape[along], channel.axes, None if channel.mesh == c.program.mesh else channel.mesh)
+    return c.known(product(shape[:along] + shape[along + 1 :]) * Size(1, (part,)))
+
+
+def _as_much(c: Checker, i: ir.BroadcastToOthers | ir.CollectivePermute, size: int) -> None:
+    """Parts of one dim, shared by as many ranks of two meshes or axes, may be equal: that is seen when sizes are known."""
     have, want = (c.alike(product(c.types[name].shape)) for name in (i.dst, i.src))
     if have != want:
         c.counts(i.src, i.dst, 1)
 
 
 def _all_to_all(c: Checker, i: ir.AllToAll, size: int) -> None:
-    _usual(c, i, size)
+    if i.sent_along is not None and i.received_along is not None:
+        sent, received = _own_block(c, i, i.src, i.sent_along), _own_block(c, i, i.dst, i.received_along)
+        if sent != received:
+            c.fail(f"of %{i.src} this rank sends itself {sent} elements, and {received} are to arrive in %{i.dst}")
+        return
+    if i.is_shared:
+        c.fail("either both buffers have a dim that the ranks share, or none: write the other one's, too")
+    c.counts(i.src, i.dst, 1)
     if not any(extent.divisor == 1 and extent.coefficient % size == 0 for extent in c.types[i.src].shape or (Size(),)):
         c.fail(f"%{i.src} is {c.types[i.src]}: {size} ranks cannot be seen to share it evenly; give it a dim of {size}, a block a rank")
 
 
 def _collective_permute(c: Checker, i: ir.CollectivePermute, size: int) -> None:
-    _usual(c, i, size)
+    _as_much(c, i, size)
     named = [source for source in i.sources if source is not None]
     if len(i.sources) != size or any(source >= size for source in named):
         c.fail(f"a process group of {size} needs {size} sources, each a place below {size} or none")
@@ -76,26 +97,28 @@ def _reduction(c: Checker, i: Any) -> None:
         c.fail(f"{transport.library} cannot reduce {dtype}: cast to {transport.reduced_as[dtype]} before it and back after it")
 
 
-def _blocks(c: Checker, i: ir.SendBlocks | ir.RecvBlocks, size: int) -> None:
+def _routed(c: Checker, i: ir.Routed, size: int) -> None:
     channel, ranks = c.channel(i), c.program.mesh
     if (channel.mesh, channel.axes) != (ranks, tuple(name for name, _ in ranks.axes)):
         c.fail(f"routes name ranks of the program: use a channel along all axes of {ranks}, in their order")
-    if i.count < 1:
+    if i.packed:
+        c.cuts(i.packed, *ir.names(i, "read", "write"))
+    count = i.count if isinstance(i.count, int) else prod(cut.blocks for cut in i.count)
+    if count < 1:
         c.fail("a buffer has at least one block: cut it into 1 or more")
     sends = i.posts == "send"
     for route in i.routes:
         if outside := [rank for rank in (route.sender, route.receiver) if rank >= size]:
             c.fail(f"{route}: {c.program.mesh} has no rank {outside[0]}: name ranks of it")
-        if (route.sent if sends else route.received) >= i.count:
-            c.fail(f"{route}: there are {i.count} blocks, the last one {i.count - 1}")
+        if (route.sent if sends else route.received) >= count:
+            c.fail(f"{route}: there are {count} blocks, the last one {count - 1}")
 
 
 RULES: dict[type[ir.Instruction], Rule] = {
     ir.Communication: _communication(_usual),
-    ir.BroadcastToOthers: _communication(_broadcast_to_others),
+    ir.BroadcastToOthers: _communication(_as_much),
     ir.AllToAll: _communication(_all_to_all),
     ir.CollectivePermute: _communication(_collective_permute),
     ir.Barrier: _communication(_barrier),
-    ir.SendBlocks: _communication(_blocks),
-    ir.RecvBlocks: _communication(_blocks),
+    ir.Routed: _communication(_routed),
 }

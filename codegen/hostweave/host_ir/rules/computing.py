@@ -142,6 +142,14 @@ def _copy(c: Checker, i: ir.Copy, scope: Scope) -> None:
     c.same_shape(i.src, i.dst)
 
 
+def _pack(c: Checker, i: ir.Pack, scope: Scope) -> None:
+    c.same_dtype(i.src, i.dst)
+    for name in (i.src, i.dst):
+        c.cuts(i.cuts, name)
+        if c.types[name].strides is not None:
+            c.fail(f"%{name} is not contiguous: copy it to a buffer of its own first")
+
+
 def _fill(c: Checker, i: ir.Fill, scope: Scope) -> None:
     dtype = c.types[i.dst].dtype
     if dtype.kind != "float" and i.value != int(i.value):
@@ -155,5 +163,6 @@ RULES: dict[type[ir.Instruction], Rule] = {
     ir.Matmul: _matmul,
     ir.Launch: _launch,
     ir.Copy: _copy,
+    ir.Pack: _pack,
     ir.Fill: _fill,
 }

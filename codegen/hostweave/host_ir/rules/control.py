@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hostweave.host_ir import ir
-from hostweave.host_ir.expr import divisibility
 from hostweave.host_ir.rules.checker import Checker, Rule, Scope
 from hostweave.types.size import LocalSize
 
@@ -54,8 +53,8 @@ def _for(c: Checker, i: ir.For, scope: Scope) -> None:
 
 def _if(c: Checker, i: ir.If, scope: Scope) -> None:
     condition = i.condition if c.depends_on_rank(i.condition) else scope.condition
-    c.inner(i.body, replace(scope, condition=condition, divides=(*scope.divides, *divisibility(i.condition))))
-    c.inner(i.orelse, replace(scope, condition=condition))
+    for body in (i.body, i.orelse):
+        c.inner(body, replace(scope, condition=condition))
 
 
 def _call(c: Checker, i: ir.Call, scope: Scope) -> None:

@@ -12,8 +12,7 @@ becomes
       all_reduce sum %b_partial -> %b on x
     }
 
-On one stream what is computed between them costs as much before them. What is posted stays as it is. Branches that stand side by
-side under one condition on sizes become one, so that what is in them can be neighbours.
+On one stream what is computed between them costs as much before them. What is posted stays as it is.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from dataclasses import replace
 
 from hostweave.analysis.def_use import def_use
 from hostweave.host_ir import ir
-from hostweave.host_ir.expr import on_sizes_alone
 from hostweave.options import Options
 
 
@@ -40,7 +38,7 @@ class _Grouping:
         result: list[ir.Instruction] = []
         posted: list[ir.Instruction] = []  # communications that are to share a group
         behind: list[ir.Instruction] = []  # what stands after them and could stand before
-        for instruction in _joined(body):
+        for instruction in body:
             if posted and self.can_pass(instruction, posted):
                 behind.append(instruction)
             elif posted and self.can_join(instruction, posted):
@@ -70,9 +68,10 @@ class _Grouping:
 
     def calls(self, member: ir.Communication) -> int:
         """How many calls of its transport a communication makes at most."""
-        if isinstance(member, ir.SendBlocks | ir.RecvBlocks):
+        if isinstance(member, ir.Routed):
             return len(member.routes)
-        return 2 * self.program.channel(member.channel).size if member.grouped else 1
+        by_rank = isinstance(member, ir.Collective) and member.is_shared  # where ranks have different shares
+        return (1 + member.grouped) * self.program.channel(member.channel).size if member.grouped or by_rank else 1
 
 
 def _posts(instruction: ir.Instruction) -> tuple[ir.Communication, ...]:
@@ -86,24 +85,3 @@ def _group(posted: list[ir.Instruction]) -> ir.Body:
     if len(posted) < 2:
         return tuple(posted)
     return (ir.Group(tuple(member for one in posted for member in _posts(one)), location=posted[0].location),)
-
-
-def _joined(body: ir.Body) -> ir.Body:
-    """A body in which no two branches with nothing to call between them have one condition on sizes."""
-    result: list[ir.Instruction] = []
-    last: int | None = None  # the place of a branch after which nothing calls
-    for instruction in body:
-        before = None if last is None else result[last]
-        condition = instruction.condition_of_body
-        if before is not None and condition == before.condition_of_body:
-            behind = iter(ir.bodies(instruction))
-            both = ir.with_bodies(before, lambda body, behind=behind: body + next(behind))  # type: ignore[misc]
-            result = [*(i for i in result if i is not before), both]
-            last = len(result) - 1
-            continue
-        result.append(instruction)
-        if condition and on_sizes_alone(condition):
-            last = len(result) - 1
-        elif instruction.calls:
-            last = None
-    return tuple(result)

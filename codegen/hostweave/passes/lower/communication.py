@@ -11,6 +11,7 @@ from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Const, Expr, Rank, Var
 from hostweave.passes.lower.steps import Steps, expr_of, rank_in_group
+from hostweave.types.blocks import Cut, Cuts, is_in_order
 from hostweave.types.mesh import Mesh
 from hostweave.types.routes import Transfer
 from hostweave.types.size import Size
@@ -24,6 +25,16 @@ class Channel:
     mesh: Mesh
     axes: tuple[str, ...]
     dim: int | None = None
+    is_uneven: bool = False  # blocks may differ in size
+
+    @property
+    def along(self) -> int | None:
+        """The dim, where an instruction has to name it."""
+        return self.dim if self.is_uneven else None
+
+    def cuts(self, whole: BufferType) -> Cuts:
+        """How a tensor that all ranks share along the dim is cut."""
+        return tuple(Cut(self.size if i == self.dim else 1, extent) for i, extent in enumerate(whole.shape))
 
     @property
     def size(self) -> int:
@@ -34,15 +45,14 @@ class Channel:
 
 
 def all_gather(b: Builder, src: str, dst: str, channel: Channel, steps: Steps | None) -> None:
-    blocks = blocks_first(b, dst, channel, b.types[src])
-    with packed_destination(b, blocks, steps) as landing:
-        b.emit(ir.AllGather(contiguous_source(b, src, steps), landing, b.channel(channel.axes)))
+    with destination_blocks(b, dst, channel, steps, b.types[src]) as landing:
+        b.emit(ir.AllGather(contiguous_source(b, src, steps), landing, b.channel(channel.axes), channel.along))
 
 
 def reduce_scatter(b: Builder, src: str, dst: str, op: str, channel: Channel, steps: Steps | None) -> None:
-    blocks = contiguous_source(b, blocks_first(b, src, channel, b.types[dst]), steps)
+    blocks = source_blocks(b, src, channel, steps, b.types[dst])
     with packed_destination(b, dst, steps) as landing:
-        b.emit(ir.ReduceScatter(blocks, landing, op, b.channel(channel.axes)))
+        b.emit(ir.ReduceScatter(blocks, landing, op, b.channel(channel.axes), channel.along))
 
 
 def all_reduce(b: Builder, src: str, dst: str, op: str, channel: Channel, steps: Steps | None) -> None:
@@ -52,14 +62,49 @@ def all_reduce(b: Builder, src: str, dst: str, op: str, channel: Channel, steps:
 
 def all_to_all(b: Builder, src: str, dst: str, cut: Channel, joined: Channel, steps: Steps | None) -> None:
     """Dim `cut.dim` of src goes out block by block, and what comes in stands along dim `joined.dim` of dst."""
-    blocks = contiguous_source(b, every_block(b, src, cut), steps)
-    with packed_destination(b, every_block(b, dst, joined), steps) as landing:
-        b.emit(ir.AllToAll(blocks, landing, b.channel(cut.axes)))
+    blocks = source_blocks(b, src, cut, steps)
+    with destination_blocks(b, dst, joined, steps) as landing:
+        b.emit(ir.AllToAll(blocks, landing, b.channel(cut.axes), cut.along, joined.along))
 
 
 def collective_permute(b: Builder, src: str, dst: str, sources: ir.Sources, axes: tuple[str, ...], steps: Steps | None) -> None:
     with packed_destination(b, dst, steps) as landing:
         b.emit(ir.CollectivePermute(contiguous_source(b, src, steps), landing, sources, b.channel(axes)))
+
+
+def source_blocks(b: Builder, src: str, channel: Channel, steps: Steps | None, block: BufferType | None = None) -> str:
+    """Memory with a block of `src` a rank, one after another."""
+    if channel.is_uneven:
+        return packed_source(b, contiguous_source(b, src, steps), channel.cuts(b.types[src]), steps)
+    return contiguous_source(b, equal_blocks(b, src, channel, block), steps)
+
+
+@contextmanager
+def destination_blocks(b: Builder, dst: str, channel: Channel, steps: Steps | None, block: BufferType | None = None) -> Iterator[str]:
+    """Memory for a block of `dst` a rank, one after another, which are put where they belong afterwards."""
+    view = dst if channel.is_uneven else equal_blocks(b, dst, channel, block)
+    with packed_destination(b, view, steps) as landing:
+        cuts = channel.cuts(b.types[dst])
+        if not channel.is_uneven or is_in_order(cuts):
+            yield landing
+            return
+        packed = temporary(b, landing, steps)
+        yield packed
+        b.emit(ir.Unpack(packed, landing, cuts))
+
+
+def packed_source(b: Builder, src: str, cuts: Cuts, steps: Steps | None) -> str:
+    """Memory with the blocks of a contiguous `src`: its own where they lie in order."""
+    if is_in_order(cuts):
+        return src
+    packed = temporary(b, src, steps)
+    b.emit(ir.Pack(src, packed, cuts))
+    return packed
+
+
+def equal_blocks(b: Builder, whole: str, channel: Channel, block: BufferType | None) -> str:
+    """The view of `whole` with one block a rank outermost, by a dim of their number where it is not told what a `block` is."""
+    return blocks_first(b, whole, channel, block) if block else every_block(b, whole, channel)
 
 
 def every_block(b: Builder, whole: str, channel: Channel) -> str:
@@ -121,9 +166,10 @@ def reduce(b: Builder, src: str, dst: str, op: str, channel: Channel, root: int,
     b.emit(ir.Reduce(contiguous_source(b, src, steps), dst, op, Const(root), b.channel(channel.axes)))
 
 
-def blocks_to_send(b: Builder, src: str, blocks: Transfer, steps: Steps | None) -> str:
+def blocks_to_send(b: Builder, src: str, blocks: Transfer, cuts: Cuts | None, steps: Steps | None) -> str:
     """Memory that holds the blocks of `src` one after the other: its own, or a copy's."""
-    in_order = b.memory_of(contiguous_source(b, cut(b, src, blocks.sent), steps))
+    in_order = contiguous_source(b, src if cuts else cut(b, src, blocks.sent), steps)
+    in_order = b.memory_of(packed_source(b, in_order, cuts, steps) if cuts else in_order)
     if steps is not None or b.is_memory(in_order):
         return in_order
     packed = temporary(b, in_order, steps)  # a view of this mesh cannot be named where both meshes post together
@@ -132,15 +178,19 @@ def blocks_to_send(b: Builder, src: str, blocks: Transfer, steps: Steps | None) 
 
 
 @contextmanager
-def blocks_to_receive(b: Builder, dst: Callable[[], str], blocks: Transfer, steps: Steps | None) -> Iterator[str]:
+def blocks_to_receive(b: Builder, dst: Callable[[], str], blocks: Transfer, cuts: Cuts | None, steps: Steps | None) -> Iterator[str]:
     """Memory for the blocks of `dst()` one after the other, copied to it afterwards where it is not its own."""
-    by_block = cut(b, dst(), blocks.received)
-    if b.is_contiguous(by_block):
+    by_block = dst() if cuts else cut(b, dst(), blocks.received)
+    if b.is_contiguous(by_block) and (cuts is None or is_in_order(cuts)):
         yield b.memory_of(by_block)
         return
     landing = temporary(b, by_block, steps)
     yield landing
-    b.emit(ir.Copy(landing, cut(b, dst(), blocks.received)))  # other views where an `on` body has ended meanwhile
+    if cuts is None:
+        b.emit(ir.Copy(landing, cut(b, dst(), blocks.received)))  # other views where an `on` body has ended meanwhile
+        return
+    with packed_destination(b, dst(), steps) as whole:
+        b.emit(ir.Unpack(landing, whole, cuts))
 
 
 def cut(b: Builder, whole: str, cuts: tuple[int, ...]) -> str:
@@ -159,63 +209,22 @@ def cut(b: Builder, whole: str, cuts: tuple[int, ...]) -> str:
     return b.permute(b.reshape(whole, tuple(shape), f"{whole}_blocks"), (*outer, *inner), f"{whole}_by_block")
 
 
-def send(b: Builder, src: str, blocks: Transfer, distance: int | None) -> ir.Instruction:
+def send(b: Builder, src: str, blocks: Transfer, cuts: Cuts | None, distance: int | None) -> ir.Instruction:
     """All sends of this rank; to the rank that is so much further, where each block goes that far."""
     if distance is not None:
         return ir.Send(src, _neighbor(distance), b.channel_of_all)
-    return ir.SendBlocks(src, prod(blocks.sent), blocks.routes, b.channel_of_all)
+    return ir.SendBlocks(src, cuts or prod(blocks.sent), blocks.routes, b.channel_of_all)
 
 
-def recv(b: Builder, dst: str, blocks: Transfer, distance: int | None) -> ir.Instruction:
+def recv(b: Builder, dst: str, blocks: Transfer, cuts: Cuts | None, distance: int | None) -> ir.Instruction:
     """All that this rank receives."""
     if distance is not None:
         return ir.Recv(dst, _neighbor(-distance), b.channel_of_all)
-    return ir.RecvBlocks(dst, prod(blocks.received), blocks.routes, b.channel_of_all)
+    return ir.RecvBlocks(dst, cuts or prod(blocks.received), blocks.routes, b.channel_of_all)
 
 
 def _neighbor(distance: int) -> Expr:
     return Rank() + distance if distance >= 0 else Rank() - -distance
-
-
-# --- shards that may be uneven ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Padding:
-    """Dims that ranks may share unevenly, with the extents at which every rank sends and receives as much as the others.
-
-    `is_even` is true where they share them evenly after all; None where they never do.
-    """
-
-    sent: dict[int, Size]
-    received: dict[int, Size]
-    is_even: Expr | None
-
-
-def with_padding(b: Builder, src: str, dst: str, padding: Padding, communicate: Callable[[str, str], None]) -> None:
-    """The communication on the buffers as they are, or on copies that are padded to whole blocks."""
-
-    def padded(like: str, extents: dict[int, Size]) -> tuple[str, str]:
-        """Memory with these dims longer, and the view of its first part that has the shape of `like`."""
-        type = b.types[like]
-        shape = tuple(extents.get(i, extent) for i, extent in enumerate(type.shape))
-        whole = view = b.allocate_here(f"{like}_padded", BufferType(type.dtype, shape))
-        for i in extents:
-            view = b.slice(view, i, type.shape[i], Const(0), f"{like}_part")
-        return whole, view
-
-    def on_copies() -> None:
-        sent, filled = padded(src, padding.sent)
-        b.emit(ir.Fill(sent, 0.0))
-        b.emit(ir.Copy(src, filled))
-        received, wanted = padded(dst, padding.received)
-        communicate(sent, received)
-        b.emit(ir.Copy(wanted, dst))
-
-    if padding.is_even is None:
-        on_copies()
-    else:
-        branch(b, padding.is_even, lambda: communicate(src, dst), on_copies)
 
 
 # --- gathers by block -------------------------------------------------------------------------------------------------

@@ -13,11 +13,11 @@ from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Expr, Var
 from hostweave.passes.lower import communication
 from hostweave.passes.lower.buffers import Buffers
-from hostweave.passes.lower.communication import Channel, Padding
+from hostweave.passes.lower.communication import Channel
 from hostweave.passes.lower.dataflow import Dataflow
 from hostweave.passes.lower.kernels import Kernels
 from hostweave.passes.lower.loops import Loop
-from hostweave.passes.lower.steps import Steps, chunk, dim_of_chunk, expr_of, rank_in_group, total
+from hostweave.passes.lower.steps import Steps, chunk, dim_of_chunk, expr_of, rank_in_group
 from hostweave.passes.lower.transfers import to_other_ranks
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
@@ -88,18 +88,8 @@ class Reshards:
 
     def _at_once(self, op: Op, change: ReshardStep, steps: Steps | None) -> None:
         """One collective, in a loop one a step."""
-        source, target = self.buffers.operand(op, 0, steps), self.buffers.destination(op, steps)
-
-        def communicate(sent: str, received: str) -> None:
-            self._collective(op, change, sent, received, steps)
-
-        if padding := _padding(self.flow, op):
-            communication.with_padding(self.b, source, target, padding, communicate)
-        else:
-            communicate(source, target)
-
-    def _collective(self, op: Op, change: ReshardStep, src: str, dst: str, steps: Steps | None) -> None:
-        channel = self._channel(op, change, steps)
+        src, dst = self.buffers.operand(op, 0, steps), self.buffers.destination(op, steps)
+        channel = replace(self._channel(op, change, steps), is_uneven=self._is_uneven(op))
         match change.kind:
             case "all_reduce":
                 communication.all_reduce(self.b, src, dst, change.reduction, channel, steps)
@@ -113,6 +103,12 @@ class Reshards:
                 communication.collective_permute(self.b, src, dst, change.sources, change.axes, steps)
             case "all_gather":
                 communication.all_gather(self.b, src, dst, channel, steps)
+
+    def _is_uneven(self, op: Op) -> bool:
+        """Whether ranks may hold different shares of a dim that the op changes."""
+        dims = zip(self.flow.types[op.tensors[0]].dims, op.result.type.dims, strict=True)
+        mesh, changed = self.flow.mesh_of(op), ((old, old.axes or new.axes) for old, new in dims if old.axes != new.axes)
+        return any(old.extent.is_uneven(mesh.size_of(axes), self.flow.uneven) for old, axes in changed)
 
     # --- block by block ---
 
@@ -203,24 +199,3 @@ class Reshards:
         with self.b.on(source.mesh):
             src, channel = self.buffers.operand(op, 0, steps), Channel(source.mesh_in(self.flow.mesh), change.axes)
             communication.reduce(self.b, src, dst, change.reduction, channel, change.root or 0, steps)
-
-
-def _padding(flow: Dataflow, op: Op) -> Padding | None:
-    """What an uneven reshard needs: whole blocks of each dim that changes."""
-    sent: dict[int, Size] = {}
-    received: dict[int, Size] = {}
-    remainders: list[Expr] = []
-    is_never_even = False
-    for i, (old, new) in enumerate(zip(flow.types[op.tensors[0]].dims, op.result.type.dims, strict=True)):
-        ranks = flow.mesh_of(op).size_of(old.axes or new.axes)
-        if old.axes == new.axes or not old.extent.is_uneven(ranks, flow.uneven):
-            continue
-        whole_block = old.extent.ceil_div(ranks)
-        sent[i] = whole_block if old.axes else whole_block * ranks
-        received[i] = whole_block if new.axes else whole_block * ranks
-        is_never_even |= old.extent.is_int
-        if not old.extent.is_int:
-            remainders.append(expr_of(old.extent) % ranks)
-    if not sent:
-        return None
-    return Padding(sent, received, None if is_never_even else total(remainders).equals(0))

@@ -84,13 +84,6 @@ def _sum_of(factor: Sum) -> Expr:
     return result
 
 
-def total(terms: list[Expr]) -> Expr:
-    result: Expr = Const(0)
-    for term in terms:
-        result = result + term
-    return result
-
-
 def rank_in_group(mesh: Mesh, axes: tuple[str, ...]) -> Expr:
     """This rank's place in its process group: row-major over the axes as named."""
     place: Expr = Const(0)

@@ -1,0 +1,56 @@
+"""Tensors cut into blocks, as they are sent to ranks that share their dims: the last blocks of a dim may be short, or empty."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+from math import prod
+
+from hostweave.types.rank_sizes import Sizes, held_by
+from hostweave.types.size import LocalSize, Size
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A dim of which a rank has `held`, cut where the blocks of `blocks` ranks that share the whole dim begin: `4 of M`."""
+
+    blocks: int
+    held: Size
+
+    @property
+    def local(self) -> LocalSize | None:
+        """What is held, where that is a part whose place in the whole dim goes by the rank."""
+        return self.held.factor if isinstance(self.held.factor, LocalSize) else None
+
+    @property
+    def whole(self) -> Size:
+        return self.local.size if self.local else self.held
+
+    def starts(self, sizes: Sizes) -> list[int]:
+        """Where each block begins in what is held, and where the last one ends."""
+        held = self.local.indices(sizes) if self.local else range(self.held.bind(sizes))
+        whole = self.whole.bind(sizes)
+        first = [held_by(whole, self.blocks, block).start for block in range(self.blocks)]
+        return [min(max(start - held.start, 0), len(held)) for start in (*first, whole)]
+
+    def __str__(self) -> str:
+        return f"{self.blocks} of {self.held}"
+
+
+Cuts = tuple[Cut, ...]
+
+
+def boxes(cuts: Cuts, sizes: Sizes) -> list[tuple[slice, ...]]:
+    """The blocks of a tensor, in row-major order."""
+    return [tuple(slice(*ends) for ends in box) for box in product(*(pairwise(cut.starts(sizes)) for cut in cuts))]
+
+
+def elements(box: Sequence[slice]) -> int:
+    return prod(dim.stop - dim.start for dim in box)
+
+
+def is_in_order(cuts: Cuts) -> bool:
+    """Whether the blocks one after another are the tensor as it lies in memory: no dim but the first that is longer than 1 is cut."""
+    longer = [cut for cut in cuts if cut.held != Size()]
+    return all(cut.blocks == 1 for cut in longer[1:])

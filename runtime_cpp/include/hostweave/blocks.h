@@ -1,0 +1,83 @@
+// Tensors cut into blocks, as they are sent to ranks that share their dims. The last blocks of a dim may be short, or empty.
+#pragma once
+#include <cuda_runtime_api.h>
+#include <nccl.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+#include <span>
+#include <vector>
+
+#include "hostweave/channel.h"
+#include "hostweave/route.h"
+#include "hostweave/shards.h"
+
+namespace hw {
+
+// A dim of which a rank has `size` indices, from index `begin` of `whole` on, cut where the blocks of `blocks` ranks that share
+// the whole dim begin.
+struct Cut {
+  int64_t size;
+  int64_t blocks = 1;
+  int64_t whole = size;
+  int64_t begin = 0;
+
+  // Where a block begins in what the rank has; behind the last one it is where that ends.
+  int64_t start(int64_t block) const { return std::clamp<int64_t>(local_begin(whole, blocks, block) - begin, 0, size); }
+};
+
+// The blocks of a row-major tensor, in row-major order. Packed, they lie one after another, each row-major in itself.
+class Blocks {
+ public:
+  Blocks(std::initializer_list<Cut> dims) : dims_(dims) {}
+
+  struct Block {
+    std::vector<int64_t> start, length;  // in each dim of the tensor
+    int64_t offset;                      // among packed blocks, in elements
+    int64_t count;
+  };
+  Block operator[](int64_t number) const;
+
+  // Packs the tensor, or unpacks its blocks.
+  cudaError_t copy(const void* src, void* dst, size_t itemsize, bool packs, cudaStream_t stream) const;
+
+ private:
+  std::vector<Cut> dims_;
+};
+
+template <class T>
+cudaError_t pack(const T* src, T* dst, const Blocks& blocks, cudaStream_t stream) {
+  return blocks.copy(src, dst, sizeof(T), true, stream);
+}
+template <class T>
+cudaError_t unpack(const T* src, T* dst, const Blocks& blocks, cudaStream_t stream) {
+  return blocks.copy(src, dst, sizeof(T), false, stream);
+}
+
+// Of packed blocks those that the routes have this rank send, or receive, but for empty ones. Stands in a group.
+template <class T>
+ncclResult_t send_blocks(const T* src, const Blocks& blocks, std::span<const Route> routes, ncclDataType_t type,
+                         const Channel& channel, cudaStream_t stream) {
+  for (const Route& route : routes) {
+    if (route.sender != channel.rank()) continue;
+    const Blocks::Block block = blocks[route.sent];
+    if (block.count == 0) continue;
+    if (const auto error = ncclSend(src + block.offset, block.count, type, route.receiver, channel.comm(), stream)) return error;
+  }
+  return ncclSuccess;
+}
+template <class T>
+ncclResult_t recv_blocks(T* dst, const Blocks& blocks, std::span<const Route> routes, ncclDataType_t type, const Channel& channel,
+                         cudaStream_t stream) {
+  for (const Route& route : routes) {
+    if (route.receiver != channel.rank()) continue;
+    const Blocks::Block block = blocks[route.received];
+    if (block.count == 0) continue;
+    if (const auto error = ncclRecv(dst + block.offset, block.count, type, route.sender, channel.comm(), stream)) return error;
+  }
+  return ncclSuccess;
+}
+
+}  // namespace hw
