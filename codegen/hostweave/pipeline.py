@@ -20,6 +20,7 @@ from hostweave.passes.host.fold_epilogues import fold_epilogues
 from hostweave.passes.host.fuse_kernels import fuse_kernels
 from hostweave.passes.host.group_communications import group_communications
 from hostweave.passes.host.plan_memory import plan_memory
+from hostweave.passes.host.propagate_copies import propagate_copies
 from hostweave.passes.host.serialize_channels import serialize_channels
 from hostweave.passes.host.sink_waits import sink_waits
 from hostweave.passes.host.split_reductions import split_reductions
@@ -38,6 +39,7 @@ PASSES: tuple[Callable[[Any, Options], Any], ...] = (
     sink_waits,
     serialize_channels,
     plan_memory,
+    propagate_copies,
 )
 
 # These see a program with its blocks. Every other pass runs on each block as on a program of its own, then on what calls them.

@@ -36,6 +36,7 @@ host @t(%x: f32[M@x, 4]) -> (%y: f32[M@x, 4], %z: f32[M]) mesh(x=2, dp=3) stream
       %t_i = permute %r_i by [1, 0]
       %u_i = slice %b[0: part(M, x) from rank.x * ceil(M/2)]
       %v_i = strided %b[1: 2 from 1 by 2]
+      %w_i = choose %x_i if %p == rank.x + 1 else %u_i
       if %p == rank.x {
         copy %t_i -> %r_i
       } else {

@@ -65,14 +65,15 @@ class DefUse:
         self.roots.define(i)
         if isinstance(i, ir.View):
             self.views[i.out] = place
-            self.viewed.setdefault(self.root(i.out), []).append(place)
+            for root in self.roots.all_of(i.out):
+                self.viewed.setdefault(root, []).append(place)
         elif isinstance(i, ir.Allocate):
             self.allocates[i.out] = place
             self.touches[i.out] = []
             self._lives[id(i)] = place, self.touches[i.out]
         elif isinstance(i, ir.Let | ir.For):
             self.indices[i.out] = place
-        for name in dict.fromkeys(map(self.root, ir.names(i, "read", "write"))):
+        for name in self._roots(i, "read", "write"):
             self.touches.setdefault(name, []).append(place)
         for inner in ir.bodies(i):
             self._visit(inner, (*place.around, i))
@@ -80,6 +81,10 @@ class DefUse:
     def root(self, name: str) -> str:
         """The parameter or allocation that a buffer is, or is a view of."""
         return self.roots.of(name)
+
+    def _roots(self, i: ir.Instruction, *roles: str) -> dict[str, None]:
+        """All that an instruction may touch by the names of these roles."""
+        return dict.fromkeys(root for name in ir.names(i, *roles) for root in self.roots.all_of(name))
 
     def life(self, allocate: ir.Allocate) -> list[Place]:
         """What touches the memory of an allocate, in order; the allocate itself where nothing does."""
@@ -97,12 +102,12 @@ class DefUse:
     # --- what instructions touch, with all that is in their bodies ---
 
     def reads(self, instructions: Iterable[ir.Instruction]) -> set[str]:
-        return {self.root(name) for i in ir.walk(tuple(instructions)) for name in ir.names(i, "read")}
+        return {root for i in ir.walk(tuple(instructions)) for root in self._roots(i, "read")}
 
     def writes(self, instructions: Iterable[ir.Instruction]) -> set[str]:
         """Or frees."""
         roles = ((i, "alias" if isinstance(i, ir.Deallocate) else "write") for i in ir.walk(tuple(instructions)))
-        return {self.root(name) for i, role in roles for name in ir.names(i, role)}
+        return {root for i, role in roles for root in self._roots(i, role)}
 
     def conflict(self, some: Iterable[ir.Instruction], others: Iterable[ir.Instruction]) -> bool:
         """Whether the order of the two matters: one writes what the other reads or writes."""

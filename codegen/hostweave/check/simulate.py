@@ -215,6 +215,16 @@ def _alias(b: _Binder, i: ir.View) -> Step:
     return step
 
 
+def _choose(b: _Binder, i: ir.Choose) -> Step:
+    _source(b, i)
+    condition = b.expr(i.condition)
+
+    def step(run: _Run) -> None:
+        run.places[i.out] = run.place(i.src if condition(run.environment) else i.other, i)
+
+    return step
+
+
 def _select(b: _Binder, i: ir.Select | ir.Chunk) -> Step:
     source = _source(b, i)
     count = source.shape[i.dim] if isinstance(i, ir.Select) else b.size(i.count, i)
@@ -511,6 +521,7 @@ _BINDERS: dict[type[ir.Instruction], Callable[[_Binder, Any], Step]] = {
     ir.Allocate: _allocate,
     ir.Deallocate: _deallocate,
     ir.View: _alias,
+    ir.Choose: _choose,
     ir.Select: _select,
     ir.Chunk: _select,
     ir.Slice: _slice,

@@ -166,6 +166,12 @@ class Emitter:
         self.buffers[i.out] = replace(source, text=name, type=out)
         return lay_out("view", const=source.read_only, name=name, base=base, offset=self.integers.times(index, step))
 
+    def choose(self, i: ir.Choose) -> str:
+        src, other = self.text(i.src), self.text(i.other)
+        read_only = self.buffers[i.src].read_only or self.buffers[i.other].read_only
+        self.buffers[i.out] = replace(self.buffers[i.other], text=self.names.of(i.out), read_only=read_only)
+        return lay_out("choose", const=read_only, name=self.text(i.out), condition=self.expr(i.condition), src=src, other=other)
+
     # --- compute ---
 
     def matmul(self, i: ir.Matmul) -> str:
@@ -330,6 +336,7 @@ _EMIT: dict[type[ir.Instruction], Callable[[Emitter, Any], str]] = {
     ir.Allocate: Emitter.allocate,
     ir.Deallocate: Emitter.deallocate,
     **dict.fromkeys((ir.Select, ir.Chunk, ir.Slice, ir.Strided, ir.Reshape, ir.Permute), Emitter.view),
+    ir.Choose: Emitter.choose,
     ir.Matmul: Emitter.matmul,
     ir.Launch: Emitter.launch,
     ir.Copy: Emitter.copy,

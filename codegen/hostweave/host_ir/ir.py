@@ -196,6 +196,18 @@ class Permute(View):
         return strided(source, tuple(source.shape[i] for i in self.order), tuple(strides[i] for i in self.order))
 
 
+@dataclass(frozen=True)
+class Choose(View):
+    """One of two buffers of one type: `src` where the condition is true. No call."""
+
+    condition: Expr
+    other: Alias
+    syntax = "%{out} = choose %{src} if {condition} else %{other}"
+
+    def type_of(self, source: BufferType) -> BufferType:
+        return source
+
+
 # --- compute ----------------------------------------------------------------------------------------------------------
 
 

@@ -9,12 +9,11 @@
 //     stream ring[%i] {
 //       %x_i = chunk %x[0: %q of 4]
 //       %product = allocate bf16[M/4, N]
-//       matmul %x_i, %w -> %product
 //       %p = (rank.x - 1 - %i) % 4
 //       %landing_i = select %landing[0: %p]
-//       if %q == rank.x {
-//         copy %product -> %landing_i
-//       } else {
+//       %product_chunk = choose %landing_i if %q == rank.x else %product
+//       matmul %x_i, %w -> %product_chunk
+//       if %q != rank.x {
 //         group {
 //           recv %landing_i from %p on x
 //           send %product to %q on x
@@ -90,12 +89,11 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const hw::Stream stream = ring_[i];
     const auto* x_i = x + q * (M / 4 * K_x);
     auto* product = product_[i];
-    HW_CHECK(plan_product_.multiply(x_i, w, product, stream));
     const int64_t p = (rank_x - 1 - i + 4) % 4;
     auto* landing_i = landing_ + p * (M / 4 * N);
-    if (q == rank_x) {
-      HW_CHECK(cudaMemcpyAsync(landing_i, product, M / 4 * N * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
-    } else {
+    auto* product_chunk = q == rank_x ? landing_i : product;
+    HW_CHECK(plan_product_.multiply(x_i, w, product_chunk, stream));
+    if (q != rank_x) {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
       HW_CHECK(ncclRecv(landing_i, M / 4 * N, ncclBfloat16, p, channel_x_.comm(), stream));

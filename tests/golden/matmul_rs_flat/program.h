@@ -61,7 +61,7 @@ class Program {
   hw::Rank& rank_;
   const hw::Channel& channel_x_;  // the 4 ranks along x
   hw::Streams ring_;              // ring[4]
-  hw::MatmulPlan plan_product_;   // matmul %x_i, %w -> %product
+  hw::MatmulPlan plan_product_;   // matmul %x_i, %w -> %product_chunk
   hw::Arena arena_;
   hw::bf16* landing_ = nullptr;         // %landing: bf16[4, M/4, N]
   std::array<hw::bf16*, 4> product_{};  // %product: bf16[M/4, N], one a stream

@@ -15,16 +15,15 @@
 //     %p = (rank.x + %i) % 4
 //     stream ring[%i] {
 //       %x_gathered = allocate bf16[M/4, E]
-//       if %p == rank.x {
-//         copy %x -> %x_gathered
-//       } else {
+//       if %p != rank.x {
 //         group {
 //           recv %x_gathered from %p on x
 //           send %x to (rank.x - %i) % 4 on x
 //         }
 //       }
 //       %product_i = chunk %product[0: %p of 4]
-//       matmul %x_gathered, %w_in -> %product_i
+//       %x_chunk = choose %x if %p == rank.x else %x_gathered
+//       matmul %x_chunk, %w_in -> %product_i
 //     }
 //   }
 //   join ring
@@ -37,12 +36,11 @@
 //     stream ring[%j] {
 //       %h_j = chunk %h[0: %q of 4]
 //       %product_2 = allocate bf16[M/4, E]
-//       matmul %h_j, %w_out -> %product_2
 //       %p_2 = (rank.x - 1 - %j) % 4
 //       %landing_j = select %landing[0: %p_2]
-//       if %q == rank.x {
-//         copy %product_2 -> %landing_j
-//       } else {
+//       %product_2_chunk = choose %landing_j if %q == rank.x else %product_2
+//       matmul %h_j, %w_out -> %product_2_chunk
+//       if %q != rank.x {
 //         group {
 //           recv %landing_j from %p_2 on x
 //           send %product_2 to %q on x
@@ -156,9 +154,7 @@ void Program::layer(const hw::bf16* x, const hw::bf16* w_in, const hw::bf16* w_o
     const int64_t p = (rank_x + i) % 4;
     const hw::Stream stream = ring_[i];
     auto* x_gathered = layer_x_gathered_[i];
-    if (p == rank_x) {
-      HW_CHECK(cudaMemcpyAsync(x_gathered, x, M / 4 * E * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
-    } else {
+    if (p != rank_x) {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
       HW_CHECK(ncclRecv(x_gathered, M / 4 * E, ncclBfloat16, p, channel_x_.comm(), stream));
@@ -166,7 +162,8 @@ void Program::layer(const hw::bf16* x, const hw::bf16* w_in, const hw::bf16* w_o
       HW_CHECK(ncclGroupEnd());
     }
     auto* product_i = layer_product_ + p * (M / 4 * F_x);
-    HW_CHECK(plan_product_.multiply(x_gathered, w_in, product_i, stream));
+    const auto* x_chunk = p == rank_x ? x : x_gathered;
+    HW_CHECK(plan_product_.multiply(x_chunk, w_in, product_i, stream));
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(hw::launch_pdl(maximum_minimum_h, hw::grid_of_elements<8>(M * F_x), caller, hw::reads(layer_product_, M * F_x),
@@ -177,12 +174,11 @@ void Program::layer(const hw::bf16* x, const hw::bf16* w_in, const hw::bf16* w_o
     const hw::Stream stream = ring_[j];
     auto* h_j = layer_product_ + q * (M / 4 * F_x);
     auto* product_2 = layer_product_2_[j];
-    HW_CHECK(plan_product_2_.multiply(h_j, w_out, product_2, stream));
     const int64_t p_2 = (rank_x - 1 - j + 4) % 4;
     auto* landing_j = layer_landing_ + p_2 * (M / 4 * E);
-    if (q == rank_x) {
-      HW_CHECK(cudaMemcpyAsync(landing_j, product_2, M / 4 * E * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
-    } else {
+    auto* product_2_chunk = q == rank_x ? landing_j : product_2;
+    HW_CHECK(plan_product_2_.multiply(h_j, w_out, product_2_chunk, stream));
+    if (q != rank_x) {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
       HW_CHECK(ncclRecv(landing_j, M / 4 * E, ncclBfloat16, p_2, channel_x_.comm(), stream));

@@ -69,8 +69,8 @@ class Program {
   hw::Rank& rank_;
   const hw::Channel& channel_x_;   // the 4 ranks along x
   hw::Streams ring_;               // ring[4]
-  hw::MatmulPlan plan_product_;    // matmul %x_gathered, %w_in -> %product_i
-  hw::MatmulPlan plan_product_2_;  // matmul %h_j, %w_out -> %product_2
+  hw::MatmulPlan plan_product_;    // matmul %x_chunk, %w_in -> %product_i
+  hw::MatmulPlan plan_product_2_;  // matmul %h_j, %w_out -> %product_2_chunk
   hw::Arena arena_;
   hw::bf16* layer_product_ = nullptr;            // %product: bf16[M, part(F, x)] of @layer
   std::array<hw::bf16*, 4> layer_x_gathered_{};  // %x_gathered: bf16[M/4, E] of @layer, one a stream

@@ -13,16 +13,15 @@
 //     %p = (rank.x + %i) % 4
 //     stream ring[%i] {
 //       %x_gathered = allocate bf16[M/4, K]
-//       if %p == rank.x {
-//         copy %x -> %x_gathered
-//       } else {
+//       if %p != rank.x {
 //         group {
 //           recv %x_gathered from %p on x
 //           send %x to (rank.x - %i) % 4 on x
 //         }
 //       }
 //       %product_i = chunk %product[0: %p of 4]
-//       matmul %x_gathered, %w -> %product_i
+//       %x_chunk = choose %x if %p == rank.x else %x_gathered
+//       matmul %x_chunk, %w -> %product_i
 //     }
 //   }
 //   join ring
@@ -38,12 +37,11 @@
 //     stream ring[%j] {
 //       %minimum_j = chunk %minimum[0: %q of 4]
 //       %product_3 = allocate bf16[M/4, N]
-//       matmul %minimum_j, %u -> %product_3
 //       %p_2 = (rank.x - 1 - %j) % 4
 //       %landing_j = select %landing[0: %p_2]
-//       if %q == rank.x {
-//         copy %product_3 -> %landing_j
-//       } else {
+//       %product_3_chunk = choose %landing_j if %q == rank.x else %product_3
+//       matmul %minimum_j, %u -> %product_3_chunk
+//       if %q != rank.x {
 //         group {
 //           recv %landing_j from %p_2 on x
 //           send %product_3 to %q on x
@@ -133,9 +131,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const int64_t p = (rank_x + i) % 4;
     const hw::Stream stream = ring_[i];
     auto* x_gathered = x_gathered_[i];
-    if (p == rank_x) {
-      HW_CHECK(cudaMemcpyAsync(x_gathered, x, M / 4 * K * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
-    } else {
+    if (p != rank_x) {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
       HW_CHECK(ncclRecv(x_gathered, M / 4 * K, ncclBfloat16, p, channel_x_.comm(), stream));
@@ -143,7 +139,8 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
       HW_CHECK(ncclGroupEnd());
     }
     auto* product_i = product_ + p * (M / 4 * N);
-    HW_CHECK(plan_product_.multiply(x_gathered, w, product_i, stream));
+    const auto* x_chunk = p == rank_x ? x : x_gathered;
+    HW_CHECK(plan_product_.multiply(x_chunk, w, product_i, stream));
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(plan_product_2_.multiply(product_, v, product_2_, {caller, workspace_}));
@@ -155,12 +152,11 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const hw::Stream stream = ring_[j];
     auto* minimum_j = product_2_ + q * (M / 4 * F_x);
     auto* product_3 = product_3_[j];
-    HW_CHECK(plan_product_3_.multiply(minimum_j, u, product_3, stream));
     const int64_t p_2 = (rank_x - 1 - j + 4) % 4;
     auto* landing_j = landing_ + p_2 * (M / 4 * N);
-    if (q == rank_x) {
-      HW_CHECK(cudaMemcpyAsync(landing_j, product_3, M / 4 * N * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
-    } else {
+    auto* product_3_chunk = q == rank_x ? landing_j : product_3;
+    HW_CHECK(plan_product_3_.multiply(minimum_j, u, product_3_chunk, stream));
+    if (q != rank_x) {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
       HW_CHECK(ncclRecv(landing_j, M / 4 * N, ncclBfloat16, p_2, channel_x_.comm(), stream));

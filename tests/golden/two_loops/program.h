@@ -64,9 +64,9 @@ class Program {
   hw::Rank& rank_;
   const hw::Channel& channel_x_;   // the 4 ranks along x
   hw::Streams ring_;               // ring[4]
-  hw::MatmulPlan plan_product_;    // matmul %x_gathered, %w -> %product_i
+  hw::MatmulPlan plan_product_;    // matmul %x_chunk, %w -> %product_i
   hw::MatmulPlan plan_product_2_;  // matmul %product, %v -> %product_2
-  hw::MatmulPlan plan_product_3_;  // matmul %minimum_j, %u -> %product_3
+  hw::MatmulPlan plan_product_3_;  // matmul %minimum_j, %u -> %product_3_chunk
   hw::Arena arena_;
   char* workspace_ = nullptr;              // of the matmuls on the caller's stream
   hw::bf16* product_ = nullptr;            // %product: bf16[M, N]

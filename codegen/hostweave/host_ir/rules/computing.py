@@ -39,6 +39,13 @@ def _view(c: Checker, i: ir.View, scope: Scope) -> None:
         c.fail(f"%{i.src} is {source}: {-int(outside)} of the indices are outside of dim {dim}")
 
 
+def _choose(c: Checker, i: ir.Choose, scope: Scope) -> None:
+    c.expr(i.condition)
+    if c.types[i.src] != c.types[i.other]:
+        c.fail(f"%{i.src} is {c.types[i.src]} and %{i.other} {c.types[i.other]}: choose between buffers of one type and layout")
+    c.types[i.out] = c.types[i.src]
+
+
 def _matmul(c: Checker, i: ir.Matmul, scope: Scope) -> None:
     c.same_dtype(i.a, i.b, *(() if widens(c.types[i.a].dtype, c.types[i.dst].dtype) else (i.dst,)))
     if why := why_no_product(c.types[i.a].dtype):
@@ -153,6 +160,7 @@ RULES: dict[type[ir.Instruction], Rule] = {
     ir.Allocate: _allocate,
     ir.Deallocate: _deallocate,
     ir.View: _view,
+    ir.Choose: _choose,
     ir.Matmul: _matmul,
     ir.Launch: _launch,
     ir.Copy: _copy,
