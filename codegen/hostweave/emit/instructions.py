@@ -10,7 +10,6 @@ from hostweave.analysis.live_ranges import begins, live_ranges
 from hostweave.emit.context import WORKSPACE, Channel, Plan, ProgramContext, Routes, Temporary
 from hostweave.emit.copies import copied, copy_kernel, fill_kernel
 from hostweave.emit.cpp import CUDA_TYPES, NCCL_REDUCTIONS, nccl_type
-from hostweave.emit.kernels import emit_kernel
 from hostweave.emit.meshes import label
 from hostweave.emit.templates import lay_out
 from hostweave.fusion_ir.user_kernel import Source, elements, held_of
@@ -204,11 +203,7 @@ class Emitter:
         return self.launch_of(self.context.declared[i.kernel], i.srcs, i.dsts)
 
     def launch_of(self, kernel: ir.Kernel, srcs: Sequence[str], dsts: Sequence[str]) -> str:
-        """A launch of the kernel as compiled for buffers of these types: their strides are in its code."""
-        key, kernels = (kernel, tuple(self.type_of(name) for name in (*srcs, *dsts))), self.context.kernels
-        if key not in kernels:
-            kernels[key] = emit_kernel(kernel, key[1], self.integers, self.names, len(kernels))
-        emitted = kernels[key]
+        emitted = self.context.launched(kernel, tuple(self.type_of(name) for name in (*srcs, *dsts)))
         buffers = [*(self.access("reads", name) for name in srcs), *(self.access("writes", name) for name in dsts)]
         return self.call("launch_pdl", emitted.name, emitted.grid, (*buffers, *emitted.sizes))
 

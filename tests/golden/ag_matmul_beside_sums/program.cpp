@@ -46,7 +46,6 @@ Program::Program(hw::Rank& rank)
       ring_(rank, "ring", 4),
       plan_y0_(rank, CUDA_R_16BF, CUDA_R_16BF) {
   HW_CHECK(hw::load(sum_s_partial));
-  HW_CHECK(hw::load(sum_t_partial));
 }
 
 Sizes Program::check(const Inputs& in) const {
@@ -111,7 +110,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     HW_CHECK(plan_y0_.multiply(x_chunk, w, y0_i, stream));
   }
   HW_CHECK(hw::launch_pdl(sum_s_partial, hw::grid_of_columns(K, 512), caller, hw::reads(x, M / 4 * K), hw::writes(s, K), M, K));
-  HW_CHECK(hw::launch_pdl(sum_t_partial, hw::grid_of_columns(L, 512), caller, hw::reads(v, M / 4 * L), hw::writes(t, L), M, L));
+  HW_CHECK(hw::launch_pdl(sum_s_partial, hw::grid_of_columns(L, 512), caller, hw::reads(v, M / 4 * L), hw::writes(t, L), M, L));
   {
     HW_CHECK(ncclGroupStart());
     const hw::CloseGroupOnError guard;
