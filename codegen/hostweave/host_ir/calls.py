@@ -47,7 +47,10 @@ def events_of(body: ir.Body) -> set[str]:
 
 
 def joined(parts: Sequence[ir.HostProgram]) -> ir.HostProgram:
-    """The last of these with the others as its blocks. Equal kernels are one; other kernels, and events, get names of their own."""
+    """The last of these with the others as its blocks. Equal kernels are one; other kernels, and events, get names of their own.
+
+    All use the same streams, as many as the one that uses the most.
+    """
     program = parts[-1]
     if len(parts) == 1:
         return program
@@ -66,9 +69,12 @@ def joined(parts: Sequence[ir.HostProgram]) -> ir.HostProgram:
             pools[pool.name] = unique_name(pool.name, events)
             events[pools[pool.name]] = replace(pool, name=pools[pool.name])
         renamed.append(_with_names(part.body, names, pools))
+    streams: dict[str, ir.Streams] = {}
+    for ours in (pool for part in parts for pool in part.streams):
+        streams[ours.name] = max(streams.get(ours.name, ours), ours, key=lambda pool: pool.count)
     return replace(
         program,
-        streams=tuple(dict.fromkeys(pool for part in parts for pool in part.streams)),
+        streams=tuple(streams.values()),
         events=tuple(events.values()),
         kernels=tuple(kernels.values()),
         body=renamed[-1],

@@ -1,4 +1,4 @@
-// host @matmul_ar_ag(%x: bf16[M@dp, K@tp], %w: bf16[K@tp, N]) -> (%y: bf16[M, N]) mesh(dp=2, tp=4) streams(ring[4])
+// host @matmul_ar_ag(%x: bf16[M@dp, K@tp], %w: bf16[K@tp, N]) -> (%y: bf16[M, N]) mesh(dp=2, tp=4) streams(ring[3])
 // events(turn[1]) uneven(K) {
 //   %y_shards = reshape %y to [2, M/2, N]
 //   fork ring
@@ -31,7 +31,7 @@ Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
       channel_tp_(rank.channel(kMesh, "tp", 4)),
       channel_dp_(rank.channel(kMesh, "dp", 2)),
-      ring_(rank, "ring", 4),
+      ring_(rank, "ring", 3),
       turn_(1),
       plan_product_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
 

@@ -61,7 +61,7 @@ class Program {
   hw::Rank& rank_;
   const hw::Channel& channel_tp_;  // the 4 ranks along tp
   const hw::Channel& channel_dp_;  // the 2 ranks along dp
-  hw::Streams ring_;               // ring[4]
+  hw::Streams ring_;               // ring[3]
   hw::Events turn_;                // turn[1]
   hw::MatmulPlan plan_product_;    // matmul %x_i, %w -> %product
   hw::Arena arena_;
