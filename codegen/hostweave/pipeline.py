@@ -16,6 +16,7 @@ from hostweave.passes.fusion.choose_overlap import choose_overlap
 from hostweave.passes.fusion.decompose_reshards import decompose_reshards
 from hostweave.passes.fusion.insert_reshards import insert_reshards
 from hostweave.passes.fusion.propagate_sharding import propagate_sharding
+from hostweave.passes.host.fold_conditions import fold_conditions
 from hostweave.passes.host.fold_epilogues import fold_epilogues
 from hostweave.passes.host.fuse_kernels import fuse_kernels
 from hostweave.passes.host.group_communications import group_communications
@@ -40,6 +41,7 @@ PASSES: tuple[Callable[[Any, Options], Any], ...] = (
     serialize_channels,
     plan_memory,
     propagate_copies,
+    fold_conditions,
 )
 
 # These see a program with its blocks. Every other pass runs on each block as on a program of its own, then on what calls them.

@@ -72,7 +72,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   HW_CHECK(arena_.begin_call(caller));
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 8; ++i) {
-    const int64_t p = (rank_x + (i / 2)) % 4;
+    const int64_t p = (rank_x + i / 2) % 4;
     const hw::Stream stream = ring_[i];
     const auto* x_i = x + (i % 2) * (M / 8 * K);
     auto* x_gathered = x_gathered_[i % 4];
@@ -83,7 +83,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
       HW_CHECK(ncclSend(x_i, M / 8 * K, ncclBfloat16, (rank_x - (i / 2) + 4) % 4, channel_x_.comm(), stream));
       HW_CHECK(ncclGroupEnd());
     }
-    auto* y_i = y + (p * 2 + (i % 2)) * (M / 8 * N);
+    auto* y_i = y + (p * 2 + i % 2) * (M / 8 * N);
     const auto* x_chunk = p == rank_x ? x_i : x_gathered;
     HW_CHECK(plan_y_.multiply(x_chunk, w, y_i, stream));
   }
