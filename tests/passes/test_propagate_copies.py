@@ -26,6 +26,12 @@ CASES = {
         f"{G}{OTHERS.format('%g', '%x')}%x_chunk = choose %x if %p == rank.x else %g\n%t = permute %x_chunk by [1, 0]\n"
         "%a = allocate f32[4, 4]\nmatmul %t, %x_chunk -> %a\nmatmul %a, %x_chunk -> %y_i\n",
     ),
+    "what reads the copy before a result lies over it": (
+        f"{G}{OWN.format('%g', '%x')}%r = reshape %g to [4, 4]\nlaunch @negative_b %g -> %r\n%s = reshape %r to [4, 4]\n"
+        "launch @negative_b %r -> %s\nmatmul %s, %x -> %y_i\n",
+        f"{G}{OTHERS.format('%g', '%x')}%r = reshape %g to [4, 4]\n%x_chunk = choose %x if %p == rank.x else %g\n"
+        "launch @negative_b %x_chunk -> %r\n%s = reshape %r to [4, 4]\nlaunch @negative_b %r -> %s\nmatmul %s, %x -> %y_i\n",
+    ),
     "what computes the source, in several kernels": (
         f"{H}launch @negative_b %h -> %h\n%q = (rank.x - %i) % 3\n%l_i = select %l[0: %q]\n{OWN.format('%l_i', '%h')}",
         "%h = allocate f32[4, 4]\n%q = (rank.x - %i) % 3\n%l_i = select %l[0: %q]\n"
@@ -36,6 +42,9 @@ CASES = {
 # Steps in which the copy stays.
 STAYS = {
     "the copy is overwritten": f"{G}{OWN.format('%g', '%x')}launch @negative_b %g -> %g\nmatmul %g, %x -> %y_i\n",
+    "part of the copy is overwritten": f"{G}{OWN.format('%g', '%x')}%r = slice %g[0: 1 from 0]\nfill %r with 1.0\nmatmul %g, %x -> %y_i\n",
+    "the copy is read after a result lies over it": f"{G}{OWN.format('%g', '%x')}%r = reshape %g to [4, 4]\n"
+    "launch @negative_b %g -> %r\nmatmul %r, %g -> %y_i\n",
     "all that is gathered is read after the loop": f"{LANDS}{OWN.format('%l_i', '%x')}matmul %l_i, %x -> %y_i\n",
     "the copy is an output": OWN.format("%y_i", "%x"),
     "the copy has another layout": f"{G}%g_t = permute %g by [1, 0]\n%b = allocate f32[4, 4]\n"

@@ -95,23 +95,34 @@ class _Copy:
         """The edits by which what comes later in the body reads the source; none where anything else reads the copy."""
         later = self.place.body[self.place.index + 1 :]
         root, copied = self.uses.root(self.dst), self._views_in(later, self.dst)
-        inside = {id(i) for i in ir.walk(later)}
+        at, results = self._overwritten(later, copied)
+        inside, until = ({id(i) for i in ir.walk(body)} for body in (later, later[: at + 1]))
         if root not in self.uses.allocates or self.uses.root(self.src) in self.uses.writes((self.loop,)):
             return {}
-        if any(id(i) not in inside or name not in copied for i, name in self.touching(root, "read")):
+        reads = list(self.touching(root, "read"))
+        if any(id(i) not in inside or name not in copied or (name in results) == (id(i) in until) for i, name in reads):
             return {}
         # Another chunk of that memory is written only while this one is sent, so that they have no byte in common.
         sends = [set(map(id, i.body)) for i in ir.walk(later) if isinstance(i, ir.Group) and copied & set(_names((i,), "read"))]
         writes = [(i, name) for i, name in self.touching(root, "write") if id(i) in inside]
-        if any(name in copied or not any(id(i) in group for group in sends) for i, name in writes):
+        if any(name in copied or not any(id(i) in group for group in sends) for i, name in writes if name not in results):
             return {}
-        users = [i for i in later if self.dst in _names((i,), "read", "alias")]
-        if not users:
+        users = [i for i in later if self.dst in _names((i,), "read", "alias") and results.isdisjoint(ir.names(i, "define"))]
+        if not users or any(results & set(_names(inner, "define")) for i in later for inner in ir.bodies(i)):
             return {}
         choice = self.choice(self.src, self.dst, taken)
         edits = {id(i): renamed((i,), {self.dst: choice.out}) for i in users}
         edits[id(users[0])] = (choice, *edits[id(users[0])])
         return {**edits, id(self.branch): (*self.views, self.remote())}
+
+    def _overwritten(self, later: ir.Body, copied: set[str]) -> tuple[int, set[str]]:
+        """The kernel that first writes its result over all of the copy, and the views that are that result; none otherwise."""
+        for at, i in enumerate(later):
+            if names := copied & set(_names((i,), "write")):
+                if isinstance(i, ir.Launch) and self.dst not in names and all(map(self.uses.is_whole, names)):
+                    return at, {view for name in names for view in self._views_in(later, name)}
+                break
+        return len(later), set()
 
     def _views_in(self, body: ir.Body, name: str) -> set[str]:
         """A buffer and its views that a body defines."""
