@@ -27,6 +27,14 @@ CASES = {
         "%w = reshape %y to [2, 2]\ncopy %v -> %w\n",
         "%v = reshape %x to [2, 2]\n%w = reshape %y to [2, 2]\ncopy %v -> %w\n",
     ),
+    "no channel is left where nothing is sent": (
+        "if rank.b == 0 {\ncopy %x -> %y\n} else {\nrecv %y from 0 on b\n}\n",
+        "copy %x -> %y\n",
+    ),
+    "a channel stays where another one is sent on it": (
+        "if rank.b > 0 {\nrecv %y from 0 on b\n}\nall_reduce sum %x -> %y on b\n",
+        "all_reduce sum %x -> %y on b\n",
+    ),
     "on some ranks by the coordinates of their mesh": (
         "on mesh(a=1 of ranks 1) {\nif rank.a == 0 {\ncopy %x -> %y\n}\n}\nif rank.a == 0 {\ncopy %x -> %y\n}\n",
         "on mesh(a=1 of ranks 1) {\ncopy %x -> %y\n}\nif rank.a == 0 {\ncopy %x -> %y\n}\n",
@@ -34,15 +42,17 @@ CASES = {
 }
 
 
-def program(body: str, events: str = " events(done[1])") -> HostProgram:
-    return HostProgram.parse(f"host @f(%x: f32[4]) -> (%y: f32[4]) mesh(a=2, b=1){events} {{\n{body}}}\n")
+def program(body: str) -> HostProgram:
+    """With the channel and the events that the body uses."""
+    channels, events = " channels(b: b two_sided)" if " on b" in body else "", " events(done[1])" if "done" in body else ""
+    return HostProgram.parse(f"host @f(%x: f32[4]) -> (%y: f32[4]) mesh(a=2, b=1){channels}{events} {{\n{body}}}\n")
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_fold_conditions(case: str) -> None:
     before, after = CASES[case]
-    result = fold_conditions(program(before, " events(done[1])" if "done" in before else ""), Options())
-    assert str(result) == str(program(after, ""))
+    result = fold_conditions(program(before), Options())
+    assert str(result) == str(program(after))
     assert fold_conditions(result, Options()) is result
 
 

@@ -80,20 +80,18 @@ class _Copy:
         """What is in the body in which the branch stands, also in bodies inside."""
         return [p for p in self.uses.places if self.place.around[-1] in p.around]
 
-    def edits(self, users: list[Place], name: str, views: ir.Body, choice: ir.Choose) -> Edits:
-        """By which these name the choice, which stands with its views before the first of them, and nothing is copied."""
-        edits = {p.number: renamed((p.instruction,), {name: choice.out}) for p in users}
+    def edits(self, users: list[Place], own: str, name: str, views: ir.Body, kept: ir.Body, taken: set[str]) -> Edits:
+        """By which these name a choice in place of a buffer, and nothing is copied.
+
+        It stands with views that it needs before the first of them, and views that are kept where the copy was.
+        """
+        location, choice = self.place.instruction.location, claim_unique(f"{self.uses.root(self.src)}_chunk", taken)
+        edits = {p.number: renamed((p.instruction,), {name: choice}) for p in users}
         first = self.child(users[0])
-        edits[first] = (*views, choice, *edits.get(first, (self.uses.places[first].instruction,)))
+        named = edits.get(first, (self.uses.places[first].instruction,))
+        edits[first] = (*views, ir.Choose(choice, own, self.condition, name, location=location), *named)
+        edits[self.place.number] = (*kept, ir.If(opposite(self.condition), self.others, location=location))
         return edits
-
-    def remote(self) -> ir.If:
-        """What is left of the branch."""
-        return ir.If(opposite(self.condition), self.others, location=self.place.instruction.location)
-
-    def choice(self, src: str, other: str, taken: set[str]) -> ir.Choose:
-        name = claim_unique(f"{self.uses.root(self.src)}_chunk", taken)
-        return ir.Choose(name, src, self.condition, other, location=self.place.instruction.location)
 
     def child(self, place: Place) -> int:
         """The number of what stands beside the branch and is, or has in it, an instruction."""
@@ -122,10 +120,7 @@ class _Copy:
         if any(name in copied or p.statement not in sends for p, name in writes):
             return {}
         users = [p for p in _naming(later, self.dst) if results.isdisjoint(ir.names(p.instruction, "view"))]
-        if not users:
-            return {}
-        edits = self.edits(users, self.dst, (), self.choice(self.src, self.dst, taken))
-        return edits | {self.place.number: (*self.views, self.remote())}
+        return self.edits(users, self.src, self.dst, (), self.views, taken) if users else {}
 
     def _overwritten(self, later: list[Place], copied: set[str]) -> tuple[int, set[str]]:
         """The kernel that first writes its result over all of the copy, and the views that are that result; none otherwise."""
@@ -155,8 +150,7 @@ class _Copy:
         if root in touched or any(p.instruction.orders for p in before) or moved is None:
             return {}
         views = (*(p.instruction for p in moved), *self.views)
-        edits = self.edits(users, self.src, views, self.choice(self.dst, self.src, taken))
-        return edits | {p.number: () for p in moved} | {self.place.number: (self.remote(),)}
+        return self.edits(users, self.dst, self.src, views, (), taken) | {p.number: () for p in moved}
 
     def _made_for_choice(self, before: list[Place]) -> list[Place] | None:
         """The indices and views among these that the choice needs; None where it needs anything else of them."""
