@@ -47,7 +47,7 @@ def mistake_of(capsys: Captured, *arguments: str) -> str:
 
 def test_demo(capsys: Captured) -> None:
     out = output_of(capsys, "demo", "--ranks", "4", "--target", "cpu")
-    for text in (golden("ag_matmul_p2p", "input"), golden("ag_matmul_p2p", "plan_memory"), golden_source("ag_matmul_p2p", "program.cpp")):
+    for text in (golden("ag_matmul_p2p", "input"), golden("ag_matmul_p2p", STAGES[-1]), golden_source("ag_matmul_p2p", "program.cpp")):
         assert text in out
     for rank in range(4):
         assert f"rank {rank}: y [4, 256, 256] matches NumPy" in out
@@ -145,24 +145,23 @@ def test_inspect_memory(capsys: Captured) -> None:
     assert out.endswith(
         """
    7        %x_gathered = allocate bf16[m, K]
-   8        if %p == rank.x {
-   9          copy %x_i -> %x_gathered
-  10        } else {
-  11          group {
-  12            recv %x_gathered from %p on x
-  13            send %x_i to (rank.x - %i) % 4 on x
-  14          }
-  15        }
-  16        %y_i = select %y[0: %p]
-  17        matmul %x_gathered, %w -> %y_i
-  18      }
-  19    }
-  20    join ring
-  21  }
+   8        if %p != rank.x {
+   9          group {
+  10            recv %x_gathered from %p on x
+  11            send %x_i to (rank.x - %i) % 4 on x
+  12          }
+  13        }
+  14        %y_i = select %y[0: %p]
+  15        %x_chunk = choose %x_i if %p == rank.x else %x_gathered
+  16        matmul %x_chunk, %w -> %y_i
+  17      }
+  18    }
+  19    join ring
+  20  }
 
 memory of @ag_matmul_p2p at m=128, K=1024, N=4096, rank 0
 buffer       type        bytes        offset                     lines  streams
-%x_gathered  bf16[m, K]  4 x 262,144  0 262,144 524,288 786,432  9-17   ring
+%x_gathered  bf16[m, K]  4 x 262,144  0 262,144 524,288 786,432  10-16  ring
 peak 1,048,576 bytes, lower bound 1,048,576, ratio 1.000
 """
     )
@@ -190,7 +189,7 @@ def test_sizes_that_a_program_cannot_have(capsys: Captured) -> None:
     assert message == "seeds.py:67: %x_gathered = allocate bf16[M/4, K]: M/4: 4 does not divide 6: choose sizes that it divides"
 
 
-@pytest.mark.parametrize("stage", ["input", "choose_overlap", "plan_memory"])
+@pytest.mark.parametrize("stage", ["input", "choose_overlap", "propagate_copies"])
 def test_inspect_goes_on_from_ir_text(capsys: Captured, stage: str) -> None:
     file = GOLDEN / "ag_matmul_p2p" / f"{stage}.hw"
     without_lines = re.sub(r" *// \w+\.py:.*\n", "", golden_source("ag_matmul_p2p", "program.cpp"))

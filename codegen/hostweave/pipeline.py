@@ -16,12 +16,14 @@ from hostweave.passes.fusion.choose_overlap import choose_overlap
 from hostweave.passes.fusion.decompose_reshards import decompose_reshards
 from hostweave.passes.fusion.insert_reshards import insert_reshards
 from hostweave.passes.fusion.propagate_sharding import propagate_sharding
+from hostweave.passes.host.fold_conditions import fold_conditions
 from hostweave.passes.host.fold_epilogues import fold_epilogues
 from hostweave.passes.host.fuse_kernels import fuse_kernels
 from hostweave.passes.host.group_communications import group_communications
 from hostweave.passes.host.multi_buffer import multi_buffer
 from hostweave.passes.host.plan_memory import plan_memory
 from hostweave.passes.host.privatize_per_stream import privatize_per_stream
+from hostweave.passes.host.propagate_copies import propagate_copies
 from hostweave.passes.host.reuse_in_place import reuse_in_place
 from hostweave.passes.host.serialize_channels import serialize_channels
 from hostweave.passes.host.sink_allocations import sink_allocations
@@ -50,6 +52,8 @@ PASSES: tuple[Callable[[Any, Options], Any], ...] = (
     reuse_in_place,
     sink_views,
     plan_memory,
+    propagate_copies,
+    fold_conditions,
 )
 
 # These see a program with its blocks. Every other pass runs on each block as on a program of its own, then on what calls them.

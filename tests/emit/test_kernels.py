@@ -12,6 +12,7 @@ import pytest
 
 from hostweave.api import compile
 from hostweave.base.errors import ProgramError
+from hostweave.emit import render
 from hostweave.fusion_ir.ir import Fusion, Op, Value
 from hostweave.fusion_ir.ops import infer_type, pointwise
 from hostweave.fusion_ir.reference import run_reference
@@ -206,3 +207,41 @@ def test_several_results_one_of_them_in_place(dtype: str, target: str) -> None:
                 pair = np.asarray(result, np.float64), np.asarray(want, np.float64)
                 np.testing.assert_allclose(*pair, rtol=tolerance, atol=tolerance * np.sqrt(sizes["N"]), err_msg=name)
     program.close()
+
+
+# --- kernels that launches share --------------------------------------------------------------------------------------
+
+TURNED = """\
+kernel @turned_{name}(%{name}: f32[B, {heads}, S, {length}]) {{
+  %{name}_1: f32[B, {heads}, S, {length}] = {op}(%{name}, %{name})
+}}
+"""
+
+
+def turned(op: str, heads: int, length: int = 64) -> HostProgram:
+    """Two launches on transposed heads: of 4 by an addition, and of others by another op."""
+    launches = (("q", 4, 64, "add", "y"), ("k", heads, length, op, "z"))
+    kernels = "".join(TURNED.format(name=name, heads=n, length=each, op=op) for name, n, each, op, _ in launches)
+    body = "".join(
+        f"%{name}_h = reshape %{name} to [S, B, {n}, {each}]\n%{name}_t = permute %{name}_h by [1, 2, 0, 3]\n"
+        f"launch @turned_{name} %{name}_t -> %{out}\n"
+        for name, n, each, _, out in launches
+    )
+    inputs = ", ".join(f"%{name}: f32[S, B, {n * each}]" for name, n, each, _, _ in launches)
+    outputs = ", ".join(f"%{out}: f32[B, {n}, S, {each}]" for _, n, each, _, out in launches)
+    return HostProgram.parse(f"{kernels}host @turned({inputs}) -> ({outputs}) mesh() {{\n{body}}}\n")
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_kernels_that_differ_in_names_and_sizes_are_one(heads: int, target: str) -> None:
+    program = compile(turned("add", heads), target=target)
+    assert program.sources["kernels.cu"].count("__global__") == 1
+    random = np.random.default_rng(0)
+    q, k = (random.standard_normal((6, 3, count * 64)).astype(np.float32) for count in (4, heads))
+    for result, given in zip(program.run(q, k), (q, k), strict=True):
+        np.testing.assert_array_equal(result, 2 * given.reshape(6, 3, -1, 64).transpose(1, 2, 0, 3))
+
+
+@pytest.mark.parametrize(("op", "length"), [("multiply", 64), ("add", 32)])
+def test_kernels_that_differ_in_more_are_two(op: str, length: int) -> None:
+    assert render(turned(op, 2, length))["kernels.cu"].count("__global__") == 2

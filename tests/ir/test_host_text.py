@@ -39,6 +39,7 @@ streams(ring[2], copy[1]) events(done[3]) uneven(M) {
       %t_i = permute %r_i by [1, 0]
       %u_i = slice %b[0: part(M, x) from rank.x * ceil(M/2)]
       %v_i = strided %b[1: 2 from 1 by 2]
+      %w_i = choose %x_i if %p == rank.x + 1 else %u_i
       if %p == rank.x {
         copy %t_i -> %r_i
       } else {

@@ -61,6 +61,12 @@ BODIES = {
     "%v = reshape %x to [2*M]\n%w = reshape %y to [2*M]\ncopy %w -> %v": (
         "text:4: @t: copy %w -> %v: %v is an input and may not be written: allocate a buffer"
     ),
+    "%b = allocate f32[M/2, 4]\n%v = choose %b if rank.x == 0 else %x\ncopy %y -> %v": (
+        "text:4: @t: copy %y -> %v: %v is an input and may not be written: allocate a buffer"
+    ),
+    "%b = allocate f32[M/2, 4]\n%v = choose %x if rank.x == 0 else %b\ndeallocate %b\ncopy %v -> %y": (
+        "text:5: @t: copy %v -> %y: %v is used after its deallocate: move the deallocate down"
+    ),
     # expressions
     "%i = %j + 1": "text:2: @t: %i = %j + 1: %j is not an index that is known here: define it above",
     "%i = rank.q": "text:2: @t: %i = rank.q: mesh(x=2) has no axis 'q': its axes are x",
@@ -70,6 +76,13 @@ BODIES = {
     # memory and views
     "%b = allocate f32[K]": "text:2: @t: %b = allocate f32[K]: K is not a size of any input or output",
     "%v = select %x[2: 0]": "text:2: @t: %v = select %x[2: 0]: %x is f32[M/2, 4]: it has no dim 2",
+    "%v = choose %x if %i == 0 else %y": (
+        "text:2: @t: %v = choose %x if %i == 0 else %y: %i is not an index that is known here: define it above"
+    ),
+    "%v = chunk %x[1: 0 of 2]\n%w = choose %x if rank.x == 0 else %v": (
+        "text:3: @t: %w = choose %x if rank.x == 0 else %v: %x is f32[M/2, 4]: %v is f32[M/2, 2]: "
+        "choose between buffers of one type and layout"
+    ),
     "%v = chunk %x[1: 0 of 3]": "text:2: @t: %v = chunk %x[1: 0 of 3]: %x is f32[M/2, 4]: cannot cut 4 into 3 chunks",
     "%v = slice %x[2: 1 from 0]": "text:2: @t: %v = slice %x[2: 1 from 0]: %x is f32[M/2, 4]: it has no dim 2",
     "%v = slice %x[0: 1 from ceil(K/2)]": (

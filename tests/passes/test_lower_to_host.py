@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from hostweave.fusion_ir.ir import Fusion
+from hostweave.host_ir.ir import Streams
 from hostweave.options import Options
 from hostweave.passes.lower.lower_to_host import lower_to_host
-from hostweave.pipeline import PASSES
+from hostweave.pipeline import PASSES, lower
 
 CASES = {
     "a slice is a view, and a concat where its operands are made": (
@@ -167,3 +168,21 @@ def test_lower_to_host(case: str) -> None:
     lines = str(stage).splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("host")) + 1
     assert "\n".join(lines[first:-1]) + "\n" == wanted
+
+
+@pytest.mark.parametrize(("chunks", "streams"), [((2, 3), 3), ((3, 2), 3), ((2, 8), 4), ((1, 1), 1)])
+def test_no_more_streams_than_the_steps_of_the_longest_loop(chunks: tuple[int, int], streams: int) -> None:
+    """Of blocks and of what calls them."""
+    inner, outer = (f"stream(M, {count})" for count in chunks)
+    stage = Fusion.parse(f"""\
+block @b(%x: f32[M]) {{
+  %y: f32[M] {inner} = negative(%x)
+  return %y
+}}
+fusion @f(%x: f32[M]) {{
+  %h: f32[M] = call @b(%x)
+  %y: f32[M] {outer} = exp(%h)
+  return %y
+}}
+""")
+    assert lower(stage, Options()).streams == (Streams("ring", streams),)

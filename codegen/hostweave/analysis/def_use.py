@@ -90,17 +90,21 @@ class DefUse:
         for name in ir.names(i, "allocate"):
             self.allocates[name], self.touches[name] = place, []
             self.lives[place] = self.touches[name]
-        for name in ir.names(i, "define"):
-            if self.roots.source(name):
-                self.views[name] = place
-                self.viewed.setdefault(self.root(name), []).append(place)
-        for name in dict.fromkeys(map(self.root, ir.names(i, "read", "write"))):
+        for name in ir.names(i, "view"):
+            self.views[name] = place
+            for root in self.roots.all_of(name):
+                self.viewed.setdefault(root, []).append(place)
+        for name in self._roots(i, "read", "write"):
             self.touches.setdefault(name, []).append(place)
         return place
 
     def root(self, name: str) -> str:
         """The parameter or allocation that a buffer is, or is a view of."""
         return self.roots.of(name)
+
+    def _roots(self, i: ir.Instruction, *roles: str) -> dict[str, None]:
+        """All that an instruction may touch by the names of these roles."""
+        return dict.fromkeys(root for name in ir.names(i, *roles) for root in self.roots.all_of(name))
 
     def is_whole(self, name: str) -> bool:
         """Whether a buffer is all of a parameter or allocation, its elements in order."""
@@ -112,7 +116,7 @@ class DefUse:
 
     def chunk(self, view: Place) -> tuple[int, Expr, Size] | None:
         """Of a view of one of equal chunks: the dim, the number of the chunk, and how many there are."""
-        (source,) = ir.names(view.instruction, "alias")
+        source, *_ = ir.names(view.instruction, "alias")
         return view.instruction.chunk_of(self.types[source])
 
     def edited(self, gone: set[int], before: Mapping[int, ir.Body]) -> ir.Body:
@@ -123,11 +127,11 @@ class DefUse:
     # --- what instructions touch, with all that is in their bodies ---
 
     def reads(self, instructions: Iterable[ir.Instruction]) -> set[str]:
-        return {self.root(name) for i in ir.walk(tuple(instructions)) for name in ir.names(i, "read")}
+        return {root for i in ir.walk(tuple(instructions)) for root in self._roots(i, "read")}
 
     def writes(self, instructions: Iterable[ir.Instruction]) -> set[str]:
         """Or frees."""
-        return {self.root(name) for i in ir.walk(tuple(instructions)) for name in ir.names(i, "write", "free")}
+        return {root for i in ir.walk(tuple(instructions)) for root in self._roots(i, "write", "free")}
 
     def conflict(self, some: Iterable[ir.Instruction], others: Iterable[ir.Instruction]) -> bool:
         """Whether the order of the two matters: one writes what the other reads or writes."""

@@ -199,7 +199,8 @@ def _deallocate(b: _Binder, i: ir.Deallocate) -> Step:
 def _view(b: _Binder, i: ir.View) -> Step:
     type = b.types[i.src]
     b.define(i.out, i.type_of(type), i)
-    source, held, where = b.layouts[i.src], b.layouts[i.out], b.expr(i.offset)
+    source, held, where, chosen = b.layouts[i.src], b.layouts[i.out], b.expr(i.offset), b.expr(i.chosen_by or Const(1))
+    first, *_, last = (i.src, *ir.names(i, "alias"))
     distance = b.size(i.stride(type), i) * source.dtype.itemsize if held.count else 0
     count = b.size(chunk[2], i) if (chunk := i.chunk_of(type)) else 0
     dim, _, indices = i.span if i.span and not chunk else (0, None, None)
@@ -211,7 +212,7 @@ def _view(b: _Binder, i: ir.View) -> Step:
             run.fail(i, f"{_outside(i.offset, value, count)}: keep the index inside the dim")
         if spread and not 0 <= value <= source.shape[dim] - spread:
             run.fail(i, f"{spread} from {value} are outside of 0..{source.shape[dim]}: keep the slice inside the dim")
-        root, offset, generation = run.place(i.src, i)
+        root, offset, generation = run.place(first if chosen(run.environment) else last, i)
         run.places[i.out] = (root, offset + value * distance, generation)
 
     return step

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hostweave.analysis.live_ranges import Begin
 from hostweave.emit.cpp import CppExprPrinter
-from hostweave.emit.kernels import Kernel
+from hostweave.emit.kernels import Kernel, emit_kernel
 from hostweave.emit.layers import Element, layers_of
 from hostweave.emit.names import Names
 from hostweave.host_ir import ir
@@ -94,9 +94,22 @@ class ProgramContext:
         self.uses_of_plan: dict[PlanKey, set[Mesh]] = {}
         self.declared = {kernel.name: kernel for kernel in program.kernels}
         self.sources = {source.name: source for source in program.sources}
-        self.kernels: dict[tuple[ir.Kernel, tuple[BufferType, ...]], Kernel] = {}
+        self.kernels: dict[str, Kernel] = {}  # by their forms
+        self.launches: dict[tuple[ir.Kernel, tuple[BufferType, ...]], Kernel] = {}  # under the names of those
         self.temporaries: dict[Begin, Temporary] = {}
         self.needs_workspace = False  # for matmuls on the caller's stream
+
+    def launched(self, kernel: ir.Kernel, buffers: tuple[BufferType, ...]) -> Kernel:
+        """The kernel for buffers of these types, whose strides are in its code. One that differs in names alone gives it its name."""
+        key = kernel, buffers
+        if key not in self.launches:
+            emitted = emit_kernel(kernel, buffers, self.integers, self.names, len(self.launches))
+            shared = self.kernels.setdefault(emitted.form, emitted)
+            note = f"Also for @{kernel.name}."
+            if emitted.name != shared.name and note not in shared.comments:
+                self.kernels[emitted.form] = replace(shared, comments=(*shared.comments, note))
+            self.launches[key] = replace(emitted, name=shared.name)
+        return self.launches[key]
 
     def channel(self, channel: ir.Channel) -> Channel:
         if channel.name not in self.channels:

@@ -8,13 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import gcd
 
-from hostweave.host_ir.expr import OPERATORS, Binary, Const, Coordinate, Expr, Rank, Symbol, Var
+from hostweave.host_ir.expr import OPERATORS, Binary, Const, Coordinate, Expr, Range, Rank, Symbol, Var, range_of
 from hostweave.types.mesh import Mesh
 from hostweave.types.size import Atom, Factor, Size, Sum
 from hostweave.types.tensor import DType
 
 Place = tuple[Mesh, str]  # along an axis of a mesh
-Range = tuple[int | None, int | None]  # the least and the greatest value, None where unknown
 
 CUDA_TYPES = {
     "f64": "CUDA_R_64F",
@@ -174,7 +173,7 @@ class CppExprPrinter:
                 return f"hw::floor_div({self.expr(left)}, {self.expr(right)})"
             case Binary(op, left, right):
                 precedence = OPERATORS[op][0]
-                return f"{self._operand(left, precedence)} {op} {self._operand(right, precedence + 1)}"
+                return f"{self._operand(left, precedence)} {op} {self._operand(right, precedence + (op != '+'))}"
         raise TypeError(f"not an expression: {expr!r}")
 
     def times(self, expr: Expr, extent: Size) -> str:
@@ -190,7 +189,7 @@ class CppExprPrinter:
 
     def _operand(self, expr: Expr, precedence: int) -> str:
         text = self.expr(expr)
-        if isinstance(expr, Binary) and (OPERATORS[expr.op][0] < precedence or (expr.op in "/%" and precedence > 1)):
+        if isinstance(expr, Binary) and (OPERATORS[expr.op][0] < precedence or (expr.op in "/%" and precedence > 2)):
             return f"({text})"
         return text
 
@@ -207,36 +206,4 @@ class CppExprPrinter:
         return f"{text} % {self._operand(right, 4)}"
 
     def range(self, expr: Expr) -> Range:
-        match expr:
-            case Const(value):
-                return value, value
-            case Var(name):
-                return self.ranges.get(name, (None, None))
-            case Coordinate(axis):
-                return 0, self.mesh.axis_size(axis) - 1
-            case Rank():
-                return 0, self.program.size - 1
-            case Symbol():
-                return 0, None
-            case Binary(op, left, right):
-                return _combined(op, self.range(left), self.range(right))
-        return None, None
-
-
-def _combined(op: str, a: Range, b: Range) -> Range:
-    (low, high), (b_low, b_high) = a, b
-    if op == "+":
-        return _sum(low, b_low), _sum(high, b_high)
-    if op == "-":
-        return _sum(low, None if b_high is None else -b_high), _sum(high, None if b_low is None else -b_low)
-    if op == "%":
-        return 0, None if b_high is None else b_high - 1
-    if op in "*/" and low is not None and low >= 0 and b_low is not None and b_low >= 0:
-        if op == "*":
-            return low * b_low, None if high is None or b_high is None else high * b_high
-        return 0 if b_high is None else low // max(b_high, 1), None if high is None else high // max(b_low, 1)
-    return None, None
-
-
-def _sum(a: int | None, b: int | None) -> int | None:
-    return None if a is None or b is None else a + b
+        return range_of(expr, self.ranges, self.mesh, self.program)

@@ -12,7 +12,6 @@ from hostweave.base.errors import Location
 from hostweave.emit.context import WORKSPACE, Plan, ProgramContext, Routes, Temporary
 from hostweave.emit.copies import copied, copy_kernel, fill_kernel
 from hostweave.emit.cpp import CUDA_TYPES
-from hostweave.emit.kernels import emit_kernel
 from hostweave.emit.layers import Element, Words, arrays_of, rolled
 from hostweave.emit.meshes import place
 from hostweave.emit.templates import COMMON, lay_out
@@ -218,6 +217,12 @@ class Emitter:
         self.buffers[i.out] = replace(source, text=name, type=out)
         return lay_out("view", const=source.read_only, name=name, base=base, offset=self.integers.times(index, i.stride(source.type)))
 
+    def choose(self, i: ir.Choose) -> str:
+        src, other = self.text(i.src), self.text(i.other)
+        read_only = self.buffers[i.src].read_only or self.buffers[i.other].read_only
+        self.buffers[i.out] = replace(self.buffers[i.other], text=self.names.of(i.out), read_only=read_only)
+        return lay_out("choose", const=read_only, name=self.text(i.out), condition=self.expr(i.condition), src=src, other=other)
+
     # --- compute ---
 
     def matmul(self, i: ir.Matmul) -> str:
@@ -250,11 +255,7 @@ class Emitter:
         return self.launch_of(self.context.declared[i.kernel], i.srcs, i.dsts)
 
     def launch_of(self, kernel: ir.Kernel, srcs: Sequence[str], dsts: Sequence[str]) -> str:
-        """A launch of the kernel as compiled for buffers of these types: their strides are in its code."""
-        key, kernels = (kernel, tuple(self.type_of(name) for name in (*srcs, *dsts))), self.context.kernels
-        if key not in kernels:
-            kernels[key] = emit_kernel(kernel, key[1], self.integers, self.names, len(kernels))
-        emitted = kernels[key]
+        emitted = self.context.launched(kernel, tuple(self.type_of(name) for name in (*srcs, *dsts)))
         buffers = [*(self.access("reads", name) for name in srcs), *(self.access("writes", name) for name in dsts)]
         return self.call("launch_pdl", emitted.name, emitted.grid, (*buffers, *emitted.sizes))
 
@@ -424,6 +425,7 @@ _EMIT: dict[type[ir.Instruction], Callable[[Emitter, Any], str | Words]] = {
     ir.Allocate: Emitter.allocate,
     ir.Deallocate: Emitter.deallocate,
     ir.View: Emitter.view,
+    ir.Choose: Emitter.choose,
     ir.Matmul: Emitter.matmul,
     ir.Launch: Emitter.launch,
     ir.Copy: Emitter.copy,

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from hostweave.analysis.kernel_indices import Iteration, reduced_indices
+from hostweave.base.names import claim_unique
 from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.names import Names
 from hostweave.fusion_ir.ops import OPS
 from hostweave.host_ir import ir
-from hostweave.types.size import Size, product
+from hostweave.types.size import Factor, Size, product
 from hostweave.types.tensor import BufferType
 
 ZERO, ONE = Size(0), Size()
@@ -26,6 +28,7 @@ HELD = 20  # accesses, at most, whose elements a thread holds: 80 registers
 HELD_ROWS = 5  # of unknown length, at most, that a thread holds its part of: hw::kRowAccesses accesses each
 TILE_THREADS, MOST_THREADS = 512, 1024
 FEW_COLUMNS = 4224  # at most one tile for each multiprocessor: these take all the threads that a block may have
+OUTERMOST = "outermost"  # the size that an extent becomes
 SHORT = 1 << 30  # elements, at most, whose indices hw::fits_int32
 
 
@@ -156,6 +159,30 @@ class Loops:
         scalar = Dim(ONE, tuple(ONE if place in self.stores else ZERO for place in self.places))
         self.kept = merged([dim(index) for index in self.walked.kept]) or [scalar]
         self.reduced = merged([dim(index) for index in self.walked.reduced])
+        self.named = self.name_outermost()
+
+    def name_outermost(self) -> dict[Factor, Size]:
+        """Makes an outermost extent such as `4*B` a size of its own, which may be another multiple in another launch.
+
+        Not where an inner extent has one of its sizes: strides would be written in two ways. Gives what the new size stands for.
+        """
+        extent, *inner = (dim.extent for dim in (*self.kept, *self.reduced))
+        if len(self.kept) < 2 or extent.coefficient == 1 or extent.divisor > 1 or extent.is_int:
+            return {}
+        if {atom for other in inner for atom in other.atoms} & set(extent.atoms):
+            return {}
+        outer, sizes = Size(1, (OUTERMOST,)), self.integers.sizes
+        at = next(i for i, atom in enumerate(sizes) if atom in extent.atoms)
+        known, free = list(sizes.items()), claim_unique(OUTERMOST, set(sizes.values()))
+        self.integers = replace(self.integers, sizes=dict([*known[:at], (OUTERMOST, free), *known[at:]]))
+
+        def in_outer(size: Size) -> Size:
+            quotient = size.divided_by(extent)
+            return size if quotient is None or quotient.divisor > 1 else quotient * outer
+
+        self.kept = [replace(dim, extent=in_outer(dim.extent), strides=tuple(map(in_outer, dim.strides))) for dim in self.kept]
+        self.reduced = [replace(dim, strides=tuple(map(in_outer, dim.strides))) for dim in self.reduced]
+        return {OUTERMOST: extent}
 
     def name_indices(self, names: Names) -> None:
         """Names the index of every dim, in the order of the operands' dims, and of the element of the result."""
@@ -235,18 +262,22 @@ class Loops:
 
     # --- text ---
 
-    def text(self, pattern: str, width: str = "kWidth") -> str:
-        """What a sharing has for these loops, in which the number of neighbours that a thread takes has this name."""
+    def text(self, pattern: str, width: str = "kWidth", named: Mapping[Factor, Size] = MappingProxyType({})) -> str:
+        """What a sharing has for these loops, in which the number of neighbours that a thread takes has this name; `named` are replaced."""
         width, number = width if self.width > 1 else "", self.number
+
+        def extent(*sizes: Size) -> str:
+            return self.integers.extent(product(sizes).replaced(named))
+
         walk = width if number == "int64_t" else f"{width or 1}, {number}"
         return pattern.format(
             element=self.element,
-            count=self.count,
+            count=extent(*(dim.extent for dim in self.kept)),
             number=number,
             walk=walk and f"<{walk}>",
-            together=self.integers.extent(product((*(dim.extent for dim in self.kept), Size(self.row_threads)))),
+            together=extent(*(dim.extent for dim in self.kept), Size(self.row_threads)),
             index=self.names[self.reduced[-1]] if self.reduced else "",
-            length=self.integers.extent(self.reduced[-1].extent) if self.reduced else "",
+            length=extent(self.reduced[-1].extent) if self.reduced else "",
             row=self.row,
             threads=self.threads,
             width=width and f"<{width}>",
@@ -261,7 +292,7 @@ class Loops:
     @property
     def grid(self) -> str:
         """The grid that walks it, for the launch."""
-        return self.text(self.sharing.grid, str(self.width))
+        return self.text(self.sharing.grid, str(self.width), self.named)
 
     @property
     def inner(self) -> tuple[str, ...]:

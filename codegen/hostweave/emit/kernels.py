@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hostweave.analysis.kernel_indices import Iteration, NotOneKernel, iteration, reduced_indices
 from hostweave.base.errors import ProgramError
@@ -18,6 +18,7 @@ from hostweave.fusion_ir.ops.attributes import VALUE
 from hostweave.fusion_ir.ops.definition import Combine
 from hostweave.fusion_ir.text import print_op
 from hostweave.host_ir import ir
+from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType, DType, bool_, f32, f64, i64
 
 LATE_BYTES = 16 << 10  # of rows, at most, that a block loads before it needs them: they take registers from other blocks
@@ -49,7 +50,8 @@ class Kernel:
     comments: tuple[str, ...]
     params: tuple[str, ...]
     arguments: tuple[str, ...]  # the names of the parameters
-    sizes: tuple[str, ...]  # those that it takes after the buffers
+    sizes: tuple[str, ...]  # what a launch gives it after the buffers
+    form: str  # the same for kernels that differ in names alone
     variants: tuple[tuple[str, str], ...]  # a condition, and what it takes: how threads share rows, or arguments of a template
     indices: tuple[str, ...]  # declarations of the indices that its own stands for, and of what threads hold
     loops: Loops
@@ -124,10 +126,12 @@ class _Emitter:
         return self.reduction() if self.loops.reduced else self.pointwise()
 
     @property
-    def sizes(self) -> tuple[str, ...]:
-        dims = (*self.loops.kept, *self.loops.reduced)
+    def sizes(self) -> dict[str, str]:
+        """The parameters that are sizes, each with what a launch gives for it."""
+        dims, integers = (*self.loops.kept, *self.loops.reduced), self.loops.integers
         used = {name for dim in dims for extent in (dim.extent, *dim.strides) for name in extent.atoms}
-        return tuple(text for name, text in self.integers.sizes.items() if name in used)
+        given = {name: integers.extent(Size(1, (name,)).replaced(self.loops.named)) for name in integers.sizes if name in used}
+        return {integers.sizes[name]: text for name, text in given.items()}
 
     def functions(self) -> set[str]:
         """The C functions that the kernel calls, whose names no local may take."""
@@ -153,13 +157,14 @@ class _Emitter:
         params += [f"int64_t {size}" for size in self.sizes]
         packed = [pointer for name, pointer in self.pointers.items() if name in self.loops.packed]
         packed += [pointer for name, pointer in self.results.items() if stored(name) in self.loops.packed]
-        return Kernel(
+        kernel = Kernel(
             name=self.name,
             by=self.by,
             comments=tuple(print_op(op) for op in self.ops),
             params=tuple(params),
             arguments=(*self.pointers.values(), *self.results.values(), *self.sizes),
-            sizes=self.sizes,
+            sizes=tuple(self.sizes.values()),
+            form="",
             variants=tuple(self.loops.variants(packed)),
             indices=(*self.loops.declarations(), *self.holders()),
             loops=self.loops,
@@ -172,6 +177,31 @@ class _Emitter:
             stores=stores,
             last=last,
         )
+        return replace(kernel, form=self.form(kernel))
+
+    def form(self, kernel: Kernel) -> str:
+        """Its text with numbers in place of the names that it gives."""
+        head = (self.loops.bounds, kernel.each, kernel.once)
+        walks = [part for walk in kernel.walks for part in (walk.before, walk.starts, walk.body, walk.after)]
+        parts = (
+            head,
+            kernel.params,
+            *kernel.variants,
+            self.loops.varied,
+            kernel.indices,
+            kernel.inner,
+            *walks,
+            kernel.body,
+            kernel.stores,
+            kernel.last,
+        )
+        text, numbers = "\n\n".join(map("\n".join, parts)), dict[str, str]()
+        own = {*self.names.given, *self.loops.integers.sizes.values()}
+
+        def number(match: re.Match[str]) -> str:
+            return numbers.setdefault(match[0], f"${len(numbers)}") if match[0] in own else match[0]
+
+        return re.sub(r"(?<![\w.:])[A-Za-z_]\w*", number, text)
 
     def holders(self) -> Iterator[str]:
         for name in self.held:

@@ -66,6 +66,10 @@ class Names:
         self._taken = {*_RESERVED, *taken}
         self._given: dict[tuple[str, str], str] = {}
 
+    @property
+    def given(self) -> Iterable[str]:
+        return self._given.values()
+
     def of(self, name: str, kind: str = "", apart: Container[str] = ()) -> str:
         """The C++ name of `name`, which is none of those in `apart`. Names of different kinds are different names."""
         if (kind, name) not in self._given:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from hostweave.base.names import claim_unique, unique_name
 from hostweave.host_ir import ir
@@ -44,11 +43,21 @@ def events_of(body: ir.Body) -> set[str]:
     return {name for i in ir.walk(body) for name in ir.names(i, "record", "wait")}
 
 
+def without_unused_channels(program: ir.HostProgram) -> ir.HostProgram:
+    """The program with the channels that it or a block of it has a communication on."""
+    bodies = (program.body, *(block.body for block in program.blocks))
+    used = {i.channel for body in bodies for i in ir.walk(body) if isinstance(i, ir.Communication)}
+    return replace(program, channels=tuple(channel for channel in program.channels if channel.name in used))
+
+
 # --- bodies as one program --------------------------------------------------------------------------------------------
 
 
 def joined(parts: Sequence[ir.HostProgram]) -> ir.HostProgram:
-    """The last of these with the others as its blocks. Equal kernels are one; other kernels, and events, get names of their own."""
+    """The last of these with the others as its blocks. Equal kernels are one; other kernels, and events, get names of their own.
+
+    All use the same streams, as many as the one that uses the most.
+    """
     program = parts[-1]
     if len(parts) == 1:
         return program
@@ -67,14 +76,18 @@ def joined(parts: Sequence[ir.HostProgram]) -> ir.HostProgram:
             pools[pool.name] = unique_name(pool.name, events)
             events[pools[pool.name]] = replace(pool, name=pools[pool.name])
         renamed.append(ir.rewrite(part.body, lambda i, k=names, e=pools: ir.with_names(ir.with_names(i, k, "launch"), e, "record", "wait")))  # type: ignore[misc]
-    return replace(
+    streams: dict[str, ir.Streams] = {}
+    for ours in (pool for part in parts for pool in part.streams):
+        streams[ours.name] = max(streams.get(ours.name, ours), ours, key=lambda pool: pool.count)
+    program = replace(
         program,
-        streams=tuple(dict.fromkeys(pool for part in parts for pool in part.streams)),
+        streams=tuple(streams.values()),
         events=tuple(events.values()),
         kernels=tuple(kernels.values()),
         body=renamed[-1],
         blocks=tuple(ir.Block(p.name, p.inputs, p.outputs, body) for p, body in zip(parts[:-1], renamed[:-1], strict=True)),
     )
+    return without_unused_channels(program)
 
 
 # --- without calls ----------------------------------------------------------------------------------------------------
@@ -135,8 +148,7 @@ def renamed(body: ir.Body, names: Mapping[str, str]) -> ir.Body:
     """A body under other names of buffers and indices, as far as `names` has one."""
 
     def rename(i: ir.Instruction) -> ir.Instruction:
-        exprs: dict[str, Any] = {name: _expr(value, names) for name, value in vars(i).items() if isinstance(value, Expr)}
-        return ir.with_names(replace(i, **exprs) if exprs else i, names, *ir.NAMED)
+        return ir.with_names(ir.with_expressions(i, lambda expr: _expr(expr, names)), names, *ir.NAMED)
 
     return ir.rewrite(body, rename)
 

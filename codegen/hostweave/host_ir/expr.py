@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hostweave.types.mesh import Mesh
 from hostweave.types.size import Atom, bound
 
 
@@ -133,9 +134,81 @@ def binary(op: str, left: Expr | int, right: Expr | int) -> Expr:
         return left
     if (op == "+" and left == Const(0)) or (op == "*" and left == Const(1)):
         return right
+    match op, left, right:
+        case "+", Binary("*", Binary("/", whole, divisor), factor), Binary("%", other, modulus) if whole == other:
+            if divisor == factor == modulus:
+                return whole
     if (op == "%" and right == Const(1)) or (op == "*" and Const(0) in (left, right)):
         return Const(0)
     return Binary(op, left, right)
+
+
+# --- ranges -----------------------------------------------------------------------------------------------------------
+
+Range = tuple[int | None, int | None]  # the least and the greatest value, None where unknown
+
+
+def range_of(expr: Expr, variables: Mapping[str, Range], mesh: Mesh, program: Mesh) -> Range:
+    """The values that an expression may have, where the ranks of a mesh of the program's evaluate it."""
+    match expr:
+        case Const(value):
+            return value, value
+        case Var(name):
+            return variables.get(name, (None, None))
+        case Coordinate(axis):
+            return 0, mesh.axis_size(axis) - 1
+        case Rank():
+            return 0, program.size - 1
+        case Symbol():
+            return 0, None
+        case Binary(op, left, right):
+            return _combined(op, range_of(left, variables, mesh, program), range_of(right, variables, mesh, program))
+    return None, None
+
+
+def _combined(op: str, a: Range, b: Range) -> Range:
+    (low, high), (b_low, b_high) = a, b
+    if op == "+":
+        return _sum(low, b_low), _sum(high, b_high)
+    if op == "-":
+        return _sum(low, None if b_high is None else -b_high), _sum(high, None if b_low is None else -b_low)
+    if op == "%":
+        if low is not None and low >= 0 and high is not None and b_low is not None and high < b_low:
+            return low, high
+        return 0, None if b_high is None else b_high - 1
+    if op in "*/" and low is not None and low >= 0 and b_low is not None and b_low >= 0:
+        if op == "*":
+            return low * b_low, None if high is None or b_high is None else high * b_high
+        return 0 if b_high is None else low // max(b_high, 1), None if high is None else high // max(b_low, 1)
+    return None, None
+
+
+def _sum(a: int | None, b: int | None) -> int | None:
+    return None if a is None or b is None else a + b
+
+
+def simpler(condition: Expr, range: Callable[[Expr], Range]) -> Expr:
+    """A condition with 1 or 0 for what ranges decide, and bounds of an index in place of those of its quotient."""
+    match condition:
+        case Binary("==" | "!=" as op, Binary("/", left, Const(divisor)), Const(0)) if (
+            divisor > 0 and (low := range(left)[0]) is not None and low >= 0
+        ):
+            return simpler(Binary("<" if op == "==" else ">=", left, Const(divisor)), range)
+        case Binary("!=" | ">=" | "<=", _, _):
+            decided = simpler(opposite(condition), range)
+            return Const(1 - decided.value) if isinstance(decided, Const) else condition
+        case Binary("==" | "<" | ">" as op, left, right):
+            (low, high), (right_low, right_high) = map(range, (left, right) if op != ">" else (right, left))
+            below = high is not None and right_low is not None and high < right_low
+            above = low is not None and right_high is not None and low > right_high - (op != "==")
+            if below or above:
+                return Const(int(below and op != "=="))
+            if op == "==" and low is not None and low == high == right_low == right_high:
+                return Const(1)
+    return condition
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
 
 
 def evaluate(expr: Expr, variables: Mapping[str, int], coordinates: Mapping[str, int], sizes: Mapping[str, int]) -> int:

@@ -84,6 +84,11 @@ class Instruction:
         """Of a view of one of equal chunks: the dim, the number of the chunk, and how many there are."""
         return None
 
+    @property
+    def chosen_by(self) -> Expr | None:
+        """Whether a view of one of two buffers is of the first that it names or of the second one; None: it has one."""
+        return None
+
     def senders(self, place: int, readers: tuple[T, ...]) -> tuple[T, ...]:
         """Those whose data the rank at a place of the process group gets from a communication, of all that read."""
         return readers
@@ -290,6 +295,27 @@ class Permute(View):
             raise ValueError("the order must name each of its dims once")
         strides = strides_of(source)
         return strided(source, tuple(source.shape[i] for i in self.order), tuple(strides[i] for i in self.order))
+
+
+@dataclass(frozen=True)
+class Choose(View):
+    """One of two buffers of one type: `src` where the condition is true. No call."""
+
+    condition: Expr
+    other: Alias
+    syntax = "%{out} = choose %{src} if {condition} else %{other}"
+
+    @property
+    def chosen_by(self) -> Expr:
+        return self.condition
+
+    def type_of(self, source: BufferType) -> BufferType:
+        return source
+
+    def defined(self, types: Mapping[str, BufferType]) -> dict[str, BufferType]:
+        if types[self.other] != types[self.src]:
+            raise ValueError(f"%{self.other} is {types[self.other]}: choose between buffers of one type and layout")
+        return super().defined(types)
 
 
 # --- compute ----------------------------------------------------------------------------------------------------------
@@ -968,6 +994,13 @@ def expressions(instruction: Instruction) -> list[Expr]:
     return [value for value in vars(instruction).values() if isinstance(value, Expr)]
 
 
+def with_expressions(instruction: Instruction, change: Callable[[Expr], Expr]) -> Instruction:
+    """The same with each expression changed; itself where none is."""
+    given = {name: value for name, value in vars(instruction).items() if isinstance(value, Expr)}
+    changed: dict[str, Any] = {name: new for name, value in given.items() if (new := change(value)) != value}
+    return replace(instruction, **changed) if changed else instruction
+
+
 @per_kind
 def _body_fields(kind: type[Instruction]) -> tuple[str, ...]:
     return tuple(f.name for f in fields(kind) if f.name in ("body", "orelse"))
@@ -1019,7 +1052,7 @@ def rewrite(body: Body, rule: Callable[[Instruction], Outcome]) -> Body:
         new = with_bodies(old, lambda inner: rewrite(inner, rule))
         outcome = rule(new)
         result.extend((new,) if outcome is None else outcome if isinstance(outcome, tuple) else (outcome,))
-    return _unless_same(body, result)
+    return unless_same(body, result)
 
 
 def edited(body: Body, edits: Edits) -> Body:
@@ -1039,7 +1072,7 @@ def edited(body: Body, edits: Edits) -> Body:
             if not any(i is old for i in edit) and not edits.keys().isdisjoint(range(number + 1, walked)):
                 raise KeyError(f"an edit replaces an instruction in which others are edited: {old}")
             result.extend(new if i is old else i for i in edit)
-        return _unless_same(body, result)
+        return unless_same(body, result)
 
     result = after(body)
     if outside := [edit for number, edit in edits.items() if not 0 <= number < walked]:
@@ -1047,7 +1080,8 @@ def edited(body: Body, edits: Edits) -> Body:
     return result
 
 
-def _unless_same(body: Body, result: list[Instruction]) -> Body:
+def unless_same(body: Body, result: list[Instruction]) -> Body:
+    """What has become of a body; the body itself where that is the same."""
     is_same = len(result) == len(body) and all(new is old for new, old in zip(result, body, strict=True))
     return body if is_same else tuple(result)
 

@@ -1,7 +1,7 @@
 // kernel @add_y(%a: bf16[M/3, N], %b: bf16[M/3, N]) {
 //   %y: bf16[M/3, N] = add(%a, %b)
 // }
-// host @add(%a: bf16[M, N], %b: bf16[M, N]) -> (%y: bf16[M, N]) mesh(x=1) streams(ring[4]) {
+// host @add(%a: bf16[M, N], %b: bf16[M, N]) -> (%y: bf16[M, N]) mesh(x=1) streams(ring[3]) {
 //   fork ring
 //   for %i in 0..3 {
 //     stream ring[%i] {
@@ -21,7 +21,7 @@
 
 namespace programs::add {
 
-Program::Program(hw::Rank& rank) : rank_(rank.expect_world(kWorld)), ring_(rank, "ring", 4) { HW_CHECK(hw::load(add_y)); }
+Program::Program(hw::Rank& rank) : rank_(rank.expect_world(kWorld)), ring_(rank, "ring", 3) { HW_CHECK(hw::load(add_y)); }
 
 Sizes Program::check(const Inputs& in) const {
   in.a.expect("a", "bf16[M, N]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());

@@ -1,5 +1,5 @@
 // host @ag_matmul(%x: bf16[3, 4@x, m, K], %w: bf16[K, N]) -> (%y: bf16[3, 4, m, N]) mesh(x=4) channels(x: x two_sided)
-// streams(ring[4]) {
+// streams(ring[3]) {
 //   fork ring
 //   for %i in 0..3 {
 //     stream ring[%i] {
@@ -21,7 +21,7 @@ namespace programs::ag_matmul {
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
       channel_x_(rank.channel(kMesh, "x", 4)),
-      ring_(rank, "ring", 4),
+      ring_(rank, "ring", 3),
       plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
 
 Sizes Program::check(const Inputs& in) const {

@@ -59,7 +59,7 @@ class Program {
 
   hw::Rank& rank_;
   const hw::Channel& channel_x_;  // the 4 ranks along x
-  hw::Streams ring_;              // ring[4]
+  hw::Streams ring_;              // ring[3]
   hw::MatmulPlan plan_y_;         // matmul %x_resharded, %w -> %y_i
   hw::Arena arena_;
   std::array<hw::bf16*, 3> x_resharded_{};  // %x_resharded: bf16[4, m, K], one a stream

@@ -4,6 +4,7 @@
 namespace programs::ag_matmul_beside_sums {
 
 // %s_partial: bf16[K] = sum(%x, axis=(0,))
+// Also for @sum_t_partial.
 template <int kWidth>
 __device__ void sum_s_partial_by(const hw::bf16* x, hw::bf16* s_partial, int64_t M, int64_t K) {
   for (const hw::Column j : hw::over_columns<kWidth>(K)) {
@@ -34,40 +35,6 @@ __global__ void __launch_bounds__(512) sum_s_partial(const hw::bf16* x, hw::bf16
     sum_s_partial_by<8>(x, s_partial, M, K);
   } else {
     sum_s_partial_by<1>(x, s_partial, M, K);
-  }
-}
-
-// %t_partial: bf16[L] = sum(%v, axis=(0,))
-template <int kWidth>
-__device__ void sum_t_partial_by(const hw::bf16* v, hw::bf16* t_partial, int64_t M, int64_t L) {
-  for (const hw::Column j : hw::over_columns<kWidth>(L)) {
-    auto sum = hw::filled<kWidth, hw::Sum<float>>({});
-#pragma unroll 8
-    for (int64_t i : hw::over_rows<512, kWidth>(M / 4)) {
-      const auto v_ij = hw::load<kWidth>(v + i * L + j);
-#pragma unroll
-      for (int e = 0; e < kWidth; ++e) {
-        sum[e] += float(v_ij[e]);
-      }
-    }
-    sum = hw::reduce_rows_to_first<512>(sum, hw::Add());
-    if (j.stores()) {
-      hw::Values<hw::bf16, kWidth> t_partial_j;
-#pragma unroll
-      for (int e = 0; e < kWidth; ++e) {
-        t_partial_j[e] = hw::bf16(sum[e]);
-      }
-      hw::store(t_partial + j, t_partial_j);
-    }
-  }
-}
-
-__global__ void __launch_bounds__(512) sum_t_partial(const hw::bf16* v, hw::bf16* t_partial, int64_t M, int64_t L) {
-  hw::griddep_wait();
-  if (L % 8 == 0 && hw::aligned(v, t_partial)) {
-    sum_t_partial_by<8>(v, t_partial, M, L);
-  } else {
-    sum_t_partial_by<1>(v, t_partial, M, L);
   }
 }
 

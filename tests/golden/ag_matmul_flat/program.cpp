@@ -5,16 +5,15 @@
 //     %p = (rank.x + %i) % 4
 //     stream ring[%i] {
 //       %x_gathered = allocate bf16[M/4, K]
-//       if %p == rank.x {
-//         copy %x -> %x_gathered
-//       } else {
+//       if %p != rank.x {
 //         group {
 //           recv %x_gathered from %p on x
 //           send %x to (rank.x - %i) % 4 on x
 //         }
 //       }
 //       %y_i = chunk %y[0: %p of 4]
-//       matmul %x_gathered, %w -> %y_i
+//       %x_chunk = choose %x if %p == rank.x else %x_gathered
+//       matmul %x_chunk, %w -> %y_i
 //     }
 //   }
 //   join ring
@@ -76,9 +75,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const int64_t p = (rank_x + i) % 4;
     const hw::Stream stream = ring_[i];
     auto* x_gathered = x_gathered_[i];
-    if (p == rank_x) {
-      HW_CHECK(cudaMemcpyAsync(x_gathered, x, M / 4 * K * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
-    } else {
+    if (p != rank_x) {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
       HW_CHECK(ncclRecv(x_gathered, M / 4 * K, ncclBfloat16, p, channel_x_.comm(), stream));
@@ -86,7 +83,8 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
       HW_CHECK(ncclGroupEnd());
     }
     auto* y_i = y + p * (M / 4 * N);
-    HW_CHECK(plan_y_.multiply(x_gathered, w, y_i, stream));
+    const auto* x_chunk = p == rank_x ? x : x_gathered;
+    HW_CHECK(plan_y_.multiply(x_chunk, w, y_i, stream));
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(arena_.end_call(caller));

@@ -1,5 +1,5 @@
 // host @ag_matmul_flat_across(%x: bf16[M@x, K], %w: bf16[K, N]) -> (%y: bf16[M, N]) mesh(x=4) channels(x: x two_sided)
-// streams(ring[4]) {
+// streams(ring[3]) {
 //   %y_shards = reshape %y to [4, M/4, N]
 //   fork ring
 //   for %i in 0..3 {
@@ -22,7 +22,7 @@ namespace programs::ag_matmul_flat_across {
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
       channel_x_(rank.channel(kMesh, "x", 4)),
-      ring_(rank, "ring", 4),
+      ring_(rank, "ring", 3),
       plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
 
 Sizes Program::check(const Inputs& in) const {

@@ -59,7 +59,7 @@ class Program {
 
   hw::Rank& rank_;
   const hw::Channel& channel_x_;  // the 4 ranks along x
-  hw::Streams ring_;              // ring[4]
+  hw::Streams ring_;              // ring[3]
   hw::MatmulPlan plan_y_;         // matmul %x_gathered, %w -> %y_i
   hw::Arena arena_;
   std::array<hw::bf16*, 3> x_gathered_{};  // %x_gathered: bf16[4, M/12, K], one a stream

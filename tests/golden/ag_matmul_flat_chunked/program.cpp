@@ -6,16 +6,15 @@
 //     stream ring[%i] {
 //       %x_i = chunk %x[0: %i % 2 of 2]
 //       %x_gathered = allocate bf16[M/8, K]
-//       if %p == rank.x {
-//         copy %x_i -> %x_gathered
-//       } else {
+//       if %p != rank.x {
 //         group {
 //           recv %x_gathered from %p on x
 //           send %x_i to (rank.x - %i / 2) % 4 on x
 //         }
 //       }
 //       %y_i = chunk %y[0: %p * 2 + %i % 2 of 8]
-//       matmul %x_gathered, %w -> %y_i
+//       %x_chunk = choose %x_i if %p == rank.x else %x_gathered
+//       matmul %x_chunk, %w -> %y_i
 //     }
 //   }
 //   join ring
@@ -75,21 +74,20 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   // more_programs.py:12  return hw.matmul(x, w).stream("M", chunks=2 * D)  # two steps for each rank's shard
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 8; ++i) {
-    const int64_t p = (rank_x + (i / 2)) % 4;
+    const int64_t p = (rank_x + i / 2) % 4;
     const hw::Stream stream = ring_[i];
     const auto* x_i = x + (i % 2) * (M / 8 * K);
     auto* x_gathered = x_gathered_[i % 4];
-    if (p == rank_x) {
-      HW_CHECK(cudaMemcpyAsync(x_gathered, x_i, M / 8 * K * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
-    } else {
+    if (p != rank_x) {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
       HW_CHECK(ncclRecv(x_gathered, M / 8 * K, ncclBfloat16, p, channel_x_.comm(), stream));
       HW_CHECK(ncclSend(x_i, M / 8 * K, ncclBfloat16, (rank_x - (i / 2) + 4) % 4, channel_x_.comm(), stream));
       HW_CHECK(ncclGroupEnd());
     }
-    auto* y_i = y + (p * 2 + (i % 2)) * (M / 8 * N);
-    HW_CHECK(plan_y_.multiply(x_gathered, w, y_i, stream));
+    auto* y_i = y + (p * 2 + i % 2) * (M / 8 * N);
+    const auto* x_chunk = p == rank_x ? x_i : x_gathered;
+    HW_CHECK(plan_y_.multiply(x_chunk, w, y_i, stream));
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(arena_.end_call(caller));

@@ -60,7 +60,7 @@ class Program {
   hw::Rank& rank_;
   const hw::Channel& channel_x_;  // the 4 ranks along x
   hw::Streams ring_;              // ring[4]
-  hw::MatmulPlan plan_y_;         // matmul %x_gathered, %w -> %y_i
+  hw::MatmulPlan plan_y_;         // matmul %x_chunk, %w -> %y_i
   hw::Arena arena_;
   std::array<hw::bf16*, 4> x_gathered_{};  // %x_gathered: bf16[M/8, K], one a stream
   std::optional<Sizes> prepared_;          // what prepare was last called for

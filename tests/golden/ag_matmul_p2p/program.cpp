@@ -6,16 +6,15 @@
 //     stream ring[%i] {
 //       %x_i = select %x[0: 0]
 //       %x_gathered = allocate bf16[m, K]
-//       if %p == rank.x {
-//         copy %x_i -> %x_gathered
-//       } else {
+//       if %p != rank.x {
 //         group {
 //           recv %x_gathered from %p on x
 //           send %x_i to (rank.x - %i) % 4 on x
 //         }
 //       }
 //       %y_i = select %y[0: %p]
-//       matmul %x_gathered, %w -> %y_i
+//       %x_chunk = choose %x_i if %p == rank.x else %x_gathered
+//       matmul %x_chunk, %w -> %y_i
 //     }
 //   }
 //   join ring
@@ -77,9 +76,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const int64_t p = (rank_x + i) % 4;
     const hw::Stream stream = ring_[i];
     auto* x_gathered = x_gathered_[i];
-    if (p == rank_x) {
-      HW_CHECK(cudaMemcpyAsync(x_gathered, x, m * K * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
-    } else {
+    if (p != rank_x) {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
       HW_CHECK(ncclRecv(x_gathered, m * K, ncclBfloat16, p, channel_x_.comm(), stream));
@@ -87,7 +84,8 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
       HW_CHECK(ncclGroupEnd());
     }
     auto* y_i = y + p * (m * N);
-    HW_CHECK(plan_y_.multiply(x_gathered, w, y_i, stream));
+    const auto* x_chunk = p == rank_x ? x : x_gathered;
+    HW_CHECK(plan_y_.multiply(x_chunk, w, y_i, stream));
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(arena_.end_call(caller));

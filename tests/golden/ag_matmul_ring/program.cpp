@@ -6,21 +6,20 @@
 //     %p = (rank.x - %i) % 4
 //     stream ring[%i] {
 //       %x_gathered_i = chunk %x_gathered[0: %p of 4]
-//       if %i == 0 {
-//         copy %x -> %x_gathered_i
-//       } else {
+//       if %i != 0 {
 //         wait arrived[%i - 1]
 //       }
+//       %x_chunk = choose %x if %i == 0 else %x_gathered_i
 //       if %i < 3 {
 //         %x_gathered_next = chunk %x_gathered[0: (%p - 1) % 4 of 4]
 //         group {
 //           recv %x_gathered_next from (rank.x - 1) % 4 on x
-//           send %x_gathered_i to (rank.x + 1) % 4 on x
+//           send %x_chunk to (rank.x + 1) % 4 on x
 //         }
 //         record arrived[%i]
 //       }
 //       %y_i = chunk %y[0: %p of 4]
-//       matmul %x_gathered_i, %w -> %y_i
+//       matmul %x_chunk, %w -> %y_i
 //     }
 //   }
 //   join ring
@@ -83,24 +82,23 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const int64_t p = (rank_x - i + 4) % 4;
     const hw::Stream stream = ring_[i];
     auto* x_gathered_i = x_gathered_ + p * (M / 4 * K);
-    if (i == 0) {
-      HW_CHECK(cudaMemcpyAsync(x_gathered_i, x, M / 4 * K * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
-    } else {
+    if (i != 0) {
       HW_CHECK(cudaStreamWaitEvent(stream, arrived_[i - 1], 0));
     }
+    const auto* x_chunk = i == 0 ? x : x_gathered_i;
     if (i < 3) {
       auto* x_gathered_next = x_gathered_ + ((p - 1 + 4) % 4) * (M / 4 * K);
       {
         HW_CHECK(ncclGroupStart());
         const hw::CloseGroupOnError guard;
         HW_CHECK(ncclRecv(x_gathered_next, M / 4 * K, ncclBfloat16, (rank_x - 1 + 4) % 4, channel_x_.comm(), stream));
-        HW_CHECK(ncclSend(x_gathered_i, M / 4 * K, ncclBfloat16, (rank_x + 1) % 4, channel_x_.comm(), stream));
+        HW_CHECK(ncclSend(x_chunk, M / 4 * K, ncclBfloat16, (rank_x + 1) % 4, channel_x_.comm(), stream));
         HW_CHECK(ncclGroupEnd());
       }
       HW_CHECK(cudaEventRecord(arrived_[i], stream));
     }
     auto* y_i = y + p * (M / 4 * N);
-    HW_CHECK(plan_y_.multiply(x_gathered_i, w, y_i, stream));
+    HW_CHECK(plan_y_.multiply(x_chunk, w, y_i, stream));
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(arena_.end_call(caller));

@@ -60,7 +60,7 @@ class Program {
   const hw::Channel& channel_x_;  // the 4 ranks along x
   hw::Streams ring_;              // ring[4]
   hw::Events arrived_;            // arrived[4]
-  hw::MatmulPlan plan_y_;         // matmul %x_gathered_i, %w -> %y_i
+  hw::MatmulPlan plan_y_;         // matmul %x_chunk, %w -> %y_i
   hw::Arena arena_;
   hw::bf16* x_gathered_ = nullptr;  // %x_gathered: bf16[M, K]
   std::optional<Sizes> prepared_;   // what prepare was last called for

@@ -1,7 +1,7 @@
 // kernel @sum_y_partial(%x: bf16[part(R, x), N/3]) {
 //   %y_partial: bf16[N/3] = sum(%x, axis=(0,))
 // }  # ends here: all_reduce uses %y_partial
-// host @allreduce_rows(%x: bf16[R@x, N]) -> (%y: bf16[N]) mesh(x=4) channels(x: x two_sided) streams(ring[4]) uneven(R) {
+// host @allreduce_rows(%x: bf16[R@x, N]) -> (%y: bf16[N]) mesh(x=4) channels(x: x two_sided) streams(ring[3]) uneven(R) {
 //   fork ring
 //   for %i in 0..3 {
 //     stream ring[%i] {
@@ -24,7 +24,7 @@
 namespace programs::allreduce_rows {
 
 Program::Program(hw::Rank& rank)
-    : rank_(rank.expect_world(kWorld)), channel_x_(rank.channel(kMesh, "x", 4)), ring_(rank, "ring", 4) {
+    : rank_(rank.expect_world(kWorld)), channel_x_(rank.channel(kMesh, "x", 4)), ring_(rank, "ring", 3) {
   HW_CHECK(hw::load(sum_y_partial));
 }
 

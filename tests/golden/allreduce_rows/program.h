@@ -55,7 +55,7 @@ class Program {
 
   hw::Rank& rank_;
   const hw::Channel& channel_x_;  // the 4 ranks along x
-  hw::Streams ring_;              // ring[4]
+  hw::Streams ring_;              // ring[3]
   hw::Arena arena_;
   std::optional<Sizes> prepared_;  // what prepare was last called for
 };

@@ -9,16 +9,15 @@
 //     %p = (rank.x + %i) % 4
 //     stream ring[%i] {
 //       %x_gathered = allocate bf16[M/4, K]
-//       if %p == rank.x {
-//         copy %x -> %x_gathered
-//       } else {
+//       if %p != rank.x {
 //         group {
 //           recv %x_gathered from %p on x
 //           send %x to (rank.x - %i) % 4 on x
 //         }
 //       }
 //       %h_i = chunk %h[0: %p of 4]
-//       matmul %x_gathered, %w bias %b activation relu -> %h_i
+//       %x_chunk = choose %x if %p == rank.x else %x_gathered
+//       matmul %x_chunk, %w bias %b activation relu -> %h_i
 //     }
 //   }
 //   matmul %x, %w scaled 0.5 accumulate %r -> %s
@@ -96,9 +95,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const int64_t p = (rank_x + i) % 4;
     const hw::Stream stream = ring_[i];
     auto* x_gathered = x_gathered_[i];
-    if (p == rank_x) {
-      HW_CHECK(cudaMemcpyAsync(x_gathered, x, M / 4 * K * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
-    } else {
+    if (p != rank_x) {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
       HW_CHECK(ncclRecv(x_gathered, M / 4 * K, ncclBfloat16, p, channel_x_.comm(), stream));
@@ -107,7 +104,8 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     }
     // more_programs.py:88  h = hw.relu(biased).stream("M", chunks=D).named("h")  # no kernel in the loop
     auto* h_i = h + p * (M / 4 * N);
-    HW_CHECK(plan_h_.multiply(x_gathered, w, h_i, stream, {.bias = b}));
+    const auto* x_chunk = p == rank_x ? x : x_gathered;
+    HW_CHECK(plan_h_.multiply(x_chunk, w, h_i, stream, {.bias = b}));
   }
   // more_programs.py:89  s = (hw.matmul(x, w) * 0.5 + r).named("s")
   HW_CHECK(plan_s_.multiply(x, w, s, {caller, workspace_}, {.scale = 0.5, .accumulate = r}));

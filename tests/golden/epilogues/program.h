@@ -67,7 +67,7 @@ class Program {
   hw::Rank& rank_;
   const hw::Channel& channel_x_;  // the 4 ranks along x
   hw::Streams ring_;              // ring[4]
-  hw::MatmulPlan plan_h_;         // matmul %x_gathered, %w bias %b activation relu -> %h_i
+  hw::MatmulPlan plan_h_;         // matmul %x_chunk, %w bias %b activation relu -> %h_i
   hw::MatmulPlan plan_s_;         // matmul %x, %w scaled 0.5 accumulate %r -> %s
   hw::Arena arena_;
   char* workspace_ = nullptr;              // of the matmuls on the caller's stream

@@ -1,5 +1,5 @@
 // host @matmul_ar_ag(%x: bf16[M@dp, K@tp], %w: bf16[K@tp, N]) -> (%y: bf16[M, N]) mesh(dp=2, tp=4) channels(tp: tp two_sided, dp:
-// dp two_sided) streams(ring[4]) events(turn[1]) uneven(K) {
+// dp two_sided) streams(ring[3]) events(turn[1]) uneven(K) {
 //   %y_shards = reshape %y to [2, M/2, N]
 //   fork ring
 //   record turn[0]
@@ -31,7 +31,7 @@ Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
       channel_tp_(rank.channel(kMesh, "tp", 4)),
       channel_dp_(rank.channel(kMesh, "dp", 2)),
-      ring_(rank, "ring", 4),
+      ring_(rank, "ring", 3),
       turn_(1),
       plan_matmul_w_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
 

@@ -61,7 +61,7 @@ class Program {
   hw::Rank& rank_;
   const hw::Channel& channel_tp_;  // the 4 ranks along tp
   const hw::Channel& channel_dp_;  // the 2 ranks along dp
-  hw::Streams ring_;               // ring[4]
+  hw::Streams ring_;               // ring[3]
   hw::Events turn_;                // turn[1]
   hw::MatmulPlan plan_matmul_w_;   // matmul %x_i, %w -> %matmul_w
   hw::Arena arena_;

@@ -1,5 +1,5 @@
 // host @matmul_ar_flat(%x: bf16[M, K@x], %w: bf16[K@x, N]) -> (%y: bf16[M, N]) mesh(x=4) channels(x: x two_sided)
-// streams(ring[4]) uneven(K) {
+// streams(ring[3]) uneven(K) {
 //   fork ring
 //   for %i in 0..3 {
 //     stream ring[%i] {
@@ -23,7 +23,7 @@ namespace programs::matmul_ar_flat {
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
       channel_x_(rank.channel(kMesh, "x", 4)),
-      ring_(rank, "ring", 4),
+      ring_(rank, "ring", 3),
       plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
 
 Sizes Program::check(const Inputs& in) const {

@@ -1,5 +1,5 @@
 // host @matmul_ar_two_axes(%x: bf16[M@dp, K@tp], %w: bf16[K@tp, N]) -> (%y: bf16[M@dp, N]) mesh(dp=2, tp=4) channels(tp: tp
-// two_sided) streams(ring[4]) uneven(M, K) {
+// two_sided) streams(ring[2]) uneven(M, K) {
 //   fork ring
 //   for %i in 0..2 {
 //     stream ring[%i] {
@@ -24,7 +24,7 @@ namespace programs::matmul_ar_two_axes {
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
       channel_tp_(rank.channel(kMesh, "tp", 4)),
-      ring_(rank, "ring", 4),
+      ring_(rank, "ring", 2),
       plan_matmul_w_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
 
 Sizes Program::check(const Inputs& in) const {

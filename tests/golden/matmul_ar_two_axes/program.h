@@ -61,7 +61,7 @@ class Program {
 
   hw::Rank& rank_;
   const hw::Channel& channel_tp_;  // the 4 ranks along tp
-  hw::Streams ring_;               // ring[4]
+  hw::Streams ring_;               // ring[2]
   hw::MatmulPlan plan_matmul_w_;   // matmul %x, %w_i -> %matmul_w
   hw::Arena arena_;
   std::array<hw::bf16*, 2> matmul_w_{};  // %matmul_w: bf16[part(M, dp), N/2], also %y_packed, one a stream

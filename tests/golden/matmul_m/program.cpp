@@ -1,4 +1,4 @@
-// host @matmul_m(%x: bf16[M, K], %w: bf16[K, N]) -> (%y: bf16[M, N]) mesh(x=1) streams(ring[4]) {
+// host @matmul_m(%x: bf16[M, K], %w: bf16[K, N]) -> (%y: bf16[M, N]) mesh(x=1) streams(ring[3]) {
 //   fork ring
 //   for %i in 0..3 {
 //     stream ring[%i] {
@@ -17,7 +17,7 @@
 namespace programs::matmul_m {
 
 Program::Program(hw::Rank& rank)
-    : rank_(rank.expect_world(kWorld)), ring_(rank, "ring", 4), plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
+    : rank_(rank.expect_world(kWorld)), ring_(rank, "ring", 3), plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
 
 Sizes Program::check(const Inputs& in) const {
   in.x.expect("x", "bf16[M, K]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());

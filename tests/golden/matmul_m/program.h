@@ -56,7 +56,7 @@ class Program {
   Sizes check(const Inputs& in) const;
 
   hw::Rank& rank_;
-  hw::Streams ring_;       // ring[4]
+  hw::Streams ring_;       // ring[3]
   hw::MatmulPlan plan_y_;  // matmul %x_i, %w -> %y_i
   hw::Arena arena_;
   std::optional<Sizes> prepared_;  // what prepare was last called for

@@ -10,12 +10,11 @@
 //     stream ring[%i] {
 //       %x_i = chunk %x[0: %q of 4]
 //       %matmul_w = allocate bf16[M/4, N]
-//       matmul %x_i, %w -> %matmul_w
 //       %p = (rank.x - 1 - %i) % 4
 //       %y_landing_i = select %y_landing[0: %p]
-//       if %q == rank.x {
-//         copy %matmul_w -> %y_landing_i
-//       } else {
+//       %matmul_w_chunk = choose %y_landing_i if %q == rank.x else %matmul_w
+//       matmul %x_i, %w -> %matmul_w_chunk
+//       if %q != rank.x {
 //         group {
 //           recv %y_landing_i from %p on x
 //           send %matmul_w to %q on x
@@ -92,12 +91,11 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const hw::Stream stream = ring_[i];
     const auto* x_i = x + q * (M / 4 * K_x);
     auto* matmul_w = matmul_w_[i];
-    HW_CHECK(plan_matmul_w_.multiply(x_i, w, matmul_w, stream));
     const int64_t p = (rank_x - 1 - i + 4) % 4;
     auto* y_landing_i = y_landing_ + p * (M / 4 * N);
-    if (q == rank_x) {
-      HW_CHECK(cudaMemcpyAsync(y_landing_i, matmul_w, M / 4 * N * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
-    } else {
+    auto* matmul_w_chunk = q == rank_x ? y_landing_i : matmul_w;
+    HW_CHECK(plan_matmul_w_.multiply(x_i, w, matmul_w_chunk, stream));
+    if (q != rank_x) {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
       HW_CHECK(ncclRecv(y_landing_i, M / 4 * N, ncclBfloat16, p, channel_x_.comm(), stream));

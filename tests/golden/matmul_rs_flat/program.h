@@ -61,7 +61,7 @@ class Program {
   hw::Rank& rank_;
   const hw::Channel& channel_x_;  // the 4 ranks along x
   hw::Streams ring_;              // ring[4]
-  hw::MatmulPlan plan_matmul_w_;  // matmul %x_i, %w -> %matmul_w
+  hw::MatmulPlan plan_matmul_w_;  // matmul %x_i, %w -> %matmul_w_chunk
   hw::Arena arena_;
   hw::bf16* y_landing_ = nullptr;        // %y_landing: bf16[4, M/4, N]
   std::array<hw::bf16*, 4> matmul_w_{};  // %matmul_w: bf16[M/4, N], one a stream

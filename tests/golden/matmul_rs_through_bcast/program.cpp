@@ -1,5 +1,5 @@
 // host @matmul_rs_through_bcast(%x: bf16[3, 4@x, 4, m, K], %w: bf16[4@x, K, N]) -> (%y: bf16[3, 4@x, m, N]) mesh(x=4) channels(x:
-// x two_sided) streams(ring[4]) {
+// x two_sided) streams(ring[3]) {
 //   %w_expanded = reshape %w to [1, 1, 1, K, N]
 //   %w_expanded_i = reshape %w_expanded to [1, 1, K, N]
 //   fork ring
@@ -24,7 +24,7 @@ namespace programs::matmul_rs_through_bcast {
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
       channel_x_(rank.channel(kMesh, "x", 4)),
-      ring_(rank, "ring", 4),
+      ring_(rank, "ring", 3),
       plan_matmul_w_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
 
 Sizes Program::check(const Inputs& in) const {

@@ -59,7 +59,7 @@ class Program {
 
   hw::Rank& rank_;
   const hw::Channel& channel_x_;  // the 4 ranks along x
-  hw::Streams ring_;              // ring[4]
+  hw::Streams ring_;              // ring[3]
   hw::MatmulPlan plan_matmul_w_;  // matmul %x_i, %w_expanded_i -> %matmul_w
   hw::Arena arena_;
   std::array<hw::bf16*, 3> matmul_w_{};  // %matmul_w: bf16[1, 4, m, N], one a stream

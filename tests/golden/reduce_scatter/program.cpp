@@ -1,4 +1,4 @@
-// host @reduce_scatter(%x: bf16[3, 4@x, 4, N]) -> (%y: bf16[3, 4@x, N]) mesh(x=4) channels(x: x two_sided) streams(ring[4]) {
+// host @reduce_scatter(%x: bf16[3, 4@x, 4, N]) -> (%y: bf16[3, 4@x, N]) mesh(x=4) channels(x: x two_sided) streams(ring[3]) {
 //   fork ring
 //   for %i in 0..3 {
 //     stream ring[%i] {
@@ -18,7 +18,7 @@
 namespace programs::reduce_scatter {
 
 Program::Program(hw::Rank& rank)
-    : rank_(rank.expect_world(kWorld)), channel_x_(rank.channel(kMesh, "x", 4)), ring_(rank, "ring", 4) {}
+    : rank_(rank.expect_world(kWorld)), channel_x_(rank.channel(kMesh, "x", 4)), ring_(rank, "ring", 3) {}
 
 Sizes Program::check(const Inputs& in) const {
   in.x.expect("x", "bf16[3, 1, 4, N]", CUDA_R_16BF, {3, 1, 4, hw::kAny}, rank_.device());

@@ -1,7 +1,7 @@
 // kernel @sum_y(%x: bf16[M/3, N]) {
 //   %y: bf16[M/3] = sum(%x, axis=(1,))
 // }
-// host @row_sum(%x: bf16[M, N]) -> (%y: bf16[M]) mesh(x=1) streams(ring[4]) {
+// host @row_sum(%x: bf16[M, N]) -> (%y: bf16[M]) mesh(x=1) streams(ring[3]) {
 //   fork ring
 //   for %i in 0..3 {
 //     stream ring[%i] {
@@ -20,7 +20,7 @@
 
 namespace programs::row_sum {
 
-Program::Program(hw::Rank& rank) : rank_(rank.expect_world(kWorld)), ring_(rank, "ring", 4) { HW_CHECK(hw::load(sum_y)); }
+Program::Program(hw::Rank& rank) : rank_(rank.expect_world(kWorld)), ring_(rank, "ring", 3) { HW_CHECK(hw::load(sum_y)); }
 
 Sizes Program::check(const Inputs& in) const {
   in.x.expect("x", "bf16[M, N]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());

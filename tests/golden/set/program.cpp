@@ -1,4 +1,4 @@
-// host @set(%x: bf16[M, N]) -> (%y: bf16[M, N]) mesh(x=1) streams(ring[4]) {
+// host @set(%x: bf16[M, N]) -> (%y: bf16[M, N]) mesh(x=1) streams(ring[3]) {
 //   fork ring
 //   for %i in 0..3 {
 //     stream ring[%i] {
@@ -16,7 +16,7 @@
 
 namespace programs::set {
 
-Program::Program(hw::Rank& rank) : rank_(rank.expect_world(kWorld)), ring_(rank, "ring", 4) {}
+Program::Program(hw::Rank& rank) : rank_(rank.expect_world(kWorld)), ring_(rank, "ring", 3) {}
 
 Sizes Program::check(const Inputs& in) const {
   in.x.expect("x", "bf16[M, N]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());

@@ -15,16 +15,15 @@
 //     %p = (rank.x + %i) % 4
 //     stream ring[%i] {
 //       %x_gathered = allocate bf16[M/4, E]
-//       if %p == rank.x {
-//         copy %x -> %x_gathered
-//       } else {
+//       if %p != rank.x {
 //         group {
 //           recv %x_gathered from %p on x
 //           send %x to (rank.x - %i) % 4 on x
 //         }
 //       }
 //       %matmul_w_in_i = chunk %matmul_w_in[0: %p of 4]
-//       matmul %x_gathered, %w_in -> %matmul_w_in_i
+//       %x_chunk = choose %x if %p == rank.x else %x_gathered
+//       matmul %x_chunk, %w_in -> %matmul_w_in_i
 //     }
 //   }
 //   join ring
@@ -37,12 +36,11 @@
 //     stream ring[%j] {
 //       %h_j = chunk %h[0: %q of 4]
 //       %matmul_w_out = allocate bf16[M/4, E]
-//       matmul %h_j, %w_out -> %matmul_w_out
 //       %p_2 = (rank.x - 1 - %j) % 4
 //       %scattered_landing_j = select %scattered_landing[0: %p_2]
-//       if %q == rank.x {
-//         copy %matmul_w_out -> %scattered_landing_j
-//       } else {
+//       %matmul_w_out_chunk = choose %scattered_landing_j if %q == rank.x else %matmul_w_out
+//       matmul %h_j, %w_out -> %matmul_w_out_chunk
+//       if %q != rank.x {
 //         group {
 //           recv %scattered_landing_j from %p_2 on x
 //           send %matmul_w_out to %q on x
@@ -155,9 +153,7 @@ void Program::layer(const hw::bf16* x, const LayerWeights& weights, hw::bf16* y,
     const int64_t p = (rank_x + i) % 4;
     const hw::Stream stream = ring_[i];
     auto* x_gathered = layer_x_gathered_[i];
-    if (p == rank_x) {
-      HW_CHECK(cudaMemcpyAsync(x_gathered, x, M / 4 * E * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
-    } else {
+    if (p != rank_x) {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
       HW_CHECK(ncclRecv(x_gathered, M / 4 * E, ncclBfloat16, p, channel_x_.comm(), stream));
@@ -165,7 +161,8 @@ void Program::layer(const hw::bf16* x, const LayerWeights& weights, hw::bf16* y,
       HW_CHECK(ncclGroupEnd());
     }
     auto* matmul_w_in_i = layer_matmul_w_in_ + p * (M / 4 * F_x);
-    HW_CHECK(plan_matmul_w_in_.multiply(x_gathered, w_in, matmul_w_in_i, stream));
+    const auto* x_chunk = p == rank_x ? x : x_gathered;
+    HW_CHECK(plan_matmul_w_in_.multiply(x_chunk, w_in, matmul_w_in_i, stream));
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(hw::launch_pdl(maximum_minimum_h, hw::grid_of_elements<8>(M * F_x), caller, hw::reads(layer_matmul_w_in_, M * F_x),
@@ -177,13 +174,11 @@ void Program::layer(const hw::bf16* x, const LayerWeights& weights, hw::bf16* y,
     const hw::Stream stream = ring_[j];
     auto* h_j = layer_matmul_w_in_ + q * (M / 4 * F_x);
     auto* matmul_w_out = layer_matmul_w_out_[j];
-    HW_CHECK(plan_matmul_w_out_.multiply(h_j, w_out, matmul_w_out, stream));
     const int64_t p_2 = (rank_x - 1 - j + 4) % 4;
     auto* scattered_landing_j = layer_scattered_landing_ + p_2 * (M / 4 * E);
-    if (q == rank_x) {
-      HW_CHECK(
-          cudaMemcpyAsync(scattered_landing_j, matmul_w_out, M / 4 * E * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
-    } else {
+    auto* matmul_w_out_chunk = q == rank_x ? scattered_landing_j : matmul_w_out;
+    HW_CHECK(plan_matmul_w_out_.multiply(h_j, w_out, matmul_w_out_chunk, stream));
+    if (q != rank_x) {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
       HW_CHECK(ncclRecv(scattered_landing_j, M / 4 * E, ncclBfloat16, p_2, channel_x_.comm(), stream));

@@ -7,7 +7,7 @@
 // kernel @add_y(%b: bf16[M/3, N], %x: bf16[M/3, N]) {
 //   %y: bf16[M/3, N] = add(%b, %x)
 // }
-// host @three_ops(%x: bf16[M, N]) -> (%y: bf16[M, N]) mesh(x=1) streams(ring[4]) {
+// host @three_ops(%x: bf16[M, N]) -> (%y: bf16[M, N]) mesh(x=1) streams(ring[3]) {
 //   %a = allocate bf16[M, N]
 //   fork ring
 //   for %i in 0..3 {
@@ -38,7 +38,7 @@
 
 namespace programs::three_ops {
 
-Program::Program(hw::Rank& rank) : rank_(rank.expect_world(kWorld)), ring_(rank, "ring", 4) {
+Program::Program(hw::Rank& rank) : rank_(rank.expect_world(kWorld)), ring_(rank, "ring", 3) {
   HW_CHECK(hw::load(negative_a));
   HW_CHECK(hw::load(multiply_b));
   HW_CHECK(hw::load(add_y));

@@ -54,7 +54,7 @@ class Program {
   Sizes check(const Inputs& in) const;
 
   hw::Rank& rank_;
-  hw::Streams ring_;  // ring[4]
+  hw::Streams ring_;  // ring[3]
   hw::Arena arena_;
   hw::bf16* a_ = nullptr;          // %a: bf16[M, N], also %b
   std::optional<Sizes> prepared_;  // what prepare was last called for

@@ -13,16 +13,15 @@
 //     %p = (rank.x + %i) % 4
 //     stream ring[%i] {
 //       %x_gathered = allocate bf16[M/4, K]
-//       if %p == rank.x {
-//         copy %x -> %x_gathered
-//       } else {
+//       if %p != rank.x {
 //         group {
 //           recv %x_gathered from %p on x
 //           send %x to (rank.x - %i) % 4 on x
 //         }
 //       }
 //       %h_i = chunk %h[0: %p of 4]
-//       matmul %x_gathered, %w -> %h_i
+//       %x_chunk = choose %x if %p == rank.x else %x_gathered
+//       matmul %x_chunk, %w -> %h_i
 //     }
 //   }
 //   join ring
@@ -38,12 +37,11 @@
 //     stream ring[%j] {
 //       %g_j = chunk %g[0: %q of 4]
 //       %matmul_u = allocate bf16[M/4, N]
-//       matmul %g_j, %u -> %matmul_u
 //       %p_2 = (rank.x - 1 - %j) % 4
 //       %y_landing_j = select %y_landing[0: %p_2]
-//       if %q == rank.x {
-//         copy %matmul_u -> %y_landing_j
-//       } else {
+//       %matmul_u_chunk = choose %y_landing_j if %q == rank.x else %matmul_u
+//       matmul %g_j, %u -> %matmul_u_chunk
+//       if %q != rank.x {
 //         group {
 //           recv %y_landing_j from %p_2 on x
 //           send %matmul_u to %q on x
@@ -137,9 +135,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const int64_t p = (rank_x + i) % 4;
     const hw::Stream stream = ring_[i];
     auto* x_gathered = x_gathered_[i];
-    if (p == rank_x) {
-      HW_CHECK(cudaMemcpyAsync(x_gathered, x, M / 4 * K * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
-    } else {
+    if (p != rank_x) {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
       HW_CHECK(ncclRecv(x_gathered, M / 4 * K, ncclBfloat16, p, channel_x_.comm(), stream));
@@ -147,7 +143,8 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
       HW_CHECK(ncclGroupEnd());
     }
     auto* h_i = h_ + p * (M / 4 * N);
-    HW_CHECK(plan_h_.multiply(x_gathered, w, h_i, stream));
+    const auto* x_chunk = p == rank_x ? x : x_gathered;
+    HW_CHECK(plan_h_.multiply(x_chunk, w, h_i, stream));
   }
   // more_programs.py:81  g = hw.clip(hw.matmul(h, v), -1, 1)
   HW_CHECK(ring_.join(caller));
@@ -161,12 +158,11 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const hw::Stream stream = ring_[j];
     auto* g_j = matmul_v_ + q * (M / 4 * F_x);
     auto* matmul_u = matmul_u_[j];
-    HW_CHECK(plan_matmul_u_.multiply(g_j, u, matmul_u, stream));
     const int64_t p_2 = (rank_x - 1 - j + 4) % 4;
     auto* y_landing_j = y_landing_ + p_2 * (M / 4 * N);
-    if (q == rank_x) {
-      HW_CHECK(cudaMemcpyAsync(y_landing_j, matmul_u, M / 4 * N * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
-    } else {
+    auto* matmul_u_chunk = q == rank_x ? y_landing_j : matmul_u;
+    HW_CHECK(plan_matmul_u_.multiply(g_j, u, matmul_u_chunk, stream));
+    if (q != rank_x) {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
       HW_CHECK(ncclRecv(y_landing_j, M / 4 * N, ncclBfloat16, p_2, channel_x_.comm(), stream));

@@ -64,9 +64,9 @@ class Program {
   hw::Rank& rank_;
   const hw::Channel& channel_x_;  // the 4 ranks along x
   hw::Streams ring_;              // ring[4]
-  hw::MatmulPlan plan_h_;         // matmul %x_gathered, %w -> %h_i
+  hw::MatmulPlan plan_h_;         // matmul %x_chunk, %w -> %h_i
   hw::MatmulPlan plan_matmul_v_;  // matmul %h, %v -> %matmul_v
-  hw::MatmulPlan plan_matmul_u_;  // matmul %g_j, %u -> %matmul_u
+  hw::MatmulPlan plan_matmul_u_;  // matmul %g_j, %u -> %matmul_u_chunk
   hw::Arena arena_;
   char* workspace_ = nullptr;              // of the matmuls on the caller's stream
   hw::bf16* h_ = nullptr;                  // %h: bf16[M, N]

@@ -2,7 +2,7 @@
 //   %h: bf16[M/3, N] = negative(%x)
 //   %y: bf16[M/3, N] = multiply(%h, %x)
 // }
-// host @two_ops(%x: bf16[M, N]) -> (%y: bf16[M, N]) mesh(x=1) streams(ring[4]) {
+// host @two_ops(%x: bf16[M, N]) -> (%y: bf16[M, N]) mesh(x=1) streams(ring[3]) {
 //   fork ring
 //   for %i in 0..3 {
 //     stream ring[%i] {
@@ -21,7 +21,7 @@
 
 namespace programs::two_ops {
 
-Program::Program(hw::Rank& rank) : rank_(rank.expect_world(kWorld)), ring_(rank, "ring", 4) {
+Program::Program(hw::Rank& rank) : rank_(rank.expect_world(kWorld)), ring_(rank, "ring", 3) {
   HW_CHECK(hw::load(negative_multiply_y));
 }
 

@@ -127,7 +127,7 @@ class Checker:
             for name in ir.names(instruction, "read", "write", "alias"):
                 self.buffer(name)
             for name in ir.names(instruction, "write"):
-                if self.roots.of(name) in self.inputs:
+                if not self.inputs.isdisjoint(self.roots.all_of(name)):
                     self.fail(f"%{name} is an input and may not be written: allocate a buffer")
             for name in ir.names(instruction, "define", "index"):
                 if name in self.types or name in self.indices:
@@ -157,7 +157,7 @@ class Checker:
             self.fail(f"{name} is not declared: add {word}({name}[...]) to the header")
 
     def buffer(self, name: str) -> BufferType:
-        if name in self.types and self.roots.of(name) in self.freed:
+        if name in self.types and not self.freed.isdisjoint(self.roots.all_of(name)):
             self.fail(f"%{name} is used after its deallocate: move the deallocate down")
         if name not in self.types:
             self.fail(f"%{name} is used before its definition: define it above, in this body or around it")

@@ -30,7 +30,7 @@ def _view(c: Checker, i: ir.View, scope: Scope) -> None:
     if (dim := getattr(i, "dim", -1)) >= len(source.shape):
         c.fail(f"%{i.src} is {source}: it has no dim {dim}")
     try:
-        c.types[i.out] = i.type_of(source)
+        c.types.update(i.defined(c.types))
     except ValueError as error:
         c.fail(f"%{i.src} is {source}: {error}")
     outside = next((room for room in slack(i, source) if room.is_int and int(room) < 0), None)

@@ -64,6 +64,7 @@ class _Lowering:
         self.buffers = Buffers(flow, self.placement, self.b, self.aside)
         self.kernels = Kernels(self.b.types)
         self.reshards = Reshards(flow, self.buffers, self.kernels, self.b)
+        self.most_steps = 1  # of a loop
         self.ring_term: str | None = None  # in the present loop: the matmul whose term a ring of sums adds when it comes to it
 
     def program(self) -> ir.HostProgram:
@@ -86,13 +87,15 @@ class _Lowering:
                     b.emit(ir.Copy(self.buffers.whole(name), parameter.name))
         body = b.body()
         forked = {name for i in ir.walk(body) for name in ir.names(i, "fork")}
-        streams = tuple(pool for pool in (ir.Streams(RING, self.options.streams), ir.Streams(COMM, 1)) if pool.name in forked)
+        ring = ir.Streams(RING, min(self.options.streams, self.most_steps))
+        streams = tuple(pool for pool in (ring, ir.Streams(COMM, 1)) if pool.name in forked)
         events, kernels = tuple(self.reshards.events), tuple(self.kernels.made.values())
         return ir.HostProgram(f.name, f.mesh, inputs, outputs, (), streams, events, kernels, body, flow.uneven)
 
     def loop(self, loop: Loop) -> None:
         b, flow = self.b, self.flow
         count, drops_dim = iterations(flow, loop.ops[0])
+        self.most_steps = max(self.most_steps, int(count) if count.is_int else self.options.streams)
         steps = Steps(flow.mesh, Var(b.loop_index()), count, drops_dim, shards(flow, loop.ops), uneven=flow.uneven)
         b.location = loop.ops[-1].location
         meshes = {flow.types[name].mesh for op in loop.ops for name in (op.result.name, *op.tensors)}

@@ -1,0 +1,58 @@
+"""Host to host: what the ranges of indices and coordinates decide is no condition, and the others are as simple as they allow.
+
+    for %i in 0..6 {                                          for %i in 0..6 {
+      if %i / 2 != 0 {                                          if %i >= 2 {
+        wait arrived[%i - 2]                     becomes          wait arrived[%i - 2]
+      }                                                         }
+      if %i < 6 { ... }                                         ...
+
+On a mesh of one rank all chunks are its own: choices and branches between its own and others', and memory for those, go.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hostweave.host_ir import ir
+from hostweave.host_ir.calls import events_of, renamed, without_unused_channels
+from hostweave.host_ir.dead_code import eliminate_dead_code
+from hostweave.host_ir.expr import Const, Expr, Range, range_of, simpler
+from hostweave.options import Options
+from hostweave.types.mesh import Mesh
+
+
+def fold_conditions(program: ir.HostProgram, options: Options) -> ir.HostProgram:
+    folding = _Folding(program.mesh)
+    body = folding.body(program.body, program.mesh)
+    if body is program.body:
+        return program
+    body = eliminate_dead_code(renamed(body, folding.chosen), ("allocate", "view", "index"))
+    gone = events_of(program.body) - events_of(body)
+    return without_unused_channels(replace(program, body=body, events=tuple(pool for pool in program.events if pool.name not in gone)))
+
+
+class _Folding:
+    def __init__(self, program: Mesh):
+        self.program = program
+        self.ranges: dict[str, Range] = {}  # of indices
+        self.chosen: dict[str, str] = {}  # what choices that are decided stand for
+
+    def body(self, body: ir.Body, mesh: Mesh) -> ir.Body:
+        """A body for the ranks of a mesh; itself where nothing changes."""
+        return ir.unless_same(body, [new for i in body for new in self.folded(i, mesh)])
+
+    def folded(self, i: ir.Instruction, mesh: Mesh) -> ir.Body:
+        def values(expr: Expr) -> Range:
+            return range_of(expr, self.ranges, mesh, self.program)
+
+        i = ir.with_expressions(i, lambda expr: simpler(expr, values))
+        for name in ir.names(i, "index"):
+            self.ranges[name] = values(*ir.expressions(i)) if i.trips is None else (0, int(i.trips) - 1 if i.trips.is_int else None)
+        match i.condition_of_body, i.chosen_by:
+            case Const(value), None:
+                return self.body(ir.bodies(i)[0 if value else 1], mesh)
+            case None, Const(value):
+                ((name,), chosen) = ir.names(i, "view"), ir.names(i, "alias")[0 if value else 1]
+                self.chosen[name] = self.chosen.get(chosen, chosen)
+                return ()
+        return (ir.with_bodies(i, lambda inner: self.body(inner, i.ranks or mesh)),)

@@ -1,0 +1,183 @@
+"""Host to host: a rank's own chunk is used where it lies, if other ranks' chunks alone are communicated.
+
+    if %p == rank.x {                              if %p != rank.x {
+      copy %x -> %xg                                 group { recv %xg from %p on x; send %x to %q on x }
+    } else {                                       }
+      group {                                      %x_chunk = choose %x if %p == rank.x else %xg
+        recv %xg from %p on x           becomes    matmul %x_chunk, %w -> %y_i
+        send %x to %q on x
+      }
+    }
+    matmul %xg, %w -> %y_i
+
+and, where the copy is of what the body computed before,
+
+    matmul %x_i, %w -> %h                          %h_chunk = choose %landing_i if %p == rank.x else %h
+    if %p == rank.x {                              matmul %x_i, %w -> %h_chunk
+      copy %h -> %landing_i             becomes    if %p != rank.x {
+    } else {                                         group { recv %landing_i from %q on x; send %h to %p on x }
+      group { ... }                                }
+    }
+
+It comes after the passes that ask which one buffer a name is. A copy stays where the layouts differ, and where anything else reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from hostweave.analysis.def_use import DefUse, Place, def_use
+from hostweave.base.names import claim_unique
+from hostweave.host_ir import ir
+from hostweave.host_ir.calls import renamed
+from hostweave.host_ir.dead_code import indices_in
+from hostweave.host_ir.expr import Expr, opposite
+from hostweave.options import Options
+
+Edits = dict[int, ir.Body]
+NAMED = ("read", "write", "alias")
+
+
+def propagate_copies(program: ir.HostProgram, options: Options) -> ir.HostProgram:
+    uses, edits = def_use(program), Edits()
+    taken, changed = {*uses.types, *uses.indices}, set[int]()
+    for place in uses.places:
+        if copy := _copy(uses, place):
+            found = copy.reading_source(taken) or copy.writing_destination(taken)
+            inside = {p.number for p in uses.places if not found.keys().isdisjoint((p.number, p.statement, *(a.number for a in p.around)))}
+            if inside.isdisjoint(changed):
+                edits |= found
+                changed |= inside
+    return replace(program, body=ir.edited(program.body, edits)) if edits else program
+
+
+def _copy(uses: DefUse, place: Place) -> _Copy | None:
+    """A branch of a stream block in a loop that copies one buffer to another of its layout, and else communicates."""
+    condition = place.instruction.condition_of_body
+    if not condition or not place.block or not place.loop or place.around[-1].instruction.condition_of_body:
+        return None
+    own, others = ir.bodies(place.instruction)
+    if not own or not others or not own[-1].copies or not all(ir.names(i, "view") for i in own[:-1]):
+        return None
+    (src,), (dst,) = ir.names(own[-1], "read"), ir.names(own[-1], "write")
+    return _Copy(uses, place, place.loop, condition, own[:-1], others, src, dst) if uses.types[src] == uses.types[dst] else None
+
+
+@dataclass(frozen=True)
+class _Copy:
+    uses: DefUse
+    place: Place
+    loop: Place
+    condition: Expr  # under which it is
+    views: ir.Body  # before it
+    others: ir.Body  # what is done otherwise
+    src: str
+    dst: str
+
+    @property
+    def beside(self) -> list[Place]:
+        """What is in the body in which the branch stands, also in bodies inside."""
+        return [p for p in self.uses.places if self.place.around[-1] in p.around]
+
+    def edits(self, users: list[Place], own: str, name: str, views: ir.Body, kept: ir.Body, taken: set[str]) -> Edits:
+        """By which these name a choice in place of a buffer, and nothing is copied.
+
+        It stands with views that it needs before the first of them, and views that are kept where the copy was.
+        """
+        location, choice = self.place.instruction.location, claim_unique(f"{self.uses.root(self.src)}_chunk", taken)
+        edits = {p.number: renamed((p.instruction,), {name: choice}) for p in users}
+        first = self.child(users[0])
+        named = edits.get(first, (self.uses.places[first].instruction,))
+        edits[first] = (*views, ir.Choose(choice, own, self.condition, name, location=location), *named)
+        edits[self.place.number] = (*kept, ir.If(opposite(self.condition), self.others, location=location))
+        return edits
+
+    def child(self, place: Place) -> int:
+        """The number of what stands beside the branch and is, or has in it, an instruction."""
+        return (*place.around, place)[len(self.place.around)].statement
+
+    def touching(self, root: str, *roles: str) -> Iterator[tuple[Place, str]]:
+        """What touches a parameter or allocation, with the name by which it does."""
+        for place in self.uses.touches[root]:
+            yield from ((place, name) for name in ir.names(place.instruction, *roles) if self.uses.root(name) == root)
+
+    # --- what reads the copy reads the source ---
+
+    def reading_source(self, taken: set[str]) -> Edits:
+        """The edits by which what comes later in the body reads the source; none where anything else reads the copy."""
+        later = [p for p in self.beside if p.number > self.place.number and self.place not in p.around]
+        root, copied = self.uses.root(self.dst), _views_in(later, self.dst)
+        until, results = self._overwritten(later, copied)
+        if root not in self.uses.allocates or self.uses.root(self.src) in self.uses.writes((self.loop.instruction,)):
+            return {}
+        reads = self.touching(root, "read")
+        if any(p not in later or name not in copied or (name in results) == (p.number <= until) for p, name in reads):
+            return {}
+        # Another chunk of that memory is written only while this one is sent, so that they have no byte in common.
+        sends = {p.statement for p in later if p.statement != p.number and not copied.isdisjoint(ir.names(p.instruction, "read"))}
+        writes = [(p, name) for p, name in self.touching(root, "write") if p in later and name not in results]
+        if any(name in copied or p.statement not in sends for p, name in writes):
+            return {}
+        users = [p for p in _naming(later, self.dst) if results.isdisjoint(ir.names(p.instruction, "view"))]
+        return self.edits(users, self.src, self.dst, (), self.views, taken) if users else {}
+
+    def _overwritten(self, later: list[Place], copied: set[str]) -> tuple[int, set[str]]:
+        """The kernel that first writes its result over all of the copy, and the views that are that result; none otherwise."""
+        writes = ((p, copied.intersection(ir.names(p.instruction, "write"))) for p in later)
+        place, names = next(((p, names) for p, names in writes if names), (self.place, set[str]()))
+        is_kernel = place.instruction.work == "compute" and place.around == self.place.around
+        if names and is_kernel and self.dst not in names and all(map(self.uses.is_whole, names)):
+            return place.number, set().union(*(_views_in(later, name) for name in names))
+        return len(self.uses.places), set()
+
+    # --- what computes the source writes where it is copied to ---
+
+    def writing_destination(self, taken: set[str]) -> Edits:
+        """The edits by which what comes before in the body computes the source where it belongs; none where it may not be there yet."""
+        root, beside = self.uses.root(self.dst), self.beside
+        users = _naming((p for p in beside if p.number < self.place.number), self.src)
+        if self.src not in self.uses.allocates or not users:
+            return {}
+        before = [p for p in beside if self.child(users[0]) <= p.number < self.place.number]
+        inside = [p for p in beside if self.place in p.around]
+        if any(p not in before and p not in inside for p, _ in self.touching(self.src, "read", "write")):
+            return {}
+        if any(_naming(inside, view) for view in _views_in(before, self.src) - {self.src}):
+            return {}
+        touched = self.uses.reads((self.loop.instruction,)) | self.uses.writes(p.instruction for p in before)
+        moved = self._made_for_choice(before)
+        if root in touched or any(p.instruction.orders for p in before) or moved is None:
+            return {}
+        views = (*(p.instruction for p in moved), *self.views)
+        return self.edits(users, self.dst, self.src, views, (), taken) | {p.number: () for p in moved}
+
+    def _made_for_choice(self, before: list[Place]) -> list[Place] | None:
+        """The indices and views among these that the choice needs; None where it needs anything else of them."""
+        needed = {self.dst, *indices_in(self.place.instruction), *(name for i in self.views for name in _needs(i))}
+        moved: list[Place] = []
+        for place in reversed(before):
+            if needed.isdisjoint(ir.names(place.instruction, "define", "index")):
+                continue
+            if place.instruction.calls or ir.names(place.instruction, "allocate"):
+                return None
+            moved.insert(0, place)
+            needed.update(_needs(place.instruction))
+        return None if self.src in needed else moved
+
+
+def _needs(view: ir.Instruction) -> set[str]:
+    return {*ir.names(view, "alias"), *indices_in(view)}
+
+
+def _naming(places: Iterable[Place], name: str) -> list[Place]:
+    return [p for p in places if name in ir.names(p.instruction, *NAMED)]
+
+
+def _views_in(places: list[Place], name: str) -> set[str]:
+    """A buffer and its views that these define."""
+    found = {name}
+    for place in places:
+        if not found.isdisjoint(ir.names(place.instruction, "alias")):
+            found.update(ir.names(place.instruction, "view"))
+    return found

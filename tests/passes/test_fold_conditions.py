@@ -1,0 +1,77 @@
+"""Conditions that ranges decide: host text in, host text out."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from hostweave.host_ir.expr import OPERATORS, Binary, Const, Coordinate, Expr, Var, evaluate, range_of, simpler
+from hostweave.host_ir.ir import HostProgram
+from hostweave.options import Options
+from hostweave.passes.host.fold_conditions import fold_conditions
+from hostweave.types.mesh import Mesh
+
+CASES = {
+    "bounds of an index in place of those of its quotient": (
+        "for %i in 0..6 {\nif %i / 2 != 0 {\nfill %y with 1.0\n}\nif %i / 3 == 0 {\nfill %y with 2.0\n}\n}\n",
+        "for %i in 0..6 {\nif %i >= 2 {\nfill %y with 1.0\n}\nif %i < 3 {\nfill %y with 2.0\n}\n}\n",
+    ),
+    "what is always so, and what never is": (
+        "for %i in 0..1 {\nif %i == 0 {\ncopy %x -> %y\n} else {\nwait done[%i - 1]\n}\nif %i < 0 {\nrecord done[%i]\n}\n}\n",
+        "for %i in 0..1 {\ncopy %x -> %y\n}\n",
+    ),
+    "a choice is what is chosen, and nothing is left of the other": (
+        "%p = rank.b % 2\n%a = allocate f32[4]\n%c = choose %x if %p == 0 else %a\n%d = choose %c if %p < 1 else %a\n"
+        "%v = reshape %d to [2, 2]\n"
+        "%w = reshape %y to [2, 2]\ncopy %v -> %w\n",
+        "%v = reshape %x to [2, 2]\n%w = reshape %y to [2, 2]\ncopy %v -> %w\n",
+    ),
+    "no channel is left where nothing is sent": (
+        "if rank.b == 0 {\ncopy %x -> %y\n} else {\nrecv %y from 0 on b\n}\n",
+        "copy %x -> %y\n",
+    ),
+    "a channel stays where another one is sent on it": (
+        "if rank.b > 0 {\nrecv %y from 0 on b\n}\nall_reduce sum %x -> %y on b\n",
+        "all_reduce sum %x -> %y on b\n",
+    ),
+    "on some ranks by the coordinates of their mesh": (
+        "on mesh(a=1 of ranks 1) {\nif rank.a == 0 {\ncopy %x -> %y\n}\n}\nif rank.a == 0 {\ncopy %x -> %y\n}\n",
+        "on mesh(a=1 of ranks 1) {\ncopy %x -> %y\n}\nif rank.a == 0 {\ncopy %x -> %y\n}\n",
+    ),
+}
+
+
+def program(body: str) -> HostProgram:
+    """With the channel and the events that the body uses."""
+    channels, events = " channels(b: b two_sided)" if " on b" in body else "", " events(done[1])" if "done" in body else ""
+    return HostProgram.parse(f"host @f(%x: f32[4]) -> (%y: f32[4]) mesh(a=2, b=1){channels}{events} {{\n{body}}}\n")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_fold_conditions(case: str) -> None:
+    before, after = CASES[case]
+    result = fold_conditions(program(before), Options())
+    assert str(result) == str(program(after))
+    assert fold_conditions(result, Options()) is result
+
+
+def test_a_simpler_condition_says_the_same() -> None:
+    """At every value of an index and a coordinate."""
+    mesh, count = Mesh(a=2, b=1), 4
+    terms: list[Expr] = [Const(0), Const(1), Const(3), Var("i"), Coordinate("a"), Coordinate("b")]
+    terms += [Binary(op, Var("i"), right) for op in "+-*" for right in terms[1:5]] + [Var("i") // 2, Var("i") // 5, Var("i") % 3]
+    compared = [op for op, (precedence, _) in OPERATORS.items() if precedence == 1]
+    for op, left, right in product(compared, terms, terms):
+        condition = Binary(op, left, right)
+        result = simpler(condition, lambda expr: range_of(expr, {"i": (0, count - 1)}, mesh, mesh))
+        for i, a in product(range(count), range(2)):
+            values = {"i": i}, {"a": a, "b": 0}, {}
+            assert bool(evaluate(result, *values)) == bool(evaluate(condition, *values)), f"{condition} is not {result} at {values}"
+
+
+def test_a_quotient_and_what_remains_is_the_number() -> None:
+    i = Var("i")
+    assert (i // 2) * 2 + i % 2 == i
+    assert isinstance((i // 2) * 3 + i % 2, Binary)
+    assert isinstance((i // 2) * 2 + Var("k") % 2, Binary)
