@@ -6,7 +6,7 @@ import pytest
 
 import hostweave as hw
 from hostweave.emit import render
-from hostweave.emit.meshes import coordinate, label, membership, place
+from hostweave.emit.meshes import coordinate, membership, place
 from hostweave.host_ir.ir import HostProgram
 from hostweave.types.mesh import Mesh
 
@@ -27,7 +27,7 @@ LINE, GRID = Mesh(x=8), Mesh(dp=2, tp=4)
     ],
 )
 def test_who_is_in_a_mesh(mesh: Mesh, name: str, is_in: str) -> None:
-    assert (label(mesh), membership(mesh, 8)) == (name, is_in)
+    assert (mesh.label, membership(mesh, 8)) == (name, is_in)
 
 
 def test_places() -> None:
