@@ -40,6 +40,9 @@ BODIES = {
         "text:3: @t: unpack %b -> %y in [1 of M/2, 2 of 4]: %b is not contiguous: copy it to a buffer of its own first"
     ),
     "pack %x -> %y in [2 of K]": "text:2: @t: pack %x -> %y in [2 of K]: K is not a size of any input or output; the sizes are M",
+    "send_blocks %x in [] by [] on x": (
+        "text:2: @t: send_blocks %x in [] by [] on x: a buffer has at least one block: cut it into 1 or more"
+    ),
     "send_blocks %x in [2 of M/2, 2 of 4] by [0[4] -> 1[0]] on x": (
         "text:2: @t: send_blocks %x in [2 of M/2, 2 of 4] by [0[4] -> 1[0]] on x: 0[4] -> 1[0]: there are 4 blocks, the last one 3"
     ),

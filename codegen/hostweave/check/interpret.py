@@ -148,8 +148,7 @@ class _Rank:
         if isinstance(instruction, ir.Reduction):
             sent = [_reduced(instruction.op, sent)]
         if isinstance(instruction, ir.Collective) and instruction.takes_block:
-            along, group = instruction.sent_along, part.process_group
-            sent = [array.ravel()[_slice(shares(array.shape, along, group)[place])] for array in sent]
+            sent = [array.ravel()[shares(array.shape, instruction.sent_along, part.process_group)[place]] for array in sent]
         return np.concatenate([array.ravel() for array in sent]) if sent else np.zeros(1)
 
     def compute(self, operation: Operation) -> None:
@@ -182,10 +181,6 @@ class _Rank:
 def _reduced(op: str, arrays: list[Array]) -> Array:
     total: Array = reduce(REDUCTIONS[op], map(_widened, arrays))
     return total / len(arrays) if op == "avg" else total
-
-
-def _slice(part: range) -> slice:
-    return slice(part.start, part.stop)
 
 
 def _widened(array: Array) -> Array:

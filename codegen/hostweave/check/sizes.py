@@ -99,7 +99,7 @@ class _Search:
 
 @ir.analysis
 def sizes_to_check(program: ir.HostProgram) -> tuple[dict[str, int], ...]:
-    """Small sizes for both sides of every branch on sizes."""
+    """Small sizes that ranks share evenly, and ones that they do not where that may be."""
     program = dedupe_functions(program)
     least = minimal_sizes(program)
     if not program.uneven:

@@ -104,7 +104,7 @@ def _routed(c: Checker, i: ir.Routed, size: int) -> None:
     if i.packed:
         c.cuts(i.packed, *ir.names(i, "read", "write"))
     count = i.count if isinstance(i.count, int) else prod(cut.blocks for cut in i.count)
-    if count < 1:
+    if not i.count or count < 1:
         c.fail("a buffer has at least one block: cut it into 1 or more")
     sends = i.posts == "send"
     for route in i.routes:
