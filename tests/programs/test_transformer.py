@@ -189,7 +189,7 @@ def test_communications_of_a_backward_pass(name: str) -> None:
     host = lowered(programs(VARIANTS[2])[name])
     assert communications(host.body) == GRADIENTS[name]
     aside = [i for block in ir.walk(host.body) if isinstance(block, ir.OnStream) and block.stream == "comm" for i in ir.walk(block.body)]
-    assert sum(isinstance(i, ir.AllReduce) and i.axes == ("dp",) for i in aside) == GRADIENTS[name]["AllReduce dp"]
+    assert sum(isinstance(i, ir.AllReduce) and i.channel == "dp" for i in aside) == GRADIENTS[name]["AllReduce dp"]
     first = next(place for place, i in enumerate(host.body) if isinstance(i, ir.OnStream))
     joined = next(place for place, i in enumerate(host.body) if isinstance(i, ir.Join))
     assert any(isinstance(i, ir.Matmul) for i in host.body[first:joined])
