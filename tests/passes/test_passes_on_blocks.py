@@ -141,6 +141,20 @@ def test_each_body_has_events_of_its_own() -> None:
     assert HostProgram.parse(str(host)) == host
 
 
+def test_a_channel_goes_with_the_last_communication_of_a_block() -> None:
+    """On one rank a ring sends nothing; with two it does."""
+    text = """\
+fusion @f(%x: f32[M@x, E], %w: f32[E, E]) mesh(x={}) {{
+  %y: f32[M@x, E] = call @layer(%x, %w)
+  return %y
+}}
+"""
+    alone, pair = (stages(RING + text.format(count)) for count in (1, 2))
+    assert " channels(x: x two_sided)" in alone["propagate_copies"]
+    assert " channels(" not in alone["fold_conditions"]
+    assert " channels(x: x two_sided)" in pair["fold_conditions"]
+
+
 def test_kernels_of_two_bodies_are_one_where_they_are_equal() -> None:
     text = """\
 block @a(%x: f32[M, E]) {

@@ -32,6 +32,17 @@ CASES = {
         f"{G}{OTHERS.format('%g', '%x')}%r = reshape %g to [4, 4]\n%x_chunk = choose %x if %p == rank.x else %g\n"
         "launch @negative_b %x_chunk -> %r\n%s = reshape %r to [4, 4]\nlaunch @negative_b %r -> %s\nmatmul %s, %x -> %y_i\n",
     ),
+    "what reads the copy before a matmul adds to it in place": (
+        f"{G}{OWN.format('%g', '%x')}%r = reshape %g to [4, 4]\nmatmul %x, %x accumulate %g -> %r\nmatmul %r, %x -> %y_i\n",
+        f"{G}{OTHERS.format('%g', '%x')}%r = reshape %g to [4, 4]\n%x_chunk = choose %x if %p == rank.x else %g\n"
+        "matmul %x, %x accumulate %x_chunk -> %r\nmatmul %r, %x -> %y_i\n",
+    ),
+    "what reads the copy in the branch of another one, which stays": (
+        f"{G}%k = allocate f32[4, 4]\n{OWN.format('%g', '%x')}"
+        f"{OWN.format('%k', '%x').replace('send %x', 'send %g')}matmul %g, %k -> %y_i\n",
+        f"{G}%k = allocate f32[4, 4]\n{OTHERS.format('%g', '%x')}%x_chunk = choose %x if %p == rank.x else %g\n"
+        f"{OWN.format('%k', '%x').replace('send %x', 'send %x_chunk')}matmul %x_chunk, %k -> %y_i\n",
+    ),
     "what computes the source, in several kernels": (
         f"{H}launch @negative_b %h -> %h\n%q = (rank.x - %i) % 3\n%l_i = select %l[0: %q]\n{OWN.format('%l_i', '%h')}",
         "%h = allocate f32[4, 4]\n%q = (rank.x - %i) % 3\n%l_i = select %l[0: %q]\n"
