@@ -32,7 +32,7 @@ def main() -> None:
     llama = load_file(EXAMPLES / "llama.py").llama
     print(f"32 layers of Llama 3 8B   lower in {seconds(lambda: lower(llama, hw.Options()), 3):.2f} s (limit 5)", end="")
     host = lower(llama, hw.Options())
-    print(f"; checked in {once(lambda: check(host)):.2f} s, {len(host.blocks)} function for {count_calls(host)} calls")
+    print(f"; checked in {once(lambda: check(host)):.2f} s, {len(host.functions)} function for {count_calls(host)} calls")
     for target in ("cpu", "cuda"):
         try:
             find_target(target).toolchain()

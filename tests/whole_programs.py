@@ -65,7 +65,7 @@ def at_sizes(fusion: Fusion, sizes: Mapping[str, int]) -> Fusion:
     """The same program with ints for its symbolic sizes."""
 
     def known(type: TensorType) -> TensorType:
-        return replace(type, dims=tuple(Dim(Size(dim.extent.bind(sizes)), dim.axes) for dim in type.dims))
+        return replace(type, dims=tuple(Dim(Size(dim.size.bind(sizes)), dim.axes) for dim in type.dims))
 
     def bound(body: Fusion) -> Fusion:
         return replace(

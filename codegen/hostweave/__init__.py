@@ -10,8 +10,8 @@ from hostweave.base.errors import Location, UnknownAttribute
 from hostweave.base.signatures import public_names
 from hostweave.fusion_ir.frontend import composites as _composites
 from hostweave.fusion_ir.frontend import functions as _functions
-from hostweave.fusion_ir.frontend.block import block as block
 from hostweave.fusion_ir.frontend.composites import *  # noqa: F403
+from hostweave.fusion_ir.frontend.function import block as block
 from hostweave.fusion_ir.frontend.functions import *  # noqa: F403
 from hostweave.fusion_ir.frontend.trace import Tensor as Tensor
 from hostweave.fusion_ir.frontend.trace import fusion as fusion

@@ -53,7 +53,7 @@ def compile(program: Fusion | HostProgram, target: str = "cpu", options: Options
         raise ProgramError(f"{program.name}: no target {target!r}; the targets are {' and '.join(NAMES)}")
     options = options or Options()
     host = lower(program, options)
-    find_target(target).expect_kernels(host.sources)
+    find_target(target).expect_kernels(host.user_kernels)
     for parameter in host.inputs:
         if parameter.name in OPTIONS_OF_RUN:
             raise ProgramError(f"{host.name}: input {parameter.name} has the name of an option of run or measure; choose another name")
@@ -252,7 +252,7 @@ class Program:
         if why := needs_ranks(self._given):
             return why, set()
         alone = on_one_device(self._given)
-        return lower(alone, self._options), {value.type.dtype for body in (*alone.blocks, alone) for value in body.values().values()}
+        return lower(alone, self._options), {value.type.dtype for body in (*alone.functions, alone) for value in body.values().values()}
 
     def close(self) -> None:
         """Frees the memory and streams of the program on its devices. It cannot run again."""

@@ -56,7 +56,7 @@ PASSES: tuple[Callable[[Any, Options], Any], ...] = (
     fold_conditions,
 )
 
-# These see a program with its blocks. Every other pass runs on each block as on a program of its own, then on what calls them.
+# These see a program with its functions. Every other pass runs on each function as on a program of its own, then on what calls them.
 WHOLE: tuple[Callable[[Any, Options], Any], ...] = (lower_to_host,)
 
 Observer = Callable[[str, Fusion | HostProgram], None]

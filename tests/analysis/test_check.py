@@ -296,7 +296,7 @@ def test_shards_that_differ_in_size_are_not_exchanged() -> None:
 def test_shards_of_any_size_in_place(rows: int) -> None:
     body = """\
 %b = allocate f32[M, 2]
-%own = slice %b[0: part(M, x) from rank.x * ceil(M/3)]
+%own = slice %b[0: local(M, x) from rank.x * ceil(M/3)]
 copy %x -> %own
 all_gather %own -> %b along 0 on x
 reduce_scatter sum %b along 0 -> %own on x

@@ -9,7 +9,7 @@ from hostweave.check.check import check
 from hostweave.host_ir.ir import HostProgram
 
 LAYER = """\
-block @layer(%a: f32[M@x, E]) -> (%b: f32[M@x, E]) {
+function @layer(%a: f32[M@x, E]) -> (%b: f32[M@x, E]) {
   %t = allocate f32[M/2, E]
   fork ring
   stream ring[0] {
@@ -66,7 +66,7 @@ def test_races(case: str) -> None:
 def test_calls_share_the_memory_of_a_block() -> None:
     """What a block allocates ends with the call: the next one may overwrite what the stream that nobody waits for still reads."""
     layer = """\
-block @layer(%a: f32[M@x, E]) -> (%b: f32[M@x, E]) {
+function @layer(%a: f32[M@x, E]) -> (%b: f32[M@x, E]) {
   %t = allocate f32[M/2, E]
   %u = allocate f32[M/2, E]
   copy %a -> %t

@@ -134,8 +134,8 @@ def test_sizes_where_a_sum_must_divide() -> None:
 
 
 SUMS = """host @sums(%x: f32[M@x], %w: f32[N]) -> (%y: f32[(M - 1)@x], %z: f32[(N - 2)@x]) mesh(x=4) uneven(M) {
-  %m = allocate f32[part(M, x), (N - 2)]
-  %p = allocate f32[part(M, x)*(N - 2)]
+  %m = allocate f32[local(M, x), (N - 2)]
+  %p = allocate f32[local(M, x)*(N - 2)]
   %a = allocate f32[(M - 1)/4]
   %b = allocate f32[(N - 2)/4]
 }"""

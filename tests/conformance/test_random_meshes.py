@@ -74,7 +74,7 @@ def test_every_rank_has_what_numpy_says(seed: int) -> None:
     draw = np.random.default_rng(seed)
     for size in (SIZE, 10, 3):
         sizes = {name: size if name in host.uneven else SIZE for name in "ABC"}
-        shapes = {value.name: [sizes[str(extent)] for extent in value.type.shape] for value in fusion.inputs}
+        shapes = {value.name: [sizes[str(dim_size)] for dim_size in value.type.shape] for value in fusion.inputs}
         given = {name: draw.integers(-2, 3, shape).astype(np.float32) for name, shape in shapes.items()}
         results = interpret(host, given)
         for output, whole in zip(host.outputs, run_reference(fusion, given), strict=True):

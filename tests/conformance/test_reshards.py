@@ -91,7 +91,7 @@ def arrays(fusion: Fusion, sizes: dict[str, int], seed: int) -> dict[str, Array]
     random = np.random.default_rng(seed)
     result = {}
     for value in fusion.inputs:
-        dtype, shape = value.type.dtype, tuple(sizes[str(extent)] for extent in value.type.shape)
+        dtype, shape = value.type.dtype, tuple(sizes[str(size)] for size in value.type.shape)
         if fusion.name == "reshards":
             array = np.arange(np.prod(shape)).reshape(shape)
         else:

@@ -18,7 +18,7 @@ def integers() -> CppExprPrinter:
 
 
 @pytest.mark.parametrize(
-    ("extent", "cpp"),
+    ("size", "cpp"),
     [
         ("8", "8"),
         ("M", "M"),
@@ -30,8 +30,8 @@ def integers() -> CppExprPrinter:
         ("2*K*M", "2 * M * K_1"),
     ],
 )
-def test_extents(extent: str, cpp: str) -> None:
-    assert integers().extent(Size.of(extent)) == cpp
+def test_extents(size: str, cpp: str) -> None:
+    assert integers().size(Size.of(size)) == cpp
 
 
 I, N, RANK = Var("i"), Var("n"), Coordinate("x")  # noqa: E741

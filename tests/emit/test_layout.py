@@ -73,7 +73,7 @@ def test_a_comment_that_does_not_fit_goes_before_its_line() -> None:
 
 
 def test_brackets_and_commas_in_strings_break_no_line() -> None:
-    text = '"f32[part(M, x on ranks 0, 1), K]"'
+    text = '"f32[local(M, x on ranks 0, 1), K]"'
     line = f"{{{', '.join([text] * 5)}, f(1)}},"
     assert format_cpp(line + "\n") == line + "\n"
     call = f"in.x.expect({', '.join([text] * 5)});"

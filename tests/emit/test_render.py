@@ -40,7 +40,7 @@ def test_every_instruction_has_a_macro_or_a_method(kind: type[Instruction]) -> N
 def test_what_only_members_are_called_is_not_declared() -> None:
     """`channel_d_.rank()` does not name the number of this rank, nor `.size()` a size of the program."""
     body = "  gather %x -> %y to 0 on d\n}\n"
-    block = f"block @b(%x: f32[4]) -> (%y: f32[8]) {{\n{body}"
+    block = f"function @b(%x: f32[4]) -> (%y: f32[8]) {{\n{body}"
     text = f"{block}host @f(%x: f32[4], %z: f32[size]) -> (%y: f32[8]) mesh(d=2) {{\n  call @b %x -> %y\n}}\n"
     function = render(host_text.parse(text))["program.cpp"].partition("void Program::b(")[2]
     assert "channel_d_.rank() == 0" in function

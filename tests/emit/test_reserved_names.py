@@ -97,7 +97,7 @@ def everything(names: Iterable[str]) -> HostProgram:
         m, k = own[at - 1], own[at - 2]
         kernels.append(f"kernel @{n}(%{n}: f32[{n}, {m}], %{m}: f32[{n}, {m}]) {{\n  %{k}: f32[{n}, {m}] = exp(%{n})")
         kernels.append(f"  %{k}_2: f32[{n}, {m}] = multiply(%{k}, %{m})\n  %{n}_2: f32[{n}, {m}] = add(%{k}_2, %{k})\n}}")
-        blocks.append(f"block @{n}(%{n}: f32[{n}, {m}], %{m}: f32[{n}, {m}]) -> (%{k}: f32[{n}, {m}]) {{")
+        blocks.append(f"function @{n}(%{n}: f32[{n}, {m}], %{m}: f32[{n}, {m}]) -> (%{k}: f32[{n}, {m}]) {{")
         blocks.append(f"  launch @{n} %{n}, %{m} -> %{k}\n}}")
         inputs.append(f"%{n}: f32[{n}, {m}]")
         outputs.append(f"%{n}_out: f32[{n}, {m}]")

@@ -21,8 +21,8 @@ from hostweave.host_ir.verify import verify_host
 TOKEN = re.compile(r"\s+|\w+|->|\.\.|[^\s\w]")
 NUMBERS = ("0", "1", "7", str(2**31), str(2**32), str(2**63), "9" * 400, "1e400", "-1", "²", "\u0663")
 WORDS = (
-    "part(M, x)",
-    "part(M, x on ranks 0, 1)",
+    "local(M, x)",
+    "local(M, x on ranks 0, 1)",
     "ceil(M/0)",
     "*",
     "%a",
@@ -153,10 +153,10 @@ def test_a_host_text_that_asks_for_too_much(source: str, message: str) -> None:
 
 def test_a_part_of_a_size_in_an_expression_parses_back() -> None:
     program = read_host(
-        host("if part(M, x) % 2 + ceil(M/2) * 2 == 0 {\n    copy %x -> %y\n  }").replace("mesh(x=2)", "mesh(x=2) uneven(M)")
+        host("if local(M, x) % 2 + ceil(M/2) * 2 == 0 {\n    copy %x -> %y\n  }").replace("mesh(x=2)", "mesh(x=2) uneven(M)")
     )
     assert HostProgram.parse(str(program)) == program
-    assert "if part(M, x) % 2 + ceil(M/2) * 2 == 0 {" in str(program)
+    assert "if local(M, x) % 2 + ceil(M/2) * 2 == 0 {" in str(program)
 
 
 @pytest.mark.parametrize("chunks", [2**13, 2**32])

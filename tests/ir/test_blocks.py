@@ -43,7 +43,7 @@ def test_which_blocks_lie_in_order() -> None:
 
 def cuts_of(type: TensorType, blocks: tuple[int, ...]) -> tuple[Cut, ...]:
     dims = zip(type.dims, type.local_shape(WORLD, ("M",)), blocks, strict=True)
-    return tuple(Cut(count, Size(1, (LocalSize(dim.extent, dim.axes, type.mesh),)) if dim.axes else held) for dim, held, count in dims)
+    return tuple(Cut(count, Size(1, (LocalSize(dim.size, dim.axes, type.mesh),)) if dim.axes else held) for dim, held, count in dims)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 5, 6, 7, 12])

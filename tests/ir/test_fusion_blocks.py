@@ -15,12 +15,12 @@ TYPES = {"x": hw.f32["M@x", "E"], "w": hw.f32["E", "E"]}
 MESH = hw.Mesh(x=2)
 
 STACK = """\
-block @mlp(%x: f32[M@x, E], %w: f32[E, E]) {
+function @mlp(%x: f32[M@x, E], %w: f32[E, E]) {
   %h: f32[M, E] = matmul(%x, %w)
   %y: f32[M, E] = add(%x, %h)
   return %y
 }
-block @layer(%x: f32[M@x, E], %w: f32[E, E]) {
+function @layer(%x: f32[M@x, E], %w: f32[E, E]) {
   %mlp_x: f32[M, E] = call @mlp(%x, %w)
   %y: f32[M, E] = negative(%mlp_x)
   return %y
@@ -70,7 +70,7 @@ def test_each_fusion_traces_a_block_for_itself() -> None:
     meshes = (hw.Mesh(x=2), hw.Mesh(x=4))
     for mesh in meshes:
         made = hw.fusion(mesh=mesh, **TYPES)(lambda x, w: layer(x, w))
-        assert [block.mesh for block in made.blocks] == [mesh]
+        assert [function.mesh for function in made.functions] == [mesh]
 
 
 def test_a_call_whose_result_nobody_uses_goes_and_its_block_with_it() -> None:
@@ -92,11 +92,11 @@ def test_a_block_that_returns_its_input_returns_a_copy() -> None:
         return x
 
     fusion = hw.fusion(x=hw.f32["M"])(lambda x: same(x))
-    assert [op.kind for op in fusion.blocks[0].ops] == ["copy"]
+    assert [op.kind for op in fusion.functions[0].ops] == ["copy"]
 
 
 RESULTS = """\
-block @norm(%x: f32[M@x, E]) {
+function @norm(%x: f32[M@x, E]) {
   %s: f32[M, 1] = sum(%x, axis=(1,), keepdims=true)
   %divide_x: f32[M, E] = divide(%x, %s)
   return %divide_x, %s
@@ -134,7 +134,7 @@ def test_a_block_of_two_results() -> None:
 
 def test_inlined() -> None:
     text = """\
-block @layer(%x: f32[M@x, E], %w: f32[E, E]) {
+function @layer(%x: f32[M@x, E], %w: f32[E, E]) {
   %h: f32[M, E] = matmul(%x, %w)
   %y: f32[M, E] = add(%x, %h)
   return %y
@@ -175,7 +175,7 @@ FUSION = "@hw.fusion(mesh=hw.Mesh(x=2), **T, v=hw.f32['E', 'F'])\ndef f(x, w, v)
 TAKES = "mlp.py:8: call: @layer takes x, w; "
 
 REFUSED = {
-    "extents": (
+    "sizes": (
         LAYER + FUSION + "    return layer(x, v)",
         "mlp.py:8: call: @layer takes f32[E, E] as w, not f32[E, F]; only the mesh axes may differ",
     ),
@@ -191,23 +191,23 @@ REFUSED = {
     "outside": (LAYER + "layer(1, 2)", "mlp.py:6: call: @layer takes x, w; x is 1, which is no tensor of a fusion"),
     "stream of a result": (
         LAYER + FUSION + "    return layer(x, w).stream('M')",
-        "mlp.py:8: stream: this is made by the block @layer; stream a tensor in the block",
+        "mlp.py:8: stream: this is made by the function @layer; stream a tensor in the function",
     ),
     "aside": (
         LAYER + FUSION + "    return layer(x, w).aside()",
-        "mlp.py:8: aside: this is made by the block @layer; state it of a tensor in the block",
+        "mlp.py:8: aside: this is made by the function @layer; state it of a tensor in it",
     ),
     "recursion": (
         "@hw.block(**T)\ndef layer(x, w):\n    return layer(x, w)\n" + FUSION + "    return layer(x, w)",
-        "mlp.py:5: call: @layer calls itself; a block is traced once and has no end then, use a Python loop",
+        "mlp.py:5: call: @layer calls itself, and would be traced without end; use a Python loop",
     ),
     "one name": (
         LAYER + "other = layer\n" + LAYER + "@hw.fusion(**T, mesh=hw.Mesh(x=2))\ndef f(x, w):\n    return layer(other(x, w), w)",
-        "mlp.py:12: call: two blocks are named @layer; give one of their functions another name",
+        "mlp.py:12: call: two functions are named @layer; give one of their functions another name",
     ),
     "no tensor returned": (
         "@hw.block(**T)\ndef layer(x, w):\n    return 1\n" + FUSION + "    return layer(x, w)",
-        "mlp.py:3: block @layer returns 1; return a tensor of it, or a tuple of tensors",
+        "mlp.py:3: function @layer returns 1; return a tensor of it, or a tuple of tensors",
     ),
     "another function's tensor": (
         FUSION + "    @hw.block(**T)\n    def layer(x, w):\n        return x + v\n    return layer(x, w)",
@@ -224,13 +224,16 @@ REFUSED = {
     ),
     "no parameters": (
         "@hw.block()\ndef layer():\n    pass",
-        "mlp.py:3: block @layer has no parameters; a block computes on tensors, give it one",
+        "mlp.py:3: function @layer has no parameters; a function computes on tensors, give it one",
     ),
-    "no type": ("@hw.block(x=T['x'])\ndef layer(x, w):\n    pass", "mlp.py:3: block @layer: w has no type; pass w=hw.f32[...] to hw.block"),
-    "no name": ("hw.block(**T)(lambda x, w: x)", "mlp.py:3: block <lambda>: this function has no name; write it with def"),
+    "no type": (
+        "@hw.block(x=T['x'])\ndef layer(x, w):\n    pass",
+        "mlp.py:3: function @layer: w has no type; pass w=hw.f32[...] to hw.block",
+    ),
+    "no name": ("hw.block(**T)(lambda x, w: x)", "mlp.py:3: function <lambda>: this function has no name; write it with def"),
     "no parameter": (
         "@hw.block(**T, v=T['w'])\ndef layer(x, w):\n    pass",
-        "mlp.py:3: block @layer: v is not a parameter of the function; add it or leave it out",
+        "mlp.py:3: function @layer: v is not a parameter of the function; add it or leave it out",
     ),
 }
 
@@ -243,7 +246,7 @@ def test_refused(case: str) -> None:
     assert str(caught.value) == message
 
 
-HEAD = "block @b(%x: f32[M]) {\n  %y: f32[M] = negative(%x)\n  return %y\n}\n"
+HEAD = "function @b(%x: f32[M]) {\n  %y: f32[M] = negative(%x)\n  return %y\n}\n"
 
 
 TWO = HEAD.replace("  return %y", "  %z: f32[M] = negative(%y)\n  return %y, %z")
@@ -254,8 +257,8 @@ def calling(call: str, head: str = HEAD) -> str:
 
 
 TEXTS: dict[str, tuple[type[Exception], str]] = {
-    calling("%y: f32[M] = call @c(%x)"): (ParseError, "line 6, column 22: there is no block @c above; the blocks here: @b"),
-    calling("%y: f32[M] = call @b(%x)", HEAD + HEAD): (ParseError, "line 5, column 8: block @b is defined twice; rename one"),
+    calling("%y: f32[M] = call @c(%x)"): (ParseError, "line 6, column 22: there is no function @c above; the functions here: @b"),
+    calling("%y: f32[M] = call @b(%x)", HEAD + HEAD): (ParseError, "line 5, column 11: function @b is defined twice; rename one"),
     calling("%y: f32[M] = call(%x)"): (ParseError, "line 6, column 20: expected '@', found '('"),
     calling("%y: f32[M] = call @b()"): (ProgramError, "text:6: call: takes one or more operands, not 0"),
     calling("%y: f32[M] = call @b(%x, %w)"): (ProgramError, "text:6: call: @b takes 1 tensors, not 2; pass x"),
@@ -263,11 +266,11 @@ TEXTS: dict[str, tuple[type[Exception], str]] = {
     calling("%y: f32[N] = call @b(%x)"): (ProgramError, "text:6: call: %y is f32[N], but its operands give f32[M]; correct its type"),
     calling("%y: f32[M] stream(M, 2) = call @b(%x)"): (
         ProgramError,
-        "text:6: stream of %y: it is made by the block @b; stream a tensor in the block",
+        "text:6: stream of %y: it is made by the function @b; stream a tensor in the function",
     ),
     calling("%y: f32[M] = call @b(%x)", HEAD.replace("return %y", "return %x")): (
         ProgramError,
-        "block @b: %x is returned, but no op makes it; return a copy of it",
+        "function @b: %x is returned, but no op makes it; return a copy of it",
     ),
     calling("%a: f32[M] = call @b(%x)\n  %y: f32[M] = output @b(%a, index=1)"): (
         ProgramError,
@@ -283,7 +286,7 @@ TEXTS: dict[str, tuple[type[Exception], str]] = {
     ),
     calling("%y: f32[M] = call @b(%x)", HEAD.replace("@b(%x: f32[M]", "@b(%x: f32[M] partial(sum, x)")): (
         ProgramError,
-        "block @b: input %x can be neither streamed nor partial; stream a copy of it",
+        "function @b: input %x can be neither streamed nor partial; stream a copy of it",
     ),
 }
 

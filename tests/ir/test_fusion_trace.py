@@ -80,9 +80,9 @@ ERRORS = {
     "loop": (
         "return sum(x)",
         {},
-        "4: a loop: bf16[M, K] has no first dim of known extent; use functions of whole tensors, such as hw.sum",
+        "4: a loop: bf16[M, K] has no first dim of known size; use functions of whole tensors, such as hw.sum",
     ),
-    "length": ("return x * len(x)", {}, "4: len: bf16[M, K] has no first dim of known extent; its name is in x.shape"),
+    "length": ("return x * len(x)", {}, "4: len: bf16[M, K] has no first dim of known size; its name is in x.shape"),
     "change": ("x[0] = 1", {}, "4: a tensor is a value and does not change; make another one by hw.where or hw.concat"),
     "NumPy": (
         "import numpy; return numpy.exp(x)",
@@ -155,7 +155,7 @@ ERRORS = {
         "4: concat: [Tensor(bf16[M, K]), 1] is not a list of tensors of this fusion; write hw.concat([a, b], axis=0)",
     ),
     "concat axis": ("return hw.concat([x, x], axis=2)", {}, "4: concat: bf16[M, K] has no dim 2: dims go from 0 to 1"),
-    "concat extents": (
+    "concat sizes": (
         "return hw.concat([x, w], axis='M')",
         {"w": 'hw.bf16["J", 4]'},
         "4: concat: bf16[M, K] and bf16[J, 4] differ in dim 1; only dim 0, along which they are joined, may differ",

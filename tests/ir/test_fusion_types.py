@@ -33,9 +33,9 @@ def test_extents(text: str, coefficient: int, names: tuple[str, ...], divisor: i
 def test_sums_of_extents() -> None:
     m, n, k = map(Size.of, "MNK")
     sums = {m + n: "(M + N)", m - 2: "(M - 2)", m + m: "2*M", m // 2 + 4: "(M/2 + 4)", (m + n) * k: "(M + N)*K", m + n - m: "N", m - m: "0"}
-    for extent, text in sums.items():
-        assert str(extent) == text
-        assert Size.of(text) == extent
+    for size, text in sums.items():
+        assert str(size) == text
+        assert Size.of(text) == size
     assert Size.of("(4 + M)") == m + 4
     assert Size.of("(M + M)") == m * 2
     assert Size.of("3*(N - M + M - 2 + 2)/2") == n * 3 // 2
@@ -52,8 +52,8 @@ def test_sizes_of_shares() -> None:
     sizes = {
         m.ceil_div(8): "ceil(M/8)",
         (m + n).ceil_div(8): "ceil((M + N)/8)",
-        part + 2: "(part(M, x) + 2)",
-        part // 2 * n: "N*part(M, x)/2",
+        part + 2: "(local(M, x) + 2)",
+        part // 2 * n: "N*local(M, x)/2",
     }
     for size, text in sizes.items():
         assert str(size) == text
@@ -61,12 +61,12 @@ def test_sizes_of_shares() -> None:
     assert (m + n).ceil_div(8).bind({"M": 9, "N": 8}) == 3
     assert [(part + 2).bind(RankSizes({"M": 10}, mesh, rank)) for rank in range(4)] == [5, 5, 5, 3]
     assert (part + n).symbols == ("N", "M")
-    with pytest.raises(KeyError, match=r"part\(M, x\)"):
+    with pytest.raises(KeyError, match=r"local\(M, x\)"):
         part.bind({"M": 10})
 
 
 @pytest.mark.parametrize(
-    "text", ["M M", "M/N", "M/2*K", "(M + )", "(M", "ceil(M/0)", "part(M)", "part(M, x on ranks 1, 1)", "M # rows", "", "1.5"]
+    "text", ["M M", "M/N", "M/2*K", "(M + )", "(M", "ceil(M/0)", "part(M)", "local(M, x on ranks 1, 1)", "M # rows", "", "1.5"]
 )
 def test_texts_of_no_size(text: str) -> None:
     with pytest.raises(ValueError, match=rf"^not a size: {re.escape(repr(text))}; write a name, an int, or a product such as 8\*M/4$"):
@@ -80,7 +80,7 @@ def test_which_sizes_are_uneven(size: str, ranks: int, uneven: bool) -> None:
     assert Size.of(size).is_uneven(ranks, ("M",)) == uneven
 
 
-@pytest.mark.parametrize("dim", ["part(M, x)", "ceil(M/8)", "2*M", "(M + 2)"])
+@pytest.mark.parametrize("dim", ["local(M, x)", "ceil(M/8)", "2*M", "(M + 2)"])
 def test_an_input_names_its_dims(dim: str) -> None:
     with pytest.raises(ProgramError, match=rf"not a dim of an input: {re.escape(repr(dim))}; give it a name of its own$"):
         hw.f32[dim]

@@ -19,7 +19,7 @@ kernel @k(%a: f32[M/2, 4], %b: f32[M/2, 4]) {
   %c: f32[M/2, 4] = add(%a, %b)
   %d: f32[M/2] = sum(%c, axis=(1,))
 }
-block @b(%s: f32[M@x, 4]) -> (%t: f32[M@x, 4]) {
+function @b(%s: f32[M@x, 4]) -> (%t: f32[M@x, 4]) {
   copy %s -> %t
 }
 host @t(%x: f32[M@x, 4]) -> (%y: f32[M@x, 4], %z: f32[M]) mesh(x=2, dp=3) \
@@ -37,7 +37,7 @@ streams(ring[2], copy[1]) events(done[3]) uneven(M) {
       %s_i = chunk %b[1: %q / 2 of 2]
       %r_i = reshape %x_i to [2, 2]
       %t_i = permute %r_i by [1, 0]
-      %u_i = slice %b[0: part(M, x) from rank.x * ceil(M/2)]
+      %u_i = slice %b[0: local(M, x) from rank.x * ceil(M/2)]
       %v_i = strided %b[1: 2 from 1 by 2]
       %w_i = choose %x_i if %p == rank.x + 1 else %u_i
       if %p == rank.x {
@@ -61,7 +61,7 @@ streams(ring[2], copy[1]) events(done[3]) uneven(M) {
   matmul %x, %b in tf32 scaled -0.125 accumulate %x bias %b activation gelu_tanh -> %y
   matmul %x, %b bias %z activation relu -> %y
   pack %x -> %b in [2 of M/2, 1 of 4]
-  unpack %b -> %y in [4 of part(M, x), 1 of 4]
+  unpack %b -> %y in [4 of local(M, x), 1 of 4]
   all_gather %x -> %y on x
   all_gather %x -> %z along 0 on x
   reduce_scatter sum %x along 1 -> %y on x

@@ -99,7 +99,7 @@ BODIES = {
         "text:2: @t: %v = strided %x[1: 2 from 1 by 3]: %x is f32[M/2, 4]: 1 of the indices are outside of dim 1"
     ),
     "%b = allocate f32[(M + K)]": "text:2: @t: %b = allocate f32[(K + M)]: K is not a size of any input or output",
-    "%b = allocate f32[part(M, q)]": "text:2: @t: %b = allocate f32[part(M, q)]: mesh(x=2) has no axis 'q': its axes are x",
+    "%b = allocate f32[local(M, q)]": "text:2: @t: %b = allocate f32[local(M, q)]: mesh(x=2) has no axis 'q': its axes are x",
     "%v = reshape %x to [M, 4]": (
         "text:2: @t: %v = reshape %x to [M, 4]: %x is f32[M/2, 4]: "
         "these dims are not contiguous in memory, or the number of elements differs"
@@ -217,8 +217,8 @@ BODIES = {
         "text:6: @t: all_to_all %x -> %y on x: a collective cannot stand under `if rank.x == 0`, "
         "which differs between ranks: only send and recv can"
     ),
-    "for %i in 0..part(M, x) {\nall_reduce sum %x -> %y on x\n}": (
-        "text:3: @t: all_reduce sum %x -> %y on x: a collective cannot stand in a loop of part(M, x) steps, "
+    "for %i in 0..local(M, x) {\nall_reduce sum %x -> %y on x\n}": (
+        "text:3: @t: all_reduce sum %x -> %y on x: a collective cannot stand in a loop of local(M, x) steps, "
         "which differ between ranks: only send and recv can"
     ),
     "group {\ncopy %x -> %y\n}": "text:3: @t: copy %x -> %y: only communications can stand in a group: move it out",
@@ -256,7 +256,7 @@ PROGRAMS = {
     ),
     "host @t(%x: f32[M@x]) -> () mesh(x=2) uneven(K) {\n}\n": ("@t: uneven(K): K is not a size of any input or output; leave it out"),
     "host @t(%x: f32[M@x]) -> (%y: f32[M]) mesh(x=2) uneven(M) {\n  all_gather %x -> %y on x\n}\n": (
-        "text:2: @t: all_gather %x -> %y on x: %y must hold 2 x %x: it has M elements, not 2*part(M, x)"
+        "text:2: @t: all_gather %x -> %y on x: %y must hold 2 x %x: it has M elements, not 2*local(M, x)"
     ),
     2 * KERNEL + HEAD + "}\n": "@t: kernel @double is declared twice: rename one",
     "kernel @none() {\n}\n" + HEAD + "}\n": "@t: kernel @none has no ops: give it one",
@@ -275,7 +275,7 @@ def test_a_condition_on_what_a_rank_holds() -> None:
     """Passes can write it, text cannot."""
     host = host_text.parse(HEAD + "all_reduce sum %x -> %y on x\n}\n")
     guarded = replace(host, body=(ir.If(Symbol(LocalSize(Size.of("M"), ("x",))).equals(0), host.body),))
-    with pytest.raises(ProgramError, match=r"a collective cannot stand under `if part\(M, x\) == 0`, which differs between ranks"):
+    with pytest.raises(ProgramError, match=r"a collective cannot stand under `if local\(M, x\) == 0`, which differs between ranks"):
         verify_host(guarded)
 
 
@@ -286,24 +286,24 @@ def test_program(text: str) -> None:
     assert str(caught.value) == PROGRAMS[text]
 
 
-BLOCK = "block @b(%p: f32[M@x, 4]) -> (%q: f32[M@x, 4]) { all_reduce sum %p -> %q on x }\n"
+BLOCK = "function @b(%p: f32[M@x, 4]) -> (%q: f32[M@x, 4]) { all_reduce sum %p -> %q on x }\n"
 
 CALLS = {
-    "call @c %x -> %y": "text:3: @t: call @c %x -> %y: there is no block @c before @t; those there are @b",
+    "call @c %x -> %y": "text:3: @t: call @c %x -> %y: there is no function @c before @t; those there are @b",
     "call @b %x, %x -> %y": "text:3: @t: call @b %x, %x -> %y: @b takes 1 buffers, not 2",
     "call @b %x -> ": "text:3: @t: call @b %x ->: @b gives 1 buffers, not 0",
     "call @b %n -> %y": "text:3: @t: call @b %n -> %y: %n is i32[M/2, 4], and @b takes f32[M/2, 4] as %p",
     "%b = allocate f32[M, 4]\ncall @b %x -> %b": "text:4: @t: call @b %x -> %b: %b is f32[M, 4], and @b gives f32[M/2, 4] as %q",
     "call @b %x -> %x": "text:3: @t: call @b %x -> %x: %x is an input and may not be written: allocate a buffer",
-    "call @b %y -> %y": "text:3: @t: call @b %y -> %y: %y is named twice: what a block writes is memory of its own",
+    "call @b %y -> %y": "text:3: @t: call @b %y -> %y: %y is named twice: what a function writes is memory of its own",
     "%b = allocate f32[4, M/2]\n%v = permute %b by [1, 0]\ncall @b %v -> %y": (
-        "text:5: @t: call @b %v -> %y: %v is not contiguous, which a block needs: copy it to a buffer of its own first"
+        "text:5: @t: call @b %v -> %y: %v is not contiguous, which a function needs: copy it to a buffer of its own first"
     ),
     "stream ring[0] {\ncall @b %x -> %y\n}": (
-        "text:4: @t: call @b %x -> %y: a block forks from the caller's stream: move the call out of the stream block"
+        "text:4: @t: call @b %x -> %y: a function forks from the caller's stream: move the call out of the stream block"
     ),
     "if rank.x == 0 {\ncall @b %x -> %y\n}": (
-        "text:4: @t: call @b %x -> %y: a block with collectives cannot stand under `if rank.x == 0`, which differs between ranks"
+        "text:4: @t: call @b %x -> %y: a function with collectives cannot stand under `if rank.x == 0`, which differs between ranks"
     ),
 }
 
@@ -320,9 +320,9 @@ BLOCKS = {
         "text:1: @b: all_reduce sum %p -> %r on x: %r is used before its definition: define it above, in this body or around it"
     ),
     BLOCK.replace("all_reduce sum %p -> %q on x", "call @b %p -> %q"): (
-        "text:1: @b: call @b %p -> %q: there is no block @b before @b; those there are none"
+        "text:1: @b: call @b %p -> %q: there is no function @b before @b; those there are none"
     ),
-    2 * BLOCK: "@t: block @b is declared twice: rename one",
+    2 * BLOCK: "@t: function @b is declared twice: rename one",
     BLOCK.replace("{", "{ record done[0]"): "@t: both @b and @t use done: declare events for each",
     BLOCK.replace("{", "{ launch @half %p -> %q"): "text:1: @b: launch @half %p -> %q: there is no kernel @half; the kernels are none",
     BLOCK.replace("{", "{ %r = allocate f32[K]"): "text:1: @b: %r = allocate f32[K]: K is not a size of any input or output",
@@ -337,7 +337,7 @@ def test_block(blocks: str) -> None:
 
 
 def test_a_block_of_sends_may_be_called_by_some_ranks() -> None:
-    block = "block @b(%p: f32[M@x, 4]) -> () { send %p to 0 on x }\n"
+    block = "function @b(%p: f32[M@x, 4]) -> () { send %p to 0 on x }\n"
     verify_host(host_text.parse(block + HEAD + "if rank.x == 1 {\ncall @b %x -> \n}\n}\n"))
 
 

@@ -186,21 +186,21 @@ def test_the_verifier_looks_at_meshes() -> None:
 def test_what_some_ranks_hold_of_a_dim() -> None:
     """The name of a part says whose it is, and is read back."""
     lines = {
-        "part(M, x on ranks 1, 3)": hw.f32["M@x"].on(LINE.ranks([1, 3])),
-        "part(M, x on ranks 1..4)": hw.f32["M@x"].on(LINE.ranks([1, 2, 3])),
-        "part(M, b on mesh(a=2, b=2 of ranks 0..4))": hw.f32["M@b"].on(LINE.ranks([0, 1, 2, 3], a=2, b=2)),
-        "part(M, b on mesh(a=2, b=2 of ranks 3, 1, 0, 2))": hw.f32["M@b"].on(LINE.ranks([3, 1, 0, 2], a=2, b=2)),
-        "part(M, dp, tp on mesh(dp=2, tp=2))": replace(hw.f32["M@dp,tp"], mesh=hw.Mesh(dp=2, tp=2)),
+        "local(M, x on ranks 1, 3)": hw.f32["M@x"].on(LINE.ranks([1, 3])),
+        "local(M, x on ranks 1..4)": hw.f32["M@x"].on(LINE.ranks([1, 2, 3])),
+        "local(M, b on mesh(a=2, b=2 of ranks 0..4))": hw.f32["M@b"].on(LINE.ranks([0, 1, 2, 3], a=2, b=2)),
+        "local(M, b on mesh(a=2, b=2 of ranks 3, 1, 0, 2))": hw.f32["M@b"].on(LINE.ranks([3, 1, 0, 2], a=2, b=2)),
+        "local(M, dp, tp on mesh(dp=2, tp=2))": replace(hw.f32["M@dp,tp"], mesh=hw.Mesh(dp=2, tp=2)),
     }
     for name, type in lines.items():
-        (extent,) = type.local_shape(LINE, ("M",))
-        assert str(extent) == name
-        assert Size.of(name) == extent
-        (part,) = extent.factors
+        (size,) = type.local_shape(LINE, ("M",))
+        assert str(size) == name
+        assert Size.of(name) == size
+        (part,) = size.factors
         assert isinstance(part, LocalSize)
         assert part.mesh == type.mesh
         for rank in type.mesh_in(LINE).all_ranks:
-            assert extent.bind(RankSizes({"M": 10}, LINE, rank)) == len(type.shard(np.arange(10), rank, LINE))
+            assert size.bind(RankSizes({"M": 10}, LINE, rank)) == len(type.shard(np.arange(10), rank, LINE))
 
 
 # --- host programs ----------------------------------------------------------------------------------------------------
@@ -317,7 +317,7 @@ def test_error_of_a_host_program(body: str, message: str) -> None:
 
 
 def with_kernel(takes: str, gives: str) -> str:
-    return f'source @k = k(in {takes}, out {gives}) grid(M) block(256) {{\n  "__global__ void k(const float* x, float* y) {{}}"\n}}\n'
+    return f'user_kernel @k = k(in {takes}, out {gives}) grid(M) block(256) {{\n  "__global__ void k(const float* x, float* y) {{}}"\n}}\n'
 
 
 @pytest.mark.parametrize(

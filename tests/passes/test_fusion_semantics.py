@@ -56,7 +56,7 @@ def compute(op: Op, tensors: list[Array], sizes: dict[str, int], mesh: Mesh) -> 
     values = [next(operands) if isinstance(o, str) else o for o in op.operands]
     keywords: dict[str, Any] = dict(op.attributes)
     if OPS[op.kind].target == "shape":
-        keywords["shape"] = tuple(extent.bind(sizes) for extent in op.result.type.local_shape(mesh))
+        keywords["shape"] = tuple(size.bind(sizes) for size in op.result.type.local_shape(mesh))
     return np.asarray(OPS[op.kind].numpy(np, *values, **keywords))
 
 
@@ -102,7 +102,7 @@ def inputs_of(fusion: Fusion, sizes: dict[str, int], seed: int) -> dict[str, Arr
 def test_examples(name: str, ranks: int) -> None:
     fusion = all_fusions(ranks, chunks=3)[name]
     size = 3 * ranks
-    sizes = {symbol: size for value in fusion.inputs for extent in value.type.shape for symbol in extent.symbols}
+    sizes = {symbol: size for value in fusion.inputs for dim_size in value.type.shape for symbol in dim_size.symbols}
     check(fusion, inputs_of(fusion, sizes, seed=ranks))
 
 

@@ -175,7 +175,7 @@ def test_no_more_streams_than_the_steps_of_the_longest_loop(chunks: tuple[int, i
     """Of blocks and of what calls them."""
     inner, outer = (f"stream(M, {count})" for count in chunks)
     stage = Fusion.parse(f"""\
-block @b(%x: f32[M]) {{
+function @b(%x: f32[M]) {{
   %y: f32[M] {inner} = negative(%x)
   return %y
 }}

@@ -13,7 +13,7 @@ from hostweave.options import Options
 from hostweave.pipeline import lower
 
 RING = """\
-block @layer(%x: f32[M@x, E], %w: f32[E, E]) {
+function @layer(%x: f32[M@x, E], %w: f32[E, E]) {
   %h: f32[M, E] stream(M, 2, ring) = matmul(%x, %w)
   %n: f32[M, E] = negative(%h)
   %y: f32[M@x, E] pinned = reshard(%n)
@@ -37,7 +37,7 @@ def body_of(text: str, head: str) -> list[str]:
 
 def test_an_argument_of_another_sharding_is_resharded_at_the_call() -> None:
     text = """\
-block @layer(%x: f32[M@x, E], %w: f32[E, F@x]) {
+function @layer(%x: f32[M@x, E], %w: f32[E, F@x]) {
   %g: f32[M, E] pinned = reshard(%x)
   %y: f32[M, F] = matmul(%g, %w)
   return %y
@@ -66,7 +66,7 @@ fusion @f(%x: f32[M, E@x], %w: f32[E, F]) mesh(x=4) {
 def test_what_a_reshard_of_a_result_states_stands_beside_the_call() -> None:
     """A call has no stream, so a copy gets the one that a reshard without effect states; a name goes to the call."""
     text = """\
-block @layer(%x: f32[M@x, E]) {
+function @layer(%x: f32[M@x, E]) {
   %y: f32[M, E] = negative(%x)
   return %y
 }
@@ -89,7 +89,7 @@ fusion @f(%x: f32[M@x, E]) mesh(x=2) {
 def test_a_call_joins_no_loop() -> None:
     """Though it feeds a streamed communication, as its sole consumer."""
     text = """\
-block @layer(%x: f32[M@x, E]) {
+function @layer(%x: f32[M@x, E]) {
   %y: f32[M, E] = negative(%x)
   return %y
 }
@@ -109,7 +109,7 @@ fusion @f(%x: f32[M@x, E]) mesh(x=2) {
 
 def test_a_size_that_one_body_needs_to_be_even_is_so_in_all() -> None:
     text = """\
-block @total(%x: f32[M@x, E]) {
+function @total(%x: f32[M@x, E]) {
   %y: f32[E] = mean(%x, axis=(0,))
   return %y
 }
@@ -157,15 +157,15 @@ fusion @f(%x: f32[M@x, E], %w: f32[E, E]) mesh(x={}) {{
 
 def test_kernels_of_two_bodies_are_one_where_they_are_equal() -> None:
     text = """\
-block @a(%x: f32[M, E]) {
+function @a(%x: f32[M, E]) {
   %y: f32[M, E] = negative(%x)
   return %y
 }
-block @b(%x: f32[M, E]) {
+function @b(%x: f32[M, E]) {
   %y: f32[M, E] = negative(%x)
   return %y
 }
-block @c(%x: f32[E, M]) {
+function @c(%x: f32[E, M]) {
   %y: f32[E, M] = negative(%x)
   return %y
 }
@@ -178,7 +178,7 @@ fusion @f(%x: f32[M, E], %z: f32[E, M]) mesh(x=2) {
 """
     host = lower(Fusion.parse(text), Options())
     assert [kernel.name for kernel in host.kernels] == ["negative_y", "negative_y_2"]
-    assert [body_of(str(host), f"block @{name}")[-1] for name in "abc"] == [
+    assert [body_of(str(host), f"function @{name}")[-1] for name in "abc"] == [
         "launch @negative_y %x -> %y",
         "launch @negative_y %x -> %y",
         "launch @negative_y_2 %x -> %y",
@@ -188,7 +188,7 @@ fusion @f(%x: f32[M, E], %z: f32[E, M]) mesh(x=2) {
 def test_a_join_stays_before_a_call() -> None:
     """The block forks the same streams again, and what it communicates comes after what they hold."""
     text = """\
-block @layer(%x: f32[M, E]) {
+function @layer(%x: f32[M, E]) {
   %y: f32[M, E] stream(M, 2) = negative(%x)
   return %y
 }
@@ -206,7 +206,7 @@ fusion @f(%x: f32[M, E], %z: f32[M, E]) mesh(x=2) {
 def test_channels_take_turns_in_each_body() -> None:
     """A body knows the sizes of its own parameters alone."""
     text = """\
-block @layer(%x: f32[M@dp, K@tp], %w: f32[K@tp, N]) {
+function @layer(%x: f32[M@dp, K@tp], %w: f32[K@tp, N]) {
   %h: f32[M, N] = matmul(%x, %w)
   %y: f32[M, N] pinned stream(M, 3) = reshard(%h)
   return %y
@@ -227,7 +227,7 @@ fusion @f(%x: f32[M@dp, K@tp], %w: f32[K@tp, N], %z: f32[L@dp]) mesh(dp=2, tp=2)
 def test_channels_of_a_program_whose_block_has_events() -> None:
     """Its calls are looked at with it, and so are their events, which stay the block's."""
     text = """\
-block @layer(%x: f64[N, 6@b], %w: f64[6, N]) {
+function @layer(%x: f64[N, 6@b], %w: f64[6, N]) {
   %h: f64[N, N] = matmul(%x, %w)
   %y: f64[N@b, N] pinned stream(0, 3, ring) = reshard(%h)
   return %y
@@ -246,7 +246,7 @@ fusion @f(%x: f64[N, 6@a], %w: f64[6@b, N]) mesh(a=2, b=3) {
 
 def test_a_block_that_orders_its_channels_is_no_matter_of_its_caller() -> None:
     text = """\
-block @sums(%x: f32[M@dp, K@tp]) {
+function @sums(%x: f32[M@dp, K@tp]) {
   %a: f32[M] aside = sum(%x, axis=(1,))
   %b: f32[K] = sum(%x, axis=(0,))
   return %a, %b
@@ -260,7 +260,7 @@ fusion @f(%x: f32[M@dp, K@tp]) mesh(dp=2, tp=2) {
 }
 """
     seen = stages(text)["serialize_channels"]
-    turns = [line for line in body_of(seen, "block") if "turn" in line]
+    turns = [line for line in body_of(seen, "function") if "turn" in line]
     assert turns == ["record turn[0]", "wait turn[0]", "record turn[0]", "wait turn[0]", "record turn[0]"]
     assert not [line for line in body_of(seen, "host") if "turn" in line]
     check(HostProgram.parse(seen))
@@ -269,7 +269,7 @@ fusion @f(%x: f32[M@dp, K@tp]) mesh(dp=2, tp=2) {
 def test_a_block_takes_contiguous_arguments() -> None:
     """A view that is not is packed, once for all calls."""
     text = """\
-block @layer(%w: f32[E, F]) {
+function @layer(%w: f32[E, F]) {
   %y: f32[E, F] = negative(%w)
   return %y
 }
@@ -292,7 +292,7 @@ fusion @f(%w: f32[F, E]) mesh(x=2) {
 
 
 LAYER = """\
-block @layer(%x: f32[M@x, E]) {
+function @layer(%x: f32[M@x, E]) {
   %y: f32[M, E] = negative(%x)
   return %y
 }
@@ -322,13 +322,13 @@ def test_a_block_writes_contiguous_memory(ops: str, expected: list[str]) -> None
     """Not where its result lies in something else."""
     text = f"{LAYER}fusion @f(%x: f32[M@x, E]) mesh(x=2) {{\n  %h: f32[M, E] = call @layer(%x)\n  {ops}\n  return %y\n}}\n"
     host = body_of(stages(text)["lower_to_host"], "host")
-    assert host == ["%h = allocate f32[part(M, x), E]", "call @layer %x -> %h", *expected]
+    assert host == ["%h = allocate f32[local(M, x), E]", "call @layer %x -> %h", *expected]
 
 
 def test_a_call_gives_all_results_of_its_block() -> None:
     """In layouts of their own; one that nobody reads has memory, too."""
     text = """\
-block @norm(%x: f32[M@x, E]) {
+function @norm(%x: f32[M@x, E]) {
   %s: f32[M, 1] = sum(%x, axis=(1,), keepdims=true)
   %y: f32[M, E] = divide(%x, %s)
   %z: f32[E] = sum(%y, axis=(0,))
@@ -349,8 +349,8 @@ fusion @f(%x: f32[M@x, E]) mesh(x=2) {
         "return %y",
     ]
     assert body_of(seen["lower_to_host"], "host") == [
-        "%h = allocate f32[part(M, x), E]",
-        "%h_unused = allocate f32[part(M, x), 1]",
+        "%h = allocate f32[local(M, x), E]",
+        "%h_unused = allocate f32[local(M, x), 1]",
         "%z = allocate f32[E]",
         "call @norm %x -> %h, %h_unused, %z",
         "launch @subtract_y %h, %z -> %y",
@@ -371,11 +371,11 @@ def test_stacked_weights_are_passed_as_they_lie() -> None:
 def test_what_is_communicated_aside_is_waited_for_before_a_block_that_communicates() -> None:
     """On every rank the two come in one order. A block that does not communicate runs beside it."""
     text = """\
-block @sums(%x: f32[M, K@x], %w: f32[K@x, N]) {
+function @sums(%x: f32[M, K@x], %w: f32[K@x, N]) {
   %y: f32[M, N] aside = matmul(%x, %w)
   return %y
 }
-block @layer(%x: f32[M, N]) {
+function @layer(%x: f32[M, N]) {
   %y: f32[M, N] = negative(%x)
   return %y
 }
@@ -395,7 +395,7 @@ fusion @f(%x: f32[M, K@x], %w: f32[K@x, N], %z: f32[M, N]) mesh(x=2) {
         "join comm",
         "call @sums %x, %w -> %b",
     ]
-    assert [line for line in body_of(seen, "block @sums") if line.startswith(calls)] == [
+    assert [line for line in body_of(seen, "function @sums") if line.startswith(calls)] == [
         "fork comm",
         "all_reduce sum %y_partial -> %y on x",
         "join comm",
@@ -407,7 +407,7 @@ CPU_DEVICE = """\
 kernel @negative_h(%x: f32[M/2, E]) {
   %h: f32[M/2, E] = negative(%x)
 }
-block @layer(%x: f32[M@x, E], %w: f32[E, E]) -> (%y: f32[M@x, E]) {
+function @layer(%x: f32[M@x, E], %w: f32[E, E]) -> (%y: f32[M@x, E]) {
   %h = allocate f32[M/2, E]
   if M % 4 == 0 {
     launch @negative_h %x -> %h
@@ -427,7 +427,7 @@ block @layer(%x: f32[M@x, E], %w: f32[E, E]) -> (%y: f32[M@x, E]) {
   }
   join ring
 }
-block @twice(%x: f32[M@x, E], %w: f32[E, E]) -> (%y: f32[M@x, E]) {
+function @twice(%x: f32[M@x, E], %w: f32[E, E]) -> (%y: f32[M@x, E]) {
   %h = allocate f32[M/2, E]
   call @layer %x, %w -> %h
   call @layer %h, %w -> %y

@@ -43,8 +43,8 @@ def outlined(generator: Generator, fusion: Fusion) -> Fusion | None:
 def parameter(generator: Generator, value: Value) -> Value:
     """As an input may be: a dim that is computed from sizes stays whole."""
     axes = [dim.axes for dim in map(Dim.of, generator.sharded(["M"] * len(value.type.dims)))]
-    whole = [extent.is_int or str(extent) in generator.sizes for extent in value.type.shape]
-    dims = (Dim(extent, own if may else ()) for extent, own, may in zip(value.type.shape, axes, whole, strict=True))
+    whole = [size.is_int or str(size) in generator.sizes for size in value.type.shape]
+    dims = (Dim(size, own if may else ()) for size, own, may in zip(value.type.shape, axes, whole, strict=True))
     return Value(value.name, replace(value.type, dims=tuple(dims)), pinned=True)
 
 

@@ -20,7 +20,7 @@ from hostweave.base.errors import ArgumentError, ProgramError
 from hostweave.check.check import check
 from hostweave.check.interpret import interpret
 from hostweave.fusion_ir.calls import map_functions
-from hostweave.fusion_ir.frontend.block import Block
+from hostweave.fusion_ir.frontend.function import Function
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import pointwise
 from hostweave.fusion_ir.reference import run_reference
@@ -56,7 +56,7 @@ class Generator:
         choices = even if self.random.random() < 0.6 else [1, 2, 5, 7, 12]
         self.sizes = {name: self.random.choice(choices) for name in "MNK"}
         self.dtype = self.random.choice([hw.f64, hw.f64, hw.i64])
-        self.blocks: dict[Any, list[Block]] = {}
+        self.blocks: dict[Any, list[Function]] = {}
 
     def some_ranks(self) -> Mesh:
         ranks = self.random.sample(range(self.mesh.size), self.random.randint(1, self.mesh.size))
@@ -67,9 +67,9 @@ class Generator:
         axes = [name for name, _ in (mesh or self.mesh).axes]
         self.random.shuffle(axes)
         dims = []
-        for extent in shape:
+        for size in shape:
             own = [axes.pop() for _ in tuple(axes) if self.random.random() < 0.3]
-            dims.append(f"{extent}@{','.join(own)}" if own else extent)
+            dims.append(f"{size}@{','.join(own)}" if own else size)
         return tuple(dims)
 
     def input(self, shape: Sequence[Any]) -> TensorType:
@@ -95,8 +95,8 @@ class Generator:
         return tuple(self.random.sample(made, min(len(made), self.random.randint(1, 3))))
 
     def fusion(self) -> Fusion:
-        extents = [(name, self.sizes[name])[self.random.random() < 0.3] for name in "MNK" * 3]
-        inputs = {f"x{i}": self.input(self.random.sample(extents, self.random.randint(1, 3))) for i in range(self.random.randint(1, 3))}
+        sizes = [(name, self.sizes[name])[self.random.random() < 0.3] for name in "MNK" * 3]
+        inputs = {f"x{i}": self.input(self.random.sample(sizes, self.random.randint(1, 3))) for i in range(self.random.randint(1, 3))}
 
         def random(**tensors: hw.Tensor) -> tuple[hw.Tensor, ...]:
             return self.body(list(tensors.values()), 8, (*OPS, *OUTER_OPS))
@@ -255,7 +255,7 @@ def _called(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
 
 def _parameter(g: Generator, t: hw.Tensor) -> TensorType:
     """A type that a block may take: a dim that is computed from sizes stays whole."""
-    whole = any(isinstance(extent, str) and extent not in g.sizes for extent in t.shape)
+    whole = any(isinstance(size, str) and size not in g.sizes for size in t.shape)
     return t.dtype[t.shape if whole else g.sharded(t.shape)]
 
 
@@ -281,11 +281,11 @@ def without_kernels(fusion: Fusion) -> Fusion:
     """The same by ops of ours, which NumPy can compute."""
 
     def of_body(body: Fusion) -> Fusion:
-        read = {op.result.name: op.tensors[0] for op in body.ops if op.source}
+        read = {op.result.name: op.tensors[0] for op in body.ops if op.user_kernel}
 
         def replaced(op: Op) -> Op:
-            if op.source:
-                return replace(op, kind="multiply", operands=(read[op.result.name], 2), source=None)
+            if op.user_kernel:
+                return replace(op, kind="multiply", operands=(read[op.result.name], 2), user_kernel=None)
             if op.kind == "output" and op.tensors[0] in read:
                 return replace(op, kind="negative", operands=(read[op.tensors[0]],), attributes=())
             return op

@@ -160,7 +160,7 @@ def test_what_is_there_is_not_copied() -> None:
           return %y
         }}"""
     )
-    part = "%t = slice %x[0: part(M, x on ranks 2, 3) from rank.x * ceil(M/2)]"
+    part = "%t = slice %x[0: local(M, x on ranks 2, 3) from rank.x * ceil(M/2)]"
     assert body.endswith(f"  on mesh(x=2 of ranks 2, 3) {{\n    {part}\n    launch @negative_y %t -> %y\n  }}\n")
 
 
@@ -177,7 +177,7 @@ def test_a_view_of_one_mesh_is_made_again_after_another_one() -> None:
           return %e
         }}"""
     )
-    assert body.count("= slice %x[0: part(M, x on ranks 0, 1) from rank.x * ceil(M/2)]") == 2
+    assert body.count("= slice %x[0: local(M, x on ranks 0, 1) from rank.x * ceil(M/2)]") == 2
 
 
 def test_blocks_that_may_be_uneven_end_where_shards_do() -> None:
@@ -200,8 +200,8 @@ def test_blocks_that_may_be_uneven_end_where_shards_do() -> None:
         }}"""
     )
     everyone = ", ".join(f"{sender}[{receiver}] -> {receiver + 2}[{sender}]" for receiver in range(3) for sender in range(2))
-    assert f"send_blocks %x in [3 of part(M, x on ranks 0, 1), 1 of K] by [{everyone}] on x" in three
-    assert f"recv_blocks %y in [2 of part(M, x on ranks 2..5), 1 of K] by [{everyone}] on x" in three
+    assert f"send_blocks %x in [3 of local(M, x on ranks 0, 1), 1 of K] by [{everyone}] on x" in three
+    assert f"recv_blocks %y in [2 of local(M, x on ranks 2..5), 1 of K] by [{everyone}] on x" in three
 
 
 def test_what_several_ranks_are_to_have_leaves_a_rank_once() -> None:

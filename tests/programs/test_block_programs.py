@@ -129,7 +129,7 @@ def test_llama(ranks: int, dtype: DType) -> None:
     sizes, random = {"S": 12, "B": 2}, np.random.default_rng(1)
     arrays = {}
     for value in fusion.inputs:
-        shape = tuple(extent.bind(sizes) for extent in value.type.shape)
+        shape = tuple(size.bind(sizes) for size in value.type.shape)
         drawn = random.standard_normal(shape)
         if len(shape) == 1 or value.name.startswith("norm"):
             drawn = 1 + drawn / 8
@@ -154,8 +154,8 @@ def test_32_layers_of_llama() -> None:
     started = time.process_time()  # of this process, whatever runs beside it
     host = lower(fusion, Options())
     assert time.process_time() - started < 5
-    assert [block.name for block in host.blocks] == ["layer"]
-    communications = Counter(type(i).__name__ for i in ir.walk(host.blocks[0].body) if isinstance(i, ir.Communication))
+    assert [block.name for block in host.functions] == ["layer"]
+    communications = Counter(type(i).__name__ for i in ir.walk(host.functions[0].body) if isinstance(i, ir.Communication))
     assert communications == {"AllGather": 4, "ReduceScatter": 4}  # each twice, on either side of a branch on sizes
     source = render(host)["program.cpp"]
     assert source.count("void Program::layer(") == 1

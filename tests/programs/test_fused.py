@@ -137,7 +137,7 @@ def arrays_of(fusion: Fusion) -> dict[str, Array]:
     random = np.random.default_rng(0)
     arrays: dict[str, Array] = {}
     for value in fusion.inputs:
-        shape = tuple(extent.bind(SIZES) for extent in value.type.shape)
+        shape = tuple(size.bind(SIZES) for size in value.type.shape)
         kind = value.type.dtype.kind
         drawn = random.uniform(-1, 1, shape) if kind == "float" else random.integers(0, 2, shape) if kind == "bool" else np.asarray(7)
         arrays[value.name] = np.asarray(drawn).astype(numpy_dtype(value.type.dtype))

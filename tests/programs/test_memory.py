@@ -100,7 +100,7 @@ def test_the_arena_is_as_large_as_the_plan_says() -> None:
 
 
 def held_by_rank(type: hw.TensorType, sizes: dict[str, int]) -> int:
-    shape = [dim.extent.bind(sizes) // (RANKS if dim.axes else 1) for dim in type.dims]
+    shape = [dim.size.bind(sizes) // (RANKS if dim.axes else 1) for dim in type.dims]
     return int(np.prod(shape)) * type.dtype.itemsize
 
 

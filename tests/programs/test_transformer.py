@@ -70,7 +70,7 @@ def arrays_of(fusion: Fusion, sizes: Mapping[str, int]) -> dict[str, Array]:
     random = np.random.default_rng(len(fusion.name))
     arrays = {}
     for value in fusion.inputs:
-        name, shape = value.name, tuple(extent.bind(sizes) for extent in value.type.shape)
+        name, shape = value.name, tuple(size.bind(sizes) for size in value.type.shape)
         if name in ("cos", "sin"):
             angles = np.arange(shape[0])[:, None] * 100.0 ** (-np.arange(shape[1]) / shape[1])
             drawn = np.cos(angles) if name == "cos" else np.sin(angles)

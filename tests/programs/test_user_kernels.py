@@ -112,7 +112,7 @@ def test_blocks_share_sources() -> None:
     def outer(x, z):  # type: ignore[no-untyped-def]
         return inner(inner(x)), hw.kernel(TWICE, "twice", "M", [z, hw.bf16["M"], "M"], per=128, block=128, cpu=TWICE_ON_CPU)
 
-    assert [source.name for source in outer.sources] == ["twice", "twice_2"]
+    assert [source.name for source in outer.user_kernels] == ["twice", "twice_2"]
     assert Fusion.parse(str(outer)) == outer
     assert HostProgram.parse(str(lowered(outer))) == lowered(outer)
     x, z = np.arange(5).astype(ml_dtypes.bfloat16), np.arange(3).astype(ml_dtypes.bfloat16)
@@ -139,7 +139,7 @@ def test_the_text_of_a_source() -> None:
         return hw.kernel(source, "f", ("M", "N"), [x, hw.f32["M", "N"], "M"], per=64, cpu="void f(const float*, float*, int64_t) {}")
 
     assert str(one) == (
-        "source @f = f(in f32[M, N], out f32[M, N], size M) grid(M, N by 64) block(256) {\n"
+        "user_kernel @f = f(in f32[M, N], out f32[M, N], size M) grid(M, N by 64) block(256) {\n"
         '  "__global__ void f(const float* x, float* y, int64_t n) { /* \\"# } */ }"\n'
         "} cpu {\n"
         '  "void f(const float*, float*, int64_t) {}"\n'

@@ -28,7 +28,7 @@ class Iteration:
     along `kept` and `reduced` to one value along `kept`; each result has the former or the latter.
     """
 
-    extents: dict[str, Size]  # of every index, in the order in which the inputs name them
+    sizes: dict[str, Size]  # of every index, in the order in which the inputs name them
     indices: dict[str, Labels]
     kept: tuple[str, ...]  # in the order of the last result's dims
     reduced: tuple[str, ...]
@@ -55,15 +55,15 @@ def iteration(kernel: Kernel) -> Iteration:
                     if first(dims[0]) != first(other):
                         same[first(other)] = first(dims[0])
         types[op.result.name] = op.result.type
-    extents: dict[str, Size] = {}
+    sizes: dict[str, Size] = {}
     indices: dict[str, Labels] = {}
     for name, type in types.items():
-        own = [None if extent == ONE else "{}.{}".format(*first((name, i))) for i, extent in enumerate(type.shape)]
+        own = [None if size == ONE else "{}.{}".format(*first((name, i))) for i, size in enumerate(type.shape)]
         indices[name] = tuple(own)
-        extents.update({index: extent for index, extent in zip(own, type.shape, strict=True) if index is not None})
+        sizes.update({index: size for index, size in zip(own, type.shape, strict=True) if index is not None})
         if len(set(own) - {None}) < sum(index is not None for index in own):
             raise NotOneKernel(f"two dims of %{name} would be one")
-    return _checked(extents, indices, kernel)
+    return _checked(sizes, indices, kernel)
 
 
 def _joined(op: Op, types: dict[str, TensorType]) -> list[list[Dim]]:
@@ -79,7 +79,7 @@ def _joined(op: Op, types: dict[str, TensorType]) -> list[list[Dim]]:
     return list(by_label.values())
 
 
-def _checked(extents: dict[str, Size], indices: dict[str, Labels], kernel: Kernel) -> Iteration:
+def _checked(sizes: dict[str, Size], indices: dict[str, Labels], kernel: Kernel) -> Iteration:
     reduced: set[str] = set()
     for op in kernel.ops:
         gone = reduced_indices(op, indices)
@@ -87,14 +87,14 @@ def _checked(extents: dict[str, Size], indices: dict[str, Labels], kernel: Kerne
             raise NotOneKernel(f"%{op.result.name} is reduced over other dims")
         reduced |= gone
     for op in kernel.ops:
-        if reduced_indices(op, indices) and set(indices[op.tensors[0]]) - {None} != set(extents):
+        if reduced_indices(op, indices) and set(indices[op.tensors[0]]) - {None} != set(sizes):
             raise NotOneKernel(f"%{op.result.name} is reduced from fewer dims")
     for result in kernel.results:
         own = set(indices[result.name]) - {None}
-        if own not in (set(extents), set(extents) - reduced):
+        if own not in (set(sizes), set(sizes) - reduced):
             raise NotOneKernel(f"%{result.name} lacks a dim of what it is computed from")
     kept = tuple(index for index in indices[kernel.results[-1].name] if index is not None and index not in reduced)
-    return Iteration(extents, indices, kept, tuple(index for index in extents if index in reduced))
+    return Iteration(sizes, indices, kept, tuple(index for index in sizes if index in reduced))
 
 
 def reduced_indices(op: Op, indices: dict[str, Labels]) -> set[str]:

@@ -1,7 +1,7 @@
 """Live ranges of the temporaries of a host program, for the arena that `prepare` lays out and for reports.
 
 An allocate in a stream block is one buffer for each of the streams, anywhere else it is one buffer. It lives until its
-deallocate, else to the end of the body that it stands in, and what a block allocates does so in each of its calls. What begins
+deallocate, else to the end of the body that it stands in, and what a function allocates does so in each of its calls. What begins
 after that, in the order of the text, may have its bytes; while streams are not joined, those of a stream's own buffer are for
 what the same stream allocates next.
 """
@@ -46,9 +46,9 @@ class Joined:
 
 @dataclass(frozen=True)
 class Called:
-    """A block, with all that it allocates."""
+    """A function, with all that it allocates."""
 
-    block: str
+    function: str
 
 
 @dataclass(frozen=True)
@@ -64,18 +64,18 @@ Steps = tuple[Step, ...]
 
 
 @ir.analysis
-def live_ranges(program: ir.HostProgram, is_block: bool = False) -> Steps:
-    """Every temporary's begin and, where another one begins after it, its end; of a block always, because another call may follow."""
-    return _needed(_Walk(program).body(program.body, {}, is_nested=is_block), follows=is_block)
+def live_ranges(program: ir.HostProgram, is_function: bool = False) -> Steps:
+    """Every temporary's begin and, where another one begins after it, its end; of a function always, because another call may follow."""
+    return _needed(_Walk(program).body(program.body, {}, is_nested=is_function), follows=is_function)
 
 
 @ir.analysis
-def allocating_blocks(program: ir.HostProgram) -> set[str]:
-    """The blocks that allocate, or call such."""
+def allocating_functions(program: ir.HostProgram) -> set[str]:
+    """The functions that allocate, or call such."""
     found: set[str] = set()
-    for block in program.blocks:
-        if any(ir.names(i, "allocate") or not found.isdisjoint(ir.names(i, "call")) for i in ir.walk(block.body)):
-            found.add(block.name)
+    for function in program.functions:
+        if any(ir.names(i, "allocate") or not found.isdisjoint(ir.names(i, "call")) for i in ir.walk(function.body)):
+            found.add(function.name)
     return found
 
 
@@ -105,7 +105,7 @@ class _Walk:
                 own.pop(name, None)
                 steps.append(End(known[name]))
             steps += map(Joined, ir.names(i, "join"))
-            steps += (Called(name) for name in ir.names(i, "call") if name in allocating_blocks(self.program))
+            steps += (Called(name) for name in ir.names(i, "call") if name in allocating_functions(self.program))
             if i.trips is not None and i.trips.is_int:
                 self.counts.update(dict.fromkeys(ir.names(i, "index"), int(i.trips)))
             if i.ranks:

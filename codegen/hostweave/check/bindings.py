@@ -15,20 +15,20 @@ from hostweave.types.size import Size, bound
 Environment = dict[str, int]  # values of loop indices and lets, and the rank's coordinates as "rank.x"
 
 
-def size_of(program: ir.HostProgram, sizes: Sizes, extent: Size, instruction: ir.Instruction | None) -> int:
+def size_of(program: ir.HostProgram, sizes: Sizes, size: Size, instruction: ir.Instruction | None) -> int:
     def wrong(what: str) -> ProgramError:
         where = f"{instruction_text(instruction)}: " if instruction else ""
         return failure(program, f"{where}{what}", instruction)
 
     try:
-        value = extent.bind(sizes)
+        value = size.bind(sizes)
     except ValueError as error:
         raise wrong(f"{error}: choose sizes that it divides") from None
     except KeyError as error:
         wanted = ", ".join(program.symbols())
         raise failure(program, f"the size {error.args[0]} is not given: give one for each of {wanted}") from None
     if value < 0:
-        raise wrong(f"{extent} is {value}: choose sizes that leave room for it")
+        raise wrong(f"{size} is {value}: choose sizes that leave room for it")
     return value
 
 

@@ -52,4 +52,4 @@ def unordered_instructions(program: ir.HostProgram) -> set[ir.Instruction]:
         return set()
     pairs = (pair for sizes in sizes_to_check(program) for pair in unordered(instantiate(program, sizes)))
     found = {operation.instruction for pair in pairs for operation in pair}
-    return found.intersection(ir.walk(program.body))  # a block that it calls orders those of its own
+    return found.intersection(ir.walk(program.body))  # a function that it calls orders those of its own

@@ -171,7 +171,7 @@ class _Rank:
 
     def op(self, op: Op, values: Mapping[str, Array]) -> Array:
         definition, result = OPS[op.kind], op.result.type
-        stated = definition.stated_type(lambda: tuple(extent.bind(self.sizes) for extent in result.shape), numpy_dtype(result.dtype))
+        stated = definition.stated_type(lambda: tuple(size.bind(self.sizes) for size in result.shape), numpy_dtype(result.dtype))
         operands = [_widened(values[operand]) if isinstance(operand, str) else operand for operand in op.operands]
         with np.errstate(all="ignore"):
             computed: Array = np.asarray(definition.numpy(np, *operands, **dict(op.attributes), **stated))

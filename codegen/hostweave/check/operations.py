@@ -52,16 +52,16 @@ def layout(dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...]) -> La
     """The layout of a strided view: dims that follow one another without a gap become one, the innermost one the run."""
     rows: list[tuple[int, int]] = []
     run = dtype.itemsize if all(shape) else 0
-    for extent, stride in sorted(zip(shape, strides, strict=True), key=operator.itemgetter(1)):
+    for size, stride in sorted(zip(shape, strides, strict=True), key=operator.itemgetter(1)):
         step = stride * dtype.itemsize
-        if extent == 1 or not run:
+        if size == 1 or not run:
             continue
         if not rows and step == run:
-            run *= extent
+            run *= size
         elif rows and step == rows[-1][0] * rows[-1][1]:
-            rows[-1] = (rows[-1][0] * extent, rows[-1][1])
+            rows[-1] = (rows[-1][0] * size, rows[-1][1])
         else:
-            rows.append((extent, step))
+            rows.append((size, step))
     return Layout(dtype, shape, strides, tuple(reversed(rows)), run)
 
 

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from hostweave.check.bindings import Environment, compiled, size_of
 from hostweave.check.operations import Access, Instances, Layout, Operation, Region, Root, Stream, failure, layout
-from hostweave.check.sizes import extents
+from hostweave.check.sizes import all_sizes
 from hostweave.host_ir import ir
 from hostweave.host_ir.calls import dedupe_functions, ends, inlined
 from hostweave.host_ir.expr import Const, Expr
@@ -33,7 +33,7 @@ def instantiate(program: ir.HostProgram, sizes: Sizes) -> Instances:
 
     Raises ProgramError where a size does not divide, or an index, a peer or a root is out of range.
     """
-    atoms = dict.fromkeys(atom for extent in extents(dedupe_functions(program)) for atom in extent.atoms)
+    atoms = dict.fromkeys(atom for size in all_sizes(dedupe_functions(program)) for atom in size.atoms)
     parts = [atom for atom in atoms if isinstance(atom, LocalSize)]
     program = inlined(program)
     bound: dict[tuple[int, ...], tuple[_Binder, list[Step]]] = {}  # one for all ranks that hold as much
@@ -128,14 +128,14 @@ class _Binder:
                 self.roots[parameter.name] = Root(self.layouts[parameter.name], role)
 
     def define(self, name: str, buffer: BufferType, instruction: ir.Instruction | None) -> None:
-        shape = tuple(self.size(extent, instruction) for extent in buffer.shape)
-        strides = tuple(self.size(extent, instruction) for extent in ir.strides_of(buffer))
+        shape = tuple(self.size(size, instruction) for size in buffer.shape)
+        strides = tuple(self.size(size, instruction) for size in ir.strides_of(buffer))
         self.types[name], self.layouts[name] = buffer, layout(buffer.dtype, shape, strides)
 
-    def size(self, extent: Size, instruction: ir.Instruction | None) -> int:
-        bound = self.bound.get(extent)
+    def size(self, dim_size: Size, instruction: ir.Instruction | None) -> int:
+        bound = self.bound.get(dim_size)
         if bound is None:
-            bound = self.bound[extent] = size_of(self.program, self.sizes, extent, instruction)
+            bound = self.bound[dim_size] = size_of(self.program, self.sizes, dim_size, instruction)
         return bound
 
     def expr(self, expr: Expr) -> Callable[[Environment], int]:

@@ -1,4 +1,4 @@
-"""Small sizes at which a program is checked, such that every extent is an integer."""
+"""Small sizes at which a program is checked, such that every size is an integer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Steps = dict[str, tuple[int, int]]  # for every size: what it is a multiple of, 
 
 @ir.analysis
 def minimal_sizes(program: ir.HostProgram) -> dict[str, int]:
-    """Small sizes at which every extent of `program` is whole: {'M': 12, 'K': 2, 'N': 2}.
+    """Small sizes at which every size of `program` is whole: {'M': 12, 'K': 2, 'N': 2}.
 
     A size that counts the steps of a loop is large enough for the streams to be walked twice. Dims are shared evenly, also
     where that need not be, if the rest allows it.
@@ -30,7 +30,7 @@ USUAL = 4096  # the least value of a size that is not given
 
 
 def usual_sizes(program: ir.HostProgram, given: Mapping[str, int]) -> dict[str, int]:
-    """The sizes that are given, and for others 4096, or the next size that every extent can be cut from."""
+    """The sizes that are given, and for others 4096, or the next size that every size can be cut from."""
     least = minimal_sizes(program)
     return {name: given.get(name, -(-USUAL // least[name]) * least[name]) for name in program.symbols()}
 
@@ -39,18 +39,18 @@ def _steps(program: ir.HostProgram, evenly: bool) -> Steps:
     walked = {name for count in trip_counts(program) for name in count.factors}
     twice = 2 * max((pool.count for pool in program.streams), default=1) + 1
     sizes = dict.fromkeys(program.symbols(), 1)
-    needed = set(extents(program))
+    needed = set(all_sizes(program))
     for parameter in (*program.inputs, *program.outputs) if evenly else ():
         mesh = parameter.type.mesh_in(program.mesh)
-        needed.update(dim.extent // mesh.size_of(dim.axes) for dim in parameter.type.dims)
+        needed.update(dim.size // mesh.size_of(dim.axes) for dim in parameter.type.dims)
     for kernel in program.kernels:
-        needed.update(extent for op in kernel.ops for extent in op.result.type.shape)
-    for extent in sorted(needed, key=lambda e: (len(e.factors), tuple(map(str, e.factors)), e.divisor)):
-        if not set(extent.factors) <= sizes.keys():
+        needed.update(dim_size for op in kernel.ops for dim_size in op.result.type.shape)
+    for dim_size in sorted(needed, key=lambda e: (len(e.factors), tuple(map(str, e.factors)), e.divisor)):
+        if not set(dim_size.factors) <= sizes.keys():
             continue  # parts and blocks are whole at any size
-        if extent.factors and (extent * extent.divisor).bind(sizes) % extent.divisor:
+        if dim_size.factors and (dim_size * dim_size.divisor).bind(sizes) % dim_size.divisor:
             # A multiple of the divisor always serves, and for a name that stands alone nothing less does.
-            sizes[extent.symbols[0]] = lcm(sizes[extent.symbols[0]], extent.divisor // gcd(extent.divisor, extent.coefficient))
+            sizes[dim_size.symbols[0]] = lcm(sizes[dim_size.symbols[0]], dim_size.divisor // gcd(dim_size.divisor, dim_size.coefficient))
     least = {name: twice if name in walked else 2 for name in sizes}
     return {name: (size, size * -(-least[name] // size)) for name, size in sizes.items()}
 
@@ -61,9 +61,9 @@ MOST_TRIES = 2**14  # in a search
 
 def _with_room(program: ir.HostProgram, sizes: Steps) -> dict[str, int] | None:
     """Sizes that slices and sums of sizes allow, each from its least on by its step; None where none are found."""
-    wanted = [(extent, 0) for extent in not_negative(program)]
-    wanted += [(extent, 1) for extent in extents(program) if any(isinstance(factor, Sum) for factor in extent.factors)]
-    wanted = [(extent, least) for extent, least in wanted if set(extent.atoms) <= sizes.keys()]  # local sizes go by the rank
+    wanted = [(size, 0) for size in not_negative(program)]
+    wanted += [(size, 1) for size in all_sizes(program) if any(isinstance(factor, Sum) for factor in size.factors)]
+    wanted = [(size, least) for size, least in wanted if set(size.atoms) <= sizes.keys()]  # local sizes go by the rank
     return next(filter(None, (_Search(sizes, wanted, steps).found() for steps in MOST_STEPS)), None)
 
 
@@ -74,10 +74,10 @@ class _Search:
         self.sizes, self.names, self.steps = sizes, list(sizes), steps
         self.chosen: dict[str, int] = {}
         self.tries = 0
-        self.decided: dict[str, list[tuple[Size, int]]] = {name: [] for name in sizes}  # by the last size of each extent
-        for extent, least in dict.fromkeys(wanted):
-            if extent.symbols:
-                self.decided[max(extent.symbols, key=self.names.index)].append((extent, least))
+        self.decided: dict[str, list[tuple[Size, int]]] = {name: [] for name in sizes}  # by the last size of each size
+        for size, least in dict.fromkeys(wanted):
+            if size.symbols:
+                self.decided[max(size.symbols, key=self.names.index)].append((size, least))
 
     def found(self, at: int = 0) -> dict[str, int] | None:
         if at == len(self.names):
@@ -92,7 +92,7 @@ class _Search:
 
     def fits(self, name: str) -> bool:
         try:
-            return all(extent.bind(self.chosen) >= least for extent, least in self.decided[name])
+            return all(size.bind(self.chosen) >= least for size, least in self.decided[name])
         except ValueError:  # a sum that does not divide
             return False
 
@@ -105,14 +105,14 @@ def sizes_to_check(program: ir.HostProgram) -> tuple[dict[str, int], ...]:
     if not program.uneven:
         return (least,)
     steps = dict.fromkeys(program.uneven, 1)
-    for extent in extents(program):
-        if len(extent.atoms) == 1 and (name := extent.atoms[0]) in steps and isinstance(name, str):
-            steps[name] = lcm(steps[name], extent.divisor)
+    for dim_size in all_sizes(program):
+        if len(dim_size.atoms) == 1 and (name := dim_size.atoms[0]) in steps and isinstance(name, str):
+            steps[name] = lcm(steps[name], dim_size.divisor)
     uneven = {name: (steps.get(name, 0), size + steps.get(name, 0)) for name, size in least.items()}
     return (least, _with_room(program, uneven) or least)
 
 
-def extents(program: ir.HostProgram) -> Iterator[Size]:
+def all_sizes(program: ir.HostProgram) -> Iterator[Size]:
     """Everything about the program's memory and loops that must be whole."""
     for parameter in (*program.inputs, *program.outputs):
         yield from parameter.type.shape

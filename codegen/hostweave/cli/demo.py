@@ -54,11 +54,11 @@ def demo(name: str, ranks: int, target: str | None) -> int:
 
 def _compare(program: Any, fusion: Fusion, size: int) -> float:
     """Runs the program; prints how far each rank is from NumPy and how long it took. Returns the worst error over the tolerance."""
-    names = {name for value in fusion.inputs for extent in value.type.shape for name in extent.symbols}
+    names = {name for value in fusion.inputs for dim_size in value.type.shape for name in dim_size.symbols}
     sizes = dict.fromkeys(names, size * fusion.mesh.size)
     random = np.random.default_rng(0)
     arrays = {
-        value.name: random.standard_normal([extent.bind(sizes) for extent in value.type.shape]).astype(numpy_dtype(value.type.dtype))
+        value.name: random.standard_normal([dim_size.bind(sizes) for dim_size in value.type.shape]).astype(numpy_dtype(value.type.dtype))
         for value in fusion.inputs
     }
     wanted = run_reference(fusion, arrays)

@@ -34,7 +34,7 @@ def ir_lexer() -> RegexLexer:
     from hostweave.host_ir.text import WORDS
     from hostweave.types.tensor import DTYPES
 
-    parts = ("fusion", "block", "kernel", "host", "source", "cpu", "return", "else")
+    parts = ("fusion", "function", "block", "kernel", "host", "user_kernel", "cpu", "return", "else")
     header = ("mesh", "channels", "streams", "events", "uneven", "ranks")
     stated = (*header, "pinned", "aside", "partial", "grid", "size", "in", "out", "of", "by", "on")
 

@@ -111,7 +111,7 @@ class _Replay:
     def __init__(self, program: ir.HostProgram, sizes: Mapping[str, int], rank: int):
         self.program, self.sizes, self.rank = program, sizes, rank
         self.bodies = bodies(program)
-        self.steps = {body.name: live_ranges(body, is_block=True) for body in self.bodies[:-1]}
+        self.steps = {body.name: live_ranges(body, is_function=True) for body in self.bodies[:-1]}
         self.steps[""] = live_ranges(program)
         self.buffers: dict[Begin, slice] = {}
         self.events = Events()
@@ -123,12 +123,12 @@ class _Replay:
     def replay(self, steps: Steps) -> None:
         for step in self.taken(steps):
             match step:
-                case Called(block):
-                    self.replay(self.steps[block])
+                case Called(function):
+                    self.replay(self.steps[function])
                 case Begin(place, slots):
                     if step not in self.buffers:
                         self.buffers[step] = self.events.new(slots)
-                    shape = [size_of(self.program, self.sizes, extent, place.instruction) for extent in step.type.shape]
+                    shape = [size_of(self.program, self.sizes, size, place.instruction) for size in step.type.shape]
                     bytes = prod(shape) * step.type.dtype.itemsize
                     self.events.allocate(self.buffers[step], bytes, place.stream[0] if place.stream else None)
                 case End(begin) if own := self.buffers.get(begin):
@@ -185,8 +185,8 @@ def line_numbers(program: ir.HostProgram) -> list[list[int]]:
                     line = number(inner, line) + 1
         return line
 
-    heads = [k for k, line in enumerate(str(program).splitlines(), 1) if line.startswith(("block @", "host @"))]
-    for head, body in zip(heads, (*(block.body for block in program.blocks), program.body), strict=True):
+    heads = [k for k, line in enumerate(str(program).splitlines(), 1) if line.startswith(("function @", "host @"))]
+    for head, body in zip(heads, (*(function.body for function in program.functions), program.body), strict=True):
         lines.append([])
         number(body, head + 1)
     return lines

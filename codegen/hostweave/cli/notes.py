@@ -72,9 +72,9 @@ def _copies(body: ir.Body, sizes: Sizes, times: int) -> Iterator[tuple[ir.Copy |
 
 
 def _bytes(type: BufferType, sizes: Sizes) -> int:
-    return prod(_elements(extent, sizes) for extent in type.shape) * type.dtype.itemsize
+    return prod(_elements(size, sizes) for size in type.shape) * type.dtype.itemsize
 
 
-def _elements(extent: Size, sizes: Sizes) -> int:
+def _elements(size: Size, sizes: Sizes) -> int:
     """At these sizes, rounded down where it is a quotient that does not divide."""
-    return (extent * extent.divisor).bind(sizes) // extent.divisor
+    return (size * size.divisor).bind(sizes) // size.divisor

@@ -94,9 +94,7 @@ def _reduced(op: Op, types: Mapping[str, TensorType], sizes: Mapping[str, int]) 
     """How many elements or products one element of the result is made of."""
     operands = operand_types(op, types)
     walked = OPS[op.kind].map(operands, op)
-    extents = {
-        label: extent
-        for labels, type in zip(walked.operands, operands, strict=True)
-        for label, extent in zip(labels, type.shape, strict=True)
+    dim_sizes = {
+        label: size for labels, type in zip(walked.operands, operands, strict=True) for label, size in zip(labels, type.shape, strict=True)
     }
-    return prod(extent.bind(sizes) for label, extent in extents.items() if label and label not in walked.result)
+    return prod(size.bind(sizes) for label, size in dim_sizes.items() if label and label not in walked.result)

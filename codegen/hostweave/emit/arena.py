@@ -70,5 +70,5 @@ def _lines(step: Step, context: ProgramContext) -> str:
             return lay_out("memory_join", pool=context.streams[stream].member)
         case OnRanks(mesh, inner):
             return lay_out("branch", condition=context.flag(mesh), body=_plan(inner, context))
-        case Called(block):
-            return lay_out("memory_call", function=context.memory_of[block])
+        case Called(function):
+            return lay_out("memory_call", function=context.memory_of[function])

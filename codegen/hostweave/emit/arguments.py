@@ -64,8 +64,8 @@ def inputs_of(program: ir.HostProgram, emitter: Emitter) -> tuple[Argument, ...]
     result = []
     for parameter in program.inputs:
         bindings: list[_Binding] = []
-        for dim, extent in enumerate(program.local_type(parameter).shape):
-            binding = _binding(program, dim, extent)
+        for dim, size in enumerate(program.local_type(parameter).shape):
+            binding = _binding(program, dim, size)
             if binding and parameter.type.mesh:
                 binding = replace(binding, from_whole=True)
             if binding and binding.name not in {*known, *(b.name for b in bindings)}:
@@ -111,13 +111,13 @@ def checks_of(inputs: tuple[Argument, ...], context: ProgramContext) -> Iterator
             yield CheckedInTurn(call, int(tells), len(layers.inputs), members)
 
 
-def _binding(program: ir.HostProgram, dim: int, extent: Size) -> _Binding | None:
-    """What a local extent such as `M/8` or `part(M, x)` tells."""
-    part = extent.factor
+def _binding(program: ir.HostProgram, dim: int, size: Size) -> _Binding | None:
+    """What a local size such as `M/8` or `local(M, x)` tells."""
+    part = size.factor
     if isinstance(part, LocalSize) and part.size.name:
         return _Binding(part.size.name, dim, part.ranks_in(program.mesh), from_whole=True)
-    name = (extent * extent.divisor).name
-    return _Binding(name, dim, extent.divisor) if name else None
+    name = (size * size.divisor).name
+    return _Binding(name, dim, size.divisor) if name else None
 
 
 def argument(
@@ -125,7 +125,7 @@ def argument(
 ) -> Argument:
     type, integers = program.local_type(parameter), emitter.integers
     field = emitter.buffers[parameter.name].text
-    is_open = [not set(extent.atoms) <= known for extent in type.shape]
+    is_open = [not set(size.atoms) <= known for size in type.shape]
     return Argument(
         name=parameter.name,
         field=field,
@@ -133,7 +133,7 @@ def argument(
         path=(path := emitter.context.paths.get(parameter.name, field)),
         dtype=CUDA_TYPES[type.dtype.name],
         cpp=type.dtype.cpp,
-        shape=integers.extents(type.shape),
+        shape=integers.shape(type.shape),
         pattern="{" + ", ".join("hw::kAny" if open else integers.alone(e) for e, open in zip(type.shape, is_open, strict=True)) + "}",
         sizes=tuple(_size(program, binding, path, integers) for binding in bindings or ()),
         again=sum(is_open) > len(bindings or ()) or any(binding.from_whole for binding in bindings or ()),
@@ -160,10 +160,10 @@ def _size(program: ir.HostProgram, binding: _Binding, path: str, integers: CppEx
 
 def requirements_of(program: ir.HostProgram, integers: CppExprPrinter) -> Iterator[str]:
     """Calls that check sizes: differences, those of which a reduction needs an element, and sums that ranks share."""
-    for extent in not_negative(program):
-        yield f'hw::expect_room("{str(extent).strip("()")}", {integers.alone(extent)})'
-    for kind, extent in not_empty(program):
-        yield f'hw::expect_elements("{kind}", "{str(extent).strip("()")}", {integers.alone(extent)})'
+    for dim_size in not_negative(program):
+        yield f'hw::expect_room("{str(dim_size).strip("()")}", {integers.alone(dim_size)})'
+    for kind, dim_size in not_empty(program):
+        yield f'hw::expect_elements("{kind}", "{str(dim_size).strip("()")}", {integers.alone(dim_size)})'
     for size, multiple in integers.multiples.items():
         if isinstance(size, Sum) and multiple > 1:
             yield f'hw::expect_divisible("{str(size).strip("()")}", {integers.sum(size).strip("()")}, {multiple})'

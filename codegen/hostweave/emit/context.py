@@ -72,8 +72,8 @@ class ProgramContext:
 
     def __init__(self, program: ir.HostProgram, names: Names, integers: CppExprPrinter, structs: bool):
         self.names, self.integers = names, integers
-        self.blocks = {block.name: names.of(block.name, "block") for block in program.blocks}
-        self.memory_of = {block.name: names.of(f"{block.name}_memory", "block") for block in program.blocks}  # what plans that of a block
+        self.functions = {f.name: names.of(f.name, "function") for f in program.functions}
+        self.memory_of = {f.name: names.of(f"{f.name}_memory", "function") for f in program.functions}  # what plans that of a function
         for body in bodies(program)[::-1]:  # the user's names come before the ones made here
             for parameter in (*body.inputs, *body.outputs):
                 names.of(parameter.name)
@@ -93,7 +93,7 @@ class ProgramContext:
         self.plans: dict[PlanKey, Plan] = {}
         self.uses_of_plan: dict[PlanKey, set[Mesh]] = {}
         self.declared = {kernel.name: kernel for kernel in program.kernels}
-        self.sources = {source.name: source for source in program.sources}
+        self.user_kernels = {kernel.name: kernel for kernel in program.user_kernels}
         self.kernels: dict[str, Kernel] = {}  # by their forms
         self.launches: dict[tuple[ir.Kernel, tuple[BufferType, ...]], Kernel] = {}  # under the names of those
         self.temporaries: dict[Begin, Temporary] = {}

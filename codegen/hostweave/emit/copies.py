@@ -25,12 +25,12 @@ class Rows:
 def copied(src: BufferType, dst: BufferType) -> Rows | None:
     """How a copy goes row by row, or None where its elements are scattered more than that."""
     strides = zip(ir.strides_of(src), ir.strides_of(dst), strict=True)
-    dims = merged([Dim(extent, pair) for extent, pair in zip(src.shape, strides, strict=True)])
+    dims = merged([Dim(size, pair) for size, pair in zip(src.shape, strides, strict=True)])
     if not dims or dims[-1].strides != (ONE, ONE):
         dims.append(Dim(ONE, (ONE, ONE)))
     if len(dims) == 1:
-        dims.insert(0, Dim(ONE, (dims[0].extent, dims[0].extent)))
-    return Rows(dims[0].extent, dims[1].extent, *dims[0].strides) if len(dims) == 2 else None
+        dims.insert(0, Dim(ONE, (dims[0].size, dims[0].size)))
+    return Rows(dims[0].size, dims[1].size, *dims[0].strides) if len(dims) == 2 else None
 
 
 def copy_kernel(name: str, buffer: BufferType) -> ir.Kernel:
@@ -45,4 +45,4 @@ def fill_kernel(name: str, buffer: BufferType, value: float) -> ir.Kernel:
 
 
 def _tensor(buffer: BufferType) -> TensorType:
-    return TensorType(buffer.dtype, tuple(TensorDim(extent) for extent in buffer.shape))
+    return TensorType(buffer.dtype, tuple(TensorDim(size) for size in buffer.shape))

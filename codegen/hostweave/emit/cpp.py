@@ -79,19 +79,19 @@ class CppExprPrinter:
 
     # --- sizes ---
 
-    def extent(self, extent: Size) -> str:
+    def size(self, dim_size: Size) -> str:
         """`M / 8 * 3 * (K / 4)`: exact from left to right, because each division is."""
         factors: list[str] = []
-        divisor = extent.divisor
+        divisor = dim_size.divisor
         order = list(self.sizes)
-        for factor in sorted(extent.factors, key=lambda factor: order.index((factor.atoms if isinstance(factor, Sum) else (factor,))[0])):
+        for factor in sorted(dim_size.factors, key=lambda factor: order.index((factor.atoms if isinstance(factor, Sum) else (factor,))[0])):
             own = gcd(divisor, self.multiples.get(factor, 1))
             divisor //= own
             size = self.sum(factor) if isinstance(factor, Sum) else self.sizes[factor]
             text = f"{size} / {own}" if own > 1 else size
             factors.append(f"({text})" if own > 1 and factors else text)
-        if extent.coefficient != 1 or not factors:
-            factors.insert(" / " in factors[0] if factors else 0, str(extent.coefficient))
+        if dim_size.coefficient != 1 or not factors:
+            factors.insert(" / " in factors[0] if factors else 0, str(dim_size.coefficient))
         return " * ".join(factors) + (f" / {divisor}" if divisor > 1 else "")
 
     def sum(self, factor: Sum) -> str:
@@ -102,18 +102,18 @@ class CppExprPrinter:
             text += (f" {'+' if is_added else '-'} " if text else "" if is_added else "-") + self.factor(term if is_added else -1 * term)
         return f"({text})"
 
-    def factor(self, extent: Size) -> str:
-        """An extent that something is multiplied with."""
-        text = self.extent(extent)
-        return text if " " not in text or isinstance(extent.factor, Sum) else f"({text})"
+    def factor(self, size: Size) -> str:
+        """An size that something is multiplied with."""
+        text = self.size(size)
+        return text if " " not in text or isinstance(size.factor, Sum) else f"({text})"
 
-    def extents(self, extents: Iterable[Size]) -> str:
-        return "{" + ", ".join(map(self.alone, extents)) + "}"
+    def shape(self, sizes: Iterable[Size]) -> str:
+        return "{" + ", ".join(map(self.alone, sizes)) + "}"
 
-    def alone(self, extent: Size) -> str:
-        """An extent that stands between commas: a sum goes without parentheses."""
-        text = self.extent(extent)
-        return text[1:-1] if isinstance(extent.factor, Sum) else text
+    def alone(self, size: Size) -> str:
+        """An size that stands between commas: a sum goes without parentheses."""
+        text = self.size(size)
+        return text[1:-1] if isinstance(size.factor, Sum) else text
 
     # --- integers ---
 
@@ -176,16 +176,16 @@ class CppExprPrinter:
                 return f"{self._operand(left, precedence)} {op} {self._operand(right, precedence + (op != '+'))}"
         raise TypeError(f"not an expression: {expr!r}")
 
-    def times(self, expr: Expr, extent: Size) -> str:
+    def times(self, expr: Expr, size: Size) -> str:
         """`p * (M / 8 * K)`, or nothing for 0."""
-        if expr == Const(0) or extent == Size(0):
+        if expr == Const(0) or size == Size(0):
             return ""
         if isinstance(expr, Const):
-            return self.extent(extent * expr.value)
+            return self.size(size * expr.value)
         index = self.expr(expr)
-        if extent == Size():
+        if size == Size():
             return index
-        return f"{f'({index})' if isinstance(expr, Binary) else index} * {self.factor(extent)}"
+        return f"{f'({index})' if isinstance(expr, Binary) else index} * {self.factor(size)}"
 
     def _operand(self, expr: Expr, precedence: int) -> str:
         text = self.expr(expr)

@@ -15,7 +15,7 @@ from hostweave.emit.cpp import CUDA_TYPES
 from hostweave.emit.layers import Element, Words, arrays_of, rolled
 from hostweave.emit.meshes import place
 from hostweave.emit.templates import COMMON, lay_out
-from hostweave.fusion_ir.user_kernel import Source, elements, held_of
+from hostweave.fusion_ir.user_kernel import UserKernel, elements, held_of
 from hostweave.host_ir import ir
 from hostweave.host_ir.expr import Const, Coordinate, Expr
 from hostweave.host_ir.text import print_instruction
@@ -41,17 +41,17 @@ class Buffer:
 
 
 class Emitter:
-    """Emits one body: that of the program, or of a block as a program of its own."""
+    """Emits one body: that of the program, or of a function as a program of its own."""
 
-    def __init__(self, program: ir.HostProgram, context: ProgramContext, block: str = ""):
-        self.program, self.context, self.block = program, context, block
+    def __init__(self, program: ir.HostProgram, context: ProgramContext, function: str = ""):
+        self.program, self.context, self.function = program, context, function
         self.names, self.members, self.integers = context.names, context.members, context.integers
         self.buffers = {
             p.name: Buffer(self.names.of(p.name), program.local_type(p), p.name, p in program.inputs)
             for p in (*program.inputs, *program.outputs)
         }
         self.temporaries = context.temporaries
-        self.steps = live_ranges(program, is_block=bool(block))
+        self.steps = live_ranges(program, is_function=bool(function))
         self.begins = iter(begins(self.steps))  # of each allocate, in the order of the text
         self.used: set[str] = set()  # parameters and temporaries that some call names
         self.stream = CALLER
@@ -93,14 +93,14 @@ class Emitter:
         return list(dict.fromkeys(_comment(location) for location in locations if location and location.text))
 
     def call_function(self, i: ir.Call) -> Words:
-        layers, self.calls[i.block] = self.context.layers.get(i.block), self.calls.get(i.block, -1) + 1
-        words: list[str | Element] = [f"{self.context.blocks[i.block]}("]
+        layers, self.calls[i.function] = self.context.layers.get(i.function), self.calls.get(i.function, -1) + 1
+        words: list[str | Element] = [f"{self.context.functions[i.function]}("]
         for at, name in enumerate((*i.srcs, *i.dsts)):
             if layers is None or at not in layers.positions:
                 element, text = self.elements.get(self.buffers[name].root), self.text(name)
                 words += [element if element and str(element) == text else text, ", "]
             elif at == min(layers.positions):
-                words += [layers.element(self.calls[i.block]), ", "]
+                words += [layers.element(self.calls[i.function]), ", "]
         return (*words, f"{self.stream});\n")
 
     def instruction(self, i: ir.Instruction, last: bool) -> str | Words:
@@ -135,13 +135,13 @@ class Emitter:
         return self.count_of(self.type_of(name))
 
     def count_of(self, type: BufferType) -> str:
-        return self.integers.extent(product(type.shape))
+        return self.integers.size(product(type.shape))
 
     def bytes(self, name: str, elements: Size | None = None) -> str:
         """Of all its elements, or of so many."""
         type = self.type_of(name)
         elements, size = product(type.shape) if elements is None else elements, f"sizeof({type.dtype.cpp})"
-        return size if elements == Size() else f"{self.integers.extent(elements)} * {size}"
+        return size if elements == Size() else f"{self.integers.size(elements)} * {size}"
 
     def expr(self, expr: Expr) -> str:
         return self.integers.expr(expr)
@@ -174,9 +174,9 @@ class Emitter:
         begin = next(self.begins)
         if i.out in self.arrays:
             return self.allocate_in_array(i, begin)
-        member = self.members.of(f"{self.block}_{i.out}" if self.block else i.out, f"buffer {len(self.temporaries)}")
+        member = self.members.of(f"{self.function}_{i.out}" if self.function else i.out, f"buffer {len(self.temporaries)}")
         held = "".join(f", also %{other}" for other in self.others.get(i.out, ()))
-        pointer, comment = f"{i.type.dtype.cpp}*", f"%{i.out}: {i.type}{held}" + (f" of @{self.block}" if self.block else "")
+        pointer, comment = f"{i.type.dtype.cpp}*", f"%{i.out}: {i.type}{held}" + (f" of @{self.function}" if self.function else "")
         if begin.place.stream is None:
             self.temporaries[begin] = Temporary(f"{pointer} {member} = nullptr", member, self.count_of(i.type), comment)
             self.buffers[i.out] = Buffer(member, i.type, i.out, read_only=False)
@@ -194,10 +194,10 @@ class Emitter:
     def allocate_in_array(self, i: ir.Allocate, begin: Begin) -> str:
         """What calls of a function give in turn is one member."""
         (first, number), count = self.arrays[i.out], sum(name == self.arrays[i.out][0] for name, _ in self.arrays.values())
-        member = self.members.of(f"{self.block}_{first}" if self.block else first, f"array {first} of {self.block}")
+        member = self.members.of(f"{self.function}_{first}" if self.function else first, f"array {first} of {self.function}")
         declaration = f"std::array<{i.type.dtype.cpp}*, {count}> {member}{{}}" if number == 0 else ""
         self.elements[i.out] = element = Element(member, number)
-        comment = f"%{i.out}: {i.type}" + (f" of @{self.block}" if self.block else "") + ", and those of the calls that follow"
+        comment = f"%{i.out}: {i.type}" + (f" of @{self.function}" if self.function else "") + ", and those of the calls that follow"
         self.temporaries[begin] = Temporary(declaration, str(element), self.count_of(i.type), comment, element=element)
         self.buffers[i.out] = Buffer(str(element), i.type, i.out, read_only=False)
         return ""
@@ -246,12 +246,12 @@ class Emitter:
         return plans[key].member
 
     def strided(self, type: BufferType) -> str:
-        shape = self.integers.extents(type.shape)
-        return shape if type.strides is None else f"hw::Strided({shape}, {self.integers.extents(type.strides)})"
+        shape = self.integers.shape(type.shape)
+        return shape if type.strides is None else f"hw::Strided({shape}, {self.integers.shape(type.strides)})"
 
     def launch(self, i: ir.Launch) -> str:
-        if i.kernel in self.context.sources:
-            return self.launch_source(i, self.context.sources[i.kernel])
+        if i.kernel in self.context.user_kernels:
+            return self.launch_user_kernel(i, self.context.user_kernels[i.kernel])
         return self.launch_of(self.context.declared[i.kernel], i.srcs, i.dsts)
 
     def launch_of(self, kernel: ir.Kernel, srcs: Sequence[str], dsts: Sequence[str]) -> str:
@@ -262,25 +262,25 @@ class Emitter:
     def call(self, launch: str, kernel: str, grid: str, arguments: Sequence[str]) -> str:
         return lay_out("launch", function=launch, kernel=kernel, grid=grid, stream=self.stream, arguments=arguments)
 
-    def launch_source(self, i: ir.Launch, source: Source) -> str:
+    def launch_user_kernel(self, i: ir.Launch, source: UserKernel) -> str:
         """A kernel of the user, on what the rank holds."""
         mesh, uneven = self.integers.mesh, self.program.uneven
         buffers = {"in": iter(i.srcs), "out": iter(i.dsts)}
         arguments = []
         for argument in source.arguments:
             if argument.dim:
-                arguments.append(self.integers.extent(held_of(argument.dim, mesh, uneven)))
+                arguments.append(self.integers.size(held_of(argument.dim, mesh, uneven)))
             elif argument.type:
                 arguments.append(self.access("reads" if argument.role == "in" else "writes", next(buffers[argument.role])))
             else:
                 arguments.append(repr(argument.number))
-        shared = self.integers.extent(elements(source, mesh, uneven))
+        shared = self.integers.size(elements(source, mesh, uneven))
         blocks = f"hw::ceil_div({shared}, {source.per})" if source.per > 1 else shared
         return self.call("launch", source.function, f"hw::Grid{{{blocks}, {source.block}}}", arguments)
 
     def access(self, verb: str, name: str) -> str:
         type = self.type_of(name)
-        shape = self.count(name) if type.strides is None else f"{self.integers.extents(type.shape)}, {self.integers.extents(type.strides)}"
+        shape = self.count(name) if type.strides is None else f"{self.integers.shape(type.shape)}, {self.integers.shape(type.strides)}"
         return f"hw::{verb}({self.text(name)}, {shape})"
 
     def copy(self, i: ir.Copy) -> str:
@@ -317,7 +317,7 @@ class Emitter:
         if not i.blocks:
             block //= self.program.channel(i.channel).size
         offset = peer if block == Size() else f"{peer} * {self.integers.factor(block)}"
-        return self.lay_out(i, count=self.integers.extent(block), peer=peer, offset=offset)
+        return self.lay_out(i, count=self.integers.size(block), peer=peer, offset=offset)
 
     def collective_permute(self, i: ir.CollectivePermute) -> str:
         targets = [i.sources.index(place) if place in i.sources else None for place in range(len(i.sources))]
@@ -334,7 +334,7 @@ class Emitter:
             return self.lay_out(i, routes=tables[i.routes].name)
         block, route = product(self.type_of(name).shape) // i.count, self.names.of("route", "of blocks")
         times = f" * {self.integers.factor(block)}" if i.count > 1 else ""
-        return self.lay_out(i, routes=tables[i.routes].name, route=route, count=self.integers.extent(block), times=times)
+        return self.lay_out(i, routes=tables[i.routes].name, route=route, count=self.integers.size(block), times=times)
 
     def group(self, i: ir.Group) -> str:
         self.in_group = True
@@ -345,7 +345,7 @@ class Emitter:
     def shared(self, name: str, along: int) -> str:
         """A dim that the ranks of a channel share, and the elements of one index of it."""
         shape = self.type_of(name).shape
-        return self.integers.extents((shape[along], product(shape[:along] + shape[along + 1 :])))
+        return self.integers.shape((shape[along], product(shape[:along] + shape[along + 1 :])))
 
     def cuts(self, cuts: Cuts) -> str:
         """`hw::Blocks{{A}, {M, 4}}`"""
@@ -373,7 +373,7 @@ class Emitter:
 
     def loop(self, i: ir.For) -> str:
         index = self.integers.define(i.out, self.names.of(i.out), (0, int(i.count) - 1 if i.count.is_int else None))
-        return lay_out("loop", index=index, count=self.integers.extent(i.count), body=self.body(i.body))
+        return lay_out("loop", index=index, count=self.integers.size(i.count), body=self.body(i.body))
 
     def branch(self, i: ir.If) -> str:
         condition = self.expr(i.condition)

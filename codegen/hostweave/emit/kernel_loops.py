@@ -28,7 +28,7 @@ HELD = 20  # accesses, at most, whose elements a thread holds: 80 registers
 HELD_ROWS = 5  # of unknown length, at most, that a thread holds its part of: hw::kRowAccesses accesses each
 TILE_THREADS, MOST_THREADS = 512, 1024
 FEW_COLUMNS = 4224  # at most one tile for each multiprocessor: these take all the threads that a block may have
-OUTERMOST = "outermost"  # the size that an extent becomes
+OUTERMOST = "outermost"  # the size that an size becomes
 SHORT = 1 << 30  # elements, at most, whose indices hw::fits_int32
 
 
@@ -76,9 +76,9 @@ ROWS = (BY_ROW, BY_ANY_ROW, BY_SHORT_ROW)
 
 @dataclass(frozen=True)
 class Dim:
-    """One dim of the loops: its extent, and how far apart its elements lie in each place: inputs, results, indices."""
+    """One dim of the loops: its size, and how far apart its elements lie in each place: inputs, results, indices."""
 
-    extent: Size
+    size: Size
     strides: tuple[Size, ...]
     position: int = 0  # among the dims of the operands: indices are named in this order
     indices: tuple[str, ...] = ()  # of the iteration, that it stands for
@@ -88,11 +88,11 @@ def merged(dims: Sequence[Dim]) -> list[Dim]:
     """Neighbours that one stride covers in every operand become one dim; dims of one element go."""
     result: list[Dim] = []
     for dim in dims:
-        if dim.extent == ONE:
+        if dim.size == ONE:
             continue
-        if result and all(wide == dim.extent * narrow for wide, narrow in zip(result[-1].strides, dim.strides, strict=True)):
+        if result and all(wide == dim.size * narrow for wide, narrow in zip(result[-1].strides, dim.strides, strict=True)):
             outer = result.pop()
-            dim = Dim(outer.extent * dim.extent, dim.strides, outer.position, outer.indices + dim.indices)
+            dim = Dim(outer.size * dim.size, dim.strides, outer.position, outer.indices + dim.indices)
         result.append(dim)
     return result
 
@@ -150,11 +150,11 @@ class Loops:
 
     def dims(self) -> None:
         """The dims that the kernel keeps and those that it reduces, from the outermost in."""
-        order = list(self.walked.extents)
+        order = list(self.walked.sizes)
 
         def dim(index: str) -> Dim:
             strides = tuple(own.get(index, ZERO) for own in self.places.values())
-            return Dim(self.walked.extents[index], strides, order.index(index), (index,))
+            return Dim(self.walked.sizes[index], strides, order.index(index), (index,))
 
         scalar = Dim(ONE, tuple(ONE if place in self.stores else ZERO for place in self.places))
         self.kept = merged([dim(index) for index in self.walked.kept]) or [scalar]
@@ -162,27 +162,27 @@ class Loops:
         self.named = self.name_outermost()
 
     def name_outermost(self) -> dict[Factor, Size]:
-        """Makes an outermost extent such as `4*B` a size of its own, which may be another multiple in another launch.
+        """Makes an outermost dim_size such as `4*B` a size of its own, which may be another multiple in another launch.
 
-        Not where an inner extent has one of its sizes: strides would be written in two ways. Gives what the new size stands for.
+        Not where an inner dim_size has one of its sizes: strides would be written in two ways. Gives what the new size stands for.
         """
-        extent, *inner = (dim.extent for dim in (*self.kept, *self.reduced))
-        if len(self.kept) < 2 or extent.coefficient == 1 or extent.divisor > 1 or extent.is_int:
+        dim_size, *inner = (dim.size for dim in (*self.kept, *self.reduced))
+        if len(self.kept) < 2 or dim_size.coefficient == 1 or dim_size.divisor > 1 or dim_size.is_int:
             return {}
-        if {atom for other in inner for atom in other.atoms} & set(extent.atoms):
+        if {atom for other in inner for atom in other.atoms} & set(dim_size.atoms):
             return {}
         outer, sizes = Size(1, (OUTERMOST,)), self.integers.sizes
-        at = next(i for i, atom in enumerate(sizes) if atom in extent.atoms)
+        at = next(i for i, atom in enumerate(sizes) if atom in dim_size.atoms)
         known, free = list(sizes.items()), claim_unique(OUTERMOST, set(sizes.values()))
         self.integers = replace(self.integers, sizes=dict([*known[:at], (OUTERMOST, free), *known[at:]]))
 
         def in_outer(size: Size) -> Size:
-            quotient = size.divided_by(extent)
+            quotient = size.divided_by(dim_size)
             return size if quotient is None or quotient.divisor > 1 else quotient * outer
 
-        self.kept = [replace(dim, extent=in_outer(dim.extent), strides=tuple(map(in_outer, dim.strides))) for dim in self.kept]
+        self.kept = [replace(dim, size=in_outer(dim.size), strides=tuple(map(in_outer, dim.strides))) for dim in self.kept]
         self.reduced = [replace(dim, strides=tuple(map(in_outer, dim.strides))) for dim in self.reduced]
-        return {OUTERMOST: extent}
+        return {OUTERMOST: dim_size}
 
     def name_indices(self, names: Names) -> None:
         """Names the index of every dim, in the order of the operands' dims, and of the element of the result."""
@@ -198,7 +198,7 @@ class Loops:
 
     def shared(self, inputs: Sequence[str], results: Sequence[str]) -> ThreadSchedule:
         """A block for an element where what is reduced to it lies side by side, else for a tile of them; a thread where that is little."""
-        if not self.reduced or (self.reduced[-1].extent.is_int and int(self.reduced[-1].extent) < SMALL):
+        if not self.reduced or (self.reduced[-1].size.is_int and int(self.reduced[-1].size) < SMALL):
             return BY_THREAD
         if any(self.stride(name, self.reduced[-1]) == ONE for name in inputs):
             return BY_BLOCK
@@ -211,7 +211,7 @@ class Loops:
         if not helpful or scattered:
             return 1
         width = ACCESS // max(self.memory[place].dtype.itemsize for place in self.packed)
-        while any(extent.is_int and int(extent) % width for extent in self.divided()):
+        while any(size.is_int and int(size) % width for size in self.divided()):
             width //= 2
         return width
 
@@ -219,12 +219,12 @@ class Loops:
         """What the number of neighbours that a thread takes has to divide: how many there are, and how far apart rows of them lie."""
         others = [dim for dim in (*self.kept, *self.reduced) if dim != self.along]
         rows = [self.stride(place, dim) for dim in others for place in self.memory if place in self.packed]
-        return list(dict.fromkeys([self.along.extent, *rows]))
+        return list(dict.fromkeys([self.along.size, *rows]))
 
     def share_row(self, held: int) -> None:
         """By the threads of a block, or by fewer of a warp, where each takes the same number of times what it takes together."""
-        if self.along.extent.is_int:
-            self.row_threads = self.threads_of_row(int(self.along.extent) // self.width, held)
+        if self.along.size.is_int:
+            self.row_threads = self.threads_of_row(int(self.along.size) // self.width, held)
         if self.row_threads:
             self.sharing = BY_ROW if self.row_threads > WARP else BY_SHORT_ROW
         elif 0 < held <= HELD_ROWS:
@@ -241,12 +241,12 @@ class Loops:
 
     def bytes_of_rows(self, inputs: Sequence[str]) -> int:
         """Of rows of known length."""
-        return int(self.along.extent) * sum(self.memory[name].dtype.itemsize for name in inputs)
+        return int(self.along.size) * sum(self.memory[name].dtype.itemsize for name in inputs)
 
     def is_wide(self, pointers: Iterable[str]) -> str:
         """The condition under which a thread takes neighbours together."""
-        unsure = [extent for extent in self.divided() if extent.divisor > 1 or extent.coefficient % self.width]
-        texts = [f"{self.integers.extent(extent)} % {self.width} == 0" for extent in unsure]
+        unsure = [size for size in self.divided() if size.divisor > 1 or size.coefficient % self.width]
+        texts = [f"{self.integers.size(size)} % {self.width} == 0" for size in unsure]
         return " && ".join([*texts, f"hw::aligned({', '.join(pointers)})"])
 
     @property
@@ -266,18 +266,18 @@ class Loops:
         """What a sharing has for these loops, in which the number of neighbours that a thread takes has this name; `named` are replaced."""
         width, number = width if self.width > 1 else "", self.number
 
-        def extent(*sizes: Size) -> str:
-            return self.integers.extent(product(sizes).replaced(named))
+        def size(*sizes: Size) -> str:
+            return self.integers.size(product(sizes).replaced(named))
 
         walk = width if number == "int64_t" else f"{width or 1}, {number}"
         return pattern.format(
             element=self.element,
-            count=extent(*(dim.extent for dim in self.kept)),
+            count=size(*(dim.size for dim in self.kept)),
             number=number,
             walk=walk and f"<{walk}>",
-            together=extent(*(dim.extent for dim in self.kept), Size(self.row_threads)),
+            together=size(*(dim.size for dim in self.kept), Size(self.row_threads)),
             index=self.names[self.reduced[-1]] if self.reduced else "",
-            length=extent(self.reduced[-1].extent) if self.reduced else "",
+            length=size(self.reduced[-1].size) if self.reduced else "",
             row=self.row,
             threads=self.threads,
             width=width and f"<{width}>",
@@ -297,7 +297,7 @@ class Loops:
     @property
     def inner(self) -> tuple[str, ...]:
         """The heads of the loops over what is reduced, of which threads may share the innermost one."""
-        walked = [(self.names[dim], self.integers.extent(dim.extent)) for dim in self.reduced]
+        walked = [(self.names[dim], self.integers.size(dim.size)) for dim in self.reduced]
         heads = [f"for (int64_t {i} = 0; {i} < {count}; ++{i})" for i, count in walked]
         return (*heads[:-1], self.text(self.sharing.inner)) if self.sharing.inner else tuple(heads)
 
@@ -305,7 +305,7 @@ class Loops:
         """Of an element: of 32 bits, where these hold it and it is taken apart."""
         if self.sharing != BY_THREAD or not self.parts:
             return "int64_t"
-        count = product(tuple(dim.extent for dim in self.kept))
+        count = product(tuple(dim.size for dim in self.kept))
         return "Index" if not count.is_int else "uint32_t" if int(count) <= SHORT else "int64_t"
 
     @property
@@ -318,7 +318,7 @@ class Loops:
         of indices."""
         if not self.varied:
             return []
-        is_wide, length = self.is_wide(pointers), self.integers.extent(self.along.extent)
+        is_wide, length = self.is_wide(pointers), self.integers.size(self.along.size)
         if self.number == "Index":
             fits_int32 = f"hw::fits_int32({self.count})"
             if self.width == 1:
@@ -338,7 +338,7 @@ class Loops:
     def threads(self) -> str:
         """Of a block, at most."""
         if self.sharing == BY_COLUMNS:
-            columns = product(tuple(dim.extent for dim in self.kept))
+            columns = product(tuple(dim.size for dim in self.kept))
             return str(MOST_THREADS if columns.is_int and int(columns) <= FEW_COLUMNS else TILE_THREADS)
         return {BY_ROW: str(self.row_threads), BY_BLOCK: "hw::kRowThreads", BY_ANY_ROW: "hw::kRowThreads"}.get(self.sharing, "")
 
@@ -359,11 +359,11 @@ class Loops:
     @property
     def count(self) -> str:
         """How many elements are kept."""
-        return self.integers.extent(product(tuple(dim.extent for dim in self.kept)))
+        return self.integers.size(product(tuple(dim.size for dim in self.kept)))
 
     @property
     def reduced_count(self) -> str:
-        return self.integers.extent(product(tuple(dim.extent for dim in self.reduced)))
+        return self.integers.size(product(tuple(dim.size for dim in self.reduced)))
 
     def terms(self, place: str) -> list[tuple[str, Size]]:
         """The indices that lead to an element, with their strides."""
@@ -395,7 +395,7 @@ class Loops:
 
     def is_linear(self, number: int) -> bool:
         """Whether the number of an element of the result is also its offset in this place."""
-        return tuple(dim.strides[number] for dim in self.kept) == ir.row_major(tuple(dim.extent for dim in self.kept))
+        return tuple(dim.strides[number] for dim in self.kept) == ir.row_major(tuple(dim.size for dim in self.kept))
 
     def declarations(self) -> tuple[str, ...]:
         """Of the indices of the result's dims that are needed."""
@@ -410,10 +410,10 @@ class Loops:
 
     def part_of_element(self, i: int) -> str:
         """`element / (m * N) % 4`"""
-        inner = product(tuple(dim.extent for dim in self.kept[i + 1 :]))
+        inner = product(tuple(dim.size for dim in self.kept[i + 1 :]))
         text = self.element if inner == ONE else f"{self.element} / {self.divisor(inner)}"
-        return text if i == 0 else f"{text} % {self.divisor(self.kept[i].extent)}"
+        return text if i == 0 else f"{text} % {self.divisor(self.kept[i].size)}"
 
-    def divisor(self, extent: Size) -> str:
+    def divisor(self, size: Size) -> str:
         """Of an element's number, in its type."""
-        return self.integers.factor(extent) if extent.is_int or self.number != "Index" else f"Index({self.integers.extent(extent)})"
+        return self.integers.factor(size) if size.is_int or self.number != "Index" else f"Index({self.integers.size(size)})"

@@ -129,8 +129,8 @@ class _Emitter:
     def sizes(self) -> dict[str, str]:
         """The parameters that are sizes, each with what a launch gives for it."""
         dims, integers = (*self.loops.kept, *self.loops.reduced), self.loops.integers
-        used = {name for dim in dims for extent in (dim.extent, *dim.strides) for name in extent.atoms}
-        given = {name: integers.extent(Size(1, (name,)).replaced(self.loops.named)) for name in integers.sizes if name in used}
+        used = {name for dim in dims for size in (dim.size, *dim.strides) for name in size.atoms}
+        given = {name: integers.size(Size(1, (name,)).replaced(self.loops.named)) for name in integers.sizes if name in used}
         return {integers.sizes[name]: text for name, text in given.items()}
 
     def functions(self) -> set[str]:

@@ -59,21 +59,21 @@ class Layers:
 def layers_of(program: ir.HostProgram, names: Names) -> dict[str, Layers]:
     """By function. The inputs of its calls must stand in order, and end in the number of the call."""
     found = {}
-    for block in program.blocks:
-        calls = [ir.names(i, "read") for i in _calls(program.body, block)]
-        everywhere = sum(1 for body in bodies(program) for _ in _calls(ir.walk(body.body), block))
+    for function in program.functions:
+        calls = [ir.names(i, "read") for i in _calls(program.body, function)]
+        everywhere = sum(1 for body in bodies(program) for _ in _calls(ir.walk(body.body), function))
         taken = _taken_in_turn(program, calls) if 1 < len(calls) == everywhere else None
         if taken is None:
             continue
         positions, prefixes, first = taken
-        struct = "".join(word[:1].upper() + word[1:] for word in block.name.split("_"))
-        found[block.name] = Layers(
-            block.name,
+        struct = "".join(word[:1].upper() + word[1:] for word in function.name.split("_"))
+        found[function.name] = Layers(
+            function.name,
             names.of(f"{struct}Weights", "struct"),
-            names.of(f"{block.name}s", "array of structs"),
+            names.of(f"{function.name}s", "array of structs"),
             names.of("weights", "of a call"),
             positions,
-            tuple(names.of(block.inputs[at].name) for at in positions),
+            tuple(names.of(function.inputs[at].name) for at in positions),
             prefixes,
             first,
             tuple(tuple(call[at] for at in positions) for call in calls),
@@ -81,8 +81,8 @@ def layers_of(program: ir.HostProgram, names: Names) -> dict[str, Layers]:
     return found
 
 
-def _calls(body: Iterable[ir.Instruction], block: ir.Block) -> Iterator[ir.Instruction]:
-    return (i for i in body if ir.names(i, "call") == (block.name,))
+def _calls(body: Iterable[ir.Instruction], function: ir.Function) -> Iterator[ir.Instruction]:
+    return (i for i in body if ir.names(i, "call") == (function.name,))
 
 
 def _taken_in_turn(program: ir.HostProgram, calls: Sequence[tuple[str, ...]]) -> tuple[tuple[int, ...], tuple[str, ...], int] | None:
@@ -137,8 +137,8 @@ def arrays_of(program: ir.HostProgram) -> dict[str, tuple[str, int]]:
     """Temporaries that calls of a function give in turn: name -> the first of them, and its number. As many as make a loop."""
     allocated = {name: type for i in program.body if ir.names(i, "allocate") for name, type in i.defined({}).items()}
     found: dict[str, tuple[str, int]] = {}
-    for block in program.blocks:
-        for column in zip(*(ir.names(i, "write") for i in _calls(program.body, block)), strict=True):
+    for function in program.functions:
+        for column in zip(*(ir.names(i, "write") for i in _calls(program.body, function)), strict=True):
             given = [name for name in dict.fromkeys(column) if name in allocated]
             if len(given) > LOOP and len({allocated[name] for name in given}) == 1:
                 found |= {name: (given[0], number) for number, name in enumerate(given)}

@@ -140,7 +140,7 @@ def main_view(view: Program, reference: Reference | str) -> Main:
         cpp = "uint8_t" if argument.cpp == "bool" else argument.cpp  # a std::vector<bool> has no data()
         own = parameter.type.mesh_in(mesh)
         shards = [(str(own.size_of(dim.axes)), place(own, dim.axes, RANK)) if dim.axes else () for dim in parameter.type.dims]
-        dims = [f"{{{', '.join((integers.alone(dim.extent), *of))}}}" for dim, of in zip(parameter.type.dims, shards, strict=True)]
+        dims = [f"{{{', '.join((integers.alone(dim.size), *of))}}}" for dim, of in zip(parameter.type.dims, shards, strict=True)]
         return argument.name, argument.member, cpp, argument.dtype, "{" + ", ".join(dims) + "}", number
 
     inputs = {

@@ -23,8 +23,8 @@ class Local:
 
 
 def parts_of(program: ir.HostProgram) -> tuple[Share, ...]:
-    """The sizes `ceil(M/8)` and `part(M, x)` of a program, in order of appearance."""
-    atoms = [atom for extent in _extents(program) for atom in extent.atoms]
+    """The sizes `ceil(M/8)` and `local(M, x)` of a program, in order of appearance."""
+    atoms = [atom for size in _extents(program) for atom in size.atoms]
     atoms += [leaf.size for i in ir.walk(program.body) if i.span for leaf in leaves(i.span[1]) if isinstance(leaf, Symbol)]
     atoms += [atom for i in ir.walk(program.body) for cut in i.packed for atom in cut.held.atoms]
     return tuple(atom for atom in dict.fromkeys(atoms) if isinstance(atom, Share))
@@ -39,7 +39,7 @@ def part_name(part: Share) -> str:
 
 def part_view(program: ir.HostProgram, integers: CppExprPrinter, part: Share) -> Local:
     """`hw::local_size(M, 8, rank_.index())`"""
-    arguments = [integers.extent(part.size), str(part.ranks_in(program.mesh))]
+    arguments = [integers.size(part.size), str(part.ranks_in(program.mesh))]
     if isinstance(part, LocalSize):
         arguments.append(place(part.mesh_in(program.mesh), part.axes))
     return Local(integers.sizes[part], f"hw::{'ceil_div' if isinstance(part, CeilDiv) else 'local_size'}({', '.join(arguments)})")
@@ -48,9 +48,9 @@ def part_view(program: ir.HostProgram, integers: CppExprPrinter, part: Share) ->
 def multiples(program: ir.HostProgram) -> dict[Factor, int]:
     """What must divide each symbolic size for every dim and trip count of the program to be whole."""
     result: dict[Factor, int] = {}
-    for extent in _extents(program):
-        if len(extent.factors) == 1:
-            result[extent.factors[0]] = lcm(result.get(extent.factors[0], 1), extent.divisor)
+    for size in _extents(program):
+        if len(size.factors) == 1:
+            result[size.factors[0]] = lcm(result.get(size.factors[0], 1), size.divisor)
     return result
 
 

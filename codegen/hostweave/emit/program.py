@@ -18,7 +18,7 @@ from hostweave.emit.meshes import RANK, coordinate, membership
 from hostweave.emit.names import Names, is_reserved
 from hostweave.emit.parts import Local, multiples, part_name, part_view, parts_of
 from hostweave.emit.templates import lay_out
-from hostweave.fusion_ir.user_kernel import Source
+from hostweave.fusion_ir.user_kernel import UserKernel
 from hostweave.host_ir import ir
 from hostweave.host_ir.calls import bodies, dedupe_functions
 from hostweave.types.size import Atom
@@ -26,7 +26,7 @@ from hostweave.types.size import Atom
 
 @dataclass(frozen=True)
 class Function:
-    """A block: a member function that enqueues."""
+    """A function of the program: a member function that enqueues."""
 
     name: str
     comment: str
@@ -51,7 +51,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class UserKernel:
+class UserFunction:
     """A function of the user, and the one that the CPU target has in its place."""
 
     name: str
@@ -65,14 +65,14 @@ class Program:
 
     def __init__(self, program: ir.HostProgram, structs: bool = True):
         """With arrays of `structs` for what calls of a function take in turn."""
-        names, flat = Names(taken=map(_function_of, program.sources)), dedupe_functions(program)
+        names, flat = Names(taken=map(_function_of, program.user_kernels)), dedupe_functions(program)
         sizes: dict[Atom, str] = {name: names.of(name, "size", C_FUNCTIONS) for name in program.symbols()}
         sizes |= {part: names.of(part_name(part), "size") for part in parts_of(flat)}
         integers = CppExprPrinter(program.mesh, sizes, multiples(flat))
         self.ir, self.name, self.namespace, self.mesh = program, program.name, Names().of(program.name, apart=C_FUNCTIONS), program.mesh
         self.title = f"{program.name}: {_signature(program)} on {program.mesh}"
         self.context = context = ProgramContext(program, names, integers, structs)
-        self.functions = tuple(_function(block, context) for block in bodies(program)[:-1])
+        self.functions = tuple(_function(function, context) for function in bodies(program)[:-1])
         emitter = Emitter(program, context)
         self.body = emitter.body(program.body)
         self.inputs = inputs_of(flat, emitter)
@@ -86,7 +86,7 @@ class Program:
         self.temporaries = _temporaries(context)
         self.memory = _memory(context, emitter)  # what prepare tells the arena
         self.kernels = tuple(context.kernels.values())
-        self.user_kernels = tuple(map(_user_kernel, {source.function: source for source in program.sources}.values()))
+        self.user_kernels = tuple(map(_user_kernel, {source.function: source for source in program.user_kernels}.values()))
         self.requirements = tuple(requirements_of(flat, integers))  # calls that check sizes once all are known
         self.headers = _headers(context)
         self.source_headers = _source_headers(flat, context)
@@ -115,7 +115,7 @@ class Program:
         return [*(kernel.name for kernel in self.kernels), *(kernel.name for kernel in self.user_kernels)]
 
     @property
-    def texts(self) -> Iterable[UserKernel]:
+    def texts(self) -> Iterable[UserFunction]:
         """One source for each text: several functions may stand in one."""
         return {(kernel.text, kernel.cpu): kernel for kernel in self.user_kernels}.values()
 
@@ -144,13 +144,13 @@ def _lookup(channel: Channel) -> str:
     return f'{channel.flag} ? rank.channel("{channel.ir.mesh}", "{channel.along}", {channel.ir.size}) : hw::kNoChannel'
 
 
-def _function(block: ir.HostProgram, context: ProgramContext) -> Function:
-    emitter = Emitter(block, context, block.name)
-    body, integers = emitter.body(block.body), context.integers
+def _function(function: ir.HostProgram, context: ProgramContext) -> Function:
+    emitter = Emitter(function, context, function.name)
+    body, integers = emitter.body(function.body), context.integers
     memory = arena_plan(emitter.steps, context)
 
-    layers = context.layers.get(block.name)
-    members = [block.inputs[at] for at in layers.positions] if layers else []
+    layers = context.layers.get(function.name)
+    members = [function.inputs[at] for at in layers.positions] if layers else []
 
     def param(parameter: ir.Parameter) -> str:
         if layers and parameter in members:
@@ -160,9 +160,9 @@ def _function(block: ir.HostProgram, context: ProgramContext) -> Function:
         return f"{'const ' if buffer.read_only else ''}{buffer.type.dtype.cpp}* {name}"
 
     return Function(
-        name=context.blocks[block.name],
-        comment=_signature(block),
-        params=(*dict.fromkeys(map(param, (*block.inputs, *block.outputs))), f"cudaStream_t {CALLER}"),
+        name=context.functions[function.name],
+        comment=_signature(function),
+        params=(*dict.fromkeys(map(param, (*function.inputs, *function.outputs))), f"cudaStream_t {CALLER}"),
         weights=tuple(
             (name := emitter.buffers[member.name].text, f"{layers.parameter}.{name}.as<{member.type.dtype.cpp}>()")
             for member in members
@@ -171,7 +171,7 @@ def _function(block: ir.HostProgram, context: ProgramContext) -> Function:
         sizes=tuple(integers.sizes.values()) if _words(body) & set(integers.sizes.values()) else (),
         coordinates=_coordinates(integers, body),
         body=body,
-        plan=context.memory_of[block.name],
+        plan=context.memory_of[function.name],
         memory=memory,
         memory_sizes=tuple(integers.sizes.values()) if _words(memory) & set(integers.sizes.values()) else (),
     )
@@ -211,7 +211,7 @@ def _headers(context: ProgramContext) -> tuple[str, ...]:
     optional = (
         ("matmul.h", context.plans),
         ("streams.h", context.streams or context.events),
-        ("types.h", context.temporaries or context.blocks),
+        ("types.h", context.temporaries or context.functions),
     )
     return tuple(sorted(["arena.h", "rank.h", "tensor.h", *(header for header, needed in optional if needed)]))
 
@@ -228,27 +228,27 @@ def _source_headers(flat: ir.HostProgram, context: ProgramContext) -> tuple[str,
         ("mesh.h", not all(mesh.is_run for mesh in context.flags)),
         ("route.h", context.routes),
         ("shards.h", has_parts),
-        ("types.h", not (context.temporaries or context.blocks)),
+        ("types.h", not (context.temporaries or context.functions)),
     )
     runtime = sorted(["check.h", *(header for header, needed in optional if needed)])
-    return (*(f"hostweave/{header}" for header in runtime), *(("kernels.h",) if context.kernels or flat.sources else ()))
+    return (*(f"hostweave/{header}" for header in runtime), *(("kernels.h",) if context.kernels or flat.user_kernels else ()))
 
 
 # --- kernels of the user -----------------------------------------------------------------------------------------------
 
 
-def _function_of(source: Source) -> str:
+def _function_of(source: UserKernel) -> str:
     """The name that its C++ gives it, which has to stay."""
     if is_reserved(source.function) or source.function in ("rank", *C_FUNCTIONS):
         raise ProgramError(f"kernel: generated code uses the name {source.function}; rename the function", source.location)
     return source.function
 
 
-def _user_kernel(source: Source) -> UserKernel:
+def _user_kernel(source: UserKernel) -> UserFunction:
     declaration = source.signature
     assert declaration is not None
     cpu = _text(source.cpu, source.cpu_location, source.function) if source.cpu else None
-    return UserKernel(source.function, declaration, _text(source.lines, source.location, source.function), cpu)
+    return UserFunction(source.function, declaration, _text(source.lines, source.location, source.function), cpu)
 
 
 def _text(lines: Sequence[str], location: Location | None, function: str) -> Text:

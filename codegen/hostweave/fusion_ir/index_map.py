@@ -85,4 +85,4 @@ def numbered(shape: Shape, letter: str = "i") -> tuple[str, ...]:
 def aligned(shape: Shape, result: Shape, labels: Labels) -> Labels:
     """Dims aligned from the right; a dim of 1 beside a larger one is broadcast."""
     skipped = len(result) - len(shape)
-    return tuple(None if extent != result[i] else labels[i] for i, extent in enumerate(shape, skipped))
+    return tuple(None if size != result[i] else labels[i] for i, size in enumerate(shape, skipped))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar, cast
 
 from hostweave.base.errors import Location
-from hostweave.fusion_ir.user_kernel import Source
+from hostweave.fusion_ir.user_kernel import UserKernel
 from hostweave.types.mesh import Mesh
 from hostweave.types.routes import Transfer
 from hostweave.types.size import Size
@@ -62,9 +62,9 @@ class Stream:
     algorithm: str | None = None
     rotation: str | None = None
 
-    def too_many(self, extent: Size) -> str:
-        """Why it has too many steps over a dim of this extent, where that is known, or ""."""
-        steps = self.chunks if self.chunks is not None else int(extent) if extent.is_int else 0
+    def too_many(self, size: Size) -> str:
+        """Why it has too many steps over a dim of this size, where that is known, or ""."""
+        steps = self.chunks if self.chunks is not None else int(size) if size.is_int else 0
         return f"{steps} steps are more than {MAX_STEPS}, the most that a loop can have; give fewer chunks" if steps > MAX_STEPS else ""
 
 
@@ -98,7 +98,7 @@ class Op:
     compared: str = field(init=False, repr=False)  # operands and attributes, numbers as they are written
     location: Location | None = field(default=None, compare=False)
     callee: Fusion | None = field(default=None, repr=False, kw_only=True)
-    source: Source | None = field(default=None, repr=False, kw_only=True)
+    user_kernel: UserKernel | None = field(default=None, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "compared", repr((self.operands, self.attributes)))
@@ -123,7 +123,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Fusion:
-    """A program: inputs, ops in order, and the names of the results. A block that it calls is one too."""
+    """A program: inputs, ops in order, and the names of the results. A function that it calls is one too."""
 
     name: str
     mesh: Mesh
@@ -141,19 +141,19 @@ class Fusion:
         return tuple(values[name].type for name in self.outputs)
 
     @property
-    def blocks(self) -> tuple[Fusion, ...]:
+    def functions(self) -> tuple[Fusion, ...]:
         """The blocks that it calls, and those that they call in turn: once each, before whoever calls them."""
         found: dict[str, Fusion] = {}
         for op in self.ops:
             if op.callee and op.callee.name not in found:
-                found |= {block.name: block for block in (*op.callee.blocks, op.callee)}
+                found |= {function.name: function for function in (*op.callee.functions, op.callee)}
         return tuple(found.values())
 
     @property
-    def sources(self) -> tuple[Source, ...]:
+    def user_kernels(self) -> tuple[UserKernel, ...]:
         """The user's kernels that it and its blocks launch, once each."""
-        ops = (op for body in (*self.blocks, self) for op in body.ops)
-        return tuple(dict.fromkeys(op.source for op in ops if op.source))
+        ops = (op for body in (*self.functions, self) for op in body.ops)
+        return tuple(dict.fromkeys(op.user_kernel for op in ops if op.user_kernel))
 
     def __str__(self) -> str:
         from hostweave.fusion_ir.text import print_fusion

@@ -12,8 +12,8 @@ from hostweave.types.tensor import Dim
 
 def needs_ranks(fusion: Fusion) -> str:
     """What of the fusion is stated for one rank, so that a device that has all of each tensor cannot compute it; "" where nothing is."""
-    if fusion.sources:
-        return f"@{fusion.sources[0].name}, a kernel of the user, is written for the blocks of one rank"
+    if fusion.user_kernels:
+        return f"@{fusion.user_kernels[0].name}, a kernel of the user, is written for the blocks of one rank"
     return next((f"every rank has a term of its own of {value.name}" for value in fusion.inputs if value.type.partial), "")
 
 
@@ -21,7 +21,7 @@ def on_one_device(fusion: Fusion) -> Fusion:
     """The same math on global tensors: no dim is sharded, a reshard is a copy, no loop is over chunks."""
 
     def unsharded(value: Value) -> Value:
-        dims = tuple(Dim(dim.extent) for dim in value.type.dims)
+        dims = tuple(Dim(dim.size) for dim in value.type.dims)
         return Value(value.name, replace(value.type, dims=dims, partial=None, mesh=None))
 
     def alone(op: Op) -> Op:

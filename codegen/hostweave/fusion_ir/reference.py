@@ -53,7 +53,7 @@ def _run(op: Op, values: Mapping[str, Array], sizes: Mapping[str, int]) -> Any:
     tensors = [values[name] for name in op.tensors]
     operands = [values[o] if isinstance(o, str) else np.asarray(o, tensors[-1].dtype) for o in op.operands]
     definition, type = OPS[op.kind], op.result.type
-    stated = definition.stated_type(lambda: tuple(extent.bind(sizes) for extent in type.shape), _computing_dtype(type.dtype))
+    stated = definition.stated_type(lambda: tuple(size.bind(sizes) for size in type.shape), _computing_dtype(type.dtype))
     keywords: dict[str, Any] = {**dict(op.attributes), **stated}
     if op.callee:
         keywords["run"] = partial(_call, op.callee, sizes)
@@ -62,8 +62,8 @@ def _run(op: Op, values: Mapping[str, Array], sizes: Mapping[str, int]) -> Any:
     return definition.numpy(np, *operands, **keywords)
 
 
-def _call(block: Fusion, sizes: Mapping[str, int], *arrays: Array) -> tuple[Array, ...]:
-    return _results(block, {value.name: array for value, array in zip(block.inputs, arrays, strict=True)}, sizes)
+def _call(function: Fusion, sizes: Mapping[str, int], *arrays: Array) -> tuple[Array, ...]:
+    return _results(function, {value.name: array for value, array in zip(function.inputs, arrays, strict=True)}, sizes)
 
 
 def _cast(array: Array, dtype: DType) -> Array:

@@ -217,7 +217,7 @@ def _scattered(source: TensorType, target: TensorType, program: Mesh) -> Iterato
     ranks = source.mesh_in(program).size_of(partial_axes(source))
     for i, (dim, wanted) in enumerate(zip(source.dims, target.dims, strict=True)):
         split = ranks * source.mesh_in(program).size_of(dim.axes)
-        is_even = int(dim.extent) % split == 0 if dim.extent.is_int else target.mesh_in(program).size_of(wanted.axes) % split == 0
+        is_even = int(dim.size) % split == 0 if dim.size.is_int else target.mesh_in(program).size_of(wanted.axes) % split == 0
         if is_even:
             yield i
 

@@ -20,7 +20,7 @@ def layout(type: TensorType) -> Layout:
 
 
 def with_layout(type: TensorType, axes: Layout, partial: Partial | None = None) -> TensorType:
-    dims = tuple(Dim(dim.extent, a) for dim, a in zip(type.dims, axes, strict=True))
+    dims = tuple(Dim(dim.size, a) for dim, a in zip(type.dims, axes, strict=True))
     return replace(type, dims=dims, partial=partial)
 
 
@@ -36,7 +36,7 @@ class ShardingRule:
     shapes: tuple[tuple[Dim, ...], ...]  # of the operands
     result: Layout
     reduced: dict[str, Axes]
-    taken: tuple[Layout, ...] | None = None  # how a block, or C++ of the user, takes its operands
+    taken: tuple[Layout, ...] | None = None  # how a function, or a user kernel, takes its operands
 
     def takes(self, dim: int, axes: Axes, mesh: Mesh) -> bool:
         """Whether a dim of the result can be split along `axes` by splitting the dims of operands that it comes from."""
@@ -73,7 +73,7 @@ def flow(op: Op, operands: Sequence[TensorType], mesh: Mesh) -> ShardingRule:
     if definition.stated:
         result_type, taken = definition.stated(operands, op)
         return ShardingRule(indices, shapes, layout(result_type), {}, tuple(map(layout, taken)))
-    kept = {label: dim.extent for label, dim in zip(indices.result, op.result.type.dims, strict=True) if label is not None}
+    kept = {label: dim.size for label, dim in zip(indices.result, op.result.type.dims, strict=True) if label is not None}
     claimed: dict[str, Axes] = {}
     reduced: dict[str, Axes] = {}
     used: set[str] = set()
@@ -90,7 +90,7 @@ def flow(op: Op, operands: Sequence[TensorType], mesh: Mesh) -> ShardingRule:
     ]
     for dims in reversed(pairs) if definition.last_is_first else pairs:
         for label, dim in dims:
-            if label in kept and (kept[label] == dim.extent or divides(dim.axes, Dim(kept[label]), mesh)):
+            if label in kept and (kept[label] == dim.size or divides(dim.axes, Dim(kept[label]), mesh)):
                 claim(claimed, label, _shared(indices, label, dim.axes, mesh))
     for dims in pairs:
         for label, dim in dims:
@@ -115,8 +115,8 @@ def partial_axes(type: TensorType) -> Axes:
 
 
 def divides(axes: Axes, dim: Dim, mesh: Mesh) -> bool:
-    """Whether the ranks along `axes` can split the dim evenly, as far as its extent is known."""
-    return not dim.extent.is_int or int(dim.extent) % mesh.size_of(axes) == 0
+    """Whether the ranks along `axes` can split the dim evenly, as far as its size is known."""
+    return not dim.size.is_int or int(dim.size) % mesh.size_of(axes) == 0
 
 
 def _until(axes: Axes, used: set[str]) -> Axes:

@@ -12,7 +12,7 @@ from hostweave.base.errors import Location, did_you_mean
 from hostweave.fusion_ir.calls import map_functions
 from hostweave.fusion_ir.ir import AttributeValue, Fusion, MeshAxes, Op, Scalar, Stream, Value
 from hostweave.fusion_ir.ops import OPS
-from hostweave.fusion_ir.user_kernel import Source, parse_source, print_source
+from hostweave.fusion_ir.user_kernel import UserKernel, parse_user_kernel, print_user_kernel
 from hostweave.types.mesh import Mesh
 from hostweave.types.routes import Transfer
 from hostweave.types.tensor import TensorType
@@ -39,10 +39,10 @@ ALGORITHM_NAMES = (
 
 
 def print_fusion(fusion: Fusion) -> str:
-    """The program as text, one op a line, after the blocks that it calls."""
-    sources = "".join(f"{line}\n" for source in fusion.sources for line in print_source(source))
-    blocks = "".join(_print_body("block", block) for block in fusion.blocks)
-    return sources + blocks + _print_body("fusion", fusion, f" {fusion.mesh}" if fusion.mesh.axes else "")
+    """The program as text, one op a line, after the functions that it calls."""
+    user_kernels = "".join(f"{line}\n" for user_kernel in fusion.user_kernels for line in print_user_kernel(user_kernel))
+    functions = "".join(_print_body("function", function) for function in fusion.functions)
+    return user_kernels + functions + _print_body("fusion", fusion, f" {fusion.mesh}" if fusion.mesh.axes else "")
 
 
 def _print_body(word: str, fusion: Fusion, mesh: str = "") -> str:
@@ -55,7 +55,7 @@ def print_op(op: Op) -> str:
     """`%y: bf16[M, N] stream(M, 8) = matmul(%x, %w)`"""
     operands = [f"%{operand}" if isinstance(operand, str) else _number(operand) for operand in op.operands]
     named = [f"{name}={_attribute(value)}" for name, value in op.attributes]
-    named_of = op.callee or op.source
+    named_of = op.callee or op.user_kernel
     kind = f"{op.kind} @{named_of.name}" if named_of else op.kind
     return f"{print_value(op.result)} = {kind}({', '.join(operands + named)})"
 
@@ -78,7 +78,7 @@ def _names(names: Iterable[str]) -> str:
 
 def _stream(stream: Stream, type: TensorType) -> str:
     name = str(type.shape[stream.dim])
-    is_name = name.isidentifier() and sum(str(extent) == name for extent in type.shape) == 1
+    is_name = name.isidentifier() and sum(str(size) == name for size in type.shape) == 1
     parts = [name if is_name else str(stream.dim), stream.chunks, stream.chunking, stream.algorithm, stream.rotation]
     return f"stream({', '.join(str(part) for part in parts if part is not None)})"
 
@@ -99,22 +99,22 @@ def parse_fusion(text: str) -> Fusion:
     from hostweave.fusion_ir.verify import verify_fusion
 
     reader = Reader(text)
-    sources: dict[str, Source] = {}
-    while reader.peek() == "source":
+    user_kernels: dict[str, UserKernel] = {}
+    while reader.peek() == "user_kernel":
         reader.take()
         at = reader.at + 1
-        source = parse_source(reader)
-        if source.name in sources:
-            reader.fail(f"source @{source.name} is defined twice; rename one", at)
-        sources[source.name] = source
-    blocks: dict[str, Fusion] = {}
-    while reader.peek() == "block":
+        user_kernel = parse_user_kernel(reader)
+        if user_kernel.name in user_kernels:
+            reader.fail(f"user_kernel @{user_kernel.name} is defined twice; rename one", at)
+        user_kernels[user_kernel.name] = user_kernel
+    functions: dict[str, Fusion] = {}
+    while reader.peek() == "function":
         at = reader.at + 2
-        block = _parse_body(reader, "block", blocks, sources)
-        if block.name in blocks:
-            reader.fail(f"block @{block.name} is defined twice; rename one", at)
-        blocks[block.name] = block
-    fusion = _parse_body(reader, "fusion", blocks, sources)
+        function = _parse_body(reader, "function", functions, user_kernels)
+        if function.name in functions:
+            reader.fail(f"function @{function.name} is defined twice; rename one", at)
+        functions[function.name] = function
+    fusion = _parse_body(reader, "fusion", functions, user_kernels)
     if reader.peek():
         reader.fail(f"expected the end of the text, found {reader.found()}")
     fusion = map_functions(fusion, lambda body: replace(body, mesh=fusion.mesh))  # the text says it once
@@ -122,7 +122,7 @@ def parse_fusion(text: str) -> Fusion:
     return fusion
 
 
-def _parse_body(reader: Reader, word: str, blocks: Mapping[str, Fusion], sources: Mapping[str, Source]) -> Fusion:
+def _parse_body(reader: Reader, word: str, functions: Mapping[str, Fusion], user_kernels: Mapping[str, UserKernel]) -> Fusion:
     reader.expect(word)
     reader.expect("@")
     name = reader.word(f"the name of the {word}")
@@ -133,7 +133,7 @@ def _parse_body(reader: Reader, word: str, blocks: Mapping[str, Fusion], sources
     known = {value.name for value in inputs}
     ops: list[Op] = []
     while not reader.accept("return"):
-        ops.append(parse_op(reader, known, blocks, sources))
+        ops.append(parse_op(reader, known, functions, user_kernels))
         known.add(ops[-1].result.name)
     outputs = [_parse_use(reader, known)]
     while reader.accept(","):
@@ -151,11 +151,11 @@ def _parse_input(reader: Reader) -> Value:
 def parse_op(
     reader: Reader,
     known: set[str] | None = None,
-    blocks: Mapping[str, Fusion] = MappingProxyType({}),
-    sources: Mapping[str, Source] = MappingProxyType({}),
+    functions: Mapping[str, Fusion] = MappingProxyType({}),
+    user_kernels: Mapping[str, UserKernel] = MappingProxyType({}),
 ) -> Op:
-    """One line of ops. `known` are the values defined so far, where a use of any other is to be an error; `blocks` can be called, and
-    `sources` launched.
+    """One line of ops. `known` are the values defined so far, where a use of any other is to be an error; `functions` can be called, and
+    `user_kernels` launched.
     """
     location = Location("text", reader.line())
     result = parse_value(reader)
@@ -165,8 +165,8 @@ def parse_op(
     if kind not in OPS:
         reader.fail(f"unknown op {kind!r}; {did_you_mean(kind, OPS)}", at)
     is_called = kind == "call" or (kind == "output" and reader.peek() == "@")
-    callee = _parse_named(reader, blocks, "block") if is_called else None
-    source = _parse_named(reader, sources, "source") if kind == "kernel" else None
+    callee = _parse_named(reader, functions, "function") if is_called else None
+    user_kernel = _parse_named(reader, user_kernels, "user_kernel") if kind == "kernel" else None
     reader.expect("(")
     operands: list[str | Scalar] = []
     attributes: list[tuple[str, AttributeValue]] = []
@@ -180,7 +180,7 @@ def parse_op(
             operands.append(_parse_use(reader, known) if reader.peek() == "%" else _parse_number(reader))
 
     reader.list_of(item, ")")
-    return Op(kind, tuple(operands), result, tuple(attributes), location, callee=callee, source=source)
+    return Op(kind, tuple(operands), result, tuple(attributes), location, callee=callee, user_kernel=user_kernel)
 
 
 def _parse_named(reader: Reader, defined: Mapping[str, T], what: str) -> T:

@@ -1,12 +1,12 @@
 """User kernels in CUDA C++: their arguments, their launch, and their text in both IRs.
 
-    source @scale = scale(in bf16[M@x, N], 2.0, size M@x, out bf16[M@x, N]) grid(M@x) block(256) {
+    user_kernel @scale = scale(in bf16[M@x, N], 2.0, size M@x, out bf16[M@x, N]) grid(M@x) block(256) {
       "__global__ void scale(const hw::bf16* x, float factor, int64_t rows, hw::bf16* y) {"
       ...
       "}"
     }
 
-`cpu { ... }` after it holds the function for the CPU target. A source works on what each rank holds.
+`cpu { ... }` after it holds the function for the CPU target. A kernel works on what each rank holds.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Argument:
 
 
 @dataclass(frozen=True)
-class Source:
+class UserKernel:
     """A kernel of the user. `grid` is the number of blocks: the product of these dims, of which each block takes `per`."""
 
     name: str
@@ -80,15 +80,15 @@ def signature(lines: Sequence[str], function: str) -> str | None:
 _OF_MANY_THREADS = re.compile(r"\b(threadIdx|blockIdx|blockDim|gridDim|warpSize|__shared__|__sync\w+|__shfl\w+|atomic[A-Z]\w*|asm)\b")
 
 
-def expect_one_thread(source: Source) -> None:
+def expect_one_thread(kernel: UserKernel) -> None:
     """Raises ProgramError where the CPU target, on which one thread runs a kernel, cannot take the C++ as it is."""
-    if source.cpu:
+    if kernel.cpu:
         return
-    for number, line in enumerate(source.lines):
+    for number, line in enumerate(kernel.lines):
         if found := _OF_MANY_THREADS.search(line.partition("//")[0]):
-            place = Location(source.location.file, source.location.line + number) if source.location else None
+            place = Location(kernel.location.file, kernel.location.line + number) if kernel.location else None
             raise ProgramError(
-                f"kernel: {source.function} uses {found[1]}, which the CPU target, where one thread runs a kernel, does not have; "
+                f"kernel: {kernel.function} uses {found[1]}, which the CPU target, where one thread runs a kernel, does not have; "
                 "pass cpu= with a function for it, or walk by hw::over_grid",
                 place,
             )
@@ -104,21 +104,21 @@ def held_of(dim: Dim, mesh: Mesh, uneven: Sequence[str]) -> Size:
     return TensorType(f32, (dim,)).local_shape(mesh, uneven)[0]
 
 
-def elements(source: Source, mesh: Mesh, uneven: Sequence[str]) -> Size:
+def elements(kernel: UserKernel, mesh: Mesh, uneven: Sequence[str]) -> Size:
     """What the blocks of a launch share."""
-    return product(tuple(held_of(dim, mesh, uneven) for dim in source.grid))
+    return product(tuple(held_of(dim, mesh, uneven) for dim in kernel.grid))
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
 
 
-def print_source(source: Source) -> list[str]:
-    """The lines of a source, one string for each line of C++."""
-    per = f" by {source.per}" if source.per != 1 else ""
-    head = f"source @{source.name} = {source.function}({', '.join(map(str, source.arguments))})"
-    lines = [f"{head} grid({', '.join(map(str, source.grid))}{per}) block({source.block}) {{", *_quoted(source.lines), "}"]
-    if source.cpu:
-        lines[-1:] = ["} cpu {", *_quoted(source.cpu), "}"]
+def print_user_kernel(kernel: UserKernel) -> list[str]:
+    """The lines of a kernel, one string for each line of C++."""
+    per = f" by {kernel.per}" if kernel.per != 1 else ""
+    head = f"user_kernel @{kernel.name} = {kernel.function}({', '.join(map(str, kernel.arguments))})"
+    lines = [f"{head} grid({', '.join(map(str, kernel.grid))}{per}) block({kernel.block}) {{", *_quoted(kernel.lines), "}"]
+    if kernel.cpu:
+        lines[-1:] = ["} cpu {", *_quoted(kernel.cpu), "}"]
     return lines
 
 
@@ -126,10 +126,10 @@ def _quoted(lines: Sequence[str]) -> list[str]:
     return [INDENT + json.dumps(line, ensure_ascii=False) for line in lines]
 
 
-def parse_source(reader: Reader) -> Source:
-    """The rest of a source after its first word."""
+def parse_user_kernel(reader: Reader) -> UserKernel:
+    """The rest of a kernel after its first word."""
     reader.expect("@")
-    name = reader.word("the name of a source")
+    name = reader.word("the name of a kernel")
     reader.expect("=")
     function = reader.word("the name of a C++ function")
     reader.expect("(")
@@ -148,7 +148,7 @@ def parse_source(reader: Reader) -> Source:
     reader.expect(")")
     lines = _parse_lines(reader)
     cpu = _parse_lines(reader) if reader.accept("cpu") else ()
-    return Source(name, function, arguments, tuple(grid), per, block, lines, cpu)
+    return UserKernel(name, function, arguments, tuple(grid), per, block, lines, cpu)
 
 
 def _parse_argument(reader: Reader) -> Argument:

@@ -35,12 +35,12 @@ class Named(Protocol):
 def verify_fusion(fusion: Fusion, after: str = "input") -> None:
     """Raises ProgramError, with the op's place, where the fusion does not hold together as it must after the pass named `after`.
 
-    Its blocks come first, each as a fusion of its own.
+    Its functions come first, each as a fusion of its own.
     """
     level = STAGES.index(after)
-    for block in fusion.blocks:
-        _verify_body(block, f"block @{block.name}", level)
-        _verify_block(block, fusion)
+    for function in fusion.functions:
+        _verify_body(function, f"function @{function.name}", level)
+        _verify_block(function, fusion)
     _verify_body(fusion, f"fusion @{fusion.name}", level)
 
 
@@ -51,13 +51,13 @@ def _verify_body(fusion: Fusion, here: str, level: int) -> None:
         value.type.check(None, fusion.mesh)
         if value.stream or value.type.partial:
             raise ProgramError(f"{here}: input %{value.name} can be neither streamed nor partial; stream a copy of it")
-    known = {name for value in fusion.inputs for extent in value.type.shape for name in extent.symbols}
+    known = {name for value in fusion.inputs for size in value.type.shape for name in size.symbols}
     for op in fusion.ops:
         _verify_op(op, types)
         op.result.type.check(op.location, fusion.mesh)
-        for type in (*op.source.inputs, *op.source.outputs) if op.source else ():
+        for type in (*op.user_kernel.inputs, *op.user_kernel.outputs) if op.user_kernel else ():
             type.check(op.location, op.result.type.mesh_in(fusion.mesh))
-        for name in (name for extent in op.result.type.shape for name in extent.symbols if name not in known):
+        for name in (name for size in op.result.type.shape for name in size.symbols if name not in known):
             why = f"no input has a dim {name}, which %{op.result.name} has, so nothing tells its size"
             raise ProgramError(f"{op.kind}: {why}; give it to an input, or write an int", op.location)
         _verify_stream(op, level)
@@ -67,13 +67,13 @@ def _verify_body(fusion: Fusion, here: str, level: int) -> None:
     _verify_outputs(fusion, here, types)
 
 
-def _verify_block(block: Fusion, fusion: Fusion) -> None:
-    if block.mesh != fusion.mesh:
-        raise ProgramError(f"block @{block.name} is on {block.mesh}, but fusion @{fusion.name} on {fusion.mesh}; give both one mesh")
-    for caller in (*fusion.blocks, fusion):
+def _verify_block(function: Fusion, fusion: Fusion) -> None:
+    if function.mesh != fusion.mesh:
+        raise ProgramError(f"function @{function.name} is on {function.mesh}, but fusion @{fusion.name} on {fusion.mesh}; use one mesh")
+    for caller in (*fusion.functions, fusion):
         for op in caller.ops:
-            if op.callee and op.callee.name == block.name and op.callee != block:
-                raise ProgramError(f"call: two blocks are named @{block.name}; give one of them another name", op.location)
+            if op.callee and op.callee.name == function.name and op.callee != function:
+                raise ProgramError(f"call: two functions are named @{function.name}; give one of them another name", op.location)
 
 
 def verify_ops(inputs: Sequence[Named], ops: Sequence[Op]) -> None:
@@ -96,8 +96,8 @@ def _verify_op(op: Op, types: dict[str, TensorType]) -> None:
         raise ProgramError(f"unknown op {op.kind!r}; one of {', '.join(OPS)}", op.location)
     definition = OPS[op.kind]
     if (op.kind == "call" and op.callee is None) or (op.callee and op.kind not in ("call", "output")):
-        raise ProgramError(f"{op.kind}: a call, and what else it gives, name a block, and no other op does", op.location)
-    if (op.kind == "kernel") != (op.source is not None):
+        raise ProgramError(f"{op.kind}: a call, and what else it gives, name a function, and no other op does", op.location)
+    if (op.kind == "kernel") != (op.user_kernel is not None):
         raise ProgramError(f"{op.kind}: a kernel, and nothing else, has a source", op.location)
     if len(op.operands) != definition.arity and (definition.arity is not None or not op.operands):
         wanted = "one or more" if definition.arity is None else definition.arity
@@ -120,7 +120,7 @@ def _verify_op(op: Op, types: dict[str, TensorType]) -> None:
 
 
 def _verify_outputs_of_kernels(body: Fusion) -> None:
-    made = {op.result.name: op.source for op in body.ops}
+    made = {op.result.name: op.user_kernel for op in body.ops}
     calls = {op.result.name: op.callee for op in body.ops if op.kind == "call"}
     taken = [(op.tensors[0], op[INDEX]) for op in body.ops if op.kind == "output"]
     for op in body.ops:
@@ -146,12 +146,12 @@ def _verify_stream(op: Op, level: int) -> None:
         if value is not None and value not in known:
             raise ProgramError(f"{here}: {value!r} is not one of {', '.join(known)}", op.location)
     if op.callee:
-        raise ProgramError(f"{here}: it is made by the block @{op.callee.name}; stream a tensor in the block", op.location)
-    extent = op.result.type.shape[stream.dim]
-    if stream.chunks is not None and (stream.chunks < 1 or (extent.is_int and int(extent) % stream.chunks)):
+        raise ProgramError(f"{here}: it is made by the function @{op.callee.name}; stream a tensor in the function", op.location)
+    size = op.result.type.shape[stream.dim]
+    if stream.chunks is not None and (stream.chunks < 1 or (size.is_int and int(size) % stream.chunks)):
         why = f"{stream.chunks} chunks do not divide dim {stream.dim} of {op.result.type}"
-        raise ProgramError(f"{here}: {why}; use a divisor of {extent}", op.location)
-    if why := stream.too_many(extent):
+        raise ProgramError(f"{here}: {why}; use a divisor of {size}", op.location)
+    if why := stream.too_many(size):
         raise ProgramError(f"{here}: {why}", op.location)
     if level >= STAGES.index("choose_overlap"):
         if stream.chunking is None:

@@ -151,13 +151,13 @@ class Builder:
             return src
         return self._view(ir.Chunk("", src, dim, index, count), wanted)
 
-    def slice(self, src: str, dim: int, extent: Size, start: Expr, wanted: str) -> str:
-        if extent == self.types[src].shape[dim]:
+    def slice(self, src: str, dim: int, size: Size, start: Expr, wanted: str) -> str:
+        if size == self.types[src].shape[dim]:
             return src
-        return self._view(ir.Slice("", src, dim, extent, start), wanted)
+        return self._view(ir.Slice("", src, dim, size, start), wanted)
 
-    def strided(self, src: str, dim: int, extent: Size, start: Expr, step: int, wanted: str) -> str:
-        return self._view(ir.Strided("", src, dim, extent, start, step), wanted)
+    def strided(self, src: str, dim: int, size: Size, start: Expr, step: int, wanted: str) -> str:
+        return self._view(ir.Strided("", src, dim, size, start, step), wanted)
 
     def reshape(self, src: str, shape: tuple[Size, ...], wanted: str) -> str:
         if shape == self.types[src].shape:
@@ -182,7 +182,7 @@ class Builder:
         return self.reshape(src, (*shape[:dim], outer, inner, *shape[dim + 1 :]), wanted)
 
     def drop(self, src: str, dim: int, wanted: str) -> str:
-        """The same without a dim of extent 1."""
+        """The same without a dim of size 1."""
         shape = self.types[src].shape
         if shape[dim] == Size():
             return self.reshape(src, shape[:dim] + shape[dim + 1 :], wanted)

@@ -12,19 +12,19 @@ from hostweave.host_ir.expr import Binary, Expr, Var
 
 @ir.analysis
 def bodies(program: ir.HostProgram) -> tuple[ir.HostProgram, ...]:
-    """Every block as a program, whoever is called before its callers, then the program itself; each with what it uses."""
-    if not program.blocks:
+    """Every function as a program, whoever is called before its callers, then the program itself; each with what it uses."""
+    if not program.functions:
         return (program,)
     parts = [
-        replace(program, name=block.name, inputs=block.inputs, outputs=block.outputs, body=block.body, blocks=program.blocks[:i])
-        for i, block in enumerate(program.blocks)
+        replace(program, name=f.name, inputs=f.inputs, outputs=f.outputs, body=f.body, functions=program.functions[:i])
+        for i, f in enumerate(program.functions)
     ]
     return tuple(_with_what_it_uses(part) for part in (*parts, program))
 
 
 def _with_what_it_uses(part: ir.HostProgram) -> ir.HostProgram:
     kernels = kernels_of(part.body)
-    events = events_of(part.body).union(*(events_of(block.body) for block in part.blocks))  # its calls are looked at with it
+    events = events_of(part.body).union(*(events_of(function.body) for function in part.functions))  # its calls are looked at with it
     return replace(
         part,
         kernels=tuple(kernel for kernel in part.kernels if kernel.name in kernels),
@@ -44,8 +44,8 @@ def events_of(body: ir.Body) -> set[str]:
 
 
 def without_unused_channels(program: ir.HostProgram) -> ir.HostProgram:
-    """The program with the channels that it or a block of it has a communication on."""
-    bodies = (program.body, *(block.body for block in program.blocks))
+    """The program with the channels that it or a function of it has a communication on."""
+    bodies = (program.body, *(function.body for function in program.functions))
     used = {i.channel for body in bodies for i in ir.walk(body) if isinstance(i, ir.Communication)}
     return replace(program, channels=tuple(channel for channel in program.channels if channel.name in used))
 
@@ -54,7 +54,7 @@ def without_unused_channels(program: ir.HostProgram) -> ir.HostProgram:
 
 
 def joined(parts: Sequence[ir.HostProgram]) -> ir.HostProgram:
-    """The last of these with the others as its blocks. Equal kernels are one; other kernels, and events, get names of their own.
+    """The last of these with the others as its functions. Equal kernels are one; other kernels, and events, get names of their own.
 
     All use the same streams, as many as the one that uses the most.
     """
@@ -85,7 +85,7 @@ def joined(parts: Sequence[ir.HostProgram]) -> ir.HostProgram:
         events=tuple(events.values()),
         kernels=tuple(kernels.values()),
         body=renamed[-1],
-        blocks=tuple(ir.Block(p.name, p.inputs, p.outputs, body) for p, body in zip(parts[:-1], renamed[:-1], strict=True)),
+        functions=tuple(ir.Function(p.name, p.inputs, p.outputs, body) for p, body in zip(parts[:-1], renamed[:-1], strict=True)),
     )
     return without_unused_channels(program)
 
@@ -95,46 +95,46 @@ def joined(parts: Sequence[ir.HostProgram]) -> ir.HostProgram:
 
 @ir.analysis
 def inlined(program: ir.HostProgram) -> ir.HostProgram:
-    """The program with the body of a block in place of each call, for whoever wants one flat list of instructions.
+    """The program with the body of a function in place of each call, for whoever wants one flat list of instructions.
 
-    What `@layer` names `%h` is `%layer_h` there, and `%layer_h_2` in the second call. Memory of the block that lasts to its end is
+    What `@layer` names `%h` is `%layer_h` there, and `%layer_h_2` in the second call. Memory of the function that lasts to its end is
     deallocated after each call: the next one may have the same.
     """
-    return _Inlining(program).program() if program.blocks else program
+    return _Inlining(program).program() if program.functions else program
 
 
 @ir.analysis
 def dedupe_functions(program: ir.HostProgram) -> ir.HostProgram:
-    """The same with the first call of each block alone: all that is asked of extents and instructions, but not of their order."""
-    return _Inlining(program, once=True).program() if program.blocks else program
+    """The same with the first call of each function alone: all that is asked of sizes and instructions, but not of their order."""
+    return _Inlining(program, once=True).program() if program.functions else program
 
 
 class _Inlining:
     def __init__(self, program: ir.HostProgram, once: bool = False):
         self.given, self.once = program, once
-        self.seen: set[str] = set()  # blocks
-        self.blocks = {block.name: block for block in program.blocks}
+        self.seen: set[str] = set()  # functions
+        self.functions = {function.name: function for function in program.functions}
         self.taken = {parameter.name for parameter in (*program.inputs, *program.outputs)}
         self.taken.update(name for i in ir.walk(program.body) for name in ir.names(i, "define", "index"))
 
     def program(self) -> ir.HostProgram:
-        return replace(self.given, body=self.body(self.given.body), blocks=())
+        return replace(self.given, body=self.body(self.given.body), functions=())
 
     def body(self, body: ir.Body) -> ir.Body:
         return ir.rewrite(body, lambda i: self.called(i) if ir.names(i, "call") else None)
 
     def called(self, call: ir.Instruction) -> ir.Body:
         (name,) = ir.names(call, "call")
-        block = self.blocks[name]
-        if self.once and block.name in self.seen:
+        function = self.functions[name]
+        if self.once and function.name in self.seen:
             return ()
-        self.seen.add(block.name)
-        parameters = [parameter.name for parameter in (*block.inputs, *block.outputs)]
+        self.seen.add(function.name)
+        parameters = [parameter.name for parameter in (*function.inputs, *function.outputs)]
         names = dict(zip(parameters, ir.names(call, "read", "write"), strict=True))
-        for i in ir.walk(block.body):
+        for i in ir.walk(function.body):
             for name in ir.names(i, "define", "index"):
-                names[name] = claim_unique(f"{block.name}_{name}", self.taken)
-        return self.body(renamed((*block.body, *ends(block.body, block.body)), names))
+                names[name] = claim_unique(f"{function.name}_{name}", self.taken)
+        return self.body(renamed((*function.body, *ends(function.body, function.body)), names))
 
 
 def ends(body: ir.Body, around: ir.Body) -> Iterator[ir.Deallocate]:

@@ -75,7 +75,7 @@ class Rank(Expr):
 
 @dataclass(frozen=True)
 class Symbol(Expr):
-    """A symbolic size: a name, `ceil(M/8)` or `part(M, x)`."""
+    """A symbolic size: a name, `ceil(M/8)` or `local(M, x)`."""
 
     size: Atom
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Concatenate, ParamSpec, TypeVar, ge
 from hostweave.base.errors import Location
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS
-from hostweave.fusion_ir.user_kernel import Source
+from hostweave.fusion_ir.user_kernel import UserKernel
 from hostweave.host_ir.expr import Const, Expr
 from hostweave.transports.transport import Transport
 from hostweave.types.blocks import Cuts, boxes
@@ -40,7 +40,7 @@ Update = Annotated[str, "update"]  # reads and writes
 Alias = Annotated[str, "alias"]  # a buffer that is named but whose bytes are not touched
 Freed = Annotated[str, "free"]  # the same, of memory whose bytes others may have from here on
 Launched = Annotated[str, "launch"]  # a kernel
-Called = Annotated[str, "call"]  # a block
+Called = Annotated[str, "call"]  # a function
 Forked = Annotated[str, "fork"]  # streams
 Joined = Annotated[str, "join"]
 Stream = Annotated[str, "stream"]  # the stream of the field `index`, on which its body runs
@@ -234,40 +234,40 @@ class Chunk(View):
 
 @dataclass(frozen=True)
 class Slice(Piece):
-    """`extent` indices of a dim from `start` on. Pointer arithmetic."""
+    """`size` indices of a dim from `start` on. Pointer arithmetic."""
 
     dim: int
-    extent: Size
+    size: Size
     start: Expr
-    syntax = "%{out} = slice %{src}[{dim}: {extent} from {start}]"
+    syntax = "%{out} = slice %{src}[{dim}: {size} from {start}]"
 
     def type_of(self, source: BufferType) -> BufferType:
-        return strided(source, _with(source.shape, self.dim, self.extent), strides_of(source))
+        return strided(source, _with(source.shape, self.dim, self.size), strides_of(source))
 
     @property
     def span(self) -> tuple[int, Expr, Size]:
-        return self.dim, self.start, self.extent
+        return self.dim, self.start, self.size
 
 
 @dataclass(frozen=True)
 class Strided(Piece):
-    """`extent` indices of a dim from `start` on, `step` apart. Pointer arithmetic."""
+    """`size` indices of a dim from `start` on, `step` apart. Pointer arithmetic."""
 
     dim: int
-    extent: Size
+    size: Size
     start: Expr
     step: int
-    syntax = "%{out} = strided %{src}[{dim}: {extent} from {start} by {step}]"
+    syntax = "%{out} = strided %{src}[{dim}: {size} from {start} by {step}]"
 
     def type_of(self, source: BufferType) -> BufferType:
         if self.step < 1:
             raise ValueError(f"the step is {self.step}: it must be at least 1")
         strides, dim = strides_of(source), self.dim
-        return strided(source, _with(source.shape, dim, self.extent), _with(strides, dim, strides[dim] * self.step))
+        return strided(source, _with(source.shape, dim, self.size), _with(strides, dim, strides[dim] * self.step))
 
     @property
     def span(self) -> tuple[int, Expr, Size]:
-        return self.dim, self.start, (self.extent - 1) * self.step + 1
+        return self.dim, self.start, (self.size - 1) * self.step + 1
 
 
 @dataclass(frozen=True)
@@ -783,12 +783,12 @@ class If(Instruction):
 
 @dataclass(frozen=True)
 class Call(Instruction):
-    """Runs a block of the program, which forks from the caller's stream and joins it by itself."""
+    """Runs a function of the program, which forks from the caller's stream and joins it by itself."""
 
-    block: Called
+    function: Called
     srcs: Reads
     dsts: Writes
-    syntax = "call @{block} {srcs} -> {dsts}"
+    syntax = "call @{function} {srcs} -> {dsts}"
 
 
 @dataclass(frozen=True)
@@ -848,7 +848,7 @@ class Kernel:
 
 
 @dataclass(frozen=True)
-class Block:
+class Function:
     """Instructions that are called: a function. What it allocates is there once, and its calls use it one after another."""
 
     name: str
@@ -902,9 +902,9 @@ class HostProgram:
     events: tuple[Events, ...] = ()
     kernels: tuple[Kernel, ...] = ()
     body: Body = ()
-    uneven: tuple[str, ...] = ()  # sizes that need not divide: of M a rank holds `part(M, x)`, not `M/8`
-    blocks: tuple[Block, ...] = ()  # a block stands before those that call it
-    sources: tuple[Source, ...] = ()  # kernels of the user
+    uneven: tuple[str, ...] = ()  # sizes that need not divide: of M a rank holds `local(M, x)`, not `M/8`
+    functions: tuple[Function, ...] = ()  # a function stands before those that call it
+    user_kernels: tuple[UserKernel, ...] = ()
 
     def __str__(self) -> str:
         from hostweave.host_ir.text import print_host
@@ -1094,9 +1094,9 @@ def row_major(shape: tuple[Size, ...]) -> tuple[Size, ...]:
     """The strides of a contiguous buffer, in elements."""
     strides: list[Size] = []
     step = Size()
-    for extent in reversed(shape):
+    for size in reversed(shape):
         strides.append(step)
-        step = step * extent
+        step = step * size
     return tuple(reversed(strides))
 
 
@@ -1105,7 +1105,7 @@ def strides_of(buffer: BufferType) -> tuple[Size, ...]:
 
 
 def strided(buffer: BufferType, shape: tuple[Size, ...], strides: tuple[Size, ...]) -> BufferType:
-    """A view's type, without strides where it is contiguous. The stride of a dim of extent 1 has no effect."""
+    """A view's type, without strides where it is contiguous. The stride of a dim of size 1 has no effect."""
     contiguous = all(e == Size() or s == c for e, s, c in zip(shape, strides, row_major(shape), strict=True))
     return BufferType(buffer.dtype, shape, None if contiguous else strides)
 
@@ -1141,9 +1141,9 @@ def _reshaped_strides(shape: tuple[Size, ...], strides: tuple[Size, ...], wanted
                 raise ValueError("these dims are not contiguous in memory, or the number of elements differs")
         step = source[i_end - 1][1]
         run: list[Size] = []
-        for extent in reversed(target[j:j_end]):
+        for size in reversed(target[j:j_end]):
             run.append(step)
-            step = step * extent
+            step = step * size
         result.extend(reversed(run))
         i, j = i_end, j_end
     if i != len(source):
@@ -1173,8 +1173,8 @@ def analysis(compute: Callable[Concatenate[HostProgram, P], T]) -> Callable[Conc
 
 @analysis
 def _symbols(program: HostProgram) -> tuple[str, ...]:
-    shapes = [extent for p in (*program.inputs, *program.outputs) for extent in p.type.shape]
-    return tuple(dict.fromkeys(name for extent in shapes for name in extent.symbols))
+    shapes = [size for p in (*program.inputs, *program.outputs) for size in p.type.shape]
+    return tuple(dict.fromkeys(name for size in shapes for name in size.symbols))
 
 
 @analysis

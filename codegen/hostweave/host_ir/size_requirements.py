@@ -30,10 +30,10 @@ def trip_counts(program: ir.HostProgram) -> Iterator[Size]:
 def not_negative(program: ir.HostProgram) -> tuple[Size, ...]:
     """Differences of sizes, such as `(M - 2)`, that a call must not make negative."""
     types = ir.buffer_types(program)
-    found = [extent for i in ir.walk(program.body) if i.span for src in ir.names(i, "alias") for extent in slack(i, types[src])]
-    factors = (factor for type in types.values() for extent in type.shape for factor in extent.factors)
+    found = [size for i in ir.walk(program.body) if i.span for src in ir.names(i, "alias") for size in slack(i, types[src])]
+    factors = (factor for type in types.values() for size in type.shape for factor in size.factors)
     found += [Size(1, (factor,)) for factor in factors if isinstance(factor, Sum)]
-    return tuple(dict.fromkeys(extent for extent in found if _can_be_negative(extent)))
+    return tuple(dict.fromkeys(size for size in found if _can_be_negative(size)))
 
 
 def not_empty(program: ir.HostProgram) -> Iterator[tuple[str, Size]]:
@@ -56,10 +56,10 @@ def slack(view: ir.Instruction, source: BufferType) -> tuple[Size, ...]:
     if view.span is None:
         return ()
     dim, start, spread = view.span
-    before, extent = _size_of(start), source.shape[dim]
-    if before is None or any(isinstance(factor, Share) for size in (extent, spread) for factor in size.factors):
+    before, dim_size = _size_of(start), source.shape[dim]
+    if before is None or any(isinstance(factor, Share) for size in (dim_size, spread) for factor in size.factors):
         return ()  # it goes by this rank's place: right as it is made
-    return (before, extent - before - spread)
+    return (before, dim_size - before - spread)
 
 
 def _size_of(expr: Expr) -> Size | None:
@@ -80,6 +80,6 @@ def _size_of(expr: Expr) -> Size | None:
     return None
 
 
-def _can_be_negative(extent: Size) -> bool:
-    terms = [term for factor in extent.factors if isinstance(factor, Sum) for term in factor.terms]
-    return any(term.coefficient < 0 for term in (extent, *terms))
+def _can_be_negative(size: Size) -> bool:
+    terms = [term for factor in size.factors if isinstance(factor, Sum) for term in factor.terms]
+    return any(term.coefficient < 0 for term in (size, *terms))

@@ -8,7 +8,7 @@ from dataclasses import MISSING, fields
 from typing import Any, NoReturn, get_type_hints
 
 from hostweave.base.errors import Location, did_you_mean
-from hostweave.fusion_ir.user_kernel import Source, parse_source, print_source
+from hostweave.fusion_ir.user_kernel import UserKernel, parse_user_kernel, print_user_kernel
 from hostweave.host_ir import ir
 from hostweave.host_ir.expr import OPERATORS, Binary, Const, Coordinate, Expr, Rank, Symbol, Var
 from hostweave.transports.transport import NAMES, find_transport
@@ -24,10 +24,10 @@ INDENT = "  "
 
 
 def print_host(program: ir.HostProgram) -> str:
-    """The program as text, kernels first, then blocks. One instruction a line."""
-    lines = [line for source in program.sources for line in print_source(source)]
+    """The program as text, kernels first, then functions. One instruction a line."""
+    lines = [line for user_kernel in program.user_kernels for line in print_user_kernel(user_kernel)]
     lines += [line for kernel in program.kernels for line in _kernel_lines(kernel)]
-    lines.extend(line for block in program.blocks for line in _block_lines(block))
+    lines.extend(line for function in program.functions for line in _function_lines(function))
     lines.append(
         f"host @{program.name}({_parameters(program.inputs)}) -> ({_parameters(program.outputs)}) {program.mesh}"
         + _channels(program)
@@ -49,9 +49,9 @@ def _kernel_lines(kernel: ir.Kernel) -> list[str]:
     return [f"kernel @{kernel.name}({_parameters(kernel.inputs)}) {{", *(INDENT + line for line in lines), end]
 
 
-def _block_lines(block: ir.Block) -> list[str]:
-    head = f"block @{block.name}({_parameters(block.inputs)}) -> ({_parameters(block.outputs)}) {{"
-    return [head, *_body_lines(block.body, INDENT), "}"]
+def _function_lines(function: ir.Function) -> list[str]:
+    head = f"function @{function.name}({_parameters(function.inputs)}) -> ({_parameters(function.outputs)}) {{"
+    return [head, *_body_lines(function.body, INDENT), "}"]
 
 
 def _parameters(parameters: tuple[ir.Parameter, ...]) -> str:
@@ -124,15 +124,15 @@ def _defaults(kind: type[ir.Instruction]) -> dict[str, Any]:
 def parse_host(text: str) -> ir.HostProgram:
     """The host program that `text` prints. Raises ParseError with line and column."""
     reader = Reader(text)
-    sources: list[Source] = []
-    while reader.accept("source"):
-        sources.append(parse_source(reader))
+    user_kernels: list[UserKernel] = []
+    while reader.accept("user_kernel"):
+        user_kernels.append(parse_user_kernel(reader))
     kernels: list[ir.Kernel] = []
     while reader.accept("kernel"):
         kernels.append(_parse_kernel(reader))
-    blocks: list[ir.Block] = []
-    while reader.accept("block"):
-        blocks.append(ir.Block(*_parse_head(reader, "the block"), _parse_body(reader)))
+    functions: list[ir.Function] = []
+    while reader.accept("function"):
+        functions.append(ir.Function(*_parse_head(reader, "the function"), _parse_body(reader)))
     reader.expect("host")
     name, inputs, outputs = _parse_head(reader, "the program")
     mesh = reader.mesh()
@@ -146,7 +146,7 @@ def parse_host(text: str) -> ir.HostProgram:
     body = _parse_body(reader)
     if reader.peek():
         reader.fail(f"expected the end of the text, found {reader.found()}")
-    parts = tuple(kernels), body, uneven, tuple(blocks), tuple(sources)
+    parts = tuple(kernels), body, uneven, tuple(functions), tuple(user_kernels)
     return ir.HostProgram(name, mesh, inputs, outputs, channels, streams, events, *parts)
 
 

@@ -16,8 +16,8 @@ def verify_host(program: ir.HostProgram) -> None:
     checker.header()
     for kernel in program.kernels:
         checker.kernel(kernel)
-    for source in program.sources:
-        checker.source(source)
+    for user_kernel in program.user_kernels:
+        checker.user_kernel(user_kernel)
     parts = bodies(program)
     for part in parts:
         body = Checker(part, RULES, checker.kernels)

@@ -219,9 +219,9 @@ class LocalProgram:
         for parameter, shape in zip(self._host.inputs, shapes, strict=True):
             mesh = parameter.type.mesh_in(self._host.mesh)
             for dim, size in zip(parameter.type.dims, shape, strict=True) if self._holds(parameter) else ():
-                if not dim.extent.is_int and not (dim.axes and sizes):
-                    known.setdefault(str(dim.extent), size * mesh.size_of(dim.axes))
-        if missing := {name for p in self._host.inputs for dim in p.type.dims for name in dim.extent.symbols} - known.keys():
+                if not dim.size.is_int and not (dim.axes and sizes):
+                    known.setdefault(str(dim.size), size * mesh.size_of(dim.axes))
+        if missing := {name for p in self._host.inputs for dim in p.type.dims for name in dim.size.symbols} - known.keys():
             raise ArgumentError(f"{self._host.name}: sizes=: no size of {', '.join(sorted(missing))}; give the global one")
         wholes = tuple(global_shape(parameter.type, known) for parameter in self._host.inputs)
         for parameter, shape, whole in zip(self._host.inputs, shapes, wholes, strict=True):

@@ -10,7 +10,7 @@ from typing import Any
 from hostweave.base.errors import BuildError
 from hostweave.base.paths import NATIVE, RUNTIME, RUNTIME_INCLUDES
 from hostweave.build.toolchain import Toolchain, find_compiler, require_native
-from hostweave.fusion_ir.user_kernel import Source, expect_one_thread
+from hostweave.fusion_ir.user_kernel import UserKernel, expect_one_thread
 from hostweave.targets.target import CPU_DEVICE
 
 
@@ -22,7 +22,7 @@ class _Cpu:
     dlopen_flags = os.RTLD_DEEPBIND
     demo_size = 64
 
-    def expect_kernels(self, kernels: Sequence[Source]) -> None:
+    def expect_kernels(self, kernels: Sequence[UserKernel]) -> None:
         for kernel in kernels:
             expect_one_thread(kernel)
 

@@ -13,7 +13,7 @@ from hostweave.build import cuda
 from hostweave.build.cache import get_or_make, name_of, stamp_of
 from hostweave.build.nvrtc import Nvrtc
 from hostweave.build.toolchain import Toolchain, find_compiler
-from hostweave.fusion_ir.user_kernel import Source
+from hostweave.fusion_ir.user_kernel import UserKernel
 from hostweave.targets.target import runtime_sources
 
 
@@ -24,7 +24,7 @@ class _Cuda:
     dlopen_flags = 0
     demo_size = 1024
 
-    def expect_kernels(self, kernels: Sequence[Source]) -> None:
+    def expect_kernels(self, kernels: Sequence[UserKernel]) -> None:
         pass
 
     def toolchain(self) -> Toolchain:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from hostweave.base.paths import RUNTIME_SOURCES
 from hostweave.build.toolchain import Toolchain
-from hostweave.fusion_ir.user_kernel import Source
+from hostweave.fusion_ir.user_kernel import UserKernel
 
 CPU_DEVICE = -1  # the device of an array in host memory
 
@@ -26,7 +26,7 @@ class Target(Protocol):
     dlopen_flags: int  # of a program's module, beside the usual ones
     demo_size: int  # of a symbolic dim, for each rank of a mesh, that shows what the target can do
 
-    def expect_kernels(self, kernels: Sequence[Source]) -> None:
+    def expect_kernels(self, kernels: Sequence[UserKernel]) -> None:
         """Raises ProgramError where a kernel of the user cannot run here as it is."""
 
     def toolchain(self) -> Toolchain:

@@ -91,18 +91,18 @@ class Transfer:
 class SharedDim:
     """How a dim that `have` ranks share and `want` ranks are to share is cut."""
 
-    extent: Size
+    size: Size
     have: int
     want: int
 
     def is_uneven(self, uneven: Container[str]) -> bool:
         """Whether blocks may differ in size, where ranks may share these sizes unevenly."""
-        return self.is_crossed or (self.have != self.want and self.extent.is_uneven(self.ranks, uneven))
+        return self.is_crossed or (self.have != self.want and self.size.is_uneven(self.ranks, uneven))
 
     @property
     def is_crossed(self) -> bool:
         """Whether each block of the one side may have a part of each block of the other."""
-        return 1 < self.have != self.want > 1 and self.extent.is_uneven(self.ranks, self.extent.symbols)
+        return 1 < self.have != self.want > 1 and self.size.is_uneven(self.ranks, self.size.symbols)
 
     @property
     def ranks(self) -> int:
@@ -125,7 +125,7 @@ class SharedDim:
 def shared_dims(source: TensorType, target: TensorType, program: Mesh) -> tuple[SharedDim, ...]:
     old, new = source.mesh_in(program), target.mesh_in(program)
     dims = zip(source.dims, target.dims, strict=True)
-    return tuple(SharedDim(dim.extent, old.size_of(dim.axes), new.size_of(wanted.axes)) for dim, wanted in dims)
+    return tuple(SharedDim(dim.size, old.size_of(dim.axes), new.size_of(wanted.axes)) for dim, wanted in dims)
 
 
 @lru_cache(maxsize=4096)

@@ -67,7 +67,7 @@ def _check_rank(type_: TensorType, shape: Shape) -> None:
 
 
 def global_shape(type_: TensorType, sizes: Mapping[str, int]) -> Shape:
-    return tuple(extent.bind(sizes) for extent in type_.shape)
+    return tuple(size.bind(sizes) for size in type_.shape)
 
 
 def block_shape(type_: TensorType, mesh: Mesh, rank: int, shape: Sequence[int]) -> Shape:
@@ -96,30 +96,30 @@ def bind_sizes(
     sizes: dict[str, int] = {}
     bound_by: dict[str, str] = {}
     for name, type_ in inputs.items():
-        for extent, size in zip(type_.shape, shapes[name], strict=True):
-            if symbol := extent.name:
+        for dim_size, size in zip(type_.shape, shapes[name], strict=True):
+            if symbol := dim_size.name:
                 if sizes.setdefault(symbol, size) != size:
                     other, known = bound_by[symbol], sizes[symbol]
-                    raise ArgumentError(f"{program}: {name}: {extent} is {size} here and {known} in {other}; pass arrays that agree")
+                    raise ArgumentError(f"{program}: {name}: {dim_size} is {size} here and {known} in {other}; pass arrays that agree")
                 bound_by.setdefault(symbol, name)
     for name, type_ in inputs.items():
         for index, (dim, size) in enumerate(zip(type_.dims, shapes[name], strict=True)):
             place = f"{program}: {name}: dim {index}"
-            if all(symbol in sizes for symbol in dim.extent.symbols):
-                _check_size(place, dim.extent, size, sizes)
+            if all(symbol in sizes for symbol in dim.size.symbols):
+                _check_size(place, dim.size, size, sizes)
             parts = type_.mesh_in(mesh).size_of(dim.axes)
-            if size % parts and uneven is not None and not dim.extent.is_uneven(parts, uneven):
+            if size % parts and uneven is not None and not dim.size.is_uneven(parts, uneven):
                 raise ArgumentError(
-                    f"{place} ({dim.extent} = {size}) cannot be shared evenly by {parts} ranks along {', '.join(dim.axes)}; "
+                    f"{place} ({dim.size} = {size}) cannot be shared evenly by {parts} ranks along {', '.join(dim.axes)}; "
                     f"pad it to {-(-size // parts) * parts}"
                 )
     return sizes
 
 
-def _check_size(place: str, extent: Size, size: int, sizes: Mapping[str, int]) -> None:
+def _check_size(place: str, dim_size: Size, size: int, sizes: Mapping[str, int]) -> None:
     try:
-        wanted = extent.bind(sizes)
+        wanted = dim_size.bind(sizes)
     except ValueError as error:
         raise ArgumentError(f"{place} is {size}; no size fits, because {error}") from None
     if wanted != size:
-        raise ArgumentError(f"{place} is {size}; {wanted} is wanted{'' if extent.is_int else f' for {extent}'}")
+        raise ArgumentError(f"{place} is {size}; {wanted} is wanted{'' if dim_size.is_int else f' for {dim_size}'}")

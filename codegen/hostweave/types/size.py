@@ -1,9 +1,9 @@
 """Sizes of dims, as trees: a `Size` is an int times factors, exactly divided by an int, as in `M`, `M/8` and `8*M*K`.
 
 A factor is a symbol, which is its name, or a node over other sizes: a sum such as `(M + N)` or `(M - 2)`, which concat, pad and slices
-make; `ceil(M/8)`, the block of each of 8 ranks that cannot share M evenly; `part(M, x)`, what this rank holds of M along mesh axis x: a
-block, of which the last ranks have less or nothing. On a mesh of some of the ranks that is `part(M, x on ranks 2, 3)`, or
-`part(M, b on mesh(a=2, b=2 of ranks 0..4))` of several axes.
+make; `ceil(M/8)`, the block of each of 8 ranks that cannot share M evenly; `local(M, x)`, what this rank holds of M along mesh axis x: a
+block, of which the last ranks have less or nothing. On a mesh of some of the ranks that is `local(M, x on ranks 2, 3)`, or
+`local(M, b on mesh(a=2, b=2 of ranks 0..4))` of several axes.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class LocalSize:
         on = ""
         if self.mesh:
             on = f" on {self.mesh if len(self.mesh.axes) > 1 or self.mesh.members is None else f'ranks {_listed(self.mesh.members)}'}"
-        return f"part({', '.join((str(self.size), *self.axes))}{on})"
+        return f"local({', '.join((str(self.size), *self.axes))}{on})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,17 +70,17 @@ DTYPES = {d.name: d for d in (f64, f32, f16, bf16, f8e4m3, f8e5m2, i64, i32, i8,
 
 @dataclass(frozen=True)
 class Dim:
-    """A dim of a global tensor: its global extent and the mesh axes that split it, the first one outermost."""
+    """A dim of a global tensor: its global size and the mesh axes that split it, the first one outermost."""
 
-    extent: Size
+    size: Size
     axes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.extent}@{','.join(self.axes)}" if self.axes else str(self.extent)
+        return f"{self.size}@{','.join(self.axes)}" if self.axes else str(self.size)
 
     @staticmethod
     def of(value: int | str | Size | Dim) -> Dim:
-        """A dim from an int, an extent, or text such as `M@x`, `8@x` and `M/4@dp,tp`. Raises ValueError."""
+        """A dim from an int, an size, or text such as `M@x`, `8@x` and `M/4@dp,tp`. Raises ValueError."""
         if isinstance(value, Dim):
             return value
         if not isinstance(value, str):
@@ -100,9 +100,9 @@ def _spec_dim(value: int | str) -> Dim:
         if isinstance(value, bool) or not isinstance(value, int | str):
             raise ValueError(f"not a dim: {value!r}; write a name or an int")
         dim = Dim.of(value)
-        if not (dim.extent.is_int or dim.extent.name):
+        if not (dim.size.is_int or dim.size.name):
             raise ValueError(f"not a dim of an input: {value!r}; give it a name of its own")
-        if dim.extent.coefficient < 1:
+        if dim.size.coefficient < 1:
             raise ValueError(f"a dim has at least one element, not {value}")
         return dim
     except ValueError as error:
@@ -143,7 +143,7 @@ class TensorType:
 
     @cached_property
     def shape(self) -> tuple[Size, ...]:
-        return tuple(dim.extent for dim in self.dims)
+        return tuple(dim.size for dim in self.dims)
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
@@ -151,21 +151,21 @@ class TensorType:
         return tuple(axis for dim in self.dims for axis in dim.axes)
 
     def local_shape(self, mesh: Mesh, uneven: Container[str] = ()) -> tuple[Size, ...]:
-        """What one rank holds: `M/8` rows where 8 ranks split M, `part(M, x)` where M is uneven or an int that 8 does not divide.
+        """What one rank holds: `M/8` rows where 8 ranks split M, `local(M, x)` where M is uneven or an int that 8 does not divide.
 
         `mesh` is the program's.
         """
 
         def local(dim: Dim) -> Size:
             ranks = self.mesh_in(mesh).size_of(dim.axes)
-            return Size(1, (LocalSize(dim.extent, dim.axes, self.mesh),)) if dim.extent.is_uneven(ranks, uneven) else dim.extent // ranks
+            return Size(1, (LocalSize(dim.size, dim.axes, self.mesh),)) if dim.size.is_uneven(ranks, uneven) else dim.size // ranks
 
         return tuple(map(local, self.dims))
 
     def dim(self, axis: int | str) -> int:
         """The number of a dim from its number (negative from the end) or its name. Raises ValueError where it names none or several."""
         if isinstance(axis, str):
-            found = [i for i, dim in enumerate(self.dims) if str(dim.extent) == axis]
+            found = [i for i, dim in enumerate(self.dims) if str(dim.size) == axis]
             if len(found) == 1:
                 return found[0]
             raise ValueError(
@@ -182,7 +182,7 @@ class TensorType:
         """Raises ProgramError where a mesh axis splits two dims or is not in the mesh, and for more than MAX_DIMS dims."""
         if len(self.dims) > MAX_DIMS:
             raise ProgramError(f"{self}: has {len(self.dims)} dims, and an array has at most {MAX_DIMS}; reshape it", location)
-        if product(tuple(Size(dim.extent.coefficient) for dim in self.dims)).coefficient > MAX_SIZE:
+        if product(tuple(Size(dim.size.coefficient) for dim in self.dims)).coefficient > MAX_SIZE:
             raise ProgramError(f"{self}: has more elements than 64 bits can count; its sizes are too large", location)
         twice = [axis for axis, count in Counter(self.axes).items() if count > 1]
         if twice:
@@ -217,7 +217,7 @@ class TensorType:
 
 @dataclass(frozen=True)
 class BufferType:
-    """What one rank holds in memory: local extents, and strides in elements (None: row-major, contiguous)."""
+    """What one rank holds in memory: local sizes, and strides in elements (None: row-major, contiguous)."""
 
     dtype: DType
     shape: tuple[Size, ...]

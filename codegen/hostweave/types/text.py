@@ -65,9 +65,9 @@ class Reader(Lexer):
         return summed(terms)
 
     def atom(self, what: str = "a size") -> Atom:
-        """A name, `ceil(M/8)` or `part(M, x)`."""
+        """A name, `ceil(M/8)` or `local(M, x)`."""
         start, name = self.at, self.word(what)
-        if name not in ("ceil", "part") or not self.accept("("):
+        if name not in ("ceil", "local") or not self.accept("("):
             return name
         with self.inside():
             size = self._product()

@@ -9,7 +9,7 @@ namespace {
 constexpr hw::Axis kAxes[] = {{"x", 4}};
 constexpr const char* kChannels[] = {"x"};
 constexpr hw::Argument kInputs[] = {
-    {"x", "bf16[part(R, x), N]", CUDA_R_16BF},
+    {"x", "bf16[local(R, x), N]", CUDA_R_16BF},
 };
 constexpr hw::Argument kOutputs[] = {
     {"y", "bf16[N]", CUDA_R_16BF},

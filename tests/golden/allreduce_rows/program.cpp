@@ -1,4 +1,4 @@
-// kernel @sum_y_partial(%x: bf16[part(R, x), N/3]) {
+// kernel @sum_y_partial(%x: bf16[local(R, x), N/3]) {
 //   %y_partial: bf16[N/3] = sum(%x, axis=(0,))
 // }  # ends here: all_reduce uses %y_partial
 // host @allreduce_rows(%x: bf16[R@x, N]) -> (%y: bf16[N]) mesh(x=4) channels(x: x two_sided) streams(ring[3]) uneven(R) {
@@ -29,12 +29,12 @@ Program::Program(hw::Rank& rank)
 }
 
 Sizes Program::check(const Inputs& in) const {
-  in.x.expect("x", "bf16[part(R, x), N]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
+  in.x.expect("x", "bf16[local(R, x), N]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
   const int64_t R = in.x.whole_dim(0, 4);
   const int64_t R_x = hw::local_size(R, 4, rank_.index());
   const int64_t N = in.x.dim(1);
   hw::expect_divisible("N", N, 3);
-  in.x.expect("x", "bf16[part(R, x), N]", CUDA_R_16BF, {R_x, N}, rank_.device());
+  in.x.expect("x", "bf16[local(R, x), N]", CUDA_R_16BF, {R_x, N}, rank_.device());
   return {R, N, R_x};
 }
 

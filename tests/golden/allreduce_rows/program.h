@@ -17,7 +17,7 @@ constexpr int64_t kWorld = 4;  // ranks
 
 // What one rank holds.
 struct Inputs {
-  hw::Tensor x;  // bf16[part(R, x), N]
+  hw::Tensor x;  // bf16[local(R, x), N]
 };
 
 struct Outputs {

@@ -9,12 +9,12 @@ namespace {
 constexpr hw::Axis kAxes[] = {{"x", 4}};
 constexpr const char* kChannels[] = {"x"};
 constexpr hw::Argument kInputs[] = {
-    {"x", "bf16[part(T, x), K]", CUDA_R_16BF},
-    {"dy", "bf16[part(T, x), N]", CUDA_R_16BF},
+    {"x", "bf16[local(T, x), K]", CUDA_R_16BF},
+    {"dy", "bf16[local(T, x), N]", CUDA_R_16BF},
     {"w", "bf16[K, N]", CUDA_R_16BF},
 };
 constexpr hw::Argument kOutputs[] = {
-    {"dx", "bf16[part(T, x), K]", CUDA_R_16BF},
+    {"dx", "bf16[local(T, x), K]", CUDA_R_16BF},
     {"dw", "bf16[K, N]", CUDA_R_16BF},
     {"db", "bf16[N]", CUDA_R_16BF},
 };

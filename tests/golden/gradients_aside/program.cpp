@@ -1,4 +1,4 @@
-// kernel @sum_db_partial(%dy: bf16[part(T, x), N]) {
+// kernel @sum_db_partial(%dy: bf16[local(T, x), N]) {
 //   %db_partial: bf16[N] = sum(%dy, axis=(0,))
 // }  # ends here: all_reduce uses %db_partial
 // host @gradients_aside(%x: bf16[T@x, K], %dy: bf16[T@x, N], %w: bf16[K, N]) -> (%dx: bf16[T@x, K], %dw: bf16[K, N], %db:
@@ -38,12 +38,12 @@ Program::Program(hw::Rank& rank)
 }
 
 Sizes Program::check(const Inputs& in) const {
-  in.x.expect("x", "bf16[part(T, x), K]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
+  in.x.expect("x", "bf16[local(T, x), K]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
   const int64_t T = in.x.whole_dim(0, 4);
   const int64_t T_x = hw::local_size(T, 4, rank_.index());
   const int64_t K = in.x.dim(1);
-  in.x.expect("x", "bf16[part(T, x), K]", CUDA_R_16BF, {T_x, K}, rank_.device());
-  in.dy.expect("dy", "bf16[part(T, x), N]", CUDA_R_16BF, {T_x, hw::kAny}, rank_.device());
+  in.x.expect("x", "bf16[local(T, x), K]", CUDA_R_16BF, {T_x, K}, rank_.device());
+  in.dy.expect("dy", "bf16[local(T, x), N]", CUDA_R_16BF, {T_x, hw::kAny}, rank_.device());
   const int64_t N = in.dy.dim(1);
   in.w.expect("w", "bf16[K, N]", CUDA_R_16BF, {K, N}, rank_.device());
   return {T, K, N, T_x};
@@ -73,7 +73,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   const Sizes sizes = check(in);
   hw::expect_prepared(prepared_ == sizes);
   const auto [T, K, N, T_x] = sizes;
-  out.dx.expect("dx", "bf16[part(T, x), K]", CUDA_R_16BF, {T_x, K}, rank_.device());
+  out.dx.expect("dx", "bf16[local(T, x), K]", CUDA_R_16BF, {T_x, K}, rank_.device());
   out.dw.expect("dw", "bf16[K, N]", CUDA_R_16BF, {K, N}, rank_.device());
   out.db.expect("db", "bf16[N]", CUDA_R_16BF, {N}, rank_.device());
 

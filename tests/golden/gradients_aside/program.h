@@ -20,13 +20,13 @@ constexpr int64_t kWorld = 4;  // ranks
 
 // What one rank holds.
 struct Inputs {
-  hw::Tensor x;   // bf16[part(T, x), K]
-  hw::Tensor dy;  // bf16[part(T, x), N]
+  hw::Tensor x;   // bf16[local(T, x), K]
+  hw::Tensor dy;  // bf16[local(T, x), N]
   hw::Tensor w;   // bf16[K, N]
 };
 
 struct Outputs {
-  hw::Tensor dx;  // bf16[part(T, x), K]
+  hw::Tensor dx;  // bf16[local(T, x), K]
   hw::Tensor dw;  // bf16[K, N]
   hw::Tensor db;  // bf16[N]
 };

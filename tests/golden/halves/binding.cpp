@@ -8,12 +8,12 @@ namespace {
 
 constexpr hw::Axis kAxes[] = {{"x", 4}};
 constexpr hw::Argument kInputs[] = {
-    {"x", "bf16[part(M, x), 8]", CUDA_R_16BF},
+    {"x", "bf16[local(M, x), 8]", CUDA_R_16BF},
     {"w", "bf16[8, 3]", CUDA_R_16BF},
 };
 constexpr hw::Argument kOutputs[] = {
-    {"joined", "bf16[part(M, x), 11]", CUDA_R_16BF},
-    {"relu_x_padded", "bf16[part(M, x), 3]", CUDA_R_16BF},
+    {"joined", "bf16[local(M, x), 11]", CUDA_R_16BF},
+    {"relu_x_padded", "bf16[local(M, x), 3]", CUDA_R_16BF},
 };
 
 }  // namespace

@@ -3,7 +3,7 @@
 
 namespace programs::halves {
 
-// %negative_x: bf16[part(M, x), 4] = negative(%x_sliced_2)
+// %negative_x: bf16[local(M, x), 4] = negative(%x_sliced_2)
 template <class Index>
 __device__ void negative_x_kernel_by(const hw::bf16* x_sliced_2, hw::bf16* negative_x, int64_t M_x) {
   for (Index element : hw::over_grid<1, Index>(4 * M_x)) {
@@ -22,7 +22,7 @@ __global__ void negative_x_kernel(const hw::bf16* x_sliced_2, hw::bf16* negative
   }
 }
 
-// %dst: bf16[part(M, x), 2] = copy(%src)
+// %dst: bf16[local(M, x), 2] = copy(%src)
 template <class Index>
 __device__ void copy_joined_2_by(const hw::bf16* src, hw::bf16* dst, int64_t M_x) {
   for (Index element : hw::over_grid<1, Index>(2 * M_x)) {
@@ -41,7 +41,7 @@ __global__ void copy_joined_2(const hw::bf16* src, hw::bf16* dst, int64_t M_x) {
   }
 }
 
-// %relu_x: bf16[part(M, x), 2] = relu(%x_sliced_3)
+// %relu_x: bf16[local(M, x), 2] = relu(%x_sliced_3)
 template <class Index>
 __device__ void relu_x_kernel_by(const hw::bf16* x_sliced_3, hw::bf16* relu_x, int64_t M_x) {
   for (Index element : hw::over_grid<1, Index>(2 * M_x)) {
@@ -61,7 +61,7 @@ __global__ void relu_x_kernel(const hw::bf16* x_sliced_3, hw::bf16* relu_x, int6
   }
 }
 
-// %dst: bf16[part(M, x), 1] = fill(value=1.0)
+// %dst: bf16[local(M, x), 1] = fill(value=1.0)
 __global__ void fill_relu_x_padded_before(hw::bf16* dst, int64_t M_x) {
   hw::griddep_wait();
   for (int64_t i : hw::over_grid(M_x)) {

@@ -1,11 +1,11 @@
-// kernel @negative_x_kernel(%x_sliced_2: bf16[part(M, x), 4]) {
-//   %negative_x: bf16[part(M, x), 4] = negative(%x_sliced_2)
+// kernel @negative_x_kernel(%x_sliced_2: bf16[local(M, x), 4]) {
+//   %negative_x: bf16[local(M, x), 4] = negative(%x_sliced_2)
 // }  # ends here: %joined is written in parts
-// kernel @relu_x_kernel(%x_sliced_3: bf16[part(M, x), 2]) {
-//   %relu_x: bf16[part(M, x), 2] = relu(%x_sliced_3)
+// kernel @relu_x_kernel(%x_sliced_3: bf16[local(M, x), 2]) {
+//   %relu_x: bf16[local(M, x), 2] = relu(%x_sliced_3)
 // }  # ends here: %relu_x_padded is written in parts
 // host @halves(%x: bf16[M@x, 8], %w: bf16[8, 3]) -> (%joined: bf16[M@x, 11], %relu_x_padded: bf16[M@x, 3]) mesh(x=4) uneven(M) {
-//   %h = allocate bf16[part(M, x), 3]
+//   %h = allocate bf16[local(M, x), 3]
 //   matmul %x, %w -> %h
 //   %x_sliced_2 = slice %x[1: 4 from 0]
 //   %joined_1 = slice %joined[1: 4 from 4]
@@ -41,10 +41,10 @@ Program::Program(hw::Rank& rank) : rank_(rank.expect_world(kWorld)), plan_h_(ran
 }
 
 Sizes Program::check(const Inputs& in) const {
-  in.x.expect("x", "bf16[part(M, x), 8]", CUDA_R_16BF, {hw::kAny, 8}, rank_.device());
+  in.x.expect("x", "bf16[local(M, x), 8]", CUDA_R_16BF, {hw::kAny, 8}, rank_.device());
   const int64_t M = in.x.whole_dim(0, 4);
   const int64_t M_x = hw::local_size(M, 4, rank_.index());
-  in.x.expect("x", "bf16[part(M, x), 8]", CUDA_R_16BF, {M_x, 8}, rank_.device());
+  in.x.expect("x", "bf16[local(M, x), 8]", CUDA_R_16BF, {M_x, 8}, rank_.device());
   in.w.expect("w", "bf16[8, 3]", CUDA_R_16BF, {8, 3}, rank_.device());
   return {M, M_x};
 }
@@ -71,8 +71,8 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   const Sizes sizes = check(in);
   hw::expect_prepared(prepared_ == sizes);
   const auto [M, M_x] = sizes;
-  out.joined.expect("joined", "bf16[part(M, x), 11]", CUDA_R_16BF, {M_x, 11}, rank_.device());
-  out.relu_x_padded.expect("relu_x_padded", "bf16[part(M, x), 3]", CUDA_R_16BF, {M_x, 3}, rank_.device());
+  out.joined.expect("joined", "bf16[local(M, x), 11]", CUDA_R_16BF, {M_x, 11}, rank_.device());
+  out.relu_x_padded.expect("relu_x_padded", "bf16[local(M, x), 3]", CUDA_R_16BF, {M_x, 3}, rank_.device());
 
   const auto* x = in.x.as<hw::bf16>();
   const auto* w = in.w.as<hw::bf16>();

@@ -18,13 +18,13 @@ constexpr int64_t kWorld = 4;  // ranks
 
 // What one rank holds.
 struct Inputs {
-  hw::Tensor x;  // bf16[part(M, x), 8]
+  hw::Tensor x;  // bf16[local(M, x), 8]
   hw::Tensor w;  // bf16[8, 3]
 };
 
 struct Outputs {
-  hw::Tensor joined;         // bf16[part(M, x), 11]
-  hw::Tensor relu_x_padded;  // bf16[part(M, x), 3]
+  hw::Tensor joined;         // bf16[local(M, x), 11]
+  hw::Tensor relu_x_padded;  // bf16[local(M, x), 3]
 };
 
 struct OutputShapes {
@@ -60,7 +60,7 @@ class Program {
   hw::MatmulPlan plan_h_;  // matmul %x, %w -> %h
   hw::Arena arena_;
   char* workspace_ = nullptr;      // of the matmuls on the caller's stream
-  hw::bf16* h_ = nullptr;          // %h: bf16[part(M, x), 3]
+  hw::bf16* h_ = nullptr;          // %h: bf16[local(M, x), 3]
   std::optional<Sizes> prepared_;  // what prepare was last called for
 };
 

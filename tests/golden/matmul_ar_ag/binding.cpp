@@ -9,8 +9,8 @@ namespace {
 constexpr hw::Axis kAxes[] = {{"dp", 2}, {"tp", 4}};
 constexpr const char* kChannels[] = {"tp", "dp"};
 constexpr hw::Argument kInputs[] = {
-    {"x", "bf16[M/2, part(K, tp)]", CUDA_R_16BF},
-    {"w", "bf16[part(K, tp), N]", CUDA_R_16BF},
+    {"x", "bf16[M/2, local(K, tp)]", CUDA_R_16BF},
+    {"w", "bf16[local(K, tp), N]", CUDA_R_16BF},
 };
 constexpr hw::Argument kOutputs[] = {
     {"y", "bf16[M, N]", CUDA_R_16BF},

@@ -20,8 +20,8 @@ constexpr int64_t kWorld = 8;  // ranks
 
 // What one rank holds.
 struct Inputs {
-  hw::Tensor x;  // bf16[M/2, part(K, tp)]
-  hw::Tensor w;  // bf16[part(K, tp), N]
+  hw::Tensor x;  // bf16[M/2, local(K, tp)]
+  hw::Tensor w;  // bf16[local(K, tp), N]
 };
 
 struct Outputs {

@@ -9,11 +9,11 @@ namespace {
 constexpr hw::Axis kAxes[] = {{"dp", 2}, {"tp", 4}};
 constexpr const char* kChannels[] = {"tp"};
 constexpr hw::Argument kInputs[] = {
-    {"x", "bf16[part(M, dp), part(K, tp)]", CUDA_R_16BF},
-    {"w", "bf16[part(K, tp), N]", CUDA_R_16BF},
+    {"x", "bf16[local(M, dp), local(K, tp)]", CUDA_R_16BF},
+    {"w", "bf16[local(K, tp), N]", CUDA_R_16BF},
 };
 constexpr hw::Argument kOutputs[] = {
-    {"y", "bf16[part(M, dp), N]", CUDA_R_16BF},
+    {"y", "bf16[local(M, dp), N]", CUDA_R_16BF},
 };
 
 }  // namespace

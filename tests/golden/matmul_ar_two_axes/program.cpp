@@ -4,9 +4,9 @@
 //   for %i in 0..2 {
 //     stream ring[%i] {
 //       %w_i = chunk %w[1: %i of 2]
-//       %matmul_w = allocate bf16[part(M, dp), N/2]
+//       %matmul_w = allocate bf16[local(M, dp), N/2]
 //       matmul %x, %w_i -> %matmul_w
-//       %y_packed = reshape %matmul_w to [part(M, dp), N/2]
+//       %y_packed = reshape %matmul_w to [local(M, dp), N/2]
 //       all_reduce sum %matmul_w -> %y_packed on tp
 //       %y_i = chunk %y[1: %i of 2]
 //       copy %y_packed -> %y_i
@@ -28,13 +28,13 @@ Program::Program(hw::Rank& rank)
       plan_matmul_w_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
 
 Sizes Program::check(const Inputs& in) const {
-  in.x.expect("x", "bf16[part(M, dp), part(K, tp)]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
+  in.x.expect("x", "bf16[local(M, dp), local(K, tp)]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
   const int64_t M = in.x.whole_dim(0, 2);
   const int64_t M_dp = hw::local_size(M, 2, rank_.index() / 4);
   const int64_t K = in.x.whole_dim(1, 4);
   const int64_t K_tp = hw::local_size(K, 4, rank_.index() % 4);
-  in.x.expect("x", "bf16[part(M, dp), part(K, tp)]", CUDA_R_16BF, {M_dp, K_tp}, rank_.device());
-  in.w.expect("w", "bf16[part(K, tp), N]", CUDA_R_16BF, {K_tp, hw::kAny}, rank_.device());
+  in.x.expect("x", "bf16[local(M, dp), local(K, tp)]", CUDA_R_16BF, {M_dp, K_tp}, rank_.device());
+  in.w.expect("w", "bf16[local(K, tp), N]", CUDA_R_16BF, {K_tp, hw::kAny}, rank_.device());
   const int64_t N = in.w.dim(1);
   hw::expect_divisible("N", N, 2);
   return {M, K, N, M_dp, K_tp};
@@ -61,7 +61,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   const Sizes sizes = check(in);
   hw::expect_prepared(prepared_ == sizes);
   const auto [M, K, N, M_dp, K_tp] = sizes;
-  out.y.expect("y", "bf16[part(M, dp), N]", CUDA_R_16BF, {M_dp, N}, rank_.device());
+  out.y.expect("y", "bf16[local(M, dp), N]", CUDA_R_16BF, {M_dp, N}, rank_.device());
 
   const auto* x = in.x.as<hw::bf16>();
   const auto* w = in.w.as<hw::bf16>();

@@ -20,12 +20,12 @@ constexpr int64_t kWorld = 8;  // ranks
 
 // What one rank holds.
 struct Inputs {
-  hw::Tensor x;  // bf16[part(M, dp), part(K, tp)]
-  hw::Tensor w;  // bf16[part(K, tp), N]
+  hw::Tensor x;  // bf16[local(M, dp), local(K, tp)]
+  hw::Tensor w;  // bf16[local(K, tp), N]
 };
 
 struct Outputs {
-  hw::Tensor y;  // bf16[part(M, dp), N]
+  hw::Tensor y;  // bf16[local(M, dp), N]
 };
 
 struct OutputShapes {
@@ -64,7 +64,7 @@ class Program {
   hw::Streams ring_;               // ring[2]
   hw::MatmulPlan plan_matmul_w_;   // matmul %x, %w_i -> %matmul_w
   hw::Arena arena_;
-  std::array<hw::bf16*, 2> matmul_w_{};  // %matmul_w: bf16[part(M, dp), N/2], also %y_packed, one a stream
+  std::array<hw::bf16*, 2> matmul_w_{};  // %matmul_w: bf16[local(M, dp), N/2], also %y_packed, one a stream
   std::optional<Sizes> prepared_;        // what prepare was last called for
 };
 

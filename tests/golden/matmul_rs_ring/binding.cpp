@@ -9,8 +9,8 @@ namespace {
 constexpr hw::Axis kAxes[] = {{"x", 4}};
 constexpr const char* kChannels[] = {"x"};
 constexpr hw::Argument kInputs[] = {
-    {"x", "bf16[M, part(K, x)]", CUDA_R_16BF},
-    {"w", "bf16[part(K, x), N]", CUDA_R_16BF},
+    {"x", "bf16[M, local(K, x)]", CUDA_R_16BF},
+    {"w", "bf16[local(K, x), N]", CUDA_R_16BF},
 };
 constexpr hw::Argument kOutputs[] = {
     {"y", "bf16[M/4, N]", CUDA_R_16BF},

@@ -19,8 +19,8 @@ constexpr int64_t kWorld = 4;  // ranks
 
 // What one rank holds.
 struct Inputs {
-  hw::Tensor x;  // bf16[M, part(K, x)]
-  hw::Tensor w;  // bf16[part(K, x), N]
+  hw::Tensor x;  // bf16[M, local(K, x)]
+  hw::Tensor w;  // bf16[local(K, x), N]
 };
 
 struct Outputs {

@@ -10,12 +10,12 @@ constexpr hw::Axis kAxes[] = {{"x", 4}};
 constexpr const char* kChannels[] = {"x"};
 constexpr hw::Argument kInputs[] = {
     {"x", "bf16[M, E]", CUDA_R_16BF},
-    {"w_in_0", "bf16[E, part(F, x)]", CUDA_R_16BF},
-    {"w_out_0", "bf16[part(F, x), E]", CUDA_R_16BF},
-    {"w_in_1", "bf16[E, part(F, x)]", CUDA_R_16BF},
-    {"w_out_1", "bf16[part(F, x), E]", CUDA_R_16BF},
-    {"w_in_2", "bf16[E, part(F, x)]", CUDA_R_16BF},
-    {"w_out_2", "bf16[part(F, x), E]", CUDA_R_16BF},
+    {"w_in_0", "bf16[E, local(F, x)]", CUDA_R_16BF},
+    {"w_out_0", "bf16[local(F, x), E]", CUDA_R_16BF},
+    {"w_in_1", "bf16[E, local(F, x)]", CUDA_R_16BF},
+    {"w_out_1", "bf16[local(F, x), E]", CUDA_R_16BF},
+    {"w_in_2", "bf16[E, local(F, x)]", CUDA_R_16BF},
+    {"w_out_2", "bf16[local(F, x), E]", CUDA_R_16BF},
 };
 constexpr hw::Argument kOutputs[] = {
     {"y", "bf16[M/4, E]", CUDA_R_16BF},

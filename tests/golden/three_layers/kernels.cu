@@ -3,8 +3,8 @@
 
 namespace programs::three_layers {
 
-// %maximum_w_in: bf16[M, part(F, x)] = maximum(%matmul_w_in, -1.0)
-// %h: bf16[M, part(F, x)] = minimum(%maximum_w_in, 1.0)
+// %maximum_w_in: bf16[M, local(F, x)] = maximum(%matmul_w_in, -1.0)
+// %h: bf16[M, local(F, x)] = minimum(%maximum_w_in, 1.0)
 template <int kWidth>
 __device__ void maximum_minimum_h_by(const hw::bf16* matmul_w_in, hw::bf16* h, int64_t M, int64_t F_x) {
   for (int64_t i : hw::over_grid<kWidth>(M * F_x)) {

@@ -1,6 +1,6 @@
-// kernel @maximum_minimum_h(%matmul_w_in: bf16[M, part(F, x)]) {
-//   %maximum_w_in: bf16[M, part(F, x)] = maximum(%matmul_w_in, -1.0)
-//   %h: bf16[M, part(F, x)] = minimum(%maximum_w_in, 1.0)
+// kernel @maximum_minimum_h(%matmul_w_in: bf16[M, local(F, x)]) {
+//   %maximum_w_in: bf16[M, local(F, x)] = maximum(%matmul_w_in, -1.0)
+//   %h: bf16[M, local(F, x)] = minimum(%maximum_w_in, 1.0)
 // }  # ends here: matmul uses %h
 // kernel @fused_y(%scattered_landing: bf16[4, M/4, E], %x: bf16[M/4, E]) {
 //   %scattered: bf16[M/4, E] = sum(%scattered_landing, axis=(0,))
@@ -8,8 +8,8 @@
 //   %maximum_x: bf16[M/4, E] = maximum(%add_x, -1.0)
 //   %y: bf16[M/4, E] = minimum(%maximum_x, 1.0)
 // }
-// block @layer(%x: bf16[M@x, E], %w_in: bf16[E, F@x], %w_out: bf16[F@x, E]) -> (%y: bf16[M@x, E]) {
-//   %matmul_w_in = allocate bf16[M, part(F, x)]
+// function @layer(%x: bf16[M@x, E], %w_in: bf16[E, F@x], %w_out: bf16[F@x, E]) -> (%y: bf16[M@x, E]) {
+//   %matmul_w_in = allocate bf16[M, local(F, x)]
 //   fork ring
 //   for %i in 0..4 {
 //     %p = (rank.x + %i) % 4
@@ -27,7 +27,7 @@
 //     }
 //   }
 //   join ring
-//   %h = reshape %matmul_w_in to [M, part(F, x)]
+//   %h = reshape %matmul_w_in to [M, local(F, x)]
 //   launch @maximum_minimum_h %matmul_w_in -> %h
 //   %scattered_landing = allocate bf16[4, M/4, E]
 //   fork ring
@@ -86,14 +86,14 @@ Sizes Program::check(const Inputs& in) const {
   const int64_t M = in.x.dim(0);
   hw::expect_divisible("M", M, 4);
   const int64_t E = in.x.dim(1);
-  in.layers[0].w_in.expect("w_in_0", "bf16[E, part(F, x)]", CUDA_R_16BF, {E, hw::kAny}, rank_.device());
+  in.layers[0].w_in.expect("w_in_0", "bf16[E, local(F, x)]", CUDA_R_16BF, {E, hw::kAny}, rank_.device());
   const int64_t F = in.layers[0].w_in.whole_dim(1, 4);
   const int64_t F_x = hw::local_size(F, 4, rank_.index());
-  in.layers[0].w_in.expect("w_in_0", "bf16[E, part(F, x)]", CUDA_R_16BF, {E, F_x}, rank_.device());
-  in.layers[0].w_out.expect("w_out_0", "bf16[part(F, x), E]", CUDA_R_16BF, {F_x, E}, rank_.device());
+  in.layers[0].w_in.expect("w_in_0", "bf16[E, local(F, x)]", CUDA_R_16BF, {E, F_x}, rank_.device());
+  in.layers[0].w_out.expect("w_out_0", "bf16[local(F, x), E]", CUDA_R_16BF, {F_x, E}, rank_.device());
   for (int64_t call = 1; call < 3; ++call) {
-    in.layers[call].w_in.expect({"w_in_", call}, "bf16[E, part(F, x)]", CUDA_R_16BF, {E, F_x}, rank_.device());
-    in.layers[call].w_out.expect({"w_out_", call}, "bf16[part(F, x), E]", CUDA_R_16BF, {F_x, E}, rank_.device());
+    in.layers[call].w_in.expect({"w_in_", call}, "bf16[E, local(F, x)]", CUDA_R_16BF, {E, F_x}, rank_.device());
+    in.layers[call].w_out.expect({"w_out_", call}, "bf16[local(F, x), E]", CUDA_R_16BF, {F_x, E}, rank_.device());
   }
   return {M, E, F, F_x};
 }

@@ -21,8 +21,8 @@ constexpr int64_t kWorld = 4;  // ranks
 
 // What each call of layer takes of its own.
 struct LayerWeights {
-  hw::Tensor w_in;   // bf16[E, part(F, x)]
-  hw::Tensor w_out;  // bf16[part(F, x), E]
+  hw::Tensor w_in;   // bf16[E, local(F, x)]
+  hw::Tensor w_out;  // bf16[local(F, x), E]
 };
 
 // What one rank holds.
@@ -73,7 +73,7 @@ class Program {
   hw::MatmulPlan plan_matmul_w_in_;   // matmul %x_chunk, %w_in -> %matmul_w_in_i
   hw::MatmulPlan plan_matmul_w_out_;  // matmul %h_j, %w_out -> %matmul_w_out_chunk
   hw::Arena arena_;
-  hw::bf16* layer_matmul_w_in_ = nullptr;          // %matmul_w_in: bf16[M, part(F, x)], also %h of @layer
+  hw::bf16* layer_matmul_w_in_ = nullptr;          // %matmul_w_in: bf16[M, local(F, x)], also %h of @layer
   std::array<hw::bf16*, 4> layer_x_gathered_{};    // %x_gathered: bf16[M/4, E] of @layer, one a stream
   hw::bf16* layer_scattered_landing_ = nullptr;    // %scattered_landing: bf16[4, M/4, E] of @layer
   std::array<hw::bf16*, 4> layer_matmul_w_out_{};  // %matmul_w_out: bf16[M/4, E] of @layer, one a stream

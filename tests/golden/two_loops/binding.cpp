@@ -11,8 +11,8 @@ constexpr const char* kChannels[] = {"x"};
 constexpr hw::Argument kInputs[] = {
     {"x", "bf16[M/4, K]", CUDA_R_16BF},
     {"w", "bf16[K, N]", CUDA_R_16BF},
-    {"v", "bf16[N, part(F, x)]", CUDA_R_16BF},
-    {"u", "bf16[part(F, x), N]", CUDA_R_16BF},
+    {"v", "bf16[N, local(F, x)]", CUDA_R_16BF},
+    {"u", "bf16[local(F, x), N]", CUDA_R_16BF},
 };
 constexpr hw::Argument kOutputs[] = {
     {"y", "bf16[M/4, N]", CUDA_R_16BF},

@@ -3,8 +3,8 @@
 
 namespace programs::two_loops {
 
-// %maximum_v: bf16[M, part(F, x)] = maximum(%matmul_v, -1.0)
-// %g: bf16[M, part(F, x)] = minimum(%maximum_v, 1.0)
+// %maximum_v: bf16[M, local(F, x)] = maximum(%matmul_v, -1.0)
+// %g: bf16[M, local(F, x)] = minimum(%maximum_v, 1.0)
 template <int kWidth>
 __device__ void maximum_minimum_g_by(const hw::bf16* matmul_v, hw::bf16* g, int64_t M, int64_t F_x) {
   for (int64_t i : hw::over_grid<kWidth>(M * F_x)) {

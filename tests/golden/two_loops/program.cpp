@@ -1,6 +1,6 @@
-// kernel @maximum_minimum_g(%matmul_v: bf16[M, part(F, x)]) {
-//   %maximum_v: bf16[M, part(F, x)] = maximum(%matmul_v, -1.0)
-//   %g: bf16[M, part(F, x)] = minimum(%maximum_v, 1.0)
+// kernel @maximum_minimum_g(%matmul_v: bf16[M, local(F, x)]) {
+//   %maximum_v: bf16[M, local(F, x)] = maximum(%matmul_v, -1.0)
+//   %g: bf16[M, local(F, x)] = minimum(%maximum_v, 1.0)
 // }  # ends here: matmul uses %g
 // kernel @sum_y(%y_landing: bf16[4, M/4, N]) {
 //   %y: bf16[M/4, N] = sum(%y_landing, axis=(0,))
@@ -25,10 +25,10 @@
 //     }
 //   }
 //   join ring
-//   %matmul_v = allocate bf16[M, part(F, x)]
+//   %matmul_v = allocate bf16[M, local(F, x)]
 //   matmul %h, %v -> %matmul_v
 //   deallocate %h
-//   %g = reshape %matmul_v to [M, part(F, x)]
+//   %g = reshape %matmul_v to [M, local(F, x)]
 //   launch @maximum_minimum_g %matmul_v -> %g
 //   %y_landing = allocate bf16[4, M/4, N]
 //   fork ring
@@ -78,11 +78,11 @@ Sizes Program::check(const Inputs& in) const {
   const int64_t K = in.x.dim(1);
   in.w.expect("w", "bf16[K, N]", CUDA_R_16BF, {K, hw::kAny}, rank_.device());
   const int64_t N = in.w.dim(1);
-  in.v.expect("v", "bf16[N, part(F, x)]", CUDA_R_16BF, {N, hw::kAny}, rank_.device());
+  in.v.expect("v", "bf16[N, local(F, x)]", CUDA_R_16BF, {N, hw::kAny}, rank_.device());
   const int64_t F = in.v.whole_dim(1, 4);
   const int64_t F_x = hw::local_size(F, 4, rank_.index());
-  in.v.expect("v", "bf16[N, part(F, x)]", CUDA_R_16BF, {N, F_x}, rank_.device());
-  in.u.expect("u", "bf16[part(F, x), N]", CUDA_R_16BF, {F_x, N}, rank_.device());
+  in.v.expect("v", "bf16[N, local(F, x)]", CUDA_R_16BF, {N, F_x}, rank_.device());
+  in.u.expect("u", "bf16[local(F, x), N]", CUDA_R_16BF, {F_x, N}, rank_.device());
   return {M, K, N, F, F_x};
 }
 

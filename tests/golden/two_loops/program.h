@@ -22,8 +22,8 @@ constexpr int64_t kWorld = 4;  // ranks
 struct Inputs {
   hw::Tensor x;  // bf16[M/4, K]
   hw::Tensor w;  // bf16[K, N]
-  hw::Tensor v;  // bf16[N, part(F, x)]
-  hw::Tensor u;  // bf16[part(F, x), N]
+  hw::Tensor v;  // bf16[N, local(F, x)]
+  hw::Tensor u;  // bf16[local(F, x), N]
 };
 
 struct Outputs {
@@ -71,7 +71,7 @@ class Program {
   char* workspace_ = nullptr;              // of the matmuls on the caller's stream
   hw::bf16* h_ = nullptr;                  // %h: bf16[M, N]
   std::array<hw::bf16*, 4> x_gathered_{};  // %x_gathered: bf16[M/4, K], one a stream
-  hw::bf16* matmul_v_ = nullptr;           // %matmul_v: bf16[M, part(F, x)], also %g
+  hw::bf16* matmul_v_ = nullptr;           // %matmul_v: bf16[M, local(F, x)], also %g
   hw::bf16* y_landing_ = nullptr;          // %y_landing: bf16[4, M/4, N]
   std::array<hw::bf16*, 4> matmul_u_{};    // %matmul_u: bf16[M/4, N], one a stream
   std::optional<Sizes> prepared_;          // what prepare was last called for

@@ -8,12 +8,12 @@ namespace {
 
 constexpr hw::Axis kAxes[] = {{"x", 4}};
 constexpr hw::Argument kInputs[] = {
-    {"x", "bf16[part(M, x), N]", CUDA_R_16BF},
+    {"x", "bf16[local(M, x), N]", CUDA_R_16BF},
     {"b", "bf16[N]", CUDA_R_16BF},
 };
 constexpr hw::Argument kOutputs[] = {
-    {"y", "bf16[part(M, x), N]", CUDA_R_16BF},
-    {"z", "bf16[part(M, x)]", CUDA_R_16BF},
+    {"y", "bf16[local(M, x), N]", CUDA_R_16BF},
+    {"z", "bf16[local(M, x)]", CUDA_R_16BF},
 };
 
 }  // namespace

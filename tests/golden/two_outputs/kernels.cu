@@ -3,8 +3,8 @@
 
 namespace programs::two_outputs {
 
-// %y: bf16[part(M, x), N] = add(%x, %b)
-// %z: bf16[part(M, x)] = sum(%y, axis=(1,))
+// %y: bf16[local(M, x), N] = add(%x, %b)
+// %z: bf16[local(M, x)] = sum(%y, axis=(1,))
 template <int kWidth>
 __device__ void add_sum_y_z_by(const hw::bf16* x, const hw::bf16* b, hw::bf16* y, hw::bf16* z, int64_t N, int64_t M_x) {
   for (int64_t i : hw::over_blocks(M_x)) {

@@ -1,6 +1,6 @@
-// kernel @add_sum_y_z(%x: bf16[part(M, x), N], %b: bf16[N]) {
-//   %y: bf16[part(M, x), N] = add(%x, %b)
-//   %z: bf16[part(M, x)] = sum(%y, axis=(1,))
+// kernel @add_sum_y_z(%x: bf16[local(M, x), N], %b: bf16[N]) {
+//   %y: bf16[local(M, x), N] = add(%x, %b)
+//   %z: bf16[local(M, x)] = sum(%y, axis=(1,))
 //   return %y, %z
 // }
 // host @two_outputs(%x: bf16[M@x, N], %b: bf16[N]) -> (%y: bf16[M@x, N], %z: bf16[M@x]) mesh(x=4) uneven(M) {
@@ -18,11 +18,11 @@ namespace programs::two_outputs {
 Program::Program(hw::Rank& rank) : rank_(rank.expect_world(kWorld)) { HW_CHECK(hw::load(add_sum_y_z)); }
 
 Sizes Program::check(const Inputs& in) const {
-  in.x.expect("x", "bf16[part(M, x), N]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
+  in.x.expect("x", "bf16[local(M, x), N]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
   const int64_t M = in.x.whole_dim(0, 4);
   const int64_t M_x = hw::local_size(M, 4, rank_.index());
   const int64_t N = in.x.dim(1);
-  in.x.expect("x", "bf16[part(M, x), N]", CUDA_R_16BF, {M_x, N}, rank_.device());
+  in.x.expect("x", "bf16[local(M, x), N]", CUDA_R_16BF, {M_x, N}, rank_.device());
   in.b.expect("b", "bf16[N]", CUDA_R_16BF, {N}, rank_.device());
   return {M, N, M_x};
 }
@@ -43,8 +43,8 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   const Sizes sizes = check(in);
   hw::expect_prepared(prepared_ == sizes);
   const auto [M, N, M_x] = sizes;
-  out.y.expect("y", "bf16[part(M, x), N]", CUDA_R_16BF, {M_x, N}, rank_.device());
-  out.z.expect("z", "bf16[part(M, x)]", CUDA_R_16BF, {M_x}, rank_.device());
+  out.y.expect("y", "bf16[local(M, x), N]", CUDA_R_16BF, {M_x, N}, rank_.device());
+  out.z.expect("z", "bf16[local(M, x)]", CUDA_R_16BF, {M_x}, rank_.device());
 
   const auto* x = in.x.as<hw::bf16>();
   const auto* b = in.b.as<hw::bf16>();

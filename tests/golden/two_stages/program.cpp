@@ -1,12 +1,12 @@
 // host @two_stages(%x: bf16[M@x, K] on mesh(x=2 of ranks 0, 1), %w1: bf16[K, N] on mesh(x=2 of ranks 0, 1), %w2: bf16[N, K] on
 // mesh(x=2 of ranks 2, 3)) -> (%y: bf16[M@x, K] on mesh(x=2 of ranks 2, 3)) mesh(x=4) channels(x: x two_sided) uneven(M) {
 //   on mesh(x=2 of ranks 0, 1) {
-//     %h = allocate bf16[part(M, x on ranks 0, 1), N]
+//     %h = allocate bf16[local(M, x on ranks 0, 1), N]
 //     matmul %x, %w1 activation relu -> %h
 //     send %h to rank + 2 on x
 //   }
 //   on mesh(x=2 of ranks 2, 3) {
-//     %arrived = allocate bf16[part(M, x on ranks 2, 3), N]
+//     %arrived = allocate bf16[local(M, x on ranks 2, 3), N]
 //     recv %arrived from rank - 2 on x
 //     matmul %arrived, %w2 -> %y
 //   }
@@ -27,12 +27,12 @@ Program::Program(hw::Rank& rank)
       plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
 
 Sizes Program::check(const Inputs& in) const {
-  if (on_ranks_0_1_) in.x.expect("x", "bf16[part(M, x on ranks 0, 1), K]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
+  if (on_ranks_0_1_) in.x.expect("x", "bf16[local(M, x on ranks 0, 1), K]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
   const int64_t M = in.x.whole_dim(0, 2);
   const int64_t M_x_of_ranks_0_1 = hw::local_size(M, 2, rank_.index());
   const int64_t M_x_of_ranks_2_3 = hw::local_size(M, 2, rank_.index() - 2);
   const int64_t K = in.x.whole_dim(1, 1);
-  if (on_ranks_0_1_) in.x.expect("x", "bf16[part(M, x on ranks 0, 1), K]", CUDA_R_16BF, {M_x_of_ranks_0_1, K}, rank_.device());
+  if (on_ranks_0_1_) in.x.expect("x", "bf16[local(M, x on ranks 0, 1), K]", CUDA_R_16BF, {M_x_of_ranks_0_1, K}, rank_.device());
   if (on_ranks_0_1_) in.w1.expect("w1", "bf16[K, N]", CUDA_R_16BF, {K, hw::kAny}, rank_.device());
   const int64_t N = in.w1.whole_dim(1, 1);
   if (on_ranks_0_1_) in.w1.expect("w1", "bf16[K, N]", CUDA_R_16BF, {K, N}, rank_.device());
@@ -68,7 +68,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   const Sizes sizes = check(in);
   hw::expect_prepared(prepared_ == sizes);
   const auto [M, K, N, M_x_of_ranks_0_1, M_x_of_ranks_2_3] = sizes;
-  if (on_ranks_2_3_) out.y.expect("y", "bf16[part(M, x on ranks 2, 3), K]", CUDA_R_16BF, {M_x_of_ranks_2_3, K}, rank_.device());
+  if (on_ranks_2_3_) out.y.expect("y", "bf16[local(M, x on ranks 2, 3), K]", CUDA_R_16BF, {M_x_of_ranks_2_3, K}, rank_.device());
 
   const auto* x = in.x.as<hw::bf16>();
   const auto* w1 = in.w1.as<hw::bf16>();

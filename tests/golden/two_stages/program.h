@@ -19,13 +19,13 @@ constexpr int64_t kWorld = 4;  // ranks
 
 // What one rank holds.
 struct Inputs {
-  hw::Tensor x;   // bf16[part(M, x on ranks 0, 1), K]
+  hw::Tensor x;   // bf16[local(M, x on ranks 0, 1), K]
   hw::Tensor w1;  // bf16[K, N]
   hw::Tensor w2;  // bf16[N, K]
 };
 
 struct Outputs {
-  hw::Tensor y;  // bf16[part(M, x on ranks 2, 3), K]
+  hw::Tensor y;  // bf16[local(M, x on ranks 2, 3), K]
 };
 
 struct OutputShapes {
@@ -67,8 +67,8 @@ class Program {
   hw::MatmulPlan plan_y_;         // matmul %arrived, %w2 -> %y
   hw::Arena arena_;
   char* workspace_ = nullptr;      // of the matmuls on the caller's stream
-  hw::bf16* h_ = nullptr;          // %h: bf16[part(M, x on ranks 0, 1), N]
-  hw::bf16* arrived_ = nullptr;    // %arrived: bf16[part(M, x on ranks 2, 3), N]
+  hw::bf16* h_ = nullptr;          // %h: bf16[local(M, x on ranks 0, 1), N]
+  hw::bf16* arrived_ = nullptr;    // %arrived: bf16[local(M, x on ranks 2, 3), N]
   std::optional<Sizes> prepared_;  // what prepare was last called for
 };
 

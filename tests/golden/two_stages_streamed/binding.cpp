@@ -18,10 +18,10 @@ constexpr hw::SubmeshChannel kSubmeshChannels[] = {
 };
 constexpr hw::Argument kInputs[] = {
     {"x", "bf16[M, K]", CUDA_R_16BF},
-    {"up1", "bf16[K, part(N, x on ranks 0, 1)]", CUDA_R_16BF},
-    {"down1", "bf16[part(N, x on ranks 0, 1), K]", CUDA_R_16BF},
-    {"up2", "bf16[K, part(N, x on ranks 2, 3)]", CUDA_R_16BF},
-    {"down2", "bf16[part(N, x on ranks 2, 3), K]", CUDA_R_16BF},
+    {"up1", "bf16[K, local(N, x on ranks 0, 1)]", CUDA_R_16BF},
+    {"down1", "bf16[local(N, x on ranks 0, 1), K]", CUDA_R_16BF},
+    {"up2", "bf16[K, local(N, x on ranks 2, 3)]", CUDA_R_16BF},
+    {"down2", "bf16[local(N, x on ranks 2, 3), K]", CUDA_R_16BF},
 };
 constexpr hw::Argument kOutputs[] = {
     {"y", "bf16[M, K]", CUDA_R_16BF},

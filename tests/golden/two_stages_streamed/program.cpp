@@ -23,7 +23,7 @@
 //       stream ring[%i] {
 //         on mesh(x=2 of ranks 0, 1) {
 //           %x_i = chunk %x[0: %i of 4]
-//           %h = allocate bf16[M/4, part(N, x on ranks 0, 1)]
+//           %h = allocate bf16[M/4, local(N, x on ranks 0, 1)]
 //           matmul %x_i, %up1 activation relu -> %h
 //           %matmul_down1 = allocate bf16[M/4, K]
 //           matmul %h, %down1 -> %matmul_down1
@@ -35,7 +35,7 @@
 //         }
 //         on mesh(x=2 of ranks 2, 3) {
 //           %arrived_i = chunk %arrived[0: %i of 4]
-//           %g = allocate bf16[M/4, part(N, x on ranks 2, 3)]
+//           %g = allocate bf16[M/4, local(N, x on ranks 2, 3)]
 //           matmul %arrived_i, %up2 activation relu -> %g
 //           %y_i = chunk %y[0: %i of 4]
 //           %matmul_down2 = reshape %y_i to [M/4, K]
@@ -76,18 +76,18 @@ Sizes Program::check(const Inputs& in) const {
   hw::expect_divisible("M", M, 4);
   const int64_t K = in.x.whole_dim(1, 1);
   if (on_ranks_0_1_) in.x.expect("x", "bf16[M, K]", CUDA_R_16BF, {M, K}, rank_.device());
-  if (on_ranks_0_1_) in.up1.expect("up1", "bf16[K, part(N, x on ranks 0, 1)]", CUDA_R_16BF, {K, hw::kAny}, rank_.device());
+  if (on_ranks_0_1_) in.up1.expect("up1", "bf16[K, local(N, x on ranks 0, 1)]", CUDA_R_16BF, {K, hw::kAny}, rank_.device());
   const int64_t N = in.up1.whole_dim(1, 2);
   const int64_t N_x_of_ranks_0_1 = hw::local_size(N, 2, rank_.index());
   const int64_t N_x_of_ranks_2_3 = hw::local_size(N, 2, rank_.index() - 2);
   if (on_ranks_0_1_)
-    in.up1.expect("up1", "bf16[K, part(N, x on ranks 0, 1)]", CUDA_R_16BF, {K, N_x_of_ranks_0_1}, rank_.device());
+    in.up1.expect("up1", "bf16[K, local(N, x on ranks 0, 1)]", CUDA_R_16BF, {K, N_x_of_ranks_0_1}, rank_.device());
   if (on_ranks_0_1_)
-    in.down1.expect("down1", "bf16[part(N, x on ranks 0, 1), K]", CUDA_R_16BF, {N_x_of_ranks_0_1, K}, rank_.device());
+    in.down1.expect("down1", "bf16[local(N, x on ranks 0, 1), K]", CUDA_R_16BF, {N_x_of_ranks_0_1, K}, rank_.device());
   if (on_ranks_2_3_)
-    in.up2.expect("up2", "bf16[K, part(N, x on ranks 2, 3)]", CUDA_R_16BF, {K, N_x_of_ranks_2_3}, rank_.device());
+    in.up2.expect("up2", "bf16[K, local(N, x on ranks 2, 3)]", CUDA_R_16BF, {K, N_x_of_ranks_2_3}, rank_.device());
   if (on_ranks_2_3_)
-    in.down2.expect("down2", "bf16[part(N, x on ranks 2, 3), K]", CUDA_R_16BF, {N_x_of_ranks_2_3, K}, rank_.device());
+    in.down2.expect("down2", "bf16[local(N, x on ranks 2, 3), K]", CUDA_R_16BF, {N_x_of_ranks_2_3, K}, rank_.device());
   return {M, K, N, N_x_of_ranks_0_1, N_x_of_ranks_2_3};
 }
 

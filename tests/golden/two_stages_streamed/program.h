@@ -23,10 +23,10 @@ constexpr int64_t kWorld = 4;  // ranks
 // What one rank holds.
 struct Inputs {
   hw::Tensor x;      // bf16[M, K]
-  hw::Tensor up1;    // bf16[K, part(N, x on ranks 0, 1)]
-  hw::Tensor down1;  // bf16[part(N, x on ranks 0, 1), K]
-  hw::Tensor up2;    // bf16[K, part(N, x on ranks 2, 3)]
-  hw::Tensor down2;  // bf16[part(N, x on ranks 2, 3), K]
+  hw::Tensor up1;    // bf16[K, local(N, x on ranks 0, 1)]
+  hw::Tensor down1;  // bf16[local(N, x on ranks 0, 1), K]
+  hw::Tensor up2;    // bf16[K, local(N, x on ranks 2, 3)]
+  hw::Tensor down2;  // bf16[local(N, x on ranks 2, 3), K]
 };
 
 struct Outputs {
@@ -78,9 +78,9 @@ class Program {
   hw::MatmulPlan plan_y_;                      // matmul %g, %down2 -> %matmul_down2
   hw::Arena arena_;
   hw::bf16* arrived_ = nullptr;              // %arrived: bf16[M, K]
-  std::array<hw::bf16*, 4> h_{};             // %h: bf16[M/4, part(N, x on ranks 0, 1)], one a stream
+  std::array<hw::bf16*, 4> h_{};             // %h: bf16[M/4, local(N, x on ranks 0, 1)], one a stream
   std::array<hw::bf16*, 4> matmul_down1_{};  // %matmul_down1: bf16[M/4, K], also %layer, one a stream
-  std::array<hw::bf16*, 4> g_{};             // %g: bf16[M/4, part(N, x on ranks 2, 3)], one a stream
+  std::array<hw::bf16*, 4> g_{};             // %g: bf16[M/4, local(N, x on ranks 2, 3)], one a stream
   std::optional<Sizes> prepared_;            // what prepare was last called for
 };
 

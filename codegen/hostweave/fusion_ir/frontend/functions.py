@@ -107,8 +107,8 @@ def iota(x: Tensor, axis: Axis, dtype: DType = i32) -> Tensor:
 
     Example: `hw.iota(x, "M")[:, None] >= hw.iota(x, "N")[None, :]` is a causal mask for `x: [M, N]`.
     """
-    extent = x.type.shape[dim_of(x, axis, "iota", Location.of_caller())]
-    return record("iota", target=TensorType(dtype, (Dim(extent),)), beside=x)
+    size = x.type.shape[dim_of(x, axis, "iota", Location.of_caller())]
+    return record("iota", target=TensorType(dtype, (Dim(size),)), beside=x)
 
 
 # --- reductions -------------------------------------------------------------------------------------------------------
@@ -242,12 +242,12 @@ def pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: Scalar = 0
 
 def _extent(dim: int | str, kind: str, location: Location) -> Size:
     try:
-        extent = Size.of(dim)
+        size = Size.of(dim)
     except ValueError as error:
         raise ProgramError(f"{kind}: {error}", location) from None
-    if extent.coefficient < 1:
+    if size.coefficient < 1:
         raise ProgramError(f"{kind}: a dim has at least one element, not {dim}", location)
-    return extent
+    return size
 
 
 # --- sharding ---------------------------------------------------------------------------------------------------------

@@ -60,11 +60,11 @@ def _instead_of(key: Any) -> str:
 
 
 def _selected(x: Tensor, axis: int, index: int, location: Location) -> Tensor:
-    extent = x.type.shape[axis]
-    if extent.is_int:
-        if not -int(extent) <= index < int(extent):
-            raise ProgramError(f"indexing: {index} is outside of dim {axis} of {x.type}; it goes from 0 to {int(extent) - 1}", location)
-        index %= int(extent)
+    size = x.type.shape[axis]
+    if size.is_int:
+        if not -int(size) <= index < int(size):
+            raise ProgramError(f"indexing: {index} is outside of dim {axis} of {x.type}; it goes from 0 to {int(size) - 1}", location)
+        index %= int(size)
     return record("select", x, axis=axis, index=index)
 
 
@@ -83,7 +83,7 @@ def _sliced(x: Tensor, axis: int, key: slice, location: Location) -> Tensor:
         raise fail("goes backwards; steps are at least 1")
     start = Size(0) if key.start is None else _bound(whole, key.start)
     stop = whole if key.stop is None else _bound(whole, key.stop)
-    least, most, size = (_at_large(extent) for extent in (start, stop, whole))
+    least, most, size = (_at_large(dim_size) for dim_size in (start, stop, whole))
     if not 0 <= least <= size or not 0 <= most <= size:
         raise fail(f"goes outside of it; stay between 0 and {whole}")
     if least >= most:
@@ -108,6 +108,6 @@ def _steps(start: Size, stop: Size, whole: Size, step: int) -> Size:
     return (whole if stop == whole and start.is_int and int(start) < step else length) // step
 
 
-def _at_large(extent: Size) -> Fraction:
-    """The extent where unknown sizes are large: enough to compare bounds of one dim."""
-    return Fraction((extent * extent.divisor).bind(dict.fromkeys(extent.symbols, LARGE)), extent.divisor)
+def _at_large(size: Size) -> Fraction:
+    """The size where unknown sizes are large: enough to compare bounds of one dim."""
+    return Fraction((size * size.divisor).bind(dict.fromkeys(size.symbols, LARGE)), size.divisor)

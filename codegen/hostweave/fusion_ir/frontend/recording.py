@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from hostweave.base.errors import Location, ProgramError
 from hostweave.fusion_ir.ir import AttributeValue, Fusion, Op, Scalar, Value, attributes
-from hostweave.fusion_ir.user_kernel import Source
+from hostweave.fusion_ir.user_kernel import UserKernel
 from hostweave.types.tensor import TensorType
 
 if TYPE_CHECKING:
@@ -33,12 +33,12 @@ def record(
     target: TensorType | None = None,
     beside: Tensor | None = None,
     callee: Fusion | None = None,
-    source: Source | None = None,
+    user_kernel: UserKernel | None = None,
     **values: AttributeValue,
 ) -> Tensor:
     """Writes down one op and gives its result. `target` is what the user states of the result's type.
 
-    `beside` is a tensor of the same function, for an op that takes none; `callee` the block of a call, `source` the C++ of a
+    `beside` is a tensor of the same function, for an op that takes none; `callee` the function of a call, `user_kernel` the C++ of a
     kernel. Raises ProgramError.
     """
     location = Location.of_caller()
@@ -48,7 +48,7 @@ def record(
     known = [operand for operand in (*operands, beside) if operand is not None and not isinstance(operand, int | float)]
     if not known:
         raise ProgramError(f"{kind}: no operand is a tensor; compute with Python numbers instead", location)
-    op = Op(kind, (), Value("", known[0].type), attributes(**values), location, callee=callee, source=source)
+    op = Op(kind, (), Value("", known[0].type), attributes(**values), location, callee=callee, user_kernel=user_kernel)
     return known[0]._trace.record(op, operands, known, target)
 
 

@@ -56,9 +56,9 @@ class SizeName(str):
 
     _extent: Size
 
-    def __new__(cls, extent: Size) -> SizeName:
-        name = super().__new__(cls, str(extent))
-        name._extent = extent
+    def __new__(cls, size: Size) -> SizeName:
+        name = super().__new__(cls, str(size))
+        name._extent = size
         return name
 
     def _refuse(self, sign: str, other: Any, reverse: bool = False) -> NoReturn:

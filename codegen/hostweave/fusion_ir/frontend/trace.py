@@ -22,7 +22,7 @@ from hostweave.fusion_ir.ir import Fusion, Op, Scalar, Stream, Value
 from hostweave.fusion_ir.ops import OPS, infer_type, needs_whole, operand_types
 from hostweave.fusion_ir.ops.attributes import INDEX
 from hostweave.fusion_ir.text import ALGORITHM_NAMES, CHUNKINGS
-from hostweave.fusion_ir.user_kernel import Source
+from hostweave.fusion_ir.user_kernel import UserKernel
 from hostweave.fusion_ir.verify import verify_fusion
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import DTYPES, DType, TensorType
@@ -101,7 +101,7 @@ class Tensor:
     @property
     def shape(self) -> tuple[int | str, ...]:
         """The global sizes: ints, and text such as `M` and `8*M/4` for symbolic ones."""
-        return tuple(int(extent) if extent.is_int else SizeName(extent) for extent in self.type.shape)
+        return tuple(int(size) if size.is_int else SizeName(size) for size in self.type.shape)
 
     def named(self, name: str) -> Tensor:
         """Names the value, in both IRs and in generated code, and returns it.
@@ -134,7 +134,7 @@ class Tensor:
         if self._op is None:
             raise ProgramError(f"stream: %{self._name} is an input; stream what is computed from it, or hw.copy({self._name})", location)
         if self._op.callee:
-            raise ProgramError(f"stream: this is made by the block @{self._op.callee.name}; stream a tensor in the block", location)
+            raise ProgramError(f"stream: this is made by the function @{self._op.callee.name}; stream a tensor in the function", location)
         if self._value.stream is not None:
             raise ProgramError("stream: this value is streamed already; state one dim, once", location)
         if self._value.aside:
@@ -159,7 +159,7 @@ class Tensor:
         if self._op is None:
             raise ProgramError(f"aside: %{self._name} is an input; state it of what is communicated", location)
         if self._op.callee:
-            raise ProgramError(f"aside: this is made by the block @{self._op.callee.name}; state it of a tensor in the block", location)
+            raise ProgramError(f"aside: this is made by the function @{self._op.callee.name}; state it of a tensor in it", location)
         if self._value.stream is not None:
             raise ProgramError("aside: this value is streamed: its loop communicates beside the rest; leave one of them out", location)
         self._value = replace(self._value, aside=True)
@@ -167,13 +167,13 @@ class Tensor:
 
     def _check_stream(self, dim: int, chunks: int | None, location: Location) -> None:
         assert self._op is not None
-        extent = self.type.shape[dim]
+        size = self.type.shape[dim]
         if chunks is not None and (not isinstance(chunks, int) or chunks < 1):
             raise ProgramError(f"stream: chunks={chunks!r} must be an int of at least 1", location)
-        if why := Stream(dim, chunks).too_many(extent):
+        if why := Stream(dim, chunks).too_many(size):
             raise ProgramError(f"stream: {why}", location)
-        if chunks is not None and extent.is_int and int(extent) % chunks:
-            raise ProgramError(f"stream: {chunks} chunks do not divide dim {dim} of {self.type}; use a divisor of {extent}", location)
+        if chunks is not None and size.is_int and int(size) % chunks:
+            raise ProgramError(f"stream: {chunks} chunks do not divide dim {dim} of {self.type}; use a divisor of {size}", location)
         if how := needs_whole(replace(self._op, result=self._value), operand_types(self._op, self._trace.types()), dim):
             op = f"{'an' if self._op.kind[0] in 'aeiou' else 'a'} {self._op.kind}"
             raise ProgramError(
@@ -202,7 +202,7 @@ class Tensor:
 
     def _first_extent(self, what: str, remedy: str) -> int:
         if not self.ndim or not self.type.shape[0].is_int:
-            raise ProgramError(f"{what}: {self.type} has no first dim of known extent; {remedy}", Location.of_caller())
+            raise ProgramError(f"{what}: {self.type} has no first dim of known size; {remedy}", Location.of_caller())
         return int(self.type.shape[0])
 
     def __setitem__(self, key: Any, value: Any) -> NoReturn:
@@ -287,13 +287,13 @@ class Tensor:
 class _Trace:
     """The values of one function so far, by number: an op's operands are numbers until all names are known.
 
-    `blocks` are those of the whole fusion by what they were made of, None while one is being traced; `sources` its kernels by name.
+    `functions` are those of the whole fusion by what they were made of, None while one is being traced; `sources` its kernels by name.
     """
 
-    def __init__(self, mesh: Mesh, blocks: dict[object, Fusion | None] | None = None, sources: dict[str, Source] | None = None):
+    def __init__(self, mesh: Mesh, functions: dict[object, Fusion | None] | None = None, sources: dict[str, UserKernel] | None = None):
         self.mesh = mesh
         self.sources = {} if sources is None else sources
-        self.blocks = {} if blocks is None else blocks
+        self.functions = {} if functions is None else functions
         self.tensors: dict[str, Tensor] = {}
         self.named: dict[str, Tensor] = {}  # what the user named
         self.frames: dict[FrameType, int] = {}  # of the user's functions -> how many tensors there were before it
@@ -352,7 +352,7 @@ class _Trace:
                 if is_made_here and value._variable is None and word.isascii() and word.isidentifier():
                     value._variable = word
 
-    def source(self, source: Source) -> Source:
+    def source(self, source: UserKernel) -> UserKernel:
         """The source under a name that no other one has."""
         names = (source.name if number == 1 else f"{source.name}_{number}" for number in count(1))
         named = (replace(source, name=name) for name in names)
@@ -378,7 +378,7 @@ def _weak(number: Scalar, is_float: bool) -> Scalar:
 
 
 def traced(function: Callable[..., Any], trace: _Trace, inputs: dict[str, TensorType], word: str, location: Location) -> Fusion:
-    """What a function computes; `word` says what it is, a fusion or a block. Raises ProgramError."""
+    """What a function computes; `word` says what it is, a fusion or a function. Raises ProgramError."""
     name = function.__name__ if function.__name__.isidentifier() and function.__name__.isascii() else "program"  # of a lambda
     arguments = {}
     for parameter in parameters(function, inputs, word, location):
@@ -437,7 +437,7 @@ def parameters(function: Callable[..., Any], inputs: dict[str, TensorType], word
 
 def _check_given(here: str, word: str, name: str, inputs: Mapping[str, object], location: Location) -> None:
     if name not in inputs:
-        raise ProgramError(f"{here}: {name} has no type; pass {name}=hw.f32[...] to hw.{word}", location)
+        raise ProgramError(f"{here}: {name} has no type; pass {name}=hw.f32[...] to hw.{'block' if word == 'function' else word}", location)
     given = inputs[name]
     if not isinstance(given, TensorType):
         dtype, bracket, dims = given.partition("[") if isinstance(given, str) else (getattr(given, "name", "f32"), "", "")
@@ -517,8 +517,8 @@ class _Names:
             self.sources[number] = self.sources.get(op.tensors[0], self.of[op.tensors[0]])
             self.claim(number, f"{self.sources[number]}_{moved}")
         else:
-            made = word or (op.source.name if op.source else op.callee.name if op.callee else op.kind)
-            length = str(op.result.type.dims[0].extent) if op.kind == "iota" else ""
+            made = word or (op.user_kernel.name if op.user_kernel else op.callee.name if op.callee else op.kind)
+            length = str(op.result.type.dims[0].size) if op.kind == "iota" else ""
             self.claim(number, "_".join(filter(str.isidentifier, (made, self.subjects[number], length))))
 
     def subject(self, number: str) -> str:

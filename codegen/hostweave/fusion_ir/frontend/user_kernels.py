@@ -14,7 +14,7 @@ from hostweave.base.errors import Location, ProgramError, is_of_package
 from hostweave.base.signatures import checked
 from hostweave.fusion_ir.frontend.recording import record
 from hostweave.fusion_ir.frontend.trace import Tensor
-from hostweave.fusion_ir.user_kernel import Argument, Source
+from hostweave.fusion_ir.user_kernel import Argument, UserKernel
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import Dim, DType, TensorType
 
@@ -73,9 +73,9 @@ def kernel(
     dims = (grid,) if isinstance(grid, int | str) else tuple(grid)
     lines, place = _text(source, location)
     cpu_lines, cpu_place = ((), None) if cpu is None else _text(cpu, location)
-    made = Source(name, name, arguments, tuple(_dim(d, location) for d in dims), per, block, lines, cpu_lines, place, cpu_place)
+    made = UserKernel(name, name, arguments, tuple(_dim(d, location) for d in dims), per, block, lines, cpu_lines, place, cpu_place)
     _check(made, location)
-    result = record("kernel", *tensors, target=made.outputs[0], source=tensors[0]._trace.source(made))
+    result = record("kernel", *tensors, target=made.outputs[0], user_kernel=tensors[0]._trace.source(made))
     rest = (record("output", result, target=type, index=i) for i, type in enumerate(made.outputs[1:], 1))
     return (result, *rest) if len(made.outputs) > 1 else result
 
@@ -133,7 +133,7 @@ def _in_file_of_caller(text: str) -> Location | None:
     return Location(path.name, before.count("\n") + 1) if found else None
 
 
-def _check(source: Source, location: Location) -> None:
+def _check(source: UserKernel, location: Location) -> None:
     name = source.function
     if not re.fullmatch(r"[A-Za-z_]\w*", name):
         raise ProgramError(f"kernel: name={name!r} is not the name of a C++ function", location)
@@ -155,8 +155,8 @@ def _check(source: Source, location: Location) -> None:
         _check_parameter(name, parameter, argument, location)
     known = {dim for a in source.arguments if a.type for dim in a.type.dims}
     for dim in (*source.grid, *(a.dim for a in source.arguments if a.dim)):
-        if not dim.extent.is_int and dim not in known:
-            wanted = ", ".join(dict.fromkeys(str(d) for d in known if not d.extent.is_int)) or "none"
+        if not dim.size.is_int and dim not in known:
+            wanted = ", ".join(dict.fromkeys(str(d) for d in known if not d.size.is_int)) or "none"
             raise ProgramError(f"kernel: {dim} is no dim of the tensors of {name}; theirs are {wanted}", location)
 
 

@@ -14,27 +14,28 @@ OPS: dict[str, OpDef] = {}
 
 
 def _call(types: Types, op: Op) -> TensorType:
-    block = op.callee
-    assert block is not None
-    if len(types) != len(block.inputs):
-        raise Mismatch(f"@{block.name} takes {len(block.inputs)} tensors, not {len(types)}; pass {', '.join(v.name for v in block.inputs)}")
-    for value, given in zip(block.inputs, types, strict=True):
+    function = op.callee
+    assert function is not None
+    if len(types) != len(function.inputs):
+        names = ", ".join(value.name for value in function.inputs)
+        raise Mismatch(f"@{function.name} takes {len(function.inputs)} tensors, not {len(types)}; pass {names}")
+    for value, given in zip(function.inputs, types, strict=True):
         if (given.dtype, given.shape) != (value.type.dtype, value.type.shape):
-            raise Mismatch(f"@{block.name} takes {value.type} as {value.name}, not {given}; only the mesh axes may differ")
-    return unsharded(block.output_types[0])
+            raise Mismatch(f"@{function.name} takes {value.type} as {value.name}, not {given}; only the mesh axes may differ")
+    return unsharded(function.output_types[0])
 
 
 def _kernel(types: Types, op: Op) -> TensorType:
-    source = op.source
-    assert source is not None
-    if len(types) != len(source.inputs):
-        raise Mismatch(f"@{source.name} takes {len(source.inputs)} tensors, not {len(types)}; correct its arguments")
-    for given, wanted in zip(types, source.inputs, strict=True):
+    kernel = op.user_kernel
+    assert kernel is not None
+    if len(types) != len(kernel.inputs):
+        raise Mismatch(f"@{kernel.name} takes {len(kernel.inputs)} tensors, not {len(types)}; correct its arguments")
+    for given, wanted in zip(types, kernel.inputs, strict=True):
         if (given.dtype, given.shape, given.mesh) != (wanted.dtype, wanted.shape, wanted.mesh):
-            raise Mismatch(f"@{source.name} takes {wanted}, not {given}; only the mesh axes may differ")
-    if placed := next((type for type in source.outputs if type.mesh), None):
-        raise Mismatch(f"@{source.name} gives {placed}: an output is where what the kernel takes is; leave out on {placed.mesh}")
-    return unsharded(source.outputs[0])
+            raise Mismatch(f"@{kernel.name} takes {wanted}, not {given}; only the mesh axes may differ")
+    if placed := next((type for type in kernel.outputs if type.mesh), None):
+        raise Mismatch(f"@{kernel.name} gives {placed}: an output is where what the kernel takes is; leave out on {placed.mesh}")
+    return unsharded(kernel.outputs[0])
 
 
 def _output(types: Types, op: Op) -> TensorType:
@@ -56,8 +57,8 @@ def _stated_by_block(types: Types, op: Op) -> tuple[TensorType, Types]:
 
 
 def _stated_by_source(types: Types, op: Op) -> tuple[TensorType, Types]:
-    assert op.source is not None
-    return op.source.outputs[0], op.source.inputs
+    assert op.user_kernel is not None
+    return op.user_kernel.outputs[0], op.user_kernel.inputs
 
 
 def _stated_output(types: Types, op: Op) -> tuple[TensorType, Types]:

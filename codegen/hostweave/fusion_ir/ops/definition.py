@@ -107,10 +107,10 @@ def broadcast(types: Types) -> tuple[Dim, ...]:
     rank = max(len(type.dims) for type in types)
     dims: list[Dim] = []
     for i in range(-rank, 0):
-        extents = {type.shape[i] for type in types if len(type.dims) >= -i} - {ONE}
-        if len(extents) > 1:
+        sizes = {type.shape[i] for type in types if len(type.dims) >= -i} - {ONE}
+        if len(sizes) > 1:
             raise Mismatch(f"shapes do not broadcast: {' and '.join(map(str, types))} differ in dim {i}; {_aligned(types)}")
-        dims.append(Dim(extents.pop() if extents else ONE))
+        dims.append(Dim(sizes.pop() if sizes else ONE))
     return tuple(dims)
 
 
@@ -125,7 +125,7 @@ def _aligned(types: Types) -> str:
 
 
 def unsharded(type: TensorType) -> TensorType:
-    return TensorType(type.dtype, tuple(Dim(extent) for extent in type.shape))
+    return TensorType(type.dtype, tuple(Dim(size) for size in type.shape))
 
 
 def checked_axes(axes: tuple[int, ...], rank: int) -> tuple[int, ...]:

@@ -48,7 +48,7 @@ def _infer(kinds: tuple[str, ...]) -> Infer:
         combine = OPS[op.kind].combine
         if combine and not combine.identity and Size(0) in [x.shape[axis] for axis in axes]:
             raise Mismatch(f"{x} has no elements along axis={axes}, of which there is no {op.kind}; reduce a dim that has some")
-        dims = tuple(Dim(ONE if i in axes else extent) for i, extent in enumerate(x.shape) if op[KEEPDIMS] or i not in axes)
+        dims = tuple(Dim(ONE if i in axes else size) for i, size in enumerate(x.shape) if op[KEEPDIMS] or i not in axes)
         return TensorType(x.dtype, dims)
 
     return infer

@@ -24,7 +24,7 @@ def _expand_dims(types: Types, op: Op) -> TensorType:
 def _reshape(types: Types, op: Op) -> TensorType:
     if product(types[0].shape) != product(op.result.type.shape):
         raise Mismatch(f"{types[0]} does not have the elements of {_shape_text(op.result.type.shape)}; make the products of the dims equal")
-    return TensorType(types[0].dtype, tuple(Dim(extent) for extent in op.result.type.shape))
+    return TensorType(types[0].dtype, tuple(Dim(size) for size in op.result.type.shape))
 
 
 def _broadcast_to(types: Types, op: Op) -> TensorType:
@@ -32,7 +32,7 @@ def _broadcast_to(types: Types, op: Op) -> TensorType:
     tail = want[len(want) - len(have) :]
     if len(have) > len(want) or any(h != w and h != ONE for h, w in zip(have, tail, strict=True)):
         raise Mismatch(f"{types[0]} does not broadcast to {_shape_text(want)}; dims are aligned from the right and must be equal or 1")
-    return TensorType(types[0].dtype, tuple(Dim(extent) for extent in want))
+    return TensorType(types[0].dtype, tuple(Dim(size) for size in want))
 
 
 def _shape_text(shape: tuple[Size, ...]) -> str:
@@ -51,7 +51,7 @@ def _select(types: Types, op: Op) -> TensorType:
     axis, index = checked_axis(op[AXIS], x), op[INDEX]
     if x.shape[axis].is_int and not 0 <= index < int(x.shape[axis]):
         raise Mismatch(f"index {index} of dim {axis} of {x} is out of range; it goes from 0 to {int(x.shape[axis]) - 1}")
-    return TensorType(x.dtype, tuple(Dim(extent) for i, extent in enumerate(x.shape) if i != axis))
+    return TensorType(x.dtype, tuple(Dim(size) for i, size in enumerate(x.shape) if i != axis))
 
 
 def _slice(types: Types, op: Op) -> TensorType:
@@ -64,7 +64,7 @@ def _slice(types: Types, op: Op) -> TensorType:
         raise Mismatch(f"step={step} is not at least 1")
     if whole.is_int and taken.is_int and not 0 <= start <= start + (int(taken) - 1) * step < int(whole):
         raise Mismatch(f"{taken} from {start} by {step} are outside of dim {axis} of {x}; it goes from 0 to {int(whole) - 1}")
-    return TensorType(x.dtype, tuple(Dim(taken if i == axis else extent) for i, extent in enumerate(x.shape)))
+    return TensorType(x.dtype, tuple(Dim(taken if i == axis else size) for i, size in enumerate(x.shape)))
 
 
 def _concat(types: Types, op: Op) -> TensorType:
@@ -76,10 +76,10 @@ def _concat(types: Types, op: Op) -> TensorType:
         for i, (have, want) in enumerate(zip(other.shape, first.shape, strict=True)):
             if i != axis and have != want:
                 raise Mismatch(f"{first} and {other} differ in dim {i}; only dim {axis}, along which they are joined, may differ")
-    extent = Size(0)
+    size = Size(0)
     for type in types:
-        extent = extent + type.shape[axis]
-    return TensorType(dtype, tuple(Dim(extent if i == axis else e) for i, e in enumerate(first.shape)))
+        size = size + type.shape[axis]
+    return TensorType(dtype, tuple(Dim(size if i == axis else e) for i, e in enumerate(first.shape)))
 
 
 def _pad(types: Types, op: Op) -> TensorType:
@@ -89,7 +89,7 @@ def _pad(types: Types, op: Op) -> TensorType:
         raise Mismatch(f"{len(low)} and {len(high)} widths for the {len(x.dims)} dims of {x}; give one a dim")
     if min((*low, *high), default=0) < 0:
         raise Mismatch(f"widths {low} and {high} are not all at least 0; use a slice to take less")
-    return TensorType(x.dtype, tuple(Dim(extent + a + b) for extent, a, b in zip(x.shape, low, high, strict=True)))
+    return TensorType(x.dtype, tuple(Dim(size + a + b) for size, a, b in zip(x.shape, low, high, strict=True)))
 
 
 def padded_dims(op: Op) -> tuple[int, ...]:

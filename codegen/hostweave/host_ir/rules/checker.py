@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from hostweave.base.errors import ProgramError
-from hostweave.fusion_ir.user_kernel import Source
+from hostweave.fusion_ir.user_kernel import UserKernel
 from hostweave.host_ir import ir
 from hostweave.host_ir.aliases import AliasRoots
 from hostweave.host_ir.calls import events_of
@@ -37,7 +37,7 @@ Rule = Callable[["Checker", Any, Scope], None]  # of a kind of instruction
 class Checker:
     """Walks a program, and finds for its rules what they ask of buffers, sizes, meshes and expressions."""
 
-    program: ir.HostProgram  # or a block as one
+    program: ir.HostProgram  # or a function as one
     rules: Mapping[type[ir.Instruction], Rule]
     kernels: dict[str, ir.Kernel] = field(default_factory=dict)
     inputs: set[str] = field(default_factory=set)
@@ -63,20 +63,20 @@ class Checker:
                 self.fail(f"{pool.name}[{pool.count}] holds nothing: declare at least one")
             if sum(pool.name == other.name for other in pools) > 1:
                 self.fail(f"{pool.name} is declared twice: rename one")
-        told = {extent.name for p in self.program.inputs for extent in p.type.shape}
+        told = {size.name for p in self.program.inputs for size in p.type.shape}
         for name in self.program.symbols():
             if name not in told:
                 self.fail(f"no input has a dim {name}, so nothing tells its size; give it to an input, or write an int")
         for name in self.program.uneven:
             if name not in self.program.symbols():
                 self.fail(f"uneven({name}): {name} is not a size of any input or output; leave it out")
-        names = [block.name for block in self.program.blocks]
+        names = [function.name for function in self.program.functions]
         for name in names:
             if names.count(name) > 1:
-                self.fail(f"block @{name} is declared twice: rename one")
+                self.fail(f"function @{name} is declared twice: rename one")
 
     def channels(self) -> None:
-        bodies = (*(block.body for block in self.program.blocks), self.program.body)
+        bodies = (*(function.body for function in self.program.functions), self.program.body)
         used = {i.channel for body in bodies for i in ir.walk(body) if isinstance(i, ir.Communication)}
         declared: dict[object, str] = {}
         for channel in self.program.channels:
@@ -291,18 +291,18 @@ class Checker:
         if len(set(kernel.returned)) < len(kernel.returned):
             self.fail(f"kernel @{kernel.name} returns a value twice: return it once")
 
-    def source(self, source: Source) -> None:
-        if source.name in self.kernels or sum(source.name == other.name for other in self.program.sources) > 1:
-            self.fail(f"source @{source.name} is declared twice: rename one")
-        types = (*source.inputs, *source.outputs)
+    def user_kernel(self, kernel: UserKernel) -> None:
+        if kernel.name in self.kernels or sum(kernel.name == other.name for other in self.program.user_kernels) > 1:
+            self.fail(f"user kernel @{kernel.name} is declared twice: rename one")
+        types = (*kernel.inputs, *kernel.outputs)
         for type in (type for type in types if type.mesh):
-            type.check(source.location, self.program.mesh)
-        dims = (*source.grid, *(a.dim for a in source.arguments if a.dim))
+            type.check(kernel.location, self.program.mesh)
+        dims = (*kernel.grid, *(a.dim for a in kernel.arguments if a.dim))
         for axis in (axis for dim in (*dims, *(dim for type in types if not type.mesh for dim in type.dims)) for axis in dim.axes):
             if axis not in self.axes_of_parts():  # on the program's mesh, then
                 self.axis(axis)
         for dim in dims:
-            if unknown := self.unknown(dim.extent):
-                self.fail(f"source @{source.name}: {unknown} is not a size of any input or output")
-        if source.signature is None:
-            self.fail(f"source @{source.name} has no `__global__ void {source.function}(...)`: give it one")
+            if unknown := self.unknown(dim.size):
+                self.fail(f"user kernel @{kernel.name}: {unknown} is not a size of any input or output")
+        if kernel.signature is None:
+            self.fail(f"user kernel @{kernel.name} has no `__global__ void {kernel.function}(...)`: give it one")

@@ -69,7 +69,7 @@ def _all_to_all(c: Checker, i: ir.AllToAll, size: int) -> None:
     if i.is_shared:
         c.fail("either both buffers have a dim that the ranks share, or none: write the other one's, too")
     c.counts(i.src, i.dst, 1)
-    if not any(extent.divisor == 1 and extent.coefficient % size == 0 for extent in c.types[i.src].shape or (Size(),)):
+    if not any(dim_size.divisor == 1 and dim_size.coefficient % size == 0 for dim_size in c.types[i.src].shape or (Size(),)):
         c.fail(f"%{i.src} is {c.types[i.src]}: {size} ranks cannot be seen to share it evenly; give it a dim of {size}, a block a rank")
 
 

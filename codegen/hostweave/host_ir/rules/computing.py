@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hostweave.fusion_ir.ops.reductions import why_no_product, widens
-from hostweave.fusion_ir.user_kernel import Source, held
+from hostweave.fusion_ir.user_kernel import UserKernel, held
 from hostweave.host_ir import ir
 from hostweave.host_ir.rules.checker import Checker, Rule, Scope
 from hostweave.host_ir.size_requirements import slack
@@ -103,7 +103,7 @@ def broadcast_shapes(a: tuple[Size, ...], b: tuple[Size, ...]) -> tuple[Size, ..
     return None if None in result else tuple(e for e in result if e is not None)
 
 
-def _launch_source(c: Checker, i: ir.Launch, source: Source) -> None:
+def _launch_source(c: Checker, i: ir.Launch, source: UserKernel) -> None:
     for role, names, types in (("takes", i.srcs, source.inputs), ("gives", i.dsts, source.outputs)):
         if len(names) != len(types):
             c.fail(f"@{source.name} {role} {len(types)} buffers, not {len(names)}")
@@ -120,7 +120,7 @@ def _launch_source(c: Checker, i: ir.Launch, source: Source) -> None:
 def _launch(c: Checker, i: ir.Launch, scope: Scope) -> None:
     if twice := [name for name in i.dsts if i.dsts.count(name) > 1]:
         c.fail(f"%{twice[0]} is named twice: each result is memory of its own")
-    source = next((source for source in c.program.sources if source.name == i.kernel), None)
+    source = next((source for source in c.program.user_kernels if source.name == i.kernel), None)
     if source:
         _launch_source(c, i, source)
         return

@@ -58,30 +58,30 @@ def _if(c: Checker, i: ir.If, scope: Scope) -> None:
 
 
 def _call(c: Checker, i: ir.Call, scope: Scope) -> None:
-    block = next((block for block in c.program.blocks if block.name == i.block), None)
-    if block is None:
-        known = ", ".join(f"@{block.name}" for block in c.program.blocks) or "none"
-        c.fail(f"there is no block @{i.block} before @{c.program.name}; those there are {known}")
-    for word, names, parameters in (("takes", i.srcs, block.inputs), ("gives", i.dsts, block.outputs)):
+    function = next((function for function in c.program.functions if function.name == i.function), None)
+    if function is None:
+        known = ", ".join(f"@{function.name}" for function in c.program.functions) or "none"
+        c.fail(f"there is no function @{i.function} before @{c.program.name}; those there are {known}")
+    for word, names, parameters in (("takes", i.srcs, function.inputs), ("gives", i.dsts, function.outputs)):
         if len(names) != len(parameters):
-            c.fail(f"@{i.block} {word} {len(parameters)} buffers, not {len(names)}")
+            c.fail(f"@{i.function} {word} {len(parameters)} buffers, not {len(names)}")
         for name, parameter in zip(names, parameters, strict=True):
             wanted, buffer = c.program.local_type(parameter), c.types[name]
             if (buffer.dtype, buffer.shape) != (wanted.dtype, wanted.shape):
-                c.fail(f"%{name} is {buffer}, and @{i.block} {word} {wanted} as %{parameter.name}")
+                c.fail(f"%{name} is {buffer}, and @{i.function} {word} {wanted} as %{parameter.name}")
             if buffer.strides is not None:
-                c.fail(f"%{name} is not contiguous, which a block needs: copy it to a buffer of its own first")
+                c.fail(f"%{name} is not contiguous, which a function needs: copy it to a buffer of its own first")
     for name in i.dsts:
         if name in i.srcs or i.dsts.count(name) > 1:
-            c.fail(f"%{name} is named twice: what a block writes is memory of its own")
+            c.fail(f"%{name} is named twice: what a function writes is memory of its own")
     if scope.in_stream:
-        c.fail("a block forks from the caller's stream: move the call out of the stream block")
-    if scope.condition is not None and _is_collective(block, c.program.blocks):
-        c.fail(f"a block with collectives cannot stand under `if {scope.condition}`, which differs between ranks")
+        c.fail("a function forks from the caller's stream: move the call out of the stream block")
+    if scope.condition is not None and _is_collective(function, c.program.functions):
+        c.fail(f"a function with collectives cannot stand under `if {scope.condition}`, which differs between ranks")
 
 
-def _is_collective(block: ir.Block, others: tuple[ir.Block, ...]) -> bool:
-    for i in ir.walk(block.body):
+def _is_collective(function: ir.Function, others: tuple[ir.Function, ...]) -> bool:
+    for i in ir.walk(function.body):
         if i.posts == "collective":
             return True
         if any(_is_collective(other, others) for other in others if other.name in ir.names(i, "call")):

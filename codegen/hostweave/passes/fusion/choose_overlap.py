@@ -224,10 +224,10 @@ class _Choice:
         axes = member.op.result.type.dims[member.dim].axes
         if member.change and member.changes_streamed_dim("all_gather"):
             axes += member.change.axes
-        extent = member.op.result.type.shape[member.dim]
-        held = extent // member.op.result.type.mesh_in(self.mesh).size_of(axes)
+        size = member.op.result.type.shape[member.dim]
+        held = size // member.op.result.type.mesh_in(self.mesh).size_of(axes)
         if stream.chunks and held.is_int and int(held) % stream.chunks:
-            why = f"{stream.chunks} chunks do not divide the {held} of {extent} that a rank holds of dim {member.dim} of %{member.name}"
+            why = f"{stream.chunks} chunks do not divide the {held} of {size} that a rank holds of dim {member.dim} of %{member.name}"
             raise ProgramError(f"stream of %{root.result.name}: {why}; use a divisor of {held}", root.location)
 
     # --- the order of ops ---

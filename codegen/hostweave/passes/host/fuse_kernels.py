@@ -191,7 +191,7 @@ def _is_costly(op: Op) -> bool:
 def _is_repeated(name: str, walked: Iteration) -> bool:
     """Whether a kernel computes a value more than once for want of an index; once a row is once."""
     own = {index for index in walked.indices[name] if index is not None}
-    return own != set(walked.extents) and not (walked.reduced and own == set(walked.kept))
+    return own != set(walked.sizes) and not (walked.reduced and own == set(walked.kept))
 
 
 # --- two kernels as one -----------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from hostweave.analysis.def_use import def_use
-from hostweave.analysis.live_ranges import allocating_blocks
+from hostweave.analysis.live_ranges import allocating_functions
 from hostweave.host_ir import ir
 from hostweave.host_ir.dead_code import indices_in
 from hostweave.host_ir.expr import Const
@@ -57,7 +57,7 @@ class _VectorClock:
 class Planner:
     def __init__(self, program: ir.HostProgram):
         self.uses = def_use(program)
-        self.allocating = allocating_blocks(program)
+        self.allocating = allocating_functions(program)
         self.pools = {pool.name: [(pool.name, k) for k in range(pool.count)] for pool in program.streams}
 
     def body(self, body: ir.Body, on_caller: bool) -> ir.Body:

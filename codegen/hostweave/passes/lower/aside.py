@@ -54,5 +54,5 @@ class Aside:
             self.pending.clear()
 
 
-def _communicates(block: Fusion) -> bool:
-    return any(op.kind in RESHARD_STEPS and op.kind != "shard" for body in (*block.blocks, block) for op in body.ops)
+def _communicates(function: Fusion) -> bool:
+    return any(op.kind in RESHARD_STEPS and op.kind != "shard" for body in (*function.functions, function) for op in body.ops)

@@ -116,7 +116,7 @@ class Buffers:
         if is_new and value.name in self.placement.within_loops:
             shape = chunk_shape(steps, self.flow.mesh, value, stream.dim)
             splits = steps.splits(value, stream.dim)
-            if splits or any(extent != Size() for extent in self.flow.local(value).shape[: stream.dim]):
+            if splits or any(size != Size() for size in self.flow.local(value).shape[: stream.dim]):
                 # Chunks of the value as it is would be strided, and communication needs them contiguous.
                 if splits:  # as collectives lay shards out
                     shape = (shape[stream.dim], *shape[: stream.dim], *shape[stream.dim + 1 :])
@@ -182,10 +182,10 @@ class Buffers:
             if have[i] == own:
                 continue
             place, ranks = rank_in_group(mesh, gained.get(i, ())), mesh.size_of(gained.get(i, ()))
-            if own == dim.extent // mesh.size_of(dim.axes):
+            if own == dim.size // mesh.size_of(dim.axes):
                 buffer = self.b.chunk(buffer, i, place, Size(ranks), op.result.name)
             else:
-                buffer = self.b.slice(buffer, i, own, place * expr_of(dim.extent.ceil_div(ranks)), op.result.name)
+                buffer = self.b.slice(buffer, i, own, place * expr_of(dim.size.ceil_div(ranks)), op.result.name)
         return buffer
 
     def _whole_view(self, op: Op) -> str:

@@ -34,7 +34,7 @@ class Channel:
 
     def cuts(self, whole: BufferType) -> Cuts:
         """How a tensor that all ranks share along the dim is cut."""
-        return tuple(Cut(self.size if i == self.dim else 1, extent) for i, extent in enumerate(whole.shape))
+        return tuple(Cut(self.size if i == self.dim else 1, size) for i, size in enumerate(whole.shape))
 
     @property
     def size(self) -> int:
@@ -122,7 +122,7 @@ def blocks_first(b: Builder, whole: str, channel: Channel, block: BufferType) ->
     """The view of `whole` with one block a rank outermost, as collectives lay them out; `whole` itself where it already is."""
     dim = channel.dim
     assert dim is not None
-    if b.is_contiguous(whole) and all(extent == Size() for extent in b.types[whole].shape[:dim]):
+    if b.is_contiguous(whole) and all(size == Size() for size in b.types[whole].shape[:dim]):
         return whole
     if len(b.types[whole].shape) == len(block.shape):  # one dim still holds the blocks of all ranks
         return every_block(b, whole, channel)
@@ -200,12 +200,12 @@ def cut(b: Builder, whole: str, cuts: tuple[int, ...]) -> str:
     shape: list[Size] = []
     outer: list[int] = []
     inner: list[int] = []
-    for extent, blocks in zip(b.types[whole].shape, cuts, strict=True):
+    for size, blocks in zip(b.types[whole].shape, cuts, strict=True):
         if blocks > 1:
             outer.append(len(shape))
             shape.append(Size(blocks))
         inner.append(len(shape))
-        shape.append(extent // blocks)
+        shape.append(size // blocks)
     return b.permute(b.reshape(whole, tuple(shape), f"{whole}_blocks"), (*outer, *inner), f"{whole}_by_block")
 
 

@@ -45,4 +45,4 @@ class Kernels:
 
     def tensor(self, buffer: str) -> TensorType:
         type = self.types[buffer]
-        return TensorType(type.dtype, tuple(Dim(extent) for extent in type.shape))
+        return TensorType(type.dtype, tuple(Dim(size) for size in type.shape))

@@ -63,8 +63,8 @@ def iterations(flow: Dataflow, op: Op) -> tuple[Size, bool]:
     assert stream is not None
     if stream.chunks is not None:
         return Size(stream.chunks), False
-    extent = op.result.type.dims[stream.dim].extent
-    return (extent if stream.chunking == "by_shard" else extent // shards(flow, (op,))), True
+    size = op.result.type.dims[stream.dim].size
+    return (size if stream.chunking == "by_shard" else size // shards(flow, (op,))), True
 
 
 def shards(flow: Dataflow, ops: Sequence[Op]) -> int:

@@ -22,7 +22,7 @@ from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS
 from hostweave.fusion_ir.ops.attributes import AXES, AXIS, INDEX, SOURCES, VALUE
 from hostweave.fusion_ir.ops.resharding import NO_SOURCE
-from hostweave.fusion_ir.user_kernel import Source, held
+from hostweave.fusion_ir.user_kernel import UserKernel, held
 from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.calls import joined
@@ -46,11 +46,11 @@ RING = "ring"
 
 
 def lower_to_host(fusion: Fusion, options: Options) -> ir.HostProgram:
-    """The host program of a fusion whose reshards are each one communication or one local slice; of each block a block."""
+    """The host program of a fusion whose reshards are each one communication or one local slice; of each function a function."""
     uneven = uneven_sizes(fusion)
     channels: dict[str, ir.Channel] = {}
-    program = joined([_Lowering(Dataflow(body, uneven), options, channels).program() for body in (*fusion.blocks, fusion)])
-    return replace(program, channels=tuple(channels.values()), sources=fusion.sources)
+    program = joined([_Lowering(Dataflow(body, uneven), options, channels).program() for body in (*fusion.functions, fusion)])
+    return replace(program, channels=tuple(channels.values()), user_kernels=fusion.user_kernels)
 
 
 class _Lowering:
@@ -129,11 +129,11 @@ class _Lowering:
             elif op.kind in RESHARD_STEPS:
                 self.reshards.reshard(op, steps)
             elif op.kind == "output":
-                self.buffers.whole(op.result.name)  # what its kernel or block wrote
+                self.buffers.whole(op.result.name)  # what its kernel or function wrote
             elif op.callee:
                 self.call(op, op.callee)
-            elif op.source:
-                self.launch_source(op, op.source)
+            elif op.user_kernel:
+                self.launch_source(op, op.user_kernel)
             else:
                 self.compute(op, steps)
 
@@ -175,7 +175,7 @@ class _Lowering:
     def with_a_dense_dim(self, source: str, steps: Steps | None) -> str:
         """A matrix whose rows or columns lie side by side, as cuBLASLt takes it."""
         type = self.b.types[source]
-        dense = (stride == Size() or extent == Size() for extent, stride in zip(type.shape[-2:], ir.strides_of(type)[-2:], strict=True))
+        dense = (stride == Size() or size == Size() for size, stride in zip(type.shape[-2:], ir.strides_of(type)[-2:], strict=True))
         return source if any(dense) else communication.contiguous_source(self.b, source, steps)
 
     def stack_shards(self, op: Op, steps: Steps | None, buffers: list[str]) -> list[str]:
@@ -191,24 +191,24 @@ class _Lowering:
         x, w, y = buffers
         return [x, stacked(w), stacked(y)]
 
-    # --- blocks, and kernels of the user ---
+    # --- functions, and kernels of the user ---
 
-    def call(self, op: Op, block: Fusion) -> None:
-        """All ranks make it: what a block does on a mesh of some of them, it does by itself."""
+    def call(self, op: Op, function: Fusion) -> None:
+        """All ranks make it: what a function does on a mesh of some of them, it does by itself."""
         sources = []
         for name in op.tensors:
             with self.b.on(self.flow.types[name].mesh):
                 sources.append(self.buffers.contiguous(name))
-        targets = self.targets(op, block.output_types)
+        targets = self.targets(op, function.output_types)
         with self.b.on(None):
-            self.b.emit(ir.Call(block.name, tuple(sources), targets))
+            self.b.emit(ir.Call(function.name, tuple(sources), targets))
 
-    def launch_source(self, op: Op, source: Source) -> None:
+    def launch_source(self, op: Op, source: UserKernel) -> None:
         sources = tuple(map(self.buffers.contiguous, op.tensors))
         self.b.emit(ir.Launch(source.name, sources, self.targets(op, source.outputs)))
 
     def targets(self, op: Op, types: Sequence[TensorType]) -> tuple[str, ...]:
-        """What a block or a kernel of the user writes; an output that nothing uses has memory of its own."""
+        """What a function or a kernel of the user writes; an output that nothing uses has memory of its own."""
         flow, name = self.flow, op.result.name
         used = {user[INDEX]: user.result.name for user in flow.consumers[name] if user.kind == "output"}
         targets = [self.buffers.whole(name)]

@@ -81,7 +81,7 @@ def _parts(flow: Dataflow) -> dict[str, Part]:
 
 def _writes_strided(flow: Dataflow, op: Op) -> bool:
     """Whether an op can write memory that is not contiguous. A reshard on one mesh can, by a copy."""
-    return not (flow.is_view(op) or flow.moves(op) or op.callee or op.source or op.kind == "output")
+    return not (flow.is_view(op) or flow.moves(op) or op.callee or op.user_kernel or op.kind == "output")
 
 
 # --- values that one view alone uses ----------------------------------------------------------------------------------

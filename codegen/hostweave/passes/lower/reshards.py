@@ -108,7 +108,7 @@ class Reshards:
         """Whether ranks may hold different shares of a dim that the op changes."""
         dims = zip(self.flow.types[op.tensors[0]].dims, op.result.type.dims, strict=True)
         mesh, changed = self.flow.mesh_of(op), ((old, old.axes or new.axes) for old, new in dims if old.axes != new.axes)
-        return any(old.extent.is_uneven(mesh.size_of(axes), self.flow.uneven) for old, axes in changed)
+        return any(old.size.is_uneven(mesh.size_of(axes), self.flow.uneven) for old, axes in changed)
 
     # --- block by block ---
 

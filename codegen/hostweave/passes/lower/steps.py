@@ -69,12 +69,12 @@ class Steps:
         return self.pieces if self.owner is not None and value.type.dims[dim].axes else self.count
 
 
-def expr_of(extent: Size) -> Expr:
+def expr_of(size: Size) -> Expr:
     """A size as an expression: `8*M/4` is `8 * M / 4`."""
-    result: Expr = Const(extent.coefficient)
-    for factor in extent.factors:
+    result: Expr = Const(size.coefficient)
+    for factor in size.factors:
         result = result * (_sum_of(factor) if isinstance(factor, Sum) else Symbol(factor))
-    return result // extent.divisor
+    return result // size.divisor
 
 
 def _sum_of(factor: Sum) -> Expr:
@@ -111,12 +111,12 @@ def chunk(builder: Builder, steps: Steps, buffer: str, value: Value, dim: int, k
 def chunk_shape(steps: Steps, mesh: Mesh, value: Value, dim: int) -> tuple[Size, ...]:
     """The shape of such a view."""
     shape = value.type.local_shape(mesh, steps.uneven)
-    extent = shape[dim]
+    size = shape[dim]
     shards: tuple[Size, ...] = ()
     if steps.splits(value, dim):
         count = steps.shards_in(value, dim)
-        extent, shards = extent // count, (Size(count),)
-    piece = extent.divided_by(steps.pieces_of(value, dim))
+        size, shards = size // count, (Size(count),)
+    piece = size.divided_by(steps.pieces_of(value, dim))
     assert piece is not None
     return (*shape[:dim], *shards, *(() if steps.drops_dim else (piece,)), *shape[dim + 1 :])
 

@@ -66,7 +66,7 @@ def _cuts(flow: Dataflow, op: Op) -> tuple[Cuts, Cuts] | tuple[None, None]:
 
     def cuts(value: Value, counts: tuple[int, ...]) -> Cuts:
         parts = [
-            Size(1, (LocalSize(own.extent, own.axes, value.type.mesh),)) if dim.is_uneven(flow.uneven) and count > 1 and own.axes else held
+            Size(1, (LocalSize(own.size, own.axes, value.type.mesh),)) if dim.is_uneven(flow.uneven) and count > 1 and own.axes else held
             for dim, own, held, count in zip(dims, value.type.dims, flow.local(value).shape, counts, strict=True)
         ]
         return tuple(map(Cut, counts, parts))
@@ -88,6 +88,6 @@ def _broadcast(b: Builder, sides: Sides, blocks: Transfer, src: Buffer, dst: Buf
         if there := tuple(route.receiver for route in blocks.routes if route.sender == route.receiver):
             with b.on(Mesh(((COPIES, len(there)),), there)):
                 kept, copied = b.reshape(sent, shape, f"{sent}_kept"), b.reshape(landing, wanted, f"{landing}_copied")
-                for i, extent in enumerate(wanted):  # the same part, by the name that it has on the other mesh
-                    kept = b.slice(kept, i, extent, Const(0), f"{sent}_part")
+                for i, size in enumerate(wanted):  # the same part, by the name that it has on the other mesh
+                    kept = b.slice(kept, i, size, Const(0), f"{sent}_part")
                 b.emit(ir.Copy(kept, copied))

@@ -21,11 +21,11 @@ def uneven_sizes(fusion: Fusion) -> tuple[str, ...]:
     """
     sharded: dict[str, None] = {}
     even: set[str] = set()
-    for body in (*fusion.blocks, fusion):  # a size is one for all of them
+    for body in (*fusion.functions, fusion):  # a size is one for all of them
         types = {name: value.type for name, value in body.values().items()}
         dims = [dim for type in types.values() for dim in type.dims if dim.axes]
-        sharded |= dict.fromkeys(dim.extent.name for dim in dims if dim.extent.name)
-        even.update(name for dim in dims if not dim.extent.name for name in dim.extent.symbols)
+        sharded |= dict.fromkeys(dim.size.name for dim in dims if dim.size.name)
+        even.update(name for dim in dims if not dim.size.name for name in dim.size.symbols)
         for op in body.ops:
             even.update(_even_names(_even(op, types, body), op.kind, op.location))
     return tuple(name for name in sharded if name not in even)
@@ -35,10 +35,10 @@ def _even_names(even: Iterable[Even], what: str, location: Location | None) -> I
     """The names in these dims. Raises ProgramError for an int that the ranks cannot share evenly."""
     for dim, mesh, why in even:
         ranks = mesh.size_of(dim.axes)
-        if dim.extent.is_uneven(ranks, ()):
-            padded = -(-int(dim.extent) // ranks) * ranks
+        if dim.size.is_uneven(ranks, ()):
+            padded = -(-int(dim.size) // ranks) * ranks
             raise ProgramError(f"{what}: {ranks} ranks cannot share dim {dim} evenly, as {why} needs; pad it to {padded}", location)
-        yield from dim.extent.symbols
+        yield from dim.size.symbols
 
 
 def _even(op: Op, types: dict[str, TensorType], fusion: Fusion) -> Iterator[Even]:
@@ -49,7 +49,7 @@ def _even(op: Op, types: dict[str, TensorType], fusion: Fusion) -> Iterator[Even
             yield from ((dim, type.mesh_in(fusion.mesh), why) for dim in type.dims if dim.axes)
         return
     mesh = op.result.type.mesh_in(fusion.mesh)
-    if op.source and op.result.type.mesh:  # it takes what ranks hold of its own types, which name no mesh
+    if op.user_kernel and op.result.type.mesh:  # it takes what ranks hold of its own types, which name no mesh
         for type in (*operand_types(op, types), op.result.type):
             yield from ((dim, mesh, "a kernel on a mesh of some of the ranks") for dim in type.dims if dim.axes)
     yield from ((dim, mesh, why) for dim, why in _even_on_one_mesh(op, types, fusion))

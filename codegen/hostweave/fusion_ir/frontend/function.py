@@ -14,7 +14,7 @@ from hostweave.types.tensor import TensorType
 
 
 @checked
-def block(**inputs: TensorType) -> Callable[[Callable[..., Any]], Block]:
+def block(**inputs: TensorType) -> Callable[[Callable[..., Any]], Function]:
     """Makes the decorated function one that is traced and compiled once, and called any number of times, such as a layer of a model.
 
     `inputs` gives the type of each parameter by name, as for `hw.fusion`; mesh and sizes are those of the fusion that calls it.
@@ -28,10 +28,10 @@ def block(**inputs: TensorType) -> Callable[[Callable[..., Any]], Block]:
         ```
     """
     location = Location.of_caller()
-    return lambda function: Block(function, inputs, location)
+    return lambda function: Function(function, inputs, location)
 
 
-class Block:
+class Function:
     """A function of tensors that a fusion, or another such function, calls any number of times. Made by `hw.block`.
 
     It is traced once for each fusion that calls it, and becomes one function of the generated program.
@@ -41,13 +41,13 @@ class Block:
         self.name = function.__name__
         self._function, self._inputs, self._location = function, inputs, location
         if not self.name.isidentifier():
-            raise ProgramError(f"block {self.name}: this function has no name; write it with def", location)
-        self._parameters = parameters(function, inputs, "block", location)
+            raise ProgramError(f"function {self.name}: this function has no name; write it with def", location)
+        self._parameters = parameters(function, inputs, "function", location)
         if not self._parameters:
-            raise ProgramError(f"block @{self.name} has no parameters; a block computes on tensors, give it one", location)
+            raise ProgramError(f"function @{self.name} has no parameters; a function computes on tensors, give it one", location)
 
     def __repr__(self) -> str:
-        return f"<hostweave block {self.name}>"
+        return f"<hostweave function {self.name}>"
 
     def __call__(self, *arguments: Tensor, **named: Tensor) -> Any:
         """The results for these tensors: a tensor, or a tuple of tensors.
@@ -83,13 +83,13 @@ class Block:
         raise ProgramError(f"call: @{self.name} takes {', '.join(self._parameters)}; {why}", location)
 
     def _traced(self, trace: _Trace, location: Location) -> Fusion:
-        if self not in trace.blocks:
-            if any(isinstance(other, Block) and other.name == self.name for other in trace.blocks):
-                raise ProgramError(f"call: two blocks are named @{self.name}; give one of their functions another name", location)
-            trace.blocks[self] = None
-            made = traced(self._function, _Trace(trace.mesh, trace.blocks, trace.sources), self._inputs, "block", self._location)
-            trace.blocks[self] = made
-        found = trace.blocks[self]
+        if self not in trace.functions:
+            if any(isinstance(other, Function) and other.name == self.name for other in trace.functions):
+                raise ProgramError(f"call: two functions are named @{self.name}; give one of their functions another name", location)
+            trace.functions[self] = None
+            made = traced(self._function, _Trace(trace.mesh, trace.functions, trace.sources), self._inputs, "function", self._location)
+            trace.functions[self] = made
+        found = trace.functions[self]
         if found is None:
-            raise ProgramError(f"call: @{self.name} calls itself; a block is traced once and has no end then, use a Python loop", location)
+            raise ProgramError(f"call: @{self.name} calls itself, and would be traced without end; use a Python loop", location)
         return found
