@@ -355,5 +355,5 @@ def test_sibling_bodies_may_share_a_name() -> None:
 def test_a_gather_of_shards_that_may_be_uneven() -> None:
     head = "host @t(%x: f32[M@x, K]) -> (%y: f32[K, M]) mesh(x=2) uneven(M) {\n"
     verify_host(host_text.parse(head + "all_gather %x -> %y along 1 on x\n}\n"))
-    with pytest.raises(ProgramError, match=r"this rank's block of %y along dim 0 has M\*part\(K, x\) elements"):
+    with pytest.raises(ProgramError, match=r"this rank's block of %y along dim 0 has M\*local\(K, x\) elements"):
         verify_host(host_text.parse(head.replace("(M)", "(M, K)") + "all_gather %x -> %y along 0 on x\n}\n"))

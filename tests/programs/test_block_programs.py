@@ -156,7 +156,7 @@ def test_32_layers_of_llama() -> None:
     assert time.process_time() - started < 5
     assert [block.name for block in host.functions] == ["layer"]
     communications = Counter(type(i).__name__ for i in ir.walk(host.functions[0].body) if isinstance(i, ir.Communication))
-    assert communications == {"AllGather": 4, "ReduceScatter": 4}  # each twice, on either side of a branch on sizes
+    assert communications == {"AllGather": 2, "ReduceScatter": 2}  # of rows that may be uneven, too
     source = render(host)["program.cpp"]
     assert source.count("void Program::layer(") == 1
     assert source.count("  layer(") == 3  # the first and the last one, and between them a loop
