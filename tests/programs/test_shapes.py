@@ -122,13 +122,13 @@ def test_a_sum_of_sizes_that_ranks_share() -> None:
 def test_views_of_more_dims_than_arrays_have() -> None:
     """A communication along a dim that divides makes a view with one more, of blocks: kernels that copy it, and their launches, take any number."""
 
-    @hw.fusion(mesh=hw.Mesh(x=2, y=2), x=hw.f32["A", 3, "2*C@x", 2, "2*E@y", 3, 4, "H"])
+    @hw.fusion(mesh=hw.Mesh(x=2, y=2), x=hw.f32["A", 3, "4@x", 2, "4@y", 3, 4, "H"])
     def turned(x):  # type: ignore[no-untyped-def]
-        return hw.reshard(x, "A", 3, "2*C", 2, "2*E@y", 3, "4@x", "H"), hw.reshard(x, "A", 3, "2*C", 2, "2*E", 3, 4, "H")
+        return hw.reshard(x, "A", 3, 4, 2, "4@y", 3, "4@x", "H"), hw.reshard(x, "A", 3, 4, 2, 4, 3, 4, "H")
 
     text = str(lowered(turned))
     assert max(view.count(",") for view in re.findall(r"reshape .* to (.*)", text)) >= 8
-    arrays = integer_arrays(turned, {"A": 2, "C": 2, "E": 2, "H": 2}, seed=0)
+    arrays = integer_arrays(turned, {"A": 2, "H": 2}, seed=0)
     for seed in range(3):
         with seeded(seed):
             expect(turned, arrays, compiled(turned).run(**arrays, ranks=True), exact=True)
