@@ -120,7 +120,9 @@ def test_a_sum_of_sizes_that_ranks_share() -> None:
 
 
 def test_views_of_more_dims_than_arrays_have() -> None:
-    """A communication along a dim that divides makes a view with one more, of blocks: kernels that copy it, and their launches, take any number."""
+    """A communication along a dim makes a view with one more, of blocks: kernels that copy it, and their launches, take any number.
+
+    Of a dim that divides: others are packed."""
 
     @hw.fusion(mesh=hw.Mesh(x=2, y=2), x=hw.f32["A", 3, "4@x", 2, "4@y", 3, 4, "H"])
     def turned(x):  # type: ignore[no-untyped-def]
