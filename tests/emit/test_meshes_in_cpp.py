@@ -6,7 +6,7 @@ import pytest
 
 import hostweave as hw
 from hostweave.emit import render
-from hostweave.emit.meshes import coordinate, membership, place
+from hostweave.emit.meshes import coordinate, membership, rank_in_group
 from hostweave.host_ir.ir import HostProgram
 from hostweave.types.mesh import Mesh
 
@@ -33,8 +33,8 @@ def test_who_is_in_a_mesh(mesh: Mesh, name: str, is_in: str) -> None:
 def test_places() -> None:
     four = LINE.ranks(range(4, 8), dp=2, tp=2)
     assert [coordinate(four, axis) for axis in ("dp", "tp")] == ["(rank_.index() - 4) / 2", "(rank_.index() - 4) % 2"]
-    assert place(four, ("dp", "tp")) == "rank_.index() - 4"
-    assert place(four, ("tp", "dp")) == "(rank_.index() - 4) % 2 * 2 + (rank_.index() - 4) / 2"
+    assert rank_in_group(four, ("dp", "tp")) == "rank_.index() - 4"
+    assert rank_in_group(four, ("tp", "dp")) == "(rank_.index() - 4) % 2 * 2 + (rank_.index() - 4) / 2"
     assert coordinate(LINE.ranks([5, 0], x=2), "x") == "hw::index_in({5, 0}, rank_.index())"
     assert [coordinate(GRID, axis) for axis in ("dp", "tp")] == ["rank_.index() / 4", "rank_.index() % 4"]
 

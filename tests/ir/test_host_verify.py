@@ -193,13 +193,13 @@ BODIES = {
         "text:4: @t: all_to_all %b -> %c on x: %b is f32[3]: 2 ranks cannot be seen to share it evenly; give it a dim of 2, a block a rank"
     ),
     "collective_permute %x -> %y from [1] on x": (
-        "text:2: @t: collective_permute %x -> %y from [1] on x: a process group of 2 needs 2 sources, each a place below 2 or none"
+        "text:2: @t: collective_permute %x -> %y from [1] on x: a process group of 2 needs 2 sources, each below 2 or none"
     ),
     "collective_permute %x -> %y from [none, 2] on x": (
-        "text:2: @t: collective_permute %x -> %y from [none, 2] on x: a process group of 2 needs 2 sources, each a place below 2 or none"
+        "text:2: @t: collective_permute %x -> %y from [none, 2] on x: a process group of 2 needs 2 sources, each below 2 or none"
     ),
     "collective_permute %x -> %y from [1, 1] on x": (
-        "text:2: @t: collective_permute %x -> %y from [1, 1] on x: place 1 is named twice: a rank sends to one other; use a broadcast"
+        "text:2: @t: collective_permute %x -> %y from [1, 1] on x: rank 1 is named twice: a rank sends to one other; use a broadcast"
     ),
     "barrier %y on x": "text:2: @t: barrier %y on x: %y is f32[M/2, 4]: a barrier needs one number, such as i32[1]",
     "if rank.x == 0 {\nall_reduce sum %x -> %y on x\n}": (

@@ -74,14 +74,14 @@ def order(instances: Instances, met: list[Meeting]) -> Order:
         last = [0] * len(streams)
         last[0] = clocks[first][first] = 1
         callers.append(Task(Operation(ir.Instruction(), rank, None, ()), first, 1))
-        held: dict[int, Task] = {}  # the last task of each stream
+        latest: dict[int, Task] = {}  # the last task of each stream
         posted: Task | None = None  # the last communication
         for operation in operations:
             k = number_of[operation.stream]
             last[k] += 1
             task = tasks[operation] = Task(operation, first + k, last[k])
-            if k in held:
-                _after(task, held[k], "comes after")
+            if k in latest:
+                _after(task, latest[k], "comes after")
             for waited in operation.waits:
                 _after(task, tasks[waited], "waits for")
                 if tasks[waited].lane != task.lane:
@@ -89,10 +89,10 @@ def order(instances: Instances, met: list[Meeting]) -> Order:
             for member in operation.members:
                 tasks[member] = task
             if operation.takes_turns:
-                if posted is not None and posted is not held.get(k):
+                if posted is not None and posted is not latest.get(k):
                     _after(task, posted, "is posted after")
                 posted = task
-            held[k] = task
+            latest[k] = task
     for meeting in met:
         _meet(meeting, tasks)
     return Order(instances, list(dict.fromkeys(tasks.values())), callers, clocks)

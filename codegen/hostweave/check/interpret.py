@@ -143,12 +143,12 @@ class _Rank:
 
     def received(self, part: Operation) -> Array:
         """What a communication brings to this rank, in the order of its elements."""
-        instruction, place = part.instruction, part.process_group.index(self.rank)
+        instruction, rank_in_group = part.instruction, part.process_group.index(self.rank)
         sent = [array for source in self.world.met[part].sources(part) if (array := self.world.posted[source]) is not None]
         if isinstance(instruction, ir.Reduction):
             sent = [_reduced(instruction.op, sent)]
         if isinstance(instruction, ir.Collective) and instruction.takes_block:
-            sent = [array.ravel()[shares(array.shape, instruction.sent_along, part.process_group)[place]] for array in sent]
+            sent = [array.ravel()[shares(array.shape, instruction.sent_along, part.process_group)[rank_in_group]] for array in sent]
         return np.concatenate([array.ravel() for array in sent]) if sent else np.zeros(1)
 
     def compute(self, operation: Operation) -> None:

@@ -37,12 +37,12 @@ def instantiate(program: ir.HostProgram, sizes: Sizes) -> Instances:
     parts = [atom for atom in atoms if isinstance(atom, LocalSize)]
     program = inlined(program)
     bound: dict[tuple[int, ...], tuple[_Binder, list[Step]]] = {}  # one for all ranks that hold as much
-    held, roots, ranks = [], [], []
+    local_sizes, roots, ranks = [], [], []
     for rank in range(program.mesh.size):
-        held.append(RankSizes(sizes, program.mesh, rank))
-        key = tuple(size_of(program, held[-1], Size(1, (part,)), None) for part in parts)
+        local_sizes.append(RankSizes(sizes, program.mesh, rank))
+        key = tuple(size_of(program, local_sizes[-1], Size(1, (part,)), None) for part in parts)
         if key not in bound:
-            binder = _Binder(program, held[-1])
+            binder = _Binder(program, local_sizes[-1])
             bound[key] = binder, binder.body(program.body)
         binder, body = bound[key]
         run = _Run(program, rank)
@@ -50,7 +50,7 @@ def instantiate(program: ir.HostProgram, sizes: Sizes) -> Instances:
             step(run)
         roots.append(binder.roots)
         ranks.append(tuple(run.operations))
-    return Instances(program, tuple(held), tuple(roots), tuple(ranks))
+    return Instances(program, tuple(local_sizes), tuple(roots), tuple(ranks))
 
 
 # --- running the control flow -----------------------------------------------------------------------------------------
@@ -199,12 +199,12 @@ def _deallocate(b: _Binder, i: ir.Deallocate) -> Step:
 def _view(b: _Binder, i: ir.View) -> Step:
     type = b.types[i.src]
     b.define(i.out, i.type_of(type), i)
-    source, held, where, chosen = b.layouts[i.src], b.layouts[i.out], b.expr(i.offset), b.expr(i.chosen_by or Const(1))
+    source, result, where, chosen = b.layouts[i.src], b.layouts[i.out], b.expr(i.offset), b.expr(i.chosen_by or Const(1))
     first, *_, last = (i.src, *ir.names(i, "alias"))
-    distance = b.size(i.stride(type), i) * source.dtype.itemsize if held.count else 0
+    distance = b.size(i.stride(type), i) * source.dtype.itemsize if result.count else 0
     count = b.size(chunk[2], i) if (chunk := i.chunk_of(type)) else 0
     dim, _, indices = i.span if i.span and not chunk else (0, None, None)
-    spread = b.size(indices, i) if indices is not None and held.shape[dim] else 0  # where nothing is held it may begin anywhere
+    spread = b.size(indices, i) if indices is not None and result.shape[dim] else 0  # where there is nothing it may begin anywhere
 
     def step(run: _Run) -> None:
         value = where(run.environment)
@@ -357,8 +357,8 @@ def _join(b: _Binder, i: ir.Join) -> Step:
     streams = [(i.stream, k) for k in range(_count(b.program.streams, i.stream))]
 
     def step(run: _Run) -> None:
-        held = tuple([run.last[stream] for stream in streams if stream in run.last])
-        run.issue(Operation(i, run.rank, None, run.steps, waits=held))
+        running = tuple([run.last[stream] for stream in streams if stream in run.last])
+        run.issue(Operation(i, run.rank, None, run.steps, waits=running))
         run.freed.update({stream: run.kept.pop(stream) for stream in streams if stream in run.kept})
 
     return step

@@ -62,7 +62,7 @@ class CppExprPrinter:
 
     `sizes` maps symbolic sizes to C++ names, in the order in which a product names them; `multiples` says what is known
     to divide them, so that `M/8*K` is written `M / 8 * K`. `variables` and `coordinates` hold the C++ names of loop indices
-    and of this rank's place along the axes of meshes; along no axis it is its number. `mesh` is the one that expressions speak of.
+    and of this rank's coordinate along the axes of meshes; along no axis it is its number. `mesh` is the one that expressions speak of.
     """
 
     mesh: Mesh
@@ -136,7 +136,7 @@ class CppExprPrinter:
         yield
         self.ranges = before
 
-    def place(self, axis: str) -> str:
+    def coordinate(self, axis: str) -> str:
         """Where this rank stands along an axis of the present mesh."""
         return self.coordinates[self.mesh, axis]
 
@@ -158,7 +158,7 @@ class CppExprPrinter:
             case Var(name):
                 return self.variables[name]
             case Coordinate(axis):
-                return self.place(axis)
+                return self.coordinate(axis)
             case Rank():
                 return self.rank()
             case Symbol(size):

@@ -13,9 +13,9 @@ from hostweave.emit.context import WORKSPACE, Plan, ProgramContext, Routes, Temp
 from hostweave.emit.copies import copied, copy_kernel, fill_kernel
 from hostweave.emit.cpp import CUDA_TYPES
 from hostweave.emit.layers import Element, Words, arrays_of, rolled
-from hostweave.emit.meshes import place
+from hostweave.emit.meshes import rank_in_group
 from hostweave.emit.templates import COMMON, lay_out
-from hostweave.fusion_ir.user_kernel import UserKernel, elements, held_of
+from hostweave.fusion_ir.user_kernel import UserKernel, elements, local_size
 from hostweave.host_ir import ir
 from hostweave.host_ir.expr import Const, Coordinate, Expr
 from hostweave.host_ir.text import print_instruction
@@ -175,8 +175,8 @@ class Emitter:
         if i.out in self.arrays:
             return self.allocate_in_array(i, begin)
         member = self.members.of(f"{self.function}_{i.out}" if self.function else i.out, f"buffer {len(self.temporaries)}")
-        held = "".join(f", also %{other}" for other in self.others.get(i.out, ()))
-        pointer, comment = f"{i.type.dtype.cpp}*", f"%{i.out}: {i.type}{held}" + (f" of @{self.function}" if self.function else "")
+        others = "".join(f", also %{other}" for other in self.others.get(i.out, ()))
+        pointer, comment = f"{i.type.dtype.cpp}*", f"%{i.out}: {i.type}{others}" + (f" of @{self.function}" if self.function else "")
         if begin.place.stream is None:
             self.temporaries[begin] = Temporary(f"{pointer} {member} = nullptr", member, self.count_of(i.type), comment)
             self.buffers[i.out] = Buffer(member, i.type, i.out, read_only=False)
@@ -269,7 +269,7 @@ class Emitter:
         arguments = []
         for argument in source.arguments:
             if argument.dim:
-                arguments.append(self.integers.size(held_of(argument.dim, mesh, uneven)))
+                arguments.append(self.integers.size(local_size(argument.dim, mesh, uneven)))
             elif argument.type:
                 arguments.append(self.access("reads" if argument.role == "in" else "writes", next(buffers[argument.role])))
             else:
@@ -355,7 +355,7 @@ class Emitter:
         words = [self.integers.alone(cut.held)] + ([str(cut.blocks)] if cut.blocks > 1 else [])
         if cut.blocks > 1 and cut.local:
             mesh, whole = cut.local.mesh_in(self.program.mesh), self.integers.alone(cut.whole)
-            words += [whole, f"hw::local_begin({whole}, {mesh.size_of(cut.local.axes)}, {place(mesh, cut.local.axes)})"]
+            words += [whole, f"hw::local_begin({whole}, {mesh.size_of(cut.local.axes)}, {rank_in_group(mesh, cut.local.axes)})"]
         return f"{{{', '.join(words)}}}"
 
     # --- streams, events, control ---

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hostweave.emit import context
 from hostweave.emit.arguments import Argument
 from hostweave.emit.cpp import CppExprPrinter
-from hostweave.emit.meshes import coordinate, membership, place
+from hostweave.emit.meshes import coordinate, membership, rank_in_group
 from hostweave.emit.parts import multiples
 from hostweave.emit.program import Program
 from hostweave.host_ir import ir
@@ -139,7 +139,7 @@ def main_view(view: Program, reference: Reference | str) -> Main:
     def tensor(number: int, parameter: Parameter, argument: Argument) -> tuple[str, str, str, str, str, int]:
         cpp = "uint8_t" if argument.cpp == "bool" else argument.cpp  # a std::vector<bool> has no data()
         own = parameter.type.mesh_in(mesh)
-        shards = [(str(own.size_of(dim.axes)), place(own, dim.axes, RANK)) if dim.axes else () for dim in parameter.type.dims]
+        shards = [(str(own.size_of(dim.axes)), rank_in_group(own, dim.axes, RANK)) if dim.axes else () for dim in parameter.type.dims]
         dims = [f"{{{', '.join((integers.alone(dim.size), *of))}}}" for dim, of in zip(parameter.type.dims, shards, strict=True)]
         return argument.name, argument.member, cpp, argument.dtype, "{" + ", ".join(dims) + "}", number
 
@@ -187,7 +187,7 @@ def _channel(channel: context.Channel, program: Mesh) -> Channel:
     mesh, axes = channel.ir.mesh, channel.ir.axes
     others = tuple(name for name, _ in mesh.axes if name not in axes)
     key = f'"{mesh}", "{channel.along}"' if channel.flag else f'kMesh, "{channel.along}"'
-    return Channel(key, place(mesh, others, RANK), place(mesh, axes, RANK), channel.ir.size, _condition(mesh, program))
+    return Channel(key, rank_in_group(mesh, others, RANK), rank_in_group(mesh, axes, RANK), channel.ir.size, _condition(mesh, program))
 
 
 def _condition(mesh: Mesh, program: Mesh) -> str:

@@ -21,15 +21,15 @@ def membership(mesh: Mesh, world: int, rank: str = RANK) -> str:
 
 
 def coordinate(mesh: Mesh, axis: str, rank: str = RANK) -> str:
-    """The place along an axis of a rank that is in the mesh."""
+    """The coordinate along an axis of a rank that is in the mesh."""
     at = [name for name, _ in mesh.axes].index(axis)
     inner = prod(size for _, size in mesh.axes[at + 1 :])
     further = (f" / {inner}" if inner > 1 else "") + (f" % {mesh.axes[at][1]}" if at else "")
     return _factor(index(mesh, rank)) + further if further else index(mesh, rank)
 
 
-def place(mesh: Mesh, axes: tuple[str, ...], rank: str = RANK) -> str:
-    """The place of a rank among the ranks that differ along these axes."""
+def rank_in_group(mesh: Mesh, axes: tuple[str, ...], rank: str = RANK) -> str:
+    """The number of a rank among the ranks that differ along these axes."""
     if axes == tuple(name for name, _ in mesh.axes):
         return index(mesh, rank)
     text = ""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import lcm
 
 from hostweave.emit.cpp import CppExprPrinter
-from hostweave.emit.meshes import place
+from hostweave.emit.meshes import rank_in_group
 from hostweave.host_ir import ir
 from hostweave.host_ir.expr import Symbol, leaves
 from hostweave.host_ir.size_requirements import trip_counts, types_in
@@ -16,7 +16,7 @@ from hostweave.types.size import CeilDiv, Factor, LocalSize, Share, Size
 
 @dataclass(frozen=True)
 class Local:
-    """An integer that a function names: the block of a size that ranks share, what this rank holds of it, or a coordinate."""
+    """An integer that a function names: the greatest local size of a size that ranks share, this rank's local size, or a coordinate."""
 
     name: str
     value: str
@@ -41,7 +41,7 @@ def part_view(program: ir.HostProgram, integers: CppExprPrinter, part: Share) ->
     """`hw::local_size(M, 8, rank_.index())`"""
     arguments = [integers.size(part.size), str(part.ranks_in(program.mesh))]
     if isinstance(part, LocalSize):
-        arguments.append(place(part.mesh_in(program.mesh), part.axes))
+        arguments.append(rank_in_group(part.mesh_in(program.mesh), part.axes))
     return Local(integers.sizes[part], f"hw::{'ceil_div' if isinstance(part, CeilDiv) else 'local_size'}({', '.join(arguments)})")
 
 

@@ -87,7 +87,7 @@ class Value:
 class Op:
     """One operation: `%result = kind(%operand, ..., attribute=...)`. What each kind means is in `ops/`.
 
-    An operand is the name of a value, or a number in the dtype of the tensors beside it. A call holds the block that it calls, a
+    An operand is the name of a value, or a number in the dtype of the tensors beside it. A call has the function that it calls, a
     kernel of the user its source. Ops are equal where they read alike: to Python 0.0 is -0.0, 1 is True, and NaN is not itself.
     """
 

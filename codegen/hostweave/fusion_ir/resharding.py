@@ -28,7 +28,7 @@ class ReshardStep:
     """What one reshard does over mesh `axes`; of an op, what its kind and attributes say.
 
     `dim` is the one gathered, scattered or sliced; an all_to_all takes the axes from it to dim `to`. Of a permute_shards each rank gets
-    the shard of rank `sources[i]` of its process group, i being its own place there. A reduce leaves the result on the rank at place
+    the shard of rank `sources[i]` of its process group, i being its own number there. A reduce leaves the result on rank
     `root` of each process group, and a transfer moves what is not partial to another mesh, by the routes of `blocks`. These three say the
     `target`.
     """
@@ -102,12 +102,12 @@ class ReshardStep:
         is_permute = replace(self, sources=None) in _permutes(type, target, type.mesh_in(mesh))
         return is_permute and [have.get(place) for place in self.sources] == want
 
-    def received(self, held: Fraction, mesh: Mesh) -> Fraction:
-        """How much of the data reaches a rank of that mesh that held so much before."""
+    def received(self, share: Fraction, mesh: Mesh) -> Fraction:
+        """How much of the data reaches a rank of that mesh that had so much before."""
         ranks = mesh.size_of(self.axes)
         others = Fraction(ranks - 1, ranks)
         times = {"shard": Fraction(0), "all_gather": Fraction(ranks - 1), "permute_shards": Fraction(1), "all_reduce": 2 * others}
-        return held * times.get(self.kind, others)
+        return share * times.get(self.kind, others)
 
 
 def step_of(op: Op) -> ReshardStep:
@@ -161,11 +161,11 @@ def _plan(source: TensorType, target: TensorType, mesh: Mesh, sizes: tuple[tuple
         if type in done:
             continue
         done.add(type)
-        held = _held(type, mesh, known)
+        share = _share(type, mesh, known)
         for change in _moves(type, target, mesh):
             found += 1  # keeps the heap from comparing types
             preferred = (*kinds, (RESHARD_STEPS.index(change.kind), -1 if change.dim is None else change.dim))
-            total = moved + change.received(held, on)
+            total = moved + change.received(share, on)
             heappush(queue, (total, len(steps) + 1, preferred, found, change.applied(type, mesh), (*steps, change)))
     return None
 
@@ -181,7 +181,7 @@ def _step_across_meshes(source: TensorType, target: TensorType, program: Mesh) -
 
 
 def _reduces(source: TensorType, target: TensorType, program: Mesh) -> Iterator[ReshardStep]:
-    """A partial to the ranks at one place of their groups: the target where they are its ranks, else they keep the other mesh axes."""
+    """A partial to the ranks of one number in their groups: the target where they are its ranks, else they keep the other mesh axes."""
     assert source.partial is not None
     mesh, op, axes = source.mesh_in(program), source.partial.op, source.partial.axes
     kept = tuple((name, size) for name, size in mesh.axes if name not in axes)
@@ -222,13 +222,13 @@ def _scattered(source: TensorType, target: TensorType, program: Mesh) -> Iterato
             yield i
 
 
-def _held(type: TensorType, mesh: Mesh, sizes: Mapping[str, int]) -> Fraction:
+def _share(type: TensorType, mesh: Mesh, sizes: Mapping[str, int]) -> Fraction:
     """Elements that a rank holds."""
-    held = Fraction(1)
+    share = Fraction(1)
     for size in type.local_shape(mesh):
         factors = (sizes.get(factor, DEFAULT_SIZE) if isinstance(factor, str) else DEFAULT_SIZE for factor in size.factors)
-        held *= Fraction(size.coefficient * prod(factors), size.divisor)
-    return held
+        share *= Fraction(size.coefficient * prod(factors), size.divisor)
+    return share
 
 
 def _moves(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[ReshardStep]:
@@ -281,13 +281,13 @@ def _permutes(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[Resha
 
 
 def _sources(axes: Axes, source: TensorType, target: TensorType, program: Mesh) -> tuple[int, ...]:
-    """From which place in the process group each place gets its shard, itself where it has it already."""
+    """From which rank of the process group each rank gets its shard, itself where it has it already."""
     have, want = _shards(source, axes, program), _shards(target, axes, program)
     holders: dict[tuple[int, ...], list[int]] = {}
-    for place, shard in enumerate(have):
-        if want[place] != shard:
-            holders.setdefault(shard, []).append(place)
-    return tuple(place if have[place] == shard else holders[shard].pop(0) for place, shard in enumerate(want))
+    for rank, shard in enumerate(have):
+        if want[rank] != shard:
+            holders.setdefault(shard, []).append(rank)
+    return tuple(rank if have[rank] == shard else holders[shard].pop(0) for rank, shard in enumerate(want))
 
 
 def _shards(type: TensorType, axes: Axes, program: Mesh) -> list[tuple[int, ...]]:

@@ -94,19 +94,19 @@ def expect_one_thread(kernel: UserKernel) -> None:
             )
 
 
-def held(type: TensorType, mesh: Mesh, uneven: Sequence[str]) -> BufferType:
-    """What a rank holds of a tensor."""
+def local_type(type: TensorType, mesh: Mesh, uneven: Sequence[str]) -> BufferType:
+    """The local type of a tensor."""
     return BufferType(type.dtype, type.local_shape(mesh, uneven))
 
 
-def held_of(dim: Dim, mesh: Mesh, uneven: Sequence[str]) -> Size:
-    """What a rank holds of a dim."""
+def local_size(dim: Dim, mesh: Mesh, uneven: Sequence[str]) -> Size:
+    """The local size of a dim."""
     return TensorType(f32, (dim,)).local_shape(mesh, uneven)[0]
 
 
 def elements(kernel: UserKernel, mesh: Mesh, uneven: Sequence[str]) -> Size:
     """What the blocks of a launch share."""
-    return product(tuple(held_of(dim, mesh, uneven) for dim in kernel.grid))
+    return product(tuple(local_size(dim, mesh, uneven) for dim in kernel.grid))
 
 
 # --- text -------------------------------------------------------------------------------------------------------------

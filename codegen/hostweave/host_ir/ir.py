@@ -65,7 +65,7 @@ class Instruction:
     posts: ClassVar[str] = ""  # of a communication: send, recv or collective, each of which meets its own in order
     at_root: ClassVar[str] = ""  # the field whose buffer only the root of a collective touches
     not_at_root: ClassVar[str] = ""  # and the one that only the others do
-    takes_block: ClassVar[bool] = False  # of what each rank sends, a rank gets the block of its place in the process group
+    takes_block: ClassVar[bool] = False  # of what each rank sends, a rank gets the block of its number in the process group
     in_place: ClassVar[str] = ""  # whose bytes dst may have: the field "src" or "accumulate", or the own "block of src", "block of dst"
     location: Location | None = field(default=None, compare=False, repr=False, kw_only=True)
 
@@ -89,8 +89,8 @@ class Instruction:
         """Whether a view of one of two buffers is of the first that it names or of the second one; None: it has one."""
         return None
 
-    def senders(self, place: int, readers: tuple[T, ...]) -> tuple[T, ...]:
-        """Those whose data the rank at a place of the process group gets from a communication, of all that read."""
+    def senders(self, rank_in_group: int, readers: tuple[T, ...]) -> tuple[T, ...]:
+        """Those whose data a rank of the process group gets from a communication, of all that read."""
         return readers
 
     @property
@@ -117,7 +117,7 @@ class Instruction:
 Body = tuple[Instruction, ...]
 MAX_WORDS = 3  # ops that the name of a kernel lists
 Routes = tuple[Route, ...]
-Sources = tuple[int | None, ...]  # for each place in a process group the place that sends to it
+Sources = tuple[int | None, ...]  # for each rank of a process group the one that sends to it, by their numbers there
 
 
 # --- memory and views -------------------------------------------------------------------------------------------------
@@ -608,7 +608,7 @@ class AllToAll(Collective):
 
 @dataclass(frozen=True)
 class CollectivePermute(Collective):
-    """dst = the src of the rank that `sources` names for this one's place in the process group; a rank without a source gets zeros.
+    """dst = the src of the rank that `sources` names for this one's number in the process group; a rank without a source gets zeros.
 
     A collective permute: a rank sends to at most one other, itself included. A send and a recv in a group.
     """
@@ -620,8 +620,8 @@ class CollectivePermute(Collective):
     syntax = "collective_permute %{src} -> %{dst} from {sources} on {channel}"
     grouped = True
 
-    def senders(self, place: int, readers: tuple[T, ...]) -> tuple[T, ...]:
-        source = self.sources[place]
+    def senders(self, rank_in_group: int, readers: tuple[T, ...]) -> tuple[T, ...]:
+        source = self.sources[rank_in_group]
         return () if source is None else (readers[source],)
 
     @property

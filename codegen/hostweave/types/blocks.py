@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 from math import prod
 
-from hostweave.types.rank_sizes import Sizes, held_by
+from hostweave.types.rank_sizes import Sizes, local_range
 from hostweave.types.size import LocalSize, Size
 
 
@@ -31,7 +31,7 @@ class Cut:
         """Where each block begins in what is held, and where the last one ends."""
         held = self.local.indices(sizes) if self.local else range(self.held.bind(sizes))
         whole = self.whole.bind(sizes)
-        first = [held_by(whole, self.blocks, block).start for block in range(self.blocks)]
+        first = [local_range(whole, self.blocks, block).start for block in range(self.blocks)]
         return [min(max(start - held.start, 0), len(held)) for start in (*first, whole)]
 
     def __str__(self) -> str:

@@ -18,15 +18,15 @@ class RankSizes(dict[str, int]):
         self.mesh, self.rank = mesh, rank
 
 
-def held_by(size: int, ranks: int, place: int) -> range:
-    """The indices of a dim that the rank at `place` holds: a block of ceil(size / ranks), of which the last ranks have less or nothing."""
+def local_range(size: int, ranks: int, rank_in_group: int) -> range:
+    """The indices of a dim that one rank has: a block of ceil(size / ranks), of which the last ranks have less or nothing."""
     block = -(-size // ranks)
-    return range(min(place * block, size), min((place + 1) * block, size))
+    return range(min(rank_in_group * block, size), min((rank_in_group + 1) * block, size))
 
 
 def shares(shape: Sequence[int], dim: int | None, ranks: Sequence[int]) -> list[range]:
     """Which elements of a buffer that holds a block for each rank belong to each: of one dim what a rank holds, or as many each."""
     size = prod(shape) if dim is None else shape[dim]
     each = prod(shape) // size if size else 0
-    held = [held_by(size, len(ranks), place) for place in range(len(ranks))]
-    return [range(part.start * each, part.stop * each) for part in held]
+    own = (local_range(size, len(ranks), rank_in_group) for rank_in_group in range(len(ranks)))
+    return [range(part.start * each, part.stop * each) for part in own]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hostweave.base.errors import ArgumentError
 from hostweave.types.mesh import Mesh
-from hostweave.types.rank_sizes import held_by
+from hostweave.types.rank_sizes import local_range
 from hostweave.types.size import Size
 from hostweave.types.tensor import TensorType
 
@@ -78,8 +78,10 @@ def block_shape(type_: TensorType, mesh: Mesh, rank: int, shape: Sequence[int]) 
 def block_of(type_: TensorType, mesh: Mesh, rank: int, shape: Sequence[int]) -> tuple[slice, ...]:
     """The block of a global array of `shape` that `rank`, one of its mesh, holds. The first axis of a dim splits it outermost."""
     mesh = type_.mesh_in(mesh)
-    held = [held_by(size, mesh.size_of(dim.axes), mesh.rank_in_group(rank, dim.axes)) for dim, size in zip(type_.dims, shape, strict=True)]
-    return tuple(slice(part.start, part.stop) for part in held)
+    ranges = [
+        local_range(size, mesh.size_of(dim.axes), mesh.rank_in_group(rank, dim.axes)) for dim, size in zip(type_.dims, shape, strict=True)
+    ]
+    return tuple(slice(part.start, part.stop) for part in ranges)
 
 
 def bind_sizes(

@@ -15,7 +15,7 @@ from functools import cache
 from math import gcd, lcm, prod
 
 from hostweave.types.mesh import Mesh, _listed
-from hostweave.types.rank_sizes import RankSizes, Sizes, held_by
+from hostweave.types.rank_sizes import RankSizes, Sizes, local_range
 
 
 @dataclass(frozen=True)
@@ -161,8 +161,8 @@ class LocalSize:
         if not isinstance(sizes, RankSizes):
             raise KeyError(str(self))
         mesh = self.mesh_in(sizes.mesh)
-        place = mesh.rank_in_group(sizes.rank, self.axes) if sizes.rank in mesh.all_ranks else 0  # others never have it
-        return held_by(self.size.bind(sizes), mesh.size_of(self.axes), place)
+        rank_in_group = mesh.rank_in_group(sizes.rank, self.axes) if sizes.rank in mesh.all_ranks else 0  # others never have it
+        return local_range(self.size.bind(sizes), mesh.size_of(self.axes), rank_in_group)
 
     def __str__(self) -> str:
         on = ""

@@ -56,7 +56,7 @@ def infer_type(op: Op, operands: Types) -> TensorType:
 
 
 def _common_mesh(op: Op, operands: Types) -> Mesh | None:
-    """The mesh of an op: a reshard to another one says it, so does a block, all others have that of their operands."""
+    """The mesh of an op: a reshard to another one says it, so does a function, all others have that of their operands."""
     if op.callee and op.kind == "output":
         return op.callee.output_types[op[INDEX]].mesh
     if op.callee:

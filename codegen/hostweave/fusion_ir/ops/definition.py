@@ -44,7 +44,7 @@ class OpDef:
     `infer(operand types, op)` gives the result's dtype and global shape, or raises Mismatch. `map(operand types, op)` gives the
     indices that operands and result share. `numpy(np, *arrays, **attributes)` computes it on arrays; where the result's shape or
     dtype is part of what the user states (`target`) it also gets `shape` or `dtype`, or both where that is `type`; a call gets `run`,
-    which computes its block.
+    which computes its function.
     """
 
     arity: int | None  # None: one or more

@@ -77,10 +77,10 @@ def _collective_permute(c: Checker, i: ir.CollectivePermute, size: int) -> None:
     _as_much(c, i, size)
     named = [source for source in i.sources if source is not None]
     if len(i.sources) != size or any(source >= size for source in named):
-        c.fail(f"a process group of {size} needs {size} sources, each a place below {size} or none")
+        c.fail(f"a process group of {size} needs {size} sources, each below {size} or none")
     if len(set(named)) < len(named):
         twice = next(source for source in named if named.count(source) > 1)
-        c.fail(f"place {twice} is named twice: a rank sends to one other; use a broadcast")
+        c.fail(f"rank {twice} is named twice: a rank sends to one other; use a broadcast")
 
 
 def _barrier(c: Checker, i: ir.Barrier, size: int) -> None:

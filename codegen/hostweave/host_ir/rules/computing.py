@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hostweave.fusion_ir.ops.reductions import why_no_product, widens
-from hostweave.fusion_ir.user_kernel import UserKernel, held
+from hostweave.fusion_ir.user_kernel import UserKernel, local_type
 from hostweave.host_ir import ir
 from hostweave.host_ir.rules.checker import Checker, Rule, Scope
 from hostweave.host_ir.size_requirements import slack
@@ -110,7 +110,7 @@ def _launch_source(c: Checker, i: ir.Launch, source: UserKernel) -> None:
         for name, type in zip(names, types, strict=True):
             if type.mesh_in(c.mesh) != c.mesh:
                 c.fail(f"@{source.name} {role} {type}, and is launched on {c.mesh}: launch it on the mesh of its types")
-            wanted = held(type, c.mesh, c.program.uneven)
+            wanted = local_type(type, c.mesh, c.program.uneven)
             if (c.types[name].dtype, c.types[name].shape) != (wanted.dtype, wanted.shape):
                 c.fail(f"%{name} is {c.types[name]}, and @{source.name} {role} {wanted}")
             if c.types[name].strides is not None:

@@ -225,10 +225,10 @@ class _Choice:
         if member.change and member.changes_streamed_dim("all_gather"):
             axes += member.change.axes
         size = member.op.result.type.shape[member.dim]
-        held = size // member.op.result.type.mesh_in(self.mesh).size_of(axes)
-        if stream.chunks and held.is_int and int(held) % stream.chunks:
-            why = f"{stream.chunks} chunks do not divide the {held} of {size} that a rank holds of dim {member.dim} of %{member.name}"
-            raise ProgramError(f"stream of %{root.result.name}: {why}; use a divisor of {held}", root.location)
+        local = size // member.op.result.type.mesh_in(self.mesh).size_of(axes)
+        if stream.chunks and local.is_int and int(local) % stream.chunks:
+            why = f"{stream.chunks} chunks do not divide the {local} of {size} that a rank holds of dim {member.dim} of %{member.name}"
+            raise ProgramError(f"stream of %{root.result.name}: {why}; use a divisor of {local}", root.location)
 
     # --- the order of ops ---
 
