@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import scipy_openblas32
+from cuda_here import needs_cuda
 from example_programs import all_fusions, more_fusions, pipelines
 
 import hostweave as hw
@@ -136,7 +137,7 @@ CUDA = find_cuda()
 HAS_NVCC = shutil.which("nvcc", path=TOOLS) is not None
 
 
-@pytest.mark.skipif(bool(CUDA.missing) and not os.environ.get("HOSTWEAVE_REQUIRE_CUDA"), reason="no CUDA: pip install '.[cuda13]'")
+@needs_cuda
 def test_projects_compile_and_link_for_cuda(tmp_path: Path) -> None:
     """In one folder, so that the runtime is built once."""
     for name in ("ag_matmul_p2p", *(("matmul_rs_flat",) if HAS_NVCC else ())):  # kernels need nvcc here

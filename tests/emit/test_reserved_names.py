@@ -3,7 +3,6 @@ that none is forgotten, and given to dims, inputs, axes, kernels, blocks, stream
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 from collections.abc import Iterable
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cuda_here import needs_cuda
 
 import hostweave as hw
 from hostweave.base.errors import ProgramError
@@ -31,9 +31,6 @@ STANDARD = ("array", "barrier", "cstdint", "cstdio", "exception", "optional", "v
 # Of a constructor, in which nothing of the user's has another name than that of a member; and words of the preprocessor.
 HARMLESS = {"rank", "once", "pragma", "ifdef", "endif", "line"}
 ONLY_MEMBERS = ("main.cpp.j2", "binding.cpp.j2")  # the user's names are those of members there
-needs_cuda = pytest.mark.skipif(
-    bool(cuda.find_cuda().missing) and not os.environ.get("HOSTWEAVE_REQUIRE_CUDA"), reason="no CUDA headers and libraries"
-)
 
 
 def identifiers(text: str) -> set[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_sources import cuda_is_here
+from cuda_here import needs_cuda
 from whole_programs import PIPELINES, Array, compiled, expect, fusion_of, integer_arrays, lowered, random_arrays, sizes_of
 
 import hostweave as hw
@@ -86,7 +86,7 @@ def test_shards_of_any_size_in_flight() -> None:
                     expect(uneven, arrays, results, exact=True)
 
 
-@pytest.mark.skipif(not cuda_is_here(), reason="no CUDA headers and libraries: pip install '.[cuda13]'")
+@needs_cuda
 def test_shards_of_any_size_compile_for_cuda() -> None:
     program = compiled(uneven, target="cuda")
     assert "warning" not in (program.folder / "build.log").read_text()

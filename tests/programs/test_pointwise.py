@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import os
 
 import numpy as np
 import pytest
 import torch
+from cuda_here import needs_cuda
 
 import hostweave as hw
 from hostweave.base.errors import ProgramError
-from hostweave.build import cuda
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.ops import OPS, pointwise
 from hostweave.fusion_ir.reference import run_reference
@@ -92,7 +91,7 @@ def test_every_op_of_the_table(dtype: DType, target: str) -> None:
         np.testing.assert_allclose(rounded, want, rtol=rounding, atol=rounding, err_msg=f"NumPy: {kind} of {dtype}")
 
 
-@pytest.mark.skipif(bool(cuda.find_cuda().missing) and not os.environ.get("HOSTWEAVE_REQUIRE_CUDA"), reason="no CUDA headers and libraries")
+@needs_cuda
 @pytest.mark.parametrize("dtype", [hw.f64, hw.bf16, hw.i64, hw.u32], ids=str)
 def test_every_op_compiles_for_cuda(dtype: DType) -> None:
     program = hw.compile(all_ops(dtype)[1], target="cuda")

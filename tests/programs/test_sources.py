@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
+from cuda_here import needs_cuda
 from whole_programs import ONE_DEVICE, PIPELINES, SEVERAL, compiled, fusion_of
 
 import hostweave as hw
@@ -35,16 +34,7 @@ def test_emission_needs_no_toolchain(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "ncclRecv" in hw.compile(fusion("ag_matmul_p2p"), target=target).source
 
 
-def cuda_is_here() -> bool:
-    """Headers and libraries; a GPU is not needed. Where HOSTWEAVE_REQUIRE_CUDA says that they must be here, the tests run and fail."""
-    try:
-        find_target("cuda").toolchain()
-    except BuildError:
-        return bool(os.environ.get("HOSTWEAVE_REQUIRE_CUDA"))
-    return True
-
-
-@pytest.mark.skipif(not cuda_is_here(), reason="no CUDA headers and libraries: pip install '.[cuda13]'")
+@needs_cuda
 @pytest.mark.parametrize("name", NAMES)
 def test_compiles_and_links_for_cuda(name: str) -> None:
     program = compiled(fusion(name), target="cuda")

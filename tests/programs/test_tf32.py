@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
-from test_sources import cuda_is_here
+from cuda_here import needs_cuda
 from whole_programs import compiled, fusion_of, random_arrays, sizes_of
 
 import hostweave as hw
@@ -50,7 +49,7 @@ def test_the_cpu_computes_in_f32() -> None:
     assert program.folder != plain.folder
 
 
-@pytest.mark.skipif(not cuda_is_here(), reason="no CUDA headers and libraries: pip install '.[cuda13]'")
+@needs_cuda
 def test_compiles_and_links_for_cuda() -> None:
     program = compiled(products(hw.f32), "cuda", Options(tf32=True))
     assert program.module.name == "products"

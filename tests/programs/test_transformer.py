@@ -10,7 +10,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from test_sources import cuda_is_here
+from cuda_here import needs_cuda
 from transformer_reference import Array, Reference
 from whole_programs import compiled, lowered
 
@@ -138,7 +138,7 @@ def test_sequences_that_ranks_share_unevenly(name: str) -> None:
     compare(programs(VARIANTS[2])[name], SIZES | {"S": 7, "B": 3, "F": 9})
 
 
-@pytest.mark.skipif(not cuda_is_here(), reason="no CUDA headers and libraries: pip install '.[cuda13]'")
+@needs_cuda
 @pytest.mark.parametrize("name", ["gpt_sp", "llama_tp"])
 def test_compiles_for_cuda(name: str) -> None:
     program = compiled(programs(VARIANTS[4])[name], target="cuda")

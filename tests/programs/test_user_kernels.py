@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from test_sources import cuda_is_here
+from cuda_here import needs_cuda
 from whole_programs import compiled, lowered
 
 import hostweave as hw
@@ -152,7 +152,7 @@ def test_the_text_of_a_source() -> None:
     assert Fusion.parse(str(one)) == one
 
 
-@pytest.mark.skipif(not cuda_is_here(), reason="no CUDA headers and libraries: pip install '.[cuda13]'")
+@needs_cuda
 @pytest.mark.parametrize("make", [rows, flat])
 def test_compiles_for_cuda(make: Any) -> None:
     program = compiled(make(2), target="cuda")
@@ -177,7 +177,7 @@ def one(source: str | Path, name: str = "f", grid: Any = 1, args: Any = None, **
     return hw.fusion(mesh=hw.Mesh(d=2), x=hw.f32["M"])(program)
 
 
-@pytest.mark.parametrize("target", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not cuda_is_here(), reason="no CUDA"))])
+@pytest.mark.parametrize("target", ["cpu", pytest.param("cuda", marks=needs_cuda)])
 def test_a_kernel_that_does_not_compile(target: str) -> None:
     """The compiler's message, at the user's file and line."""
     with pytest.raises(BuildError) as caught:

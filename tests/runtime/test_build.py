@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cuda_here import needs_cuda
 
 import hostweave as hw
 from hostweave.base.errors import BuildError
@@ -20,10 +21,6 @@ from hostweave.build import cache, cuda, toolchain
 from hostweave.build.nvrtc import Nvrtc, units_of
 from hostweave.cli.doctor import report
 from hostweave.targets.target import find_target
-
-needs_cuda = pytest.mark.skipif(
-    bool(cuda.find_cuda().missing) and not os.environ.get("HOSTWEAVE_REQUIRE_CUDA"), reason="no CUDA headers and libraries"
-)
 
 
 @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "K"], w=hw.f32["K", "N"])

@@ -32,6 +32,13 @@ def checked(function: Callable[_P, _T]) -> Callable[_P, _T]:
     return called
 
 
+def named(function: Callable[_P, _T], name: str, doc: str) -> Callable[_P, _T]:
+    """A function made for an entry of a table, as one that was written under this name."""
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = doc
+    return checked(function)
+
+
 def public_names(module: dict[str, object]) -> list[str]:
     """The names of a module's checked functions, for its `__all__`."""
     return [name for name, value in module.items() if hasattr(value, "__wrapped__") and not name.startswith("_")]

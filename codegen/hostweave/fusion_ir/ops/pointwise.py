@@ -6,7 +6,7 @@ from collections.abc import Callable
 from math import erf as _erf_of_float
 from typing import TYPE_CHECKING, Any
 
-from hostweave.base.signatures import checked, public_names
+from hostweave.base.signatures import named, public_names
 from hostweave.fusion_ir.frontend.recording import Binary, Unary, record
 from hostweave.fusion_ir.index_map import IndexMap
 from hostweave.fusion_ir.ir import Op, Scalar
@@ -57,12 +57,11 @@ def _unary(kind: str, doc: str, cpp: str, numpy: Callable[..., Any], *, kinds: t
         return record(kind, x)
 
     written = f"Also `{OPS[kind].written}`. " if OPS[kind].written else ""
-    function.__name__ = function.__qualname__ = kind
-    function.__doc__ = (
+    doc = (
         f"{doc}\n\n{written}Takes {_WORDS[kinds]}; the result has the shape and dtype of x. Raises ProgramError for other dtypes.\n\n"
         f"Example: `x: {'bool' if kinds == BOOLS else 'f32'}[M, N]` gives a tensor of that type by `hw.{kind}(x)`."
     )
-    return checked(function)
+    return named(function, kind, doc)
 
 
 def _rounding(kind: str, doc: str, function: str) -> Unary:
@@ -84,13 +83,12 @@ def _binary(kind: str, doc: str, cpp: str, kinds: tuple[str, ...] = NUMBERS, is_
 
     also, result = f"Also `{OPS[kind].written}`. " if OPS[kind].written else "", "The result is bool. " if is_comparison else ""
     given = "bool[M, N]` and `b: bool" if kinds == BOOLS else "f32[M, N]` and `b: f32"
-    function.__name__ = function.__qualname__ = kind
-    function.__doc__ = (
+    doc = (
         f"{doc}\n\n{also}Takes {_WORDS[kinds]}, both of one dtype, which a Python number beside a tensor has, too.\n"
         f"Dims broadcast from the right. {result}Raises ProgramError for operands that do not fit.\n\n"
         f"Example: `a: {given}[N]` give `{'bool' if is_comparison or kinds == BOOLS else 'f32'}[M, N]` by `hw.{kind}(a, b)`."
     )
-    return checked(function)
+    return named(function, kind, doc)
 
 
 def _erf(np: Any, x: Any) -> Any:

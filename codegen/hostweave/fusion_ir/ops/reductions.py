@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hostweave.base.errors import Location
-from hostweave.base.signatures import checked, public_names
+from hostweave.base.signatures import named, public_names
 from hostweave.fusion_ir.frontend.recording import Axis, Reduction, dims_of, record
 from hostweave.fusion_ir.index_map import ONE, IndexMap, Labels, aligned, numbered
 from hostweave.fusion_ir.ir import Op
@@ -78,13 +78,12 @@ def _reduction(
     def function(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, keepdims: bool = False) -> Tensor:
         return record(kind, x, axis=dims_of(x, axis, kind, Location.of_caller()), keepdims=keepdims)
 
-    function.__name__ = function.__qualname__ = kind
-    function.__doc__ = (
+    doc = (
         f"{doc}\n\nOver `axis`, an int, a dim name or a tuple of them, by default all dims; with `keepdims` they stay, with one element.\n"
         f"The dtype is that of x. Over a sharded dim ranks reduce their blocks, then their results. Raises ProgramError.\n\n"
         f"Example: `x: f32[M, N]` gives `f32[M]` by `hw.{kind}(x, axis=-1)`."
     )
-    return checked(function)
+    return named(function, kind, doc)
 
 
 def _bound(np: Any, x: Any, sign: int) -> Any:
