@@ -19,7 +19,7 @@ from hostweave.types.tensor import BufferType
 
 
 @dataclass(frozen=True)
-class Channel:
+class Shards:
     """Who communicates, and which dim of the buffers holds a block a rank (None for all_reduce)."""
 
     mesh: Mesh
@@ -44,23 +44,23 @@ class Channel:
 # --- collectives ------------------------------------------------------------------------------------------------------
 
 
-def all_gather(b: Builder, src: str, dst: str, channel: Channel, steps: Steps | None) -> None:
-    with destination_blocks(b, dst, channel, steps, b.types[src]) as landing:
-        b.emit(ir.AllGather(contiguous_source(b, src, steps), landing, b.channel(channel.axes), channel.along))
+def all_gather(b: Builder, src: str, dst: str, shards: Shards, steps: Steps | None) -> None:
+    with destination_blocks(b, dst, shards, steps, b.types[src]) as landing:
+        b.emit(ir.AllGather(contiguous_source(b, src, steps), landing, b.channel(shards.axes), shards.along))
 
 
-def reduce_scatter(b: Builder, src: str, dst: str, op: str, channel: Channel, steps: Steps | None) -> None:
-    blocks = source_blocks(b, src, channel, steps, b.types[dst])
+def reduce_scatter(b: Builder, src: str, dst: str, op: str, shards: Shards, steps: Steps | None) -> None:
+    blocks = source_blocks(b, src, shards, steps, b.types[dst])
     with packed_destination(b, dst, steps) as landing:
-        b.emit(ir.ReduceScatter(blocks, landing, op, b.channel(channel.axes), channel.along))
+        b.emit(ir.ReduceScatter(blocks, landing, op, b.channel(shards.axes), shards.along))
 
 
-def all_reduce(b: Builder, src: str, dst: str, op: str, channel: Channel, steps: Steps | None) -> None:
+def all_reduce(b: Builder, src: str, dst: str, op: str, shards: Shards, steps: Steps | None) -> None:
     with packed_destination(b, dst, steps) as landing:
-        b.emit(ir.AllReduce(contiguous_source(b, src, steps), landing, op, b.channel(channel.axes)))
+        b.emit(ir.AllReduce(contiguous_source(b, src, steps), landing, op, b.channel(shards.axes)))
 
 
-def all_to_all(b: Builder, src: str, dst: str, cut: Channel, joined: Channel, steps: Steps | None) -> None:
+def all_to_all(b: Builder, src: str, dst: str, cut: Shards, joined: Shards, steps: Steps | None) -> None:
     """Dim `cut.dim` of src goes out block by block, and what comes in stands along dim `joined.dim` of dst."""
     blocks = source_blocks(b, src, cut, steps)
     with destination_blocks(b, dst, joined, steps) as landing:
@@ -72,20 +72,20 @@ def collective_permute(b: Builder, src: str, dst: str, sources: ir.Sources, axes
         b.emit(ir.CollectivePermute(contiguous_source(b, src, steps), landing, sources, b.channel(axes)))
 
 
-def source_blocks(b: Builder, src: str, channel: Channel, steps: Steps | None, block: BufferType | None = None) -> str:
+def source_blocks(b: Builder, src: str, shards: Shards, steps: Steps | None, block: BufferType | None = None) -> str:
     """Memory with a block of `src` a rank, one after another."""
-    if channel.is_uneven:
-        return packed_source(b, contiguous_source(b, src, steps), channel.cuts(b.types[src]), steps)
-    return contiguous_source(b, equal_blocks(b, src, channel, block), steps)
+    if shards.is_uneven:
+        return packed_source(b, contiguous_source(b, src, steps), shards.cuts(b.types[src]), steps)
+    return contiguous_source(b, equal_blocks(b, src, shards, block), steps)
 
 
 @contextmanager
-def destination_blocks(b: Builder, dst: str, channel: Channel, steps: Steps | None, block: BufferType | None = None) -> Iterator[str]:
+def destination_blocks(b: Builder, dst: str, shards: Shards, steps: Steps | None, block: BufferType | None = None) -> Iterator[str]:
     """Memory for a block of `dst` a rank, one after another, which are put where they belong afterwards."""
-    view = dst if channel.is_uneven else equal_blocks(b, dst, channel, block)
+    view = dst if shards.is_uneven else equal_blocks(b, dst, shards, block)
     with packed_destination(b, view, steps) as landing:
-        cuts = channel.cuts(b.types[dst])
-        if not channel.is_uneven or is_in_order(cuts):
+        cuts = shards.cuts(b.types[dst])
+        if not shards.is_uneven or is_in_order(cuts):
             yield landing
             return
         packed = temporary(b, landing, steps)
@@ -102,30 +102,30 @@ def packed_source(b: Builder, src: str, cuts: Cuts, steps: Steps | None) -> str:
     return packed
 
 
-def equal_blocks(b: Builder, whole: str, channel: Channel, block: BufferType | None) -> str:
+def equal_blocks(b: Builder, whole: str, shards: Shards, block: BufferType | None) -> str:
     """The view of `whole` with one block a rank outermost, by a dim of their number where it is not told what a `block` is."""
-    return blocks_first(b, whole, channel, block) if block else every_block(b, whole, channel)
+    return blocks_first(b, whole, shards, block) if block else every_block(b, whole, shards)
 
 
-def every_block(b: Builder, whole: str, channel: Channel) -> str:
+def every_block(b: Builder, whole: str, shards: Shards) -> str:
     """The view of `whole` with a dim of one block a rank outermost."""
-    assert channel.dim is not None
-    blocks = b.split(whole, channel.dim, Size(channel.size), f"{whole}_blocks")
-    return outermost(b, blocks, channel.dim, f"{whole}_by_rank")
+    assert shards.dim is not None
+    blocks = b.split(whole, shards.dim, Size(shards.size), f"{whole}_blocks")
+    return outermost(b, blocks, shards.dim, f"{whole}_by_rank")
 
 
 def outermost(b: Builder, src: str, dim: int, wanted: str) -> str:
     return b.permute(src, (dim, *(i for i in range(len(b.types[src].shape)) if i != dim)), wanted)
 
 
-def blocks_first(b: Builder, whole: str, channel: Channel, block: BufferType) -> str:
+def blocks_first(b: Builder, whole: str, shards: Shards, block: BufferType) -> str:
     """The view of `whole` with one block a rank outermost, as collectives lay them out; `whole` itself where it already is."""
-    dim = channel.dim
+    dim = shards.dim
     assert dim is not None
     if b.is_contiguous(whole) and all(size == Size() for size in b.types[whole].shape[:dim]):
         return whole
     if len(b.types[whole].shape) == len(block.shape):  # one dim still holds the blocks of all ranks
-        return every_block(b, whole, channel)
+        return every_block(b, whole, shards)
     return outermost(b, whole, dim, f"{whole}_by_rank")
 
 
@@ -161,9 +161,9 @@ def temporary(b: Builder, like: str, steps: Steps | None) -> str:
 # --- to other meshes --------------------------------------------------------------------------------------------------
 
 
-def reduce(b: Builder, src: str, dst: str, op: str, channel: Channel, root: int, steps: Steps | None) -> None:
+def reduce(b: Builder, src: str, dst: str, op: str, shards: Shards, root: int, steps: Steps | None) -> None:
     """To the rank at place `root` of the process group, the only one that has dst."""
-    b.emit(ir.Reduce(contiguous_source(b, src, steps), dst, op, Const(root), b.channel(channel.axes)))
+    b.emit(ir.Reduce(contiguous_source(b, src, steps), dst, op, Const(root), b.channel(shards.axes)))
 
 
 def blocks_to_send(b: Builder, src: str, blocks: Transfer, cuts: Cuts | None, steps: Steps | None) -> str:
@@ -230,29 +230,29 @@ def _neighbor(distance: int) -> Expr:
 # --- gathers by block -------------------------------------------------------------------------------------------------
 
 
-def gather_p2p(b: Builder, src: str, dst: str, channel: Channel, steps: Steps) -> None:
+def gather_p2p(b: Builder, src: str, dst: str, shards: Shards, steps: Steps) -> None:
     """The owner of the step's block sends it; this rank's own block is copied."""
-    rank, size = rank_in_group(channel.mesh, channel.axes), channel.size
+    rank, size = rank_in_group(shards.mesh, shards.axes), shards.size
 
     def swap() -> None:
         with packed_destination(b, dst, steps) as landing:
             group(
                 b,
-                ir.Recv(landing, steps.owned_by, b.channel(channel.axes)),
-                ir.Send(contiguous_source(b, src, steps), (rank - steps.hop) % size, b.channel(channel.axes)),
+                ir.Recv(landing, steps.owned_by, b.channel(shards.axes)),
+                ir.Send(contiguous_source(b, src, steps), (rank - steps.hop) % size, b.channel(shards.axes)),
             )
 
     branch(b, steps.owned_by.equals(rank), lambda: b.emit(ir.Copy(src, dst)), swap)
 
 
-def gather_broadcast(b: Builder, src: str, dst: str, channel: Channel, steps: Steps) -> None:
+def gather_broadcast(b: Builder, src: str, dst: str, shards: Shards, steps: Steps) -> None:
     with packed_destination(b, dst, steps) as landing:
-        b.emit(ir.Broadcast(contiguous_source(b, src, steps), landing, steps.owned_by, b.channel(channel.axes)))
+        b.emit(ir.Broadcast(contiguous_source(b, src, steps), landing, steps.owned_by, b.channel(shards.axes)))
 
 
-def gather_ring(b: Builder, src: str, dst: str, next_dst: Callable[[], str], channel: Channel, steps: Steps, event: str) -> None:
+def gather_ring(b: Builder, src: str, dst: str, next_dst: Callable[[], str], shards: Shards, steps: Steps, event: str) -> None:
     """This step's block goes on to the next rank while the one before sends the block of a later step."""
-    rank, size = rank_in_group(channel.mesh, channel.axes), channel.size
+    rank, size = rank_in_group(shards.mesh, shards.axes), shards.size
     branch(
         b,
         steps.hop.equals(0),
@@ -262,7 +262,7 @@ def gather_ring(b: Builder, src: str, dst: str, next_dst: Callable[[], str], cha
 
     def pass_on() -> None:
         arriving = next_dst()
-        group(b, ir.Recv(arriving, (rank - 1) % size, b.channel(channel.axes)), ir.Send(dst, (rank + 1) % size, b.channel(channel.axes)))
+        group(b, ir.Recv(arriving, (rank - 1) % size, b.channel(shards.axes)), ir.Send(dst, (rank + 1) % size, b.channel(shards.axes)))
         b.emit(ir.Record(event, steps.index))
 
     branch(b, steps.index.less(expr_of(steps.count) - expr_of(steps.pieces)), pass_on)
@@ -271,9 +271,9 @@ def gather_ring(b: Builder, src: str, dst: str, next_dst: Callable[[], str], cha
 # --- reduce-scatters by block -----------------------------------------------------------------------------------------
 
 
-def scatter_p2p(b: Builder, src: str, landing: str, channel: Channel, steps: Steps, local: Callable[[str], str]) -> None:
+def scatter_p2p(b: Builder, src: str, landing: str, shards: Shards, steps: Steps, local: Callable[[str], str]) -> None:
     """Each rank sends its term of a block to the owner; `landing` holds one term a rank until they are summed."""
-    rank, size = rank_in_group(channel.mesh, channel.axes), channel.size
+    rank, size = rank_in_group(shards.mesh, shards.axes), shards.size
     sender = Var(b.let("p", (rank - 1 - steps.hop) % size))
     term = local(b.select(landing, 0, sender, f"{landing}_{steps.index.name}"))
 
@@ -281,27 +281,27 @@ def scatter_p2p(b: Builder, src: str, landing: str, channel: Channel, steps: Ste
         with packed_destination(b, term, steps) as arriving:
             group(
                 b,
-                ir.Recv(arriving, sender, b.channel(channel.axes)),
-                ir.Send(contiguous_source(b, src, steps), steps.owned_by, b.channel(channel.axes)),
+                ir.Recv(arriving, sender, b.channel(shards.axes)),
+                ir.Send(contiguous_source(b, src, steps), steps.owned_by, b.channel(shards.axes)),
             )
 
     branch(b, steps.owned_by.equals(rank), lambda: b.emit(ir.Copy(src, term)), swap)
 
 
-def scatter_reduce(b: Builder, src: str, dst: str, op: str, channel: Channel, steps: Steps) -> None:
+def scatter_reduce(b: Builder, src: str, dst: str, op: str, shards: Shards, steps: Steps) -> None:
     """The owner of the step's block gets the reduction; on the others dst is not touched."""
     is_packed = not b.is_contiguous(dst)
     arriving = temporary(b, dst, steps) if is_packed else dst
-    b.emit(ir.Reduce(contiguous_source(b, src, steps), arriving, op, steps.owned_by, b.channel(channel.axes)))
+    b.emit(ir.Reduce(contiguous_source(b, src, steps), arriving, op, steps.owned_by, b.channel(shards.axes)))
     if is_packed:
-        branch(b, steps.owned_by.equals(rank_in_group(channel.mesh, channel.axes)), lambda: b.emit(ir.Copy(arriving, dst)))
+        branch(b, steps.owned_by.equals(rank_in_group(shards.mesh, shards.axes)), lambda: b.emit(ir.Copy(arriving, dst)))
 
 
 def scatter_ring(
-    b: Builder, produce: Callable[[bool], None], sums: str, next_sums: Callable[[], str], channel: Channel, steps: Steps, event: str
+    b: Builder, produce: Callable[[bool], None], sums: str, next_sums: Callable[[], str], shards: Shards, steps: Steps, event: str
 ) -> None:
     """The sum of a block grows as it passes from rank to rank and ends at its owner. `produce(accumulate)` adds this rank's term."""
-    rank, size = rank_in_group(channel.mesh, channel.axes), channel.size
+    rank, size = rank_in_group(shards.mesh, shards.axes), shards.size
 
     def add() -> None:
         b.emit(ir.Wait(event, steps.index - expr_of(steps.pieces)))
@@ -311,7 +311,7 @@ def scatter_ring(
 
     def pass_on() -> None:
         arriving = next_sums()
-        group(b, ir.Recv(arriving, (rank - 1) % size, b.channel(channel.axes)), ir.Send(sums, (rank + 1) % size, b.channel(channel.axes)))
+        group(b, ir.Recv(arriving, (rank - 1) % size, b.channel(shards.axes)), ir.Send(sums, (rank + 1) % size, b.channel(shards.axes)))
         b.emit(ir.Record(event, steps.index))
 
     branch(b, steps.index.less(expr_of(steps.count) - expr_of(steps.pieces)), pass_on)

@@ -13,7 +13,7 @@ from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Expr, Var
 from hostweave.passes.lower import communication
 from hostweave.passes.lower.buffers import Buffers
-from hostweave.passes.lower.communication import Channel
+from hostweave.passes.lower.communication import Shards
 from hostweave.passes.lower.dataflow import Dataflow
 from hostweave.passes.lower.kernels import Kernels
 from hostweave.passes.lower.loops import Loop
@@ -80,8 +80,8 @@ class Reshards:
 
     # --- on one mesh ---
 
-    def _channel(self, op: Op, change: ReshardStep, steps: Steps | None) -> Channel:
-        return Channel(self.flow.mesh_of(op), change.axes, self._dim_of_chunk(change.dim, op, steps))
+    def _shards(self, op: Op, change: ReshardStep, steps: Steps | None) -> Shards:
+        return Shards(self.flow.mesh_of(op), change.axes, self._dim_of_chunk(change.dim, op, steps))
 
     def _dim_of_chunk(self, dim: int | None, op: Op, steps: Steps | None) -> int | None:
         return None if dim is None else dim_of_chunk(dim, op, self.flow.values[op.tensors[0]], steps)
@@ -89,20 +89,20 @@ class Reshards:
     def _at_once(self, op: Op, change: ReshardStep, steps: Steps | None) -> None:
         """One collective, in a loop one a step."""
         src, dst = self.buffers.operand(op, 0, steps), self.buffers.destination(op, steps)
-        channel = replace(self._channel(op, change, steps), is_uneven=self._is_uneven(op))
+        shards = replace(self._shards(op, change, steps), is_uneven=self._is_uneven(op))
         match change.kind:
             case "all_reduce":
-                communication.all_reduce(self.b, src, dst, change.reduction, channel, steps)
+                communication.all_reduce(self.b, src, dst, change.reduction, shards, steps)
             case "reduce_scatter":
-                communication.reduce_scatter(self.b, src, dst, change.reduction, channel, steps)
+                communication.reduce_scatter(self.b, src, dst, change.reduction, shards, steps)
             case "all_to_all":
-                cut = replace(channel, dim=self._dim_of_chunk(change.to, op, steps))
-                communication.all_to_all(self.b, src, dst, cut, channel, steps)
+                cut = replace(shards, dim=self._dim_of_chunk(change.to, op, steps))
+                communication.all_to_all(self.b, src, dst, cut, shards, steps)
             case "permute_shards":
                 assert change.sources is not None
                 communication.collective_permute(self.b, src, dst, change.sources, change.axes, steps)
             case "all_gather":
-                communication.all_gather(self.b, src, dst, channel, steps)
+                communication.all_gather(self.b, src, dst, shards, steps)
 
     def _is_uneven(self, op: Op) -> bool:
         """Whether ranks may hold different shares of a dim that the op changes."""
@@ -121,35 +121,35 @@ class Reshards:
                 self._scatter_p2p(op, change, steps)
             case "reduce_scatter", _:
                 source, target = self.buffers.operand(op, 0, steps), self.buffers.destination(op, steps)
-                communication.scatter_reduce(self.b, source, target, change.reduction, self._channel(op, change, steps), steps)
+                communication.scatter_reduce(self.b, source, target, change.reduction, self._shards(op, change, steps), steps)
             case _, by:
-                self._gather(op, by, self._channel(op, change, steps), steps)
+                self._gather(op, by, self._shards(op, change, steps), steps)
 
-    def _gather(self, op: Op, by: str | None, channel: Channel, steps: Steps) -> None:
+    def _gather(self, op: Op, by: str | None, shards: Shards, steps: Steps) -> None:
         source, target = self.buffers.operand(op, 0, steps), self.buffers.destination(op, steps)
         if by == "ring":
             arrived = self._new_events("arrived", steps, op)
-            communication.gather_ring(self.b, source, target, lambda: self._next_chunk(op, op.result.name, steps), channel, steps, arrived)
+            communication.gather_ring(self.b, source, target, lambda: self._next_chunk(op, op.result.name, steps), shards, steps, arrived)
         elif by == "broadcast":
-            communication.gather_broadcast(self.b, source, target, channel, steps)
+            communication.gather_broadcast(self.b, source, target, shards, steps)
         else:
-            communication.gather_p2p(self.b, source, target, channel, steps)
+            communication.gather_p2p(self.b, source, target, shards, steps)
 
     def _scatter_ring(self, op: Op, change: ReshardStep, steps: Steps) -> None:
         """Sums pass through all ranks and end in the memory of this rank's own term, from where they are taken after the loop."""
         b, name, term, matmul = self.b, op.tensors[0], self.buffers.operand(op, 0, steps), self.term
         assert matmul is not None
-        channel = Channel(self.flow.mesh_of(op), change.axes, change.dim)
+        shards = Shards(self.flow.mesh_of(op), change.axes, change.dim)
         event = self._new_events("arrived", steps, op)
 
         def produce(adds: bool) -> None:
             b.emit(replace(matmul, accumulate=(matmul.dst,)) if adds else matmul)
 
-        communication.scatter_ring(b, produce, term, lambda: self._next_chunk(op, name, steps), channel, steps, event)
+        communication.scatter_ring(b, produce, term, lambda: self._next_chunk(op, name, steps), shards, steps, event)
 
         def take_own() -> None:
             assert op.result.stream is not None
-            rank, size = rank_in_group(channel.mesh, channel.axes), Size(channel.size)
+            rank, size = rank_in_group(shards.mesh, shards.axes), Size(shards.size)
             own = b.chunk(self.buffers.whole(name), op.result.stream.dim, rank, size, f"{name}_own")
             b.emit(ir.Copy(own, self.buffers.whole(op.result.name)))
 
@@ -160,10 +160,10 @@ class Reshards:
         b, value, stream = self.b, op.result, op.result.stream
         assert stream is not None
         source, local = self.buffers.operand(op, 0, steps), self.flow.local(value)
-        channel = Channel(self.flow.mesh_of(op), change.axes, change.dim)
-        landing = b.allocate(f"{value.name}_landing", BufferType(local.dtype, (Size(channel.size), *local.shape)))
+        shards = Shards(self.flow.mesh_of(op), change.axes, change.dim)
+        landing = b.allocate(f"{value.name}_landing", BufferType(local.dtype, (Size(shards.size), *local.shape)))
         communication.scatter_p2p(
-            b, source, landing, channel, steps, lambda terms: chunk(b, steps, terms, value, stream.dim, suffix="landing")
+            b, source, landing, shards, steps, lambda terms: chunk(b, steps, terms, value, stream.dim, suffix="landing")
         )
 
         def sum_terms() -> None:
@@ -197,5 +197,5 @@ class Reshards:
         source = self.flow.types[op.tensors[0]]
         dst = self.buffers.destination(op, steps)
         with self.b.on(source.mesh):
-            src, channel = self.buffers.operand(op, 0, steps), Channel(source.mesh_in(self.flow.mesh), change.axes)
-            communication.reduce(self.b, src, dst, change.reduction, channel, change.root or 0, steps)
+            src, shards = self.buffers.operand(op, 0, steps), Shards(source.mesh_in(self.flow.mesh), change.axes)
+            communication.reduce(self.b, src, dst, change.reduction, shards, change.root or 0, steps)
