@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import hostweave as hw
 from hostweave.fusion_ir.reference import run_reference
 from hostweave.types.numpy_dtypes import numpy_dtype
 from hostweave.types.tensor import DType
+
+torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
 
 FLOATS = {
     hw.f64: torch.float64,

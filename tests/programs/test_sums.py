@@ -7,9 +7,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-import torch
 
 import hostweave as hw
+
+torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
