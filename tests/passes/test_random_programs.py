@@ -24,7 +24,7 @@ from hostweave.fusion_ir.frontend.function import Function
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import pointwise
 from hostweave.fusion_ir.reference import run_reference
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies
 from hostweave.host_ir.ir import HostProgram
 from hostweave.options import Options
@@ -372,9 +372,9 @@ def test_they_have_every_instruction_and_algorithm() -> None:
     for seed in range(400):
         fusion = Generator(seed).fusion()
         with contextlib.suppress(ProgramError):
-            instructions |= {type(i).__name__ for body in bodies(lower(fusion, Options())) for i in ir.walk(body.body)}
+            instructions |= {type(i).__name__ for body in bodies(lower(fusion, Options())) for i in tree.walk(body.body)}
             algorithms |= {op.result.stream.algorithm for op in fusion.ops if op.result.stream}
-    known = {name for name, value in vars(ir).items() if isinstance(value, type) and issubclass(value, ir.Instruction) and value.syntax}
+    known = {name for name, value in vars(ir).items() if isinstance(value, type) and issubclass(value, tree.Instruction) and value.syntax}
     assert known - instructions == NOT_MADE
     assert algorithms == {None, *GATHERING, *SCATTERING, *SUMMING}
 

@@ -17,7 +17,7 @@ from hostweave.check.memory import Memory, TaskAccess
 from hostweave.check.operations import Access, Instances, Layout, Operation, Region, failure
 from hostweave.check.simulate import instantiate
 from hostweave.check.sizes import sizes_to_check
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.types.rank_sizes import Sizes, shares
 
 
@@ -58,7 +58,7 @@ class _Checker:
         self.posted = Posted()
         self.tasks = {task.operation: task for task in ordered.tasks}
         self.kernels = {kernel.name: kernel for kernel in instances.program.kernels}
-        self.over: dict[tuple[ir.Instruction, str, str], bool] = {}
+        self.over: dict[tuple[tree.Instruction, str, str], bool] = {}
         self.memories: list[dict[str, Memory]] = []
         # The first read of bytes that nothing wrote before. If their write comes later, the race says more.
         self.empty: tuple[Operation, Access, range] | None = None
@@ -94,7 +94,7 @@ class _Checker:
                 self.race(touch, conflict, memory)
             if access.region.generation in memory.freed:
                 self.fail(part, f" {_verb(part, access)} %{access.name} after its deallocate: move the deallocate down, out of the loop")
-            if ir.names(part.instruction, "free"):
+            if tree.names(part.instruction, "free"):
                 memory.freed.add(access.region.generation)
         for earlier in self.posted.unordered(task, clock):
             self.two_channels(task.operation, earlier)
@@ -192,9 +192,9 @@ def _own_block(part: Operation, blocks: Layout, along: int | None) -> int:
 
 
 def _verb(part: Operation, access: Access) -> str:
-    if ir.names(part.instruction, "free"):
+    if tree.names(part.instruction, "free"):
         return "frees"
-    if ir.names(part.instruction, "allocate"):
+    if tree.names(part.instruction, "allocate"):
         return "allocates"
     return "updates" if access.reads and access.writes else "writes" if access.writes else "reads"
 

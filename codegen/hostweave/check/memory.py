@@ -8,7 +8,7 @@ from math import gcd
 
 from hostweave.check.happens_before import Clock, Task
 from hostweave.check.operations import Access, Layout, Operation, Region, Root
-from hostweave.host_ir import ir
+from hostweave.host_ir import tree
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +42,7 @@ class Memory:
     def touch(self, touch: TaskAccess, clock: Clock) -> TaskAccess | None:
         """Notes an access of a task that starts when `clock` is known. Returns an earlier conflicting one that may still run."""
         task, access, region = touch.by, touch.access, touch.access.region
-        is_claim = bool(ir.names(touch.part.instruction, "allocate", "free"))
+        is_claim = bool(tree.names(touch.part.instruction, "allocate", "free"))
         for unit in self.units(region):
             write = self.writes[unit]
             if clock[write.by.lane] < write.by.number and write.by is not task:

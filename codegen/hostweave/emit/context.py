@@ -9,7 +9,7 @@ from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.kernels import Kernel, emit_kernel
 from hostweave.emit.layers import Element, layers_of
 from hostweave.emit.names import Names
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import BufferType
@@ -77,8 +77,8 @@ class ProgramContext:
         for body in bodies(program)[::-1]:  # the user's names come before the ones made here
             for parameter in (*body.inputs, *body.outputs):
                 names.of(parameter.name)
-            for instruction in ir.walk(body.body):
-                for name in ir.names(instruction, "define", "index"):
+            for instruction in tree.walk(body.body):
+                for name in tree.names(instruction, "define", "index"):
                     names.of(name)
         self.layers = layers_of(program, names) if structs else {}
         self.paths = {name: path for layers in self.layers.values() for name, path in layers.paths.items()}

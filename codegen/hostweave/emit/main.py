@@ -11,7 +11,7 @@ from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.meshes import coordinate, membership, rank_in_group
 from hostweave.emit.parts import multiples
 from hostweave.emit.program import Program
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies, dedupe_functions
 from hostweave.host_ir.ir import Parameter
 from hostweave.types.mesh import Mesh
@@ -172,7 +172,7 @@ def main_view(view: Program, reference: Reference | str) -> Main:
 def reference_view(program: Program, dtypes: Iterable[DType]) -> Reference:
     """The reference of a program with values of these dtypes. Both programs round, each in an order of its own."""
     floats = [dtype for dtype in dtypes if dtype.kind == "float"]
-    matmuls = [i for body in bodies(program.ir) for i in ir.walk(body.body) if isinstance(i, ir.Matmul)]
+    matmuls = [i for body in bodies(program.ir) for i in tree.walk(body.body) if isinstance(i, ir.Matmul)]
     floats += [f16 for i in matmuls if i.precision]  # TF32 has the digits of f16
     coarsest = max(floats, key=lambda dtype: dtype.roundoff, default=f32)
     return Reference(program, coarsest.name, coarsest.roundoff.hex(), 4**coarsest.itemsize)

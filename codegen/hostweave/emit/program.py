@@ -19,7 +19,7 @@ from hostweave.emit.names import Names, is_reserved
 from hostweave.emit.parts import Local, multiples, part_name, part_view, parts_of
 from hostweave.emit.templates import lay_out
 from hostweave.fusion_ir.user_kernel import UserKernel
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies, dedupe_functions
 from hostweave.types.size import Atom
 
@@ -218,11 +218,11 @@ def _headers(context: ProgramContext) -> tuple[str, ...]:
 
 def _source_headers(flat: ir.HostProgram, context: ProgramContext) -> tuple[str, ...]:
     """What program.cpp includes for its calls."""
-    has_group = any(i.grouped for i in ir.walk(flat.body))
+    has_group = any(i.grouped for i in tree.walk(flat.body))
     has_parts = bool(parts_of(flat))
     optional = (
-        ("blocks.h", any(i.packed for i in ir.walk(flat.body))),
-        ("collectives.h", any(isinstance(i, ir.Collective) and i.is_shared for i in ir.walk(flat.body))),
+        ("blocks.h", any(i.packed for i in tree.walk(flat.body))),
+        ("collectives.h", any(isinstance(i, ir.Collective) and i.is_shared for i in tree.walk(flat.body))),
         ("group.h", has_group),
         ("index.h", context.integers.calls_runtime),
         ("mesh.h", not all(mesh.is_run for mesh in context.flags)),

@@ -9,7 +9,7 @@ from typing import Any, NoReturn, get_type_hints
 
 from hostweave.base.errors import Location, did_you_mean
 from hostweave.fusion_ir.user_kernel import UserKernel, parse_user_kernel, print_user_kernel
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.expr import OPERATORS, Binary, Const, Coordinate, Expr, Rank, Symbol, Var
 from hostweave.transports.transport import NAMES, find_transport
 from hostweave.types.blocks import Cut, Cuts
@@ -71,12 +71,12 @@ def _pools(word: str, pools: tuple[ir.Streams, ...] | tuple[ir.Events, ...]) -> 
     return f" {word}({', '.join(f'{pool.name}[{pool.count}]' for pool in pools)})" if pools else ""
 
 
-def _body_lines(body: ir.Body, indent: str) -> Iterator[str]:
+def _body_lines(body: tree.Body, indent: str) -> Iterator[str]:
     for instruction in body:
         yield from print_instruction(instruction, indent)
 
 
-def print_instruction(instruction: ir.Instruction, indent: str = "") -> list[str]:
+def print_instruction(instruction: tree.Instruction, indent: str = "") -> list[str]:
     """The lines of one instruction: more than one where it has a body."""
     text = indent
     for literal, name in _syntax(type(instruction)):
@@ -91,7 +91,7 @@ def print_instruction(instruction: ir.Instruction, indent: str = "") -> list[str
                 text += "{\n" + "".join(line + "\n" for line in _body_lines(body, indent + INDENT)) + indent + "}"
         elif name:
             value = getattr(instruction, name)
-            is_buffers = isinstance(value, tuple) and name in ir.roles(type(instruction))
+            is_buffers = isinstance(value, tuple) and name in tree.roles(type(instruction))
             text = text + _field_text(value, is_buffers) if value != () or not is_buffers else text.rstrip()
     return text.split("\n")
 
@@ -105,15 +105,15 @@ def _field_text(value: Any, is_buffers: bool) -> str:
     return repr(value) if isinstance(value, float) else str(value)
 
 
-@ir.per_kind
-def _syntax(kind: type[ir.Instruction]) -> tuple[tuple[str, str], ...]:
+@tree.per_kind
+def _syntax(kind: type[tree.Instruction]) -> tuple[tuple[str, str], ...]:
     """(literal text, field that follows it or "") pairs."""
     pieces = re.split(r"\{(\w+)\}", kind.syntax)
     return tuple((literal, pieces[i + 1] if i + 1 < len(pieces) else "") for i, literal in enumerate(pieces) if i % 2 == 0)
 
 
-@ir.per_kind
-def _defaults(kind: type[ir.Instruction]) -> dict[str, Any]:
+@tree.per_kind
+def _defaults(kind: type[tree.Instruction]) -> dict[str, Any]:
     """The value of each optional field, which is left out with the words before it."""
     return {f.name: f.default for f in fields(kind) if f.default is not MISSING and f.name != "orelse"}
 
@@ -219,16 +219,16 @@ def _parse_kernel(reader: Reader) -> ir.Kernel:
     return ir.Kernel(name, inputs, tuple(ops), returned)
 
 
-def _parse_body(reader: Reader) -> ir.Body:
+def _parse_body(reader: Reader) -> tree.Body:
     reader.expect("{")
-    body: list[ir.Instruction] = []
+    body: list[tree.Instruction] = []
     with reader.inside():
         while not reader.accept("}"):
             body.append(_parse_instruction(reader))
     return tuple(body)
 
 
-def _parse_instruction(reader: Reader) -> ir.Instruction:
+def _parse_instruction(reader: Reader) -> tree.Instruction:
     defines = reader.peek() == "%"
     word = reader.peek(3) if defines else reader.peek()
     kind = _BY_WORD.get((defines, word), ir.Let if defines else None)
@@ -237,7 +237,7 @@ def _parse_instruction(reader: Reader) -> ir.Instruction:
     types = _field_types(kind)
     values: dict[str, Any] = {"location": Location("text", reader.line())}
     for literal, name in _syntax(kind):
-        tokens = _TOKENS.findall(literal.replace("%", "") if name in ir.roles(kind) else literal)
+        tokens = _TOKENS.findall(literal.replace("%", "") if name in tree.roles(kind) else literal)
         if name in _defaults(kind) and reader.peek() != tokens[0]:
             continue
         for token in tokens:
@@ -254,19 +254,19 @@ def _fail_unknown(reader: Reader, word: str) -> NoReturn:
     reader.fail(f"unknown instruction {word!r}; {did_you_mean(word, words)}")
 
 
-@ir.per_kind
-def _field_types(kind: type[ir.Instruction]) -> dict[str, Any]:
+@tree.per_kind
+def _field_types(kind: type[tree.Instruction]) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
-def _parse_field(reader: Reader, kind: type[ir.Instruction], name: str, hint: Any) -> Any:
+def _parse_field(reader: Reader, kind: type[tree.Instruction], name: str, hint: Any) -> Any:
     if name == "body":
         return _parse_body(reader)
     if name == "orelse":
         return _parse_body(reader) if reader.accept("else") else ()
     if hint is str and f"%{{{name}}}" in kind.syntax:
         return reader.named()
-    if name in ir.roles(kind) and hint is not str:  # buffers, of a launch or a call
+    if name in tree.roles(kind) and hint is not str:  # buffers, of a launch or a call
         return _separated(reader, reader.named) if reader.peek() == "%" else ()
     return _FIELD_PARSERS[hint](reader)
 
@@ -352,9 +352,9 @@ _FIELD_PARSERS: dict[Any, Callable[[Reader], Any]] = {
     ir.Routes: _bracketed(Reader.route),
     ir.Sources: _bracketed(lambda reader: None if reader.accept("none") else reader.integer()),
 }
-_BY_WORD: dict[tuple[bool, str], type[ir.Instruction]] = {}
+_BY_WORD: dict[tuple[bool, str], type[tree.Instruction]] = {}
 for _kind in vars(ir).values():
-    if isinstance(_kind, type) and issubclass(_kind, ir.Instruction) and _kind.syntax and _kind is not ir.Let:
+    if isinstance(_kind, type) and issubclass(_kind, tree.Instruction) and _kind.syntax and _kind is not ir.Let:
         _defines = _kind.syntax.startswith("%")
         _BY_WORD[_defines, _kind.syntax.split()[2 if _defines else 0]] = _kind
 WORDS = sorted({word for _kind in _BY_WORD.values() for word in re.findall(r"[a-z_]+", re.sub(r"\{\w+\}", " ", _kind.syntax))})

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.user_kernel import UserKernel
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.aliases import AliasRoots
 from hostweave.host_ir.calls import events_of
 from hostweave.host_ir.expr import Binary, Const, Coordinate, Expr, Rank, Symbol, Var, leaves
@@ -38,7 +38,7 @@ class Checker:
     """Walks a program, and finds for its rules what they ask of buffers, sizes, meshes and expressions."""
 
     program: ir.HostProgram  # or a function as one
-    rules: Mapping[type[ir.Instruction], Rule]
+    rules: Mapping[type[tree.Instruction], Rule]
     kernels: dict[str, ir.Kernel] = field(default_factory=dict)
     inputs: set[str] = field(default_factory=set)
     types: dict[str, BufferType] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Checker:
     rank_dependent: set[str] = field(default_factory=set)
     roots: AliasRoots = field(default_factory=AliasRoots)
     freed: set[str] = field(default_factory=set)
-    current: ir.Instruction | None = None
+    current: tree.Instruction | None = None
     scope: Scope = Scope()
     mesh: Mesh = field(init=False)  # of the `on` body around, or the program's
 
@@ -77,7 +77,7 @@ class Checker:
 
     def channels(self) -> None:
         bodies = (*(function.body for function in self.program.functions), self.program.body)
-        used = {i.channel for body in bodies for i in ir.walk(body) if isinstance(i, ir.Communication)}
+        used = {i.channel for body in bodies for i in tree.walk(body) if isinstance(i, ir.Communication)}
         declared: dict[object, str] = {}
         for channel in self.program.channels:
             self.part(channel.mesh)
@@ -121,29 +121,29 @@ class Checker:
 
     # --- structure ---
 
-    def body(self, body: ir.Body, scope: Scope) -> None:
+    def body(self, body: tree.Body, scope: Scope) -> None:
         for instruction in body:
             self.current = instruction
-            for name in ir.names(instruction, "read", "write", "alias"):
+            for name in tree.names(instruction, "read", "write", "alias"):
                 self.buffer(name)
-            for name in ir.names(instruction, "write"):
+            for name in tree.names(instruction, "write"):
                 if not self.inputs.isdisjoint(self.roots.all_of(name)):
                     self.fail(f"%{name} is an input and may not be written: allocate a buffer")
-            for name in ir.names(instruction, "define", "index"):
+            for name in tree.names(instruction, "define", "index"):
                 if name in self.types or name in self.indices:
                     self.fail(f"%{name} is defined twice: rename one")
                 self.freed.discard(name)  # another body may have used the name
-            for pool in ir.names(instruction, "stream", "fork", "join"):
+            for pool in tree.names(instruction, "stream", "fork", "join"):
                 self.declared(pool, self.program.streams, "streams")
-            for pool in ir.names(instruction, "record", "wait"):
+            for pool in tree.names(instruction, "record", "wait"):
                 self.declared(pool, self.program.events, "events")
-            for expr in ir.expressions(instruction):
+            for expr in tree.expressions(instruction):
                 self.expr(expr)
             self.roots.define(instruction)
             self.scope = scope
-            ir.of_kind(self.rules, type(instruction))(self, instruction, scope)
+            tree.of_kind(self.rules, type(instruction))(self, instruction, scope)
 
-    def inner(self, body: ir.Body, scope: Scope) -> None:
+    def inner(self, body: tree.Body, scope: Scope) -> None:
         """A nested body: what it defines ends with it."""
         outside, current = len(self.types), self.current
         indices = set(self.indices)
@@ -207,7 +207,7 @@ class Checker:
 
     def axes_of_parts(self) -> set[str]:
         """The axes of the meshes of some of the ranks."""
-        return {axis for i in ir.walk(self.program.body) if i.ranks for axis, _ in i.ranks.axes}
+        return {axis for i in tree.walk(self.program.body) if i.ranks for axis, _ in i.ranks.axes}
 
     def channel(self, i: ir.Communication) -> ir.Channel:
         """That of a communication, which its transport carries, and which all ranks are of that come here."""

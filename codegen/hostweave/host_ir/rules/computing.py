@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from hostweave.fusion_ir.ops.reductions import why_no_product, widens
 from hostweave.fusion_ir.user_kernel import UserKernel, local_type
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.rules.checker import Checker, Rule, Scope
 from hostweave.host_ir.size_requirements import slack
+from hostweave.host_ir.strides import strides_of
 from hostweave.types.size import Size
 from hostweave.types.tensor import MAX_DIMS, BufferType
 
@@ -90,7 +91,7 @@ def why_no_epilogue(a: BufferType, b: BufferType, dst: BufferType) -> str:
         return "it is a batch of products"
     if len(dst.shape) > 2 and (a.strides is not None or dst.strides is not None):
         return "its rows do not lie one after another"
-    if ir.strides_of(dst)[-1] != Size():
+    if strides_of(dst)[-1] != Size():
         return "the elements of a row do not lie side by side"
     return ""
 
@@ -156,7 +157,7 @@ def _fill(c: Checker, i: ir.Fill, scope: Scope) -> None:
         c.fail(f"{dtype} cannot hold {i.value}")
 
 
-RULES: dict[type[ir.Instruction], Rule] = {
+RULES: dict[type[tree.Instruction], Rule] = {
     ir.Allocate: _allocate,
     ir.Deallocate: _deallocate,
     ir.View: _view,

@@ -23,7 +23,7 @@ from hostweave.analysis.def_use import Place, def_use
 from hostweave.analysis.kernel_indices import NotOneKernel, iteration
 from hostweave.base.names import unique_name
 from hostweave.fusion_ir.ir import Op
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.dead_code import eliminate_dead_code, launched
 from hostweave.host_ir.rules.computing import why_no_epilogue
 from hostweave.options import Options
@@ -75,14 +75,14 @@ class _Matmuls:
     def matmul_of(self, name: str, reader: Place) -> Place | None:
         """The matmul that makes a buffer for one reader alone, and that can be moved there."""
         root = self.uses.root(name)
-        touches, srcs = self.uses.touches[root], ir.names(reader.instruction, "read")
+        touches, srcs = self.uses.touches[root], tree.names(reader.instruction, "read")
         if root not in self.uses.allocates or len(touches) != 2 or sum(self.uses.root(src) == root for src in srcs) > 1:
             return None
         maker, matmul = touches[0], touches[0].instruction
         if not isinstance(matmul, ir.Matmul) or matmul.dst != name or touches[1] is not reader or maker.body is not reader.body:
             return None
         between = maker.body[maker.index + 1 : reader.index]
-        if any(i.orders for i in ir.walk(between)) or self.uses.reads([matmul]) & self.uses.writes(between):
+        if any(i.orders for i in tree.walk(between)) or self.uses.reads([matmul]) & self.uses.writes(between):
             return None
         return maker
 
@@ -122,7 +122,7 @@ class _Matmuls:
             return False
         if (matmul.bias or matmul.activation) and why_no_epilogue(types[matmul.a], types[matmul.b], dst):
             return False
-        return root(matmul.dst) not in {root(name) for name in ir.names(matmul, "read")}
+        return root(matmul.dst) not in {root(name) for name in tree.names(matmul, "read")}
 
 
 def _ending(matmul: ir.Matmul, op: Op, value: str, kernel: ir.Kernel, buffers: dict[str, str]) -> ir.Matmul | None:
@@ -167,7 +167,7 @@ def _rewritten(program: ir.HostProgram, folded: dict[int, _Folded]) -> ir.HostPr
     kernels = {kernel.name: kernel for kernel in program.kernels}
     names: dict[ir.Kernel, str] = {}  # of what is left of kernels
 
-    def edit(found: _Folded) -> ir.Body:
+    def edit(found: _Folded) -> tree.Body:
         if found.launch is None or found.kernel is None:
             return (found.new,)
         if found.kernel not in names:
@@ -176,5 +176,5 @@ def _rewritten(program: ir.HostProgram, folded: dict[int, _Folded]) -> ir.HostPr
         return (found.new, replace(found.launch, kernel=names[found.kernel]))
 
     edits = {found.old.number: () for found in folded.values()} | {launch: edit(found) for launch, found in folded.items()}
-    body = eliminate_dead_code(ir.edited(program.body, edits))
+    body = eliminate_dead_code(tree.edited(program.body, edits))
     return replace(program, body=body, kernels=launched(kernels.values(), body))

@@ -22,7 +22,7 @@ from hostweave.analysis.kernel_indices import Iteration, NotOneKernel, iteration
 from hostweave.base.names import claim_unique
 from hostweave.fusion_ir.ir import Op, Value
 from hostweave.fusion_ir.ops import OPS
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.dead_code import eliminate_dead_code
 from hostweave.options import Options
 from hostweave.types.tensor import BufferType, Dim, TensorType
@@ -35,7 +35,7 @@ def fuse_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     program = _unshared(program)
     while True:
         links = _Links(program)
-        changes: dict[int, ir.Instruction | ir.Body] = {}  # the number of an instruction -> what replaces it
+        changes: dict[int, tree.Instruction | tree.Body] = {}  # the number of an instruction -> what replaces it
         kernels = {kernel.name: kernel for kernel in program.kernels}
         for producer in reversed(links.launches):
             if any(place.number in changes for place in (producer, *links.others(producer, *links.launches[producer].dsts))):
@@ -50,8 +50,8 @@ def fuse_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
         if not changes:
             program = _explained(program, links)
             return _named(_shared(replace(program, kernels=tuple(map(_without_repeats, program.kernels)))))
-        body = eliminate_dead_code(ir.edited(program.body, changes))
-        launched = dict.fromkeys(name for i in ir.walk(body) for name in ir.names(i, "launch") if name in kernels)
+        body = eliminate_dead_code(tree.edited(program.body, changes))
+        launched = dict.fromkeys(name for i in tree.walk(body) for name in tree.names(i, "launch") if name in kernels)
         program = replace(program, body=body, kernels=tuple(kernels[name] for name in launched))
 
 
@@ -83,17 +83,17 @@ class _Links:
         is_chunk = buffer in self.uses.views and self.uses.chunk(self.uses.views[buffer])
         return self.root(buffer) if is_chunk else buffer
 
-    def roots(self, instruction: ir.Instruction, *roles: str) -> set[str]:
-        return {self.root(name) for name in ir.names(instruction, *roles)}
+    def roots(self, instruction: tree.Instruction, *roles: str) -> set[str]:
+        return {self.root(name) for name in tree.names(instruction, *roles)}
 
     def others(self, producer: Place, *results: str) -> list[Place]:
         """What else touches these buffers that a launch writes, in program order."""
         touching = {place for result in results for place in self.uses.touches[self.root(result)]} - {producer}
         return sorted(touching, key=lambda place: place.number)
 
-    def path(self, name: str, start: str) -> list[ir.Instruction] | None:
+    def path(self, name: str, start: str) -> list[tree.Instruction] | None:
         """The views that lead from one buffer to another, None where they are not all of all elements."""
-        steps: list[ir.Instruction] = []
+        steps: list[tree.Instruction] = []
         while name != start:
             source = self.uses.roots.source(name)
             if source is None or not self.uses.views[name].instruction.shows:
@@ -153,11 +153,11 @@ class _Links:
             return f"another loop uses %{result}"
         if any(self.root(src) in made and self.path(src, made[self.root(src)]) is None for src in last.srcs):
             return f"parts of %{result} are used"
-        between = list(ir.walk(producer.body[producer.index + 1 : consumer.index]))
+        between = list(tree.walk(producer.body[producer.index + 1 : consumer.index]))
         read = {self.root(src) for src in first.srcs}
         if any(read & self.roots(i, "write") for i in (*between, last)):
             return f"what %{result} is computed from is overwritten"
-        if any(ir.names(i, "record", "fork") for i in between):
+        if any(tree.names(i, "record", "fork") for i in between):
             return f"other streams go on before %{result} is used"
         for i in between:
             if early := self.roots(i, "read", "write") & {self.root(dst) for dst in kept}:
@@ -253,10 +253,10 @@ def _renamed(op: Op, names: dict[str, str]) -> Op:
     return replace(op, operands=operands, result=replace(op.result, name=names[op.result.name]))
 
 
-def _viewed(path: list[ir.Instruction], source: str, name: str, types: dict[str, BufferType], taken: set[str]) -> Iterator[Op]:
+def _viewed(path: list[tree.Instruction], source: str, name: str, types: dict[str, BufferType], taken: set[str]) -> Iterator[Op]:
     """The views that lead to a buffer, as ops; the last one has the name that the buffer goes by."""
     for view in path:
-        (out,) = ir.names(view, "view")
+        (out,) = tree.names(view, "view")
         result, buffer = name if view is path[-1] else claim_unique(out, taken), types[out]
         value = Value(result, TensorType(buffer.dtype, tuple(map(Dim, buffer.shape))))
         if isinstance(view, ir.Permute):
@@ -285,7 +285,7 @@ def _unshared(program: ir.HostProgram) -> ir.HostProgram:
             kernel = ir.Kernel(f"{kernel.name} {len(kernels)}", inputs, ops)
             changes[place.number] = replace(launch, kernel=kernel.name)
         kernels.append(kernel)
-    return replace(program, kernels=tuple(kernels), body=ir.edited(program.body, changes))
+    return replace(program, kernels=tuple(kernels), body=tree.edited(program.body, changes))
 
 
 def _shared(program: ir.HostProgram) -> ir.HostProgram:
@@ -313,7 +313,7 @@ def _named(program: ir.HostProgram) -> ir.HostProgram:
 
 def _with_names(program: ir.HostProgram, names: dict[str, str]) -> ir.HostProgram:
     """Every launch with the new name of its kernel."""
-    return replace(program, body=ir.rewrite(program.body, lambda i: ir.with_names(i, names, "launch")))
+    return replace(program, body=tree.rewrite(program.body, lambda i: tree.with_names(i, names, "launch")))
 
 
 def _explained(program: ir.HostProgram, links: _Links) -> ir.HostProgram:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from hostweave.analysis.def_use import DefUse, Place, def_use
 from hostweave.analysis.kernel_indices import may_overwrite
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.aliases import AliasRoots
 from hostweave.host_ir.dead_code import eliminate_dead_code, indices_in
 from hostweave.options import Options
@@ -43,7 +43,7 @@ class _Sharing:
     uses: DefUse
     merged: AliasRoots = field(default_factory=AliasRoots)
     gone: set[int] = field(default_factory=set)  # numbers of instructions
-    before: dict[int, ir.Body] = field(default_factory=dict)  # what goes before the instruction of a number
+    before: dict[int, tree.Body] = field(default_factory=dict)  # what goes before the instruction of a number
     kernels: dict[str, ir.Kernel] = field(init=False)
     inputs: set[str] = field(init=False)
     orders: list[Place] = field(init=False)  # forks and joins
@@ -52,15 +52,15 @@ class _Sharing:
 
     def __post_init__(self) -> None:
         self.touches, self.viewed = dict(self.uses.touches), dict(self.uses.viewed)
-        self.orders = [place for place in self.uses.places if ir.names(place.instruction, "fork", "join")]
+        self.orders = [place for place in self.uses.places if tree.names(place.instruction, "fork", "join")]
         self.inputs = {parameter.name for parameter in self.uses.program.inputs}
         self.kernels = {kernel.name: kernel for kernel in self.uses.program.kernels}
 
-    def candidates(self, i: ir.Instruction) -> Iterator[tuple[str, str]]:
+    def candidates(self, i: tree.Instruction) -> Iterator[tuple[str, str]]:
         """The operands that an instruction could write over, each with its result."""
-        reads = ir.names(i, "read")
+        reads = tree.names(i, "read")
         roots = [self.root(src) for src in reads]
-        for dst in ir.names(i, "write") if reads and not i.at_root else ():
+        for dst in tree.names(i, "write") if reads and not i.at_root else ():
             for src, root in zip(reads, roots, strict=True):
                 if roots.count(root) == 1 and (i.copies or may_overwrite(i, self.kernels, src, dst)):
                     yield src, dst
@@ -137,11 +137,11 @@ class _Sharing:
         there, here = other.stream, place.stream
         since = [p for p in self.orders if other.number < p.number < place.number and p.around == place.around[: len(p.around)]]
         if there is not None:
-            joined = next((p.number for p in since if there[0] in ir.names(p.instruction, "join")), None)
+            joined = next((p.number for p in since if there[0] in tree.names(p.instruction, "join")), None)
             if joined is None:
                 return False
             since = [p for p in since if p.number > joined]
-        return here is None or any(here[0] in ir.names(p.instruction, "fork") for p in since)
+        return here is None or any(here[0] in tree.names(p.instruction, "fork") for p in since)
 
     def _is_first(self, place: Place, root: str) -> bool:
         touches = self.touches[root]
@@ -169,16 +169,16 @@ class _Sharing:
 
     # --- changes ---
 
-    def _insert(self, before: int, what: ir.Body) -> None:
+    def _insert(self, before: int, what: tree.Body) -> None:
         self.before[before] = (*self.before.get(before, ()), *what)
 
-    def _reshaped(self, allocate: Place, name: str, into: str) -> ir.Instruction:
+    def _reshaped(self, allocate: Place, name: str, into: str) -> tree.Instruction:
         """What an allocate becomes: a view of the buffer that its memory is then."""
         return ir.Reshape(name, into, self.uses.types[name].shape, location=allocate.instruction.location)
 
-    def _moved(self, views: list[Place]) -> ir.Body:
+    def _moved(self, views: list[Place]) -> tree.Body:
         """Views that another place gets, with what stood before them."""
-        moved: list[ir.Instruction] = []
+        moved: list[tree.Instruction] = []
         for view in (view for view in views if view.number not in self.gone):
             moved += (*self.before.pop(view.number, ()), view.instruction)
         self.gone.update(view.number for view in views)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Const, Expr, Rank, Var
 from hostweave.passes.lower.steps import Steps, expr_of, rank_in_group
@@ -209,14 +209,14 @@ def cut(b: Builder, whole: str, cuts: tuple[int, ...]) -> str:
     return b.permute(b.reshape(whole, tuple(shape), f"{whole}_blocks"), (*outer, *inner), f"{whole}_by_block")
 
 
-def send(b: Builder, src: str, blocks: Transfer, cuts: Cuts | None, distance: int | None) -> ir.Instruction:
+def send(b: Builder, src: str, blocks: Transfer, cuts: Cuts | None, distance: int | None) -> tree.Instruction:
     """All sends of this rank; to the rank that is so much further, where each block goes that far."""
     if distance is not None:
         return ir.Send(src, _neighbor(distance), b.channel_of_all)
     return ir.SendBlocks(src, cuts or prod(blocks.sent), blocks.routes, b.channel_of_all)
 
 
-def recv(b: Builder, dst: str, blocks: Transfer, cuts: Cuts | None, distance: int | None) -> ir.Instruction:
+def recv(b: Builder, dst: str, blocks: Transfer, cuts: Cuts | None, distance: int | None) -> tree.Instruction:
     """All that this rank receives."""
     if distance is not None:
         return ir.Recv(dst, _neighbor(-distance), b.channel_of_all)
@@ -320,7 +320,7 @@ def scatter_ring(
 # --- structure --------------------------------------------------------------------------------------------------------
 
 
-def group(b: Builder, *communications: ir.Instruction) -> None:
+def group(b: Builder, *communications: tree.Instruction) -> None:
     with b.nested() as body:
         for communication in communications:
             b.emit(communication)

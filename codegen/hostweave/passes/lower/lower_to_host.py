@@ -23,10 +23,11 @@ from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS
 from hostweave.fusion_ir.ops.attributes import AXES, AXIS, INDEX, SOURCES, VALUE
 from hostweave.fusion_ir.ops.resharding import NO_SOURCE
 from hostweave.fusion_ir.user_kernel import UserKernel, local_type
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.calls import joined
 from hostweave.host_ir.expr import Const, Var
+from hostweave.host_ir.strides import strides_of
 from hostweave.options import Options
 from hostweave.passes.lower import communication
 from hostweave.passes.lower.aside import COMM, Aside
@@ -86,7 +87,7 @@ class _Lowering:
                 if self.buffers.whole(name) != parameter.name:  # an input, a view, or a value that is returned twice
                     b.emit(ir.Copy(self.buffers.whole(name), parameter.name))
         body = b.body()
-        forked = {name for i in ir.walk(body) for name in ir.names(i, "fork")}
+        forked = {name for i in tree.walk(body) for name in tree.names(i, "fork")}
         ring = ir.Streams(RING, min(self.options.streams, self.most_steps))
         streams = tuple(pool for pool in (ring, ir.Streams(COMM, 1)) if pool.name in forked)
         events, kernels = tuple(self.reshards.events), tuple(self.kernels.made.values())
@@ -175,7 +176,7 @@ class _Lowering:
     def with_a_dense_dim(self, source: str, steps: Steps | None) -> str:
         """A matrix whose rows or columns lie side by side, as cuBLASLt takes it."""
         type = self.b.types[source]
-        dense = (stride == Size() or size == Size() for size, stride in zip(type.shape[-2:], ir.strides_of(type)[-2:], strict=True))
+        dense = (stride == Size() or size == Size() for size, stride in zip(type.shape[-2:], strides_of(type)[-2:], strict=True))
         return source if any(dense) else communication.contiguous_source(self.b, source, steps)
 
     def stack_shards(self, op: Op, steps: Steps | None, buffers: list[str]) -> list[str]:
