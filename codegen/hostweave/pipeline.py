@@ -15,6 +15,7 @@ from hostweave.options import Options
 from hostweave.passes.fusion.choose_overlap import choose_overlap
 from hostweave.passes.fusion.decompose_reshards import decompose_reshards
 from hostweave.passes.fusion.insert_reshards import insert_reshards
+from hostweave.passes.fusion.overlap_communication import overlap_communication
 from hostweave.passes.fusion.propagate_sharding import propagate_sharding
 from hostweave.passes.host.fold_conditions import fold_conditions
 from hostweave.passes.host.fold_epilogues import fold_epilogues
@@ -38,6 +39,7 @@ PASSES: tuple[Callable[[Any, Options], Any], ...] = (
     insert_reshards,
     decompose_reshards,
     choose_overlap,
+    overlap_communication,
     lower_to_host,
     split_reductions,
     fuse_kernels,

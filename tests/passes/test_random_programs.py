@@ -137,9 +137,11 @@ def _padded(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
     return hw.pad(t, [g.random.choice([0, 0, 1, 2]) for _ in range(2 * g.random.randint(0, t.ndim))], value=g.random.randint(-1, 1))
 
 
-def _aside(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
+def _beside_others(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
+    """What is communicated, and products that do not need it."""
     made = _reduced(g, values, t) if g.random.random() < 0.5 else g.resharded(t + 1)
-    return made.aside()
+    values.append(t @ g.other(values, t) if t.ndim == 2 else -t)
+    return made
 
 
 def _streamed(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
@@ -226,7 +228,7 @@ OPS: tuple[MakeOp, ...] = (
     _cut,
     _joined,
     _padded,
-    _aside,
+    _beside_others,
     lambda g, values, t: hw.reshape(t, -1),
     _streamed,
     _stream_of,

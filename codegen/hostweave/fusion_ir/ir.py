@@ -72,15 +72,15 @@ class Stream:
 class Value:
     """A named tensor.
 
-    `pinned` says that the user stated its sharding, so no pass may change it; `aside` that what communicates to make it runs on
-    a stream of its own, beside what does not need it.
+    `pinned` says that the user stated its sharding, so no pass may change it; `is_async` that the communication which makes it runs
+    on a stream of its own, beside what does not need it.
     """
 
     name: str
     type: TensorType
     stream: Stream | None = None
     pinned: bool = False
-    aside: bool = False
+    is_async: bool = False
 
 
 @dataclass(frozen=True)

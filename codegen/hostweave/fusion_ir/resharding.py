@@ -161,7 +161,7 @@ def _plan(source: TensorType, target: TensorType, mesh: Mesh, sizes: tuple[tuple
         if type in done:
             continue
         done.add(type)
-        share = _share(type, mesh, known)
+        share = prod(local_dims(type, mesh, known), start=Fraction(1))
         for change in _moves(type, target, mesh):
             found += 1  # keeps the heap from comparing types
             preferred = (*kinds, (RESHARD_STEPS.index(change.kind), -1 if change.dim is None else change.dim))
@@ -222,13 +222,13 @@ def _scattered(source: TensorType, target: TensorType, program: Mesh) -> Iterato
             yield i
 
 
-def _share(type: TensorType, mesh: Mesh, sizes: Mapping[str, int]) -> Fraction:
-    """Elements that a rank holds."""
-    share = Fraction(1)
+def local_dims(type: TensorType, mesh: Mesh, sizes: Mapping[str, int]) -> list[Fraction]:
+    """How many elements a rank has along each dim, where a dim that `sizes` lacks has 4096."""
+    dims = []
     for size in type.local_shape(mesh):
         factors = (sizes.get(factor, DEFAULT_SIZE) if isinstance(factor, str) else DEFAULT_SIZE for factor in size.factors)
-        share *= Fraction(size.coefficient * prod(factors), size.divisor)
-    return share
+        dims.append(Fraction(size.coefficient * prod(factors), size.divisor))
+    return dims
 
 
 def _moves(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[ReshardStep]:

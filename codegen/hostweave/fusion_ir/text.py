@@ -65,8 +65,8 @@ def print_value(value: Value) -> str:
     words = [f"%{value.name}: {value.type}"]
     if value.pinned:
         words.append("pinned")
-    if value.aside:
-        words.append("aside")
+    if value.is_async:
+        words.append("async")
     if value.stream:
         words.append(_stream(value.stream, value.type))
     return " ".join(words)
@@ -205,8 +205,8 @@ def parse_value(reader: Reader) -> Value:
     name = reader.named()
     reader.expect(":")
     type = reader.tensor_type()
-    pinned, aside = reader.accept("pinned"), reader.accept("aside")
-    return Value(name, type, _parse_stream(reader, type) if reader.accept("stream") else None, pinned, aside)
+    pinned, is_async = reader.accept("pinned"), reader.accept("async")
+    return Value(name, type, _parse_stream(reader, type) if reader.accept("stream") else None, pinned, is_async)
 
 
 def _parse_stream(reader: Reader, type: TensorType) -> Stream:

@@ -137,32 +137,12 @@ class Tensor:
             raise ProgramError(f"stream: this is made by the function @{self._op.callee.name}; stream a tensor in the function", location)
         if self._value.stream is not None:
             raise ProgramError("stream: this value is streamed already; state one dim, once", location)
-        if self._value.aside:
-            raise ProgramError("stream: this value is made aside: its loop communicates beside the rest; leave one of them out", location)
         number = dim_of(self, dim, "stream", location)
         self._check_stream(number, chunks, location)
         for word, value, known in (("algorithm", algorithm, ALGORITHM_NAMES), ("chunking", chunking, CHUNKINGS)):
             if value is not None and value not in known:
                 raise ProgramError(f"stream: there is no {word}={value!r}; {did_you_mean(value, known)}", location)
         self._value = replace(self._value, stream=Stream(number, chunks, chunking, algorithm))
-        return self
-
-    def aside(self) -> Tensor:
-        """Runs the communication that produces this value on a stream of its own, beside what follows, and returns the value.
-
-        Ops that use the value wait for it; if it is only returned, the end of the program does. Has no effect on a value
-        that needs no communication. Raises ProgramError for an input, or a value with a stream loop.
-
-        Example: `dw = hw.matmul(x.T, dy).aside()`, a gradient whose all-reduce nothing waits for.
-        """
-        location = Location.of_caller()
-        if self._op is None:
-            raise ProgramError(f"aside: %{self._name} is an input; state it of what is communicated", location)
-        if self._op.callee:
-            raise ProgramError(f"aside: this is made by the function @{self._op.callee.name}; state it of a tensor in it", location)
-        if self._value.stream is not None:
-            raise ProgramError("aside: this value is streamed: its loop communicates beside the rest; leave one of them out", location)
-        self._value = replace(self._value, aside=True)
         return self
 
     def _check_stream(self, dim: int, chunks: int | None, location: Location) -> None:

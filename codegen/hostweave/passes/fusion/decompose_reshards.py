@@ -87,7 +87,7 @@ class _Decomposition:
         """The value between two steps, made once."""
         type = step.applied(before, self.mesh)
         if (source, type) not in self.done:
-            between = Value(self.names.new(f"{op.result.name}_{SUFFIXES[step.kind]}"), type, aside=op.result.aside)
+            between = Value(self.names.new(f"{op.result.name}_{SUFFIXES[step.kind]}"), type)
             self.types[between.name] = type
             self.consumers[between.name] = [op]
             self.emit(step.op(source, before, between, self.mesh, op.location))

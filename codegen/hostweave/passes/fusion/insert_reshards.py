@@ -86,11 +86,11 @@ class _Insertion:
             self.emit(op)
             return
         carrier, result, stream = self.types[source].dtype, op.result, op.result.stream
-        whole = Value(self.names.new(f"{result.name}_{carrier}"), replace(result.type, dtype=carrier), stream, aside=result.aside)
+        whole = Value(self.names.new(f"{result.name}_{carrier}"), replace(result.type, dtype=carrier), stream)
         self.emit(replace(op, result=whole))
         if stream:  # the loop casts what it reduces, unless it walks over the shards of which each is whole after the last step alone
             stream = None if result.type.dims[stream.dim].axes else Stream(stream.dim, stream.chunks)
-        self.emit(Op("astype", (whole.name,), replace(result, stream=stream, aside=False), location=op.location))
+        self.emit(Op("astype", (whole.name,), replace(result, stream=stream), location=op.location))
 
     def carrier(self, op: Op, type: TensorType, partial: Partial) -> DType | None:
         """The dtype in which ranks hold their terms where it is not the result's."""

@@ -12,7 +12,7 @@ from hostweave.fusion_ir.resharding import step_of
 from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Const, Expr
-from hostweave.passes.lower.aside import Aside
+from hostweave.passes.lower.asynchronous import Asynchronous
 from hostweave.passes.lower.dataflow import Dataflow
 from hostweave.passes.lower.parts import part
 from hostweave.passes.lower.placement import Placement, reversed_view
@@ -24,8 +24,8 @@ CUTS = ("slice", "select")
 
 
 class Buffers:
-    def __init__(self, flow: Dataflow, placement: Placement, b: Builder, aside: Aside):
-        self.flow, self.placement, self.b, self.aside = flow, placement, b, aside
+    def __init__(self, flow: Dataflow, placement: Placement, b: Builder, asynchronous: Asynchronous):
+        self.flow, self.placement, self.b, self.asynchronous = flow, placement, b, asynchronous
         self.wholes: dict[str, str] = {}  # value -> the buffer or view that holds all of it
         self.by_step: dict[str, str] = {}  # value that lives in one loop -> buffer of one chunk a step
         self.chunks: dict[str, str] = {}  # value that is a view of another's chunk -> that view, in the present iteration
@@ -220,5 +220,5 @@ class Buffers:
         name = op.tensors[0]
         if self.flow.values[name].stream is not None:
             raise ProgramError(f"{op.kind}: %{name} is not contiguous here; take the view before the stream loop", op.location)
-        self.aside.wait_for(name)
+        self.asynchronous.wait_for(name)
         return self._copied(name, source)

@@ -30,7 +30,7 @@ from hostweave.host_ir.expr import Const, Var
 from hostweave.host_ir.strides import strides_of
 from hostweave.options import Options
 from hostweave.passes.lower import communication
-from hostweave.passes.lower.aside import COMM, Aside
+from hostweave.passes.lower.asynchronous import COMM, Asynchronous
 from hostweave.passes.lower.buffers import Buffers
 from hostweave.passes.lower.dataflow import Dataflow
 from hostweave.passes.lower.kernels import Kernels
@@ -61,8 +61,8 @@ class _Lowering:
         self.flow, self.options, self.b = flow, options, Builder(flow.mesh, channels)
         self.loops = loops_of(flow)
         self.placement = placement_of(flow, self.loops)
-        self.aside = Aside(flow, self.b)
-        self.buffers = Buffers(flow, self.placement, self.b, self.aside)
+        self.asynchronous = Asynchronous(flow, self.b)
+        self.buffers = Buffers(flow, self.placement, self.b, self.asynchronous)
         self.kernels = Kernels(self.b.types)
         self.reshards = Reshards(flow, self.buffers, self.kernels, self.b)
         self.most_steps = 1  # of a loop
@@ -74,14 +74,14 @@ class _Lowering:
         outputs = tuple(ir.Parameter(b.parameter(name, flow.local(flow.values[name])), flow.types[name]) for name in f.outputs)
         self.buffers.begin(inputs, outputs)
         for loop in self.loops:
-            self.aside.settle(loop.ops)
+            self.asynchronous.settle(loop.ops)
             if not loop.is_streamed or all(map(flow.is_view, loop.ops)):  # nothing to call in a loop
                 for op in loop.ops:
                     self.op(op, None)
             else:
                 self.loop(loop)
         b.location = None
-        self.aside.join()
+        self.asynchronous.join()
         for parameter, name in zip(outputs, f.outputs, strict=True):
             with b.on(parameter.type.mesh):
                 if self.buffers.whole(name) != parameter.name:  # an input, a view, or a value that is returned twice
@@ -90,7 +90,7 @@ class _Lowering:
         forked = {name for i in tree.walk(body) for name in tree.names(i, "fork")}
         ring = ir.Streams(RING, min(self.options.streams, self.most_steps))
         streams = tuple(pool for pool in (ring, ir.Streams(COMM, 1)) if pool.name in forked)
-        events, kernels = tuple(self.reshards.events), tuple(self.kernels.made.values())
+        events, kernels = (*self.reshards.events, *self.asynchronous.events), tuple(self.kernels.made.values())
         return ir.HostProgram(f.name, f.mesh, inputs, outputs, (), streams, events, kernels, body, flow.uneven)
 
     def loop(self, loop: Loop) -> None:
@@ -125,8 +125,8 @@ class _Lowering:
         with self.b.on(op.result.type.mesh):
             if self.flow.is_view(op):
                 self.buffers.view(op, steps)
-            elif self.aside.takes(op):
-                self.aside.run(op, lambda: self.reshards.reshard(op, None))
+            elif self.asynchronous.takes(op):
+                self.asynchronous.run(op, lambda: self.reshards.reshard(op, None))
             elif op.kind in RESHARD_STEPS:
                 self.reshards.reshard(op, steps)
             elif op.kind == "output":

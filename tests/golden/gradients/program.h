@@ -1,5 +1,4 @@
-// gradients_aside: (x: bf16[T@x, K], dy: bf16[T@x, N], w: bf16[K, N]) -> (dx: bf16[T@x, K], dw: bf16[K, N], db: bf16[N]) on
-// mesh(x=4)
+// gradients: (x: bf16[T@x, K], dy: bf16[T@x, N], w: bf16[K, N]) -> (dx: bf16[T@x, K], dw: bf16[K, N], db: bf16[N]) on mesh(x=4)
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -13,7 +12,7 @@
 #include "hostweave/tensor.h"
 #include "hostweave/types.h"
 
-namespace programs::gradients_aside {
+namespace programs::gradients {
 
 constexpr char kMesh[] = "mesh(x=4)";
 constexpr int64_t kWorld = 4;  // ranks
@@ -75,4 +74,4 @@ class Program {
   std::optional<Sizes> prepared_;   // what prepare was last called for
 };
 
-}  // namespace programs::gradients_aside
+}  // namespace programs::gradients

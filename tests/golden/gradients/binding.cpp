@@ -1,8 +1,8 @@
-// What the binding knows of gradients_aside.
+// What the binding knows of gradients.
 #include "hostweave/abi.h"
 #include "program.h"
 
-using namespace programs::gradients_aside;
+using namespace programs::gradients;
 
 namespace {
 
@@ -23,7 +23,7 @@ constexpr hw::Argument kOutputs[] = {
 
 const hw::ProgramTable hw_program_table = {
     .abi = hw::kAbi,
-    .name = "gradients_aside",
+    .name = "gradients",
     .mesh = kMesh,
     .world = kWorld,
     .axes = kAxes,
