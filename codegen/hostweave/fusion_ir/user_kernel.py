@@ -128,19 +128,13 @@ def _quoted(lines: Sequence[str]) -> list[str]:
 
 def parse_user_kernel(reader: Reader) -> UserKernel:
     """The rest of a kernel after its first word."""
-    reader.expect("@")
-    name = reader.word("the name of a kernel")
+    name = reader.global_name("a kernel")
     reader.expect("=")
     function = reader.word("the name of a C++ function")
-    reader.expect("(")
-    arguments = reader.list_of(lambda: _parse_argument(reader), ")")
+    arguments = reader.enclosed(lambda: _parse_argument(reader))
     reader.expect("grid")
     reader.expect("(")
-    grid, per = [reader.dim()], 1
-    while reader.accept(","):
-        grid.append(reader.dim())
-    if reader.accept("by"):
-        per = reader.integer()
+    grid, per = reader.separated(reader.dim), reader.integer() if reader.accept("by") else 1
     reader.expect(")")
     reader.expect("block")
     reader.expect("(")
@@ -148,7 +142,7 @@ def parse_user_kernel(reader: Reader) -> UserKernel:
     reader.expect(")")
     lines = _parse_lines(reader)
     cpu = _parse_lines(reader) if reader.accept("cpu") else ()
-    return UserKernel(name, function, arguments, tuple(grid), per, block, lines, cpu)
+    return UserKernel(name, function, arguments, grid, per, block, lines, cpu)
 
 
 def _parse_argument(reader: Reader) -> Argument:
