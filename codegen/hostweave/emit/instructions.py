@@ -257,7 +257,7 @@ class Emitter:
     def launch_of(self, kernel: ir.Kernel, srcs: Sequence[str], dsts: Sequence[str]) -> str:
         emitted = self.context.launched(kernel, tuple(self.type_of(name) for name in (*srcs, *dsts)))
         buffers = [*(self.access("reads", name) for name in srcs), *(self.access("writes", name) for name in dsts)]
-        return self.call("launch_pdl", emitted.name, emitted.grid, (*buffers, *emitted.sizes))
+        return self.call("launch_pdl", emitted.name, emitted.loops.grid, (*buffers, *emitted.sizes))
 
     def call(self, launch: str, kernel: str, grid: str, arguments: Sequence[str]) -> str:
         return lay_out("launch", function=launch, kernel=kernel, grid=grid, stream=self.stream, arguments=arguments)

@@ -55,10 +55,6 @@ class Kernel:
     variants: tuple[tuple[str, str], ...]  # a condition, and what it takes: how threads share rows, or arguments of a template
     indices: tuple[str, ...]  # declarations of the indices that its own stands for, and of what threads hold
     loops: Loops
-    grid: str
-    each: str  # the head of the loop over what is kept
-    inner: tuple[str, ...]  # the heads of the loops over what is reduced
-    once: str  # the condition under which a thread stores what several have reduced
     body: tuple[str, ...]
     walks: tuple[Walk, ...] = ()
     stores: tuple[str, ...] = ()  # of results that have the kept dims alone
@@ -168,10 +164,6 @@ class _Emitter:
             variants=tuple(self.loops.variants(packed)),
             indices=(*self.loops.declarations(), *self.holders()),
             loops=self.loops,
-            grid=self.loops.grid,
-            each=self.loops.each,
-            inner=self.loops.inner,
-            once=self.loops.once,
             body=body,
             walks=tuple(walks),
             stores=stores,
@@ -181,20 +173,9 @@ class _Emitter:
 
     def form(self, kernel: Kernel) -> str:
         """Its text with numbers in place of the names that it gives."""
-        head = (self.loops.bounds, kernel.each, kernel.once)
-        walks = [part for walk in kernel.walks for part in (walk.before, walk.starts, walk.body, walk.after)]
-        parts = (
-            head,
-            kernel.params,
-            *kernel.variants,
-            self.loops.varied,
-            kernel.indices,
-            kernel.inner,
-            *walks,
-            kernel.body,
-            kernel.stores,
-            kernel.last,
-        )
+        loops, walks = self.loops, [part for walk in kernel.walks for part in (walk.before, walk.starts, walk.body, walk.after)]
+        head = ((loops.bounds, loops.each, loops.once), kernel.params, *kernel.variants, loops.varied, kernel.indices, loops.inner)
+        parts = (*head, *walks, kernel.body, kernel.stores, kernel.last)
         text, numbers = "\n\n".join(map("\n".join, parts)), dict[str, str]()
         own = {*self.names.given, *self.loops.integers.sizes.values()}
 
@@ -218,7 +199,7 @@ class _Emitter:
     def pointwise(self) -> Kernel:
         section = _Section(self, self.row, self.loops.width)
         section.store(self.results)
-        lines = section.taken()
+        lines = section.taken()  # before those that it hoists
         return self.kernel((*self.row.taken(), *lines))
 
     def reduction(self) -> Kernel:
