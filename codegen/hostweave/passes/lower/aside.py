@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from hostweave.fusion_ir.ir import Fusion, Op
+from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import RESHARD_STEPS
 from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
@@ -40,7 +40,7 @@ class Aside:
                 continue
             for name in op.tensors:
                 self.wait_for(name)
-            if op.callee and _communicates(op.callee):
+            if op.callee and any(step.kind in RESHARD_STEPS and step.kind != "shard" for step in op.callee.all_ops):
                 self.join()
 
     def wait_for(self, name: str) -> None:
@@ -52,7 +52,3 @@ class Aside:
         if self.pending:
             self.b.emit(ir.Join(COMM))
             self.pending.clear()
-
-
-def _communicates(function: Fusion) -> bool:
-    return any(op.kind in RESHARD_STEPS and op.kind != "shard" for body in (*function.functions, function) for op in body.ops)
