@@ -28,7 +28,9 @@ def print_host(program: ir.HostProgram) -> str:
     """The program as text, kernels first, then functions. One instruction a line."""
     lines = [line for user_kernel in program.user_kernels for line in print_user_kernel(user_kernel)]
     lines += [line for kernel in program.kernels for line in _kernel_lines(kernel)]
-    lines.extend(line for function in program.functions for line in _function_lines(function))
+    for function in program.functions:
+        head = f"function @{function.name}({_parameters(function.inputs)}) -> ({_parameters(function.outputs)}) {{"
+        lines += [head, *_body_lines(function.body, INDENT), "}"]
     lines.append(
         f"host @{program.name}({_parameters(program.inputs)}) -> ({_parameters(program.outputs)}) {program.mesh}"
         + _channels(program)
@@ -48,11 +50,6 @@ def _kernel_lines(kernel: ir.Kernel) -> list[str]:
     end = f"}}  # ends here: {kernel.ends}" if kernel.ends else "}"
     lines = [*map(print_op, kernel.ops), *([f"return {_field_text(kernel.returned, True)}"] if kernel.returned else [])]
     return [f"kernel @{kernel.name}({_parameters(kernel.inputs)}) {{", *(INDENT + line for line in lines), end]
-
-
-def _function_lines(function: ir.Function) -> list[str]:
-    head = f"function @{function.name}({_parameters(function.inputs)}) -> ({_parameters(function.outputs)}) {{"
-    return [head, *_body_lines(function.body, INDENT), "}"]
 
 
 def _parameters(parameters: tuple[ir.Parameter, ...]) -> str:
@@ -86,10 +83,9 @@ def print_instruction(instruction: tree.Instruction, indent: str = "") -> list[s
         text += literal
         if name in ("body", "orelse"):
             body = getattr(instruction, name)
-            if name == "orelse" and body:
-                text += " else {\n" + "".join(line + "\n" for line in _body_lines(body, indent + INDENT)) + indent + "}"
-            elif name == "body":
-                text += "{\n" + "".join(line + "\n" for line in _body_lines(body, indent + INDENT)) + indent + "}"
+            if body or name == "body":
+                lines = "".join(line + "\n" for line in _body_lines(body, indent + INDENT))
+                text += f"{' else ' if name == 'orelse' else ''}{{\n{lines}{indent}}}"
         elif name:
             value = getattr(instruction, name)
             is_buffers = isinstance(value, tuple) and name in tree.roles(type(instruction))
