@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hostweave.emit.context import ProgramContext
 from hostweave.emit.cpp import CUDA_TYPES, CppExprPrinter
@@ -65,9 +65,7 @@ def inputs_of(program: ir.HostProgram, emitter: Emitter) -> tuple[Argument, ...]
     for parameter in program.inputs:
         bindings: list[_Binding] = []
         for dim, size in enumerate(program.local_type(parameter).shape):
-            binding = _binding(program, dim, size)
-            if binding and parameter.type.mesh:
-                binding = replace(binding, from_whole=True)
+            binding = _binding(program, parameter, dim, size)
             if binding and binding.name not in {*known, *(b.name for b in bindings)}:
                 bindings.append(binding)
         result.append(argument(program, parameter, emitter, known, bindings))
@@ -111,13 +109,13 @@ def checks_of(inputs: tuple[Argument, ...], context: ProgramContext) -> Iterator
             yield CheckedInTurn(call, int(tells), len(layers.inputs), members)
 
 
-def _binding(program: ir.HostProgram, dim: int, size: Size) -> _Binding | None:
+def _binding(program: ir.HostProgram, parameter: ir.Parameter, dim: int, size: Size) -> _Binding | None:
     """What a local size such as `M/8` or `local(M, x)` tells."""
     part = size.factor
     if isinstance(part, LocalSize) and part.size.name:
         return _Binding(part.size.name, dim, part.ranks_in(program.mesh), from_whole=True)
     name = (size * size.divisor).name
-    return _Binding(name, dim, size.divisor) if name else None
+    return _Binding(name, dim, size.divisor, from_whole=parameter.type.mesh is not None) if name else None
 
 
 def argument(

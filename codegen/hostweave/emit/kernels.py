@@ -74,7 +74,8 @@ def emit_kernel(kernel: ir.Kernel, buffers: Sequence[BufferType], integers: CppE
     again = [name for name, times in emitter.loaded.items() if times > 1]
     late: list[str] = []
     for one in emitter.late if emitter.loops.row_threads else []:
-        late += [one] if emitter.loops.bytes_of_rows([*late, one]) <= LATE_BYTES else []
+        rows = int(emitter.loops.along.size) * sum(emitter.types[name].dtype.itemsize for name in (*late, one))
+        late += [one] if rows <= LATE_BYTES else []
     for held in filter(None, ([*again, *late], again)):
         holding = _Emitter(functions, kernel, walked, buffers, integers, held)
         if holding.loops.row:
@@ -153,6 +154,8 @@ class _Emitter:
         params += [f"int64_t {size}" for size in self.sizes]
         packed = [pointer for name, pointer in self.pointers.items() if name in self.loops.packed]
         packed += [pointer for name, pointer in self.results.items() if stored(name) in self.loops.packed]
+        rows = ((self.elements(name), _moved(self.pointers[name], self.loops.row_of(name))) for name in self.held)
+        kept_rows = [f"const auto {elements} = {self.loops.row}.load({first});" for elements, first in rows]
         kernel = Kernel(
             name=self.name,
             by=self.by,
@@ -162,7 +165,7 @@ class _Emitter:
             sizes=tuple(self.sizes.values()),
             form="",
             variants=tuple(self.loops.variants(packed)),
-            indices=(*self.loops.declarations(), *self.holders()),
+            indices=(*self.loops.declarations(), *kept_rows),
             loops=self.loops,
             body=body,
             walks=tuple(walks),
@@ -183,10 +186,6 @@ class _Emitter:
             return numbers.setdefault(match[0], f"${len(numbers)}") if match[0] in own else match[0]
 
         return re.sub(r"(?<![\w.:])[A-Za-z_]\w*", number, text)
-
-    def holders(self) -> Iterator[str]:
-        for name in self.held:
-            yield f"const auto {self.elements(name)} = {self.loops.row}.load({_moved(self.pointers[name], self.loops.row_of(name))});"
 
     def elements(self, name: str) -> str:
         """The local of an input's elements that a thread takes together."""
