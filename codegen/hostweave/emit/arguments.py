@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hostweave.emit.context import ProgramContext
 from hostweave.emit.cpp import CUDA_TYPES, CppExprPrinter
@@ -40,6 +40,7 @@ class Argument:
     used: bool
     path: str  # in the struct of inputs or outputs
     on: str = ""  # the condition that this rank has it
+    label: str = ""  # C++ for the user's name, of one that calls take in turn
 
     @property
     def member(self) -> str:
@@ -81,12 +82,7 @@ class CheckedInTurn:
     index: str
     begin: int
     end: int
-    members: tuple[LayerInput, ...]
-
-
-@dataclass(frozen=True)
-class LayerInput(Argument):
-    label: str = ""  # C++ for the user's name
+    members: tuple[Argument, ...]
 
 
 def checks_of(inputs: tuple[Argument, ...], context: ProgramContext) -> Iterator[Argument | CheckedInTurn]:
@@ -103,7 +99,7 @@ def checks_of(inputs: tuple[Argument, ...], context: ProgramContext) -> Iterator
         if layers and x is of_first[-1]:
             call = context.index
             members = tuple(
-                LayerInput(**{**vars(y), "path": f"{layers.field}[{call}].{y.member}"}, label=f'{{"{prefix}", {plus(call, layers.first)}}}')
+                replace(y, path=f"{layers.field}[{call}].{y.member}", label=f'{{"{prefix}", {plus(call, layers.first)}}}')
                 for y, prefix in zip(of_first, layers.prefixes, strict=True)
             )
             yield CheckedInTurn(call, int(tells), len(layers.inputs), members)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from hostweave.base.errors import Location, ProgramError
 from hostweave.types.mesh import Mesh
 from hostweave.types.size import Size, product
-from hostweave.types.tensor import BufferType, Dim, TensorType, f32
+from hostweave.types.tensor import Dim, TensorType, f32
 from hostweave.types.text import Reader
 
 INDENT = "  "
@@ -65,16 +65,11 @@ class UserKernel:
 
     @property
     def signature(self) -> str | None:
-        """The declaration of the function as its C++ has it, None where it has none."""
-        return signature(self.lines, self.function)
-
-
-def signature(lines: Sequence[str], function: str) -> str | None:
-    """`__global__ void scale(const float* x, float* y)` of these lines, without comments."""
-    text = re.sub(r"//[^\n]*|/\*.*?\*/", " ", "\n".join(lines), flags=re.S)
-    text = re.sub(r"__launch_bounds__\s*\([^)]*\)", " ", text)
-    found = re.search(rf'((?:extern\s+"C"\s+)?)__global__\s+void\s+{function}\s*\(([^)]*)\)', text)
-    return " ".join(f"{found[1]}__global__ void {function}({found[2].strip()})".split()) if found else None
+        """`__global__ void scale(const float* x, float* y)` as its C++ has it, without comments; None where it has none."""
+        text = re.sub(r"//[^\n]*|/\*.*?\*/", " ", "\n".join(self.lines), flags=re.S)
+        text = re.sub(r"__launch_bounds__\s*\([^)]*\)", " ", text)
+        found = re.search(rf'((?:extern\s+"C"\s+)?)__global__\s+void\s+{self.function}\s*\(([^)]*)\)', text)
+        return " ".join(f"{found[1]}__global__ void {self.function}({found[2].strip()})".split()) if found else None
 
 
 _OF_MANY_THREADS = re.compile(r"\b(threadIdx|blockIdx|blockDim|gridDim|warpSize|__shared__|__sync\w+|__shfl\w+|atomic[A-Z]\w*|asm)\b")
@@ -92,11 +87,6 @@ def expect_one_thread(kernel: UserKernel) -> None:
                 "pass cpu= with a function for it, or walk by hw::over_grid",
                 place,
             )
-
-
-def local_type(type: TensorType, mesh: Mesh, uneven: Sequence[str]) -> BufferType:
-    """The local type of a tensor."""
-    return BufferType(type.dtype, type.local_shape(mesh, uneven))
 
 
 def local_size(dim: Dim, mesh: Mesh, uneven: Sequence[str]) -> Size:

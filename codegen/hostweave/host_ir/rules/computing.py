@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hostweave.fusion_ir.ops.reductions import why_no_product, widens
-from hostweave.fusion_ir.user_kernel import UserKernel, local_type
+from hostweave.fusion_ir.user_kernel import UserKernel
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.rules.checker import Checker, Rule, Scope
 from hostweave.host_ir.size_requirements import slack
@@ -110,7 +110,7 @@ def _launch_source(c: Checker, i: ir.Launch, source: UserKernel) -> None:
         for name, type in zip(names, types, strict=True):
             if type.mesh_in(c.mesh) != c.mesh:
                 c.fail(f"@{source.name} {role} {type}, and is launched on {c.mesh}: launch it on the mesh of its types")
-            wanted = local_type(type, c.mesh, c.program.uneven)
+            wanted = type.local(c.mesh, c.program.uneven)
             c.as_wanted(name, wanted, f"and @{source.name} {role} {wanted}")
             c.contiguous(name, what=f", which @{source.name} needs")
 

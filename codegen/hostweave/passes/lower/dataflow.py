@@ -50,7 +50,7 @@ class Dataflow:
 
     def local(self, value: Value) -> BufferType:
         """What a rank holds of a value."""
-        return BufferType(value.type.dtype, value.type.local_shape(self.mesh, self.uneven))
+        return value.type.local(self.mesh, self.uneven)
 
     # --- what an op does ---
 

@@ -22,7 +22,7 @@ from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS
 from hostweave.fusion_ir.ops.attributes import AXES, AXIS, INDEX, SOURCES, VALUE
 from hostweave.fusion_ir.ops.resharding import NO_SOURCE
-from hostweave.fusion_ir.user_kernel import UserKernel, local_type
+from hostweave.fusion_ir.user_kernel import UserKernel
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.calls import joined
@@ -216,7 +216,7 @@ class _Lowering:
         for index, type in enumerate(types[1:], 1):
             mesh = type.mesh if op.callee else op.result.type.mesh
             with self.b.on(mesh):
-                unused = local_type(type, mesh or flow.mesh, flow.uneven)
+                unused = type.local(mesh or flow.mesh, flow.uneven)
                 targets.append(self.buffers.whole(used[index]) if index in used else self.b.allocate(f"{name}_unused", unused))
         return tuple(targets)
 
