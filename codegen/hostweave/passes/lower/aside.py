@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from hostweave.fusion_ir.ir import Op
-from hostweave.fusion_ir.ops import RESHARD_STEPS
+from hostweave.fusion_ir.ops import RESHARD_STEPS, TO_OTHER_MESHES
 from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Const
@@ -23,7 +23,7 @@ class Aside:
 
     def takes(self, op: Op) -> bool:
         is_reshard = op.kind in RESHARD_STEPS and op.result.aside and op.result.stream is None
-        return is_reshard and not self.flow.is_view(op) and not self.flow.moves(op)
+        return is_reshard and not self.flow.is_view(op) and op.kind not in TO_OTHER_MESHES
 
     def run(self, op: Op, communicate: Callable[[], None]) -> None:
         """What `communicate` emits, after all that the caller's stream holds."""

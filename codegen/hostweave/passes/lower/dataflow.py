@@ -7,7 +7,7 @@ from functools import cached_property
 
 from hostweave.fusion_ir.index_map import IndexMap
 from hostweave.fusion_ir.ir import Fusion, Op, Value
-from hostweave.fusion_ir.ops import OPS, TO_OTHER_MESHES, index_map, operand_types
+from hostweave.fusion_ir.ops import OPS, index_map, operand_types
 from hostweave.fusion_ir.ops.attributes import AXES, BLOCKS
 from hostweave.fusion_ir.rewriting import consumers
 from hostweave.types.mesh import Mesh
@@ -56,10 +56,6 @@ class Dataflow:
 
     def map(self, op: Op) -> IndexMap:
         return index_map(op, operand_types(op, self.types))
-
-    def moves(self, op: Op) -> bool:
-        """Whether an op is a communication of two meshes."""
-        return op.kind in TO_OTHER_MESHES
 
     def is_local(self, op: Op) -> bool:
         """Whether each rank of another mesh holds its block already, as all that it holds or as a block of a whole dim."""

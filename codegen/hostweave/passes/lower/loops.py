@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hostweave.fusion_ir.ir import Op
-from hostweave.fusion_ir.ops import RESHARD_STEPS
+from hostweave.fusion_ir.ops import RESHARD_STEPS, TO_OTHER_MESHES
 from hostweave.passes.lower.dataflow import Dataflow
 from hostweave.types.size import Size
 
@@ -73,7 +73,7 @@ def shards(flow: Dataflow, ops: Sequence[Op]) -> int:
     for op in ops:
         assert op.result.stream is not None
         dims = [op.result.type.dims[op.result.stream.dim]]
-        if op.kind in RESHARD_STEPS and not flow.moves(op):
+        if op.kind in RESHARD_STEPS and op.kind not in TO_OTHER_MESHES:
             dims.append(flow.types[op.tensors[0]].dims[op.result.stream.dim])
         split.extend(flow.mesh_of(op).size_of(dim.axes) for dim in dims)
     return max(split)
