@@ -7,11 +7,11 @@ import random
 import re
 
 import pytest
-from host_programs import NAMES, RANKS, program, text
+from host_programs import NAMES, RANKS, evaluate, program, text
 
 from hostweave.base.errors import Location, ParseError, ProgramError
 from hostweave.host_ir import ir, tree
-from hostweave.host_ir.expr import Binary, Const, Coordinate, Expr, Symbol, Var, evaluate
+from hostweave.host_ir.expr import Binary, Const, Coordinate, Expr, Symbol, Var
 from hostweave.host_ir.ir import HostProgram
 
 EVERYTHING = """\

@@ -11,6 +11,7 @@ from functools import cache
 import numpy as np
 import pytest
 from cuda_here import needs_cuda
+from scaled_tolerance import tolerance_at_scale
 from transformer_reference import Array, Reference
 from whole_programs import compiled, lowered
 
@@ -18,7 +19,6 @@ import hostweave as hw
 from hostweave.base.paths import EXAMPLES
 from hostweave.build.cuda import gpus
 from hostweave.cli.programs import load_file, programs_in
-from hostweave.cli.tolerance import tolerance_at_scale
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir import ir, tree
 from hostweave.runtime.cpu import parallel, seeded

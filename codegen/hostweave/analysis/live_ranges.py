@@ -135,7 +135,7 @@ def _needed(steps: Steps, follows: bool, pools: frozenset[str] = frozenset()) ->
                 if not (inner := _needed(inner, follows, pools)):
                     continue
                 step = OnRanks(mesh, inner)
-                if _begins_any(inner):
+                if any(isinstance(one, Begin | Called) for one in flat(inner)):
                     follows = True
                     joined.clear()
             case End(begin):
@@ -149,13 +149,11 @@ def _needed(steps: Steps, follows: bool, pools: frozenset[str] = frozenset()) ->
     return tuple(reversed(result))
 
 
-def _begins_any(steps: Steps) -> bool:
-    return any(isinstance(step, Begin | Called) or _begins_any(_inside(step)) for step in steps)
-
-
-def _inside(step: Step) -> Steps:
-    return step.steps if isinstance(step, OnRanks) else ()
+def flat(steps: Steps) -> Iterator[Step]:
+    """With those of some of the ranks in their places."""
+    for step in steps:
+        yield from flat(step.steps) if isinstance(step, OnRanks) else (step,)
 
 
 def begins(steps: Steps) -> tuple[Begin, ...]:
-    return tuple(begin for step in steps for begin in ((step,) if isinstance(step, Begin) else begins(_inside(step))))
+    return tuple(step for step in flat(steps) if isinstance(step, Begin))

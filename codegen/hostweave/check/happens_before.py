@@ -57,9 +57,6 @@ class Order:
     callers: list[Task]  # by rank: what came before the call
     clocks: list[Clock]
 
-    def caller_clock(self, rank: int) -> Clock:
-        return self.clocks[self.callers[rank].lane]
-
 
 def order(instances: Instances, met: list[Meeting]) -> Order:
     program = instances.program

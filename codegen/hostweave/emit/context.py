@@ -38,14 +38,6 @@ class Channel:
 
 
 @dataclass(frozen=True)
-class Routes:
-    """Which rank sends which block to which."""
-
-    name: str
-    lines: tuple[str, ...]  # of the table
-
-
-@dataclass(frozen=True)
 class Plan:
     member: str
     operands: str  # dtypes
@@ -89,7 +81,7 @@ class ProgramContext:
         self.events = {e.name: Pool(self.members.of(e.name, "events"), e.name, e.count) for e in program.events}
         self.flags: dict[Mesh, str] = {}  # of meshes of some of the ranks
         self.channels: dict[str, Channel] = {}
-        self.routes: dict[ir.Routes, Routes] = {}
+        self.routes: dict[ir.Routes, tuple[str, list[str]]] = {}  # the name and the lines of each table
         self.plans: dict[PlanKey, Plan] = {}
         self.uses_of_plan: dict[PlanKey, set[Mesh]] = {}
         self.declared = {kernel.name: kernel for kernel in program.kernels}

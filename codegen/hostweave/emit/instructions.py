@@ -9,7 +9,7 @@ from typing import Any
 
 from hostweave.analysis.live_ranges import Begin, begins, live_ranges
 from hostweave.base.errors import Location
-from hostweave.emit.context import WORKSPACE, Plan, ProgramContext, Routes, Temporary
+from hostweave.emit.context import WORKSPACE, Plan, ProgramContext, Temporary
 from hostweave.emit.copies import copied, copy_kernel, fill_kernel
 from hostweave.emit.cpp import CUDA_TYPES
 from hostweave.emit.layers import Element, Words, arrays_of, rolled
@@ -257,7 +257,7 @@ class Emitter:
     def launch_of(self, kernel: ir.Kernel, srcs: Sequence[str], dsts: Sequence[str]) -> str:
         emitted = self.context.launched(kernel, tuple(self.type_of(name) for name in (*srcs, *dsts)))
         buffers = [*(self.access("reads", name) for name in srcs), *(self.access("writes", name) for name in dsts)]
-        return self.call("launch_pdl", emitted.name, emitted.grid, (*buffers, *emitted.sizes))
+        return self.call("launch_pdl", emitted.name, emitted.loops.grid, (*buffers, *emitted.sizes))
 
     def call(self, launch: str, kernel: str, grid: str, arguments: Sequence[str]) -> str:
         return lay_out("launch", function=launch, kernel=kernel, grid=grid, stream=self.stream, arguments=arguments)
@@ -329,12 +329,12 @@ class Emitter:
         if i.routes not in tables:
             rows = [f"{{{route.sender}, {route.sent}, {route.receiver}, {route.received}}}" for route in i.routes]
             lines = [", ".join(rows[at : at + ROUTES_A_LINE]) + "," for at in range(0, len(rows), ROUTES_A_LINE)]
-            tables[i.routes] = Routes(self.names.of(f"kRoutes_{name}", f"routes {len(tables)}"), tuple(lines))
+            tables[i.routes] = self.names.of(f"kRoutes_{name}", f"routes {len(tables)}"), lines
         if not isinstance(i.count, int):
-            return self.lay_out(i, routes=tables[i.routes].name)
+            return self.lay_out(i, routes=tables[i.routes][0])
         block, route = product(self.type_of(name).shape) // i.count, self.names.of("route", "of blocks")
         times = f" * {self.integers.factor(block)}" if i.count > 1 else ""
-        return self.lay_out(i, routes=tables[i.routes].name, route=route, count=self.integers.size(block), times=times)
+        return self.lay_out(i, routes=tables[i.routes][0], route=route, count=self.integers.size(block), times=times)
 
     def group(self, i: ir.Group) -> str:
         self.in_group = True

@@ -240,10 +240,6 @@ class Loops:
                 return threads
         return 0
 
-    def bytes_of_rows(self, inputs: Sequence[str]) -> int:
-        """Of rows of known length."""
-        return int(self.along.size) * sum(self.memory[name].dtype.itemsize for name in inputs)
-
     def is_wide(self, pointers: Iterable[str]) -> str:
         """The condition under which a thread takes neighbours together."""
         unsure = [size for size in self.divided() if size.divisor > 1 or size.coefficient % self.width]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -39,9 +39,5 @@ def _environment() -> Environment:
         keep_trailing_newline=True,
         auto_reload=False,
     )
-    environment.filters["braced"] = _braced
+    environment.filters["braced"] = lambda items: "{" + ", ".join(items) + "}"
     return environment
-
-
-def _braced(items: Iterable[str]) -> str:
-    return "{" + ", ".join(items) + "}"

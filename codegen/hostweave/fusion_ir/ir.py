@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar, cast
 
@@ -142,7 +143,7 @@ class Fusion:
 
     @property
     def functions(self) -> tuple[Fusion, ...]:
-        """The blocks that it calls, and those that they call in turn: once each, before whoever calls them."""
+        """Those that it calls, and those that they call in turn: once each, before whoever calls them."""
         found: dict[str, Fusion] = {}
         for op in self.ops:
             if op.callee and op.callee.name not in found:
@@ -150,10 +151,14 @@ class Fusion:
         return tuple(found.values())
 
     @property
+    def all_ops(self) -> Iterator[Op]:
+        """Its ops after those of its functions."""
+        return (op for body in (*self.functions, self) for op in body.ops)
+
+    @property
     def user_kernels(self) -> tuple[UserKernel, ...]:
-        """The user's kernels that it and its blocks launch, once each."""
-        ops = (op for body in (*self.functions, self) for op in body.ops)
-        return tuple(dict.fromkeys(op.user_kernel for op in ops if op.user_kernel))
+        """The user's kernels that it and its functions launch, once each."""
+        return tuple(dict.fromkeys(op.user_kernel for op in self.all_ops if op.user_kernel))
 
     def __str__(self) -> str:
         from hostweave.fusion_ir.text import print_fusion

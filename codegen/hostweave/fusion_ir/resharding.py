@@ -118,8 +118,10 @@ def step_of(op: Op) -> ReshardStep:
 
 def reshard_step(source: TensorType, target: TensorType, mesh: Mesh) -> ReshardStep | None:
     """The one change that takes a layout to another, or None where it takes several or none. `mesh` is the program's."""
+    if source.mesh != target.mesh and source.partial:  # to one rank of each process group
+        return next((change for change in _reduces(source, target, mesh) if change.target == target), None)
     if source.mesh != target.mesh:
-        return _step_across_meshes(source, target, mesh)
+        return None if target.partial else ReshardStep("transfer", target=target)
     return next((change for change in _moves(source, target, mesh) if change.applied(source, mesh) == target), None)
 
 
@@ -173,13 +175,6 @@ def _plan(source: TensorType, target: TensorType, mesh: Mesh, sizes: tuple[tuple
 # --- to another mesh --------------------------------------------------------------------------------------------------
 
 
-def _step_across_meshes(source: TensorType, target: TensorType, program: Mesh) -> ReshardStep | None:
-    """A transfer of what is whole, or the reduce of what is partial to one rank of each process group."""
-    if source.partial is None:
-        return None if target.partial else ReshardStep("transfer", target=target)
-    return next((change for change in _reduces(source, target, program) if change.target == target), None)
-
-
 def _reduces(source: TensorType, target: TensorType, program: Mesh) -> Iterator[ReshardStep]:
     """A partial to the ranks of one number in their groups: the target where they are its ranks, else they keep the other mesh axes."""
     assert source.partial is not None
@@ -217,8 +212,7 @@ def _scattered(source: TensorType, target: TensorType, program: Mesh) -> Iterato
     ranks = source.mesh_in(program).size_of(partial_axes(source))
     for i, (dim, wanted) in enumerate(zip(source.dims, target.dims, strict=True)):
         split = ranks * source.mesh_in(program).size_of(dim.axes)
-        is_even = int(dim.size) % split == 0 if dim.size.is_int else target.mesh_in(program).size_of(wanted.axes) % split == 0
-        if is_even:
+        if (int(dim.size) if dim.size.is_int else target.mesh_in(program).size_of(wanted.axes)) % split == 0:
             yield i
 
 

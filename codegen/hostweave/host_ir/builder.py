@@ -6,7 +6,7 @@ Where `mesh` is set, only its ranks do what is emitted: neighbours of one mesh s
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -56,8 +56,7 @@ class Builder:
 
     def loop_index(self) -> str:
         """i, j, k, l, then i_2 and so on."""
-        free = [letter for letter in "ijkl" if letter not in self._taken]
-        return self.name(free[0] if free else "i")
+        return self.name(next((letter for letter in "ijkl" if letter not in self._taken), "i"))
 
     def emit(self, instruction: tree.Instruction) -> None:
         scope = self._scopes[-1]
@@ -88,14 +87,9 @@ class Builder:
         yield
         self._scopes = scopes
 
-    @contextmanager
-    def hoisted(self) -> Iterator[None]:
+    def hoisted(self) -> AbstractContextManager[None]:
         """The same for views alone."""
-        if not self.hoists_views:
-            yield
-            return
-        with self.outermost():
-            yield
+        return self.outermost() if self.hoists_views else nullcontext()
 
     def body(self) -> tree.Body:
         """The whole program, without views that nothing uses in the end."""
@@ -127,10 +121,8 @@ class Builder:
         return name
 
     def allocate(self, wanted: str, type: BufferType) -> str:
-        name = self.parameter(wanted, BufferType(type.dtype, type.shape))
         with self.outermost():
-            self.emit(ir.Allocate(name, self.types[name]))
-        return name
+            return self.allocate_here(wanted, type)
 
     def allocate_here(self, wanted: str, type: BufferType) -> str:
         """Memory that is needed in this body alone."""

@@ -184,12 +184,9 @@ class Slice(Piece):
 
 
 @dataclass(frozen=True)
-class Strided(Piece):
+class Strided(Slice):
     """`size` indices of a dim from `start` on, `step` apart. Pointer arithmetic."""
 
-    dim: int
-    size: Size
-    start: Expr
     step: int
     syntax = "%{out} = strided %{src}[{dim}: {size} from {start} by {step}]"
 
@@ -856,7 +853,7 @@ class HostProgram:
         return next(channel for channel in self.channels if channel.name == name)
 
     def local_type(self, parameter: Parameter) -> BufferType:
-        return BufferType(parameter.type.dtype, parameter.type.local_shape(self.mesh, self.uneven))
+        return parameter.type.local(self.mesh, self.uneven)
 
     def symbols(self) -> tuple[str, ...]:
         """The names of the symbolic sizes, in order of first appearance in the inputs and outputs."""

@@ -33,7 +33,8 @@ def not_negative(program: ir.HostProgram) -> tuple[Size, ...]:
     found = [size for i in tree.walk(program.body) if i.span for src in tree.names(i, "alias") for size in slack(i, types[src])]
     factors = (factor for type in types.values() for size in type.shape for factor in size.factors)
     found += [Size(1, (factor,)) for factor in factors if isinstance(factor, Sum)]
-    return tuple(dict.fromkeys(size for size in found if _can_be_negative(size)))
+    terms = {size: [term for factor in size.factors if isinstance(factor, Sum) for term in factor.terms] for size in found}
+    return tuple(size for size, parts in terms.items() if any(term.coefficient < 0 for term in (size, *parts)))
 
 
 def not_empty(program: ir.HostProgram) -> Iterator[tuple[str, Size]]:
@@ -78,8 +79,3 @@ def _size_of(expr: Expr) -> Size | None:
             a = _size_of(left)
             return None if a is None else a // divisor
     return None
-
-
-def _can_be_negative(size: Size) -> bool:
-    terms = [term for factor in size.factors if isinstance(factor, Sum) for term in factor.terms]
-    return any(term.coefficient < 0 for term in (size, *terms))

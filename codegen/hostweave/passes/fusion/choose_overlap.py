@@ -195,10 +195,11 @@ class _Choice:
     # --- loops that communicate ---
 
     def communicate(self, root: Op, stream: Stream, members: list[_Member]) -> tuple[str, dict[str, str]]:
-        """The step, one for all, and by what each reshard communicates; nothing where none does."""
+        """The step, one for all, and by what each reshard communicates: as stated where that fits the step. Nothing where none does."""
         possible = {m.name: (m.change.kind, self.algorithms(m, m.change, stream)) for m in members if m.change and m.communicates}
         for step in (stream.chunking,) if stream.chunking else ("by_shard", "across_shards"):
-            by = {name: way for name, (_, ways) in possible.items() if (way := _way(ways, step, stream.algorithm))}
+            fitting = {name: [way for way, its_step in ways.items() if its_step == step] for name, (_, ways) in possible.items()}
+            by = {name: stream.algorithm if stream.algorithm in ways else ways[0] for name, ways in fitting.items() if ways}
             rotations = {ROTATIONS.get((kind, by[name])) for name, (kind, _) in possible.items() if name in by}
             if by and len(by) == len(possible) and len(rotations) == 1 and (stream.algorithm is None or stream.algorithm in by.values()):
                 return step, by
@@ -287,9 +288,3 @@ class _Choice:
 
     def streamed(self, op: Op) -> Op:
         return replace(op, result=replace(op.result, stream=self.streams.get(op.result.name)))
-
-
-def _way(ways: AlgorithmsOf, step: str, by: str | None) -> str | None:
-    """The stated way where it fits the step, else the first that does."""
-    fitting = [way for way, its_step in ways.items() if its_step == step]
-    return by if by in fitting else next(iter(fitting), None)

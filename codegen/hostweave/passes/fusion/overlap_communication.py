@@ -51,7 +51,7 @@ def _may_be_async(op: Op) -> bool:
 
 def _communicates(op: Op) -> bool:
     if op.callee:
-        return any(_communicates(inner) for inner in op.callee.ops)
+        return any(map(_communicates, op.callee.all_ops))
     return op.kind in RESHARD_STEPS and not OPS[op.kind].is_view
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from hostweave.base.names import unique_name
-from hostweave.fusion_ir.ir import Fusion, Op
-from hostweave.fusion_ir.ops import RESHARD_STEPS
+from hostweave.fusion_ir.ir import Op
+from hostweave.fusion_ir.ops import RESHARD_STEPS, TO_OTHER_MESHES
 from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Const
@@ -26,7 +26,7 @@ class Asynchronous:
 
     def takes(self, op: Op) -> bool:
         is_reshard = op.kind in RESHARD_STEPS and op.result.is_async and op.result.stream is None
-        return is_reshard and not self.flow.is_view(op) and not self.flow.moves(op)
+        return is_reshard and not self.flow.is_view(op) and op.kind not in TO_OTHER_MESHES
 
     def run(self, op: Op, communicate: Callable[[], None]) -> None:
         """What `communicate` emits, after all that the caller's stream has by now."""
@@ -55,7 +55,7 @@ class Asynchronous:
                 continue
             for name in op.tensors:
                 self.wait_for(name)
-            if op.callee and _communicates(op.callee):
+            if op.callee and any(step.kind in RESHARD_STEPS and step.kind != "shard" for step in op.callee.all_ops):
                 self.join()
 
     def wait_for(self, name: str) -> None:
@@ -70,7 +70,3 @@ class Asynchronous:
             self.b.emit(ir.Join(COMM))
             self.is_forked = False
             self.pending.clear()
-
-
-def _communicates(function: Fusion) -> bool:
-    return any(op.kind in RESHARD_STEPS and op.kind != "shard" for body in (*function.functions, function) for op in body.ops)

@@ -49,7 +49,8 @@ class Buffers:
             self.wholes[name] = self._seen_through(self.placement.inverse_view[name])
         elif not is_known:
             producer = self.flow.producer[name]
-            self.wholes[name] = self._whole_view(producer) if self.flow.is_view(producer) else self._own_memory(name)
+            local = self.flow.local(self.flow.values[name])
+            self.wholes[name] = self._whole_view(producer) if self.flow.is_view(producer) else self.b.allocate(name, local)
         return self.wholes[name]
 
     def contiguous(self, name: str) -> str:
@@ -62,9 +63,6 @@ class Buffers:
             return self.wholes[name]
         return source
 
-    def _own_memory(self, name: str) -> str:
-        return self.b.allocate(name, self.flow.local(self.flow.values[name]))
-
     def _copied(self, name: str, source: str) -> str:
         packed = self.b.allocate(f"{name}_packed", self.b.types[source])
         self.b.emit(ir.Copy(source, packed))
@@ -75,7 +73,7 @@ class Buffers:
         (source,), name = op.tensors, op.result.name
         with self.b.hoisted():
             if name not in self.placement.inverse_view and name not in self.wholes:
-                self.wholes[name] = self._own_memory(name)
+                self.wholes[name] = self.b.allocate(name, self.flow.local(op.result))
             view = reversed_view(self.flow, op, self.whole(name))
             if isinstance(view, ir.Permute):
                 return self.b.permute(view.src, view.order, source)
@@ -144,10 +142,6 @@ class Buffers:
                 self.b.split(buffer, dim, Size(steps.shards_in(value, dim)), f"{name}_shards")
         return chunk(self.b, steps, buffer, value, dim, keeps)
 
-    def end_of_loop(self) -> None:
-        """Views of chunks end with the loop that takes them."""
-        self.chunks.clear()
-
     # --- views ---
 
     def view(self, op: Op, steps: Steps | None) -> None:
@@ -156,12 +150,9 @@ class Buffers:
         if self.placement.inverse_view.get(source) == op:
             self.whole(source)
             return
-        if op.kind in ("shard", "transfer"):
-            with self.b.hoisted():
-                self.wholes[result.name] = self._own_block(op)
-            return
-        dim = None if steps is None or stream is None else self.flow.map(op).operand_dim(0, stream.dim)
-        if steps is None or stream is None or dim is None or op.kind == "permute_dims":
+        is_of_chunks = op.kind not in ("shard", "transfer", "permute_dims")
+        dim = self.flow.map(op).operand_dim(0, stream.dim) if steps and stream and is_of_chunks else None
+        if steps is None or stream is None or dim is None:
             self.wholes[result.name] = self._whole_view(op)
             return
         here, wanted = self.chunk(source, dim, steps), f"{result.name}_{steps.index.name}"
@@ -191,7 +182,8 @@ class Buffers:
     def _whole_view(self, op: Op) -> str:
         """The view of all of the operand that is all of the result."""
         if op.kind in ("shard", "transfer"):
-            return self._own_block(op)
+            with self.b.hoisted():
+                return self._own_block(op)
         source, name = self.whole(op.tensors[0]), op.result.name
         with self.b.hoisted():
             if op.kind == "permute_dims":

@@ -22,7 +22,6 @@ from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS
 from hostweave.fusion_ir.ops.attributes import AXES, AXIS, INDEX, SOURCES, VALUE
 from hostweave.fusion_ir.ops.resharding import NO_SOURCE
-from hostweave.fusion_ir.user_kernel import UserKernel, local_type
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.calls import joined
@@ -116,7 +115,7 @@ class _Lowering:
             b.emit(ir.Join(RING))
             self.reshards.end_of_loop()
         b.hoists_views = True
-        self.buffers.end_of_loop()
+        self.buffers.chunks.clear()
 
     # --- ops ---
 
@@ -134,7 +133,8 @@ class _Lowering:
             elif op.callee:
                 self.call(op, op.callee)
             elif op.user_kernel:
-                self.launch_source(op, op.user_kernel)
+                sources = tuple(map(self.buffers.contiguous, op.tensors))
+                self.b.emit(ir.Launch(op.user_kernel.name, sources, self.targets(op, op.user_kernel.outputs)))
             else:
                 self.compute(op, steps)
 
@@ -165,19 +165,18 @@ class _Lowering:
     # --- matmuls ---
 
     def matmul(self, op: Op, sources: Sequence[str], target: str, steps: Steps | None) -> None:
-        dense = [self.with_a_dense_dim(source, steps) for source in sources]
+        dense = []
+        for source in sources:  # cuBLASLt takes matrices whose rows or columns lie side by side
+            type = self.b.types[source]
+            dims = zip(type.shape[-2:], strides_of(type)[-2:], strict=True)
+            is_dense = any(Size() in dim for dim in dims)
+            dense.append(source if is_dense else communication.contiguous_source(self.b, source, steps))
         a, b, dst = self.stack_shards(op, steps, [*dense, target])
         matmul = ir.Matmul(a, b, dst, precision="tf32" if self.options.tf32 and self.b.types[a].dtype == f32 else "")
         if op.result.name == self.ring_term:
             self.reshards.term = matmul
         else:
             self.b.emit(matmul)
-
-    def with_a_dense_dim(self, source: str, steps: Steps | None) -> str:
-        """A matrix whose rows or columns lie side by side, as cuBLASLt takes it."""
-        type = self.b.types[source]
-        dense = (stride == Size() or size == Size() for size, stride in zip(type.shape[-2:], strides_of(type)[-2:], strict=True))
-        return source if any(dense) else communication.contiguous_source(self.b, source, steps)
 
     def stack_shards(self, op: Op, steps: Steps | None, buffers: list[str]) -> list[str]:
         """A matmul over slices of every rank's columns: the shards go before the matrix, as one more batch dim."""
@@ -204,10 +203,6 @@ class _Lowering:
         with self.b.on(None):
             self.b.emit(ir.Call(function.name, tuple(sources), targets))
 
-    def launch_source(self, op: Op, source: UserKernel) -> None:
-        sources = tuple(map(self.buffers.contiguous, op.tensors))
-        self.b.emit(ir.Launch(source.name, sources, self.targets(op, source.outputs)))
-
     def targets(self, op: Op, types: Sequence[TensorType]) -> tuple[str, ...]:
         """What a function or a kernel of the user writes; an output that nothing uses has memory of its own."""
         flow, name = self.flow, op.result.name
@@ -216,7 +211,7 @@ class _Lowering:
         for index, type in enumerate(types[1:], 1):
             mesh = type.mesh if op.callee else op.result.type.mesh
             with self.b.on(mesh):
-                unused = local_type(type, mesh or flow.mesh, flow.uneven)
+                unused = type.local(mesh or flow.mesh, flow.uneven)
                 targets.append(self.buffers.whole(used[index]) if index in used else self.b.allocate(f"{name}_unused", unused))
         return tuple(targets)
 
