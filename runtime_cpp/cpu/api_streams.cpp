@@ -44,16 +44,6 @@ cudaError_t wait_for_device(Lock& lock, int device) {
 
 namespace {
 
-cudaError_t create(cudaStream_t* stream, unsigned flags, int priority) {
-  if (flags & ~static_cast<unsigned>(cudaStreamNonBlocking))
-    return error(cudaErrorInvalidValue, "cudaStreamCreate: unknown flags");
-  Call call;
-  if (Machine::get().failed()) return cuda_stopped();
-  if (Machine::get().fault("cudaStreamCreate")) return error(cudaErrorMemoryAllocation, "cudaStreamCreate: made to fail");
-  *stream = reinterpret_cast<cudaStream_t>(Machine::get().create_stream(flags, std::clamp(priority, -5, 0)));
-  return cudaSuccess;
-}
-
 Event* known(cudaEvent_t handle) {
   Event* const event = reinterpret_cast<Event*>(handle);
   return Machine::get().events.count(event) != 0 ? event : nullptr;
@@ -79,10 +69,16 @@ cudaError_t query(Lock& lock, const OpPtr op) {
 
 extern "C" {
 
-cudaError_t cudaStreamCreate(cudaStream_t* stream) { return create(stream, cudaStreamDefault, 0); }
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) { return create(stream, flags, 0); }
-cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int priority) {
-  return create(stream, flags, priority);
+cudaError_t cudaStreamCreate(cudaStream_t* stream) { return cudaStreamCreateWithFlags(stream, cudaStreamDefault); }
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
+  if (flags & ~static_cast<unsigned>(cudaStreamNonBlocking))
+    return error(cudaErrorInvalidValue, "cudaStreamCreate: unknown flags");
+  Call call;
+  if (Machine::get().failed()) return cuda_stopped();
+  if (Machine::get().fault("cudaStreamCreate")) return error(cudaErrorMemoryAllocation, "cudaStreamCreate: made to fail");
+  *stream = reinterpret_cast<cudaStream_t>(Machine::get().create_stream(flags));
+  return cudaSuccess;
 }
 
 cudaError_t cudaStreamDestroy(cudaStream_t handle) {
@@ -125,9 +121,6 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t handle, unsigne
 cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) { return cuda_not_supported("stream capture"); }
 cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t*) { return cuda_not_supported("stream capture"); }
 cudaError_t cudaLaunchHostFunc(cudaStream_t, cudaHostFn_t, void*) { return cuda_not_supported("cudaLaunchHostFunc"); }
-cudaError_t cudaStreamAddCallback(cudaStream_t, cudaStreamCallback_t, void*, unsigned) {
-  return cuda_not_supported("cudaStreamAddCallback");
-}
 
 cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, cudaEventDefault); }
 

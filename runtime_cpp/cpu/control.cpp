@@ -22,16 +22,6 @@ Barrier& barrier() {
   return *barrier;
 }
 
-int configure(const hw_cpu_config& config) {
-  Lock lock(Machine::get().mutex);
-  barrier() = Barrier{};
-  if (const char* wrong = Machine::get().configure(config)) {
-    error(cudaErrorInvalidValue, std::string("hw_cpu_configure: ") + wrong);
-    return 1;
-  }
-  return 0;
-}
-
 }  // namespace
 
 extern "C" {
@@ -44,12 +34,16 @@ void hw_cpu_default_config(hw_cpu_config* config) {
   config->ordered_launches = -1;
   config->buffered_sends = -1;
   config->check_dependencies = -1;
-  config->fill_fresh_memory = -1;
   config->timeout_seconds = 120;
 }
 
-int hw_cpu_configure(const hw_cpu_config* config) { return configure(*config); }
-int hw_cpu_reset(void) { return configure(Machine::get().config); }
+int hw_cpu_configure(const hw_cpu_config* config) {
+  const Lock lock(Machine::get().mutex);
+  barrier() = Barrier{};
+  const char* const wrong = Machine::get().configure(*config);
+  if (wrong) error(cudaErrorInvalidValue, std::string("hw_cpu_configure: ") + wrong);
+  return wrong != nullptr;
+}
 
 int hw_cpu_attach(int rank) {
   Machine& machine = Machine::get();

@@ -12,6 +12,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -63,7 +64,7 @@ class Machine {
 
   // --- streams and ops
   Stream* find_stream(cudaStream_t handle);  // null when there is no such stream (any more)
-  Stream* create_stream(unsigned flags, int priority);
+  Stream* create_stream(unsigned flags);
   void destroy_stream(Stream* stream);
   Stream& legacy_stream(int device);
   std::vector<OpPtr> tails(int device);  // the last op of every stream of a device
@@ -111,7 +112,7 @@ class Machine {
   // Why an op on this device must not touch these bytes, if it must not: they belong to another device, or run past the
   // end of what was allocated.
   std::optional<std::string> illegal_access(const Ranges& ranges, int device, bool peers_allowed);
-  std::unordered_set<std::uint64_t> peer_access;  // device << 32 | peer
+  std::set<std::pair<int, int>> peer_access;  // of a device to a peer
 
   std::uint64_t ops_done() const { return ops_done_; }
   std::size_t live_streams() const { return live_streams_; }
@@ -133,6 +134,7 @@ class Machine {
   Machine();
   std::size_t new_lane();
   HostSide& host_side(int device);
+  Stream& new_stream(int device, int number);
 
   // machine.cpp
   void evaluate(Stream& stream);  // puts it into the ready list if its head can make a step
@@ -162,12 +164,7 @@ class Machine {
   int expected_ranks() const { return config.ranks > 0 ? config.ranks : config.devices; }
   void hand_turn(HostThread* thread);
   void pass_turn_on(Lock& lock);
-  struct Choices {
-    std::vector<Candidate> candidates;
-    std::vector<HostThread*> hosts;
-    std::vector<Stream*> streams;
-  };
-  Choices choices(HostThread* me);
+  std::vector<Candidate> choices(HostThread* me);
 
   bool checking_ = false, ordered_launches_ = true, buffered_sends_ = false;
   bool failed_ = false;

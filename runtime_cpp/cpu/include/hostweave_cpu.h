@@ -33,7 +33,6 @@ typedef struct hw_cpu_config {
                            // (yes in parallel mode). NCCL does order them; "no" finds what relies on that.
   int buffered_sends;      // a send ends before its recv begins: 1 yes, 0 no, -1 by the seed (no in parallel mode)
   int check_dependencies;  // report conflicting accesses that nothing orders: 1 yes, 0 no, -1 in seeded mode only
-  int fill_fresh_memory;   // cudaMalloc gives memory filled with NaN: 1 yes, 0 no, -1 yes (it costs next to nothing)
   double timeout_seconds;  // no progress for so long, with a host thread waiting, is reported as a deadlock
 } hw_cpu_config;
 
@@ -42,8 +41,6 @@ void hw_cpu_default_config(hw_cpu_config* config);
 // Starts afresh with this configuration: forgets failures, schedules, counters and histories. Streams, events,
 // communicators and memory stay valid. Fails while a rank thread is attached or work is queued.
 int hw_cpu_configure(const hw_cpu_config* config);
-// hw_cpu_configure with the configuration already in force.
-int hw_cpu_reset(void);
 
 // A rank thread announces itself, on device `rank`, before its first call, and leaves after its last. In seeded mode
 // attach returns when all `ranks` threads have come and this one has its turn; from then on it runs only in its turn,

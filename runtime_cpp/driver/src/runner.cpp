@@ -71,8 +71,7 @@ class Runner::Seat {
     program_.calls.destroy(instance_);
     cudaStreamDestroy(caller_);
   }
-  Seat(const Seat&) = delete;
-  Seat& operator=(const Seat&) = delete;
+  Seat(Seat&&) = delete;
 
   cudaStream_t caller() const { return caller_; }
 

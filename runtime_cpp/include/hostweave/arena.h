@@ -13,8 +13,7 @@ class Arena {
  public:
   Arena() = default;
   ~Arena();
-  Arena(const Arena&) = delete;
-  Arena& operator=(const Arena&) = delete;
+  Arena(Arena&&) = delete;
 
   // Gives every buffer of the plan its place. Memory grows when larger sizes come, and stays.
   void reserve(MemoryPlan& plan);

@@ -36,8 +36,7 @@ class MatmulPlan {
   MatmulPlan(Rank& rank, cudaDataType_t operands, cudaDataType_t result, cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_DEFAULT,
              cublasComputeType_t compute = CUBLAS_COMPUTE_32F);
   ~MatmulPlan();
-  MatmulPlan(const MatmulPlan&) = delete;
-  MatmulPlan& operator=(const MatmulPlan&) = delete;
+  MatmulPlan(MatmulPlan&&) = delete;
 
   // Chooses the algorithm for these operands, or finds it again. Throws ExecutionError where cuBLASLt has none.
   void prepare(const Strided& a, const Strided& b, const Strided& c);

@@ -41,8 +41,7 @@ class Communicators {
  public:
   Communicators(const ncclUniqueId& id, int rank, int count);
   ~Communicators();
-  Communicators(const Communicators&) = delete;
-  Communicators& operator=(const Communicators&) = delete;
+  Communicators(Communicators&&) = delete;
 
   // The ranks that give the same `color` are a process group, in the order of their `place`.
   Channel channel(int color, int place, int64_t size);
@@ -97,8 +96,7 @@ class DeviceTensor {
     HW_CHECK(cudaMalloc(&tensor_.data, bytes()));
   }
   ~DeviceTensor() { cudaFree(tensor_.data); }
-  DeviceTensor(const DeviceTensor&) = delete;
-  DeviceTensor& operator=(const DeviceTensor&) = delete;
+  DeviceTensor(DeviceTensor&&) = delete;
 
   operator Tensor() const { return tensor_; }
 

@@ -24,8 +24,7 @@ class World {
  public:
   explicit World(int ranks);
   ~World();
-  World(const World&) = delete;
-  World& operator=(const World&) = delete;
+  World(World&&) = delete;
 
   int ranks() const { return static_cast<int>(members_.size()); }
   // After an error that stopped the ranks midway: what they share is in no known state, so make another world.
