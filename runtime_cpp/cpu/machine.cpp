@@ -28,7 +28,6 @@ Machine& Machine::get() {
 }
 
 Machine::Machine() {
-  hw_cpu_default_config(&config);
   const Lock lock(mutex);
   configure(config);
 }
@@ -260,15 +259,14 @@ void Machine::evaluate(Stream& stream) {
 // One step of a stream that has been taken out of the ready list.
 void Machine::advance(Lock& lock, Stream& stream) {
   const OpPtr op = stream.queue.front();
+  const auto wait_in_flight = [&] {
+    stream.scheduled = false;
+    evaluate(stream);
+  };
   if (!op->begun) {
     begin(stream, *op);
     if (failed_) return;
-    const bool pause_in_flight = !op->parts.empty() || (seeded() && op->work);
-    if (pause_in_flight) {
-      stream.scheduled = false;
-      evaluate(stream);
-      return;
-    }
+    if (!op->parts.empty() || (seeded() && op->work)) return wait_in_flight();
   }
   if (op->work) {
     ++running_;
@@ -288,11 +286,7 @@ void Machine::advance(Lock& lock, Stream& stream) {
   }
   // Between two of its exchanges another rank may have begun the next one of them.
   for (const Part& part : op->parts) {
-    if (!part.match->satisfied(part.index)) {
-      stream.scheduled = false;
-      evaluate(stream);
-      return;
-    }
+    if (!part.match->satisfied(part.index)) return wait_in_flight();
   }
   end(stream, *op);
   stream.scheduled = false;

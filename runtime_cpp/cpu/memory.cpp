@@ -1,5 +1,3 @@
-#include "memory.h"
-
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -7,6 +5,8 @@
 #include <cstdlib>
 #include <cstring>
 #include <vector>
+
+#include "machine.h"
 
 namespace hostweave::cpu {
 namespace {
@@ -101,11 +101,9 @@ const Allocation* Memory::at(const void* pointer) const {
   return it == allocations_.end() ? nullptr : &it->second;
 }
 
-std::uint64_t Memory::live_bytes(int device) const {
+std::uint64_t Memory::live_bytes() const {
   std::uint64_t bytes = 0;
-  for (const auto& [address, allocation] : allocations_) {
-    if (device < 0 || allocation.device == device) bytes += allocation.bytes;
-  }
+  for (const auto& [address, allocation] : allocations_) bytes += allocation.bytes;
   return bytes;
 }
 

@@ -53,6 +53,10 @@ void Machine::await_turn(Lock& lock, HostThread& me) {
 }
 
 bool Machine::wait_seeded(Lock& lock, HostThread& me) {
+  if (me.attached && turn_ != &me) {  // it has just come, and some other holds the turn or will be the first to
+    await_turn(lock, me);
+    return !failed_;
+  }
   const auto end = deadline();
   while (!failed_) {
     const std::vector<Candidate> all = choices(&me);
@@ -157,17 +161,8 @@ void Machine::attach(Lock& lock, int rank) {
   attached_.insert(place, &me);
   round_started_ = ++arrived_ >= expected_ranks();
   if (!seeded() || failed_) return;
-  me.waiting = true;
-  me.waits_for = "its first turn";
-  me.ready = [] { return true; };
-  if (round_started_) {
-    turn_ = &me;  // the last to come lets the picker choose who is first
-    wait_seeded(lock, me);
-  } else {
-    await_turn(lock, me);
-  }
-  me.waiting = false;
-  me.ready = nullptr;
+  if (round_started_) turn_ = &me;  // the last to come lets the picker choose who is first
+  wait(lock, "its first turn", [] { return true; });
 }
 
 void Machine::detach(Lock& lock) {

@@ -1,7 +1,6 @@
 #include "hostweave/matmul.h"
 
 #include <algorithm>
-#include <memory>
 #include <string>
 #include <utility>
 
@@ -201,14 +200,12 @@ MatmulPlan::MatmulPlan(Rank& rank, cudaDataType_t operands, cudaDataType_t resul
   size_of(operands);
 }
 
-MatmulPlan::~MatmulPlan() {
-  for (Plan* plan : plans_) delete plan;
-}
+MatmulPlan::~MatmulPlan() = default;
 
 void MatmulPlan::prepare(const Strided& a, const Strided& b, const Strided& c) {
-  for (const Plan* plan : plans_) {
+  for (const auto& plan : plans_) {
     if (plan->a == a && plan->b == b && plan->c == c) {
-      current_ = plan;
+      current_ = plan.get();
       return;
     }
   }
@@ -218,8 +215,7 @@ void MatmulPlan::prepare(const Strided& a, const Strided& b, const Strided& c) {
   plan->empty = p.c.rows == 0 || p.c.columns == 0 || std::count(c.shape.dims, c.shape.dims + c.shape.ndim, 0) > 0;
   if (!plan->empty) describe(*plan);
   if (!plan->empty) load_kernels(*plan);
-  plans_.push_back(plan.get());
-  current_ = plan.release();
+  current_ = plans_.emplace_back(std::move(plan)).get();
 }
 
 void MatmulPlan::describe(Plan& plan) const {

@@ -26,7 +26,6 @@ from hostweave.runtime.launcher import first_node, launched, read_launch
 from hostweave.runtime.meeting import Failed, Meeting, PeerLost, StoreMeeting, Table, ThreadMeeting
 from hostweave.runtime.providers import (
     MPI,
-    Alone,
     Communicators,
     Environment,
     Threads,
@@ -648,7 +647,7 @@ def test_a_world_is_made_again_and_again(store: Store) -> None:
 
 
 def test_alone() -> None:
-    store = Alone().store("default", 1)
+    store = Environment({"RANK": "0", "WORLD_SIZE": "1"}).store("default", 1)
     assert isinstance(meet(store, "default", 0, 1, 1), World)
 
 

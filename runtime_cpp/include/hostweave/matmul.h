@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <memory>
 #include <vector>
 
 #include "hostweave/rank.h"
@@ -59,7 +60,7 @@ class MatmulPlan {
   cudaDataType_t result_;
   cublasLtEpilogue_t epilogue_;
   cublasComputeType_t compute_;
-  std::vector<Plan*> plans_;
+  std::vector<std::unique_ptr<Plan>> plans_;
   const Plan* current_ = nullptr;
 };
 

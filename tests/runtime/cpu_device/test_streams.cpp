@@ -196,14 +196,6 @@ TEST(a_pointer_belongs_to_the_device_of_the_op) {
   OK(cudaDeviceSynchronize());
 }
 
-TEST(live_bytes_are_those_of_the_device_that_was_current) {
-  configure(config_of(HW_CPU_PARALLEL, 2));
-  OK(cudaSetDevice(1));
-  const Buffer x(4);
-  EXPECT(hw_cpu_live_bytes(1) == 16 && hw_cpu_live_bytes(0) == 0);
-  OK(cudaSetDevice(0));
-}
-
 TEST(what_is_not_supported_says_so) {
   configure(config_of(HW_CPU_PARALLEL, 1));
   const Stream s;
