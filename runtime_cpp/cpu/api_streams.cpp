@@ -69,8 +69,6 @@ cudaError_t query(Lock& lock, const OpPtr op) {
 
 extern "C" {
 
-cudaError_t cudaStreamCreate(cudaStream_t* stream) { return cudaStreamCreateWithFlags(stream, cudaStreamDefault); }
-
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
   if (flags & ~static_cast<unsigned>(cudaStreamNonBlocking))
     return error(cudaErrorInvalidValue, "cudaStreamCreate: unknown flags");
@@ -121,8 +119,6 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t handle, unsigne
 cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) { return cuda_not_supported("stream capture"); }
 cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t*) { return cuda_not_supported("stream capture"); }
 cudaError_t cudaLaunchHostFunc(cudaStream_t, cudaHostFn_t, void*) { return cuda_not_supported("cudaLaunchHostFunc"); }
-
-cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, cudaEventDefault); }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* handle, unsigned flags) {
   if (flags & ~static_cast<unsigned>(cudaEventBlockingSync | cudaEventDisableTiming)) {

@@ -113,7 +113,7 @@ void finish(const Gemm& g, T* d, std::int64_t ldd) {
   for (std::int64_t column = 0; column < g.n; ++column) {
     T* const at = d + column * ldd;
     if (g.bias) {
-      for (std::int64_t row = 0; row < g.m; ++row) at[row] += bias_at<T>(g, g.bias_by_column ? column : row);
+      for (std::int64_t row = 0; row < g.m; ++row) at[row] += bias_at<T>(g, row);
     }
     activate(at, g.m, g.activation);
   }
@@ -185,7 +185,7 @@ void in_blocks(const Gemm& g, const std::function<void(const Gemm&, std::int64_t
     (by_column ? block.n : block.m) = end - begin;
     block.c = shift(g.c, column * g.ldc + row, g.type_c);
     block.d = shift(g.d, column * g.ldd + row, g.type_d);
-    if (g.bias) block.bias = shift(g.bias, g.bias_by_column ? column : row, g.type_d);
+    if (g.bias) block.bias = shift(g.bias, row, g.type_d);
     run_block(block, row, column);
   });
 }

@@ -25,13 +25,8 @@ struct Layout {
   cudaDataType_t type;
   std::uint64_t rows, cols;
   std::int64_t ld;
-  std::int32_t order = CUBLASLT_ORDER_COL;
   std::int32_t batch_count = 1;
   std::int64_t batch_stride = 0;
-
-  bool row_major() const { return order == CUBLASLT_ORDER_ROW; }
-  std::int64_t inner() const { return static_cast<std::int64_t>(row_major() ? cols : rows); }
-  std::int64_t outer() const { return static_cast<std::int64_t>(row_major() ? rows : cols); }
 };
 
 Desc* content(cublasLtMatmulDesc_t desc) { return reinterpret_cast<Desc*>(desc); }
@@ -77,8 +72,9 @@ cublasStatus_t check(const Desc& desc, const Layout& a, const Layout& b, const L
   }
   if (desc.scale != (all_double ? CUDA_R_64F : CUDA_R_32F)) return blas_not_supported("cublasLtMatmul with this scale type");
   for (const Layout* layout : {&a, &b, &c, &d}) {
-    if (layout->ld < layout->inner()) return invalid("a leading dimension smaller than the matrix");
-    if (std::max({layout->inner(), layout->outer(), layout->ld}) > INT_MAX) return blas_not_supported("a dimension above 2^31");
+    const auto rows = static_cast<std::int64_t>(layout->rows), cols = static_cast<std::int64_t>(layout->cols);
+    if (layout->ld < rows) return invalid("a leading dimension smaller than the matrix");
+    if (std::max({rows, cols, layout->ld}) > INT_MAX) return blas_not_supported("a dimension above 2^31");
   }
   const bool ta = desc.transpose_a != CUBLAS_OP_N, tb = desc.transpose_b != CUBLAS_OP_N;
   const auto m = ta ? a.cols : a.rows, k = ta ? a.rows : a.cols, n = tb ? b.rows : b.cols;
@@ -86,7 +82,6 @@ cublasStatus_t check(const Desc& desc, const Layout& a, const Layout& b, const L
     return invalid("shapes do not match: A " + shape(a) + (ta ? " transposed" : "") + ", B " + shape(b) +
                    (tb ? " transposed" : "") + ", C " + shape(c) + ", D " + shape(d));
   }
-  if (c.order != d.order) return blas_not_supported("cublasLtMatmul with C and D in different orders");
   for (const Layout* layout : {&b, &c, &d}) {
     if (layout->batch_count != a.batch_count) return invalid("batch counts differ");
   }
@@ -95,34 +90,25 @@ cublasStatus_t check(const Desc& desc, const Layout& a, const Layout& b, const L
 
 void add_ranges(Ranges& ranges, const void* base, const Layout& layout, bool write) {
   const std::size_t size = type_size(layout.type);
-  const std::size_t bytes = layout.inner() * size, pitch = layout.ld * size, outer = layout.outer();
+  const std::size_t bytes = layout.rows * size, pitch = layout.ld * size;
   const std::int64_t batches = layout.batch_stride == 0 ? 1 : layout.batch_count;
   for (std::int64_t i = 0; i < batches; ++i) {
     const void* const at = shift(base, i * layout.batch_stride, layout.type);
-    ranges.push_back(write ? write_of(at, bytes, outer, pitch) : read_of(at, bytes, outer, pitch));
+    ranges.push_back(write ? write_of(at, bytes, layout.cols, pitch) : read_of(at, bytes, layout.cols, pitch));
   }
 }
 
 Gemm plan(const Desc& desc, const Layout& a, const Layout& b, const Layout& c, const Layout& d) {
   Gemm g;
-  // A row-major matrix is the transpose of a column-major one.
-  g.transpose_a = (desc.transpose_a != CUBLAS_OP_N) != a.row_major();
-  g.transpose_b = (desc.transpose_b != CUBLAS_OP_N) != b.row_major();
+  g.transpose_a = desc.transpose_a != CUBLAS_OP_N;
+  g.transpose_b = desc.transpose_b != CUBLAS_OP_N;
   g.m = static_cast<std::int64_t>(d.rows), g.n = static_cast<std::int64_t>(d.cols);
-  g.k = static_cast<std::int64_t>(desc.transpose_a != CUBLAS_OP_N ? a.rows : a.cols);
+  g.k = static_cast<std::int64_t>(g.transpose_a ? a.rows : a.cols);
   g.lda = a.ld, g.ldb = b.ld, g.ldc = c.ld, g.ldd = d.ld;
   g.type_a = a.type, g.type_b = b.type, g.type_c = c.type, g.type_d = d.type;
   if (desc.epilogue & CUBLASLT_EPILOGUE_RELU) g.activation = Gemm::Activation::relu;
   if (desc.epilogue & CUBLASLT_EPILOGUE_GELU) g.activation = Gemm::Activation::gelu;
   return g;
-}
-
-void swap_sides(Gemm& g) {  // D' = B' A'
-  std::swap(g.m, g.n);
-  std::swap(g.a, g.b), std::swap(g.lda, g.ldb), std::swap(g.type_a, g.type_b);
-  const bool ta = g.transpose_a;
-  g.transpose_a = !g.transpose_b, g.transpose_b = !ta;
-  g.bias_by_column = true;
 }
 
 }  // namespace
@@ -178,17 +164,10 @@ cublasStatus_t cublasLtMatrixLayoutDestroy(cublasLtMatrixLayout_t layout) {
 }
 cublasStatus_t cublasLtMatrixLayoutSetAttribute(cublasLtMatrixLayout_t handle, cublasLtMatrixLayoutAttribute_t attribute,
                                                 const void* value, size_t bytes) {
-  Layout changed = *content(handle);
-  const cublasStatus_t status = set({{CUBLASLT_MATRIX_LAYOUT_ORDER, changed.order},
-                                     {CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, changed.batch_count},
-                                     {CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, changed.batch_stride}},
-                                    attribute, value, bytes, "cublasLtMatrixLayoutSetAttribute");
-  if (status != CUBLAS_STATUS_SUCCESS) return status;
-  if (changed.order != CUBLASLT_ORDER_COL && changed.order != CUBLASLT_ORDER_ROW) {
-    return blas_not_supported("matrix order " + std::to_string(changed.order));
-  }
-  *content(handle) = changed;
-  return CUBLAS_STATUS_SUCCESS;
+  Layout& layout = *content(handle);
+  return set({{CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, layout.batch_count},
+              {CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, layout.batch_stride}},
+             attribute, value, bytes, "cublasLtMatrixLayoutSetAttribute");
 }
 
 cublasStatus_t cublasLtMatmulPreferenceCreate(cublasLtMatmulPreference_t* preference) {
@@ -260,7 +239,6 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
       one.c = one.beta != 0 ? shift(c, i * lc.batch_stride, g.type_c) : nullptr;
       one.d = shift(d, i * ld.batch_stride, g.type_d);
       one.bias = bias;
-      if (ld.row_major()) swap_sides(one);
       run(one);
     }
   };

@@ -54,7 +54,7 @@ int hw_cpu_pause(void);
 // After a failure of one rank outside the device: every blocked or later call of every rank fails, until a reset.
 void hw_cpu_abort(const char* reason);
 
-// Has the nth of the coming calls of cudaMalloc, cudaStreamCreate, cudaEventCreate (with flags or without), ncclCommInitRank or
+// Has the nth of the coming calls of cudaMalloc, cudaStreamCreate, cudaEventCreate (both with flags), ncclCommInitRank or
 // cublasLtCreate fail, on whatever thread, for tests of what then becomes of all the rest. 0 takes it back.
 void hw_cpu_fail_call(const char* call, int nth);
 

@@ -163,8 +163,7 @@ TEST(time_between_events) {
   configure(config_of(HW_CPU_PARALLEL, 1));
   const Stream s;
   cudaEvent_t a, b;
-  OK(cudaEventCreate(&a));
-  OK(cudaEventCreate(&b));
+  for (cudaEvent_t* event : {&a, &b}) OK(cudaEventCreateWithFlags(event, cudaEventDefault));
   OK(cudaEventRecord(a, s));
   OK(hw_cpu_launch(
       "sleep", s, [](void*) { std::this_thread::sleep_for(std::chrono::milliseconds(20)); }, nullptr, 0, nullptr, 0));
@@ -210,7 +209,7 @@ TEST(what_is_not_supported_says_so) {
   cudaEvent_t e;
   says_so(cudaEventCreateWithFlags(&e, cudaEventInterprocess | cudaEventDisableTiming));
   cudaStream_t gone;
-  OK(cudaStreamCreate(&gone));
+  OK(cudaStreamCreateWithFlags(&gone, cudaStreamDefault));
   OK(cudaStreamDestroy(gone));
   says_so(cudaMemsetAsync(nullptr, 0, 0, gone));
   cublasLtMatmulDesc_t desc;
