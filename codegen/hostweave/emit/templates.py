@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -39,5 +39,13 @@ def _environment() -> Environment:
         keep_trailing_newline=True,
         auto_reload=False,
     )
-    environment.filters["braced"] = lambda items: "{" + ", ".join(items) + "}"
+    environment.filters |= {"braced": _braced, "lines": _lines}
     return environment
+
+
+def _braced(items: Iterable[str]) -> str:
+    return "{" + ", ".join(items) + "}"
+
+
+def _lines(lines: Iterable[str], before: str = "") -> str:
+    return "".join(f"{before}{line}\n" for line in lines)

@@ -14,8 +14,7 @@ class Event {
  public:
   explicit Event(unsigned flags = cudaEventDisableTiming);
   ~Event();
-  Event(const Event&) = delete;
-  Event& operator=(const Event&) = delete;
+  Event(Event&&) = delete;
 
   operator cudaEvent_t() const { return event_; }
 
