@@ -16,6 +16,7 @@ from hostweave.passes.fusion.choose_overlap import choose_overlap
 from hostweave.passes.fusion.decompose_reshards import decompose_reshards
 from hostweave.passes.fusion.insert_reshards import insert_reshards
 from hostweave.passes.fusion.propagate_sharding import propagate_sharding
+from hostweave.passes.fusion.sink_reductions import sink_reductions
 from hostweave.passes.host.fold_conditions import fold_conditions
 from hostweave.passes.host.fold_epilogues import fold_epilogues
 from hostweave.passes.host.fuse_kernels import fuse_kernels
@@ -36,6 +37,7 @@ from hostweave.passes.lower.lower_to_host import lower_to_host
 PASSES: tuple[Callable[[Any, Options], Any], ...] = (
     propagate_sharding,
     insert_reshards,
+    sink_reductions,
     decompose_reshards,
     choose_overlap,
     lower_to_host,

@@ -129,7 +129,7 @@ def random_fusion(seed: int) -> Fusion:
         values = [a, b, c]
         for _ in range(rng.randint(2, 8)):
             x = rng.choice(values)
-            match rng.randrange(7):
+            match rng.randrange(8):
                 case 0:
                     y = rng.choice(UNARY)(x)
                 case 1:
@@ -146,6 +146,8 @@ def random_fusion(seed: int) -> Fusion:
                     y = hw.reshard(x, *dims([str(d) for d in x.shape]))
                 case 6 if x.ndim == 2 and x.shape[0] in SIZES:
                     y = hw.reshape(hw.reshape(x, 12, f"{x.shape[0]}/12", x.shape[1]), *x.shape)
+                case 7 if x.ndim == 2:  # linear in sums
+                    y = hw.permute_dims(hw.concat([x.T @ x, (x * 0.5).T @ x - x.T @ x], axis=0) + 0 * (x.T @ x)[:1], (1, 0))
                 case _:
                     y = x * 0.5
             values.append(y)

@@ -196,6 +196,36 @@ def _product_in_a_loop(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> h
     return product.stream(0, chunks=chunks, algorithm=by if size > 1 else None)
 
 
+def _of_sums(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
+    """What is linear, and now and then what is not, in sums over a dim that is split."""
+    t = g.random.choice([value for value in values if value.ndim == 2] or [hw.reshape(t, 1, -1)])
+    rows, columns = t.shape
+    split = f"{columns}@{g.random.choice(t.type.mesh_in(g.mesh).axes)[0]}"
+    first, second = (hw.reshard(x, rows, split) @ hw.reshard(t.T, split, rows) for x in (t, -t))
+    made = first = g.random.choice([first, g.resharded(first)])
+    for _ in range(g.random.randint(1, 5)):
+        other = second if made.shape == second.shape else first if made.shape == first.shape else made
+        made = g.random.choice(LINEAR)(g, made, other)
+    return made
+
+
+LINEAR: tuple[Callable[[Generator, hw.Tensor, hw.Tensor], hw.Tensor], ...] = (
+    lambda g, a, b: a + b,
+    lambda g, a, b: a + b,
+    lambda g, a, b: b - a,
+    lambda g, a, b: a * b,
+    lambda g, a, b: -a * 3,
+    lambda g, a, b: a * hw.iota(a, 0 if a.ndim == 1 else -1, hw.i64) if a.ndim and a.dtype == hw.i64 else a / 2 if a.dtype == hw.f64 else a,
+    lambda g, a, b: _turned(g, [], a),
+    lambda g, a, b: _cut(g, [], a),
+    lambda g, a, b: _reduced(g, [], a),
+    lambda g, a, b: g.resharded(a),
+    lambda g, a, b: hw.reshape(a, -1),
+    lambda g, a, b: hw.expand_dims(a, 0),
+    lambda g, a, b: hw.concat([a, b], axis=g.random.randrange(a.ndim or 1)),
+)
+
+
 PAIRS: tuple[Callable[[Any, Any], hw.Tensor], ...] = (
     lambda a, b: a + b,
     lambda a, b: b - a,
@@ -436,3 +466,22 @@ def turns_right(seed: int) -> bool:
 
 def test_random_transposes_in_loops() -> None:
     assert sum(map(turns_right, range(80))) > 40
+
+
+def sums_right(seed: int) -> bool:
+    """Sums over dims that are split, and what is linear in them, or is not."""
+    generator = Generator(seed)
+
+    @hw.fusion(mesh=generator.mesh, x=generator.dtype[generator.sharded("MN")], y=generator.dtype[generator.sharded("NK")])
+    def summed(x: hw.Tensor, y: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        values = [x, y]
+        for _ in range(generator.random.randint(1, 2)):
+            with contextlib.suppress(ProgramError):  # of operands that do not fit
+                values.append(_of_sums(generator, values, values[-1]))
+        return tuple(value + 0 for value in values)
+
+    return computes(generator, summed, seed)
+
+
+def test_random_sums() -> None:
+    assert sum(map(sums_right, range(40))) > 20

@@ -222,6 +222,16 @@ def _scattered(source: TensorType, target: TensorType, program: Mesh) -> Iterato
             yield i
 
 
+def cost(source: TensorType, target: TensorType, mesh: Mesh, sizes: Mapping[str, int]) -> tuple[Fraction, int]:
+    """The bytes that reach a rank on the way from one sharding to another of the same mesh, and by how many communications."""
+    moved, count = Fraction(0), 0
+    for step in plan(source, target, mesh, sizes, None):
+        moved += source.dtype.itemsize * step.received(_share(source, mesh, sizes), source.mesh_in(mesh))
+        count += step.kind != "shard"
+        source = step.applied(source, mesh)
+    return moved, count
+
+
 def _share(type: TensorType, mesh: Mesh, sizes: Mapping[str, int]) -> Fraction:
     """Elements that a rank holds."""
     share = Fraction(1)

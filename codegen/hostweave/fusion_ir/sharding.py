@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.index_map import IndexMap
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS, index_map
@@ -106,8 +107,33 @@ def _shared(indices: IndexMap, label: str, axes: Axes, mesh: Mesh) -> Axes:
     return next((prefix for prefix in prefixes if indices.shared_by(label, mesh.size_of(prefix))), ())
 
 
-def partial_of(op: Op, axes: Axes) -> Partial | None:
-    return Partial(OPS[op.kind].partial, axes) if axes else None
+def partial_of(op: Op, operands: Sequence[TensorType], rule: ShardingRule) -> Partial | None:
+    """What of the result is still to be reduced: along dims that the op reduces, and what an op that is linear passes on.
+
+    Raises ProgramError where an operand is partial and the op is not linear in it.
+    """
+    own = Partial(OPS[op.kind].partial, rule.partial_axes) if rule.partial_axes else None
+    passed = {type.partial for type in operands if type.partial}
+    if not passed:
+        return own
+    (partial, *others), axes = passed, (*rule.partial_axes, *(axis for labels in rule.result for axis in labels))
+    if others or not is_linear(op, operands) or partial.op not in ("sum", "avg") or set(axes) & set(partial.axes):
+        terms = " and ".join(str(type) for type in operands if type.partial)
+        raise ProgramError(f"{op.kind}: it is not linear in {terms}; reshard what is partial first", op.location)
+    if own and own.op != partial.op:
+        raise ProgramError(f"{op.kind}: {partial} and {own} are not one reduction; reshard what is partial first", op.location)
+    return replace(partial, axes=(*partial.axes, *rule.partial_axes))
+
+
+def is_linear(op: Op, operands: Sequence[TensorType]) -> bool:
+    """Whether the sum of what an op makes of terms is what it makes of their sum, with these operands partial; rounded no more."""
+    partial = [type.partial is not None for type in operands]
+    if op.kind == "astype":
+        before, after = operands[0].dtype, op.result.type.dtype
+        return before.kind == after.kind == "float" and (before == after or before.itemsize < after.itemsize)
+    return {"first": partial[0] and not any(partial[1:]), "factors": sum(partial) == 1, "terms": all(partial)}.get(
+        OPS[op.kind].linear, False
+    )
 
 
 def partial_axes(type: TensorType) -> Axes:

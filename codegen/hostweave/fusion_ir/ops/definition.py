@@ -64,6 +64,7 @@ class OpDef:
 
     # Shardings follow from the indices: those that the result keeps, those that it reduces, and what else is said here.
     partial: str = ""  # the reduction that makes one of the ranks' results, where what is reduced is sharded; none takes whole dims
+    linear: str = ""  # in its first operand alone (first), in each one (factors), or in all together (terms)
     last_is_first: bool = False  # of the operands' shardings the last one's goes before the others'
     stated: Callable[[Types, Op], tuple[TensorType, Types]] | None = None  # what it gives and takes, where it is stated
     whole: str = ""  # what it does to a dim of which it needs all, however a loop walks it

@@ -73,7 +73,7 @@ def _reduction(
     kind: str, doc: str, combine: Combine, partial: str, numpy: Callable[..., Any], kinds: tuple[str, ...] = NUMBERS
 ) -> Reduction:
     """`partial` makes one of the ranks' results: shards are even, so that means can be averaged."""
-    _define(kind, _infer(kinds), combine, numpy, partial=partial, is_public=True)
+    _define(kind, _infer(kinds), combine, numpy, partial=partial, linear="first" if combine.sign == "+" else "", is_public=True)
 
     def function(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, keepdims: bool = False) -> Tensor:
         return record(kind, x, axis=dims_of(x, axis, kind, Location.of_caller()), keepdims=keepdims)

@@ -139,7 +139,7 @@ def _joined(types: Types, op: Op) -> IndexMap:
 
 
 def _view(kind: str, infer: Infer, map: Indices, numpy: Callable[..., Any], *attributes: Attribute[Any], **facts: Any) -> None:
-    OPS[kind] = OpDef(1, infer, map, numpy, attributes, is_view=True, **facts)
+    OPS[kind] = OpDef(1, infer, map, numpy, attributes, is_view=True, linear="first", **facts)
 
 
 _SAME: dict[str, Any] = {"cpp": "{0}", "cost": 0}
@@ -156,12 +156,22 @@ _view(
 )
 _view("permute_dims", _transpose, _permuted, lambda np, x, axes: np.transpose(x, axes), ORDER, makes="transposed", **_SAME)
 OPS["broadcast_to"] = OpDef(
-    1, _broadcast_to, elementwise, lambda np, x, shape: np.broadcast_to(x, shape), target="shape", makes="broadcast", **_SAME
+    1,
+    _broadcast_to,
+    elementwise,
+    lambda np, x, shape: np.broadcast_to(x, shape),
+    target="shape",
+    makes="broadcast",
+    linear="first",
+    **_SAME,
 )
 _view("select", _select, _cut, lambda np, x, axis, index: x[(slice(None),) * axis + (index,)], AXIS, INDEX)
 _view("slice", _slice, _cut, _numpy_slice, AXIS, START, STEP, target="shape", whole="cut", makes="sliced")
 OPS["concat"] = OpDef(
-    None, _concat, _joined, lambda np, *arrays, axis: np.concatenate(arrays, axis), (AXIS,), whole="joined", makes="joined"
+    *(None, _concat, _joined, lambda np, *arrays, axis: np.concatenate(arrays, axis), (AXIS,)),
+    whole="joined",
+    makes="joined",
+    linear="terms",
 )
 OPS["pad"] = OpDef(
     1,

@@ -64,10 +64,11 @@ class _Insertion:
         if op.kind in RESHARDS:
             self.resolve(op)
             return
-        passed = flow(op, operand_types(op, self.types), self.fusion.mesh)
+        operands = operand_types(op, self.types)
+        passed = flow(op, operands, self.fusion.mesh)
         computed = passed.computed(layout(op.result.type))
         op = self.with_operands(op, passed, computed)
-        partial = partial_of(op, passed.partial_axes)
+        partial = partial_of(op, operands, passed)
         type = with_layout(op.result.type, computed, partial)
         if partial and (carrier := self.carrier(op, type, partial)):
             op, type = self.carry(op, type, carrier)
