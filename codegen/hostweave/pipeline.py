@@ -15,6 +15,7 @@ from hostweave.options import Options
 from hostweave.passes.fusion.choose_overlap import choose_overlap
 from hostweave.passes.fusion.decompose_reshards import decompose_reshards
 from hostweave.passes.fusion.insert_reshards import insert_reshards
+from hostweave.passes.fusion.merge_contractions import merge_contractions
 from hostweave.passes.fusion.propagate_sharding import propagate_sharding
 from hostweave.passes.fusion.sink_reductions import sink_reductions
 from hostweave.passes.host.fold_conditions import fold_conditions
@@ -35,6 +36,7 @@ from hostweave.passes.host.split_reductions import split_reductions
 from hostweave.passes.lower.lower_to_host import lower_to_host
 
 PASSES: tuple[Callable[[Any, Options], Any], ...] = (
+    merge_contractions,
     propagate_sharding,
     insert_reshards,
     sink_reductions,

@@ -468,6 +468,58 @@ def test_random_transposes_in_loops() -> None:
     assert sum(map(turns_right, range(80))) > 40
 
 
+def contracts_right(seed: int) -> bool:
+    """Products over several dims, each with a sharding of its own, in loops where that can be."""
+    generator = Generator(seed)
+    random = generator.random
+    letters = random.sample("abcde", random.randint(2, 5))
+    sizes = {letter: random.choice(["M", "N", "K", 2]) for letter in letters}
+    terms = ["".join(random.sample(letters, random.randint(1, len(letters)))) for _ in range(random.choice([1, 2, 2, 2, 3]))]
+    known = sorted(set("".join(terms)))
+    result = "".join(random.sample(known, random.randint(0, len(known))))
+    inputs = {f"x{i}": hw.f64[generator.sharded([sizes[letter] for letter in term])] for i, term in enumerate(terms)}
+
+    @hw.fusion(mesh=generator.mesh, **inputs)
+    def contracted(**tensors: hw.Tensor) -> hw.Tensor:
+        made = hw.einsum(f"{','.join(terms)}->{result}", *tensors.values())
+        if made.ndim and random.random() < 0.5:
+            with contextlib.suppress(ProgramError):
+                made.stream(random.randrange(made.ndim), chunks=random.choice([None, 2, generator.mesh.size]))
+        return made + 0
+
+    arrays = generator.arrays(contracted, seed)
+    (wanted,) = run_reference(contracted, arrays)
+    np.testing.assert_allclose(np.einsum(f"{','.join(terms)}->{result}", *arrays.values()), wanted)
+    return computes(generator, contracted, seed)
+
+
+def test_random_contractions() -> None:
+    assert sum(map(contracts_right, range(100))) > 50
+
+
+def merges_right(seed: int) -> bool:
+    """The same by reshaped matrices, also of what is transposed before or after."""
+    generator = Generator(seed)
+    random = generator.random
+    k = random.sample(["M", "N", 2, 3], random.randint(2, 3))
+
+    @hw.fusion(mesh=generator.mesh, x=hw.f64[generator.sharded([*k, "K", 2])], y=hw.f64[generator.sharded([*k, "K"])])
+    def merged(x: hw.Tensor, y: hw.Tensor) -> hw.Tensor:
+        count, size = len(k), "*".join(map(str, k))
+        if random.random() < 0.5:
+            a = hw.permute_dims(hw.reshape(x, size, "2*K"), (1, 0))
+        else:
+            a = hw.reshape(hw.permute_dims(x, (count, count + 1, *range(count))), "2*K", size)
+        product = a @ hw.reshape(y, size, "K")
+        return product.stream(random.randrange(2), chunks=2) if random.random() < 0.4 else product
+
+    return computes(generator, merged, seed)
+
+
+def test_random_merged_matrices() -> None:
+    assert sum(map(merges_right, range(40))) > 15
+
+
 def sums_right(seed: int) -> bool:
     """Sums over dims that are split, and what is linear in them, or is not."""
     generator = Generator(seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterable
+from itertools import pairwise
 from typing import TypeVar
 
 N = TypeVar("N", bound=Hashable)
@@ -24,7 +25,7 @@ def min_cut(edges: Iterable[tuple[N, N, int]], source: N, sink: N) -> set[N]:
         path = [sink]
         while path[-1] != source:
             path.append(before[path[-1]])
-        steps = [(a, b) for b, a in zip(path, path[1:], strict=False)]
+        steps = [(a, b) for b, a in pairwise(path)]
         flow = min(left[a][b] for a, b in steps)
         for a, b in steps:
             left[a][b] -= flow

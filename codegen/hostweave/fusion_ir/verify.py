@@ -19,7 +19,15 @@ from hostweave.types.routes import Transfer
 from hostweave.types.tensor import TensorType
 
 # The passes from fusion to fusion, in order: what one has settled stays so after the later ones.
-STAGES = ("input", "propagate_sharding", "insert_reshards", "sink_reductions", "decompose_reshards", "choose_overlap")
+STAGES = (
+    "input",
+    "merge_contractions",
+    "propagate_sharding",
+    "insert_reshards",
+    "sink_reductions",
+    "decompose_reshards",
+    "choose_overlap",
+)
 
 # Of the attributes that an op must have.
 EXAMPLES = {tuple: "(0,)", int: "0", str: "sum", MeshAxes: "(x)", Transfer: "[(1,) to (1,): 0[0] -> 1[0]]"}

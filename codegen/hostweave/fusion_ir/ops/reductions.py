@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from hostweave.base.signatures import named, public_names
 from hostweave.fusion_ir.frontend.recording import Axis, Reduction, dims_of, record
 from hostweave.fusion_ir.index_map import ONE, IndexMap, Labels, aligned, numbered
 from hostweave.fusion_ir.ir import Op
-from hostweave.fusion_ir.ops.attributes import AXES, KEEPDIMS
+from hostweave.fusion_ir.ops.attributes import AXES, CONTRACTED, KEEPDIMS
 from hostweave.fusion_ir.ops.definition import (
     FLOATS,
     NUMBERS,
@@ -113,18 +114,20 @@ def _matmul(types: Types, op: Op) -> TensorType:
     a, b = types
     if why := why_no_product(same_dtype(types)):
         raise Mismatch(f"{why}; use hw.astype on both")
+    count = op[CONTRACTED]
     for operand in types:
-        if len(operand.dims) < 2:
-            raise Mismatch(f"rank mismatch: {operand} has {len(operand.dims)} dims, at least 2 are needed; use x[None] or x[:, None]")
-    if a.shape[-1] != b.shape[-2]:
+        if not 1 <= count < len(operand.dims):
+            needed = f"{operand} has {len(operand.dims)} dims, at least {count + 1} are needed"
+            raise Mismatch(f"rank mismatch: {needed}; use x[None] or x[:, None]")
+    if a.shape[-count:] != b.shape[-1 - count : -1]:
         raise Mismatch(f"inner dims differ: {a} x {b}; {_transposed(a, b)}")
-    batches = [TensorType(t.dtype, t.dims[:-2]) for t in types]
+    batches = [TensorType(t.dtype, t.dims[: -1 - count]) for t in types]
     try:
         batch = broadcast(batches) if any(t.dims for t in batches) else ()
     except Mismatch:
         raise Mismatch(f"batch dims do not broadcast: {a} x {b}") from None
     dtype = op.result.type.dtype if widens(a.dtype, op.result.type.dtype) else a.dtype
-    return TensorType(dtype, (*batch, Dim(a.shape[-2]), Dim(b.shape[-1])))
+    return TensorType(dtype, (*batch, Dim(a.shape[-1 - count]), Dim(b.shape[-1])))
 
 
 def _transposed(a: TensorType, b: TensorType) -> str:
@@ -149,14 +152,19 @@ def widens(operands: DType, result: DType) -> bool:
 
 
 def _contracted(types: Types, op: Op) -> IndexMap:
-    """Batch dims aligned from the right, then (m, k), (k, n) -> (m, n)."""
-    batch = op.result.type.shape[:-2]
-    labels = numbered(batch, "b")
-    a, b = (aligned(type.shape[:-2], batch, labels) for type in types)
-    return IndexMap(((*a, "m", "k"), (*b, "k", "n")), (*labels, "m", "n"))
+    """Batch dims aligned from the right, then (m, k), (k, n) -> (m, n); k is as many dims as are contracted."""
+    batch, count = op.result.type.shape[:-2], op[CONTRACTED]
+    labels, inner = numbered(batch, "b"), numbered(types[0].shape[-count:], "k")
+    a, b = (aligned(type.shape[: -1 - count], batch, labels) for type in types)
+    return IndexMap(((*a, "m", *inner), (*b, *inner, "n")), (*labels, "m", "n"))
 
 
-OPS["matmul"] = OpDef(2, _matmul, _contracted, lambda np, a, b: np.matmul(a, b), partial="sum", last_is_first=True)
+def _numpy_matmul(np: Any, a: Any, b: Any, contracted: int = 1) -> Any:
+    k = math.prod(a.shape[-contracted:])
+    return np.matmul(a.reshape(*a.shape[:-contracted], k), b.reshape(*b.shape[: -1 - contracted], k, b.shape[-1]))
+
+
+OPS["matmul"] = OpDef(2, _matmul, _contracted, _numpy_matmul, (CONTRACTED,), partial="sum", last_is_first=True)
 
 if not TYPE_CHECKING:
     __all__ = public_names(globals())
