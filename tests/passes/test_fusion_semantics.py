@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 import hostweave as hw
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS
+from hostweave.fusion_ir.ops.definition import bound_attributes
 from hostweave.fusion_ir.reference import run_reference
 from hostweave.fusion_ir.resharding import step_of
 from hostweave.fusion_ir.verify import verify_fusion
@@ -54,7 +55,7 @@ def run_ranks(fusion: Fusion, arrays: dict[str, Array]) -> list[list[Array]]:
 def compute(op: Op, tensors: list[Array], sizes: dict[str, int], mesh: Mesh) -> Array:
     operands = iter(tensors)
     values = [next(operands) if isinstance(o, str) else o for o in op.operands]
-    keywords: dict[str, Any] = dict(op.attributes)
+    keywords = bound_attributes(op, sizes)
     if OPS[op.kind].target == "shape":
         keywords["shape"] = tuple(size.bind(sizes) for size in op.result.type.local_shape(mesh))
     return np.asarray(OPS[op.kind].numpy(np, *values, **keywords))
@@ -79,7 +80,7 @@ def exchange(op: Op, local: list[Array], mesh: Mesh) -> list[Array]:
             case _:
                 value = mine
                 if change.reduction:
-                    value = np.mean(theirs, axis=0) if change.reduction == "avg" else REDUCE[change.reduction].reduce(theirs)
+                    value = REDUCE[change.reduction].reduce(theirs)
                 result.append(value if change.dim is None else np.split(value, len(group), axis=change.dim)[place])
     return result
 

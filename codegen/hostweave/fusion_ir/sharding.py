@@ -117,7 +117,7 @@ def partial_of(op: Op, operands: Sequence[TensorType], rule: ShardingRule) -> Pa
     if not passed:
         return own
     (partial, *others), axes = passed, (*rule.partial_axes, *(axis for labels in rule.result for axis in labels))
-    if others or not is_linear(op, operands) or partial.op not in ("sum", "avg") or set(axes) & set(partial.axes):
+    if others or not is_linear(op, operands) or partial.op != "sum" or set(axes) & set(partial.axes):
         terms = " and ".join(str(type) for type in operands if type.partial)
         raise ProgramError(f"{op.kind}: it is not linear in {terms}; reshard what is partial first", op.location)
     if own and own.op != partial.op:

@@ -21,11 +21,13 @@ from hostweave.types.tensor import TensorType
 # The passes from fusion to fusion, in order: what one has settled stays so after the later ones.
 STAGES = (
     "input",
+    "drop_unit_axes",
     "merge_contractions",
     "propagate_sharding",
     "insert_reshards",
     "sink_reductions",
     "decompose_reshards",
+    "share_equal_ops",
     "choose_overlap",
 )
 

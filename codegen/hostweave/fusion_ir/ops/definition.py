@@ -8,6 +8,8 @@ from typing import Any
 
 from hostweave.fusion_ir.index_map import ONE, IndexMap, aligned, numbered
 from hostweave.fusion_ir.ir import Attribute, Op
+from hostweave.types.rank_sizes import Sizes
+from hostweave.types.size import Size
 from hostweave.types.tensor import Dim, DType, TensorType
 
 Types = Sequence[TensorType]
@@ -34,7 +36,7 @@ class Combine:
     starts: tuple[str, str, str]
     sign: str = ""
     identity: bool = False
-    is_mean: bool = False  # the total is divided by how many they are
+    is_mean: bool = False  # the total is divided by how many they are, or by the attribute `count`
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,11 @@ class OpDef:
         """What `numpy` gets of the result's type."""
         result: dict[str, Any] = {"shape": shape()} if self.target in ("shape", "type") else {}
         return result | ({"dtype": dtype} if self.target in ("dtype", "type") else {})
+
+
+def bound_attributes(op: Op, sizes: Sizes) -> dict[str, Any]:
+    """The attributes of an op as `numpy` takes them, sizes as numbers."""
+    return {name: value.bind(sizes) if isinstance(value, Size) else value for name, value in op.attributes}
 
 
 # --- result types -----------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +11,8 @@ from hostweave.base.errors import Location
 from hostweave.base.signatures import named, public_names
 from hostweave.fusion_ir.frontend.recording import Axis, Reduction, dims_of, record
 from hostweave.fusion_ir.index_map import ONE, IndexMap, Labels, aligned, numbered
-from hostweave.fusion_ir.ir import Op
-from hostweave.fusion_ir.ops.attributes import AXES, CONTRACTED, KEEPDIMS
+from hostweave.fusion_ir.ir import Attribute, Op
+from hostweave.fusion_ir.ops.attributes import AXES, CONTRACTED, COUNT, KEEPDIMS
 from hostweave.fusion_ir.ops.definition import (
     FLOATS,
     NUMBERS,
@@ -26,7 +26,7 @@ from hostweave.fusion_ir.ops.definition import (
     require,
     same_dtype,
 )
-from hostweave.types.size import Size
+from hostweave.types.size import Size, product
 from hostweave.types.tensor import Dim, DType, TensorType, f32, i64
 
 if TYPE_CHECKING:
@@ -61,20 +61,28 @@ def _argmax(types: Types, op: Op) -> TensorType:
     return TensorType(i64, _infer(NUMBERS)(types, op).dims)
 
 
-def _define(kind: str, infer: Infer, combine: Combine, numpy: Callable[..., Any], **facts: Any) -> None:
+def _define(kind: str, infer: Infer, combine: Combine, numpy: Callable[..., Any], *attributes: Attribute[Any], **facts: Any) -> None:
     def indices(types: Types, op: Op) -> IndexMap:
         labels = numbered(types[0].shape)
         kept: Labels = tuple(None if i in op[AXES] else label for i, label in enumerate(labels))
         return IndexMap((labels,), kept if op[KEEPDIMS] else tuple(label for label in kept if label))
 
-    OPS[kind] = OpDef(1, infer, indices, numpy, (AXES, KEEPDIMS), combine=combine, whole="reduced", **facts)
+    OPS[kind] = OpDef(1, infer, indices, numpy, (AXES, KEEPDIMS, *attributes), combine=combine, whole="reduced", **facts)
 
 
 def _reduction(
-    kind: str, doc: str, combine: Combine, partial: str, numpy: Callable[..., Any], kinds: tuple[str, ...] = NUMBERS
+    kind: str,
+    doc: str,
+    combine: Combine,
+    partial: str,
+    numpy: Callable[..., Any],
+    *attributes: Attribute[Any],
+    kinds: tuple[str, ...] = NUMBERS,
 ) -> Reduction:
-    """`partial` makes one of the ranks' results: shards are even, so that means can be averaged."""
-    _define(kind, _infer(kinds), combine, numpy, partial=partial, linear="first" if combine.sign == "+" else "", is_public=True)
+    """`partial` makes one of the ranks' results."""
+    _define(
+        kind, _infer(kinds), combine, numpy, *attributes, partial=partial, linear="first" if combine.sign == "+" else "", is_public=True
+    )
 
     def function(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, keepdims: bool = False) -> Tensor:
         return record(kind, x, axis=dims_of(x, axis, kind, Location.of_caller()), keepdims=keepdims)
@@ -96,15 +104,34 @@ def _bound(np: Any, x: Any, sign: int) -> Any:
     return sign * np.inf
 
 
+def _mean(np: Any, x: Any, axis: tuple[int, ...], keepdims: bool = False, count: int = 0) -> Any:
+    return np.sum(x, axis=axis, keepdims=keepdims) / count if count else np.mean(x, axis=axis, keepdims=keepdims)
+
+
+def as_term(op: Op, x: TensorType) -> Op:
+    """A reduction of what a rank has of x as its term of that of all: a mean is the sum of these elements over how many all are."""
+    combine = OPS[op.kind].combine
+    if not combine or not combine.is_mean or op[COUNT] != Size(0):
+        return op
+    return replace(op, attributes=(*op.attributes, (COUNT.name, product(tuple(x.shape[axis] for axis in op[AXES])))))
+
+
+def is_one_element(op: Op, x: Sequence[Size]) -> bool:
+    """Whether a reduction of an operand of this shape gives its elements as they are."""
+    combine = OPS[op.kind].combine
+    is_scaled = combine is not None and combine.is_mean and op[COUNT] != Size(0)
+    return combine is not None and not OPS[op.kind].locates and not is_scaled and all(x[axis] == Size() for axis in op[AXES])
+
+
 sum = _reduction("sum", "The sum.", _ADD, "sum", lambda np, x, **a: np.sum(x, dtype=x.dtype, **a))
 prod = _reduction("prod", "The product.", _MULTIPLY, "prod", lambda np, x, **a: np.prod(x, dtype=x.dtype, **a))
 max = _reduction(
-    "max", "The largest element.", _MAXIMUM, "max", lambda np, x, **a: np.max(x, initial=_bound(np, x, -1), **a), (*NUMBERS, "bool")
+    "max", "The largest element.", _MAXIMUM, "max", lambda np, x, **a: np.max(x, initial=_bound(np, x, -1), **a), kinds=(*NUMBERS, "bool")
 )
 min = _reduction(
-    "min", "The smallest element.", _MINIMUM, "min", lambda np, x, **a: np.min(x, initial=_bound(np, x, 1), **a), (*NUMBERS, "bool")
+    "min", "The smallest element.", _MINIMUM, "min", lambda np, x, **a: np.min(x, initial=_bound(np, x, 1), **a), kinds=(*NUMBERS, "bool")
 )
-mean = _reduction("mean", "The arithmetic mean, of floats.", replace(_ADD, is_mean=True), "avg", lambda np, x, **a: np.mean(x, **a), FLOATS)
+mean = _reduction("mean", "The arithmetic mean, of floats.", replace(_ADD, is_mean=True), "sum", _mean, COUNT, kinds=FLOATS)
 _define("argmax", _argmax, _FIRST_MAXIMUM, lambda np, x, axis, keepdims=False: np.argmax(x, axis=axis[0], keepdims=keepdims), locates=True)
 
 # --- the matrix product ---------------------------------------------------------------------------------------------------

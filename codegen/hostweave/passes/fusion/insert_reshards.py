@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from hostweave.fusion_ir.ir import Fusion, Op, Stream, Value
 from hostweave.fusion_ir.ops import RESHARDS, operand_types
-from hostweave.fusion_ir.ops.reductions import widens
+from hostweave.fusion_ir.ops.reductions import as_term, widens
 from hostweave.fusion_ir.resharding import plan
 from hostweave.fusion_ir.rewriting import Names, consumers
 from hostweave.fusion_ir.sharding import Layout, ShardingRule, flow, layout, partial_of, with_layout
@@ -68,6 +68,8 @@ class _Insertion:
         passed = flow(op, operands, self.fusion.mesh)
         computed = passed.computed(layout(op.result.type))
         op = self.with_operands(op, passed, computed)
+        if passed.partial_axes:
+            op = as_term(op, operands[0])
         partial = partial_of(op, operands, passed)
         type = with_layout(op.result.type, computed, partial)
         if partial and (carrier := self.carrier(op, type, partial)):
@@ -98,7 +100,7 @@ class _Insertion:
         if needed := find_transport(DEFAULT).reduced_as.get(type.dtype.name):
             return DTYPES[needed]
         wanted = self.options.partial_dtype
-        rounds = partial.op in ("sum", "avg", "prod") and type.dtype.name in ("f16", "bf16")
+        rounds = partial.op in ("sum", "prod") and type.dtype.name in ("f16", "bf16")
         return wanted if wanted and rounds else None
 
     def carry(self, op: Op, type: TensorType, carrier: DType) -> tuple[Op, TensorType]:
