@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from random import Random
@@ -494,7 +495,7 @@ def contracts_right(seed: int) -> bool:
 
 
 def test_random_contractions() -> None:
-    assert sum(map(contracts_right, range(100))) > 50
+    assert sum(map(contracts_right, range(60))) > 30
 
 
 def merges_right(seed: int) -> bool:
@@ -518,6 +519,38 @@ def merges_right(seed: int) -> bool:
 
 def test_random_merged_matrices() -> None:
     assert sum(map(merges_right, range(40))) > 15
+
+
+def regroups_right(seed: int) -> bool:
+    """Reshapes that split and merge dims, of which ranks may each have one index."""
+    generator = Generator(seed)
+    random = generator.random
+    factors = [size for _, size in generator.mesh.axes for _ in range(random.randint(1, 2))] + ["K"] * random.randint(0, 1) + [2]
+
+    def grouped(rest: list[Any]) -> list[Any]:
+        """Dims whose product in order is that of the factors."""
+        dims = []
+        while rest:
+            count = random.randint(1, len(rest))
+            taken, rest = rest[:count], rest[count:]
+            number = math.prod(factor for factor in taken if factor != "K")
+            dims.append(f"{number}*K" if "K" in taken and number > 1 else "K" if "K" in taken else number)
+        return dims
+
+    shapes = [grouped(factors) for _ in range(3)]
+
+    @hw.fusion(mesh=generator.mesh, x=hw.f64[generator.sharded(factors)])
+    def regrouped(x: hw.Tensor) -> hw.Tensor:
+        for shape in shapes:
+            x = hw.reshape(x, *shape) * 2
+            x = generator.resharded(x) if random.random() < 0.5 else x
+        return x
+
+    return computes(generator, regrouped, seed)
+
+
+def test_random_regrouping() -> None:
+    assert sum(map(regroups_right, range(40))) > 20
 
 
 def sums_right(seed: int) -> bool:

@@ -37,11 +37,11 @@ class ShardingRule:
     shapes: tuple[tuple[Dim, ...], ...]  # of the operands
     result: Layout
     reduced: dict[str, Axes]
-    taken: tuple[Layout, ...] | None = None  # how a function, or a user kernel, takes its operands
+    taken: tuple[Layout, ...] | None = None  # how an op takes its operands where labels do not say it, as a function or a user kernel
 
     def takes(self, dim: int, axes: Axes, mesh: Mesh) -> bool:
         """Whether a dim of the result can be split along `axes` by splitting the dims of operands that it comes from."""
-        label = self.indices.result[dim]
+        label = self.indices.result[dim] if self.taken is None else None
         pairs = zip(self.indices.operands, self.shapes, strict=True)
         sources = [source for labels, dims in pairs for at, source in zip(labels, dims, strict=True) if at == label is not None]
         is_shared = label is not None and self.indices.shared_by(label, mesh.size_of(axes))
@@ -98,6 +98,9 @@ def flow(op: Op, operands: Sequence[TensorType], mesh: Mesh) -> ShardingRule:
             if label not in kept and definition.partial:
                 claim(reduced, label, dim.axes)
     result = tuple(claimed.get(label, ()) if label else () for label in indices.result)
+    is_losing = definition.carried and not op.result.stream and sum(map(len, result)) < len(operands[0].axes)
+    if definition.carried and is_losing and (carried := definition.carried(operands[0], op, mesh)) is not None:
+        return ShardingRule(indices, shapes, carried, {}, (layout(operands[0]),))
     return ShardingRule(indices, shapes, result, reduced)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from hostweave.fusion_ir.index_map import ONE, IndexMap, aligned, numbered
 from hostweave.fusion_ir.ir import Attribute, Op
+from hostweave.types.mesh import Mesh
 from hostweave.types.rank_sizes import Sizes
 from hostweave.types.size import Size
 from hostweave.types.tensor import Dim, DType, TensorType
@@ -69,6 +70,9 @@ class OpDef:
     linear: str = ""  # in its first operand alone (first), in each one (factors), or in all together (terms)
     last_is_first: bool = False  # of the operands' shardings the last one's goes before the others'
     stated: Callable[[Types, Op], tuple[TensorType, Types]] | None = None  # what it gives and takes, where it is stated
+    carried: Callable[[TensorType, Op, Mesh], tuple[tuple[str, ...], ...] | None] | None = (
+        None  # the axes of each dim, where no index says it
+    )
     whole: str = ""  # what it does to a dim of which it needs all, however a loop walks it
 
     is_view: bool = False  # pointer arithmetic on what a rank holds, no call
