@@ -12,6 +12,7 @@ from hostweave.fusion_ir.ops import OPS, RESHARDS, operand_types
 from hostweave.fusion_ir.reference import _IN_A_ROW
 from hostweave.options import Options
 from hostweave.passes.fusion.insert_reshards import insert_reshards
+from hostweave.passes.fusion.merge_contractions import merge_contractions
 from hostweave.passes.fusion.propagate_sharding import propagate_sharding
 from hostweave.types.tensor import DType, TensorType, f32, f64
 
@@ -53,7 +54,7 @@ def tolerance_of(fusion: Fusion, name: str, sizes: Mapping[str, int]) -> Toleran
 
     Lengths multiply along a chain of sums and products; so do the ranks, wherever they hold terms that are added up.
     """
-    spread = insert_reshards(propagate_sharding(inlined(fusion), Options()), Options())
+    spread = _spread(fusion)
     types = {value_name: value.type for value_name, value in spread.values().items()}
     lengths, terms = dict.fromkeys(types, 1), dict.fromkeys(types, 1)
     for op in spread.ops:
@@ -74,7 +75,7 @@ def tolerance_at_scale(fusion: Fusion, name: str, sizes: Mapping[str, int]) -> T
     square; what is computed from one value by several pointwise ops errs together, and takes over the largest. Five standard
     deviations of the sum are allowed.
     """
-    spread = insert_reshards(propagate_sharding(inlined(fusion), Options()), Options())
+    spread = _spread(fusion)
     types = {value_name: value.type for value_name, value in spread.values().items()}
     squares = {value.name: 0.0 for value in spread.inputs}
     for op in spread.ops:
@@ -88,6 +89,12 @@ def tolerance_at_scale(fusion: Fusion, name: str, sizes: Mapping[str, int]) -> T
             own, inherited = 0.0 if is_exact else tolerance(dtype).rtol / 4, max(taken, default=0.0)
         squares[op.result.name] = inherited + own**2
     return Tolerance(tolerance(types[name].dtype).rtol, 5 * sqrt(squares[name]))
+
+
+def _spread(fusion: Fusion) -> Fusion:
+    """The program without calls, with its shardings and the terms that they leave."""
+    options = Options()
+    return insert_reshards(propagate_sharding(merge_contractions(inlined(fusion), options), options), options)
 
 
 def _reduced(op: Op, types: Mapping[str, TensorType], sizes: Mapping[str, int]) -> int:
