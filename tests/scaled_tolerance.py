@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import sqrt
 
-from hostweave.cli.tolerance import Tolerance, reduced_length, tolerance
-from hostweave.fusion_ir.calls import inlined
+from hostweave.cli.tolerance import Tolerance, reduced_length, tolerance, with_terms
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.ops import OPS, RESHARDS
-from hostweave.options import Options
-from hostweave.passes.fusion.insert_reshards import insert_reshards
-from hostweave.passes.fusion.propagate_sharding import propagate_sharding
 
 
 def tolerance_at_scale(fusion: Fusion, name: str, sizes: Mapping[str, int]) -> Tolerance:
@@ -22,7 +18,7 @@ def tolerance_at_scale(fusion: Fusion, name: str, sizes: Mapping[str, int]) -> T
     square; what is computed from one value by several pointwise ops errs together, and takes over the largest. Five standard
     deviations of the sum are allowed.
     """
-    spread = insert_reshards(propagate_sharding(inlined(fusion), Options()), Options())
+    spread = with_terms(fusion)
     types = {value_name: value.type for value_name, value in spread.values().items()}
     squares = {value.name: 0.0 for value in spread.inputs}
     for op in spread.ops:

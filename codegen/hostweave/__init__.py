@@ -9,8 +9,10 @@ from hostweave.base import errors as errors
 from hostweave.base.errors import Location, UnknownAttribute
 from hostweave.base.signatures import public_names
 from hostweave.fusion_ir.frontend import composites as _composites
+from hostweave.fusion_ir.frontend import contractions as _contractions
 from hostweave.fusion_ir.frontend import functions as _functions
 from hostweave.fusion_ir.frontend.composites import *  # noqa: F403
+from hostweave.fusion_ir.frontend.contractions import *  # noqa: F403
 from hostweave.fusion_ir.frontend.function import block as block
 from hostweave.fusion_ir.frontend.functions import *  # noqa: F403
 from hostweave.fusion_ir.frontend.trace import Tensor as Tensor
@@ -89,6 +91,7 @@ _PUBLIC = sorted(
         *("bfloat16", "bool", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "int32", "int64", "int8", "uint32", "uint8"),
         *public_names(vars(_functions)),
         *public_names(vars(_composites)),
+        *public_names(vars(_contractions)),
     )
 )
 if not TYPE_CHECKING:  # a type checker goes by the imports

@@ -14,9 +14,13 @@ from hostweave.host_ir.verify import verify_host
 from hostweave.options import Options
 from hostweave.passes.fusion.choose_overlap import choose_overlap
 from hostweave.passes.fusion.decompose_reshards import decompose_reshards
+from hostweave.passes.fusion.drop_unit_axes import drop_unit_axes
 from hostweave.passes.fusion.insert_reshards import insert_reshards
+from hostweave.passes.fusion.merge_contractions import merge_contractions
 from hostweave.passes.fusion.overlap_communication import overlap_communication
 from hostweave.passes.fusion.propagate_sharding import propagate_sharding
+from hostweave.passes.fusion.share_equal_ops import share_equal_ops
+from hostweave.passes.fusion.sink_reductions import sink_reductions
 from hostweave.passes.host.fold_conditions import fold_conditions
 from hostweave.passes.host.fold_epilogues import fold_epilogues
 from hostweave.passes.host.fuse_kernels import fuse_kernels
@@ -35,9 +39,13 @@ from hostweave.passes.host.split_reductions import split_reductions
 from hostweave.passes.lower.lower_to_host import lower_to_host
 
 PASSES: tuple[Callable[[Any, Options], Any], ...] = (
+    drop_unit_axes,
+    merge_contractions,
     propagate_sharding,
     insert_reshards,
+    sink_reductions,
     decompose_reshards,
+    share_equal_ops,
     choose_overlap,
     overlap_communication,
     lower_to_host,

@@ -20,6 +20,7 @@ from hostweave.check.operations import Access, Instances, Operation
 from hostweave.check.simulate import instantiate
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS
+from hostweave.fusion_ir.ops.definition import bound_attributes
 from hostweave.host_ir import ir, tree
 from hostweave.types.numpy_dtypes import cast, numpy_dtype
 from hostweave.types.rank_sizes import Sizes, shares
@@ -174,7 +175,7 @@ class _Rank:
         stated = definition.stated_type(lambda: tuple(size.bind(self.sizes) for size in result.shape), numpy_dtype(result.dtype))
         operands = [_widened(values[operand]) if isinstance(operand, str) else operand for operand in op.operands]
         with np.errstate(all="ignore"):
-            computed: Array = np.asarray(definition.numpy(np, *operands, **dict(op.attributes), **stated))
+            computed: Array = np.asarray(definition.numpy(np, *operands, **bound_attributes(op, self.sizes), **stated))
         return cast(computed, result.dtype)
 
 

@@ -11,6 +11,7 @@ from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS, operand_types
 from hostweave.options import Options
 from hostweave.passes.fusion.insert_reshards import insert_reshards
+from hostweave.passes.fusion.merge_contractions import merge_contractions
 from hostweave.passes.fusion.propagate_sharding import propagate_sharding
 from hostweave.types.tensor import DType, TensorType, f32, f64
 
@@ -54,7 +55,7 @@ def tolerance_of(fusion: Fusion, name: str, sizes: Mapping[str, int]) -> Toleran
 
     Lengths multiply along a chain of sums and products; so do the ranks, wherever they hold terms that are added up.
     """
-    spread = insert_reshards(propagate_sharding(inlined(fusion), Options()), Options())
+    spread = with_terms(fusion)
     types = {value_name: value.type for value_name, value in spread.values().items()}
     lengths, terms = dict.fromkeys(types, 1), dict.fromkeys(types, 1)
     for op in spread.ops:
@@ -65,6 +66,12 @@ def tolerance_of(fusion: Fusion, name: str, sizes: Mapping[str, int]) -> Toleran
         if op.result.type.partial:
             terms[result] *= op.result.type.mesh_in(spread.mesh).size_of(op.result.type.partial.axes)
     return tolerance(types[name].dtype, lengths[name], terms[name])
+
+
+def with_terms(fusion: Fusion) -> Fusion:
+    """The program without calls, with its shardings and the terms that they leave."""
+    options = Options()
+    return insert_reshards(propagate_sharding(merge_contractions(inlined(fusion), options), options), options)
 
 
 def reduced_length(op: Op, types: Mapping[str, TensorType], sizes: Mapping[str, int]) -> int:

@@ -14,7 +14,7 @@ from hostweave.emit.kernel_loops import Loops, stored
 from hostweave.emit.names import Names
 from hostweave.fusion_ir.ir import Op, Scalar
 from hostweave.fusion_ir.ops import OPS, operand_types
-from hostweave.fusion_ir.ops.attributes import VALUE
+from hostweave.fusion_ir.ops.attributes import COUNT, VALUE
 from hostweave.fusion_ir.ops.definition import Combine
 from hostweave.fusion_ir.text import print_op
 from hostweave.host_ir import ir
@@ -126,7 +126,8 @@ class _Emitter:
     def sizes(self) -> dict[str, str]:
         """The parameters that are sizes, each with what a launch gives for it."""
         dims, integers = (*self.loops.kept, *self.loops.reduced), self.loops.integers
-        used = {name for dim in dims for size in (dim.size, *dim.strides) for name in size.atoms}
+        counts = [op[COUNT] for op in self.ops if COUNT in OPS[op.kind].attributes]
+        used = {name for size in (*counts, *(size for dim in dims for size in (dim.size, *dim.strides))) for name in size.atoms}
         given = {name: integers.size(Size(1, (name,)).replaced(self.loops.named)) for name in integers.sizes if name in used}
         return {integers.sizes[name]: text for name, text in given.items()}
 
@@ -229,6 +230,11 @@ class _Emitter:
 
     def reduces(self, op: Op) -> bool:
         return bool(reduced_indices(op, self.walked.indices))
+
+    def count(self, op: Op) -> str:
+        """By what a mean is divided, where that is not how many elements it reduces here."""
+        count = op[COUNT] if COUNT in OPS[op.kind].attributes else Size(0)
+        return self.loops.integers.size(count) if count != Size(0) else ""
 
     def leads_to(self, op: Op) -> set[str]:
         """Every value that an op is computed from."""
@@ -396,8 +402,9 @@ class _Section:
         """Whether an op gives the element of its operand: it moves elements, or reduces one alone."""
         if not op.tensors or OPS[op.kind].target == "dtype":
             return False
-        is_reduction = OPS[op.kind].combine and not OPS[op.kind].locates
-        return not self.kernel.reduces(op) if is_reduction else self.kernel.cpp(op) == "{0}"
+        if OPS[op.kind].combine:
+            return not (self.kernel.reduces(op) or OPS[op.kind].locates or self.kernel.count(op))
+        return self.kernel.cpp(op) == "{0}"
 
     def expression(self, op: Op) -> tuple[str, DType]:
         """What an op computes, and the dtype that this is in before it is converted to the result's."""
@@ -408,7 +415,7 @@ class _Section:
             return self.kernel.loops.offset(op.result.name), i64
         if OPS[op.kind].locates:
             return (f"{self.kernel.totals[op.result.name]}.index" if self.kernel.reduces(op) else "int64_t(0)"), dtype
-        if op.result.name in self.kernel.totals:
+        if op.result.name in self.kernel.totals or self.kernel.count(op):
             return self.total(op)
         if self.is_same(op):
             return self.value(op.tensors[0]), dtype
@@ -420,12 +427,13 @@ class _Section:
 
     def total(self, op: Op) -> tuple[str, DType]:
         """What a reduction comes to, in the dtype that it adds up in."""
-        total, source = self.kernel.totals[op.result.name], self.kernel.types[op.tensors[0]].dtype
+        source = self.kernel.types[op.tensors[0]].dtype
+        total = self.kernel.totals.get(op.result.name) or self.value(op.tensors[0])  # of one element
         wide = {"float": f64 if source == f64 else f32, "int": i64}.get(source.kind, u64)
         combine = OPS[op.kind].combine
         if not combine or not combine.is_mean:
             return total, wide
-        return f"{total} / {wide.cpp}({self.kernel.loops.reduced_count})", wide
+        return f"{total} / {wide.cpp}({self.kernel.count(op) or self.kernel.loops.reduced_count})", wide
 
 
 def _moved(pointer: str, offset: str) -> str:

@@ -24,7 +24,7 @@ class MeshAxes:
         return f"({', '.join(self.names)})"
 
 
-AttributeValue = int | float | bool | str | tuple[int, ...] | MeshAxes | Transfer | None
+AttributeValue = int | float | bool | str | tuple[int, ...] | MeshAxes | Transfer | Size | None
 Scalar = int | float | bool
 T = TypeVar("T")
 

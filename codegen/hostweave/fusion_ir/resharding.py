@@ -216,6 +216,16 @@ def _scattered(source: TensorType, target: TensorType, program: Mesh) -> Iterato
             yield i
 
 
+def cost(source: TensorType, target: TensorType, mesh: Mesh, sizes: Mapping[str, int]) -> tuple[Fraction, int]:
+    """The bytes that reach a rank on the way from one sharding to another of the same mesh, and by how many communications."""
+    moved, count = Fraction(0), 0
+    for step in plan(source, target, mesh, sizes, None):
+        moved += source.dtype.itemsize * step.received(prod(local_dims(source, mesh, sizes), start=Fraction(1)), source.mesh_in(mesh))
+        count += step.kind != "shard"
+        source = step.applied(source, mesh)
+    return moved, count
+
+
 def local_dims(type: TensorType, mesh: Mesh, sizes: Mapping[str, int]) -> list[Fraction]:
     """How many elements a rank has along each dim, where a dim that `sizes` lacks has 4096."""
     dims = []

@@ -15,6 +15,7 @@ from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.user_kernel import UserKernel, parse_user_kernel, print_user_kernel
 from hostweave.types.mesh import Mesh
 from hostweave.types.routes import Transfer
+from hostweave.types.size import Size
 from hostweave.types.tensor import TensorType
 from hostweave.types.text import Reader
 
@@ -160,7 +161,8 @@ def parse_op(
         if reader.peek(1) == "=":
             name = reader.word("the name of an attribute")
             reader.expect("=")
-            attributes.append((name, _parse_attribute(reader)))
+            is_size = any(attribute.name == name and attribute.type is Size for attribute in OPS[kind].attributes)
+            attributes.append((name, reader.size() if is_size else _parse_attribute(reader)))
         else:
             operands.append(_parse_use(reader, known) if reader.peek() == "%" else _parse_number(reader))
 

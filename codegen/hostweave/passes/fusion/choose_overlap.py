@@ -203,7 +203,8 @@ class _Choice:
             rotations = {ROTATIONS.get((kind, by[name])) for name, (kind, _) in possible.items() if name in by}
             if by and len(by) == len(possible) and len(rotations) == 1 and (stream.algorithm is None or stream.algorithm in by.values()):
                 return step, by
-        if possible or stream.algorithm:
+        is_alone = 1 in [size for _, size in root.result.type.mesh_in(self.mesh).axes]  # a group of one rank communicates nothing
+        if possible or (stream.algorithm and not is_alone):
             self.refuse(root, stream, possible)
         return "", {}
 

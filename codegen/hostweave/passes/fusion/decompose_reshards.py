@@ -15,7 +15,7 @@ from dataclasses import replace
 from hostweave.fusion_ir.ir import Fusion, Op, Value
 from hostweave.fusion_ir.ops import needs_whole, operand_types
 from hostweave.fusion_ir.resharding import ReshardStep, plan
-from hostweave.fusion_ir.rewriting import Names, consumers
+from hostweave.fusion_ir.rewriting import Names, consumers, eliminate_dead_code
 from hostweave.options import Options
 from hostweave.passes.fusion.insert_reshards import SUFFIXES
 from hostweave.types.tensor import TensorType
@@ -29,15 +29,6 @@ def decompose_reshards(fusion: Fusion, options: Options) -> Fusion:
     for op in fusion.ops:
         decomposition.add(op)
     return replace(fusion, ops=eliminate_dead_code(decomposition.ops, fusion.outputs))
-
-
-def eliminate_dead_code(ops: list[Op], outputs: tuple[str, ...]) -> tuple[Op, ...]:
-    """The ops that an output depends on. Communication without a consumer is removed, on every rank."""
-    needed = set(outputs)
-    for op in reversed(ops):
-        if op.result.name in needed:
-            needed.update(op.tensors)
-    return tuple(op for op in ops if op.result.name in needed)
 
 
 class _Decomposition:

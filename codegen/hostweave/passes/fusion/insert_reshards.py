@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from hostweave.fusion_ir.ir import Fusion, Op, Stream, Value
 from hostweave.fusion_ir.ops import RESHARDS, operand_types
-from hostweave.fusion_ir.ops.reductions import widens
+from hostweave.fusion_ir.ops.reductions import as_term, widens
 from hostweave.fusion_ir.resharding import plan
 from hostweave.fusion_ir.rewriting import Names, consumers
 from hostweave.fusion_ir.sharding import Layout, flow, layout, partial_of, with_layout
@@ -64,11 +64,14 @@ class _Insertion:
         if op.kind in RESHARDS:
             self.resolve(op)
             return
-        passed = flow(op, operand_types(op, self.types), self.fusion.mesh)
+        operands = operand_types(op, self.types)
+        passed = flow(op, operands, self.fusion.mesh)
         computed = passed.computed(layout(op.result.type))
         pairs = zip(op.operands, passed.operands(computed), strict=True)
         op = replace(op, operands=tuple(self.resharded(o, needed, op) if isinstance(o, str) else o for o, needed in pairs))
-        partial = partial_of(op, passed.partial_axes)
+        if passed.partial_axes:
+            op = as_term(op, operands[0])
+        partial = partial_of(op, operands, passed)
         type = with_layout(op.result.type, computed, partial)
         if partial and (carrier := self.carrier(op, type, partial)):
             op, type = self.carry(op, type, carrier)
@@ -98,7 +101,7 @@ class _Insertion:
         if needed := find_transport(DEFAULT).reduced_as.get(type.dtype.name):
             return DTYPES[needed]
         wanted = self.options.partial_dtype
-        rounds = partial.op in ("sum", "avg", "prod") and type.dtype.name in ("f16", "bf16")
+        rounds = partial.op in ("sum", "prod") and type.dtype.name in ("f16", "bf16")
         return wanted if wanted and rounds else None
 
     def carry(self, op: Op, type: TensorType, carrier: DType) -> tuple[Op, TensorType]:

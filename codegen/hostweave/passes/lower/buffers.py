@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.ir import Op
-from hostweave.fusion_ir.ops.attributes import AXIS, BLOCKS, INDEX, ORDER, START, STEP
+from hostweave.fusion_ir.ops.attributes import AXIS, BLOCKS, CONTRACTED, INDEX, ORDER, START, STEP
 from hostweave.fusion_ir.resharding import step_of
 from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
@@ -91,6 +91,8 @@ class Buffers:
         if dim is not None:
             return self.chunk(name, dim, steps, keeps)
         buffer, rank = self.whole(name), len(self.flow.types[name].dims)
+        if op.kind == "matmul":
+            rank -= op[CONTRACTED] - 1  # of which the matrix makes one
         position = stream.dim - (len(op.result.type.dims) - rank)
         if op.kind == "matmul" and keeps:
             position = rank - 2  # shards of M or N are stacked before the matrix

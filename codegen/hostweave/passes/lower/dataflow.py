@@ -8,10 +8,10 @@ from functools import cached_property
 from hostweave.fusion_ir.index_map import IndexMap
 from hostweave.fusion_ir.ir import Fusion, Op, Value
 from hostweave.fusion_ir.ops import OPS, index_map, operand_types
-from hostweave.fusion_ir.ops.attributes import AXES, BLOCKS
+from hostweave.fusion_ir.ops.attributes import BLOCKS
+from hostweave.fusion_ir.ops.reductions import is_one_element
 from hostweave.fusion_ir.rewriting import consumers
 from hostweave.types.mesh import Mesh
-from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType, TensorType
 
 
@@ -69,9 +69,8 @@ class Dataflow:
         """Whether an op is pointer arithmetic: also a reduction of one local element, and a transfer of what is here."""
         if op.kind == "transfer":
             return self.is_local(op)
-        if OPS[op.kind].combine and not OPS[op.kind].locates:
-            local = self.types[op.tensors[0]].local_shape(self.mesh, self.uneven)
-            return all(local[axis] == Size() for axis in op[AXES])
+        if OPS[op.kind].combine:
+            return is_one_element(op, self.types[op.tensors[0]].local_shape(self.mesh, self.uneven))
         return OPS[op.kind].is_view
 
     def viewed(self, name: str) -> str:

@@ -36,10 +36,9 @@ class Kernels:
 
     def summing(self, reduction: str, terms: str, target: str, op: Op) -> str:
         """The name of the kernel that reduces the outermost dim of a buffer, one term a rank, to what `op` makes."""
-        kind = "mean" if reduction == "avg" else reduction
         result = Value(op.result.name, self.tensor(target))
-        body = Op(kind, (terms,), result, (("axis", (0,)),), op.location)
-        kernel = ir.Kernel(f"{kind}_{result.name}", (ir.Parameter(terms, self.tensor(terms)),), (body,))
+        body = Op(reduction, (terms,), result, (("axis", (0,)),), op.location)
+        kernel = ir.Kernel(f"{reduction}_{result.name}", (ir.Parameter(terms, self.tensor(terms)),), (body,))
         self.made[kernel] = kernel
         return kernel.name
 

@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS
-from hostweave.fusion_ir.ops.attributes import AXES, AXIS, INDEX, SOURCES, VALUE
+from hostweave.fusion_ir.ops.attributes import AXES, AXIS, CONTRACTED, INDEX, SOURCES, VALUE
 from hostweave.fusion_ir.ops.resharding import NO_SOURCE
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.builder import Builder
@@ -39,7 +39,7 @@ from hostweave.passes.lower.placement import placement_of
 from hostweave.passes.lower.reshards import Reshards, owner, ring_term
 from hostweave.passes.lower.steps import Steps, dim_of_chunk
 from hostweave.passes.lower.uneven_sizes import uneven_sizes
-from hostweave.types.size import Size
+from hostweave.types.size import Size, product
 from hostweave.types.tensor import TensorType, f32
 
 RING = "ring"
@@ -166,10 +166,10 @@ class _Lowering:
 
     def matmul(self, op: Op, sources: Sequence[str], target: str, steps: Steps | None) -> None:
         dense = []
-        for source in sources:  # cuBLASLt takes matrices whose rows or columns lie side by side
+        for source in (self.matrix(op, source, number, steps) for number, source in enumerate(sources)):
             type = self.b.types[source]
             dims = zip(type.shape[-2:], strides_of(type)[-2:], strict=True)
-            is_dense = any(Size() in dim for dim in dims)
+            is_dense = any(Size() in dim for dim in dims)  # cuBLASLt takes matrices whose rows or columns lie side by side
             dense.append(source if is_dense else communication.contiguous_source(self.b, source, steps))
         a, b, dst = self.stack_shards(op, steps, [*dense, target])
         matmul = ir.Matmul(a, b, dst, precision="tf32" if self.options.tf32 and self.b.types[a].dtype == f32 else "")
@@ -177,6 +177,16 @@ class _Lowering:
             self.reshards.term = matmul
         else:
             self.b.emit(matmul)
+
+    def matrix(self, op: Op, source: str, number: int, steps: Steps | None) -> str:
+        """An operand with the dims that are contracted as one: the last ones of the first operand, of the second those before its last."""
+        shape, count = self.b.types[source].shape, op[CONTRACTED]
+        end = len(shape) - number
+        merged = (*shape[: end - count], product(shape[end - count : end]), *shape[end:])
+        try:
+            return self.b.reshape(source, merged, f"{source}_matrix")
+        except ValueError:  # no strides give this shape
+            return self.b.reshape(communication.contiguous_source(self.b, source, steps), merged, f"{source}_matrix")
 
     def stack_shards(self, op: Op, steps: Steps | None, buffers: list[str]) -> list[str]:
         """A matmul over slices of every rank's columns: the shards go before the matrix, as one more batch dim."""

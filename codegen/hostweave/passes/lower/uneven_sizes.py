@@ -62,10 +62,6 @@ def _even_on_one_mesh(op: Op, types: dict[str, TensorType], fusion: Fusion) -> I
             if old.axes != new.axes and (is_part or op.result.stream):
                 for dim in (old, new):
                     yield dim, "a stream" if op.result.stream else "a reshard over some of the axes"
-    elif op.kind == "mean" and op.result.type.partial:
-        for dim in operands[0].dims:
-            if set(dim.axes) & set(op.result.type.partial.axes):
-                yield dim, "a mean over ranks"
     elif op.kind == "collective_permute":
         yield op.result.type.dims[op[AXIS]], "a collective permute of its blocks"
     elif op.kind == "reshape":
