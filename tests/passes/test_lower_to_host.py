@@ -76,10 +76,10 @@ fusion @f(%x: f32[4, M, 8]) {
     ),
     "what is communicated aside is waited for where it is read": (
         """\
-fusion @f(%x: f32[K, 4@x], %w: f32[4@x, N], %z: f32[K, N]) mesh(x=2) {
+fusion @f(%x: f32[K, 4@x], %w: f32[4@x, N], %v: f32[4@x, N], %z: f32[K, N]) mesh(x=2) {
   %g: f32[K, N] aside = matmul(%x, %w)
   %a: f32[K, N] = negative(%z)
-  %h: f32[K, N] aside = matmul(%x, %w)
+  %h: f32[K, N] aside = matmul(%x, %v)
   %b: f32[K, N] = exp(%a)
   %t: f32[N, K] = permute_dims(%g, axes=(1, 0))
   %y: f32[N, K] = negative(%t)
@@ -97,7 +97,7 @@ fusion @f(%x: f32[K, 4@x], %w: f32[4@x, N], %z: f32[K, N]) mesh(x=2) {
   %a = allocate f32[K, N]
   launch @negative_a %z -> %a
   %h_partial = allocate f32[K, N]
-  matmul %x, %w -> %h_partial
+  matmul %x, %v -> %h_partial
   fork comm
   stream comm[0] {
     all_reduce sum %h_partial -> %h on x
