@@ -18,7 +18,8 @@ from hostweave.options import Options
 from hostweave.passes.fusion.sink_reductions import sink_reductions
 from hostweave.pipeline import lower
 from hostweave.types.mesh import Mesh
-from hostweave.types.tensor import Partial
+from hostweave.types.size import Size
+from hostweave.types.tensor import Dim, Partial
 
 TWO = "%p: bf16[M, K@x], %v: bf16[K@x, N], %q: bf16[M, L@x], %w: bf16[L@x, N]"
 PRODUCTS = """%a_partial: bf16[M, N] partial(sum, x) = matmul(%p, %v)
@@ -204,6 +205,8 @@ def test_costs() -> None:
     assert cost(terms, hw.f32["M"], mesh, {"M": 100}) == (600, 1)
     assert cost(terms, hw.f32["M@x"], mesh, {"M": 100}) == (300, 1)
     assert cost(hw.f32["M"], hw.f32["M@x"], mesh, {"M": 100}) == (Fraction(0), 0)
+    both = replace(terms, dims=(Dim(Size.of("M") + Size.of("N")), Dim(Size(10), ("x",))), partial=None)
+    assert cost(both, replace(both, dims=tuple(Dim(size) for size in both.shape)), mesh, {"M": 100}) == (4 * 4196 * Fraction(10, 4) * 3, 1)
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -18,6 +18,7 @@ from hostweave.fusion_ir.ops.definition import Mismatch
 from hostweave.fusion_ir.sharding import Axes, divides, layout, partial_axes, with_layout
 from hostweave.types.mesh import Mesh
 from hostweave.types.routes import Transfer, transfer
+from hostweave.types.size import Factor, Size, Sum
 from hostweave.types.tensor import Partial, TensorType
 
 DEFAULT_SIZE = 4096  # of a dim that has no size yet
@@ -228,11 +229,16 @@ def cost(source: TensorType, target: TensorType, mesh: Mesh, sizes: Mapping[str,
 
 def local_dims(type: TensorType, mesh: Mesh, sizes: Mapping[str, int]) -> list[Fraction]:
     """How many elements a rank has along each dim, where a dim that `sizes` lacks has 4096."""
-    dims = []
-    for size in type.local_shape(mesh):
-        factors = (sizes.get(factor, DEFAULT_SIZE) if isinstance(factor, str) else DEFAULT_SIZE for factor in size.factors)
-        dims.append(Fraction(size.coefficient * prod(factors), size.divisor))
-    return dims
+
+    def typical(size: Size) -> Fraction:
+        return Fraction(size.coefficient, size.divisor) * prod(map(of_factor, size.factors))
+
+    def of_factor(factor: Factor) -> Fraction:
+        if isinstance(factor, str):
+            return Fraction(sizes.get(factor, DEFAULT_SIZE))
+        return sum(map(typical, factor.terms), Fraction(0)) if isinstance(factor, Sum) else typical(factor.size) / factor.ranks_in(mesh)
+
+    return list(map(typical, type.local_shape(mesh)))
 
 
 def _moves(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[ReshardStep]:

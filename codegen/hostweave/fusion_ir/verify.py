@@ -26,11 +26,13 @@ STAGES = (
     "propagate_sharding",
     "insert_reshards",
     "sink_reductions",
+    "unstack",
     "decompose_reshards",
     "share_equal_ops",
     "choose_overlap",
     "overlap_communication",
 )
+ADDS_RULES = ("input", "insert_reshards", "decompose_reshards", "choose_overlap")  # after which more must hold
 
 # Of the attributes that an op must have.
 EXAMPLES = {tuple: "(0,)", int: "0", str: "sum", MeshAxes: "(x)", Transfer: "[(1,) to (1,): 0[0] -> 1[0]]"}

@@ -69,6 +69,7 @@ def var(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, correction: int 
 
     `correction` is 0, the population variance. The mean of the differences is subtracted, which corrects for the rounding of the
     mean: the corrected two-pass algorithm (Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983).
+    Over sharded dims, along however many mesh axes, it takes two all-reduces.
     Raises ProgramError for another correction.
 
     Example: `x: f32[M, N]` gives `f32[M]` by `hw.var(x, axis=-1)`.
@@ -78,8 +79,9 @@ def var(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, correction: int 
         raise ProgramError(f"var: correction={correction!r} is not supported; use 0 and scale the result", location)
     axes, wide = dims_of(x, axis, "var", location), _wide(x)
     distance = wide - hw.mean(wide, axes, keepdims=True)
-    rest = hw.mean(distance, axes, keepdims)  # by how much the mean was rounded
-    return _cast(hw.maximum(hw.mean(distance * distance, axes, keepdims) - rest * rest, 0), x.dtype)
+    # By how much the mean was rounded, and the square, in one tensor: ranks reduce their terms of both at once.
+    rest, square = hw.concat([hw.mean(term, axes, keepdims)[None] for term in (distance, distance * distance)])
+    return _cast(hw.maximum(square - rest * rest, 0), x.dtype)
 
 
 @_called("softmax")

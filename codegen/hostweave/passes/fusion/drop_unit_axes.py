@@ -26,6 +26,9 @@ from hostweave.types.tensor import TensorType
 
 def drop_unit_axes(fusion: Fusion, options: Options) -> Fusion:
     """After it no type has a mesh axis of one rank, but for those that the types of the user's kernels name."""
+    types = {name: value.type for name, value in fusion.values().items()}
+    if all(size > 1 for mesh in {type.mesh_in(fusion.mesh) for type in types.values()} for _, size in mesh.axes):
+        return fusion
     kept = {axis for kernel in fusion.user_kernels for type in (*kernel.inputs, *kernel.outputs) for axis in type.axes}
 
     def without(axes: Axes, mesh: Mesh) -> Axes:
@@ -45,7 +48,6 @@ def drop_unit_axes(fusion: Fusion, options: Options) -> Fusion:
             return Op("reshard", op.operands, result, location=op.location)  # what is left of the step is found anew
         return replace(op, result=result)
 
-    types = {name: value.type for name, value in fusion.values().items()}
     return replace(fusion, inputs=tuple(map(stripped, fusion.inputs)), ops=tuple(map(in_op, fusion.ops)))
 
 
