@@ -103,7 +103,7 @@ class CppExprPrinter:
         return f"({text})"
 
     def factor(self, size: Size) -> str:
-        """An size that something is multiplied with."""
+        """A size that something is multiplied with."""
         text = self.size(size)
         return text if " " not in text or isinstance(size.factor, Sum) else f"({text})"
 
@@ -111,7 +111,7 @@ class CppExprPrinter:
         return "{" + ", ".join(map(self.alone, sizes)) + "}"
 
     def alone(self, size: Size) -> str:
-        """An size that stands between commas: a sum goes without parentheses."""
+        """A size that stands between commas: a sum goes without parentheses."""
         text = self.size(size)
         return text[1:-1] if isinstance(size.factor, Sum) else text
 
@@ -137,7 +137,7 @@ class CppExprPrinter:
         self.ranges = before
 
     def coordinate(self, axis: str) -> str:
-        """Where this rank stands along an axis of the present mesh."""
+        """This rank's coordinate along an axis of the present mesh."""
         return self.coordinates[self.mesh, axis]
 
     def rank(self) -> str:

@@ -59,7 +59,7 @@ def slack(view: tree.Instruction, source: BufferType) -> tuple[Size, ...]:
     dim, start, spread = view.span
     before, dim_size = _size_of(start), source.shape[dim]
     if before is None or any(isinstance(factor, Share) for size in (dim_size, spread) for factor in size.factors):
-        return ()  # it goes by this rank's place: right as it is made
+        return ()  # it depends on the rank: right as it is made
     return (before, dim_size - before - spread)
 
 

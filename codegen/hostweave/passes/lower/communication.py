@@ -149,7 +149,7 @@ def temporary(b: Builder, like: str, steps: Steps | None) -> str:
 
 
 def reduce(b: Builder, src: str, dst: str, op: str, shards: Shards, root: int, steps: Steps | None) -> None:
-    """To the rank at place `root` of the process group, the only one that has dst."""
+    """To the rank of number `root` in the process group, the only one that has dst."""
     b.emit(ir.Reduce(contiguous_source(b, src, steps), dst, op, Const(root), b.channel(shards.axes)))
 
 
