@@ -28,16 +28,10 @@ def decompose_reshards(fusion: Fusion, options: Options) -> Fusion:
     decomposition = _Decomposition(fusion, options)
     for op in fusion.ops:
         decomposition.add(op)
-    return replace(fusion, ops=eliminate_dead_code(decomposition.ops, fusion.outputs))
-
-
-def eliminate_dead_code(ops: list[Op], outputs: tuple[str, ...]) -> tuple[Op, ...]:
-    """The ops that an output depends on. Communication without a consumer is removed, on every rank."""
-    needed = set(outputs)
-    for op in reversed(ops):
-        if op.result.name in needed:
-            needed.update(op.tensors)
-    return tuple(op for op in ops if op.result.name in needed)
+    needed = set(fusion.outputs)  # and what leads to them: communication without a consumer is removed, on every rank
+    for op in reversed(decomposition.ops):
+        needed.update(op.tensors if op.result.name in needed else ())
+    return replace(fusion, ops=tuple(op for op in decomposition.ops if op.result.name in needed))
 
 
 class _Decomposition:
