@@ -136,10 +136,6 @@ class CppExprPrinter:
         yield
         self.ranges = before
 
-    def coordinate(self, axis: str) -> str:
-        """This rank's coordinate along an axis of the present mesh."""
-        return self.coordinates[self.mesh, axis]
-
     def rank(self) -> str:
         """This rank's number."""
         return self.coordinates[self.program, ""]
@@ -158,7 +154,7 @@ class CppExprPrinter:
             case Var(name):
                 return self.variables[name]
             case Coordinate(axis):
-                return self.coordinate(axis)
+                return self.coordinates[self.mesh, axis]
             case Rank():
                 return self.rank()
             case Symbol(size):
