@@ -9,7 +9,7 @@ what the same stream allocates next.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from hostweave.analysis.def_use import Place, def_use
 from hostweave.host_ir import ir, tree
@@ -79,14 +79,11 @@ def allocating_functions(program: ir.HostProgram) -> set[str]:
     return found
 
 
-@dataclass
 class _Walk:
-    program: ir.HostProgram
-    counts: dict[str, int] = field(default_factory=dict)  # of the steps of loops, where known
-    allocates: Iterator[Place] = field(init=False)  # in the order of the text
-
-    def __post_init__(self) -> None:
-        self.allocates = iter(def_use(self.program).lives)
+    def __init__(self, program: ir.HostProgram):
+        self.program = program
+        self.counts: dict[str, int] = {}  # of the steps of loops, where known
+        self.allocates = iter(def_use(program).lives)  # in the order of the text
 
     def body(self, body: tree.Body, outer: dict[str, Begin], is_nested: bool = True) -> Steps:
         known, own = dict(outer), dict[str, Begin]()

@@ -29,7 +29,7 @@ class Event:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Task:
-    """The `number`-th operation of stream `lane`. The first of each rank's caller is whatever the caller's stream held before the call."""
+    """The `number`-th operation of stream `lane`. The first of each rank's caller is what the caller's stream was given before the call."""
 
     operation: Operation
     lane: int

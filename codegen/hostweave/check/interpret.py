@@ -6,7 +6,7 @@ for each instruction and rounded once, and memory that nothing wrote holds NaN.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
@@ -28,13 +28,7 @@ from hostweave.types.shards import bind_sizes, block_of, holds, whole_shape
 
 Array = NDArray[Any]
 
-REDUCTIONS: dict[str, Callable[[Array, Array], Array]] = {
-    "sum": np.add,
-    "prod": np.multiply,
-    "min": np.minimum,
-    "max": np.maximum,
-    "avg": np.add,
-}
+REDUCTIONS = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum, "avg": np.add}
 
 
 def interpret(program: ir.HostProgram, arrays: Mapping[str, Array | Sequence[Array]], sizes: Sizes | None = None) -> list[dict[str, Array]]:

@@ -103,7 +103,7 @@ class CppExprPrinter:
         return f"({text})"
 
     def factor(self, size: Size) -> str:
-        """An size that something is multiplied with."""
+        """A size that something is multiplied with."""
         text = self.size(size)
         return text if " " not in text or isinstance(size.factor, Sum) else f"({text})"
 
@@ -111,7 +111,7 @@ class CppExprPrinter:
         return "{" + ", ".join(map(self.alone, sizes)) + "}"
 
     def alone(self, size: Size) -> str:
-        """An size that stands between commas: a sum goes without parentheses."""
+        """A size that stands between commas: a sum goes without parentheses."""
         text = self.size(size)
         return text[1:-1] if isinstance(size.factor, Sum) else text
 
@@ -136,10 +136,6 @@ class CppExprPrinter:
         yield
         self.ranges = before
 
-    def coordinate(self, axis: str) -> str:
-        """Where this rank stands along an axis of the present mesh."""
-        return self.coordinates[self.mesh, axis]
-
     def rank(self) -> str:
         """This rank's number."""
         return self.coordinates[self.program, ""]
@@ -158,7 +154,7 @@ class CppExprPrinter:
             case Var(name):
                 return self.variables[name]
             case Coordinate(axis):
-                return self.coordinate(axis)
+                return self.coordinates[self.mesh, axis]
             case Rank():
                 return self.rank()
             case Symbol(size):

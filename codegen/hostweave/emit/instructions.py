@@ -301,13 +301,13 @@ class Emitter:
 
     def broadcast_to_others(self, i: ir.BroadcastToOthers) -> str:
         """In place on the root, whose buffer is only read."""
-        rank_in_group: Expr = Const(0)
+        number: Expr = Const(0)  # in the process group
         channel = self.program.channel(i.channel)
         for axis in channel.axes:
-            rank_in_group = rank_in_group * channel.mesh.axis_size(axis) + Coordinate(axis)
+            number = number * channel.mesh.axis_size(axis) + Coordinate(axis)
         src, cpp = self.text(i.src), self.type_of(i.dst).dtype.cpp
         kept = f"const_cast<{cpp}*>({src})" if self.buffers[i.src].read_only else src
-        return self.lay_out(i, place=self.expr(rank_in_group), kept=kept)
+        return self.lay_out(i, place=self.expr(number), kept=kept)
 
     def by_rank(self, i: ir.AllToAll | ir.Gather | ir.Scatter) -> str:
         """A collective that walks the ranks of its channel and sends or receives a block of each."""
@@ -320,8 +320,8 @@ class Emitter:
         return self.lay_out(i, count=self.integers.size(block), peer=peer, offset=offset)
 
     def collective_permute(self, i: ir.CollectivePermute) -> str:
-        targets = [i.sources.index(place) if place in i.sources else None for place in range(len(i.sources))]
-        sources, targets_text = (["-1" if place is None else str(place) for place in places] for places in (i.sources, targets))
+        targets = [i.sources.index(rank) if rank in i.sources else None for rank in range(len(i.sources))]
+        sources, targets_text = (["-1" if rank is None else str(rank) for rank in ranks] for ranks in (i.sources, targets))
         return self.lay_out(i, sources=sources, targets=targets_text)
 
     def blocks(self, i: ir.Routed) -> str:

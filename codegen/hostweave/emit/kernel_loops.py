@@ -317,7 +317,7 @@ class Loops:
             return []
         is_wide, length = self.is_wide(pointers), self.integers.size(self.along.size)
         if self.number == "Index":
-            fits_int32 = f"hw::fits_int32({self.count})"
+            fits_int32 = self.text("hw::fits_int32({count})")
             if self.width == 1:
                 return [(fits_int32, "uint32_t"), ("", "int64_t")]
             wide = [(f"{is_wide} && {fits_int32}", f"{self.width}, uint32_t"), (is_wide, f"{self.width}, int64_t")]
@@ -352,11 +352,6 @@ class Loops:
     def once(self) -> str:
         """The condition under which a thread stores what several have reduced."""
         return self.text(self.sharing.once)
-
-    @property
-    def count(self) -> str:
-        """How many elements are kept."""
-        return self.integers.size(product(tuple(dim.size for dim in self.kept)))
 
     @property
     def reduced_count(self) -> str:
@@ -395,8 +390,14 @@ class Loops:
         return tuple(dim.strides[number] for dim in self.kept) == row_major(tuple(dim.size for dim in self.kept))
 
     def declarations(self) -> tuple[str, ...]:
-        """Of the indices of the result's dims that are needed."""
-        return tuple(f"const int64_t {self.names[self.kept[i]]} = {self.part_of_element(i)};" for i in self.parts)
+        """Of the indices of the result's dims that are needed: `element / (m * N) % 4`."""
+        declared = []
+        for i in self.parts:
+            inner = product(tuple(dim.size for dim in self.kept[i + 1 :]))
+            quotient = self.element if inner == ONE else f"{self.element} / {self.divisor(inner)}"
+            rest = f" % {self.divisor(self.kept[i].size)}" if i else ""
+            declared.append(f"const int64_t {self.names[self.kept[i]]} = {quotient}{rest};")
+        return tuple(declared)
 
     def taken_apart(self) -> list[int]:
         """The dims of the result whose indices are taken from the number of its element, because some offset needs them."""
@@ -404,12 +405,6 @@ class Loops:
             return []
         scattered = [number for number in range(len(self.places)) if not self.is_linear(number)]
         return [i for i, dim in enumerate(self.kept) if any(dim.strides[number] != ZERO for number in scattered)]
-
-    def part_of_element(self, i: int) -> str:
-        """`element / (m * N) % 4`"""
-        inner = product(tuple(dim.size for dim in self.kept[i + 1 :]))
-        text = self.element if inner == ONE else f"{self.element} / {self.divisor(inner)}"
-        return text if i == 0 else f"{text} % {self.divisor(self.kept[i].size)}"
 
     def divisor(self, size: Size) -> str:
         """Of an element's number, in its type."""

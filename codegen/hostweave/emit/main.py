@@ -27,7 +27,7 @@ CMakeFiles all clean edit_cache help hostweave_cpu_device install list_install_c
 
 @dataclass(frozen=True)
 class Channel:
-    """How rank r finds its channel: ranks of one color are a channel, in the order of their place."""
+    """How rank r finds its channel: ranks of one color are a process group, in the order of their numbers in it."""
 
     key: str  # the mesh and the axes
     color: str

@@ -186,7 +186,7 @@ def _function(function: ir.HostProgram, context: ProgramContext) -> Function:
 
 
 def _coordinates(integers: CppExprPrinter, body: str) -> tuple[Local, ...]:
-    """The places of this rank that a body names, computed once."""
+    """The coordinates of this rank that a body names, computed once."""
     words = _words(body)
     return tuple(
         Local(name, coordinate(mesh, axis) if axis else RANK) for (mesh, axis), name in integers.coordinates.items() if name in words

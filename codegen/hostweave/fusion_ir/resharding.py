@@ -183,10 +183,10 @@ def _reduces(source: TensorType, target: TensorType, program: Mesh) -> Iterator[
     kept = tuple((name, size) for name, size in mesh.axes if name not in axes)
     for root in range(mesh.size_of(axes)):
         owners = tuple(rank for rank in mesh.all_ranks if mesh.rank_in_group(rank, axes) == root)
-        whole = replace(source, partial=None, mesh=Mesh(kept, owners))
-        blocks = transfer(whole, target, program)
+        reduced = replace(source, partial=None, mesh=Mesh(kept, owners))
+        blocks = transfer(reduced, target, program)
         is_target = not blocks.moved and set(blocks.sent) | set(blocks.received) <= {1} and target.mesh_in(program).size == len(owners)
-        yield ReshardStep("reduce", axes, reduction=op, root=root, target=target if is_target else whole)
+        yield ReshardStep("reduce", axes, reduction=op, root=root, target=target if is_target else reduced)
 
 
 def _plan_across(source: TensorType, target: TensorType, program: Mesh) -> tuple[ReshardStep, ...] | None:
@@ -199,11 +199,11 @@ def _plan_across(source: TensorType, target: TensorType, program: Mesh) -> tuple
     ways: list[tuple[Fraction, int, int, tuple[ReshardStep, ...]]] = []
     scattered = (ReshardStep("reduce_scatter", axes, i, reduction=op) for i in _scattered(source, target, program))
     for first in (ReshardStep("all_reduce", axes, reduction=op), *scattered, *_reduces(source, target, program)):
-        whole = first.target or first.applied(source, program)
-        after = transfer(whole, target, program)
-        steps = (first, *((ReshardStep("transfer", target=target),) if whole != target else ()))
+        reduced = first.target or first.applied(source, program)
+        after = transfer(reduced, target, program)
+        steps = (first, *((ReshardStep("transfer", target=target),) if reduced != target else ()))
         here = copies * mesh.size_of(axes) * first.received(Fraction(1), mesh)  # in multiples of the tensor
-        moved = here + after.share(whole.mesh_in(program).size_of(whole.axes))
+        moved = here + after.share(reduced.mesh_in(program).size_of(reduced.axes))
         ways.append((moved, 1 + bool(after.moved), len(ways), steps))
     return min(ways)[-1]
 
@@ -301,6 +301,6 @@ def _sources(axes: Axes, source: TensorType, target: TensorType, program: Mesh) 
 
 
 def _shards(type: TensorType, axes: Axes, program: Mesh) -> list[tuple[int, ...]]:
-    """Which shard of each dim the ranks of the first process group along `axes` hold, place by place."""
+    """Which shard of each dim the ranks of the first process group along `axes` have, in the order of their numbers there."""
     mesh = type.mesh_in(program)
     return [tuple(mesh.rank_in_group(rank, dim.axes) for dim in type.dims) for rank in mesh.process_group(mesh.all_ranks[0], axes)]

@@ -92,7 +92,7 @@ class Builder:
         return self.outermost() if self.hoists_views else nullcontext()
 
     def body(self) -> tree.Body:
-        """The whole program, without views that nothing uses in the end."""
+        """All that was emitted, without views that nothing uses in the end."""
         body = eliminate_dead_code(_joined(tuple(self._scopes[0].instructions), None), ("view",))
         return tree.rewrite(body, lambda i: () if i.ranks and not any(tree.bodies(i)) else None)
 
@@ -102,7 +102,7 @@ class Builder:
 
     @property
     def channel_of_all(self) -> str:
-        """The name of the channel of all ranks of the program, whose places in it are their numbers."""
+        """The name of the channel of all ranks of the program, whose numbers in the process group are those in the program."""
         return self._channel(self._program, tuple(name for name, _ in self._program.axes))
 
     def _channel(self, mesh: Mesh, axes: tuple[str, ...]) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from typing import Annotated, Any, ClassVar, TypeVar, get_origin, get_type_hints
 
 from hostweave.base.errors import Location
@@ -109,14 +110,7 @@ Body = tuple[Instruction, ...]
 
 def per_kind(function: Callable[[type[Instruction]], T]) -> Callable[[type[Instruction]], T]:
     """`function`, worked out once for each kind of instruction."""
-    known: dict[type[Instruction], T] = {}
-
-    def look_up(kind: type[Instruction]) -> T:
-        if kind not in known:
-            known[kind] = function(kind)
-        return known[kind]
-
-    return look_up
+    return cache(function)  # type: ignore[return-value]
 
 
 @per_kind

@@ -256,7 +256,7 @@ class Tensor:
 class _Trace:
     """The values of one function so far, by number: an op's operands are numbers until all names are known.
 
-    `functions` are those of the whole fusion by what they were made of, None while one is being traced; `sources` its kernels by name.
+    `functions` are those of the fusion by what they were made of, None while one is being traced; `sources` its kernels by name.
     """
 
     def __init__(self, mesh: Mesh, functions: dict[object, Fusion | None] | None = None, sources: dict[str, UserKernel] | None = None):

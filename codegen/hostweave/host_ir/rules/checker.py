@@ -47,7 +47,6 @@ class Checker:
     roots: AliasRoots = field(default_factory=AliasRoots)
     freed: set[str] = field(default_factory=set)
     current: tree.Instruction | None = None
-    scope: Scope = Scope()
     mesh: Mesh = field(init=False)  # of the `on` body around, or the program's
 
     def __post_init__(self) -> None:
@@ -142,7 +141,6 @@ class Checker:
             for expr in tree.expressions(instruction):
                 self.expr(expr)
             self.roots.define(instruction)
-            self.scope = scope
             tree.of_kind(self.rules, type(instruction))(self, instruction, scope)
 
     def inner(self, body: tree.Body, scope: Scope) -> None:

@@ -73,7 +73,7 @@ class _Insertion:
             op = as_term(op, operands[0])
         partial = partial_of(op, operands, passed)
         type = with_layout(op.result.type, computed, partial)
-        if partial and (carrier := self.carrier(op, type, partial)):
+        if partial and (carrier := self.carrier(type, partial)):
             op, type = self.carry(op, type, carrier)
         if partial is None or self.is_resolved_by_reshard(op.result):
             self.emit(replace(op, result=replace(op.result, type=type)))
@@ -96,7 +96,7 @@ class _Insertion:
             stream = None if result.type.dims[stream.dim].axes else Stream(stream.dim, stream.chunks)
         self.emit(Op("astype", (carried.name,), replace(result, stream=stream), location=op.location))
 
-    def carrier(self, op: Op, type: TensorType, partial: Partial) -> DType | None:
+    def carrier(self, type: TensorType, partial: Partial) -> DType | None:
         """The dtype in which ranks hold their terms where it is not the result's."""
         if needed := find_transport(DEFAULT).reduced_as.get(type.dtype.name):
             return DTYPES[needed]

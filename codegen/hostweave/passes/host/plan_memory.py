@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from hostweave.analysis.def_use import def_use
 from hostweave.analysis.live_ranges import allocating_functions
@@ -42,12 +42,12 @@ Recorded = dict[tree.Slot, tuple[Lane | None, int]]  # an event -> the stream th
 _Touch = tuple[int, Lanes]  # by the child of a body with this number, on these streams; on the caller's where there are none
 
 
-@dataclass
 class _VectorClock:
     """What a body's order of streams tells, in numbers of its children."""
 
-    begun: list[dict[Lane, int]] = field(default_factory=list)  # at each child: the last one before which a stream cannot run
-    done: dict[Lane, list[tuple[int, int]]] = field(default_factory=dict)  # (child, up to which the caller's stream then knows it)
+    def __init__(self) -> None:
+        self.begun: list[dict[Lane, int]] = []  # at each child: the last one before which a stream cannot run
+        self.done = defaultdict[Lane, list[tuple[int, int]]](list)  # (child, up to which the caller's stream then knows it)
 
 
 class Planner:
@@ -157,11 +157,11 @@ class Planner:
             for pool in tree.names(child, "fork"):
                 begun = begun | dict.fromkeys(self.pools[pool], k)
             for lane in (lane for pool in tree.names(child, "join") for lane in self.pools[pool]):
-                known.done.setdefault(lane, []).append((k, k))
+                known.done[lane].append((k, k))
             waited, stream = tree.slot(child, "wait"), tree.slot(child, "stream")
             lane_then = recorded.get(waited) if waited else None
             if lane_then and lane_then[0]:
-                known.done.setdefault(lane_then[0], []).append((k, lane_then[1]))
+                known.done[lane_then[0]].append((k, lane_then[1]))
             if event := tree.slot(child, "record"):
                 recorded[event] = None, k
             elif stream and len(lanes := self.lanes_of(stream)) == 1:

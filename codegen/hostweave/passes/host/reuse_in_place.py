@@ -15,7 +15,7 @@ kernels say that of each input, and a matmul adds so.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from hostweave.analysis.def_use import DefUse, Place, def_use
 from hostweave.analysis.kernel_indices import may_overwrite
@@ -36,21 +36,17 @@ def reuse_in_place(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     return replace(program, body=eliminate_dead_code(sharing.uses.edited(sharing.gone, sharing.before)))
 
 
-@dataclass
 class _Sharing:
     """What shares memory so far: `merged` leads from an allocation to the buffer that it has become a view of."""
 
-    uses: DefUse
-    merged: AliasRoots = field(default_factory=AliasRoots)
-    gone: set[int] = field(default_factory=set)  # numbers of instructions
-    before: dict[int, tree.Body] = field(default_factory=dict)  # what goes before the instruction of a number
-
-    def __post_init__(self) -> None:
-        # Of each buffer by now, with what has become a view of it.
-        self.touches, self.viewed = dict(self.uses.touches), dict(self.uses.viewed)
-        self.orders = [place for place in self.uses.places if tree.names(place.instruction, "fork", "join")]
-        self.inputs = {parameter.name for parameter in self.uses.program.inputs}
-        self.kernels = {kernel.name: kernel for kernel in self.uses.program.kernels}
+    def __init__(self, uses: DefUse):
+        self.uses, self.merged = uses, AliasRoots()
+        self.gone: set[int] = set()  # numbers of instructions
+        self.before: dict[int, tree.Body] = {}  # what goes before the instruction of a number
+        self.touches, self.viewed = dict(uses.touches), dict(uses.viewed)  # of each buffer by now, with what has become a view of it
+        self.orders = [place for place in uses.places if tree.names(place.instruction, "fork", "join")]
+        self.inputs = {parameter.name for parameter in uses.program.inputs}
+        self.kernels = {kernel.name: kernel for kernel in uses.program.kernels}
 
     def candidates(self, i: tree.Instruction) -> Iterator[tuple[str, str]]:
         """The operands that an instruction could write over, each with its result."""

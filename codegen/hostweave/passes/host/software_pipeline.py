@@ -51,8 +51,7 @@ def software_pipeline(program: ir.HostProgram, options: Options) -> ir.HostProgr
 def _goes_on(program: ir.HostProgram) -> bool:
     """Whether every rank comes to its end if it posts one communication after the other, as it does where channels take turns."""
     try:
-        for sizes in sizes_to_check(program):
-            instances = instantiate(program, sizes)
+        for instances in (instantiate(program, sizes) for sizes in sizes_to_check(program)):
             deque(run(order(instances, meetings(instances))), maxlen=0)
     except ProgramError:
         return False
@@ -113,8 +112,7 @@ class _Ahead:
     # --- names ---
 
     def index(self, beside: str) -> str:
-        letters = [letter for letter in "ijkl" if letter not in self.taken]
-        return claim_unique(letters[0] if letters else beside, self.taken)
+        return claim_unique(next((letter for letter in "ijkl" if letter not in self.taken), beside), self.taken)
 
     def said_again(self, body: tree.Body, old: str, new: str) -> tree.Body:
         """The same for another index, under names of its own."""

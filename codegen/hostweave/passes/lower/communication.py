@@ -9,7 +9,7 @@ from math import prod
 
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.builder import Builder
-from hostweave.host_ir.expr import Const, Expr, Rank, Var
+from hostweave.host_ir.expr import Expr, Rank, Var
 from hostweave.passes.lower.steps import Steps, expr_of, rank_in_group
 from hostweave.types.blocks import Cut, Cuts, is_in_order
 from hostweave.types.mesh import Mesh
@@ -148,11 +148,6 @@ def temporary(b: Builder, like: str, steps: Steps | None) -> str:
 # --- to other meshes --------------------------------------------------------------------------------------------------
 
 
-def reduce(b: Builder, src: str, dst: str, op: str, shards: Shards, root: int, steps: Steps | None) -> None:
-    """To the rank at place `root` of the process group, the only one that has dst."""
-    b.emit(ir.Reduce(contiguous_source(b, src, steps), dst, op, Const(root), b.channel(shards.axes)))
-
-
 def blocks_to_send(b: Builder, src: str, blocks: Transfer, cuts: Cuts | None, steps: Steps | None) -> str:
     """Memory that holds the blocks of `src` one after the other: its own, or a copy's."""
     in_order = contiguous_source(b, src if cuts else cut(b, src, blocks.sent), steps)
@@ -221,11 +216,6 @@ def gather_p2p(b: Builder, src: str, dst: str, shards: Shards, steps: Steps) -> 
     """The owner of the step's block sends it; this rank's own block is copied."""
     receiver = (rank_in_group(shards.mesh, shards.axes) - steps.hop) % shards.size
     swap(b, src, receiver, dst, steps.owned_by, shards, steps)
-
-
-def gather_broadcast(b: Builder, src: str, dst: str, shards: Shards, steps: Steps) -> None:
-    with packed_destination(b, dst, steps) as landing:
-        b.emit(ir.Broadcast(contiguous_source(b, src, steps), landing, steps.owned_by, b.channel(shards.axes)))
 
 
 def gather_ring(b: Builder, src: str, dst: str, next_dst: Callable[[], str], shards: Shards, steps: Steps, event: str) -> None:

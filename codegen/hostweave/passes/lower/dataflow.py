@@ -58,7 +58,7 @@ class Dataflow:
         return index_map(op, operand_types(op, self.types))
 
     def is_local(self, op: Op) -> bool:
-        """Whether each rank of another mesh holds its block already, as all that it holds or as a block of a whole dim."""
+        """Whether each rank of another mesh has its shard already, as all that it has or as a shard of a dim that is not sharded."""
         blocks = op[BLOCKS]
         dims = zip(self.types[op.tensors[0]].dims, blocks.sent, blocks.received, strict=True)
         return not blocks.moved and all(received == 1 and (sent == 1 or not dim.axes) for dim, sent, received in dims)

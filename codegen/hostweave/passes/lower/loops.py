@@ -97,5 +97,5 @@ def _joins(flow: Dataflow, op: Op, loop: Loop) -> bool:
             return False  # it reads more than the chunk of its own step
         is_communicated = loop.communication is not None and loop.communication.result.name == operand
         if loop.by_block and is_communicated and flow.types[operand].dims[produced.dim].axes:
-            return False  # the block is whole only after the last step
+            return False  # the shard is complete only after the last step
     return True

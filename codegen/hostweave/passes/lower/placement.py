@@ -55,7 +55,7 @@ def reversed_view(flow: Dataflow, op: Op, src: str) -> ir.Reshape | ir.Permute:
 
 
 def _ends_in(flow: Dataflow, name: str, loop: Loop) -> bool:
-    """Whether a value lives and dies in this loop. One of which a part or a transpose is taken lies there whole: that is a view of all."""
+    """Whether a value lives and dies in this loop. One of which a shard or a transpose is taken does not: that is a view of all of it."""
     return name not in flow.fusion.outputs and all(
         loop.makes(op.result.name)
         and op.kind not in ("permute_dims", "shard")

@@ -10,7 +10,7 @@ from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.resharding import ReshardStep, step_of
 from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
-from hostweave.host_ir.expr import Expr, Var
+from hostweave.host_ir.expr import Const, Expr, Var
 from hostweave.passes.lower import communication
 from hostweave.passes.lower.buffers import Buffers
 from hostweave.passes.lower.communication import Shards
@@ -65,8 +65,9 @@ class Reshards:
         if change.kind == "reduce":  # to the one rank of the mesh that the result is on
             source, dst = self.flow.types[op.tensors[0]], self.buffers.destination(op, steps)
             with self.b.on(source.mesh):
-                src, shards = self.buffers.operand(op, 0, steps), Shards(source.mesh_in(self.flow.mesh), change.axes)
-                communication.reduce(self.b, src, dst, change.reduction, shards, change.root or 0, steps)
+                src, channel = self.buffers.operand(op, 0, steps), self.b.channel(change.axes)
+                src = communication.contiguous_source(self.b, src, steps)
+                self.b.emit(ir.Reduce(src, dst, change.reduction, Const(change.root or 0), channel))
         elif change.kind == "transfer":
             operand, destination = (lambda: self.buffers.operand(op, 0, steps)), (lambda: self.buffers.destination(op, steps))
             to_other_ranks(self.b, self.flow, op, operand, destination, steps)
@@ -129,7 +130,9 @@ class Reshards:
                 event = self._arrivals(steps, op)
                 communication.gather_ring(self.b, source, target, lambda: self._next_chunk(op, op.result.name, steps), shards, steps, event)
             case _, "broadcast":
-                communication.gather_broadcast(self.b, source, target, shards, steps)
+                with communication.packed_destination(self.b, target, steps) as landing:
+                    source = communication.contiguous_source(self.b, source, steps)
+                    self.b.emit(ir.Broadcast(source, landing, steps.owned_by, self.b.channel(change.axes)))
             case _:
                 communication.gather_p2p(self.b, source, target, shards, steps)
 

@@ -83,11 +83,11 @@ def expr_of(size: Size | Sum) -> Expr:
 
 
 def rank_in_group(mesh: Mesh, axes: tuple[str, ...]) -> Expr:
-    """This rank's place in its process group: row-major over the axes as named."""
-    place: Expr = Const(0)
+    """This rank's number in its process group: row-major over the axes as named."""
+    number: Expr = Const(0)
     for axis in axes:
-        place = place * mesh.axis_size(axis) + Coordinate(axis)
-    return place
+        number = number * mesh.axis_size(axis) + Coordinate(axis)
+    return number
 
 
 def chunk(builder: Builder, steps: Steps, buffer: str, value: Value, dim: int, keeps_dim: bool = False, suffix: str = "") -> str:

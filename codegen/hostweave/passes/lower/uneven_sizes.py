@@ -47,10 +47,10 @@ def _even(op: Op, types: dict[str, TensorType], fusion: Fusion) -> Iterator[Even
     if op.user_kernel and op.result.type.mesh:  # it takes what ranks hold of its own types, which name no mesh
         for type in (*operand_types(op, types), op.result.type):
             yield from ((dim, mesh, "a kernel on a mesh of some of the ranks") for dim in type.dims if dim.axes)
-    yield from ((dim, mesh, why) for dim, why in _even_on_one_mesh(op, types, fusion))
+    yield from ((dim, mesh, why) for dim, why in _even_on_one_mesh(op, types))
 
 
-def _even_on_one_mesh(op: Op, types: dict[str, TensorType], fusion: Fusion) -> Iterator[tuple[Dim, str]]:
+def _even_on_one_mesh(op: Op, types: dict[str, TensorType]) -> Iterator[tuple[Dim, str]]:
     operands = operand_types(op, types)
     involved = (*operands, op.result.type)
     if op.result.stream:
