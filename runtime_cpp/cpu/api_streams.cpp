@@ -8,10 +8,13 @@ using namespace hostweave::cpu;
 
 namespace hostweave::cpu {
 
-cudaError_t no_such_stream(cudaStream_t stream, const char* call) {
-  if (stream == cudaStreamPerThread) return cuda_not_supported("the per-thread default stream");
+static cudaError_t no_such(const char* what, const char* call) {
   return error(cudaErrorInvalidResourceHandle,
-               std::string(call) + ": a stream that was destroyed, or never made, is " + "not supported by the CPU device");
+               std::string(call) + ": " + what + " that was destroyed, or never made, is not supported by the CPU device");
+}
+
+cudaError_t no_such_stream(cudaStream_t stream, const char* call) {
+  return stream == cudaStreamPerThread ? cuda_not_supported("the per-thread default stream") : no_such("a stream", call);
 }
 
 cudaError_t submit(Lock& lock, OpPtr op, cudaStream_t handle, bool peers_allowed) {
@@ -53,11 +56,6 @@ cudaError_t no_such_device(const char* call, int device) {
 Event* known(cudaEvent_t handle) {
   Event* const event = reinterpret_cast<Event*>(handle);
   return Machine::get().events.count(event) != 0 ? event : nullptr;
-}
-
-cudaError_t no_such_event(const char* call) {
-  return error(cudaErrorInvalidResourceHandle,
-               std::string(call) + ": an event that was destroyed, or never made, is " + "not supported by the CPU device");
 }
 
 // Whether an op is done. Where it is not, others go on before the caller asks again.
@@ -156,7 +154,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t handle, unsigne
   if (flags != cudaEventWaitDefault) return cuda_not_supported("cudaStreamWaitEvent with flags");
   Call call;
   const Event* const event = known(handle);
-  if (!event) return no_such_event("cudaStreamWaitEvent");
+  if (!event) return no_such("an event", "cudaStreamWaitEvent");
   OpPtr op = new_op("wait", 1);
   // It binds to the record as it is now: a later record of the event does not count, and without one there is no wait.
   if (event->record) op->after.push_back(event->record);
@@ -183,7 +181,7 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* handle, unsigned flags) {
 cudaError_t cudaEventDestroy(cudaEvent_t handle) {
   Call call;
   Event* const event = known(handle);
-  if (!event) return no_such_event("cudaEventDestroy");
+  if (!event) return no_such("an event", "cudaEventDestroy");
   Machine::get().events.erase(event);
   delete event;
   return cudaSuccess;
@@ -192,7 +190,7 @@ cudaError_t cudaEventDestroy(cudaEvent_t handle) {
 cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream) {
   Call call;
   Event* const event = known(handle);
-  if (!event) return no_such_event("cudaEventRecord");
+  if (!event) return no_such("an event", "cudaEventRecord");
   const Stream* const on = Machine::get().find_stream(stream);
   if (!on) return no_such_stream(stream, "cudaEventRecord");
   if (on->device != event->device) {
@@ -209,7 +207,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
   Call call;
   if (Machine::get().failed()) return cuda_stopped();
   const Event* const event = known(handle);
-  if (!event) return no_such_event("cudaEventSynchronize");
+  if (!event) return no_such("an event", "cudaEventSynchronize");
   return event->record ? wait_for(call.lock, {event->record}, "an event") : cudaSuccess;
 }
 
@@ -217,13 +215,13 @@ cudaError_t cudaEventQuery(cudaEvent_t handle) {
   Call call;
   if (Machine::get().failed()) return cuda_stopped();
   const Event* const event = known(handle);
-  return event ? query(call.lock, event->record) : no_such_event("cudaEventQuery");
+  return event ? query(call.lock, event->record) : no_such("an event", "cudaEventQuery");
 }
 
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t end) {
   Call call;
   const Event *const a = known(start), *const b = known(end);
-  if (!a || !b) return no_such_event("cudaEventElapsedTime");
+  if (!a || !b) return no_such("an event", "cudaEventElapsedTime");
   if (!a->timed || !b->timed) return error(cudaErrorInvalidResourceHandle, "cudaEventElapsedTime: an event without timing");
   if (!a->record || !b->record) return error(cudaErrorInvalidResourceHandle, "cudaEventElapsedTime: an event without record");
   if (!a->record->done || !b->record->done) return error(cudaErrorNotReady, "cudaEventElapsedTime: not recorded yet");

@@ -139,18 +139,13 @@ void Communicators::no_channel() {
   HW_CHECK(ncclCommSplit(comms_.front(), NCCL_SPLIT_NOCOLOR, 0, &comm, nullptr));
 }
 
-namespace {
-
-double median(std::vector<double> values) {
-  std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
-  return values[values.size() / 2];
-}
-
-}  // namespace
-
 Times measure(const std::function<void()>& call, cudaStream_t stream, std::barrier<>& meet, int64_t repetitions) {
   const Event begin(cudaEventDefault), end(cudaEventDefault);
   std::vector<double> device_ms, enqueue_us;
+  const auto median = [](std::vector<double>& values) {
+    std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
+    return values[values.size() / 2];
+  };
   for (int64_t i = 0; i < repetitions; ++i) {
     meet.arrive_and_wait();
     HW_CHECK(cudaEventRecord(begin, stream));

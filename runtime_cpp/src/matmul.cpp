@@ -109,17 +109,10 @@ cublasLtMatrixLayout_t make_layout(cudaDataType_t dtype, const Matrix& x, int64_
 }
 
 size_t size_of(cudaDataType_t dtype) {
-  switch (dtype) {
-    case CUDA_R_64F:
-      return 8;
-    case CUDA_R_32F:
-      return 4;
-    case CUDA_R_16F:
-    case CUDA_R_16BF:
-      return 2;
-    default:
-      throw ExecutionError("matmul: cuBLASLt has no such product; cast the operands to f16, bf16, f32 or f64");
-  }
+  if (dtype == CUDA_R_64F) return 8;
+  if (dtype == CUDA_R_32F) return 4;
+  if (dtype == CUDA_R_16F || dtype == CUDA_R_16BF) return 2;
+  throw ExecutionError("matmul: cuBLASLt has no such product; cast the operands to f16, bf16, f32 or f64");
 }
 
 const void* shifted(const void* base, int64_t bytes) { return base ? static_cast<const char*>(base) + bytes : nullptr; }
@@ -142,7 +135,7 @@ struct MatmulPlan::Plan {
   cublasLtMatrixLayout_t a_layout = nullptr, b_layout = nullptr, c_layout = nullptr;
   bool aligned_only = false;
   cublasLtMatmulAlgo_t aligned{}, unaligned{};
-  DeviceMemory zeros;  // the operands of an empty sum
+  DeviceMemory zeros{};  // the operands of an empty sum
 
   ~Plan() {
     for (cublasLtMatrixLayout_t layout : {a_layout, b_layout, c_layout}) {

@@ -51,7 +51,7 @@ int hw_cpu_detach(void);
 int hw_cpu_barrier(int participants);
 // Lets others go on; for loops that poll something the device does not know.
 int hw_cpu_pause(void);
-// After a failure of one rank outside the device: every blocked or later call of every rank fails, until a reset.
+// After a failure of one rank outside the device: every blocked or later call of every rank fails, until hw_cpu_configure.
 void hw_cpu_abort(const char* reason);
 
 // Has the nth of the coming calls of cudaMalloc, cudaStreamCreate, cudaEventCreate (both with flags), ncclCommInitRank or
@@ -65,11 +65,11 @@ void hw_cpu_place(const char* file, int line, const char* call);
 // What went wrong: the report of the failure that stopped all ranks, else this thread's last error, else "".
 // Valid until this thread's next call of it.
 const char* hw_cpu_last_report(void);
-// 1 after a failure that stops all ranks (deadlock, mismatch, missing dependency, abort), until a reset.
+// 1 after a failure that stops all ranks (deadlock, mismatch, missing dependency, abort), until hw_cpu_configure.
 int hw_cpu_failed(void);
 
 typedef struct hw_cpu_counters {
-  uint64_t ops;         // finished since the last reset
+  uint64_t ops;         // finished since hw_cpu_configure
   uint64_t steps;       // choices that the seeded mode made
   uint64_t schedule;    // a hash of those choices
   uint64_t live_bytes;  // cudaMalloc'ed and not yet freed, all devices
