@@ -5,7 +5,6 @@
 #pragma once
 #include <cuda_runtime_api.h>
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
@@ -36,26 +35,26 @@ constexpr int64_t kThreadsAtOnce = int64_t{1} << 16;  // that keep the memory of
 constexpr int64_t kBlocksAtOnce = 128;
 
 constexpr int warps_of(int64_t threads, int64_t most) {
-  return static_cast<int>(std::clamp<int64_t>(ceil_div(threads, 32), 1, most / 32) * 32);
+  return static_cast<int>(clamped(ceil_div(threads, 32), 1, most / 32) * 32);
 }
 
 // A thread for each kWidth of n elements. Few of them are spread over more blocks.
 template <int kWidth = 1>
 constexpr Grid grid_of_elements(int64_t n) {
   const int threads = warps_of(ceil_div(n, kWidth * kBlocksAtOnce), kThreads);
-  return {std::min(ceil_div(n, threads * kWidth), kMaxBlocks), threads};
+  return {smaller(ceil_div(n, threads * kWidth), kMaxBlocks), threads};
 }
 
 // A block for each row of n elements. Where there are many rows, a thread takes kWidth elements up to kRowAccesses times.
 template <int kWidth = 1>
 constexpr Grid grid_of_rows(int64_t rows, int64_t n) {
   const int64_t accesses = ceil_div(n, kWidth);
-  const int64_t each = std::clamp<int64_t>(rows * accesses / kThreadsAtOnce, 1, kRowAccesses);
-  return {std::min(rows, kMaxBlocks), warps_of(ceil_div(accesses, each), kRowThreads)};
+  const int64_t each = clamped(rows * accesses / kThreadsAtOnce, 1, kRowAccesses);
+  return {smaller(rows, kMaxBlocks), warps_of(ceil_div(accesses, each), kRowThreads)};
 }
 
 // A block for each tile of n columns.
-constexpr Grid grid_of_columns(int64_t n, int threads) { return {std::min(ceil_div(n, kTile), kMaxBlocks), threads}; }
+constexpr Grid grid_of_columns(int64_t n, int threads) { return {smaller(ceil_div(n, kTile), kMaxBlocks), threads}; }
 
 // What of an array a kernel touches: `count` elements in a row, or a view. Lives no longer than the launch that it is an argument
 // of.
