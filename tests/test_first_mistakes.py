@@ -135,8 +135,8 @@ def test_a_size_makes_the_text_of_a_spec() -> None:
 
 
 def test_long_names_of_dtypes() -> None:
-    short = (hw.f64, hw.f32, hw.f16, hw.bf16, hw.f8e4m3, hw.f8e5m2, hw.i64, hw.i32, hw.i8, hw.u32, hw.u8, hw.bool_)
-    names = "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 int64 int32 int8 uint32 uint8 bool"
+    short = (hw.f64, hw.f32, hw.f16, hw.bf16, hw.f8e4m3, hw.f8e5m2, hw.i64, hw.i32, hw.i16, hw.i8, hw.u64, hw.u32, hw.u16, hw.u8, hw.bool_)
+    names = "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool"
     assert tuple(getattr(hw, name) for name in names.split()) == short
     assert set(names.split()) <= set(hw.__all__)
 

@@ -19,10 +19,9 @@ from hostweave.fusion_ir.ops.definition import Combine
 from hostweave.fusion_ir.text import print_op
 from hostweave.host_ir import ir
 from hostweave.types.size import Size
-from hostweave.types.tensor import BufferType, DType, bool_, f32, f64, i64
+from hostweave.types.tensor import BufferType, DType, bool_, f32, f64, i64, u64
 
 LATE_BYTES = 16 << 10  # of rows, at most, that a block loads before it needs them: they take registers from other blocks
-u64 = DType("u64", 8, "uint", "uint64_t")  # what unsigned sums add up in
 
 # Of the op table: what kernels call by a name without a qualifier.
 C_FUNCTIONS = frozenset(name + end for op in OPS.values() for name in re.findall(r"\bstd::(\w+)", op.cpp) for end in ("", "f"))
