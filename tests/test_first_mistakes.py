@@ -49,8 +49,6 @@ TRACED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "size - 2": (lambda x: x.shape[0] - 2, {}, "write '(M - 2)'"),
     "size // 2": (lambda x: x.shape[0] // 2, {}, "write 'M/2'"),
     "size * 0.5": (lambda x: x.shape[0] * 0.5, {}, "write sizes as text, such as '2*M' and 'M/2'"),
-    "x // 2": (lambda x: x // 2, {}, "x // y: tensors of a fusion have no //; divide floats by /"),
-    "x % 2": (lambda x: x % 2, {}, "x % y: tensors of a fusion have no %"),
     "float": (lambda x: float(x), {}, "float: the values of f32[M@x, K] are not known while a fusion is traced; compute with the tensor"),
     "int": (lambda x: int(x), {}, "int: the values of f32[M@x, K] are not known"),
     "range": (lambda x: range(x), {}, "the values of f32[M@x, K] are not known"),

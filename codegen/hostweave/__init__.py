@@ -10,9 +10,11 @@ from hostweave.base.errors import Location, UnknownAttribute
 from hostweave.base.signatures import public_names
 from hostweave.fusion_ir.frontend import composites as _composites
 from hostweave.fusion_ir.frontend import functions as _functions
+from hostweave.fusion_ir.frontend import indices as _indices
 from hostweave.fusion_ir.frontend.composites import *  # noqa: F403
 from hostweave.fusion_ir.frontend.function import block as block
 from hostweave.fusion_ir.frontend.functions import *  # noqa: F403
+from hostweave.fusion_ir.frontend.indices import *  # noqa: F403
 from hostweave.fusion_ir.frontend.trace import Tensor as Tensor
 from hostweave.fusion_ir.frontend.trace import fusion as fusion
 from hostweave.fusion_ir.frontend.user_kernels import kernel as kernel
@@ -93,6 +95,7 @@ _PUBLIC = sorted(
         *("int16", "int32", "int64", "int8", "uint16", "uint32", "uint64", "uint8"),
         *public_names(vars(_functions)),
         *public_names(vars(_composites)),
+        *public_names(vars(_indices)),
     )
 )
 if not TYPE_CHECKING:  # a type checker goes by the imports

@@ -51,24 +51,29 @@ def fusion(*, mesh: Mesh | None = None, **inputs: TensorType) -> Callable[[Calla
     return lambda function: traced(function, _Trace(mesh or Mesh()), inputs, "fusion", location)
 
 
-_KINDS = {op.written: kind for kind, op in OPS.items() if op.written}  # `a + b` -> add
+_KINDS = {(op.written, kind.partition("_")[0] == "bitwise"): kind for kind, op in OPS.items() if op.written}  # `a + b` -> add
+
+
+def _kind(written: str, dtype: DType) -> str:
+    """The op that an operator is for tensors of this dtype."""
+    of_bits = written, dtype.kind != "bool"
+    return _KINDS.get(of_bits) or _KINDS[written, False]
 
 
 def _sign(written: str) -> Callable[[Tensor], Tensor]:
     """The method of an operator of one tensor, as the op table writes it."""
-    return lambda x: record(_KINDS[written], x)
+    return lambda x: record(_kind(written, x.dtype), x)
 
 
 def _operator(written: str) -> tuple[Callable[[Tensor, Tensor | Scalar], Tensor], Callable[[Tensor, Scalar], Tensor]]:
     """The methods of an operator of two, for a tensor on its left and for one on its right alone."""
-    kind = _KINDS[written]
-    return lambda a, b: record(kind, a, b), lambda b, a: record(kind, a, b)
+    return lambda a, b: record(_kind(written, a.dtype), a, b), lambda b, a: record(_kind(written, b.dtype), a, b)
 
 
 class Tensor:
     """A symbolic tensor: a value of the program that is being traced. It has a type and no data.
 
-    It has Python's operators (`+ - * / ** @ & | ~`, comparisons), basic slices, and the methods below; everything else is a
+    It has Python's operators (`+ - * / // % ** @ & | ^ ~ << >>`, comparisons), basic slices, and the methods below; everything else is a
     function of `hw`.
     """
 
@@ -245,19 +250,11 @@ class Tensor:
         why = f"{what}: the values of {self.type} are not known while a fusion is traced"
         raise ProgramError(f"{why}; compute with the tensor, cast by hw.astype, or pass a Python number", Location.of_caller())
 
-    def _no_operator(self, sign: str, remedy: str) -> NoReturn:
-        raise ProgramError(f"x {sign} y: tensors of a fusion have no {sign}; {remedy}", Location.of_caller())
+    def __divmod__(self, other: Tensor | Scalar) -> tuple[Tensor, Tensor]:
+        return self // other, self % other
 
-    def __floordiv__(self, other: Any) -> NoReturn:
-        self._no_operator("//", "divide floats by /, and write the quotient of a size as text, such as 'M/2'")
-
-    def __mod__(self, other: Any) -> NoReturn:
-        self._no_operator("%", "take the remainder of an array before it is an input")
-
-    def __xor__(self, other: Any) -> NoReturn:
-        self._no_operator("^", "compare bools by !=, raise to a power by **")
-
-    __rfloordiv__, __rmod__, __rxor__, __divmod__, __rdivmod__ = __floordiv__, __mod__, __xor__, __floordiv__, __floordiv__
+    def __rdivmod__(self, other: Scalar) -> tuple[Tensor, Tensor]:
+        return other // self, other % self
 
     def __matmul__(self, other: Tensor) -> Tensor:
         return record("matmul", self, other)
@@ -273,8 +270,13 @@ class Tensor:
     __sub__, __rsub__ = _operator("a - b")
     __mul__, __rmul__ = _operator("a * b")
     __truediv__, __rtruediv__ = _operator("a / b")
+    __floordiv__, __rfloordiv__ = _operator("a // b")
+    __mod__, __rmod__ = _operator("a % b")
     __and__, __rand__ = _operator("a & b")
     __or__, __ror__ = _operator("a | b")
+    __xor__, __rxor__ = _operator("a ^ b")
+    __lshift__, __rlshift__ = _operator("a << b")
+    __rshift__, __rrshift__ = _operator("a >> b")
     __eq__ = _operator("a == b")[0]  # type: ignore[assignment]
     __ne__ = _operator("a != b")[0]  # type: ignore[assignment]
     __lt__ = _operator("a < b")[0]

@@ -14,7 +14,7 @@ Types = Sequence[TensorType]
 Infer = Callable[[Types, Op], TensorType]
 Indices = Callable[[Types, Op], IndexMap]
 
-FLOATS, SIGNED, NUMBERS, BOOLS = ("float",), ("float", "int"), ("float", "int", "uint"), ("bool",)  # kinds of dtypes
+FLOATS, SIGNED, NUMBERS, BOOLS, INTS = ("float",), ("float", "int"), ("float", "int", "uint"), ("bool",), ("int", "uint")  # kinds of dtypes
 
 
 class Mismatch(Exception):
@@ -58,12 +58,14 @@ class OpDef:
     cpp: str = ""
     fast: tuple[str, str] | None = None  # a function in it, and one that takes its place where elements have 16 bits or less
     cpp_of_ints: str = ""  # where theirs is another
+    lane: str = ""  # a function that takes all along one dim, of one kernel alone
     cost: int = 1  # of an element, in additions
     combine: Combine | None = None  # of a reduction
     locates: bool = False  # a reduction that gives where an element is: of one element not the element
 
     # Shardings follow from the indices: those that the result keeps, those that it reduces, and what else is said here.
     partial: str = ""  # the reduction that makes one of the ranks' results, where what is reduced is sharded; none takes whole dims
+    is_exact: bool = False  # of these results one at most is not zero, or they are added up in the result's dtype anyway
     last_is_first: bool = False  # of the operands' shardings the last one's goes before the others'
     stated: Callable[[Types, Op], tuple[TensorType, Types]] | None = None  # what it gives and takes, where it is stated
     whole: str = ""  # what it does to a dim of which it needs all, however a loop walks it

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hostweave.fusion_ir.ir import Fusion, Op, Stream, Value
-from hostweave.fusion_ir.ops import RESHARDS, operand_types
+from hostweave.fusion_ir.ops import OPS, RESHARDS, operand_types
 from hostweave.fusion_ir.ops.reductions import widens
 from hostweave.fusion_ir.resharding import plan
 from hostweave.fusion_ir.rewriting import Names, consumers
@@ -97,13 +97,14 @@ class _Insertion:
         if needed := find_transport(DEFAULT).reduced_as.get(type.dtype.name):
             return DTYPES[needed]
         wanted = self.options.partial_dtype
-        rounds = partial.op in ("sum", "avg", "prod") and type.dtype.name in ("f16", "bf16")
+        rounds = partial.op in ("sum", "avg", "prod") and type.dtype.name in ("f16", "bf16") and not OPS[op.kind].is_exact
         return wanted if wanted and rounds else None
 
     def carry(self, op: Op, type: TensorType, carrier: DType) -> tuple[Op, TensorType]:
         """The op with a result of another dtype, on operands that are cast to it where the op asks for that."""
         if not (op.kind == "matmul" and widens(type.dtype, carrier)):
-            operands = tuple(self.cast(operand, carrier, op) if isinstance(operand, str) else operand for operand in op.operands)
+            cast = {name for name in op.tensors if self.types[name].dtype == type.dtype}
+            operands = tuple(self.cast(str(operand), carrier, op) if operand in cast else operand for operand in op.operands)
             op = replace(op, operands=operands)
         self.carried[op.result.name] = type.dtype
         return op, replace(type, dtype=carrier)

@@ -1,0 +1,220 @@
+"""Ops that read and write where elements say, orders, sums along a dim, bits and parts: against torch and NumPy, on 1 to 4 ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cuda_here import needs_cuda
+from numpy.typing import NDArray
+
+import hostweave as hw
+from hostweave.base.errors import ExecutionError, ProgramError
+from hostweave.check.interpret import interpret
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.fusion_ir.reference import run_reference
+from hostweave.pipeline import lower
+
+Array = NDArray[Any]
+torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+SIZES = {"M": 6, "N": 5, "B": 3, "S": 2, "T": 7, "W": 5}  # of which 4 ranks share none evenly, and one of them none of W
+INPUTS = {
+    "x": hw.f32["M", "N"],
+    "rows": hw.f32["M@x", "N"],
+    "columns": hw.f32["M", "N@x"],
+    "half": hw.bf16["M@x", "N"],
+    "flags": hw.bool_["M@x", "N"],
+    "small": hw.i16["M@x", "N"],
+    "ids": hw.i64["B", "S"],
+    "shared_ids": hw.i32["B@x", "S"],
+    "one": hw.u8[()],
+    "places": hw.i64["T"],
+    "shared_places": hw.u16["T@x"],
+    "terms": hw.f32["T", "N"],
+    "shared_terms": hw.f32["T@x", "N"],
+    "across": hw.i64["M", 3],
+    "table": hw.f64["W@x", "N"],
+    "grid": hw.i64[9, 2],
+    "single": hw.f32[1, "N"],
+    "words": hw.u32["M@x", "N"],
+}
+
+
+def arrays(seed: int = 0) -> dict[str, Array]:
+    """Numbers of which sums are exact, some of them equal, and NaNs."""
+    random = np.random.default_rng(seed)
+
+    def shape(name: str) -> list[int]:
+        return [int(size) if size.is_int else SIZES[str(size)] for size in INPUTS[name].shape]
+
+    def numbers(name: str, low: int = -3, high: int = 4) -> Array:
+        return random.integers(low, high, shape(name))
+
+    given = {name: numbers(name) for name in ("x", "rows", "columns", "terms", "shared_terms", "single", "table", "half")}
+    result: dict[str, Array] = {name: array.astype(np.float32) for name, array in given.items()}
+    result["x"][1, 2] = result["x"][4, 2] = result["x"][1, 4] = np.nan
+    result |= {"table": given["table"].astype(np.float64), "half": given["half"].astype(ml_dtypes.bfloat16)}
+    result |= {"flags": numbers("flags") > 0, "small": numbers("small", -(2**15), 2**15).astype(np.int16)}
+    result |= {name: numbers(name, 0, SIZES["N"]) for name in ("ids", "shared_ids", "one", "places", "shared_places", "across", "grid")}
+    result["words"] = numbers("words", 0, 2**32).astype(np.uint32)
+    kinds = {"shared_ids": np.int32, "one": np.uint8, "shared_places": np.uint16}
+    return {name: np.asarray(array).astype(kinds.get(name, array.dtype)) for name, array in result.items()}
+
+
+def t(array: Array) -> Any:
+    return torch.from_numpy(array)
+
+
+def along(x: Array, axis: int, descending: bool = False) -> Array:
+    return torch.sort(t(x), dim=axis, descending=descending, stable=True).indices.numpy()
+
+
+def added(x: Array, places: Array, terms: Array) -> Array:
+    return torch.index_add(t(x), 0, t(places.astype(np.int64)), t(terms)).numpy()
+
+
+def put(x: Array, places: Array, terms: Array) -> Array:
+    result = x.copy()
+    for place, term in zip(places, terms, strict=True):
+        result[place] = term
+    return result
+
+
+# The program, and the same of the arrays, `v`.
+CASES: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
+    "take": (lambda v: hw.take(v.x, v.ids, 1), lambda v: np.take(v.x, v.ids, 1)),
+    "take_one": (lambda v: hw.take(v.rows, v.one, 0), lambda v: v.rows[v.one]),
+    "take_row": (lambda v: hw.take(v.single, v.one * 0, 0), lambda v: v.single[0]),
+    "take_of_vector": (lambda v: hw.take(v.x[0], v.shared_places), lambda v: v.x[0][v.shared_places]),
+    "take_sharded": (lambda v: hw.take(v.rows, v.shared_ids, 0) * 2, lambda v: v.rows[v.shared_ids] * 2),
+    "take_columns": (lambda v: hw.take(v.columns, v.ids, 0) + v.columns[0], lambda v: v.columns[v.ids] + v.columns[0]),
+    "take_sharded_columns": (lambda v: hw.take(v.columns, v.places, 1), lambda v: v.columns[:, v.places]),
+    "take_bf16": (lambda v: hw.take(v.half, v.ids, 0), lambda v: v.half[v.ids]),
+    "take_bools": (lambda v: hw.take(v.flags, v.ids, 0), lambda v: v.flags[v.ids]),
+    "take_i16": (lambda v: hw.take(v.small, v.ids, 0), lambda v: v.small[v.ids]),
+    "take_of_what_is_made": (lambda v: hw.take(v.x * 2, v.ids, 0), lambda v: v.x[v.ids] * 2),
+    "sum_of_taken": (lambda v: hw.sum(hw.take(v.rows, v.ids, 0), -1), lambda v: v.rows[v.ids].sum(-1)),
+    "embedding": (lambda v: hw.embedding(v.shared_ids, v.table), lambda v: v.table[v.shared_ids]),
+    "along": (lambda v: hw.take_along_axis(v.rows, v.across, 1), lambda v: np.take_along_axis(v.rows, v.across, 1)),
+    "along_sharded": (lambda v: hw.take_along_axis(v.columns, v.across, 1), lambda v: np.take_along_axis(v.columns, v.across, 1)),
+    "along_broadcast": (lambda v: hw.take_along_axis(v.x, v.places[:, None], 0), lambda v: v.x[v.places]),
+    "gather": (
+        lambda v: hw.gather(v.grid, 0, v.places[:5, None]),
+        lambda v: torch.gather(t(v.grid), 0, t(v.places[:5, None])).numpy(),
+    ),
+    "one_hot": (lambda v: hw.one_hot(v.ids, "N"), lambda v: torch.nn.functional.one_hot(t(v.ids), 5).numpy()),
+    "one_hot_floats": (lambda v: hw.one_hot(v.shared_ids, 7, hw.f32), lambda v: np.eye(7)[v.shared_ids]),
+    "scatter": (lambda v: hw.scatter(v.x, 0, v.places[:, None], v.terms), lambda v: put(v.x, v.places, v.terms)),
+    "scatter_sharded": (
+        lambda v: hw.scatter(v.rows, 0, v.shared_places[:, None], v.shared_terms),
+        lambda v: put(v.rows, v.shared_places, v.shared_terms),
+    ),
+    "scatter_columns": (
+        lambda v: hw.scatter(v.columns, 1, v.across, hw.astype(v.across, hw.f32)),
+        lambda v: put_along(v.columns, v.across),
+    ),
+    "add": (lambda v: hw.scatter_add(v.x, 0, v.places[:, None], v.terms), lambda v: added(v.x, v.places, v.terms)),
+    "add_rows": (
+        lambda v: hw.scatter_add(v.rows, 0, v.shared_places[:, None], v.shared_terms),
+        lambda v: added(v.rows, v.shared_places, v.shared_terms),
+    ),
+    "add_columns": (
+        lambda v: hw.scatter_add(v.columns, 1, v.across, hw.astype(v.across, hw.f32)),
+        lambda v: torch.scatter_add(t(v.columns), 1, t(v.across), t(v.across.astype(np.float32))).numpy(),
+    ),
+    "cumsum": (lambda v: hw.cumsum(v.x, 1), lambda v: np.cumsum(v.x, 1)),
+    "cumsum_rows": (lambda v: hw.cumsum(v.rows, 0), lambda v: np.cumsum(v.rows, 0)),
+    "cumsum_bf16": (lambda v: hw.cumsum(v.half, 1), lambda v: np.cumsum(v.half.astype(np.float64), 1)),
+    "cumsum_i16": (lambda v: hw.cumsum(v.small.T, 0), lambda v: np.cumsum(v.small.T, 0, np.int16)),
+    "sort": (lambda v: hw.sort(v.x, 0), lambda v: np.sort(v.x, 0)),
+    "argsort": (lambda v: hw.argsort(v.x), lambda v: np.argsort(v.x, stable=True)),
+    "argsort_descending": (lambda v: hw.argsort(v.rows, 0, True), lambda v: along(v.rows, 0, True)),
+    "argsort_bools": (lambda v: hw.argsort(v.flags, "N"), lambda v: np.argsort(v.flags, 1, stable=True)),
+    "argsort_half": (lambda v: hw.argsort(v.half, 0), lambda v: np.argsort(v.half.astype(np.float32), 0, stable=True)),
+    "sort_of_one": (lambda v: hw.sort(v.single, 0), lambda v: v.single),
+    "sort_words": (lambda v: hw.sort(v.words, 1, True), lambda v: np.sort(v.words, 1)[:, ::-1]),
+    "top": (lambda v: hw.top_k(v.x, 2)[0], lambda v: torch.topk(t(v.x), 2).values.numpy()),
+    "top_of": (lambda v: hw.top_k(v.columns, 3)[1], lambda v: along(v.columns, 1, True)[:, :3]),
+    "least": (lambda v: hw.top_k(v.rows, 2, 0, largest=False)[0], lambda v: np.sort(v.rows, 0)[:2]),
+    "any": (lambda v: hw.any(v.x > 2, 1), lambda v: (v.x > 2).any(1)),
+    "any_sharded": (lambda v: hw.any(v.flags, 0), lambda v: v.flags.any(0)),
+    "all_sharded": (lambda v: hw.all(v.rows, (0, 1), keepdims=True), lambda v: v.rows.all(keepdims=True)),
+    "all_numbers": (lambda v: hw.all(v.columns), lambda v: v.columns.all()),
+    "and": (lambda v: hw.reduce_and(v.words | 7, 0), lambda v: np.bitwise_and.reduce(v.words | 7, 0)),
+    "or": (lambda v: hw.reduce_or(v.words & 0xFF00, 0), lambda v: np.bitwise_or.reduce(v.words & 0xFF00, 0)),
+    "xor": (lambda v: hw.reduce_xor(v.words ^ (v.words >> 3), (0, 1)), lambda v: np.bitwise_xor.reduce(v.words ^ (v.words >> 3), (0, 1))),
+    "xor_i16": (lambda v: hw.reduce_xor(~v.small << 2, 0), lambda v: np.bitwise_xor.reduce(~v.small << 2, 0)),
+    "xor_bools": (lambda v: hw.reduce_xor(v.flags, 0), lambda v: np.bitwise_xor.reduce(v.flags, 0)),
+    "divided": (lambda v: (v.small // 7) % 5 - v.small % -3, lambda v: (v.small // 7) % 5 - v.small % -3),
+    "stack": (lambda v: hw.stack([v.x, -v.x, v.rows], 1), lambda v: np.stack([v.x, -v.x, v.rows], 1)),
+    "split": (lambda v: hw.split(v.across, 2, 1)[1], lambda v: torch.split(t(v.across), 2, 1)[1].numpy()),
+    "split_by": (lambda v: hw.split(v.across, [1, 2], 1)[1] + 1, lambda v: v.across[:, 1:] + 1),
+    "squeeze": (lambda v: hw.squeeze(v.single, 0) + v.x, lambda v: v.single[0] + v.x),
+    "loss": (
+        lambda v: hw.cross_entropy(v.columns, hw.astype(v.across[:, 0], hw.i32)),
+        lambda v: torch.nn.functional.cross_entropy(t(v.columns), t(v.across[:, 0])).numpy(),
+    ),
+    "losses": (
+        lambda v: hw.cross_entropy(v.half, v.across[:, 1], ignore_index=2, reduction="none"),
+        lambda v: torch.nn.functional.cross_entropy(
+            t(v.half.astype(np.float32)), t(v.across[:, 1]), ignore_index=2, reduction="none"
+        ).numpy(),
+    ),
+    "sum_of_losses": (
+        lambda v: hw.cross_entropy(v.rows, hw.where(v.across[:, 2] < 3, v.across[:, 2], -100), reduction="sum"),
+        lambda v: torch.nn.functional.cross_entropy(
+            t(v.rows), t(np.where(v.across[:, 2] < 3, v.across[:, 2], -100)), reduction="sum"
+        ).numpy(),
+    ),
+}
+
+
+def put_along(x: Array, places: Array) -> Array:
+    result = x.copy()
+    for k in range(places.shape[1]):
+        np.put_along_axis(result, places[:, k : k + 1], places[:, k : k + 1].astype(x.dtype), 1)
+    return result
+
+
+class Values:
+    """Tensors, or arrays, by name."""
+
+    def __init__(self, values: dict[str, Any]):
+        self.__dict__.update(values)
+
+
+def program(ranks: int) -> Fusion:
+    def indices(**inputs: Any) -> Any:
+        return tuple(function(Values(inputs)) for function, _ in CASES.values())
+
+    return hw.fusion(mesh=hw.Mesh(x=ranks), **INPUTS)(indices)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def target(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_all_ops(ranks: int, target: str) -> None:
+    fusion, given = program(ranks), arrays(ranks)
+    compiled = hw.compile(fusion, target)
+    compiled.check()
+    results, references = compiled.run(**given), run_reference(fusion, given)
+    compiled.close()
+    interpreted = interpret(lower(fusion, hw.Options()), given)[0]
+    for name, case, result, reference in zip(fusion.outputs, CASES, results, references, strict=True):
+        want = np.asarray(CASES[case][1](Values(given)))
+        for found in (result, reference, *([interpreted[name]] if interpreted[name].shape == want.shape else [])):
+            assert found.shape == want.shape, case
+            np.testing.assert_allclose(found.astype(np.float64), want.astype(np.float64), rtol=1e-5, atol=1e-5, err_msg=case)
+
+
+@needs_cuda
+def test_all_ops_compile_for_cuda() -> None:
+    compiled = hw.compile(program(2), target="cuda")
+    assert compiled.module.name == "indices"
+    assert "warning" not in (compiled.folder / "build.log").read_text()
