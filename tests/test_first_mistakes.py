@@ -69,7 +69,7 @@ TRACED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "ids": (
         lambda x, ids: x[ids],
         {"ids": hw.i32["L"]},
-        "Tensor(i32[L]) is neither an int, a slice, None nor '...'; for rows of x that a tensor numbers",
+        "Tensor(i32[L]) is neither an int, a slice, None nor '...'; for rows of x that a tensor numbers use hw.take(x, ids, 0)",
     ),
     "mask": (lambda x: x[x > 0], {}, "choose by values with hw.where(condition, x, 0)"),
     "list": (lambda x: x[[0, 1]], {}, "use hw.concat([x[i], ...]) for parts that are known now"),

@@ -21,6 +21,7 @@ from hostweave.fusion_ir.frontend.remedies import SizeName, instead_of
 from hostweave.fusion_ir.ir import Fusion, Op, Scalar, Stream, Value
 from hostweave.fusion_ir.ops import OPS, infer_type, needs_whole, operand_types
 from hostweave.fusion_ir.ops.attributes import INDEX
+from hostweave.fusion_ir.ops.definition import INTS
 from hostweave.fusion_ir.text import ALGORITHM_NAMES, CHUNKINGS
 from hostweave.fusion_ir.user_kernel import UserKernel
 from hostweave.fusion_ir.verify import verify_fusion
@@ -51,13 +52,13 @@ def fusion(*, mesh: Mesh | None = None, **inputs: TensorType) -> Callable[[Calla
     return lambda function: traced(function, _Trace(mesh or Mesh()), inputs, "fusion", location)
 
 
-_KINDS = {(op.written, kind.partition("_")[0] == "bitwise"): kind for kind, op in OPS.items() if op.written}  # `a + b` -> add
+_KINDS = {(op.written, kind.startswith("bitwise")): kind for kind, op in OPS.items() if op.written}  # `a + b` -> add
 
 
 def _kind(written: str, dtype: DType) -> str:
-    """The op that an operator is for tensors of this dtype."""
-    of_bits = written, dtype.kind != "bool"
-    return _KINDS.get(of_bits) or _KINDS[written, False]
+    """The op that an operator is for tensors of this dtype: `&` is of bits, or of truths."""
+    is_of_bits = dtype.kind in INTS
+    return _KINDS.get((written, is_of_bits)) or _KINDS[written, not is_of_bits]
 
 
 def _sign(written: str) -> Callable[[Tensor], Tensor]:

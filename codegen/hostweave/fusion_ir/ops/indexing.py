@@ -93,7 +93,7 @@ def _held(np: Any, index: Any, rows: Any) -> tuple[Any, Any]:
 
 def _taken(np: Any, x: Any, index: Any, rows: Any, axis: int) -> Any:
     place, held = _held(np, index, rows)
-    shape = [a if i == axis else max(a, b) for i, (a, b) in enumerate(zip(index.shape, x.shape, strict=True))]
+    shape = np.broadcast_shapes(index.shape, tuple(1 if i == axis else size for i, size in enumerate(x.shape)))
     if not len(rows):
         return np.zeros(shape, x.dtype)
     whole = [x.shape[axis] if i == axis else size for i, size in enumerate(shape)]
@@ -142,7 +142,7 @@ def _scatter(types: Types, op: Op) -> TensorType:
 def _scattered(np: Any, *arrays: Any, axis: int) -> Any:
     *into, index, source, rows = arrays
     place, held = _held(np, index, rows)
-    shape = [max(a, b) for a, b in zip(index.shape, source.shape, strict=True)]
+    shape = np.broadcast_shapes(index.shape, source.shape)
     place, held, source = (np.broadcast_to(array, shape) for array in (place, held, source))
     grid = np.nonzero(held)
     where = tuple(place[grid] if i == axis else at for i, at in enumerate(grid))
