@@ -41,6 +41,8 @@ INPUTS = {
     "grid": hw.i64[9, 2],
     "single": hw.f32[1, "N"],
     "words": hw.u32["M@x", "N"],
+    "short": hw.u16["M@x", "N"],
+    "long": hw.u64["M@x", "N"],
 }
 
 
@@ -60,7 +62,9 @@ def arrays(seed: int = 0) -> dict[str, Array]:
     result |= {"table": given["table"].astype(np.float64), "half": given["half"].astype(ml_dtypes.bfloat16)}
     result |= {"flags": numbers("flags") > 0, "small": numbers("small", -(2**15), 2**15).astype(np.int16)}
     result |= {name: numbers(name, 0, SIZES["N"]) for name in ("ids", "shared_ids", "one", "places", "shared_places", "across", "grid")}
-    result["words"] = numbers("words", 0, 2**32).astype(np.uint32)
+    result |= {
+        name: random.integers(0, 2**bits, shape(name), f"u{bits // 8}") for name, bits in (("short", 16), ("words", 32), ("long", 64))
+    }
     kinds = {"shared_ids": np.int32, "one": np.uint8, "shared_places": np.uint16}
     return {name: np.asarray(array).astype(kinds.get(name, array.dtype)) for name, array in result.items()}
 
@@ -83,6 +87,8 @@ def put(x: Array, places: Array, terms: Array) -> Array:
         result[place] = term
     return result
 
+
+WRAPS = {(kind, name): {"dtype": dtype} for kind in ("sum", "prod") for name, dtype in (("small", "i2"), ("short", "u2"), ("long", "u8"))}
 
 # The program, and the same of the arrays, `v`.
 CASES: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
@@ -147,9 +153,22 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
     "and": (lambda v: hw.reduce_and(v.words | 7, 0), lambda v: np.bitwise_and.reduce(v.words | 7, 0)),
     "or": (lambda v: hw.reduce_or(v.words & 0xFF00, 0), lambda v: np.bitwise_or.reduce(v.words & 0xFF00, 0)),
     "xor": (lambda v: hw.reduce_xor(v.words ^ (v.words >> 3), (0, 1)), lambda v: np.bitwise_xor.reduce(v.words ^ (v.words >> 3), (0, 1))),
+    "or_resharded": (lambda v: hw.reshard(hw.reduce_or(v.small, 0), "N@x"), lambda v: np.bitwise_or.reduce(v.small, 0)),
     "xor_i16": (lambda v: hw.reduce_xor(~v.small << 2, 0), lambda v: np.bitwise_xor.reduce(~v.small << 2, 0)),
     "xor_bools": (lambda v: hw.reduce_xor(v.flags, 0), lambda v: np.bitwise_xor.reduce(v.flags, 0)),
     "divided": (lambda v: (v.small // 7) % 5 - v.small % -3, lambda v: (v.small // 7) % 5 - v.small % -3),
+    **{
+        f"{kind}_{name}": (
+            lambda v, kind=kind, name=name: getattr(hw, kind)(getattr(v, name), 0),
+            lambda v, kind=kind, name=name: getattr(np, kind)(getattr(v, name), 0, **WRAPS.get((kind, name), {})),
+        )
+        for kind in ("sum", "prod", "max", "min")
+        for name in ("small", "short", "long")
+    },
+    "cast_i16": (lambda v: hw.astype(v.small, hw.u64) + (2**64 - 1), lambda v: v.small.astype(np.uint64) + np.uint64(2**64 - 1)),
+    "cast_u16": (lambda v: hw.astype(v.short, hw.i16) * 3, lambda v: v.short.astype(np.int16) * np.int16(3)),
+    "cast_u64": (lambda v: hw.astype(v.long, hw.f32) / 2.0**60, lambda v: v.long.astype(np.float32) / 2.0**60),
+    "cast_to_u16": (lambda v: hw.astype(v.words, hw.u16) // 7, lambda v: v.words.astype(np.uint16) // np.uint16(7)),
     "stack": (lambda v: hw.stack([v.x, -v.x, v.rows], 1), lambda v: np.stack([v.x, -v.x, v.rows], 1)),
     "split": (lambda v: hw.split(v.across, 2, 1)[1], lambda v: torch.split(t(v.across), 2, 1)[1].numpy()),
     "split_by": (lambda v: hw.split(v.across, [1, 2], 1)[1] + 1, lambda v: v.across[:, 1:] + 1),
@@ -198,7 +217,10 @@ def check(cases: Sequence[str], given: dict[str, Array], results: Sequence[Array
     for case, result in zip(cases, results, strict=True):
         want = np.asarray(CASES[case][1](Values(given)))
         assert result.shape == want.shape, case
-        np.testing.assert_allclose(result.astype(np.float64), want.astype(np.float64), rtol=1e-5, atol=1e-5, err_msg=case)
+        if result.dtype.kind in "iub":
+            np.testing.assert_array_equal(result, want, err_msg=case)
+        else:
+            np.testing.assert_allclose(result.astype(np.float64), want.astype(np.float64), rtol=1e-5, atol=1e-5, err_msg=case)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -237,6 +259,32 @@ def test_of_a_sharded_vocabulary_nothing_large_is_communicated() -> None:
     sent = [" ".join(line.split()[:2]) for line in host.splitlines() if line.endswith(" on tp")]
     assert sorted(sent) == ["all_reduce max", *3 * ["all_reduce sum"]]
     assert "f32[V" not in host  # the table is not cast
+
+
+def test_bits_of_ranks_are_gathered_when_they_are_reduced() -> None:
+    fusion = hw.fusion(mesh=hw.Mesh(x=4), words=hw.i16["M@x", "N"])(lambda words: hw.reduce_xor(words, 0))
+    body = [line.split(" on ")[0] for line in str(lower(fusion, hw.Options())).splitlines() if "->" in line][1:]
+    assert [line.strip() for line in body] == [
+        "launch @reduce_xor_y_partial %words -> %y_partial",
+        "all_gather %y_partial -> %y_partial_terms",
+        "launch @reduce_xor_y %y_partial_terms -> %y",
+    ]
+
+
+def test_bits_go_to_another_mesh_and_through_a_loop() -> None:
+    mesh = hw.Mesh(x=4)
+
+    @hw.fusion(mesh=mesh, words=hw.u64["M@x", "N"])
+    def moved(words):  # type: ignore[no-untyped-def]
+        streamed = hw.reduce_xor(words, 0).stream("N", 5)
+        return hw.reshard(hw.reduce_or(words, 0), "N", mesh=mesh.ranks([2])).named("there"), streamed.named("here")
+
+    words = np.random.default_rng(0).integers(0, 2**60, (6, 5)).astype(np.uint64)
+    ranks = interpret(lower(moved, hw.Options()), {"words": words})
+    assert ["there" in blocks for blocks in ranks] == [False, False, True, False]
+    np.testing.assert_array_equal(ranks[2]["there"], np.bitwise_or.reduce(words, 0))
+    for blocks in ranks:
+        np.testing.assert_array_equal(blocks["here"], np.bitwise_xor.reduce(words, 0))
 
 
 def test_an_index_that_is_out_of_range() -> None:

@@ -72,6 +72,9 @@ BY_COLUMNS = ThreadSchedule(
 
 
 BY_LANES = ThreadSchedule("for (int64_t {element} : hw::Lanes::of({count}))", "hw::grid_of_elements({count})")
+BY_LANE_PARTS = ThreadSchedule(
+    "for (const hw::LanePart {element} : hw::LaneParts{{{count}}})", "hw::grid_of_elements({count} * hw::kLaneParts)"
+)
 BY_BLOCK_LANES = ThreadSchedule("for (int64_t {element} : hw::BlockLanes::of({count}))", "hw::grid_of_rows({count}, {length})")
 
 ROWS = (BY_ROW, BY_ANY_ROW, BY_SHORT_ROW)
@@ -220,7 +223,9 @@ class Loops:
     def shared(self, inputs: Sequence[str], results: Sequence[str]) -> ThreadSchedule:
         """A block for an element where what is reduced to it lies side by side, else for a tile of them; a thread where that is little."""
         if self.takes_lanes:
-            return BY_BLOCK_LANES if self.lanes[stored(results[0])].stride == ONE else BY_LANES
+            if self.lanes[stored(results[0])].stride == ONE:
+                return BY_BLOCK_LANES
+            return BY_LANE_PARTS if any(OPS[op.kind].parts_lanes for op in self.kernel.ops) else BY_LANES
         if not self.reduced or (self.reduced[-1].size.is_int and int(self.reduced[-1].size) < SMALL):
             return BY_THREAD
         if any(self.stride(name, self.reduced[-1]) == ONE for name in inputs):

@@ -114,7 +114,7 @@ def _spec_dim(value: int | str) -> Dim:
 
 @dataclass(frozen=True)
 class Partial:
-    """What each rank holds is a term still to be reduced by `op` (sum, prod, min, max or avg) over the mesh axes."""
+    """What each rank holds is a term still to be reduced by `op` (sum, prod, min, max, avg, and, or, xor) over the mesh axes."""
 
     op: str
     axes: tuple[str, ...]

@@ -1,5 +1,5 @@
-// What kernels call for ops that read or write where an element says, or that take all along a dim together: a lane. A thread has a
-// lane of its own where neighbouring lanes lie side by side, else a block has it.
+// What kernels call for ops that read or write where an element says, or that take all along a dim together: a lane. A thread has
+// a lane of its own, or a part of one, where neighbouring lanes lie side by side, else a block has it.
 #pragma once
 #include "hostweave/rows.h"
 
@@ -94,6 +94,35 @@ struct Lanes : ThreadGroup<1> {
 using BlockLanes = Lanes;
 #endif
 
+// A lane, and which of the threads is asked that share it without a need to meet. Threads of one number take neighbouring lanes.
+struct LanePart {
+#ifdef __CUDACC__
+  static constexpr int kParts = kLaneParts;
+#else
+  static constexpr int kParts = 1;
+#endif
+  int64_t index;
+  int part;
+
+  HW_DEVICE operator int64_t() const { return index; }
+  HW_DEVICE int thread() const { return part; }
+  HW_DEVICE int threads() const { return kParts; }
+};
+
+struct LaneParts {  // for (const LanePart i : LaneParts{n})
+  int64_t n;
+
+  struct Iterator {
+    Walk<int64_t>::Iterator at;
+    int64_t n;
+    HW_DEVICE LanePart operator*() const { return {*at % n, static_cast<int>(*at / n)}; }
+    HW_DEVICE void operator++() { ++at; }
+    HW_DEVICE bool operator!=(const Iterator& end) const { return at != end.at; }
+  };
+  HW_DEVICE Iterator begin() const { return {over_grid(n * LanePart::kParts).begin(), n}; }
+  HW_DEVICE Iterator end() const { return {over_grid(n * LanePart::kParts).end(), n}; }
+};
+
 // y[i] is the sum of x[0] to x[i].
 template <class Total, class T, class U>
 HW_DEVICE void cumsum(Lanes, Lane<T> x, Lane<U> y) {
@@ -125,8 +154,8 @@ HW_DEVICE bool goes_before(T a, T b) {
   return kDescending ? b < a : a < b;
 }
 
-// The indices of x in the order of its elements, of equal ones in their own. On a GPU by a network in which the smaller of two goes to
-// the smaller place: what is past the end would stay there (Batcher, "Sorting networks and their applications", 1968).
+// The indices of x in the order of its elements, of equal ones in their own. On a GPU by a network in which the smaller of two
+// goes to the smaller place: what is past the end would stay there (Batcher, "Sorting networks and their applications", 1968).
 template <bool kDescending, class Group, class T>
 HW_DEVICE void argsort(Group group, Lane<T> x, Lane<int64_t> order) {
   const int64_t n = order.length;
@@ -159,8 +188,8 @@ HW_DEVICE void argsort(Group group, Lane<T> x, Lane<int64_t> order) {
 #endif
 }
 
-// Calls write(i, place) for those elements i of a source that go to a place which the rank holds. A place belongs to one thread, so
-// that what goes there comes in the order of the source.
+// Calls write(i, place) for those elements i of a source that go to a place which the rank holds. A place belongs to one thread,
+// so that what goes there comes in the order of the source.
 template <class Group, class Write>
 HW_DEVICE void for_each_sent(Group group, Lane<const int64_t> index, Lane<const int64_t> rows, Write write) {
   const int64_t begin = first(rows.first, rows.length);
@@ -182,7 +211,8 @@ HW_DEVICE void scatter(Group group, Lane<const T> x, Lane<const int64_t> index, 
 template <class Group, class T>
 HW_DEVICE void scatter_sum(Group group, Lane<const int64_t> index, Lane<const T> source, Lane<const int64_t> rows, Lane<T> y) {
   for (int64_t i = group.thread(); i < y.length; i += group.threads()) y[i] = T(0.0f);
-  for_each_sent(group, index, rows, [&](int64_t i, int64_t place) { y[place] = from_total<T>(accumulated(y[place]) + accumulated(source[i])); });
+  for_each_sent(group, index, rows,
+                [&](int64_t i, int64_t place) { y[place] = from_total<T>(accumulated(y[place]) + accumulated(source[i])); });
 }
 
 }  // namespace hw

@@ -59,6 +59,7 @@ class OpDef:
     fast: tuple[str, str] | None = None  # a function in it, and one that takes its place where elements have 16 bits or less
     cpp_of_ints: str = ""  # where theirs is another
     lane: str = ""  # a function that takes all along one dim, of one kernel alone
+    parts_lanes: bool = False  # threads that share a lane need not meet: each has elements of the result of its own
     cost: int = 1  # of an element, in additions
     combine: Combine | None = None  # of a reduction
     locates: bool = False  # a reduction that gives where an element is: of one element not the element

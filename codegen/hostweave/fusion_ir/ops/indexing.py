@@ -166,10 +166,9 @@ def _sent(types: Types, op: Op) -> IndexMap:
     return IndexMap((*(kept for _ in into), *ends, (INDEXED,)), kept, unwalked=frozenset((INDEXED, OTHER)))
 
 
-OPS["scatter"] = OpDef(4, _scatter, _sent, _scattered, (AXIS,), lane="hw::scatter", whole="written by indices", makes="scattered")
-OPS["scatter_sum"] = OpDef(
-    3, _scatter, _sent, _scattered, (AXIS,), lane="hw::scatter_sum", partial="sum", whole="written by indices", is_exact=True
-)
+_WRITES: dict[str, Any] = {"parts_lanes": True, "whole": "written by indices"}
+OPS["scatter"] = OpDef(4, _scatter, _sent, _scattered, (AXIS,), lane="hw::scatter", makes="scattered", **_WRITES)
+OPS["scatter_sum"] = OpDef(3, _scatter, _sent, _scattered, (AXIS,), lane="hw::scatter_sum", partial="sum", is_exact=True, **_WRITES)
 
 # --- of whole rows ----------------------------------------------------------------------------------------------------
 

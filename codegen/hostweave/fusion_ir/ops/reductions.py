@@ -84,10 +84,9 @@ def _reduction(
         return record(kind, x, axis=dims_of(x, axis, kind, Location.of_caller()), keepdims=keepdims)
 
     dtype = "f32" if kinds != _BITS else "i32"
-    shared = "Over a sharded dim ranks reduce their blocks, then their results." if partial else "A sharded dim is gathered first."
     doc = (
         f"{doc}\n\nOver `axis`, an int, a dim name or a tuple of them, by default all dims; with `keepdims` they stay, with one element.\n"
-        f"The dtype is that of x. {shared} Raises ProgramError.\n\n"
+        f"The dtype is that of x. Over a sharded dim ranks reduce their blocks, then their results. Raises ProgramError.\n\n"
         f"Example: `x: {dtype}[M, N]` gives `{dtype}[M]` by `hw.{kind}(x, axis=-1)`."
     )
     return named(function, kind, doc)
@@ -114,13 +113,13 @@ mean = _reduction("mean", "The arithmetic mean, of floats.", replace(_ADD, is_me
 _define("argmax", _argmax, _FIRST_MAXIMUM, lambda np, x, axis, keepdims=False: np.argmax(x, axis=axis[0], keepdims=keepdims), locates=True)
 
 reduce_and = _reduction(
-    "reduce_and", "The bits that all have, of ints or bools.", _AND, "", lambda np, x, **a: np.bitwise_and.reduce(x, **a), _BITS
+    "reduce_and", "The bits that all have, of ints or bools.", _AND, "and", lambda np, x, **a: np.bitwise_and.reduce(x, **a), _BITS
 )
 reduce_or = _reduction(
-    "reduce_or", "The bits that any has, of ints or bools.", _OR, "", lambda np, x, **a: np.bitwise_or.reduce(x, **a), _BITS
+    "reduce_or", "The bits that any has, of ints or bools.", _OR, "or", lambda np, x, **a: np.bitwise_or.reduce(x, **a), _BITS
 )
 reduce_xor = _reduction(
-    "reduce_xor", "The bits that an odd number has, of ints or bools.", _XOR, "", lambda np, x, **a: np.bitwise_xor.reduce(x, **a), _BITS
+    "reduce_xor", "The bits that an odd number has, of ints or bools.", _XOR, "xor", lambda np, x, **a: np.bitwise_xor.reduce(x, **a), _BITS
 )
 
 # --- the matrix product ---------------------------------------------------------------------------------------------------

@@ -94,7 +94,9 @@ class _Insertion:
 
     def carrier(self, op: Op, type: TensorType, partial: Partial) -> DType | None:
         """The dtype in which ranks hold their terms where it is not the result's."""
-        if needed := find_transport(DEFAULT).reduced_as.get(type.dtype.name):
+        transport = find_transport(DEFAULT)
+        needed = transport.reduced_as.get(type.dtype.name) if partial.op in transport.reduces else None
+        if needed:
             return DTYPES[needed]
         wanted = self.options.partial_dtype
         rounds = partial.op in ("sum", "avg", "prod") and type.dtype.name in ("f16", "bf16") and not OPS[op.kind].is_exact
