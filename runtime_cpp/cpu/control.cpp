@@ -147,7 +147,7 @@ void hw_cpu_get_counters(hw_cpu_counters* counters) {
 cudaError_t hw_cpu_launch(const char* name, cudaStream_t stream, void (*run)(void* closure), const void* closure,
                           size_t closure_bytes, const hw_cpu_range* ranges, int range_count) {
   Call call;
-  OpPtr op = new_op(Machine::get().intern(name), -1);
+  OpPtr op = new_op(Machine::get().intern(name), 0);
   for (int i = 0; i < range_count; ++i) {
     const hw_cpu_range& r = ranges[i];
     op->ranges.push_back(r.write ? write_of(r.pointer, r.bytes, r.rows, r.pitch) : read_of(r.pointer, r.bytes, r.rows, r.pitch));

@@ -271,9 +271,15 @@ void Machine::advance(Lock& lock, Stream& stream) {
   if (op->work) {
     ++running_;
     lock.unlock();
-    op->work();
+    std::string problem;
+    try {
+      op->work();
+    } catch (const std::exception& error) {  // of a kernel
+      problem = error.what();
+    }
     lock.lock();
     --running_;
+    if (!problem.empty()) fail(op->name.text() + ": " + problem);
   }
   for (const Part& part : op->parts) {
     Match& match = *part.match;

@@ -178,10 +178,24 @@ def _of_table(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
 
 
 def _located(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """Where the largest element is, of integers, as rounding may make others of floats equal."""
+    """Where elements are, and elements there, in order or so far, of integers, as rounding may make others of floats equal."""
     if t.dtype != hw.i64:
         return _with_number(g, values, t)
-    return hw.argmax(t, axis=g.random.randrange(t.ndim or 1), keepdims=g.random.random() < 0.5)
+    axis, is_kept, other = g.random.randrange(t.ndim or 1), g.random.random() < 0.5, g.other(values, t)
+    return g.random.choice(
+        [
+            lambda: hw.argmax(t, axis, is_kept),
+            lambda: hw.take(t, hw.argmax(t, axis, is_kept), axis),
+            lambda: hw.take_along_axis(t, hw.argsort(t, axis, descending=is_kept), axis),
+            lambda: hw.scatter(t, axis, hw.argsort(t, axis), other),
+            lambda: hw.scatter_add(t, axis, hw.argmax(t, axis, keepdims=True), other),
+            lambda: hw.scatter_add(t, axis, hw.argsort(other, axis), t),
+            lambda: hw.cumsum(t, axis),
+            lambda: hw.sort(t, axis),
+            lambda: hw.reduce_xor(t, axis, is_kept),
+            lambda: hw.astype(hw.any(t > 1, axis, is_kept), hw.i64),
+        ]
+    )()
 
 
 def _product_in_a_loop(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:

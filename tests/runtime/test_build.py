@@ -381,7 +381,7 @@ def test_a_compiler_that_does_not_start(empty_cache: Path, tmp_path: Path, monke
 
 
 @needs_cuda
-@pytest.mark.parametrize("dtype", [hw.f32, hw.f16, hw.bf16, hw.i64, hw.i32, hw.i8, hw.u32, hw.u8], ids=str)
+@pytest.mark.parametrize("dtype", [hw.f32, hw.f16, hw.bf16, hw.i64, hw.i32, hw.i16, hw.i8, hw.u64, hw.u32, hw.u16, hw.u8], ids=str)
 def test_nvrtc_knows_the_names_of_every_dtype(dtype: Any, tmp_path: Path) -> None:
     @hw.fusion(mesh=hw.Mesh(x=1), x=dtype["M", "K"])
     def extremes(x):

@@ -24,8 +24,11 @@ CUDA_TYPES = {
     "f8e5m2": "CUDA_R_8F_E5M2",
     "i64": "CUDA_R_64I",
     "i32": "CUDA_R_32I",
+    "i16": "CUDA_R_16I",
     "i8": "CUDA_R_8I",
+    "u64": "CUDA_R_64U",
     "u32": "CUDA_R_32U",
+    "u16": "CUDA_R_16U",
     "u8": "CUDA_R_8U",
     "bool": "CUDA_R_8U",
 }
@@ -36,7 +39,7 @@ def number(value: float, dtype: DType) -> str:
     if dtype.kind == "bool":
         return "true" if value else "false"
     if dtype.kind != "float":
-        return str(int(value))
+        return "INT64_MIN" if value == -(2**63) else f"{int(value)}{'u' if value >= 2**63 else ''}"
     if math.isnan(value):
         return "NAN"
     if math.isinf(value):

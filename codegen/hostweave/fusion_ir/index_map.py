@@ -20,12 +20,15 @@ class IndexMap:
     a reduction, or one that is cut or joined, so that a rank needs all of it. A label that the result lacks is reduced.
     A label in `outer` joins only the outermost parts of two dims that a reshape splits or merges: enough for a sharding,
     not for a loop. So does one in `blocks`, of a dim whose blocks change places: as many ranks can share it, a block each.
+    A label in `unwalked` is of dims that no loop walks: the elements of an operand say where they are read or written, or all of them
+    are taken together. An op that has such is walked by kernels alone, not by loops over chunks.
     """
 
     operands: tuple[Labels, ...]
     result: Labels
     outer: frozenset[str] = frozenset()
     blocks: tuple[tuple[str, int], ...] = ()
+    unwalked: frozenset[str] = frozenset()
 
     def shared_by(self, label: str, ranks: int) -> bool:
         """Whether this many ranks can share the dims of a label."""
@@ -34,7 +37,7 @@ class IndexMap:
     def operand_dim(self, operand: int, result_dim: int) -> int | None:
         """The dim of an operand that a loop over a dim of the result walks in step, or None where it is used whole."""
         label = self.result[result_dim]
-        if label is None or label in self.outer or label not in self.operands[operand]:
+        if label is None or label in self.outer or self.unwalked or label not in self.operands[operand]:
             return None
         return self.operands[operand].index(label)
 

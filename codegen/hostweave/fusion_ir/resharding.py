@@ -16,6 +16,7 @@ from hostweave.fusion_ir.ir import MeshAxes, Op, Value, attributes
 from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS
 from hostweave.fusion_ir.ops.definition import Mismatch
 from hostweave.fusion_ir.sharding import Axes, divides, layout, partial_axes, with_layout
+from hostweave.transports.transport import DEFAULT, find_transport
 from hostweave.types.mesh import Mesh
 from hostweave.types.routes import Transfer, transfer
 from hostweave.types.size import Factor, Size, Sum
@@ -181,7 +182,7 @@ def _reduces(source: TensorType, target: TensorType, program: Mesh) -> Iterator[
     assert source.partial is not None
     mesh, op, axes = source.mesh_in(program), source.partial.op, source.partial.axes
     kept = tuple((name, size) for name, size in mesh.axes if name not in axes)
-    for root in range(mesh.size_of(axes)):
+    for root in range(mesh.size_of(axes)) if op in find_transport(DEFAULT).reduces else ():
         owners = tuple(rank for rank in mesh.all_ranks if mesh.rank_in_group(rank, axes) == root)
         reduced = replace(source, partial=None, mesh=Mesh(kept, owners))
         blocks = transfer(reduced, target, program)
@@ -211,6 +212,8 @@ def _plan_across(source: TensorType, target: TensorType, program: Mesh) -> tuple
 def _scattered(source: TensorType, target: TensorType, program: Mesh) -> Iterator[int]:
     """The dims that the target splits, and of which the terms of a sum can be split as well without a rank going short."""
     ranks = source.mesh_in(program).size_of(partial_axes(source))
+    if source.partial and source.partial.op not in find_transport(DEFAULT).reduces:
+        return
     for i, (dim, wanted) in enumerate(zip(source.dims, target.dims, strict=True)):
         split = ranks * source.mesh_in(program).size_of(dim.axes)
         if (int(dim.size) if dim.size.is_int else target.mesh_in(program).size_of(wanted.axes)) % split == 0:
@@ -247,6 +250,7 @@ def _moves(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[ReshardS
     if now.partial and target.partial and now.partial.op != target.partial.op:
         return
     reduction = now.partial.op if now.partial else ""
+    is_scattered = reduction in find_transport(DEFAULT).reduces  # other terms are gathered as they are
     open_axes = tuple(axis for axis in partial_axes(now) if axis not in partial_axes(target))
     free = tuple(axis for axis in target.axes if axis not in (*now.axes, *partial_axes(now)))
 
@@ -261,7 +265,7 @@ def _moves(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[ReshardS
             if can_gain(i, axes):
                 yield ReshardStep("shard", axes, i)
         for axes in _orders(open_axes):
-            if can_gain(i, axes):
+            if is_scattered and can_gain(i, axes):
                 yield ReshardStep("reduce_scatter", axes, i, reduction=reduction)
         for inner in (dim.axes[k:] for k in range(len(dim.axes) if divides(dim.axes, dim, mesh) else 1)):
             yield ReshardStep("all_gather", inner, i)

@@ -23,6 +23,7 @@ class Transport:
     posts_in_group: int  # the most calls that can be posted together
     holds_multiprocessors: bool  # its kernels occupy the device until others arrive: those of one channel at a time, in the order of issue
     is_rendezvous: bool  # a communication ends only after all others that take part in it have started
+    reduces: frozenset[str] = frozenset({"sum", "prod", "min", "max", "avg"})  # for others the terms are gathered, and reduced by a kernel
 
 
 @cache

@@ -54,8 +54,7 @@ def _instead_of(key: Any) -> str:
     if kind == "bool":
         return "choose by values with hw.where(condition, x, 0)"
     if kind and hasattr(key, "type"):
-        rows = "hw.astype(ids[:, None] == hw.iota(x, 0, ids.dtype), x.dtype)"
-        return f"for rows of x that a tensor numbers, multiply by ones in their places, hw.matmul({rows}, x), or index the array outside"
+        return "for rows of x that a tensor numbers use hw.take(x, ids, 0)"
     return "use hw.concat([x[i], ...]) for parts that are known now"
 
 

@@ -16,7 +16,6 @@ _OTHER_WORDS = {
     "flatten": "hw.reshape(x, -1)",
     "permute": "hw.permute_dims(x, axes)",
     "unsqueeze": "hw.expand_dims(x, axis)",
-    "squeeze": "hw.reshape(x, ...)",
     "expand": "hw.broadcast_to(x, ...)",
     "cat": "hw.concat([...], axis)",
     "clone": "hw.copy(x)",
@@ -33,6 +32,10 @@ _OTHER_WORDS = {
     "dot": "hw.matmul(a, b)",
     "true_divide": "hw.divide(a, b)",
     "swapaxes": "hw.permute_dims(x, axes)",
+    "unbind": "x[i] for each i, or a loop over x",
+    "topk": "hw.top_k(x, k)",
+    "index_select": "hw.take(x, ids, axis)",
+    "index_add": "hw.scatter_add(x, axis, ids[:, None], source)",
     "item": "the result of the program",
     "numpy": "the result of the program",
 }

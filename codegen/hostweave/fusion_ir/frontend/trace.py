@@ -21,6 +21,7 @@ from hostweave.fusion_ir.frontend.remedies import SizeName, instead_of
 from hostweave.fusion_ir.ir import Fusion, Op, Scalar, Stream, Value
 from hostweave.fusion_ir.ops import OPS, infer_type, needs_whole, operand_types
 from hostweave.fusion_ir.ops.attributes import INDEX
+from hostweave.fusion_ir.ops.definition import INTS
 from hostweave.fusion_ir.text import ALGORITHM_NAMES, CHUNKINGS
 from hostweave.fusion_ir.user_kernel import UserKernel
 from hostweave.fusion_ir.verify import verify_fusion
@@ -51,25 +52,23 @@ def fusion(*, mesh: Mesh | None = None, **inputs: TensorType) -> Callable[[Calla
     return lambda function: traced(function, _Trace(mesh or Mesh()), inputs, "fusion", location)
 
 
-_KINDS = {op.written: kind for kind, op in OPS.items() if op.written}  # `a + b` -> add
+_KINDS = {(op.written, kind.startswith("bitwise")): kind for kind, op in OPS.items() if op.written}  # `a + b` -> add
+
+
+def _kind(written: str, dtype: DType) -> str:
+    """The op that an operator is for tensors of this dtype: `&` is of bits, or of truths."""
+    is_of_bits = dtype.kind in INTS
+    return _KINDS.get((written, is_of_bits)) or _KINDS[written, not is_of_bits]
 
 
 def _sign(written: str) -> Callable[[Tensor], Tensor]:
     """The method of an operator of one tensor, as the op table writes it."""
-    return lambda x: record(_KINDS[written], x)
+    return lambda x: record(_kind(written, x.dtype), x)
 
 
 def _operator(written: str) -> tuple[Callable[[Tensor, Tensor | Scalar], Tensor], Callable[[Tensor, Scalar], Tensor]]:
     """The methods of an operator of two, for a tensor on its left and for one on its right alone."""
-    kind = _KINDS[written]
-    return lambda a, b: record(kind, a, b), lambda b, a: record(kind, a, b)
-
-
-def _no_operator(sign: str, remedy: str) -> Callable[[Tensor, Any], NoReturn]:
-    def refuse(x: Tensor, other: Any) -> NoReturn:
-        raise ProgramError(f"x {sign} y: tensors of a fusion have no {sign}; {remedy}", Location.of_caller())
-
-    return refuse
+    return lambda a, b: record(_kind(written, a.dtype), a, b), lambda b, a: record(_kind(written, b.dtype), a, b)
 
 
 def _no_number(what: str) -> Callable[[Tensor], NoReturn]:
@@ -83,7 +82,7 @@ def _no_number(what: str) -> Callable[[Tensor], NoReturn]:
 class Tensor:
     """A symbolic tensor: a value of the program that is being traced. It has a type and no data.
 
-    It has Python's operators (`+ - * / ** @ & | ~`, comparisons), basic slices, and the methods below; everything else is a
+    It has Python's operators (`+ - * / // % ** @ & | ^ ~ << >>`, comparisons), basic slices, and the methods below; everything else is a
     function of `hw`.
     """
 
@@ -223,10 +222,12 @@ class Tensor:
         raise ProgramError("the values of a tensor are not known while a fusion is traced; use hw.where", Location.of_caller())
 
     __float__, __int__, __index__ = _no_number("float"), _no_number("int"), _no_number("an index")
-    __mod__ = __rmod__ = _no_operator("%", "take the remainder of an array before it is an input")
-    __xor__ = __rxor__ = _no_operator("^", "compare bools by !=, raise to a power by **")
-    __floordiv__ = _no_operator("//", "divide floats by /, and write the quotient of a size as text, such as 'M/2'")
-    __rfloordiv__ = __divmod__ = __rdivmod__ = __floordiv__
+
+    def __divmod__(self, other: Tensor | Scalar) -> tuple[Tensor, Tensor]:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: Scalar) -> tuple[Tensor, Tensor]:
+        return other // self, other % self
 
     def __matmul__(self, other: Tensor) -> Tensor:
         return record("matmul", self, other)
@@ -242,8 +243,13 @@ class Tensor:
     __sub__, __rsub__ = _operator("a - b")
     __mul__, __rmul__ = _operator("a * b")
     __truediv__, __rtruediv__ = _operator("a / b")
+    __floordiv__, __rfloordiv__ = _operator("a // b")
+    __mod__, __rmod__ = _operator("a % b")
     __and__, __rand__ = _operator("a & b")
     __or__, __ror__ = _operator("a | b")
+    __xor__, __rxor__ = _operator("a ^ b")
+    __lshift__, __rlshift__ = _operator("a << b")
+    __rshift__, __rrshift__ = _operator("a >> b")
     __eq__ = _operator("a == b")[0]  # type: ignore[assignment]
     __ne__ = _operator("a != b")[0]  # type: ignore[assignment]
     __lt__ = _operator("a < b")[0]

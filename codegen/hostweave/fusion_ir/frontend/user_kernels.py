@@ -31,8 +31,11 @@ POINTERS = {
     "f8e5m2": ("hw::f8e5m2", "__nv_fp8_e5m2"),
     "i64": ("int64_t", "long", "std::int64_t"),
     "i32": ("int32_t", "int", "std::int32_t"),
+    "i16": ("int16_t", "short", "std::int16_t"),
     "i8": ("int8_t", "signed char", "std::int8_t"),
+    "u64": ("uint64_t", "unsigned long", "std::uint64_t"),
     "u32": ("uint32_t", "unsigned", "unsigned int", "std::uint32_t"),
+    "u16": ("uint16_t", "unsigned short", "std::uint16_t"),
     "u8": ("uint8_t", "unsigned char", "std::uint8_t"),
     "bool": ("bool",),
 }

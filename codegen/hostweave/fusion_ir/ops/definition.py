@@ -17,7 +17,7 @@ Types = Sequence[TensorType]
 Infer = Callable[[Types, Op], TensorType]
 Indices = Callable[[Types, Op], IndexMap]
 
-FLOATS, SIGNED, NUMBERS, BOOLS = ("float",), ("float", "int"), ("float", "int", "uint"), ("bool",)  # kinds of dtypes
+FLOATS, SIGNED, NUMBERS, BOOLS, INTS = ("float",), ("float", "int"), ("float", "int", "uint"), ("bool",), ("int", "uint")  # kinds of dtypes
 
 
 class Mismatch(Exception):
@@ -61,6 +61,8 @@ class OpDef:
     cpp: str = ""
     fast: tuple[str, str] | None = None  # a function in it, and one that takes its place where elements have 16 bits or less
     cpp_of_ints: str = ""  # where theirs is another
+    lane: str = ""  # a function that takes all along one dim, of one kernel alone
+    parts_lanes: bool = False  # threads that share a lane need not meet: each has elements of the result of its own
     cost: int = 1  # of an element, in additions
     combine: Combine | None = None  # of a reduction
     locates: bool = False  # a reduction that gives where an element is: of one element not the element
@@ -68,6 +70,7 @@ class OpDef:
     # Shardings follow from the indices: those that the result keeps, those that it reduces, and what else is said here.
     partial: str = ""  # the reduction that makes one of the ranks' results, where what is reduced is sharded; none takes whole dims
     linear: str = ""  # in its first operand alone (first), in each one (factors), or in all together (terms)
+    is_exact: bool = False  # of these results one at most is not zero, or they are added up in the result's dtype anyway
     last_is_first: bool = False  # of the operands' shardings the last one's goes before the others'
     stated: Callable[[Types, Op], tuple[TensorType, Types]] | None = None  # what it gives and takes, where it is stated
     carried: Callable[[TensorType, Op, Mesh], tuple[tuple[str, ...], ...] | None] | None = (

@@ -15,6 +15,7 @@ from hostweave.fusion_ir.ir import Attribute, Op
 from hostweave.fusion_ir.ops.attributes import AXES, CONTRACTED, COUNT, KEEPDIMS
 from hostweave.fusion_ir.ops.definition import (
     FLOATS,
+    INTS,
     NUMBERS,
     Combine,
     Infer,
@@ -38,6 +39,10 @@ _ADD = Combine("sum", "hw::Add", ("0", "0", "0"), "+", identity=True)
 _MULTIPLY = Combine("product", "hw::Multiply", ("1", "1", "1"), "*", identity=True)
 _MAXIMUM = Combine("largest", "hw::Maximum", ("-INFINITY", "INT64_MIN", "0"))
 _MINIMUM = Combine("smallest", "hw::Minimum", ("INFINITY", "INT64_MAX", "UINT64_MAX"))
+_BITS = (*INTS, "bool")
+_AND = Combine("common", "hw::And", ("", "-1", "UINT64_MAX"), "&", identity=True)
+_OR = Combine("any", "hw::Or", ("", "0", "0"), "|", identity=True)
+_XOR = Combine("parity", "hw::Xor", ("", "0", "0"), "^", identity=True)
 _FIRST_MAXIMUM = Combine("best", "hw::FirstMaximum", ("-INFINITY", "INT64_MIN", "0"))
 
 
@@ -87,10 +92,11 @@ def _reduction(
     def function(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, keepdims: bool = False) -> Tensor:
         return record(kind, x, axis=dims_of(x, axis, kind, Location.of_caller()), keepdims=keepdims)
 
+    dtype = "f32" if kinds != _BITS else "i32"
     doc = (
         f"{doc}\n\nOver `axis`, an int, a dim name or a tuple of them, by default all dims; with `keepdims` they stay, with one element.\n"
         f"The dtype is that of x. Over a sharded dim ranks reduce their blocks, then their results. Raises ProgramError.\n\n"
-        f"Example: `x: f32[M, N]` gives `f32[M]` by `hw.{kind}(x, axis=-1)`."
+        f"Example: `x: {dtype}[M, N]` gives `{dtype}[M]` by `hw.{kind}(x, axis=-1)`."
     )
     return named(function, kind, doc)
 
@@ -133,6 +139,21 @@ min = _reduction(
 )
 mean = _reduction("mean", "The arithmetic mean, of floats.", replace(_ADD, is_mean=True), "sum", _mean, COUNT, kinds=FLOATS)
 _define("argmax", _argmax, _FIRST_MAXIMUM, lambda np, x, axis, keepdims=False: np.argmax(x, axis=axis[0], keepdims=keepdims), locates=True)
+
+reduce_and = _reduction(
+    "reduce_and", "The bits that all have, of ints or bools.", _AND, "and", lambda np, x, **a: np.bitwise_and.reduce(x, **a), kinds=_BITS
+)
+reduce_or = _reduction(
+    "reduce_or", "The bits that any has, of ints or bools.", _OR, "or", lambda np, x, **a: np.bitwise_or.reduce(x, **a), kinds=_BITS
+)
+reduce_xor = _reduction(
+    "reduce_xor",
+    "The bits that an odd number has, of ints or bools.",
+    _XOR,
+    "xor",
+    lambda np, x, **a: np.bitwise_xor.reduce(x, **a),
+    kinds=_BITS,
+)
 
 # --- the matrix product ---------------------------------------------------------------------------------------------------
 

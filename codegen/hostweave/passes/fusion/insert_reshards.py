@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hostweave.fusion_ir.ir import Fusion, Op, Stream, Value
-from hostweave.fusion_ir.ops import RESHARDS, operand_types
+from hostweave.fusion_ir.ops import OPS, RESHARDS, operand_types
 from hostweave.fusion_ir.ops.reductions import as_term, widens
 from hostweave.fusion_ir.resharding import plan
 from hostweave.fusion_ir.rewriting import Names, consumers
@@ -73,7 +73,7 @@ class _Insertion:
             op = as_term(op, operands[0])
         partial = partial_of(op, operands, passed)
         type = with_layout(op.result.type, computed, partial)
-        if partial and (carrier := self.carrier(type, partial)):
+        if partial and (carrier := self.carrier(op, type, partial)):
             op, type = self.carry(op, type, carrier)
         if partial is None or self.is_resolved_by_reshard(op.result):
             self.emit(replace(op, result=replace(op.result, type=type)))
@@ -96,18 +96,21 @@ class _Insertion:
             stream = None if result.type.dims[stream.dim].axes else Stream(stream.dim, stream.chunks)
         self.emit(Op("astype", (carried.name,), replace(result, stream=stream), location=op.location))
 
-    def carrier(self, type: TensorType, partial: Partial) -> DType | None:
+    def carrier(self, op: Op, type: TensorType, partial: Partial) -> DType | None:
         """The dtype in which ranks hold their terms where it is not the result's."""
-        if needed := find_transport(DEFAULT).reduced_as.get(type.dtype.name):
+        transport = find_transport(DEFAULT)
+        needed = transport.reduced_as.get(type.dtype.name) if partial.op in transport.reduces else None
+        if needed:
             return DTYPES[needed]
         wanted = self.options.partial_dtype
-        rounds = partial.op in ("sum", "prod") and type.dtype.name in ("f16", "bf16")
+        rounds = partial.op in ("sum", "prod") and type.dtype.name in ("f16", "bf16") and not OPS[op.kind].is_exact
         return wanted if wanted and rounds else None
 
     def carry(self, op: Op, type: TensorType, carrier: DType) -> tuple[Op, TensorType]:
         """The op with a result of another dtype, on operands that are cast to it where the op asks for that."""
         if not (op.kind == "matmul" and widens(type.dtype, carrier)):
-            operands = tuple(self.cast(operand, carrier, op) if isinstance(operand, str) else operand for operand in op.operands)
+            cast = {name for name in op.tensors if self.types[name].dtype == type.dtype}
+            operands = tuple(self.cast(str(operand), carrier, op) if operand in cast else operand for operand in op.operands)
             op = replace(op, operands=operands)
         self.carried[op.result.name] = type.dtype
         return op, replace(type, dtype=carrier)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from hostweave.host_ir import ir, tree
@@ -47,6 +47,18 @@ class Shards:
 def all_gather(b: Builder, src: str, dst: str, shards: Shards, steps: Steps | None) -> None:
     with destination_blocks(b, dst, shards, steps, b.types[src]) as landing:
         b.emit(ir.AllGather(contiguous_source(b, src, steps), landing, b.channel(shards.axes), shards.along))
+
+
+def gathered(b: Builder, src: str, wanted: str, shards: Shards, steps: Steps | None) -> str:
+    """Memory with what each rank has of `src`, one after another."""
+    type = b.types[src]
+    shape = (Size(shards.size), *type.shape)
+    if steps is None:
+        terms = b.allocate_here(wanted, BufferType(type.dtype, shape))
+    else:
+        terms = b.select(b.allocate(wanted, BufferType(type.dtype, (steps.count, *shape))), 0, steps.block, f"{wanted}_{steps.index.name}")
+    all_gather(b, src, terms, replace(shards, dim=0), steps)
+    return terms
 
 
 def reduce_scatter(b: Builder, src: str, dst: str, op: str, shards: Shards, steps: Steps | None) -> None:

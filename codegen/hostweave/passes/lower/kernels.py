@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from hostweave.base.names import unique_name
 from hostweave.fusion_ir.ir import Op, Value
+from hostweave.fusion_ir.ops import OPS
 from hostweave.host_ir import ir
 from hostweave.types.tensor import BufferType, Dim, TensorType
 
@@ -36,9 +37,10 @@ class Kernels:
 
     def summing(self, reduction: str, terms: str, target: str, op: Op) -> str:
         """The name of the kernel that reduces the outermost dim of a buffer, one term a rank, to what `op` makes."""
+        kind = next(kind for kind, op in OPS.items() if op.combine and op.partial == reduction)
         result = Value(op.result.name, self.tensor(target))
-        body = Op(reduction, (terms,), result, (("axis", (0,)),), op.location)
-        kernel = ir.Kernel(f"{reduction}_{result.name}", (ir.Parameter(terms, self.tensor(terms)),), (body,))
+        body = Op(kind, (terms,), result, (("axis", (0,)),), op.location)
+        kernel = ir.Kernel(f"{kind}_{result.name}", (ir.Parameter(terms, self.tensor(terms)),), (body,))
         self.made[kernel] = kernel
         return kernel.name
 

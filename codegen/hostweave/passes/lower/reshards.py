@@ -19,6 +19,7 @@ from hostweave.passes.lower.kernels import Kernels
 from hostweave.passes.lower.loops import Loop
 from hostweave.passes.lower.steps import Steps, chunk, dim_of_chunk, expr_of, rank_in_group
 from hostweave.passes.lower.transfers import to_other_ranks
+from hostweave.transports.transport import DEFAULT, find_transport
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 
@@ -95,6 +96,9 @@ class Reshards:
         src, dst = self.buffers.operand(op, 0, steps), self.buffers.destination(op, steps)
         shards = replace(self._shards(op, change, steps), is_uneven=self._is_uneven(op))
         match change.kind:
+            case "all_reduce" if change.reduction not in find_transport(DEFAULT).reduces:
+                terms = communication.gathered(self.b, src, f"{op.tensors[0]}_terms", shards, steps)
+                self.b.emit(ir.Launch(self.kernels.summing(change.reduction, terms, dst, op), (terms,), (dst,)))
             case "all_reduce":
                 communication.all_reduce(self.b, src, dst, change.reduction, shards, steps)
             case "reduce_scatter":
