@@ -11,9 +11,13 @@ from hostweave.base.errors import BuildError
 from hostweave.build.toolchain import Toolchain
 from hostweave.targets.target import find_target
 
-# What programs and their bindings include; with the CPU target a C++ compiler has the kernels' headers to read, too.
+# What programs and their bindings include; kernels are for a C++ compiler with the CPU target alone.
 HEADERS = ("abi", "arena", "blocks", "check", "collectives", "group", "launch", "matmul", "rank", "streams", "tensor", "types")
-HEADERS_OF = {"cpu": (*HEADERS, "kernel", "rows"), "cuda": (*HEADERS, "jit")}
+HEADERS_OF = {
+    ("cpu", "program.cpp"): HEADERS,
+    ("cpu", "kernels.cu"): ("kernel", "rows", "types"),
+    ("cuda", "program.cpp"): (*HEADERS, "jit"),
+}
 
 # What has other options goes to the compiler as it is. Modules are linked by gold where it is there, which takes half the time.
 SCRIPT = """\
@@ -27,7 +31,7 @@ esac
 """
 # The first call makes the precompiled header, and those at the same time wait for it.
 CASE = """\
-*{options}*" -c "*)
+*{options}" -c "*)
   test -e {header}.gch || flock {header}.lock sh -c {make} || exit
   exec {compiler} -include {header} "$@" ;;"""
 
@@ -42,23 +46,27 @@ def with_precompiled_headers(folder: Path) -> Path:
 
 
 def _cases(folder: Path) -> Iterator[str]:
-    for target, headers in HEADERS_OF.items():
+    for (target, source), headers in HEADERS_OF.items():
         try:
             toolchain = find_target(target).toolchain()
         except BuildError:  # no CUDA here
             continue
-        header = folder / f"{target}.h"
+        header = folder / f"{target}_{source}.h"
         header.write_text("".join(f'#include "hostweave/{name}.h"\n' for name in headers))
-        yield _case(toolchain, str(header))
+        yield _case(toolchain, source, str(header))
 
 
-def _case(toolchain: Toolchain, header: str) -> str:
-    compiler, *options = toolchain.compile(header, "")[: -len(["-c", header, "-o", ""])]
+def _case(toolchain: Toolchain, source: str, header: str) -> str:
+    compiler, *options = _until_source(toolchain, source)
     made, making = shlex.quote(f"{header}.gch"), shlex.quote(f"{header}.part")
-    command = shlex.join([compiler, *options, "-x", "c++-header", header, "-o", f"{header}.part"])
+    command = shlex.join([*_until_source(toolchain, ""), "-x", "c++-header", header, "-o", f"{header}.part"])
     return CASE.format(
         options=shlex.quote(shlex.join(options)),
         header=shlex.quote(header),
         make=shlex.quote(f"test -e {made} || {{ {command} && mv {making} {made}; }}"),
         compiler=shlex.quote(compiler),
     )
+
+
+def _until_source(toolchain: Toolchain, source: str) -> list[str]:
+    return toolchain.compile(source, "")[: -len(["-c", source, "-o", ""])]
