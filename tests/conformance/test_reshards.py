@@ -18,7 +18,7 @@ import hostweave as hw
 from hostweave.check.interpret import interpret
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.reference import run_reference
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.ir import HostProgram
 from hostweave.pipeline import lower
 from hostweave.types.mesh import Mesh
@@ -150,8 +150,8 @@ def test_compiled(of: Callable[[Mesh], Fusion], mesh: Mesh, target: str) -> None
 def test_what_may_be_uneven_stands_once(of: Callable[[Mesh], Fusion], mesh: Mesh) -> None:
     """A value is moved by one communication, of whatever sizes."""
     host = lowered(of, mesh)
-    assert not any(isinstance(i, ir.If) for i in ir.walk(host.body))
-    moved = Counter(name for i in ir.walk(host.body) if isinstance(i, ir.Communication) for name in ir.names(i, "write"))
+    assert not any(isinstance(i, ir.If) for i in tree.walk(host.body))
+    moved = Counter(name for i in tree.walk(host.body) if isinstance(i, ir.Communication) for name in tree.names(i, "write"))
     assert set(moved.values()) <= {1}
 
 

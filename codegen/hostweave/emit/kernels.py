@@ -55,10 +55,6 @@ class Kernel:
     variants: tuple[tuple[str, str], ...]  # a condition, and what it takes: how threads share rows, or arguments of a template
     indices: tuple[str, ...]  # declarations of the indices that its own stands for, and of what threads hold
     loops: Loops
-    grid: str
-    each: str  # the head of the loop over what is kept
-    inner: tuple[str, ...]  # the heads of the loops over what is reduced
-    once: str  # the condition under which a thread stores what several have reduced
     body: tuple[str, ...]
     walks: tuple[Walk, ...] = ()
     stores: tuple[str, ...] = ()  # of results that have the kept dims alone
@@ -78,7 +74,8 @@ def emit_kernel(kernel: ir.Kernel, buffers: Sequence[BufferType], integers: CppE
     again = [name for name, times in emitter.loaded.items() if times > 1]
     late: list[str] = []
     for one in emitter.late if emitter.loops.row_threads else []:
-        late += [one] if emitter.loops.bytes_of_rows([*late, one]) <= LATE_BYTES else []
+        rows = int(emitter.loops.along.size) * sum(emitter.types[name].dtype.itemsize for name in (*late, one))
+        late += [one] if rows <= LATE_BYTES else []
     for held in filter(None, ([*again, *late], again)):
         holding = _Emitter(functions, kernel, walked, buffers, integers, held)
         if holding.loops.row:
@@ -158,6 +155,8 @@ class _Emitter:
         params += [f"int64_t {size}" for size in self.sizes]
         packed = [pointer for name, pointer in self.pointers.items() if name in self.loops.packed]
         packed += [pointer for name, pointer in self.results.items() if stored(name) in self.loops.packed]
+        rows = ((self.elements(name), _moved(self.pointers[name], self.loops.row_of(name))) for name in self.held)
+        kept_rows = [f"const auto {elements} = {self.loops.row}.load({first});" for elements, first in rows]
         kernel = Kernel(
             name=self.name,
             by=self.by,
@@ -167,12 +166,8 @@ class _Emitter:
             sizes=tuple(self.sizes.values()),
             form="",
             variants=tuple(self.loops.variants(packed)),
-            indices=(*self.loops.declarations(), *self.holders()),
+            indices=(*self.loops.declarations(), *kept_rows),
             loops=self.loops,
-            grid=self.loops.grid,
-            each=self.loops.each,
-            inner=self.loops.inner,
-            once=self.loops.once,
             body=body,
             walks=tuple(walks),
             stores=stores,
@@ -182,20 +177,9 @@ class _Emitter:
 
     def form(self, kernel: Kernel) -> str:
         """Its text with numbers in place of the names that it gives."""
-        head = (self.loops.bounds, kernel.each, kernel.once)
-        walks = [part for walk in kernel.walks for part in (walk.before, walk.starts, walk.body, walk.after)]
-        parts = (
-            head,
-            kernel.params,
-            *kernel.variants,
-            self.loops.varied,
-            kernel.indices,
-            kernel.inner,
-            *walks,
-            kernel.body,
-            kernel.stores,
-            kernel.last,
-        )
+        loops, walks = self.loops, [part for walk in kernel.walks for part in (walk.before, walk.starts, walk.body, walk.after)]
+        head = ((loops.bounds, loops.each, loops.once), kernel.params, *kernel.variants, loops.varied, kernel.indices, loops.inner)
+        parts = (*head, *walks, kernel.body, kernel.stores, kernel.last)
         text, numbers = "\n\n".join(map("\n".join, parts)), dict[str, str]()
         own = {*self.names.given, *self.loops.integers.sizes.values()}
 
@@ -203,10 +187,6 @@ class _Emitter:
             return numbers.setdefault(match[0], f"${len(numbers)}") if match[0] in own else match[0]
 
         return re.sub(r"(?<![\w.:])[A-Za-z_]\w*", number, text)
-
-    def holders(self) -> Iterator[str]:
-        for name in self.held:
-            yield f"const auto {self.elements(name)} = {self.loops.row}.load({_moved(self.pointers[name], self.loops.row_of(name))});"
 
     def elements(self, name: str) -> str:
         """The local of an input's elements that a thread takes together."""
@@ -219,7 +199,7 @@ class _Emitter:
     def pointwise(self) -> Kernel:
         section = _Section(self, self.row, self.loops.width)
         section.store(self.results)
-        lines = section.taken()
+        lines = section.taken()  # before those that it hoists
         return self.kernel((*self.row.taken(), *lines))
 
     def reduction(self) -> Kernel:

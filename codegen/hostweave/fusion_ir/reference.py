@@ -74,6 +74,3 @@ def _cast(array: Array, dtype: DType) -> Array:
 
 def _computing_dtype(dtype: DType) -> np.dtype[Any]:
     return np.dtype(np.float64) if dtype.kind == "float" else numpy_dtype(dtype)
-
-
-_IN_A_ROW = 512  # terms, at most, that count as added up one after the other

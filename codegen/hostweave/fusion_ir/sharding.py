@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.index_map import IndexMap
@@ -80,7 +81,7 @@ def flow(op: Op, operands: Sequence[TensorType], mesh: Mesh) -> ShardingRule:
     used: set[str] = set()
 
     def claim(into: dict[str, Axes], label: str, axes: Axes) -> None:
-        free = _until(axes, used)
+        free = tuple(takewhile(lambda axis: axis not in used, axes))  # the outermost ones
         if free and label not in into:
             into[label] = free
             used.update(free)
@@ -146,11 +147,3 @@ def partial_axes(type: TensorType) -> Axes:
 def divides(axes: Axes, dim: Dim, mesh: Mesh) -> bool:
     """Whether the ranks along `axes` can split the dim evenly, as far as its size is known."""
     return not dim.size.is_int or int(dim.size) % mesh.size_of(axes) == 0
-
-
-def _until(axes: Axes, used: set[str]) -> Axes:
-    """The outermost axes before one that is taken."""
-    for i, axis in enumerate(axes):
-        if axis in used:
-            return axes[:i]
-    return axes

@@ -30,6 +30,7 @@ STAGES = (
     "decompose_reshards",
     "share_equal_ops",
     "choose_overlap",
+    "overlap_communication",
 )
 ADDS_RULES = ("input", "insert_reshards", "decompose_reshards", "choose_overlap")  # after which more must hold
 

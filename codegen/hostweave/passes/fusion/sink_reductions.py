@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from hostweave.base.errors import ProgramError
 from hostweave.base.min_cut import INFINITE, min_cut
 from hostweave.fusion_ir.ir import Fusion, Op, Value
-from hostweave.fusion_ir.ops import OPS, RESHARDS, operand_types
+from hostweave.fusion_ir.ops import OPS, operand_types
 from hostweave.fusion_ir.resharding import cost
 from hostweave.fusion_ir.rewriting import Names, consumers
 from hostweave.fusion_ir.sharding import flow, layout, partial_of, with_layout
@@ -156,28 +156,23 @@ class _Sinking:
     def rewritten(self, side: set[tuple[str, str]]) -> Fusion:
         names, ops = Names(self.fusion), list[Op]()
         terms: dict[str, str] = {}  # a value -> its terms
-        aside = set[str]()  # values of which a reduction was to run aside
         for op in self.fusion.ops:
             name = op.result.name
             passing = self.passing.get(name) if ("value", name) in side else None
             is_needed = ("sum", name) not in side
             if passing:
                 operands = tuple(terms[operand] if operand in passing.summed else operand for operand in passing.operands)
-                aside |= {name} if aside & set(passing.summed) else set()
                 is_term_alone = not is_needed or op.result.type.partial or self.reduced_to(name).name != name
                 term = Value(name if is_term_alone else names.new(f"{name}_partial"), passing.type)
                 terms[name] = term.name
                 ops.append(replace(self.renamed(op, operands), result=term))
                 if is_term_alone:
                     continue
-                op = Op("reshard", (term.name,), replace(op.result, aside=op.result.aside or name in aside), location=op.location)
+                op = Op("reshard", (term.name,), op.result, location=op.location)
             elif name in self.sums and ("value", name) in side:
                 (source,) = op.tensors
                 terms[name] = terms.get(source, source)
-                aside |= {name} if op.result.aside else set()
                 if not is_needed:
                     continue
-            elif op.kind in RESHARDS and op.tensors[0] in aside:
-                op = replace(op, result=replace(op.result, aside=not op.result.stream))
             ops.append(op)
         return replace(self.fusion, ops=tuple(ops))

@@ -17,7 +17,7 @@ from hostweave.base.names import claim_unique
 from hostweave.fusion_ir.ir import Op, Value, attributes
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import AXES, COUNT, KEEPDIMS
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.dead_code import launched
 from hostweave.options import Options
 from hostweave.types.size import Size, product
@@ -39,15 +39,15 @@ class _Split:
     def __init__(self, program: ir.HostProgram):
         self.kernels = {kernel.name: kernel for kernel in program.kernels}
         self.halves: dict[str, tuple[ir.Kernel, ir.Kernel]] = {}  # of a kernel that is split
-        self.taken = {name for i in ir.walk(program.body) for name in ir.names(i, "define")}
+        self.taken = {name for i in tree.walk(program.body) for name in tree.names(i, "define")}
         self.taken.update(parameter.name for parameter in (*program.inputs, *program.outputs))
 
-    def body(self, body: ir.Body) -> ir.Body:
+    def body(self, body: tree.Body) -> tree.Body:
         return tuple(new for i in body for new in self.instruction(i))
 
-    def instruction(self, i: ir.Instruction) -> ir.Body:
+    def instruction(self, i: tree.Instruction) -> tree.Body:
         if i.ranks:
-            return (ir.with_bodies(i, self.body),)
+            return (tree.with_bodies(i, self.body),)
         if not isinstance(i, ir.Launch) or not (kernel := self.kernels.get(i.kernel)) or not (row := _row(kernel)):
             return (i,)
         if i.kernel not in self.halves:

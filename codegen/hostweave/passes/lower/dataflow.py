@@ -7,7 +7,7 @@ from functools import cached_property
 
 from hostweave.fusion_ir.index_map import IndexMap
 from hostweave.fusion_ir.ir import Fusion, Op, Value
-from hostweave.fusion_ir.ops import OPS, TO_OTHER_MESHES, index_map, operand_types
+from hostweave.fusion_ir.ops import OPS, index_map, operand_types
 from hostweave.fusion_ir.ops.attributes import BLOCKS
 from hostweave.fusion_ir.ops.reductions import is_one_element
 from hostweave.fusion_ir.rewriting import consumers
@@ -50,16 +50,12 @@ class Dataflow:
 
     def local(self, value: Value) -> BufferType:
         """What a rank holds of a value."""
-        return BufferType(value.type.dtype, value.type.local_shape(self.mesh, self.uneven))
+        return value.type.local(self.mesh, self.uneven)
 
     # --- what an op does ---
 
     def map(self, op: Op) -> IndexMap:
         return index_map(op, operand_types(op, self.types))
-
-    def moves(self, op: Op) -> bool:
-        """Whether an op is a communication of two meshes."""
-        return op.kind in TO_OTHER_MESHES
 
     def is_local(self, op: Op) -> bool:
         """Whether each rank of another mesh holds its block already, as all that it holds or as a block of a whole dim."""

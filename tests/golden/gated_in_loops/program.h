@@ -1,8 +1,8 @@
-// gradients_aside: (x: bf16[T@x, K], dy: bf16[T@x, N], w: bf16[K, N]) -> (dx: bf16[T@x, K], dw: bf16[K, N], db: bf16[N]) on
-// mesh(x=4)
+// gated_in_loops: (x: bf16[M@x, K], gate: bf16[K, F@x], up: bf16[K, F@x], down: bf16[F@x, K]) -> (y: bf16[M@x, K]) on mesh(x=4)
 #pragma once
 #include <cuda_runtime_api.h>
 
+#include <array>
 #include <cstdint>
 #include <optional>
 
@@ -13,36 +13,33 @@
 #include "hostweave/tensor.h"
 #include "hostweave/types.h"
 
-namespace programs::gradients_aside {
+namespace programs::gated_in_loops {
 
 constexpr char kMesh[] = "mesh(x=4)";
 constexpr int64_t kWorld = 4;  // ranks
 
 // What one rank holds.
 struct Inputs {
-  hw::Tensor x;   // bf16[local(T, x), K]
-  hw::Tensor dy;  // bf16[local(T, x), N]
-  hw::Tensor w;   // bf16[K, N]
+  hw::Tensor x;     // bf16[M/4, K]
+  hw::Tensor gate;  // bf16[K, local(F, x)]
+  hw::Tensor up;    // bf16[K, local(F, x)]
+  hw::Tensor down;  // bf16[local(F, x), K]
 };
 
 struct Outputs {
-  hw::Tensor dx;  // bf16[local(T, x), K]
-  hw::Tensor dw;  // bf16[K, N]
-  hw::Tensor db;  // bf16[N]
+  hw::Tensor y;  // bf16[M/4, K]
 };
 
 struct OutputShapes {
-  hw::Shape dx;
-  hw::Shape dw;
-  hw::Shape db;
+  hw::Shape y;
 };
 
 // Global sizes, by the names that the program gives them.
 struct Sizes {
-  int64_t T;
+  int64_t M;
   int64_t K;
-  int64_t N;
-  int64_t T_x;
+  int64_t F;
+  int64_t F_x;
 
   bool operator==(const Sizes&) const = default;
 };
@@ -64,15 +61,17 @@ class Program {
   Sizes check(const Inputs& in) const;
 
   hw::Rank& rank_;
-  const hw::Channel& channel_x_;    // the 4 ranks along x
-  hw::Streams comm_;                // comm[1]
-  hw::MatmulPlan plan_dw_partial_;  // matmul %x_transposed, %dy -> %dw_partial
-  hw::MatmulPlan plan_dx_;          // matmul %dy, %w_transposed -> %dx
+  const hw::Channel& channel_x_;     // the 4 ranks along x
+  hw::Streams ring_;                 // ring[4]
+  hw::MatmulPlan plan_g_;            // matmul %x_chunk, %gate -> %g_i
+  hw::MatmulPlan plan_matmul_down_;  // matmul %h_j, %down -> %matmul_down_chunk
   hw::Arena arena_;
-  char* workspace_ = nullptr;       // of the matmuls on the caller's stream
-  hw::bf16* dw_partial_ = nullptr;  // %dw_partial: bf16[K, N]
-  hw::bf16* db_partial_ = nullptr;  // %db_partial: bf16[N]
-  std::optional<Sizes> prepared_;   // what prepare was last called for
+  hw::bf16* g_ = nullptr;                   // %g: bf16[M, local(F, x)], also %h
+  hw::bf16* u_ = nullptr;                   // %u: bf16[M, local(F, x)]
+  std::array<hw::bf16*, 4> x_gathered_{};   // %x_gathered: bf16[M/4, K], one a stream
+  hw::bf16* y_landing_ = nullptr;           // %y_landing: bf16[4, M/4, K]
+  std::array<hw::bf16*, 4> matmul_down_{};  // %matmul_down: bf16[M/4, K], one a stream
+  std::optional<Sizes> prepared_;           // what prepare was last called for
 };
 
-}  // namespace programs::gradients_aside
+}  // namespace programs::gated_in_loops

@@ -1,7 +1,7 @@
 #include "hostweave/kernel.h"
 #include "kernels.h"
 
-namespace programs::gradients_aside {
+namespace programs::gradients {
 
 // %db_partial: bf16[N] = sum(%dy, axis=(0,))
 template <int kWidth>
@@ -37,4 +37,4 @@ __global__ void __launch_bounds__(512) sum_db_partial(const hw::bf16* dy, hw::bf
   }
 }
 
-}  // namespace programs::gradients_aside
+}  // namespace programs::gradients

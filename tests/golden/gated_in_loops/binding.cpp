@@ -1,29 +1,28 @@
-// What the binding knows of gradients_aside.
+// What the binding knows of gated_in_loops.
 #include "hostweave/abi.h"
 #include "program.h"
 
-using namespace programs::gradients_aside;
+using namespace programs::gated_in_loops;
 
 namespace {
 
 constexpr hw::Axis kAxes[] = {{"x", 4}};
 constexpr const char* kChannels[] = {"x"};
 constexpr hw::Argument kInputs[] = {
-    {"x", "bf16[local(T, x), K]", CUDA_R_16BF},
-    {"dy", "bf16[local(T, x), N]", CUDA_R_16BF},
-    {"w", "bf16[K, N]", CUDA_R_16BF},
+    {"x", "bf16[M/4, K]", CUDA_R_16BF},
+    {"gate", "bf16[K, local(F, x)]", CUDA_R_16BF},
+    {"up", "bf16[K, local(F, x)]", CUDA_R_16BF},
+    {"down", "bf16[local(F, x), K]", CUDA_R_16BF},
 };
 constexpr hw::Argument kOutputs[] = {
-    {"dx", "bf16[local(T, x), K]", CUDA_R_16BF},
-    {"dw", "bf16[K, N]", CUDA_R_16BF},
-    {"db", "bf16[N]", CUDA_R_16BF},
+    {"y", "bf16[M/4, K]", CUDA_R_16BF},
 };
 
 }  // namespace
 
 const hw::ProgramTable hw_program_table = {
     .abi = hw::kAbi,
-    .name = "gradients_aside",
+    .name = "gated_in_loops",
     .mesh = kMesh,
     .world = kWorld,
     .axes = kAxes,

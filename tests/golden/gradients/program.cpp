@@ -1,8 +1,8 @@
 // kernel @sum_db_partial(%dy: bf16[local(T, x), N]) {
 //   %db_partial: bf16[N] = sum(%dy, axis=(0,))
 // }  # ends here: all_reduce uses %db_partial
-// host @gradients_aside(%x: bf16[T@x, K], %dy: bf16[T@x, N], %w: bf16[K, N]) -> (%dx: bf16[T@x, K], %dw: bf16[K, N], %db:
-// bf16[N]) mesh(x=4) channels(x: x two_sided) streams(comm[1]) uneven(T) {
+// host @gradients(%x: bf16[T@x, K], %dy: bf16[T@x, N], %w: bf16[K, N]) -> (%dx: bf16[T@x, K], %dw: bf16[K, N], %db: bf16[N])
+// mesh(x=4) channels(x: x two_sided) streams(comm[1]) uneven(T) {
 //   %x_transposed = permute %x by [1, 0]
 //   %dw_partial = allocate bf16[K, N]
 //   matmul %x_transposed, %dy -> %dw_partial
@@ -26,7 +26,7 @@
 #include "hostweave/shards.h"
 #include "kernels.h"
 
-namespace programs::gradients_aside {
+namespace programs::gradients {
 
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
@@ -85,14 +85,14 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   auto* db = out.db.as<hw::bf16>();
 
   HW_CHECK(arena_.begin_call(caller));
-  // more_programs.py:66  dw = hw.matmul(x.T, dy).aside().named("dw")
+  // more_programs.py:66  dw = hw.matmul(x.T, dy).named("dw")
   HW_CHECK(plan_dw_partial_.multiply(x, dy, dw_partial_, {caller, workspace_}));
   HW_CHECK(comm_.fork(caller));
   {
     const hw::Stream stream = comm_[0];
     HW_CHECK(ncclAllReduce(dw_partial_, dw, K * N, ncclBfloat16, ncclSum, channel_x_.comm(), stream));
   }
-  // more_programs.py:67  db = hw.sum(dy, axis=0).aside().named("db")
+  // more_programs.py:67  db = hw.sum(dy, axis=0).named("db")
   HW_CHECK(hw::launch_pdl(sum_db_partial, hw::grid_of_columns(N, 512), caller, hw::reads(dy, N * T_x), hw::writes(db_partial_, N),
                           N, T_x));
   HW_CHECK(comm_.fork(caller));
@@ -106,4 +106,4 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   HW_CHECK(arena_.end_call(caller));
 }
 
-}  // namespace programs::gradients_aside
+}  // namespace programs::gradients
