@@ -15,7 +15,7 @@ from hostweave.targets.target import find_target
 HEADERS = ("abi", "arena", "blocks", "check", "collectives", "group", "launch", "matmul", "rank", "streams", "tensor", "types")
 HEADERS_OF = {
     ("cpu", "program.cpp"): HEADERS,
-    ("cpu", "kernels.cu"): ("kernel", "rows", "types"),
+    ("cpu", "kernels.cu"): ("kernel", "lanes", "rows", "types"),
     ("cuda", "program.cpp"): (*HEADERS, "jit"),
 }
 

@@ -58,6 +58,15 @@ KEPT = {
         %g: f32[K] = add(%c, %d)
         %y: f32[K] = add(%g, %a)""",
     ),
+    "what reads nothing": (
+        "%x: f32[N, N]",
+        """%a: i32[N] = iota()
+        %b: i32[N] = iota()
+        %c: i32[N, 1] = expand_dims(%a, axis=(1,))
+        %d: i32[1, N] = expand_dims(%b, axis=(0,))
+        %e: bool[N, N] = less(%c, %d)
+        %y: f32[N, N] = where(%e, %x, 0.0)""",
+    ),
     "what a loop makes or reads": (
         X,
         """%a: f32[M@x, K] = multiply(%x, %s)

@@ -8,6 +8,7 @@ from itertools import combinations
 from random import Random
 
 import pytest
+from example_programs import fusions
 from fusion_text import check, fusion
 
 import hostweave as hw
@@ -183,6 +184,11 @@ def test_gradients_of_two_micro_batches_are_reduced_once() -> None:
         return (x0.T @ d0 + x1.T @ d1) * 0.5
 
     assert communications(dw) == ["all_reduce"]
+
+
+def test_the_backward_pass_of_swiglu_reduces_the_gradient_of_its_input_once() -> None:
+    program = fusions("transformer.py")["swiglu_backward_tp"]
+    assert communications(program) == ["all_reduce"] * 4  # and those of three weights
 
 
 def test_the_sizes_decide() -> None:

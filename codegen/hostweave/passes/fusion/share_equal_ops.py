@@ -22,7 +22,7 @@ from hostweave.options import Options
 def share_equal_ops(fusion: Fusion, options: Options) -> Fusion:
     """After it no two such ops are left but kernels of the user, which may do more than they return, and what a stream loop makes or reads.
 
-    What is returned is made by an op of its own: a copy of what is there.
+    What is returned is made by an op of its own: a copy of what is there. What takes no operands each kernel makes for itself.
     """
     uses = consumers(fusion)
     same: dict[str, str] = {}  # what is left out -> what is used in its place
@@ -32,8 +32,7 @@ def share_equal_ops(fusion: Fusion, options: Options) -> Fusion:
         name = op.result.name
         op = replace(op, operands=tuple(same.get(o, o) if isinstance(o, str) else o for o in op.operands))
         is_alone = op.result.stream or any(user and user.result.stream for user in uses[name])
-        # What takes no tensor is a number of each element: a kernel computes it where it needs it, with indices of its own.
-        if op.tensors and op.kind not in ("kernel", "copy") and not is_alone and not (op.callee and op.callee.user_kernels):
+        if op.operands and op.kind not in ("kernel", "copy") and not is_alone and not (op.callee and op.callee.user_kernels):
             key = op.kind, op.compared, op.result.type, op.callee and op.callee.name
             before = known.setdefault(key, name)
             if before != name and None not in uses[name]:

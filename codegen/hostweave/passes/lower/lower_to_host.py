@@ -166,11 +166,12 @@ class _Lowering:
 
     def matmul(self, op: Op, sources: Sequence[str], target: str, steps: Steps | None) -> None:
         dense = []
-        for source in (self.matrix(op, source, number, steps) for number, source in enumerate(sources)):
-            type = self.b.types[source]
+        for number, source in enumerate(sources):  # cuBLASLt takes matrices whose rows or columns lie side by side
+            matrix = self.matrix(op, source, number, steps)
+            type = self.b.types[matrix]
             dims = zip(type.shape[-2:], strides_of(type)[-2:], strict=True)
-            is_dense = any(Size() in dim for dim in dims)  # cuBLASLt takes matrices whose rows or columns lie side by side
-            dense.append(source if is_dense else communication.contiguous_source(self.b, source, steps))
+            is_dense = any(Size() in dim for dim in dims)
+            dense.append(matrix if is_dense else communication.contiguous_source(self.b, matrix, steps))
         a, b, dst = self.stack_shards(op, steps, [*dense, target])
         matmul = ir.Matmul(a, b, dst, precision="tf32" if self.options.tf32 and self.b.types[a].dtype == f32 else "")
         if op.result.name == self.ring_term:
