@@ -15,7 +15,7 @@ from hostweave.base.errors import BuildError
 from hostweave.base.paths import EXAMPLES
 from hostweave.check.check import check
 from hostweave.cli.programs import load_file, programs_in
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.pipeline import lower
 from hostweave.targets.target import find_target
 
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def count_calls(host: hw.HostProgram) -> int:
-    return sum(isinstance(i, ir.Call) for i in ir.walk(host.body))
+    return sum(isinstance(i, ir.Call) for i in tree.walk(host.body))
 
 
 FIRST_COMPILE = """import hostweave as hw

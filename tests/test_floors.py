@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hostweave.base.paths import BENCHMARKS, EXAMPLES, PACKAGE, RUNTIME
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.pipeline import PASSES
 from hostweave.targets.target import NAMES
 
@@ -24,6 +24,7 @@ FLOORS = (
     ("build",),
     ("emit",),
     ("passes",),
+    ("tune",),
     ("check",),
     ("analysis",),
     ("host_ir",),
@@ -133,7 +134,7 @@ OWN_SEMANTICS = {
 
 def test_instructions_are_asked_for_traits() -> None:
     """Hardly any code asks for the class of an instruction; abstract ones, such as Communication, are traits."""
-    concrete = {name for name, kind in vars(ir).items() if isinstance(kind, type) and issubclass(kind, ir.Instruction) and kind.syntax}
+    concrete = {name for name, kind in vars(ir).items() if isinstance(kind, type) and issubclass(kind, tree.Instruction) and kind.syntax}
     asked: dict[str, list[str]] = {}
     for path in modules():
         for node in ast.walk(ast.parse(path.read_text())):

@@ -9,9 +9,11 @@ from hostweave.base import errors as errors
 from hostweave.base.errors import Location, UnknownAttribute
 from hostweave.base.signatures import public_names
 from hostweave.fusion_ir.frontend import composites as _composites
+from hostweave.fusion_ir.frontend import contractions as _contractions
 from hostweave.fusion_ir.frontend import functions as _functions
 from hostweave.fusion_ir.frontend import indices as _indices
 from hostweave.fusion_ir.frontend.composites import *  # noqa: F403
+from hostweave.fusion_ir.frontend.contractions import *  # noqa: F403
 from hostweave.fusion_ir.frontend.function import block as block
 from hostweave.fusion_ir.frontend.functions import *  # noqa: F403
 from hostweave.fusion_ir.frontend.indices import *  # noqa: F403
@@ -96,6 +98,7 @@ _PUBLIC = sorted(
         *public_names(vars(_functions)),
         *public_names(vars(_composites)),
         *public_names(vars(_indices)),
+        *public_names(vars(_contractions)),
     )
 )
 if not TYPE_CHECKING:  # a type checker goes by the imports

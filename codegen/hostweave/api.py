@@ -128,7 +128,7 @@ class Program:
     @cached_property
     def module(self) -> ModuleType:
         """The program as a Python extension module, compiled and loaded if needed. Raises BuildError as `build` does."""
-        from hostweave.build.loader import load
+        from hostweave.build.program import load
 
         return load(self.folder / MODULE_FILE, self.target.dlopen_flags)
 

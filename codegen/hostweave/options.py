@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hostweave.base.errors import ProgramError
+from hostweave.base.errors import ProgramError, did_you_mean
 from hostweave.base.signatures import checked_arguments
 from hostweave.types.tensor import DType, f32
+
+OVERLAPS = ("auto", "off")
 
 
 @checked_arguments
@@ -19,6 +21,8 @@ class Options:
     - `check`: whether the host program is proven free of races and deadlocks; by default on meshes of up to 16 ranks.
     - `sizes`: typical sizes of dims by name, 4096 for others. Of several ways to reshard a tensor the one that moves the fewest
       bytes at these sizes is taken.
+    - `overlap`: "auto" runs communication that stands in no stream loop beside what does not need it, where that pays at the typical
+      sizes; "off" leaves it where it is needed. A `.stream(...)` that the user states holds either way.
     - `partial_dtype`: `hw.f32` computes and sends partial sums of 16-bit floats in f32, and rounds once; by default each rank rounds
       its partial sum to the dtype of the result.
     - `tf32`: matmuls of f32 round their operands to TF32, with 10 bits of mantissa, and add in f32: several times faster on tensor cores.
@@ -26,7 +30,7 @@ class Options:
     - `verify_calls`: ranks that are processes compare programs and shapes before every call, which takes a round trip through the
       store; ranks that are threads always do.
 
-    Raises ProgramError for another `partial_dtype`, and for `streams` below 1.
+    Raises ProgramError for another `overlap` or `partial_dtype`, and for `streams` below 1.
 
     Example: `hw.compile(f, target="cuda", options=hw.Options(tf32=True, sizes={"M": 8192}))`.
     """
@@ -34,6 +38,7 @@ class Options:
     streams: int = 4
     check: bool | None = None
     sizes: Mapping[str, int] = field(default_factory=dict, hash=False)
+    overlap: str = "auto"
     partial_dtype: DType | None = None
     tf32: bool = False
     verify_calls: bool = False
@@ -41,6 +46,8 @@ class Options:
     def __post_init__(self) -> None:
         if not isinstance(self.streams, int) or self.streams < 1:
             raise ProgramError(f"Options: streams={self.streams!r} must be an int of at least 1")
+        if self.overlap not in OVERLAPS:
+            raise ProgramError(f"Options: there is no overlap={self.overlap!r}; {did_you_mean(str(self.overlap), OVERLAPS)}")
         if self.partial_dtype not in (None, f32):
             raise ProgramError(
                 f"Options: partial_dtype={self.partial_dtype} is neither f32 nor None, and no other dtype is wider; use hw.f32"

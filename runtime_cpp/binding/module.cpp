@@ -25,12 +25,6 @@ void translate(std::exception_ptr error) {
   }
 }
 
-py::list parameters(std::span<const hw::Argument> arguments) {
-  py::list result;
-  for (const hw::Argument& argument : arguments) result.append(py::make_tuple(argument.name, argument.type));
-  return result;
-}
-
 }  // namespace
 
 PYBIND11_MODULE(hostweave_program, m) {
@@ -40,8 +34,6 @@ PYBIND11_MODULE(hostweave_program, m) {
   m.attr("__doc__") = std::string("The program ") + table().name + " on " + table().mesh;
   m.attr("name") = table().name;
   m.attr("mesh") = table().mesh;
-  m.attr("inputs") = parameters(table().inputs);
-  m.attr("outputs") = parameters(table().outputs);
 
   glue::bind_world(m);
   glue::bind_member(m);

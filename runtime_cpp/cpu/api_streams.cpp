@@ -1,4 +1,4 @@
-// cudaStream* and cudaEvent*.
+// cudaSetDevice and its relatives, cudaStream* and cudaEvent*.
 #include <algorithm>
 
 #include "errors.h"
@@ -44,14 +44,10 @@ cudaError_t wait_for_device(Lock& lock, int device) {
 
 namespace {
 
-cudaError_t create(cudaStream_t* stream, unsigned flags, int priority) {
-  if (flags & ~static_cast<unsigned>(cudaStreamNonBlocking))
-    return error(cudaErrorInvalidValue, "cudaStreamCreate: unknown flags");
-  Call call;
-  if (Machine::get().failed()) return cuda_stopped();
-  if (Machine::get().fault("cudaStreamCreate")) return error(cudaErrorMemoryAllocation, "cudaStreamCreate: made to fail");
-  *stream = reinterpret_cast<cudaStream_t>(Machine::get().create_stream(flags, std::clamp(priority, -5, 0)));
-  return cudaSuccess;
+bool exists(int device) { return device >= 0 && device < Machine::get().config.devices; }
+cudaError_t no_such_device(const char* call, int device) {
+  return error(cudaErrorInvalidDevice,
+               std::string(call) + ": device " + std::to_string(device) + " of " + std::to_string(Machine::get().config.devices));
 }
 
 Event* known(cudaEvent_t handle) {
@@ -79,10 +75,55 @@ cudaError_t query(Lock& lock, const OpPtr op) {
 
 extern "C" {
 
-cudaError_t cudaStreamCreate(cudaStream_t* stream) { return create(stream, cudaStreamDefault, 0); }
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) { return create(stream, flags, 0); }
-cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int priority) {
-  return create(stream, flags, priority);
+cudaError_t cudaGetDeviceCount(int* count) {
+  Call call;
+  *count = Machine::get().config.devices;
+  return cudaSuccess;
+}
+
+cudaError_t cudaSetDevice(int device) {
+  Call call;
+  if (!exists(device)) return no_such_device("cudaSetDevice", device);
+  this_thread().device = device;
+  return cudaSuccess;
+}
+
+cudaError_t cudaGetDevice(int* device) {
+  *device = this_thread().device;
+  return cudaSuccess;
+}
+
+cudaError_t cudaDeviceSynchronize(void) {
+  Call call;
+  if (Machine::get().failed()) return cuda_stopped();
+  return wait_for_device(call.lock, this_thread().device);
+}
+
+cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int peer) {
+  Call call;
+  if (!exists(device)) return no_such_device("cudaDeviceCanAccessPeer", device);
+  if (!exists(peer)) return no_such_device("cudaDeviceCanAccessPeer", peer);
+  *can = device != peer;
+  return cudaSuccess;
+}
+
+cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned flags) {
+  Call call;
+  const int device = this_thread().device;
+  if (!exists(peer) || peer == device) return no_such_device("cudaDeviceEnablePeerAccess", peer);
+  if (flags != 0) return error(cudaErrorInvalidValue, "cudaDeviceEnablePeerAccess: flags must be 0");
+  const bool fresh = Machine::get().peer_access.emplace(device, peer).second;
+  return fresh ? cudaSuccess : error(cudaErrorPeerAccessAlreadyEnabled, "cudaDeviceEnablePeerAccess: already enabled");
+}
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
+  if (flags & ~static_cast<unsigned>(cudaStreamNonBlocking))
+    return error(cudaErrorInvalidValue, "cudaStreamCreate: unknown flags");
+  Call call;
+  if (Machine::get().failed()) return cuda_stopped();
+  if (Machine::get().fault("cudaStreamCreate")) return error(cudaErrorMemoryAllocation, "cudaStreamCreate: made to fail");
+  *stream = reinterpret_cast<cudaStream_t>(Machine::get().create_stream(flags));
+  return cudaSuccess;
 }
 
 cudaError_t cudaStreamDestroy(cudaStream_t handle) {
@@ -125,11 +166,6 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t handle, unsigne
 cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) { return cuda_not_supported("stream capture"); }
 cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t*) { return cuda_not_supported("stream capture"); }
 cudaError_t cudaLaunchHostFunc(cudaStream_t, cudaHostFn_t, void*) { return cuda_not_supported("cudaLaunchHostFunc"); }
-cudaError_t cudaStreamAddCallback(cudaStream_t, cudaStreamCallback_t, void*, unsigned) {
-  return cuda_not_supported("cudaStreamAddCallback");
-}
-
-cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, cudaEventDefault); }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* handle, unsigned flags) {
   if (flags & ~static_cast<unsigned>(cudaEventBlockingSync | cudaEventDisableTiming)) {

@@ -120,7 +120,6 @@ ncclResult_t check(const Request& r) {
   Machine& machine = Machine::get();
   const std::string call = std::string("nccl ") + r.name;
   if (machine.communicators.count(r.comm) == 0) return error(ncclInvalidArgument, call + ": no such communicator");
-  if (r.comm->finalized) return error(ncclInvalidUsage, call + ": the communicator has been finalized");
   if (r.comm->process_group->stopped)
     return error(ncclInvalidUsage, call + ": the communicator was stopped by an earlier failure");
   if (type_size(r.type) == 0) return nccl_not_supported(call + ": type " + std::to_string(r.type));

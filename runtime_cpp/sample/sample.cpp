@@ -41,7 +41,6 @@ void read(int argc, char** argv, const std::vector<Setting>& settings) {
 void use_devices(int count) {
 #ifdef HOSTWEAVE_CPU_DEVICE
   hw_cpu_config config;
-  hw_cpu_default_config(&config);
   config.devices = count;
   expect(hw_cpu_configure(&config) == 0, hw_cpu_last_report());
 #endif

@@ -11,6 +11,10 @@ Event::Event(unsigned flags) { HW_CHECK(cudaEventCreateWithFlags(&event_, flags)
 
 Event::~Event() { cudaEventDestroy(event_); }
 
+Events::Events(int count) : events_(count) {}
+
+Events::~Events() = default;
+
 void Events::out_of_range(int64_t i) const {
   throw ExecutionError("event " + std::to_string(i) + " of " + std::to_string(count()) + ": the index is out of range");
 }
@@ -18,6 +22,8 @@ void Events::out_of_range(int64_t i) const {
 Streams::Streams(Rank& rank, const char* name, int count) : joined_(count) {
   for (int i = 0; i < count; ++i) streams_.push_back(rank.stream(name, i));
 }
+
+Streams::~Streams() = default;
 
 cudaError_t Streams::fork(cudaStream_t caller) {
   if (const cudaError_t error = cudaEventRecord(forked_[0], caller)) return error;

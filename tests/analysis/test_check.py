@@ -12,7 +12,7 @@ from host_programs import NAMES, RANKS, program
 
 from hostweave.base.errors import ProgramError
 from hostweave.check.check import check
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.ir import HostProgram
 
 HEAD = "host @t(%x: f32[4@x, N]) -> (%y: f32[4@x, N]) mesh(x=2) streams(ring[2]) events(done[2]) {\n"
@@ -450,7 +450,7 @@ def test_sizes_that_are_missing() -> None:
 SYNCHRONISATION = [
     (name, i)
     for name in NAMES
-    for i, instruction in enumerate(ir.walk(program(name).body))
+    for i, instruction in enumerate(tree.walk(program(name).body))
     if isinstance(instruction, ir.Fork | ir.Join | ir.Record | ir.Wait)
 ]
 
@@ -459,8 +459,8 @@ SYNCHRONISATION = [
 def test_a_dropped_instruction_is_seen(name: str, index: int) -> None:
     """At 4 ranks, 3 or 4 chunks and 4 streams no fork, join, record or wait of these programs is redundant."""
     host = program(name)
-    dropped = list(ir.walk(host.body))[index]
-    mutant = replace(host, body=ir.rewrite(host.body, lambda i: () if i.location == dropped.location and i == dropped else None))
+    dropped = list(tree.walk(host.body))[index]
+    mutant = replace(host, body=tree.rewrite(host.body, lambda i: () if i.location == dropped.location and i == dropped else None))
     assert mutant != host
     with pytest.raises(ProgramError):
         check(mutant)

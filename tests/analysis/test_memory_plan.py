@@ -15,7 +15,7 @@ import hostweave as hw
 from hostweave.check.sizes import minimal_sizes
 from hostweave.cli.memory_plan import Events, line_numbers, memory_plan
 from hostweave.fusion_ir.ir import Fusion
-from hostweave.host_ir import ir
+from hostweave.host_ir import tree
 from hostweave.host_ir.calls import bodies
 from hostweave.host_ir.ir import HostProgram
 from hostweave.host_ir.text import print_instruction
@@ -181,7 +181,7 @@ def test_lines(make: Callable[[int, DType], Fusion]) -> None:
     host = lower(make(2, hw.f32), Options())
     lines, text = line_numbers(host), str(host).splitlines()
     for body, own in zip(bodies(host), lines, strict=True):
-        for i, line in zip(ir.walk(body.body), own, strict=True):
+        for i, line in zip(tree.walk(body.body), own, strict=True):
             assert text[line - 1].strip() == print_instruction(i)[0]
 
 

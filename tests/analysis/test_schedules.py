@@ -26,7 +26,7 @@ from hostweave.check.match_collectives import meetings
 from hostweave.check.operations import Instances, Operation, Stream
 from hostweave.check.simulate import instantiate
 from hostweave.check.sizes import minimal_sizes
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.expr import Const, Var
 from hostweave.host_ir.ir import HostProgram
 from hostweave.types.shards import block_of, global_shape
@@ -37,23 +37,23 @@ Inputs = dict[str, Array]
 
 def mutants(host: HostProgram) -> Iterator[HostProgram]:
     """One synchronisation dropped, one stream changed, or two neighbours permuted."""
-    for at in list(ir.walk(host.body)):
+    for at in list(tree.walk(host.body)):
         if isinstance(at, ir.Fork | ir.Join | ir.Record | ir.Wait):
             yield _with(host, at, ())
         if isinstance(at, ir.OnStream):
             for other in (Const(0), Var(leaf.name) // 2 if isinstance(leaf := at.index, Var) else Const(1), at.index + 1):
                 yield _with(host, at, replace(at, index=other))
-    for body in [host.body, *(body for at in ir.walk(host.body) for body in ir.bodies(at))]:
+    for body in [host.body, *(body for at in tree.walk(host.body) for body in tree.bodies(at))]:
         for first, second in pairwise(body):
-            if not set(ir.names(first, "define", "index")):
+            if not set(tree.names(first, "define", "index")):
                 yield replace(host, body=_exchanged(host.body, body, first, second))
 
 
-def _with(host: HostProgram, at: ir.Instruction, new: ir.Instruction | ir.Body) -> HostProgram:
-    return replace(host, body=ir.rewrite(host.body, lambda i: new if i.location == at.location and i == at else None))
+def _with(host: HostProgram, at: tree.Instruction, new: tree.Instruction | tree.Body) -> HostProgram:
+    return replace(host, body=tree.rewrite(host.body, lambda i: new if i.location == at.location and i == at else None))
 
 
-def _exchanged(whole: ir.Body, body: ir.Body, first: ir.Instruction, second: ir.Instruction) -> ir.Body:
+def _exchanged(whole: tree.Body, body: tree.Body, first: tree.Instruction, second: tree.Instruction) -> tree.Body:
     if whole is body:
         at = next(k for k, instruction in enumerate(body) if instruction is first)
         return (*body[:at], second, first, *body[at + 2 :])
@@ -73,7 +73,7 @@ class Machine:
         self.queues: list[list[Operation]] = []
         self.callers: list[tuple[Operation, Operation]] = []
         for rank, operations in enumerate(instances.ranks):
-            before, after = (Operation(ir.Instruction(), rank, None, ()) for _ in range(2))
+            before, after = (Operation(tree.Instruction(), rank, None, ()) for _ in range(2))
             self.callers.append((before, after))
             streams: dict[Stream | None, list[Operation]] = {None: [before]}
             for operation in operations:
@@ -177,7 +177,7 @@ def test_a_dropped_fork_join_or_wait_is_wrong_in_some_schedule(name: str) -> Non
     host = program(name, 3)
     inputs = arguments(host)
     want = interpret(host, inputs)
-    needed = [i for i in ir.walk(host.body) if isinstance(i, ir.Fork | ir.Join | ir.Wait)]
+    needed = [i for i in tree.walk(host.body) if isinstance(i, ir.Fork | ir.Join | ir.Wait)]
     assert needed
     for instruction in needed:
         mutant = _with(host, instruction, ())

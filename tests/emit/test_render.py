@@ -9,7 +9,8 @@ from hostweave.base.errors import ProgramError
 from hostweave.emit import render
 from hostweave.emit.instructions import _EMIT, Emitter
 from hostweave.emit.templates import COMMON, _macros
-from hostweave.host_ir.ir import Communication, HostProgram, Instruction, of_kind
+from hostweave.host_ir.ir import Communication, HostProgram
+from hostweave.host_ir.tree import Instruction, of_kind
 from hostweave.transports.transport import NAMES, find_transport
 
 PROGRAM = """host @f(%x: f32[M@d, K]) -> (%y: f32[M, K]) mesh(d=2) channels(d: d two_sided) {

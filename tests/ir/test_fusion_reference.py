@@ -22,7 +22,7 @@ from hostweave.fusion_ir.one_device import needs_ranks, on_one_device
 from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS
 from hostweave.fusion_ir.philox import philox
 from hostweave.fusion_ir.reference import run_reference
-from hostweave.host_ir import ir
+from hostweave.host_ir import tree
 from hostweave.pipeline import lower
 from hostweave.types.tensor import DType
 
@@ -229,7 +229,7 @@ def test_one_device_computes_the_same_without_communication() -> None:
     for fusion in (*all_fusions(ranks=4, chunks=3).values(), *more_fusions(ranks=4).values(), *pipelines(ranks=4).values()):
         alone = on_one_device(fusion)
         assert not needs_ranks(fusion)
-        assert not any(i.posts for i in ir.walk(lower(alone, hw.Options()).body))
+        assert not any(i.posts for i in tree.walk(lower(alone, hw.Options()).body))
         arrays = random_arrays(fusion, sizes_of(fusion), seed=1)
         for one, many in zip(run_reference(alone, arrays), run_reference(fusion, arrays), strict=True):
             np.testing.assert_array_equal(one, many)

@@ -426,17 +426,6 @@ ERRORS = {
         {},
         "4: stream: dim 1 of bf16[M, 1] is reduced by a max, so no loop can walk it; stream a tensor before it",
     ),
-    "aside of an input": ("return x.aside()", {}, "4: aside: %x is an input; state it of what is communicated"),
-    "aside and streamed": (
-        "return (-x).stream(0).aside()",
-        {},
-        "4: aside: this value is streamed: its loop communicates beside the rest; leave one of them out",
-    ),
-    "streamed and aside": (
-        "return (-x).aside().stream(0)",
-        {},
-        "4: stream: this value is made aside: its loop communicates beside the rest; leave one of them out",
-    ),
     "name": ('return (-x).named("2h")', {}, "4: named: '2h' is not a name; use letters, digits and _"),
     "name of an input": ('return x.named("h")', {}, "4: named: %x is an input; rename the parameter instead"),
     "name twice": ('h = (-x).named("h")\nreturn (-h).named("h")', {}, "5: named: %h is taken by another value; choose another name"),

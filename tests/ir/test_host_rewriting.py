@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hostweave.base.errors import Location
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.expr import Const
 from hostweave.host_ir.ir import HostProgram
 
@@ -23,18 +23,18 @@ PROGRAM = HostProgram.parse("""host @p(%x: f32[M]) -> (%y: f32[M]) mesh(x=1) str
 """)
 
 
-def the(kind: type[ir.Instruction]) -> tuple[int, ir.Instruction]:
+def the(kind: type[tree.Instruction]) -> tuple[int, tree.Instruction]:
     """The first of its kind, with its number."""
-    return next((number, i) for number, i in enumerate(ir.walk(PROGRAM.body)) if isinstance(i, kind))
+    return next((number, i) for number, i in enumerate(tree.walk(PROGRAM.body)) if isinstance(i, kind))
 
 
-def lines(body: ir.Body) -> list[str]:
+def lines(body: tree.Body) -> list[str]:
     return [line.strip() for line in str(replace(PROGRAM, body=body)).splitlines()[1:-1]]
 
 
 def test_edits_of_an_instruction_and_of_what_is_inside_of_it() -> None:
     (at_loop, loop), (at_block, block), (at_copy, _) = the(ir.For), the(ir.OnStream), the(ir.Copy)
-    edited = ir.edited(PROGRAM.body, {at_loop: (ir.Fork("ring"), loop), at_block: (block, ir.Join("ring")), at_copy: ()})
+    edited = tree.edited(PROGRAM.body, {at_loop: (ir.Fork("ring"), loop), at_block: (block, ir.Join("ring")), at_copy: ()})
     assert lines(edited) == [
         "fill %y with 0.0",
         "fork ring",
@@ -49,27 +49,27 @@ def test_edits_of_an_instruction_and_of_what_is_inside_of_it() -> None:
 
 def test_an_edit_that_would_be_lost_is_refused() -> None:
     with pytest.raises(KeyError, match="an edit replaces an instruction in which others are edited"):
-        ir.edited(PROGRAM.body, {the(ir.For)[0]: (), the(ir.Copy)[0]: ()})
+        tree.edited(PROGRAM.body, {the(ir.For)[0]: (), the(ir.Copy)[0]: ()})
     with pytest.raises(KeyError, match="an edit names no instruction of the body"):
-        ir.edited(PROGRAM.body, {len(list(ir.walk(PROGRAM.body))): ()})
+        tree.edited(PROGRAM.body, {len(list(tree.walk(PROGRAM.body))): ()})
 
 
 def test_an_edit_is_of_one_place() -> None:
     """Also where the same object stands at two: a pass may say an instruction again."""
     fill = ir.Fill("y", 0.0)
-    assert ir.edited((fill, fill), {1: ()}) == (fill,)
+    assert tree.edited((fill, fill), {1: ()}) == (fill,)
     again = (ir.OnStream("ring", Const(0), (fill,)),) * 2
-    assert [len(i.body) for i in ir.edited(again, {3: ()}) if isinstance(i, ir.OnStream)] == [1, 0]
+    assert [len(i.body) for i in tree.edited(again, {3: ()}) if isinstance(i, ir.OnStream)] == [1, 0]
 
 
 def test_a_rule_that_gives_what_compares_equal() -> None:
     """0.0 == -0.0, and places do not count when instructions are compared; inside of others the rule has its effect all the same."""
-    negative = ir.rewrite(PROGRAM.body, lambda i: replace(i, value=-i.value) if isinstance(i, ir.Fill) else None)
-    assert [repr(i.value) for i in ir.walk(negative) if isinstance(i, ir.Fill)] == ["-0.0", "-0.0"]
+    negative = tree.rewrite(PROGRAM.body, lambda i: replace(i, value=-i.value) if isinstance(i, ir.Fill) else None)
+    assert [repr(i.value) for i in tree.walk(negative) if isinstance(i, ir.Fill)] == ["-0.0", "-0.0"]
     place = Location("elsewhere", 1)
-    moved = ir.rewrite(PROGRAM.body, lambda i: replace(i, location=place))
-    assert {i.location for i in ir.walk(moved)} == {place}
+    moved = tree.rewrite(PROGRAM.body, lambda i: replace(i, location=place))
+    assert {i.location for i in tree.walk(moved)} == {place}
 
 
 def test_what_no_rule_changes_is_the_same_body() -> None:
-    assert ir.rewrite(PROGRAM.body, lambda i: None) is PROGRAM.body
+    assert tree.rewrite(PROGRAM.body, lambda i: None) is PROGRAM.body

@@ -7,11 +7,11 @@ import random
 import re
 
 import pytest
-from host_programs import NAMES, RANKS, program, text
+from host_programs import NAMES, RANKS, evaluate, program, text
 
 from hostweave.base.errors import Location, ParseError, ProgramError
-from hostweave.host_ir import ir
-from hostweave.host_ir.expr import Binary, Const, Coordinate, Expr, Symbol, Var, evaluate
+from hostweave.host_ir import ir, tree
+from hostweave.host_ir.expr import Binary, Const, Coordinate, Expr, Symbol, Var
 from hostweave.host_ir.ir import HostProgram
 
 EVERYTHING = """\
@@ -101,8 +101,8 @@ def test_round_trip(name: str, ranks: int) -> None:
 def test_every_instruction() -> None:
     host = HostProgram.parse(EVERYTHING)
     assert str(host) == EVERYTHING
-    every = {kind for kind in vars(ir).values() if isinstance(kind, type) and issubclass(kind, ir.Instruction) and kind.syntax}
-    assert {type(instruction) for instruction in ir.walk(host.body)} == every
+    every = {kind for kind in vars(ir).values() if isinstance(kind, type) and issubclass(kind, tree.Instruction) and kind.syntax}
+    assert {type(instruction) for instruction in tree.walk(host.body)} == every
 
 
 def test_comments_are_dropped_and_places_kept() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hostweave.base.errors import ProgramError
 from hostweave.check.check import check
 from hostweave.check.interpret import interpret
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.ir import HostProgram
 from hostweave.options import Options
 from hostweave.passes.host.propagate_copies import propagate_copies
@@ -117,7 +117,7 @@ def test_own_chunks_are_used_where_they_lie(case: str) -> None:
 def test_a_copy_stays_where(case: str) -> None:
     given = program(STAYS[case])
     check(given)
-    assert any(isinstance(i, ir.Copy) for i in ir.walk(given.body))
+    assert any(isinstance(i, ir.Copy) for i in tree.walk(given.body))
     assert propagate_copies(given, Options()) is given
 
 

@@ -11,7 +11,7 @@ from hostweave.check.happens_before import Task, order, run
 from hostweave.check.match_collectives import meetings
 from hostweave.check.simulate import instantiate
 from hostweave.check.sizes import minimal_sizes
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.ir import HostProgram
 from hostweave.host_ir.verify import verify_host
 from hostweave.options import Options
@@ -293,11 +293,11 @@ def test_the_first_communication_of_a_step_goes_ahead() -> None:
     )
 
 
-def known_of_step_before(program: HostProgram, first: type[ir.Instruction], last: type[ir.Instruction]) -> tuple[set[bool], set[bool]]:
+def known_of_step_before(program: HostProgram, first: type[tree.Instruction], last: type[tree.Instruction]) -> tuple[set[bool], set[bool]]:
     """Whether, when the `first` of a step starts, the `last` of the step before has ended; and whether the launch of it has."""
     instances = instantiate(program, minimal_sizes(program))
     found: tuple[set[bool], set[bool]] = (set(), set())
-    done: dict[tuple[int, type[ir.Instruction]], list[Task]] = {}
+    done: dict[tuple[int, type[tree.Instruction]], list[Task]] = {}
     for task, clock in run(order(instances, meetings(instances))):
         kind, rank = type(task.operation.instruction), task.operation.rank
         done.setdefault((rank, kind), []).append(task)

@@ -14,7 +14,7 @@ from hostweave.base.errors import ProgramError
 from hostweave.check.interpret import interpret
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.resharding import plan
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.options import Options
 from hostweave.passes.fusion.choose_overlap import choose_overlap
 from hostweave.passes.fusion.decompose_reshards import decompose_reshards
@@ -281,7 +281,7 @@ def test_passes_look_into_on_bodies() -> None:
         }}"""
     )
     grouped = group_communications(host, Options())
-    assert [len(i.body) for i in ir.walk(grouped.body) if isinstance(i, ir.Group)] == [2]
+    assert [len(i.body) for i in tree.walk(grouped.body) if isinstance(i, ir.Group)] == [2]
     (on,) = sink_waits(host, Options()).body
     assert isinstance(on, ir.OnMesh)
     assert [type(i).__name__ for i in on.body[-3:]] == ["Copy", "Join", "Copy"]
@@ -319,7 +319,7 @@ def test_ranks_of_different_meshes_take_turns_apart() -> None:
     loop = next(i for i in serialize_channels(host, Options()).body if isinstance(i, ir.For))
     (stream,) = loop.body
     assert isinstance(stream, ir.OnStream)
-    a, b = ([type(i).__name__ for i in ir.walk((on,)) if isinstance(i, (ir.Wait, ir.Record, ir.Communication))] for on in stream.body)
+    a, b = ([type(i).__name__ for i in tree.walk((on,)) if isinstance(i, (ir.Wait, ir.Record, ir.Communication))] for on in stream.body)
     assert a == ["Wait", "AllReduce", "Send", "Record"]
     assert b == ["Recv"]
 

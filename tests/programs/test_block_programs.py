@@ -7,17 +7,17 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from scaled_tolerance import tolerance_at_scale
 from whole_programs import compiled, expect, integer_arrays, random_arrays, sizes_of
 
 import hostweave as hw
 from hostweave.base.paths import EXAMPLES
 from hostweave.cli.programs import load_file
-from hostweave.cli.tolerance import tolerance_at_scale
 from hostweave.emit import render
 from hostweave.fusion_ir.calls import inlined
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.reference import run_reference
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.options import Options
 from hostweave.pipeline import lower
 from hostweave.runtime.cpu import parallel, seeded
@@ -155,7 +155,7 @@ def test_32_layers_of_llama() -> None:
     host = lower(fusion, Options())
     assert time.process_time() - started < 5
     assert [block.name for block in host.functions] == ["layer"]
-    communications = Counter(type(i).__name__ for i in ir.walk(host.functions[0].body) if isinstance(i, ir.Communication))
+    communications = Counter(type(i).__name__ for i in tree.walk(host.functions[0].body) if isinstance(i, ir.Communication))
     assert communications == {"AllGather": 2, "ReduceScatter": 2}  # of rows that may be uneven, too
     source = render(host)["program.cpp"]
     assert source.count("void Program::layer(") == 1

@@ -13,7 +13,7 @@ from whole_programs import compiled, lowered
 import hostweave as hw
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.reference import run_reference
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.runtime.cpu import parallel, seeded
 from hostweave.types.numpy_dtypes import numpy_dtype
 from hostweave.types.tensor import DType
@@ -192,7 +192,7 @@ def test_a_norm_is_one_kernel() -> None:
 def test_a_rotary_embedding_is_one_kernel_and_copies_nothing() -> None:
     host = lowered(rotary(1, hw.bf16))
     assert len(host.kernels) == 3
-    assert not [i for i in ir.walk(host.body) if isinstance(i, ir.Copy)]
+    assert not [i for i in tree.walk(host.body) if isinstance(i, ir.Copy)]
 
 
 def test_what_heads_attend_to_is_written_beside_that_of_other_heads() -> None:
@@ -203,4 +203,4 @@ def test_what_heads_attend_to_is_written_beside_that_of_other_heads() -> None:
         heads = hw.scaled_dot_product_attention(q, q, q)
         return hw.matmul(hw.reshape(hw.permute_dims(heads, (0, 2, 1, 3)), "B", "S", 32), w)
 
-    assert not [i for i in ir.walk(lowered(layer).body) if isinstance(i, ir.Copy)]
+    assert not [i for i in tree.walk(lowered(layer).body) if isinstance(i, ir.Copy)]

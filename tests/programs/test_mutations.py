@@ -18,7 +18,7 @@ import hostweave as hw
 from hostweave.base.errors import ExecutionError, ProgramError
 from hostweave.check.check import check
 from hostweave.fusion_ir.ir import Fusion
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies, joined
 from hostweave.host_ir.ir import HostProgram
 from hostweave.host_ir.text import print_instruction
@@ -35,10 +35,10 @@ TURNS = "turn"  # the event that orders channels: without it ranks may wait for 
 def mutants(host: HostProgram) -> Iterator[tuple[str, HostProgram]]:
     """The program without one of its synchronisations, and which one that is."""
     parts = bodies(host)
-    found = [(at, i) for at, part in enumerate(parts) for i in ir.walk(part.body) if isinstance(i, SYNCHRONISATION)]
+    found = [(at, i) for at, part in enumerate(parts) for i in tree.walk(part.body) if isinstance(i, SYNCHRONISATION)]
     for number, (at, dropped) in enumerate(found):
         (text,) = print_instruction(dropped)
-        body = ir.rewrite(parts[at].body, lambda i, dropped=dropped: () if i is dropped else None)
+        body = tree.rewrite(parts[at].body, lambda i, dropped=dropped: () if i is dropped else None)
         yield f"{number} {text}", joined([*parts[:at], replace(parts[at], body=body), *parts[at + 1 :]])
 
 
@@ -107,8 +107,8 @@ def test_dropped_turns() -> None:
 
 def without_idle_waits(mutant: HostProgram) -> HostProgram:
     """CUDA takes a wait for an event that was never recorded as no wait at all; the check takes it as an error."""
-    recorded = {i.event for i in ir.walk(mutant.body) if isinstance(i, ir.Record)}
-    return replace(mutant, body=ir.rewrite(mutant.body, lambda i: () if isinstance(i, ir.Wait) and i.event not in recorded else None))
+    recorded = {i.event for i in tree.walk(mutant.body) if isinstance(i, ir.Record)}
+    return replace(mutant, body=tree.rewrite(mutant.body, lambda i: () if isinstance(i, ir.Wait) and i.event not in recorded else None))
 
 
 def is_accepted(mutant: HostProgram) -> bool:

@@ -16,7 +16,7 @@ import hostweave as hw
 from hostweave.base.errors import ArgumentError, ExecutionError, ProgramError
 from hostweave.check.check import check
 from hostweave.cli.memory_plan import memory_plan, memory_report
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.runtime.cpu import parallel, seeded
 from hostweave.runtime.local import LocalProgram
 from hostweave.targets.target import CPU_DEVICE, find_target
@@ -94,10 +94,10 @@ def test_shards_of_any_size_compile_for_cuda() -> None:
 
 def test_every_join_and_fork_is_needed() -> None:
     host = lowered(fusion_of("two_stages_streamed", 4, 3, hw.bf16))
-    dropped = [i for i in ir.walk(host.body) if isinstance(i, ir.Fork | ir.Join | ir.Wait)]
+    dropped = [i for i in tree.walk(host.body) if isinstance(i, ir.Fork | ir.Join | ir.Wait)]
     assert len(dropped) == 5
     for instruction in dropped:
-        body = ir.rewrite(host.body, lambda i, dropped=instruction: () if i is dropped else None)
+        body = tree.rewrite(host.body, lambda i, dropped=instruction: () if i is dropped else None)
         with pytest.raises(ProgramError, match="nothing orders"):
             check(replace(host, body=body))
 

@@ -12,7 +12,7 @@ from whole_programs import compiled, expect, integer_arrays, lowered
 import hostweave as hw
 from hostweave.base.errors import ArgumentError, ProgramError
 from hostweave.fusion_ir.ir import Fusion
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.verify import verify_host
 from hostweave.runtime.cpu import parallel, seeded
 from hostweave.types.tensor import DType
@@ -87,8 +87,8 @@ def test_a_slice_is_a_view_and_operands_of_a_concat_are_made_in_place() -> None:
         return hw.concat([hw.matmul(x, w), x[:, 2:4] * 2], axis=1), hw.exp(x[:, :2] + x[:, 1:3])
 
     body = lowered(parts).body
-    assert not [i for i in ir.walk(body) if isinstance(i, ir.Copy | ir.Allocate)]
-    assert sum(isinstance(i, ir.Launch) for i in ir.walk(body)) == 2
+    assert not [i for i in tree.walk(body) if isinstance(i, ir.Copy | ir.Allocate)]
+    assert sum(isinstance(i, ir.Launch) for i in tree.walk(body)) == 2
 
 
 TOO_SMALL = [

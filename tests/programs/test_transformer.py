@@ -11,6 +11,7 @@ from functools import cache
 import numpy as np
 import pytest
 from cuda_here import needs_cuda
+from scaled_tolerance import tolerance_at_scale
 from transformer_reference import Array, Reference
 from whole_programs import compiled, lowered
 
@@ -18,9 +19,8 @@ import hostweave as hw
 from hostweave.base.paths import EXAMPLES
 from hostweave.build.cuda import gpus
 from hostweave.cli.programs import load_file, programs_in
-from hostweave.cli.tolerance import tolerance_at_scale
 from hostweave.fusion_ir.ir import Fusion
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.runtime.cpu import parallel, seeded
 from hostweave.types.numpy_dtypes import numpy_dtype
 from hostweave.types.shards import block_of
@@ -149,14 +149,14 @@ def test_compiles_for_cuda(name: str) -> None:
 # --- communications ---------------------------------------------------------------------------------------------------
 
 
-def communications(body: ir.Body) -> Counter[str]:
+def communications(body: tree.Body) -> Counter[str]:
     """How many of each kind a call runs."""
     counts: Counter[str] = Counter()
     for instruction in body:
         if isinstance(instruction, ir.Communication):
             counts[f"{type(instruction).__name__} {instruction.channel}"] += 1
         else:
-            for inner in ir.bodies(instruction):
+            for inner in tree.bodies(instruction):
                 counts += communications(inner)
     return counts
 
@@ -184,8 +184,10 @@ def test_communications_of_a_backward_pass(name: str) -> None:
     """Gradients of weights are summed over dp, on the stream of their own."""
     host = lowered(programs(VARIANTS[2])[name])
     assert communications(host.body) == GRADIENTS[name]
-    aside = [i for block in ir.walk(host.body) if isinstance(block, ir.OnStream) and block.stream == "comm" for i in ir.walk(block.body)]
-    assert sum(isinstance(i, ir.AllReduce) and i.channel == "dp" for i in aside) == GRADIENTS[name]["AllReduce dp"]
+    beside = [
+        i for block in tree.walk(host.body) if isinstance(block, ir.OnStream) and block.stream == "comm" for i in tree.walk(block.body)
+    ]
+    assert sum(isinstance(i, ir.AllReduce) and i.channel == "dp" for i in beside) == GRADIENTS[name]["AllReduce dp"]
     first = next(place for place, i in enumerate(host.body) if isinstance(i, ir.OnStream))
     joined = next(place for place, i in enumerate(host.body) if isinstance(i, ir.Join))
     assert any(isinstance(i, ir.Matmul) for i in host.body[first:joined])
@@ -195,7 +197,7 @@ def test_communications_of_a_backward_pass(name: str) -> None:
 def test_no_layer_copies_what_it_has(name: str) -> None:
     """Where ranks share evenly, what is computed is where it is used next."""
     host = lowered(programs(VARIANTS[2])[name])
-    assert not [i for i in ir.walk(host.body) if isinstance(i, ir.Copy)]
+    assert not [i for i in tree.walk(host.body) if isinstance(i, ir.Copy)]
 
 
 # --- the reference ----------------------------------------------------------------------------------------------------

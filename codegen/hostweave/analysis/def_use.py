@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.aliases import AliasRoots
 from hostweave.host_ir.expr import Expr
 from hostweave.types.size import Size
@@ -17,14 +17,14 @@ from hostweave.types.size import Size
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """An instruction, its number in `ir.walk`, the body it stands in and where, and what is around it, outermost first.
+    """An instruction, its number in `tree.walk`, the body it stands in and where, and what is around it, outermost first.
 
     What is posted in a group stands where the group does, the number of which is its `statement`; that of others is their own.
     """
 
-    instruction: ir.Instruction
+    instruction: tree.Instruction
     number: int
-    body: ir.Body
+    body: tree.Body
     index: int
     around: tuple[Place, ...]
     statement: int
@@ -45,12 +45,12 @@ class Place:
         return next((place for place in self.around if place.instruction.ranks), None)
 
     @property
-    def on_stream(self) -> ir.Slot | None:
+    def on_stream(self) -> tree.Slot | None:
         """The stream that its body runs on."""
-        return ir.slot(self.instruction, "stream")
+        return tree.slot(self.instruction, "stream")
 
     @property
-    def stream(self) -> ir.Slot | None:
+    def stream(self) -> tree.Slot | None:
         """The stream that it runs on; None: the caller's."""
         return self.block.on_stream if self.block else None
 
@@ -71,11 +71,11 @@ class DefUse:
         self.lives: dict[Place, list[Place]] = {}  # of each allocate: what touches its memory, in order
         self._visit(program.body, ())
 
-    def _visit(self, body: ir.Body, around: tuple[Place, ...]) -> None:
+    def _visit(self, body: tree.Body, around: tuple[Place, ...]) -> None:
         for index, i in enumerate(body):
             number = len(self.places)
             place = self._place(Place(i, number, body, index, around, number))
-            for inner in ir.bodies(i):
+            for inner in tree.bodies(i):
                 if i.grouped:
                     for member in inner:
                         self._place(Place(member, len(self.places), body, index, around, number))
@@ -86,11 +86,11 @@ class DefUse:
         i = place.instruction
         self.places.append(place)
         self.roots.define(i)
-        self.indices.update(dict.fromkeys(ir.names(i, "index"), place))
-        for name in ir.names(i, "allocate"):
+        self.indices.update(dict.fromkeys(tree.names(i, "index"), place))
+        for name in tree.names(i, "allocate"):
             self.allocates[name], self.touches[name] = place, []
             self.lives[place] = self.touches[name]
-        for name in ir.names(i, "view"):
+        for name in tree.names(i, "view"):
             self.views[name] = place
             for root in self.roots.all_of(name):
                 self.viewed.setdefault(root, []).append(place)
@@ -102,9 +102,9 @@ class DefUse:
         """The parameter or allocation that a buffer is, or is a view of."""
         return self.roots.of(name)
 
-    def _roots(self, i: ir.Instruction, *roles: str) -> dict[str, None]:
+    def _roots(self, i: tree.Instruction, *roles: str) -> dict[str, None]:
         """All that an instruction may touch by the names of these roles."""
-        return dict.fromkeys(root for name in ir.names(i, *roles) for root in self.roots.all_of(name))
+        return dict.fromkeys(root for name in tree.names(i, *roles) for root in self.roots.all_of(name))
 
     def is_whole(self, name: str) -> bool:
         """Whether a buffer is all of a parameter or allocation, its elements in order."""
@@ -116,24 +116,24 @@ class DefUse:
 
     def chunk(self, view: Place) -> tuple[int, Expr, Size] | None:
         """Of a view of one of equal chunks: the dim, the number of the chunk, and how many there are."""
-        source, *_ = ir.names(view.instruction, "alias")
+        source, *_ = tree.names(view.instruction, "alias")
         return view.instruction.chunk_of(self.types[source])
 
-    def edited(self, gone: set[int], before: Mapping[int, ir.Body]) -> ir.Body:
+    def edited(self, gone: set[int], before: Mapping[int, tree.Body]) -> tree.Body:
         """The program's body without the instructions of some numbers, and with others before those of some."""
         kept = {number: () if number in gone else (self.places[number].instruction,) for number in gone | before.keys()}
-        return ir.edited(self.program.body, {number: (*before.get(number, ()), *own) for number, own in kept.items()})
+        return tree.edited(self.program.body, {number: (*before.get(number, ()), *own) for number, own in kept.items()})
 
     # --- what instructions touch, with all that is in their bodies ---
 
-    def reads(self, instructions: Iterable[ir.Instruction]) -> set[str]:
-        return {root for i in ir.walk(tuple(instructions)) for root in self._roots(i, "read")}
+    def reads(self, instructions: Iterable[tree.Instruction]) -> set[str]:
+        return {root for i in tree.walk(tuple(instructions)) for root in self._roots(i, "read")}
 
-    def writes(self, instructions: Iterable[ir.Instruction]) -> set[str]:
+    def writes(self, instructions: Iterable[tree.Instruction]) -> set[str]:
         """Or frees."""
-        return {root for i in ir.walk(tuple(instructions)) for root in self._roots(i, "write", "free")}
+        return {root for i in tree.walk(tuple(instructions)) for root in self._roots(i, "write", "free")}
 
-    def conflict(self, some: Iterable[ir.Instruction], others: Iterable[ir.Instruction]) -> bool:
+    def conflict(self, some: Iterable[tree.Instruction], others: Iterable[tree.Instruction]) -> bool:
         """Whether the order of the two matters: one writes what the other reads or writes."""
         some, others = tuple(some), tuple(others)
         written, also_written = self.writes(some), self.writes(others)

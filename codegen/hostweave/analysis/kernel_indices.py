@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hostweave.fusion_ir.index_map import ONE, Labels
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS, index_map, operand_types
-from hostweave.host_ir import ir
+from hostweave.host_ir import tree
 from hostweave.host_ir.ir import Kernel
 from hostweave.types.size import Size
 from hostweave.types.tensor import TensorType
@@ -119,10 +119,10 @@ def reduced_indices(op: Op, indices: dict[str, Labels]) -> set[str]:
     return {index for index in indices[op.tensors[0]] if index is not None} - set(indices[op.result.name])
 
 
-def may_overwrite(i: ir.Instruction, kernels: Mapping[str, Kernel], read: str, written: str) -> bool:
+def may_overwrite(i: tree.Instruction, kernels: Mapping[str, Kernel], read: str, written: str) -> bool:
     """Whether an instruction may write one buffer over another, element by element. What a kernel of the user reads where is not known."""
-    sources, result = ir.names(i, "read"), ir.names(i, "write").index(written)
-    for name in ir.names(i, "launch"):
+    sources, result = tree.names(i, "read"), tree.names(i, "write").index(written)
+    for name in tree.names(i, "launch"):
         read_at = [number for number, source in enumerate(sources) if source == read]
         return name in kernels and all(reads_own_index(kernels[name], number, result) for number in read_at)
     field = getattr(i, i.in_place, ())

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hostweave.analysis.def_use import Place, def_use
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.expr import Var
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import BufferType
@@ -27,7 +27,7 @@ class Begin:
 
     @property
     def name(self) -> str:
-        return ir.names(self.place.instruction, "allocate")[0]
+        return tree.names(self.place.instruction, "allocate")[0]
 
     @property
     def type(self) -> BufferType:
@@ -74,7 +74,7 @@ def allocating_functions(program: ir.HostProgram) -> set[str]:
     """The functions that allocate, or call such."""
     found: set[str] = set()
     for function in program.functions:
-        if any(ir.names(i, "allocate") or not found.isdisjoint(ir.names(i, "call")) for i in ir.walk(function.body)):
+        if any(tree.names(i, "allocate") or not found.isdisjoint(tree.names(i, "call")) for i in tree.walk(function.body)):
             found.add(function.name)
     return found
 
@@ -88,33 +88,33 @@ class _Walk:
     def __post_init__(self) -> None:
         self.allocates = iter(def_use(self.program).lives)
 
-    def body(self, body: ir.Body, outer: dict[str, Begin], is_nested: bool = True) -> Steps:
+    def body(self, body: tree.Body, outer: dict[str, Begin], is_nested: bool = True) -> Steps:
         known, own = dict(outer), dict[str, Begin]()
         steps = self.steps(body, known, own)
         return (*steps, *map(End, own.values())) if is_nested else steps
 
-    def steps(self, body: ir.Body, known: dict[str, Begin], own: dict[str, Begin]) -> Steps:
+    def steps(self, body: tree.Body, known: dict[str, Begin], own: dict[str, Begin]) -> Steps:
         """Of the instructions of a body; `own` is what has begun in it, and stays where that was on some of the ranks."""
         steps: list[Step] = []
         for i in body:
-            for name in ir.names(i, "allocate"):
+            for name in tree.names(i, "allocate"):
                 place = next(self.allocates)
                 own[name] = known[name] = begin = Begin(place, self.slots(place.stream) if place.stream else 1)
                 steps.append(begin)
-            for name in ir.names(i, "free"):
+            for name in tree.names(i, "free"):
                 own.pop(name, None)
                 steps.append(End(known[name]))
-            steps += map(Joined, ir.names(i, "join"))
-            steps += (Called(name) for name in ir.names(i, "call") if name in allocating_functions(self.program))
+            steps += map(Joined, tree.names(i, "join"))
+            steps += (Called(name) for name in tree.names(i, "call") if name in allocating_functions(self.program))
             if i.trips is not None and i.trips.is_int:
-                self.counts.update(dict.fromkeys(ir.names(i, "index"), int(i.trips)))
+                self.counts.update(dict.fromkeys(tree.names(i, "index"), int(i.trips)))
             if i.ranks:
-                steps += (OnRanks(i.ranks, self.steps(inner, known, own)) for inner in ir.bodies(i))
+                steps += (OnRanks(i.ranks, self.steps(inner, known, own)) for inner in tree.bodies(i))
                 continue
-            steps += (step for inner in ir.bodies(i) for step in self.body(inner, known))
+            steps += (step for inner in tree.bodies(i) for step in self.body(inner, known))
         return tuple(steps)
 
-    def slots(self, stream: ir.Slot) -> int:
+    def slots(self, stream: tree.Slot) -> int:
         """How many of its streams a block runs on, at most."""
         pool, index = stream
         streams = next(streams.count for streams in self.program.streams if streams.name == pool)
@@ -135,7 +135,7 @@ def _needed(steps: Steps, follows: bool, pools: frozenset[str] = frozenset()) ->
                 if not (inner := _needed(inner, follows, pools)):
                     continue
                 step = OnRanks(mesh, inner)
-                if _begins_any(inner):
+                if any(isinstance(one, Begin | Called) for one in flat(inner)):
                     follows = True
                     joined.clear()
             case End(begin):
@@ -149,13 +149,11 @@ def _needed(steps: Steps, follows: bool, pools: frozenset[str] = frozenset()) ->
     return tuple(reversed(result))
 
 
-def _begins_any(steps: Steps) -> bool:
-    return any(isinstance(step, Begin | Called) or _begins_any(_inside(step)) for step in steps)
-
-
-def _inside(step: Step) -> Steps:
-    return step.steps if isinstance(step, OnRanks) else ()
+def flat(steps: Steps) -> Iterator[Step]:
+    """With those of some of the ranks in their places."""
+    for step in steps:
+        yield from flat(step.steps) if isinstance(step, OnRanks) else (step,)
 
 
 def begins(steps: Steps) -> tuple[Begin, ...]:
-    return tuple(begin for step in steps for begin in ((step,) if isinstance(step, Begin) else begins(_inside(step))))
+    return tuple(step for step in flat(steps) if isinstance(step, Begin))

@@ -1,4 +1,4 @@
-"""Builds the extension module of a host program, or finds it in the cache.
+"""Builds the extension module of a host program, or finds it in the cache, and loads it.
 
 The cache finds it by its IR, which has no source locations: an edit that only moves lines builds nothing, and the sources in the
 cache then have the comments, with the user's lines, of the first build.
@@ -10,8 +10,14 @@ is there is compiled.
 from __future__ import annotations
 
 import os
+import sys
+import threading
 from collections.abc import Callable, Mapping
+from functools import cache
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 
 from hostweave.base.errors import BuildError
 from hostweave.base.paths import PACKAGE, RUNTIME, TEMPLATES
@@ -21,6 +27,8 @@ from hostweave.build.toolchain import Toolchain, require_native
 Sources = Mapping[str, str]  # path -> text
 
 _HOST_IR_FILE = "host_ir.txt"
+_MODULE = "hostweave_program"  # the glue's PyInit_ name: the same for every program, each from a file of its own
+_dlopen_flags = threading.Lock()  # are the interpreter's, not the thread's
 
 
 def build(
@@ -54,6 +62,26 @@ def build(
     folder = get_or_make(entry, make)
     evict()
     return folder
+
+
+@cache
+def load(path: Path, dlopen_flags: int) -> ModuleType:
+    """The module of a built program, with these flags of its target. Raises BuildError where the file cannot be loaded here."""
+    name = f"{path.parent.name}.{_MODULE}"  # pybind11 keeps modules by their full name
+    spec = spec_from_file_location(name, path, loader=ExtensionFileLoader(name, str(path)))
+    assert spec is not None
+    assert spec.loader is not None
+    with _dlopen_flags:
+        before = sys.getdlopenflags()
+        sys.setdlopenflags(os.RTLD_NOW | os.RTLD_LOCAL | dlopen_flags)
+        try:
+            module = module_from_spec(spec)
+            spec.loader.exec_module(module)
+        except ImportError as error:
+            raise BuildError(f"{path} cannot be loaded: {error}; remove its folder to build it again") from error
+        finally:
+            sys.setdlopenflags(before)
+    return module
 
 
 def _edited_sources(name: str, host_ir: str, render: Callable[[], Sources]) -> Sources | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from hostweave.base.errors import ProgramError
 from hostweave.check.operations import failure, instruction_text
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.expr import OPERATORS, Binary, Const, Coordinate, Expr, Rank, Symbol, Var
 from hostweave.types.rank_sizes import Sizes
 from hostweave.types.size import Size, bound
@@ -15,7 +15,7 @@ from hostweave.types.size import Size, bound
 Environment = dict[str, int]  # values of loop indices and lets, and the rank's coordinates as "rank.x"
 
 
-def size_of(program: ir.HostProgram, sizes: Sizes, size: Size, instruction: ir.Instruction | None) -> int:
+def size_of(program: ir.HostProgram, sizes: Sizes, size: Size, instruction: tree.Instruction | None) -> int:
     def wrong(what: str) -> ProgramError:
         where = f"{instruction_text(instruction)}: " if instruction else ""
         return failure(program, f"{where}{what}", instruction)

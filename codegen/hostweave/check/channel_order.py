@@ -15,7 +15,7 @@ from hostweave.check.match_collectives import Channel, channel_of
 from hostweave.check.operations import Instances, Operation
 from hostweave.check.simulate import instantiate
 from hostweave.check.sizes import sizes_to_check
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 
 
 class Posted:
@@ -45,11 +45,11 @@ def unordered(instances: Instances) -> Iterator[tuple[Operation, Operation]]:
 
 
 @ir.analysis
-def unordered_instructions(program: ir.HostProgram) -> set[ir.Instruction]:
+def unordered_instructions(program: ir.HostProgram) -> set[tree.Instruction]:
     """The communications, and groups of them, that some rank may run at the same time as one of another channel."""
-    used = {i.channel for i in ir.walk(program.body) if isinstance(i, ir.Communication)}
+    used = {i.channel for i in tree.walk(program.body) if isinstance(i, ir.Communication)}
     if sum(program.channel(name).takes_turns for name in used) < 2:
         return set()
     pairs = (pair for sizes in sizes_to_check(program) for pair in unordered(instantiate(program, sizes)))
     found = {operation.instruction for pair in pairs for operation in pair}
-    return found.intersection(ir.walk(program.body))  # a function that it calls orders those of its own
+    return found.intersection(tree.walk(program.body))  # a function that it calls orders those of its own

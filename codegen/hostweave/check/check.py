@@ -17,7 +17,7 @@ from hostweave.check.memory import Memory, TaskAccess
 from hostweave.check.operations import Access, Instances, Layout, Operation, Region, failure
 from hostweave.check.simulate import instantiate
 from hostweave.check.sizes import sizes_to_check
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.types.rank_sizes import Sizes, shares
 
 
@@ -58,7 +58,7 @@ class _Checker:
         self.posted = Posted()
         self.tasks = {task.operation: task for task in ordered.tasks}
         self.kernels = {kernel.name: kernel for kernel in instances.program.kernels}
-        self.over: dict[tuple[ir.Instruction, str, str], bool] = {}
+        self.over: dict[tuple[tree.Instruction, str, str], bool] = {}
         self.memories: list[dict[str, Memory]] = []
         # The first read of bytes that nothing wrote before. If their write comes later, the race says more.
         self.empty: tuple[Operation, Access, range] | None = None
@@ -84,7 +84,8 @@ class _Checker:
         for freed in task.operation.frees:
             by = self.tasks[freed]
             if clock[by.lane] < by.number:
-                self.reused(task.operation, freed)
+                lender = f"may get bytes of %{freed.accesses[0].name}, which {freed} frees"
+                self.fail(task.operation, f" {lender}: nothing orders them; {_remedy(task.operation, freed)}")
         for part, access in touches:
             memory = memories[access.region.root]
             if access.reads and self.empty is None and (empty := memory.first_empty(access.region)):
@@ -94,15 +95,12 @@ class _Checker:
                 self.race(touch, conflict, memory)
             if access.region.generation in memory.freed:
                 self.fail(part, f" {_verb(part, access)} %{access.name} after its deallocate: move the deallocate down, out of the loop")
-            if ir.names(part.instruction, "free"):
+            if tree.names(part.instruction, "free"):
                 memory.freed.add(access.region.generation)
         for earlier in self.posted.unordered(task, clock):
-            self.two_channels(task.operation, earlier)
-
-    def reused(self, allocate: Operation, freed: Operation) -> NoReturn:
-        (old,) = freed.accesses
-        lender = f"may get bytes of %{old.name}, which {freed} frees"
-        self.fail(allocate, f" {lender}: nothing orders them; {_remedy(allocate, freed)}")
+            one, other = task.operation.communications[0], earlier.communications[0]
+            fault = f" and {other} are over different channels, and nothing orders them on the rank, which can deadlock"
+            self.fail(one, f"{fault}; {_remedy(one, other)}")
 
     def apart(self, memory: Memory, part: Operation, access: Access, other: Operation, second: Access) -> None:
         """Two accesses of one task run at the same time."""
@@ -141,11 +139,6 @@ class _Checker:
             user = f"{other} {_verb(other, conflict.access)} {same}"
         self.fail(part, f" {_verb(part, access)} %{access.name} while {user}: nothing orders them; {_remedy(part, other)}")
 
-    def two_channels(self, later: Operation, earlier: Operation) -> NoReturn:
-        one, other = later.communications[0], earlier.communications[0]
-        fault = f" and {other} are over different channels, and nothing orders them on the rank, which can deadlock"
-        self.fail(one, f"{fault}; {_remedy(one, other)}")
-
     def issued(self, touch: TaskAccess) -> int:
         return self.instances.ranks[touch.part.rank].index(touch.by.operation)
 
@@ -156,25 +149,19 @@ class _Checker:
             part, access, empty = self.empty
             where = f"bytes {empty.start} to {empty.stop} of %{access.region.root}"
             self.fail(part, f" reads %{access.name} before anything wrote {where}: write them first, or drop the read")
+        owned = {p.name: p.type.mesh_in(self.instances.program.mesh) for p in self.instances.program.outputs}
         for rank, memories in enumerate(self.memories):
-            clock = self.order.caller_clock(rank)
+            clock = self.order.clocks[self.order.callers[rank].lane]
             for name, memory in memories.items():
                 if (touch := memory.unfinished(clock)) is not None:
-                    self.unjoined(touch, memory)
+                    part, pool = touch.part, touch.part.stream[0] if touch.part.stream else ""
+                    user = f"{_verb(part, touch.access)} %{touch.access.name}, and {_AFTERWARDS[memory.root.role]}"
+                    self.fail(part, f" {user}: nothing orders the caller's stream after it; add join {pool} behind it")
                 gap = memory.first_empty(Region(name, 0, memory.root.layout, 0))
-                if gap and memory.root.role == "output" and self.holds(rank, name):
+                has_output = name in owned and rank in owned[name].all_ranks
+                if gap and has_output:
                     missing = f"rank {rank}: nothing writes bytes {gap.start} to {gap.stop} of the output %{name}"
                     raise failure(self.instances.program, f"{missing}: write all of every output")
-
-    def holds(self, rank: int, parameter: str) -> bool:
-        program = self.instances.program
-        return any(p.name == parameter and rank in p.type.mesh_in(program.mesh).all_ranks for p in program.outputs)
-
-    def unjoined(self, touch: TaskAccess, memory: Memory) -> NoReturn:
-        part, access = touch.part, touch.access
-        pool = part.stream[0] if part.stream else ""
-        user = f"{_verb(part, access)} %{access.name}, and {_AFTERWARDS[memory.root.role]}"
-        self.fail(part, f" {user}: nothing orders the caller's stream after it; add join {pool} behind it")
 
 
 # Who uses memory before and after the call, on the caller's stream.
@@ -192,9 +179,9 @@ def _own_block(part: Operation, blocks: Layout, along: int | None) -> int:
 
 
 def _verb(part: Operation, access: Access) -> str:
-    if ir.names(part.instruction, "free"):
+    if tree.names(part.instruction, "free"):
         return "frees"
-    if ir.names(part.instruction, "allocate"):
+    if tree.names(part.instruction, "allocate"):
         return "allocates"
     return "updates" if access.reads and access.writes else "writes" if access.writes else "reads"
 

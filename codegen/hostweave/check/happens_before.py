@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from hostweave.check.match_collectives import Meeting
 from hostweave.check.operations import Instances, Operation, Stream, failure
-from hostweave.host_ir import ir
+from hostweave.host_ir import tree
 
 Clock = list[int]  # a vector clock: for each stream of each rank, how many of its tasks are known to be done
 
@@ -57,9 +57,6 @@ class Order:
     callers: list[Task]  # by rank: what came before the call
     clocks: list[Clock]
 
-    def caller_clock(self, rank: int) -> Clock:
-        return self.clocks[self.callers[rank].lane]
-
 
 def order(instances: Instances, met: list[Meeting]) -> Order:
     program = instances.program
@@ -73,7 +70,7 @@ def order(instances: Instances, met: list[Meeting]) -> Order:
         first = rank * len(streams)
         last = [0] * len(streams)
         last[0] = clocks[first][first] = 1
-        callers.append(Task(Operation(ir.Instruction(), rank, None, ()), first, 1))
+        callers.append(Task(Operation(tree.Instruction(), rank, None, ()), first, 1))
         latest: dict[int, Task] = {}  # the last task of each stream
         posted: Task | None = None  # the last communication
         for operation in operations:

@@ -20,7 +20,8 @@ from hostweave.check.operations import Access, Instances, Operation
 from hostweave.check.simulate import instantiate
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS
-from hostweave.host_ir import ir
+from hostweave.fusion_ir.ops.definition import bound_attributes
+from hostweave.host_ir import ir, tree
 from hostweave.types.numpy_dtypes import cast, numpy_dtype
 from hostweave.types.rank_sizes import Sizes, shares
 from hostweave.types.shards import bind_sizes, block_of, holds, whole_shape
@@ -156,7 +157,7 @@ class _Rank:
         reads = [self.array(access) for access in operation.accesses if access.reads]
         writes = [self.array(access) for access in operation.accesses if access.writes]
         if isinstance(i, ir.Compute):
-            launched = [result for name in ir.names(i, "launch") for result in self.launched(name, reads)]
+            launched = [result for name in tree.names(i, "launch") for result in self.launched(name, reads)]
             for written, result in zip(writes, launched or i.computed(np, self.sizes, *map(_widened, reads)), strict=True):
                 written[...] = np.reshape(result, written.shape) if np.ndim(result) else result
 
@@ -174,7 +175,7 @@ class _Rank:
         stated = definition.stated_type(lambda: tuple(size.bind(self.sizes) for size in result.shape), numpy_dtype(result.dtype))
         operands = [_widened(values[operand]) if isinstance(operand, str) else operand for operand in op.operands]
         with np.errstate(all="ignore"):
-            computed: Array = np.asarray(definition.numpy(np, *operands, **dict(op.attributes), **stated))
+            computed: Array = np.asarray(definition.numpy(np, *operands, **bound_attributes(op, self.sizes), **stated))
         return cast(computed, result.dtype)
 
 

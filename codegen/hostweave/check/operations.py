@@ -9,7 +9,7 @@ from math import gcd, prod
 from typing import NamedTuple
 
 from hostweave.base.errors import ProgramError
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.text import print_instruction
 from hostweave.types.rank_sizes import RankSizes
 from hostweave.types.tensor import DType
@@ -88,7 +88,7 @@ class Access(NamedTuple):
 class Operation:
     """One execution of an instruction by one rank. A fork is one operation on the caller's stream and one on each forked stream."""
 
-    instruction: ir.Instruction
+    instruction: tree.Instruction
     rank: int
     stream: Stream | None  # None: the caller's
     steps: tuple[tuple[str, int], ...]  # the indices of the loops around it
@@ -116,7 +116,7 @@ class Operation:
         return f"rank {self.rank}, {stream}{steps}: {instruction_text(self.instruction)}"
 
 
-def instruction_text(instruction: ir.Instruction) -> str:
+def instruction_text(instruction: tree.Instruction) -> str:
     """An instruction on one line; of one with a body only the head."""
     return print_instruction(instruction)[0].removesuffix(" {")
 
@@ -144,7 +144,7 @@ class Instances:
     ranks: tuple[tuple[Operation, ...], ...]
 
 
-def failure(program: ir.HostProgram, message: str, instruction: ir.Instruction | None = None) -> ProgramError:
+def failure(program: ir.HostProgram, message: str, instruction: tree.Instruction | None = None) -> ProgramError:
     """The error for a fault of `program` that shows in one concrete execution, placed at the user's line where that is known."""
     location = instruction.location if instruction else None
     return ProgramError(message if location else f"@{program.name}: {message}", location)

@@ -16,9 +16,10 @@ from typing import Any, NoReturn
 from hostweave.check.bindings import Environment, compiled, size_of
 from hostweave.check.operations import Access, Instances, Layout, Operation, Region, Root, Stream, failure, layout
 from hostweave.check.sizes import all_sizes
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import dedupe_functions, ends, inlined
 from hostweave.host_ir.expr import Const, Expr
+from hostweave.host_ir.strides import strides_of
 from hostweave.types.blocks import boxes, elements
 from hostweave.types.mesh import Mesh
 from hostweave.types.rank_sizes import RankSizes, Sizes
@@ -80,25 +81,23 @@ class _Run:
         parameters = (*self.program.inputs, *self.program.outputs)
         self.places = {p.name: (p.name, 0, 0) for p in parameters if self.rank in p.type.mesh_in(mesh).all_ranks}
 
-    def place(self, name: str, instruction: ir.Instruction) -> tuple[str, int, int]:
+    def place(self, name: str, instruction: tree.Instruction) -> tuple[str, int, int]:
         """Root, offset in bytes and generation of a buffer."""
         if name not in self.places:
             self.fail(instruction, f"%{name} is not on this rank: stand it under `on` the mesh that has it")
         return self.places[name]
+
+    def region(self, name: str, layout: Layout, instruction: tree.Instruction, further: int = 0) -> Region:
+        """The bytes that lie so in a buffer, so many bytes after its beginning."""
+        root, offset, generation = self.place(name, instruction)
+        return Region(root, offset + further, layout, generation)
 
     def issue(self, operation: Operation) -> Operation:
         self.operations.append(operation)
         self.last[operation.stream] = operation
         return operation
 
-    def take_steps(self, count: int, loop: ir.For) -> None:
-        """Counts the steps of a loop: all that a rank does is kept in memory."""
-        self.steps_taken += count
-        if self.steps_taken > MAX_STEPS:
-            why = f"the rank takes more than {MAX_STEPS} steps of loops, the most that can be checked"
-            self.fail(loop, f"{why}; give it fewer, or check it at smaller sizes")
-
-    def fail(self, instruction: ir.Instruction, message: str) -> NoReturn:
+    def fail(self, instruction: tree.Instruction, message: str) -> NoReturn:
         raise failure(self.program, f"{Operation(instruction, self.rank, self.stream, self.steps)}: {message}", instruction)
 
 
@@ -127,12 +126,12 @@ class _Binder:
                 self.define(parameter.name, program.local_type(parameter), None)
                 self.roots[parameter.name] = Root(self.layouts[parameter.name], role)
 
-    def define(self, name: str, buffer: BufferType, instruction: ir.Instruction | None) -> None:
+    def define(self, name: str, buffer: BufferType, instruction: tree.Instruction | None) -> None:
         shape = tuple(self.size(size, instruction) for size in buffer.shape)
-        strides = tuple(self.size(size, instruction) for size in ir.strides_of(buffer))
+        strides = tuple(self.size(size, instruction) for size in strides_of(buffer))
         self.types[name], self.layouts[name] = buffer, layout(buffer.dtype, shape, strides)
 
-    def size(self, dim_size: Size, instruction: ir.Instruction | None) -> int:
+    def size(self, dim_size: Size, instruction: tree.Instruction | None) -> int:
         bound = self.bound.get(dim_size)
         if bound is None:
             bound = self.bound[dim_size] = size_of(self.program, self.sizes, dim_size, instruction)
@@ -141,13 +140,13 @@ class _Binder:
     def expr(self, expr: Expr) -> Callable[[Environment], int]:
         return compiled(expr, self.sizes)
 
-    def body(self, body: ir.Body) -> list[Step]:
-        return [ir.of_kind(_BINDERS, type(instruction))(self, instruction) for instruction in body]
+    def body(self, body: tree.Body) -> list[Step]:
+        return [tree.of_kind(_BINDERS, type(instruction))(self, instruction) for instruction in body]
 
-    def nested(self, body: ir.Body) -> list[Step]:
+    def nested(self, body: tree.Body) -> list[Step]:
         """A body at whose end its memory ends too, also what it allocates on some of the ranks."""
-        on_ranks = (ir.with_bodies(i, lambda inner: tuple(ends(inner, body))) for i in body if i.ranks)
-        return self.body((*body, *ends(body, body), *(i for i in on_ranks if any(ir.bodies(i)))))
+        on_ranks = (tree.with_bodies(i, lambda inner: tuple(ends(inner, body))) for i in body if i.ranks)
+        return self.body((*body, *ends(body, body), *(i for i in on_ranks if any(tree.bodies(i)))))
 
 
 # --- one binder an instruction that is not just memory read and written -----------------------------------------------
@@ -163,7 +162,7 @@ def _allocate(b: _Binder, i: ir.Allocate) -> Step:
     b.roots.update(dict.fromkeys(roots, Root(b.layouts[i.out], "allocation")))
     b.own[i.out] = pool is not None
     whole = b.layouts[i.out]
-    joining = [loop.out for loop in b.loops if any(pool in ir.names(j, "join") for j in ir.walk(loop.body))]
+    joining = [loop.out for loop in b.loops if any(pool in tree.names(j, "join") for j in tree.walk(loop.body))]
     loops = [loop.out for loop in b.loops], joining  # in which what other streams, and this one's neighbours, freed may come again
 
     def step(run: _Run) -> None:
@@ -200,7 +199,7 @@ def _view(b: _Binder, i: ir.View) -> Step:
     type = b.types[i.src]
     b.define(i.out, i.type_of(type), i)
     source, result, where, chosen = b.layouts[i.src], b.layouts[i.out], b.expr(i.offset), b.expr(i.chosen_by or Const(1))
-    first, *_, last = (i.src, *ir.names(i, "alias"))
+    first, *_, last = (i.src, *tree.names(i, "alias"))
     distance = b.size(i.stride(type), i) * source.dtype.itemsize if result.count else 0
     count = b.size(chunk[2], i) if (chunk := i.chunk_of(type)) else 0
     dim, _, indices = i.span if i.span and not chunk else (0, None, None)
@@ -218,7 +217,7 @@ def _view(b: _Binder, i: ir.View) -> Step:
     return step
 
 
-def _post(b: _Binder, i: ir.Instruction) -> Step:
+def _post(b: _Binder, i: tree.Instruction) -> Step:
     """Whatever reads and writes memory: compute, collectives, send and recv."""
     build = _operation(b, i)
 
@@ -239,10 +238,10 @@ def _process_groups(mesh: Mesh, axes: tuple[str, ...]) -> dict[int, tuple[int, .
     return {rank: mesh.process_group(rank, axes) for rank in mesh.all_ranks}
 
 
-def _operation(b: _Binder, i: ir.Instruction) -> Callable[[_Run], Operation]:
+def _operation(b: _Binder, i: tree.Instruction) -> Callable[[_Run], Operation]:
     at_root: list[tuple[str, Layout, bool, bool]] = []  # what the root touches, and any rank where there is none
     elsewhere: list[tuple[str, Layout, bool, bool]] = []  # what a rank touches that is not the root
-    for field_name, role in ir.roles(type(i)).items():
+    for field_name, role in tree.roles(type(i)).items():
         if role not in _TOUCHES:
             continue
         named = getattr(i, field_name)
@@ -262,7 +261,7 @@ def _operation(b: _Binder, i: ir.Instruction) -> Callable[[_Run], Operation]:
                 run.fail(i, f"{_outside(other, value, len(operation.process_group))}: keep it inside the process group")
             operation.peer = operation.process_group[value]
         here = at_root if operation.peer == run.rank or not i.at_root else elsewhere
-        operation.accesses = tuple([_access(run, i, *buffer) for buffer in here])
+        operation.accesses = tuple([Access(name, run.region(name, layout, i), reads, writes) for name, layout, reads, writes in here])
         return operation
 
     return build
@@ -270,11 +269,11 @@ def _operation(b: _Binder, i: ir.Instruction) -> Callable[[_Run], Operation]:
 
 def _blocks(b: _Binder, i: ir.Routed) -> Callable[[_Run], tuple[Operation, ...]]:
     """A send or recv for every route of a rank."""
-    sends, (name,) = i.posts == "send", ir.names(i, "read", "write")
+    sends, (name,) = i.posts == "send", tree.names(i, "read", "write")
     whole = b.layouts[name]
     equal = b.size(Size(whole.count, (), i.count), i) if isinstance(i.count, int) else 0
     channel = b.program.channel(i.channel)
-    parts: dict[int, list[tuple[ir.Instruction, int, int]]] = {}
+    parts: dict[int, list[tuple[tree.Instruction, int, int]]] = {}
     for route in i.routes:
         rank, number, peer = (route.sender, route.sent, route.receiver) if sends else (route.receiver, route.received, route.sender)
         part = (ir.Send if sends else ir.Recv)(name, Const(peer), i.channel, location=i.location)
@@ -288,9 +287,8 @@ def _blocks(b: _Binder, i: ir.Routed) -> Callable[[_Run], tuple[Operation, ...]]
         for part, number, peer in parts.get(run.rank, ()):
             if counts[number] == 0 and not isinstance(i.count, int):
                 continue  # nothing is posted for an empty block
-            root, offset, generation = run.place(name, i)
             block = layout(whole.dtype, (counts[number],), (1,))
-            region = Region(root, offset + starts[number] * whole.dtype.itemsize, block, generation)
+            region = run.region(name, block, i, starts[number] * whole.dtype.itemsize)
             member = Operation(part, run.rank, run.stream, run.steps, (Access(name, region, sends, not sends),))
             member.channel, member.process_group, member.peer = channel, tuple(channel.mesh.all_ranks), peer
             members.append(member)
@@ -299,14 +297,9 @@ def _blocks(b: _Binder, i: ir.Routed) -> Callable[[_Run], tuple[Operation, ...]]
     return build
 
 
-def _access(run: _Run, instruction: ir.Instruction, name: str, layout: Layout, reads: bool, writes: bool) -> Access:
-    root, offset, generation = run.place(name, instruction)
-    return Access(name, Region(root, offset, layout, generation), reads, writes)
-
-
 def _group(b: _Binder, i: ir.Group | ir.Routed) -> Step:
     """What is posted together."""
-    builders = [ir.of_kind(_MEMBERS, type(inner))(b, inner) for inner in next(iter(ir.bodies(i)), (i,))]
+    builders = [tree.of_kind(_MEMBERS, type(inner))(b, inner) for inner in next(iter(tree.bodies(i)), (i,))]
 
     def step(run: _Run) -> None:
         if members := tuple([member for build in builders for member in build(run)]):
@@ -315,14 +308,14 @@ def _group(b: _Binder, i: ir.Group | ir.Routed) -> Step:
     return step
 
 
-def _member(b: _Binder, i: ir.Instruction) -> Callable[[_Run], tuple[Operation, ...]]:
+def _member(b: _Binder, i: tree.Instruction) -> Callable[[_Run], tuple[Operation, ...]]:
     build = _operation(b, i)
     return lambda run: (build(run),)
 
 
 # What an instruction of a group posts.
-_MEMBERS: dict[type[ir.Instruction], Callable[[_Binder, Any], Callable[[_Run], tuple[Operation, ...]]]] = {
-    ir.Instruction: _member,
+_MEMBERS: dict[type[tree.Instruction], Callable[[_Binder, Any], Callable[[_Run], tuple[Operation, ...]]]] = {
+    tree.Instruction: _member,
     ir.Routed: _blocks,
 }
 
@@ -422,7 +415,10 @@ def _for(b: _Binder, i: ir.For) -> Step:
 
     def step(run: _Run) -> None:
         outer = run.steps
-        run.take_steps(count, i)
+        run.steps_taken += count
+        if run.steps_taken > MAX_STEPS:  # all that a rank does is kept in memory
+            why = f"the rank takes more than {MAX_STEPS} steps of loops, the most that can be checked"
+            run.fail(i, f"{why}; give it fewer, or check it at smaller sizes")
         for value in range(count):
             run.environment[i.out] = value
             run.steps = (*outer, (i.out, value))
@@ -459,8 +455,8 @@ def _on_mesh(b: _Binder, i: ir.OnMesh) -> Step:
     return step
 
 
-_BINDERS: dict[type[ir.Instruction], Callable[[_Binder, Any], Step]] = {
-    ir.Instruction: _post,
+_BINDERS: dict[type[tree.Instruction], Callable[[_Binder, Any], Step]] = {
+    tree.Instruction: _post,
     ir.Allocate: _allocate,
     ir.Deallocate: _deallocate,
     ir.View: _view,

@@ -14,7 +14,7 @@ from hostweave.base.errors import HostweaveError
 from hostweave.base.paths import NATIVE
 from hostweave.check.bindings import size_of
 from hostweave.check.sizes import usual_sizes
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies
 from hostweave.types.mesh import Mesh
 from hostweave.types.rank_sizes import RankSizes, Sizes
@@ -173,14 +173,14 @@ def _workspace_row(bytes: int, offsets: tuple[int, ...], parts: Sequence[ir.Host
 
 
 def line_numbers(program: ir.HostProgram) -> list[list[int]]:
-    """For each of its `bodies`, the line of the text that each instruction begins on, in the order of `ir.walk`."""
+    """For each of its `bodies`, the line of the text that each instruction begins on, in the order of `tree.walk`."""
     lines: list[list[int]] = []
 
-    def number(body: ir.Body, line: int) -> int:
+    def number(body: tree.Body, line: int) -> int:
         for i in body:
             lines[-1].append(line)
             line += 1
-            for k, inner in enumerate(ir.bodies(i)):
+            for k, inner in enumerate(tree.bodies(i)):
                 if k == 0 or inner:
                     line = number(inner, line) + 1
         return line
@@ -216,7 +216,7 @@ def memory_report(program: ir.HostProgram, sizes: Mapping[str, int]) -> str:
 
 def _ranks_that_differ(program: ir.HostProgram) -> tuple[int, ...]:
     """The first rank, and the first of those that are on other meshes."""
-    meshes = {i.ranks for body in bodies(program) for i in ir.walk(body.body) if i.ranks}
+    meshes = {i.ranks for body in bodies(program) for i in tree.walk(body.body) if i.ranks}
     first: dict[frozenset[Mesh], int] = {}
     for rank in program.mesh.all_ranks:
         first.setdefault(frozenset(mesh for mesh in meshes if rank in mesh.all_ranks), rank)

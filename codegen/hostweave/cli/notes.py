@@ -9,10 +9,9 @@ from hostweave.base.errors import Location
 from hostweave.check.sizes import usual_sizes
 from hostweave.fusion_ir.calls import inlined as without_calls
 from hostweave.fusion_ir.ir import Fusion
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import inlined
 from hostweave.types.rank_sizes import RankSizes, Sizes
-from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 
 MUCH = 0.1  # of the bytes of a rank's inputs and outputs
@@ -52,7 +51,9 @@ def _gathers(fusion: Fusion, sizes: Sizes) -> Iterator[tuple[Location | None, st
 
 def _packs(host: ir.HostProgram, sizes: Sizes) -> Iterator[tuple[Location | None, str, int]]:
     """Copies between strided views and what a communication reads or writes."""
-    posted = {name for i in ir.walk(host.body) if isinstance(i, ir.Communication) for name in (*ir.names(i, "read"), *ir.names(i, "write"))}
+    posted = {
+        name for i in tree.walk(host.body) if isinstance(i, ir.Communication) for name in (*tree.names(i, "read"), *tree.names(i, "write"))
+    }
     types = ir.buffer_types(host)
     for copy, times in _copies(host.body, sizes, 1):
         source, result = types[copy.src], types[copy.dst]
@@ -61,20 +62,16 @@ def _packs(host: ir.HostProgram, sizes: Sizes) -> Iterator[tuple[Location | None
             yield copy.location, f"{what}; put the dim that it is sharded by outermost", times * _bytes(result, sizes)
 
 
-def _copies(body: ir.Body, sizes: Sizes, times: int) -> Iterator[tuple[ir.Copy | ir.Pack, int]]:
+def _copies(body: tree.Body, sizes: Sizes, times: int) -> Iterator[tuple[ir.Copy | ir.Pack, int]]:
     """The copies, each with how often it runs."""
     for i in body:
         if isinstance(i, ir.Copy | ir.Pack):
             yield i, times
         steps = 1 if i.trips is None else i.trips.bind(sizes)
-        for nested in ir.bodies(i):
+        for nested in tree.bodies(i):
             yield from _copies(nested, sizes, times * steps)
 
 
 def _bytes(type: BufferType, sizes: Sizes) -> int:
-    return prod(_elements(size, sizes) for size in type.shape) * type.dtype.itemsize
-
-
-def _elements(size: Size, sizes: Sizes) -> int:
-    """At these sizes, rounded down where it is a quotient that does not divide."""
-    return (size * size.divisor).bind(sizes) // size.divisor
+    """At these sizes. One that is a quotient which does not divide is rounded down."""
+    return prod((size * size.divisor).bind(sizes) // size.divisor for size in type.shape) * type.dtype.itemsize

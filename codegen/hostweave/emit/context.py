@@ -9,7 +9,7 @@ from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.kernels import Kernel, emit_kernel
 from hostweave.emit.layers import Element, layers_of
 from hostweave.emit.names import Names
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import BufferType
@@ -35,14 +35,6 @@ class Channel:
     @property
     def along(self) -> str:
         return ", ".join(self.ir.axes)
-
-
-@dataclass(frozen=True)
-class Routes:
-    """Which rank sends which block to which."""
-
-    name: str
-    lines: tuple[str, ...]  # of the table
 
 
 @dataclass(frozen=True)
@@ -77,8 +69,8 @@ class ProgramContext:
         for body in bodies(program)[::-1]:  # the user's names come before the ones made here
             for parameter in (*body.inputs, *body.outputs):
                 names.of(parameter.name)
-            for instruction in ir.walk(body.body):
-                for name in ir.names(instruction, "define", "index"):
+            for instruction in tree.walk(body.body):
+                for name in tree.names(instruction, "define", "index"):
                     names.of(name)
         self.layers = layers_of(program, names) if structs else {}
         self.paths = {name: path for layers in self.layers.values() for name, path in layers.paths.items()}
@@ -89,7 +81,7 @@ class ProgramContext:
         self.events = {e.name: Pool(self.members.of(e.name, "events"), e.name, e.count) for e in program.events}
         self.flags: dict[Mesh, str] = {}  # of meshes of some of the ranks
         self.channels: dict[str, Channel] = {}
-        self.routes: dict[ir.Routes, Routes] = {}
+        self.routes: dict[ir.Routes, tuple[str, list[str]]] = {}  # the name and the lines of each table
         self.plans: dict[PlanKey, Plan] = {}
         self.uses_of_plan: dict[PlanKey, set[Mesh]] = {}
         self.declared = {kernel.name: kernel for kernel in program.kernels}

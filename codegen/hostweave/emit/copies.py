@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from hostweave.emit.kernel_loops import ONE, Dim, merged
 from hostweave.fusion_ir.ir import Op, Value
 from hostweave.host_ir import ir
+from hostweave.host_ir.strides import strides_of
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType, TensorType
 from hostweave.types.tensor import Dim as TensorDim
@@ -24,7 +25,7 @@ class Rows:
 
 def copied(src: BufferType, dst: BufferType) -> Rows | None:
     """How a copy goes row by row, or None where its elements are scattered more than that."""
-    strides = zip(ir.strides_of(src), ir.strides_of(dst), strict=True)
+    strides = zip(strides_of(src), strides_of(dst), strict=True)
     dims = merged([Dim(size, pair) for size, pair in zip(src.shape, strides, strict=True)])
     if not dims or dims[-1].strides != (ONE, ONE):
         dims.append(Dim(ONE, (ONE, ONE)))

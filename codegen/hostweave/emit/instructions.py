@@ -9,14 +9,14 @@ from typing import Any
 
 from hostweave.analysis.live_ranges import Begin, begins, live_ranges
 from hostweave.base.errors import Location
-from hostweave.emit.context import WORKSPACE, Plan, ProgramContext, Routes, Temporary
+from hostweave.emit.context import WORKSPACE, Plan, ProgramContext, Temporary
 from hostweave.emit.copies import copied, copy_kernel, fill_kernel
 from hostweave.emit.cpp import CUDA_TYPES
 from hostweave.emit.layers import Element, Words, arrays_of, rolled
 from hostweave.emit.meshes import rank_in_group
 from hostweave.emit.templates import COMMON, lay_out
 from hostweave.fusion_ir.user_kernel import UserKernel, elements, local_size
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.expr import Const, Coordinate, Expr
 from hostweave.host_ir.text import print_instruction
 from hostweave.transports.transport import Transport
@@ -62,7 +62,7 @@ class Emitter:
         self.arrays = arrays_of(program)
         self.elements: dict[str, Element] = {}  # temporaries in arrays
 
-    def body(self, body: ir.Body) -> str:
+    def body(self, body: tree.Body) -> str:
         """The C++ of its instructions, those of one line of the user's source below it.
 
         Calls of functions that follow one another are a loop where they can be.
@@ -83,10 +83,10 @@ class Emitter:
                 calls.append(code)
         return text + rolled(calls, self.context.index)
 
-    def lines_of(self, body: ir.Body) -> list[str]:
+    def lines_of(self, body: tree.Body) -> list[str]:
         """The lines of the user's source that the first work in a body is made of, as comments: of a kernel those of all its ops."""
-        i = next((i for i in ir.walk(body) if i.calls and not i.orders and not ir.bodies(i)), ir.Instruction())
-        kernel = next((self.context.declared.get(name) for name in ir.names(i, "launch")), None)
+        i = next((i for i in tree.walk(body) if i.calls and not i.orders and not tree.bodies(i)), tree.Instruction())
+        kernel = next((self.context.declared.get(name) for name in tree.names(i, "launch")), None)
         locations = [op.location for op in kernel.ops] if kernel else []
         if i.location not in locations:  # the kernel was made for another launch
             locations = [i.location]
@@ -103,18 +103,18 @@ class Emitter:
                 words += [layers.element(self.calls[i.function]), ", "]
         return (*words, f"{self.stream});\n")
 
-    def instruction(self, i: ir.Instruction, last: bool) -> str | Words:
+    def instruction(self, i: tree.Instruction, last: bool) -> str | Words:
         """Its C++: what the emitter has no method for, the template of its class lays out by itself."""
-        text = ir.of_kind(_EMIT, type(i))(self, i)
+        text = tree.of_kind(_EMIT, type(i))(self, i)
         if isinstance(text, tuple):
             return text
         opens_group = i.grouped and not self.in_group
         if opens_group:  # sends and recvs are posted together
             text = lay_out("Group", self.transport(i).template, body=text)
-        declares = ir.names(i, "stream") or opens_group
+        declares = tree.names(i, "stream") or opens_group
         return lay_out("braces", body=text) if declares and not last else text
 
-    def lay_out(self, i: ir.Instruction, **decided: object) -> str:
+    def lay_out(self, i: tree.Instruction, **decided: object) -> str:
         file = self.transport(i).template if isinstance(i, ir.Communication) else COMMON
         return lay_out(type(i).__name__, file, e=self, i=i, **decided)
 
@@ -163,9 +163,9 @@ class Emitter:
         """What a call of the transport ends with."""
         return f"{self.channel(i)}.{self.transport(i).handle}, {self.stream}"
 
-    def transport(self, i: ir.Instruction) -> Transport:
+    def transport(self, i: tree.Instruction) -> Transport:
         """Of a communication, or of all that a group posts."""
-        return next(self.program.channel(inner.channel).transport for inner in ir.walk((i,)) if isinstance(inner, ir.Communication))
+        return next(self.program.channel(inner.channel).transport for inner in tree.walk((i,)) if isinstance(inner, ir.Communication))
 
     # --- memory and views ---
 
@@ -257,7 +257,7 @@ class Emitter:
     def launch_of(self, kernel: ir.Kernel, srcs: Sequence[str], dsts: Sequence[str]) -> str:
         emitted = self.context.launched(kernel, tuple(self.type_of(name) for name in (*srcs, *dsts)))
         buffers = [*(self.access("reads", name) for name in srcs), *(self.access("writes", name) for name in dsts)]
-        return self.call("launch_pdl", emitted.name, emitted.grid, (*buffers, *emitted.sizes))
+        return self.call("launch_pdl", emitted.name, emitted.loops.grid, (*buffers, *emitted.sizes))
 
     def call(self, launch: str, kernel: str, grid: str, arguments: Sequence[str]) -> str:
         return lay_out("launch", function=launch, kernel=kernel, grid=grid, stream=self.stream, arguments=arguments)
@@ -325,16 +325,16 @@ class Emitter:
         return self.lay_out(i, sources=sources, targets=targets_text)
 
     def blocks(self, i: ir.Routed) -> str:
-        (name,), tables = ir.names(i, "read", "write"), self.context.routes
+        (name,), tables = tree.names(i, "read", "write"), self.context.routes
         if i.routes not in tables:
             rows = [f"{{{route.sender}, {route.sent}, {route.receiver}, {route.received}}}" for route in i.routes]
             lines = [", ".join(rows[at : at + ROUTES_A_LINE]) + "," for at in range(0, len(rows), ROUTES_A_LINE)]
-            tables[i.routes] = Routes(self.names.of(f"kRoutes_{name}", f"routes {len(tables)}"), tuple(lines))
+            tables[i.routes] = self.names.of(f"kRoutes_{name}", f"routes {len(tables)}"), lines
         if not isinstance(i.count, int):
-            return self.lay_out(i, routes=tables[i.routes].name)
+            return self.lay_out(i, routes=tables[i.routes][0])
         block, route = product(self.type_of(name).shape) // i.count, self.names.of("route", "of blocks")
         times = f" * {self.integers.factor(block)}" if i.count > 1 else ""
-        return self.lay_out(i, routes=tables[i.routes].name, route=route, count=self.integers.size(block), times=times)
+        return self.lay_out(i, routes=tables[i.routes][0], route=route, count=self.integers.size(block), times=times)
 
     def group(self, i: ir.Group) -> str:
         self.in_group = True
@@ -393,9 +393,9 @@ class Emitter:
 
 def _other_names(program: ir.HostProgram) -> dict[str, list[str]]:
     """By buffer the values that are computed into all of its bytes under names of their own: in place, or as a view has them."""
-    sources = {ir.names(i, "view")[0]: ir.names(i, "alias")[0] for i in ir.walk(program.body) if i.shows}
+    sources = {tree.names(i, "view")[0]: tree.names(i, "alias")[0] for i in tree.walk(program.body) if i.shows}
     found: dict[str, list[str]] = {}
-    for name in dict.fromkeys(name for i in ir.walk(program.body) for name in ir.names(i, "write") if name in sources):
+    for name in dict.fromkeys(name for i in tree.walk(program.body) for name in tree.names(i, "write") if name in sources):
         root = name
         while root in sources:
             root = sources[root]
@@ -419,8 +419,8 @@ def _ends(i: ir.Matmul) -> tuple[str, ...]:
     return (epilogue,) if words or i.bias else ()
 
 
-_EMIT: dict[type[ir.Instruction], Callable[[Emitter, Any], str | Words]] = {
-    ir.Instruction: Emitter.lay_out,
+_EMIT: dict[type[tree.Instruction], Callable[[Emitter, Any], str | Words]] = {
+    tree.Instruction: Emitter.lay_out,
     ir.Call: Emitter.call_function,
     ir.Allocate: Emitter.allocate,
     ir.Deallocate: Emitter.deallocate,

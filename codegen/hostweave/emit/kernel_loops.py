@@ -13,6 +13,7 @@ from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.names import Names
 from hostweave.fusion_ir.ops import OPS
 from hostweave.host_ir import ir
+from hostweave.host_ir.strides import row_major, strides_of
 from hostweave.types.size import Factor, Size, product
 from hostweave.types.tensor import BufferType
 
@@ -152,7 +153,7 @@ class Loops:
         """How far apart neighbours along each index are: in every input and result, and in the values that are indices."""
         places: dict[str, dict[str, Size]] = {}
         for name, (place, buffer) in zip(named, self.memory.items(), strict=True):
-            own = zip(self.walked.indices[name], ir.strides_of(buffer), strict=True)
+            own = zip(self.walked.indices[name], strides_of(buffer), strict=True)
             places[place] = {index: stride for index, stride in own if index is not None}
         for op in self.kernel.ops:
             if op.kind == "iota":
@@ -167,7 +168,7 @@ class Loops:
     def lie_unwalked(self, named: Sequence[str]) -> dict[str, Lane]:
         """The dims that no loop walks, by place: how many elements there are, and how far apart."""
         return {
-            place: Lane(buffer.shape[dim], ir.strides_of(buffer)[dim])
+            place: Lane(buffer.shape[dim], strides_of(buffer)[dim])
             for name, (place, buffer) in zip(named, self.memory.items(), strict=True)
             if (dim := self.walked.lanes.get(name)) is not None
         }
@@ -267,10 +268,6 @@ class Loops:
             if fits and accesses % each == 0 and each * held <= HELD:
                 return threads
         return 0
-
-    def bytes_of_rows(self, inputs: Sequence[str]) -> int:
-        """Of rows of known length."""
-        return int(self.along.size) * sum(self.memory[name].dtype.itemsize for name in inputs)
 
     def is_wide(self, pointers: Iterable[str]) -> str:
         """The condition under which a thread takes neighbours together."""
@@ -432,7 +429,7 @@ class Loops:
 
     def is_linear(self, number: int) -> bool:
         """Whether the number of an element of the result is also its offset in this place."""
-        return tuple(dim.strides[number] for dim in self.kept) == ir.row_major(tuple(dim.size for dim in self.kept))
+        return tuple(dim.strides[number] for dim in self.kept) == row_major(tuple(dim.size for dim in self.kept))
 
     def declarations(self) -> tuple[str, ...]:
         """Of the indices of the result's dims that are needed."""

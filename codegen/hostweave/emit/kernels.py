@@ -14,7 +14,7 @@ from hostweave.emit.kernel_loops import BY_BLOCK_LANES, BY_LANE_PARTS, ONE, Loop
 from hostweave.emit.names import Names
 from hostweave.fusion_ir.ir import Op, Scalar
 from hostweave.fusion_ir.ops import OPS, operand_types
-from hostweave.fusion_ir.ops.attributes import DESCENDING, VALUE
+from hostweave.fusion_ir.ops.attributes import COUNT, DESCENDING, VALUE
 from hostweave.fusion_ir.ops.definition import Combine
 from hostweave.fusion_ir.text import print_op
 from hostweave.host_ir import ir
@@ -54,10 +54,6 @@ class Kernel:
     variants: tuple[tuple[str, str], ...]  # a condition, and what it takes: how threads share rows, or arguments of a template
     indices: tuple[str, ...]  # declarations of the indices that its own stands for, and of what threads hold
     loops: Loops
-    grid: str
-    each: str  # the head of the loop over what is kept
-    inner: tuple[str, ...]  # the heads of the loops over what is reduced
-    once: str  # the condition under which a thread stores what several have reduced
     body: tuple[str, ...]
     walks: tuple[Walk, ...] = ()
     stores: tuple[str, ...] = ()  # of results that have the kept dims alone
@@ -77,7 +73,8 @@ def emit_kernel(kernel: ir.Kernel, buffers: Sequence[BufferType], integers: CppE
     again = [name for name, times in emitter.loaded.items() if times > 1]
     late: list[str] = []
     for one in emitter.late if emitter.loops.row_threads else []:
-        late += [one] if emitter.loops.bytes_of_rows([*late, one]) <= LATE_BYTES else []
+        rows = int(emitter.loops.along.size) * sum(emitter.types[name].dtype.itemsize for name in (*late, one))
+        late += [one] if rows <= LATE_BYTES else []
     for held in filter(None, ([*again, *late], again)):
         holding = _Emitter(functions, kernel, walked, buffers, integers, held)
         if holding.loops.row:
@@ -131,6 +128,7 @@ class _Emitter:
         """The parameters that are sizes, each with what a launch gives for it."""
         dims, integers, lanes = (*self.loops.kept, *self.loops.reduced), self.loops.integers, self.loops.lanes.values()
         sizes = (
+            *(op[COUNT] for op in self.ops if COUNT in OPS[op.kind].attributes),
             *(size for dim in dims for size in (dim.size, *dim.strides)),
             *(size for lane in lanes for size in (lane.size, lane.stride)),
         )
@@ -172,6 +170,8 @@ class _Emitter:
         params += [f"int64_t {size}" for size in self.sizes]
         packed = [pointer for name, pointer in self.pointers.items() if name in self.loops.packed]
         packed += [pointer for name, pointer in self.results.items() if stored(name) in self.loops.packed]
+        rows = ((self.elements(name), _moved(self.pointers[name], self.loops.row_of(name))) for name in self.held)
+        kept_rows = [f"const auto {elements} = {self.loops.row}.load({first});" for elements, first in rows]
         kernel = Kernel(
             name=self.name,
             by=self.by,
@@ -181,12 +181,8 @@ class _Emitter:
             sizes=tuple(self.sizes.values()),
             form="",
             variants=tuple(self.loops.variants(packed)),
-            indices=(*self.loops.declarations(), *self.holders()),
+            indices=(*self.loops.declarations(), *kept_rows),
             loops=self.loops,
-            grid=self.loops.grid,
-            each=self.loops.each,
-            inner=self.loops.inner,
-            once=self.loops.once,
             body=body,
             walks=tuple(walks),
             stores=stores,
@@ -196,20 +192,9 @@ class _Emitter:
 
     def form(self, kernel: Kernel) -> str:
         """Its text with numbers in place of the names that it gives."""
-        head = (self.loops.bounds, kernel.each, kernel.once)
-        walks = [part for walk in kernel.walks for part in (walk.before, walk.starts, walk.body, walk.after)]
-        parts = (
-            head,
-            kernel.params,
-            *kernel.variants,
-            self.loops.varied,
-            kernel.indices,
-            kernel.inner,
-            *walks,
-            kernel.body,
-            kernel.stores,
-            kernel.last,
-        )
+        loops, walks = self.loops, [part for walk in kernel.walks for part in (walk.before, walk.starts, walk.body, walk.after)]
+        head = ((loops.bounds, loops.each, loops.once), kernel.params, *kernel.variants, loops.varied, kernel.indices, loops.inner)
+        parts = (*head, *walks, kernel.body, kernel.stores, kernel.last)
         text, numbers = "\n\n".join(map("\n".join, parts)), dict[str, str]()
         own = {*self.names.given, *self.loops.integers.sizes.values()}
 
@@ -217,10 +202,6 @@ class _Emitter:
             return numbers.setdefault(match[0], f"${len(numbers)}") if match[0] in own else match[0]
 
         return re.sub(r"(?<![\w.:])[A-Za-z_]\w*", number, text)
-
-    def holders(self) -> Iterator[str]:
-        for name in self.held:
-            yield f"const auto {self.elements(name)} = {self.loops.row}.load({_moved(self.pointers[name], self.loops.row_of(name))});"
 
     def elements(self, name: str) -> str:
         """The local of an input's elements that a thread takes together."""
@@ -233,7 +214,7 @@ class _Emitter:
     def pointwise(self) -> Kernel:
         section = _Section(self, self.row, self.loops.width)
         section.store(self.results)
-        lines = section.taken()
+        lines = section.taken()  # before those that it hoists
         return self.kernel((*self.row.taken(), *lines))
 
     def lanes(self) -> Kernel:
@@ -279,6 +260,11 @@ class _Emitter:
 
     def reduces(self, op: Op) -> bool:
         return bool(reduced_indices(op, self.walked.indices))
+
+    def count(self, op: Op) -> str:
+        """By what a mean is divided, where that is not how many elements it reduces here."""
+        count = op[COUNT] if COUNT in OPS[op.kind].attributes else Size(0)
+        return self.loops.integers.size(count) if count != Size(0) else ""
 
     def leads_to(self, op: Op) -> set[str]:
         """Every value that an op is computed from."""
@@ -446,8 +432,9 @@ class _Section:
         """Whether an op gives the element of its operand: it moves elements, or reduces one alone."""
         if not op.tensors or OPS[op.kind].target == "dtype":
             return False
-        is_reduction = OPS[op.kind].combine and not OPS[op.kind].locates
-        return not self.kernel.reduces(op) if is_reduction else self.kernel.cpp(op) == "{0}"
+        if OPS[op.kind].combine:
+            return not (self.kernel.reduces(op) or OPS[op.kind].locates or self.kernel.count(op))
+        return self.kernel.cpp(op) == "{0}"
 
     def expression(self, op: Op) -> tuple[str, DType]:
         """What an op computes, and the dtype that this is in before it is converted to the result's."""
@@ -458,7 +445,7 @@ class _Section:
             return self.kernel.loops.offset(op.result.name), i64
         if OPS[op.kind].locates:
             return (f"{self.kernel.totals[op.result.name]}.index" if self.kernel.reduces(op) else "int64_t(0)"), dtype
-        if op.result.name in self.kernel.totals:
+        if op.result.name in self.kernel.totals or self.kernel.count(op):
             return self.total(op)
         if op.kind == "index":
             ids, rows = op.tensors
@@ -510,12 +497,13 @@ class _Section:
 
     def total(self, op: Op) -> tuple[str, DType]:
         """What a reduction comes to, in the dtype that it adds up in."""
-        total, source = self.kernel.totals[op.result.name], self.kernel.types[op.tensors[0]].dtype
+        source = self.kernel.types[op.tensors[0]].dtype
+        total = self.kernel.totals.get(op.result.name) or self.value(op.tensors[0])  # of one element
         wide = {"float": f64 if source == f64 else f32, "int": i64}.get(source.kind, u64)
         combine = OPS[op.kind].combine
         if not combine or not combine.is_mean:
             return total, wide
-        return f"{total} / {wide.cpp}({self.kernel.loops.reduced_count})", wide
+        return f"{total} / {wide.cpp}({self.kernel.count(op) or self.kernel.loops.reduced_count})", wide
 
 
 def _moved(pointer: str, offset: str) -> str:

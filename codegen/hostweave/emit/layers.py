@@ -9,7 +9,7 @@ from itertools import groupby
 
 from hostweave.emit.names import Names
 from hostweave.emit.templates import lay_out
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies
 
 LOOP = 2  # calls that differ by their number alone are a loop from here on
@@ -60,8 +60,8 @@ def layers_of(program: ir.HostProgram, names: Names) -> dict[str, Layers]:
     """By function. The inputs of its calls must stand in order, and end in the number of the call."""
     found = {}
     for function in program.functions:
-        calls = [ir.names(i, "read") for i in _calls(program.body, function)]
-        everywhere = sum(1 for body in bodies(program) for _ in _calls(ir.walk(body.body), function))
+        calls = [tree.names(i, "read") for i in _calls(program.body, function)]
+        everywhere = sum(1 for body in bodies(program) for _ in _calls(tree.walk(body.body), function))
         taken = _taken_in_turn(program, calls) if 1 < len(calls) == everywhere else None
         if taken is None:
             continue
@@ -81,8 +81,8 @@ def layers_of(program: ir.HostProgram, names: Names) -> dict[str, Layers]:
     return found
 
 
-def _calls(body: Iterable[ir.Instruction], function: ir.Function) -> Iterator[ir.Instruction]:
-    return (i for i in body if ir.names(i, "call") == (function.name,))
+def _calls(body: Iterable[tree.Instruction], function: ir.Function) -> Iterator[tree.Instruction]:
+    return (i for i in body if tree.names(i, "call") == (function.name,))
 
 
 def _taken_in_turn(program: ir.HostProgram, calls: Sequence[tuple[str, ...]]) -> tuple[tuple[int, ...], tuple[str, ...], int] | None:
@@ -108,7 +108,9 @@ def rolled(units: Sequence[Words], index: str) -> str:
     def relative(number_and_unit: tuple[int, Words]) -> object:
         number, unit = number_and_unit
         at = _greatest(unit)
-        return number if at is None else (at - number, _relative(unit, at))
+        if at is None:
+            return number
+        return at - number, [(word.array, word.index - at) if isinstance(word, Element) else word for word in unit]
 
     return "".join(_lines([unit for _, unit in run], index) for _, run in groupby(enumerate(units), relative))
 
@@ -125,20 +127,16 @@ def _greatest(unit: Words) -> int | None:
     return max((word.index for word in unit if isinstance(word, Element)), default=None)
 
 
-def _relative(unit: Words, at: int) -> Words:
-    return tuple(Element(word.array, word.index - at) if isinstance(word, Element) else word for word in unit)
-
-
 def plus(index: str, offset: int) -> str:
     return f"{index} {'-' if offset < 0 else '+'} {abs(offset)}" if offset else index
 
 
 def arrays_of(program: ir.HostProgram) -> dict[str, tuple[str, int]]:
     """Temporaries that calls of a function give in turn: name -> the first of them, and its number. As many as make a loop."""
-    allocated = {name: type for i in program.body if ir.names(i, "allocate") for name, type in i.defined({}).items()}
+    allocated = {name: type for i in program.body if tree.names(i, "allocate") for name, type in i.defined({}).items()}
     found: dict[str, tuple[str, int]] = {}
     for function in program.functions:
-        for column in zip(*(ir.names(i, "write") for i in _calls(program.body, function)), strict=True):
+        for column in zip(*(tree.names(i, "write") for i in _calls(program.body, function)), strict=True):
             given = [name for name in dict.fromkeys(column) if name in allocated]
             if len(given) > LOOP and len({allocated[name] for name in given}) == 1:
                 found |= {name: (given[0], number) for number, name in enumerate(given)}

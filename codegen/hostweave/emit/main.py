@@ -11,7 +11,7 @@ from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.meshes import coordinate, membership, rank_in_group
 from hostweave.emit.parts import multiples
 from hostweave.emit.program import Program
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies, dedupe_functions
 from hostweave.host_ir.ir import Parameter
 from hostweave.types.mesh import Mesh
@@ -20,27 +20,9 @@ from hostweave.types.tensor import DType, f16, f32
 SIZE = 64  # of every symbolic dim, where the user gives no other: the next multiple that the program takes
 RANK = "r"
 # Targets that are CMake's own or the runtime's, and folders of a build.
-_OF_CMAKE = (
-    "CMakeFiles",
-    "all",
-    "clean",
-    "edit_cache",
-    "help",
-    "hostweave_cpu_device",
-    "install",
-    "list_install_components",
-    "package",
-    "rebuild_cache",
-    "runtime",
-    "test",
-)
-
-
-@dataclass(frozen=True)
-class DefaultSize:
-    label: str
-    name: str
-    value: int
+_OF_CMAKE = """
+CMakeFiles all clean edit_cache help hostweave_cpu_device install list_install_components package rebuild_cache runtime test
+"""
 
 
 @dataclass(frozen=True)
@@ -99,7 +81,7 @@ class Reference:
 class Main:
     executable: str
     programs: dict[str, Program]  # by their folders
-    sizes: tuple[DefaultSize, ...]
+    sizes: tuple[tuple[str, str, int], ...]  # the user's name, that in C++, and the value by default
     channels: tuple[Channel, ...]
     inputs: tuple[Tensor, ...]  # without those in arrays
     layers: tuple[TensorsInTurn, ...]
@@ -113,12 +95,12 @@ class Main:
     @property
     def settings(self) -> tuple[str, ...]:
         """What may be set when it is called: the name, and where the value is."""
-        sizes = (f'{{"{size.label}", &shared.sizes.{size.name}}}' for size in self.sizes)
+        sizes = (f'{{"{label}", &shared.sizes.{name}}}' for label, name, _ in self.sizes)
         return (*sizes, *(f'{{"{name}", &shared.{name}}}' for name in ("repetitions", *(("roundoffs",) if self.has_reference else ()))))
 
     @property
     def defaults(self) -> tuple[str, ...]:
-        return tuple(f".{size.name} = {size.value}" for size in self.sizes)
+        return tuple(f".{name} = {value}" for _, name, value in self.sizes)
 
     @property
     def kernels(self) -> tuple[str, ...]:
@@ -134,7 +116,8 @@ def main_view(view: Program, reference: Reference | str) -> Main:
     """What main.cpp says beside the program itself."""
     program, mesh = view.ir, view.mesh
     divisors = multiples(dedupe_functions(program))
-    integers = CppExprPrinter(mesh, {label: f"sizes.{name}" for label, name in zip(program.symbols(), view.sizes, strict=False)}, divisors)
+    named = list(zip(program.symbols(), view.sizes, strict=False))
+    integers = CppExprPrinter(mesh, {label: f"sizes.{name}" for label, name in named}, divisors)
 
     def tensor(number: int, parameter: Parameter, argument: Argument) -> tuple[str, str, str, str, str, int]:
         cpp = "uint8_t" if argument.cpp == "bool" else argument.cpp  # a std::vector<bool> has no data()
@@ -154,10 +137,7 @@ def main_view(view: Program, reference: Reference | str) -> Main:
     return Main(
         executable=executable_of(program.name),
         programs={"": view} | ({"reference/": reference.program} if isinstance(reference, Reference) else {}),
-        sizes=tuple(
-            DefaultSize(label, name, -(-SIZE // divisors.get(label, 1)) * divisors.get(label, 1))
-            for label, name in zip(program.symbols(), view.sizes, strict=False)
-        ),
+        sizes=tuple((label, name, -(-SIZE // (own := divisors.get(label, 1))) * own) for label, name in named),
         channels=tuple(_channel(channel, mesh) for channel in view.channels),
         inputs=tuple(inputs[x.name] for x in view.inputs if x.name not in view.context.paths),
         layers=tuple(layers),
@@ -172,7 +152,7 @@ def main_view(view: Program, reference: Reference | str) -> Main:
 def reference_view(program: Program, dtypes: Iterable[DType]) -> Reference:
     """The reference of a program with values of these dtypes. Both programs round, each in an order of its own."""
     floats = [dtype for dtype in dtypes if dtype.kind == "float"]
-    matmuls = [i for body in bodies(program.ir) for i in ir.walk(body.body) if isinstance(i, ir.Matmul)]
+    matmuls = [i for body in bodies(program.ir) for i in tree.walk(body.body) if isinstance(i, ir.Matmul)]
     floats += [f16 for i in matmuls if i.precision]  # TF32 has the digits of f16
     coarsest = max(floats, key=lambda dtype: dtype.roundoff, default=f32)
     return Reference(program, coarsest.name, coarsest.roundoff.hex(), 4**coarsest.itemsize)
@@ -180,7 +160,7 @@ def reference_view(program: Program, dtypes: Iterable[DType]) -> Reference:
 
 def executable_of(program: str) -> str:
     """The name of the program's executable."""
-    return f"{program}_program" if program in _OF_CMAKE else program
+    return f"{program}_program" if program in _OF_CMAKE.split() else program
 
 
 def _channel(channel: context.Channel, program: Mesh) -> Channel:

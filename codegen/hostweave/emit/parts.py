@@ -8,7 +8,7 @@ from math import lcm
 
 from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.meshes import rank_in_group
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.expr import Symbol, leaves
 from hostweave.host_ir.size_requirements import trip_counts, types_in
 from hostweave.types.size import CeilDiv, Factor, LocalSize, Share, Size
@@ -25,8 +25,8 @@ class Local:
 def parts_of(program: ir.HostProgram) -> tuple[Share, ...]:
     """The sizes `ceil(M/8)` and `local(M, x)` of a program, in order of appearance."""
     atoms = [atom for size in _extents(program) for atom in size.atoms]
-    atoms += [leaf.size for i in ir.walk(program.body) if i.span for leaf in leaves(i.span[1]) if isinstance(leaf, Symbol)]
-    atoms += [atom for i in ir.walk(program.body) for cut in i.packed for atom in cut.held.atoms]
+    atoms += [leaf.size for i in tree.walk(program.body) if i.span for leaf in leaves(i.span[1]) if isinstance(leaf, Symbol)]
+    atoms += [atom for i in tree.walk(program.body) for cut in i.packed for atom in cut.held.atoms]
     return tuple(atom for atom in dict.fromkeys(atoms) if isinstance(atom, Share))
 
 

@@ -65,20 +65,15 @@ def _group(source: Shape, target: Shape, i: int, j: int) -> tuple[list[int], lis
     right: list[int] = []
     have = want = ONE
     while (i < len(source) or j < len(target)) and (not left or have != want):
-        grow_left = j == len(target) or (i < len(source) and not _larger(have, want))
-        if grow_left:
+        ratio = have.divided_by(want)  # names count as large
+        is_larger = ratio is not None and (bool(ratio.factors) or ratio.coefficient > ratio.divisor)
+        if j == len(target) or (i < len(source) and not is_larger):
             have, i = have * source[i], i + 1
             left.append(i - 1)
         else:
             want, j = want * target[j], j + 1
             right.append(j - 1)
     return [n for n in left if source[n] != ONE], [n for n in right if target[n] != ONE], i, j
-
-
-def _larger(a: Size, b: Size) -> bool:
-    """Whether a / b is known to be more than one. Names count as large."""
-    ratio = a.divided_by(b)
-    return ratio is not None and (bool(ratio.factors) or ratio.coefficient > ratio.divisor)
 
 
 def numbered(shape: Shape, letter: str = "i") -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from hostweave.fusion_ir.sharding import Axes, divides, layout, partial_axes, wi
 from hostweave.transports.transport import DEFAULT, find_transport
 from hostweave.types.mesh import Mesh
 from hostweave.types.routes import Transfer, transfer
+from hostweave.types.size import Factor, Size, Sum
 from hostweave.types.tensor import Partial, TensorType
 
 DEFAULT_SIZE = 4096  # of a dim that has no size yet
@@ -119,8 +120,10 @@ def step_of(op: Op) -> ReshardStep:
 
 def reshard_step(source: TensorType, target: TensorType, mesh: Mesh) -> ReshardStep | None:
     """The one change that takes a layout to another, or None where it takes several or none. `mesh` is the program's."""
+    if source.mesh != target.mesh and source.partial:  # to one rank of each process group
+        return next((change for change in _reduces(source, target, mesh) if change.target == target), None)
     if source.mesh != target.mesh:
-        return _step_across_meshes(source, target, mesh)
+        return None if target.partial else ReshardStep("transfer", target=target)
     return next((change for change in _moves(source, target, mesh) if change.applied(source, mesh) == target), None)
 
 
@@ -162,7 +165,7 @@ def _plan(source: TensorType, target: TensorType, mesh: Mesh, sizes: tuple[tuple
         if type in done:
             continue
         done.add(type)
-        share = _share(type, mesh, known)
+        share = prod(local_dims(type, mesh, known), start=Fraction(1))
         for change in _moves(type, target, mesh):
             found += 1  # keeps the heap from comparing types
             preferred = (*kinds, (RESHARD_STEPS.index(change.kind), -1 if change.dim is None else change.dim))
@@ -172,13 +175,6 @@ def _plan(source: TensorType, target: TensorType, mesh: Mesh, sizes: tuple[tuple
 
 
 # --- to another mesh --------------------------------------------------------------------------------------------------
-
-
-def _step_across_meshes(source: TensorType, target: TensorType, program: Mesh) -> ReshardStep | None:
-    """A transfer of what is whole, or the reduce of what is partial to one rank of each process group."""
-    if source.partial is None:
-        return None if target.partial else ReshardStep("transfer", target=target)
-    return next((change for change in _reduces(source, target, program) if change.target == target), None)
 
 
 def _reduces(source: TensorType, target: TensorType, program: Mesh) -> Iterator[ReshardStep]:
@@ -220,18 +216,32 @@ def _scattered(source: TensorType, target: TensorType, program: Mesh) -> Iterato
         return
     for i, (dim, wanted) in enumerate(zip(source.dims, target.dims, strict=True)):
         split = ranks * source.mesh_in(program).size_of(dim.axes)
-        is_even = int(dim.size) % split == 0 if dim.size.is_int else target.mesh_in(program).size_of(wanted.axes) % split == 0
-        if is_even:
+        if (int(dim.size) if dim.size.is_int else target.mesh_in(program).size_of(wanted.axes)) % split == 0:
             yield i
 
 
-def _share(type: TensorType, mesh: Mesh, sizes: Mapping[str, int]) -> Fraction:
-    """Elements that a rank holds."""
-    share = Fraction(1)
-    for size in type.local_shape(mesh):
-        factors = (sizes.get(factor, DEFAULT_SIZE) if isinstance(factor, str) else DEFAULT_SIZE for factor in size.factors)
-        share *= Fraction(size.coefficient * prod(factors), size.divisor)
-    return share
+def cost(source: TensorType, target: TensorType, mesh: Mesh, sizes: Mapping[str, int]) -> tuple[Fraction, int]:
+    """The bytes that reach a rank on the way from one sharding to another of the same mesh, and by how many communications."""
+    moved, count = Fraction(0), 0
+    for step in plan(source, target, mesh, sizes, None):
+        moved += source.dtype.itemsize * step.received(prod(local_dims(source, mesh, sizes), start=Fraction(1)), source.mesh_in(mesh))
+        count += step.kind != "shard"
+        source = step.applied(source, mesh)
+    return moved, count
+
+
+def local_dims(type: TensorType, mesh: Mesh, sizes: Mapping[str, int]) -> list[Fraction]:
+    """How many elements a rank has along each dim, where a dim that `sizes` lacks has 4096."""
+
+    def typical(size: Size) -> Fraction:
+        return Fraction(size.coefficient, size.divisor) * prod(map(of_factor, size.factors))
+
+    def of_factor(factor: Factor) -> Fraction:
+        if isinstance(factor, str):
+            return Fraction(sizes.get(factor, DEFAULT_SIZE))
+        return sum(map(typical, factor.terms), Fraction(0)) if isinstance(factor, Sum) else typical(factor.size) / factor.ranks_in(mesh)
+
+    return list(map(typical, type.local_shape(mesh)))
 
 
 def _moves(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[ReshardStep]:

@@ -19,7 +19,20 @@ from hostweave.types.routes import Transfer
 from hostweave.types.tensor import TensorType
 
 # The passes from fusion to fusion, in order: what one has settled stays so after the later ones.
-STAGES = ("input", "propagate_sharding", "insert_reshards", "decompose_reshards", "choose_overlap")
+STAGES = (
+    "input",
+    "drop_unit_axes",
+    "merge_contractions",
+    "propagate_sharding",
+    "insert_reshards",
+    "sink_reductions",
+    "unstack",
+    "decompose_reshards",
+    "share_equal_ops",
+    "choose_overlap",
+    "overlap_communication",
+)
+ADDS_RULES = ("input", "insert_reshards", "decompose_reshards", "choose_overlap")  # after which more must hold
 
 # Of the attributes that an op must have.
 EXAMPLES = {tuple: "(0,)", int: "0", str: "sum", MeshAxes: "(x)", Transfer: "[(1,) to (1,): 0[0] -> 1[0]]"}
@@ -162,14 +175,11 @@ def _verify_stream(op: Op, level: int) -> None:
 
 def _verify_sharding(op: Op, types: dict[str, TensorType], mesh: Mesh, level: int) -> None:
     operands = operand_types(op, types)
-    for name, type in zip(op.operands, operands, strict=True):
-        if type.partial and op.kind not in RESHARDS:
-            raise ProgramError(f"{op.kind}: %{name} is {type}; reshard it first, a partial tensor reaches no other op", op.location)
     if op.kind in RESHARDS:
         _verify_reshard(op, operands[0], mesh, level)
         return
     passed = flow(op, operands, mesh)
-    derived = with_layout(op.result.type, passed.result, partial_of(op, passed.partial_axes))
+    derived = with_layout(op.result.type, passed.result, partial_of(op, operands, passed))
     if derived != op.result.type:
         raise ProgramError(f"{op.kind}: %{op.result.name} is {op.result.type}, but its operands give {derived}; reshard them", op.location)
     for name, type, needed in zip(op.operands, operands, passed.operands(passed.result), strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hostweave.host_ir import ir
+from hostweave.host_ir import tree
 
 
 class AliasRoots:
@@ -12,12 +12,12 @@ class AliasRoots:
         self._sources: dict[str, str] = {}  # of each view, the first of two
         self._roots: dict[str, tuple[str, ...]] = {}  # of each view
 
-    def define(self, instruction: ir.Instruction) -> None:
+    def define(self, instruction: tree.Instruction) -> None:
         """Notes what an instruction defines, if anything."""
-        for name in ir.names(instruction, "define"):
+        for name in tree.names(instruction, "define"):
             self._sources.pop(name, None)
             self._roots.pop(name, None)
-            if sources := ir.names(instruction, "alias"):
+            if sources := tree.names(instruction, "alias"):
                 self._sources[name] = sources[0]
                 self._roots[name] = tuple(dict.fromkeys(root for source in sources for root in self.all_of(source)))
 

@@ -6,13 +6,13 @@ Where `mesh` is set, only its ranks do what is emitted: neighbours of one mesh s
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
 from hostweave.base.errors import Location
 from hostweave.base.names import claim_unique, unique_name
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.dead_code import eliminate_dead_code
 from hostweave.host_ir.expr import Const, Expr
 from hostweave.transports.transport import DEFAULT, find_transport
@@ -25,10 +25,10 @@ class _Scope:
     """A body that is being written, and the views that can be named there: those of all ranks, and those of the present `on` body."""
 
     def __init__(self) -> None:
-        self.instructions: list[ir.Instruction] = []
-        self.views: dict[ir.Instruction, str] = {}
+        self.instructions: list[tree.Instruction] = []
+        self.views: dict[tree.Instruction, str] = {}
         self.mesh: Mesh | None = None
-        self.views_on_mesh: dict[ir.Instruction, str] = {}
+        self.views_on_mesh: dict[tree.Instruction, str] = {}
 
     def move_to(self, mesh: Mesh | None) -> None:
         """What is emitted next is for these ranks: what another `on` body defined ends with that."""
@@ -56,10 +56,9 @@ class Builder:
 
     def loop_index(self) -> str:
         """i, j, k, l, then i_2 and so on."""
-        free = [letter for letter in "ijkl" if letter not in self._taken]
-        return self.name(free[0] if free else "i")
+        return self.name(next((letter for letter in "ijkl" if letter not in self._taken), "i"))
 
-    def emit(self, instruction: ir.Instruction) -> None:
+    def emit(self, instruction: tree.Instruction) -> None:
         scope = self._scopes[-1]
         scope.move_to(self.mesh)
         placed = replace(instruction, location=self.location)
@@ -73,7 +72,7 @@ class Builder:
         self.mesh = outer
 
     @contextmanager
-    def nested(self) -> Iterator[list[ir.Instruction]]:
+    def nested(self) -> Iterator[list[tree.Instruction]]:
         """Emits into a body of its own, which the caller puts where it belongs."""
         self._scopes[-1].move_to(self.mesh)
         self._scopes.append(_Scope())
@@ -88,19 +87,14 @@ class Builder:
         yield
         self._scopes = scopes
 
-    @contextmanager
-    def hoisted(self) -> Iterator[None]:
+    def hoisted(self) -> AbstractContextManager[None]:
         """The same for views alone."""
-        if not self.hoists_views:
-            yield
-            return
-        with self.outermost():
-            yield
+        return self.outermost() if self.hoists_views else nullcontext()
 
-    def body(self) -> ir.Body:
+    def body(self) -> tree.Body:
         """The whole program, without views that nothing uses in the end."""
         body = eliminate_dead_code(_joined(tuple(self._scopes[0].instructions), None), ("view",))
-        return ir.rewrite(body, lambda i: () if i.ranks and not any(ir.bodies(i)) else None)
+        return tree.rewrite(body, lambda i: () if i.ranks and not any(tree.bodies(i)) else None)
 
     def channel(self, axes: tuple[str, ...]) -> str:
         """The name of the channel of the present mesh along these axes."""
@@ -127,10 +121,8 @@ class Builder:
         return name
 
     def allocate(self, wanted: str, type: BufferType) -> str:
-        name = self.parameter(wanted, BufferType(type.dtype, type.shape))
         with self.outermost():
-            self.emit(ir.Allocate(name, self.types[name]))
-        return name
+            return self.allocate_here(wanted, type)
 
     def allocate_here(self, wanted: str, type: BufferType) -> str:
         """Memory that is needed in this body alone."""
@@ -205,7 +197,7 @@ class Builder:
     def is_contiguous(self, name: str) -> bool:
         return self.types[name].strides is None
 
-    def _visible_views(self) -> Iterator[dict[ir.Instruction, str]]:
+    def _visible_views(self) -> Iterator[dict[tree.Instruction, str]]:
         for scope in self._scopes:
             yield scope.views
             if scope.mesh == self.mesh:
@@ -225,12 +217,12 @@ class Builder:
         return name
 
 
-def _joined(body: ir.Body, mesh: Mesh | None) -> ir.Body:
+def _joined(body: tree.Body, mesh: Mesh | None) -> tree.Body:
     """Neighbours on one mesh in one `on` body, and none inside another; `mesh` is that of the one around."""
-    result: list[ir.Instruction] = []
+    result: list[tree.Instruction] = []
     for instruction in body:
         if instruction.ranks and instruction.ranks == mesh:
-            result.extend(_joined(ir.bodies(instruction)[0], mesh))
+            result.extend(_joined(tree.bodies(instruction)[0], mesh))
         else:
-            result.append(ir.with_bodies(instruction, partial(_joined, mesh=instruction.ranks or mesh)))
-    return ir.together(result)
+            result.append(tree.with_bodies(instruction, partial(_joined, mesh=instruction.ranks or mesh)))
+    return tree.together(result)

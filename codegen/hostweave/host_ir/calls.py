@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from hostweave.base.names import claim_unique, unique_name
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.expr import Binary, Expr, Var
 
 
@@ -33,20 +33,20 @@ def _with_what_it_uses(part: ir.HostProgram) -> ir.HostProgram:
     )
 
 
-def kernels_of(body: ir.Body) -> set[str]:
+def kernels_of(body: tree.Body) -> set[str]:
     """The kernels that a body launches."""
-    return {name for i in ir.walk(body) for name in ir.names(i, "launch")}
+    return {name for i in tree.walk(body) for name in tree.names(i, "launch")}
 
 
-def events_of(body: ir.Body) -> set[str]:
+def events_of(body: tree.Body) -> set[str]:
     """The events that a body records or waits for."""
-    return {name for i in ir.walk(body) for name in ir.names(i, "record", "wait")}
+    return {name for i in tree.walk(body) for name in tree.names(i, "record", "wait")}
 
 
 def without_unused_channels(program: ir.HostProgram) -> ir.HostProgram:
     """The program with the channels that it or a function of it has a communication on."""
     bodies = (program.body, *(function.body for function in program.functions))
-    used = {i.channel for body in bodies for i in ir.walk(body) if isinstance(i, ir.Communication)}
+    used = {i.channel for body in bodies for i in tree.walk(body) if isinstance(i, ir.Communication)}
     return replace(program, channels=tuple(channel for channel in program.channels if channel.name in used))
 
 
@@ -75,7 +75,11 @@ def joined(parts: Sequence[ir.HostProgram]) -> ir.HostProgram:
         for pool in (pool for pool in part.events if pool.name in own):
             pools[pool.name] = unique_name(pool.name, events)
             events[pools[pool.name]] = replace(pool, name=pools[pool.name])
-        renamed.append(ir.rewrite(part.body, lambda i, k=names, e=pools: ir.with_names(ir.with_names(i, k, "launch"), e, "record", "wait")))  # type: ignore[misc]
+
+        def under_new_names(i: tree.Instruction, kernels: dict[str, str] = names, events: dict[str, str] = pools) -> tree.Instruction:
+            return tree.with_names(tree.with_names(i, kernels, "launch"), events, "record", "wait")
+
+        renamed.append(tree.rewrite(part.body, under_new_names))
     streams: dict[str, ir.Streams] = {}
     for ours in (pool for part in parts for pool in part.streams):
         streams[ours.name] = max(streams.get(ours.name, ours), ours, key=lambda pool: pool.count)
@@ -115,42 +119,42 @@ class _Inlining:
         self.seen: set[str] = set()  # functions
         self.functions = {function.name: function for function in program.functions}
         self.taken = {parameter.name for parameter in (*program.inputs, *program.outputs)}
-        self.taken.update(name for i in ir.walk(program.body) for name in ir.names(i, "define", "index"))
+        self.taken.update(name for i in tree.walk(program.body) for name in tree.names(i, "define", "index"))
 
     def program(self) -> ir.HostProgram:
         return replace(self.given, body=self.body(self.given.body), functions=())
 
-    def body(self, body: ir.Body) -> ir.Body:
-        return ir.rewrite(body, lambda i: self.called(i) if ir.names(i, "call") else None)
+    def body(self, body: tree.Body) -> tree.Body:
+        return tree.rewrite(body, lambda i: self.called(i) if tree.names(i, "call") else None)
 
-    def called(self, call: ir.Instruction) -> ir.Body:
-        (name,) = ir.names(call, "call")
+    def called(self, call: tree.Instruction) -> tree.Body:
+        (name,) = tree.names(call, "call")
         function = self.functions[name]
         if self.once and function.name in self.seen:
             return ()
         self.seen.add(function.name)
         parameters = [parameter.name for parameter in (*function.inputs, *function.outputs)]
-        names = dict(zip(parameters, ir.names(call, "read", "write"), strict=True))
-        for i in ir.walk(function.body):
-            for name in ir.names(i, "define", "index"):
+        names = dict(zip(parameters, tree.names(call, "read", "write"), strict=True))
+        for i in tree.walk(function.body):
+            for name in tree.names(i, "define", "index"):
                 names[name] = claim_unique(f"{function.name}_{name}", self.taken)
         return self.body(renamed((*function.body, *ends(function.body, function.body)), names))
 
 
-def ends(body: ir.Body, around: ir.Body) -> Iterator[ir.Deallocate]:
+def ends(body: tree.Body, around: tree.Body) -> Iterator[ir.Deallocate]:
     """Deallocates of what a body allocates and nothing in the one around it frees."""
-    freed = {name for i in ir.walk(around) for name in ir.names(i, "free")}
+    freed = {name for i in tree.walk(around) for name in tree.names(i, "free")}
     for i in body:
-        yield from (ir.Deallocate(name, location=i.location) for name in ir.names(i, "allocate") if name not in freed)
+        yield from (ir.Deallocate(name, location=i.location) for name in tree.names(i, "allocate") if name not in freed)
 
 
-def renamed(body: ir.Body, names: Mapping[str, str]) -> ir.Body:
+def renamed(body: tree.Body, names: Mapping[str, str]) -> tree.Body:
     """A body under other names of buffers and indices, as far as `names` has one."""
 
-    def rename(i: ir.Instruction) -> ir.Instruction:
-        return ir.with_names(ir.with_expressions(i, lambda expr: _expr(expr, names)), names, *ir.NAMED)
+    def rename(i: tree.Instruction) -> tree.Instruction:
+        return tree.with_names(tree.with_expressions(i, lambda expr: _expr(expr, names)), names, *tree.NAMED)
 
-    return ir.rewrite(body, rename)
+    return tree.rewrite(body, rename)
 
 
 def _expr(expr: Expr, names: Mapping[str, str]) -> Expr:

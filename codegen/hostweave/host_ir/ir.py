@@ -7,17 +7,38 @@ An instruction outside every `stream` block runs on the caller's stream.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from math import prod
-from typing import Annotated, Any, ClassVar, Concatenate, ParamSpec, TypeVar, get_origin, get_type_hints
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
-from hostweave.base.errors import Location
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.user_kernel import UserKernel
 from hostweave.host_ir.expr import Const, Expr
+from hostweave.host_ir.strides import _reshaped_strides, _with, strided, strides_of
+from hostweave.host_ir.tree import (
+    Alias,
+    Allocated,
+    Awaited,
+    Body,
+    Called,
+    Forked,
+    Freed,
+    Index,
+    Instruction,
+    Joined,
+    Launched,
+    Read,
+    Reads,
+    Recorded,
+    Stream,
+    Update,
+    Viewed,
+    Write,
+    Writes,
+    walk,
+)
 from hostweave.transports.transport import Transport
 from hostweave.types.blocks import Cuts, boxes
 from hostweave.types.mesh import Mesh
@@ -28,93 +49,6 @@ from hostweave.types.tensor import BufferType, TensorType
 
 T = TypeVar("T")
 
-# The roles of fields: what the instruction does to what they name. `names` finds it.
-Allocated = Annotated[str, "allocate"]  # the name of memory that the instruction defines
-Viewed = Annotated[str, "view"]  # of a view
-Index = Annotated[str, "index"]  # the name of an integer that it introduces
-Read = Annotated[str, "read"]  # a buffer whose bytes it reads
-Reads = Annotated[tuple[str, ...], "read"]
-Write = Annotated[str, "write"]
-Writes = Annotated[tuple[str, ...], "write"]
-Update = Annotated[str, "update"]  # reads and writes
-Alias = Annotated[str, "alias"]  # a buffer that is named but whose bytes are not touched
-Freed = Annotated[str, "free"]  # the same, of memory whose bytes others may have from here on
-Launched = Annotated[str, "launch"]  # a kernel
-Called = Annotated[str, "call"]  # a function
-Forked = Annotated[str, "fork"]  # streams
-Joined = Annotated[str, "join"]
-Stream = Annotated[str, "stream"]  # the stream of the field `index`, on which its body runs
-Recorded = Annotated[str, "record"]  # the event of the field `index`
-Awaited = Annotated[str, "wait"]
-
-INCLUDED = {"update": ("read", "write"), "allocate": ("define",), "view": ("define",), "free": ("alias",)}  # what a role is besides
-NAMED = ("define", "index", "read", "write", "alias")  # of buffers and indices
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """What is asked of instructions stands here and on the classes below: effects by the roles of fields, traits as class variables."""
-
-    syntax: ClassVar[str] = ""  # the words before a field are left out with it where it has its default value
-    calls: ClassVar[bool] = True  # False: it names memory or an integer, and nothing runs
-    shows: ClassVar[str] = ""  # of a view of all elements: "all", or "in order" where they are in their order
-    copies: ClassVar[bool] = False  # it is nothing where src and dst are the same bytes
-    work: ClassVar[str] = ""  # of this rank alone, on the stream that it stands on: to "compute", or to "move" what is there
-    orders: ClassVar[bool] = False  # streams, one after another: no work is moved past it
-    grouped: ClassVar[bool] = False  # it posts sends and recvs in a group
-    posts: ClassVar[str] = ""  # of a communication: send, recv or collective, each of which meets its own in order
-    at_root: ClassVar[str] = ""  # the field whose buffer only the root of a collective touches
-    not_at_root: ClassVar[str] = ""  # and the one that only the others do
-    takes_block: ClassVar[bool] = False  # of what each rank sends, a rank gets the block of its number in the process group
-    in_place: ClassVar[str] = ""  # whose bytes dst may have: the field "src" or "accumulate", or the own "block of src", "block of dst"
-    location: Location | None = field(default=None, compare=False, repr=False, kw_only=True)
-
-    # What an instruction of no class in particular says of itself.
-
-    def defined(self, types: Mapping[str, BufferType]) -> dict[str, BufferType]:
-        """The types of what it defines, from those of the buffers before it. Raises ValueError where there is no such view."""
-        return {}
-
-    @property
-    def span(self) -> tuple[int, Expr, Size] | None:
-        """Of a view of some indices of a dim: the dim, the first one, and over how many they spread."""
-        return None
-
-    def chunk_of(self, source: BufferType) -> tuple[int, Expr, Size] | None:
-        """Of a view of one of equal chunks: the dim, the number of the chunk, and how many there are."""
-        return None
-
-    @property
-    def chosen_by(self) -> Expr | None:
-        """Whether a view of one of two buffers is of the first that it names or of the second one; None: it has one."""
-        return None
-
-    def senders(self, rank_in_group: int, readers: tuple[T, ...]) -> tuple[T, ...]:
-        """Those whose data a rank of the process group gets from a communication, of all that read."""
-        return readers
-
-    @property
-    def packed(self) -> Cuts:
-        """How a tensor is cut whose blocks, one after another, are in what it names; nothing where none is."""
-        return ()
-
-    @property
-    def ranks(self) -> Mesh | None:
-        """Whose ranks alone do its body, along whose axes; None: those that come to it. What the body allocates stays."""
-        return None
-
-    @property
-    def trips(self) -> Size | None:
-        """How many times its body runs, one after another; None: once."""
-        return None
-
-    @property
-    def condition_of_body(self) -> Expr | None:
-        """Whether its first body runs or the second one; None: each."""
-        return None
-
-
-Body = tuple[Instruction, ...]
 MAX_WORDS = 3  # ops that the name of a kernel lists
 Routes = tuple[Route, ...]
 Sources = tuple[int | None, ...]  # for each rank of a process group the one that sends to it, by their numbers there
@@ -250,12 +184,9 @@ class Slice(Piece):
 
 
 @dataclass(frozen=True)
-class Strided(Piece):
+class Strided(Slice):
     """`size` indices of a dim from `start` on, `step` apart. Pointer arithmetic."""
 
-    dim: int
-    size: Size
-    start: Expr
     step: int
     syntax = "%{out} = strided %{src}[{dim}: {size} from {start} by {step}]"
 
@@ -922,237 +853,11 @@ class HostProgram:
         return next(channel for channel in self.channels if channel.name == name)
 
     def local_type(self, parameter: Parameter) -> BufferType:
-        return BufferType(parameter.type.dtype, parameter.type.local_shape(self.mesh, self.uneven))
+        return parameter.type.local(self.mesh, self.uneven)
 
     def symbols(self) -> tuple[str, ...]:
         """The names of the symbolic sizes, in order of first appearance in the inputs and outputs."""
         return _symbols(self)
-
-
-# --- generic access ---------------------------------------------------------------------------------------------------
-
-
-def per_kind(function: Callable[[type[Instruction]], T]) -> Callable[[type[Instruction]], T]:
-    """`function`, worked out once for each kind of instruction."""
-    known: dict[type[Instruction], T] = {}
-
-    def look_up(kind: type[Instruction]) -> T:
-        if kind not in known:
-            known[kind] = function(kind)
-        return known[kind]
-
-    return look_up
-
-
-@per_kind
-def roles(kind: type[Instruction]) -> dict[str, str]:
-    """The role of every field that has one, by the field's name."""
-    hints = get_type_hints(kind, include_extras=True)
-    return {f.name: hints[f.name].__metadata__[0] for f in fields(kind) if get_origin(hints[f.name]) is Annotated}
-
-
-_FIELDS: dict[tuple[type[Instruction], tuple[str, ...]], tuple[str, ...]] = {}  # of a class, those of some roles
-
-
-def _fields_of(instruction: Instruction, wanted: tuple[str, ...]) -> tuple[str, ...]:
-    key = type(instruction), wanted
-    if key not in _FIELDS:
-        found = roles(type(instruction)).items()
-        _FIELDS[key] = tuple(name for name, role in found if not {role, *INCLUDED.get(role, ())}.isdisjoint(wanted))
-    return _FIELDS[key]
-
-
-def names(instruction: Instruction, *wanted: str) -> tuple[str, ...]:
-    """The names in the fields of the wanted roles, and of those that include them."""
-    if not (fields := _fields_of(instruction, wanted)):
-        return ()
-    found: list[str] = []
-    for name in fields:
-        value = getattr(instruction, name)
-        found.extend(value) if isinstance(value, tuple) else found.append(value)
-    return tuple(found)
-
-
-def with_names(instruction: Instruction, new: Mapping[str, str], *wanted: str) -> Instruction:
-    """The same under new names, as far as there are, in the fields of the wanted roles; itself where that changes none."""
-    changed: dict[str, Any] = {}
-    for name in _fields_of(instruction, wanted):
-        old = getattr(instruction, name)
-        changed[name] = tuple(new.get(each, each) for each in old) if isinstance(old, tuple) else new.get(old, old)
-    return replace(instruction, **changed) if any(getattr(instruction, name) != value for name, value in changed.items()) else instruction
-
-
-Slot = tuple[str, Expr]  # a stream or event: the name of its pool, and which it is
-
-
-def slot(instruction: Instruction, role: str) -> Slot | None:
-    """The stream on which its body runs, the event that it records or that it waits for; None where it has no field of the role."""
-    return next(((pool, getattr(instruction, "index")) for pool in names(instruction, role)), None)  # noqa: B009
-
-
-def expressions(instruction: Instruction) -> list[Expr]:
-    return [value for value in vars(instruction).values() if isinstance(value, Expr)]
-
-
-def with_expressions(instruction: Instruction, change: Callable[[Expr], Expr]) -> Instruction:
-    """The same with each expression changed; itself where none is."""
-    given = {name: value for name, value in vars(instruction).items() if isinstance(value, Expr)}
-    changed: dict[str, Any] = {name: new for name, value in given.items() if (new := change(value)) != value}
-    return replace(instruction, **changed) if changed else instruction
-
-
-@per_kind
-def _body_fields(kind: type[Instruction]) -> tuple[str, ...]:
-    return tuple(f.name for f in fields(kind) if f.name in ("body", "orelse"))
-
-
-def bodies(instruction: Instruction) -> tuple[Body, ...]:
-    return tuple([getattr(instruction, name) for name in _body_fields(type(instruction))])
-
-
-def with_bodies(instruction: Instruction, change: Callable[[Body], Body]) -> Instruction:
-    """The same with each body in it changed; itself where none is."""
-    inner = {name: (body := getattr(instruction, name), change(body)) for name in _body_fields(type(instruction))}
-    changed = {name: new for name, (old, new) in inner.items() if new is not old}
-    return replace(instruction, **changed) if changed else instruction  # type: ignore[arg-type]
-
-
-def together(instructions: Iterable[Instruction]) -> Body:
-    """Neighbours on one mesh in one `on` body."""
-    result: list[Instruction] = []
-    for i in instructions:
-        if i.ranks and result and result[-1].ranks == i.ranks:
-            result[-1] = with_bodies(result[-1], lambda body, i=i: body + bodies(i)[0])  # type: ignore[misc]
-        else:
-            result.append(i)
-    return tuple(result)
-
-
-def walk(body: Body) -> Iterator[Instruction]:
-    """Every instruction, outer before inner, in program order."""
-    for instruction in body:
-        yield instruction
-        for inner in bodies(instruction):
-            yield from walk(inner)
-
-
-def of_kind(table: Mapping[type[Instruction], T], kind: type[Instruction]) -> T:
-    """What a table has for a class of instructions, or for the nearest class above it."""
-    return next(table[base] for base in kind.__mro__ if base in table)
-
-
-Outcome = Instruction | Body | None  # of a rule: None keeps, () deletes, a tuple replaces
-Edits = Mapping[int, Instruction | Body]  # by the numbers of instructions in `walk`
-
-
-def rewrite(body: Body, rule: Callable[[Instruction], Outcome]) -> Body:
-    """Applies `rule` to every instruction, inner before outer: it sees what has become of a body inside. Itself where nothing changes."""
-    result: list[Instruction] = []
-    for old in body:
-        new = with_bodies(old, lambda inner: rewrite(inner, rule))
-        outcome = rule(new)
-        result.extend((new,) if outcome is None else outcome if isinstance(outcome, tuple) else (outcome,))
-    return unless_same(body, result)
-
-
-def edited(body: Body, edits: Edits) -> Body:
-    """Replaces the instructions of these numbers. What an edit keeps of its instruction has the edits inside of it, too.
-
-    Raises KeyError for an edit that would have no effect: the body has no such instruction, or it stands in one that is replaced.
-    """
-    walked = 0
-
-    def after(body: Body) -> Body:
-        nonlocal walked
-        result: list[Instruction] = []
-        for old in body:
-            number, walked = walked, walked + 1
-            new, edit = with_bodies(old, after), edits.get(number, (old,))
-            edit = (edit,) if isinstance(edit, Instruction) else edit
-            if not any(i is old for i in edit) and not edits.keys().isdisjoint(range(number + 1, walked)):
-                raise KeyError(f"an edit replaces an instruction in which others are edited: {old}")
-            result.extend(new if i is old else i for i in edit)
-        return unless_same(body, result)
-
-    result = after(body)
-    if outside := [edit for number, edit in edits.items() if not 0 <= number < walked]:
-        raise KeyError(f"an edit names no instruction of the body; it gives {outside[0]}")
-    return result
-
-
-def unless_same(body: Body, result: list[Instruction]) -> Body:
-    """What has become of a body; the body itself where that is the same."""
-    is_same = len(result) == len(body) and all(new is old for new, old in zip(result, body, strict=True))
-    return body if is_same else tuple(result)
-
-
-# --- types of views ---------------------------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=4096)
-def row_major(shape: tuple[Size, ...]) -> tuple[Size, ...]:
-    """The strides of a contiguous buffer, in elements."""
-    strides: list[Size] = []
-    step = Size()
-    for size in reversed(shape):
-        strides.append(step)
-        step = step * size
-    return tuple(reversed(strides))
-
-
-def strides_of(buffer: BufferType) -> tuple[Size, ...]:
-    return row_major(buffer.shape) if buffer.strides is None else buffer.strides
-
-
-def strided(buffer: BufferType, shape: tuple[Size, ...], strides: tuple[Size, ...]) -> BufferType:
-    """A view's type, without strides where it is contiguous. The stride of a dim of size 1 has no effect."""
-    contiguous = all(e == Size() or s == c for e, s, c in zip(shape, strides, row_major(shape), strict=True))
-    return BufferType(buffer.dtype, shape, None if contiguous else strides)
-
-
-def _with(values: tuple[Size, ...], dim: int, value: Size) -> tuple[Size, ...]:
-    """The same with another one for a dim."""
-    return (*values[:dim], value, *values[dim + 1 :])
-
-
-def _reshaped_strides(shape: tuple[Size, ...], strides: tuple[Size, ...], wanted: tuple[Size, ...]) -> tuple[Size, ...]:
-    """Strides of the same elements under another shape: each run of dims that is split or merged must be contiguous in itself."""
-    result: list[Size] = []
-    source = [(e, s) for e, s in zip(shape, strides, strict=True) if e != Size()]
-    i = 0
-    target = list(wanted)
-    j = 0
-    while j < len(target):
-        if target[j] == Size():
-            result.append(Size())
-            j += 1
-            continue
-        if i == len(source):
-            raise ValueError("a reshape keeps the number of elements")
-        have, want = source[i][0], target[j]
-        i_end, j_end = i + 1, j + 1
-        while have != want:  # grow the smaller side; where names hide which that is, the target first
-            grow_source = _whole(want.divided_by(have)) or j_end == len(target)
-            if grow_source and i_end < len(source) and source[i_end - 1][1] == source[i_end][1] * source[i_end][0]:
-                have, i_end = have * source[i_end][0], i_end + 1
-            elif not grow_source:
-                want, j_end = want * target[j_end], j_end + 1
-            else:
-                raise ValueError("these dims are not contiguous in memory, or the number of elements differs")
-        step = source[i_end - 1][1]
-        run: list[Size] = []
-        for size in reversed(target[j:j_end]):
-            run.append(step)
-            step = step * size
-        result.extend(reversed(run))
-        i, j = i_end, j_end
-    if i != len(source):
-        raise ValueError("a reshape keeps the number of elements")
-    return tuple(result)
-
-
-def _whole(quotient: Size | None) -> bool:
-    return quotient is not None and quotient.divisor == 1
 
 
 P = ParamSpec("P")

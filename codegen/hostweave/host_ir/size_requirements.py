@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import AXES
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import kernels_of
 from hostweave.host_ir.expr import Binary, Const, Expr, Symbol
 from hostweave.types.size import Share, Size, Sum
@@ -17,23 +17,24 @@ def types_in(program: ir.HostProgram) -> Iterator[BufferType]:
     """The local types of the parameters and of all that is defined on the way."""
     types = {p.name: program.local_type(p) for p in (*program.inputs, *program.outputs)}
     yield from types.values()
-    for instruction in ir.walk(program.body):
+    for instruction in tree.walk(program.body):
         defined = instruction.defined(types)
         types.update(defined)
         yield from defined.values()
 
 
 def trip_counts(program: ir.HostProgram) -> Iterator[Size]:
-    return (i.trips for i in ir.walk(program.body) if i.trips is not None)
+    return (i.trips for i in tree.walk(program.body) if i.trips is not None)
 
 
 def not_negative(program: ir.HostProgram) -> tuple[Size, ...]:
     """Differences of sizes, such as `(M - 2)`, that a call must not make negative."""
     types = ir.buffer_types(program)
-    found = [size for i in ir.walk(program.body) if i.span for src in ir.names(i, "alias") for size in slack(i, types[src])]
+    found = [size for i in tree.walk(program.body) if i.span for src in tree.names(i, "alias") for size in slack(i, types[src])]
     factors = (factor for type in types.values() for size in type.shape for factor in size.factors)
     found += [Size(1, (factor,)) for factor in factors if isinstance(factor, Sum)]
-    return tuple(dict.fromkeys(size for size in found if _can_be_negative(size)))
+    terms = {size: [term for factor in size.factors if isinstance(factor, Sum) for term in factor.terms] for size in found}
+    return tuple(size for size, parts in terms.items() if any(term.coefficient < 0 for term in (size, *parts)))
 
 
 def not_empty(program: ir.HostProgram) -> Iterator[tuple[str, Size]]:
@@ -51,7 +52,7 @@ def not_empty(program: ir.HostProgram) -> Iterator[tuple[str, Size]]:
     yield from found
 
 
-def slack(view: ir.Instruction, source: BufferType) -> tuple[Size, ...]:
+def slack(view: tree.Instruction, source: BufferType) -> tuple[Size, ...]:
     """How much room a view of some indices leaves before and after them, where that follows from sizes alone."""
     if view.span is None:
         return ()
@@ -78,8 +79,3 @@ def _size_of(expr: Expr) -> Size | None:
             a = _size_of(left)
             return None if a is None else a // divisor
     return None
-
-
-def _can_be_negative(size: Size) -> bool:
-    terms = [term for factor in size.factors if isinstance(factor, Sum) for term in factor.terms]
-    return any(term.coefficient < 0 for term in (size, *terms))

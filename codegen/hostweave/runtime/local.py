@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from hostweave.base.errors import ArgumentError, HostweaveError
 from hostweave.build.cache import key_of
 from hostweave.host_ir.calls import dedupe_functions
-from hostweave.host_ir.ir import Communication, HostProgram, Parameter, walk
+from hostweave.host_ir.ir import Communication, HostProgram, Parameter
 from hostweave.host_ir.text import print_instruction
+from hostweave.host_ir.tree import walk
 from hostweave.runtime.arguments import accept
 from hostweave.runtime.arrays import Array, Library, NumpyLibrary
 from hostweave.runtime.cpu import Schedule, schedule

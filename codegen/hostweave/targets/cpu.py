@@ -11,10 +11,10 @@ from hostweave.base.errors import BuildError
 from hostweave.base.paths import NATIVE, RUNTIME, RUNTIME_INCLUDES
 from hostweave.build.toolchain import Toolchain, find_compiler, require_native
 from hostweave.fusion_ir.user_kernel import UserKernel, expect_one_thread
-from hostweave.targets.target import CPU_DEVICE
+from hostweave.targets.target import CPU_DEVICE, Target
 
 
-class _Cpu:
+class _Cpu(Target):
     name = "cpu"
     is_asynchronous = False
     needs_one_process = True

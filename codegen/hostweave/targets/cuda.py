@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +13,15 @@ from hostweave.build import cuda
 from hostweave.build.cache import get_or_make, name_of, stamp_of
 from hostweave.build.nvrtc import Nvrtc
 from hostweave.build.toolchain import Toolchain, find_compiler
-from hostweave.fusion_ir.user_kernel import UserKernel
-from hostweave.targets.target import runtime_sources
+from hostweave.targets.target import Target, runtime_sources
 
 
-class _Cuda:
+class _Cuda(Target):
     name = "cuda"
     is_asynchronous = True
     needs_one_process = False
     dlopen_flags = 0
     demo_size = 1024
-
-    def expect_kernels(self, kernels: Sequence[UserKernel]) -> None:
-        pass
 
     def toolchain(self) -> Toolchain:
         compiler, found = find_compiler(), cuda.find_cuda().require()
@@ -61,9 +57,6 @@ class _Cuda:
 
     def device_of_arrays(self, member: Any) -> int:
         return int(member.device)
-
-    def expect_device(self, device: int) -> None:
-        pass
 
     def stream(self, given: Any) -> int | None:
         return None if given is None else handle_of(given)

@@ -27,7 +27,8 @@ class Target(Protocol):
     demo_size: int  # of a symbolic dim, for each rank of a mesh, that shows what the target can do
 
     def expect_kernels(self, kernels: Sequence[UserKernel]) -> None:
-        """Raises ProgramError where a kernel of the user cannot run here as it is."""
+        """Raises ProgramError where a kernel of the user cannot run here as it is. By default any can."""
+        return
 
     def toolchain(self) -> Toolchain:
         """Raises BuildError where a part is missing, with what to install."""
@@ -47,7 +48,8 @@ class Target(Protocol):
         """Of a rank: the number of its GPU, or CPU_DEVICE."""
 
     def expect_device(self, device: int) -> None:
-        """Raises TypeError with a reason where arrays of that device are not for this target."""
+        """Raises TypeError with a reason where arrays of that device are not for this target. By default all are."""
+        return
 
     def stream(self, given: Any) -> int | None:
         """The native stream of a call that passes `stream=`; None: the current one of the caller's library.

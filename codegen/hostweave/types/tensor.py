@@ -165,6 +165,10 @@ class TensorType:
 
         return tuple(map(local, self.dims))
 
+    def local(self, mesh: Mesh, uneven: Container[str] = ()) -> BufferType:
+        """The type of that."""
+        return BufferType(self.dtype, self.local_shape(mesh, uneven))
+
     def dim(self, axis: int | str) -> int:
         """The number of a dim from its number (negative from the end) or its name. Raises ValueError where it names none or several."""
         if isinstance(axis, str):

@@ -118,7 +118,6 @@ struct Stream {
   int device = 0;
   int number = 0;  // 0 is the legacy default stream
   unsigned flags = 0;
-  int priority = 0;
   bool destroyed = false;
   bool scheduled = false;  // in the ready list, or being run
   const Op* blocked_on = nullptr;

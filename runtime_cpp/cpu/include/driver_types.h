@@ -5,18 +5,12 @@ typedef enum cudaError {
   cudaSuccess = 0,
   cudaErrorInvalidValue = 1,
   cudaErrorMemoryAllocation = 2,
-  cudaErrorInitializationError = 3,
-  cudaErrorInvalidConfiguration = 9,
   cudaErrorInvalidPitchValue = 12,
-  cudaErrorInvalidDevicePointer = 17,
   cudaErrorInvalidMemcpyDirection = 21,
-  cudaErrorNoDevice = 100,
   cudaErrorInvalidDevice = 101,
   cudaErrorInvalidResourceHandle = 400,
   cudaErrorNotReady = 600,
-  cudaErrorIllegalAddress = 700,
   cudaErrorPeerAccessAlreadyEnabled = 704,
-  cudaErrorPeerAccessNotEnabled = 705,
   cudaErrorLaunchFailure = 719,
   cudaErrorNotSupported = 801,
   cudaErrorUnknown = 999
@@ -28,37 +22,6 @@ enum cudaMemcpyKind {
   cudaMemcpyDeviceToHost = 2,
   cudaMemcpyDeviceToDevice = 3,
   cudaMemcpyDefault = 4
-};
-
-enum cudaMemoryType {
-  cudaMemoryTypeUnregistered = 0,
-  cudaMemoryTypeHost = 1,
-  cudaMemoryTypeDevice = 2,
-  cudaMemoryTypeManaged = 3
-};
-
-struct cudaPointerAttributes {
-  enum cudaMemoryType type;
-  int device;
-  void* devicePointer;
-  void* hostPointer;
-  long reserved[8];
-};
-
-enum cudaDeviceAttr {
-  cudaDevAttrMaxThreadsPerBlock = 1,
-  cudaDevAttrMaxBlockDimX = 2,
-  cudaDevAttrMaxGridDimX = 5,
-  cudaDevAttrMaxSharedMemoryPerBlock = 8,
-  cudaDevAttrWarpSize = 10,
-  cudaDevAttrMultiProcessorCount = 16,
-  cudaDevAttrL2CacheSize = 38,
-  cudaDevAttrMaxThreadsPerMultiProcessor = 39,
-  cudaDevAttrUnifiedAddressing = 41,
-  cudaDevAttrComputeCapabilityMajor = 75,
-  cudaDevAttrComputeCapabilityMinor = 76,
-  cudaDevAttrStreamPrioritiesSupported = 78,
-  cudaDevAttrMemoryPoolsSupported = 115
 };
 
 typedef struct CUstream_st* cudaStream_t;
@@ -74,11 +37,4 @@ typedef struct CUevent_st* cudaEvent_t;
 #define cudaEventDisableTiming 0x02
 #define cudaEventInterprocess 0x04
 
-#define cudaEventRecordDefault 0x00
 #define cudaEventWaitDefault 0x00
-
-#define cudaHostAllocDefault 0x00
-#define cudaHostAllocPortable 0x01
-
-#define cudaCpuDeviceId ((int)-1)
-#define cudaInvalidDeviceId ((int)-2)

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 
+#include "hostweave/device_memory.h"
 #include "hostweave/memory_plan.h"
 #include "hostweave/streams.h"
 
@@ -11,24 +12,18 @@ namespace hw {
 
 class Arena {
  public:
-  Arena() = default;
-  ~Arena();
-  Arena(const Arena&) = delete;
-  Arena& operator=(const Arena&) = delete;
-
   // Gives every buffer of the plan its place. Memory grows when larger sizes come, and stays.
-  void reserve(MemoryPlan& plan);
+  void reserve(MemoryPlan& plan) { plan.set_pointers(memory_.reserve(plan.place())); }
 
   // The work of a call stands between these two: `caller` first waits for the call before, whatever stream that was on.
   cudaError_t begin_call(cudaStream_t caller) { return cudaStreamWaitEvent(caller, last_call_[0], 0); }
   cudaError_t end_call(cudaStream_t caller) { return cudaEventRecord(last_call_[0], caller); }
 
-  void* data() const { return data_; }
-  size_t bytes() const { return bytes_; }
+  void* data() const { return memory_.data(); }
+  size_t bytes() const { return memory_.bytes(); }
 
  private:
-  void* data_ = nullptr;
-  size_t bytes_ = 0;
+  DeviceMemory memory_;
   Events last_call_{1};
 };
 

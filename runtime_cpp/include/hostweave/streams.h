@@ -1,4 +1,4 @@
-// Streams and events of a program, made once.
+// Streams and events of a program, made once. What takes a compiler long is in the library: programs are compiled by users.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -14,8 +14,7 @@ class Event {
  public:
   explicit Event(unsigned flags = cudaEventDisableTiming);
   ~Event();
-  Event(const Event&) = delete;
-  Event& operator=(const Event&) = delete;
+  Event(Event&&) = delete;
 
   operator cudaEvent_t() const { return event_; }
 
@@ -25,7 +24,8 @@ class Event {
 
 class Events {
  public:
-  explicit Events(int count) : events_(count) {}
+  explicit Events(int count);
+  ~Events();
 
   int64_t count() const { return static_cast<int64_t>(events_.size()); }
   // Throws ExecutionError where there is no such event.
@@ -44,6 +44,7 @@ class Events {
 class Streams {
  public:
   Streams(Rank& rank, const char* name, int count);
+  ~Streams();
 
   // Stream i modulo their number, of a negative index, too.
   Stream operator[](int64_t i) const { return streams_[mod(i, static_cast<int64_t>(streams_.size()))]; }

@@ -69,6 +69,7 @@ def var(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, correction: int 
 
     `correction` is 0, the population variance. The mean of the differences is subtracted, which corrects for the rounding of the
     mean: the corrected two-pass algorithm (Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983).
+    Over sharded dims, along however many mesh axes, it takes two all-reduces.
     Raises ProgramError for another correction.
 
     Example: `x: f32[M, N]` gives `f32[M]` by `hw.var(x, axis=-1)`.
@@ -78,8 +79,9 @@ def var(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, correction: int 
         raise ProgramError(f"var: correction={correction!r} is not supported; use 0 and scale the result", location)
     axes, wide = dims_of(x, axis, "var", location), _wide(x)
     distance = wide - hw.mean(wide, axes, keepdims=True)
-    rest = hw.mean(distance, axes, keepdims)  # by how much the mean was rounded
-    return _cast(hw.maximum(hw.mean(distance * distance, axes, keepdims) - rest * rest, 0), x.dtype)
+    # By how much the mean was rounded, and the square, in one tensor: ranks reduce their terms of both at once.
+    rest, square = hw.concat([hw.mean(term, axes, keepdims)[None] for term in (distance, distance * distance)])
+    return _cast(hw.maximum(square - rest * rest, 0), x.dtype)
 
 
 @_called("softmax")
@@ -232,7 +234,10 @@ def scaled_dot_product_attention(
         scores = hw.where(mask, scores, float("-inf")) if mask.dtype.kind == "bool" else scores + _cast(mask, scores.dtype)
     weights = softmax(scores)
     if dropout_p and seed is not None:
-        weights = _dropped(weights, dropout_p, _head_indices(weights, int(group)) if grouped else _indices(weights), seed, draw)
+        indices = _indices(weights)
+        if grouped:  # numbered as without groups, as in [..., heads * group, S, T]
+            indices[-4:] = [indices[-4] * int(group) + indices[-3], *indices[-2:]]
+        weights = _dropped(weights, dropout_p, indices, seed, draw)
     result = _worded("attention", hw.matmul(_cast(weights, query.dtype), value))
     return hw.reshape(result, *map(str, (*q[:-1], v[-1]))) if grouped else result
 
@@ -302,17 +307,8 @@ def uniform(x: Tensor, seed: Tensor | int, draw: Tensor | int = 0) -> Tensor:
 
 def _indices(x: Tensor) -> list[Tensor]:
     """The index of each element of x in every dim, each tensor to be broadcast."""
-    return [_along(x, i, hw.iota(x, i, u32)) for i in range(x.ndim)]
-
-
-def _head_indices(weights: Tensor, group: int) -> list[Tensor]:
-    """The indices of [..., heads, group, S, T], numbered as in [..., heads * group, S, T]."""
-    *outer, head, member, row, column = _indices(weights)
-    return [*outer, head * group + member, row, column]
-
-
-def _along(x: Tensor, dim: int, index: Tensor) -> Tensor:
-    return hw.expand_dims(index, tuple(j for j in range(x.ndim) if j != dim)) if x.ndim > 1 else index
+    others = [tuple(j for j in range(x.ndim) if j != i) for i in range(x.ndim)]
+    return [hw.expand_dims(hw.iota(x, i, u32), rest) if rest else hw.iota(x, i, u32) for i, rest in enumerate(others)]
 
 
 def _drawn(x: Tensor, counter: Sequence[Tensor], seed: Tensor | int, draw: Tensor | int) -> Tensor:

@@ -54,6 +54,11 @@ def instead_of(name: str) -> str:
     return f"did you mean {near[0]}?" if near else "the functions are in docs/reference/functions.md"
 
 
+def _refused(sign: str, reverse: bool = False) -> Callable[[SizeName, Any], NoReturn]:
+    """The method of an operator."""
+    return lambda size, other: size._refuse(sign, other, reverse)
+
+
 class SizeName(str):
     """The text of a size that is known only at a call. It is written, not computed with."""
 
@@ -78,34 +83,16 @@ class SizeName(str):
                 return f"write {str(size)!r}"
         return "write sizes as text, such as '2*M' and 'M/2', or make it an int in the type of the input"
 
-    def __mul__(self, other: Any) -> NoReturn:
-        self._refuse("*", other)
-
-    def __rmul__(self, other: Any) -> NoReturn:
-        self._refuse("*", other, True)
-
     def __add__(self, other: Any) -> str:
         if isinstance(other, str) and not isinstance(other, SizeName):  # "M" + "@x"
             return str.__add__(self, other)
         self._refuse("+", other)
 
-    def __radd__(self, other: Any) -> NoReturn:
-        self._refuse("+", other, True)
-
-    def __sub__(self, other: Any) -> NoReturn:
-        self._refuse("-", other)
-
-    def __rsub__(self, other: Any) -> NoReturn:
-        self._refuse("-", other, True)
-
-    def __floordiv__(self, other: Any) -> NoReturn:
-        self._refuse("//", other)
-
-    def __truediv__(self, other: Any) -> NoReturn:
-        self._refuse("//", other)
-
-    def __mod__(self, other: Any) -> NoReturn:
-        self._refuse("%", other)
+    __radd__ = _refused("+", True)
+    __mul__, __rmul__ = _refused("*"), _refused("*", True)
+    __sub__, __rsub__ = _refused("-"), _refused("-", True)
+    __floordiv__ = __truediv__ = _refused("//")
+    __mod__ = _refused("%")
 
 
 _SIZES: dict[str, Callable[[Size, Size], Size | None]] = {

@@ -8,6 +8,9 @@ from typing import Any
 
 from hostweave.fusion_ir.index_map import ONE, IndexMap, aligned, numbered
 from hostweave.fusion_ir.ir import Attribute, Op
+from hostweave.types.mesh import Mesh
+from hostweave.types.rank_sizes import Sizes
+from hostweave.types.size import Size
 from hostweave.types.tensor import Dim, DType, TensorType
 
 Types = Sequence[TensorType]
@@ -34,7 +37,7 @@ class Combine:
     starts: tuple[str, str, str]
     sign: str = ""
     identity: bool = False
-    is_mean: bool = False  # the total is divided by how many they are
+    is_mean: bool = False  # the total is divided by how many they are, or by the attribute `count`
 
 
 @dataclass(frozen=True)
@@ -67,8 +70,12 @@ class OpDef:
     # Shardings follow from the indices: those that the result keeps, those that it reduces, and what else is said here.
     partial: str = ""  # the reduction that makes one of the ranks' results, where what is reduced is sharded; none takes whole dims
     is_exact: bool = False  # of these results one at most is not zero, or they are added up in the result's dtype anyway
+    linear: str = ""  # in its first operand alone (first), in each one (factors), or in all together (terms)
     last_is_first: bool = False  # of the operands' shardings the last one's goes before the others'
     stated: Callable[[Types, Op], tuple[TensorType, Types]] | None = None  # what it gives and takes, where it is stated
+    carried: Callable[[TensorType, Op, Mesh], tuple[tuple[str, ...], ...] | None] | None = (
+        None  # the axes of each dim, where no index says it
+    )
     whole: str = ""  # what it does to a dim of which it needs all, however a loop walks it
 
     is_view: bool = False  # pointer arithmetic on what a rank holds, no call
@@ -89,6 +96,11 @@ class OpDef:
         """What `numpy` gets of the result's type."""
         result: dict[str, Any] = {"shape": shape()} if self.target in ("shape", "type") else {}
         return result | ({"dtype": dtype} if self.target in ("dtype", "type") else {})
+
+
+def bound_attributes(op: Op, sizes: Sizes) -> dict[str, Any]:
+    """The attributes of an op as `numpy` takes them, sizes as numbers."""
+    return {name: value.bind(sizes) if isinstance(value, Size) else value for name, value in op.attributes}
 
 
 # --- result types -----------------------------------------------------------------------------------------------------

@@ -112,10 +112,10 @@ def _gelu_tanh(np: Any, x: Any) -> Any:
 
 # --- of two numbers ---------------------------------------------------------------------------------------------------
 
-add = _binary("add", "The sum.", "{0} + {1}", written="a + b")
-subtract = _binary("subtract", "The difference.", "{0} - {1}", written="a - b")
-multiply = _binary("multiply", "The product.", "{0} * {1}", written="a * b")
-divide = _binary("divide", "The quotient.", "{0} / {1}", kinds=FLOATS, cost=8, written="a / b")
+add = _binary("add", "The sum.", "{0} + {1}", written="a + b", linear="terms")
+subtract = _binary("subtract", "The difference.", "{0} - {1}", written="a - b", linear="terms")
+multiply = _binary("multiply", "The product.", "{0} * {1}", written="a * b", linear="factors")
+divide = _binary("divide", "The quotient.", "{0} / {1}", kinds=FLOATS, cost=8, written="a / b", linear="first")
 maximum = _binary("maximum", "The larger of two elements; NaN if either is.", "({0} > {1} || {0} != {0}) ? {0} : {1}")
 minimum = _binary("minimum", "The smaller of two elements; NaN if either is.", "({0} < {1} || {0} != {0}) ? {0} : {1}")
 floor_divide = _binary(
@@ -138,7 +138,7 @@ OPS["pow"] = OpDef(
 
 # --- of one number ----------------------------------------------------------------------------------------------------
 
-negative = _unary("negative", "The negative.", "-{0}", lambda np, x: -x, kinds=SIGNED, written="-x")
+negative = _unary("negative", "The negative.", "-{0}", lambda np, x: -x, kinds=SIGNED, written="-x", linear="first")
 abs = _unary(  # of -0.0 it is 0.0
     "abs", "The absolute value.", "{0} > T(0) ? {0} : T(0) - {0}", lambda np, x: np.abs(x), kinds=SIGNED, written="abs(x)"
 )
@@ -243,7 +243,7 @@ def _philox(types: Types, op: Op) -> TensorType:
     return TensorType(f32, broadcast(types))
 
 
-OPS["astype"] = OpDef(1, _astype, elementwise, lambda np, x, dtype: x.astype(dtype), target="dtype", cpp="{0}", cost=0)
+OPS["astype"] = OpDef(1, _astype, elementwise, lambda np, x, dtype: x.astype(dtype), target="dtype", cpp="{0}", cost=0, linear="first")
 copy = _unary(
     "copy",
     "The same values in a buffer of their own; of an input it can be streamed.",
@@ -252,6 +252,7 @@ copy = _unary(
     kinds=(),
     cost=0,
     makes="copied",
+    linear="first",
 )
 OPS["iota"] = OpDef(
     0, _iota, lambda types, op: IndexMap((), ("i0",)), lambda np, shape, dtype: np.arange(*shape, dtype=dtype), target="type", cost=0

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.user_kernel import UserKernel
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.aliases import AliasRoots
 from hostweave.host_ir.calls import events_of
 from hostweave.host_ir.expr import Binary, Const, Coordinate, Expr, Rank, Symbol, Var, leaves
@@ -38,7 +38,7 @@ class Checker:
     """Walks a program, and finds for its rules what they ask of buffers, sizes, meshes and expressions."""
 
     program: ir.HostProgram  # or a function as one
-    rules: Mapping[type[ir.Instruction], Rule]
+    rules: Mapping[type[tree.Instruction], Rule]
     kernels: dict[str, ir.Kernel] = field(default_factory=dict)
     inputs: set[str] = field(default_factory=set)
     types: dict[str, BufferType] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Checker:
     rank_dependent: set[str] = field(default_factory=set)
     roots: AliasRoots = field(default_factory=AliasRoots)
     freed: set[str] = field(default_factory=set)
-    current: ir.Instruction | None = None
+    current: tree.Instruction | None = None
     scope: Scope = Scope()
     mesh: Mesh = field(init=False)  # of the `on` body around, or the program's
 
@@ -61,8 +61,7 @@ class Checker:
                 self.fail(f"{pool.name}[{pool.count}] is more than {MAX_POOL}: declare fewer, and walk them round robin")
             if pool.count < 1:
                 self.fail(f"{pool.name}[{pool.count}] holds nothing: declare at least one")
-            if sum(pool.name == other.name for other in pools) > 1:
-                self.fail(f"{pool.name} is declared twice: rename one")
+        self.once([pool.name for pool in pools], "")
         told = {size.name for p in self.program.inputs for size in p.type.shape}
         for name in self.program.symbols():
             if name not in told:
@@ -70,14 +69,11 @@ class Checker:
         for name in self.program.uneven:
             if name not in self.program.symbols():
                 self.fail(f"uneven({name}): {name} is not a size of any input or output; leave it out")
-        names = [function.name for function in self.program.functions]
-        for name in names:
-            if names.count(name) > 1:
-                self.fail(f"function @{name} is declared twice: rename one")
+        self.once([function.name for function in self.program.functions], "function @")
 
     def channels(self) -> None:
         bodies = (*(function.body for function in self.program.functions), self.program.body)
-        used = {i.channel for body in bodies for i in ir.walk(body) if isinstance(i, ir.Communication)}
+        used = {i.channel for body in bodies for i in tree.walk(body) if isinstance(i, ir.Communication)}
         declared: dict[object, str] = {}
         for channel in self.program.channels:
             self.part(channel.mesh)
@@ -113,6 +109,12 @@ class Checker:
             parameter.type.check(None, self.program.mesh)
             self.types[parameter.name] = self.program.local_type(parameter)
 
+    def once(self, names: Sequence[str], word: str) -> None:
+        """What is declared has names of its own."""
+        for name in names:
+            if names.count(name) > 1:
+                self.fail(f"{word}{name} is declared twice: rename one")
+
     def fail(self, message: str) -> NoReturn:
         if self.current is None:
             raise ProgramError(f"@{self.program.name}: {message}")
@@ -121,29 +123,29 @@ class Checker:
 
     # --- structure ---
 
-    def body(self, body: ir.Body, scope: Scope) -> None:
+    def body(self, body: tree.Body, scope: Scope) -> None:
         for instruction in body:
             self.current = instruction
-            for name in ir.names(instruction, "read", "write", "alias"):
+            for name in tree.names(instruction, "read", "write", "alias"):
                 self.buffer(name)
-            for name in ir.names(instruction, "write"):
+            for name in tree.names(instruction, "write"):
                 if not self.inputs.isdisjoint(self.roots.all_of(name)):
                     self.fail(f"%{name} is an input and may not be written: allocate a buffer")
-            for name in ir.names(instruction, "define", "index"):
+            for name in tree.names(instruction, "define", "index"):
                 if name in self.types or name in self.indices:
                     self.fail(f"%{name} is defined twice: rename one")
                 self.freed.discard(name)  # another body may have used the name
-            for pool in ir.names(instruction, "stream", "fork", "join"):
+            for pool in tree.names(instruction, "stream", "fork", "join"):
                 self.declared(pool, self.program.streams, "streams")
-            for pool in ir.names(instruction, "record", "wait"):
+            for pool in tree.names(instruction, "record", "wait"):
                 self.declared(pool, self.program.events, "events")
-            for expr in ir.expressions(instruction):
+            for expr in tree.expressions(instruction):
                 self.expr(expr)
             self.roots.define(instruction)
             self.scope = scope
-            ir.of_kind(self.rules, type(instruction))(self, instruction, scope)
+            tree.of_kind(self.rules, type(instruction))(self, instruction, scope)
 
-    def inner(self, body: ir.Body, scope: Scope) -> None:
+    def inner(self, body: tree.Body, scope: Scope) -> None:
         """A nested body: what it defines ends with it."""
         outside, current = len(self.types), self.current
         indices = set(self.indices)
@@ -205,10 +207,6 @@ class Checker:
         if outside := set(mesh.all_ranks) - set(self.program.mesh.all_ranks):
             self.fail(f"{self.program.mesh} has no rank {min(outside)}: name ranks of it")
 
-    def axes_of_parts(self) -> set[str]:
-        """The axes of the meshes of some of the ranks."""
-        return {axis for i in ir.walk(self.program.body) if i.ranks for axis, _ in i.ranks.axes}
-
     def channel(self, i: ir.Communication) -> ir.Channel:
         """That of a communication, which its transport carries, and which all ranks are of that come here."""
         channel = next((channel for channel in self.program.channels if channel.name == i.channel), None)
@@ -233,10 +231,15 @@ class Checker:
         if len({self.types[name].shape for name in names}) > 1:
             self.fail("shapes differ: " + ", ".join(f"%{name} is {self.types[name]}" for name in names))
 
-    def contiguous(self, *names: str) -> None:
+    def contiguous(self, *names: str, what: str = ", which communication needs") -> None:
         for name in names:
             if self.types[name].strides is not None:
-                self.fail(f"%{name} is not contiguous, which communication needs: copy it to a buffer of its own first")
+                self.fail(f"%{name} is not contiguous{what}: copy it to a buffer of its own first")
+
+    def as_wanted(self, name: str, wanted: BufferType, what: str) -> None:
+        """Its dtype and shape."""
+        if (self.types[name].dtype, self.types[name].shape) != (wanted.dtype, wanted.shape):
+            self.fail(f"%{name} is {self.types[name]}, {what}")
 
     def cuts(self, cuts: Cuts, name: str) -> None:
         """Those of a tensor that a buffer holds."""
@@ -297,9 +300,10 @@ class Checker:
         types = (*kernel.inputs, *kernel.outputs)
         for type in (type for type in types if type.mesh):
             type.check(kernel.location, self.program.mesh)
+        of_parts = {axis for i in tree.walk(self.program.body) if i.ranks for axis, _ in i.ranks.axes}
         dims = (*kernel.grid, *(a.dim for a in kernel.arguments if a.dim))
         for axis in (axis for dim in (*dims, *(dim for type in types if not type.mesh for dim in type.dims)) for axis in dim.axes):
-            if axis not in self.axes_of_parts():  # on the program's mesh, then
+            if axis not in of_parts:  # on the program's mesh, then
                 self.axis(axis)
         for dim in dims:
             if unknown := self.unknown(dim.size):

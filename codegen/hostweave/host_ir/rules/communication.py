@@ -6,7 +6,7 @@ from collections.abc import Callable
 from math import prod
 from typing import Any
 
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.rules.checker import Checker, Rule, Scope
 from hostweave.types.size import LocalSize, Size, product
 
@@ -15,7 +15,7 @@ REDUCTIONS = ("sum", "prod", "min", "max", "avg")
 
 def _communication(check: Callable[[Checker, Any, int], None]) -> Rule:
     def rule(c: Checker, i: Any, scope: Scope) -> None:
-        buffers = ir.names(i, "read", "write")
+        buffers = tree.names(i, "read", "write")
         c.contiguous(*buffers)
         c.same_dtype(*buffers)
         channel = c.channel(i)
@@ -102,7 +102,7 @@ def _routed(c: Checker, i: ir.Routed, size: int) -> None:
     if (channel.mesh, channel.axes) != (ranks, tuple(name for name, _ in ranks.axes)):
         c.fail(f"routes name ranks of the program: use a channel along all axes of {ranks}, in their order")
     if i.packed:
-        c.cuts(i.packed, *ir.names(i, "read", "write"))
+        c.cuts(i.packed, *tree.names(i, "read", "write"))
     count = i.count if isinstance(i.count, int) else prod(cut.blocks for cut in i.count)
     if not i.count or count < 1:
         c.fail("a buffer has at least one block: cut it into 1 or more")
@@ -114,7 +114,7 @@ def _routed(c: Checker, i: ir.Routed, size: int) -> None:
             c.fail(f"{route}: there are {count} blocks, the last one {count - 1}")
 
 
-RULES: dict[type[ir.Instruction], Rule] = {
+RULES: dict[type[tree.Instruction], Rule] = {
     ir.Communication: _communication(_usual),
     ir.BroadcastToOthers: _communication(_as_much),
     ir.AllToAll: _communication(_all_to_all),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from hostweave.fusion_ir.ops.reductions import why_no_product, widens
-from hostweave.fusion_ir.user_kernel import UserKernel, local_type
-from hostweave.host_ir import ir
+from hostweave.fusion_ir.user_kernel import UserKernel
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.rules.checker import Checker, Rule, Scope
 from hostweave.host_ir.size_requirements import slack
+from hostweave.host_ir.strides import strides_of
 from hostweave.types.size import Size
 from hostweave.types.tensor import MAX_DIMS, BufferType
 
@@ -72,10 +73,9 @@ def _epilogue(c: Checker, i: ir.Matmul) -> None:
         if c.types[name] != dst:
             c.fail(f"%{name} does not lie in memory as %{i.dst} does: copy it to a buffer that does")
     for name in i.bias:
-        if (c.types[name].dtype, c.types[name].shape) != (dst.dtype, dst.shape[-1:]):
-            c.fail(f"%{name} is {c.types[name]}, not {BufferType(dst.dtype, dst.shape[-1:])}, one element for each column of %{i.dst}")
-        if c.types[name].strides is not None:
-            c.fail(f"%{name} is not contiguous, which a bias must be: copy it to a buffer of its own first")
+        wanted = BufferType(dst.dtype, dst.shape[-1:])
+        c.as_wanted(name, wanted, f"not {wanted}, one element for each column of %{i.dst}")
+        c.contiguous(name, what=", which a bias must be")
     if i.activation and i.activation not in ir.ACTIVATIONS:
         c.fail(f"cuBLASLt has no {i.activation}, only {' and '.join(ir.ACTIVATIONS)}: launch a kernel after it")
     if (i.bias or i.activation) and (why := why_no_epilogue(a, b, dst)):
@@ -90,7 +90,7 @@ def why_no_epilogue(a: BufferType, b: BufferType, dst: BufferType) -> str:
         return "it is a batch of products"
     if len(dst.shape) > 2 and (a.strides is not None or dst.strides is not None):
         return "its rows do not lie one after another"
-    if ir.strides_of(dst)[-1] != Size():
+    if strides_of(dst)[-1] != Size():
         return "the elements of a row do not lie side by side"
     return ""
 
@@ -110,11 +110,9 @@ def _launch_source(c: Checker, i: ir.Launch, source: UserKernel) -> None:
         for name, type in zip(names, types, strict=True):
             if type.mesh_in(c.mesh) != c.mesh:
                 c.fail(f"@{source.name} {role} {type}, and is launched on {c.mesh}: launch it on the mesh of its types")
-            wanted = local_type(type, c.mesh, c.program.uneven)
-            if (c.types[name].dtype, c.types[name].shape) != (wanted.dtype, wanted.shape):
-                c.fail(f"%{name} is {c.types[name]}, and @{source.name} {role} {wanted}")
-            if c.types[name].strides is not None:
-                c.fail(f"%{name} is not contiguous, which @{source.name} needs: copy it to a buffer of its own first")
+            wanted = type.local(c.mesh, c.program.uneven)
+            c.as_wanted(name, wanted, f"and @{source.name} {role} {wanted}")
+            c.contiguous(name, what=f", which @{source.name} needs")
 
 
 def _launch(c: Checker, i: ir.Launch, scope: Scope) -> None:
@@ -132,9 +130,8 @@ def _launch(c: Checker, i: ir.Launch, scope: Scope) -> None:
     if len(i.dsts) != len(kernel.results):
         c.fail(f"@{i.kernel} gives {len(kernel.results)} results, not {len(i.dsts)}")
     for name, parameter in zip((*i.srcs, *i.dsts), (*kernel.inputs, *kernel.results), strict=True):
-        buffer = c.types[name]
-        if (buffer.dtype, buffer.shape) != (parameter.type.dtype, parameter.type.shape):
-            c.fail(f"%{name} is {buffer}, and @{i.kernel} takes {parameter.type} as %{parameter.name}")
+        wanted = BufferType(parameter.type.dtype, parameter.type.shape)
+        c.as_wanted(name, wanted, f"and @{i.kernel} takes {wanted} as %{parameter.name}")
 
 
 def _copy(c: Checker, i: ir.Copy, scope: Scope) -> None:
@@ -146,8 +143,7 @@ def _pack(c: Checker, i: ir.Pack, scope: Scope) -> None:
     c.same_dtype(i.src, i.dst)
     for name in (i.src, i.dst):
         c.cuts(i.cuts, name)
-        if c.types[name].strides is not None:
-            c.fail(f"%{name} is not contiguous: copy it to a buffer of its own first")
+        c.contiguous(name, what="")
 
 
 def _fill(c: Checker, i: ir.Fill, scope: Scope) -> None:
@@ -156,7 +152,7 @@ def _fill(c: Checker, i: ir.Fill, scope: Scope) -> None:
         c.fail(f"{dtype} cannot hold {i.value}")
 
 
-RULES: dict[type[ir.Instruction], Rule] = {
+RULES: dict[type[tree.Instruction], Rule] = {
     ir.Allocate: _allocate,
     ir.Deallocate: _deallocate,
     ir.View: _view,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.rules.checker import Checker, Rule, Scope
 from hostweave.types.size import LocalSize
 
@@ -66,11 +66,9 @@ def _call(c: Checker, i: ir.Call, scope: Scope) -> None:
         if len(names) != len(parameters):
             c.fail(f"@{i.function} {word} {len(parameters)} buffers, not {len(names)}")
         for name, parameter in zip(names, parameters, strict=True):
-            wanted, buffer = c.program.local_type(parameter), c.types[name]
-            if (buffer.dtype, buffer.shape) != (wanted.dtype, wanted.shape):
-                c.fail(f"%{name} is {buffer}, and @{i.function} {word} {wanted} as %{parameter.name}")
-            if buffer.strides is not None:
-                c.fail(f"%{name} is not contiguous, which a function needs: copy it to a buffer of its own first")
+            wanted = c.program.local_type(parameter)
+            c.as_wanted(name, wanted, f"and @{i.function} {word} {wanted} as %{parameter.name}")
+            c.contiguous(name, what=", which a function needs")
     for name in i.dsts:
         if name in i.srcs or i.dsts.count(name) > 1:
             c.fail(f"%{name} is named twice: what a function writes is memory of its own")
@@ -81,10 +79,10 @@ def _call(c: Checker, i: ir.Call, scope: Scope) -> None:
 
 
 def _is_collective(function: ir.Function, others: tuple[ir.Function, ...]) -> bool:
-    for i in ir.walk(function.body):
+    for i in tree.walk(function.body):
         if i.posts == "collective":
             return True
-        if any(_is_collective(other, others) for other in others if other.name in ir.names(i, "call")):
+        if any(_is_collective(other, others) for other in others if other.name in tree.names(i, "call")):
             return True
     return False
 
@@ -96,10 +94,10 @@ def _on_mesh(c: Checker, i: ir.OnMesh, scope: Scope) -> None:
     c.mesh = i.mesh
     c.inner(i.body, scope)
     c.mesh = c.program.mesh
-    c.types.update({name: inner.defined({})[name] for inner in i.body for name in ir.names(inner, "allocate")})
+    c.types.update({name: inner.defined({})[name] for inner in i.body for name in tree.names(inner, "allocate")})
 
 
-RULES: dict[type[ir.Instruction], Rule] = {
+RULES: dict[type[tree.Instruction], Rule] = {
     ir.Group: _group,
     ir.OnStream: _on_stream,
     ir.Fork: _fork_or_join,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import events_of, renamed, without_unused_channels
 from hostweave.host_ir.dead_code import eliminate_dead_code
 from hostweave.host_ir.expr import Const, Expr, Range, range_of, simpler
@@ -37,22 +37,22 @@ class _Folding:
         self.ranges: dict[str, Range] = {}  # of indices
         self.chosen: dict[str, str] = {}  # what choices that are decided stand for
 
-    def body(self, body: ir.Body, mesh: Mesh) -> ir.Body:
+    def body(self, body: tree.Body, mesh: Mesh) -> tree.Body:
         """A body for the ranks of a mesh; itself where nothing changes."""
-        return ir.unless_same(body, [new for i in body for new in self.folded(i, mesh)])
+        return tree.unless_same(body, [new for i in body for new in self.folded(i, mesh)])
 
-    def folded(self, i: ir.Instruction, mesh: Mesh) -> ir.Body:
+    def folded(self, i: tree.Instruction, mesh: Mesh) -> tree.Body:
         def values(expr: Expr) -> Range:
             return range_of(expr, self.ranges, mesh, self.program)
 
-        i = ir.with_expressions(i, lambda expr: simpler(expr, values))
-        for name in ir.names(i, "index"):
-            self.ranges[name] = values(*ir.expressions(i)) if i.trips is None else (0, int(i.trips) - 1 if i.trips.is_int else None)
+        i = tree.with_expressions(i, lambda expr: simpler(expr, values))
+        for name in tree.names(i, "index"):
+            self.ranges[name] = values(*tree.expressions(i)) if i.trips is None else (0, int(i.trips) - 1 if i.trips.is_int else None)
         match i.condition_of_body, i.chosen_by:
             case Const(value), None:
-                return self.body(ir.bodies(i)[0 if value else 1], mesh)
+                return self.body(tree.bodies(i)[0 if value else 1], mesh)
             case None, Const(value):
-                ((name,), chosen) = ir.names(i, "view"), ir.names(i, "alias")[0 if value else 1]
+                ((name,), chosen) = tree.names(i, "view"), tree.names(i, "alias")[0 if value else 1]
                 self.chosen[name] = self.chosen.get(chosen, chosen)
                 return ()
-        return (ir.with_bodies(i, lambda inner: self.body(inner, i.ranks or mesh)),)
+        return (tree.with_bodies(i, lambda inner: self.body(inner, i.ranks or mesh)),)

@@ -23,7 +23,7 @@ from hostweave.analysis.def_use import Place, def_use
 from hostweave.analysis.kernel_indices import NotOneKernel, iteration
 from hostweave.base.names import unique_name
 from hostweave.fusion_ir.ir import Op
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.dead_code import eliminate_dead_code, launched
 from hostweave.host_ir.rules.computing import why_no_epilogue
 from hostweave.options import Options
@@ -36,10 +36,8 @@ def fold_epilogues(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     """After it no launch follows a matmul that could have done the launch's work and saved a pass over memory."""
     while True:
         matmuls = _Matmuls(program)
-        folded: dict[int, _Folded] = {}  # by the number of the launch
-        for place in matmuls.uses.places:
-            if isinstance(place.instruction, ir.Launch) and (found := matmuls.folded(place, place.instruction)):
-                folded[place.number] = found
+        launches = [(place, place.instruction) for place in matmuls.uses.places if isinstance(place.instruction, ir.Launch)]
+        folded = {place.number: found for place, launch in launches if (found := matmuls.folded(place, launch))}
         if not folded:
             return program
         program = _rewritten(program, folded)
@@ -47,12 +45,11 @@ def fold_epilogues(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 
 @dataclass(frozen=True)
 class _Folded:
-    """What a launch becomes: a matmul in its place, and after it what is left of the launch and its kernel, if anything."""
+    """What a launch becomes: a matmul in its place, and after it what is left of the launch with its kernel, if anything."""
 
     old: Place
     new: ir.Matmul
-    launch: ir.Launch | None
-    kernel: ir.Kernel | None
+    left: tuple[ir.Launch, ir.Kernel] | None = None
 
 
 class _Matmuls:
@@ -67,22 +64,20 @@ class _Matmuls:
         if launch.kernel not in self.kernels:
             return None
         made = [(matmul, src) for src in launch.srcs if (matmul := self.matmul_of(src, place))]
-        for matmul, src in sorted(made, key=lambda pair: -pair[0].number):
-            if found := self.folded_into(matmul, src, launch):
-                return found
-        return None
+        last_first = sorted(made, key=lambda pair: -pair[0].number)
+        return next(filter(None, (self.folded_into(matmul, src, launch) for matmul, src in last_first)), None)
 
     def matmul_of(self, name: str, reader: Place) -> Place | None:
         """The matmul that makes a buffer for one reader alone, and that can be moved there."""
         root = self.uses.root(name)
-        touches, srcs = self.uses.touches[root], ir.names(reader.instruction, "read")
+        touches, srcs = self.uses.touches[root], tree.names(reader.instruction, "read")
         if root not in self.uses.allocates or len(touches) != 2 or sum(self.uses.root(src) == root for src in srcs) > 1:
             return None
         maker, matmul = touches[0], touches[0].instruction
         if not isinstance(matmul, ir.Matmul) or matmul.dst != name or touches[1] is not reader or maker.body is not reader.body:
             return None
         between = maker.body[maker.index + 1 : reader.index]
-        if any(i.orders for i in ir.walk(between)) or self.uses.reads([matmul]) & self.uses.writes(between):
+        if any(i.orders for i in tree.walk(between)) or self.uses.reads([matmul]) & self.uses.writes(between):
             return None
         return maker
 
@@ -104,7 +99,7 @@ class _Matmuls:
             return None
         rest = tuple(op for op in kernel.ops if op not in gone)
         if len(kernel.results) == 1:
-            return _Folded(place, ended, None, None)
+            return _Folded(place, ended)
         left = _left(kernel, rest, value)
         try:
             iteration(left)
@@ -112,7 +107,7 @@ class _Matmuls:
             return None
         buffers[value] = targets[value]
         srcs, dsts = (tuple((buffers | targets)[p.name] for p in parameters) for parameters in (left.inputs, left.results))
-        return _Folded(place, ended, replace(launch, srcs=srcs, dsts=dsts), left)
+        return _Folded(place, ended, (replace(launch, srcs=srcs, dsts=dsts), left))
 
     def is_possible(self, matmul: ir.Matmul) -> bool:
         """Whether cuBLASLt computes it, and writes over nothing that it reads."""
@@ -122,7 +117,7 @@ class _Matmuls:
             return False
         if (matmul.bias or matmul.activation) and why_no_epilogue(types[matmul.a], types[matmul.b], dst):
             return False
-        return root(matmul.dst) not in {root(name) for name in ir.names(matmul, "read")}
+        return root(matmul.dst) not in {root(name) for name in tree.names(matmul, "read")}
 
 
 def _ending(matmul: ir.Matmul, op: Op, value: str, kernel: ir.Kernel, buffers: dict[str, str]) -> ir.Matmul | None:
@@ -167,14 +162,15 @@ def _rewritten(program: ir.HostProgram, folded: dict[int, _Folded]) -> ir.HostPr
     kernels = {kernel.name: kernel for kernel in program.kernels}
     names: dict[ir.Kernel, str] = {}  # of what is left of kernels
 
-    def edit(found: _Folded) -> ir.Body:
-        if found.launch is None or found.kernel is None:
+    def edit(found: _Folded) -> tree.Body:
+        if found.left is None:
             return (found.new,)
-        if found.kernel not in names:
-            name = names[found.kernel] = unique_name(found.kernel.telling_name, set(kernels))
-            kernels[name] = replace(found.kernel, name=name)
-        return (found.new, replace(found.launch, kernel=names[found.kernel]))
+        launch, kernel = found.left
+        if kernel not in names:
+            name = names[kernel] = unique_name(kernel.telling_name, kernels)
+            kernels[name] = replace(kernel, name=name)
+        return found.new, replace(launch, kernel=names[kernel])
 
     edits = {found.old.number: () for found in folded.values()} | {launch: edit(found) for launch, found in folded.items()}
-    body = eliminate_dead_code(ir.edited(program.body, edits))
+    body = eliminate_dead_code(tree.edited(program.body, edits))
     return replace(program, body=body, kernels=launched(kernels.values(), body))

@@ -8,8 +8,8 @@ becomes
     launch @negative_mul_y %x -> %y
 
 with `kernel @negative_multiply_y(%x) { %h = negative(%x); %y = multiply(%h, %x) }`, which also writes %h where something else reads it.
-In the host IR
-a kernel is fused as it is launched: on the chunk of a loop, next to a communication. A kernel that could have gone on says why it ends.
+In the host IR a kernel is fused as it is launched: on the chunk of a loop, next to a communication. A kernel that could have gone on says
+why it ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hostweave.analysis.kernel_indices import Iteration, NotOneKernel, iteration
 from hostweave.base.names import claim_unique
 from hostweave.fusion_ir.ir import Op, Value
 from hostweave.fusion_ir.ops import OPS
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.dead_code import eliminate_dead_code
 from hostweave.options import Options
 from hostweave.types.tensor import BufferType, Dim, TensorType
@@ -35,7 +35,7 @@ def fuse_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     program = _unshared(program)
     while True:
         links = _Links(program)
-        changes: dict[int, ir.Instruction | ir.Body] = {}  # the number of an instruction -> what replaces it
+        changes: dict[int, tree.Instruction | tree.Body] = {}  # the number of an instruction -> what replaces it
         kernels = {kernel.name: kernel for kernel in program.kernels}
         for producer in reversed(links.launches):
             if any(place.number in changes for place in (producer, *links.others(producer, *links.launches[producer].dsts))):
@@ -50,8 +50,8 @@ def fuse_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
         if not changes:
             program = _explained(program, links)
             return _named(_shared(replace(program, kernels=tuple(map(_without_repeats, program.kernels)))))
-        body = eliminate_dead_code(ir.edited(program.body, changes))
-        launched = dict.fromkeys(name for i in ir.walk(body) for name in ir.names(i, "launch") if name in kernels)
+        body = eliminate_dead_code(tree.edited(program.body, changes))
+        launched = dict.fromkeys(name for i in tree.walk(body) for name in tree.names(i, "launch") if name in kernels)
         program = replace(program, body=body, kernels=tuple(kernels[name] for name in launched))
 
 
@@ -83,17 +83,17 @@ class _Links:
         is_chunk = buffer in self.uses.views and self.uses.chunk(self.uses.views[buffer])
         return self.root(buffer) if is_chunk else buffer
 
-    def roots(self, instruction: ir.Instruction, *roles: str) -> set[str]:
-        return {self.root(name) for name in ir.names(instruction, *roles)}
+    def roots(self, instruction: tree.Instruction, *roles: str) -> set[str]:
+        return {self.root(name) for name in tree.names(instruction, *roles)}
 
     def others(self, producer: Place, *results: str) -> list[Place]:
         """What else touches these buffers that a launch writes, in program order."""
         touching = {place for result in results for place in self.uses.touches[self.root(result)]} - {producer}
         return sorted(touching, key=lambda place: place.number)
 
-    def path(self, name: str, start: str) -> list[ir.Instruction] | None:
+    def path(self, name: str, start: str) -> list[tree.Instruction] | None:
         """The views that lead from one buffer to another, None where they are not all of all elements."""
-        steps: list[ir.Instruction] = []
+        steps: list[tree.Instruction] = []
         while name != start:
             source = self.uses.roots.source(name)
             if source is None or not self.uses.views[name].instruction.shows:
@@ -121,7 +121,8 @@ class _Links:
             consumers, kept = launches, list[str]()
         else:
             consumers = launches[:1]
-            kept = [dst for dst in dsts if self._is_needed(producer, dst, consumers[0])]
+            elsewhere = {self.root(dst): [x for x in self.others(producer, dst) if x is not consumers[0]] for dst in dsts}
+            kept = [dst for dst in dsts if self.root(dst) in self.outputs or elsewhere[self.root(dst)]]
         found = []
         for consumer in consumers:
             if why := self._why_apart(producer, consumer, kept):
@@ -135,9 +136,6 @@ class _Links:
     def _is_free(self, producer: Place) -> bool:
         launch = self.launches[producer]
         return not any(self.root(dst) in self.outputs for dst in launch.dsts) and _is_free(self.kernels[launch.kernel])
-
-    def _is_needed(self, producer: Place, result: str, consumer: Place) -> bool:
-        return self.root(result) in self.outputs or any(other is not consumer for other in self.others(producer, result))
 
     def _called(self, producer: Place, user: Place) -> str:
         """The result of a launch that something touches, as its kernel calls it."""
@@ -153,11 +151,11 @@ class _Links:
             return f"another loop uses %{result}"
         if any(self.root(src) in made and self.path(src, made[self.root(src)]) is None for src in last.srcs):
             return f"parts of %{result} are used"
-        between = list(ir.walk(producer.body[producer.index + 1 : consumer.index]))
+        between = list(tree.walk(producer.body[producer.index + 1 : consumer.index]))
         read = {self.root(src) for src in first.srcs}
         if any(read & self.roots(i, "write") for i in (*between, last)):
             return f"what %{result} is computed from is overwritten"
-        if any(ir.names(i, "record", "fork") for i in between):
+        if any(tree.names(i, "record", "fork") for i in between):
             return f"other streams go on before %{result} is used"
         for i in between:
             if early := self.roots(i, "read", "write") & {self.root(dst) for dst in kept}:
@@ -174,7 +172,8 @@ class _Links:
                 inner = {[i for i in walked.indices[p.name] if i][-1] for p in kernel.inputs if any(walked.indices[p.name])}
                 if not walked.kept or not inner & set(walked.reduced):
                     return f"few threads would compute all of %{result.name}"
-        again = next((op.result.name for op in kernel.ops if _is_costly(op) and _is_repeated(op.result.name, walked)), None)
+        costly = [op.result.name for op in kernel.ops if OPS[op.kind].cost > CHEAP]
+        again = next((name for name in costly if _is_repeated(name, walked)), None)
         return f"%{again} would be computed again and again" if again else ""
 
 
@@ -182,10 +181,6 @@ def _is_free(kernel: ir.Kernel) -> bool:
     """Whether any number of kernels can compute the result again: they read no more for it."""
     sizes = [parameter.type.dtype.itemsize for parameter in (*kernel.inputs, *kernel.results)]
     return len(sizes) == 2 and sizes[0] <= sizes[1] and all(op.kind == "astype" for op in kernel.ops)
-
-
-def _is_costly(op: Op) -> bool:
-    return OPS[op.kind].cost > CHEAP
 
 
 def _is_repeated(name: str, walked: Iteration) -> bool:
@@ -253,10 +248,10 @@ def _renamed(op: Op, names: dict[str, str]) -> Op:
     return replace(op, operands=operands, result=replace(op.result, name=names[op.result.name]))
 
 
-def _viewed(path: list[ir.Instruction], source: str, name: str, types: dict[str, BufferType], taken: set[str]) -> Iterator[Op]:
+def _viewed(path: list[tree.Instruction], source: str, name: str, types: dict[str, BufferType], taken: set[str]) -> Iterator[Op]:
     """The views that lead to a buffer, as ops; the last one has the name that the buffer goes by."""
     for view in path:
-        (out,) = ir.names(view, "view")
+        (out,) = tree.names(view, "view")
         result, buffer = name if view is path[-1] else claim_unique(out, taken), types[out]
         value = Value(result, TensorType(buffer.dtype, tuple(map(Dim, buffer.shape))))
         if isinstance(view, ir.Permute):
@@ -285,7 +280,7 @@ def _unshared(program: ir.HostProgram) -> ir.HostProgram:
             kernel = ir.Kernel(f"{kernel.name} {len(kernels)}", inputs, ops)
             changes[place.number] = replace(launch, kernel=kernel.name)
         kernels.append(kernel)
-    return replace(program, kernels=tuple(kernels), body=ir.edited(program.body, changes))
+    return replace(program, kernels=tuple(kernels), body=tree.edited(program.body, changes))
 
 
 def _shared(program: ir.HostProgram) -> ir.HostProgram:
@@ -304,16 +299,14 @@ def _shared(program: ir.HostProgram) -> ir.HostProgram:
 
 def _named(program: ir.HostProgram) -> ir.HostProgram:
     taken: set[str] = set()
-    names = {}
-    for kernel in program.kernels:
-        names[kernel.name] = claim_unique(kernel.telling_name, taken)
+    names = {kernel.name: claim_unique(kernel.telling_name, taken) for kernel in program.kernels}
     kernels = tuple(replace(kernel, name=names[kernel.name]) for kernel in program.kernels)
     return _with_names(replace(program, kernels=kernels), names)
 
 
 def _with_names(program: ir.HostProgram, names: dict[str, str]) -> ir.HostProgram:
     """Every launch with the new name of its kernel."""
-    return replace(program, body=ir.rewrite(program.body, lambda i: ir.with_names(i, names, "launch")))
+    return replace(program, body=tree.rewrite(program.body, lambda i: tree.with_names(i, names, "launch")))
 
 
 def _explained(program: ir.HostProgram, links: _Links) -> ir.HostProgram:

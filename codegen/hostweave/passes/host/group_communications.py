@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hostweave.analysis.def_use import def_use
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.options import Options
 
 
@@ -34,10 +34,10 @@ class _Grouping:
         self.program = program
         self.uses = def_use(program)
 
-    def body(self, body: ir.Body) -> ir.Body:
-        result: list[ir.Instruction] = []
-        posted: list[ir.Instruction] = []  # communications that are to share a group
-        behind: list[ir.Instruction] = []  # what stands after them and could stand before
+    def body(self, body: tree.Body) -> tree.Body:
+        result: list[tree.Instruction] = []
+        posted: list[tree.Instruction] = []  # communications that are to share a group
+        behind: list[tree.Instruction] = []  # what stands after them and could stand before
         for instruction in body:
             if posted and self.can_pass(instruction, posted):
                 behind.append(instruction)
@@ -49,15 +49,15 @@ class _Grouping:
                 result += [*_group(posted), *behind]
                 posted, behind = ([instruction], []) if _posts(instruction) else ([], [])
                 if not posted:
-                    result.append(ir.with_bodies(instruction, self.body))
+                    result.append(tree.with_bodies(instruction, self.body))
         return (*result, *_group(posted), *behind)
 
-    def can_pass(self, instruction: ir.Instruction, posted: list[ir.Instruction]) -> bool:
+    def can_pass(self, instruction: tree.Instruction, posted: list[tree.Instruction]) -> bool:
         if instruction.work:
             return not self.uses.conflict(posted, [instruction])
         return not instruction.calls
 
-    def can_join(self, instruction: ir.Instruction, posted: list[ir.Instruction]) -> bool:
+    def can_join(self, instruction: tree.Instruction, posted: list[tree.Instruction]) -> bool:
         members = [member for one in (*posted, instruction) for member in _posts(one)]
         return (
             bool(_posts(instruction))
@@ -74,14 +74,14 @@ class _Grouping:
         return (1 + member.grouped) * self.program.channel(member.channel).size if member.grouped or by_rank else 1
 
 
-def _posts(instruction: ir.Instruction) -> tuple[ir.Communication, ...]:
+def _posts(instruction: tree.Instruction) -> tuple[ir.Communication, ...]:
     """The communications that an instruction posts, and that others can be posted with: not a barrier, which is about order."""
     members = instruction.body if isinstance(instruction, ir.Group) else (instruction,)
     posted = tuple(i for i in members if isinstance(i, ir.Communication) and not isinstance(i, ir.Barrier))
     return posted if len(posted) == len(members) else ()
 
 
-def _group(posted: list[ir.Instruction]) -> ir.Body:
+def _group(posted: list[tree.Instruction]) -> tree.Body:
     if len(posted) < 2:
         return tuple(posted)
     return (ir.Group(tuple(member for one in posted for member in _posts(one)), location=posted[0].location),)

@@ -22,47 +22,43 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hostweave.analysis.def_use import DefUse, Place, def_use
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.options import Options
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 
 
 def multi_buffer(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    uses, edits = def_use(program), dict[int, ir.Instruction]()
+    uses, edits = def_use(program), dict[int, tree.Instruction]()
     pools = {pool.name: pool.count for pool in program.streams}
     for name, place in uses.allocates.items():
         for view, (pool, index) in _chunks(uses, name, pools):
-            (out,), streams = ir.names(view.instruction, "view"), pools[pool]
+            (out,), streams = tree.names(view.instruction, "view"), pools[pool]
             slots = BufferType(uses.types[name].dtype, (Size(streams), *uses.types[out].shape))
             edits[place.number] = ir.Allocate(name, slots, location=place.instruction.location)
             edits[view.number] = ir.Select(out, name, 0, index % streams, location=view.instruction.location)
-    return replace(program, body=ir.edited(program.body, edits)) if edits else program
+    return replace(program, body=tree.edited(program.body, edits)) if edits else program
 
 
-def _chunks(uses: DefUse, name: str, pools: dict[str, int]) -> list[tuple[Place, ir.Slot]]:
+def _chunks(uses: DefUse, name: str, pools: dict[str, int]) -> list[tuple[Place, tree.Slot]]:
     """The views of an allocation by which steps have a chunk of it each, in two blocks or more; none where that would save nothing."""
     touches, views = uses.touches.get(name, []), uses.viewed.get(name, [])
     blocks = {place.block for place in (*touches, *views)}
     loops = {place.loop for place in touches}
-    found: list[tuple[Place, ir.Slot]] = []
+    found: list[tuple[Place, tree.Slot]] = []
     counts: set[tuple[int, Size, BufferType]] = set()  # of chunks, along which dim
     for place in views:
-        if place.stream is None or name not in ir.names(place.instruction, "alias"):
+        if place.stream is None or name not in tree.names(place.instruction, "alias"):
             continue
         chunk = uses.chunk(place)
         if chunk is None or chunk[1] != place.stream[1]:
             return []
         found.append((place, place.stream))
-        counts.add((chunk[0], chunk[2], uses.types[ir.names(place.instruction, "view")[0]]))
-    if len(blocks) < 2 or None in blocks or len({pool for _, (pool, _) in found}) != 1 or len(loops) != 1:
+        counts.add((chunk[0], chunk[2], uses.types[tree.names(place.instruction, "view")[0]]))
+    if len(blocks) < 2 or None in blocks or len({pool for _, (pool, _) in found}) != 1 or len(loops) != 1 or len(counts) != 1:
         return []
-    (loop,) = loops
+    (loop,), ((_, count, _),) = loops, counts
     if loop is None or loop in uses.allocates[name].around or uses.allocates[name].block is not None:
         return []
-    if any(name in ir.names(place.instruction, "read", "write") for place in touches):
-        return []
-    if len(counts) != 1:
-        return []
-    ((_, count, _),) = counts
-    return found if not count.is_int or int(count) > pools[found[0][1][0]] else []
+    is_long = not count.is_int or int(count) > pools[found[0][1][0]]
+    return found if is_long and not any(name in tree.names(place.instruction, "read", "write") for place in touches) else []

@@ -15,12 +15,13 @@ Offsets are found when sizes are known.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from hostweave.analysis.def_use import def_use
 from hostweave.analysis.live_ranges import allocating_functions
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.dead_code import indices_in
 from hostweave.host_ir.expr import Const
 from hostweave.options import Options
@@ -35,15 +36,10 @@ def plan_memory(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 Lane = tuple[str, int]  # one stream of a pool
 Lanes = tuple[Lane, ...]
 CALLER: Lanes = ()
-Recorded = dict[ir.Slot, tuple[Lane | None, int]]  # an event -> the stream that recorded it last, and in which child
+Recorded = dict[tree.Slot, tuple[Lane | None, int]]  # an event -> the stream that recorded it last, and in which child
 
 
-@dataclass(frozen=True)
-class _Touch:
-    """By the child of a body with this number, on these streams; on the caller's where there are none."""
-
-    child: int
-    lanes: Lanes = CALLER
+_Touch = tuple[int, Lanes]  # by the child of a body with this number, on these streams; on the caller's where there are none
 
 
 @dataclass
@@ -60,45 +56,51 @@ class Planner:
         self.allocating = allocating_functions(program)
         self.pools = {pool.name: [(pool.name, k) for k in range(pool.count)] for pool in program.streams}
 
-    def body(self, body: ir.Body, on_caller: bool) -> ir.Body:
+    def body(self, body: tree.Body, on_caller: bool) -> tree.Body:
         """A body with its memory allocated late and deallocated early; `on_caller` where it is in no stream block.
 
         What ranks of a mesh do in it counts as its children one by one.
         """
         children = [self.child(i, on_caller) for i in _one_by_one(body)]
-        own = {name: (mesh, i) for mesh, i in map(_on, children) for name in ir.names(i, "allocate")}
+        own = {name: (mesh, i) for mesh, i in map(_on, children) for name in tree.names(i, "allocate")}
         if not own:
-            return ir.together(children)
-        touches, viewed = self.touches(children, on_caller), self.first_views(children)
+            return tree.together(children)
+        views = [(self.uses.root(name), k) for k, child in enumerate(children) for name in tree.names(_on(child)[1], "view")]
+        touches, viewed = self.touches(children, on_caller), dict(reversed(views))  # the first one of each
         known = {mesh: self.known([_seen_by(mesh, i) for i in children]) for mesh, _ in own.values()}
         ties = _ties(body)
-        begun: dict[int, list[str]] = {}
+        begun, ended = defaultdict[int, list[str]](list), defaultdict[int, list[str]](list)
         for name, (mesh, _) in own.items():
             begin = min(viewed.get(name, len(children)), self.begin(touches[name], known[mesh]))
             while begin - 1 in ties and _on(children[begin])[0] != mesh:
                 begin -= 1
-            begun.setdefault(begin, []).append(name)
+            begun[begin].append(name)
         allocating = [(k, own[name][0]) for k, names in begun.items() for name in names]
-        allocating += [(k, _on(i)[0]) for k, i in enumerate(children) if not ir.names(_on(i)[1], "allocate") and self.allocates(i)]
+        allocating += [(k, _on(i)[0]) for k, i in enumerate(children) if not tree.names(_on(i)[1], "allocate") and self.allocates(i)]
         on_streams = self.on_streams(children)
-        ended: dict[int, list[str]] = {}
         for name, (mesh, _) in own.items():
-            last = max(k for k, other in allocating if _share_ranks(mesh, other))
+            ranks = set(mesh.all_ranks if mesh else ())
+            last = max(k for k, other in allocating if mesh is None or other is None or not ranks.isdisjoint(other.all_ranks))
             tied = {k for k in ties if _on(children[k])[0] != mesh}
             if (end := self.end(touches[name], known[mesh], on_streams, tied, len(children))) < last:
-                ended.setdefault(end, []).append(name)
-        return ir.together(_laid_out(children, own, begun, ended))
+                ended[end].append(name)
+        laid_out: list[tree.Instruction] = []
+        for k, child in enumerate(children):
+            laid_out += (_for_ranks_of(*own[name]) for name in begun[k])
+            laid_out += () if tree.names(_on(child)[1], "allocate") else (child,)
+            laid_out += (_for_ranks_of(own[name][0], ir.Deallocate(name, location=own[name][1].location)) for name in ended[k])
+        return tree.together(laid_out)
 
-    def child(self, i: ir.Instruction, on_caller: bool) -> ir.Instruction:
+    def child(self, i: tree.Instruction, on_caller: bool) -> tree.Instruction:
         if i.ranks:
-            return ir.with_bodies(i, lambda body: tuple(self.child(inner, on_caller) for inner in body))
-        return ir.with_bodies(i, lambda body: self.body(body, on_caller and not ir.names(i, "stream")))
+            return tree.with_bodies(i, lambda body: tuple(self.child(inner, on_caller) for inner in body))
+        return tree.with_bodies(i, lambda body: self.body(body, on_caller and not tree.names(i, "stream")))
 
     # --- when memory is first and last needed ---
 
     def begin(self, touches: list[_Touch], known: _VectorClock) -> int:
         """The child before which it must be there: all that touches it knows of that."""
-        return min(min([known.begun[touch.child].get(lane, 0) for lane in touch.lanes], default=touch.child) for touch in touches)
+        return min(min([known.begun[child].get(lane, 0) for lane in lanes], default=child) for child, lanes in touches)
 
     def end(self, touches: list[_Touch], known: _VectorClock, on_streams: dict[int, list[Lane]], tied: set[int], never: int) -> int:
         """The child after which the caller's stream, or the block's, knows that it is done with, and which may be the last of a body."""
@@ -112,73 +114,68 @@ class Planner:
                 found += 1
         return end
 
-    def allocates(self, i: ir.Instruction) -> bool:
-        return any(ir.names(j, "allocate") or not self.allocating.isdisjoint(ir.names(j, "call")) for j in ir.walk((i,)))
+    def allocates(self, i: tree.Instruction) -> bool:
+        return any(tree.names(j, "allocate") or not self.allocating.isdisjoint(tree.names(j, "call")) for j in tree.walk((i,)))
 
-    def first_views(self, children: list[ir.Instruction]) -> dict[str, int]:
-        last_to_first = reversed(list(enumerate(children)))
-        return {self.uses.root(name): k for k, child in last_to_first for name in ir.names(_on(child)[1], "view")}
-
-    def on_streams(self, children: list[ir.Instruction]) -> dict[int, list[Lane]]:
+    def on_streams(self, children: list[tree.Instruction]) -> dict[int, list[Lane]]:
         """The children in which streams allocate for themselves, with these streams."""
-        inner = ((k, i, ir.slot(i, "stream")) for k, child in enumerate(children) for i in ir.walk((child,)))
-        found: dict[int, list[Lane]] = {}
-        for k, i, stream in inner:
-            if stream and self.allocates(i):
-                found.setdefault(k, []).extend(self.lanes_of(stream))
+        found = defaultdict[int, list[Lane]](list)
+        for k, i in ((k, i) for k, child in enumerate(children) for i in tree.walk((child,))):
+            if (stream := tree.slot(i, "stream")) and self.allocates(i):
+                found[k] += self.lanes_of(stream)
         return found
 
-    def touches(self, children: list[ir.Instruction], on_caller: bool) -> dict[str, list[_Touch]]:
+    def touches(self, children: list[tree.Instruction], on_caller: bool) -> dict[str, list[_Touch]]:
         """Of every buffer, by which child and on which streams of those that the body orders."""
-        found: dict[str, list[_Touch]] = {}
+        found = defaultdict[str, list[_Touch]](list)
         for k, child in enumerate(children):
-            for i, lanes in self.on_lanes(child, _joined(child)) if on_caller else ((i, CALLER) for i in ir.walk((child,))):
-                for name in dict.fromkeys(map(self.uses.root, ir.names(i, "read", "write"))):
-                    found.setdefault(name, []).append(_Touch(k, lanes))
+            for i, lanes in self.on_lanes(child, _joined(child)) if on_caller else ((i, CALLER) for i in tree.walk((child,))):
+                for name in dict.fromkeys(map(self.uses.root, tree.names(i, "read", "write"))):
+                    found.setdefault(name, []).append((k, lanes))
         return found
 
-    def on_lanes(self, i: ir.Instruction, joined: set[str], lanes: Lanes = CALLER) -> Iterator[tuple[ir.Instruction, Lanes]]:
-        if stream := ir.slot(i, "stream"):
+    def on_lanes(self, i: tree.Instruction, joined: set[str], lanes: Lanes = CALLER) -> Iterator[tuple[tree.Instruction, Lanes]]:
+        if stream := tree.slot(i, "stream"):
             lanes = CALLER if stream[0] in joined else self.lanes_of(stream)
         yield i, lanes
-        for body in ir.bodies(i):
+        for body in tree.bodies(i):
             for inner in body:
                 yield from self.on_lanes(inner, joined, lanes)
 
-    def lanes_of(self, stream: ir.Slot) -> Lanes:
+    def lanes_of(self, stream: tree.Slot) -> Lanes:
         pool, index = self.pools[stream[0]], stream[1]
         return (pool[index.value % len(pool)],) if isinstance(index, Const) else tuple(pool)
 
     # --- what orders streams ---
 
-    def known(self, children: list[ir.Instruction]) -> _VectorClock:
+    def known(self, children: list[tree.Instruction]) -> _VectorClock:
         """From forks, joins, and events that are recorded and waited for in the body itself, once."""
         known = _VectorClock()
         begun: dict[Lane, int] = {}
         recorded: Recorded = {}
         for k, child in enumerate(children):
-            for pool in ir.names(child, "fork"):
+            for pool in tree.names(child, "fork"):
                 begun = begun | dict.fromkeys(self.pools[pool], k)
-            for lane in (lane for pool in ir.names(child, "join") for lane in self.pools[pool]):
+            for lane in (lane for pool in tree.names(child, "join") for lane in self.pools[pool]):
                 known.done.setdefault(lane, []).append((k, k))
-            waited, stream = ir.slot(child, "wait"), ir.slot(child, "stream")
+            waited, stream = tree.slot(child, "wait"), tree.slot(child, "stream")
             lane_then = recorded.get(waited) if waited else None
             if lane_then and lane_then[0]:
                 known.done.setdefault(lane_then[0], []).append((k, lane_then[1]))
-            if event := ir.slot(child, "record"):
+            if event := tree.slot(child, "record"):
                 recorded[event] = None, k
             elif stream and len(lanes := self.lanes_of(stream)) == 1:
-                begun = self.on_one_stream(ir.bodies(child)[0], lanes[0], k, dict(begun), recorded)
+                begun = self.on_one_stream(tree.bodies(child)[0], lanes[0], k, dict(begun), recorded)
             else:
                 _record_anew(child, recorded)
             known.begun.append(begun)
         return known
 
-    def on_one_stream(self, body: ir.Body, lane: Lane, k: int, begun: dict[Lane, int], recorded: Recorded) -> dict[Lane, int]:
+    def on_one_stream(self, body: tree.Body, lane: Lane, k: int, begun: dict[Lane, int], recorded: Recorded) -> dict[Lane, int]:
         """What the waits at the head of a block tell its stream; its records come after all of it only at its end."""
         touched = False
         for i in body:
-            waited, event = ir.slot(i, "wait"), ir.slot(i, "record")
+            waited, event = tree.slot(i, "wait"), tree.slot(i, "record")
             if waited and not touched:
                 lane_then = recorded.get(waited)
                 if lane_then and lane_then[0] is None:
@@ -191,9 +188,9 @@ class Planner:
         return begun
 
 
-def _record_anew(i: ir.Instruction, recorded: Recorded) -> None:
+def _record_anew(i: tree.Instruction, recorded: Recorded) -> None:
     """Forgets the events that it may record, any number of times."""
-    events = {name for inner in ir.walk((i,)) for name in ir.names(inner, "record")}
+    events = {name for inner in tree.walk((i,)) for name in tree.names(inner, "record")}
     for event, index in list(recorded):
         if event in events:
             del recorded[event, index]
@@ -201,79 +198,59 @@ def _record_anew(i: ir.Instruction, recorded: Recorded) -> None:
 
 def _known_done(touch: _Touch, known: _VectorClock, never: int) -> int:
     """The child after which the caller's stream knows that a touch is over."""
-    for_each = (
-        next((at for at, up_to in known.done.get(lane, ()) if at >= touch.child and up_to >= touch.child), never) for lane in touch.lanes
-    )
-    return max(for_each, default=touch.child)
+    child, lanes = touch
+    for_each = (next((at for at, up_to in known.done.get(lane, ()) if min(at, up_to) >= child), never) for lane in lanes)
+    return max(for_each, default=child)
 
 
-def _joined(child: ir.Instruction) -> set[str]:
+def _joined(child: tree.Instruction) -> set[str]:
     """The streams that a loop or branch forks and joins itself, all ranks alike."""
-    if any(i.ranks for inner in ir.bodies(_on(child)[1]) for i in ir.walk(inner)):
+    if any(i.ranks for inner in tree.bodies(_on(child)[1]) for i in tree.walk(inner)):
         return set()
-    forked, joined = ({name for i in ir.walk((child,)) for name in ir.names(i, role)} for role in ("fork", "join"))
+    forked, joined = ({name for i in tree.walk((child,)) for name in tree.names(i, role)} for role in ("fork", "join"))
     return forked & joined
-
-
-def _laid_out(
-    children: list[ir.Instruction],
-    own: dict[str, tuple[Mesh | None, ir.Instruction]],
-    begun: dict[int, list[str]],
-    ended: dict[int, list[str]],
-) -> Iterator[ir.Instruction]:
-    for k, child in enumerate(children):
-        yield from (_for_ranks_of(*own[name]) for name in begun.get(k, ()))
-        if not ir.names(_on(child)[1], "allocate"):
-            yield child
-        for name in ended.get(k, ()):
-            mesh, allocate = own[name]
-            yield _for_ranks_of(mesh, ir.Deallocate(name, location=allocate.location))
 
 
 # --- what the ranks of a mesh do --------------------------------------------------------------------------------------
 
 
-def _one_by_one(body: ir.Body) -> Iterator[ir.Instruction]:
+def _one_by_one(body: tree.Body) -> Iterator[tree.Instruction]:
     """Each instruction of an `on` body in one of its own."""
     for i in body:
         if i.ranks:
-            yield from (ir.with_bodies(i, lambda _, inner=inner: (inner,)) for inner in ir.bodies(i)[0])  # type: ignore[misc]
+            yield from (tree.with_bodies(i, lambda _, inner=inner: (inner,)) for inner in tree.bodies(i)[0])  # type: ignore[misc]
         else:
             yield i
 
 
-def _ties(body: ir.Body) -> set[int]:
+def _ties(body: tree.Body) -> set[int]:
     """The children, one by one, after which an `on` body may not end: what is used later in it has been named, and ends with it."""
     ties: set[int] = set()
     first = 0
     for i in body:
-        inner = ir.bodies(i)[0] if i.ranks else (i,)
+        inner = tree.bodies(i)[0] if i.ranks else (i,)
         named: dict[str, int] = {}
         for k, child in enumerate(inner, first):
-            for used in (name for j in ir.walk((child,)) for name in (*ir.names(j, "read", "write", "alias"), *indices_in(j))):
+            for used in (name for j in tree.walk((child,)) for name in (*tree.names(j, "read", "write", "alias"), *indices_in(j))):
                 if used in named:
                     ties.update(range(named[used], k))
                     named[used] = k
             if not child.calls:
-                named.update(dict.fromkeys(ir.names(child, "view", "index"), k))
+                named.update(dict.fromkeys(tree.names(child, "view", "index"), k))
         first += len(inner)
     return ties
 
 
-def _on(child: ir.Instruction) -> tuple[Mesh | None, ir.Instruction]:
+def _on(child: tree.Instruction) -> tuple[Mesh | None, tree.Instruction]:
     """What a child does, and on which mesh; None: on all ranks."""
-    return (child.ranks, ir.bodies(child)[0][0]) if child.ranks else (None, child)
+    return (child.ranks, tree.bodies(child)[0][0]) if child.ranks else (None, child)
 
 
-def _share_ranks(mesh: Mesh | None, other: Mesh | None) -> bool:
-    return mesh is None or other is None or not set(mesh.all_ranks).isdisjoint(other.all_ranks)
-
-
-def _for_ranks_of(mesh: Mesh | None, i: ir.Instruction) -> ir.Instruction:
+def _for_ranks_of(mesh: Mesh | None, i: tree.Instruction) -> tree.Instruction:
     return ir.OnMesh(mesh, (i,), location=i.location) if mesh else i
 
 
-def _seen_by(mesh: Mesh | None, child: ir.Instruction) -> ir.Instruction:
+def _seen_by(mesh: Mesh | None, child: tree.Instruction) -> tree.Instruction:
     """A child as all ranks of a mesh know it: without the `on` that has them do it, and with one that leaves some of them out."""
     on, i = _on(child)
     return i if on and mesh and set(mesh.all_ranks) <= set(on.all_ranks) else child

@@ -11,12 +11,12 @@ becomes
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 
 from hostweave.analysis.def_use import DefUse, Place, def_use
-from hostweave.host_ir import ir
+from hostweave.check.bindings import compiled
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import renamed
-from hostweave.host_ir.expr import Expr, Var, binary, evaluate, leaves
+from hostweave.host_ir.expr import Expr, Var, binary, leaves
 from hostweave.options import Options
 from hostweave.types.tensor import BufferType
 
@@ -24,7 +24,7 @@ from hostweave.types.tensor import BufferType
 def privatize_per_stream(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     uses = def_use(program)
     gone: set[int] = set()
-    made: dict[int, ir.Body] = {}  # what goes before the instruction of a number
+    made: dict[int, tree.Body] = {}  # what goes before the instruction of a number
     names: dict[str, str] = {}
     for name, place in uses.allocates.items():
         chunks = _chunks(uses, name)
@@ -47,7 +47,7 @@ def _chunks(uses: DefUse, name: str) -> list[Place]:
         return []
     outside = {name, *(_out(view) for view in views if view.block is None)}
     chunks = [view for view in views if view.block is not None and uses.roots.source(_out(view)) in outside]
-    if any(outside & set(ir.names(place.instruction, "read", "write")) for place in touches):
+    if any(outside & set(tree.names(place.instruction, "read", "write")) for place in touches):
         return []
     alike = {(uses.roots.source(_out(view)), uses.types[_out(view)], uses.chunk(view)) for view in chunks}
     loop = touches[0].loop
@@ -58,7 +58,7 @@ def _chunks(uses: DefUse, name: str) -> list[Place]:
 
 
 def _out(view: Place) -> str:
-    (out,) = ir.names(view.instruction, "view")
+    (out,) = tree.names(view.instruction, "view")
     return out
 
 
@@ -69,23 +69,20 @@ def _child_of_block(place: Place, uses: DefUse) -> Place:
     return inside[1] if inside[0].instruction.ranks else inside[0]
 
 
-def _is_distinct(index: Expr, loop: ir.Instruction, uses: DefUse) -> bool:
+def _is_distinct(index: Expr, loop: tree.Instruction, uses: DefUse) -> bool:
     """Whether every step of a loop has another value of an index, on any rank."""
-    (step_index,), index = ir.names(loop, "index"), _resolved(index, uses)
+    (step_index,), index = tree.names(loop, "index"), _resolved(index, uses)
     if index == Var(step_index):
         return True
     if loop.trips is None or not loop.trips.is_int:
         return False
-    steps = range(int(loop.trips))
-    axes = dict(uses.program.mesh.axes)
+    steps, mesh = range(int(loop.trips)), uses.program.mesh
     try:
-        for place in product(*map(range, axes.values())):
-            coordinates = dict(zip(axes, place, strict=True))
-            if len({evaluate(index, {step_index: step}, coordinates, {}) for step in steps}) < len(steps):
-                return False
+        value = compiled(index, {})
+        ranks = [{f"rank.{axis}": mesh.coordinate(rank, axis) for axis, _ in mesh.axes} for rank in mesh.all_ranks]
+        return all(len({value({**rank, step_index: step}) for step in steps}) == len(steps) for rank in ranks)
     except KeyError:  # another loop's index, or a size
         return False
-    return True
 
 
 def _resolved(expr: Expr, uses: DefUse) -> Expr:

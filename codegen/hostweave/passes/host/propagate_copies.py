@@ -29,13 +29,13 @@ from dataclasses import dataclass, replace
 
 from hostweave.analysis.def_use import DefUse, Place, def_use
 from hostweave.base.names import claim_unique
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import renamed
 from hostweave.host_ir.dead_code import indices_in
 from hostweave.host_ir.expr import Expr, opposite
 from hostweave.options import Options
 
-Edits = dict[int, ir.Body]
+Edits = dict[int, tree.Body]
 NAMED = ("read", "write", "alias")
 
 
@@ -49,7 +49,7 @@ def propagate_copies(program: ir.HostProgram, options: Options) -> ir.HostProgra
             if inside.isdisjoint(changed):
                 edits |= found
                 changed |= inside
-    return replace(program, body=ir.edited(program.body, edits)) if edits else program
+    return replace(program, body=tree.edited(program.body, edits)) if edits else program
 
 
 def _copy(uses: DefUse, place: Place) -> _Copy | None:
@@ -57,11 +57,13 @@ def _copy(uses: DefUse, place: Place) -> _Copy | None:
     condition = place.instruction.condition_of_body
     if not condition or not place.block or not place.loop or place.around[-1].instruction.condition_of_body:
         return None
-    own, others = ir.bodies(place.instruction)
-    if not own or not others or not own[-1].copies or not all(ir.names(i, "view") for i in own[:-1]):
+    own, others = tree.bodies(place.instruction)
+    if not own or not others or not own[-1].copies or not all(tree.names(i, "view") for i in own[:-1]):
         return None
-    (src,), (dst,) = ir.names(own[-1], "read"), ir.names(own[-1], "write")
-    return _Copy(uses, place, place.loop, condition, own[:-1], others, src, dst) if uses.types[src] == uses.types[dst] else None
+    (src,), (dst,) = tree.names(own[-1], "read"), tree.names(own[-1], "write")
+    beside = [p for p in uses.places if place.around[-1] in p.around]
+    same_layout = uses.types[src] == uses.types[dst]
+    return _Copy(uses, place, place.loop, condition, own[:-1], others, src, dst, beside) if same_layout else None
 
 
 @dataclass(frozen=True)
@@ -70,17 +72,13 @@ class _Copy:
     place: Place
     loop: Place
     condition: Expr  # under which it is
-    views: ir.Body  # before it
-    others: ir.Body  # what is done otherwise
+    views: tree.Body  # before it
+    others: tree.Body  # what is done otherwise
     src: str
     dst: str
+    beside: list[Place]  # what is in the body in which the branch stands, also in bodies inside
 
-    @property
-    def beside(self) -> list[Place]:
-        """What is in the body in which the branch stands, also in bodies inside."""
-        return [p for p in self.uses.places if self.place.around[-1] in p.around]
-
-    def edits(self, users: list[Place], own: str, name: str, views: ir.Body, kept: ir.Body, taken: set[str]) -> Edits:
+    def edits(self, users: list[Place], own: str, name: str, views: tree.Body, kept: tree.Body, taken: set[str]) -> Edits:
         """By which these name a choice in place of a buffer, and nothing is copied.
 
         It stands with views that it needs before the first of them, and views that are kept where the copy was.
@@ -100,7 +98,7 @@ class _Copy:
     def touching(self, root: str, *roles: str) -> Iterator[tuple[Place, str]]:
         """What touches a parameter or allocation, with the name by which it does."""
         for place in self.uses.touches[root]:
-            yield from ((place, name) for name in ir.names(place.instruction, *roles) if self.uses.root(name) == root)
+            yield from ((place, name) for name in tree.names(place.instruction, *roles) if self.uses.root(name) == root)
 
     # --- what reads the copy reads the source ---
 
@@ -115,16 +113,16 @@ class _Copy:
         if any(p not in later or name not in copied or (name in results) == (p.number <= until) for p, name in reads):
             return {}
         # Another chunk of that memory is written only while this one is sent, so that they have no byte in common.
-        sends = {p.statement for p in later if p.statement != p.number and not copied.isdisjoint(ir.names(p.instruction, "read"))}
+        sends = {p.statement for p in later if p.statement != p.number and not copied.isdisjoint(tree.names(p.instruction, "read"))}
         writes = [(p, name) for p, name in self.touching(root, "write") if p in later and name not in results]
         if any(name in copied or p.statement not in sends for p, name in writes):
             return {}
-        users = [p for p in _naming(later, self.dst) if results.isdisjoint(ir.names(p.instruction, "view"))]
+        users = [p for p in _naming(later, self.dst) if results.isdisjoint(tree.names(p.instruction, "view"))]
         return self.edits(users, self.src, self.dst, (), self.views, taken) if users else {}
 
     def _overwritten(self, later: list[Place], copied: set[str]) -> tuple[int, set[str]]:
         """The kernel that first writes its result over all of the copy, and the views that are that result; none otherwise."""
-        writes = ((p, copied.intersection(ir.names(p.instruction, "write"))) for p in later)
+        writes = ((p, copied.intersection(tree.names(p.instruction, "write"))) for p in later)
         place, names = next(((p, names) for p, names in writes if names), (self.place, set[str]()))
         is_kernel = place.instruction.work == "compute" and place.around == self.place.around
         if names and is_kernel and self.dst not in names and all(map(self.uses.is_whole, names)):
@@ -143,11 +141,11 @@ class _Copy:
         inside = [p for p in beside if self.place in p.around]
         if any(p not in before and p not in inside for p, _ in self.touching(self.src, "read", "write")):
             return {}
-        if any(_naming(inside, view) for view in _views_in(before, self.src) - {self.src}):
-            return {}
         touched = self.uses.reads((self.loop.instruction,)) | self.uses.writes(p.instruction for p in before)
+        if root in touched or any(_naming(inside, view) for view in _views_in(before, self.src) - {self.src}):
+            return {}
         moved = self._made_for_choice(before)
-        if root in touched or any(p.instruction.orders for p in before) or moved is None:
+        if moved is None or any(p.instruction.orders for p in before):
             return {}
         views = (*(p.instruction for p in moved), *self.views)
         return self.edits(users, self.dst, self.src, views, (), taken) | {p.number: () for p in moved}
@@ -157,27 +155,25 @@ class _Copy:
         needed = {self.dst, *indices_in(self.place.instruction), *(name for i in self.views for name in _needs(i))}
         moved: list[Place] = []
         for place in reversed(before):
-            if needed.isdisjoint(ir.names(place.instruction, "define", "index")):
-                continue
-            if place.instruction.calls or ir.names(place.instruction, "allocate"):
-                return None
-            moved.insert(0, place)
-            needed.update(_needs(place.instruction))
-        return None if self.src in needed else moved
+            if not needed.isdisjoint(tree.names(place.instruction, "define", "index")):
+                moved.insert(0, place)
+                needed |= _needs(place.instruction)
+        has_others = any(p.instruction.calls or tree.names(p.instruction, "allocate") for p in moved)
+        return None if self.src in needed or has_others else moved
 
 
-def _needs(view: ir.Instruction) -> set[str]:
-    return {*ir.names(view, "alias"), *indices_in(view)}
+def _needs(view: tree.Instruction) -> set[str]:
+    return {*tree.names(view, "alias"), *indices_in(view)}
 
 
 def _naming(places: Iterable[Place], name: str) -> list[Place]:
-    return [p for p in places if name in ir.names(p.instruction, *NAMED)]
+    return [p for p in places if name in tree.names(p.instruction, *NAMED)]
 
 
 def _views_in(places: list[Place], name: str) -> set[str]:
     """A buffer and its views that these define."""
     found = {name}
     for place in places:
-        if not found.isdisjoint(ir.names(place.instruction, "alias")):
-            found.update(ir.names(place.instruction, "view"))
+        if not found.isdisjoint(tree.names(place.instruction, "alias")):
+            found.update(tree.names(place.instruction, "view"))
     return found

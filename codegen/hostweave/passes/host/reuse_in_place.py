@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from hostweave.analysis.def_use import DefUse, Place, def_use
 from hostweave.analysis.kernel_indices import may_overwrite
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.aliases import AliasRoots
 from hostweave.host_ir.dead_code import eliminate_dead_code, indices_in
 from hostweave.options import Options
@@ -43,24 +43,20 @@ class _Sharing:
     uses: DefUse
     merged: AliasRoots = field(default_factory=AliasRoots)
     gone: set[int] = field(default_factory=set)  # numbers of instructions
-    before: dict[int, ir.Body] = field(default_factory=dict)  # what goes before the instruction of a number
-    kernels: dict[str, ir.Kernel] = field(init=False)
-    inputs: set[str] = field(init=False)
-    orders: list[Place] = field(init=False)  # forks and joins
-    touches: dict[str, list[Place]] = field(init=False)  # of each buffer by now, with what has become a view of it
-    viewed: dict[str, list[Place]] = field(init=False)
+    before: dict[int, tree.Body] = field(default_factory=dict)  # what goes before the instruction of a number
 
     def __post_init__(self) -> None:
+        # Of each buffer by now, with what has become a view of it.
         self.touches, self.viewed = dict(self.uses.touches), dict(self.uses.viewed)
-        self.orders = [place for place in self.uses.places if ir.names(place.instruction, "fork", "join")]
+        self.orders = [place for place in self.uses.places if tree.names(place.instruction, "fork", "join")]
         self.inputs = {parameter.name for parameter in self.uses.program.inputs}
         self.kernels = {kernel.name: kernel for kernel in self.uses.program.kernels}
 
-    def candidates(self, i: ir.Instruction) -> Iterator[tuple[str, str]]:
+    def candidates(self, i: tree.Instruction) -> Iterator[tuple[str, str]]:
         """The operands that an instruction could write over, each with its result."""
-        reads = ir.names(i, "read")
+        reads = tree.names(i, "read")
         roots = [self.root(src) for src in reads]
-        for dst in ir.names(i, "write") if reads and not i.at_root else ():
+        for dst in tree.names(i, "write") if reads and not i.at_root else ():
             for src, root in zip(reads, roots, strict=True):
                 if roots.count(root) == 1 and (i.copies or may_overwrite(i, self.kernels, src, dst)):
                     yield src, dst
@@ -83,10 +79,7 @@ class _Sharing:
         if not self._is_named_beside(place, new):
             return False
         early = [view for view in self.viewed.get(new, []) if view.number < place.number]
-        self.gone.add(here.number)
-        self._insert(place.statement, (self._reshaped(here, new, src), *self._moved(early)))
-        self._copied(place)
-        self._merge(new, old)
+        self._merge(place, new, old, place.statement, (self._reshaped(new, src), *self._moved(early)))
         return True
 
     def begins_there(self, place: Place, src: str, dst: str) -> bool:
@@ -104,10 +97,7 @@ class _Sharing:
         hoisted = self._views_after(there, dst)
         if hoisted is None or any(view.body is not place.body for view in hoisted):
             return False
-        self.gone.add(there.number)
-        self._insert(there.number, (*self._moved(hoisted), self._reshaped(there, old, dst)))
-        self._copied(place)
-        self._merge(old, new)
+        self._merge(place, old, new, there.number, (*self._moved(hoisted), self._reshaped(old, dst)))
         return True
 
     # --- conditions ---
@@ -137,11 +127,11 @@ class _Sharing:
         there, here = other.stream, place.stream
         since = [p for p in self.orders if other.number < p.number < place.number and p.around == place.around[: len(p.around)]]
         if there is not None:
-            joined = next((p.number for p in since if there[0] in ir.names(p.instruction, "join")), None)
+            joined = next((p.number for p in since if there[0] in tree.names(p.instruction, "join")), None)
             if joined is None:
                 return False
             since = [p for p in since if p.number > joined]
-        return here is None or any(here[0] in ir.names(p.instruction, "fork") for p in since)
+        return here is None or any(here[0] in tree.names(p.instruction, "fork") for p in since)
 
     def _is_first(self, place: Place, root: str) -> bool:
         touches = self.touches[root]
@@ -169,27 +159,24 @@ class _Sharing:
 
     # --- changes ---
 
-    def _insert(self, before: int, what: ir.Body) -> None:
-        self.before[before] = (*self.before.get(before, ()), *what)
-
-    def _reshaped(self, allocate: Place, name: str, into: str) -> ir.Instruction:
+    def _reshaped(self, name: str, into: str) -> tree.Instruction:
         """What an allocate becomes: a view of the buffer that its memory is then."""
-        return ir.Reshape(name, into, self.uses.types[name].shape, location=allocate.instruction.location)
+        return ir.Reshape(name, into, self.uses.types[name].shape, location=self.uses.allocates[name].instruction.location)
 
-    def _moved(self, views: list[Place]) -> ir.Body:
+    def _moved(self, views: list[Place]) -> tree.Body:
         """Views that another place gets, with what stood before them."""
-        moved: list[ir.Instruction] = []
+        moved: list[tree.Instruction] = []
         for view in (view for view in views if view.number not in self.gone):
             moved += (*self.before.pop(view.number, ()), view.instruction)
         self.gone.update(view.number for view in views)
         return tuple(moved)
 
-    def _copied(self, place: Place) -> None:
-        """A copy to where its source lies is no copy."""
-        if place.instruction.copies:
+    def _merge(self, place: Place, gone: str, into: str, before: int, what: tree.Body) -> None:
+        """Has an allocation become a view, for one instruction; what says so goes before the instruction of a number."""
+        self.before[before] = (*self.before.get(before, ()), *what)
+        self.gone.add(self.uses.allocates[gone].number)
+        if place.instruction.copies:  # to where its source lies is no copy
             self.gone.add(place.number)
-
-    def _merge(self, gone: str, into: str) -> None:
         self.merged.put(gone, into)
         self.touches[into] = sorted({*self.touches.get(into, []), *self.touches[gone]}, key=lambda place: place.number)
         self.viewed[into] = [*self.viewed.get(into, []), *self.viewed.get(gone, [])]

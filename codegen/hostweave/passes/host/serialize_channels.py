@@ -31,7 +31,7 @@ from dataclasses import replace
 
 from hostweave.base.names import unique_name
 from hostweave.check.channel_order import unordered_instructions
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.expr import Const
 from hostweave.options import Options
 
@@ -41,57 +41,50 @@ def serialize_channels(program: ir.HostProgram, options: Options) -> ir.HostProg
     if not (in_turn := unordered_instructions(program)):
         return program
 
-    turns = _Turns(in_turn, _free_event(program))
+    pools: list[ir.Streams | ir.Events] = [*program.streams, *program.events]
+    turns = _Turns(in_turn, unique_name("turn", {pool.name for pool in pools}))
     body = turns.across_streams(program.body)
-    first = next(place for place, instruction in enumerate(body) if instruction is not program.body[place])
+    first = next(k for k, instruction in enumerate(body) if instruction is not program.body[k])
     body = (*body[:first], ir.Record(turns.event, Const(0)), *body[first:])  # for the first wait
     return replace(program, events=(*program.events, ir.Events(turns.event, 1)), body=body)
 
 
-def _concerns(instruction: ir.Instruction, in_turn: set[ir.Instruction]) -> bool:
-    return any(inner in in_turn for inner in ir.walk((instruction,)))
-
-
-def _are_of_different_ranks(instructions: list[ir.Instruction]) -> bool:
-    ranks = [rank for i in instructions if i.ranks for rank in i.ranks.all_ranks]
-    return all(i.ranks for i in instructions) and len(set(ranks)) == len(ranks)
-
-
-def _free_event(program: ir.HostProgram) -> str:
-    return unique_name("turn", {streams.name for streams in program.streams} | {events.name for events in program.events})
+def _concerns(instruction: tree.Instruction, in_turn: set[tree.Instruction]) -> bool:
+    return any(inner in in_turn for inner in tree.walk((instruction,)))
 
 
 class _Turns:
     """Has communications wait for one event, and record it."""
 
-    def __init__(self, in_turn: set[ir.Instruction], event: str):
+    def __init__(self, in_turn: set[tree.Instruction], event: str):
         self.in_turn, self.event = in_turn, event
 
-    def across_streams(self, body: ir.Body) -> ir.Body:
+    def across_streams(self, body: tree.Body) -> tree.Body:
         """A body outside of every stream block: each block in it takes a turn, and so does each communication on the caller's stream."""
-        result: list[ir.Instruction] = []
+        result: list[tree.Instruction] = []
         for instruction in body:
             if not _concerns(instruction, self.in_turn):
                 result.append(instruction)
-            elif ir.names(instruction, "stream"):
-                result.append(ir.with_bodies(instruction, self.on_one_stream))
-            elif ir.bodies(instruction) and not instruction.grouped:
-                result.append(ir.with_bodies(instruction, self.across_streams))
+            elif tree.names(instruction, "stream"):
+                result.append(tree.with_bodies(instruction, self.on_one_stream))
+            elif tree.bodies(instruction) and not instruction.grouped:
+                result.append(tree.with_bodies(instruction, self.across_streams))
             else:
                 result.extend(self.on_one_stream((instruction,)))
         return tuple(result)
 
-    def on_one_stream(self, body: ir.Body) -> ir.Body:
+    def on_one_stream(self, body: tree.Body) -> tree.Body:
         """One turn for all that a body communicates: from the first communication to the last one."""
-        places = [place for place, instruction in enumerate(body) if _concerns(instruction, self.in_turn)]
+        places = [k for k, instruction in enumerate(body) if _concerns(instruction, self.in_turn)]
         if not places:
             return body
         first, last = places[0], places[-1]
         alone = body[first]
         if first == last and alone.condition_of_body:  # a branch that communicates nothing need not wait
-            return (*body[:first], ir.with_bodies(alone, self.on_one_stream), *body[last + 1 :])
-        if _are_of_different_ranks([body[place] for place in places]):  # nor need one rank wait for what others do
-            return tuple(ir.with_bodies(i, self.on_one_stream) if i.ranks else i for i in body)
+            return (*body[:first], tree.with_bodies(alone, self.on_one_stream), *body[last + 1 :])
+        ranks = [rank for k in places if (mesh := body[k].ranks) for rank in mesh.all_ranks]
+        if all(body[k].ranks for k in places) and len(set(ranks)) == len(ranks):  # nor need one rank wait for what others do
+            return tuple(tree.with_bodies(i, self.on_one_stream) if i.ranks else i for i in body)
         wait = ir.Wait(self.event, Const(0), location=alone.location)
         record = ir.Record(self.event, Const(0), location=body[last].location)
         return (*body[:first], wait, *body[first : last + 1], record, *body[last + 1 :])

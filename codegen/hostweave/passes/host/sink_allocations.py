@@ -17,14 +17,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.options import Options
 from hostweave.passes.host.plan_memory import Planner
 
 
 def sink_allocations(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     """Of programs on several meshes; others have one body."""
-    if not any(i.ranks for i in ir.walk(program.body)):
+    if not any(i.ranks for i in tree.walk(program.body)):
         return program
     planned = Planner(program).body(program.body, on_caller=True)
-    return replace(program, body=ir.rewrite(planned, lambda i: () if ir.names(i, "free") else None))
+    return replace(program, body=tree.rewrite(planned, lambda i: () if tree.names(i, "free") else None))

@@ -9,9 +9,9 @@ What is the same in every step of a loop stays before the loop, and before the f
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.options import Options
 
 
@@ -19,55 +19,51 @@ def sink_views(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     return replace(program, body=_sunk(program.body))
 
 
-def _sunk(body: ir.Body) -> ir.Body:
-    lines: list[_Line] = []
+def _sunk(body: tree.Body) -> tree.Body:
+    lines: _Lines = []
     for i in reversed(body):
-        if ir.names(i, "view"):
+        if tree.names(i, "view"):
             _place(i, lines)
         else:
-            lines.insert(0, _line(ir.with_bodies(i, _sunk)))
-    return tuple(line.instruction for line in lines)
+            lines.insert(0, _line(tree.with_bodies(i, _sunk)))
+    return tuple(instruction for instruction, _ in lines)
 
 
-@dataclass(frozen=True)
-class _Line:
-    """An instruction, with the buffers that it and what is in its bodies name."""
-
-    instruction: ir.Instruction
-    uses: set[str]
+_Line = tuple[tree.Instruction, set[str]]  # with the buffers that it and what is in its bodies name
+_Lines = list[_Line]
 
 
-def _line(i: ir.Instruction) -> _Line:
-    return _Line(i, {name for inner in ir.walk((i,)) for name in ir.names(inner, "read", "write", "alias")})
+def _line(i: tree.Instruction) -> _Line:
+    return i, {name for inner in tree.walk((i,)) for name in tree.names(inner, "read", "write", "alias")}
 
 
-def _place(view: ir.Instruction, lines: list[_Line]) -> None:
+def _place(view: tree.Instruction, lines: _Lines) -> None:
     """Puts a view into what follows it, before the other views that stand where it belongs."""
-    (out,) = ir.names(view, "view")
-    users = [k for k, line in enumerate(lines) if out in line.uses]
-    place = users[0] if users else 0
-    if len(users) == 1 and (inside := _inside(view, lines[place].instruction)):
-        lines[place] = _line(inside)
+    (out,) = tree.names(view, "view")
+    users = [k for k, (_, uses) in enumerate(lines) if out in uses]
+    at = users[0] if users else 0
+    if len(users) == 1 and (inside := _inside(view, lines[at][0])):
+        lines[at] = _line(inside)
         return
-    is_loop = bool(lines) and lines[place].instruction.trips is not None
-    while place > 0 and ir.names(lines[place - 1].instruction, "view", *(("fork", "record") if is_loop else ())):
-        place -= 1
-    lines.insert(place, _line(view))
+    is_loop = bool(lines) and lines[at][0].trips is not None
+    while at > 0 and tree.names(lines[at - 1][0], "view", *(("fork", "record") if is_loop else ())):
+        at -= 1
+    lines.insert(at, _line(view))
 
 
-def _inside(view: ir.Instruction, user: ir.Instruction) -> ir.Instruction | None:
+def _inside(view: tree.Instruction, user: tree.Instruction) -> tree.Instruction | None:
     """The only user of a view with the view in its body, where that is one of those that run once."""
-    (out,) = ir.names(view, "view")
+    (out,) = tree.names(view, "view")
 
-    def uses(body: ir.Body) -> bool:
-        return any(out in _line(i).uses for i in body)
+    def uses(body: tree.Body) -> bool:
+        return any(out in _line(i)[1] for i in body)
 
-    def placed(body: ir.Body) -> ir.Body:
+    def placed(body: tree.Body) -> tree.Body:
         lines = [_line(i) for i in body]
         _place(view, lines)
-        return tuple(line.instruction for line in lines)
+        return tuple(instruction for instruction, _ in lines)
 
     runs_once = user.trips is None and not user.grouped
-    if not runs_once or sum(map(uses, ir.bodies(user))) != 1:
+    if not runs_once or sum(map(uses, tree.bodies(user))) != 1:
         return None
-    return ir.with_bodies(user, lambda body: placed(body) if uses(body) else body)
+    return tree.with_bodies(user, lambda body: placed(body) if uses(body) else body)

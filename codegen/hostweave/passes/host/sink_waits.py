@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hostweave.analysis.def_use import DefUse, def_use
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.options import Options
 
 
@@ -29,23 +29,23 @@ def sink_waits(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     return replace(program, body=_sunk(program.body, def_use(program)))
 
 
-def _sunk(body: ir.Body, uses: DefUse) -> ir.Body:
-    result: list[ir.Instruction] = []
-    running: dict[str, list[ir.Instruction]] = {}  # what streams were given since they were joined last
-    waiting: list[tuple[ir.Instruction, list[ir.Instruction]]] = []  # joins on their way down, with what they wait for
+def _sunk(body: tree.Body, uses: DefUse) -> tree.Body:
+    result: list[tree.Instruction] = []
+    running: dict[str, list[tree.Instruction]] = {}  # what streams were given since they were joined last
+    waiting: list[tuple[tree.Instruction, list[tree.Instruction]]] = []  # joins on their way down, with what they wait for
     place = 0  # where they are by now
     for instruction in body:
         if any(_orders(instruction) or uses.conflict(issued, [instruction]) for _, issued in waiting):
             result[place:place] = [join for join, _ in waiting]
             waiting = []
-        for block in ir.walk((instruction,)):
-            for pool in ir.names(block, "stream"):
+        for block in tree.walk((instruction,)):
+            for pool in tree.names(block, "stream"):
                 running.setdefault(pool, []).append(block)
-        if joined := ir.names(instruction, "join"):
+        if joined := tree.names(instruction, "join"):
             waiting.append((instruction, [block for pool in joined for block in running.pop(pool, [])]))
             continue
         if instruction.ranks:
-            instruction = ir.with_bodies(instruction, lambda inner: _sunk(inner, uses))
+            instruction = tree.with_bodies(instruction, lambda inner: _sunk(inner, uses))
         result.append(instruction)
         if not waiting or instruction.calls:
             place = len(result)
@@ -53,6 +53,6 @@ def _sunk(body: ir.Body, uses: DefUse) -> ir.Body:
     return tuple(result)
 
 
-def _orders(instruction: ir.Instruction) -> bool:
+def _orders(instruction: tree.Instruction) -> bool:
     """Whether it concerns other streams than the caller's. A join may go past another one."""
-    return not ir.names(instruction, "join") and any(i.orders or ir.names(i, "stream", "call") for i in ir.walk((instruction,)))
+    return not tree.names(instruction, "join") and any(i.orders or tree.names(i, "stream", "call") for i in tree.walk((instruction,)))

@@ -20,7 +20,7 @@ Each stream does what it did, in the same order, and what is sent on a channel m
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 from hostweave.base.errors import ProgramError
@@ -30,7 +30,7 @@ from hostweave.check.happens_before import order, run
 from hostweave.check.match_collectives import meetings
 from hostweave.check.simulate import instantiate
 from hostweave.check.sizes import sizes_to_check
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import renamed
 from hostweave.host_ir.dead_code import eliminate_dead_code
 from hostweave.host_ir.expr import Var, binary
@@ -44,7 +44,7 @@ def software_pipeline(program: ir.HostProgram, options: Options) -> ir.HostProgr
     if not (in_turn := unordered_instructions(program)):
         return program
     ahead = _Ahead(program, in_turn)
-    pipelined = replace(program, body=ir.rewrite(program.body, lambda i: ahead.loop(i) if isinstance(i, ir.For) else None))
+    pipelined = replace(program, body=tree.rewrite(program.body, lambda i: ahead.loop(i) if isinstance(i, ir.For) else None))
     return pipelined if ahead.changed and _goes_on(pipelined) else program
 
 
@@ -59,18 +59,15 @@ def _goes_on(program: ir.HostProgram) -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class _Halves:
-    first: ir.Body
-    then: ir.Body
+_Halves = tuple[tree.Body, tree.Body]  # what is issued a step ahead, and the rest
 
 
 class _Ahead:
-    def __init__(self, program: ir.HostProgram, in_turn: set[ir.Instruction]):
+    def __init__(self, program: ir.HostProgram, in_turn: set[tree.Instruction]):
         self.program, self.in_turn = program, in_turn
         self.pools = {pool.name: pool.count for pool in program.streams}
         self.taken = {parameter.name for parameter in (*program.inputs, *program.outputs)}
-        self.taken.update(name for i in ir.walk(program.body) for name in ir.names(i, "define", "index"))
+        self.taken.update(name for i in tree.walk(program.body) for name in tree.names(i, "define", "index"))
         self.changed = False
 
     def loop(self, loop: ir.For) -> ir.For | None:
@@ -79,12 +76,12 @@ class _Ahead:
             return None
         if not loop.count.is_int or int(loop.count) < 2 or block.index != Var(loop.out) or self.pools[block.stream] < 2:
             return None  # neighbouring steps are on two streams
-        if any(i.orders or ir.names(i, "call") for i in ir.walk(loop.body)) or (halves := self.halves(block.body)) is None:
+        if any(i.orders or tree.names(i, "call") for i in tree.walk(loop.body)) or (halves := self.halves(block.body)) is None:
             return None
         self.changed = True
         index, count = self.index(loop.out), int(loop.count)
-        first = (*before, ir.OnStream(block.stream, block.index, halves.first, location=block.location))
-        then = (ir.Let(loop.out, Var(index) - 1), *before, replace(block, body=halves.then))
+        first = (*before, replace(block, body=halves[0]))
+        then = (ir.Let(loop.out, Var(index) - 1), *before, replace(block, body=halves[1]))
         steps = (
             ir.If(Var(index).less(count), self.said_again(eliminate_dead_code(first, NAMES), loop.out, index), location=loop.location),
             ir.If(binary(">", Var(index), 0), eliminate_dead_code(then, NAMES), location=loop.location),
@@ -93,34 +90,25 @@ class _Ahead:
 
     # --- where a step is cut ---
 
-    def halves(self, body: ir.Body) -> _Halves | None:
+    def halves(self, body: tree.Body) -> _Halves | None:
         """Of what is in a stream block. What each mesh does in it is cut by itself."""
         ranks = [rank for i in body if i.ranks for rank in i.ranks.all_ranks]
         if not all(i.ranks or _only_names(i) for i in body) or len(set(ranks)) < len(ranks):
             return self.cut(body)
-        first: list[ir.Instruction] = []
-        then: list[ir.Instruction] = []
-        for i in body:
-            if not isinstance(i, ir.OnMesh):
-                first.append(i)
-                then.append(i)
-            elif (halves := self.cut(i.body)) is None:
-                then.append(i)
-            else:
-                first.append(replace(i, body=halves.first))
-                then.append(replace(i, body=halves.then))
-        return _Halves(tuple(first), tuple(then)) if any(i.ranks for i in first) else None
+        cuts = [(i, self.cut(tree.bodies(i)[0]) if i.ranks else None) for i in body]
+        parts = [tuple(_half(i, halves, part) for i, halves in cuts if halves or part or not i.ranks) for part in (0, 1)]
+        return (parts[0], parts[1]) if any(halves for _, halves in cuts) else None
 
-    def cut(self, body: ir.Body) -> _Halves | None:
+    def cut(self, body: tree.Body) -> _Halves | None:
         """After the first communications, if something is computed before the next. None also where the order of a channel would change."""
-        places = [place for place, i in enumerate(body) if any(inner in self.in_turn for inner in ir.walk((i,)))]
-        last = next((a for a, b in pairwise(places) if any(i.work == "compute" for i in ir.walk(body[a:b]))), None)
-        if last is None or any(ir.names(i, "allocate", "free") for i in body):
+        places = [place for place, i in enumerate(body) if any(inner in self.in_turn for inner in tree.walk((i,)))]
+        last = next((a for a, b in pairwise(places) if any(i.work == "compute" for i in tree.walk(body[a:b]))), None)
+        if last is None or any(tree.names(i, "allocate", "free") for i in body):
             return None
         first, then = body[: last + 1], body[last + 1 :]
         if _posted(first) & _posted(then):
             return None
-        return _Halves(first, (*filter(_only_names, first), *then))
+        return first, (*filter(_only_names, first), *then)
 
     # --- names ---
 
@@ -128,19 +116,23 @@ class _Ahead:
         letters = [letter for letter in "ijkl" if letter not in self.taken]
         return claim_unique(letters[0] if letters else beside, self.taken)
 
-    def said_again(self, body: ir.Body, old: str, new: str) -> ir.Body:
+    def said_again(self, body: tree.Body, old: str, new: str) -> tree.Body:
         """The same for another index, under names of its own."""
         names = {old: new}
-        for i in ir.walk(body):
-            for name in ir.names(i, "define", "index"):
+        for i in tree.walk(body):
+            for name in tree.names(i, "define", "index"):
                 names[name] = claim_unique(f"{name.removesuffix(f'_{old}')}_{new}", self.taken)
         return renamed(body, names)
 
 
-def _only_names(i: ir.Instruction) -> bool:
-    return not i.calls and bool(ir.names(i, *NAMES))
+def _half(i: tree.Instruction, halves: _Halves | None, part: int) -> tree.Instruction:
+    return tree.with_bodies(i, lambda _: halves[part]) if halves else i
 
 
-def _posted(body: ir.Body) -> set[tuple[str, str]]:
+def _only_names(i: tree.Instruction) -> bool:
+    return not i.calls and bool(tree.names(i, *NAMES))
+
+
+def _posted(body: tree.Body) -> set[tuple[str, str]]:
     """What meets in the order in which it is posted: the sends, the recvs and the collectives of each channel."""
-    return {(i.channel, i.posts) for i in ir.walk(body) if isinstance(i, ir.Communication)}
+    return {(i.channel, i.posts) for i in tree.walk(body) if isinstance(i, ir.Communication)}

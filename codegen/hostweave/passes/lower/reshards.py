@@ -63,11 +63,14 @@ class Reshards:
 
     def reshard(self, op: Op, steps: Steps | None) -> None:
         change = step_of(op)
-        if change.kind == "reduce":
-            self._to_one_rank(op, change, steps)
+        if change.kind == "reduce":  # to the one rank of the mesh that the result is on
+            source, dst = self.flow.types[op.tensors[0]], self.buffers.destination(op, steps)
+            with self.b.on(source.mesh):
+                src, shards = self.buffers.operand(op, 0, steps), Shards(source.mesh_in(self.flow.mesh), change.axes)
+                communication.reduce(self.b, src, dst, change.reduction, shards, change.root or 0, steps)
         elif change.kind == "transfer":
-            src, dst = (lambda: self.buffers.operand(op, 0, steps)), (lambda: self.buffers.destination(op, steps))
-            to_other_ranks(self.b, self.flow, op, src, dst, steps)
+            operand, destination = (lambda: self.buffers.operand(op, 0, steps)), (lambda: self.buffers.destination(op, steps))
+            to_other_ranks(self.b, self.flow, op, operand, destination, steps)
         elif steps is None or steps.owner is None:
             self._at_once(op, change, steps)
         else:
@@ -118,33 +121,28 @@ class Reshards:
 
     def _by_block(self, op: Op, change: ReshardStep, steps: Steps) -> None:
         assert op.result.stream is not None
-        match change.kind, op.result.stream.algorithm:
-            case "reduce_scatter", "ring":
-                self._scatter_ring(op, change, steps)
-            case "reduce_scatter", "p2p":
-                self._scatter_p2p(op, change, steps)
+        by = op.result.stream.algorithm
+        if change.kind == "reduce_scatter" and by in ("ring", "p2p"):
+            (self._scatter_ring if by == "ring" else self._scatter_p2p)(op, change, steps)
+            return
+        source, target, shards = self.buffers.operand(op, 0, steps), self.buffers.destination(op, steps), self._shards(op, change, steps)
+        match change.kind, by:
             case "reduce_scatter", _:
-                source, target = self.buffers.operand(op, 0, steps), self.buffers.destination(op, steps)
-                communication.scatter_reduce(self.b, source, target, change.reduction, self._shards(op, change, steps), steps)
-            case _, by:
-                self._gather(op, by, self._shards(op, change, steps), steps)
-
-    def _gather(self, op: Op, by: str | None, shards: Shards, steps: Steps) -> None:
-        source, target = self.buffers.operand(op, 0, steps), self.buffers.destination(op, steps)
-        if by == "ring":
-            arrived = self._new_events("arrived", steps, op)
-            communication.gather_ring(self.b, source, target, lambda: self._next_chunk(op, op.result.name, steps), shards, steps, arrived)
-        elif by == "broadcast":
-            communication.gather_broadcast(self.b, source, target, shards, steps)
-        else:
-            communication.gather_p2p(self.b, source, target, shards, steps)
+                communication.scatter_reduce(self.b, source, target, change.reduction, shards, steps)
+            case _, "ring":
+                event = self._arrivals(steps, op)
+                communication.gather_ring(self.b, source, target, lambda: self._next_chunk(op, op.result.name, steps), shards, steps, event)
+            case _, "broadcast":
+                communication.gather_broadcast(self.b, source, target, shards, steps)
+            case _:
+                communication.gather_p2p(self.b, source, target, shards, steps)
 
     def _scatter_ring(self, op: Op, change: ReshardStep, steps: Steps) -> None:
         """Sums pass through all ranks and end in the memory of this rank's own term, from where they are taken after the loop."""
         b, name, term, matmul = self.b, op.tensors[0], self.buffers.operand(op, 0, steps), self.term
         assert matmul is not None
         shards = Shards(self.flow.mesh_of(op), change.axes, change.dim)
-        event = self._new_events("arrived", steps, op)
+        event = self._arrivals(steps, op)
 
         def produce(adds: bool) -> None:
             b.emit(replace(matmul, accumulate=(matmul.dst,)) if adds else matmul)
@@ -186,20 +184,9 @@ class Reshards:
             )
         return chunk(self.b, steps.next_hop, buffers.whole(name), value, value.stream.dim, suffix="next")
 
-    def _new_events(self, wanted: str, steps: Steps, op: Op) -> str:
+    def _arrivals(self, steps: Steps, op: Op) -> str:
+        """Events of a ring, one a step."""
         if not steps.count.is_int:
             raise ProgramError(f"{op.kind}: a ring needs a number of steps that is known at compile time: give chunks=", op.location)
-        taken = {events.name for events in self.events}
-        name = wanted if wanted not in taken else f"{wanted}_{len(taken) + 1}"
-        self.events.append(ir.Events(name, int(steps.count)))
-        return name
-
-    # --- between meshes ---
-
-    def _to_one_rank(self, op: Op, change: ReshardStep, steps: Steps | None) -> None:
-        """A reduction to the one rank of the mesh that the result is on."""
-        source = self.flow.types[op.tensors[0]]
-        dst = self.buffers.destination(op, steps)
-        with self.b.on(source.mesh):
-            src, shards = self.buffers.operand(op, 0, steps), Shards(source.mesh_in(self.flow.mesh), change.axes)
-            communication.reduce(self.b, src, dst, change.reduction, shards, change.root or 0, steps)
+        self.events.append(ir.Events(f"arrived_{len(self.events) + 1}" if self.events else "arrived", int(steps.count)))
+        return self.events[-1].name

@@ -49,8 +49,7 @@ class Instance {
   // The member outlives it, and has the channels of the program.
   Instance(Member& member, const ProgramTable& program);
   ~Instance();
-  Instance(const Instance&) = delete;
-  Instance& operator=(const Instance&) = delete;
+  Instance(Instance&&) = delete;
 
   struct Input {
     Shape shape;  // of this rank's block

@@ -1,0 +1,261 @@
+"""An instruction of the host IR, whatever its kind: what is asked of it, and how bodies of instructions are walked and rewritten.
+
+The roles of its fields say what it does to what they name; traits are class variables, or what a class answers about itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Annotated, Any, ClassVar, TypeVar, get_origin, get_type_hints
+
+from hostweave.base.errors import Location
+from hostweave.host_ir.expr import Expr
+from hostweave.types.blocks import Cuts
+from hostweave.types.mesh import Mesh
+from hostweave.types.size import Size
+from hostweave.types.tensor import BufferType
+
+T = TypeVar("T")
+
+# The roles of fields: what the instruction does to what they name. `names` finds it.
+Allocated = Annotated[str, "allocate"]  # the name of memory that the instruction defines
+Viewed = Annotated[str, "view"]  # of a view
+Index = Annotated[str, "index"]  # the name of an integer that it introduces
+Read = Annotated[str, "read"]  # a buffer whose bytes it reads
+Reads = Annotated[tuple[str, ...], "read"]
+Write = Annotated[str, "write"]
+Writes = Annotated[tuple[str, ...], "write"]
+Update = Annotated[str, "update"]  # reads and writes
+Alias = Annotated[str, "alias"]  # a buffer that is named but whose bytes are not touched
+Freed = Annotated[str, "free"]  # the same, of memory whose bytes others may have from here on
+Launched = Annotated[str, "launch"]  # a kernel
+Called = Annotated[str, "call"]  # a function
+Forked = Annotated[str, "fork"]  # streams
+Joined = Annotated[str, "join"]
+Stream = Annotated[str, "stream"]  # the stream of the field `index`, on which its body runs
+Recorded = Annotated[str, "record"]  # the event of the field `index`
+Awaited = Annotated[str, "wait"]
+
+INCLUDED = {"update": ("read", "write"), "allocate": ("define",), "view": ("define",), "free": ("alias",)}  # what a role is besides
+NAMED = ("define", "index", "read", "write", "alias")  # of buffers and indices
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """What is asked of instructions stands here and on the classes below: effects by the roles of fields, traits as class variables."""
+
+    syntax: ClassVar[str] = ""  # the words before a field are left out with it where it has its default value
+    calls: ClassVar[bool] = True  # False: it names memory or an integer, and nothing runs
+    shows: ClassVar[str] = ""  # of a view of all elements: "all", or "in order" where they are in their order
+    copies: ClassVar[bool] = False  # it is nothing where src and dst are the same bytes
+    work: ClassVar[str] = ""  # of this rank alone, on the stream that it stands on: to "compute", or to "move" what is there
+    orders: ClassVar[bool] = False  # streams, one after another: no work is moved past it
+    grouped: ClassVar[bool] = False  # it posts sends and recvs in a group
+    posts: ClassVar[str] = ""  # of a communication: send, recv or collective, each of which meets its own in order
+    at_root: ClassVar[str] = ""  # the field whose buffer only the root of a collective touches
+    not_at_root: ClassVar[str] = ""  # and the one that only the others do
+    takes_block: ClassVar[bool] = False  # of what each rank sends, a rank gets the block of its number in the process group
+    in_place: ClassVar[str] = ""  # whose bytes dst may have: the field "src" or "accumulate", or the own "block of src", "block of dst"
+    location: Location | None = field(default=None, compare=False, repr=False, kw_only=True)
+
+    # What an instruction of no class in particular says of itself.
+
+    def defined(self, types: Mapping[str, BufferType]) -> dict[str, BufferType]:
+        """The types of what it defines, from those of the buffers before it. Raises ValueError where there is no such view."""
+        return {}
+
+    @property
+    def span(self) -> tuple[int, Expr, Size] | None:
+        """Of a view of some indices of a dim: the dim, the first one, and over how many they spread."""
+        return None
+
+    def chunk_of(self, source: BufferType) -> tuple[int, Expr, Size] | None:
+        """Of a view of one of equal chunks: the dim, the number of the chunk, and how many there are."""
+        return None
+
+    @property
+    def chosen_by(self) -> Expr | None:
+        """Whether a view of one of two buffers is of the first that it names or of the second one; None: it has one."""
+        return None
+
+    def senders(self, rank_in_group: int, readers: tuple[T, ...]) -> tuple[T, ...]:
+        """Those whose data a rank of the process group gets from a communication, of all that read."""
+        return readers
+
+    @property
+    def packed(self) -> Cuts:
+        """How a tensor is cut whose blocks, one after another, are in what it names; nothing where none is."""
+        return ()
+
+    @property
+    def ranks(self) -> Mesh | None:
+        """Whose ranks alone do its body, along whose axes; None: those that come to it. What the body allocates stays."""
+        return None
+
+    @property
+    def trips(self) -> Size | None:
+        """How many times its body runs, one after another; None: once."""
+        return None
+
+    @property
+    def condition_of_body(self) -> Expr | None:
+        """Whether its first body runs or the second one; None: each."""
+        return None
+
+
+Body = tuple[Instruction, ...]
+
+
+def per_kind(function: Callable[[type[Instruction]], T]) -> Callable[[type[Instruction]], T]:
+    """`function`, worked out once for each kind of instruction."""
+    known: dict[type[Instruction], T] = {}
+
+    def look_up(kind: type[Instruction]) -> T:
+        if kind not in known:
+            known[kind] = function(kind)
+        return known[kind]
+
+    return look_up
+
+
+@per_kind
+def roles(kind: type[Instruction]) -> dict[str, str]:
+    """The role of every field that has one, by the field's name."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {f.name: hints[f.name].__metadata__[0] for f in fields(kind) if get_origin(hints[f.name]) is Annotated}
+
+
+_FIELDS: dict[tuple[type[Instruction], tuple[str, ...]], tuple[str, ...]] = {}  # of a class, those of some roles
+
+
+def _fields_of(instruction: Instruction, wanted: tuple[str, ...]) -> tuple[str, ...]:
+    key = type(instruction), wanted
+    if key not in _FIELDS:
+        found = roles(type(instruction)).items()
+        _FIELDS[key] = tuple(name for name, role in found if not {role, *INCLUDED.get(role, ())}.isdisjoint(wanted))
+    return _FIELDS[key]
+
+
+def names(instruction: Instruction, *wanted: str) -> tuple[str, ...]:
+    """The names in the fields of the wanted roles, and of those that include them."""
+    if not (fields := _fields_of(instruction, wanted)):
+        return ()
+    found: list[str] = []
+    for name in fields:
+        value = getattr(instruction, name)
+        found.extend(value) if isinstance(value, tuple) else found.append(value)
+    return tuple(found)
+
+
+def with_names(instruction: Instruction, new: Mapping[str, str], *wanted: str) -> Instruction:
+    """The same under new names, as far as there are, in the fields of the wanted roles; itself where that changes none."""
+    changed: dict[str, Any] = {}
+    for name in _fields_of(instruction, wanted):
+        old = getattr(instruction, name)
+        changed[name] = tuple(new.get(each, each) for each in old) if isinstance(old, tuple) else new.get(old, old)
+    return replace(instruction, **changed) if any(getattr(instruction, name) != value for name, value in changed.items()) else instruction
+
+
+Slot = tuple[str, Expr]  # a stream or event: the name of its pool, and which it is
+
+
+def slot(instruction: Instruction, role: str) -> Slot | None:
+    """The stream on which its body runs, the event that it records or that it waits for; None where it has no field of the role."""
+    return next(((pool, getattr(instruction, "index")) for pool in names(instruction, role)), None)  # noqa: B009
+
+
+def expressions(instruction: Instruction) -> list[Expr]:
+    return [value for value in vars(instruction).values() if isinstance(value, Expr)]
+
+
+def with_expressions(instruction: Instruction, change: Callable[[Expr], Expr]) -> Instruction:
+    """The same with each expression changed; itself where none is."""
+    given = {name: value for name, value in vars(instruction).items() if isinstance(value, Expr)}
+    changed: dict[str, Any] = {name: new for name, value in given.items() if (new := change(value)) != value}
+    return replace(instruction, **changed) if changed else instruction
+
+
+@per_kind
+def _body_fields(kind: type[Instruction]) -> tuple[str, ...]:
+    return tuple(f.name for f in fields(kind) if f.name in ("body", "orelse"))
+
+
+def bodies(instruction: Instruction) -> tuple[Body, ...]:
+    return tuple([getattr(instruction, name) for name in _body_fields(type(instruction))])
+
+
+def with_bodies(instruction: Instruction, change: Callable[[Body], Body]) -> Instruction:
+    """The same with each body in it changed; itself where none is."""
+    inner = {name: (body := getattr(instruction, name), change(body)) for name in _body_fields(type(instruction))}
+    changed = {name: new for name, (old, new) in inner.items() if new is not old}
+    return replace(instruction, **changed) if changed else instruction  # type: ignore[arg-type]
+
+
+def together(instructions: Iterable[Instruction]) -> Body:
+    """Neighbours on one mesh in one `on` body."""
+    result: list[Instruction] = []
+    for i in instructions:
+        if i.ranks and result and result[-1].ranks == i.ranks:
+            result[-1] = with_bodies(result[-1], lambda body, i=i: body + bodies(i)[0])  # type: ignore[misc]
+        else:
+            result.append(i)
+    return tuple(result)
+
+
+def walk(body: Body) -> Iterator[Instruction]:
+    """Every instruction, outer before inner, in program order."""
+    for instruction in body:
+        yield instruction
+        for inner in bodies(instruction):
+            yield from walk(inner)
+
+
+def of_kind(table: Mapping[type[Instruction], T], kind: type[Instruction]) -> T:
+    """What a table has for a class of instructions, or for the nearest class above it."""
+    return next(table[base] for base in kind.__mro__ if base in table)
+
+
+Outcome = Instruction | Body | None  # of a rule: None keeps, () deletes, a tuple replaces
+Edits = Mapping[int, Instruction | Body]  # by the numbers of instructions in `walk`
+
+
+def rewrite(body: Body, rule: Callable[[Instruction], Outcome]) -> Body:
+    """Applies `rule` to every instruction, inner before outer: it sees what has become of a body inside. Itself where nothing changes."""
+    result: list[Instruction] = []
+    for old in body:
+        new = with_bodies(old, lambda inner: rewrite(inner, rule))
+        outcome = rule(new)
+        result.extend((new,) if outcome is None else outcome if isinstance(outcome, tuple) else (outcome,))
+    return unless_same(body, result)
+
+
+def edited(body: Body, edits: Edits) -> Body:
+    """Replaces the instructions of these numbers. What an edit keeps of its instruction has the edits inside of it, too.
+
+    Raises KeyError for an edit that would have no effect: the body has no such instruction, or it stands in one that is replaced.
+    """
+    walked = 0
+
+    def after(body: Body) -> Body:
+        nonlocal walked
+        result: list[Instruction] = []
+        for old in body:
+            number, walked = walked, walked + 1
+            new, edit = with_bodies(old, after), edits.get(number, (old,))
+            edit = (edit,) if isinstance(edit, Instruction) else edit
+            if not any(i is old for i in edit) and not edits.keys().isdisjoint(range(number + 1, walked)):
+                raise KeyError(f"an edit replaces an instruction in which others are edited: {old}")
+            result.extend(new if i is old else i for i in edit)
+        return unless_same(body, result)
+
+    result = after(body)
+    if outside := [edit for number, edit in edits.items() if not 0 <= number < walked]:
+        raise KeyError(f"an edit names no instruction of the body; it gives {outside[0]}")
+    return result
+
+
+def unless_same(body: Body, result: list[Instruction]) -> Body:
+    """What has become of a body; the body itself where that is the same."""
+    is_same = len(result) == len(body) and all(new is old for new, old in zip(result, body, strict=True))
+    return body if is_same else tuple(result)
