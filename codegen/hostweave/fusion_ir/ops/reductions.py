@@ -116,8 +116,7 @@ def _mean(np: Any, x: Any, axis: tuple[int, ...], keepdims: bool = False, count:
 
 def as_term(op: Op, x: TensorType) -> Op:
     """A reduction of what a rank has of x as its term of that of all: a mean is the sum of these elements over how many all are."""
-    combine = OPS[op.kind].combine
-    if not combine or not combine.is_mean or op[COUNT] != Size(0):
+    if op.kind not in OPS or COUNT not in OPS[op.kind].attributes or op[COUNT] != Size(0):
         return op
     return replace(op, attributes=(*op.attributes, (COUNT.name, product(tuple(x.shape[axis] for axis in op[AXES])))))
 
