@@ -5,7 +5,9 @@
 
 #include <cstring>
 #include <map>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "glue.h"
@@ -75,10 +77,17 @@ void adopt(hw::Member& member, const std::map<std::string, uintptr_t>& communica
   without_gil([&] { member.adopt(table(), given); });
 }
 
-void run(hw::Instance& instance, const std::vector<uintptr_t>& inputs, const std::vector<uintptr_t>& outputs, uintptr_t stream,
-         const hw::Schedule& schedule) {
+hw::Table table_of(const std::vector<std::optional<uintptr_t>>& bound) {
+  std::vector<std::optional<void*>> pointers;
+  for (const std::optional<uintptr_t>& address : bound)
+    pointers.push_back(address ? std::optional(reinterpret_cast<void*>(*address)) : std::nullopt);
+  return hw::Table(std::move(pointers));
+}
+
+void run(hw::Instance& instance, const hw::Table& bound, const std::vector<uintptr_t>& inputs,
+         const std::vector<uintptr_t>& outputs, uintptr_t stream, const hw::Schedule& schedule) {
   const std::vector<void*> in = pointers(inputs), out = pointers(outputs);
-  without_gil([&] { instance.run(schedule, in, out, reinterpret_cast<cudaStream_t>(stream)); });
+  without_gil([&] { instance.run(schedule, bound, in, out, reinterpret_cast<cudaStream_t>(stream)); });
 }
 
 // Calls made, calls done, and for how many seconds the first of the others has been waited for.
@@ -102,13 +111,15 @@ void bind_member(py::module_& m) {
   m.def("connect", connect, py::arg("member"), py::arg("ids"), py::arg("timeout"));
   m.def("adopt", adopt, py::arg("member"), py::arg("communicators"));
 
+  py::class_<hw::Table>(m, "Table", py::module_local()).def(py::init(&table_of), py::arg("bound"));
+
   py::class_<hw::Instance, Holder<hw::Instance>>(m, "Instance", py::module_local())
       .def(py::init([](hw::Member& member) {
              return without_gil([&] { return Holder<hw::Instance>(new hw::Instance(member, table())); });
            }),
            py::arg("member"), py::keep_alive<1, 2>())
       .def("prepare", prepare, py::arg("shapes"), py::arg("wholes"))
-      .def("run", run, py::arg("inputs"), py::arg("outputs"), py::arg("stream"), py::arg("schedule"))
+      .def("run", run, py::arg("bound"), py::arg("inputs"), py::arg("outputs"), py::arg("stream"), py::arg("schedule"))
       .def("progress", progress);
 }
 

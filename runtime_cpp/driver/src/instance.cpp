@@ -1,5 +1,6 @@
 #include "hostweave/instance.h"
 
+#include <algorithm>
 #include <exception>
 #include <string>
 #include <utility>
@@ -82,11 +83,19 @@ std::vector<Shape> Instance::prepare(const std::vector<Input>& inputs) {
   return outputs;
 }
 
-void Instance::run(const Schedule& schedule, const std::vector<void*>& inputs, const std::vector<void*>& outputs,
-                   cudaStream_t caller) {
+void Table::fill(const std::vector<void*>& inputs, std::vector<Tensor>& tensors) const {
+  const auto is_free = [](const std::optional<void*>& data) { return !data; };
+  if (inputs.size() != static_cast<size_t>(std::ranges::count_if(bound_, is_free)) || bound_.size() != tensors.size())
+    throw ArgumentError("a wrong number of arrays");
+  auto next = inputs.begin();
+  for (size_t i = 0; i < tensors.size(); ++i) tensors[i].data = bound_[i] ? *bound_[i] : *next++;
+}
+
+void Instance::run(const Schedule& schedule, const Table& table, const std::vector<void*>& inputs,
+                   const std::vector<void*>& outputs, cudaStream_t caller) {
   member_.expect_working();
   const Member::Use use(member_, schedule);
-  for (size_t i = 0; i < inputs_.size(); ++i) inputs_[i].data = inputs[i];
+  table.fill(inputs, inputs_);
   for (size_t i = 0; i < outputs_.size(); ++i) outputs_[i].data = outputs[i];
   try {
     progress_->begin();

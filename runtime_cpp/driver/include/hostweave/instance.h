@@ -5,6 +5,8 @@
 #include <chrono>
 #include <cstdint>
 #include <mutex>
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include "hostweave/abi.h"
@@ -44,6 +46,19 @@ class Progress {
   Clock::time_point began_{};
 };
 
+// The inputs of many calls: what is bound in all of them, and nothing where a call has an input of its own.
+class Table {
+ public:
+  explicit Table(std::vector<std::optional<void*>> bound) : bound_(std::move(bound)) {}
+
+  // Throws ArgumentError unless `inputs` are as many as are not bound.
+  // Throws ArgumentError unless `inputs` are as many as are not bound.
+  void fill(const std::vector<void*>& inputs, std::vector<Tensor>& tensors) const;
+
+ private:
+  std::vector<std::optional<void*>> bound_;
+};
+
 class Instance {
  public:
   // The member outlives it, and has the channels of the program.
@@ -59,9 +74,10 @@ class Instance {
   // Gets ready for such inputs. Returns the local shapes of the outputs. Throws ArgumentError where they do not fit the
   // program.
   std::vector<Shape> prepare(const std::vector<Input>& inputs);
-  // Calls the program with contiguous arrays of the shapes of the last `prepare`. On CUDA it only enqueues; on the CPU
-  // target it returns when the rank is done.
-  void run(const Schedule& schedule, const std::vector<void*>& inputs, const std::vector<void*>& outputs, cudaStream_t caller);
+  // Calls the program with contiguous arrays of the shapes of the last `prepare`: those of the table, and `inputs`. On CUDA it
+  // only enqueues; on the CPU target it returns when the rank is done.
+  void run(const Schedule& schedule, const Table& table, const std::vector<void*>& inputs, const std::vector<void*>& outputs,
+           cudaStream_t caller);
 
   Progress::State progress();  // asked from any thread
 
