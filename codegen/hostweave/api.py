@@ -29,6 +29,7 @@ from hostweave.types.tensor import DType
 if TYPE_CHECKING:  # compiling needs neither NumPy nor what runs programs: they are imported when a program first runs
     from hostweave.runtime.bound import Bound
     from hostweave.runtime.call import Call
+    from hostweave.runtime.captured import Captured
     from hostweave.runtime.group import Group
     from hostweave.runtime.local import LocalProgram
     from hostweave.runtime.session import Session, Timing
@@ -212,7 +213,34 @@ class Program:
 
         Example: `y = program(x, w)`.
         """
-        return self._local(group)(self._bound, self._in_order(arrays, named), out, stream, sizes)
+        given = self._in_order(arrays, named)
+        return self._local(group, given, stream)(self._bound, given, out, stream, sizes)
+
+    def capture(
+        self,
+        *arrays: Any,
+        out: Any = None,
+        stream: Any = None,
+        group: Group | None = None,
+        sizes: Mapping[str, int] | None = None,
+        **named: Any,
+    ) -> Captured:
+        """A call with these arrays as a CUDA graph: a callable that launches it, with `outputs`. All ranks call it together.
+
+        Takes what a call takes, and makes that call once, on `stream`. Each call of what it returns reads the same input arrays, as they
+        are then, and writes the same outputs; it is ordered with other calls of the program as these are among each other. Inputs
+        must not be freed by others than Python while it is used; temporaries that it uses stay where they are when later calls have
+        larger sizes. On the CPU target it does the same.
+
+        A program may also be called where the caller captures, as inside `torch.cuda.graph`, after one call with arrays of the same
+        shapes: then it is part of that graph.
+
+        Raises what a call raises, and CaptureError where the call cannot be captured; the group can be used all the same.
+
+        Example: `step = program.capture(x, w)`, then `x.copy_(new)` and `y = step()`.
+        """
+        given = self._in_order(arrays, named)
+        return self._local(group, given, stream).capture(self._bound, given, out, stream, sizes)
 
     def run(self, *arrays: Any, ranks: bool = False, **named: Any) -> Any:
         """Runs all ranks in this process on global arrays, by position or name, and waits for the result.
@@ -298,20 +326,20 @@ class Program:
 
         return make_call(self._host, self.target, self._bound, arrays, named)
 
-    def _local(self, group: Group | None) -> LocalProgram:
-        """The program on this process's or thread's rank of a group."""
+    def _local(self, group: Group | None, arrays: Sequence[Any], stream: Any) -> LocalProgram:
+        """The program on this process's or thread's rank of a group, where the first call has these arrays."""
         from hostweave.runtime.group import current
-        from hostweave.runtime.local import LocalProgram
+        from hostweave.runtime.local import LocalProgram, stream_of_call
 
         if self._unbound:
-            return self._unbound._local(group)
+            return self._unbound._local(group, arrays, stream)
         self._expect_open()
         group = group or current()
         if group is None:
             raise ExecutionError(f"{self.name}: this process has not joined a group; call hw.init first, or run all ranks here with .run")
         local = group.programs.get(self)
         if local is None:
-            local = LocalProgram(self, self._host, repr(self._options), group, self._options.verify_calls)
+            local = LocalProgram(self, self._host, self._options, group, stream_of_call(self.target, stream, arrays))
             group.programs[self] = local
             self._locals.add(local)
         return local

@@ -3,6 +3,7 @@
 
 #include <climits>
 
+#include "capture.h"
 #include "errors.h"
 #include "machine.h"
 
@@ -41,6 +42,7 @@ cudaError_t cudaGetDevice(int* device) {
 cudaError_t cudaDeviceSynchronize(void) {
   Call call;
   if (Machine::get().failed()) return cuda_stopped();
+  if (const auto illegal = forbidden_in_capture("cudaDeviceSynchronize")) return *illegal;
   return wait_for_device(call.lock, this_thread().device);
 }
 

@@ -2,6 +2,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "capture.h"
 #include "errors.h"
 #include "machine.h"
 
@@ -18,6 +19,7 @@ cudaError_t allocate(void** pointer, std::size_t bytes, cudaMemoryType type, con
   *pointer = nullptr;
   Machine& machine = Machine::get();
   if (machine.failed()) return cuda_stopped();
+  if (const auto illegal = forbidden_in_capture(call)) return *illegal;
   if (machine.fault(call)) return error(cudaErrorMemoryAllocation, std::string(call) + ": made to fail");
   if (bytes == 0) return cudaSuccess;
   *pointer = machine.memory.allocate(bytes, this_thread().device, type, machine.config.fill_fresh_memory != 0);
@@ -38,6 +40,7 @@ cudaError_t release(void* pointer, cudaMemoryType type, const char* name) {
   Machine& machine = Machine::get();
   const Allocation* const allocation = owned(pointer, type);
   if (!allocation) return error(cudaErrorInvalidValue, std::string(name) + ": not the beginning of an allocation");
+  if (const auto illegal = forbidden_in_capture(name)) return *illegal;
   const Allocation what = *allocation;
   if (!machine.failed()) wait_for_device(call.lock, what.device);
   if (machine.failed()) {
@@ -121,6 +124,9 @@ cudaError_t copy(Copy c, cudaStream_t stream, bool blocks) {
     if (c.kind == cudaMemcpyDeviceToHost && is_pageable(c.dst)) blocks = true;
     op->work = [c] { move(c); };
   }
+  const Stream* const on = Machine::get().find_stream(stream);
+  const bool pageable = blocks || (c.kind == cudaMemcpyHostToDevice && c.bytes() != 0 && is_pageable(c.src));
+  if (on && on->capture && pageable) return *forbidden_in_capture("cudaMemcpyAsync of pageable memory", *on);
   if (const cudaError_t result = submit(call.lock, op, stream, true)) return result;
   return blocks ? wait_for(call.lock, {op}, "a copy") : cudaSuccess;
 }

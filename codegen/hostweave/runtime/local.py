@@ -11,15 +11,17 @@ from math import prod
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from hostweave.base.errors import ArgumentError, HostweaveError
+from hostweave.base.errors import ArgumentError, CaptureError, ExecutionError, HostweaveError
 from hostweave.build.cache import key_of
 from hostweave.host_ir.calls import dedupe_functions
 from hostweave.host_ir.ir import Communication, HostProgram, Parameter
 from hostweave.host_ir.text import print_instruction
 from hostweave.host_ir.tree import walk
+from hostweave.options import Options
 from hostweave.runtime.arguments import accept
-from hostweave.runtime.arrays import Array, Library, NumpyLibrary
+from hostweave.runtime.arrays import Array, Library, NumpyLibrary, library_of
 from hostweave.runtime.bound import Bound
+from hostweave.runtime.captured import Captured
 from hostweave.runtime.cpu import Schedule, schedule
 from hostweave.runtime.lifetime import calls as native_calls
 from hostweave.runtime.meeting import CallSignature, Shape, Span
@@ -84,17 +86,19 @@ class CompiledProgram(Protocol):
 class LocalProgram:
     """A program, ready on this rank. All ranks of the group make it at the same time."""
 
-    def __init__(self, program: CompiledProgram, host: HostProgram, options: str, group: Group, verify_calls: bool):
-        """Raises ArgumentError where the group cannot run the program, ExecutionError where its ranks do not agree on it."""
+    def __init__(self, program: CompiledProgram, host: HostProgram, options: Options, group: Group, stream: int):
+        """Raises ArgumentError where the group cannot run the program, ExecutionError where its ranks do not agree on it,
+        CaptureError where the stream of the first call is being captured."""
         group.expect_working()
         self._host, self._target, self._group = host, program.target, group
-        self._meets = group.count > 1 and (group.in_process or verify_calls)
+        self._meets = group.count > 1 and (group.in_process or options.verify_calls)
+        self._graphs = options.graph == "auto"
         if self._meets and not group.can_meet:
             where = f"{host.name}: verify_calls: the ranks of group {group.name!r} have nowhere to meet"
             raise ArgumentError(f"{where}; use a provider with a store, or leave it out")
         self._on_parts = any(p.type.mesh for p in (*host.inputs, *host.outputs))  # some ranks have nothing of some
         self._waits_for = _first_communication(host)
-        self._intent = CallSignature(host.name, str(host.mesh), key_of(program.host_ir, options, program.target.name))
+        self._intent = CallSignature(host.name, str(host.mesh), key_of(program.host_ir, repr(options), program.target.name))
         self._ready_for: Any = None  # the shapes of the last call
         self._bound_spans: tuple[Span, ...] = ()  # of all ranks, in the last call
         self._apart: deque[tuple[tuple[Span, ...], ...]] = deque(maxlen=2)  # that were found to be, of this rank and of all
@@ -106,6 +110,8 @@ class LocalProgram:
             self._check_group()
             with _building:
                 module = program.module
+            if stream and module.is_captured(stream):
+                raise CaptureError(f"{host.name}: the stream is being captured, and this is the first call; call the program once before")
             return module, group.member(module, self._target)
 
         (self._module, self._member), _ = self._agreed(on_this_rank, group.timeout)
@@ -125,6 +131,29 @@ class LocalProgram:
 
     def __call__(self, bound: Bound, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None) -> Any:
         """Calls the program with the rank's arrays, as `Program` says."""
+        _, outputs = self._call(bound, arrays, out, stream, sizes)
+        return _given_back(outputs) if out is None else out
+
+    def capture(self, bound: Bound, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None) -> Captured:
+        """Calls the program, and captures that call."""
+        taken, outputs = self._call(bound, arrays, out, stream, sizes)
+        name, native, member, schedule = self._host.name, self._native, self._member, self._schedule()
+        graph = self._group.run(name, member, lambda: native.capture(*_arguments(taken, outputs), schedule))
+        if self._meets:
+            self._agreed(lambda: taken, self._group.call_timeout)  # no rank launches while another one's device is still being prepared
+
+        def launch(stream: Any) -> None:
+            self._group.expect_working()
+            if self._native is not native:
+                raise ExecutionError(f"{name}: the program is closed; compile it again")
+            handle = self._handle(stream, taken.library)
+            self._group.run(name, member, lambda: native.launch(graph, handle, self._schedule()))
+
+        return Captured(launch, (bound, taken, arrays), _given_back(outputs) if out is None else out)
+
+    def _call(
+        self, bound: Bound, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None
+    ) -> tuple[Taken, Sequence[Output]]:
         group = self._group
         group.expect_working()
 
@@ -132,19 +161,18 @@ class LocalProgram:
             return self._take(bound, arrays, out, stream, sizes)
 
         taken = self._ready_together(take) if self._meets else self._ready_alone(take)
+        outputs = self._outputs_of(taken, stream is not None)
+        arguments = *_arguments(taken, outputs), taken.stream, self._schedule(), self._graphs
+        group.run(self._host.name, self._member, lambda: self._native.run(*arguments))
+        return taken, outputs
+
+    def _outputs_of(self, taken: Taken, on_given_stream: bool) -> Sequence[Output]:
         try:
-            outputs = self._made(taken, stream is not None) if taken.given is None else self._fitting(taken.given)
+            return self._made(taken, on_given_stream) if taken.given is None else self._fitting(taken.given)
         except BaseException as error:
             if self._meets:  # the others are on their way
-                group.fail(f"rank {group.rank}: {error}")
+                self._group.fail(f"rank {self._group.rank}: {error}")
             raise
-        addresses = [output[0].address(output[1]) if output else 0 for output in outputs]
-        arguments = taken.table.native, taken.addresses, addresses, taken.stream, self._schedule()
-        group.run(self._host.name, self._member, lambda: self._native.run(*arguments))
-        if out is not None:
-            return out
-        results = tuple(output[0].give(output[1]) if output else None for output in outputs)
-        return results[0] if len(results) == 1 else results
 
     def _ready_alone(self, take: Callable[[], Taken]) -> Taken:
         taken = take()
@@ -277,7 +305,7 @@ class LocalProgram:
     def _prepare(self, taken: Taken, wholes: Sequence[Shape] | None) -> bool:
         with native_calls:
             shapes = taken.all_shapes
-            self._outputs = self._native.prepare(shapes, wholes or [()] * len(shapes))
+            self._outputs = self._native.prepare(shapes, wholes or [()] * len(shapes), taken.stream)
         return True
 
     def _whole_shapes(self, shapes_of_all: Sequence[Sequence[Shape]]) -> list[Shape]:
@@ -389,6 +417,30 @@ class LocalProgram:
         if self._native_schedule is None or self._native_schedule[0] is not wanted:
             self._native_schedule = wanted, self._module.Schedule(**vars(wanted))
         return self._native_schedule[1]
+
+
+def _arguments(taken: Taken, outputs: Sequence[Output]) -> tuple[Any, tuple[int, ...], tuple[int, ...]]:
+    """The arrays of a call, as the native calls take them."""
+    return taken.table.native, taken.addresses, _places(outputs)[0]
+
+
+def _given_back(outputs: Sequence[Output]) -> Any:
+    results = tuple(output[0].give(output[1]) if output else None for output in outputs)
+    return results[0] if len(results) == 1 else results
+
+
+def stream_of_call(target: Target, stream: Any, arrays: Sequence[Array]) -> int:
+    """The native stream of a call with these arrays, 0 where there is no telling before it is checked."""
+    try:
+        if (handle := target.stream(stream)) is not None:
+            return handle
+        for array in arrays:
+            library = library_of(array)
+            if (device := library.device(array)) != CPU_DEVICE:
+                return library.stream(device)
+    except (TypeError, AttributeError):
+        pass
+    return 0
 
 
 def _places(arrays: Sequence[Output]) -> tuple[tuple[int, ...], tuple[Shape, ...]]:

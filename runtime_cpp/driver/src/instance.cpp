@@ -1,6 +1,7 @@
 #include "hostweave/instance.h"
 
 #include <algorithm>
+#include <atomic>
 #include <exception>
 #include <string>
 #include <utility>
@@ -10,6 +11,83 @@
 #include "world_target.h"
 
 namespace hw {
+namespace {
+
+constexpr size_t kGraphs = 16;  // of one program
+
+bool is_same(const Tensor& a, const Tensor& b) { return a.data == b.data && a.shape == b.shape && a.whole == b.whole; }
+
+// Lets this thread ask for events while another one captures: what it asks is no part of that.
+class BesideCaptures {
+ public:
+  BesideCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~BesideCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+// A stream for one capture, that other threads do not disturb.
+class CapturedStream {
+ public:
+  CapturedStream() { HW_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
+  ~CapturedStream() { cudaStreamDestroy(stream_); }
+  CapturedStream(const CapturedStream&) = delete;
+  CapturedStream& operator=(const CapturedStream&) = delete;
+
+  operator cudaStream_t() const { return stream_; }
+  void begin() const { HW_CHECK(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal)); }
+  cudaError_t end(cudaGraph_t* graph) const { return cudaStreamEndCapture(stream_, graph); }
+
+ private:
+  cudaStream_t stream_ = nullptr;
+};
+
+}  // namespace
+
+bool is_captured(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  const cudaError_t cudaStreamGetCaptureInfo = ::cudaStreamGetCaptureInfo(stream, &status);
+  if (cudaStreamGetCaptureInfo == cudaErrorStreamCaptureImplicit) {
+    cudaGetLastError();
+    throw CaptureError("another stream is being captured, and the default stream cannot be used meanwhile; pass stream=");
+  }
+  HW_CHECK(cudaStreamGetCaptureInfo);
+  return status != cudaStreamCaptureStatusNone;
+}
+
+Pulse::Pulse() {
+  HW_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+  HW_CHECK(cudaMallocHost(reinterpret_cast<void**>(&begun_), sizeof *begun_));
+  HW_CHECK(cudaMalloc(reinterpret_cast<void**>(&set_), sizeof *begun_));
+  HW_CHECK(cudaMemsetAsync(set_, 0xff, sizeof *begun_, stream_));
+  HW_CHECK(cudaStreamSynchronize(stream_));
+  *begun_ = 0;
+}
+
+Pulse::~Pulse() {
+  cudaFree(set_);
+  cudaFreeHost(begun_);
+  cudaStreamDestroy(stream_);
+}
+
+// Beside the call, which does not wait for it.
+void Pulse::begin(cudaStream_t caller) {
+  HW_CHECK(cudaEventRecord(fork_[0], caller));
+  HW_CHECK(cudaStreamWaitEvent(stream_, fork_[0], 0));
+  HW_CHECK(cudaMemcpyAsync(begun_, set_, sizeof *begun_, cudaMemcpyDeviceToHost, stream_));
+  HW_CHECK(cudaEventRecord(join_[0], stream_));
+}
+
+void Pulse::end(cudaStream_t caller) {
+  HW_CHECK(cudaStreamWaitEvent(caller, join_[0], 0));
+  HW_CHECK(cudaEventRecordWithFlags(done_[0], caller, cudaEventRecordExternal));
+}
+
+bool Pulse::stands_still() {
+  const bool begun = std::atomic_ref(*begun_).exchange(0) != 0;
+  return cudaEventQuery(done_[0]) == cudaErrorNotReady && !begun;
+}
 
 void Progress::begin() {
   const std::lock_guard lock(mutex_);
@@ -29,6 +107,7 @@ void Progress::end(cudaStream_t caller) {
 
 Progress::State Progress::look() {
   const std::lock_guard lock(mutex_);
+  const BesideCaptures beside;
   while (older_.call != 0 && cudaEventQuery(events_[older_.event]) == cudaSuccess) {
     done_ = older_.call;
     older_.call = 0;
@@ -40,6 +119,11 @@ Progress::State Progress::look() {
     state.waiting_seconds = since(older_.at);
   } else if (enqueuing_) {
     state.waiting_seconds = since(began_);
+  }
+  if (!pulse_.stands_still()) {
+    moved_ = Clock::now();
+  } else {
+    state.waiting_seconds = std::max(state.waiting_seconds, since(moved_));
   }
   return state;
 }
@@ -62,6 +146,7 @@ Instance::Instance(Member& member, const ProgramTable& program) : member_(member
 Instance::~Instance() {
   try {
     const Member::Use use(member_);
+    seen_.clear();
     program_.calls.destroy(instance_);
     progress_.reset();
   } catch (const std::exception&) {
@@ -69,9 +154,13 @@ Instance::~Instance() {
   }
 }
 
-std::vector<Shape> Instance::prepare(const std::vector<Input>& inputs) {
+std::vector<Shape> Instance::prepare(const std::vector<Input>& inputs, cudaStream_t caller) {
   member_.expect_working();
   const Member::Use use(member_);
+  if (is_captured(caller)) {
+    throw CaptureError(
+        "the stream is being captured, and the program is not prepared for arrays of these shapes; call it once before");
+  }
   std::vector<Shape> outputs(outputs_.size());
   for (size_t i = 0; i < inputs_.size(); ++i) {
     inputs_[i].shape = inputs[i].shape;
@@ -91,15 +180,47 @@ void Table::fill(const std::vector<void*>& inputs, std::vector<Tensor>& tensors)
   for (size_t i = 0; i < tensors.size(); ++i) tensors[i].data = bound_[i] ? *bound_[i] : *next++;
 }
 
-void Instance::run(const Schedule& schedule, const Table& table, const std::vector<void*>& inputs,
-                   const std::vector<void*>& outputs, cudaStream_t caller) {
-  member_.expect_working();
-  const Member::Use use(member_, schedule);
+void Instance::take(const Table& table, const std::vector<void*>& inputs, const std::vector<void*>& outputs) {
   table.fill(inputs, inputs_);
   for (size_t i = 0; i < outputs_.size(); ++i) outputs_[i].data = outputs[i];
+}
+
+void Instance::run(const Schedule& schedule, const Table& table, const std::vector<void*>& inputs,
+                   const std::vector<void*>& outputs, cudaStream_t caller, bool graphs) {
+  member_.expect_working();
+  const Member::Use use(member_, schedule);
+  take(table, inputs, outputs);
+  if (is_captured(caller)) return enqueue_captured(caller, true);
+  const Graph* const graph = graphs ? graph_of_taken() : nullptr;
+  make_call(caller, [&] {
+    if (graph) {
+      HW_CHECK(cudaGraphLaunch(graph->exec(), caller));
+    } else {
+      program_.calls.run(instance_, inputs_.data(), outputs_.data(), caller);
+    }
+  });
+}
+
+void Instance::launch(const Schedule& schedule, const Graph& graph, cudaStream_t caller) {
+  member_.expect_working();
+  const Member::Use use(member_, schedule);
+  if (is_captured(caller))
+    throw CaptureError("the stream is being captured, and a graph is no part of another; call the program there");
+  make_call(caller, [&] { HW_CHECK(cudaGraphLaunch(graph.exec(), caller)); });
+}
+
+std::unique_ptr<Graph> Instance::capture(const Schedule& schedule, const Table& table, const std::vector<void*>& inputs,
+                                         const std::vector<void*>& outputs) {
+  member_.expect_working();
+  const Member::Use use(member_, schedule);
+  take(table, inputs, outputs);
+  return capture_taken();
+}
+
+void Instance::make_call(cudaStream_t caller, const std::function<void()>& enqueue) {
   try {
     progress_->begin();
-    program_.calls.run(instance_, inputs_.data(), outputs_.data(), caller);
+    enqueue();
     progress_->end(caller);
     target::finish();
   } catch (const std::exception& error) {  // while in use: the others must not go on before they are stopped
@@ -110,5 +231,58 @@ void Instance::run(const Schedule& schedule, const Table& table, const std::vect
     throw;
   }
 }
+
+void Instance::enqueue_captured(cudaStream_t caller, bool watched) {
+  try {
+    if (watched) progress_->pulse().begin(caller);
+    program_.calls.run(instance_, inputs_.data(), outputs_.data(), caller);
+    if (watched) progress_->pulse().end(caller);
+  } catch (const std::exception& error) {
+    cudaGetLastError();
+    throw CaptureError(std::string("cannot be captured: ") + error.what());
+  }
+}
+
+std::unique_ptr<Graph> Instance::capture_taken() {
+  const CapturedStream stream;
+  std::exception_ptr failure;
+  stream.begin();
+  try {
+    enqueue_captured(stream, false);
+  } catch (const CaptureError&) {
+    failure = std::current_exception();
+  }
+  cudaGraph_t graph = nullptr;
+  const cudaError_t cudaStreamEndCapture = stream.end(&graph);  // of a capture that failed, too
+  if (failure) std::rethrow_exception(failure);
+  HW_CHECK(cudaStreamEndCapture);
+  auto made = std::make_unique<Graph>(graph);
+  HW_CHECK(cudaGraphUpload(made->exec(), stream));
+  HW_CHECK(cudaStreamSynchronize(stream));  // were a launch to upload it, it could stand behind what waits for other ranks
+  return made;
+}
+
+// Null: the first call with these arrays.
+const Graph* Instance::graph_of_taken() {
+  const auto found = std::ranges::find_if(seen_, [&](const Seen& seen) {
+    return std::ranges::equal(seen.inputs, inputs_, is_same) && std::ranges::equal(seen.outputs, outputs_, is_same);
+  });
+  if (found == seen_.end()) {
+    if (seen_.size() == kGraphs) seen_.pop_back();
+    seen_.push_front({inputs_, outputs_, nullptr});
+    return nullptr;
+  }
+  seen_.splice(seen_.begin(), seen_, found);
+  if (!found->graph) found->graph = capture_taken();
+  return found->graph.get();
+}
+
+Graph::Graph(cudaGraph_t graph) {
+  const cudaError_t cudaGraphInstantiate = cudaGraphInstantiateWithFlags(&exec_, graph, 0);
+  cudaGraphDestroy(graph);
+  HW_CHECK(cudaGraphInstantiate);
+}
+
+Graph::~Graph() { cudaGraphExecDestroy(exec_); }
 
 }  // namespace hw

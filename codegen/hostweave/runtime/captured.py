@@ -1,0 +1,29 @@
+"""A call of a program as a CUDA graph: what `Program.capture` gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+class Captured:
+    """A call with fixed arrays, captured as a CUDA graph. Made by `Program.capture`.
+
+    `outputs` are the arrays that it writes: one, or a tuple of them. Calling it computes them anew from what its input arrays hold.
+
+    Example: `step = program.capture(x, w)`, then `x.copy_(new)` and `y = step()`.
+    """
+
+    def __init__(self, launch: Callable[[Any], None], inputs: object, outputs: Any):
+        self._launch = launch
+        self._inputs = inputs  # whose memory the graph reads
+        self.outputs = outputs
+
+    def __call__(self, stream: Any = None) -> Any:
+        """Launches the graph as a call of the program is enqueued: after what `stream` holds, by default the library's current one.
+
+        Returns `outputs`. On the CPU target it returns when the call is done. Raises ExecutionError where the group has failed or
+        the program is closed, CaptureError where the stream is being captured itself.
+        """
+        self._launch(stream)
+        return self.outputs
