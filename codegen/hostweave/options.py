@@ -23,10 +23,10 @@ class Options:
       its partial sum to the dtype of the result.
     - `tf32`: matmuls of f32 round their operands to TF32, with 10 bits of mantissa, and add in f32: several times faster on tensor cores.
       The CPU target computes in f32.
-    - `graph`: "auto" captures a call whose arrays, inputs and outputs, are the same memory as those of a call before as a CUDA graph, and
-      launches that from then on, for the last 16 such sets of arrays; other calls are made as usual. Outputs are the same where
-      `out=` gives them, or where the library's allocator returns what was freed. It is for programs of many short operations, where
-      the time of the host shows. None, the default, captures nothing by itself.
+    - `graph`: "auto" captures a call of `program(...)` as a CUDA graph where its arrays, inputs and outputs, are the same memory as those
+      of a call before, and launches that from then on, for the last 16 such sets of arrays; other calls are made as usual. Outputs
+      are the same where `out=` gives them, or where the library's allocator returns what was freed. It is for programs of many
+      short operations, where the time of the host shows. By default nothing is captured by itself.
     - `verify_calls`: ranks that are processes compare programs and shapes before every call, which takes a round trip through the
       store; ranks that are threads always do.
 

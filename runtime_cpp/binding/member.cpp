@@ -95,9 +95,9 @@ void run(hw::Instance& instance, const hw::Table& bound, const std::vector<uintp
 }
 
 Holder<hw::Graph> capture(hw::Instance& instance, const hw::Table& bound, const std::vector<uintptr_t>& inputs,
-                          const std::vector<uintptr_t>& outputs, const hw::Schedule& schedule) {
+                          const std::vector<uintptr_t>& outputs) {
   const std::vector<void*> in = pointers(inputs), out = pointers(outputs);
-  return without_gil([&] { return Holder<hw::Graph>(instance.capture(schedule, bound, in, out).release()); });
+  return without_gil([&] { return Holder<hw::Graph>(instance.capture(bound, in, out).release()); });
 }
 
 void launch(hw::Instance& instance, const hw::Graph& graph, uintptr_t stream, const hw::Schedule& schedule) {
@@ -137,9 +137,10 @@ void bind_member(py::module_& m) {
       .def("prepare", prepare, py::arg("shapes"), py::arg("wholes"), py::arg("stream"))
       .def("run", run, py::arg("bound"), py::arg("inputs"), py::arg("outputs"), py::arg("stream"), py::arg("schedule"),
            py::arg("graphs"))
-      .def("capture", capture, py::arg("bound"), py::arg("inputs"), py::arg("outputs"), py::arg("schedule"))
+      .def("capture", capture, py::arg("bound"), py::arg("inputs"), py::arg("outputs"))
       .def("launch", launch, py::arg("graph"), py::arg("stream"), py::arg("schedule"))
-      .def("progress", progress);
+      .def("progress", progress)
+      .def_property_readonly("graphs", &hw::Instance::graphs);
 }
 
 }  // namespace glue

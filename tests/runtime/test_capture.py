@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from whole_programs import compiled, expect, integer_arrays, programs_of, sizes_of
+from whole_programs import compiled, expect, fusion_of, integer_arrays, sizes_of
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError, CaptureError, ExecutionError, ProgramError
@@ -111,14 +111,15 @@ def check_replays(fusion: Fusion, times: int = 3) -> None:
         expect(fusion, given, results, exact=True)
 
 
-@pytest.mark.parametrize("name", ["ag_matmul_flat", "matmul_rs_flat"])
-def test_nothing_in_a_call_depends_on_what_is_outside_of_the_capture(name: str) -> None:
-    """No wait for an event outside of it, no stream that is not joined, nothing allocated, nothing asked."""
-    check_replays(programs_of(2)[name])
+@pytest.mark.parametrize(("name", "ranks"), [("ag_matmul_flat", 2), ("matmul_rs_flat", 2), ("two_stages", 4)])
+def test_nothing_in_a_call_depends_on_what_is_outside_of_the_capture(name: str, ranks: int) -> None:
+    """No wait for an event outside of it, no stream that is not joined, nothing allocated, nothing asked; and of a pipeline, where ranks
+    wait for some others alone, a rank may launch while those still capture."""
+    check_replays(fusion_of(name, ranks, 3, hw.bf16))
 
 
 def test_calls_with_the_same_arrays_are_captured_by_themselves() -> None:
-    """More sets of arrays than are kept, in turn; new sizes in the same memory; results that others are made of."""
+    """Their 16 last sets, of calls in turn and in a row; and new sizes in the same memory."""
     program, threads = mlp_on(2, graph="auto"), hw.Threads(2)
     weights, sets = arrays_of(4), [arrays_of(8)["x"] for _ in range(18)]
 
@@ -134,6 +135,8 @@ def test_calls_with_the_same_arrays_are_captured_by_themselves() -> None:
                     assert program(x, up, down, out=out) is out
                     want = wanted(whole * repetition, weights["up"], weights["down"])
                     np.testing.assert_array_equal(out, np.split(want, 2)[rank])
+            (local,) = hw.init().programs.values()
+            assert local._native.graphs == (0 if repetition == 1 else 16)
         for rows in (4, 2, 4, 2, 2):
             x = sets[0][: 2 * rows]
             xs[0][:rows] = np.split(x, 2)[rank]

@@ -137,8 +137,8 @@ class LocalProgram:
     def capture(self, bound: Bound, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None) -> Captured:
         """Calls the program, and captures that call."""
         taken, outputs = self._call(bound, arrays, out, stream, sizes)
-        name, native, member, schedule = self._host.name, self._native, self._member, self._schedule()
-        graph = self._group.run(name, member, lambda: native.capture(*_arguments(taken, outputs), schedule))
+        name, native, member = self._host.name, self._native, self._member
+        graph = self._group.run(name, member, lambda: native.capture(*_arguments(taken, outputs)))
         if self._meets:
             self._agreed(lambda: taken, self._group.call_timeout)  # no rank launches while another one's device is still being prepared
 

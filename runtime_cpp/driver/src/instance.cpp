@@ -209,10 +209,10 @@ void Instance::launch(const Schedule& schedule, const Graph& graph, cudaStream_t
   make_call(caller, [&] { HW_CHECK(cudaGraphLaunch(graph.exec(), caller)); });
 }
 
-std::unique_ptr<Graph> Instance::capture(const Schedule& schedule, const Table& table, const std::vector<void*>& inputs,
+std::unique_ptr<Graph> Instance::capture(const Table& table, const std::vector<void*>& inputs,
                                          const std::vector<void*>& outputs) {
   member_.expect_working();
-  const Member::Use use(member_, schedule);
+  const Member::Use use(member_);  // the other ranks need not be here
   take(table, inputs, outputs);
   return capture_taken();
 }
@@ -275,6 +275,10 @@ const Graph* Instance::graph_of_taken() {
   seen_.splice(seen_.begin(), seen_, found);
   if (!found->graph) found->graph = capture_taken();
   return found->graph.get();
+}
+
+int64_t Instance::graphs() const {
+  return std::ranges::count_if(seen_, [](const Seen& seen) { return seen.graph != nullptr; });
 }
 
 Graph::Graph(cudaGraph_t graph) {

@@ -126,12 +126,13 @@ class Instance {
   void run(const Schedule& schedule, const Table& table, const std::vector<void*>& inputs, const std::vector<void*>& outputs,
            cudaStream_t caller, bool graphs);
   // The same call as a graph. Throws CaptureError.
-  std::unique_ptr<Graph> capture(const Schedule& schedule, const Table& table, const std::vector<void*>& inputs,
-                                 const std::vector<void*>& outputs);
+  std::unique_ptr<Graph> capture(const Table& table, const std::vector<void*>& inputs, const std::vector<void*>& outputs);
   // Launches a call that was captured, as `run` enqueues it.
   void launch(const Schedule& schedule, const Graph& graph, cudaStream_t caller);
 
   Progress::State progress();  // asked from any thread
+  // How many graphs of calls it keeps.
+  int64_t graphs() const;
 
  private:
   // The arrays of a call, and from the second such call on its graph.
