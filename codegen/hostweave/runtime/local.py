@@ -138,18 +138,22 @@ class LocalProgram:
         """Calls the program, and captures that call."""
         taken, outputs = self._call(bound, arrays, out, stream, sizes)
         name, native, member = self._host.name, self._native, self._member
-        graph = self._group.run(name, member, lambda: native.capture(*_arguments(taken, outputs)))
-        if self._meets:
-            self._agreed(lambda: taken, self._group.call_timeout)  # no rank launches while another one's device is still being prepared
+
+        def make() -> Any:
+            return self._group.run(name, member, lambda: native.capture(*_arguments(taken, outputs)))
+
+        graph = self._agreed(make, self._group.call_timeout)[0] if self._meets else make()
 
         def launch(stream: Any) -> None:
             self._group.expect_working()
             if self._native is not native:
                 raise ExecutionError(f"{name}: the program is closed; compile it again")
             handle = self._handle(stream, taken.library)
+            if self._meets and not self._target.is_asynchronous:  # which would take a rank that is late for one that never comes
+                self._agreed(lambda: taken, self._group.call_timeout)
             self._group.run(name, member, lambda: native.launch(graph, handle, self._schedule()))
 
-        return Captured(launch, (bound, taken, arrays), _given_back(outputs) if out is None else out)
+        return Captured(launch, (bound, taken, arrays), lambda: _given_back(outputs) if out is None else out)
 
     def _call(
         self, bound: Bound, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None
@@ -254,7 +258,7 @@ class LocalProgram:
     def _table(self, bound: Bound) -> Table:
         """What the rank has bound. Raises ArgumentError where an array is not one for this rank."""
         parameters = [parameter for parameter in self._host.inputs if parameter.name in bound.arrays]
-        held = [self._on_this_rank(p, *bound.arrays[p.name]) if self._expect_held(p) else None for p in parameters]
+        held = [self._on_this_rank(parameter, *bound.arrays[parameter.name]) for parameter in parameters]
         addresses, shapes = _places(held)
         places = dict(zip((parameter.name for parameter in parameters), zip(addresses, shapes, strict=True), strict=True))
         of_all = [places.get(parameter.name) for parameter in self._host.inputs]
@@ -264,12 +268,6 @@ class LocalProgram:
         shapes_of_all = tuple(place and place[1] for place in of_all)
         made = self._tables[bound] = Table(library, shapes_of_all, tuple(self._spans(parameters, held, False)), digest, native)
         return made
-
-    def _expect_held(self, parameter: Parameter) -> bool:
-        if self._holds(parameter):
-            return True
-        where, rank = f"{self._host.name}: {parameter.name}", self._group.rank
-        raise ArgumentError(f"{where}: rank {rank} has nothing of {parameter.type}; do not bind it here, and pass None")
 
     def _wholes(self, taken: Taken) -> tuple[Shape, ...] | None:
         """The shapes of the global arrays, where this rank knows more than its own shapes."""
@@ -295,6 +293,8 @@ class LocalProgram:
 
     def _on_this_rank(self, parameter: Parameter, library: Library, array: Array) -> tuple[Library, Array]:
         where = f"{self._host.name}: {parameter.name}"
+        if not self._holds(parameter):
+            raise ArgumentError(f"{where}: rank {self._group.rank} has nothing of {parameter.type}; pass None, and do not bind it here")
         if (device := library.device(array)) != self._device:
             here = "in host memory" if device == CPU_DEVICE else f"on GPU {device}"
             raise ArgumentError(f"{where}: is {here}, and rank {self._group.rank} is on GPU {self._device}; move it there")

@@ -36,12 +36,36 @@ class CapturedStream {
   CapturedStream& operator=(const CapturedStream&) = delete;
 
   operator cudaStream_t() const { return stream_; }
-  void begin() const { HW_CHECK(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal)); }
-  cudaError_t end(cudaGraph_t* graph) const { return cudaStreamEndCapture(stream_, graph); }
+
+  // What `enqueue` enqueues there, as a graph.
+  std::unique_ptr<Graph> capture(const std::function<void()>& enqueue) const {
+    HW_CHECK(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
+    cudaGraph_t graph = nullptr;
+    try {
+      enqueue();
+    } catch (...) {
+      cudaStreamEndCapture(stream_, &graph);
+      if (graph) cudaGraphDestroy(graph);
+      throw;
+    }
+    HW_CHECK(cudaStreamEndCapture(stream_, &graph));
+    return std::make_unique<Graph>(graph);
+  }
 
  private:
   cudaStream_t stream_ = nullptr;
 };
+
+// Makes a call that is captured: where it fails, nothing was enqueued.
+template <class Call>
+auto captured(const Call& call) {
+  try {
+    return call();
+  } catch (const std::exception& error) {
+    cudaGetLastError();
+    throw CaptureError(std::string("cannot be captured: ") + error.what());
+  }
+}
 
 }  // namespace
 
@@ -190,7 +214,7 @@ void Instance::run(const Schedule& schedule, const Table& table, const std::vect
   member_.expect_working();
   const Member::Use use(member_, schedule);
   take(table, inputs, outputs);
-  if (is_captured(caller)) return enqueue_captured(caller, true);
+  if (is_captured(caller)) return enqueue_captured(caller);
   const Graph* const graph = graphs ? graph_of_taken() : nullptr;
   make_call(caller, [&] {
     if (graph) {
@@ -232,34 +256,22 @@ void Instance::make_call(cudaStream_t caller, const std::function<void()>& enque
   }
 }
 
-void Instance::enqueue_captured(cudaStream_t caller, bool watched) {
-  try {
-    if (watched) progress_->pulse().begin(caller);
+void Instance::enqueue_captured(cudaStream_t caller) {
+  captured([&] {
+    progress_->pulse().begin(caller);
     program_.calls.run(instance_, inputs_.data(), outputs_.data(), caller);
-    if (watched) progress_->pulse().end(caller);
-  } catch (const std::exception& error) {
-    cudaGetLastError();
-    throw CaptureError(std::string("cannot be captured: ") + error.what());
-  }
+    progress_->pulse().end(caller);
+  });
 }
 
 std::unique_ptr<Graph> Instance::capture_taken() {
-  const CapturedStream stream;
-  std::exception_ptr failure;
-  stream.begin();
-  try {
-    enqueue_captured(stream, false);
-  } catch (const CaptureError&) {
-    failure = std::current_exception();
-  }
-  cudaGraph_t graph = nullptr;
-  const cudaError_t cudaStreamEndCapture = stream.end(&graph);  // of a capture that failed, too
-  if (failure) std::rethrow_exception(failure);
-  HW_CHECK(cudaStreamEndCapture);
-  auto made = std::make_unique<Graph>(graph);
-  HW_CHECK(cudaGraphUpload(made->exec(), stream));
-  HW_CHECK(cudaStreamSynchronize(stream));  // were a launch to upload it, it could stand behind what waits for other ranks
-  return made;
+  return captured([&] {
+    const CapturedStream stream;
+    auto graph = stream.capture([&] { program_.calls.run(instance_, inputs_.data(), outputs_.data(), stream); });
+    HW_CHECK(cudaGraphUpload(graph->exec(), stream));
+    HW_CHECK(cudaStreamSynchronize(stream));  // were a launch to upload it, it could stand behind what waits for other ranks
+    return graph;
+  });
 }
 
 // Null: the first call with these arrays.

@@ -142,7 +142,7 @@ class Instance {
   };
 
   void take(const Table& table, const std::vector<void*>& inputs, const std::vector<void*>& outputs);
-  void enqueue_captured(cudaStream_t caller, bool watched);
+  void enqueue_captured(cudaStream_t caller);
   std::unique_ptr<Graph> capture_taken();
   const Graph* graph_of_taken();
   // Makes a call in use, and tells the other ranks where that fails.
