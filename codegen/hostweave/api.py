@@ -228,9 +228,9 @@ class Program:
         """A call with these arrays as a CUDA graph: a callable that launches it, with `outputs`. All ranks call it together.
 
         Takes what a call takes, and makes that call once, on `stream`. Each call of what it returns reads the same input arrays, as they
-        are then, and writes the same outputs; it is ordered with other calls of the program as these are among each other. Inputs
-        must not be freed by others than Python while it is used; temporaries that it uses stay where they are when later calls have
-        larger sizes. On the CPU target it does the same.
+        are then, and writes the same outputs; it is ordered with other calls of the program as these are among each other. It keeps
+        the arrays alive, and temporaries that it uses stay where they are when later calls have larger sizes. On the CPU target it
+        does the same.
 
         A program may also be called where the caller captures, as inside `torch.cuda.graph`, after one call with arrays of the same
         shapes: then it is part of that graph.

@@ -182,8 +182,12 @@ class LocalProgram:
         taken = take()
         ready_for = taken.table.digest, taken.shapes, taken.sizes
         if self._ready_for != ready_for:
-            self._ready_for = None
-            self._prepare(taken, self._wholes(taken))
+            before, self._ready_for = self._ready_for, None
+            try:
+                self._prepare(taken, self._wholes(taken))
+            except CaptureError:  # nothing was done
+                self._ready_for = before
+                raise
             self._ready_for = ready_for
         return taken
 
