@@ -2,6 +2,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "capture.h"
 #include "errors.h"
 #include "machine.h"
 
@@ -72,6 +73,9 @@ cudaError_t copy(Copy c, cudaStream_t stream, bool blocks) {
     blocks |= c.kind == cudaMemcpyHostToDevice || c.kind == cudaMemcpyDeviceToHost;
     op->work = [c] { move(c); };
   }
+  const Stream* const on = Machine::get().find_stream(stream);
+  const bool pageable = blocks || (c.kind == cudaMemcpyHostToDevice && c.bytes() != 0);
+  if (on && on->capture && pageable) return *forbidden_in_capture("cudaMemcpyAsync of pageable memory", *on);
   if (const cudaError_t result = submit(call.lock, op, stream, true)) return result;
   return blocks ? wait_for(call.lock, {op}, "a copy") : cudaSuccess;
 }
@@ -85,6 +89,7 @@ cudaError_t cudaMalloc(void** pointer, size_t bytes) {
   *pointer = nullptr;
   Machine& machine = Machine::get();
   if (machine.failed()) return cuda_stopped();
+  if (const auto illegal = forbidden_in_capture("cudaMalloc")) return *illegal;
   if (machine.fault("cudaMalloc")) return error(cudaErrorMemoryAllocation, "cudaMalloc: made to fail");
   if (bytes == 0) return cudaSuccess;
   *pointer = machine.memory.allocate(bytes, this_thread().device);
@@ -100,6 +105,7 @@ cudaError_t cudaFree(void* pointer) {
   Machine& machine = Machine::get();
   const Allocation* const allocation = machine.memory.at(pointer);
   if (!allocation) return error(cudaErrorInvalidValue, "cudaFree: not the beginning of an allocation");
+  if (const auto illegal = forbidden_in_capture("cudaFree")) return *illegal;
   const Allocation what = *allocation;
   if (!machine.failed()) wait_for_device(call.lock, what.device);
   if (machine.failed()) {

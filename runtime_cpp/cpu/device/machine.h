@@ -41,6 +41,7 @@ struct HostThread {
   std::condition_variable wake;
   std::uint64_t priority = 0;
   Place place;
+  cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
 };
 HostThread& this_thread();
 
