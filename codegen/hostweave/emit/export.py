@@ -33,7 +33,7 @@ def export(program: HostProgram, folder: Path, reference: HostProgram | str, dty
     texts = {path: rendered(path, program=emitted, main=main) for path in ("main.cpp", "CMakeLists.txt")}
     for under, each in main.programs.items():
         texts |= {under + path: rendered(path, program=each) for path in ("program.h", "program.cpp", *kernel_files(each))}
-    files = {path: text.encode() for path, text in texts.items()} | _runtime()
+    files = {path: text.encode() for path, text in texts.items()} | _runtime(program.libraries)
     folder.mkdir(parents=True, exist_ok=True)
     written = _written(folder)
     for path in dict.fromkeys((*files, *written)):
@@ -49,9 +49,9 @@ def export(program: HostProgram, folder: Path, reference: HostProgram | str, dty
         (folder / path).write_bytes(content)
 
 
-def _runtime() -> dict[str, bytes]:
-    """All but the driver, by which Python calls a program."""
-    paths = [path for part in ("include", "src", "cpu", "sample") for path in sorted((RUNTIME / part).rglob("*")) if path.is_file()]
+def _runtime(libraries: Iterable[str]) -> dict[str, bytes]:
+    """All but the driver, by which Python calls a program, and what programs link that want more."""
+    paths = [path for part in ("include", "src", "cpu", "sample", *sorted(libraries)) for path in sorted((RUNTIME / part).rglob("*")) if path.is_file()]
     return {f"runtime/{path.relative_to(RUNTIME)}": path.read_bytes() for path in paths}
 
 

@@ -83,6 +83,8 @@ class Program:
         self.parts = tuple(part_view(program, integers, part) for part in parts_of(flat) if part.size.is_int)  # of dims that are ints
         self.flags = {member: (membership(mesh, program.mesh.size), mesh) for mesh, member in context.flags.items()}
         self.coordinates = _coordinates(integers, self.body)
+        prepared = " ".join(word for plan in context.plans.values() for word in plan.prepared_with)
+        self.coordinates_of_plans = _coordinates(integers, prepared)
         self.temporaries = _temporaries(context)
         self.memory = _memory(context, emitter)  # what prepare tells the arena
         self.kernels = tuple(context.kernels.values())
@@ -133,7 +135,7 @@ class Program:
             *(f"{channel.member}({_lookup(channel)})" for channel in self.channels),
             *(f'{pool.member}(rank, "{pool.name}", {pool.count})' for pool in context.streams.values()),
             *(f"{pool.member}({pool.count})" for pool in context.events.values()),
-            *(f"{plan.member}({', '.join(('rank', plan.operands, plan.result, *plan.ends))})" for plan in context.plans.values()),
+            *(f"{plan.member}({', '.join(('rank', *plan.made_with))})" for plan in context.plans.values()),
         ]
 
 
@@ -208,8 +210,10 @@ def _temporaries(context: ProgramContext) -> tuple[Temporary, ...]:
 
 def _headers(context: ProgramContext) -> tuple[str, ...]:
     """What program.h includes for its members."""
+    kinds = {plan.kind for plan in context.plans.values()}
     optional = (
-        ("matmul.h", context.plans),
+        ("attention.h", "AttentionPlan" in kinds),
+        ("matmul.h", "MatmulPlan" in kinds),
         ("streams.h", context.streams or context.events),
         ("types.h", context.temporaries or context.functions),
     )

@@ -344,6 +344,7 @@ _FIELD_PARSERS: dict[Any, Callable[[Reader], Any]] = {
     str: lambda reader: reader.word("a name"),
     float: _parse_number,
     Expr: _parse_expr,
+    Expr | None: _parse_expr,
     Size: Reader.size,
     BufferType: _parse_buffer_type,
     tuple[Size, ...]: _bracketed(Reader.size),

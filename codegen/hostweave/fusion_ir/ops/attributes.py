@@ -13,6 +13,7 @@ INDEX = Attribute("index", int)
 START, STEP = Attribute("start", int), Attribute("step", int)
 LOW, HIGH = Attribute[tuple[int, ...]]("low", tuple), Attribute[tuple[int, ...]]("high", tuple)
 VALUE = Attribute("value", float, 0.0)
+SCALE, CAUSAL, WINDOW = Attribute("scale", float), Attribute("causal", str, ""), Attribute("window", int, 0)
 SOURCES = Attribute[tuple[int, ...]]("sources", tuple)
 
 # Of the steps of a reshard.

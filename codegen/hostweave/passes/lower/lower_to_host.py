@@ -29,7 +29,7 @@ from hostweave.host_ir.calls import joined
 from hostweave.host_ir.expr import Const, Var
 from hostweave.host_ir.strides import strides_of
 from hostweave.options import Options
-from hostweave.passes.lower import communication
+from hostweave.passes.lower import attention, communication
 from hostweave.passes.lower.aside import COMM, Aside
 from hostweave.passes.lower.buffers import Buffers
 from hostweave.passes.lower.dataflow import Dataflow
@@ -64,6 +64,7 @@ class _Lowering:
         self.aside = Aside(flow, self.b)
         self.buffers = Buffers(flow, self.placement, self.b, self.aside)
         self.kernels = Kernels(self.b.types)
+        self.attentions = attention.Attentions(flow, self.buffers, self.b)
         self.reshards = Reshards(flow, self.buffers, self.kernels, self.b)
         self.most_steps = 1  # of a loop
         self.ring_term: str | None = None  # in the present loop: the matmul whose term a ring of sums adds when it comes to it
@@ -135,6 +136,8 @@ class _Lowering:
                 self.call(op, op.callee)
             elif op.user_kernel:
                 self.launch_source(op, op.user_kernel)
+            elif op.kind in attention.KINDS:
+                self.attentions.compute(op)
             else:
                 self.compute(op, steps)
 
