@@ -51,7 +51,8 @@ def export(program: HostProgram, folder: Path, reference: HostProgram | str, dty
 
 def _runtime(libraries: Iterable[str]) -> dict[str, bytes]:
     """All but the driver, by which Python calls a program, and what programs link that want more."""
-    paths = [path for part in ("include", "src", "cpu", "sample", *sorted(libraries)) for path in sorted((RUNTIME / part).rglob("*")) if path.is_file()]
+    parts = ("include", "src", "cpu", "sample", *sorted(libraries))
+    paths = [path for part in parts for path in sorted((RUNTIME / part).rglob("*")) if path.is_file()]
     return {f"runtime/{path.relative_to(RUNTIME)}": path.read_bytes() for path in paths}
 
 
