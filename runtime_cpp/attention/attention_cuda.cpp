@@ -7,7 +7,9 @@
 #include <list>
 #include <map>
 #include <string>
+#include <utility>
 #include <variant>
+#include <vector>
 
 #include "hostweave/attention.h"
 #include "hostweave/check.h"
@@ -233,7 +235,7 @@ struct AttentionPlan::Plan {
   cudnnHandle_t handle;
   std::vector<int64_t> names;  // of what a call passes: the operands, and numbers
   std::map<int64_t, Number> numbers;
-  Descriptor plan{CUDNN_BACKEND_EXECUTION_PLAN_DESCRIPTOR};
+  std::unique_ptr<Descriptor> plan;
   void* workspace = nullptr;
 
   Plan(cudnnHandle_t handle, const AttentionProblem& problem, cudnnDataType_t type, const AttentionOptions& options)
@@ -250,7 +252,7 @@ struct AttentionPlan::Plan {
     ops.set(CUDNN_ATTR_OPERATIONGRAPH_HANDLE, CUDNN_TYPE_HANDLE, &handle).finish("the graph of attention");
     choose(ops);
     int64_t count = 0, bytes = 0;
-    expect(cudnnBackendGetAttribute(plan, CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE, CUDNN_TYPE_INT64, 1, &count, &bytes),
+    expect(cudnnBackendGetAttribute(*plan, CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE, CUDNN_TYPE_INT64, 1, &count, &bytes),
            "the workspace");
     if (bytes > 0) HW_CHECK(cudaMalloc(&workspace, bytes));
   }
@@ -271,13 +273,42 @@ struct AttentionPlan::Plan {
     expect(cudnnBackendGetAttribute(heuristic, CUDNN_ATTR_ENGINEHEUR_RESULTS, CUDNN_TYPE_BACKEND_DESCRIPTOR, kMostEngines, &count,
                                     found.data()),
            "what is recommended for attention");
-    plan.set(CUDNN_ATTR_EXECUTION_PLAN_HANDLE, CUDNN_TYPE_HANDLE, &handle);
     cudnnStatus_t status = CUDNN_STATUS_NOT_SUPPORTED;
     for (int64_t i = 0; i < count && status != CUDNN_STATUS_SUCCESS; ++i) {
-      plan.set(CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG, CUDNN_TYPE_BACKEND_DESCRIPTOR, &found[i]);
-      status = cudnnBackendFinalize(plan);
+      plan = std::make_unique<Descriptor>(CUDNN_BACKEND_EXECUTION_PLAN_DESCRIPTOR);
+      plan->set(CUDNN_ATTR_EXECUTION_PLAN_HANDLE, CUDNN_TYPE_HANDLE, &handle);
+      plan->set(CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG, CUDNN_TYPE_BACKEND_DESCRIPTOR, &found[i]);
+      status = cudnnBackendFinalize(*plan);
     }
-    expect(status, "no kernel for these heads, rows and this GPU");
+    expect(status, "it has no kernel for these shapes on this GPU; f32 is computed without it: cast the operands");
+  }
+
+  // On the operands, and lse where it is wanted.
+  void run(std::vector<const void*> values, cudaStream_t stream) const {
+    for (const auto& [name, number] : numbers) {
+      values.push_back(std::visit([](const auto& value) { return static_cast<const void*>(&value); }, number));
+    }
+    Descriptor pack(CUDNN_BACKEND_VARIANT_PACK_DESCRIPTOR);
+    const auto count = static_cast<int64_t>(values.size());
+    pack.set(CUDNN_ATTR_VARIANT_PACK_UNIQUE_IDS, CUDNN_TYPE_INT64, names.data(), count);
+    pack.set(CUDNN_ATTR_VARIANT_PACK_DATA_POINTERS, CUDNN_TYPE_VOID_PTR, values.data(), count);
+    pack.set(CUDNN_ATTR_VARIANT_PACK_WORKSPACE, CUDNN_TYPE_VOID_PTR, &workspace).finish("the arguments of attention");
+    expect(cudnnSetStream(handle, stream), "cudnnSetStream");
+    expect(cudnnBackendExecute(handle, *plan, pack), "attention");
+  }
+
+  // Loads the kernels, as MatmulPlan::load_kernels does, and why: it runs once on memory that nobody looks at.
+  void load_kernels(const AttentionProblem& problem, cudaStream_t stream) const {
+    int64_t elements = problem.q.batch * problem.q.heads * problem.q.rows * 2;  // of lse, in halves
+    for (const Heads& x : {problem.q, problem.k, problem.v, problem.o}) {
+      const int64_t last = (x.batch - 1) * x.batch_stride + (x.heads - 1) * x.head_stride + (x.rows - 1) * x.row_stride;
+      elements = std::max(elements, last + x.size);
+    }
+    void* scratch = nullptr;
+    HW_CHECK(cudaMalloc(&scratch, elements * 2));
+    const std::shared_ptr<void> freed(scratch, cudaFree);
+    run(std::vector<const void*>(names.size() - numbers.size(), scratch), stream);
+    HW_CHECK(cudaStreamSynchronize(stream));
   }
 
   static constexpr int kMostEngines = 8;
@@ -292,27 +323,19 @@ std::shared_ptr<const AttentionPlan::Plan> AttentionPlan::plan(const AttentionPr
           "copy it first");
     }
   }
-  return std::make_shared<const Plan>(handle_of(rank_), problem, type_of(dtype_), options_);
+  auto plan = std::make_shared<const Plan>(handle_of(rank_), problem, type_of(dtype_), options_);
+  plan->load_kernels(problem, rank_.stream("ring", 0));
+  return plan;
 }
 
 cudaError_t AttentionPlan::attend(const void* q, const void* k, const void* v, void* o, cudaStream_t stream, float* lse) const {
   if (!current_) return cudaSuccess;
-  const Plan& plan = *current_;
   std::vector<const void*> values{q, k, v, o};
   if (lse) values.push_back(lse);
   for (const void* operand : values) {
     if (reinterpret_cast<uintptr_t>(operand) % kAlignment) return cudaErrorMisalignedAddress;
   }
-  for (const auto& [name, number] : plan.numbers) {
-    values.push_back(std::visit([](const auto& value) { return static_cast<const void*>(&value); }, number));
-  }
-  Descriptor pack(CUDNN_BACKEND_VARIANT_PACK_DESCRIPTOR);
-  const auto count = static_cast<int64_t>(values.size());
-  pack.set(CUDNN_ATTR_VARIANT_PACK_UNIQUE_IDS, CUDNN_TYPE_INT64, plan.names.data(), count);
-  pack.set(CUDNN_ATTR_VARIANT_PACK_DATA_POINTERS, CUDNN_TYPE_VOID_PTR, values.data(), count);
-  pack.set(CUDNN_ATTR_VARIANT_PACK_WORKSPACE, CUDNN_TYPE_VOID_PTR, &plan.workspace).finish("the arguments of attention");
-  expect(cudnnSetStream(plan.handle, stream), "cudnnSetStream");
-  expect(cudnnBackendExecute(plan.handle, plan.plan, pack), "attention");
+  current_->run(std::move(values), stream);
   return cudaSuccess;
 }
 
