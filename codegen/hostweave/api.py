@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from numbers import Integral
 from pathlib import Path
 from types import ModuleType
@@ -127,8 +127,9 @@ class Program:
         """The folder with the sources, the compiler's log and the built module, which is built first if needed."""
         from hostweave.build.program import build
 
-        toolchain = self.target.toolchain()
-        return build(self.name, self.host_ir, repr(self._options), toolchain, self.target.runtime_library, lambda: self.sources)
+        toolchain, wanted = self.target.toolchain(), self._host.libraries
+        libraries = partial(self.target.runtime_libraries, wanted=wanted)
+        return build(self.name, self.host_ir, repr(self._options), toolchain, libraries, lambda: self.sources)
 
     @cached_property
     def module(self) -> ModuleType:
