@@ -23,6 +23,8 @@ cudaError_t cudaGetLastError(void);
 
 cudaError_t cudaMalloc(void** pointer, size_t size);
 cudaError_t cudaFree(void* pointer);
+cudaError_t cudaMallocHost(void** pointer, size_t size);
+cudaError_t cudaFreeHost(void* pointer);
 
 cudaError_t cudaMemcpy(void* dst, const void* src, size_t count, enum cudaMemcpyKind kind);
 cudaError_t cudaMemcpyAsync(void* dst, const void* src, size_t count, enum cudaMemcpyKind kind, cudaStream_t stream = 0);
