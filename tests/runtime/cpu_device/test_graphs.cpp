@@ -95,14 +95,14 @@ TEST(communications_are_matched_when_they_are_launched) {
           const Stream s;
           const Buffer x(1);
           OK(cudaStreamBeginCapture(s, cudaStreamCaptureModeThreadLocal));
-          OK(ncclAllReduce(x, x, 1, ncclFloat, ncclSum, comm, s));
+          OK(ncclAllReduce(x, x, 1, ncclFloat32, ncclSum, comm, s));
           const Graph graph(end(s));
           OK(set(x, static_cast<float>(1 + rank), 1, s));
           if (rank == 0) {  // a launch on one rank meets a call on the other
             OK(cudaGraphLaunch(graph.exec, s));
             OK(cudaGraphLaunch(graph.exec, s));
           } else {
-            OK(ncclAllReduce(x, x, 1, ncclFloat, ncclSum, comm, s));
+            OK(ncclAllReduce(x, x, 1, ncclFloat32, ncclSum, comm, s));
             OK(cudaGraphLaunch(graph.exec, s));
           }
           EXPECT(fetch<float>(x, 1, s)[0] == 6);
