@@ -13,9 +13,8 @@ from hostweave.build.cuda import gpus
 
 # No worker is left with one of these when the others are done.
 LONGEST = (
-    "test_cli.py::test_export",
-    "test_cli.py::test_inspect_shows",
     "test_export.py",
+    "test_cli.py::test_inspect_shows",
     "test_cpu_device.py",
     "test_faults.py",
     "test_build.py",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
 import subprocess
 import sys
@@ -257,17 +256,6 @@ def test_compile_and_cache(capsys: Captured, tmp_path: Path, monkeypatch: pytest
     assert output_of(capsys, "cache", "size") == f"{total}\n"
     assert output_of(capsys, "cache", "clear") == f"removed {len(lines)} entries from {tmp_path}\n"
     assert not cache.entries()
-
-
-def test_export(capsys: Captured, tmp_path: Path) -> None:
-    """The command that it prints builds and runs the project as it is printed; from the environment CMake takes that sources are merged."""
-    command = output_of(capsys, "export", P2P, *AT_FOUR, str(tmp_path / "a project"))
-    tools = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # cmake may come from pip
-    merged = tmp_path / "merged.cmake"
-    merged.write_text('set(CMAKE_UNITY_BUILD ON)\nset(CMAKE_CXX_FLAGS_INIT "-Wno-subobject-linkage")\n')
-    environment = {**os.environ, "PATH": tools, "CMAKE_BUILD_PARALLEL_LEVEL": "2", "CMAKE_TOOLCHAIN_FILE": str(merged)}
-    result = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert result.stdout.endswith("every rank has what it should\n"), result.stdout + result.stderr
 
 
 def test_doctor(capsys: Captured) -> None:

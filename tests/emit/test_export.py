@@ -10,61 +10,75 @@ import sys
 from pathlib import Path
 
 import pytest
-import scipy_openblas32
 from cuda_here import needs_cuda
 from example_programs import all_fusions, more_fusions, pipelines
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError
+from hostweave.base.paths import EXAMPLES
 from hostweave.build.cuda import find_cuda, gpus
+from hostweave.build.toolchain import openblas_root
+from hostweave.cli.main import main
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir.ir import HostProgram
 
 FUSIONS = {**all_fusions(ranks=4, chunks=3), **more_fusions(ranks=4), **pipelines(ranks=4)}
 TOOLS = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"], "/usr/local/cuda/bin"])  # cmake and ninja may come from pip
-# Without -Wsubobject-linkage: in a unity build g++ takes the unnamed namespaces of included .cpp files for those of headers.
-QUICK = ("-DCMAKE_BUILD_TYPE=Debug", "-DCMAKE_CXX_FLAGS_DEBUG=-O0 -Wno-subobject-linkage", "-DCMAKE_UNITY_BUILD=ON")
+OPENBLAS = f"-DHOSTWEAVE_OPENBLAS_ROOT={openblas_root()}"
+# cmake, ninja and settings that no command has to name
+QUICK = {
+    **os.environ,
+    "PATH": TOOLS,
+    "CMAKE_GENERATOR": "Ninja",
+    "CMAKE_BUILD_TYPE": "Debug",
+    "CMAKE_TOOLCHAIN_FILE": str(Path(__file__).with_name("quick.cmake")),
+}
 
 
 def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=folder, env={**os.environ, "PATH": TOOLS}, capture_output=True, text=True)
+    return subprocess.run(command, cwd=folder, env=QUICK, capture_output=True, text=True)
 
 
 def build(fusion: Fusion, folder: Path, *settings: str) -> None:
     hw.compile(fusion).export(folder)
-    for command in (("cmake", "-G", "Ninja", "-B", "build", *QUICK, *settings), ("cmake", "--build", "build")):
+    for command in (("cmake", "-B", "build", *settings), ("cmake", "--build", "build")):
         result = run(folder, *command)
         assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_a_project_runs_on_the_cpu(tmp_path: Path) -> None:
-    openblas = Path(scipy_openblas32.__file__).parent
-    build(FUSIONS["matmul_rs_flat"], tmp_path, f"-DHOSTWEAVE_OPENBLAS_ROOT={openblas}")  # send and recv, matmuls and a kernel
+def test_projects_run_on_the_cpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """In one folder, so that the runtime is built once, and by what `hostweave export` prints, as it is printed."""
+    folder = tmp_path / "a project"
+    assert main(["export", f"{EXAMPLES / 'seeds.py'}:ag_matmul_p2p", "--set", "D=4", "--set", "S=3", str(folder)]) == 0
+    result = run(tmp_path, "bash", "-c", capsys.readouterr().out)
+    assert result.stdout.endswith("every rank has what it should\n"), result.stdout + result.stderr
+
+    build(FUSIONS["matmul_rs_flat"], folder)  # send and recv, matmuls and a kernel
     for sizes in ("M=64", "K=32", "N=16"), ("K=30",), ("K=3", "N=5"):  # even, uneven, and a rank that has nothing
-        result = run(tmp_path, "build/matmul_rs_flat", *sizes, "repetitions=2")
+        result = run(folder, "build/matmul_rs_flat", *sizes, "repetitions=2")
         assert (result.returncode, result.stderr) == (0, "")
         assert len(result.stdout.splitlines()) == 5
         assert result.stdout.endswith("every rank has what it should\n")
-    assert run(tmp_path, "build/matmul_rs_flat", "Q=1").stderr == "Q=1: there is no such setting; --help says those that are\n"
+    assert run(folder, "build/matmul_rs_flat", "Q=1").stderr == "Q=1: there is no such setting; --help says those that are\n"
     for wrong in ("M=64x", "M=", "M", "M=-4", "M=99999999999999999999"):
-        assert run(tmp_path, "build/matmul_rs_flat", wrong).stderr == f"{wrong}: write NAME=NUMBER, of at least 1; --help says the names\n"
-    usage = run(tmp_path, "build/matmul_rs_flat", "--help")
+        assert run(folder, "build/matmul_rs_flat", wrong).stderr == f"{wrong}: write NAME=NUMBER, of at least 1; --help says the names\n"
+    usage = run(folder, "build/matmul_rs_flat", "--help")
     assert usage.stdout == "usage: build/matmul_rs_flat [NAME=NUMBER]...\n  M=64\n  K=64\n  N=64\n  repetitions=20\n  roundoffs=16\n"
     assert usage.returncode == 0
-    indivisible = run(tmp_path, "build/matmul_rs_flat", "M=66")  # the chunks of its loop are equal
+    indivisible = run(folder, "build/matmul_rs_flat", "M=66")  # the chunks of its loop are equal
     assert indivisible.returncode == 1
     assert "M = 66: must be a multiple of 4" in indivisible.stderr
 
-    kernels = tmp_path / "kernels.cu"
+    kernels = folder / "kernels.cu"
     kernels.write_text(kernels.read_text().replace("hw::bf16(sum[e])", "hw::bf16(sum[e] + 1)"))
-    assert run(tmp_path, "cmake", "--build", "build").returncode == 0
-    result = run(tmp_path, "build/matmul_rs_flat", "M=8", "repetitions=1")
+    assert run(folder, "cmake", "--build", "build").returncode == 0
+    result = run(folder, "build/matmul_rs_flat", "M=8", "repetitions=1")
     assert result.returncode == 1
     assert re.search(r"rank \d: y: element 0 of this rank's block is \S+, and \S+ in the reference: they differ by", result.stderr)
     kernels.unlink()
 
-    build(FUSIONS["three_layers"], tmp_path, f"-DHOSTWEAVE_OPENBLAS_ROOT={openblas}")  # calls; the runtime is built already
-    result = run(tmp_path, "build/three_layers", "M=16", "E=8", "F=13", "repetitions=1")
+    build(FUSIONS["three_layers"], folder)  # calls
+    result = run(folder, "build/three_layers", "M=16", "E=8", "F=13", "repetitions=1")
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.endswith("every rank has what it should\n")
 
@@ -96,8 +110,7 @@ def test_a_project_without_a_reference_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_project_with_stages_runs_on_the_cpu(tmp_path: Path) -> None:
-    openblas = Path(scipy_openblas32.__file__).parent
-    build(FUSIONS["two_stages_streamed"], tmp_path, f"-DHOSTWEAVE_OPENBLAS_ROOT={openblas}")
+    build(FUSIONS["two_stages_streamed"], tmp_path, OPENBLAS)
     result = run(tmp_path, "build/two_stages_streamed", "M=64", "K=32", "N=16", "repetitions=2")
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.endswith("every rank has what it should\n")
@@ -170,7 +183,12 @@ def for_cuda() -> tuple[str, ...]:
     return "-DHOSTWEAVE_TARGET=cuda", f"-DCMAKE_PREFIX_PATH={';'.join(prefixes)}"
 
 
-def test_another_target_is_refused(tmp_path: Path) -> None:
-    hw.compile(FUSIONS["ag_matmul_p2p"]).export(tmp_path)
-    result = run(tmp_path, "cmake", "-G", "Ninja", "-B", "build", "-DHOSTWEAVE_TARGET=rocm")
+def test_what_is_configured_without_settings(tmp_path: Path) -> None:
+    """A target must be known, and what nobody asked to be debugged is optimised."""
+    hw.compile(FUSIONS["matmul_rs_flat"]).export(tmp_path)
+    result = run(tmp_path, "cmake", "-B", "build", "-DHOSTWEAVE_TARGET=rocm")
     assert "HOSTWEAVE_TARGET is rocm: write cpu or cuda" in result.stderr
+    result = run(tmp_path, "env", "-u", "CMAKE_BUILD_TYPE", "cmake", "-B", "own", "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON", OPENBLAS)
+    assert result.returncode == 0, result.stderr
+    commands = (tmp_path / "own" / "compile_commands.json").read_text()
+    assert commands.count(" -O3 -DNDEBUG ") == commands.count('"command"')

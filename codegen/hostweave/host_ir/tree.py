@@ -202,8 +202,8 @@ def walk(body: Body) -> Iterator[Instruction]:
     """Every instruction, outer before inner, in program order."""
     for instruction in body:
         yield instruction
-        for inner in bodies(instruction):
-            yield from walk(inner)
+        for name in _body_fields(type(instruction)):
+            yield from walk(getattr(instruction, name))
 
 
 def of_kind(table: Mapping[type[Instruction], T], kind: type[Instruction]) -> T:

@@ -27,6 +27,8 @@ class Size:
     divisor: int = 1
 
     def __post_init__(self) -> None:
+        if self.divisor == 1 and len(self.factors) <= (self.coefficient != 0):  # most are a number or a symbol
+            return
         common = gcd(self.coefficient, self.divisor) or 1
         object.__setattr__(self, "coefficient", self.coefficient // common)
         object.__setattr__(self, "divisor", self.divisor // common if self.coefficient else 1)
@@ -91,7 +93,7 @@ class Size:
 
     def __floordiv__(self, other: int) -> Size:
         """The exact quotient: that `other` divides the size is checked when the size is known."""
-        return Size(self.coefficient, self.factors, self.divisor * other)
+        return self if other == 1 else Size(self.coefficient, self.factors, self.divisor * other)
 
     def divided_by(self, other: Size) -> Size | None:
         """The quotient by another size, or None where it has no such form."""

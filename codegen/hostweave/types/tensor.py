@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from hostweave.base.errors import Location, ProgramError
-from hostweave.types.size import LocalSize, Size, product
+from hostweave.types.size import LocalSize, Size
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -160,6 +160,8 @@ class TensorType:
         """
 
         def local(dim: Dim) -> Size:
+            if not dim.axes:
+                return dim.size
             ranks = self.mesh_in(mesh).size_of(dim.axes)
             return Size(1, (LocalSize(dim.size, dim.axes, self.mesh),)) if dim.size.is_uneven(ranks, uneven) else dim.size // ranks
 
@@ -189,11 +191,11 @@ class TensorType:
         """Raises ProgramError where a mesh axis splits two dims or is not in the mesh, and for more than MAX_DIMS dims."""
         if len(self.dims) > MAX_DIMS:
             raise ProgramError(f"{self}: has {len(self.dims)} dims, and an array has at most {MAX_DIMS}; reshape it", location)
-        if product(tuple(Size(dim.size.coefficient) for dim in self.dims)).coefficient > MAX_SIZE:
+        if prod([dim.size.coefficient for dim in self.dims]) > MAX_SIZE:
             raise ProgramError(f"{self}: has more elements than 64 bits can count; its sizes are too large", location)
-        twice = [axis for axis, count in Counter(self.axes).items() if count > 1]
-        if twice:
-            raise ProgramError(f"{self}: mesh axis {twice[0]} is used twice; it can split one dim once", location)
+        twice = next((axis for axis in self.axes if self.axes.count(axis) > 1), None)
+        if twice is not None:
+            raise ProgramError(f"{self}: mesh axis {twice} is used twice; it can split one dim once", location)
         if mesh is None:
             return
         if self.mesh is not None and self.mesh is not mesh:
