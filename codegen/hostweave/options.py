@@ -9,6 +9,8 @@ from hostweave.base.errors import ProgramError
 from hostweave.base.signatures import checked_arguments
 from hostweave.types.tensor import DType, f32
 
+TRANSPORTS = ("auto", "two_sided", "one_sided")
+
 
 @checked_arguments
 @dataclass(frozen=True)
@@ -23,10 +25,14 @@ class Options:
       its partial sum to the dtype of the result.
     - `tf32`: matmuls of f32 round their operands to TF32, with 10 bits of mantissa, and add in f32: several times faster on tensor cores.
       The CPU target computes in f32.
+    - `transport`: how bytes travel between ranks. "two_sided": NCCL's collectives, sends and recvs. "one_sided": ranks write and read
+      each other's memory, which leaves all multiprocessors to the matmuls; it is for chunk loops by shard, of gathers beside and of
+      reduce-scatters behind matmuls, inside one host, and on CUDA needs NCCL 2.29. A program that has other communication is an
+      error. "auto": two-sided but for the loops that say `.stream(..., algorithm="put")`.
     - `verify_calls`: ranks that are processes compare programs and shapes before every call, which takes a round trip through the
       store; ranks that are threads always do.
 
-    Raises ProgramError for another `partial_dtype`, and for `streams` below 1.
+    Raises ProgramError for another `partial_dtype` or `transport`, and for `streams` below 1.
 
     Example: `hw.compile(f, target="cuda", options=hw.Options(tf32=True, sizes={"M": 8192}))`.
     """
@@ -36,11 +42,14 @@ class Options:
     sizes: Mapping[str, int] = field(default_factory=dict, hash=False)
     partial_dtype: DType | None = None
     tf32: bool = False
+    transport: str = "auto"
     verify_calls: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.streams, int) or self.streams < 1:
             raise ProgramError(f"Options: streams={self.streams!r} must be an int of at least 1")
+        if self.transport not in TRANSPORTS:
+            raise ProgramError(f"Options: transport={self.transport!r} is none of {', '.join(TRANSPORTS)}")
         if self.partial_dtype not in (None, f32):
             raise ProgramError(
                 f"Options: partial_dtype={self.partial_dtype} is neither f32 nor None, and no other dtype is wider; use hw.f32"

@@ -79,6 +79,7 @@ class Access(NamedTuple):
     region: Region
     reads: bool
     writes: bool
+    at: int | None = None  # the rank whose memory it is; None: that of the operation
 
 
 # --- operations -------------------------------------------------------------------------------------------------------

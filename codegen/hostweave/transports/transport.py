@@ -22,6 +22,7 @@ class Transport:
     reduced_as: Mapping[str, str] = field(compare=False)  # the dtype that carries another one, which it cannot reduce
     posts_in_group: int  # the most calls that can be posted together
     holds_multiprocessors: bool  # its kernels occupy the device until others arrive: those of one channel at a time, in the order of issue
+    has_windows: bool  # ranks touch the memory of others, which the arena of a program registers with its channels
     is_rendezvous: bool  # a communication ends only after all others that take part in it have started
 
 

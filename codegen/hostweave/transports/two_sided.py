@@ -11,5 +11,6 @@ TRANSPORT = Transport(
     reduced_as={"bool": "u8", "f8e4m3": "f32", "f8e5m2": "f32"},
     posts_in_group=2048,
     holds_multiprocessors=True,
+    has_windows=False,
     is_rendezvous=True,
 )

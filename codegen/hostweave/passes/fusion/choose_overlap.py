@@ -27,8 +27,8 @@ AlgorithmsOf = dict[str, str]  # by what a reshard can communicate -> the step t
 
 # The first one that fits is the default.
 ALGORITHMS: dict[str, AlgorithmsOf] = {
-    "all_gather": {"p2p": "by_shard", "broadcast": "by_shard", "ring": "by_shard", "all_gather": "across_shards"},
-    "reduce_scatter": {"p2p": "by_shard", "ring": "by_shard", "reduce": "by_shard", "reduce_scatter": "across_shards"},
+    "all_gather": {"p2p": "by_shard", "broadcast": "by_shard", "ring": "by_shard", "put": "by_shard", "all_gather": "across_shards"},
+    "reduce_scatter": {"p2p": "by_shard", "ring": "by_shard", "reduce": "by_shard", "put": "by_shard", "reduce_scatter": "across_shards"},
     "all_reduce": {"all_reduce": "across_shards"},
     "all_to_all": {"all_to_all": "across_shards"},
     "permute_shards": {"collective_permute": "across_shards"},
@@ -39,9 +39,12 @@ ALGORITHMS: dict[str, AlgorithmsOf] = {
 ROTATIONS = {
     ("all_gather", "p2p"): "local_first",
     ("all_gather", "ring"): "local_first",
+    ("all_gather", "put"): "local_first",
     ("reduce_scatter", "p2p"): "local_last",
     ("reduce_scatter", "ring"): "local_last",
+    ("reduce_scatter", "put"): "local_last",
 }
+ONE_SIDED = "put"  # the algorithm that has one-sided channels; all others have two-sided ones
 
 
 def choose_overlap(fusion: Fusion, options: Options) -> Fusion:
@@ -49,10 +52,11 @@ def choose_overlap(fusion: Fusion, options: Options) -> Fusion:
 
     Raises ProgramError where a stated step or way of communicating cannot be, with what can.
     """
-    choice = _Choice(fusion)
+    choice = _Choice(fusion, options.transport)
     for op in fusion.ops:
         if op.result.stream:
             choice.choose(op, op.result.stream)
+    choice.check_transport()
     return replace(fusion, ops=tuple(choice.ordered()))
 
 
@@ -80,8 +84,8 @@ class _Member:
 
 
 class _Choice:
-    def __init__(self, fusion: Fusion):
-        self.mesh = fusion.mesh
+    def __init__(self, fusion: Fusion, transport: str):
+        self.mesh, self.transport = fusion.mesh, transport
         self.ops = fusion.ops
         self.types = {name: value.type for name, value in fusion.values().items()}
         self.producer = {op.result.name: op for op in fusion.ops}
@@ -169,8 +173,27 @@ class _Choice:
         whole = member.op.result.type if change.kind == "all_gather" else self.types[member.op.tensors[0]]
         fits = stream.chunks is None or stream.chunks % whole.mesh_in(self.mesh).size_of(change.axes) == 0
         if member.changes_streamed_dim("all_gather", "reduce_scatter") and not whole.dims[member.dim].axes and fits:
-            return ALGORITHMS[change.kind]
+            return {way: step for way, step in ALGORITHMS[change.kind].items() if self.has_transport(way, member, change, stream)}
+        if self.transport == "one_sided":
+            return {}
         return {way: step for way, step in ALGORITHMS[change.kind].items() if step == "across_shards"}
+
+    def has_transport(self, way: str, member: _Member, change: ReshardStep, stream: Stream) -> bool:
+        """Whether the transport may be that of an algorithm, and the communication can be on it."""
+        if way != ONE_SIDED:
+            return self.transport != "one_sided"
+        is_counted = stream.chunks is not None or member.op.result.type.shape[member.dim].is_int
+        is_on_all_ranks = all(type.mesh is None for type in self.types.values())  # whose windows are laid out alike
+        return self.transport != "two_sided" and is_counted and is_on_all_ranks and change.reduction in ("", "sum")
+
+    def check_transport(self) -> None:
+        """Raises ProgramError for what communicates in another way than the options ask for."""
+        for op in self.ops if self.transport == "one_sided" else ():
+            stream = self.streams.get(op.result.name)
+            if op.kind in RESHARD_STEPS and op.kind != "shard" and (stream is None or stream.algorithm != ONE_SIDED):
+                why = f"the {op.kind} of %{op.result.name} is in no chunk loop by shard, the only communication that is one-sided"
+                remedy = 'stream the matmul beside it, or use transport="auto" with .stream(..., algorithm="put") on the loops that can'
+                raise ProgramError(f'transport="one_sided": {why}; {remedy}', op.location)
 
     def moves_streamed_dim(self, member: _Member, change: ReshardStep) -> bool:
         if change.kind in TO_OTHER_MESHES:
@@ -191,6 +214,7 @@ class _Choice:
             f"{', '.join(f'{way} ({step})' for way, step in ways.items()) or 'nothing'} for the {kind} of %{name}"
             for name, (kind, ways) in possible.items()
         ]
+        stated += f"transport={self.transport!r}" if self.transport != "auto" and not stated else ""
         remedy = f"what can: {'; '.join(can)}" if can else "nothing in its loop communicates, leave it out"
         raise ProgramError(f"stream of %{root.result.name}: {stated or 'one loop'} cannot be; {remedy}", root.location)
 

@@ -16,7 +16,8 @@ from hostweave.passes.lower.buffers import Buffers
 from hostweave.passes.lower.communication import Shards
 from hostweave.passes.lower.dataflow import Dataflow
 from hostweave.passes.lower.kernels import Kernels
-from hostweave.passes.lower.loops import Loop
+from hostweave.passes.lower.loops import Loop, algorithm_of
+from hostweave.passes.lower.puts import Gather, Scatter
 from hostweave.passes.lower.steps import Steps, chunk, dim_of_chunk, expr_of, rank_in_group
 from hostweave.passes.lower.transfers import to_other_ranks
 from hostweave.types.size import Size
@@ -58,7 +59,16 @@ class Reshards:
         self.flow, self.buffers, self.kernels, self.b = flow, buffers, kernels, b
         self.events: list[ir.Events] = []
         self.term: ir.Matmul | None = None  # of a ring of sums: adds this rank's term after the sum so far has arrived
+        self.puts: Gather | Scatter | None = None  # of the present loop, where its communication is one-sided
         self.after_loop: list[Callable[[], None]] = []
+
+    def begin_loop(self, loop: Loop, steps: Steps) -> None:
+        """What goes before a loop of puts. Where a process group has one rank nothing is put."""
+        op = loop.communication
+        if op and algorithm_of(loop) == "put" and steps.shards > 1:
+            known = self.b, self.flow, self.buffers, op, steps, self._add_events
+            self.puts = Scatter(*known, self.kernels) if op.kind == "reduce_scatter" else Gather(*known)
+            self.puts.begin()
 
     def reshard(self, op: Op, steps: Steps | None) -> None:
         change = step_of(op)
@@ -77,6 +87,9 @@ class Reshards:
         for action in self.after_loop:
             action()
         self.after_loop.clear()
+        if self.puts:
+            self.puts.after_join()
+            self.puts = None
 
     # --- on one mesh ---
 
@@ -114,10 +127,13 @@ class Reshards:
 
     def _by_block(self, op: Op, change: ReshardStep, steps: Steps) -> None:
         assert op.result.stream is not None
+        if self.puts:
+            self.puts.in_step(steps)
+            return
         match change.kind, op.result.stream.algorithm:
             case "reduce_scatter", "ring":
                 self._scatter_ring(op, change, steps)
-            case "reduce_scatter", "p2p":
+            case "reduce_scatter", "p2p" | "put":
                 self._scatter_p2p(op, change, steps)
             case "reduce_scatter", _:
                 source, target = self.buffers.operand(op, 0, steps), self.buffers.destination(op, steps)
@@ -185,9 +201,12 @@ class Reshards:
     def _new_events(self, wanted: str, steps: Steps, op: Op) -> str:
         if not steps.count.is_int:
             raise ProgramError(f"{op.kind}: a ring needs a number of steps that is known at compile time: give chunks=", op.location)
+        return self._add_events(wanted, int(steps.count))
+
+    def _add_events(self, wanted: str, count: int) -> str:
         taken = {events.name for events in self.events}
         name = wanted if wanted not in taken else f"{wanted}_{len(taken) + 1}"
-        self.events.append(ir.Events(name, int(steps.count)))
+        self.events.append(ir.Events(name, count))
         return name
 
     # --- between meshes ---

@@ -15,7 +15,8 @@ Even = tuple[Dim, Mesh, str]  # a dim that the ranks of a mesh must share evenly
 
 
 def uneven_sizes(fusion: Fusion) -> tuple[str, ...]:
-    """The names of such sizes, in order of appearance. All others must divide, which the program checks when it is called.
+    """The names of such sizes, in order of appearance. All others must divide, which the program checks when it is called. So must
+    all of a program with windows, which have one place in the memory of all ranks.
 
     Raises ProgramError for an int that the ranks cannot share evenly, where they must.
     """
@@ -28,7 +29,8 @@ def uneven_sizes(fusion: Fusion) -> tuple[str, ...]:
         even.update(name for dim in dims if not dim.size.name for name in dim.size.symbols)
         for op in body.ops:
             even.update(_even_names(_even(op, types, body), op.kind, op.location))
-    return tuple(name for name in sharded if name not in even)
+    has_windows = any(op.result.stream and op.result.stream.algorithm == "put" for body in (*fusion.functions, fusion) for op in body.ops)
+    return () if has_windows else tuple(name for name in sharded if name not in even)
 
 
 def _even_names(even: Iterable[Even], what: str, location: Location | None) -> Iterator[str]:
