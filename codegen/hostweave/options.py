@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 from hostweave.base.errors import ProgramError
 from hostweave.base.signatures import checked_arguments
+from hostweave.transports.transport import NAMES
 from hostweave.types.tensor import DType, f32
 
-TRANSPORTS = ("auto", "two_sided", "one_sided")
+TRANSPORTS = ("auto", *NAMES)
 
 
 @checked_arguments
@@ -25,10 +26,10 @@ class Options:
       its partial sum to the dtype of the result.
     - `tf32`: matmuls of f32 round their operands to TF32, with 10 bits of mantissa, and add in f32: several times faster on tensor cores.
       The CPU target computes in f32.
-    - `transport`: how bytes travel between ranks. "two_sided": NCCL's collectives, sends and recvs. "one_sided": ranks write and read
-      each other's memory, which leaves all multiprocessors to the matmuls; it is for chunk loops by shard, of gathers beside and of
-      reduce-scatters behind matmuls, inside one host, and on CUDA needs NCCL 2.29. A program that has other communication is an
-      error. "auto": two-sided but for the loops that say `.stream(..., algorithm="put")`.
+    - `transport`: how bytes travel between ranks. two_sided: by collectives, sends and recvs. one_sided: ranks write and read each
+      other's memory, which leaves all multiprocessors to the matmuls; it is for chunk loops by shard, of gathers beside and of
+      reduce-scatters behind matmuls, inside one host, and on CUDA needs version 2.29 of the library. A program that has other
+      communication is an error. auto: two_sided but for the loops that say `.stream(..., algorithm="put")`.
     - `verify_calls`: ranks that are processes compare programs and shapes before every call, which takes a round trip through the
       store; ranks that are threads always do.
 

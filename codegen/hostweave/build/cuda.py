@@ -141,7 +141,7 @@ def _gpu(driver: ctypes.CDLL, index: int) -> Gpu:
 
 
 def _roots() -> list[Path]:
-    """Folders with an `include` and a library folder: NCCL_HOME, toolkits, then wheels (`nvidia/cu13`, or `nvidia/<component>`), then the system."""
+    """Folders with an `include` and a library folder: NCCL_HOME, toolkits, wheels (`nvidia/cu13`, `nvidia/<component>`), the system."""
     nvcc = shutil.which("nvcc")
     named = [os.environ.get("NCCL_HOME"), os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
     toolkits = [*(Path(name) for name in named if name), _TOOLKIT, *([Path(nvcc).resolve().parents[1]] if nvcc else [])]

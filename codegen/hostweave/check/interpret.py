@@ -156,7 +156,8 @@ class _Rank:
 
     def move(self, operation: Operation) -> None:
         """What it reads goes to where it writes, of whatever rank that is, and its signal is given."""
-        read, written = ([a for a in operation.accesses if does(a)] for does in (lambda a: a.reads, lambda a: a.writes))
+        read = [access for access in operation.accesses if access.reads]
+        written = [access for access in operation.accesses if access.writes]
         for source, target in zip(read, written, strict=True):
             self.array(target)[...] = self.array(source).reshape(self.array(target).shape)
         self.world.posted[operation] = None

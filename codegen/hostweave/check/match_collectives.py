@@ -48,8 +48,8 @@ class Meeting:
 def meetings(instances: Instances) -> list[Meeting]:
     """Every transfer of one call.
 
-    Raises ProgramError for a send without a recv of its count and dtype, a recv without a send, likewise of signals, and for ranks of a process group
-    whose collectives differ in kind, order, count, dtype, reduction or root.
+    Raises ProgramError for a send without a recv of its count and dtype, a recv without a send, likewise for signals and waits for
+    them, and for ranks of a process group whose collectives differ in kind, order, count, dtype, reduction or root.
     """
     program = instances.program
     sends: dict[tuple[Channel, int, int], list[Operation]] = defaultdict(list)
@@ -64,10 +64,12 @@ def meetings(instances: Instances) -> list[Meeting]:
                     sends[channel_of(part), part.rank, _peer(part)].append(part)
                 elif part.instruction.posts == "recv":
                     recvs[channel_of(part), _peer(part), part.rank].append(part)
-                elif isinstance(part.instruction, ir.Put | ir.Signal):
-                    signals[channel_of(part), part.rank, _peer(part), part.instruction.signal].append(part)
-                elif isinstance(part.instruction, ir.WaitSignal):
-                    waits[channel_of(part), _peer(part), part.rank, part.instruction.signal].append(part)
+                elif isinstance(part.instruction, ir.Signalled):
+                    pair, number = (part.rank, _peer(part)), part.instruction.signal
+                    if part.instruction.posts == "signal":
+                        signals[channel_of(part), *pair, number].append(part)
+                    else:
+                        waits[channel_of(part), *pair[::-1], number].append(part)
                 elif part.instruction.posts == "collective":
                     collectives[channel_of(part)][part.rank].append(part)
     met = [_pair(program, send, recv) for key in {**sends, **recvs} for send, recv in zip_longest(sends.get(key, ()), recvs.get(key, ()))]
@@ -105,7 +107,7 @@ def _pair(program: ir.HostProgram, send: Operation | None, recv: Operation | Non
 def _signalled(program: ir.HostProgram, signal: Operation | None, wait: Operation | None) -> Meeting:
     if wait is None:
         assert signal is not None
-        raise _fault(program, signal, f"rank {signal.peer} does not wait for it, and takes it for the next signal", "add the wait, or drop it")
+        raise _fault(program, signal, f"rank {signal.peer} does not wait for it, and would take it for the next one", "add the wait")
     if signal is None:
         raise _fault(program, wait, f"rank {wait.peer} gives no such signal", "add the signal, or drop this wait")
     return Meeting((signal, wait))

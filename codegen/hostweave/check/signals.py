@@ -1,7 +1,7 @@
 """What is done one after the other on a channel with windows: a rank's puts and signals, and its waits for the same signals.
 
-A signal is a count that the sender raises, so that one which overtook another would be taken for it; and NCCL keeps the counts that
-are on their way in memory that all streams of a rank share.
+A signal is a count that the sender raises, so that one which overtook another would be taken for it, and counts that are on their
+way lie in memory that all streams of a rank share.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class InTurn:
     def unordered(self, task: Task, clock: Clock) -> Iterator[tuple[Operation, Operation]]:
         """Notes what a task posts that starts when `clock` is known. Gives what may still run, with the earlier one."""
         for part in task.operation.communications:
-            if not isinstance(part.instruction, ir.Put | ir.Signal | ir.WaitSignal):
+            if not isinstance(part.instruction, ir.Signalled):
                 continue
             key: tuple[object, ...] = (part.rank, channel_of(part))
-            if isinstance(part.instruction, ir.WaitSignal):
+            if part.instruction.posts != "signal":
                 key = (*key, part.peer, part.instruction.signal)
             if key in self._last:
                 last, earlier = self._last[key]

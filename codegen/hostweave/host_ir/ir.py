@@ -641,8 +641,14 @@ class OneSided(Communication):
     peer: Expr
 
 
+class Signalled(OneSided):
+    """Raises a signal, or waits for one."""
+
+    signal: int
+
+
 @dataclass(frozen=True)
-class Put(OneSided):
+class Put(Signalled):
     """Writes src to where dst is on the peer, then signals that. src need not lie in a window."""
 
     src: Read
@@ -667,7 +673,7 @@ class Get(OneSided):
 
 
 @dataclass(frozen=True)
-class Signal(OneSided):
+class Signal(Signalled):
     """Tells the peer that it may read the buffer, or write it: a credit."""
 
     signal: int
@@ -679,7 +685,7 @@ class Signal(OneSided):
 
 
 @dataclass(frozen=True)
-class WaitSignal(OneSided):
+class WaitSignal(Signalled):
     """The current stream waits for the peer's next signal of this number: what it says of the buffer is true then."""
 
     signal: int

@@ -63,7 +63,7 @@ class Instruction:
     work: ClassVar[str] = ""  # of this rank alone, on the stream that it stands on: to "compute", or to "move" what is there
     orders: ClassVar[bool] = False  # streams, one after another: no work is moved past it
     grouped: ClassVar[bool] = False  # it posts sends and recvs in a group
-    posts: ClassVar[str] = ""  # of a communication: send, recv, collective, signal or wait_signal, each of which meets its own in order; or get
+    posts: ClassVar[str] = ""  # of a communication: send, recv, collective, signal, wait_signal, which meet their own in order; or get
     in_window: ClassVar[bool] = False  # what it allocates is memory that peers read and write
     at_root: ClassVar[str] = ""  # the field whose buffer only the root of a collective touches
     not_at_root: ClassVar[str] = ""  # and the one that only the others do

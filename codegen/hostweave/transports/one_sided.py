@@ -8,6 +8,7 @@ TRANSPORT = Transport(
     template="window",
     handle="comm()",
     library="NCCL",
+    algorithms=frozenset({"put"}),
     reduced_as={},
     posts_in_group=1,
     holds_multiprocessors=False,

@@ -19,6 +19,7 @@ class Transport:
     template: str  # the file of templates/instructions that has a macro for each instruction
     handle: str  # what a call takes of the channel, in C++
     library: str  # what makes the calls, for messages
+    algorithms: frozenset[str]  # of chunk loops
     reduced_as: Mapping[str, str] = field(compare=False)  # the dtype that carries another one, which it cannot reduce
     posts_in_group: int  # the most calls that can be posted together
     holds_multiprocessors: bool  # its kernels occupy the device until others arrive: those of one channel at a time, in the order of issue
@@ -31,3 +32,8 @@ def find_transport(name: str) -> Transport:
     """The transport of that name, which is one of NAMES."""
     transport: Transport = import_module(f"hostweave.transports.{name}").TRANSPORT
     return transport
+
+
+def transport_of(algorithm: str) -> str:
+    """The name of the transport on which a chunk loop of this algorithm communicates."""
+    return next(name for name in NAMES if algorithm in find_transport(name).algorithms)

@@ -127,7 +127,7 @@ def _one_sided(c: Checker, i: Any, size: int) -> None:
     moved = tree.names(i, "read", "write") if i.posts != "wait_signal" else ()
     if len(moved) == 2:
         c.counts(*moved, 1)
-    if getattr(i, "signal", 0) > MAX_SIGNAL:
+    if isinstance(i, ir.Signalled) and i.signal > MAX_SIGNAL:
         c.fail(f"signal {i.signal}: the greatest number of a signal is {MAX_SIGNAL}")
 
 

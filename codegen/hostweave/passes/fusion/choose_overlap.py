@@ -22,6 +22,7 @@ from hostweave.fusion_ir.ops.attributes import BLOCKS
 from hostweave.fusion_ir.resharding import ReshardStep, step_of
 from hostweave.fusion_ir.rewriting import consumers
 from hostweave.options import Options
+from hostweave.transports.transport import find_transport, transport_of
 
 AlgorithmsOf = dict[str, str]  # by what a reshard can communicate -> the step that this is
 
@@ -44,7 +45,6 @@ ROTATIONS = {
     ("reduce_scatter", "ring"): "local_last",
     ("reduce_scatter", "put"): "local_last",
 }
-ONE_SIDED = "put"  # the algorithm that has one-sided channels; all others have two-sided ones
 
 
 def choose_overlap(fusion: Fusion, options: Options) -> Fusion:
@@ -173,27 +173,31 @@ class _Choice:
         whole = member.op.result.type if change.kind == "all_gather" else self.types[member.op.tensors[0]]
         fits = stream.chunks is None or stream.chunks % whole.mesh_in(self.mesh).size_of(change.axes) == 0
         if member.changes_streamed_dim("all_gather", "reduce_scatter") and not whole.dims[member.dim].axes and fits:
-            return {way: step for way, step in ALGORITHMS[change.kind].items() if self.has_transport(way, member, change, stream)}
-        if self.transport == "one_sided":
-            return {}
-        return {way: step for way, step in ALGORITHMS[change.kind].items() if step == "across_shards"}
+            return {way: step for way, step in ALGORITHMS[change.kind].items() if self.can_be(way, member, change, stream)}
+        across = {way: step for way, step in ALGORITHMS[change.kind].items() if step == "across_shards"}
+        return {way: step for way, step in across.items() if self.can_be(way, member, change, stream)}
 
-    def has_transport(self, way: str, member: _Member, change: ReshardStep, stream: Stream) -> bool:
-        """Whether the transport may be that of an algorithm, and the communication can be on it."""
-        if way != ONE_SIDED:
-            return self.transport != "one_sided"
+    def can_be(self, way: str, member: _Member, change: ReshardStep, stream: Stream) -> bool:
+        """Whether the transport of an algorithm is one that may be, and can do this communication."""
+        transport = transport_of(way)
+        if self.transport not in ("auto", transport):
+            return False
+        if not find_transport(transport).has_windows:
+            return True
         is_counted = stream.chunks is not None or member.op.result.type.shape[member.dim].is_int
         is_on_all_ranks = all(type.mesh is None for type in self.types.values())  # whose windows are laid out alike
-        return self.transport != "two_sided" and is_counted and is_on_all_ranks and change.reduction in ("", "sum")
+        return is_counted and is_on_all_ranks and change.reduction in ("", "sum")
 
     def check_transport(self) -> None:
-        """Raises ProgramError for what communicates in another way than the options ask for."""
-        for op in self.ops if self.transport == "one_sided" else ():
+        """Raises ProgramError for communication outside of loops that is not on the transport that the options ask for."""
+        if self.transport == "auto" or not find_transport(self.transport).has_windows:
+            return
+        for op in self.ops:
             stream = self.streams.get(op.result.name)
-            if op.kind in RESHARD_STEPS and op.kind != "shard" and (stream is None or stream.algorithm != ONE_SIDED):
-                why = f"the {op.kind} of %{op.result.name} is in no chunk loop by shard, the only communication that is one-sided"
-                remedy = 'stream the matmul beside it, or use transport="auto" with .stream(..., algorithm="put") on the loops that can'
-                raise ProgramError(f'transport="one_sided": {why}; {remedy}', op.location)
+            if op.kind in RESHARD_STEPS and op.kind != "shard" and not (stream and stream.algorithm):
+                why = f"the {op.kind} of %{op.result.name} is in no chunk loop by shard, where alone that can be"
+                remedy = 'stream the matmul beside it, or use transport="auto", and .stream(..., algorithm="put") on the loops that can'
+                raise ProgramError(f'transport="{self.transport}": {why}; {remedy}', op.location)
 
     def moves_streamed_dim(self, member: _Member, change: ReshardStep) -> bool:
         if change.kind in TO_OTHER_MESHES:

@@ -35,9 +35,9 @@ from hostweave.passes.lower.buffers import Buffers
 from hostweave.passes.lower.dataflow import Dataflow
 from hostweave.passes.lower.kernels import Kernels
 from hostweave.passes.lower.loops import Loop, algorithm_of, iterations, loops_of, shards
-from hostweave.passes.lower.puts import ARRIVALS, PUTS, with_windows
 from hostweave.passes.lower.parts import borders, part
 from hostweave.passes.lower.placement import placement_of
+from hostweave.passes.lower.puts import ARRIVALS, PUTS, with_windows
 from hostweave.passes.lower.reshards import Reshards, owner, ring_term
 from hostweave.passes.lower.steps import Steps, dim_of_chunk
 from hostweave.passes.lower.uneven_sizes import uneven_sizes

@@ -21,12 +21,13 @@ from hostweave.passes.lower.communication import branch, contiguous_source
 from hostweave.passes.lower.dataflow import Dataflow
 from hostweave.passes.lower.kernels import Kernels
 from hostweave.passes.lower.steps import Steps, chunk_shape, rank_in_group
+from hostweave.transports.transport import transport_of
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 
 PUTS = "puts"  # the stream of what a rank puts and signals
 ARRIVALS = "arrivals"  # and the one on which a gather waits for others, or reads from them
-SIGNAL = 0  # the only number that all versions of NCCL with signals have
+SIGNAL = 0  # the only number that all libraries with signals have
 
 
 @dataclass(eq=False)
@@ -42,7 +43,7 @@ class PutLoop:
 
     def __post_init__(self) -> None:
         mesh, axes = self.flow.mesh_of(self.op), step_of(self.op).axes
-        self.rank, self.size, self.channel = rank_in_group(mesh, axes), mesh.size_of(axes), self.b.channel(axes, "one_sided")
+        self.rank, self.size, self.channel = rank_in_group(mesh, axes), mesh.size_of(axes), self.b.channel(axes, transport_of("put"))
         self.pieces = int(self.steps.pieces)
         self.own = replace(self.steps, owner=self.rank)
 
@@ -153,12 +154,13 @@ class Gather(PutLoop):
 
     def read(self, steps: Steps) -> None:
         assert self.shard
-        wait = ir.WaitSignal(SIGNAL, steps.owned_by, self.shard, self.channel)
+        landed = self.landed(steps)
+        wait = ir.WaitSignal(SIGNAL, steps.owned_by, landed, self.channel)
         if self.pieces == 1:
             self.b.emit(wait)
         else:
             branch(self.b, steps.piece.equals(0), lambda: self.b.emit(wait))
-        self.b.emit(ir.Get(self.buffers.operand(self.op, 0, steps), steps.owned_by, self.landed(steps), self.channel))
+        self.b.emit(ir.Get(self.buffers.operand(self.op, 0, steps), steps.owned_by, landed, self.channel))
 
     def in_step(self, steps: Steps) -> None:
         b, source, target = self.b, self.buffers.operand(self.op, 0, steps), self.buffers.destination(self.op, steps)
@@ -260,16 +262,16 @@ class Scatter(PutLoop):
 
 def with_windows(body: tree.Body) -> tree.Body:
     """A body in which what peers read or write, and what is put from, lies in windows."""
-    reached = {name for i in tree.walk(body) if isinstance(i, ir.OneSided) for name in tree.names(i, "remote_read", "remote_write", "guard")}
-    reached |= {i.src for i in tree.walk(body) if isinstance(i, ir.Put)}
+    named = [name for i in tree.walk(body) if isinstance(i, ir.OneSided) for name in tree.names(i, "read", "remote_write")]
     sources = {tree.names(i, "view")[0]: tree.names(i, "alias")[0] for i in tree.walk(body) if tree.names(i, "view")}
     roots = set()
-    for name in reached:
+    for name in named:
         while name in sources:
             name = sources[name]
         roots.add(name)
 
     def moved(i: tree.Instruction) -> tree.Instruction | None:
-        return ir.AllocateWindow(i.out, i.type, location=i.location) if isinstance(i, ir.Allocate) and i.out in roots else None
+        (name,) = tree.names(i, "allocate") or ("",)
+        return ir.AllocateWindow(name, i.defined({})[name], location=i.location) if name in roots else None
 
     return tree.rewrite(body, moved)

@@ -8,6 +8,7 @@ from hostweave.base.errors import Location, ProgramError
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import RESHARD_STEPS, TO_OTHER_MESHES, index_map, operand_types
 from hostweave.fusion_ir.ops.attributes import AXIS
+from hostweave.transports.transport import find_transport, transport_of
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import Dim, TensorType
 
@@ -29,7 +30,9 @@ def uneven_sizes(fusion: Fusion) -> tuple[str, ...]:
         even.update(name for dim in dims if not dim.size.name for name in dim.size.symbols)
         for op in body.ops:
             even.update(_even_names(_even(op, types, body), op.kind, op.location))
-    has_windows = any(op.result.stream and op.result.stream.algorithm == "put" for body in (*fusion.functions, fusion) for op in body.ops)
+    streams = (op.result.stream for body in (*fusion.functions, fusion) for op in body.ops)
+    algorithms = {stream.algorithm for stream in streams if stream and stream.algorithm}
+    has_windows = any(find_transport(transport_of(algorithm)).has_windows for algorithm in algorithms)
     return () if has_windows else tuple(name for name in sharded if name not in even)
 
 
