@@ -22,6 +22,7 @@ from hostweave.host_ir.text import print_instruction
 from hostweave.options import Options
 from hostweave.pipeline import lower
 from hostweave.runtime.cpu import seeded
+from hostweave.types.shards import block_of
 
 RUNS = [("mlp_put", ranks) for ranks in (1, 2, 3, 4, 8)] + [("ag_matmul_pull", 2), ("ag_matmul_pull", 3), ("columns_put", 4)]
 
@@ -162,3 +163,21 @@ def test_reference() -> None:
     one, other = (fusion_of(name, 2, 3, hw.bf16) for name in ("ag_matmul_put", "ag_matmul_flat"))
     arrays = integer_arrays(one, sizes_of(one), 0)
     np.testing.assert_array_equal(run_reference(one, arrays)[0], run_reference(other, arrays)[0])
+
+
+def test_ranks_that_make_calls_of_their_own() -> None:
+    """They register memory together, which grows, and after one that another of them has made fail nobody waits."""
+    fusion = fusion_of("mlp_put", 3, 3, hw.bf16)
+    program, provider = compiled(fusion), hw.Threads(3)
+    calls = [integer_arrays(fusion, sizes_of(fusion, times), seed=times) for times in (1, 4, 2)]
+    want = [run_reference(fusion, arrays)[0] for arrays in calls]
+
+    def call(rank: int) -> None:
+        hw.init(provider)
+        for arrays, whole in zip(calls, want, strict=True):
+            blocks = {v.name: arrays[v.name][block_of(v.type, fusion.mesh, rank, arrays[v.name].shape)] for v in fusion.inputs}
+            got = program(**{name: np.ascontiguousarray(block) for name, block in blocks.items()})
+            rows = len(whole) // 3
+            np.testing.assert_array_equal(np.asarray(got, "f4"), whole[rank * rows : (rank + 1) * rows])
+
+    provider.run(call)
