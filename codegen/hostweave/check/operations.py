@@ -119,7 +119,7 @@ class Operation:
 
 def instruction_text(instruction: tree.Instruction) -> str:
     """An instruction on one line; of one with a body only the head."""
-    return print_instruction(instruction)[0].removesuffix(" {")
+    return print_instruction(instruction)[0].removesuffix(" {") or "the caller before the next call"
 
 
 @dataclass(frozen=True)

@@ -57,18 +57,12 @@ def instantiate(program: ir.HostProgram, sizes: Sizes, calls: int = 1) -> Instan
     return Instances(program, tuple(local_sizes), tuple(roots), tuple(ranks))
 
 
-@dataclass(frozen=True)
-class Caller(tree.Instruction):
-    """What the caller does before the next call: it writes the inputs and reads the outputs."""
-
-    syntax = "the caller before the next call"
-
-
 def _between_calls(binder: _Binder, run: _Run) -> Operation:
+    """What the caller does before the next call: it writes the inputs and reads the outputs."""
     places = ((name, place, binder.roots[name]) for name, place in run.places.items() if name in binder.roots)
     held = [(Region(name, 0, root.layout, 0), root.role) for name, place, root in places if place[0] == name and root.role != "allocation"]
     accesses = tuple([Access(region.root, region, reads=role == "output", writes=role == "input") for region, role in held])
-    return Operation(Caller(), run.rank, None, (), accesses)
+    return Operation(tree.Instruction(), run.rank, None, (), accesses)
 
 
 # --- running the control flow -----------------------------------------------------------------------------------------

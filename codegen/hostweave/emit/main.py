@@ -189,7 +189,9 @@ def _channel(channel: context.Channel, program: Mesh) -> Channel:
     others = tuple(name for name, _ in mesh.axes if name not in axes)
     key = f'"{mesh}", "{channel.along}"' if channel.flag else f'kMesh, "{channel.along}"'
     transport = "hw::Transport::one_sided" if channel.has_windows else ""
-    return Channel(key, transport, rank_in_group(mesh, others, RANK), rank_in_group(mesh, axes, RANK), channel.ir.size, _condition(mesh, program))
+    return Channel(
+        key, transport, rank_in_group(mesh, others, RANK), rank_in_group(mesh, axes, RANK), channel.ir.size, _condition(mesh, program)
+    )
 
 
 def _condition(mesh: Mesh, program: Mesh) -> str:
