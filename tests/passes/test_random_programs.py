@@ -42,7 +42,7 @@ NUMBERS = (0, 1, 2, -1, 0.0, 1.0, 2.0, 0.25)  # exact; also those that number op
 # How the operand of a loop's product arrives, or its terms are added up, where the result is split and where it is whole.
 GATHERING = ("p2p", "ring", "broadcast", "all_gather", "put")
 SCATTERING, SUMMING = ("p2p", "ring", "reduce", "reduce_scatter", "put"), ("all_reduce",)
-BY_BLOCK = ("p2p", "ring", "broadcast", "reduce")
+BY_BLOCK = ("p2p", "ring", "broadcast", "reduce", "put")
 SLICES = (0, -1, slice(0, 1), slice(1, None), slice(None, -1), slice(None, None, 2), slice(1, None, 3))
 
 
