@@ -52,7 +52,7 @@ struct ProgramTable {
   std::span<const char* const>
       channels;  // which channels the program uses, by the axes of their process groups: "tp", or "dp, tp"
   std::span<const SubmeshChannel> submesh_channels;
-  std::span<const char* const> one_sided_channels;  // by the same
+  std::span<const char* const> one_sided_channels{};  // by the same
   std::span<const Argument> inputs;
   std::span<const Argument> outputs;
   Calls calls;
