@@ -1,5 +1,6 @@
 #include "hostweave/window.h"
 
+#include <algorithm>
 #include <map>
 #include <mutex>
 #include <string>
@@ -91,10 +92,12 @@ void WindowArena::add(Registered& one) {
 // What peers do with this memory they have told by signals, which the calls have waited for.
 void WindowArena::release() {
   if (!data_) return;
+  // A stream may wait for ever for a rank that is gone, so that what it uses stays.
+  if (std::ranges::any_of(registered_, [](const Registered& one) { return one.users->aborted; })) return;
   HW_CHECK(cudaDeviceSynchronize());
   for (Registered& one : registered_) {
     const ncclWindow_t window = std::exchange(one.window, nullptr);
-    if (window && !one.users->aborted) HW_CHECK(ncclCommWindowDeregister(one.channel->comm(), window));
+    if (window) HW_CHECK(ncclCommWindowDeregister(one.channel->comm(), window));
   }
   bytes_ = 0;
   HW_CHECK(ncclMemFree(std::exchange(data_, nullptr)));
