@@ -14,14 +14,14 @@ def functions(ops: Mapping[str, OpDef]) -> str:
 
 
 def table(ops: Mapping[str, OpDef]) -> str:
-    rows = ["| op | operands | attributes | Python | ranks' results | C++ | cost |", "|---|---|---|---|---|---|---|"]
+    rows = ["| op | operands | attributes | Python | ranks' results | linear in | C++ | cost |", "|---|---|---|---|---|---|---|---|"]
     for kind, op in ops.items():
-        cpp = op.cpp.format(*"abcdef") or (f"{op.combine.functor}()(total, a)" if op.combine else "")
+        cpp = op.cpp.format(*"abcdef") or op.lane.partition("<")[0] or (f"{op.combine.functor}()(total, a)" if op.combine else "")
         texts = (cpp, op.written, kind)
         cpp, written, name = (f"`{text}`" if text else "" for text in texts)
         attributes = ", ".join(attribute.name for attribute in op.attributes)
         operands, cost = "1 or more" if op.arity is None else op.arity, op.cost if op.cpp else ""
-        rows.append(f"| {name} | {operands} | {attributes} | {written} | {op.partial} | {cpp} | {cost} |")
+        rows.append(f"| {name} | {operands} | {attributes} | {written} | {op.partial} | {op.linear} | {cpp} | {cost} |")
     return "\n".join(rows)
 
 

@@ -157,23 +157,23 @@ def gelu_slope(h):
 
 @hw.fusion(mesh=mesh, x=dtype[T, "K"], w=dtype["K", "N@tp"], dy=dtype[T, "N@tp"])
 def linear_columns_backward(x, w, dy):
-    dw = hw.matmul(x.T, dy).aside()
-    db = hw.sum(dy, axis=0).aside()
+    dw = hw.matmul(x.T, dy)
+    db = hw.sum(dy, axis=0)
     return hw.matmul(dy, w.T), dw, db
 
 
 @hw.fusion(mesh=mesh, x=dtype[T, "K@tp"], w=dtype["K@tp", "N"], dy=dtype[T, "N"])
 def linear_rows_backward(x, w, dy):
-    dw = hw.matmul(x.T, dy).aside()
-    db = hw.sum(dy, axis=0).aside()
+    dw = hw.matmul(x.T, dy)
+    db = hw.sum(dy, axis=0)
     return hw.matmul(dy, w.T), dw, db
 
 
 def mlp_gradients(x, h, w1, w2, dy):
     """`h` is what the first linear layer gave."""
-    dw2 = hw.matmul(hw.gelu(h).T, dy).aside()
+    dw2 = hw.matmul(hw.gelu(h).T, dy)
     dh = hw.matmul(dy, w2.T) * gelu_slope(h)
-    dw1 = hw.matmul(x.T, dh).aside()
+    dw1 = hw.matmul(x.T, dh)
     return hw.matmul(dh, w1.T), dw1, dw2
 
 
@@ -191,10 +191,10 @@ def mlp_backward_sp(x, h, w1, w2, dy):
 @hw.fusion(mesh=mesh, x=dtype[T, "E"], g=dtype[T, "F@tp"], u=dtype[T, "F@tp"], **SWIGLU, dy=dtype[T, "E"])
 def swiglu_backward_tp(x, g, u, wg, wu, wd, dy):
     s = hw.sigmoid(g)
-    dwd = hw.matmul((g * s * u).T, dy).aside()
+    dwd = hw.matmul((g * s * u).T, dy)
     da = hw.matmul(dy, wd.T)
     du = da * (g * s)
-    dwu = hw.matmul(x.T, du).aside()
+    dwu = hw.matmul(x.T, du)
     dg = da * u * (s * (1 + g * (1 - s)))
-    dwg = hw.matmul(x.T, dg).aside()
+    dwg = hw.matmul(x.T, dg)
     return hw.matmul(dg, wg.T) + hw.matmul(du, wu.T), dwg, dwu, dwd

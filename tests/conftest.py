@@ -16,6 +16,7 @@ LONGEST = (
     "test_cli.py::test_export",
     "test_cli.py::test_inspect_shows",
     "test_export.py",
+    "test_cpu_device.py",
     "test_faults.py",
     "test_build.py",
     "test_docs.py",

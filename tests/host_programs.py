@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
 from example_programs import all_fusions, more_fusions
 
 from hostweave.fusion_ir.ir import Fusion
+from hostweave.host_ir.expr import OPERATORS, Binary, Const, Coordinate, Expr, Symbol, Var
 from hostweave.host_ir.ir import HostProgram
 from hostweave.options import Options
 from hostweave.pipeline import PASSES, lower
+from hostweave.types.size import bound
 
 GOLDEN = Path(__file__).parent / "golden"
 STAGES = ("input", *(apply.__name__ for apply in PASSES))
@@ -38,3 +41,20 @@ def text(name: str) -> str:
 @cache
 def program(name: str, ranks: int = 4) -> HostProgram:
     return lower(_fusions(ranks)[name], Options())
+
+
+def evaluate(expr: Expr, variables: Mapping[str, int], coordinates: Mapping[str, int], sizes: Mapping[str, int]) -> int:
+    """The value of an expression, walked; raises KeyError for an unknown name and ZeroDivisionError for a division by zero."""
+    match expr:
+        case Const(value):
+            return value
+        case Var(name):
+            return variables[name]
+        case Coordinate(axis):
+            return coordinates[axis]
+        case Symbol(size):
+            return bound(size, sizes)
+        case Binary(op, left, right):
+            a, b = (evaluate(side, variables, coordinates, sizes) for side in (left, right))
+            return int(OPERATORS[op][1](a, b))
+    raise TypeError(f"not an expression: {expr!r}")

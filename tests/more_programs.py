@@ -62,9 +62,9 @@ def three_layers(x, **weights):
 
 
 @hw.fusion(mesh=mesh, x=dtype["T@x", "K"], dy=dtype["T@x", "N"], w=dtype["K", "N"])
-def gradients_aside(x, dy, w):
-    dw = hw.matmul(x.T, dy).aside().named("dw")
-    db = hw.sum(dy, axis=0).aside().named("db")
+def gradients(x, dy, w):
+    dw = hw.matmul(x.T, dy).named("dw")
+    db = hw.sum(dy, axis=0).named("db")
     return hw.matmul(dy, w.T).named("dx"), dw, db  # dx is computed while dw and db are summed
 
 
@@ -88,3 +88,11 @@ def epilogues(x, w, b, r):
     h = hw.relu(biased).stream("M", chunks=D).named("h")  # no kernel in the loop
     s = (hw.matmul(x, w) * 0.5 + r).named("s")
     return h, s, hw.clip(s, -1, 1).named("c")  # the kernel that is left reads s, which the matmul wrote
+
+
+@hw.fusion(mesh=mesh, x=dtype["M@x", "K"], gate=dtype["K", "F@x"], up=dtype["K", "F@x"], down=dtype["F@x", "K"])
+def gated_in_loops(x, gate, up, down):
+    g = hw.matmul(x, gate).stream("M", chunks=D)
+    u = hw.matmul(x, up).stream("M", chunks=D)  # of the gather of the same loop
+    h = (hw.clip(g, -1, 1) * u).named("h")
+    return hw.reshard(hw.matmul(h, down), "M@x", "K").stream("M", chunks=D)

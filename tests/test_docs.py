@@ -79,13 +79,13 @@ def test_every_page_is_in_the_navigation_and_the_reference_has_every_function() 
 
 
 def test_pages_have_the_op_table_as_it_is() -> None:
-    """With its markers in place, and a row an op: its operands, attributes, operator, C++ and cost."""
+    """With its markers in place, and a row an op: its operands, attributes, operator, what it is linear in, C++ and cost."""
     pages = {path.name: as_built(path) for path in (ROOT / "docs").rglob("*.md")}
     assert not [name for name, text in pages.items() if re.search(r"<!-- [^>]* -->$", text, re.MULTILINE)]
     rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", pages["ir.md"], re.MULTILINE)
     assert [kind for kind, _ in rows] == list(OPS)
-    assert dict(rows)["add"] == "2 |  | `a + b` |  | `a + b` | 1"
-    assert dict(rows)["sum"] == "1 | axis, keepdims |  | sum | `hw::Add()(total, a)` | "
+    assert dict(rows)["add"] == "2 |  | `a + b` |  | terms | `a + b` | 1"
+    assert dict(rows)["sum"] == "1 | axis, keepdims |  | sum | first | `hw::Add()(total, a)` | "
     assert all(f"| {OPS[kind].cost}" in row for kind, row in rows if OPS[kind].cpp)
     assert all(f"::: hostweave.{kind}\n" in pages["functions.md"] for kind, op in OPS.items() if op.is_public)
 

@@ -49,8 +49,6 @@ TRACED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "size - 2": (lambda x: x.shape[0] - 2, {}, "write '(M - 2)'"),
     "size // 2": (lambda x: x.shape[0] // 2, {}, "write 'M/2'"),
     "size * 0.5": (lambda x: x.shape[0] * 0.5, {}, "write sizes as text, such as '2*M' and 'M/2'"),
-    "x // 2": (lambda x: x // 2, {}, "x // y: tensors of a fusion have no //; divide floats by /"),
-    "x % 2": (lambda x: x % 2, {}, "x % y: tensors of a fusion have no %"),
     "float": (lambda x: float(x), {}, "float: the values of f32[M@x, K] are not known while a fusion is traced; compute with the tensor"),
     "int": (lambda x: int(x), {}, "int: the values of f32[M@x, K] are not known"),
     "range": (lambda x: range(x), {}, "the values of f32[M@x, K] are not known"),
@@ -71,7 +69,7 @@ TRACED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "ids": (
         lambda x, ids: x[ids],
         {"ids": hw.i32["L"]},
-        "Tensor(i32[L]) is neither an int, a slice, None nor '...'; for rows of x that a tensor numbers",
+        "Tensor(i32[L]) is neither an int, a slice, None nor '...'; for rows of x that a tensor numbers use hw.take(x, ids, 0)",
     ),
     "mask": (lambda x: x[x > 0], {}, "choose by values with hw.where(condition, x, 0)"),
     "list": (lambda x: x[[0, 1]], {}, "use hw.concat([x[i], ...]) for parts that are known now"),
@@ -135,8 +133,8 @@ def test_a_size_makes_the_text_of_a_spec() -> None:
 
 
 def test_long_names_of_dtypes() -> None:
-    short = (hw.f64, hw.f32, hw.f16, hw.bf16, hw.f8e4m3, hw.f8e5m2, hw.i64, hw.i32, hw.i8, hw.u32, hw.u8, hw.bool_)
-    names = "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 int64 int32 int8 uint32 uint8 bool"
+    short = (hw.f64, hw.f32, hw.f16, hw.bf16, hw.f8e4m3, hw.f8e5m2, hw.i64, hw.i32, hw.i16, hw.i8, hw.u64, hw.u32, hw.u16, hw.u8, hw.bool_)
+    names = "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool"
     assert tuple(getattr(hw, name) for name in names.split()) == short
     assert set(names.split()) <= set(hw.__all__)
 

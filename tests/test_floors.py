@@ -24,6 +24,7 @@ FLOORS = (
     ("build",),
     ("emit",),
     ("passes",),
+    ("tune",),
     ("check",),
     ("analysis",),
     ("host_ir",),

@@ -9,10 +9,14 @@ from hostweave.base import errors as errors
 from hostweave.base.errors import Location, UnknownAttribute
 from hostweave.base.signatures import public_names
 from hostweave.fusion_ir.frontend import composites as _composites
+from hostweave.fusion_ir.frontend import contractions as _contractions
 from hostweave.fusion_ir.frontend import functions as _functions
+from hostweave.fusion_ir.frontend import indices as _indices
 from hostweave.fusion_ir.frontend.composites import *  # noqa: F403
+from hostweave.fusion_ir.frontend.contractions import *  # noqa: F403
 from hostweave.fusion_ir.frontend.function import block as block
 from hostweave.fusion_ir.frontend.functions import *  # noqa: F403
+from hostweave.fusion_ir.frontend.indices import *  # noqa: F403
 from hostweave.fusion_ir.frontend.trace import Tensor as Tensor
 from hostweave.fusion_ir.frontend.trace import fusion as fusion
 from hostweave.fusion_ir.frontend.user_kernels import kernel as kernel
@@ -27,13 +31,16 @@ from hostweave.types.tensor import f16 as f16
 from hostweave.types.tensor import f32 as f32
 from hostweave.types.tensor import f64 as f64
 from hostweave.types.tensor import i8 as i8
+from hostweave.types.tensor import i16 as i16
 from hostweave.types.tensor import i32 as i32
 from hostweave.types.tensor import i64 as i64
 from hostweave.types.tensor import u8 as u8
+from hostweave.types.tensor import u16 as u16
 from hostweave.types.tensor import u32 as u32
+from hostweave.types.tensor import u64 as u64
 
 bfloat16, float16, float32, float64, float8_e4m3fn, float8_e5m2 = bf16, f16, f32, f64, f8e4m3, f8e5m2
-bool, int8, int32, int64, uint8, uint32 = bool_, i8, i32, i64, u8, u32
+bool, int8, int16, int32, int64, uint8, uint16, uint32, uint64 = bool_, i8, i16, i32, i64, u8, u16, u32, u64
 
 __version__ = "0.1.0"
 
@@ -85,10 +92,13 @@ def _unknown(name: str) -> AttributeError:
 _PUBLIC = sorted(
     (
         *("Fusion", "Mesh", "Options", "Tensor", "block", "errors", "fusion", "kernel", *_MODULE_OF),
-        *("bf16", "bool_", "f16", "f32", "f64", "f8e4m3", "f8e5m2", "i32", "i64", "i8", "u32", "u8"),
-        *("bfloat16", "bool", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "int32", "int64", "int8", "uint32", "uint8"),
+        *("bf16", "bool_", "f16", "f32", "f64", "f8e4m3", "f8e5m2", "i16", "i32", "i64", "i8", "u16", "u32", "u64", "u8"),
+        *("bfloat16", "bool", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"),
+        *("int16", "int32", "int64", "int8", "uint16", "uint32", "uint64", "uint8"),
         *public_names(vars(_functions)),
         *public_names(vars(_composites)),
+        *public_names(vars(_contractions)),
+        *public_names(vars(_indices)),
     )
 )
 if not TYPE_CHECKING:  # a type checker goes by the imports

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hostweave.base.errors import ProgramError
+from hostweave.base.errors import ProgramError, did_you_mean
 from hostweave.base.signatures import checked_arguments
 from hostweave.transports.transport import NAMES
 from hostweave.types.tensor import DType, f32
 
 TRANSPORTS = ("auto", *NAMES)
+OVERLAPS = ("auto", "off")
 
 
 @checked_arguments
@@ -22,6 +23,8 @@ class Options:
     - `check`: whether the host program is proven free of races and deadlocks; by default on meshes of up to 16 ranks.
     - `sizes`: typical sizes of dims by name, 4096 for others. Of several ways to reshard a tensor the one that moves the fewest
       bytes at these sizes is taken.
+    - `overlap`: "auto" runs communication that stands in no stream loop beside what does not need it, where that pays at the typical
+      sizes; "off" leaves it where it is needed. A `.stream(...)` that the user states holds either way.
     - `partial_dtype`: `hw.f32` computes and sends partial sums of 16-bit floats in f32, and rounds once; by default each rank rounds
       its partial sum to the dtype of the result.
     - `tf32`: matmuls of f32 round their operands to TF32, with 10 bits of mantissa, and add in f32: several times faster on tensor cores.
@@ -30,10 +33,14 @@ class Options:
       other's memory, which leaves all multiprocessors to the matmuls; it is for chunk loops by shard, of gathers beside and of
       reduce-scatters behind matmuls, inside one host, and on CUDA needs version 2.29 of the library. A program that has other
       communication is an error. auto: two_sided but for the loops that say `.stream(..., algorithm="put")`.
+    - `graph`: "auto" captures a call of `program(...)` as a CUDA graph where its arrays, inputs and outputs, are the same memory as those
+      of a call before, and launches that from then on, for the last 16 such sets of arrays; other calls are made as usual. Outputs
+      are the same where `out=` gives them, or where the library's allocator returns what was freed. It is for programs of many
+      short operations, where the time of the host shows. By default nothing is captured by itself.
     - `verify_calls`: ranks that are processes compare programs and shapes before every call, which takes a round trip through the
       store; ranks that are threads always do.
 
-    Raises ProgramError for another `partial_dtype` or `transport`, and for `streams` below 1.
+    Raises ProgramError for another `overlap`, `partial_dtype`, `transport` or `graph`, and for `streams` below 1.
 
     Example: `hw.compile(f, target="cuda", options=hw.Options(tf32=True, sizes={"M": 8192}))`.
     """
@@ -41,16 +48,22 @@ class Options:
     streams: int = 4
     check: bool | None = None
     sizes: Mapping[str, int] = field(default_factory=dict, hash=False)
+    overlap: str = "auto"
     partial_dtype: DType | None = None
     tf32: bool = False
     transport: str = "auto"
     verify_calls: bool = False
+    graph: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.streams, int) or self.streams < 1:
             raise ProgramError(f"Options: streams={self.streams!r} must be an int of at least 1")
         if self.transport not in TRANSPORTS:
-            raise ProgramError(f"Options: transport={self.transport!r} is none of {', '.join(TRANSPORTS)}")
+            raise ProgramError(f"Options: there is no transport={self.transport!r}; {did_you_mean(str(self.transport), TRANSPORTS)}")
+        if self.overlap not in OVERLAPS:
+            raise ProgramError(f"Options: there is no overlap={self.overlap!r}; {did_you_mean(str(self.overlap), OVERLAPS)}")
+        if self.graph not in (None, "auto"):
+            raise ProgramError(f'Options: graph={self.graph!r} is neither "auto" nor None; program.capture captures one call')
         if self.partial_dtype not in (None, f32):
             raise ProgramError(
                 f"Options: partial_dtype={self.partial_dtype} is neither f32 nor None, and no other dtype is wider; use hw.f32"

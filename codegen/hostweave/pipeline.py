@@ -7,15 +7,21 @@ from typing import Any
 
 from hostweave.fusion_ir.calls import map_functions
 from hostweave.fusion_ir.ir import Fusion
-from hostweave.fusion_ir.verify import verify_fusion
+from hostweave.fusion_ir.verify import ADDS_RULES, verify_fusion
 from hostweave.host_ir.calls import bodies, joined
 from hostweave.host_ir.ir import HostProgram
 from hostweave.host_ir.verify import verify_host
 from hostweave.options import Options
 from hostweave.passes.fusion.choose_overlap import choose_overlap
 from hostweave.passes.fusion.decompose_reshards import decompose_reshards
+from hostweave.passes.fusion.drop_unit_axes import drop_unit_axes
 from hostweave.passes.fusion.insert_reshards import insert_reshards
+from hostweave.passes.fusion.merge_contractions import merge_contractions
+from hostweave.passes.fusion.overlap_communication import overlap_communication
 from hostweave.passes.fusion.propagate_sharding import propagate_sharding
+from hostweave.passes.fusion.share_equal_ops import share_equal_ops
+from hostweave.passes.fusion.sink_reductions import sink_reductions
+from hostweave.passes.fusion.unstack import unstack
 from hostweave.passes.host.fold_conditions import fold_conditions
 from hostweave.passes.host.fold_epilogues import fold_epilogues
 from hostweave.passes.host.fuse_kernels import fuse_kernels
@@ -34,10 +40,16 @@ from hostweave.passes.host.split_reductions import split_reductions
 from hostweave.passes.lower.lower_to_host import lower_to_host
 
 PASSES: tuple[Callable[[Any, Options], Any], ...] = (
+    drop_unit_axes,
+    merge_contractions,
     propagate_sharding,
     insert_reshards,
+    sink_reductions,
+    unstack,
     decompose_reshards,
+    share_equal_ops,
     choose_overlap,
+    overlap_communication,
     lower_to_host,
     split_reductions,
     fuse_kernels,
@@ -85,10 +97,11 @@ def _on_each_body(apply: Callable[[Any, Options], Any], stage: Fusion | HostProg
 
 
 def _verified(name: str, program: Fusion | HostProgram, before: Fusion | HostProgram | None, observe: Observer | None) -> None:
-    """What must hold of a fusion grows from pass to pass; a host program that a pass left as it was has been verified."""
-    if isinstance(program, Fusion):
+    """What a pass left as it was has been verified, where no more must hold of it than before."""
+    if isinstance(program, HostProgram):
+        if program != before:
+            verify_host(program)
+    elif program != before or name in ADDS_RULES:
         verify_fusion(program, after=name)
-    elif program != before:
-        verify_host(program)
     if observe:
         observe(name, program)

@@ -20,15 +20,11 @@ void translate(std::exception_ptr error) {
     if (error) std::rethrow_exception(error);
   } catch (const hw::ArgumentError& e) {
     raise("ArgumentError", e.what());
+  } catch (const hw::CaptureError& e) {
+    raise("CaptureError", e.what());
   } catch (const hw::ExecutionError& e) {
     raise("ExecutionError", e.what());
   }
-}
-
-py::list parameters(std::span<const hw::Argument> arguments) {
-  py::list result;
-  for (const hw::Argument& argument : arguments) result.append(py::make_tuple(argument.name, argument.type));
-  return result;
 }
 
 }  // namespace
@@ -40,8 +36,6 @@ PYBIND11_MODULE(hostweave_program, m) {
   m.attr("__doc__") = std::string("The program ") + table().name + " on " + table().mesh;
   m.attr("name") = table().name;
   m.attr("mesh") = table().mesh;
-  m.attr("inputs") = parameters(table().inputs);
-  m.attr("outputs") = parameters(table().outputs);
 
   glue::bind_world(m);
   glue::bind_member(m);

@@ -2,6 +2,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "capture.h"
 #include "errors.h"
 #include "machine.h"
 
@@ -14,30 +15,33 @@ void forget(const void* pointer, std::size_t bytes) {
   Machine::get().history.forget(begin, begin + bytes);
 }
 
-cudaError_t allocate(void** pointer, std::size_t bytes, cudaMemoryType type, const char* call) {
+const Allocation* around(const void* pointer) { return Machine::get().memory.find(reinterpret_cast<std::uintptr_t>(pointer)); }
+bool is_pageable(const void* pointer) { return !around(pointer); }
+bool is_device(const void* pointer) { return !is_pageable(pointer) && !around(pointer)->pinned; }
+
+cudaError_t allocate(void** pointer, std::size_t bytes, bool pinned, const char* name) {
+  Call call;
   *pointer = nullptr;
   Machine& machine = Machine::get();
   if (machine.failed()) return cuda_stopped();
-  if (machine.fault(call)) return error(cudaErrorMemoryAllocation, std::string(call) + ": made to fail");
+  if (const auto illegal = forbidden_in_capture(name)) return *illegal;
+  if (machine.fault(name)) return error(cudaErrorMemoryAllocation, std::string(name) + ": made to fail");
   if (bytes == 0) return cudaSuccess;
-  *pointer = machine.memory.allocate(bytes, this_thread().device, type, machine.config.fill_fresh_memory != 0);
-  if (!*pointer) return error(cudaErrorMemoryAllocation, std::string(call) + ": no " + std::to_string(bytes) + " bytes left");
+  *pointer = machine.memory.allocate(bytes, this_thread().device, pinned);
+  if (!*pointer) return error(cudaErrorMemoryAllocation, std::string(name) + ": no " + std::to_string(bytes) + " bytes left");
   forget(*pointer, bytes);  // the addresses may have belonged to something that was freed behind the device's back
   return cudaSuccess;
 }
 
-const Allocation* owned(const void* pointer, cudaMemoryType type) {
-  const Allocation* const allocation = Machine::get().memory.at(pointer);
-  return allocation && allocation->type == type ? allocation : nullptr;
-}
-
 // Both free calls wait for the whole device first. What other devices still do with the memory, nothing orders.
-cudaError_t release(void* pointer, cudaMemoryType type, const char* name) {
+cudaError_t release(void* pointer, bool pinned, const char* name) {
   if (!pointer) return cudaSuccess;
   Call call;
   Machine& machine = Machine::get();
-  const Allocation* const allocation = owned(pointer, type);
-  if (!allocation) return error(cudaErrorInvalidValue, std::string(name) + ": not the beginning of an allocation");
+  const Allocation* const allocation = machine.memory.at(pointer);
+  if (!allocation || allocation->pinned != pinned)
+    return error(cudaErrorInvalidValue, std::string(name) + ": not the beginning of an allocation");
+  if (const auto illegal = forbidden_in_capture(name)) return *illegal;
   const Allocation what = *allocation;
   if (!machine.failed()) wait_for_device(call.lock, what.device);
   if (machine.failed()) {
@@ -58,10 +62,6 @@ cudaError_t release(void* pointer, cudaMemoryType type, const char* name) {
   machine.memory.release(pointer);
   return cudaSuccess;
 }
-
-const Allocation* around(const void* pointer) { return Machine::get().memory.find(reinterpret_cast<std::uintptr_t>(pointer)); }
-bool is_pageable(const void* pointer) { return !around(pointer); }
-bool is_device(const void* pointer) { return !is_pageable(pointer) && around(pointer)->type != cudaMemoryTypeHost; }
 
 struct Copy {
   void* dst;
@@ -85,7 +85,6 @@ const char* wrong_direction(const Copy& c) {
   const bool to_host = c.kind == cudaMemcpyDeviceToHost || c.kind == cudaMemcpyHostToHost;
   const bool from_host = c.kind == cudaMemcpyHostToDevice || c.kind == cudaMemcpyHostToHost;
   if (c.kind < cudaMemcpyHostToHost || c.kind > cudaMemcpyDefault) return "an unknown direction";
-  if (c.kind == cudaMemcpyDefault) return nullptr;
   // Memory that the device did not make may stand for a device's, so only the opposite can be told.
   if (to_host && is_device(c.dst)) return "the destination is device memory";
   if (from_host && is_device(c.src)) return "the source is device memory";
@@ -117,78 +116,25 @@ cudaError_t copy(Copy c, cudaStream_t stream, bool blocks) {
     };
   } else {
     // CUDA returns from copies of pageable memory when that memory is the caller's again.
-    if (c.kind == cudaMemcpyHostToDevice && is_pageable(c.src)) blocks = true;
-    if (c.kind == cudaMemcpyDeviceToHost && is_pageable(c.dst)) blocks = true;
+    blocks |= c.kind == cudaMemcpyHostToDevice && is_pageable(c.src);
+    blocks |= c.kind == cudaMemcpyDeviceToHost && is_pageable(c.dst);
     op->work = [c] { move(c); };
   }
+  const Stream* const on = Machine::get().find_stream(stream);
+  const bool pageable = blocks || (c.kind == cudaMemcpyHostToDevice && c.bytes() != 0 && is_pageable(c.src));
+  if (on && on->capture && pageable) return *forbidden_in_capture("cudaMemcpyAsync of pageable memory", *on);
   if (const cudaError_t result = submit(call.lock, op, stream, true)) return result;
   return blocks ? wait_for(call.lock, {op}, "a copy") : cudaSuccess;
-}
-
-cudaError_t fill(void* pointer, std::size_t pitch, int value, std::size_t width, std::size_t height, cudaStream_t stream) {
-  Call call;
-  OpPtr op = new_op("fill", 0);
-  if (width != 0 && height != 0) {
-    if (height > 1 && width > pitch) return error(cudaErrorInvalidPitchValue, "cudaMemset2D: the width is larger than the pitch");
-    op->ranges = {write_of(pointer, width, height, pitch)};
-    op->work = [=] {
-      for (std::size_t row = 0; row < height; ++row) std::memset(static_cast<char*>(pointer) + row * pitch, value, width);
-    };
-  }
-  return submit(call.lock, std::move(op), stream);
 }
 
 }  // namespace
 
 extern "C" {
 
-cudaError_t cudaMalloc(void** pointer, size_t bytes) {
-  Call call;
-  return allocate(pointer, bytes, cudaMemoryTypeDevice, "cudaMalloc");
-}
-cudaError_t cudaFree(void* pointer) { return release(pointer, cudaMemoryTypeDevice, "cudaFree"); }
-
-cudaError_t cudaMallocHost(void** pointer, size_t bytes) {
-  Call call;
-  return allocate(pointer, bytes, cudaMemoryTypeHost, "cudaMallocHost");
-}
-cudaError_t cudaFreeHost(void* pointer) { return release(pointer, cudaMemoryTypeHost, "cudaFreeHost"); }
-
-// The memory is there at once, but belongs to the program from this point of the stream on: whoever uses it elsewhere
-// must be ordered after it.
-cudaError_t cudaMallocAsync(void** pointer, size_t bytes, cudaStream_t stream) {
-  Call call;
-  if (!Machine::get().find_stream(stream)) return no_such_stream(stream, "cudaMallocAsync");
-  const cudaError_t result = allocate(pointer, bytes, cudaMemoryTypeDevice, "cudaMallocAsync");
-  if (result != cudaSuccess || bytes == 0) return result;
-  return submit(call.lock, new_op("allocate", -1, {write_of(*pointer, bytes)}), stream);
-}
-
-cudaError_t cudaFreeAsync(void* pointer, cudaStream_t stream) {
-  if (!pointer) return cudaSuccess;
-  Call call;
-  const Allocation* const allocation = owned(pointer, cudaMemoryTypeDevice);
-  if (!allocation) return error(cudaErrorInvalidValue, "cudaFreeAsync: not the beginning of an allocation");
-  OpPtr op = new_op("free", 0, {write_of(pointer, allocation->bytes)});
-  op->work = [pointer, bytes = allocation->bytes] {
-    const Lock lock(Machine::get().mutex);
-    forget(pointer, bytes);
-    Machine::get().memory.release(pointer);
-  };
-  return submit(call.lock, std::move(op), stream);
-}
-
-cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer) {
-  Call call;
-  *attributes = {};
-  const Allocation* const allocation = around(pointer);
-  attributes->type = allocation ? allocation->type : cudaMemoryTypeUnregistered;
-  attributes->device = allocation ? allocation->device : cudaInvalidDeviceId;
-  attributes->devicePointer = allocation ? const_cast<void*>(pointer) : nullptr;
-  const bool device_only = allocation && allocation->type == cudaMemoryTypeDevice;
-  attributes->hostPointer = device_only ? nullptr : const_cast<void*>(pointer);
-  return cudaSuccess;
-}
+cudaError_t cudaMalloc(void** pointer, size_t bytes) { return allocate(pointer, bytes, false, "cudaMalloc"); }
+cudaError_t cudaFree(void* pointer) { return release(pointer, false, "cudaFree"); }
+cudaError_t cudaMallocHost(void** pointer, size_t bytes) { return allocate(pointer, bytes, true, "cudaMallocHost"); }
+cudaError_t cudaFreeHost(void* pointer) { return release(pointer, true, "cudaFreeHost"); }
 
 cudaError_t cudaMemcpy(void* dst, const void* src, size_t bytes, cudaMemcpyKind kind) {
   // Between device buffers even the plain call only enqueues.
@@ -202,12 +148,12 @@ cudaError_t cudaMemcpy2DAsync(void* dst, size_t dst_pitch, const void* src, size
   return copy({dst, dst_pitch, src, src_pitch, width, height, kind}, stream, false);
 }
 
-cudaError_t cudaMemset(void* pointer, int value, size_t bytes) { return fill(pointer, bytes, value, bytes, 1, nullptr); }
+cudaError_t cudaMemset(void* pointer, int value, size_t bytes) { return cudaMemsetAsync(pointer, value, bytes, nullptr); }
 cudaError_t cudaMemsetAsync(void* pointer, int value, size_t bytes, cudaStream_t stream) {
-  return fill(pointer, bytes, value, bytes, 1, stream);
-}
-cudaError_t cudaMemset2DAsync(void* pointer, size_t pitch, int value, size_t width, size_t height, cudaStream_t stream) {
-  return fill(pointer, pitch, value, width, height, stream);
+  Call call;
+  OpPtr op = new_op("fill", 0, {write_of(pointer, bytes)});
+  if (bytes != 0) op->work = [=] { std::memset(pointer, value, bytes); };
+  return submit(call.lock, std::move(op), stream);
 }
 
 }  // extern "C"

@@ -1,6 +1,7 @@
-// cudaStream* and cudaEvent*.
+// cudaSetDevice and its relatives, cudaStream* and cudaEvent*.
 #include <algorithm>
 
+#include "capture.h"
 #include "errors.h"
 #include "machine.h"
 
@@ -8,10 +9,13 @@ using namespace hostweave::cpu;
 
 namespace hostweave::cpu {
 
-cudaError_t no_such_stream(cudaStream_t stream, const char* call) {
-  if (stream == cudaStreamPerThread) return cuda_not_supported("the per-thread default stream");
+static cudaError_t no_such(const char* what, const char* call) {
   return error(cudaErrorInvalidResourceHandle,
-               std::string(call) + ": a stream that was destroyed, or never made, is " + "not supported by the CPU device");
+               std::string(call) + ": " + what + " that was destroyed, or never made, is not supported by the CPU device");
+}
+
+cudaError_t no_such_stream(cudaStream_t stream, const char* call) {
+  return stream == cudaStreamPerThread ? cuda_not_supported("the per-thread default stream") : no_such("a stream", call);
 }
 
 cudaError_t submit(Lock& lock, OpPtr op, cudaStream_t handle, bool peers_allowed) {
@@ -22,6 +26,11 @@ cudaError_t submit(Lock& lock, OpPtr op, cudaStream_t handle, bool peers_allowed
   if (const auto illegal = machine.illegal_access(op->ranges, stream->device, peers_allowed)) {
     return error(cudaErrorInvalidValue, std::string(op->name.kind) + ": " + *illegal);
   }
+  const auto again = [op](Lock& lock, Stream& on) {
+    Machine::get().enqueue(lock, std::make_shared<Op>(*op), on);
+    return 0;
+  };
+  if (const auto added = stream->capture ? add_node(*stream, again) : std::nullopt) return *added;
   machine.enqueue(lock, std::move(op), *stream);
   return machine.failed() ? cuda_stopped() : cudaSuccess;
 }
@@ -44,14 +53,10 @@ cudaError_t wait_for_device(Lock& lock, int device) {
 
 namespace {
 
-cudaError_t create(cudaStream_t* stream, unsigned flags, int priority) {
-  if (flags & ~static_cast<unsigned>(cudaStreamNonBlocking))
-    return error(cudaErrorInvalidValue, "cudaStreamCreate: unknown flags");
-  Call call;
-  if (Machine::get().failed()) return cuda_stopped();
-  if (Machine::get().fault("cudaStreamCreate")) return error(cudaErrorMemoryAllocation, "cudaStreamCreate: made to fail");
-  *stream = reinterpret_cast<cudaStream_t>(Machine::get().create_stream(flags, std::clamp(priority, -5, 0)));
-  return cudaSuccess;
+bool exists(int device) { return device >= 0 && device < Machine::get().config.devices; }
+cudaError_t no_such_device(const char* call, int device) {
+  return error(cudaErrorInvalidDevice,
+               std::string(call) + ": device " + std::to_string(device) + " of " + std::to_string(Machine::get().config.devices));
 }
 
 Event* known(cudaEvent_t handle) {
@@ -59,9 +64,13 @@ Event* known(cudaEvent_t handle) {
   return Machine::get().events.count(event) != 0 ? event : nullptr;
 }
 
-cudaError_t no_such_event(const char* call) {
-  return error(cudaErrorInvalidResourceHandle,
-               std::string(call) + ": an event that was destroyed, or never made, is " + "not supported by the CPU device");
+// Why the host may not ask for an event now.
+std::optional<cudaError_t> asked_in_capture(const char* call, const Event& event) {
+  if (event.capture) {
+    event.capture->invalid = true;
+    return error(cudaErrorCapturedEvent, std::string(call) + ": the event was last recorded in a capture");
+  }
+  return forbidden_in_capture(call);
 }
 
 // Whether an op is done. Where it is not, others go on before the caller asks again.
@@ -79,10 +88,56 @@ cudaError_t query(Lock& lock, const OpPtr op) {
 
 extern "C" {
 
-cudaError_t cudaStreamCreate(cudaStream_t* stream) { return create(stream, cudaStreamDefault, 0); }
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) { return create(stream, flags, 0); }
-cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int priority) {
-  return create(stream, flags, priority);
+cudaError_t cudaGetDeviceCount(int* count) {
+  Call call;
+  *count = Machine::get().config.devices;
+  return cudaSuccess;
+}
+
+cudaError_t cudaSetDevice(int device) {
+  Call call;
+  if (!exists(device)) return no_such_device("cudaSetDevice", device);
+  this_thread().device = device;
+  return cudaSuccess;
+}
+
+cudaError_t cudaGetDevice(int* device) {
+  *device = this_thread().device;
+  return cudaSuccess;
+}
+
+cudaError_t cudaDeviceSynchronize(void) {
+  Call call;
+  if (Machine::get().failed()) return cuda_stopped();
+  if (const auto illegal = forbidden_in_capture("cudaDeviceSynchronize")) return *illegal;
+  return wait_for_device(call.lock, this_thread().device);
+}
+
+cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int peer) {
+  Call call;
+  if (!exists(device)) return no_such_device("cudaDeviceCanAccessPeer", device);
+  if (!exists(peer)) return no_such_device("cudaDeviceCanAccessPeer", peer);
+  *can = device != peer;
+  return cudaSuccess;
+}
+
+cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned flags) {
+  Call call;
+  const int device = this_thread().device;
+  if (!exists(peer) || peer == device) return no_such_device("cudaDeviceEnablePeerAccess", peer);
+  if (flags != 0) return error(cudaErrorInvalidValue, "cudaDeviceEnablePeerAccess: flags must be 0");
+  const bool fresh = Machine::get().peer_access.emplace(device, peer).second;
+  return fresh ? cudaSuccess : error(cudaErrorPeerAccessAlreadyEnabled, "cudaDeviceEnablePeerAccess: already enabled");
+}
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
+  if (flags & ~static_cast<unsigned>(cudaStreamNonBlocking))
+    return error(cudaErrorInvalidValue, "cudaStreamCreate: unknown flags");
+  Call call;
+  if (Machine::get().failed()) return cuda_stopped();
+  if (Machine::get().fault("cudaStreamCreate")) return error(cudaErrorMemoryAllocation, "cudaStreamCreate: made to fail");
+  *stream = reinterpret_cast<cudaStream_t>(Machine::get().create_stream(flags));
+  return cudaSuccess;
 }
 
 cudaError_t cudaStreamDestroy(cudaStream_t handle) {
@@ -101,6 +156,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
   if (Machine::get().failed()) return cuda_stopped();
   Stream* const stream = Machine::get().find_stream(handle);
   if (!stream) return no_such_stream(handle, "cudaStreamSynchronize");
+  if (const auto illegal = forbidden_in_capture("cudaStreamSynchronize", *stream)) return *illegal;
   return stream->last ? wait_for(call.lock, {stream->last}, "a stream") : cudaSuccess;
 }
 
@@ -108,28 +164,26 @@ cudaError_t cudaStreamQuery(cudaStream_t handle) {
   Call call;
   if (Machine::get().failed()) return cuda_stopped();
   const Stream* const stream = Machine::get().find_stream(handle);
-  return stream ? query(call.lock, stream->last) : no_such_stream(handle, "cudaStreamQuery");
+  if (!stream) return no_such_stream(handle, "cudaStreamQuery");
+  if (const auto illegal = forbidden_in_capture("cudaStreamQuery", *stream)) return *illegal;
+  return query(call.lock, stream->last);
 }
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t handle, unsigned flags) {
-  if (flags != cudaEventWaitDefault) return cuda_not_supported("cudaStreamWaitEvent with flags");
+  if (flags & ~static_cast<unsigned>(cudaEventWaitExternal)) return cuda_not_supported("cudaStreamWaitEvent with these flags");
   Call call;
-  const Event* const event = known(handle);
-  if (!event) return no_such_event("cudaStreamWaitEvent");
+  Event* const event = known(handle);
+  if (!event) return no_such("an event", "cudaStreamWaitEvent");
+  Stream* const on = Machine::get().find_stream(stream);
+  if (!on) return no_such_stream(stream, "cudaStreamWaitEvent");
+  if (const auto captured = capture_wait(*on, *event, flags == cudaEventWaitExternal)) return *captured;
   OpPtr op = new_op("wait", 1);
   // It binds to the record as it is now: a later record of the event does not count, and without one there is no wait.
   if (event->record) op->after.push_back(event->record);
   return submit(call.lock, std::move(op), stream);
 }
 
-cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) { return cuda_not_supported("stream capture"); }
-cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t*) { return cuda_not_supported("stream capture"); }
 cudaError_t cudaLaunchHostFunc(cudaStream_t, cudaHostFn_t, void*) { return cuda_not_supported("cudaLaunchHostFunc"); }
-cudaError_t cudaStreamAddCallback(cudaStream_t, cudaStreamCallback_t, void*, unsigned) {
-  return cuda_not_supported("cudaStreamAddCallback");
-}
-
-cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, cudaEventDefault); }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* handle, unsigned flags) {
   if (flags & ~static_cast<unsigned>(cudaEventBlockingSync | cudaEventDisableTiming)) {
@@ -138,7 +192,7 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* handle, unsigned flags) {
   Call call;
   if (Machine::get().failed()) return cuda_stopped();
   if (Machine::get().fault("cudaEventCreate")) return error(cudaErrorMemoryAllocation, "cudaEventCreate: made to fail");
-  auto* const event = new Event{this_thread().device, !(flags & cudaEventDisableTiming), nullptr};
+  auto* const event = new Event{this_thread().device, !(flags & cudaEventDisableTiming), nullptr, nullptr};
   Machine::get().events.insert(event);
   *handle = reinterpret_cast<cudaEvent_t>(event);
   return cudaSuccess;
@@ -147,22 +201,28 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* handle, unsigned flags) {
 cudaError_t cudaEventDestroy(cudaEvent_t handle) {
   Call call;
   Event* const event = known(handle);
-  if (!event) return no_such_event("cudaEventDestroy");
+  if (!event) return no_such("an event", "cudaEventDestroy");
   Machine::get().events.erase(event);
   delete event;
   return cudaSuccess;
 }
 
-cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream) {
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  return cudaEventRecordWithFlags(event, stream, cudaEventRecordDefault);
+}
+
+cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t stream, unsigned flags) {
+  if (flags & ~static_cast<unsigned>(cudaEventRecordExternal)) return cuda_not_supported("cudaEventRecord with these flags");
   Call call;
   Event* const event = known(handle);
-  if (!event) return no_such_event("cudaEventRecord");
-  const Stream* const on = Machine::get().find_stream(stream);
+  if (!event) return no_such("an event", "cudaEventRecord");
+  Stream* const on = Machine::get().find_stream(stream);
   if (!on) return no_such_stream(stream, "cudaEventRecord");
   if (on->device != event->device) {
     return error(cudaErrorInvalidResourceHandle, "cudaEventRecord: an event of device " + std::to_string(event->device) +
                                                      " on a stream of device " + std::to_string(on->device));
   }
+  if (const auto captured = capture_record(*event, *on, flags == cudaEventRecordExternal)) return *captured;
   OpPtr op = new_op("record", 0);
   // From the moment of the call, whatever the enqueue lets others do before it returns.
   event->record = op;
@@ -173,7 +233,8 @@ cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
   Call call;
   if (Machine::get().failed()) return cuda_stopped();
   const Event* const event = known(handle);
-  if (!event) return no_such_event("cudaEventSynchronize");
+  if (!event) return no_such("an event", "cudaEventSynchronize");
+  if (const auto illegal = asked_in_capture("cudaEventSynchronize", *event)) return *illegal;
   return event->record ? wait_for(call.lock, {event->record}, "an event") : cudaSuccess;
 }
 
@@ -181,13 +242,15 @@ cudaError_t cudaEventQuery(cudaEvent_t handle) {
   Call call;
   if (Machine::get().failed()) return cuda_stopped();
   const Event* const event = known(handle);
-  return event ? query(call.lock, event->record) : no_such_event("cudaEventQuery");
+  if (!event) return no_such("an event", "cudaEventQuery");
+  if (const auto illegal = asked_in_capture("cudaEventQuery", *event)) return *illegal;
+  return query(call.lock, event->record);
 }
 
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t end) {
   Call call;
   const Event *const a = known(start), *const b = known(end);
-  if (!a || !b) return no_such_event("cudaEventElapsedTime");
+  if (!a || !b) return no_such("an event", "cudaEventElapsedTime");
   if (!a->timed || !b->timed) return error(cudaErrorInvalidResourceHandle, "cudaEventElapsedTime: an event without timing");
   if (!a->record || !b->record) return error(cudaErrorInvalidResourceHandle, "cudaEventElapsedTime: an event without record");
   if (!a->record->done || !b->record->done) return error(cudaErrorNotReady, "cudaEventElapsedTime: not recorded yet");

@@ -169,29 +169,6 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int size, ncclUniqueId id,
   return init(comm, size, id, rank, config);
 }
 
-ncclResult_t ncclCommInitAll(ncclComm_t* comms, int count, const int* devices) {
-  Call call;
-  Machine& machine = Machine::get();
-  if (machine.failed()) return nccl_stopped();
-  if (count < 1) return error(ncclInvalidArgument, "ncclCommInitAll: no device");
-  for (int rank = 0; rank < count; ++rank) {
-    const int device = devices ? devices[rank] : rank;
-    if (device < 0 || device >= machine.config.devices) {
-      return error(ncclInvalidArgument,
-                   "ncclCommInitAll: device " + std::to_string(device) + " of " + std::to_string(machine.config.devices));
-    }
-  }
-  const auto process_group = new_process_group(count, nullptr);
-  HostThread& thread = this_thread();
-  const int device = thread.device;
-  for (int rank = 0; rank < count; ++rank) {
-    thread.device = devices ? devices[rank] : rank;
-    comms[rank] = new_communicator(process_group, rank);
-  }
-  thread.device = device;
-  return ncclSuccess;
-}
-
 ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* result, ncclConfig_t* config) {
   if (in_group()) return nccl_not_supported("ncclCommSplit in a group");
   if (const ncclResult_t bad = check(config)) return bad;
@@ -214,14 +191,6 @@ ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* resu
   const std::shared_ptr<ProcessGroup> mine = color < 0 ? nullptr : split.process_groups[color];
   if (++split.left == process_group->size()) process_group->split_calls.erase(number);
   return mine ? wait_for_process_group(call.lock, *mine) : ncclSuccess;
-}
-
-ncclResult_t ncclCommFinalize(ncclComm_t comm) {
-  Call call;
-  if (!known(comm)) return unknown("ncclCommFinalize");
-  wait_for_ops(call.lock, comm);
-  comm->finalized = true;
-  return Machine::get().failed() ? nccl_stopped() : ncclSuccess;
 }
 
 ncclResult_t ncclCommDestroy(ncclComm_t comm) {

@@ -22,34 +22,17 @@ Barrier& barrier() {
   return *barrier;
 }
 
-int configure(const hw_cpu_config& config) {
-  Lock lock(Machine::get().mutex);
-  barrier() = Barrier{};
-  if (const char* wrong = Machine::get().configure(config)) {
-    error(cudaErrorInvalidValue, std::string("hw_cpu_configure: ") + wrong);
-    return 1;
-  }
-  return 0;
-}
-
 }  // namespace
 
 extern "C" {
 
-void hw_cpu_default_config(hw_cpu_config* config) {
-  *config = hw_cpu_config{};
-  config->mode = HW_CPU_PARALLEL;
-  config->picker = HW_CPU_MIXED;
-  config->devices = 8;
-  config->ordered_launches = -1;
-  config->buffered_sends = -1;
-  config->check_dependencies = -1;
-  config->fill_fresh_memory = -1;
-  config->timeout_seconds = 120;
+int hw_cpu_configure(const hw_cpu_config* config) {
+  const Lock lock(Machine::get().mutex);
+  barrier() = Barrier{};
+  const char* const wrong = Machine::get().configure(*config);
+  if (wrong) error(cudaErrorInvalidValue, std::string("hw_cpu_configure: ") + wrong);
+  return wrong != nullptr;
 }
-
-int hw_cpu_configure(const hw_cpu_config* config) { return configure(*config); }
-int hw_cpu_reset(void) { return configure(Machine::get().config); }
 
 int hw_cpu_attach(int rank) {
   Machine& machine = Machine::get();
@@ -154,22 +137,17 @@ void hw_cpu_get_counters(hw_cpu_counters* counters) {
   counters->ops = machine.ops_done();
   counters->steps = machine.picker->steps();
   counters->schedule = machine.picker->hash();
-  counters->live_bytes = machine.memory.live_bytes(-1);
+  counters->live_bytes = machine.memory.live_bytes();
   counters->live_streams = machine.live_streams();
   counters->live_events = machine.events.size();
   counters->live_communicators = machine.communicators.size();
   counters->allocations = machine.memory.made();
 }
 
-uint64_t hw_cpu_live_bytes(int device) {
-  const Lock lock(Machine::get().mutex);
-  return Machine::get().memory.live_bytes(device);
-}
-
 cudaError_t hw_cpu_launch(const char* name, cudaStream_t stream, void (*run)(void* closure), const void* closure,
                           size_t closure_bytes, const hw_cpu_range* ranges, int range_count) {
   Call call;
-  OpPtr op = new_op(Machine::get().intern(name), -1);
+  OpPtr op = new_op(Machine::get().intern(name), 0);
   for (int i = 0; i < range_count; ++i) {
     const hw_cpu_range& r = ranges[i];
     op->ranges.push_back(r.write ? write_of(r.pointer, r.bytes, r.rows, r.pitch) : read_of(r.pointer, r.bytes, r.rows, r.pitch));

@@ -3,17 +3,19 @@
 #include <algorithm>
 #include <span>
 #include <utility>
+#include <variant>
 
 #include "machine.h"
 
 namespace hostweave::cpu {
 namespace {
 
+using AnyCode = std::variant<cudaError_t, ncclResult_t, cublasStatus_t>;
+
 // The text belongs to one code of one library; asked about another code, the plain name is the answer.
 struct LastError {
-  cudaError_t cuda = cudaSuccess, cuda_text_of = cudaSuccess;
-  ncclResult_t nccl_text_of = ncclSuccess;
-  cublasStatus_t blas_text_of = CUBLAS_STATUS_SUCCESS;
+  cudaError_t cuda = cudaSuccess;
+  AnyCode text_of;
   std::string text;
 };
 
@@ -22,11 +24,11 @@ LastError& last() {
   return error;
 }
 
-LastError& fresh(std::string text) {
-  LastError& e = last();
-  e.cuda_text_of = cudaSuccess, e.nccl_text_of = ncclSuccess, e.blas_text_of = CUBLAS_STATUS_SUCCESS;
-  e.text = std::move(text);
-  return e;
+template <class Code>
+Code keep(Code code, std::string text) {
+  last().text_of = code;
+  last().text = std::move(text);
+  return code;
 }
 
 template <class Code>
@@ -37,20 +39,22 @@ constexpr Named<cudaError_t> kCudaErrors[] = {
     HW_NAMED(cudaSuccess),
     HW_NAMED(cudaErrorInvalidValue),
     HW_NAMED(cudaErrorMemoryAllocation),
-    HW_NAMED(cudaErrorInitializationError),
-    HW_NAMED(cudaErrorInvalidConfiguration),
     HW_NAMED(cudaErrorInvalidPitchValue),
-    HW_NAMED(cudaErrorInvalidDevicePointer),
     HW_NAMED(cudaErrorInvalidMemcpyDirection),
-    HW_NAMED(cudaErrorNoDevice),
     HW_NAMED(cudaErrorInvalidDevice),
     HW_NAMED(cudaErrorInvalidResourceHandle),
     HW_NAMED(cudaErrorNotReady),
-    HW_NAMED(cudaErrorIllegalAddress),
     HW_NAMED(cudaErrorPeerAccessAlreadyEnabled),
-    HW_NAMED(cudaErrorPeerAccessNotEnabled),
     HW_NAMED(cudaErrorLaunchFailure),
+    HW_NAMED(cudaErrorIllegalState),
     HW_NAMED(cudaErrorNotSupported),
+    HW_NAMED(cudaErrorStreamCaptureUnsupported),
+    HW_NAMED(cudaErrorStreamCaptureInvalidated),
+    HW_NAMED(cudaErrorStreamCaptureMerge),
+    HW_NAMED(cudaErrorStreamCaptureUnmatched),
+    HW_NAMED(cudaErrorStreamCaptureUnjoined),
+    HW_NAMED(cudaErrorStreamCaptureIsolation),
+    HW_NAMED(cudaErrorCapturedEvent),
 };
 constexpr Named<ncclResult_t> kNcclResults[] = {
     {ncclSuccess, "no error"},
@@ -63,32 +67,25 @@ constexpr Named<ncclResult_t> kNcclResults[] = {
     {ncclInProgress, "NCCL operation in progress"},
 };
 constexpr Named<cublasStatus_t> kBlasStatuses[] = {
-    HW_NAMED(CUBLAS_STATUS_SUCCESS),          HW_NAMED(CUBLAS_STATUS_NOT_INITIALIZED), HW_NAMED(CUBLAS_STATUS_ALLOC_FAILED),
-    HW_NAMED(CUBLAS_STATUS_INVALID_VALUE),    HW_NAMED(CUBLAS_STATUS_ARCH_MISMATCH),   HW_NAMED(CUBLAS_STATUS_MAPPING_ERROR),
-    HW_NAMED(CUBLAS_STATUS_EXECUTION_FAILED), HW_NAMED(CUBLAS_STATUS_INTERNAL_ERROR),  HW_NAMED(CUBLAS_STATUS_NOT_SUPPORTED),
-    HW_NAMED(CUBLAS_STATUS_LICENSE_ERROR),
+    HW_NAMED(CUBLAS_STATUS_SUCCESS),       HW_NAMED(CUBLAS_STATUS_NOT_INITIALIZED),  HW_NAMED(CUBLAS_STATUS_ALLOC_FAILED),
+    HW_NAMED(CUBLAS_STATUS_INVALID_VALUE), HW_NAMED(CUBLAS_STATUS_EXECUTION_FAILED), HW_NAMED(CUBLAS_STATUS_NOT_SUPPORTED),
 };
 #undef HW_NAMED
 
 template <class Code>
-const char* name_in(std::span<const Named<Code>> known, Code code, const char* otherwise) {
+const char* text_of(Code code, std::span<const Named<Code>> known, const char* otherwise) {
+  if (code != Code{} && last().text_of == AnyCode(code)) return last().text.c_str();
   const auto found = std::ranges::find(known, code, &Named<Code>::first);
   return found == known.end() ? otherwise : found->second;
 }
-const char* plain(cudaError_t code) { return name_in<cudaError_t>(kCudaErrors, code, "cudaErrorUnknown"); }
-const char* plain(ncclResult_t code) { return name_in<ncclResult_t>(kNcclResults, code, "unknown result code"); }
-const char* plain(cublasStatus_t code) { return name_in<cublasStatus_t>(kBlasStatuses, code, "unknown cublas status"); }
 
 std::string unsupported(const std::string& what) { return what + ": not supported by the CPU device"; }
 
 }  // namespace
 
-cudaError_t error(cudaError_t code, std::string text) {
-  LastError& e = fresh(std::move(text));
-  return e.cuda = e.cuda_text_of = code;
-}
-ncclResult_t error(ncclResult_t code, std::string text) { return fresh(std::move(text)).nccl_text_of = code; }
-cublasStatus_t error(cublasStatus_t code, std::string text) { return fresh(std::move(text)).blas_text_of = code; }
+cudaError_t error(cudaError_t code, std::string text) { return last().cuda = keep(code, std::move(text)); }
+ncclResult_t error(ncclResult_t code, std::string text) { return keep(code, std::move(text)); }
+cublasStatus_t error(cublasStatus_t code, std::string text) { return keep(code, std::move(text)); }
 
 cudaError_t cuda_not_supported(const std::string& what) { return error(cudaErrorNotSupported, unsupported(what)); }
 ncclResult_t nccl_not_supported(const std::string& what) { return error(ncclInvalidUsage, unsupported(what)); }
@@ -106,21 +103,14 @@ using namespace hostweave::cpu;
 
 extern "C" {
 
-const char* cudaGetErrorString(cudaError_t error) {
-  const LastError& e = last();
-  return error != cudaSuccess && e.cuda_text_of == error ? e.text.c_str() : plain(error);
-}
+const char* cudaGetErrorString(cudaError_t error) { return text_of<cudaError_t>(error, kCudaErrors, "cudaErrorUnknown"); }
 cudaError_t cudaGetLastError(void) { return std::exchange(last().cuda, cudaSuccess); }
 
-const char* ncclGetErrorString(ncclResult_t result) {
-  const LastError& e = last();
-  return result != ncclSuccess && e.nccl_text_of == result ? e.text.c_str() : plain(result);
-}
+const char* ncclGetErrorString(ncclResult_t result) { return text_of<ncclResult_t>(result, kNcclResults, "unknown result code"); }
 const char* ncclGetLastError(ncclComm_t) { return last().text.c_str(); }
 
 const char* cublasLtGetStatusString(cublasStatus_t status) {
-  const LastError& e = last();
-  return status != CUBLAS_STATUS_SUCCESS && e.blas_text_of == status ? e.text.c_str() : plain(status);
+  return text_of<cublasStatus_t>(status, kBlasStatuses, "unknown cublas status");
 }
 
 }  // extern "C"

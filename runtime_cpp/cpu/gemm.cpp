@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <functional>
-#include <memory>
+#include <vector>
 
 #include "cuda_bf16.h"
 #include "cuda_fp16.h"
@@ -62,26 +62,20 @@ void use_one_thread() {
 }
 
 // Memory that a thread keeps from matmul to matmul: fresh pages would cost more than the conversions into them.
-class Scratch {
- public:
-  float* at_least(std::size_t size) {
-    if (size > size_) {
-      memory_.reset();
-      memory_.reset(new float[size]);
-      size_ = size;
-    }
-    return memory_.get();
-  }
+using Scratch = std::vector<float>;
 
- private:
-  std::unique_ptr<float[]> memory_;
-  std::size_t size_ = 0;
-};
+float* at_least(std::size_t size, Scratch& scratch) {
+  if (size > scratch.size()) scratch = Scratch(), scratch.resize(size);
+  return scratch.data();
+}
 
 template <class To, class From>
 void convert_row(void* to, const void* from, std::int64_t count) {
   for (std::int64_t i = 0; i < count; ++i) static_cast<To*>(to)[i] = static_cast<To>(static_cast<const From*>(from)[i]);
 }
+
+}  // namespace
+
 void load_row(float* to, const void* from, std::int64_t count, cudaDataType_t type) {
   if (type == CUDA_R_16BF) return convert_row<float, __nv_bfloat16>(to, from, count);
   if (type == CUDA_R_16F) return convert_row<float, __half>(to, from, count);
@@ -92,6 +86,8 @@ void store_row(void* to, const float* from, std::int64_t count, cudaDataType_t t
   if (type == CUDA_R_16F) return convert_row<__half, float>(to, from, count);
   std::memcpy(to, from, count * sizeof(float));
 }
+
+namespace {
 
 template <class T>
 void activate(T* column, std::int64_t rows, Gemm::Activation activation) {
@@ -111,7 +107,7 @@ T bias_at(const Gemm& g, std::int64_t i) {
     return static_cast<const double*>(g.bias)[i];
   } else {
     float value;
-    load_row(&value, shift(g.bias, i, g.type_bias), 1, g.type_bias);
+    load_row(&value, shift(g.bias, i, g.type_d), 1, g.type_d);
     return value;
   }
 }
@@ -122,7 +118,7 @@ void finish(const Gemm& g, T* d, std::int64_t ldd) {
   for (std::int64_t column = 0; column < g.n; ++column) {
     T* const at = d + column * ldd;
     if (g.bias) {
-      for (std::int64_t row = 0; row < g.m; ++row) at[row] += bias_at<T>(g, g.bias_by_column ? column : row);
+      for (std::int64_t row = 0; row < g.m; ++row) at[row] += bias_at<T>(g, row);
     }
     activate(at, g.m, g.activation);
   }
@@ -146,7 +142,7 @@ using Floats = Matrix<const float>;
 Floats as_floats(const void* matrix, cudaDataType_t type, std::int64_t ld, std::int64_t inner, std::int64_t outer,
                  Scratch& scratch) {
   if (type == CUDA_R_32F) return {static_cast<const float*>(matrix), ld};
-  float* const copy = scratch.at_least(inner * outer);
+  float* const copy = at_least(inner * outer, scratch);
   constexpr std::int64_t piece_elements = 1 << 18;
   const std::int64_t columns = std::max<std::int64_t>(piece_elements / std::max<std::int64_t>(inner, 1), 1);
   Machine::get().split(outer, columns, [&](std::size_t begin, std::size_t end) {
@@ -165,7 +161,7 @@ void run_float(const Gemm& g, Floats a, Floats b) {
     return run_plain<float>(plain);
   }
   thread_local Scratch scratch;
-  float* const d = scratch.at_least(g.m * g.n);
+  float* const d = at_least(g.m * g.n, scratch);
   if (g.beta != 0) {
     for (std::int64_t column = 0; column < g.n; ++column) {
       load_row(d + column * g.m, shift(g.c, column * g.ldc, g.type_c), g.m, g.type_c);
@@ -194,12 +190,17 @@ void in_blocks(const Gemm& g, const std::function<void(const Gemm&, std::int64_t
     (by_column ? block.n : block.m) = end - begin;
     block.c = shift(g.c, column * g.ldc + row, g.type_c);
     block.d = shift(g.d, column * g.ldd + row, g.type_d);
-    if (g.bias) block.bias = shift(g.bias, g.bias_by_column ? column : row, g.type_bias);
+    if (g.bias) block.bias = shift(g.bias, row, g.type_d);
     run_block(block, row, column);
   });
 }
 
 }  // namespace
+
+void multiply_floats(const Gemm& g) {
+  use_one_thread();
+  run_plain<float>(g);
+}
 
 void run(const Gemm& g) {
   if (g.m == 0 || g.n == 0) return;

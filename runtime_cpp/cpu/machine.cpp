@@ -28,7 +28,6 @@ Machine& Machine::get() {
 }
 
 Machine::Machine() {
-  hw_cpu_default_config(&config);
   const Lock lock(mutex);
   configure(config);
 }
@@ -63,7 +62,7 @@ const char* Machine::configure(const hw_cpu_config& wanted) {
 
 bool Machine::idle() const {
   if (running_ != 0) return false;
-  return std::all_of(streams_.begin(), streams_.end(), [](const auto& entry) { return entry.second->queue.empty(); });
+  return std::ranges::all_of(streams_, [](const auto& entry) { return entry.second->queue.empty(); });
 }
 
 void Machine::fail(std::string report) {
@@ -114,35 +113,32 @@ std::size_t Machine::new_lane() {
   return lane;
 }
 
-Stream* Machine::create_stream(unsigned flags, int priority) {
+Stream& Machine::new_stream(int device, int number) {
+  auto owner = std::make_unique<Stream>();
+  Stream& stream = *owner;
+  stream.device = device;
+  stream.number = number;
+  stream.lane = new_lane();
+  streams_.emplace(&stream, std::move(owner));
+  by_device_[device].push_back(&stream);
+  return stream;
+}
+
+Stream* Machine::create_stream(unsigned flags) {
   const int device = this_thread().device;
   legacy_stream(device);
-  auto owner = std::make_unique<Stream>();
-  Stream* const stream = owner.get();
-  stream->device = device;
-  stream->number = 1;
-  const auto taken = [&](const Stream* other) { return other->number == stream->number; };
-  while (std::any_of(by_device_[device].begin(), by_device_[device].end(), taken)) ++stream->number;
-  stream->flags = flags;
-  stream->priority = priority;
-  stream->lane = new_lane();
-  stream->clock.join(*host_clock(device));
-  streams_.emplace(stream, std::move(owner));
-  by_device_[device].push_back(stream);
+  int number = 1;
+  while (std::ranges::count(by_device_[device], number, &Stream::number) != 0) ++number;
+  Stream& stream = new_stream(device, number);
+  stream.flags = flags;
+  stream.clock.join(*host_clock(device));
   ++live_streams_;
-  return stream;
+  return &stream;
 }
 
 Stream& Machine::legacy_stream(int device) {
   if (by_device_.size() <= static_cast<std::size_t>(device)) by_device_.resize(device + 1);
-  if (by_device_[device].empty()) {
-    auto owner = std::make_unique<Stream>();
-    owner->device = device;
-    owner->lane = new_lane();
-    by_device_[device].push_back(owner.get());
-    streams_.emplace(owner.get(), std::move(owner));
-  }
-  return *by_device_[device].front();
+  return by_device_[device].empty() ? new_stream(device, 0) : *by_device_[device].front();
 }
 
 Stream* Machine::find_stream(cudaStream_t handle) {
@@ -158,8 +154,7 @@ void Machine::destroy_stream(Stream* stream) {
 }
 
 void Machine::retire(Stream& stream) {
-  auto& siblings = by_device_[stream.device];
-  siblings.erase(std::find(siblings.begin(), siblings.end(), &stream));
+  std::erase(by_device_[stream.device], &stream);
   host_side(stream.device).retired.join(stream.clock);
   free_lanes_.push_back(stream.lane);
   std::erase_if(posted_[stream.device], [&](const auto& entry) { return entry.first.second == stream.lane; });
@@ -204,9 +199,8 @@ std::optional<std::string> Machine::illegal_access(const Ranges& ranges, int dev
       return "bytes " + std::to_string(range.begin - base) + " to " + std::to_string(range.end() - base) +
              " of an allocation of " + std::to_string(allocation->bytes);
     }
-    const bool reachable = allocation->type != cudaMemoryTypeDevice || allocation->device == device || peers_allowed ||
-                           peer_access.count(static_cast<std::uint64_t>(device) << 32 | allocation->device) != 0;
-    if (!reachable) {
+    if (allocation->pinned || peers_allowed) continue;
+    if (allocation->device != device && !peer_access.contains({device, allocation->device})) {
       return "memory of device " + std::to_string(allocation->device) + " in an op of device " + std::to_string(device);
     }
   }
@@ -273,22 +267,27 @@ void Machine::evaluate(Stream& stream) {
 // One step of a stream that has been taken out of the ready list.
 void Machine::advance(Lock& lock, Stream& stream) {
   const OpPtr op = stream.queue.front();
+  const auto wait_in_flight = [&] {
+    stream.scheduled = false;
+    evaluate(stream);
+  };
   if (!op->begun) {
     begin(stream, *op);
     if (failed_) return;
-    const bool pause_in_flight = !op->parts.empty() || (seeded() && op->work);
-    if (pause_in_flight) {
-      stream.scheduled = false;
-      evaluate(stream);
-      return;
-    }
+    if (!op->parts.empty() || (seeded() && op->work)) return wait_in_flight();
   }
   if (op->work) {
     ++running_;
     lock.unlock();
-    op->work();
+    std::string problem;
+    try {
+      op->work();
+    } catch (const std::exception& error) {  // of a kernel
+      problem = error.what();
+    }
     lock.lock();
     --running_;
+    if (!problem.empty()) fail(op->name.text() + ": " + problem);
   }
   for (const Part& part : op->parts) {
     Match& match = *part.match;
@@ -301,11 +300,7 @@ void Machine::advance(Lock& lock, Stream& stream) {
   }
   // Between two of its exchanges another rank may have begun the next one of them.
   for (const Part& part : op->parts) {
-    if (!part.match->satisfied(part.index)) {
-      stream.scheduled = false;
-      evaluate(stream);
-      return;
-    }
+    if (!part.match->satisfied(part.index)) return wait_in_flight();
   }
   end(stream, *op);
   stream.scheduled = false;
@@ -342,7 +337,7 @@ void Machine::begin(Stream& stream, Op& op) {
     }
   }
   op.after.clear();
-  if (seeded() && config.fill_fresh_memory != 0) poison(op);
+  if (seeded()) poison(op);
   take_seats(stream, op);
 }
 

@@ -19,24 +19,15 @@ struct Desc {
   std::int32_t transpose_a = CUBLAS_OP_N, transpose_b = CUBLAS_OP_N;
   std::int32_t epilogue = CUBLASLT_EPILOGUE_DEFAULT;
   void* bias = nullptr;
-  std::int32_t bias_type = -1;  // that of D
 };
 
 struct Layout {
-  std::uint32_t type;
+  cudaDataType_t type;
   std::uint64_t rows, cols;
   std::int64_t ld;
-  std::int32_t order = CUBLASLT_ORDER_COL;
   std::int32_t batch_count = 1;
   std::int64_t batch_stride = 0;
-
-  cudaDataType_t data_type() const { return static_cast<cudaDataType_t>(type); }
-  bool row_major() const { return order == CUBLASLT_ORDER_ROW; }
-  std::int64_t inner() const { return static_cast<std::int64_t>(row_major() ? cols : rows); }
-  std::int64_t outer() const { return static_cast<std::int64_t>(row_major() ? rows : cols); }
 };
-
-struct Preference {};
 
 Desc* content(cublasLtMatmulDesc_t desc) { return reinterpret_cast<Desc*>(desc); }
 Layout* content(cublasLtMatrixLayout_t layout) { return reinterpret_cast<Layout*>(layout); }
@@ -74,17 +65,16 @@ cublasStatus_t check(const Desc& desc, const Layout& a, const Layout& b, const L
   const auto narrow = [](const Layout& l) { return l.type == CUDA_R_16F || l.type == CUDA_R_16BF || l.type == CUDA_R_32F; };
   const bool all_double = a.type == CUDA_R_64F && b.type == CUDA_R_64F && c.type == CUDA_R_64F && d.type == CUDA_R_64F;
   const bool all_narrow = narrow(a) && narrow(b) && narrow(c) && narrow(d);
-  const bool computes_double = desc.compute == CUBLAS_COMPUTE_64F || desc.compute == CUBLAS_COMPUTE_64F_PEDANTIC;
-  const bool computes_int = desc.compute == CUBLAS_COMPUTE_32I || desc.compute == CUBLAS_COMPUTE_32I_PEDANTIC;
   if (!all_double && !all_narrow) return blas_not_supported("cublasLtMatmul of these types");
-  if (computes_int || computes_double != all_double) return blas_not_supported("cublasLtMatmul with this compute type");
+  if ((desc.compute == CUBLAS_COMPUTE_64F) != all_double) return blas_not_supported("cublasLtMatmul with this compute type");
   if (desc.compute == CUBLAS_COMPUTE_32F_FAST_TF32 && (a.type != CUDA_R_32F || b.type != CUDA_R_32F)) {
     return blas_not_supported("cublasLtMatmul in TF32 of other types than f32");
   }
   if (desc.scale != (all_double ? CUDA_R_64F : CUDA_R_32F)) return blas_not_supported("cublasLtMatmul with this scale type");
   for (const Layout* layout : {&a, &b, &c, &d}) {
-    if (layout->ld < layout->inner()) return invalid("a leading dimension smaller than the matrix");
-    if (std::max({layout->inner(), layout->outer(), layout->ld}) > INT_MAX) return blas_not_supported("a dimension above 2^31");
+    const auto rows = static_cast<std::int64_t>(layout->rows), cols = static_cast<std::int64_t>(layout->cols);
+    if (layout->ld < rows) return invalid("a leading dimension smaller than the matrix");
+    if (std::max({rows, cols, layout->ld}) > INT_MAX) return blas_not_supported("a dimension above 2^31");
   }
   const bool ta = desc.transpose_a != CUBLAS_OP_N, tb = desc.transpose_b != CUBLAS_OP_N;
   const auto m = ta ? a.cols : a.rows, k = ta ? a.rows : a.cols, n = tb ? b.rows : b.cols;
@@ -92,7 +82,6 @@ cublasStatus_t check(const Desc& desc, const Layout& a, const Layout& b, const L
     return invalid("shapes do not match: A " + shape(a) + (ta ? " transposed" : "") + ", B " + shape(b) +
                    (tb ? " transposed" : "") + ", C " + shape(c) + ", D " + shape(d));
   }
-  if (c.order != d.order) return blas_not_supported("cublasLtMatmul with C and D in different orders");
   for (const Layout* layout : {&b, &c, &d}) {
     if (layout->batch_count != a.batch_count) return invalid("batch counts differ");
   }
@@ -100,36 +89,26 @@ cublasStatus_t check(const Desc& desc, const Layout& a, const Layout& b, const L
 }
 
 void add_ranges(Ranges& ranges, const void* base, const Layout& layout, bool write) {
-  const std::size_t size = type_size(layout.data_type());
-  const std::size_t bytes = layout.inner() * size, pitch = layout.ld * size, outer = layout.outer();
+  const std::size_t size = type_size(layout.type);
+  const std::size_t bytes = layout.rows * size, pitch = layout.ld * size;
   const std::int64_t batches = layout.batch_stride == 0 ? 1 : layout.batch_count;
   for (std::int64_t i = 0; i < batches; ++i) {
-    const void* const at = shift(base, i * layout.batch_stride, layout.data_type());
-    ranges.push_back(write ? write_of(at, bytes, outer, pitch) : read_of(at, bytes, outer, pitch));
+    const void* const at = shift(base, i * layout.batch_stride, layout.type);
+    ranges.push_back(write ? write_of(at, bytes, layout.cols, pitch) : read_of(at, bytes, layout.cols, pitch));
   }
 }
 
 Gemm plan(const Desc& desc, const Layout& a, const Layout& b, const Layout& c, const Layout& d) {
   Gemm g;
-  // A row-major matrix is the transpose of a column-major one.
-  g.transpose_a = (desc.transpose_a != CUBLAS_OP_N) != a.row_major();
-  g.transpose_b = (desc.transpose_b != CUBLAS_OP_N) != b.row_major();
+  g.transpose_a = desc.transpose_a != CUBLAS_OP_N;
+  g.transpose_b = desc.transpose_b != CUBLAS_OP_N;
   g.m = static_cast<std::int64_t>(d.rows), g.n = static_cast<std::int64_t>(d.cols);
-  g.k = static_cast<std::int64_t>(desc.transpose_a != CUBLAS_OP_N ? a.rows : a.cols);
+  g.k = static_cast<std::int64_t>(g.transpose_a ? a.rows : a.cols);
   g.lda = a.ld, g.ldb = b.ld, g.ldc = c.ld, g.ldd = d.ld;
-  g.type_a = a.data_type(), g.type_b = b.data_type(), g.type_c = c.data_type(), g.type_d = d.data_type();
+  g.type_a = a.type, g.type_b = b.type, g.type_c = c.type, g.type_d = d.type;
   if (desc.epilogue & CUBLASLT_EPILOGUE_RELU) g.activation = Gemm::Activation::relu;
   if (desc.epilogue & CUBLASLT_EPILOGUE_GELU) g.activation = Gemm::Activation::gelu;
-  g.type_bias = desc.bias_type < 0 ? g.type_d : static_cast<cudaDataType_t>(desc.bias_type);
   return g;
-}
-
-void swap_sides(Gemm& g) {  // D' = B' A'
-  std::swap(g.m, g.n);
-  std::swap(g.a, g.b), std::swap(g.lda, g.ldb), std::swap(g.type_a, g.type_b);
-  const bool ta = g.transpose_a;
-  g.transpose_a = !g.transpose_b, g.transpose_b = !ta;
-  g.bias_by_column = true;
 }
 
 }  // namespace
@@ -158,18 +137,12 @@ cublasStatus_t cublasLtMatmulDescDestroy(cublasLtMatmulDesc_t desc) {
 cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t handle, cublasLtMatmulDescAttributes_t attribute,
                                               const void* value, size_t bytes) {
   Desc changed = *content(handle);
-  std::int32_t processors = 0;  // a hint to a GPU
-  std::int32_t pointer_mode = CUBLASLT_POINTER_MODE_HOST;
   const cublasStatus_t status = set({{CUBLASLT_MATMUL_DESC_TRANSA, changed.transpose_a},
                                      {CUBLASLT_MATMUL_DESC_TRANSB, changed.transpose_b},
                                      {CUBLASLT_MATMUL_DESC_EPILOGUE, changed.epilogue},
-                                     {CUBLASLT_MATMUL_DESC_BIAS_POINTER, changed.bias},
-                                     {CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, changed.bias_type},
-                                     {CUBLASLT_MATMUL_DESC_SM_COUNT_TARGET, processors},
-                                     {CUBLASLT_MATMUL_DESC_POINTER_MODE, pointer_mode}},
+                                     {CUBLASLT_MATMUL_DESC_BIAS_POINTER, changed.bias}},
                                     attribute, value, bytes, "cublasLtMatmulDescSetAttribute");
   if (status != CUBLAS_STATUS_SUCCESS) return status;
-  if (pointer_mode != CUBLASLT_POINTER_MODE_HOST) return blas_not_supported("scalars on the device");
   for (const int op : {changed.transpose_a, changed.transpose_b}) {
     if (op != CUBLAS_OP_N && op != CUBLAS_OP_T && op != CUBLAS_OP_C)
       return error(CUBLAS_STATUS_INVALID_VALUE, "an unknown transpose");
@@ -182,7 +155,7 @@ cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t handle, cubla
 
 cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t* layout, cudaDataType type, uint64_t rows, uint64_t cols,
                                           int64_t ld) {
-  *layout = reinterpret_cast<cublasLtMatrixLayout_t>(new Layout{static_cast<std::uint32_t>(type), rows, cols, ld});
+  *layout = reinterpret_cast<cublasLtMatrixLayout_t>(new Layout{type, rows, cols, ld});
   return CUBLAS_STATUS_SUCCESS;
 }
 cublasStatus_t cublasLtMatrixLayoutDestroy(cublasLtMatrixLayout_t layout) {
@@ -191,29 +164,18 @@ cublasStatus_t cublasLtMatrixLayoutDestroy(cublasLtMatrixLayout_t layout) {
 }
 cublasStatus_t cublasLtMatrixLayoutSetAttribute(cublasLtMatrixLayout_t handle, cublasLtMatrixLayoutAttribute_t attribute,
                                                 const void* value, size_t bytes) {
-  Layout changed = *content(handle);
-  const cublasStatus_t status = set({{CUBLASLT_MATRIX_LAYOUT_TYPE, changed.type},
-                                     {CUBLASLT_MATRIX_LAYOUT_ORDER, changed.order},
-                                     {CUBLASLT_MATRIX_LAYOUT_ROWS, changed.rows},
-                                     {CUBLASLT_MATRIX_LAYOUT_COLS, changed.cols},
-                                     {CUBLASLT_MATRIX_LAYOUT_LD, changed.ld},
-                                     {CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, changed.batch_count},
-                                     {CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, changed.batch_stride}},
-                                    attribute, value, bytes, "cublasLtMatrixLayoutSetAttribute");
-  if (status != CUBLAS_STATUS_SUCCESS) return status;
-  if (changed.order != CUBLASLT_ORDER_COL && changed.order != CUBLASLT_ORDER_ROW) {
-    return blas_not_supported("matrix order " + std::to_string(changed.order));
-  }
-  *content(handle) = changed;
-  return CUBLAS_STATUS_SUCCESS;
+  Layout& layout = *content(handle);
+  return set({{CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, layout.batch_count},
+              {CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, layout.batch_stride}},
+             attribute, value, bytes, "cublasLtMatrixLayoutSetAttribute");
 }
 
 cublasStatus_t cublasLtMatmulPreferenceCreate(cublasLtMatmulPreference_t* preference) {
-  *preference = reinterpret_cast<cublasLtMatmulPreference_t>(new Preference);
+  *preference = reinterpret_cast<cublasLtMatmulPreference_t>(new char);
   return CUBLAS_STATUS_SUCCESS;
 }
 cublasStatus_t cublasLtMatmulPreferenceDestroy(cublasLtMatmulPreference_t preference) {
-  delete reinterpret_cast<Preference*>(preference);
+  delete reinterpret_cast<char*>(preference);
   return CUBLAS_STATUS_SUCCESS;
 }
 cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t, cublasLtMatmulPreferenceAttributes_t attribute,
@@ -221,15 +183,11 @@ cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t, 
   // All of them narrow down the choice among algorithms, and here there is one, which needs nothing.
   std::uint64_t wide;
   std::uint32_t narrow;
-  return set({{CUBLASLT_MATMUL_PREF_SEARCH_MODE, narrow},
-              {CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, wide},
-              {CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, narrow},
+  return set({{CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, wide},
               {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, narrow},
               {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, narrow},
               {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, narrow},
-              {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, narrow},
-              {CUBLASLT_MATMUL_PREF_MAX_WAVES_COUNT, narrow},
-              {CUBLASLT_MATMUL_PREF_IMPL_MASK, wide}},
+              {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, narrow}},
              attribute, value, bytes, "cublasLtMatmulPreferenceSetAttribute");
 }
 
@@ -264,15 +222,13 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
   g.beta = wide ? *static_cast<const double*>(beta) : *static_cast<const float*>(beta);
   const bool has_bias = desc.epilogue & CUBLASLT_EPILOGUE_BIAS;
   if (has_bias && !desc.bias) return invalid("an epilogue with bias, without a bias pointer");
-  if (has_bias && type_size(g.type_bias) == 0) return blas_not_supported("a bias of this type");
-  if (has_bias && (g.type_bias == CUDA_R_64F) != wide) return blas_not_supported("a bias of this type");
 
   OpPtr op = new_op("matmul", 8);
   add_ranges(op->ranges, a, la, false);
   add_ranges(op->ranges, b, lb, false);
   if (g.beta != 0) add_ranges(op->ranges, c, lc, false);
   add_ranges(op->ranges, d, ld, true);
-  if (has_bias) op->ranges.push_back(read_of(desc.bias, ld.rows * type_size(g.type_bias)));
+  if (has_bias) op->ranges.push_back(read_of(desc.bias, ld.rows * type_size(ld.type)));
   // cuBLASLt may use all of the workspace, so two matmuls at once must not share one.
   if (workspace && workspace_bytes != 0) op->ranges.push_back(scratch_of(workspace, workspace_bytes));
   op->work = [g, la, lb, lc, ld, a, b, c, d, bias = has_bias ? desc.bias : nullptr] {
@@ -283,7 +239,6 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
       one.c = one.beta != 0 ? shift(c, i * lc.batch_stride, g.type_c) : nullptr;
       one.d = shift(d, i * ld.batch_stride, g.type_d);
       one.bias = bias;
-      if (ld.row_major()) swap_sides(one);
       run(one);
     }
   };

@@ -1,5 +1,3 @@
-#include "memory.h"
-
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -7,6 +5,8 @@
 #include <cstdlib>
 #include <cstring>
 #include <vector>
+
+#include "machine.h"
 
 namespace hostweave::cpu {
 namespace {
@@ -44,12 +44,10 @@ bool map_pattern(void* base, std::size_t bytes) {
   return true;
 }
 
-void* map_memory(std::size_t bytes, bool fill) {
+void* map_memory(std::size_t bytes) {
   void* const base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (base == MAP_FAILED) return nullptr;
-  if (!fill) {
-    madvise(base, bytes, MADV_HUGEPAGE);
-  } else if (!map_pattern(base, bytes)) {
+  if (!map_pattern(base, bytes)) {
     // Out of mappings: the whole range anew, filled by hand.
     if (mmap(base, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == MAP_FAILED) {
       munmap(base, bytes);
@@ -62,20 +60,19 @@ void* map_memory(std::size_t bytes, bool fill) {
 
 }  // namespace
 
-void* Memory::allocate(std::size_t bytes, int device, cudaMemoryType type, bool fill) {
-  Allocation allocation{bytes, device, type, 0};
+void* Memory::allocate(std::size_t bytes, int device, bool pinned) {
+  Allocation allocation{bytes, device, pinned, 0};
   void* pointer = nullptr;
   if (bytes > SIZE_MAX - kPattern) return nullptr;
   if (bytes >= kMapFrom) {
     const std::size_t page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
     allocation.mapped = (bytes + page - 1) / page * page;
-    pointer = map_memory(allocation.mapped, fill);
+    pointer = map_memory(allocation.mapped);
   } else {
     if (posix_memalign(&pointer, kAlignment, bytes) != 0) pointer = nullptr;
-    if (pointer && fill) std::memset(pointer, 0xff, bytes);
+    if (pointer) std::memset(pointer, 0xff, bytes);
   }
-  if (pointer && type == cudaMemoryTypeDevice) ++made_;
-  if (pointer) allocations_.emplace(reinterpret_cast<std::uintptr_t>(pointer), allocation);
+  if (pointer) made_ += allocations_.emplace(reinterpret_cast<std::uintptr_t>(pointer), allocation).second;
   return pointer;
 }
 
@@ -104,11 +101,9 @@ const Allocation* Memory::at(const void* pointer) const {
   return it == allocations_.end() ? nullptr : &it->second;
 }
 
-std::uint64_t Memory::live_bytes(int device) const {
+std::uint64_t Memory::live_bytes() const {
   std::uint64_t bytes = 0;
-  for (const auto& [address, allocation] : allocations_) {
-    if (allocation.type == cudaMemoryTypeDevice && (device < 0 || allocation.device == device)) bytes += allocation.bytes;
-  }
+  for (const auto& [address, allocation] : allocations_) bytes += allocation.bytes;
   return bytes;
 }
 

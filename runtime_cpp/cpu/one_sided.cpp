@@ -1,10 +1,13 @@
 // NCCL's one-sided calls: windows, puts into them, and signals, which are counts that a stream can wait for.
 #include <algorithm>
+#include <functional>
 #include <memory>
 #include <set>
 #include <string>
 #include <utility>
+#include <vector>
 
+#include "capture.h"
 #include "communicator.h"
 #include "errors.h"
 #include "machine.h"
@@ -31,7 +34,6 @@ ncclResult_t check(const char* call, ncclComm_t comm) {
   if (in_group()) return nccl_not_supported(std::string(call) + " in a group");
   if (Machine::get().failed()) return nccl_stopped();
   if (Machine::get().communicators.count(comm) == 0) return wrong(ncclInvalidArgument, "no such communicator");
-  if (comm->finalized) return wrong(ncclInvalidUsage, "the communicator has been finalized");
   if (comm->process_group->stopped) return wrong(ncclInvalidUsage, "the communicator was stopped by an earlier failure");
   return ncclSuccess;
 }
@@ -67,10 +69,18 @@ SignalTurn next_signal(ncclComm_t comm, int peer, int number) {
   return {std::move(count), turn};
 }
 
-ncclResult_t enqueue(Lock& lock, OpPtr op, ncclComm_t comm, cudaStream_t stream) {
+// Puts what `make` returns on a stream: where that is captured, by each launch, as signals are counted then.
+ncclResult_t enqueue(Lock& lock, ncclComm_t comm, cudaStream_t handle, const std::function<OpPtr()>& make) {
+  Stream* const stream = Machine::get().find_stream(handle);
+  const auto again = [comm, make](Lock& lock, Stream& on) {
+    return static_cast<int>(enqueue(lock, comm, reinterpret_cast<cudaStream_t>(&on), make));
+  };
+  if (const auto added = stream && stream->capture ? add_node(*stream, again) : std::nullopt)
+    return *added == cudaSuccess ? ncclSuccess : error(ncclUnhandledCudaError, last_error_text());
+  OpPtr op = make();
   op->name.process_group = comm->process_group->name;
   comm->last = op;
-  const cudaError_t result = submit(lock, std::move(op), stream, true);
+  const cudaError_t result = submit(lock, std::move(op), handle, true);
   return result == cudaSuccess ? ncclSuccess : error(ncclInvalidArgument, cudaGetErrorString(result));
 }
 
@@ -108,6 +118,7 @@ ncclResult_t ncclMemFree(void* pointer) {
 ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* memory, size_t bytes, ncclWindow_t* window, int flags) {
   Call call;
   if (const ncclResult_t result = check("ncclCommWindowRegister", comm)) return result;
+  if (forbidden_in_capture("ncclCommWindowRegister")) return error(ncclUnhandledCudaError, last_error_text());
   if (flags != NCCL_WIN_COLL_SYMMETRIC) return nccl_not_supported("ncclCommWindowRegister with other flags");
   Machine& machine = Machine::get();
   ProcessGroup& process_group = *comm->process_group;
@@ -166,31 +177,39 @@ ncclResult_t ncclPutSignal(const void* from, size_t count, ncclDataType_t type, 
   }
   if (!in_window(comm, from, bytes)) return error(ncclInvalidArgument, "ncclPutSignal: the source lies in no window");
   char* const to = window->windows->bases[peer] + offset;
-  OpPtr op = new_op("put", 0, {read_of(from, bytes), write_of(to, bytes)});
-  op->work = [=] { copy_bytes(to, from, bytes); };
-  op->gives = {next_signal(comm, peer, number)};
-  return enqueue(call.lock, std::move(op), comm, stream);
+  return enqueue(call.lock, comm, stream, [=] {
+    OpPtr op = new_op("put", 0, {read_of(from, bytes), write_of(to, bytes)});
+    op->work = [=] { copy_bytes(to, from, bytes); };
+    op->gives = {next_signal(comm, peer, number)};
+    return op;
+  });
 }
 
 ncclResult_t ncclSignal(int peer, int number, int context, unsigned int flags, ncclComm_t comm, cudaStream_t stream) {
   Call call;
   if (const ncclResult_t result = check("ncclSignal", comm, peer, number, context, flags)) return result;
-  OpPtr op = new_op("signal", -1);
-  op->gives = {next_signal(comm, peer, number)};
-  return enqueue(call.lock, std::move(op), comm, stream);
+  return enqueue(call.lock, comm, stream, [=] {
+    OpPtr op = new_op("signal", -1);
+    op->gives = {next_signal(comm, peer, number)};
+    return op;
+  });
 }
 
 ncclResult_t ncclWaitSignal(int descriptors, ncclWaitSignalDesc_t* signals, ncclComm_t comm, cudaStream_t stream) {
   Call call;
-  OpPtr op = new_op("wait for signals", -1);
-  for (int i = 0; i < descriptors; ++i) {
-    const ncclWaitSignalDesc_t& signal = signals[i];
+  const std::vector<ncclWaitSignalDesc_t> awaited(signals, signals + descriptors);
+  for (const ncclWaitSignalDesc_t& signal : awaited) {
     if (const ncclResult_t result = check("ncclWaitSignal", comm, signal.peer, signal.sigIdx, signal.ctx, 0)) return result;
-    auto count = count_of(*comm->process_group, signal.peer, comm->rank, signal.sigIdx);
-    const std::uint64_t turn = count->awaited += signal.opCnt;
-    op->awaits.push_back({std::move(count), turn});
   }
-  return enqueue(call.lock, std::move(op), comm, stream);
+  return enqueue(call.lock, comm, stream, [=] {
+    OpPtr op = new_op("wait for signals", -1);
+    for (const ncclWaitSignalDesc_t& signal : awaited) {
+      auto count = count_of(*comm->process_group, signal.peer, comm->rank, signal.sigIdx);
+      const std::uint64_t turn = count->awaited += signal.opCnt;
+      op->awaits.push_back({std::move(count), turn});
+    }
+    return op;
+  });
 }
 
 }  // extern "C"

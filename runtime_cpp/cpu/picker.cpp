@@ -1,5 +1,6 @@
 #include "picker.h"
 
+#include <algorithm>
 #include <array>
 
 #include "hostweave_cpu.h"
@@ -53,13 +54,13 @@ std::size_t Picker::pick(const std::vector<Candidate>& candidates) {
       // A host that polls has been demoted; it must not starve what it polls for.
       if (candidates[i].host && (*candidates[i].priority == 0 || *candidates[i].priority >= (1ull << 32))) hosts.push_back(i);
     }
-    bool any_stream = false;
-    for (const Candidate& candidate : candidates) any_stream |= !candidate.host;
+    const bool any_stream = std::ranges::any_of(candidates, &Candidate::stream);
     choice = !hosts.empty() ? hosts[draw(hosts.size())] : highest(candidates, any_stream);
   }
   ++steps_;
   const Candidate& chosen = candidates[choice];
-  for (const std::uint64_t value : {std::uint64_t(chosen.host), std::uint64_t(chosen.device), std::uint64_t(chosen.number)}) {
+  for (const std::uint64_t value :
+       {std::uint64_t(chosen.host != nullptr), std::uint64_t(chosen.device), std::uint64_t(chosen.number)}) {
     hash_ = (hash_ ^ value) * 1099511628211ull;
   }
   return choice;

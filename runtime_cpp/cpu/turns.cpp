@@ -7,21 +7,13 @@
 
 namespace hostweave::cpu {
 
-Machine::Choices Machine::choices(HostThread* me) {
-  Choices all;
+std::vector<Candidate> Machine::choices(HostThread* me) {
+  std::vector<Candidate> all;
   for (HostThread* thread : attached_) {
-    if (!thread->waiting || !thread->ready || !thread->ready()) continue;
-    all.hosts.push_back(thread);
-    all.candidates.push_back({true, thread->rank, 0, &thread->priority});
+    if (thread->waiting && thread->ready && thread->ready()) all.push_back({thread, nullptr, thread->rank, 0, &thread->priority});
   }
-  if (me && !me->attached && me->ready()) {
-    all.hosts.push_back(me);
-    all.candidates.push_back({true, -1, 0, &me->priority});
-  }
-  for (Stream* stream : ready_) {
-    all.streams.push_back(stream);
-    all.candidates.push_back({false, stream->device, stream->number, &stream->rank_in_picker});
-  }
+  if (me && !me->attached && me->ready()) all.push_back({me, nullptr, -1, 0, &me->priority});
+  for (Stream* stream : ready_) all.push_back({nullptr, stream, stream->device, stream->number, &stream->rank_in_picker});
   return all;
 }
 
@@ -61,10 +53,14 @@ void Machine::await_turn(Lock& lock, HostThread& me) {
 }
 
 bool Machine::wait_seeded(Lock& lock, HostThread& me) {
+  if (me.attached && turn_ != &me) {  // it has just come, and some other holds the turn or will be the first to
+    await_turn(lock, me);
+    return !failed_;
+  }
   const auto end = deadline();
   while (!failed_) {
-    Choices all = choices(&me);
-    if (all.candidates.empty()) {
+    const std::vector<Candidate> all = choices(&me);
+    if (all.empty()) {
       if (me.attached) {
         fail(deadlock_report());
         return false;
@@ -82,13 +78,13 @@ bool Machine::wait_seeded(Lock& lock, HostThread& me) {
       turn_ = &me;
       continue;
     }
-    const std::size_t choice = picker->pick(all.candidates);
-    if (choice >= all.hosts.size()) {
-      step(lock, all.streams[choice - all.hosts.size()]);
-    } else if (all.hosts[choice] == &me) {
+    const Candidate& chosen = all[picker->pick(all)];
+    if (chosen.stream) {
+      step(lock, chosen.stream);
+    } else if (chosen.host == &me) {
       return true;
     } else {
-      hand_turn(all.hosts[choice]);
+      hand_turn(chosen.host);
       await_turn(lock, me);
       return !failed_;
     }
@@ -99,11 +95,11 @@ bool Machine::wait_seeded(Lock& lock, HostThread& me) {
 // The holder leaves: steps are made until some other thread can take over.
 void Machine::pass_turn_on(Lock& lock) {
   while (!failed_ && !attached_.empty()) {
-    Choices all = choices(nullptr);
-    if (all.candidates.empty()) return fail(deadlock_report());
-    const std::size_t choice = picker->pick(all.candidates);
-    if (choice < all.hosts.size()) return hand_turn(all.hosts[choice]);
-    step(lock, all.streams[choice - all.hosts.size()]);
+    const std::vector<Candidate> all = choices(nullptr);
+    if (all.empty()) return fail(deadlock_report());
+    const Candidate& chosen = all[picker->pick(all)];
+    if (chosen.host) return hand_turn(chosen.host);
+    step(lock, chosen.stream);
   }
   hand_turn(nullptr);
 }
@@ -165,17 +161,8 @@ void Machine::attach(Lock& lock, int rank) {
   attached_.insert(place, &me);
   round_started_ = ++arrived_ >= expected_ranks();
   if (!seeded() || failed_) return;
-  me.waiting = true;
-  me.waits_for = "its first turn";
-  me.ready = [] { return true; };
-  if (round_started_) {
-    turn_ = &me;  // the last to come lets the picker choose who is first
-    wait_seeded(lock, me);
-  } else {
-    await_turn(lock, me);
-  }
-  me.waiting = false;
-  me.ready = nullptr;
+  if (round_started_) turn_ = &me;  // the last to come lets the picker choose who is first
+  wait(lock, "its first turn", [] { return true; });
 }
 
 void Machine::detach(Lock& lock) {

@@ -28,11 +28,8 @@ void Machine::work() {
     if (!splits_.empty()) {
       run_split(lock, *splits_.front());
     } else if (!ready_.empty()) {
-      // High priority streams first; among equals the one that has waited longest.
-      const auto first = std::min_element(ready_.begin(), ready_.end(),
-                                          [](const Stream* a, const Stream* b) { return a->priority < b->priority; });
-      Stream* const stream = *first;
-      ready_.erase(first);
+      Stream* const stream = ready_.front();
+      ready_.erase(ready_.begin());
       advance(lock, *stream);
     } else {
       ++idle_workers_;

@@ -41,7 +41,6 @@ void read(int argc, char** argv, const std::vector<Setting>& settings) {
 void use_devices(int count) {
 #ifdef HOSTWEAVE_CPU_DEVICE
   hw_cpu_config config;
-  hw_cpu_default_config(&config);
   config.devices = count;
   expect(hw_cpu_configure(&config) == 0, hw_cpu_last_report());
 #endif
@@ -140,18 +139,13 @@ void Communicators::no_channel() {
   HW_CHECK(ncclCommSplit(comms_.front(), NCCL_SPLIT_NOCOLOR, 0, &comm, nullptr));
 }
 
-namespace {
-
-double median(std::vector<double> values) {
-  std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
-  return values[values.size() / 2];
-}
-
-}  // namespace
-
 Times measure(const std::function<void()>& call, cudaStream_t stream, std::barrier<>& meet, int64_t repetitions) {
   const Event begin(cudaEventDefault), end(cudaEventDefault);
   std::vector<double> device_ms, enqueue_us;
+  const auto median = [](std::vector<double>& values) {
+    std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
+    return values[values.size() / 2];
+  };
   for (int64_t i = 0; i < repetitions; ++i) {
     meet.arrive_and_wait();
     HW_CHECK(cudaEventRecord(begin, stream));

@@ -1,3 +1,6 @@
+#include <algorithm>
+#include <vector>
+
 #include "hostweave/launch.h"
 
 namespace hw {
@@ -8,11 +11,11 @@ struct Dim {
 };
 
 // The dims from the widest stride to the narrowest, neighbours merged that one stride covers.
-std::vector<Dim> merged(const ViewDims& shape, const ViewDims& strides) {
+std::vector<Dim> merged(const Access<const void>& access) {
   std::vector<Dim> dims;
-  for (size_t i = 0; i < shape.size(); ++i) {
-    if (shape[i] != 1) dims.push_back({shape[i], strides[i]});
-  }
+  if (access.count >= 0) dims.push_back({access.count, 1});
+  for (size_t i = 0; i < access.shape.size(); ++i) dims.push_back({access.shape.begin()[i], access.strides.begin()[i]});
+  std::erase_if(dims, [](const Dim& dim) { return dim.size == 1; });
   std::stable_sort(dims.begin(), dims.end(), [](const Dim& a, const Dim& b) { return a.stride > b.stride; });
   std::vector<Dim> result;
   for (const Dim& dim : dims) {
@@ -25,13 +28,10 @@ std::vector<Dim> merged(const ViewDims& shape, const ViewDims& strides) {
   return result;
 }
 
-}  // namespace
-
-void add_ranges(const void* pointer, size_t itemsize, bool write, const ViewDims& shape, const ViewDims& strides,
-                std::vector<hw_cpu_range>& ranges) {
-  if (std::count(shape.begin(), shape.end(), 0)) return;
-  std::vector<Dim> dims = merged(shape, strides);
-  hw_cpu_range range{pointer, itemsize, 1, 0, write};
+void add_ranges(const Access<const void>& access, size_t itemsize, std::vector<hw_cpu_range>& ranges) {
+  std::vector<Dim> dims = merged(access);
+  if (!access.pointer || std::ranges::find(dims, 0, &Dim::size) != dims.end()) return;
+  hw_cpu_range range{access.pointer, itemsize, 1, 0, access.write};
   if (!dims.empty() && dims.back().stride == 1) {
     range.bytes *= dims.back().size;
     dims.pop_back();
@@ -49,9 +49,18 @@ void add_ranges(const void* pointer, size_t itemsize, bool write, const ViewDims
       offset += rest % dim->size * dim->stride;
       rest /= dim->size;
     }
-    range.pointer = static_cast<const char*>(pointer) + offset * static_cast<int64_t>(itemsize);
+    range.pointer = static_cast<const char*>(access.pointer) + offset * static_cast<int64_t>(itemsize);
     ranges.push_back(range);
   }
+}
+
+}  // namespace
+
+cudaError_t launch_on_cpu(cudaStream_t stream, void (*run)(void* closure), const void* closure, size_t closure_bytes,
+                          std::initializer_list<AnyAccess> accesses) {
+  std::vector<hw_cpu_range> ranges;
+  for (const AnyAccess& each : accesses) add_ranges(each.access, each.itemsize, ranges);
+  return hw_cpu_launch("kernel", stream, run, closure, closure_bytes, ranges.data(), static_cast<int>(ranges.size()));
 }
 
 }  // namespace hw

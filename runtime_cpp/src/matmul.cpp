@@ -1,11 +1,11 @@
 #include "hostweave/matmul.h"
 
 #include <algorithm>
-#include <memory>
 #include <string>
 #include <utility>
 
 #include "hostweave/check.h"
+#include "hostweave/device_memory.h"
 #include "hostweave/errors.h"
 
 namespace hw {
@@ -109,17 +109,10 @@ cublasLtMatrixLayout_t make_layout(cudaDataType_t dtype, const Matrix& x, int64_
 }
 
 size_t size_of(cudaDataType_t dtype) {
-  switch (dtype) {
-    case CUDA_R_64F:
-      return 8;
-    case CUDA_R_32F:
-      return 4;
-    case CUDA_R_16F:
-    case CUDA_R_16BF:
-      return 2;
-    default:
-      throw ExecutionError("matmul: cuBLASLt has no such product; cast the operands to f16, bf16, f32 or f64");
-  }
+  if (dtype == CUDA_R_64F) return 8;
+  if (dtype == CUDA_R_32F) return 4;
+  if (dtype == CUDA_R_16F || dtype == CUDA_R_16BF) return 2;
+  throw ExecutionError("matmul: cuBLASLt has no such product; cast the operands to f16, bf16, f32 or f64");
 }
 
 const void* shifted(const void* base, int64_t bytes) { return base ? static_cast<const char*>(base) + bytes : nullptr; }
@@ -142,10 +135,9 @@ struct MatmulPlan::Plan {
   cublasLtMatrixLayout_t a_layout = nullptr, b_layout = nullptr, c_layout = nullptr;
   bool aligned_only = false;
   cublasLtMatmulAlgo_t aligned{}, unaligned{};
-  void* zeros = nullptr;  // the operands of an empty sum
+  DeviceMemory zeros{};  // the operands of an empty sum
 
   ~Plan() {
-    if (zeros) cudaFree(zeros);
     for (cublasLtMatrixLayout_t layout : {a_layout, b_layout, c_layout}) {
       if (layout) cublasLtMatrixLayoutDestroy(layout);
     }
@@ -164,8 +156,7 @@ struct MatmulPlan::Plan {
     problem.batch.a = problem.batch.b = 0;
     for (Batch& batch : problem.outer) batch.a = batch.b = 0;
     const size_t bytes = std::max(problem.a.rows, problem.b.columns) * element_size;
-    HW_CHECK(cudaMalloc(&zeros, bytes));
-    HW_CHECK(cudaMemsetAsync(zeros, 0, bytes, stream));
+    HW_CHECK(cudaMemsetAsync(zeros.reserve(bytes), 0, bytes, stream));
     HW_CHECK(cudaStreamSynchronize(stream));
   }
 
@@ -201,14 +192,12 @@ MatmulPlan::MatmulPlan(Rank& rank, cudaDataType_t operands, cudaDataType_t resul
   size_of(operands);
 }
 
-MatmulPlan::~MatmulPlan() {
-  for (Plan* plan : plans_) delete plan;
-}
+MatmulPlan::~MatmulPlan() = default;
 
 void MatmulPlan::prepare(const Strided& a, const Strided& b, const Strided& c) {
-  for (const Plan* plan : plans_) {
+  for (const auto& plan : plans_) {
     if (plan->a == a && plan->b == b && plan->c == c) {
-      current_ = plan;
+      current_ = plan.get();
       return;
     }
   }
@@ -218,8 +207,7 @@ void MatmulPlan::prepare(const Strided& a, const Strided& b, const Strided& c) {
   plan->empty = p.c.rows == 0 || p.c.columns == 0 || std::count(c.shape.dims, c.shape.dims + c.shape.ndim, 0) > 0;
   if (!plan->empty) describe(*plan);
   if (!plan->empty) load_kernels(*plan);
-  plans_.push_back(plan.get());
-  current_ = plan.release();
+  current_ = plans_.emplace_back(std::move(plan)).get();
 }
 
 void MatmulPlan::describe(Plan& plan) const {
@@ -261,15 +249,14 @@ void MatmulPlan::load_kernels([[maybe_unused]] const Plan& plan) const {
   const int64_t elements = std::max({p.a.span() + (p.batch.count - 1) * p.batch.a, p.b.span() + (p.batch.count - 1) * p.batch.b,
                                      p.c.span() + (p.batch.count - 1) * p.batch.c});
   const Stream stream = rank_.stream("ring", 0);
-  char* scratch = nullptr;
-  HW_CHECK(cudaMalloc(reinterpret_cast<void**>(&scratch), (elements + 1) * size));
+  DeviceMemory memory;
+  auto* const scratch = static_cast<char*>(memory.reserve((elements + 1) * size));
   const auto run_at = [&](char* memory) {
     return one_batch(plan, memory, memory, memory, stream, {.bias = has_bias() ? memory : nullptr});
   };
   cublasStatus_t status = run_at(scratch);
   if (status == CUBLAS_STATUS_SUCCESS && !plan.aligned_only) status = run_at(scratch + size_of(operands_));
   const cudaError_t finished = cudaStreamSynchronize(stream);
-  HW_CHECK(cudaFree(scratch));
   HW_CHECK(status);
   HW_CHECK(finished);
 #endif
@@ -279,7 +266,7 @@ cublasStatus_t MatmulPlan::multiply(const void* a, const void* b, void* c, Strea
   const Plan& plan = *current_;
   if (plan.empty) return CUBLAS_STATUS_SUCCESS;
   if (plan.swapped) std::swap(a, b);
-  if (plan.zeros) a = b = plan.zeros;
+  if (plan.zeros.data()) a = b = plan.zeros.data();
   const size_t outer = plan.problem.outer.size();
   return outer == 0 ? one_batch(plan, a, b, c, stream, epilogue) : each_batch(outer, a, b, c, stream, epilogue);
 }

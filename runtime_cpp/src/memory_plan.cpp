@@ -103,6 +103,10 @@ size_t place(std::span<const Lifetime> buffers, std::span<size_t> offsets) {
 
 }  // namespace
 
+MemoryPlan::MemoryPlan() = default;
+
+MemoryPlan::~MemoryPlan() = default;
+
 void MemoryPlan::allocate(std::span<void*> pointers, size_t bytes, const void* pool) {
   for (size_t stream = 0; stream < pointers.size(); ++stream) {
     const auto known = std::ranges::find(pointers_, &pointers[stream]);

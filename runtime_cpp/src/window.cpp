@@ -43,14 +43,14 @@ void expect_one_sided_calls() {
 
 }  // namespace
 
-WindowArena::WindowArena(std::initializer_list<const Channel*> channels) {
-  for (const Channel* channel : channels)
-    registered_.push_back({.channel = channel, .users = users_of(channel->comm()), .peers = {}});
+WindowArena::WindowArena(std::initializer_list<const Channel*> channels) : channels_(channels) {
+  for (const Channel* channel : channels_) users_.push_back(users_of(channel->comm()));
 }
 
 WindowArena::~WindowArena() {
   try {
-    release();
+    for (Memory& outgrown : of_graphs_) release(std::move(outgrown));
+    release(std::move(memory_));
   } catch (const std::exception&) {
     // Nothing more can be done for a device that does not even free.
   }
@@ -58,24 +58,31 @@ WindowArena::~WindowArena() {
 
 void WindowArena::reserve(MemoryPlan& plan) {
   const size_t total = (plan.place() + kGranularity - 1) / kGranularity * kGranularity;
-  if (total > bytes_) {
+  if (total > bytes()) {
     expect_one_sided_calls();
-    release();
-    HW_CHECK(ncclMemAlloc(&data_, total));
-    bytes_ = total;
-    for (Registered& one : registered_) add(one);
+    Memory old = std::exchange(memory_, {});
+    if (std::ranges::any_of(users_, [](const auto& users) { return users->calls.in_graphs(); })) {
+      of_graphs_.push_back(std::move(old));
+    } else {
+      release(std::move(old));
+    }
+    HW_CHECK(ncclMemAlloc(&memory_.data, total));
+    memory_.registered.resize(channels_.size());
+    for (size_t channel = 0; channel < channels_.size(); ++channel) add(channel, total);
+    memory_.bytes = total;
   }
-  plan.set_pointers(data_);
+  plan.set_pointers(data());
 }
 
-void WindowArena::add(Registered& one) {
-  const Channel& channel = *one.channel;
-  HW_CHECK(ncclCommWindowRegister(channel.comm(), data_, bytes_, &one.window, NCCL_WIN_COLL_SYMMETRIC));
+void WindowArena::add(size_t number, size_t bytes) {
+  const Channel& channel = *channels_[number];
+  Registered& one = memory_.registered[number];
+  HW_CHECK(ncclCommWindowRegister(channel.comm(), data(), bytes, &one.window, NCCL_WIN_COLL_SYMMETRIC));
   if (!one.window) {
     throw ExecutionError(
         "transport one_sided: NCCL registers no windows here (NCCL_DEBUG=INFO says why); compile with transport=\"two_sided\"");
   }
-  one.peers.assign(channel.size(), static_cast<char*>(data_));
+  one.peers.assign(channel.size(), static_cast<char*>(data()));
   for (int64_t peer = 0; peer < channel.size(); ++peer) {
     if (peer == channel.rank()) continue;
     void* base = nullptr;
@@ -90,38 +97,37 @@ void WindowArena::add(Registered& one) {
 }
 
 // What peers do with this memory they have told by signals, which the calls have waited for.
-void WindowArena::release() {
-  if (!data_) return;
+void WindowArena::release(Memory memory) const {
+  if (!memory.data) return;
   // A stream may wait for ever for a rank that is gone, so that what it uses stays.
-  if (std::ranges::any_of(registered_, [](const Registered& one) { return one.users->aborted; })) return;
+  if (std::ranges::any_of(users_, [](const auto& users) { return users->aborted; })) return;
   HW_CHECK(cudaDeviceSynchronize());
-  for (Registered& one : registered_) {
-    const ncclWindow_t window = std::exchange(one.window, nullptr);
-    if (window) HW_CHECK(ncclCommWindowDeregister(one.channel->comm(), window));
+  for (size_t channel = 0; channel < memory.registered.size(); ++channel) {
+    const ncclWindow_t window = memory.registered[channel].window;
+    if (window) HW_CHECK(ncclCommWindowDeregister(channels_[channel]->comm(), window));
   }
-  bytes_ = 0;
-  HW_CHECK(ncclMemFree(std::exchange(data_, nullptr)));
+  HW_CHECK(ncclMemFree(memory.data));
 }
 
 cudaError_t WindowArena::begin_call(cudaStream_t caller) {
-  for (const Registered& one : registered_) {
-    if (const cudaError_t error = cudaStreamWaitEvent(caller, one.users->last_call[0], 0)) return error;
+  for (const auto& users : users_) {
+    if (const cudaError_t error = users->calls.begin_call(caller)) return error;
   }
   return cudaSuccess;
 }
 
 cudaError_t WindowArena::end_call(cudaStream_t caller) {
-  for (const Registered& one : registered_) {
-    if (const cudaError_t error = cudaEventRecord(one.users->last_call[0], caller)) return error;
+  for (const auto& users : users_) {
+    if (const cudaError_t error = users->calls.end_call(caller)) return error;
   }
   return cudaSuccess;
 }
 
 const WindowArena::Registered& WindowArena::registered(const Channel& channel) const {
-  for (const Registered& one : registered_) {
-    if (one.channel == &channel) return one;
-  }
-  throw ExecutionError("the channel is not one of those that the windows of the program are registered with");
+  const auto found = std::ranges::find(channels_, &channel);
+  if (found == channels_.end())
+    throw ExecutionError("the channel is not one of those that the windows of the program are registered with");
+  return memory_.registered[found - channels_.begin()];
 }
 
 ncclResult_t abort_with_windows(ncclComm_t comm) {

@@ -8,13 +8,13 @@ from itertools import product
 import host_text
 import numpy as np
 import pytest
-from host_programs import NAMES, program
+from host_programs import NAMES, evaluate, program
 
 from hostweave.base.errors import ProgramError
 from hostweave.check.operations import layout
 from hostweave.check.simulate import instantiate
 from hostweave.check.sizes import minimal_sizes, sizes_to_check
-from hostweave.host_ir.expr import Binary, Const, Coordinate, Expr, Symbol, Var, evaluate
+from hostweave.host_ir.expr import Binary, Const, Coordinate, Expr, Symbol, Var
 from hostweave.types.tensor import bf16, f32, i8
 
 

@@ -193,10 +193,6 @@ REFUSED = {
         LAYER + FUSION + "    return layer(x, w).stream('M')",
         "mlp.py:8: stream: this is made by the function @layer; stream a tensor in the function",
     ),
-    "aside": (
-        LAYER + FUSION + "    return layer(x, w).aside()",
-        "mlp.py:8: aside: this is made by the function @layer; state it of a tensor in it",
-    ),
     "recursion": (
         "@hw.block(**T)\ndef layer(x, w):\n    return layer(x, w)\n" + FUSION + "    return layer(x, w)",
         "mlp.py:5: call: @layer calls itself, and would be traced without end; use a Python loop",

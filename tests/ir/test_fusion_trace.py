@@ -334,7 +334,7 @@ ERRORS = {
     "attention dtypes": (
         "return hw.scaled_dot_product_attention(x, w, w)",
         {"x": "hw.bf16[4, 'S', 8]", "w": "hw.f32[4, 'T', 8]"},
-        "4: matmul: dtypes differ: bf16[4, S, 8] and f32[4, 8, T]; use hw.astype on one of them",
+        "4: attention: dtypes differ: bf16[4, S, 8] and f32[4, T, 8]; use hw.astype on one of them",
     ),
     "rotary": (
         "return hw.rotary_embedding(x, x, x)",
@@ -425,17 +425,6 @@ ERRORS = {
         "return hw.max(x, axis=1, keepdims=True).stream(1)",
         {},
         "4: stream: dim 1 of bf16[M, 1] is reduced by a max, so no loop can walk it; stream a tensor before it",
-    ),
-    "aside of an input": ("return x.aside()", {}, "4: aside: %x is an input; state it of what is communicated"),
-    "aside and streamed": (
-        "return (-x).stream(0).aside()",
-        {},
-        "4: aside: this value is streamed: its loop communicates beside the rest; leave one of them out",
-    ),
-    "streamed and aside": (
-        "return (-x).aside().stream(0)",
-        {},
-        "4: stream: this value is made aside: its loop communicates beside the rest; leave one of them out",
     ),
     "name": ('return (-x).named("2h")', {}, "4: named: '2h' is not a name; use letters, digits and _"),
     "name of an input": ('return x.named("h")', {}, "4: named: %x is an input; rename the parameter instead"),

@@ -107,7 +107,17 @@ AFTER = [
     (
         "insert_reshards",
         "%s: f32[4] partial(sum, x) = sum(%x, axis=(0,))\n%y: f32[4] = negative(%s)",
-        "text:3: negative: %s is f32[4] partial(sum, x); reshard it first, a partial tensor reaches no other op",
+        "text:3: negative: %y is f32[4], but its operands give f32[4] partial(sum, x); reshard them",
+    ),
+    (
+        "insert_reshards",
+        "%s: f32[4] partial(sum, x) = sum(%x, axis=(0,))\n%y: f32[4] = relu(%s)",
+        "text:3: relu: it is not linear in f32[4] partial(sum, x); reshard what is partial first",
+    ),
+    (
+        "insert_reshards",
+        "%s: f32[4] partial(sum, x) = sum(%x, axis=(0,))\n%y: f32[4] = add(%s, 1.0)",
+        "text:3: add: it is not linear in f32[4] partial(sum, x); reshard what is partial first",
     ),
     (
         "insert_reshards",

@@ -7,11 +7,11 @@ import random
 import re
 
 import pytest
-from host_programs import NAMES, RANKS, program, text
+from host_programs import NAMES, RANKS, evaluate, program, text
 
 from hostweave.base.errors import Location, ParseError, ProgramError
 from hostweave.host_ir import ir, tree
-from hostweave.host_ir.expr import Binary, Const, Coordinate, Expr, Symbol, Var, evaluate
+from hostweave.host_ir.expr import Binary, Const, Coordinate, Expr, Symbol, Var
 from hostweave.host_ir.ir import HostProgram
 
 EVERYTHING = """\
@@ -60,6 +60,8 @@ streams(ring[2], copy[1]) events(done[3]) uneven(M) {
   matmul %x, %b accumulate %y -> %y
   matmul %x, %b in tf32 scaled -0.125 accumulate %x bias %b activation gelu_tanh -> %y
   matmul %x, %b bias %z activation relu -> %y
+  attention %x, %b, %b scaled 0.125 -> %y
+  attention %x, %b, %b scaled 0.125 diagonal rank.x * 4 + M - 2 window 128 -> %y lse %z
   pack %x -> %b in [2 of M/2, 1 of 4]
   unpack %b -> %y in [4 of local(M, x), 1 of 4]
   all_gather %x -> %y on x
@@ -175,7 +177,7 @@ ERRORS = {
     "host @t() -> () mesh(x=2) {\n  fork\n}": "line 3, column 1: expected a name, found '}'",
     "host @t() -> () mesh(x=2) {\n} more": "line 2, column 3: expected the end of the text, found 'more'",
     "host @t(%x: f99[M]) -> () mesh(x=2) {\n}": (
-        "line 1, column 13: unknown dtype 'f99'; one of f64, f32, f16, bf16, f8e4m3, f8e5m2, i64, i32, i8, u32, u8, bool"
+        "line 1, column 13: unknown dtype 'f99'; one of f64, f32, f16, bf16, f8e4m3, f8e5m2, i64, i32, i16, i8, u64, u32, u16, u8, bool"
     ),
     "host @t() -> () mesh(x=2) {\n  sned %x to 1 on x\n}": "line 2, column 3: unknown instruction 'sned'; did you mean send?",
     "host @t() -> () mesh(x=2) {\n  fill %x with red\n}": "line 2, column 16: expected a number",

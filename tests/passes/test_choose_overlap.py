@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from fusion_text import check, fusion
 
-from hostweave.base.errors import ProgramError
+from hostweave.base.errors import OverlapWarning, ProgramError
 from hostweave.options import Options
 from hostweave.passes.fusion.choose_overlap import choose_overlap
 
@@ -101,16 +101,27 @@ LOOPS = {
         %xg: f32[M, K] stream(M, 8, by_shard, p2p, local_first) = all_gather(%x, dim=0, axes=(x))
         %y: f32[M, N] stream(M, 8, by_shard, local_first) = matmul(%xg, %wg)""",
     ),
-    "a gather with another consumer stays out": (
-        "%x: f32[M@x, K], %w: f32[K, N]",
+    "what takes the same gather joins, where it is streamed alike": (
+        "%x: f32[M@x, K], %v: f32[K, N], %w: f32[K, N]",
         """%g: f32[M, K] = all_gather(%x, dim=0, axes=(x))
-        %a: f32[M, N] stream(M, 8) = matmul(%g, %w)
-        %b: f32[M, N] = matmul(%g, %w)
-        %y: f32[M, N] = add(%a, %b)""",
+        %a: f32[M, N] stream(M, 8) = matmul(%g, %v)
+        %s: f32[M, N] = relu(%a)
+        %b: f32[M, N] stream(M, 8) = matmul(%g, %w)
+        %y: f32[M, N] = add(%s, %b)""",
+        """%g: f32[M, K] stream(M, 8, by_shard, p2p, local_first) = all_gather(%x, dim=0, axes=(x))
+        %a: f32[M, N] stream(M, 8, by_shard, local_first) = matmul(%g, %v)
+        %b: f32[M, N] stream(M, 8, by_shard, local_first) = matmul(%g, %w)
+        %s: f32[M, N] = relu(%a)
+        %y: f32[M, N] = add(%s, %b)""",
+    ),
+    "what needs the first result of the same iteration joins, too": (
+        "%x: f32[M@x, K], %w: f32[K, K]",
         """%g: f32[M, K] = all_gather(%x, dim=0, axes=(x))
-        %a: f32[M, N] stream(M, 8, across_shards) = matmul(%g, %w)
-        %b: f32[M, N] = matmul(%g, %w)
-        %y: f32[M, N] = add(%a, %b)""",
+        %a: f32[M, K] stream(M, 8) = matmul(%g, %w)
+        %y: f32[M, K] stream(M, 8) = add(%g, %a)""",
+        """%g: f32[M, K] stream(M, 8, by_shard, p2p, local_first) = all_gather(%x, dim=0, axes=(x))
+        %a: f32[M, K] stream(M, 8, by_shard, local_first) = matmul(%g, %w)
+        %y: f32[M, K] stream(M, 8, by_shard, local_first) = add(%g, %a)""",
     ),
     "a streamed consumer takes the steps of the loop before it": (
         "%x: f32[M@x, K], %w: f32[K, N]",
@@ -196,6 +207,30 @@ def test_gathers_of_other_shards_stand_before_the_loop() -> None:
         %g: f32[M] stream(M, 3, across_shards, all_gather) = all_gather(%x, dim=0, axes=(dp))
         %y: f32[M] stream(M, 3, across_shards) = add(%g, %h)""",
         mesh="dp=2, tp=2",
+    )
+
+
+OTHERS = {
+    "is not streamed": "%b: f32[M, K] = matmul(%g, %w)",
+    "has other chunks": "%b: f32[M, K] stream(M, 16) = matmul(%g, %w)",
+    "is streamed over another dim": "%b: f32[M, K] stream(K, 8) = matmul(%g, %w)",
+    "needs all of the first result": "%c: f32[K] = sum(%a, axis=(0,))\n%b: f32[M, K] stream(M, 8) = add(%g, %c)",
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_gather_for_something_else_stays_out_with_a_warning(other: str) -> None:
+    """The gather stands in front of the loop, and the user is told."""
+    before = f"""%g: f32[M, K] = all_gather(%x, dim=0, axes=(x))
+        %a: f32[M, K] stream(M, 8) = matmul(%g, %w)
+        {OTHERS[other]}
+        %y: f32[M, K] = add(%a, %b)"""
+    with pytest.warns(OverlapWarning) as caught:
+        after = choose_overlap(fusion("%x: f32[M@x, K], %w: f32[K, K]", before), Options())
+    assert [op.result.stream for op in after.ops if op.result.name == "g"] == [None]
+    assert str(caught[0].message) == (
+        "text:3: stream of %a overlaps nothing: the all_gather of %x stands before its loop, for %b has the result, too; "
+        "stream all that has it over the same dim in as many chunks"
     )
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
+from host_programs import evaluate
 
-from hostweave.host_ir.expr import OPERATORS, Binary, Const, Coordinate, Expr, Var, evaluate, range_of, simpler
+from hostweave.host_ir.expr import OPERATORS, Binary, Const, Coordinate, Expr, Var, range_of, simpler
 from hostweave.host_ir.ir import HostProgram
 from hostweave.options import Options
 from hostweave.passes.host.fold_conditions import fold_conditions

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 import hostweave as hw
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS
+from hostweave.fusion_ir.ops.definition import bound_attributes
 from hostweave.fusion_ir.reference import run_reference
 from hostweave.fusion_ir.resharding import step_of
 from hostweave.fusion_ir.verify import verify_fusion
@@ -54,7 +55,7 @@ def run_ranks(fusion: Fusion, arrays: dict[str, Array]) -> list[list[Array]]:
 def compute(op: Op, tensors: list[Array], sizes: dict[str, int], mesh: Mesh) -> Array:
     operands = iter(tensors)
     values = [next(operands) if isinstance(o, str) else o for o in op.operands]
-    keywords: dict[str, Any] = dict(op.attributes)
+    keywords = bound_attributes(op, sizes)
     if OPS[op.kind].target == "shape":
         keywords["shape"] = tuple(size.bind(sizes) for size in op.result.type.local_shape(mesh))
     return np.asarray(OPS[op.kind].numpy(np, *values, **keywords))
@@ -79,7 +80,7 @@ def exchange(op: Op, local: list[Array], mesh: Mesh) -> list[Array]:
             case _:
                 value = mine
                 if change.reduction:
-                    value = np.mean(theirs, axis=0) if change.reduction == "avg" else REDUCE[change.reduction].reduce(theirs)
+                    value = REDUCE[change.reduction].reduce(theirs)
                 result.append(value if change.dim is None else np.split(value, len(group), axis=change.dim)[place])
     return result
 
@@ -129,7 +130,7 @@ def random_fusion(seed: int) -> Fusion:
         values = [a, b, c]
         for _ in range(rng.randint(2, 8)):
             x = rng.choice(values)
-            match rng.randrange(7):
+            match rng.randrange(8):
                 case 0:
                     y = rng.choice(UNARY)(x)
                 case 1:
@@ -146,6 +147,8 @@ def random_fusion(seed: int) -> Fusion:
                     y = hw.reshard(x, *dims([str(d) for d in x.shape]))
                 case 6 if x.ndim == 2 and x.shape[0] in SIZES:
                     y = hw.reshape(hw.reshape(x, 12, f"{x.shape[0]}/12", x.shape[1]), *x.shape)
+                case 7 if x.ndim == 2:  # linear in sums
+                    y = hw.permute_dims(hw.concat([x.T @ x, (x * 0.5).T @ x - x.T @ x], axis=0) + 0 * (x.T @ x)[:1], (1, 0))
                 case _:
                     y = x * 0.5
             values.append(y)

@@ -80,7 +80,7 @@ CASES = {
         %a: f32[] = reshard(%a_partial)
         %b_partial: f32[K@y] partial(prod, x) = prod(%x, axis=(0,))
         %b: f32[K@y] = reshard(%b_partial)
-        %c_partial: f32[1, K@y] partial(avg, x) = mean(%x, axis=(0,), keepdims=true)
+        %c_partial: f32[1, K@y] partial(sum, x) = mean(%x, axis=(0,), keepdims=true, count=M)
         %c: f32[1, K@y] = reshard(%c_partial)
         %d: f32[K@y] = multiply(%a, %b)
         %y: f32[1, K@y] = add(%c, %d)""",

@@ -1,4 +1,4 @@
-"""How single ops become instructions: views, what is made in place, what is communicated aside. Fusion text in, host text out."""
+"""How single ops become instructions: views, what is made in place, what is communicated beside the rest. Fusion text in, host text out."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ fusion @f(%x: f32[4, M, 8]) {
   launch @exp_y %r -> %y
 """,
     ),
-    "what is communicated aside is waited for where it is read": (
+    "what is communicated beside the rest is waited for where it is read": (
         """\
-fusion @f(%x: f32[K, 4@x], %w: f32[4@x, N], %z: f32[K, N]) mesh(x=2) {
-  %g: f32[K, N] aside = matmul(%x, %w)
+fusion @f(%x: f32[K, 4@x], %w: f32[4@x, N], %v: f32[4@x, N], %z: f32[K, N]) mesh(x=2) {
+  %g: f32[K, N] async = matmul(%x, %w)
   %a: f32[K, N] = negative(%z)
-  %h: f32[K, N] aside = matmul(%x, %w)
+  %h: f32[K, N] async = matmul(%x, %v)
   %b: f32[K, N] = exp(%a)
   %t: f32[N, K] = permute_dims(%g, axes=(1, 0))
   %y: f32[N, K] = negative(%t)
@@ -93,19 +93,21 @@ fusion @f(%x: f32[K, 4@x], %w: f32[4@x, N], %z: f32[K, N]) mesh(x=2) {
   fork comm
   stream comm[0] {
     all_reduce sum %g_partial -> %g on x
+    record g_ready[0]
   }
   %a = allocate f32[K, N]
   launch @negative_a %z -> %a
   %h_partial = allocate f32[K, N]
-  matmul %x, %w -> %h_partial
+  matmul %x, %v -> %h_partial
   fork comm
   stream comm[0] {
     all_reduce sum %h_partial -> %h on x
   }
   launch @exp_b %a -> %b
   %t = permute %g by [1, 0]
-  join comm
+  wait g_ready[0]
   launch @negative_y %t -> %y
+  join comm
 """,
     ),
     "a loop that reads what another one gathered takes its steps in order": (
@@ -151,8 +153,8 @@ fusion @f(%x: f32[M@x, 8]) mesh(x=2) {
   copy %v_2 -> %v
 """,
     ),
-    "where nothing communicates there is nothing aside": (
-        "fusion @f(%x: f32[M]) {\n  %y: f32[M] aside = negative(%x)\n  return %y\n}\n",
+    "where nothing communicates nothing stands beside the rest": (
+        "fusion @f(%x: f32[M]) {\n  %y: f32[M] async = negative(%x)\n  return %y\n}\n",
         "  launch @negative_y %x -> %y\n",
     ),
 }

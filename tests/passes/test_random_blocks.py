@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from test_random_programs import Generator, computes, parts
+from test_random_programs import IGNORED, Generator, computes, parts
 
 from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.ir import Fusion, Op, Value
@@ -56,7 +56,7 @@ def is_right(seed: int) -> bool | None:
 
 
 @pytest.mark.parametrize("seeds", parts(400, 20000), ids=str)
-@pytest.mark.filterwarnings("ignore:Mean of empty slice", "ignore:invalid value encountered")
+@pytest.mark.filterwarnings(*IGNORED)
 def test_random_blocks(seeds: range) -> None:
     ran = [is_right(seed) for seed in seeds]
     assert sum(right is not None for right in ran) > 0.7 * len(seeds)

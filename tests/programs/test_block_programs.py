@@ -7,12 +7,12 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from scaled_tolerance import tolerance_at_scale
 from whole_programs import compiled, expect, integer_arrays, random_arrays, sizes_of
 
 import hostweave as hw
 from hostweave.base.paths import EXAMPLES
 from hostweave.cli.programs import load_file
-from hostweave.cli.tolerance import tolerance_at_scale
 from hostweave.emit import render
 from hostweave.fusion_ir.calls import inlined
 from hostweave.fusion_ir.ir import Fusion

@@ -135,7 +135,7 @@ def message_of(fusion: hw.Program | object, **options: object) -> str:
 def test_options() -> None:
     with pytest.raises(ProgramError) as caught:
         Options(transport="pigeon")
-    assert str(caught.value) == "Options: transport='pigeon' is none of auto, one_sided, two_sided"
+    assert str(caught.value) == "Options: there is no transport='pigeon'; one of auto, one_sided, two_sided"
     flat = fusion_of("ag_matmul_flat", 2, 3, hw.bf16)
     assert "one_sided" not in hw.compile(flat).host_ir
     assert "one_sided" in hw.compile(flat, options=Options(transport="one_sided")).host_ir

@@ -27,9 +27,10 @@ DTYPES = {
     hw.bf16: torch.bfloat16,
     hw.i64: torch.int64,
     hw.i32: torch.int32,
+    hw.i16: torch.int16,
     hw.u8: torch.uint8,
 }
-OF_TORCH = {"copy": "clone", "equal": "eq"}  # what torch calls otherwise
+OF_TORCH = {"copy": "clone", "equal": "eq", "bitwise_invert": "bitwise_not"}  # what torch calls otherwise
 KINDS = [kind for kind, op in pointwise.OPS.items() if op.is_public]
 
 
@@ -50,7 +51,8 @@ def expected(kind: str, operands: list[torch.Tensor]) -> np.ndarray:
     """In float64 of floats, which the results are then rounded to."""
     function = getattr(torch, OF_TORCH.get(kind, kind), None) or getattr(torch.nn.functional, kind)
     wide = [operand.double() if operand.is_floating_point() else operand for operand in operands]
-    result = function(*wide)
+    is_division = kind in ("floor_divide", "remainder")  # of which torch raises where an int is divided by 0
+    result = torch.from_numpy(getattr(np, kind)(*(operand.numpy() for operand in wide))) if is_division else function(*wide)
     if kind == "sign":  # of NaN the standard and NumPy have NaN, torch 0
         result = torch.where(torch.isnan(wide[0]), wide[0], result)
     return (result.to(operands[0].dtype) if result.is_floating_point() else result).double().numpy()
@@ -93,7 +95,7 @@ def test_every_op_of_the_table(dtype: DType, target: str) -> None:
 
 
 @needs_cuda
-@pytest.mark.parametrize("dtype", [hw.f64, hw.bf16, hw.i64, hw.u32], ids=str)
+@pytest.mark.parametrize("dtype", [hw.f64, hw.bf16, hw.i64, hw.u32, hw.i16], ids=str)
 def test_every_op_compiles_for_cuda(dtype: DType) -> None:
     program = hw.compile(all_ops(dtype)[1], target="cuda")
     assert program.module.name == "program"

@@ -11,6 +11,7 @@ from functools import cache
 import numpy as np
 import pytest
 from cuda_here import needs_cuda
+from scaled_tolerance import tolerance_at_scale
 from transformer_reference import Array, Reference
 from whole_programs import compiled, lowered
 
@@ -18,7 +19,6 @@ import hostweave as hw
 from hostweave.base.paths import EXAMPLES
 from hostweave.build.cuda import gpus
 from hostweave.cli.programs import load_file, programs_in
-from hostweave.cli.tolerance import tolerance_at_scale
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir import ir, tree
 from hostweave.runtime.cpu import parallel, seeded
@@ -184,10 +184,10 @@ def test_communications_of_a_backward_pass(name: str) -> None:
     """Gradients of weights are summed over dp, on the stream of their own."""
     host = lowered(programs(VARIANTS[2])[name])
     assert communications(host.body) == GRADIENTS[name]
-    aside = [
+    beside = [
         i for block in tree.walk(host.body) if isinstance(block, ir.OnStream) and block.stream == "comm" for i in tree.walk(block.body)
     ]
-    assert sum(isinstance(i, ir.AllReduce) and i.channel == "dp" for i in aside) == GRADIENTS[name]["AllReduce dp"]
+    assert sum(isinstance(i, ir.AllReduce) and i.channel == "dp" for i in beside) == GRADIENTS[name]["AllReduce dp"]
     first = next(place for place, i in enumerate(host.body) if isinstance(i, ir.OnStream))
     joined = next(place for place, i in enumerate(host.body) if isinstance(i, ir.Join))
     assert any(isinstance(i, ir.Matmul) for i in host.body[first:joined])

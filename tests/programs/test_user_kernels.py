@@ -63,14 +63,14 @@ def rows(ranks: int) -> Fusion:
 
 
 def flat(ranks: int) -> Fusion:
-    """On a shard, on a view, and on what was gathered aside."""
+    """On a shard, on a view, and on what was gathered."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.bf16["M@x"], z=hw.bf16["M", 2])
     def flat(x, z):  # type: ignore[no-untyped-def]
         def doubled(x, dim):  # type: ignore[no-untyped-def]
             return hw.kernel(TWICE, "twice", dim, [x, hw.bf16[dim], dim], per=128, block=128, cpu=TWICE_ON_CPU)
 
-        gathered = hw.reshard(x, "M").aside()
+        gathered = hw.reshard(x, "M")
         return doubled(x, "M@x"), doubled(z[:, 1], "M"), doubled(gathered, "M") + hw.reshard(x, "M")
 
     return flat

@@ -9,6 +9,7 @@ import pytest
 import hostweave as hw
 from hostweave.base.errors import ArgumentError
 from hostweave.types.numpy_dtypes import numpy_dtype
+from hostweave.types.tensor import DTYPES
 
 
 @hw.fusion(mesh=hw.Mesh(x=2), x=hw.bf16["M@x", "K"], w=hw.bf16["K", "N"])
@@ -39,9 +40,7 @@ def test_numpy() -> None:
     np.testing.assert_array_equal(y.astype(np.float32), (X @ W).astype(BF16).astype(np.float32))
 
 
-@pytest.mark.parametrize(
-    "dtype", [hw.f64, hw.f32, hw.f16, hw.bf16, hw.i32, hw.i8, hw.u8, hw.i64, hw.u32, hw.f8e4m3, hw.f8e5m2, hw.bool_], ids=str
-)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 def test_every_dtype_passes_through(dtype: Any) -> None:
     @hw.fusion(mesh=hw.Mesh(x=2), x=dtype["M@x", "K"])
     def identity(x):

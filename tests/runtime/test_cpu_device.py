@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hostweave.base.paths import NATIVE, RUNTIME
+from hostweave.build.cache import get_or_make
 from hostweave.build.toolchain import require_native
 
 CPU = RUNTIME / "cpu"
@@ -47,7 +48,7 @@ def ag_matmul_command(device: Device, ranks: int) -> list[str | Path]:
 
 
 RANKS = (1, 2, 3, 4, 8)
-SUITES = ("test_streams", "test_collectives", "test_matmul", "test_world")
+SUITES = ("test_streams", "test_graphs", "test_collectives", "test_matmul", "test_world")
 
 
 def suite_command(device: Device, suite: str) -> list[str | Path]:
@@ -60,12 +61,16 @@ def suite_command(device: Device, suite: str) -> list[str | Path]:
     )
 
 
-@pytest.fixture(scope="module")
-def device(tmp_path_factory: pytest.TempPathFactory) -> Device:
-    device = Device(tmp_path_factory.mktemp("cpu_device"))
+def build_all(folder: Path) -> None:
+    device = Device(folder)
     programs = [suite_command(device, suite) for suite in SUITES]
     compile_all(programs + [ag_matmul_command(device, ranks) for ranks in RANKS])
-    return device
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    """With programs that the session builds once, in its cache: a worker waits for the one that does."""
+    return Device(get_or_make("cpu_device", build_all))
 
 
 @pytest.mark.parametrize("suite", SUITES)
@@ -128,21 +133,21 @@ def real_headers() -> list[str]:
     return [option for folder in folders for option in ("-isystem", str(folder))]
 
 
-def test_values_are_those_of_the_real_headers(device: Device, real_headers: list[str]) -> None:
+def test_values_are_those_of_the_real_headers(tmp_path: Path, real_headers: list[str]) -> None:
     source = HERE / "header_values.cpp"
-    ours, theirs = device.folder / "our_values", device.folder / "real_values"
+    ours, theirs = tmp_path / "our_values", tmp_path / "real_values"
     build = ["g++", "-std=c++20", "-O2", source]
     # The real headers convert on the host by inline functions, so neither program needs a library for them.
     compile_all([[*build, f"-I{CPU / 'include'}", "-o", ours], [*build, *real_headers, "-o", theirs]])
     assert run([ours]) == run([theirs])
 
 
-def test_object_compiled_against_the_real_headers_links_and_runs(device: Device, real_headers: list[str]) -> None:
-    program = device.folder / "real_program.o"
+def test_object_compiled_against_the_real_headers_links_and_runs(device: Device, tmp_path: Path, real_headers: list[str]) -> None:
+    program = tmp_path / "real_program.o"
     options = ["-std=c++20", "-O0", "-DHW_RANKS=4", f"-I{HERE}"]
     run(["g++", *options, *real_headers, "-c", HERE / "ag_matmul_p2p" / "program.cpp", "-o", program])
-    driver = device.folder / "real_driver.o"
+    driver = tmp_path / "real_driver.o"
     run(["g++", *options, f"-I{CPU / 'include'}", "-c", HERE / "ag_matmul.cpp", "-o", driver])
-    run(["g++", program, driver, *device.link, "-o", device.folder / "ag_matmul_real"])
-    words = run([device.folder / "ag_matmul_real", "mixed", "0", "10"])
+    run(["g++", program, driver, *device.link, "-o", tmp_path / "ag_matmul_real"])
+    words = run([tmp_path / "ag_matmul_real", "mixed", "0", "10"])
     assert words.startswith("right 10 ")

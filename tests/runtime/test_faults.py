@@ -121,8 +121,11 @@ def total(x):
     return hw.sum(x, axis=0)
 
 device = ctypes.CDLL({str(NATIVE / "libhostweave_cpu.so")!r})
-comms = (ctypes.c_void_p * 1)()
-assert device.ncclCommInitAll(comms, 1, None) == 0
+class UniqueId(ctypes.Structure):
+    _fields_ = (("internal", ctypes.c_char * 128),)
+
+id, comm = UniqueId(), ctypes.c_void_p()
+assert device.ncclGetUniqueId(ctypes.byref(id)) == device.ncclCommInitRank(ctypes.byref(comm), 1, id, 0) == 0
 long, total = hw.compile(long), hw.compile(total)
 long.build(), total.build()
 x, w = np.zeros((2048, 2048), np.float32), np.zeros((2048, 2048), np.float32)
@@ -130,7 +133,7 @@ long.run(x=x, w=w)
 thread = threading.Thread(target=lambda: [long.run(x=x, w=w) for _ in range(3)])
 thread.start()
 time.sleep(0.2)
-group = hw.init(hw.Communicators({{"x": int(comms[0])}}, 0, 1), "owned")
+group = hw.init(hw.Communicators({{"x": comm.value}}, 0, 1), "owned")
 assert (total(np.ones((4, 2), np.float32), group=group) == 4).all()
 thread.join()
 group.close()

@@ -795,14 +795,24 @@ def test_a_call_that_takes_too_long_is_reported_with_what_every_rank_did(capsys:
 # --- communicators of the host ----------------------------------------------------------------------------------------
 
 
+class UniqueId(ctypes.Structure):
+    """As NCCL has it."""
+
+    _fields_ = (("internal", ctypes.c_char * 128),)
+
+
 @pytest.fixture
 def communicator() -> Iterator[Callable[[int], int]]:
     device = ctypes.CDLL(str(NATIVE / "libhostweave_cpu.so"))
     made: list[ctypes.c_void_p] = []
 
     def make(count: int) -> int:
-        comms = (ctypes.c_void_p * count)()
-        assert device.ncclCommInitAll(comms, count, None) == 0
+        comms, id = (ctypes.c_void_p * count)(), UniqueId()
+        calls = [device.ncclGetUniqueId(ctypes.byref(id)), device.ncclGroupStart()]
+        for rank in range(count):
+            place = ctypes.byref(comms, rank * ctypes.sizeof(ctypes.c_void_p))
+            calls += [device.cudaSetDevice(rank), device.ncclCommInitRank(place, count, id, rank)]
+        assert not any([*calls, device.ncclGroupEnd(), device.cudaSetDevice(0)])
         made.extend(map(ctypes.c_void_p, comms))
         return int(comms[0])
 

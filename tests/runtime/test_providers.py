@@ -26,7 +26,6 @@ from hostweave.runtime.launcher import first_node, launched, read_launch
 from hostweave.runtime.meeting import Failed, Meeting, PeerLost, StoreMeeting, Table, ThreadMeeting
 from hostweave.runtime.providers import (
     MPI,
-    Alone,
     Communicators,
     Environment,
     Threads,
@@ -507,7 +506,7 @@ provider = Environment()
 rank, count = provider.rank_and_count("default")
 store = provider.store("default", 20)
 worlds = [meet(store, group, rank, count, 20) for group in ("default", "other", "default")]
-print(provider.local_rank, [w.local_rank(rank) for w in worlds], [w.shares_process(rank) for w in worlds], *[w.prefix for w in worlds])
+print(provider.local_rank, [w.local_rank(rank) for w in worlds], *[w.prefix for w in worlds])
 from hostweave.runtime.meeting import StoreMeeting
 StoreMeeting(store, worlds[0].prefix, rank, count).gather("done", 20)
 store.close()
@@ -516,7 +515,7 @@ store.close()
     outputs = run_processes(script, [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(3)])
     prefixes = outputs[0].split()[-3:]
     assert len(set(prefixes)) == 3
-    assert outputs == [" ".join([str(rank), str([rank] * 3), str([False] * 3), *prefixes]) for rank in range(3)]
+    assert outputs == [" ".join([str(rank), str([rank] * 3), *prefixes]) for rank in range(3)]
 
 
 @needs_torch
@@ -648,7 +647,7 @@ def test_a_world_is_made_again_and_again(store: Store) -> None:
 
 
 def test_alone() -> None:
-    store = Alone().store("default", 1)
+    store = Environment({"RANK": "0", "WORLD_SIZE": "1"}).store("default", 1)
     assert isinstance(meet(store, "default", 0, 1, 1), World)
 
 

@@ -32,6 +32,7 @@ class Iteration:
     indices: dict[str, Labels]
     kept: tuple[str, ...]  # in the order of the last result's dims
     reduced: tuple[str, ...]
+    lanes: dict[str, int]  # by value the dim that no loop walks
 
     def is_whole(self, value: str) -> bool:
         """Whether the value differs along what is reduced."""
@@ -42,6 +43,7 @@ def iteration(kernel: Kernel) -> Iteration:
     """The loops of a kernel. Raises NotOneKernel."""
     types = {parameter.name: parameter.type for parameter in kernel.inputs}
     same: dict[Dim, Dim] = {}
+    lanes: dict[str, int] = {}
 
     def first(dim: Dim) -> Dim:
         while dim in same:
@@ -50,36 +52,49 @@ def iteration(kernel: Kernel) -> Iteration:
 
     for op in kernel.ops:
         if op.operands:
-            for dims in _joined(op, types):
+            joined, unwalked = _joined(op, types)
+            if twice := next((name for name, dim in unwalked.items() if lanes.get(name, dim) != dim), None):
+                raise NotOneKernel(f"%{twice} is read along two of its dims where data say")
+            lanes |= unwalked
+            for dims in joined:
                 for other in dims[1:]:
                     if first(dims[0]) != first(other):
                         same[first(other)] = first(dims[0])
         types[op.result.name] = op.result.type
+    if len(kernel.ops) > 1 and (whole := next((op.result.name for op in kernel.ops if OPS[op.kind].lane), None)):
+        raise NotOneKernel(f"%{whole} takes all along a dim together")
+    apart = {op.result.name for op in kernel.ops if op.kind == "iota" or OPS[op.kind].lane} | {p.name for p in kernel.inputs}
+    for name, dim in lanes.items():
+        if (name, dim) in same or (name, dim) in same.values() or name not in apart:
+            raise NotOneKernel(f"%{name} is read where data say")
     sizes: dict[str, Size] = {}
     indices: dict[str, Labels] = {}
     for name, type in types.items():
-        own = [None if size == ONE else "{}.{}".format(*first((name, i))) for i, size in enumerate(type.shape)]
+        own = [None if size == ONE or lanes.get(name) == i else "{}.{}".format(*first((name, i))) for i, size in enumerate(type.shape)]
         indices[name] = tuple(own)
         sizes.update({index: size for index, size in zip(own, type.shape, strict=True) if index is not None})
         if len(set(own) - {None}) < sum(index is not None for index in own):
             raise NotOneKernel(f"two dims of %{name} would be one")
-    return _checked(sizes, indices, kernel)
+    return _checked(sizes, indices, lanes, kernel)
 
 
-def _joined(op: Op, types: dict[str, TensorType]) -> list[list[Dim]]:
-    """The dims of operands and result that are one index of the op."""
+def _joined(op: Op, types: dict[str, TensorType]) -> tuple[list[list[Dim]], dict[str, int]]:
+    """The dims of operands and result that are one index of the op, and by operand the one that no loop walks."""
     walked = index_map(op, operand_types(op, types))
     if walked.outer:
         raise NotOneKernel(f"%{op.result.name} splits or merges dims")
     by_label: dict[str, list[Dim]] = {}
+    lanes: dict[str, int] = {}
     for name, labels in zip((*op.operands, op.result.name), (*walked.operands, walked.result), strict=True):
         for i, label in enumerate(labels):
-            if label is not None and isinstance(name, str):
+            if label in walked.unwalked and isinstance(name, str):
+                lanes[name] = i
+            elif label is not None and isinstance(name, str):
                 by_label.setdefault(label, []).append((name, i))
-    return list(by_label.values())
+    return list(by_label.values()), lanes
 
 
-def _checked(sizes: dict[str, Size], indices: dict[str, Labels], kernel: Kernel) -> Iteration:
+def _checked(sizes: dict[str, Size], indices: dict[str, Labels], lanes: dict[str, int], kernel: Kernel) -> Iteration:
     reduced: set[str] = set()
     for op in kernel.ops:
         gone = reduced_indices(op, indices)
@@ -94,7 +109,7 @@ def _checked(sizes: dict[str, Size], indices: dict[str, Labels], kernel: Kernel)
         if own not in (set(sizes), set(sizes) - reduced):
             raise NotOneKernel(f"%{result.name} lacks a dim of what it is computed from")
     kept = tuple(index for index in indices[kernel.results[-1].name] if index is not None and index not in reduced)
-    return Iteration(sizes, indices, kept, tuple(index for index in sizes if index in reduced))
+    return Iteration(sizes, indices, kept, tuple(index for index in sizes if index in reduced), lanes)
 
 
 def reduced_indices(op: Op, indices: dict[str, Labels]) -> set[str]:
@@ -125,5 +140,9 @@ def reads_own_index(kernel: Kernel, source: int, result: int) -> bool:
     except NotOneKernel:
         return False
     read, written = kernel.inputs[source], kernel.results[result]
-    same = read.type.shape == written.type.shape and walked.indices[read.name] == walked.indices[written.name]
+    same = (
+        read.name not in walked.lanes
+        and read.type.shape == written.type.shape
+        and walked.indices[read.name] == walked.indices[written.name]
+    )
     return same and (not walked.reduced or walked.is_whole(written.name))

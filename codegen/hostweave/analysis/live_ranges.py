@@ -9,7 +9,7 @@ what the same stream allocates next.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from hostweave.analysis.def_use import Place, def_use
 from hostweave.host_ir import ir, tree
@@ -79,14 +79,11 @@ def allocating_functions(program: ir.HostProgram) -> set[str]:
     return found
 
 
-@dataclass
 class _Walk:
-    program: ir.HostProgram
-    counts: dict[str, int] = field(default_factory=dict)  # of the steps of loops, where known
-    allocates: Iterator[Place] = field(init=False)  # in the order of the text
-
-    def __post_init__(self) -> None:
-        self.allocates = iter(def_use(self.program).lives)
+    def __init__(self, program: ir.HostProgram):
+        self.program = program
+        self.counts: dict[str, int] = {}  # of the steps of loops, where known
+        self.allocates = iter(def_use(program).lives)  # in the order of the text
 
     def body(self, body: tree.Body, outer: dict[str, Begin], is_nested: bool = True) -> Steps:
         known, own = dict(outer), dict[str, Begin]()
@@ -135,7 +132,7 @@ def _needed(steps: Steps, follows: bool, pools: frozenset[str] = frozenset()) ->
                 if not (inner := _needed(inner, follows, pools)):
                     continue
                 step = OnRanks(mesh, inner)
-                if _begins_any(inner):
+                if any(isinstance(one, Begin | Called) for one in flat(inner)):
                     follows = True
                     joined.clear()
             case End(begin):
@@ -149,13 +146,11 @@ def _needed(steps: Steps, follows: bool, pools: frozenset[str] = frozenset()) ->
     return tuple(reversed(result))
 
 
-def _begins_any(steps: Steps) -> bool:
-    return any(isinstance(step, Begin | Called) or _begins_any(_inside(step)) for step in steps)
-
-
-def _inside(step: Step) -> Steps:
-    return step.steps if isinstance(step, OnRanks) else ()
+def flat(steps: Steps) -> Iterator[Step]:
+    """With those of some of the ranks in their places."""
+    for step in steps:
+        yield from flat(step.steps) if isinstance(step, OnRanks) else (step,)
 
 
 def begins(steps: Steps) -> tuple[Begin, ...]:
-    return tuple(begin for step in steps for begin in ((step,) if isinstance(step, Begin) else begins(_inside(step))))
+    return tuple(step for step in flat(steps) if isinstance(step, Begin))

@@ -73,6 +73,14 @@ class ExecutionError(HostweaveError, RuntimeError):
     """A program that failed while it ran."""
 
 
+class CaptureError(ExecutionError):
+    """A call that could not be captured as a CUDA graph. Nothing else has failed."""
+
+
+class OverlapWarning(UserWarning):
+    """A stream that the user stated overlaps no communication."""
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """The remedy for a word that is not known: the nearest of those that are, or all of them."""
     known = list(known)

@@ -99,6 +99,20 @@ class Lexer:
         yield
         self.depth -= 1
 
+    def repeated(self, word: str, item: Callable[[], T]) -> tuple[T, ...]:
+        """Items behind a word each, as many as there are."""
+        items: list[T] = []
+        while self.accept(word):
+            items.append(item())
+        return tuple(items)
+
+    def separated(self, item: Callable[[], T]) -> tuple[T, ...]:
+        """One item, and those that follow after commas."""
+        items = [item()]
+        while self.accept(","):
+            items.append(item())
+        return tuple(items)
+
     def list_of(self, item: Callable[[], T], closing: str) -> tuple[T, ...]:
         """Items between commas up to the closing sign, which is consumed."""
         items: list[T] = []
@@ -107,6 +121,16 @@ class Lexer:
                 self.expect(",")
             items.append(item())
         return tuple(items)
+
+    def enclosed(self, item: Callable[[], T], signs: str = "()") -> tuple[T, ...]:
+        """The same between two signs."""
+        self.expect(signs[0])
+        return self.list_of(item, signs[1])
+
+    def global_name(self, what: str) -> str:
+        """The name of a program, a function or a kernel: `@name`."""
+        self.expect("@")
+        return self.word(f"the name of {what}")
 
     def named(self) -> str:
         """The name of a value: `%name`."""

@@ -1,4 +1,4 @@
-"""Builds the extension module of a host program, or finds it in the cache.
+"""Builds the extension module of a host program, or finds it in the cache, and loads it.
 
 The cache finds it by its IR, which has no source locations: an edit that only moves lines builds nothing, and the sources in the
 cache then have the comments, with the user's lines, of the first build.
@@ -10,8 +10,14 @@ is there is compiled.
 from __future__ import annotations
 
 import os
+import sys
+import threading
 from collections.abc import Callable, Mapping
+from functools import cache
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 
 from hostweave.base.errors import BuildError
 from hostweave.base.paths import PACKAGE, RUNTIME, TEMPLATES
@@ -21,6 +27,8 @@ from hostweave.build.toolchain import Toolchain, require_native
 Sources = Mapping[str, str]  # path -> text
 
 _HOST_IR_FILE = "host_ir.txt"
+_MODULE = "hostweave_program"  # the glue's PyInit_ name: the same for every program, each from a file of its own
+_dlopen_flags = threading.Lock()  # are the interpreter's, not the thread's
 
 
 def build(
@@ -28,19 +36,20 @@ def build(
     host_ir: str,
     options: str,
     toolchain: Toolchain,
-    runtime_library: Callable[[Toolchain], Path],
+    runtime_libraries: Callable[[Toolchain], tuple[Path, ...]],
     render: Callable[[], Sources],
 ) -> Path:
-    """The folder with the sources and the module of a program, linked with the runtime of the toolchain's target.
+    """The folder with the sources and the module of a program, linked with what the runtime of the toolchain's target has for it.
 
     `render` gives the sources; it is called only where they are needed. Raises BuildError where the installation is not
     complete or the compiler fails.
     """
     require_native()
     edited = _edited_sources(name, host_ir, render)
-    library = runtime_library(toolchain)
+    libraries = runtime_libraries(toolchain)
     generator = map(stamp_of, (PACKAGE, TEMPLATES, RUNTIME))
-    entry = name_of(name, host_ir, options, *generator, toolchain.stamp, *(part for item in (edited or {}).items() for part in item))
+    made_with = toolchain.stamp, *map(str, libraries)
+    entry = name_of(name, host_ir, options, *generator, *made_with, *(part for item in (edited or {}).items() for part in item))
     if folder := lookup(entry):
         return folder
 
@@ -49,11 +58,31 @@ def build(
     def make(folder: Path) -> None:
         sources = edited or render()
         _write(folder, {**sources, _HOST_IR_FILE: host_ir})
-        make_program(folder, tuple(sources), toolchain, library)
+        make_program(folder, tuple(sources), toolchain, libraries)
 
     folder = get_or_make(entry, make)
     evict()
     return folder
+
+
+@cache
+def load(path: Path, dlopen_flags: int) -> ModuleType:
+    """The module of a built program, with these flags of its target. Raises BuildError where the file cannot be loaded here."""
+    name = f"{path.parent.name}.{_MODULE}"  # pybind11 keeps modules by their full name
+    spec = spec_from_file_location(name, path, loader=ExtensionFileLoader(name, str(path)))
+    assert spec is not None
+    assert spec.loader is not None
+    with _dlopen_flags:
+        before = sys.getdlopenflags()
+        sys.setdlopenflags(os.RTLD_NOW | os.RTLD_LOCAL | dlopen_flags)
+        try:
+            module = module_from_spec(spec)
+            spec.loader.exec_module(module)
+        except ImportError as error:
+            raise BuildError(f"{path} cannot be loaded: {error}; remove its folder to build it again") from error
+        finally:
+            sys.setdlopenflags(before)
+    return module
 
 
 def _edited_sources(name: str, host_ir: str, render: Callable[[], Sources]) -> Sources | None:

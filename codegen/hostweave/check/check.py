@@ -93,7 +93,8 @@ class _Checker:
         for freed in task.operation.frees:
             by = self.tasks[freed]
             if clock[by.lane] < by.number:
-                self.reused(task.operation, freed)
+                lender = f"may get bytes of %{freed.accesses[0].name}, which {freed} frees"
+                self.fail(task.operation, f" {lender}: nothing orders them; {_remedy(task.operation, freed)}")
         for part, access in touches:
             memory = self.memory(part, access)
             if access.reads and self.empty is None and (empty := memory.first_empty(access.region)):
@@ -106,17 +107,14 @@ class _Checker:
             if tree.names(part.instruction, "free"):
                 memory.freed.add(access.region.generation)
         for earlier in self.posted.unordered(task, clock):
-            self.two_channels(task.operation, earlier)
+            one, other = task.operation.communications[0], earlier.communications[0]
+            fault = f" and {other} are over different channels, and nothing orders them on the rank, which can deadlock"
+            self.fail(one, f"{fault}; {_remedy(one, other)}")
         for part, earlier in self.in_turn.unordered(task, clock):
             self.fail(part, f" and {earlier} may be at the same time, and signals are counted in turn; {_remedy(part, earlier)}")
 
     def memory(self, part: Operation, access: Access) -> Memory:
         return self.memories[_rank_of(part, access)][access.region.root]
-
-    def reused(self, allocate: Operation, freed: Operation) -> NoReturn:
-        (old,) = freed.accesses
-        lender = f"may get bytes of %{old.name}, which {freed} frees"
-        self.fail(allocate, f" {lender}: nothing orders them; {_remedy(allocate, freed)}")
 
     def apart(self, memory: Memory, part: Operation, access: Access, other: Operation, second: Access) -> None:
         """Two accesses of one task run at the same time."""
@@ -155,11 +153,6 @@ class _Checker:
             user = f"{other} {_verb(other, conflict.access)} {same}"
         self.fail(part, f" {_verb(part, access)} %{access.name} while {user}: nothing orders them; {_remedy(part, other)}")
 
-    def two_channels(self, later: Operation, earlier: Operation) -> NoReturn:
-        one, other = later.communications[0], earlier.communications[0]
-        fault = f" and {other} are over different channels, and nothing orders them on the rank, which can deadlock"
-        self.fail(one, f"{fault}; {_remedy(one, other)}")
-
     def issued(self, touch: TaskAccess) -> int:
         return self.instances.ranks[touch.part.rank].index(touch.by.operation)
 
@@ -170,28 +163,22 @@ class _Checker:
             part, access, empty = self.empty
             where = f"bytes {empty.start} to {empty.stop} of %{access.region.root}"
             self.fail(part, f" reads %{access.name} before anything wrote {where}: write them first, or drop the read")
+        owned = {p.name: p.type.mesh_in(self.instances.program.mesh) for p in self.instances.program.outputs}
         for rank, memories in enumerate(self.memories):
-            clock = self.order.caller_clock(rank)
+            clock = self.order.clocks[self.order.callers[rank].lane]
             for name, memory in memories.items():
                 if (touch := memory.unfinished(clock)) is not None:
-                    self.unjoined(touch, memory)
+                    part, pool, at = touch.part, touch.part.stream[0] if touch.part.stream else "", touch.access.at
+                    if at is not None:
+                        tells = f"add a signal of rank {part.rank}, and a wait for it on rank {at}"
+                        self.fail(part, f" may not be done when rank {at} has ended its call: {tells}")
+                    user = f"{_verb(part, touch.access)} %{touch.access.name}, and {_AFTERWARDS[memory.root.role]}"
+                    self.fail(part, f" {user}: nothing orders the caller's stream after it; add join {pool} behind it")
                 gap = memory.first_empty(Region(name, 0, memory.root.layout, 0))
-                if gap and memory.root.role == "output" and self.holds(rank, name):
+                has_output = name in owned and rank in owned[name].all_ranks
+                if gap and has_output:
                     missing = f"rank {rank}: nothing writes bytes {gap.start} to {gap.stop} of the output %{name}"
                     raise failure(self.instances.program, f"{missing}: write all of every output")
-
-    def holds(self, rank: int, parameter: str) -> bool:
-        program = self.instances.program
-        return any(p.name == parameter and rank in p.type.mesh_in(program.mesh).all_ranks for p in program.outputs)
-
-    def unjoined(self, touch: TaskAccess, memory: Memory) -> NoReturn:
-        part, access = touch.part, touch.access
-        if access.at is not None:
-            tells = f"add a signal of rank {part.rank}, and a wait for it on rank {access.at}"
-            self.fail(part, f" may not be done when rank {access.at} has ended its call: {tells}")
-        pool = part.stream[0] if part.stream else ""
-        user = f"{_verb(part, access)} %{access.name}, and {_AFTERWARDS[memory.root.role]}"
-        self.fail(part, f" {user}: nothing orders the caller's stream after it; add join {pool} behind it")
 
 
 # Who uses memory before and after the call, on the caller's stream.

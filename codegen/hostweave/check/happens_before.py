@@ -29,7 +29,7 @@ class Event:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Task:
-    """The `number`-th operation of stream `lane`. The first of each rank's caller is whatever the caller's stream held before the call."""
+    """The `number`-th operation of stream `lane`. The first of each rank's caller is what the caller's stream was given before the call."""
 
     operation: Operation
     lane: int
@@ -56,9 +56,6 @@ class Order:
     tasks: list[Task]
     callers: list[Task]  # by rank: what came before the call
     clocks: list[Clock]
-
-    def caller_clock(self, rank: int) -> Clock:
-        return self.clocks[self.callers[rank].lane]
 
 
 def order(instances: Instances, met: list[Meeting]) -> Order:

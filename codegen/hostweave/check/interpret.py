@@ -6,7 +6,7 @@ for each instruction and rounded once, and memory that nothing wrote holds NaN.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
@@ -20,6 +20,7 @@ from hostweave.check.operations import Access, Instances, Operation
 from hostweave.check.simulate import instantiate
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS
+from hostweave.fusion_ir.ops.definition import bound_attributes
 from hostweave.host_ir import ir, tree
 from hostweave.types.numpy_dtypes import cast, numpy_dtype
 from hostweave.types.rank_sizes import Sizes, shares
@@ -27,13 +28,7 @@ from hostweave.types.shards import bind_sizes, block_of, holds, whole_shape
 
 Array = NDArray[Any]
 
-REDUCTIONS: dict[str, Callable[[Array, Array], Array]] = {
-    "sum": np.add,
-    "prod": np.multiply,
-    "min": np.minimum,
-    "max": np.maximum,
-    "avg": np.add,
-}
+REDUCTIONS = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum, "avg": np.add}
 
 
 def interpret(program: ir.HostProgram, arrays: Mapping[str, Array | Sequence[Array]], sizes: Sizes | None = None) -> list[dict[str, Array]]:
@@ -195,7 +190,7 @@ class _Rank:
         stated = definition.stated_type(lambda: tuple(size.bind(self.sizes) for size in result.shape), numpy_dtype(result.dtype))
         operands = [_widened(values[operand]) if isinstance(operand, str) else operand for operand in op.operands]
         with np.errstate(all="ignore"):
-            computed: Array = np.asarray(definition.numpy(np, *operands, **dict(op.attributes), **stated))
+            computed: Array = np.asarray(definition.numpy(np, *operands, **bound_attributes(op, self.sizes), **stated))
         return cast(computed, result.dtype)
 
 

@@ -61,34 +61,20 @@ class Memory:
 
     def unfinished(self, clock: Clock) -> TaskAccess | None:
         """An access that may still run when `clock` is known."""
-        for unit, write in enumerate(self.writes):
-            for touch in (write, *self.reads.get(unit, {}).values()):
-                if clock[touch.by.lane] < touch.by.number:
-                    return touch
-        return None
+        touches = (touch for unit, write in enumerate(self.writes) for touch in (write, *self.reads.get(unit, {}).values()))
+        return next((touch for touch in touches if clock[touch.by.lane] < touch.by.number), None)
 
     def first_empty(self, region: Region) -> range | None:
         """The bytes of the first unit of a region that nothing has filled since its allocate."""
-        for unit in self.units(region):
-            if self.filled[unit] != region.generation:
-                return range(unit * self.unit, (unit + 1) * self.unit)
-        return None
+        empty = (unit for unit in self.units(region) if self.filled[unit] != region.generation)
+        return next((range(unit * self.unit, (unit + 1) * self.unit) for unit in empty), None)
 
     def overlap(self, a: Region, b: Region) -> bool:
         return not set(self.units(a)).isdisjoint(self.units(b))
 
     def units(self, region: Region) -> Sequence[int]:
-        pattern = self._pattern(region.layout)
-        if not region.offset:
-            return pattern
-        first = region.offset // self.unit
-        return [first + unit for unit in pattern]
-
-    def _pattern(self, layout: Layout) -> tuple[int, ...]:
-        """The units of a region that starts at 0. All steps share their layouts, so this is worked out once for each."""
-        pattern = self._patterns.get(layout)
-        if pattern is None:
+        layout, first = region.layout, region.offset // self.unit
+        if layout not in self._patterns:  # as if it started at 0: all steps share their layouts, so this is worked out once for each
             run = layout.run // self.unit
-            pattern = tuple(start // self.unit + i for start in layout.starts() for i in range(run))
-            self._patterns[layout] = pattern
-        return pattern
+            self._patterns[layout] = tuple(start // self.unit + i for start in layout.starts() for i in range(run))
+        return [first + unit for unit in self._patterns[layout]] if first else self._patterns[layout]

@@ -98,17 +98,15 @@ class _Run:
             self.fail(instruction, f"%{name} is not on this rank: stand it under `on` the mesh that has it")
         return self.places[name]
 
+    def region(self, name: str, layout: Layout, instruction: tree.Instruction, further: int = 0) -> Region:
+        """The bytes that lie so in a buffer, so many bytes after its beginning."""
+        root, offset, generation = self.place(name, instruction)
+        return Region(root, offset + further, layout, generation)
+
     def issue(self, operation: Operation) -> Operation:
         self.operations.append(operation)
         self.last[operation.stream] = operation
         return operation
-
-    def take_steps(self, count: int, loop: ir.For) -> None:
-        """Counts the steps of a loop: all that a rank does is kept in memory."""
-        self.steps_taken += count
-        if self.steps_taken > MAX_STEPS:
-            why = f"the rank takes more than {MAX_STEPS} steps of loops, the most that can be checked"
-            self.fail(loop, f"{why}; give it fewer, or check it at smaller sizes")
 
     def fail(self, instruction: tree.Instruction, message: str) -> NoReturn:
         raise failure(self.program, f"{Operation(instruction, self.rank, self.stream, self.steps)}: {message}", instruction)
@@ -231,11 +229,14 @@ def _view(b: _Binder, i: ir.View) -> Step:
 
 
 def _post(b: _Binder, i: tree.Instruction) -> Step:
-    """Whatever reads and writes memory: compute, collectives, send and recv."""
-    build = _operation(b, i)
+    """Whatever reads and writes memory: compute, collectives, send and recv. What a rank computes by has its values in the operation."""
+    build, given = _operation(b, i), {expr: b.expr(expr) for expr in tree.expressions(i)} if i.work == "compute" else {}
 
     def step(run: _Run) -> None:
-        run.issue(build(run))
+        operation = build(run)
+        if given:
+            operation.instruction = tree.with_expressions(i, lambda expr: Const(given[expr](run.environment)))
+        run.issue(operation)
 
     return step
 
@@ -283,7 +284,12 @@ def _operation(b: _Binder, i: tree.Instruction) -> Callable[[_Run], Operation]:
             if isinstance(i, ir.OneSided) and operation.peer == run.rank:
                 run.fail(i, f"{other} = {value} is this rank itself: stand it under a condition")
         here = at_root if operation.peer == run.rank or not i.at_root else elsewhere
-        operation.accesses = tuple([_access(run, i, *buffer, operation.peer) for buffer in here])
+        operation.accesses = tuple(
+            [
+                Access(name, run.region(name, layout, i), reads, writes, operation.peer if remote else None)
+                for name, layout, reads, writes, remote in here
+            ]
+        )
         return operation
 
     return build
@@ -309,22 +315,14 @@ def _blocks(b: _Binder, i: ir.Routed) -> Callable[[_Run], tuple[Operation, ...]]
         for part, number, peer in parts.get(run.rank, ()):
             if counts[number] == 0 and not isinstance(i.count, int):
                 continue  # nothing is posted for an empty block
-            root, offset, generation = run.place(name, i)
             block = layout(whole.dtype, (counts[number],), (1,))
-            region = Region(root, offset + starts[number] * whole.dtype.itemsize, block, generation)
+            region = run.region(name, block, i, starts[number] * whole.dtype.itemsize)
             member = Operation(part, run.rank, run.stream, run.steps, (Access(name, region, sends, not sends),))
             member.channel, member.process_group, member.peer = channel, tuple(channel.mesh.all_ranks), peer
             members.append(member)
         return tuple(members)
 
     return build
-
-
-def _access(
-    run: _Run, instruction: tree.Instruction, name: str, layout: Layout, reads: bool, writes: bool, remote: bool, peer: int | None
-) -> Access:
-    root, offset, generation = run.place(name, instruction)
-    return Access(name, Region(root, offset, layout, generation), reads, writes, peer if remote else None)
 
 
 def _group(b: _Binder, i: ir.Group | ir.Routed) -> Step:
@@ -445,7 +443,10 @@ def _for(b: _Binder, i: ir.For) -> Step:
 
     def step(run: _Run) -> None:
         outer = run.steps
-        run.take_steps(count, i)
+        run.steps_taken += count
+        if run.steps_taken > MAX_STEPS:  # all that a rank does is kept in memory
+            why = f"the rank takes more than {MAX_STEPS} steps of loops, the most that can be checked"
+            run.fail(i, f"{why}; give it fewer, or check it at smaller sizes")
         for value in range(count):
             run.environment[i.out] = value
             run.steps = (*outer, (i.out, value))

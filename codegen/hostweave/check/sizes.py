@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import count
 from math import gcd, lcm
 
 from hostweave.host_ir import ir
@@ -64,37 +65,34 @@ def _with_room(program: ir.HostProgram, sizes: Steps) -> dict[str, int] | None:
     wanted = [(size, 0) for size in not_negative(program)]
     wanted += [(size, 1) for size in all_sizes(program) if any(isinstance(factor, Sum) for factor in size.factors)]
     wanted = [(size, least) for size, least in wanted if set(size.atoms) <= sizes.keys()]  # local sizes go by the rank
-    return next(filter(None, (_Search(sizes, wanted, steps).found() for steps in MOST_STEPS)), None)
+    return next(filter(None, (_search(sizes, list(dict.fromkeys(wanted)), steps) for steps in MOST_STEPS)), None)
 
 
-class _Search:
+def _search(sizes: Steps, wanted: list[tuple[Size, int]], steps: int) -> dict[str, int] | None:
     """One size after the other, each taken back where those behind it do not fit."""
+    names, chosen, tries = list(sizes), dict[str, int](), count(1)
+    decided: dict[str, list[tuple[Size, int]]] = {name: [] for name in names}  # by the last symbol of each size
+    for size, least in wanted:
+        if size.symbols:
+            decided[max(size.symbols, key=names.index)].append((size, least))
 
-    def __init__(self, sizes: Steps, wanted: list[tuple[Size, int]], steps: int):
-        self.sizes, self.names, self.steps = sizes, list(sizes), steps
-        self.chosen: dict[str, int] = {}
-        self.tries = 0
-        self.decided: dict[str, list[tuple[Size, int]]] = {name: [] for name in sizes}  # by the last size of each size
-        for size, least in dict.fromkeys(wanted):
-            if size.symbols:
-                self.decided[max(size.symbols, key=self.names.index)].append((size, least))
-
-    def found(self, at: int = 0) -> dict[str, int] | None:
-        if at == len(self.names):
-            return self.chosen
-        step, least = self.sizes[self.names[at]]
-        for size in range(least, least + self.steps * step, step) if step else (least,):
-            self.tries += 1
-            self.chosen[self.names[at]] = size
-            if self.tries <= MOST_TRIES and self.fits(self.names[at]) and (found := self.found(at + 1)) is not None:
-                return found
-        return None
-
-    def fits(self, name: str) -> bool:
+    def fits(name: str) -> bool:
         try:
-            return all(size.bind(self.chosen) >= least for size, least in self.decided[name])
+            return all(size.bind(chosen) >= least for size, least in decided[name])
         except ValueError:  # a sum that does not divide
             return False
+
+    def fit_from(at: int) -> bool:
+        if at == len(names):
+            return True
+        step, least = sizes[names[at]]
+        for size in range(least, least + steps * step, step) if step else (least,):
+            chosen[names[at]] = size
+            if next(tries) <= MOST_TRIES and fits(names[at]) and fit_from(at + 1):
+                return True
+        return False
+
+    return chosen if fit_from(0) else None
 
 
 @ir.analysis

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from hostweave.base.errors import BuildError
 from hostweave.build import cache
@@ -20,23 +20,20 @@ def report() -> str:
 
 def _lines() -> Iterator[tuple[str, str]]:
     yield "python", f"{platform.python_version()} on {platform.machine()}, {len(os.sched_getaffinity(0))} cores"
-    yield "compiler", _compiler()
+    yield "compiler", _or_why_not(_compiler, "missing")
     for target in NAMES:
         yield from find_target(target).report()
-    yield "cache", _cache()
+    yield "cache", _or_why_not(cache.summary, "cannot be used")
 
 
-def _cache() -> str:
+def _or_why_not(text: Callable[[], str], otherwise: str) -> str:
     try:
-        return cache.summary()
+        return text()
     except BuildError as error:
-        return f"cannot be used: {error}"
+        return f"{otherwise}: {error}"
 
 
 def _compiler() -> str:
-    try:
-        compiler = find_compiler()
-    except BuildError as error:
-        return f"missing: {error}"
+    compiler = find_compiler()
     version = subprocess.run([str(compiler), "--version"], stdout=subprocess.PIPE, text=True).stdout.splitlines()
     return f"{version[0] if version else 'unknown version'}, {compiler}"

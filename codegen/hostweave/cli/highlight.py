@@ -36,7 +36,7 @@ def ir_lexer() -> RegexLexer:
 
     parts = ("fusion", "function", "block", "kernel", "host", "user_kernel", "cpu", "return", "else")
     header = ("mesh", "channels", "streams", "events", "uneven", "ranks")
-    stated = (*header, "pinned", "aside", "partial", "grid", "size", "in", "out", "of", "by", "on")
+    stated = (*header, "pinned", "async", "partial", "grid", "size", "in", "out", "of", "by", "on")
 
     class IrLexer(RegexLexer):
         name = "Hostweave IR"

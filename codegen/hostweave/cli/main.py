@@ -13,9 +13,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hostweave import __version__
+import hostweave as hw
 from hostweave.base.errors import HostweaveError
+from hostweave.build import cache
+from hostweave.build.toolchain import openblas_root
+from hostweave.cli.bench import bench
+from hostweave.cli.doctor import report
 from hostweave.cli.highlight import show
+from hostweave.cli.memory_plan import memory_report
+from hostweave.cli.notes import costly_choices
+from hostweave.cli.programs import load_program
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.host_ir.ir import HostProgram
+from hostweave.options import Options
+from hostweave.pipeline import PASSES, lower
 from hostweave.targets.target import NAMES
 
 _HEADER = re.compile(r"\w+ @(\w+)\(")  # of a function, kernel or program in the text of an IR
@@ -24,9 +35,9 @@ _HEADER = re.compile(r"\w+ @(\w+)\(")  # of a function, kernel or program in the
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command. A mistake of the user is one line on stderr and exit status 1."""
     options = _parser().parse_args(arguments)
-    command: Callable[[argparse.Namespace], int] = options.command
+    command: Callable[[argparse.Namespace], int | None] = options.command
     try:
-        return command(options)
+        return command(options) or 0
     except HostweaveError as error:
         print(f"hostweave: {error}", file=sys.stderr)
         return 1
@@ -39,34 +50,29 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hostweave", description="Compiles a multi-device tensor program into one readable C++ host program."
     )
-    parser.add_argument("--version", action="version", version=f"hostweave {__version__}")
+    parser.add_argument("--version", action="version", version=f"hostweave {hw.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def add(name: str, command: Callable[[argparse.Namespace], int], help: str) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=help, description=help)
+    def add(name: str, command: Callable[[argparse.Namespace], int | None], help: str, *of: Any) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=help, description=help, parents=of)
         sub.set_defaults(command=command)
         return sub
 
-    def add_program(sub: argparse.ArgumentParser) -> None:
-        sub.add_argument(
-            "program",
-            metavar="FILE.py:FUSION",
-            help="a fusion in a Python file or of an example (seeds:ag_matmul_p2p), or a .hw file of IR text",
-        )
-        sub.add_argument("--set", metavar="NAME=VALUE", action="append", default=[], help="replace a constant of the file, such as D=4")
-        sub.add_argument("--streams", type=int, default=4, help="number of CUDA streams of a stream loop (default 4)")
+    program = argparse.ArgumentParser(add_help=False)
+    what = "a fusion in a Python file or of an example (seeds:ag_matmul_p2p), or a .hw file of IR text"
+    program.add_argument("program", metavar="FILE.py:FUSION", help=what)
+    program.add_argument("--set", metavar="NAME=VALUE", action="append", default=[], help="replace a constant of the file, such as D=4")
+    program.add_argument("--streams", type=int, default=4, help="number of CUDA streams of a stream loop (default 4)")
 
     demo = add("demo", _demo, "Compile a seed program, show every stage, run it on all ranks and compare with NumPy.")
     demo.add_argument("--program", default="ag_matmul_p2p", help="a program of examples/seeds.py (default ag_matmul_p2p)")
     demo.add_argument("--ranks", type=int, default=8, help="number of ranks (default 8)")
     demo.add_argument("--target", choices=NAMES, help="default: cuda where there are GPUs, else cpu")
 
-    compile = add("compile", _compile, "Compile a program and say where its sources and module are.")
-    add_program(compile)
+    compile = add("compile", _compile, "Compile a program and say where its sources and module are.", program)
     compile.add_argument("--target", choices=NAMES, default="cpu")
 
-    inspect = add("inspect", _inspect, "Print a stage of a program: an IR after a pass, or the generated C++.")
-    add_program(inspect)
+    inspect = add("inspect", _inspect, "Print a stage of a program: an IR after a pass, or the generated C++.", program)
     inspect.add_argument(
         "--after", metavar="PASS", help="the IR after this pass; 'input' is the fusion as traced, 'all' what each pass changed"
     )
@@ -74,28 +80,23 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--memory", action="store_true", help="offsets and live ranges of temporaries, peak and lower bound")
     inspect.add_argument("--sizes", metavar="M=1024,K=512", default="", help="sizes for --memory and for the notes on costs (default 4096)")
 
-    export = add("export", _export, "Write a CMake project that builds and runs the program without Python.")
-    add_program(export)
+    export = add("export", _export, "Write a CMake project that builds and runs the program without Python.", program)
     export.add_argument("folder", type=Path)
 
-    bench = add("bench", _bench, "Run the benchmarks that this machine can run, and print ratios to the peers of the same run.")
-    bench.add_argument("names", nargs="*", help="benchmarks by name; default: all that this machine can run")
+    bench_help = "Run the benchmarks that this machine can run, and print ratios to the peers of the same run."
+    sub = add("bench", lambda options: bench(options.names), bench_help)
+    sub.add_argument("names", nargs="*", help="benchmarks by name; default: all that this machine can run")
 
-    add("doctor", _doctor, "Say what was found (compiler, CUDA, NCCL, cuBLAS, GPUs, cache) and what to install for what is missing.")
+    doctor_help = "Say what was found (compiler, CUDA, NCCL, cuBLAS, GPUs, cache) and what to install for what is missing."
+    add("doctor", lambda _: print(report()), doctor_help)
 
-    cache = add(
-        "cache",
-        _cache,
-        "The folder of compiled programs; HOSTWEAVE_CACHE moves it, HOSTWEAVE_CACHE_LIMIT (10 GB) bounds it.",
-    )
-    cache.add_argument("action", nargs="?", choices=("path", "list", "size", "clear"), default="list")
+    cache_help = "The folder of compiled programs; HOSTWEAVE_CACHE moves it, HOSTWEAVE_CACHE_LIMIT (10 GB) bounds it."
+    sub = add("cache", _cache, cache_help)
+    sub.add_argument("action", nargs="?", choices=("path", "list", "size", "clear"), default="list")
     return parser
 
 
 def _load(options: argparse.Namespace) -> Any:
-    from hostweave.cli.programs import load_program
-    from hostweave.options import Options
-
     constants = {}
     for setting in options.set:
         name, equals, value = setting.partition("=")
@@ -114,29 +115,19 @@ def _demo(options: argparse.Namespace) -> int:
     return demo(options.program, options.ranks, options.target)
 
 
-def _compile(options: argparse.Namespace) -> int:
-    import hostweave as hw
-
+def _compile(options: argparse.Namespace) -> None:
     program, settings = _load(options)
     compiled = hw.compile(program, target=options.target, options=settings)
     compiled.build()
     print(compiled.folder)
-    return 0
 
 
-def _inspect(options: argparse.Namespace) -> int:
-    from hostweave.cli.notes import costly_choices
-    from hostweave.fusion_ir.ir import Fusion
-    from hostweave.host_ir.ir import HostProgram
-    from hostweave.pipeline import PASSES, lower
-
+def _inspect(options: argparse.Namespace) -> None:
     program, settings = _load(options)
     seen: list[tuple[str, Fusion | HostProgram]] = []
     host = lower(program, settings, lambda name, stage: seen.append((name, stage)))
     stages = [(name, str(stage)) for name, stage in seen]
     if options.memory:
-        from hostweave.cli.memory_plan import memory_report
-
         print(memory_report(host, _sizes(options.sizes)), end="")
     elif options.after is None:
         from hostweave.emit import render
@@ -155,7 +146,6 @@ def _inspect(options: argparse.Namespace) -> int:
     if fusions := [stage for _, stage in seen if isinstance(stage, Fusion)]:
         for note in costly_choices(fusions[-1], host, _sizes(options.sizes)):
             print(f"note: {note}", file=sys.stderr)
-    return 0
 
 
 def _only(stages: Sequence[tuple[str, str]], name: str | None) -> Sequence[tuple[str, str]]:
@@ -196,9 +186,7 @@ def _sizes(text: str) -> dict[str, int]:
     return sizes
 
 
-def _export(options: argparse.Namespace) -> int:
-    import hostweave as hw
-    from hostweave.build.toolchain import openblas_root
+def _export(options: argparse.Namespace) -> None:
     from hostweave.emit.main import executable_of
 
     program, settings = _load(options)
@@ -207,25 +195,9 @@ def _export(options: argparse.Namespace) -> int:
     configure = ["cmake", "-S", options.folder, "-B", build, "-DHOSTWEAVE_TARGET=cpu", f"-DHOSTWEAVE_OPENBLAS_ROOT={openblas_root()}"]
     commands = configure, ["cmake", "--build", build], [(build / executable_of(program.name)).absolute()]
     print(" && ".join(shlex.join(map(str, command)) for command in commands))
-    return 0
 
 
-def _bench(options: argparse.Namespace) -> int:
-    from hostweave.cli.bench import bench
-
-    return bench(options.names)
-
-
-def _doctor(options: argparse.Namespace) -> int:
-    from hostweave.cli.doctor import report
-
-    print(report())
-    return 0
-
-
-def _cache(options: argparse.Namespace) -> int:
-    from hostweave.build import cache
-
+def _cache(options: argparse.Namespace) -> None:
     if options.action == "path":
         print(cache.root())
     elif options.action == "clear":
@@ -234,4 +206,3 @@ def _cache(options: argparse.Namespace) -> int:
         for entry in cache.entries() if options.action == "list" else ():
             print(entry)
         print(cache.summary())
-    return 0

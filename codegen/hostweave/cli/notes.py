@@ -12,7 +12,6 @@ from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import inlined
 from hostweave.types.rank_sizes import RankSizes, Sizes
-from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 
 MUCH = 0.1  # of the bytes of a rank's inputs and outputs
@@ -74,9 +73,5 @@ def _copies(body: tree.Body, sizes: Sizes, times: int) -> Iterator[tuple[ir.Copy
 
 
 def _bytes(type: BufferType, sizes: Sizes) -> int:
-    return prod(_elements(size, sizes) for size in type.shape) * type.dtype.itemsize
-
-
-def _elements(size: Size, sizes: Sizes) -> int:
-    """At these sizes, rounded down where it is a quotient that does not divide."""
-    return (size * size.divisor).bind(sizes) // size.divisor
+    """At these sizes. One that is a quotient which does not divide is rounded down."""
+    return prod((size * size.divisor).bind(sizes) // size.divisor for size in type.shape) * type.dtype.itemsize

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod, sqrt
 
 from hostweave.fusion_ir.calls import inlined
 from hostweave.fusion_ir.ir import Fusion, Op
-from hostweave.fusion_ir.ops import OPS, RESHARDS, operand_types
-from hostweave.fusion_ir.reference import _IN_A_ROW
+from hostweave.fusion_ir.ops import OPS, operand_types
 from hostweave.options import Options
 from hostweave.passes.fusion.insert_reshards import insert_reshards
+from hostweave.passes.fusion.merge_contractions import merge_contractions
 from hostweave.passes.fusion.propagate_sharding import propagate_sharding
 from hostweave.types.tensor import DType, TensorType, f32, f64
+
+_IN_A_ROW = 512  # terms, at most, that count as added up one after the other
 
 
 @dataclass(frozen=True)
@@ -53,48 +56,30 @@ def tolerance_of(fusion: Fusion, name: str, sizes: Mapping[str, int]) -> Toleran
 
     Lengths multiply along a chain of sums and products; so do the ranks, wherever they hold terms that are added up.
     """
-    spread = insert_reshards(propagate_sharding(inlined(fusion), Options()), Options())
+    spread = with_terms(fusion)
     types = {value_name: value.type for value_name, value in spread.values().items()}
     lengths, terms = dict.fromkeys(types, 1), dict.fromkeys(types, 1)
     for op in spread.ops:
         result, inputs = op.result.name, op.tensors
-        joined = prod if op.kind == "matmul" else max
-        lengths[result] = joined(lengths[tensor] for tensor in inputs) * _reduced(op, types, sizes)
+        joined: Callable[[Iterable[int]], int] = prod if op.kind == "matmul" else partial(max, default=1)
+        lengths[result] = joined(lengths[tensor] for tensor in inputs) * reduced_length(op, types, sizes)
         terms[result] = joined(terms[tensor] for tensor in inputs)
         if op.result.type.partial:
             terms[result] *= op.result.type.mesh_in(spread.mesh).size_of(op.result.type.partial.axes)
     return tolerance(types[name].dtype, lengths[name], terms[name])
 
 
-def tolerance_at_scale(fusion: Fusion, name: str, sizes: Mapping[str, int]) -> Tolerance:
-    """The same for a value of a program that keeps values at a magnitude of about 1: norms, and weights scaled by their rows.
-
-    Every op errs by up to one unit roundoff u of its dtype; a sum of n products of size 1 / sqrt(n) by what `tolerance` says of
-    n and of the ranks' terms, divided by sqrt(n). Of both sides of a matmul the errors are of their own and add up in the mean
-    square; what is computed from one value by several pointwise ops errs together, and takes over the largest. Five standard
-    deviations of the sum are allowed.
-    """
-    spread = insert_reshards(propagate_sharding(inlined(fusion), Options()), Options())
-    types = {value_name: value.type for value_name, value in spread.values().items()}
-    squares = {value.name: 0.0 for value in spread.inputs}
-    for op in spread.ops:
-        dtype, taken = op.result.type.dtype, [squares[tensor] for tensor in op.tensors]
-        if op.kind == "matmul":
-            ranks = spread.mesh.size_of(op.result.type.partial.axes) if op.result.type.partial else 1
-            length = _reduced(op, types, sizes)
-            own, inherited = tolerance(dtype, length, ranks).atol / sqrt(length) / 4, sum(taken)
-        else:
-            is_exact = OPS[op.kind].is_view or op.kind in (*RESHARDS, "copy", "iota")
-            own, inherited = 0.0 if is_exact else tolerance(dtype).rtol / 4, max(taken, default=0.0)
-        squares[op.result.name] = inherited + own**2
-    return Tolerance(tolerance(types[name].dtype).rtol, 5 * sqrt(squares[name]))
+def with_terms(fusion: Fusion) -> Fusion:
+    """The program without calls, with its shardings and the terms that they leave."""
+    options = Options()
+    return insert_reshards(propagate_sharding(merge_contractions(inlined(fusion), options), options), options)
 
 
-def _reduced(op: Op, types: Mapping[str, TensorType], sizes: Mapping[str, int]) -> int:
+def reduced_length(op: Op, types: Mapping[str, TensorType], sizes: Mapping[str, int]) -> int:
     """How many elements or products one element of the result is made of."""
     operands = operand_types(op, types)
     walked = OPS[op.kind].map(operands, op)
     dim_sizes = {
         label: size for labels, type in zip(walked.operands, operands, strict=True) for label, size in zip(labels, type.shape, strict=True)
     }
-    return prod(size.bind(sizes) for label, size in dim_sizes.items() if label and label not in walked.result)
+    return prod(size.bind(sizes) for label, size in dim_sizes.items() if label and label not in (*walked.result, *walked.unwalked))

@@ -50,25 +50,16 @@ def _plan(steps: Steps, context: ProgramContext) -> str:
 
 
 def _told(step: Step, context: ProgramContext) -> Words:
-    begin = step.of if isinstance(step, End) else step
-    buffer = context.temporaries[begin] if isinstance(begin, Begin) else None
-    lines = _lines(step, context)
-    if buffer is None or buffer.element is None:
-        return (lines,)
-    before, _, after = lines.partition(buffer.member)
-    return before, buffer.element, after
-
-
-def _lines(step: Step, context: ProgramContext) -> str:
     match step:
-        case Begin():
-            buffer = context.temporaries[step]
-            return lay_out("memory_allocate", member=buffer.member, count=buffer.count, pool=buffer.pool)
-        case End(begin):
-            return lay_out("memory_free", member=context.temporaries[begin].member)
+        case Begin() | End():
+            buffer = context.temporaries[step.of if isinstance(step, End) else step]
+            allocation = {} if isinstance(step, End) else {"count": buffer.count, "pool": buffer.pool}
+            lines = lay_out("memory_allocate" if allocation else "memory_free", member=buffer.member, **allocation)
+            before, _, after = lines.partition(buffer.member)
+            return (before, buffer.element, after) if buffer.element else (lines,)
         case Joined(stream):
-            return lay_out("memory_join", pool=context.streams[stream].member)
+            return (lay_out("memory_join", pool=context.streams[stream].member),)
         case OnRanks(mesh, inner):
-            return lay_out("branch", condition=context.flag(mesh), body=_plan(inner, context))
+            return (lay_out("branch", condition=context.flag(mesh), body=_plan(inner, context)),)
         case Called(function):
-            return lay_out("memory_call", function=context.memory_of[function])
+            return (lay_out("memory_call", function=context.memory_of[function]),)

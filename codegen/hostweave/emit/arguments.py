@@ -40,6 +40,7 @@ class Argument:
     used: bool
     path: str  # in the struct of inputs or outputs
     on: str = ""  # the condition that this rank has it
+    label: str = ""  # C++ for the user's name, of one that calls take in turn
 
     @property
     def member(self) -> str:
@@ -65,9 +66,7 @@ def inputs_of(program: ir.HostProgram, emitter: Emitter) -> tuple[Argument, ...]
     for parameter in program.inputs:
         bindings: list[_Binding] = []
         for dim, size in enumerate(program.local_type(parameter).shape):
-            binding = _binding(program, dim, size)
-            if binding and parameter.type.mesh:
-                binding = replace(binding, from_whole=True)
+            binding = _binding(program, parameter, dim, size)
             if binding and binding.name not in {*known, *(b.name for b in bindings)}:
                 bindings.append(binding)
         result.append(argument(program, parameter, emitter, known, bindings))
@@ -83,12 +82,7 @@ class CheckedInTurn:
     index: str
     begin: int
     end: int
-    members: tuple[LayerInput, ...]
-
-
-@dataclass(frozen=True)
-class LayerInput(Argument):
-    label: str = ""  # C++ for the user's name
+    members: tuple[Argument, ...]
 
 
 def checks_of(inputs: tuple[Argument, ...], context: ProgramContext) -> Iterator[Argument | CheckedInTurn]:
@@ -105,19 +99,19 @@ def checks_of(inputs: tuple[Argument, ...], context: ProgramContext) -> Iterator
         if layers and x is of_first[-1]:
             call = context.index
             members = tuple(
-                LayerInput(**{**vars(y), "path": f"{layers.field}[{call}].{y.member}"}, label=f'{{"{prefix}", {plus(call, layers.first)}}}')
+                replace(y, path=f"{layers.field}[{call}].{y.member}", label=f'{{"{prefix}", {plus(call, layers.first)}}}')
                 for y, prefix in zip(of_first, layers.prefixes, strict=True)
             )
             yield CheckedInTurn(call, int(tells), len(layers.inputs), members)
 
 
-def _binding(program: ir.HostProgram, dim: int, size: Size) -> _Binding | None:
+def _binding(program: ir.HostProgram, parameter: ir.Parameter, dim: int, size: Size) -> _Binding | None:
     """What a local size such as `M/8` or `local(M, x)` tells."""
     part = size.factor
     if isinstance(part, LocalSize) and part.size.name:
         return _Binding(part.size.name, dim, part.ranks_in(program.mesh), from_whole=True)
     name = (size * size.divisor).name
-    return _Binding(name, dim, size.divisor) if name else None
+    return _Binding(name, dim, size.divisor, from_whole=parameter.type.mesh is not None) if name else None
 
 
 def argument(

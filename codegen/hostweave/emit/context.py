@@ -16,7 +16,7 @@ from hostweave.types.tensor import BufferType
 
 WORKSPACE = "workspace_"
 
-PlanKey = tuple[tuple[BufferType, ...], str, bool, str]  # of the operands and the result, the precision, the bias, the activation
+PlanKey = tuple[object, ...]  # what a plan is made and prepared with
 
 
 @dataclass(frozen=True)
@@ -42,22 +42,11 @@ class Channel:
 
 
 @dataclass(frozen=True)
-class Routes:
-    """Which rank sends which block to which."""
-
-    name: str
-    lines: tuple[str, ...]  # of the table
-
-
-@dataclass(frozen=True)
 class Plan:
     member: str
-    operands: str  # dtypes
-    result: str
-    ends: tuple[str, ...]  # the epilogue, then the compute type, where they are not the default ones
-    a: str
-    b: str
-    c: str
+    kind: str  # of the runtime's: MatmulPlan
+    made_with: tuple[str, ...]  # besides the rank
+    prepared_with: tuple[str, ...]
     comment: str
 
 
@@ -93,7 +82,7 @@ class ProgramContext:
         self.events = {e.name: Pool(self.members.of(e.name, "events"), e.name, e.count) for e in program.events}
         self.flags: dict[Mesh, str] = {}  # of meshes of some of the ranks
         self.channels: dict[str, Channel] = {}
-        self.routes: dict[ir.Routes, Routes] = {}
+        self.routes: dict[ir.Routes, tuple[str, list[str]]] = {}  # the name and the lines of each table
         self.plans: dict[PlanKey, Plan] = {}
         self.uses_of_plan: dict[PlanKey, set[Mesh]] = {}
         self.declared = {kernel.name: kernel for kernel in program.kernels}

@@ -24,8 +24,11 @@ CUDA_TYPES = {
     "f8e5m2": "CUDA_R_8F_E5M2",
     "i64": "CUDA_R_64I",
     "i32": "CUDA_R_32I",
+    "i16": "CUDA_R_16I",
     "i8": "CUDA_R_8I",
+    "u64": "CUDA_R_64U",
     "u32": "CUDA_R_32U",
+    "u16": "CUDA_R_16U",
     "u8": "CUDA_R_8U",
     "bool": "CUDA_R_8U",
 }
@@ -36,7 +39,7 @@ def number(value: float, dtype: DType) -> str:
     if dtype.kind == "bool":
         return "true" if value else "false"
     if dtype.kind != "float":
-        return str(int(value))
+        return "INT64_MIN" if value == -(2**63) else f"{int(value)}{'u' if value >= 2**63 else ''}"
     if math.isnan(value):
         return "NAN"
     if math.isinf(value):
@@ -103,7 +106,7 @@ class CppExprPrinter:
         return f"({text})"
 
     def factor(self, size: Size) -> str:
-        """An size that something is multiplied with."""
+        """A size that something is multiplied with."""
         text = self.size(size)
         return text if " " not in text or isinstance(size.factor, Sum) else f"({text})"
 
@@ -111,7 +114,7 @@ class CppExprPrinter:
         return "{" + ", ".join(map(self.alone, sizes)) + "}"
 
     def alone(self, size: Size) -> str:
-        """An size that stands between commas: a sum goes without parentheses."""
+        """A size that stands between commas: a sum goes without parentheses."""
         text = self.size(size)
         return text[1:-1] if isinstance(size.factor, Sum) else text
 
@@ -136,10 +139,6 @@ class CppExprPrinter:
         yield
         self.ranges = before
 
-    def coordinate(self, axis: str) -> str:
-        """Where this rank stands along an axis of the present mesh."""
-        return self.coordinates[self.mesh, axis]
-
     def rank(self) -> str:
         """This rank's number."""
         return self.coordinates[self.program, ""]
@@ -158,7 +157,7 @@ class CppExprPrinter:
             case Var(name):
                 return self.variables[name]
             case Coordinate(axis):
-                return self.coordinate(axis)
+                return self.coordinates[self.mesh, axis]
             case Rank():
                 return self.rank()
             case Symbol(size):

@@ -33,7 +33,10 @@ def export(program: HostProgram, folder: Path, reference: HostProgram | str, dty
     texts = {path: rendered(path, program=emitted, main=main) for path in ("main.cpp", "CMakeLists.txt")}
     for under, each in main.programs.items():
         texts |= {under + path: rendered(path, program=each) for path in ("program.h", "program.cpp", *kernel_files(each))}
-    files = {path: text.encode() for path, text in texts.items()} | _runtime()
+    parts = ("include", "src", "cpu", "sample", *sorted(program.libraries))  # without the driver, which is Python's
+    runtime = (path for part in parts for path in sorted((RUNTIME / part).rglob("*")) if path.is_file())
+    files = {path: text.encode() for path, text in texts.items()}
+    files |= {f"runtime/{path.relative_to(RUNTIME)}": path.read_bytes() for path in runtime}
     folder.mkdir(parents=True, exist_ok=True)
     written = _written(folder)
     for path in dict.fromkeys((*files, *written)):
@@ -47,12 +50,6 @@ def export(program: HostProgram, folder: Path, reference: HostProgram | str, dty
     for path, content in {_SUMS: sums.encode(), **files}.items():  # the list first: an export that is cut short can be done again
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_bytes(content)
-
-
-def _runtime() -> dict[str, bytes]:
-    """All but the driver, by which Python calls a program."""
-    paths = [path for part in ("include", "src", "cpu", "sample") for path in sorted((RUNTIME / part).rglob("*")) if path.is_file()]
-    return {f"runtime/{path.relative_to(RUNTIME)}": path.read_bytes() for path in paths}
 
 
 def _written(folder: Path) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from hostweave.analysis.live_ranges import Begin, begins, live_ranges
 from hostweave.base.errors import Location
-from hostweave.emit.context import WORKSPACE, Plan, ProgramContext, Routes, Temporary
+from hostweave.emit.context import WORKSPACE, Plan, ProgramContext, Temporary
 from hostweave.emit.copies import copied, copy_kernel, fill_kernel
 from hostweave.emit.cpp import CUDA_TYPES
 from hostweave.emit.layers import Element, Words, arrays_of, rolled
@@ -242,15 +242,28 @@ class Emitter:
         return self.lay_out(i, plan=self.plan(i), stream=stream, terms=terms)
 
     def plan(self, i: ir.Matmul) -> str:
-        a, b, dst = types = (self.type_of(i.a), self.type_of(i.b), self.type_of(i.dst))
-        plans, key = self.context.plans, (types, i.precision, bool(i.bias), i.activation)
+        types = [self.type_of(name) for name in (i.a, i.b, i.dst)]
+        made_with = CUDA_TYPES[types[0].dtype.name], CUDA_TYPES[types[2].dtype.name], *_ends(i)
+        return self.planned("MatmulPlan", i, i.dst, made_with, tuple(map(self.strided, types)))
+
+    def planned(self, kind: str, i: tree.Instruction, dst: str, made_with: tuple[str, ...], prepared_with: tuple[str, ...]) -> str:
+        """The member that is its plan: one for all that are made and prepared alike."""
+        plans, key = self.context.plans, (kind, made_with, prepared_with)
         if key not in plans:
-            member = self.members.of(f"plan_{self.buffers[i.dst].root}", f"plan {len(plans)}")
-            operands = CUDA_TYPES[a.dtype.name], CUDA_TYPES[dst.dtype.name]
-            shapes = self.strided(a), self.strided(b), self.strided(dst)
-            plans[key] = Plan(member, *operands, _ends(i), *shapes, print_instruction(i)[0])
+            member = self.members.of(f"plan_{self.buffers[dst].root}", f"plan {len(plans)}")
+            plans[key] = Plan(member, *key, print_instruction(i)[0])
         self.context.uses_of_plan.setdefault(key, set()).add(self.integers.mesh)
         return plans[key].member
+
+    def attention(self, i: ir.Attention) -> str:
+        words = [f".scale = {i.scale!r}"] if i.scale != 1 else []
+        words += [".causal = true"] if i.diagonal is not None else []
+        words += [f".window = {i.window}"] if i.window else []
+        words += [".has_lse = true"] if i.lse else []
+        shapes = [self.strided(self.type_of(name)) for name in (i.q, i.k, i.v, i.dst)]
+        diagonal = [self.expr(i.diagonal)] if i.diagonal not in (None, Const(0)) else []
+        made_with = CUDA_TYPES[self.dtype(i.q)], f"{{{', '.join(words)}}}"
+        return self.lay_out(i, plan=self.planned("AttentionPlan", i, i.dst, made_with, (*shapes, *diagonal)))
 
     def strided(self, type: BufferType) -> str:
         shape = self.integers.shape(type.shape)
@@ -264,7 +277,7 @@ class Emitter:
     def launch_of(self, kernel: ir.Kernel, srcs: Sequence[str], dsts: Sequence[str]) -> str:
         emitted = self.context.launched(kernel, tuple(self.type_of(name) for name in (*srcs, *dsts)))
         buffers = [*(self.access("reads", name) for name in srcs), *(self.access("writes", name) for name in dsts)]
-        return self.call("launch_pdl", emitted.name, emitted.grid, (*buffers, *emitted.sizes))
+        return self.call("launch_pdl", emitted.name, emitted.loops.grid, (*buffers, *emitted.sizes))
 
     def call(self, launch: str, kernel: str, grid: str, arguments: Sequence[str]) -> str:
         return lay_out("launch", function=launch, kernel=kernel, grid=grid, stream=self.stream, arguments=arguments)
@@ -308,13 +321,13 @@ class Emitter:
 
     def broadcast_to_others(self, i: ir.BroadcastToOthers) -> str:
         """In place on the root, whose buffer is only read."""
-        rank_in_group: Expr = Const(0)
+        number: Expr = Const(0)  # in the process group
         channel = self.program.channel(i.channel)
         for axis in channel.axes:
-            rank_in_group = rank_in_group * channel.mesh.axis_size(axis) + Coordinate(axis)
+            number = number * channel.mesh.axis_size(axis) + Coordinate(axis)
         src, cpp = self.text(i.src), self.type_of(i.dst).dtype.cpp
         kept = f"const_cast<{cpp}*>({src})" if self.buffers[i.src].read_only else src
-        return self.lay_out(i, place=self.expr(rank_in_group), kept=kept)
+        return self.lay_out(i, place=self.expr(number), kept=kept)
 
     def by_rank(self, i: ir.AllToAll | ir.Gather | ir.Scatter) -> str:
         """A collective that walks the ranks of its channel and sends or receives a block of each."""
@@ -327,8 +340,8 @@ class Emitter:
         return self.lay_out(i, count=self.integers.size(block), peer=peer, offset=offset)
 
     def collective_permute(self, i: ir.CollectivePermute) -> str:
-        targets = [i.sources.index(place) if place in i.sources else None for place in range(len(i.sources))]
-        sources, targets_text = (["-1" if place is None else str(place) for place in places] for places in (i.sources, targets))
+        targets = [i.sources.index(rank) if rank in i.sources else None for rank in range(len(i.sources))]
+        sources, targets_text = (["-1" if rank is None else str(rank) for rank in ranks] for ranks in (i.sources, targets))
         return self.lay_out(i, sources=sources, targets=targets_text)
 
     def blocks(self, i: ir.Routed) -> str:
@@ -336,12 +349,12 @@ class Emitter:
         if i.routes not in tables:
             rows = [f"{{{route.sender}, {route.sent}, {route.receiver}, {route.received}}}" for route in i.routes]
             lines = [", ".join(rows[at : at + ROUTES_A_LINE]) + "," for at in range(0, len(rows), ROUTES_A_LINE)]
-            tables[i.routes] = Routes(self.names.of(f"kRoutes_{name}", f"routes {len(tables)}"), tuple(lines))
+            tables[i.routes] = self.names.of(f"kRoutes_{name}", f"routes {len(tables)}"), lines
         if not isinstance(i.count, int):
-            return self.lay_out(i, routes=tables[i.routes].name)
+            return self.lay_out(i, routes=tables[i.routes][0])
         block, route = product(self.type_of(name).shape) // i.count, self.names.of("route", "of blocks")
         times = f" * {self.integers.factor(block)}" if i.count > 1 else ""
-        return self.lay_out(i, routes=tables[i.routes].name, route=route, count=self.integers.size(block), times=times)
+        return self.lay_out(i, routes=tables[i.routes][0], route=route, count=self.integers.size(block), times=times)
 
     def group(self, i: ir.Group) -> str:
         self.in_group = True
@@ -434,6 +447,7 @@ _EMIT: dict[type[tree.Instruction], Callable[[Emitter, Any], str | Words]] = {
     ir.View: Emitter.view,
     ir.Choose: Emitter.choose,
     ir.Matmul: Emitter.matmul,
+    ir.Attention: Emitter.attention,
     ir.Launch: Emitter.launch,
     ir.Copy: Emitter.copy,
     ir.Fill: Emitter.fill,

@@ -72,7 +72,21 @@ BY_COLUMNS = ThreadSchedule(
 )
 
 
+BY_LANES = ThreadSchedule("for (int64_t {element} : hw::Lanes::of({count}))", "hw::grid_of_elements({count})")
+BY_LANE_PARTS = ThreadSchedule(
+    "for (const hw::LanePart {element} : hw::LaneParts{{{count}}})", "hw::grid_of_elements({count} * hw::kLaneParts)"
+)
+BY_BLOCK_LANES = ThreadSchedule("for (int64_t {element} : hw::BlockLanes::of({count}))", "hw::grid_of_rows({count}, {length})")
+
 ROWS = (BY_ROW, BY_ANY_ROW, BY_SHORT_ROW)
+
+
+@dataclass(frozen=True)
+class Lane:
+    """The elements of a dim that no loop walks."""
+
+    size: Size
+    stride: Size
 
 
 @dataclass(frozen=True)
@@ -116,6 +130,8 @@ class Loops:
         inputs, results = [p.name for p in kernel.inputs], [p.name for p in kernel.results]
         self.memory = dict(zip((*inputs, *map(stored, results)), buffers, strict=True))
         self.stores = set(map(stored, results))
+        self.takes_lanes = any(OPS[op.kind].lane for op in kernel.ops)
+        self.lanes = self.lie_unwalked((*inputs, *results))
         self.places = self.lie((*inputs, *results))
         self.dims()
         self.name_indices(names)
@@ -148,6 +164,14 @@ class Loops:
                 continue
             places[op.result.name] = {index: ONE for index in counted if index is not None}
         return places
+
+    def lie_unwalked(self, named: Sequence[str]) -> dict[str, Lane]:
+        """The dims that no loop walks, by place: how many elements there are, and how far apart."""
+        return {
+            place: Lane(buffer.shape[dim], strides_of(buffer)[dim])
+            for name, (place, buffer) in zip(named, self.memory.items(), strict=True)
+            if (dim := self.walked.lanes.get(name)) is not None
+        }
 
     def dims(self) -> None:
         """The dims that the kernel keeps and those that it reduces, from the outermost in."""
@@ -199,6 +223,10 @@ class Loops:
 
     def shared(self, inputs: Sequence[str], results: Sequence[str]) -> ThreadSchedule:
         """A block for an element where what is reduced to it lies side by side, else for a tile of them; a thread where that is little."""
+        if self.takes_lanes:
+            if self.lanes[stored(results[0])].stride == ONE:
+                return BY_BLOCK_LANES
+            return BY_LANE_PARTS if any(OPS[op.kind].parts_lanes for op in self.kernel.ops) else BY_LANES
         if not self.reduced or (self.reduced[-1].size.is_int and int(self.reduced[-1].size) < SMALL):
             return BY_THREAD
         if any(self.stride(name, self.reduced[-1]) == ONE for name in inputs):
@@ -209,7 +237,7 @@ class Loops:
         """How many neighbours a thread takes: as many as one access reads or writes of each place that has them side by side."""
         scattered = any(self.stride(place, self.along) not in (ZERO, ONE) for place in self.stores)
         helpful = self.packed - self.stores if self.reduced else self.packed  # a reduction reads more than it stores
-        if not helpful or scattered:
+        if not helpful or scattered or self.takes_lanes:
             return 1
         width = ACCESS // max(self.memory[place].dtype.itemsize for place in self.packed)
         while any(size.is_int and int(size) % width for size in self.divided()):
@@ -220,7 +248,8 @@ class Loops:
         """What the number of neighbours that a thread takes has to divide: how many there are, and how far apart rows of them lie."""
         others = [dim for dim in (*self.kept, *self.reduced) if dim != self.along]
         rows = [self.stride(place, dim) for dim in others for place in self.memory if place in self.packed]
-        return list(dict.fromkeys([self.along.size, *rows]))
+        jumps = [lane.stride for place, lane in self.lanes.items() if place in self.packed]
+        return list(dict.fromkeys([self.along.size, *rows, *jumps]))
 
     def share_row(self, held: int) -> None:
         """By the threads of a block, or by fewer of a warp, where each takes the same number of times what it takes together."""
@@ -239,10 +268,6 @@ class Loops:
             if fits and accesses % each == 0 and each * held <= HELD:
                 return threads
         return 0
-
-    def bytes_of_rows(self, inputs: Sequence[str]) -> int:
-        """Of rows of known length."""
-        return int(self.along.size) * sum(self.memory[name].dtype.itemsize for name in inputs)
 
     def is_wide(self, pointers: Iterable[str]) -> str:
         """The condition under which a thread takes neighbours together."""
@@ -278,12 +303,19 @@ class Loops:
             walk=walk and f"<{walk}>",
             together=size(*(dim.size for dim in self.kept), Size(self.row_threads)),
             index=self.names[self.reduced[-1]] if self.reduced else "",
-            length=size(self.reduced[-1].size) if self.reduced else "",
+            length=size(self.length) if self.length else "",
             row=self.row,
             threads=self.threads,
             width=width and f"<{width}>",
             more=width and f", {width}",
         )
+
+    @property
+    def length(self) -> Size | None:
+        """Of what a block takes together."""
+        if self.takes_lanes:
+            return self.lanes[next(place for place in self.memory if place in self.stores)].size
+        return self.reduced[-1].size if self.reduced else None
 
     @property
     def each(self) -> str:
@@ -321,7 +353,7 @@ class Loops:
             return []
         is_wide, length = self.is_wide(pointers), self.integers.size(self.along.size)
         if self.number == "Index":
-            fits_int32 = f"hw::fits_int32({self.count})"
+            fits_int32 = self.text("hw::fits_int32({count})")
             if self.width == 1:
                 return [(fits_int32, "uint32_t"), ("", "int64_t")]
             wide = [(f"{is_wide} && {fits_int32}", f"{self.width}, uint32_t"), (is_wide, f"{self.width}, int64_t")]
@@ -341,7 +373,8 @@ class Loops:
         if self.sharing == BY_COLUMNS:
             columns = product(tuple(dim.size for dim in self.kept))
             return str(MOST_THREADS if columns.is_int and int(columns) <= FEW_COLUMNS else TILE_THREADS)
-        return {BY_ROW: str(self.row_threads), BY_BLOCK: "hw::kRowThreads", BY_ANY_ROW: "hw::kRowThreads"}.get(self.sharing, "")
+        by_row = dict.fromkeys((BY_BLOCK, BY_ANY_ROW, BY_BLOCK_LANES), "hw::kRowThreads")
+        return {BY_ROW: str(self.row_threads), **by_row}.get(self.sharing, "")
 
     @property
     def bounds(self) -> str:
@@ -356,11 +389,6 @@ class Loops:
     def once(self) -> str:
         """The condition under which a thread stores what several have reduced."""
         return self.text(self.sharing.once)
-
-    @property
-    def count(self) -> str:
-        """How many elements are kept."""
-        return self.integers.size(product(tuple(dim.size for dim in self.kept)))
 
     @property
     def reduced_count(self) -> str:
@@ -399,8 +427,14 @@ class Loops:
         return tuple(dim.strides[number] for dim in self.kept) == row_major(tuple(dim.size for dim in self.kept))
 
     def declarations(self) -> tuple[str, ...]:
-        """Of the indices of the result's dims that are needed."""
-        return tuple(f"const int64_t {self.names[self.kept[i]]} = {self.part_of_element(i)};" for i in self.parts)
+        """Of the indices of the result's dims that are needed: `element / (m * N) % 4`."""
+        declared = []
+        for i in self.parts:
+            inner = product(tuple(dim.size for dim in self.kept[i + 1 :]))
+            quotient = self.element if inner == ONE else f"{self.element} / {self.divisor(inner)}"
+            rest = f" % {self.divisor(self.kept[i].size)}" if i else ""
+            declared.append(f"const int64_t {self.names[self.kept[i]]} = {quotient}{rest};")
+        return tuple(declared)
 
     def taken_apart(self) -> list[int]:
         """The dims of the result whose indices are taken from the number of its element, because some offset needs them."""
@@ -408,12 +442,6 @@ class Loops:
             return []
         scattered = [number for number in range(len(self.places)) if not self.is_linear(number)]
         return [i for i, dim in enumerate(self.kept) if any(dim.strides[number] != ZERO for number in scattered)]
-
-    def part_of_element(self, i: int) -> str:
-        """`element / (m * N) % 4`"""
-        inner = product(tuple(dim.size for dim in self.kept[i + 1 :]))
-        text = self.element if inner == ONE else f"{self.element} / {self.divisor(inner)}"
-        return text if i == 0 else f"{text} % {self.divisor(self.kept[i].size)}"
 
     def divisor(self, size: Size) -> str:
         """Of an element's number, in its type."""

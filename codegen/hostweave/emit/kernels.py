@@ -10,19 +10,18 @@ from dataclasses import dataclass, replace
 from hostweave.analysis.kernel_indices import Iteration, NotOneKernel, iteration, reduced_indices
 from hostweave.base.errors import ProgramError
 from hostweave.emit.cpp import CppExprPrinter, accumulator_type, compute_type, number
-from hostweave.emit.kernel_loops import Loops, stored
+from hostweave.emit.kernel_loops import BY_BLOCK_LANES, BY_LANE_PARTS, ONE, Loops, stored
 from hostweave.emit.names import Names
 from hostweave.fusion_ir.ir import Op, Scalar
 from hostweave.fusion_ir.ops import OPS, operand_types
-from hostweave.fusion_ir.ops.attributes import VALUE
+from hostweave.fusion_ir.ops.attributes import COUNT, DESCENDING, VALUE
 from hostweave.fusion_ir.ops.definition import Combine
 from hostweave.fusion_ir.text import print_op
 from hostweave.host_ir import ir
 from hostweave.types.size import Size
-from hostweave.types.tensor import BufferType, DType, bool_, f32, f64, i64
+from hostweave.types.tensor import BufferType, DType, bool_, f32, f64, i64, u64
 
 LATE_BYTES = 16 << 10  # of rows, at most, that a block loads before it needs them: they take registers from other blocks
-u64 = DType("u64", 8, "uint", "uint64_t")  # what unsigned sums add up in
 
 # Of the op table: what kernels call by a name without a qualifier.
 C_FUNCTIONS = frozenset(name + end for op in OPS.values() for name in re.findall(r"\bstd::(\w+)", op.cpp) for end in ("", "f"))
@@ -55,10 +54,6 @@ class Kernel:
     variants: tuple[tuple[str, str], ...]  # a condition, and what it takes: how threads share rows, or arguments of a template
     indices: tuple[str, ...]  # declarations of the indices that its own stands for, and of what threads hold
     loops: Loops
-    grid: str
-    each: str  # the head of the loop over what is kept
-    inner: tuple[str, ...]  # the heads of the loops over what is reduced
-    once: str  # the condition under which a thread stores what several have reduced
     body: tuple[str, ...]
     walks: tuple[Walk, ...] = ()
     stores: tuple[str, ...] = ()  # of results that have the kept dims alone
@@ -78,7 +73,8 @@ def emit_kernel(kernel: ir.Kernel, buffers: Sequence[BufferType], integers: CppE
     again = [name for name, times in emitter.loaded.items() if times > 1]
     late: list[str] = []
     for one in emitter.late if emitter.loops.row_threads else []:
-        late += [one] if emitter.loops.bytes_of_rows([*late, one]) <= LATE_BYTES else []
+        rows = int(emitter.loops.along.size) * sum(emitter.types[name].dtype.itemsize for name in (*late, one))
+        late += [one] if rows <= LATE_BYTES else []
     for held in filter(None, ([*again, *late], again)):
         holding = _Emitter(functions, kernel, walked, buffers, integers, held)
         if holding.loops.row:
@@ -123,13 +119,20 @@ class _Emitter:
         self.row = _Section(self)  # around the innermost loops
 
     def emit(self) -> Kernel:
+        if self.loops.takes_lanes:
+            return self.lanes()
         return self.reduction() if self.loops.reduced else self.pointwise()
 
     @property
     def sizes(self) -> dict[str, str]:
         """The parameters that are sizes, each with what a launch gives for it."""
-        dims, integers = (*self.loops.kept, *self.loops.reduced), self.loops.integers
-        used = {name for dim in dims for size in (dim.size, *dim.strides) for name in size.atoms}
+        dims, integers, lanes = (*self.loops.kept, *self.loops.reduced), self.loops.integers, self.loops.lanes.values()
+        sizes = (
+            *(op[COUNT] for op in self.ops if COUNT in OPS[op.kind].attributes),
+            *(size for dim in dims for size in (dim.size, *dim.strides)),
+            *(size for lane in lanes for size in (lane.size, lane.stride)),
+        )
+        used = {name for size in sizes for name in size.atoms}
         given = {name: integers.size(Size(1, (name,)).replaced(self.loops.named)) for name in integers.sizes if name in used}
         return {integers.sizes[name]: text for name, text in given.items()}
 
@@ -142,6 +145,16 @@ class _Emitter:
         dtype = self.types[op.tensors[-1]].dtype
         text = re.sub(r"\bT\((-?[\d.]+)\)", lambda match: number(float(match[1]), dtype), OPS[op.kind].cpp_for(dtype, self.is_small))
         return re.sub(r"\bstd::(\w+)", lambda match: match[1] + ("f" if compute_type(dtype) == "float" else ""), text)
+
+    def size_of_lane(self, name: str) -> str:
+        """How many elements a value has along the dim that no loop walks."""
+        size = self.types[name].shape[self.walked.lanes[name]]
+        return self.loops.integers.factor(size)
+
+    def jump(self, place: str, name: str) -> str:
+        """How far from its first element an input has the one of this place."""
+        stride = self.loops.lanes[name].stride
+        return place if stride == ONE else f"{place} * {self.loops.integers.factor(stride)}"
 
     def used(self, op: Op) -> Iterator[str]:
         """The operands of an op, as often as its C++ names each."""
@@ -157,6 +170,8 @@ class _Emitter:
         params += [f"int64_t {size}" for size in self.sizes]
         packed = [pointer for name, pointer in self.pointers.items() if name in self.loops.packed]
         packed += [pointer for name, pointer in self.results.items() if stored(name) in self.loops.packed]
+        rows = ((self.elements(name), _moved(self.pointers[name], self.loops.row_of(name))) for name in self.held)
+        kept_rows = [f"const auto {elements} = {self.loops.row}.load({first});" for elements, first in rows]
         kernel = Kernel(
             name=self.name,
             by=self.by,
@@ -166,12 +181,8 @@ class _Emitter:
             sizes=tuple(self.sizes.values()),
             form="",
             variants=tuple(self.loops.variants(packed)),
-            indices=(*self.loops.declarations(), *self.holders()),
+            indices=(*self.loops.declarations(), *kept_rows),
             loops=self.loops,
-            grid=self.loops.grid,
-            each=self.loops.each,
-            inner=self.loops.inner,
-            once=self.loops.once,
             body=body,
             walks=tuple(walks),
             stores=stores,
@@ -181,20 +192,9 @@ class _Emitter:
 
     def form(self, kernel: Kernel) -> str:
         """Its text with numbers in place of the names that it gives."""
-        head = (self.loops.bounds, kernel.each, kernel.once)
-        walks = [part for walk in kernel.walks for part in (walk.before, walk.starts, walk.body, walk.after)]
-        parts = (
-            head,
-            kernel.params,
-            *kernel.variants,
-            self.loops.varied,
-            kernel.indices,
-            kernel.inner,
-            *walks,
-            kernel.body,
-            kernel.stores,
-            kernel.last,
-        )
+        loops, walks = self.loops, [part for walk in kernel.walks for part in (walk.before, walk.starts, walk.body, walk.after)]
+        head = ((loops.bounds, loops.each, loops.once), kernel.params, *kernel.variants, loops.varied, kernel.indices, loops.inner)
+        parts = (*head, *walks, kernel.body, kernel.stores, kernel.last)
         text, numbers = "\n\n".join(map("\n".join, parts)), dict[str, str]()
         own = {*self.names.given, *self.loops.integers.sizes.values()}
 
@@ -202,10 +202,6 @@ class _Emitter:
             return numbers.setdefault(match[0], f"${len(numbers)}") if match[0] in own else match[0]
 
         return re.sub(r"(?<![\w.:])[A-Za-z_]\w*", number, text)
-
-    def holders(self) -> Iterator[str]:
-        for name in self.held:
-            yield f"const auto {self.elements(name)} = {self.loops.row}.load({_moved(self.pointers[name], self.loops.row_of(name))});"
 
     def elements(self, name: str) -> str:
         """The local of an input's elements that a thread takes together."""
@@ -218,8 +214,23 @@ class _Emitter:
     def pointwise(self) -> Kernel:
         section = _Section(self, self.row, self.loops.width)
         section.store(self.results)
-        lines = section.taken()
+        lines = section.taken()  # before those that it hoists
         return self.kernel((*self.row.taken(), *lines))
+
+    def lanes(self) -> Kernel:
+        """A call for each lane, which one thread or all of a block make together."""
+        (op,) = self.ops
+        group = {BY_BLOCK_LANES: "hw::BlockLanes()", BY_LANE_PARTS: self.loops.element}.get(self.loops.sharing, "hw::Lanes()")
+        total = accumulator_type(self.types[op.tensors[0]].dtype)
+        total = f"hw::Sum<{total}>" if op.result.type.dtype.kind == "float" else total
+        facts = {"descending": "true" if op[DESCENDING] else "false", "total": total}
+        lanes = [self.lane(self.pointers[name], name) for name in op.tensors]
+        lanes.append(self.lane(self.results[op.result.name], stored(op.result.name)))
+        return self.kernel((f"{OPS[op.kind].lane.format(**facts)}({', '.join([group, *lanes])});",))
+
+    def lane(self, pointer: str, place: str) -> str:
+        lane, size = self.loops.lanes[place], self.loops.integers.size
+        return f"hw::lane({_moved(pointer, self.loops.offset(place))}, {size(lane.size)}, {size(lane.stride)})"
 
     def reduction(self) -> Kernel:
         """Walks what is reduced once for all reductions that can be made then, and a last time for results of every element."""
@@ -249,6 +260,11 @@ class _Emitter:
 
     def reduces(self, op: Op) -> bool:
         return bool(reduced_indices(op, self.walked.indices))
+
+    def count(self, op: Op) -> str:
+        """By what a mean is divided, where that is not how many elements it reduces here."""
+        count = op[COUNT] if COUNT in OPS[op.kind].attributes else Size(0)
+        return self.loops.integers.size(count) if count != Size(0) else ""
 
     def leads_to(self, op: Op) -> set[str]:
         """Every value that an op is computed from."""
@@ -416,8 +432,9 @@ class _Section:
         """Whether an op gives the element of its operand: it moves elements, or reduces one alone."""
         if not op.tensors or OPS[op.kind].target == "dtype":
             return False
-        is_reduction = OPS[op.kind].combine and not OPS[op.kind].locates
-        return not self.kernel.reduces(op) if is_reduction else self.kernel.cpp(op) == "{0}"
+        if OPS[op.kind].combine:
+            return not (self.kernel.reduces(op) or OPS[op.kind].locates or self.kernel.count(op))
+        return self.kernel.cpp(op) == "{0}"
 
     def expression(self, op: Op) -> tuple[str, DType]:
         """What an op computes, and the dtype that this is in before it is converted to the result's."""
@@ -428,8 +445,13 @@ class _Section:
             return self.kernel.loops.offset(op.result.name), i64
         if OPS[op.kind].locates:
             return (f"{self.kernel.totals[op.result.name]}.index" if self.kernel.reduces(op) else "int64_t(0)"), dtype
-        if op.result.name in self.kernel.totals:
+        if op.result.name in self.kernel.totals or self.kernel.count(op):
             return self.total(op)
+        if op.kind == "index":
+            ids, rows = op.tensors
+            return f"hw::index({self.value(ids)}, {self.kernel.size_of_lane(rows)})", dtype
+        if op.kind == "take":
+            return self.taken_at(op), dtype
         if self.is_same(op):
             return self.value(op.tensors[0]), dtype
         types = operand_types(op, self.kernel.types)
@@ -438,14 +460,50 @@ class _Section:
         texts = [self.value(o) if isinstance(o, str) else _literal(o, type.dtype) for o, type in zip(op.operands, types, strict=True)]
         return self.kernel.cpp(op).format(*texts), types[-1].dtype if op.kind == "astype" else dtype
 
+    def place(self, op: Op) -> tuple[str, str]:
+        """Where in its operand an element is that a take reads, and the condition under which it is there, of which none is needed
+        where all rows are."""
+        _, index, rows = op.tensors
+        if self.outer and not self.kernel.loops.is_inside(index):
+            return self.outer.place(op)
+        if (name := f"{op.result.name} place") not in self.texts:
+            self.texts[name] = self.value(index)
+            if first := self.kernel.pointers.get(rows):
+                local, held = (self.kernel.names.of(f"{op.result.name}_{word}", word) for word in ("row", "held"))
+                size = self.kernel.size_of_lane(rows)
+                self.lines.append(f"const int64_t {local} = {self.texts[name]} - hw::first({first}, {size});")
+                self.lines.append(f"const bool {held} = {local} >= 0 && {local} < {size};")
+                self.texts[name], self.texts[f"{op.result.name} held"] = local, held
+        return self.texts[name], self.texts.get(f"{op.result.name} held", "")
+
+    def taken_at(self, op: Op) -> str:
+        """The element that a take reads; 0 where the rank does not hold it. Neighbours are loaded together where one index is of all."""
+        kernel, loops = self.kernel, self.kernel.loops
+        x, index, _ = op.tensors
+        dtype, (place, held) = kernel.types[x].dtype, self.place(op)
+        moved = kernel.jump(place, x)
+        if self.is_wide and x in loops.packed and not loops.is_inside(index):
+            local = kernel.names.of(f"{op.result.name}_elements", "elements")
+            load = f"hw::load<kWidth>({_moved(kernel.pointers[x], loops.sum_of([(moved, ONE), *loops.terms(x)]))})"
+            nothing = f"hw::Values<{dtype.cpp}, kWidth>{{}}"
+            self.begin.append(f"const auto {local} = {f'{held} ? {load} : {nothing}' if held else load};")
+            element, held = f"{local}[{loops.lane}]", ""
+        else:
+            offset = loops.offset(x)
+            element = f"{kernel.pointers[x]}[{moved if offset == '0' else f'{moved} + {offset}'}]"
+            element = f"hw::truth({element})" if dtype == bool_ else element
+        element = f"float({element})" if _is_small_float(dtype) else element
+        return f"{held} ? {element} : {compute_type(dtype)}(0)" if held else element
+
     def total(self, op: Op) -> tuple[str, DType]:
         """What a reduction comes to, in the dtype that it adds up in."""
-        total, source = self.kernel.totals[op.result.name], self.kernel.types[op.tensors[0]].dtype
+        source = self.kernel.types[op.tensors[0]].dtype
+        total = self.kernel.totals.get(op.result.name) or self.value(op.tensors[0])  # of one element
         wide = {"float": f64 if source == f64 else f32, "int": i64}.get(source.kind, u64)
         combine = OPS[op.kind].combine
         if not combine or not combine.is_mean:
             return total, wide
-        return f"{total} / {wide.cpp}({self.kernel.loops.reduced_count})", wide
+        return f"{total} / {wide.cpp}({self.kernel.count(op) or self.kernel.loops.reduced_count})", wide
 
 
 def _moved(pointer: str, offset: str) -> str:

@@ -108,7 +108,9 @@ def rolled(units: Sequence[Words], index: str) -> str:
     def relative(number_and_unit: tuple[int, Words]) -> object:
         number, unit = number_and_unit
         at = _greatest(unit)
-        return number if at is None else (at - number, _relative(unit, at))
+        if at is None:
+            return number
+        return at - number, [(word.array, word.index - at) if isinstance(word, Element) else word for word in unit]
 
     return "".join(_lines([unit for _, unit in run], index) for _, run in groupby(enumerate(units), relative))
 
@@ -123,10 +125,6 @@ def _lines(run: Sequence[Words], index: str) -> str:
 
 def _greatest(unit: Words) -> int | None:
     return max((word.index for word in unit if isinstance(word, Element)), default=None)
-
-
-def _relative(unit: Words, at: int) -> Words:
-    return tuple(Element(word.array, word.index - at) if isinstance(word, Element) else word for word in unit)
 
 
 def plus(index: str, offset: int) -> str:

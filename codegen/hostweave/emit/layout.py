@@ -11,7 +11,7 @@ INDENT = "  "
 
 
 def format_cpp(text: str) -> str:
-    """UserKernel text with one statement a line, indented and broken."""
+    """C++ text with one statement a line, indented and broken."""
     lines: list[str] = []
     indents = [""]  # of the blocks around the line
     function = 0  # where the present one begins

@@ -20,32 +20,14 @@ from hostweave.types.tensor import DType, f16, f32
 SIZE = 64  # of every symbolic dim, where the user gives no other: the next multiple that the program takes
 RANK = "r"
 # Targets that are CMake's own or the runtime's, and folders of a build.
-_OF_CMAKE = (
-    "CMakeFiles",
-    "all",
-    "clean",
-    "edit_cache",
-    "help",
-    "hostweave_cpu_device",
-    "install",
-    "list_install_components",
-    "package",
-    "rebuild_cache",
-    "runtime",
-    "test",
-)
-
-
-@dataclass(frozen=True)
-class DefaultSize:
-    label: str
-    name: str
-    value: int
+_OF_CMAKE = """
+CMakeFiles all clean edit_cache help hostweave_cpu_device install list_install_components package rebuild_cache runtime test
+"""
 
 
 @dataclass(frozen=True)
 class Channel:
-    """How rank r finds its channel: ranks of one color are a channel, in the order of their place."""
+    """How rank r finds its channel: ranks of one color are a process group, in the order of their numbers in it."""
 
     key: str  # the mesh and the axes
     transport: str  # where it is another than usual
@@ -100,7 +82,7 @@ class Reference:
 class Main:
     executable: str
     programs: dict[str, Program]  # by their folders
-    sizes: tuple[DefaultSize, ...]
+    sizes: tuple[tuple[str, str, int], ...]  # the user's name, that in C++, and the value by default
     channels: tuple[Channel, ...]
     inputs: tuple[Tensor, ...]  # without those in arrays
     layers: tuple[TensorsInTurn, ...]
@@ -114,12 +96,12 @@ class Main:
     @property
     def settings(self) -> tuple[str, ...]:
         """What may be set when it is called: the name, and where the value is."""
-        sizes = (f'{{"{size.label}", &shared.sizes.{size.name}}}' for size in self.sizes)
+        sizes = (f'{{"{label}", &shared.sizes.{name}}}' for label, name, _ in self.sizes)
         return (*sizes, *(f'{{"{name}", &shared.{name}}}' for name in ("repetitions", *(("roundoffs",) if self.has_reference else ()))))
 
     @property
     def defaults(self) -> tuple[str, ...]:
-        return tuple(f".{size.name} = {size.value}" for size in self.sizes)
+        return tuple(f".{name} = {value}" for _, name, value in self.sizes)
 
     @property
     def kernels(self) -> tuple[str, ...]:
@@ -135,7 +117,8 @@ def main_view(view: Program, reference: Reference | str) -> Main:
     """What main.cpp says beside the program itself."""
     program, mesh = view.ir, view.mesh
     divisors = multiples(dedupe_functions(program))
-    integers = CppExprPrinter(mesh, {label: f"sizes.{name}" for label, name in zip(program.symbols(), view.sizes, strict=False)}, divisors)
+    named = list(zip(program.symbols(), view.sizes, strict=False))
+    integers = CppExprPrinter(mesh, {label: f"sizes.{name}" for label, name in named}, divisors)
 
     def tensor(number: int, parameter: Parameter, argument: Argument) -> tuple[str, str, str, str, str, int]:
         cpp = "uint8_t" if argument.cpp == "bool" else argument.cpp  # a std::vector<bool> has no data()
@@ -155,10 +138,7 @@ def main_view(view: Program, reference: Reference | str) -> Main:
     return Main(
         executable=executable_of(program.name),
         programs={"": view} | ({"reference/": reference.program} if isinstance(reference, Reference) else {}),
-        sizes=tuple(
-            DefaultSize(label, name, -(-SIZE // divisors.get(label, 1)) * divisors.get(label, 1))
-            for label, name in zip(program.symbols(), view.sizes, strict=False)
-        ),
+        sizes=tuple((label, name, -(-SIZE // (own := divisors.get(label, 1))) * own) for label, name in named),
         channels=tuple(_channel(channel, mesh) for channel in view.channels),
         inputs=tuple(inputs[x.name] for x in view.inputs if x.name not in view.context.paths),
         layers=tuple(layers),
@@ -181,7 +161,7 @@ def reference_view(program: Program, dtypes: Iterable[DType]) -> Reference:
 
 def executable_of(program: str) -> str:
     """The name of the program's executable."""
-    return f"{program}_program" if program in _OF_CMAKE else program
+    return f"{program}_program" if program in _OF_CMAKE.split() else program
 
 
 def _channel(channel: context.Channel, program: Mesh) -> Channel:

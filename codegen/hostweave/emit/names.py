@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Container, Iterable
 
@@ -16,7 +17,8 @@ volatile wchar_t while xor xor_eq
 # What templates and emitters declare, and call without a qualifier.
 _USED = """
 hw std programs Program Inputs Outputs OutputShapes Sizes kMesh kWorld in out caller stream sizes memory guard check output_shapes prepare
-run arena int8_t int32_t int64_t uint8_t uint32_t uint64_t size_t blockIdx blockDim threadIdx gridDim warpSize source target kSources
+run arena
+int8_t int16_t int32_t int64_t uint8_t uint16_t uint32_t uint64_t size_t blockIdx blockDim threadIdx gridDim warpSize source target kSources
 kTargets Row Index kWidth sample Tensors Findings user_kernels
 """
 # Macros of the headers that they include, and the functions of CUDA's: families of them, then others.
@@ -36,18 +38,9 @@ TEMP_FAILURE_RETRY TIME_UTC WCONTINUED WEOF WEXITED WEXITSTATUS WIFCONTINUED WIF
 WSTOPPED WSTOPSIG WTERMSIG WUNTRACED alloca assert assert_perror be16toh be32toh be64toh errno htobe16 htobe32 htobe64 htole16 htole32
 htole64 isalnum_l isalpha_l isascii isascii_l isblank_l iscntrl_l isdigit_l isgraph_l islower_l isprint_l ispunct_l isspace_l issubnormal
 isupper_l isxdigit_l le16toh le32toh le64toh linux math_errhandling offsetof sched_priority stderr stdin stdout strdupa strndupa toascii
-toascii_l unix
-E2BIG EACCES EADDRINUSE EADDRNOTAVAIL EADV EAFNOSUPPORT EAGAIN EALREADY EBADE EBADF EBADFD EBADMSG EBADR EBADRQC EBADSLT EBFONT EBUSY
-ECANCELED ECHILD ECHRNG ECOMM ECONNABORTED ECONNREFUSED ECONNRESET EDEADLK EDEADLOCK EDESTADDRREQ EDOM EDOTDOT EDQUOT EEXIST EFAULT EFBIG
-EHOSTDOWN EHOSTUNREACH EHWPOISON EIDRM EILSEQ EINPROGRESS EINTR EINVAL EIO EISCONN EISDIR EISNAM EKEYEXPIRED EKEYREJECTED EKEYREVOKED
-EL2HLT EL2NSYNC EL3HLT EL3RST ELIBACC ELIBBAD ELIBEXEC ELIBMAX ELIBSCN ELNRNG ELOOP EMEDIUMTYPE EMFILE EMLINK EMSGSIZE EMULTIHOP
-ENAMETOOLONG ENAVAIL ENETDOWN ENETRESET ENETUNREACH ENFILE ENOANO ENOBUFS ENOCSI ENODATA ENODEV ENOENT ENOEXEC ENOKEY ENOLCK ENOLINK
-ENOMEDIUM ENOMEM ENOMSG ENONET ENOPKG ENOPROTOOPT ENOSPC ENOSR ENOSTR ENOSYS ENOTBLK ENOTCONN ENOTDIR ENOTEMPTY ENOTNAM ENOTRECOVERABLE
-ENOTSOCK ENOTSUP ENOTTY ENOTUNIQ ENXIO EOPNOTSUPP EOVERFLOW EOWNERDEAD EPERM EPFNOSUPPORT EPIPE EPROTO EPROTONOSUPPORT EPROTOTYPE ERANGE
-EREMCHG EREMOTE EREMOTEIO ERESTART ERFKILL EROFS ESHUTDOWN ESOCKTNOSUPPORT ESPIPE ESRCH ESRMNT ESTALE ESTRPIPE ETIME ETIMEDOUT
-ETOOMANYREFS ETXTBSY EUCLEAN EUNATCH EUSERS EWOULDBLOCK EXDEV EXFULL
+toascii_l unix EHWPOISON
 """
-_RESERVED = frozenset(f"{_KEYWORDS} {_USED} {_OTHER_MACROS}".split())
+_RESERVED = frozenset((*f"{_KEYWORDS} {_USED} {_OTHER_MACROS}".split(), *filter(str.isupper, vars(errno))))
 
 
 def is_reserved(name: str) -> bool:

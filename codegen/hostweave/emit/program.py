@@ -83,12 +83,25 @@ class Program:
         self.parts = tuple(part_view(program, integers, part) for part in parts_of(flat) if part.size.is_int)  # of dims that are ints
         self.flags = {member: (membership(mesh, program.mesh.size), mesh) for mesh, member in context.flags.items()}
         self.coordinates = _coordinates(integers, self.body)
-        self.temporaries = _temporaries(context)
-        self.memory = _memory(context, emitter)  # what prepare tells the arena
+        prepared = " ".join(word for plan in context.plans.values() for word in plan.prepared_with)
+        self.coordinates_of_plans = _coordinates(integers, prepared)
+        workspace = Temporary(f"char* {WORKSPACE} = nullptr", WORKSPACE, "hw::kWorkspaceBytes", "of the matmuls on the caller's stream")
+        workspaces = (workspace,) if context.needs_workspace else ()
+        self.temporaries = (*workspaces, *context.temporaries.values())
+        told = [lay_out("memory_allocate", member=each.member, count=each.count) for each in workspaces]
+        self.memory = "".join(told) + arena_plan(emitter.steps, context)  # what prepare tells the arena
         self.kernels = tuple(context.kernels.values())
         self.user_kernels = tuple(map(_user_kernel, {source.function: source for source in program.user_kernels}.values()))
         self.requirements = tuple(requirements_of(flat, integers))  # calls that check sizes once all are known
-        self.headers = _headers(context)
+        plans = {plan.kind for plan in context.plans.values()}
+        optional = (
+            ("attention.h", "AttentionPlan" in plans),
+            ("matmul.h", "MatmulPlan" in plans),
+            ("streams.h", context.streams or context.events),
+            ("types.h", context.temporaries or context.functions),
+        )
+        arena = "window.h" if self.window_channels else "arena.h"
+        self.headers = tuple(sorted([arena, "rank.h", "tensor.h", *(header for header, needed in optional if needed)]))
         self.source_headers = _source_headers(flat, context)
 
     @property
@@ -143,7 +156,7 @@ class Program:
             *(f"{channel.member}({_lookup(channel)})" for channel in self.channels),
             *(f'{pool.member}(rank, "{pool.name}", {pool.count})' for pool in context.streams.values()),
             *(f"{pool.member}({pool.count})" for pool in context.events.values()),
-            *(f"{plan.member}({', '.join(('rank', plan.operands, plan.result, *plan.ends))})" for plan in context.plans.values()),
+            *(f"{plan.member}({', '.join(('rank', *plan.made_with))})" for plan in context.plans.values()),
             *([f"arena_({{{', '.join(f'&{channel}' for channel in self.window_channels)}}})"] if self.window_channels else []),
         ]
 
@@ -191,7 +204,7 @@ def _function(function: ir.HostProgram, context: ProgramContext) -> Function:
 
 
 def _coordinates(integers: CppExprPrinter, body: str) -> tuple[Local, ...]:
-    """The places of this rank that a body names, computed once."""
+    """The coordinates of this rank that a body names, computed once."""
     words = _words(body)
     return tuple(
         Local(name, coordinate(mesh, axis) if axis else RANK) for (mesh, axis), name in integers.coordinates.items() if name in words
@@ -208,40 +221,17 @@ def _signature(program: ir.HostProgram) -> str:
     return f"({inputs}) -> ({outputs})"
 
 
-def _memory(context: ProgramContext, emitter: Emitter) -> str:
-    """What `prepare` tells the arena."""
-    workspace = lay_out("memory_allocate", member=WORKSPACE, count="hw::kWorkspaceBytes") if context.needs_workspace else ""
-    return workspace + arena_plan(emitter.steps, context)
-
-
-def _temporaries(context: ProgramContext) -> tuple[Temporary, ...]:
-    workspace = Temporary(f"char* {WORKSPACE} = nullptr", WORKSPACE, "", "of the matmuls on the caller's stream")
-    return (*((workspace,) if context.needs_workspace else ()), *context.temporaries.values())
-
-
-def _headers(context: ProgramContext) -> tuple[str, ...]:
-    """What program.h includes for its members."""
-    optional = (
-        ("matmul.h", context.plans),
-        ("streams.h", context.streams or context.events),
-        ("types.h", context.temporaries or context.functions),
-    )
-    arena = "window.h" if any(channel.has_windows for channel in context.channels.values()) else "arena.h"
-    return tuple(sorted([arena, "rank.h", "tensor.h", *(header for header, needed in optional if needed)]))
-
-
 def _source_headers(flat: ir.HostProgram, context: ProgramContext) -> tuple[str, ...]:
     """What program.cpp includes for its calls."""
-    has_group = any(i.grouped for i in tree.walk(flat.body))
-    has_parts = bool(parts_of(flat))
+    instructions = list(tree.walk(flat.body))
     optional = (
-        ("blocks.h", any(i.packed for i in tree.walk(flat.body))),
-        ("collectives.h", any(isinstance(i, ir.Collective) and i.is_shared for i in tree.walk(flat.body))),
-        ("group.h", has_group),
+        ("blocks.h", any(i.packed for i in instructions)),
+        ("collectives.h", any(isinstance(i, ir.Collective) and i.is_shared for i in instructions)),
+        ("group.h", any(i.grouped for i in instructions)),
         ("index.h", context.integers.calls_runtime),
         ("mesh.h", not all(mesh.is_run for mesh in context.flags)),
         ("route.h", context.routes),
-        ("shards.h", has_parts),
+        ("shards.h", parts_of(flat)),
         ("types.h", not (context.temporaries or context.functions)),
     )
     runtime = sorted(["check.h", *(header for header, needed in optional if needed)])

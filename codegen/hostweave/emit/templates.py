@@ -39,9 +39,13 @@ def _environment() -> Environment:
         keep_trailing_newline=True,
         auto_reload=False,
     )
-    environment.filters["braced"] = _braced
+    environment.filters |= {"braced": _braced, "lines": _lines}
     return environment
 
 
 def _braced(items: Iterable[str]) -> str:
     return "{" + ", ".join(items) + "}"
+
+
+def _lines(lines: Iterable[str], before: str = "") -> str:
+    return "".join(f"{before}{line}\n" for line in lines)

@@ -20,12 +20,15 @@ class IndexMap:
     a reduction, or one that is cut or joined, so that a rank needs all of it. A label that the result lacks is reduced.
     A label in `outer` joins only the outermost parts of two dims that a reshape splits or merges: enough for a sharding,
     not for a loop. So does one in `blocks`, of a dim whose blocks change places: as many ranks can share it, a block each.
+    A label in `unwalked` is of dims that no loop walks: the elements of an operand say where they are read or written, or all of them
+    are taken together. An op that has such is walked by kernels alone, not by loops over chunks.
     """
 
     operands: tuple[Labels, ...]
     result: Labels
     outer: frozenset[str] = frozenset()
     blocks: tuple[tuple[str, int], ...] = ()
+    unwalked: frozenset[str] = frozenset()
 
     def shared_by(self, label: str, ranks: int) -> bool:
         """Whether this many ranks can share the dims of a label."""
@@ -34,7 +37,7 @@ class IndexMap:
     def operand_dim(self, operand: int, result_dim: int) -> int | None:
         """The dim of an operand that a loop over a dim of the result walks in step, or None where it is used whole."""
         label = self.result[result_dim]
-        if label is None or label in self.outer or label not in self.operands[operand]:
+        if label is None or label in self.outer or self.unwalked or label not in self.operands[operand]:
             return None
         return self.operands[operand].index(label)
 
@@ -62,20 +65,15 @@ def _group(source: Shape, target: Shape, i: int, j: int) -> tuple[list[int], lis
     right: list[int] = []
     have = want = ONE
     while (i < len(source) or j < len(target)) and (not left or have != want):
-        grow_left = j == len(target) or (i < len(source) and not _larger(have, want))
-        if grow_left:
+        ratio = have.divided_by(want)  # names count as large
+        is_larger = ratio is not None and (bool(ratio.factors) or ratio.coefficient > ratio.divisor)
+        if j == len(target) or (i < len(source) and not is_larger):
             have, i = have * source[i], i + 1
             left.append(i - 1)
         else:
             want, j = want * target[j], j + 1
             right.append(j - 1)
     return [n for n in left if source[n] != ONE], [n for n in right if target[n] != ONE], i, j
-
-
-def _larger(a: Size, b: Size) -> bool:
-    """Whether a / b is known to be more than one. Names count as large."""
-    ratio = a.divided_by(b)
-    return ratio is not None and (bool(ratio.factors) or ratio.coefficient > ratio.divisor)
 
 
 def numbered(shape: Shape, letter: str = "i") -> tuple[str, ...]:

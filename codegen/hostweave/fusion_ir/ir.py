@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar, cast
 
@@ -23,7 +24,7 @@ class MeshAxes:
         return f"({', '.join(self.names)})"
 
 
-AttributeValue = int | float | bool | str | tuple[int, ...] | MeshAxes | Transfer | None
+AttributeValue = int | float | bool | str | tuple[int, ...] | MeshAxes | Transfer | Size | None
 Scalar = int | float | bool
 T = TypeVar("T")
 
@@ -72,15 +73,15 @@ class Stream:
 class Value:
     """A named tensor.
 
-    `pinned` says that the user stated its sharding, so no pass may change it; `aside` that what communicates to make it runs on
-    a stream of its own, beside what does not need it.
+    `pinned` says that the user stated its sharding, so no pass may change it; `is_async` that the communication which makes it runs
+    on a stream of its own, beside what does not need it.
     """
 
     name: str
     type: TensorType
     stream: Stream | None = None
     pinned: bool = False
-    aside: bool = False
+    is_async: bool = False
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ class Fusion:
 
     @property
     def functions(self) -> tuple[Fusion, ...]:
-        """The blocks that it calls, and those that they call in turn: once each, before whoever calls them."""
+        """Those that it calls, and those that they call in turn: once each, before whoever calls them."""
         found: dict[str, Fusion] = {}
         for op in self.ops:
             if op.callee and op.callee.name not in found:
@@ -150,10 +151,14 @@ class Fusion:
         return tuple(found.values())
 
     @property
+    def all_ops(self) -> Iterator[Op]:
+        """Its ops after those of its functions."""
+        return (op for body in (*self.functions, self) for op in body.ops)
+
+    @property
     def user_kernels(self) -> tuple[UserKernel, ...]:
-        """The user's kernels that it and its blocks launch, once each."""
-        ops = (op for body in (*self.functions, self) for op in body.ops)
-        return tuple(dict.fromkeys(op.user_kernel for op in ops if op.user_kernel))
+        """The user's kernels that it and its functions launch, once each."""
+        return tuple(dict.fromkeys(op.user_kernel for op in self.all_ops if op.user_kernel))
 
     def __str__(self) -> str:
         from hostweave.fusion_ir.text import print_fusion

@@ -13,6 +13,7 @@ from hostweave.base.errors import ArgumentError
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import INDEX
+from hostweave.fusion_ir.ops.definition import bound_attributes
 from hostweave.types.numpy_dtypes import cast, numpy_dtype
 from hostweave.types.shards import bind_sizes
 from hostweave.types.tensor import DType
@@ -54,7 +55,7 @@ def _run(op: Op, values: Mapping[str, Array], sizes: Mapping[str, int]) -> Any:
     operands = [values[o] if isinstance(o, str) else np.asarray(o, tensors[-1].dtype) for o in op.operands]
     definition, type = OPS[op.kind], op.result.type
     stated = definition.stated_type(lambda: tuple(size.bind(sizes) for size in type.shape), _computing_dtype(type.dtype))
-    keywords: dict[str, Any] = {**dict(op.attributes), **stated}
+    keywords: dict[str, Any] = {**bound_attributes(op, sizes), **stated}
     if op.callee:
         keywords["run"] = partial(_call, op.callee, sizes)
     if op.kind == "astype":
@@ -73,6 +74,3 @@ def _cast(array: Array, dtype: DType) -> Array:
 
 def _computing_dtype(dtype: DType) -> np.dtype[Any]:
     return np.dtype(np.float64) if dtype.kind == "float" else numpy_dtype(dtype)
-
-
-_IN_A_ROW = 512  # terms, at most, that count as added up one after the other

@@ -16,8 +16,10 @@ from hostweave.fusion_ir.ir import MeshAxes, Op, Value, attributes
 from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS
 from hostweave.fusion_ir.ops.definition import Mismatch
 from hostweave.fusion_ir.sharding import Axes, divides, layout, partial_axes, with_layout
+from hostweave.transports.transport import DEFAULT, find_transport
 from hostweave.types.mesh import Mesh
 from hostweave.types.routes import Transfer, transfer
+from hostweave.types.size import Factor, Size, Sum
 from hostweave.types.tensor import Partial, TensorType
 
 DEFAULT_SIZE = 4096  # of a dim that has no size yet
@@ -118,8 +120,10 @@ def step_of(op: Op) -> ReshardStep:
 
 def reshard_step(source: TensorType, target: TensorType, mesh: Mesh) -> ReshardStep | None:
     """The one change that takes a layout to another, or None where it takes several or none. `mesh` is the program's."""
+    if source.mesh != target.mesh and source.partial:  # to one rank of each process group
+        return next((change for change in _reduces(source, target, mesh) if change.target == target), None)
     if source.mesh != target.mesh:
-        return _step_across_meshes(source, target, mesh)
+        return None if target.partial else ReshardStep("transfer", target=target)
     return next((change for change in _moves(source, target, mesh) if change.applied(source, mesh) == target), None)
 
 
@@ -161,7 +165,7 @@ def _plan(source: TensorType, target: TensorType, mesh: Mesh, sizes: tuple[tuple
         if type in done:
             continue
         done.add(type)
-        share = _share(type, mesh, known)
+        share = prod(local_dims(type, mesh, known), start=Fraction(1))
         for change in _moves(type, target, mesh):
             found += 1  # keeps the heap from comparing types
             preferred = (*kinds, (RESHARD_STEPS.index(change.kind), -1 if change.dim is None else change.dim))
@@ -173,24 +177,17 @@ def _plan(source: TensorType, target: TensorType, mesh: Mesh, sizes: tuple[tuple
 # --- to another mesh --------------------------------------------------------------------------------------------------
 
 
-def _step_across_meshes(source: TensorType, target: TensorType, program: Mesh) -> ReshardStep | None:
-    """A transfer of what is whole, or the reduce of what is partial to one rank of each process group."""
-    if source.partial is None:
-        return None if target.partial else ReshardStep("transfer", target=target)
-    return next((change for change in _reduces(source, target, program) if change.target == target), None)
-
-
 def _reduces(source: TensorType, target: TensorType, program: Mesh) -> Iterator[ReshardStep]:
     """A partial to the ranks of one number in their groups: the target where they are its ranks, else they keep the other mesh axes."""
     assert source.partial is not None
     mesh, op, axes = source.mesh_in(program), source.partial.op, source.partial.axes
     kept = tuple((name, size) for name, size in mesh.axes if name not in axes)
-    for root in range(mesh.size_of(axes)):
+    for root in range(mesh.size_of(axes)) if op in find_transport(DEFAULT).reduces else ():
         owners = tuple(rank for rank in mesh.all_ranks if mesh.rank_in_group(rank, axes) == root)
-        whole = replace(source, partial=None, mesh=Mesh(kept, owners))
-        blocks = transfer(whole, target, program)
+        reduced = replace(source, partial=None, mesh=Mesh(kept, owners))
+        blocks = transfer(reduced, target, program)
         is_target = not blocks.moved and set(blocks.sent) | set(blocks.received) <= {1} and target.mesh_in(program).size == len(owners)
-        yield ReshardStep("reduce", axes, reduction=op, root=root, target=target if is_target else whole)
+        yield ReshardStep("reduce", axes, reduction=op, root=root, target=target if is_target else reduced)
 
 
 def _plan_across(source: TensorType, target: TensorType, program: Mesh) -> tuple[ReshardStep, ...] | None:
@@ -203,11 +200,11 @@ def _plan_across(source: TensorType, target: TensorType, program: Mesh) -> tuple
     ways: list[tuple[Fraction, int, int, tuple[ReshardStep, ...]]] = []
     scattered = (ReshardStep("reduce_scatter", axes, i, reduction=op) for i in _scattered(source, target, program))
     for first in (ReshardStep("all_reduce", axes, reduction=op), *scattered, *_reduces(source, target, program)):
-        whole = first.target or first.applied(source, program)
-        after = transfer(whole, target, program)
-        steps = (first, *((ReshardStep("transfer", target=target),) if whole != target else ()))
+        reduced = first.target or first.applied(source, program)
+        after = transfer(reduced, target, program)
+        steps = (first, *((ReshardStep("transfer", target=target),) if reduced != target else ()))
         here = copies * mesh.size_of(axes) * first.received(Fraction(1), mesh)  # in multiples of the tensor
-        moved = here + after.share(whole.mesh_in(program).size_of(whole.axes))
+        moved = here + after.share(reduced.mesh_in(program).size_of(reduced.axes))
         ways.append((moved, 1 + bool(after.moved), len(ways), steps))
     return min(ways)[-1]
 
@@ -215,20 +212,36 @@ def _plan_across(source: TensorType, target: TensorType, program: Mesh) -> tuple
 def _scattered(source: TensorType, target: TensorType, program: Mesh) -> Iterator[int]:
     """The dims that the target splits, and of which the terms of a sum can be split as well without a rank going short."""
     ranks = source.mesh_in(program).size_of(partial_axes(source))
+    if source.partial and source.partial.op not in find_transport(DEFAULT).reduces:
+        return
     for i, (dim, wanted) in enumerate(zip(source.dims, target.dims, strict=True)):
         split = ranks * source.mesh_in(program).size_of(dim.axes)
-        is_even = int(dim.size) % split == 0 if dim.size.is_int else target.mesh_in(program).size_of(wanted.axes) % split == 0
-        if is_even:
+        if (int(dim.size) if dim.size.is_int else target.mesh_in(program).size_of(wanted.axes)) % split == 0:
             yield i
 
 
-def _share(type: TensorType, mesh: Mesh, sizes: Mapping[str, int]) -> Fraction:
-    """Elements that a rank holds."""
-    share = Fraction(1)
-    for size in type.local_shape(mesh):
-        factors = (sizes.get(factor, DEFAULT_SIZE) if isinstance(factor, str) else DEFAULT_SIZE for factor in size.factors)
-        share *= Fraction(size.coefficient * prod(factors), size.divisor)
-    return share
+def cost(source: TensorType, target: TensorType, mesh: Mesh, sizes: Mapping[str, int]) -> tuple[Fraction, int]:
+    """The bytes that reach a rank on the way from one sharding to another of the same mesh, and by how many communications."""
+    moved, count = Fraction(0), 0
+    for step in plan(source, target, mesh, sizes, None):
+        moved += source.dtype.itemsize * step.received(prod(local_dims(source, mesh, sizes), start=Fraction(1)), source.mesh_in(mesh))
+        count += step.kind != "shard"
+        source = step.applied(source, mesh)
+    return moved, count
+
+
+def local_dims(type: TensorType, mesh: Mesh, sizes: Mapping[str, int]) -> list[Fraction]:
+    """How many elements a rank has along each dim, where a dim that `sizes` lacks has 4096."""
+
+    def typical(size: Size) -> Fraction:
+        return Fraction(size.coefficient, size.divisor) * prod(map(of_factor, size.factors))
+
+    def of_factor(factor: Factor) -> Fraction:
+        if isinstance(factor, str):
+            return Fraction(sizes.get(factor, DEFAULT_SIZE))
+        return sum(map(typical, factor.terms), Fraction(0)) if isinstance(factor, Sum) else typical(factor.size) / factor.ranks_in(mesh)
+
+    return list(map(typical, type.local_shape(mesh)))
 
 
 def _moves(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[ReshardStep]:
@@ -237,6 +250,7 @@ def _moves(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[ReshardS
     if now.partial and target.partial and now.partial.op != target.partial.op:
         return
     reduction = now.partial.op if now.partial else ""
+    is_scattered = reduction in find_transport(DEFAULT).reduces  # other terms are gathered as they are
     open_axes = tuple(axis for axis in partial_axes(now) if axis not in partial_axes(target))
     free = tuple(axis for axis in target.axes if axis not in (*now.axes, *partial_axes(now)))
 
@@ -251,7 +265,7 @@ def _moves(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[ReshardS
             if can_gain(i, axes):
                 yield ReshardStep("shard", axes, i)
         for axes in _orders(open_axes):
-            if can_gain(i, axes):
+            if is_scattered and can_gain(i, axes):
                 yield ReshardStep("reduce_scatter", axes, i, reduction=reduction)
         for inner in (dim.axes[k:] for k in range(len(dim.axes) if divides(dim.axes, dim, mesh) else 1)):
             yield ReshardStep("all_gather", inner, i)
@@ -291,6 +305,6 @@ def _sources(axes: Axes, source: TensorType, target: TensorType, program: Mesh) 
 
 
 def _shards(type: TensorType, axes: Axes, program: Mesh) -> list[tuple[int, ...]]:
-    """Which shard of each dim the ranks of the first process group along `axes` hold, place by place."""
+    """Which shard of each dim the ranks of the first process group along `axes` have, in the order of their numbers there."""
     mesh = type.mesh_in(program)
     return [tuple(mesh.rank_in_group(rank, dim.axes) for dim in type.dims) for rank in mesh.process_group(mesh.all_ranks[0], axes)]

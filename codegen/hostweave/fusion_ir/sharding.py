@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
+from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.index_map import IndexMap
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS, index_map
@@ -36,11 +38,11 @@ class ShardingRule:
     shapes: tuple[tuple[Dim, ...], ...]  # of the operands
     result: Layout
     reduced: dict[str, Axes]
-    taken: tuple[Layout, ...] | None = None  # how a function, or a user kernel, takes its operands
+    taken: tuple[Layout, ...] | None = None  # how an op takes its operands where labels do not say it, as a function or a user kernel
 
     def takes(self, dim: int, axes: Axes, mesh: Mesh) -> bool:
         """Whether a dim of the result can be split along `axes` by splitting the dims of operands that it comes from."""
-        label = self.indices.result[dim]
+        label = self.indices.result[dim] if self.taken is None else None
         pairs = zip(self.indices.operands, self.shapes, strict=True)
         sources = [source for labels, dims in pairs for at, source in zip(labels, dims, strict=True) if at == label is not None]
         is_shared = label is not None and self.indices.shared_by(label, mesh.size_of(axes))
@@ -79,7 +81,7 @@ def flow(op: Op, operands: Sequence[TensorType], mesh: Mesh) -> ShardingRule:
     used: set[str] = set()
 
     def claim(into: dict[str, Axes], label: str, axes: Axes) -> None:
-        free = _until(axes, used)
+        free = tuple(takewhile(lambda axis: axis not in used, axes))  # the outermost ones
         if free and label not in into:
             into[label] = free
             used.update(free)
@@ -88,15 +90,22 @@ def flow(op: Op, operands: Sequence[TensorType], mesh: Mesh) -> ShardingRule:
         [(label, dim) for label, dim in zip(labels, type.dims, strict=True) if label and dim.axes]
         for labels, type in zip(indices.operands, operands, strict=True)
     ]
+    walked: dict[str | None, list[Dim]] = {label: [Dim(size)] for label, size in kept.items()}  # the dims of each label
+    for labels, type in zip(indices.operands, operands, strict=True):
+        for label, dim in zip(labels, type.dims, strict=True):
+            walked.setdefault(label, []).append(dim)
     for dims in reversed(pairs) if definition.last_is_first else pairs:
         for label, dim in dims:
-            if label in kept and (kept[label] == dim.size or divides(dim.axes, Dim(kept[label]), mesh)):
+            if label in kept and all(dim.size == other.size or divides(dim.axes, other, mesh) for other in walked[label]):
                 claim(claimed, label, _shared(indices, label, dim.axes, mesh))
     for dims in pairs:
         for label, dim in dims:
             if label not in kept and definition.partial:
                 claim(reduced, label, dim.axes)
     result = tuple(claimed.get(label, ()) if label else () for label in indices.result)
+    is_losing = definition.carried and not op.result.stream and sum(map(len, result)) < len(operands[0].axes)
+    if definition.carried and is_losing and (carried := definition.carried(operands[0], op, mesh)) is not None:
+        return ShardingRule(indices, shapes, carried, {}, (layout(operands[0]),))
     return ShardingRule(indices, shapes, result, reduced)
 
 
@@ -106,8 +115,33 @@ def _shared(indices: IndexMap, label: str, axes: Axes, mesh: Mesh) -> Axes:
     return next((prefix for prefix in prefixes if indices.shared_by(label, mesh.size_of(prefix))), ())
 
 
-def partial_of(op: Op, axes: Axes) -> Partial | None:
-    return Partial(OPS[op.kind].partial, axes) if axes else None
+def partial_of(op: Op, operands: Sequence[TensorType], rule: ShardingRule) -> Partial | None:
+    """What of the result is still to be reduced: along dims that the op reduces, and what an op that is linear passes on.
+
+    Raises ProgramError where an operand is partial and the op is not linear in it.
+    """
+    own = Partial(OPS[op.kind].partial, rule.partial_axes) if rule.partial_axes else None
+    passed = {type.partial for type in operands if type.partial}
+    if not passed:
+        return own
+    (partial, *others), axes = passed, (*rule.partial_axes, *(axis for labels in rule.result for axis in labels))
+    if others or not is_linear(op, operands) or partial.op != "sum" or set(axes) & set(partial.axes):
+        terms = " and ".join(str(type) for type in operands if type.partial)
+        raise ProgramError(f"{op.kind}: it is not linear in {terms}; reshard what is partial first", op.location)
+    if own and own.op != partial.op:
+        raise ProgramError(f"{op.kind}: {partial} and {own} are not one reduction; reshard what is partial first", op.location)
+    return replace(partial, axes=(*partial.axes, *rule.partial_axes))
+
+
+def is_linear(op: Op, operands: Sequence[TensorType]) -> bool:
+    """Whether the sum of what an op makes of terms is what it makes of their sum, with these operands partial; rounded no more."""
+    partial = [type.partial is not None for type in operands]
+    if op.kind == "astype":
+        before, after = operands[0].dtype, op.result.type.dtype
+        return before.kind == after.kind == "float" and (before == after or before.itemsize < after.itemsize)
+    return {"first": partial[0] and not any(partial[1:]), "factors": sum(partial) == 1, "terms": all(partial)}.get(
+        OPS[op.kind].linear, False
+    )
 
 
 def partial_axes(type: TensorType) -> Axes:
@@ -117,11 +151,3 @@ def partial_axes(type: TensorType) -> Axes:
 def divides(axes: Axes, dim: Dim, mesh: Mesh) -> bool:
     """Whether the ranks along `axes` can split the dim evenly, as far as its size is known."""
     return not dim.size.is_int or int(dim.size) % mesh.size_of(axes) == 0
-
-
-def _until(axes: Axes, used: set[str]) -> Axes:
-    """The outermost axes before one that is taken."""
-    for i, axis in enumerate(axes):
-        if axis in used:
-            return axes[:i]
-    return axes

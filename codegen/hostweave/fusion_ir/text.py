@@ -15,6 +15,7 @@ from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.user_kernel import UserKernel, parse_user_kernel, print_user_kernel
 from hostweave.types.mesh import Mesh
 from hostweave.types.routes import Transfer
+from hostweave.types.size import Size
 from hostweave.types.tensor import TensorType
 from hostweave.types.text import Reader
 
@@ -55,7 +56,7 @@ def _print_body(word: str, fusion: Fusion, mesh: str = "") -> str:
 def print_op(op: Op) -> str:
     """`%y: bf16[M, N] stream(M, 8) = matmul(%x, %w)`"""
     operands = [f"%{operand}" if isinstance(operand, str) else _number(operand) for operand in op.operands]
-    named = [f"{name}={_attribute(value)}" for name, value in op.attributes]
+    named = [f"{name}={_number(value) if isinstance(value, int | float) else value}" for name, value in op.attributes]
     named_of = op.callee or op.user_kernel
     kind = f"{op.kind} @{named_of.name}" if named_of else op.kind
     return f"{print_value(op.result)} = {kind}({', '.join(operands + named)})"
@@ -66,8 +67,8 @@ def print_value(value: Value) -> str:
     words = [f"%{value.name}: {value.type}"]
     if value.pinned:
         words.append("pinned")
-    if value.aside:
-        words.append("aside")
+    if value.is_async:
+        words.append("async")
     if value.stream:
         words.append(_stream(value.stream, value.type))
     return " ".join(words)
@@ -86,10 +87,6 @@ def _stream(stream: Stream, type: TensorType) -> str:
 
 def _number(value: Scalar) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
-
-
-def _attribute(value: AttributeValue) -> str:
-    return _number(value) if isinstance(value, int | float) else str(value)
 
 
 # --- parsing ----------------------------------------------------------------------------------------------------------
@@ -125,10 +122,8 @@ def parse_fusion(text: str) -> Fusion:
 
 def _parse_body(reader: Reader, word: str, functions: Mapping[str, Fusion], user_kernels: Mapping[str, UserKernel]) -> Fusion:
     reader.expect(word)
-    reader.expect("@")
-    name = reader.word(f"the name of the {word}")
-    reader.expect("(")
-    inputs = reader.list_of(lambda: _parse_input(reader), ")")
+    name = reader.global_name(f"the {word}")
+    inputs = reader.enclosed(lambda: Value(*reader.typed_name(), pinned=True))
     mesh = reader.mesh() if reader.peek() == "mesh" else Mesh()
     reader.expect("{")
     known = {value.name for value in inputs}
@@ -136,17 +131,9 @@ def _parse_body(reader: Reader, word: str, functions: Mapping[str, Fusion], user
     while not reader.accept("return"):
         ops.append(parse_op(reader, known, functions, user_kernels))
         known.add(ops[-1].result.name)
-    outputs = [_parse_use(reader, known)]
-    while reader.accept(","):
-        outputs.append(_parse_use(reader, known))
+    outputs = reader.separated(lambda: _parse_use(reader, known))
     reader.expect("}")
-    return Fusion(name, mesh, inputs, tuple(ops), tuple(outputs))
-
-
-def _parse_input(reader: Reader) -> Value:
-    name = reader.named()
-    reader.expect(":")
-    return Value(name, reader.tensor_type(), pinned=True)
+    return Fusion(name, mesh, inputs, tuple(ops), outputs)
 
 
 def parse_op(
@@ -168,7 +155,6 @@ def parse_op(
     is_called = kind == "call" or (kind == "output" and reader.peek() == "@")
     callee = _parse_named(reader, functions, "function") if is_called else None
     user_kernel = _parse_named(reader, user_kernels, "user_kernel") if kind == "kernel" else None
-    reader.expect("(")
     operands: list[str | Scalar] = []
     attributes: list[tuple[str, AttributeValue]] = []
 
@@ -176,11 +162,12 @@ def parse_op(
         if reader.peek(1) == "=":
             name = reader.word("the name of an attribute")
             reader.expect("=")
-            attributes.append((name, _parse_attribute(reader)))
+            is_size = any(attribute.name == name and attribute.type is Size for attribute in OPS[kind].attributes)
+            attributes.append((name, reader.size() if is_size else _parse_attribute(reader)))
         else:
             operands.append(_parse_use(reader, known) if reader.peek() == "%" else _parse_number(reader))
 
-    reader.list_of(item, ")")
+    reader.enclosed(item)
     return Op(kind, tuple(operands), result, tuple(attributes), location, callee=callee, user_kernel=user_kernel)
 
 
@@ -203,11 +190,9 @@ def _parse_use(reader: Reader, known: set[str] | None) -> str:
 
 
 def parse_value(reader: Reader) -> Value:
-    name = reader.named()
-    reader.expect(":")
-    type = reader.tensor_type()
-    pinned, aside = reader.accept("pinned"), reader.accept("aside")
-    return Value(name, type, _parse_stream(reader, type) if reader.accept("stream") else None, pinned, aside)
+    name, type = reader.typed_name()
+    pinned, is_async = reader.accept("pinned"), reader.accept("async")
+    return Value(name, type, _parse_stream(reader, type) if reader.accept("stream") else None, pinned, is_async)
 
 
 def _parse_stream(reader: Reader, type: TensorType) -> Stream:
@@ -263,8 +248,7 @@ def _parse_ints(reader: Reader) -> tuple[int, ...]:
     """The rest of `(0,)` or `(0, -1)`."""
     items: list[int] = []
     while not reader.accept(")"):
-        sign = -1 if reader.accept("-") else 1
-        items.append(sign * reader.integer())
+        items.append((-1 if reader.accept("-") else 1) * reader.integer())
         if reader.peek() != ")":
             reader.expect(",")
     return tuple(items)

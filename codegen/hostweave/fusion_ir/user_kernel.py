@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from hostweave.base.errors import Location, ProgramError
 from hostweave.types.mesh import Mesh
 from hostweave.types.size import Size, product
-from hostweave.types.tensor import BufferType, Dim, TensorType, f32
+from hostweave.types.tensor import Dim, TensorType, f32
 from hostweave.types.text import Reader
 
 INDENT = "  "
@@ -65,16 +65,11 @@ class UserKernel:
 
     @property
     def signature(self) -> str | None:
-        """The declaration of the function as its C++ has it, None where it has none."""
-        return signature(self.lines, self.function)
-
-
-def signature(lines: Sequence[str], function: str) -> str | None:
-    """`__global__ void scale(const float* x, float* y)` of these lines, without comments."""
-    text = re.sub(r"//[^\n]*|/\*.*?\*/", " ", "\n".join(lines), flags=re.S)
-    text = re.sub(r"__launch_bounds__\s*\([^)]*\)", " ", text)
-    found = re.search(rf'((?:extern\s+"C"\s+)?)__global__\s+void\s+{function}\s*\(([^)]*)\)', text)
-    return " ".join(f"{found[1]}__global__ void {function}({found[2].strip()})".split()) if found else None
+        """`__global__ void scale(const float* x, float* y)` as its C++ has it, without comments; None where it has none."""
+        text = re.sub(r"//[^\n]*|/\*.*?\*/", " ", "\n".join(self.lines), flags=re.S)
+        text = re.sub(r"__launch_bounds__\s*\([^)]*\)", " ", text)
+        found = re.search(rf'((?:extern\s+"C"\s+)?)__global__\s+void\s+{self.function}\s*\(([^)]*)\)', text)
+        return " ".join(f"{found[1]}__global__ void {self.function}({found[2].strip()})".split()) if found else None
 
 
 _OF_MANY_THREADS = re.compile(r"\b(threadIdx|blockIdx|blockDim|gridDim|warpSize|__shared__|__sync\w+|__shfl\w+|atomic[A-Z]\w*|asm)\b")
@@ -92,11 +87,6 @@ def expect_one_thread(kernel: UserKernel) -> None:
                 "pass cpu= with a function for it, or walk by hw::over_grid",
                 place,
             )
-
-
-def local_type(type: TensorType, mesh: Mesh, uneven: Sequence[str]) -> BufferType:
-    """The local type of a tensor."""
-    return BufferType(type.dtype, type.local_shape(mesh, uneven))
 
 
 def local_size(dim: Dim, mesh: Mesh, uneven: Sequence[str]) -> Size:
@@ -128,19 +118,13 @@ def _quoted(lines: Sequence[str]) -> list[str]:
 
 def parse_user_kernel(reader: Reader) -> UserKernel:
     """The rest of a kernel after its first word."""
-    reader.expect("@")
-    name = reader.word("the name of a kernel")
+    name = reader.global_name("a kernel")
     reader.expect("=")
     function = reader.word("the name of a C++ function")
-    reader.expect("(")
-    arguments = reader.list_of(lambda: _parse_argument(reader), ")")
+    arguments = reader.enclosed(lambda: _parse_argument(reader))
     reader.expect("grid")
     reader.expect("(")
-    grid, per = [reader.dim()], 1
-    while reader.accept(","):
-        grid.append(reader.dim())
-    if reader.accept("by"):
-        per = reader.integer()
+    grid, per = reader.separated(reader.dim), reader.integer() if reader.accept("by") else 1
     reader.expect(")")
     reader.expect("block")
     reader.expect("(")
@@ -148,7 +132,7 @@ def parse_user_kernel(reader: Reader) -> UserKernel:
     reader.expect(")")
     lines = _parse_lines(reader)
     cpu = _parse_lines(reader) if reader.accept("cpu") else ()
-    return UserKernel(name, function, arguments, tuple(grid), per, block, lines, cpu)
+    return UserKernel(name, function, arguments, grid, per, block, lines, cpu)
 
 
 def _parse_argument(reader: Reader) -> Argument:

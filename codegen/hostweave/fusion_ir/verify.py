@@ -19,10 +19,23 @@ from hostweave.types.routes import Transfer
 from hostweave.types.tensor import TensorType
 
 # The passes from fusion to fusion, in order: what one has settled stays so after the later ones.
-STAGES = ("input", "propagate_sharding", "insert_reshards", "decompose_reshards", "choose_overlap")
+STAGES = (
+    "input",
+    "drop_unit_axes",
+    "merge_contractions",
+    "propagate_sharding",
+    "insert_reshards",
+    "sink_reductions",
+    "unstack",
+    "decompose_reshards",
+    "share_equal_ops",
+    "choose_overlap",
+    "overlap_communication",
+)
+ADDS_RULES = ("input", "insert_reshards", "decompose_reshards", "choose_overlap")  # after which more must hold
 
 # Of the attributes that an op must have.
-EXAMPLES = {tuple: "(0,)", int: "0", str: "sum", MeshAxes: "(x)", Transfer: "[(1,) to (1,): 0[0] -> 1[0]]"}
+EXAMPLES = {tuple: "(0,)", int: "0", float: "0.5", str: "sum", MeshAxes: "(x)", Transfer: "[(1,) to (1,): 0[0] -> 1[0]]"}
 
 
 class Named(Protocol):
@@ -40,7 +53,7 @@ def verify_fusion(fusion: Fusion, after: str = "input") -> None:
     level = STAGES.index(after)
     for function in fusion.functions:
         _verify_body(function, f"function @{function.name}", level)
-        _verify_block(function, fusion)
+        _verify_function(function, fusion)
     _verify_body(fusion, f"fusion @{fusion.name}", level)
 
 
@@ -63,17 +76,16 @@ def _verify_body(fusion: Fusion, here: str, level: int) -> None:
         _verify_stream(op, level)
         if level >= STAGES.index("insert_reshards"):
             _verify_sharding(op, types, fusion.mesh, level)
-    _verify_outputs_of_kernels(fusion)
+    _verify_further_results(fusion)
     _verify_outputs(fusion, here, types)
 
 
-def _verify_block(function: Fusion, fusion: Fusion) -> None:
+def _verify_function(function: Fusion, fusion: Fusion) -> None:
     if function.mesh != fusion.mesh:
         raise ProgramError(f"function @{function.name} is on {function.mesh}, but fusion @{fusion.name} on {fusion.mesh}; use one mesh")
-    for caller in (*fusion.functions, fusion):
-        for op in caller.ops:
-            if op.callee and op.callee.name == function.name and op.callee != function:
-                raise ProgramError(f"call: two functions are named @{function.name}; give one of them another name", op.location)
+    for op in fusion.all_ops:
+        if op.callee and op.callee.name == function.name and op.callee != function:
+            raise ProgramError(f"call: two functions are named @{function.name}; give one of them another name", op.location)
 
 
 def verify_ops(inputs: Sequence[Named], ops: Sequence[Op]) -> None:
@@ -119,17 +131,18 @@ def _verify_op(op: Op, types: dict[str, TensorType]) -> None:
     _define(op.result, types, op.location)
 
 
-def _verify_outputs_of_kernels(body: Fusion) -> None:
+def _verify_further_results(body: Fusion) -> None:
+    """Those of kernels and of calls beside the first."""
     made = {op.result.name: op.user_kernel for op in body.ops}
     calls = {op.result.name: op.callee for op in body.ops if op.kind == "call"}
     taken = [(op.tensors[0], op[INDEX]) for op in body.ops if op.kind == "output"]
-    for op in body.ops:
-        if op.kind == "output" and taken.count((op.tensors[0], op[INDEX])) > 1:
-            raise ProgramError(f"output: output {op[INDEX]} of %{op.tensors[0]} is taken twice; use the first", op.location)
-        if op.callee and op.kind == "output" and calls.get(op.tensors[0]) != op.callee:
+    for op in (op for op in body.ops if op.kind == "output"):
+        source, index = made.get(op.tensors[0]), op[INDEX]
+        if taken.count((op.tensors[0], index)) > 1:
+            raise ProgramError(f"output: output {index} of %{op.tensors[0]} is taken twice; use the first", op.location)
+        if op.callee and calls.get(op.tensors[0]) != op.callee:
             raise ProgramError(f"output: %{op.tensors[0]} is no call of @{op.callee.name}; correct it", op.location)
-        if op.kind == "output" and not op.callee:
-            source, index = made.get(op.tensors[0]), op[INDEX]
+        if not op.callee:
             wanted = dict(enumerate(source.outputs)).get(index) if source and index else None
             if wanted != replace(op.result.type, mesh=None):  # a kernel runs where its operands are
                 raise ProgramError(f"output: %{op.tensors[0]} has no output {index} of {op.result.type}; correct it", op.location)
@@ -162,14 +175,11 @@ def _verify_stream(op: Op, level: int) -> None:
 
 def _verify_sharding(op: Op, types: dict[str, TensorType], mesh: Mesh, level: int) -> None:
     operands = operand_types(op, types)
-    for name, type in zip(op.operands, operands, strict=True):
-        if type.partial and op.kind not in RESHARDS:
-            raise ProgramError(f"{op.kind}: %{name} is {type}; reshard it first, a partial tensor reaches no other op", op.location)
     if op.kind in RESHARDS:
         _verify_reshard(op, operands[0], mesh, level)
         return
     passed = flow(op, operands, mesh)
-    derived = with_layout(op.result.type, passed.result, partial_of(op, passed.partial_axes))
+    derived = with_layout(op.result.type, passed.result, partial_of(op, operands, passed))
     if derived != op.result.type:
         raise ProgramError(f"{op.kind}: %{op.result.name} is {op.result.type}, but its operands give {derived}; reshard them", op.location)
     for name, type, needed in zip(op.operands, operands, passed.operands(passed.result), strict=True):

@@ -6,7 +6,7 @@ Where `mesh` is set, only its ranks do what is emitted: neighbours of one mesh s
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -57,8 +57,7 @@ class Builder:
 
     def loop_index(self) -> str:
         """i, j, k, l, then i_2 and so on."""
-        free = [letter for letter in "ijkl" if letter not in self._taken]
-        return self.name(free[0] if free else "i")
+        return self.name(next((letter for letter in "ijkl" if letter not in self._taken), "i"))
 
     def emit(self, instruction: tree.Instruction) -> None:
         scope = self._scopes[-1]
@@ -89,17 +88,12 @@ class Builder:
         yield
         self._scopes = scopes
 
-    @contextmanager
-    def hoisted(self) -> Iterator[None]:
+    def hoisted(self) -> AbstractContextManager[None]:
         """The same for views alone."""
-        if not self.hoists_views:
-            yield
-            return
-        with self.outermost():
-            yield
+        return self.outermost() if self.hoists_views else nullcontext()
 
     def body(self) -> tree.Body:
-        """The whole program, without views that nothing uses in the end."""
+        """All that was emitted, without views that nothing uses in the end."""
         body = eliminate_dead_code(_joined(tuple(self._scopes[0].instructions), None), ("view",))
         return tree.rewrite(body, lambda i: () if i.ranks and not any(tree.bodies(i)) else None)
 
@@ -109,7 +103,7 @@ class Builder:
 
     @property
     def channel_of_all(self) -> str:
-        """The name of the channel of all ranks of the program, whose places in it are their numbers."""
+        """The name of the channel of all ranks of the program, whose numbers in the process group are those in the program."""
         return self._channel(self._program, tuple(name for name, _ in self._program.axes), DEFAULT)
 
     def _channel(self, mesh: Mesh, axes: tuple[str, ...], transport: str) -> str:
@@ -129,15 +123,13 @@ class Builder:
         return name
 
     def allocate(self, wanted: str, type: BufferType) -> str:
-        name = self.parameter(wanted, BufferType(type.dtype, type.shape))
-        self._allocated.add(name)
         with self.outermost():
-            self.emit(ir.Allocate(name, self.types[name]))
-        return name
+            return self.allocate_here(wanted, type)
 
     def allocate_here(self, wanted: str, type: BufferType) -> str:
         """Memory that is needed in this body alone."""
         name = self.parameter(wanted, BufferType(type.dtype, type.shape))
+        self._allocated.add(name)
         self.emit(ir.Allocate(name, self.types[name]))
         return name
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from hostweave.base.names import claim_unique, unique_name
 from hostweave.host_ir import ir, tree
+from hostweave.host_ir.dead_code import launched
 from hostweave.host_ir.expr import Binary, Expr, Var
 
 
@@ -23,19 +24,13 @@ def bodies(program: ir.HostProgram) -> tuple[ir.HostProgram, ...]:
 
 
 def _with_what_it_uses(part: ir.HostProgram) -> ir.HostProgram:
-    kernels = kernels_of(part.body)
     events = events_of(part.body).union(*(events_of(function.body) for function in part.functions))  # its calls are looked at with it
     return replace(
         part,
-        kernels=tuple(kernel for kernel in part.kernels if kernel.name in kernels),
+        kernels=launched(part.kernels, part.body),
         events=tuple(pool for pool in part.events if pool.name in events),
         uneven=tuple(name for name in part.uneven if name in part.symbols()),
     )
-
-
-def kernels_of(body: tree.Body) -> set[str]:
-    """The kernels that a body launches."""
-    return {name for i in tree.walk(body) for name in tree.names(i, "launch")}
 
 
 def events_of(body: tree.Body) -> set[str]:

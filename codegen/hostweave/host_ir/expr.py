@@ -8,33 +8,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from hostweave.types.mesh import Mesh
-from hostweave.types.size import Atom, bound
+from hostweave.types.size import Atom
+
+
+def _operator(op: str) -> Callable[[Expr, Expr | int], Expr]:
+    return lambda left, right: binary(op, left, right)
 
 
 @dataclass(frozen=True)
 class Expr:
     """An integer, or a truth value for comparisons. Python's operators build larger ones and fold constants."""
 
-    def __add__(self, other: Expr | int) -> Expr:
-        return binary("+", self, other)
-
-    def __sub__(self, other: Expr | int) -> Expr:
-        return binary("-", self, other)
-
-    def __mul__(self, other: Expr | int) -> Expr:
-        return binary("*", self, other)
-
-    def __floordiv__(self, other: Expr | int) -> Expr:
-        return binary("/", self, other)
-
-    def __mod__(self, other: Expr | int) -> Expr:
-        return binary("%", self, other)
-
-    def equals(self, other: Expr | int) -> Expr:
-        return binary("==", self, other)
-
-    def less(self, other: Expr | int) -> Expr:
-        return binary("<", self, other)
+    __add__, __sub__, __mul__ = _operator("+"), _operator("-"), _operator("*")
+    __floordiv__, __mod__ = _operator("/"), _operator("%")
+    equals, less = _operator("=="), _operator("<")
 
 
 @dataclass(frozen=True)
@@ -206,28 +193,6 @@ def simpler(condition: Expr, range: Callable[[Expr], Range]) -> Expr:
             if op == "==" and low is not None and low == high == right_low == right_high:
                 return Const(1)
     return condition
-
-
-# --- values -----------------------------------------------------------------------------------------------------------
-
-
-def evaluate(expr: Expr, variables: Mapping[str, int], coordinates: Mapping[str, int], sizes: Mapping[str, int]) -> int:
-    """The value of `expr`; raises KeyError for an unknown name and ZeroDivisionError for a division by zero."""
-    match expr:
-        case Const(value):
-            return value
-        case Var(name):
-            return variables[name]
-        case Coordinate(axis):
-            return coordinates[axis]
-        case Rank():
-            return coordinates[""]
-        case Symbol(size):
-            return bound(size, sizes)
-        case Binary(op, left, right):
-            a, b = (evaluate(side, variables, coordinates, sizes) for side in (left, right))
-            return int(OPERATORS[op][1](a, b))
-    raise TypeError(f"not an expression: {expr!r}")
 
 
 def leaves(expr: Expr) -> list[Expr]:

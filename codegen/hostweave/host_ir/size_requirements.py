@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import AXES
 from hostweave.host_ir import ir, tree
-from hostweave.host_ir.calls import kernels_of
+from hostweave.host_ir.dead_code import launched
 from hostweave.host_ir.expr import Binary, Const, Expr, Symbol
 from hostweave.types.size import Share, Size, Sum
 from hostweave.types.tensor import BufferType
@@ -33,16 +33,16 @@ def not_negative(program: ir.HostProgram) -> tuple[Size, ...]:
     found = [size for i in tree.walk(program.body) if i.span for src in tree.names(i, "alias") for size in slack(i, types[src])]
     factors = (factor for type in types.values() for size in type.shape for factor in size.factors)
     found += [Size(1, (factor,)) for factor in factors if isinstance(factor, Sum)]
-    return tuple(dict.fromkeys(size for size in found if _can_be_negative(size)))
+    terms = {size: [term for factor in size.factors if isinstance(factor, Sum) for term in factor.terms] for size in found}
+    return tuple(size for size, parts in terms.items() if any(term.coefficient < 0 for term in (size, *parts)))
 
 
 def not_empty(program: ir.HostProgram) -> Iterator[tuple[str, Size]]:
     """Sizes that a call must not make 0, each with the reduction that has no value of no elements. A rank may have none of them."""
-    launched = kernels_of(program.body)
     found: dict[tuple[str, Size], None] = {}
-    for kernel in program.kernels:
+    for kernel in launched(program.kernels, program.body):
         types = {p.name: p.type for p in kernel.inputs} | {op.result.name: op.result.type for op in kernel.ops}
-        for op in kernel.ops if kernel.name in launched else ():
+        for op in kernel.ops:
             combine = OPS[op.kind].combine
             if combine and not combine.identity:
                 factors = (factor for axis in op[AXES] for factor in types[op.tensors[0]].shape[axis].factors)
@@ -58,7 +58,7 @@ def slack(view: tree.Instruction, source: BufferType) -> tuple[Size, ...]:
     dim, start, spread = view.span
     before, dim_size = _size_of(start), source.shape[dim]
     if before is None or any(isinstance(factor, Share) for size in (dim_size, spread) for factor in size.factors):
-        return ()  # it goes by this rank's place: right as it is made
+        return ()  # it depends on the rank: right as it is made
     return (before, dim_size - before - spread)
 
 
@@ -78,8 +78,3 @@ def _size_of(expr: Expr) -> Size | None:
             a = _size_of(left)
             return None if a is None else a // divisor
     return None
-
-
-def _can_be_negative(size: Size) -> bool:
-    terms = [term for factor in size.factors if isinstance(factor, Sum) for term in factor.terms]
-    return any(term.coefficient < 0 for term in (size, *terms))

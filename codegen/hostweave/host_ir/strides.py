@@ -38,9 +38,8 @@ def _reshaped_strides(shape: tuple[Size, ...], strides: tuple[Size, ...], wanted
     """Strides of the same elements under another shape: each run of dims that is split or merged must be contiguous in itself."""
     result: list[Size] = []
     source = [(e, s) for e, s in zip(shape, strides, strict=True) if e != Size()]
-    i = 0
     target = list(wanted)
-    j = 0
+    i = j = 0
     while j < len(target):
         if target[j] == Size():
             result.append(Size())
@@ -51,24 +50,16 @@ def _reshaped_strides(shape: tuple[Size, ...], strides: tuple[Size, ...], wanted
         have, want = source[i][0], target[j]
         i_end, j_end = i + 1, j + 1
         while have != want:  # grow the smaller side; where names hide which that is, the target first
-            grow_source = _whole(want.divided_by(have)) or j_end == len(target)
+            quotient = want.divided_by(have)
+            grow_source = (quotient is not None and quotient.divisor == 1) or j_end == len(target)
             if grow_source and i_end < len(source) and source[i_end - 1][1] == source[i_end][1] * source[i_end][0]:
                 have, i_end = have * source[i_end][0], i_end + 1
             elif not grow_source:
                 want, j_end = want * target[j_end], j_end + 1
             else:
                 raise ValueError("these dims are not contiguous in memory, or the number of elements differs")
-        step = source[i_end - 1][1]
-        run: list[Size] = []
-        for size in reversed(target[j:j_end]):
-            run.append(step)
-            step = step * size
-        result.extend(reversed(run))
+        result += (source[i_end - 1][1] * step for step in row_major(tuple(target[j:j_end])))
         i, j = i_end, j_end
     if i != len(source):
         raise ValueError("a reshape keeps the number of elements")
     return tuple(result)
-
-
-def _whole(quotient: Size | None) -> bool:
-    return quotient is not None and quotient.divisor == 1

@@ -8,7 +8,8 @@ from dataclasses import MISSING, fields
 from typing import Any, NoReturn, get_type_hints
 
 from hostweave.base.errors import Location, did_you_mean
-from hostweave.fusion_ir.user_kernel import UserKernel, parse_user_kernel, print_user_kernel
+from hostweave.fusion_ir.ir import Op
+from hostweave.fusion_ir.user_kernel import parse_user_kernel, print_user_kernel
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.expr import OPERATORS, Binary, Const, Coordinate, Expr, Rank, Symbol, Var
 from hostweave.transports.transport import NAMES, find_transport
@@ -27,7 +28,9 @@ def print_host(program: ir.HostProgram) -> str:
     """The program as text, kernels first, then functions. One instruction a line."""
     lines = [line for user_kernel in program.user_kernels for line in print_user_kernel(user_kernel)]
     lines += [line for kernel in program.kernels for line in _kernel_lines(kernel)]
-    lines.extend(line for function in program.functions for line in _function_lines(function))
+    for function in program.functions:
+        head = f"function @{function.name}({_parameters(function.inputs)}) -> ({_parameters(function.outputs)}) {{"
+        lines += [head, *_body_lines(function.body, INDENT), "}"]
     lines.append(
         f"host @{program.name}({_parameters(program.inputs)}) -> ({_parameters(program.outputs)}) {program.mesh}"
         + _channels(program)
@@ -47,11 +50,6 @@ def _kernel_lines(kernel: ir.Kernel) -> list[str]:
     end = f"}}  # ends here: {kernel.ends}" if kernel.ends else "}"
     lines = [*map(print_op, kernel.ops), *([f"return {_field_text(kernel.returned, True)}"] if kernel.returned else [])]
     return [f"kernel @{kernel.name}({_parameters(kernel.inputs)}) {{", *(INDENT + line for line in lines), end]
-
-
-def _function_lines(function: ir.Function) -> list[str]:
-    head = f"function @{function.name}({_parameters(function.inputs)}) -> ({_parameters(function.outputs)}) {{"
-    return [head, *_body_lines(function.body, INDENT), "}"]
 
 
 def _parameters(parameters: tuple[ir.Parameter, ...]) -> str:
@@ -85,10 +83,9 @@ def print_instruction(instruction: tree.Instruction, indent: str = "") -> list[s
         text += literal
         if name in ("body", "orelse"):
             body = getattr(instruction, name)
-            if name == "orelse" and body:
-                text += " else {\n" + "".join(line + "\n" for line in _body_lines(body, indent + INDENT)) + indent + "}"
-            elif name == "body":
-                text += "{\n" + "".join(line + "\n" for line in _body_lines(body, indent + INDENT)) + indent + "}"
+            if body or name == "body":
+                lines = "".join(line + "\n" for line in _body_lines(body, indent + INDENT))
+                text += f"{' else ' if name == 'orelse' else ''}{{\n{lines}{indent}}}"
         elif name:
             value = getattr(instruction, name)
             is_buffers = isinstance(value, tuple) and name in tree.roles(type(instruction))
@@ -124,15 +121,9 @@ def _defaults(kind: type[tree.Instruction]) -> dict[str, Any]:
 def parse_host(text: str) -> ir.HostProgram:
     """The host program that `text` prints. Raises ParseError with line and column."""
     reader = Reader(text)
-    user_kernels: list[UserKernel] = []
-    while reader.accept("user_kernel"):
-        user_kernels.append(parse_user_kernel(reader))
-    kernels: list[ir.Kernel] = []
-    while reader.accept("kernel"):
-        kernels.append(_parse_kernel(reader))
-    functions: list[ir.Function] = []
-    while reader.accept("function"):
-        functions.append(ir.Function(*_parse_head(reader, "the function"), _parse_body(reader)))
+    user_kernels = reader.repeated("user_kernel", lambda: parse_user_kernel(reader))
+    kernels = reader.repeated("kernel", lambda: _parse_kernel(reader))
+    functions = reader.repeated("function", lambda: ir.Function(*_parse_head(reader, "the function"), _parse_body(reader)))
     reader.expect("host")
     name, inputs, outputs = _parse_head(reader, "the program")
     mesh = reader.mesh()
@@ -141,33 +132,22 @@ def parse_host(text: str) -> ir.HostProgram:
     events = tuple(ir.Events(*pool) for pool in _parse_pools(reader, "events"))
     uneven: tuple[str, ...] = ()
     if reader.accept("uneven"):
-        reader.expect("(")
-        uneven = reader.list_of(lambda: reader.word("a size"), ")")
+        uneven = reader.enclosed(lambda: reader.word("a size"))
     body = _parse_body(reader)
     if reader.peek():
         reader.fail(f"expected the end of the text, found {reader.found()}")
-    parts = tuple(kernels), body, uneven, tuple(functions), tuple(user_kernels)
-    return ir.HostProgram(name, mesh, inputs, outputs, channels, streams, events, *parts)
+    return ir.HostProgram(name, mesh, inputs, outputs, channels, streams, events, kernels, body, uneven, functions, user_kernels)
 
 
 def _parse_head(reader: Reader, what: str) -> tuple[str, tuple[ir.Parameter, ...], tuple[ir.Parameter, ...]]:
     """`@name(inputs) -> (outputs)`"""
-    reader.expect("@")
-    name = reader.word(f"the name of {what}")
-    reader.expect("(")
-    inputs = _parse_parameters(reader)
+    name, inputs = reader.global_name(what), _parse_parameters(reader)
     reader.expect("->")
-    reader.expect("(")
     return name, inputs, _parse_parameters(reader)
 
 
 def _parse_parameters(reader: Reader) -> tuple[ir.Parameter, ...]:
-    def parameter() -> ir.Parameter:
-        name = reader.named()
-        reader.expect(":")
-        return ir.Parameter(name, reader.tensor_type())
-
-    return reader.list_of(parameter, ")")
+    return reader.enclosed(lambda: ir.Parameter(*reader.typed_name()))
 
 
 def _parse_channels(reader: Reader, program: Mesh) -> tuple[ir.Channel, ...]:
@@ -181,10 +161,7 @@ def _parse_channels(reader: Reader, program: Mesh) -> tuple[ir.Channel, ...]:
             reader.fail(f"unknown transport {reader.found()}; one of {', '.join(NAMES)}")
         return ir.Channel(name, mesh, axes, find_transport(reader.take()))
 
-    if not reader.accept("channels"):
-        return ()
-    reader.expect("(")
-    return reader.list_of(channel, ")")
+    return reader.enclosed(channel) if reader.accept("channels") else ()
 
 
 def _parse_pools(reader: Reader, word: str) -> tuple[tuple[str, int], ...]:
@@ -195,21 +172,14 @@ def _parse_pools(reader: Reader, word: str) -> tuple[tuple[str, int], ...]:
         reader.expect("]")
         return name, count
 
-    if not reader.accept(word):
-        return ()
-    reader.expect("(")
-    return reader.list_of(pool, ")")
+    return reader.enclosed(pool) if reader.accept(word) else ()
 
 
 def _parse_kernel(reader: Reader) -> ir.Kernel:
     from hostweave.fusion_ir.text import parse_op
 
-    reader.expect("@")
-    name = reader.word("the name of a kernel")
-    reader.expect("(")
-    inputs = _parse_parameters(reader)
+    name, inputs, ops = reader.global_name("a kernel"), _parse_parameters(reader), list[Op]()
     reader.expect("{")
-    ops = []
     returned: tuple[str, ...] = ()
     while not reader.accept("}"):
         if reader.accept("return"):
@@ -234,7 +204,6 @@ def _parse_instruction(reader: Reader) -> tree.Instruction:
     kind = _BY_WORD.get((defines, word), ir.Let if defines else None)
     if kind is None:
         _fail_unknown(reader, word)
-    types = _field_types(kind)
     values: dict[str, Any] = {"location": Location("text", reader.line())}
     for literal, name in _syntax(kind):
         tokens = _TOKENS.findall(literal.replace("%", "") if name in tree.roles(kind) else literal)
@@ -243,7 +212,7 @@ def _parse_instruction(reader: Reader) -> tree.Instruction:
         for token in tokens:
             reader.expect(token)
         if name:
-            values[name] = _parse_field(reader, kind, name, types[name])
+            values[name] = _parse_field(reader, kind, name, _field_types(kind)[name])
     return kind(**values)
 
 
@@ -254,9 +223,7 @@ def _fail_unknown(reader: Reader, word: str) -> NoReturn:
     reader.fail(f"unknown instruction {word!r}; {did_you_mean(word, words)}")
 
 
-@tree.per_kind
-def _field_types(kind: type[tree.Instruction]) -> dict[str, Any]:
-    return get_type_hints(kind)
+_field_types = tree.per_kind(get_type_hints)
 
 
 def _parse_field(reader: Reader, kind: type[tree.Instruction], name: str, hint: Any) -> Any:
@@ -267,28 +234,12 @@ def _parse_field(reader: Reader, kind: type[tree.Instruction], name: str, hint: 
     if hint is str and f"%{{{name}}}" in kind.syntax:
         return reader.named()
     if name in tree.roles(kind) and hint is not str:  # buffers, of a launch or a call
-        return _separated(reader, reader.named) if reader.peek() == "%" else ()
+        return reader.separated(reader.named) if reader.peek() == "%" else ()
     return _FIELD_PARSERS[hint](reader)
 
 
-def _separated(reader: Reader, item: Callable[[], str]) -> tuple[str, ...]:
-    items = [item()]
-    while reader.accept(","):
-        items.append(item())
-    return tuple(items)
-
-
 def _bracketed(item: Callable[[Reader], Any]) -> Callable[[Reader], Any]:
-    def parse(reader: Reader) -> Any:
-        reader.expect("[")
-        return reader.list_of(lambda: item(reader), "]")
-
-    return parse
-
-
-def _parse_buffer_type(reader: Reader) -> BufferType:
-    dtype = reader.dtype()
-    return BufferType(dtype, _bracketed(Reader.size)(reader))
+    return lambda reader: reader.enclosed(lambda: item(reader), "[]")
 
 
 def _parse_number(reader: Reader) -> float:
@@ -344,8 +295,9 @@ _FIELD_PARSERS: dict[Any, Callable[[Reader], Any]] = {
     str: lambda reader: reader.word("a name"),
     float: _parse_number,
     Expr: _parse_expr,
+    Expr | None: _parse_expr,
     Size: Reader.size,
-    BufferType: _parse_buffer_type,
+    BufferType: lambda reader: BufferType(reader.dtype(), reader.enclosed(reader.size, "[]")),
     tuple[Size, ...]: _bracketed(Reader.size),
     tuple[int, ...]: _bracketed(Reader.integer),
     Mesh: Reader.mesh,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from typing import Annotated, Any, ClassVar, TypeVar, get_origin, get_type_hints
 
 from hostweave.base.errors import Location
@@ -61,6 +62,7 @@ class Instruction:
     shows: ClassVar[str] = ""  # of a view of all elements: "all", or "in order" where they are in their order
     copies: ClassVar[bool] = False  # it is nothing where src and dst are the same bytes
     work: ClassVar[str] = ""  # of this rank alone, on the stream that it stands on: to "compute", or to "move" what is there
+    library: ClassVar[str] = ""  # what a program with it is linked with, beside what all are
     orders: ClassVar[bool] = False  # streams, one after another: no work is moved past it
     grouped: ClassVar[bool] = False  # it posts sends and recvs in a group
     posts: ClassVar[str] = ""  # of a communication: send, recv, collective, signal, wait_signal, which meet their own in order; or get
@@ -121,14 +123,7 @@ Body = tuple[Instruction, ...]
 
 def per_kind(function: Callable[[type[Instruction]], T]) -> Callable[[type[Instruction]], T]:
     """`function`, worked out once for each kind of instruction."""
-    known: dict[type[Instruction], T] = {}
-
-    def look_up(kind: type[Instruction]) -> T:
-        if kind not in known:
-            known[kind] = function(kind)
-        return known[kind]
-
-    return look_up
+    return cache(function)  # type: ignore[return-value]
 
 
 @per_kind

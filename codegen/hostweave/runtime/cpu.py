@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
@@ -33,7 +33,6 @@ def schedule() -> Schedule:
     return _schedule.get()
 
 
-@contextmanager
 def seeded(
     seed: int,
     picker: str = "mixed",
@@ -41,7 +40,7 @@ def seeded(
     ordered_launches: bool | None = None,
     buffered_sends: bool | None = None,
     check_dependencies: bool | None = None,
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Inside, programs of the CPU target run one operation at a time, in an order chosen by `seed`: the same seed, the same order.
 
     `picker` says how the next operation is chosen: `uniform`, at random; `pct`, by random priorities that change at a few random moments
@@ -56,18 +55,17 @@ def seeded(
     if picker not in PICKERS:
         raise ArgumentError(f"seeded: no picker {picker!r}; the pickers are {', '.join(PICKERS)}")
     knobs = (-1 if knob is None else int(knob) for knob in (ordered_launches, buffered_sends, check_dependencies))
-    with _using(Schedule(True, seed, PICKERS.index(picker), *knobs)):
-        yield
+    return _using(Schedule(True, seed, PICKERS.index(picker), *knobs))
 
 
-@contextmanager
-def parallel(*, check_dependencies: bool = False, buffered_sends: bool = False, timeout_seconds: float = 120.0) -> Iterator[None]:
+def parallel(
+    *, check_dependencies: bool = False, buffered_sends: bool = False, timeout_seconds: float = 120.0
+) -> AbstractContextManager[None]:
     """Inside, programs of the CPU target run at once what is ready, as by default.
 
     On both targets `run` and its like give up, with a report, where the ranks stand still for `timeout_seconds`.
     """
-    with _using(Schedule(buffered_sends=int(buffered_sends), check_dependencies=int(check_dependencies), timeout_seconds=timeout_seconds)):
-        yield
+    return _using(Schedule(buffered_sends=int(buffered_sends), check_dependencies=int(check_dependencies), timeout_seconds=timeout_seconds))
 
 
 @contextmanager

@@ -7,7 +7,6 @@ its token: who is there, and the epoch, which is part of every key that the grou
 from __future__ import annotations
 
 import json
-import os
 import socket
 import time
 import uuid
@@ -32,7 +31,6 @@ class Hello:
     rank: int
     count: int  # how many ranks it expects
     host: str
-    process: int
 
 
 @dataclass(frozen=True)
@@ -47,15 +45,11 @@ class World:
         """The place of a rank among those of its host."""
         return sum(other.host == self.hellos[rank].host for other in self.hellos[:rank])
 
-    def shares_process(self, rank: int) -> bool:
-        me = self.hellos[rank]
-        return sum((other.host, other.process) == (me.host, me.process) for other in self.hellos) > 1
-
 
 def meet(store: Store, group: str, rank: int, count: int, timeout: float) -> World:
     """Waits for all ranks of the group. Raises ExecutionError, on all of them, where some do not come or expect another world."""
     prefix = f"hostweave/{quote(group, safe='')}"
-    hello = Hello(uuid.uuid4().hex, rank, count, this_host(), os.getpid())
+    hello = Hello(uuid.uuid4().hex, rank, count, this_host())
     deadline = time.monotonic() + timeout
     store.set(f"{prefix}/hello/{rank}", json.dumps(asdict(hello)).encode())
     try:

@@ -11,10 +11,10 @@ from hostweave.base.errors import BuildError
 from hostweave.base.paths import NATIVE, RUNTIME, RUNTIME_INCLUDES
 from hostweave.build.toolchain import Toolchain, find_compiler, require_native
 from hostweave.fusion_ir.user_kernel import UserKernel, expect_one_thread
-from hostweave.targets.target import CPU_DEVICE
+from hostweave.targets.target import CPU_DEVICE, Target
 
 
-class _Cpu:
+class _Cpu(Target):
     name = "cpu"
     is_asynchronous = False
     needs_one_process = True
@@ -29,9 +29,9 @@ class _Cpu:
     def toolchain(self) -> Toolchain:
         return Toolchain(self.name, find_compiler(), (*RUNTIME_INCLUDES, RUNTIME / "cpu" / "include"), ())
 
-    def runtime_library(self, toolchain: Toolchain) -> Path:
-        """Comes with the installation."""
-        return NATIVE / "libhostweave_cpu.so"
+    def runtime_libraries(self, toolchain: Toolchain, wanted: frozenset[str]) -> tuple[Path, ...]:
+        """One, which comes with the installation."""
+        return (NATIVE / "libhostweave_cpu.so",)
 
     def has_devices(self, ranks: int) -> bool:
         return True

@@ -25,6 +25,7 @@ class Transport:
     holds_multiprocessors: bool  # its kernels occupy the device until others arrive: those of one channel at a time, in the order of issue
     has_windows: bool  # ranks touch the memory of others, which the arena of a program registers with its channels
     is_rendezvous: bool  # a communication ends only after all others that take part in it have started
+    reduces: frozenset[str] = frozenset({"sum", "prod", "min", "max", "avg"})  # for others the terms are gathered, and reduced by a kernel
 
 
 @cache

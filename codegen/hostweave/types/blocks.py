@@ -13,14 +13,14 @@ from hostweave.types.size import LocalSize, Size
 
 @dataclass(frozen=True)
 class Cut:
-    """A dim of which a rank has `held`, cut where the blocks of `blocks` ranks that share the whole dim begin: `4 of M`."""
+    """A dim of which a rank has `held`, cut where the shards of `blocks` ranks that share the global dim begin: `4 of M`."""
 
     blocks: int
     held: Size
 
     @property
     def local(self) -> LocalSize | None:
-        """What is held, where that is a part whose place in the whole dim goes by the rank."""
+        """What the rank has, where that is a shard whose beginning in the global dim depends on the rank."""
         return self.held.factor if isinstance(self.held.factor, LocalSize) else None
 
     @property
@@ -28,7 +28,7 @@ class Cut:
         return self.local.size if self.local else self.held
 
     def starts(self, sizes: Sizes) -> list[int]:
-        """Where each block begins in what is held, and where the last one ends."""
+        """Where each block begins in what the rank has, and where the last one ends."""
         held = self.local.indices(sizes) if self.local else range(self.held.bind(sizes))
         whole = self.whole.bind(sizes)
         first = [local_range(whole, self.blocks, block).start for block in range(self.blocks)]

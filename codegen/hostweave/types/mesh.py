@@ -118,11 +118,11 @@ class Mesh:
         raise KeyError(axis)
 
     def rank_in_group(self, rank: int, axes: tuple[str, ...]) -> int:
-        """The position of `rank` in its process group along `axes`."""
-        place = 0
+        """The number of `rank` in its process group along `axes`."""
+        number = 0
         for axis in axes:
-            place = place * self.axis_size(axis) + self.coordinate(rank, axis)
-        return place
+            number = number * self.axis_size(axis) + self.coordinate(rank, axis)
+        return number
 
     def process_group(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
         """The ranks that differ from `rank` only along `axes`, in row-major order of `axes` as given."""
@@ -131,10 +131,10 @@ class Mesh:
             strides[name] = stride
             stride *= size
         base = self.all_ranks.index(rank) - sum(self.coordinate(rank, axis) * strides[axis] for axis in axes)
-        places = [base]
+        indices = [base]
         for axis in axes:
-            places = [place + i * strides[axis] for place in places for i in range(self.axis_size(axis))]
-        return tuple(self.all_ranks[place] for place in places)
+            indices = [index + i * strides[axis] for index in indices for i in range(self.axis_size(axis))]
+        return tuple(self.all_ranks[index] for index in indices)
 
     def __str__(self) -> str:
         of = "" if self.members is None else f"of ranks {_listed(self.members)}"

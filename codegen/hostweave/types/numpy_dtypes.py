@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hostweave.types.tensor import DType, bf16, bool_, f8e4m3, f8e5m2, f16, f32, f64, i8, i32, i64, u8, u32
+from hostweave.types.tensor import DType, bf16, bool_, f8e4m3, f8e5m2, f16, f32, f64, i8, i16, i32, i64, u8, u16, u32, u64
 
 _DTYPE_OF = {
     "float64": f64,
@@ -18,8 +18,11 @@ _DTYPE_OF = {
     "float8_e5m2": f8e5m2,
     "int64": i64,
     "int32": i32,
+    "int16": i16,
     "int8": i8,
+    "uint64": u64,
     "uint32": u32,
+    "uint16": u16,
     "uint8": u8,
     "bool": bool_,
 }

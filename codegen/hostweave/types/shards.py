@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from hostweave.base.errors import ArgumentError
 from hostweave.types.mesh import Mesh
 from hostweave.types.rank_sizes import local_range
-from hostweave.types.size import Size
 from hostweave.types.tensor import TensorType
 
 if TYPE_CHECKING:
@@ -107,8 +106,12 @@ def bind_sizes(
     for name, type_ in inputs.items():
         for index, (dim, size) in enumerate(zip(type_.dims, shapes[name], strict=True)):
             place = f"{program}: {name}: dim {index}"
-            if all(symbol in sizes for symbol in dim.size.symbols):
-                _check_size(place, dim.size, size, sizes)
+            try:
+                wanted = dim.size.bind(sizes) if all(symbol in sizes for symbol in dim.size.symbols) else size
+            except ValueError as error:
+                raise ArgumentError(f"{place} is {size}; no size fits, because {error}") from None
+            if wanted != size:
+                raise ArgumentError(f"{place} is {size}; {wanted} is wanted{'' if dim.size.is_int else f' for {dim.size}'}")
             parts = type_.mesh_in(mesh).size_of(dim.axes)
             if size % parts and uneven is not None and not dim.size.is_uneven(parts, uneven):
                 raise ArgumentError(
@@ -116,12 +119,3 @@ def bind_sizes(
                     f"pad it to {-(-size // parts) * parts}"
                 )
     return sizes
-
-
-def _check_size(place: str, dim_size: Size, size: int, sizes: Mapping[str, int]) -> None:
-    try:
-        wanted = dim_size.bind(sizes)
-    except ValueError as error:
-        raise ArgumentError(f"{place} is {size}; no size fits, because {error}") from None
-    if wanted != size:
-        raise ArgumentError(f"{place} is {size}; {wanted} is wanted{'' if dim_size.is_int else f' for {dim_size}'}")

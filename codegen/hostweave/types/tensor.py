@@ -20,8 +20,8 @@ from hostweave.types.mesh import Mesh, _listed
 class DType:
     """An element type, such as `hw.bf16` (also `hw.bfloat16`). `hw.bf16["M@x", "K"]` is the type of a tensor.
 
-    The dtypes are f64, f32, f16, bf16, f8e4m3, f8e5m2, i64, i32, i8, u32, u8 and bool. `itemsize` is in bytes; `cpp` is the name in
-    generated code, in namespace hw unless it is a built-in type.
+    The dtypes are f64, f32, f16, bf16, f8e4m3, f8e5m2, i64, i32, i16, i8, u64, u32, u16, u8 and bool. `itemsize` is in bytes; `cpp` is
+    the name in generated code, in namespace hw unless it is a built-in type.
     """
 
     name: str
@@ -58,14 +58,17 @@ f8e4m3 = DType("f8e4m3", 1, "float", "hw::f8e4m3")
 f8e5m2 = DType("f8e5m2", 1, "float", "hw::f8e5m2")
 i64 = DType("i64", 8, "int", "int64_t")
 i32 = DType("i32", 4, "int", "int32_t")
+i16 = DType("i16", 2, "int", "int16_t")
 i8 = DType("i8", 1, "int", "int8_t")
+u64 = DType("u64", 8, "uint", "uint64_t")
 u32 = DType("u32", 4, "uint", "uint32_t")
+u16 = DType("u16", 2, "uint", "uint16_t")
 u8 = DType("u8", 1, "uint", "uint8_t")
 bool_ = DType("bool", 1, "bool", "bool")
 
 MAX_SIZE = 2**63 - 1  # of a dim and of the elements of a tensor: they are int64_t
 MAX_DIMS = 8  # of an array, as hw::Shape has them
-DTYPES = {d.name: d for d in (f64, f32, f16, bf16, f8e4m3, f8e5m2, i64, i32, i8, u32, u8, bool_)}
+DTYPES = {d.name: d for d in (f64, f32, f16, bf16, f8e4m3, f8e5m2, i64, i32, i16, i8, u64, u32, u16, u8, bool_)}
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ def _spec_dim(value: int | str) -> Dim:
 
 @dataclass(frozen=True)
 class Partial:
-    """What each rank holds is a term still to be reduced by `op` (sum, prod, min, max or avg) over the mesh axes."""
+    """What each rank holds is a term still to be reduced by `op` (sum, prod, min, max, avg, and, or, xor) over the mesh axes."""
 
     op: str
     axes: tuple[str, ...]
@@ -161,6 +164,10 @@ class TensorType:
             return Size(1, (LocalSize(dim.size, dim.axes, self.mesh),)) if dim.size.is_uneven(ranks, uneven) else dim.size // ranks
 
         return tuple(map(local, self.dims))
+
+    def local(self, mesh: Mesh, uneven: Container[str] = ()) -> BufferType:
+        """The type of that."""
+        return BufferType(self.dtype, self.local_shape(mesh, uneven))
 
     def dim(self, axis: int | str) -> int:
         """The number of a dim from its number (negative from the end) or its name. Raises ValueError where it names none or several."""

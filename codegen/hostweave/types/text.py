@@ -99,10 +99,7 @@ class Reader(Lexer):
         return Dim(size, tuple(axes))
 
     def tensor_type(self) -> TensorType:
-        dtype = self.dtype()
-        self.expect("[")
-        dims = self.list_of(self.dim, "]")
-        partial = None
+        dtype, dims, partial = self.dtype(), self.enclosed(self.dim, "[]"), None
         if self.accept("partial"):
             self.expect("(")
             op = self.word("a reduction")
@@ -146,10 +143,13 @@ class Reader(Lexer):
         return Route(*numbers)
 
     def mesh_axes(self) -> tuple[str, ...]:
-        axes = [self.word("a mesh axis")]
-        while self.accept(","):
-            axes.append(self.word("a mesh axis"))
-        return tuple(axes)
+        return self.separated(lambda: self.word("a mesh axis"))
+
+    def typed_name(self) -> tuple[str, TensorType]:
+        """`%x: bf16[M@x, K]`"""
+        name = self.named()
+        self.expect(":")
+        return name, self.tensor_type()
 
     def _line(self, axis: str) -> Mesh:
         """`ranks 2, 3`, along one axis"""
@@ -165,12 +165,10 @@ class Reader(Lexer):
     def _ranks(self) -> tuple[int, ...]:
         """`ranks 0, 1` or `ranks 4..8`."""
         self.expect("ranks")
-        ranks = [self.integer()]
-        if self.accept(".."):
-            end = self.integer()
-            if not ranks[0] < end <= MAX_RANKS:
-                self.fail(f"ranks go from one to a greater one, {MAX_RANKS} at most, not from {ranks[0]} to {end}", self.at - 1)
-            return tuple(range(ranks[0], end))
-        while self.accept(","):
-            ranks.append(self.integer())
-        return tuple(ranks)
+        first, *others = self.separated(self.integer)
+        if others or not self.accept(".."):
+            return (first, *others)
+        end = self.integer()
+        if not first < end <= MAX_RANKS:
+            self.fail(f"ranks go from one to a greater one, {MAX_RANKS} at most, not from {first} to {end}", self.at - 1)
+        return tuple(range(first, end))

@@ -76,6 +76,5 @@ struct ncclComm {
   std::shared_ptr<hostweave::cpu::ProcessGroup> process_group;
   int rank = 0;
   int device = 0;
-  bool finalized = false;
   hostweave::cpu::OpPtr last;  // issued through it on this rank
 };

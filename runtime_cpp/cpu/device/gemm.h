@@ -18,11 +18,15 @@ struct Gemm {  // column-major D = epilogue(alpha op(A) op(B) + beta C)
   std::int64_t lda = 0, ldb = 0, ldc = 0, ldd = 0;
   cudaDataType_t type_a{}, type_b{}, type_c{}, type_d{};
   enum class Activation { none, relu, gelu } activation = Activation::none;
-  const void* bias = nullptr;  // one element for each row of D, or for each column
-  bool bias_by_column = false;
-  cudaDataType_t type_bias{};
+  const void* bias = nullptr;  // of the type of D, one element for each row of it
 };
 
 void run(const Gemm& gemm);
+// The same of f32 alone, on the calling thread.
+void multiply_floats(const Gemm& gemm);
+
+// Elements of a row as floats, and floats rounded to them.
+void load_row(float* to, const void* from, std::int64_t count, cudaDataType_t type);
+void store_row(void* to, const float* from, std::int64_t count, cudaDataType_t type);
 
 }  // namespace hostweave::cpu

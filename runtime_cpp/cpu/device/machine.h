@@ -12,6 +12,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -22,7 +23,6 @@
 #include "history.h"
 #include "hostweave_cpu.h"
 #include "match.h"
-#include "memory.h"
 #include "op.h"
 #include "picker.h"
 
@@ -41,10 +41,36 @@ struct HostThread {
   std::condition_variable wake;
   std::uint64_t priority = 0;
   Place place;
+  cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
 };
 HostThread& this_thread();
 
 struct ProcessGroup;  // communicator.h
+
+// --- device memory: who owns which bytes
+
+struct Allocation {
+  std::size_t bytes;
+  int device;
+  bool pinned;         // memory of the host
+  std::size_t mapped;  // bytes of a mapping of its own, 0 when on the heap
+};
+
+class Memory {
+ public:
+  // Filled with 0xff bytes, which is NaN in every float type. Null when there is none left.
+  void* allocate(std::size_t bytes, int device, bool pinned);
+  void release(void* pointer);
+  // The allocation that holds this address, if the device made it.
+  const Allocation* find(std::uintptr_t address, std::uintptr_t* base = nullptr) const;
+  const Allocation* at(const void* pointer) const;  // the one that begins here
+  std::uint64_t live_bytes() const;                 // of all devices
+  std::uint64_t made() const { return made_; }      // ever
+
+ private:
+  std::map<std::uintptr_t, Allocation> allocations_;
+  std::uint64_t made_ = 0;
+};
 
 class Machine {
  public:
@@ -63,7 +89,7 @@ class Machine {
 
   // --- streams and ops
   Stream* find_stream(cudaStream_t handle);  // null when there is no such stream (any more)
-  Stream* create_stream(unsigned flags, int priority);
+  Stream* create_stream(unsigned flags);
   void destroy_stream(Stream* stream);
   Stream& legacy_stream(int device);
   std::vector<OpPtr> tails(int device);  // the last op of every stream of a device
@@ -111,7 +137,7 @@ class Machine {
   // Why an op on this device must not touch these bytes, if it must not: they belong to another device, or run past the
   // end of what was allocated.
   std::optional<std::string> illegal_access(const Ranges& ranges, int device, bool peers_allowed);
-  std::unordered_set<std::uint64_t> peer_access;  // device << 32 | peer
+  std::set<std::pair<int, int>> peer_access;  // of a device to a peer
 
   std::uint64_t ops_done() const { return ops_done_; }
   std::size_t live_streams() const { return live_streams_; }
@@ -133,6 +159,7 @@ class Machine {
   Machine();
   std::size_t new_lane();
   HostSide& host_side(int device);
+  Stream& new_stream(int device, int number);
 
   // machine.cpp
   void evaluate(Stream& stream);  // puts it into the ready list if its head can make a step
@@ -162,12 +189,7 @@ class Machine {
   int expected_ranks() const { return config.ranks > 0 ? config.ranks : config.devices; }
   void hand_turn(HostThread* thread);
   void pass_turn_on(Lock& lock);
-  struct Choices {
-    std::vector<Candidate> candidates;
-    std::vector<HostThread*> hosts;
-    std::vector<Stream*> streams;
-  };
-  Choices choices(HostThread* me);
+  std::vector<Candidate> choices(HostThread* me);
 
   bool checking_ = false, ordered_launches_ = true, buffered_sends_ = false;
   bool failed_ = false;

@@ -7,8 +7,12 @@
 
 namespace hostweave::cpu {
 
+struct HostThread;
+struct Stream;
+
 struct Candidate {
-  bool host;  // a rank thread, else a stream
+  HostThread* host;  // of a rank, or null
+  Stream* stream;    // or null
   int device;
   int number;               // of the stream
   std::uint64_t* priority;  // the owner keeps it; 0 until the picker has drawn one

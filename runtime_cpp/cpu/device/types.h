@@ -7,12 +7,32 @@
 
 namespace hostweave::cpu {
 
-std::size_t type_size(ncclDataType_t type);  // 0: not supported
-std::size_t type_size(cudaDataType_t type);
-const char* type_name(ncclDataType_t type);
+struct Type {
+  const char* name;
+  std::size_t size;
+};
+constexpr Type kTypes[ncclNumTypes] = {
+    // by ncclDataType_t
+    {"i8", 1},  {"u8", 1},  {"i32", 4}, {"u32", 4},  {"i64", 8},    {"u64", 8},
+    {"f16", 2}, {"f32", 4}, {"f64", 8}, {"bf16", 2}, {"f8e4m3", 1}, {"f8e5m2", 1},
+};
+
+constexpr Type type_of(ncclDataType_t type) {
+  return type >= 0 && type < ncclNumTypes ? kTypes[type] : Type{"an unknown type", 0};
+}
+constexpr std::size_t type_size(ncclDataType_t type) { return type_of(type).size; }  // 0: not supported
+constexpr const char* type_name(ncclDataType_t type) { return type_of(type).name; }
+
+constexpr std::size_t type_size(cudaDataType_t type) {
+  return type == CUDA_R_64F ? 8 : type == CUDA_R_32F ? 4 : type == CUDA_R_16F || type == CUDA_R_16BF ? 2 : 0;
+}
 
 // So many elements further on.
-const void* shift(const void* base, std::int64_t elements, cudaDataType_t type);
-void* shift(void* base, std::int64_t elements, cudaDataType_t type);
+inline const void* shift(const void* base, std::int64_t elements, cudaDataType_t type) {
+  return base ? static_cast<const char*>(base) + elements * static_cast<std::int64_t>(type_size(type)) : nullptr;
+}
+inline void* shift(void* base, std::int64_t elements, cudaDataType_t type) {
+  return const_cast<void*>(shift(static_cast<const void*>(base), elements, type));
+}
 
 }  // namespace hostweave::cpu

@@ -1,7 +1,7 @@
 // __nv_bfloat16 with the layout, rounding (nearest even) and NaN (0x7fff) of CUDA's own header.
 #pragma once
+#include <bit>
 #include <cstdint>
-#include <cstring>
 
 struct __nv_bfloat16 {
   unsigned short __x;
@@ -13,18 +13,12 @@ struct __nv_bfloat16 {
   operator float() const { return widen(__x); }
 
   static unsigned short round(float value) {
-    std::uint32_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
+    const auto bits = std::bit_cast<std::uint32_t>(value);
     const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
     const std::uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
     return static_cast<unsigned short>(nan ? 0x7fffu : rounded);
   }
-  static float widen(unsigned short half) {
-    const std::uint32_t bits = static_cast<std::uint32_t>(half) << 16;
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-  }
+  static float widen(unsigned short half) { return std::bit_cast<float>(static_cast<std::uint32_t>(half) << 16); }
 };
 typedef __nv_bfloat16 nv_bfloat16;
 

@@ -1,7 +1,7 @@
 // __half with the layout, rounding (nearest even) and NaN (0x7fff) of CUDA's own header.
 #pragma once
+#include <bit>
 #include <cstdint>
-#include <cstring>
 
 struct __half {
   unsigned short __x;
@@ -31,16 +31,8 @@ struct __half {
   }
 
  private:
-  static std::uint32_t bits_of(float value) {
-    std::uint32_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    return bits;
-  }
-  static float float_of(std::uint32_t bits) {
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-  }
+  static std::uint32_t bits_of(float value) { return std::bit_cast<std::uint32_t>(value); }
+  static float float_of(std::uint32_t bits) { return std::bit_cast<float>(bits); }
 };
 typedef __half half;
 

@@ -1,8 +1,6 @@
 // The two 8-bit floats of CUDA's cuda_fp8.h: to them the nearest value, ties to even, and the largest where it is too small for
-// the number (CUDA's __NV_SATFINITE); NaN stays NaN.
+// the number (CUDA's __NV_SATFINITE); NaN stays NaN. By built-in functions: every program includes this, and <cmath> is long.
 #pragma once
-#include <algorithm>
-#include <cmath>
 
 typedef unsigned char __nv_fp8_storage_t;
 
@@ -18,24 +16,25 @@ struct Format {
     const int exponent = (bits & 0x7f) >> kMantissa, mantissa = bits & (kOne - 1);
     float value;
     if (kHasInfinity && exponent == (0x7f >> kMantissa)) {
-      value = mantissa ? NAN : INFINITY;
+      value = mantissa ? __builtin_nanf("") : __builtin_inff();
     } else if (!kHasInfinity && (bits & 0x7f) == kNan) {
-      value = NAN;
+      value = __builtin_nanf("");
     } else {
-      value = exponent ? std::ldexp(static_cast<float>(kOne + mantissa), exponent - kBias - kMantissa)
-                       : std::ldexp(static_cast<float>(mantissa), 1 - kBias - kMantissa);
+      value = exponent ? __builtin_ldexpf(static_cast<float>(kOne + mantissa), exponent - kBias - kMantissa)
+                       : __builtin_ldexpf(static_cast<float>(mantissa), 1 - kBias - kMantissa);
     }
     return bits & 0x80 ? -value : value;
   }
 
   static __nv_fp8_storage_t round(float value) {
-    if (std::isnan(value)) return kNan;
-    const int sign = std::signbit(value) ? 0x80 : 0;
+    if (__builtin_isnan(value)) return kNan;
+    const int sign = __builtin_signbit(value) ? 0x80 : 0;
     const unsigned char largest = kHasInfinity ? 0x7f - kOne : kNan - 1;
-    const float magnitude = std::fabs(value);
+    const float magnitude = __builtin_fabsf(value);
     if (magnitude >= widen(largest)) return sign | largest;
-    int exponent = magnitude > 0 ? std::max(std::ilogb(magnitude), 1 - kBias) : 1 - kBias;
-    int digits = static_cast<int>(std::nearbyint(std::ldexp(magnitude, kMantissa - exponent)));
+    int exponent = magnitude > 0 ? __builtin_ilogbf(magnitude) : 1 - kBias;
+    if (exponent < 1 - kBias) exponent = 1 - kBias;
+    int digits = static_cast<int>(__builtin_nearbyintf(__builtin_ldexpf(magnitude, kMantissa - exponent)));
     if (digits == 2 * kOne) {
       digits = kOne;
       ++exponent;

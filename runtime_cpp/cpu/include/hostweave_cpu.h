@@ -23,27 +23,22 @@ enum hw_cpu_picker {
 };
 
 typedef struct hw_cpu_config {
-  int mode;                // hw_cpu_mode
-  uint64_t seed;           // of the seeded mode
-  int picker;              // hw_cpu_picker, of the seeded mode
-  int devices;             // what cudaGetDeviceCount answers
-  int ranks;               // rank threads that will attach; 0 means `devices`
-  int workers;             // of the parallel mode; 0 means one per core
-  int ordered_launches;    // ops of one communicator run in issue order across streams: 1 yes, 0 no, -1 by the seed
-                           // (yes in parallel mode). NCCL does order them; "no" finds what relies on that.
-  int buffered_sends;      // a send ends before its recv begins: 1 yes, 0 no, -1 by the seed (no in parallel mode)
-  int check_dependencies;  // report conflicting accesses that nothing orders: 1 yes, 0 no, -1 in seeded mode only
-  int fill_fresh_memory;   // cudaMalloc gives memory filled with NaN: 1 yes, 0 no, -1 yes (it costs next to nothing)
-  double timeout_seconds;  // no progress for so long, with a host thread waiting, is reported as a deadlock
+  int mode = HW_CPU_PARALLEL;    // hw_cpu_mode
+  uint64_t seed = 0;             // of the seeded mode
+  int picker = HW_CPU_MIXED;     // hw_cpu_picker, of the seeded mode
+  int devices = 8;               // what cudaGetDeviceCount answers
+  int ranks = 0;                 // rank threads that will attach; 0 means `devices`
+  int workers = 0;               // of the parallel mode; 0 means one per core
+  int ordered_launches = -1;     // ops of one communicator run in issue order across streams: 1 yes, 0 no, -1 by the seed
+                                 // (yes in parallel mode). NCCL does order them; "no" finds what relies on that.
+  int buffered_sends = -1;       // a send ends before its recv begins: 1 yes, 0 no, -1 by the seed (no in parallel mode)
+  int check_dependencies = -1;   // report conflicting accesses that nothing orders: 1 yes, 0 no, -1 in seeded mode only
+  double timeout_seconds = 120;  // no progress for so long, with a host thread waiting, is reported as a deadlock
 } hw_cpu_config;
 
-// Fills in the defaults: parallel, 8 devices, everything else chosen by the device, 120 seconds.
-void hw_cpu_default_config(hw_cpu_config* config);
 // Starts afresh with this configuration: forgets failures, schedules, counters and histories. Streams, events,
 // communicators and memory stay valid. Fails while a rank thread is attached or work is queued.
 int hw_cpu_configure(const hw_cpu_config* config);
-// hw_cpu_configure with the configuration already in force.
-int hw_cpu_reset(void);
 
 // A rank thread announces itself, on device `rank`, before its first call, and leaves after its last. In seeded mode
 // attach returns when all `ranks` threads have come and this one has its turn; from then on it runs only in its turn,
@@ -56,10 +51,10 @@ int hw_cpu_detach(void);
 int hw_cpu_barrier(int participants);
 // Lets others go on; for loops that poll something the device does not know.
 int hw_cpu_pause(void);
-// After a failure of one rank outside the device: every blocked or later call of every rank fails, until a reset.
+// After a failure of one rank outside the device: every blocked or later call of every rank fails, until hw_cpu_configure.
 void hw_cpu_abort(const char* reason);
 
-// Has the nth of the coming calls of cudaMalloc, cudaStreamCreate, cudaEventCreate (with flags or without), ncclCommInitRank or
+// Has the nth of the coming calls of cudaMalloc, cudaStreamCreate, cudaEventCreate (both with flags), ncclCommInitRank or
 // cublasLtCreate fail, on whatever thread, for tests of what then becomes of all the rest. 0 takes it back.
 void hw_cpu_fail_call(const char* call, int nth);
 
@@ -70,11 +65,11 @@ void hw_cpu_place(const char* file, int line, const char* call);
 // What went wrong: the report of the failure that stopped all ranks, else this thread's last error, else "".
 // Valid until this thread's next call of it.
 const char* hw_cpu_last_report(void);
-// 1 after a failure that stops all ranks (deadlock, mismatch, missing dependency, abort), until a reset.
+// 1 after a failure that stops all ranks (deadlock, mismatch, missing dependency, abort), until hw_cpu_configure.
 int hw_cpu_failed(void);
 
 typedef struct hw_cpu_counters {
-  uint64_t ops;         // finished since the last reset
+  uint64_t ops;         // finished since hw_cpu_configure
   uint64_t steps;       // choices that the seeded mode made
   uint64_t schedule;    // a hash of those choices
   uint64_t live_bytes;  // cudaMalloc'ed and not yet freed, all devices
@@ -84,7 +79,6 @@ typedef struct hw_cpu_counters {
   uint64_t allocations;  // calls of cudaMalloc, ever
 } hw_cpu_counters;
 void hw_cpu_get_counters(hw_cpu_counters* counters);
-uint64_t hw_cpu_live_bytes(int device);
 
 // Memory that a kernel touches: `rows` pieces of `bytes` bytes, `pitch` bytes apart (rows 1 for a plain range).
 // A kernel that reads and writes the same bytes declares both.
@@ -100,5 +94,24 @@ typedef struct hw_cpu_range {
 // copied. The seeded mode overwrites what is only written with NaN when the kernel begins.
 cudaError_t hw_cpu_launch(const char* name, cudaStream_t stream, void (*run)(void* closure), const void* closure,
                           size_t closure_bytes, const hw_cpu_range* ranges, int range_count);
+
+// Operands of attention: [batch, heads, rows, size], the elements of a row side by side, other strides in elements.
+typedef struct hw_cpu_heads {
+  int64_t batch, heads, rows, size;
+  int64_t batch_stride, head_stride, row_stride;
+} hw_cpu_heads;
+
+typedef struct hw_cpu_attention {
+  int dtype;  // cudaDataType_t: f16, bf16 or f32
+  hw_cpu_heads q, k, v, o;
+  float scale;
+  int causal;  // row i sees columns up to i + diagonal
+  int64_t diagonal;
+  int64_t window;  // and only the last so many of them; 0: all
+} hw_cpu_attention;
+
+// o = softmax(scale q kT) v, computed in f32 without the matrix of scores; lse, null or [batch, heads, rows], is log(sum(exp)).
+cudaError_t hw_cpu_attend(const hw_cpu_attention* problem, const void* q, const void* k, const void* v, void* o, float* lse,
+                          cudaStream_t stream);
 
 }  // extern "C"

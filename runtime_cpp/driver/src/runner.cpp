@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "hostweave/check.h"
+#include "hostweave/device_memory.h"
 #include "hostweave/errors.h"
 #include "hostweave/streams.h"
 #include "world_target.h"
@@ -17,26 +18,8 @@
 namespace hw {
 namespace {
 
-// Device memory that grows when more is asked for.
-class Staging {
- public:
-  Staging() = default;
-  ~Staging() { cudaFree(data_); }
-  Staging(Staging&& other) noexcept : data_(std::exchange(other.data_, nullptr)), bytes_(other.bytes_) {}
-
-  void* reserve(size_t bytes) {
-    if (bytes > bytes_ || !data_) {
-      HW_CHECK(cudaFree(std::exchange(data_, nullptr)));
-      bytes_ = bytes;
-      HW_CHECK(cudaMalloc(&data_, bytes ? bytes : 1));
-    }
-    return data_;
-  }
-
- private:
-  void* data_ = nullptr;
-  size_t bytes_ = 0;
-};
+// An array of no elements has an address, too.
+size_t at_least_one(size_t bytes) { return std::max<size_t>(bytes, 1); }
 
 // Has copies from that GPU go directly, not through the host's memory, where the machine can do that.
 void see(int device, int peer) {
@@ -71,8 +54,7 @@ class Runner::Seat {
     program_.calls.destroy(instance_);
     cudaStreamDestroy(caller_);
   }
-  Seat(const Seat&) = delete;
-  Seat& operator=(const Seat&) = delete;
+  Seat(Seat&&) = delete;
 
   cudaStream_t caller() const { return caller_; }
 
@@ -94,7 +76,7 @@ class Runner::Seat {
         Array& input = inputs[k];
         if (input.device < 0 || input.device == device_) continue;
         see(device_, input.device);
-        void* const here = fetched_[i][k].reserve(input.bytes);
+        void* const here = fetched_[i][k].reserve(at_least_one(input.bytes));
         copy(here, input.data, input, cudaMemcpyDefault);
         input.data = here;
         input.device = device_;
@@ -147,7 +129,7 @@ class Runner::Seat {
 
  private:
   struct Arguments {
-    std::vector<Staging> staging;
+    std::vector<DeviceMemory> staging;
     std::vector<Tensor> tensors;
     std::vector<size_t> bytes;
   };
@@ -160,7 +142,7 @@ class Runner::Seat {
     arguments.bytes.clear();
     for (size_t i = 0; i < arrays.size(); ++i) {
       const Array& array = arrays[i];
-      void* const data = in_place(array) ? array.data : arguments.staging[i].reserve(array.bytes);
+      void* const data = in_place(array) ? array.data : arguments.staging[i].reserve(at_least_one(array.bytes));
       arguments.tensors.push_back({data, parameters[i].dtype, array.shape, device_, array.whole});
       arguments.bytes.push_back(array.bytes);
     }
@@ -184,7 +166,7 @@ class Runner::Seat {
   void* instance_ = nullptr;
   cudaStream_t caller_ = nullptr;
   Arguments inputs_, outputs_;
-  std::vector<std::vector<Staging>> fetched_;  // [call][input]
+  std::vector<std::vector<DeviceMemory>> fetched_;  // [call][input]
 };
 
 // How far the ranks have come with some calls: they note it, and the thread that waits for them looks.

@@ -66,12 +66,6 @@ bool World::broken() const {
   return broken_;
 }
 
-void World::each(const Schedule& schedule, const Work& work, const GiveUp& give_up) { dispatch(schedule, work, give_up, false); }
-
-void World::each_alone(const Schedule& schedule, const Work& work, const GiveUp& give_up) {
-  dispatch(schedule, work, give_up, true);
-}
-
 void World::dispatch(const Schedule& schedule, const Work& work, const GiveUp& give_up, bool alone) {
   const DeviceLease turn(new_party(), schedule, ranks(), give_up);
   std::unique_lock lock(mutex_);

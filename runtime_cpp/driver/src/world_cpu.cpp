@@ -24,7 +24,6 @@ void configure(const Schedule& schedule, int ranks) {
   if (last == schedule && last_ranks == ranks && !schedule.seeded && !hw_cpu_failed()) return;
   devices = std::max(devices, ranks);
   hw_cpu_config config;
-  hw_cpu_default_config(&config);
   config.mode = schedule.seeded ? HW_CPU_SEEDED : HW_CPU_PARALLEL;
   config.seed = schedule.seed;
   config.picker = schedule.picker;

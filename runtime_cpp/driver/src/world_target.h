@@ -17,8 +17,7 @@ class Attached {
  public:
   explicit Attached(int rank);
   ~Attached();
-  Attached(const Attached&) = delete;
-  Attached& operator=(const Attached&) = delete;
+  Attached(Attached&&) = delete;
 };
 
 // Waits for all ranks by means that the device can see. False: the device sees no waiting, so the world does it.

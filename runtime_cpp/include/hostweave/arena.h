@@ -3,7 +3,9 @@
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
+#include <vector>
 
+#include "hostweave/device_memory.h"
 #include "hostweave/memory_plan.h"
 #include "hostweave/streams.h"
 
@@ -11,25 +13,21 @@ namespace hw {
 
 class Arena {
  public:
-  Arena() = default;
-  ~Arena();
-  Arena(const Arena&) = delete;
-  Arena& operator=(const Arena&) = delete;
-
-  // Gives every buffer of the plan its place. Memory grows when larger sizes come, and stays.
+  // Gives every buffer of the plan its place. Memory grows when larger sizes come, and stays. What a graph may use stays where
+  // it is as long as the program lives.
   void reserve(MemoryPlan& plan);
 
-  // The work of a call stands between these two: `caller` first waits for the call before, whatever stream that was on.
-  cudaError_t begin_call(cudaStream_t caller) { return cudaStreamWaitEvent(caller, last_call_[0], 0); }
-  cudaError_t end_call(cudaStream_t caller) { return cudaEventRecord(last_call_[0], caller); }
+  // As of CallOrder.
+  cudaError_t begin_call(cudaStream_t caller) { return calls_.begin_call(caller); }
+  cudaError_t end_call(cudaStream_t caller) { return calls_.end_call(caller); }
 
-  void* data() const { return data_; }
-  size_t bytes() const { return bytes_; }
+  void* data() const { return memory_.data(); }
+  size_t bytes() const { return memory_.bytes(); }
 
  private:
-  void* data_ = nullptr;
-  size_t bytes_ = 0;
-  Events last_call_{1};
+  DeviceMemory memory_;
+  std::vector<DeviceMemory> of_graphs_;  // memory that was outgrown
+  CallOrder calls_;
 };
 
 }  // namespace hw

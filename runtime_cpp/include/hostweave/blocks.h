@@ -3,7 +3,6 @@
 #include <cuda_runtime_api.h>
 #include <nccl.h>
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
@@ -11,6 +10,7 @@
 #include <vector>
 
 #include "hostweave/channel.h"
+#include "hostweave/index.h"
 #include "hostweave/route.h"
 #include "hostweave/shards.h"
 
@@ -25,7 +25,7 @@ struct Cut {
   int64_t begin = 0;
 
   // Where a block begins in what the rank has; behind the last one it is where that ends.
-  int64_t start(int64_t block) const { return std::clamp<int64_t>(local_begin(whole, blocks, block) - begin, 0, size); }
+  int64_t start(int64_t block) const { return clamped(local_begin(whole, blocks, block) - begin, 0, size); }
 };
 
 // The blocks of a row-major tensor, in row-major order. Packed, they lie one after another, each row-major in itself.

@@ -13,8 +13,7 @@ class CloseGroupOnError {
   ~CloseGroupOnError() {
     if (std::uncaught_exceptions() > exceptions_) ncclGroupEnd();
   }
-  CloseGroupOnError(const CloseGroupOnError&) = delete;
-  CloseGroupOnError& operator=(const CloseGroupOnError&) = delete;
+  CloseGroupOnError(CloseGroupOnError&&) = delete;
 
  private:
   int exceptions_ = std::uncaught_exceptions();

@@ -10,4 +10,8 @@ constexpr int64_t floor_div(int64_t a, int64_t n) { return (a - mod(a, n)) / n; 
 
 constexpr int64_t ceil_div(int64_t a, int64_t n) { return -floor_div(-a, n); }
 
+// std::min and std::clamp, but that <algorithm> takes a compiler as long as the rest of a small program.
+constexpr int64_t smaller(int64_t a, int64_t b) { return b < a ? b : a; }
+constexpr int64_t clamped(int64_t i, int64_t low, int64_t high) { return i < low ? low : smaller(i, high); }
+
 }  // namespace hw

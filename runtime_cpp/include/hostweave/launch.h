@@ -5,7 +5,6 @@
 #pragma once
 #include <cuda_runtime_api.h>
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
@@ -15,9 +14,6 @@
 
 #ifdef HOSTWEAVE_CPU_DEVICE
 #include <hostweave_cpu.h>
-
-#include <tuple>
-#include <vector>
 #endif
 #ifdef HOSTWEAVE_JIT
 #include "hostweave/jit.h"
@@ -39,85 +35,81 @@ constexpr int64_t kThreadsAtOnce = int64_t{1} << 16;  // that keep the memory of
 constexpr int64_t kBlocksAtOnce = 128;
 
 constexpr int warps_of(int64_t threads, int64_t most) {
-  return static_cast<int>(std::clamp<int64_t>(ceil_div(threads, 32), 1, most / 32) * 32);
+  return static_cast<int>(clamped(ceil_div(threads, 32), 1, most / 32) * 32);
 }
 
 // A thread for each kWidth of n elements. Few of them are spread over more blocks.
 template <int kWidth = 1>
 constexpr Grid grid_of_elements(int64_t n) {
   const int threads = warps_of(ceil_div(n, kWidth * kBlocksAtOnce), kThreads);
-  return {std::min(ceil_div(n, threads * kWidth), kMaxBlocks), threads};
+  return {smaller(ceil_div(n, threads * kWidth), kMaxBlocks), threads};
 }
 
 // A block for each row of n elements. Where there are many rows, a thread takes kWidth elements up to kRowAccesses times.
 template <int kWidth = 1>
 constexpr Grid grid_of_rows(int64_t rows, int64_t n) {
   const int64_t accesses = ceil_div(n, kWidth);
-  const int64_t each = std::clamp<int64_t>(rows * accesses / kThreadsAtOnce, 1, kRowAccesses);
-  return {std::min(rows, kMaxBlocks), warps_of(ceil_div(accesses, each), kRowThreads)};
+  const int64_t each = clamped(rows * accesses / kThreadsAtOnce, 1, kRowAccesses);
+  return {smaller(rows, kMaxBlocks), warps_of(ceil_div(accesses, each), kRowThreads)};
 }
 
 // A block for each tile of n columns.
-constexpr Grid grid_of_columns(int64_t n, int threads) { return {std::min(ceil_div(n, kTile), kMaxBlocks), threads}; }
+constexpr Grid grid_of_columns(int64_t n, int threads) { return {smaller(ceil_div(n, kTile), kMaxBlocks), threads}; }
 
-// Views may have more dims than arguments.
-#ifdef HOSTWEAVE_CPU_DEVICE
-using ViewDims = std::vector<int64_t>;
-#else
-struct ViewDims {  // CUDA asks for the pointer alone
-  ViewDims(std::initializer_list<int64_t>) {}
-};
-#endif
+// What of an array a kernel touches: `count` elements in a row, or a view. Lives no longer than the launch that it is an argument
+// of.
+using ViewDims = std::initializer_list<int64_t>;
 
 template <class T>
 struct Access {
   T* pointer;
   bool write;
-  ViewDims shape, strides;  // in elements
+  int64_t count;                      // negative for a view
+  ViewDims shape = {}, strides = {};  // in elements
 
   operator T*() const { return pointer; }
 };
 
 template <class T>
-Access<const T> reads(const T* pointer, const ViewDims& shape, const ViewDims& strides) {
-  return {pointer, false, shape, strides};
+Access<const T> reads(const T* pointer, ViewDims shape, ViewDims strides) {
+  return {pointer, false, -1, shape, strides};
 }
 template <class T>
 Access<const T> reads(const T* pointer, int64_t count) {
-  return {pointer, false, {count}, {1}};
+  return {pointer, false, count};
 }
 template <class T>
-Access<T> writes(T* pointer, const ViewDims& shape, const ViewDims& strides) {
-  return {pointer, true, shape, strides};
+Access<T> writes(T* pointer, ViewDims shape, ViewDims strides) {
+  return {pointer, true, -1, shape, strides};
 }
 template <class T>
 Access<T> writes(T* pointer, int64_t count) {
-  return {pointer, true, {count}, {1}};
+  return {pointer, true, count};
 }
 
 #ifdef HOSTWEAVE_CPU_DEVICE
 
-void add_ranges(const void* pointer, size_t itemsize, bool write, const ViewDims& shape, const ViewDims& strides,
-                std::vector<hw_cpu_range>& ranges);
+struct AnyAccess {
+  Access<const void> access;
+  size_t itemsize;
+};
 
 template <class T>
-void add_ranges(const Access<T>& access, std::vector<hw_cpu_range>& ranges) {
-  add_ranges(access.pointer, sizeof(T), access.write, access.shape, access.strides, ranges);
+AnyAccess any(const Access<T>& access) {
+  return {{access.pointer, access.write, access.count, access.shape, access.strides}, sizeof(T)};
 }
-inline void add_ranges(int64_t, std::vector<hw_cpu_range>&) {}
+inline AnyAccess any(int64_t) { return {}; }  // an argument that points to nothing
+
+// Enqueues `run` on a copy of the closure.
+cudaError_t launch_on_cpu(cudaStream_t stream, void (*run)(void* closure), const void* closure, size_t closure_bytes,
+                          std::initializer_list<AnyAccess> accesses);
 
 template <class... Params, class... Args>
 cudaError_t launch(void (*kernel)(Params...), Grid grid, cudaStream_t stream, const Args&... args) {
   if (grid.blocks == 0) return cudaSuccess;
-  std::vector<hw_cpu_range> ranges;
-  (add_ranges(args, ranges), ...);
-  struct Closure {
-    void (*kernel)(Params...);
-    std::tuple<Params...> params;
-  };
-  const Closure closure{kernel, {static_cast<Params>(args)...}};
-  const auto run = [](void* data) { std::apply(static_cast<Closure*>(data)->kernel, static_cast<Closure*>(data)->params); };
-  return hw_cpu_launch("kernel", stream, run, &closure, sizeof closure, ranges.data(), static_cast<int>(ranges.size()));
+  const auto call = [kernel, ... params = static_cast<Params>(args)] { kernel(params...); };
+  const auto run = [](void* copied) { (*static_cast<decltype(call)*>(copied))(); };
+  return launch_on_cpu(stream, run, &call, sizeof call, {any(args)...});
 }
 
 template <class... Params, class... Args>

@@ -61,6 +61,64 @@ HW_DEVICE float fast_erf(float x) { return erff(x); }
 HW_DEVICE float fast_gelu(float x) { return gelu(x); }
 #endif
 
+// Of ints, in the type that C++ computes these in: rounded down, with the sign of the divisor, and 0 where that is 0. What
+// is less than 0 is found as less than 1, since a comparison of what has no sign with 0 is a warning.
+template <class A, class B>
+HW_DEVICE auto floor_divide(A left, B right) {
+  using T = decltype(left + right);
+  const T a = left, b = right;
+  if (b == 0) return T(0);
+  if (T(-1) < T(1) && b == T(-1)) return static_cast<T>(uint64_t{0} - static_cast<uint64_t>(a));  // of the least one it is itself
+  const T quotient = a / b;
+  return static_cast<T>(quotient - (quotient * b != a && (a < T(1)) != (b < T(1))));
+}
+template <class A, class B>
+HW_DEVICE auto remainder(A left, B right) {
+  using T = decltype(left + right);
+  const T a = left, b = right;
+  if (b == 0 || (T(-1) < T(1) && b == T(-1))) return T(0);
+  const T rest = a % b;
+  return static_cast<T>(rest != 0 && (rest < T(1)) != (b < T(1)) ? rest + b : rest);
+}
+// Of floats, as NumPy and Python compute them.
+HW_DEVICE float copy_sign(float x, float sign) { return copysignf(x, sign); }
+HW_DEVICE double copy_sign(double x, double sign) { return copysign(x, sign); }
+HW_DEVICE float fmod_of(float a, float b) { return fmodf(a, b); }
+HW_DEVICE double fmod_of(double a, double b) { return fmod(a, b); }
+template <class T>
+HW_DEVICE T float_remainder(T a, T b) {
+  const T rest = fmod_of(a, b);
+  if (rest == T(0)) return copy_sign(T(0), b);
+  return (rest < T(0)) != (b < T(0)) ? rest + b : rest;
+}
+template <class T>
+HW_DEVICE T float_floor_divide(T a, T b) {
+  if (b == T(0)) return a / b;
+  const T rest = fmod_of(a, b);
+  T quotient = (a - rest) / b;
+  if (rest != T(0) && (rest < T(0)) != (b < T(0))) quotient -= T(1);
+  if (quotient == T(0)) return copy_sign(T(0), a / b);
+  const T floored = floor(quotient);
+  return quotient - floored > T(0.5) ? floored + T(1) : floored;
+}
+HW_DEVICE float floor_divide(float a, float b) { return float_floor_divide(a, b); }
+HW_DEVICE double floor_divide(double a, double b) { return float_floor_divide(a, b); }
+HW_DEVICE float remainder(float a, float b) { return float_remainder(a, b); }
+HW_DEVICE double remainder(double a, double b) { return float_remainder(a, b); }
+
+// What is moved out of all bits is gone, and a negative number has ones before it.
+template <class A, class B>
+HW_DEVICE auto left_shift(A bits, B by) {
+  using T = decltype(bits + by);
+  return uint64_t(by) < 8 * sizeof(T) ? static_cast<T>(static_cast<uint64_t>(bits) << by) : T(0);
+}
+template <class A, class B>
+HW_DEVICE auto right_shift(A bits, B by) {
+  using T = decltype(bits + by);
+  constexpr int kLast = 8 * sizeof(T) - 1;
+  return uint64_t(by) <= kLast ? static_cast<T>(T(bits) >> by) : static_cast<T>(T(bits) >> kLast >> 1);
+}
+
 // A uniform number from 0 to below 1: the first word of Philox 4x32-10 of the counter (i, j, k, m) under the key (seed, draw).
 HW_DEVICE float philox(uint32_t i, uint32_t j, uint32_t k, uint32_t m, uint32_t seed, uint32_t draw) {
   for (int round = 0; round < 10; ++round) {

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <memory>
 #include <vector>
 
 #include "hostweave/rank.h"
@@ -36,8 +37,7 @@ class MatmulPlan {
   MatmulPlan(Rank& rank, cudaDataType_t operands, cudaDataType_t result, cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_DEFAULT,
              cublasComputeType_t compute = CUBLAS_COMPUTE_32F);
   ~MatmulPlan();
-  MatmulPlan(const MatmulPlan&) = delete;
-  MatmulPlan& operator=(const MatmulPlan&) = delete;
+  MatmulPlan(MatmulPlan&&) = delete;
 
   // Chooses the algorithm for these operands, or finds it again. Throws ExecutionError where cuBLASLt has none.
   void prepare(const Strided& a, const Strided& b, const Strided& c);
@@ -60,7 +60,7 @@ class MatmulPlan {
   cudaDataType_t result_;
   cublasLtEpilogue_t epilogue_;
   cublasComputeType_t compute_;
-  std::vector<Plan*> plans_;
+  std::vector<std::unique_ptr<Plan>> plans_;
   const Plan* current_ = nullptr;
 };
 

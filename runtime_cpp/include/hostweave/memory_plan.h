@@ -28,6 +28,9 @@ struct Lifetime {
 
 class MemoryPlan {
  public:
+  MemoryPlan();
+  ~MemoryPlan();
+
   // A buffer that has been freed may be allocated again: it is the same one then.
   template <class T>
   void allocate(T*& pointer, int64_t count) {

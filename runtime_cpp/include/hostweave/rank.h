@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 
 #include "hostweave/channel.h"
 
@@ -26,8 +27,7 @@ class Rank {
  public:
   Rank(int device, int64_t index, int64_t size);
   ~Rank();
-  Rank(const Rank&) = delete;
-  Rank& operator=(const Rank&) = delete;
+  Rank(Rank&&) = delete;
 
   int device() const { return device_; }
   int64_t index() const { return index_; }  // of the world: row-major coordinates of the mesh
@@ -42,6 +42,8 @@ class Rank {
   const Channel& channel(const char* mesh, const char* axes, int64_t size, Transport transport = Transport::two_sided) const;
 
   cublasLtHandle_t blas();  // made on first use
+  // A handle of a library that only some programs use, empty until one of them makes it.
+  std::shared_ptr<void>& handle(const char* library);
   // The i-th stream of this name, made on first use. Programs that use the same name share them.
   Stream stream(const char* name, int i);
 

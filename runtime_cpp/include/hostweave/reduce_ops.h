@@ -74,6 +74,27 @@ struct Minimum {
 #endif
 };
 
+struct And {
+  template <class T>
+  HW_DEVICE T operator()(T a, T b) const {
+    return a & b;
+  }
+};
+
+struct Or {
+  template <class T>
+  HW_DEVICE T operator()(T a, T b) const {
+    return a | b;
+  }
+};
+
+struct Xor {
+  template <class T>
+  HW_DEVICE T operator()(T a, T b) const {
+    return a ^ b;
+  }
+};
+
 struct FirstMaximum {  // a NaN is the largest; of equal elements the first
   template <class T>
   HW_DEVICE Indexed<T> operator()(Indexed<T> a, Indexed<T> b) const {

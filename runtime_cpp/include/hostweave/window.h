@@ -41,7 +41,7 @@ namespace hw {
 
 // What all programs of a rank that use a channel's windows share.
 struct WindowUsers {
-  Events last_call{1};   // signals are counted by channel, so that calls follow one another
+  CallOrder calls;       // signals are counted by channel, so that calls follow one another
   bool aborted = false;  // the communicator is gone, and its windows with it
 };
 
@@ -53,20 +53,20 @@ class WindowArena {
   WindowArena(const WindowArena&) = delete;
   WindowArena& operator=(const WindowArena&) = delete;
 
-  // As of Arena; where the memory grows all ranks of the channels come together, so that all reserve the same. Throws
+  // As of Arena: where the memory grows all ranks of the channels come together, so that all reserve the same. Throws
   // ExecutionError where NCCL cannot do what the program needs.
   void reserve(MemoryPlan& plan);
 
-  // The work of a call stands between these two: `caller` first waits for the call before, of any program on these channels.
+  // As of CallOrder, of all programs on these channels.
   cudaError_t begin_call(cudaStream_t caller);
   cudaError_t end_call(cudaStream_t caller);
 
-  void* data() const { return data_; }
-  size_t bytes() const { return bytes_; }
+  void* data() const { return memory_.data; }
+  size_t bytes() const { return memory_.bytes; }
 
   ncclWindow_t window(const Channel& channel) const { return registered(channel).window; }
   // Of a place in this rank's memory, in bytes.
-  size_t offset(const void* place) const { return static_cast<const char*>(place) - static_cast<const char*>(data_); }
+  size_t offset(const void* place) const { return static_cast<const char*>(place) - static_cast<const char*>(data()); }
   // The same place in the memory of a peer, which copies and kernels of this rank can use.
   template <class T>
   T* on_peer(const Channel& channel, int64_t peer, T* place) const {
@@ -75,19 +75,23 @@ class WindowArena {
 
  private:
   struct Registered {
-    const Channel* channel;
-    std::shared_ptr<WindowUsers> users;
     ncclWindow_t window = nullptr;
     std::vector<char*> peers;  // where the memory of each rank of the channel begins, seen from this one
   };
+  struct Memory {
+    void* data = nullptr;
+    size_t bytes = 0;
+    std::vector<Registered> registered;  // by channel
+  };
 
   const Registered& registered(const Channel& channel) const;
-  void add(Registered& one);
-  void release();
+  void add(size_t channel, size_t bytes);
+  void release(Memory memory) const;
 
-  void* data_ = nullptr;
-  size_t bytes_ = 0;
-  std::vector<Registered> registered_;
+  std::vector<const Channel*> channels_;
+  std::vector<std::shared_ptr<WindowUsers>> users_;  // by channel
+  Memory memory_;
+  std::vector<Memory> of_graphs_;  // memory that was outgrown
 };
 
 // The stream waits for the next signal of a peer under this number.

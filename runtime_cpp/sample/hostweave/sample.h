@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "hostweave/channel.h"
-#include "hostweave/check.h"
+#include "hostweave/device_memory.h"
 #include "hostweave/tensor.h"
 #include "hostweave/types.h"
 
@@ -41,8 +41,7 @@ class Communicators {
  public:
   Communicators(const ncclUniqueId& id, int rank, int count);
   ~Communicators();
-  Communicators(const Communicators&) = delete;
-  Communicators& operator=(const Communicators&) = delete;
+  Communicators(Communicators&&) = delete;
 
   // The ranks that give the same `color` are a process group, in the order of their `place`.
   Channel channel(int color, int place, int64_t size);
@@ -94,11 +93,8 @@ class DeviceTensor {
   DeviceTensor(cudaDataType_t dtype, Part part, std::initializer_list<Dim> dims) : block_(part, dims) {
     tensor_ = {.dtype = dtype, .shape = block_.shape(), .whole = block_.global()};
     HW_CHECK(cudaGetDevice(&tensor_.device));
-    HW_CHECK(cudaMalloc(&tensor_.data, bytes()));
+    tensor_.data = memory_.reserve(bytes());
   }
-  ~DeviceTensor() { cudaFree(tensor_.data); }
-  DeviceTensor(const DeviceTensor&) = delete;
-  DeviceTensor& operator=(const DeviceTensor&) = delete;
 
   operator Tensor() const { return tensor_; }
 
@@ -140,6 +136,7 @@ class DeviceTensor {
   }
 
   Block block_;
+  DeviceMemory memory_;
   Tensor tensor_;
 };
 

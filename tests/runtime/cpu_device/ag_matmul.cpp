@@ -142,7 +142,6 @@ int main(int argc, char** argv) {
   if (argc < 4) return 2;
   const std::string mode = argv[1];
   hw_cpu_config config;
-  hw_cpu_default_config(&config);
   config.devices = D;
   config.timeout_seconds = 20;
   config.mode = mode == "parallel" ? HW_CPU_PARALLEL : HW_CPU_SEEDED;

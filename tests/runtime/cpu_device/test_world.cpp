@@ -24,8 +24,8 @@ struct Pass {
     const hw::Channel& channel = rank.channel("mesh(x=3)", "x", kRanks);
     const int me = static_cast<int>(rank.index());
     HW_CHECK(ncclGroupStart());
-    if (me != silent) HW_CHECK(ncclSend(x.data, kCount, ncclFloat, (me + 1) % kRanks, channel.comm(), caller));
-    HW_CHECK(ncclRecv(y.data, kCount, ncclFloat, (me + 2) % kRanks, channel.comm(), caller));
+    if (me != silent) HW_CHECK(ncclSend(x.data, kCount, ncclFloat32, (me + 1) % kRanks, channel.comm(), caller));
+    HW_CHECK(ncclRecv(y.data, kCount, ncclFloat32, (me + 2) % kRanks, channel.comm(), caller));
     HW_CHECK(ncclGroupEnd());
     while (me == silent && blocks && !hw_cpu_failed()) std::this_thread::sleep_for(10ms);
   }

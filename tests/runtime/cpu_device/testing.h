@@ -48,7 +48,6 @@ inline void ok(int code, int line, const char* call) {
 
 inline hw_cpu_config config_of(int mode, int devices, std::uint64_t seed = 0) {
   hw_cpu_config config;
-  hw_cpu_default_config(&config);
   config.mode = mode;
   config.devices = devices;
   config.seed = seed;

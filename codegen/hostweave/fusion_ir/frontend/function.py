@@ -86,9 +86,8 @@ class Function:
         if self not in trace.functions:
             if any(isinstance(other, Function) and other.name == self.name for other in trace.functions):
                 raise ProgramError(f"call: two functions are named @{self.name}; give one of their functions another name", location)
-            trace.functions[self] = None
-            made = traced(self._function, _Trace(trace.mesh, trace.functions, trace.sources), self._inputs, "function", self._location)
-            trace.functions[self] = made
+            trace.functions[self], inner = None, _Trace(trace.mesh, trace.functions, trace.sources)
+            trace.functions[self] = traced(self._function, inner, self._inputs, "function", self._location)
         found = trace.functions[self]
         if found is None:
             raise ProgramError(f"call: @{self.name} calls itself, and would be traced without end; use a Python loop", location)

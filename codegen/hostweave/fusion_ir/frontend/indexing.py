@@ -54,8 +54,7 @@ def _instead_of(key: Any) -> str:
     if kind == "bool":
         return "choose by values with hw.where(condition, x, 0)"
     if kind and hasattr(key, "type"):
-        rows = "hw.astype(ids[:, None] == hw.iota(x, 0, ids.dtype), x.dtype)"
-        return f"for rows of x that a tensor numbers, multiply by ones in their places, hw.matmul({rows}, x), or index the array outside"
+        return "for rows of x that a tensor numbers use hw.take(x, ids, 0)"
     return "use hw.concat([x[i], ...]) for parts that are known now"
 
 
@@ -70,9 +69,8 @@ def _selected(x: Tensor, axis: int, index: int, location: Location) -> Tensor:
 
 def _sliced(x: Tensor, axis: int, key: slice, location: Location) -> Tensor:
     def fail(message: str) -> ProgramError:
-        text = ":".join(
-            "" if bound is None else str(bound) for bound in (key.start, key.stop, *([key.step] if key.step is not None else []))
-        )
+        bounds = (key.start, key.stop) if key.step is None else (key.start, key.stop, key.step)
+        text = ":".join("" if bound is None else str(bound) for bound in bounds)
         return ProgramError(f"indexing: {text} of dim {axis} of {x.type} {message}", location)
 
     whole, step = x.type.shape[axis], 1 if key.step is None else key.step
@@ -81,9 +79,12 @@ def _sliced(x: Tensor, axis: int, key: slice, location: Location) -> Tensor:
             raise fail("is not made of ints; split a dim by hw.reshape where its parts have names")
     if step < 1:
         raise fail("goes backwards; steps are at least 1")
-    start = Size(0) if key.start is None else _bound(whole, key.start)
-    stop = whole if key.stop is None else _bound(whole, key.stop)
-    least, most, size = (_at_large(dim_size) for dim_size in (start, stop, whole))
+    start, stop = (
+        default if bound is None else whole + bound if bound < 0 else Size(bound)
+        for bound, default in ((key.start, Size(0)), (key.stop, whole))
+    )
+    # Where unknown sizes are large: enough to compare bounds of one dim.
+    least, most, size = (Fraction((one * one.divisor).bind(dict.fromkeys(one.symbols, LARGE)), one.divisor) for one in (start, stop, whole))
     if not 0 <= least <= size or not 0 <= most <= size:
         raise fail(f"goes outside of it; stay between 0 and {whole}")
     if least >= most:
@@ -96,18 +97,9 @@ def _sliced(x: Tensor, axis: int, key: slice, location: Location) -> Tensor:
     return record("slice", x, target=TensorType(x.dtype, dims), axis=axis, start=first, step=step)
 
 
-def _bound(whole: Size, bound: int) -> Size:
-    return whole + bound if bound < 0 else Size(bound)
-
-
 def _steps(start: Size, stop: Size, whole: Size, step: int) -> Size:
     """How many indices from start to stop a step takes; what is not known must divide."""
     length = stop - start
     if length.is_int:
         return Size(-(-int(length) // step))
     return (whole if stop == whole and start.is_int and int(start) < step else length) // step
-
-
-def _at_large(size: Size) -> Fraction:
-    """The size where unknown sizes are large: enough to compare bounds of one dim."""
-    return Fraction((size * size.divisor).bind(dict.fromkeys(size.symbols, LARGE)), size.divisor)

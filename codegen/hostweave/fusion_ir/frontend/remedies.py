@@ -16,7 +16,6 @@ _OTHER_WORDS = {
     "flatten": "hw.reshape(x, -1)",
     "permute": "hw.permute_dims(x, axes)",
     "unsqueeze": "hw.expand_dims(x, axis)",
-    "squeeze": "hw.reshape(x, ...)",
     "expand": "hw.broadcast_to(x, ...)",
     "cat": "hw.concat([...], axis)",
     "clone": "hw.copy(x)",
@@ -33,6 +32,10 @@ _OTHER_WORDS = {
     "dot": "hw.matmul(a, b)",
     "true_divide": "hw.divide(a, b)",
     "swapaxes": "hw.permute_dims(x, axes)",
+    "unbind": "x[i] for each i, or a loop over x",
+    "topk": "hw.top_k(x, k)",
+    "index_select": "hw.take(x, ids, axis)",
+    "index_add": "hw.scatter_add(x, axis, ids[:, None], source)",
     "item": "the result of the program",
     "numpy": "the result of the program",
 }
@@ -49,6 +52,11 @@ def instead_of(name: str) -> str:
         return f"use hw.{name}"
     near = get_close_matches(name, [*functions, *(public for public in vars(hostweave.Tensor) if not public.startswith("_"))], 1)
     return f"did you mean {near[0]}?" if near else "the functions are in docs/reference/functions.md"
+
+
+def _refused(sign: str, reverse: bool = False) -> Callable[[SizeName, Any], NoReturn]:
+    """The method of an operator."""
+    return lambda size, other: size._refuse(sign, other, reverse)
 
 
 class SizeName(str):
@@ -75,34 +83,16 @@ class SizeName(str):
                 return f"write {str(size)!r}"
         return "write sizes as text, such as '2*M' and 'M/2', or make it an int in the type of the input"
 
-    def __mul__(self, other: Any) -> NoReturn:
-        self._refuse("*", other)
-
-    def __rmul__(self, other: Any) -> NoReturn:
-        self._refuse("*", other, True)
-
     def __add__(self, other: Any) -> str:
         if isinstance(other, str) and not isinstance(other, SizeName):  # "M" + "@x"
             return str.__add__(self, other)
         self._refuse("+", other)
 
-    def __radd__(self, other: Any) -> NoReturn:
-        self._refuse("+", other, True)
-
-    def __sub__(self, other: Any) -> NoReturn:
-        self._refuse("-", other)
-
-    def __rsub__(self, other: Any) -> NoReturn:
-        self._refuse("-", other, True)
-
-    def __floordiv__(self, other: Any) -> NoReturn:
-        self._refuse("//", other)
-
-    def __truediv__(self, other: Any) -> NoReturn:
-        self._refuse("//", other)
-
-    def __mod__(self, other: Any) -> NoReturn:
-        self._refuse("%", other)
+    __radd__ = _refused("+", True)
+    __mul__, __rmul__ = _refused("*"), _refused("*", True)
+    __sub__, __rsub__ = _refused("-"), _refused("-", True)
+    __floordiv__ = __truediv__ = _refused("//")
+    __mod__ = _refused("%")
 
 
 _SIZES: dict[str, Callable[[Size, Size], Size | None]] = {

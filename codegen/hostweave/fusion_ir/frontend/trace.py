@@ -21,6 +21,7 @@ from hostweave.fusion_ir.frontend.remedies import SizeName, instead_of
 from hostweave.fusion_ir.ir import Fusion, Op, Scalar, Stream, Value
 from hostweave.fusion_ir.ops import OPS, infer_type, needs_whole, operand_types
 from hostweave.fusion_ir.ops.attributes import INDEX
+from hostweave.fusion_ir.ops.definition import INTS
 from hostweave.fusion_ir.text import ALGORITHM_NAMES, CHUNKINGS
 from hostweave.fusion_ir.user_kernel import UserKernel
 from hostweave.fusion_ir.verify import verify_fusion
@@ -51,24 +52,37 @@ def fusion(*, mesh: Mesh | None = None, **inputs: TensorType) -> Callable[[Calla
     return lambda function: traced(function, _Trace(mesh or Mesh()), inputs, "fusion", location)
 
 
-_KINDS = {op.written: kind for kind, op in OPS.items() if op.written}  # `a + b` -> add
+_KINDS = {(op.written, kind.startswith("bitwise")): kind for kind, op in OPS.items() if op.written}  # `a + b` -> add
+
+
+def _kind(written: str, dtype: DType) -> str:
+    """The op that an operator is for tensors of this dtype: `&` is of bits, or of truths."""
+    is_of_bits = dtype.kind in INTS
+    return _KINDS.get((written, is_of_bits)) or _KINDS[written, not is_of_bits]
 
 
 def _sign(written: str) -> Callable[[Tensor], Tensor]:
     """The method of an operator of one tensor, as the op table writes it."""
-    return lambda x: record(_KINDS[written], x)
+    return lambda x: record(_kind(written, x.dtype), x)
 
 
 def _operator(written: str) -> tuple[Callable[[Tensor, Tensor | Scalar], Tensor], Callable[[Tensor, Scalar], Tensor]]:
     """The methods of an operator of two, for a tensor on its left and for one on its right alone."""
-    kind = _KINDS[written]
-    return lambda a, b: record(kind, a, b), lambda b, a: record(kind, a, b)
+    return lambda a, b: record(_kind(written, a.dtype), a, b), lambda b, a: record(_kind(written, b.dtype), a, b)
+
+
+def _no_number(what: str) -> Callable[[Tensor], NoReturn]:
+    def refuse(x: Tensor) -> NoReturn:
+        why = f"{what}: the values of {x.type} are not known while a fusion is traced"
+        raise ProgramError(f"{why}; compute with the tensor, cast by hw.astype, or pass a Python number", Location.of_caller())
+
+    return refuse
 
 
 class Tensor:
     """A symbolic tensor: a value of the program that is being traced. It has a type and no data.
 
-    It has Python's operators (`+ - * / ** @ & | ~`, comparisons), basic slices, and the methods below; everything else is a
+    It has Python's operators (`+ - * / // % ** @ & | ^ ~ << >>`, comparisons), basic slices, and the methods below; everything else is a
     function of `hw`.
     """
 
@@ -137,36 +151,15 @@ class Tensor:
             raise ProgramError(f"stream: this is made by the function @{self._op.callee.name}; stream a tensor in the function", location)
         if self._value.stream is not None:
             raise ProgramError("stream: this value is streamed already; state one dim, once", location)
-        if self._value.aside:
-            raise ProgramError("stream: this value is made aside: its loop communicates beside the rest; leave one of them out", location)
         number = dim_of(self, dim, "stream", location)
-        self._check_stream(number, chunks, location)
+        self._check_stream(self._op, number, chunks, location)
         for word, value, known in (("algorithm", algorithm, ALGORITHM_NAMES), ("chunking", chunking, CHUNKINGS)):
             if value is not None and value not in known:
                 raise ProgramError(f"stream: there is no {word}={value!r}; {did_you_mean(value, known)}", location)
         self._value = replace(self._value, stream=Stream(number, chunks, chunking, algorithm))
         return self
 
-    def aside(self) -> Tensor:
-        """Runs the communication that produces this value on a stream of its own, beside what follows, and returns the value.
-
-        Ops that use the value wait for it; if it is only returned, the end of the program does. Has no effect on a value
-        that needs no communication. Raises ProgramError for an input, or a value with a stream loop.
-
-        Example: `dw = hw.matmul(x.T, dy).aside()`, a gradient whose all-reduce nothing waits for.
-        """
-        location = Location.of_caller()
-        if self._op is None:
-            raise ProgramError(f"aside: %{self._name} is an input; state it of what is communicated", location)
-        if self._op.callee:
-            raise ProgramError(f"aside: this is made by the function @{self._op.callee.name}; state it of a tensor in it", location)
-        if self._value.stream is not None:
-            raise ProgramError("aside: this value is streamed: its loop communicates beside the rest; leave one of them out", location)
-        self._value = replace(self._value, aside=True)
-        return self
-
-    def _check_stream(self, dim: int, chunks: int | None, location: Location) -> None:
-        assert self._op is not None
+    def _check_stream(self, op: Op, dim: int, chunks: int | None, location: Location) -> None:
         size = self.type.shape[dim]
         if chunks is not None and (not isinstance(chunks, int) or chunks < 1):
             raise ProgramError(f"stream: chunks={chunks!r} must be an int of at least 1", location)
@@ -174,12 +167,9 @@ class Tensor:
             raise ProgramError(f"stream: {why}", location)
         if chunks is not None and size.is_int and int(size) % chunks:
             raise ProgramError(f"stream: {chunks} chunks do not divide dim {dim} of {self.type}; use a divisor of {size}", location)
-        if how := needs_whole(replace(self._op, result=self._value), operand_types(self._op, self._trace.types()), dim):
-            op = f"{'an' if self._op.kind[0] in 'aeiou' else 'a'} {self._op.kind}"
-            raise ProgramError(
-                f"stream: dim {dim} of {self.type} is {how} by {op}, so no loop can walk it; stream a tensor before it",
-                location,
-            )
+        if how := needs_whole(replace(op, result=self._value), operand_types(op, self._trace.types), dim):
+            why = f"dim {dim} of {self.type} is {how} by {'an' if op.kind[0] in 'aeiou' else 'a'} {op.kind}, so no loop can walk it"
+            raise ProgramError(f"stream: {why}; stream a tensor before it", location)
 
     @property
     def T(self) -> Tensor:
@@ -193,8 +183,7 @@ class Tensor:
 
     def __iter__(self) -> Iterator[Tensor]:
         """Iterates over the first dim. Raises ProgramError if its size is not an int."""
-        count = self._first_extent("a loop", "use functions of whole tensors, such as hw.sum")
-        return (self[i] for i in range(count))
+        return map(self.__getitem__, range(self._first_extent("a loop", "use functions of whole tensors, such as hw.sum")))
 
     def __len__(self) -> int:
         """The first size. Raises ProgramError if it is not an int."""
@@ -232,32 +221,13 @@ class Tensor:
     def __bool__(self) -> bool:
         raise ProgramError("the values of a tensor are not known while a fusion is traced; use hw.where", Location.of_caller())
 
-    def __float__(self) -> NoReturn:
-        self._no_number("float")
+    __float__, __int__, __index__ = _no_number("float"), _no_number("int"), _no_number("an index")
 
-    def __int__(self) -> NoReturn:
-        self._no_number("int")
+    def __divmod__(self, other: Tensor | Scalar) -> tuple[Tensor, Tensor]:
+        return self // other, self % other
 
-    def __index__(self) -> NoReturn:
-        self._no_number("an index")
-
-    def _no_number(self, what: str) -> NoReturn:
-        why = f"{what}: the values of {self.type} are not known while a fusion is traced"
-        raise ProgramError(f"{why}; compute with the tensor, cast by hw.astype, or pass a Python number", Location.of_caller())
-
-    def _no_operator(self, sign: str, remedy: str) -> NoReturn:
-        raise ProgramError(f"x {sign} y: tensors of a fusion have no {sign}; {remedy}", Location.of_caller())
-
-    def __floordiv__(self, other: Any) -> NoReturn:
-        self._no_operator("//", "divide floats by /, and write the quotient of a size as text, such as 'M/2'")
-
-    def __mod__(self, other: Any) -> NoReturn:
-        self._no_operator("%", "take the remainder of an array before it is an input")
-
-    def __xor__(self, other: Any) -> NoReturn:
-        self._no_operator("^", "compare bools by !=, raise to a power by **")
-
-    __rfloordiv__, __rmod__, __rxor__, __divmod__, __rdivmod__ = __floordiv__, __mod__, __xor__, __floordiv__, __floordiv__
+    def __rdivmod__(self, other: Scalar) -> tuple[Tensor, Tensor]:
+        return other // self, other % self
 
     def __matmul__(self, other: Tensor) -> Tensor:
         return record("matmul", self, other)
@@ -273,8 +243,13 @@ class Tensor:
     __sub__, __rsub__ = _operator("a - b")
     __mul__, __rmul__ = _operator("a * b")
     __truediv__, __rtruediv__ = _operator("a / b")
+    __floordiv__, __rfloordiv__ = _operator("a // b")
+    __mod__, __rmod__ = _operator("a % b")
     __and__, __rand__ = _operator("a & b")
     __or__, __ror__ = _operator("a | b")
+    __xor__, __rxor__ = _operator("a ^ b")
+    __lshift__, __rlshift__ = _operator("a << b")
+    __rshift__, __rrshift__ = _operator("a >> b")
     __eq__ = _operator("a == b")[0]  # type: ignore[assignment]
     __ne__ = _operator("a != b")[0]  # type: ignore[assignment]
     __lt__ = _operator("a < b")[0]
@@ -287,7 +262,7 @@ class Tensor:
 class _Trace:
     """The values of one function so far, by number: an op's operands are numbers until all names are known.
 
-    `functions` are those of the whole fusion by what they were made of, None while one is being traced; `sources` its kernels by name.
+    `functions` are those of the fusion by what they were made of, None while one is being traced; `sources` its kernels by name.
     """
 
     def __init__(self, mesh: Mesh, functions: dict[object, Fusion | None] | None = None, sources: dict[str, UserKernel] | None = None):
@@ -297,14 +272,11 @@ class _Trace:
         self.tensors: dict[str, Tensor] = {}
         self.named: dict[str, Tensor] = {}  # what the user named
         self.frames: dict[FrameType, int] = {}  # of the user's functions -> how many tensors there were before it
-        self._types: dict[str, TensorType] = {}
-
-    def types(self) -> dict[str, TensorType]:
-        return self._types
+        self.types: dict[str, TensorType] = {}
 
     def add(self, op: Op | None, type: TensorType, pinned: bool, name: str | None = None) -> Tensor:
         number = str(len(self.tensors))
-        self._types[number] = type
+        self.types[number] = type
         tensor = self.tensors[number] = Tensor(self, op, Value(number, type, pinned=pinned))
         if name is not None:
             self.name(tensor, name)
@@ -322,13 +294,12 @@ class _Trace:
         is_float = known[-1].dtype.kind == "float"
         names = tuple(_weak(o, is_float) if isinstance(o, int | float) else o._value.name for o in operands)
         op = replace(op, operands=names, result=Value("", target or known[0].type))
-        derived = infer_type(op, operand_types(op, self.types()))
-        if kind in ("reshard", "kernel", "output") and not op.callee:
-            assert target is not None
-            if kind != "reshard":
-                target.check(location, self.mesh)
-            return self.add(op, target, pinned=kind == "reshard")
-        return self.add(op, derived, pinned=False)
+        derived = infer_type(op, operand_types(op, self.types))
+        if target is None or op.callee or kind not in ("reshard", "kernel", "output"):
+            return self.add(op, derived, pinned=False)
+        if kind != "reshard":
+            target.check(location, self.mesh)
+        return self.add(op, target, pinned=kind == "reshard")
 
     def look_at_variables(self) -> None:
         """Notes which variables of the user are bound to which tensors, in all functions that run."""
@@ -423,16 +394,13 @@ def parameters(function: Callable[..., Any], inputs: dict[str, TensorType], word
     declared = inspect.signature(function).parameters.values()
     takes_any = any(p.kind is p.VAR_KEYWORD for p in declared)
     named = [p.name for p in declared if p.kind is not p.VAR_KEYWORD and (p.default is p.empty or p.name in inputs)]
-    others = [name for name in inputs if name not in named]
-    for name in named:
-        _check_given(here, word, name, inputs, location)
-    for name in others:
-        if not takes_any:
+    for name in (names := list(dict.fromkeys((*named, *inputs)))):
+        if name not in named and not takes_any:
             raise ProgramError(f"{here}: {name} is not a parameter of the function; add it or leave it out", location)
         _check_given(here, word, name, inputs, location)
-        if not (name.isidentifier() and name.isascii()):
+        if name not in named and not (name.isidentifier() and name.isascii()):
             raise ProgramError(f"{here}: {name!r} is not a name; use letters, digits and _", location)
-    return named + others
+    return names
 
 
 def _check_given(here: str, word: str, name: str, inputs: Mapping[str, object], location: Location) -> None:
@@ -512,7 +480,10 @@ class _Names:
             self.given.add(number)
         if number in self.of:
             return
-        self.subjects[number] = next(filter(None, map(self.subject, self.telling(op))), "")
+        # The operand that tells the op from others of its kind comes first: the weight of a matmul.
+        weights = [operand for operand in op.tensors[::-1] if operand in self.given and op.kind == "matmul"]
+        names = (self.subjects.get(operand, self.of[operand]) for operand in (*weights, *op.tensors))
+        self.subjects[number] = next(filter(None, names), "")
         if moved and (not word or OPS[op.kind].makes):
             self.sources[number] = self.sources.get(op.tensors[0], self.of[op.tensors[0]])
             self.claim(number, f"{self.sources[number]}_{moved}")
@@ -520,14 +491,6 @@ class _Names:
             made = word or (op.user_kernel.name if op.user_kernel else op.callee.name if op.callee else op.kind)
             length = str(op.result.type.dims[0].size) if op.kind == "iota" else ""
             self.claim(number, "_".join(filter(str.isidentifier, (made, self.subjects[number], length))))
-
-    def subject(self, number: str) -> str:
-        return self.subjects.get(number, self.of[number])
-
-    def telling(self, op: Op) -> tuple[str, ...]:
-        """The operands, the one first that tells an op from others of its kind: the weight of a matmul."""
-        weights = [operand for operand in op.tensors[::-1] if operand in self.given and op.kind == "matmul"]
-        return (*weights, *op.tensors)
 
 
 def _movement(op: Op) -> str:

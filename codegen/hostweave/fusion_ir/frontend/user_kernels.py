@@ -6,6 +6,7 @@ import math
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from hostweave.fusion_ir.frontend.recording import record
 from hostweave.fusion_ir.frontend.trace import Tensor
 from hostweave.fusion_ir.user_kernel import Argument, UserKernel
 from hostweave.types.mesh import Mesh
-from hostweave.types.tensor import Dim, DType, TensorType
+from hostweave.types.tensor import Dim, TensorType
 
 MAX_BLOCK = 1024  # threads
 
@@ -30,8 +31,11 @@ POINTERS = {
     "f8e5m2": ("hw::f8e5m2", "__nv_fp8_e5m2"),
     "i64": ("int64_t", "long", "std::int64_t"),
     "i32": ("int32_t", "int", "std::int32_t"),
+    "i16": ("int16_t", "short", "std::int16_t"),
     "i8": ("int8_t", "signed char", "std::int8_t"),
+    "u64": ("uint64_t", "unsigned long", "std::uint64_t"),
     "u32": ("uint32_t", "unsigned", "unsigned int", "std::uint32_t"),
+    "u16": ("uint16_t", "unsigned short", "std::uint16_t"),
     "u8": ("uint8_t", "unsigned char", "std::uint8_t"),
     "bool": ("bool",),
 }
@@ -114,23 +118,13 @@ def _text(source: str | Path, location: Location) -> tuple[tuple[str, ...], Loca
         except OSError as error:
             where = "" if path.is_absolute() else f" in {Path.cwd()}"
             raise ProgramError(f"kernel: {path}: {error.strerror}{where}; give the path of a file of CUDA C++", location) from None
-    found = _in_file_of_caller(source)
-    return tuple(source.splitlines()), found or location
-
-
-def _in_file_of_caller(text: str) -> Location | None:
-    """Where the text begins in the user's file."""
-    if not text.strip():
-        return None
     frame = sys._getframe(1)
     while frame.f_back is not None and is_of_package(frame):
         frame = frame.f_back
-    path = Path(frame.f_code.co_filename)
-    try:
-        before, found, _ = path.read_text().partition(text)
-    except (OSError, UnicodeDecodeError):
-        return None
-    return Location(path.name, before.count("\n") + 1) if found else None
+    path, found = Path(frame.f_code.co_filename), ""
+    with suppress(OSError, UnicodeDecodeError):
+        before, found, _ = path.read_text().partition(source) if source.strip() else ("", "", "")
+    return tuple(source.splitlines()), Location(path.name, before.count("\n") + 1) if found else location
 
 
 def _check(source: UserKernel, location: Location) -> None:
@@ -170,13 +164,9 @@ def _check_parameter(name: str, parameter: str, argument: Argument, location: Lo
         return
     element = " ".join(word for word in pointee.split() if word not in ("const", "volatile"))
     is_const = "const" in pointee.split()
-    wanted = _pointer(argument.type.dtype, argument.role)
+    wanted = f"{'const ' if argument.role == 'in' else ''}{argument.type.dtype.cpp}*"
     if not star or element not in POINTERS[argument.type.dtype.name]:
         raise ProgramError(f"kernel: `{parameter}` of {name} takes {argument.type}; write {wanted}", location)
     if is_const != (argument.role == "in"):
         what = "is read" if argument.role == "in" else "is written"
         raise ProgramError(f"kernel: `{parameter}` of {name} takes {argument.type}, which {what}; write {wanted}", location)
-
-
-def _pointer(dtype: DType, role: str) -> str:
-    return f"const {dtype.cpp}*" if role == "in" else f"{dtype.cpp}*"

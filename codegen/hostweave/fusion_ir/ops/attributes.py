@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from hostweave.fusion_ir.ir import Attribute, MeshAxes
 from hostweave.types.routes import Transfer
+from hostweave.types.size import Size
 
 AXIS = Attribute("axis", int)
 AXES = Attribute[tuple[int, ...]]("axis", tuple)
 KEEPDIMS = Attribute("keepdims", bool, False)
 ORDER = Attribute[tuple[int, ...]]("axes", tuple)
+DESCENDING = Attribute("descending", bool, False)
 INDEX = Attribute("index", int)
+CONTRACTED = Attribute("contracted", int, 1)
 START, STEP = Attribute("start", int), Attribute("step", int)
 LOW, HIGH = Attribute[tuple[int, ...]]("low", tuple), Attribute[tuple[int, ...]]("high", tuple)
+COUNT = Attribute("count", Size, Size(0))  # of a mean: how many elements all ranks have; 0 where a rank has them all
 VALUE = Attribute("value", float, 0.0)
+SCALE, CAUSAL, WINDOW = Attribute("scale", float), Attribute("causal", str, ""), Attribute("window", int, 0)
 SOURCES = Attribute[tuple[int, ...]]("sources", tuple)
 
 # Of the steps of a reshard.

@@ -1,4 +1,4 @@
-"""Blocks of the program, and C++ of the user."""
+"""Calls of functions, and C++ of the user."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _of_no_numpy(np: Any, *arrays: Any, **_: Any) -> Any:
     raise ArgumentError("kernel: NumPy does not know what the user's C++ computes; compare the program with a function of your own")
 
 
-def _stated_by_block(types: Types, op: Op) -> tuple[TensorType, Types]:
+def _stated_by_function(types: Types, op: Op) -> tuple[TensorType, Types]:
     assert op.callee is not None
     return op.callee.output_types[0], [value.type for value in op.callee.inputs]
 
@@ -65,6 +65,6 @@ def _stated_output(types: Types, op: Op) -> tuple[TensorType, Types]:
     return op.callee.output_types[op[INDEX]] if op.callee else op.result.type, types
 
 
-OPS["call"] = OpDef(None, _call, opaque, lambda np, *arrays, run: run(*arrays), stated=_stated_by_block)
+OPS["call"] = OpDef(None, _call, opaque, lambda np, *arrays, run: run(*arrays), stated=_stated_by_function)
 OPS["kernel"] = OpDef(None, _kernel, opaque, _of_no_numpy, stated=_stated_by_source, whole="made")
 OPS["output"] = OpDef(1, _output, opaque, _of_no_numpy, (INDEX,), "shape", stated=_stated_output, whole="made")

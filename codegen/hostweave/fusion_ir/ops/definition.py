@@ -8,13 +8,16 @@ from typing import Any
 
 from hostweave.fusion_ir.index_map import ONE, IndexMap, aligned, numbered
 from hostweave.fusion_ir.ir import Attribute, Op
+from hostweave.types.mesh import Mesh
+from hostweave.types.rank_sizes import Sizes
+from hostweave.types.size import Size
 from hostweave.types.tensor import Dim, DType, TensorType
 
 Types = Sequence[TensorType]
 Infer = Callable[[Types, Op], TensorType]
 Indices = Callable[[Types, Op], IndexMap]
 
-FLOATS, SIGNED, NUMBERS, BOOLS = ("float",), ("float", "int"), ("float", "int", "uint"), ("bool",)  # kinds of dtypes
+FLOATS, SIGNED, NUMBERS, BOOLS, INTS = ("float",), ("float", "int"), ("float", "int", "uint"), ("bool",), ("int", "uint")  # kinds of dtypes
 
 
 class Mismatch(Exception):
@@ -34,7 +37,7 @@ class Combine:
     starts: tuple[str, str, str]
     sign: str = ""
     identity: bool = False
-    is_mean: bool = False  # the total is divided by how many they are
+    is_mean: bool = False  # the total is divided by how many they are, or by the attribute `count`
 
 
 @dataclass(frozen=True)
@@ -58,14 +61,21 @@ class OpDef:
     cpp: str = ""
     fast: tuple[str, str] | None = None  # a function in it, and one that takes its place where elements have 16 bits or less
     cpp_of_ints: str = ""  # where theirs is another
+    lane: str = ""  # a function that takes all along one dim, of one kernel alone
+    parts_lanes: bool = False  # threads that share a lane need not meet: each has elements of the result of its own
     cost: int = 1  # of an element, in additions
     combine: Combine | None = None  # of a reduction
     locates: bool = False  # a reduction that gives where an element is: of one element not the element
 
     # Shardings follow from the indices: those that the result keeps, those that it reduces, and what else is said here.
     partial: str = ""  # the reduction that makes one of the ranks' results, where what is reduced is sharded; none takes whole dims
+    linear: str = ""  # in its first operand alone (first), in each one (factors), or in all together (terms)
+    is_exact: bool = False  # of these results one at most is not zero, or they are added up in the result's dtype anyway
     last_is_first: bool = False  # of the operands' shardings the last one's goes before the others'
     stated: Callable[[Types, Op], tuple[TensorType, Types]] | None = None  # what it gives and takes, where it is stated
+    carried: Callable[[TensorType, Op, Mesh], tuple[tuple[str, ...], ...] | None] | None = (
+        None  # the axes of each dim, where no index says it
+    )
     whole: str = ""  # what it does to a dim of which it needs all, however a loop walks it
 
     is_view: bool = False  # pointer arithmetic on what a rank holds, no call
@@ -86,6 +96,11 @@ class OpDef:
         """What `numpy` gets of the result's type."""
         result: dict[str, Any] = {"shape": shape()} if self.target in ("shape", "type") else {}
         return result | ({"dtype": dtype} if self.target in ("dtype", "type") else {})
+
+
+def bound_attributes(op: Op, sizes: Sizes) -> dict[str, Any]:
+    """The attributes of an op as `numpy` takes them, sizes as numbers."""
+    return {name: value.bind(sizes) if isinstance(value, Size) else value for name, value in op.attributes}
 
 
 # --- result types -----------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from hostweave.fusion_ir.ops.attributes import VALUE
 from hostweave.fusion_ir.ops.definition import (
     BOOLS,
     FLOATS,
+    INTS,
     NUMBERS,
     SIGNED,
     Infer,
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
 OPS: dict[str, OpDef] = {}
 
 _FAST_EXP = ("std::exp", "hw::fast_exp")
-_WORDS = {FLOATS: "floats", SIGNED: "floats or signed ints", NUMBERS: "floats or ints", BOOLS: "bools", (): "any dtype"}
+_WORDS = {FLOATS: "floats", SIGNED: "floats or signed ints", NUMBERS: "floats or ints", BOOLS: "bools", INTS: "ints", (): "any dtype"}
+_EXAMPLES = {BOOLS: "bool", INTS: "i32"}
 
 
 def _arithmetic(kinds: tuple[str, ...], is_comparison: bool = False) -> Infer:
@@ -59,7 +61,7 @@ def _unary(kind: str, doc: str, cpp: str, numpy: Callable[..., Any], *, kinds: t
     written = f"Also `{OPS[kind].written}`. " if OPS[kind].written else ""
     doc = (
         f"{doc}\n\n{written}Takes {_WORDS[kinds]}; the result has the shape and dtype of x. Raises ProgramError for other dtypes.\n\n"
-        f"Example: `x: {'bool' if kinds == BOOLS else 'f32'}[M, N]` gives a tensor of that type by `hw.{kind}(x)`."
+        f"Example: `x: {_EXAMPLES.get(kinds, 'f32')}[M, N]` gives a tensor of that type by `hw.{kind}(x)`."
     )
     return named(function, kind, doc)
 
@@ -76,17 +78,22 @@ def _rounding(kind: str, doc: str, function: str) -> Unary:
 def _binary(kind: str, doc: str, cpp: str, kinds: tuple[str, ...] = NUMBERS, is_comparison: bool = False, **facts: Any) -> Binary:
     """NumPy calls it the same."""
     infer = _arithmetic(kinds, is_comparison)
-    OPS[kind] = OpDef(2, infer, elementwise, lambda np, a, b: getattr(np, kind)(a, b), cpp=cpp, is_public=True, **facts)
+
+    def computed(np: Any, a: Any, b: Any) -> Any:
+        with np.errstate(divide="ignore"):  # of ints: it gives 0
+            return getattr(np, kind)(a, b)
+
+    OPS[kind] = OpDef(2, infer, elementwise, computed, cpp=cpp, is_public=True, **facts)
 
     def function(a: Tensor | Scalar, b: Tensor | Scalar) -> Tensor:
         return record(kind, a, b)
 
     also, result = f"Also `{OPS[kind].written}`. " if OPS[kind].written else "", "The result is bool. " if is_comparison else ""
-    given = "bool[M, N]` and `b: bool" if kinds == BOOLS else "f32[M, N]` and `b: f32"
+    given = _EXAMPLES.get(kinds, "f32")
     doc = (
         f"{doc}\n\n{also}Takes {_WORDS[kinds]}, both of one dtype, which a Python number beside a tensor has, too.\n"
         f"Dims broadcast from the right. {result}Raises ProgramError for operands that do not fit.\n\n"
-        f"Example: `a: {given}[N]` give `{'bool' if is_comparison or kinds == BOOLS else 'f32'}[M, N]` by `hw.{kind}(a, b)`."
+        f"Example: `a: {given}[M, N]` and `b: {given}[N]` give `{'bool' if is_comparison else given}[M, N]` by `hw.{kind}(a, b)`."
     )
     return named(function, kind, doc)
 
@@ -105,19 +112,33 @@ def _gelu_tanh(np: Any, x: Any) -> Any:
 
 # --- of two numbers ---------------------------------------------------------------------------------------------------
 
-add = _binary("add", "The sum.", "{0} + {1}", written="a + b")
-subtract = _binary("subtract", "The difference.", "{0} - {1}", written="a - b")
-multiply = _binary("multiply", "The product.", "{0} * {1}", written="a * b")
-divide = _binary("divide", "The quotient.", "{0} / {1}", kinds=FLOATS, cost=8, written="a / b")
+add = _binary("add", "The sum.", "{0} + {1}", written="a + b", linear="terms")
+subtract = _binary("subtract", "The difference.", "{0} - {1}", written="a - b", linear="terms")
+multiply = _binary("multiply", "The product.", "{0} * {1}", written="a * b", linear="factors")
+divide = _binary("divide", "The quotient.", "{0} / {1}", kinds=FLOATS, cost=8, written="a / b", linear="first")
 maximum = _binary("maximum", "The larger of two elements; NaN if either is.", "({0} > {1} || {0} != {0}) ? {0} : {1}")
 minimum = _binary("minimum", "The smaller of two elements; NaN if either is.", "({0} < {1} || {0} != {0}) ? {0} : {1}")
+floor_divide = _binary(
+    "floor_divide",
+    "The quotient rounded down. Of ints a division by 0 gives 0, and the least one by -1 itself, as NumPy has it.",
+    "hw::floor_divide({0}, {1})",
+    cost=20,
+    written="a // b",
+)
+remainder = _binary(
+    "remainder",
+    "What is left by `floor_divide`, of the sign of b. Of ints a division by 0 leaves 0, as NumPy has it.",
+    "hw::remainder({0}, {1})",
+    cost=20,
+    written="a % b",
+)
 OPS["pow"] = OpDef(
     2, _arithmetic(FLOATS), elementwise, lambda np, a, b: np.power(a, b), cpp="std::pow({0}, {1})", cost=60, written="a ** b"
 )
 
 # --- of one number ----------------------------------------------------------------------------------------------------
 
-negative = _unary("negative", "The negative.", "-{0}", lambda np, x: -x, kinds=SIGNED, written="-x")
+negative = _unary("negative", "The negative.", "-{0}", lambda np, x: -x, kinds=SIGNED, written="-x", linear="first")
 abs = _unary(  # of -0.0 it is 0.0
     "abs", "The absolute value.", "{0} > T(0) ? {0} : T(0) - {0}", lambda np, x: np.abs(x), kinds=SIGNED, written="abs(x)"
 )
@@ -168,7 +189,26 @@ greater = _binary("greater", "Whether a is greater than b.", "{0} > {1}", kinds=
 greater_equal = _binary("greater_equal", "Whether a is at least b.", "{0} >= {1}", kinds=(), is_comparison=True, written="a >= b")
 logical_and = _binary("logical_and", "The logical and.", "{0} && {1}", kinds=BOOLS, written="a & b")
 logical_or = _binary("logical_or", "The logical or.", "{0} || {1}", kinds=BOOLS, written="a | b")
+logical_xor = _binary("logical_xor", "Whether one of them alone is true.", "{0} != {1}", kinds=BOOLS, written="a ^ b")
 logical_not = _unary("logical_not", "The negation.", "!{0}", lambda np, x: np.logical_not(x), kinds=BOOLS, written="~x")
+bitwise_and = _binary("bitwise_and", "The bits that both have.", "{0} & {1}", kinds=INTS, written="a & b")
+bitwise_or = _binary("bitwise_or", "The bits that either has.", "{0} | {1}", kinds=INTS, written="a | b")
+bitwise_xor = _binary("bitwise_xor", "The bits that one of them alone has.", "{0} ^ {1}", kinds=INTS, written="a ^ b")
+bitwise_invert = _unary("bitwise_invert", "The bits that x lacks.", "~{0}", lambda np, x: ~x, kinds=INTS, written="~x")
+bitwise_left_shift = _binary(
+    "bitwise_left_shift",
+    "The bits of a, b places further left; none are left where b is negative, or no less than how many a has.",
+    "hw::left_shift({0}, {1})",
+    kinds=INTS,
+    written="a << b",
+)
+bitwise_right_shift = _binary(
+    "bitwise_right_shift",
+    "The bits of a, b places further right, with its sign before them, alone where b is negative, or no less than how many a has.",
+    "hw::right_shift({0}, {1})",
+    kinds=INTS,
+    written="a >> b",
+)
 
 
 def _where(types: Types, op: Op) -> TensorType:
@@ -203,7 +243,7 @@ def _philox(types: Types, op: Op) -> TensorType:
     return TensorType(f32, broadcast(types))
 
 
-OPS["astype"] = OpDef(1, _astype, elementwise, lambda np, x, dtype: x.astype(dtype), target="dtype", cpp="{0}", cost=0)
+OPS["astype"] = OpDef(1, _astype, elementwise, lambda np, x, dtype: x.astype(dtype), target="dtype", cpp="{0}", cost=0, linear="first")
 copy = _unary(
     "copy",
     "The same values in a buffer of their own; of an input it can be streamed.",
@@ -212,6 +252,7 @@ copy = _unary(
     kinds=(),
     cost=0,
     makes="copied",
+    linear="first",
 )
 OPS["iota"] = OpDef(
     0, _iota, lambda types, op: IndexMap((), ("i0",)), lambda np, shape, dtype: np.arange(*shape, dtype=dtype), target="type", cost=0

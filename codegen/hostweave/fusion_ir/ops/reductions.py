@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +11,11 @@ from hostweave.base.errors import Location
 from hostweave.base.signatures import named, public_names
 from hostweave.fusion_ir.frontend.recording import Axis, Reduction, dims_of, record
 from hostweave.fusion_ir.index_map import ONE, IndexMap, Labels, aligned, numbered
-from hostweave.fusion_ir.ir import Op
-from hostweave.fusion_ir.ops.attributes import AXES, KEEPDIMS
+from hostweave.fusion_ir.ir import Attribute, Op
+from hostweave.fusion_ir.ops.attributes import AXES, CONTRACTED, COUNT, KEEPDIMS
 from hostweave.fusion_ir.ops.definition import (
     FLOATS,
+    INTS,
     NUMBERS,
     Combine,
     Infer,
@@ -25,7 +27,7 @@ from hostweave.fusion_ir.ops.definition import (
     require,
     same_dtype,
 )
-from hostweave.types.size import Size
+from hostweave.types.size import Size, product
 from hostweave.types.tensor import Dim, DType, TensorType, f32, i64
 
 if TYPE_CHECKING:
@@ -37,6 +39,10 @@ _ADD = Combine("sum", "hw::Add", ("0", "0", "0"), "+", identity=True)
 _MULTIPLY = Combine("product", "hw::Multiply", ("1", "1", "1"), "*", identity=True)
 _MAXIMUM = Combine("largest", "hw::Maximum", ("-INFINITY", "INT64_MIN", "0"))
 _MINIMUM = Combine("smallest", "hw::Minimum", ("INFINITY", "INT64_MAX", "UINT64_MAX"))
+_BITS = (*INTS, "bool")
+_AND = Combine("common", "hw::And", ("", "-1", "UINT64_MAX"), "&", identity=True)
+_OR = Combine("any", "hw::Or", ("", "0", "0"), "|", identity=True)
+_XOR = Combine("parity", "hw::Xor", ("", "0", "0"), "^", identity=True)
 _FIRST_MAXIMUM = Combine("best", "hw::FirstMaximum", ("-INFINITY", "INT64_MIN", "0"))
 
 
@@ -60,28 +66,37 @@ def _argmax(types: Types, op: Op) -> TensorType:
     return TensorType(i64, _infer(NUMBERS)(types, op).dims)
 
 
-def _define(kind: str, infer: Infer, combine: Combine, numpy: Callable[..., Any], **facts: Any) -> None:
+def _define(kind: str, infer: Infer, combine: Combine, numpy: Callable[..., Any], *attributes: Attribute[Any], **facts: Any) -> None:
     def indices(types: Types, op: Op) -> IndexMap:
         labels = numbered(types[0].shape)
         kept: Labels = tuple(None if i in op[AXES] else label for i, label in enumerate(labels))
         return IndexMap((labels,), kept if op[KEEPDIMS] else tuple(label for label in kept if label))
 
-    OPS[kind] = OpDef(1, infer, indices, numpy, (AXES, KEEPDIMS), combine=combine, whole="reduced", **facts)
+    OPS[kind] = OpDef(1, infer, indices, numpy, (AXES, KEEPDIMS, *attributes), combine=combine, whole="reduced", **facts)
 
 
 def _reduction(
-    kind: str, doc: str, combine: Combine, partial: str, numpy: Callable[..., Any], kinds: tuple[str, ...] = NUMBERS
+    kind: str,
+    doc: str,
+    combine: Combine,
+    partial: str,
+    numpy: Callable[..., Any],
+    *attributes: Attribute[Any],
+    kinds: tuple[str, ...] = NUMBERS,
 ) -> Reduction:
-    """`partial` makes one of the ranks' results: shards are even, so that means can be averaged."""
-    _define(kind, _infer(kinds), combine, numpy, partial=partial, is_public=True)
+    """`partial` makes one of the ranks' results."""
+    _define(
+        kind, _infer(kinds), combine, numpy, *attributes, partial=partial, linear="first" if combine.sign == "+" else "", is_public=True
+    )
 
     def function(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, keepdims: bool = False) -> Tensor:
         return record(kind, x, axis=dims_of(x, axis, kind, Location.of_caller()), keepdims=keepdims)
 
+    dtype = "f32" if kinds != _BITS else "i32"
     doc = (
         f"{doc}\n\nOver `axis`, an int, a dim name or a tuple of them, by default all dims; with `keepdims` they stay, with one element.\n"
         f"The dtype is that of x. Over a sharded dim ranks reduce their blocks, then their results. Raises ProgramError.\n\n"
-        f"Example: `x: f32[M, N]` gives `f32[M]` by `hw.{kind}(x, axis=-1)`."
+        f"Example: `x: {dtype}[M, N]` gives `{dtype}[M]` by `hw.{kind}(x, axis=-1)`."
     )
     return named(function, kind, doc)
 
@@ -95,16 +110,49 @@ def _bound(np: Any, x: Any, sign: int) -> Any:
     return sign * np.inf
 
 
+def _mean(np: Any, x: Any, axis: tuple[int, ...], keepdims: bool = False, count: int = 0) -> Any:
+    return np.sum(x, axis=axis, keepdims=keepdims) / count if count else np.mean(x, axis=axis, keepdims=keepdims)
+
+
+def as_term(op: Op, x: TensorType) -> Op:
+    """A reduction of what a rank has of x as its term of that of all: a mean is the sum of these elements over how many all are."""
+    if op.kind not in OPS or COUNT not in OPS[op.kind].attributes or op[COUNT] != Size(0):
+        return op
+    return replace(op, attributes=(*op.attributes, (COUNT.name, product(tuple(x.shape[axis] for axis in op[AXES])))))
+
+
+def is_one_element(op: Op, x: Sequence[Size]) -> bool:
+    """Whether a reduction of an operand of this shape gives its elements as they are."""
+    combine = OPS[op.kind].combine
+    is_scaled = combine is not None and combine.is_mean and op[COUNT] != Size(0)
+    return combine is not None and not OPS[op.kind].locates and not is_scaled and all(x[axis] == Size() for axis in op[AXES])
+
+
 sum = _reduction("sum", "The sum.", _ADD, "sum", lambda np, x, **a: np.sum(x, dtype=x.dtype, **a))
 prod = _reduction("prod", "The product.", _MULTIPLY, "prod", lambda np, x, **a: np.prod(x, dtype=x.dtype, **a))
 max = _reduction(
-    "max", "The largest element.", _MAXIMUM, "max", lambda np, x, **a: np.max(x, initial=_bound(np, x, -1), **a), (*NUMBERS, "bool")
+    "max", "The largest element.", _MAXIMUM, "max", lambda np, x, **a: np.max(x, initial=_bound(np, x, -1), **a), kinds=(*NUMBERS, "bool")
 )
 min = _reduction(
-    "min", "The smallest element.", _MINIMUM, "min", lambda np, x, **a: np.min(x, initial=_bound(np, x, 1), **a), (*NUMBERS, "bool")
+    "min", "The smallest element.", _MINIMUM, "min", lambda np, x, **a: np.min(x, initial=_bound(np, x, 1), **a), kinds=(*NUMBERS, "bool")
 )
-mean = _reduction("mean", "The arithmetic mean, of floats.", replace(_ADD, is_mean=True), "avg", lambda np, x, **a: np.mean(x, **a), FLOATS)
+mean = _reduction("mean", "The arithmetic mean, of floats.", replace(_ADD, is_mean=True), "sum", _mean, COUNT, kinds=FLOATS)
 _define("argmax", _argmax, _FIRST_MAXIMUM, lambda np, x, axis, keepdims=False: np.argmax(x, axis=axis[0], keepdims=keepdims), locates=True)
+
+reduce_and = _reduction(
+    "reduce_and", "The bits that all have, of ints or bools.", _AND, "and", lambda np, x, **a: np.bitwise_and.reduce(x, **a), kinds=_BITS
+)
+reduce_or = _reduction(
+    "reduce_or", "The bits that any has, of ints or bools.", _OR, "or", lambda np, x, **a: np.bitwise_or.reduce(x, **a), kinds=_BITS
+)
+reduce_xor = _reduction(
+    "reduce_xor",
+    "The bits that an odd number has, of ints or bools.",
+    _XOR,
+    "xor",
+    lambda np, x, **a: np.bitwise_xor.reduce(x, **a),
+    kinds=_BITS,
+)
 
 # --- the matrix product ---------------------------------------------------------------------------------------------------
 
@@ -113,18 +161,20 @@ def _matmul(types: Types, op: Op) -> TensorType:
     a, b = types
     if why := why_no_product(same_dtype(types)):
         raise Mismatch(f"{why}; use hw.astype on both")
+    count = op[CONTRACTED]
     for operand in types:
-        if len(operand.dims) < 2:
-            raise Mismatch(f"rank mismatch: {operand} has {len(operand.dims)} dims, at least 2 are needed; use x[None] or x[:, None]")
-    if a.shape[-1] != b.shape[-2]:
+        if not 1 <= count < len(operand.dims):
+            needed = f"{operand} has {len(operand.dims)} dims, at least {count + 1} are needed"
+            raise Mismatch(f"rank mismatch: {needed}; use x[None] or x[:, None]")
+    if a.shape[-count:] != b.shape[-1 - count : -1]:
         raise Mismatch(f"inner dims differ: {a} x {b}; {_transposed(a, b)}")
-    batches = [TensorType(t.dtype, t.dims[:-2]) for t in types]
+    batches = [TensorType(t.dtype, t.dims[: -1 - count]) for t in types]
     try:
         batch = broadcast(batches) if any(t.dims for t in batches) else ()
     except Mismatch:
         raise Mismatch(f"batch dims do not broadcast: {a} x {b}") from None
     dtype = op.result.type.dtype if widens(a.dtype, op.result.type.dtype) else a.dtype
-    return TensorType(dtype, (*batch, Dim(a.shape[-2]), Dim(b.shape[-1])))
+    return TensorType(dtype, (*batch, Dim(a.shape[-1 - count]), Dim(b.shape[-1])))
 
 
 def _transposed(a: TensorType, b: TensorType) -> str:
@@ -149,14 +199,19 @@ def widens(operands: DType, result: DType) -> bool:
 
 
 def _contracted(types: Types, op: Op) -> IndexMap:
-    """Batch dims aligned from the right, then (m, k), (k, n) -> (m, n)."""
-    batch = op.result.type.shape[:-2]
-    labels = numbered(batch, "b")
-    a, b = (aligned(type.shape[:-2], batch, labels) for type in types)
-    return IndexMap(((*a, "m", "k"), (*b, "k", "n")), (*labels, "m", "n"))
+    """Batch dims aligned from the right, then (m, k), (k, n) -> (m, n); k is as many dims as are contracted."""
+    batch, count = op.result.type.shape[:-2], op[CONTRACTED]
+    labels, inner = numbered(batch, "b"), numbered(types[0].shape[-count:], "k")
+    a, b = (aligned(type.shape[: -1 - count], batch, labels) for type in types)
+    return IndexMap(((*a, "m", *inner), (*b, *inner, "n")), (*labels, "m", "n"))
 
 
-OPS["matmul"] = OpDef(2, _matmul, _contracted, lambda np, a, b: np.matmul(a, b), partial="sum", last_is_first=True)
+def _numpy_matmul(np: Any, a: Any, b: Any, contracted: int = 1) -> Any:
+    k = math.prod(a.shape[-contracted:])
+    return np.matmul(a.reshape(*a.shape[:-contracted], k), b.reshape(*b.shape[: -1 - contracted], k, b.shape[-1]))
+
+
+OPS["matmul"] = OpDef(2, _matmul, _contracted, _numpy_matmul, (CONTRACTED,), partial="sum", last_is_first=True)
 
 if not TYPE_CHECKING:
     __all__ = public_names(globals())

@@ -9,6 +9,7 @@ from hostweave.fusion_ir.index_map import ONE, IndexMap, Labels, groups, numbere
 from hostweave.fusion_ir.ir import Attribute, Op
 from hostweave.fusion_ir.ops.attributes import AXES, AXIS, HIGH, INDEX, LOW, ORDER, START, STEP, VALUE
 from hostweave.fusion_ir.ops.definition import Indices, Infer, Mismatch, OpDef, Types, checked_axes, checked_axis, elementwise, same_dtype
+from hostweave.types.mesh import Mesh
 from hostweave.types.size import Size, product
 from hostweave.types.tensor import Dim, TensorType
 
@@ -122,6 +123,38 @@ def _regrouped(types: Types, op: Op) -> IndexMap:
     return IndexMap((tuple(have),), tuple(want), frozenset(outer))
 
 
+def _regrouped_axes(x: TensorType, op: Op, mesh: Mesh) -> tuple[tuple[str, ...], ...] | None:
+    """The axes of each dim of a reshape by which a rank's elements stay its own, as of [8@y,x] to [2@y, 4@x]; None where there are none.
+
+    Before the last dim that is split each rank has one index of a dim, and the last one is shared evenly, in both shapes.
+    """
+    shape = op.result.type.shape
+    result: list[tuple[str, ...]] = [()] * len(shape)
+    for left, right in groups(x.shape, shape):
+        if len(left) == len(right) == 1:
+            result[right[0]] = x.dims[left[0]].axes
+            continue
+        last = max((i for i in left if x.dims[i].axes), default=-1)
+        if any(i < last and not _has_one_index(x.dims[i], mesh) for i in left) or not (last < 0 or _is_even(x.dims[last], mesh)):
+            return None
+        axes = [axis for i in left for axis in x.dims[i].axes]
+        for j in right:
+            prefixes = (Dim(shape[j], tuple(axes[:count])) for count in range(len(axes), -1, -1))
+            dim = next(prefix for prefix in prefixes if _is_even(prefix, mesh))
+            result[j], axes = dim.axes, axes[len(dim.axes) :]
+            if axes and not _has_one_index(dim, mesh):
+                return None
+    return tuple(result) if sum(map(len, result)) == len(x.axes) else None
+
+
+def _has_one_index(dim: Dim, mesh: Mesh) -> bool:
+    return dim.size.is_int and int(dim.size) == mesh.size_of(dim.axes)
+
+
+def _is_even(dim: Dim, mesh: Mesh) -> bool:
+    return not dim.size.is_uneven(mesh.size_of(dim.axes), ())
+
+
 def _permuted(types: Types, op: Op) -> IndexMap:
     return IndexMap((numbered(types[0].shape),), tuple(f"i{i}" for i in op[ORDER]))
 
@@ -139,7 +172,7 @@ def _joined(types: Types, op: Op) -> IndexMap:
 
 
 def _view(kind: str, infer: Infer, map: Indices, numpy: Callable[..., Any], *attributes: Attribute[Any], **facts: Any) -> None:
-    OPS[kind] = OpDef(1, infer, map, numpy, attributes, is_view=True, **facts)
+    OPS[kind] = OpDef(1, infer, map, numpy, attributes, is_view=True, linear="first", **facts)
 
 
 _SAME: dict[str, Any] = {"cpp": "{0}", "cost": 0}
@@ -151,17 +184,28 @@ _view(
     lambda np, x, shape: np.reshape(x, shape),
     target="shape",
     whole="split or merged",
+    carried=_regrouped_axes,
     makes="reshaped",
     **_SAME,
 )
 _view("permute_dims", _transpose, _permuted, lambda np, x, axes: np.transpose(x, axes), ORDER, makes="transposed", **_SAME)
 OPS["broadcast_to"] = OpDef(
-    1, _broadcast_to, elementwise, lambda np, x, shape: np.broadcast_to(x, shape), target="shape", makes="broadcast", **_SAME
+    1,
+    _broadcast_to,
+    elementwise,
+    lambda np, x, shape: np.broadcast_to(x, shape),
+    target="shape",
+    makes="broadcast",
+    linear="first",
+    **_SAME,
 )
 _view("select", _select, _cut, lambda np, x, axis, index: x[(slice(None),) * axis + (index,)], AXIS, INDEX)
 _view("slice", _slice, _cut, _numpy_slice, AXIS, START, STEP, target="shape", whole="cut", makes="sliced")
 OPS["concat"] = OpDef(
-    None, _concat, _joined, lambda np, *arrays, axis: np.concatenate(arrays, axis), (AXIS,), whole="joined", makes="joined"
+    *(None, _concat, _joined, lambda np, *arrays, axis: np.concatenate(arrays, axis), (AXIS,)),
+    whole="joined",
+    makes="joined",
+    linear="terms",
 )
 OPS["pad"] = OpDef(
     1,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -48,7 +48,6 @@ class Checker:
     freed: set[str] = field(default_factory=set)
     windows: set[str] = field(default_factory=set)  # what is allocated in windows
     current: tree.Instruction | None = None
-    scope: Scope = Scope()
     mesh: Mesh = field(init=False)  # of the `on` body around, or the program's
 
     def __post_init__(self) -> None:
@@ -62,8 +61,7 @@ class Checker:
                 self.fail(f"{pool.name}[{pool.count}] is more than {MAX_POOL}: declare fewer, and walk them round robin")
             if pool.count < 1:
                 self.fail(f"{pool.name}[{pool.count}] holds nothing: declare at least one")
-            if sum(pool.name == other.name for other in pools) > 1:
-                self.fail(f"{pool.name} is declared twice: rename one")
+        self.once([pool.name for pool in pools], "")
         told = {size.name for p in self.program.inputs for size in p.type.shape}
         for name in self.program.symbols():
             if name not in told:
@@ -71,10 +69,7 @@ class Checker:
         for name in self.program.uneven:
             if name not in self.program.symbols():
                 self.fail(f"uneven({name}): {name} is not a size of any input or output; leave it out")
-        names = [function.name for function in self.program.functions]
-        for name in names:
-            if names.count(name) > 1:
-                self.fail(f"function @{name} is declared twice: rename one")
+        self.once([function.name for function in self.program.functions], "function @")
 
     def channels(self) -> None:
         bodies = (*(function.body for function in self.program.functions), self.program.body)
@@ -114,6 +109,12 @@ class Checker:
             parameter.type.check(None, self.program.mesh)
             self.types[parameter.name] = self.program.local_type(parameter)
 
+    def once(self, names: Sequence[str], word: str) -> None:
+        """What is declared has names of its own."""
+        for name in names:
+            if names.count(name) > 1:
+                self.fail(f"{word}{name} is declared twice: rename one")
+
     def fail(self, message: str) -> NoReturn:
         if self.current is None:
             raise ProgramError(f"@{self.program.name}: {message}")
@@ -141,7 +142,6 @@ class Checker:
             for expr in tree.expressions(instruction):
                 self.expr(expr)
             self.roots.define(instruction)
-            self.scope = scope
             tree.of_kind(self.rules, type(instruction))(self, instruction, scope)
 
     def inner(self, body: tree.Body, scope: Scope) -> None:
@@ -206,10 +206,6 @@ class Checker:
         if outside := set(mesh.all_ranks) - set(self.program.mesh.all_ranks):
             self.fail(f"{self.program.mesh} has no rank {min(outside)}: name ranks of it")
 
-    def axes_of_parts(self) -> set[str]:
-        """The axes of the meshes of some of the ranks."""
-        return {axis for i in tree.walk(self.program.body) if i.ranks for axis, _ in i.ranks.axes}
-
     def channel(self, i: ir.Communication) -> ir.Channel:
         """That of a communication, which its transport carries, and which all ranks are of that come here."""
         channel = next((channel for channel in self.program.channels if channel.name == i.channel), None)
@@ -234,10 +230,15 @@ class Checker:
         if len({self.types[name].shape for name in names}) > 1:
             self.fail("shapes differ: " + ", ".join(f"%{name} is {self.types[name]}" for name in names))
 
-    def contiguous(self, *names: str) -> None:
+    def contiguous(self, *names: str, what: str = ", which communication needs") -> None:
         for name in names:
             if self.types[name].strides is not None:
-                self.fail(f"%{name} is not contiguous, which communication needs: copy it to a buffer of its own first")
+                self.fail(f"%{name} is not contiguous{what}: copy it to a buffer of its own first")
+
+    def as_wanted(self, name: str, wanted: BufferType, what: str) -> None:
+        """Its dtype and shape."""
+        if (self.types[name].dtype, self.types[name].shape) != (wanted.dtype, wanted.shape):
+            self.fail(f"%{name} is {self.types[name]}, {what}")
 
     def cuts(self, cuts: Cuts, name: str) -> None:
         """Those of a tensor that a buffer holds."""
@@ -298,9 +299,10 @@ class Checker:
         types = (*kernel.inputs, *kernel.outputs)
         for type in (type for type in types if type.mesh):
             type.check(kernel.location, self.program.mesh)
+        of_parts = {axis for i in tree.walk(self.program.body) if i.ranks for axis, _ in i.ranks.axes}
         dims = (*kernel.grid, *(a.dim for a in kernel.arguments if a.dim))
         for axis in (axis for dim in (*dims, *(dim for type in types if not type.mesh for dim in type.dims)) for axis in dim.axes):
-            if axis not in self.axes_of_parts():  # on the program's mesh, then
+            if axis not in of_parts:  # on the program's mesh, then
                 self.axis(axis)
         for dim in dims:
             if unknown := self.unknown(dim.size):

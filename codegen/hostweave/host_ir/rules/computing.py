@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from hostweave.fusion_ir.ops.attention import DTYPES
 from hostweave.fusion_ir.ops.reductions import why_no_product, widens
-from hostweave.fusion_ir.user_kernel import UserKernel, local_type
+from hostweave.fusion_ir.user_kernel import UserKernel
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.rules.checker import Checker, Rule, Scope
 from hostweave.host_ir.size_requirements import slack
 from hostweave.host_ir.strides import strides_of
 from hostweave.types.size import LocalSize, Size
-from hostweave.types.tensor import MAX_DIMS, BufferType
+from hostweave.types.tensor import MAX_DIMS, BufferType, f32
 
 
 def _allocate(c: Checker, i: ir.Allocate, scope: Scope) -> None:
@@ -87,10 +88,9 @@ def _epilogue(c: Checker, i: ir.Matmul) -> None:
         if c.types[name] != dst:
             c.fail(f"%{name} does not lie in memory as %{i.dst} does: copy it to a buffer that does")
     for name in i.bias:
-        if (c.types[name].dtype, c.types[name].shape) != (dst.dtype, dst.shape[-1:]):
-            c.fail(f"%{name} is {c.types[name]}, not {BufferType(dst.dtype, dst.shape[-1:])}, one element for each column of %{i.dst}")
-        if c.types[name].strides is not None:
-            c.fail(f"%{name} is not contiguous, which a bias must be: copy it to a buffer of its own first")
+        wanted = BufferType(dst.dtype, dst.shape[-1:])
+        c.as_wanted(name, wanted, f"not {wanted}, one element for each column of %{i.dst}")
+        c.contiguous(name, what=", which a bias must be")
     if i.activation and i.activation not in ir.ACTIVATIONS:
         c.fail(f"cuBLASLt has no {i.activation}, only {' and '.join(ir.ACTIVATIONS)}: launch a kernel after it")
     if (i.bias or i.activation) and (why := why_no_epilogue(a, b, dst)):
@@ -110,6 +110,31 @@ def why_no_epilogue(a: BufferType, b: BufferType, dst: BufferType) -> str:
     return ""
 
 
+def _attention(c: Checker, i: ir.Attention, scope: Scope) -> None:
+    c.same_dtype(i.q, i.k, i.v, i.dst)
+    q, k, v = (c.types[name].shape for name in (i.q, i.k, i.v))
+    if c.types[i.q].dtype.name not in DTYPES:
+        c.fail(f"%{i.q} is {c.types[i.q]}: attention is of {', '.join(DTYPES)}, cast it")
+    if not 3 <= len(q) == len(k) == len(v) <= 4 or q[-1] != k[-1] or k[:-1] != v[:-1] or q[:-3] != k[:-3] or not _is_grouped(q[-3], k[-3]):
+        shapes = ", ".join(f"%{name} {c.types[name]}" for name in (i.q, i.k, i.v))
+        c.fail(f"{shapes} are not [B, H, S, E], [B, G, T, E] and [B, G, T, F], with or without B, and G a divisor of H: reshape them")
+    for name, wanted in ((i.dst, (*q[:-1], v[-1])), *((lse, q[:-1]) for lse in i.lse)):
+        if c.types[name].shape != wanted:
+            c.fail(f"%{name} is {c.types[name]}, not {BufferType(c.types[name].dtype, wanted)}")
+    for name in (i.q, i.k, i.v, i.dst):
+        if strides_of(c.types[name])[-1] != Size():
+            c.fail(f"the elements of a row of %{name} do not lie side by side: copy it to a buffer of its own first")
+    if len(i.lse) > 1 or any(c.types[name] != BufferType(f32, q[:-1]) for name in i.lse):
+        c.fail(f"lse is one contiguous {BufferType(f32, q[:-1])}: give it such a buffer")
+    if i.window is not None and (i.diagonal is None or i.window < 1):
+        c.fail(f"a window of {i.window}: it is a number of columns before a diagonal, at least 1")
+
+
+def _is_grouped(heads: Size, groups: Size) -> bool:
+    group = heads.divided_by(groups)
+    return group is not None and group.is_int
+
+
 def broadcast_shapes(a: tuple[Size, ...], b: tuple[Size, ...]) -> tuple[Size, ...] | None:
     """The shape that two shapes broadcast to, as NumPy does, or None."""
     rank, one = max(len(a), len(b)), Size()
@@ -125,11 +150,9 @@ def _launch_source(c: Checker, i: ir.Launch, source: UserKernel) -> None:
         for name, type in zip(names, types, strict=True):
             if type.mesh_in(c.mesh) != c.mesh:
                 c.fail(f"@{source.name} {role} {type}, and is launched on {c.mesh}: launch it on the mesh of its types")
-            wanted = local_type(type, c.mesh, c.program.uneven)
-            if (c.types[name].dtype, c.types[name].shape) != (wanted.dtype, wanted.shape):
-                c.fail(f"%{name} is {c.types[name]}, and @{source.name} {role} {wanted}")
-            if c.types[name].strides is not None:
-                c.fail(f"%{name} is not contiguous, which @{source.name} needs: copy it to a buffer of its own first")
+            wanted = type.local(c.mesh, c.program.uneven)
+            c.as_wanted(name, wanted, f"and @{source.name} {role} {wanted}")
+            c.contiguous(name, what=f", which @{source.name} needs")
 
 
 def _launch(c: Checker, i: ir.Launch, scope: Scope) -> None:
@@ -147,9 +170,8 @@ def _launch(c: Checker, i: ir.Launch, scope: Scope) -> None:
     if len(i.dsts) != len(kernel.results):
         c.fail(f"@{i.kernel} gives {len(kernel.results)} results, not {len(i.dsts)}")
     for name, parameter in zip((*i.srcs, *i.dsts), (*kernel.inputs, *kernel.results), strict=True):
-        buffer = c.types[name]
-        if (buffer.dtype, buffer.shape) != (parameter.type.dtype, parameter.type.shape):
-            c.fail(f"%{name} is {buffer}, and @{i.kernel} takes {parameter.type} as %{parameter.name}")
+        wanted = BufferType(parameter.type.dtype, parameter.type.shape)
+        c.as_wanted(name, wanted, f"and @{i.kernel} takes {wanted} as %{parameter.name}")
 
 
 def _copy(c: Checker, i: ir.Copy, scope: Scope) -> None:
@@ -161,8 +183,7 @@ def _pack(c: Checker, i: ir.Pack, scope: Scope) -> None:
     c.same_dtype(i.src, i.dst)
     for name in (i.src, i.dst):
         c.cuts(i.cuts, name)
-        if c.types[name].strides is not None:
-            c.fail(f"%{name} is not contiguous: copy it to a buffer of its own first")
+        c.contiguous(name, what="")
 
 
 def _fill(c: Checker, i: ir.Fill, scope: Scope) -> None:
@@ -176,6 +197,7 @@ RULES: dict[type[tree.Instruction], Rule] = {
     ir.Deallocate: _deallocate,
     ir.View: _view,
     ir.Matmul: _matmul,
+    ir.Attention: _attention,
     ir.Launch: _launch,
     ir.Copy: _copy,
     ir.Pack: _pack,

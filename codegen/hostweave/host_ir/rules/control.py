@@ -66,11 +66,9 @@ def _call(c: Checker, i: ir.Call, scope: Scope) -> None:
         if len(names) != len(parameters):
             c.fail(f"@{i.function} {word} {len(parameters)} buffers, not {len(names)}")
         for name, parameter in zip(names, parameters, strict=True):
-            wanted, buffer = c.program.local_type(parameter), c.types[name]
-            if (buffer.dtype, buffer.shape) != (wanted.dtype, wanted.shape):
-                c.fail(f"%{name} is {buffer}, and @{i.function} {word} {wanted} as %{parameter.name}")
-            if buffer.strides is not None:
-                c.fail(f"%{name} is not contiguous, which a function needs: copy it to a buffer of its own first")
+            wanted = c.program.local_type(parameter)
+            c.as_wanted(name, wanted, f"and @{i.function} {word} {wanted} as %{parameter.name}")
+            c.contiguous(name, what=", which a function needs")
     for name in i.dsts:
         if name in i.srcs or i.dsts.count(name) > 1:
             c.fail(f"%{name} is named twice: what a function writes is memory of its own")

@@ -11,11 +11,12 @@ becomes
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from hostweave.base.errors import ProgramError
+from hostweave.base.errors import OverlapWarning, ProgramError
 from hostweave.fusion_ir.ir import Fusion, Op, Stream
 from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS, TO_OTHER_MESHES, index_map, needs_whole, operand_types
 from hostweave.fusion_ir.ops.attributes import BLOCKS
@@ -54,7 +55,7 @@ def choose_overlap(fusion: Fusion, options: Options) -> Fusion:
     """
     choice = _Choice(fusion, options.transport)
     for op in fusion.ops:
-        if op.result.stream:
+        if op.result.stream and op.result.name not in choice.streams:
             choice.choose(op, op.result.stream)
     choice.check_transport()
     return replace(fusion, ops=tuple(choice.ordered()))
@@ -103,6 +104,7 @@ class _Choice:
         rotation = next((ROTATIONS.get((m.change.kind, by[m.name])) for m in members if m.change and m.name in by), None)
         if not by:
             step, rotation = self.compute(root, stream)
+            self.warn_of_gathers_before(members[0])
         for member in members:
             self.streams[member.name] = Stream(member.dim, stream.chunks, step, by.get(member.name), rotation)
             if step == "across_shards":
@@ -125,7 +127,9 @@ class _Choice:
                 for producer in self.producers(member):
                     if not through_gathers or len(shards | self.shards(producer)) < 2:
                         shards |= self.shards(producer)
-                        found.append(producer)
+                        known = {each.name for each in found}
+                        joining = [producer, *(self.beside(producer, member) or ())]
+                        found += [each for each in joining if each.name not in known]
         return found
 
     def shards(self, member: _Member) -> set[int]:
@@ -137,32 +141,74 @@ class _Choice:
         return _Member(op, dim, step_of(op) if op.kind in RESHARD_STEPS else None)
 
     def producers(self, member: _Member) -> Iterator[_Member]:
-        """What makes the operands, step by step, for this member alone."""
+        """What makes the operands, step by step, for this member alone and for those that are streamed like it."""
         indices = index_map(member.op, operand_types(member.op, self.types))
         for i, name in enumerate(member.op.operands):
             op = self.producer.get(name) if isinstance(name, str) else None
             dim = indices.operand_dim(i, member.dim)
-            if op is None or op.callee or dim is None or op.result.stream or len(self.uses[op.result.name]) > 1:
-                continue
-            if needs_whole(op, operand_types(op, self.types), dim):
+            if op is None or op.callee or dim is None or op.result.stream or needs_whole(op, operand_types(op, self.types), dim):
                 continue
             producer = self.member(op, dim)
+            if self.beside(producer, member) is None:
+                continue
             if producer.change and self.moves_streamed_dim(producer, producer.change):
                 continue
             if producer.communicates or member.communicates:
                 yield producer
 
+    def beside(self, producer: _Member, member: _Member) -> list[_Member] | None:
+        """What else takes a value that is communicated for this member; None where some of that takes its steps elsewhere.
+
+        It is streamed by the user as the member is, over the same dim of the value, and all else that it takes is there before or of
+        the same iteration.
+        """
+        stated, others = member.op.result.stream, [op for op in self.uses[producer.name] if op != member.op]
+        if not others:
+            return []
+        if stated is None or not producer.communicates or len({op.result.name for op in others if op}) < len(others):
+            return None
+        after = {op.result.name for op in self.ops[self.ops.index(member.op) :]}
+        walked = {producer.name: producer.dim, member.name: member.dim}  # what the loop makes, and over which dim
+        found = []
+        for op in others:
+            stream = op.result.stream if op else None
+            alike = stream is not None and replace(stream, dim=0) == replace(stated, dim=0)
+            if op is None or stream is None or not alike or op.callee or op.result.type.partial or op.result.name not in after:
+                return None
+            indices = index_map(op, operand_types(op, self.types))
+            taken = [(name, indices.operand_dim(i, stream.dim)) for i, name in enumerate(op.operands) if isinstance(name, str)]
+            if any(walked[name] != dim if name in walked else name in after for name, dim in taken):
+                return None
+            walked[op.result.name] = stream.dim
+            found.append(self.member(op, stream.dim))
+        return found
+
+    def warn_of_gathers_before(self, member: _Member) -> None:
+        """A loop that communicates nothing although what it walks is gathered right before it: the user wanted that to be hidden."""
+        indices, op = index_map(member.op, operand_types(member.op, self.types)), member.op
+        for i, name in enumerate(op.operands):
+            gather, dim = self.producer.get(str(name)), indices.operand_dim(i, member.dim)
+            if gather is None or dim is None or gather.kind != "all_gather" or gather.result.stream or gather.result.name in self.streams:
+                continue
+            others = [f"%{user.result.name}" if user else "the caller" for user in self.uses[gather.result.name] if user != op]
+            if others and self.member(gather, dim).changes_streamed_dim("all_gather"):
+                why = f"the all_gather of %{gather.tensors[0]} stands before its loop, for {' and '.join(others)} has the result, too"
+                text = f"stream of %{op.result.name} overlaps nothing: {why}; stream all that has it over the same dim in as many chunks"
+                warnings.warn(OverlapWarning(f"{op.location}: {text}" if op.location else text), stacklevel=2)
+
     # --- loops that communicate ---
 
     def communicate(self, root: Op, stream: Stream, members: list[_Member]) -> tuple[str, dict[str, str]]:
-        """The step, one for all, and by what each reshard communicates; nothing where none does."""
+        """The step, one for all, and by what each reshard communicates: as stated where that fits the step. Nothing where none does."""
         possible = {m.name: (m.change.kind, self.algorithms(m, m.change, stream)) for m in members if m.change and m.communicates}
         for step in (stream.chunking,) if stream.chunking else ("by_shard", "across_shards"):
-            by = {name: way for name, (_, ways) in possible.items() if (way := _way(ways, step, stream.algorithm))}
+            fitting = {name: [way for way, its_step in ways.items() if its_step == step] for name, (_, ways) in possible.items()}
+            by = {name: stream.algorithm if stream.algorithm in ways else ways[0] for name, ways in fitting.items() if ways}
             rotations = {ROTATIONS.get((kind, by[name])) for name, (kind, _) in possible.items() if name in by}
             if by and len(by) == len(possible) and len(rotations) == 1 and (stream.algorithm is None or stream.algorithm in by.values()):
                 return step, by
-        if possible or stream.algorithm:
+        is_alone = 1 in [size for _, size in root.result.type.mesh_in(self.mesh).axes]  # a group of one rank communicates nothing
+        if possible or (stream.algorithm and not is_alone):
             self.refuse(root, stream, possible)
         return "", {}
 
@@ -261,20 +307,13 @@ class _Choice:
     # --- the order of ops ---
 
     def ordered(self) -> Iterator[Op]:
-        """Every op with its stream. What joins a loop stands right before the streamed op, and so after all that the loop reads."""
+        """Every op with its stream. What joins a loop stands beside the streamed op, and so after all that the loop reads."""
         moved = {member.name for members in self.joined.values() for member in members}
         place = {op.result.name: i for i, op in enumerate(self.ops)}
         for op in self.ops:
             if op.result.name not in moved:
-                for member in sorted(self.joined.get(op.result.name, []), key=lambda m: place[m.name]):
-                    yield self.streamed(member.op)
-                yield self.streamed(op)
+                members = [op, *(member.op for member in self.joined.get(op.result.name, []))]
+                yield from map(self.streamed, sorted(members, key=lambda op: place[op.result.name]))
 
     def streamed(self, op: Op) -> Op:
         return replace(op, result=replace(op.result, stream=self.streams.get(op.result.name)))
-
-
-def _way(ways: AlgorithmsOf, step: str, by: str | None) -> str | None:
-    """The stated way where it fits the step, else the first that does."""
-    fitting = [way for way, its_step in ways.items() if its_step == step]
-    return by if by in fitting else next(iter(fitting), None)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from hostweave.fusion_ir.ir import Fusion, Op, Value
 from hostweave.fusion_ir.ops import needs_whole, operand_types
 from hostweave.fusion_ir.resharding import ReshardStep, plan
-from hostweave.fusion_ir.rewriting import Names, consumers
+from hostweave.fusion_ir.rewriting import Names, consumers, eliminate_dead_code
 from hostweave.options import Options
 from hostweave.passes.fusion.insert_reshards import SUFFIXES
 from hostweave.types.tensor import TensorType
@@ -29,15 +29,6 @@ def decompose_reshards(fusion: Fusion, options: Options) -> Fusion:
     for op in fusion.ops:
         decomposition.add(op)
     return replace(fusion, ops=eliminate_dead_code(decomposition.ops, fusion.outputs))
-
-
-def eliminate_dead_code(ops: list[Op], outputs: tuple[str, ...]) -> tuple[Op, ...]:
-    """The ops that an output depends on. Communication without a consumer is removed, on every rank."""
-    needed = set(outputs)
-    for op in reversed(ops):
-        if op.result.name in needed:
-            needed.update(op.tensors)
-    return tuple(op for op in ops if op.result.name in needed)
 
 
 class _Decomposition:
@@ -61,8 +52,9 @@ class _Decomposition:
             self.emit(op)
             return
         (source,) = op.tensors
-        if op.result.type.mesh != self.types[source].mesh:
-            source = self.before_slices(source)
+        if op.result.type.mesh != self.types[source].mesh:  # which takes its shards from whoever has them: not those of a local slice
+            while source in self.producer and self.ops[self.producer[source]].kind == "shard":
+                (source,) = self.ops[self.producer[source]].tensors
         steps = plan(self.types[source], op.result.type, self.mesh, self.sizes, op.location)
         if not steps:
             self.remove(op, source)
@@ -77,17 +69,11 @@ class _Decomposition:
         if not op.result.stream:
             self.done[source, op.result.type] = op.result.name
 
-    def before_slices(self, name: str) -> str:
-        """What a value is a slice of: another mesh takes its blocks from whoever holds them."""
-        while name in self.producer and self.ops[self.producer[name]].kind == "shard":
-            (name,) = self.ops[self.producer[name]].tensors
-        return name
-
     def step(self, op: Op, source: str, step: ReshardStep, before: TensorType) -> str:
         """The value between two steps, made once."""
         type = step.applied(before, self.mesh)
         if (source, type) not in self.done:
-            between = Value(self.names.new(f"{op.result.name}_{SUFFIXES[step.kind]}"), type, aside=op.result.aside)
+            between = Value(self.names.new(f"{op.result.name}_{SUFFIXES[step.kind]}"), type)
             self.types[between.name] = type
             self.consumers[between.name] = [op]
             self.emit(step.op(source, before, between, self.mesh, op.location))

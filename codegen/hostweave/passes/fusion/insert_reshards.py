@@ -13,11 +13,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hostweave.fusion_ir.ir import Fusion, Op, Stream, Value
-from hostweave.fusion_ir.ops import RESHARDS, operand_types
-from hostweave.fusion_ir.ops.reductions import widens
+from hostweave.fusion_ir.ops import OPS, RESHARDS, operand_types
+from hostweave.fusion_ir.ops.reductions import as_term, widens
 from hostweave.fusion_ir.resharding import plan
 from hostweave.fusion_ir.rewriting import Names, consumers
-from hostweave.fusion_ir.sharding import Layout, ShardingRule, flow, layout, partial_of, with_layout
+from hostweave.fusion_ir.sharding import Layout, flow, layout, partial_of, with_layout
 from hostweave.options import Options
 from hostweave.transports.transport import DEFAULT, find_transport
 from hostweave.types.tensor import DTYPES, DType, Partial, TensorType
@@ -64,10 +64,14 @@ class _Insertion:
         if op.kind in RESHARDS:
             self.resolve(op)
             return
-        passed = flow(op, operand_types(op, self.types), self.fusion.mesh)
+        operands = operand_types(op, self.types)
+        passed = flow(op, operands, self.fusion.mesh)
         computed = passed.computed(layout(op.result.type))
-        op = self.with_operands(op, passed, computed)
-        partial = partial_of(op, passed.partial_axes)
+        pairs = zip(op.operands, passed.operands(computed), strict=True)
+        op = replace(op, operands=tuple(self.resharded(o, needed, op) if isinstance(o, str) else o for o, needed in pairs))
+        if passed.partial_axes:
+            op = as_term(op, operands[0])
+        partial = partial_of(op, operands, passed)
         type = with_layout(op.result.type, computed, partial)
         if partial and (carrier := self.carrier(op, type, partial)):
             op, type = self.carry(op, type, carrier)
@@ -86,24 +90,27 @@ class _Insertion:
             self.emit(op)
             return
         carrier, result, stream = self.types[source].dtype, op.result, op.result.stream
-        whole = Value(self.names.new(f"{result.name}_{carrier}"), replace(result.type, dtype=carrier), stream, aside=result.aside)
-        self.emit(replace(op, result=whole))
+        carried = Value(self.names.new(f"{result.name}_{carrier}"), replace(result.type, dtype=carrier), stream)
+        self.emit(replace(op, result=carried))
         if stream:  # the loop casts what it reduces, unless it walks over the shards of which each is whole after the last step alone
             stream = None if result.type.dims[stream.dim].axes else Stream(stream.dim, stream.chunks)
-        self.emit(Op("astype", (whole.name,), replace(result, stream=stream, aside=False), location=op.location))
+        self.emit(Op("astype", (carried.name,), replace(result, stream=stream), location=op.location))
 
     def carrier(self, op: Op, type: TensorType, partial: Partial) -> DType | None:
         """The dtype in which ranks hold their terms where it is not the result's."""
-        if needed := find_transport(DEFAULT).reduced_as.get(type.dtype.name):
+        transport = find_transport(DEFAULT)
+        needed = transport.reduced_as.get(type.dtype.name) if partial.op in transport.reduces else None
+        if needed:
             return DTYPES[needed]
         wanted = self.options.partial_dtype
-        rounds = partial.op in ("sum", "avg", "prod") and type.dtype.name in ("f16", "bf16")
+        rounds = partial.op in ("sum", "prod") and type.dtype.name in ("f16", "bf16") and not OPS[op.kind].is_exact
         return wanted if wanted and rounds else None
 
     def carry(self, op: Op, type: TensorType, carrier: DType) -> tuple[Op, TensorType]:
         """The op with a result of another dtype, on operands that are cast to it where the op asks for that."""
         if not (op.kind == "matmul" and widens(type.dtype, carrier)):
-            operands = tuple(self.cast(operand, carrier, op) if isinstance(operand, str) else operand for operand in op.operands)
+            cast = {name for name in op.tensors if self.types[name].dtype == type.dtype}
+            operands = tuple(self.cast(str(operand), carrier, op) if operand in cast else operand for operand in op.operands)
             op = replace(op, operands=operands)
         self.carried[op.result.name] = type.dtype
         return op, replace(type, dtype=carrier)
@@ -124,13 +131,6 @@ class _Insertion:
         """Whether the one consumer of a partial value is the user's own reshard."""
         users = self.consumers[value.name]
         return len(users) == 1 and users[0] is not None and users[0].kind in RESHARDS and value.stream is None
-
-    def with_operands(self, op: Op, passed: ShardingRule, computed: Layout) -> Op:
-        operands = tuple(
-            self.resharded(operand, needed, op) if isinstance(operand, str) else operand
-            for operand, needed in zip(op.operands, passed.operands(computed), strict=True)
-        )
-        return replace(op, operands=operands)
 
     def resharded(self, name: str, needed: Layout, op: Op) -> str:
         """The value in the layout that `op` needs."""

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from hostweave.fusion_ir.ir import Fusion, Op, Value
 from hostweave.fusion_ir.ops import RESHARD_STEPS, RESHARDS, operand_types
-from hostweave.fusion_ir.sharding import Axes, Layout, ShardingRule, divides, flow, layout, with_layout
+from hostweave.fusion_ir.sharding import Layout, ShardingRule, divides, flow, layout, with_layout
 from hostweave.options import Options
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import TensorType
@@ -38,7 +38,11 @@ def propagate_sharding(fusion: Fusion, options: Options) -> Fusion:
             types[name] = _backward(op.result, types[name], flows[name], use_shardings.get(name, []), fusion.mesh)
         # What is on another mesh wants nothing of this one, nor does a step that is decided.
         if op.kind not in RESHARD_STEPS and all(types[operand].mesh == types[name].mesh for operand in op.tensors):
-            _collect_wishes(op, types[name], flows.get(name), use_shardings)
+            passed, wanted = flows.get(name), layout(types[name])
+            needed = passed.operands(passed.computed(wanted)) if passed else (wanted,)
+            for operand, wish in zip(op.operands, needed, strict=True):
+                if isinstance(operand, str):
+                    use_shardings.setdefault(operand, []).append(wish)
     return replace(fusion, ops=tuple(replace(op, result=replace(op.result, type=types[op.result.name])) for op in fusion.ops))
 
 
@@ -60,21 +64,7 @@ def _backward(value: Value, type: TensorType, passed: ShardingRule, use_sharding
         is_open = not dim.axes and not (value.stream and value.stream.dim == i)
         if is_open and len(wanted) == 1:
             (found,) = wanted
-            if divides(found, dim, mesh) and passed.takes(i, found, mesh) and not _clash(found, axes):
+            is_free = set(found).isdisjoint(axis for other in axes for axis in other)
+            if divides(found, dim, mesh) and passed.takes(i, found, mesh) and is_free:
                 axes[i] = found
     return with_layout(type, tuple(axes))
-
-
-def _clash(axes: Axes, taken: list[Axes]) -> bool:
-    return any(axis in other for axis in axes for other in taken)
-
-
-def _collect_wishes(op: Op, type: TensorType, passed: ShardingRule | None, use_shardings: dict[str, list[Layout]]) -> None:
-    """The layouts that `op` needs of its operands."""
-    if passed is None:
-        needed: tuple[Layout, ...] = (layout(type),)
-    else:
-        needed = passed.operands(passed.computed(layout(type)))
-    for operand, wish in zip(op.operands, needed, strict=True):
-        if isinstance(operand, str):
-            use_shardings.setdefault(operand, []).append(wish)

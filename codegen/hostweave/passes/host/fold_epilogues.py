@@ -36,10 +36,8 @@ def fold_epilogues(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     """After it no launch follows a matmul that could have done the launch's work and saved a pass over memory."""
     while True:
         matmuls = _Matmuls(program)
-        folded: dict[int, _Folded] = {}  # by the number of the launch
-        for place in matmuls.uses.places:
-            if isinstance(place.instruction, ir.Launch) and (found := matmuls.folded(place, place.instruction)):
-                folded[place.number] = found
+        launches = [(place, place.instruction) for place in matmuls.uses.places if isinstance(place.instruction, ir.Launch)]
+        folded = {place.number: found for place, launch in launches if (found := matmuls.folded(place, launch))}
         if not folded:
             return program
         program = _rewritten(program, folded)
@@ -47,12 +45,11 @@ def fold_epilogues(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 
 @dataclass(frozen=True)
 class _Folded:
-    """What a launch becomes: a matmul in its place, and after it what is left of the launch and its kernel, if anything."""
+    """What a launch becomes: a matmul in its place, and after it what is left of the launch with its kernel, if anything."""
 
     old: Place
     new: ir.Matmul
-    launch: ir.Launch | None
-    kernel: ir.Kernel | None
+    left: tuple[ir.Launch, ir.Kernel] | None = None
 
 
 class _Matmuls:
@@ -67,10 +64,8 @@ class _Matmuls:
         if launch.kernel not in self.kernels:
             return None
         made = [(matmul, src) for src in launch.srcs if (matmul := self.matmul_of(src, place))]
-        for matmul, src in sorted(made, key=lambda pair: -pair[0].number):
-            if found := self.folded_into(matmul, src, launch):
-                return found
-        return None
+        last_first = sorted(made, key=lambda pair: -pair[0].number)
+        return next(filter(None, (self.folded_into(matmul, src, launch) for matmul, src in last_first)), None)
 
     def matmul_of(self, name: str, reader: Place) -> Place | None:
         """The matmul that makes a buffer for one reader alone, and that can be moved there."""
@@ -104,7 +99,7 @@ class _Matmuls:
             return None
         rest = tuple(op for op in kernel.ops if op not in gone)
         if len(kernel.results) == 1:
-            return _Folded(place, ended, None, None)
+            return _Folded(place, ended)
         left = _left(kernel, rest, value)
         try:
             iteration(left)
@@ -112,7 +107,7 @@ class _Matmuls:
             return None
         buffers[value] = targets[value]
         srcs, dsts = (tuple((buffers | targets)[p.name] for p in parameters) for parameters in (left.inputs, left.results))
-        return _Folded(place, ended, replace(launch, srcs=srcs, dsts=dsts), left)
+        return _Folded(place, ended, (replace(launch, srcs=srcs, dsts=dsts), left))
 
     def is_possible(self, matmul: ir.Matmul) -> bool:
         """Whether cuBLASLt computes it, and writes over nothing that it reads."""
@@ -168,12 +163,13 @@ def _rewritten(program: ir.HostProgram, folded: dict[int, _Folded]) -> ir.HostPr
     names: dict[ir.Kernel, str] = {}  # of what is left of kernels
 
     def edit(found: _Folded) -> tree.Body:
-        if found.launch is None or found.kernel is None:
+        if found.left is None:
             return (found.new,)
-        if found.kernel not in names:
-            name = names[found.kernel] = unique_name(found.kernel.telling_name, set(kernels))
-            kernels[name] = replace(found.kernel, name=name)
-        return (found.new, replace(found.launch, kernel=names[found.kernel]))
+        launch, kernel = found.left
+        if kernel not in names:
+            name = names[kernel] = unique_name(kernel.telling_name, kernels)
+            kernels[name] = replace(kernel, name=name)
+        return found.new, replace(launch, kernel=names[kernel])
 
     edits = {found.old.number: () for found in folded.values()} | {launch: edit(found) for launch, found in folded.items()}
     body = eliminate_dead_code(tree.edited(program.body, edits))

@@ -8,8 +8,8 @@ becomes
     launch @negative_mul_y %x -> %y
 
 with `kernel @negative_multiply_y(%x) { %h = negative(%x); %y = multiply(%h, %x) }`, which also writes %h where something else reads it.
-In the host IR
-a kernel is fused as it is launched: on the chunk of a loop, next to a communication. A kernel that could have gone on says why it ends.
+In the host IR a kernel is fused as it is launched: on the chunk of a loop, next to a communication. A kernel that could have gone on says
+why it ends.
 """
 
 from __future__ import annotations
@@ -121,7 +121,8 @@ class _Links:
             consumers, kept = launches, list[str]()
         else:
             consumers = launches[:1]
-            kept = [dst for dst in dsts if self._is_needed(producer, dst, consumers[0])]
+            elsewhere = {self.root(dst): [x for x in self.others(producer, dst) if x is not consumers[0]] for dst in dsts}
+            kept = [dst for dst in dsts if self.root(dst) in self.outputs or elsewhere[self.root(dst)]]
         found = []
         for consumer in consumers:
             if why := self._why_apart(producer, consumer, kept):
@@ -135,9 +136,6 @@ class _Links:
     def _is_free(self, producer: Place) -> bool:
         launch = self.launches[producer]
         return not any(self.root(dst) in self.outputs for dst in launch.dsts) and _is_free(self.kernels[launch.kernel])
-
-    def _is_needed(self, producer: Place, result: str, consumer: Place) -> bool:
-        return self.root(result) in self.outputs or any(other is not consumer for other in self.others(producer, result))
 
     def _called(self, producer: Place, user: Place) -> str:
         """The result of a launch that something touches, as its kernel calls it."""
@@ -174,7 +172,8 @@ class _Links:
                 inner = {[i for i in walked.indices[p.name] if i][-1] for p in kernel.inputs if any(walked.indices[p.name])}
                 if not walked.kept or not inner & set(walked.reduced):
                     return f"few threads would compute all of %{result.name}"
-        again = next((op.result.name for op in kernel.ops if _is_costly(op) and _is_repeated(op.result.name, walked)), None)
+        costly = [op.result.name for op in kernel.ops if OPS[op.kind].cost > CHEAP]
+        again = next((name for name in costly if _is_repeated(name, walked)), None)
         return f"%{again} would be computed again and again" if again else ""
 
 
@@ -182,10 +181,6 @@ def _is_free(kernel: ir.Kernel) -> bool:
     """Whether any number of kernels can compute the result again: they read no more for it."""
     sizes = [parameter.type.dtype.itemsize for parameter in (*kernel.inputs, *kernel.results)]
     return len(sizes) == 2 and sizes[0] <= sizes[1] and all(op.kind == "astype" for op in kernel.ops)
-
-
-def _is_costly(op: Op) -> bool:
-    return OPS[op.kind].cost > CHEAP
 
 
 def _is_repeated(name: str, walked: Iteration) -> bool:
@@ -304,9 +299,7 @@ def _shared(program: ir.HostProgram) -> ir.HostProgram:
 
 def _named(program: ir.HostProgram) -> ir.HostProgram:
     taken: set[str] = set()
-    names = {}
-    for kernel in program.kernels:
-        names[kernel.name] = claim_unique(kernel.telling_name, taken)
+    names = {kernel.name: claim_unique(kernel.telling_name, taken) for kernel in program.kernels}
     kernels = tuple(replace(kernel, name=names[kernel.name]) for kernel in program.kernels)
     return _with_names(replace(program, kernels=kernels), names)
 

@@ -55,14 +55,10 @@ def _chunks(uses: DefUse, name: str, pools: dict[str, int]) -> list[tuple[Place,
             return []
         found.append((place, place.stream))
         counts.add((chunk[0], chunk[2], uses.types[tree.names(place.instruction, "view")[0]]))
-    if len(blocks) < 2 or None in blocks or len({pool for _, (pool, _) in found}) != 1 or len(loops) != 1:
+    if len(blocks) < 2 or None in blocks or len({pool for _, (pool, _) in found}) != 1 or len(loops) != 1 or len(counts) != 1:
         return []
-    (loop,) = loops
+    (loop,), ((_, count, _),) = loops, counts
     if loop is None or loop in uses.allocates[name].around or uses.allocates[name].block is not None:
         return []
-    if any(name in tree.names(place.instruction, "read", "write") for place in touches):
-        return []
-    if len(counts) != 1:
-        return []
-    ((_, count, _),) = counts
-    return found if not count.is_int or int(count) > pools[found[0][1][0]] else []
+    is_long = not count.is_int or int(count) > pools[found[0][1][0]]
+    return found if is_long and not any(name in tree.names(place.instruction, "read", "write") for place in touches) else []

@@ -15,8 +15,9 @@ Offsets are found when sizes are known.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from hostweave.analysis.def_use import def_use
 from hostweave.analysis.live_ranges import allocating_functions
@@ -38,20 +39,15 @@ CALLER: Lanes = ()
 Recorded = dict[tree.Slot, tuple[Lane | None, int]]  # an event -> the stream that recorded it last, and in which child
 
 
-@dataclass(frozen=True)
-class _Touch:
-    """By the child of a body with this number, on these streams; on the caller's where there are none."""
-
-    child: int
-    lanes: Lanes = CALLER
+_Touch = tuple[int, Lanes]  # by the child of a body with this number, on these streams; on the caller's where there are none
 
 
-@dataclass
 class _VectorClock:
     """What a body's order of streams tells, in numbers of its children."""
 
-    begun: list[dict[Lane, int]] = field(default_factory=list)  # at each child: the last one before which a stream cannot run
-    done: dict[Lane, list[tuple[int, int]]] = field(default_factory=dict)  # (child, up to which the caller's stream then knows it)
+    def __init__(self) -> None:
+        self.begun: list[dict[Lane, int]] = []  # at each child: the last one before which a stream cannot run
+        self.done = defaultdict[Lane, list[tuple[int, int]]](list)  # (child, up to which the caller's stream then knows it)
 
 
 class Planner:
@@ -69,25 +65,31 @@ class Planner:
         own = {name: (mesh, i) for mesh, i in map(_on, children) for name in tree.names(i, "allocate")}
         if not own:
             return tree.together(children)
-        touches, viewed = self.touches(children, on_caller), self.first_views(children)
+        views = [(self.uses.root(name), k) for k, child in enumerate(children) for name in tree.names(_on(child)[1], "view")]
+        touches, viewed = self.touches(children, on_caller), dict(reversed(views))  # the first one of each
         known = {mesh: self.known([_seen_by(mesh, i) for i in children]) for mesh, _ in own.values()}
         ties = _ties(body)
-        begun: dict[int, list[str]] = {}
+        begun, ended = defaultdict[int, list[str]](list), defaultdict[int, list[str]](list)
         for name, (mesh, _) in own.items():
             begin = min(viewed.get(name, len(children)), self.begin(touches[name], known[mesh]))
             while begin - 1 in ties and _on(children[begin])[0] != mesh:
                 begin -= 1
-            begun.setdefault(begin, []).append(name)
+            begun[begin].append(name)
         allocating = [(k, own[name][0]) for k, names in begun.items() for name in names]
         allocating += [(k, _on(i)[0]) for k, i in enumerate(children) if not tree.names(_on(i)[1], "allocate") and self.allocates(i)]
         on_streams = self.on_streams(children)
-        ended: dict[int, list[str]] = {}
         for name, (mesh, _) in own.items():
-            last = max(k for k, other in allocating if _share_ranks(mesh, other))
+            ranks = set(mesh.all_ranks if mesh else ())
+            last = max(k for k, other in allocating if mesh is None or other is None or not ranks.isdisjoint(other.all_ranks))
             tied = {k for k in ties if _on(children[k])[0] != mesh}
             if (end := self.end(touches[name], known[mesh], on_streams, tied, len(children))) < last:
-                ended.setdefault(end, []).append(name)
-        return tree.together(_laid_out(children, own, begun, ended))
+                ended[end].append(name)
+        laid_out: list[tree.Instruction] = []
+        for k, child in enumerate(children):
+            laid_out += (_for_ranks_of(*own[name]) for name in begun[k])
+            laid_out += () if tree.names(_on(child)[1], "allocate") else (child,)
+            laid_out += (_for_ranks_of(own[name][0], ir.Deallocate(name, location=own[name][1].location)) for name in ended[k])
+        return tree.together(laid_out)
 
     def child(self, i: tree.Instruction, on_caller: bool) -> tree.Instruction:
         if i.ranks:
@@ -98,7 +100,7 @@ class Planner:
 
     def begin(self, touches: list[_Touch], known: _VectorClock) -> int:
         """The child before which it must be there: all that touches it knows of that."""
-        return min(min([known.begun[touch.child].get(lane, 0) for lane in touch.lanes], default=touch.child) for touch in touches)
+        return min(min([known.begun[child].get(lane, 0) for lane in lanes], default=child) for child, lanes in touches)
 
     def end(self, touches: list[_Touch], known: _VectorClock, on_streams: dict[int, list[Lane]], tied: set[int], never: int) -> int:
         """The child after which the caller's stream, or the block's, knows that it is done with, and which may be the last of a body."""
@@ -115,26 +117,21 @@ class Planner:
     def allocates(self, i: tree.Instruction) -> bool:
         return any(tree.names(j, "allocate") or not self.allocating.isdisjoint(tree.names(j, "call")) for j in tree.walk((i,)))
 
-    def first_views(self, children: list[tree.Instruction]) -> dict[str, int]:
-        last_to_first = reversed(list(enumerate(children)))
-        return {self.uses.root(name): k for k, child in last_to_first for name in tree.names(_on(child)[1], "view")}
-
     def on_streams(self, children: list[tree.Instruction]) -> dict[int, list[Lane]]:
         """The children in which streams allocate for themselves, with these streams."""
-        inner = ((k, i, tree.slot(i, "stream")) for k, child in enumerate(children) for i in tree.walk((child,)))
-        found: dict[int, list[Lane]] = {}
-        for k, i, stream in inner:
-            if stream and self.allocates(i):
-                found.setdefault(k, []).extend(self.lanes_of(stream))
+        found = defaultdict[int, list[Lane]](list)
+        for k, i in ((k, i) for k, child in enumerate(children) for i in tree.walk((child,))):
+            if (stream := tree.slot(i, "stream")) and self.allocates(i):
+                found[k] += self.lanes_of(stream)
         return found
 
     def touches(self, children: list[tree.Instruction], on_caller: bool) -> dict[str, list[_Touch]]:
         """Of every buffer, by which child and on which streams of those that the body orders."""
-        found: dict[str, list[_Touch]] = {}
+        found = defaultdict[str, list[_Touch]](list)
         for k, child in enumerate(children):
             for i, lanes in self.on_lanes(child, _joined(child)) if on_caller else ((i, CALLER) for i in tree.walk((child,))):
                 for name in dict.fromkeys(map(self.uses.root, tree.names(i, "read", "write"))):
-                    found.setdefault(name, []).append(_Touch(k, lanes))
+                    found.setdefault(name, []).append((k, lanes))
         return found
 
     def on_lanes(self, i: tree.Instruction, joined: set[str], lanes: Lanes = CALLER) -> Iterator[tuple[tree.Instruction, Lanes]]:
@@ -160,11 +157,11 @@ class Planner:
             for pool in tree.names(child, "fork"):
                 begun = begun | dict.fromkeys(self.pools[pool], k)
             for lane in (lane for pool in tree.names(child, "join") for lane in self.pools[pool]):
-                known.done.setdefault(lane, []).append((k, k))
+                known.done[lane].append((k, k))
             waited, stream = tree.slot(child, "wait"), tree.slot(child, "stream")
             lane_then = recorded.get(waited) if waited else None
             if lane_then and lane_then[0]:
-                known.done.setdefault(lane_then[0], []).append((k, lane_then[1]))
+                known.done[lane_then[0]].append((k, lane_then[1]))
             if event := tree.slot(child, "record"):
                 recorded[event] = None, k
             elif stream and len(lanes := self.lanes_of(stream)) == 1:
@@ -201,10 +198,9 @@ def _record_anew(i: tree.Instruction, recorded: Recorded) -> None:
 
 def _known_done(touch: _Touch, known: _VectorClock, never: int) -> int:
     """The child after which the caller's stream knows that a touch is over."""
-    for_each = (
-        next((at for at, up_to in known.done.get(lane, ()) if at >= touch.child and up_to >= touch.child), never) for lane in touch.lanes
-    )
-    return max(for_each, default=touch.child)
+    child, lanes = touch
+    for_each = (next((at for at, up_to in known.done.get(lane, ()) if min(at, up_to) >= child), never) for lane in lanes)
+    return max(for_each, default=child)
 
 
 def _joined(child: tree.Instruction) -> set[str]:
@@ -213,21 +209,6 @@ def _joined(child: tree.Instruction) -> set[str]:
         return set()
     forked, joined = ({name for i in tree.walk((child,)) for name in tree.names(i, role)} for role in ("fork", "join"))
     return forked & joined
-
-
-def _laid_out(
-    children: list[tree.Instruction],
-    own: dict[str, tuple[Mesh | None, tree.Instruction]],
-    begun: dict[int, list[str]],
-    ended: dict[int, list[str]],
-) -> Iterator[tree.Instruction]:
-    for k, child in enumerate(children):
-        yield from (_for_ranks_of(*own[name]) for name in begun.get(k, ()))
-        if not tree.names(_on(child)[1], "allocate"):
-            yield child
-        for name in ended.get(k, ()):
-            mesh, allocate = own[name]
-            yield _for_ranks_of(mesh, ir.Deallocate(name, location=allocate.location))
 
 
 # --- what the ranks of a mesh do --------------------------------------------------------------------------------------
@@ -263,10 +244,6 @@ def _ties(body: tree.Body) -> set[int]:
 def _on(child: tree.Instruction) -> tuple[Mesh | None, tree.Instruction]:
     """What a child does, and on which mesh; None: on all ranks."""
     return (child.ranks, tree.bodies(child)[0][0]) if child.ranks else (None, child)
-
-
-def _share_ranks(mesh: Mesh | None, other: Mesh | None) -> bool:
-    return mesh is None or other is None or not set(mesh.all_ranks).isdisjoint(other.all_ranks)
 
 
 def _for_ranks_of(mesh: Mesh | None, i: tree.Instruction) -> tree.Instruction:

@@ -11,12 +11,12 @@ becomes
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 
 from hostweave.analysis.def_use import DefUse, Place, def_use
+from hostweave.check.bindings import compiled
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import renamed
-from hostweave.host_ir.expr import Expr, Var, binary, evaluate, leaves
+from hostweave.host_ir.expr import Expr, Var, binary, leaves
 from hostweave.options import Options
 from hostweave.types.tensor import BufferType
 
@@ -76,16 +76,13 @@ def _is_distinct(index: Expr, loop: tree.Instruction, uses: DefUse) -> bool:
         return True
     if loop.trips is None or not loop.trips.is_int:
         return False
-    steps = range(int(loop.trips))
-    axes = dict(uses.program.mesh.axes)
+    steps, mesh = range(int(loop.trips)), uses.program.mesh
     try:
-        for place in product(*map(range, axes.values())):
-            coordinates = dict(zip(axes, place, strict=True))
-            if len({evaluate(index, {step_index: step}, coordinates, {}) for step in steps}) < len(steps):
-                return False
+        value = compiled(index, {})
+        ranks = [{f"rank.{axis}": mesh.coordinate(rank, axis) for axis, _ in mesh.axes} for rank in mesh.all_ranks]
+        return all(len({value({**rank, step_index: step}) for step in steps}) == len(steps) for rank in ranks)
     except KeyError:  # another loop's index, or a size
         return False
-    return True
 
 
 def _resolved(expr: Expr, uses: DefUse) -> Expr:

@@ -61,7 +61,9 @@ def _copy(uses: DefUse, place: Place) -> _Copy | None:
     if not own or not others or not own[-1].copies or not all(tree.names(i, "view") for i in own[:-1]):
         return None
     (src,), (dst,) = tree.names(own[-1], "read"), tree.names(own[-1], "write")
-    return _Copy(uses, place, place.loop, condition, own[:-1], others, src, dst) if uses.types[src] == uses.types[dst] else None
+    beside = [p for p in uses.places if place.around[-1] in p.around]
+    same_layout = uses.types[src] == uses.types[dst]
+    return _Copy(uses, place, place.loop, condition, own[:-1], others, src, dst, beside) if same_layout else None
 
 
 @dataclass(frozen=True)
@@ -74,11 +76,7 @@ class _Copy:
     others: tree.Body  # what is done otherwise
     src: str
     dst: str
-
-    @property
-    def beside(self) -> list[Place]:
-        """What is in the body in which the branch stands, also in bodies inside."""
-        return [p for p in self.uses.places if self.place.around[-1] in p.around]
+    beside: list[Place]  # what is in the body in which the branch stands, also in bodies inside
 
     def edits(self, users: list[Place], own: str, name: str, views: tree.Body, kept: tree.Body, taken: set[str]) -> Edits:
         """By which these name a choice in place of a buffer, and nothing is copied.
@@ -143,11 +141,11 @@ class _Copy:
         inside = [p for p in beside if self.place in p.around]
         if any(p not in before and p not in inside for p, _ in self.touching(self.src, "read", "write")):
             return {}
-        if any(_naming(inside, view) for view in _views_in(before, self.src) - {self.src}):
-            return {}
         touched = self.uses.reads((self.loop.instruction,)) | self.uses.writes(p.instruction for p in before)
+        if root in touched or any(_naming(inside, view) for view in _views_in(before, self.src) - {self.src}):
+            return {}
         moved = self._made_for_choice(before)
-        if root in touched or any(p.instruction.orders for p in before) or moved is None:
+        if moved is None or any(p.instruction.orders for p in before):
             return {}
         views = (*(p.instruction for p in moved), *self.views)
         return self.edits(users, self.dst, self.src, views, (), taken) | {p.number: () for p in moved}
@@ -157,13 +155,11 @@ class _Copy:
         needed = {self.dst, *indices_in(self.place.instruction), *(name for i in self.views for name in _needs(i))}
         moved: list[Place] = []
         for place in reversed(before):
-            if needed.isdisjoint(tree.names(place.instruction, "define", "index")):
-                continue
-            if place.instruction.calls or tree.names(place.instruction, "allocate"):
-                return None
-            moved.insert(0, place)
-            needed.update(_needs(place.instruction))
-        return None if self.src in needed else moved
+            if not needed.isdisjoint(tree.names(place.instruction, "define", "index")):
+                moved.insert(0, place)
+                needed |= _needs(place.instruction)
+        has_others = any(p.instruction.calls or tree.names(p.instruction, "allocate") for p in moved)
+        return None if self.src in needed or has_others else moved
 
 
 def _needs(view: tree.Instruction) -> set[str]:

@@ -15,7 +15,7 @@ kernels say that of each input, and a matmul adds so.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from hostweave.analysis.def_use import DefUse, Place, def_use
 from hostweave.analysis.kernel_indices import may_overwrite
@@ -36,25 +36,17 @@ def reuse_in_place(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     return replace(program, body=eliminate_dead_code(sharing.uses.edited(sharing.gone, sharing.before)))
 
 
-@dataclass
 class _Sharing:
     """What shares memory so far: `merged` leads from an allocation to the buffer that it has become a view of."""
 
-    uses: DefUse
-    merged: AliasRoots = field(default_factory=AliasRoots)
-    gone: set[int] = field(default_factory=set)  # numbers of instructions
-    before: dict[int, tree.Body] = field(default_factory=dict)  # what goes before the instruction of a number
-    kernels: dict[str, ir.Kernel] = field(init=False)
-    inputs: set[str] = field(init=False)
-    orders: list[Place] = field(init=False)  # forks and joins
-    touches: dict[str, list[Place]] = field(init=False)  # of each buffer by now, with what has become a view of it
-    viewed: dict[str, list[Place]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.touches, self.viewed = dict(self.uses.touches), dict(self.uses.viewed)
-        self.orders = [place for place in self.uses.places if tree.names(place.instruction, "fork", "join")]
-        self.inputs = {parameter.name for parameter in self.uses.program.inputs}
-        self.kernels = {kernel.name: kernel for kernel in self.uses.program.kernels}
+    def __init__(self, uses: DefUse):
+        self.uses, self.merged = uses, AliasRoots()
+        self.gone: set[int] = set()  # numbers of instructions
+        self.before: dict[int, tree.Body] = {}  # what goes before the instruction of a number
+        self.touches, self.viewed = dict(uses.touches), dict(uses.viewed)  # of each buffer by now, with what has become a view of it
+        self.orders = [place for place in uses.places if tree.names(place.instruction, "fork", "join")]
+        self.inputs = {parameter.name for parameter in uses.program.inputs}
+        self.kernels = {kernel.name: kernel for kernel in uses.program.kernels}
 
     def candidates(self, i: tree.Instruction) -> Iterator[tuple[str, str]]:
         """The operands that an instruction could write over, each with its result."""
@@ -83,10 +75,7 @@ class _Sharing:
         if not self._is_named_beside(place, new):
             return False
         early = [view for view in self.viewed.get(new, []) if view.number < place.number]
-        self.gone.add(here.number)
-        self._insert(place.statement, (self._reshaped(here, new, src), *self._moved(early)))
-        self._copied(place)
-        self._merge(new, old)
+        self._merge(place, new, old, place.statement, (self._reshaped(new, src), *self._moved(early)))
         return True
 
     def begins_there(self, place: Place, src: str, dst: str) -> bool:
@@ -104,10 +93,7 @@ class _Sharing:
         hoisted = self._views_after(there, dst)
         if hoisted is None or any(view.body is not place.body for view in hoisted):
             return False
-        self.gone.add(there.number)
-        self._insert(there.number, (*self._moved(hoisted), self._reshaped(there, old, dst)))
-        self._copied(place)
-        self._merge(old, new)
+        self._merge(place, old, new, there.number, (*self._moved(hoisted), self._reshaped(old, dst)))
         return True
 
     # --- conditions ---
@@ -169,12 +155,9 @@ class _Sharing:
 
     # --- changes ---
 
-    def _insert(self, before: int, what: tree.Body) -> None:
-        self.before[before] = (*self.before.get(before, ()), *what)
-
-    def _reshaped(self, allocate: Place, name: str, into: str) -> tree.Instruction:
+    def _reshaped(self, name: str, into: str) -> tree.Instruction:
         """What an allocate becomes: a view of the buffer that its memory is then."""
-        return ir.Reshape(name, into, self.uses.types[name].shape, location=allocate.instruction.location)
+        return ir.Reshape(name, into, self.uses.types[name].shape, location=self.uses.allocates[name].instruction.location)
 
     def _moved(self, views: list[Place]) -> tree.Body:
         """Views that another place gets, with what stood before them."""
@@ -184,12 +167,12 @@ class _Sharing:
         self.gone.update(view.number for view in views)
         return tuple(moved)
 
-    def _copied(self, place: Place) -> None:
-        """A copy to where its source lies is no copy."""
-        if place.instruction.copies:
+    def _merge(self, place: Place, gone: str, into: str, before: int, what: tree.Body) -> None:
+        """Has an allocation become a view, for one instruction; what says so goes before the instruction of a number."""
+        self.before[before] = (*self.before.get(before, ()), *what)
+        self.gone.add(self.uses.allocates[gone].number)
+        if place.instruction.copies:  # to where its source lies is no copy
             self.gone.add(place.number)
-
-    def _merge(self, gone: str, into: str) -> None:
         self.merged.put(gone, into)
         self.touches[into] = sorted({*self.touches.get(into, []), *self.touches[gone]}, key=lambda place: place.number)
         self.viewed[into] = [*self.viewed.get(into, []), *self.viewed.get(gone, [])]

@@ -41,24 +41,16 @@ def serialize_channels(program: ir.HostProgram, options: Options) -> ir.HostProg
     if not (in_turn := unordered_instructions(program)):
         return program
 
-    turns = _Turns(in_turn, _free_event(program))
+    pools: list[ir.Streams | ir.Events] = [*program.streams, *program.events]
+    turns = _Turns(in_turn, unique_name("turn", {pool.name for pool in pools}))
     body = turns.across_streams(program.body)
-    first = next(place for place, instruction in enumerate(body) if instruction is not program.body[place])
+    first = next(k for k, instruction in enumerate(body) if instruction is not program.body[k])
     body = (*body[:first], ir.Record(turns.event, Const(0)), *body[first:])  # for the first wait
     return replace(program, events=(*program.events, ir.Events(turns.event, 1)), body=body)
 
 
 def _concerns(instruction: tree.Instruction, in_turn: set[tree.Instruction]) -> bool:
     return any(inner in in_turn for inner in tree.walk((instruction,)))
-
-
-def _are_of_different_ranks(instructions: list[tree.Instruction]) -> bool:
-    ranks = [rank for i in instructions if i.ranks for rank in i.ranks.all_ranks]
-    return all(i.ranks for i in instructions) and len(set(ranks)) == len(ranks)
-
-
-def _free_event(program: ir.HostProgram) -> str:
-    return unique_name("turn", {streams.name for streams in program.streams} | {events.name for events in program.events})
 
 
 class _Turns:
@@ -83,14 +75,15 @@ class _Turns:
 
     def on_one_stream(self, body: tree.Body) -> tree.Body:
         """One turn for all that a body communicates: from the first communication to the last one."""
-        places = [place for place, instruction in enumerate(body) if _concerns(instruction, self.in_turn)]
+        places = [k for k, instruction in enumerate(body) if _concerns(instruction, self.in_turn)]
         if not places:
             return body
         first, last = places[0], places[-1]
         alone = body[first]
         if first == last and alone.condition_of_body:  # a branch that communicates nothing need not wait
             return (*body[:first], tree.with_bodies(alone, self.on_one_stream), *body[last + 1 :])
-        if _are_of_different_ranks([body[place] for place in places]):  # nor need one rank wait for what others do
+        ranks = [rank for k in places if (mesh := body[k].ranks) for rank in mesh.all_ranks]
+        if all(body[k].ranks for k in places) and len(set(ranks)) == len(ranks):  # nor need one rank wait for what others do
             return tuple(tree.with_bodies(i, self.on_one_stream) if i.ranks else i for i in body)
         wait = ir.Wait(self.event, Const(0), location=alone.location)
         record = ir.Record(self.event, Const(0), location=body[last].location)

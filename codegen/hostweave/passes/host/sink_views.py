@@ -9,7 +9,7 @@ What is the same in every step of a loop stays before the loop, and before the f
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from hostweave.host_ir import ir, tree
 from hostweave.options import Options
@@ -20,39 +20,35 @@ def sink_views(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 
 
 def _sunk(body: tree.Body) -> tree.Body:
-    lines: list[_Line] = []
+    lines: _Lines = []
     for i in reversed(body):
         if tree.names(i, "view"):
             _place(i, lines)
         else:
             lines.insert(0, _line(tree.with_bodies(i, _sunk)))
-    return tuple(line.instruction for line in lines)
+    return tuple(instruction for instruction, _ in lines)
 
 
-@dataclass(frozen=True)
-class _Line:
-    """An instruction, with the buffers that it and what is in its bodies name."""
-
-    instruction: tree.Instruction
-    uses: set[str]
+_Line = tuple[tree.Instruction, set[str]]  # with the buffers that it and what is in its bodies name
+_Lines = list[_Line]
 
 
 def _line(i: tree.Instruction) -> _Line:
-    return _Line(i, {name for inner in tree.walk((i,)) for name in tree.names(inner, "read", "write", "alias")})
+    return i, {name for inner in tree.walk((i,)) for name in tree.names(inner, "read", "write", "alias")}
 
 
-def _place(view: tree.Instruction, lines: list[_Line]) -> None:
+def _place(view: tree.Instruction, lines: _Lines) -> None:
     """Puts a view into what follows it, before the other views that stand where it belongs."""
     (out,) = tree.names(view, "view")
-    users = [k for k, line in enumerate(lines) if out in line.uses]
-    place = users[0] if users else 0
-    if len(users) == 1 and (inside := _inside(view, lines[place].instruction)):
-        lines[place] = _line(inside)
+    users = [k for k, (_, uses) in enumerate(lines) if out in uses]
+    at = users[0] if users else 0
+    if len(users) == 1 and (inside := _inside(view, lines[at][0])):
+        lines[at] = _line(inside)
         return
-    is_loop = bool(lines) and lines[place].instruction.trips is not None
-    while place > 0 and tree.names(lines[place - 1].instruction, "view", *(("fork", "record") if is_loop else ())):
-        place -= 1
-    lines.insert(place, _line(view))
+    is_loop = bool(lines) and lines[at][0].trips is not None
+    while at > 0 and tree.names(lines[at - 1][0], "view", *(("fork", "record") if is_loop else ())):
+        at -= 1
+    lines.insert(at, _line(view))
 
 
 def _inside(view: tree.Instruction, user: tree.Instruction) -> tree.Instruction | None:
@@ -60,12 +56,12 @@ def _inside(view: tree.Instruction, user: tree.Instruction) -> tree.Instruction 
     (out,) = tree.names(view, "view")
 
     def uses(body: tree.Body) -> bool:
-        return any(out in _line(i).uses for i in body)
+        return any(out in _line(i)[1] for i in body)
 
     def placed(body: tree.Body) -> tree.Body:
         lines = [_line(i) for i in body]
         _place(view, lines)
-        return tuple(line.instruction for line in lines)
+        return tuple(instruction for instruction, _ in lines)
 
     runs_once = user.trips is None and not user.grouped
     if not runs_once or sum(map(uses, tree.bodies(user))) != 1:

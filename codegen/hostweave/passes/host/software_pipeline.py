@@ -20,7 +20,7 @@ Each stream does what it did, in the same order, and what is sent on a channel m
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 from hostweave.base.errors import ProgramError
@@ -51,18 +51,14 @@ def software_pipeline(program: ir.HostProgram, options: Options) -> ir.HostProgr
 def _goes_on(program: ir.HostProgram) -> bool:
     """Whether every rank comes to its end if it posts one communication after the other, as it does where channels take turns."""
     try:
-        for sizes in sizes_to_check(program):
-            instances = instantiate(program, sizes)
+        for instances in (instantiate(program, sizes) for sizes in sizes_to_check(program)):
             deque(run(order(instances, meetings(instances))), maxlen=0)
     except ProgramError:
         return False
     return True
 
 
-@dataclass(frozen=True)
-class _Halves:
-    first: tree.Body
-    then: tree.Body
+_Halves = tuple[tree.Body, tree.Body]  # what is issued a step ahead, and the rest
 
 
 class _Ahead:
@@ -83,8 +79,8 @@ class _Ahead:
             return None
         self.changed = True
         index, count = self.index(loop.out), int(loop.count)
-        first = (*before, ir.OnStream(block.stream, block.index, halves.first, location=block.location))
-        then = (ir.Let(loop.out, Var(index) - 1), *before, replace(block, body=halves.then))
+        first = (*before, replace(block, body=halves[0]))
+        then = (ir.Let(loop.out, Var(index) - 1), *before, replace(block, body=halves[1]))
         steps = (
             ir.If(Var(index).less(count), self.said_again(eliminate_dead_code(first, NAMES), loop.out, index), location=loop.location),
             ir.If(binary(">", Var(index), 0), eliminate_dead_code(then, NAMES), location=loop.location),
@@ -98,18 +94,9 @@ class _Ahead:
         ranks = [rank for i in body if i.ranks for rank in i.ranks.all_ranks]
         if not all(i.ranks or _only_names(i) for i in body) or len(set(ranks)) < len(ranks):
             return self.cut(body)
-        first: list[tree.Instruction] = []
-        then: list[tree.Instruction] = []
-        for i in body:
-            if not isinstance(i, ir.OnMesh):
-                first.append(i)
-                then.append(i)
-            elif (halves := self.cut(i.body)) is None:
-                then.append(i)
-            else:
-                first.append(replace(i, body=halves.first))
-                then.append(replace(i, body=halves.then))
-        return _Halves(tuple(first), tuple(then)) if any(i.ranks for i in first) else None
+        cuts = [(i, self.cut(tree.bodies(i)[0]) if i.ranks else None) for i in body]
+        parts = [tuple(_half(i, halves, part) for i, halves in cuts if halves or part or not i.ranks) for part in (0, 1)]
+        return (parts[0], parts[1]) if any(halves for _, halves in cuts) else None
 
     def cut(self, body: tree.Body) -> _Halves | None:
         """After the first communications, if something is computed before the next. None also where the order of a channel would change."""
@@ -120,13 +107,12 @@ class _Ahead:
         first, then = body[: last + 1], body[last + 1 :]
         if _posted(first) & _posted(then):
             return None
-        return _Halves(first, (*filter(_only_names, first), *then))
+        return first, (*filter(_only_names, first), *then)
 
     # --- names ---
 
     def index(self, beside: str) -> str:
-        letters = [letter for letter in "ijkl" if letter not in self.taken]
-        return claim_unique(letters[0] if letters else beside, self.taken)
+        return claim_unique(next((letter for letter in "ijkl" if letter not in self.taken), beside), self.taken)
 
     def said_again(self, body: tree.Body, old: str, new: str) -> tree.Body:
         """The same for another index, under names of its own."""
@@ -135,6 +121,10 @@ class _Ahead:
             for name in tree.names(i, "define", "index"):
                 names[name] = claim_unique(f"{name.removesuffix(f'_{old}')}_{new}", self.taken)
         return renamed(body, names)
+
+
+def _half(i: tree.Instruction, halves: _Halves | None, part: int) -> tree.Instruction:
+    return tree.with_bodies(i, lambda _: halves[part]) if halves else i
 
 
 def _only_names(i: tree.Instruction) -> bool:

@@ -14,9 +14,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hostweave.base.names import claim_unique
-from hostweave.fusion_ir.ir import Op, Value
+from hostweave.fusion_ir.ir import Op, Value, attributes
 from hostweave.fusion_ir.ops import OPS
-from hostweave.fusion_ir.ops.attributes import AXES, KEEPDIMS
+from hostweave.fusion_ir.ops.attributes import AXES, COUNT, KEEPDIMS
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.dead_code import launched
 from hostweave.options import Options
@@ -82,6 +82,7 @@ def _row(kernel: ir.Kernel) -> tuple[int, ...]:
 def _halves(kernel: ir.Kernel, row: tuple[int, ...]) -> tuple[ir.Kernel, ir.Kernel]:
     """A kernel that reduces the dims of a row, and one for those that are left."""
     (op,), (source,) = kernel.ops, kernel.inputs
+    first_op = Op("sum", op.operands, op.result, attributes(axis=op[AXES], keepdims=op[KEEPDIMS]), op.location) if _is_counted(op) else op
     combine, is_narrow = OPS[op.kind].combine, source.type.dtype.kind == "float" and source.type.dtype.itemsize < 4
     is_rounded = is_narrow and combine is not None and combine.identity  # partial results are kept in f32 then
     dtype = f32 if is_rounded else source.type.dtype
@@ -92,15 +93,20 @@ def _halves(kernel: ir.Kernel, row: tuple[int, ...]) -> tuple[ir.Kernel, ir.Kern
     wide = Value(f"{source.name}_{dtype}", replace(source.type, dtype=dtype))
     total = replace(op.result, name=f"{op.result.name}_{dtype}", type=replace(op.result.type, dtype=dtype))
     if is_rounded:
-        first = [Op("astype", (source.name,), wide, location=op.location), _with(op, wide.name, row, rows)]
+        first = [Op("astype", (source.name,), wide, location=op.location), _with(first_op, wide.name, row, rows)]
         last = [_with(op, rows.name, others, total), Op("astype", (total.name,), op.result, location=op.location)]
     else:
-        first = [_with(op, source.name, row, rows)]
+        first = [_with(first_op, source.name, row, rows)]
         last = [_with(op, rows.name, others, op.result)]
     return (
         ir.Kernel(f"{op.kind}_{rows.name} of {kernel.name}", kernel.inputs, tuple(first)),
         ir.Kernel(f"{kernel.name} of rows", (ir.Parameter(rows.name, rows.type),), tuple(last)),
     )
+
+
+def _is_counted(op: Op) -> bool:
+    """Whether a mean is divided by a number of its own: then once, in the second half."""
+    return COUNT.name in dict(op.attributes)
 
 
 def _with(op: Op, operand: str, axes: tuple[int, ...], result: Value) -> Op:

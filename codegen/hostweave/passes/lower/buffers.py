@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.ir import Op
-from hostweave.fusion_ir.ops.attributes import AXIS, BLOCKS, INDEX, ORDER, START, STEP
+from hostweave.fusion_ir.ops.attributes import AXIS, BLOCKS, CONTRACTED, INDEX, ORDER, START, STEP
 from hostweave.fusion_ir.resharding import step_of
 from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Const, Expr
-from hostweave.passes.lower.aside import Aside
+from hostweave.passes.lower.asynchronous import Asynchronous
 from hostweave.passes.lower.dataflow import Dataflow
 from hostweave.passes.lower.parts import part
 from hostweave.passes.lower.placement import Placement, reversed_view
@@ -24,8 +24,8 @@ CUTS = ("slice", "select")
 
 
 class Buffers:
-    def __init__(self, flow: Dataflow, placement: Placement, b: Builder, aside: Aside):
-        self.flow, self.placement, self.b, self.aside = flow, placement, b, aside
+    def __init__(self, flow: Dataflow, placement: Placement, b: Builder, asynchronous: Asynchronous):
+        self.flow, self.placement, self.b, self.asynchronous = flow, placement, b, asynchronous
         self.wholes: dict[str, str] = {}  # value -> the buffer or view that holds all of it
         self.by_step: dict[str, str] = {}  # value that lives in one loop -> buffer of one chunk a step
         self.chunks: dict[str, str] = {}  # value that is a view of another's chunk -> that view, in the present iteration
@@ -49,7 +49,8 @@ class Buffers:
             self.wholes[name] = self._seen_through(self.placement.inverse_view[name])
         elif not is_known:
             producer = self.flow.producer[name]
-            self.wholes[name] = self._whole_view(producer) if self.flow.is_view(producer) else self._own_memory(name)
+            local = self.flow.local(self.flow.values[name])
+            self.wholes[name] = self._whole_view(producer) if self.flow.is_view(producer) else self.b.allocate(name, local)
         return self.wholes[name]
 
     def contiguous(self, name: str) -> str:
@@ -62,9 +63,6 @@ class Buffers:
             return self.wholes[name]
         return source
 
-    def _own_memory(self, name: str) -> str:
-        return self.b.allocate(name, self.flow.local(self.flow.values[name]))
-
     def _copied(self, name: str, source: str) -> str:
         packed = self.b.allocate(f"{name}_packed", self.b.types[source])
         self.b.emit(ir.Copy(source, packed))
@@ -75,7 +73,7 @@ class Buffers:
         (source,), name = op.tensors, op.result.name
         with self.b.hoisted():
             if name not in self.placement.inverse_view and name not in self.wholes:
-                self.wholes[name] = self._own_memory(name)
+                self.wholes[name] = self.b.allocate(name, self.flow.local(op.result))
             view = reversed_view(self.flow, op, self.whole(name))
             if isinstance(view, ir.Permute):
                 return self.b.permute(view.src, view.order, source)
@@ -93,6 +91,8 @@ class Buffers:
         if dim is not None:
             return self.chunk(name, dim, steps, keeps)
         buffer, rank = self.whole(name), len(self.flow.types[name].dims)
+        if op.kind == "matmul":
+            rank -= op[CONTRACTED] - 1  # of which the matrix makes one
         position = stream.dim - (len(op.result.type.dims) - rank)
         if op.kind == "matmul" and keeps:
             position = rank - 2  # shards of M or N are stacked before the matrix
@@ -150,10 +150,6 @@ class Buffers:
                 self.b.split(buffer, dim, Size(steps.shards_in(value, dim)), f"{name}_shards")
         return chunk(self.b, steps, buffer, value, dim, keeps)
 
-    def end_of_loop(self) -> None:
-        """Views of chunks end with the loop that takes them."""
-        self.chunks.clear()
-
     # --- views ---
 
     def view(self, op: Op, steps: Steps | None) -> None:
@@ -162,12 +158,9 @@ class Buffers:
         if self.placement.inverse_view.get(source) == op:
             self.whole(source)
             return
-        if op.kind in ("shard", "transfer"):
-            with self.b.hoisted():
-                self.wholes[result.name] = self._own_block(op)
-            return
-        dim = None if steps is None or stream is None else self.flow.map(op).operand_dim(0, stream.dim)
-        if steps is None or stream is None or dim is None or op.kind == "permute_dims":
+        is_of_chunks = op.kind not in ("shard", "transfer", "permute_dims")
+        dim = self.flow.map(op).operand_dim(0, stream.dim) if steps and stream and is_of_chunks else None
+        if steps is None or stream is None or dim is None:
             self.wholes[result.name] = self._whole_view(op)
             return
         here, wanted = self.chunk(source, dim, steps), f"{result.name}_{steps.index.name}"
@@ -197,7 +190,8 @@ class Buffers:
     def _whole_view(self, op: Op) -> str:
         """The view of all of the operand that is all of the result."""
         if op.kind in ("shard", "transfer"):
-            return self._own_block(op)
+            with self.b.hoisted():
+                return self._own_block(op)
         source, name = self.whole(op.tensors[0]), op.result.name
         with self.b.hoisted():
             if op.kind == "permute_dims":
@@ -226,5 +220,5 @@ class Buffers:
         name = op.tensors[0]
         if self.flow.values[name].stream is not None:
             raise ProgramError(f"{op.kind}: %{name} is not contiguous here; take the view before the stream loop", op.location)
-        self.aside.wait_for(name)
+        self.asynchronous.wait_for(name)
         return self._copied(name, source)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.builder import Builder
-from hostweave.host_ir.expr import Const, Expr, Rank, Var
+from hostweave.host_ir.expr import Expr, Rank, Var
 from hostweave.passes.lower.steps import Steps, expr_of, rank_in_group
 from hostweave.types.blocks import Cut, Cuts, is_in_order
 from hostweave.types.mesh import Mesh
@@ -47,6 +47,18 @@ class Shards:
 def all_gather(b: Builder, src: str, dst: str, shards: Shards, steps: Steps | None) -> None:
     with destination_blocks(b, dst, shards, steps, b.types[src]) as landing:
         b.emit(ir.AllGather(contiguous_source(b, src, steps), landing, b.channel(shards.axes), shards.along))
+
+
+def gathered(b: Builder, src: str, wanted: str, shards: Shards, steps: Steps | None) -> str:
+    """Memory with what each rank has of `src`, one after another."""
+    type = b.types[src]
+    shape = (Size(shards.size), *type.shape)
+    if steps is None:
+        terms = b.allocate_here(wanted, BufferType(type.dtype, shape))
+    else:
+        terms = b.select(b.allocate(wanted, BufferType(type.dtype, (steps.count, *shape))), 0, steps.block, f"{wanted}_{steps.index.name}")
+    all_gather(b, src, terms, replace(shards, dim=0), steps)
+    return terms
 
 
 def reduce_scatter(b: Builder, src: str, dst: str, op: str, shards: Shards, steps: Steps | None) -> None:
@@ -102,31 +114,18 @@ def packed_source(b: Builder, src: str, cuts: Cuts, steps: Steps | None) -> str:
     return packed
 
 
-def equal_blocks(b: Builder, whole: str, shards: Shards, block: BufferType | None) -> str:
-    """The view of `whole` with one block a rank outermost, by a dim of their number where it is not told what a `block` is."""
-    return blocks_first(b, whole, shards, block) if block else every_block(b, whole, shards)
+def equal_blocks(b: Builder, full: str, shards: Shards, block: BufferType | None) -> str:
+    """The view of `full` with one block a rank outermost, as collectives lay them out; `full` itself where it already is.
 
-
-def every_block(b: Builder, whole: str, shards: Shards) -> str:
-    """The view of `whole` with a dim of one block a rank outermost."""
-    assert shards.dim is not None
-    blocks = b.split(whole, shards.dim, Size(shards.size), f"{whole}_blocks")
-    return outermost(b, blocks, shards.dim, f"{whole}_by_rank")
-
-
-def outermost(b: Builder, src: str, dim: int, wanted: str) -> str:
-    return b.permute(src, (dim, *(i for i in range(len(b.types[src].shape)) if i != dim)), wanted)
-
-
-def blocks_first(b: Builder, whole: str, shards: Shards, block: BufferType) -> str:
-    """The view of `whole` with one block a rank outermost, as collectives lay them out; `whole` itself where it already is."""
-    dim = shards.dim
+    It has a dim of their number there where nobody says what a `block` is.
+    """
+    dim, shape, blocks = shards.dim, b.types[full].shape, full
     assert dim is not None
-    if b.is_contiguous(whole) and all(size == Size() for size in b.types[whole].shape[:dim]):
-        return whole
-    if len(b.types[whole].shape) == len(block.shape):  # one dim still holds the blocks of all ranks
-        return every_block(b, whole, shards)
-    return outermost(b, whole, dim, f"{whole}_by_rank")
+    if block and b.is_contiguous(full) and all(size == Size() for size in shape[:dim]):
+        return full
+    if not block or len(shape) == len(block.shape):  # one dim still has the blocks of all ranks
+        blocks = b.split(full, dim, Size(shards.size), f"{full}_blocks")
+    return b.permute(blocks, (dim, *(i for i in range(len(b.types[blocks].shape)) if i != dim)), f"{full}_by_rank")
 
 
 def contiguous_source(b: Builder, src: str, steps: Steps | None) -> str:
@@ -159,11 +158,6 @@ def temporary(b: Builder, like: str, steps: Steps | None) -> str:
 
 
 # --- to other meshes --------------------------------------------------------------------------------------------------
-
-
-def reduce(b: Builder, src: str, dst: str, op: str, shards: Shards, root: int, steps: Steps | None) -> None:
-    """To the rank at place `root` of the process group, the only one that has dst."""
-    b.emit(ir.Reduce(contiguous_source(b, src, steps), dst, op, Const(root), b.channel(shards.axes)))
 
 
 def blocks_to_send(b: Builder, src: str, blocks: Transfer, cuts: Cuts | None, steps: Steps | None) -> str:
@@ -232,40 +226,15 @@ def _neighbor(distance: int) -> Expr:
 
 def gather_p2p(b: Builder, src: str, dst: str, shards: Shards, steps: Steps) -> None:
     """The owner of the step's block sends it; this rank's own block is copied."""
-    rank, size = rank_in_group(shards.mesh, shards.axes), shards.size
-
-    def swap() -> None:
-        with packed_destination(b, dst, steps) as landing:
-            group(
-                b,
-                ir.Recv(landing, steps.owned_by, b.channel(shards.axes)),
-                ir.Send(contiguous_source(b, src, steps), (rank - steps.hop) % size, b.channel(shards.axes)),
-            )
-
-    branch(b, steps.owned_by.equals(rank), lambda: b.emit(ir.Copy(src, dst)), swap)
-
-
-def gather_broadcast(b: Builder, src: str, dst: str, shards: Shards, steps: Steps) -> None:
-    with packed_destination(b, dst, steps) as landing:
-        b.emit(ir.Broadcast(contiguous_source(b, src, steps), landing, steps.owned_by, b.channel(shards.axes)))
+    receiver = (rank_in_group(shards.mesh, shards.axes) - steps.hop) % shards.size
+    swap(b, src, receiver, dst, steps.owned_by, shards, steps)
 
 
 def gather_ring(b: Builder, src: str, dst: str, next_dst: Callable[[], str], shards: Shards, steps: Steps, event: str) -> None:
     """This step's block goes on to the next rank while the one before sends the block of a later step."""
-    rank, size = rank_in_group(shards.mesh, shards.axes), shards.size
-    branch(
-        b,
-        steps.hop.equals(0),
-        lambda: b.emit(ir.Copy(src, dst)),
-        lambda: b.emit(ir.Wait(event, steps.index - expr_of(steps.pieces))),
-    )
-
-    def pass_on() -> None:
-        arriving = next_dst()
-        group(b, ir.Recv(arriving, (rank - 1) % size, b.channel(shards.axes)), ir.Send(dst, (rank + 1) % size, b.channel(shards.axes)))
-        b.emit(ir.Record(event, steps.index))
-
-    branch(b, steps.index.less(expr_of(steps.count) - expr_of(steps.pieces)), pass_on)
+    arrived = ir.Wait(event, steps.index - expr_of(steps.pieces))
+    branch(b, steps.hop.equals(0), lambda: b.emit(ir.Copy(src, dst)), lambda: b.emit(arrived))
+    pass_on(b, dst, next_dst, shards, steps, event)
 
 
 # --- reduce-scatters by block -----------------------------------------------------------------------------------------
@@ -273,19 +242,9 @@ def gather_ring(b: Builder, src: str, dst: str, next_dst: Callable[[], str], sha
 
 def scatter_p2p(b: Builder, src: str, landing: str, shards: Shards, steps: Steps, local: Callable[[str], str]) -> None:
     """Each rank sends its term of a block to the owner; `landing` holds one term a rank until they are summed."""
-    rank, size = rank_in_group(shards.mesh, shards.axes), shards.size
-    sender = Var(b.let("p", (rank - 1 - steps.hop) % size))
+    sender = Var(b.let("p", (rank_in_group(shards.mesh, shards.axes) - 1 - steps.hop) % shards.size))
     term = local(b.select(landing, 0, sender, f"{landing}_{steps.index.name}"))
-
-    def swap() -> None:
-        with packed_destination(b, term, steps) as arriving:
-            group(
-                b,
-                ir.Recv(arriving, sender, b.channel(shards.axes)),
-                ir.Send(contiguous_source(b, src, steps), steps.owned_by, b.channel(shards.axes)),
-            )
-
-    branch(b, steps.owned_by.equals(rank), lambda: b.emit(ir.Copy(src, term)), swap)
+    swap(b, src, steps.owned_by, term, sender, shards, steps)
 
 
 def scatter_reduce(b: Builder, src: str, dst: str, op: str, shards: Shards, steps: Steps) -> None:
@@ -301,23 +260,38 @@ def scatter_ring(
     b: Builder, produce: Callable[[bool], None], sums: str, next_sums: Callable[[], str], shards: Shards, steps: Steps, event: str
 ) -> None:
     """The sum of a block grows as it passes from rank to rank and ends at its owner. `produce(accumulate)` adds this rank's term."""
-    rank, size = rank_in_group(shards.mesh, shards.axes), shards.size
 
     def add() -> None:
         b.emit(ir.Wait(event, steps.index - expr_of(steps.pieces)))
         produce(True)
 
     branch(b, steps.hop.equals(0), lambda: produce(False), add)
-
-    def pass_on() -> None:
-        arriving = next_sums()
-        group(b, ir.Recv(arriving, (rank - 1) % size, b.channel(shards.axes)), ir.Send(sums, (rank + 1) % size, b.channel(shards.axes)))
-        b.emit(ir.Record(event, steps.index))
-
-    branch(b, steps.index.less(expr_of(steps.count) - expr_of(steps.pieces)), pass_on)
+    pass_on(b, sums, next_sums, shards, steps, event)
 
 
 # --- structure --------------------------------------------------------------------------------------------------------
+
+
+def swap(b: Builder, src: str, receiver: Expr, dst: str, sender: Expr, shards: Shards, steps: Steps) -> None:
+    """Sends one block while another arrives; what the step's owner would send to itself is copied."""
+
+    def exchange() -> None:
+        with packed_destination(b, dst, steps) as landing:
+            channel = b.channel(shards.axes)
+            group(b, ir.Recv(landing, sender, channel), ir.Send(contiguous_source(b, src, steps), receiver, channel))
+
+    branch(b, steps.owned_by.equals(rank_in_group(shards.mesh, shards.axes)), lambda: b.emit(ir.Copy(src, dst)), exchange)
+
+
+def pass_on(b: Builder, src: str, next_dst: Callable[[], str], shards: Shards, steps: Steps, event: str) -> None:
+    """In a ring: sends to the next rank while what a later step uses arrives, which the event of this step marks."""
+
+    def exchange() -> None:
+        rank, size, channel, arriving = rank_in_group(shards.mesh, shards.axes), shards.size, b.channel(shards.axes), next_dst()
+        group(b, ir.Recv(arriving, (rank - 1) % size, channel), ir.Send(src, (rank + 1) % size, channel))
+        b.emit(ir.Record(event, steps.index))
+
+    branch(b, steps.index.less(expr_of(steps.count) - expr_of(steps.pieces)), exchange)
 
 
 def group(b: Builder, *communications: tree.Instruction) -> None:

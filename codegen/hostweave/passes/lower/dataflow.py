@@ -7,11 +7,11 @@ from functools import cached_property
 
 from hostweave.fusion_ir.index_map import IndexMap
 from hostweave.fusion_ir.ir import Fusion, Op, Value
-from hostweave.fusion_ir.ops import OPS, TO_OTHER_MESHES, index_map, operand_types
-from hostweave.fusion_ir.ops.attributes import AXES, BLOCKS
+from hostweave.fusion_ir.ops import OPS, index_map, operand_types
+from hostweave.fusion_ir.ops.attributes import BLOCKS
+from hostweave.fusion_ir.ops.reductions import is_one_element
 from hostweave.fusion_ir.rewriting import consumers
 from hostweave.types.mesh import Mesh
-from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType, TensorType
 
 
@@ -50,19 +50,15 @@ class Dataflow:
 
     def local(self, value: Value) -> BufferType:
         """What a rank holds of a value."""
-        return BufferType(value.type.dtype, value.type.local_shape(self.mesh, self.uneven))
+        return value.type.local(self.mesh, self.uneven)
 
     # --- what an op does ---
 
     def map(self, op: Op) -> IndexMap:
         return index_map(op, operand_types(op, self.types))
 
-    def moves(self, op: Op) -> bool:
-        """Whether an op is a communication of two meshes."""
-        return op.kind in TO_OTHER_MESHES
-
     def is_local(self, op: Op) -> bool:
-        """Whether each rank of another mesh holds its block already, as all that it holds or as a block of a whole dim."""
+        """Whether each rank of another mesh has its shard already, as all that it has or as a shard of a dim that is not sharded."""
         blocks = op[BLOCKS]
         dims = zip(self.types[op.tensors[0]].dims, blocks.sent, blocks.received, strict=True)
         return not blocks.moved and all(received == 1 and (sent == 1 or not dim.axes) for dim, sent, received in dims)
@@ -73,9 +69,8 @@ class Dataflow:
         """Whether an op is pointer arithmetic: also a reduction of one local element, and a transfer of what is here."""
         if op.kind == "transfer":
             return self.is_local(op)
-        if OPS[op.kind].combine and not OPS[op.kind].locates:
-            local = self.types[op.tensors[0]].local_shape(self.mesh, self.uneven)
-            return all(local[axis] == Size() for axis in op[AXES])
+        if OPS[op.kind].combine:
+            return is_one_element(op, self.types[op.tensors[0]].local_shape(self.mesh, self.uneven))
         return OPS[op.kind].is_view
 
     def viewed(self, name: str) -> str:

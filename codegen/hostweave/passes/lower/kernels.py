@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from hostweave.base.names import unique_name
 from hostweave.fusion_ir.ir import Op, Value
+from hostweave.fusion_ir.ops import OPS
 from hostweave.host_ir import ir
 from hostweave.types.tensor import BufferType, Dim, TensorType, f32
 
@@ -36,7 +37,7 @@ class Kernels:
 
     def summing(self, reduction: str, terms: str, target: str, op: Op) -> str:
         """The name of the kernel that reduces the outermost dim of a buffer, one term a rank, to what `op` makes."""
-        kind = "mean" if reduction == "avg" else reduction
+        kind = next(kind for kind, op in OPS.items() if op.combine and op.partial == reduction)
         result = Value(op.result.name, self.tensor(target))
         body = Op(kind, (terms,), result, (("axis", (0,)),), op.location)
         kernel = ir.Kernel(f"{kind}_{result.name}", (ir.Parameter(terms, self.tensor(terms)),), (body,))

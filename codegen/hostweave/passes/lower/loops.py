@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hostweave.fusion_ir.ir import Op
-from hostweave.fusion_ir.ops import RESHARD_STEPS
+from hostweave.fusion_ir.ops import RESHARD_STEPS, TO_OTHER_MESHES
 from hostweave.passes.lower.dataflow import Dataflow
 from hostweave.types.size import Size
 
@@ -55,7 +55,7 @@ def loops_of(flow: Dataflow) -> tuple[Loop, ...]:
         last = result[-1] if result else None
         if last and _joins(flow, op, last):
             result[-1] = Loop((*last.ops, op))
-        elif last and last.is_streamed and _is_view_from_before(flow, op, last):
+        elif last and last.is_streamed and op.result.stream is None and flow.is_view(op) and not last.makes(op.tensors[0]):
             result.insert(-1, Loop((op,)))
         else:
             result.append(Loop((op,)))
@@ -78,15 +78,10 @@ def shards(flow: Dataflow, ops: Sequence[Op]) -> int:
     for op in ops:
         assert op.result.stream is not None
         dims = [op.result.type.dims[op.result.stream.dim]]
-        if op.kind in RESHARD_STEPS and not flow.moves(op):
+        if op.kind in RESHARD_STEPS and op.kind not in TO_OTHER_MESHES:
             dims.append(flow.types[op.tensors[0]].dims[op.result.stream.dim])
         split.extend(flow.mesh_of(op).size_of(dim.axes) for dim in dims)
     return max(split)
-
-
-def _is_view_from_before(flow: Dataflow, op: Op, loop: Loop) -> bool:
-    """Whether an op outside of loops is a view of what is there before this one."""
-    return op.result.stream is None and flow.is_view(op) and not loop.makes(op.tensors[0])
 
 
 def _joins(flow: Dataflow, op: Op, loop: Loop) -> bool:
@@ -96,7 +91,8 @@ def _joins(flow: Dataflow, op: Op, loop: Loop) -> bool:
         return False
     if (stream.chunking, stream.rotation) != (other.chunking, other.rotation):
         return False
-    if loop.by_block and (stream.algorithm or _feeds_communication(flow, op)):
+    fed = (user.result.stream for user in flow.consumers[op.result.name])
+    if loop.by_block and (stream.algorithm or any(other and other.algorithm for other in fed)):
         return False  # a step can follow the rotation of one communication
     for number, operand in enumerate(op.operands):
         if not isinstance(operand, str) or not loop.makes(operand):
@@ -106,10 +102,5 @@ def _joins(flow: Dataflow, op: Op, loop: Loop) -> bool:
             return False  # it reads more than the chunk of its own step
         is_communicated = loop.communication is not None and loop.communication.result.name == operand
         if loop.by_block and is_communicated and flow.types[operand].dims[produced.dim].axes:
-            return False  # the block is whole only after the last step
+            return False  # the shard is complete only after the last step
     return True
-
-
-def _feeds_communication(flow: Dataflow, op: Op) -> bool:
-    streams = (consumer.result.stream for consumer in flow.consumers[op.result.name])
-    return any(stream is not None and stream.algorithm is not None for stream in streams)

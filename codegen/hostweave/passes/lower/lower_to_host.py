@@ -20,17 +20,16 @@ from dataclasses import replace
 
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS
-from hostweave.fusion_ir.ops.attributes import AXES, AXIS, INDEX, SOURCES, VALUE
+from hostweave.fusion_ir.ops.attributes import AXES, AXIS, CONTRACTED, INDEX, SOURCES, VALUE
 from hostweave.fusion_ir.ops.resharding import NO_SOURCE
-from hostweave.fusion_ir.user_kernel import UserKernel, local_type
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.calls import joined
 from hostweave.host_ir.expr import Const, Var
 from hostweave.host_ir.strides import strides_of
 from hostweave.options import Options
-from hostweave.passes.lower import communication
-from hostweave.passes.lower.aside import COMM, Aside
+from hostweave.passes.lower import attention, communication
+from hostweave.passes.lower.asynchronous import COMM, Asynchronous
 from hostweave.passes.lower.buffers import Buffers
 from hostweave.passes.lower.dataflow import Dataflow
 from hostweave.passes.lower.kernels import Kernels
@@ -41,7 +40,7 @@ from hostweave.passes.lower.puts import ARRIVALS, PUTS, with_windows
 from hostweave.passes.lower.reshards import Reshards, owner, ring_term
 from hostweave.passes.lower.steps import Steps, dim_of_chunk
 from hostweave.passes.lower.uneven_sizes import uneven_sizes
-from hostweave.types.size import Size
+from hostweave.types.size import Size, product
 from hostweave.types.tensor import TensorType, f32
 
 RING = "ring"
@@ -63,9 +62,10 @@ class _Lowering:
         self.flow, self.options, self.b = flow, options, Builder(flow.mesh, channels)
         self.loops = loops_of(flow)
         self.placement = placement_of(flow, self.loops)
-        self.aside = Aside(flow, self.b)
-        self.buffers = Buffers(flow, self.placement, self.b, self.aside)
+        self.asynchronous = Asynchronous(flow, self.b)
+        self.buffers = Buffers(flow, self.placement, self.b, self.asynchronous)
         self.kernels = Kernels(self.b.types)
+        self.attentions = attention.Attentions(flow, self.buffers, self.b)
         self.reshards = Reshards(flow, self.buffers, self.kernels, self.b)
         self.most_steps = 1  # of a loop
         self.ring_term: str | None = None  # in the present loop: the matmul whose term a ring of sums adds when it comes to it
@@ -76,14 +76,14 @@ class _Lowering:
         outputs = tuple(ir.Parameter(b.parameter(name, flow.local(flow.values[name])), flow.types[name]) for name in f.outputs)
         self.buffers.begin(inputs, outputs)
         for loop in self.loops:
-            self.aside.settle(loop.ops)
+            self.asynchronous.settle(loop.ops)
             if not loop.is_streamed or all(map(flow.is_view, loop.ops)):  # nothing to call in a loop
                 for op in loop.ops:
                     self.op(op, None)
             else:
                 self.loop(loop)
         b.location = None
-        self.aside.join()
+        self.asynchronous.join()
         for parameter, name in zip(outputs, f.outputs, strict=True):
             with b.on(parameter.type.mesh):
                 if self.buffers.whole(name) != parameter.name:  # an input, a view, or a value that is returned twice
@@ -93,7 +93,7 @@ class _Lowering:
         ring = ir.Streams(RING, min(self.options.streams, self.most_steps))
         alone = (ir.Streams(name, 1) for name in (COMM, PUTS, ARRIVALS))
         streams = tuple(pool for pool in (ring, *alone) if pool.name in forked)
-        events, kernels = tuple(self.reshards.events), tuple(self.kernels.made.values())
+        events, kernels = (*self.reshards.events, *self.asynchronous.events), tuple(self.kernels.made.values())
         return ir.HostProgram(f.name, f.mesh, inputs, outputs, (), streams, events, kernels, body, flow.uneven)
 
     def loop(self, loop: Loop) -> None:
@@ -128,7 +128,7 @@ class _Lowering:
             b.emit(ir.Join(RING))
             self.reshards.end_of_loop()
         b.hoists_views = True
-        self.buffers.end_of_loop()
+        self.buffers.chunks.clear()
 
     # --- ops ---
 
@@ -137,8 +137,8 @@ class _Lowering:
         with self.b.on(op.result.type.mesh):
             if self.flow.is_view(op):
                 self.buffers.view(op, steps)
-            elif self.aside.takes(op):
-                self.aside.run(op, lambda: self.reshards.reshard(op, None))
+            elif self.asynchronous.takes(op):
+                self.asynchronous.run(op, lambda: self.reshards.reshard(op, None))
             elif op.kind in RESHARD_STEPS:
                 self.reshards.reshard(op, steps)
             elif op.kind == "output":
@@ -146,7 +146,10 @@ class _Lowering:
             elif op.callee:
                 self.call(op, op.callee)
             elif op.user_kernel:
-                self.launch_source(op, op.user_kernel)
+                sources = tuple(map(self.buffers.contiguous, op.tensors))
+                self.b.emit(ir.Launch(op.user_kernel.name, sources, self.targets(op, op.user_kernel.outputs)))
+            elif op.kind in attention.KINDS:
+                self.attentions.compute(op)
             else:
                 self.compute(op, steps)
 
@@ -177,7 +180,13 @@ class _Lowering:
     # --- matmuls ---
 
     def matmul(self, op: Op, sources: Sequence[str], target: str, steps: Steps | None) -> None:
-        dense = [self.with_a_dense_dim(source, steps) for source in sources]
+        dense = []
+        for number, source in enumerate(sources):  # cuBLASLt takes matrices whose rows or columns lie side by side
+            matrix = self.matrix(op, source, number, steps)
+            type = self.b.types[matrix]
+            dims = zip(type.shape[-2:], strides_of(type)[-2:], strict=True)
+            is_dense = any(Size() in dim for dim in dims)
+            dense.append(matrix if is_dense else communication.contiguous_source(self.b, matrix, steps))
         a, b, dst = self.stack_shards(op, steps, [*dense, target])
         matmul = ir.Matmul(a, b, dst, precision="tf32" if self.options.tf32 and self.b.types[a].dtype == f32 else "")
         if op.result.name == self.ring_term:
@@ -185,11 +194,15 @@ class _Lowering:
         else:
             self.b.emit(matmul)
 
-    def with_a_dense_dim(self, source: str, steps: Steps | None) -> str:
-        """A matrix whose rows or columns lie side by side, as cuBLASLt takes it."""
-        type = self.b.types[source]
-        dense = (stride == Size() or size == Size() for size, stride in zip(type.shape[-2:], strides_of(type)[-2:], strict=True))
-        return source if any(dense) else communication.contiguous_source(self.b, source, steps)
+    def matrix(self, op: Op, source: str, number: int, steps: Steps | None) -> str:
+        """An operand with the dims that are contracted as one: the last ones of the first operand, of the second those before its last."""
+        shape, count = self.b.types[source].shape, op[CONTRACTED]
+        end = len(shape) - number
+        merged = (*shape[: end - count], product(shape[end - count : end]), *shape[end:])
+        try:
+            return self.b.reshape(source, merged, f"{source}_matrix")
+        except ValueError:  # no strides give this shape
+            return self.b.reshape(communication.contiguous_source(self.b, source, steps), merged, f"{source}_matrix")
 
     def stack_shards(self, op: Op, steps: Steps | None, buffers: list[str]) -> list[str]:
         """A matmul over slices of every rank's columns: the shards go before the matrix, as one more batch dim."""
@@ -216,10 +229,6 @@ class _Lowering:
         with self.b.on(None):
             self.b.emit(ir.Call(function.name, tuple(sources), targets))
 
-    def launch_source(self, op: Op, source: UserKernel) -> None:
-        sources = tuple(map(self.buffers.contiguous, op.tensors))
-        self.b.emit(ir.Launch(source.name, sources, self.targets(op, source.outputs)))
-
     def targets(self, op: Op, types: Sequence[TensorType]) -> tuple[str, ...]:
         """What a function or a kernel of the user writes; an output that nothing uses has memory of its own."""
         flow, name = self.flow, op.result.name
@@ -228,7 +237,7 @@ class _Lowering:
         for index, type in enumerate(types[1:], 1):
             mesh = type.mesh if op.callee else op.result.type.mesh
             with self.b.on(mesh):
-                unused = local_type(type, mesh or flow.mesh, flow.uneven)
+                unused = type.local(mesh or flow.mesh, flow.uneven)
                 targets.append(self.buffers.whole(used[index]) if index in used else self.b.allocate(f"{name}_unused", unused))
         return tuple(targets)
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from hostweave.fusion_ir.index_map import groups
 from hostweave.fusion_ir.ir import Op
-from hostweave.fusion_ir.ops import RESHARD_STEPS
+from hostweave.fusion_ir.ops import RESHARD_STEPS, TO_OTHER_MESHES
 from hostweave.fusion_ir.ops.attributes import ORDER
 from hostweave.host_ir import ir
 from hostweave.passes.lower.dataflow import Dataflow
@@ -55,7 +55,7 @@ def reversed_view(flow: Dataflow, op: Op, src: str) -> ir.Reshape | ir.Permute:
 
 
 def _ends_in(flow: Dataflow, name: str, loop: Loop) -> bool:
-    """Whether a value lives and dies in this loop. One of which a part or a transpose is taken lies there whole: that is a view of all."""
+    """Whether a value lives and dies in this loop. One of which a shard or a transpose is taken does not: that is a view of all of it."""
     return name not in flow.fusion.outputs and all(
         loop.makes(op.result.name)
         and op.kind not in ("permute_dims", "shard")
@@ -81,7 +81,7 @@ def _parts(flow: Dataflow) -> dict[str, Part]:
 
 def _writes_strided(flow: Dataflow, op: Op) -> bool:
     """Whether an op can write memory that is not contiguous. A reshard on one mesh can, by a copy."""
-    return not (flow.is_view(op) or flow.moves(op) or op.callee or op.user_kernel or op.kind == "output")
+    return not (flow.is_view(op) or op.kind in TO_OTHER_MESHES or op.callee or op.user_kernel or op.kind == "output")
 
 
 # --- values that one view alone uses ----------------------------------------------------------------------------------

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from hostweave.base.errors import ProgramError
+from hostweave.base.names import unique_name
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.resharding import ReshardStep, step_of
 from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
-from hostweave.host_ir.expr import Expr, Var
+from hostweave.host_ir.expr import Const, Expr, Var
 from hostweave.passes.lower import communication
 from hostweave.passes.lower.buffers import Buffers
 from hostweave.passes.lower.communication import Shards
@@ -20,6 +21,7 @@ from hostweave.passes.lower.loops import Loop, algorithm_of
 from hostweave.passes.lower.puts import Gather, Scatter
 from hostweave.passes.lower.steps import Steps, chunk, dim_of_chunk, expr_of, rank_in_group
 from hostweave.passes.lower.transfers import to_other_ranks
+from hostweave.transports.transport import DEFAULT, find_transport
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 
@@ -66,17 +68,21 @@ class Reshards:
         """What goes before a loop of puts. Where a process group has one rank nothing is put."""
         op = loop.communication
         if op and algorithm_of(loop) == "put" and steps.shards > 1:
-            known = self.b, self.flow, self.buffers, op, steps, self._add_events
+            known = self.b, self.flow, self.buffers, op, steps, self._new_events
             self.puts = Scatter(*known, self.kernels) if op.kind == "reduce_scatter" else Gather(*known)
             self.puts.begin()
 
     def reshard(self, op: Op, steps: Steps | None) -> None:
         change = step_of(op)
-        if change.kind == "reduce":
-            self._to_one_rank(op, change, steps)
+        if change.kind == "reduce":  # to the one rank of the mesh that the result is on
+            source, dst = self.flow.types[op.tensors[0]], self.buffers.destination(op, steps)
+            with self.b.on(source.mesh):
+                src, channel = self.buffers.operand(op, 0, steps), self.b.channel(change.axes)
+                src = communication.contiguous_source(self.b, src, steps)
+                self.b.emit(ir.Reduce(src, dst, change.reduction, Const(change.root or 0), channel))
         elif change.kind == "transfer":
-            src, dst = (lambda: self.buffers.operand(op, 0, steps)), (lambda: self.buffers.destination(op, steps))
-            to_other_ranks(self.b, self.flow, op, src, dst, steps)
+            operand, destination = (lambda: self.buffers.operand(op, 0, steps)), (lambda: self.buffers.destination(op, steps))
+            to_other_ranks(self.b, self.flow, op, operand, destination, steps)
         elif steps is None or steps.owner is None:
             self._at_once(op, change, steps)
         else:
@@ -104,6 +110,9 @@ class Reshards:
         src, dst = self.buffers.operand(op, 0, steps), self.buffers.destination(op, steps)
         shards = replace(self._shards(op, change, steps), is_uneven=self._is_uneven(op))
         match change.kind:
+            case "all_reduce" if change.reduction not in find_transport(DEFAULT).reduces:
+                terms = communication.gathered(self.b, src, f"{op.tensors[0]}_terms", shards, steps)
+                self.b.emit(ir.Launch(self.kernels.summing(change.reduction, terms, dst, op), (terms,), (dst,)))
             case "all_reduce":
                 communication.all_reduce(self.b, src, dst, change.reduction, shards, steps)
             case "reduce_scatter":
@@ -127,36 +136,33 @@ class Reshards:
 
     def _by_block(self, op: Op, change: ReshardStep, steps: Steps) -> None:
         assert op.result.stream is not None
+        by = op.result.stream.algorithm
         if self.puts:
             self.puts.in_step(steps)
             return
-        match change.kind, op.result.stream.algorithm:
-            case "reduce_scatter", "ring":
-                self._scatter_ring(op, change, steps)
-            case "reduce_scatter", "p2p" | "put":
-                self._scatter_p2p(op, change, steps)
+        if change.kind == "reduce_scatter" and by in ("ring", "p2p", "put"):
+            (self._scatter_ring if by == "ring" else self._scatter_p2p)(op, change, steps)
+            return
+        source, target, shards = self.buffers.operand(op, 0, steps), self.buffers.destination(op, steps), self._shards(op, change, steps)
+        match change.kind, by:
             case "reduce_scatter", _:
-                source, target = self.buffers.operand(op, 0, steps), self.buffers.destination(op, steps)
-                communication.scatter_reduce(self.b, source, target, change.reduction, self._shards(op, change, steps), steps)
-            case _, by:
-                self._gather(op, by, self._shards(op, change, steps), steps)
-
-    def _gather(self, op: Op, by: str | None, shards: Shards, steps: Steps) -> None:
-        source, target = self.buffers.operand(op, 0, steps), self.buffers.destination(op, steps)
-        if by == "ring":
-            arrived = self._new_events("arrived", steps, op)
-            communication.gather_ring(self.b, source, target, lambda: self._next_chunk(op, op.result.name, steps), shards, steps, arrived)
-        elif by == "broadcast":
-            communication.gather_broadcast(self.b, source, target, shards, steps)
-        else:
-            communication.gather_p2p(self.b, source, target, shards, steps)
+                communication.scatter_reduce(self.b, source, target, change.reduction, shards, steps)
+            case _, "ring":
+                event = self._arrivals(steps, op)
+                communication.gather_ring(self.b, source, target, lambda: self._next_chunk(op, op.result.name, steps), shards, steps, event)
+            case _, "broadcast":
+                with communication.packed_destination(self.b, target, steps) as landing:
+                    source = communication.contiguous_source(self.b, source, steps)
+                    self.b.emit(ir.Broadcast(source, landing, steps.owned_by, self.b.channel(change.axes)))
+            case _:
+                communication.gather_p2p(self.b, source, target, shards, steps)
 
     def _scatter_ring(self, op: Op, change: ReshardStep, steps: Steps) -> None:
         """Sums pass through all ranks and end in the memory of this rank's own term, from where they are taken after the loop."""
         b, name, term, matmul = self.b, op.tensors[0], self.buffers.operand(op, 0, steps), self.term
         assert matmul is not None
         shards = Shards(self.flow.mesh_of(op), change.axes, change.dim)
-        event = self._new_events("arrived", steps, op)
+        event = self._arrivals(steps, op)
 
         def produce(adds: bool) -> None:
             b.emit(replace(matmul, accumulate=(matmul.dst,)) if adds else matmul)
@@ -198,23 +204,12 @@ class Reshards:
             )
         return chunk(self.b, steps.next_hop, buffers.whole(name), value, value.stream.dim, suffix="next")
 
-    def _new_events(self, wanted: str, steps: Steps, op: Op) -> str:
+    def _arrivals(self, steps: Steps, op: Op) -> str:
+        """Events of a ring, one a step."""
         if not steps.count.is_int:
             raise ProgramError(f"{op.kind}: a ring needs a number of steps that is known at compile time: give chunks=", op.location)
-        return self._add_events(wanted, int(steps.count))
+        return self._new_events("arrived", int(steps.count))
 
-    def _add_events(self, wanted: str, count: int) -> str:
-        taken = {events.name for events in self.events}
-        name = wanted if wanted not in taken else f"{wanted}_{len(taken) + 1}"
-        self.events.append(ir.Events(name, count))
-        return name
-
-    # --- between meshes ---
-
-    def _to_one_rank(self, op: Op, change: ReshardStep, steps: Steps | None) -> None:
-        """A reduction to the one rank of the mesh that the result is on."""
-        source = self.flow.types[op.tensors[0]]
-        dst = self.buffers.destination(op, steps)
-        with self.b.on(source.mesh):
-            src, shards = self.buffers.operand(op, 0, steps), Shards(source.mesh_in(self.flow.mesh), change.axes)
-            communication.reduce(self.b, src, dst, change.reduction, shards, change.root or 0, steps)
+    def _new_events(self, wanted: str, count: int) -> str:
+        self.events.append(ir.Events(unique_name(wanted, {events.name for events in self.events}), count))
+        return self.events[-1].name

@@ -69,27 +69,25 @@ class Steps:
         return self.pieces if self.owner is not None and value.type.dims[dim].axes else self.count
 
 
-def expr_of(size: Size) -> Expr:
+def expr_of(size: Size | Sum) -> Expr:
     """A size as an expression: `8*M/4` is `8 * M / 4`."""
+    if isinstance(size, Sum):
+        total: Expr = Const(0)
+        for term in size.terms:
+            total = total + expr_of(term) if term.coefficient > 0 else total - expr_of(-1 * term)
+        return total
     result: Expr = Const(size.coefficient)
     for factor in size.factors:
-        result = result * (_sum_of(factor) if isinstance(factor, Sum) else Symbol(factor))
+        result = result * (expr_of(factor) if isinstance(factor, Sum) else Symbol(factor))
     return result // size.divisor
 
 
-def _sum_of(factor: Sum) -> Expr:
-    result: Expr = Const(0)
-    for term in factor.terms:
-        result = result + expr_of(term) if term.coefficient > 0 else result - expr_of(-1 * term)
-    return result
-
-
 def rank_in_group(mesh: Mesh, axes: tuple[str, ...]) -> Expr:
-    """This rank's place in its process group: row-major over the axes as named."""
-    place: Expr = Const(0)
+    """This rank's number in its process group: row-major over the axes as named."""
+    number: Expr = Const(0)
     for axis in axes:
-        place = place * mesh.axis_size(axis) + Coordinate(axis)
-    return place
+        number = number * mesh.axis_size(axis) + Coordinate(axis)
+    return number
 
 
 def chunk(builder: Builder, steps: Steps, buffer: str, value: Value, dim: int, keeps_dim: bool = False, suffix: str = "") -> str:

@@ -6,7 +6,6 @@ Where ranks may share a dim unevenly, blocks end where a shard of either mesh do
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from hostweave.fusion_ir.ir import Op, Value
 from hostweave.fusion_ir.ops.attributes import BLOCKS
@@ -26,31 +25,22 @@ COPIES = "copies"  # the mesh axis of a rank that sends and those that get the s
 Buffer = Callable[[], str]  # names what is sent or received, in the body of its mesh
 
 
-@dataclass(frozen=True)
-class Sides:
-    """The meshes that send and receive; None is all ranks of the program."""
-
-    source: Mesh | None
-    target: Mesh | None
-    apart: bool  # they share no rank
-
-
 def to_other_ranks(b: Builder, flow: Dataflow, op: Op, src: Buffer, dst: Buffer, steps: Steps | None) -> None:
     source, target = flow.types[op.tensors[0]], op.result.type
     apart = set(source.mesh_in(flow.mesh).all_ranks).isdisjoint(target.mesh_in(flow.mesh).all_ranks)
-    sides, blocks = Sides(source.mesh, target.mesh, apart), op[BLOCKS]
+    blocks = op[BLOCKS]
     if steps is None and blocks.is_cheaper_to_broadcast:  # in a loop, the ranks of the one mesh would wait for turns of the other's
-        _broadcast(b, sides, blocks, src, dst)
+        _broadcast(b, source.mesh, target.mesh, blocks, src, dst)
         return
     to_send, to_receive = _cuts(flow, op)
     distance = blocks.distance(source.mesh_in(flow.mesh).size) if apart else None
-    with b.on(sides.source):
+    with b.on(source.mesh):
         sent = communication.blocks_to_send(b, src(), blocks, to_send, steps)
-        if sides.apart:
+        if apart:
             b.emit(communication.send(b, sent, blocks, to_send, distance))
-    with b.on(sides.target), communication.blocks_to_receive(b, dst, blocks, to_receive, steps) as landing:
+    with b.on(target.mesh), communication.blocks_to_receive(b, dst, blocks, to_receive, steps) as landing:
         recv = communication.recv(b, landing, blocks, to_receive, distance)
-        if sides.apart:
+        if apart:
             b.emit(recv)
         else:
             with b.on(None):
@@ -74,12 +64,12 @@ def _cuts(flow: Dataflow, op: Op) -> tuple[Cuts, Cuts] | tuple[None, None]:
     return cuts(source, op[BLOCKS].sent), cuts(target, op[BLOCKS].received)
 
 
-def _broadcast(b: Builder, sides: Sides, blocks: Transfer, src: Buffer, dst: Buffer) -> None:
+def _broadcast(b: Builder, source: Mesh | None, target: Mesh | None, blocks: Transfer, src: Buffer, dst: Buffer) -> None:
     """Each rank that sends and those that receive from it are a process group; no rank is in two of them."""
-    with b.on(sides.source):
-        held = src()
-        sent, shape = communication.blocks_to_send(b, held, blocks, None, None), b.types[held].shape
-    with b.on(sides.target), communication.blocks_to_receive(b, dst, blocks, None, None) as landing:
+    with b.on(source):
+        full = src()
+        sent, shape = communication.blocks_to_send(b, full, blocks, None, None), b.types[full].shape
+    with b.on(target), communication.blocks_to_receive(b, dst, blocks, None, None) as landing:
         wanted = b.types[dst()].shape
         for sender, receivers in blocks.receivers.items():
             group = Mesh(((COPIES, 1 + len(receivers)),), (sender, *receivers))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from hostweave.base.errors import Location, ProgramError
+from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import RESHARD_STEPS, TO_OTHER_MESHES, index_map, operand_types
 from hostweave.fusion_ir.ops.attributes import AXIS
@@ -29,21 +29,16 @@ def uneven_sizes(fusion: Fusion) -> tuple[str, ...]:
         sharded |= dict.fromkeys(dim.size.name for dim in dims if dim.size.name)
         even.update(name for dim in dims if not dim.size.name for name in dim.size.symbols)
         for op in body.ops:
-            even.update(_even_names(_even(op, types, body), op.kind, op.location))
+            for dim, mesh, why in _even(op, types, body):
+                ranks = mesh.size_of(dim.axes)
+                if dim.size.is_uneven(ranks, ()):
+                    reason = f"{ranks} ranks cannot share dim {dim} evenly, as {why} needs"
+                    raise ProgramError(f"{op.kind}: {reason}; pad it to {-(-int(dim.size) // ranks) * ranks}", op.location)
+                even.update(dim.size.symbols)
     streams = (op.result.stream for body in (*fusion.functions, fusion) for op in body.ops)
     algorithms = {stream.algorithm for stream in streams if stream and stream.algorithm}
     has_windows = any(find_transport(transport_of(algorithm)).has_windows for algorithm in algorithms)
     return () if has_windows else tuple(name for name in sharded if name not in even)
-
-
-def _even_names(even: Iterable[Even], what: str, location: Location | None) -> Iterator[str]:
-    """The names in these dims. Raises ProgramError for an int that the ranks cannot share evenly."""
-    for dim, mesh, why in even:
-        ranks = mesh.size_of(dim.axes)
-        if dim.size.is_uneven(ranks, ()):
-            padded = -(-int(dim.size) // ranks) * ranks
-            raise ProgramError(f"{what}: {ranks} ranks cannot share dim {dim} evenly, as {why} needs; pad it to {padded}", location)
-        yield from dim.size.symbols
 
 
 def _even(op: Op, types: dict[str, TensorType], fusion: Fusion) -> Iterator[Even]:
@@ -57,10 +52,10 @@ def _even(op: Op, types: dict[str, TensorType], fusion: Fusion) -> Iterator[Even
     if op.user_kernel and op.result.type.mesh:  # it takes what ranks hold of its own types, which name no mesh
         for type in (*operand_types(op, types), op.result.type):
             yield from ((dim, mesh, "a kernel on a mesh of some of the ranks") for dim in type.dims if dim.axes)
-    yield from ((dim, mesh, why) for dim, why in _even_on_one_mesh(op, types, fusion))
+    yield from ((dim, mesh, why) for dim, why in _even_on_one_mesh(op, types))
 
 
-def _even_on_one_mesh(op: Op, types: dict[str, TensorType], fusion: Fusion) -> Iterator[tuple[Dim, str]]:
+def _even_on_one_mesh(op: Op, types: dict[str, TensorType]) -> Iterator[tuple[Dim, str]]:
     operands = operand_types(op, types)
     involved = (*operands, op.result.type)
     if op.result.stream:
@@ -72,10 +67,6 @@ def _even_on_one_mesh(op: Op, types: dict[str, TensorType], fusion: Fusion) -> I
             if old.axes != new.axes and (is_part or op.result.stream):
                 for dim in (old, new):
                     yield dim, "a stream" if op.result.stream else "a reshard over some of the axes"
-    elif op.kind == "mean" and op.result.type.partial:
-        for dim in operands[0].dims:
-            if set(dim.axes) & set(op.result.type.partial.axes):
-                yield dim, "a mean over ranks"
     elif op.kind == "collective_permute":
         yield op.result.type.dims[op[AXIS]], "a collective permute of its blocks"
     elif op.kind == "reshape":

@@ -40,8 +40,7 @@ class DeviceLease {
  public:
   DeviceLease(const std::string& party, const Schedule& schedule, int ranks, const GiveUp& give_up = {});
   ~DeviceLease();
-  DeviceLease(const DeviceLease&) = delete;
-  DeviceLease& operator=(const DeviceLease&) = delete;
+  DeviceLease(DeviceLease&&) = delete;
 
   // Makes every blocked or later run of the party fail, where the devices can do that. The first reason counts.
   static void stop(const std::string& party, const std::string& reason);

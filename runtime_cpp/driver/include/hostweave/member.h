@@ -26,8 +26,7 @@ class OnDevice {
  public:
   explicit OnDevice(int device);
   ~OnDevice();
-  OnDevice(const OnDevice&) = delete;
-  OnDevice& operator=(const OnDevice&) = delete;
+  OnDevice(OnDevice&&) = delete;
 
  private:
   int before_ = 0;
@@ -40,8 +39,7 @@ class Member {
   // `group` is the same on all ranks of the group, and of no other group of this process.
   Member(std::string group, int device, int64_t index, int64_t size);
   ~Member();
-  Member(const Member&) = delete;
-  Member& operator=(const Member&) = delete;
+  Member(Member&&) = delete;
 
   // The device of a rank that is the `local`-th of its host. Throws ExecutionError where the target has none.
   static int device_for(int64_t index, int64_t local);
@@ -75,8 +73,7 @@ class Member {
     // For what all ranks of the group do at the same time. Throws ExecutionError where they were stopped.
     Use(Member& member, const Schedule& schedule);
     ~Use();
-    Use(const Use&) = delete;
-    Use& operator=(const Use&) = delete;
+    Use(Use&&) = delete;
 
    private:
     std::unique_lock<std::timed_mutex> lock_;

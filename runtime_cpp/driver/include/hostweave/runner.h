@@ -35,8 +35,7 @@ class Runner {
   // Both live longer than the runner. Throws what making the program on some rank throws.
   Runner(World& world, const ProgramTable& program, const GiveUp& give_up = {});
   ~Runner();
-  Runner(const Runner&) = delete;
-  Runner& operator=(const Runner&) = delete;
+  Runner(Runner&&) = delete;
 
   // Runs the calls one after another and waits for the last. All have the shapes of the first. The host waits for
   // nothing in between: inputs are copied in, and outputs out, on the stream that the program is called on. With `poison`

@@ -24,8 +24,7 @@ class World {
  public:
   explicit World(int ranks);
   ~World();
-  World(const World&) = delete;
-  World& operator=(const World&) = delete;
+  World(World&&) = delete;
 
   int ranks() const { return static_cast<int>(members_.size()); }
   // After an error that stopped the ranks midway: what they share is in no known state, so make another world.
@@ -35,9 +34,11 @@ class World {
   // Runs `work` on every rank's thread and returns when all are done. When one throws, the others are stopped wherever
   // they wait, and its exception is rethrown. Where `give_up` says so all are stopped, and Interrupted is thrown, or what it
   // threw. Of all worlds of a process one runs at a time: two on the same devices could deadlock.
-  void each(const Schedule& schedule, const Work& work, const GiveUp& give_up = {});
+  void each(const Schedule& schedule, const Work& work, const GiveUp& give_up = {}) { dispatch(schedule, work, give_up, false); }
   // The same for work in which no rank waits for another: a failure stops nobody and breaks nothing.
-  void each_alone(const Schedule& schedule, const Work& work, const GiveUp& give_up = {});
+  void each_alone(const Schedule& schedule, const Work& work, const GiveUp& give_up = {}) {
+    dispatch(schedule, work, give_up, true);
+  }
 
   // Makes the channels that a program uses and that the ranks do not have yet.
   void connect(const Schedule& schedule, const ProgramTable& program, const GiveUp& give_up = {});

@@ -1,0 +1,155 @@
+"""Products that sum over any dims, as NumPy writes them, of matmuls that contract several dims at once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from functools import reduce
+from typing import TYPE_CHECKING, NoReturn
+
+from hostweave.base.errors import Location, ProgramError
+from hostweave.base.signatures import checked, public_names
+from hostweave.fusion_ir.frontend import functions as hw
+from hostweave.fusion_ir.frontend.recording import Axis, dim_of, record
+from hostweave.fusion_ir.frontend.trace import Tensor
+from hostweave.types.size import product
+
+Labels = tuple[Hashable, ...]  # one for each dim; dims of one label are one index
+
+
+@checked
+def einsum(subscripts: str, *operands: Tensor) -> Tensor:
+    """The sum of products that `subscripts` states, as in numpy.einsum: a letter for each dim of each operand, then those of the result.
+
+    A letter that the result lacks is summed over; without `->` the result has the letters that stand once, in alphabetical order.
+    Of several operands the first two are multiplied first. A product over common letters is one matmul, of f16, bf16, f32 or f64, over
+    all of them at once: where they are sharded, its terms are reduced once, and nothing is gathered. Raises ProgramError for an ellipsis,
+    a letter twice in one operand, sizes that differ, or letters that do not fit the operands.
+
+    Example: `x: bf16[S, B@dp, E]` and `dy: bf16[S, B@dp, F]` give `bf16[E, F]` by `hw.einsum("sbe,sbf->ef", x, dy)`.
+    """
+    location = Location.of_caller()
+    terms, result = _parsed(subscripts, operands, location)
+    sizes: dict[str, object] = {}
+    for term, operand in zip(terms, operands, strict=True):
+        for letter, size in zip(term, operand.type.shape, strict=True):
+            if sizes.setdefault(letter, size) != size:
+                why = f"{letter} is {sizes[letter]} and {size} of {operand.type}"
+                raise ProgramError(f"einsum: {subscripts!r}: {why}; dims of one letter have one size", location)
+    (total, labels), *others = ((operand, tuple(term)) for operand, term in zip(operands, terms, strict=True))
+    while others:
+        (right, of_right), *others = others
+        needed = {*result, *(letter for _, other in others for letter in other)}
+        kept = tuple(letter for letter in dict.fromkeys((*labels, *of_right)) if letter in needed)
+        total, labels = _product(total, labels, right, of_right, kept if others else tuple(result)), kept if others else tuple(result)
+    return _arranged(total, labels, tuple(result))
+
+
+@checked
+def tensordot(a: Tensor, b: Tensor, axes: int | tuple[Axis | Sequence[Axis], Axis | Sequence[Axis]] = 2) -> Tensor:
+    """The sum of products over some dims of a and b, as in numpy.tensordot: the other dims of a, then those of b.
+
+    `axes` is how many of the last dims of a and of the first of b, or a pair: the dims of a, and those of b in the same order, by number
+    or name. One matmul contracts them all, of f16, bf16, f32 or f64: where they are sharded, its terms are reduced once.
+    Raises ProgramError for dims that differ in size or number.
+
+    Example: `x: f32[S, B@dp, E]` and `dy: f32[S, B@dp, F]` give `f32[E, F]` by `hw.tensordot(x, dy, ((0, 1), (0, 1)))`.
+    """
+    location = Location.of_caller()
+    if isinstance(axes, int):
+        if isinstance(axes, bool) or not 0 <= axes <= min(a.ndim, b.ndim):
+            why = f"axes={axes} of {a.type} and {b.type}"
+            raise ProgramError(f"tensordot: {why}: it is from 0 to the dims that both have; or name the dims of each", location)
+        axes = tuple(range(a.ndim - axes, a.ndim)), tuple(range(axes))
+    if not isinstance(axes, tuple | list) or len(axes) != 2:
+        raise ProgramError(f"tensordot: axes={axes!r} is neither a number nor a pair; write ((0, 1), (0, 1))", location)
+    of_a, of_b = (
+        [dim_of(x, axis, "tensordot", location) for axis in (given if isinstance(given, tuple | list) else (given,))]
+        for x, given in zip((a, b), axes, strict=True)
+    )
+    if len(of_a) != len(of_b) or len(set(of_a)) < len(of_a) or len(set(of_b)) < len(of_b):
+        raise ProgramError(
+            f"tensordot: axes={axes!r} do not pair dims of {a.type} with those of {b.type}; name as many, each once", location
+        )
+    for i, j in zip(of_a, of_b, strict=True):
+        if a.type.shape[i] != b.type.shape[j]:
+            why = f"dim {i} of {a.type} and dim {j} of {b.type} differ"
+            raise ProgramError(f"tensordot: {why}; dims that are multiplied have one size", location)
+    left: Labels = tuple(f"a{i}" for i in range(a.ndim))
+    right: Labels = tuple(left[of_a[of_b.index(j)]] if j in of_b else f"b{j}" for j in range(b.ndim))
+    return _product(a, left, b, right, tuple(label for label in (*left, *right) if (label in left) != (label in right)))
+
+
+def _parsed(subscripts: str, operands: Sequence[Tensor], location: Location) -> tuple[list[str], str]:
+    """The letters of each operand, and of the result. Raises ProgramError."""
+
+    def fail(why: str) -> NoReturn:
+        raise ProgramError(f"einsum: {subscripts!r}: {why}", location)
+
+    if not isinstance(subscripts, str):
+        fail("it is no text; write the letters of each operand and of the result, like 'ij,jk->ik'")
+    if "." in subscripts:
+        fail("an ellipsis is not supported; write a letter for each dim")
+    given, arrow, result = subscripts.replace(" ", "").partition("->")
+    terms = given.split(",")
+    if not all(letter.isalpha() and letter.isascii() for letter in "".join((*terms, result))):
+        fail("it has more than letters, commas and one arrow; write it like 'ij,jk->ik'")
+    if len(terms) != len(operands):
+        fail(f"{len(terms)} terms for {len(operands)} operands; write one for each")
+    for term, operand in zip(terms, operands, strict=True):
+        if not isinstance(operand, Tensor):
+            fail(f"{operand!r} is not a tensor of this fusion; make it an input")
+        if len(term) != operand.ndim:
+            fail(f"{term!r} has {len(term)} letters, and {operand.type} {operand.ndim} dims; write one for each")
+        if len(set(term)) < len(term):
+            fail(f"{term!r} has a letter twice; a diagonal is not supported")
+    counts = Counter("".join(terms))
+    result = result if arrow else "".join(sorted(letter for letter, count in counts.items() if count == 1))
+    if unknown := sorted(set(result) - set(counts)):
+        fail(f"no operand has {unknown[0]}, which the result has; leave it out")
+    if len(set(result)) < len(result):
+        fail(f"the result {result!r} has a letter twice; name it once")
+    return terms, result
+
+
+def _product(a: Tensor, of_a: Labels, b: Tensor, of_b: Labels, result: Labels) -> Tensor:
+    """The sum of products with these labels, over those that the result lacks."""
+    a, of_a = _summed(a, of_a, {*of_b, *result})
+    b, of_b = _summed(b, of_b, {*of_a, *result})
+    batch = tuple(label for label in result if label in of_a and label in of_b)
+    rows, columns = (tuple(label for label in result if label in labels and label not in batch) for labels in (of_a, of_b))
+    inner = tuple(label for label in of_a if label in of_b and label not in batch)
+    a, b = _arranged(a, of_a, (*batch, *rows, *inner)), _arranged(b, of_b, (*batch, *inner, *columns))
+    if not inner:
+        spread = hw.expand_dims(b, tuple(range(len(batch), len(batch) + len(rows)))) if rows else b
+        made = (hw.expand_dims(a, tuple(range(a.ndim, a.ndim + len(columns)))) if columns else a) * spread
+        return _arranged(made, (*batch, *rows, *columns), result)
+    shape = b.type.shape[b.ndim - len(columns) :]
+    if len(columns) > 1:
+        b = hw.reshape(b, *map(str, (*b.type.shape[: b.ndim - len(columns)], product(shape))))
+    b = hw.expand_dims(b, b.ndim) if not columns else b
+    b = hw.expand_dims(b, tuple(range(len(batch), len(batch) + len(rows) - 1))) if batch and len(rows) > 1 else b
+    a = hw.expand_dims(a, len(batch)) if not rows else a
+    made = record("matmul", a, b, contracted=len(inner) if len(inner) > 1 else None)
+    ones = [*([len(batch)] if not rows else []), *([made.ndim - 1] if not columns else [])]
+    made = reduce(lambda x, dim: x[(slice(None),) * dim + (0,)], reversed(ones), made)
+    if len(columns) > 1:
+        made = hw.reshape(made, *map(str, (*made.type.shape[:-1], *shape)))
+    return _arranged(made, (*batch, *rows, *columns), result)
+
+
+def _summed(x: Tensor, labels: Labels, kept: set[Hashable]) -> tuple[Tensor, Labels]:
+    """The tensor without the dims that nothing else has."""
+    axes = tuple(i for i, label in enumerate(labels) if label not in kept)
+    return (hw.sum(x, axis=axes) if axes else x), tuple(label for label in labels if label in kept)
+
+
+def _arranged(x: Tensor, labels: Labels, result: Labels) -> Tensor:
+    """The tensor with its dims in the order of the result's labels, summed over the others."""
+    x, labels = _summed(x, labels, set(result))
+    order = tuple(labels.index(label) for label in result)
+    return x if order == tuple(range(x.ndim)) else hw.permute_dims(x, order)
+
+
+if not TYPE_CHECKING:
+    __all__ = public_names(globals())

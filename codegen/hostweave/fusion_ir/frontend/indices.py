@@ -1,0 +1,348 @@
+"""Functions of indices: elements at indices, and the other way round, orders and sums along a dim; and of shapes, what is made of views."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from hostweave.base.errors import Location, ProgramError
+from hostweave.base.signatures import checked, public_names
+from hostweave.fusion_ir.frontend import functions as hw
+from hostweave.fusion_ir.frontend.composites import _called, _wide
+from hostweave.fusion_ir.frontend.recording import Axis, dim_of, record
+from hostweave.fusion_ir.frontend.trace import Tensor
+from hostweave.fusion_ir.ops import fits
+from hostweave.types.size import Size
+from hostweave.types.tensor import Dim, DType, TensorType, i64, u8
+
+_each, _some = all, any  # Python's own, which have the names of functions here
+
+
+def _numbers(x: Tensor, axis: int) -> Tensor:
+    """The numbers of the indices of a dim."""
+    return hw.iota(x, axis, i64)
+
+
+def _aligned(ids: Tensor, rank: int, axis: int) -> Tensor:
+    """Indices whose dims stand from `axis` on among `rank` dims."""
+    others = tuple(i for i in range(rank) if not axis <= i < axis + ids.ndim)
+    return hw.expand_dims(ids, others) if others else ids
+
+
+# --- elements at indices ----------------------------------------------------------------------------------------------
+
+
+@_called("taken")
+@checked
+def take(x: Tensor, indices: Tensor, axis: Axis | None = None) -> Tensor:
+    """The elements of x at `indices` along a dim, in whose place the result has the dims of `indices`, any number of them.
+
+    `indices` are ints, from 0 to below the size of the dim; `axis` may be left out where x is a vector. On the CPU target an index
+    that is out of range, also a negative one, is an ExecutionError; on GPUs the nearest one is taken. Where the dim is sharded each
+    rank takes what it holds, and zeros elsewhere: a partial sum. Raises ProgramError for other dtypes, or no axis.
+
+    Example: `x: f32[M, N]` and `ids: i32[K]` give `f32[M, K]` by `hw.take(x, ids, axis=1)`.
+    """
+    location = Location.of_caller()
+    if axis is None and x.ndim != 1:
+        raise ProgramError(f"take: {x.type} has {x.ndim} dims; say along which one by axis=", location)
+    number = dim_of(x, 0 if axis is None else axis, "take", location)
+    rows = _numbers(x, number)
+    index, rank = record("index", indices, rows), x.ndim - 1 + indices.ndim
+    if not indices.ndim:
+        one = record("take", x, _aligned(hw.reshape(index, 1), x.ndim, number), rows, axis=number)
+        return record("select", one, axis=number, index=0)
+    wide = hw.expand_dims(x, tuple(range(number, number + indices.ndim - 1))) if indices.ndim > 1 else x
+    return record("take", wide, _aligned(index, rank, number), rows, axis=number + indices.ndim - 1)
+
+
+@_called("gathered")
+@checked
+def take_along_axis(x: Tensor, indices: Tensor, axis: Axis = -1) -> Tensor:
+    """The elements of x at `indices` along a dim, one for each element of `indices`: `y[i][j][k] = x[i][indices[i][j][k]][k]`.
+
+    `indices` are ints, with as many dims as x; those besides `axis` broadcast. For indices out of range, and dims that are sharded,
+    see `take`. Raises ProgramError for other shapes.
+
+    Example: `x: f32[M, N]` and `indices: i64[M, K]` give `f32[M, K]` by `hw.take_along_axis(x, indices, axis=1)`.
+    """
+    number = dim_of(x, axis, "take_along_axis", Location.of_caller())
+    rows = _numbers(x, number)
+    return record("take", x, record("index", indices, rows), rows, axis=number)
+
+
+@_called("gathered")
+@checked
+def gather(x: Tensor, axis: Axis, indices: Tensor) -> Tensor:
+    """`take_along_axis`, as torch has it: dims of x besides `axis` may be longer than those of `indices`, and what is past these is left.
+
+    Where sizes are known by name alone they are equal. Raises ProgramError for other shapes.
+
+    Example: `x: f32[8, N]` and `indices: i64[4, K]` give `f32[4, K]` by `hw.gather(x, 1, indices)`.
+    """
+    location = Location.of_caller()
+    number = dim_of(x, axis, "gather", location)
+    return take_along_axis(_cut_to(x, indices, number, "gather", location), indices, number)
+
+
+def _cut_to(x: Tensor, indices: Tensor, axis: int, word: str, location: Location) -> Tensor:
+    """As much of each dim besides `axis` as there are indices."""
+    if x.ndim != indices.ndim:
+        raise ProgramError(f"{word}: {x.type} and {indices.type} differ in their number of dims; use hw.expand_dims", location)
+    pairs = enumerate(zip(x.type.shape, indices.type.shape, strict=True))
+    cuts = [slice(int(few)) if i != axis and few != many and few.is_int else slice(None) for i, (many, few) in pairs]
+    return x[tuple(cuts)] if cuts else x
+
+
+@_called("embedded")
+@checked
+def embedding(indices: Tensor, weight: Tensor) -> Tensor:
+    """The rows of a table [V, E] that `indices`, ints of any shape, number: [..., E], as in torch.nn.functional.
+
+    Where the vocabulary is sharded, `V@tp`, each rank looks up its own rows, which gives a partial sum, and nothing is gathered. For
+    indices out of range see `take`. Raises ProgramError for a weight that is no table.
+
+    Example: `hw.embedding(ids, table)` of `ids: i64[B@dp, S]` and `table: bf16[V@tp, E]` is `bf16[B@dp, S, E]`.
+    """
+    if weight.ndim != 2:
+        raise ProgramError(f"embedding: a weight of {weight.type} is not [V, E]; reshape it", Location.of_caller())
+    return take(weight, indices, 0)
+
+
+@_called("one_hot")
+@checked
+def one_hot(indices: Tensor, num_classes: int | str, dtype: DType = i64) -> Tensor:
+    """A last dim of `num_classes` elements, of which that is 1 whose number is the index, and the others are 0.
+
+    `indices` are ints. For those out of range see `take`. Raises ProgramError for a size that is none.
+
+    Example: `ids: i64[M]` gives `f32[M, 10]` by `hw.one_hot(ids, 10, hw.f32)`.
+    """
+    try:
+        size = Size.of(num_classes)
+    except ValueError as error:
+        raise ProgramError(f"one_hot: {error}", Location.of_caller()) from None
+    rows = record("iota", target=TensorType(i64, (Dim(size),)), beside=indices)
+    index = record("index", indices, rows)
+    return hw.astype(hw.expand_dims(index, -1) == rows, dtype)
+
+
+# --- elements that go to indices --------------------------------------------------------------------------------------
+
+
+@_called("scattered")
+@checked
+def scatter(x: Tensor, axis: Axis, indices: Tensor, source: Tensor) -> Tensor:
+    """x, with the elements of `source` at `indices` along a dim: `y[i][indices[i][j][k]][k] = source[i][j][k]`, of several the last one.
+
+    As in torch, but dims besides `axis` are equal in all three, or 1 in the indices, which then hold for all. `indices` are ints; for
+    those out of range see `take`. The dim may be sharded, and that of the indices is gathered. Raises ProgramError for other shapes.
+
+    Example: `x: f32[M, N]`, `indices: i64[M, K]` and `source: f32[M, K]` give `f32[M, N]` by `hw.scatter(x, 1, indices, source)`.
+    """
+    number = dim_of(x, axis, "scatter", Location.of_caller())
+    rows = _numbers(x, number)
+    return record("scatter", x, record("index", indices, rows), source, rows, axis=number)
+
+
+@_called("added")
+@checked
+def scatter_add(x: Tensor, axis: Axis, indices: Tensor, source: Tensor) -> Tensor:
+    """x, to which the elements of `source` are added at `indices` along a dim, each as often as it is there; shapes as in `scatter`.
+
+    Sums are made in the order of the source, on GPUs too, in the dtype of x, and do not change from run to run. A dim of x may be
+    sharded; where that of the indices is, ranks add up what they have: a partial sum. Raises ProgramError for other shapes.
+
+    Example: the gradient of `embedding` is `hw.scatter_add(zeros, 0, ids[:, None], dy)`, of `ids: i64[T@dp]` and `dy: f32[T@dp, E]`.
+    """
+    number = dim_of(x, axis, "scatter_add", Location.of_caller())
+    rows = _numbers(x, number)
+    return x + record("scatter_sum", record("index", indices, rows), source, rows, axis=number)
+
+
+# --- along a dim ------------------------------------------------------------------------------------------------------
+
+
+@checked
+def cumsum(x: Tensor, axis: Axis) -> Tensor:
+    """The sums of the elements up to each one along a dim, in the shape and dtype of x, ints or floats, which are added up in f32 at least.
+
+    A sharded dim is gathered first. Raises ProgramError for bools.
+
+    Example: `x: f32[M, N]` gives `f32[M, N]` by `hw.cumsum(x, axis=1)`.
+    """
+    return record("cumsum", x, axis=dim_of(x, axis, "cumsum", Location.of_caller()))
+
+
+@checked
+def argsort(x: Tensor, axis: Axis = -1, descending: bool = False) -> Tensor:
+    """The indices (i64) of the elements along a dim in their order; equal ones stay in theirs. A NaN counts as the largest, as in NumPy.
+
+    A sharded dim is gathered first. On a GPU a thread block orders a row by itself.
+
+    Example: `x: f32[M, N]` gives `i64[M, N]` by `hw.argsort(x)`.
+    """
+    number = dim_of(x, axis, "argsort", Location.of_caller())
+    return record("argsort", hw.astype(x, u8) if x.dtype.kind == "bool" else x, axis=number, descending=descending)
+
+
+@_called("sorted")
+@checked
+def sort(x: Tensor, axis: Axis = -1, descending: bool = False) -> Tensor:
+    """The elements along a dim in their order, which `argsort` gives.
+
+    Example: `x: f32[M, N]` gives `f32[M, N]` by `hw.sort(x, descending=True)`.
+    """
+    number = dim_of(x, axis, "sort", Location.of_caller())
+    return _ordered(x, argsort(x, number, descending), number)
+
+
+def _ordered(x: Tensor, order: Tensor, axis: int) -> Tensor:
+    return record("take", x, order, _numbers(x, axis), axis=axis)
+
+
+@checked
+def top_k(x: Tensor, k: int, axis: Axis = -1, largest: bool = True) -> tuple[Tensor, Tensor]:
+    """The k largest elements along a dim, or the smallest, and their indices (i64), the first one first; of equal ones those before.
+
+    A NaN counts as the largest. A sharded dim is gathered first. Raises ProgramError for a k that the dim does not have.
+
+    Example: `x: f32[M, N]` gives `f32[M, 8]` and `i64[M, 8]` by `hw.top_k(x, 8)`.
+    """
+    location = Location.of_caller()
+    number = dim_of(x, axis, "top_k", location)
+    size = x.type.shape[number]
+    if isinstance(k, bool) or not isinstance(k, int) or k < 1 or (size.is_int and k > int(size)):
+        raise ProgramError(f"top_k: k={k!r} is not an int from 1 to {size}, the size of dim {number} of {x.type}", location)
+    order = argsort(x, number, largest)[(*(slice(None) for _ in range(number)), slice(k))]
+    return _ordered(x, order, number), order
+
+
+# --- whether ----------------------------------------------------------------------------------------------------------
+
+
+@_called("any")
+@checked
+def any(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, keepdims: bool = False) -> Tensor:
+    """Whether any element is true, of bools, or is not 0, over `axis` as in `max`; a NaN is not 0.
+
+    Example: `x: f32[M, N]` gives `bool[M]` by `hw.any(x, axis=-1)`.
+    """
+    return hw.max(_truth(x), axis, keepdims)
+
+
+@_called("all")
+@checked
+def all(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, keepdims: bool = False) -> Tensor:
+    """Whether all elements are true, of bools, or are not 0, over `axis` as in `max`; a NaN is not 0.
+
+    Example: `x: f32[M, N]` gives `bool[M]` by `hw.all(x, axis=-1)`.
+    """
+    return hw.min(_truth(x), axis, keepdims)
+
+
+def _truth(x: Tensor) -> Tensor:
+    return x if x.dtype.kind == "bool" else x != 0
+
+
+# --- shapes -----------------------------------------------------------------------------------------------------------
+
+
+@_called("stacked")
+@checked
+def stack(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
+    """The tensors, which are of one type, joined along a new dim at position `axis` of the result.
+
+    Raises ProgramError for an empty list, or tensors that do not fit.
+
+    Example: `hw.stack([a, b])` of two `f32[M, N]` is `f32[2, M, N]`.
+    """
+    location = Location.of_caller()
+    if isinstance(tensors, Tensor) or not tensors or not _each(isinstance(tensor, Tensor) for tensor in tensors):
+        raise ProgramError(f"stack: {tensors!r} is not a list of tensors of this fusion; write hw.stack([a, b])", location)
+    rank = tensors[0].ndim + 1
+    if not -rank <= axis < rank:
+        raise ProgramError(f"stack: axis {axis} is out of range: the result has {rank} dims", location)
+    return hw.concat([hw.expand_dims(tensor, axis) for tensor in tensors], axis % rank)
+
+
+@checked
+def split(x: Tensor, sections: int | Sequence[int], axis: Axis = 0) -> tuple[Tensor, ...]:
+    """x in parts along a dim, as torch splits it: of `sections` elements each, the last one maybe less, or of the lengths of a list.
+
+    Parts are views. Raises ProgramError for a dim of a size that is known by name alone, or lengths that are not all of it.
+
+    Example: `x: f32[M, 10]` gives `f32[M, 4]`, `f32[M, 4]` and `f32[M, 2]` by `hw.split(x, 4, axis=1)`.
+    """
+    location = Location.of_caller()
+    number = dim_of(x, axis, "split", location)
+    size = x.type.shape[number]
+    if not size.is_int:
+        raise ProgramError(f"split: {size}, dim {number} of {x.type}, is not known at compile time; take slices such as x[:4]", location)
+    whole = int(size)
+    if isinstance(sections, int):
+        step = sections
+        if step < 1:
+            raise ProgramError(f"split: {sections} elements are no part; give at least 1", location)
+        lengths = [min(step, whole - begin) for begin in range(0, whole, step)]
+    else:
+        lengths = list(sections)
+    if sum(lengths) != whole or _some(length < 1 for length in lengths):
+        raise ProgramError(f"split: parts of {lengths} are not the {whole} elements of dim {number} of {x.type}; correct them", location)
+    begins = [sum(lengths[:i]) for i in range(len(lengths))]
+    before = [slice(None)] * number
+    return tuple(x[(*before, slice(begin, begin + length))] for begin, length in zip(begins, lengths, strict=True))
+
+
+@checked
+def squeeze(x: Tensor, axis: Axis | tuple[Axis, ...]) -> Tensor:
+    """x without the dims `axis`, which have one element. A view. Raises ProgramError for others.
+
+    Example: `x: f32[M, 1]` becomes `f32[M]` by `hw.squeeze(x, 1)`.
+    """
+    location = Location.of_caller()
+    given = axis if isinstance(axis, tuple) else (axis,)
+    gone = {dim_of(x, one, "squeeze", location) for one in given}
+    for number in sorted(gone):
+        if x.type.shape[number] != Size():
+            raise ProgramError(f"squeeze: dim {number} of {x.type} has more than one element; take one by an index, or reduce it", location)
+    return hw.reshape(x, *(str(size) for i, size in enumerate(x.type.shape) if i not in gone)) if gone else x
+
+
+# --- losses -----------------------------------------------------------------------------------------------------------
+
+
+@_called("cross_entropy")
+@checked
+def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int = -100, reduction: str = "mean") -> Tensor:
+    """-log(softmax(logits)) at the target, as in torch.nn.functional: logits [..., V], of floats, and a target [...] of ints: f32, or f64.
+
+    `reduction` is "mean", over those targets that are not `ignore_index`, "sum", or "none", which has the shape of the target, with
+    zeros where it is ignored. Where V is sharded, ranks all-reduce the largest logit, the sum and the target's logit of each row, and
+    no logits are gathered. For targets out of range see `take`. Raises ProgramError for other shapes, or another reduction.
+
+    Example: `hw.cross_entropy(logits, target)` of `bf16[T, V@tp]` and `i64[T]` is `f32[]`.
+    """
+    location = Location.of_caller()
+    if reduction not in ("mean", "sum", "none"):
+        raise ProgramError(f"cross_entropy: reduction={reduction!r} is not 'mean', 'sum' or 'none'", location)
+    if logits.type.shape[:-1] != target.type.shape or not logits.ndim or logits.dtype.kind != "float":
+        why = f"{logits.type} and a target of {target.type} are not floats [..., V] and ints [...]"
+        raise ProgramError(f"cross_entropy: {why}; reshape them", location)
+    wide = _wide(logits)
+    shifted = wide - hw.max(wide, -1, keepdims=True)
+    is_counted = target != ignore_index if fits(ignore_index, target.dtype) else None
+    known = target if is_counted is None else hw.where(is_counted, target, 0)
+    at_target = squeeze(take_along_axis(shifted, hw.expand_dims(known, -1), -1), -1)
+    losses = hw.log(hw.sum(hw.exp(shifted), -1)) - at_target
+    losses = losses if is_counted is None else hw.where(is_counted, losses, 0.0)
+    if reduction == "none":
+        return losses
+    if reduction == "mean" and is_counted is None:
+        return hw.mean(losses)
+    total = hw.sum(losses)
+    return total if reduction == "sum" or is_counted is None else total / hw.sum(hw.astype(is_counted, losses.dtype))
+
+
+if not TYPE_CHECKING:
+    __all__ = public_names(globals())

@@ -1,0 +1,204 @@
+"""Ops that read or write where the elements of a tensor say, and those that take whole rows: sums so far, and orders.
+
+Of a dim that is indexed an op has `rows`, the numbers of the indices that the rank holds: of these it reads, or writes, the ones that
+are its own. So the dim may be sharded: what other ranks hold counts as zeros in a `take`, and is left out by a `scatter`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hostweave.fusion_ir.index_map import ONE, IndexMap, Labels, aligned, numbered
+from hostweave.fusion_ir.ir import Op
+from hostweave.fusion_ir.ops.attributes import AXIS, DESCENDING
+from hostweave.fusion_ir.ops.definition import (
+    INTS,
+    NUMBERS,
+    Mismatch,
+    OpDef,
+    Types,
+    broadcast,
+    checked_axis,
+    require,
+    unsharded,
+)
+from hostweave.types.size import Size
+from hostweave.types.tensor import Dim, TensorType, i64
+
+OPS: dict[str, OpDef] = {}
+
+INDEXED, OTHER = "v", "w"  # the labels of the dim that is indexed, and of its like in what has other indices
+
+
+def _replaced(type: TensorType, axis: int, size: Size) -> TensorType:
+    return TensorType(type.dtype, tuple(Dim(size if i == axis else dim) for i, dim in enumerate(type.shape)))
+
+
+def _rows(rows: TensorType, size: Size | None = None) -> Size:
+    """How many indices there are; as many as the dim has."""
+    if rows.dtype != i64 or len(rows.dims) != 1 or size not in (None, rows.shape[0]):
+        raise Mismatch(f"{rows} does not number the {'indices of a dim' if size is None else size} as i64; use iota")
+    return rows.shape[0]
+
+
+# --- indices that are checked -----------------------------------------------------------------------------------------
+
+
+def _index(types: Types, op: Op) -> TensorType:
+    require(types[0], INTS)
+    _rows(types[1])
+    return TensorType(i64, unsharded(types[0]).dims)
+
+
+def _checked(np: Any, ids: Any, rows: Any) -> Any:
+    wrong = (ids < 0) | (ids >= len(rows))
+    if wrong.any():
+        raise IndexError(f"index {ids[wrong].flat[0]} is out of range: it goes from 0 to {len(rows) - 1}")
+    return ids.astype(np.int64)
+
+
+def _indices(types: Types, op: Op) -> IndexMap:
+    labels = numbered(types[0].shape)
+    return IndexMap((labels, (INDEXED,)), labels, unwalked=frozenset((INDEXED,)))
+
+
+OPS["index"] = OpDef(2, _index, _indices, _checked, cpp="hw::index({0}, {1})", cost=2, whole="looked up")
+
+# --- elements at indices ----------------------------------------------------------------------------------------------
+
+
+def _one(type: TensorType, axis: int) -> TensorType:
+    return _replaced(type, axis, ONE)
+
+
+def _at(index: TensorType, axis: int, beside: TensorType) -> None:
+    if index.dtype != i64 or len(index.dims) != len(beside.dims):
+        raise Mismatch(f"{index} has no i64 index for each of the {len(beside.dims)} dims of {beside}; use index, and hw.expand_dims")
+
+
+def _take(types: Types, op: Op) -> TensorType:
+    x, index, rows = types
+    axis = checked_axis(op[AXIS], x)
+    _at(index, axis, x)
+    _rows(rows, x.shape[axis])
+    return _replaced(TensorType(x.dtype, broadcast((_one(x, axis), _one(index, axis)))), axis, index.shape[axis])
+
+
+def _held(np: Any, index: Any, rows: Any) -> tuple[Any, Any]:
+    """The place of each index among those that are here, and whether it is one of them."""
+    place = index - (rows[0] if len(rows) else 0)
+    held = (place >= 0) & (place < len(rows))
+    return np.where(held, place, 0), held
+
+
+def _taken(np: Any, x: Any, index: Any, rows: Any, axis: int) -> Any:
+    place, held = _held(np, index, rows)
+    shape = np.broadcast_shapes(index.shape, tuple(1 if i == axis else size for i, size in enumerate(x.shape)))
+    if not len(rows):
+        return np.zeros(shape, x.dtype)
+    whole = [x.shape[axis] if i == axis else size for i, size in enumerate(shape)]
+    taken = np.take_along_axis(np.broadcast_to(x, whole), np.broadcast_to(place, shape), axis)
+    return np.where(np.broadcast_to(held, shape), taken, np.zeros((), x.dtype))
+
+
+def _looked_up(types: Types, op: Op) -> IndexMap:
+    result = op.result.type.shape
+    labels = numbered(result)
+    x, index = (
+        tuple(label if i != op[AXIS] else own for i, label in enumerate(aligned(_but(type.shape, op[AXIS], result), result, labels)))
+        for type, own in ((types[0], INDEXED), (types[1], labels[op[AXIS]]))
+    )
+    return IndexMap((x, index, (INDEXED,)), labels, unwalked=frozenset((INDEXED,)))
+
+
+def _but(shape: tuple[Size, ...], axis: int, result: tuple[Size, ...]) -> tuple[Size, ...]:
+    """The shape with the result's size in the dim that is indexed."""
+    return tuple(result[i] if i == axis else size for i, size in enumerate(shape))
+
+
+OPS["take"] = OpDef(
+    3, _take, _looked_up, _taken, (AXIS,), cpp="{0}[{1} - {2}]", cost=4, partial="sum", whole="looked up", makes="taken", is_exact=True
+)
+
+# --- elements that go to indices --------------------------------------------------------------------------------------
+
+
+def _scatter(types: Types, op: Op) -> TensorType:
+    *into, index, source, rows = types
+    axis = checked_axis(op[AXIS], source)
+    _at(index, axis, source)
+    if index.shape[axis] != source.shape[axis]:
+        raise Mismatch(f"{index} does not have an index for each element of dim {axis} of {source}; make these dims equal")
+    if not into:
+        require(source, NUMBERS)
+    size = _rows(rows)
+    result = _replaced(TensorType(source.dtype, broadcast((_one(index, axis), _one(source, axis)))), axis, size)
+    for x in into:
+        if (x.dtype, x.shape) != (result.dtype, result.shape):
+            raise Mismatch(f"{source} does not go into {x}: that would be {result}; dims beside dim {axis} are equal, or 1 in the index")
+    return result
+
+
+def _scattered(np: Any, *arrays: Any, axis: int) -> Any:
+    *into, index, source, rows = arrays
+    place, held = _held(np, index, rows)
+    shape = np.broadcast_shapes(index.shape, source.shape)
+    place, held, source = (np.broadcast_to(array, shape) for array in (place, held, source))
+    grid = np.nonzero(held)
+    where = tuple(place[grid] if i == axis else at for i, at in enumerate(grid))
+    if into:
+        result = into[0].copy()
+        result[where] = source[grid]
+        return result
+    result = np.zeros([len(rows) if i == axis else size for i, size in enumerate(shape)], source.dtype)
+    np.add.at(result, where, source[grid])
+    return result
+
+
+def _sent(types: Types, op: Op) -> IndexMap:
+    """What is set lies where it lay; sums of what ranks have of the source are terms."""
+    *into, index, source, _ = types
+    result = op.result.type.shape
+    labels = numbered(result)
+    kept: Labels = tuple(INDEXED if i == op[AXIS] else label for i, label in enumerate(labels))
+    sources = [aligned(_but(type.shape, op[AXIS], result), result, labels) for type in (index, source)]
+    ends = [tuple(OTHER if i == op[AXIS] else label for i, label in enumerate(own)) for own in sources]
+    return IndexMap((*(kept for _ in into), *ends, (INDEXED,)), kept, unwalked=frozenset((INDEXED, OTHER)))
+
+
+_WRITES: dict[str, Any] = {"parts_lanes": True, "whole": "written by indices"}
+OPS["scatter"] = OpDef(4, _scatter, _sent, _scattered, (AXIS,), lane="hw::scatter", makes="scattered", **_WRITES)
+OPS["scatter_sum"] = OpDef(3, _scatter, _sent, _scattered, (AXIS,), lane="hw::scatter_sum", partial="sum", is_exact=True, **_WRITES)
+
+# --- of whole rows ----------------------------------------------------------------------------------------------------
+
+
+def _whole_rows(types: Types, op: Op) -> IndexMap:
+    labels = numbered(types[0].shape)
+    source, result = (tuple(own if i == op[AXIS] else label for i, label in enumerate(labels)) for own in (INDEXED, OTHER))
+    return IndexMap((source,), result, unwalked=frozenset((INDEXED, OTHER)))
+
+
+def _sums_so_far(types: Types, op: Op) -> TensorType:
+    require(types[0], NUMBERS)
+    checked_axis(op[AXIS], types[0])
+    return unsharded(types[0])
+
+
+def _order(types: Types, op: Op) -> TensorType:
+    require(types[0], NUMBERS)
+    checked_axis(op[AXIS], types[0])
+    return TensorType(i64, unsharded(types[0]).dims)
+
+
+def _argsort(np: Any, x: Any, axis: int, descending: bool = False) -> Any:
+    if not descending:
+        return np.argsort(x, axis=axis, stable=True)
+    backwards = np.flip(np.argsort(np.flip(x, axis), axis=axis, stable=True), axis)  # equal ones in their order
+    return x.shape[axis] - 1 - backwards
+
+
+OPS["cumsum"] = OpDef(
+    1, _sums_so_far, _whole_rows, lambda np, x, axis: np.cumsum(x, axis, x.dtype), (AXIS,), lane="hw::cumsum<{total}>", whole="added up"
+)
+OPS["argsort"] = OpDef(1, _order, _whole_rows, _argsort, (AXIS, DESCENDING), lane="hw::argsort<{descending}>", whole="ordered")

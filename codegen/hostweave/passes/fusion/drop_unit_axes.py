@@ -1,0 +1,58 @@
+"""Leaves out mesh axes of one rank, which split nothing: groups that are equal are then one, and a reshard over such an axis is nothing.
+
+    %h: f32[M@x,y, N] = negative(%v)                    # mesh(x=8, y=1)
+    %z: f32[M@x, N@y] pinned = reshard(%h)
+    %s: f32[M@x] partial(sum, y) = sum(%z, axis=(1,))
+
+becomes
+
+    %h: f32[M@x, N] = negative(%v)
+    %z: f32[M@x, N] pinned = reshard(%h)
+    %s: f32[M@x] = sum(%z, axis=(1,))
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hostweave.fusion_ir.ir import Fusion, Op, Value
+from hostweave.fusion_ir.ops import RESHARD_STEPS
+from hostweave.fusion_ir.ops.attributes import MESH_AXES
+from hostweave.fusion_ir.sharding import Axes, layout, partial_axes, with_layout
+from hostweave.options import Options
+from hostweave.types.mesh import Mesh
+from hostweave.types.tensor import TensorType
+
+
+def drop_unit_axes(fusion: Fusion, options: Options) -> Fusion:
+    """After it no type has a mesh axis of one rank, but for those that the types of the user's kernels name."""
+    types = {name: value.type for name, value in fusion.values().items()}
+    if all(size > 1 for mesh in {type.mesh_in(fusion.mesh) for type in types.values()} for _, size in mesh.axes):
+        return fusion
+    kept = {axis for kernel in fusion.user_kernels for type in (*kernel.inputs, *kernel.outputs) for axis in type.axes}
+
+    def without(axes: Axes, mesh: Mesh) -> Axes:
+        return tuple(axis for axis in axes if axis in kept or mesh.axis_size(axis) > 1)
+
+    def stripped(value: Value) -> Value:
+        type = value.type
+        mesh, partial = type.mesh_in(fusion.mesh), type.partial
+        if partial is not None:
+            left = without(partial.axes, mesh)
+            partial = replace(partial, axes=left) if left else None
+        return replace(value, type=with_layout(type, tuple(without(axes, mesh) for axes in layout(type)), partial))
+
+    def in_op(op: Op) -> Op:
+        result = stripped(op.result)
+        if op.kind in RESHARD_STEPS and _names(op, types[op.tensors[0]], kept, fusion.mesh):
+            return Op("reshard", op.operands, result, location=op.location)  # what is left of the step is found anew
+        return replace(op, result=result)
+
+    return replace(fusion, inputs=tuple(map(stripped, fusion.inputs)), ops=tuple(map(in_op, fusion.ops)))
+
+
+def _names(step: Op, source: TensorType, kept: set[str], program: Mesh) -> bool:
+    """Whether a step, or what it is of, names an axis that is left out."""
+    mesh = source.mesh_in(program)
+    named = {*(step[MESH_AXES].names if MESH_AXES.name in dict(step.attributes) else ()), *source.axes, *partial_axes(source)} - kept
+    return any(mesh.axis_size(axis) == 1 for axis in named)

@@ -1,0 +1,80 @@
+"""Communication outside of chunk loops runs beside ops that do not need its result, on a stream of its own.
+
+    %y: bf16[M, N] = matmul(%x, %v)
+    %w_gathered: bf16[N, K] = all_gather(%w, dim=0, axes=(x))
+    %z: bf16[M, K] = matmul(%y, %w_gathered)
+
+becomes
+
+    %w_gathered: bf16[N, K] async = all_gather(%w, dim=0, axes=(x))
+    %y: bf16[M, N] = matmul(%x, %v)
+    %z: bf16[M, K] = matmul(%y, %w_gathered)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hostweave.fusion_ir.ir import Fusion, Op
+from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS, TO_OTHER_MESHES
+from hostweave.options import Options
+from hostweave.tune.cost import seconds
+
+ENOUGH = 10e-6  # seconds of communication that must be hidden, by the cost model: what a fork and a wait cost, with room
+
+
+def overlap_communication(fusion: Fusion, options: Options) -> Fusion:
+    """After it each communication stands as early as hides it, and is `async` where that pays at the typical sizes.
+
+    It goes up past what takes as long as it does itself, and no further: what it receives takes memory from there on. Past another
+    communication it does not go, so that all keep their order.
+    """
+    if options.overlap == "off":
+        return fusion
+    times = {op.result.name: seconds(op, fusion, options.sizes) for op in fusion.ops}
+    ops = list(fusion.ops)
+    for op in filter(_may_be_async, fusion.ops):
+        place, name = ops.index(op), op.result.name
+        earlier = _earliest(ops, place, times)
+        beside = sum(times[other.result.name] for other in ops[earlier : _first_use(ops, place)] if not _communicates(other))
+        if min(beside, times[name]) >= ENOUGH:
+            del ops[place]
+            ops.insert(earlier, replace(op, result=replace(op.result, is_async=True)))
+    return replace(fusion, ops=tuple(ops))
+
+
+def _may_be_async(op: Op) -> bool:
+    is_collective = op.kind in RESHARD_STEPS and op.kind not in TO_OTHER_MESHES and not OPS[op.kind].is_view
+    return is_collective and op.result.stream is None
+
+
+def _communicates(op: Op) -> bool:
+    if op.callee:
+        return any(map(_communicates, op.callee.all_ops))
+    return op.kind in RESHARD_STEPS and not OPS[op.kind].is_view
+
+
+def _earliest(ops: Sequence[Op], place: int, times: dict[str, float]) -> int:
+    """Where the op at `place` may stand such that what it goes past hides it; no later than it stands."""
+    op, best, passed = ops[place], place, 0.0
+    for at in range(place - 1, -1, -1):
+        other = ops[at]
+        if passed >= times[op.result.name] or other.result.name in op.tensors or _communicates(other):
+            break
+        passed += times[other.result.name]
+        in_loop = at > 0 and other.result.stream and ops[at - 1].result.stream
+        if times[other.result.name] and not in_loop:  # a loop stays in one piece
+            best = at
+    return best
+
+
+def _first_use(ops: Sequence[Op], place: int) -> int:
+    """The place of the first op that takes what the op at `place` makes, or a view of it."""
+    views = {ops[place].result.name}
+    for at in range(place + 1, len(ops)):
+        if not views.isdisjoint(ops[at].tensors):
+            if not OPS[ops[at].kind].is_view:
+                return at
+            views.add(ops[at].result.name)
+    return len(ops)

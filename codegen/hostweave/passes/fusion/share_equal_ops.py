@@ -1,0 +1,44 @@
+"""Computes what is equal once: ops of one kind, with the same operands and attributes, that make the same of it; reshards, too.
+
+    %a: f32[M@x, K] = multiply(%x, %s)
+    %b: f32[M@x, K] = multiply(%x, %s)
+    %y: f32[M@x, K] = add(%a, %b)
+
+becomes
+
+    %a: f32[M@x, K] = multiply(%x, %s)
+    %y: f32[M@x, K] = add(%a, %a)
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hostweave.fusion_ir.ir import Fusion, Op
+from hostweave.fusion_ir.rewriting import consumers
+from hostweave.options import Options
+
+
+def share_equal_ops(fusion: Fusion, options: Options) -> Fusion:
+    """After it no two such ops are left but kernels of the user, which may do more than they return, and what a stream loop makes or reads.
+
+    What is returned is made by an op of its own: a copy of what is there. What takes no operands each kernel makes for itself.
+    """
+    uses = consumers(fusion)
+    same: dict[str, str] = {}  # what is left out -> what is used in its place
+    known: dict[object, str] = {}
+    ops: list[Op] = []
+    for op in fusion.ops:
+        name = op.result.name
+        op = replace(op, operands=tuple(same.get(o, o) if isinstance(o, str) else o for o in op.operands))
+        is_alone = op.result.stream or any(user and user.result.stream for user in uses[name])
+        if op.operands and op.kind not in ("kernel", "copy") and not is_alone and not (op.callee and op.callee.user_kernels):
+            key = op.kind, op.compared, op.result.type, op.callee and op.callee.name
+            before = known.setdefault(key, name)
+            if before != name and None not in uses[name]:
+                same[name] = before
+                continue
+            if before != name and op.kind != "output":
+                op = Op("copy", (before,), op.result, location=op.location)
+        ops.append(op)
+    return replace(fusion, ops=tuple(ops))

@@ -1,0 +1,178 @@
+"""Moves the reduction of partial sums past ops that are linear, to where the fewest bytes are reduced.
+
+    %a_partial: f32[M, K] partial(sum, x) = matmul(%p, %v)
+    %a: f32[M, K] = reshard(%a_partial)
+    %b_partial: f32[M, K] partial(sum, x) = matmul(%q, %w)
+    %b: f32[M, K] = reshard(%b_partial)
+    %y: f32[M, K] = add(%a, %b)
+
+becomes
+
+    %a_partial: f32[M, K] partial(sum, x) = matmul(%p, %v)
+    %b_partial: f32[M, K] partial(sum, x) = matmul(%q, %w)
+    %y_partial: f32[M, K] partial(sum, x) = add(%a_partial, %b_partial)
+    %y: f32[M, K] = reshard(%y_partial)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from hostweave.base.errors import ProgramError
+from hostweave.base.min_cut import INFINITE, min_cut
+from hostweave.fusion_ir.ir import Fusion, Op, Value
+from hostweave.fusion_ir.ops import OPS, operand_types
+from hostweave.fusion_ir.resharding import cost
+from hostweave.fusion_ir.rewriting import Names, consumers
+from hostweave.fusion_ir.sharding import flow, layout, partial_of, with_layout
+from hostweave.options import Options
+from hostweave.types.tensor import TensorType
+
+Edge = tuple[tuple[str, str], tuple[str, str], int]
+TERMS, SUMS = ("terms", ""), ("sums", "")  # the two sides of the cut
+
+
+def sink_reductions(fusion: Fusion, options: Options) -> Fusion:
+    """After it a partial sum is reduced once, as late as that saves bytes, or communications of as many bytes.
+
+    What the user streams or pins is not passed, nor is an op that would need more of its other operands than is there.
+    """
+    sinking = _Sinking(fusion, options)
+    return sinking.rewritten(min_cut(sinking.edges(), TERMS, SUMS)) if sinking.passing else fusion
+
+
+@dataclass(frozen=True)
+class _Terms:
+    """How a value is computed as terms: from `operands`, of which `summed` are terms of other values, by an op of this result type."""
+
+    type: TensorType
+    operands: tuple[str, ...]
+    summed: tuple[str, ...]
+
+
+class _Sinking:
+    """A value is on the side of the terms where it is made as such; it is reduced there where something needs its sum."""
+
+    def __init__(self, fusion: Fusion, options: Options):
+        self.fusion, self.sizes = fusion, options.sizes
+        self.types = {name: value.type for name, value in fusion.values().items()}
+        self.made = {op.result.name: op for op in fusion.ops}
+        self.uses = consumers(fusion)
+        self.sums: dict[str, Op] = {}  # the reshards of what is partial, by what they make
+        self.passing: dict[str, _Terms] = {}  # the ops that can be computed on terms, by what they make
+        for op in fusion.ops:
+            if op.kind == "reshard" and self.is_sum(op):
+                self.sums[op.result.name] = op
+            elif (terms := self.passed(op)) is not None:
+                self.passing[op.result.name] = terms
+
+    def is_sum(self, op: Op) -> bool:
+        source, result = self.types[op.tensors[0]], op.result
+        return source.partial is not None and not (result.type.partial or result.stream) and source.mesh == result.type.mesh
+
+    # --- what can be computed on terms ---
+
+    def passed(self, op: Op) -> _Terms | None:
+        """How an op is computed on the terms of operands; None where it cannot be."""
+        summed = tuple(name for name in dict.fromkeys(op.tensors) if self.passes_on(name))
+        if not summed or not OPS[op.kind].linear or op.result.stream or op.result.pinned:
+            return None
+        if op.result.type.partial and not all(user and user.kind == "reshard" and self.is_sum(user) for user in self.uses[op.result.name]):
+            return None
+        for operands in (op.tensors, tuple(name if name in summed else self.before_slice(name) for name in op.tensors)):
+            types = {name: self.terms_type(name) if name in summed else self.types[name] for name in operands}
+            named = self.renamed(op, operands)
+            given = operand_types(named, types)
+            rule = flow(named, given, self.fusion.mesh)
+            try:
+                partial = partial_of(named, given, rule)
+            except ProgramError:
+                continue
+            if rule.operands(rule.result) == tuple(map(layout, given)):
+                return _Terms(with_layout(op.result.type, rule.result, partial), operands, summed)
+        return None
+
+    def passes_on(self, name: str) -> bool:
+        """Whether terms of a value are there for other ops: a sum that the user states is to be made."""
+        return name in self.passing or (name in self.sums and not self.made[name].result.pinned)
+
+    def terms_type(self, name: str) -> TensorType:
+        """The type of the terms of a value."""
+        if name in self.passing:
+            return self.passing[name].type
+        (source,) = self.sums[name].tensors
+        return self.terms_type(source) if source in self.passing else self.types[source]
+
+    def before_slice(self, name: str) -> str:
+        """What a local slice is of."""
+        op = self.made.get(name)
+        is_inserted = op is not None and op.kind == "reshard" and not op.result.pinned and not op.result.stream
+        return op.tensors[0] if op and is_inserted and self.types[op.tensors[0]].mesh == self.types[name].mesh else name
+
+    def renamed(self, op: Op, tensors: tuple[str, ...]) -> Op:
+        names = iter(tensors)
+        return replace(op, operands=tuple(next(names) if isinstance(operand, str) else operand for operand in op.operands))
+
+    # --- what is cheapest ---
+
+    def edges(self) -> Iterator[Edge]:
+        """The graph of which a cut costs what it reduces: each value, and what needs its sum."""
+        for name, op in self.sums.items():
+            (source,) = op.tensors
+            if source in self.passing:  # reduced along other axes, and on the side of the sums along these alone
+                yield TERMS, ("value", name), self.cost(self.types[source], name)
+                yield ("value", name), ("value", source), INFINITE
+                yield ("value", source), ("value", name), INFINITE
+            else:
+                yield TERMS, ("value", name), INFINITE
+            yield from self.edges_of_sum(name)
+        for name, terms in self.passing.items():
+            yield from ((("value", name), ("value", operand), INFINITE) for operand in terms.summed)
+            if not terms.type.partial or not self.types[name].partial:
+                yield from self.edges_of_sum(name)
+
+    def edges_of_sum(self, name: str) -> Iterator[Edge]:
+        """A value's terms are reduced unless all that uses it is computed on terms as well."""
+        yield ("value", name), ("sum", name), self.cost(self.terms_type(name), name)
+        for user in self.uses[name]:
+            is_passing = user is not None and name in (self.passing[user.result.name].summed if user.result.name in self.passing else ())
+            yield ("sum", name), ("value", user.result.name) if user and is_passing else SUMS, INFINITE
+
+    def cost(self, terms: TensorType, name: str) -> int:
+        """Of the reduction to a value, or to what the only reshard of it makes: bytes, and of as many the fewest communications."""
+        moved, count = cost(terms, self.reduced_to(name).type, self.fusion.mesh, self.sizes)
+        return int(moved * 2**20) + count
+
+    def reduced_to(self, name: str) -> Value:
+        """The value, or the reshard that is all that uses it: then that reduces the terms."""
+        users = self.uses[name]
+        user = users[0] if len(users) == 1 else None
+        is_next = user and user.kind == "reshard" and user.result.type.mesh == self.types[name].mesh and not self.made[name].result.pinned
+        return user.result if user and is_next and name in self.passing else self.made[name].result
+
+    # --- the program with reductions where the cut is ---
+
+    def rewritten(self, side: set[tuple[str, str]]) -> Fusion:
+        names, ops = Names(self.fusion), list[Op]()
+        terms: dict[str, str] = {}  # a value -> its terms
+        for op in self.fusion.ops:
+            name = op.result.name
+            passing = self.passing.get(name) if ("value", name) in side else None
+            is_needed = ("sum", name) not in side
+            if passing:
+                operands = tuple(terms[operand] if operand in passing.summed else operand for operand in passing.operands)
+                is_term_alone = not is_needed or op.result.type.partial or self.reduced_to(name).name != name
+                term = Value(name if is_term_alone else names.new(f"{name}_partial"), passing.type)
+                terms[name] = term.name
+                ops.append(replace(self.renamed(op, operands), result=term))
+                if is_term_alone:
+                    continue
+                op = Op("reshard", (term.name,), op.result, location=op.location)
+            elif name in self.sums and ("value", name) in side:
+                (source,) = op.tensors
+                terms[name] = terms.get(source, source)
+                if not is_needed:
+                    continue
+            ops.append(op)
+        return replace(self.fusion, ops=tuple(ops))

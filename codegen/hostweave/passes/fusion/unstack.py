@@ -1,0 +1,50 @@
+"""Takes what is stacked and taken from the stack again as it was before, where nothing is done to the stack as a whole.
+
+    %a_1: f32[1, M] = expand_dims(%a, axis=(0,))
+    %b_1: f32[1, M] = expand_dims(%b, axis=(0,))
+    %s: f32[2, M] = concat(%a_1, %b_1, axis=0)
+    %c: f32[M] = select(%s, axis=0, index=1)
+    %y: f32[M] = exp(%c)
+
+becomes
+
+    %y: f32[M] = exp(%b)
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hostweave.fusion_ir.ir import Fusion, Op
+from hostweave.fusion_ir.ops.attributes import AXES, AXIS, INDEX
+from hostweave.fusion_ir.rewriting import eliminate_dead_code
+from hostweave.options import Options
+
+
+def unstack(fusion: Fusion, options: Options) -> Fusion:
+    """After it a stack is left where its terms are reduced together, as those of a variance are, or where it is used as one tensor."""
+    made = {op.result.name: op for op in fusion.ops}
+    types = {name: value.type for name, value in fusion.values().items()}
+    same: dict[str, str] = {}
+    ops: list[Op] = []
+    for op in fusion.ops:
+        op = replace(op, operands=tuple(same.get(o, o) if isinstance(o, str) else o for o in op.operands))
+        source = _stacked(op, made)
+        is_itself = source is not None and types[source] == op.result.type and not op.result.stream
+        if source is not None and is_itself and op.result.name not in fusion.outputs:
+            same[op.result.name] = same.get(source, source)
+        else:
+            ops.append(op)
+    return replace(fusion, ops=eliminate_dead_code(ops, fusion.outputs)) if same else fusion
+
+
+def _stacked(op: Op, made: dict[str, Op]) -> str | None:
+    """What a select takes of a concat of values to which a dim was given."""
+    stack = made.get(op.tensors[0]) if op.kind == "select" else None
+    if stack is None or stack.kind != "concat" or stack[AXIS] != op[AXIS] or stack.result.stream:
+        return None
+    pieces = [made.get(name) for name in stack.tensors]
+    if not all(piece and piece.kind == "expand_dims" and piece[AXES] == (op[AXIS],) and not piece.result.stream for piece in pieces):
+        return None
+    piece = pieces[op[INDEX]]
+    return piece.tensors[0] if piece else None

@@ -1,0 +1,72 @@
+"""Communication beside the rest (`async`): on a stream of its own, with an event for each value that something waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from hostweave.base.names import unique_name
+from hostweave.fusion_ir.ir import Op
+from hostweave.fusion_ir.ops import RESHARD_STEPS, TO_OTHER_MESHES
+from hostweave.host_ir import ir
+from hostweave.host_ir.builder import Builder
+from hostweave.host_ir.expr import Const
+from hostweave.passes.lower.dataflow import Dataflow
+
+COMM = "comm"  # the stream of what communicates beside the rest
+
+
+class Asynchronous:
+    """Puts communications on their stream, and has the caller's stream wait for each of them where it needs its result."""
+
+    def __init__(self, flow: Dataflow, b: Builder):
+        self.flow, self.b = flow, b
+        self.events: list[ir.Events] = []
+        self.pending: dict[str, str] = {}  # values that the caller's stream has not waited for, and their events; "" has none
+        self.is_forked = False
+
+    def takes(self, op: Op) -> bool:
+        is_reshard = op.kind in RESHARD_STEPS and op.result.is_async and op.result.stream is None
+        return is_reshard and not self.flow.is_view(op) and op.kind not in TO_OTHER_MESHES
+
+    def run(self, op: Op, communicate: Callable[[], None]) -> None:
+        """What `communicate` emits, after all that the caller's stream has by now."""
+        name = op.result.name
+        with self.b.nested() as body:
+            communicate()
+            self.pending[name] = self._event(name) if self._is_read(name) else ""
+            if self.pending[name]:
+                self.b.emit(ir.Record(self.pending[name], Const(0)))
+        self.b.emit(ir.Fork(COMM))
+        self.is_forked = True
+        self.b.emit(ir.OnStream(COMM, Const(0), tuple(body)))
+
+    def _event(self, name: str) -> str:
+        self.events.append(ir.Events(unique_name(f"{name}_ready", {events.name for events in self.events}), 1))
+        return self.events[-1].name
+
+    def _is_read(self, name: str) -> bool:
+        """Whether an op reads a value, or a view of it; else it is returned alone, and the end of the body waits."""
+        return any(not self.flow.is_view(op) or self._is_read(op.result.name) for op in self.flow.consumers[name])
+
+    def settle(self, ops: Iterable[Op]) -> None:
+        """Waits for what these ops read, and for everything where they call what communicates itself."""
+        for op in ops:
+            if self.flow.is_view(op) or self.takes(op):  # it touches no memory, or does so on the same stream
+                continue
+            for name in op.tensors:
+                self.wait_for(name)
+            if op.callee and any(step.kind in RESHARD_STEPS and step.kind != "shard" for step in op.callee.all_ops):
+                self.join()
+
+    def wait_for(self, name: str) -> None:
+        """Before the caller's stream reads this value."""
+        if event := self.pending.get(self.flow.viewed(name)):
+            self.b.emit(ir.Wait(event, Const(0)))
+            del self.pending[self.flow.viewed(name)]
+
+    def join(self) -> None:
+        """Waits for all that runs beside the caller's stream: also for what frees memory there behind an event."""
+        if self.is_forked:
+            self.b.emit(ir.Join(COMM))
+            self.is_forked = False
+            self.pending.clear()

@@ -1,0 +1,44 @@
+// Memory of the current device.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <utility>
+
+#include "hostweave/check.h"
+
+namespace hw {
+
+class DeviceMemory {
+ public:
+  DeviceMemory() = default;
+  ~DeviceMemory() { cudaFree(data_); }
+  DeviceMemory(DeviceMemory&& other) noexcept { swap(other); }
+  DeviceMemory& operator=(DeviceMemory other) noexcept {
+    swap(other);
+    return *this;
+  }
+
+  // At least so many bytes. Where there are fewer, others take their place.
+  void* reserve(size_t bytes) {
+    if (bytes > bytes_) {
+      bytes_ = 0;
+      HW_CHECK(cudaFree(std::exchange(data_, nullptr)));  // waits for the calls in flight
+      HW_CHECK(cudaMalloc(&data_, bytes));
+      bytes_ = bytes;
+    }
+    return data_;
+  }
+  void* data() const { return data_; }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  void swap(DeviceMemory& other) noexcept {
+    std::swap(data_, other.data_);
+    std::swap(bytes_, other.bytes_);
+  }
+  void* data_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+}  // namespace hw

@@ -1,0 +1,218 @@
+// What kernels call for ops that read or write where an element says, or that take all along a dim together: a lane. A thread has
+// a lane of its own, or a part of one, where neighbouring lanes lie side by side, else a block has it.
+#pragma once
+#include "hostweave/rows.h"
+
+#ifndef __CUDACC__
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <vector>
+#endif
+
+namespace hw {
+
+// One of n indices. On a GPU what is out of range becomes the nearest one; the CPU device fails the call.
+template <class T>
+HW_DEVICE int64_t index(T id, int64_t n) {
+  const bool below = id < T(1) && id != T(0), above = !below && static_cast<uint64_t>(id) >= static_cast<uint64_t>(n);
+#ifdef __CUDACC__
+  return below ? 0 : above ? n - 1 : static_cast<int64_t>(id);
+#else
+  if (below || above) {
+    throw std::out_of_range("index " + std::to_string(id) + " is out of range: it goes from 0 to " + std::to_string(n - 1));
+  }
+  return static_cast<int64_t>(id);
+#endif
+}
+
+// The first of the numbers of the indices that a rank holds, of which there may be none.
+HW_DEVICE int64_t first(const int64_t* rows, int64_t n) { return n > 0 ? rows[0] : 0; }
+
+template <class T>
+struct Lane {
+  T* first;
+  int64_t length, stride;
+
+  HW_DEVICE T& operator[](int64_t i) const { return first[i * stride]; }
+};
+template <class T>
+HW_DEVICE Lane<T> lane(T* first, int64_t length, int64_t stride) {
+  return {first, length, stride};
+}
+
+// An element as sums and comparisons take it, and a sum as an element.
+template <class T>
+HW_DEVICE auto accumulated(T x) {
+  if constexpr (__is_class(T)) {
+    return static_cast<float>(x);
+  } else {
+    return x;
+  }
+}
+template <class T, class Total>
+HW_DEVICE T from_total(const Total& total) {
+  if constexpr (__is_class(T)) {
+    return T(static_cast<float>(total));
+  } else {
+    return static_cast<T>(total);
+  }
+}
+
+#ifdef __CUDACC__
+struct Lanes : ThreadGroup<1> {
+  static __device__ void sync() {}
+};
+struct BlockLanes : ThreadGroup<0> {
+  static __device__ void sync() { __syncthreads(); }
+};
+
+// The sum of what threads up to this one have, and that of all.
+template <class T>
+__device__ T sums_so_far(BlockLanes, T value, T& all) {
+  __shared__ T of_warps[32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const T before = __shfl_up_sync(~0u, value, distance);
+    if (lane >= distance) value += before;
+  }
+  __syncthreads();  // until the sums before have been read
+  if (lane == 31) of_warps[warp] = value;
+  __syncthreads();
+  all = T(0);
+  for (int other = 0; other < warps; ++other) {
+    if (other == warp) value += all;
+    all += of_warps[other];
+  }
+  return value;
+}
+#else
+struct Lanes : ThreadGroup<1> {
+  static void sync() {}
+};
+using BlockLanes = Lanes;
+#endif
+
+// A lane, and which of the threads is asked that share it without a need to meet. Threads of one number take neighbouring lanes.
+struct LanePart {
+#ifdef __CUDACC__
+  static constexpr int kParts = kLaneParts;
+#else
+  static constexpr int kParts = 1;
+#endif
+  int64_t index;
+  int part;
+
+  HW_DEVICE operator int64_t() const { return index; }
+  HW_DEVICE int thread() const { return part; }
+  HW_DEVICE int threads() const { return kParts; }
+};
+
+struct LaneParts {  // for (const LanePart i : LaneParts{n})
+  int64_t n;
+
+  struct Iterator {
+    Walk<int64_t>::Iterator at;
+    int64_t n;
+    HW_DEVICE LanePart operator*() const { return {*at % n, static_cast<int>(*at / n)}; }
+    HW_DEVICE void operator++() { ++at; }
+    HW_DEVICE bool operator!=(const Iterator& end) const { return at != end.at; }
+  };
+  HW_DEVICE Iterator begin() const { return {over_grid(n * LanePart::kParts).begin(), n}; }
+  HW_DEVICE Iterator end() const { return {over_grid(n * LanePart::kParts).end(), n}; }
+};
+
+// y[i] is the sum of x[0] to x[i].
+template <class Total, class T, class U>
+HW_DEVICE void cumsum(Lanes, Lane<T> x, Lane<U> y) {
+  Total total{};
+  for (int64_t i = 0; i < y.length; ++i) {
+    total += accumulated(x[i]);
+    y[i] = from_total<U>(total);
+  }
+}
+#ifdef __CUDACC__
+template <class Total, class T, class U>
+__device__ void cumsum(BlockLanes block, Lane<T> x, Lane<U> y) {
+  Total before{};
+  for (int64_t tile = 0; tile < y.length; tile += block.threads()) {
+    const int64_t i = tile + block.thread();
+    Total all;
+    const Total sum = sums_so_far(block, i < y.length ? Total(accumulated(x[i])) : Total(0), all);
+    if (i < y.length) y[i] = from_total<U>(before + sum);
+    before += all;
+  }
+}
+#endif
+
+// Whether a goes before b. A NaN counts as the largest.
+template <bool kDescending, class T>
+HW_DEVICE bool goes_before(T a, T b) {
+  const bool a_is_nan = a != a, b_is_nan = b != b;
+  if (a_is_nan || b_is_nan) return a_is_nan != b_is_nan && (kDescending ? a_is_nan : b_is_nan);
+  return kDescending ? b < a : a < b;
+}
+
+// The indices of x in the order of its elements, of equal ones in their own. On a GPU by a network in which the smaller of two
+// goes to the smaller place: what is past the end would stay there (Batcher, "Sorting networks and their applications", 1968).
+template <bool kDescending, class Group, class T>
+HW_DEVICE void argsort(Group group, Lane<T> x, Lane<int64_t> order) {
+  const int64_t n = order.length;
+  const auto comes_first = [&](int64_t a, int64_t b) {
+    const auto left = accumulated(x[a]), right = accumulated(x[b]);
+    if (goes_before<kDescending>(left, right)) return true;
+    return !goes_before<kDescending>(right, left) && a < b;
+  };
+#ifdef __CUDACC__
+  const auto put = [&](int64_t i, int64_t other) {
+    if (other <= i || other >= n) return;
+    const int64_t a = order[i], b = order[other];
+    if (comes_first(b, a)) order[i] = b, order[other] = a;
+  };
+  for (int64_t i = group.thread(); i < n; i += group.threads()) order[i] = i;
+  for (int64_t length = 2; length / 2 < n; length *= 2) {
+    group.sync();
+    for (int64_t i = group.thread(); i < n; i += group.threads()) put(i, i ^ (length - 1));
+    for (int64_t distance = length / 4; distance > 0; distance /= 2) {
+      group.sync();
+      for (int64_t i = group.thread(); i < n; i += group.threads()) put(i, i ^ distance);
+    }
+  }
+#else
+  static_cast<void>(group);
+  std::vector<int64_t> sorted(n);
+  for (int64_t i = 0; i < n; ++i) sorted[i] = i;
+  std::sort(sorted.begin(), sorted.end(), comes_first);
+  for (int64_t i = 0; i < n; ++i) order[i] = sorted[i];
+#endif
+}
+
+// Calls write(i, place) for those elements i of a source that go to a place which the rank holds. A place belongs to one thread,
+// so that what goes there comes in the order of the source.
+template <class Group, class Write>
+HW_DEVICE void for_each_sent(Group group, Lane<const int64_t> index, Lane<const int64_t> rows, Write write) {
+  const int64_t begin = first(rows.first, rows.length);
+  for (int64_t i = 0; i < index.length; ++i) {
+    const int64_t place = index[i] - begin;
+    if (place >= 0 && place < rows.length && place % group.threads() == group.thread()) write(i, place);
+  }
+}
+
+// x, with the elements of a source in places that an index says: of several the last one.
+template <class Group, class T>
+HW_DEVICE void scatter(Group group, Lane<const T> x, Lane<const int64_t> index, Lane<const T> source, Lane<const int64_t> rows,
+                       Lane<T> y) {
+  for (int64_t i = group.thread(); i < y.length; i += group.threads()) y[i] = x[i];
+  for_each_sent(group, index, rows, [&](int64_t i, int64_t place) { y[place] = source[i]; });
+}
+
+// Sums of the elements of a source that go to a place.
+template <class Group, class T>
+HW_DEVICE void scatter_sum(Group group, Lane<const int64_t> index, Lane<const T> source, Lane<const int64_t> rows, Lane<T> y) {
+  for (int64_t i = group.thread(); i < y.length; i += group.threads()) y[i] = T(0.0f);
+  for_each_sent(group, index, rows,
+                [&](int64_t i, int64_t place) { y[place] = from_total<T>(accumulated(y[place]) + accumulated(source[i])); });
+}
+
+}  // namespace hw

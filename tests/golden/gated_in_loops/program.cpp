@@ -1,0 +1,179 @@
+// kernel @maximum_minimum_multiply_h(%g: bf16[M, local(F, x)], %u: bf16[M, local(F, x)]) {
+//   %maximum_g: bf16[M, local(F, x)] = maximum(%g, -1.0)
+//   %minimum_g: bf16[M, local(F, x)] = minimum(%maximum_g, 1.0)
+//   %h: bf16[M, local(F, x)] = multiply(%minimum_g, %u)
+// }  # ends here: matmul uses %h
+// kernel @sum_y(%y_landing: bf16[4, M/4, K]) {
+//   %y: bf16[M/4, K] = sum(%y_landing, axis=(0,))
+// }
+// host @gated_in_loops(%x: bf16[M@x, K], %gate: bf16[K, F@x], %up: bf16[K, F@x], %down: bf16[F@x, K]) -> (%y: bf16[M@x, K])
+// mesh(x=4) channels(x: x two_sided) streams(ring[4]) uneven(F) {
+//   %g = allocate bf16[M, local(F, x)]
+//   %u = allocate bf16[M, local(F, x)]
+//   fork ring
+//   for %i in 0..4 {
+//     %p = (rank.x + %i) % 4
+//     stream ring[%i] {
+//       %x_gathered = allocate bf16[M/4, K]
+//       if %p != rank.x {
+//         group {
+//           recv %x_gathered from %p on x
+//           send %x to (rank.x - %i) % 4 on x
+//         }
+//       }
+//       %g_i = chunk %g[0: %p of 4]
+//       %x_chunk = choose %x if %p == rank.x else %x_gathered
+//       matmul %x_chunk, %gate -> %g_i
+//       %u_i = chunk %u[0: %p of 4]
+//       matmul %x_chunk, %up -> %u_i
+//     }
+//   }
+//   join ring
+//   %h = reshape %g to [M, local(F, x)]
+//   launch @maximum_minimum_multiply_h %g, %u -> %h
+//   deallocate %u
+//   %y_landing = allocate bf16[4, M/4, K]
+//   fork ring
+//   for %j in 0..4 {
+//     %q = (rank.x + 1 + %j) % 4
+//     stream ring[%j] {
+//       %h_j = chunk %h[0: %q of 4]
+//       %matmul_down = allocate bf16[M/4, K]
+//       %p_2 = (rank.x - 1 - %j) % 4
+//       %y_landing_j = select %y_landing[0: %p_2]
+//       %matmul_down_chunk = choose %y_landing_j if %q == rank.x else %matmul_down
+//       matmul %h_j, %down -> %matmul_down_chunk
+//       if %q != rank.x {
+//         group {
+//           recv %y_landing_j from %p_2 on x
+//           send %matmul_down to %q on x
+//         }
+//       }
+//     }
+//   }
+//   join ring
+//   launch @sum_y %y_landing -> %y
+// }
+#include "program.h"
+
+#include "hostweave/check.h"
+#include "hostweave/group.h"
+#include "hostweave/shards.h"
+#include "kernels.h"
+
+namespace programs::gated_in_loops {
+
+Program::Program(hw::Rank& rank)
+    : rank_(rank.expect_world(kWorld)),
+      channel_x_(rank.channel(kMesh, "x", 4)),
+      ring_(rank, "ring", 4),
+      plan_g_(rank, CUDA_R_16BF, CUDA_R_16BF),
+      plan_matmul_down_(rank, CUDA_R_16BF, CUDA_R_16BF) {
+  HW_CHECK(hw::load(maximum_minimum_multiply_h));
+  HW_CHECK(hw::load(sum_y));
+}
+
+Sizes Program::check(const Inputs& in) const {
+  in.x.expect("x", "bf16[M/4, K]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
+  const int64_t M = in.x.dim(0) * 4;
+  const int64_t K = in.x.dim(1);
+  in.gate.expect("gate", "bf16[K, local(F, x)]", CUDA_R_16BF, {K, hw::kAny}, rank_.device());
+  const int64_t F = in.gate.whole_dim(1, 4);
+  const int64_t F_x = hw::local_size(F, 4, rank_.index());
+  in.gate.expect("gate", "bf16[K, local(F, x)]", CUDA_R_16BF, {K, F_x}, rank_.device());
+  in.up.expect("up", "bf16[K, local(F, x)]", CUDA_R_16BF, {K, F_x}, rank_.device());
+  in.down.expect("down", "bf16[local(F, x), K]", CUDA_R_16BF, {F_x, K}, rank_.device());
+  return {M, K, F, F_x};
+}
+
+OutputShapes Program::output_shapes(const Inputs& in) const {
+  const auto [M, K, F, F_x] = check(in);
+  return {.y = {M / 4, K}};
+}
+
+void Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  if (prepared_ == sizes) return;
+  const auto [M, K, F, F_x] = sizes;
+  prepared_.reset();
+  plan_g_.prepare({M / 4, K}, {K, F_x}, {M / 4, F_x});
+  plan_matmul_down_.prepare({M / 4, F_x}, {F_x, K}, {M / 4, K});
+  hw::MemoryPlan memory;
+  // Never in use at once, so that they may share bytes:
+  // - u_, y_landing_
+  // - x_gathered_, matmul_down_
+  memory.allocate(g_, M * F_x);
+  memory.allocate(u_, M * F_x);
+  memory.allocate(x_gathered_, M / 4 * K, ring_);
+  memory.join(ring_);
+  memory.free(u_);
+  memory.allocate(y_landing_, M * K);
+  memory.allocate(matmul_down_, M / 4 * K, ring_);
+  arena_.reserve(memory);
+  prepared_ = sizes;
+}
+
+void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
+  const Sizes sizes = check(in);
+  hw::expect_prepared(prepared_ == sizes);
+  const auto [M, K, F, F_x] = sizes;
+  out.y.expect("y", "bf16[M/4, K]", CUDA_R_16BF, {M / 4, K}, rank_.device());
+
+  const auto* x = in.x.as<hw::bf16>();
+  const auto* gate = in.gate.as<hw::bf16>();
+  const auto* up = in.up.as<hw::bf16>();
+  const auto* down = in.down.as<hw::bf16>();
+  auto* y = out.y.as<hw::bf16>();
+  const int64_t rank_x = rank_.index();
+
+  HW_CHECK(arena_.begin_call(caller));
+  // more_programs.py:95  g = hw.matmul(x, gate).stream("M", chunks=D)
+  HW_CHECK(ring_.fork(caller));
+  for (int64_t i = 0; i < 4; ++i) {
+    const int64_t p = (rank_x + i) % 4;
+    const hw::Stream stream = ring_[i];
+    auto* x_gathered = x_gathered_[i];
+    if (p != rank_x) {
+      HW_CHECK(ncclGroupStart());
+      const hw::CloseGroupOnError guard;
+      HW_CHECK(ncclRecv(x_gathered, M / 4 * K, ncclBfloat16, p, channel_x_.comm(), stream));
+      HW_CHECK(ncclSend(x, M / 4 * K, ncclBfloat16, (rank_x - i + 4) % 4, channel_x_.comm(), stream));
+      HW_CHECK(ncclGroupEnd());
+    }
+    auto* g_i = g_ + p * (M / 4 * F_x);
+    const auto* x_chunk = p == rank_x ? x : x_gathered;
+    HW_CHECK(plan_g_.multiply(x_chunk, gate, g_i, stream));
+    // more_programs.py:96  u = hw.matmul(x, up).stream("M", chunks=D)  # of the gather of the same loop
+    auto* u_i = u_ + p * (M / 4 * F_x);
+    HW_CHECK(plan_g_.multiply(x_chunk, up, u_i, stream));
+  }
+  // more_programs.py:97  h = (hw.clip(g, -1, 1) * u).named("h")
+  HW_CHECK(ring_.join(caller));
+  HW_CHECK(hw::launch_pdl(maximum_minimum_multiply_h, hw::grid_of_elements<8>(M * F_x), caller, hw::reads(g_, M * F_x),
+                          hw::reads(u_, M * F_x), hw::writes(g_, M * F_x), M, F_x));
+  // more_programs.py:98  return hw.reshard(hw.matmul(h, down), "M@x", "K").stream("M", chunks=D)
+  HW_CHECK(ring_.fork(caller));
+  for (int64_t j = 0; j < 4; ++j) {
+    const int64_t q = (rank_x + 1 + j) % 4;
+    const hw::Stream stream = ring_[j];
+    auto* h_j = g_ + q * (M / 4 * F_x);
+    auto* matmul_down = matmul_down_[j];
+    const int64_t p_2 = (rank_x - 1 - j + 4) % 4;
+    auto* y_landing_j = y_landing_ + p_2 * (M / 4 * K);
+    auto* matmul_down_chunk = q == rank_x ? y_landing_j : matmul_down;
+    HW_CHECK(plan_matmul_down_.multiply(h_j, down, matmul_down_chunk, stream));
+    if (q != rank_x) {
+      HW_CHECK(ncclGroupStart());
+      const hw::CloseGroupOnError guard;
+      HW_CHECK(ncclRecv(y_landing_j, M / 4 * K, ncclBfloat16, p_2, channel_x_.comm(), stream));
+      HW_CHECK(ncclSend(matmul_down, M / 4 * K, ncclBfloat16, q, channel_x_.comm(), stream));
+      HW_CHECK(ncclGroupEnd());
+    }
+  }
+  HW_CHECK(ring_.join(caller));
+  HW_CHECK(hw::launch_pdl(sum_y, hw::grid_of_elements<8>(M / 4 * K), caller, hw::reads(y_landing_, M * K),
+                          hw::writes(y, M / 4 * K), M, K));
+  HW_CHECK(arena_.end_call(caller));
+}
+
+}  // namespace programs::gated_in_loops

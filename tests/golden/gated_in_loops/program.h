@@ -1,0 +1,77 @@
+// gated_in_loops: (x: bf16[M@x, K], gate: bf16[K, F@x], up: bf16[K, F@x], down: bf16[F@x, K]) -> (y: bf16[M@x, K]) on mesh(x=4)
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <array>
+#include <cstdint>
+#include <optional>
+
+#include "hostweave/arena.h"
+#include "hostweave/matmul.h"
+#include "hostweave/rank.h"
+#include "hostweave/streams.h"
+#include "hostweave/tensor.h"
+#include "hostweave/types.h"
+
+namespace programs::gated_in_loops {
+
+constexpr char kMesh[] = "mesh(x=4)";
+constexpr int64_t kWorld = 4;  // ranks
+
+// What one rank holds.
+struct Inputs {
+  hw::Tensor x;     // bf16[M/4, K]
+  hw::Tensor gate;  // bf16[K, local(F, x)]
+  hw::Tensor up;    // bf16[K, local(F, x)]
+  hw::Tensor down;  // bf16[local(F, x), K]
+};
+
+struct Outputs {
+  hw::Tensor y;  // bf16[M/4, K]
+};
+
+struct OutputShapes {
+  hw::Shape y;
+};
+
+// Global sizes, by the names that the program gives them.
+struct Sizes {
+  int64_t M;
+  int64_t K;
+  int64_t F;
+  int64_t F_x;
+
+  bool operator==(const Sizes&) const = default;
+};
+
+class Program {
+ public:
+  explicit Program(hw::Rank& rank);
+
+  // Throws hw::ArgumentError for an input of the wrong dtype, shape or device; so does all that follows.
+  OutputShapes output_shapes(const Inputs& in) const;
+  // Allocates and plans for these shapes, once. Every rank prepares before any rank runs.
+  void prepare(const Inputs& in);
+  // Only enqueues. Ordered after what `caller` holds, and `caller` is ordered after it.
+  void run(const Inputs& in, const Outputs& out, cudaStream_t caller);
+
+  const hw::Arena& arena() const { return arena_; }
+
+ private:
+  Sizes check(const Inputs& in) const;
+
+  hw::Rank& rank_;
+  const hw::Channel& channel_x_;     // the 4 ranks along x
+  hw::Streams ring_;                 // ring[4]
+  hw::MatmulPlan plan_g_;            // matmul %x_chunk, %gate -> %g_i
+  hw::MatmulPlan plan_matmul_down_;  // matmul %h_j, %down -> %matmul_down_chunk
+  hw::Arena arena_;
+  hw::bf16* g_ = nullptr;                   // %g: bf16[M, local(F, x)], also %h
+  hw::bf16* u_ = nullptr;                   // %u: bf16[M, local(F, x)]
+  std::array<hw::bf16*, 4> x_gathered_{};   // %x_gathered: bf16[M/4, K], one a stream
+  hw::bf16* y_landing_ = nullptr;           // %y_landing: bf16[4, M/4, K]
+  std::array<hw::bf16*, 4> matmul_down_{};  // %matmul_down: bf16[M/4, K], one a stream
+  std::optional<Sizes> prepared_;           // what prepare was last called for
+};
+
+}  // namespace programs::gated_in_loops

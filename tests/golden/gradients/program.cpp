@@ -1,0 +1,109 @@
+// kernel @sum_db_partial(%dy: bf16[local(T, x), N]) {
+//   %db_partial: bf16[N] = sum(%dy, axis=(0,))
+// }  # ends here: all_reduce uses %db_partial
+// host @gradients(%x: bf16[T@x, K], %dy: bf16[T@x, N], %w: bf16[K, N]) -> (%dx: bf16[T@x, K], %dw: bf16[K, N], %db: bf16[N])
+// mesh(x=4) channels(x: x two_sided) streams(comm[1]) uneven(T) {
+//   %x_transposed = permute %x by [1, 0]
+//   %dw_partial = allocate bf16[K, N]
+//   matmul %x_transposed, %dy -> %dw_partial
+//   fork comm
+//   stream comm[0] {
+//     all_reduce sum %dw_partial -> %dw on x
+//   }
+//   %db_partial = allocate bf16[N]
+//   launch @sum_db_partial %dy -> %db_partial
+//   fork comm
+//   stream comm[0] {
+//     all_reduce sum %db_partial -> %db on x
+//   }
+//   %w_transposed = permute %w by [1, 0]
+//   matmul %dy, %w_transposed -> %dx
+//   join comm
+// }
+#include "program.h"
+
+#include "hostweave/check.h"
+#include "hostweave/shards.h"
+#include "kernels.h"
+
+namespace programs::gradients {
+
+Program::Program(hw::Rank& rank)
+    : rank_(rank.expect_world(kWorld)),
+      channel_x_(rank.channel(kMesh, "x", 4)),
+      comm_(rank, "comm", 1),
+      plan_dw_partial_(rank, CUDA_R_16BF, CUDA_R_16BF),
+      plan_dx_(rank, CUDA_R_16BF, CUDA_R_16BF) {
+  HW_CHECK(hw::load(sum_db_partial));
+}
+
+Sizes Program::check(const Inputs& in) const {
+  in.x.expect("x", "bf16[local(T, x), K]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
+  const int64_t T = in.x.whole_dim(0, 4);
+  const int64_t T_x = hw::local_size(T, 4, rank_.index());
+  const int64_t K = in.x.dim(1);
+  in.x.expect("x", "bf16[local(T, x), K]", CUDA_R_16BF, {T_x, K}, rank_.device());
+  in.dy.expect("dy", "bf16[local(T, x), N]", CUDA_R_16BF, {T_x, hw::kAny}, rank_.device());
+  const int64_t N = in.dy.dim(1);
+  in.w.expect("w", "bf16[K, N]", CUDA_R_16BF, {K, N}, rank_.device());
+  return {T, K, N, T_x};
+}
+
+OutputShapes Program::output_shapes(const Inputs& in) const {
+  const auto [T, K, N, T_x] = check(in);
+  return {.dx = {T_x, K}, .dw = {K, N}, .db = {N}};
+}
+
+void Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  if (prepared_ == sizes) return;
+  const auto [T, K, N, T_x] = sizes;
+  prepared_.reset();
+  plan_dw_partial_.prepare(hw::Strided({K, T_x}, {1, K}), {T_x, N}, {K, N});
+  plan_dx_.prepare({T_x, N}, hw::Strided({N, K}, {1, N}), {T_x, K});
+  hw::MemoryPlan memory;
+  memory.allocate(workspace_, hw::kWorkspaceBytes);
+  memory.allocate(dw_partial_, K * N);
+  memory.allocate(db_partial_, N);
+  arena_.reserve(memory);
+  prepared_ = sizes;
+}
+
+void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
+  const Sizes sizes = check(in);
+  hw::expect_prepared(prepared_ == sizes);
+  const auto [T, K, N, T_x] = sizes;
+  out.dx.expect("dx", "bf16[local(T, x), K]", CUDA_R_16BF, {T_x, K}, rank_.device());
+  out.dw.expect("dw", "bf16[K, N]", CUDA_R_16BF, {K, N}, rank_.device());
+  out.db.expect("db", "bf16[N]", CUDA_R_16BF, {N}, rank_.device());
+
+  const auto* x = in.x.as<hw::bf16>();
+  const auto* dy = in.dy.as<hw::bf16>();
+  const auto* w = in.w.as<hw::bf16>();
+  auto* dx = out.dx.as<hw::bf16>();
+  auto* dw = out.dw.as<hw::bf16>();
+  auto* db = out.db.as<hw::bf16>();
+
+  HW_CHECK(arena_.begin_call(caller));
+  // more_programs.py:66  dw = hw.matmul(x.T, dy).named("dw")
+  HW_CHECK(plan_dw_partial_.multiply(x, dy, dw_partial_, {caller, workspace_}));
+  HW_CHECK(comm_.fork(caller));
+  {
+    const hw::Stream stream = comm_[0];
+    HW_CHECK(ncclAllReduce(dw_partial_, dw, K * N, ncclBfloat16, ncclSum, channel_x_.comm(), stream));
+  }
+  // more_programs.py:67  db = hw.sum(dy, axis=0).named("db")
+  HW_CHECK(hw::launch_pdl(sum_db_partial, hw::grid_of_columns(N, 512), caller, hw::reads(dy, N * T_x), hw::writes(db_partial_, N),
+                          N, T_x));
+  HW_CHECK(comm_.fork(caller));
+  {
+    const hw::Stream stream = comm_[0];
+    HW_CHECK(ncclAllReduce(db_partial_, db, N, ncclBfloat16, ncclSum, channel_x_.comm(), stream));
+  }
+  // more_programs.py:68  return hw.matmul(dy, w.T).named("dx"), dw, db  # dx is computed while dw and db are summed
+  HW_CHECK(plan_dx_.multiply(dy, w, dx, {caller, workspace_}));
+  HW_CHECK(comm_.join(caller));
+  HW_CHECK(arena_.end_call(caller));
+}
+
+}  // namespace programs::gradients

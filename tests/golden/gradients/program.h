@@ -1,0 +1,77 @@
+// gradients: (x: bf16[T@x, K], dy: bf16[T@x, N], w: bf16[K, N]) -> (dx: bf16[T@x, K], dw: bf16[K, N], db: bf16[N]) on mesh(x=4)
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "hostweave/arena.h"
+#include "hostweave/matmul.h"
+#include "hostweave/rank.h"
+#include "hostweave/streams.h"
+#include "hostweave/tensor.h"
+#include "hostweave/types.h"
+
+namespace programs::gradients {
+
+constexpr char kMesh[] = "mesh(x=4)";
+constexpr int64_t kWorld = 4;  // ranks
+
+// What one rank holds.
+struct Inputs {
+  hw::Tensor x;   // bf16[local(T, x), K]
+  hw::Tensor dy;  // bf16[local(T, x), N]
+  hw::Tensor w;   // bf16[K, N]
+};
+
+struct Outputs {
+  hw::Tensor dx;  // bf16[local(T, x), K]
+  hw::Tensor dw;  // bf16[K, N]
+  hw::Tensor db;  // bf16[N]
+};
+
+struct OutputShapes {
+  hw::Shape dx;
+  hw::Shape dw;
+  hw::Shape db;
+};
+
+// Global sizes, by the names that the program gives them.
+struct Sizes {
+  int64_t T;
+  int64_t K;
+  int64_t N;
+  int64_t T_x;
+
+  bool operator==(const Sizes&) const = default;
+};
+
+class Program {
+ public:
+  explicit Program(hw::Rank& rank);
+
+  // Throws hw::ArgumentError for an input of the wrong dtype, shape or device; so does all that follows.
+  OutputShapes output_shapes(const Inputs& in) const;
+  // Allocates and plans for these shapes, once. Every rank prepares before any rank runs.
+  void prepare(const Inputs& in);
+  // Only enqueues. Ordered after what `caller` holds, and `caller` is ordered after it.
+  void run(const Inputs& in, const Outputs& out, cudaStream_t caller);
+
+  const hw::Arena& arena() const { return arena_; }
+
+ private:
+  Sizes check(const Inputs& in) const;
+
+  hw::Rank& rank_;
+  const hw::Channel& channel_x_;    // the 4 ranks along x
+  hw::Streams comm_;                // comm[1]
+  hw::MatmulPlan plan_dw_partial_;  // matmul %x_transposed, %dy -> %dw_partial
+  hw::MatmulPlan plan_dx_;          // matmul %dy, %w_transposed -> %dx
+  hw::Arena arena_;
+  char* workspace_ = nullptr;       // of the matmuls on the caller's stream
+  hw::bf16* dw_partial_ = nullptr;  // %dw_partial: bf16[K, N]
+  hw::bf16* db_partial_ = nullptr;  // %db_partial: bf16[N]
+  std::optional<Sizes> prepared_;   // what prepare was last called for
+};
+
+}  // namespace programs::gradients

@@ -1,0 +1,61 @@
+"""What is stacked only to be taken apart again; variances, whose two terms are reduced as one stack."""
+
+from __future__ import annotations
+
+import pytest
+from fusion_text import check
+from test_sink_reductions import communications
+
+import hostweave as hw
+from hostweave.options import Options
+from hostweave.passes.fusion.unstack import unstack
+from hostweave.pipeline import lower
+
+STACK = """%a_1: f32[1, M] = expand_dims(%a, axis=(0,))
+        %b_1: f32[1, M] = expand_dims(%b, axis=(0,))
+        %s: f32[2, M] = concat(%a_1, %b_1, axis=0)
+        """
+
+
+def test_it_is_what_was_stacked() -> None:
+    body = "%c: f32[M] = select(%s, axis=0, index=1)\n%d: f32[M] = select(%s, axis=0, index=0)\n%y: f32[M] = subtract(%c, %d)"
+    check(unstack, "%a: f32[M], %b: f32[M]", STACK + body, "%y: f32[M] = subtract(%b, %a)")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "%y: f32[M] = select(%s, axis=0, index=1)",  # returned
+        "%c: f32[2] = select(%s, axis=1, index=1)\n%y: f32[2] = exp(%c)",
+        "%t: f32[2, M] = exp(%s)\n%c: f32[M] = select(%t, axis=0, index=1)\n%y: f32[M] = exp(%c)",
+    ],
+)
+def test_kept(body: str) -> None:
+    check(unstack, "%a: f32[M], %b: f32[M]", STACK + body, STACK + body)
+
+
+def test_a_variance_takes_two_all_reduces() -> None:
+    """Over one dim that two axes split, and over two dims; also as means of means."""
+
+    @hw.fusion(mesh=hw.Mesh(y=2, x=2), x=hw.f32["M@x", "N@y"], z=hw.f32["M", "N@y,x"])
+    def f(x, z):
+        return hw.var(x)
+
+    @hw.fusion(mesh=hw.Mesh(y=2, x=2), z=hw.f32["M", "N@y,x"])
+    def g(z):
+        return hw.var(z, axis=1, keepdims=True)
+
+    @hw.fusion(mesh=hw.Mesh(y=2, x=2), x=hw.f32["M@x", "N@y"])
+    def of_means(x):
+        distance = x - hw.mean(hw.mean(x, axis=1, keepdims=True), axis=0, keepdims=True)
+        return hw.mean(hw.mean(distance * distance, axis=1), axis=0)
+
+    assert [communications(program) for program in (f, g, of_means)] == [["all_reduce", "all_reduce"]] * 3
+
+
+def test_a_variance_of_one_rank_is_one_kernel() -> None:
+    @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "N"])
+    def f(x):
+        return hw.var(x, axis=1)
+
+    assert len(lower(f, Options()).kernels) == 1

@@ -1,0 +1,74 @@
+"""Partial sums that travel, contractions over several dims, and means of uneven shards: compiled, and run on 1 to 4 ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from whole_programs import expect, random_arrays
+
+import hostweave as hw
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.runtime.cpu import parallel, seeded
+
+MESHES = [hw.Mesh(y=1, x=1), hw.Mesh(y=1, x=2), hw.Mesh(y=1, x=3), hw.Mesh(y=2, x=2)]
+
+SIZES = {"S": 12, "B": 2, "F": 12, "E": 5, "T": 2, "C": 6, "K": 3, "N": 4}
+
+
+def gradients(mesh: hw.Mesh) -> Fusion:
+    names = "qkv"
+    inputs = {f"d{n}": hw.bf16["S", "B@y", "F@x"] for n in names} | {f"w{n}": hw.bf16["E", "F@x"] for n in names}
+    inputs |= {f"x{i}": hw.bf16["T", "C@x", "K"] for i in range(2)} | {f"g{i}": hw.bf16["T", "C@x", "N@y"] for i in range(2)}
+    inputs |= {"f": hw.f32["S", "E"]}
+
+    @hw.fusion(mesh=mesh, **inputs)
+    def gradients(dq, dk, dv, wq, wk, wv, x0, x1, g0, g1, f):
+        dx = hw.reshard(dq @ wq.T + dk @ wk.T - dv @ wv.T, "S@x", "B@y", "E")
+        dw = (hw.reshape(x0, "T*C", "K").T @ hw.reshape(g0, "T*C", "N") + hw.einsum("tck,tcn->kn", x1, g1)) * 0.5
+        columns = hw.tensordot(g0, x0, (("T", "C"), ("T", "C")))
+        wide = hw.astype(hw.concat([dq[:, 0] @ wq.T, dk[:, 0] @ wk.T], axis=0), hw.f32)
+        total = hw.sum(hw.reshape(wide, 2, "S", "E") * f / 4, axis=(0, 2))
+        return dx, dw, columns, hw.astype(total, hw.bf16), hw.einsum("sbf,ef->esb", dv, wv), hw.einsum("tck,tcn->ckn", x0, g0)
+
+    return gradients
+
+
+def norms(mesh: hw.Mesh) -> Fusion:
+    @hw.fusion(mesh=mesh, x=hw.f32["M@x", "N@y"], z=hw.f32[5, "N@y,x"], w=hw.f32["N"])
+    def norms(x, z, w):
+        moments = hw.mean(x, axis=0), hw.var(x, axis=0), hw.mean(x), hw.var(x), hw.mean(hw.mean(x, axis=1), axis=0)
+        return *moments, hw.layer_norm(z, w, w), hw.var(z, axis=-1, keepdims=True), hw.rms_norm(z), hw.mean(x[:, :1] * 1, axis=0)
+
+    return norms
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_on_ranks(mesh: hw.Mesh) -> None:
+    """Sizes that ranks share unevenly, of which some have nothing."""
+    for fusion, all_sizes in (
+        (gradients(mesh), [SIZES, SIZES | {"F": 7, "T": 3, "C": 1}]),
+        (norms(mesh), [{"M": 12, "N": 12}, {"M": 7, "N": 5}, {"M": 1, "N": 1}]),
+    ):
+        program = hw.compile(fusion)
+        for seed, sizes in enumerate(all_sizes):
+            arrays = random_arrays(fusion, sizes, seed)
+            for schedule in (parallel(check_dependencies=True), seeded(seed)):
+                with schedule:
+                    ranks: Any = program.run(**arrays, ranks=True)
+                expect(fusion, arrays, ranks)
+        program.close()
+
+
+def test_norms_of_what_is_far_from_zero() -> None:
+    """A variance that is small beside the mean: squares are of differences from the mean of all ranks."""
+
+    @hw.fusion(mesh=hw.Mesh(x=3), x=hw.f32["M@x", 4])
+    def moments(x):
+        return hw.mean(x, axis=0), hw.var(x, axis=0)
+
+    x = (1000 + np.random.default_rng(0).standard_normal((301, 4))).astype(np.float32)
+    mean, variance = hw.compile(moments).run(x=x)
+    np.testing.assert_allclose(mean, x.astype(np.float64).mean(0), rtol=1e-7)
+    np.testing.assert_allclose(variance, x.astype(np.float64).var(0), rtol=1e-5)
