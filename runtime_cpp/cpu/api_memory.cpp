@@ -17,37 +17,37 @@ void forget(const void* pointer, std::size_t bytes) {
 
 const Allocation* around(const void* pointer) { return Machine::get().memory.find(reinterpret_cast<std::uintptr_t>(pointer)); }
 bool is_pageable(const void* pointer) { return !around(pointer); }
-bool is_device(const void* pointer) { return !is_pageable(pointer) && !around(pointer)->pinned; }
+bool is_device(const void* pointer) { return !is_pageable(pointer) && around(pointer)->device != kHost; }
 
-cudaError_t allocate(void** pointer, std::size_t bytes, bool pinned, const char* name) {
-  Call call;
+cudaError_t allocate(void** pointer, std::size_t bytes, int device, const std::string& call) {
   *pointer = nullptr;
   Machine& machine = Machine::get();
   if (machine.failed()) return cuda_stopped();
-  if (const auto illegal = forbidden_in_capture(name)) return *illegal;
-  if (machine.fault(name)) return error(cudaErrorMemoryAllocation, std::string(name) + ": made to fail");
+  if (const auto illegal = forbidden_in_capture(call.c_str())) return *illegal;
+  if (machine.fault(call)) return error(cudaErrorMemoryAllocation, call + ": made to fail");
   if (bytes == 0) return cudaSuccess;
-  *pointer = machine.memory.allocate(bytes, this_thread().device, pinned);
-  if (!*pointer) return error(cudaErrorMemoryAllocation, std::string(name) + ": no " + std::to_string(bytes) + " bytes left");
+  *pointer = machine.memory.allocate(bytes, device);
+  if (!*pointer) return error(cudaErrorMemoryAllocation, call + ": no " + std::to_string(bytes) + " bytes left");
   forget(*pointer, bytes);  // the addresses may have belonged to something that was freed behind the device's back
   return cudaSuccess;
 }
 
-// Both free calls wait for the whole device first. What other devices still do with the memory, nothing orders.
-cudaError_t release(void* pointer, bool pinned, const char* name) {
+// Waits for the whole device first. What other devices still do with the memory, nothing orders.
+cudaError_t release(void* pointer, bool is_host, const char* name) {
   if (!pointer) return cudaSuccess;
   Call call;
   Machine& machine = Machine::get();
   const Allocation* const allocation = machine.memory.at(pointer);
-  if (!allocation || allocation->pinned != pinned)
+  if (!allocation || (allocation->device == kHost) != is_host) {
     return error(cudaErrorInvalidValue, std::string(name) + ": not the beginning of an allocation");
+  }
   if (const auto illegal = forbidden_in_capture(name)) return *illegal;
   const Allocation what = *allocation;
-  if (!machine.failed()) wait_for_device(call.lock, what.device);
+  const int device = this_thread().device;
+  if (!machine.failed()) wait_for_device(call.lock, is_host ? device : what.device);
   if (machine.failed()) {
     machine.wait_for_running_work(call.lock);
   } else if (machine.checking()) {
-    const int device = this_thread().device;
     auto clock = std::make_shared<Clock>(*machine.host_clock(device));
     const std::size_t lane = machine.host_lane(device);
     History::Access access{lane, clock->tick(lane), {what.device, 0, name, "", 0, this_thread().place}};
@@ -108,7 +108,7 @@ cudaError_t copy(Copy c, cudaStream_t stream, bool blocks) {
   OpPtr op = new_op("copy", 0, {from, to});
   if (c.bytes() == 0) {
     op->ranges.clear();
-  } else if (c.kind == cudaMemcpyHostToDevice && is_pageable(c.src) && c.height == 1 && c.width <= kStaged && !blocks) {
+  } else if (c.kind == cudaMemcpyHostToDevice && c.height == 1 && c.width <= kStaged && !blocks && is_pageable(c.src)) {
     const auto* const bytes = static_cast<const char*>(c.src);
     op->ranges = {to};
     op->work = [dst = c.dst, staged = std::vector<char>(bytes, bytes + c.width)] {
@@ -131,9 +131,15 @@ cudaError_t copy(Copy c, cudaStream_t stream, bool blocks) {
 
 extern "C" {
 
-cudaError_t cudaMalloc(void** pointer, size_t bytes) { return allocate(pointer, bytes, false, "cudaMalloc"); }
+cudaError_t cudaMalloc(void** pointer, size_t bytes) {
+  Call call;
+  return allocate(pointer, bytes, this_thread().device, "cudaMalloc");
+}
+cudaError_t cudaMallocHost(void** pointer, size_t bytes) {
+  Call call;
+  return allocate(pointer, bytes, kHost, "cudaMallocHost");
+}
 cudaError_t cudaFree(void* pointer) { return release(pointer, false, "cudaFree"); }
-cudaError_t cudaMallocHost(void** pointer, size_t bytes) { return allocate(pointer, bytes, true, "cudaMallocHost"); }
 cudaError_t cudaFreeHost(void* pointer) { return release(pointer, true, "cudaFreeHost"); }
 
 cudaError_t cudaMemcpy(void* dst, const void* src, size_t bytes, cudaMemcpyKind kind) {

@@ -47,19 +47,20 @@ HostThread& this_thread();
 
 struct ProcessGroup;  // communicator.h
 
-// --- device memory: who owns which bytes
+// --- device memory, and pinned memory of the host: who owns which bytes
+
+constexpr int kHost = -1;  // in place of a device
 
 struct Allocation {
   std::size_t bytes;
   int device;
-  bool pinned;         // memory of the host
   std::size_t mapped;  // bytes of a mapping of its own, 0 when on the heap
 };
 
 class Memory {
  public:
   // Filled with 0xff bytes, which is NaN in every float type. Null when there is none left.
-  void* allocate(std::size_t bytes, int device, bool pinned);
+  void* allocate(std::size_t bytes, int device);
   void release(void* pointer);
   // The allocation that holds this address, if the device made it.
   const Allocation* find(std::uintptr_t address, std::uintptr_t* base = nullptr) const;
