@@ -1,7 +1,8 @@
 """The MLP of Llama 3, forward, beside torch: eager and torch.compile, with the same NCCL collectives.
 
 8B on one GPU; 70B on all GPUs of this machine, tensor-parallel (an all_reduce) and sequence-parallel (an all_gather and a
-reduce_scatter), as a whole and in steps, whose communication runs beside the last matmul. Milliseconds of the slowest rank,
+reduce_scatter), as a whole, in steps, whose communication runs beside the last matmul, and by puts beside all three matmuls
+(NCCL 2.29 or later); also at the sizes that a rank of 8 has. Milliseconds of the slowest rank,
 the median over calls that all ranks begin together; random bf16 data. A process a GPU runs all of them in turn, on the same
 arrays: matmuls run against the power limit of a GPU, so that what is measured later is measured on a warmer one.
 """
@@ -17,6 +18,7 @@ from typing import Any
 from peers.torch_ranks import times_on_ranks
 
 import hostweave as hw
+from hostweave.base.errors import HostweaveError
 from hostweave.base.paths import EXAMPLES
 from hostweave.build.cuda import gpus
 from hostweave.cli.programs import load_file
@@ -36,7 +38,10 @@ class Case:
 
 
 ALONE = tuple(Case("8B", "tp", tokens, 4096, 14336) for tokens in (8192, 2048))
-TOGETHER = tuple(Case("70B", parallel, tokens, 8192, 28672) for parallel in ("tp", "sp") for tokens in (8192, 2048))
+TOGETHER = (
+    *(Case("70B", parallel, tokens, 8192, 28672) for parallel in ("tp", "sp") for tokens in (8192, 2048)),
+    *(Case("70B at TP8", "sp", tokens, 8192, 3584 * len(gpus())) for tokens in (8192, 2048)),
+)
 
 
 def main() -> None:
@@ -55,7 +60,7 @@ def _compare(cases: tuple[Case, ...], ranks: int) -> None:
             print(f"{case.name} {case.parallel}, {case.tokens} tokens, {ranks} GPUs, {name}: {ms:.3f} ms; {beside}", flush=True)
 
 
-def _fusion(case: Case, ranks: int, steps: int) -> hw.Fusion:
+def _fusion(case: Case, ranks: int, steps: int, algorithm: str | None) -> hw.Fusion:
     swiglu = load_file(EXAMPLES / "transformer.py").swiglu
     x = hw.bf16["T@tp" if case.parallel == "sp" else "T", case.hidden]
     columns = hw.bf16[case.hidden, f"{case.inner}@tp"]
@@ -63,8 +68,13 @@ def _fusion(case: Case, ranks: int, steps: int) -> hw.Fusion:
 
     @hw.fusion(mesh=hw.Mesh(tp=ranks), x=x, **weights)
     def mlp(x: hw.Tensor, wg: hw.Tensor, wu: hw.Tensor, wd: hw.Tensor) -> hw.Tensor:
-        y = hw.reshard(swiglu(x, wg, wu, wd), "T@tp" if case.parallel == "sp" else "T", case.hidden)
-        return y.stream("T", chunks=steps) if steps > 1 else y
+        if algorithm:
+            gate, up = (hw.matmul(x, w).stream("T", chunks=steps, algorithm=algorithm) for w in (wg, wu))
+            product = hw.matmul(hw.silu(gate) * up, wd)
+        else:
+            product = swiglu(x, wg, wu, wd)
+        y = hw.reshard(product, "T@tp" if case.parallel == "sp" else "T", case.hidden)
+        return y.stream("T", chunks=steps, algorithm=algorithm) if steps > 1 else y
 
     return mlp
 
@@ -98,11 +108,18 @@ def _calls(cases: tuple[Case, ...], ranks: int) -> Iterator[Calls]:
         eager = _torch_mlp(case.parallel, ranks)
         compiled = torch.compile(eager, dynamic=False)
         steps = () if ranks == 1 else (ranks if case.parallel == "sp" else 2,)
-        programs = {"in one piece": 1} | {f"in {count} steps": count for count in steps}
-        ways = {name: hw.compile(_fusion(case, ranks, count), target="cuda") for name, count in programs.items()}
+        programs: dict[str, tuple[int, str | None]] = {"in one piece": (1, None)} | {f"in {count} steps": (count, None) for count in steps}
+        if ranks > 1 and case.parallel == "sp":
+            programs |= {"by puts": (ranks, "put"), "by p2p": (ranks, "p2p")}
+        ways = {name: hw.compile(_fusion(case, ranks, *way), target="cuda") for name, way in programs.items()}
         calls: Calls = {name: partial(way, *arrays, group=group) for name, way in ways.items()}
         calls |= {"torch eager": partial(eager, *arrays), "torch.compile": partial(compiled, *arrays)}
         wanted = eager(*arrays)
+        if "by puts" in calls:
+            try:
+                calls["by puts"]()
+            except HostweaveError:  # this NCCL has none
+                del calls["by puts"]
         for call in calls.values():
             assert float((call() - wanted).abs().max()) <= TOLERANCE * float(wanted.abs().max())
         del wanted

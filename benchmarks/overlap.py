@@ -1,7 +1,8 @@
-"""All-gather + matmul and matmul + reduce-scatter on all GPUs of this machine, beside torch: the NCCL collective, then the matmul.
+"""All-gather + matmul and matmul + reduce-scatter on all GPUs of this machine, beside torch: the NCCL collective, then the matmul,
+and torch's fused operators, which pipeline both through symmetric memory.
 
 Milliseconds of the slowest rank, the median over calls that all ranks begin together; random bf16 data. torch runs one
-process a GPU, Hostweave one thread a GPU.
+process a GPU, Hostweave one thread a GPU. Puts want NCCL 2.29 or later (`NCCL_HOME` names another one).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 from peers.torch_ranks import times_on_ranks
 
 import hostweave as hw
+from hostweave.base.errors import HostweaveError
 from hostweave.build.cuda import gpus
 from hostweave.fusion_ir.ir import Fusion
 
@@ -44,7 +46,8 @@ CASES = (
 )
 # The program, chunks as a multiple of the ranks (by block) or as a number (across shards), and by what.
 VARIANTS: tuple[tuple[str, int, int, str | None], ...] = (
-    ("p2p", 1, 0, None),
+    ("put", 1, 0, "put"),
+    ("p2p", 1, 0, "p2p"),
     ("ring", 1, 0, "ring"),
     ("collective, 2 chunks", 0, 2, "collective"),
     ("collective, 4 chunks", 0, 4, "collective"),
@@ -55,14 +58,20 @@ VARIANTS: tuple[tuple[str, int, int, str | None], ...] = (
 def main() -> None:
     ranks = len(gpus())
     for case, peer in zip(CASES, times_on_ranks(_torch_calls, ranks, REPETITIONS), strict=True):
-        base = statistics.median(peer["torch"])
-        print(f"{case.name} {case.M} x {case.K} x {case.N}, {case.kind}, {ranks} GPUs: torch {base:.3f} ms", flush=True)
+        base, fused = (statistics.median(peer[name]) for name in ("torch", "torch fused"))
+        shape = f"{case.name} {case.M} x {case.K} x {case.N}, {case.kind}, {ranks} GPUs"
+        print(f"{shape}: torch {base:.3f} ms, fused {fused:.3f} ms", flush=True)
         for name, blocks, slices, by in VARIANTS:
             program = hw.compile(_fusion(case, ranks, blocks * ranks or slices, by), target="cuda")
-            times = program.measure(warmups=5, repetitions=REPETITIONS, **_arrays(case, ranks))
+            try:
+                times = program.measure(warmups=5, repetitions=REPETITIONS, **_arrays(case, ranks))
+            except HostweaveError as why:
+                print(f"  {name:22} not here: {why}", flush=True)
+                continue
             ms = statistics.median(max(rank[i].total_ms for rank in times) for i in range(REPETITIONS))
             host = max(statistics.median(t.enqueue_us for t in rank) for rank in times)
-            print(f"  {name:22} {ms:7.3f} ms, {base / ms:5.2f} of torch's speed, host {host:.0f} us", flush=True)
+            ratios = f"{base / ms:5.2f} of torch's speed, {fused / ms:5.2f} of fused"
+            print(f"  {name:22} {ms:7.3f} ms, {ratios}, host {host:.0f} us", flush=True)
             program.close()
 
 
@@ -108,7 +117,7 @@ def _torch_calls(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], None]
         w = torch.randn(case.K, case.N, device="cuda", dtype=torch.bfloat16)
         whole = torch.empty(case.M, case.K if case.kind == "ag" else case.N, device="cuda", dtype=torch.bfloat16)
         y = torch.empty(case.M if case.kind == "ag" else case.M // ranks, case.N, device="cuda", dtype=torch.bfloat16)
-        yield {"torch": _torch_call(case.kind, x, w, whole, y)}
+        yield {"torch": _torch_call(case.kind, x, w, whole, y), "torch fused": _fused_call(case.kind, x, w)}
 
 
 def _torch_call(kind: str, x: Any, w: Any, whole: Any, y: Any) -> Callable[[], None]:
@@ -124,6 +133,19 @@ def _torch_call(kind: str, x: Any, w: Any, whole: Any, y: Any) -> Callable[[], N
         dist.reduce_scatter_tensor(y, whole)
 
     return ag if kind == "ag" else rs
+
+
+def _fused_call(kind: str, x: Any, w: Any) -> Any:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    assert dist.group.WORLD is not None
+    group = dist.group.WORLD.group_name
+    enable_symm_mem_for_group(group)
+    if kind == "ag":
+        return lambda: torch.ops.symm_mem.fused_all_gather_matmul(x, [w], 0, group, return_A=False)
+    return lambda: torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w, "sum", 0, group)
 
 
 if __name__ == "__main__":
