@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from numbers import Integral
 from pathlib import Path
 from types import ModuleType
@@ -26,7 +27,9 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import DType
 
 if TYPE_CHECKING:  # compiling needs neither NumPy nor what runs programs: they are imported when a program first runs
+    from hostweave.runtime.bound import Bound
     from hostweave.runtime.call import Call
+    from hostweave.runtime.captured import Captured
     from hostweave.runtime.group import Group
     from hostweave.runtime.local import LocalProgram
     from hostweave.runtime.session import Session, Timing
@@ -78,10 +81,12 @@ class Program:
         self._locals: WeakSet[LocalProgram] = WeakSet()  # where this process's ranks have called it
         self._closed = False
         self._lock = threading.Lock()
+        self._unbound: Program | None = None  # where this one has inputs bound
         self.target = target
 
     def __repr__(self) -> str:
-        return f"<hostweave program {self.name} for {self.target.name} on {self.mesh}>"
+        bound = f" with {len(self._bound.arrays)} inputs bound" if self._unbound else ""
+        return f"<hostweave program {self.name} for {self.target.name} on {self.mesh}{bound}>"
 
     @property
     def name(self) -> str:
@@ -122,14 +127,17 @@ class Program:
         """The folder with the sources, the compiler's log and the built module, which is built first if needed."""
         from hostweave.build.program import build
 
-        toolchain = self.target.toolchain()
-        return build(self.name, self.host_ir, repr(self._options), toolchain, self.target.runtime_library, lambda: self.sources)
+        toolchain, wanted = self.target.toolchain(), self._host.libraries
+        libraries = partial(self.target.runtime_libraries, wanted=wanted)
+        return build(self.name, self.host_ir, repr(self._options), toolchain, libraries, lambda: self.sources)
 
     @cached_property
     def module(self) -> ModuleType:
         """The program as a Python extension module, compiled and loaded if needed. Raises BuildError as `build` does."""
         from hostweave.build.program import load
 
+        if self._unbound:
+            return self._unbound.module
         return load(self.folder / MODULE_FILE, self.target.dlopen_flags)
 
     def build(self) -> None:
@@ -153,6 +161,32 @@ class Program:
         if wrong := [f"{name}={size!r}" for name, size in sizes.items() if not isinstance(size, Integral) or size < 0]:
             raise ArgumentError(f"{self.name}: check: {', '.join(wrong)}: a size is an int of at least 0")
         check(self._host, {**minimal_sizes(self._host), **sizes})
+
+    def bind(self, **arrays: Any) -> Program:
+        """The program with these inputs given, so that its calls take only the others, by position or name.
+
+        Bound arrays are checked once, and cost a call nothing. They are local arrays of this rank in a program that is called, and
+        global ones in a program that is `run`. A call reads them where they lie, so it sees what was written to them; `run` may keep the
+        ranks' blocks from its first call on. Both programs share memory and streams; `close` closes both.
+
+        Raises ArgumentError for a name that is no input or is bound already, and for an array of another dtype, number of dims, fixed
+        size, layout or device than the program takes, or that requires grad. What depends on the rank or on other inputs is checked in
+        the first call.
+
+        Example: `model = program.bind(**weights)`, then `y = model(x)`.
+        """
+        from hostweave.runtime.bound import Bound
+
+        made = copy.copy(self)
+        made._unbound = self._unbound or self
+        made.__dict__["_bound"] = Bound(self._host, self.target, arrays, self._bound)
+        return made
+
+    @cached_property
+    def _bound(self) -> Bound:
+        from hostweave.runtime.bound import Bound
+
+        return Bound(self._host, self.target, {})
 
     def __call__(
         self,
@@ -180,21 +214,34 @@ class Program:
 
         Example: `y = program(x, w)`.
         """
-        from hostweave.runtime.arguments import in_order
-        from hostweave.runtime.group import current
-        from hostweave.runtime.local import LocalProgram
+        given = self._in_order(arrays, named)
+        return self._local(group, given, stream)(self._bound, given, out, stream, sizes)
 
-        if self._closed:
-            raise ExecutionError(f"{self.name}: the program is closed; compile it again")
-        group = group or current()
-        if group is None:
-            raise ExecutionError(f"{self.name}: this process has not joined a group; call hw.init first, or run all ranks here with .run")
-        local = group.programs.get(self)
-        if local is None:
-            local = LocalProgram(self, self._host, repr(self._options), group, self._options.verify_calls)
-            group.programs[self] = local
-            self._locals.add(local)
-        return local(in_order(self.name, self._host.inputs, arrays, named) if named else arrays, out, stream, sizes)
+    def capture(
+        self,
+        *arrays: Any,
+        out: Any = None,
+        stream: Any = None,
+        group: Group | None = None,
+        sizes: Mapping[str, int] | None = None,
+        **named: Any,
+    ) -> Captured:
+        """A call with these arrays as a CUDA graph: a callable that launches it, with `outputs`. All ranks call it together.
+
+        Takes what a call takes, and makes that call once, on `stream`. Each call of what it returns reads the same input arrays, as they
+        are then, and writes the same outputs; it is ordered with other calls of the program as these are among each other. It keeps
+        the arrays alive, and temporaries that it uses stay where they are when later calls have larger sizes. On the CPU target it
+        does the same.
+
+        A program may also be called where the caller captures, as inside `torch.cuda.graph`, after one call with arrays of the same
+        shapes: then it is part of that graph.
+
+        Raises what a call raises, and CaptureError where the call cannot be captured; the group can be used all the same.
+
+        Example: `step = program.capture(x, w)`, then `x.copy_(new)` and `y = step()`.
+        """
+        given = self._in_order(arrays, named)
+        return self._local(group, given, stream).capture(self._bound, given, out, stream, sizes)
 
     def run(self, *arrays: Any, ranks: bool = False, **named: Any) -> Any:
         """Runs all ranks in this process on global arrays, by position or name, and waits for the result.
@@ -256,6 +303,8 @@ class Program:
 
     def close(self) -> None:
         """Frees the memory and streams of the program on its devices. It cannot run again."""
+        if self._unbound:
+            return self._unbound.close()
         with self._lock:
             self._closed = True
             if self._session:
@@ -264,18 +313,46 @@ class Program:
             for local in self._locals:
                 local.close()
 
+    def _expect_open(self) -> None:
+        if self._closed:
+            raise ExecutionError(f"{self.name}: the program is closed; compile it again")
+
+    def _in_order(self, arrays: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Any]:
+        from hostweave.runtime.arguments import in_order
+
+        return in_order(self.name, self._bound.free, self._bound.arrays, arrays, named) if named else arrays
+
     def _call(self, arrays: Sequence[Any], named: Mapping[str, Any]) -> Call:
         from hostweave.runtime.call import make_call
 
-        return make_call(self._host, self.target, arrays, named)
+        return make_call(self._host, self.target, self._bound, arrays, named)
+
+    def _local(self, group: Group | None, arrays: Sequence[Any], stream: Any) -> LocalProgram:
+        """The program on this process's or thread's rank of a group, where the first call has these arrays."""
+        from hostweave.runtime.group import current
+        from hostweave.runtime.local import LocalProgram, stream_of_call
+
+        if self._unbound:
+            return self._unbound._local(group, arrays, stream)
+        self._expect_open()
+        group = group or current()
+        if group is None:
+            raise ExecutionError(f"{self.name}: this process has not joined a group; call hw.init first, or run all ranks here with .run")
+        local = group.programs.get(self)
+        if local is None:
+            local = LocalProgram(self, self._host, self._options, group, stream_of_call(self.target, stream, arrays))
+            group.programs[self] = local
+            self._locals.add(local)
+        return local
 
     def _ready(self) -> Session:
         """The program on every rank of a world that works."""
         from hostweave.runtime.session import Session
 
+        if self._unbound:
+            return self._unbound._ready()
         with self._lock:
-            if self._closed:
-                raise ExecutionError(f"{self.name}: the program is closed; compile it again")
+            self._expect_open()
             if self._session is None or self._session.broken:
                 self._session = None
                 self._session = Session(self.module, self.target.name, self.mesh.size)

@@ -27,10 +27,14 @@ class Options:
       its partial sum to the dtype of the result.
     - `tf32`: matmuls of f32 round their operands to TF32, with 10 bits of mantissa, and add in f32: several times faster on tensor cores.
       The CPU target computes in f32.
+    - `graph`: "auto" captures a call of `program(...)` as a CUDA graph where its arrays, inputs and outputs, are the same memory as those
+      of a call before, and launches that from then on, for the last 16 such sets of arrays; other calls are made as usual. Outputs
+      are the same where `out=` gives them, or where the library's allocator returns what was freed. It is for programs of many
+      short operations, where the time of the host shows. By default nothing is captured by itself.
     - `verify_calls`: ranks that are processes compare programs and shapes before every call, which takes a round trip through the
       store; ranks that are threads always do.
 
-    Raises ProgramError for another `overlap` or `partial_dtype`, and for `streams` below 1.
+    Raises ProgramError for another `overlap`, `partial_dtype` or `graph`, and for `streams` below 1.
 
     Example: `hw.compile(f, target="cuda", options=hw.Options(tf32=True, sizes={"M": 8192}))`.
     """
@@ -42,12 +46,15 @@ class Options:
     partial_dtype: DType | None = None
     tf32: bool = False
     verify_calls: bool = False
+    graph: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.streams, int) or self.streams < 1:
             raise ProgramError(f"Options: streams={self.streams!r} must be an int of at least 1")
         if self.overlap not in OVERLAPS:
             raise ProgramError(f"Options: there is no overlap={self.overlap!r}; {did_you_mean(str(self.overlap), OVERLAPS)}")
+        if self.graph not in (None, "auto"):
+            raise ProgramError(f'Options: graph={self.graph!r} is neither "auto" nor None; program.capture captures one call')
         if self.partial_dtype not in (None, f32):
             raise ProgramError(
                 f"Options: partial_dtype={self.partial_dtype} is neither f32 nor None, and no other dtype is wider; use hw.f32"

@@ -5,7 +5,9 @@
 
 #include <cstring>
 #include <map>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "glue.h"
@@ -42,14 +44,18 @@ std::vector<void*> pointers(const std::vector<uintptr_t>& addresses) {
   return result;
 }
 
-std::vector<py::tuple> prepare(hw::Instance& instance, const std::vector<Sizes>& shapes, const std::vector<Sizes>& wholes) {
+cudaStream_t stream_at(uintptr_t address) { return reinterpret_cast<cudaStream_t>(address); }
+
+std::vector<py::tuple> prepare(hw::Instance& instance, const std::vector<Sizes>& shapes, const std::vector<Sizes>& wholes,
+                               uintptr_t stream) {
   if (shapes.size() != table().inputs.size() || shapes.size() != wholes.size()) {
     throw hw::ArgumentError("a wrong number of arrays");
   }
   std::vector<hw::Instance::Input> inputs;
   for (size_t i = 0; i < shapes.size(); ++i) inputs.push_back({shape_of(shapes[i]), shape_of(wholes[i])});
   std::vector<py::tuple> result;
-  for (const hw::Shape& shape : without_gil([&] { return instance.prepare(inputs); })) result.push_back(sizes_of(shape));
+  for (const hw::Shape& shape : without_gil([&] { return instance.prepare(inputs, stream_at(stream)); }))
+    result.push_back(sizes_of(shape));
   return result;
 }
 
@@ -75,10 +81,27 @@ void adopt(hw::Member& member, const std::map<std::string, uintptr_t>& communica
   without_gil([&] { member.adopt(table(), given); });
 }
 
-void run(hw::Instance& instance, const std::vector<uintptr_t>& inputs, const std::vector<uintptr_t>& outputs, uintptr_t stream,
-         const hw::Schedule& schedule) {
+hw::Table table_of(const std::vector<std::optional<uintptr_t>>& bound) {
+  std::vector<std::optional<void*>> pointers;
+  for (const std::optional<uintptr_t>& address : bound)
+    pointers.push_back(address ? std::optional(reinterpret_cast<void*>(*address)) : std::nullopt);
+  return hw::Table(std::move(pointers));
+}
+
+void run(hw::Instance& instance, const hw::Table& bound, const std::vector<uintptr_t>& inputs,
+         const std::vector<uintptr_t>& outputs, uintptr_t stream, const hw::Schedule& schedule, bool graphs) {
   const std::vector<void*> in = pointers(inputs), out = pointers(outputs);
-  without_gil([&] { instance.run(schedule, in, out, reinterpret_cast<cudaStream_t>(stream)); });
+  without_gil([&] { instance.run(schedule, bound, in, out, stream_at(stream), graphs); });
+}
+
+Holder<hw::Graph> capture(hw::Instance& instance, const hw::Table& bound, const std::vector<uintptr_t>& inputs,
+                          const std::vector<uintptr_t>& outputs) {
+  const std::vector<void*> in = pointers(inputs), out = pointers(outputs);
+  return without_gil([&] { return Holder<hw::Graph>(instance.capture(bound, in, out).release()); });
+}
+
+void launch(hw::Instance& instance, const hw::Graph& graph, uintptr_t stream, const hw::Schedule& schedule) {
+  without_gil([&] { instance.launch(schedule, graph, stream_at(stream)); });
 }
 
 // Calls made, calls done, and for how many seconds the first of the others has been waited for.
@@ -98,18 +121,26 @@ void bind_member(py::module_& m) {
 
   m.def("device_for", &hw::Member::device_for, py::arg("rank"), py::arg("local_rank"));
   m.def("new_id", new_id);
+  m.def("is_captured", [](uintptr_t stream) { return hw::is_captured(stream_at(stream)); }, py::arg("stream"));
   m.def("missing_process_groups", missing_process_groups, py::arg("member"));
   m.def("connect", connect, py::arg("member"), py::arg("ids"), py::arg("timeout"));
   m.def("adopt", adopt, py::arg("member"), py::arg("communicators"));
+
+  py::class_<hw::Graph, Holder<hw::Graph>>(m, "Graph", py::module_local());
+  py::class_<hw::Table>(m, "Table", py::module_local()).def(py::init(&table_of), py::arg("bound"));
 
   py::class_<hw::Instance, Holder<hw::Instance>>(m, "Instance", py::module_local())
       .def(py::init([](hw::Member& member) {
              return without_gil([&] { return Holder<hw::Instance>(new hw::Instance(member, table())); });
            }),
            py::arg("member"), py::keep_alive<1, 2>())
-      .def("prepare", prepare, py::arg("shapes"), py::arg("wholes"))
-      .def("run", run, py::arg("inputs"), py::arg("outputs"), py::arg("stream"), py::arg("schedule"))
-      .def("progress", progress);
+      .def("prepare", prepare, py::arg("shapes"), py::arg("wholes"), py::arg("stream"))
+      .def("run", run, py::arg("bound"), py::arg("inputs"), py::arg("outputs"), py::arg("stream"), py::arg("schedule"),
+           py::arg("graphs"))
+      .def("capture", capture, py::arg("bound"), py::arg("inputs"), py::arg("outputs"))
+      .def("launch", launch, py::arg("graph"), py::arg("stream"), py::arg("schedule"))
+      .def("progress", progress)
+      .def_property_readonly("graphs", &hw::Instance::graphs);
 }
 
 }  // namespace glue

@@ -20,6 +20,8 @@ void translate(std::exception_ptr error) {
     if (error) std::rethrow_exception(error);
   } catch (const hw::ArgumentError& e) {
     raise("ArgumentError", e.what());
+  } catch (const hw::CaptureError& e) {
+    raise("CaptureError", e.what());
   } catch (const hw::ExecutionError& e) {
     raise("ExecutionError", e.what());
   }

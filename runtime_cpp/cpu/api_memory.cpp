@@ -2,6 +2,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "capture.h"
 #include "errors.h"
 #include "machine.h"
 
@@ -14,7 +15,53 @@ void forget(const void* pointer, std::size_t bytes) {
   Machine::get().history.forget(begin, begin + bytes);
 }
 
-bool is_device(const void* pointer) { return Machine::get().memory.find(reinterpret_cast<std::uintptr_t>(pointer)); }
+const Allocation* around(const void* pointer) { return Machine::get().memory.find(reinterpret_cast<std::uintptr_t>(pointer)); }
+bool is_pageable(const void* pointer) { return !around(pointer); }
+bool is_device(const void* pointer) { return !is_pageable(pointer) && around(pointer)->device != kHost; }
+
+cudaError_t allocate(void** pointer, std::size_t bytes, int device, const std::string& call) {
+  *pointer = nullptr;
+  Machine& machine = Machine::get();
+  if (machine.failed()) return cuda_stopped();
+  if (const auto illegal = forbidden_in_capture(call.c_str())) return *illegal;
+  if (machine.fault(call)) return error(cudaErrorMemoryAllocation, call + ": made to fail");
+  if (bytes == 0) return cudaSuccess;
+  *pointer = machine.memory.allocate(bytes, device);
+  if (!*pointer) return error(cudaErrorMemoryAllocation, call + ": no " + std::to_string(bytes) + " bytes left");
+  forget(*pointer, bytes);  // the addresses may have belonged to something that was freed behind the device's back
+  return cudaSuccess;
+}
+
+// Waits for the whole device first. What other devices still do with the memory, nothing orders.
+cudaError_t release(void* pointer, bool is_host, const char* name) {
+  if (!pointer) return cudaSuccess;
+  Call call;
+  Machine& machine = Machine::get();
+  const Allocation* const allocation = machine.memory.at(pointer);
+  if (!allocation || (allocation->device == kHost) != is_host) {
+    return error(cudaErrorInvalidValue, std::string(name) + ": not the beginning of an allocation");
+  }
+  if (const auto illegal = forbidden_in_capture(name)) return *illegal;
+  const Allocation what = *allocation;
+  const int device = this_thread().device;
+  if (!machine.failed()) wait_for_device(call.lock, is_host ? device : what.device);
+  if (machine.failed()) {
+    machine.wait_for_running_work(call.lock);
+  } else if (machine.checking()) {
+    auto clock = std::make_shared<Clock>(*machine.host_clock(device));
+    const std::size_t lane = machine.host_lane(device);
+    History::Access access{lane, clock->tick(lane), {what.device, 0, name, "", 0, this_thread().place}};
+    machine.host_clock(device) = clock;
+    const Range range = write_of(pointer, what.bytes);
+    if (const auto conflict = machine.history.note({range}, access, *clock)) {
+      machine.fail(machine.conflict_report(*conflict, access.name, range));
+      return cuda_stopped();
+    }
+  }
+  forget(pointer, what.bytes);
+  machine.memory.release(pointer);
+  return cudaSuccess;
+}
 
 struct Copy {
   void* dst;
@@ -44,7 +91,7 @@ const char* wrong_direction(const Copy& c) {
   return nullptr;
 }
 
-constexpr std::size_t kStaged = 64 << 10;  // CUDA copies so much of pageable memory, as all of the host's is here, at the call
+constexpr std::size_t kStaged = 64 << 10;  // CUDA copies so much of pageable memory at the call
 
 cudaError_t copy(Copy c, cudaStream_t stream, bool blocks) {
   Call call;
@@ -61,7 +108,7 @@ cudaError_t copy(Copy c, cudaStream_t stream, bool blocks) {
   OpPtr op = new_op("copy", 0, {from, to});
   if (c.bytes() == 0) {
     op->ranges.clear();
-  } else if (c.kind == cudaMemcpyHostToDevice && c.height == 1 && c.width <= kStaged && !blocks) {
+  } else if (c.kind == cudaMemcpyHostToDevice && c.height == 1 && c.width <= kStaged && !blocks && is_pageable(c.src)) {
     const auto* const bytes = static_cast<const char*>(c.src);
     op->ranges = {to};
     op->work = [dst = c.dst, staged = std::vector<char>(bytes, bytes + c.width)] {
@@ -69,9 +116,13 @@ cudaError_t copy(Copy c, cudaStream_t stream, bool blocks) {
     };
   } else {
     // CUDA returns from copies of pageable memory when that memory is the caller's again.
-    blocks |= c.kind == cudaMemcpyHostToDevice || c.kind == cudaMemcpyDeviceToHost;
+    blocks |= c.kind == cudaMemcpyHostToDevice && is_pageable(c.src);
+    blocks |= c.kind == cudaMemcpyDeviceToHost && is_pageable(c.dst);
     op->work = [c] { move(c); };
   }
+  const Stream* const on = Machine::get().find_stream(stream);
+  const bool pageable = blocks || (c.kind == cudaMemcpyHostToDevice && c.bytes() != 0 && is_pageable(c.src));
+  if (on && on->capture && pageable) return *forbidden_in_capture("cudaMemcpyAsync of pageable memory", *on);
   if (const cudaError_t result = submit(call.lock, op, stream, true)) return result;
   return blocks ? wait_for(call.lock, {op}, "a copy") : cudaSuccess;
 }
@@ -82,44 +133,14 @@ extern "C" {
 
 cudaError_t cudaMalloc(void** pointer, size_t bytes) {
   Call call;
-  *pointer = nullptr;
-  Machine& machine = Machine::get();
-  if (machine.failed()) return cuda_stopped();
-  if (machine.fault("cudaMalloc")) return error(cudaErrorMemoryAllocation, "cudaMalloc: made to fail");
-  if (bytes == 0) return cudaSuccess;
-  *pointer = machine.memory.allocate(bytes, this_thread().device);
-  if (!*pointer) return error(cudaErrorMemoryAllocation, "cudaMalloc: no " + std::to_string(bytes) + " bytes left");
-  forget(*pointer, bytes);  // the addresses may have belonged to something that was freed behind the device's back
-  return cudaSuccess;
+  return allocate(pointer, bytes, this_thread().device, "cudaMalloc");
 }
-
-// Waits for the whole device first. What other devices still do with the memory, nothing orders.
-cudaError_t cudaFree(void* pointer) {
-  if (!pointer) return cudaSuccess;
+cudaError_t cudaMallocHost(void** pointer, size_t bytes) {
   Call call;
-  Machine& machine = Machine::get();
-  const Allocation* const allocation = machine.memory.at(pointer);
-  if (!allocation) return error(cudaErrorInvalidValue, "cudaFree: not the beginning of an allocation");
-  const Allocation what = *allocation;
-  if (!machine.failed()) wait_for_device(call.lock, what.device);
-  if (machine.failed()) {
-    machine.wait_for_running_work(call.lock);
-  } else if (machine.checking()) {
-    const int device = this_thread().device;
-    auto clock = std::make_shared<Clock>(*machine.host_clock(device));
-    const std::size_t lane = machine.host_lane(device);
-    History::Access access{lane, clock->tick(lane), {what.device, 0, "cudaFree", "", 0, this_thread().place}};
-    machine.host_clock(device) = clock;
-    const Range range = write_of(pointer, what.bytes);
-    if (const auto conflict = machine.history.note({range}, access, *clock)) {
-      machine.fail(machine.conflict_report(*conflict, access.name, range));
-      return cuda_stopped();
-    }
-  }
-  forget(pointer, what.bytes);
-  machine.memory.release(pointer);
-  return cudaSuccess;
+  return allocate(pointer, bytes, kHost, "cudaMallocHost");
 }
+cudaError_t cudaFree(void* pointer) { return release(pointer, false, "cudaFree"); }
+cudaError_t cudaFreeHost(void* pointer) { return release(pointer, true, "cudaFreeHost"); }
 
 cudaError_t cudaMemcpy(void* dst, const void* src, size_t bytes, cudaMemcpyKind kind) {
   // Between device buffers even the plain call only enqueues.

@@ -1,6 +1,7 @@
 // cudaSetDevice and its relatives, cudaStream* and cudaEvent*.
 #include <algorithm>
 
+#include "capture.h"
 #include "errors.h"
 #include "machine.h"
 
@@ -25,6 +26,11 @@ cudaError_t submit(Lock& lock, OpPtr op, cudaStream_t handle, bool peers_allowed
   if (const auto illegal = machine.illegal_access(op->ranges, stream->device, peers_allowed)) {
     return error(cudaErrorInvalidValue, std::string(op->name.kind) + ": " + *illegal);
   }
+  const auto again = [op](Lock& lock, Stream& on) {
+    Machine::get().enqueue(lock, std::make_shared<Op>(*op), on);
+    return 0;
+  };
+  if (const auto added = stream->capture ? add_node(*stream, again) : std::nullopt) return *added;
   machine.enqueue(lock, std::move(op), *stream);
   return machine.failed() ? cuda_stopped() : cudaSuccess;
 }
@@ -56,6 +62,15 @@ cudaError_t no_such_device(const char* call, int device) {
 Event* known(cudaEvent_t handle) {
   Event* const event = reinterpret_cast<Event*>(handle);
   return Machine::get().events.count(event) != 0 ? event : nullptr;
+}
+
+// Why the host may not ask for an event now.
+std::optional<cudaError_t> asked_in_capture(const char* call, const Event& event) {
+  if (event.capture) {
+    event.capture->invalid = true;
+    return error(cudaErrorCapturedEvent, std::string(call) + ": the event was last recorded in a capture");
+  }
+  return forbidden_in_capture(call);
 }
 
 // Whether an op is done. Where it is not, others go on before the caller asks again.
@@ -94,6 +109,7 @@ cudaError_t cudaGetDevice(int* device) {
 cudaError_t cudaDeviceSynchronize(void) {
   Call call;
   if (Machine::get().failed()) return cuda_stopped();
+  if (const auto illegal = forbidden_in_capture("cudaDeviceSynchronize")) return *illegal;
   return wait_for_device(call.lock, this_thread().device);
 }
 
@@ -140,6 +156,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
   if (Machine::get().failed()) return cuda_stopped();
   Stream* const stream = Machine::get().find_stream(handle);
   if (!stream) return no_such_stream(handle, "cudaStreamSynchronize");
+  if (const auto illegal = forbidden_in_capture("cudaStreamSynchronize", *stream)) return *illegal;
   return stream->last ? wait_for(call.lock, {stream->last}, "a stream") : cudaSuccess;
 }
 
@@ -147,22 +164,25 @@ cudaError_t cudaStreamQuery(cudaStream_t handle) {
   Call call;
   if (Machine::get().failed()) return cuda_stopped();
   const Stream* const stream = Machine::get().find_stream(handle);
-  return stream ? query(call.lock, stream->last) : no_such_stream(handle, "cudaStreamQuery");
+  if (!stream) return no_such_stream(handle, "cudaStreamQuery");
+  if (const auto illegal = forbidden_in_capture("cudaStreamQuery", *stream)) return *illegal;
+  return query(call.lock, stream->last);
 }
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t handle, unsigned flags) {
-  if (flags != cudaEventWaitDefault) return cuda_not_supported("cudaStreamWaitEvent with flags");
+  if (flags & ~static_cast<unsigned>(cudaEventWaitExternal)) return cuda_not_supported("cudaStreamWaitEvent with these flags");
   Call call;
-  const Event* const event = known(handle);
+  Event* const event = known(handle);
   if (!event) return no_such("an event", "cudaStreamWaitEvent");
+  Stream* const on = Machine::get().find_stream(stream);
+  if (!on) return no_such_stream(stream, "cudaStreamWaitEvent");
+  if (const auto captured = capture_wait(*on, *event, flags == cudaEventWaitExternal)) return *captured;
   OpPtr op = new_op("wait", 1);
   // It binds to the record as it is now: a later record of the event does not count, and without one there is no wait.
   if (event->record) op->after.push_back(event->record);
   return submit(call.lock, std::move(op), stream);
 }
 
-cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) { return cuda_not_supported("stream capture"); }
-cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t*) { return cuda_not_supported("stream capture"); }
 cudaError_t cudaLaunchHostFunc(cudaStream_t, cudaHostFn_t, void*) { return cuda_not_supported("cudaLaunchHostFunc"); }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* handle, unsigned flags) {
@@ -172,7 +192,7 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* handle, unsigned flags) {
   Call call;
   if (Machine::get().failed()) return cuda_stopped();
   if (Machine::get().fault("cudaEventCreate")) return error(cudaErrorMemoryAllocation, "cudaEventCreate: made to fail");
-  auto* const event = new Event{this_thread().device, !(flags & cudaEventDisableTiming), nullptr};
+  auto* const event = new Event{this_thread().device, !(flags & cudaEventDisableTiming), nullptr, nullptr};
   Machine::get().events.insert(event);
   *handle = reinterpret_cast<cudaEvent_t>(event);
   return cudaSuccess;
@@ -187,16 +207,22 @@ cudaError_t cudaEventDestroy(cudaEvent_t handle) {
   return cudaSuccess;
 }
 
-cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream) {
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  return cudaEventRecordWithFlags(event, stream, cudaEventRecordDefault);
+}
+
+cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t stream, unsigned flags) {
+  if (flags & ~static_cast<unsigned>(cudaEventRecordExternal)) return cuda_not_supported("cudaEventRecord with these flags");
   Call call;
   Event* const event = known(handle);
   if (!event) return no_such("an event", "cudaEventRecord");
-  const Stream* const on = Machine::get().find_stream(stream);
+  Stream* const on = Machine::get().find_stream(stream);
   if (!on) return no_such_stream(stream, "cudaEventRecord");
   if (on->device != event->device) {
     return error(cudaErrorInvalidResourceHandle, "cudaEventRecord: an event of device " + std::to_string(event->device) +
                                                      " on a stream of device " + std::to_string(on->device));
   }
+  if (const auto captured = capture_record(*event, *on, flags == cudaEventRecordExternal)) return *captured;
   OpPtr op = new_op("record", 0);
   // From the moment of the call, whatever the enqueue lets others do before it returns.
   event->record = op;
@@ -208,6 +234,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
   if (Machine::get().failed()) return cuda_stopped();
   const Event* const event = known(handle);
   if (!event) return no_such("an event", "cudaEventSynchronize");
+  if (const auto illegal = asked_in_capture("cudaEventSynchronize", *event)) return *illegal;
   return event->record ? wait_for(call.lock, {event->record}, "an event") : cudaSuccess;
 }
 
@@ -215,7 +242,9 @@ cudaError_t cudaEventQuery(cudaEvent_t handle) {
   Call call;
   if (Machine::get().failed()) return cuda_stopped();
   const Event* const event = known(handle);
-  return event ? query(call.lock, event->record) : no_such("an event", "cudaEventQuery");
+  if (!event) return no_such("an event", "cudaEventQuery");
+  if (const auto illegal = asked_in_capture("cudaEventQuery", *event)) return *illegal;
+  return query(call.lock, event->record);
 }
 
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t end) {

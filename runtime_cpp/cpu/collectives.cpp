@@ -3,6 +3,7 @@
 #include <string>
 #include <utility>
 
+#include "capture.h"
 #include "communicator.h"
 #include "errors.h"
 #include "machine.h"
@@ -158,6 +159,13 @@ ncclResult_t issue(Lock& lock, const std::vector<Request>& requests) {
                                           std::to_string(stream->device) + " with a communicator of device " +
                                           std::to_string(comm.device));
   }
+  const auto again = [requests](Lock& lock, Stream& on) {
+    std::vector<Request> there = requests;
+    for (Request& r : there) r.stream = reinterpret_cast<cudaStream_t>(&on);
+    return static_cast<int>(issue(lock, there));
+  };
+  if (const auto added = stream->capture ? add_node(*stream, again) : std::nullopt)
+    return *added == cudaSuccess ? ncclSuccess : error(ncclUnhandledCudaError, last_error_text());
   OpPtr op = new_op("group of sends and recvs", -1);
   if (requests.size() == 1) op->name.kind = first.name, op->name.subject = subject_of(first);
   op->name.process_group = comm.process_group->name;

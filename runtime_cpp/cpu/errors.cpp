@@ -46,7 +46,15 @@ constexpr Named<cudaError_t> kCudaErrors[] = {
     HW_NAMED(cudaErrorNotReady),
     HW_NAMED(cudaErrorPeerAccessAlreadyEnabled),
     HW_NAMED(cudaErrorLaunchFailure),
+    HW_NAMED(cudaErrorIllegalState),
     HW_NAMED(cudaErrorNotSupported),
+    HW_NAMED(cudaErrorStreamCaptureUnsupported),
+    HW_NAMED(cudaErrorStreamCaptureInvalidated),
+    HW_NAMED(cudaErrorStreamCaptureMerge),
+    HW_NAMED(cudaErrorStreamCaptureUnmatched),
+    HW_NAMED(cudaErrorStreamCaptureUnjoined),
+    HW_NAMED(cudaErrorStreamCaptureIsolation),
+    HW_NAMED(cudaErrorCapturedEvent),
 };
 constexpr Named<ncclResult_t> kNcclResults[] = {
     {ncclSuccess, "no error"},

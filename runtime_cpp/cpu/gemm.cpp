@@ -73,6 +73,9 @@ template <class To, class From>
 void convert_row(void* to, const void* from, std::int64_t count) {
   for (std::int64_t i = 0; i < count; ++i) static_cast<To*>(to)[i] = static_cast<To>(static_cast<const From*>(from)[i]);
 }
+
+}  // namespace
+
 void load_row(float* to, const void* from, std::int64_t count, cudaDataType_t type) {
   if (type == CUDA_R_16BF) return convert_row<float, __nv_bfloat16>(to, from, count);
   if (type == CUDA_R_16F) return convert_row<float, __half>(to, from, count);
@@ -83,6 +86,8 @@ void store_row(void* to, const float* from, std::int64_t count, cudaDataType_t t
   if (type == CUDA_R_16F) return convert_row<__half, float>(to, from, count);
   std::memcpy(to, from, count * sizeof(float));
 }
+
+namespace {
 
 template <class T>
 void activate(T* column, std::int64_t rows, Gemm::Activation activation) {
@@ -191,6 +196,11 @@ void in_blocks(const Gemm& g, const std::function<void(const Gemm&, std::int64_t
 }
 
 }  // namespace
+
+void multiply_floats(const Gemm& g) {
+  use_one_thread();
+  run_plain<float>(g);
+}
 
 void run(const Gemm& g) {
   if (g.m == 0 || g.n == 0) return;

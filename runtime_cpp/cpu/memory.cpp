@@ -72,7 +72,8 @@ void* Memory::allocate(std::size_t bytes, int device) {
     if (posix_memalign(&pointer, kAlignment, bytes) != 0) pointer = nullptr;
     if (pointer) std::memset(pointer, 0xff, bytes);
   }
-  if (pointer) made_ += allocations_.emplace(reinterpret_cast<std::uintptr_t>(pointer), allocation).second;
+  if (pointer) allocations_.emplace(reinterpret_cast<std::uintptr_t>(pointer), allocation);
+  made_ += pointer && device != kHost;
   return pointer;
 }
 
@@ -103,7 +104,7 @@ const Allocation* Memory::at(const void* pointer) const {
 
 std::uint64_t Memory::live_bytes() const {
   std::uint64_t bytes = 0;
-  for (const auto& [address, allocation] : allocations_) bytes += allocation.bytes;
+  for (const auto& [address, allocation] : allocations_) bytes += allocation.device != kHost ? allocation.bytes : 0;
   return bytes;
 }
 

@@ -12,6 +12,7 @@ namespace hw {
 struct Rank::Pools {
   std::map<std::string, Channel> channels;  // by "mesh(x=8) x"
   std::map<std::string, std::vector<Stream>> streams;
+  std::map<std::string, std::shared_ptr<void>> handles;  // by library
   cublasLtHandle_t blas = nullptr;
 };
 
@@ -59,6 +60,8 @@ cublasLtHandle_t Rank::blas() {
   if (!pools_->blas) HW_CHECK(cublasLtCreate(&pools_->blas));
   return pools_->blas;
 }
+
+std::shared_ptr<void>& Rank::handle(const char* library) { return pools_->handles[library]; }
 
 Stream Rank::stream(const char* name, int i) {
   std::vector<Stream>& streams = pools_->streams[name];

@@ -10,10 +10,9 @@ namespace {
 
 std::string dtype_name(cudaDataType_t dtype) {
   static const std::map<cudaDataType_t, const char*> names = {
-      {CUDA_R_64F, "f64"}, {CUDA_R_32F, "f32"},        {CUDA_R_16F, "f16"},        {CUDA_R_16BF, "bf16"},
-      {CUDA_R_64I, "i64"}, {CUDA_R_8F_E4M3, "f8e4m3"}, {CUDA_R_8F_E5M2, "f8e5m2"}, {CUDA_R_32I, "i32"},
-      {CUDA_R_16I, "i16"}, {CUDA_R_8I, "i8"},          {CUDA_R_64U, "u64"},        {CUDA_R_32U, "u32"},
-      {CUDA_R_16U, "u16"}, {CUDA_R_8U, "u8"},
+      {CUDA_R_64F, "f64"},        {CUDA_R_32F, "f32"},        {CUDA_R_16F, "f16"}, {CUDA_R_16BF, "bf16"}, {CUDA_R_64I, "i64"},
+      {CUDA_R_8F_E4M3, "f8e4m3"}, {CUDA_R_8F_E5M2, "f8e5m2"}, {CUDA_R_32I, "i32"}, {CUDA_R_16I, "i16"},   {CUDA_R_8I, "i8"},
+      {CUDA_R_64U, "u64"},        {CUDA_R_32U, "u32"},        {CUDA_R_16U, "u16"}, {CUDA_R_8U, "u8"},
   };
   const auto found = names.find(dtype);
   return found == names.end() ? "dtype " + std::to_string(dtype) : found->second;

@@ -82,6 +82,16 @@ def test_projects_run_on_the_cpu(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.endswith("every rank has what it should\n")
 
+    build(attention, folder)  # which the runtime has files of its own for
+    result = run(folder, "build/attention", "S=37", "T=70", "repetitions=1")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.endswith("every rank has what it should\n")
+
+
+@hw.fusion(mesh=hw.Mesh(x=2), q=hw.bf16["4@x", "S", 16], k=hw.bf16["2@x", "T", 16])
+def attention(q, k):  # type: ignore[no-untyped-def]
+    return hw.attention(q, k, k, "bottom_right", enable_gqa=True)
+
 
 def test_a_project_without_a_reference_says_so(tmp_path: Path) -> None:
     source = 'extern "C" __global__ void twice(const float* x, float* y) {}'
@@ -155,6 +165,8 @@ def test_projects_compile_and_link_for_cuda(tmp_path: Path) -> None:
     """In one folder, so that the runtime is built once."""
     for name in ("ag_matmul_p2p", *(("matmul_rs_flat",) if HAS_NVCC else ())):  # kernels need nvcc here
         build(FUSIONS[name], tmp_path, *for_cuda())
+    if all(part.path for part in CUDA.cudnn):
+        build(attention, tmp_path, *for_cuda())
 
 
 @pytest.mark.gpu
@@ -166,7 +178,7 @@ def test_a_project_runs_on_gpus(tmp_path: Path) -> None:
 
 
 def for_cuda() -> tuple[str, ...]:
-    found = (part.path for part in (*CUDA.headers, *CUDA.libraries) if part.path)
+    found = (part.path for part in (*CUDA.headers, *CUDA.libraries, *CUDA.cudnn) if part.path)
     prefixes = dict.fromkeys(str(folder.parent) for path in found for folder in path.parents if folder.name in ("include", "lib", "lib64"))
     return "-DHOSTWEAVE_TARGET=cuda", f"-DCMAKE_PREFIX_PATH={';'.join(prefixes)}"
 

@@ -334,7 +334,7 @@ ERRORS = {
     "attention dtypes": (
         "return hw.scaled_dot_product_attention(x, w, w)",
         {"x": "hw.bf16[4, 'S', 8]", "w": "hw.f32[4, 'T', 8]"},
-        "4: matmul: dtypes differ: bf16[4, S, 8] and f32[4, 8, T]; use hw.astype on one of them",
+        "4: attention: dtypes differ: bf16[4, S, 8] and f32[4, T, 8]; use hw.astype on one of them",
     ),
     "rotary": (
         "return hw.rotary_embedding(x, x, x)",

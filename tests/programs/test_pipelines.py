@@ -17,6 +17,7 @@ from hostweave.base.errors import ArgumentError, ExecutionError, ProgramError
 from hostweave.check.check import check
 from hostweave.cli.memory_plan import memory_plan, memory_report
 from hostweave.host_ir import ir, tree
+from hostweave.runtime.bound import Bound
 from hostweave.runtime.cpu import parallel, seeded
 from hostweave.runtime.local import LocalProgram
 from hostweave.targets.target import CPU_DEVICE, find_target
@@ -244,8 +245,6 @@ def test_arrays_of_another_rank(rank: int, place: int, array: Array | None, erro
 def test_sizes_that_the_own_arrays_do_not_tell() -> None:
     """Of ranks that are processes: what a rank knows is what it passes, and what the caller says."""
     host = lowered(FUSION)
-    native = SimpleNamespace(prepare=lambda shapes, wholes: prepared.append((shapes, wholes)) or [(3, 5)], run=lambda *_: None)
-    prepared: list[Any] = []
     program = LocalProgram.__new__(LocalProgram)
     vars(program).update(
         _host=host,
@@ -254,9 +253,11 @@ def test_sizes_that_the_own_arrays_do_not_tell() -> None:
         _group=SimpleNamespace(rank=2, name="g"),
         _meets=False,
         _on_parts=True,
-        _native=native,
+        _module=SimpleNamespace(Table=list),
+        _tables={},
     )
+    nothing = Bound(host, program._target, {})
     with pytest.raises(ArgumentError, match=r"^two_stages: sizes=: no size of M; give the global one$"):
-        program._take(local(2), None, None, None)
-    taken = program._take(local(2), None, None, {"M": 6})
-    assert (taken.shapes, taken.wholes) == (((), (), (4, 5)), ((6, 5), (5, 4), (4, 5)))
+        program._wholes(program._take(nothing, local(2), None, None, None))
+    taken = program._take(nothing, local(2), None, None, {"M": 6})
+    assert (taken.shapes, program._wholes(taken)) == (((), (), (4, 5)), ((6, 5), (5, 4), (4, 5)))

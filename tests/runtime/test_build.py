@@ -46,7 +46,7 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def cache_with_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache that has the session's library of CUDA's runtime, and nothing else: it takes 20 core-seconds to compile."""
     target, folder = find_target("cuda"), tmp_path / "cache"
-    runtime = target.runtime_library(target.toolchain()).parent
+    runtime = target.runtime_libraries(target.toolchain(), frozenset())[0].parent
     folder.mkdir(mode=0o700)
     shutil.copytree(runtime, folder / runtime.name)
     monkeypatch.setenv("HOSTWEAVE_CACHE", str(folder))

@@ -48,7 +48,7 @@ def ag_matmul_command(device: Device, ranks: int) -> list[str | Path]:
 
 
 RANKS = (1, 2, 3, 4, 8)
-SUITES = ("test_streams", "test_collectives", "test_matmul", "test_world")
+SUITES = ("test_streams", "test_graphs", "test_collectives", "test_matmul", "test_world")
 
 
 def suite_command(device: Device, suite: str) -> list[str | Path]:

@@ -73,6 +73,10 @@ class ExecutionError(HostweaveError, RuntimeError):
     """A program that failed while it ran."""
 
 
+class CaptureError(ExecutionError):
+    """A call that could not be captured as a CUDA graph. Nothing else has failed."""
+
+
 class OverlapWarning(UserWarning):
     """A stream that the user stated overlaps no communication."""
 

@@ -37,6 +37,7 @@ class Cuda:
     headers: tuple[Part, ...]
     libraries: tuple[Part, ...]  # linked into every program
     nvrtc: Part
+    cudnn: tuple[Part, Part]  # header and library, which only programs with attention need
 
     @property
     def missing(self) -> tuple[Part, ...]:
@@ -49,6 +50,14 @@ class Cuda:
             packages = " ".join(dict.fromkeys(part.package for part in self.missing))
             raise BuildError(f"target cuda: {names} not found in the CUDA toolkit or the pip wheels; pip install {packages}")
         return self
+
+    def require_cudnn(self) -> tuple[Path, Path]:
+        """cuDNN's header and its library. Raises BuildError where one is missing."""
+        header, library = self.cudnn
+        if header.path is None or library.path is None:
+            names = ", ".join(part.name for part in self.cudnn if part.path is None)
+            raise BuildError(f"target cuda: attention needs cuDNN, and {names} not found; pip install {library.package}")
+        return header.path, library.path
 
     @property
     def include_folders(self) -> tuple[Path, ...]:
@@ -88,7 +97,9 @@ def _find(major: int, roots: list[Path]) -> Cuda:
         f"libnvrtc.so.{major}": f"nvidia-cuda-nvrtc{wheel}",
     }
     *linked, nvrtc = find(_LIBRARIES, libraries)
-    return Cuda(major, tuple(find(_INCLUDES, headers)), tuple(linked), nvrtc)
+    cudnn = f"nvidia-cudnn-cu{major}"
+    (header,), (library,) = find(_INCLUDES, {"cudnn.h": cudnn}), find(_LIBRARIES, {"libcudnn.so.9": cudnn})
+    return Cuda(major, tuple(find(_INCLUDES, headers)), tuple(linked), nvrtc, (header, library))
 
 
 @dataclass(frozen=True)

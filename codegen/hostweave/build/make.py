@@ -26,8 +26,8 @@ def make_runtime(folder: Path, files: Sequence[Path], toolchain: Toolchain, libr
     run_together([toolchain.link([f"{file.stem}.o" for file in files], library)], folder)
 
 
-def make_program(folder: Path, sources: Sequence[str], toolchain: Toolchain, library: Path) -> None:
-    """Makes the module of the sources in `folder`, linked with the runtime `library`. Raises BuildError where that fails.
+def make_program(folder: Path, sources: Sequence[str], toolchain: Toolchain, libraries: tuple[Path, ...]) -> None:
+    """Makes the module of the sources in `folder`, linked with the `libraries` of the runtime. Raises BuildError where that fails.
 
     The cache keeps every object by what it is compiled from: of a program that is changed, only what the change reaches is compiled.
     """
@@ -39,7 +39,7 @@ def make_program(folder: Path, sources: Sequence[str], toolchain: Toolchain, lib
         get_or_make(entries[file], partial(shutil.copy, folder / _object(file)))
         (folder / _object(file)).unlink()
     objects = [str(root() / entries[file] / _object(file)) for file in files]
-    run_together([toolchain.link([*objects, *map(str, glue())], MODULE_FILE, (library,))], folder)
+    run_together([toolchain.link([*objects, *map(str, glue())], MODULE_FILE, libraries)], folder)
 
 
 def run_together(commands: list[list[str]], folder: Path) -> None:

@@ -36,19 +36,20 @@ def build(
     host_ir: str,
     options: str,
     toolchain: Toolchain,
-    runtime_library: Callable[[Toolchain], Path],
+    runtime_libraries: Callable[[Toolchain], tuple[Path, ...]],
     render: Callable[[], Sources],
 ) -> Path:
-    """The folder with the sources and the module of a program, linked with the runtime of the toolchain's target.
+    """The folder with the sources and the module of a program, linked with what the runtime of the toolchain's target has for it.
 
     `render` gives the sources; it is called only where they are needed. Raises BuildError where the installation is not
     complete or the compiler fails.
     """
     require_native()
     edited = _edited_sources(name, host_ir, render)
-    library = runtime_library(toolchain)
+    libraries = runtime_libraries(toolchain)
     generator = map(stamp_of, (PACKAGE, TEMPLATES, RUNTIME))
-    entry = name_of(name, host_ir, options, *generator, toolchain.stamp, *(part for item in (edited or {}).items() for part in item))
+    made_with = toolchain.stamp, *map(str, libraries)
+    entry = name_of(name, host_ir, options, *generator, *made_with, *(part for item in (edited or {}).items() for part in item))
     if folder := lookup(entry):
         return folder
 
@@ -57,7 +58,7 @@ def build(
     def make(folder: Path) -> None:
         sources = edited or render()
         _write(folder, {**sources, _HOST_IR_FILE: host_ir})
-        make_program(folder, tuple(sources), toolchain, library)
+        make_program(folder, tuple(sources), toolchain, libraries)
 
     folder = get_or_make(entry, make)
     evict()

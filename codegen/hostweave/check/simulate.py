@@ -218,11 +218,14 @@ def _view(b: _Binder, i: ir.View) -> Step:
 
 
 def _post(b: _Binder, i: tree.Instruction) -> Step:
-    """Whatever reads and writes memory: compute, collectives, send and recv."""
-    build = _operation(b, i)
+    """Whatever reads and writes memory: compute, collectives, send and recv. What a rank computes by has its values in the operation."""
+    build, given = _operation(b, i), {expr: b.expr(expr) for expr in tree.expressions(i)} if i.work == "compute" else {}
 
     def step(run: _Run) -> None:
-        run.issue(build(run))
+        operation = build(run)
+        if given:
+            operation.instruction = tree.with_expressions(i, lambda expr: Const(given[expr](run.environment)))
+        run.issue(operation)
 
     return step
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod, sqrt
 
 from hostweave.fusion_ir.calls import inlined
@@ -60,7 +61,7 @@ def tolerance_of(fusion: Fusion, name: str, sizes: Mapping[str, int]) -> Toleran
     lengths, terms = dict.fromkeys(types, 1), dict.fromkeys(types, 1)
     for op in spread.ops:
         result, inputs = op.result.name, op.tensors
-        joined = prod if op.kind == "matmul" else max
+        joined: Callable[[Iterable[int]], int] = prod if op.kind == "matmul" else partial(max, default=1)
         lengths[result] = joined(lengths[tensor] for tensor in inputs) * reduced_length(op, types, sizes)
         terms[result] = joined(terms[tensor] for tensor in inputs)
         if op.result.type.partial:

@@ -16,7 +16,7 @@ from hostweave.types.tensor import BufferType
 
 WORKSPACE = "workspace_"
 
-PlanKey = tuple[tuple[BufferType, ...], str, bool, str]  # of the operands and the result, the precision, the bias, the activation
+PlanKey = tuple[object, ...]  # what a plan is made and prepared with
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,9 @@ class Channel:
 @dataclass(frozen=True)
 class Plan:
     member: str
-    operands: str  # dtypes
-    result: str
-    ends: tuple[str, ...]  # the epilogue, then the compute type, where they are not the default ones
-    a: str
-    b: str
-    c: str
+    kind: str  # of the runtime's: MatmulPlan
+    made_with: tuple[str, ...]  # besides the rank
+    prepared_with: tuple[str, ...]
     comment: str
 
 

@@ -235,15 +235,28 @@ class Emitter:
         return self.lay_out(i, plan=self.plan(i), stream=stream, terms=terms)
 
     def plan(self, i: ir.Matmul) -> str:
-        a, b, dst = types = (self.type_of(i.a), self.type_of(i.b), self.type_of(i.dst))
-        plans, key = self.context.plans, (types, i.precision, bool(i.bias), i.activation)
+        types = [self.type_of(name) for name in (i.a, i.b, i.dst)]
+        made_with = CUDA_TYPES[types[0].dtype.name], CUDA_TYPES[types[2].dtype.name], *_ends(i)
+        return self.planned("MatmulPlan", i, i.dst, made_with, tuple(map(self.strided, types)))
+
+    def planned(self, kind: str, i: tree.Instruction, dst: str, made_with: tuple[str, ...], prepared_with: tuple[str, ...]) -> str:
+        """The member that is its plan: one for all that are made and prepared alike."""
+        plans, key = self.context.plans, (kind, made_with, prepared_with)
         if key not in plans:
-            member = self.members.of(f"plan_{self.buffers[i.dst].root}", f"plan {len(plans)}")
-            operands = CUDA_TYPES[a.dtype.name], CUDA_TYPES[dst.dtype.name]
-            shapes = self.strided(a), self.strided(b), self.strided(dst)
-            plans[key] = Plan(member, *operands, _ends(i), *shapes, print_instruction(i)[0])
+            member = self.members.of(f"plan_{self.buffers[dst].root}", f"plan {len(plans)}")
+            plans[key] = Plan(member, *key, print_instruction(i)[0])
         self.context.uses_of_plan.setdefault(key, set()).add(self.integers.mesh)
         return plans[key].member
+
+    def attention(self, i: ir.Attention) -> str:
+        words = [f".scale = {i.scale!r}"] if i.scale != 1 else []
+        words += [".causal = true"] if i.diagonal is not None else []
+        words += [f".window = {i.window}"] if i.window else []
+        words += [".has_lse = true"] if i.lse else []
+        shapes = [self.strided(self.type_of(name)) for name in (i.q, i.k, i.v, i.dst)]
+        diagonal = [self.expr(i.diagonal)] if i.diagonal not in (None, Const(0)) else []
+        made_with = CUDA_TYPES[self.dtype(i.q)], f"{{{', '.join(words)}}}"
+        return self.lay_out(i, plan=self.planned("AttentionPlan", i, i.dst, made_with, (*shapes, *diagonal)))
 
     def strided(self, type: BufferType) -> str:
         shape = self.integers.shape(type.shape)
@@ -427,6 +440,7 @@ _EMIT: dict[type[tree.Instruction], Callable[[Emitter, Any], str | Words]] = {
     ir.View: Emitter.view,
     ir.Choose: Emitter.choose,
     ir.Matmul: Emitter.matmul,
+    ir.Attention: Emitter.attention,
     ir.Launch: Emitter.launch,
     ir.Copy: Emitter.copy,
     ir.Fill: Emitter.fill,

@@ -25,7 +25,8 @@ class Local:
 def parts_of(program: ir.HostProgram) -> tuple[Share, ...]:
     """The sizes `ceil(M/8)` and `local(M, x)` of a program, in order of appearance."""
     atoms = [atom for size in _extents(program) for atom in size.atoms]
-    atoms += [leaf.size for i in tree.walk(program.body) if i.span for leaf in leaves(i.span[1]) if isinstance(leaf, Symbol)]
+    named = (leaf for i in tree.walk(program.body) for expr in tree.expressions(i) for leaf in leaves(expr))
+    atoms += [leaf.size for leaf in named if isinstance(leaf, Symbol)]
     atoms += [atom for i in tree.walk(program.body) for cut in i.packed for atom in cut.held.atoms]
     return tuple(atom for atom in dict.fromkeys(atoms) if isinstance(atom, Share))
 

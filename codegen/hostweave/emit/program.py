@@ -83,6 +83,8 @@ class Program:
         self.parts = tuple(part_view(program, integers, part) for part in parts_of(flat) if part.size.is_int)  # of dims that are ints
         self.flags = {member: (membership(mesh, program.mesh.size), mesh) for mesh, member in context.flags.items()}
         self.coordinates = _coordinates(integers, self.body)
+        prepared = " ".join(word for plan in context.plans.values() for word in plan.prepared_with)
+        self.coordinates_of_plans = _coordinates(integers, prepared)
         workspace = Temporary(f"char* {WORKSPACE} = nullptr", WORKSPACE, "hw::kWorkspaceBytes", "of the matmuls on the caller's stream")
         workspaces = (workspace,) if context.needs_workspace else ()
         self.temporaries = (*workspaces, *context.temporaries.values())
@@ -91,8 +93,10 @@ class Program:
         self.kernels = tuple(context.kernels.values())
         self.user_kernels = tuple(map(_user_kernel, {source.function: source for source in program.user_kernels}.values()))
         self.requirements = tuple(requirements_of(flat, integers))  # calls that check sizes once all are known
+        plans = {plan.kind for plan in context.plans.values()}
         optional = (
-            ("matmul.h", context.plans),
+            ("attention.h", "AttentionPlan" in plans),
+            ("matmul.h", "MatmulPlan" in plans),
             ("streams.h", context.streams or context.events),
             ("types.h", context.temporaries or context.functions),
         )
@@ -141,7 +145,7 @@ class Program:
             *(f"{channel.member}({_lookup(channel)})" for channel in self.channels),
             *(f'{pool.member}(rank, "{pool.name}", {pool.count})' for pool in context.streams.values()),
             *(f"{pool.member}({pool.count})" for pool in context.events.values()),
-            *(f"{plan.member}({', '.join(('rank', plan.operands, plan.result, *plan.ends))})" for plan in context.plans.values()),
+            *(f"{plan.member}({', '.join(('rank', *plan.made_with))})" for plan in context.plans.values()),
         ]
 
 

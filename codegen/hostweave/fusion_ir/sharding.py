@@ -90,9 +90,13 @@ def flow(op: Op, operands: Sequence[TensorType], mesh: Mesh) -> ShardingRule:
         [(label, dim) for label, dim in zip(labels, type.dims, strict=True) if label and dim.axes]
         for labels, type in zip(indices.operands, operands, strict=True)
     ]
+    walked: dict[str | None, list[Dim]] = {label: [Dim(size)] for label, size in kept.items()}  # the dims of each label
+    for labels, type in zip(indices.operands, operands, strict=True):
+        for label, dim in zip(labels, type.dims, strict=True):
+            walked.setdefault(label, []).append(dim)
     for dims in reversed(pairs) if definition.last_is_first else pairs:
         for label, dim in dims:
-            if label in kept and (kept[label] == dim.size or divides(dim.axes, Dim(kept[label]), mesh)):
+            if label in kept and all(dim.size == other.size or divides(dim.axes, other, mesh) for other in walked[label]):
                 claim(claimed, label, _shared(indices, label, dim.axes, mesh))
     for dims in pairs:
         for label, dim in dims:

@@ -35,7 +35,7 @@ STAGES = (
 ADDS_RULES = ("input", "insert_reshards", "decompose_reshards", "choose_overlap")  # after which more must hold
 
 # Of the attributes that an op must have.
-EXAMPLES = {tuple: "(0,)", int: "0", str: "sum", MeshAxes: "(x)", Transfer: "[(1,) to (1,): 0[0] -> 1[0]]"}
+EXAMPLES = {tuple: "(0,)", int: "0", float: "0.5", str: "sum", MeshAxes: "(x)", Transfer: "[(1,) to (1,): 0[0] -> 1[0]]"}
 
 
 class Named(Protocol):

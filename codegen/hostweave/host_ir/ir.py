@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS
+from hostweave.fusion_ir.ops.attention import attended
 from hostweave.fusion_ir.user_kernel import UserKernel
 from hostweave.host_ir.expr import Const, Expr
 from hostweave.host_ir.strides import _reshaped_strides, _with, strided, strides_of
@@ -285,6 +286,31 @@ class Matmul(Compute):
         a, b, *added = reads
         total = sum(added, np.matmul(a, b) * a.dtype.type(self.scale))
         return (OPS[self.activation].numpy(np, total) if self.activation else total,)
+
+
+@dataclass(frozen=True)
+class Attention(Compute):
+    """dst = softmax(scale * q kT) v, by blocks of scores. q is [..., H, S, E], k [..., G, T, E], v [..., G, T, F], dst [..., H, S, F].
+
+    Head h of the queries is of group h / (H / G). With a `diagonal` row i sees columns up to i + diagonal, and with a window only the
+    last so many of them. `lse`, contiguous [..., H, S] of f32, gets the logarithms of the sums of exp. The elements of a row of all else
+    lie side by side.
+    """
+
+    q: Read
+    k: Read
+    v: Read
+    scale: float
+    dst: Write
+    diagonal: Expr | None = None
+    window: int | None = None
+    lse: Writes = ()
+    syntax = "attention %{q}, %{k}, %{v} scaled {scale} diagonal {diagonal} window {window} -> %{dst} lse {lse}"
+    library = "attention"
+
+    def computed(self, np: Any, sizes: Sizes, *reads: Any) -> tuple[Any, ...]:
+        diagonal = self.diagonal.value if isinstance(self.diagonal, Const) else None  # an execution has its value
+        return attended(np, reads, self.scale, diagonal, self.window or 0)[: 1 + len(self.lse)]
 
 
 @dataclass(frozen=True)
@@ -851,6 +877,11 @@ class HostProgram:
 
     def channel(self, name: str) -> Channel:
         return next(channel for channel in self.channels if channel.name == name)
+
+    @property
+    def libraries(self) -> frozenset[str]:
+        """What it is linked with beside what all programs are."""
+        return frozenset(i.library for body in (self.body, *(f.body for f in self.functions)) for i in walk(body) if i.library)
 
     def local_type(self, parameter: Parameter) -> BufferType:
         return parameter.type.local(self.mesh, self.uneven)

@@ -295,6 +295,7 @@ _FIELD_PARSERS: dict[Any, Callable[[Reader], Any]] = {
     str: lambda reader: reader.word("a name"),
     float: _parse_number,
     Expr: _parse_expr,
+    Expr | None: _parse_expr,
     Size: Reader.size,
     BufferType: lambda reader: BufferType(reader.dtype(), reader.enclosed(reader.size, "[]")),
     tuple[Size, ...]: _bracketed(Reader.size),

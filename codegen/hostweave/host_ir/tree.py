@@ -51,6 +51,7 @@ class Instruction:
     shows: ClassVar[str] = ""  # of a view of all elements: "all", or "in order" where they are in their order
     copies: ClassVar[bool] = False  # it is nothing where src and dst are the same bytes
     work: ClassVar[str] = ""  # of this rank alone, on the stream that it stands on: to "compute", or to "move" what is there
+    library: ClassVar[str] = ""  # what a program with it is linked with, beside what all are
     orders: ClassVar[bool] = False  # streams, one after another: no work is moved past it
     grouped: ClassVar[bool] = False  # it posts sends and recvs in a group
     posts: ClassVar[str] = ""  # of a communication: send, recv or collective, each of which meets its own in order

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from hostweave.base.errors import ArgumentError
 from hostweave.host_ir.ir import Parameter
@@ -11,10 +11,13 @@ from hostweave.targets.target import Target
 from hostweave.types.tensor import TensorType
 
 
-def in_order(program: str, parameters: Sequence[Parameter], given: Sequence[Array], named: Mapping[str, Array]) -> tuple[Array, ...]:
+def in_order(
+    program: str, parameters: Sequence[Parameter], bound: Container[str], given: Sequence[Array], named: Mapping[str, Array]
+) -> tuple[Array, ...]:
     """The inputs of a call that gives the first ones by position, and others by name, as a Python function takes them.
 
-    Raises ArgumentError with the program's and the argument's name where one is missing, unknown or given twice.
+    Those that are bound are none of them. Raises ArgumentError with the program's and the argument's name where one is missing, unknown
+    or given twice.
     """
     names = [parameter.name for parameter in parameters]
     arrays = dict(zip(names, given, strict=False))
@@ -24,6 +27,8 @@ def in_order(program: str, parameters: Sequence[Parameter], given: Sequence[Arra
     if twice := [name for name in named if name in arrays]:
         raise ArgumentError(f"{program}: argument {twice[0]} is given by position and by name; leave one of them out")
     arrays |= named
+    if again := [name for name in named if name in bound]:
+        raise ArgumentError(f"{program}: argument {again[0]} is bound; leave it out, or call the program that has it not bound")
     if unknown := [name for name in named if name not in names]:
         raise ArgumentError(f"{program}: unknown argument {', '.join(sorted(unknown))}; {signature}")
     if missing := [name for name in names if name not in arrays]:

@@ -10,6 +10,7 @@ from hostweave.base.errors import ArgumentError
 from hostweave.host_ir.ir import HostProgram, Parameter
 from hostweave.runtime.arguments import accept, in_order
 from hostweave.runtime.arrays import Array, Library, View, view
+from hostweave.runtime.bound import Bound, block
 from hostweave.targets.target import CPU_DEVICE, Target
 from hostweave.types.mesh import Mesh
 from hostweave.types.shards import bind_sizes, block_of, block_shape, global_shape, holds
@@ -52,41 +53,34 @@ class Call:
         return result
 
 
-def make_call(program: HostProgram, target: Target, given: Sequence[Array], named: Mapping[str, Array]) -> Call:
-    """A call with these global arrays, the first ones by position and others by name.
+def make_call(program: HostProgram, target: Target, bound: Bound, given: Sequence[Array], named: Mapping[str, Array]) -> Call:
+    """A call with these global arrays beside those that are bound, the first ones by position and others by name.
 
     Raises ArgumentError with the program's and the argument's name where an array is missing, unknown, of another dtype,
     number of dims, device or size than the program's types say.
     """
     expected = {p.name: p.type for p in program.inputs}
-    arrays = in_order(program.name, program.inputs, given, named)
-    taken = {name: accept(program.name, target, name, expected[name], array) for name, array in zip(expected, arrays, strict=True)}
-    libraries = {name: library for name, (library, _) in taken.items()}
-    accepted = {name: array for name, (_, array) in taken.items()}
-    sizes = bind_sizes(program.name, program.mesh, expected, {name: tuple(array.shape) for name, array in accepted.items()}, program.uneven)
+    arrays = in_order(program.name, bound.free, bound.arrays, given, named)
+    taken = {p.name: accept(program.name, target, p.name, p.type, array) for p, array in zip(bound.free, arrays, strict=True)}
+    shapes = {**bound.shapes(), **{name: tuple(array.shape) for name, (_, array) in taken.items()}}
+    sizes = bind_sizes(program.name, program.mesh, expected, shapes, program.uneven)
     _check_outputs(program, sizes)
-    library = libraries[program.inputs[0].name]
-    device = library.device(accepted[program.inputs[0].name])
+    library, first = next(iter((taken or bound.arrays).values()))
+    device = library.device(first)
     ranks = range(program.mesh.size)
-    inputs = tuple(
-        tuple(_block(libraries[name], accepted[name], type_, program.mesh, rank) for name, type_ in expected.items()) for rank in ranks
-    )
+    own = ({name: block(*one, expected[name], program.mesh, rank) for name, one in taken.items()} for rank in ranks)
+    blocks = [{**held, **given_blocks} for held, given_blocks in zip(bound.blocks, own, strict=True)]
+    inputs = tuple(tuple(of_rank[name] for name in expected) for of_rank in blocks)
     outputs = tuple(
         tuple(_result(library, p.type, program.mesh, rank, sizes, CPU_DEVICE if device == CPU_DEVICE else rank) for p in program.outputs)
         for rank in ranks
     )
-    for name, used in libraries.items():
-        used.wait(used.device(accepted[name]))
+    places = {(type(one), one.device(array)): one for one, array in (*taken.values(), *bound.arrays.values())}
+    for (_, on), used in places.items():
+        used.wait(on)
     for rank in ranks if device != CPU_DEVICE else ():
         library.wait(rank)
     return Call(program, sizes, library, device, inputs, outputs)
-
-
-def _block(library: Library, array: Array, type_: TensorType, mesh: Mesh, rank: int) -> View:
-    if not holds(type_, mesh, rank):
-        return View(tuple(array.shape))
-    block = array[block_of(type_, mesh, rank, array.shape)] if type_.axes else array
-    return view(library, library.contiguous(block), type_.dtype, tuple(array.shape))
 
 
 def _check_outputs(program: HostProgram, sizes: Mapping[str, int]) -> None:

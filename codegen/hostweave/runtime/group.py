@@ -10,9 +10,9 @@ import weakref
 from collections.abc import Callable
 from multiprocessing.util import Finalize
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from hostweave.base.errors import ArgumentError, ExecutionError, HostweaveError
+from hostweave.base.errors import ArgumentError, CaptureError, ExecutionError, HostweaveError
 from hostweave.runtime.lifetime import calls as native_calls
 from hostweave.runtime.lifetime import expect_own_devices, on_end
 from hostweave.runtime.meeting import CallSignature, Failed, Meeting, PeerLost, StoreMeeting, ThreadMeeting, disagreement
@@ -25,6 +25,8 @@ from hostweave.targets.target import Target
 
 if TYPE_CHECKING:
     from hostweave.runtime.local import CompiledProgram, LocalProgram
+
+T = TypeVar("T")
 
 INIT_TIMEOUT = 300.0  # seconds
 CALL_TIMEOUT = 600.0
@@ -220,11 +222,13 @@ class Group:
             self.fail(f"rank {self.rank}: {error}")
             raise
 
-    def run(self, program: str, member: Any, call: Callable[[], None]) -> None:
-        """Makes a call that all ranks make. Where it fails here, it fails on all."""
+    def run(self, program: str, member: Any, call: Callable[[], T]) -> T:
+        """Makes a call that all ranks make. Where it fails here, it fails on all; but for one that could not be captured."""
         try:
             with native_calls:
-                call()
+                return call()
+        except CaptureError:  # of this call alone: nothing was enqueued
+            raise
         except BaseException as error:
             reason = f"rank {self.rank}: {error}"
             first = self._told() or member.stopped or reason

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from hostweave.base.errors import ArgumentError, HostweaveError
+from hostweave.base.errors import ArgumentError, CaptureError, ExecutionError, HostweaveError
 from hostweave.build.cache import key_of
 from hostweave.host_ir.calls import dedupe_functions
 from hostweave.host_ir.ir import Communication, HostProgram, Parameter
 from hostweave.host_ir.text import print_instruction
 from hostweave.host_ir.tree import walk
+from hostweave.options import Options
 from hostweave.runtime.arguments import accept
-from hostweave.runtime.arrays import Array, Library, NumpyLibrary
+from hostweave.runtime.arrays import Array, Library, NumpyLibrary, library_of
+from hostweave.runtime.bound import Bound
+from hostweave.runtime.captured import Captured
 from hostweave.runtime.cpu import Schedule, schedule
 from hostweave.runtime.lifetime import calls as native_calls
 from hostweave.runtime.meeting import CallSignature, Shape, Span
@@ -34,16 +39,37 @@ _building = threading.Lock()  # ranks that are threads want the module at the sa
 
 
 @dataclass(frozen=True)
-class Taken:
-    """The inputs of a call."""
+class Table:
+    """The inputs that a program has bound on a rank, checked, and a place for each of the others."""
 
+    library: Library | None  # of the first that this rank has
+    shapes: tuple[Shape | None, ...]  # of all inputs; None where a call has it
+    spans: tuple[Span, ...]
+    digest: str  # "" where nothing is bound
+    native: Any
+
+    def joined(self, shapes: Iterable[Shape]) -> tuple[Shape, ...]:
+        """The shapes of all inputs, of which a call has these."""
+        rest = iter(shapes)
+        return tuple(next(rest) if shape is None else shape for shape in self.shapes)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The inputs of a call, beside those that are bound."""
+
+    table: Table
     library: Library | None  # of the first that this rank has
     addresses: tuple[int, ...]
     shapes: tuple[Shape, ...]
-    wholes: tuple[Shape, ...] | None  # of the global arrays, where this rank knows more than its own shapes
+    sizes: tuple[tuple[str, int], ...]  # that the caller knows
     stream: int  # cudaStream_t
     given: tuple[Output, ...] | None  # as out=
     spans: tuple[Span, ...]  # of what is taken and given
+
+    @property
+    def all_shapes(self) -> tuple[Shape, ...]:
+        return self.table.joined(self.shapes)
 
 
 class CompiledProgram(Protocol):
@@ -60,18 +86,23 @@ class CompiledProgram(Protocol):
 class LocalProgram:
     """A program, ready on this rank. All ranks of the group make it at the same time."""
 
-    def __init__(self, program: CompiledProgram, host: HostProgram, options: str, group: Group, verify_calls: bool):
-        """Raises ArgumentError where the group cannot run the program, ExecutionError where its ranks do not agree on it."""
+    def __init__(self, program: CompiledProgram, host: HostProgram, options: Options, group: Group, stream: int):
+        """Raises ArgumentError where the group cannot run the program, ExecutionError where its ranks do not agree on it,
+        CaptureError where the stream of the first call is being captured."""
         group.expect_working()
         self._host, self._target, self._group = host, program.target, group
-        self._meets = group.count > 1 and (group.in_process or verify_calls)
+        self._meets = group.count > 1 and (group.in_process or options.verify_calls)
+        self._graphs = options.graph == "auto"
         if self._meets and not group.can_meet:
             where = f"{host.name}: verify_calls: the ranks of group {group.name!r} have nowhere to meet"
             raise ArgumentError(f"{where}; use a provider with a store, or leave it out")
         self._on_parts = any(p.type.mesh for p in (*host.inputs, *host.outputs))  # some ranks have nothing of some
         self._waits_for = _first_communication(host)
-        self._intent = CallSignature(host.name, str(host.mesh), key_of(program.host_ir, options, program.target.name))
+        self._intent = CallSignature(host.name, str(host.mesh), key_of(program.host_ir, repr(options), program.target.name))
         self._ready_for: Any = None  # the shapes of the last call
+        self._bound_spans: tuple[Span, ...] = ()  # of all ranks, in the last call
+        self._apart: deque[tuple[tuple[Span, ...], ...]] = deque(maxlen=2)  # that were found to be, of this rank and of all
+        self._tables: weakref.WeakKeyDictionary[Bound, Table] = weakref.WeakKeyDictionary()
         self._outputs: list[Shape] = []
         self._native_schedule: tuple[Schedule, Any] | None = None
 
@@ -79,6 +110,8 @@ class LocalProgram:
             self._check_group()
             with _building:
                 module = program.module
+            if stream and module.is_captured(stream):
+                raise CaptureError(f"{host.name}: the stream is being captured, and this is the first call; call the program once before")
             return module, group.member(module, self._target)
 
         (self._module, self._member), _ = self._agreed(on_this_rank, group.timeout)
@@ -94,40 +127,93 @@ class LocalProgram:
     def close(self) -> None:
         """Frees what the program holds on the rank."""
         self._native = self._member = None
+        self._tables.clear()
 
-    def __call__(self, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None) -> Any:
+    def __call__(self, bound: Bound, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None) -> Any:
         """Calls the program with the rank's arrays, as `Program` says."""
+        _, outputs = self._call(bound, arrays, out, stream, sizes)
+        return _given_back(outputs) if out is None else out
+
+    def capture(self, bound: Bound, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None) -> Captured:
+        """Calls the program, and captures that call."""
+        taken, outputs = self._call(bound, arrays, out, stream, sizes)
+        name, native, member = self._host.name, self._native, self._member
+
+        def make() -> Any:
+            return self._group.run(name, member, lambda: native.capture(*_arguments(taken, outputs)))
+
+        graph = self._agreed(make, self._group.call_timeout)[0] if self._meets else make()
+
+        def launch(stream: Any) -> None:
+            self._group.expect_working()
+            if self._native is not native:
+                raise ExecutionError(f"{name}: the program is closed; compile it again")
+            handle = self._handle(stream, taken.library)
+            if self._meets and not self._target.is_asynchronous:  # which would take a rank that is late for one that never comes
+                self._agreed(lambda: taken, self._group.call_timeout)
+            self._group.run(name, member, lambda: native.launch(graph, handle, self._schedule()))
+
+        return Captured(launch, (bound, taken, arrays), lambda: _given_back(outputs) if out is None else out)
+
+    def _call(
+        self, bound: Bound, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None
+    ) -> tuple[Taken, Sequence[Output]]:
         group = self._group
         group.expect_working()
-        if self._meets:
-            taken, signatures = self._agreed(lambda: self._take(arrays, out, stream, sizes), group.call_timeout)
-            if group.in_process:
-                self._expect_apart(span for signature in signatures for span in signature.spans)
-            shapes_of_all = tuple(signature.shapes for signature in signatures)
-            if self._ready_for != shapes_of_all:
-                self._ready_for = None
-                self._agreed(lambda: self._prepare(taken, self._whole_shapes(shapes_of_all)), group.call_timeout)
-                self._ready_for = shapes_of_all
-        else:
-            taken = self._take(arrays, out, stream, sizes)
-            if self._ready_for != (taken.shapes, taken.wholes):
-                self._ready_for = None
-                self._prepare(taken, taken.wholes)
-                self._ready_for = taken.shapes, taken.wholes
+
+        def take() -> Taken:
+            return self._take(bound, arrays, out, stream, sizes)
+
+        taken = self._ready_together(take) if self._meets else self._ready_alone(take)
+        outputs = self._outputs_of(taken, stream is not None)
+        arguments = *_arguments(taken, outputs), taken.stream, self._schedule(), self._graphs
+        group.run(self._host.name, self._member, lambda: self._native.run(*arguments))
+        return taken, outputs
+
+    def _outputs_of(self, taken: Taken, on_given_stream: bool) -> Sequence[Output]:
         try:
-            outputs = self._made(taken, stream is not None) if taken.given is None else self._fitting(taken.given)
+            return self._made(taken, on_given_stream) if taken.given is None else self._fitting(taken.given)
         except BaseException as error:
             if self._meets:  # the others are on their way
-                group.fail(f"rank {group.rank}: {error}")
+                self._group.fail(f"rank {self._group.rank}: {error}")
             raise
-        addresses = [output[0].address(output[1]) if output else 0 for output in outputs]
-        group.run(self._host.name, self._member, lambda: self._native.run(taken.addresses, addresses, taken.stream, self._schedule()))
-        if out is not None:
-            return out
-        results = tuple(output[0].give(output[1]) if output else None for output in outputs)
-        return results[0] if len(results) == 1 else results
+
+    def _ready_alone(self, take: Callable[[], Taken]) -> Taken:
+        taken = take()
+        ready_for = taken.table.digest, taken.shapes, taken.sizes
+        if self._ready_for != ready_for:
+            before, self._ready_for = self._ready_for, None
+            try:
+                self._prepare(taken, self._wholes(taken))
+            except CaptureError:  # nothing was done
+                self._ready_for = before
+                raise
+            self._ready_for = ready_for
+        return taken
 
     # --- with the other ranks
+
+    def _ready_together(self, take: Callable[[], Taken]) -> Taken:
+        """Ranks tell each other what they have bound only when that has changed."""
+        timeout = self._group.call_timeout
+        taken, signatures = self._agreed(take, timeout)
+        ready_for = tuple((signature.bound, signature.shapes) for signature in signatures)
+        changed = self._ready_for != ready_for
+        if changed:
+            self._ready_for = None
+            shapes_of_all = [signature.shapes for signature in signatures]
+            self._bound_spans = ()
+            if any(signature.bound for signature in signatures):
+                table = taken.table
+                _, everything = self._agreed(lambda: replace(taken, shapes=taken.all_shapes, spans=table.spans), timeout)
+                shapes_of_all = [signature.shapes for signature in everything]
+                self._bound_spans = tuple(span for signature in everything for span in signature.spans)
+        if self._group.in_process:
+            self._expect_apart(self._bound_spans, tuple(span for signature in signatures for span in signature.spans))
+        if changed:
+            self._agreed(lambda: self._prepare(taken, self._whole_shapes(shapes_of_all)), timeout)
+            self._ready_for = ready_for
+        return taken
 
     def _agreed(self, step: Callable[[], T], timeout: float) -> tuple[T, list[CallSignature]]:
         """Does what may fail on some ranks only, and tells the others. Either all go on, or all raise."""
@@ -138,7 +224,8 @@ class LocalProgram:
             error = problem
         signature = replace(self._intent, error=str(error) if error else "")
         if isinstance(result, Taken):
-            signature = replace(signature, shapes=result.shapes, spans=result.spans if self._group.in_process else ())
+            spans = result.spans if self._group.in_process else ()
+            signature = replace(signature, shapes=result.shapes, spans=spans, bound=result.table.digest)
         signatures = self._group.agree(signature, self._waits_for, timeout, error)
         assert result is not None
         return result, signatures
@@ -155,20 +242,42 @@ class LocalProgram:
 
     # --- inputs
 
-    def _take(self, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None) -> Taken:
-        name, parameters = self._host.name, self._host.inputs
+    def _take(self, bound: Bound, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None) -> Taken:
+        name, parameters = self._host.name, bound.free
         if len(arrays) != len(parameters):
             signature = ", ".join(f"{p.name}: {p.type}" for p in parameters)
             raise ArgumentError(f"{name}: takes {len(parameters)} arrays ({signature}), not {len(arrays)}")
+        table = self._tables.get(bound) or self._table(bound)
         accepted = [self._accepted(parameter, array) for parameter, array in zip(parameters, arrays, strict=True)]
-        library = next((one[0] for one in accepted if one), NumpyLibrary() if self._device == CPU_DEVICE else None)
-        addresses = tuple(one[0].address(one[1]) if one else 0 for one in accepted)
-        shapes = tuple(tuple(one[1].shape) if one else () for one in accepted)
-        wholes = self._whole_shapes_for(sizes or {}, shapes) if sizes or (self._on_parts and not self._meets) else None
+        library = next((one[0] for one in accepted if one), table.library)
         given = None if out is None else self._given(out)
         spans = (*self._spans(parameters, accepted, False), *self._spans(self._host.outputs, given or (), True))
-        self._expect_apart(spans)
-        return Taken(library, addresses, shapes, wholes, self._handle(stream, library), given, spans)
+        self._expect_apart(table.spans, spans)
+        known = tuple((sizes or {}).items())
+        taken = Taken(table, library, *_places(accepted), known, self._handle(stream, library), given, spans)
+        if sizes and self._meets:
+            self._wholes(taken)  # what the ranks find out together is to be what the caller says
+        return taken
+
+    def _table(self, bound: Bound) -> Table:
+        """What the rank has bound. Raises ArgumentError where an array is not one for this rank."""
+        parameters = [parameter for parameter in self._host.inputs if parameter.name in bound.arrays]
+        held = [self._on_this_rank(parameter, *bound.arrays[parameter.name]) for parameter in parameters]
+        addresses, shapes = _places(held)
+        places = dict(zip((parameter.name for parameter in parameters), zip(addresses, shapes, strict=True), strict=True))
+        of_all = [places.get(parameter.name) for parameter in self._host.inputs]
+        native = self._module.Table([place and place[0] for place in of_all])
+        library = next((one[0] for one in held if one), NumpyLibrary() if self._device == CPU_DEVICE else None)
+        digest = key_of(*map(str, places.items())) if places else ""
+        shapes_of_all = tuple(place and place[1] for place in of_all)
+        made = self._tables[bound] = Table(library, shapes_of_all, tuple(self._spans(parameters, held, False)), digest, native)
+        return made
+
+    def _wholes(self, taken: Taken) -> tuple[Shape, ...] | None:
+        """The shapes of the global arrays, where this rank knows more than its own shapes."""
+        if not taken.sizes and not (self._on_parts and not self._meets):
+            return None
+        return self._whole_shapes_for(dict(taken.sizes), taken.all_shapes)
 
     def _holds(self, parameter: Parameter, rank: int | None = None) -> bool:
         """Whether a rank, by default this one, has anything of an input or output."""
@@ -184,8 +293,12 @@ class LocalProgram:
         raise ArgumentError(f"{where}: rank {rank} has nothing of {parameter.type}; pass None")
 
     def _checked(self, parameter: Parameter, array: Array) -> tuple[Library, Array]:
-        library, array = accept(self._host.name, self._target, parameter.name, parameter.type, array)
+        return self._on_this_rank(parameter, *accept(self._host.name, self._target, parameter.name, parameter.type, array))
+
+    def _on_this_rank(self, parameter: Parameter, library: Library, array: Array) -> tuple[Library, Array]:
         where = f"{self._host.name}: {parameter.name}"
+        if not self._holds(parameter):
+            raise ArgumentError(f"{where}: rank {self._group.rank} has nothing of {parameter.type}; pass None, and do not bind it here")
         if (device := library.device(array)) != self._device:
             here = "in host memory" if device == CPU_DEVICE else f"on GPU {device}"
             raise ArgumentError(f"{where}: is {here}, and rank {self._group.rank} is on GPU {self._device}; move it there")
@@ -195,7 +308,8 @@ class LocalProgram:
 
     def _prepare(self, taken: Taken, wholes: Sequence[Shape] | None) -> bool:
         with native_calls:
-            self._outputs = self._native.prepare(taken.shapes, wholes or [()] * len(taken.shapes))
+            shapes = taken.all_shapes
+            self._outputs = self._native.prepare(shapes, wholes or [()] * len(shapes), taken.stream)
         return True
 
     def _whole_shapes(self, shapes_of_all: Sequence[Sequence[Shape]]) -> list[Shape]:
@@ -276,10 +390,12 @@ class LocalProgram:
             if bytes_:
                 yield Span(begin, begin + bytes_, self._group.rank, parameter.name, written)
 
-    def _expect_apart(self, spans: Iterable[Span]) -> None:
+    def _expect_apart(self, bound: tuple[Span, ...], taken: tuple[Span, ...]) -> None:
         """Raises ArgumentError where a given output shares memory with an input or another output: programs write before they have read."""
+        if not any(span.written for span in taken) or (bound, taken) in self._apart:
+            return
         last = last_written = Span(0, 0, 0, "", False)  # of those that begin before, the one that ends last
-        for span in sorted(spans):
+        for span in sorted((*bound, *taken)):
             other = last if span.written else last_written
             if span.begin < other.end:
                 pair = sorted((other, span), key=lambda one: not one.written)
@@ -287,6 +403,7 @@ class LocalProgram:
                 raise ArgumentError(f"{self._host.name}: out=: {' and '.join(names)} overlap in memory; pass an array of its own")
             last = max(last, span, key=lambda one: one.end)
             last_written = max(last_written, span, key=lambda one: one.end) if span.written else last_written
+        self._apart.append((bound, taken))
 
     # --- how it runs
 
@@ -304,6 +421,35 @@ class LocalProgram:
         if self._native_schedule is None or self._native_schedule[0] is not wanted:
             self._native_schedule = wanted, self._module.Schedule(**vars(wanted))
         return self._native_schedule[1]
+
+
+def _arguments(taken: Taken, outputs: Sequence[Output]) -> tuple[Any, tuple[int, ...], tuple[int, ...]]:
+    """The arrays of a call, as the native calls take them."""
+    return taken.table.native, taken.addresses, _places(outputs)[0]
+
+
+def _given_back(outputs: Sequence[Output]) -> Any:
+    results = tuple(output[0].give(output[1]) if output else None for output in outputs)
+    return results[0] if len(results) == 1 else results
+
+
+def stream_of_call(target: Target, stream: Any, arrays: Sequence[Array]) -> int:
+    """The native stream of a call with these arrays, 0 where there is no telling before it is checked."""
+    try:
+        if (handle := target.stream(stream)) is not None:
+            return handle
+        for array in arrays:
+            library = library_of(array)
+            if (device := library.device(array)) != CPU_DEVICE:
+                return library.stream(device)
+    except (TypeError, AttributeError):
+        pass
+    return 0
+
+
+def _places(arrays: Sequence[Output]) -> tuple[tuple[int, ...], tuple[Shape, ...]]:
+    """Addresses and shapes of a rank's arrays."""
+    return tuple(one[0].address(one[1]) if one else 0 for one in arrays), tuple(tuple(one[1].shape) if one else () for one in arrays)
 
 
 def _first_communication(host: HostProgram) -> str:

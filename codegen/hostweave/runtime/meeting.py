@@ -256,6 +256,7 @@ class CallSignature:
     shapes: tuple[Shape, ...] = ()  # of the rank's inputs, in a call
     spans: tuple[Span, ...] = ()  # of the rank's arguments, where ranks share the memory of one process
     error: str = ""
+    bound: str = ""  # a digest of the inputs that are bound, which shapes and spans are then without
 
     def __str__(self) -> str:
         return json.dumps(asdict(self))

@@ -29,9 +29,9 @@ class _Cpu(Target):
     def toolchain(self) -> Toolchain:
         return Toolchain(self.name, find_compiler(), (*RUNTIME_INCLUDES, RUNTIME / "cpu" / "include"), ())
 
-    def runtime_library(self, toolchain: Toolchain) -> Path:
-        """Comes with the installation."""
-        return NATIVE / "libhostweave_cpu.so"
+    def runtime_libraries(self, toolchain: Toolchain, wanted: frozenset[str]) -> tuple[Path, ...]:
+        """One, which comes with the installation."""
+        return (NATIVE / "libhostweave_cpu.so",)
 
     def has_devices(self, ranks: int) -> bool:
         return True

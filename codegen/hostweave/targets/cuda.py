@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hostweave.build import cuda
 from hostweave.build.cache import get_or_make, name_of, stamp_of
 from hostweave.build.nvrtc import Nvrtc
 from hostweave.build.toolchain import Toolchain, find_compiler
-from hostweave.targets.target import Target, runtime_sources
+from hostweave.targets.target import Target, runtime_sources, sources_of
 
 
 class _Cuda(Target):
@@ -30,25 +31,23 @@ class _Cuda(Target):
         assert found.nvrtc.path is not None
         return Toolchain(self.name, compiler, include_folders, libraries, Nvrtc(found.nvrtc.path, cuda.arch(), include_folders))
 
-    def runtime_library(self, toolchain: Toolchain) -> Path:
-        """Compiled on first use."""
-        file = "libhostweave_cuda.so"
-
-        def make(folder: Path) -> None:
-            from hostweave.build.make import make_runtime
-
-            make_runtime(folder, runtime_sources(self.name), toolchain, file)
-
-        made_by = map(stamp_of, (BUILDER, Path(__file__).parent, RUNTIME))
-        return get_or_make(name_of("runtime_cuda", *made_by, toolchain.stamp), make) / file
+    def runtime_libraries(self, toolchain: Toolchain, wanted: frozenset[str]) -> tuple[Path, ...]:
+        """Compiled on first use: the one of all programs, and one for each of what is in the wish."""
+        made = [_made(self.name, runtime_sources(self.name), toolchain)]
+        if "attention" in wanted:
+            header, library = cuda.find_cuda().require_cudnn()
+            folders = (*toolchain.include_folders, header.parent)
+            with_cudnn = replace(toolchain, include_folders=folders, libraries=(*toolchain.libraries, library))
+            made.append(_made(f"attention_{self.name}", sources_of((RUNTIME / "attention",), self.name), with_cudnn))
+        return tuple(made)
 
     def has_devices(self, ranks: int) -> bool:
         return len(cuda.gpus()) >= ranks
 
     def report(self) -> Iterator[tuple[str, str]]:
         found = cuda.find_cuda()
-        for part in (*found.headers, *found.libraries, found.nvrtc):
-            yield "nccl" if "nccl" in part.name else "cublas" if "cublas" in part.name else "toolkit", _part(part)
+        for part in (*found.headers, *found.libraries, found.nvrtc, *found.cudnn):
+            yield next((word for word in ("nccl", "cublas", "cudnn") if word in part.name), "toolkit"), _part(part)
         yield "gpus", _gpus(found.major)
         yield self.name, _readiness(found)
 
@@ -63,6 +62,19 @@ class _Cuda(Target):
 
 
 TARGET = _Cuda()
+
+
+def _made(name: str, files: list[Path], toolchain: Toolchain) -> Path:
+    """A library of the runtime."""
+    file = f"libhostweave_{name}.so"
+
+    def make(folder: Path) -> None:
+        from hostweave.build.make import make_runtime
+
+        make_runtime(folder, files, toolchain, file)
+
+    made_by = map(stamp_of, (BUILDER, Path(__file__).parent, RUNTIME))
+    return get_or_make(name_of(f"runtime_{name}", *made_by, toolchain.stamp), make) / file
 
 
 def handle_of(stream: Any) -> int:
@@ -97,12 +109,13 @@ def _version(part: cuda.Part) -> str:
     macros = {
         "nccl.h": r"NCCL_(MAJOR|MINOR|PATCH)",
         "cublasLt.h": r"CUBLAS_VER_(MAJOR|MINOR|PATCH)",
+        "cudnn.h": r"CUDNN_(MAJOR|MINOR|PATCHLEVEL)",
         "cuda_runtime_api.h": "CUDART_VERSION",
     }
     if part.path is None or part.name not in macros:
         return ""
     folder = part.path.parent
-    text = "".join(p.read_text(errors="replace") for p in (part.path, folder / "cublas_api.h") if p.exists())
+    text = "".join(p.read_text(errors="replace") for p in (part.path, folder / "cublas_api.h", folder / "cudnn_version.h") if p.exists())
     numbers = [match[-1] for match in re.findall(rf"#define ({macros[part.name]})\s+(\d+)", text)]
     if part.name == "cuda_runtime_api.h" and numbers:
         return f" {int(numbers[0]) // 1000}.{int(numbers[0]) % 1000 // 10}"

@@ -33,8 +33,11 @@ class Target(Protocol):
     def toolchain(self) -> Toolchain:
         """Raises BuildError where a part is missing, with what to install."""
 
-    def runtime_library(self, toolchain: Toolchain) -> Path:
-        """What programs are linked with; made where it is not there yet. Raises BuildError where that fails."""
+    def runtime_libraries(self, toolchain: Toolchain, wanted: frozenset[str]) -> tuple[Path, ...]:
+        """What a program is linked with that wants more than all do; made where it is not there yet.
+
+        Raises BuildError where that fails, or where a part is missing, with what to install.
+        """
 
     def has_devices(self, ranks: int) -> bool: ...
 
@@ -67,5 +70,10 @@ def find_target(name: str) -> Target:
 
 def runtime_sources(target: str) -> list[Path]:
     """The C++ of the runtime: all of it but what is for other targets, as the ends of file names say."""
+    return sources_of(RUNTIME_SOURCES, target)
+
+
+def sources_of(folders: Sequence[Path], target: str) -> list[Path]:
+    """The C++ in these folders for a target."""
     others = tuple(f"_{name}" for name in NAMES if name != target)
-    return [path for folder in RUNTIME_SOURCES for path in sorted(folder.glob("*.cpp")) if not path.stem.endswith(others)]
+    return [path for folder in folders for path in sorted(folder.glob("*.cpp")) if not path.stem.endswith(others)]

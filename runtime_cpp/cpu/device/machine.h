@@ -41,12 +41,15 @@ struct HostThread {
   std::condition_variable wake;
   std::uint64_t priority = 0;
   Place place;
+  cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
 };
 HostThread& this_thread();
 
 struct ProcessGroup;  // communicator.h
 
-// --- device memory: who owns which bytes
+// --- device memory, and pinned memory of the host: who owns which bytes
+
+constexpr int kHost = -1;  // in place of a device
 
 struct Allocation {
   std::size_t bytes;

@@ -15,6 +15,7 @@
 namespace hostweave::cpu {
 
 struct Match;
+struct Capture;
 
 // --- vector clocks: what is known to have happened before a point of a stream or of a rank's host threads
 
@@ -126,6 +127,8 @@ struct Stream {
   std::size_t lane = 0;
   Clock clock;
   std::uint64_t rank_in_picker = 0;
+  std::shared_ptr<Capture> capture;  // null: calls enqueue
+  std::size_t capture_lane = 0;
 
   bool legacy() const { return number == 0; }
   bool blocking() const { return !(flags & cudaStreamNonBlocking); }
@@ -134,7 +137,9 @@ struct Stream {
 struct Event {
   int device = 0;
   bool timed = true;
-  OpPtr record;  // the last one; a wait binds to it when it is called
+  OpPtr record;                      // the last one; a wait binds to it when it is called
+  std::shared_ptr<Capture> capture;  // in which it was recorded last, as this node
+  std::size_t node = 0;
 };
 
 }  // namespace hostweave::cpu

@@ -95,4 +95,23 @@ typedef struct hw_cpu_range {
 cudaError_t hw_cpu_launch(const char* name, cudaStream_t stream, void (*run)(void* closure), const void* closure,
                           size_t closure_bytes, const hw_cpu_range* ranges, int range_count);
 
+// Operands of attention: [batch, heads, rows, size], the elements of a row side by side, other strides in elements.
+typedef struct hw_cpu_heads {
+  int64_t batch, heads, rows, size;
+  int64_t batch_stride, head_stride, row_stride;
+} hw_cpu_heads;
+
+typedef struct hw_cpu_attention {
+  int dtype;  // cudaDataType_t: f16, bf16 or f32
+  hw_cpu_heads q, k, v, o;
+  float scale;
+  int causal;  // row i sees columns up to i + diagonal
+  int64_t diagonal;
+  int64_t window;  // and only the last so many of them; 0: all
+} hw_cpu_attention;
+
+// o = softmax(scale q kT) v, computed in f32 without the matrix of scores; lse, null or [batch, heads, rows], is log(sum(exp)).
+cudaError_t hw_cpu_attend(const hw_cpu_attention* problem, const void* q, const void* k, const void* v, void* o, float* lse,
+                          cudaStream_t stream);
+
 }  // extern "C"

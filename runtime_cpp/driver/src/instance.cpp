@@ -1,5 +1,7 @@
 #include "hostweave/instance.h"
 
+#include <algorithm>
+#include <atomic>
 #include <exception>
 #include <string>
 #include <utility>
@@ -9,6 +11,107 @@
 #include "world_target.h"
 
 namespace hw {
+namespace {
+
+constexpr size_t kGraphs = 16;  // of one program
+
+bool is_same(const Tensor& a, const Tensor& b) { return a.data == b.data && a.shape == b.shape && a.whole == b.whole; }
+
+// Lets this thread ask for events while another one captures: what it asks is no part of that.
+class BesideCaptures {
+ public:
+  BesideCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~BesideCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+// A stream for one capture, that other threads do not disturb.
+class CapturedStream {
+ public:
+  CapturedStream() { HW_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
+  ~CapturedStream() { cudaStreamDestroy(stream_); }
+  CapturedStream(const CapturedStream&) = delete;
+  CapturedStream& operator=(const CapturedStream&) = delete;
+
+  operator cudaStream_t() const { return stream_; }
+
+  // What `enqueue` enqueues there, as a graph.
+  std::unique_ptr<Graph> capture(const std::function<void()>& enqueue) const {
+    HW_CHECK(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
+    cudaGraph_t graph = nullptr;
+    try {
+      enqueue();
+    } catch (...) {
+      cudaStreamEndCapture(stream_, &graph);
+      if (graph) cudaGraphDestroy(graph);
+      throw;
+    }
+    HW_CHECK(cudaStreamEndCapture(stream_, &graph));
+    return std::make_unique<Graph>(graph);
+  }
+
+ private:
+  cudaStream_t stream_ = nullptr;
+};
+
+// Makes a call that is captured: where it fails, nothing was enqueued.
+template <class Call>
+auto captured(const Call& call) {
+  try {
+    return call();
+  } catch (const std::exception& error) {
+    cudaGetLastError();
+    throw CaptureError(std::string("cannot be captured: ") + error.what());
+  }
+}
+
+}  // namespace
+
+bool is_captured(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  const cudaError_t cudaStreamGetCaptureInfo = ::cudaStreamGetCaptureInfo(stream, &status);
+  if (cudaStreamGetCaptureInfo == cudaErrorStreamCaptureImplicit) {
+    cudaGetLastError();
+    throw CaptureError("another stream is being captured, and the default stream cannot be used meanwhile; pass stream=");
+  }
+  HW_CHECK(cudaStreamGetCaptureInfo);
+  return status != cudaStreamCaptureStatusNone;
+}
+
+Pulse::Pulse() {
+  HW_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+  HW_CHECK(cudaMallocHost(reinterpret_cast<void**>(&begun_), sizeof *begun_));
+  HW_CHECK(cudaMalloc(reinterpret_cast<void**>(&set_), sizeof *begun_));
+  HW_CHECK(cudaMemsetAsync(set_, 0xff, sizeof *begun_, stream_));
+  HW_CHECK(cudaStreamSynchronize(stream_));
+  *begun_ = 0;
+}
+
+Pulse::~Pulse() {
+  cudaFree(set_);
+  cudaFreeHost(begun_);
+  cudaStreamDestroy(stream_);
+}
+
+// Beside the call, which does not wait for it.
+void Pulse::begin(cudaStream_t caller) {
+  HW_CHECK(cudaEventRecord(fork_[0], caller));
+  HW_CHECK(cudaStreamWaitEvent(stream_, fork_[0], 0));
+  HW_CHECK(cudaMemcpyAsync(begun_, set_, sizeof *begun_, cudaMemcpyDeviceToHost, stream_));
+  HW_CHECK(cudaEventRecord(join_[0], stream_));
+}
+
+void Pulse::end(cudaStream_t caller) {
+  HW_CHECK(cudaStreamWaitEvent(caller, join_[0], 0));
+  HW_CHECK(cudaEventRecordWithFlags(done_[0], caller, cudaEventRecordExternal));
+}
+
+bool Pulse::stands_still() {
+  const bool begun = std::atomic_ref(*begun_).exchange(0) != 0;
+  return cudaEventQuery(done_[0]) == cudaErrorNotReady && !begun;
+}
 
 void Progress::begin() {
   const std::lock_guard lock(mutex_);
@@ -28,6 +131,7 @@ void Progress::end(cudaStream_t caller) {
 
 Progress::State Progress::look() {
   const std::lock_guard lock(mutex_);
+  const BesideCaptures beside;
   while (older_.call != 0 && cudaEventQuery(events_[older_.event]) == cudaSuccess) {
     done_ = older_.call;
     older_.call = 0;
@@ -39,6 +143,11 @@ Progress::State Progress::look() {
     state.waiting_seconds = since(older_.at);
   } else if (enqueuing_) {
     state.waiting_seconds = since(began_);
+  }
+  if (!pulse_.stands_still()) {
+    moved_ = Clock::now();
+  } else {
+    state.waiting_seconds = std::max(state.waiting_seconds, since(moved_));
   }
   return state;
 }
@@ -61,6 +170,7 @@ Instance::Instance(Member& member, const ProgramTable& program) : member_(member
 Instance::~Instance() {
   try {
     const Member::Use use(member_);
+    seen_.clear();
     program_.calls.destroy(instance_);
     progress_.reset();
   } catch (const std::exception&) {
@@ -68,9 +178,13 @@ Instance::~Instance() {
   }
 }
 
-std::vector<Shape> Instance::prepare(const std::vector<Input>& inputs) {
+std::vector<Shape> Instance::prepare(const std::vector<Input>& inputs, cudaStream_t caller) {
   member_.expect_working();
   const Member::Use use(member_);
+  if (is_captured(caller)) {
+    throw CaptureError(
+        "the stream is being captured, and the program is not prepared for arrays of these shapes; call it once before");
+  }
   std::vector<Shape> outputs(outputs_.size());
   for (size_t i = 0; i < inputs_.size(); ++i) {
     inputs_[i].shape = inputs[i].shape;
@@ -82,15 +196,55 @@ std::vector<Shape> Instance::prepare(const std::vector<Input>& inputs) {
   return outputs;
 }
 
-void Instance::run(const Schedule& schedule, const std::vector<void*>& inputs, const std::vector<void*>& outputs,
-                   cudaStream_t caller) {
+void Table::fill(const std::vector<void*>& inputs, std::vector<Tensor>& tensors) const {
+  const auto is_free = [](const std::optional<void*>& data) { return !data; };
+  if (inputs.size() != static_cast<size_t>(std::ranges::count_if(bound_, is_free)) || bound_.size() != tensors.size())
+    throw ArgumentError("a wrong number of arrays");
+  auto next = inputs.begin();
+  for (size_t i = 0; i < tensors.size(); ++i) tensors[i].data = bound_[i] ? *bound_[i] : *next++;
+}
+
+void Instance::take(const Table& table, const std::vector<void*>& inputs, const std::vector<void*>& outputs) {
+  table.fill(inputs, inputs_);
+  for (size_t i = 0; i < outputs_.size(); ++i) outputs_[i].data = outputs[i];
+}
+
+void Instance::run(const Schedule& schedule, const Table& table, const std::vector<void*>& inputs,
+                   const std::vector<void*>& outputs, cudaStream_t caller, bool graphs) {
   member_.expect_working();
   const Member::Use use(member_, schedule);
-  for (size_t i = 0; i < inputs_.size(); ++i) inputs_[i].data = inputs[i];
-  for (size_t i = 0; i < outputs_.size(); ++i) outputs_[i].data = outputs[i];
+  take(table, inputs, outputs);
+  if (is_captured(caller)) return enqueue_captured(caller);
+  const Graph* const graph = graphs ? graph_of_taken() : nullptr;
+  make_call(caller, [&] {
+    if (graph) {
+      HW_CHECK(cudaGraphLaunch(graph->exec(), caller));
+    } else {
+      program_.calls.run(instance_, inputs_.data(), outputs_.data(), caller);
+    }
+  });
+}
+
+void Instance::launch(const Schedule& schedule, const Graph& graph, cudaStream_t caller) {
+  member_.expect_working();
+  const Member::Use use(member_, schedule);
+  if (is_captured(caller))
+    throw CaptureError("the stream is being captured, and a graph is no part of another; call the program there");
+  make_call(caller, [&] { HW_CHECK(cudaGraphLaunch(graph.exec(), caller)); });
+}
+
+std::unique_ptr<Graph> Instance::capture(const Table& table, const std::vector<void*>& inputs,
+                                         const std::vector<void*>& outputs) {
+  member_.expect_working();
+  const Member::Use use(member_);  // the other ranks need not be here
+  take(table, inputs, outputs);
+  return capture_taken();
+}
+
+void Instance::make_call(cudaStream_t caller, const std::function<void()>& enqueue) {
   try {
     progress_->begin();
-    program_.calls.run(instance_, inputs_.data(), outputs_.data(), caller);
+    enqueue();
     progress_->end(caller);
     target::finish();
   } catch (const std::exception& error) {  // while in use: the others must not go on before they are stopped
@@ -101,5 +255,50 @@ void Instance::run(const Schedule& schedule, const std::vector<void*>& inputs, c
     throw;
   }
 }
+
+void Instance::enqueue_captured(cudaStream_t caller) {
+  captured([&] {
+    progress_->pulse().begin(caller);
+    program_.calls.run(instance_, inputs_.data(), outputs_.data(), caller);
+    progress_->pulse().end(caller);
+  });
+}
+
+std::unique_ptr<Graph> Instance::capture_taken() {
+  return captured([&] {
+    const CapturedStream stream;
+    auto graph = stream.capture([&] { program_.calls.run(instance_, inputs_.data(), outputs_.data(), stream); });
+    HW_CHECK(cudaGraphUpload(graph->exec(), stream));
+    HW_CHECK(cudaStreamSynchronize(stream));  // were a launch to upload it, it could stand behind what waits for other ranks
+    return graph;
+  });
+}
+
+// Null: the first call with these arrays.
+const Graph* Instance::graph_of_taken() {
+  const auto found = std::ranges::find_if(seen_, [&](const Seen& seen) {
+    return std::ranges::equal(seen.inputs, inputs_, is_same) && std::ranges::equal(seen.outputs, outputs_, is_same);
+  });
+  if (found == seen_.end()) {
+    if (seen_.size() == kGraphs) seen_.pop_back();
+    seen_.push_front({inputs_, outputs_, nullptr});
+    return nullptr;
+  }
+  seen_.splice(seen_.begin(), seen_, found);
+  if (!found->graph) found->graph = capture_taken();
+  return found->graph.get();
+}
+
+int64_t Instance::graphs() const {
+  return std::ranges::count_if(seen_, [](const Seen& seen) { return seen.graph != nullptr; });
+}
+
+Graph::Graph(cudaGraph_t graph) {
+  const cudaError_t cudaGraphInstantiate = cudaGraphInstantiateWithFlags(&exec_, graph, 0);
+  cudaGraphDestroy(graph);
+  HW_CHECK(cudaGraphInstantiate);
+}
+
+Graph::~Graph() { cudaGraphExecDestroy(exec_); }
 
 }  // namespace hw

@@ -13,8 +13,11 @@ class DeviceMemory {
  public:
   DeviceMemory() = default;
   ~DeviceMemory() { cudaFree(data_); }
-  DeviceMemory(DeviceMemory&& other) noexcept
-      : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
+  DeviceMemory(DeviceMemory&& other) noexcept { swap(other); }
+  DeviceMemory& operator=(DeviceMemory other) noexcept {
+    swap(other);
+    return *this;
+  }
 
   // At least so many bytes. Where there are fewer, others take their place.
   void* reserve(size_t bytes) {
@@ -30,6 +33,10 @@ class DeviceMemory {
   size_t bytes() const { return bytes_; }
 
  private:
+  void swap(DeviceMemory& other) noexcept {
+    std::swap(data_, other.data_);
+    std::swap(bytes_, other.bytes_);
+  }
   void* data_ = nullptr;
   size_t bytes_ = 0;
 };

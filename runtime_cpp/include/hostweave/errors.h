@@ -1,4 +1,4 @@
-// The exceptions of the runtime. In Python they are hostweave.base.errors.ArgumentError and ExecutionError.
+// The exceptions of the runtime. In Python they are those of the same names in hostweave.base.errors.
 #pragma once
 #include <stdexcept>
 
@@ -14,6 +14,12 @@ class ArgumentError : public std::invalid_argument {
 class ExecutionError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
+};
+
+// A call that could not be captured. Nothing else has failed.
+class CaptureError : public ExecutionError {
+ public:
+  using ExecutionError::ExecutionError;
 };
 
 }  // namespace hw

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 
 #include "hostweave/channel.h"
 
@@ -41,6 +42,8 @@ class Rank {
   const Channel& channel(const char* mesh, const char* axes, int64_t size) const;
 
   cublasLtHandle_t blas();  // made on first use
+  // A handle of a library that only some programs use, empty until one of them makes it.
+  std::shared_ptr<void>& handle(const char* library);
   // The i-th stream of this name, made on first use. Programs that use the same name share them.
   Stream stream(const char* name, int i);
 

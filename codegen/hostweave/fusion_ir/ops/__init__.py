@@ -8,13 +8,21 @@ from dataclasses import replace
 from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.index_map import IndexMap
 from hostweave.fusion_ir.ir import Op, Scalar
-from hostweave.fusion_ir.ops import calls, indexing, pointwise, reductions, resharding, shapes
+from hostweave.fusion_ir.ops import attention, calls, indexing, pointwise, reductions, resharding, shapes
 from hostweave.fusion_ir.ops.attributes import INDEX
 from hostweave.fusion_ir.ops.definition import Mismatch, OpDef, Types
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import DType, TensorType
 
-OPS: dict[str, OpDef] = {**pointwise.OPS, **reductions.OPS, **shapes.OPS, **indexing.OPS, **calls.OPS, **resharding.OPS}
+OPS: dict[str, OpDef] = {
+    **pointwise.OPS,
+    **reductions.OPS,
+    **attention.OPS,
+    **shapes.OPS,
+    **indexing.OPS,
+    **calls.OPS,
+    **resharding.OPS,
+}
 
 RESHARD_STEPS = tuple(kind for kind, op in OPS.items() if op.is_reshard_step)
 RESHARDS = ("reshard", *RESHARD_STEPS)

@@ -17,6 +17,7 @@ START, STEP = Attribute("start", int), Attribute("step", int)
 LOW, HIGH = Attribute[tuple[int, ...]]("low", tuple), Attribute[tuple[int, ...]]("high", tuple)
 COUNT = Attribute("count", Size, Size(0))  # of a mean: how many elements all ranks have; 0 where a rank has them all
 VALUE = Attribute("value", float, 0.0)
+SCALE, CAUSAL, WINDOW = Attribute("scale", float), Attribute("causal", str, ""), Attribute("window", int, 0)
 SOURCES = Attribute[tuple[int, ...]]("sources", tuple)
 
 # Of the steps of a reshard.

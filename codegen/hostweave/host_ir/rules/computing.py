@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hostweave.fusion_ir.ops.attention import DTYPES
 from hostweave.fusion_ir.ops.reductions import why_no_product, widens
 from hostweave.fusion_ir.user_kernel import UserKernel
 from hostweave.host_ir import ir, tree
@@ -9,7 +10,7 @@ from hostweave.host_ir.rules.checker import Checker, Rule, Scope
 from hostweave.host_ir.size_requirements import slack
 from hostweave.host_ir.strides import strides_of
 from hostweave.types.size import Size
-from hostweave.types.tensor import MAX_DIMS, BufferType
+from hostweave.types.tensor import MAX_DIMS, BufferType, f32
 
 
 def _allocate(c: Checker, i: ir.Allocate, scope: Scope) -> None:
@@ -95,6 +96,31 @@ def why_no_epilogue(a: BufferType, b: BufferType, dst: BufferType) -> str:
     return ""
 
 
+def _attention(c: Checker, i: ir.Attention, scope: Scope) -> None:
+    c.same_dtype(i.q, i.k, i.v, i.dst)
+    q, k, v = (c.types[name].shape for name in (i.q, i.k, i.v))
+    if c.types[i.q].dtype.name not in DTYPES:
+        c.fail(f"%{i.q} is {c.types[i.q]}: attention is of {', '.join(DTYPES)}, cast it")
+    if not 3 <= len(q) == len(k) == len(v) <= 4 or q[-1] != k[-1] or k[:-1] != v[:-1] or q[:-3] != k[:-3] or not _is_grouped(q[-3], k[-3]):
+        shapes = ", ".join(f"%{name} {c.types[name]}" for name in (i.q, i.k, i.v))
+        c.fail(f"{shapes} are not [B, H, S, E], [B, G, T, E] and [B, G, T, F], with or without B, and G a divisor of H: reshape them")
+    for name, wanted in ((i.dst, (*q[:-1], v[-1])), *((lse, q[:-1]) for lse in i.lse)):
+        if c.types[name].shape != wanted:
+            c.fail(f"%{name} is {c.types[name]}, not {BufferType(c.types[name].dtype, wanted)}")
+    for name in (i.q, i.k, i.v, i.dst):
+        if strides_of(c.types[name])[-1] != Size():
+            c.fail(f"the elements of a row of %{name} do not lie side by side: copy it to a buffer of its own first")
+    if len(i.lse) > 1 or any(c.types[name] != BufferType(f32, q[:-1]) for name in i.lse):
+        c.fail(f"lse is one contiguous {BufferType(f32, q[:-1])}: give it such a buffer")
+    if i.window is not None and (i.diagonal is None or i.window < 1):
+        c.fail(f"a window of {i.window}: it is a number of columns before a diagonal, at least 1")
+
+
+def _is_grouped(heads: Size, groups: Size) -> bool:
+    group = heads.divided_by(groups)
+    return group is not None and group.is_int
+
+
 def broadcast_shapes(a: tuple[Size, ...], b: tuple[Size, ...]) -> tuple[Size, ...] | None:
     """The shape that two shapes broadcast to, as NumPy does, or None."""
     rank, one = max(len(a), len(b)), Size()
@@ -157,6 +183,7 @@ RULES: dict[type[tree.Instruction], Rule] = {
     ir.Deallocate: _deallocate,
     ir.View: _view,
     ir.Matmul: _matmul,
+    ir.Attention: _attention,
     ir.Launch: _launch,
     ir.Copy: _copy,
     ir.Pack: _pack,

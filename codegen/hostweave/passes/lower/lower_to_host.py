@@ -28,7 +28,7 @@ from hostweave.host_ir.calls import joined
 from hostweave.host_ir.expr import Const, Var
 from hostweave.host_ir.strides import strides_of
 from hostweave.options import Options
-from hostweave.passes.lower import communication
+from hostweave.passes.lower import attention, communication
 from hostweave.passes.lower.asynchronous import COMM, Asynchronous
 from hostweave.passes.lower.buffers import Buffers
 from hostweave.passes.lower.dataflow import Dataflow
@@ -63,6 +63,7 @@ class _Lowering:
         self.asynchronous = Asynchronous(flow, self.b)
         self.buffers = Buffers(flow, self.placement, self.b, self.asynchronous)
         self.kernels = Kernels(self.b.types)
+        self.attentions = attention.Attentions(flow, self.buffers, self.b)
         self.reshards = Reshards(flow, self.buffers, self.kernels, self.b)
         self.most_steps = 1  # of a loop
         self.ring_term: str | None = None  # in the present loop: the matmul whose term a ring of sums adds when it comes to it
@@ -135,6 +136,8 @@ class _Lowering:
             elif op.user_kernel:
                 sources = tuple(map(self.buffers.contiguous, op.tensors))
                 self.b.emit(ir.Launch(op.user_kernel.name, sources, self.targets(op, op.user_kernel.outputs)))
+            elif op.kind in attention.KINDS:
+                self.attentions.compute(op)
             else:
                 self.compute(op, steps)
 

@@ -4,7 +4,12 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
+#include <list>
+#include <memory>
 #include <mutex>
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include "hostweave/abi.h"
@@ -12,6 +17,30 @@
 #include "hostweave/streams.h"
 
 namespace hw {
+
+// Whether a stream is being captured, or was until a call failed.
+bool is_captured(cudaStream_t stream);
+
+// What shows from outside how far the launches of a graph have come: a word that each one sets as it begins, and an event that it
+// records as it ends.
+class Pulse {
+ public:
+  Pulse();
+  ~Pulse();
+  Pulse(const Pulse&) = delete;
+  Pulse& operator=(const Pulse&) = delete;
+
+  void begin(cudaStream_t caller);
+  void end(cudaStream_t caller);
+  // Whether a launch is under way, and none has begun since the last look.
+  bool stands_still();
+
+ private:
+  void* set_ = nullptr;        // on the device
+  uint32_t* begun_ = nullptr;  // on the host
+  cudaStream_t stream_ = nullptr;
+  Events fork_{1}, join_{1}, done_{1};
+};
 
 // How far the calls of a program have come. One thread makes the calls, any may look.
 class Progress {
@@ -25,6 +54,8 @@ class Progress {
   void begin();
   // The call is enqueued on `caller`. Throws ExecutionError.
   void end(cudaStream_t caller);
+  // Of calls that somebody captures, and launches without telling. `look` has the time since one of these was seen to go on.
+  Pulse& pulse() { return pulse_; }
   State look();
 
  private:
@@ -42,6 +73,35 @@ class Progress {
   int64_t made_ = 0, done_ = 0;
   bool enqueuing_ = false;
   Clock::time_point began_{};
+  Pulse pulse_;
+  Clock::time_point moved_{};  // when launches of graphs were last seen to go on, or to be done
+};
+
+// A call as a graph.
+class Graph {
+ public:
+  explicit Graph(cudaGraph_t graph);  // which it takes over
+  ~Graph();
+  Graph(const Graph&) = delete;
+  Graph& operator=(const Graph&) = delete;
+
+  cudaGraphExec_t exec() const { return exec_; }
+
+ private:
+  cudaGraphExec_t exec_ = nullptr;
+};
+
+// The inputs of many calls: what is bound in all of them, and nothing where a call has an input of its own.
+class Table {
+ public:
+  explicit Table(std::vector<std::optional<void*>> bound) : bound_(std::move(bound)) {}
+
+  // Throws ArgumentError unless `inputs` are as many as are not bound.
+  // Throws ArgumentError unless `inputs` are as many as are not bound.
+  void fill(const std::vector<void*>& inputs, std::vector<Tensor>& tensors) const;
+
+ private:
+  std::vector<std::optional<void*>> bound_;
 };
 
 class Instance {
@@ -56,20 +116,43 @@ class Instance {
     Shape whole;  // of the global array, or of no dims where all ranks hold blocks of one shape
   };
   // Gets ready for such inputs. Returns the local shapes of the outputs. Throws ArgumentError where they do not fit the
-  // program.
-  std::vector<Shape> prepare(const std::vector<Input>& inputs);
-  // Calls the program with contiguous arrays of the shapes of the last `prepare`. On CUDA it only enqueues; on the CPU
-  // target it returns when the rank is done.
-  void run(const Schedule& schedule, const std::vector<void*>& inputs, const std::vector<void*>& outputs, cudaStream_t caller);
+  // program, CaptureError where `caller`, whose call this is for, is being captured: nothing can be allocated then.
+  std::vector<Shape> prepare(const std::vector<Input>& inputs, cudaStream_t caller);
+  // Calls the program with contiguous arrays of the shapes of the last `prepare`: those of the table, and `inputs`. On CUDA it
+  // only enqueues; on the CPU target it returns when the rank is done. With `graphs` a call whose arrays are those of one before
+  // is captured, and launched from then on. Throws CaptureError where a call fails while `caller` is being captured, which
+  // fails nothing else.
+  void run(const Schedule& schedule, const Table& table, const std::vector<void*>& inputs, const std::vector<void*>& outputs,
+           cudaStream_t caller, bool graphs);
+  // The same call as a graph. Throws CaptureError.
+  std::unique_ptr<Graph> capture(const Table& table, const std::vector<void*>& inputs, const std::vector<void*>& outputs);
+  // Launches a call that was captured, as `run` enqueues it.
+  void launch(const Schedule& schedule, const Graph& graph, cudaStream_t caller);
 
   Progress::State progress();  // asked from any thread
+  // How many graphs of calls it keeps.
+  int64_t graphs() const;
 
  private:
+  // The arrays of a call, and from the second such call on its graph.
+  struct Seen {
+    std::vector<Tensor> inputs, outputs;
+    std::unique_ptr<Graph> graph;
+  };
+
+  void take(const Table& table, const std::vector<void*>& inputs, const std::vector<void*>& outputs);
+  void enqueue_captured(cudaStream_t caller);
+  std::unique_ptr<Graph> capture_taken();
+  const Graph* graph_of_taken();
+  // Makes a call in use, and tells the other ranks where that fails.
+  void make_call(cudaStream_t caller, const std::function<void()>& enqueue);
+
   Member& member_;
   const ProgramTable& program_;
   void* instance_ = nullptr;
   std::vector<Tensor> inputs_, outputs_;
   std::optional<Progress> progress_;
+  std::list<Seen> seen_;  // the last one first
 };
 
 }  // namespace hw

@@ -1,0 +1,170 @@
+"""Blocks of a decoder's MLP with their norms, for few tokens, beside torch: calls in a row, so that the time of the host counts.
+
+16 blocks x + swiglu(rms_norm(x)), tensor-parallel with an all_reduce each: on one GPU of 8B's shapes, on all GPUs of this machine of
+70B's at a width of 8. Milliseconds a call of the slowest rank, the median of rows of calls that all ranks begin together; random bf16
+data. A process a GPU runs all of them in turn, on the same arrays.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from peers.torch_ranks import times_on_ranks
+
+import hostweave as hw
+from hostweave.base.paths import EXAMPLES
+from hostweave.build.cuda import gpus
+from hostweave.cli.programs import load_file
+
+BLOCKS = 16
+TOKENS = (1, 16, 128)
+ROW = 20  # calls
+REPETITIONS = 10
+TOLERANCE = 0.03  # of the largest element: 16 blocks round to bf16 in places of their own
+OURS = "captured"
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    hidden: int
+    inner: int  # of one rank
+
+
+ALONE, TOGETHER = Case("8B", 4096, 14336), Case("70B at TP8", 8192, 3584)
+
+
+def main() -> None:
+    _compare(ALONE, _calls_of_8b, 1)
+    if len(gpus()) > 1:
+        _compare(TOGETHER, _calls_of_70b, len(gpus()))
+
+
+def _compare(case: Case, make: Callable[[int, int], Iterator[Calls]], ranks: int) -> None:
+    for tokens, times in zip(TOKENS, times_on_ranks(make, ranks, REPETITIONS), strict=True):
+        medians = {name: statistics.median(ms) / ROW for name, ms in times.items()}
+        best = min(ms for name, ms in medians.items() if "torch" in name)
+        each = ", ".join(f"{name} {ms:.3f} ms ({ms / medians[OURS]:.2f} times {OURS})" for name, ms in medians.items())
+        ratio = f"{OURS} is {best / medians[OURS]:.2f} times as fast as the best of torch"
+        print(f"{case.name}, {BLOCKS} blocks, {tokens} tokens, {ranks} GPUs: {each}; {ratio}", flush=True)
+
+
+def _program(case: Case, ranks: int) -> hw.Program:
+    swiglu = load_file(EXAMPLES / "transformer.py").swiglu
+
+    columns = hw.bf16[case.hidden, f"{case.inner * ranks}@tp"]
+    types = {"n": hw.bf16[case.hidden], "wg": columns, "wu": columns, "wd": hw.bf16[f"{case.inner * ranks}@tp", case.hidden]}
+    weights = {f"{name}_{i}": type_ for i in range(BLOCKS) for name, type_ in types.items()}
+
+    @hw.block(x=hw.bf16["T", case.hidden], **types)
+    def block(x: hw.Tensor, n: hw.Tensor, wg: hw.Tensor, wu: hw.Tensor, wd: hw.Tensor) -> hw.Tensor:
+        return x + hw.reshard(swiglu(hw.rms_norm(x, n), wg, wu, wd), "T", case.hidden)
+
+    @hw.fusion(mesh=hw.Mesh(tp=ranks), x=hw.bf16["T", case.hidden], **weights)
+    def decode(x: hw.Tensor, **weights: hw.Tensor) -> hw.Tensor:
+        for i in range(BLOCKS):
+            x = block(x, *(weights[f"{name}_{i}"] for name in types))
+        return x
+
+    return hw.compile(decode, target="cuda")
+
+
+# --- calls of one rank ------------------------------------------------------------------------------------------------
+
+Calls = dict[str, Callable[[], Any]]
+
+
+def _calls_of_8b(rank: int, ranks: int) -> Iterator[Calls]:
+    return _calls(ALONE, ranks)
+
+
+def _calls_of_70b(rank: int, ranks: int) -> Iterator[Calls]:
+    return _calls(TOGETHER, ranks)
+
+
+def _calls(case: Case, ranks: int) -> Iterator[Calls]:
+    """For every number of tokens a row of calls of each way. Raises AssertionError where their results differ."""
+    import torch
+    import torch.distributed as dist
+
+    hw.init()
+    program = _program(case, ranks)
+
+    def random(*shape: int, scale: float) -> Any:
+        return (torch.randn(*shape, device="cuda") * scale).bfloat16()
+
+    weights: dict[str, Any] = {}
+    for i in range(BLOCKS):
+        weights[f"n_{i}"] = torch.ones(case.hidden, device="cuda", dtype=torch.bfloat16)
+        for name, shape in (("wg", (case.hidden, case.inner)), ("wu", (case.hidden, case.inner)), ("wd", (case.inner, case.hidden))):
+            weights[f"{name}_{i}"] = random(*shape, scale=shape[0] ** -0.5)
+    model = program.bind(**weights)
+    eager = partial(_torch_decode, weights=[tuple(weights[f"{name}_{i}"] for name in ("n", "wg", "wu", "wd")) for i in range(BLOCKS)])
+    for tokens in TOKENS:
+        x = random(tokens, case.hidden, scale=1)
+        dist.broadcast(x, 0)
+        compiled = torch.compile(eager, dynamic=False)
+        tuned = torch.compile(eager, dynamic=False, mode="max-autotune-no-cudagraphs")
+        with torch.no_grad():
+            single: Calls = {
+                "uncaptured": partial(model, x),
+                OURS: model.capture(x),
+                "torch eager": partial(eager, x),
+                "torch.compile": partial(compiled, x),
+                "torch eager in a graph": _in_a_graph(partial(eager, x)),
+                "torch.compile, max-autotune, in a graph": _in_a_graph(partial(tuned, x)),
+            }
+            wanted = eager(x)
+            for name, call in single.items():
+                error = float((call() - wanted).abs().max() / wanted.abs().max())
+                assert error <= TOLERANCE, f"{name}: {error}"
+            yield {name: partial(_row, call) for name, call in single.items()}
+        torch.compiler.reset()
+    program.close()
+
+
+def _row(call: Callable[[], Any]) -> None:
+    for _ in range(ROW):
+        call()
+
+
+def _in_a_graph(call: Callable[[], Any]) -> Callable[[], Any]:
+    """The same call, captured by torch. Returns the same result each time."""
+    import torch
+
+    beside = torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        for _ in range(3):
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        result = call()
+
+    def replay() -> Any:
+        graph.replay()
+        return result
+
+    return replay
+
+
+def _torch_decode(x: Any, weights: list[tuple[Any, ...]]) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    for n, wg, wu, wd in weights:
+        h = torch.nn.functional.rms_norm(x, n.shape, n, 1e-6)
+        y = (torch.nn.functional.silu(h @ wg) * (h @ wu)) @ wd
+        if dist.get_world_size() > 1:
+            dist.all_reduce(y)
+        x = x + y
+    return x
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+#include "capture.h"
+
+#include <algorithm>
+#include <set>
+#include <utility>
+
+#include "errors.h"
+
+using namespace hostweave::cpu;
+
+namespace hostweave::cpu {
+namespace {
+
+std::vector<std::shared_ptr<Capture>>& going_on() {
+  static auto& captures = *new std::vector<std::shared_ptr<Capture>>;
+  return captures;
+}
+
+cudaError_t invalidated(Capture& capture, cudaError_t code, const std::string& text) {
+  capture.invalid = true;
+  return error(code, text);
+}
+
+void join(const std::shared_ptr<Capture>& capture, Stream& stream) {
+  stream.capture = capture;
+  stream.capture_lane = capture->streams.size();
+  capture->streams.push_back(&stream);
+}
+
+std::size_t push(Capture& capture, Node node) {
+  const std::size_t index = capture.nodes.size();
+  capture.last[node.lane] = index;
+  capture.nodes.push_back(std::move(node));
+  return index;
+}
+
+// Whether everything that was captured comes before the end of the first stream.
+bool is_joined(const Capture& capture) {
+  const auto end = capture.last.find(0);
+  std::set<std::size_t> before;
+  std::vector<std::size_t> open;
+  const auto reach = [&](std::size_t node) {
+    if (before.insert(node).second) open.push_back(node);
+  };
+  if (end != capture.last.end()) reach(end->second);
+  while (!open.empty()) {
+    const std::size_t node = open.back();
+    open.pop_back();
+    std::ranges::for_each(capture.nodes[node].after, reach);
+    for (std::size_t i = node; i-- > 0;) {
+      if (capture.nodes[i].lane != capture.nodes[node].lane) continue;
+      reach(i);
+      break;
+    }
+  }
+  return before.size() == capture.nodes.size();
+}
+
+}  // namespace
+
+std::optional<cudaError_t> add_node(Stream& stream, Enqueue enqueue) {
+  if (!stream.capture) return std::nullopt;
+  if (stream.capture->invalid) return error(cudaErrorStreamCaptureInvalidated, "an earlier call has ended the stream's capture");
+  push(*stream.capture, {stream.capture_lane, std::move(enqueue), this_thread().place, {}});
+  return cudaSuccess;
+}
+
+std::optional<cudaError_t> forbidden_in_capture(const char* call) {
+  const HostThread& me = this_thread();
+  if (me.capture_mode == cudaStreamCaptureModeRelaxed) return std::nullopt;
+  for (const std::shared_ptr<Capture>& capture : going_on()) {
+    const bool mine = capture->thread == &me && capture->mode != cudaStreamCaptureModeRelaxed;
+    const bool of_all = capture->mode == cudaStreamCaptureModeGlobal && me.capture_mode == cudaStreamCaptureModeGlobal;
+    if (mine || of_all)
+      return invalidated(*capture, cudaErrorStreamCaptureUnsupported, std::string(call) + " while a stream is captured");
+  }
+  return std::nullopt;
+}
+
+std::optional<cudaError_t> forbidden_in_capture(const char* call, const Stream& stream) {
+  if (!stream.capture) return std::nullopt;
+  return invalidated(*stream.capture, cudaErrorStreamCaptureUnsupported, std::string(call) + " of a stream that is captured");
+}
+
+std::optional<cudaError_t> capture_record(Event& event, Stream& stream, bool external) {
+  if (!stream.capture) {
+    if (external) return error(cudaErrorInvalidValue, "cudaEventRecordExternal outside of a capture");
+    event.capture.reset();
+    return std::nullopt;
+  }
+  const auto record = [handle = &event](Lock& lock, Stream& on) {
+    if (Machine::get().events.count(handle) == 0)
+      return static_cast<int>(error(cudaErrorInvalidResourceHandle, "a graph records an event that was destroyed"));
+    handle->record = new_op("record", 0);
+    Machine::get().enqueue(lock, handle->record, on);
+    return 0;
+  };
+  if (external) return add_node(stream, record);
+  const auto added = add_node(stream, [](Lock& lock, Stream& on) {
+    Machine::get().enqueue(lock, new_op("record", 0), on);
+    return 0;
+  });
+  event.capture = stream.capture;
+  event.node = stream.capture->last[stream.capture_lane];
+  return added;
+}
+
+std::optional<cudaError_t> capture_wait(Stream& stream, Event& event, bool external) {
+  if (external) {
+    if (!stream.capture) return error(cudaErrorInvalidValue, "cudaEventWaitExternal outside of a capture");
+    return add_node(stream, [handle = &event](Lock& lock, Stream& on) {
+      if (Machine::get().events.count(handle) == 0)
+        return static_cast<int>(error(cudaErrorInvalidResourceHandle, "a graph waits for an event that was destroyed"));
+      OpPtr op = new_op("wait", 1);
+      if (handle->record) op->after.push_back(handle->record);
+      Machine::get().enqueue(lock, std::move(op), on);
+      return 0;
+    });
+  }
+  if (!event.capture) {
+    if (!stream.capture) return std::nullopt;
+    return invalidated(*stream.capture, cudaErrorStreamCaptureIsolation,
+                       "dependency created on uncaptured work in another stream");
+  }
+  if (event.capture->over) return error(cudaErrorCapturedEvent, "a wait for an event that was last recorded in a capture");
+  if (stream.capture && stream.capture != event.capture)
+    return invalidated(*stream.capture, cudaErrorStreamCaptureMerge, "a wait for an event of another capture");
+  if (!stream.capture) join(event.capture, stream);
+  if (const auto added = add_node(stream, nullptr); added && *added) return added;
+  stream.capture->nodes.back().after.push_back(event.node);
+  return cudaSuccess;
+}
+
+}  // namespace hostweave::cpu
+
+namespace {
+
+Stream* known_stream(cudaStream_t handle) { return Machine::get().find_stream(handle); }
+
+cudaError_t launch_node(Lock& lock, const Node& node, Stream& on, const std::vector<OpPtr>& launched) {
+  HostThread& thread = this_thread();
+  const Place place = std::exchange(thread.place, node.place);
+  int status = 0;
+  if (node.enqueue) {
+    status = node.enqueue(lock, on);
+  } else {
+    OpPtr op = new_op("wait", 1);
+    for (const std::size_t before : node.after) op->after.push_back(launched[before]);
+    Machine::get().enqueue(lock, std::move(op), on);
+  }
+  this_thread().place = place;
+  if (Machine::get().failed()) return cuda_stopped();
+  return status == 0 ? cudaSuccess : error(cudaErrorLaunchFailure, last_error_text());
+}
+
+}  // namespace
+
+extern "C" {
+
+cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode mode) {
+  static unsigned long long captures = 0;
+  Call call;
+  Stream* const stream = known_stream(handle);
+  if (!stream) return no_such_stream(handle, "cudaStreamBeginCapture");
+  if (stream->legacy()) return error(cudaErrorStreamCaptureUnsupported, "cudaStreamBeginCapture: the legacy default stream");
+  if (stream->capture) return error(cudaErrorIllegalState, "cudaStreamBeginCapture: the stream is captured already");
+  const auto capture = std::make_shared<Capture>(Capture{++captures, mode, &this_thread(), {}, {}, {}});
+  join(capture, *stream);
+  going_on().push_back(capture);
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* graph) {
+  Call call;
+  *graph = nullptr;
+  Stream* const stream = known_stream(handle);
+  if (!stream || !stream->capture) return error(cudaErrorIllegalState, "cudaStreamEndCapture: the stream is not captured");
+  const std::shared_ptr<Capture> capture = stream->capture;
+  if (capture->streams.front() != stream)
+    return invalidated(*capture, cudaErrorStreamCaptureUnmatched,
+                       "cudaStreamEndCapture: not the stream that the capture began on");
+  capture->over = true;
+  std::erase(going_on(), capture);
+  for (Stream* one : capture->streams) one->capture.reset();
+  if (capture->invalid) return error(cudaErrorStreamCaptureInvalidated, "an earlier call has ended the capture");
+  if (!is_joined(*capture))
+    return error(cudaErrorStreamCaptureUnjoined, "a stream of the capture was not joined to its first one");
+  *graph = new CUgraph_st{std::move(capture->nodes), capture->streams.size()};
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, cudaStreamCaptureStatus* status, unsigned long long* id, cudaGraph_t*,
+                                     const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t*) {
+  Call call;
+  const Stream* const stream = known_stream(handle);
+  if (!stream) return no_such_stream(handle, "cudaStreamGetCaptureInfo");
+  *status = !stream->capture           ? cudaStreamCaptureStatusNone
+            : stream->capture->invalid ? cudaStreamCaptureStatusInvalidated
+                                       : cudaStreamCaptureStatusActive;
+  if (id && stream->capture) *id = stream->capture->id;
+  return cudaSuccess;
+}
+// As the headers of CUDA 12 name it.
+cudaError_t cudaStreamGetCaptureInfo_v2(cudaStream_t stream, cudaStreamCaptureStatus* status, unsigned long long* id,
+                                        cudaGraph_t*, const cudaGraphNode_t**, size_t*) {
+  return cudaStreamGetCaptureInfo(stream, status, id);
+}
+
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  *mode = std::exchange(this_thread().capture_mode, *mode);
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* exec, cudaGraph_t graph, unsigned long long) {
+  Call call;
+  *exec = new CUgraphExec_st{graph->nodes, {nullptr}, nullptr};
+  for (std::size_t lane = 1; lane < graph->lanes; ++lane)
+    (*exec)->lanes.push_back(Machine::get().create_stream(cudaStreamNonBlocking));
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphUpload(cudaGraphExec_t, cudaStream_t) { return cudaSuccess; }
+
+// What it enqueues is ordered as the captured calls were, and after the launch before.
+cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t handle) {
+  Call call;
+  Machine& machine = Machine::get();
+  if (machine.failed()) return cuda_stopped();
+  Stream* const stream = known_stream(handle);
+  if (!stream) return no_such_stream(handle, "cudaGraphLaunch");
+  if (stream->capture) return cuda_not_supported("the launch of a graph in a capture");
+  OpPtr begin = new_op("graph", -1);
+  if (exec->last) begin->after.push_back(exec->last);
+  machine.enqueue(call.lock, std::move(begin), *stream);
+  std::vector<OpPtr> launched;
+  for (const Node& node : exec->nodes) {
+    Stream& on = node.lane == 0 ? *stream : *exec->lanes[node.lane];
+    if (const cudaError_t result = launch_node(call.lock, node, on, launched)) return result;
+    launched.push_back(on.last);
+  }
+  exec->last = stream->last;
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
+  delete graph;
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
+  Call call;
+  for (Stream* lane : exec->lanes) {
+    if (lane) Machine::get().destroy_stream(lane);
+  }
+  delete exec;
+  return cudaSuccess;
+}
+
+}  // extern "C"

@@ -1,0 +1,78 @@
+"""cuDNN's attention on one GPU against the same in float32 by PyTorch: masks, groups, layouts, sizes of heads, and few rows."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+from whole_programs import compiled
+
+import hostweave as hw
+from hostweave.base.errors import ExecutionError
+from hostweave.build.cuda import gpus
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.types.tensor import DType
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore"), pytest.mark.skipif(not gpus(), reason="needs a GPU")]
+SIZES = [(1, 1), (1, 513), (3, 1000), (37, 91), (256, 256), (512, 1024), (2048, 2048)]
+WINDOW = 100
+
+
+@cache
+def masks(t: DType, size: int, group: int) -> Fusion:
+    """In the order of the dims that heads usually have, and in that of [S, B, H, D]."""
+
+    @hw.fusion(q=t["B", 8, "S", size], k=t["B", 8 // group, "T", size], v=t["T", "B", 8 // group, size])
+    def masks(q, k, v):  # type: ignore[no-untyped-def]
+        value = hw.permute_dims(v, (1, 2, 0, 3))
+        plain = hw.scaled_dot_product_attention(q, k, value, enable_gqa=True)
+        merged = hw.reshape(hw.permute_dims(plain, (2, 0, 1, 3)), "S", "B", 8 * size)
+        how = {"enable_gqa": True, "scale": 0.11}
+        ends = [hw.attention(q, k, value, "bottom_right", window, **how) for window in (None, WINDOW)]
+        return merged, *hw.attention(q, k, value, "top_left", **how), *ends[0], *ends[1]
+
+    return masks
+
+
+def expected(q: Any, k: Any, v: Any, size: int) -> tuple[Any, ...]:
+    import torch
+
+    q, k, v = (x.float() for x in (q, k, v.permute(1, 2, 0, 3)))
+    k, v = (x.repeat_interleave(8 // k.shape[1], 1) for x in (k, v))
+    rows, columns = q.shape[2], k.shape[2]
+
+    def attend(scale: float, shift: int | None = None, window: int = 1 << 30) -> tuple[Any, Any]:
+        scores = q @ k.mT * scale
+        if shift is not None:
+            distance = torch.arange(rows, device="cuda")[:, None] + shift - torch.arange(columns, device="cuda")
+            scores = scores.masked_fill((distance < 0) | (distance >= window), -torch.inf)
+        return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+    plain = attend(size**-0.5)[0].permute(2, 0, 1, 3).flatten(2)
+    return plain, *attend(0.11, 0), *attend(0.11, columns - rows), *attend(0.11, columns - rows, WINDOW)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "group"), [(hw.bf16, 128, 8), (hw.bf16, 64, 1), (hw.f16, 128, 4), (hw.bf16, 256, 1), (hw.f16, 72, 2)]
+)
+def test_matches_torch(dtype: DType, size: int, group: int) -> None:
+    torch = pytest.importorskip("torch")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.manual_seed(0)
+    kind, allowed = (torch.bfloat16, 2e-2) if dtype == hw.bf16 else (torch.float16, 3e-3)
+    program = compiled(masks(dtype, size, group), "cuda")
+    for rows, columns in SIZES:
+        shapes = (2, 8, rows, size), (2, 8 // group, columns, size), (columns, 2, 8 // group, size)
+        arrays = [torch.randn(shape, device="cuda").to(kind) for shape in shapes]
+        for number, (got, want) in enumerate(zip(program.run(*arrays), expected(*arrays, size), strict=True)):
+            message = f"{rows} rows, {columns} columns, result {number}"
+            torch.testing.assert_close(got.float(), want, rtol=allowed, atol=allowed, msg=lambda text, m=message: f"{m}: {text}")
+
+
+def test_operands_that_are_not_aligned() -> None:
+    torch = pytest.importorskip("torch")
+    memory = torch.zeros(2 * 8 * 4 * 128 + 1, dtype=torch.bfloat16, device="cuda")[1:].view(2, 8, 4, 128)
+    value = torch.zeros(4, 2, 1, 128, dtype=torch.bfloat16, device="cuda")
+    with pytest.raises(ExecutionError, match="misaligned address"):
+        compiled(masks(hw.bf16, 128, 8), "cuda").run(memory, memory[:, :1].clone(), value)

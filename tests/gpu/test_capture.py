@@ -1,0 +1,282 @@
+"""Programs in CUDA graphs: captured by torch, and by themselves; replayed beside calls; captures that fail."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hostweave as hw
+from hostweave.base.errors import CaptureError
+from hostweave.build.cuda import gpus
+
+torch = pytest.importorskip("torch")
+
+GPUS = len(gpus())
+REPLAYS = 100
+SEVERAL = [ranks for ranks in (1, 2) if ranks <= max(GPUS, 1)]
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+
+
+def mlp_on(ranks: int, **options: Any) -> hw.Program:
+    @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.bf16["T", "E"], up=hw.bf16["E", "F@x"], down=hw.bf16["F@x", "E"])
+    def mlp(x: hw.Tensor, up: hw.Tensor, down: hw.Tensor) -> hw.Tensor:
+        return hw.reshard(hw.matmul(hw.maximum(hw.matmul(x, up), 0), down), "T", "E")
+
+    return hw.compile(mlp, target="cuda", options=hw.Options(**options))
+
+
+def streamed_on(ranks: int) -> hw.Program:
+    """A gather in steps beside the products: side streams, events, sends and recvs."""
+
+    @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.bf16["T@x", "E"], w=hw.bf16["E", "N"])
+    def gathered(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
+        return hw.matmul(x, w).stream("T", chunks=2 * ranks)
+
+    return hw.compile(gathered, target="cuda")
+
+
+def integers(*shape: int, seed: int) -> Any:
+    """Of -1, 0 and 1, on the CPU: sums are exact, and all ranks make the same ones."""
+    return torch.randint(-1, 2, shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+class Rank:
+    """The MLP's arrays on one rank, and what it must give."""
+
+    def __init__(self, rank: int, ranks: int, tokens: int = 16):
+        self.device = torch.device("cuda", rank)
+        self.tokens = tokens
+        self.up, self.down = integers(32, 64, seed=1), integers(64, 32, seed=2)
+        self.weights = [
+            self.up.chunk(ranks, 1)[rank].contiguous().to(self.device),
+            self.down.chunk(ranks, 0)[rank].contiguous().to(self.device),
+        ]
+        self.x = torch.zeros(tokens, 32, device=self.device, dtype=torch.bfloat16)
+
+    def fill(self, seed: int) -> Any:
+        """New inputs. Returns what the MLP gives."""
+        x = integers(self.tokens, 32, seed=seed)
+        self.x.copy_(x)
+        return (torch.relu(x.float() @ self.up.float()).bfloat16().float() @ self.down.float()).bfloat16()
+
+
+def expect(got: Any, want: Any) -> None:
+    torch.testing.assert_close(got.cpu(), want, rtol=0, atol=0)
+
+
+def on_ranks(ranks: int, body: Callable[[int, hw.Group], None]) -> None:
+    threads = hw.Threads(ranks)
+
+    def on_rank(rank: int) -> None:
+        torch.cuda.set_device(rank)
+        with torch.cuda.stream(torch.cuda.Stream(rank)):
+            group = hw.init(threads)
+            body(rank, group)
+            torch.cuda.synchronize()
+            group.check()
+
+    threads.run(on_rank)
+
+
+# --- captured by the program ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", SEVERAL)
+def test_replays_beside_calls(ranks: int) -> None:
+    """100 times, with new inputs each; between them calls of the same program on other streams, of larger sizes, too."""
+    program, streamed = mlp_on(ranks), streamed_on(ranks)
+
+    def body(rank: int, group: hw.Group) -> None:
+        mine, larger = Rank(rank, ranks), Rank(rank, ranks, tokens=64)
+        step = program.bind(up=mine.weights[0], down=mine.weights[1]).capture(mine.x)
+        shard, w = integers(8, 32, seed=7).to(mine.device), integers(32, 32, seed=8).to(mine.device)
+        gathered = streamed.capture(shard, w)
+        for seed in range(REPLAYS):
+            want = mine.fill(seed)
+            assert step() is step.outputs
+            result = step.outputs.clone()
+            if seed % 10 == 3:
+                also = larger.fill(seed)
+                expect(program(larger.x, *larger.weights), also)
+            if seed % 10 == 5:
+                expect(program(mine.x, *mine.weights), want)
+            expect(result, want)
+            expect(gathered(), torch.cat([integers(8, 32, seed=7)] * ranks).float().matmul(integers(32, 32, seed=8).float()).bfloat16())
+
+    on_ranks(ranks, body)
+
+
+@pytest.mark.parametrize("ranks", SEVERAL)
+def test_launches_and_calls_on_several_streams_keep_their_order(ranks: int) -> None:
+    """Nothing but the program itself orders them: a call on another stream waits for the launch before it, and the other way round."""
+    program = mlp_on(ranks)
+
+    def body(rank: int, group: hw.Group) -> None:
+        mine = Rank(rank, ranks, tokens=512)
+        want = mine.fill(0)
+        step = program.capture(mine.x, *mine.weights)
+        torch.cuda.synchronize()
+        others = [torch.cuda.Stream(rank) for _ in range(2)]
+        outs = [torch.empty_like(mine.x) for _ in range(REPLAYS)]
+        for i, out in enumerate(outs):
+            step(stream=others[i % 2])
+            program(mine.x, *mine.weights, out=out, stream=others[(i + 1) % 2])
+        torch.cuda.synchronize()
+        for out in (*outs, step.outputs):
+            expect(out, want)
+
+    on_ranks(ranks, body)
+
+
+@pytest.mark.parametrize("ranks", SEVERAL)
+def test_calls_are_captured_by_themselves(ranks: int) -> None:
+    program = mlp_on(ranks, graph="auto")
+
+    def body(rank: int, group: hw.Group) -> None:
+        mine = Rank(rank, ranks)
+        outs = [torch.empty_like(mine.x) for _ in range(18)]
+        for seed in range(4):
+            want = mine.fill(seed)
+            for out in (*outs, *outs[:3]):
+                program(mine.x, *mine.weights, out=out)
+            for out in outs:
+                expect(out, want)
+            expect(program(mine.x, *mine.weights), want)
+
+    on_ranks(ranks, body)
+
+
+# --- captured by torch ------------------------------------------------------------------------------------------------
+
+
+def in_torch_graph(rank: int, ranks: int, group: hw.Group) -> None:
+    """Two programs and ops of torch in one graph; replayed beside calls; then a capture that fails, and calls after it."""
+    program, other = mlp_on(ranks), mlp_on(ranks)
+    mine = Rank(rank, ranks)
+    for one in (program, other):  # what a capture cannot do: build, connect, allocate
+        one(mine.x, *mine.weights)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        y = program(mine.x, *mine.weights)
+        z = other(torch.clamp(y, -1, 1), *mine.weights)
+        last = program(torch.clamp(z, -1, 1), *mine.weights) + 1
+    for seed in range(REPLAYS):
+        want = mine.fill(seed)
+        graph.replay()
+        if seed % 7 == 0:
+            expect(program(mine.x, *mine.weights), want)
+        expect(y, want)
+        for result, bias in ((z, 0), (last, 1)):
+            x = torch.clamp(want, -1, 1).float()
+            want = (torch.relu(x @ mine.up.float()).bfloat16().float() @ mine.down.float()).bfloat16() + bias
+            expect(result, want)
+            want = want - bias
+    fails(program, mine)
+    want = mine.fill(1)
+    expect(program(mine.x, *mine.weights), want)
+    graph.replay()
+    expect(y, want)
+    assert group.overdue() is None
+    torch.cuda.synchronize()
+    group.check()
+
+
+def fails(program: hw.Program, mine: Rank) -> None:
+    """Of sizes that the program is not prepared for. The capture is torch's to end."""
+    graph = torch.cuda.CUDAGraph()
+    x = torch.zeros(24, 32, device=mine.device, dtype=torch.bfloat16)
+    out = torch.empty_like(x)
+    with (
+        pytest.raises(CaptureError, match="not prepared for arrays of these shapes"),
+        torch.cuda.graph(graph, capture_error_mode="thread_local"),
+    ):
+        program(x, *mine.weights, out=out)
+    torch.cuda.synchronize()
+
+
+def test_in_a_graph_of_torch() -> None:
+    on_ranks(1, lambda rank, group: in_torch_graph(rank, 1, group))
+
+
+def test_a_first_call_in_a_capture_says_so() -> None:
+    def body(rank: int, group: hw.Group) -> None:
+        mine, program = Rank(rank, 1), mlp_on(1)
+        want = mine.fill(0)
+        graph = torch.cuda.CUDAGraph()
+        message = "this is the first call; call the program once before"
+        with pytest.raises(CaptureError, match=message), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            program(mine.x, *mine.weights)
+        expect(program(mine.x, *mine.weights), want)
+
+    on_ranks(1, body)
+
+
+def test_calls_go_on_while_another_thread_captures() -> None:
+    """In torch's usual mode nothing that is potentially unsafe may be called anywhere: the watchdog's questions are not that."""
+    program = mlp_on(1)
+
+    def body(rank: int, group: hw.Group) -> None:
+        mine = Rank(rank, 1)
+        program(mine.x, *mine.weights)
+        torch.cuda.synchronize()
+        graph, stop = torch.cuda.CUDAGraph(), threading.Event()
+
+        def look() -> None:
+            while not stop.is_set():
+                group.overdue()
+
+        watcher = threading.Thread(target=look)
+        watcher.start()
+        try:
+            for _ in range(20):
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    y = program(mine.x, *mine.weights)
+        finally:
+            stop.set()
+            watcher.join()
+        want = mine.fill(3)
+        graph.replay()
+        expect(y, want)
+
+    on_ranks(1, body)
+
+
+def test_in_graphs_of_torch_on_two_processes(built_here: Mapping[str, str]) -> None:
+    """One process a GPU, as under torchrun."""
+    ranks = 2
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), __file__]
+    done = subprocess.run(command, env=dict(built_here), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("is right") == ranks
+
+
+@pytest.fixture
+def built_here() -> Mapping[str, str]:
+    if GPUS < 2:
+        pytest.skip("needs 2 GPUs")
+    from test_processes import environment
+
+    mlp_on(2).build()
+    return environment()
+
+
+def main() -> None:
+    group = hw.init(timeout=120, call_timeout=60)
+    torch.cuda.set_device(group.local_rank)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        in_torch_graph(group.rank, group.count, group)
+    sys.stdout.write(f"rank {group.rank} is right\n")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    main()

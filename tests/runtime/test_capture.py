@@ -1,0 +1,328 @@
+"""Calls as graphs on the CPU target: `program.capture`, and calls that are captured by themselves."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from ctypes import CDLL, CFUNCTYPE, byref, c_char_p, c_size_t, c_uint64, c_void_p
+from typing import Any
+
+import numpy as np
+import pytest
+from whole_programs import compiled, expect, fusion_of, integer_arrays, sizes_of
+
+import hostweave as hw
+from hostweave.base.errors import ArgumentError, CaptureError, ExecutionError, ProgramError
+from hostweave.base.paths import NATIVE
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.targets.target import find_target
+from hostweave.types.shards import block_of, holds
+
+RANDOM = np.random.default_rng(0)
+
+
+def mlp_on(ranks: int, **options: Any) -> hw.Program:
+    """Collectives, and a chunk loop over streams."""
+
+    @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.f32["T@x", "E"], up=hw.f32["E", "F@x"], down=hw.f32["F@x", "E"])
+    def mlp(x: hw.Tensor, up: hw.Tensor, down: hw.Tensor) -> hw.Tensor:
+        hidden = hw.maximum(hw.matmul(hw.reshard(x, "T", "E").stream("T", chunks=2) if ranks > 1 else x, up), 0)
+        return hw.reshard(hw.matmul(hidden, down), "T@x", "E")
+
+    return hw.compile(mlp, options=hw.Options(**options))
+
+
+def arrays_of(tokens: int) -> dict[str, np.ndarray]:
+    shapes = {"x": (tokens, 8), "up": (8, 16), "down": (16, 8)}
+    return {name: RANDOM.integers(-3, 4, shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def blocks(arrays: Mapping[str, np.ndarray], rank: int, ranks: int) -> list[np.ndarray]:
+    axes = {"x": 0, "up": 1, "down": 0}
+    return [np.ascontiguousarray(np.split(array, ranks, axes[name])[rank]) for name, array in arrays.items()]
+
+
+def wanted(x: np.ndarray, up: np.ndarray, down: np.ndarray) -> np.ndarray:
+    return np.maximum(x @ up, 0) @ down
+
+
+PROGRAMS = {ranks: mlp_on(ranks) for ranks in (1, 2, 4)}
+
+
+@pytest.mark.parametrize("ranks", PROGRAMS)
+def test_replays_beside_calls(ranks: int) -> None:
+    """With new inputs each time; calls of the same program, with larger sizes, too, come between; two graphs of one program."""
+    program, threads = PROGRAMS[ranks], hw.Threads(ranks)
+    calls = [arrays_of(4 * ranks) for _ in range(6)]
+    others = [arrays_of(size * ranks) for size in (4, 8, 32, 2, 64, 4)]
+
+    def on_rank(rank: int) -> None:
+        hw.init(threads)
+        mine = blocks(calls[0], rank, ranks)
+        step = program.capture(*mine)
+        again = program.bind(up=mine[1], down=mine[2]).capture(x=mine[0], out=(given := np.empty_like(step.outputs)))
+        assert again.outputs is given
+        for arrays, other in zip(calls, others, strict=True):
+            for array, new in zip(mine, blocks(arrays, rank, ranks), strict=True):
+                array[:] = new
+            want = np.split(wanted(**arrays), ranks)[rank]
+            step.outputs[:] = given[:] = np.nan
+            assert step() is step.outputs
+            np.testing.assert_array_equal(step.outputs, want)
+            result = program(*blocks(other, rank, ranks))
+            np.testing.assert_array_equal(result, np.split(wanted(**other), ranks)[rank])
+            np.testing.assert_array_equal(again(), want)
+            np.testing.assert_array_equal(step.outputs, want)
+
+    threads.run(on_rank)
+
+
+def check_replays(fusion: Fusion, times: int = 3) -> None:
+    """New inputs in the arrays of a graph give new outputs, exactly: the inputs are small integers."""
+    ranks = fusion.mesh.size
+    program, threads = compiled(fusion), hw.Threads(ranks)
+    arrays = [integer_arrays(fusion, sizes_of(fusion, times), seed) for seed in range(2)]
+
+    def local(given: Mapping[str, Any], rank: int) -> list[np.ndarray | None]:
+        return [
+            np.array(given[v.name][block_of(v.type, fusion.mesh, rank, given[v.name].shape)], order="C")
+            if holds(v.type, fusion.mesh, rank)
+            else None
+            for v in fusion.inputs
+        ]
+
+    def on_rank(rank: int) -> list[Any]:
+        hw.init(threads)
+        mine = local(arrays[0], rank)
+        step = program.capture(*mine)
+        results = []
+        for given in arrays:
+            for array, new in zip(mine, local(given, rank), strict=True):
+                if array is not None:
+                    array[...] = new
+            outputs = step()
+            results.append(copy.deepcopy(outputs))
+        return results
+
+    for given, results in zip(arrays, zip(*threads.run(on_rank), strict=True), strict=True):
+        expect(fusion, given, results, exact=True)
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("ag_matmul_flat", 2), ("matmul_rs_flat", 2), ("two_stages", 4)])
+def test_nothing_in_a_call_depends_on_what_is_outside_of_the_capture(name: str, ranks: int) -> None:
+    """No wait for an event outside of it, no stream that is not joined, nothing allocated, nothing asked; and of a pipeline, where ranks
+    wait for some others alone, a rank may launch while those still capture."""
+    check_replays(fusion_of(name, ranks, 3, hw.bf16))
+
+
+def test_calls_with_the_same_arrays_are_captured_by_themselves() -> None:
+    """Their 16 last sets, of calls in turn and in a row; and new sizes in the same memory."""
+    program, threads = mlp_on(2, graph="auto"), hw.Threads(2)
+    weights, sets = arrays_of(4), [arrays_of(8)["x"] for _ in range(18)]
+
+    def on_rank(rank: int) -> None:
+        hw.init(threads)
+        _, up, down = blocks(weights, rank, 2)
+        xs = [np.split(x, 2)[rank].copy() for x in sets]
+        outs = [np.empty_like(x) for x in xs]
+        for repetition in (1, 2, 3):
+            for x, whole, out in zip(xs, sets, outs, strict=True):
+                for _ in range(repetition):
+                    x[:] = np.split(whole, 2)[rank] * repetition
+                    assert program(x, up, down, out=out) is out
+                    want = wanted(whole * repetition, weights["up"], weights["down"])
+                    np.testing.assert_array_equal(out, np.split(want, 2)[rank])
+            (local,) = hw.init().programs.values()
+            assert local._native.graphs == (0 if repetition == 1 else 16)
+        for rows in (4, 2, 4, 2, 2):
+            x = sets[0][: 2 * rows]
+            xs[0][:rows] = np.split(x, 2)[rank]
+            want = np.split(wanted(x, weights["up"], weights["down"]), 2)[rank]
+            np.testing.assert_array_equal(program(xs[0][:rows], up, down, out=outs[0][:rows]), want)
+            np.testing.assert_array_equal(program(xs[0][:rows], up, down), want)
+
+    threads.run(on_rank)
+
+
+class Captures:
+    """Streams and captures of a rank's device, as an application has them that captures by itself."""
+
+    def __init__(self, rank: int):
+        self.library = CDLL(str(NATIVE / "libhostweave_cpu.so"))
+        self.call("cudaSetDevice", rank)
+
+    def call(self, function: str, *arguments: Any) -> None:
+        assert self.library[function](*arguments) == 0, function
+
+    def stream(self) -> int:
+        self.call("cudaStreamCreateWithFlags", byref(made := c_void_p()), 1)
+        return made.value or 0
+
+    @contextmanager
+    def graph(self, stream: int) -> Iterator[c_void_p]:
+        """Captures in the thread-local mode. What is yielded can be launched afterwards."""
+        made, executable = c_void_p(), c_void_p()
+        self.call("cudaStreamBeginCapture", c_void_p(stream), 1)
+        try:
+            yield executable
+        finally:
+            status = self.library["cudaStreamEndCapture"](c_void_p(stream), byref(made))
+        assert status == 0
+        self.call("cudaGraphInstantiateWithFlags", byref(executable), made, c_uint64(0))
+        self.call("cudaGraphDestroy", made)
+
+    def launch(self, graph: c_void_p, stream: int) -> None:
+        self.call("cudaGraphLaunch", graph, c_void_p(stream))
+
+    def wait(self, stream: int) -> None:
+        self.call("cudaStreamSynchronize", c_void_p(stream))
+
+
+@pytest.fixture
+def streams_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls take streams, as on CUDA."""
+    monkeypatch.setattr(type(find_target("cpu")), "stream", lambda self, given: given or 0)
+
+
+@pytest.mark.usefixtures("streams_given")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_captures_of_others(ranks: int) -> None:
+    """Two programs in one graph, one of them twice and on two streams; launched on any stream, beside calls; and captures that fail."""
+    program, other, threads = mlp_on(ranks), PROGRAMS[ranks], hw.Threads(ranks)
+    calls = [arrays_of(4 * ranks) for _ in range(4)]
+
+    def on_rank(rank: int) -> None:
+        group = hw.init(threads)
+        captures = Captures(rank)
+        stream, second, launching = (captures.stream() for _ in range(3))
+        fork, join = c_void_p(), c_void_p()
+        for event in (fork, join):
+            captures.call("cudaEventCreateWithFlags", byref(event), 2)
+        x, up, down = blocks(calls[0], rank, ranks)
+        y, z, last, beside = (np.empty_like(x) for _ in range(4))
+
+        def fails(message: str, *arrays: np.ndarray) -> None:
+            with pytest.raises(CaptureError, match=message), captures.graph(stream):
+                program(*arrays, out=np.empty_like(arrays[0]), stream=stream)
+
+        fails("mlp: the stream is being captured, and this is the first call; call the program once before", x, up, down)
+        for one in (program, other):
+            one(x, up, down, out=y)
+        fails("the program is not prepared for arrays of these shapes; call it once before", x[:2].copy(), up, down)
+        if ranks > 1:  # that are threads, and have found together that none of them is ready now
+            program(x, up, down, out=y)
+        with captures.graph(stream) as graph:
+            program(x, up, down, out=y, stream=stream)
+            captures.call("cudaEventRecord", fork, c_void_p(stream))
+            captures.call("cudaStreamWaitEvent", c_void_p(second), fork, 0)
+            other(y, up, down, out=z, stream=stream)
+            program(y, up, down, out=last, stream=second)
+            captures.call("cudaEventRecord", join, c_void_p(second))
+            captures.call("cudaStreamWaitEvent", c_void_p(stream), join, 0)
+        for arrays in calls:
+            for array, new in zip((x, up, down), blocks(arrays, rank, ranks), strict=True):
+                array[:] = new
+            want = wanted(**arrays)
+            twice = np.split(wanted(want, arrays["up"], arrays["down"]), ranks)[rank]
+            captures.launch(graph, launching)
+            captures.launch(graph, second)
+            program(x, up, down, out=beside)  # after the launches, though on no stream of theirs
+            np.testing.assert_array_equal(beside, np.split(want, ranks)[rank])
+            captures.wait(second)
+            for got, block in ((y, np.split(want, ranks)[rank]), (z, twice), (last, twice)):
+                np.testing.assert_array_equal(got, block)
+        assert group.failure is None
+        assert group.overdue() is None
+
+    threads.run(on_rank)
+
+
+@pytest.mark.parametrize("call", ["cudaStreamCreate", "cudaMalloc"])
+def test_a_capture_that_fails_is_an_error_of_that_call(call: str) -> None:
+    """On one rank: the others hear of it, the group goes on, and the next capture is right. Where no call fails, nothing does."""
+    program, threads = PROGRAMS[2], hw.Threads(2)
+    arrays = arrays_of(8)
+    want = np.split(wanted(**arrays), 2)
+
+    def on_rank(rank: int) -> str:
+        group = hw.init(threads)
+        mine = blocks(arrays, rank, 2)
+        program(*mine)
+        if rank == 0:
+            Captures(rank).library["hw_cpu_fail_call"](c_char_p(call.encode()), 1)
+        message = ""
+        try:
+            program.capture(*mine)
+        except ExecutionError as error:
+            message = f"{type(error).__name__}: {error}"
+        assert group.failure is None
+        np.testing.assert_array_equal(program.capture(*mine)(), want[rank])
+        return message
+
+    messages = sorted(threads.run(on_rank))
+    if call == "cudaMalloc":  # what a capture does not call
+        Captures(0).library["hw_cpu_fail_call"](c_char_p(b""), 0)
+        assert messages == ["", ""]
+    else:
+        failed, heard = messages
+        assert failed.startswith("CaptureError: mlp: cannot be captured: instance.cpp")
+        assert heard.startswith("ExecutionError: mlp: rank")
+        assert "cannot go on: mlp: cannot be captured" in heard
+
+
+@pytest.mark.usefixtures("streams_given")
+def test_a_launch_that_does_not_end_is_seen() -> None:
+    """By the watchdog, which knows of no call: the graph is launched by others."""
+    program, threads = PROGRAMS[1], hw.Threads(1)
+
+    def on_rank(rank: int) -> None:
+        group = hw.init(threads)
+        captures, arrays = Captures(rank), list(arrays_of(4).values())
+        stream, out = captures.stream(), np.empty((4, 8), np.float32)
+        program(*arrays, out=out)
+        with captures.graph(stream) as graph:
+            program(*arrays, out=out, stream=stream)
+        (local,) = group.programs.values()
+        assert local.progress[3] == 0
+        go = threading.Event()
+        held = CFUNCTYPE(None, c_void_p)(lambda _: go.wait(20) and None)
+        captures.call("hw_cpu_launch", c_char_p(b"held"), c_void_p(stream), held, None, c_size_t(0), None, 0)
+        captures.launch(graph, stream)
+        try:
+            begin = local.progress[3]
+            time.sleep(0.05)
+            assert local.progress[3] >= begin + 0.05
+        finally:
+            go.set()
+        captures.wait(stream)
+        assert local.progress[3] < 0.05
+
+    threads.run(on_rank)
+
+
+def test_mistakes() -> None:
+    with pytest.raises(ProgramError, match=r"""^Options: graph='always' is neither "auto" nor None; program.capture captures one call$"""):
+        hw.Options(graph="always")
+    program = mlp_on(1)
+    with pytest.raises(ExecutionError, match=r"mlp: this process has not joined a group; call hw\.init first"):
+        program.capture(*arrays_of(4).values())
+    threads = hw.Threads(1)
+
+    def on_rank(rank: int) -> None:
+        hw.init(threads)
+        arrays = list(arrays_of(4).values())
+        for wrong, message in ((arrays[:2], "mlp: takes 3 arrays"), ([*arrays[:2], arrays[2].T], "mlp: down: is not contiguous")):
+            with pytest.raises(ArgumentError, match=message):
+                program.capture(*wrong)
+        step = program.capture(*arrays)
+        with pytest.raises(ArgumentError, match="mlp: stream= is for the target cuda"):
+            step(stream=1)
+        np.testing.assert_array_equal(step(), wanted(*arrays))
+        program.close()
+        with pytest.raises(ExecutionError, match="mlp: the program is closed; compile it again"):
+            step()
+
+    threads.run(on_rank)
