@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,10 +39,17 @@ CASE = """\
 def with_precompiled_headers(folder: Path) -> Path:
     """A command in `folder` to be used as CXX."""
     script, compiler = folder / "c++", shlex.quote(str(find_target("cpu").toolchain().compiler))
-    linker = "-fuse-ld=gold" if shutil.which("ld.gold") else ""
-    script.write_text(SCRIPT.format(cases="\n".join(_cases(folder)), compiler=compiler, linker=linker))
+    script.write_text(SCRIPT.format(cases="\n".join(_cases(folder)), compiler=compiler, linker=_linker(folder, compiler)))
     script.chmod(0o755)
     return script
+
+
+def _linker(folder: Path, compiler: str) -> str:
+    """The option for gold where the compiler can link by it: it may be there, and not find what the compiler's own linker finds."""
+    source = folder / "linked.cpp"
+    source.write_text("#include <string>\nstd::string text() { return {}; }\n")
+    command = f"{compiler} -fuse-ld=gold -shared -fPIC {shlex.quote(str(source))} -o {shlex.quote(str(folder / 'linked.so'))}"
+    return "-fuse-ld=gold" if subprocess.run(shlex.split(command), capture_output=True, check=False).returncode == 0 else ""
 
 
 def _cases(folder: Path) -> Iterator[str]:

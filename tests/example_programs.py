@@ -10,7 +10,7 @@ from hostweave.cli.programs import load_file, programs_in
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.types.tensor import DType, bf16
 
-MORE = Path(__file__).with_name("more_programs.py")
+MORE, ONE_SIDED = (Path(__file__).with_name(f"{name}_programs.py") for name in ("more", "one_sided"))
 
 
 @cache
@@ -29,6 +29,11 @@ def all_fusions(ranks: int = 8, chunks: int | None = None, dtype: DType = bf16) 
 def pipelines(ranks: int = 8, chunks: int | None = None, dtype: DType = bf16) -> dict[str, Fusion]:
     """Two stages on two meshes, of at least 2 ranks together."""
     return fusions("pipeline.py", ranks, chunks, dtype)
+
+
+def one_sided_fusions(ranks: int = 8, dtype: DType = bf16) -> dict[str, Fusion]:
+    """Those whose ranks write and read each other's memory."""
+    return fusions(str(ONE_SIDED), ranks, None, dtype)
 
 
 def more_fusions(ranks: int = 8, dtype: DType = bf16) -> dict[str, Fusion]:

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 
 from hostweave.base.errors import ProgramError, did_you_mean
 from hostweave.base.signatures import checked_arguments
+from hostweave.transports.transport import NAMES
 from hostweave.types.tensor import DType, f32
 
+TRANSPORTS = ("auto", *NAMES)
 OVERLAPS = ("auto", "off")
 
 
@@ -27,6 +29,10 @@ class Options:
       its partial sum to the dtype of the result.
     - `tf32`: matmuls of f32 round their operands to TF32, with 10 bits of mantissa, and add in f32: several times faster on tensor cores.
       The CPU target computes in f32.
+    - `transport`: how bytes travel between ranks. two_sided: by collectives, sends and recvs. one_sided: ranks write and read each
+      other's memory, which leaves all multiprocessors to the matmuls; it is for chunk loops by shard, of gathers beside and of
+      reduce-scatters behind matmuls, inside one host, and on CUDA needs version 2.29 of the library. A program that has other
+      communication is an error. auto: two_sided but for the loops that say `.stream(..., algorithm="put")`.
     - `graph`: "auto" captures a call of `program(...)` as a CUDA graph where its arrays, inputs and outputs, are the same memory as those
       of a call before, and launches that from then on, for the last 16 such sets of arrays; other calls are made as usual. Outputs
       are the same where `out=` gives them, or where the library's allocator returns what was freed. It is for programs of many
@@ -34,7 +40,7 @@ class Options:
     - `verify_calls`: ranks that are processes compare programs and shapes before every call, which takes a round trip through the
       store; ranks that are threads always do.
 
-    Raises ProgramError for another `overlap`, `partial_dtype` or `graph`, and for `streams` below 1.
+    Raises ProgramError for another `overlap`, `partial_dtype`, `transport` or `graph`, and for `streams` below 1.
 
     Example: `hw.compile(f, target="cuda", options=hw.Options(tf32=True, sizes={"M": 8192}))`.
     """
@@ -45,12 +51,15 @@ class Options:
     overlap: str = "auto"
     partial_dtype: DType | None = None
     tf32: bool = False
+    transport: str = "auto"
     verify_calls: bool = False
     graph: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.streams, int) or self.streams < 1:
             raise ProgramError(f"Options: streams={self.streams!r} must be an int of at least 1")
+        if self.transport not in TRANSPORTS:
+            raise ProgramError(f"Options: there is no transport={self.transport!r}; {did_you_mean(str(self.transport), TRANSPORTS)}")
         if self.overlap not in OVERLAPS:
             raise ProgramError(f"Options: there is no overlap={self.overlap!r}; {did_you_mean(str(self.overlap), OVERLAPS)}")
         if self.graph not in (None, "auto"):

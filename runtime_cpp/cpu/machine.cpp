@@ -95,6 +95,7 @@ void Machine::drop_queues() {
       op->done = true;
       op->after.clear();
       op->waiters.clear();
+      for (const SignalTurn& turn : op->awaits) turn.count->waiters.clear();
     }
     stream->queue.clear();
     stream->scheduled = false;
@@ -246,6 +247,12 @@ void Machine::evaluate(Stream& stream) {
       }
       return;
     }
+    for (const SignalTurn& turn : op.awaits) {
+      if (turn.count->value >= turn.number) continue;
+      std::vector<Stream*>& waiters = turn.count->waiters;
+      if (std::find(waiters.begin(), waiters.end(), &stream) == waiters.end()) waiters.push_back(&stream);
+      return;
+    }
   } else {
     for (const Part& part : op.parts) {
       if (!part.match->satisfied(part.index)) return;
@@ -309,6 +316,10 @@ void Machine::begin(Stream& stream, Op& op) {
     if (op.host_clock) stream.clock.join(*op.host_clock);
     for (const OpPtr& before : op.after) {
       if (before->clock) stream.clock.join(*before->clock);
+    }
+    for (const SignalTurn& turn : op.awaits) {
+      const auto reached = turn.count->clocks.lower_bound(turn.number);
+      if (reached != turn.count->clocks.end()) stream.clock.join(*reached->second);
     }
     const std::uint32_t epoch = stream.clock.tick(stream.lane);
     if (const auto conflict = history.note(op.ranges, {stream.lane, epoch, op.name}, stream.clock)) {
@@ -414,6 +425,13 @@ void Machine::end(Stream& stream, Op& op) {
   }
   // The streams of the others are in matches that this op was part of; they must not reach a stream that is gone.
   for (const Part& part : op.parts) part.match->seats[part.index].stream = nullptr;
+  for (const SignalTurn& turn : op.gives) {
+    SignalCount& count = *turn.count;
+    if (turn.number <= count.value) continue;  // one that was given after it has overtaken it
+    count.value = turn.number;
+    if (checking_) count.clocks[turn.number] = op.clock;
+    for (Stream* waiter : std::exchange(count.waiters, {})) evaluate(*waiter);
+  }
   op.finished = std::chrono::steady_clock::now();
   op.done = true;
   op.parts.clear();

@@ -58,6 +58,9 @@ std::string what_it_waits_for(const Op& op) {
     for (const OpPtr& before : op.after) {
       if (!before->done) return "waits for " + before->name.text();
     }
+    for (const SignalTurn& turn : op.awaits) {
+      if (turn.count->value < turn.number) return "waits for a signal of rank " + std::to_string(turn.count->sender);
+    }
     return "is ready";
   }
   std::set<int> ranks;

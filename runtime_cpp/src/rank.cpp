@@ -2,6 +2,7 @@
 
 #include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "hostweave/check.h"
@@ -10,7 +11,7 @@
 namespace hw {
 
 struct Rank::Pools {
-  std::map<std::string, Channel> channels;  // by "mesh(x=8) x"
+  std::map<std::pair<std::string, Transport>, Channel> channels;  // by "mesh(x=8) x"
   std::map<std::string, std::vector<Stream>> streams;
   std::map<std::string, std::shared_ptr<void>> handles;  // by library
   cublasLtHandle_t blas = nullptr;
@@ -36,18 +37,19 @@ Rank& Rank::expect_world(int64_t size) {
   return *this;
 }
 
-void Rank::add_channel(const char* mesh, const char* axes, const Channel& channel) {
-  pools_->channels.emplace(std::string(mesh) + " " + axes, channel);
+void Rank::add_channel(const char* mesh, const char* axes, const Channel& channel, Transport transport) {
+  pools_->channels.emplace(std::pair(std::string(mesh) + " " + axes, transport), channel);
 }
 
-bool Rank::has_channel(const char* mesh, const char* axes) const {
-  return pools_->channels.contains(std::string(mesh) + " " + axes);
+bool Rank::has_channel(const char* mesh, const char* axes, Transport transport) const {
+  return pools_->channels.contains(std::pair(std::string(mesh) + " " + axes, transport));
 }
 
-const Channel& Rank::channel(const char* mesh, const char* axes, int64_t size) const {
-  const auto found = pools_->channels.find(std::string(mesh) + " " + axes);
+const Channel& Rank::channel(const char* mesh, const char* axes, int64_t size, Transport transport) const {
+  const auto found = pools_->channels.find(std::pair(std::string(mesh) + " " + axes, transport));
   if (found == pools_->channels.end()) {
-    throw ExecutionError(std::string("no channel along ") + axes + " of " + mesh + ": add it to the rank before the program");
+    throw ExecutionError(std::string(transport == Transport::one_sided ? "no one-sided channel along " : "no channel along ") +
+                         axes + " of " + mesh + ": add it to the rank before the program");
   }
   if (found->second.size() != size) {
     throw ExecutionError(std::string("the channel along ") + axes + " of " + mesh + " has " +

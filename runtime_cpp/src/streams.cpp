@@ -1,6 +1,7 @@
 #include "hostweave/streams.h"
 
 #include <string>
+#include <utility>
 
 #include "hostweave/check.h"
 #include "hostweave/errors.h"
@@ -17,6 +18,23 @@ Events::~Events() = default;
 
 void Events::out_of_range(int64_t i) const {
   throw ExecutionError("event " + std::to_string(i) + " of " + std::to_string(count()) + ": the index is out of range");
+}
+
+cudaError_t CallOrder::begin_call(cudaStream_t caller) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long capture = 0;
+  if (const cudaError_t error = cudaStreamGetCaptureInfo(caller, &status, &capture)) return error;
+  capturing_ = status != cudaStreamCaptureStatusNone;
+  if (!capturing_) return cudaStreamWaitEvent(caller, last_call_[0], 0);
+  const bool first = std::exchange(capture_, capture) != capture;
+  return first ? cudaStreamWaitEvent(caller, last_call_[0], cudaEventWaitExternal)
+               : cudaStreamWaitEvent(caller, in_capture_[0], 0);
+}
+
+cudaError_t CallOrder::end_call(cudaStream_t caller) {
+  if (!capturing_) return cudaEventRecord(last_call_[0], caller);
+  if (const cudaError_t error = cudaEventRecordWithFlags(last_call_[0], caller, cudaEventRecordExternal)) return error;
+  return cudaEventRecord(in_capture_[0], caller);  // after the node before: of two calls in one graph the later one records last
 }
 
 Streams::Streams(Rank& rank, const char* name, int count) : joined_(count) {

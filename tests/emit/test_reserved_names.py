@@ -118,19 +118,20 @@ def unusual() -> list[str]:
 GRAMMAR = {"rank", "ceil", "part", "launch", "on"}  # words that mean something else in the text of the IR
 
 
-A_PROGRAM = 16  # names: what a program says grows with the square of their number
+A_PROGRAM = 16  # names at most: what a program says grows with the square of their number
 
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the programs of all names, and for each of their files one that includes it of all programs."""
     folder, names = tmp_path_factory.mktemp("programs"), unusual()
-    for start in range(0, len(names), A_PROGRAM):
-        (folder / str(start)).mkdir()
-        for path, text in render(everything(names[start : start + A_PROGRAM])).items():
-            (folder / str(start) / path).write_text(text)
+    count = -(-len(names) // A_PROGRAM)
+    for number in range(count):
+        (folder / str(number)).mkdir()
+        for path, text in render(everything(names[number::count])).items():
+            (folder / str(number) / path).write_text(text)
     for file in ("program.cpp", "kernels.cu"):
-        (folder / file).write_text("".join(f'#include "{start}/{file}"\n' for start in range(0, len(names), A_PROGRAM)))
+        (folder / file).write_text("".join(f'#include "{number}/{file}"\n' for number in range(count)))
     return folder
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from example_programs import all_fusions, more_fusions, pipelines
+from example_programs import all_fusions, more_fusions, one_sided_fusions, pipelines
 from host_programs import GOLDEN, STAGES, golden
 
 from hostweave.emit import render
@@ -17,7 +17,8 @@ from hostweave.host_ir.ir import HostProgram
 from hostweave.options import Options
 from hostweave.pipeline import lower
 
-FUSIONS = {**all_fusions(ranks=4, chunks=3), **more_fusions(ranks=4), **pipelines(ranks=4)}
+ONE_SIDED = {name: one_sided_fusions(ranks=4)[name] for name in ("ag_matmul_put", "ag_matmul_pull", "matmul_rs_put")}
+FUSIONS = {**all_fusions(ranks=4, chunks=3), **more_fusions(ranks=4), **ONE_SIDED, **pipelines(ranks=4)}
 
 
 @dataclass(frozen=True)

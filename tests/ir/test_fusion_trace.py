@@ -408,8 +408,8 @@ ERRORS = {
     "stream by": (
         'return (-x).stream(0, algorithm="mail")',
         {},
-        "4: stream: there is no algorithm='mail'; one of p2p, ring, broadcast, reduce, all_gather, reduce_scatter, all_reduce, all_to_all, "
-        "collective_permute, transfer",
+        "4: stream: there is no algorithm='mail'; one of p2p, ring, broadcast, reduce, put, all_gather, reduce_scatter, all_reduce, "
+        "all_to_all, collective_permute, transfer",
     ),
     "stream of a merged dim": (
         'return hw.reshape(x, "M*K").stream(0)',

@@ -23,7 +23,7 @@ function @b(%s: f32[M@x, 4]) -> (%t: f32[M@x, 4]) {
   copy %s -> %t
 }
 host @t(%x: f32[M@x, 4]) -> (%y: f32[M@x, 4], %z: f32[M]) mesh(x=2, dp=3) \
-channels(x_dp: x, dp two_sided, x: x two_sided, back: dp, x two_sided, \
+channels(x_dp: x, dp two_sided, near: x one_sided, x: x two_sided, back: dp, x two_sided, \
 dp: dp two_sided, pair: x, tp on mesh(x=2, tp=1 of ranks 0, 3) two_sided) \
 streams(ring[2], copy[1]) events(done[3]) uneven(M) {
   %b = allocate f32[M/2, 4]
@@ -87,6 +87,11 @@ streams(ring[2], copy[1]) events(done[3]) uneven(M) {
   on mesh(of ranks 2) {
     recv_blocks %y in 1 by [0[1] -> 2[0], 0[0] -> 3[0]] on x_dp
   }
+  %w = allocate_window f32[M/2, 4]
+  signal 0 at rank.x + 1 for %w on near
+  wait_signal 63 from 1 for %w on near
+  put %x -> %w at 1 - rank.x signal 2 on near
+  get %w at 1 - rank.x -> %y on near
   deallocate %b
   call @b %x -> %y
 }

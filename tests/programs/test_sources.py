@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 from cuda_here import needs_cuda
-from whole_programs import ONE_DEVICE, PIPELINES, SEVERAL, compiled, fusion_of
+from whole_programs import ONE_DEVICE, ONE_SIDED, PIPELINES, SEVERAL, compiled, fusion_of
 
 import hostweave as hw
 from hostweave.base.errors import BuildError
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.targets.target import find_target
 
-NAMES = (*SEVERAL, *ONE_DEVICE, *PIPELINES)
+NAMES = (*SEVERAL, *ONE_DEVICE, *ONE_SIDED, *PIPELINES)
 
 
 def fusion(name: str) -> Fusion:

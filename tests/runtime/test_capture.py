@@ -81,10 +81,12 @@ def test_replays_beside_calls(ranks: int) -> None:
 
 
 def check_replays(fusion: Fusion, times: int = 3) -> None:
-    """New inputs in the arrays of a graph give new outputs, exactly: the inputs are small integers."""
+    """New inputs in the arrays of a graph give new outputs, exactly: the inputs are small integers. Calls with larger sizes, for which
+    the program takes other memory than the graph's, come between."""
     ranks = fusion.mesh.size
     program, threads = compiled(fusion), hw.Threads(ranks)
     arrays = [integer_arrays(fusion, sizes_of(fusion, times), seed) for seed in range(2)]
+    larger = integer_arrays(fusion, sizes_of(fusion, 16 * times), 0)
 
     def local(given: Mapping[str, Any], rank: int) -> list[np.ndarray | None]:
         return [
@@ -105,13 +107,17 @@ def check_replays(fusion: Fusion, times: int = 3) -> None:
                     array[...] = new
             outputs = step()
             results.append(copy.deepcopy(outputs))
+            program(*local(larger, rank))
         return results
 
     for given, results in zip(arrays, zip(*threads.run(on_rank), strict=True), strict=True):
         expect(fusion, given, results, exact=True)
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("ag_matmul_flat", 2), ("matmul_rs_flat", 2), ("two_stages", 4)])
+PUTS = [("mlp_put", 3), ("ag_matmul_pull", 2)]  # whose signals are counted at each launch
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("ag_matmul_flat", 2), ("matmul_rs_flat", 2), ("two_stages", 4), *PUTS])
 def test_nothing_in_a_call_depends_on_what_is_outside_of_the_capture(name: str, ranks: int) -> None:
     """No wait for an event outside of it, no stream that is not joined, nothing allocated, nothing asked; and of a pipeline, where ranks
     wait for some others alone, a rank may launch while those still capture."""

@@ -1,4 +1,7 @@
-"""Finds the CUDA headers and libraries, first in the toolkit, then in the pip wheels. Either may be incomplete."""
+"""Finds the CUDA headers and libraries, first in the toolkit, then in the pip wheels. Either may be incomplete.
+
+NCCL_HOME names a folder with another NCCL, as `include/nccl.h` and `lib/libnccl.so.2`.
+"""
 
 from __future__ import annotations
 
@@ -149,9 +152,9 @@ def _gpu(driver: ctypes.CDLL, index: int) -> Gpu:
 
 
 def _roots() -> list[Path]:
-    """Folders with an `include` and a library folder: toolkits, then wheels (`nvidia/cu13`, or `nvidia/<component>`), then the system."""
+    """Folders with an `include` and a library folder: NCCL_HOME, toolkits, wheels (`nvidia/cu13`, `nvidia/<component>`), the system."""
     nvcc = shutil.which("nvcc")
-    named = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
+    named = [os.environ.get("NCCL_HOME"), os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
     toolkits = [*(Path(name) for name in named if name), _TOOLKIT, *([Path(nvcc).resolve().parents[1]] if nvcc else [])]
     spec = importlib.util.find_spec("nvidia")
     wheels = [child for base in (spec.submodule_search_locations or () if spec else ()) for child in sorted(Path(base).glob("*"))]

@@ -14,7 +14,9 @@ from hostweave.check.channel_order import Posted
 from hostweave.check.happens_before import Clock, Order, Task, order, run
 from hostweave.check.match_collectives import meetings
 from hostweave.check.memory import Memory, TaskAccess
+from hostweave.check.one_queue import expect_end_in_one_queue
 from hostweave.check.operations import Access, Instances, Layout, Operation, Region, failure
+from hostweave.check.signals import InTurn
 from hostweave.check.simulate import instantiate
 from hostweave.check.sizes import sizes_to_check
 from hostweave.host_ir import ir, tree
@@ -29,11 +31,18 @@ def check(program: ir.HostProgram, sizes: Sizes | None = None) -> None:
     without its recv, or collectives that differ between ranks; communications on two channels that are not ordered on a rank; a
     wait for an event that may not have been recorded; ranks that wait for each other; memory read before it is written; outputs
     that are not written completely. The order is happens-before, by vector clocks (Fidge 1988, Mattern 1989).
+
+    Where ranks touch the memory of others two calls in a row are looked at, so that a put of the second one is known to come after
+    what its target did in the first; puts and signals of a rank take turns on a channel, and waits for the same signals; and the
+    program ends even if each device runs the streams of its rank as one queue, in the order in which the host issues.
     """
+    calls = 2 if any(channel.transport.has_windows for channel in program.channels) else 1
     with _without_collections():
         for chosen in sizes_to_check(program) if sizes is None else (sizes,):
-            instances = instantiate(program, chosen)
-            ordered = order(instances, meetings(instances))
+            instances = instantiate(program, chosen, calls)
+            met = meetings(instances)
+            expect_end_in_one_queue(instances, met)
+            ordered = order(instances, met)
             checker = _Checker(instances, ordered)
             for task, clock in run(ordered):
                 checker.start(task, clock)
@@ -62,13 +71,13 @@ class _Checker:
         self.memories: list[dict[str, Memory]] = []
         # The first read of bytes that nothing wrote before. If their write comes later, the race says more.
         self.empty: tuple[Operation, Access, range] | None = None
-        for operations, roots, caller in zip(instances.ranks, instances.roots, ordered.callers, strict=True):
-            regions: dict[str, list[Region]] = defaultdict(list)
-            for operation in operations:
-                for part in operation.members or (operation,):
-                    for access in part.accesses:
-                        regions[access.region.root].append(access.region)
-            self.memories.append({name: Memory(root, regions[name], caller) for name, root in roots.items()})
+        self.in_turn = InTurn()
+        regions: dict[tuple[int, str], list[Region]] = defaultdict(list)
+        for part in (part for operations in instances.ranks for operation in operations for part in operation.members or (operation,)):
+            for access in part.accesses:
+                regions[_rank_of(part, access), access.region.root].append(access.region)
+        for rank, (roots, caller) in enumerate(zip(instances.roots, ordered.callers, strict=True)):
+            self.memories.append({name: Memory(root, regions[rank, name], caller) for name, root in roots.items()})
 
     def fail(self, operation: Operation, message: str) -> NoReturn:
         raise failure(self.instances.program, f"{operation}{message}", operation.instruction)
@@ -76,18 +85,18 @@ class _Checker:
     # --- one task ---
 
     def start(self, task: Task, clock: Clock) -> None:
-        memories = self.memories[task.operation.rank]
         touches = [(part, access) for part in task.operation.members or (task.operation,) for access in part.accesses]
         for (part, access), (other, second) in combinations(touches, 2):
-            if access.region.root == second.region.root and (access.writes or second.writes):
-                self.apart(memories[access.region.root], part, access, other, second)
+            is_one = (_rank_of(part, access), access.region.root) == (_rank_of(other, second), second.region.root)
+            if is_one and (access.writes or second.writes):
+                self.apart(self.memory(part, access), part, access, other, second)
         for freed in task.operation.frees:
             by = self.tasks[freed]
             if clock[by.lane] < by.number:
                 lender = f"may get bytes of %{freed.accesses[0].name}, which {freed} frees"
                 self.fail(task.operation, f" {lender}: nothing orders them; {_remedy(task.operation, freed)}")
         for part, access in touches:
-            memory = memories[access.region.root]
+            memory = self.memory(part, access)
             if access.reads and self.empty is None and (empty := memory.first_empty(access.region)):
                 self.empty = part, access, empty
             touch = TaskAccess(task, part, access)
@@ -101,6 +110,11 @@ class _Checker:
             one, other = task.operation.communications[0], earlier.communications[0]
             fault = f" and {other} are over different channels, and nothing orders them on the rank, which can deadlock"
             self.fail(one, f"{fault}; {_remedy(one, other)}")
+        for part, earlier in self.in_turn.unordered(task, clock):
+            self.fail(part, f" and {earlier} may be at the same time, and signals are counted in turn; {_remedy(part, earlier)}")
+
+    def memory(self, part: Operation, access: Access) -> Memory:
+        return self.memories[_rank_of(part, access)][access.region.root]
 
     def apart(self, memory: Memory, part: Operation, access: Access, other: Operation, second: Access) -> None:
         """Two accesses of one task run at the same time."""
@@ -154,7 +168,10 @@ class _Checker:
             clock = self.order.clocks[self.order.callers[rank].lane]
             for name, memory in memories.items():
                 if (touch := memory.unfinished(clock)) is not None:
-                    part, pool = touch.part, touch.part.stream[0] if touch.part.stream else ""
+                    part, pool, at = touch.part, touch.part.stream[0] if touch.part.stream else "", touch.access.at
+                    if at is not None:
+                        tells = f"add a signal of rank {part.rank}, and a wait for it on rank {at}"
+                        self.fail(part, f" may not be done when rank {at} has ended its call: {tells}")
                     user = f"{_verb(part, touch.access)} %{touch.access.name}, and {_AFTERWARDS[memory.root.role]}"
                     self.fail(part, f" {user}: nothing orders the caller's stream after it; add join {pool} behind it")
                 gap = memory.first_empty(Region(name, 0, memory.root.layout, 0))
@@ -186,7 +203,14 @@ def _verb(part: Operation, access: Access) -> str:
     return "updates" if access.reads and access.writes else "writes" if access.writes else "reads"
 
 
+def _rank_of(part: Operation, access: Access) -> int:
+    """Whose memory it touches."""
+    return part.rank if access.at is None else access.at
+
+
 def _remedy(later: Operation, earlier: Operation) -> str:
+    if later.rank != earlier.rank:
+        return "add a signal after the one, and a wait for it before the other"
     if later.stream and not earlier.stream:
         return f"add fork {later.stream[0]} between them"
     if earlier.stream and not later.stream:

@@ -1,6 +1,6 @@
 """Happens-before: the operations of all ranks as tasks, simulated in an order that every legal schedule allows.
 
-A stream runs its tasks in order, a wait runs after its record, and a communication ends when the other side has started.
+A stream runs its tasks in order, a wait runs after its record or signal, and a communication ends when the other side has started.
 Two orders are kept apart. What a task may rely on for its data, its vector clock (Fidge 1988, Mattern 1989), comes from streams,
 events and arriving data. Whether every task can run depends on that and on the order in which a rank posts its communications: where a
 transport holds multiprocessors a device may run them one after the other, whatever their streams.
@@ -102,6 +102,11 @@ def _after(task: Task, earlier: Task, why: str) -> None:
 
 
 def _meet(meeting: Meeting, tasks: dict[Operation, Task]) -> None:
+    if meeting.is_signal:
+        signal, wait = (tasks[part] for part in meeting.parts)
+        _after(wait, signal, "waits for")
+        wait.waits.append(signal)
+        return
     events: dict[tuple[Operation, ...], Event] = {}
     parts = [tasks[part] for part in meeting.parts]
     for part, task in zip(meeting.parts, parts, strict=True):
@@ -110,9 +115,7 @@ def _meet(meeting: Meeting, tasks: dict[Operation, Task]) -> None:
         if any(tasks[source] is not task for source in sources):
             events.setdefault(sources, Event([tasks[source] for source in sources]))
             task.events.append(events[sources])
-        assert part.channel is not None
-        met = parts if part.channel.transport.is_rendezvous else [tasks[source] for source in sources]
-        others = [other for other in met if other is not task]
+        others = [tasks[other] for other in meeting.awaited(part) if tasks[other] is not task]
         task.meets.extend(others)
         task.expected += len(others)
         for other in others:

@@ -95,6 +95,7 @@ class _World:
     instances: Instances
     met: dict[Operation, Meeting]
     posted: dict[Operation, Array | None] = field(default_factory=dict)
+    memories: list[dict[str, Array]] = field(default_factory=list)  # of each rank: the bytes of its buffers
 
 
 class _Rank:
@@ -104,6 +105,7 @@ class _Rank:
         self.kernels = {kernel.name: kernel for kernel in world.instances.program.kernels}
         # A byte of ones everywhere is NaN in every float dtype.
         self.bytes = {name: np.full(root.size, 255, np.uint8) for name, root in world.instances.roots[rank].items()}
+        world.memories.append(self.bytes)
         for name, array in inputs.items():
             if array is not None:
                 self.whole(name)[...] = array
@@ -117,17 +119,23 @@ class _Rank:
         if not layout.count:
             return np.empty(layout.shape, numpy_dtype(layout.dtype))
         strides = [stride * layout.dtype.itemsize for stride in layout.strides]
-        return np.ndarray(layout.shape, numpy_dtype(layout.dtype), self.bytes[access.region.root], access.region.offset, strides)
+        memory = self.bytes if access.at is None else self.world.memories[access.at]
+        return np.ndarray(layout.shape, numpy_dtype(layout.dtype), memory[access.region.root], access.region.offset, strides)
 
     def run(self) -> Turns:
         for operation in self.world.instances.ranks[self.rank]:
             if not operation.communications:
                 self.compute(operation)
                 continue
+            if isinstance(operation.instruction, ir.OneSided):
+                while not all(source in self.world.posted for source in self.signals(operation)):
+                    yield operation
+                self.move(operation)
+                continue
             for part in operation.communications:
                 read = [self.array(access) for access in part.accesses if access.reads]
                 self.world.posted[part] = read[0].copy() if read else None
-            others = [other for part in operation.communications for other in self.world.met[part].parts]
+            others = [other for part in operation.communications if (met := self.world.met.get(part)) for other in met.awaited(part)]
             while any(other not in self.world.posted for other in others):
                 yield operation
             for part in operation.communications:
@@ -135,6 +143,19 @@ class _Rank:
                     if access.writes:
                         target = self.array(access)
                         target[...] = np.broadcast_to(self.received(part), target.size).reshape(target.shape)
+
+    def signals(self, operation: Operation) -> tuple[Operation, ...]:
+        """What a wait for a signal waits for."""
+        meeting = self.world.met.get(operation)
+        return meeting.sources(operation) if meeting else ()
+
+    def move(self, operation: Operation) -> None:
+        """What it reads goes to where it writes, of whatever rank that is, and its signal is given."""
+        read = [access for access in operation.accesses if access.reads]
+        written = [access for access in operation.accesses if access.writes]
+        for source, target in zip(read, written, strict=True):
+            self.array(target)[...] = self.array(source).reshape(self.array(target).shape)
+        self.world.posted[operation] = None
 
     def received(self, part: Operation) -> Array:
         """What a communication brings to this rank, in the order of its elements."""

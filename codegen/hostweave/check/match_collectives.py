@@ -22,10 +22,22 @@ class Meeting:
     parts: tuple[Operation, ...]
 
     def sources(self, part: Operation) -> tuple[Operation, ...]:
-        """Those whose data this part of it receives."""
+        """Those whose data, or signal, this part of it receives."""
+        if self.is_signal:
+            return self.parts[:1] if part is self.parts[1] else ()
         if not any(access.writes for access in part.accesses):
             return ()
         return part.instruction.senders(part.process_group.index(part.rank), self.readers)
+
+    @property
+    def is_signal(self) -> bool:
+        """Whether it is a signal and the wait for it, which orders the two and moves nothing."""
+        return self.parts[0].instruction.posts == "signal"
+
+    def awaited(self, part: Operation) -> tuple[Operation, ...]:
+        """Those without whose start this part does not end."""
+        assert part.channel is not None
+        return self.parts if part.channel.transport.is_rendezvous else self.sources(part)
 
     @cached_property
     def readers(self) -> tuple[Operation, ...]:
@@ -36,12 +48,14 @@ class Meeting:
 def meetings(instances: Instances) -> list[Meeting]:
     """Every transfer of one call.
 
-    Raises ProgramError for a send without a recv of its count and dtype, a recv without a send, and for ranks of a process group
-    whose collectives differ in kind, order, count, dtype, reduction or root.
+    Raises ProgramError for a send without a recv of its count and dtype, a recv without a send, likewise for signals and waits for
+    them, and for ranks of a process group whose collectives differ in kind, order, count, dtype, reduction or root.
     """
     program = instances.program
     sends: dict[tuple[Channel, int, int], list[Operation]] = defaultdict(list)
     recvs: dict[tuple[Channel, int, int], list[Operation]] = defaultdict(list)
+    signals: dict[tuple[Channel, int, int, int], list[Operation]] = defaultdict(list)  # by channel, sender, receiver and number
+    waits: dict[tuple[Channel, int, int, int], list[Operation]] = defaultdict(list)
     collectives: dict[Channel, dict[int, list[Operation]]] = defaultdict(lambda: defaultdict(list))
     for operations in instances.ranks:
         for operation in operations:
@@ -50,9 +64,17 @@ def meetings(instances: Instances) -> list[Meeting]:
                     sends[channel_of(part), part.rank, _peer(part)].append(part)
                 elif part.instruction.posts == "recv":
                     recvs[channel_of(part), _peer(part), part.rank].append(part)
-                else:
+                elif isinstance(part.instruction, ir.Signalled):
+                    pair, number = (part.rank, _peer(part)), part.instruction.signal
+                    if part.instruction.posts == "signal":
+                        signals[channel_of(part), *pair, number].append(part)
+                    else:
+                        waits[channel_of(part), *pair[::-1], number].append(part)
+                elif part.instruction.posts == "collective":
                     collectives[channel_of(part)][part.rank].append(part)
     met = [_pair(program, send, recv) for key in {**sends, **recvs} for send, recv in zip_longest(sends.get(key, ()), recvs.get(key, ()))]
+    for key in {**signals, **waits}:
+        met += [_signalled(program, *pair) for pair in zip_longest(signals.get(key, ()), waits.get(key, ()))]
     for (_, ranks), by_rank in collectives.items():
         columns = zip_longest(*(by_rank[rank] for rank in ranks))
         met.extend(_collective(program, ranks, number, parts) for number, parts in enumerate(columns, 1))
@@ -80,6 +102,15 @@ def _pair(program: ir.HostProgram, send: Operation | None, recv: Operation | Non
         differ = f"sends {sent.count} {sent.dtype}, and it meets a recv of {taken.count} {taken.dtype}"
         raise _fault(program, send, differ, "make them equal", recv)
     return Meeting((send, recv))
+
+
+def _signalled(program: ir.HostProgram, signal: Operation | None, wait: Operation | None) -> Meeting:
+    if wait is None:
+        assert signal is not None
+        raise _fault(program, signal, f"rank {signal.peer} does not wait for it, and would take it for the next one", "add the wait")
+    if signal is None:
+        raise _fault(program, wait, f"rank {wait.peer} gives no such signal", "add the signal, or drop this wait")
+    return Meeting((signal, wait))
 
 
 def _collective(program: ir.HostProgram, ranks: tuple[int, ...], number: int, parts: tuple[Operation | None, ...]) -> Meeting:

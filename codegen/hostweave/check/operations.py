@@ -79,6 +79,7 @@ class Access(NamedTuple):
     region: Region
     reads: bool
     writes: bool
+    at: int | None = None  # the rank whose memory it is; None: that of the operation
 
 
 # --- operations -------------------------------------------------------------------------------------------------------
@@ -118,7 +119,7 @@ class Operation:
 
 def instruction_text(instruction: tree.Instruction) -> str:
     """An instruction on one line; of one with a body only the head."""
-    return print_instruction(instruction)[0].removesuffix(" {")
+    return print_instruction(instruction)[0].removesuffix(" {") or "the caller before the next call"
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ from hostweave.types.tensor import BufferType
 MAX_STEPS = 2**16  # of the loops of one rank
 
 
-def instantiate(program: ir.HostProgram, sizes: Sizes) -> Instances:
-    """Runs the control flow of `program` for every rank of its mesh.
+def instantiate(program: ir.HostProgram, sizes: Sizes, calls: int = 1) -> Instances:
+    """Runs the control flow of `program` for every rank of its mesh, in so many calls in a row.
 
     Raises ProgramError where a size does not divide, or an index, a peer or a root is out of range.
     """
@@ -47,11 +47,22 @@ def instantiate(program: ir.HostProgram, sizes: Sizes) -> Instances:
             bound[key] = binder, binder.body(program.body)
         binder, body = bound[key]
         run = _Run(program, rank)
-        for step in body:
-            step(run)
+        for call in range(calls):
+            if call:
+                run.issue(_between_calls(binder, run))
+            for step in body:
+                step(run)
         roots.append(binder.roots)
         ranks.append(tuple(run.operations))
     return Instances(program, tuple(local_sizes), tuple(roots), tuple(ranks))
+
+
+def _between_calls(binder: _Binder, run: _Run) -> Operation:
+    """What the caller does before the next call: it writes the inputs and reads the outputs."""
+    places = ((name, place, binder.roots[name]) for name, place in run.places.items() if name in binder.roots)
+    held = [(Region(name, 0, root.layout, 0), root.role) for name, place, root in places if place[0] == name and root.role != "allocation"]
+    accesses = tuple([Access(region.root, region, reads=role == "output", writes=role == "input") for region, role in held])
+    return Operation(tree.Instruction(), run.rank, None, (), accesses)
 
 
 # --- running the control flow -----------------------------------------------------------------------------------------
@@ -230,9 +241,16 @@ def _post(b: _Binder, i: tree.Instruction) -> Step:
     return step
 
 
-# Whether an instruction reads and writes the buffers in a field of a role. A deallocate claims its buffer as an allocate does:
-# whoever uses those bytes next must come after it.
-_TOUCHES = {"read": (True, False), "update": (True, True), "write": (False, True), "free": (False, True)}
+# Whether an instruction reads and writes the buffers in a field of a role, and whether those are its peer's. A deallocate claims its
+# buffer as an allocate does: whoever uses those bytes next must come after it.
+_TOUCHES = {
+    "read": (True, False, False),
+    "update": (True, True, False),
+    "write": (False, True, False),
+    "free": (False, True, False),
+    "remote_read": (True, False, True),
+    "remote_write": (False, True, True),
+}
 
 
 @cache
@@ -242,8 +260,8 @@ def _process_groups(mesh: Mesh, axes: tuple[str, ...]) -> dict[int, tuple[int, .
 
 
 def _operation(b: _Binder, i: tree.Instruction) -> Callable[[_Run], Operation]:
-    at_root: list[tuple[str, Layout, bool, bool]] = []  # what the root touches, and any rank where there is none
-    elsewhere: list[tuple[str, Layout, bool, bool]] = []  # what a rank touches that is not the root
+    at_root: list[tuple[str, Layout, bool, bool, bool]] = []  # what the root touches, and any rank where there is none
+    elsewhere: list[tuple[str, Layout, bool, bool, bool]] = []  # what a rank touches that is not the root
     for field_name, role in tree.roles(type(i)).items():
         if role not in _TOUCHES:
             continue
@@ -263,8 +281,15 @@ def _operation(b: _Binder, i: tree.Instruction) -> Callable[[_Run], Operation]:
             if not 0 <= value < len(operation.process_group):
                 run.fail(i, f"{_outside(other, value, len(operation.process_group))}: keep it inside the process group")
             operation.peer = operation.process_group[value]
+            if isinstance(i, ir.OneSided) and operation.peer == run.rank:
+                run.fail(i, f"{other} = {value} is this rank itself: stand it under a condition")
         here = at_root if operation.peer == run.rank or not i.at_root else elsewhere
-        operation.accesses = tuple([Access(name, run.region(name, layout, i), reads, writes) for name, layout, reads, writes in here])
+        operation.accesses = tuple(
+            [
+                Access(name, run.region(name, layout, i), reads, writes, operation.peer if remote else None)
+                for name, layout, reads, writes, remote in here
+            ]
+        )
         return operation
 
     return build

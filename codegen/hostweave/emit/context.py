@@ -33,6 +33,10 @@ class Channel:
     flag: str  # whether this rank is in the mesh; nothing where it is the program's
 
     @property
+    def has_windows(self) -> bool:
+        return self.ir.transport.has_windows
+
+    @property
     def along(self) -> str:
         return ", ".join(self.ir.axes)
 

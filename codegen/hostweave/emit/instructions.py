@@ -61,6 +61,7 @@ class Emitter:
         self.calls: dict[str, int] = {}  # of each function, so far
         self.arrays = arrays_of(program)
         self.elements: dict[str, Element] = {}  # temporaries in arrays
+        self.windows: set[str] = set()  # temporaries that peers can reach
 
     def body(self, body: tree.Body) -> str:
         """The C++ of its instructions, those of one line of the user's source below it.
@@ -167,11 +168,17 @@ class Emitter:
         """Of a communication, or of all that a group posts."""
         return next(self.program.channel(inner.channel).transport for inner in tree.walk((i,)) if isinstance(inner, ir.Communication))
 
+    def lies_in_window(self, name: str) -> bool:
+        """Whether a buffer is memory that peers can reach."""
+        return self.buffers[name].root in self.windows
+
     # --- memory and views ---
 
     def allocate(self, i: ir.Allocate) -> str:
         """What is one a stream has a local name for the present stream's."""
         begin = next(self.begins)
+        if i.in_window:
+            self.windows.add(i.out)
         if i.out in self.arrays:
             return self.allocate_in_array(i, begin)
         member = self.members.of(f"{self.function}_{i.out}" if self.function else i.out, f"buffer {len(self.temporaries)}")

@@ -30,6 +30,7 @@ class Channel:
     """How rank r finds its channel: ranks of one color are a process group, in the order of their numbers in it."""
 
     key: str  # the mesh and the axes
+    transport: str  # where it is another than usual
     color: str
     place: str
     size: int
@@ -167,7 +168,10 @@ def _channel(channel: context.Channel, program: Mesh) -> Channel:
     mesh, axes = channel.ir.mesh, channel.ir.axes
     others = tuple(name for name, _ in mesh.axes if name not in axes)
     key = f'"{mesh}", "{channel.along}"' if channel.flag else f'kMesh, "{channel.along}"'
-    return Channel(key, rank_in_group(mesh, others, RANK), rank_in_group(mesh, axes, RANK), channel.ir.size, _condition(mesh, program))
+    transport = "hw::Transport::one_sided" if channel.has_windows else ""
+    return Channel(
+        key, transport, rank_in_group(mesh, others, RANK), rank_in_group(mesh, axes, RANK), channel.ir.size, _condition(mesh, program)
+    )
 
 
 def _condition(mesh: Mesh, program: Mesh) -> str:

@@ -100,7 +100,8 @@ class Program:
             ("streams.h", context.streams or context.events),
             ("types.h", context.temporaries or context.functions),
         )
-        self.headers = tuple(sorted(["arena.h", "rank.h", "tensor.h", *(header for header, needed in optional if needed)]))
+        arena = "window.h" if self.window_channels else "arena.h"
+        self.headers = tuple(sorted([arena, "rank.h", "tensor.h", *(header for header, needed in optional if needed)]))
         self.source_headers = _source_headers(flat, context)
 
     @property
@@ -136,6 +137,16 @@ class Program:
         return list(self.context.channels.values())
 
     @property
+    def window_channels(self) -> list[str]:
+        """The members that are channels whose ranks touch each other's memory."""
+        return [channel.member for channel in self.channels if channel.has_windows]
+
+    @property
+    def arena(self) -> str:
+        """The class of the memory of its temporaries."""
+        return "WindowArena" if self.window_channels else "Arena"
+
+    @property
     def initializers(self) -> list[str]:
         """Of the constructor."""
         context = self.context
@@ -146,11 +157,14 @@ class Program:
             *(f'{pool.member}(rank, "{pool.name}", {pool.count})' for pool in context.streams.values()),
             *(f"{pool.member}({pool.count})" for pool in context.events.values()),
             *(f"{plan.member}({', '.join(('rank', *plan.made_with))})" for plan in context.plans.values()),
+            *([f"arena_({{{', '.join(f'&{channel}' for channel in self.window_channels)}}})"] if self.window_channels else []),
         ]
 
 
 def _lookup(channel: Channel) -> str:
     """What the constructor takes for it."""
+    if channel.has_windows:
+        return f'rank.channel(kMesh, "{channel.along}", {channel.ir.size}, hw::Transport::one_sided)'
     if not channel.flag:
         return f'rank.channel(kMesh, "{channel.along}", {channel.ir.size})'
     return f'{channel.flag} ? rank.channel("{channel.ir.mesh}", "{channel.along}", {channel.ir.size}) : hw::kNoChannel'

@@ -52,7 +52,7 @@ class Stream:
 
     `chunks` is the number of steps, or None for one step an index (which drops the dim inside the loop).
     `chunking` is `by_shard` (the i-th contiguous block of the global dim) or `across_shards` (the i-th slice of every rank's shard).
-    `algorithm` is how it communicates: p2p, all_gather, broadcast, reduce_scatter, all_reduce or ring; None where it does not, or
+    `algorithm` is how it communicates: p2p, put, all_gather, broadcast, reduce_scatter, all_reduce or ring; None where it does not, or
     while open.
     `rotation` says which block a rank takes at step 0 when steps go by block: `local_first`, `local_last` or None.
     """

@@ -28,6 +28,7 @@ ALGORITHM_NAMES = (
     "ring",
     "broadcast",
     "reduce",
+    "put",
     "all_gather",
     "reduce_scatter",
     "all_reduce",

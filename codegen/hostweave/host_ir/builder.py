@@ -47,6 +47,7 @@ class Builder:
         self._scopes: list[_Scope] = [_Scope()]  # innermost last
         self._permuted: dict[str, tuple[str, tuple[int, ...]]] = {}  # a permuted view -> what it was made of
         self._made_of: dict[str, ir.View] = {}  # every view by its name
+        self._allocated: set[str] = set()
 
     # --- names and bodies ---
 
@@ -96,21 +97,22 @@ class Builder:
         body = eliminate_dead_code(_joined(tuple(self._scopes[0].instructions), None), ("view",))
         return tree.rewrite(body, lambda i: () if i.ranks and not any(tree.bodies(i)) else None)
 
-    def channel(self, axes: tuple[str, ...]) -> str:
+    def channel(self, axes: tuple[str, ...], transport: str = DEFAULT) -> str:
         """The name of the channel of the present mesh along these axes."""
-        return self._channel(self.mesh or self._program, axes)
+        return self._channel(self.mesh or self._program, axes, transport)
 
     @property
     def channel_of_all(self) -> str:
         """The name of the channel of all ranks of the program, whose numbers in the process group are those in the program."""
-        return self._channel(self._program, tuple(name for name, _ in self._program.axes))
+        return self._channel(self._program, tuple(name for name, _ in self._program.axes), DEFAULT)
 
-    def _channel(self, mesh: Mesh, axes: tuple[str, ...]) -> str:
-        found = next((name for name, channel in self._channels.items() if (channel.mesh, channel.axes) == (mesh, axes)), None)
+    def _channel(self, mesh: Mesh, axes: tuple[str, ...], transport: str) -> str:
+        wanted = (mesh, axes, find_transport(transport))
+        found = next((name for name, known in self._channels.items() if (known.mesh, known.axes, known.transport) == wanted), None)
         if found is None:
             along = "_".join(axes)
             found = unique_name(along if mesh == self._program else f"{along}_of_{mesh.label}", self._channels)
-            self._channels[found] = ir.Channel(found, mesh, axes, find_transport(DEFAULT))
+            self._channels[found] = ir.Channel(found, *wanted)
         return found
 
     # --- buffers and views ---
@@ -127,6 +129,7 @@ class Builder:
     def allocate_here(self, wanted: str, type: BufferType) -> str:
         """Memory that is needed in this body alone."""
         name = self.parameter(wanted, BufferType(type.dtype, type.shape))
+        self._allocated.add(name)
         self.emit(ir.Allocate(name, self.types[name]))
         return name
 
@@ -189,6 +192,16 @@ class Builder:
     def is_memory(self, name: str) -> bool:
         """Whether it is a parameter or an allocation, no view."""
         return name not in self._made_of
+
+    def base_of(self, name: str) -> str:
+        """The parameter or allocation that a name is a view of."""
+        while view := self._made_of.get(name):
+            name = view.src
+        return name
+
+    def is_allocated(self, name: str) -> bool:
+        """Whether it is memory of the program, no parameter and no view."""
+        return name in self._allocated
 
     def is_visible(self, name: str) -> bool:
         """Whether a buffer or view can be named here."""

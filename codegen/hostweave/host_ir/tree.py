@@ -37,8 +37,19 @@ Joined = Annotated[str, "join"]
 Stream = Annotated[str, "stream"]  # the stream of the field `index`, on which its body runs
 Recorded = Annotated[str, "record"]  # the event of the field `index`
 Awaited = Annotated[str, "wait"]
+RemoteRead = Annotated[str, "remote_read"]  # a buffer of which the bytes that a peer has are read
+RemoteWrite = Annotated[str, "remote_write"]
+Guarded = Annotated[str, "guard"]  # a buffer that is not touched, and whose other uses come before or after the instruction
 
-INCLUDED = {"update": ("read", "write"), "allocate": ("define",), "view": ("define",), "free": ("alias",)}  # what a role is besides
+INCLUDED = {  # what a role is besides: all ranks run one program, so that a buffer of a peer is used as its own is
+    "update": ("read", "write"),
+    "remote_read": ("read",),
+    "remote_write": ("write",),
+    "guard": ("write",),
+    "allocate": ("define",),
+    "view": ("define",),
+    "free": ("alias",),
+}
 NAMED = ("define", "index", "read", "write", "alias")  # of buffers and indices
 
 
@@ -54,7 +65,8 @@ class Instruction:
     library: ClassVar[str] = ""  # what a program with it is linked with, beside what all are
     orders: ClassVar[bool] = False  # streams, one after another: no work is moved past it
     grouped: ClassVar[bool] = False  # it posts sends and recvs in a group
-    posts: ClassVar[str] = ""  # of a communication: send, recv or collective, each of which meets its own in order
+    posts: ClassVar[str] = ""  # of a communication: send, recv, collective, signal, wait_signal, which meet their own in order; or get
+    in_window: ClassVar[bool] = False  # what it allocates is memory that peers read and write
     at_root: ClassVar[str] = ""  # the field whose buffer only the root of a collective touches
     not_at_root: ClassVar[str] = ""  # and the one that only the others do
     takes_block: ClassVar[bool] = False  # of what each rank sends, a rank gets the block of its number in the process group

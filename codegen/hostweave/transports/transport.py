@@ -19,9 +19,11 @@ class Transport:
     template: str  # the file of templates/instructions that has a macro for each instruction
     handle: str  # what a call takes of the channel, in C++
     library: str  # what makes the calls, for messages
+    algorithms: frozenset[str]  # of chunk loops
     reduced_as: Mapping[str, str] = field(compare=False)  # the dtype that carries another one, which it cannot reduce
     posts_in_group: int  # the most calls that can be posted together
     holds_multiprocessors: bool  # its kernels occupy the device until others arrive: those of one channel at a time, in the order of issue
+    has_windows: bool  # ranks touch the memory of others, which the arena of a program registers with its channels
     is_rendezvous: bool  # a communication ends only after all others that take part in it have started
     reduces: frozenset[str] = frozenset({"sum", "prod", "min", "max", "avg"})  # for others the terms are gathered, and reduced by a kernel
 
@@ -31,3 +33,8 @@ def find_transport(name: str) -> Transport:
     """The transport of that name, which is one of NAMES."""
     transport: Transport = import_module(f"hostweave.transports.{name}").TRANSPORT
     return transport
+
+
+def transport_of(algorithm: str) -> str:
+    """The name of the transport on which a chunk loop of this algorithm communicates."""
+    return next(name for name in NAMES if algorithm in find_transport(name).algorithms)

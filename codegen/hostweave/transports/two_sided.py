@@ -2,14 +2,18 @@
 
 from hostweave.transports.transport import Transport
 
+COLLECTIVES = {"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "collective_permute"}
+
 TRANSPORT = Transport(
     name="two_sided",
     carries=frozenset({"collective", "send", "recv"}),
     template="nccl",
     handle="comm()",
     library="NCCL",
+    algorithms=frozenset({"p2p", "ring", "broadcast", "reduce", "transfer"} | COLLECTIVES),
     reduced_as={"bool": "u8", "i16": "i32", "u16": "u32", "f8e4m3": "f32", "f8e5m2": "f32"},
     posts_in_group=2048,
     holds_multiprocessors=True,
+    has_windows=False,
     is_rendezvous=True,
 )

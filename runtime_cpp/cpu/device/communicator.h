@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "match.h"
@@ -16,8 +17,15 @@
 
 namespace hostweave::cpu {
 
+// The memory that all ranks of a process group have registered in one call.
+struct Windows {
+  std::vector<char*> bases;  // by rank
+  std::size_t bytes = 0;
+  int arrived = 0;
+};
+
 struct ProcessGroup {
-  explicit ProcessGroup(int size) : devices(size, -1), splits(size, 0), issued(size, 0) {}
+  explicit ProcessGroup(int size) : devices(size, -1), registered(size, 0), splits(size, 0), issued(size, 0) {}
 
   int size() const { return static_cast<int>(devices.size()); }
 
@@ -25,7 +33,8 @@ struct ProcessGroup {
   bool in_step() const {
     const auto met = [](const auto& entry) { return entry.second.sends.empty() && entry.second.recvs.empty(); };
     return arrived == size() && std::adjacent_find(issued.begin(), issued.end(), std::not_equal_to<>()) == issued.end() &&
-           splits == std::vector<int>(splits.size(), splits.front()) && std::all_of(channels.begin(), channels.end(), met);
+           splits == std::vector<int>(splits.size(), splits.front()) && std::all_of(channels.begin(), channels.end(), met) &&
+           std::all_of(signals.begin(), signals.end(), [](const auto& entry) { return entry.second->settled(); });
   }
 
   const char* name = "";
@@ -49,8 +58,11 @@ struct ProcessGroup {
     int left = 0;
   };
   std::map<int, Split> split_calls;
-  std::vector<int> splits;            // split calls of each rank
-  std::vector<std::uint64_t> issued;  // collectives of each rank
+  std::map<std::tuple<int, int, int>, std::shared_ptr<SignalCount>> signals;  // by sender, receiver and number
+  std::map<int, std::shared_ptr<Windows>> registrations;                      // that some rank has still to come to
+  std::vector<int> registered;                                                // windows of each rank
+  std::vector<int> splits;                                                    // split calls of each rank
+  std::vector<std::uint64_t> issued;                                          // collectives of each rank
 };
 
 // The making of communicators, and groups of calls.

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -91,6 +92,22 @@ struct Part {  // an op's role in a collective, a send or a recv
 
 struct Stream;
 
+// The signals of one rank to another under one number: how many are there, and what the ranks have enqueued.
+struct SignalCount {
+  int sender = 0;  // devices
+  int number = 0;
+  std::uint64_t given = 0, awaited = 0;           // enqueued
+  std::uint64_t value = 0;                        // of the last one that is there
+  std::map<std::uint64_t, ClockSnapshot> clocks;  // what was known when the count came to be this
+  std::vector<Stream*> waiters;
+
+  bool settled() const { return given == awaited && given == value; }
+};
+struct SignalTurn {  // the n-th signal of a count
+  std::shared_ptr<SignalCount> count;
+  std::uint64_t number;
+};
+
 struct Op {
   OpName name;
   Stream* stream = nullptr;
@@ -98,6 +115,8 @@ struct Op {
   std::function<void()> work;              // runs without the scheduler's lock; none for markers and communications
   std::vector<Part> parts;                 // a communication group: all of it begins and ends as one
   std::vector<std::shared_ptr<Op>> after;  // must be done before this begins
+  std::vector<SignalTurn> awaits;          // must be there before this begins
+  std::vector<SignalTurn> gives;           // when it ends
   ClockSnapshot host_clock;                // what the enqueuing host knew
   ClockSnapshot clock;                     // what this op's begin knew, then what its end knows
   std::vector<Stream*> waiters;            // streams whose head waits for this op

@@ -46,6 +46,11 @@ ProcessGroup process_group_of(const char* mesh, std::span<const Axis> mesh_axes,
 std::vector<ProcessGroup> process_groups_of(const ProgramTable& program, int64_t rank) {
   std::vector<ProcessGroup> process_groups;
   for (const char* axes : program.channels) process_groups.push_back(process_group_of(program.mesh, program.axes, axes, rank));
+  for (const char* axes : program.one_sided_channels) {
+    ProcessGroup& process_group = process_groups.emplace_back(process_group_of(program.mesh, program.axes, axes, rank));
+    process_group.transport = Transport::one_sided;
+    process_group.key += " one_sided";
+  }
   for (const SubmeshChannel& process_group : program.submesh_channels) {
     const auto found = std::ranges::find(process_group.ranks, rank);
     if (found != process_group.ranks.end()) {
@@ -64,11 +69,11 @@ ncclUniqueId new_process_group_id() {
 
 void connect(Rank& rank, const ProgramTable& program, const ProcessGroupId& id_of, const Keep& keep, double timeout_seconds) {
   for (const ProcessGroup& process_group : process_groups_of(program, rank.index())) {
-    if (rank.has_channel(process_group.mesh.c_str(), process_group.axes.c_str())) continue;
+    if (rank.has_channel(process_group.mesh.c_str(), process_group.axes.c_str(), process_group.transport)) continue;
     const ncclComm_t comm = target::make_channel(process_group, id_of(process_group), rank.device(), timeout_seconds);
     keep(comm);
     rank.add_channel(process_group.mesh.c_str(), process_group.axes.c_str(),
-                     Channel(comm, process_group.place, process_group.size));
+                     Channel(comm, process_group.place, process_group.size), process_group.transport);
   }
 }
 

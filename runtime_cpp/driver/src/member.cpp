@@ -5,6 +5,7 @@
 
 #include "hostweave/check.h"
 #include "hostweave/errors.h"
+#include "hostweave/window.h"
 #include "world_target.h"
 
 namespace hw {
@@ -30,7 +31,7 @@ Member::Member(std::string group, int device, int64_t index, int64_t size)
     : group_(std::move(group)), rank_(device, index, size) {}
 
 Member::~Member() {
-  for (const ncclComm_t comm : owned_) aborted_ ? ncclCommAbort(comm) : ncclCommDestroy(comm);
+  for (const ncclComm_t comm : owned_) aborted_ ? abort_with_windows(comm) : ncclCommDestroy(comm);
 }
 
 int Member::device_for(int64_t index, int64_t local) { return target::device_for(index, local); }
@@ -42,7 +43,9 @@ std::vector<ProcessGroup> Member::missing_process_groups(const ProgramTable& pro
   }
   std::vector<ProcessGroup> process_groups;
   for (const ProcessGroup& process_group : process_groups_of(program, rank_.index())) {
-    if (!rank_.has_channel(process_group.mesh.c_str(), process_group.axes.c_str())) process_groups.push_back(process_group);
+    if (!rank_.has_channel(process_group.mesh.c_str(), process_group.axes.c_str(), process_group.transport)) {
+      process_groups.push_back(process_group);
+    }
   }
   return process_groups;
 }
@@ -63,7 +66,7 @@ void Member::adopt(const ProgramTable& program, const std::map<std::string, nccl
   const Use use(*this);
   for (const ProcessGroup& process_group : missing_process_groups(program)) {
     const std::string name =
-        process_group.mesh == program.mesh ? process_group.axes : process_group.mesh + " " + process_group.axes;
+        process_group.mesh == program.mesh ? process_group.name() : process_group.mesh + " " + process_group.name();
     const auto given = communicators.find(name);
     if (given == communicators.end()) {
       throw ArgumentError("no communicator along " + name + "; pass one for every process group that the program uses");
@@ -83,7 +86,7 @@ void Member::adopt(const ProgramTable& program, const std::map<std::string, nccl
                           ", and this rank on device " + std::to_string(rank_.device()));
     }
     rank_.add_channel(process_group.mesh.c_str(), process_group.axes.c_str(),
-                      Channel(comm, process_group.place, process_group.size));
+                      Channel(comm, process_group.place, process_group.size), process_group.transport);
   }
 }
 
@@ -93,7 +96,7 @@ void Member::abort(const std::string& reason) {
   const std::unique_lock use(in_use_, kGrace);  // without it the call is inside NCCL, which only another thread can end
   const OnDevice device(rank_.device());
   const std::lock_guard lock(owned_mutex_);
-  for (const ncclComm_t comm : std::exchange(owned_, {})) ncclCommAbort(comm);
+  for (const ncclComm_t comm : std::exchange(owned_, {})) abort_with_windows(comm);
 }
 
 void Member::stop(const std::string& reason) { DeviceLease::stop(group_, reason); }

@@ -84,9 +84,16 @@ class Runner::Seat {
     }
   }
 
-  void prepare(const std::vector<Call>& calls, int rank) {
+  // Throws ArgumentError for arguments that the program cannot take.
+  void check(const std::vector<Call>& calls, int rank) {
     bind(calls.front(), rank);
     for (const Call& call : calls) check_shapes(call, rank);
+    std::vector<Shape> shapes(program_.outputs.size());
+    program_.calls.output_shapes(instance_, inputs_.tensors.data(), shapes.data());
+  }
+
+  void prepare(const std::vector<Call>& calls, int rank) {
+    bind(calls.front(), rank);
     program_.calls.prepare(instance_, inputs_.tensors.data());
     for (const Call& call : calls) bind(call, rank);  // takes what staging memory they need, before any rank runs
   }
@@ -227,14 +234,22 @@ Runner::~Runner() {
 }
 
 void Runner::prepare(const Schedule& schedule, std::vector<Call>& calls, const GiveUp& give_up) {
-  const auto work = [&](Rank& rank) {
+  const auto check = [&](Rank& rank) {
     const int index = static_cast<int>(rank.index());
-    Seat& seat = *seats_[index];
-    seat.fetch(calls, index);
-    seat.prepare(calls, index);
-    world_.synchronize(seat.caller());
+    seats_[index]->fetch(calls, index);
+    seats_[index]->check(calls, index);
   };
-  world_.each_alone(schedule, work, give_up);
+  const auto prepare = [&](Rank& rank) {
+    const int index = static_cast<int>(rank.index());
+    seats_[index]->prepare(calls, index);
+    world_.synchronize(seats_[index]->caller());
+  };
+  if (program_.one_sided_channels.empty()) {
+    world_.each_alone(schedule, [&](Rank& rank) { check(rank), prepare(rank); }, give_up);
+  } else {  // ranks wait for one another where they register memory, so that first none may have a reason to fail
+    world_.each_alone(schedule, check, give_up);
+    world_.each(schedule, prepare, give_up);
+  }
 }
 
 // Waits for the calls, then for what a wrong program may have left on streams that nobody joined.

@@ -8,6 +8,7 @@
 #include "hostweave/check.h"
 #include "hostweave/connect.h"
 #include "hostweave/errors.h"
+#include "hostweave/window.h"
 #include "world_target.h"
 
 namespace hw {
@@ -117,7 +118,7 @@ void World::thread_main(int index) {
   }
   lock.unlock();
   member.rank.reset();
-  for (const ncclComm_t comm : member.owned) broken_ ? ncclCommAbort(comm) : ncclCommDestroy(comm);
+  for (const ncclComm_t comm : member.owned) broken_ ? abort_with_windows(comm) : ncclCommDestroy(comm);
 }
 
 void World::perform(Member& member, int index) {
@@ -160,7 +161,7 @@ void World::stop(const std::string& reason) {
 void World::abort_channels(Member& member, std::unique_lock<std::mutex>& lock) {
   const std::vector<ncclComm_t> comms = std::exchange(member.owned, {});
   lock.unlock();
-  for (const ncclComm_t comm : comms) ncclCommAbort(comm);
+  for (const ncclComm_t comm : comms) abort_with_windows(comm);
   lock.lock();
 }
 

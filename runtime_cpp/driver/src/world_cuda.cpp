@@ -77,14 +77,31 @@ bool is_set_up(int device) {
 
 int device_for(int64_t, int64_t local) { return static_cast<int>(local % count_devices()); }
 
+namespace {
+
+ncclResult_t make(ncclComm_t* comm, const ProcessGroup& process_group, const ncclUniqueId& id) {
+  const int ranks = static_cast<int>(process_group.size), rank = static_cast<int>(process_group.place);
+#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 32, 0)
+  if (process_group.transport == Transport::one_sided) {
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    config.numRmaSig = 64;                          // numbers of signals
+    config.rmaEagerInit = 1;                        // at once, as no collective but registrations follows
+    config.nvlsHostMode = ncclNvlsHostModeDisable;  // copy engines move the bytes
+    return ncclCommInitRankConfig(comm, ranks, id, rank, &config);
+  }
+#endif
+  return ncclCommInitRank(comm, ranks, id, rank);
+}
+
+}  // namespace
+
 // NCCL waits for the others as long as it takes, so a thread waits for NCCL, and is left behind where that takes too long.
 ncclComm_t make_channel(const ProcessGroup& process_group, const ncclUniqueId& id, int device, double timeout_seconds) {
   const auto making = std::make_shared<Making>();
   std::thread([=] {
     ncclComm_t comm = nullptr;
     ncclResult_t result = cudaSetDevice(device) == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
-    if (result == ncclSuccess)
-      result = ncclCommInitRank(&comm, static_cast<int>(process_group.size), id, static_cast<int>(process_group.place));
+    if (result == ncclSuccess) result = make(&comm, process_group, id);
     const std::lock_guard lock(making->mutex);
     making->comm = comm;
     making->result = result;

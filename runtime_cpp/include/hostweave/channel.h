@@ -6,6 +6,8 @@
 
 namespace hw {
 
+enum class Transport { two_sided, one_sided };
+
 class Channel {
  public:
   // Borrows the communicator.

@@ -35,11 +35,11 @@ class Rank {
   // This rank. Throws ExecutionError unless the world has so many ranks.
   Rank& expect_world(int64_t size);
 
-  // A channel is keyed by the mesh ("mesh(dp=2, tp=4)") and the axes of the process group ("tp", or "dp, tp").
-  void add_channel(const char* mesh, const char* axes, const Channel& channel);
-  bool has_channel(const char* mesh, const char* axes) const;
+  // A channel is keyed by the mesh ("mesh(dp=2, tp=4)"), the axes of the process group ("tp", or "dp, tp") and the transport.
+  void add_channel(const char* mesh, const char* axes, const Channel& channel, Transport transport = Transport::two_sided);
+  bool has_channel(const char* mesh, const char* axes, Transport transport = Transport::two_sided) const;
   // Throws ExecutionError where there is none, or where its process group is not of this size.
-  const Channel& channel(const char* mesh, const char* axes, int64_t size) const;
+  const Channel& channel(const char* mesh, const char* axes, int64_t size, Transport transport = Transport::two_sided) const;
 
   cublasLtHandle_t blas();  // made on first use
   // A handle of a library that only some programs use, empty until one of them makes it.

@@ -40,6 +40,25 @@ class Events {
   std::vector<Event> events_;
 };
 
+// Calls that use the same memory or signals, one after another, whatever streams they are on.
+class CallOrder {
+ public:
+  // The work of a call stands between these two: `caller` first waits for the call before. Where `caller` is being captured,
+  // wait and record are nodes of the graph: each of its launches waits for the call or launch before it, and is waited for by
+  // the next. Then nothing depends on what lies outside of the capture.
+  cudaError_t begin_call(cudaStream_t caller);
+  cudaError_t end_call(cudaStream_t caller);
+
+  // Whether a call was captured, so that a graph may be launched at any time.
+  bool in_graphs() const { return capture_ != 0; }
+
+ private:
+  Events last_call_{1};             // or launch of a graph
+  Events in_capture_{1};            // the last call of the capture
+  unsigned long long capture_ = 0;  // that a call was last in; 0: none yet
+  bool capturing_ = false;          // the call that is being made
+};
+
 // Streams that are walked round robin, fork from the caller's stream and join it.
 class Streams {
  public:

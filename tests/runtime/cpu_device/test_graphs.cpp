@@ -95,14 +95,14 @@ TEST(communications_are_matched_when_they_are_launched) {
           const Stream s;
           const Buffer x(1);
           OK(cudaStreamBeginCapture(s, cudaStreamCaptureModeThreadLocal));
-          OK(ncclAllReduce(x, x, 1, ncclFloat, ncclSum, comm, s));
+          OK(ncclAllReduce(x, x, 1, ncclFloat32, ncclSum, comm, s));
           const Graph graph(end(s));
           OK(set(x, static_cast<float>(1 + rank), 1, s));
           if (rank == 0) {  // a launch on one rank meets a call on the other
             OK(cudaGraphLaunch(graph.exec, s));
             OK(cudaGraphLaunch(graph.exec, s));
           } else {
-            OK(ncclAllReduce(x, x, 1, ncclFloat, ncclSum, comm, s));
+            OK(ncclAllReduce(x, x, 1, ncclFloat32, ncclSum, comm, s));
             OK(cudaGraphLaunch(graph.exec, s));
           }
           EXPECT(fetch<float>(x, 1, s)[0] == 6);
@@ -110,6 +110,24 @@ TEST(communications_are_matched_when_they_are_launched) {
         EXPECT(error.empty());
       },
       4);
+}
+
+TEST(pinned_memory_is_copied_in_graphs) {
+  on_ranks(1, [](int) {
+    const Stream s;
+    const Buffer x(1);
+    float* there = nullptr;
+    OK(cudaMallocHost(reinterpret_cast<void**>(&there), 4));
+    EXPECT(cudaFree(there) == cudaErrorInvalidValue);
+    OK(cudaStreamBeginCapture(s, cudaStreamCaptureModeThreadLocal));
+    OK(set(x, 3, 1, s));
+    OK(cudaMemcpyAsync(there, x, 4, cudaMemcpyDeviceToHost, s));
+    const Graph graph(end(s));
+    OK(cudaGraphLaunch(graph.exec, s));
+    OK(cudaStreamSynchronize(s));
+    EXPECT(*there == 3);
+    OK(cudaFreeHost(there));
+  });
 }
 
 TEST(what_ends_a_capture) {
@@ -138,6 +156,14 @@ TEST(what_ends_a_capture) {
     fails(cudaErrorStreamCaptureUnsupported, [&] {
       float there = 0;
       return cudaMemcpyAsync(x, &there, 4, cudaMemcpyHostToDevice, s);
+    });
+    ncclUniqueId id;
+    OK(ncclGetUniqueId(&id));
+    const Comm comm(id, 1, 0);
+    fails(cudaErrorStreamCaptureUnsupported, [&] {
+      ncclWindow_t window = nullptr;
+      EXPECT(ncclCommWindowRegister(comm, x, 4, &window, NCCL_WIN_COLL_SYMMETRIC) == ncclUnhandledCudaError && !window);
+      return cudaErrorStreamCaptureUnsupported;
     });
 
     OK(cudaStreamBeginCapture(s, cudaStreamCaptureModeThreadLocal));

@@ -79,6 +79,20 @@ TEST(copies_of_pageable_memory_take_it_at_the_call) {
   });
 }
 
+TEST(pinned_copies_stay_asynchronous) {
+  on_ranks(1, [](int) {
+    const Stream s;
+    const Buffer x(1);
+    float* pinned;
+    OK(cudaMallocHost(reinterpret_cast<void**>(&pinned), 4));
+    OK(set(x, 7, 1, s));
+    OK(cudaMemcpyAsync(pinned, x, 4, cudaMemcpyDeviceToHost, s));
+    OK(cudaStreamSynchronize(s));
+    EXPECT(*pinned == 7);
+    OK(cudaFreeHost(pinned));
+  });
+}
+
 TEST(two_dimensional_copies) {
   on_ranks(1, [](int) {
     const Stream s;
@@ -253,7 +267,7 @@ TEST(a_missing_wait_is_reported_whatever_the_schedule) {
         OK(cudaDeviceSynchronize());
       });
       EXPECT_IN("missing dependency", error);
-      EXPECT_IN("rank 0 stream 1: set (test_streams.cpp:", error);
+      EXPECT_IN("rank 0 stream 1: set x (test_streams.cpp:", error);
       EXPECT_IN("rank 0 stream 2: copy y (test_streams.cpp:", error);
       EXPECT(hw_cpu_failed());
     }

@@ -138,7 +138,7 @@ class Tensor:
         """Computes this value in a loop of the host program over `dim`, on several CUDA streams, and returns it.
 
         `chunks` is the number of iterations; without it each index is one. `chunking` is `by_shard` (a chunk is one rank's shard) or
-        `across_shards` (a slice of every shard); `algorithm` is the communication of the loop, such as p2p, ring, broadcast, reduce or
+        `across_shards` (a slice of every shard); `algorithm` is the communication of the loop, such as p2p, ring, put, broadcast, reduce or
         all_gather. The compiler chooses what is left out. By shard the schedules are those of ring collectives (Patarasuk and Yuan,
         2009). Raises ProgramError for an input, a dim that the op needs completely, or chunks that do not divide it.
 

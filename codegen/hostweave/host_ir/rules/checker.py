@@ -46,6 +46,7 @@ class Checker:
     rank_dependent: set[str] = field(default_factory=set)
     roots: AliasRoots = field(default_factory=AliasRoots)
     freed: set[str] = field(default_factory=set)
+    windows: set[str] = field(default_factory=set)  # what is allocated in windows
     current: tree.Instruction | None = None
     mesh: Mesh = field(init=False)  # of the `on` body around, or the program's
 

@@ -114,7 +114,25 @@ def _routed(c: Checker, i: ir.Routed, size: int) -> None:
             c.fail(f"{route}: there are {count} blocks, the last one {count - 1}")
 
 
+MAX_SIGNAL = 63  # the greatest number of a signal
+
+
+def _one_sided(c: Checker, i: Any, size: int) -> None:
+    """What peers touch lies in windows, and has one place in those of all ranks of the channel."""
+    if c.channel(i).mesh != c.program.mesh:
+        c.fail(f"a one-sided channel is of all ranks of {c.program.mesh}, whose windows are laid out alike: use one along its axes")
+    for name in tree.names(i, "remote_read", "remote_write"):
+        if outside := next((root for root in c.roots.all_of(name) if root not in c.windows), None):
+            c.fail(f"%{outside} lies in no window, so that a peer cannot reach it: write allocate_window")
+    moved = tree.names(i, "read", "write") if i.posts != "wait_signal" else ()
+    if len(moved) == 2:
+        c.counts(*moved, 1)
+    if isinstance(i, ir.Signalled) and i.signal > MAX_SIGNAL:
+        c.fail(f"signal {i.signal}: the greatest number of a signal is {MAX_SIGNAL}")
+
+
 RULES: dict[type[tree.Instruction], Rule] = {
+    ir.OneSided: _communication(_one_sided),
     ir.Communication: _communication(_usual),
     ir.BroadcastToOthers: _communication(_as_much),
     ir.AllToAll: _communication(_all_to_all),

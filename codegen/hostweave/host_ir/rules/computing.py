@@ -9,7 +9,7 @@ from hostweave.host_ir import ir, tree
 from hostweave.host_ir.rules.checker import Checker, Rule, Scope
 from hostweave.host_ir.size_requirements import slack
 from hostweave.host_ir.strides import strides_of
-from hostweave.types.size import Size
+from hostweave.types.size import LocalSize, Size
 from hostweave.types.tensor import MAX_DIMS, BufferType, f32
 
 
@@ -17,6 +17,20 @@ def _allocate(c: Checker, i: ir.Allocate, scope: Scope) -> None:
     if unknown := next(filter(None, map(c.unknown, i.type.shape)), None):
         c.fail(f"{unknown} is not a size of any input or output")
     c.types[i.out] = i.type
+    if i.in_window:
+        _window(c)
+        c.windows.add(i.out)
+
+
+def _window(c: Checker) -> None:
+    """Windows have one place in the arenas of all ranks, so that these are laid out alike."""
+    for body in (*(function.body for function in c.program.functions), c.program.body):
+        for i in tree.walk(body):
+            if i.ranks and any(tree.names(inner, "allocate") for inner in tree.bodies(i)[0]):
+                c.fail(f"on {i.ranks} others are allocated than on other ranks, so that a window has no one place: use two-sided channels")
+            for name in tree.names(i, "allocate"):
+                if any(isinstance(part, LocalSize) for size in i.defined({})[name].shape for part in c.known(size).atoms):
+                    c.fail(f"%{name} may have other sizes on other ranks, so that a window has no one place: use sizes that divide")
 
 
 def _deallocate(c: Checker, i: ir.Deallocate, scope: Scope) -> None:

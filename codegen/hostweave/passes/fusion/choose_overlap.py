@@ -23,13 +23,14 @@ from hostweave.fusion_ir.ops.attributes import BLOCKS
 from hostweave.fusion_ir.resharding import ReshardStep, step_of
 from hostweave.fusion_ir.rewriting import consumers
 from hostweave.options import Options
+from hostweave.transports.transport import find_transport, transport_of
 
 AlgorithmsOf = dict[str, str]  # by what a reshard can communicate -> the step that this is
 
 # The first one that fits is the default.
 ALGORITHMS: dict[str, AlgorithmsOf] = {
-    "all_gather": {"p2p": "by_shard", "broadcast": "by_shard", "ring": "by_shard", "all_gather": "across_shards"},
-    "reduce_scatter": {"p2p": "by_shard", "ring": "by_shard", "reduce": "by_shard", "reduce_scatter": "across_shards"},
+    "all_gather": {"p2p": "by_shard", "broadcast": "by_shard", "ring": "by_shard", "put": "by_shard", "all_gather": "across_shards"},
+    "reduce_scatter": {"p2p": "by_shard", "ring": "by_shard", "reduce": "by_shard", "put": "by_shard", "reduce_scatter": "across_shards"},
     "all_reduce": {"all_reduce": "across_shards"},
     "all_to_all": {"all_to_all": "across_shards"},
     "permute_shards": {"collective_permute": "across_shards"},
@@ -40,8 +41,10 @@ ALGORITHMS: dict[str, AlgorithmsOf] = {
 ROTATIONS = {
     ("all_gather", "p2p"): "local_first",
     ("all_gather", "ring"): "local_first",
+    ("all_gather", "put"): "local_first",
     ("reduce_scatter", "p2p"): "local_last",
     ("reduce_scatter", "ring"): "local_last",
+    ("reduce_scatter", "put"): "local_last",
 }
 
 
@@ -50,10 +53,11 @@ def choose_overlap(fusion: Fusion, options: Options) -> Fusion:
 
     Raises ProgramError where a stated step or way of communicating cannot be, with what can.
     """
-    choice = _Choice(fusion)
+    choice = _Choice(fusion, options.transport)
     for op in fusion.ops:
         if op.result.stream and op.result.name not in choice.streams:
             choice.choose(op, op.result.stream)
+    choice.check_transport()
     return replace(fusion, ops=tuple(choice.ordered()))
 
 
@@ -81,8 +85,8 @@ class _Member:
 
 
 class _Choice:
-    def __init__(self, fusion: Fusion):
-        self.mesh = fusion.mesh
+    def __init__(self, fusion: Fusion, transport: str):
+        self.mesh, self.transport = fusion.mesh, transport
         self.ops = fusion.ops
         self.types = {name: value.type for name, value in fusion.values().items()}
         self.producer = {op.result.name: op for op in fusion.ops}
@@ -215,8 +219,31 @@ class _Choice:
         whole = member.op.result.type if change.kind == "all_gather" else self.types[member.op.tensors[0]]
         fits = stream.chunks is None or stream.chunks % whole.mesh_in(self.mesh).size_of(change.axes) == 0
         if member.changes_streamed_dim("all_gather", "reduce_scatter") and not whole.dims[member.dim].axes and fits:
-            return ALGORITHMS[change.kind]
-        return {way: step for way, step in ALGORITHMS[change.kind].items() if step == "across_shards"}
+            return {way: step for way, step in ALGORITHMS[change.kind].items() if self.can_be(way, member, change, stream)}
+        across = {way: step for way, step in ALGORITHMS[change.kind].items() if step == "across_shards"}
+        return {way: step for way, step in across.items() if self.can_be(way, member, change, stream)}
+
+    def can_be(self, way: str, member: _Member, change: ReshardStep, stream: Stream) -> bool:
+        """Whether the transport of an algorithm is one that may be, and can do this communication."""
+        transport = transport_of(way)
+        if self.transport not in ("auto", transport):
+            return False
+        if not find_transport(transport).has_windows:
+            return True
+        is_counted = stream.chunks is not None or member.op.result.type.shape[member.dim].is_int
+        is_on_all_ranks = all(type.mesh is None for type in self.types.values())  # whose windows are laid out alike
+        return is_counted and is_on_all_ranks and change.reduction in ("", "sum")
+
+    def check_transport(self) -> None:
+        """Raises ProgramError for communication outside of loops that is not on the transport that the options ask for."""
+        if self.transport == "auto" or not find_transport(self.transport).has_windows:
+            return
+        for op in self.ops:
+            stream = self.streams.get(op.result.name)
+            if op.kind in RESHARD_STEPS and op.kind != "shard" and not (stream and stream.algorithm):
+                why = f"the {op.kind} of %{op.result.name} is in no chunk loop by shard, where alone that can be"
+                remedy = 'stream the matmul beside it, or use transport="auto", and .stream(..., algorithm="put") on the loops that can'
+                raise ProgramError(f'transport="{self.transport}": {why}; {remedy}', op.location)
 
     def moves_streamed_dim(self, member: _Member, change: ReshardStep) -> bool:
         if change.kind in TO_OTHER_MESHES:
@@ -237,6 +264,7 @@ class _Choice:
             f"{', '.join(f'{way} ({step})' for way, step in ways.items()) or 'nothing'} for the {kind} of %{name}"
             for name, (kind, ways) in possible.items()
         ]
+        stated += f"transport={self.transport!r}" if self.transport != "auto" and not stated else ""
         remedy = f"what can: {'; '.join(can)}" if can else "nothing in its loop communicates, leave it out"
         raise ProgramError(f"stream of %{root.result.name}: {stated or 'one loop'} cannot be; {remedy}", root.location)
 

@@ -112,6 +112,13 @@ class Buffers:
         value, stream = op.result, op.result.stream
         if steps is None or stream is None:
             return self.whole(value.name)
+        self.take_chunks(op, steps)
+        return self.chunk(value.name, stream.dim, steps, keeps_dim(op))
+
+    def take_chunks(self, op: Op, steps: Steps) -> None:
+        """Takes memory for what the steps write, where that is to lie in another way than the value, whose chunks would be strided."""
+        value, stream = op.result, op.result.stream
+        assert stream is not None
         is_new = value.name not in self.wholes and value.name not in self.by_step
         if is_new and value.name in self.placement.within_loops:
             shape = chunk_shape(steps, self.flow.mesh, value, stream.dim)
@@ -121,7 +128,6 @@ class Buffers:
                 if splits:  # as collectives lay shards out
                     shape = (shape[stream.dim], *shape[: stream.dim], *shape[stream.dim + 1 :])
                 self.by_step[value.name] = self.b.allocate(value.name, BufferType(value.type.dtype, (steps.count, *shape)))
-        return self.chunk(value.name, stream.dim, steps, keeps_dim(op))
 
     def chunk(self, name: str, dim: int, steps: Steps, keeps: bool = False) -> str:
         """What one iteration touches of a value; `keeps` the dim, where a step takes one index of it."""

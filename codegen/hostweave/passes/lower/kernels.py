@@ -9,7 +9,7 @@ from hostweave.base.names import unique_name
 from hostweave.fusion_ir.ir import Op, Value
 from hostweave.fusion_ir.ops import OPS
 from hostweave.host_ir import ir
-from hostweave.types.tensor import BufferType, Dim, TensorType
+from hostweave.types.tensor import BufferType, Dim, TensorType, f32
 
 
 class Kernels:
@@ -41,6 +41,32 @@ class Kernels:
         result = Value(op.result.name, self.tensor(target))
         body = Op(kind, (terms,), result, (("axis", (0,)),), op.location)
         kernel = ir.Kernel(f"{kind}_{result.name}", (ir.Parameter(terms, self.tensor(terms)),), (body,))
+        self.made[kernel] = kernel
+        return kernel.name
+
+    def adding(self, own: str, landed: str, target: str, op: Op) -> str:
+        """The name of the kernel that adds a term and all those along the outermost dim of a buffer, and rounds once."""
+        result = Value(op.result.name, self.tensor(target))
+        wide = f32 if result.type.dtype.kind == "float" and result.type.dtype.itemsize < 4 else result.type.dtype
+        ops: list[Op] = []
+
+        def add(kind: str, operands: tuple[str, ...], type: TensorType, *axis: int) -> str:
+            name = f"term_{len(ops)}"
+            ops.append(Op(kind, operands, Value(name, type), (("axis", axis),) if axis else (), op.location))
+            return name
+
+        def widened(name: str) -> str:
+            type = self.tensor(name)
+            return name if type.dtype == wide else add("astype", (name,), replace(type, dtype=wide))
+
+        type = replace(result.type, dtype=wide)
+        total = add("add", (widened(own), add("sum", (widened(landed),), type, 0)), type)
+        if wide == result.type.dtype:
+            ops[-1] = replace(ops[-1], result=result)
+        else:
+            ops.append(Op("astype", (total,), result, (), op.location))
+        inputs = tuple(ir.Parameter(name, self.tensor(name)) for name in (own, landed))
+        kernel = ir.Kernel(f"add_landed_{result.name}", inputs, tuple(ops))
         self.made[kernel] = kernel
         return kernel.name
 

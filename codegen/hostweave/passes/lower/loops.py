@@ -43,6 +43,11 @@ class Loop:
         return any(op.result.name == name for op in self.ops)
 
 
+def algorithm_of(loop: Loop) -> str | None:
+    op = loop.communication
+    return op.result.stream.algorithm if op and op.result.stream else None
+
+
 def loops_of(flow: Dataflow) -> tuple[Loop, ...]:
     """Ops in order, neighbours with the same loop together. Views cost nothing, so they go before a loop that they would cut."""
     result: list[Loop] = []

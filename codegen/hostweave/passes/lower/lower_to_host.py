@@ -33,9 +33,10 @@ from hostweave.passes.lower.asynchronous import COMM, Asynchronous
 from hostweave.passes.lower.buffers import Buffers
 from hostweave.passes.lower.dataflow import Dataflow
 from hostweave.passes.lower.kernels import Kernels
-from hostweave.passes.lower.loops import Loop, iterations, loops_of, shards
+from hostweave.passes.lower.loops import Loop, algorithm_of, iterations, loops_of, shards
 from hostweave.passes.lower.parts import borders, part
 from hostweave.passes.lower.placement import placement_of
+from hostweave.passes.lower.puts import ARRIVALS, PUTS, with_windows
 from hostweave.passes.lower.reshards import Reshards, owner, ring_term
 from hostweave.passes.lower.steps import Steps, dim_of_chunk
 from hostweave.passes.lower.uneven_sizes import uneven_sizes
@@ -43,6 +44,7 @@ from hostweave.types.size import Size, product
 from hostweave.types.tensor import TensorType, f32
 
 RING = "ring"
+LANES = 2  # streams of a loop of puts, so that the end of a matmul and the beginning of the next share the device
 
 
 def lower_to_host(fusion: Fusion, options: Options) -> ir.HostProgram:
@@ -86,33 +88,43 @@ class _Lowering:
             with b.on(parameter.type.mesh):
                 if self.buffers.whole(name) != parameter.name:  # an input, a view, or a value that is returned twice
                     b.emit(ir.Copy(self.buffers.whole(name), parameter.name))
-        body = b.body()
+        body = with_windows(b.body())
         forked = {name for i in tree.walk(body) for name in tree.names(i, "fork")}
         ring = ir.Streams(RING, min(self.options.streams, self.most_steps))
-        streams = tuple(pool for pool in (ring, ir.Streams(COMM, 1)) if pool.name in forked)
+        alone = (ir.Streams(name, 1) for name in (COMM, PUTS, ARRIVALS))
+        streams = tuple(pool for pool in (ring, *alone) if pool.name in forked)
         events, kernels = (*self.reshards.events, *self.asynchronous.events), tuple(self.kernels.made.values())
         return ir.HostProgram(f.name, f.mesh, inputs, outputs, (), streams, events, kernels, body, flow.uneven)
 
     def loop(self, loop: Loop) -> None:
         b, flow = self.b, self.flow
         count, drops_dim = iterations(flow, loop.ops[0])
-        self.most_steps = max(self.most_steps, int(count) if count.is_int else self.options.streams)
+        at_once = LANES if algorithm_of(loop) == "put" else self.options.streams
+        self.most_steps = max(self.most_steps, min(at_once, int(count)) if count.is_int else at_once)
         steps = Steps(flow.mesh, Var(b.loop_index()), count, drops_dim, shards(flow, loop.ops), uneven=flow.uneven)
         b.location = loop.ops[-1].location
         meshes = {flow.types[name].mesh for op in loop.ops for name in (op.result.name, *op.tensors)}
         b.hoists_views = len(meshes) == 1
         with b.on(meshes.pop() if b.hoists_views else None):
+            self.reshards.begin_loop(loop, steps)
+            puts = self.reshards.puts
             with b.nested() as body:
                 if loop.by_block:
                     steps = replace(steps, owner=owner(b, flow, loop, steps))
+                if puts:
+                    puts.before_step(steps)
                 with b.nested() as on_stream:
                     self.ring_term = ring_term(flow, loop)
                     for op in loop.ops:
                         self.op(op, steps)
                 b.location = loop.ops[-1].location
                 b.emit(ir.OnStream(RING, steps.index, tuple(on_stream)))
+                if puts:
+                    puts.after_step(steps)
             b.emit(ir.Fork(RING))
             b.emit(ir.For(steps.index.name, count, tuple(body)))
+            if puts:
+                puts.end()
             b.emit(ir.Join(RING))
             self.reshards.end_of_loop()
         b.hoists_views = True

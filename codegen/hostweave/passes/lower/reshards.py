@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from hostweave.base.errors import ProgramError
+from hostweave.base.names import unique_name
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.resharding import ReshardStep, step_of
 from hostweave.host_ir import ir
@@ -16,7 +17,8 @@ from hostweave.passes.lower.buffers import Buffers
 from hostweave.passes.lower.communication import Shards
 from hostweave.passes.lower.dataflow import Dataflow
 from hostweave.passes.lower.kernels import Kernels
-from hostweave.passes.lower.loops import Loop
+from hostweave.passes.lower.loops import Loop, algorithm_of
+from hostweave.passes.lower.puts import Gather, Scatter
 from hostweave.passes.lower.steps import Steps, chunk, dim_of_chunk, expr_of, rank_in_group
 from hostweave.passes.lower.transfers import to_other_ranks
 from hostweave.transports.transport import DEFAULT, find_transport
@@ -59,7 +61,16 @@ class Reshards:
         self.flow, self.buffers, self.kernels, self.b = flow, buffers, kernels, b
         self.events: list[ir.Events] = []
         self.term: ir.Matmul | None = None  # of a ring of sums: adds this rank's term after the sum so far has arrived
+        self.puts: Gather | Scatter | None = None  # of the present loop, where its communication is one-sided
         self.after_loop: list[Callable[[], None]] = []
+
+    def begin_loop(self, loop: Loop, steps: Steps) -> None:
+        """What goes before a loop of puts. Where a process group has one rank nothing is put."""
+        op = loop.communication
+        if op and algorithm_of(loop) == "put" and steps.shards > 1:
+            known = self.b, self.flow, self.buffers, op, steps, self._new_events
+            self.puts = Scatter(*known, self.kernels) if op.kind == "reduce_scatter" else Gather(*known)
+            self.puts.begin()
 
     def reshard(self, op: Op, steps: Steps | None) -> None:
         change = step_of(op)
@@ -82,6 +93,9 @@ class Reshards:
         for action in self.after_loop:
             action()
         self.after_loop.clear()
+        if self.puts:
+            self.puts.after_join()
+            self.puts = None
 
     # --- on one mesh ---
 
@@ -123,7 +137,10 @@ class Reshards:
     def _by_block(self, op: Op, change: ReshardStep, steps: Steps) -> None:
         assert op.result.stream is not None
         by = op.result.stream.algorithm
-        if change.kind == "reduce_scatter" and by in ("ring", "p2p"):
+        if self.puts:
+            self.puts.in_step(steps)
+            return
+        if change.kind == "reduce_scatter" and by in ("ring", "p2p", "put"):
             (self._scatter_ring if by == "ring" else self._scatter_p2p)(op, change, steps)
             return
         source, target, shards = self.buffers.operand(op, 0, steps), self.buffers.destination(op, steps), self._shards(op, change, steps)
@@ -191,5 +208,8 @@ class Reshards:
         """Events of a ring, one a step."""
         if not steps.count.is_int:
             raise ProgramError(f"{op.kind}: a ring needs a number of steps that is known at compile time: give chunks=", op.location)
-        self.events.append(ir.Events(f"arrived_{len(self.events) + 1}" if self.events else "arrived", int(steps.count)))
+        return self._new_events("arrived", int(steps.count))
+
+    def _new_events(self, wanted: str, count: int) -> str:
+        self.events.append(ir.Events(unique_name(wanted, {events.name for events in self.events}), count))
         return self.events[-1].name

@@ -8,6 +8,7 @@ from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import RESHARD_STEPS, TO_OTHER_MESHES, index_map, operand_types
 from hostweave.fusion_ir.ops.attributes import AXIS
+from hostweave.transports.transport import find_transport, transport_of
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import Dim, TensorType
 
@@ -15,7 +16,8 @@ Even = tuple[Dim, Mesh, str]  # a dim that the ranks of a mesh must share evenly
 
 
 def uneven_sizes(fusion: Fusion) -> tuple[str, ...]:
-    """The names of such sizes, in order of appearance. All others must divide, which the program checks when it is called.
+    """The names of such sizes, in order of appearance. All others must divide, which the program checks when it is called. So must
+    all of a program with windows, which have one place in the memory of all ranks.
 
     Raises ProgramError for an int that the ranks cannot share evenly, where they must.
     """
@@ -33,7 +35,10 @@ def uneven_sizes(fusion: Fusion) -> tuple[str, ...]:
                     reason = f"{ranks} ranks cannot share dim {dim} evenly, as {why} needs"
                     raise ProgramError(f"{op.kind}: {reason}; pad it to {-(-int(dim.size) // ranks) * ranks}", op.location)
                 even.update(dim.size.symbols)
-    return tuple(name for name in sharded if name not in even)
+    streams = (op.result.stream for body in (*fusion.functions, fusion) for op in body.ops)
+    algorithms = {stream.algorithm for stream in streams if stream and stream.algorithm}
+    has_windows = any(find_transport(transport_of(algorithm)).has_windows for algorithm in algorithms)
+    return () if has_windows else tuple(name for name in sharded if name not in even)
 
 
 def _even(op: Op, types: dict[str, TensorType], fusion: Fusion) -> Iterator[Even]:

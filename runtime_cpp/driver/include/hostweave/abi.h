@@ -52,12 +52,13 @@ struct ProgramTable {
   std::span<const char* const>
       channels;  // which channels the program uses, by the axes of their process groups: "tp", or "dp, tp"
   std::span<const SubmeshChannel> submesh_channels;
+  std::span<const char* const> one_sided_channels{};  // by the same
   std::span<const Argument> inputs;
   std::span<const Argument> outputs;
   Calls calls;
 };
 
-constexpr int kAbi = 4;
+constexpr int kAbi = 5;
 
 // An array of tensors under the names of a program's Inputs or Outputs, a struct of as many. Compilers take long over a list of
 // hundreds of them.

@@ -20,6 +20,10 @@ struct ProcessGroup {
                      // in common
   int64_t place = 0;  // of this rank: its coordinates along the axes, the last one fastest
   int64_t size = 1;
+  Transport transport = Transport::two_sided;
+
+  // The axes, and the transport where it is another than usual.
+  std::string name() const { return axes + (transport == Transport::one_sided ? " one_sided" : ""); }
 };
 
 // The process groups of `rank` whose channels the program uses.

@@ -1,0 +1,277 @@
+"""Chunk loops on one-sided channels: a rank writes to the memory of others, or reads theirs, and signals say when.
+
+All that a rank puts and signals is on one stream, in the order in which its peers wait for it, and no put waits for what a peer
+computes. A credit comes before each put: the first signal of a call says that the memory that it goes to is free. What ranks read of
+each other is signalled to be there before, and to have been read afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from hostweave.fusion_ir.ir import Op
+from hostweave.fusion_ir.resharding import step_of
+from hostweave.host_ir import ir, tree
+from hostweave.host_ir.builder import Builder
+from hostweave.host_ir.expr import Const, Expr, Var, opposite
+from hostweave.passes.lower.buffers import Buffers
+from hostweave.passes.lower.communication import branch, contiguous_source
+from hostweave.passes.lower.dataflow import Dataflow
+from hostweave.passes.lower.kernels import Kernels
+from hostweave.passes.lower.steps import Steps, chunk_shape, rank_in_group
+from hostweave.transports.transport import transport_of
+from hostweave.types.size import Size
+from hostweave.types.tensor import BufferType
+
+PUTS = "puts"  # the stream of what a rank puts and signals
+ARRIVALS = "arrivals"  # and the one on which a gather waits for others, or reads from them
+SIGNAL = 0  # the only number that all libraries with signals have
+
+
+@dataclass(eq=False)
+class PutLoop:
+    """The communication of one loop, of which `steps` are the iterations; their owner is known inside of the loop alone."""
+
+    b: Builder
+    flow: Dataflow
+    buffers: Buffers
+    op: Op
+    steps: Steps
+    new_events: Callable[[str, int], str]
+
+    def __post_init__(self) -> None:
+        mesh, axes = self.flow.mesh_of(self.op), step_of(self.op).axes
+        self.rank, self.size, self.channel = rank_in_group(mesh, axes), mesh.size_of(axes), self.b.channel(axes, transport_of("put"))
+        self.pieces = int(self.steps.pieces)
+        self.own = replace(self.steps, owner=self.rank)
+
+    # --- what streams do ---
+
+    @contextmanager
+    def on(self, stream: str) -> Iterator[None]:
+        with self.b.nested() as body:
+            yield
+        self.b.emit(ir.OnStream(stream, Const(0), tuple(body)))
+
+    def each(self, count: int, emit: Callable[[Var], None]) -> None:
+        """A loop of its own."""
+        assert count > 0
+        index = Var(self.b.loop_index())
+        with self.b.nested() as body:
+            emit(index)
+        self.b.emit(ir.For(index.name, Size(count), tuple(body)))
+
+    def each_peer(self, emit: Callable[[Expr], None]) -> None:
+        if self.size == 2:
+            emit((self.rank + 1) % self.size)
+        else:
+            self.each(self.size - 1, lambda hop: emit((self.rank + 1 + hop) % self.size))
+
+    def signal(self, buffer: str) -> None:
+        """To all peers."""
+        self.each_peer(lambda peer: self.b.emit(ir.Signal(SIGNAL, peer, buffer, self.channel)))
+
+    def wait(self, buffer: str) -> None:
+        """For one signal of each peer."""
+        self.each_peer(lambda peer: self.b.emit(ir.WaitSignal(SIGNAL, peer, buffer, self.channel)))
+
+    def chunk_shape(self, name: str) -> tuple[Size, ...]:
+        """Of what an iteration takes of a value."""
+        assert self.op.result.stream is not None
+        return chunk_shape(self.own, self.flow.mesh, self.flow.values[name], self.op.result.stream.dim)
+
+
+class Gather(PutLoop):
+    """An all-gather: the own shard is used where it lies, the others arrive one after another.
+
+    A shard that the program has computed is read by its peers, which copies nothing twice; what lies in no window is put to them.
+    """
+
+    def begin(self) -> None:
+        b = self.b
+        self.lands_in_place = self.take_landing()
+        self.shard = self.shard_in_window()
+        self.arrived = self.new_events("arrived", int(self.steps.count))
+        b.emit(ir.Fork(PUTS))
+        with self.on(PUTS):
+            self.signal(self.shard or self.landing)
+            if not self.shard:
+                self.free = self.new_events("free", 1)
+                self.wait(self.landing)
+                b.emit(ir.Record(self.free, Const(0)))
+                self.each((self.size - 1) * self.pieces, self.put)
+        b.emit(ir.Fork(ARRIVALS))
+        if not self.shard:
+            with self.on(ARRIVALS):
+                b.emit(ir.Wait(self.free, Const(0)))  # signals of a peer are waited for one after another
+
+    def take_landing(self) -> bool:
+        """Whether shards land where they are used; else in memory of their own, from where they are copied."""
+        b, value, dim = self.b, self.op.result, self.op.result.stream.dim if self.op.result.stream else 0
+        self.buffers.take_chunks(self.op, self.own)
+        memory = self.buffers.by_step.get(value.name) or self.buffers.whole(value.name)
+        is_contiguous = value.name in self.buffers.by_step or all(size == Size() for size in b.types[memory].shape[:dim])
+        if is_contiguous and b.is_allocated(memory):
+            self.landing = memory
+            return True
+        shape = (self.steps.count, *self.chunk_shape(value.name))
+        self.landing = b.allocate(f"{value.name}_landing", BufferType(value.type.dtype, shape))
+        return False
+
+    def shard_in_window(self) -> str | None:
+        """The memory of this rank's shard, where the program allocates it, and chunks of it are contiguous."""
+        b, stream, whole = self.b, self.op.result.stream, self.buffers.whole(self.op.tensors[0])
+        memory = b.base_of(whole)
+        assert stream is not None
+        is_contiguous = b.is_contiguous(whole) and all(size == Size() for size in b.types[whole].shape[: stream.dim])
+        return memory if b.is_allocated(memory) and (is_contiguous or (b.is_contiguous(whole) and self.pieces == 1)) else None
+
+    def put(self, index: Var) -> None:
+        """Whoever needs this shard first gets it first."""
+        steps = replace(self.own, index=index)
+        source = contiguous_source(self.b, self.buffers.operand(self.op, 0, steps), None)
+        self.b.emit(ir.Put(source, self.landed(steps), (self.rank - 1 - steps.hop) % self.size, SIGNAL, self.channel))
+
+    def landed(self, steps: Steps) -> str:
+        if self.lands_in_place:
+            return self.buffers.destination(self.op, steps)
+        return self.b.select(self.landing, 0, steps.block, f"{self.landing}_{steps.index.name}")
+
+    def before_step(self, steps: Steps) -> None:
+        b, owner = self.b, steps.owned_by
+
+        def arrive() -> None:
+            with self.on(ARRIVALS):
+                if not self.shard:
+                    b.emit(ir.WaitSignal(SIGNAL, owner, self.landed(steps), self.channel))
+                else:
+                    self.read(steps)
+                b.emit(ir.Record(self.arrived, steps.index))
+
+        branch(b, opposite(steps.index.less(self.pieces)), arrive)
+
+    def read(self, steps: Steps) -> None:
+        assert self.shard
+        landed = self.landed(steps)
+        wait = ir.WaitSignal(SIGNAL, steps.owned_by, landed, self.channel)
+        if self.pieces == 1:
+            self.b.emit(wait)
+        else:
+            branch(self.b, steps.piece.equals(0), lambda: self.b.emit(wait))
+        self.b.emit(ir.Get(self.buffers.operand(self.op, 0, steps), steps.owned_by, landed, self.channel))
+
+    def in_step(self, steps: Steps) -> None:
+        b, source, target = self.b, self.buffers.operand(self.op, 0, steps), self.buffers.destination(self.op, steps)
+
+        def arrive() -> None:
+            b.emit(ir.Wait(self.arrived, steps.index))
+            if not self.lands_in_place:
+                b.emit(ir.Copy(self.landed(steps), target))
+
+        branch(b, steps.owned_by.equals(self.rank), lambda: b.emit(ir.Copy(source, target)), arrive)
+
+    def after_step(self, steps: Steps) -> None:
+        """Nothing."""
+
+    def end(self) -> None:
+        b = self.b
+        if self.shard:
+            fetched = self.new_events("fetched", 1)
+            with self.on(ARRIVALS):
+                b.emit(ir.Record(fetched, Const(0)))
+            with self.on(PUTS):
+                b.emit(ir.Wait(fetched, Const(0)))
+                self.signal(self.shard)
+            with self.on(ARRIVALS):
+                self.wait(self.shard)
+
+    def after_join(self) -> None:
+        self.b.emit(ir.Join(ARRIVALS))
+        self.b.emit(ir.Join(PUTS))
+
+
+@dataclass(eq=False)
+class Scatter(PutLoop):
+    """A reduce-scatter: the blocks of the others come first, each put to its owner, and a kernel adds what landed to the own one."""
+
+    kernels: Kernels
+
+    def begin(self) -> None:
+        b, result = self.b, self.op.result
+        shape = (Size(self.size - 1), Size(self.pieces), *self.chunk_shape(self.op.tensors[0]))
+        self.landing = b.allocate(f"{result.name}_landing", BufferType(result.type.dtype, shape))
+        self.made = self.new_events("made", (self.size - 1) * self.pieces)
+        b.emit(ir.Fork(PUTS))
+        with self.on(PUTS):
+            self.signal(self.landing)
+            self.wait(self.landing)
+
+    def term(self, steps: Steps) -> str:
+        return self.buffers.operand(self.op, 0, steps)
+
+    def others(self, steps: Steps) -> Expr:
+        """Whether a step's block is another rank's."""
+        return steps.index.less((self.size - 1) * self.pieces)
+
+    def before_step(self, steps: Steps) -> None:
+        """Nothing."""
+
+    def in_step(self, steps: Steps) -> None:
+        """After the term has been computed."""
+        branch(self.b, self.others(steps), lambda: self.b.emit(ir.Record(self.made, steps.index)))
+
+    def after_step(self, steps: Steps) -> None:
+        b = self.b
+
+        def put() -> None:
+            with self.on(PUTS):
+                b.emit(ir.Wait(self.made, steps.index))
+                source = contiguous_source(b, self.term(steps), None)
+                place = b.select(self.landing, 0, steps.hop, f"{self.landing}_by_sender")
+                place = b.select(place, 0, steps.piece, f"{self.landing}_{steps.index.name}")
+                b.emit(ir.Put(source, place, steps.owned_by, SIGNAL, self.channel))
+
+        branch(b, self.others(steps), put)
+
+    def end(self) -> None:
+        with self.on(PUTS):
+            self.each_peer(self.wait_for_pieces)
+
+    def wait_for_pieces(self, peer: Expr) -> None:
+        wait = ir.WaitSignal(SIGNAL, peer, self.landing, self.channel)
+        if self.pieces == 1:
+            self.b.emit(wait)
+        else:
+            self.each(self.pieces, lambda _: self.b.emit(wait))
+
+    def after_join(self) -> None:
+        self.b.emit(ir.Join(PUTS))
+        if self.pieces == 1:
+            self.add(Var("own"))  # which no expression names then
+        else:
+            self.each(self.pieces, self.add)
+
+    def add(self, index: Var) -> None:
+        b, steps = self.b, replace(self.own, index=index)
+        landed = b.select(self.landing, 1, steps.piece, f"{self.landing}_{index.name}")
+        own, target = self.term(steps), self.buffers.destination(self.op, steps)
+        b.emit(ir.Launch(self.kernels.adding(own, landed, target, self.op), (own, landed), (target,)))
+
+
+def with_windows(body: tree.Body) -> tree.Body:
+    """A body in which what peers read or write, and what is put from, lies in windows."""
+    named = [name for i in tree.walk(body) if isinstance(i, ir.OneSided) for name in tree.names(i, "read", "remote_write")]
+    sources = {tree.names(i, "view")[0]: tree.names(i, "alias")[0] for i in tree.walk(body) if tree.names(i, "view")}
+    roots = set()
+    for name in named:
+        while name in sources:
+            name = sources[name]
+        roots.add(name)
+
+    def moved(i: tree.Instruction) -> tree.Instruction | None:
+        (name,) = tree.names(i, "allocate") or ("",)
+        return ir.AllocateWindow(name, i.defined({})[name], location=i.location) if name in roots else None
+
+    return tree.rewrite(body, moved)

@@ -1,0 +1,215 @@
+// NCCL's one-sided calls: windows, puts into them, and signals, which are counts that a stream can wait for.
+#include <algorithm>
+#include <functional>
+#include <memory>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "capture.h"
+#include "communicator.h"
+#include "errors.h"
+#include "machine.h"
+#include "types.h"
+
+struct ncclWindow_vidmem {
+  std::shared_ptr<hostweave::cpu::Windows> windows;
+  std::shared_ptr<hostweave::cpu::ProcessGroup> process_group;
+  int rank;
+};
+
+namespace hostweave::cpu {
+namespace {
+
+constexpr int kSignals = 64;  // numbers of signals
+
+std::set<ncclWindow_t>& known_windows() {  // guarded by the machine's mutex
+  static auto* const windows = new std::set<ncclWindow_t>;
+  return *windows;
+}
+
+ncclResult_t check(const char* call, ncclComm_t comm) {
+  const auto wrong = [&](ncclResult_t result, const char* why) { return error(result, std::string(call) + ": " + why); };
+  if (in_group()) return nccl_not_supported(std::string(call) + " in a group");
+  if (Machine::get().failed()) return nccl_stopped();
+  if (Machine::get().communicators.count(comm) == 0) return wrong(ncclInvalidArgument, "no such communicator");
+  if (comm->process_group->stopped) return wrong(ncclInvalidUsage, "the communicator was stopped by an earlier failure");
+  return ncclSuccess;
+}
+
+ncclResult_t check(const char* call, ncclComm_t comm, int peer, int number, int context, unsigned flags) {
+  if (const ncclResult_t result = check(call, comm)) return result;
+  const int ranks = comm->process_group->size();
+  if (peer < 0 || peer >= ranks) {
+    return error(ncclInvalidArgument,
+                 std::string(call) + ": peer " + std::to_string(peer) + " of " + std::to_string(ranks) + " ranks");
+  }
+  if (number < 0 || number >= kSignals) {
+    return error(ncclInvalidArgument,
+                 std::string(call) + ": signal " + std::to_string(number) + " of " + std::to_string(kSignals));
+  }
+  if (context != 0 || flags != 0) return nccl_not_supported(std::string(call) + " with another context than 0, or flags,");
+  return ncclSuccess;
+}
+
+std::shared_ptr<SignalCount> count_of(ProcessGroup& process_group, int sender, int receiver, int number) {
+  std::shared_ptr<SignalCount>& count = process_group.signals[{sender, receiver, number}];
+  if (!count) {
+    count = std::make_shared<SignalCount>();
+    count->sender = process_group.devices[sender];
+    count->number = number;
+  }
+  return count;
+}
+
+SignalTurn next_signal(ncclComm_t comm, int peer, int number) {
+  auto count = count_of(*comm->process_group, comm->rank, peer, number);
+  const std::uint64_t turn = ++count->given;
+  return {std::move(count), turn};
+}
+
+// Puts what `make` returns on a stream: where that is captured, by each launch, as signals are counted then.
+ncclResult_t enqueue(Lock& lock, ncclComm_t comm, cudaStream_t handle, const std::function<OpPtr()>& make) {
+  Stream* const stream = Machine::get().find_stream(handle);
+  const auto again = [comm, make](Lock& lock, Stream& on) {
+    return static_cast<int>(enqueue(lock, comm, reinterpret_cast<cudaStream_t>(&on), make));
+  };
+  if (const auto added = stream && stream->capture ? add_node(*stream, again) : std::nullopt)
+    return *added == cudaSuccess ? ncclSuccess : error(ncclUnhandledCudaError, last_error_text());
+  OpPtr op = make();
+  op->name.process_group = comm->process_group->name;
+  comm->last = op;
+  const cudaError_t result = submit(lock, std::move(op), handle, true);
+  return result == cudaSuccess ? ncclSuccess : error(ncclInvalidArgument, cudaGetErrorString(result));
+}
+
+// Whether these bytes of a rank lie in a window of its process group.
+bool in_window(ncclComm_t comm, const void* begin, std::size_t bytes) {
+  const auto* const first = static_cast<const char*>(begin);
+  return std::ranges::any_of(known_windows(), [&](const ncclWindow_t window) {
+    const char* const base = window->windows->bases[comm->rank];
+    return window->process_group == comm->process_group && first >= base && first + bytes <= base + window->windows->bytes;
+  });
+}
+
+}  // namespace
+}  // namespace hostweave::cpu
+
+using namespace hostweave::cpu;
+
+extern "C" {
+
+ncclResult_t ncclGetVersion(int* version) {
+  *version = NCCL_VERSION_CODE;
+  return ncclSuccess;
+}
+
+ncclResult_t ncclMemAlloc(void** pointer, size_t bytes) {
+  const cudaError_t result = cudaMalloc(pointer, bytes);
+  return result == cudaSuccess ? ncclSuccess : error(ncclSystemError, cudaGetErrorString(result));
+}
+
+ncclResult_t ncclMemFree(void* pointer) {
+  const cudaError_t result = cudaFree(pointer);
+  return result == cudaSuccess ? ncclSuccess : error(ncclInvalidArgument, cudaGetErrorString(result));
+}
+
+ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* memory, size_t bytes, ncclWindow_t* window, int flags) {
+  Call call;
+  if (const ncclResult_t result = check("ncclCommWindowRegister", comm)) return result;
+  if (forbidden_in_capture("ncclCommWindowRegister")) return error(ncclUnhandledCudaError, last_error_text());
+  if (flags != NCCL_WIN_COLL_SYMMETRIC) return nccl_not_supported("ncclCommWindowRegister with other flags");
+  Machine& machine = Machine::get();
+  ProcessGroup& process_group = *comm->process_group;
+  const int number = process_group.registered[comm->rank]++;
+  std::shared_ptr<Windows>& slot = process_group.registrations[number];
+  if (!slot) {
+    slot = std::make_shared<Windows>();
+    slot->bases.resize(process_group.size());
+    slot->bytes = bytes;
+  }
+  const std::shared_ptr<Windows> windows = slot;
+  if (windows->bytes != bytes) {
+    machine.fail("mismatch: the bytes of a window differ: " + std::to_string(windows->bytes) + " and, on rank " +
+                 std::to_string(comm->device) + ", " + std::to_string(bytes));
+    return error(ncclInvalidUsage, machine.report());
+  }
+  windows->bases[comm->rank] = static_cast<char*>(memory);
+  if (++windows->arrived == process_group.size()) process_group.registrations.erase(number);
+  machine.progress();
+  const std::string what = "all ranks of " + std::string(process_group.name) + " to register a window";
+  if (!machine.wait(call.lock, what, [&] { return windows->arrived == process_group.size(); })) return nccl_stopped();
+  *window = new ncclWindow_vidmem{windows, comm->process_group, comm->rank};
+  known_windows().insert(*window);
+  return ncclSuccess;
+}
+
+ncclResult_t ncclCommWindowDeregister(ncclComm_t, ncclWindow_t window) {
+  Call call;
+  if (known_windows().erase(window) == 0) return error(ncclInvalidArgument, "ncclCommWindowDeregister: no such window");
+  delete window;
+  return ncclSuccess;
+}
+
+ncclResult_t ncclGetPeerDevicePointer(ncclWindow_t window, size_t offset, int peer, void** pointer) {
+  Call call;
+  if (known_windows().count(window) == 0) return error(ncclInvalidArgument, "ncclGetPeerDevicePointer: no such window");
+  const Windows& windows = *window->windows;
+  if (peer < 0 || static_cast<size_t>(peer) >= windows.bases.size() || offset > windows.bytes) {
+    return error(ncclInvalidArgument, "ncclGetPeerDevicePointer: no such place");
+  }
+  *pointer = windows.bases[peer] + offset;
+  return ncclSuccess;
+}
+
+ncclResult_t ncclPutSignal(const void* from, size_t count, ncclDataType_t type, int peer, ncclWindow_t window, size_t offset,
+                           int number, int context, unsigned int flags, ncclComm_t comm, cudaStream_t stream) {
+  Call call;
+  if (const ncclResult_t result = check("ncclPutSignal", comm, peer, number, context, flags)) return result;
+  const size_t bytes = count * type_size(type);
+  if (known_windows().count(window) == 0 || window->process_group != comm->process_group) {
+    return error(ncclInvalidArgument, "ncclPutSignal: not a window of the communicator");
+  }
+  if (offset + bytes > window->windows->bytes) {
+    return error(ncclInvalidArgument, "ncclPutSignal: bytes " + std::to_string(offset) + " to " + std::to_string(offset + bytes) +
+                                          " of a window of " + std::to_string(window->windows->bytes));
+  }
+  if (!in_window(comm, from, bytes)) return error(ncclInvalidArgument, "ncclPutSignal: the source lies in no window");
+  char* const to = window->windows->bases[peer] + offset;
+  return enqueue(call.lock, comm, stream, [=] {
+    OpPtr op = new_op("put", 0, {read_of(from, bytes), write_of(to, bytes)});
+    op->work = [=] { copy_bytes(to, from, bytes); };
+    op->gives = {next_signal(comm, peer, number)};
+    return op;
+  });
+}
+
+ncclResult_t ncclSignal(int peer, int number, int context, unsigned int flags, ncclComm_t comm, cudaStream_t stream) {
+  Call call;
+  if (const ncclResult_t result = check("ncclSignal", comm, peer, number, context, flags)) return result;
+  return enqueue(call.lock, comm, stream, [=] {
+    OpPtr op = new_op("signal", -1);
+    op->gives = {next_signal(comm, peer, number)};
+    return op;
+  });
+}
+
+ncclResult_t ncclWaitSignal(int descriptors, ncclWaitSignalDesc_t* signals, ncclComm_t comm, cudaStream_t stream) {
+  Call call;
+  const std::vector<ncclWaitSignalDesc_t> awaited(signals, signals + descriptors);
+  for (const ncclWaitSignalDesc_t& signal : awaited) {
+    if (const ncclResult_t result = check("ncclWaitSignal", comm, signal.peer, signal.sigIdx, signal.ctx, 0)) return result;
+  }
+  return enqueue(call.lock, comm, stream, [=] {
+    OpPtr op = new_op("wait for signals", -1);
+    for (const ncclWaitSignalDesc_t& signal : awaited) {
+      auto count = count_of(*comm->process_group, signal.peer, comm->rank, signal.sigIdx);
+      const std::uint64_t turn = count->awaited += signal.opCnt;
+      op->awaits.push_back({std::move(count), turn});
+    }
+    return op;
+  });
+}
+
+}  // extern "C"

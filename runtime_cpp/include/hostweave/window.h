@@ -1,0 +1,106 @@
+// The memory of a program whose ranks write to and read from each other's: an arena that is registered with its channels.
+#pragma once
+#include <nccl.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+#include <memory>
+#include <vector>
+
+#include "hostweave/channel.h"
+#include "hostweave/memory_plan.h"
+#include "hostweave/streams.h"
+
+// Calls that not every NCCL has. A program compiles and loads without them, and says what is missing when it is prepared.
+extern "C" {
+#if NCCL_VERSION_CODE < NCCL_VERSION(2, 27, 0)
+typedef struct ncclWindow_vidmem* ncclWindow_t;
+#define NCCL_WIN_COLL_SYMMETRIC 0x01
+ncclResult_t ncclCommWindowRegister(ncclComm_t, void*, size_t, ncclWindow_t*, int) __attribute__((weak));
+ncclResult_t ncclCommWindowDeregister(ncclComm_t, ncclWindow_t) __attribute__((weak));
+#endif
+#if NCCL_VERSION_CODE < NCCL_VERSION(2, 29, 0)
+typedef struct {
+  int opCnt;
+  int peer;
+  int sigIdx;
+  int ctx;
+} ncclWaitSignalDesc_t;
+#endif
+#ifndef HOSTWEAVE_CPU_DEVICE
+ncclResult_t ncclPutSignal(const void*, size_t, ncclDataType_t, int, ncclWindow_t, size_t, int, int, unsigned int, ncclComm_t,
+                           cudaStream_t) __attribute__((weak));
+ncclResult_t ncclSignal(int, int, int, unsigned int, ncclComm_t, cudaStream_t) __attribute__((weak));
+ncclResult_t ncclWaitSignal(int, ncclWaitSignalDesc_t*, ncclComm_t, cudaStream_t) __attribute__((weak));
+ncclResult_t ncclGetPeerDevicePointer(ncclWindow_t, size_t, int, void**) __attribute__((weak));
+#endif
+}
+
+namespace hw {
+
+// What all programs of a rank that use a channel's windows share.
+struct WindowUsers {
+  CallOrder calls;       // signals are counted by channel, so that calls follow one another
+  bool aborted = false;  // the communicator is gone, and its windows with it
+};
+
+class WindowArena {
+ public:
+  // The channels outlive it.
+  explicit WindowArena(std::initializer_list<const Channel*> channels);
+  ~WindowArena();
+  WindowArena(const WindowArena&) = delete;
+  WindowArena& operator=(const WindowArena&) = delete;
+
+  // As of Arena: where the memory grows all ranks of the channels come together, so that all reserve the same. Throws
+  // ExecutionError where NCCL cannot do what the program needs.
+  void reserve(MemoryPlan& plan);
+
+  // As of CallOrder, of all programs on these channels.
+  cudaError_t begin_call(cudaStream_t caller);
+  cudaError_t end_call(cudaStream_t caller);
+
+  void* data() const { return memory_.data; }
+  size_t bytes() const { return memory_.bytes; }
+
+  ncclWindow_t window(const Channel& channel) const { return registered(channel).window; }
+  // Of a place in this rank's memory, in bytes.
+  size_t offset(const void* place) const { return static_cast<const char*>(place) - static_cast<const char*>(data()); }
+  // The same place in the memory of a peer, which copies and kernels of this rank can use.
+  template <class T>
+  T* on_peer(const Channel& channel, int64_t peer, T* place) const {
+    return reinterpret_cast<T*>(registered(channel).peers[peer] + offset(place));
+  }
+
+ private:
+  struct Registered {
+    ncclWindow_t window = nullptr;
+    std::vector<char*> peers;  // where the memory of each rank of the channel begins, seen from this one
+  };
+  struct Memory {
+    void* data = nullptr;
+    size_t bytes = 0;
+    std::vector<Registered> registered;  // by channel
+  };
+
+  const Registered& registered(const Channel& channel) const;
+  void add(size_t channel, size_t bytes);
+  void release(Memory memory) const;
+
+  std::vector<const Channel*> channels_;
+  std::vector<std::shared_ptr<WindowUsers>> users_;  // by channel
+  Memory memory_;
+  std::vector<Memory> of_graphs_;  // memory that was outgrown
+};
+
+// The stream waits for the next signal of a peer under this number.
+inline ncclResult_t wait_signal(int64_t peer, int number, ncclComm_t comm, cudaStream_t stream) {
+  ncclWaitSignalDesc_t next{.opCnt = 1, .peer = static_cast<int>(peer), .sigIdx = number, .ctx = 0};
+  return ncclWaitSignal(1, &next, comm, stream);
+}
+
+// Aborts a communicator, whose windows nobody may touch afterwards.
+ncclResult_t abort_with_windows(ncclComm_t comm);
+
+}  // namespace hw

@@ -1,0 +1,144 @@
+#include "hostweave/window.h"
+
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include "hostweave/check.h"
+#include "hostweave/errors.h"
+
+namespace hw {
+namespace {
+
+constexpr size_t kGranularity = size_t{2} << 20;  // bytes, of memory that GPUs map for each other
+
+std::mutex users_mutex;
+
+std::map<ncclComm_t, std::weak_ptr<WindowUsers>>& all_users() {  // guarded by users_mutex
+  static auto* const users = new std::map<ncclComm_t, std::weak_ptr<WindowUsers>>;
+  return *users;
+}
+
+std::shared_ptr<WindowUsers> users_of(ncclComm_t comm) {
+  const std::lock_guard lock(users_mutex);
+  std::weak_ptr<WindowUsers>& known = all_users()[comm];
+  std::shared_ptr<WindowUsers> users = known.lock();
+  if (!users || users->aborted) known = users = std::make_shared<WindowUsers>();
+  return users;
+}
+
+// Throws ExecutionError where the NCCL that is loaded has no one-sided calls.
+void expect_one_sided_calls() {
+#ifndef HOSTWEAVE_CPU_DEVICE
+  if (ncclPutSignal && ncclSignal && ncclWaitSignal && ncclGetPeerDevicePointer) return;
+  int version = 0;
+  HW_CHECK(ncclGetVersion(&version));
+  throw ExecutionError("transport one_sided needs NCCL 2.29 or later, and the one that is loaded is " +
+                       std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." +
+                       std::to_string(version % 100) + "; load a later one, or compile with transport=\"two_sided\"");
+#endif
+}
+
+}  // namespace
+
+WindowArena::WindowArena(std::initializer_list<const Channel*> channels) : channels_(channels) {
+  for (const Channel* channel : channels_) users_.push_back(users_of(channel->comm()));
+}
+
+WindowArena::~WindowArena() {
+  try {
+    for (Memory& outgrown : of_graphs_) release(std::move(outgrown));
+    release(std::move(memory_));
+  } catch (const std::exception&) {
+    // Nothing more can be done for a device that does not even free.
+  }
+}
+
+void WindowArena::reserve(MemoryPlan& plan) {
+  const size_t total = (plan.place() + kGranularity - 1) / kGranularity * kGranularity;
+  if (total > bytes()) {
+    expect_one_sided_calls();
+    Memory old = std::exchange(memory_, {});
+    if (std::ranges::any_of(users_, [](const auto& users) { return users->calls.in_graphs(); })) {
+      of_graphs_.push_back(std::move(old));
+    } else {
+      release(std::move(old));
+    }
+    HW_CHECK(ncclMemAlloc(&memory_.data, total));
+    memory_.registered.resize(channels_.size());
+    for (size_t channel = 0; channel < channels_.size(); ++channel) add(channel, total);
+    memory_.bytes = total;
+  }
+  plan.set_pointers(data());
+}
+
+void WindowArena::add(size_t number, size_t bytes) {
+  const Channel& channel = *channels_[number];
+  Registered& one = memory_.registered[number];
+  HW_CHECK(ncclCommWindowRegister(channel.comm(), data(), bytes, &one.window, NCCL_WIN_COLL_SYMMETRIC));
+  if (!one.window) {
+    throw ExecutionError(
+        "transport one_sided: NCCL registers no windows here (NCCL_DEBUG=INFO says why); compile with transport=\"two_sided\"");
+  }
+  one.peers.assign(channel.size(), static_cast<char*>(data()));
+  for (int64_t peer = 0; peer < channel.size(); ++peer) {
+    if (peer == channel.rank()) continue;
+    void* base = nullptr;
+    HW_CHECK(ncclGetPeerDevicePointer(one.window, 0, static_cast<int>(peer), &base));
+    if (!base) {
+      throw ExecutionError(
+          "transport one_sided: this rank cannot reach the memory of rank " + std::to_string(peer) +
+          " of the channel, which is on another host or has no peer access; compile with transport=\"two_sided\"");
+    }
+    one.peers[peer] = static_cast<char*>(base);
+  }
+}
+
+// What peers do with this memory they have told by signals, which the calls have waited for.
+void WindowArena::release(Memory memory) const {
+  if (!memory.data) return;
+  // A stream may wait for ever for a rank that is gone, so that what it uses stays.
+  if (std::ranges::any_of(users_, [](const auto& users) { return users->aborted; })) return;
+  HW_CHECK(cudaDeviceSynchronize());
+  for (size_t channel = 0; channel < memory.registered.size(); ++channel) {
+    const ncclWindow_t window = memory.registered[channel].window;
+    if (window) HW_CHECK(ncclCommWindowDeregister(channels_[channel]->comm(), window));
+  }
+  HW_CHECK(ncclMemFree(memory.data));
+}
+
+cudaError_t WindowArena::begin_call(cudaStream_t caller) {
+  for (const auto& users : users_) {
+    if (const cudaError_t error = users->calls.begin_call(caller)) return error;
+  }
+  return cudaSuccess;
+}
+
+cudaError_t WindowArena::end_call(cudaStream_t caller) {
+  for (const auto& users : users_) {
+    if (const cudaError_t error = users->calls.end_call(caller)) return error;
+  }
+  return cudaSuccess;
+}
+
+const WindowArena::Registered& WindowArena::registered(const Channel& channel) const {
+  const auto found = std::ranges::find(channels_, &channel);
+  if (found == channels_.end())
+    throw ExecutionError("the channel is not one of those that the windows of the program are registered with");
+  return memory_.registered[found - channels_.begin()];
+}
+
+ncclResult_t abort_with_windows(ncclComm_t comm) {
+  {
+    const std::lock_guard lock(users_mutex);
+    if (const auto found = all_users().find(comm); found != all_users().end()) {
+      if (const auto users = found->second.lock()) users->aborted = true;
+      all_users().erase(found);
+    }
+  }
+  return ncclCommAbort(comm);
+}
+
+}  // namespace hw

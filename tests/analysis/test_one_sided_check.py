@@ -1,0 +1,153 @@
+"""What the verifier and the check say of windows, puts and signals, each by a program with one fault."""
+
+from __future__ import annotations
+
+import pytest
+
+from hostweave.base.errors import ProgramError
+from hostweave.check.check import check
+from hostweave.host_ir.ir import HostProgram
+from hostweave.host_ir.verify import verify_host
+
+HEAD = "host @t(%x: f32[M@x, 4]) -> (%y: f32[M@x, 4]) mesh(x=2) channels(x: x one_sided) streams(a[1], b[1]) "
+PEER = "1 - rank.x"
+
+EXCHANGE = f"""\
+  %w = allocate_window f32[M/2, 4]
+  fork a
+  stream a[0] {{
+    signal 0 at {PEER} for %w on x
+    wait_signal 0 from {PEER} for %w on x
+    put %x -> %w at {PEER} signal 0 on x
+    wait_signal 0 from {PEER} for %w on x
+  }}
+  join a
+  copy %w -> %y
+"""
+
+
+def parsed(body: str, head: str = HEAD) -> HostProgram:
+    return HostProgram.parse(f"{head}{{\n{body}}}\n")
+
+
+def fault(body: str, head: str = HEAD) -> str:
+    def find() -> None:
+        verify_host(parsed(body, head))
+        check(parsed(body, head))
+
+    with pytest.raises(ProgramError) as caught:
+        find()
+    return str(caught.value)
+
+
+def test_an_exchange() -> None:
+    verify_host(parsed(EXCHANGE))
+    check(parsed(EXCHANGE))
+
+
+VERIFIED = {
+    "no window": (
+        EXCHANGE.replace("allocate_window", "allocate"),
+        "%w lies in no window, so that a peer cannot reach it: write allocate_window",
+    ),
+    "number": (EXCHANGE.replace("signal 0 on", "signal 64 on"), "signal 64: the greatest number of a signal is 63"),
+    "count": (
+        EXCHANGE.replace("f32[M/2, 4]", "f32[M, 4]"),
+        "%w must hold 1 x %x: it has 4*M elements, not 2*M",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", VERIFIED)
+def test_verifier(case: str) -> None:
+    body, message = VERIFIED[case]
+    assert message in fault(body)
+
+
+def test_windows_are_laid_out_alike() -> None:
+    other = "  on mesh(x=1 of ranks 1) {\n    %z = allocate f32[4, 4]\n    fill %z with 0.0\n  }\n"
+    assert "others are allocated than on other ranks" in fault(other + EXCHANGE)
+    uneven = EXCHANGE.replace("M/2", "local(M, x)")
+    assert "%w may have other sizes on other ranks, so that a window has no one place: use sizes that divide" in fault(
+        uneven, HEAD + "uneven(M) "
+    )
+
+
+CHECKED = {
+    "itself": (
+        EXCHANGE.replace(f"put %x -> %w at {PEER}", "put %x -> %w at rank.x"),
+        "rank.x = 0 is this rank itself: stand it under a condition",
+    ),
+    "no credit": (
+        "".join(line for number, line in enumerate(EXCHANGE.splitlines(keepends=True)) if number not in (3, 4)),
+        "add a signal after the one, and a wait for it before the other",
+    ),
+    "one queue": (
+        f"""\
+  %w = allocate_window f32[M/2, 4]
+  fork a
+  fork b
+  stream a[0] {{
+    wait_signal 0 from {PEER} for %w on x
+  }}
+  stream b[0] {{
+    signal 0 at {PEER} for %w on x
+  }}
+  join a
+  join b
+  copy %x -> %y
+""",
+        "waits for ever where a device runs all streams of a rank as one queue (CUDA_DEVICE_MAX_CONNECTIONS=1); "
+        "issue what rank 1 waits for before it",
+    ),
+    "two streams": (
+        f"""\
+  %w = allocate_window f32[M/2, 4]
+  fork a
+  fork b
+  stream a[0] {{
+    signal 0 at {PEER} for %w on x
+  }}
+  stream b[0] {{
+    signal 0 at {PEER} for %w on x
+    wait_signal 0 from {PEER} for %w on x
+    wait_signal 0 from {PEER} for %w on x
+  }}
+  join a
+  join b
+  copy %x -> %y
+""",
+        "may be at the same time, and signals are counted in turn; add record/wait or put both on one stream",
+    ),
+    "a wait too many": (
+        EXCHANGE.replace("  }\n", f"    wait_signal 1 from {PEER} for %w on x\n  }}\n"),
+        "rank 1 gives no such signal: add the signal, or drop this wait",
+    ),
+    "not waited for": (
+        EXCHANGE.replace("  }\n", f"    signal 1 at {PEER} for %w on x\n  }}\n"),
+        "rank 1 does not wait for it, and would take it for the next one: add the wait",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CHECKED)
+def test_check(case: str) -> None:
+    body, message = CHECKED[case]
+    assert message in fault(body)
+
+
+def test_what_a_peer_still_reads_is_in_use() -> None:
+    body = f"""\
+  %w = allocate_window f32[M/2, 4]
+  copy %x -> %w
+  fork a
+  stream a[0] {{
+    signal 0 at {PEER} for %w on x
+    wait_signal 0 from {PEER} for %w on x
+    get %w at {PEER} -> %y on x
+  }}
+  join a
+"""
+    told = f"    signal 0 at {PEER} for %w on x\n    wait_signal 0 from {PEER} for %w on x\n  }}\n"
+    check(parsed(body.replace("  }\n", told)))
+    assert "nothing orders them" in fault(body) or "may not be done when rank" in fault(body)

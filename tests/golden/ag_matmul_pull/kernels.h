@@ -1,0 +1,11 @@
+// Kernels of ag_matmul_pull.
+#pragma once
+#include "hostweave/launch.h"
+#include "hostweave/types.h"
+
+namespace programs::ag_matmul_pull {
+
+// %h: bf16[M/4, K] = relu(%x)
+__global__ void relu_h(const hw::bf16* x, hw::bf16* h, int64_t M, int64_t K);
+
+}  // namespace programs::ag_matmul_pull

@@ -1,0 +1,178 @@
+// kernel @relu_h(%x: bf16[M/4, K]) {
+//   %h: bf16[M/4, K] = relu(%x)
+// }  # ends here: %h is written in parts
+// host @ag_matmul_pull(%x: bf16[M@x, K], %w: bf16[K, N]) -> (%y: bf16[M, N]) mesh(x=4) channels(x: x one_sided) streams(ring[2],
+// puts[1], arrivals[1]) events(arrived[8], fetched[1]) {
+//   %h = allocate_window bf16[M/4, K]
+//   launch @relu_h %x -> %h
+//   fork puts
+//   stream puts[0] {
+//     for %j in 0..3 {
+//       signal 0 at (rank.x + 1 + %j) % 4 for %h on x
+//     }
+//   }
+//   %h_gathered = allocate bf16[M, K]
+//   fork arrivals
+//   fork ring
+//   for %i in 0..8 {
+//     %p = (rank.x + %i / 2) % 4
+//     if %i >= 2 {
+//       stream arrivals[0] {
+//         %h_gathered_i = chunk %h_gathered[0: %p * 2 + %i % 2 of 8]
+//         if %i % 2 == 0 {
+//           wait_signal 0 from %p for %h_gathered_i on x
+//         }
+//         %h_i = chunk %h[0: %i % 2 of 2]
+//         get %h_i at %p -> %h_gathered_i on x
+//         record arrived[%i]
+//       }
+//     }
+//     stream ring[%i] {
+//       %h_gathered_i_2 = chunk %h_gathered[0: %p * 2 + %i % 2 of 8]
+//       %h_i_2 = chunk %h[0: %i % 2 of 2]
+//       if %p != rank.x {
+//         wait arrived[%i]
+//       }
+//       %y_i = chunk %y[0: %p * 2 + %i % 2 of 8]
+//       %h_chunk = choose %h_i_2 if %p == rank.x else %h_gathered_i_2
+//       matmul %h_chunk, %w -> %y_i
+//     }
+//   }
+//   stream arrivals[0] {
+//     record fetched[0]
+//   }
+//   stream puts[0] {
+//     wait fetched[0]
+//     for %k in 0..3 {
+//       signal 0 at (rank.x + 1 + %k) % 4 for %h on x
+//     }
+//   }
+//   stream arrivals[0] {
+//     for %l in 0..3 {
+//       wait_signal 0 from (rank.x + 1 + %l) % 4 for %h on x
+//     }
+//   }
+//   join ring
+//   join arrivals
+//   join puts
+// }
+#include "program.h"
+
+#include "hostweave/check.h"
+#include "kernels.h"
+
+namespace programs::ag_matmul_pull {
+
+Program::Program(hw::Rank& rank)
+    : rank_(rank.expect_world(kWorld)),
+      channel_x_(rank.channel(kMesh, "x", 4, hw::Transport::one_sided)),
+      ring_(rank, "ring", 2),
+      puts_(rank, "puts", 1),
+      arrivals_(rank, "arrivals", 1),
+      arrived_(8),
+      fetched_(1),
+      plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF),
+      arena_({&channel_x_}) {
+  HW_CHECK(hw::load(relu_h));
+}
+
+Sizes Program::check(const Inputs& in) const {
+  in.x.expect("x", "bf16[M/4, K]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
+  const int64_t M = in.x.dim(0) * 4;
+  hw::expect_divisible("M", M, 8);
+  const int64_t K = in.x.dim(1);
+  in.w.expect("w", "bf16[K, N]", CUDA_R_16BF, {K, hw::kAny}, rank_.device());
+  const int64_t N = in.w.dim(1);
+  return {M, K, N};
+}
+
+OutputShapes Program::output_shapes(const Inputs& in) const {
+  const auto [M, K, N] = check(in);
+  return {.y = {M, N}};
+}
+
+void Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  if (prepared_ == sizes) return;
+  const auto [M, K, N] = sizes;
+  prepared_.reset();
+  plan_y_.prepare({M / 8, K}, {K, N}, {M / 8, N});
+  hw::MemoryPlan memory;
+  memory.allocate(h_, M / 4 * K);
+  memory.allocate(h_gathered_, M * K);
+  arena_.reserve(memory);
+  prepared_ = sizes;
+}
+
+void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
+  const Sizes sizes = check(in);
+  hw::expect_prepared(prepared_ == sizes);
+  const auto [M, K, N] = sizes;
+  out.y.expect("y", "bf16[M, N]", CUDA_R_16BF, {M, N}, rank_.device());
+
+  const auto* x = in.x.as<hw::bf16>();
+  const auto* w = in.w.as<hw::bf16>();
+  auto* y = out.y.as<hw::bf16>();
+  const int64_t rank_x = rank_.index();
+
+  HW_CHECK(arena_.begin_call(caller));
+  // one_sided_programs.py:17  h = hw.relu(x).named("h")  # peers read it where it lies
+  HW_CHECK(hw::launch_pdl(relu_h, hw::grid_of_elements<8>(M / 4 * K), caller, hw::reads(x, M / 4 * K), hw::writes(h_, M / 4 * K),
+                          M, K));
+  // one_sided_programs.py:18  return hw.matmul(h, w).stream("M", chunks=2 * D, algorithm="put")
+  HW_CHECK(puts_.fork(caller));
+  {
+    const hw::Stream stream = puts_[0];
+    for (int64_t j = 0; j < 3; ++j) {
+      HW_CHECK(ncclSignal((rank_x + 1 + j) % 4, 0, 0, 0, channel_x_.comm(), stream));
+    }
+  }
+  HW_CHECK(arrivals_.fork(caller));
+  HW_CHECK(ring_.fork(caller));
+  for (int64_t i = 0; i < 8; ++i) {
+    const int64_t p = (rank_x + i / 2) % 4;
+    if (i >= 2) {
+      const hw::Stream stream = arrivals_[0];
+      auto* h_gathered_i = h_gathered_ + (p * 2 + i % 2) * (M / 8 * K);
+      if (i % 2 == 0) {
+        HW_CHECK(hw::wait_signal(p, 0, channel_x_.comm(), stream));
+      }
+      auto* h_i = h_ + (i % 2) * (M / 8 * K);
+      HW_CHECK(cudaMemcpyAsync(h_gathered_i, arena_.on_peer(channel_x_, p, h_i), M / 8 * K * sizeof(hw::bf16),
+                               cudaMemcpyDeviceToDevice, stream));
+      HW_CHECK(cudaEventRecord(arrived_[i], stream));
+    }
+    const hw::Stream stream = ring_[i];
+    auto* h_gathered_i_2 = h_gathered_ + (p * 2 + i % 2) * (M / 8 * K);
+    auto* h_i_2 = h_ + (i % 2) * (M / 8 * K);
+    if (p != rank_x) {
+      HW_CHECK(cudaStreamWaitEvent(stream, arrived_[i], 0));
+    }
+    auto* y_i = y + (p * 2 + i % 2) * (M / 8 * N);
+    auto* h_chunk = p == rank_x ? h_i_2 : h_gathered_i_2;
+    HW_CHECK(plan_y_.multiply(h_chunk, w, y_i, stream));
+  }
+  {
+    const hw::Stream stream = arrivals_[0];
+    HW_CHECK(cudaEventRecord(fetched_[0], stream));
+  }
+  {
+    const hw::Stream stream = puts_[0];
+    HW_CHECK(cudaStreamWaitEvent(stream, fetched_[0], 0));
+    for (int64_t k = 0; k < 3; ++k) {
+      HW_CHECK(ncclSignal((rank_x + 1 + k) % 4, 0, 0, 0, channel_x_.comm(), stream));
+    }
+  }
+  {
+    const hw::Stream stream = arrivals_[0];
+    for (int64_t l = 0; l < 3; ++l) {
+      HW_CHECK(hw::wait_signal((rank_x + 1 + l) % 4, 0, channel_x_.comm(), stream));
+    }
+  }
+  HW_CHECK(ring_.join(caller));
+  HW_CHECK(arrivals_.join(caller));
+  HW_CHECK(puts_.join(caller));
+  HW_CHECK(arena_.end_call(caller));
+}
+
+}  // namespace programs::ag_matmul_pull

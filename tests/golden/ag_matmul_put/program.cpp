@@ -1,0 +1,148 @@
+// host @ag_matmul_put(%x: bf16[M@x, K], %w: bf16[K, N]) -> (%y: bf16[M, N]) mesh(x=4) channels(x: x one_sided) streams(ring[2],
+// puts[1], arrivals[1]) events(arrived[4], free[1]) {
+//   %x_gathered = allocate_window bf16[M, K]
+//   fork puts
+//   stream puts[0] {
+//     for %j in 0..3 {
+//       signal 0 at (rank.x + 1 + %j) % 4 for %x_gathered on x
+//     }
+//     for %k in 0..3 {
+//       wait_signal 0 from (rank.x + 1 + %k) % 4 for %x_gathered on x
+//     }
+//     record free[0]
+//     for %l in 0..3 {
+//       %x_gathered_l = chunk %x_gathered[0: rank.x of 4]
+//       put %x -> %x_gathered_l at (rank.x - 1 - %l) % 4 signal 0 on x
+//     }
+//   }
+//   fork arrivals
+//   stream arrivals[0] {
+//     wait free[0]
+//   }
+//   fork ring
+//   for %i in 0..4 {
+//     %p = (rank.x + %i) % 4
+//     if %i >= 1 {
+//       stream arrivals[0] {
+//         %x_gathered_i = chunk %x_gathered[0: %p of 4]
+//         wait_signal 0 from %p for %x_gathered_i on x
+//         record arrived[%i]
+//       }
+//     }
+//     stream ring[%i] {
+//       %x_gathered_i_2 = chunk %x_gathered[0: %p of 4]
+//       if %p != rank.x {
+//         wait arrived[%i]
+//       }
+//       %y_i = chunk %y[0: %p of 4]
+//       %x_chunk = choose %x if %p == rank.x else %x_gathered_i_2
+//       matmul %x_chunk, %w -> %y_i
+//     }
+//   }
+//   join ring
+//   join arrivals
+//   join puts
+// }
+#include "program.h"
+
+#include "hostweave/check.h"
+
+namespace programs::ag_matmul_put {
+
+Program::Program(hw::Rank& rank)
+    : rank_(rank.expect_world(kWorld)),
+      channel_x_(rank.channel(kMesh, "x", 4, hw::Transport::one_sided)),
+      ring_(rank, "ring", 2),
+      puts_(rank, "puts", 1),
+      arrivals_(rank, "arrivals", 1),
+      arrived_(4),
+      free_(1),
+      plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF),
+      arena_({&channel_x_}) {}
+
+Sizes Program::check(const Inputs& in) const {
+  in.x.expect("x", "bf16[M/4, K]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
+  const int64_t M = in.x.dim(0) * 4;
+  const int64_t K = in.x.dim(1);
+  in.w.expect("w", "bf16[K, N]", CUDA_R_16BF, {K, hw::kAny}, rank_.device());
+  const int64_t N = in.w.dim(1);
+  return {M, K, N};
+}
+
+OutputShapes Program::output_shapes(const Inputs& in) const {
+  const auto [M, K, N] = check(in);
+  return {.y = {M, N}};
+}
+
+void Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  if (prepared_ == sizes) return;
+  const auto [M, K, N] = sizes;
+  prepared_.reset();
+  plan_y_.prepare({M / 4, K}, {K, N}, {M / 4, N});
+  hw::MemoryPlan memory;
+  memory.allocate(x_gathered_, M * K);
+  arena_.reserve(memory);
+  prepared_ = sizes;
+}
+
+void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
+  const Sizes sizes = check(in);
+  hw::expect_prepared(prepared_ == sizes);
+  const auto [M, K, N] = sizes;
+  out.y.expect("y", "bf16[M, N]", CUDA_R_16BF, {M, N}, rank_.device());
+
+  const auto* x = in.x.as<hw::bf16>();
+  const auto* w = in.w.as<hw::bf16>();
+  auto* y = out.y.as<hw::bf16>();
+  const int64_t rank_x = rank_.index();
+
+  HW_CHECK(arena_.begin_call(caller));
+  // one_sided_programs.py:12  return hw.matmul(x, w).stream("M", chunks=D, algorithm="put")  # an input, which lies ...
+  HW_CHECK(puts_.fork(caller));
+  {
+    const hw::Stream stream = puts_[0];
+    for (int64_t j = 0; j < 3; ++j) {
+      HW_CHECK(ncclSignal((rank_x + 1 + j) % 4, 0, 0, 0, channel_x_.comm(), stream));
+    }
+    for (int64_t k = 0; k < 3; ++k) {
+      HW_CHECK(hw::wait_signal((rank_x + 1 + k) % 4, 0, channel_x_.comm(), stream));
+    }
+    HW_CHECK(cudaEventRecord(free_[0], stream));
+    for (int64_t l = 0; l < 3; ++l) {
+      auto* x_gathered_l = x_gathered_ + rank_x * (M / 4 * K);
+      HW_CHECK(cudaMemcpyAsync(arena_.on_peer(channel_x_, (rank_x - 1 - l + 4) % 4, x_gathered_l), x,
+                               M / 4 * K * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
+      HW_CHECK(ncclSignal((rank_x - 1 - l + 4) % 4, 0, 0, 0, channel_x_.comm(), stream));
+    }
+  }
+  HW_CHECK(arrivals_.fork(caller));
+  {
+    const hw::Stream stream = arrivals_[0];
+    HW_CHECK(cudaStreamWaitEvent(stream, free_[0], 0));
+  }
+  HW_CHECK(ring_.fork(caller));
+  for (int64_t i = 0; i < 4; ++i) {
+    const int64_t p = (rank_x + i) % 4;
+    if (i >= 1) {
+      const hw::Stream stream = arrivals_[0];
+      auto* x_gathered_i = x_gathered_ + p * (M / 4 * K);
+      HW_CHECK(hw::wait_signal(p, 0, channel_x_.comm(), stream));
+      HW_CHECK(cudaEventRecord(arrived_[i], stream));
+    }
+    const hw::Stream stream = ring_[i];
+    auto* x_gathered_i_2 = x_gathered_ + p * (M / 4 * K);
+    if (p != rank_x) {
+      HW_CHECK(cudaStreamWaitEvent(stream, arrived_[i], 0));
+    }
+    auto* y_i = y + p * (M / 4 * N);
+    const auto* x_chunk = p == rank_x ? x : x_gathered_i_2;
+    HW_CHECK(plan_y_.multiply(x_chunk, w, y_i, stream));
+  }
+  HW_CHECK(ring_.join(caller));
+  HW_CHECK(arrivals_.join(caller));
+  HW_CHECK(puts_.join(caller));
+  HW_CHECK(arena_.end_call(caller));
+}
+
+}  // namespace programs::ag_matmul_put

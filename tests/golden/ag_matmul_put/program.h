@@ -1,0 +1,72 @@
+// ag_matmul_put: (x: bf16[M@x, K], w: bf16[K, N]) -> (y: bf16[M, N]) on mesh(x=4)
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "hostweave/matmul.h"
+#include "hostweave/rank.h"
+#include "hostweave/streams.h"
+#include "hostweave/tensor.h"
+#include "hostweave/types.h"
+#include "hostweave/window.h"
+
+namespace programs::ag_matmul_put {
+
+constexpr char kMesh[] = "mesh(x=4)";
+constexpr int64_t kWorld = 4;  // ranks
+
+// What one rank holds.
+struct Inputs {
+  hw::Tensor x;  // bf16[M/4, K]
+  hw::Tensor w;  // bf16[K, N]
+};
+
+struct Outputs {
+  hw::Tensor y;  // bf16[M, N]
+};
+
+struct OutputShapes {
+  hw::Shape y;
+};
+
+// Global sizes, by the names that the program gives them.
+struct Sizes {
+  int64_t M;
+  int64_t K;
+  int64_t N;
+
+  bool operator==(const Sizes&) const = default;
+};
+
+class Program {
+ public:
+  explicit Program(hw::Rank& rank);
+
+  // Throws hw::ArgumentError for an input of the wrong dtype, shape or device; so does all that follows.
+  OutputShapes output_shapes(const Inputs& in) const;
+  // Allocates and plans for these shapes, once. Every rank prepares before any rank runs.
+  void prepare(const Inputs& in);
+  // Only enqueues. Ordered after what `caller` holds, and `caller` is ordered after it.
+  void run(const Inputs& in, const Outputs& out, cudaStream_t caller);
+
+  const hw::WindowArena& arena() const { return arena_; }
+
+ private:
+  Sizes check(const Inputs& in) const;
+
+  hw::Rank& rank_;
+  const hw::Channel& channel_x_;    // the 4 ranks along x
+  hw::Streams ring_;                // ring[2]
+  hw::Streams puts_;                // puts[1]
+  hw::Streams arrivals_;            // arrivals[1]
+  hw::Events arrived_;              // arrived[4]
+  hw::Events free_;                 // free[1]
+  hw::MatmulPlan plan_y_;           // matmul %x_chunk, %w -> %y_i
+  hw::WindowArena arena_;           // which peers write to and read from
+  hw::bf16* x_gathered_ = nullptr;  // %x_gathered: bf16[M, K]
+  std::optional<Sizes> prepared_;   // what prepare was last called for
+};
+
+}  // namespace programs::ag_matmul_put

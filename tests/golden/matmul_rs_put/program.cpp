@@ -1,0 +1,157 @@
+// kernel @fused_y(%matmul_w_own: bf16[M/4, N], %y_landing_own: bf16[3, M/4, N]) {
+//   %term_0: f32[M/4, N] = astype(%matmul_w_own)
+//   %term_1: f32[3, M/4, N] = astype(%y_landing_own)
+//   %term_2: f32[M/4, N] = sum(%term_1, axis=(0,))
+//   %term_3: f32[M/4, N] = add(%term_0, %term_2)
+//   %y: bf16[M/4, N] = astype(%term_3)
+// }
+// host @matmul_rs_put(%x: bf16[M, K@x], %w: bf16[K@x, N]) -> (%y: bf16[M@x, N]) mesh(x=4) channels(x: x one_sided)
+// streams(ring[2], puts[1]) events(made[3]) {
+//   %y_landing = allocate_window bf16[3, 1, M/4, N]
+//   %matmul_w = allocate_window bf16[M, N]
+//   fork puts
+//   stream puts[0] {
+//     for %j in 0..3 {
+//       signal 0 at (rank.x + 1 + %j) % 4 for %y_landing on x
+//     }
+//     for %k in 0..3 {
+//       wait_signal 0 from (rank.x + 1 + %k) % 4 for %y_landing on x
+//     }
+//   }
+//   fork ring
+//   for %i in 0..4 {
+//     %q = (rank.x + 1 + %i) % 4
+//     stream ring[%i] {
+//       %x_i = chunk %x[0: %q of 4]
+//       %matmul_w_i = chunk %matmul_w[0: %q of 4]
+//       matmul %x_i, %w -> %matmul_w_i
+//       if %i < 3 {
+//         record made[%i]
+//       }
+//     }
+//     if %i < 3 {
+//       stream puts[0] {
+//         wait made[%i]
+//         %matmul_w_i_2 = chunk %matmul_w[0: %q of 4]
+//         %y_landing_by_sender = select %y_landing[0: %i]
+//         %y_landing_i = select %y_landing_by_sender[0: 0]
+//         put %matmul_w_i_2 -> %y_landing_i at %q signal 0 on x
+//       }
+//     }
+//   }
+//   stream puts[0] {
+//     for %l in 0..3 {
+//       wait_signal 0 from (rank.x + 1 + %l) % 4 for %y_landing on x
+//     }
+//   }
+//   join ring
+//   join puts
+//   %y_landing_own = select %y_landing[1: 0]
+//   %matmul_w_own = chunk %matmul_w[0: rank.x of 4]
+//   launch @fused_y %matmul_w_own, %y_landing_own -> %y
+// }
+#include "program.h"
+
+#include "hostweave/check.h"
+#include "kernels.h"
+
+namespace programs::matmul_rs_put {
+
+Program::Program(hw::Rank& rank)
+    : rank_(rank.expect_world(kWorld)),
+      channel_x_(rank.channel(kMesh, "x", 4, hw::Transport::one_sided)),
+      ring_(rank, "ring", 2),
+      puts_(rank, "puts", 1),
+      made_(3),
+      plan_matmul_w_(rank, CUDA_R_16BF, CUDA_R_16BF),
+      arena_({&channel_x_}) {
+  HW_CHECK(hw::load(fused_y));
+}
+
+Sizes Program::check(const Inputs& in) const {
+  in.x.expect("x", "bf16[M, K/4]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
+  const int64_t M = in.x.dim(0);
+  hw::expect_divisible("M", M, 4);
+  const int64_t K = in.x.dim(1) * 4;
+  in.w.expect("w", "bf16[K/4, N]", CUDA_R_16BF, {K / 4, hw::kAny}, rank_.device());
+  const int64_t N = in.w.dim(1);
+  return {M, K, N};
+}
+
+OutputShapes Program::output_shapes(const Inputs& in) const {
+  const auto [M, K, N] = check(in);
+  return {.y = {M / 4, N}};
+}
+
+void Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  if (prepared_ == sizes) return;
+  const auto [M, K, N] = sizes;
+  prepared_.reset();
+  plan_matmul_w_.prepare({M / 4, K / 4}, {K / 4, N}, {M / 4, N});
+  hw::MemoryPlan memory;
+  memory.allocate(y_landing_, M / 4 * 3 * N);
+  memory.allocate(matmul_w_, M * N);
+  arena_.reserve(memory);
+  prepared_ = sizes;
+}
+
+void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
+  const Sizes sizes = check(in);
+  hw::expect_prepared(prepared_ == sizes);
+  const auto [M, K, N] = sizes;
+  out.y.expect("y", "bf16[M/4, N]", CUDA_R_16BF, {M / 4, N}, rank_.device());
+
+  const auto* x = in.x.as<hw::bf16>();
+  const auto* w = in.w.as<hw::bf16>();
+  auto* y = out.y.as<hw::bf16>();
+  const int64_t rank_x = rank_.index();
+
+  HW_CHECK(arena_.begin_call(caller));
+  // one_sided_programs.py:23  return hw.reshard(hw.matmul(x, w), "M@x", "N").stream("M", chunks=D, algorithm="put")
+  HW_CHECK(puts_.fork(caller));
+  {
+    const hw::Stream stream = puts_[0];
+    for (int64_t j = 0; j < 3; ++j) {
+      HW_CHECK(ncclSignal((rank_x + 1 + j) % 4, 0, 0, 0, channel_x_.comm(), stream));
+    }
+    for (int64_t k = 0; k < 3; ++k) {
+      HW_CHECK(hw::wait_signal((rank_x + 1 + k) % 4, 0, channel_x_.comm(), stream));
+    }
+  }
+  HW_CHECK(ring_.fork(caller));
+  for (int64_t i = 0; i < 4; ++i) {
+    const int64_t q = (rank_x + 1 + i) % 4;
+    {
+      const hw::Stream stream = ring_[i];
+      const auto* x_i = x + q * (M / 4 * (K / 4));
+      auto* matmul_w_i = matmul_w_ + q * (M / 4 * N);
+      HW_CHECK(plan_matmul_w_.multiply(x_i, w, matmul_w_i, stream));
+      if (i < 3) {
+        HW_CHECK(cudaEventRecord(made_[i], stream));
+      }
+    }
+    if (i < 3) {
+      const hw::Stream stream = puts_[0];
+      HW_CHECK(cudaStreamWaitEvent(stream, made_[i], 0));
+      auto* matmul_w_i_2 = matmul_w_ + q * (M / 4 * N);
+      auto* y_landing_by_sender = y_landing_ + i * (M / 4 * N);
+      HW_CHECK(ncclPutSignal(matmul_w_i_2, M / 4 * N, ncclBfloat16, q, arena_.window(channel_x_),
+                             arena_.offset(y_landing_by_sender), 0, 0, 0, channel_x_.comm(), stream));
+    }
+  }
+  {
+    const hw::Stream stream = puts_[0];
+    for (int64_t l = 0; l < 3; ++l) {
+      HW_CHECK(hw::wait_signal((rank_x + 1 + l) % 4, 0, channel_x_.comm(), stream));
+    }
+  }
+  HW_CHECK(ring_.join(caller));
+  HW_CHECK(puts_.join(caller));
+  auto* matmul_w_own = matmul_w_ + rank_x * (M / 4 * N);
+  HW_CHECK(hw::launch_pdl(fused_y, hw::grid_of_elements<8>(M / 4 * N), caller, hw::reads(matmul_w_own, M / 4 * N),
+                          hw::reads(y_landing_, M / 4 * 3 * N), hw::writes(y, M / 4 * N), M, N));
+  HW_CHECK(arena_.end_call(caller));
+}
+
+}  // namespace programs::matmul_rs_put

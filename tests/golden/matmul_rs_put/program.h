@@ -1,0 +1,71 @@
+// matmul_rs_put: (x: bf16[M, K@x], w: bf16[K@x, N]) -> (y: bf16[M@x, N]) on mesh(x=4)
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "hostweave/matmul.h"
+#include "hostweave/rank.h"
+#include "hostweave/streams.h"
+#include "hostweave/tensor.h"
+#include "hostweave/types.h"
+#include "hostweave/window.h"
+
+namespace programs::matmul_rs_put {
+
+constexpr char kMesh[] = "mesh(x=4)";
+constexpr int64_t kWorld = 4;  // ranks
+
+// What one rank holds.
+struct Inputs {
+  hw::Tensor x;  // bf16[M, K/4]
+  hw::Tensor w;  // bf16[K/4, N]
+};
+
+struct Outputs {
+  hw::Tensor y;  // bf16[M/4, N]
+};
+
+struct OutputShapes {
+  hw::Shape y;
+};
+
+// Global sizes, by the names that the program gives them.
+struct Sizes {
+  int64_t M;
+  int64_t K;
+  int64_t N;
+
+  bool operator==(const Sizes&) const = default;
+};
+
+class Program {
+ public:
+  explicit Program(hw::Rank& rank);
+
+  // Throws hw::ArgumentError for an input of the wrong dtype, shape or device; so does all that follows.
+  OutputShapes output_shapes(const Inputs& in) const;
+  // Allocates and plans for these shapes, once. Every rank prepares before any rank runs.
+  void prepare(const Inputs& in);
+  // Only enqueues. Ordered after what `caller` holds, and `caller` is ordered after it.
+  void run(const Inputs& in, const Outputs& out, cudaStream_t caller);
+
+  const hw::WindowArena& arena() const { return arena_; }
+
+ private:
+  Sizes check(const Inputs& in) const;
+
+  hw::Rank& rank_;
+  const hw::Channel& channel_x_;   // the 4 ranks along x
+  hw::Streams ring_;               // ring[2]
+  hw::Streams puts_;               // puts[1]
+  hw::Events made_;                // made[3]
+  hw::MatmulPlan plan_matmul_w_;   // matmul %x_i, %w -> %matmul_w_i
+  hw::WindowArena arena_;          // which peers write to and read from
+  hw::bf16* y_landing_ = nullptr;  // %y_landing: bf16[3, 1, M/4, N]
+  hw::bf16* matmul_w_ = nullptr;   // %matmul_w: bf16[M, N]
+  std::optional<Sizes> prepared_;  // what prepare was last called for
+};
+
+}  // namespace programs::matmul_rs_put

@@ -1,0 +1,97 @@
+"""Programs whose ranks write and read each other's memory, on real GPUs of one host, with NCCL 2.29 or later."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+
+import pytest
+from whole_programs import compiled, expect, fusion_of, integer_arrays, random_arrays, sizes_of
+
+import hostweave as hw
+from hostweave.build.cuda import find_cuda, gpus
+from hostweave.cli.tolerance import tolerance_of
+from hostweave.fusion_ir.reference import run_reference
+
+GPUS = len(gpus())
+RANKS = [ranks for ranks in (2, 4, 8) if ranks <= GPUS]
+NAMES = ("ag_matmul_put", "ag_matmul_pull", "matmul_rs_put", "mlp_put", "columns_put")
+
+
+def nccl() -> int:
+    """The version of the library that programs are linked with, as 22900; 0 where there is none."""
+    part = next((part for part in find_cuda().libraries if "nccl" in part.name), None)
+    version = ctypes.c_int()
+    if part is None or part.path is None or ctypes.CDLL(str(part.path)).ncclGetVersion(ctypes.byref(version)) != 0:
+        return 0
+    return version.value
+
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs, and there are {GPUS}"),
+    pytest.mark.skipif(GPUS >= 2 and nccl() < 22900, reason="needs NCCL 2.29: NCCL_HOME names a folder with a later one"),
+]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("name", NAMES)
+def test_matches_numpy(name: str, ranks: int) -> None:
+    """With memory that grows between calls, over memory full of NaN, and with several calls in flight."""
+    fusion = fusion_of(name, ranks, 3, hw.bf16)
+    program = compiled(fusion, "cuda")
+    for times in (1, 16, 128, 16):
+        sizes = sizes_of(fusion, times)
+        arrays = random_arrays(fusion, sizes, seed=times)
+        expect(fusion, arrays, program.run(**arrays, ranks=True))
+    for times in (1, 64):
+        calls = [integer_arrays(fusion, sizes_of(fusion, times), seed) for seed in range(8)]
+        for arrays, results in zip(calls, program.run_in_flight(calls, poison=True), strict=True):
+            expect(fusion, arrays, results, exact=True)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_programs_take_turns_on_one_channel(ranks: int) -> None:
+    fusions = [fusion_of(name, ranks, 3, hw.bf16) for name in NAMES]
+    for seed in range(5):
+        for fusion in fusions:
+            arrays = integer_arrays(fusion, sizes_of(fusion, times=8), seed)
+            expect(fusion, arrays, compiled(fusion, "cuda").run(**arrays, ranks=True), exact=True)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_torch_tensors_of_a_layer(ranks: int) -> None:
+    """Sizes at which copies and matmuls overlap for long."""
+    torch = pytest.importorskip("torch")
+    for name in ("ag_matmul_put", "matmul_rs_put"):
+        fusion = fusion_of(name, ranks, 3, hw.bf16)
+        sizes = {"M": 2048, "K": 1024, "N": 1024}
+        calls = [random_arrays(fusion, sizes, seed) for seed in range(4)]
+        allowed = tolerance_of(fusion, fusion.outputs[0], sizes)
+        tensors = [{key: torch.from_numpy(a.astype("f4")).to("cuda:0", torch.bfloat16) for key, a in call.items()} for call in calls]
+        for arrays, results in zip(calls, compiled(fusion, "cuda").run_in_flight(tensors, poison=True), strict=True):
+            (want,) = run_reference(fusion, arrays)
+            blocks = [y.double().cpu() for y in results]
+            got = torch.cat(blocks).numpy() if name == "matmul_rs_put" else blocks[-1].numpy()
+            assert abs(got - want).max() <= allowed.atol + allowed.rtol * abs(want).max()
+
+
+def test_closed_programs_leave_their_channel() -> None:
+    fusion = fusion_of("mlp_put", 2, 3, hw.bf16)
+    arrays = integer_arrays(fusion, sizes_of(fusion, times=8), seed=0)
+    for _ in range(3):
+        program = hw.compile(fusion, target="cuda")
+        expect(fusion, arrays, program.run(**arrays, ranks=True), exact=True)
+        program.close()
+
+
+@pytest.mark.parametrize("connections", ["1", "8"])
+def test_on_so_many_hardware_queues(connections: str) -> None:
+    test = f"{__file__}::{test_matches_numpy.__name__}"
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "gpu", test]
+    env = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": connections}
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout

@@ -1,0 +1,35 @@
+"""Programs whose ranks write and read each other's memory."""
+
+import hostweave as hw
+
+D = 8  # ranks
+mesh = hw.Mesh(x=D)
+dtype = hw.bf16
+
+
+@hw.fusion(mesh=mesh, x=dtype["M@x", "K"], w=dtype["K", "N"])
+def ag_matmul_put(x, w):
+    return hw.matmul(x, w).stream("M", chunks=D, algorithm="put")  # an input, which lies in no window, is put
+
+
+@hw.fusion(mesh=mesh, x=dtype["M@x", "K"], w=dtype["K", "N"])
+def ag_matmul_pull(x, w):
+    h = hw.relu(x).named("h")  # peers read it where it lies
+    return hw.matmul(h, w).stream("M", chunks=2 * D, algorithm="put")
+
+
+@hw.fusion(mesh=mesh, x=dtype["M", "K@x"], w=dtype["K@x", "N"])
+def matmul_rs_put(x, w):
+    return hw.reshard(hw.matmul(x, w), "M@x", "N").stream("M", chunks=D, algorithm="put")
+
+
+@hw.fusion(mesh=mesh, x=dtype["M@x", "K"], w_in=dtype["K", "F@x"], w_out=dtype["F@x", "E"])
+def mlp_put(x, w_in, w_out):
+    h = hw.clip(hw.matmul(x, w_in).stream("M", chunks=D, algorithm="put"), -1, 1).named("h")
+    return hw.reshard(hw.matmul(h, w_out), "M@x", "E").stream("M", chunks=2 * D, algorithm="put")
+
+
+@hw.fusion(mesh=mesh, x=dtype["M", "K@x"], w=dtype["K@x", "N"], v=dtype["N@x", "E"])
+def columns_put(x, w, v):
+    y = hw.reshard(hw.matmul(x, w), "M", "N@x").stream("N", chunks=2 * D, algorithm="put")  # of columns, which are not contiguous
+    return hw.matmul(hw.reshard(y, "M@x", "N"), hw.reshard(v, "N", "E"))

@@ -1,0 +1,183 @@
+"""Programs whose ranks write and read each other's memory, on any number of ranks and in random schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from whole_programs import ONE_SIDED, compiled, expect, fusion_of, integer_arrays, random_arrays, sizes_of
+
+import hostweave as hw
+from hostweave.base.errors import ProgramError
+from hostweave.check.check import check
+from hostweave.check.interpret import interpret
+from hostweave.check.sizes import minimal_sizes
+from hostweave.fusion_ir.reference import run_reference
+from hostweave.host_ir import ir, tree
+from hostweave.host_ir.expr import Const
+from hostweave.host_ir.ir import HostProgram
+from hostweave.host_ir.text import print_instruction
+from hostweave.options import Options
+from hostweave.pipeline import lower
+from hostweave.runtime.cpu import seeded
+from hostweave.types.shards import block_of
+
+RUNS = [("mlp_put", ranks) for ranks in (1, 2, 3, 4, 8)] + [("ag_matmul_pull", 2), ("ag_matmul_pull", 3), ("columns_put", 4)]
+
+
+@pytest.mark.parametrize(("name", "ranks"), RUNS)
+def test_matches_numpy(name: str, ranks: int) -> None:
+    fusion = fusion_of(name, ranks, 3, hw.bf16)
+    program = compiled(fusion)
+    for times in (1, 3, 2):  # memory that grows, and is used again
+        arrays = random_arrays(fusion, sizes_of(fusion, times), seed=times)
+        expect(fusion, arrays, program.run(**arrays, ranks=True))
+    calls = [integer_arrays(fusion, sizes_of(fusion, times=1), seed) for seed in range(3)]
+    for seed in range(8 if ranks < 8 else 2):
+        with seeded(seed, check_dependencies=True):
+            for arrays, results in zip(calls, program.run_in_flight(calls, poison=True), strict=True):
+                expect(fusion, arrays, results, exact=True)
+
+
+def test_programs_take_turns_on_one_channel() -> None:
+    fusions = [fusion_of(name, 3, 3, hw.bf16) for name in ("mlp_put", "ag_matmul_pull")]
+    for seed in range(3):
+        for fusion in fusions:
+            arrays = integer_arrays(fusion, sizes_of(fusion, times=1), seed)
+            expect(fusion, arrays, compiled(fusion).run(**arrays, ranks=True), exact=True)
+
+
+def test_a_closed_program_leaves_its_channel_to_others() -> None:
+    fusion = fusion_of("mlp_put", 2, 3, hw.bf16)
+    arrays = integer_arrays(fusion, sizes_of(fusion, times=1), 0)
+    for _ in range(2):
+        program = hw.compile(fusion)
+        expect(fusion, arrays, program.run(**arrays, ranks=True), exact=True)
+        program.close()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("name", ONE_SIDED)
+def test_the_ir_says_the_same(name: str, ranks: int) -> None:
+    fusion = fusion_of(name, ranks, 3, hw.bf16)
+    host = lower(fusion, Options())
+    check(host)
+    assert HostProgram.parse(str(host)) == host
+    arrays = integer_arrays(host, {size: 3 * least for size, least in minimal_sizes(host).items()}, seed=0)
+    expect(fusion, arrays, [rank["y" if "y" in rank else next(iter(rank))] for rank in interpret(host, arrays)], exact=True)
+
+
+# --- mutations --------------------------------------------------------------------------------------------------------
+
+
+def mutants(host: HostProgram) -> Iterator[tuple[str, HostProgram]]:
+    """The program with one thing of its one-sided communication dropped or changed, and what that is."""
+    walked = list(tree.walk(host.body))
+    views = {name: number for number, i in enumerate(walked) for name in tree.names(i, "view")}
+    for number, i in enumerate(walked):
+        changes: dict[str, tree.Instruction | tree.Body] = {}
+        if isinstance(i, ir.OneSided):
+            changes["dropped"] = ()
+            changes["twice"] = (i, i)
+            changes["to another peer"] = replace(i, peer=(i.peer + 1) % host.channel(i.channel).size)  # type: ignore[call-arg]
+        if isinstance(i, ir.Signalled):
+            changes["under another number"] = replace(i, signal=1)  # type: ignore[call-arg]
+        if isinstance(i, ir.Fork | ir.Join | ir.Record | ir.Wait):
+            changes["dropped"] = ()
+        for what, new in changes.items():
+            yield f"{print_instruction(i)[0]}: {what}", replace(host, body=tree.edited(host.body, {number: new}))
+        for name in tree.names(i, "remote_write") if isinstance(i, ir.OneSided) else ():
+            while name in views:  # the place on the peer
+                view = walked[views[name]]
+                if isinstance(view, ir.Select | ir.Chunk) and view.index != Const(0):
+                    elsewhere = replace(view, index=Const(0))
+                    yield (
+                        f"{print_instruction(i)[0]}: at another place",
+                        replace(host, body=tree.edited(host.body, {views[name]: elsewhere})),
+                    )
+                (name, *_) = tree.names(view, "alias")
+
+
+def harmless(host: HostProgram, mutant: HostProgram) -> bool:
+    """Whether the check takes it, which it may only where every rank still gives what it gave."""
+    try:
+        check(mutant)
+    except ProgramError:
+        return False
+    arrays = integer_arrays(host, minimal_sizes(host), seed=0)
+    for want, got in zip(interpret(host, arrays), interpret(mutant, arrays), strict=True):
+        for output in want:
+            np.testing.assert_array_equal(got[output], want[output])
+    return True
+
+
+# The events between streams order these already, and to read twice is to read.
+NEEDLESS = {"fork arrivals: dropped", "join arrivals: dropped", "join puts: dropped", "get %h_i at %p -> %h_gathered_i on x: twice"}
+
+
+@pytest.mark.parametrize("name", ["ag_matmul_put", "ag_matmul_pull", "matmul_rs_put", "mlp_put"])
+def test_every_put_signal_wait_and_event_is_needed(name: str) -> None:
+    host = lower(fusion_of(name, 3, 3, hw.bf16), Options(streams=4))
+    assert {what for what, mutant in mutants(host) if harmless(host, mutant)} <= NEEDLESS
+
+
+# --- what cannot be ---------------------------------------------------------------------------------------------------
+
+
+def message_of(fusion: hw.Program | object, **options: object) -> str:
+    with pytest.raises(ProgramError) as caught:
+        hw.compile(fusion, options=Options(**options))  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+def test_options() -> None:
+    with pytest.raises(ProgramError) as caught:
+        Options(transport="pigeon")
+    assert str(caught.value) == "Options: there is no transport='pigeon'; one of auto, one_sided, two_sided"
+    flat = fusion_of("ag_matmul_flat", 2, 3, hw.bf16)
+    assert "one_sided" not in hw.compile(flat).host_ir
+    assert "one_sided" in hw.compile(flat, options=Options(transport="one_sided")).host_ir
+    assert "two_sided" not in hw.compile(flat, options=Options(transport="one_sided")).host_ir
+    assert message_of(fusion_of("ag_matmul_put", 2, 3, hw.bf16), transport="two_sided").endswith(
+        "stream of %y: algorithm='put' cannot be; what can: p2p (by_shard), broadcast (by_shard), ring (by_shard), "
+        "all_gather (across_shards) for the all_gather of %x_gathered"
+    )
+    assert message_of(fusion_of("matmul_ar_unstreamed", 2, 3, hw.bf16), transport="one_sided").endswith(
+        'transport="one_sided": the all_reduce of %y is in no chunk loop by shard, where alone that can be; stream the '
+        'matmul beside it, or use transport="auto", and .stream(..., algorithm="put") on the loops that can'
+    )
+
+
+def test_sums_alone_are_put() -> None:
+    @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M", "K@x"])
+    def largest(x):  # type: ignore[no-untyped-def]
+        return hw.reshard(hw.max(x, axis=1), "M@x").stream("M", chunks=2, algorithm="put")
+
+    assert "algorithm='put' cannot be; what can: p2p (by_shard)" in message_of(largest)
+
+
+def test_reference() -> None:
+    """The reference of the programs is that of the same without puts."""
+    one, other = (fusion_of(name, 2, 3, hw.bf16) for name in ("ag_matmul_put", "ag_matmul_flat"))
+    arrays = integer_arrays(one, sizes_of(one), 0)
+    np.testing.assert_array_equal(run_reference(one, arrays)[0], run_reference(other, arrays)[0])
+
+
+def test_ranks_that_make_calls_of_their_own() -> None:
+    """They register memory together, which grows, and after one that another of them has made fail nobody waits."""
+    fusion = fusion_of("mlp_put", 3, 3, hw.bf16)
+    program, provider = compiled(fusion), hw.Threads(3)
+    calls = [integer_arrays(fusion, sizes_of(fusion, times), seed=times) for times in (1, 4, 2)]
+    want = [run_reference(fusion, arrays)[0] for arrays in calls]
+
+    def call(rank: int) -> None:
+        hw.init(provider)
+        for arrays, whole in zip(calls, want, strict=True):
+            blocks = {v.name: arrays[v.name][block_of(v.type, fusion.mesh, rank, arrays[v.name].shape)] for v in fusion.inputs}
+            got = program(**{name: np.ascontiguousarray(block) for name, block in blocks.items()})
+            rows = len(whole) // 3
+            np.testing.assert_array_equal(np.asarray(got, "f4"), whole[rank * rows : (rank + 1) * rows])
+
+    provider.run(call)
