@@ -82,8 +82,8 @@ def test_projects_run_on_the_cpu(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.endswith("every rank has what it should\n")
 
-    build(attention, tmp_path, f"-DHOSTWEAVE_OPENBLAS_ROOT={openblas}")  # which the runtime has files of its own for
-    result = run(tmp_path, "build/attention", "S=37", "T=70", "repetitions=1")
+    build(attention, folder)  # which the runtime has files of its own for
+    result = run(folder, "build/attention", "S=37", "T=70", "repetitions=1")
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.endswith("every rank has what it should\n")
 
