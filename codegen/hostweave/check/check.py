@@ -145,11 +145,16 @@ class _Checker:
     # --- the end of the call ---
 
     def finish(self) -> None:
+        outputs = self.instances.program.outputs
+        donated = {p.memory: p.name for p in outputs if p.memory}
         if self.empty is not None:
             part, access, empty = self.empty
             where = f"bytes {empty.start} to {empty.stop} of %{access.region.root}"
+            if access.region.generation == 0 and access.region.root in donated:
+                why = f"after %{donated[access.region.root]} was written over {where}, which were donated"
+                self.fail(part, f" reads %{access.name} {why}: read them before, or keep a copy")
             self.fail(part, f" reads %{access.name} before anything wrote {where}: write them first, or drop the read")
-        owned = {p.name: p.type.mesh_in(self.instances.program.mesh) for p in self.instances.program.outputs}
+        owned = {p.memory or p.name: p for p in outputs}
         for rank, memories in enumerate(self.memories):
             clock = self.order.clocks[self.order.callers[rank].lane]
             for name, memory in memories.items():
@@ -157,10 +162,10 @@ class _Checker:
                     part, pool = touch.part, touch.part.stream[0] if touch.part.stream else ""
                     user = f"{_verb(part, touch.access)} %{touch.access.name}, and {_AFTERWARDS[memory.root.role]}"
                     self.fail(part, f" {user}: nothing orders the caller's stream after it; add join {pool} behind it")
-                gap = memory.first_empty(Region(name, 0, memory.root.layout, 0))
-                has_output = name in owned and rank in owned[name].all_ranks
+                gap = memory.first_empty(Region(name, 0, memory.root.layout, int(name in donated)))
+                has_output = name in owned and rank in owned[name].type.mesh_in(self.instances.program.mesh).all_ranks
                 if gap and has_output:
-                    missing = f"rank {rank}: nothing writes bytes {gap.start} to {gap.stop} of the output %{name}"
+                    missing = f"rank {rank}: nothing writes bytes {gap.start} to {gap.stop} of the output %{owned[name].name}"
                     raise failure(self.instances.program, f"{missing}: write all of every output")
 
 

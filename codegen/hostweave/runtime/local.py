@@ -15,7 +15,7 @@ from hostweave.host_ir.calls import dedupe_functions
 from hostweave.host_ir.ir import Communication, HostProgram, Parameter
 from hostweave.host_ir.text import print_instruction
 from hostweave.host_ir.tree import walk
-from hostweave.runtime.arguments import accept
+from hostweave.runtime.arguments import accept, expect_writable
 from hostweave.runtime.arrays import Array, Library, NumpyLibrary
 from hostweave.runtime.cpu import Schedule, schedule
 from hostweave.runtime.lifetime import calls as native_calls
@@ -43,6 +43,7 @@ class Taken:
     wholes: tuple[Shape, ...] | None  # of the global arrays, where this rank knows more than its own shapes
     stream: int  # cudaStream_t
     given: tuple[Output, ...] | None  # as out=
+    donated: tuple[Output, ...]  # for each output
     spans: tuple[Span, ...]  # of what is taken and given
 
 
@@ -68,6 +69,8 @@ class LocalProgram:
         if self._meets and not group.can_meet:
             where = f"{host.name}: verify_calls: the ranks of group {group.name!r} have nowhere to meet"
             raise ArgumentError(f"{where}; use a provider with a store, or leave it out")
+        inputs = [parameter.name for parameter in host.inputs]
+        self._donated = [inputs.index(p.memory) if p.memory else None for p in host.outputs]  # the number of the input of each output
         self._on_parts = any(p.type.mesh for p in (*host.inputs, *host.outputs))  # some ranks have nothing of some
         self._waits_for = _first_communication(host)
         self._intent = CallSignature(host.name, str(host.mesh), key_of(program.host_ir, options, program.target.name))
@@ -124,7 +127,10 @@ class LocalProgram:
         group.run(self._host.name, self._member, lambda: self._native.run(taken.addresses, addresses, taken.stream, self._schedule()))
         if out is not None:
             return out
-        results = tuple(output[0].give(output[1]) if output else None for output in outputs)
+        results = tuple(
+            arrays[number] if number is not None else output[0].give(output[1]) if output else None
+            for number, output in zip(self._donated, outputs, strict=True)
+        )
         return results[0] if len(results) == 1 else results
 
     # --- with the other ranks
@@ -165,10 +171,22 @@ class LocalProgram:
         addresses = tuple(one[0].address(one[1]) if one else 0 for one in accepted)
         shapes = tuple(tuple(one[1].shape) if one else () for one in accepted)
         wholes = self._whole_shapes_for(sizes or {}, shapes) if sizes or (self._on_parts and not self._meets) else None
-        given = None if out is None else self._given(out)
-        spans = (*self._spans(parameters, accepted, False), *self._spans(self._host.outputs, given or (), True))
+        donated = tuple(None if number is None else accepted[number] for number in self._donated)
+        for number, one in zip(self._donated, donated, strict=True):
+            if number is not None and one:
+                expect_writable(f"{name}: {parameters[number].name}", *one)
+        given = None if out is None else self._given(out, donated)
+        is_own = [number is None for number in self._donated]
+        spans = tuple(
+            span
+            for parameters_, arrays_, written in (
+                (parameters, accepted, [number in self._donated for number in range(len(parameters))]),
+                (self._host.outputs, [one if own else None for one, own in zip(given or (), is_own, strict=False)], is_own),
+            )
+            for span in self._spans(parameters_, arrays_, written)
+        )
         self._expect_apart(spans)
-        return Taken(library, addresses, shapes, wholes, self._handle(stream, library), given, spans)
+        return Taken(library, addresses, shapes, wholes, self._handle(stream, library), given, donated, spans)
 
     def _holds(self, parameter: Parameter, rank: int | None = None) -> bool:
         """Whether a rank, by default this one, has anything of an input or output."""
@@ -236,27 +254,31 @@ class LocalProgram:
     # --- outputs
 
     def _made(self, taken: Taken, on_given_stream: bool) -> list[Output]:
-        """New outputs, for use on the stream of the call."""
-        held = [self._holds(parameter) for parameter in self._host.outputs]
+        """New outputs, for use on the stream of the call, and those that were donated."""
+        held = [self._holds(parameter) and number is None for parameter, number in zip(self._host.outputs, self._donated, strict=True)]
         library = taken.library
         if library is None:
             if any(held):
                 why = f"rank {self._group.rank} passes no array, so nothing says of which library its outputs are to be"
                 raise ArgumentError(f"{self._host.name}: {why}; pass them as out=")
-            return [None for _ in held]
+            return list(taken.donated)
         with library.on_stream(taken.stream if on_given_stream else None, self._device):
             return [
-                (library, library.empty(shape, parameter.type.dtype, self._device)) if here else None
-                for parameter, shape, here in zip(self._host.outputs, self._outputs, held, strict=True)
+                (library, library.empty(shape, parameter.type.dtype, self._device)) if here else donated
+                for parameter, shape, here, donated in zip(self._host.outputs, self._outputs, held, taken.donated, strict=True)
             ]
 
-    def _given(self, out: Any) -> tuple[Output, ...]:
+    def _given(self, out: Any, donated: Sequence[Output]) -> tuple[Output, ...]:
         parameters = self._host.outputs
         arrays = (out,) if len(parameters) == 1 else tuple(out)
         if len(arrays) != len(parameters):
             raise ArgumentError(f"{self._host.name}: out=: {len(arrays)} arrays for {len(parameters)} outputs")
-        outputs = tuple(self._accepted(parameter, array) for parameter, array in zip(parameters, arrays, strict=True))
-        for parameter, output in zip(parameters, outputs, strict=True):
+        pairs = zip(parameters, arrays, donated, strict=True)
+        outputs = tuple(one if p.memory and array is None else self._accepted(p, array) for p, array, one in pairs)
+        for parameter, output, one in zip(parameters, outputs, donated, strict=True):
+            if output and one and output[0].address(output[1]) != one[0].address(one[1]):
+                where = f"{self._host.name}: out=: {parameter.name}: is returned in {parameter.memory}, which is donated"
+                raise ArgumentError(f"{where}; pass None for it, or that array")
             if output and not output[0].is_writable(output[1]):
                 raise ArgumentError(
                     f"{self._host.name}: out=: {parameter.name}: cannot be written to; pass another array, or leave out= away"
@@ -270,21 +292,24 @@ class LocalProgram:
                 raise ArgumentError(f"{where}: expected the local shape {list(shape)}, got {list(output[1].shape)}")
         return given
 
-    def _spans(self, parameters: Sequence[Parameter], arrays: Sequence[Output], written: bool) -> Iterator[Span]:
-        for parameter, (library, array) in ((p, one) for p, one in zip(parameters, arrays, strict=False) if one):
-            begin, bytes_ = library.address(array), prod(array.shape) * parameter.type.dtype.itemsize
-            if bytes_:
-                yield Span(begin, begin + bytes_, self._group.rank, parameter.name, written)
+    def _spans(self, parameters: Sequence[Parameter], arrays: Sequence[Output], written: Sequence[bool]) -> Iterator[Span]:
+        for parameter, one, is_written in zip(parameters, arrays, written, strict=False):
+            if one and (bytes_ := prod(one[1].shape) * parameter.type.dtype.itemsize):
+                begin = one[0].address(one[1])
+                yield Span(begin, begin + bytes_, self._group.rank, parameter.name, is_written)
 
     def _expect_apart(self, spans: Iterable[Span]) -> None:
-        """Raises ArgumentError where a given output shares memory with an input or another output: programs write before they have read."""
+        """Raises ArgumentError where a given output, or a donated input, shares memory with an input or another one: programs write
+        before they have read.
+        """
         last = last_written = Span(0, 0, 0, "", False)  # of those that begin before, the one that ends last
         for span in sorted(spans):
             other = last if span.written else last_written
             if span.begin < other.end:
                 pair = sorted((other, span), key=lambda one: not one.written)
                 names = [one.name if span.rank == other.rank else f"{one.name} of rank {one.rank}" for one in pair]
-                raise ArgumentError(f"{self._host.name}: out=: {' and '.join(names)} overlap in memory; pass an array of its own")
+                what = f"{pair[0].name}, which is donated" if pair[0].name in {p.memory for p in self._host.outputs} else "out="
+                raise ArgumentError(f"{self._host.name}: {what}: {' and '.join(names)} overlap in memory; pass an array of its own")
             last = max(last, span, key=lambda one: one.end)
             last_written = max(last_written, span, key=lambda one: one.end) if span.written else last_written
 

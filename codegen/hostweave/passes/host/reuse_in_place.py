@@ -9,7 +9,8 @@
     all_reduce sum %t -> %y on x              all_reduce sum %t -> %y on x
 
 A copy from one to the other is left out. An instruction writes where it reads if each element comes of its own index alone:
-kernels say that of each input, and a matmul adds so.
+kernels say that of each input, and a matmul adds so. What is returned in the memory of a donated input is computed there, if all
+that reads the input has done so by then; else it is copied there in the end.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from hostweave.analysis.def_use import DefUse, Place, def_use
-from hostweave.analysis.kernel_indices import may_overwrite
+from hostweave.analysis.kernel_indices import may_overwrite, updated
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.aliases import AliasRoots
 from hostweave.host_ir.dead_code import eliminate_dead_code, indices_in
@@ -31,7 +32,7 @@ def reuse_in_place(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     for place in sharing.uses.places:
         shared: set[str] = set()
         for src, dst in sharing.candidates(place.instruction):
-            if shared.isdisjoint((src, dst)) and (sharing.takes_over(place, src, dst) or sharing.begins_there(place, src, dst)):
+            if shared.isdisjoint((src, dst)) and any(way(place, src, dst) for way in sharing.ways):
                 shared |= {src, dst}
     return replace(program, body=eliminate_dead_code(sharing.uses.edited(sharing.gone, sharing.before)))
 
@@ -46,6 +47,8 @@ class _Sharing:
         self.touches, self.viewed = dict(uses.touches), dict(uses.viewed)  # of each buffer by now, with what has become a view of it
         self.orders = [place for place in uses.places if tree.names(place.instruction, "fork", "join")]
         self.inputs = {parameter.name for parameter in uses.program.inputs}
+        self.in_donated = {parameter.name: parameter.memory for parameter in uses.program.outputs if parameter.memory}
+        self.ways = (self.takes_over, self.begins_there, self.is_returned_there)
         self.kernels = {kernel.name: kernel for kernel in uses.program.kernels}
 
     def candidates(self, i: tree.Instruction) -> Iterator[tuple[str, str]]:
@@ -54,8 +57,11 @@ class _Sharing:
         roots = [self.root(src) for src in reads]
         for dst in tree.names(i, "write") if reads and not i.at_root else ():
             for src, root in zip(reads, roots, strict=True):
-                if roots.count(root) == 1 and (i.copies or may_overwrite(i, self.kernels, src, dst)):
+                if roots.count(root) == 1 and (i.copies or self.may_overwrite(i, src, dst)):
                     yield src, dst
+
+    def may_overwrite(self, i: tree.Instruction, src: str, dst: str) -> bool:
+        return (src, dst) in updated(i, self.kernels, self.uses.program.functions) or may_overwrite(i, self.kernels, src, dst)
 
     def root(self, name: str) -> str:
         """The memory of a buffer by now."""
@@ -96,7 +102,30 @@ class _Sharing:
         self._merge(place, old, new, there.number, (*self._moved(hoisted), self._reshaped(old, dst)))
         return True
 
+    def is_returned_there(self, place: Place, src: str, dst: str) -> bool:
+        """Puts what is returned in the memory of a donated input: it is first written when all that reads the input has done so."""
+        uses, old, new = self.uses, self.root(src), self.in_donated.get(dst, "")
+        if old not in uses.allocates or not new or not self._alike(src, dst) or not self._is_last(place, old):
+            return False
+        first, readers = self.touches[old][0], [touch for touch in self.touches[new] if touch is not place]
+        if any(touch.number > first.number for touch in readers):
+            return False
+        loops = {around for around in first.around if around.instruction.trips is not None}
+        if not self._is_named_beside(place, old) or not all(loops.isdisjoint(touch.around) for touch in readers):
+            return False
+        if not all(self._overwrites(touch, new, old) if touch is first else self._is_before(touch, first) for touch in readers):
+            return False
+        self._merge(place, old, new, uses.allocates[old].number, (self._reshaped(old, dst),))
+        return True
+
     # --- conditions ---
+
+    def _overwrites(self, place: Place, read: str, written: str) -> bool:
+        """Whether an instruction may write over all of a memory that it reads."""
+        i = place.instruction
+        pairs = [(src, dst) for src in tree.names(i, "read") for dst in tree.names(i, "write")]
+        own = [(src, dst) for src, dst in pairs if (self.root(src), self.root(dst)) == (read, written)]
+        return all(self._alike(src, dst) and self.may_overwrite(i, src, dst) for src, dst in own)
 
     def _alike(self, src: str, dst: str) -> bool:
         """Whether the operand is all of its memory, and the result has the same elements."""
@@ -143,7 +172,7 @@ class _Sharing:
     def _views_after(self, allocate: Place, name: str) -> list[Place] | None:
         """The views that lead to a buffer and come after an allocate, in order; None where they cannot stand before it."""
         found: list[Place] = []
-        while source := self.uses.roots.source(name):
+        while (source := self.uses.roots.source(name)) and name in self.uses.views:
             view = self.uses.views[name]
             if view.number > allocate.number:
                 found.insert(0, view)
