@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 
 from hostweave.analysis.def_use import DefUse, Place, def_use
 from hostweave.analysis.kernel_indices import may_overwrite, updated
@@ -29,10 +30,12 @@ from hostweave.types.size import product
 
 def reuse_in_place(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     sharing = _Sharing(def_use(program))
-    for place in sharing.uses.places:
+    returning = ((place, (sharing.is_returned_there,)) for place in reversed(sharing.uses.places if sharing.donated else ()))
+    others = ((place, (sharing.takes_over, sharing.begins_there)) for place in sharing.uses.places)
+    for place, ways in chain(returning, others):
         shared: set[str] = set()
         for src, dst in sharing.candidates(place.instruction):
-            if shared.isdisjoint((src, dst)) and any(way(place, src, dst) for way in sharing.ways):
+            if shared.isdisjoint((src, dst)) and any(way(place, src, dst) for way in ways):
                 shared |= {src, dst}
     return replace(program, body=eliminate_dead_code(sharing.uses.edited(sharing.gone, sharing.before)))
 
@@ -47,8 +50,7 @@ class _Sharing:
         self.touches, self.viewed = dict(uses.touches), dict(uses.viewed)  # of each buffer by now, with what has become a view of it
         self.orders = [place for place in uses.places if tree.names(place.instruction, "fork", "join")]
         self.inputs = {parameter.name for parameter in uses.program.inputs}
-        self.in_donated = {parameter.name: parameter.memory for parameter in uses.program.outputs if parameter.memory}
-        self.ways = (self.takes_over, self.begins_there, self.is_returned_there)
+        self.donated = {parameter.memory: parameter.name for parameter in uses.program.outputs if parameter.memory}
         self.kernels = {kernel.name: kernel for kernel in uses.program.kernels}
 
     def candidates(self, i: tree.Instruction) -> Iterator[tuple[str, str]]:
@@ -103,19 +105,21 @@ class _Sharing:
         return True
 
     def is_returned_there(self, place: Place, src: str, dst: str) -> bool:
-        """Puts what is returned in the memory of a donated input: it is first written when all that reads the input has done so."""
-        uses, old, new = self.uses, self.root(src), self.in_donated.get(dst, "")
-        if old not in uses.allocates or not new or not self._alike(src, dst) or not self._is_last(place, old):
+        """Puts the operand in the memory of a donated input, where the result is: all that reads the input has done so before."""
+        uses, old, new = self.uses, self.root(src), self.root(dst)
+        if old not in uses.allocates or new not in self.donated or place.loop or not (self._alike(src, dst) and uses.is_whole(dst)):
             return False
-        first, readers = self.touches[old][0], [touch for touch in self.touches[new] if touch is not place]
-        if any(touch.number > first.number for touch in readers):
+        if not self._is_last(place, old) or not self._is_named_beside(place, old):
             return False
+        if any(self.root(name) == new for name in tree.names(place.instruction, "read")):
+            return False
+        first, others = self.touches[old][0], [touch for touch in self.touches[new] if touch is not place]
         loops = {around for around in first.around if around.instruction.trips is not None}
-        if not self._is_named_beside(place, old) or not all(loops.isdisjoint(touch.around) for touch in readers):
-            return False
-        if not all(self._overwrites(touch, new, old) if touch is first else self._is_before(touch, first) for touch in readers):
-            return False
-        self._merge(place, old, new, uses.allocates[old].number, (self._reshaped(old, dst),))
+        for touch in others:
+            is_before = touch.number < first.number and self._is_before(touch, first) and loops.isdisjoint(touch.around)
+            if not (is_before or touch.number > place.number or (touch is first and self._overwrites(touch, new, old))):
+                return False
+        self._merge(place, old, new, uses.allocates[old].number, (self._reshaped(old, self.donated[new]),))
         return True
 
     # --- conditions ---
