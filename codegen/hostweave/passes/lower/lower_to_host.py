@@ -85,6 +85,7 @@ class _Lowering:
         b.location = None
         self.asynchronous.join()
         for parameter, name in zip(outputs, f.outputs, strict=True):
+            b.location = flow.producer[name].location if parameter.memory else None
             with b.on(parameter.type.mesh):
                 if self.buffers.whole(name) != parameter.name:  # an input, a view, a value that is returned twice, or donated memory
                     b.emit(ir.Copy(self.buffers.whole(name), parameter.name))
