@@ -16,7 +16,7 @@ from cuda_here import needs_cuda
 from numpy.typing import NDArray
 
 import hostweave as hw
-from hostweave.base.errors import ArgumentError, ParseError, ProgramError
+from hostweave.base.errors import ArgumentError, ProgramError
 from hostweave.check.check import check as check_host
 from hostweave.check.interpret import interpret
 from hostweave.cli.notes import costly_choices
@@ -30,7 +30,7 @@ from hostweave.pipeline import lower
 from hostweave.types.numpy_dtypes import numpy_dtype
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-from adamw import ZERO, adamw, rates  # noqa: E402
+from adamw import ZERO, adamw, rates
 
 Array = NDArray[Any]
 Arrays = dict[str, Array]
@@ -116,7 +116,8 @@ def test_donated_inputs_hold_the_results(ranks: int) -> None:
     compiled = program(ranks)
     text = compiled.host_ir
     fusion, host = Fusion.parse(compiled.fusion_ir), HostProgram.parse(text)
-    assert str(fusion) == compiled.fusion_ir and "%new_rows in %rows" in compiled.fusion_ir
+    assert str(fusion) == compiled.fusion_ir
+    assert "%new_rows in %rows" in compiled.fusion_ir
     for position, slot in ((0, 0), (4, 2), (9, 9), (-3, -1), (7, 1)):
         v = arrays(position, slot)
         want, given = wanted(v), copied(v)
@@ -139,7 +140,8 @@ def test_donated_inputs_hold_the_results(ranks: int) -> None:
         addresses = {name: array.ctypes.data for name, array in own.items()}
         results = compiled(**own)
         for name, at in zip(DONATED, (1, 2, 3, 6, 7), strict=True):
-            assert results[at] is own[name] and own[name].ctypes.data == addresses[name]
+            assert results[at] is own[name]
+            assert own[name].ctypes.data == addresses[name]
             np.testing.assert_array_equal(own[name], host.outputs[at].type.shard(want[at], number, host.mesh))
         out = [np.empty_like(result) if at in (0, 4, 5) else None for at, result in enumerate(results)]
         fresh = {name: np.array(type.shard(v[name], number, host.mesh), order="C") for name, type in INPUTS.items()}
@@ -170,7 +172,8 @@ def test_adamw_in_place(ranks: int, stage: str) -> None:
     compiled = hw.compile(adamw(ranks, stage))
     host = HostProgram.parse(compiled.host_ir)
     launches = [i for i in tree.walk(host.body) if isinstance(i, ir.Launch)]
-    assert len(launches) == 1 and not any(isinstance(i, ir.Copy) for i in tree.walk(host.body))
+    assert len(launches) == 1
+    assert not any(isinstance(i, ir.Copy) for i in tree.walk(host.body))
     posted = [type(i).__name__ for i in tree.walk(host.body) if isinstance(i, ir.Communication)]
     expected = {"zero_1": ["AllReduce", "AllGather"], "zero_2": ["ReduceScatter", "AllGather"], "fsdp": ["ReduceScatter"]}
     assert posted == (expected[stage] if ranks > 1 else [])
@@ -212,7 +215,7 @@ host @f(%x: f32[S], %u: f32[1], %at: i64[], %rows: i64[S]) -> (%y: f32[S] in %x,
     with pytest.raises(ProgramError, match=r"launch @total %x -> %sum reads %x after %y was written over .* keep a copy"):
         check_host(late)
     unwritten = replace(host, body=host.body[:1])
-    with pytest.raises(ProgramError, match="nothing writes bytes .* of the output %y"):
+    with pytest.raises(ProgramError, match=r"nothing writes bytes .* of the output %y"):
         check_host(unwritten)
     for wrong, message in {
         "%sum: f32[] in %x": r"%x is f32\[S\]: make the types equal",
@@ -221,9 +224,9 @@ host @f(%x: f32[S], %u: f32[1], %at: i64[], %rows: i64[S]) -> (%y: f32[S] in %x,
         with pytest.raises(ProgramError, match=message):
             verify_host(HostProgram.parse(text.replace("%sum: f32[])", f"{wrong})")))
     twice = text.replace("%sum: f32[])", "%sum: f32[S] in %x)")
-    with pytest.raises(ProgramError, match="another output is there: name an input for each"):
+    with pytest.raises(ProgramError, match=r"another output is there: name an input for each"):
         verify_host(HostProgram.parse(twice))
-    with pytest.raises(ProgramError, match="%x is an input and may not be written"):
+    with pytest.raises(ProgramError, match=r"%x is an input and may not be written"):
         verify_host(HostProgram.parse(text.replace("-> %y\n", "-> %x\n")))
 
 
@@ -232,9 +235,17 @@ X, Y = hw.f32["M", "N"], hw.f32["M@x", "N"]
 REFUSED: dict[str, tuple[Any, Traced, str]] = {
     "unknown": (("z",), lambda x, y: x + y, "donate: 'z' is no input; one of x, y"),
     "twice": (("x", "x"), lambda x, y: x + y, "donate: x is named twice; name it once"),
-    "none fits": (("x",), lambda x, y: hw.sum(x + y, 0), "no result of f32\\[M, N\\] that another input does not take is computed from x; return"),
+    "none fits": (
+        ("x",),
+        lambda x, y: hw.sum(x + y, 0),
+        "no result of f32\\[M, N\\] that another input does not take is computed from x; return",
+    ),
     "not computed from it": (("x",), lambda x, y: (hw.exp(y), hw.sum(x)), "is computed from x; return one, or leave x out of donate"),
-    "several": (("x",), lambda x, y: (x + y, x - y), 'results 0 and 1 are of f32\\[M, N\\] and computed from x; say which by donate={"x": 0'),
+    "several": (
+        ("x",),
+        lambda x, y: (x + y, x - y),
+        'results 0 and 1 are of f32\\[M, N\\] and computed from x; say which by donate={"x": 0',
+    ),
     "of another type": ({"x": 1}, lambda x, y: (x + y, hw.sum(x)), "donate: result 1 is not of f32\\[M, N\\], as x is; those that are: 0"),
 }
 
@@ -257,21 +268,30 @@ def test_a_result_is_chosen_by_its_number() -> None:
         return x + y, x - y
 
     assert swapped.donated == ("y", "x")
-    with pytest.raises(ProgramError, match="is returned in %z, which is no input|%z is used before it is defined"):
+    with pytest.raises(ProgramError, match=r"is returned in %z, which is no input|%z is used before it is defined"):
         Fusion.parse(str(swapped).replace("in %y", "in %z"))
-    with pytest.raises(ProgramError, match="two results are returned in %x; donate an input for each"):
+    with pytest.raises(ProgramError, match=r"two results are returned in %x; donate an input for each"):
         Fusion.parse(str(swapped).replace("in %y", "in %x"))
 
 
 SLICES: dict[str, tuple[Traced, str]] = {
-    "starts": (lambda x, u, at: hw.dynamic_slice(x, (at,), (1, 2)), "1 starts and 2 sizes for the 2 dims of f32\\[4, N\\]; give one of each"),
+    "starts": (
+        lambda x, u, at: hw.dynamic_slice(x, (at,), (1, 2)),
+        "1 starts and 2 sizes for the 2 dims of f32\\[4, N\\]; give one of each",
+    ),
     "a tensor": (lambda x, u, at: hw.dynamic_slice(x, at, (1, 2)), "give one of each for every dim"),
-    "too long": (lambda x, u, at: hw.dynamic_slice(x, (at, 0), (5, "N")), "5 elements are more than dim 0 of f32\\[4, N\\] has; take at most 4"),
+    "too long": (
+        lambda x, u, at: hw.dynamic_slice(x, (at, 0), (5, "N")),
+        "5 elements are more than dim 0 of f32\\[4, N\\] has; take at most 4",
+    ),
     "no size": (lambda x, u, at: hw.dynamic_slice(x, (at, 0), ("1+", "N")), "dynamic_slice: "),
     "a float": (lambda x, u, at: hw.dynamic_slice(x, (0.5, 0), (1, "N")), "dim 0 cannot start at 0.5; pass an int, or a tensor of ints"),
     "floats": (lambda x, u, at: hw.dynamic_slice(x, (hw.sum(x), 0), (1, "N")), "dim 0 cannot start at f32\\[\\]; pass an int"),
     "several": (lambda x, u, at: hw.dynamic_slice(x, (hw.iota(x, 0), 0), (1, "N")), "dim 0 cannot start at i32\\[4\\]; pass an int"),
-    "a dtype": (lambda x, u, at: hw.dynamic_update_slice(x, hw.astype(u, hw.f16), (at, 0)), "does not go into f32\\[4, N\\]; use hw.astype"),
+    "a dtype": (
+        lambda x, u, at: hw.dynamic_update_slice(x, hw.astype(u, hw.f16), (at, 0)),
+        "does not go into f32\\[4, N\\]; use hw.astype",
+    ),
     "a number": (lambda x, u, at: hw.dynamic_update_slice(x, 1.0, (at, 0)), "1.0 does not go into f32\\[4, N\\]"),
     "an update": (lambda x, u, at: hw.dynamic_update_slice(x, hw.concat([u] * 5), (at, 0)), "5 elements are more than dim 0"),
 }
@@ -302,19 +322,21 @@ def test_arrays_that_cannot_be_donated() -> None:
     fixed.flags.writeable = False
     hw.init(hw.Threads(1))
     for call in (compiled.run, compiled):
-        with pytest.raises(ArgumentError, match="sums: x: is donated, and cannot be written to; pass an array that can"):
+        with pytest.raises(ArgumentError, match=r"sums: x: is donated, and cannot be written to; pass an array that can"):
             call(fixed, y, z)
-    with pytest.raises(ArgumentError, match="x and y are one array, and both are donated|y and x are one array"):
+    with pytest.raises(ArgumentError, match=r"x and y are one array, and both are donated|y and x are one array"):
         compiled.run(x, x, z)
-    with pytest.raises(ArgumentError, match="x, which is donated: x and y overlap in memory; pass an array of its own"):
+    with pytest.raises(ArgumentError, match=r"x, which is donated: x and y overlap in memory; pass an array of its own"):
         compiled(x, x, z)
-    with pytest.raises(ArgumentError, match="which is donated: x and z overlap in memory"):
+    with pytest.raises(ArgumentError, match=r"which is donated: x and z overlap in memory"):
         compiled(x, y, x)
-    with pytest.raises(ArgumentError, match="out=: .*: is returned in x, which is donated; pass None for it, or that array"):
+    with pytest.raises(ArgumentError, match=r"out=: .*: is returned in x, which is donated; pass None for it, or that array"):
         compiled(x, y, z, out=(z.copy(), None))
     tx, ty, tz = (torch.full((4,), float(number)) for number in range(3))
     first, second = compiled(tx, ty, tz)
-    assert first is tx and second.data_ptr() == ty.data_ptr() and tx.tolist() == [2.0] * 4 and ty.tolist() == [-1.0] * 4
+    assert first is tx
+    assert second.data_ptr() == ty.data_ptr()
+    assert (tx.tolist(), ty.tolist()) == ([2.0] * 4, [-1.0] * 4)
     wide = torch.zeros(8)
     assert compiled.run(wide[::2], ty, z)[0].tolist() == [2.0] * 4  # into every second element, whatever library the others are of
     assert wide.tolist() == [2.0, 0.0] * 4

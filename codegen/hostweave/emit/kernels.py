@@ -367,9 +367,11 @@ class _Section:
         """Stores an element of what goes into the result where numbers say, if the rank has that place."""
         _, update, *places = op.tensors
         kernel, loops, place = self.kernel, self.kernel.loops, stored(op.result.name)
-        value = self.element(update) if update in kernel.pointers else _converted(self.value(update), op.result.type.dtype, op.result.type.dtype)
+        dtype = op.result.type.dtype
+        value = self.element(update) if update in kernel.pointers else _converted(self.value(update), dtype, dtype)
         terms, held = [(loops.offset(place), ONE)] if loops.offset(place) != "0" else [], []
-        for axis, start, rows in zip(op[ORDER], places[::2], places[1::2], strict=True):
+        axes = op[ORDER]
+        for axis, start, rows in zip(axes, places[::2], places[1::2], strict=True):
             lane, own = loops.lanes[f"{place} {axis}"], loops.offset(f"{place} {axis}")
             row = self.value(start) if own == "0" else f"{self.value(start)} + {own}"
             if first := kernel.pointers.get(rows):

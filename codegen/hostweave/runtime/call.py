@@ -15,6 +15,7 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.shards import bind_sizes, block_of, block_shape, global_shape, holds
 from hostweave.types.tensor import TensorType
 
+
 @dataclass(frozen=True)
 class Result:
     """Where a global output goes."""
@@ -93,8 +94,7 @@ def make_call(program: HostProgram, target: Target, given: Sequence[Array], name
         tuple(_block(libraries[name], accepted[name], type_, program.mesh, rank) for name, type_ in expected.items()) for rank in ranks
     )
     outputs = tuple(
-        tuple(_local(to, p.type, program.mesh, rank, sizes) for p, to in zip(program.outputs, results, strict=True))
-        for rank in ranks
+        tuple(_local(to, p.type, program.mesh, rank, sizes) for p, to in zip(program.outputs, results, strict=True)) for rank in ranks
     )
     for name, used in libraries.items():
         used.wait(used.device(accepted[name]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from hostweave.base.errors import Location, ProgramError, did_you_mean
 from hostweave.fusion_ir.frontend.recording import record
@@ -49,7 +49,9 @@ def _candidates(
         wanted = donate[name]
         if wanted not in numbers:
             fitting = ", ".join(map(str, numbers)) or "none"
-            raise ProgramError(f"{here}: donate: result {wanted!r} is not of {given.type}, as {name} is; those that are: {fitting}", location)
+            raise ProgramError(
+                f"{here}: donate: result {wanted!r} is not of {given.type}, as {name} is; those that are: {fitting}", location
+            )
         return [wanted]
     return [number for number in numbers if given._value.name in _leads_to(trace, outputs[number])]
 
@@ -72,7 +74,7 @@ def _leads_to(trace: _Trace, output: Tensor) -> set[str]:
     return found
 
 
-def _refuse(here: str, given: Tensor, name: str, numbers: list[int], location: Location) -> None:
+def _refuse(here: str, given: Tensor, name: str, numbers: list[int], location: Location) -> NoReturn:
     if not numbers:
         why = f"no result of {given.type} that another input does not take is computed from {name}"
         raise ProgramError(f"{here}: donate: {why}; return one, or leave {name} out of donate", location)

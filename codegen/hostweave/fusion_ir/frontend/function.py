@@ -7,8 +7,9 @@ from typing import Any, NoReturn
 
 from hostweave.base.errors import Location, ProgramError
 from hostweave.base.signatures import checked
+from hostweave.fusion_ir.frontend.donation import Donated
 from hostweave.fusion_ir.frontend.recording import record
-from hostweave.fusion_ir.frontend.trace import Donated, Tensor, _Trace, parameters, traced
+from hostweave.fusion_ir.frontend.trace import Tensor, _Trace, parameters, traced
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.types.tensor import TensorType
 

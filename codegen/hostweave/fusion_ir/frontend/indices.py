@@ -203,7 +203,9 @@ def dynamic_update_slice(x: Tensor, update: Tensor, starts: Starts) -> Tensor:
     if not isinstance(update, Tensor) or update.dtype != x.dtype:
         what = update.type if isinstance(update, Tensor) else repr(update)
         raise ProgramError(f"dynamic_update_slice: {what} does not go into {x.type}; use hw.astype", location)
-    cut = _cut_dims(x, starts, update.type.shape, "dynamic_update_slice", location) or [(0, _start(x, 0, update.type.shape[0], 0, location))]
+    cut = _cut_dims(x, starts, update.type.shape, "dynamic_update_slice", location) or [
+        (0, _start(x, 0, update.type.shape[0], 0, location))
+    ]
     places = [operand for axis, start in cut for operand in (start, _numbers(x, axis))]
     return record("dynamic_update_slice", x, update, *places, axes=tuple(axis for axis, _ in cut))
 
