@@ -271,6 +271,15 @@ def test_what_cannot_be_donated(name: str) -> None:
     assert "test_donation.py" in str(caught.value)
 
 
+def test_what_a_function_cannot_update() -> None:
+    @hw.block(donate=("x",), x=X)
+    def summed(x):  # type: ignore[no-untyped-def]
+        return hw.sum(x, axis=0)
+
+    with pytest.raises(ProgramError, match=r"function @summed: donate: no result of f32.* is computed from x; return one, or leave x out"):
+        hw.fusion(x=X)(lambda x: summed(x))
+
+
 def test_a_result_is_chosen_by_its_number() -> None:
     @hw.fusion(donate={"x": 1, "y": 0}, x=X, y=hw.f32["M", "N"])
     def swapped(x, y):  # type: ignore[no-untyped-def]

@@ -27,8 +27,9 @@ def check(program: ir.HostProgram, sizes: Sizes | None = None) -> None:
     A fault is: two accesses of the same bytes, one of them a write, that no stream, event or arriving data orders, including the
     caller's before and after the call; memory freed while in use, or reused before its last use is known to have ended; a send
     without its recv, or collectives that differ between ranks; communications on two channels that are not ordered on a rank; a
-    wait for an event that may not have been recorded; ranks that wait for each other; memory read before it is written; outputs
-    that are not written completely. The order is happens-before, by vector clocks (Fidge 1988, Mattern 1989).
+    wait for an event that may not have been recorded; ranks that wait for each other; memory read before it is written, or a
+    donated input after it was; outputs that are not written completely. The order is happens-before, by vector clocks (Fidge
+    1988, Mattern 1989).
     """
     with _without_collections():
         for chosen in sizes_to_check(program) if sizes is None else (sizes,):
