@@ -25,11 +25,6 @@ def copy_updated(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     def rule(i: tree.Instruction) -> tree.Body | None:
         apart = {src: dst for src, dst in updated(i, kernels, program.functions) if uses.root(src) != uses.root(dst)}
         copies = (ir.Copy(src, dst, location=i.location) for src, dst in apart.items())
-        return (*copies, _reading(i, apart)) if apart else None
+        return (*copies, tree.with_names(i, apart, "read")) if apart else None
 
     return replace(program, body=tree.rewrite(program.body, rule))
-
-
-def _reading(i: tree.Instruction, instead: dict[str, str]) -> tree.Instruction:
-    assert isinstance(i, ir.Launch | ir.Call)
-    return replace(i, srcs=tuple(instead.get(src, src) for src in i.srcs))
