@@ -102,7 +102,7 @@ OUTSIDE: dict[str, tuple[Callable[[], Any], str]] = {
     "dtype": (lambda: hw.float33, "did you mean float32?"),
     "bare decorator": (
         lambda: hw.fusion(lambda x: x),
-        "fusion: takes 0 positional arguments but 1 was given; write fusion(mesh=None, **inputs)",
+        "fusion: takes 0 positional arguments but 1 was given; write fusion(mesh=None, donate=(), **inputs)",
     ),
     "compile": (lambda: hw.compile(PRODUCT._given, streams=2), "has no parameter 'streams'"),
 }

@@ -255,6 +255,8 @@ class Program:
         """
         call = self._call(arrays, named)
         self._ready().run([call], poison=False)
+        if ranks:
+            call.hand_back()
         return call.local_results() if ranks else call.global_results()
 
     def run_in_flight(self, calls: Sequence[Mapping[str, Any]], *, poison: bool = False) -> list[list[Any]]:
@@ -265,6 +267,8 @@ class Program:
         """
         made = [self._call((), arrays) for arrays in calls]
         self._ready().run(made, poison)
+        for call in made:
+            call.hand_back()
         return [call.local_results() for call in made]
 
     def measure(self, *arrays: Any, warmups: int = 3, repetitions: int = 20, **named: Any) -> list[list[Timing]]:

@@ -22,6 +22,7 @@ from hostweave.passes.fusion.propagate_sharding import propagate_sharding
 from hostweave.passes.fusion.share_equal_ops import share_equal_ops
 from hostweave.passes.fusion.sink_reductions import sink_reductions
 from hostweave.passes.fusion.unstack import unstack
+from hostweave.passes.host.copy_updated import copy_updated
 from hostweave.passes.host.fold_conditions import fold_conditions
 from hostweave.passes.host.fold_epilogues import fold_epilogues
 from hostweave.passes.host.fuse_kernels import fuse_kernels
@@ -62,6 +63,7 @@ PASSES: tuple[Callable[[Any, Options], Any], ...] = (
     privatize_per_stream,
     sink_allocations,
     reuse_in_place,
+    copy_updated,
     sink_views,
     plan_memory,
     propagate_copies,

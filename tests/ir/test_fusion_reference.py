@@ -121,6 +121,8 @@ EXAMPLES: dict[str, tuple[Callable[[hw.Tensor], hw.Tensor], Callable[[Array], Ar
     "concat": (lambda x: hw.concat([x, -x], axis=1), lambda x: np.concatenate([x, -x], 1)),
     "collective_permute": (lambda x: hw.collective_permute(x, 1, [None, 0, 1]), lambda x: np.pad(x[:, :2], ((0, 0), (1, 0)))),
     "index": (lambda x: hw.take(x, hw.iota(x, 0), 0), lambda x: x),
+    "start": (lambda x: hw.dynamic_slice(x, (1, -5), (2, 2)), lambda x: x[:2, :2]),
+    "dynamic_update_slice": (lambda x: hw.dynamic_update_slice(x, -x[:, :2], (0, 9)), lambda x: np.concatenate([x[:, :1], -x[:, :2]], 1)),
     "take": (lambda x: hw.take(x, hw.argsort(x, 1), 1), lambda x: x[:, np.argsort(x, 1)]),
     "scatter": (lambda x: hw.scatter(x, 1, hw.argsort(x, 1), -x), lambda x: scattered(x, -x)),
     "scatter_sum": (lambda x: hw.scatter_add(x, 1, hw.argsort(x, 1), x), lambda x: x + scattered(x, x)),

@@ -69,6 +69,9 @@ class DefUse:
         self.viewed: dict[str, list[Place]] = {}  # the views of it
         self.places: list[Place] = []  # by number
         self.lives: dict[Place, list[Place]] = {}  # of each allocate: what touches its memory, in order
+        for parameter in program.outputs:
+            if parameter.memory:
+                self.roots.put(parameter.name, parameter.memory)
         self._visit(program.body, ())
 
     def _visit(self, body: tree.Body, around: tuple[Place, ...]) -> None:
@@ -108,7 +111,7 @@ class DefUse:
 
     def is_whole(self, name: str) -> bool:
         """Whether a buffer is all of a parameter or allocation, its elements in order."""
-        while source := self.roots.source(name):
+        while (source := self.roots.source(name)) and name in self.views:  # an output in donated memory is all of it
             if self.views[name].instruction.shows != "in order":
                 return False
             name = source

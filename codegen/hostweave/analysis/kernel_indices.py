@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from hostweave.fusion_ir.index_map import ONE, Labels
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS, index_map, operand_types
 from hostweave.host_ir import tree
-from hostweave.host_ir.ir import Kernel
+from hostweave.host_ir.ir import Function, Kernel
 from hostweave.types.size import Size
 from hostweave.types.tensor import TensorType
 
@@ -63,6 +63,7 @@ def iteration(kernel: Kernel) -> Iteration:
         types[op.result.name] = op.result.type
     if len(kernel.ops) > 1 and (whole := next((op.result.name for op in kernel.ops if OPS[op.kind].lane), None)):
         raise NotOneKernel(f"%{whole} takes all along a dim together")
+    update = _update_of(kernel)
     apart = {op.result.name for op in kernel.ops if op.kind == "iota" or OPS[op.kind].lane} | {p.name for p in kernel.inputs}
     for name, dim in lanes.items():
         if (name, dim) in same or (name, dim) in same.values() or name not in apart:
@@ -70,6 +71,9 @@ def iteration(kernel: Kernel) -> Iteration:
     sizes: dict[str, Size] = {}
     indices: dict[str, Labels] = {}
     for name, type in types.items():
+        if update is not None and name in (update.tensors[0], update.result.name):  # it has the indices of what is written
+            indices[name] = (None,) * len(type.dims) if name == update.tensors[0] else indices[update.tensors[1]]
+            continue
         own = [None if size == ONE or lanes.get(name) == i else "{}.{}".format(*first((name, i))) for i, size in enumerate(type.shape)]
         indices[name] = tuple(own)
         sizes.update({index: size for index, size in zip(own, type.shape, strict=True) if index is not None})
@@ -81,6 +85,8 @@ def iteration(kernel: Kernel) -> Iteration:
 def _joined(op: Op, types: dict[str, TensorType]) -> tuple[list[list[Dim]], dict[str, int]]:
     """The dims of operands and result that are one index of the op, and by operand the one that no loop walks."""
     walked = index_map(op, operand_types(op, types))
+    if OPS[op.kind].updates:  # what is written is walked, not what it is written to
+        return [], dict.fromkeys(op.tensors[3::2], 0)
     if walked.outer:
         raise NotOneKernel(f"%{op.result.name} splits or merges dims")
     by_label: dict[str, list[Dim]] = {}
@@ -92,6 +98,33 @@ def _joined(op: Op, types: dict[str, TensorType]) -> tuple[list[list[Dim]], dict
             elif label is not None and isinstance(name, str):
                 by_label.setdefault(label, []).append((name, i))
     return list(by_label.values()), lanes
+
+
+def _update_of(kernel: Kernel) -> Op | None:
+    """The op that writes some elements of its operand in place, which nothing else of the kernel touches."""
+    update = next((op for op in kernel.ops if OPS[op.kind].updates), None)
+    if update is None:
+        return None
+    used = [name for op in kernel.ops for name in op.tensors]
+    x, is_input = update.tensors[0], update.tensors[0] in {p.name for p in kernel.inputs}
+    if len(kernel.results) > 1 or update is not kernel.ops[-1] or used.count(x) > 1 or not is_input:
+        raise NotOneKernel(f"%{update.result.name} is written in parts")
+    if reducing := next((op.result.name for op in kernel.ops if OPS[op.kind].combine), None):
+        raise NotOneKernel(f"%{reducing} is reduced, and %{update.result.name} is written in parts")
+    return update
+
+
+def updated(i: tree.Instruction, kernels: Mapping[str, Kernel], functions: Iterable[Function]) -> list[tuple[str, str]]:
+    """What an instruction takes and gives in the same memory, of which it writes a part."""
+    sources, results = tree.names(i, "read"), tree.names(i, "write")
+    pairs = []
+    for kernel in (kernels[name] for name in tree.names(i, "launch") if name in kernels):
+        names = [p.name for p in kernel.inputs]
+        pairs += [(sources[names.index(op.tensors[0])], results[0]) for op in kernel.ops if OPS[op.kind].updates]
+    for function in (function for function in functions if function.name in tree.names(i, "call")):
+        names = [p.name for p in function.inputs]
+        pairs += [(sources[names.index(p.memory)], dst) for p, dst in zip(function.outputs, results, strict=True) if p.memory]
+    return pairs
 
 
 def _checked(sizes: dict[str, Size], indices: dict[str, Labels], lanes: dict[str, int], kernel: Kernel) -> Iteration:
@@ -136,9 +169,11 @@ def reads_own_index(kernel: Kernel, source: int, result: int) -> bool:
     read that.
     """
     try:
-        walked = iteration(kernel)
+        walked, update = iteration(kernel), _update_of(kernel)
     except NotOneKernel:
         return False
+    if update is not None:
+        return kernel.inputs[source].name == update.tensors[0]
     read, written = kernel.inputs[source], kernel.results[result]
     same = (
         read.name not in walked.lanes

@@ -29,8 +29,9 @@ def check(program: ir.HostProgram, sizes: Sizes | None = None) -> None:
     A fault is: two accesses of the same bytes, one of them a write, that no stream, event or arriving data orders, including the
     caller's before and after the call; memory freed while in use, or reused before its last use is known to have ended; a send
     without its recv, or collectives that differ between ranks; communications on two channels that are not ordered on a rank; a
-    wait for an event that may not have been recorded; ranks that wait for each other; memory read before it is written; outputs
-    that are not written completely. The order is happens-before, by vector clocks (Fidge 1988, Mattern 1989).
+    wait for an event that may not have been recorded; ranks that wait for each other; memory read before it is written, or a
+    donated input after it was; outputs that are not written completely. The order is happens-before, by vector clocks (Fidge
+    1988, Mattern 1989).
 
     Where ranks touch the memory of others two calls in a row are looked at, so that a put of the second one is known to come after
     what its target did in the first; puts and signals of a rank take turns on a channel, and waits for the same signals; and the
@@ -159,11 +160,16 @@ class _Checker:
     # --- the end of the call ---
 
     def finish(self) -> None:
+        outputs = self.instances.program.outputs
+        donated = {p.memory: p.name for p in outputs if p.memory}
         if self.empty is not None:
             part, access, empty = self.empty
             where = f"bytes {empty.start} to {empty.stop} of %{access.region.root}"
+            if access.region.generation == 0 and access.region.root in donated:
+                why = f"after %{donated[access.region.root]} was written over {where}, which were donated"
+                self.fail(part, f" reads %{access.name} {why}: read them before, or keep a copy")
             self.fail(part, f" reads %{access.name} before anything wrote {where}: write them first, or drop the read")
-        owned = {p.name: p.type.mesh_in(self.instances.program.mesh) for p in self.instances.program.outputs}
+        owned = {p.memory or p.name: p for p in outputs}
         for rank, memories in enumerate(self.memories):
             clock = self.order.clocks[self.order.callers[rank].lane]
             for name, memory in memories.items():
@@ -174,10 +180,10 @@ class _Checker:
                         self.fail(part, f" may not be done when rank {at} has ended its call: {tells}")
                     user = f"{_verb(part, touch.access)} %{touch.access.name}, and {_AFTERWARDS[memory.root.role]}"
                     self.fail(part, f" {user}: nothing orders the caller's stream after it; add join {pool} behind it")
-                gap = memory.first_empty(Region(name, 0, memory.root.layout, 0))
-                has_output = name in owned and rank in owned[name].all_ranks
+                gap = memory.first_empty(Region(name, 0, memory.root.layout, int(name in donated)))
+                has_output = name in owned and rank in owned[name].type.mesh_in(self.instances.program.mesh).all_ranks
                 if gap and has_output:
-                    missing = f"rank {rank}: nothing writes bytes {gap.start} to {gap.stop} of the output %{name}"
+                    missing = f"rank {rank}: nothing writes bytes {gap.start} to {gap.stop} of the output %{owned[name].name}"
                     raise failure(self.instances.program, f"{missing}: write all of every output")
 
 

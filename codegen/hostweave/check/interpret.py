@@ -52,7 +52,7 @@ def interpret(program: ir.HostProgram, arrays: Mapping[str, Array | Sequence[Arr
         for rank in range(program.mesh.size)
     ]
     _take_turns([rank.run() for rank in ranks])
-    return [{p.name: r.whole(p.name).copy() for p in program.outputs if holds(p.type, program.mesh, r.rank)} for r in ranks]
+    return [{p.name: r.whole(p.memory or p.name).copy() for p in program.outputs if holds(p.type, program.mesh, r.rank)} for r in ranks]
 
 
 def _blocks(program: ir.HostProgram, parameter: ir.Parameter, array: Array | Sequence[Array]) -> list[Array | None]:

@@ -90,7 +90,9 @@ class _Run:
         mesh = self.program.mesh
         self.environment = {"rank": self.rank, **_coordinates(mesh, self.rank)}
         parameters = (*self.program.inputs, *self.program.outputs)
-        self.places = {p.name: (p.name, 0, 0) for p in parameters if self.rank in p.type.mesh_in(mesh).all_ranks}
+        # What is returned in donated memory is a later execution of it: reads of the input do not mean that.
+        places = {p.name: (p.memory, 0, 1) if p.memory else (p.name, 0, 0) for p in parameters}
+        self.places = {p.name: places[p.name] for p in parameters if self.rank in p.type.mesh_in(mesh).all_ranks}
 
     def place(self, name: str, instruction: tree.Instruction) -> tuple[str, int, int]:
         """Root, offset in bytes and generation of a buffer."""
@@ -135,7 +137,8 @@ class _Binder:
         for role, parameters in (("input", program.inputs), ("output", program.outputs)):
             for parameter in parameters:
                 self.define(parameter.name, program.local_type(parameter), None)
-                self.roots[parameter.name] = Root(self.layouts[parameter.name], role)
+                if not parameter.memory:
+                    self.roots[parameter.name] = Root(self.layouts[parameter.name], role)
 
     def define(self, name: str, buffer: BufferType, instruction: tree.Instruction | None) -> None:
         shape = tuple(self.size(size, instruction) for size in buffer.shape)

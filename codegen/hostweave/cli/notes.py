@@ -1,4 +1,4 @@
-"""Costs that the author of a program did not state: gathers, and copies into contiguous memory around communications."""
+"""Costs that the author of a program did not state: gathers, copies around communications, and into memory that was donated."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def costly_choices(fusion: Fusion, host: ir.HostProgram, sizes: Mapping[str, int
     total = sum(_bytes(host.local_type(p), bound) for p in (*host.inputs, *host.outputs))
     at = ", ".join(f"{name}={size}" for name, size in bound.items())
     notes = []
-    for found in (_gathers(fusion, bound), _packs(inlined(host), bound)):
+    for found in (_gathers(fusion, bound), _packs(inlined(host), bound), _kept(host, bound)):
         sums: dict[Location | None, tuple[str, int, int]] = {}  # per location, since its function may be called often
         for place, what, size in found:
             first, times, before = sums.get(place, (what, 0, 0))
@@ -60,6 +60,15 @@ def _packs(host: ir.HostProgram, sizes: Sizes) -> Iterator[tuple[Location | None
         if copy.packed or (copy.src in posted and result.strides) or (copy.dst in posted and source.strides):
             what = f"%{copy.src} is copied to %{copy.dst}, as a communication needs contiguous memory"
             yield copy.location, f"{what}; put the dim that it is sharded by outermost", times * _bytes(result, sizes)
+
+
+def _kept(host: ir.HostProgram, sizes: Sizes) -> Iterator[tuple[Location | None, str, int]]:
+    """Copies into donated memory, of what could not be made there."""
+    donated, types = {p.name: p.memory for p in host.outputs if p.memory}, ir.buffer_types(host)
+    for copy, times in _copies(host.body, sizes, 1):
+        if copy.dst in donated:
+            what = f"%{donated[copy.dst]} is donated, and read after %{copy.dst} is made, or in its loop, so that %{copy.dst} is copied"
+            yield copy.location, f"{what}; read it before", times * _bytes(types[copy.dst], sizes)
 
 
 def _copies(body: tree.Body, sizes: Sizes, times: int) -> Iterator[tuple[ir.Copy | ir.Pack, int]]:

@@ -41,6 +41,7 @@ class Argument:
     path: str  # in the struct of inputs or outputs
     on: str = ""  # the condition that this rank has it
     label: str = ""  # C++ for the user's name, of one that calls take in turn
+    memory: str = ""  # of an output: in the struct of inputs, what was donated for it
 
     @property
     def member(self) -> str:
@@ -133,6 +134,7 @@ def argument(
         again=sum(is_open) > len(bindings or ()) or any(binding.from_whole for binding in bindings or ()),
         used=parameter.name in emitter.used,
         on=emitter.context.flag(parameter.type.mesh) if parameter.type.mesh else "",
+        memory=parameter.memory and emitter.context.paths.get(parameter.memory, emitter.buffers[parameter.memory].text),
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hostweave.analysis.kernel_indices import updated
 from hostweave.analysis.live_ranges import Begin, begins, live_ranges
 from hostweave.base.errors import Location
 from hostweave.emit.context import WORKSPACE, Plan, ProgramContext, Temporary
@@ -272,7 +273,8 @@ class Emitter:
     def launch(self, i: ir.Launch) -> str:
         if i.kernel in self.context.user_kernels:
             return self.launch_user_kernel(i, self.context.user_kernels[i.kernel])
-        return self.launch_of(self.context.declared[i.kernel], i.srcs, i.dsts)
+        lies_in = dict(updated(i, self.context.declared, ()))  # what the kernel updates is where the result is
+        return self.launch_of(self.context.declared[i.kernel], [lies_in.get(src, src) for src in i.srcs], i.dsts)
 
     def launch_of(self, kernel: ir.Kernel, srcs: Sequence[str], dsts: Sequence[str]) -> str:
         emitted = self.context.launched(kernel, tuple(self.type_of(name) for name in (*srcs, *dsts)))

@@ -12,6 +12,7 @@ from hostweave.base.names import claim_unique
 from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.names import Names
 from hostweave.fusion_ir.ops import OPS
+from hostweave.fusion_ir.ops.attributes import ORDER
 from hostweave.host_ir import ir
 from hostweave.host_ir.strides import row_major, strides_of
 from hostweave.types.size import Factor, Size, product
@@ -131,6 +132,7 @@ class Loops:
         self.memory = dict(zip((*inputs, *map(stored, results)), buffers, strict=True))
         self.stores = set(map(stored, results))
         self.takes_lanes = any(OPS[op.kind].lane for op in kernel.ops)
+        self.moved = {stored(op.result.name): op[ORDER] for op in kernel.ops if OPS[op.kind].updates}  # dims of which a part is written
         self.lanes = self.lie_unwalked((*inputs, *results))
         self.places = self.lie((*inputs, *results))
         self.dims()
@@ -153,8 +155,12 @@ class Loops:
         """How far apart neighbours along each index are: in every input and result, and in the values that are indices."""
         places: dict[str, dict[str, Size]] = {}
         for name, (place, buffer) in zip(named, self.memory.items(), strict=True):
-            own = zip(self.walked.indices[name], strides_of(buffer), strict=True)
-            places[place] = {index: stride for index, stride in own if index is not None}
+            own = enumerate(zip(self.walked.indices[name], strides_of(buffer), strict=True))
+            moved = self.moved.get(place, ())
+            places[place] = {index: stride for i, (index, stride) in own if index is not None and i not in moved}
+        for place, axes in self.moved.items():
+            own_indices = self.walked.indices[self.kernel.results[0].name]
+            places |= {f"{place} {i}": {index: ONE} if (index := own_indices[i]) else {} for i in axes}
         for op in self.kernel.ops:
             if op.kind == "iota":
                 counted: Iterable[str | None] = self.walked.indices[op.result.name]
@@ -166,8 +172,13 @@ class Loops:
         return places
 
     def lie_unwalked(self, named: Sequence[str]) -> dict[str, Lane]:
-        """The dims that no loop walks, by place: how many elements there are, and how far apart."""
-        return {
+        """The dims that no loop walks, by place: how many elements there are, and how far apart. Also those that are written in part."""
+        moved = {
+            f"{place} {i}": Lane(self.memory[place].shape[i], strides_of(self.memory[place])[i])
+            for place, axes in self.moved.items()
+            for i in axes
+        }
+        return moved | {
             place: Lane(buffer.shape[dim], strides_of(buffer)[dim])
             for name, (place, buffer) in zip(named, self.memory.items(), strict=True)
             if (dim := self.walked.lanes.get(name)) is not None
@@ -237,7 +248,7 @@ class Loops:
         """How many neighbours a thread takes: as many as one access reads or writes of each place that has them side by side."""
         scattered = any(self.stride(place, self.along) not in (ZERO, ONE) for place in self.stores)
         helpful = self.packed - self.stores if self.reduced else self.packed  # a reduction reads more than it stores
-        if not helpful or scattered or self.takes_lanes:
+        if not helpful or scattered or self.takes_lanes or self.moved:
             return 1
         width = ACCESS // max(self.memory[place].dtype.itemsize for place in self.packed)
         while any(size.is_int and int(size) % width for size in self.divided()):

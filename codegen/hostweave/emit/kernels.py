@@ -14,7 +14,7 @@ from hostweave.emit.kernel_loops import BY_BLOCK_LANES, BY_LANE_PARTS, ONE, Loop
 from hostweave.emit.names import Names
 from hostweave.fusion_ir.ir import Op, Scalar
 from hostweave.fusion_ir.ops import OPS, operand_types
-from hostweave.fusion_ir.ops.attributes import COUNT, DESCENDING, VALUE
+from hostweave.fusion_ir.ops.attributes import COUNT, DESCENDING, ORDER, VALUE
 from hostweave.fusion_ir.ops.definition import Combine
 from hostweave.fusion_ir.text import print_op
 from hostweave.host_ir import ir
@@ -22,6 +22,8 @@ from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType, DType, bool_, f32, f64, i64, u64
 
 LATE_BYTES = 16 << 10  # of rows, at most, that a block loads before it needs them: they take registers from other blocks
+
+COUNTED = ("index", "start")  # ops that take of their second operand how many elements it has
 
 # Of the op table: what kernels call by a name without a qualifier.
 C_FUNCTIONS = frozenset(name + end for op in OPS.values() for name in re.findall(r"\bstd::(\w+)", op.cpp) for end in ("", "f"))
@@ -131,6 +133,7 @@ class _Emitter:
             *(op[COUNT] for op in self.ops if COUNT in OPS[op.kind].attributes),
             *(size for dim in dims for size in (dim.size, *dim.strides)),
             *(size for lane in lanes for size in (lane.size, lane.stride)),
+            *(self.types[op.tensors[1]].shape[0] for op in self.ops if op.kind in COUNTED),
         )
         used = {name for size in sizes for name in size.atoms}
         given = {name: integers.size(Size(1, (name,)).replaced(self.loops.named)) for name in integers.sizes if name in used}
@@ -213,7 +216,10 @@ class _Emitter:
 
     def pointwise(self) -> Kernel:
         section = _Section(self, self.row, self.loops.width)
-        section.store(self.results)
+        if self.loops.moved:
+            section.store_update(self.ops[-1])
+        else:
+            section.store(self.results)
         lines = section.taken()  # before those that it hoists
         return self.kernel((*self.row.taken(), *lines))
 
@@ -357,6 +363,27 @@ class _Section:
             else:
                 self.stores.append(f"{pointer}[{self.kernel.loops.offset(place)}] = {value};")
 
+    def store_update(self, op: Op) -> None:
+        """Stores an element of what goes into the result where numbers say, if the rank has that place."""
+        _, update, *places = op.tensors
+        kernel, loops, place = self.kernel, self.kernel.loops, stored(op.result.name)
+        dtype = op.result.type.dtype
+        value = self.element(update) if update in kernel.pointers else _converted(self.value(update), dtype, dtype)
+        terms, held = [(loops.offset(place), ONE)] if loops.offset(place) != "0" else [], []
+        axes = op[ORDER]
+        for axis, start, rows in zip(axes, places[::2], places[1::2], strict=True):
+            lane, own = loops.lanes[f"{place} {axis}"], loops.offset(f"{place} {axis}")
+            row = self.value(start) if own == "0" else f"{self.value(start)} + {own}"
+            if first := kernel.pointers.get(rows):
+                local = kernel.names.of(f"{op.result.name} {axis}", f"row_{axis}")
+                size = loops.integers.factor(lane.size)
+                self.lines.append(f"const int64_t {local} = {row} - hw::first({first}, {size});")
+                held.append(f"{local} >= 0 && {local} < {size}")
+                row = local
+            terms.append((row if row.isidentifier() or lane.stride == ONE else f"({row})", lane.stride))
+        condition = f"if ({' && '.join(held)}) " if held else ""
+        self.stores.append(f"{condition}{kernel.results[op.result.name]}[{loops.sum_of(terms)}] = {value};")
+
     def value(self, name: str, is_hoisted: bool = False) -> str:
         """A value in the type that computes it: a local, or the text itself where it is needed once."""
         if self.outer and not self.kernel.loops.is_inside(name):
@@ -447,9 +474,9 @@ class _Section:
             return (f"{self.kernel.totals[op.result.name]}.index" if self.kernel.reduces(op) else "int64_t(0)"), dtype
         if op.result.name in self.kernel.totals or self.kernel.count(op):
             return self.total(op)
-        if op.kind == "index":
+        if op.kind in COUNTED:
             ids, rows = op.tensors
-            return f"hw::index({self.value(ids)}, {self.kernel.size_of_lane(rows)})", dtype
+            return OPS[op.kind].cpp.format(self.value(ids), self.kernel.size_of_lane(rows)), dtype
         if op.kind == "take":
             return self.taken_at(op), dtype
         if self.is_same(op):

@@ -124,13 +124,17 @@ class Op:
 
 @dataclass(frozen=True)
 class Fusion:
-    """A program: inputs, ops in order, and the names of the results. A function that it calls is one too."""
+    """A program: inputs, ops in order, and the names of the results. A function that it calls is one too.
+
+    `donated` says, where there are any, of each result the input whose memory it takes, "" of one that has memory of its own.
+    """
 
     name: str
     mesh: Mesh
     inputs: tuple[Value, ...]
     ops: tuple[Op, ...]
     outputs: tuple[str, ...]
+    donated: tuple[str, ...] = ()
 
     def values(self) -> dict[str, Value]:
         """Every value by name, in order of definition."""

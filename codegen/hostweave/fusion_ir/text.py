@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TypeVar
@@ -50,7 +50,9 @@ def print_fusion(fusion: Fusion) -> str:
 def _print_body(word: str, fusion: Fusion, mesh: str = "") -> str:
     inputs = ", ".join(f"%{value.name}: {value.type}" for value in fusion.inputs)
     lines = [f"  {print_op(op)}\n" for op in fusion.ops]
-    return f"{word} @{fusion.name}({inputs}){mesh} {{\n{''.join(lines)}  return {_names(fusion.outputs)}\n}}\n"
+    donated = fusion.donated or ("",) * len(fusion.outputs)
+    returned = ", ".join(f"%{name} in %{into}" if into else f"%{name}" for name, into in zip(fusion.outputs, donated, strict=True))
+    return f"{word} @{fusion.name}({inputs}){mesh} {{\n{''.join(lines)}  return {returned}\n}}\n"
 
 
 def print_op(op: Op) -> str:
@@ -72,10 +74,6 @@ def print_value(value: Value) -> str:
     if value.stream:
         words.append(_stream(value.stream, value.type))
     return " ".join(words)
-
-
-def _names(names: Iterable[str]) -> str:
-    return ", ".join(f"%{name}" for name in names)
 
 
 def _stream(stream: Stream, type: TensorType) -> str:
@@ -131,9 +129,10 @@ def _parse_body(reader: Reader, word: str, functions: Mapping[str, Fusion], user
     while not reader.accept("return"):
         ops.append(parse_op(reader, known, functions, user_kernels))
         known.add(ops[-1].result.name)
-    outputs = reader.separated(lambda: _parse_use(reader, known))
+    returned = reader.separated(lambda: (_parse_use(reader, known), _parse_use(reader, known) if reader.accept("in") else ""))
     reader.expect("}")
-    return Fusion(name, mesh, inputs, tuple(ops), outputs)
+    outputs, donated = zip(*returned, strict=True) if returned else ((), ())
+    return Fusion(name, mesh, inputs, tuple(ops), outputs, donated if any(donated) else ())
 
 
 def parse_op(

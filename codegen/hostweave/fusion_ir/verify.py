@@ -77,7 +77,7 @@ def _verify_body(fusion: Fusion, here: str, level: int) -> None:
         if level >= STAGES.index("insert_reshards"):
             _verify_sharding(op, types, fusion.mesh, level)
     _verify_further_results(fusion)
-    _verify_outputs(fusion, here, types)
+    _verify_outputs(fusion, here, types, level)
 
 
 def _verify_function(function: Fusion, fusion: Fusion) -> None:
@@ -201,7 +201,7 @@ def _verify_reshard(op: Op, source: TensorType, mesh: Mesh, level: int) -> None:
         raise ProgramError(f"{op.kind}: %{op.result.name} is {op.result.type}, but it makes {derived} of {source}; correct it", op.location)
 
 
-def _verify_outputs(fusion: Fusion, here: str, types: dict[str, TensorType]) -> None:
+def _verify_outputs(fusion: Fusion, here: str, types: dict[str, TensorType], level: int) -> None:
     made = {op.result.name for op in fusion.ops}
     if not fusion.outputs:
         raise ProgramError(f"{here} returns nothing; return at least one tensor")
@@ -212,3 +212,17 @@ def _verify_outputs(fusion: Fusion, here: str, types: dict[str, TensorType]) -> 
             raise ProgramError(f"{here}: %{name} is {types[name]}; a partial tensor is not returned, reshard it first")
     if len(set(fusion.outputs)) != len(fusion.outputs):
         raise ProgramError(f"{here} returns one tensor twice; return a copy of it")
+    _verify_donated(fusion, here, types, level)
+
+
+def _verify_donated(fusion: Fusion, here: str, types: dict[str, TensorType], level: int) -> None:
+    inputs = [value.name for value in fusion.inputs]
+    for name, into in zip(fusion.outputs, fusion.donated, strict=True) if fusion.donated else ():
+        if into and into not in inputs:
+            raise ProgramError(f"{here}: %{name} is returned in %{into}, which is no input; return it in one of {', '.join(inputs)}")
+        if fusion.donated.count(into) > 1 and into:
+            raise ProgramError(f"{here}: two results are returned in %{into}; donate an input for each")
+        given, wanted = types[name], types[into] if into else types[name]
+        same = given == wanted if level >= STAGES.index("insert_reshards") else (given.dtype, given.shape) == (wanted.dtype, wanted.shape)
+        if not same:
+            raise ProgramError(f"{here}: %{name} is {given}, and is returned in %{into}, which is {wanted}; make these types equal")

@@ -845,10 +845,14 @@ ACTIVATIONS = ("relu", "gelu_tanh")  # ops that a matmul may end with
 
 @dataclass(frozen=True)
 class Parameter:
-    """An input or output: its global type, of which each rank holds the part that HostProgram.local_type says."""
+    """An input or output: its global type, of which each rank holds the part that HostProgram.local_type says.
+
+    An output may lie in the memory of an input of its type, which is donated: that is overwritten.
+    """
 
     name: str
     type: TensorType
+    memory: str = ""  # the name of that input
 
 
 @dataclass(frozen=True)

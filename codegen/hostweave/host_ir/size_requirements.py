@@ -33,8 +33,16 @@ def not_negative(program: ir.HostProgram) -> tuple[Size, ...]:
     found = [size for i in tree.walk(program.body) if i.span for src in tree.names(i, "alias") for size in slack(i, types[src])]
     factors = (factor for type in types.values() for size in type.shape for factor in size.factors)
     found += [Size(1, (factor,)) for factor in factors if isinstance(factor, Sum)]
+    found += [places - 1 for places in _starts(program)]
     terms = {size: [term for factor in size.factors if isinstance(factor, Sum) for term in factor.terms] for size in found}
     return tuple(size for size, parts in terms.items() if any(term.coefficient < 0 for term in (size, *parts)))
+
+
+def _starts(program: ir.HostProgram) -> Iterator[Size]:
+    """At how many places slices can begin where data say: at one at least."""
+    for kernel in launched(program.kernels, program.body):
+        types = {p.name: p.type for p in kernel.inputs} | {op.result.name: op.result.type for op in kernel.ops}
+        yield from (types[op.tensors[1]].shape[0] for op in kernel.ops if op.kind == "start")
 
 
 def not_empty(program: ir.HostProgram) -> Iterator[tuple[str, Size]]:

@@ -65,3 +65,9 @@ def accept(program: str, target: Target, name: str, type_: TensorType, array: Ar
     except TypeError as error:
         raise ArgumentError(f"{program}: {name}: {error}") from None
     return library, array
+
+
+def expect_writable(where: str, library: Library, array: Array) -> None:
+    """Raises ArgumentError for an array that is donated, and cannot be written to."""
+    if not library.is_writable(array):
+        raise ArgumentError(f"{where}: is donated, and cannot be written to; pass an array that can, as a copy of it")

@@ -31,6 +31,8 @@ class Bound:
             where = f"{host.name}: bind: {name}"
             if name in self.arrays:
                 raise ArgumentError(f"{where}: is bound already; leave it out, or bind the program that has it not bound")
+            if name in {output.memory for output in host.outputs}:
+                raise ArgumentError(f"{where}: is donated, so that a call leaves a result in it; pass it to each call")
             if name not in types:
                 raise ArgumentError(f"{where}: no such input; {did_you_mean(name, types)}")
             library, accepted = accept(f"{host.name}: bind", target, name, types[name], array)

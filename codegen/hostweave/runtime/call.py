@@ -8,13 +8,24 @@ from typing import Any
 
 from hostweave.base.errors import ArgumentError
 from hostweave.host_ir.ir import HostProgram, Parameter
-from hostweave.runtime.arguments import accept, in_order
+from hostweave.runtime.arguments import accept, expect_writable, in_order
 from hostweave.runtime.arrays import Array, Library, View, view
 from hostweave.runtime.bound import Bound, block
 from hostweave.targets.target import CPU_DEVICE, Target
 from hostweave.types.mesh import Mesh
 from hostweave.types.shards import bind_sizes, block_of, block_shape, global_shape, holds
 from hostweave.types.tensor import TensorType
+
+
+@dataclass(frozen=True)
+class Result:
+    """Where a global output goes."""
+
+    library: Library
+    device: int
+    array: Array = None  # what was donated for it, and as the caller gave it
+    given: Array = None
+
 
 LocalArrays = tuple[tuple[View, ...], ...]  # [rank][parameter]
 
@@ -25,32 +36,43 @@ class Call:
 
     program: HostProgram
     sizes: Mapping[str, int]
-    library: Library
-    device: int  # where global results go
     inputs: LocalArrays
     outputs: LocalArrays
+    results: tuple[Result, ...]  # of each output
 
     def for_glue(self) -> tuple[list[list[Any]], list[list[Any]]]:
         return [[v[:-1] for v in rank] for rank in self.inputs], [[v[:-1] for v in rank] for rank in self.outputs]
 
     def local_results(self) -> list[Any]:
         """Of every rank its local output, or a tuple of them where there are several; None for one that it does not have."""
-        return [_bare(tuple(None if v.array is None else self.library.give(v.array) for v in rank)) for rank in self.outputs]
+        return [
+            _bare(tuple(None if v.array is None else to.library.give(v.array) for v, to in zip(rank, self.results, strict=True)))
+            for rank in self.outputs
+        ]
 
     def global_results(self) -> Any:
-        """The global output, or a tuple of them where there are several. Of replicated ones a rank's copy."""
-        return _bare(tuple(self.library.give(self._global_result(i, p)) for i, p in enumerate(self.program.outputs)))
+        """The global output, or a tuple of them where there are several. Of replicated ones a rank's copy; donated arrays hold theirs."""
+        return _bare(tuple(self._global_result(i, p) for i, p in enumerate(self.program.outputs)))
+
+    def hand_back(self) -> None:
+        """Has donated arrays hold the results."""
+        for i, parameter in enumerate(self.program.outputs):
+            if parameter.memory:
+                self._global_result(i, parameter)
 
     def _global_result(self, index: int, parameter: Parameter) -> Array:
-        ranks = parameter.type.mesh_in(self.program.mesh).all_ranks
-        if not parameter.type.axes and (parameter.type.mesh is None or self.device in (CPU_DEVICE, *ranks)):
-            return self.outputs[self.device if self.device in ranks else ranks[0]][index].array  # a copy that is where the result goes
+        ranks, to = parameter.type.mesh_in(self.program.mesh).all_ranks, self.results[index]
+        if not parameter.type.axes and (parameter.type.mesh is None or to.device in (CPU_DEVICE, *ranks)):
+            own = self.outputs[to.device if to.device in ranks else ranks[0]][index].array  # a copy that is where the result goes
+            if to.array is None:
+                return to.library.give(own)
+            ranks = ranks[:1]
         shape = global_shape(parameter.type, self.sizes)
-        result = self.library.empty(shape, parameter.type.dtype, self.device)
+        result = to.library.empty(shape, parameter.type.dtype, to.device) if to.array is None else to.array
         for rank in ranks:
             result[block_of(parameter.type, self.program.mesh, rank, shape)] = self.outputs[rank][index].array
-        self.library.wait(self.device)
-        return result
+        to.library.wait(to.device)
+        return to.library.give(result) if to.array is None else to.given
 
 
 def make_call(program: HostProgram, target: Target, bound: Bound, given: Sequence[Array], named: Mapping[str, Array]) -> Call:
@@ -65,22 +87,23 @@ def make_call(program: HostProgram, target: Target, bound: Bound, given: Sequenc
     shapes = {**bound.shapes(), **{name: tuple(array.shape) for name, (_, array) in taken.items()}}
     sizes = bind_sizes(program.name, program.mesh, expected, shapes, program.uneven)
     _check_outputs(program, sizes)
-    library, first = next(iter((taken or bound.arrays).values()))
-    device = library.device(first)
+    accepted, given_by_name = {**bound.arrays, **taken}, {p.name: array for p, array in zip(bound.free, arrays, strict=True)}
+    first = next(iter(taken or bound.arrays))
+    results = tuple(_result_of(program, p.memory or first, accepted, given_by_name if p.memory else {}) for p in program.outputs)
     ranks = range(program.mesh.size)
     own = ({name: block(*one, expected[name], program.mesh, rank) for name, one in taken.items()} for rank in ranks)
     blocks = [{**held, **given_blocks} for held, given_blocks in zip(bound.blocks, own, strict=True)]
     inputs = tuple(tuple(of_rank[name] for name in expected) for of_rank in blocks)
     outputs = tuple(
-        tuple(_result(library, p.type, program.mesh, rank, sizes, CPU_DEVICE if device == CPU_DEVICE else rank) for p in program.outputs)
-        for rank in ranks
+        tuple(_local(to, p.type, program.mesh, rank, sizes) for p, to in zip(program.outputs, results, strict=True)) for rank in ranks
     )
-    places = {(type(one), one.device(array)): one for one, array in (*taken.values(), *bound.arrays.values())}
+    places = {(type(one), one.device(array)): one for one, array in accepted.values()}
     for (_, on), used in places.items():
         used.wait(on)
-    for rank in ranks if device != CPU_DEVICE else ():
-        library.wait(rank)
-    return Call(program, sizes, library, device, inputs, outputs)
+    for to in results:
+        for rank in ranks if to.device != CPU_DEVICE else ():
+            to.library.wait(rank)
+    return Call(program, sizes, inputs, outputs, results)
 
 
 def _check_outputs(program: HostProgram, sizes: Mapping[str, int]) -> None:
@@ -91,12 +114,24 @@ def _check_outputs(program: HostProgram, sizes: Mapping[str, int]) -> None:
             raise ArgumentError(f"{program.name}: output {parameter.name}: {error}; pass a size that it divides") from None
 
 
-def _result(library: Library, type_: TensorType, mesh: Mesh, rank: int, sizes: Mapping[str, int], device: int) -> View:
+def _result_of(program: HostProgram, name: str, accepted: Mapping[str, tuple[Library, Array]], given: Mapping[str, Array]) -> Result:
+    """Where an output goes: to the input of this name, which was given for it, else to a new array of the input's library."""
+    library, array = accepted[name]
+    if not given:
+        return Result(library, library.device(array))
+    expect_writable(f"{program.name}: {name}", library, array)
+    others = {p.memory: accepted[p.memory] for p in program.outputs if p.memory not in ("", name)}
+    if twice := [other for other, (of, one) in others.items() if of.address(one) == library.address(array) != 0]:
+        raise ArgumentError(f"{program.name}: {name} and {twice[0]} are one array, and both are donated; pass an array for each")
+    return Result(library, library.device(array), array, given[name])
+
+
+def _local(to: Result, type_: TensorType, mesh: Mesh, rank: int, sizes: Mapping[str, int]) -> View:
     shape = global_shape(type_, sizes)
     if not holds(type_, mesh, rank):
         return View(shape)
-    array = library.empty(block_shape(type_, mesh, rank, shape), type_.dtype, device)
-    return view(library, array, type_.dtype, shape)
+    device = CPU_DEVICE if to.device == CPU_DEVICE else rank
+    return view(to.library, to.library.empty(block_shape(type_, mesh, rank, shape), type_.dtype, device), type_.dtype, shape)
 
 
 def _bare(results: tuple[Array, ...]) -> Any:

@@ -18,7 +18,7 @@ from hostweave.host_ir.ir import Communication, HostProgram, Parameter
 from hostweave.host_ir.text import print_instruction
 from hostweave.host_ir.tree import walk
 from hostweave.options import Options
-from hostweave.runtime.arguments import accept
+from hostweave.runtime.arguments import accept, expect_writable
 from hostweave.runtime.arrays import Array, Library, NumpyLibrary, library_of
 from hostweave.runtime.bound import Bound
 from hostweave.runtime.captured import Captured
@@ -65,6 +65,7 @@ class Taken:
     sizes: tuple[tuple[str, int], ...]  # that the caller knows
     stream: int  # cudaStream_t
     given: tuple[Output, ...] | None  # as out=
+    donated: tuple[Output, ...]  # for each output
     spans: tuple[Span, ...]  # of what is taken and given
 
     @property
@@ -132,7 +133,7 @@ class LocalProgram:
     def __call__(self, bound: Bound, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None) -> Any:
         """Calls the program with the rank's arrays, as `Program` says."""
         _, outputs = self._call(bound, arrays, out, stream, sizes)
-        return _given_back(outputs) if out is None else out
+        return self._given_back(bound, arrays, outputs) if out is None else out
 
     def capture(self, bound: Bound, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None) -> Captured:
         """Calls the program, and captures that call."""
@@ -153,7 +154,7 @@ class LocalProgram:
                 self._agreed(lambda: taken, self._group.call_timeout)
             self._group.run(name, member, lambda: native.launch(graph, handle, self._schedule()))
 
-        return Captured(launch, (bound, taken, arrays), lambda: _given_back(outputs) if out is None else out)
+        return Captured(launch, (bound, taken, arrays), lambda: self._given_back(bound, arrays, outputs) if out is None else out)
 
     def _call(
         self, bound: Bound, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None
@@ -169,6 +170,15 @@ class LocalProgram:
         arguments = *_arguments(taken, outputs), taken.stream, self._schedule(), self._graphs
         group.run(self._host.name, self._member, lambda: self._native.run(*arguments))
         return taken, outputs
+
+    def _given_back(self, bound: Bound, arrays: Sequence[Array], outputs: Sequence[Output]) -> Any:
+        """What the caller gets: of a donated input the array that he gave."""
+        given = dict(zip((p.name for p in bound.free), arrays, strict=True))
+        results = tuple(
+            given[p.memory] if p.memory else output[0].give(output[1]) if output else None
+            for p, output in zip(self._host.outputs, outputs, strict=True)
+        )
+        return results[0] if len(results) == 1 else results
 
     def _outputs_of(self, taken: Taken, on_given_stream: bool) -> Sequence[Output]:
         try:
@@ -250,11 +260,21 @@ class LocalProgram:
         table = self._tables.get(bound) or self._table(bound)
         accepted = [self._accepted(parameter, array) for parameter, array in zip(parameters, arrays, strict=True)]
         library = next((one[0] for one in accepted if one), table.library)
-        given = None if out is None else self._given(out)
-        spans = (*self._spans(parameters, accepted, False), *self._spans(self._host.outputs, given or (), True))
+        by_name = dict(zip((p.name for p in parameters), accepted, strict=True))
+        donated = tuple(by_name[p.memory] if p.memory else None for p in self._host.outputs)
+        for p, one in zip(self._host.outputs, donated, strict=True):
+            if one:
+                expect_writable(f"{name}: {p.memory}", *one)
+        given = None if out is None else self._given(out, donated)
+        taken_for = {p.memory for p in self._host.outputs}
+        new = [None if p.memory else one for p, one in zip(self._host.outputs, given or (), strict=False)]
+        spans = (
+            *self._spans(parameters, accepted, [p.name in taken_for for p in parameters]),
+            *self._spans(self._host.outputs, new, [True] * len(new)),
+        )
         self._expect_apart(table.spans, spans)
         known = tuple((sizes or {}).items())
-        taken = Taken(table, library, *_places(accepted), known, self._handle(stream, library), given, spans)
+        taken = Taken(table, library, *_places(accepted), known, self._handle(stream, library), given, donated, spans)
         if sizes and self._meets:
             self._wholes(taken)  # what the ranks find out together is to be what the caller says
         return taken
@@ -270,7 +290,8 @@ class LocalProgram:
         library = next((one[0] for one in held if one), NumpyLibrary() if self._device == CPU_DEVICE else None)
         digest = key_of(*map(str, places.items())) if places else ""
         shapes_of_all = tuple(place and place[1] for place in of_all)
-        made = self._tables[bound] = Table(library, shapes_of_all, tuple(self._spans(parameters, held, False)), digest, native)
+        spans = tuple(self._spans(parameters, held, [False] * len(held)))
+        made = self._tables[bound] = Table(library, shapes_of_all, spans, digest, native)
         return made
 
     def _wholes(self, taken: Taken) -> tuple[Shape, ...] | None:
@@ -350,27 +371,31 @@ class LocalProgram:
     # --- outputs
 
     def _made(self, taken: Taken, on_given_stream: bool) -> list[Output]:
-        """New outputs, for use on the stream of the call."""
-        held = [self._holds(parameter) for parameter in self._host.outputs]
+        """New outputs, for use on the stream of the call, and those that were donated."""
+        held = [self._holds(parameter) and not parameter.memory for parameter in self._host.outputs]
         library = taken.library
         if library is None:
             if any(held):
                 why = f"rank {self._group.rank} passes no array, so nothing says of which library its outputs are to be"
                 raise ArgumentError(f"{self._host.name}: {why}; pass them as out=")
-            return [None for _ in held]
+            return list(taken.donated)
         with library.on_stream(taken.stream if on_given_stream else None, self._device):
             return [
-                (library, library.empty(shape, parameter.type.dtype, self._device)) if here else None
-                for parameter, shape, here in zip(self._host.outputs, self._outputs, held, strict=True)
+                (library, library.empty(shape, parameter.type.dtype, self._device)) if here else donated
+                for parameter, shape, here, donated in zip(self._host.outputs, self._outputs, held, taken.donated, strict=True)
             ]
 
-    def _given(self, out: Any) -> tuple[Output, ...]:
+    def _given(self, out: Any, donated: Sequence[Output]) -> tuple[Output, ...]:
         parameters = self._host.outputs
         arrays = (out,) if len(parameters) == 1 else tuple(out)
         if len(arrays) != len(parameters):
             raise ArgumentError(f"{self._host.name}: out=: {len(arrays)} arrays for {len(parameters)} outputs")
-        outputs = tuple(self._accepted(parameter, array) for parameter, array in zip(parameters, arrays, strict=True))
-        for parameter, output in zip(parameters, outputs, strict=True):
+        pairs = zip(parameters, arrays, donated, strict=True)
+        outputs = tuple(one if p.memory and array is None else self._accepted(p, array) for p, array, one in pairs)
+        for parameter, output, one in zip(parameters, outputs, donated, strict=True):
+            if output and one and output[0].address(output[1]) != one[0].address(one[1]):
+                where = f"{self._host.name}: out=: {parameter.name}: is returned in {parameter.memory}, which is donated"
+                raise ArgumentError(f"{where}; pass None for it, or that array")
             if output and not output[0].is_writable(output[1]):
                 raise ArgumentError(
                     f"{self._host.name}: out=: {parameter.name}: cannot be written to; pass another array, or leave out= away"
@@ -384,14 +409,16 @@ class LocalProgram:
                 raise ArgumentError(f"{where}: expected the local shape {list(shape)}, got {list(output[1].shape)}")
         return given
 
-    def _spans(self, parameters: Sequence[Parameter], arrays: Sequence[Output], written: bool) -> Iterator[Span]:
-        for parameter, (library, array) in ((p, one) for p, one in zip(parameters, arrays, strict=False) if one):
-            begin, bytes_ = library.address(array), prod(array.shape) * parameter.type.dtype.itemsize
-            if bytes_:
-                yield Span(begin, begin + bytes_, self._group.rank, parameter.name, written)
+    def _spans(self, parameters: Sequence[Parameter], arrays: Sequence[Output], written: Sequence[bool]) -> Iterator[Span]:
+        for parameter, one, is_written in zip(parameters, arrays, written, strict=False):
+            if one and (bytes_ := prod(one[1].shape) * parameter.type.dtype.itemsize):
+                begin = one[0].address(one[1])
+                yield Span(begin, begin + bytes_, self._group.rank, parameter.name, is_written)
 
     def _expect_apart(self, bound: tuple[Span, ...], taken: tuple[Span, ...]) -> None:
-        """Raises ArgumentError where a given output shares memory with an input or another output: programs write before they have read."""
+        """Raises ArgumentError where a given output, or a donated input, shares memory with an input or another one: programs write
+        before they have read.
+        """
         if not any(span.written for span in taken) or (bound, taken) in self._apart:
             return
         last = last_written = Span(0, 0, 0, "", False)  # of those that begin before, the one that ends last
@@ -400,7 +427,8 @@ class LocalProgram:
             if span.begin < other.end:
                 pair = sorted((other, span), key=lambda one: not one.written)
                 names = [one.name if span.rank == other.rank else f"{one.name} of rank {one.rank}" for one in pair]
-                raise ArgumentError(f"{self._host.name}: out=: {' and '.join(names)} overlap in memory; pass an array of its own")
+                what = f"{pair[0].name}, which is donated" if pair[0].name in {p.memory for p in self._host.outputs} else "out="
+                raise ArgumentError(f"{self._host.name}: {what}: {' and '.join(names)} overlap in memory; pass an array of its own")
             last = max(last, span, key=lambda one: one.end)
             last_written = max(last_written, span, key=lambda one: one.end) if span.written else last_written
         self._apart.append((bound, taken))
@@ -426,11 +454,6 @@ class LocalProgram:
 def _arguments(taken: Taken, outputs: Sequence[Output]) -> tuple[Any, tuple[int, ...], tuple[int, ...]]:
     """The arrays of a call, as the native calls take them."""
     return taken.table.native, taken.addresses, _places(outputs)[0]
-
-
-def _given_back(outputs: Sequence[Output]) -> Any:
-    results = tuple(output[0].give(output[1]) if output else None for output in outputs)
-    return results[0] if len(results) == 1 else results
 
 
 def stream_of_call(target: Target, stream: Any, arrays: Sequence[Array]) -> int:

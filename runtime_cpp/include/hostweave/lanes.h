@@ -26,6 +26,13 @@ HW_DEVICE int64_t index(T id, int64_t n) {
 #endif
 }
 
+// Where a slice begins that can begin at n places: the nearest one.
+template <class T>
+HW_DEVICE int64_t start(T id, int64_t n) {
+  const bool below = id < T(1);
+  return below ? 0 : static_cast<uint64_t>(id) >= static_cast<uint64_t>(n) ? n - 1 : static_cast<int64_t>(id);
+}
+
 // The first of the numbers of the indices that a rank holds, of which there may be none.
 HW_DEVICE int64_t first(const int64_t* rows, int64_t n) { return n > 0 ? rows[0] : 0; }
 

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 from hostweave.base.errors import Location, ProgramError
 from hostweave.base.signatures import checked
+from hostweave.fusion_ir.frontend.donation import Donated
 from hostweave.fusion_ir.frontend.recording import record
 from hostweave.fusion_ir.frontend.trace import Tensor, _Trace, parameters, traced
 from hostweave.fusion_ir.ir import Fusion
@@ -14,11 +15,12 @@ from hostweave.types.tensor import TensorType
 
 
 @checked
-def block(**inputs: TensorType) -> Callable[[Callable[..., Any]], Function]:
+def block(*, donate: Donated = (), **inputs: TensorType) -> Callable[[Callable[..., Any]], Function]:
     """Makes the decorated function one that is traced and compiled once, and called any number of times, such as a layer of a model.
 
     `inputs` gives the type of each parameter by name, as for `hw.fusion`; mesh and sizes are those of the fusion that calls it.
-    An argument of another sharding is resharded at the call. Raises ProgramError.
+    An argument of another sharding is resharded at the call. `donate` names parameters that the function updates in place, as for
+    `hw.fusion`; an argument that is used after the call is copied first. Raises ProgramError.
 
     Example:
         ```python
@@ -28,7 +30,7 @@ def block(**inputs: TensorType) -> Callable[[Callable[..., Any]], Function]:
         ```
     """
     location = Location.of_caller()
-    return lambda function: Function(function, inputs, location)
+    return lambda function: Function(function, inputs, location, donate)
 
 
 class Function:
@@ -37,8 +39,8 @@ class Function:
     It is traced once for each fusion that calls it, and becomes one function of the generated program.
     """
 
-    def __init__(self, function: Callable[..., Any], inputs: dict[str, TensorType], location: Location):
-        self.name = function.__name__
+    def __init__(self, function: Callable[..., Any], inputs: dict[str, TensorType], location: Location, donate: Donated = ()):
+        self.name, self._donate = function.__name__, donate
         self._function, self._inputs, self._location = function, inputs, location
         if not self.name.isidentifier():
             raise ProgramError(f"function {self.name}: this function has no name; write it with def", location)
@@ -87,7 +89,7 @@ class Function:
             if any(isinstance(other, Function) and other.name == self.name for other in trace.functions):
                 raise ProgramError(f"call: two functions are named @{self.name}; give one of their functions another name", location)
             trace.functions[self], inner = None, _Trace(trace.mesh, trace.functions, trace.sources)
-            trace.functions[self] = traced(self._function, inner, self._inputs, "function", self._location)
+            trace.functions[self] = traced(self._function, inner, self._inputs, "function", self._location, self._donate)
         found = trace.functions[self]
         if found is None:
             raise ProgramError(f"call: @{self.name} calls itself, and would be traced without end; use a Python loop", location)

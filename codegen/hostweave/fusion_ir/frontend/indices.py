@@ -12,6 +12,7 @@ from hostweave.fusion_ir.frontend.composites import _called, _wide
 from hostweave.fusion_ir.frontend.recording import Axis, dim_of, record
 from hostweave.fusion_ir.frontend.trace import Tensor
 from hostweave.fusion_ir.ops import fits
+from hostweave.fusion_ir.ops.definition import INTS
 from hostweave.types.size import Size
 from hostweave.types.tensor import Dim, DType, TensorType, i64, u8
 
@@ -158,6 +159,82 @@ def scatter_add(x: Tensor, axis: Axis, indices: Tensor, source: Tensor) -> Tenso
     number = dim_of(x, axis, "scatter_add", Location.of_caller())
     rows = _numbers(x, number)
     return x + record("scatter_sum", record("index", indices, rows), source, rows, axis=number)
+
+
+# --- slices at positions -----------------------------------------------------------------------------------------------
+
+Starts = Sequence[Tensor | int]  # one for each dim
+
+
+@_called("sliced")
+@checked
+def dynamic_slice(x: Tensor, starts: Starts, sizes: Sequence[int | str]) -> Tensor:
+    """As many elements of each dim as `sizes` say, from where `starts` say on: one for each dim, ints or tensors of one int.
+
+    As in jax.lax, a start is moved so that the slice fits: one below 0 is 0, and one that is too large the last that fits. A dim of
+    which all is taken has no start. Where a dim that is cut is sharded each rank takes what it holds, and zeros elsewhere: a partial
+    sum. Raises ProgramError for starts or sizes that do not fit.
+
+    Example: `hw.dynamic_slice(cache, (position, 0), (1, "D"))` of `cache: f32[S, D]` and `position: i32[]` is `f32[1, D]`.
+    """
+    location = Location.of_caller()
+    try:
+        lengths = tuple(map(Size.of, sizes))
+    except ValueError as error:
+        raise ProgramError(f"dynamic_slice: {error}", location) from None
+    for axis, start in _cut_dims(x, starts, lengths, "dynamic_slice", location):
+        steps = record("iota", target=TensorType(i64, (Dim(lengths[axis]),)), beside=x)
+        x = record("take", x, _aligned(start + steps, x.ndim, axis), _numbers(x, axis), axis=axis)
+    return x
+
+
+@_called("updated")
+@checked
+def dynamic_update_slice(x: Tensor, update: Tensor, starts: Starts) -> Tensor:
+    """x, with the elements of `update` from where `starts` say on: one for each dim, ints or tensors of one int.
+
+    A start is moved so that the update fits, as in `dynamic_slice`. Of an x that is donated, or needed no more, only the elements of the
+    update are written, in place. A dim that is cut may be sharded: each rank writes those that are its own, and has all of the update
+    along it. Raises ProgramError for an update or starts that do not fit.
+
+    Example: `hw.dynamic_update_slice(cache, row, (position, 0))` of `cache: f32[S, D]`, `row: f32[1, D]` and `position: i32[]`.
+    """
+    location = Location.of_caller()
+    if not isinstance(update, Tensor) or update.dtype != x.dtype:
+        what = update.type if isinstance(update, Tensor) else repr(update)
+        raise ProgramError(f"dynamic_update_slice: {what} does not go into {x.type}; use hw.astype", location)
+    cut = _cut_dims(x, starts, update.type.shape, "dynamic_update_slice", location) or [
+        (0, _start(x, 0, update.type.shape[0], 0, location))
+    ]
+    places = [operand for axis, start in cut for operand in (start, _numbers(x, axis))]
+    return record("dynamic_update_slice", x, update, *places, axes=tuple(axis for axis, _ in cut))
+
+
+def _cut_dims(x: Tensor, starts: Starts, lengths: Sequence[Size], word: str, location: Location) -> list[tuple[int, Tensor]]:
+    """The dims of which a part is taken or written, each with where that begins."""
+    if isinstance(starts, Tensor) or len(starts) != x.ndim or len(lengths) != x.ndim or not x.ndim:
+        many = 1 if isinstance(starts, Tensor) else len(starts)
+        why = f"{many} starts and {len(lengths)} sizes for the {x.ndim} dims of {x.type}"
+        raise ProgramError(f"{word}: {why}; give one of each for every dim", location)
+    return [
+        (axis, _start(x, axis, length, start, location, word))
+        for axis, (start, length) in enumerate(zip(starts, lengths, strict=True))
+        if length != x.type.shape[axis]
+    ]
+
+
+def _start(x: Tensor, axis: int, length: Size, start: Tensor | int, location: Location, word: str = "dynamic_update_slice") -> Tensor:
+    """Where a slice of so many elements of a dim begins, an i64 of no dims."""
+    size = x.type.shape[axis]
+    if size.is_int and length.is_int and int(length) > int(size):
+        raise ProgramError(f"{word}: {length} elements are more than dim {axis} of {x.type} has; take at most {size}", location)
+    if isinstance(start, int) and not isinstance(start, bool):
+        start = record("fill", target=TensorType(i64, ()), beside=x, value=float(start))
+    if not isinstance(start, Tensor) or start.dtype.kind not in INTS or _some(one != Size() for one in start.type.shape):
+        what = start.type if isinstance(start, Tensor) else repr(start)
+        raise ProgramError(f"{word}: dim {axis} cannot start at {what}; pass an int, or a tensor of ints that has one element", location)
+    rows = record("iota", target=TensorType(i64, (Dim(size - length + 1),)), beside=x)
+    return record("start", hw.reshape(start) if start.ndim else start, rows)
 
 
 # --- along a dim ------------------------------------------------------------------------------------------------------

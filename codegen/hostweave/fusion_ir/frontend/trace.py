@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from hostweave.base.errors import Location, ProgramError, UnknownAttribute, did_you_mean, is_of_package
 from hostweave.base.names import unique_name
 from hostweave.base.signatures import checked
+from hostweave.fusion_ir.frontend.donation import Donated, donations
 from hostweave.fusion_ir.frontend.indexing import indexed
 from hostweave.fusion_ir.frontend.recording import dim_of, record
 from hostweave.fusion_ir.frontend.remedies import SizeName, instead_of
@@ -30,14 +31,17 @@ from hostweave.types.tensor import DTYPES, DType, TensorType
 
 
 @checked
-def fusion(*, mesh: Mesh | None = None, **inputs: TensorType) -> Callable[[Callable[..., Any]], Fusion]:
+def fusion(*, mesh: Mesh | None = None, donate: Donated = (), **inputs: TensorType) -> Callable[[Callable[..., Any]], Fusion]:
     """Traces the decorated function into a Fusion, which `hw.compile` compiles.
 
     `inputs` gives the type of each parameter by name: a dtype and dims, `hw.bf16["M@x", "K"]`. A function with `**weights`
     receives there the inputs that it does not name. `mesh` has the ranks; without it there is one device. The function is
     traced once with symbolic tensors, so Python loops are unrolled. It returns a tensor or a tuple of tensors.
 
-    Raises ProgramError, with the location in the function, for operands that do not fit.
+    `donate` names inputs whose memory a result takes: after a call the caller's array holds that result. It is the one result of the
+    input's dtype and shape that is computed from it, and gets its sharding; where several are, `donate={"m": 1}` gives its number.
+
+    Raises ProgramError, with the location in the function, for operands that do not fit, and for what cannot be donated.
 
     Example:
         ```python
@@ -49,7 +53,7 @@ def fusion(*, mesh: Mesh | None = None, **inputs: TensorType) -> Callable[[Calla
     location = Location.of_caller()
     if not isinstance(mesh, Mesh | None):
         raise ProgramError(f"fusion: mesh={mesh} is not an hw.Mesh; a parameter of the function needs another name", location)
-    return lambda function: traced(function, _Trace(mesh or Mesh()), inputs, "fusion", location)
+    return lambda function: traced(function, _Trace(mesh or Mesh()), inputs, "fusion", location, donate)
 
 
 _KINDS = {(op.written, kind.startswith("bitwise")): kind for kind, op in OPS.items() if op.written}  # `a + b` -> add
@@ -348,7 +352,9 @@ def _weak(number: Scalar, is_float: bool) -> Scalar:
 # --- from a function to a fusion --------------------------------------------------------------------------------------
 
 
-def traced(function: Callable[..., Any], trace: _Trace, inputs: dict[str, TensorType], word: str, location: Location) -> Fusion:
+def traced(
+    function: Callable[..., Any], trace: _Trace, inputs: dict[str, TensorType], word: str, location: Location, donate: Donated = ()
+) -> Fusion:
     """What a function computes; `word` says what it is, a fusion or a function. Raises ProgramError."""
     name = function.__name__ if function.__name__.isidentifier() and function.__name__.isascii() else "program"  # of a lambda
     arguments = {}
@@ -363,12 +369,13 @@ def traced(function: Callable[..., Any], trace: _Trace, inputs: dict[str, Tensor
     trace.take_variables()
     trace.frames.clear()  # they keep all variables
     outputs = _distinct_results(results)
+    donated = donations(f"{word} @{name}", trace, outputs, donate, location)
     for result in outputs:  # the names of variables are theirs first
         if result._name is None and result._variable and result._variable not in trace.named:
             trace.name(result, result._variable)
         elif result._name is None and len(outputs) == 1:
             trace.name(result, unique_name("y", trace.named))
-    finished = _finished(name, trace, outputs)
+    finished = replace(_finished(name, trace, outputs), donated=donated)
     verify_fusion(finished)
     return finished
 

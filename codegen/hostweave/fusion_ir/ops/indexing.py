@@ -10,7 +10,7 @@ from typing import Any
 
 from hostweave.fusion_ir.index_map import ONE, IndexMap, Labels, aligned, numbered
 from hostweave.fusion_ir.ir import Op
-from hostweave.fusion_ir.ops.attributes import AXIS, DESCENDING
+from hostweave.fusion_ir.ops.attributes import AXIS, DESCENDING, ORDER
 from hostweave.fusion_ir.ops.definition import (
     INTS,
     NUMBERS,
@@ -20,6 +20,7 @@ from hostweave.fusion_ir.ops.definition import (
     broadcast,
     checked_axis,
     require,
+    same_dtype,
     unsharded,
 )
 from hostweave.types.size import Size
@@ -63,6 +64,17 @@ def _indices(types: Types, op: Op) -> IndexMap:
 
 
 OPS["index"] = OpDef(2, _index, _indices, _checked, cpp="hw::index({0}, {1})", cost=2, whole="looked up")
+
+# Of so many places where a slice can begin the nearest one.
+OPS["start"] = OpDef(
+    2,
+    _index,
+    _indices,
+    lambda np, ids, rows: np.clip(ids, 0, len(rows) - 1).astype(np.int64),
+    cpp="hw::start({0}, {1})",
+    cost=2,
+    whole="looked up",
+)
 
 # --- elements at indices ----------------------------------------------------------------------------------------------
 
@@ -169,6 +181,49 @@ def _sent(types: Types, op: Op) -> IndexMap:
 _WRITES: dict[str, Any] = {"parts_lanes": True, "whole": "written by indices"}
 OPS["scatter"] = OpDef(4, _scatter, _sent, _scattered, (AXIS,), lane="hw::scatter", makes="scattered", **_WRITES)
 OPS["scatter_sum"] = OpDef(3, _scatter, _sent, _scattered, (AXIS,), lane="hw::scatter_sum", partial="sum", is_exact=True, **_WRITES)
+
+# --- a slice that goes where numbers say -------------------------------------------------------------------------------
+
+
+def _update(types: Types, op: Op) -> TensorType:
+    x, update, *places = types
+    axes = op[ORDER]
+    if len(update.dims) != len(x.dims) or len(places) != 2 * len(axes) or not set(axes) <= set(range(len(x.dims))):
+        raise Mismatch(f"{update} does not go into {x} along dims {axes}; it has the same dims, and a start and rows for each of these")
+    same_dtype((x, update))
+    for axis, (have, size) in enumerate(zip(x.shape, update.shape, strict=True)):
+        if axis not in axes and have != size:
+            raise Mismatch(f"{update} does not go into {x}: dim {axis} is not cut, and differs; give it a start")
+    for axis, start, rows in zip(axes, places[::2], places[1::2], strict=True):
+        if start.dtype != i64 or start.dims:
+            raise Mismatch(f"dim {axis} starts at {start}, which is no i64 of no dims; use start")
+        _rows(rows, x.shape[axis])
+    return unsharded(x)
+
+
+def _updated(np: Any, x: Any, update: Any, *places: Any, axes: tuple[int, ...]) -> Any:
+    """Of what is at the place those elements go there that are here."""
+    result, into, taken = x.copy(), [slice(None)] * x.ndim, [slice(None)] * x.ndim
+    for axis, start, rows in zip(axes, places[::2], places[1::2], strict=True):
+        begin = int(start) - (int(rows[0]) if len(rows) else 0)
+        first, last = max(begin, 0), max(min(begin + update.shape[axis], len(rows)), 0)
+        into[axis], taken[axis] = slice(first, max(first, last)), slice(first - begin, max(first, last) - begin)
+    result[tuple(into)] = update[tuple(taken)]
+    return result
+
+
+def _written(types: Types, op: Op) -> IndexMap:
+    """A dim that is cut may be sharded: each rank writes what is its own. Of the update it needs all of such a dim."""
+    labels = numbered(types[0].shape)
+    kept, own = (tuple(f"{word}{i}" if i in op[ORDER] else label for i, label in enumerate(labels)) for word in (INDEXED, OTHER))
+    unwalked = frozenset(f"{word}{i}" for i in op[ORDER] for word in (INDEXED, OTHER))
+    places = [labels for i in op[ORDER] for labels in ((), (f"{INDEXED}{i}",))]
+    return IndexMap((kept, own, *places), kept, unwalked=unwalked)
+
+
+OPS["dynamic_update_slice"] = OpDef(
+    None, _update, _written, _updated, (ORDER,), updates=True, whole="written where numbers say", makes="updated"
+)
 
 # --- of whole rows ----------------------------------------------------------------------------------------------------
 

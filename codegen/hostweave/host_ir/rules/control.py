@@ -69,8 +69,9 @@ def _call(c: Checker, i: ir.Call, scope: Scope) -> None:
             wanted = c.program.local_type(parameter)
             c.as_wanted(name, wanted, f"and @{i.function} {word} {wanted} as %{parameter.name}")
             c.contiguous(name, what=", which a function needs")
-    for name in i.dsts:
-        if name in i.srcs or i.dsts.count(name) > 1:
+    for name, parameter in zip(i.dsts, function.outputs, strict=True):
+        donated = [src for src, p in zip(i.srcs, function.inputs, strict=True) if p.name == parameter.memory]
+        if i.srcs.count(name) > donated.count(name) or i.dsts.count(name) > 1:
             c.fail(f"%{name} is named twice: what a function writes is memory of its own")
     if scope.in_stream:
         c.fail("a function forks from the caller's stream: move the call out of the stream block")

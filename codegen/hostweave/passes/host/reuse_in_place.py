@@ -9,16 +9,18 @@
     all_reduce sum %t -> %y on x              all_reduce sum %t -> %y on x
 
 A copy from one to the other is left out. An instruction writes where it reads if each element comes of its own index alone:
-kernels say that of each input, and a matmul adds so.
+kernels say that of each input, and a matmul adds so. What is returned in the memory of a donated input is computed there, if all
+that reads the input has done so by then; else it is copied there in the end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 
 from hostweave.analysis.def_use import DefUse, Place, def_use
-from hostweave.analysis.kernel_indices import may_overwrite
+from hostweave.analysis.kernel_indices import may_overwrite, updated
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.aliases import AliasRoots
 from hostweave.host_ir.dead_code import eliminate_dead_code, indices_in
@@ -28,10 +30,12 @@ from hostweave.types.size import product
 
 def reuse_in_place(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     sharing = _Sharing(def_use(program))
-    for place in sharing.uses.places:
+    returning = ((place, (sharing.is_returned_there,)) for place in reversed(sharing.uses.places if sharing.donated else ()))
+    others = ((place, (sharing.takes_over, sharing.begins_there)) for place in sharing.uses.places)
+    for place, ways in chain(returning, others):
         shared: set[str] = set()
         for src, dst in sharing.candidates(place.instruction):
-            if shared.isdisjoint((src, dst)) and (sharing.takes_over(place, src, dst) or sharing.begins_there(place, src, dst)):
+            if shared.isdisjoint((src, dst)) and any(way(place, src, dst) for way in ways):
                 shared |= {src, dst}
     return replace(program, body=eliminate_dead_code(sharing.uses.edited(sharing.gone, sharing.before)))
 
@@ -46,6 +50,7 @@ class _Sharing:
         self.touches, self.viewed = dict(uses.touches), dict(uses.viewed)  # of each buffer by now, with what has become a view of it
         self.orders = [place for place in uses.places if tree.names(place.instruction, "fork", "join")]
         self.inputs = {parameter.name for parameter in uses.program.inputs}
+        self.donated = {parameter.memory: parameter.name for parameter in uses.program.outputs if parameter.memory}
         self.kernels = {kernel.name: kernel for kernel in uses.program.kernels}
 
     def candidates(self, i: tree.Instruction) -> Iterator[tuple[str, str]]:
@@ -54,8 +59,11 @@ class _Sharing:
         roots = [self.root(src) for src in reads]
         for dst in tree.names(i, "write") if reads and not i.at_root else ():
             for src, root in zip(reads, roots, strict=True):
-                if roots.count(root) == 1 and (i.copies or may_overwrite(i, self.kernels, src, dst)):
+                if roots.count(root) == 1 and (i.copies or self.may_overwrite(i, src, dst)):
                     yield src, dst
+
+    def may_overwrite(self, i: tree.Instruction, src: str, dst: str) -> bool:
+        return (src, dst) in updated(i, self.kernels, self.uses.program.functions) or may_overwrite(i, self.kernels, src, dst)
 
     def root(self, name: str) -> str:
         """The memory of a buffer by now."""
@@ -96,7 +104,32 @@ class _Sharing:
         self._merge(place, old, new, there.number, (*self._moved(hoisted), self._reshaped(old, dst)))
         return True
 
+    def is_returned_there(self, place: Place, src: str, dst: str) -> bool:
+        """Puts the operand in the memory of a donated input, where the result is: all that reads the input has done so before."""
+        uses, old, new = self.uses, self.root(src), self.root(dst)
+        if old not in uses.allocates or new not in self.donated or place.loop or not (self._alike(src, dst) and uses.is_whole(dst)):
+            return False
+        if not self._is_last(place, old) or not self._is_named_beside(place, old):
+            return False
+        if any(self.root(name) == new for name in tree.names(place.instruction, "read")):
+            return False
+        first, others = self.touches[old][0], [touch for touch in self.touches[new] if touch is not place]
+        loops = {around for around in first.around if around.instruction.trips is not None}
+        for touch in others:
+            is_before = touch.number < first.number and self._is_before(touch, first) and loops.isdisjoint(touch.around)
+            if not (is_before or touch.number > place.number or (touch is first and self._overwrites(touch, new, old))):
+                return False
+        self._merge(place, old, new, uses.allocates[old].number, (self._reshaped(old, self.donated[new]),))
+        return True
+
     # --- conditions ---
+
+    def _overwrites(self, place: Place, read: str, written: str) -> bool:
+        """Whether an instruction may write over all of a memory that it reads."""
+        i = place.instruction
+        pairs = [(src, dst) for src in tree.names(i, "read") for dst in tree.names(i, "write")]
+        own = [(src, dst) for src, dst in pairs if (self.root(src), self.root(dst)) == (read, written)]
+        return all(self._alike(src, dst) and self.may_overwrite(i, src, dst) for src, dst in own)
 
     def _alike(self, src: str, dst: str) -> bool:
         """Whether the operand is all of its memory, and the result has the same elements."""
@@ -143,7 +176,7 @@ class _Sharing:
     def _views_after(self, allocate: Place, name: str) -> list[Place] | None:
         """The views that lead to a buffer and come after an allocate, in order; None where they cannot stand before it."""
         found: list[Place] = []
-        while source := self.uses.roots.source(name):
+        while (source := self.uses.roots.source(name)) and name in self.uses.views:
             view = self.uses.views[name]
             if view.number > allocate.number:
                 found.insert(0, view)

@@ -31,10 +31,13 @@ class Buffers:
         self.chunks: dict[str, str] = {}  # value that is a view of another's chunk -> that view, in the present iteration
 
     def begin(self, inputs: Sequence[ir.Parameter], outputs: Sequence[ir.Parameter]) -> None:
-        """Parameters hold what they are named for, outputs where an op writes them: not a view, nor what is given back as it came."""
+        """Parameters hold what they are named for, outputs where an op writes them: not a view, nor what is given back as it came.
+
+        What is returned in donated memory is copied there in the end, when the input has been read; `reuse_in_place` does better.
+        """
         inverse_view = {op.result.name for op in self.placement.inverse_view.values()}
         written = {name for name, op in self.flow.producer.items() if not self.flow.is_view(op)} | inverse_view
-        self.wholes |= {p.name: p.name for p in inputs} | {p.name: p.name for p in outputs if p.name in written}
+        self.wholes |= {p.name: p.name for p in inputs} | {p.name: p.name for p in outputs if p.name in written and not p.memory}
 
     # --- all of a value ---
 

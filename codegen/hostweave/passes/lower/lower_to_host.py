@@ -73,7 +73,10 @@ class _Lowering:
     def program(self) -> ir.HostProgram:
         b, flow, f = self.b, self.flow, self.flow.fusion
         inputs = tuple(ir.Parameter(b.parameter(v.name, flow.local(v)), v.type) for v in f.inputs)
-        outputs = tuple(ir.Parameter(b.parameter(name, flow.local(flow.values[name])), flow.types[name]) for name in f.outputs)
+        outputs = tuple(
+            ir.Parameter(b.parameter(name, flow.local(flow.values[name])), flow.types[name], memory)
+            for name, memory in zip(f.outputs, f.donated or ("",) * len(f.outputs), strict=True)
+        )
         self.buffers.begin(inputs, outputs)
         for loop in self.loops:
             self.asynchronous.settle(loop.ops)
@@ -85,8 +88,9 @@ class _Lowering:
         b.location = None
         self.asynchronous.join()
         for parameter, name in zip(outputs, f.outputs, strict=True):
+            b.location = flow.producer[name].location if parameter.memory else None
             with b.on(parameter.type.mesh):
-                if self.buffers.whole(name) != parameter.name:  # an input, a view, or a value that is returned twice
+                if self.buffers.whole(name) != parameter.name:  # an input, a view, a value that is returned twice, or donated memory
                     b.emit(ir.Copy(self.buffers.whole(name), parameter.name))
         body = with_windows(b.body())
         forked = {name for i in tree.walk(body) for name in tree.names(i, "fork")}

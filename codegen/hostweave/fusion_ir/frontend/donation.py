@@ -1,0 +1,95 @@
+"""Which result takes the memory of an input that is donated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+from hostweave.base.errors import Location, ProgramError, did_you_mean
+from hostweave.fusion_ir.frontend.recording import record
+
+if TYPE_CHECKING:
+    from hostweave.fusion_ir.frontend.trace import Tensor, _Trace
+
+Donated = Sequence[str] | Mapping[str, int]  # the names of inputs, and maybe the number of the result of each
+
+
+def donations(here: str, trace: _Trace, outputs: list[Tensor], donate: Donated, location: Location) -> tuple[str, ...]:
+    """Of each output the input whose memory it takes, "" of others; none where nothing is donated. Outputs get the inputs' shardings.
+
+    It is the one of the input's dtype and shape that is computed from it, where no other input takes that. Raises ProgramError.
+    """
+    inputs = {str(tensor._name): tensor for tensor in trace.tensors.values() if tensor._op is None}
+    names = [donate] if isinstance(donate, str) else list(donate)
+    for name in names:
+        if name not in inputs:
+            raise ProgramError(f"{here}: donate: {name!r} is no input; {did_you_mean(str(name), inputs)}", location)
+        if names.count(name) > 1:
+            raise ProgramError(f"{here}: donate: {name} is named twice; name it once", location)
+    open_ = {name: _candidates(here, trace, inputs[name], name, outputs, donate, location) for name in names}
+    chosen: dict[int, str] = {}
+    while open_:
+        sure = next((name for name, numbers in open_.items() if len(numbers) == 1), None)
+        if sure is None:
+            name, numbers = next(iter(open_.items()))
+            _refuse(here, inputs[name], name, numbers, location)
+        (number,) = open_.pop(sure)
+        chosen[number] = sure
+        open_ = {name: [other for other in numbers if other != number] for name, numbers in open_.items()}
+    for number, name in chosen.items():
+        outputs[number] = _placed(outputs[number], inputs[name], trace)
+    return tuple(chosen.get(number, "") for number in range(len(outputs))) if chosen else ()
+
+
+def _candidates(
+    here: str, trace: _Trace, given: Tensor, name: str, outputs: list[Tensor], donate: Donated, location: Location
+) -> list[int]:
+    numbers = [number for number, output in enumerate(outputs) if _takes(output, given)]
+    if isinstance(donate, Mapping):
+        wanted = donate[name]
+        if wanted not in numbers:
+            fitting = ", ".join(map(str, numbers)) or "none"
+            raise ProgramError(
+                f"{here}: donate: result {wanted!r} is not of {given.type}, as {name} is; those that are: {fitting}", location
+            )
+        return [wanted]
+    return [number for number in numbers if given._value.name in _leads_to(trace, outputs[number])]
+
+
+def _takes(output: Tensor, given: Tensor) -> bool:
+    """Whether they have the same elements, and no other sharding of the output is stated."""
+    a, b = output.type, given.type
+    is_stated = output._value.pinned and a.dims != b.dims
+    return (a.dtype, a.shape, a.mesh) == (b.dtype, b.shape, b.mesh) and not is_stated
+
+
+def _leads_to(trace: _Trace, output: Tensor) -> set[str]:
+    """Every value that an output is computed from."""
+    found, left = set[str](), [output._value.name]
+    while left:
+        op = trace.tensors[left.pop()]._op
+        new = [name for name in (op.tensors if op else ()) if name not in found]
+        found.update(new)
+        left += new
+    return found
+
+
+def _refuse(here: str, given: Tensor, name: str, numbers: list[int], location: Location) -> NoReturn:
+    if not numbers:
+        why = f"no result of {given.type} that another input does not take is computed from {name}"
+        raise ProgramError(f"{here}: donate: {why}; return one, or leave {name} out of donate", location)
+    several = " and ".join(map(str, numbers))
+    example = f'donate={{"{name}": {numbers[0]}, ...}}'
+    raise ProgramError(f"{here}: donate: results {several} are of {given.type} and computed from {name}; say which by {example}", location)
+
+
+def _placed(output: Tensor, given: Tensor, trace: _Trace) -> Tensor:
+    """The output as the input is sharded, under its name."""
+    if output.type == given.type and (output._value.pinned or not trace.mesh.axes):
+        return output
+    placed = record("reshard", output, target=given.type)
+    placed._variable, output._variable = output._variable, None
+    if name := output._name:
+        output._name = None
+        trace.name(placed, name)
+    return placed

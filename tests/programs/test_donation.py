@@ -1,0 +1,367 @@
+"""Results in the memory of donated inputs, and slices at positions that are inputs: against NumPy and torch, on 1 to 4 ranks."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cuda_here import needs_cuda
+from numpy.typing import NDArray
+
+import hostweave as hw
+from hostweave.base.errors import ArgumentError, ProgramError
+from hostweave.check.check import check as check_host
+from hostweave.check.interpret import interpret
+from hostweave.cli.notes import costly_choices
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.fusion_ir.reference import run_reference
+from hostweave.host_ir import ir, tree
+from hostweave.host_ir.ir import HostProgram
+from hostweave.host_ir.verify import verify_host
+from hostweave.options import Options
+from hostweave.pipeline import lower
+from hostweave.runtime.cpu import parallel, seeded
+from hostweave.types.numpy_dtypes import numpy_dtype
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+from adamw import ZERO, adamw, rates
+
+Array = NDArray[Any]
+Arrays = dict[str, Array]
+torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+SIZES = {"S": 11, "D": 5, "B": 3, "H": 6, "E": 4, "T": 3}
+INPUTS = {
+    "rows": hw.f32["S@x", "D"],  # its positions are sharded
+    "heads": hw.bf16["B", "H@x", "S", "E"],
+    "kept": hw.f32["S", "D"],
+    "layer_0": hw.f32["S", "D"],
+    "layer_1": hw.f32["S", "D"],
+    "row": hw.f32["T", "D"],
+    "values": hw.bf16[1, "H@x", 2, "E"],
+    "position": hw.i64[1],
+    "slot": hw.i32[()],
+}
+DONATED = {"rows": "new_rows", "heads": "new_heads", "kept": "new_kept", "layer_0": "first", "layer_1": "second"}
+
+
+@hw.block(donate=("held",), row=hw.f32["T", "D"], held=hw.f32["S", "D"], position=hw.i64[1])
+def layer(row, held, position):  # type: ignore[no-untyped-def]
+    """A layer that writes its cache, and then reads all of it."""
+    held = hw.dynamic_update_slice(held, row, (position, 0))
+    return row + hw.sum(held, axis=0, keepdims=True), held
+
+
+@cache
+def program(ranks: int, target: str = "cpu") -> hw.Program:
+    @hw.fusion(mesh=hw.Mesh(x=ranks), donate=tuple(DONATED), **INPUTS)
+    def decode(rows, heads, kept, layer_0, layer_1, row, values, position, slot):  # type: ignore[no-untyped-def]
+        new_rows = hw.dynamic_update_slice(rows, row * 2, (position, 0))  # crosses borders between ranks
+        new_heads = hw.dynamic_update_slice(heads, values, (slot, 0, position - 1, 0))
+        part = hw.dynamic_slice(new_rows, (position, slot), (4, 2))
+        new_kept = hw.dynamic_update_slice(kept, row, (2, 0))
+        before = hw.sum(kept, axis=1)  # is read although it was updated above
+        h, first = layer(row, layer_0, position)
+        h, second = layer(h, layer_1, position)
+        h, second = layer(h, second, position + 1)
+        return part, new_rows, new_heads, new_kept, before, hw.negative(h).stream(0), first, second
+
+    return hw.compile(decode, target=target)
+
+
+def arrays(position: int, slot: int) -> Arrays:
+    random = np.random.default_rng(position + 8)
+    shapes = {name: [int(size) if size.is_int else SIZES[str(size)] for size in type.shape] for name, type in INPUTS.items()}
+    numbers = {name: random.integers(-8, 9, shapes[name]).astype(numpy_dtype(INPUTS[name].dtype)) for name in INPUTS}
+    return {**numbers, "position": np.array([position]), "slot": np.array(slot, np.int32)}
+
+
+def put(x: Array, update: Array, *starts: int) -> Array:
+    """As jax.lax has it."""
+    result = x.copy()
+    begins = [min(max(start, 0), have - size) for start, have, size in zip(starts, x.shape, update.shape, strict=True)]
+    result[tuple(slice(begin, begin + size) for begin, size in zip(begins, update.shape, strict=True))] = update
+    return result
+
+
+def wanted(v: Arrays) -> list[Array]:
+    position, slot = int(v["position"][0]), int(v["slot"])
+    rows = put(v["rows"], v["row"] * 2, position, 0)
+    at, column = min(max(position, 0), SIZES["S"] - 4), min(max(slot, 0), SIZES["D"] - 2)
+
+    def through(h: Array, held: Array, position: int) -> tuple[Array, Array]:
+        held = put(held, h, position, 0)
+        return h + held.sum(0, keepdims=True), held
+
+    h, first = through(v["row"], v["layer_0"], position)
+    h, second = through(h, v["layer_1"], position)
+    h, second = through(h, second, position + 1)
+    heads = put(v["heads"], v["values"], slot, 0, position - 1, 0)
+    kept = put(v["kept"], v["row"], 2, 0)
+    return [rows[at : at + 4, column : column + 2], rows, heads, kept, v["kept"].sum(1), -h, first, second]
+
+
+def copied(v: Arrays) -> Arrays:
+    return {name: array.copy() for name, array in v.items()}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_donated_inputs_hold_the_results(ranks: int) -> None:
+    """On global arrays, on each rank's own without a copy, in the interpreter and in the reference."""
+    compiled = program(ranks)
+    text = compiled.host_ir
+    fusion, host = Fusion.parse(compiled.fusion_ir), HostProgram.parse(text)
+    assert str(fusion) == compiled.fusion_ir
+    assert "%new_rows in %rows" in compiled.fusion_ir
+    for position, slot in ((0, 0), (4, 2), (9, 9), (-3, -1), (7, 1)):
+        v = arrays(position, slot)
+        want, given = wanted(v), copied(v)
+        with seeded(position) if position > 4 else parallel(check_dependencies=True):
+            results = compiled.run(**given)
+        for number, (got, expected) in enumerate(zip(results, want, strict=True)):
+            np.testing.assert_array_equal(got, expected, err_msg=f"result {number} at {position}, {slot}")
+        for name, number in zip(DONATED, (1, 2, 3, 6, 7), strict=True):
+            assert results[number] is given[name]
+    for got, expected in zip(run_reference(fusion, v), want, strict=True):
+        np.testing.assert_array_equal(got, expected.astype(got.dtype))
+    for rank, held in enumerate(interpret(host, v)):
+        for got, output, expected in zip(held.values(), host.outputs, want, strict=True):
+            np.testing.assert_array_equal(got, output.type.shard(expected, rank, host.mesh))
+
+    threads = hw.Threads(ranks)
+
+    def rank(number: int) -> None:
+        hw.init(threads)
+        own = {name: np.array(type.shard(v[name], number, host.mesh), order="C") for name, type in INPUTS.items()}
+        addresses = {name: array.ctypes.data for name, array in own.items()}
+        results = compiled(**own)
+        for name, at in zip(DONATED, (1, 2, 3, 6, 7), strict=True):
+            assert results[at] is own[name]
+            assert own[name].ctypes.data == addresses[name]
+            np.testing.assert_array_equal(own[name], host.outputs[at].type.shard(want[at], number, host.mesh))
+        out = [np.empty_like(result) if at in (0, 4, 5) else None for at, result in enumerate(results)]
+        fresh = {name: np.array(type.shard(v[name], number, host.mesh), order="C") for name, type in INPUTS.items()}
+        with parallel(check_dependencies=True):
+            compiled(**fresh, out=out)
+        np.testing.assert_array_equal(fresh["rows"], own["rows"])
+
+    threads.run(rank)
+
+
+def test_an_update_longer_than_its_dim_is_refused() -> None:
+    v = arrays(0, 0)
+    v["row"] = np.zeros((SIZES["S"] + 1, SIZES["D"]), np.float32)
+    with pytest.raises(ArgumentError, match="S - T = -1: a slice goes outside of its dim; pass at least 1 more, or slice less"):
+        program(1).run(**v)
+
+
+def test_only_the_update_is_written() -> None:
+    """No cache is copied, but for the one that is read afterwards, of which a note says so; a kernel walks the elements of the update."""
+    host = lower(Fusion.parse(program(1).fusion_ir), Options())
+    copies = [i for body in (host.body, *(f.body for f in host.functions)) for i in tree.walk(body) if isinstance(i, ir.Copy)]
+    assert [(copy.src, copy.dst) for copy in copies] == [("kept", "new_kept_2"), ("new_kept_2", "new_kept")]
+    large = [i for i in tree.walk(host.body) if isinstance(i, ir.Allocate) and str(i.type.shape[0]) == "S" and len(i.type.shape) > 1]
+    assert [i.out for i in large] == ["new_kept_2"]
+    notes = costly_choices(Fusion.parse(program(1).fusion_ir), host, {"S": 64, "D": 64, "B": 1, "H": 1, "E": 1, "T": 1})
+    assert any("%kept is donated, and read after" in note for note in notes)
+    kernels = program(1).sources["kernels.cu"]
+    assert re.search(r"over_grid<1, Index>\(D \* T\)", kernels)
+    assert re.search(r"\[\(\w+ \+ i\) \* D \+ j\] = row\[", kernels)
+
+
+@pytest.mark.parametrize(("ranks", "stage"), [(1, "fsdp"), *((ranks, stage) for ranks in (2, 4) for stage in ZERO)])
+def test_adamw_in_place(ranks: int, stage: str) -> None:
+    """Against torch, some steps; one kernel, which writes where it reads, and the communication of that stage of ZeRO."""
+    compiled = hw.compile(adamw(ranks, stage))
+    host = HostProgram.parse(compiled.host_ir)
+    launches = [i for i in tree.walk(host.body) if isinstance(i, ir.Launch)]
+    assert len(launches) == 1
+    assert not any(isinstance(i, ir.Copy) for i in tree.walk(host.body))
+    posted = [type(i).__name__ for i in tree.walk(host.body) if isinstance(i, ir.Communication)]
+    expected = {"zero_1": ["AllReduce", "AllGather"], "zero_2": ["ReduceScatter", "AllGather"], "fsdp": ["ReduceScatter"]}
+    assert posted == (expected[stage] if ranks > 1 else [])
+    random = np.random.default_rng(0)
+    w = random.standard_normal(22).astype(np.float32)  # which 4 ranks do not share evenly
+    m, v = np.zeros_like(w), np.zeros_like(w)
+    parameter = torch.nn.Parameter(torch.tensor(w))
+    optimizer = torch.optim.AdamW([parameter], lr=1e-2)
+    for step in range(1, 6):
+        g = random.standard_normal((ranks, 22)).astype(np.float32)
+        parameter.grad = torch.tensor(g).mean(0)
+        optimizer.step()
+        compiled.run(w, m, v, g, **{name: np.array(rate, np.float32) for name, rate in rates(step, lr=1e-2).items()})
+        np.testing.assert_allclose(w, parameter.detach().numpy(), rtol=5e-6, atol=1e-6)
+
+
+# --- what is not right ------------------------------------------------------------------------------------------------
+
+
+def test_a_read_of_what_was_overwritten_is_found() -> None:
+    """The program as lowered has none; with the read behind the update, in text or on another stream, the check says so."""
+    text = """kernel @put(%x: f32[S], %u: f32[1], %at: i64[], %rows: i64[S]) {
+  %y: f32[S] = dynamic_update_slice(%x, %u, %at, %rows, axes=(0,))
+}
+kernel @total(%x: f32[S]) {
+  %sum: f32[] = sum(%x, axis=(0,))
+}
+host @f(%x: f32[S], %u: f32[1], %at: i64[], %rows: i64[S]) -> (%y: f32[S] in %x, %sum: f32[]) mesh() {
+  launch @total %x -> %sum
+  launch @put %x, %u, %at, %rows -> %y
+}
+"""
+    host = HostProgram.parse(text)
+    assert HostProgram.parse(str(host)) == host
+    verify_host(host)
+    check_host(host)
+    late = replace(host, body=host.body[::-1])
+    verify_host(late)
+    with pytest.raises(ProgramError, match=r"launch @total %x -> %sum reads %x after %y was written over .* keep a copy"):
+        check_host(late)
+    unwritten = replace(host, body=host.body[:1])
+    with pytest.raises(ProgramError, match=r"nothing writes bytes .* of the output %y"):
+        check_host(unwritten)
+    for wrong, message in {
+        "%sum: f32[] in %x": r"%x is f32\[S\]: make the types equal",
+        "%sum: f32[] in %sum": "an output lies in the memory of an input: name one of",
+    }.items():
+        with pytest.raises(ProgramError, match=message):
+            verify_host(HostProgram.parse(text.replace("%sum: f32[])", f"{wrong})")))
+    twice = text.replace("%sum: f32[])", "%sum: f32[S] in %x)")
+    with pytest.raises(ProgramError, match=r"another output is there: name an input for each"):
+        verify_host(HostProgram.parse(twice))
+    with pytest.raises(ProgramError, match=r"%x is an input and may not be written"):
+        verify_host(HostProgram.parse(text.replace("-> %y\n", "-> %x\n")))
+
+
+Traced = Callable[..., Any]
+X, Y = hw.f32["M", "N"], hw.f32["M@x", "N"]
+REFUSED: dict[str, tuple[Any, Traced, str]] = {
+    "unknown": (("z",), lambda x, y: x + y, "donate: 'z' is no input; one of x, y"),
+    "twice": (("x", "x"), lambda x, y: x + y, "donate: x is named twice; name it once"),
+    "none fits": (
+        ("x",),
+        lambda x, y: hw.sum(x + y, 0),
+        "no result of f32\\[M, N\\] that another input does not take is computed from x; return",
+    ),
+    "not computed from it": (("x",), lambda x, y: (hw.exp(y), hw.sum(x)), "is computed from x; return one, or leave x out of donate"),
+    "several": (
+        ("x",),
+        lambda x, y: (x + y, x - y),
+        'results 0 and 1 are of f32\\[M, N\\] and computed from x; say which by donate={"x": 0',
+    ),
+    "of another type": ({"x": 1}, lambda x, y: (x + y, hw.sum(x)), "donate: result 1 is not of f32\\[M, N\\], as x is; those that are: 0"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_donated(name: str) -> None:
+    donate, function, message = REFUSED[name]
+
+    def both(x, y):  # type: ignore[no-untyped-def]
+        return function(x, y)
+
+    with pytest.raises(ProgramError, match=message) as caught:
+        hw.fusion(mesh=hw.Mesh(x=2), donate=donate, x=X, y=Y)(both)
+    assert "test_donation.py" in str(caught.value)
+
+
+def test_what_a_function_cannot_update() -> None:
+    @hw.block(donate=("x",), x=X)
+    def summed(x):  # type: ignore[no-untyped-def]
+        return hw.sum(x, axis=0)
+
+    with pytest.raises(ProgramError, match=r"function @summed: donate: no result of f32.* is computed from x; return one, or leave x out"):
+        hw.fusion(x=X)(lambda x: summed(x))
+
+
+def test_a_result_is_chosen_by_its_number() -> None:
+    @hw.fusion(donate={"x": 1, "y": 0}, x=X, y=hw.f32["M", "N"])
+    def swapped(x, y):  # type: ignore[no-untyped-def]
+        return x + y, x - y
+
+    assert swapped.donated == ("y", "x")
+    with pytest.raises(ProgramError, match=r"is returned in %z, which is no input|%z is used before it is defined"):
+        Fusion.parse(str(swapped).replace("in %y", "in %z"))
+    with pytest.raises(ProgramError, match=r"two results are returned in %x; donate an input for each"):
+        Fusion.parse(str(swapped).replace("in %y", "in %x"))
+
+
+SLICES: dict[str, tuple[Traced, str]] = {
+    "starts": (
+        lambda x, u, at: hw.dynamic_slice(x, (at,), (1, 2)),
+        "1 starts and 2 sizes for the 2 dims of f32\\[4, N\\]; give one of each",
+    ),
+    "a tensor": (lambda x, u, at: hw.dynamic_slice(x, at, (1, 2)), "give one of each for every dim"),
+    "too long": (
+        lambda x, u, at: hw.dynamic_slice(x, (at, 0), (5, "N")),
+        "5 elements are more than dim 0 of f32\\[4, N\\] has; take at most 4",
+    ),
+    "no size": (lambda x, u, at: hw.dynamic_slice(x, (at, 0), ("1+", "N")), "dynamic_slice: "),
+    "a float": (lambda x, u, at: hw.dynamic_slice(x, (0.5, 0), (1, "N")), "dim 0 cannot start at 0.5; pass an int, or a tensor of ints"),
+    "floats": (lambda x, u, at: hw.dynamic_slice(x, (hw.sum(x), 0), (1, "N")), "dim 0 cannot start at f32\\[\\]; pass an int"),
+    "several": (lambda x, u, at: hw.dynamic_slice(x, (hw.iota(x, 0), 0), (1, "N")), "dim 0 cannot start at i32\\[4\\]; pass an int"),
+    "a dtype": (
+        lambda x, u, at: hw.dynamic_update_slice(x, hw.astype(u, hw.f16), (at, 0)),
+        "does not go into f32\\[4, N\\]; use hw.astype",
+    ),
+    "a number": (lambda x, u, at: hw.dynamic_update_slice(x, 1.0, (at, 0)), "1.0 does not go into f32\\[4, N\\]"),
+    "an update": (lambda x, u, at: hw.dynamic_update_slice(x, hw.concat([u] * 5), (at, 0)), "5 elements are more than dim 0"),
+}
+
+
+@pytest.mark.parametrize("name", SLICES)
+def test_slices_that_do_not_fit(name: str) -> None:
+    function, message = SLICES[name]
+
+    def sliced(x, u, at):  # type: ignore[no-untyped-def]
+        return function(x, u, at)
+
+    with pytest.raises(ProgramError, match=message) as caught:
+        hw.fusion(x=hw.f32[4, "N"], u=hw.f32[1, "N"], at=hw.i32[()])(sliced)
+    assert "test_donation.py" in str(caught.value)
+
+
+def test_arrays_that_cannot_be_donated() -> None:
+    """Those that cannot be written to, those that overlap others, and another array as out=."""
+
+    @hw.fusion(donate=("x", "y"), x=hw.f32["N"], y=hw.f32["N"], z=hw.f32["N"])
+    def sums(x, y, z):  # type: ignore[no-untyped-def]
+        return x + z, y - z
+
+    compiled = hw.compile(sums)
+    x, y, z = (np.full(4, number, np.float32) for number in range(3))
+    fixed = x.copy()
+    fixed.flags.writeable = False
+    hw.init(hw.Threads(1))
+    for call in (compiled.run, compiled):
+        with pytest.raises(ArgumentError, match=r"sums: x: is donated, and cannot be written to; pass an array that can"):
+            call(fixed, y, z)
+    with pytest.raises(ArgumentError, match=r"x and y are one array, and both are donated|y and x are one array"):
+        compiled.run(x, x, z)
+    with pytest.raises(ArgumentError, match=r"x, which is donated: x and y overlap in memory; pass an array of its own"):
+        compiled(x, x, z)
+    with pytest.raises(ArgumentError, match=r"which is donated: x and z overlap in memory"):
+        compiled(x, y, x)
+    with pytest.raises(ArgumentError, match=r"out=: .*: is returned in x, which is donated; pass None for it, or that array"):
+        compiled(x, y, z, out=(z.copy(), None))
+    tx, ty, tz = (torch.full((4,), float(number)) for number in range(3))
+    first, second = compiled(tx, ty, tz)
+    assert first is tx
+    assert second.data_ptr() == ty.data_ptr()
+    assert (tx.tolist(), ty.tolist()) == ([2.0] * 4, [-1.0] * 4)
+    wide = torch.zeros(8)
+    assert compiled.run(wide[::2], ty, z)[0].tolist() == [2.0] * 4  # into every second element, whatever library the others are of
+    assert wide.tolist() == [2.0, 0.0] * 4
+
+
+@needs_cuda
+def test_donation_compiles_for_cuda() -> None:
+    compiled = program(2, "cuda")
+    assert compiled.module.name == "decode"
+    assert "warning" not in (compiled.folder / "build.log").read_text()
