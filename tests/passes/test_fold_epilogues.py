@@ -204,6 +204,13 @@ def test_programs_that_stay(name: str) -> None:
     assert str(fold_epilogues(before, Options())) == str(before)
 
 
+def test_a_row_that_is_broadcast_over_what_is_added_stays() -> None:
+    head = "(%x: {t}[1, K], %w: {t}[K, N], %r: {t}[M, N]) -> (%y: {t}[M, N]) mesh()"
+    add = "kernel @k(%h: {t}[1, N], %r: {t}[M, N]) {\n  %y: {t}[M, N] = add(%r, %h)\n}\n"
+    before = host(add, "%h = allocate {t}[1, N]\nmatmul %x, %w -> %h\nlaunch @k %h, %r -> %y", head)
+    assert folded(before) == str(before)
+
+
 def test_batches_keep_kernels_but_add_and_scale() -> None:
     head = "(%x: {t}[B, M, K], %w: {t}[B, K, N], %b: {t}[N], %r: {t}[B, M, N]) -> (%y: {t}[B, M, N]) mesh()"
     body = "%h = allocate {t}[B, M, N]\nmatmul %x, %w -> %h\n"

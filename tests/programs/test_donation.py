@@ -342,6 +342,15 @@ def test_arrays_that_cannot_be_donated() -> None:
     for call in (compiled.run, compiled):
         with pytest.raises(ArgumentError, match=r"sums: x: is donated, and cannot be written to; pass an array that can"):
             call(fixed, y, z)
+    with pytest.raises(ArgumentError, match=r"sums: bind: x: is donated, so that a call leaves a result in it; pass it to each call"):
+        compiled.bind(x=x)
+    held = compiled.bind(z=z)  # beside inputs that are bound
+    first, _ = held(x, y)
+    assert first is x
+    assert x.tolist() == [2.0] * 4
+    x, y = np.zeros(4, np.float32), np.ones(4, np.float32)
+    assert held.run(x, y)[0] is x
+    assert (x.tolist(), y.tolist()) == ([2.0] * 4, [-1.0] * 4)
     with pytest.raises(ArgumentError, match=r"x and y are one array, and both are donated|y and x are one array"):
         compiled.run(x, x, z)
     with pytest.raises(ArgumentError, match=r"x, which is donated: x and y overlap in memory; pass an array of its own"):

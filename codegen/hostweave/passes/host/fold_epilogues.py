@@ -95,7 +95,7 @@ class _Matmuls:
                 return None
             ended, value, gone = longer, users[0].result.name, [*gone, users[0]]
         ended = replace(ended, dst=targets[value], location=gone[-1].location)
-        if not self.is_possible(ended):
+        if self.uses.types[ended.dst].shape != self.uses.types[made].shape or not self.is_possible(ended):  # it was broadcast
             return None
         rest = tuple(op for op in kernel.ops if op not in gone)
         if len(kernel.results) == 1:
