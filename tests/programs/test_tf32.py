@@ -13,9 +13,9 @@ from hostweave.pipeline import lower
 
 
 def products(t: hw.DType) -> Fusion:
-    @hw.fusion(mesh=hw.Mesh(x=2), x=t["M@x", "K"], w=t["K", "N"], v=hw.f64["K", "N"], b=t["N"])
-    def products(x, w, v, b):  # type: ignore[no-untyped-def]
-        return hw.relu(hw.matmul(x, w) + b), hw.matmul(x, w), hw.matmul(v.T, v)
+    @hw.fusion(mesh=hw.Mesh(x=2), x=t["M@x", "K"], w=t["K", "N"], u=t["K", "N"], v=hw.f64["K", "N"], b=t["N"])
+    def products(x, w, u, v, b):  # type: ignore[no-untyped-def]
+        return hw.relu(hw.matmul(x, w) + b), hw.matmul(x, u), hw.matmul(v.T, v)
 
     return products
 
@@ -23,7 +23,7 @@ def products(t: hw.DType) -> Fusion:
 def test_products_of_f32_say_so() -> None:
     host, plain = (lower(products(hw.f32), options) for options in (Options(tf32=True), Options()))
     assert "  matmul %x, %w in tf32 bias %b activation relu -> %relu_w\n" in str(host)
-    assert "  matmul %x, %w in tf32 -> %matmul_w_2\n" in str(host)
+    assert "  matmul %x, %u in tf32 -> %matmul_u\n" in str(host)
     assert "  matmul %v_transposed, %v -> %matmul_v\n" in str(host)
     assert "tf32" not in str(plain)
     assert "tf32" not in str(lower(products(hw.bf16), Options(tf32=True)))
@@ -35,7 +35,7 @@ def test_source() -> None:
     source = compiled(products(hw.f32), options=Options(tf32=True)).source
     f32 = "(rank, CUDA_R_32F, CUDA_R_32F"
     assert f"plan_relu_w_{f32}, CUBLASLT_EPILOGUE_RELU_BIAS, CUBLAS_COMPUTE_32F_FAST_TF32)" in source
-    assert f"plan_matmul_w_2_{f32}, CUBLASLT_EPILOGUE_DEFAULT, CUBLAS_COMPUTE_32F_FAST_TF32)" in source
+    assert f"plan_matmul_u_{f32}, CUBLASLT_EPILOGUE_DEFAULT, CUBLAS_COMPUTE_32F_FAST_TF32)" in source
     assert "plan_matmul_v_(rank, CUDA_R_64F, CUDA_R_64F)" in source
     assert source != compiled(products(hw.f32)).source
 

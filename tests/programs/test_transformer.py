@@ -175,7 +175,7 @@ GRADIENTS = {
     "linear_rows_backward": {"AllReduce dp": 2},
     "mlp_backward_tp": {"AllReduce tp": 1, "AllReduce dp": 2},
     "mlp_backward_sp": {"AllGather tp": 2, "ReduceScatter tp": 1, "AllReduce dp": 2},
-    "swiglu_backward_tp": {"AllReduce tp": 2, "AllReduce dp": 3},
+    "swiglu_backward_tp": {"AllReduce tp": 1, "AllReduce dp": 3},
 }
 
 

@@ -80,7 +80,7 @@ bool is_captured(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-Pulse::Pulse() {
+Pulse::Pulse() : Pulse(nullptr) {  // so that what is there already is freed where the rest cannot be made
   HW_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
   HW_CHECK(cudaMallocHost(reinterpret_cast<void**>(&begun_), sizeof *begun_));
   HW_CHECK(cudaMalloc(reinterpret_cast<void**>(&set_), sizeof *begun_));
@@ -92,7 +92,7 @@ Pulse::Pulse() {
 Pulse::~Pulse() {
   cudaFree(set_);
   cudaFreeHost(begun_);
-  cudaStreamDestroy(stream_);
+  if (stream_) cudaStreamDestroy(stream_);
 }
 
 // Beside the call, which does not wait for it.

@@ -45,8 +45,9 @@ def overlap_communication(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _may_be_async(op: Op) -> bool:
+    """Not on a mesh of some of the ranks: the others would wait for an event that they do not record."""
     is_collective = op.kind in RESHARD_STEPS and op.kind not in TO_OTHER_MESHES and not OPS[op.kind].is_view
-    return is_collective and op.result.stream is None
+    return is_collective and op.result.stream is None and op.result.type.mesh is None
 
 
 def _communicates(op: Op) -> bool:

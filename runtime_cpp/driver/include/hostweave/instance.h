@@ -36,6 +36,8 @@ class Pulse {
   bool stands_still();
 
  private:
+  explicit Pulse(std::nullptr_t) {}
+
   void* set_ = nullptr;        // on the device
   uint32_t* begun_ = nullptr;  // on the host
   cudaStream_t stream_ = nullptr;
