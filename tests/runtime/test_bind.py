@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError, ExecutionError
@@ -66,6 +65,10 @@ def test_bound_inputs_are_those_of_every_call(ranks: int) -> None:
     threads.run(on_rank)
 
 
+def _torch() -> Any:
+    return pytest.importorskip("torch", reason="whose arrays are refused: pip install torch")
+
+
 MISTAKES: dict[str, tuple[Callable[[hw.Program], Any], str]] = {
     "unknown": (lambda p: p.bind(weight=W), "affine: bind: weight: no such input; one of x, w, b"),
     "unknown, near": (lambda p: p.bind(ww=W), r"affine: bind: ww: no such input; did you mean w\?"),
@@ -87,9 +90,9 @@ MISTAKES: dict[str, tuple[Callable[[hw.Program], Any], str]] = {
     "dims": (lambda p: p.bind(b=W), r"affine: bind: b: expected f32\[12\], got f32\[8, 12\]; pass an array of 1 dims"),
     "dtype": (lambda p: p.bind(b=B.astype(np.float64)), r"affine: bind: b: expected f32\[12\], got f64\[12\]; cast it"),
     "no array": (lambda p: p.bind(b=[1.0] * 12), "affine: bind: b: expected an array, got list; pass a NumPy"),
-    "layout": (lambda p: p.bind(w=torch.eye(8, 12).to_sparse()), r"affine: bind: w: its layout is torch.sparse_coo; call .to_dense\(\)"),
-    "grad": (lambda p: p.bind(b=torch.ones(12, requires_grad=True)), r"affine: bind: b: requires grad, and programs have no gradients"),
-    "device": (lambda p: p.bind(b=torch.ones(12, device="meta")), "affine: bind: b: it is on meta"),
+    "layout": (lambda p: p.bind(w=_torch().eye(8, 12).to_sparse()), r"affine: bind: w: its layout is torch.sparse_coo; call .to_dense\(\)"),
+    "grad": (lambda p: p.bind(b=_torch().ones(12, requires_grad=True)), r"affine: bind: b: requires grad, and programs have no gradients"),
+    "device": (lambda p: p.bind(b=_torch().ones(12, device="meta")), "affine: bind: b: it is on meta"),
     "other sizes": (lambda p: p.bind(w=W).run(X[:, :4], B), "affine: w: dim 0 is 8; 4 is wanted|affine: w: K is 8 here and 4 in x"),
 }
 
