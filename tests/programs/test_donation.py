@@ -327,7 +327,7 @@ def test_slices_that_do_not_fit(name: str) -> None:
     assert "test_donation.py" in str(caught.value)
 
 
-def test_arrays_that_cannot_be_donated() -> None:
+def test_arrays_that_cannot_be_donated(request: pytest.FixtureRequest) -> None:
     """Those that cannot be written to, those that overlap others, and another array as out=."""
 
     @hw.fusion(donate=("x", "y"), x=hw.f32["N"], y=hw.f32["N"], z=hw.f32["N"])
@@ -338,7 +338,7 @@ def test_arrays_that_cannot_be_donated() -> None:
     x, y, z = (np.full(4, number, np.float32) for number in range(3))
     fixed = x.copy()
     fixed.flags.writeable = False
-    hw.init(hw.Threads(1))
+    request.addfinalizer(hw.init(hw.Threads(1)).close)
     for call in (compiled.run, compiled):
         with pytest.raises(ArgumentError, match=r"sums: x: is donated, and cannot be written to; pass an array that can"):
             call(fixed, y, z)

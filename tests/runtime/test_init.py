@@ -191,6 +191,13 @@ def test_run_beside_a_group() -> None:
     assert all(results)
 
 
+def test_a_closed_group_of_a_thread_does_not_hide_that_of_the_process() -> None:
+    hw.init(hw.Threads(1), "both").close()
+    group = hw.init(Here(), "both")
+    assert groups.current("both") is group
+    group.close()
+
+
 def test_this_process_alone() -> None:
     group = hw.init(Here(), "alone")
     assert repr(group) == "<hostweave group 'alone', rank 0 of 1>"

@@ -90,8 +90,8 @@ def init(
 
 def current(group: str = "default") -> Group | None:
     """The group of that name that this thread, or else this process, has joined; None if there is none."""
-    found = _thread.groups.get(group) or _process_groups.get(group)
-    return found if found and not found.closed else None
+    joined = (_thread.groups.get(group), _process_groups.get(group))
+    return next((one for one in joined if one and not one.closed), None)
 
 
 class Group:
