@@ -85,6 +85,13 @@ def _common_mesh(op: Op, operands: Types) -> Mesh | None:
     return tensors[0].mesh
 
 
+def communicates(op: Op) -> bool:
+    """Whether an op moves data between ranks, or calls a function that does."""
+    if op.callee:
+        return any(map(communicates, op.callee.all_ops))
+    return op.kind in RESHARD_STEPS and not OPS[op.kind].is_view
+
+
 def index_map(op: Op, operands: Types) -> IndexMap:
     """Which iteration index each dim of the operands and of the result walks."""
     return OPS[op.kind].map(operands, op)

@@ -90,6 +90,7 @@ class _Choice:
         self.ops = fusion.ops
         self.types = {name: value.type for name, value in fusion.values().items()}
         self.producer = {op.result.name: op for op in fusion.ops}
+        self.place = {op.result.name: i for i, op in enumerate(fusion.ops)}
         self.uses = consumers(fusion)
         self.streams: dict[str, Stream] = {}
         self.joined: dict[str, list[_Member]] = {}  # a streamed value -> what joins its loop
@@ -124,12 +125,11 @@ class _Choice:
         shards = self.shards(found[0])
         for member in found:  # grows while it is walked
             if (member is found[0] or member.communicates) and not member.changes_streamed_dim(*barriers):
-                for producer in self.producers(member):
+                for producer, beside in self.producers(member):
                     if not through_gathers or len(shards | self.shards(producer)) < 2:
                         shards |= self.shards(producer)
                         known = {each.name for each in found}
-                        joining = [producer, *(self.beside(producer, member) or ())]
-                        found += [each for each in joining if each.name not in known]
+                        found += [each for each in (producer, *beside) if each.name not in known]
         return found
 
     def shards(self, member: _Member) -> set[int]:
@@ -140,8 +140,8 @@ class _Choice:
     def member(self, op: Op, dim: int) -> _Member:
         return _Member(op, dim, step_of(op) if op.kind in RESHARD_STEPS else None)
 
-    def producers(self, member: _Member) -> Iterator[_Member]:
-        """What makes the operands, step by step, for this member alone and for those that are streamed like it."""
+    def producers(self, member: _Member) -> Iterator[tuple[_Member, list[_Member]]]:
+        """What makes the operands, step by step, for this member alone and for those that are streamed like it, which come with it."""
         indices = index_map(member.op, operand_types(member.op, self.types))
         for i, name in enumerate(member.op.operands):
             op = self.producer.get(name) if isinstance(name, str) else None
@@ -149,12 +149,12 @@ class _Choice:
             if op is None or op.callee or dim is None or op.result.stream or needs_whole(op, operand_types(op, self.types), dim):
                 continue
             producer = self.member(op, dim)
-            if self.beside(producer, member) is None:
+            if (beside := self.beside(producer, member)) is None:
                 continue
             if producer.change and self.moves_streamed_dim(producer, producer.change):
                 continue
             if producer.communicates or member.communicates:
-                yield producer
+                yield producer, beside
 
     def beside(self, producer: _Member, member: _Member) -> list[_Member] | None:
         """What else takes a value that is communicated for this member; None where some of that takes its steps elsewhere.
@@ -167,17 +167,17 @@ class _Choice:
             return []
         if stated is None or not producer.communicates or len({op.result.name for op in others if op}) < len(others):
             return None
-        after = {op.result.name for op in self.ops[self.ops.index(member.op) :]}
+        here = self.place[member.name]
         walked = {producer.name: producer.dim, member.name: member.dim}  # what the loop makes, and over which dim
         found = []
         for op in others:
             stream = op.result.stream if op else None
             alike = stream is not None and replace(stream, dim=0) == replace(stated, dim=0)
-            if op is None or stream is None or not alike or op.callee or op.result.type.partial or op.result.name not in after:
+            if op is None or stream is None or not alike or op.callee or op.result.type.partial or self.place[op.result.name] < here:
                 return None
             indices = index_map(op, operand_types(op, self.types))
             taken = [(name, indices.operand_dim(i, stream.dim)) for i, name in enumerate(op.operands) if isinstance(name, str)]
-            if any(walked[name] != dim if name in walked else name in after for name, dim in taken):
+            if any(walked[name] != dim if name in walked else self.place.get(name, -1) > here for name, dim in taken):
                 return None
             walked[op.result.name] = stream.dim
             found.append(self.member(op, stream.dim))
@@ -309,11 +309,10 @@ class _Choice:
     def ordered(self) -> Iterator[Op]:
         """Every op with its stream. What joins a loop stands beside the streamed op, and so after all that the loop reads."""
         moved = {member.name for members in self.joined.values() for member in members}
-        place = {op.result.name: i for i, op in enumerate(self.ops)}
         for op in self.ops:
             if op.result.name not in moved:
                 members = [op, *(member.op for member in self.joined.get(op.result.name, []))]
-                yield from map(self.streamed, sorted(members, key=lambda op: place[op.result.name]))
+                yield from map(self.streamed, sorted(members, key=lambda op: self.place[op.result.name]))
 
     def streamed(self, op: Op) -> Op:
         return replace(op, result=replace(op.result, stream=self.streams.get(op.result.name)))

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hostweave.fusion_ir.ir import Fusion, Op
-from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS, TO_OTHER_MESHES
+from hostweave.fusion_ir.ops import OPS, TO_OTHER_MESHES, communicates
 from hostweave.options import Options
 from hostweave.tune.cost import seconds
 
@@ -30,14 +30,14 @@ def overlap_communication(fusion: Fusion, options: Options) -> Fusion:
     It goes up past what takes as long as it does itself, and no further: what it receives takes memory from there on. Past another
     communication it does not go, so that all keep their order.
     """
-    if options.overlap == "off":
+    candidates = list(filter(_may_be_async, fusion.ops))
+    if options.overlap == "off" or not candidates:
         return fusion
-    times = {op.result.name: seconds(op, fusion, options.sizes) for op in fusion.ops}
-    ops = list(fusion.ops)
-    for op in filter(_may_be_async, fusion.ops):
+    times, ops = seconds(fusion, options.sizes), list(fusion.ops)
+    for op in candidates:
         place, name = ops.index(op), op.result.name
         earlier = _earliest(ops, place, times)
-        beside = sum(times[other.result.name] for other in ops[earlier : _first_use(ops, place)] if not _communicates(other))
+        beside = sum(times[other.result.name] for other in ops[earlier : _first_use(ops, place)] if not communicates(other))
         if min(beside, times[name]) >= ENOUGH:
             del ops[place]
             ops.insert(earlier, replace(op, result=replace(op.result, is_async=True)))
@@ -46,14 +46,8 @@ def overlap_communication(fusion: Fusion, options: Options) -> Fusion:
 
 def _may_be_async(op: Op) -> bool:
     """Not on a mesh of some of the ranks: the others would wait for an event that they do not record."""
-    is_collective = op.kind in RESHARD_STEPS and op.kind not in TO_OTHER_MESHES and not OPS[op.kind].is_view
+    is_collective = op.kind not in TO_OTHER_MESHES and communicates(op) and not op.callee
     return is_collective and op.result.stream is None and op.result.type.mesh is None
-
-
-def _communicates(op: Op) -> bool:
-    if op.callee:
-        return any(map(_communicates, op.callee.all_ops))
-    return op.kind in RESHARD_STEPS and not OPS[op.kind].is_view
 
 
 def _earliest(ops: Sequence[Op], place: int, times: dict[str, float]) -> int:
@@ -61,7 +55,7 @@ def _earliest(ops: Sequence[Op], place: int, times: dict[str, float]) -> int:
     op, best, passed = ops[place], place, 0.0
     for at in range(place - 1, -1, -1):
         other = ops[at]
-        if passed >= times[op.result.name] or other.result.name in op.tensors or _communicates(other):
+        if passed >= times[op.result.name] or other.result.name in op.tensors or communicates(other):
             break
         passed += times[other.result.name]
         in_loop = at > 0 and other.result.stream and ops[at - 1].result.stream

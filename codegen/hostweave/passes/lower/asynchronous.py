@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from hostweave.base.names import unique_name
 from hostweave.fusion_ir.ir import Op
-from hostweave.fusion_ir.ops import RESHARD_STEPS, TO_OTHER_MESHES
+from hostweave.fusion_ir.ops import RESHARD_STEPS, TO_OTHER_MESHES, communicates
 from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Const
@@ -55,7 +55,7 @@ class Asynchronous:
                 continue
             for name in op.tensors:
                 self.wait_for(name)
-            if op.callee and any(step.kind in RESHARD_STEPS and step.kind != "shard" for step in op.callee.all_ops):
+            if op.callee and communicates(op):
                 self.join()
 
     def wait_for(self, name: str) -> None:
