@@ -15,7 +15,7 @@ import hostweave as hw
 from hostweave.base.errors import CaptureError
 from hostweave.build.cuda import gpus
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
 
 GPUS = len(gpus())
 REPLAYS = 100

@@ -57,7 +57,7 @@ def expected(q: Any, k: Any, v: Any, size: int) -> tuple[Any, ...]:
     ("dtype", "size", "group"), [(hw.bf16, 128, 8), (hw.bf16, 64, 1), (hw.f16, 128, 4), (hw.bf16, 256, 1), (hw.f16, 72, 2)]
 )
 def test_matches_torch(dtype: DType, size: int, group: int) -> None:
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(0)
     kind, allowed = (torch.bfloat16, 2e-2) if dtype == hw.bf16 else (torch.float16, 3e-3)
@@ -71,7 +71,7 @@ def test_matches_torch(dtype: DType, size: int, group: int) -> None:
 
 
 def test_operands_that_are_not_aligned() -> None:
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
     memory = torch.zeros(2 * 8 * 4 * 128 + 1, dtype=torch.bfloat16, device="cuda")[1:].view(2, 8, 4, 128)
     value = torch.zeros(4, 2, 1, 128, dtype=torch.bfloat16, device="cuda")
     group = hw.init()

@@ -55,7 +55,7 @@ def attention(ranks: int, t: DType) -> Fusion:
 
 
 def by_torch(arrays: dict[str, Any]) -> tuple[Any, ...]:
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
     q, k, v, p, r, a, b, one = (torch.from_numpy(array.astype(np.float64)) for array in arrays.values())
 
     def seen(rows: int, columns: int, shift: int, window: int | None = None) -> Any:
@@ -144,7 +144,7 @@ def test_what_cudnn_has_not_is_composed() -> None:
     assert "attention(" not in str(composed)
     arrays = random_arrays(composed, {"B": 4}, seed=0)
     expect(composed, arrays, compiled(composed).run(**arrays, ranks=True))
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
     q, k = (torch.from_numpy(arrays[name]).double() for name in "qk")
     distance = torch.arange(6)[:, None] + 2 - torch.arange(8)
     mask = (distance >= 0) & (distance < 3)
