@@ -743,19 +743,21 @@ class OnStream(Instruction):
 
 @dataclass(frozen=True)
 class Fork(Instruction):
-    """The named streams wait for what the caller's stream holds."""
+    """The named streams, or the first of them, wait for what the caller's stream holds."""
 
     stream: Forked
-    syntax = "fork {stream}"
+    first: int | None = None  # that many; None: all
+    syntax = "fork {stream} first {first}"
     orders = True
 
 
 @dataclass(frozen=True)
 class Join(Instruction):
-    """The caller's stream waits for what the named streams hold."""
+    """The caller's stream waits for what the named streams hold, or the first of them."""
 
     stream: Joined
-    syntax = "join {stream}"
+    first: int | None = None
+    syntax = "join {stream} first {first}"
     orders = True
 
 
@@ -875,7 +877,9 @@ class Kernel:
 
     @property
     def telling_name(self) -> str:
-        """A name that lists the ops, if they are few, and the results: `negative_multiply_y`, or `fused_y`."""
+        """A name that lists the ops, if they are few, and the results: `negative_multiply_y`, `fused_y`; or that says what it updates."""
+        if update := next((op for op in self.ops if OPS[op.kind].updates), None):
+            return f"{update.kind}_{update.tensors[0]}"
         words, results = [op.kind for op in self.ops], [result.name for result in self.results]
         if len(words) > MAX_WORDS:
             words = ["fused"]

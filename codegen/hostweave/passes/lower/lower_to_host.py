@@ -52,7 +52,14 @@ def lower_to_host(fusion: Fusion, options: Options) -> ir.HostProgram:
     uneven = uneven_sizes(fusion)
     channels: dict[str, ir.Channel] = {}
     program = joined([_Lowering(Dataflow(body, uneven), options, channels).program() for body in (*fusion.functions, fusion)])
-    return replace(program, channels=tuple(channels.values()), user_kernels=fusion.user_kernels)
+    counts = {pool.name: pool.count for pool in program.streams}
+
+    def counted(i: tree.Instruction) -> tree.Instruction | None:
+        return replace(i, first=None) if isinstance(i, ir.Fork | ir.Join) and (i.first or 0) >= counts[i.stream] else None
+
+    functions = tuple(replace(function, body=tree.rewrite(function.body, counted)) for function in program.functions)
+    body = tree.rewrite(program.body, counted)
+    return replace(program, channels=tuple(channels.values()), functions=functions, body=body, user_kernels=fusion.user_kernels)
 
 
 class _Lowering:
@@ -125,11 +132,12 @@ class _Lowering:
                 b.emit(ir.OnStream(RING, steps.index, tuple(on_stream)))
                 if puts:
                     puts.after_step(steps)
-            b.emit(ir.Fork(RING))
+            used = int(count) if count.is_int else None
+            b.emit(ir.Fork(RING, used))
             b.emit(ir.For(steps.index.name, count, tuple(body)))
             if puts:
                 puts.end()
-            b.emit(ir.Join(RING))
+            b.emit(ir.Join(RING, used))
             self.reshards.end_of_loop()
         b.hoists_views = True
         self.buffers.chunks.clear()
