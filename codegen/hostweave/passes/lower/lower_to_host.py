@@ -51,15 +51,10 @@ def lower_to_host(fusion: Fusion, options: Options) -> ir.HostProgram:
     """The host program of a fusion whose reshards are each one communication or one local slice; of each function a function."""
     uneven = uneven_sizes(fusion)
     channels: dict[str, ir.Channel] = {}
-    program = joined([_Lowering(Dataflow(body, uneven), options, channels).program() for body in (*fusion.functions, fusion)])
-    counts = {pool.name: pool.count for pool in program.streams}
-
-    def counted(i: tree.Instruction) -> tree.Instruction | None:
-        return replace(i, first=None) if isinstance(i, ir.Fork | ir.Join) and (i.first or 0) >= counts[i.stream] else None
-
-    functions = tuple(replace(function, body=tree.rewrite(function.body, counted)) for function in program.functions)
-    body = tree.rewrite(program.body, counted)
-    return replace(program, channels=tuple(channels.values()), functions=functions, body=body, user_kernels=fusion.user_kernels)
+    bodies = [_Lowering(Dataflow(body, uneven), options, channels) for body in (*fusion.functions, fusion)]
+    streams = max(body.most_streams() for body in bodies)
+    program = joined([body.program(streams) for body in bodies])
+    return replace(program, channels=tuple(channels.values()), user_kernels=fusion.user_kernels)
 
 
 class _Lowering:
@@ -74,11 +69,22 @@ class _Lowering:
         self.kernels = Kernels(self.b.types)
         self.attentions = attention.Attentions(flow, self.buffers, self.b)
         self.reshards = Reshards(flow, self.buffers, self.kernels, self.b)
-        self.most_steps = 1  # of a loop
         self.ring_term: str | None = None  # in the present loop: the matmul whose term a ring of sums adds when it comes to it
 
-    def program(self) -> ir.HostProgram:
+    def is_loop(self, loop: Loop) -> bool:
+        """Whether there is anything to call in it."""
+        return loop.is_streamed and not all(map(self.flow.is_view, loop.ops))
+
+    def most_streams(self) -> int:
+        """That a loop of the body uses."""
+        counts = ((loop, iterations(self.flow, loop.ops[0])[0]) for loop in self.loops if self.is_loop(loop))
+        at_once = ((LANES if algorithm_of(loop) == "put" else self.options.streams, count) for loop, count in counts)
+        return min(self.options.streams, max((min(most, int(count)) if count.is_int else most for most, count in at_once), default=1))
+
+    def program(self, streams: int) -> ir.HostProgram:
+        """The body, in a program with so many streams for loops."""
         b, flow, f = self.b, self.flow, self.flow.fusion
+        self.streams = streams
         inputs = tuple(ir.Parameter(b.parameter(v.name, flow.local(v)), v.type) for v in f.inputs)
         outputs = tuple(
             ir.Parameter(b.parameter(name, flow.local(flow.values[name])), flow.types[name], memory)
@@ -87,11 +93,11 @@ class _Lowering:
         self.buffers.begin(inputs, outputs)
         for loop in self.loops:
             self.asynchronous.settle(loop.ops)
-            if not loop.is_streamed or all(map(flow.is_view, loop.ops)):  # nothing to call in a loop
+            if self.is_loop(loop):
+                self.loop(loop)
+            else:
                 for op in loop.ops:
                     self.op(op, None)
-            else:
-                self.loop(loop)
         b.location = None
         self.asynchronous.join()
         for parameter, name in zip(outputs, f.outputs, strict=True):
@@ -101,17 +107,16 @@ class _Lowering:
                     b.emit(ir.Copy(self.buffers.whole(name), parameter.name))
         body = with_windows(b.body())
         forked = {name for i in tree.walk(body) for name in tree.names(i, "fork")}
-        ring = ir.Streams(RING, min(self.options.streams, self.most_steps))
+        ring = ir.Streams(RING, streams)
         alone = (ir.Streams(name, 1) for name in (COMM, PUTS, ARRIVALS))
-        streams = tuple(pool for pool in (ring, *alone) if pool.name in forked)
+        pools = tuple(pool for pool in (ring, *alone) if pool.name in forked)
         events, kernels = (*self.reshards.events, *self.asynchronous.events), tuple(self.kernels.made.values())
-        return ir.HostProgram(f.name, f.mesh, inputs, outputs, (), streams, events, kernels, body, flow.uneven)
+        return ir.HostProgram(f.name, f.mesh, inputs, outputs, (), pools, events, kernels, body, flow.uneven)
 
     def loop(self, loop: Loop) -> None:
         b, flow = self.b, self.flow
         count, drops_dim = iterations(flow, loop.ops[0])
-        at_once = LANES if algorithm_of(loop) == "put" else self.options.streams
-        self.most_steps = max(self.most_steps, min(at_once, int(count)) if count.is_int else at_once)
+        used = int(count) if count.is_int and int(count) < self.streams else None
         steps = Steps(flow.mesh, Var(b.loop_index()), count, drops_dim, shards(flow, loop.ops), uneven=flow.uneven)
         b.location = loop.ops[-1].location
         meshes = {flow.types[name].mesh for op in loop.ops for name in (op.result.name, *op.tensors)}
@@ -132,7 +137,6 @@ class _Lowering:
                 b.emit(ir.OnStream(RING, steps.index, tuple(on_stream)))
                 if puts:
                     puts.after_step(steps)
-            used = int(count) if count.is_int else None
             b.emit(ir.Fork(RING, used))
             b.emit(ir.For(steps.index.name, count, tuple(body)))
             if puts:
