@@ -142,7 +142,7 @@ def _size(program: ir.HostProgram, binding: _Binding, path: str, integers: CppEx
     multiple, dim = integers.multiples.get(binding.name, 1), f"in.{path}.dim({binding.dim})"
     is_multiple = binding.shards % multiple == 0 and not binding.from_whole
     if binding.from_whole:
-        dim = f"in.{path}.whole_dim({binding.dim}, {binding.shards})"
+        dim = f"in.{path}.global_dim({binding.dim}, {binding.shards})"
     elif binding.shards > 1:
         dim += f" * {binding.shards}"
     return SizeBinding(

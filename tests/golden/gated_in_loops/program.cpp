@@ -78,7 +78,7 @@ Sizes Program::check(const Inputs& in) const {
   const int64_t M = in.x.dim(0) * 4;
   const int64_t K = in.x.dim(1);
   in.gate.expect("gate", "bf16[K, local(F, x)]", CUDA_R_16BF, {K, hw::kAny}, rank_.device());
-  const int64_t F = in.gate.whole_dim(1, 4);
+  const int64_t F = in.gate.global_dim(1, 4);
   const int64_t F_x = hw::local_size(F, 4, rank_.index());
   in.gate.expect("gate", "bf16[K, local(F, x)]", CUDA_R_16BF, {K, F_x}, rank_.device());
   in.up.expect("up", "bf16[K, local(F, x)]", CUDA_R_16BF, {K, F_x}, rank_.device());

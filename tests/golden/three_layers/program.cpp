@@ -87,7 +87,7 @@ Sizes Program::check(const Inputs& in) const {
   hw::expect_divisible("M", M, 4);
   const int64_t E = in.x.dim(1);
   in.layers[0].w_in.expect("w_in_0", "bf16[E, local(F, x)]", CUDA_R_16BF, {E, hw::kAny}, rank_.device());
-  const int64_t F = in.layers[0].w_in.whole_dim(1, 4);
+  const int64_t F = in.layers[0].w_in.global_dim(1, 4);
   const int64_t F_x = hw::local_size(F, 4, rank_.index());
   in.layers[0].w_in.expect("w_in_0", "bf16[E, local(F, x)]", CUDA_R_16BF, {E, F_x}, rank_.device());
   in.layers[0].w_out.expect("w_out_0", "bf16[local(F, x), E]", CUDA_R_16BF, {F_x, E}, rank_.device());

@@ -79,7 +79,7 @@ Sizes Program::check(const Inputs& in) const {
   in.w.expect("w", "bf16[K, N]", CUDA_R_16BF, {K, hw::kAny}, rank_.device());
   const int64_t N = in.w.dim(1);
   in.v.expect("v", "bf16[N, local(F, x)]", CUDA_R_16BF, {N, hw::kAny}, rank_.device());
-  const int64_t F = in.v.whole_dim(1, 4);
+  const int64_t F = in.v.global_dim(1, 4);
   const int64_t F_x = hw::local_size(F, 4, rank_.index());
   in.v.expect("v", "bf16[N, local(F, x)]", CUDA_R_16BF, {N, F_x}, rank_.device());
   in.u.expect("u", "bf16[local(F, x), N]", CUDA_R_16BF, {F_x, N}, rank_.device());

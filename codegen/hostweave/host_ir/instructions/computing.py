@@ -119,7 +119,7 @@ class Pack(Compute):
 
     def order(self, np: Any, sizes: Sizes) -> Any:
         """Of each element of the blocks the place that it has in the tensor."""
-        shape = [cut.held.bind(sizes) for cut in self.cuts]
+        shape = [cut.size.bind(sizes) for cut in self.cuts]
         places = np.arange(prod(shape)).reshape(shape)
         return np.concatenate([places[box].ravel() for box in boxes(self.cuts, sizes)])
 

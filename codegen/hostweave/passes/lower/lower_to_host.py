@@ -44,7 +44,7 @@ from hostweave.types.size import Size, product
 from hostweave.types.tensor import TensorType, f32
 
 RING = "ring"
-LANES = 2  # streams of a loop of puts, so that the end of a matmul and the beginning of the next share the device
+STREAMS_OF_PUTS = 2  # streams of a loop of puts, so that the end of a matmul and the beginning of the next share the device
 
 
 def lower_to_host(fusion: Fusion, options: Options) -> ir.HostProgram:
@@ -78,7 +78,7 @@ class _Lowering:
     def most_streams(self) -> int:
         """That a loop of the body uses."""
         counts = ((loop, iterations(self.flow, loop.ops[0])[0]) for loop in self.loops if self.is_loop(loop))
-        at_once = ((LANES if algorithm_of(loop) == "put" else self.options.streams, count) for loop, count in counts)
+        at_once = ((STREAMS_OF_PUTS if algorithm_of(loop) == "put" else self.options.streams, count) for loop, count in counts)
         return min(self.options.streams, max((min(most, int(count)) if count.is_int else most for most, count in at_once), default=1))
 
     def program(self, streams: int) -> ir.HostProgram:
@@ -103,8 +103,8 @@ class _Lowering:
         for parameter, name in zip(outputs, f.outputs, strict=True):
             b.location = flow.producer[name].location if parameter.memory else None
             with b.on(parameter.type.mesh):
-                if self.buffers.whole(name) != parameter.name:  # an input, a view, a value that is returned twice, or donated memory
-                    b.emit(ir.Copy(self.buffers.whole(name), parameter.name))
+                if self.buffers.buffer_of(name) != parameter.name:  # an input, a view, a value that is returned twice, or donated memory
+                    b.emit(ir.Copy(self.buffers.buffer_of(name), parameter.name))
         body = with_windows(b.body())
         forked = {name for i in tree.walk(body) for name in tree.names(i, "fork")}
         ring = ir.Streams(RING, streams)
@@ -158,7 +158,7 @@ class _Lowering:
             elif op.kind in RESHARD_STEPS:
                 self.reshards.reshard(op, steps)
             elif op.kind == "output":
-                self.buffers.whole(op.result.name)  # what its kernel or function wrote
+                self.buffers.buffer_of(op.result.name)  # what its kernel or function wrote
             elif op.callee:
                 self.call(op, op.callee)
             elif op.user_kernel:
@@ -249,12 +249,12 @@ class _Lowering:
         """What a function or a kernel of the user writes; an output that nothing uses has memory of its own."""
         flow, name = self.flow, op.result.name
         used = {user[INDEX]: user.result.name for user in flow.consumers[name] if user.kind == "output"}
-        targets = [self.buffers.whole(name)]
+        targets = [self.buffers.buffer_of(name)]
         for index, type in enumerate(types[1:], 1):
             mesh = type.mesh if op.callee else op.result.type.mesh
             with self.b.on(mesh):
                 unused = type.local(mesh or flow.mesh, flow.uneven)
-                targets.append(self.buffers.whole(used[index]) if index in used else self.b.allocate(f"{name}_unused", unused))
+                targets.append(self.buffers.buffer_of(used[index]) if index in used else self.b.allocate(f"{name}_unused", unused))
         return tuple(targets)
 
     # --- ops that are copies ---
