@@ -242,7 +242,7 @@ def gather_ring(b: Builder, src: str, dst: str, next_dst: Callable[[], str], sha
 
 def scatter_p2p(b: Builder, src: str, landing: str, shards: Shards, steps: Steps, local: Callable[[str], str]) -> None:
     """Each rank sends its term of a block to the owner; `landing` holds one term a rank until they are summed."""
-    sender = Var(b.let("p", (rank_in_group(shards.mesh, shards.axes) - 1 - steps.hop) % shards.size))
+    sender = Var(b.let("sender", (rank_in_group(shards.mesh, shards.axes) - 1 - steps.hop) % shards.size))
     term = local(b.select(landing, 0, sender, f"{landing}_{steps.index.name}"))
     swap(b, src, steps.owned_by, term, sender, shards, steps)
 
