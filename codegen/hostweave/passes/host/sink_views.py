@@ -24,17 +24,21 @@ def sink_views(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 
 
 def _shared(body: tree.Body) -> tree.Body:
-    """A body with one view in place of equal ones that several of its instructions make, or that each step of a loop makes."""
+    """A body with one view in place of equal ones that several of its instructions make, or that each step of a loop makes.
+
+    One of them is made in any case: an index that a condition keeps in range may be outside of it elsewhere.
+    """
     made: dict[tree.Instruction, dict[str, int]] = {}  # by what is viewed, the names of the views and their places in the body
     for at, i in enumerate(body):
         for view in _movable(i):
             (out,) = tree.names(view, "view")
             made.setdefault(tree.with_names(view, {out: ""}, "view"), {})[out] = at
+    always = {name for i in _run_always(body) for name in tree.names(i, "view")}
     names: dict[str, str] = {}
     before: dict[int, tree.Body] = {}
     for viewed, places in made.items():
         (first, at), *_ = places.items()
-        if body[at].trips or len({*places.values()}) > 1:
+        if (body[at].trips or len({*places.values()}) > 1) and not always.isdisjoint(places):
             names |= dict.fromkeys(places, first)
             at = _first_place(at, body, ())
             before[at] = (*before.get(at, ()), tree.with_names(viewed, {"": first}, "view"))
@@ -42,6 +46,14 @@ def _shared(body: tree.Body) -> tree.Body:
         return body
     others = (tree.rewrite((i,), lambda inner: None if names.keys().isdisjoint(tree.names(inner, "view")) else ()) for i in body)
     return _shared(renamed(tuple(i for at, kept in enumerate(others) for i in (*before.get(at, ()), *kept)), names))
+
+
+def _run_always(body: tree.Body) -> Iterator[tree.Instruction]:
+    """What runs where a body does."""
+    for i in body:
+        yield i
+        if i.condition_of_body is None and (i.trips is None or i.trips.is_int):
+            yield from (inner for own in tree.bodies(i) for inner in _run_always(own))
 
 
 def _movable(i: tree.Instruction) -> Iterator[tree.Instruction]:
