@@ -98,7 +98,7 @@ def test_lengths(rows: int, dtype: DType, size: int) -> None:
     torch.manual_seed(0)
     kind, allowed = (torch.bfloat16, 2e-2) if dtype == hw.bf16 else (torch.float16, 3e-3)
     program = compiled(cached(dtype, rows, size), "cuda")
-    for columns, lengths in ((1000, (1000, 1, 700, 200)), (256, (255, 256, 64, 3)), (4096, (4096, 4001, 0, 2048))):
+    for columns, lengths in ((1000, (1000, 1, 700, 200)), (256, (255, 256, 64, 3)), (4096, (4096, 4001, 2, 2048))):
         q, k = torch.randn(4, 8, rows, size, device="cuda").to(kind), torch.randn(columns, 4, 2, size, device="cuda").to(kind)
         results = program.run(q, k, torch.tensor(lengths, dtype=torch.int32, device="cuda"))
         for index, length in enumerate(lengths):
@@ -116,3 +116,42 @@ def test_lengths(rows: int, dtype: DType, size: int) -> None:
                 message = f"{rows} rows, {columns} columns, length {length}, result {number}"
                 got = got[index].float()
                 torch.testing.assert_close(got, expected, rtol=allowed, atol=allowed, msg=lambda text, m=message: f"{m}: {text}")
+
+
+@cache
+def gradients(t: DType, size: int, group: int) -> Fusion:
+    @hw.fusion(q=t["B", 8, "S", size], k=t["B", 8 // group, "T", size], v=t["T", "B", 8 // group, size], dy=t["S", "B", 8, size])
+    def gradients(q, k, v, dy):  # type: ignore[no-untyped-def]
+        value, given, how = hw.permute_dims(v, (1, 2, 0, 3)), hw.permute_dims(dy, (1, 2, 0, 3)), {"scale": 0.11, "enable_gqa": True}
+        results = []
+        for masks in ({}, {"causal": "top_left"}, {"causal": "bottom_right"}, {"causal": "bottom_right", "window": WINDOW}):
+            y, lse = hw.attention(q, k, value, **masks, **how)
+            results += hw.attention_backward(q, k, value, y, given, lse, **masks, **how)
+        return tuple(results)
+
+    return gradients
+
+
+@pytest.mark.parametrize(("dtype", "size", "group"), [(hw.bf16, 128, 8), (hw.bf16, 64, 1), (hw.f16, 128, 4)])
+def test_gradients(dtype: DType, size: int, group: int) -> None:
+    torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.manual_seed(0)
+    kind, allowed = (torch.bfloat16, 3e-2) if dtype == hw.bf16 else (torch.float16, 5e-3)
+    program = compiled(gradients(dtype, size, group), "cuda")
+    for rows, columns in ((37, 91), (256, 256), (500, 1000), (1024, 1024)):
+        shapes = (2, 8, rows, size), (2, 8 // group, columns, size), (columns, 2, 8 // group, size), (rows, 2, 8, size)
+        arrays = [torch.randn(shape, device="cuda").to(kind) for shape in shapes]
+        results = program.run(*arrays)
+        q, k, v = (x.float().requires_grad_() for x in arrays[:3])
+        distance = torch.arange(rows, device="cuda")[:, None] - torch.arange(columns, device="cuda")
+        below = distance + columns - rows
+        for index, mask in enumerate((distance == distance, distance >= 0, below >= 0, (below >= 0) & (below < WINDOW))):
+            keys, values = (x.repeat_interleave(group, 1) for x in (k, v.permute(1, 2, 0, 3)))
+            y = (q @ keys.mT * 0.11).masked_fill(~mask, -torch.inf).softmax(-1) @ values
+            wanted = torch.autograd.grad(y, (q, k, v), arrays[3].float().permute(1, 2, 0, 3))
+            for number, (got, want) in enumerate(zip(results[3 * index :], wanted, strict=False)):
+                want = want.permute(1, 2, 0, 3) if number == 2 else want
+                bound = allowed * float(want.abs().max())
+                message = f"{rows} rows, {columns} columns, mask {index}, gradient {number}"
+                torch.testing.assert_close(got.float(), want, rtol=allowed, atol=bound, msg=lambda text, m=message: f"{m}: {text}")

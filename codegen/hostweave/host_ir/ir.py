@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS
-from hostweave.fusion_ir.ops.attention import attended
+from hostweave.fusion_ir.ops.attention import attended, differentiated
 from hostweave.fusion_ir.user_kernel import UserKernel
 from hostweave.host_ir.expr import Const, Expr
 from hostweave.host_ir.strides import _reshaped_strides, _with, strided, strides_of
@@ -327,6 +327,35 @@ class Attention(Compute):
     def computed(self, np: Any, sizes: Sizes, *reads: Any) -> tuple[Any, ...]:
         diagonal = self.diagonal.value if isinstance(self.diagonal, Const) else None  # an execution has its value
         return attended(np, reads, self.scale, diagonal, self.window or 0, bool(self.corner))[: 1 + len(self.lse)]
+
+
+@dataclass(frozen=True)
+class AttentionBackward(Compute):
+    """The gradients of q, k and v from that of the result, by blocks of scores; `o` and `lse` are what Attention gave."""
+
+    q: Read
+    k: Read
+    v: Read
+    o: Read
+    gradient: Read
+    lse: Read
+    scale: float
+    dq: Write
+    dk: Write
+    dv: Write
+    diagonal: Expr | None = None
+    window: int | None = None
+    lengths: Reads = ()
+    corner: str = ""
+    syntax = (
+        "attention_backward %{q}, %{k}, %{v}, %{o}, %{gradient}, %{lse} scaled {scale} diagonal {diagonal} corner {corner}"
+        + " window {window} lengths {lengths} -> %{dq}, %{dk}, %{dv}"
+    )
+    library = "attention"
+
+    def computed(self, np: Any, sizes: Sizes, *reads: Any) -> tuple[Any, ...]:
+        diagonal = self.diagonal.value if isinstance(self.diagonal, Const) else None
+        return differentiated(np, reads, self.scale, diagonal, self.window or 0, bool(self.corner))
 
 
 @dataclass(frozen=True)

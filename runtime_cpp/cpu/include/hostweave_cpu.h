@@ -116,4 +116,14 @@ typedef struct hw_cpu_attention {
 cudaError_t hw_cpu_attend(const hw_cpu_attention* problem, const void* q, const void* k, const void* v, void* o, float* lse,
                           const int32_t* lengths, cudaStream_t stream);
 
+typedef struct hw_cpu_attention_gradients {
+  hw_cpu_heads o, q, k, v;
+} hw_cpu_attention_gradients;
+
+// The gradients of q, k and v from that of o, by blocks in f32. o and lse are what hw_cpu_attend gave.
+cudaError_t hw_cpu_attend_backward(const hw_cpu_attention* problem, const hw_cpu_attention_gradients* gradients, const void* q,
+                                   const void* k, const void* v, const void* o, const float* lse, const void* o_gradient,
+                                   void* q_gradient, void* k_gradient, void* v_gradient, const int32_t* lengths,
+                                   cudaStream_t stream);
+
 }  // extern "C"

@@ -5,6 +5,7 @@ Two ops of the same queries, keys and attributes are one instruction. Whole rows
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hostweave.fusion_ir.index_map import IndexMap, Labels, numbered
@@ -82,23 +83,69 @@ def attended(np: Any, operands: tuple[Any, ...], scale: float, diagonal: int | N
     """
     q, k, v, *lengths = operands
     k, v = (np.repeat(x, q.shape[-3] // x.shape[-3], axis=-3) if x.shape[-3] else x for x in (k, v))
-    scores = np.matmul(q, np.swapaxes(k, -1, -2)) * q.dtype.type(scale)
-    columns = np.arange(scores.shape[-1])
-    ends = lengths[0][..., None, None, None] if lengths else len(columns)
-    hidden = columns >= ends
-    if diagonal is not None:
-        distance = np.arange(scores.shape[-2])[:, None] + diagonal + (ends if from_end else 0) - columns
-        hidden = hidden | (distance < 0) | ((distance >= window) if window else False)
-    scores = np.where(hidden, -np.inf, scores)
+    scores = _masked(np, np.matmul(q, np.swapaxes(k, -1, -2)) * q.dtype.type(scale), diagonal, window, from_end, lengths)
     largest = np.max(scores, axis=-1, keepdims=True, initial=-np.inf)
     powers = np.exp(scores - np.where(np.isneginf(largest), 0, largest))
     sums = np.maximum(np.sum(powers, axis=-1, keepdims=True), 1)  # the largest is exp(0)
     return np.matmul(powers / sums, v), (np.log(sums) + largest)[..., 0]
 
 
-def _numpy(np: Any, q: Any, *rest: Any, scale: float, causal: str = "", window: int = 0) -> tuple[Any, Any]:
-    diagonal = None if not causal else 0 if causal == TOP_LEFT else -q.shape[-2]
-    return attended(np, (q, *rest), scale, diagonal, window, causal == BOTTOM_RIGHT)
+def _masked(np: Any, scores: Any, diagonal: int | None, window: int, from_end: bool, lengths: Sequence[Any]) -> Any:
+    columns = np.arange(scores.shape[-1])
+    ends = lengths[0][..., None, None, None] if lengths else len(columns)
+    hidden = columns >= ends
+    if diagonal is not None:
+        distance = np.arange(scores.shape[-2])[:, None] + diagonal + (ends if from_end else 0) - columns
+        hidden = hidden | (distance < 0) | ((distance >= window) if window else False)
+    return np.where(hidden, -np.inf, scores)
+
+
+def _numpy(compute: Callable[..., tuple[Any, ...]], index: int) -> Callable[..., Any]:
+    """One of the results that a function of operands and masks gives."""
+
+    def numpy(np: Any, *operands: Any, scale: float, causal: str = "", window: int = 0) -> Any:
+        diagonal = None if not causal else 0 if causal == TOP_LEFT else -operands[0].shape[-2]
+        return compute(np, operands, scale, diagonal, window, causal == BOTTOM_RIGHT)[index]
+
+    return numpy
+
+
+def differentiated(np: Any, operands: tuple[Any, ...], scale: float, diagonal: int | None, window: int, from_end: bool) -> tuple[Any, ...]:
+    """The gradients of queries, keys and values, from that of the result, by the matrix of scores."""
+    q, k, v, _, given, lse, *lengths = operands
+    group = q.shape[-3] // k.shape[-3] if k.shape[-3] else 1
+    keys, values = np.repeat(k, group, axis=-3), np.repeat(v, group, axis=-3)
+    scores = _masked(np, np.matmul(q, np.swapaxes(keys, -1, -2)) * q.dtype.type(scale), diagonal, window, from_end, lengths)
+    weights = np.where(np.isneginf(scores), 0, np.exp(scores - np.where(np.isneginf(lse), 0, lse)[..., None]))
+    sums = np.sum(operands[3] * given, axis=-1, keepdims=True)
+    changes = weights * (np.matmul(given, np.swapaxes(values, -1, -2)) - sums) * q.dtype.type(scale)
+
+    def by_group(x: Any) -> Any:
+        return np.sum(x.reshape(*x.shape[:-3], k.shape[-3], group, *x.shape[-2:]), axis=-3)
+
+    turned, given_back = np.swapaxes(changes, -1, -2), np.swapaxes(weights, -1, -2)
+    return np.matmul(changes, keys), by_group(np.matmul(turned, q)), by_group(np.matmul(given_back, given))
+
+
+def _of_gradients(types: Types, op: Op) -> TensorType:
+    if not 6 <= len(types) <= 7:
+        raise Mismatch(f"takes 6 operands, and lengths where not all keys are valid, not {len(types)}")
+    operands, (output, given, lse) = (*types[:3], *types[6:]), types[3:6]
+    result, rows = _attention(operands, op), _rows((*types[:2], *types[6:]), op, 2)
+    for type, wanted in ((output, result), (given, result), (lse, rows)):
+        if (type.dtype, type.shape) != (wanted.dtype, wanted.shape):
+            raise Mismatch(f"{type} is not {wanted}, what attention gives, or its gradient")
+    of = types[GRADIENTS.index(op.kind)]
+    return TensorType(of.dtype, tuple(Dim(size) for size in of.shape))
+
+
+def _map_of_gradients(types: Types, op: Op) -> IndexMap:
+    """As of attention; keys and values get sums over rows, and over the heads of a group, which a rank has all."""
+    batch = numbered(types[0].shape[:-3], "b")
+    rows, columns = (*batch, "h", "s"), (*batch, "h", None, None)
+    of_rows: Labels = (*rows, None)
+    operands = (of_rows, columns, columns, of_rows, of_rows, rows, batch)[: len(types)]
+    return IndexMap(operands, of_rows if op.kind == GRADIENTS[0] else columns, frozenset(rows))
 
 
 MAX_HEAD = 256  # elements of a head, which are a multiple of 8
@@ -118,7 +165,24 @@ def why_composed(query: TensorType, value: TensorType) -> str:
 
 _WHOLE = "attended to"
 _ATTRIBUTES = (SCALE, CAUSAL, WINDOW)
-OPS["attention"] = OpDef(None, _attention, _map, lambda np, *x, **how: _numpy(np, *x, **how)[0], _ATTRIBUTES, whole=_WHOLE)
-OPS["attention_lse"] = OpDef(
-    None, _log_sum_exp, _map, lambda np, q, k, *x, **how: _numpy(np, q, k, k, *x, **how)[1], _ATTRIBUTES, whole=_WHOLE
-)
+GRADIENTS = ("attention_query_gradient", "attention_key_gradient", "attention_value_gradient")
+
+
+def _log_sum_exps(np: Any, q: Any, k: Any, *lengths: Any, **how: Any) -> Any:
+    return _numpy(attended, 1)(np, q, k, k, *lengths, **how)
+
+
+OPS["attention"] = OpDef(None, _attention, _map, _numpy(attended, 0), _ATTRIBUTES, whole=_WHOLE)
+OPS["attention_lse"] = OpDef(None, _log_sum_exp, _map, _log_sum_exps, _ATTRIBUTES, whole=_WHOLE)
+_ROWS, _HEAD = (0, -2), (2, -1)  # an element of the result by its gradient, and these over rows
+for _index, _adds_up in enumerate(((_HEAD,), (_HEAD, _ROWS), (_ROWS,))):
+    OPS[GRADIENTS[_index]] = OpDef(
+        None,
+        _of_gradients,
+        _map_of_gradients,
+        _numpy(differentiated, _index),
+        _ATTRIBUTES,
+        whole=_WHOLE,
+        partial="sum" if _index else "",
+        adds_up=_adds_up,
+    )
