@@ -155,3 +155,26 @@ def test_gradients(dtype: DType, size: int, group: int) -> None:
                 bound = allowed * float(want.abs().max())
                 message = f"{rows} rows, {columns} columns, mask {index}, gradient {number}"
                 torch.testing.assert_close(got.float(), want, rtol=allowed, atol=bound, msg=lambda text, m=message: f"{m}: {text}")
+
+
+def test_gradients_with_lengths() -> None:
+    """Of what is not valid they are zeros."""
+    torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+    torch.manual_seed(0)
+
+    @hw.fusion(q=hw.bf16["B", 8, "S", 64], k=hw.bf16["B", 2, "T", 64], dy=hw.bf16["B", 8, "S", 64], n=hw.i32["B"])
+    def padded(q, k, dy, n):  # type: ignore[no-untyped-def]
+        how = {"causal": "bottom_right", "enable_gqa": True, "lengths": n}
+        y, lse = hw.attention(q, k, k, **how)
+        return hw.attention_backward(q, k, k, y, dy, lse, **how)
+
+    q, k, dy = (torch.randn(shape, device="cuda").bfloat16() for shape in ((3, 8, 100, 64), (3, 2, 700, 64), (3, 8, 100, 64)))
+    lengths = (700, 333, 101)
+    results = compiled(padded, "cuda").run(q, k, dy, torch.tensor(lengths, dtype=torch.int32, device="cuda"))
+    for index, length in enumerate(lengths):
+        queries, keys, values = (x[index].float().requires_grad_() for x in (q, k, k))
+        whole = [x[:, :length].repeat_interleave(4, 0) for x in (keys, values)]
+        below = torch.arange(100, device="cuda")[:, None] + length - 100 >= torch.arange(length, device="cuda")
+        y = (queries @ whole[0].mT / 8).masked_fill(~below, -torch.inf).softmax(-1) @ whole[1]
+        for got, want in zip(results, torch.autograd.grad(y, (queries, keys, values), dy[index].float()), strict=True):
+            torch.testing.assert_close(got[index].float(), want, rtol=3e-2, atol=3e-2 * float(want.abs().max()))

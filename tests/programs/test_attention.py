@@ -164,6 +164,31 @@ def test_lengths(ranks: int, dtype: DType) -> None:
     assert not any(np.isnan(result.astype(np.float32)).any() for result in compiled(fusion).run(**arrays))
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_sequence_in_pieces(ranks: int) -> None:
+    """Of each piece a rank has a part, so that all have as much to see; keys are gathered to where they are used, and not copied."""
+    pieces, length = 4, 8
+
+    @hw.fusion(mesh=hw.Mesh(cp=ranks), q=hw.f16[pieces, f"{length}@cp", 4, 16], k=hw.f16[pieces, f"{length}@cp", 2, 16])
+    def in_pieces(q, k):  # type: ignore[no-untyped-def]
+        keys, results = hw.concat([hw.reshard(k[i], length, 2, 16) for i in range(pieces)]), []
+        for i in range(pieces):
+            rows, seen = (hw.permute_dims(x, (1, 0, 2)) for x in (q[i], keys[: (i + 1) * length] if i + 1 < pieces else keys))
+            results.append(hw.attention(rows, seen, seen, "bottom_right", enable_gqa=True)[0])
+        return hw.concat(results, 1)
+
+    instructions = list(tree.walk(lowered(in_pieces).body))
+    assert sum(isinstance(i, ir.Attention) for i in instructions) == pieces
+    assert not any(isinstance(i, ir.Copy) and "keys" in (i.src, i.dst) for i in instructions)
+    arrays = random_arrays(in_pieces, {}, seed=ranks)
+    with parallel(check_dependencies=True):
+        expect(in_pieces, arrays, compiled(in_pieces).run(**arrays, ranks=True))
+    torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+    q, k = (torch.from_numpy(arrays[name].astype(np.float64)).flatten(0, 1).permute(1, 0, 2) for name in "qk")
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True)
+    np.testing.assert_allclose(run_reference(in_pieces, arrays)[0], want.numpy(), 1e-10, 1e-10)
+
+
 @pytest.mark.parametrize(("ranks", "dtype"), [(1, hw.f16), (2, hw.bf16), (3, hw.bf16), (4, hw.f16)], ids=str)
 def test_matches_torch(ranks: int, dtype: DType) -> None:
     fusion = attention(ranks, dtype)
