@@ -34,6 +34,12 @@ cudnnDataType_t type_of(cudaDataType_t dtype) {
 
 Dims dims_of(const Heads& x) { return {x.batch, x.heads, x.rows, x.size}; }
 Dims strides_of(const Heads& x) { return {x.batch_stride, x.head_stride, x.row_stride, 1}; }
+std::shared_ptr<void> allocated(int64_t bytes) {
+  void* memory = nullptr;
+  HW_CHECK(cudaMalloc(&memory, bytes));
+  return {memory, cudaFree};
+}
+
 bool are_aligned(const std::vector<const void*>& operands) {
   return std::all_of(operands.begin(), operands.end(),
                      [](const void* x) { return reinterpret_cast<uintptr_t>(x) % kAlignment == 0; });
@@ -203,11 +209,11 @@ class Pattern {
 
 struct Attentions::Plan {
   cudnnHandle_t handle;
-  std::vector<int64_t> names;  // of what a call gives, of what is owned, and of numbers
-  std::vector<void*> owned;    // memory beside the caller's
+  std::vector<int64_t> names;                // of what a call gives, of what is owned, and of numbers
+  std::vector<std::shared_ptr<void>> owned;  // memory beside the caller's
   std::map<int64_t, Number> numbers;
   std::unique_ptr<Descriptor> plan;
-  void* workspace = nullptr;
+  std::shared_ptr<void> workspace;
 
   Plan(cudnnHandle_t handle, const AttentionProblem& problem, cudnnDataType_t type, const AttentionOptions& options)
       : handle(handle) {
@@ -220,10 +226,10 @@ struct Attentions::Plan {
     if (options.has_lengths) names.push_back(kLengths);
     for (const auto& [name, bytes] : graph.owned()) {
       names.push_back(name);
-      HW_CHECK(cudaMalloc(&owned.emplace_back(), bytes));
+      owned.push_back(allocated(bytes));
       if (options.has_lengths && name == pattern.counted()) {
         const std::vector<int32_t> counts(problem.q.batch, static_cast<int32_t>(problem.q.rows));
-        HW_CHECK(cudaMemcpy(owned.back(), counts.data(), bytes, cudaMemcpyHostToDevice));
+        HW_CHECK(cudaMemcpy(owned.back().get(), counts.data(), bytes, cudaMemcpyHostToDevice));
       }
     }
     numbers = graph.numbers();
@@ -236,11 +242,7 @@ struct Attentions::Plan {
     int64_t count = 0, bytes = 0;
     expect(cudnnBackendGetAttribute(*plan, CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE, CUDNN_TYPE_INT64, 1, &count, &bytes),
            "the workspace");
-    if (bytes > 0) HW_CHECK(cudaMalloc(&workspace, bytes));
-  }
-  ~Plan() {
-    cudaFree(workspace);
-    for (void* memory : owned) cudaFree(memory);
+    if (bytes > 0) workspace = allocated(bytes);
   }
 
   // The first of what cuDNN recommends that works here.
@@ -269,7 +271,8 @@ struct Attentions::Plan {
 
   // On what a call gives.
   cudaError_t run(std::vector<const void*> values, cudaStream_t stream) const {
-    values.insert(values.end(), owned.begin(), owned.end());
+    for (const auto& memory : owned) values.push_back(memory.get());
+    const void* const scratch = workspace.get();
     for (const auto& [name, number] : numbers) {
       values.push_back(std::visit([](const auto& value) { return static_cast<const void*>(&value); }, number));
     }
@@ -277,7 +280,7 @@ struct Attentions::Plan {
     const auto count = static_cast<int64_t>(values.size());
     pack.set(CUDNN_ATTR_VARIANT_PACK_UNIQUE_IDS, CUDNN_TYPE_INT64, names.data(), count);
     pack.set(CUDNN_ATTR_VARIANT_PACK_DATA_POINTERS, CUDNN_TYPE_VOID_PTR, values.data(), count);
-    pack.set(CUDNN_ATTR_VARIANT_PACK_WORKSPACE, CUDNN_TYPE_VOID_PTR, &workspace).finish("the arguments of attention");
+    pack.set(CUDNN_ATTR_VARIANT_PACK_WORKSPACE, CUDNN_TYPE_VOID_PTR, &scratch).finish("the arguments of attention");
     expect(cudnnSetStream(handle, stream), "cudnnSetStream");
     expect(cudnnBackendExecute(handle, *plan, pack), "attention");
     return cudaSuccess;
@@ -290,11 +293,9 @@ struct Attentions::Plan {
       const int64_t last = (x.batch - 1) * x.batch_stride + (x.heads - 1) * x.head_stride + (x.rows - 1) * x.row_stride;
       elements = std::max(elements, last + x.size);
     }
-    void* scratch = nullptr;
-    HW_CHECK(cudaMalloc(&scratch, elements * 2));
-    const std::shared_ptr<void> freed(scratch, cudaFree);
-    HW_CHECK(cudaMemsetAsync(scratch, 0, elements * 2, stream));
-    HW_CHECK(run(std::vector<const void*>(names.size() - owned.size() - numbers.size(), scratch), stream));
+    const std::shared_ptr<void> scratch = allocated(elements * 2);
+    HW_CHECK(cudaMemsetAsync(scratch.get(), 0, elements * 2, stream));
+    HW_CHECK(run(std::vector<const void*>(names.size() - owned.size() - numbers.size(), scratch.get()), stream));
     HW_CHECK(cudaStreamSynchronize(stream));
   }
 
