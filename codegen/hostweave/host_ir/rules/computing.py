@@ -112,9 +112,9 @@ def why_no_epilogue(a: BufferType, b: BufferType, dst: BufferType) -> str:
 
 def _attention(c: Checker, i: ir.Attention, scope: Scope) -> None:
     _attends(c, i, i.dst)
-    rows = c.types[i.q].shape[:-1]
-    if len(i.lse) > 1 or any(c.types[name] != BufferType(f32, rows) for name in i.lse):
-        c.fail(f"lse is one contiguous {BufferType(f32, rows)}: give it such a buffer")
+    if len(i.lse) > 1:
+        c.fail("lse is one buffer: name one")
+    _has(c, i.lse, BufferType(f32, c.types[i.q].shape[:-1]), "lse is")
 
 
 def _attention_backward(c: Checker, i: ir.AttentionBackward, scope: Scope) -> None:
@@ -122,9 +122,13 @@ def _attention_backward(c: Checker, i: ir.AttentionBackward, scope: Scope) -> No
     for name, like in ((i.gradient, i.o), (i.dq, i.q), (i.dk, i.k), (i.dv, i.v)):
         if c.types[name].shape != c.types[like].shape:
             c.fail(f"%{name} is {c.types[name]}, and %{like} {c.types[like]}: a gradient has the shape of what it is of")
-    wanted = BufferType(f32, c.types[i.q].shape[:-1])
-    if c.types[i.lse] != wanted:
-        c.fail(f"lse is one contiguous {wanted}: give it such a buffer")
+    _has(c, (i.lse,), BufferType(f32, c.types[i.q].shape[:-1]), "lse is")
+
+
+def _has(c: Checker, names: tuple[str, ...], wanted: BufferType, what: str) -> None:
+    for name in names:
+        if c.types[name] != wanted:
+            c.fail(f"%{name} is {c.types[name]}, not {wanted}, as {what}, without gaps: give it such a buffer")
 
 
 def _attends(c: Checker, i: ir.Attention | ir.AttentionBackward, result: str, *others: str) -> None:
@@ -142,8 +146,9 @@ def _attends(c: Checker, i: ir.Attention | ir.AttentionBackward, result: str, *o
             c.fail(f"the elements of a row of %{name} do not lie side by side: copy it to a buffer of its own first")
     if i.window is not None and (i.diagonal is None or i.window < 1):
         c.fail(f"a window of {i.window}: it is a number of columns before a diagonal, at least 1")
-    if len(i.lengths) > 1 or any(c.types[name] != BufferType(i32, q[:-3]) for name in i.lengths):
-        c.fail(f"lengths are one contiguous {BufferType(i32, q[:-3])}: give it such a buffer")
+    if len(i.lengths) > 1:
+        c.fail("lengths are one buffer: name one")
+    _has(c, i.lengths, BufferType(i32, q[:-3]), "lengths are")
     if i.corner not in ("", BOTTOM_RIGHT) or (i.corner and (i.diagonal is None or not i.lengths)):
         c.fail(f"a diagonal in the corner {i.corner}: it is of {BOTTOM_RIGHT}, with lengths, or of none")
 
