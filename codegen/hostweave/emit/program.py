@@ -95,7 +95,7 @@ class Program:
         self.requirements = tuple(requirements_of(flat, integers))  # calls that check sizes once all are known
         plans = {plan.kind for plan in context.plans.values()}
         optional = (
-            ("attention.h", "AttentionPlan" in plans),
+            ("attention.h", bool(plans & {"AttentionPlan", "AttentionBackwardPlan"})),
             ("matmul.h", "MatmulPlan" in plans),
             ("streams.h", context.streams or context.events),
             ("types.h", context.temporaries or context.functions),
