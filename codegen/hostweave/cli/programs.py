@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -35,7 +36,12 @@ def load_file(path: Path, constants: Mapping[str, Any] | None = None) -> ModuleT
                 statement.value = ast.copy_location(ast.Name(f"_{name}_given", ast.Load()), statement.value)
     if missing:
         raise HostweaveError(f"{path.name}: no top-level constant {next(iter(missing))!r} to set")
-    exec(compile(tree, str(path), "exec"), module.__dict__)
+    folder = str(path.resolve().parent)  # where `python FILE` finds what it imports, too
+    sys.path.insert(0, folder)
+    try:
+        exec(compile(tree, str(path), "exec"), module.__dict__)
+    finally:
+        sys.path.remove(folder)
     return module
 
 
