@@ -60,13 +60,18 @@ def read_config(folder, dtype=None):
     lacks += [f"the activation {found['hidden_act']}"] if found.get("hidden_act", "silu") != "silu" else []
     lacks += [f"rotary embeddings of type {scaling}"] if scaling not in ("default", "llama3") else []
     if kind != "llama" or lacks:
-        lacks = [MISSING.get(kind, "its layers"), *lacks] if kind != "llama" else lacks
+        lacks = [MISSING.get(kind, "layers of its own"), *lacks] if kind != "llama" else lacks
         raise CheckpointError(f"{path}: model_type {kind} with {', '.join(lacks)}, which this model lacks; give a plain Llama")
-    heads = found["num_attention_heads"]
-    derived = {"num_key_value_heads": heads, "head_dim": found["hidden_size"] // heads, "tie_word_embeddings": False}
     given = {name: value for name, value in found.items() if value is not None}
     dtype = dtype or given.get("dtype") or given.get("torch_dtype") or "float32"
-    config = Config(**{field.name: {**derived, **given, "dtype": DTYPES[dtype]}[field.name] for field in fields(Config)})
+    if dtype not in DTYPES:
+        raise CheckpointError(f"{path}: dtype {dtype}, which is none of {', '.join(DTYPES)}; give one as --dtype")
+    try:
+        heads = given["num_attention_heads"]
+        derived = {"num_key_value_heads": heads, "head_dim": given["hidden_size"] // heads, "tie_word_embeddings": False}
+        config = Config(**{field.name: {**derived, **given, "dtype": DTYPES[dtype]}[field.name] for field in fields(Config)})
+    except KeyError as error:
+        raise CheckpointError(f"{path}: there is no {error.args[0]}; give the config.json that came with the weights") from None
     theta = rope.get("rope_theta", found.get("rope_theta", 10000.0))
     ends = given.get("eos_token_id", [])
     return config, frequencies(config.head_dim, theta, rope if scaling == "llama3" else None), ends if isinstance(ends, list) else [ends]
@@ -81,6 +86,13 @@ def frequencies(size, theta, scaling=None):
         kept = np.clip((turns - low) / (high - low), 0, 1)
         rates = (1 - kept) * rates / factor + kept * rates
     return rates.astype(np.float32)
+
+
+def read_tokenizer(folder):
+    tokenizer, path = needed("tokenizers").Tokenizer, folder / "tokenizer.json"
+    if not path.is_file():
+        raise CheckpointError(f"{path}: it is not there; give a folder that has it")
+    return tokenizer.from_file(str(path))
 
 
 def read_weights(folder, types, mesh, rank, device="cpu"):
@@ -101,5 +113,11 @@ def read_weights(folder, types, mesh, rank, device="cpu"):
     if unknown := sorted(name for name in lies.keys() - types if name != "lm_head" and not name.endswith("inv_freq")):
         raise CheckpointError(f"{folder}: the model has no tensor {unknown[0]}, of {len(unknown)} such; give a plain Llama")
     dtypes = {ours: getattr(torch, name) for name, ours in DTYPES.items()}
-    blocks = {name: lies[name][type.block(lies[name].get_shape(), rank, mesh)] for name, type in types.items()}
-    return {name: block.to(dtypes[types[name].dtype]).contiguous() for name, block in blocks.items()}
+    weights = {}
+    for name, type in types.items():
+        try:
+            block = type.block(lies[name].get_shape(), rank, mesh)
+        except hw.errors.ArgumentError as error:
+            raise CheckpointError(f"{folder}: {name}.weight: {error}; give config.json and weights of one model") from None
+        weights[name] = lies[name][block].to(dtypes[type.dtype]).contiguous()
+    return weights

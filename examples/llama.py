@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from checkpoint import DTYPES, CheckpointError, Config, needed, read_config, read_weights
+from checkpoint import DTYPES, CheckpointError, Config, needed, read_config, read_tokenizer, read_weights
 
 import hostweave as hw
 
@@ -238,7 +238,7 @@ def main():
 
 def run(given, sampling):
     c, frequencies, ends = read_config(given.folder, given.dtype)
-    tokenizer = needed("tokenizers").Tokenizer.from_file(str(given.folder / "tokenizer.json"))
+    tokenizer = read_tokenizer(given.folder)
     prompt = tokenizer.encode(given.prompt).ids
     programs = compiled(c, given.tp, given.target, sampling is not None)
     ranks = hw.Threads(given.tp)
@@ -251,7 +251,7 @@ def run(given, sampling):
         model = Llama(c, programs, weights, frequencies, 1, given.length, sampling)
         for _ in model.generate([prompt], 2):
             pass  # compiles, plans and captures
-        started, first, tokens, shown = time.perf_counter(), None, [], ""
+        started, first, tokens, shown = time.perf_counter(), None, [*prompt], tokenizer.decode(prompt)
         for (token,) in model.generate([prompt], given.tokens):
             first = first or time.perf_counter()
             if token in ends:
@@ -261,11 +261,11 @@ def run(given, sampling):
                 text = tokenizer.decode(tokens)
                 print(text.removeprefix(shown), end="", flush=True)
                 shown = text
-        if number == 0 and len(tokens) > 1:
-            rate = (len(tokens) - 1) / (time.perf_counter() - first)
+        if number == 0:
+            rate = (len(tokens) - len(prompt) - 1) / (time.perf_counter() - first)
             print(f"\nfirst token after {(first - started) * 1e3:.1f} ms, then {rate:.1f} tokens per second", file=sys.stderr)
 
-    print(given.prompt, end="", flush=True)
+    print(tokenizer.decode(prompt), end="", flush=True)
     ranks.run(rank)
 
 
