@@ -39,7 +39,7 @@ void AttentionPlan::prepare(const Strided& q, const Strided& k, const Strided& v
 void AttentionPlan::expect_columns(const AttentionProblem& problem) const {
   const int64_t rows = problem.q.rows, columns = problem.k.rows, diagonal = problem.diagonal;
   const bool last_sees_none = options_.window != 0 && rows - 1 + diagonal - options_.window >= columns - 1;
-  if (columns == 0 || (options_.causal && (diagonal < 0 || last_sees_none))) {
+  if (columns == 0 || (options_.causal && !options_.has_lengths && (diagonal < 0 || last_sees_none))) {
     throw ExecutionError("attention: of " + std::to_string(rows) + " rows of the query and " + std::to_string(columns) +
                          " of the key, a row of the query sees none of the key: pass as many rows of the key, or more");
   }

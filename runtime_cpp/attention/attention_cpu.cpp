@@ -16,12 +16,13 @@ struct AttentionPlan::Plan {
 std::shared_ptr<const AttentionPlan::Plan> AttentionPlan::plan(const AttentionProblem& problem) const {
   const auto& [q, k, v, o, diagonal] = problem;
   const float scale = static_cast<float>(options_.scale);
-  return std::make_shared<const Plan>(
-      Plan{{dtype_, heads(q), heads(k), heads(v), heads(o), scale, options_.causal, diagonal, options_.window}});
+  return std::make_shared<const Plan>(Plan{
+      {dtype_, heads(q), heads(k), heads(v), heads(o), scale, options_.causal, diagonal, options_.window, options_.from_end}});
 }
 
-cudaError_t AttentionPlan::attend(const void* q, const void* k, const void* v, void* o, cudaStream_t stream, float* lse) const {
-  return current_ ? hw_cpu_attend(&current_->problem, q, k, v, o, lse, stream) : cudaSuccess;
+cudaError_t AttentionPlan::attend(const void* q, const void* k, const void* v, void* o, cudaStream_t stream,
+                                  const Beside& beside) const {
+  return current_ ? hw_cpu_attend(&current_->problem, q, k, v, o, beside.lse, beside.lengths, stream) : cudaSuccess;
 }
 
 }  // namespace hw

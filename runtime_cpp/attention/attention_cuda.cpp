@@ -80,8 +80,14 @@ using Number = std::variant<float, int32_t>;
 struct Tensor {
   const Descriptor* descriptor = nullptr;
   Dims dims{};
+  cudnnDataType_t type = CUDNN_DATA_FLOAT;
 
   explicit operator bool() const { return descriptor != nullptr; }
+};
+
+struct Ends {
+  Tensor m{}, n{}, k{};
+  bool padded = false;
 };
 
 Dims row_major(const Dims& dims) { return {dims[1] * dims[2] * dims[3], dims[2] * dims[3], dims[3], 1}; }
@@ -103,16 +109,21 @@ class Graph {
     return make(next_++, std::holds_alternative<float>(value) ? CUDNN_DATA_FLOAT : CUDNN_DATA_INT32, one, one, false, true);
   }
 
-  void matmul(const Tensor& a, const Tensor& b, const Tensor& c) {
+  // As many of m, n and k as their lengths say, of each of the batch.
+  void matmul(const Tensor& a, const Tensor& b, const Tensor& c, const Ends& ends = {}) {
     Descriptor& how = descriptors_.emplace_back(CUDNN_BACKEND_MATMUL_DESCRIPTOR);
     const cudnnDataType_t in_float = CUDNN_DATA_FLOAT;
-    how.set(CUDNN_ATTR_MATMUL_COMP_TYPE, CUDNN_TYPE_DATA_TYPE, &in_float).finish("a product");
-    op(CUDNN_BACKEND_OPERATION_MATMUL_DESCRIPTOR)
-        .set(CUDNN_ATTR_OPERATION_MATMUL_ADESC, *a.descriptor)
-        .set(CUDNN_ATTR_OPERATION_MATMUL_BDESC, *b.descriptor)
-        .set(CUDNN_ATTR_OPERATION_MATMUL_CDESC, *c.descriptor)
-        .set(CUDNN_ATTR_OPERATION_MATMUL_DESC, how)
-        .finish("a product");
+    const double padding = 0;
+    how.set(CUDNN_ATTR_MATMUL_COMP_TYPE, CUDNN_TYPE_DATA_TYPE, &in_float);
+    if (ends.padded) how.set(CUDNN_ATTR_MATMUL_PADDING_VALUE, CUDNN_TYPE_DOUBLE, &padding);
+    how.finish("a product");
+    Descriptor& made = op(CUDNN_BACKEND_OPERATION_MATMUL_DESCRIPTOR);
+    made.set(CUDNN_ATTR_OPERATION_MATMUL_ADESC, *a.descriptor).set(CUDNN_ATTR_OPERATION_MATMUL_BDESC, *b.descriptor);
+    made.set(CUDNN_ATTR_OPERATION_MATMUL_CDESC, *c.descriptor).set(CUDNN_ATTR_OPERATION_MATMUL_DESC, how);
+    if (ends.m) made.set(CUDNN_ATTR_OPERATION_MATMUL_GEMM_M_OVERRIDE_DESC, *ends.m.descriptor);
+    if (ends.n) made.set(CUDNN_ATTR_OPERATION_MATMUL_GEMM_N_OVERRIDE_DESC, *ends.n.descriptor);
+    if (ends.k) made.set(CUDNN_ATTR_OPERATION_MATMUL_GEMM_K_OVERRIDE_DESC, *ends.k.descriptor);
+    made.finish("a product");
   }
 
   // y = x op b, of as many operands as the mode takes; where t is true x, else b.
@@ -165,7 +176,7 @@ class Graph {
     made.set(CUDNN_ATTR_TENSOR_IS_VIRTUAL, CUDNN_TYPE_BOOLEAN, &is_virtual);
     made.set(CUDNN_ATTR_TENSOR_IS_BY_VALUE, CUDNN_TYPE_BOOLEAN, &by_value);
     made.finish("a tensor");
-    return {&made, dims};
+    return {&made, dims, type};
   }
   Descriptor& op(cudnnBackendDescriptorType_t type) {
     Descriptor& made = descriptors_.emplace_back(type);
@@ -179,42 +190,84 @@ class Graph {
   int64_t next_ = 16;
 };
 
-enum Operand : int64_t { kQ = 1, kK, kV, kO, kLse };
+enum Operand : int64_t { kQ = 1, kK, kV, kO, kLse, kRows, kLengths };
 
-// Scores where a row sees the column, else -inf. The pattern is the one that cuDNN looks for.
-Tensor seen(Graph& graph, const Tensor& scores, cudnnPointwiseMode_t comparison, bool of_rows, const std::vector<Number>& added) {
-  const Tensor row = graph.pointwise(CUDNN_POINTWISE_GEN_INDEX, CUDNN_DATA_INT32, scores, {}, {}, CUDNN_DATA_FLOAT, 2);
-  const Tensor column = graph.pointwise(CUDNN_POINTWISE_GEN_INDEX, CUDNN_DATA_INT32, scores, {}, {}, CUDNN_DATA_FLOAT, 3);
-  Tensor left = of_rows ? row : column;
-  cudnnPointwiseMode_t mode = CUDNN_POINTWISE_ADD;  // the first number, and the second one subtracted
-  for (const Number& number : added) {
-    const cudnnDataType_t type = std::holds_alternative<float>(number) ? CUDNN_DATA_FLOAT : CUDNN_DATA_INT32;
-    left = graph.pointwise(mode, type, left, graph.number(number), {}, type, 3);
-    mode = CUDNN_POINTWISE_SUB;
-  }
-  const Tensor sees = graph.pointwise(comparison, CUDNN_DATA_BOOLEAN, left, of_rows ? column : row, {}, CUDNN_DATA_BOOLEAN);
+using Added = std::vector<std::pair<cudnnPointwiseMode_t, Tensor>>;
+
+Tensor index(Graph& graph, const Tensor& scores, int64_t axis) {
+  return graph.pointwise(CUDNN_POINTWISE_GEN_INDEX, CUDNN_DATA_INT32, scores, {}, {}, CUDNN_DATA_FLOAT, axis);
+}
+Tensor compare(Graph& graph, cudnnPointwiseMode_t comparison, const Tensor& left, const Tensor& right) {
+  return graph.pointwise(comparison, CUDNN_DATA_BOOLEAN, left, right, {}, CUDNN_DATA_BOOLEAN);
+}
+Tensor where(Graph& graph, const Tensor& sees, const Tensor& scores) {
   return graph.pointwise(CUDNN_POINTWISE_BINARY_SELECT, CUDNN_DATA_FLOAT, scores, graph.number(-INFINITY), sees);
+}
+
+// Scores where a row sees the column, else -inf. The patterns are those that cuDNN looks for.
+Tensor seen(Graph& graph, const Tensor& scores, cudnnPointwiseMode_t comparison, bool of_rows, const Added& added) {
+  const Tensor row = index(graph, scores, 2), column = index(graph, scores, 3);
+  Tensor left = of_rows ? row : column;
+  for (const auto& [mode, term] : added) left = graph.pointwise(mode, term.type, left, term, {}, term.type, 3);
+  return where(graph, compare(graph, comparison, left, of_rows ? column : row), scores);
+}
+
+Tensor not_padded(Graph& graph, const Tensor& scores, const Tensor& rows, const Tensor& columns) {
+  const Tensor row = index(graph, scores, 2), column = index(graph, scores, 3);
+  const Tensor is_row = compare(graph, CUDNN_POINTWISE_CMP_LT, row, rows);
+  const Tensor is_column = compare(graph, CUDNN_POINTWISE_CMP_LT, column, columns);
+  return where(graph, compare(graph, CUDNN_POINTWISE_LOGICAL_AND, is_row, is_column), scores);
+}
+
+// The masks of scores: of a diagonal that begins `diagonal` columns behind the corner, and of lengths.
+Tensor masked(Graph& graph, Tensor scores, const AttentionOptions& options, int64_t diagonal, const Tensor& rows,
+              const Tensor& lengths) {
+  const auto count = static_cast<int32_t>(scores.dims[2]);
+  const auto integer = [&](int64_t value) { return graph.number(static_cast<int32_t>(value)); };
+  if (lengths) scores = not_padded(graph, scores, rows, lengths);
+  const bool one_sees_all = count == 1 && (options.from_end ? diagonal == -1 : !lengths);  // what is left of the columns
+  if (options.causal && !one_sees_all) {
+    Added added;
+    if (options.from_end) {
+      added = {{CUDNN_POINTWISE_ADD, lengths}, {CUDNN_POINTWISE_SUB, rows}};
+      if (diagonal != -count) added.emplace_back(CUDNN_POINTWISE_ADD, integer(diagonal + count));
+    } else if (diagonal) {
+      added = {{CUDNN_POINTWISE_ADD, integer(count + diagonal)}, {CUDNN_POINTWISE_SUB, integer(count)}};
+    }
+    scores = seen(graph, scores, CUDNN_POINTWISE_CMP_GE, true, added);
+  }
+  if (options.window) {
+    Added added;
+    if (options.from_end) {
+      added = {{CUDNN_POINTWISE_ADD, integer(options.window - diagonal - count)},
+               {CUDNN_POINTWISE_SUB, lengths},
+               {CUDNN_POINTWISE_ADD, rows}};
+    } else {
+      added = {{CUDNN_POINTWISE_ADD, graph.number(static_cast<float>(options.window - diagonal))}};
+    }
+    scores = seen(graph, scores, CUDNN_POINTWISE_CMP_GT, false, added);
+  }
+  return scores;
 }
 
 void build(Graph& graph, const AttentionProblem& problem, cudnnDataType_t type, const AttentionOptions& options) {
   Heads k = problem.k, v = problem.v;
   const int64_t rows = problem.q.rows, diagonal = problem.diagonal;
-  if (options.causal) k.rows = v.rows = std::min(k.rows, rows + diagonal);  // no row sees more
+  if (options.causal && !options.has_lengths) k.rows = v.rows = std::min(k.rows, rows + diagonal);  // no row sees more
+  Tensor counts, lengths;
+  if (options.has_lengths) {
+    const Dims of_batch{problem.q.batch, 1, 1, 1}, side_by_side{1, 1, 1, 1};
+    counts = graph.tensor(kRows, CUDNN_DATA_INT32, of_batch, side_by_side);
+    lengths = graph.tensor(kLengths, CUDNN_DATA_INT32, of_batch, side_by_side);
+  }
   const Tensor q = graph.tensor(kQ, type, dims_of(problem.q), strides_of(problem.q));
   const Tensor k_turned = graph.tensor(kK, type, turned(dims_of(k)), turned(strides_of(k)));
   const Dims dims{problem.q.batch, problem.q.heads, rows, k.rows};
   const Tensor products = graph.between(CUDNN_DATA_FLOAT, dims);
-  graph.matmul(q, k_turned, products);
-  Tensor scores =
-      graph.pointwise(CUDNN_POINTWISE_MUL, CUDNN_DATA_FLOAT, products, graph.number(static_cast<float>(options.scale)));
-  if (options.causal && rows > 1) {  // one row sees all that is left
-    const auto end = static_cast<int32_t>(rows + diagonal), begin = static_cast<int32_t>(rows);
-    const std::vector<Number> shift = diagonal ? std::vector<Number>{end, begin} : std::vector<Number>{};
-    scores = seen(graph, scores, CUDNN_POINTWISE_CMP_GE, true, shift);
-  }
-  if (options.window) {
-    scores = seen(graph, scores, CUDNN_POINTWISE_CMP_GT, false, {static_cast<float>(options.window - diagonal)});
-  }
+  graph.matmul(q, k_turned, products, {.m = counts, .n = lengths, .padded = options.has_lengths});
+  const Tensor scale = graph.number(static_cast<float>(options.scale));
+  Tensor scores = graph.pointwise(CUDNN_POINTWISE_MUL, CUDNN_DATA_FLOAT, products, scale);
+  scores = masked(graph, scores, options, diagonal, counts, lengths);
   const Tensor largest = graph.reduce(CUDNN_REDUCE_TENSOR_MAX, scores);
   const Tensor distances = graph.pointwise(CUDNN_POINTWISE_SUB, CUDNN_DATA_FLOAT, scores, largest);
   const Tensor powers = graph.pointwise(CUDNN_POINTWISE_EXP, CUDNN_DATA_FLOAT, distances);
@@ -226,7 +279,7 @@ void build(Graph& graph, const AttentionProblem& problem, cudnnDataType_t type, 
   graph.pointwise_to(lse, CUDNN_POINTWISE_ADD, largest, logarithms);
   const Tensor weights = graph.pointwise(CUDNN_POINTWISE_DIV, type, powers, sums);
   graph.matmul(weights, graph.tensor(kV, type, dims_of(v), strides_of(v)),
-               graph.tensor(kO, type, dims_of(problem.o), strides_of(problem.o)));
+               graph.tensor(kO, type, dims_of(problem.o), strides_of(problem.o)), {.m = counts, .k = lengths});
 }
 
 }  // namespace
@@ -237,6 +290,7 @@ struct AttentionPlan::Plan {
   std::map<int64_t, Number> numbers;
   std::unique_ptr<Descriptor> plan;
   void* workspace = nullptr;
+  void* rows = nullptr;  // how many there are, for each of the batch, where there are lengths
 
   Plan(cudnnHandle_t handle, const AttentionProblem& problem, cudnnDataType_t type, const AttentionOptions& options)
       : handle(handle) {
@@ -244,6 +298,12 @@ struct AttentionPlan::Plan {
     build(graph, problem, type, options);
     names = {kQ, kK, kV, kO};
     if (options.has_lse) names.push_back(kLse);
+    if (options.has_lengths) {
+      names.insert(names.end(), {kLengths, kRows});
+      const std::vector<int32_t> values(problem.q.batch, static_cast<int32_t>(problem.q.rows));
+      HW_CHECK(cudaMalloc(&rows, values.size() * sizeof(int32_t)));
+      HW_CHECK(cudaMemcpy(rows, values.data(), values.size() * sizeof(int32_t), cudaMemcpyHostToDevice));
+    }
     numbers = graph.numbers();
     for (const auto& [name, number] : numbers) names.push_back(name);
     Descriptor ops(CUDNN_BACKEND_OPERATIONGRAPH_DESCRIPTOR);
@@ -257,7 +317,9 @@ struct AttentionPlan::Plan {
     if (bytes > 0) HW_CHECK(cudaMalloc(&workspace, bytes));
   }
   ~Plan() {
-    if (workspace) cudaFree(workspace);
+    for (void* memory : {workspace, rows}) {
+      if (memory) cudaFree(memory);
+    }
   }
 
   // The first of what cuDNN recommends that works here.
@@ -307,7 +369,10 @@ struct AttentionPlan::Plan {
     void* scratch = nullptr;
     HW_CHECK(cudaMalloc(&scratch, elements * 2));
     const std::shared_ptr<void> freed(scratch, cudaFree);
-    run(std::vector<const void*>(names.size() - numbers.size(), scratch), stream);
+    HW_CHECK(cudaMemsetAsync(scratch, 0, elements * 2, stream));  // lengths, too
+    std::vector<const void*> values(names.size() - numbers.size(), scratch);
+    if (rows) values.back() = rows;
+    run(std::move(values), stream);
     HW_CHECK(cudaStreamSynchronize(stream));
   }
 
@@ -328,13 +393,15 @@ std::shared_ptr<const AttentionPlan::Plan> AttentionPlan::plan(const AttentionPr
   return plan;
 }
 
-cudaError_t AttentionPlan::attend(const void* q, const void* k, const void* v, void* o, cudaStream_t stream, float* lse) const {
+cudaError_t AttentionPlan::attend(const void* q, const void* k, const void* v, void* o, cudaStream_t stream,
+                                  const Beside& beside) const {
   if (!current_) return cudaSuccess;
   std::vector<const void*> values{q, k, v, o};
-  if (lse) values.push_back(lse);
+  if (beside.lse) values.push_back(beside.lse);
   for (const void* operand : values) {
     if (reinterpret_cast<uintptr_t>(operand) % kAlignment) return cudaErrorMisalignedAddress;
   }
+  if (beside.lengths) values.insert(values.end(), {beside.lengths, current_->rows});
   current_->run(std::move(values), stream);
   return cudaSuccess;
 }

@@ -23,6 +23,7 @@ struct Attention {
   const void *q, *k, *v;
   void* o;
   float* lse;
+  const std::int32_t* lengths;
 
   cudaDataType_t dtype() const { return static_cast<cudaDataType_t>(p.dtype); }
 };
@@ -67,14 +68,14 @@ void load_rows(std::vector<float>& to, const void* base, const hw_cpu_heads& x, 
 
 // The rows of one block, as far as they have seen columns.
 struct Block {
-  std::int64_t first, rows;  // of the queries
+  std::int64_t rows;  // of the queries
   std::vector<float> q, k, v, scores, sums, largest, result;
 
   // Scores become exp(score - largest), and what was summed up before is scaled to the same.
-  void see(const hw_cpu_attention& p, std::int64_t column, std::int64_t columns) {
+  void see(const hw_cpu_attention& p, std::int64_t column, std::int64_t columns, std::int64_t first_diagonal) {
     for (std::int64_t row = 0; row < rows; ++row) {
       float* const score = scores.data() + row * columns;
-      const std::int64_t diagonal = first + row + p.diagonal;
+      const std::int64_t diagonal = first_diagonal + row;
       const std::int64_t end = p.causal ? std::clamp<std::int64_t>(diagonal + 1 - column, 0, columns) : columns;
       const std::int64_t begin = p.window ? std::clamp<std::int64_t>(diagonal + 1 - p.window - column, 0, end) : 0;
       float most = largest[row];
@@ -99,26 +100,28 @@ struct Block {
 void attend(const Attention& a, std::int64_t batch, std::int64_t head, std::int64_t first) {
   const hw_cpu_attention& p = a.p;
   thread_local Block block;
-  block.first = first, block.rows = std::min(kRows, p.q.rows - first);
+  block.rows = std::min(kRows, p.q.rows - first);
   const std::int64_t rows = block.rows, group = head / (p.q.heads / p.k.heads);
   block.largest.assign(rows, kNone), block.sums.assign(rows, 0.f), block.result.assign(rows * p.v.size, 0.f);
   load_rows(block.q, shift(a.q, offset(p.q, batch, head), a.dtype()), p.q, first, rows, a.dtype());
   const void* const k = shift(a.k, offset(p.k, batch, group), a.dtype());
   const void* const v = shift(a.v, offset(p.v, batch, group), a.dtype());
-  const std::int64_t end = p.causal ? std::clamp<std::int64_t>(first + rows + p.diagonal, 0, p.k.rows) : p.k.rows;
-  const std::int64_t begin = p.window ? std::max<std::int64_t>(first + p.diagonal + 1 - p.window, 0) : 0;
+  const std::int64_t length = a.lengths ? std::clamp<std::int64_t>(a.lengths[batch], 0, p.k.rows) : p.k.rows;
+  const std::int64_t diagonal = first + p.diagonal + (p.from_end ? length : 0);
+  const std::int64_t end = p.causal ? std::clamp<std::int64_t>(diagonal + rows, 0, length) : length;
+  const std::int64_t begin = p.window ? std::max<std::int64_t>(diagonal + 1 - p.window, 0) : 0;
   for (std::int64_t column = begin; column < end; column += kColumns) {
     const std::int64_t columns = std::min(kColumns, end - column);
     load_rows(block.k, k, p.k, column, columns, a.dtype());
     load_rows(block.v, v, p.v, column, columns, a.dtype());
     block.scores.resize(rows * columns);
     product(block.q.data(), block.k.data(), true, block.scores.data(), rows, columns, p.q.size, p.scale, 0);
-    block.see(p, column, columns);
+    block.see(p, column, columns, diagonal);
     product(block.scores.data(), block.v.data(), false, block.result.data(), rows, p.v.size, columns, 1, 1);
   }
   for (std::int64_t row = 0; row < rows; ++row) {
     float* const result = block.result.data() + row * p.v.size;
-    for (std::int64_t i = 0; i < p.v.size; ++i) result[i] /= block.sums[row];
+    for (std::int64_t i = 0; i < p.v.size; ++i) result[i] /= std::max(block.sums[row], 1.f);  // the largest is exp(0)
     store_row(shift(a.o, offset(p.o, batch, head) + (first + row) * p.o.row_stride, a.dtype()), result, p.v.size, a.dtype());
     if (a.lse) a.lse[(batch * p.q.heads + head) * p.q.rows + first + row] = block.largest[row] + std::log(block.sums[row]);
   }
@@ -127,8 +130,8 @@ void attend(const Attention& a, std::int64_t batch, std::int64_t head, std::int6
 }  // namespace
 
 extern "C" cudaError_t hw_cpu_attend(const hw_cpu_attention* problem, const void* q, const void* k, const void* v, void* o,
-                                     float* lse, cudaStream_t stream) {
-  const Attention a{*problem, q, k, v, o, lse};
+                                     float* lse, const std::int32_t* lengths, cudaStream_t stream) {
+  const Attention a{*problem, q, k, v, o, lse, lengths};
   const hw_cpu_attention& p = a.p;
   if (type_size(a.dtype()) == 0 || a.dtype() == CUDA_R_64F) return cuda_not_supported("attention of this type");
   OpPtr op = new_op("attention", 3);
@@ -136,6 +139,7 @@ extern "C" cudaError_t hw_cpu_attend(const hw_cpu_attention* problem, const void
   add_ranges(op->ranges, k, p.k, a.dtype(), false);
   add_ranges(op->ranges, v, p.v, a.dtype(), false);
   add_ranges(op->ranges, o, p.o, a.dtype(), true);
+  if (lengths) op->ranges.push_back(read_of(lengths, p.q.batch * sizeof(std::int32_t)));
   if (lse) op->ranges.push_back(write_of(lse, p.q.batch * p.q.heads * p.q.rows * sizeof(float)));
   op->work = [a] {
     const std::int64_t blocks = (a.p.q.rows + kRows - 1) / kRows;

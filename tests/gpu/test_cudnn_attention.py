@@ -78,3 +78,41 @@ def test_operands_that_are_not_aligned() -> None:
     with pytest.raises(ExecutionError, match="misaligned address"):  # run would copy it to where it is aligned
         compiled(masks(hw.bf16, 128, 8), "cuda")(memory, memory[:, :1].clone(), value, group=group)
     group.close()
+
+
+@cache
+def cached(t: DType, rows: int, size: int) -> Fusion:
+    @hw.fusion(q=t["B", 8, rows, size], k=t["T", "B", 2, size], n=hw.i32["B"])
+    def cached(q, k, n):  # type: ignore[no-untyped-def]
+        keys, how = hw.permute_dims(k, (1, 2, 0, 3)), {"enable_gqa": True, "lengths": n}
+        ends = [hw.attention(q, keys, keys, "bottom_right", window, **how) for window in (None, 7)]
+        return hw.scaled_dot_product_attention(q, keys, keys, **how), *ends[0], *ends[1], *hw.attention(q, keys, keys, "top_left", **how)
+
+    return cached
+
+
+@pytest.mark.parametrize(("rows", "dtype", "size"), [(1, hw.bf16, 128), (3, hw.f16, 64), (200, hw.bf16, 128)], ids=str)
+def test_lengths(rows: int, dtype: DType, size: int) -> None:
+    """Tokens against a cache that is not full; a row that sees nothing gives zeros."""
+    torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+    torch.manual_seed(0)
+    kind, allowed = (torch.bfloat16, 2e-2) if dtype == hw.bf16 else (torch.float16, 3e-3)
+    program = compiled(cached(dtype, rows, size), "cuda")
+    for columns, lengths in ((1000, (1000, 1, 700, 200)), (256, (255, 256, 64, 3)), (4096, (4096, 4001, 0, 2048))):
+        q, k = torch.randn(4, 8, rows, size, device="cuda").to(kind), torch.randn(columns, 4, 2, size, device="cuda").to(kind)
+        results = program.run(q, k, torch.tensor(lengths, dtype=torch.int32, device="cuda"))
+        for index, length in enumerate(lengths):
+            keys = k[:length, index].float().permute(1, 0, 2).repeat_interleave(4, 0)
+            scores = q[index].float() @ keys.mT * size**-0.5
+            row, column = torch.arange(rows, device="cuda")[:, None], torch.arange(length, device="cuda")
+            last = row + length - rows
+            masks = (column >= 0) & (row >= 0), column <= last, (column <= last) & (column > last - 7), column <= row
+            want = []
+            for mask in masks:
+                hidden = scores.masked_fill(~mask, -torch.inf)
+                want += [torch.nan_to_num(hidden.softmax(-1)) @ keys, hidden.logsumexp(-1)]
+            del want[1]
+            for number, (got, expected) in enumerate(zip(results, want, strict=True)):
+                message = f"{rows} rows, {columns} columns, length {length}, result {number}"
+                got = got[index].float()
+                torch.testing.assert_close(got, expected, rtol=allowed, atol=allowed, msg=lambda text, m=message: f"{m}: {text}")

@@ -261,10 +261,13 @@ class Emitter:
         words += [".causal = true"] if i.diagonal is not None else []
         words += [f".window = {i.window}"] if i.window else []
         words += [".has_lse = true"] if i.lse else []
+        words += [".has_lengths = true"] if i.lengths else []
+        words += [".from_end = true"] if i.corner else []
         shapes = [self.strided(self.type_of(name)) for name in (i.q, i.k, i.v, i.dst)]
         diagonal = [self.expr(i.diagonal)] if i.diagonal not in (None, Const(0)) else []
         made_with = CUDA_TYPES[self.dtype(i.q)], f"{{{', '.join(words)}}}"
-        return self.lay_out(i, plan=self.planned("AttentionPlan", i, i.dst, made_with, (*shapes, *diagonal)))
+        beside = [f".{field} = {self.text(name)}" for field, names in (("lse", i.lse), ("lengths", i.lengths)) for name in names]
+        return self.lay_out(i, plan=self.planned("AttentionPlan", i, i.dst, made_with, (*shapes, *diagonal)), beside=beside)
 
     def strided(self, type: BufferType) -> str:
         shape = self.integers.shape(type.shape)

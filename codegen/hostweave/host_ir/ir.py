@@ -304,8 +304,8 @@ class Attention(Compute):
     """dst = softmax(scale * q kT) v, by blocks of scores. q is [..., H, S, E], k [..., G, T, E], v [..., G, T, F], dst [..., H, S, F].
 
     Head h of the queries is of group h / (H / G). With a `diagonal` row i sees columns up to i + diagonal, and with a window only the
-    last so many of them. `lse`, contiguous [..., H, S] of f32, gets the logarithms of the sums of exp. The elements of a row of all else
-    lie side by side.
+    last so many of them. `lengths`, contiguous [...] of i32, say how many columns there are; diagonals of the corner `bottom_right` begin
+    there. `lse`, contiguous [..., H, S] of f32, gets the logarithms of the sums of exp. The elements of a row of all else lie side by side.
     """
 
     q: Read
@@ -315,13 +315,18 @@ class Attention(Compute):
     dst: Write
     diagonal: Expr | None = None
     window: int | None = None
+    lengths: Reads = ()
+    corner: str = ""
     lse: Writes = ()
-    syntax = "attention %{q}, %{k}, %{v} scaled {scale} diagonal {diagonal} window {window} -> %{dst} lse {lse}"
+    syntax = (
+        "attention %{q}, %{k}, %{v} scaled {scale} diagonal {diagonal} corner {corner} window {window} lengths {lengths}"
+        + " -> %{dst} lse {lse}"
+    )
     library = "attention"
 
     def computed(self, np: Any, sizes: Sizes, *reads: Any) -> tuple[Any, ...]:
         diagonal = self.diagonal.value if isinstance(self.diagonal, Const) else None  # an execution has its value
-        return attended(np, reads, self.scale, diagonal, self.window or 0)[: 1 + len(self.lse)]
+        return attended(np, reads, self.scale, diagonal, self.window or 0, bool(self.corner))[: 1 + len(self.lse)]
 
 
 @dataclass(frozen=True)

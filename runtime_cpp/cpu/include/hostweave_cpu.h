@@ -108,10 +108,12 @@ typedef struct hw_cpu_attention {
   int causal;  // row i sees columns up to i + diagonal
   int64_t diagonal;
   int64_t window;  // and only the last so many of them; 0: all
+  int from_end;    // row i sees columns up to i + diagonal + its length
 } hw_cpu_attention;
 
 // o = softmax(scale q kT) v, computed in f32 without the matrix of scores; lse, null or [batch, heads, rows], is log(sum(exp)).
+// Lengths, null or [batch], say how many columns there are. A row that sees no column gives zeros, and the lse -inf.
 cudaError_t hw_cpu_attend(const hw_cpu_attention* problem, const void* q, const void* k, const void* v, void* o, float* lse,
-                          cudaStream_t stream);
+                          const int32_t* lengths, cudaStream_t stream);
 
 }  // extern "C"

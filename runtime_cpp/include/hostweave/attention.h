@@ -13,10 +13,18 @@
 namespace hw {
 
 struct AttentionOptions {
-  double scale = 1;      // of the scores
-  bool causal = false;   // a row sees the columns up to the diagonal
-  int64_t window = 0;    // and only the last so many of them; 0: all
-  bool has_lse = false;  // whether it also gives the logarithms of the sums of exp
+  double scale = 1;          // of the scores
+  bool causal = false;       // a row sees the columns up to the diagonal
+  int64_t window = 0;        // and only the last so many of them; 0: all
+  bool has_lse = false;      // whether it also gives the logarithms of the sums of exp
+  bool has_lengths = false;  // whether columns end where the lengths say
+  bool from_end = false;     // and the diagonal begins there
+};
+
+// What a call has beside its operands, where the options say so: lse is [batch, heads, rows], the lengths are [batch].
+struct Beside {
+  float* lse = nullptr;
+  const int32_t* lengths = nullptr;
 };
 
 // An operand as [batch, heads, rows, elements of a row], which lie side by side. Strides are in elements.
@@ -29,7 +37,7 @@ struct Heads {
 
 struct AttentionProblem {
   Heads q, k, v, o;
-  int64_t diagonal = 0;  // row i sees columns up to i + diagonal
+  int64_t diagonal = 0;  // row i sees columns up to i + diagonal, or that and its length
 
   bool operator==(const AttentionProblem&) const = default;
 };
@@ -42,11 +50,11 @@ class AttentionPlan {
   AttentionPlan& operator=(const AttentionPlan&) = delete;
 
   // For these operands of three or four dims, the batch first where there are four. Throws ExecutionError where the device's
-  // library cannot, or where a row sees no column.
+  // library cannot, or where a row sees no column, as far as that does not hang on lengths.
   void prepare(const Strided& q, const Strided& k, const Strided& v, const Strided& o, int64_t diagonal = 0);
 
-  // As prepared last. lse, where the options ask for it, is [batch, heads, rows].
-  cudaError_t attend(const void* q, const void* k, const void* v, void* o, cudaStream_t stream, float* lse = nullptr) const;
+  // As prepared last. A row that sees no column gives zeros, and the lse -inf.
+  cudaError_t attend(const void* q, const void* k, const void* v, void* o, cudaStream_t stream, const Beside& beside = {}) const;
 
  private:
   struct Plan;

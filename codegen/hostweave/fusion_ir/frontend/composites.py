@@ -12,12 +12,13 @@ from hostweave.base.signatures import checked, public_names
 from hostweave.fusion_ir.frontend import functions as hw
 from hostweave.fusion_ir.frontend.recording import Axis, dim_of, dims_of, record
 from hostweave.fusion_ir.frontend.trace import Tensor
-from hostweave.fusion_ir.ops.attention import BOTTOM_RIGHT, TOP_LEFT, why_composed
+from hostweave.fusion_ir.ops.attention import BOTTOM_RIGHT, TOP_LEFT, why_composed, why_no_lengths
 from hostweave.types.size import Size
 from hostweave.types.tensor import DType, f32, u32
 
 _P = ParamSpec("_P")
 MAX_RANDOM_DIMS = 4  # words of a counter
+LEAST = -1e30  # of a row's largest score that is not -inf
 
 
 def _called(word: str) -> Callable[[Callable[_P, Tensor]], Callable[_P, Tensor]]:
@@ -189,6 +190,7 @@ def scaled_dot_product_attention(
     *,
     seed: Tensor | int | None = None,
     draw: Tensor | int = 0,
+    lengths: Tensor | None = None,
 ) -> Tensor:
     """softmax(query keyT * scale + mask) value, for query [..., H, S, E], key [..., H, T, E], value [..., H, T, F]: [..., H, S, F].
 
@@ -197,10 +199,13 @@ def scaled_dot_product_attention(
     `is_causal` row i attends to columns up to i. `scale` is 1 / sqrt(E) by default. With `enable_gqa` key and value have fewer
     heads, each for a group of consecutive heads of the query (Ainslie et al., "GQA", 2023). `dropout_p` is the probability with
     which weights are dropped as in `dropout`, by `seed` and `draw`, with the same numbers whether heads are grouped or not.
+    `lengths` are of a cache that is not full, as in `attention`: i32, how many keys of each of the batch take part. With them the rows
+    are the last of the sequence: with `is_causal` row i attends to the keys up to lengths - S + i.
     Where `attention` is one call, so is this, without mask and dropout; else the whole matrix of scores is in memory.
     Sharded heads, `H@tp`, need no communication. Raises ProgramError.
 
-    Example: `hw.scaled_dot_product_attention(q, k, v, is_causal=True)` of three `bf16[B, H@tp, S, 128]` is `bf16[B, H@tp, S, 128]`.
+    Example: `hw.scaled_dot_product_attention(q, k, v, is_causal=True)` of three `bf16[B, H@tp, S, 128]` is `bf16[B, H@tp, S, 128]`; a
+    token against a cache of `bf16[B, H@tp, T, 128]` is `hw.scaled_dot_product_attention(q, k, v, lengths=n)` with `n: i32[B]`.
     """
     location = Location.of_caller()
     group = _check_attention(query, key, value, enable_gqa, location)
@@ -211,16 +216,16 @@ def scaled_dot_product_attention(
     _check_probability("attention: dropout_p", dropout_p, location)
     if dropout_p and seed is None:
         raise ProgramError(f"attention: dropout_p={dropout_p!r} without a seed; pass seed=, an int or a u32 tensor without dims", location)
-    factor, causal = _scale_of(query, scale, location), TOP_LEFT if is_causal else None
+    ends = _check_lengths(query, lengths, location)
+    factor, causal = _scale_of(query, scale, location), (BOTTOM_RIGHT if ends else TOP_LEFT) if is_causal else None
     if attn_mask is None and not dropout_p and not why_composed(query.type, value.type):
-        return record("attention", query, key, value, scale=factor, causal=causal)
+        return record("attention", query, key, value, *ends, scale=factor, causal=causal)
     scores = _scores(query, key, group, factor)
-    if causal:
-        scores = _seen(scores, causal, None, location)
+    seen = _seen(scores, causal, None, lengths)
     if attn_mask is not None:
         mask = _by_group(attn_mask, key.type.shape[-3], Size(group)) if group > 1 else attn_mask
         scores = hw.where(mask, scores, float("-inf")) if mask.dtype.kind == "bool" else scores + _cast(mask, scores.dtype)
-    weights = softmax(scores)
+    weights = _softmax_of(scores, seen, lengths)[0]
     if dropout_p and seed is not None:
         indices = _indices(weights)
         if group > 1:  # numbered as without groups, as in [..., heads * group, S, T]
@@ -238,11 +243,16 @@ def attention(
     window: int | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
+    *,
+    lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What `scaled_dot_product_attention` gives, and the log-sum-exp of each row of scores: f32 [..., H, S].
 
     `causal` is None, "top_left" (row i attends to columns up to i) or "bottom_right" (the last row attends to all columns, as rows that
     come after a cache of keys do); with a `window` a row attends to the last so many of its columns only. A row must have a column.
+    `lengths`, i32 [B] for [B, H, S, E] and a scalar for [H, S, E], says how many keys of each of the batch are valid, those before its
+    padding: the columns end there, and so does the last row's diagonal at the bottom right, so that row i has the position
+    lengths - S + i. A row that sees none of the keys gives zeros then, and -inf.
     One call, without the matrix of scores in memory, for f16 and bf16, query [B, H, S, E] or [H, S, E], and E and F that are ints,
     multiples of 8 and at most 256; the elements of a row lie side by side, other dims as they like. Else it is composed of matmuls and
     a softmax, and f32 inside. Rows of the query may be sharded, `S@cp`: keys and values are gathered. Raises ProgramError.
@@ -255,17 +265,15 @@ def attention(
         raise ProgramError(f'attention: causal={causal!r} is none of None, "{TOP_LEFT}" and "{BOTTOM_RIGHT}"; write one of them', location)
     if window is not None and (causal is None or not isinstance(window, int) or window < 1):
         raise ProgramError(f"attention: window={window!r} is no number of columns before a diagonal; pass causal=, and 1 or more", location)
+    ends = _check_lengths(query, lengths, location)
     factor = _scale_of(query, scale, location)
     if not why_composed(query.type, value.type):
-        result = _worded("attention", record("attention", query, key, value, scale=factor, causal=causal, window=window))
-        return result, _worded("lse", record("attention_lse", query, key, scale=factor, causal=causal, window=window))
+        result = _worded("attention", record("attention", query, key, value, *ends, scale=factor, causal=causal, window=window))
+        return result, _worded("lse", record("attention_lse", query, key, *ends, scale=factor, causal=causal, window=window))
     scores = _scores(query, key, group, factor)
-    if causal:
-        scores = _seen(scores, causal, window, location)
-    largest = hw.max(scores, -1, keepdims=True)
-    lse = hw.astype(hw.log(hw.sum(hw.exp(scores - largest), -1, keepdims=True)) + largest, f32)
-    result = _worded("attention", _weighted(softmax(scores), query, value, group))
-    return result, _worded("lse", hw.reshape(lse, *map(str, query.type.shape[:-1])))
+    weights, lse = _softmax_of(scores, _seen(scores, causal, window, lengths), lengths)
+    result = _worded("attention", _weighted(weights, query, value, group))
+    return result, _worded("lse", hw.reshape(hw.astype(lse, f32), *map(str, query.type.shape[:-1])))
 
 
 def _check_attention(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, location: Location) -> int:
@@ -299,28 +307,49 @@ def _scores(query: Tensor, key: Tensor, group: int, scale: float) -> Tensor:
     return _wide(_worded("scores", hw.matmul(query, hw.permute_dims(key, order)))) * scale
 
 
-def _seen(scores: Tensor, causal: str, window: int | None, location: Location) -> Tensor:
-    """The scores, -inf where a row does not attend to a column."""
-    rows, columns = (hw.iota(scores, scores.ndim - i) for i in (2, 1))
-    if causal == BOTTOM_RIGHT:
-        s, t = scores.type.shape[-2:]
-        if not s.is_int or not t.is_int:
-            raise ProgramError(
-                f"attention: {s} or {t}, which a mask at the bottom right needs, is not known at compile time; "
-                "write ints, or mask by attn_mask",
-                location,
-            )
-        rows = rows + (int(t) - int(s))
-    seen = rows[:, None] >= columns[None, :]
-    if window:
-        seen = seen & (rows[:, None] < (columns + window)[None, :])
-    return hw.where(seen, scores, float("-inf"))
+def _seen(scores: Tensor, causal: str | None, window: int | None, lengths: Tensor | None) -> Tensor | None:
+    """Which columns a row attends to, to be broadcast to the scores; None where all."""
+    rows, columns = hw.iota(scores, -2)[:, None], hw.iota(scores, -1)[None, :]
+    ends = None if lengths is None else hw.expand_dims(lengths, tuple(range(lengths.ndim, scores.ndim)))
+    seen = None if ends is None else columns < ends
+    if causal == BOTTOM_RIGHT:  # the last row is at the last column
+        rows = rows + (_last(columns, -1) if ends is None else ends - 1) - _last(rows, -2)
+    if causal:
+        seen = rows >= columns if seen is None else seen & (rows >= columns)
+    return seen & (rows < columns + window) if seen is not None and window else seen
+
+
+def _last(indices: Tensor, dim: int) -> Tensor | int:
+    size = indices.type.shape[dim]
+    return int(size) - 1 if size.is_int else hw.max(indices, dim, keepdims=True)
+
+
+def _softmax_of(scores: Tensor, seen: Tensor | None, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The weights of the columns that a row sees, and its log-sum-exp. Only with lengths can it see none: then they are zeros."""
+    if seen is not None:
+        scores = hw.where(seen, scores, float("-inf"))
+    largest = hw.max(scores, -1, keepdims=True)
+    shift = largest if lengths is None else hw.maximum(largest, LEAST)
+    powers = hw.exp(scores - shift)
+    sums = hw.sum(powers, -1, keepdims=True)
+    if lengths is not None:
+        sums = hw.maximum(sums, 1.0)  # the largest is exp(0)
+    return powers * hw.reciprocal(sums), hw.log(sums) + largest
 
 
 def _weighted(weights: Tensor, query: Tensor, value: Tensor, group: int) -> Tensor:
     """The sums of values by weights: [..., H, S, F]."""
     result = _worded("attention", hw.matmul(_cast(weights, query.dtype), hw.expand_dims(value, value.ndim - 2) if group > 1 else value))
     return hw.reshape(result, *map(str, (*query.type.shape[:-1], value.type.shape[-1]))) if group > 1 else result
+
+
+def _check_lengths(query: Tensor, lengths: Tensor | None, location: Location) -> tuple[Tensor, ...]:
+    """The operand that they are."""
+    if lengths is None:
+        return ()
+    if why := why_no_lengths(query.type, lengths.type):
+        raise ProgramError(f"attention: {why}", location)
+    return (lengths,)
 
 
 def _check_mask(mask: Tensor, scores: tuple[Size, ...], location: Location) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hostweave.fusion_ir.ops.attention import DTYPES
+from hostweave.fusion_ir.ops.attention import BOTTOM_RIGHT, DTYPES
 from hostweave.fusion_ir.ops.reductions import why_no_product, widens
 from hostweave.fusion_ir.user_kernel import UserKernel
 from hostweave.host_ir import ir, tree
@@ -10,7 +10,7 @@ from hostweave.host_ir.rules.checker import Checker, Rule, Scope
 from hostweave.host_ir.size_requirements import slack
 from hostweave.host_ir.strides import strides_of
 from hostweave.types.size import LocalSize, Size
-from hostweave.types.tensor import MAX_DIMS, BufferType, f32
+from hostweave.types.tensor import MAX_DIMS, BufferType, f32, i32
 
 
 def _allocate(c: Checker, i: ir.Allocate, scope: Scope) -> None:
@@ -128,6 +128,10 @@ def _attention(c: Checker, i: ir.Attention, scope: Scope) -> None:
         c.fail(f"lse is one contiguous {BufferType(f32, q[:-1])}: give it such a buffer")
     if i.window is not None and (i.diagonal is None or i.window < 1):
         c.fail(f"a window of {i.window}: it is a number of columns before a diagonal, at least 1")
+    if len(i.lengths) > 1 or any(c.types[name] != BufferType(i32, q[:-3]) for name in i.lengths):
+        c.fail(f"lengths are one contiguous {BufferType(i32, q[:-3])}: give it such a buffer")
+    if i.corner not in ("", BOTTOM_RIGHT) or (i.corner and (i.diagonal is None or not i.lengths)):
+        c.fail(f"a diagonal in the corner {i.corner}: it is of {BOTTOM_RIGHT}, with lengths, or of none")
 
 
 def _is_grouped(heads: Size, groups: Size) -> bool:

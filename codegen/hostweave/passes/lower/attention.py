@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import Any
 
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops.attention import BOTTOM_RIGHT
 from hostweave.fusion_ir.ops.attributes import CAUSAL, SCALE, WINDOW
 from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
-from hostweave.host_ir.expr import Expr
+from hostweave.host_ir.expr import Const, Expr
 from hostweave.host_ir.strides import strides_of
 from hostweave.passes.lower import communication
 from hostweave.passes.lower.buffers import Buffers
@@ -26,6 +27,7 @@ from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 
 RESULT, LSE = KINDS = ("attention", "attention_lse")
+OPERANDS = {RESULT: 3, LSE: 2}  # without lengths
 
 
 class Attentions:
@@ -37,7 +39,8 @@ class Attentions:
         if op in self.lse.values():
             return  # the one before has written it
         lse = op if op.kind == LSE else self.lse.get(op.result.name)
-        q, k, v = map(self.source, (*op.tensors, op.tensors[1])[:3])
+        operands, lengths = op.tensors[: OPERANDS[op.kind]], op.tensors[OPERANDS[op.kind] :]
+        q, k, v = map(self.source, (*operands, operands[1])[:3])
         with ExitStack() as copies:
 
             def packed(buffer: str) -> str:
@@ -49,7 +52,9 @@ class Attentions:
                 target = self.buffers.whole(op.result.name)
                 target = target if self.has_dense_rows(target) else packed(target)
             sums = (packed(self.buffers.whole(lse.result.name)),) if lse else ()
-            self.b.emit(ir.Attention(q, k, v, op[SCALE], target, self.diagonal(op), op[WINDOW] or None, sums))
+            ends = tuple(map(self.buffers.contiguous, lengths))
+            corner = BOTTOM_RIGHT if ends and op[CAUSAL] == BOTTOM_RIGHT else ""
+            self.b.emit(ir.Attention(q, k, v, op[SCALE], target, self.diagonal(op, bool(ends)), op[WINDOW] or None, ends, corner, sums))
 
     def source(self, name: str) -> str:
         whole = self.buffers.whole(name)
@@ -58,8 +63,11 @@ class Attentions:
     def has_dense_rows(self, buffer: str) -> bool:
         return strides_of(self.b.types[buffer])[-1] == Size()
 
-    def diagonal(self, op: Op) -> Expr | None:
-        """By how much the last column that a row sees is behind it: more on a rank whose rows begin further down."""
+    def diagonal(self, op: Op, has_lengths: bool) -> Expr | None:
+        """By how much the last column that a row sees is behind it: more on a rank whose rows begin further down.
+
+        At the bottom right it is less by the rows, and more by the columns, of which lengths know how many there are.
+        """
         if not op[CAUSAL]:
             return None
         (queries, keys), own = (self.flow.types[name].dims[-2] for name in op.tensors[:2]), self.b.types[self.buffers.whole(op.tensors[0])]
@@ -67,7 +75,8 @@ class Attentions:
         even = queries.size // mesh.size_of(queries.axes)
         rows = even if own.shape[-2] == even else queries.size.ceil_div(mesh.size_of(queries.axes))
         first = rank_in_group(mesh, queries.axes) * expr_of(rows)
-        return first + (expr_of(keys.size) - expr_of(queries.size)) if op[CAUSAL] == BOTTOM_RIGHT else first
+        columns = Const(0) if has_lengths else expr_of(keys.size)
+        return first + (columns - expr_of(queries.size)) if op[CAUSAL] == BOTTOM_RIGHT else first
 
 
 def _lse_of_each(ops: Sequence[Op]) -> dict[str, Op]:
@@ -75,7 +84,12 @@ def _lse_of_each(ops: Sequence[Op]) -> dict[str, Op]:
     found: dict[str, Op] = {}
     for number, op in enumerate(ops):
         if op.kind == LSE:
-            same = (o for o in ops[:number] if o.kind == RESULT and (o.operands[:2], o.attributes) == (op.operands, op.attributes))
+            same = (o for o in ops[:number] if o.kind == RESULT and _of_lse(o) == (op.operands, op.attributes))
             if first := next((o for o in same if o.result.name not in found), None):
                 found[first.result.name] = op
     return found
+
+
+def _of_lse(op: Op) -> tuple[Any, Any]:
+    """The operands and attributes of the log-sum-exps of an attention."""
+    return (*op.operands[:2], *op.operands[3:]), op.attributes
