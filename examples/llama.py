@@ -57,22 +57,20 @@ def llama_layer(c, decode):
     S, E, D, H, G, eps = 1 if decode else "S", c.hidden_size, c.head_dim, c.num_attention_heads, c.num_key_value_heads, c.rms_norm_eps
     inputs = {"x": c.dtype[1 if decode else "S@tp", "B", E], **dict.fromkeys(("cos", "sin"), hw.f32[S, D // 2])}
     if decode:
-        inputs["position"] = hw.i32[()]
+        inputs |= {"position": hw.i32[()], "lengths": hw.i32["B"]}
 
     def heads(x, count):
         """[S, B, count * D] as [B, count, S, D]."""
         return hw.permute_dims(hw.reshape(x, S, "B", count, D), (1, 2, 0, 3))
 
     def layer(x, keys, values, input_layernorm, q_proj, k_proj, v_proj, o_proj,
-              post_attention_layernorm, gate_proj, up_proj, down_proj, cos, sin, position=0):  # fmt: skip
+              post_attention_layernorm, gate_proj, up_proj, down_proj, cos, sin, position=0, lengths=None):  # fmt: skip
         n = hw.rms_norm(x, input_layernorm, eps=eps)
         q, k = (hw.rotary_embedding(heads(hw.linear(n, w), count), cos, sin) for w, count in ((q_proj, H), (k_proj, G)))
         v = heads(hw.linear(n, v_proj), G)
         keys, values = (hw.dynamic_update_slice(cache, new, (0, 0, position, 0)) for cache, new in ((keys, k), (values, v)))
-        if decode:
-            attended = hw.scaled_dot_product_attention(q, keys, values, hw.iota(keys, 2) <= position, enable_gqa=True)
-        else:
-            attended = hw.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        k, v = (keys, values) if decode else (k, v)  # a prompt begins the text
+        attended = hw.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, lengths=lengths)
         h = x + hw.linear(hw.reshape(hw.permute_dims(attended, (2, 0, 1, 3)), S, "B", H * D), o_proj)
         n = hw.rms_norm(h, post_attention_layernorm, eps=eps)
         return h + hw.linear(hw.silu(hw.linear(n, gate_proj)) * hw.linear(n, up_proj), down_proj), keys, values
@@ -115,11 +113,13 @@ def program(c, tp, decode=False, is_sampled=False):
     def llama(ids, position, frequencies, embed_tokens, norm, lm_head=None, **rest):
         start = position if decode else 0
         angles = hw.astype(hw.iota(ids, 0) + start, hw.f32)[:, None] * frequencies
-        tables = {"cos": hw.cos(angles), "sin": hw.sin(angles), **({"position": position} if decode else {})}
+        shared = {"cos": hw.cos(angles), "sin": hw.sin(angles)}
+        if decode:
+            shared |= {"position": position, "lengths": hw.broadcast_to(position + 1, "B")}
         x = hw.reshard(hw.embedding(ids, embed_tokens), 1 if decode else "S@tp", "B", c.hidden_size)
         held = []
         for i in layers:
-            x, keys, values = layer(x, **{name: rest[f"{name}_{i}"] for name in types}, **tables)
+            x, keys, values = layer(x, **{name: rest[f"{name}_{i}"] for name in types}, **shared)
             held += [keys, values]
         if not decode:
             x = hw.dynamic_slice(x, (position - 1, 0, 0), (1, "B", c.hidden_size))  # of the last token; others may fill the prompt up
