@@ -11,6 +11,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from inspect import signature
 from typing import Any
 
 from peers.torch_ranks import times_on_ranks
@@ -123,11 +124,12 @@ def _step(model: Any, prompts: Any) -> Callable[[], Any]:
     with torch.no_grad():
         token = model(prompts, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
     position = torch.full((1, 1), PROMPT, device="cuda")
+    at = {"cache_position": position[0]} if "cache_position" in signature(model.forward).parameters else {}  # of transformers 4
 
     def step() -> None:
         torch.compiler.cudagraph_mark_step_begin()
         with torch.no_grad():
-            logits = compiled(token, past_key_values=cache, position_ids=position, logits_to_keep=1).logits
+            logits = compiled(token, past_key_values=cache, position_ids=position, **at, logits_to_keep=1).logits
             token.copy_(logits.argmax(-1))
             position.add_(1)
 

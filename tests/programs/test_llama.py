@@ -40,10 +40,12 @@ def checkpoint(tied: bool) -> tuple[Path, Any, Any]:
     config = transformers.LlamaConfig(
         **SIZES, num_key_value_heads=4, tie_word_embeddings=tied, rope_parameters=rope, initializer_range=0.2, eos_token_id=None
     )
-    model = transformers.LlamaForCausalLM(config).bfloat16().float()  # weights that bf16 has, too
+    model = transformers.LlamaForCausalLM(config)
     folder = Path(mkdtemp(prefix="hostweave-llama-"))
-    model.save_pretrained(folder, max_shard_size="100KB" if tied else "1GB")  # in several files, and in one
     with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(weight.bfloat16())  # numbers that bf16 has, too
+        model.save_pretrained(folder, max_shard_size="100KB" if tied else "1GB")  # in several files, and in one
         tokens = model.generate(torch.tensor(PROMPTS), max_new_tokens=TOKENS, do_sample=False, pad_token_id=0)[:, len(PROMPTS[0]) :]
         return folder, model(torch.tensor(PROMPTS)).logits[:, -1], tokens
 
