@@ -205,7 +205,8 @@ class Llama:
         """Yields the next token of each sequence, until there are `count` or the cache is full. The device is a token ahead."""
         self.start(prompts)
         on_gpu = self.device.type == "cuda"
-        told = self.torch.zeros(min(count, self.length - len(prompts[0])), len(prompts), dtype=self.torch.int32, pin_memory=on_gpu)
+        room = self.length - len(prompts[0]) + 1  # the last one is not put into the cache
+        told = self.torch.zeros(min(count, room), len(prompts), dtype=self.torch.int32, pin_memory=on_gpu)
         for number, tokens in enumerate(told):
             tokens.copy_(self.ids[0], non_blocking=True)
             copied = self.torch.cuda.current_stream().record_event() if on_gpu else None

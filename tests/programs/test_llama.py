@@ -46,8 +46,9 @@ def checkpoint(tied: bool) -> tuple[Path, Any, Any]:
         for weight in model.parameters():
             weight.copy_(weight.bfloat16())  # numbers that bf16 has, too
         model.save_pretrained(folder, max_shard_size="100KB" if tied else "1GB")  # in several files, and in one
-        tokens = model.generate(torch.tensor(PROMPTS), max_new_tokens=TOKENS, do_sample=False, pad_token_id=0)[:, len(PROMPTS[0]) :]
-        return folder, model(torch.tensor(PROMPTS)).logits[:, -1], tokens
+        ids = torch.tensor(PROMPTS)
+        tokens = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False, pad_token_id=0)
+        return folder, model(ids).logits[:, -1], tokens[:, ids.shape[1] :]
 
 
 def on_gpus(ranks: int, *case: Any) -> Any:
