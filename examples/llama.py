@@ -230,10 +230,12 @@ def main():
     parser.add_argument("--top-p", type=float, default=0.9, help="draws from the fewest tokens whose probabilities add up to it")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
+    if given.tokens < 1 or given.temperature < 0 or not 0 < given.top_p <= 1:
+        parser.error("--tokens is at least 1, --temperature at least 0, and --top-p above 0 and at most 1")
     sampling = {"temperature": given.temperature, "top_p": given.top_p, "seed": given.seed} if given.temperature else None
     try:
         run(given, sampling)
-    except CheckpointError as error:
+    except (CheckpointError, hw.errors.HostweaveError) as error:
         sys.exit(f"llama.py: {error}")
 
 
@@ -241,6 +243,8 @@ def run(given, sampling):
     c, frequencies, ends = read_config(given.folder, given.dtype)
     tokenizer = read_tokenizer(given.folder)
     prompt = tokenizer.encode(given.prompt).ids
+    if given.target == "cuda" and (gpus := needed("torch").cuda.device_count()) < given.tp:
+        raise CheckpointError(f"{given.tp} ranks take a GPU each, and there are {gpus}; lower --tp, or give --target cpu")
     programs = compiled(c, given.tp, given.target, sampling is not None)
     ranks = hw.Threads(given.tp)
 
@@ -263,7 +267,7 @@ def run(given, sampling):
                 print(text.removeprefix(shown), end="", flush=True)
                 shown = text
         if number == 0:
-            rate = (len(tokens) - len(prompt) - 1) / (time.perf_counter() - first)
+            rate = max(len(tokens) - len(prompt) - 1, 0) / (time.perf_counter() - first)
             print(f"\nfirst token after {(first - started) * 1e3:.1f} ms, then {rate:.1f} tokens per second", file=sys.stderr)
 
     print(tokenizer.decode(prompt), end="", flush=True)

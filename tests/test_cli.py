@@ -129,7 +129,7 @@ def test_inspect_shows_one_function(capsys: Captured) -> None:
         assert len(re.findall(rf"@{name}\(", one.splitlines()[0])) == 1
         assert one.count("{") == one.count("}")
     mistake = mistake_of(capsys, "inspect", llama, "--after", "input", "--only", "nothing")
-    assert mistake == "--only nothing: no such function; one of layer, llama"
+    assert mistake == "--only nothing: no such function; one of layer, prefill"
     assert "-  %" in output_of(capsys, "inspect", llama, "--after", "all", "--only", "layer")
 
 
@@ -203,6 +203,18 @@ def test_the_only_program_of_a_file_needs_no_name(capsys: Captured, tmp_path: Pa
     file = tmp_path / "one.py"
     file.write_text("import hostweave as hw\n\n\n@hw.fusion(x=hw.f32['N'])\ndef one(x):\n    return -x\n")
     assert "fusion @one(%x: f32[N])" in output_of(capsys, "inspect", str(file), "--after", "input")
+
+
+def test_a_file_finds_its_neighbours(capsys: Captured, tmp_path: Path) -> None:
+    """As `python FILE` does, from wherever; and the path is as before afterwards, also where the file fails."""
+    before = list(sys.path)
+    (tmp_path / "sizes_of_one.py").write_text("import hostweave as hw\n\nX = hw.f32['N']\n")
+    file = tmp_path / "one.py"
+    file.write_text("import hostweave as hw\nfrom sizes_of_one import X\n\none = hw.fusion(x=X)(lambda x: -x)\n")
+    assert "(%x: f32[N])" in output_of(capsys, "inspect", str(file), "--after", "input")
+    file.write_text("import hostweave as hw\nhw.none\n")
+    assert "hostweave has no none" in mistake_of(capsys, "inspect", str(file))
+    assert sys.path == before
 
 
 def test_programs_that_cannot_be_loaded(capsys: Captured, tmp_path: Path) -> None:

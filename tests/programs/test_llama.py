@@ -167,9 +167,15 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert out.split() == [f"w{token}" for token in [*PROMPTS[0], *tokens[0][:20].tolist()]]
     assert "first token after " in err
     assert " tokens per second" in err
+    run(monkeypatch, folder, "--tp", "2", "--prompt", prompt, "--tokens", "4", "--length", "76", "--temperature", "1", "--top-p", "1e-4")
+    assert capsys.readouterr().out.split()[13:] == [f"w{token}" for token in tokens[0][:4].tolist()]
+    with pytest.raises(SystemExit):
+        run(monkeypatch, folder, "--prompt", prompt, "--top-p", "1.5")
+    assert "--top-p above 0 and at most 1" in capsys.readouterr().err
     for mistake, arguments in {
         "4 heads of keys and values cannot be shared by 3 ranks; give a divisor as --tp": ["--tp", "3"],
         "a prompt of 13 tokens, of 1 to 9 that the cache has room for; raise --length": ["--tp", "2", "--length", "10"],
+        r"ranks take a GPU each, and there are \d+; lower --tp, or give --target cpu": ["--tp", "64", "--target", "cuda"],
     }.items():
         with pytest.raises(SystemExit, match=mistake):
             run(monkeypatch, folder, "--prompt", prompt, *arguments)

@@ -214,7 +214,7 @@ class TensorType:
         return shard(self, array, rank, mesh)
 
     def block(self, shape: Sequence[int], rank: int, mesh: Mesh) -> tuple[slice, ...]:
-        """Where in a global array of this shape the block of `rank` lies, as of a file that is read in part. Raises ArgumentError as `shard`.
+        """Where in a global array of this shape the block of `rank` lies, as of a file that is read in part. Raises as `shard`.
 
         Example: `handle.get_slice("w")[hw.bf16["K", "N@tp"].block((4096, 4096), rank, mesh)]` of a safetensors file.
         """
