@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -40,7 +42,11 @@ def _rank(rank: int, ranks: int, make: Make, repetitions: int, wait: int, folder
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", rank=rank, world_size=ranks, device_id=torch.device("cuda", rank))
-    times = [_times(calls, repetitions, wait) for calls in make(rank, ranks)]
+    times = []
+    for calls in make(rank, ranks):
+        times.append(_times(calls, repetitions, wait))
+        if rank == 0:  # on the way: the last group may be minutes off
+            print("", *(f"{name} {statistics.median(ms):.3f} ms" for name, ms in times[-1].items()), sep="  ", file=sys.stderr, flush=True)
     (Path(folder) / str(rank)).write_text(json.dumps(times))
     dist.destroy_process_group()
 

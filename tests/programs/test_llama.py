@@ -53,7 +53,7 @@ def checkpoint(tied: bool) -> tuple[Path, Any, Any]:
 
 def on_gpus(ranks: int, *case: Any) -> Any:
     few = pytest.mark.skipif(len(gpus()) < ranks, reason=f"needs {ranks} GPUs")
-    return pytest.param("cuda", ranks, *case, marks=[pytest.mark.gpu, few])
+    return pytest.param("cuda", *case, marks=[pytest.mark.gpu, few])
 
 
 CASES = [
@@ -61,10 +61,10 @@ CASES = [
     ("cpu", 2, "float32", False),
     ("cpu", 4, "float32", True),
     ("cpu", 2, "bfloat16", False),
-    on_gpus(1, "float32", True),
-    on_gpus(2, "float32", False),
-    on_gpus(1, "bfloat16", False),
-    on_gpus(2, "bfloat16", True),
+    on_gpus(1, 1, "float32", True),
+    on_gpus(2, 2, "float32", False),
+    on_gpus(1, 1, "bfloat16", False),
+    on_gpus(2, 2, "bfloat16", True),
 ]
 
 
@@ -152,22 +152,24 @@ def write_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
-def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["llama.py", str(folder), "--target", "cpu", *arguments])
+def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str, target: str = "cpu") -> None:
+    monkeypatch.setattr(sys, "argv", ["llama.py", str(folder), "--target", target, *arguments])
     llama.main()
 
 
-def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("target", ["cpu", on_gpus(2)])
+def test_the_command(target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Prints the tokens, and how fast they came; stops behind a token that ends a text."""
     folder, _, tokens = checkpoint(False)
     write_tokenizer(folder)
     prompt = " ".join(f"w{token}" for token in PROMPTS[0])
-    run(monkeypatch, folder, "--tp", "2", "--prompt", prompt, "--tokens", "20", "--length", "76")
+    run(monkeypatch, folder, "--tp", "2", "--prompt", prompt, "--tokens", "20", "--length", "76", target=target)
     out, err = capsys.readouterr()
     assert out.split() == [f"w{token}" for token in [*PROMPTS[0], *tokens[0][:20].tolist()]]
     assert "first token after " in err
     assert " tokens per second" in err
-    run(monkeypatch, folder, "--tp", "2", "--prompt", prompt, "--tokens", "4", "--length", "76", "--temperature", "1", "--top-p", "1e-4")
+    drawn = ["--tokens", "4", "--length", "76", "--temperature", "1", "--top-p", "1e-4"]
+    run(monkeypatch, folder, "--tp", "2", "--prompt", prompt, *drawn, target=target)
     assert capsys.readouterr().out.split()[13:] == [f"w{token}" for token in tokens[0][:4].tolist()]
     with pytest.raises(SystemExit):
         run(monkeypatch, folder, "--prompt", prompt, "--top-p", "1.5")
