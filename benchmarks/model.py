@@ -1,8 +1,8 @@
 """Layers of Llama 3 8B with random weights as `examples/llama.py` runs them, beside transformers: prefill, and decode with a full cache.
 
 8 of the 32 layers, and all of the vocabulary; bf16; on one GPU, and tensor-parallel on two. transformers has its static cache,
-torch.compile, and for decode CUDA graphs, and takes the most probable token as ours does. Prompts of 4096 tokens; a call of decode is a row of
-steps, each of which the host enqueues, so that its time counts. Milliseconds of the slowest rank, the medians of calls in turn.
+torch.compile, and for decode CUDA graphs, and takes the most probable token as ours does. Prompts of 4096 tokens; a call of decode
+is a row of steps, each of which the host enqueues, so that its time counts. Milliseconds of the slowest rank, the medians of calls in turn.
 """
 
 from __future__ import annotations

@@ -205,16 +205,20 @@ def test_the_only_program_of_a_file_needs_no_name(capsys: Captured, tmp_path: Pa
     assert "fusion @one(%x: f32[N])" in output_of(capsys, "inspect", str(file), "--after", "input")
 
 
-def test_a_file_finds_its_neighbours(capsys: Captured, tmp_path: Path) -> None:
-    """As `python FILE` does, from wherever; and the path is as before afterwards, also where the file fails."""
-    before = list(sys.path)
-    (tmp_path / "sizes_of_one.py").write_text("import hostweave as hw\n\nX = hw.f32['N']\n")
-    file = tmp_path / "one.py"
-    file.write_text("import hostweave as hw\nfrom sizes_of_one import X\n\none = hw.fusion(x=X)(lambda x: -x)\n")
-    assert "(%x: f32[N])" in output_of(capsys, "inspect", str(file), "--after", "input")
+def test_a_file_is_run_as_python_runs_it(capsys: Captured, tmp_path: Path) -> None:
+    """It finds its neighbours, and may have dataclasses, whatever annotations are; nothing of it is left, also where it fails."""
+    (tmp_path / "sizes_of_one.py").write_text("from dataclasses import dataclass\n\n\n@dataclass\nclass Sizes:\n    n: int = 8\n")
+    text = "import hostweave as hw\nfrom sizes_of_one import *\n\n\n@dataclass\nclass More(Sizes):\n    m: object = int\n\n\n"
+    text += "one = hw.fusion(x=hw.f32[More().n])(lambda x: -x)\n"
+    file = tmp_path / "one_of_them.py"
+    for future in ("", "from __future__ import annotations\n"):
+        file.write_text(future + text)
+        before = list(sys.path)
+        assert "(%x: f32[8])" in output_of(capsys, "inspect", str(file), "--after", "input")
     file.write_text("import hostweave as hw\nhw.none\n")
     assert "hostweave has no none" in mistake_of(capsys, "inspect", str(file))
     assert sys.path == before
+    assert "one_of_them" not in sys.modules
 
 
 def test_programs_that_cannot_be_loaded(capsys: Captured, tmp_path: Path) -> None:

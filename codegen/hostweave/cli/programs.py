@@ -38,10 +38,15 @@ def load_file(path: Path, constants: Mapping[str, Any] | None = None) -> ModuleT
         raise HostweaveError(f"{path.name}: no top-level constant {next(iter(missing))!r} to set")
     folder = str(path.resolve().parent)  # where `python FILE` finds what it imports, too
     sys.path.insert(0, folder)
+    before = sys.modules.get(module.__name__)
+    sys.modules[module.__name__] = module  # where dataclasses look up what their annotations name
     try:
-        exec(compile(tree, str(path), "exec"), module.__dict__)
+        exec(compile(tree, str(path), "exec", dont_inherit=True), module.__dict__)
     finally:
         sys.path.remove(folder)
+        sys.modules.pop(module.__name__)
+        if before:
+            sys.modules[module.__name__] = before
     return module
 
 
