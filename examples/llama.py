@@ -104,7 +104,10 @@ def sampled(logits, temperature, top_p, seed, draw):
 
 
 def program(c, tp, decode=False, is_sampled=False):
-    """`prefill` or `decode`: the next token of each sequence, the logits, and the cache; `position` is the number of the next token."""
+    """`prefill` or `decode`: the next token of each sequence, the logits, and the cache. `position` is how many tokens came before.
+
+    Those of the prompt, which may be filled up; for `decode` also those that it made itself, but for `ids`.
+    """
     S, first = (1, 3) if decode else ("S", 2)  # `first` is the number of the first result that is a cache
     layer, layers = llama_layer(c, decode), range(c.num_hidden_layers)
     types = {"keys": cache_of(c), "values": cache_of(c), **{short(name): type for name, type in layer_weights(c).items()}}
@@ -114,8 +117,9 @@ def program(c, tp, decode=False, is_sampled=False):
         start = position if decode else 0
         angles = hw.astype(hw.iota(ids, 0) + start, hw.f32)[:, None] * frequencies
         shared = {"cos": hw.cos(angles), "sin": hw.sin(angles)}
+        place = position + 1 if decode else position  # of the token that comes out
         if decode:
-            shared |= {"position": position, "lengths": hw.broadcast_to(position + 1, "B")}
+            shared |= {"position": position, "lengths": hw.broadcast_to(place, "B")}
         x = hw.reshard(hw.embedding(ids, embed_tokens), 1 if decode else "S@tp", "B", c.hidden_size)
         held = []
         for i in layers:
@@ -124,9 +128,11 @@ def program(c, tp, decode=False, is_sampled=False):
         if not decode:
             x = hw.dynamic_slice(x, (position - 1, 0, 0), (1, "B", c.hidden_size))  # of the last token; others may fill the prompt up
         logits = hw.linear(hw.rms_norm(x, norm, eps=c.rms_norm_eps), embed_tokens if lm_head is None else lm_head)
-        chosen = [rest[name] for name in ("temperature", "top_p", "seed")] if is_sampled else None
-        token = sampled(logits, *chosen, hw.astype(position, hw.u32)) if chosen else largest(logits)
-        return (token, logits, position + 1, *held) if decode else (token, logits, *held)
+        if is_sampled:
+            token = sampled(logits, *(rest[name] for name in ("temperature", "top_p", "seed")), hw.astype(place, hw.u32))
+        else:
+            token = largest(logits)
+        return (token, logits, place, *held) if decode else (token, logits, *held)
 
     llama.__name__ = "decode" if decode else "prefill"
     return hw.fusion(

@@ -168,9 +168,10 @@ def test_the_command(target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert out.split() == [f"w{token}" for token in [*PROMPTS[0], *tokens[0][:20].tolist()]]
     assert "first token after " in err
     assert " tokens per second" in err
-    drawn = ["--tokens", "4", "--length", "76", "--temperature", "1", "--top-p", "1e-4"]
-    run(monkeypatch, folder, "--tp", "2", "--prompt", prompt, *drawn, target=target)
-    assert capsys.readouterr().out.split()[13:] == [f"w{token}" for token in tokens[0][:4].tolist()]
+    if target == "cuda":  # as few of the most probable as to be the greedy ones
+        drawn = ["--tokens", "4", "--length", "76", "--temperature", "1", "--top-p", "1e-4"]
+        run(monkeypatch, folder, "--tp", "2", "--prompt", prompt, *drawn, target=target)
+        assert capsys.readouterr().out.split()[13:] == [f"w{token}" for token in tokens[0][:4].tolist()]
     with pytest.raises(SystemExit):
         run(monkeypatch, folder, "--prompt", prompt, "--top-p", "1.5")
     assert "--top-p above 0 and at most 1" in capsys.readouterr().err
