@@ -104,9 +104,9 @@ def sampled(logits, temperature, top_p, seed, draw):
 
 
 def program(c, tp, decode=False, is_sampled=False):
-    """`prefill` or `decode`: the next token of each sequence, the logits, and the cache. `position` is how many tokens came before.
+    """`prefill` or `decode`: the next token of each sequence, its logits, and the cache.
 
-    Those of the prompt, which may be filled up; for `decode` also those that it made itself, but for `ids`.
+    `position` is how many tokens the cache has after `prefill`, of a prompt that may be filled up, or before a step of `decode`.
     """
     S, first = (1, 3) if decode else ("S", 2)  # `first` is the number of the first result that is a cache
     layer, layers = llama_layer(c, decode), range(c.num_hidden_layers)
