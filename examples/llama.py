@@ -236,8 +236,8 @@ def main():
     parser.add_argument("--top-p", type=float, default=0.9, help="draws from the fewest tokens whose probabilities add up to it")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    if given.tokens < 1 or given.temperature < 0 or not 0 < given.top_p <= 1:
-        parser.error("--tokens is at least 1, --temperature at least 0, and --top-p above 0 and at most 1")
+    if given.tokens < 1 or given.temperature < 0 or not 0 < given.top_p <= 1 or not 0 <= given.seed < 2**32:
+        parser.error("--tokens is at least 1, --temperature and --seed at least 0, and --top-p above 0 and at most 1")
     sampling = {"temperature": given.temperature, "top_p": given.top_p, "seed": given.seed} if given.temperature else None
     try:
         run(given, sampling)
@@ -251,6 +251,11 @@ def run(given, sampling):
     prompt = tokenizer.encode(given.prompt).ids
     if given.target == "cuda" and (gpus := needed("torch").cuda.device_count()) < given.tp:
         raise CheckpointError(f"{given.tp} ranks take a GPU each, and there are {gpus}; lower --tp, or give --target cpu")
+    text = needed("tokenizers").decoders.DecodeStream()
+
+    def show(token):
+        print(text.step(tokenizer, token) or "", end="", flush=True)  # nothing as long as a character is not complete
+
     programs = compiled(c, given.tp, given.target, sampling is not None)
     ranks = hw.Threads(given.tp)
 
@@ -262,21 +267,19 @@ def run(given, sampling):
         model = Llama(c, programs, weights, frequencies, 1, given.length, sampling)
         for _ in model.generate([prompt], 2):
             pass  # compiles, plans and captures
-        started, first, tokens, shown = time.perf_counter(), None, [*prompt], tokenizer.decode(prompt)
+        started, times = time.perf_counter(), []
         for (token,) in model.generate([prompt], given.tokens):
-            first = first or time.perf_counter()
+            times.append(time.perf_counter())
             if token in ends:
                 break
-            tokens.append(token)
             if number == 0:
-                text = tokenizer.decode(tokens)
-                print(text.removeprefix(shown), end="", flush=True)
-                shown = text
+                show(token)
         if number == 0:
-            rate = max(len(tokens) - len(prompt) - 1, 0) / (time.perf_counter() - first)
-            print(f"\nfirst token after {(first - started) * 1e3:.1f} ms, then {rate:.1f} tokens per second", file=sys.stderr)
+            rate = (len(times) - 1) / max(times[-1] - times[0], 1e-9)
+            print(f"\nfirst token after {(times[0] - started) * 1e3:.1f} ms, then {rate:.1f} tokens per second", file=sys.stderr)
 
-    print(tokenizer.decode(prompt), end="", flush=True)
+    for token in prompt:
+        show(token)
     ranks.run(rank)
 
 

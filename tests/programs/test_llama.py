@@ -158,7 +158,7 @@ def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str, target: 
 
 
 @pytest.mark.parametrize("target", ["cpu", on_gpus(2)])
-def test_the_command(target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Prints the tokens, and how fast they came; stops behind a token that ends a text."""
     folder, _, tokens = checkpoint(False)
     write_tokenizer(folder)
@@ -168,6 +168,12 @@ def test_the_command(target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert out.split() == [f"w{token}" for token in [*PROMPTS[0], *tokens[0][:20].tolist()]]
     assert "first token after " in err
     assert " tokens per second" in err
+    found = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**found, "eos_token_id": int(tokens[0][3])}))
+    for file in ("model.safetensors", "tokenizer.json"):
+        (tmp_path / file).symlink_to(folder / file)
+    run(monkeypatch, tmp_path, "--tp", "2", "--prompt", prompt, "--tokens", "20", "--length", "76", target=target)
+    assert capsys.readouterr().out.split()[13:] == [f"w{token}" for token in tokens[0][:3].tolist()]
     if target == "cuda":  # as few of the most probable as to be the greedy ones
         drawn = ["--tokens", "4", "--length", "76", "--temperature", "1", "--top-p", "1e-4"]
         run(monkeypatch, folder, "--tp", "2", "--prompt", prompt, *drawn, target=target)
