@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import statistics
 import sys
 import tempfile
@@ -25,8 +26,10 @@ def times_on_ranks(make: Make, ranks: int, repetitions: int, wait: int = 0) -> l
     """
     import torch.multiprocessing as processes
 
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]  # that no other benchmark of this machine has
     with tempfile.TemporaryDirectory() as folder:
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29517", WORLD_SIZE=str(ranks))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(ranks))
         processes.spawn(_rank, args=(ranks, make, repetitions, wait, folder), nprocs=ranks, join=True)
         per_rank = [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(ranks)]
     return [
