@@ -19,11 +19,16 @@ Shape = tuple[int, ...]
 
 def shard(type_: TensorType, array: NDArray[Any], rank: int, mesh: Mesh) -> NDArray[Any]:
     """The block of a global array that `rank` holds, a view. Raises ArgumentError where the shape does not fit, or the rank has none."""
+    return array[checked_block(type_, array.shape, rank, mesh, "shard")]
+
+
+def checked_block(type_: TensorType, shape: Shape, rank: int, mesh: Mesh, word: str) -> tuple[slice, ...]:
+    """`block_of` for what a user gives: raises ArgumentError where the shape does not fit, or the rank has none."""
     if not holds(type_, mesh, rank):
-        raise ArgumentError(f"shard: rank {rank} has nothing of {type_}; ask a rank of its mesh")
-    _check_rank(type_, array.shape)
-    bind_sizes("shard", mesh, {"array": type_}, {"array": array.shape}, None)
-    return array[block_of(type_, mesh, rank, array.shape)]
+        raise ArgumentError(f"{word}: rank {rank} has nothing of {type_}; ask a rank of its mesh")
+    _check_rank(type_, shape)
+    bind_sizes(word, mesh, {"array": type_}, {"array": shape}, None)
+    return block_of(type_, mesh, rank, shape)
 
 
 def unshard(type_: TensorType, arrays: Sequence[NDArray[Any]], mesh: Mesh) -> NDArray[Any]:
