@@ -21,7 +21,8 @@ HEADERS_OF = {
     ("cuda", "program.cpp"): (*HEADERS, "jit"),
 }
 
-# In this order. What has other options goes to the compiler as it is. Modules are linked by gold where it is there, which takes half the time.
+# In this order. What has other options goes to the compiler as it is.
+# Modules are linked by gold where it is there, which takes half the time.
 SCRIPT = """\
 #!/bin/sh
 case " $* " in
