@@ -69,7 +69,8 @@ def _case(toolchain: Toolchain, what: str, header: str) -> str:
     compiler, *options = _until_source(toolchain, what)
     last = [LIBRARY] if what == LIBRARY else []
     made, making = shlex.quote(f"{header}.gch"), shlex.quote(f"{header}.part")
-    command = shlex.join([*_until_source(toolchain, ""), *last, "-x", "c++-header", header, "-o", f"{header}.part"])
+    same = [option for option in options if option not in ("-x", "c++")]
+    command = shlex.join([compiler, *same, *last, "-x", "c++-header", header, "-o", f"{header}.part"])
     return CASE.format(
         options=shlex.quote(shlex.join(options)),
         last=shlex.join(last),
