@@ -12,13 +12,13 @@ namespace hw {
 namespace {
 
 cudnnHandle_t handle_of(Rank& rank) {
-  std::shared_ptr<void>& handle = rank.handle("cudnn");
-  if (!handle) {
+  Handle& known = rank.handle("cudnn");
+  if (!known.handle) {
     cudnnHandle_t made = nullptr;
     expect(cudnnCreate(&made), "cudnnCreate");
-    handle = {made, [](void* made) { cudnnDestroy(static_cast<cudnnHandle_t>(made)); }};
+    known = {made, [](void* handle) { cudnnDestroy(static_cast<cudnnHandle_t>(handle)); }};
   }
-  return static_cast<cudnnHandle_t>(handle.get());
+  return static_cast<cudnnHandle_t>(known.handle);
 }
 
 cudnnDataType_t type_of(cudaDataType_t dtype) {

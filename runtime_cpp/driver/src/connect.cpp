@@ -19,7 +19,7 @@ void for_each_axis(const std::string& axes, const Use& use) {
 }
 
 // The process group along `axes` of the rank of number `index` of a mesh.
-ProcessGroup process_group_of(const char* mesh, std::span<const Axis> mesh_axes, const std::string& axes, int64_t index) {
+ProcessGroup process_group_of(const char* mesh, List<Axis> mesh_axes, const std::string& axes, int64_t index) {
   std::vector<int64_t> coordinates(mesh_axes.size());
   for (size_t i = mesh_axes.size(); i-- > 0;) {
     coordinates[i] = index % mesh_axes[i].size;

@@ -137,7 +137,7 @@ class Runner::Seat {
   // An array on this device is used where it is.
   bool in_place(const Array& array) const { return array.device == device_ && reinterpret_cast<uintptr_t>(array.data) % 16 == 0; }
 
-  void place(Arguments& arguments, const std::vector<Array>& arrays, std::span<const Argument> parameters) {
+  void place(Arguments& arguments, const std::vector<Array>& arrays, List<Argument> parameters) {
     arguments.tensors.clear();
     arguments.bytes.clear();
     for (size_t i = 0; i < arrays.size(); ++i) {
