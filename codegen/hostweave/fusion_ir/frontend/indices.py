@@ -259,8 +259,11 @@ def argsort(x: Tensor, axis: Axis = -1, descending: bool = False) -> Tensor:
 
     Example: `x: f32[M, N]` gives `i64[M, N]` by `hw.argsort(x)`.
     """
-    number = dim_of(x, axis, "argsort", Location.of_caller())
-    return record("argsort", hw.astype(x, u8) if x.dtype.kind == "bool" else x, axis=number, descending=descending)
+    return _order(x, dim_of(x, axis, "argsort", Location.of_caller()), descending)
+
+
+def _order(x: Tensor, axis: int, descending: bool, first: int | None = None) -> Tensor:
+    return record("argsort", hw.astype(x, u8) if x.dtype.kind == "bool" else x, axis=axis, descending=descending, first=first)
 
 
 @_called("sorted")
@@ -291,7 +294,7 @@ def top_k(x: Tensor, k: int, axis: Axis = -1, largest: bool = True) -> tuple[Ten
     size = x.type.shape[number]
     if isinstance(k, bool) or not isinstance(k, int) or k < 1 or (size.is_int and k > int(size)):
         raise ProgramError(f"top_k: k={k!r} is not an int from 1 to {size}, the size of dim {number} of {x.type}", location)
-    order = argsort(x, number, largest)[(*(slice(None) for _ in range(number)), slice(k))]
+    order = _order(x, number, largest, k)
     return _ordered(x, order, number), order
 
 
