@@ -12,7 +12,7 @@ from cuda_here import needs_cuda
 from numpy.typing import NDArray
 
 import hostweave as hw
-from hostweave.base.errors import ExecutionError, ProgramError
+from hostweave.base.errors import ArgumentError, ExecutionError, ProgramError
 from hostweave.build.cuda import gpus
 from hostweave.check.check import check as check_host
 from hostweave.check.interpret import interpret
@@ -288,6 +288,20 @@ def test_bits_go_to_another_mesh_and_through_a_loop() -> None:
     np.testing.assert_array_equal(ranks[2]["there"], np.bitwise_or.reduce(words, 0))
     for blocks in ranks:
         np.testing.assert_array_equal(blocks["here"], np.bitwise_xor.reduce(words, 0))
+
+
+def test_the_first_ones_are_ordered_alone() -> None:
+    @hw.fusion(mesh=hw.Mesh(x=1), x=hw.f32["B", "V"])
+    def sampled(x):  # type: ignore[no-untyped-def]
+        return hw.top_k(x, 5)
+
+    compiled = hw.compile(sampled)
+    assert "i64[B, 5]" in compiled.host_ir
+    assert "i64[B, V]" not in compiled.host_ir
+    x = np.random.default_rng(0).integers(-3, 4, (4, 5)).astype(np.float32)
+    np.testing.assert_array_equal(compiled.run(x)[1], np.argsort(-x, 1, stable=True))
+    with pytest.raises(ArgumentError, match=r"V - 5"):
+        compiled.run(x[:, :4].copy())
 
 
 def test_an_index_that_is_out_of_range() -> None:
