@@ -260,7 +260,7 @@ def test_of_a_sharded_vocabulary_nothing_large_is_communicated() -> None:
 
     host = str(lower(model, hw.Options(partial_dtype=hw.f32)))
     sent = [" ".join(line.split()[:2]) for line in host.splitlines() if line.endswith(" on tp")]
-    assert sorted(sent) == ["all_reduce max", *3 * ["all_reduce sum"]]
+    assert sorted(sent) == ["all_reduce max", *2 * ["all_reduce sum"]]  # of the loss one, and of the embedding
     assert "f32[V" not in host  # the table is not cast
 
 

@@ -398,8 +398,8 @@ def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int = -100, redu
     """-log(softmax(logits)) at the target, as in torch.nn.functional: logits [..., V], of floats, and a target [...] of ints: f32, or f64.
 
     `reduction` is "mean", over those targets that are not `ignore_index`, "sum", or "none", which has the shape of the target, with
-    zeros where it is ignored. Where V is sharded, ranks all-reduce the largest logit, the sum and the target's logit of each row, and
-    no logits are gathered. For targets out of range see `take`. Raises ProgramError for other shapes, or another reduction.
+    zeros where it is ignored. Where V is sharded, ranks all-reduce the largest logit of each row, then the sum and the target's logit
+    together, and no logits are gathered. For targets out of range see `take`. Raises ProgramError for other shapes, or another reduction.
 
     Example: `hw.cross_entropy(logits, target)` of `bf16[T, V@tp]` and `i64[T]` is `f32[]`.
     """
@@ -414,7 +414,8 @@ def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int = -100, redu
     is_counted = target != ignore_index if fits(ignore_index, target.dtype) else None
     known = target if is_counted is None else hw.where(is_counted, target, 0)
     at_target = squeeze(take_along_axis(shifted, hw.expand_dims(known, -1), -1), -1)
-    losses = hw.log(hw.sum(hw.exp(shifted), -1)) - at_target
+    both = stack([hw.sum(hw.exp(shifted), -1), at_target])  # partial sums of ranks, which one all_reduce adds up
+    losses = hw.log(both[0]) - both[1]
     losses = losses if is_counted is None else hw.where(is_counted, losses, 0.0)
     if reduction == "none":
         return losses
