@@ -2,13 +2,14 @@
 
 16 blocks x + swiglu(rms_norm(x)), tensor-parallel with an all_reduce each: on one GPU of 8B's shapes, on all GPUs of this machine of
 70B's at a width of 8. Milliseconds a call of the slowest rank, the median of rows of calls that all ranks begin together; random bf16
-data. A process a GPU runs all of them in turn, on the same arrays.
+data. A process a GPU runs all of them in turn, on the same arrays. `decode.py 70B` runs one case alone.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -38,9 +39,10 @@ class Case:
 ALONE, TOGETHER = Case("8B", 4096, 14336), Case("70B at TP8", 8192, 3584)
 
 
-def main() -> None:
-    _compare(ALONE, _calls_of_8b, 1)
-    if len(gpus()) > 1:
+def main(names: Sequence[str]) -> None:
+    if "8B" in names or not names:
+        _compare(ALONE, _calls_of_8b, 1)
+    if len(gpus()) > 1 and ("70B" in names or not names):
         _compare(TOGETHER, _calls_of_70b, len(gpus()))
 
 
@@ -181,4 +183,4 @@ def _torch_block(x: Any, y: Any, n: Any, wg: Any, wu: Any, wd: Any) -> tuple[Any
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,14 +1,11 @@
 #include "hostweave/attention.h"
 
-#include <algorithm>
 #include <string>
 
 #include "hostweave/errors.h"
 
 namespace hw {
 namespace {
-
-constexpr size_t kMostPlans = 16;  // of one call in a program: shapes that it is prepared for in turn
 
 Heads heads_of(const Strided& x) {
   const int n = x.shape.ndim;
@@ -25,14 +22,11 @@ AttentionPlan::AttentionPlan(Rank& rank, cudaDataType_t dtype, const AttentionOp
 
 void AttentionPlan::prepare(const Strided& q, const Strided& k, const Strided& v, const Strided& o, int64_t diagonal) {
   const AttentionProblem problem{heads_of(q), heads_of(k), heads_of(v), heads_of(o), diagonal};
-  auto found = std::find_if(plans_.begin(), plans_.end(), [&](const auto& known) { return known.first == problem; });
-  if (found == plans_.end()) {
-    const bool empty = problem.q.batch == 0 || problem.q.heads == 0 || problem.q.rows == 0 || problem.o.size == 0;
-    if (!empty) expect_columns(problem);
-    if (plans_.size() == kMostPlans) plans_.erase(plans_.begin());
-    found = plans_.insert(plans_.end(), {problem, empty ? nullptr : plan(problem)});
-  }
-  current_ = found->second;
+  current_ = plans_.find(problem, [&]() -> std::shared_ptr<const Plan> {
+    if (problem.q.batch == 0 || problem.q.heads == 0 || problem.q.rows == 0 || problem.o.size == 0) return nullptr;
+    expect_columns(problem);
+    return plan(problem);
+  });
 }
 
 // A row without any has no softmax.

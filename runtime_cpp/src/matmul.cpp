@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <map>
 #include <string>
 #include <utility>
 #include <vector>
@@ -10,6 +9,7 @@
 #include "hostweave/check.h"
 #include "hostweave/device_memory.h"
 #include "hostweave/errors.h"
+#include "hostweave/plan_cache.h"
 
 namespace hw {
 namespace {
@@ -139,7 +139,6 @@ struct MatmulPlan::Plan {
   bool aligned_only = false;
   cublasLtMatmulAlgo_t aligned{}, unaligned{};
   const void* zeros = nullptr;  // the operands of an empty sum
-  uint64_t used = 0;            // the number of the last prepare that asked for it
 
   ~Plan() {
     for (cublasLtMatrixLayout_t layout : {a_layout, b_layout, c_layout}) {
@@ -185,14 +184,8 @@ struct MatmulPlan::Plan {
 };
 
 struct MatmulPlan::Plans {
-  std::map<std::array<Strided, 3>, std::unique_ptr<Plan>> of;
-  uint64_t prepares = 0;
-  std::vector<DeviceMemory> zeros;  // each twice as large as the one before, which a graph may still read
-
-  void make_place() {
-    if (of.size() == kMostPlans)
-      of.erase(std::ranges::min_element(of, {}, [](const auto& plan) { return plan.second->used; }));
-  }
+  PlanCache<std::array<Strided, 3>, std::unique_ptr<Plan>> of{kMostPlans};
+  std::vector<DeviceMemory> zeros{};  // each twice as large as the one before, which a graph may still read
 };
 
 MatmulPlan::MatmulPlan(Rank& rank, cudaDataType_t operands, cudaDataType_t result, cublasLtEpilogue_t epilogue,
@@ -209,15 +202,7 @@ MatmulPlan::MatmulPlan(Rank& rank, cudaDataType_t operands, cudaDataType_t resul
 MatmulPlan::~MatmulPlan() = default;
 
 void MatmulPlan::prepare(const Strided& a, const Strided& b, const Strided& c) {
-  const std::array operands{a, b, c};
-  auto found = plans_->of.find(operands);
-  if (found == plans_->of.end()) {
-    auto plan = planned(a, b, c);
-    plans_->make_place();
-    found = plans_->of.emplace(operands, std::move(plan)).first;
-  }
-  found->second->used = ++plans_->prepares;
-  current_ = found->second.get();
+  current_ = plans_->of.find({a, b, c}, [&] { return planned(a, b, c); }).get();
 }
 
 std::unique_ptr<MatmulPlan::Plan> MatmulPlan::planned(const Strided& a, const Strided& b, const Strided& c) const {

@@ -295,9 +295,14 @@ def test_the_first_ones_are_ordered_alone() -> None:
     def sampled(x):  # type: ignore[no-untyped-def]
         return hw.top_k(x, 5)
 
+    @hw.fusion(mesh=hw.Mesh(x=1), x=hw.f32["B", "V"])
+    def many(x):  # type: ignore[no-untyped-def]
+        return hw.top_k(x, 2049)
+
     compiled = hw.compile(sampled)
     assert "i64[B, 5]" in compiled.host_ir
     assert "i64[B, V]" not in compiled.host_ir
+    assert "allocate i64[B, V]" in str(lower(many, hw.Options()))  # more than a GPU orders without the others
     x = np.random.default_rng(0).integers(-3, 4, (4, 5)).astype(np.float32)
     np.testing.assert_array_equal(compiled.run(x)[1], np.argsort(-x, 1, stable=True))
     with pytest.raises(ArgumentError, match=r"V - 5"):

@@ -2,12 +2,12 @@
 #pragma once
 #include <cuda_runtime_api.h>
 
+#include <compare>
 #include <cstdint>
 #include <memory>
-#include <utility>
-#include <vector>
 
 #include "hostweave/matmul.h"
+#include "hostweave/plan_cache.h"
 #include "hostweave/rank.h"
 
 namespace hw {
@@ -24,14 +24,14 @@ struct Heads {
   int64_t batch = 1, heads = 1, rows = 1, size = 1;
   int64_t batch_stride = 0, head_stride = 0, row_stride = 0;
 
-  bool operator==(const Heads&) const = default;
+  auto operator<=>(const Heads&) const = default;
 };
 
 struct AttentionProblem {
   Heads q, k, v, o;
   int64_t diagonal = 0;  // row i sees columns up to i + diagonal
 
-  bool operator==(const AttentionProblem&) const = default;
+  auto operator<=>(const AttentionProblem&) const = default;
 };
 
 // o = softmax(scale q kT) v, with consecutive heads of q in groups that have one head of k and v.
@@ -56,7 +56,8 @@ class AttentionPlan {
   Rank& rank_;
   cudaDataType_t dtype_;
   AttentionOptions options_;
-  std::vector<std::pair<AttentionProblem, std::shared_ptr<const Plan>>> plans_;  // the last few; none where o has no elements
+  static constexpr size_t kMostPlans = 512;
+  PlanCache<AttentionProblem, std::shared_ptr<const Plan>> plans_{kMostPlans};  // none where o has no elements
   std::shared_ptr<const Plan> current_;
 };
 

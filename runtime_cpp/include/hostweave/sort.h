@@ -37,173 +37,272 @@ HW_DEVICE auto sort_key(T element) {
 }
 
 #ifdef __CUDACC__
-// A sorting network in which the smaller of two goes to the smaller place: what is past the end would stay there (Batcher,
-// "Sorting networks and their applications", 1968). put(i, other) orders two.
-template <class Put>
-__device__ void step(BlockLanes block, int64_t n, int64_t flips, Put put) {
-  block.sync();
-  for (int64_t i = block.thread(); i < n; i += block.threads()) {
-    if (const int64_t other = i ^ flips; other > i && other < n) put(i, other);
-  }
-}
+constexpr int kSorted = 2048;  // numbers that a block orders in shared memory
 
-// Makes runs of `length` of those of half of it, but for the steps of smaller distances.
-template <class Put>
-__device__ void merge(BlockLanes block, int64_t n, int64_t length, int64_t least_distance, Put put) {
-  step(block, n, length - 1, put);
-  for (int64_t distance = length / 4; distance >= least_distance; distance /= 2) step(block, n, distance, put);
-}
+__device__ inline uint64_t packed(uint32_t key, int64_t index) { return uint64_t{key} << 32 | static_cast<uint64_t>(index); }
 
-// Orders numbers: in shared memory where all steps are within a tile.
-__device__ inline void sort_numbers(BlockLanes block, uint64_t* numbers, int64_t n) {
-  constexpr int64_t kTileNumbers = 2048;
-  __shared__ uint64_t tile[kTileNumbers];
-  const auto put_in = [](uint64_t* x) {
-    return [x](int64_t i, int64_t other) {
-      const uint64_t a = x[i], b = x[other];
-      if (b < a) x[i] = b, x[other] = a;
-    };
-  };
-  const auto in_tiles = [&](auto steps) {
-    for (int64_t begin = 0; begin < n; begin += kTileNumbers) {
-      const int64_t count = n - begin < kTileNumbers ? n - begin : kTileNumbers;
-      block.sync();
-      for (int64_t i = block.thread(); i < count; i += block.threads()) tile[i] = numbers[begin + i];
-      steps(count);
-      block.sync();
-      for (int64_t i = block.thread(); i < count; i += block.threads()) numbers[begin + i] = tile[i];
+// Orders the numbers of a tile, by a network in which the smaller of two goes to the smaller place: what is past the end would
+// stay there (Batcher, "Sorting networks and their applications", 1968).
+template <class Less>
+__device__ void sort_tile(BlockLanes block, uint64_t* tile, int n, Less less) {
+  const auto step = [&](int flips) {
+    block.sync();
+    for (int i = block.thread(); i < n; i += block.threads()) {
+      const int other = i ^ flips;
+      if (other <= i || other >= n) continue;
+      const uint64_t a = tile[i], b = tile[other];
+      if (less(b, a)) tile[i] = b, tile[other] = a;
     }
   };
-  in_tiles([&](int64_t count) {
-    for (int64_t length = 2; length / 2 < count; length *= 2) merge(block, count, length, 1, put_in(tile));
-  });
-  for (int64_t length = 2 * kTileNumbers; length / 2 < n; length *= 2) {
-    merge(block, n, length, kTileNumbers, put_in(numbers));
-    in_tiles([&](int64_t count) {
-      for (int64_t distance = kTileNumbers / 2; distance > 0; distance /= 2) step(block, count, distance, put_in(tile));
-    });
+  for (int length = 2; length / 2 < n; length *= 2) {
+    step(length - 1);
+    for (int distance = length / 4; distance > 0; distance /= 2) step(distance);
   }
   block.sync();
 }
 
 // Calls take(i, key) for all elements, of which a thread loads several at once.
-template <class KeyAt, class Take>
-__device__ void for_each_key(BlockLanes block, int64_t n, KeyAt key, Take take) {
-  constexpr int kAtOnce = 8;
-  int64_t i = block.thread();
-  for (; i + (kAtOnce - 1) * block.threads() < n; i += kAtOnce * block.threads()) {
-    decltype(key(i)) keys[kAtOnce];
+template <bool kDescending, class T, class Take>
+__device__ void for_each_key(BlockLanes block, Lane<T> x, Take take) {
+  constexpr int kWidth = 16 / sizeof(T), kAtOnce = 4;
+  int64_t done = 0;
+  if (x.stride == 1 && aligned(x.first)) {
+    const int64_t accesses = x.length / kWidth, threads = block.threads();
+    for (int64_t first = block.thread(); first < accesses; first += kAtOnce * threads) {
+      decltype(load<kWidth>(x.first)) elements[kAtOnce];
 #pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) keys[j] = key(i + j * block.threads());
+      for (int j = 0; j < kAtOnce; ++j) {
+        if (first + j * threads < accesses) elements[j] = load<kWidth>(x.first + (first + j * threads) * kWidth);
+      }
 #pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) take(i + j * block.threads(), keys[j]);
+      for (int j = 0; j < kAtOnce; ++j) {
+        if (first + j * threads >= accesses) continue;
+#pragma unroll
+        for (int e = 0; e < kWidth; ++e) take((first + j * threads) * kWidth + e, sort_key<kDescending>(elements[j][e]));
+      }
+    }
+    done = accesses * kWidth;
   }
-  for (; i < n; i += block.threads()) take(i, key(i));
+  for (int64_t i = done + block.thread(); i < x.length; i += block.threads()) take(i, sort_key<kDescending>(x[i]));
 }
 
-// Of those elements whose digits so far are `digits`, where `known` has a bit, so many are among the first; all, or not.
-template <class Key>
-struct Choice {
-  Key digits, known;
-  int64_t left;
-  bool all;
-};
+// How many numbers come before those of each digit.
+__device__ inline void sum_before(BlockLanes block, uint32_t* counts, int n) {
+  uint32_t before = 0;
+  for (int first = 0; first < n; first += block.threads()) {
+    const int i = first + block.thread();
+    const uint32_t count = i < n ? counts[i] : 0;
+    uint32_t all;
+    const uint32_t so_far = sums_so_far(block, count, all);
+    if (i < n) counts[i] = before + so_far - count;
+    before += all;
+  }
+  block.sync();
+}
 
-// The last of the first `left` elements, digit by digit from the top: how many have each one says which is its own.
-template <class Key, class KeyAt>
-__device__ Choice<Key> last_of(BlockLanes block, int64_t n, KeyAt key, int64_t left) {
+// The order of the first elements of a long row, where few others are not after the last of them. No thread has more than one
+// of as many that come first of those of each thread: what is not after the last of these is little, if it is not equal.
+template <bool kDescending, class T>
+__device__ bool order_few(BlockLanes block, Lane<T> x, Lane<int64_t> order, uint64_t* tile) {
+  __shared__ int taken;
+  uint32_t least = ~0u;
+  for_each_key<kDescending>(block, x, [&](int64_t, uint32_t key) { least = key < least ? key : least; });
+  const auto less = [](uint64_t a, uint64_t b) { return a < b; };
+  tile[block.thread()] = least;
+  if (block.thread() == 0) taken = 0;
+  sort_tile(block, tile, block.threads(), less);
+  const uint32_t bound = static_cast<uint32_t>(tile[order.length - 1]);
+  block.sync();
+  for_each_key<kDescending>(block, x, [&](int64_t i, uint32_t key) {
+    if (key > bound) return;
+    const int place = atomicAdd(&taken, 1);
+    if (place < kSorted) tile[place] = packed(key, i);
+  });
+  block.sync();
+  const int count = taken;
+  if (count > kSorted) return false;
+  sort_tile(block, tile, count, less);
+  for (int64_t i = block.thread(); i < order.length; i += block.threads()) order[i] = static_cast<uint32_t>(tile[i]);
+  return true;
+}
+
+// The indices of the first elements of a row, in any order; of equal ones those before. Digit by digit from the top, as many as
+// have each one say which is that of the last.
+template <bool kDescending, class T>
+__device__ void choose(BlockLanes block, Lane<T> x, int64_t left, uint64_t* tile) {
+  using Key = decltype(sort_key<kDescending>(x[0]));
   constexpr int kDigitBits = 11, kDigits = 1 << kDigitBits;
-  __shared__ uint32_t counts[kDigits];
-  __shared__ int64_t digit, before_digit, of_digit;
-  Choice<Key> choice{0, 0, left, false};
-  for (int end = sizeof(Key) * 8; end > 0 && !choice.all; end -= kDigitBits) {
+  __shared__ uint32_t digit, before_digit, of_digit, taken, of_warps[32];  // equal ones
+  const int64_t length = left;
+  Key digits = 0, known = 0;  // of the last one: the digits so far, and which bits those are
+  bool all = false;           // of those that have them are to be taken
+  for (int end = sizeof(Key) * 8; end > 0 && !all; end -= kDigitBits) {
     const int shift = end > kDigitBits ? end - kDigitBits : 0;
-    for (int64_t i = block.thread(); i < kDigits; i += block.threads()) counts[i] = 0;
+    auto* const counts = reinterpret_cast<uint32_t*>(tile);
     block.sync();
-    for_each_key(block, n, key, [&](int64_t, Key own) {
-      if ((own & choice.known) == choice.digits) atomicAdd(&counts[(own >> shift) & (kDigits - 1)], 1u);
+    for (int i = block.thread(); i < kDigits; i += block.threads()) counts[i] = 0;
+    block.sync();
+    for_each_key<kDescending>(block, x, [&](int64_t, Key key) {
+      if ((key & known) == digits) atomicAdd(&counts[(key >> shift) & (kDigits - 1)], 1u);
     });
     block.sync();
-    int64_t before = 0;
-    for (int64_t first = 0; first < kDigits; first += block.threads()) {
-      const int64_t i = first + block.thread(), count = i < kDigits ? counts[i] : 0;
-      int64_t all;
-      const int64_t so_far = before + sums_so_far(block, count, all);
-      if (so_far - count < choice.left && choice.left <= so_far) digit = i, before_digit = so_far - count, of_digit = count;
-      before += all;
+    sum_before(block, counts, kDigits);
+    for (int i = block.thread(); i < kDigits; i += block.threads()) {
+      const bool is_last = i + 1 == kDigits;
+      if (counts[i] < left && (is_last || left <= counts[i + 1])) {
+        digit = i, before_digit = counts[i];
+        of_digit = is_last ? 0 : counts[i + 1] - counts[i];  // 0: not told
+      }
     }
     block.sync();
-    choice.left -= before_digit;
-    choice.all = of_digit == choice.left;
-    choice.digits |= Key(digit) << shift;
-    choice.known |= Key(kDigits - 1) << shift;
+    left -= before_digit;
+    all = of_digit == left;
+    digits |= Key(digit) << shift;
+    known |= Key(kDigits - 1) << shift;
   }
-  return choice;
-}
-
-// The indices of the first elements, in any order; of equal ones those before.
-template <class KeyAt>
-__device__ void choose(BlockLanes block, int64_t n, KeyAt key, Lane<int64_t> order) {
-  using Key = decltype(key(n));
-  __shared__ uint32_t taken;
-  __shared__ int64_t of_warps[32];  // equal ones
-  const auto choice = last_of<Key>(block, n, key, order.length);
   if (block.thread() == 0) taken = 0;
   block.sync();
-  for_each_key(block, n, key, [&](int64_t i, Key own) {
-    own &= choice.known;
-    if (own < choice.digits || (choice.all && own == choice.digits)) order[atomicAdd(&taken, 1u)] = i;
+  for_each_key<kDescending>(block, x, [&](int64_t i, Key key) {
+    if ((key & known) < digits || (all && (key & known) == digits)) tile[atomicAdd(&taken, 1u)] = i;
   });
-  if (choice.all) return;
+  if (all) return;
   const int warp = threadIdx.x / 32, place = threadIdx.x % 32;
-  const int64_t share = (n + blockDim.x - 1) / blockDim.x * 32, end = (warp + 1) * share < n ? (warp + 1) * share : n;
+  const int64_t share = (x.length + blockDim.x - 1) / blockDim.x * 32;
+  const int64_t end = (warp + 1) * share < x.length ? (warp + 1) * share : x.length;
   const auto each_equal = [&](auto take) {
     for (int64_t first = warp * share; first < end; first += 32) {
       const int64_t i = first + place;
-      const bool is_equal = i < end && (key(i) & choice.known) == choice.digits;
+      const bool is_equal = i < end && (sort_key<kDescending>(x[i]) & known) == digits;
       take(i, is_equal, __ballot_sync(~0u, is_equal));
     }
   };
-  int64_t before = 0;
-  each_equal([&](int64_t, bool, unsigned equal) { before += __popc(equal); });
-  if (place == 0) of_warps[warp] = before;
+  uint32_t count = 0;
+  each_equal([&](int64_t, bool, unsigned equal) { count += __popc(equal); });
+  if (place == 0) of_warps[warp] = count;
   block.sync();
-  before = order.length - choice.left;
+  int64_t before = length - left;
   for (int other = 0; other < warp; ++other) before += of_warps[other];
   each_equal([&](int64_t i, bool is_equal, unsigned equal) {
     const int64_t at = before + __popc(equal & ((1u << place) - 1));
-    if (is_equal && at < order.length) order[at] = i;
+    if (is_equal && at < length) tile[at] = i;
     before += __popc(equal);
   });
 }
 
-// The indices of x in the order of its elements, of equal ones in their own: as many as `order` takes.
+// The order of a long row, digit by digit from the last: those of equal digits stay in their order (radix sort). The memory of
+// `order` has the indices twice, in halves of 32 bits.
+template <bool kDescending, class T>
+__device__ void order_long(BlockLanes block, Lane<T> x, int64_t* order, uint64_t* tile) {
+  using Key = decltype(sort_key<kDescending>(x[0]));
+  constexpr int kDigits = 256, kEach = 4;
+  __shared__ uint32_t begins[kDigits], of_tile[kDigits];
+  __shared__ bool is_needed;
+  auto* const of_warps = reinterpret_cast<uint16_t*>(tile);  // [warp][digit]
+  const int64_t n = x.length;
+  auto *from = reinterpret_cast<uint32_t*>(order), *to = from + n;
+  const int thread = block.thread(), threads = block.threads(), warp = thread / 32, place = thread % 32, warps = threads / 32;
+  for (int64_t i = thread; i < n; i += threads) from[i] = static_cast<uint32_t>(i);
+  for (int shift = 0; shift < static_cast<int>(sizeof(Key)) * 8; shift += 8) {
+    block.sync();
+    for (int d = thread; d < kDigits; d += threads) begins[d] = 0;
+    if (thread == 0) is_needed = true;
+    block.sync();
+    for_each_key<kDescending>(block, x, [&](int64_t, Key key) { atomicAdd(&begins[(key >> shift) % kDigits], 1u); });
+    block.sync();
+    for (int d = thread; d < kDigits; d += threads) {
+      if (begins[d] == n) is_needed = false;
+    }
+    block.sync();
+    if (!is_needed) continue;
+    sum_before(block, begins, kDigits);
+    for (int64_t first = 0; first < n; first += threads * kEach) {
+      for (int i = thread; i < warps * kDigits; i += threads) of_warps[i] = 0;
+      block.sync();
+      uint32_t index[kEach], digit[kEach], rank[kEach];
+#pragma unroll
+      for (int e = 0; e < kEach; ++e) {
+        const int64_t i = first + (warp * kEach + e) * 32 + place;
+        index[e] = i < n ? from[i] : 0;
+        digit[e] = i < n ? (sort_key<kDescending>(x[index[e]]) >> shift) % kDigits : kDigits;
+      }
+#pragma unroll
+      for (int e = 0; e < kEach; ++e) {
+        const unsigned equal = __match_any_sync(~0u, digit[e]), before = __popc(equal & ((1u << place) - 1));
+        uint16_t* const own = &of_warps[warp * kDigits + digit[e] % kDigits];
+        rank[e] = *own + before;
+        __syncwarp();
+        if (before == 0 && digit[e] < kDigits) *own += __popc(equal);
+        __syncwarp();
+      }
+      block.sync();
+      for (int d = thread; d < kDigits; d += threads) {
+        uint32_t before = 0;
+        for (int other = 0; other < warps; ++other) {
+          const uint16_t count = of_warps[other * kDigits + d];
+          of_warps[other * kDigits + d] = static_cast<uint16_t>(before);
+          before += count;
+        }
+        of_tile[d] = before;
+      }
+      block.sync();
+#pragma unroll
+      for (int e = 0; e < kEach; ++e) {
+        if (digit[e] < kDigits) to[begins[digit[e]] + of_warps[warp * kDigits + digit[e]] + rank[e]] = index[e];
+      }
+      block.sync();
+      for (int d = thread; d < kDigits; d += threads) begins[d] += of_tile[d];
+    }
+    auto* const last = from;
+    from = to, to = last;
+  }
+  const bool is_first_half = from < to;  // whose places are written from the end on, as they are twice as wide
+  const int64_t steps = (n + threads - 1) / threads;
+  for (int64_t done = 0; done < steps; ++done) {
+    const int64_t i = (is_first_half ? steps - 1 - done : done) * threads + thread;
+    block.sync();
+    const uint32_t index = i < n ? from[i] : 0;
+    block.sync();
+    if (i < n) order[i] = index;
+  }
+}
+
+// The indices of x in the order of its elements, of equal ones in their own: all, or up to kSorted of the first ones.
 template <bool kDescending, class T>
 __device__ void argsort(BlockLanes block, Lane<T> x, Lane<int64_t> order) {
-  const auto key = [&](int64_t i) { return sort_key<kDescending>(x[i]); };
-  const auto each = [&](auto write) {
+  __shared__ uint64_t tile[kSorted];
+  using Key = decltype(sort_key<kDescending>(x[0]));
+  constexpr bool kPacked = sizeof(Key) == 4;
+  block.sync();  // until the row before is done
+  int count = x.length;
+  if (x.length > kSorted) {
+    if (order.length == x.length) return order_long<kDescending>(block, x, order.first, tile);
+    if constexpr (kPacked) {
+      if (order.length <= block.threads() && order_few<kDescending>(block, x, order, tile)) return;
+    }
+    choose<kDescending>(block, x, order.length, tile);
     block.sync();
-    for (int64_t i = block.thread(); i < order.length; i += block.threads()) order[i] = write(i);
-  };
-  if (order.length < x.length) {
-    choose(block, x.length, key, order);
-  } else {
-    each([](int64_t i) { return i; });
+    count = order.length;
   }
-  if constexpr (sizeof(key(0)) == 4) {
-    each([&](int64_t i) { return static_cast<int64_t>(uint64_t{key(order[i])} << 32 | static_cast<uint64_t>(order[i])); });
-    sort_numbers(block, reinterpret_cast<uint64_t*>(order.first), order.length);
-    each([&](int64_t i) { return order[i] & 0xffffffff; });
-  } else {
-    for (int64_t length = 2; length / 2 < order.length; length *= 2) {
-      merge(block, order.length, length, 1, [&](int64_t i, int64_t other) {
-        const int64_t a = order[i], b = order[other];
-        const auto key_a = key(a), key_b = key(b);
-        if (key_b < key_a || (key_b == key_a && b < a)) order[i] = b, order[other] = a;
-      });
+  const auto key = [&](uint64_t i) { return sort_key<kDescending>(x[i]); };
+  for (int i = block.thread(); i < count; i += block.threads()) {
+    const int64_t index = x.length > kSorted ? tile[i] : i;
+    if constexpr (kPacked) {
+      tile[i] = packed(key(index), index);
+    } else {
+      tile[i] = index;
     }
   }
-  block.sync();
+  sort_tile(block, tile, count, [&](uint64_t a, uint64_t b) {
+    if constexpr (kPacked) {
+      return a < b;
+    } else {
+      const Key key_a = key(a), key_b = key(b);
+      return key_a < key_b || (key_a == key_b && a < b);
+    }
+  });
+  for (int64_t i = block.thread(); i < order.length; i += block.threads()) {
+    order[i] = kPacked ? static_cast<uint32_t>(tile[i]) : tile[i];
+  }
 }
 
 // By a heap of the first ones so far, of which the root comes last.

@@ -281,6 +281,9 @@ def _ordered(x: Tensor, order: Tensor, axis: int) -> Tensor:
     return record("take", x, order, _numbers(x, axis), axis=axis)
 
 
+_MOST_CHOSEN = 2048  # elements that a GPU orders without the others: kSorted of sort.h
+
+
 @checked
 def top_k(x: Tensor, k: int, axis: Axis = -1, largest: bool = True) -> tuple[Tensor, Tensor]:
     """The k largest elements along a dim, or the smallest, and their indices (i64), the first one first; of equal ones those before.
@@ -294,7 +297,9 @@ def top_k(x: Tensor, k: int, axis: Axis = -1, largest: bool = True) -> tuple[Ten
     size = x.type.shape[number]
     if isinstance(k, bool) or not isinstance(k, int) or k < 1 or (size.is_int and k > int(size)):
         raise ProgramError(f"top_k: k={k!r} is not an int from 1 to {size}, the size of dim {number} of {x.type}", location)
-    order = _order(x, number, largest, k)
+    order = _order(x, number, largest, k if k <= _MOST_CHOSEN else None)
+    if k > _MOST_CHOSEN:
+        order = order[(*(slice(None) for _ in range(number)), slice(k))]
     return _ordered(x, order, number), order
 
 
