@@ -326,6 +326,27 @@ def test_an_index_that_is_out_of_range() -> None:
     compiled.close()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_on_gpus_the_nearest_index_is_taken(ranks: int) -> None:
+    if len(gpus()) < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+
+    @hw.fusion(mesh=hw.Mesh(x=ranks), ids=hw.i32["T"], table=hw.f32["V@x", "E"], whole=hw.f32["V", "E"], terms=hw.f32["T", "E"])
+    def looked_up(ids, table, whole, terms):  # type: ignore[no-untyped-def]
+        rows = hw.expand_dims(ids, 1)
+        return hw.embedding(ids, table), hw.gather(whole, 0, rows), hw.scatter_add(whole, 0, rows, terms)
+
+    compiled = hw.compile(looked_up, "cuda")
+    ids = np.array([3, 4, 0, -1, 2**31 - 1, -(2**31)], np.int32)
+    table, terms = np.arange(12, dtype=np.float32).reshape(4, 3), np.arange(18, dtype=np.float32).reshape(6, 3)
+    nearest = np.clip(ids, 0, 3)
+    np.add.at(added := table.copy(), nearest, terms)
+    results = compiled.run(ids, table, table, terms)
+    for got, want in zip(results, (table[nearest], table[nearest][:, :1], added), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
 MISTAKES: dict[str, tuple[Callable[..., Any], str]] = {
     "axis of take": (lambda v: hw.take(v.x, v.ids), "take: f32[M, N] has 2 dims; say along which one by axis="),
     "float indices": (lambda v: hw.take(v.x, v.terms, 0), "index: not defined for f32; use hw.astype to a dtype that is int or uint"),
