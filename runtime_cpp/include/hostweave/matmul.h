@@ -38,8 +38,8 @@ class MatmulPlan {
   ~MatmulPlan();
   MatmulPlan(MatmulPlan&&) = delete;
 
-  // Chooses the algorithm for these operands, or finds it again among those of the last kMostPlans shapes. To choose, it waits for
-  // what the device has in flight. Throws ExecutionError where cuBLASLt has none.
+  // Chooses the algorithm for these operands, or finds it again among those of the last kMostPlans shapes. To choose, it waits
+  // for what the device has in flight. Throws ExecutionError where cuBLASLt has none.
   void prepare(const Strided& a, const Strided& b, const Strided& c);
 
   // c = activation(scale a b + accumulate + bias), as prepared last: one cublasLtMatmul, or one for each of the outer leading
