@@ -28,11 +28,20 @@ def mlp_on(ranks: int) -> hw.Program:
     return hw.compile(mlp)
 
 
+LIBRARY = ctypes.CDLL(str(NATIVE / "libhostweave_cpu.so"))
+LIBRARY.hw_cpu_live_matmuls.restype = ctypes.c_uint64
+
+
 def matmuls() -> int:
     """How many are planned on the CPU device, of all programs."""
-    planned = ctypes.CDLL(str(NATIVE / "libhostweave_cpu.so")).hw_cpu_live_matmuls
-    planned.restype = ctypes.c_uint64
-    return int(planned())
+    return int(LIBRARY.hw_cpu_live_matmuls())
+
+
+def allocations() -> int:
+    """How many there ever were on the CPU device."""
+    counters = (ctypes.c_uint64 * 8)()
+    LIBRARY.hw_cpu_get_counters(counters)
+    return counters[7]
 
 
 def resident_bytes() -> int:
@@ -42,8 +51,6 @@ def resident_bytes() -> int:
 @pytest.mark.parametrize(("ranks", "calls", "sizes"), [(1, 3_000, 1_000), (2, 200, 40)])
 def test_a_server_of_varying_sizes(ranks: int, calls: int, sizes: int) -> None:
     """Neither plans nor memory are made after `prepare`, and none grows."""
-    from programs.test_memory import counted  # what the device has
-
     program, threads = mlp_on(ranks), hw.Threads(ranks)
     order = [int(rows) for rows in np.random.default_rng(1).integers(1, sizes + 1, calls)]
 
@@ -56,14 +63,14 @@ def test_a_server_of_varying_sizes(ranks: int, calls: int, sizes: int) -> None:
         for rows in order[: calls // 10]:
             model(x[:rows], out=out[:rows])
         hw.init().meeting.gather("", 10)
-        before = matmuls(), counted()["allocations"], resident_bytes()
+        before = matmuls(), allocations(), resident_bytes()
         hw.init().meeting.gather("", 10)
         for i, rows in enumerate(order):
             model(x[:rows], out=out[:rows])
             if i % 50 == 0:
                 np.testing.assert_array_equal(out[:rows], want[:rows])
                 out[:rows] = np.nan
-        assert (matmuls(), counted()["allocations"]) == before[:2]
+        assert (matmuls(), allocations()) == before[:2]
         assert resident_bytes() < before[2] + (8 << 20)
 
     threads.run(on_rank)
