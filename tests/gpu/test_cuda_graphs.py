@@ -6,7 +6,6 @@ import ctypes
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 from cuda_here import nccl
 
 import hostweave as hw
-from hostweave.base.errors import CaptureError, ExecutionError
+from hostweave.base.errors import CaptureError
 from hostweave.build.cuda import gpus
 
 torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
@@ -156,37 +155,6 @@ def test_calls_are_captured_by_themselves(ranks: int) -> None:
     on_ranks(ranks, body)
 
 
-@pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs, and there are {GPUS}")
-def test_a_rank_that_does_not_launch() -> None:
-    """The watchdog ends the launches of the others, and says of which call."""
-    program, threads = mlp_on(2), hw.Threads(2)
-    captured, failed = threading.Barrier(2), threading.Event()
-
-    def on_rank(rank: int) -> None:
-        torch.cuda.set_device(rank)
-        with torch.cuda.stream(torch.cuda.Stream(rank)):
-            group = hw.init(threads, call_timeout=3)
-            mine = Rank(rank, 2)
-            want = mine.fill(0)
-            step = program.capture(mine.x, *mine.weights)
-            expect(step(), want)
-            captured.wait(60)
-            if rank == 1:
-                failed.wait(60)
-                return
-            step()
-            deadline = time.monotonic() + 30
-            while group.failure is None and time.monotonic() < deadline:
-                time.sleep(0.1)
-            failed.set()
-            with pytest.raises(ExecutionError, match=r"rank 0: call 3 of mlp is not done after 3 seconds"):
-                group.check()
-            with pytest.raises(ExecutionError, match="has failed"):
-                step()
-
-    threads.run(on_rank)
-
-
 # --- captured by torch ------------------------------------------------------------------------------------------------
 
 
@@ -242,7 +210,7 @@ def test_in_a_graph_of_torch() -> None:
 
 @pytest.mark.parametrize("ranks", [ranks for ranks in SEVERAL if ranks > 1])
 def test_puts_in_a_graph(ranks: int) -> None:
-    """Their signals are counted at each launch; torch's ops before and after them are in the same graph; and calls come between."""
+    """Their signals are counted at each launch, also where calls come between."""
     if nccl() < 22900:
         pytest.skip("needs NCCL 2.29: NCCL_HOME names a folder with a later one")
 
@@ -255,18 +223,12 @@ def test_puts_in_a_graph(ranks: int) -> None:
     def body(rank: int, group: hw.Group) -> None:
         device = torch.device("cuda", rank)
         x, w = torch.zeros(64, 32, device=device, dtype=torch.bfloat16), integers(32, 32, seed=8).to(device)
-        program(x, w)
-        torch.cuda.synchronize()
-        step, graph = program.capture(x, w), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            y = program(-x, w) * 2
+        step = program.capture(x, w)
         for seed in range(REPLAYS):
             new = integers(64, 32, seed=seed)
             x.copy_(new)
             want = torch.cat([new] * ranks).float().matmul(w.cpu().float())
-            graph.replay()
             expect(step(), want.bfloat16())
-            expect(y, (-2 * want).bfloat16())
             if seed % 7 == 0:
                 expect(program(x, w), want.bfloat16())
 
@@ -294,12 +256,11 @@ class Driver:
         self.call("cuGraphLaunch", executable, ctypes.c_void_p(stream))
 
 
-@pytest.mark.parametrize("ranks", SEVERAL)
-def test_in_a_capture_of_cuda(ranks: int) -> None:
-    program, streamed = mlp_on(ranks), streamed_on(ranks)
+def test_in_a_capture_of_cuda() -> None:
+    program, streamed = mlp_on(1), streamed_on(1)
 
     def body(rank: int, group: hw.Group) -> None:
-        mine, driver = Rank(rank, ranks), Driver()
+        mine, driver = Rank(rank, 1), Driver()
         shard, w = integers(8, 32, seed=7).to(mine.device), integers(32, 32, seed=8).to(mine.device)
         y, z = torch.empty_like(mine.x), streamed(shard, w)
         want_z = z.clone()
@@ -322,7 +283,7 @@ def test_in_a_capture_of_cuda(ranks: int) -> None:
             expect(y, want)
             expect(z, want_z.cpu())
 
-    on_ranks(ranks, body)
+    on_ranks(1, body)
 
 
 def test_in_a_graph_of_cupy() -> None:

@@ -14,7 +14,7 @@ from hostweave.build.cuda import gpus
 torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
 
 GPUS = len(gpus())
-CALLS, SIZES, E, F = 10_000, 2_000, 32, 64
+CALLS, SIZES, E, F = 3_400, 2_000, 32, 64  # three times so many calls
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
@@ -45,15 +45,17 @@ def test_a_server_of_varying_sizes(ranks: int) -> None:
         for rows in order[: calls // 10]:
             model(x[:rows], out=out[:rows])
         torch.cuda.synchronize()
-        before = torch.cuda.mem_get_info()[0], resident_bytes()
-        for i, rows in enumerate(order):
-            model(x[:rows], out=out[:rows])
-            if i % 100 == 0:
-                torch.testing.assert_close(out[:rows], want[:rows], rtol=0, atol=0)
-                out.zero_()
-        torch.cuda.synchronize()
-        free, resident = torch.cuda.mem_get_info()[0], resident_bytes()
-        assert before[0] - free < 16 << 20  # whatever else is on this GPU
-        assert resident - before[1] < 16 << 20
+        grown = []
+        for _ in range(3):  # others may take memory of this GPU in between
+            before = torch.cuda.mem_get_info()[0], resident_bytes()
+            for i, rows in enumerate(order):
+                model(x[:rows], out=out[:rows])
+                if i % 100 == 0:
+                    torch.testing.assert_close(out[:rows], want[:rows], rtol=0, atol=0)
+                    out.zero_()
+            torch.cuda.synchronize()
+            grown.append((before[0] - torch.cuda.mem_get_info()[0], resident_bytes() - before[1]))
+        for growth in zip(*grown, strict=True):
+            assert min(growth) < 4 << 20, grown
 
     threads.run(on_rank)

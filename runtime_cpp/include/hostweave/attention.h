@@ -56,7 +56,7 @@ class AttentionPlan {
   Rank& rank_;
   cudaDataType_t dtype_;
   AttentionOptions options_;
-  static constexpr size_t kMostPlans = 512;
+  static constexpr size_t kMostPlans = 128;                                     // 1 MiB of the host each
   PlanCache<AttentionProblem, std::shared_ptr<const Plan>> plans_{kMostPlans};  // none where o has no elements
   std::shared_ptr<const Plan> current_;
 };
