@@ -1,5 +1,5 @@
-"""Host time of calls, in turn: with bound weights over the same weights passed, and, on one GPU, of a generated program over the
-same calls written by hand."""
+"""Host time of calls, in turn: with bound weights over the same weights passed, and, on one GPU, of Llama 8B, replayed and not, of calls of
+varying sizes, and of a generated program over the same calls written by hand."""
 
 from __future__ import annotations
 
@@ -24,12 +24,16 @@ CHUNKS = 48
 SIZES = {"M": 96 * CHUNKS, "N": 256, "K": 256}
 LIMIT = 1.10
 WEIGHTS = 289  # of Llama 8B
+TOKENS = {"S": 16, "B": 1}
+SERVED_CALLS, SERVED_SIZES = 10_000, 2_000
 
 
 def main() -> None:
     _bound_weights("cpu")
     if gpus():
         _bound_weights("cuda")
+        _llama()
+        _varying_sizes()
         _by_hand_and_generated()
 
 
@@ -58,16 +62,93 @@ def _bound_weights(target: str) -> None:
         "by position": lambda: program(x, *values, out=out),
         "bound": lambda: bound(x, out=out),
     }
+    medians = _medians(calls, wait)
+    ratios = ", ".join(f"{name} {us:.0f} us ({us / medians['bound']:.1f} times bound)" for name, us in medians.items())
+    print(f"a call with {WEIGHTS} weights, {target}, host time: {ratios}", flush=True)
+
+
+def _llama() -> None:
+    """All layers of Llama 8B on a few tokens; the CUDA, cuBLASLt and cuDNN calls alone are what the generated `run` makes."""
+    import torch
+
+    fusion = load_file(EXAMPLES / "llama.py", {"TP": 1}).llama
+    program = hw.compile(fusion, target="cuda")
+    dtypes = {hw.bf16: torch.bfloat16, hw.f32: torch.float32}
+    x, *weights = (
+        torch.zeros([size.bind(TOKENS) for size in v.type.shape], dtype=dtypes[v.type.dtype], device="cuda") for v in fusion.inputs
+    )
+    model = program.bind(**dict(zip([v.name for v in fusion.inputs][1:], weights, strict=True)))
+    out = torch.empty_like(x)
+    medians = _medians({"replayed": model.capture(x, out=out), "uncaptured": lambda: model(x, out=out)}, torch.cuda.synchronize)
+    medians["its calls alone"] = statistics.median(timing.enqueue_us for timing in model.measure(x, warmups=20, repetitions=100)[0])
+    times = ", ".join(f"{name} {us:.0f} us" for name, us in medians.items())
+    ratio = medians["uncaptured"] / medians["its calls alone"]
+    print(f"Llama 8B, {len(weights)} inputs bound, host time: {times}; uncaptured {ratio:.3f} times its calls alone", flush=True)
+    program.close()
+
+
+def _varying_sizes() -> None:
+    """Calls of a server, each waited for, beside the others of its size; and whether memory grows."""
+    import torch
+
+    swiglu = load_file(EXAMPLES / "transformer.py").swiglu
+    columns, rows = hw.bf16[4096, 14336], hw.bf16[14336, 4096]
+
+    @hw.fusion(mesh=hw.Mesh(x=1), x=hw.bf16["T", 4096], n=hw.bf16[4096], wg=columns, wu=columns, wd=rows)
+    def mlp(x: hw.Tensor, n: hw.Tensor, wg: hw.Tensor, wu: hw.Tensor, wd: hw.Tensor) -> hw.Tensor:
+        return x + swiglu(hw.rms_norm(x, n), wg, wu, wd)
+
+    x, *weights = (
+        torch.zeros(shape, dtype=torch.bfloat16, device="cuda")
+        for shape in ((SERVED_SIZES, 4096), (4096,), (4096, 14336), (4096, 14336), (14336, 4096))
+    )
+    program = hw.compile(mlp, target="cuda")
+    model, out = program.bind(**dict(zip(("n", "wg", "wu", "wd"), weights, strict=True))), torch.empty_like(x)
+    begin = time.perf_counter()
+    model.prepare(*({"T": rows} for rows in range(1, SERVED_SIZES + 1)))
+    prepared = time.perf_counter() - begin
+    order = [int(i) % SERVED_SIZES + 1 for i in np.random.default_rng(0).permutation(SERVED_CALLS)]
+    times: dict[int, list[float]] = {rows: [] for rows in order}
+
+    def serve() -> None:
+        for rows in order:
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            model(x[:rows], out=out[:rows])
+            torch.cuda.synchronize()
+            times[rows].append((time.perf_counter() - begin) * 1e6)
+
+    for rows in order[:SERVED_SIZES]:
+        model(x[:rows], out=out[:rows])
+    before = torch.cuda.mem_get_info()[0], _resident_bytes()
+    serve()
+    grown = [
+        (now - then) / 2**20 for now, then in zip((-torch.cuda.mem_get_info()[0], _resident_bytes()), (-before[0], before[1]), strict=True)
+    ]
+    worst = max(us / statistics.median(of_size) for of_size in times.values() for us in of_size)
+    usual = statistics.median(us for of_size in times.values() for us in of_size)
+    print(
+        f"an MLP of 8B, {SERVED_CALLS} calls of {SERVED_SIZES} sizes, prepared in {prepared:.1f} s: {usual:.0f} us in the median, "
+        f"the worst {worst:.2f} times the others of its size; memory grew by {grown[0]:.1f} MiB on the GPU, {grown[1]:.1f} on the host",
+        flush=True,
+    )
+    program.close()
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def _medians(calls: dict[str, Callable[[], Any]], wait: Callable[[], Any], repetitions: int = 200) -> dict[str, float]:
+    """The host's microseconds of calls that are made in turn, on an idle device."""
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(200):
+    for _ in range(repetitions):
         for name, call in calls.items():
             wait()
             begin = time.perf_counter()
             call()
             times[name].append((time.perf_counter() - begin) * 1e6)
-    medians = {name: statistics.median(us[20:]) for name, us in times.items()}
-    ratios = ", ".join(f"{name} {us:.0f} us ({us / medians['bound']:.1f} times bound)" for name, us in medians.items())
-    print(f"a call with {WEIGHTS} weights, {target}, host time: {ratios}", flush=True)
+    return {name: statistics.median(us[repetitions // 10 :]) for name, us in times.items()}
 
 
 def _by_hand_and_generated() -> None:

@@ -8,19 +8,21 @@ import socket
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 WARMUPS = 5
+POLL_SECONDS = 0.2
 
 # Makes, on one rank, the calls that are to be timed in turn, by name, one such group after the other: (rank, number of ranks) -> groups.
 Make = Callable[[int, int], Iterable[Mapping[str, Callable[[], Any]]]]
 
 
-def times_on_ranks(make: Make, ranks: int, repetitions: int, wait: int = 0) -> list[dict[str, list[float]]]:
-    """Of each group the milliseconds of every call, a repetition each, of the slowest rank. All ranks begin each call together,
-    and the GPU waits for so many cycles before it, while the host enqueues it.
+def times_on_ranks(make: Make, ranks: int, repetitions: int, wait: int = 0) -> Iterator[dict[str, list[float]]]:
+    """Of each group the milliseconds of every call, a repetition each, of the slowest rank, as soon as all ranks have them. All ranks
+    begin each call together, and the GPU waits for so many cycles before it, while the host enqueues it.
 
     `make` is a function of a module, since other processes run it; torch.distributed is ready when they do, and so is hw.init.
     """
@@ -29,28 +31,31 @@ def times_on_ranks(make: Make, ranks: int, repetitions: int, wait: int = 0) -> l
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]  # that no other benchmark of this machine has
     with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder) / str(rank) for rank in range(ranks)]
+        for path in paths:
+            path.touch()
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(ranks))
-        processes.spawn(_rank, args=(ranks, make, repetitions, wait, folder), nprocs=ranks, join=True)
-        per_rank = [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(ranks)]
-    return [
-        {name: [max(times) for times in zip(*(group[name] for group in groups), strict=True)] for name in groups[0]}
-        for groups in zip(*per_rank, strict=True)
-    ]
+        running = processes.spawn(_rank, args=(ranks, make, repetitions, wait, paths), nprocs=ranks, join=False)
+        ended, given = False, 0
+        while not ended:
+            ended = running.join(timeout=POLL_SECONDS)  # raises what a rank raised
+            groups = zip(*(path.read_text().split("\n")[:-1] for path in paths), strict=False)
+            for of_ranks in islice(groups, given, None):
+                given += 1
+                times = [json.loads(line) for line in of_ranks]
+                yield {name: [max(ms) for ms in zip(*(one[name] for one in times), strict=True)] for name in times[0]}
 
 
-def _rank(rank: int, ranks: int, make: Make, repetitions: int, wait: int, folder: str) -> None:
+def _rank(rank: int, ranks: int, make: Make, repetitions: int, wait: int, paths: list[Path]) -> None:
     import torch
     import torch.distributed as dist
 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", rank=rank, world_size=ranks, device_id=torch.device("cuda", rank))
-    times = []
-    for calls in make(rank, ranks):
-        times.append(_times(calls, repetitions, wait))
-        if rank == 0:  # on the way: the last group may be minutes off
-            print("", *(f"{name} {statistics.median(ms):.3f} ms" for name, ms in times[-1].items()), sep="  ", file=sys.stderr, flush=True)
-    (Path(folder) / str(rank)).write_text(json.dumps(times))
+    with paths[rank].open("a") as file:
+        for calls in make(rank, ranks):
+            print(json.dumps(_times(calls, repetitions, wait)), file=file, flush=True)
     dist.destroy_process_group()
 
 

@@ -155,11 +155,7 @@ class Program:
 
         Example: `program.check(M=8192, N=4096)`.
         """
-        if unknown := sizes.keys() - set(self._host.symbols()):
-            known = ", ".join(self._host.symbols()) or "none"
-            raise ArgumentError(f"{self.name}: check: no size named {', '.join(sorted(unknown))}; the sizes of the program: {known}")
-        if wrong := [f"{name}={size!r}" for name, size in sizes.items() if not isinstance(size, Integral) or size < 0]:
-            raise ArgumentError(f"{self.name}: check: {', '.join(wrong)}: a size is an int of at least 0")
+        self._expect_sizes("check", sizes)
         check(self._host, {**minimal_sizes(self._host), **sizes})
 
     def bind(self, **arrays: Any) -> Program:
@@ -243,6 +239,21 @@ class Program:
         given = self._in_order(arrays, named)
         return self._local(group, given, stream).capture(self._bound, given, out, stream, sizes)
 
+    def prepare(self, *sizes: Mapping[str, int], group: Group | None = None) -> None:
+        """Gets this process's or thread's rank ready for calls at each of these global sizes. All ranks call it together.
+
+        A call at sizes that are new to the rank builds, connects, allocates and plans first, and for that waits for what its device has
+        in flight. After this none of these sizes does, in any order: of each matmul the plans of the last 4096 shapes are kept, and
+        memory for the largest. Sizes that bound inputs determine may be left out; sharded dims are taken to be even where they are.
+
+        Raises ArgumentError for sizes that the program does not have, that are missing or that do not fit, and what a call raises.
+
+        Example: `program.bind(**weights).prepare(*({"T": tokens} for tokens in range(1, 2049)))`.
+        """
+        for one in sizes:
+            self._expect_sizes("prepare", one)
+        self._local(group, (), None).prepare(self._bound, sizes)
+
     def run(self, *arrays: Any, ranks: bool = False, **named: Any) -> Any:
         """Runs all ranks in this process on global arrays, by position or name, and waits for the result.
 
@@ -316,6 +327,13 @@ class Program:
                 self._session = None
             for local in self._locals:
                 local.close()
+
+    def _expect_sizes(self, what: str, sizes: Mapping[str, int]) -> None:
+        if unknown := sizes.keys() - set(self._host.symbols()):
+            known = ", ".join(self._host.symbols()) or "none"
+            raise ArgumentError(f"{self.name}: {what}: no size named {', '.join(sorted(unknown))}; the sizes of the program: {known}")
+        if wrong := [f"{name}={size!r}" for name, size in sizes.items() if not isinstance(size, Integral) or size < 0]:
+            raise ArgumentError(f"{self.name}: {what}: {', '.join(wrong)}: a size is an int of at least 0")
 
     def _expect_open(self) -> None:
         if self._closed:

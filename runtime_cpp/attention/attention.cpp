@@ -1,14 +1,11 @@
 #include "hostweave/attention.h"
 
-#include <algorithm>
 #include <string>
 
 #include "hostweave/errors.h"
 
 namespace hw {
 namespace {
-
-constexpr size_t kMostPlans = 16;  // of one call in a program: shapes that it is prepared for in turn
 
 Heads heads_of(const Strided& x) {
   const int n = x.shape.ndim;
@@ -32,13 +29,10 @@ Attentions::Attentions(Rank& rank, cudaDataType_t dtype, const AttentionOptions&
     : rank_(rank), dtype_(dtype), options_(options) {}
 
 void Attentions::prepare_for(const AttentionProblem& problem) {
-  auto found = std::find_if(plans_.begin(), plans_.end(), [&](const auto& known) { return known.first == problem; });
-  if (found == plans_.end()) {
+  current_ = plans_.find(problem, [&] {
     if (!problem.is_empty()) expect_columns(problem);
-    if (plans_.size() == kMostPlans) plans_.erase(plans_.begin());
-    found = plans_.insert(plans_.end(), {problem, plan(problem)});
-  }
-  current_ = found->second;
+    return plan(problem);
+  });
 }
 
 void AttentionPlan::prepare(const Strided& q, const Strided& k, const Strided& v, const Strided& o, int64_t diagonal) {

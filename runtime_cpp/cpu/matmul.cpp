@@ -1,5 +1,6 @@
 // cuBLASLt: descriptors, and the matmul as an op. Descriptors and host scalars are read at the call.
 #include <algorithm>
+#include <atomic>
 #include <climits>
 #include <cstring>
 #include <string>
@@ -12,6 +13,8 @@
 using namespace hostweave::cpu;
 
 namespace {
+
+std::atomic<std::uint64_t> live_matmuls = 0;
 
 struct Desc {
   cublasComputeType_t compute;
@@ -115,6 +118,8 @@ Gemm plan(const Desc& desc, const Layout& a, const Layout& b, const Layout& c, c
 
 extern "C" {
 
+uint64_t hw_cpu_live_matmuls(void) { return live_matmuls; }
+
 cublasStatus_t cublasLtCreate(cublasLtHandle_t* handle) {
   Call call;
   if (Machine::get().fault("cublasLtCreate")) return error(CUBLAS_STATUS_ALLOC_FAILED, "cublasLtCreate: made to fail");
@@ -128,10 +133,12 @@ cublasStatus_t cublasLtDestroy(cublasLtHandle_t handle) {
 
 cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t* desc, cublasComputeType_t compute, cudaDataType_t scale) {
   *desc = reinterpret_cast<cublasLtMatmulDesc_t>(new Desc{compute, scale});
+  ++live_matmuls;
   return CUBLAS_STATUS_SUCCESS;
 }
 cublasStatus_t cublasLtMatmulDescDestroy(cublasLtMatmulDesc_t desc) {
   delete content(desc);
+  --live_matmuls;
   return CUBLAS_STATUS_SUCCESS;
 }
 cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t handle, cublasLtMatmulDescAttributes_t attribute,

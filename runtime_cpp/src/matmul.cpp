@@ -1,6 +1,7 @@
 #include "hostweave/matmul.h"
 
 #include <algorithm>
+#include <array>
 #include <memory>
 #include <string>
 #include <utility>
@@ -9,11 +10,13 @@
 #include "hostweave/check.h"
 #include "hostweave/device_memory.h"
 #include "hostweave/errors.h"
+#include "hostweave/plan_cache.h"
 
 namespace hw {
 namespace {
 
 constexpr uint32_t kAlignment = 16;  // of operands, that the fast kernels ask for
+constexpr size_t kMostPlans = 4096;  // of one product in a program, some 2 KiB each
 
 struct Matrix {
   int64_t rows, columns, row_stride, column_stride;
@@ -129,7 +132,6 @@ Strided::Strided(std::initializer_list<int64_t> sizes) : shape(sizes), strides(s
 }
 
 struct MatmulPlan::Plan {
-  Strided a, b, c;  // as asked for
   Problem problem;
   bool swapped = false;  // the product that is computed is c' = b' a'
   bool empty = false;    // c has no elements
@@ -137,7 +139,7 @@ struct MatmulPlan::Plan {
   cublasLtMatrixLayout_t a_layout = nullptr, b_layout = nullptr, c_layout = nullptr;
   bool aligned_only = false;
   cublasLtMatmulAlgo_t aligned{}, unaligned{};
-  DeviceMemory zeros{};  // the operands of an empty sum
+  const void* zeros = nullptr;  // the operands of an empty sum
 
   ~Plan() {
     for (cublasLtMatrixLayout_t layout : {a_layout, b_layout, c_layout}) {
@@ -151,15 +153,13 @@ struct MatmulPlan::Plan {
     return cublasLtMatmulDescSetAttribute(description, attribute, &value, sizeof value);
   }
 
-  // k = 0: nothing to add up, which is what a column of zeros times a row of zeros comes to.
-  void multiply_zeros(size_t element_size, cudaStream_t stream) {
+  // k = 0: nothing to add up, which is what a column of zeros times a row of zeros comes to. Returns how many zeros that takes.
+  int64_t multiply_zeros() {
     problem.a = {problem.a.rows, 1, 1, 1};
     problem.b = {1, problem.b.columns, problem.b.columns, 1};
     problem.batch.a = problem.batch.b = 0;
     for (Batch& batch : problem.outer) batch.a = batch.b = 0;
-    const size_t bytes = std::max(problem.a.rows, problem.b.columns) * element_size;
-    HW_CHECK(cudaMemsetAsync(zeros.reserve(bytes), 0, bytes, stream));
-    HW_CHECK(cudaStreamSynchronize(stream));
+    return std::max(problem.a.rows, problem.b.columns);
   }
 
   bool find_algorithm(cublasLtHandle_t blas, uint32_t alignment, cublasLtMatmulAlgo_t* algorithm) const {
@@ -185,7 +185,8 @@ struct MatmulPlan::Plan {
 };
 
 struct MatmulPlan::Plans {
-  std::vector<std::unique_ptr<Plan>> made;
+  PlanCache<std::array<Strided, 3>, std::unique_ptr<Plan>> of{kMostPlans};
+  std::vector<DeviceMemory> zeros{};  // each twice as large as the one before, which a graph may still read
 };
 
 MatmulPlan::MatmulPlan(Rank& rank, cudaDataType_t operands, cudaDataType_t result, cublasLtEpilogue_t epilogue,
@@ -201,24 +202,35 @@ MatmulPlan::MatmulPlan(Rank& rank, cudaDataType_t operands, cudaDataType_t resul
 MatmulPlan::~MatmulPlan() = default;
 
 void MatmulPlan::prepare(const Strided& a, const Strided& b, const Strided& c) {
-  for (const auto& plan : plans_->made) {
-    if (plan->a == a && plan->b == b && plan->c == c) {
-      current_ = plan.get();
-      return;
-    }
-  }
-  std::unique_ptr<Plan> plan(new Plan{a, b, c, simplified(a, b, c)});
+  current_ = plans_->of.find({a, b, c}, [&] { return std::unique_ptr<Plan>(planned(a, b, c)); }).get();
+}
+
+MatmulPlan::Plan* MatmulPlan::planned(const Strided& a, const Strided& b, const Strided& c) const {
+  std::unique_ptr<Plan> plan(new Plan{simplified(a, b, c)});
   const Problem& p = plan->problem;
   plan->swapped = !last_two_dims(c).row_major();
   plan->empty = p.c.rows == 0 || p.c.columns == 0 || std::count(c.shape.dims, c.shape.dims + c.shape.ndim, 0) > 0;
   if (!plan->empty) describe(*plan);
   if (!plan->empty) load_kernels(*plan);
-  current_ = plans_->made.emplace_back(std::move(plan)).get();
+  return plan.release();
+}
+
+const void* MatmulPlan::zeros(size_t bytes) const {
+  std::vector<DeviceMemory>& zeros = plans_->zeros;
+  if (zeros.empty() || zeros.back().bytes() < bytes) {
+    DeviceMemory memory;
+    const size_t size = zeros.empty() ? bytes : std::max(bytes, 2 * zeros.back().bytes());
+    const Stream stream = rank_.stream("ring", 0);
+    HW_CHECK(cudaMemsetAsync(memory.reserve(size), 0, size, stream));
+    HW_CHECK(cudaStreamSynchronize(stream));
+    zeros.push_back(std::move(memory));
+  }
+  return zeros.back().data();
 }
 
 void MatmulPlan::describe(Plan& plan) const {
   const Problem& p = plan.problem;
-  if (p.a.columns == 0) plan.multiply_zeros(size_of(operands_), rank_.stream("ring", 0));
+  if (p.a.columns == 0) plan.zeros = zeros(plan.multiply_zeros() * size_of(operands_));
   if (!p.a.valid() || !p.b.valid() || !p.c.valid()) {
     throw ExecutionError("matmul: neither the rows nor the columns of an operand are contiguous: copy it first");
   }
@@ -247,7 +259,7 @@ void MatmulPlan::describe(Plan& plan) const {
 }
 
 // The first launch of a kernel loads it, and to load one beside an NCCL kernel that waits for another rank can hang. So
-// what the plan may launch runs once here, on memory that nobody looks at, before any rank runs.
+// what the plan may launch runs once here, on memory that nobody looks at, when nothing else runs.
 void MatmulPlan::load_kernels([[maybe_unused]] const Plan& plan) const {
 #ifndef HOSTWEAVE_CPU_DEVICE
   const Problem& p = plan.problem;
@@ -255,6 +267,7 @@ void MatmulPlan::load_kernels([[maybe_unused]] const Plan& plan) const {
   const int64_t elements = std::max({p.a.span() + (p.batch.count - 1) * p.batch.a, p.b.span() + (p.batch.count - 1) * p.batch.b,
                                      p.c.span() + (p.batch.count - 1) * p.batch.c});
   const Stream stream = rank_.stream("ring", 0);
+  HW_CHECK(cudaDeviceSynchronize());
   DeviceMemory memory;
   auto* const scratch = static_cast<char*>(memory.reserve((elements + 1) * size));
   const auto run_at = [&](char* memory) {
@@ -272,7 +285,7 @@ cublasStatus_t MatmulPlan::multiply(const void* a, const void* b, void* c, Strea
   const Plan& plan = *current_;
   if (plan.empty) return CUBLAS_STATUS_SUCCESS;
   if (plan.swapped) std::swap(a, b);
-  if (plan.zeros.data()) a = b = plan.zeros.data();
+  if (plan.zeros) a = b = plan.zeros;
   const size_t outer = plan.problem.outer.size();
   return outer == 0 ? one_batch(plan, a, b, c, stream, epilogue) : each_batch(outer, a, b, c, stream, epilogue);
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 import threading
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cuda_here import nccl
 
 import hostweave as hw
 from hostweave.base.errors import CaptureError
@@ -204,6 +206,109 @@ def fails(program: hw.Program, mine: Rank) -> None:
 
 def test_in_a_graph_of_torch() -> None:
     on_ranks(1, lambda rank, group: in_torch_graph(rank, 1, group))
+
+
+@pytest.mark.parametrize("ranks", [ranks for ranks in SEVERAL if ranks > 1])
+def test_puts_in_a_graph(ranks: int) -> None:
+    """Their signals are counted at each launch, also where calls come between."""
+    if nccl() < 22900:
+        pytest.skip("needs NCCL 2.29: NCCL_HOME names a folder with a later one")
+
+    @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.bf16["T@x", "E"], w=hw.bf16["E", "N"])
+    def gathered(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
+        return hw.matmul(x, w).stream("T", chunks=ranks, algorithm="put")
+
+    program = hw.compile(gathered, target="cuda")
+
+    def body(rank: int, group: hw.Group) -> None:
+        device = torch.device("cuda", rank)
+        x, w = torch.zeros(64, 32, device=device, dtype=torch.bfloat16), integers(32, 32, seed=8).to(device)
+        step = program.capture(x, w)
+        for seed in range(REPLAYS):
+            new = integers(64, 32, seed=seed)
+            x.copy_(new)
+            want = torch.cat([new] * ranks).float().matmul(w.cpu().float())
+            expect(step(), want.bfloat16())
+            if seed % 7 == 0:
+                expect(program(x, w), want.bfloat16())
+
+    on_ranks(ranks, body)
+
+
+class Driver:
+    """CUDA's own capture."""
+
+    def __init__(self) -> None:
+        self.library = ctypes.CDLL("libcuda.so.1")
+
+    def call(self, name: str, *arguments: Any) -> None:
+        assert getattr(self.library, name)(*arguments) == 0, name
+
+    def capture(self, stream: int, enqueue: Callable[[], object]) -> ctypes.c_void_p:
+        graph, executable, thread_local = ctypes.c_void_p(), ctypes.c_void_p(), 1
+        self.call("cuStreamBeginCapture_v2", ctypes.c_void_p(stream), thread_local)
+        enqueue()
+        self.call("cuStreamEndCapture", ctypes.c_void_p(stream), ctypes.byref(graph))
+        self.call("cuGraphInstantiateWithFlags", ctypes.byref(executable), graph, ctypes.c_ulonglong(0))
+        return executable
+
+    def launch(self, executable: ctypes.c_void_p, stream: int) -> None:
+        self.call("cuGraphLaunch", executable, ctypes.c_void_p(stream))
+
+
+def test_in_a_capture_of_cuda() -> None:
+    program, streamed = mlp_on(1), streamed_on(1)
+
+    def body(rank: int, group: hw.Group) -> None:
+        mine, driver = Rank(rank, 1), Driver()
+        shard, w = integers(8, 32, seed=7).to(mine.device), integers(32, 32, seed=8).to(mine.device)
+        y, z = torch.empty_like(mine.x), streamed(shard, w)
+        want_z = z.clone()
+        program(mine.x, *mine.weights, out=y)
+        torch.cuda.synchronize()
+        stream = torch.cuda.current_stream().cuda_stream
+
+        def enqueue() -> None:
+            program(mine.x, *mine.weights, out=y, stream=stream)
+            streamed(shard, w, out=z, stream=stream)
+
+        graph = driver.capture(stream, enqueue)
+        for seed in range(REPLAYS):
+            want = mine.fill(seed)
+            y.zero_()
+            z.zero_()
+            driver.launch(graph, stream)
+            if seed % 7 == 0:
+                expect(program(mine.x, *mine.weights), want)
+            expect(y, want)
+            expect(z, want_z.cpu())
+
+    on_ranks(1, body)
+
+
+def test_in_a_graph_of_cupy() -> None:
+    cupy = pytest.importorskip("cupy", reason="what this test captures with: pip install cupy-cuda13x")
+
+    def body(rank: int, group: hw.Group) -> None:
+        mine, program = Rank(rank, 1), mlp_on(1)
+        stream = cupy.cuda.Stream(non_blocking=True)
+        x, up, down = map(cupy.from_dlpack, (mine.x, *mine.weights))
+        out = torch.empty_like(mine.x)
+        y = cupy.from_dlpack(out)
+        with stream:
+            program(x, up, down, out=y)
+            stream.synchronize()
+            stream.begin_capture()
+            program(x, up, down, out=y)
+            graph = stream.end_capture()
+            for seed in range(10):
+                want = mine.fill(seed)
+                torch.cuda.synchronize()
+                graph.launch()
+                stream.synchronize()
+                expect(out, want)
+
+    on_ranks(1, body)
 
 
 def test_a_first_call_in_a_capture_says_so() -> None:

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import subprocess
 import sys
 
 import pytest
+from cuda_here import nccl
 from whole_programs import compiled, expect, fusion_of, integer_arrays, random_arrays, sizes_of
 
 import hostweave as hw
-from hostweave.build.cuda import find_cuda, gpus
+from hostweave.build.cuda import gpus
 from hostweave.cli.tolerance import tolerance_of
 from hostweave.fusion_ir.reference import run_reference
 
 GPUS = len(gpus())
 RANKS = [ranks for ranks in (2, 4, 8) if ranks <= GPUS]
 NAMES = ("ag_matmul_put", "ag_matmul_pull", "matmul_rs_put", "mlp_put", "columns_put")
-
-
-def nccl() -> int:
-    """The version of the library that programs are linked with, as 22900; 0 where there is none."""
-    part = next((part for part in find_cuda().libraries if "nccl" in part.name), None)
-    version = ctypes.c_int()
-    if part is None or part.path is None or ctypes.CDLL(str(part.path)).ncclGetVersion(ctypes.byref(version)) != 0:
-        return 0
-    return version.value
 
 
 pytestmark = [

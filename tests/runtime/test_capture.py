@@ -309,6 +309,53 @@ def test_a_launch_that_does_not_end_is_seen() -> None:
     threads.run(on_rank)
 
 
+def test_a_rank_that_does_not_launch() -> None:
+    """The others hear that it is late, as in a call."""
+    program, threads = PROGRAMS[2], hw.Threads(2)
+    arrays, done = arrays_of(8), threading.Event()
+
+    def on_rank(rank: int) -> None:
+        hw.init(threads, call_timeout=0.5)
+        step = program.capture(*blocks(arrays, rank, 2))
+        step()
+        if rank == 1:
+            done.wait(20)
+            return
+        try:
+            with pytest.raises(ExecutionError, match=r"^mlp: timed out after 0\.5 s waiting for rank 1; `.*` .* needs all ranks"):
+                step()
+            with pytest.raises(ExecutionError, match=r"^group 'default' has failed and cannot be reused: timed out after"):
+                step()
+        finally:
+            done.set()
+
+    threads.run(on_rank)
+
+
+def test_a_launch_that_fails() -> None:
+    """As a call does: with the place in the program, on all ranks."""
+
+    @hw.fusion(mesh=hw.Mesh(x=2), ids=hw.i64["T"], table=hw.f32["V@x", "E"])
+    def looked_up(ids: hw.Tensor, table: hw.Tensor) -> hw.Tensor:
+        return hw.embedding(ids, table)
+
+    program, threads = hw.compile(looked_up), hw.Threads(2)
+    table = np.arange(12, dtype=np.float32).reshape(4, 3)
+
+    def on_rank(rank: int) -> None:
+        hw.init(threads)
+        ids = np.array([3, 0])
+        step = program.capture(ids, table[2 * rank : 2 * rank + 2].copy())
+        np.testing.assert_array_equal(step(), table[ids])
+        ids[1] = 4
+        with pytest.raises(ExecutionError, match="index 4 is out of range: it goes from 0 to 3"):
+            step()
+        with pytest.raises(ExecutionError, match=r"^group 'default' has failed and cannot be reused"):
+            step()
+
+    threads.run(on_rank)
+
+
 def test_mistakes() -> None:
     with pytest.raises(ProgramError, match=r"""^Options: graph='always' is neither "auto" nor None; program.capture captures one call$"""):
         hw.Options(graph="always")

@@ -323,9 +323,10 @@ class Loops:
 
     @property
     def length(self) -> Size | None:
-        """Of what a block takes together."""
+        """Of what a block takes together: elements of the result, or where threads meet of the operand."""
         if self.takes_lanes:
-            return self.lanes[next(place for place in self.memory if place in self.stores)].size
+            of_result = any(OPS[op.kind].parts_lanes for op in self.kernel.ops)
+            return self.lanes[next(place for place in self.memory if (place in self.stores) == of_result)].size
         return self.reduced[-1].size if self.reduced else None
 
     @property

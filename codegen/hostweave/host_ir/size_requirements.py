@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hostweave.fusion_ir.ops import OPS
-from hostweave.fusion_ir.ops.attributes import AXES
+from hostweave.fusion_ir.ops.attributes import AXES, AXIS, FIRST
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.dead_code import launched
 from hostweave.host_ir.expr import Binary, Const, Expr, Symbol
@@ -33,7 +33,7 @@ def not_negative(program: ir.HostProgram) -> tuple[Size, ...]:
     found = [size for i in tree.walk(program.body) if i.span for src in tree.names(i, "alias") for size in slack(i, types[src])]
     factors = (factor for type in types.values() for size in type.shape for factor in size.factors)
     found += [Size(1, (factor,)) for factor in factors if isinstance(factor, Sum)]
-    found += [places - 1 for places in _starts(program)]
+    found += [places - 1 for places in _starts(program)] + list(_left_out(program))
     terms = {size: [term for factor in size.factors if isinstance(factor, Sum) for term in factor.terms] for size in found}
     return tuple(size for size, parts in terms.items() if any(term.coefficient < 0 for term in (size, *parts)))
 
@@ -43,6 +43,13 @@ def _starts(program: ir.HostProgram) -> Iterator[Size]:
     for kernel in launched(program.kernels, program.body):
         types = {p.name: p.type for p in kernel.inputs} | {op.result.name: op.result.type for op in kernel.ops}
         yield from (types[op.tensors[1]].shape[0] for op in kernel.ops if op.kind == "start")
+
+
+def _left_out(program: ir.HostProgram) -> Iterator[Size]:
+    """How many elements do not come among the first ones."""
+    for kernel in launched(program.kernels, program.body):
+        types = {p.name: p.type for p in kernel.inputs} | {op.result.name: op.result.type for op in kernel.ops}
+        yield from (types[op.tensors[0]].shape[op[AXIS]] - op[FIRST] for op in kernel.ops if FIRST in OPS[op.kind].attributes and op[FIRST])
 
 
 def not_empty(program: ir.HostProgram) -> Iterator[tuple[str, Size]]:

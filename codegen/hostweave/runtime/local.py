@@ -135,6 +135,26 @@ class LocalProgram:
         _, outputs = self._call(bound, arrays, out, stream, sizes)
         return self._given_back(bound, arrays, outputs) if out is None else out
 
+    def prepare(self, bound: Bound, sizes: Sequence[Mapping[str, int]]) -> None:
+        """Makes what calls of these global sizes need, as `Program.prepare` says."""
+
+        mesh, rank = self._host.mesh, self._group.rank
+
+        def step() -> bool:
+            bound_shapes = (self._tables.get(bound) or self._table(bound)).shapes
+            global_shapes = [self._global_shapes_for(one, bound_shapes, "prepare") for one in sizes]
+            global_shapes.sort(key=lambda shapes: -sum(map(prod, shapes)))  # so that memory is taken once
+            with native_calls:
+                for shapes in global_shapes:
+                    pairs = zip(self._host.inputs, shapes, strict=True)
+                    local = [block_shape(p.type, mesh, rank, shape) if self._holds(p) else () for p, shape in pairs]
+                    self._native.prepare(local, shapes, 0)
+            return True
+
+        self._group.expect_working()
+        self._ready_for = None
+        self._agreed(step, self._group.timeout) if self._meets else step()
+
     def capture(self, bound: Bound, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None) -> Captured:
         """Calls the program, and captures that call."""
         taken, outputs = self._call(bound, arrays, out, stream, sizes)
@@ -349,24 +369,30 @@ class LocalProgram:
                 )
         return global_shapes
 
-    def _global_shapes_for(self, sizes: Mapping[str, int], shapes: Sequence[Shape]) -> tuple[Shape, ...]:
-        """The shapes of the global inputs, for sizes that the caller knows; where that are none, ranks share evenly."""
-        known = dict(sizes)
-        for parameter, shape in zip(self._host.inputs, shapes, strict=True):
+    def _global_shapes_for(self, sizes: Mapping[str, int], shapes: Sequence[Shape | None], what: str = "sizes=") -> tuple[Shape, ...]:
+        """The shapes of the global inputs, for sizes that the caller knows, and local shapes, None where there is no array yet; sharded
+        dims are even where nothing is said."""
+        known, pairs = dict(sizes), [(p, s) for p, s in zip(self._host.inputs, shapes, strict=True) if s is not None and self._holds(p)]
+        trusted = not sizes or None in shapes  # a call with sizes names all of the sharded dims
+        for parameter, shape in pairs:
             mesh = parameter.type.mesh_in(self._host.mesh)
-            for dim, size in zip(parameter.type.dims, shape, strict=True) if self._holds(parameter) else ():
-                if not dim.size.is_int and not (dim.axes and sizes):
+            for dim, size in zip(parameter.type.dims, shape, strict=True):
+                if not dim.size.is_int and (trusted or not dim.axes):
                     known.setdefault(str(dim.size), size * mesh.size_of(dim.axes))
         if missing := {name for p in self._host.inputs for dim in p.type.dims for name in dim.size.symbols} - known.keys():
-            raise ArgumentError(f"{self._host.name}: sizes=: no size of {', '.join(sorted(missing))}; give the global one")
-        global_shapes = tuple(global_shape(parameter.type, known) for parameter in self._host.inputs)
-        for parameter, shape, of_all in zip(self._host.inputs, shapes, global_shapes, strict=True):
-            if self._holds(parameter) and shape != (block := block_shape(parameter.type, self._host.mesh, self._group.rank, of_all)):
+            raise ArgumentError(f"{self._host.name}: {what}: no size of {', '.join(sorted(missing))}; give the global one")
+        try:
+            global_shapes = {p.name: global_shape(p.type, known) for p in self._host.inputs}
+        except ValueError as error:
+            raise ArgumentError(f"{self._host.name}: {what}: {error}") from None
+        for parameter, shape in pairs:
+            of_all = global_shapes[parameter.name]
+            if shape != (block := block_shape(parameter.type, self._host.mesh, self._group.rank, of_all)):
                 raise ArgumentError(
                     f"{self._host.name}: {parameter.name}: rank {self._group.rank} passes {list(shape)}; "
                     f"its block of {list(of_all)} is {list(block)}"
                 )
-        return global_shapes
+        return tuple(global_shapes.values())
 
     # --- outputs
 

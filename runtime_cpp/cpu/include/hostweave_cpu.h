@@ -79,6 +79,8 @@ typedef struct hw_cpu_counters {
   uint64_t allocations;  // calls of cudaMalloc, ever
 } hw_cpu_counters;
 void hw_cpu_get_counters(hw_cpu_counters* counters);
+// How many descriptions of cublasLtMatmul there are.
+uint64_t hw_cpu_live_matmuls(void);
 
 // Memory that a kernel touches: `rows` pieces of `bytes` bytes, `pitch` bytes apart (rows 1 for a plain range).
 // A kernel that reads and writes the same bytes declares both.

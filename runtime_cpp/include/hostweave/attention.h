@@ -2,13 +2,14 @@
 #pragma once
 #include <cuda_runtime_api.h>
 
+#include <compare>
 #include <cstdint>
 #include <memory>
 #include <optional>
-#include <utility>
 #include <vector>
 
 #include "hostweave/matmul.h"
+#include "hostweave/plan_cache.h"
 #include "hostweave/rank.h"
 
 namespace hw {
@@ -33,13 +34,13 @@ struct Heads {
   int64_t batch = 1, heads = 1, rows = 1, size = 1;
   int64_t batch_stride = 0, head_stride = 0, row_stride = 0;
 
-  bool operator==(const Heads&) const = default;
+  auto operator<=>(const Heads&) const = default;
 };
 
 struct Gradients {
   Heads o, q, k, v;
 
-  bool operator==(const Gradients&) const = default;
+  auto operator<=>(const Gradients&) const = default;
 };
 
 struct AttentionProblem {
@@ -47,7 +48,7 @@ struct AttentionProblem {
   int64_t diagonal = 0;                // row i sees columns up to i + diagonal, or that and its length
   std::optional<Gradients> gradients;  // of what it is the backward pass for
 
-  bool operator==(const AttentionProblem&) const = default;
+  auto operator<=>(const AttentionProblem&) const = default;
   bool is_empty() const;
   std::vector<Heads> operands() const;
 };
@@ -74,7 +75,8 @@ class Attentions {
   Rank& rank_;
   cudaDataType_t dtype_;
   AttentionOptions options_;
-  std::vector<std::pair<AttentionProblem, std::shared_ptr<const Plan>>> plans_;
+  static constexpr size_t kMostPlans = 128;  // 1 MiB of the host each
+  PlanCache<AttentionProblem, std::shared_ptr<const Plan>> plans_{kMostPlans};
 };
 
 // o = softmax(scale q kT) v, with consecutive heads of q in groups that have one head of k and v. All operands have three or

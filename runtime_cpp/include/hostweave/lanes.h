@@ -4,11 +4,6 @@
 #include "hostweave/index.h"
 #include "hostweave/rows.h"
 
-#ifndef __CUDACC__
-#include <algorithm>
-#include <vector>
-#endif
-
 namespace hw {
 
 // One of n indices. On a GPU what is out of range becomes the nearest one; the CPU device fails the call.
@@ -151,48 +146,6 @@ __device__ void cumsum(BlockLanes block, Lane<T> x, Lane<U> y) {
 }
 #endif
 
-// Whether a goes before b. A NaN counts as the largest.
-template <bool kDescending, class T>
-HW_DEVICE bool goes_before(T a, T b) {
-  const bool a_is_nan = a != a, b_is_nan = b != b;
-  if (a_is_nan || b_is_nan) return a_is_nan != b_is_nan && (kDescending ? a_is_nan : b_is_nan);
-  return kDescending ? b < a : a < b;
-}
-
-// The indices of x in the order of its elements, of equal ones in their own. On a GPU by a network in which the smaller of two
-// goes to the smaller place: what is past the end would stay there (Batcher, "Sorting networks and their applications", 1968).
-template <bool kDescending, class Group, class T>
-HW_DEVICE void argsort(Group group, Lane<T> x, Lane<int64_t> order) {
-  const int64_t n = order.length;
-  const auto comes_first = [&](int64_t a, int64_t b) {
-    const auto left = accumulated(x[a]), right = accumulated(x[b]);
-    if (goes_before<kDescending>(left, right)) return true;
-    return !goes_before<kDescending>(right, left) && a < b;
-  };
-#ifdef __CUDACC__
-  const auto put = [&](int64_t i, int64_t other) {
-    if (other <= i || other >= n) return;
-    const int64_t a = order[i], b = order[other];
-    if (comes_first(b, a)) order[i] = b, order[other] = a;
-  };
-  for (int64_t i = group.thread(); i < n; i += group.threads()) order[i] = i;
-  for (int64_t length = 2; length / 2 < n; length *= 2) {
-    group.sync();
-    for (int64_t i = group.thread(); i < n; i += group.threads()) put(i, i ^ (length - 1));
-    for (int64_t distance = length / 4; distance > 0; distance /= 2) {
-      group.sync();
-      for (int64_t i = group.thread(); i < n; i += group.threads()) put(i, i ^ distance);
-    }
-  }
-#else
-  static_cast<void>(group);
-  std::vector<int64_t> sorted(n);
-  for (int64_t i = 0; i < n; ++i) sorted[i] = i;
-  std::sort(sorted.begin(), sorted.end(), comes_first);
-  for (int64_t i = 0; i < n; ++i) order[i] = sorted[i];
-#endif
-}
-
 // Calls write(i, place) for those elements i of a source that go to a place which the rank holds. A place belongs to one thread,
 // so that what goes there comes in the order of the source.
 template <class Group, class Write>
@@ -221,3 +174,5 @@ HW_DEVICE void scatter_sum(Group group, Lane<const int64_t> index, Lane<const T>
 }
 
 }  // namespace hw
+
+#include "hostweave/sort.h"

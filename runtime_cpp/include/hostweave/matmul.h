@@ -1,4 +1,4 @@
-// Matrix products by cuBLASLt: planned once for each shape, then only enqueued.
+// Matrix products by cuBLASLt: planned for each shape, then only enqueued.
 #pragma once
 #include <cublasLt.h>
 
@@ -16,7 +16,7 @@ struct Strided {
   Shape shape;
   Shape strides;
 
-  bool operator==(const Strided&) const = default;
+  auto operator<=>(const Strided&) const = default;
 
   Strided(std::initializer_list<int64_t> sizes);  // row-major
   Strided(std::initializer_list<int64_t> sizes, std::initializer_list<int64_t> strides) : shape(sizes), strides(strides) {}
@@ -38,7 +38,8 @@ class MatmulPlan {
   ~MatmulPlan();
   MatmulPlan(MatmulPlan&&) = delete;
 
-  // Chooses the algorithm for these operands, or finds it again. Throws ExecutionError where cuBLASLt has none.
+  // Chooses the algorithm for these operands, or finds it again among those of the last kMostPlans shapes. To choose, it waits
+  // for what the device has in flight. Throws ExecutionError where cuBLASLt has none.
   void prepare(const Strided& a, const Strided& b, const Strided& c);
 
   // c = activation(scale a b + accumulate + bias), as prepared last: one cublasLtMatmul, or one for each of the outer leading
@@ -47,12 +48,15 @@ class MatmulPlan {
 
  private:
   struct Plan;
+  struct Plans;
   cublasStatus_t each_batch(size_t dims, const void* a, const void* b, void* c, Stream stream, Epilogue epilogue) const;
   cublasStatus_t one_batch(const Plan& plan, const void* a, const void* b, void* c, Stream stream,
                            const Epilogue& epilogue) const;
   bool has_bias() const { return (epilogue_ & CUBLASLT_EPILOGUE_BIAS) != 0; }
+  Plan* planned(const Strided& a, const Strided& b, const Strided& c) const;  // a new one
   void describe(Plan& plan) const;
   void load_kernels(const Plan& plan) const;
+  const void* zeros(size_t bytes) const;
 
   Rank& rank_;
   cudaDataType_t operands_;

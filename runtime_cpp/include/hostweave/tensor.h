@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 #include <library_types.h>
 
+#include <compare>
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
@@ -24,7 +25,7 @@ struct Shape {
     for (int64_t size : sizes) dims[ndim++] = size;
   }
   int64_t operator[](int i) const { return dims[i]; }
-  bool operator==(const Shape&) const = default;
+  auto operator<=>(const Shape&) const = default;
 
  private:
   [[noreturn]] static void too_many_dims(size_t count);

@@ -259,8 +259,11 @@ def argsort(x: Tensor, axis: Axis = -1, descending: bool = False) -> Tensor:
 
     Example: `x: f32[M, N]` gives `i64[M, N]` by `hw.argsort(x)`.
     """
-    number = dim_of(x, axis, "argsort", Location.of_caller())
-    return record("argsort", hw.astype(x, u8) if x.dtype.kind == "bool" else x, axis=number, descending=descending)
+    return _order(x, dim_of(x, axis, "argsort", Location.of_caller()), descending)
+
+
+def _order(x: Tensor, axis: int, descending: bool, first: int | None = None) -> Tensor:
+    return record("argsort", hw.astype(x, u8) if x.dtype.kind == "bool" else x, axis=axis, descending=descending, first=first)
 
 
 @_called("sorted")
@@ -278,6 +281,9 @@ def _ordered(x: Tensor, order: Tensor, axis: int) -> Tensor:
     return record("take", x, order, _numbers(x, axis), axis=axis)
 
 
+_MOST_CHOSEN = 2048  # elements that a GPU orders without the others: kSorted of sort.h
+
+
 @checked
 def top_k(x: Tensor, k: int, axis: Axis = -1, largest: bool = True) -> tuple[Tensor, Tensor]:
     """The k largest elements along a dim, or the smallest, and their indices (i64), the first one first; of equal ones those before.
@@ -291,7 +297,9 @@ def top_k(x: Tensor, k: int, axis: Axis = -1, largest: bool = True) -> tuple[Ten
     size = x.type.shape[number]
     if isinstance(k, bool) or not isinstance(k, int) or k < 1 or (size.is_int and k > int(size)):
         raise ProgramError(f"top_k: k={k!r} is not an int from 1 to {size}, the size of dim {number} of {x.type}", location)
-    order = argsort(x, number, largest)[(*(slice(None) for _ in range(number)), slice(k))]
+    order = _order(x, number, largest, k if k <= _MOST_CHOSEN else None)
+    if k > _MOST_CHOSEN:
+        order = order[(*(slice(None) for _ in range(number)), slice(k))]
     return _ordered(x, order, number), order
 
 
@@ -395,8 +403,8 @@ def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int = -100, redu
     """-log(softmax(logits)) at the target, as in torch.nn.functional: logits [..., V], of floats, and a target [...] of ints: f32, or f64.
 
     `reduction` is "mean", over those targets that are not `ignore_index`, "sum", or "none", which has the shape of the target, with
-    zeros where it is ignored. Where V is sharded, ranks all-reduce the largest logit, the sum and the target's logit of each row, and
-    no logits are gathered. For targets out of range see `take`. Raises ProgramError for other shapes, or another reduction.
+    zeros where it is ignored. Where V is sharded, ranks all-reduce the largest logit of each row, then the sum and the target's logit
+    together, and no logits are gathered. For targets out of range see `take`. Raises ProgramError for other shapes, or another reduction.
 
     Example: `hw.cross_entropy(logits, target)` of `bf16[T, V@tp]` and `i64[T]` is `f32[]`.
     """
@@ -411,7 +419,8 @@ def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int = -100, redu
     is_counted = target != ignore_index if fits(ignore_index, target.dtype) else None
     known = target if is_counted is None else hw.where(is_counted, target, 0)
     at_target = squeeze(take_along_axis(shifted, hw.expand_dims(known, -1), -1), -1)
-    losses = hw.log(hw.sum(hw.exp(shifted), -1)) - at_target
+    both = stack([hw.sum(hw.exp(shifted), -1), at_target])  # partial sums of ranks, which one all_reduce adds up
+    losses = hw.log(both[0]) - both[1]
     losses = losses if is_counted is None else hw.where(is_counted, losses, 0.0)
     if reduction == "none":
         return losses

@@ -10,7 +10,7 @@ from typing import Any
 
 from hostweave.fusion_ir.index_map import ONE, IndexMap, Labels, aligned, numbered
 from hostweave.fusion_ir.ir import Op
-from hostweave.fusion_ir.ops.attributes import AXIS, DESCENDING, ORDER
+from hostweave.fusion_ir.ops.attributes import AXIS, DESCENDING, FIRST, ORDER
 from hostweave.fusion_ir.ops.definition import (
     INTS,
     NUMBERS,
@@ -242,18 +242,18 @@ def _sums_so_far(types: Types, op: Op) -> TensorType:
 
 def _order(types: Types, op: Op) -> TensorType:
     require(types[0], NUMBERS)
-    checked_axis(op[AXIS], types[0])
-    return TensorType(i64, unsharded(types[0]).dims)
+    axis, result = checked_axis(op[AXIS], types[0]), TensorType(i64, unsharded(types[0]).dims)
+    return _replaced(result, axis, Size(op[FIRST])) if op[FIRST] else result
 
 
-def _argsort(np: Any, x: Any, axis: int, descending: bool = False) -> Any:
-    if not descending:
-        return np.argsort(x, axis=axis, stable=True)
-    backwards = np.flip(np.argsort(np.flip(x, axis), axis=axis, stable=True), axis)  # equal ones in their order
-    return x.shape[axis] - 1 - backwards
+def _argsort(np: Any, x: Any, axis: int, descending: bool = False, first: int = 0) -> Any:
+    order = np.argsort(np.flip(x, axis) if descending else x, axis=axis, stable=True)
+    if descending:
+        order = x.shape[axis] - 1 - np.flip(order, axis)  # equal ones in their order
+    return np.take(order, np.arange(first or x.shape[axis]), axis)
 
 
 OPS["cumsum"] = OpDef(
     1, _sums_so_far, _whole_rows, lambda np, x, axis: np.cumsum(x, axis, x.dtype), (AXIS,), lane="hw::cumsum<{total}>", whole="added up"
 )
-OPS["argsort"] = OpDef(1, _order, _whole_rows, _argsort, (AXIS, DESCENDING), lane="hw::argsort<{descending}>", whole="ordered")
+OPS["argsort"] = OpDef(1, _order, _whole_rows, _argsort, (AXIS, DESCENDING, FIRST), lane="hw::argsort<{descending}>", whole="ordered")

@@ -1,0 +1,349 @@
+// The order of a lane's elements, or of the first ones in it alone.
+#pragma once
+#include "hostweave/lanes.h"
+
+#ifndef __CUDACC__
+#include <algorithm>
+#include <numeric>
+#include <vector>
+#endif
+
+namespace hw {
+
+template <int kBytes>
+struct KeyOf {
+  using Type = uint32_t;
+};
+template <>
+struct KeyOf<8> {
+  using Type = uint64_t;
+};
+
+// A number that is smaller for what goes before. A NaN counts as the largest element, and zeros are equal.
+template <bool kDescending, class T>
+HW_DEVICE auto sort_key(T element) {
+  const auto x = accumulated(element);
+  using X = decltype(accumulated(element));
+  using Key = typename KeyOf<sizeof(X)>::Type;
+  constexpr Key kTop = Key(1) << (sizeof(Key) * 8 - 1);
+  Key key;
+  if constexpr (X(0.5f) != X(0)) {
+    key = __builtin_bit_cast(Key, x + X(0));
+    key = x != x ? ~Key(0) : key & kTop ? Key(~key) : Key(key | kTop);
+  } else {
+    key = X(-1) < X(0) ? Key(x) ^ kTop : Key(x);
+  }
+  return kDescending ? Key(~key) : key;
+}
+
+#ifdef __CUDACC__
+constexpr int kSorted = 2048;  // numbers that a block orders in shared memory
+
+__device__ inline uint64_t packed(uint32_t key, int64_t index) { return uint64_t{key} << 32 | static_cast<uint64_t>(index); }
+
+// Orders the numbers of a tile, by a network in which the smaller of two goes to the smaller place: what is past the end would
+// stay there (Batcher, "Sorting networks and their applications", 1968).
+template <class Less>
+__device__ void sort_tile(BlockLanes block, uint64_t* tile, int n, Less less) {
+  const auto step = [&](int flips) {
+    block.sync();
+    for (int i = block.thread(); i < n; i += block.threads()) {
+      const int other = i ^ flips;
+      if (other <= i || other >= n) continue;
+      const uint64_t a = tile[i], b = tile[other];
+      if (less(b, a)) tile[i] = b, tile[other] = a;
+    }
+  };
+  for (int length = 2; length / 2 < n; length *= 2) {
+    step(length - 1);
+    for (int distance = length / 4; distance > 0; distance /= 2) step(distance);
+  }
+  block.sync();
+}
+
+// Calls take(i, key) for all elements, of which a thread loads several at once.
+template <bool kDescending, class T, class Take>
+__device__ void for_each_key(BlockLanes block, Lane<T> x, Take take) {
+  constexpr int kWidth = 16 / sizeof(T), kAtOnce = 4;
+  int64_t done = 0;
+  if (x.stride == 1 && aligned(x.first)) {
+    const int64_t accesses = x.length / kWidth, threads = block.threads();
+    for (int64_t first = block.thread(); first < accesses; first += kAtOnce * threads) {
+      decltype(load<kWidth>(x.first)) elements[kAtOnce];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        if (first + j * threads < accesses) elements[j] = load<kWidth>(x.first + (first + j * threads) * kWidth);
+      }
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        if (first + j * threads >= accesses) continue;
+#pragma unroll
+        for (int e = 0; e < kWidth; ++e) take((first + j * threads) * kWidth + e, sort_key<kDescending>(elements[j][e]));
+      }
+    }
+    done = accesses * kWidth;
+  }
+  for (int64_t i = done + block.thread(); i < x.length; i += block.threads()) take(i, sort_key<kDescending>(x[i]));
+}
+
+// How many numbers come before those of each digit.
+__device__ inline void sum_before(BlockLanes block, uint32_t* counts, int n) {
+  uint32_t before = 0;
+  for (int first = 0; first < n; first += block.threads()) {
+    const int i = first + block.thread();
+    const uint32_t count = i < n ? counts[i] : 0;
+    uint32_t all;
+    const uint32_t so_far = sums_so_far(block, count, all);
+    if (i < n) counts[i] = before + so_far - count;
+    before += all;
+  }
+  block.sync();
+}
+
+// The order of the first elements of a long row, where few others are not after the last of them. No thread has more than one
+// of as many that come first of those of each thread: what is not after the last of these is little, if it is not equal.
+template <bool kDescending, class T>
+__device__ bool order_few(BlockLanes block, Lane<T> x, Lane<int64_t> order, uint64_t* tile) {
+  __shared__ int taken;
+  uint32_t least = ~0u;
+  for_each_key<kDescending>(block, x, [&](int64_t, uint32_t key) { least = key < least ? key : least; });
+  const auto less = [](uint64_t a, uint64_t b) { return a < b; };
+  tile[block.thread()] = least;
+  if (block.thread() == 0) taken = 0;
+  sort_tile(block, tile, block.threads(), less);
+  const uint32_t bound = static_cast<uint32_t>(tile[order.length - 1]);
+  block.sync();
+  for_each_key<kDescending>(block, x, [&](int64_t i, uint32_t key) {
+    if (key > bound) return;
+    const int place = atomicAdd(&taken, 1);
+    if (place < kSorted) tile[place] = packed(key, i);
+  });
+  block.sync();
+  const int count = taken;
+  if (count > kSorted) return false;
+  sort_tile(block, tile, count, less);
+  for (int64_t i = block.thread(); i < order.length; i += block.threads()) order[i] = static_cast<uint32_t>(tile[i]);
+  return true;
+}
+
+// The indices of the first elements of a row, in any order; of equal ones those before. Digit by digit from the top, as many as
+// have each one say which is that of the last.
+template <bool kDescending, class T>
+__device__ void choose(BlockLanes block, Lane<T> x, int64_t left, uint64_t* tile) {
+  using Key = decltype(sort_key<kDescending>(x[0]));
+  constexpr int kDigitBits = 11, kDigits = 1 << kDigitBits;
+  __shared__ uint32_t digit, before_digit, of_digit, taken, of_warps[32];  // equal ones
+  const int64_t length = left;
+  Key digits = 0, known = 0;  // of the last one: the digits so far, and which bits those are
+  bool all = false;           // of those that have them are to be taken
+  for (int end = sizeof(Key) * 8; end > 0 && !all; end -= kDigitBits) {
+    const int shift = end > kDigitBits ? end - kDigitBits : 0;
+    auto* const counts = reinterpret_cast<uint32_t*>(tile);
+    block.sync();
+    for (int i = block.thread(); i < kDigits; i += block.threads()) counts[i] = 0;
+    block.sync();
+    for_each_key<kDescending>(block, x, [&](int64_t, Key key) {
+      if ((key & known) == digits) atomicAdd(&counts[(key >> shift) & (kDigits - 1)], 1u);
+    });
+    block.sync();
+    sum_before(block, counts, kDigits);
+    for (int i = block.thread(); i < kDigits; i += block.threads()) {
+      const bool is_last = i + 1 == kDigits;
+      if (counts[i] < left && (is_last || left <= counts[i + 1])) {
+        digit = i, before_digit = counts[i];
+        of_digit = is_last ? 0 : counts[i + 1] - counts[i];  // 0: not told
+      }
+    }
+    block.sync();
+    left -= before_digit;
+    all = of_digit == left;
+    digits |= Key(digit) << shift;
+    known |= Key(kDigits - 1) << shift;
+  }
+  if (block.thread() == 0) taken = 0;
+  block.sync();
+  for_each_key<kDescending>(block, x, [&](int64_t i, Key key) {
+    if ((key & known) < digits || (all && (key & known) == digits)) tile[atomicAdd(&taken, 1u)] = i;
+  });
+  if (all) return;
+  const int warp = threadIdx.x / 32, place = threadIdx.x % 32;
+  const int64_t share = (x.length + blockDim.x - 1) / blockDim.x * 32;
+  const int64_t end = (warp + 1) * share < x.length ? (warp + 1) * share : x.length;
+  const auto each_equal = [&](auto take) {
+    for (int64_t first = warp * share; first < end; first += 32) {
+      const int64_t i = first + place;
+      const bool is_equal = i < end && (sort_key<kDescending>(x[i]) & known) == digits;
+      take(i, is_equal, __ballot_sync(~0u, is_equal));
+    }
+  };
+  uint32_t count = 0;
+  each_equal([&](int64_t, bool, unsigned equal) { count += __popc(equal); });
+  if (place == 0) of_warps[warp] = count;
+  block.sync();
+  int64_t before = length - left;
+  for (int other = 0; other < warp; ++other) before += of_warps[other];
+  each_equal([&](int64_t i, bool is_equal, unsigned equal) {
+    const int64_t at = before + __popc(equal & ((1u << place) - 1));
+    if (is_equal && at < length) tile[at] = i;
+    before += __popc(equal);
+  });
+}
+
+// The order of a long row, digit by digit from the last: those of equal digits stay in their order (radix sort). The memory of
+// `order` has the indices twice, in halves of 32 bits.
+template <bool kDescending, class T>
+__device__ void order_long(BlockLanes block, Lane<T> x, int64_t* order, uint64_t* tile) {
+  using Key = decltype(sort_key<kDescending>(x[0]));
+  constexpr int kDigits = 256, kEach = 4;
+  __shared__ uint32_t begins[kDigits], of_tile[kDigits];
+  __shared__ bool is_needed;
+  auto* const of_warps = reinterpret_cast<uint16_t*>(tile);  // [warp][digit]
+  const int64_t n = x.length;
+  auto *from = reinterpret_cast<uint32_t*>(order), *to = from + n;
+  const int thread = block.thread(), threads = block.threads(), warp = thread / 32, place = thread % 32, warps = threads / 32;
+  for (int64_t i = thread; i < n; i += threads) from[i] = static_cast<uint32_t>(i);
+  for (int shift = 0; shift < static_cast<int>(sizeof(Key)) * 8; shift += 8) {
+    block.sync();
+    for (int d = thread; d < kDigits; d += threads) begins[d] = 0;
+    if (thread == 0) is_needed = true;
+    block.sync();
+    for_each_key<kDescending>(block, x, [&](int64_t, Key key) { atomicAdd(&begins[(key >> shift) % kDigits], 1u); });
+    block.sync();
+    for (int d = thread; d < kDigits; d += threads) {
+      if (begins[d] == n) is_needed = false;
+    }
+    block.sync();
+    if (!is_needed) continue;
+    sum_before(block, begins, kDigits);
+    for (int64_t first = 0; first < n; first += threads * kEach) {
+      for (int i = thread; i < warps * kDigits; i += threads) of_warps[i] = 0;
+      block.sync();
+      uint32_t index[kEach], digit[kEach], rank[kEach];
+#pragma unroll
+      for (int e = 0; e < kEach; ++e) {
+        const int64_t i = first + (warp * kEach + e) * 32 + place;
+        index[e] = i < n ? from[i] : 0;
+        digit[e] = i < n ? (sort_key<kDescending>(x[index[e]]) >> shift) % kDigits : kDigits;
+      }
+#pragma unroll
+      for (int e = 0; e < kEach; ++e) {
+        const unsigned equal = __match_any_sync(~0u, digit[e]), before = __popc(equal & ((1u << place) - 1));
+        uint16_t* const own = &of_warps[warp * kDigits + digit[e] % kDigits];
+        rank[e] = *own + before;
+        __syncwarp();
+        if (before == 0 && digit[e] < kDigits) *own += __popc(equal);
+        __syncwarp();
+      }
+      block.sync();
+      for (int d = thread; d < kDigits; d += threads) {
+        uint32_t before = 0;
+        for (int other = 0; other < warps; ++other) {
+          const uint16_t count = of_warps[other * kDigits + d];
+          of_warps[other * kDigits + d] = static_cast<uint16_t>(before);
+          before += count;
+        }
+        of_tile[d] = before;
+      }
+      block.sync();
+#pragma unroll
+      for (int e = 0; e < kEach; ++e) {
+        if (digit[e] < kDigits) to[begins[digit[e]] + of_warps[warp * kDigits + digit[e]] + rank[e]] = index[e];
+      }
+      block.sync();
+      for (int d = thread; d < kDigits; d += threads) begins[d] += of_tile[d];
+    }
+    auto* const last = from;
+    from = to, to = last;
+  }
+  const bool is_first_half = from < to;  // whose places are written from the end on, as they are twice as wide
+  const int64_t steps = (n + threads - 1) / threads;
+  for (int64_t done = 0; done < steps; ++done) {
+    const int64_t i = (is_first_half ? steps - 1 - done : done) * threads + thread;
+    block.sync();
+    const uint32_t index = i < n ? from[i] : 0;
+    block.sync();
+    if (i < n) order[i] = index;
+  }
+}
+
+// The indices of x in the order of its elements, of equal ones in their own: all, or up to kSorted of the first ones.
+template <bool kDescending, class T>
+__device__ void argsort(BlockLanes block, Lane<T> x, Lane<int64_t> order) {
+  __shared__ uint64_t tile[kSorted];
+  using Key = decltype(sort_key<kDescending>(x[0]));
+  constexpr bool kPacked = sizeof(Key) == 4;
+  block.sync();  // until the row before is done
+  int count = x.length;
+  if (x.length > kSorted) {
+    if (order.length == x.length) return order_long<kDescending>(block, x, order.first, tile);
+    if constexpr (kPacked) {
+      if (order.length <= block.threads() && order_few<kDescending>(block, x, order, tile)) return;
+    }
+    choose<kDescending>(block, x, order.length, tile);
+    block.sync();
+    count = order.length;
+  }
+  const auto key = [&](uint64_t i) { return sort_key<kDescending>(x[i]); };
+  for (int i = block.thread(); i < count; i += block.threads()) {
+    const int64_t index = x.length > kSorted ? tile[i] : i;
+    if constexpr (kPacked) {
+      tile[i] = packed(key(index), index);
+    } else {
+      tile[i] = index;
+    }
+  }
+  sort_tile(block, tile, count, [&](uint64_t a, uint64_t b) {
+    if constexpr (kPacked) {
+      return a < b;
+    } else {
+      const Key key_a = key(a), key_b = key(b);
+      return key_a < key_b || (key_a == key_b && a < b);
+    }
+  });
+  for (int64_t i = block.thread(); i < order.length; i += block.threads()) {
+    order[i] = kPacked ? static_cast<uint32_t>(tile[i]) : tile[i];
+  }
+}
+
+// By a heap of the first ones so far, of which the root comes last.
+template <bool kDescending, class T>
+__device__ void argsort(Lanes, Lane<T> x, Lane<int64_t> order) {
+  const int64_t n = order.length;
+  const auto comes_first = [&](int64_t a, int64_t b) {
+    const auto key_a = sort_key<kDescending>(x[a]), key_b = sort_key<kDescending>(x[b]);
+    return key_a < key_b || (key_a == key_b && a < b);
+  };
+  const auto sift = [&](int64_t place, int64_t end, int64_t index) {
+    for (int64_t child; (child = 2 * place + 1) < end; place = child) {
+      if (child + 1 < end && comes_first(order[child], order[child + 1])) ++child;
+      if (!comes_first(index, order[child])) break;
+      order[place] = order[child];
+    }
+    order[place] = index;
+  };
+  for (int64_t i = 0; i < n; ++i) order[i] = i;
+  for (int64_t place = n / 2; place-- > 0;) sift(place, n, order[place]);
+  for (int64_t i = n; i < x.length; ++i) {
+    if (comes_first(i, order[0])) sift(0, n, i);
+  }
+  for (int64_t end = n; end-- > 1;) {
+    const int64_t index = order[end];
+    order[end] = order[0];
+    sift(0, end, index);
+  }
+}
+#else
+template <bool kDescending, class T>
+void argsort(Lanes, Lane<T> x, Lane<int64_t> order) {
+  std::vector<int64_t> indices(x.length);
+  std::iota(indices.begin(), indices.end(), int64_t{0});
+  const auto end = indices.begin() + order.length;
+  std::partial_sort(indices.begin(), end, indices.end(), [&](int64_t a, int64_t b) {
+    const auto key_a = sort_key<kDescending>(x[a]), key_b = sort_key<kDescending>(x[b]);
+    return key_a < key_b || (key_a == key_b && a < b);
+  });
+  for (int64_t i = 0; i < order.length; ++i) order[i] = indices[i];
+}
+#endif
+
+}  // namespace hw

@@ -1,0 +1,60 @@
+"""`argsort` and `top_k` on a GPU beside NumPy's stable order: equal elements, NaNs and zeros, all kinds of dtypes, rows around tiles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hostweave as hw
+
+torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+
+DTYPES = ("f32", "bf16", "f16", "f64", "i32", "i64", "u8", "i8")
+TORCH_DTYPES = dict(zip(DTYPES, ("float32", "bfloat16", "float16", "float64", "int32", "int64", "uint8", "int8"), strict=True))
+SHAPES = ((3, 1), (5, 7), (300, 33), (2, 2048), (2, 2049), (3, 5000), (2, 40_000))
+KINDS = ("random", "ties", "nan", "same")
+LARGE = 40_000  # of which it would take long to order all by indices
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+
+
+def rows(dtype: str, shape: tuple[int, int], kind: str) -> Any:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal(shape) * (0 if kind == "same" else 2)
+    some = rng.random(shape) < 0.1
+    if not dtype.startswith(("f", "b")):
+        x = abs(x) if dtype == "u8" else x
+        return torch.from_numpy(x * (2 if kind == "ties" else 40)).to(getattr(torch, TORCH_DTYPES[dtype]))
+    x = np.where(some, -0.0, np.round(x)) if kind == "ties" else np.where(some, np.nan, x) if kind == "nan" else x
+    return torch.from_numpy(x).to(getattr(torch, TORCH_DTYPES[dtype]))
+
+
+def order(x: Any, descending: bool) -> Any:
+    array = x.double().numpy() if x.dtype.is_floating_point else x.numpy()
+    if not descending:
+        return np.argsort(array, 1, kind="stable")
+    return array.shape[1] - 1 - np.argsort(array[:, ::-1], 1, kind="stable")[:, ::-1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_order(dtype: str) -> None:
+    for k in (0, 1, 5, 50, 3000):
+
+        @hw.fusion(mesh=hw.Mesh(x=1), x=getattr(hw, dtype)["B", "N"])
+        def ordered(x: hw.Tensor) -> tuple[hw.Tensor, ...]:
+            columns = hw.permute_dims(x, (1, 0))
+            if k == 0:  # noqa: B023
+                return hw.argsort(x), hw.argsort(x, descending=True), hw.argsort(columns, 0, descending=True)
+            return hw.top_k(x, k, largest=False)[1], hw.top_k(x, k)[1], hw.top_k(columns, k, 0)[1]  # noqa: B023
+
+        program = hw.compile(ordered, target="cuda")
+        shapes = [shape for shape in SHAPES if k <= shape[1] and (shape[1] < LARGE or 0 < k < 3000 or dtype == "f32")]
+        for shape in shapes:
+            for kind in KINDS:
+                x = rows(dtype, shape, kind)
+                first, largest, columns = (got.cpu().numpy() for got in program.run(x.cuda()))
+                for got, descending in ((first, False), (largest, True), (columns.T, True)):
+                    np.testing.assert_array_equal(got, order(x, descending)[:, : k or None], err_msg=f"{k} {shape} {kind}")
+        program.close()

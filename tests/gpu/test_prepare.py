@@ -1,0 +1,61 @@
+"""`program.prepare` on a GPU: a server of varying sizes plans and allocates nothing while it serves."""
+
+from __future__ import annotations
+
+import random
+import resource
+from pathlib import Path
+
+import pytest
+
+import hostweave as hw
+from hostweave.build.cuda import gpus
+
+torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+
+GPUS = len(gpus())
+CALLS, SIZES, E, F = 3_400, 2_000, 32, 64  # three times so many calls
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.parametrize("ranks", [ranks for ranks in (1, 2) if ranks <= max(GPUS, 1)])
+def test_a_server_of_varying_sizes(ranks: int) -> None:
+    @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.bf16["T", "E"], up=hw.bf16["E", "F@x"], down=hw.bf16["F@x", "E"])
+    def mlp(x: hw.Tensor, up: hw.Tensor, down: hw.Tensor) -> hw.Tensor:
+        return hw.reshard(hw.matmul(hw.maximum(hw.matmul(x, up), 0), down), "T", "E")
+
+    program, threads = hw.compile(mlp, target="cuda"), hw.Threads(ranks)
+    calls, sizes = (CALLS, SIZES) if ranks == 1 else (CALLS // 10, SIZES // 10)
+    order = random.Random(0).choices(range(1, sizes + 1), k=calls)
+
+    def on_rank(rank: int) -> None:
+        torch.cuda.set_device(rank)
+        hw.init(threads)
+        made = torch.Generator().manual_seed(0)
+        x, up, down = (torch.randint(-1, 2, shape, generator=made).bfloat16() for shape in ((sizes, E), (E, F), (F, E)))
+        want = (torch.relu(x.float() @ up.float()).bfloat16().float() @ down.float()).bfloat16().cuda()
+        model = program.bind(up=up.chunk(ranks, 1)[rank].contiguous().cuda(), down=down.chunk(ranks)[rank].cuda())
+        x, out = x.cuda(), torch.empty_like(want)
+        model.prepare(*({"T": rows} for rows in range(1, sizes + 1)))
+        for rows in order[: calls // 10]:
+            model(x[:rows], out=out[:rows])
+        torch.cuda.synchronize()
+        grown = []
+        for _ in range(3):  # others may take memory of this GPU in between
+            before = torch.cuda.mem_get_info()[0], resident_bytes()
+            for i, rows in enumerate(order):
+                model(x[:rows], out=out[:rows])
+                if i % 100 == 0:
+                    torch.testing.assert_close(out[:rows], want[:rows], rtol=0, atol=0)
+                    out.zero_()
+            torch.cuda.synchronize()
+            grown.append((before[0] - torch.cuda.mem_get_info()[0], resident_bytes() - before[1]))
+        for growth in zip(*grown, strict=True):
+            assert min(growth) < 4 << 20, grown
+
+    threads.run(on_rank)
