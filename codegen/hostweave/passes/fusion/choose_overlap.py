@@ -240,9 +240,9 @@ class _Choice:
             return
         for op in self.ops:
             stream = self.streams.get(op.result.name)
-            if op.kind in RESHARD_STEPS and op.kind != "shard" and not (stream and stream.algorithm):
-                why = f"the {op.kind} of %{op.result.name} is in no chunk loop by shard, where alone that can be"
-                remedy = 'stream the matmul beside it, or use transport="auto", and .stream(..., algorithm="put") on the loops that can'
+            if op.kind in TO_OTHER_MESHES and not (stream and stream.algorithm):
+                why = f"the {op.kind} of %{op.result.name} is TODO"
+                remedy = 'use transport="auto"'
                 raise ProgramError(f'transport="{self.transport}": {why}; {remedy}', op.location)
 
     def moves_streamed_dim(self, member: _Member, change: ReshardStep) -> bool:

@@ -40,6 +40,7 @@ from hostweave.passes.lower.puts import ARRIVALS, PUTS, with_windows
 from hostweave.passes.lower.reshards import Reshards, owner, ring_term
 from hostweave.passes.lower.steps import Steps, dim_of_chunk
 from hostweave.passes.lower.uneven_sizes import uneven_sizes
+from hostweave.transports.transport import DEFAULT
 from hostweave.types.size import Size, product
 from hostweave.types.tensor import TensorType, f32
 
@@ -49,17 +50,22 @@ LANES = 2  # streams of a loop of puts, so that the end of a matmul and the begi
 
 def lower_to_host(fusion: Fusion, options: Options) -> ir.HostProgram:
     """The host program of a fusion whose reshards are each one communication or one local slice; of each function a function."""
-    uneven = uneven_sizes(fusion)
+    uneven = uneven_sizes(fusion, transport_for(options))
     channels: dict[str, ir.Channel] = {}
     program = joined([_Lowering(Dataflow(body, uneven), options, channels).program() for body in (*fusion.functions, fusion)])
     return replace(program, channels=tuple(channels.values()), user_kernels=fusion.user_kernels)
+
+
+def transport_for(options: Options) -> str:
+    """That of channels which no loop states."""
+    return DEFAULT if options.transport == "auto" else options.transport
 
 
 class _Lowering:
     """Writes the instructions of one body."""
 
     def __init__(self, flow: Dataflow, options: Options, channels: dict[str, ir.Channel]):
-        self.flow, self.options, self.b = flow, options, Builder(flow.mesh, channels)
+        self.flow, self.options, self.b = flow, options, Builder(flow.mesh, channels, transport_for(options))
         self.loops = loops_of(flow)
         self.placement = placement_of(flow, self.loops)
         self.asynchronous = Asynchronous(flow, self.b)

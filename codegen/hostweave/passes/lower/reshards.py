@@ -16,6 +16,7 @@ from hostweave.passes.lower import communication
 from hostweave.passes.lower.buffers import Buffers
 from hostweave.passes.lower.communication import Shards
 from hostweave.passes.lower.dataflow import Dataflow
+from hostweave.passes.lower.exchanges import Reduce
 from hostweave.passes.lower.kernels import Kernels
 from hostweave.passes.lower.loops import Loop, algorithm_of
 from hostweave.passes.lower.puts import Gather, Scatter
@@ -68,7 +69,7 @@ class Reshards:
         """What goes before a loop of puts. Where a process group has one rank nothing is put."""
         op = loop.communication
         if op and algorithm_of(loop) == "put" and steps.shards > 1:
-            known = self.b, self.flow, self.buffers, op, steps, self._new_events
+            known = self.b, step_of(op).axes, self.flow, self.buffers, op, steps, self._new_events
             self.puts = Scatter(*known, self.kernels) if op.kind == "reduce_scatter" else Gather(*known)
             self.puts.begin()
 
@@ -112,11 +113,11 @@ class Reshards:
         match change.kind:
             case "all_reduce" if change.reduction not in find_transport(DEFAULT).reduces:
                 terms = communication.gathered(self.b, src, f"{op.tensors[0]}_terms", shards, steps)
-                self.b.emit(ir.Launch(self.kernels.summing(change.reduction, terms, dst, op), (terms,), (dst,)))
+                self._reducing(op, change)(terms, dst)
             case "all_reduce":
-                communication.all_reduce(self.b, src, dst, change.reduction, shards, steps)
+                communication.all_reduce(self.b, src, dst, change.reduction, shards, steps, self._reducing(op, change))
             case "reduce_scatter":
-                communication.reduce_scatter(self.b, src, dst, change.reduction, shards, steps)
+                communication.reduce_scatter(self.b, src, dst, change.reduction, shards, steps, self._reducing(op, change))
             case "all_to_all":
                 cut = replace(shards, dim=self._dim_of_chunk(change.to, op, steps))
                 communication.all_to_all(self.b, src, dst, cut, shards, steps)
@@ -125,6 +126,10 @@ class Reshards:
                 communication.collective_permute(self.b, src, dst, change.sources, change.axes, steps)
             case "all_gather":
                 communication.all_gather(self.b, src, dst, shards, steps)
+
+    def _reducing(self, op: Op, change: ReshardStep) -> Reduce:
+        """Emits the reduction of terms, one a rank, that ranks make themselves."""
+        return lambda terms, dst: self.b.emit(ir.Launch(self.kernels.summing(change.reduction, terms, dst, op), (terms,), (dst,)))
 
     def _is_uneven(self, op: Op) -> bool:
         """Whether ranks may hold different shares of a dim that the op changes."""

@@ -1,0 +1,48 @@
+"""Communication outside of chunk loops on one-sided channels, on any number of ranks and in random schedules."""
+
+from __future__ import annotations
+
+import pytest
+from whole_programs import EXCHANGES, compiled, expect, fusion_of, integer_arrays, sizes_of
+
+import hostweave as hw
+from hostweave.check.check import check
+from hostweave.check.interpret import interpret
+from hostweave.check.sizes import minimal_sizes
+from hostweave.host_ir.ir import HostProgram
+from hostweave.options import Options
+from hostweave.pipeline import lower
+from hostweave.runtime.cpu import seeded
+
+ONE_SIDED = Options(transport="one_sided")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_the_ir_says_the_same(name: str, ranks: int) -> None:
+    fusion = fusion_of(name, ranks, 3, hw.bf16)
+    host = lower(fusion, ONE_SIDED)
+    check(host)
+    assert HostProgram.parse(str(host)) == host
+    assert "two_sided" not in str(host)
+    assert ("one_sided" in str(host)) == (fusion.mesh.size > 1)
+    arrays = integer_arrays(host, {size: 3 * least for size, least in minimal_sizes(host).items()}, seed=0)
+    ranks_of = [tuple(rank.values()) for rank in interpret(host, arrays)]
+    expect(fusion, arrays, [results if len(results) > 1 else results[0] for results in ranks_of], exact=True)
+
+
+RUNS = [("exchanges", 2), ("exchanges", 3), ("exchanges", 8), ("permutes", 2), ("permutes", 4), ("two_axes", 2), ("two_layers", 3)]
+
+
+@pytest.mark.parametrize(("name", "ranks"), RUNS)
+def test_matches_numpy(name: str, ranks: int) -> None:
+    fusion = fusion_of(name, ranks, 3, hw.bf16)
+    program = compiled(fusion, options=ONE_SIDED)
+    for times in (1, 3, 2):  # memory that grows, and is used again
+        arrays = integer_arrays(fusion, sizes_of(fusion, times), seed=times)
+        expect(fusion, arrays, program.run(**arrays, ranks=True), exact=True)
+    calls = [integer_arrays(fusion, sizes_of(fusion, times=1), seed) for seed in range(3)]
+    for seed in range(4 if ranks < 8 else 1):
+        with seeded(seed, check_dependencies=True):
+            for arrays, results in zip(calls, program.run_in_flight(calls, poison=True), strict=True):
+                expect(fusion, arrays, results, exact=True)
