@@ -41,3 +41,18 @@ def sequence_parallel(x, w_in, w_out):
 @hw.fusion(mesh=mesh, x=dtype["M@x", "E"], w_in=dtype["E", "F@x"], w_out=dtype["F@x", "E"])
 def two_layers(x, w_in, w_out):
     return sequence_parallel(sequence_parallel(x, w_in, w_out), w_in, w_out)  # one function, called twice
+
+
+half, rest = mesh.ranks(range((D + 1) // 2)), mesh.ranks(range((D + 1) // 2, D)) if D > 1 else mesh.ranks([0])
+both = mesh.ranks([0, 1]) if D > 1 else mesh.ranks([0])
+
+
+@hw.fusion(mesh=mesh, x=dtype["M", "K"].on(half), w=dtype["K", "N@x"].on(half), v=dtype["N", "K@x"].on(rest))
+def stages(x, w, v):
+    y = x
+    for _ in range(2):  # there and back
+        h = hw.clip(hw.matmul(y, w), -1, 1)
+        there = hw.reshard(h, "M", "N@x", mesh=rest)
+        z = hw.reshard(hw.matmul(hw.reshard(there, "M", "N"), v), "M", "K")
+        y = hw.clip(hw.reshard(z, "M", "K", mesh=half), -1, 1)
+    return y, hw.reshard(y, "M", "K", mesh=both), hw.reshard(x, "M", "K@x", mesh=mesh)

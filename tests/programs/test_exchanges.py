@@ -6,6 +6,7 @@ import pytest
 from whole_programs import EXCHANGES, compiled, expect, fusion_of, integer_arrays, sizes_of
 
 import hostweave as hw
+from hostweave.base.errors import ArgumentError, ProgramError
 from hostweave.check.check import check
 from hostweave.check.interpret import interpret
 from hostweave.check.sizes import minimal_sizes
@@ -27,11 +28,22 @@ def test_the_ir_says_the_same(name: str, ranks: int) -> None:
     assert "two_sided" not in str(host)
     assert ("one_sided" in str(host)) == (fusion.mesh.size > 1)
     arrays = integer_arrays(host, {size: 3 * least for size, least in minimal_sizes(host).items()}, seed=0)
-    ranks_of = [tuple(rank.values()) for rank in interpret(host, arrays)]
+    ranks_of = [tuple(rank.get(output.name) for output in host.outputs) for rank in interpret(host, arrays)]
     expect(fusion, arrays, [results if len(results) > 1 else results[0] for results in ranks_of], exact=True)
 
 
-RUNS = [("exchanges", 2), ("exchanges", 3), ("exchanges", 8), ("permutes", 2), ("permutes", 4), ("two_axes", 2), ("two_layers", 3)]
+RUNS = [
+    ("exchanges", 2),
+    ("exchanges", 3),
+    ("exchanges", 8),
+    ("permutes", 2),
+    ("permutes", 4),
+    ("two_axes", 2),
+    ("two_layers", 3),
+    ("stages", 2),
+    ("stages", 3),
+    ("stages", 4),
+]
 
 
 @pytest.mark.parametrize(("name", "ranks"), RUNS)
@@ -46,3 +58,25 @@ def test_matches_numpy(name: str, ranks: int) -> None:
         with seeded(seed, check_dependencies=True):
             for arrays, results in zip(calls, program.run_in_flight(calls, poison=True), strict=True):
                 expect(fusion, arrays, results, exact=True)
+
+
+def test_blocks_of_different_sizes_are_not_read() -> None:
+    mesh = hw.Mesh(x=5)
+
+    @hw.fusion(mesh=mesh, x=hw.f32["M@x"].on(mesh.ranks([0, 1])))
+    def moved(x):  # type: ignore[no-untyped-def]
+        return hw.reshard(x + 1, "M@x", mesh=mesh.ranks([2, 3, 4]))
+
+    hw.compile(moved)
+    with pytest.raises(ProgramError) as caught:
+        hw.compile(moved, options=ONE_SIDED)
+    assert str(caught.value).endswith(
+        "transport one_sided: 2 ranks and 3 share a dim of f32[M@x] on mesh(x=2 of ranks 0, 1) in blocks that may differ in size; shard a "
+        'dim alike on both meshes, write its size as an int that divides, or use transport="auto"'
+    )
+
+
+def test_sizes_have_to_divide() -> None:
+    fusion = fusion_of("two_layers", 3, 3, hw.bf16)
+    with pytest.raises(ArgumentError, match="M"):
+        compiled(fusion, options=ONE_SIDED).run(**integer_arrays(fusion, {"M": 4, "E": 3, "F": 3}, seed=0))

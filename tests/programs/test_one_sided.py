@@ -144,9 +144,8 @@ def test_options() -> None:
         "stream of %y: algorithm='put' cannot be; what can: p2p (by_shard), broadcast (by_shard), ring (by_shard), "
         "all_gather (across_shards) for the all_gather of %x_gathered"
     )
-    assert message_of(fusion_of("matmul_ar_unstreamed", 2, 3, hw.bf16), transport="one_sided").endswith(
-        'transport="one_sided": the all_reduce of %y is in no chunk loop by shard, where alone that can be; stream the '
-        'matmul beside it, or use transport="auto", and .stream(..., algorithm="put") on the loops that can'
+    assert message_of(fusion_of("matmul_ar", 2, 3, hw.bf16), transport="one_sided").endswith(
+        "stream of %y: transport='one_sided' cannot be; what can: nothing for the all_reduce of %y"
     )
 
 

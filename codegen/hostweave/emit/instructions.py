@@ -186,7 +186,9 @@ class Emitter:
         others = "".join(f", also %{other}" for other in self.others.get(i.out, ()))
         pointer, comment = f"{i.type.dtype.cpp}*", f"%{i.out}: {i.type}{others}" + (f" of @{self.function}" if self.function else "")
         if begin.place.stream is None:
-            self.temporaries[begin] = Temporary(f"{pointer} {member} = nullptr", member, self.count_of(i.type), comment)
+            self.temporaries[begin] = Temporary(
+                f"{pointer} {member} = nullptr", member, self.count_of(i.type), comment, in_window=i.in_window
+            )
             self.buffers[i.out] = Buffer(member, i.type, i.out, read_only=False)
             return ""
         stream, index = begin.place.stream
@@ -206,7 +208,9 @@ class Emitter:
         declaration = f"std::array<{i.type.dtype.cpp}*, {count}> {member}{{}}" if number == 0 else ""
         self.elements[i.out] = element = Element(member, number)
         comment = f"%{i.out}: {i.type}" + (f" of @{self.function}" if self.function else "") + ", and those of the calls that follow"
-        self.temporaries[begin] = Temporary(declaration, str(element), self.count_of(i.type), comment, element=element)
+        self.temporaries[begin] = Temporary(
+            declaration, str(element), self.count_of(i.type), comment, element=element, in_window=i.in_window
+        )
         self.buffers[i.out] = Buffer(str(element), i.type, i.out, read_only=False)
         return ""
 

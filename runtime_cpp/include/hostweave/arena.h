@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
+#include <span>
 #include <vector>
 
 #include "hostweave/device_memory.h"
@@ -21,8 +22,8 @@ class Arena {
   cudaError_t begin_call(cudaStream_t caller) { return calls_.begin_call(caller); }
   cudaError_t end_call(cudaStream_t caller) { return calls_.end_call(caller); }
 
-  void* data() const { return memory_.data(); }
-  size_t bytes() const { return memory_.bytes(); }
+  // All of it.
+  std::vector<std::span<char>> memory() const { return {{static_cast<char*>(memory_.data()), memory_.bytes()}}; }
 
  private:
   DeviceMemory memory_;

@@ -23,7 +23,8 @@ struct Lifetime {
   size_t bytes = 0;
   const void* pool = nullptr;  // of the stream that it belongs to; null: it belongs to all
   int64_t stream = 0;
-  std::vector<Use> uses;  // one after another
+  bool in_window = false;  // of memory that peers reach, which has one layout on all ranks, whatever else each of them has
+  std::vector<Use> uses;   // one after another
 };
 
 class MemoryPlan {
@@ -36,13 +37,18 @@ class MemoryPlan {
   void allocate(T*& pointer, int64_t count) {
     allocate({reinterpret_cast<void**>(&pointer), 1}, count * sizeof(T), nullptr);
   }
+  // The same in a window.
+  template <class T>
+  void allocate_window(T*& pointer, int64_t count) {
+    allocate({reinterpret_cast<void**>(&pointer), 1}, count * sizeof(T), nullptr, true);
+  }
   // A buffer for each of these streams.
   template <class T, size_t n>
   void allocate(std::array<T*, n>& pointers, int64_t count, const Streams& streams) {
     allocate({reinterpret_cast<void**>(pointers.data()), n}, count * sizeof(T), &streams);
   }
   // A buffer of so many bytes for each pointer: of all streams, or one for each of the first of a pool.
-  void allocate(std::span<void*> pointers, size_t bytes, const void* pool);
+  void allocate(std::span<void*> pointers, size_t bytes, const void* pool, bool in_window = false);
 
   template <class T>
   void free(T*& pointer) {
@@ -58,13 +64,16 @@ class MemoryPlan {
   void join(const Streams& streams) { join(static_cast<const void*>(&streams)); }
   void join(const void* pool);
 
-  // The bytes that all buffers together take.
-  size_t place();
+  // The bytes that all buffers together take, in windows and elsewhere.
+  struct Bytes {
+    size_t in_windows = 0, elsewhere = 0;
+  };
+  Bytes place();
   // Of the buffers in the order of their first allocation, and of these the places.
   std::span<const Lifetime> lifetimes() const { return lifetimes_; }
   std::span<const size_t> offsets() const { return offsets_; }
-  // Once placed, sets every pointer to its place in this memory.
-  void set_pointers(void* memory) const;
+  // Once placed, sets every pointer to its place in this memory, or among these windows.
+  void set_pointers(void* memory, void* windows = nullptr) const;
 
  private:
   int64_t now_ = 0;

@@ -19,18 +19,19 @@ that a rank reduces, and added up by a kernel in the order of ranks, so that all
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.builder import Builder
-from hostweave.host_ir.expr import Const, Expr, Var
+from hostweave.host_ir.expr import Const, Expr, Var, opposite
 from hostweave.passes.lower.steps import rank_in_group
 from hostweave.transports.transport import find_transport, transport_of
 from hostweave.types.size import Size, product
 from hostweave.types.tensor import BufferType
 
 SIGNAL = 0  # the only number that all libraries with signals have
+READ = 1  # the number of signals of those that have read, where they may come at any time
 SMALL = 1 << 15  # bytes: where one rank reads all, rather than its part of two readings, latency is what counts
 
 Reduce = Callable[[str, str], None]  # emits the reduction of a buffer of terms, one a rank, into another one
@@ -62,11 +63,11 @@ class Signals:
         else:
             self.each(self.size - 1, lambda hop: emit((self.rank + 1 + hop) % self.size))
 
-    def signal_to(self, peer: Expr, buffer: str) -> None:
-        self.b.emit(ir.Signal(SIGNAL, peer, buffer, self.channel))
+    def signal_to(self, peer: Expr, buffer: str, number: int = SIGNAL) -> None:
+        self.b.emit(ir.Signal(number, peer, buffer, self.channel))
 
-    def wait_for(self, peer: Expr, buffer: str) -> None:
-        self.b.emit(ir.WaitSignal(SIGNAL, peer, buffer, self.channel))
+    def wait_for(self, peer: Expr, buffer: str, number: int = SIGNAL) -> None:
+        self.b.emit(ir.WaitSignal(number, peer, buffer, self.channel))
 
     def signal(self, buffer: str) -> None:
         """To all peers."""
@@ -111,6 +112,21 @@ class Exchange(Signals):
         self.reduce_scatter(src, reduced, reduce)
         self.all_gather(reduced, dst)
 
+    def reduce(self, src: str, dst: str, root: int, on_root: Callable[[], AbstractContextManager[None]], reduce: Reduce) -> None:
+        """At root; that stands in a body of its own, of a mesh of such ranks."""
+        others = [Const(rank) for rank in range(self.size) if rank != root]
+        src, type = self.in_window(src), self.b.types[dst]
+        with self.unless(root):
+            self.signal_to(Const(root), src)
+        with on_root():
+            terms = self.b.allocate_here(f"{dst}_terms", BufferType(type.dtype, (Size(self.size), *type.shape)))
+            self.copy(src, self.block(terms, Const(root)))
+            for peer in others:
+                self.get(peer, src, self.block(terms, peer))
+            reduce(terms, dst)
+        with self.unless(root):
+            self.wait_for(Const(root), src)
+
     def collective_permute(self, src: str, dst: str, sources: ir.Sources) -> None:
         distances = {None if source is None else (rank - source) % self.size for rank, source in enumerate(sources)}
         src = self.in_window(src)
@@ -150,11 +166,11 @@ class Exchange(Signals):
         self.each_peer(lambda peer: self.get(peer, *taken(peer)))
         self.wait(src)
 
-    def get(self, peer: Expr, src: str, dst: str) -> None:
-        """Once the peer says that it is there; then tells it."""
+    def get(self, peer: Expr, src: str, dst: str, number: int = SIGNAL) -> None:
+        """Once the peer says that it is there; then tells it, by a signal of this number."""
         self.wait_for(peer, src)
         self.b.emit(ir.Get(src, peer, dst, self.channel))
-        self.signal_to(peer, src)
+        self.signal_to(peer, src, number)
 
     def copy(self, src: str, dst: str) -> None:
         self.b.emit(ir.Copy(self.b.reshape(src, self.b.types[dst].shape, f"{src}_own"), dst))
@@ -176,7 +192,36 @@ class Exchange(Signals):
         return self.b.select(by_rank, 0, rank, f"{by_rank.removesuffix('_by_rank')}_block")
 
     @contextmanager
+    def unless(self, rank: int) -> Iterator[None]:
+        with self.b.nested() as body:
+            yield
+        self.b.emit(ir.If(opposite(self.rank.equals(rank)), tuple(body)))
+
+    @contextmanager
     def on_rank(self, rank: int) -> Iterator[None]:
         with self.b.nested() as body:
             yield
         self.b.emit(ir.If(self.rank.equals(rank), tuple(body)))
+
+
+def with_windows(body: tree.Body) -> tree.Body:
+    """A body in which what peers read or write, and what is put from, lies in windows, which all ranks have."""
+    named = [name for i in tree.walk(body) if isinstance(i, ir.OneSided) for name in tree.names(i, "read", "remote_write")]
+    sources = {tree.names(i, "view")[0]: tree.names(i, "alias")[0] for i in tree.walk(body) if tree.names(i, "view")}
+    roots = set()
+    for name in named:
+        while name in sources:
+            name = sources[name]
+        roots.add(name)
+    on_some: list[tree.Instruction] = []
+
+    def moved(i: tree.Instruction) -> tree.Instruction | tree.Body | None:
+        if i.ranks and (windows := [inner for inner in tree.bodies(i)[0] if inner.in_window]):
+            on_some.extend(windows)
+            i = tree.with_bodies(i, lambda inner: tuple(each for each in inner if not each.in_window))
+            return i if any(tree.bodies(i)) else ()
+        (name,) = tree.names(i, "allocate") or ("",)
+        return ir.AllocateWindow(name, i.defined({})[name], location=i.location) if name in roots else None
+
+    rest = tree.rewrite(body, moved)
+    return (*on_some, *rest)

@@ -32,11 +32,12 @@ from hostweave.passes.lower import attention, communication
 from hostweave.passes.lower.asynchronous import COMM, Asynchronous
 from hostweave.passes.lower.buffers import Buffers
 from hostweave.passes.lower.dataflow import Dataflow
+from hostweave.passes.lower.exchanges import with_windows
 from hostweave.passes.lower.kernels import Kernels
 from hostweave.passes.lower.loops import Loop, algorithm_of, iterations, loops_of, shards
 from hostweave.passes.lower.parts import borders, part
 from hostweave.passes.lower.placement import placement_of
-from hostweave.passes.lower.puts import ARRIVALS, PUTS, with_windows
+from hostweave.passes.lower.puts import ARRIVALS, PUTS
 from hostweave.passes.lower.reshards import Reshards, owner, ring_term
 from hostweave.passes.lower.steps import Steps, dim_of_chunk
 from hostweave.passes.lower.uneven_sizes import uneven_sizes
@@ -93,6 +94,7 @@ class _Lowering:
                 self.loop(loop)
         b.location = None
         self.asynchronous.join()
+        self.reshards.end_of_body()
         for parameter, name in zip(outputs, f.outputs, strict=True):
             b.location = flow.producer[name].location if parameter.memory else None
             with b.on(parameter.type.mesh):

@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from hostweave.fusion_ir.ir import Op
-from hostweave.host_ir import ir, tree
-from hostweave.host_ir.builder import Builder
+from hostweave.host_ir import ir
 from hostweave.host_ir.expr import Const, Expr, Var, opposite
 from hostweave.passes.lower.buffers import Buffers
 from hostweave.passes.lower.communication import branch, contiguous_source
@@ -232,20 +231,3 @@ class Scatter(PutLoop):
         landed = b.select(self.landing, 1, steps.piece, f"{self.landing}_{index.name}")
         own, target = self.term(steps), self.buffers.destination(self.op, steps)
         b.emit(ir.Launch(self.kernels.adding(own, landed, target, self.op), (own, landed), (target,)))
-
-
-def with_windows(body: tree.Body) -> tree.Body:
-    """A body in which what peers read or write, and what is put from, lies in windows."""
-    named = [name for i in tree.walk(body) if isinstance(i, ir.OneSided) for name in tree.names(i, "read", "remote_write")]
-    sources = {tree.names(i, "view")[0]: tree.names(i, "alias")[0] for i in tree.walk(body) if tree.names(i, "view")}
-    roots = set()
-    for name in named:
-        while name in sources:
-            name = sources[name]
-        roots.add(name)
-
-    def moved(i: tree.Instruction) -> tree.Instruction | None:
-        (name,) = tree.names(i, "allocate") or ("",)
-        return ir.AllocateWindow(name, i.defined({})[name], location=i.location) if name in roots else None
-
-    return tree.rewrite(body, moved)
