@@ -123,6 +123,12 @@ void WindowArena::release(Memory memory) const {
   HW_CHECK(ncclMemFree(memory.data));
 }
 
+size_t WindowArena::offset(const void* place) const {
+  const auto offset = static_cast<size_t>(static_cast<const char*>(place) - static_cast<const char*>(memory_.data));
+  if (offset > memory_.bytes) throw ExecutionError("a peer cannot reach memory that lies in no window: allocate it there");
+  return offset;
+}
+
 cudaError_t WindowArena::begin_call(cudaStream_t caller) {
   for (const auto& users : users_) {
     if (const cudaError_t error = users->calls.begin_call(caller)) return error;

@@ -194,7 +194,7 @@ class Emitter:
         stream, index = begin.place.stream
         pool, name = self.context.streams[stream], self.names.of(i.out)
         declaration, comment = f"std::array<{pointer}, {begin.slots}> {member}{{}}", f"{comment}, one a stream"
-        self.temporaries[begin] = Temporary(declaration, member, self.count_of(i.type), comment, pool.member)
+        self.temporaries[begin] = Temporary(declaration, member, self.count_of(i.type), comment, pool.member, in_window=i.in_window)
         self.buffers[i.out] = Buffer(name, i.type, i.out, read_only=False)
         least, greatest = self.integers.range(index)
         if least is None or least < 0 or greatest is None or greatest >= pool.count:

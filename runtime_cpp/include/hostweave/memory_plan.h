@@ -47,6 +47,10 @@ class MemoryPlan {
   void allocate(std::array<T*, n>& pointers, int64_t count, const Streams& streams) {
     allocate({reinterpret_cast<void**>(pointers.data()), n}, count * sizeof(T), &streams);
   }
+  template <class T, size_t n>
+  void allocate_window(std::array<T*, n>& pointers, int64_t count, const Streams& streams) {
+    allocate({reinterpret_cast<void**>(pointers.data()), n}, count * sizeof(T), &streams, true);
+  }
   // A buffer of so many bytes for each pointer: of all streams, or one for each of the first of a pool.
   void allocate(std::span<void*> pointers, size_t bytes, const void* pool, bool in_window = false);
 

@@ -69,8 +69,8 @@ class WindowArena {
   }
 
   ncclWindow_t window(const Channel& channel) const { return registered(channel).window; }
-  // Of a place in this rank's windows, in bytes.
-  size_t offset(const void* place) const { return static_cast<const char*>(place) - static_cast<const char*>(memory_.data); }
+  // Of a place in this rank's windows, in bytes. Throws ExecutionError for one elsewhere.
+  size_t offset(const void* place) const;
   // The same place in the memory of a peer, which copies and kernels of this rank can use.
   template <class T>
   T* on_peer(const Channel& channel, int64_t peer, T* place) const {
