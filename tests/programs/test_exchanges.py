@@ -66,7 +66,30 @@ def test_blocks_of_different_sizes_are_not_read() -> None:
     )
 
 
+def test_a_part_is_copied_before_others_read_it() -> None:
+    """It does not begin where that of a peer does."""
+
+    @hw.fusion(mesh=hw.Mesh(x=3), x=hw.f32["M", "K@x"])
+    def turned(x):  # type: ignore[no-untyped-def]
+        whole = hw.relu(hw.reshard(x, "M", "K"))
+        return hw.collective_permute(hw.reshard(whole, "M@x", "K"), "M", [1, 2, 0])
+
+    host = lower(turned, ONE_SIDED)
+    arrays = integer_arrays(host, {"M": 6, "K": 3}, seed=0)
+    expect(turned, arrays, [rank["y"] for rank in interpret(host, arrays)], exact=True)
+
+
 def test_sizes_have_to_divide() -> None:
+    @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", 3])
+    def turned(x):  # type: ignore[no-untyped-def]
+        return hw.reshard(x, "M", "3@x")
+
+    with pytest.raises(ProgramError) as caught:
+        hw.compile(turned, options=ONE_SIDED)
+    assert str(caught.value).endswith(
+        "all_to_all: transport one_sided: 2 ranks share a dim of f32[M@x, 3], or of f32[M, 3@x], unevenly; pad it to a size that divides, "
+        'or use transport="auto"'
+    )
     fusion = fusion_of("two_layers", 3, 3, hw.bf16)
     with pytest.raises(ArgumentError, match="M"):
         compiled(fusion, options=ONE_SIDED).run(**integer_arrays(fusion, {"M": 4, "E": 3, "F": 3}, seed=0))

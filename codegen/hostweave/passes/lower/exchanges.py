@@ -60,7 +60,7 @@ class Signals:
     def each_peer(self, emit: Callable[[Expr], None]) -> None:
         if self.size == 2:
             emit((self.rank + 1) % self.size)
-        else:
+        elif self.size > 2:
             self.each(self.size - 1, lambda hop: emit((self.rank + 1 + hop) % self.size))
 
     def signal_to(self, peer: Expr, buffer: str, number: int = SIGNAL) -> None:
@@ -176,8 +176,8 @@ class Exchange(Signals):
         self.b.emit(ir.Copy(self.b.reshape(src, self.b.types[dst].shape, f"{src}_own"), dst))
 
     def in_window(self, src: str) -> str:
-        """`src` where it is memory of the program, which will lie in a window, else a copy of it."""
-        if self.b.is_allocated(self.b.base_of(src)):
+        """`src` where it is memory of the program, which will lie in a window, else a copy of it: a part may begin elsewhere on a peer."""
+        if self.b.is_allocated(self.b.memory_of(src)):
             return src
         packed = self.b.allocate_here(f"{src}_packed", self.b.types[src])
         self.b.emit(ir.Copy(src, packed))

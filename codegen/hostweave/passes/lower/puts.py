@@ -96,7 +96,7 @@ class Gather(PutLoop):
     def shard_in_window(self) -> str | None:
         """The memory of this rank's shard, where the program allocates it, and chunks of it are contiguous."""
         b, stream, whole = self.b, self.op.result.stream, self.buffers.whole(self.op.tensors[0])
-        memory = b.base_of(whole)
+        memory = b.memory_of(whole)  # of which a part may begin elsewhere on a peer
         assert stream is not None
         is_contiguous = b.is_contiguous(whole) and all(size == Size() for size in b.types[whole].shape[: stream.dim])
         return memory if b.is_allocated(memory) and (is_contiguous or (b.is_contiguous(whole) and self.pieces == 1)) else None

@@ -122,6 +122,10 @@ class Reshards:
         """One collective, in a loop one a step."""
         src, dst = self.buffers.operand(op, 0, steps), self.buffers.destination(op, steps)
         shards = replace(self._shards(op, change, steps), is_uneven=self._is_uneven(op))
+        if shards.is_uneven and self.b.transport.has_windows:
+            why = f"{shards.size} ranks share a dim of {self.flow.types[op.tensors[0]]}, or of {op.result.type}, unevenly"
+            remedy = 'pad it to a size that divides, or use transport="auto"'
+            raise ProgramError(f"{op.kind}: transport one_sided: {why}; {remedy}", op.location)
         match change.kind:
             case "all_reduce" if change.reduction not in find_transport(DEFAULT).reduces:
                 terms = communication.gathered(self.b, src, f"{op.tensors[0]}_terms", shards, steps)
