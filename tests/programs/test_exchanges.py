@@ -92,3 +92,39 @@ def test_sizes_have_to_divide() -> None:
     fusion = fusion_of("two_layers", 3, 3, hw.bf16)
     with pytest.raises(ArgumentError, match="M"):
         compiled(fusion, options=ONE_SIDED).run(**integer_arrays(fusion, {"M": 4, "E": 3, "F": 3}, seed=0))
+
+
+@pytest.mark.parametrize("is_1f1b", [False, True], ids=["gpipe", "1f1b"])
+def test_no_stage_waits_for_what_another_issues_later(is_1f1b: bool) -> None:
+    """Micro-batches forward and backward through stages of one rank each, in either order of the text."""
+    count, batches = 3, 4
+    mesh = hw.Mesh(x=count)
+    stages = [mesh.ranks([rank]) for rank in range(count)]
+    weights = {f"w{stage}": hw.f32["N", "N"].on(stages[stage]) for stage in range(count)}
+
+    @hw.fusion(mesh=mesh, **{f"x{batch}": hw.f32["M", "N"].on(stages[0]) for batch in range(batches)}, **weights)
+    def pipeline(**given):  # type: ignore[no-untyped-def]
+        there = [[given[f"x{batch}"]] for batch in range(batches)]
+        back: list[list[hw.Tensor]] = [[] for _ in range(batches)]
+
+        def forward(batch: int, stage: int) -> None:
+            h = hw.clip(hw.matmul(there[batch][stage], given[f"w{stage}"]), -1, 1)
+            there[batch].append(hw.reshard(h, "M", "N", mesh=stages[stage + 1]) if stage + 1 < count else h)
+
+        def backward(batch: int, stage: int) -> None:
+            g = hw.clip(hw.matmul(back[batch][-1] if back[batch] else there[batch][-1], given[f"w{stage}"].T), -1, 1)
+            back[batch].append(hw.reshard(g, "M", "N", mesh=stages[stage - 1]) if stage else g)
+
+        steps = [(batch + stage, 0, batch, stage) for batch in range(batches) for stage in range(count)]
+        late = 0 if is_1f1b else batches
+        steps += [(late + batch + 2 * count - stage, 1, batch, stage) for batch in range(batches) for stage in reversed(range(count))]
+        for _, is_backward, batch, stage in sorted(steps):
+            (backward if is_backward else forward)(batch, stage)
+        return tuple(gradient for _, gradient in sorted((batch, back[batch][-1]) for batch in range(batches)))
+
+    for options in (ONE_SIDED, Options()):
+        host = lower(pipeline, options)
+        check(host)
+        arrays = integer_arrays(host, {"M": 2, "N": 3}, seed=1)
+        results = [tuple(rank.get(output.name) for output in host.outputs) for rank in interpret(host, arrays)]
+        expect(pipeline, arrays, results, exact=True)
