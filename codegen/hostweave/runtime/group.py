@@ -164,7 +164,7 @@ class Group:
             if isinstance(value, bool) or (not isinstance(value, int) and not (value is None and name == "color")):
                 raise ArgumentError(f"group.split: {name}={value!r} is not an int{' or None' if name == 'color' else ''}; give one")
         if self._communicators is not None:
-            raise ArgumentError("group.split: ranks with communicators of the application exchange no messages; split these by NCCL")
+            raise ArgumentError("group.split: ranks with communicators of the application exchange no messages; split these yourself")
         self.expect_working()
         self._splits += 1
         signatures = self.agree(
