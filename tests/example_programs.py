@@ -10,7 +10,7 @@ from hostweave.cli.programs import load_file, programs_in
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.types.tensor import DType, bf16
 
-MORE, ONE_SIDED = (Path(__file__).with_name(f"{name}_programs.py") for name in ("more", "one_sided"))
+MORE, ONE_SIDED, EXCHANGES = (Path(__file__).with_name(f"{name}_programs.py") for name in ("more", "one_sided", "exchange"))
 
 
 @cache
@@ -34,6 +34,11 @@ def pipelines(ranks: int = 8, chunks: int | None = None, dtype: DType = bf16) ->
 def one_sided_fusions(ranks: int = 8, dtype: DType = bf16) -> dict[str, Fusion]:
     """Those whose ranks write and read each other's memory."""
     return fusions(str(ONE_SIDED), ranks, None, dtype)
+
+
+def exchange_fusions(ranks: int = 8, dtype: DType = bf16) -> dict[str, Fusion]:
+    """Those that communicate outside of chunk loops, in every way."""
+    return fusions(str(EXCHANGES), ranks, None, dtype)
 
 
 def more_fusions(ranks: int = 8, dtype: DType = bf16) -> dict[str, Fusion]:

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from example_programs import all_fusions, more_fusions, one_sided_fusions, pipelines
+from example_programs import all_fusions, exchange_fusions, more_fusions, one_sided_fusions, pipelines
 from numpy.typing import NDArray
 
 import hostweave as hw
@@ -30,6 +30,7 @@ Arrays = dict[str, Array]
 
 ONE_DEVICE = tuple(name for name, fusion in all_fusions().items() if fusion.mesh.size == 1)
 ONE_SIDED = tuple(one_sided_fusions())
+EXCHANGES = tuple(exchange_fusions())
 PIPELINES = tuple(pipelines())
 SEVERAL = tuple(name for name, fusion in {**all_fusions(), **more_fusions()}.items() if fusion.mesh.size > 1)
 
@@ -37,6 +38,7 @@ SEVERAL = tuple(name for name, fusion in {**all_fusions(), **more_fusions()}.ite
 def fusion_of(name: str, ranks: int, chunks: int, dtype: DType) -> Fusion:
     """A program of the examples or of `more_programs.py`."""
     found = {**all_fusions(ranks, chunks, dtype), **more_fusions(ranks, dtype), **one_sided_fusions(ranks, dtype)}
+    found |= exchange_fusions(ranks, dtype)
     return found[name] if name in found else pipelines(ranks, chunks, dtype)[name]
 
 

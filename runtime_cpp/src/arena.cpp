@@ -21,7 +21,7 @@ void* Arena::data() const { return memory_->current.data(); }
 size_t Arena::bytes() const { return memory_->current.bytes(); }
 
 void Arena::reserve(MemoryPlan& plan) {
-  const size_t total = plan.place();
+  const size_t total = plan.place().elsewhere;
   if (total > bytes() && calls_.in_graphs()) memory_->of_graphs.push_back(std::exchange(memory_->current, {}));
   plan.set_pointers(memory_->current.reserve(total));
 }

@@ -25,6 +25,7 @@ struct Lifetime {
   size_t bytes = 0;
   const void* pool = nullptr;  // of the stream that it belongs to; null: it belongs to all
   int64_t stream = 0;
+  bool in_window = false;   // of memory that peers reach, which has one layout on all ranks, whatever else each of them has
   std::vector<Use> uses{};  // one after another
 };
 
@@ -88,6 +89,24 @@ size_t place_in(const std::vector<size_t>& order, std::span<const Lifetime> buff
   return total;
 }
 
+// Counts the moments of these buffers alone, so that their places do not depend on what else there is.
+void number_moments(std::span<Lifetime> buffers) {
+  std::map<int64_t, int64_t> numbers;
+  const auto for_each = [&](const auto& visit) {
+    for (Lifetime& buffer : buffers) {
+      for (Use& use : buffer.uses) {
+        for (int64_t* moment : {&use.first, &use.last, &use.visible_at}) {
+          if (*moment != Use::kForever) visit(*moment);
+        }
+      }
+    }
+  };
+  for_each([&](int64_t moment) { numbers[moment] = 0; });
+  int64_t next = 0;
+  for (auto& [moment, number] : numbers) number = next++;
+  for_each([&](int64_t& moment) { moment = numbers[moment]; });
+}
+
 // Offsets for all buffers, multiples of kPlace: no two that are in use at once overlap. Returns the bytes that this takes.
 size_t place(std::span<const Lifetime> buffers, std::span<size_t> offsets) {
   std::vector<size_t> in_order(buffers.size());
@@ -133,13 +152,13 @@ MemoryPlan::MemoryPlan() = default;
 
 MemoryPlan::~MemoryPlan() = default;
 
-void MemoryPlan::allocate(void** pointers, size_t pointer_count, size_t bytes, const void* pool) {
+void MemoryPlan::allocate(void** pointers, size_t pointer_count, size_t bytes, const void* pool, bool in_window) {
   auto& [now, known, lifetimes, offsets] = *buffers_;
   for (size_t stream = 0; stream < pointer_count; ++stream) {
     const size_t i = std::ranges::find(known, &pointers[stream]) - known.begin();
     if (i == known.size()) {
       known.push_back(&pointers[stream]);
-      lifetimes.push_back({.bytes = bytes, .pool = pool, .stream = static_cast<int64_t>(stream)});
+      lifetimes.push_back({.bytes = bytes, .pool = pool, .stream = static_cast<int64_t>(stream), .in_window = in_window});
     }
     lifetimes[i].uses.push_back({.first = now});
   }
@@ -166,39 +185,65 @@ void MemoryPlan::free(const void* first_pointer, const void* last_pointer) {
   }
 }
 
-size_t MemoryPlan::place() {
-  buffers_->offsets.resize(buffers_->lifetimes.size());
-  return hw::place(buffers_->lifetimes, buffers_->offsets);
+MemoryPlan::Bytes MemoryPlan::place() {
+  auto& [now, pointers, lifetimes, offsets] = *buffers_;
+  offsets.resize(lifetimes.size());
+  const auto place_those = [&](bool in_window) {
+    std::vector<size_t> numbers;
+    std::vector<Lifetime> chosen;
+    for (size_t i = 0; i < lifetimes.size(); ++i) {
+      if (lifetimes[i].in_window != in_window) continue;
+      numbers.push_back(i);
+      chosen.push_back(lifetimes[i]);
+    }
+    number_moments(chosen);
+    std::vector<size_t> places(chosen.size());
+    const size_t bytes = hw::place(chosen, places);
+    for (size_t k = 0; k < numbers.size(); ++k) offsets[numbers[k]] = places[k];
+    return bytes;
+  };
+  const size_t in_windows = place_those(true);
+  return {.in_windows = in_windows, .elsewhere = place_those(false)};
 }
 
-void MemoryPlan::set_pointers(void* memory) const {
-  for (size_t i = 0; i < buffers_->pointers.size(); ++i)
-    *buffers_->pointers[i] = static_cast<char*>(memory) + buffers_->offsets[i];
+void MemoryPlan::set_pointers(void* memory, void* windows) const {
+  const auto& [now, pointers, lifetimes, offsets] = *buffers_;
+  for (size_t i = 0; i < pointers.size(); ++i)
+    *pointers[i] = static_cast<char*>(lifetimes[i].in_window ? windows : memory) + offsets[i];
 }
 
 }  // namespace hw
 
-// For tools that print a plan. An event is five numbers: 0 to allocate, 1 to free, 2 to join; then the first buffer and how many
-// there are, the bytes of each, -1 for the workspace of matmuls, and the pool of streams that they belong to, 0 for none.
-// Buffers are numbered as they are first allocated. Writes the offset and the bytes of each, and the lower bound; returns the
-// bytes that all take together.
+// For tools that print a plan. An event is five numbers: 0 to allocate, 1 to free, 2 to join, 3 to allocate in a window; then the
+// first buffer and how many there are, the bytes of each, -1 for the workspace of matmuls, and the pool of streams that they
+// belong to, 0 for none. Buffers are numbered as they are first allocated. Writes the offset and the bytes of each, and the lower
+// bound; returns the bytes that all take together.
 extern "C" uint64_t hw_plan_memory(int64_t event_count, const int64_t (*events)[5], int64_t buffer_count, uint64_t* offsets,
                                    uint64_t* bytes, uint64_t* bound) {
   hw::MemoryPlan plan;
   std::vector<void*> pointers(buffer_count);
   for (const auto& [kind, first, count, size, pool_number] : std::span(events, event_count)) {
     const auto* const pool = reinterpret_cast<const void*>(pool_number);
-    if (kind == 0) {
-      plan.allocate(&pointers[first], count, size < 0 ? hw::kWorkspaceBytes : size, pool);
+    if (kind == 0 || kind == 3) {
+      plan.allocate(&pointers[first], count, size < 0 ? hw::kWorkspaceBytes : size, pool, kind == 3);
     } else if (kind == 1) {
       plan.free(&pointers[first], &pointers[first] + count);
     } else {
       plan.join(pool);
     }
   }
-  const size_t total = plan.place();
-  std::ranges::copy(plan.buffers().offsets, offsets);
-  std::ranges::transform(plan.buffers().lifetimes, bytes, &hw::Lifetime::bytes);
-  *bound = hw::lower_bound(plan.buffers().lifetimes);
-  return total;
+  const hw::MemoryPlan::Bytes total = plan.place();  // windows come first
+  *bound = 0;
+  for (const bool in_window : {true, false}) {
+    std::vector<hw::Lifetime> chosen;
+    for (size_t i = 0; i < plan.buffers().lifetimes.size(); ++i) {
+      const hw::Lifetime& lifetime = plan.buffers().lifetimes[i];
+      if (lifetime.in_window != in_window) continue;
+      offsets[i] = plan.buffers().offsets[i] + (in_window ? 0 : total.in_windows);
+      bytes[i] = lifetime.bytes;
+      chosen.push_back(lifetime);
+    }
+    *bound += hw::lower_bound(chosen);
+  }
+  return total.in_windows + total.elsewhere;
 }

@@ -44,11 +44,17 @@ void expect_one_sided_calls() {
 }  // namespace
 
 WindowArena::WindowArena(std::initializer_list<const Channel*> channels) : channels_(channels) {
-  for (const Channel* channel : channels_) users_.push_back(users_of(channel->comm()));
+  for (const Channel* channel : channels_) {
+    if (channel->size()) users_.push_back(users_of(channel->comm()));
+  }
 }
 
 WindowArena::~WindowArena() {
   try {
+    if (is_aborted()) {
+      new DeviceMemory(std::move(rest_));
+      new std::vector<DeviceMemory>(std::move(rest_of_graphs_));
+    }
     for (Memory& outgrown : of_graphs_) release(std::move(outgrown));
     release(std::move(memory_));
   } catch (const std::exception&) {
@@ -57,32 +63,37 @@ WindowArena::~WindowArena() {
 }
 
 void WindowArena::reserve(MemoryPlan& plan) {
-  const size_t total = (plan.place() + kGranularity - 1) / kGranularity * kGranularity;
-  if (total > bytes()) {
+  const MemoryPlan::Bytes needed = plan.place();
+  const size_t total = (needed.in_windows + kGranularity - 1) / kGranularity * kGranularity;
+  const bool in_graphs = std::ranges::any_of(users_, [](const auto& users) { return users->calls.in_graphs(); });
+  if (total > memory_.bytes) {
     expect_one_sided_calls();
     Memory old = std::exchange(memory_, {});
-    if (std::ranges::any_of(users_, [](const auto& users) { return users->calls.in_graphs(); })) {
+    if (in_graphs) {
       of_graphs_.push_back(std::move(old));
     } else {
       release(std::move(old));
     }
     HW_CHECK(ncclMemAlloc(&memory_.data, total));
     memory_.registered.resize(channels_.size());
-    for (size_t channel = 0; channel < channels_.size(); ++channel) add(channel, total);
+    for (size_t channel = 0; channel < channels_.size(); ++channel) {
+      if (channels_[channel]->size()) add(channel, total);
+    }
     memory_.bytes = total;
   }
-  plan.set_pointers(data());
+  if (needed.elsewhere > rest_.bytes() && in_graphs) rest_of_graphs_.push_back(std::exchange(rest_, {}));
+  plan.set_pointers(rest_.reserve(needed.elsewhere), memory_.data);
 }
 
 void WindowArena::add(size_t number, size_t bytes) {
   const Channel& channel = *channels_[number];
   Registered& one = memory_.registered[number];
-  HW_CHECK(ncclCommWindowRegister(channel.comm(), data(), bytes, &one.window, NCCL_WIN_COLL_SYMMETRIC));
+  HW_CHECK(ncclCommWindowRegister(channel.comm(), memory_.data, bytes, &one.window, NCCL_WIN_COLL_SYMMETRIC));
   if (!one.window) {
     throw ExecutionError(
         "transport one_sided: NCCL registers no windows here (NCCL_DEBUG=INFO says why); compile with transport=\"two_sided\"");
   }
-  one.peers.assign(channel.size(), static_cast<char*>(data()));
+  one.peers.assign(channel.size(), static_cast<char*>(memory_.data));
   for (int64_t peer = 0; peer < channel.size(); ++peer) {
     if (peer == channel.rank()) continue;
     void* base = nullptr;
@@ -96,17 +107,26 @@ void WindowArena::add(size_t number, size_t bytes) {
   }
 }
 
+bool WindowArena::is_aborted() const {
+  return std::ranges::any_of(users_, [](const auto& users) { return users->aborted; });
+}
+
 // What peers do with this memory they have told by signals, which the calls have waited for.
 void WindowArena::release(Memory memory) const {
   if (!memory.data) return;
-  // A stream may wait for ever for a rank that is gone, so that what it uses stays.
-  if (std::ranges::any_of(users_, [](const auto& users) { return users->aborted; })) return;
+  if (is_aborted()) return;
   HW_CHECK(cudaDeviceSynchronize());
   for (size_t channel = 0; channel < memory.registered.size(); ++channel) {
     const ncclWindow_t window = memory.registered[channel].window;
     if (window) HW_CHECK(ncclCommWindowDeregister(channels_[channel]->comm(), window));
   }
   HW_CHECK(ncclMemFree(memory.data));
+}
+
+size_t WindowArena::offset(const void* place) const {
+  const auto offset = static_cast<size_t>(static_cast<const char*>(place) - static_cast<const char*>(memory_.data));
+  if (offset > memory_.bytes) throw ExecutionError("a peer cannot reach memory that lies in no window: allocate it there");
+  return offset;
 }
 
 cudaError_t WindowArena::begin_call(cudaStream_t caller) {

@@ -64,9 +64,12 @@ def test_verifier(case: str) -> None:
     assert message in fault(body)
 
 
-def test_windows_are_laid_out_alike() -> None:
+def test_all_ranks_have_a_window() -> None:
     other = "  on mesh(x=1 of ranks 1) {\n    %z = allocate f32[4, 4]\n    fill %z with 0.0\n  }\n"
-    assert "others are allocated than on other ranks" in fault(other + EXCHANGE)
+    check(parsed(other + EXCHANGE))
+    assert "others are allocated than on other ranks, so that a window has no one place: allocate it on all ranks" in fault(
+        other.replace("allocate", "allocate_window") + EXCHANGE
+    )
     uneven = EXCHANGE.replace("M/2", "local(M, x)")
     assert "%w may have other sizes on other ranks, so that a window has no one place: use sizes that divide" in fault(
         uneven, HEAD + "uneven(M) "

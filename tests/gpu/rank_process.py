@@ -2,6 +2,7 @@
 
     python rank_process.py all PROVIDER [TARGET]        every program for as many ranks, against the reference; says so at the end
     python rank_process.py PROGRAM PROVIDER [TARGET]    calls it until the group fails, says why, and begins anew in another world
+    python rank_process.py once:PROGRAM PROVIDER        calls it once, and says whether that is right, or why it failed
 
 PROVIDER is environment, mpi, torch (under torchrun), or store (a torch.distributed store alone).
 """
@@ -16,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from whole_programs import Arrays, integer_arrays, lowered, programs_of, sizes_of
+from whole_programs import Arrays, fusion_of, integer_arrays, lowered, programs_of, sizes_of
 
 import hostweave as hw
 from hostweave.base.errors import ExecutionError
@@ -109,12 +110,20 @@ def run_until_it_fails(rank: Rank, name: str) -> None:
     say(f"rank {again.group.rank} of {again.group.count} is right")
 
 
+def run_once(rank: Rank, name: str) -> None:
+    try:
+        Calls(rank, name).make()
+        say(f"rank {rank.group.rank} of {rank.group.count} is right")
+    except ExecutionError as error:
+        say(f"failed: {' '.join(str(error).split())}")
+
+
 class Calls:
     """The same call, again and again."""
 
     def __init__(self, rank: Rank, name: str):
         self.rank = rank
-        self.fusion = programs_of(rank.group.count)[name]
+        self.fusion = fusion_of(name, rank.group.count, 3, hw.bf16)
         self.program = hw.compile(self.fusion, target=rank.target)
         self.arrays = integer_arrays(self.fusion, sizes_of(self.fusion, times=16), seed=0)
 
@@ -133,7 +142,9 @@ def say(line: str) -> None:
 def main(what: str, provider: str, target: str = "cuda") -> None:
     local_rank = read_launch(os.environ).local_rank or 0
     rank = Rank(provider_of(provider), target, local_rank)
-    if what != "all":
+    if what.startswith("once:"):
+        run_once(rank, what.removeprefix("once:"))
+    elif what != "all":
         run_until_it_fails(rank, what)
     elif provider == "torch":
         beside_torch(rank)

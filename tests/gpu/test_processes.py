@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from whole_programs import compiled, programs_of
+from test_windows import nccl
+from whole_programs import compiled, fusion_of, programs_of
 
 import hostweave as hw
 from hostweave.build.cuda import gpus
@@ -25,7 +26,7 @@ from hostweave.runtime.launcher import launched
 GPUS = len(gpus())
 RANKS = max((ranks for ranks in (1, 2, 4, 8) if ranks <= GPUS), default=1)
 ALL = len(programs_of(RANKS))
-ENDLESS = "matmul_rs_flat"
+ENDLESS, SIGNALLED = "matmul_rs_flat", "mlp_put"  # programs: of collectives, and of puts and signals
 SCRIPT = Path(__file__).with_name("rank_process.py")
 PATHS = (Path(hw.__file__).parents[1], Path(__file__).parents[1])
 KILLED, TRIALS = max(2, min(4, GPUS)), 20  # ranks, and how often one of them is killed
@@ -55,7 +56,8 @@ def as_rank(rank: int, count: int, port: str) -> dict[str, str]:
 @pytest.fixture(scope="module", autouse=True)
 def built() -> None:
     """What the processes run comes from the cache."""
-    for fusion in (*programs_of(RANKS).values(), *(programs_of(ranks)[ENDLESS] for ranks in (KILLED, KILLED - 1))):
+    endless = [fusion_of(name, ranks, 3, hw.bf16) for name in (ENDLESS, SIGNALLED) for ranks in (KILLED, KILLED - 1)]
+    for fusion in (*programs_of(RANKS).values(), *endless):
         compiled(fusion, target="cuda").build()
 
 
@@ -194,11 +196,41 @@ def nothing_left_over() -> Iterator[None]:
 @pytest.mark.usefixtures("nothing_left_over")
 @pytest.mark.parametrize("trial", range(TRIALS))
 def test_a_rank_is_killed(trial: int) -> None:
+    kill_a_rank(ENDLESS, trial)
+
+
+needs_windows = pytest.mark.skipif(GPUS < KILLED or nccl() < 22900, reason=f"needs {KILLED} GPUs, and NCCL 2.29")
+
+
+@needs_windows
+@pytest.mark.usefixtures("nothing_left_over")
+@pytest.mark.parametrize("trial", range(TRIALS // 4))
+def test_a_rank_is_killed_while_others_wait_for_its_signal(trial: int) -> None:
+    kill_a_rank(SIGNALLED, trial)
+
+
+@needs_windows
+@pytest.mark.parametrize("program", [ENDLESS, SIGNALLED])
+def test_ranks_that_take_each_other_for_other_hosts(program: str) -> None:
+    """Windows are within a host: elsewhere that is an error, and what does without them is right."""
+    port = free_port()
+    hosts = [as_rank(rank, 2, port) | {"NCCL_HOSTID": f"host{rank}", "NCCL_SOCKET_IFNAME": "lo"} for rank in range(2)]
+    with Ranks(hosts, f"once:{program}", "environment") as ranks:
+        for rank in range(2):
+            if program == ENDLESS:
+                assert ranks.line(rank, SECONDS) == f"rank {rank} of 2 is right"
+            else:
+                message = ranks.line(rank, SECONDS, beginning="failed: ")
+                assert "one_sided" in message, message
+                assert 'compile with transport="two_sided"' in message, message
+
+
+def kill_a_rank(program: str, trial: int) -> None:
     """The others get an exception, which names the rank, and are a world of their own in the same processes. Rank 0 keeps the store."""
     moment = random.Random(trial)
     victim = moment.randrange(KILLED) if trial else 0
     port, other_port = free_port(), free_port()
-    with Ranks([as_rank(rank, KILLED, port) for rank in range(KILLED)], ENDLESS, "environment") as ranks:
+    with Ranks([as_rank(rank, KILLED, port) for rank in range(KILLED)], program, "environment") as ranks:
         for rank in range(KILLED):
             ranks.line(rank, 300, beginning="ready")
         time.sleep(moment.uniform(0, 1.5))

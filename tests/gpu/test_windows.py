@@ -8,12 +8,13 @@ import sys
 
 import pytest
 from cuda_here import nccl
-from whole_programs import compiled, expect, fusion_of, integer_arrays, random_arrays, sizes_of
+from whole_programs import EXCHANGES, compiled, expect, fusion_of, integer_arrays, random_arrays, sizes_of
 
 import hostweave as hw
 from hostweave.build.cuda import gpus
 from hostweave.cli.tolerance import tolerance_of
 from hostweave.fusion_ir.reference import run_reference
+from hostweave.options import Options
 
 GPUS = len(gpus())
 RANKS = [ranks for ranks in (2, 4, 8) if ranks <= GPUS]
@@ -40,6 +41,20 @@ def test_matches_numpy(name: str, ranks: int) -> None:
         expect(fusion, arrays, program.run(**arrays, ranks=True))
     for times in (1, 64):
         calls = [integer_arrays(fusion, sizes_of(fusion, times), seed) for seed in range(8)]
+        for arrays, results in zip(calls, program.run_in_flight(calls, poison=True), strict=True):
+            expect(fusion, arrays, results, exact=True)
+
+
+@pytest.mark.parametrize("ranks", [1, *RANKS])
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_exchanges_match_numpy(name: str, ranks: int) -> None:
+    """Communication outside of loops, with memory that grows, and several calls in flight."""
+    fusion = fusion_of(name, ranks, 3, hw.bf16)
+    if not 1 < fusion.mesh.size <= GPUS:
+        pytest.skip(f"{fusion.mesh.size} ranks")
+    program = compiled(fusion, "cuda", Options(transport="one_sided"))
+    for times in (1, 8, 2):
+        calls = [integer_arrays(fusion, sizes_of(fusion, times), seed) for seed in range(4)]
         for arrays, results in zip(calls, program.run_in_flight(calls, poison=True), strict=True):
             expect(fusion, arrays, results, exact=True)
 

@@ -41,6 +41,14 @@ if rank.x == 0 {
 ROOTS = """\
 broadcast %x -> %y from rank.x on x
 """
+NO_SIGNAL = """\
+%w = allocate_window f32[1, N]
+copy %x -> %w
+if rank.x == 0 {
+  wait_signal 0 from 1 for %w on peers
+}
+copy %w -> %y
+"""
 # body -> what the check says, and what the CPU device says
 CASES = {
     "send_alone": (
@@ -80,12 +88,21 @@ CASES = {
         "  rank 0 stream S: broadcast y over communicator C (program.cpp:L)\n"
         "  rank 1 stream S: broadcast y over communicator C (program.cpp:L)",
     ),
+    "no_signal": (
+        NO_SIGNAL,
+        "text:5: rank 0, the caller's stream: wait_signal 0 from 1 for %w on peers: rank 1 gives no such signal: "
+        "add the signal, or drop this wait",
+        "no_signal: deadlock: no rank can go on\n"
+        "  rank 0 stream S: wait for signals over communicator C (program.cpp:L) waits for a signal of rank 1, 3 more behind it\n"
+        "  host of rank 0 waits for a copy (runner.cpp:L)",
+    ),
 }
 
 
 def program_of(name: str) -> hw.HostProgram:
     body = CASES[name][0]
-    return host_text.parse(f"host @{name}(%x: f32[2@x, N]) -> (%y: f32[2@x, N]) mesh(x=2) {{\n{body}}}\n")
+    channels = " channels(peers: x one_sided)" if "on peers" in body else ""
+    return host_text.parse(f"host @{name}(%x: f32[2@x, N]) -> (%y: f32[2@x, N]) mesh(x=2){channels} {{\n{body}}}\n")
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -605,6 +605,38 @@ def test_a_rank_that_fails_in_the_middle(place: str, tmp_path: Path, monkeypatch
     np.testing.assert_array_equal(AG_MATMUL.run(x=X, w=W), X @ W)
 
 
+def test_a_rank_that_fails_while_others_wait_for_its_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are told, and are a new group afterwards, on the same threads."""
+    monkeypatch.setenv("HOSTWEAVE_EDIT", str(tmp_path))
+    options = hw.Options(transport="one_sided")
+    _ = hw.compile(ag_matmul, options=options).folder
+    file = tmp_path / "ag_matmul" / "program.cpp"
+    head, found, tail = file.read_text().partition("  HW_CHECK(puts_.fork(caller));\n")
+    assert found
+    bomb = 'if (rank_.index() == 2 && w[0] == 99) throw hw::ExecutionError("no luck");\n'
+    file.write_text('#include "hostweave/errors.h"\n' + head + bomb + found + tail)
+    program = hw.compile(ag_matmul, options=options)
+    program.build()
+    monkeypatch.delenv("HOSTWEAVE_EDIT")
+    trap = W.copy()
+    trap[0, 0] = 99
+    provider = hw.Threads(RANKS)
+
+    def rank(rank: int) -> str:
+        hw.init(provider)
+        np.testing.assert_array_equal(program(x_of(rank), W), X @ W)
+        with pytest.raises(ExecutionError) as caught:
+            program(x_of(rank), trap)
+        again = hw.init(provider)
+        np.testing.assert_array_equal(program(x_of(rank), W, group=again), X @ W)
+        return str(caught.value)
+
+    errors = provider.run(rank)
+    assert errors[2] == "ag_matmul: no luck"
+    for error in (errors[rank] for rank in (0, 1, 3)):
+        assert re.search("rank 2: (ag_matmul: )?no luck", error)
+
+
 def test_a_rank_that_leaves() -> None:
     gone = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Finds communications on different channels that are not ordered on a rank.
+"""Finds communications that must be ordered on a rank and are not: on different channels, or signals that are counted in turn.
 
 A device may start them as it likes, on every rank in another order, and where a transport holds multiprocessors each keeps part of the
 device while it waits for the others.
@@ -7,12 +7,13 @@ device while it waits for the others.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from hostweave.check.happens_before import Clock, Task, order, run
 from hostweave.check.match_collectives import Channel, channel_of
 from hostweave.check.operations import Instances, Operation
+from hostweave.check.signals import turns_of
 from hostweave.check.simulate import instantiate
 from hostweave.check.sizes import sizes_to_check
 from hostweave.host_ir import ir, tree
@@ -40,19 +41,35 @@ class Posted:
 
 
 def unordered(instances: Instances) -> Iterator[tuple[Operation, Operation]]:
-    """Pairs of communications of different channels that neither streams nor events of their rank order: the earlier one, the later one."""
+    """Pairs of communications that neither streams nor events of their rank order, and have to: the earlier one, the later one."""
     for operations in instances.ranks:  # each alone: a clock has as many parts as there are streams on the ranks together
-        posted = Posted()
+        posted, started = Posted(), dict[Operation, tuple[Task, Clock]]()
         for task, clock in run(order(replace(instances, ranks=(operations,)), [])):
+            if turns_of(task.operation):
+                started[task.operation] = task, clock.copy()
             for earlier in posted.unordered(task, clock):
                 yield earlier, task.operation
+        yield from _signals_unordered(operations, started)
+
+
+def _signals_unordered(
+    operations: Sequence[Operation], started: Mapping[Operation, tuple[Task, Clock]]
+) -> Iterator[tuple[Operation, Operation]]:
+    """Neighbours, in the order of issue, of those that take turns."""
+    last: dict[tuple[object, ...], Operation] = {}
+    for part in (operation for operation in operations if turns_of(operation)):
+        turns, (_, clock) = turns_of(part), started[part]
+        assert turns is not None
+        if turns in last and clock[(earlier := started[last[turns]][0]).stream_id] < earlier.number:
+            yield last[turns], part
+        last[turns] = part
 
 
 @ir.analysis
 def unordered_instructions(program: ir.HostProgram) -> set[tree.Instruction]:
-    """The communications, and groups of them, that some rank may run at the same time as one of another channel."""
-    used = {i.channel for i in tree.walk(program.body) if isinstance(i, ir.Communication)}
-    if sum(program.channel(name).takes_turns for name in used) < 2:
+    """The communications, and groups of them, that some rank may run at the same time as one with which they take turns."""
+    used = [program.channel(name) for name in {i.channel for i in tree.walk(program.body) if isinstance(i, ir.Communication)}]
+    if sum(channel.takes_turns for channel in used) < 2 and not any(channel.transport.has_windows for channel in used):
         return set()
     pairs = (pair for sizes in sizes_to_check(program) for pair in unordered(instantiate(program, sizes)))
     found = {operation.instruction for pair in pairs for operation in pair}

@@ -14,6 +14,14 @@ from hostweave.check.operations import Operation
 from hostweave.host_ir import ir
 
 
+def turns_of(part: Operation) -> tuple[object, ...] | None:
+    """What a communication takes turns in, if it does: a rank's signals on a channel, or its waits for those of one peer and number."""
+    if not isinstance(part.instruction, ir.Signalled):
+        return None
+    waits_for = () if part.instruction.posts == "signal" else (part.peer, part.instruction.signal)
+    return (part.rank, channel_of(part), *waits_for)
+
+
 class InTurn:
     """What each rank has posted last of those that take turns."""
 
@@ -23,13 +31,10 @@ class InTurn:
     def unordered(self, task: Task, clock: Clock) -> Iterator[tuple[Operation, Operation]]:
         """Notes what a task posts that starts when `clock` is known. Gives what may still run, with the earlier one."""
         for part in task.operation.communications:
-            if not isinstance(part.instruction, ir.Signalled):
+            if (turns := turns_of(part)) is None:
                 continue
-            key: tuple[object, ...] = (part.rank, channel_of(part))
-            if part.instruction.posts != "signal":
-                key = (*key, part.peer, part.instruction.signal)
-            if key in self._last:
-                last, earlier = self._last[key]
+            if turns in self._last:
+                last, earlier = self._last[turns]
                 if clock[last.stream_id] < last.number:
                     yield part, earlier
-            self._last[key] = task, part
+            self._last[turns] = task, part

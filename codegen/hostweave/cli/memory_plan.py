@@ -82,9 +82,9 @@ class Events:
         self.count += count
         return slice(self.count - count, self.count)
 
-    def allocate(self, own: slice, bytes: int, pool: str | None = None) -> None:
+    def allocate(self, own: slice, bytes: int, pool: str | None = None, in_window: bool = False) -> None:
         """For buffers of these bytes each, or for the workspace of matmuls where that is -1."""
-        self.events.append((0, own.start, own.stop - own.start, bytes, self._number(pool) if pool else 0))
+        self.events.append((3 if in_window else 0, own.start, own.stop - own.start, bytes, self._number(pool) if pool else 0))
 
     def free(self, own: slice) -> None:
         self.events.append((1, own.start, own.stop - own.start, 0, 0))
@@ -130,7 +130,8 @@ class _Replay:
                         self.buffers[step] = self.events.new(slots)
                     shape = [size_of(self.program, self.sizes, size, place.instruction) for size in step.type.shape]
                     bytes = prod(shape) * step.type.dtype.itemsize
-                    self.events.allocate(self.buffers[step], bytes, place.stream[0] if place.stream else None)
+                    pool = place.stream[0] if place.stream else None
+                    self.events.allocate(self.buffers[step], bytes, pool, place.instruction.in_window)
                 case End(begin) if own := self.buffers.get(begin):
                     self.events.free(own)
                 case Joined(stream):

@@ -13,22 +13,23 @@ def arena_plan(steps: Steps, context: ProgramContext) -> str:
 
     What calls of a function have in turn is told in a loop.
     """
-    groups: list[list[str]] = []
+    groups: list[list[Temporary]] = []
     _take_turns(steps, context, groups, {})
-    shared = "".join(f"// - {', '.join(group)}\n" for group in groups if len(group) > 1)
+    shared = "".join(f"// - {', '.join(buffer.member for buffer in group)}\n" for group in groups if len(group) > 1)
     return ("// Never in use at once, so that they may share bytes:\n" + shared if shared else "") + _plan(steps, context)
 
 
-def _take_turns(steps: Steps, context: ProgramContext, groups: list[list[str]], used: dict[Temporary, int]) -> None:
+def _take_turns(steps: Steps, context: ProgramContext, groups: list[list[Temporary]], used: dict[Temporary, int]) -> None:
     """Puts each buffer into the first group of which none is in use, as interval graphs are coloured. `used` has the group of each
     buffer that is: one of a stream until the streams are joined."""
     for step in steps:
         match step:
             case Begin():
-                group = next(i for i in range(len(groups) + 1) if i not in used.values())
-                groups += [[]] if group == len(groups) else []
-                used[context.temporaries[step]] = group
-                groups[group].append(context.temporaries[step].member)
+                buffer = context.temporaries[step]
+                free = (i for i, group in enumerate(groups) if i not in used.values() and group[0].in_window == buffer.in_window)
+                used[buffer] = next(free, len(groups))
+                groups += [[]] if used[buffer] == len(groups) else []
+                groups[used[buffer]].append(buffer)
             case End(begin) if begin.place.stream is None:
                 used.pop(context.temporaries[begin], None)
             case Joined(stream):
@@ -53,8 +54,11 @@ def _told(step: Step, context: ProgramContext) -> Words:
     match step:
         case Begin() | End():
             buffer = context.temporaries[step.of if isinstance(step, End) else step]
-            allocation = {} if isinstance(step, End) else {"count": buffer.count, "pool": buffer.pool}
-            lines = lay_out("memory_allocate" if allocation else "memory_free", member=buffer.member, **allocation)
+            if isinstance(step, End):
+                lines = lay_out("memory_free", member=buffer.member)
+            else:
+                count, pool, in_window = buffer.count, buffer.pool, buffer.in_window
+                lines = lay_out("memory_allocate", member=buffer.member, count=count, pool=pool, in_window=in_window)
             before, _, after = lines.partition(buffer.member)
             return (before, buffer.element, after) if buffer.element else (lines,)
         case Joined(stream):

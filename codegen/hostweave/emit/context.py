@@ -58,6 +58,7 @@ class Temporary:
     comment: str
     pool: str = ""  # of streams that have one each
     element: Element | None = None  # of the array that is declared
+    in_window: bool = False
 
 
 class ProgramContext:

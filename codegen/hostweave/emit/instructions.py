@@ -186,13 +186,15 @@ class Emitter:
         others = "".join(f", also %{other}" for other in self.others.get(i.out, ()))
         pointer, comment = f"{i.type.dtype.cpp}*", f"%{i.out}: {i.type}{others}" + (f" of @{self.function}" if self.function else "")
         if begin.place.stream is None:
-            self.temporaries[begin] = Temporary(f"{pointer} {member} = nullptr", member, self.count_of(i.type), comment)
+            self.temporaries[begin] = Temporary(
+                f"{pointer} {member} = nullptr", member, self.count_of(i.type), comment, in_window=i.in_window
+            )
             self.buffers[i.out] = Buffer(member, i.type, i.out, read_only=False)
             return ""
         stream, index = begin.place.stream
         pool, name = self.context.streams[stream], self.names.of(i.out)
         declaration, comment = f"std::array<{pointer}, {begin.slots}> {member}{{}}", f"{comment}, one a stream"
-        self.temporaries[begin] = Temporary(declaration, member, self.count_of(i.type), comment, pool.member)
+        self.temporaries[begin] = Temporary(declaration, member, self.count_of(i.type), comment, pool.member, in_window=i.in_window)
         self.buffers[i.out] = Buffer(name, i.type, i.out, read_only=False)
         least, greatest = self.integers.range(index)
         if least is None or least < 0 or greatest is None or greatest >= pool.count:
@@ -206,7 +208,9 @@ class Emitter:
         declaration = f"std::array<{i.type.dtype.cpp}*, {count}> {member}{{}}" if number == 0 else ""
         self.elements[i.out] = element = Element(member, number)
         comment = f"%{i.out}: {i.type}" + (f" of @{self.function}" if self.function else "") + ", and those of the calls that follow"
-        self.temporaries[begin] = Temporary(declaration, str(element), self.count_of(i.type), comment, element=element)
+        self.temporaries[begin] = Temporary(
+            declaration, str(element), self.count_of(i.type), comment, element=element, in_window=i.in_window
+        )
         self.buffers[i.out] = Buffer(str(element), i.type, i.out, read_only=False)
         return ""
 

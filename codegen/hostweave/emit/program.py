@@ -163,11 +163,10 @@ class Program:
 
 def _lookup(channel: ChannelMember) -> str:
     """What the constructor takes for it."""
-    if channel.has_windows:
-        return f'rank.channel(kMesh, "{channel.along}", {channel.ir.size}, hw::Transport::one_sided)'
+    transport = ", hw::Transport::one_sided" if channel.has_windows else ""
     if not channel.flag:
-        return f'rank.channel(kMesh, "{channel.along}", {channel.ir.size})'
-    return f'{channel.flag} ? rank.channel("{channel.ir.mesh}", "{channel.along}", {channel.ir.size}) : hw::kNoChannel'
+        return f'rank.channel(kMesh, "{channel.along}", {channel.ir.size}{transport})'
+    return f'{channel.flag} ? rank.channel("{channel.ir.mesh}", "{channel.along}", {channel.ir.size}{transport}) : hw::kNoChannel'
 
 
 def _function(function: ir.HostProgram, context: ProgramContext) -> Function:

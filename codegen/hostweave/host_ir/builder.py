@@ -15,7 +15,7 @@ from hostweave.base.names import claim_unique, unique_name
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.dead_code import eliminate_dead_code
 from hostweave.host_ir.expr import Const, Expr
-from hostweave.transports.transport import DEFAULT, find_transport
+from hostweave.transports.transport import DEFAULT, Transport, find_transport
 from hostweave.types.mesh import Mesh
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
@@ -37,8 +37,9 @@ class _Scope:
 
 
 class Builder:
-    def __init__(self, program: Mesh, channels: dict[str, ir.Channel]) -> None:
+    def __init__(self, program: Mesh, channels: dict[str, ir.Channel], transport: str = DEFAULT) -> None:
         self._program, self._channels = program, channels  # those of all bodies of the program, by name
+        self.transport = find_transport(transport)  # of channels, but for loops that state another one
         self.types: dict[str, BufferType] = {}
         self.location: Location | None = None  # of the op that is being lowered
         self.mesh: Mesh | None = None  # of the ranks that do what is emitted; None: all of the program
@@ -97,17 +98,22 @@ class Builder:
         body = eliminate_dead_code(_joined(tuple(self._scopes[0].instructions), None), ("view",))
         return tree.rewrite(body, lambda i: () if i.ranks and not any(tree.bodies(i)) else None)
 
-    def channel(self, axes: tuple[str, ...], transport: str = DEFAULT) -> str:
+    @property
+    def present_mesh(self) -> Mesh:
+        """That of the ranks that do what is emitted."""
+        return self.mesh or self._program
+
+    def channel(self, axes: tuple[str, ...], transport: Transport | None = None) -> str:
         """The name of the channel of the present mesh along these axes."""
-        return self._channel(self.mesh or self._program, axes, transport)
+        return self._channel(self.present_mesh, axes, transport or self.transport)
 
     @property
     def channel_of_all(self) -> str:
         """The name of the channel of all ranks of the program, whose numbers in the process group are those in the program."""
-        return self._channel(self._program, tuple(name for name, _ in self._program.axes), DEFAULT)
+        return self._channel(self._program, tuple(name for name, _ in self._program.axes), self.transport)
 
-    def _channel(self, mesh: Mesh, axes: tuple[str, ...], transport: str) -> str:
-        wanted = (mesh, axes, find_transport(transport))
+    def _channel(self, mesh: Mesh, axes: tuple[str, ...], transport: Transport) -> str:
+        wanted = (mesh, axes, transport)
         found = next((name for name, known in self._channels.items() if (known.mesh, known.axes, known.transport) == wanted), None)
         if found is None:
             along = "_".join(axes)

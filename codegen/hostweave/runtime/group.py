@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import os
 import threading
 import weakref
@@ -16,7 +17,7 @@ from hostweave.base.errors import ArgumentError, CaptureError, ExecutionError, H
 from hostweave.runtime.lifetime import calls as native_calls
 from hostweave.runtime.lifetime import expect_own_devices, on_end
 from hostweave.runtime.meeting import CallSignature, Failed, Meeting, PeerLost, StoreMeeting, ThreadMeeting, disagreement
-from hostweave.runtime.providers import Communicators, Environment, Provider, Threads, default_provider
+from hostweave.runtime.providers import Communicators, Environment, Part, Provider, Threads, default_provider
 from hostweave.runtime.rendezvous import World, meet, timed_out
 from hostweave.runtime.stores import Store, StoreClosed
 from hostweave.runtime.tcp import TcpStore
@@ -106,7 +107,9 @@ class Group:
         self.name, self.rank, self.count = name, rank, count
         self.timeout, self.call_timeout = timeout, call_timeout
         self.in_process = isinstance(provider, Threads) or count == 1
-        self._device = device
+        self._device, self._provider = device, provider
+        self._parts: list[Group] = []  # that were split off, which end with it
+        self._splits = 0
         self._communicators = provider.communicators if isinstance(provider, Communicators) else None
         self._members: dict[str, Any] = {}  # by target
         self.programs: weakref.WeakKeyDictionary[CompiledProgram, LocalProgram] = weakref.WeakKeyDictionary()  # that were called here
@@ -146,12 +149,46 @@ class Group:
             self.give_up(reason)
         self.expect_working()
 
+    def split(self, color: int | None, key: int = 0) -> Group | None:
+        """The group of the ranks that give this `color`, in the order of their keys, and of their ranks here where these are equal.
+
+        All ranks of the group call it together; one that gives None as its color gets None. Programs are called in the new group by
+        `program(x, group=part)`, in several such groups at once. It has channels of its own, fails by itself, and is closed with this one.
+
+        Raises ArgumentError for a color or key that is no int, and in a group of `hw.Communicators`, whose ranks exchange no messages;
+        ExecutionError if the group has failed, or where another rank calls something else or does not come in time.
+
+        Example: `pair = group.split(group.rank // 2)` makes groups of ranks 0 and 1, 2 and 3, and so on.
+        """
+        for name, value in (("color", color), ("key", key)):
+            if isinstance(value, bool) or (not isinstance(value, int) and not (value is None and name == "color")):
+                raise ArgumentError(f"group.split: {name}={value!r} is not an int{' or None' if name == 'color' else ''}; give one")
+        if self._communicators is not None:
+            raise ArgumentError("group.split: ranks with communicators of the application exchange no messages; split these yourself")
+        self.expect_working()
+        self._splits += 1
+        signatures = self.agree(
+            CallSignature("group.split", self.name, str(self._splits), bound=json.dumps((color, key))), "", self.timeout
+        )
+        if color is None:
+            return None
+        given = [json.loads(signature.bound) for signature in signatures]
+        ranks = [rank for _, rank in sorted((its_key, rank) for rank, (its_color, its_key) in enumerate(given) if its_color == color)]
+        name, provider = f"{self.name}/{self._splits}/{color}", self._provider
+        part = provider.part(name, ranks) if isinstance(provider, Threads) else Part(provider, self.rank, ranks)
+        made = Group(part, name, ranks.index(self.rank), len(ranks), self.timeout, self.call_timeout, self._device)
+        made.local_rank = self.local_rank
+        self._parts.append(made)
+        return made
+
     def close(self) -> None:
         """Frees this rank's devices and channels. Programs cannot be called in the group afterwards."""
         with self._lock:
             if self.closed:
                 return
             self.closed = True
+            for part in self._parts:
+                part.close()
             for program in list(self.programs.values()):
                 program.close()
             self._members.clear()

@@ -9,7 +9,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, Protocol, TypeVar
 
@@ -54,6 +54,7 @@ class Threads:
         self.count = count
         self.threads: list[threading.Thread | None] = [None] * count  # by rank
         self.tables: dict[str, Table] = {}  # of the groups, by epoch
+        self.parts: dict[str, Threads] = {}  # of which a group of some of the ranks is made, by its name
         self.lock = threading.Lock()
         self._store = MemoryStore()
 
@@ -75,12 +76,22 @@ class Threads:
         with self.lock:
             return self.tables.setdefault(epoch, Table(self.threads))
 
+    def part(self, name: str, ranks: Sequence[int]) -> Threads:
+        """Some of these threads, in this order: one object for all of them."""
+        with self.lock:
+            if name not in self.parts:
+                self.parts[name] = Threads(len(ranks))
+                self.parts[name].threads[:] = [self.threads[rank] for rank in ranks]
+            return self.parts[name]
+
     def fail(self, reason: str) -> None:
         """Wakes all ranks that wait for others, which raise."""
         with self.lock:
             self._store.fail(reason)
             for table in self.tables.values():
                 table.fail(reason)
+            for part in self.parts.values():
+                part.fail(reason)
 
     def run(self, function: Callable[[int], T]) -> list[T]:
         """Calls `function(rank)` in a new thread for every rank. Returns a list of the results, by rank.
@@ -101,6 +112,7 @@ class Threads:
         with self.lock:
             self.threads[:] = threads
             self.tables.clear()
+            self.parts.clear()
             self._store = MemoryStore()
         for thread in threads:
             thread.start()
@@ -109,6 +121,19 @@ class Threads:
         if failures:
             raise failures[0]
         return results
+
+
+class Part:
+    """Some of the ranks of another provider, which are processes: ranks in this order."""
+
+    def __init__(self, provider: Provider, rank: int, ranks: Sequence[int]):
+        self._provider, self._rank, self._count = provider, ranks.index(rank), len(ranks)
+
+    def rank_and_count(self, group: str) -> tuple[int, int]:
+        return self._rank, self._count
+
+    def store(self, group: str, timeout: float) -> Store | None:
+        return self._provider.store(group, timeout)
 
 
 class Environment:

@@ -41,21 +41,25 @@ ProcessGroup process_group_of(const char* mesh, List<Axis> mesh_axes, const std:
   return process_group;
 }
 
+void use_transport(ProcessGroup& process_group, Transport transport) {
+  process_group.transport = transport;
+  if (transport == Transport::one_sided) process_group.key += " one_sided";
+}
+
 }  // namespace
 
 std::vector<ProcessGroup> process_groups_of(const ProgramTable& program, int64_t rank) {
   std::vector<ProcessGroup> process_groups;
   for (const char* axes : program.channels) process_groups.push_back(process_group_of(program.mesh, program.axes, axes, rank));
   for (const char* axes : program.one_sided_channels) {
-    ProcessGroup& process_group = process_groups.emplace_back(process_group_of(program.mesh, program.axes, axes, rank));
-    process_group.transport = Transport::one_sided;
-    process_group.key += " one_sided";
+    use_transport(process_groups.emplace_back(process_group_of(program.mesh, program.axes, axes, rank)), Transport::one_sided);
   }
   for (const SubmeshChannel& process_group : program.submesh_channels) {
     const auto found = std::ranges::find(process_group.ranks, rank);
     if (found != process_group.ranks.end()) {
       process_groups.push_back(
           process_group_of(process_group.mesh, process_group.mesh_axes, process_group.axes, found - process_group.ranks.begin()));
+      use_transport(process_groups.back(), process_group.transport);
     }
   }
   return process_groups;

@@ -106,8 +106,9 @@ class Runner::Seat {
 
   void poison() {
     size_t bytes = 0;
-    void* const arena = program_.calls.arena(instance_, &bytes);
-    if (bytes) HW_CHECK(cudaMemsetAsync(arena, 0xff, bytes, caller_));
+    for (size_t part = 0; void* const memory = program_.calls.arena(instance_, part, &bytes); ++part) {
+      HW_CHECK(cudaMemsetAsync(memory, 0xff, bytes, caller_));
+    }
     for (size_t i = 0; i < outputs_.tensors.size(); ++i) {
       HW_CHECK(cudaMemsetAsync(outputs_.tensors[i].data, 0xff, outputs_.bytes[i], caller_));
     }

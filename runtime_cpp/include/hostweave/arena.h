@@ -23,10 +23,16 @@ class Arena {
   cudaError_t begin_call(cudaStream_t caller) { return calls_.begin_call(caller); }
   cudaError_t end_call(cudaStream_t caller) { return calls_.end_call(caller); }
 
+  // All of it, to `visit` with its bytes.
+  template <class Visit>
+  void each_memory(Visit&& visit) const {
+    visit(data(), bytes());
+  }
+
+ private:
   void* data() const;
   size_t bytes() const;
 
- private:
   struct Memory;
   Hidden<Memory> memory_;
   CallOrder calls_;

@@ -20,13 +20,22 @@ class MemoryPlan {
   void allocate(T*& pointer, int64_t count) {
     allocate(reinterpret_cast<void**>(&pointer), 1, count * sizeof(T), nullptr);
   }
+  // The same in a window.
+  template <class T>
+  void allocate_window(T*& pointer, int64_t count) {
+    allocate(reinterpret_cast<void**>(&pointer), 1, count * sizeof(T), nullptr, true);
+  }
   // A buffer for each of these streams.
   template <class T, size_t n>
   void allocate(std::array<T*, n>& pointers, int64_t count, const Streams& streams) {
     allocate(reinterpret_cast<void**>(pointers.data()), n, count * sizeof(T), &streams);
   }
+  template <class T, size_t n>
+  void allocate_window(std::array<T*, n>& pointers, int64_t count, const Streams& streams) {
+    allocate(reinterpret_cast<void**>(pointers.data()), n, count * sizeof(T), &streams, true);
+  }
   // A buffer of so many bytes for each of the pointers: of all streams, or one for each of the first of a pool.
-  void allocate(void** pointers, size_t pointer_count, size_t bytes, const void* pool);
+  void allocate(void** pointers, size_t pointer_count, size_t bytes, const void* pool, bool in_window = false);
 
   template <class T>
   void free(T*& pointer) {
@@ -42,10 +51,13 @@ class MemoryPlan {
   void join(const Streams& streams) { join(static_cast<const void*>(&streams)); }
   void join(const void* pool);
 
-  // The bytes that all buffers together take.
-  size_t place();
-  // Once placed, sets every pointer to its place in this memory.
-  void set_pointers(void* memory) const;
+  // The bytes that all buffers together take, in windows and elsewhere.
+  struct Bytes {
+    size_t in_windows = 0, elsewhere = 0;
+  };
+  Bytes place();
+  // Once placed, sets every pointer to its place in this memory, or among these windows.
+  void set_pointers(void* memory, void* windows = nullptr) const;
 
   struct Buffers;
   const Buffers& buffers() const { return *buffers_; }

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "hostweave/channel.h"
+#include "hostweave/device_memory.h"
 #include "hostweave/memory_plan.h"
 #include "hostweave/streams.h"
 
@@ -47,13 +48,13 @@ struct WindowUsers {
 
 class WindowArena {
  public:
-  // The channels outlive it.
+  // The channels outlive it; of those that this rank is not in nothing is registered.
   explicit WindowArena(std::initializer_list<const Channel*> channels);
   ~WindowArena();
   WindowArena(const WindowArena&) = delete;
   WindowArena& operator=(const WindowArena&) = delete;
 
-  // As of Arena: where the memory grows all ranks of the channels come together, so that all reserve the same. Throws
+  // As of Arena: where the windows grow all ranks of the channels come together, as all reserve the same. Throws
   // ExecutionError where NCCL cannot do what the program needs.
   void reserve(MemoryPlan& plan);
 
@@ -61,12 +62,16 @@ class WindowArena {
   cudaError_t begin_call(cudaStream_t caller);
   cudaError_t end_call(cudaStream_t caller);
 
-  void* data() const { return memory_.data; }
-  size_t bytes() const { return memory_.bytes; }
+  // All of it, to `visit` with its bytes.
+  template <class Visit>
+  void each_memory(Visit&& visit) const {
+    visit(memory_.data, memory_.bytes);
+    visit(rest_.data(), rest_.bytes());
+  }
 
   ncclWindow_t window(const Channel& channel) const { return registered(channel).window; }
-  // Of a place in this rank's memory, in bytes.
-  size_t offset(const void* place) const { return static_cast<const char*>(place) - static_cast<const char*>(data()); }
+  // Of a place in this rank's windows, in bytes. Throws ExecutionError for one elsewhere.
+  size_t offset(const void* place) const;
   // The same place in the memory of a peer, which copies and kernels of this rank can use.
   template <class T>
   T* on_peer(const Channel& channel, int64_t peer, T* place) const {
@@ -87,11 +92,15 @@ class WindowArena {
   const Registered& registered(const Channel& channel) const;
   void add(size_t channel, size_t bytes);
   void release(Memory memory) const;
+  // Whether peers may be gone for which a stream waits for ever, so that nothing that it uses can be freed.
+  bool is_aborted() const;
 
   std::vector<const Channel*> channels_;
-  std::vector<std::shared_ptr<WindowUsers>> users_;  // by channel
+  std::vector<std::shared_ptr<WindowUsers>> users_;  // of the channels that this rank is in
   Memory memory_;
+  DeviceMemory rest_;              // what peers do not reach
   std::vector<Memory> of_graphs_;  // memory that was outgrown
+  std::vector<DeviceMemory> rest_of_graphs_;
 };
 
 // The stream waits for the next signal of a peer under this number.

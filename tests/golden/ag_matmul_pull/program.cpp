@@ -96,7 +96,7 @@ void Program::prepare(const Inputs& in) {
   prepared_.reset();
   plan_y_.prepare({M / 8, K}, {K, N}, {M / 8, N});
   hw::MemoryPlan memory;
-  memory.allocate(h_, M / 4 * K);
+  memory.allocate_window(h_, M / 4 * K);
   memory.allocate(h_gathered_, M * K);
   arena_.reserve(memory);
   prepared_ = sizes;

@@ -80,7 +80,7 @@ void Program::prepare(const Inputs& in) {
   prepared_.reset();
   plan_y_.prepare({M / 4, K}, {K, N}, {M / 4, N});
   hw::MemoryPlan memory;
-  memory.allocate(x_gathered_, M * K);
+  memory.allocate_window(x_gathered_, M * K);
   arena_.reserve(memory);
   prepared_ = sizes;
 }

@@ -89,8 +89,8 @@ void Program::prepare(const Inputs& in) {
   prepared_.reset();
   plan_matmul_w_.prepare({M / 4, K / 4}, {K / 4, N}, {M / 4, N});
   hw::MemoryPlan memory;
-  memory.allocate(y_landing_, M / 4 * 3 * N);
-  memory.allocate(matmul_w_, M * N);
+  memory.allocate_window(y_landing_, M / 4 * 3 * N);
+  memory.allocate_window(matmul_w_, M * N);
   arena_.reserve(memory);
   prepared_ = sizes;
 }

@@ -119,8 +119,6 @@ MAX_SIGNAL = 63  # the greatest number of a signal
 
 def _one_sided(c: Checker, i: Any, size: int) -> None:
     """What peers touch lies in windows, and has one place in those of all ranks of the channel."""
-    if c.channel(i).mesh != c.program.mesh:
-        c.fail(f"a one-sided channel is of all ranks of {c.program.mesh}, whose windows are laid out alike: use one along its axes")
     for name in tree.names(i, "remote_read", "remote_write"):
         if outside := next((root for root in c.roots.all_of(name) if root not in c.windows), None):
             c.fail(f"%{outside} lies in no window, so that a peer cannot reach it: write allocate_window")

@@ -18,19 +18,16 @@ def _allocate(c: Checker, i: ir.Allocate, scope: Scope) -> None:
         c.fail(f"{unknown} is not a size of any input or output")
     c.types[i.out] = i.type
     if i.in_window:
-        _window(c)
+        _window(c, i)
         c.windows.add(i.out)
 
 
-def _window(c: Checker) -> None:
-    """Windows have one place in the arenas of all ranks, so that these are laid out alike."""
-    for body in (*(function.body for function in c.program.functions), c.program.body):
-        for i in tree.walk(body):
-            if i.ranks and any(tree.names(inner, "allocate") for inner in tree.bodies(i)[0]):
-                c.fail(f"on {i.ranks} others are allocated than on other ranks, so that a window has no one place: use two-sided channels")
-            for name in tree.names(i, "allocate"):
-                if any(isinstance(part, LocalSize) for size in i.defined({})[name].shape for part in c.known(size).atoms):
-                    c.fail(f"%{name} may have other sizes on other ranks, so that a window has no one place: use sizes that divide")
+def _window(c: Checker, i: ir.Allocate) -> None:
+    """A window has one place in the memory of all ranks, so that all of them allocate it, of one size."""
+    if c.mesh != c.program.mesh:
+        c.fail(f"on {c.mesh} others are allocated than on other ranks, so that a window has no one place: allocate it on all ranks")
+    if any(isinstance(part, LocalSize) for size in i.type.shape for part in c.known(size).atoms):
+        c.fail(f"%{i.out} may have other sizes on other ranks, so that a window has no one place: use sizes that divide")
 
 
 def _deallocate(c: Checker, i: ir.Deallocate, scope: Scope) -> None:

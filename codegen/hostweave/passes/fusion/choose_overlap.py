@@ -57,7 +57,6 @@ def choose_overlap(fusion: Fusion, options: Options) -> Fusion:
     for op in fusion.ops:
         if op.result.stream and op.result.name not in choice.streams:
             choice.choose(op, op.result.stream)
-    choice.check_transport()
     return replace(fusion, ops=tuple(choice.ordered()))
 
 
@@ -233,17 +232,6 @@ class _Choice:
         is_counted = stream.chunks is not None or member.op.result.type.shape[member.dim].is_int
         is_on_all_ranks = all(type.mesh is None for type in self.types.values())  # whose windows are laid out alike
         return is_counted and is_on_all_ranks and change.reduction in ("", "sum")
-
-    def check_transport(self) -> None:
-        """Raises ProgramError for communication outside of loops that is not on the transport that the options ask for."""
-        if self.transport == "auto" or not find_transport(self.transport).has_windows:
-            return
-        for op in self.ops:
-            stream = self.streams.get(op.result.name)
-            if op.kind in RESHARD_STEPS and op.kind != "shard" and not (stream and stream.algorithm):
-                why = f"the {op.kind} of %{op.result.name} is in no chunk loop by shard, where alone that can be"
-                remedy = 'stream the matmul beside it, or use transport="auto", and .stream(..., algorithm="put") on the loops that can'
-                raise ProgramError(f'transport="{self.transport}": {why}; {remedy}', op.location)
 
     def moves_streamed_dim(self, member: _Member, change: ReshardStep) -> bool:
         if change.kind in TO_OTHER_MESHES:

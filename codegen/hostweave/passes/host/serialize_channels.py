@@ -37,7 +37,7 @@ from hostweave.options import Options
 
 
 def serialize_channels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """After it any two communications of different channels are ordered on every rank."""
+    """After it any two communications of different channels are ordered on every rank, and so are the signals of one."""
     if not (in_turn := unordered_instructions(program)):
         return program
 

@@ -10,6 +10,7 @@ from math import prod
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Expr, Rank, Var
+from hostweave.passes.lower.exchanges import Exchange, Reduce
 from hostweave.passes.lower.steps import Steps, expr_of, rank_in_group
 from hostweave.types.blocks import Cut, Cuts, is_in_order
 from hostweave.types.mesh import Mesh
@@ -46,7 +47,11 @@ class Shards:
 
 def all_gather(b: Builder, src: str, dst: str, shards: Shards, steps: Steps | None) -> None:
     with destination_blocks(b, dst, shards, steps, b.types[src]) as landing:
-        b.emit(ir.AllGather(contiguous_source(b, src, steps), landing, b.channel(shards.axes), shards.along))
+        src = contiguous_source(b, src, steps)
+        if b.transport.has_windows:
+            Exchange(b, shards.axes).all_gather(src, landing)
+        else:
+            b.emit(ir.AllGather(src, landing, b.channel(shards.axes), shards.along))
 
 
 def gathered(b: Builder, src: str, wanted: str, shards: Shards, steps: Steps | None) -> str:
@@ -61,27 +66,41 @@ def gathered(b: Builder, src: str, wanted: str, shards: Shards, steps: Steps | N
     return terms
 
 
-def reduce_scatter(b: Builder, src: str, dst: str, op: str, shards: Shards, steps: Steps | None) -> None:
+def reduce_scatter(b: Builder, src: str, dst: str, op: str, shards: Shards, steps: Steps | None, reduce: Reduce) -> None:
     blocks = source_blocks(b, src, shards, steps, b.types[dst])
     with packed_destination(b, dst, steps) as landing:
-        b.emit(ir.ReduceScatter(blocks, landing, op, b.channel(shards.axes), shards.along))
+        if b.transport.has_windows:
+            Exchange(b, shards.axes).reduce_scatter(blocks, landing, reduce)
+        else:
+            b.emit(ir.ReduceScatter(blocks, landing, op, b.channel(shards.axes), shards.along))
 
 
-def all_reduce(b: Builder, src: str, dst: str, op: str, shards: Shards, steps: Steps | None) -> None:
+def all_reduce(b: Builder, src: str, dst: str, op: str, shards: Shards, steps: Steps | None, reduce: Reduce) -> None:
     with packed_destination(b, dst, steps) as landing:
-        b.emit(ir.AllReduce(contiguous_source(b, src, steps), landing, op, b.channel(shards.axes)))
+        src = contiguous_source(b, src, steps)
+        if b.transport.has_windows:
+            Exchange(b, shards.axes).all_reduce(src, landing, reduce)
+        else:
+            b.emit(ir.AllReduce(src, landing, op, b.channel(shards.axes)))
 
 
 def all_to_all(b: Builder, src: str, dst: str, cut: Shards, joined: Shards, steps: Steps | None) -> None:
     """Dim `cut.dim` of src goes out block by block, and what comes in stands along dim `joined.dim` of dst."""
     blocks = source_blocks(b, src, cut, steps)
     with destination_blocks(b, dst, joined, steps) as landing:
-        b.emit(ir.AllToAll(blocks, landing, b.channel(cut.axes), cut.along, joined.along))
+        if b.transport.has_windows:
+            Exchange(b, cut.axes).all_to_all(blocks, landing)
+        else:
+            b.emit(ir.AllToAll(blocks, landing, b.channel(cut.axes), cut.along, joined.along))
 
 
 def collective_permute(b: Builder, src: str, dst: str, sources: ir.Sources, axes: tuple[str, ...], steps: Steps | None) -> None:
     with packed_destination(b, dst, steps) as landing:
-        b.emit(ir.CollectivePermute(contiguous_source(b, src, steps), landing, sources, b.channel(axes)))
+        src = contiguous_source(b, src, steps)
+        if b.transport.has_windows:
+            Exchange(b, axes).collective_permute(src, landing, sources)
+        else:
+            b.emit(ir.CollectivePermute(src, landing, sources, b.channel(axes)))
 
 
 def source_blocks(b: Builder, src: str, shards: Shards, steps: Steps | None, block: BufferType | None = None) -> str:

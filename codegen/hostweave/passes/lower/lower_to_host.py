@@ -32,14 +32,16 @@ from hostweave.passes.lower import attention, communication
 from hostweave.passes.lower.asynchronous import COMM, Asynchronous
 from hostweave.passes.lower.buffers import Buffers
 from hostweave.passes.lower.dataflow import Dataflow
+from hostweave.passes.lower.exchanges import with_windows
 from hostweave.passes.lower.kernels import Kernels
 from hostweave.passes.lower.loops import Loop, algorithm_of, iterations, loops_of, shards
 from hostweave.passes.lower.parts import borders, part
 from hostweave.passes.lower.placement import placement_of
-from hostweave.passes.lower.puts import ARRIVALS, PUTS, with_windows
+from hostweave.passes.lower.puts import ARRIVALS, PUTS
 from hostweave.passes.lower.reshards import Reshards, owner, ring_term
 from hostweave.passes.lower.steps import Steps, dim_of_chunk
 from hostweave.passes.lower.uneven_sizes import uneven_sizes
+from hostweave.transports.transport import DEFAULT
 from hostweave.types.size import Size, product
 from hostweave.types.tensor import TensorType, f32
 
@@ -49,7 +51,7 @@ STREAMS_OF_PUTS = 2  # streams of a loop of puts, so that the end of a matmul an
 
 def lower_to_host(fusion: Fusion, options: Options) -> ir.HostProgram:
     """The host program of a fusion whose reshards are each one communication or one local slice; of each function a function."""
-    uneven = uneven_sizes(fusion)
+    uneven = uneven_sizes(fusion, transport_for(options))
     channels: dict[str, ir.Channel] = {}
     bodies = [_Lowering(Dataflow(body, uneven), options, channels) for body in (*fusion.functions, fusion)]
     streams = max(body.most_streams() for body in bodies)
@@ -57,11 +59,16 @@ def lower_to_host(fusion: Fusion, options: Options) -> ir.HostProgram:
     return replace(program, channels=tuple(channels.values()), user_kernels=fusion.user_kernels)
 
 
+def transport_for(options: Options) -> str:
+    """That of channels which no loop states."""
+    return DEFAULT if options.transport == "auto" else options.transport
+
+
 class _Lowering:
     """Writes the instructions of one body."""
 
     def __init__(self, flow: Dataflow, options: Options, channels: dict[str, ir.Channel]):
-        self.flow, self.options, self.b = flow, options, Builder(flow.mesh, channels)
+        self.flow, self.options, self.b = flow, options, Builder(flow.mesh, channels, transport_for(options))
         self.loops = loops_of(flow)
         self.placement = placement_of(flow, self.loops)
         self.asynchronous = Asynchronous(flow, self.b)
@@ -100,6 +107,7 @@ class _Lowering:
                     self.op(op, None)
         b.location = None
         self.asynchronous.join()
+        self.reshards.end_of_body()
         for parameter, name in zip(outputs, f.outputs, strict=True):
             b.location = flow.producer[name].location if parameter.memory else None
             with b.on(parameter.type.mesh):

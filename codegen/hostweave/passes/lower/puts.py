@@ -12,29 +12,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from hostweave.fusion_ir.ir import Op
-from hostweave.fusion_ir.resharding import step_of
-from hostweave.host_ir import ir, tree
-from hostweave.host_ir.builder import Builder
+from hostweave.host_ir import ir
 from hostweave.host_ir.expr import Const, Expr, Var, opposite
 from hostweave.passes.lower.buffers import Buffers
 from hostweave.passes.lower.communication import branch, contiguous_source
 from hostweave.passes.lower.dataflow import Dataflow
+from hostweave.passes.lower.exchanges import SIGNAL, Signals
 from hostweave.passes.lower.kernels import Kernels
-from hostweave.passes.lower.steps import Steps, chunk_shape, rank_in_group
-from hostweave.transports.transport import transport_of
+from hostweave.passes.lower.steps import Steps, chunk_shape
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 
 PUTS = "puts"  # the stream of what a rank puts and signals
 ARRIVALS = "arrivals"  # and the one on which a gather waits for others, or reads from them
-SIGNAL = 0  # the only number that all libraries with signals have
 
 
 @dataclass(eq=False)
-class PutLoop:
+class PutLoop(Signals):
     """The communication of one loop, of which `steps` are the iterations; their owner is known inside of the loop alone."""
 
-    b: Builder
     flow: Dataflow
     buffers: Buffers
     op: Op
@@ -42,8 +38,7 @@ class PutLoop:
     new_events: Callable[[str, int], str]
 
     def __post_init__(self) -> None:
-        mesh, axes = self.flow.mesh_of(self.op), step_of(self.op).axes
-        self.rank, self.size, self.channel = rank_in_group(mesh, axes), mesh.size_of(axes), self.b.channel(axes, transport_of("put"))
+        super().__post_init__()
         self.pieces = int(self.steps.pieces)
         self.own = replace(self.steps, owner=self.rank)
 
@@ -54,28 +49,6 @@ class PutLoop:
         with self.b.nested() as body:
             yield
         self.b.emit(ir.OnStream(stream, Const(0), tuple(body)))
-
-    def each(self, count: int, emit: Callable[[Var], None]) -> None:
-        """A loop of its own."""
-        assert count > 0
-        index = Var(self.b.loop_index())
-        with self.b.nested() as body:
-            emit(index)
-        self.b.emit(ir.For(index.name, Size(count), tuple(body)))
-
-    def each_peer(self, emit: Callable[[Expr], None]) -> None:
-        if self.size == 2:
-            emit((self.rank + 1) % self.size)
-        else:
-            self.each(self.size - 1, lambda hop: emit((self.rank + 1 + hop) % self.size))
-
-    def signal(self, buffer: str) -> None:
-        """To all peers."""
-        self.each_peer(lambda peer: self.b.emit(ir.Signal(SIGNAL, peer, buffer, self.channel)))
-
-    def wait(self, buffer: str) -> None:
-        """For one signal of each peer."""
-        self.each_peer(lambda peer: self.b.emit(ir.WaitSignal(SIGNAL, peer, buffer, self.channel)))
 
     def chunk_shape(self, name: str) -> tuple[Size, ...]:
         """Of what an iteration takes of a value."""
@@ -123,7 +96,7 @@ class Gather(PutLoop):
     def shard_in_window(self) -> str | None:
         """The memory of this rank's shard, where the program allocates it, and chunks of it are contiguous."""
         b, stream, whole = self.b, self.op.result.stream, self.buffers.buffer_of(self.op.tensors[0])
-        memory = b.base_of(whole)
+        memory = b.memory_of(whole)  # of which a part may begin elsewhere on a peer
         assert stream is not None
         is_contiguous = b.is_contiguous(whole) and all(size == Size() for size in b.types[whole].shape[: stream.dim])
         return memory if b.is_allocated(memory) and (is_contiguous or (b.is_contiguous(whole) and self.pieces == 1)) else None
@@ -258,20 +231,3 @@ class Scatter(PutLoop):
         landed = b.select(self.landing, 1, steps.piece, f"{self.landing}_{index.name}")
         own, target = self.term(steps), self.buffers.destination(self.op, steps)
         b.emit(ir.Launch(self.kernels.adding(own, landed, target, self.op), (own, landed), (target,)))
-
-
-def with_windows(body: tree.Body) -> tree.Body:
-    """A body in which what peers read or write, and what is put from, lies in windows."""
-    named = [name for i in tree.walk(body) if isinstance(i, ir.OneSided) for name in tree.names(i, "read", "remote_write")]
-    sources = {tree.names(i, "view")[0]: tree.names(i, "alias")[0] for i in tree.walk(body) if tree.names(i, "view")}
-    roots = set()
-    for name in named:
-        while name in sources:
-            name = sources[name]
-        roots.add(name)
-
-    def moved(i: tree.Instruction) -> tree.Instruction | None:
-        (name,) = tree.names(i, "allocate") or ("",)
-        return ir.AllocateWindow(name, i.defined({})[name], location=i.location) if name in roots else None
-
-    return tree.rewrite(body, moved)

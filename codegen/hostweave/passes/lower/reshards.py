@@ -16,11 +16,12 @@ from hostweave.passes.lower import communication
 from hostweave.passes.lower.buffers import Buffers
 from hostweave.passes.lower.communication import Shards
 from hostweave.passes.lower.dataflow import Dataflow
+from hostweave.passes.lower.exchanges import Exchange, Reduce
 from hostweave.passes.lower.kernels import Kernels
 from hostweave.passes.lower.loops import Loop, algorithm_of
 from hostweave.passes.lower.puts import Gather, Scatter
 from hostweave.passes.lower.steps import Steps, chunk, dim_of_chunk, expr_of, rank_in_group
-from hostweave.passes.lower.transfers import to_other_ranks
+from hostweave.passes.lower.transfers import by_reading, to_other_ranks
 from hostweave.transports.transport import DEFAULT, find_transport
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
@@ -63,12 +64,13 @@ class Reshards:
         self.term: ir.Matmul | None = None  # of a ring of sums: adds this rank's term after the sum so far has arrived
         self.puts: Gather | Scatter | None = None  # of the present loop, where its communication is one-sided
         self.after_loop: list[Callable[[], None]] = []
+        self.unread: list[Callable[[], None]] = []  # by which ranks wait until others have read what they were sent
 
     def begin_loop(self, loop: Loop, steps: Steps) -> None:
         """What goes before a loop of puts. Where a process group has one rank nothing is put."""
         op = loop.communication
         if op and algorithm_of(loop) == "put" and steps.shards > 1:
-            known = self.b, self.flow, self.buffers, op, steps, self._new_events
+            known = self.b, step_of(op).axes, self.flow, self.buffers, op, steps, self._new_events
             self.puts = Scatter(*known, self.kernels) if op.kind == "reduce_scatter" else Gather(*known)
             self.puts.begin()
 
@@ -77,12 +79,18 @@ class Reshards:
         if change.kind == "reduce":  # to the one rank of the mesh that the result is on
             source, dst = self.flow.types[op.tensors[0]], self.buffers.destination(op, steps)
             with self.b.on(source.mesh):
-                src, channel = self.buffers.operand(op, 0, steps), self.b.channel(change.axes)
-                src = communication.contiguous_source(self.b, src, steps)
-                self.b.emit(ir.Reduce(src, dst, change.reduction, Const(change.root or 0), channel))
+                src = communication.contiguous_source(self.b, self.buffers.operand(op, 0, steps), steps)
+                if self.b.transport.has_windows:
+                    here, root = (lambda: self.b.on(op.result.type.mesh)), change.root or 0
+                    Exchange(self.b, change.axes).reduce(src, dst, root, here, self._reducing(op, change))
+                else:
+                    self.b.emit(ir.Reduce(src, dst, change.reduction, Const(change.root or 0), self.b.channel(change.axes)))
         elif change.kind == "transfer":
             operand, destination = (lambda: self.buffers.operand(op, 0, steps)), (lambda: self.buffers.destination(op, steps))
-            to_other_ranks(self.b, self.flow, op, operand, destination, steps)
+            if self.b.transport.has_windows:
+                self.unread.append(by_reading(self.b, self.flow, op, operand, destination))
+            else:
+                to_other_ranks(self.b, self.flow, op, operand, destination, steps)
         elif steps is None or steps.owner is None:
             self._at_once(op, change, steps)
         else:
@@ -97,6 +105,11 @@ class Reshards:
             self.puts.after_join()
             self.puts = None
 
+    def end_of_body(self) -> None:
+        """Only then ranks wait for those that they have sent something to: these may need something else of them before."""
+        for wait in self.unread:
+            wait()
+
     # --- on one mesh ---
 
     def _shards(self, op: Op, change: ReshardStep, steps: Steps | None) -> Shards:
@@ -109,14 +122,18 @@ class Reshards:
         """One collective, in a loop one a step."""
         src, dst = self.buffers.operand(op, 0, steps), self.buffers.destination(op, steps)
         shards = replace(self._shards(op, change, steps), is_uneven=self._is_uneven(op))
+        if shards.is_uneven and self.b.transport.has_windows:
+            why = f"{shards.size} ranks share a dim of {self.flow.types[op.tensors[0]]}, or of {op.result.type}, unevenly"
+            remedy = 'pad it to a size that divides, or use transport="auto"'
+            raise ProgramError(f"{op.kind}: transport one_sided: {why}; {remedy}", op.location)
         match change.kind:
             case "all_reduce" if change.reduction not in find_transport(DEFAULT).reduces:
                 terms = communication.gathered(self.b, src, f"{op.tensors[0]}_terms", shards, steps)
-                self.b.emit(ir.Launch(self.kernels.summing(change.reduction, terms, dst, op), (terms,), (dst,)))
+                self._reducing(op, change)(terms, dst)
             case "all_reduce":
-                communication.all_reduce(self.b, src, dst, change.reduction, shards, steps)
+                communication.all_reduce(self.b, src, dst, change.reduction, shards, steps, self._reducing(op, change))
             case "reduce_scatter":
-                communication.reduce_scatter(self.b, src, dst, change.reduction, shards, steps)
+                communication.reduce_scatter(self.b, src, dst, change.reduction, shards, steps, self._reducing(op, change))
             case "all_to_all":
                 cut = replace(shards, dim=self._dim_of_chunk(change.to, op, steps))
                 communication.all_to_all(self.b, src, dst, cut, shards, steps)
@@ -125,6 +142,10 @@ class Reshards:
                 communication.collective_permute(self.b, src, dst, change.sources, change.axes, steps)
             case "all_gather":
                 communication.all_gather(self.b, src, dst, shards, steps)
+
+    def _reducing(self, op: Op, change: ReshardStep) -> Reduce:
+        """Emits the reduction of terms, one a rank, that ranks make themselves."""
+        return lambda terms, dst: self.b.emit(ir.Launch(self.kernels.summing(change.reduction, terms, dst, op), (terms,), (dst,)))
 
     def _is_uneven(self, op: Op) -> bool:
         """Whether ranks may hold different shares of a dim that the op changes."""

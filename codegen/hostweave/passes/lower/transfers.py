@@ -5,20 +5,23 @@ Where ranks may share a dim unevenly, blocks end where a shard of either mesh do
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from math import prod
 
+from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.ir import Op, Value
 from hostweave.fusion_ir.ops.attributes import BLOCKS
 from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
-from hostweave.host_ir.expr import Const
+from hostweave.host_ir.expr import Const, Rank
 from hostweave.passes.lower import communication
 from hostweave.passes.lower.dataflow import Dataflow
+from hostweave.passes.lower.exchanges import READ, Exchange
 from hostweave.passes.lower.steps import Steps
 from hostweave.types.blocks import Cut, Cuts
 from hostweave.types.mesh import Mesh
-from hostweave.types.routes import Transfer, shared_dims
-from hostweave.types.size import LocalSize, Size
+from hostweave.types.routes import Route, Transfer, shared_dims
+from hostweave.types.size import LocalSize, Size, product
 
 COPIES = "copies"  # the mesh axis of a rank that sends and those that get the same from it
 
@@ -45,6 +48,48 @@ def to_other_ranks(b: Builder, flow: Dataflow, op: Op, src: Buffer, dst: Buffer,
         else:
             with b.on(None):
                 communication.group(b, communication.send(b, sent, blocks, to_send, distance), recv)
+
+
+def by_reading(b: Builder, flow: Dataflow, op: Op, src: Buffer, dst: Buffer) -> Callable[[], None]:
+    """The same on a one-sided channel: what a rank sends lies in a window, from where others read it. Gives what has ranks wait for that.
+
+    A rank tells those that read, which tell it by a signal of another number: either is counted by itself.
+    """
+    source, target, blocks = flow.types[op.tensors[0]], op.result.type, op[BLOCKS]
+    if any(_cuts(flow, op)):
+        why = f"transport one_sided: {len(source.mesh_in(flow.mesh).all_ranks)} ranks and {len(target.mesh_in(flow.mesh).all_ranks)}"
+        remedy = 'shard a dim alike on both meshes, write its size as an int that divides, or use transport="auto"'
+        raise ProgramError(f"{op.kind}: {why} share a dim of {source} in blocks that may differ in size; {remedy}", op.location)
+    world = tuple(name for name, _ in flow.mesh.axes)
+    with b.on(None):
+        ranks = Exchange(b, world)
+    routes = [route for route in blocks.routes if route.sender != route.receiver]
+
+    def block(name: str, count: int, number: int) -> str:
+        size = product(b.types[name].shape) // count
+        return name if count == 1 else b.select(b.reshape(name, (Size(count), size), f"{name}_blocks"), 0, Const(number), f"{name}_block")
+
+    def each(mesh: Mesh | None, emit: Callable[[Route], None], rank_of: Callable[[Route], int], chosen: Sequence[Route] = routes) -> None:
+        """Has each rank do its part of the routes, in their order."""
+        for route in chosen:
+            with b.on(mesh):
+                with b.nested() as body:
+                    emit(route)
+                b.emit(ir.If(Rank().equals(rank_of(route)), tuple(body)))
+
+    def take(route: Route) -> None:
+        sent, landed = block(packed, prod(blocks.sent), route.sent), block(landing, prod(blocks.received), route.received)
+        if route.sender == route.receiver:
+            ranks.copy(sent, landed)
+        else:
+            ranks.get(Const(route.sender), sent, landed, READ)
+
+    with b.on(source.mesh):
+        packed = ranks.in_window(communication.blocks_to_send(b, src(), blocks, None, None))
+    each(source.mesh, lambda route: ranks.signal_to(Const(route.receiver), packed), lambda route: route.sender)
+    with b.on(target.mesh), communication.blocks_to_receive(b, dst, blocks, None, None) as landing:
+        each(target.mesh, take, lambda route: route.receiver, blocks.routes)
+    return lambda: each(source.mesh, lambda route: ranks.wait_for(Const(route.receiver), packed, READ), lambda route: route.sender)
 
 
 def _cuts(flow: Dataflow, op: Op) -> tuple[Cuts, Cuts] | tuple[None, None]:

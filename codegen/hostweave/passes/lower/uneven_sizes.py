@@ -8,14 +8,14 @@ from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import RESHARD_STEPS, TO_OTHER_MESHES, index_map, operand_types
 from hostweave.fusion_ir.ops.attributes import AXIS
-from hostweave.transports.transport import find_transport, transport_of
+from hostweave.transports.transport import DEFAULT, find_transport, transport_of
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import Dim, TensorType
 
 Even = tuple[Dim, Mesh, str]  # a dim that the ranks of a mesh must share evenly, and why
 
 
-def uneven_sizes(fusion: Fusion) -> tuple[str, ...]:
+def uneven_sizes(fusion: Fusion, transport: str = DEFAULT) -> tuple[str, ...]:
     """The names of such sizes, in order of appearance. All others must divide, which the program checks when it is called. So must
     all of a program with windows, which have one place in the memory of all ranks.
 
@@ -37,7 +37,7 @@ def uneven_sizes(fusion: Fusion) -> tuple[str, ...]:
                 even.update(dim.size.symbols)
     streams = (op.result.stream for body in (*fusion.functions, fusion) for op in body.ops)
     algorithms = {stream.algorithm for stream in streams if stream and stream.algorithm}
-    has_windows = any(find_transport(transport_of(algorithm)).has_windows for algorithm in algorithms)
+    has_windows = any(find_transport(name).has_windows for name in (transport, *map(transport_of, algorithms)))
     return () if has_windows else tuple(name for name in sharded if name not in even)
 
 

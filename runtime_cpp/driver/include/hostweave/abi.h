@@ -3,6 +3,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "hostweave/channel.h"
 #include "hostweave/tensor.h"
 
 namespace hw {
@@ -45,6 +46,7 @@ struct SubmeshChannel {
   const char* axes;  // along which the ranks of the process group differ: "x"
   List<Axis> mesh_axes;
   List<int64_t> ranks;  // of the program, in the order of their coordinates
+  Transport transport = Transport::two_sided;
 };
 
 // What can be done with a program.
@@ -57,8 +59,8 @@ struct Calls {
   void (*prepare)(void* program, const Tensor* inputs);
   // Only enqueues. Ordered after what `caller` holds, and `caller` is ordered after it.
   void (*run)(void* program, const Tensor* inputs, const Tensor* outputs, cudaStream_t caller);
-  // The memory that the program allocated for its temporaries; tests fill it with NaN before a call. Null before prepare.
-  void* (*arena)(void* program, size_t* bytes);
+  // Of the memory that the program allocated for its temporaries a part, or nothing; tests fill it with NaN before a call.
+  void* (*arena)(void* program, size_t part, size_t* bytes);
 };
 
 struct ProgramTable {
@@ -75,7 +77,7 @@ struct ProgramTable {
   Calls calls;
 };
 
-constexpr int kAbi = 5;
+constexpr int kAbi = 6;
 
 // An array of tensors under the names of a program's Inputs or Outputs, a struct of as many. Compilers take long over a list of
 // hundreds of them.
@@ -104,10 +106,14 @@ constexpr Calls calls_of() {
           [](void* program, const Tensor* inputs, const Tensor* outputs, cudaStream_t caller) {
             static_cast<Program*>(program)->run(named<Inputs>(inputs), named<Outputs>(outputs), caller);
           },
-      .arena = [](void* program, size_t* bytes) -> void* {
-        const auto& arena = static_cast<Program*>(program)->arena();
-        *bytes = arena.bytes();
-        return arena.data();
+      .arena = [](void* program, size_t part, size_t* bytes) -> void* {
+        void* found = nullptr;
+        static_cast<Program*>(program)->arena().each_memory([&](void* memory, size_t size) {
+          if (size == 0 || part-- != 0) return;
+          found = memory;
+          *bytes = size;
+        });
+        return found;
       },
   };
 }

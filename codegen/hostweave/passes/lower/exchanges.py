@@ -1,0 +1,227 @@
+"""Communication outside of loops on one-sided channels: ranks read each other's windows, and signals say when.
+
+    all_gather %x -> %y on x
+
+of two ranks becomes
+
+    copy %x -> %x_packed                               # a window, where %x lies in none
+    signal 0 at 1 - rank.x for %x_packed on x          # it is there
+    copy %x_packed -> %y_own
+    wait_signal 0 from 1 - rank.x for %x_packed on x
+    get %x_packed at 1 - rank.x -> %y_i on x
+    signal 0 at 1 - rank.x for %x_packed on x          # it has been read
+    wait_signal 0 from 1 - rank.x for %x_packed on x   # and so has this rank's, which may be written again
+
+Each rank signals before it waits, so that no order of ranks stops another one. What is reduced is read first, from each rank the part
+that a rank reduces, and added up by a kernel in the order of ranks, so that all ranks round alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+from hostweave.host_ir import ir, tree
+from hostweave.host_ir.builder import Builder
+from hostweave.host_ir.expr import Const, Expr, Var, opposite
+from hostweave.passes.lower.steps import rank_in_group
+from hostweave.transports.transport import find_transport, transport_of
+from hostweave.types.size import Size, product
+from hostweave.types.tensor import BufferType
+
+SIGNAL = 0  # the only number that all libraries with signals have
+READ = 1  # the number of signals of those that have read, where they may come at any time
+SMALL = 1 << 15  # bytes: where one rank reads all, rather than its part of two readings, latency is what counts
+
+Reduce = Callable[[str, str], None]  # emits the reduction of a buffer of terms, one a rank, into another one
+
+
+@dataclass(eq=False)
+class Signals:
+    """A process group with windows, seen from one of its ranks."""
+
+    b: Builder
+    axes: tuple[str, ...]  # of the present mesh
+
+    def __post_init__(self) -> None:
+        mesh = self.b.present_mesh
+        self.rank, self.size = rank_in_group(mesh, self.axes), mesh.size_of(self.axes)
+        self.channel = self.b.channel(self.axes, find_transport(transport_of("put")))
+
+    def each(self, count: int, emit: Callable[[Var], None]) -> None:
+        """A loop of its own."""
+        assert count > 0
+        index = Var(self.b.loop_index())
+        with self.b.nested() as body:
+            emit(index)
+        self.b.emit(ir.For(index.name, Size(count), tuple(body)))
+
+    def each_peer(self, emit: Callable[[Expr], None]) -> None:
+        if self.size == 2:
+            emit((self.rank + 1) % self.size)
+        elif self.size > 2:
+            self.each(self.size - 1, lambda hop: emit((self.rank + 1 + hop) % self.size))
+
+    def signal_to(self, peer: Expr, buffer: str, number: int = SIGNAL) -> None:
+        self.b.emit(ir.Signal(number, peer, buffer, self.channel))
+
+    def wait_for(self, peer: Expr, buffer: str, number: int = SIGNAL) -> None:
+        self.b.emit(ir.WaitSignal(number, peer, buffer, self.channel))
+
+    def signal(self, buffer: str) -> None:
+        """To all peers."""
+        self.each_peer(lambda peer: self.signal_to(peer, buffer))
+
+    def wait(self, buffer: str) -> None:
+        """For one signal of each peer."""
+        self.each_peer(lambda peer: self.wait_for(peer, buffer))
+
+
+class Exchange(Signals):
+    """One communication of all ranks of a process group, whose buffers are contiguous."""
+
+    def all_gather(self, src: str, dst: str) -> None:
+        blocks, src = self.by_rank(dst, self.b.types[src].shape), self.in_window(src)
+        self.read(src, lambda: self.copy(src, self.block(blocks, self.rank)), lambda peer: (src, self.block(blocks, peer)))
+
+    def all_to_all(self, src: str, dst: str) -> None:
+        blocks, src = self.by_rank(dst), self.by_rank(self.in_window(src))
+        own = self.block(src, self.rank)
+        self.read(src, lambda: self.copy(own, self.block(blocks, self.rank)), lambda peer: (own, self.block(blocks, peer)))
+
+    def reduce_scatter(self, src: str, dst: str, reduce: Reduce) -> None:
+        """What this rank reduces of all terms is read, and lies one after another."""
+        shape = self.b.types[dst].shape
+        own = self.block(self.by_rank(self.in_window(src), shape), self.rank)
+        terms = self.b.allocate_here(f"{dst}_terms", BufferType(self.b.types[dst].dtype, (Size(self.size), *shape)))
+        self.read(src, lambda: self.copy(own, self.block(terms, self.rank)), lambda peer: (own, self.block(terms, peer)))
+        reduce(terms, dst)
+
+    def all_reduce(self, src: str, dst: str, reduce: Reduce) -> None:
+        """Each rank reduces its part, which the others read; where that is little, or ranks may not share it evenly, all of it."""
+        type = self.b.types[dst]
+        count = product(type.shape)
+        part = count.divided_by(Size(self.size)) if count.coefficient % self.size == 0 and count.divisor == 1 else None
+        if part is None or (count.is_int and int(count) * type.dtype.itemsize <= SMALL):
+            terms = self.b.allocate_here(f"{dst}_terms", BufferType(type.dtype, (Size(self.size), *type.shape)))
+            self.all_gather(src, terms)
+            reduce(terms, dst)
+            return
+        reduced = self.b.allocate_here(f"{dst}_part", BufferType(type.dtype, (part,)))
+        self.reduce_scatter(src, reduced, reduce)
+        self.all_gather(reduced, dst)
+
+    def reduce(self, src: str, dst: str, root: int, on_root: Callable[[], AbstractContextManager[None]], reduce: Reduce) -> None:
+        """At root; that stands in a body of its own, of a mesh of such ranks."""
+        others = [Const(rank) for rank in range(self.size) if rank != root]
+        src, type = self.in_window(src), self.b.types[dst]
+        with self.unless(root):
+            self.signal_to(Const(root), src)
+        with on_root():
+            terms = self.b.allocate_here(f"{dst}_terms", BufferType(type.dtype, (Size(self.size), *type.shape)))
+            self.copy(src, self.block(terms, Const(root)))
+            for peer in others:
+                self.get(peer, src, self.block(terms, peer))
+            reduce(terms, dst)
+        with self.unless(root):
+            self.wait_for(Const(root), src)
+
+    def collective_permute(self, src: str, dst: str, sources: ir.Sources) -> None:
+        distances = {None if source is None else (rank - source) % self.size for rank, source in enumerate(sources)}
+        src = self.in_window(src)
+        if distances == {0}:
+            self.copy(src, dst)
+        elif len(distances) == 1 and (distance := distances.pop()) is not None:  # all ranks do the same
+            receiver = (self.rank + distance) % self.size
+            self.signal_to(receiver, src)
+            self.get((self.rank - distance) % self.size, src, dst)
+            self.wait_for(receiver, src)
+        else:
+            self.permute(src, dst, sources)
+
+    def permute(self, src: str, dst: str, sources: ir.Sources) -> None:
+        """Each rank by itself."""
+        receivers = {source: rank for rank, source in enumerate(sources) if source is not None}
+        for rank, source in enumerate(sources):
+            receiver = receivers.get(rank, rank)
+            with self.on_rank(rank):
+                if receiver != rank:
+                    self.signal_to(Const(receiver), src)
+                if source is None:
+                    self.b.emit(ir.Fill(dst, 0.0))
+                elif source == rank:
+                    self.copy(src, dst)
+                else:
+                    self.get(Const(source), src, dst)
+                if receiver != rank:
+                    self.wait_for(Const(receiver), src)
+
+    # --- what these are made of ---
+
+    def read(self, src: str, copy_own: Callable[[], None], taken: Callable[[Expr], tuple[str, str]]) -> None:
+        """From each peer the part of its `src`, and to where, that `taken` names."""
+        self.signal(src)
+        copy_own()
+        self.each_peer(lambda peer: self.get(peer, *taken(peer)))
+        self.wait(src)
+
+    def get(self, peer: Expr, src: str, dst: str, number: int = SIGNAL) -> None:
+        """Once the peer says that it is there; then tells it, by a signal of this number."""
+        self.wait_for(peer, src)
+        self.b.emit(ir.Get(src, peer, dst, self.channel))
+        self.signal_to(peer, src, number)
+
+    def copy(self, src: str, dst: str) -> None:
+        self.b.emit(ir.Copy(self.b.reshape(src, self.b.types[dst].shape, f"{src}_own"), dst))
+
+    def in_window(self, src: str) -> str:
+        """`src` where it is memory of the program, which will lie in a window, else a copy of it: a part may begin elsewhere on a peer."""
+        if self.b.is_allocated(self.b.memory_of(src)):
+            return src
+        packed = self.b.allocate_here(f"{src}_packed", self.b.types[src])
+        self.b.emit(ir.Copy(src, packed))
+        return packed
+
+    def by_rank(self, name: str, block: tuple[Size, ...] | None = None) -> str:
+        """The view of a buffer with one block a rank outermost; itself where nobody says what a `block` is."""
+        shape = (Size(self.size), *(block or self.b.types[name].shape[1:]))
+        return self.b.reshape(name, shape, f"{name}_by_rank")
+
+    def block(self, by_rank: str, rank: Expr) -> str:
+        return self.b.select(by_rank, 0, rank, f"{by_rank.removesuffix('_by_rank')}_block")
+
+    @contextmanager
+    def unless(self, rank: int) -> Iterator[None]:
+        with self.b.nested() as body:
+            yield
+        self.b.emit(ir.If(opposite(self.rank.equals(rank)), tuple(body)))
+
+    @contextmanager
+    def on_rank(self, rank: int) -> Iterator[None]:
+        with self.b.nested() as body:
+            yield
+        self.b.emit(ir.If(self.rank.equals(rank), tuple(body)))
+
+
+def with_windows(body: tree.Body) -> tree.Body:
+    """A body in which what peers read or write, and what is put from, lies in windows, which all ranks have."""
+    named = [name for i in tree.walk(body) if isinstance(i, ir.OneSided) for name in tree.names(i, "read", "remote_write")]
+    sources = {tree.names(i, "view")[0]: tree.names(i, "alias")[0] for i in tree.walk(body) if tree.names(i, "view")}
+    roots = set()
+    for name in named:
+        while name in sources:
+            name = sources[name]
+        roots.add(name)
+    on_some: list[tree.Instruction] = []
+
+    def moved(i: tree.Instruction) -> tree.Instruction | tree.Body | None:
+        if i.ranks and (windows := [inner for inner in tree.bodies(i)[0] if inner.in_window]):
+            on_some.extend(windows)
+            i = tree.with_bodies(i, lambda inner: tuple(each for each in inner if not each.in_window))
+            return i if any(tree.bodies(i)) else ()
+        (name,) = tree.names(i, "allocate") or ("",)
+        return ir.AllocateWindow(name, i.defined({})[name], location=i.location) if name in roots else None
+
+    rest = tree.rewrite(body, moved)
+    return (*on_some, *rest)

@@ -1,0 +1,130 @@
+"""Communication outside of chunk loops on one-sided channels, on any number of ranks and in random schedules."""
+
+from __future__ import annotations
+
+import pytest
+from whole_programs import EXCHANGES, compiled, expect, fusion_of, integer_arrays, sizes_of
+
+import hostweave as hw
+from hostweave.base.errors import ArgumentError, ProgramError
+from hostweave.check.check import check
+from hostweave.check.interpret import interpret
+from hostweave.check.sizes import minimal_sizes
+from hostweave.host_ir.ir import HostProgram
+from hostweave.options import Options
+from hostweave.pipeline import lower
+from hostweave.runtime.cpu import seeded
+
+ONE_SIDED = Options(transport="one_sided")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_the_ir_says_the_same(name: str, ranks: int) -> None:
+    fusion = fusion_of(name, ranks, 3, hw.bf16)
+    host = lower(fusion, ONE_SIDED)
+    check(host)
+    assert HostProgram.parse(str(host)) == host
+    assert "two_sided" not in str(host)
+    assert ("one_sided" in str(host)) == (fusion.mesh.size > 1)
+    arrays = integer_arrays(host, {size: 3 * least for size, least in minimal_sizes(host).items()}, seed=0)
+    ranks_of = [tuple(rank.get(output.name) for output in host.outputs) for rank in interpret(host, arrays)]
+    expect(fusion, arrays, [results if len(results) > 1 else results[0] for results in ranks_of], exact=True)
+
+
+RUNS = [("exchanges", 3), ("exchanges", 8), ("permutes", 2), ("permutes", 4), ("two_axes", 2), ("two_layers", 3)]
+RUNS += [("stages", 3), ("stages", 4)]
+
+
+@pytest.mark.parametrize(("name", "ranks"), RUNS)
+def test_matches_numpy(name: str, ranks: int) -> None:
+    fusion = fusion_of(name, ranks, 3, hw.bf16)
+    program = compiled(fusion, options=ONE_SIDED)
+    for times in (1, 3, 2):  # memory that grows, and is used again
+        arrays = integer_arrays(fusion, sizes_of(fusion, times), seed=times)
+        expect(fusion, arrays, program.run(**arrays, ranks=True), exact=True)
+    calls = [integer_arrays(fusion, sizes_of(fusion, times=1), seed) for seed in range(3)]
+    for seed in range(4 if ranks < 8 else 1):
+        with seeded(seed, check_dependencies=True):
+            for arrays, results in zip(calls, program.run_in_flight(calls, poison=True), strict=True):
+                expect(fusion, arrays, results, exact=True)
+
+
+def test_blocks_of_different_sizes_are_not_read() -> None:
+    mesh = hw.Mesh(x=5)
+
+    @hw.fusion(mesh=mesh, x=hw.f32["M@x"].on(mesh.ranks([0, 1])))
+    def moved(x):  # type: ignore[no-untyped-def]
+        return hw.reshard(x + 1, "M@x", mesh=mesh.ranks([2, 3, 4]))
+
+    hw.compile(moved)
+    with pytest.raises(ProgramError) as caught:
+        hw.compile(moved, options=ONE_SIDED)
+    assert str(caught.value).endswith(
+        "transport one_sided: 2 ranks and 3 share a dim of f32[M@x] on mesh(x=2 of ranks 0, 1) in blocks that may differ in size; shard a "
+        'dim alike on both meshes, write its size as an int that divides, or use transport="auto"'
+    )
+
+
+def test_a_part_is_copied_before_others_read_it() -> None:
+    """It does not begin where that of a peer does."""
+
+    @hw.fusion(mesh=hw.Mesh(a=2, b=2), x=hw.f32["M@a", "K"])
+    def turned(x):  # type: ignore[no-untyped-def]
+        return hw.reshard(hw.relu(x), "M@b,a", "K")
+
+    host = lower(turned, ONE_SIDED)
+    arrays = integer_arrays(host, {"M": 8, "K": 3}, seed=0)
+    expect(turned, arrays, [rank["y"] for rank in interpret(host, arrays)], exact=True)
+
+
+def test_sizes_have_to_divide() -> None:
+    @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", 3])
+    def turned(x):  # type: ignore[no-untyped-def]
+        return hw.reshard(x, "M", "3@x")
+
+    with pytest.raises(ProgramError) as caught:
+        hw.compile(turned, options=ONE_SIDED)
+    assert str(caught.value).endswith(
+        "all_to_all: transport one_sided: 2 ranks share a dim of f32[M@x, 3], or of f32[M, 3@x], unevenly; pad it to a size that divides, "
+        'or use transport="auto"'
+    )
+    fusion = fusion_of("two_layers", 3, 3, hw.bf16)
+    with pytest.raises(ArgumentError, match="M"):
+        compiled(fusion, options=ONE_SIDED).run(**integer_arrays(fusion, {"M": 4, "E": 3, "F": 3}, seed=0))
+
+
+@pytest.mark.parametrize("is_1f1b", [False, True], ids=["gpipe", "1f1b"])
+def test_no_stage_waits_for_what_another_issues_later(is_1f1b: bool) -> None:
+    """Micro-batches forward and backward through stages of one rank each, in either order of the text."""
+    count, batches = 3, 4
+    mesh = hw.Mesh(x=count)
+    stages = [mesh.ranks([rank]) for rank in range(count)]
+    weights = {f"w{stage}": hw.f32["N", "N"].on(stages[stage]) for stage in range(count)}
+
+    @hw.fusion(mesh=mesh, **{f"x{batch}": hw.f32["M", "N"].on(stages[0]) for batch in range(batches)}, **weights)
+    def pipeline(**given):  # type: ignore[no-untyped-def]
+        there = [[given[f"x{batch}"]] for batch in range(batches)]
+        back: list[list[hw.Tensor]] = [[] for _ in range(batches)]
+
+        def forward(batch: int, stage: int) -> None:
+            h = hw.clip(hw.matmul(there[batch][stage], given[f"w{stage}"]), -1, 1)
+            there[batch].append(hw.reshard(h, "M", "N", mesh=stages[stage + 1]) if stage + 1 < count else h)
+
+        def backward(batch: int, stage: int) -> None:
+            g = hw.clip(hw.matmul(back[batch][-1] if back[batch] else there[batch][-1], given[f"w{stage}"].T), -1, 1)
+            back[batch].append(hw.reshard(g, "M", "N", mesh=stages[stage - 1]) if stage else g)
+
+        steps = [(batch + stage, 0, batch, stage) for batch in range(batches) for stage in range(count)]
+        late = 0 if is_1f1b else batches
+        steps += [(late + batch + 2 * count - stage, 1, batch, stage) for batch in range(batches) for stage in reversed(range(count))]
+        for _, is_backward, batch, stage in sorted(steps):
+            (backward if is_backward else forward)(batch, stage)
+        return tuple(gradient for _, gradient in sorted((batch, back[batch][-1]) for batch in range(batches)))
+
+    for options in (ONE_SIDED, Options()):
+        host = lower(pipeline, options)
+        check(host)
+        arrays = integer_arrays(host, {"M": 2, "N": 3}, seed=1)
+        results = [tuple(rank.get(output.name) for output in host.outputs) for rank in interpret(host, arrays)]
+        expect(pipeline, arrays, results, exact=True)

@@ -1,0 +1,157 @@
+"""Each put, get, signal and wait for one, its peer, place, number and count are there for a reason: the check sees one that is wrong, and
+so does some schedule of the CPU device. What a get reads where is a matter of values, which the check does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from whole_programs import compiled, fusion_of, integer_arrays
+
+import hostweave as hw
+from hostweave.base.errors import ExecutionError, ProgramError
+from hostweave.check.check import check
+from hostweave.check.interpret import interpret
+from hostweave.check.sizes import minimal_sizes
+from hostweave.host_ir import ir, tree
+from hostweave.host_ir.expr import Const
+from hostweave.host_ir.ir import HostProgram
+from hostweave.host_ir.text import print_instruction
+from hostweave.options import Options
+from hostweave.pipeline import lower
+from hostweave.runtime.cpu import seeded
+from hostweave.types.size import Size
+
+SEEDS = 60
+
+
+def changes_of(host: HostProgram, i: tree.Instruction) -> Iterator[tuple[str, tree.Instruction | tree.Body]]:
+    if isinstance(i, ir.OneSided):
+        yield "dropped", ()
+        yield "twice", (i, i)
+        yield "to another peer", replace(i, peer=(i.peer + 1) % host.channel(i.channel).size)  # type: ignore[call-arg]
+    if isinstance(i, ir.Signalled):
+        yield "under another number", replace(i, signal=2)  # type: ignore[call-arg]
+    if isinstance(i, ir.Put | ir.Get):
+        less = [ir.Slice(f"{name}_less", name, 0, Size(1), Const(0)) for name in (i.src, i.dst)]
+        yield "of fewer elements", (*less, replace(i, src=f"{i.src}_less", dst=f"{i.dst}_less"))
+    if isinstance(i, ir.Fork | ir.Join | ir.Record | ir.Wait):
+        yield "dropped", ()
+
+
+def mutants(host: HostProgram) -> Iterator[tuple[str, HostProgram]]:
+    """The program with one thing of its one-sided communication dropped or changed, and what that is."""
+    walked = list(tree.walk(host.body))
+    views = {name: number for number, i in enumerate(walked) for name in tree.names(i, "view")}
+    for number, i in enumerate(walked):
+        for what, new in changes_of(host, i):
+            yield f"{print_instruction(i)[0]}: {what}", replace(host, body=tree.edited(host.body, {number: new}))
+        for name in (i.dst,) if isinstance(i, ir.Put | ir.Get) else ():
+            while name in views:  # the place on the peer, or on this rank
+                view = walked[views[name]]
+                if isinstance(view, ir.Select | ir.Chunk) and view.index != Const(0):
+                    elsewhere = tree.edited(host.body, {views[name]: replace(view, index=Const(0))})
+                    yield f"{print_instruction(i)[0]}: at another place", replace(host, body=elsewhere)
+                (name, *_) = tree.names(view, "alias")
+
+
+def sizes_for(host: HostProgram) -> dict[str, int]:
+    """At which a block has several rows."""
+    return {name: 2 * least for name, least in minimal_sizes(host).items()}
+
+
+def is_accepted(mutant: HostProgram) -> bool:
+    try:
+        check(mutant, sizes_for(mutant))
+    except ProgramError:
+        return False
+    return True
+
+
+def harmless(host: HostProgram, mutant: HostProgram) -> bool:
+    """Whether the check takes it, which it may only where every rank still gives what it gave."""
+    if not is_accepted(mutant):
+        return False
+    arrays = integer_arrays(host, sizes_for(host), seed=0)
+    for want, got in zip(interpret(host, arrays), interpret(mutant, arrays), strict=True):
+        for output in want:
+            np.testing.assert_array_equal(got[output], want[output])
+    return True
+
+
+def is_needless(what: str) -> bool:
+    """Events between streams order these already, and to read twice is to read."""
+    needless = "fork arrivals: dropped", "join arrivals: dropped", "join puts: dropped", "fork comm: dropped"
+    return what in needless or (what.startswith("get ") and "twice" in what)
+
+
+LOOPS = ("ag_matmul_put", "ag_matmul_pull", "matmul_rs_put", "mlp_put")
+
+
+@pytest.mark.parametrize("name", [*LOOPS, "stages", pytest.param("exchanges", marks=pytest.mark.slow)])
+def test_every_one_is_needed(name: str) -> None:
+    host = lower(fusion_of(name, 3, 3, hw.bf16), Options(streams=4, transport="auto" if name in LOOPS else "one_sided"))
+    assert [what for what, mutant in mutants(host) if harmless(host, mutant) and not is_needless(what)] == []
+
+
+# --- by schedules of the CPU device -----------------------------------------------------------------------------------
+
+
+HEAD = "host @exchange(%x: f32[M@x, 4]) -> (%y: f32[M@x, 4]) mesh(x=3) channels(x: x one_sided) streams(a[1]) "
+BY = {
+    "put": """{
+  %w = allocate_window f32[M/3, 4]
+  fork a
+  stream a[0] {
+    signal 0 at (rank.x + 1) % 3 for %w on x
+    wait_signal 0 from (rank.x + 2) % 3 for %w on x
+    put %x -> %w at (rank.x + 2) % 3 signal 1 on x
+    wait_signal 1 from (rank.x + 1) % 3 for %w on x
+    copy %w -> %y
+  }
+  join a
+}
+""",
+    "get": """{
+  %w = allocate_window f32[M/3, 4]
+  copy %x -> %w
+  fork a
+  stream a[0] {
+    signal 0 at (rank.x + 2) % 3 for %w on x
+    wait_signal 0 from (rank.x + 1) % 3 for %w on x
+    get %w at (rank.x + 1) % 3 -> %y on x
+    signal 1 at (rank.x + 1) % 3 for %w on x
+    wait_signal 1 from (rank.x + 2) % 3 for %w on x
+  }
+  join a
+}
+""",
+}
+CALLS = 3  # in flight at a time
+
+
+def fails(program: hw.Program, host: HostProgram, seed: int) -> bool:
+    """Whether this schedule shows that something is wrong: a rank waits for ever, a dependency is missing, or a result is wrong."""
+    calls = [integer_arrays(host, {"M": 6}, number) for number in range(CALLS)]
+    with seeded(seed, check_dependencies=seed % 2 == 0):
+        try:
+            results = program.run_in_flight(calls, poison=True)
+        except ExecutionError:
+            return True
+    want = [np.roll(arrays["x"], -len(arrays["x"]) // 3, 0) for arrays in calls]
+    return not all(np.array_equal(np.concatenate(got), each) for got, each in zip(results, want, strict=True))
+
+
+@pytest.mark.parametrize("by", ["put", pytest.param("get", marks=pytest.mark.slow)])
+def test_a_schedule_shows_what_the_check_sees(by: str) -> None:
+    host = HostProgram.parse(HEAD + BY[by])
+    check(host)
+    assert not any(fails(compiled(host), host, seed) for seed in range(SEEDS))
+    for what, mutant in mutants(host):
+        if not is_accepted(mutant):
+            program = hw.compile(mutant, options=Options(check=False))
+            assert any(fails(program, host, seed) for seed in range(SEEDS)), what
+            program.close()
