@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from numbers import Integral
 from pathlib import Path
@@ -17,6 +18,7 @@ from hostweave.base.signatures import checked
 from hostweave.build.toolchain import MODULE_FILE
 from hostweave.check.check import check
 from hostweave.check.sizes import minimal_sizes
+from hostweave.fusion_ir.choice import Choice
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.one_device import needs_ranks, on_one_device
 from hostweave.host_ir.ir import HostProgram
@@ -55,6 +57,7 @@ def compile(program: Fusion | HostProgram, target: str = "cpu", options: Options
     if target not in NAMES:
         raise ProgramError(f"{program.name}: no target {target!r}; the targets are {' and '.join(NAMES)}")
     options = options or Options()
+    options = options if options.machine else replace(options, machine=find_target(target).machine(program.mesh.size))
     host = lower(program, options)
     find_target(target).expect_kernels(host.user_kernels)
     for parameter in host.inputs:
@@ -110,6 +113,11 @@ class Program:
         """The text of the host IR, after all passes."""
         return str(self._host)
 
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        """What the compiler has chosen for reshards beside matmuls, with the other ways and their times. See `explain`."""
+        return self._host.choices
+
     @cached_property
     def sources(self) -> Mapping[str, str]:
         """The generated files: a mapping of paths to texts, the same for both targets."""
@@ -129,7 +137,7 @@ class Program:
 
         toolchain, wanted = self.target.toolchain(), self._host.libraries
         libraries = partial(self.target.runtime_libraries, wanted=wanted)
-        return build(self.name, self.host_ir, repr(self._options), toolchain, libraries, lambda: self.sources)
+        return build(self.name, self._host.code, toolchain, libraries, lambda: self.sources)
 
     @cached_property
     def module(self) -> ModuleType:
@@ -139,6 +147,22 @@ class Program:
         if self._unbound:
             return self._unbound.module
         return load(self.folder / MODULE_FILE, self.target.dlopen_flags)
+
+    def explain(self) -> str:
+        """What was chosen, and why: a line for each communication with its algorithm, transport, chunks and time, and the other ways
+        with theirs; and for each attention whether it is one call of the library.
+
+        Raises ProgramError for a program that was compiled from host IR, where nothing was chosen.
+
+        Example: `print(hw.compile(f, options=hw.Options(sizes={"M": 8192, "K": 8192, "N": 7168})).explain())`.
+        """
+        from hostweave.tune.explain import explained
+
+        if not isinstance(self._given, Fusion):
+            raise ProgramError(f"{self.name}: was compiled from host IR, where nothing is chosen; see host_ir")
+        stages: list[Fusion] = []
+        lower(self._given, self._options, lambda _, stage: stages.append(stage) if isinstance(stage, Fusion) else None)
+        return explained(stages[-1], self._options)
 
     def build(self) -> None:
         """Compiles and loads the module, or takes it from the cache.

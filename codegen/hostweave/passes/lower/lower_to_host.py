@@ -52,7 +52,8 @@ def lower_to_host(fusion: Fusion, options: Options) -> ir.HostProgram:
     uneven = uneven_sizes(fusion)
     channels: dict[str, ir.Channel] = {}
     program = joined([_Lowering(Dataflow(body, uneven), options, channels).program() for body in (*fusion.functions, fusion)])
-    return replace(program, channels=tuple(channels.values()), user_kernels=fusion.user_kernels)
+    choices = tuple(choice for body in (*fusion.functions, fusion) for choice in body.choices)
+    return replace(program, channels=tuple(channels.values()), user_kernels=fusion.user_kernels, choices=choices)
 
 
 class _Lowering:
