@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import ceil, prod
+from math import ceil, prod, sqrt
 
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS
@@ -59,7 +59,7 @@ class Product:
         waves = ceil(self.count * ceil(self.rows / m) * ceil(self.columns / n) * parts / machine.multiprocessors)
         work = 2 * m * n * self.inner / parts * machine.multiprocessors / (machine.flops * self.rate * fast)
         added = machine.launch + 8 * parts * self.count * self.rows * self.columns / machine.memory if parts > 1 else 0.0
-        return waves * (work + machine.wave) + added
+        return waves * (work + machine.wave * sqrt(m * n / (128 * 256))) + added
 
 
 def product_of(op: Op, fusion: Fusion, sizes: Mapping[str, int], tf32: bool) -> Product:

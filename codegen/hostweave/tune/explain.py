@@ -42,7 +42,7 @@ def _lines(body: Fusion, options: Options) -> Iterator[str]:
             yield f"%{name} = {op.kind} of %{op.tensors[0]}: {_how(op, chosen.get(name), possible.get(name), options)}"
         elif op.kind == "attention":
             yield f"%{name} = attention: one call of the library, without the matrix of scores in memory"
-        elif op.kind == "matmul" and re.search(r"(^|_)scores(_\d+)?$", name):
+        elif op.kind == "matmul" and re.search(r"(^|_)scores(_|$)", name):
             why = why_composed(types[op.tensors[0]], types[op.tensors[0]]) or "it has a mask or dropout"
             yield f"%{name} = matmul: attention is composed of matmuls and a softmax, since {why}"
 

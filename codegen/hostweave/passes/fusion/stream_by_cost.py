@@ -16,10 +16,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.choice import IN_SEQUENCE, Choice, Way
 from hostweave.fusion_ir.ir import Fusion, Stream
 from hostweave.options import Options
-from hostweave.tune.overlaps import candidates, ways
+from hostweave.tune.overlaps import Candidate, candidates, ways
 
 MARGIN = 0.95  # of the time in sequence that a loop may take at most, by the model, to be chosen
 LEAST = 5.0  # microseconds that it must gain
@@ -38,8 +39,7 @@ def stream_by_cost(fusion: Fusion, options: Options) -> Fusion:
         if candidate.unknown or not involved.isdisjoint(in_loops):
             continue
         possible = ways(candidate, fusion, options.sizes, options.figures, options.transport, options.tf32)
-        wanted = options.ways.get(f"@{fusion.name} %{candidate.reshard.result.name}")
-        taken = next((way for way in possible if way.name == wanted), None) or _best(possible)
+        taken = _stated(fusion, candidate, possible, options) or _best(possible)
         choices.append(Choice(candidate.reshard.result.name, fusion.name, (taken, *(way for way in possible if way != taken))))
         if taken.algorithm != IN_SEQUENCE:
             in_loops |= involved
@@ -47,6 +47,18 @@ def stream_by_cost(fusion: Fusion, options: Options) -> Fusion:
             streams |= {op.result.name: stream for op in candidate.streamed}
     ops = (replace(op, result=replace(op.result, stream=streams.get(op.result.name, op.result.stream))) for op in fusion.ops)
     return replace(fusion, ops=tuple(ops), choices=tuple(choices))
+
+
+def _stated(fusion: Fusion, candidate: Candidate, possible: tuple[Way, ...], options: Options) -> Way | None:
+    """The way that the options name for a reshard. Raises ProgramError where that cannot be."""
+    reshard = f"@{fusion.name} %{candidate.reshard.result.name}"
+    if reshard not in options.ways:
+        return None
+    found = [way for way in possible if way.name == options.ways[reshard]]
+    if not found:
+        names = ", ".join(way.name for way in possible)
+        raise ProgramError(f"Options: ways: {reshard}: {options.ways[reshard]} cannot be; one of {names}", candidate.reshard.location)
+    return found[0]
 
 
 def _best(possible: tuple[Way, ...]) -> Way:

@@ -1,0 +1,101 @@
+"""Programs whose chunk loops the compiler has chosen compute what they are to compute, and say what was chosen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import hostweave as hw
+from hostweave.base.errors import ArgumentError, ProgramError
+from hostweave.types.machine import H200
+
+# Of a machine whose links are as slow beside its matmuls at these sizes as those of GPUs are at large ones.
+SLOW = replace(H200, name="slow", multiprocessors=1, flops=2e11, wave=0.0, launch=1e-6, links=tuple(replace(e, points=((0, 1e-6), (1e6, 20e-3))) for e in H200.links))
+SIZES = {"M": 1536, "K": 16, "F": 48, "N": 24}
+
+
+def layer(ranks: int) -> hw.Fusion:
+    """A gather of two matmuls, one of what the program has computed, a sum that is scattered, and one that all ranks have."""
+
+    @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.f32["M@x", "K"], wg=hw.f32["K", "F@x"], wu=hw.f32["K", "F@x"], wd=hw.f32["F@x", "N"])
+    def layer(x: hw.Tensor, wg: hw.Tensor, wu: hw.Tensor, wd: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
+        h = hw.reshard(hw.relu(x), "M", "K").named("h")
+        a = hw.matmul(h, wg) * hw.matmul(h, wu)
+        y = hw.reshard(hw.matmul(a, wd), "M@x", "N").named("y")
+        z = hw.reshard(hw.matmul(hw.abs(a), wd), "M", "N").named("z")
+        return y, z
+
+    return layer
+
+
+def arrays() -> dict[str, np.ndarray]:
+    random = np.random.default_rng(0)
+    shapes = {"x": "MK", "wg": "KF", "wu": "KF", "wd": "FN"}
+    return {name: random.integers(-2, 3, [SIZES[size] for size in dims]).astype(np.float32) for name, dims in shapes.items()}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_result_and_choice(ranks: int) -> None:
+    ways = {"@layer %z": "all_reduce(2)"} if ranks > 1 else {}
+    program = hw.compile(layer(ranks), options=hw.Options(sizes=SIZES, machine=SLOW, ways=ways))
+    taken = {choice.value: choice.taken.algorithm for choice in program.choices}
+    assert taken == ({"h": "put", "y": "put", "z": "all_reduce"} if ranks > 1 else {})
+    given = arrays()
+    h = np.maximum(given["x"], 0)
+    a = (h @ given["wg"]) * (h @ given["wu"])
+    y, z = program.run(**given)
+    np.testing.assert_array_equal(y, a @ given["wd"])
+    np.testing.assert_array_equal(z, np.abs(a) @ given["wd"])
+
+
+def test_explain() -> None:
+    program = hw.compile(layer(2), options=hw.Options(sizes=SIZES, machine=SLOW, overlap="auto"))
+    lines = program.explain().splitlines()
+    assert lines[:4] == [
+        "layer on mesh(x=2)",
+        "  times by the figures of slow, at F=48, K=16, M=1536, N=24",
+        "  one-sided transport where it is faster",
+        "@layer",
+    ]
+    h, y, z = program.choices
+    others = ", ".join(f"{way.name} {way.micros:.1f} us" for way in h.ways[1:])
+    of_h = f"{h.taken.chunks} chunks by put, one_sided, predicted {h.taken.micros:.1f} us; instead of {others}"
+    assert lines[4] == f"  %h = all_gather of %relu_x: {of_h}"
+    assert lines[5].startswith(f"  %y = reduce_scatter of %matmul_wd: {y.taken.chunks} chunks by put")
+    assert z.taken.name in ("none", "all_reduce(2)", "all_reduce(4)")
+    assert len(lines) == 7
+
+
+def test_explain_why_not() -> None:
+    def explained(**options: object) -> str:
+        return hw.compile(layer(2), options=hw.Options(**options)).explain()  # type: ignore[arg-type]
+
+    assert "%h = all_gather of %relu_x: in sequence: sizes are not known; state them for a chunk loop, hw.Options(sizes={" in explained()
+    assert 'in sequence: overlap="off"' in explained(overlap="off", sizes=SIZES)
+    assert "in sequence, predicted" in explained(sizes=SIZES)
+    assert '  two-sided transport alone, by transport="two_sided"' in explained(transport="two_sided")
+    why = "puts need NCCL 2.29 or later, and NCCL 2.28.9 was found"
+    assert f"  two-sided transport alone: {why}" in explained(machine=H200.without_puts(why))
+
+    @hw.fusion(mesh=hw.Mesh(x=2), q=hw.bf16["B", "H@x", "S", 64], m=hw.bf16["S", "S"], x=hw.f32["M@x", "K"], w=hw.f32["K", "N"])
+    def others(q: hw.Tensor, m: hw.Tensor, x: hw.Tensor, w: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        stated = hw.matmul(x, w).stream("M", chunks=2)
+        fused, composed = hw.scaled_dot_product_attention(q, q, q), hw.scaled_dot_product_attention(q, q, q, attn_mask=m)
+        return stated, fused, composed, hw.reshard(hw.exp(x), "M", "K")
+
+    text = hw.compile(others).explain()
+    assert "2 chunks by p2p, two_sided, as stated" in text
+    assert "attention: one call of the library, without the matrix of scores in memory" in text
+    assert "attention is composed of matmuls and a softmax, since it has a mask or dropout" in text
+    assert "in sequence: no matmul is beside it" in text
+    with pytest.raises(ProgramError, match="was compiled from host IR, where nothing is chosen; see host_ir"):
+        hw.compile(hw.HostProgram.parse(hw.compile(others).host_ir)).explain()
+
+
+def test_sizes_that_do_not_divide() -> None:
+    program = hw.compile(layer(4), options=hw.Options(sizes=SIZES, machine=SLOW))
+    given = arrays()
+    with pytest.raises(ArgumentError, match="M"):
+        program.run(**{**given, "x": given["x"][:1535]})
