@@ -58,6 +58,11 @@ def compile(program: Fusion | HostProgram, target: str = "cpu", options: Options
         raise ProgramError(f"{program.name}: no target {target!r}; the targets are {' and '.join(NAMES)}")
     options = options or Options()
     options = options if options.machine else replace(options, machine=find_target(target).machine(program.mesh.size))
+    made = _compiled(program, target, options)
+    return _searched(made, program, target, options) if options.overlap == "search" and made.choices else made
+
+
+def _compiled(program: Fusion | HostProgram, target: str, options: Options) -> Program:
     host = lower(program, options)
     find_target(target).expect_kernels(host.user_kernels)
     for parameter in host.inputs:
@@ -66,6 +71,17 @@ def compile(program: Fusion | HostProgram, target: str = "cpu", options: Options
     if options.check if options.check is not None else host.mesh.size <= MAX_CHECKED_RANKS:
         check(host)
     return Program(program, host, find_target(target), options)
+
+
+def _searched(made: Program, program: Fusion | HostProgram, target: str, options: Options) -> Program:
+    """The program with the ways that are the fastest here, as measured now or before."""
+    from hostweave.runtime.search import name_of, search
+
+    machine, key = options.figures.name, (target, options.transport, str(sorted(options.sizes.items())), str(sorted(options.ways.items())))
+    choices = search(made._host, options.sizes, (machine, *key), lambda ways: _compiled(program, target, replace(options, ways=ways)))
+    found = _compiled(program, target, replace(options, ways={name_of(choice): choice.taken.name for choice in choices}))
+    found._host = replace(found._host, choices=choices)
+    return found
 
 
 class Program:
@@ -162,7 +178,7 @@ class Program:
             raise ProgramError(f"{self.name}: was compiled from host IR, where nothing is chosen; see host_ir")
         stages: list[Fusion] = []
         lower(self._given, self._options, lambda _, stage: stages.append(stage) if isinstance(stage, Fusion) else None)
-        return explained(stages[-1], self._options)
+        return explained(stages[-1], self._host.choices, self._options)
 
     def build(self) -> None:
         """Compiles and loads the module, or takes it from the cache.

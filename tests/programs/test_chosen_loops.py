@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError, ProgramError
+from hostweave.build import cuda, figures
+from hostweave.cli.calibrate import SHAPES, fit
+from hostweave.cli.main import main
+from hostweave.runtime import search
+from hostweave.tune.cost import Product
 from hostweave.types.machine import H200
 
 # Of a machine whose links are as slow beside its matmuls at these sizes as those of GPUs are at large ones.
@@ -99,3 +105,55 @@ def test_sizes_that_do_not_divide() -> None:
     given = arrays()
     with pytest.raises(ArgumentError, match="M"):
         program.run(**{**given, "x": given["x"][:1535]})
+
+
+def test_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fastest of those that were run is kept, and found again without running any."""
+
+    @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "K"], w=hw.f32["K", "N"])
+    def gathered(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
+        return hw.matmul(hw.reshard(x, "M", "K").named("g"), w)
+
+    options = hw.Options(sizes={"M": 256, "K": 16, "N": 8}, machine=SLOW, overlap="search", transport="two_sided")
+    monkeypatch.setattr(search, "root", lambda: tmp_path)
+    found = hw.compile(gathered, options=options)
+    (choice,) = found.choices
+    assert choice.is_measured
+    assert {way.name for way in choice.ways} == {"p2p(2)", "none"}
+    assert choice.taken.micros == min(way.micros for way in choice.ways) > 0
+    assert f"choice %g of @gathered measured: {choice.taken.name} {choice.taken.micros:.1f} us" in found.host_ir
+    assert f"measured {choice.taken.micros:.1f} us" in found.explain()
+    assert ("for %i" in found.host_ir) == (choice.taken.name == "p2p(2)")
+    x, w = np.ones((256, 16), np.float32), np.ones((16, 8), np.float32)
+    np.testing.assert_array_equal(found.run(x, w), x @ w)
+    monkeypatch.setattr(hw.Program, "measure", None)
+    assert hw.compile(gathered, options=options).choices == found.choices
+    with pytest.raises(ProgramError, match='gathered: overlap="search" runs the program, and sizes are not stated: N; give them as Options'):
+        search.search(found._host, {"M": 256, "K": 16}, (), lambda _: found)
+    (file,) = tmp_path.glob("choices/*.json")
+    file.write_text("{}}")
+    with pytest.raises(ArgumentError, match=r"holds no choices \(.*\); remove it, and they are searched again"):
+        hw.compile(gathered, options=options)
+
+
+def test_calibrate_without_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(cuda, "gpus", lambda: ())
+    assert main(["calibrate"]) == 1
+    assert "calibrate: the driver offers no GPU here" in capsys.readouterr().err
+
+
+def test_calibrated_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was measured is fitted, kept as JSON, and taken by programs for these GPUs."""
+    monkeypatch.setattr(figures, "root", lambda: tmp_path)
+    times = [Product(1, m, k, n, hw.bf16).seconds(replace(H200, flops=700e12, wave=5e-6)) for m, k, n in SHAPES]
+    fitted = fit(H200, times)
+    assert fitted["flops"] == pytest.approx(700e12, rel=0.02)
+    assert fitted["wave"] == pytest.approx(5e-6, rel=0.1)
+    gpus = (cuda.Gpu("Some GPU", "sm_90", 100),) * 2
+    assert figures.measured(gpus) is None
+    assert figures.keep(SLOW, gpus) == tmp_path / "machines" / "Some_GPU_x2.json"
+    assert figures.measured(gpus) == SLOW
+    (tmp_path / "machines" / "Some_GPU_x2.json").write_text("{}")
+    figures._read.cache_clear()
+    with pytest.raises(ProgramError, match="Some_GPU_x2.json: holds no figures of a machine"):
+        figures.measured(gpus)

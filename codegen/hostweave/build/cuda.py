@@ -109,6 +109,7 @@ def _find(major: int, roots: list[Path]) -> Cuda:
 class Gpu:
     name: str
     arch: str  # "sm_90"
+    multiprocessors: int = 0
 
 
 @cache
@@ -142,13 +143,14 @@ def _driver() -> ctypes.CDLL | None:
 
 
 def _gpu(driver: ctypes.CDLL, index: int) -> Gpu:
-    device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    device, major, minor, multiprocessors = (ctypes.c_int() for _ in range(4))
     name = ctypes.create_string_buffer(128)
     driver.cuDeviceGet(ctypes.byref(device), index)
     driver.cuDeviceGetName(name, len(name), device)
     driver.cuDeviceGetAttribute(ctypes.byref(major), 75, device)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
     driver.cuDeviceGetAttribute(ctypes.byref(minor), 76, device)
-    return Gpu(name.value.decode(), f"sm_{major.value}{minor.value}")
+    driver.cuDeviceGetAttribute(ctypes.byref(multiprocessors), 16, device)
+    return Gpu(name.value.decode(), f"sm_{major.value}{minor.value}", multiprocessors.value)
 
 
 def _roots() -> list[Path]:

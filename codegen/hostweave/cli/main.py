@@ -1,4 +1,4 @@
-"""The command line: `hostweave demo | compile | inspect | export | bench | doctor | cache`."""
+"""The command line: `hostweave demo | compile | inspect | export | bench | calibrate | doctor | cache`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from hostweave.base.errors import HostweaveError
 from hostweave.build import cache
 from hostweave.build.toolchain import openblas_root
 from hostweave.cli.bench import bench
+from hostweave.cli.calibrate import calibrate
 from hostweave.cli.doctor import report
 from hostweave.cli.highlight import show
 from hostweave.cli.memory_plan import memory_report
@@ -89,6 +90,9 @@ def _parser() -> argparse.ArgumentParser:
 
     doctor_help = "Say what was found (compiler, CUDA, NCCL, cuBLAS, GPUs, cache) and what to install for what is missing."
     add("doctor", lambda _: print(report()), doctor_help)
+
+    calibrate_help = "Measure the GPUs of this machine, in about a minute, for the cost model that chooses how communication overlaps."
+    add("calibrate", _calibrate, calibrate_help)
 
     cache_help = "The folder of compiled programs; HOSTWEAVE_CACHE moves it, HOSTWEAVE_CACHE_LIMIT (10 GB) bounds it."
     sub = add("cache", _cache, cache_help)
@@ -195,6 +199,11 @@ def _export(options: argparse.Namespace) -> None:
     configure = ["cmake", "-S", options.folder, "-B", build, "-DHOSTWEAVE_TARGET=cpu", f"-DHOSTWEAVE_OPENBLAS_ROOT={openblas_root()}"]
     commands = configure, ["cmake", "--build", build], [(build / executable_of(program.name)).absolute()]
     print(" && ".join(shlex.join(map(str, command)) for command in commands))
+
+
+def _calibrate(_: argparse.Namespace) -> None:
+    for line in calibrate():
+        print(line, flush=True)
 
 
 def _cache(options: argparse.Namespace) -> None:

@@ -57,7 +57,7 @@ class _Cuda(Target):
 
     def machine(self, ranks: int) -> Machine:
         machine = figures.measured(cuda.gpus()) or H200
-        return machine.without_puts(why) if (why := _why_no_puts(ranks)) else machine
+        return machine.without_puts(why) if (why := why_no_puts(ranks)) else machine
 
     def choose_device(self, wanted: int | None, usual: Callable[[], int]) -> int:
         return usual() if wanted is None else wanted
@@ -73,7 +73,7 @@ TARGET = _Cuda()
 
 
 @cache
-def _why_no_puts(ranks: int) -> str:
+def why_no_puts(ranks: int) -> str:
     """Why ranks of programs that are built here cannot reach each other's memory; "" where they can."""
     header = next(part for part in cuda.find_cuda().headers if part.name == "nccl.h")
     version = tuple(map(int, re.findall(r"\d+", _version(header))))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from hostweave.fusion_ir.choice import IN_SEQUENCE, Choice
 from hostweave.fusion_ir.ir import Fusion, Op, Stream
@@ -14,11 +14,11 @@ from hostweave.transports.transport import DEFAULT, transport_of
 from hostweave.tune.overlaps import Candidate, candidates
 
 
-def explained(fusion: Fusion, options: Options) -> str:
+def explained(fusion: Fusion, choices: tuple[Choice, ...], options: Options) -> str:
     """Of the last stage before the host IR: a line for each communication and attention, functions first."""
     lines = [f"{fusion.name} on {fusion.mesh}", *(f"  {line}" for line in _basis(options))]
     for body in (*fusion.functions, fusion):
-        found = [f"  {line}" for line in _lines(body, options)]
+        found = [f"  {line}" for line in _lines(body, {choice.value: choice for choice in choices if choice.function == body.name}, options)]
         lines += [f"@{body.name}", *found] if found else []
     return "\n".join(lines) + "\n"
 
@@ -32,8 +32,7 @@ def _basis(options: Options) -> Iterator[str]:
         yield f"two-sided transport alone: {options.figures.no_puts}" if options.figures.no_puts else "one-sided transport where it is faster"
 
 
-def _lines(body: Fusion, options: Options) -> Iterator[str]:
-    chosen = {choice.value: choice for choice in body.choices}
+def _lines(body: Fusion, chosen: Mapping[str, Choice], options: Options) -> Iterator[str]:
     possible = {candidate.reshard.result.name: candidate for candidate in candidates(body, options.sizes)}
     types = {name: value.type for name, value in body.values().items()}
     for op in body.ops:
