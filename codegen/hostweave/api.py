@@ -25,6 +25,7 @@ from hostweave.host_ir.ir import HostProgram
 from hostweave.options import Options
 from hostweave.pipeline import lower
 from hostweave.targets.target import NAMES, Target, find_target
+from hostweave.transports.transport import find_transport, transport_of
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import DType
 
@@ -101,6 +102,7 @@ class Program:
         self._closed = False
         self._lock = threading.Lock()
         self._unbound: Program | None = None  # where this one has inputs bound
+        self._without_puts: Program | None = None  # for ranks on several hosts
         self.target = target
 
     def __repr__(self) -> str:
@@ -356,6 +358,8 @@ class Program:
                 self._session = None
             for local in self._locals:
                 local.close()
+        if self._without_puts:
+            self._without_puts.close()
 
     def _expect_open(self) -> None:
         if self._closed:
@@ -382,12 +386,28 @@ class Program:
         group = group or current()
         if group is None:
             raise ExecutionError(f"{self.name}: this process has not joined a group; call hw.init first, or run all ranks here with .run")
+        if group.hosts > 1 and self._reaches_memory:
+            return self._on_several_hosts._local(group, arrays, stream)
         local = group.programs.get(self)
         if local is None:
             local = LocalProgram(self, self._host, self._options, group, stream_of_call(self.target, stream, arrays))
             group.programs[self] = local
             self._locals.add(local)
         return local
+
+    @property
+    def _reaches_memory(self) -> bool:
+        """Whether loops were chosen whose ranks reach each other's memory."""
+        return any(find_transport(transport_of(choice.taken.algorithm)).has_windows for choice in self.choices if choice.taken.chunks)
+
+    @property
+    def _on_several_hosts(self) -> Program:
+        """The same without such loops. All ranks know where all are, so that all make it."""
+        with self._lock:
+            if self._without_puts is None:
+                options = replace(self._options, ways={}, machine=self._options.figures.without_puts("the ranks are on several hosts"))
+                self._without_puts = _compiled(self._given, self.target.name, options)
+            return self._without_puts
 
     def _ready(self) -> Session:
         """The program on every rank of a world that works."""

@@ -14,6 +14,7 @@ from hostweave.build import cuda, figures
 from hostweave.cli.calibrate import SHAPES, fit
 from hostweave.cli.main import main
 from hostweave.runtime import search
+from hostweave.runtime.group import Group
 from hostweave.tune.cost import Product
 from hostweave.types.machine import H200
 
@@ -157,3 +158,24 @@ def test_calibrated_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     figures._read.cache_clear()
     with pytest.raises(ProgramError, match="Some_GPU_x2.json: holds no figures of a machine"):
         figures.measured(gpus)
+
+
+def test_ranks_on_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loops of puts were chosen for one host: ranks that are on others run the program without them."""
+    monkeypatch.setattr(Group, "hosts", 2)
+    program, threads = hw.compile(layer(2), options=hw.Options(sizes=SIZES, machine=SLOW)), hw.Threads(2)
+    given = arrays()
+
+    def on_rank() -> np.ndarray:
+        index = hw.init(provider=threads).rank
+        rows, columns = slice(index * 768, index * 768 + 768), slice(index * 24, index * 24 + 24)
+        x, wg, wu, wd = given["x"][rows], given["wg"][:, columns], given["wu"][:, columns], given["wd"][columns]
+        return np.asarray(program(*map(np.ascontiguousarray, (x, wg, wu, wd)))[0])
+
+    y = np.concatenate(threads.run(lambda rank: on_rank()))
+    h = np.maximum(given["x"], 0)
+    np.testing.assert_array_equal(y, (h @ given["wg"]) * (h @ given["wu"]) @ given["wd"])
+    assert "one_sided" in program.host_ir
+    assert "one_sided" not in program._on_several_hosts.host_ir
+    assert "two-sided transport alone: the ranks are on several hosts" in program._on_several_hosts.explain()
+    program.close()

@@ -130,6 +130,16 @@ def driver_version() -> str | None:
     return f"{version.value // 1000}.{version.value % 1000 // 10}"
 
 
+def loaded_nccl() -> tuple[int, ...] | None:
+    """The version of the NCCL that this process has loaded, which programs are linked to then; None where it has none."""
+    try:
+        library, version = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD), ctypes.c_int()
+    except OSError:
+        return None
+    library.ncclGetVersion(ctypes.byref(version))
+    return version.value // 10000, version.value // 100 % 100, version.value % 100
+
+
 def arch() -> str:
     """The architecture to compile kernels for: HOSTWEAVE_CUDA_ARCH, else that of GPU 0, else sm_90."""
     return os.environ.get("HOSTWEAVE_CUDA_ARCH") or next((gpu.arch for gpu in gpus()), "sm_90")

@@ -73,13 +73,18 @@ TARGET = _Cuda()
 
 
 @cache
+def _nccl_to_build_with() -> tuple[int, ...]:
+    """Its version; none where there is no NCCL."""
+    header = next(part for part in cuda.find_cuda().headers if part.name == "nccl.h")
+    return tuple(map(int, re.findall(r"\d+", _version(header))))
+
+
 def why_no_puts(ranks: int) -> str:
     """Why ranks of programs that are built here cannot reach each other's memory; "" where they can."""
-    header = next(part for part in cuda.find_cuda().headers if part.name == "nccl.h")
-    version = tuple(map(int, re.findall(r"\d+", _version(header))))
-    if version < FIRST_WITH_SIGNALS:
-        found = f"NCCL {'.'.join(map(str, version))} was found" if version else "no NCCL was found"
-        return f"puts need NCCL {'.'.join(map(str, FIRST_WITH_SIGNALS))} or later, and {found}"
+    for version, where in ((_nccl_to_build_with(), "was found"), (cuda.loaded_nccl(), "is loaded already")):
+        if version is not None and version < FIRST_WITH_SIGNALS:
+            found = f"NCCL {'.'.join(map(str, version))} {where}" if version else "none was found"
+            return f"puts need NCCL {'.'.join(map(str, FIRST_WITH_SIGNALS))} or later, and {found}"
     if len(cuda.gpus()) < ranks:
         return f"puts need all ranks on the GPUs of one host, and this one has {len(cuda.gpus())} for {ranks} ranks"
     return ""
