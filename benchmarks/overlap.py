@@ -1,4 +1,4 @@
-"""All-gather + matmul and matmul + reduce-scatter on all GPUs of this machine, as the compiler chooses it, beside the same by hand and torch.
+"""All-gather + matmul and matmul + reduce-scatter on all GPUs of this machine, as the compiler chooses, beside torch and by hand.
 
 A row has, in milliseconds of the slowest rank, the median over calls that all ranks begin together, behind a spin: the matmul and the
 communication alone, torch in sequence and its fused operators, the best pipeline of puts or pulls by hand
@@ -86,7 +86,8 @@ def _row(case: Case, ours: dict[str, tuple[float, float]], peer: dict[str, float
     auto, none = ours["auto"][0], ours["none"][0]
     print(f"{case.kind} {case.name} {case.M} x {case.K} x {case.N}")
     print("  " + ", ".join(f"{name} {ms:.3f}" for name, ms in peer.items()) + f", by hand {best:.3f} ({best_name})")
-    print(f"  ours {auto:.3f} by {taken}: {peer['torch fused'] / auto:.2f} of fused's speed, {auto / best:.2f} x by hand, {auto / none:.3f} x none")
+    ratios = f"{peer['torch fused'] / auto:.2f} of fused's speed, {auto / best:.2f} x by hand, {auto / none:.3f} x none"
+    print(f"  ours {auto:.3f} by {taken}: {ratios}")
     predicted = {way.name: way.micros / 1e3 for way in choice.ways}
     columns = [f"{way} {ms:.3f} ({predicted.get(way, auto):.3f}; host {us:.0f})" for way, (ms, us) in ours.items() if way != "auto"]
     print(f"  measured (predicted): {', '.join(columns)}", flush=True)
@@ -182,7 +183,8 @@ def _torch_calls(cases: list[Case], rank: int, ranks: int) -> Iterator[dict[str,
         w = torch.randn(case.K, case.N, device="cuda", dtype=torch.bfloat16)
         whole = torch.empty(case.M, case.K if case.kind == "ag" else case.N, device="cuda", dtype=torch.bfloat16)
         y = torch.empty(case.M if case.kind == "ag" else case.M // ranks, case.N, device="cuda", dtype=torch.bfloat16)
-        yield {**_alone(case.kind, x, w, whole, y), "torch": _torch_call(case.kind, x, w, whole, y), "torch fused": _fused_call(case.kind, x, w)}
+        calls = {"torch": _torch_call(case.kind, x, w, whole, y), "torch fused": _fused_call(case.kind, x, w)}
+        yield _alone(case.kind, x, w, whole, y) | calls
 
 
 def _alone(kind: str, x: Any, w: Any, whole: Any, y: Any) -> dict[str, Callable[[], Any]]:

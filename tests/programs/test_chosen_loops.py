@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +20,8 @@ from hostweave.tune.cost import Product
 from hostweave.types.machine import H200
 
 # Of a machine whose links are as slow beside its matmuls at these sizes as those of GPUs are at large ones.
-SLOW = replace(H200, name="slow", multiprocessors=1, flops=2e11, wave=0.0, launch=1e-6, links=tuple(replace(e, points=((0, 1e-6), (1e6, 20e-3))) for e in H200.links))
+LINKS = tuple(replace(link, points=((0, 1e-6), (1e6, 20e-3))) for link in H200.links)
+SLOW = replace(H200, name="slow", multiprocessors=1, flops=2e11, wave=0.0, launch=1e-6, links=LINKS)
 SIZES = {"M": 1536, "K": 16, "F": 48, "N": 24}
 
 
@@ -129,8 +131,11 @@ def test_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_array_equal(found.run(x, w), x @ w)
     monkeypatch.setattr(hw.Program, "measure", None)
     assert hw.compile(gathered, options=options).choices == found.choices
-    with pytest.raises(ProgramError, match='gathered: overlap="search" runs the program, and sizes are not stated: N; give them as Options'):
+    with pytest.raises(ProgramError, match='gathered: overlap="search" runs the program, and sizes are not stated: N; give them as Opt'):
         search.search(found._host, {"M": 256, "K": 16}, (), lambda _: found)
+    monkeypatch.setattr(search, "current", lambda: SimpleNamespace(in_process=False, rank=1, count=2))
+    with pytest.raises(ProgramError, match="runs all ranks in one process, and this one is rank 1 of 2; "):
+        search.search(found._host, options.sizes, ("another",), lambda _: found)
     (file,) = tmp_path.glob("choices/*.json")
     file.write_text("{}}")
     with pytest.raises(ArgumentError, match=r"holds no choices \(.*\); remove it, and they are searched again"):
@@ -148,15 +153,15 @@ def test_calibrated_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(figures, "root", lambda: tmp_path)
     times = [Product(1, m, k, n, hw.bf16).seconds(replace(H200, flops=700e12, wave=5e-6)) for m, k, n in SHAPES]
     fitted = fit(H200, times)
-    assert fitted["flops"] == pytest.approx(700e12, rel=0.02)
-    assert fitted["wave"] == pytest.approx(5e-6, rel=0.1)
+    assert fitted.flops == pytest.approx(700e12, rel=0.02)
+    assert fitted.wave == pytest.approx(5e-6, rel=0.1)
     gpus = (cuda.Gpu("Some GPU", "sm_90", 100),) * 2
     assert figures.measured(gpus) is None
     assert figures.keep(SLOW, gpus) == tmp_path / "machines" / "Some_GPU_x2.json"
     assert figures.measured(gpus) == SLOW
     (tmp_path / "machines" / "Some_GPU_x2.json").write_text("{}")
     figures._read.cache_clear()
-    with pytest.raises(ProgramError, match="Some_GPU_x2.json: holds no figures of a machine"):
+    with pytest.raises(ProgramError, match=r"Some_GPU_x2.json: holds no figures of a machine"):
         figures.measured(gpus)
 
 

@@ -27,10 +27,10 @@ def calibrate() -> Iterator[str]:
     needs."""
     gpus = cuda.gpus()
     if not gpus:
-        raise BuildError("calibrate: the driver offers no GPU here, and the CPU target has no figures of its own; run it where the GPUs are")
+        raise BuildError("calibrate: the driver offers no GPU here, and the CPU target has no figures of its own; run it on the GPUs")
     cuda.find_cuda().require()
     machine = replace(H200, name=gpus[0].name, multiprocessors=gpus[0].multiprocessors, links=())
-    machine = replace(machine, **_computing(machine))
+    machine = _computing(machine)
     yield f"{machine.name}: {machine.flops / 1e12:.0f} TFLOP/s, {machine.memory / 1e12:.2f} TB/s"
     for ranks in (ranks for ranks in GROUPS if ranks <= len(gpus)):
         for link in _links(machine, ranks):
@@ -44,17 +44,18 @@ def calibrate() -> Iterator[str]:
 # --- computing --------------------------------------------------------------------------------------------------------
 
 
-def _computing(machine: Machine) -> dict[str, float]:
+def _computing(machine: Machine) -> Machine:
+    """The machine with the figures of what one GPU does alone."""
     launch = _seconds(_negated(), {"M": 1, "K": 128})
     copied = 256 * MB
     memory = 2 * copied / (_seconds(_negated(), {"M": copied // 2 // COLUMNS, "K": COLUMNS}) - launch)
     matmul = hw.fusion(mesh=hw.Mesh(), x=hw.bf16["M", "K"], w=hw.bf16["K", "N"])(lambda x, w: hw.matmul(x, w))
     times = [_seconds(matmul, dict(zip("MKN", shape, strict=True))) - launch for shape in SHAPES]
-    return {"launch": launch, "memory": memory, **fit(replace(machine, memory=memory), times)}
+    return fit(replace(machine, launch=launch, memory=memory), times)
 
 
-def fit(machine: Machine, times: list[float]) -> dict[str, float]:
-    """The rate and the seconds of a wave with which the model is closest to the times of matmuls of SHAPES."""
+def fit(machine: Machine, times: list[float]) -> Machine:
+    """The machine with the rate and the seconds of a wave that bring the model closest to the times of matmuls of SHAPES."""
     fastest = max(2 * m * k * n / time for (m, k, n), time in zip(SHAPES, times, strict=True))
 
     def error(flops: float, wave: float) -> float:
@@ -63,7 +64,7 @@ def fit(machine: Machine, times: list[float]) -> dict[str, float]:
         return sum((a / b - 1) ** 2 for a, b in zip(predicted, times, strict=True))
 
     flops, wave = min(product((fastest * i / 100 for i in range(95, 131)), (i * 0.2e-6 for i in range(51))), key=lambda pair: error(*pair))
-    return {"flops": flops, "wave": wave}
+    return replace(machine, flops=flops, wave=wave)
 
 
 def _negated() -> Fusion:
@@ -76,10 +77,10 @@ def _negated() -> Fusion:
 def _links(machine: Machine, ranks: int) -> Iterator[Link]:
     """By a collective of what all others have, by a put or a get of one shard. A loop has a product of one column, which takes no time."""
     mesh = hw.Mesh(x=ranks)
-    of = {"x": hw.bf16["M@x", "K"], "w": hw.bf16["K", "N"]}
-    gather = hw.fusion(mesh=mesh, x=of["x"])(lambda x: hw.reshard(x, "M", "K"))
-    put = hw.fusion(mesh=mesh, **of)(lambda x, w: hw.matmul(x, w).stream("M", chunks=ranks, algorithm="put"))
-    get = hw.fusion(mesh=mesh, **of)(lambda x, w: hw.matmul(-x, w).stream("M", chunks=ranks, algorithm="put"))
+    x, w = hw.bf16["M@x", "K"], hw.bf16["K", "N"]
+    gather = hw.fusion(mesh=mesh, x=x)(lambda x: hw.reshard(x, "M", "K"))
+    put = hw.fusion(mesh=mesh, x=x, w=w)(lambda x, w: hw.matmul(x, w).stream("M", chunks=ranks, algorithm="put"))
+    get = hw.fusion(mesh=mesh, x=x, w=w)(lambda x, w: hw.matmul(-x, w).stream("M", chunks=ranks, algorithm="put"))
 
     def rows(shard: int) -> int:
         return max(1, shard // 2 // COLUMNS) * ranks
@@ -101,7 +102,8 @@ def _seconds(fusion: Fusion, sizes: dict[str, int]) -> float:
     program = hw.compile(fusion, target="cuda", options=hw.Options(overlap="off", check=False))
     try:
         per_rank = program.measure(warmups=3, repetitions=9, **_arrays(fusion, sizes))
-        return statistics.median(max(time.total_ms for time in call) for call in zip(*per_rank, strict=True)) / 1e3
+        slowest = [max(time.total_ms for time in call) for call in zip(*per_rank, strict=True)]
+        return float(statistics.median(slowest)) / 1e3
     finally:
         program.close()
 

@@ -1,6 +1,6 @@
 """What the compiler has chosen for a reshard beside matmuls, out of what, and by which times: a line of the text of both IRs.
 
-    choice %x_gathered of @ag_matmul predicted: put(8) 1239.1 us, none 1516.0 us, p2p(8) 1612.4 us
+choice %x_gathered of @ag_matmul predicted: put(8) 1239.1 us, none 1516.0 us, p2p(8) 1612.4 us
 """
 
 from __future__ import annotations

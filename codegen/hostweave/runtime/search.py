@@ -18,6 +18,7 @@ from hostweave.base.errors import ArgumentError, ProgramError
 from hostweave.build.cache import key_of, root
 from hostweave.fusion_ir.choice import IN_SEQUENCE, Choice, Way
 from hostweave.host_ir.ir import HostProgram
+from hostweave.runtime.group import current
 from hostweave.types.numpy_dtypes import numpy_dtype
 from hostweave.types.tensor import TensorType
 
@@ -34,17 +35,24 @@ class Searched(Protocol):
     def close(self) -> None: ...
 
 
-def search(host: HostProgram, sizes: Mapping[str, int], key: Sequence[str], make: Callable[[Mapping[str, str]], Searched]) -> tuple[Choice, ...]:
+Make = Callable[[Mapping[str, str]], Searched]
+
+
+def search(host: HostProgram, sizes: Mapping[str, int], key: Sequence[str], make: Make) -> tuple[Choice, ...]:
     """The choices of a program, with the ways that were run, the fastest first; the others keep what was found before them.
 
-    `make` gives the program with stated ways, `key` is what tells it from others. Raises ProgramError where a size is not stated.
+    `make` gives the program with stated ways, `key` is what tells it from others. Raises ProgramError where a size is not stated, and in a
+    process that is one rank of several, where nothing was found before.
     """
+    here = f'{host.name}: overlap="search"'
     if missing := [name for name in host.symbols() if name not in sizes]:
-        raise ProgramError(f'{host.name}: overlap="search" runs the program, and sizes are not stated: {", ".join(missing)}; '
-                           f"give them as Options(sizes={{...}})")  # fmt: skip
+        raise ProgramError(f"{here} runs the program, and sizes are not stated: {', '.join(missing)}; give them as Options(sizes={{...}})")
     file = root() / "choices" / f"{host.name[:50]}-{key_of(host.code, *key)}.json"
     if (found := _read(file)) is not None:
         return found
+    if (group := current()) and not group.in_process:
+        why = f"runs all ranks in one process, and this one is rank {group.rank} of {group.count}"
+        raise ProgramError(f'{here} {why}; compile it once in a process of its own, which keeps what it finds, or use overlap="auto"')
     arrays = {p.name: random_array(p.type, sizes) for p in host.inputs}
     taken: dict[str, str] = {name_of(choice): choice.taken.name for choice in host.choices}
     measured = []
@@ -61,7 +69,7 @@ def name_of(choice: Choice) -> str:
     return f"@{choice.function} %{choice.value}"
 
 
-def _run(choice: Choice, taken: Mapping[str, str], make: Callable[[Mapping[str, str]], Searched], arrays: Mapping[str, Any]) -> tuple[Way, ...]:
+def _run(choice: Choice, taken: Mapping[str, str], make: Make, arrays: Mapping[str, Any]) -> tuple[Way, ...]:
     """The ways of a choice with the microseconds of the whole program."""
     by_time = sorted(choice.ways, key=lambda way: way.micros)
     wanted = [way for i, way in enumerate(by_time) if i < RANKED or way.algorithm == IN_SEQUENCE]

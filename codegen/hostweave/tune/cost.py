@@ -86,9 +86,7 @@ def seconds(fusion: Fusion, sizes: Mapping[str, int], machine: Machine = H200, t
     return _of_body(fusion, sizes, machine, tf32, functions)
 
 
-def _of_body(
-    fusion: Fusion, sizes: Mapping[str, int], machine: Machine, tf32: bool, functions: Mapping[str, float]
-) -> dict[str, float]:
+def _of_body(fusion: Fusion, sizes: Mapping[str, int], machine: Machine, tf32: bool, functions: Mapping[str, float]) -> dict[str, float]:
     dims = {name: local_dims(value.type, fusion.mesh, sizes) for name, value in fusion.values().items()}
     bytes_of = {name: float(prod(dims[name]) * value.type.dtype.itemsize) for name, value in fusion.values().items()}
 

@@ -18,7 +18,8 @@ def explained(fusion: Fusion, choices: tuple[Choice, ...], options: Options) -> 
     """Of the last stage before the host IR: a line for each communication and attention, functions first."""
     lines = [f"{fusion.name} on {fusion.mesh}", *(f"  {line}" for line in _basis(options))]
     for body in (*fusion.functions, fusion):
-        found = [f"  {line}" for line in _lines(body, {choice.value: choice for choice in choices if choice.function == body.name}, options)]
+        chosen = {choice.value: choice for choice in choices if choice.function == body.name}
+        found = [f"  {line}" for line in _lines(body, chosen, options)]
         lines += [f"@{body.name}", *found] if found else []
     return "\n".join(lines) + "\n"
 
@@ -28,8 +29,10 @@ def _basis(options: Options) -> Iterator[str]:
     yield f"times by the figures of {options.figures.name}, at {sizes or 'no stated sizes'}"
     if options.transport == DEFAULT:
         yield 'two-sided transport alone, by transport="two_sided"'
+    elif why := options.figures.no_puts:
+        yield f"two-sided transport alone: {why}"
     else:
-        yield f"two-sided transport alone: {options.figures.no_puts}" if options.figures.no_puts else "one-sided transport where it is faster"
+        yield "one-sided transport where it is faster"
 
 
 def _lines(body: Fusion, chosen: Mapping[str, Choice], options: Options) -> Iterator[str]:
