@@ -158,14 +158,15 @@ def _by_hand(cases: list[Case]) -> dict[tuple[str, str], tuple[float, float]]:
         includes = [f"-I{part.path.parent}" for part in found.headers if part.path and part.name in ("nccl.h", "cublasLt.h")]
         blas = next(part.path for part in found.libraries if part.name.startswith("libcublasLt"))
         libraries = [str(nccl), str(blas).replace("cublasLt", "cublas")]
+        linked = [word for library in libraries for word in ("-Xlinker", library)]
         places = {"LD_LIBRARY_PATH": ":".join([str(Path(library).parent) for library in libraries])}
-        command = ["nvcc", "-O2", "-std=c++20", "-arch=sm_90", str(BY_HAND), *includes, *libraries, "-o", str(program)]
+        command = ["nvcc", "-O2", "-std=c++20", "-arch=sm_90", str(BY_HAND), *includes, *linked, "-o", str(program)]
         try:
             subprocess.run(command, check=True, capture_output=True)
             sections = sorted({case.kind for case in cases})
             ran = subprocess.run([program, *sections], check=True, capture_output=True, text=True, timeout=60, env=os.environ | places)
         except (OSError, subprocess.SubprocessError) as why:
-            print(f"by hand: not here: {why}", flush=True)
+            print(f"by hand: not here: {why} {getattr(why, 'stderr', '')!s}", flush=True)
             return {}
     rows = (json.loads(line) for line in ran.stdout.splitlines())
     return {(row["case"], row["variant"]): (row["ms"], row["host_us"]) for row in rows if "ms" in row}

@@ -9,6 +9,8 @@ from fusion_text import fusion
 
 import hostweave as hw
 from hostweave.base.errors import ParseError, ProgramError
+from hostweave.base.paths import EXAMPLES
+from hostweave.cli.programs import load_file
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir.ir import HostProgram
 from hostweave.options import Options
@@ -107,6 +109,15 @@ def test_choice_in_the_text() -> None:
     for wrong, message in {"predicted": "guessed", "put(2)": "put(two)", " us": " ms"}.items():
         with pytest.raises(ParseError):
             Fusion.parse(str(after).replace(wrong, message, 1))
+
+
+def test_layers_of_llama_overlap_by_themselves() -> None:
+    for ranks in (2, 8):
+        host = lower(load_file(EXAMPLES / "llama.py", {"TP": ranks}).llama, Options(sizes={"S": 8192, "B": 1}))
+        assert {choice.function for choice in host.choices} == {"layer"}
+        taken = [choice.taken.algorithm for choice in host.choices]
+        assert len(taken) == 4
+        assert taken.count("put") >= 2
 
 
 def test_stated_ways() -> None:

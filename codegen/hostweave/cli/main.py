@@ -10,6 +10,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     inspect.add_argument("--only", metavar="NAME", help="one file of the C++, or with --after one function or kernel")
     inspect.add_argument("--memory", action="store_true", help="offsets and live ranges of temporaries, peak and lower bound")
-    inspect.add_argument("--sizes", metavar="M=1024,K=512", default="", help="sizes for --memory and for the notes on costs (default 4096)")
+    inspect.add_argument("--sizes", metavar="M=1024,K=512", default="", help="sizes for chosen loops, --memory and notes on costs")
 
     export = add("export", _export, "Write a CMake project that builds and runs the program without Python.", program)
     export.add_argument("folder", type=Path)
@@ -128,6 +129,7 @@ def _compile(options: argparse.Namespace) -> None:
 
 def _inspect(options: argparse.Namespace) -> None:
     program, settings = _load(options)
+    settings = replace(settings, sizes=_sizes(options.sizes))
     seen: list[tuple[str, Fusion | HostProgram]] = []
     host = lower(program, settings, lambda name, stage: seen.append((name, stage)))
     stages = [(name, str(stage)) for name, stage in seen]

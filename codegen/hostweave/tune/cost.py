@@ -19,11 +19,14 @@ from hostweave.types.machine import H200, Machine
 from hostweave.types.tensor import DType
 
 # Tiles of one matmul's result: rows, columns, and how fast they are beside those of 128 x 256.
-TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.93), (64, 128, 0.7), (64, 64, 0.5))
+TILES = (
+    *((128, 256, 1.0), (256, 128, 1.0), (128, 192, 0.98), (192, 128, 0.98), (256, 192, 1.0), (256, 160, 1.0)),
+    *((128, 128, 0.93), (64, 256, 0.85), (64, 128, 0.7), (64, 64, 0.5)),
+)
 SPLITS = (1, 2, 4, 8)  # into which the inner dim is cut, where there are few tiles
 BESIDE_COPIES = 1.05  # a matmul takes as many times longer while copy engines use the memory, too
-BESIDE_KERNELS = 1.3  # and while kernels that communicate hold multiprocessors
-KERNELS_BESIDE = {2: 1.8, 4: 2.7, 8: 7.0}  # these take longer as well, by the number of ranks
+BESIDE_KERNELS = 1.7  # and while kernels that communicate hold multiprocessors
+KERNELS_BESIDE = {2: 1.15, 4: 1.7, 8: 3.7}  # these take longer as well, by the number of ranks
 LOOP = 12e-6  # seconds of the forks, signals and joins of a loop
 CHUNK = 1.5e-6  # and of the events of an iteration
 
@@ -52,7 +55,7 @@ class Product:
             return 0.0
         computed = min(self._in_tiles(machine, *tile, parts) for tile in TILES for parts in SPLITS)
         elements = self.rows * self.inner + self.inner * self.columns + self.rows * self.columns
-        return max(computed, self.count * elements * self.dtype.itemsize / machine.memory)
+        return machine.launch + max(computed, self.count * elements * self.dtype.itemsize / machine.memory)
 
     def _in_tiles(self, machine: Machine, m: int, n: int, fast: float, parts: int) -> float:
         """Each tile by as many multiprocessors as the inner dim has parts, which are added in f32 afterwards."""
@@ -99,7 +102,7 @@ def _of_body(fusion: Fusion, sizes: Mapping[str, int], machine: Machine, tf32: b
         if OPS[op.kind].is_reshard_step:
             return communication(machine, op.kind, _ranks(op, fusion), max(moved))
         if op.kind == "matmul":
-            return machine.launch + product_of(op, fusion, sizes, tf32).seconds(machine)
+            return product_of(op, fusion, sizes, tf32).seconds(machine)
         return machine.launch + sum(moved) / machine.memory
 
     return {op.result.name: of_op(op) for op in fusion.ops}

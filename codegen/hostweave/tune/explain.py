@@ -28,7 +28,7 @@ def _basis(options: Options) -> Iterator[str]:
     sizes = ", ".join(f"{name}={size}" for name, size in sorted(options.sizes.items()))
     yield f"times by the figures of {options.figures.name}, at {sizes or 'no stated sizes'}"
     if options.transport == DEFAULT:
-        yield 'two-sided transport alone, by transport="two_sided"'
+        yield f'two-sided transport alone, by transport="{DEFAULT}"'
     elif why := options.figures.no_puts:
         yield f"two-sided transport alone: {why}"
     else:

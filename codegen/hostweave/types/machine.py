@@ -34,8 +34,8 @@ class Link:
 class Machine:
     """The figures of one kind of GPU and of its links, as measured; `hostweave calibrate` writes them as JSON.
 
-    A matmul is computed in waves of as many tiles as there are multiprocessors: a wave takes what its operations take at `flops`, and
-    `wave` more. Where ranks cannot reach each other's memory, `no_puts` says why.
+    A matmul is computed in waves of as many tiles as there are multiprocessors: a wave takes what its operations take at `flops`,
+    and `wave` more. Where ranks cannot reach each other's memory, `no_puts` says why.
     """
 
     name: str
@@ -75,14 +75,14 @@ class Machine:
 
 KB, MB = 2**10, 2**20
 
-# 8 H200 in one host, NVLink between all of them, NCCL 2.28 and 2.32: the figures that stand in where none were measured.
+# H200 in one host, with NVLink between all of them: the figures that stand in where none were measured.
 H200 = Machine(
     name="NVIDIA H200",
     multiprocessors=132,
-    flops=862e12,
-    wave=3.7e-6,
+    flops=850e12,
+    wave=1e-6,
     memory=4.0e12,
-    launch=3e-6,
+    launch=2e-6,
     links=(
         Link("collective", 2, ((16 * KB, 9.5e-6), (MB, 19.2e-6), (16 * MB, 92e-6), (64 * MB, 292e-6), (256 * MB, 1049e-6))),
         Link("collective", 4, ((16 * KB, 12e-6), (MB, 23e-6), (24 * MB, 106e-6), (48 * MB, 184e-6), (96 * MB, 335e-6))),
