@@ -132,7 +132,7 @@ def test_unknown_overlap() -> None:
 
 
 def test_times() -> None:
-    """A product of 8192 x 8192 x 8192 takes as many waves as it has tiles for 132 multiprocessors; 7/8 of 128 MiB gathered among 8 take 386 us."""
+    """A product of 8192 x 8192 x 8192 takes its waves of tiles on 132 multiprocessors; 7/8 of 128 MiB gathered among 8 take 386 us."""
     program = fusion(
         "%x: bf16[8192@x, 8192], %w: bf16[8192, 8192]",
         """%g: bf16[8192, 8192] = all_gather(%x, dim=0, axes=(x))
