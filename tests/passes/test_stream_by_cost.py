@@ -90,6 +90,14 @@ def test_sums_of_a_matmul_in_slices() -> None:
     assert taken(program, 2, ways={"@f %y": "all_reduce(4)"}) == ["all_reduce(4)"]
 
 
+def test_what_other_ops_hide_stays_out_of_loops() -> None:
+    """The sum of a gradient, which nothing waits for, runs beside the rest of the backward pass."""
+    inputs, ops = SCATTER
+    inputs, rest = f"{inputs}, %v: bf16[N, N], %u: bf16[M, N]", "\n%a: bf16[M, N] = matmul(%u, %v)\n%z: bf16[M, N] = negative(%a)"
+    assert taken((inputs, ops)) != ["none"]
+    assert taken((inputs, ops + rest)) == ["none"]
+
+
 def test_choice_in_the_text() -> None:
     program = fusion(*GATHER, "x=2")
     stages: dict[str, Fusion | HostProgram] = {}

@@ -136,9 +136,12 @@ class Overlap:
     products: tuple[Product, ...]
     rows: bool = True
     computed: bool = False  # what is gathered lies in memory of the program, so that peers can read it
+    beside: float = 0.0  # seconds of other ops that a communication outside of a loop runs beside
 
     def in_sequence(self, machine: Machine) -> float:
-        return sum(p.seconds(machine) for p in self.products) + communication(machine, self.kind, self.ranks, self.size)
+        communicated = communication(machine, self.kind, self.ranks, self.size)
+        hidden = min(communicated, self.beside)  # but for what it takes of the multiprocessors
+        return sum(p.seconds(machine) for p in self.products) + communicated - hidden + hidden * (1 - 1 / BESIDE_KERNELS)
 
     def in_chunks(self, machine: Machine, algorithm: str, chunks: int) -> float:
         """By p2p or puts as many chunks of each shard, or as many slices of all shards by a collective."""

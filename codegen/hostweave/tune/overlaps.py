@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from math import prod
 
 from hostweave.fusion_ir.choice import IN_SEQUENCE, Way
@@ -12,7 +13,7 @@ from hostweave.fusion_ir.ops import OPS, communicates, index_map, operand_types
 from hostweave.fusion_ir.resharding import local_dims, step_of
 from hostweave.fusion_ir.rewriting import consumers
 from hostweave.transports.transport import find_transport, transport_of
-from hostweave.tune.cost import Overlap, product_of
+from hostweave.tune.cost import Overlap, product_of, seconds
 from hostweave.types.machine import Machine
 from hostweave.types.size import Size
 
@@ -135,7 +136,7 @@ def ways(
     products = tuple(product_of(matmul, fusion, sizes, tf32) for matmul in candidate.matmuls)
     is_made = _is_made(op.tensors[0], fusion)
     is_rows = candidate.dim < len(candidate.matmuls[0].result.type.dims) - 1
-    overlap = Overlap(op.kind, candidate.ranks, bytes_of, products, is_rows, is_made)
+    overlap = Overlap(op.kind, candidate.ranks, bytes_of, products, is_rows, is_made, _beside(op, fusion, sizes, machine, tf32))
     found = [Way(IN_SEQUENCE, 0, _micros(overlap.in_sequence(machine)))]
     for algorithm, chunks in _chunked(candidate, candidate.size.bind(sizes)):
         if transport in ("auto", transport_of(algorithm)) and _can_be(algorithm, candidate, machine):
@@ -155,6 +156,20 @@ def _chunked(candidate: Candidate, size: int) -> Iterator[tuple[str, int]]:
 
 def _can_be(algorithm: str, candidate: Candidate, machine: Machine) -> bool:
     return not find_transport(transport_of(algorithm)).has_windows or (candidate.is_even and not machine.no_puts)
+
+
+def _beside(reshard: Op, fusion: Fusion, sizes: Mapping[str, int], machine: Machine, tf32: bool) -> float:
+    """How long the ops take that a reshard outside of a loop can run beside: from what makes its operand to what takes its result."""
+    times, place, results = seconds(fusion, sizes, machine, tf32), fusion.ops.index(reshard), {reshard.result.name}
+    before = list(takewhile(lambda op: op.result.name not in reshard.tensors, reversed(fusion.ops[:place])))
+    after = []
+    for op in fusion.ops[place + 1 :]:
+        if not results.isdisjoint(op.tensors):
+            if not OPS[op.kind].is_view:
+                break
+            results.add(op.result.name)
+        after.append(op)
+    return sum(times[op.result.name] for op in (*before, *after) if not communicates(op))
 
 
 def _is_made(name: str, fusion: Fusion) -> bool:
