@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import accumulate, product
 from typing import Any
 
 import hostweave as hw
@@ -85,16 +85,17 @@ def _links(machine: Machine, ranks: int) -> Iterator[Link]:
     def rows(shard: int) -> int:
         return max(1, shard // 2 // COLUMNS) * ranks
 
-    yield Link("collective", ranks, tuple((shard * (ranks - 1), _seconds(gather, {"M": rows(shard), "K": COLUMNS})) for shard in SHARDS))
+    times = [_seconds(gather, {"M": rows(shard), "K": COLUMNS}) for shard in SHARDS]
+    yield Link("collective", ranks, tuple(zip([shard * (ranks - 1) for shard in SHARDS], accumulate(times, max), strict=True)))
     if why_no_puts(ranks):
         return
     for by, fusion in (("put", put), ("get", get)):
-        points = []
+        times = []
         for shard in SHARDS:
             spent = LOOP + (machine.launch + 2 * shard / machine.memory if by == "get" else 0.0) + shard / machine.memory
             taken = _seconds(fusion, {"M": rows(shard), "K": COLUMNS, "N": 8})
-            points.append((shard, max(taken - spent, machine.launch) / (ranks - 1)))
-        yield Link(by, ranks, tuple(points))
+            times.append(max(taken - spent, machine.launch) / (ranks - 1))
+        yield Link(by, ranks, tuple(zip(SHARDS, accumulate(times, max), strict=True)))  # more bytes never take less time
 
 
 def _seconds(fusion: Fusion, sizes: dict[str, int]) -> float:
