@@ -39,7 +39,8 @@ class Options:
     - `transport`: how bytes travel between ranks. two_sided: by collectives, sends and recvs. one_sided: ranks write and read each
       other's memory, which leaves all multiprocessors to the matmuls; it is for chunk loops by shard, of gathers beside and of
       reduce-scatters behind matmuls, inside one host, and on CUDA needs version 2.29 of the library. A program that has other
-      communication is an error. auto: two_sided but for the loops that say `.stream(..., algorithm="put")`.
+      communication is an error. auto: two_sided but for the loops that say `.stream(..., algorithm="put")`, and for those
+      that are chosen by the cost model, where all ranks are on GPUs of one host and the library is of that version.
     - `graph`: "auto" captures a call of `program(...)` as a CUDA graph where its arrays, inputs and outputs, are the same memory as those
       of a call before, and launches that from then on, for the last 16 such sets of arrays; other calls are made as usual. Outputs
       are the same where `out=` gives them, or where the library's allocator returns what was freed. It is for programs of many
