@@ -65,6 +65,7 @@ def compile(program: Fusion | HostProgram, target: str = "cpu", options: Options
 
 def _compiled(program: Fusion | HostProgram, target: str, options: Options) -> Program:
     host = lower(program, options)
+    _expect_ways(host, options)
     find_target(target).expect_kernels(host.user_kernels)
     for parameter in host.inputs:
         if parameter.name in OPTIONS_OF_RUN:
@@ -72,6 +73,13 @@ def _compiled(program: Fusion | HostProgram, target: str, options: Options) -> P
     if options.check if options.check is not None else host.mesh.size <= MAX_CHECKED_RANKS:
         check(host)
     return Program(program, host, find_target(target), options)
+
+
+def _expect_ways(host: HostProgram, options: Options) -> None:
+    known = [f"@{choice.function} %{choice.value}" for choice in host.choices]
+    if unknown := [name for name in options.ways if name not in known]:
+        why = f"there is nothing to choose for {unknown[0]}"
+        raise ProgramError(f"{host.name}: Options: ways: {why}; what can be stated: {', '.join(known) or 'nothing, at these sizes'}")
 
 
 def _searched(made: Program, program: Fusion | HostProgram, target: str, options: Options) -> Program:

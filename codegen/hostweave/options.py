@@ -48,7 +48,7 @@ class Options:
     - `verify_calls`: ranks that are processes compare programs and shapes before every call, which takes a round trip through the
       store; ranks that are threads always do.
 
-    Raises ProgramError for another `overlap`, `partial_dtype`, `transport` or `graph`, and for `streams` below 1.
+    Raises ProgramError for another `overlap`, `partial_dtype`, `transport`, `graph` or `machine`, and for `streams` below 1.
 
     Example: `hw.compile(f, target="cuda", options=hw.Options(tf32=True, sizes={"M": 8192}))`.
     """

@@ -134,6 +134,8 @@ def test_stated_ways() -> None:
     with pytest.raises(ProgramError) as caught:
         taken(GATHER, ways={"@f %g": "put(3)"})
     assert "@f %g: put(3) cannot be; one of put(2), " in str(caught.value)
+    with pytest.raises(ProgramError, match=r"f: Options: ways: there is nothing to choose for @f %y; what can be stated: @f %g"):
+        hw.compile(fusion(*GATHER, "x=2"), options=Options(sizes=LARGE, ways={"@f %y": "none"}))
 
 
 # --- the model --------------------------------------------------------------------------------------------------------
