@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import hostweave as hw
-from hostweave.base.errors import ArgumentError, ProgramError
+from hostweave.base.errors import ArgumentError, ExecutionError, ProgramError
 from hostweave.build import cuda, figures
+from hostweave.cli import calibrate
 from hostweave.cli.calibrate import SHAPES, fit
 from hostweave.cli.main import main
 from hostweave.runtime import search
@@ -146,6 +147,12 @@ def test_calibrate_without_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     monkeypatch.setattr(cuda, "gpus", lambda: ())
     assert main(["calibrate"]) == 1
     assert "calibrate: the driver offers no GPU here" in capsys.readouterr().err
+
+
+def test_calibrate_on_busy_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "_seconds", lambda *_: 2e-3)
+    with pytest.raises(ExecutionError, match="a gather of 16384 bytes among 2 GPUs takes 2000 us, so something else uses them; run it"):
+        list(calibrate._links(H200, 2))
 
 
 def test_calibrated_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

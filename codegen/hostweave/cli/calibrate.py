@@ -9,7 +9,7 @@ from itertools import accumulate, product
 from typing import Any
 
 import hostweave as hw
-from hostweave.base.errors import BuildError
+from hostweave.base.errors import BuildError, ExecutionError
 from hostweave.build import cuda, figures
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.targets.cuda import why_no_puts
@@ -20,11 +20,14 @@ SHAPES = ((8192, 8192, 7168), (8192, 8192, 1280), (8192, 4096, 3584), (2048, 819
 SHARDS = (16 * KB, MB, 16 * MB, 64 * MB)  # bytes
 GROUPS = (2, 4, 8)  # ranks
 COLUMNS = 4096  # of what is gathered
+BUSY = 5e-4  # seconds of the smallest gather, above which something else uses the GPUs
 
 
 def calibrate() -> Iterator[str]:
-    """Measures and keeps the figures, with a line for each as it goes. Raises BuildError where there is no GPU, or not all that a build
-    needs."""
+    """Measures and keeps the figures, with a line for each as it goes.
+
+    Raises BuildError where there is no GPU, or not all that a build needs, ExecutionError where something else uses the GPUs.
+    """
     gpus = cuda.gpus()
     if not gpus:
         raise BuildError("calibrate: the driver offers no GPU here, and the CPU target has no figures of its own; run it on the GPUs")
@@ -86,6 +89,9 @@ def _links(machine: Machine, ranks: int) -> Iterator[Link]:
         return max(1, shard // 2 // COLUMNS) * ranks
 
     times = [_seconds(gather, {"M": rows(shard), "K": COLUMNS}) for shard in SHARDS]
+    if times[0] > BUSY:
+        why = f"a gather of {SHARDS[0]} bytes among {ranks} GPUs takes {times[0] * 1e6:.0f} us, so something else uses them"
+        raise ExecutionError(f"calibrate: {why}; run it again when they are idle")
     yield Link("collective", ranks, tuple(zip([shard * (ranks - 1) for shard in SHARDS], accumulate(times, max), strict=True)))
     if why_no_puts(ranks):
         return
