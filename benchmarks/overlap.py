@@ -1,15 +1,25 @@
-"""All-gather + matmul and matmul + reduce-scatter on all GPUs of this machine, beside torch: the NCCL collective, then the matmul,
-and torch's fused operators, which pipeline both through symmetric memory.
+"""All-gather + matmul and matmul + reduce-scatter on all GPUs of this machine, as the compiler chooses, beside torch and by hand.
 
-Milliseconds of the slowest rank, the median over calls that all ranks begin together; random bf16 data. torch runs one
-process a GPU, Hostweave one thread a GPU. Puts want NCCL 2.29 or later (`NCCL_HOME` names another one).
+A row has, in milliseconds of the slowest rank, the median over calls that all ranks begin together, behind a spin: the matmul and the
+communication alone, torch in sequence and its fused operators, the best pipeline of puts or pulls by hand
+(`handwritten/put_pipelines.cu`, where nvcc and NCCL 2.32 are here), ours as chosen, in sequence, and by sends and recvs; then the ways
+that the cost model predicts, as measured and as predicted. Random bf16 data. torch runs one process a GPU, the others one thread a GPU.
+Puts want NCCL 2.29 or later (`NCCL_HOME` names another one). Arguments are names of cases; default: all.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -18,11 +28,12 @@ from peers.torch_ranks import times_on_ranks
 
 import hostweave as hw
 from hostweave.base.errors import HostweaveError
-from hostweave.build.cuda import gpus
-from hostweave.fusion_ir.ir import Fusion
+from hostweave.build.cuda import find_cuda, gpus
+from hostweave.fusion_ir.choice import Choice
 
-REPETITIONS = 15
+ROUNDS, REPETITIONS = 3, 5  # all variants of a case take turns
 WAIT = 2_000_000  # cycles of the GPU before each call of torch: the time of its host does not count, as it does not in ours
+BY_HAND = Path(__file__).with_name("handwritten") / "put_pipelines.cu"
 
 
 @dataclass(frozen=True)
@@ -37,88 +48,153 @@ class Case:
 
 
 CASES = (
-    Case("llama70b gate_up", "ag", 8192, 8192, 7168),
-    Case("llama70b qkv", "ag", 8192, 8192, 1280),
-    Case("llama8b gate_up", "ag", 8192, 4096, 3584),
-    Case("llama70b gate_up, M = 2048", "ag", 2048, 8192, 7168),
-    Case("llama70b down", "rs", 8192, 3584, 8192),
-    Case("llama70b o_proj", "rs", 8192, 1024, 8192),
-    Case("llama8b down", "rs", 8192, 1792, 4096),
-)
-# The program, chunks as a multiple of the ranks (by block) or as a number (across shards), and by what.
-VARIANTS: tuple[tuple[str, int, int, str | None], ...] = (
-    ("put", 1, 0, "put"),
-    ("p2p", 1, 0, "p2p"),
-    ("ring", 1, 0, "ring"),
-    ("collective, 2 chunks", 0, 2, "collective"),
-    ("collective, 4 chunks", 0, 4, "collective"),
-    ("no overlap", 0, 0, None),
+    Case("70b gate_up", "ag", 8192, 8192, 7168),
+    Case("70b qkv", "ag", 8192, 8192, 1280),
+    Case("8b gate_up", "ag", 8192, 4096, 3584),
+    Case("70b gate_up M2048", "ag", 2048, 8192, 7168),
+    Case("70b gate_up M512", "ag", 512, 8192, 7168),
+    Case("70b gate_up M128", "ag", 128, 8192, 7168),
+    Case("70b gate_up M16", "ag", 16, 8192, 7168),
+    Case("70b down", "rs", 8192, 3584, 8192),
+    Case("70b o_proj", "rs", 8192, 1024, 8192),
+    Case("8b down", "rs", 8192, 1792, 4096),
+    Case("70b down M2048", "rs", 2048, 3584, 8192),
+    Case("70b down M512", "rs", 512, 3584, 8192),
+    Case("70b down M128", "rs", 128, 3584, 8192),
+    Case("70b down M16", "rs", 16, 3584, 8192),
 )
 
 
 def main() -> None:
-    ranks = len(gpus())
-    for case, peer in zip(CASES, times_on_ranks(_torch_calls, ranks, REPETITIONS, WAIT), strict=True):
-        base, fused = (statistics.median(peer[name]) for name in ("torch", "torch fused"))
-        shape = f"{case.name} {case.M} x {case.K} x {case.N}, {case.kind}, {ranks} GPUs"
-        print(f"{shape}: torch {base:.3f} ms, fused {fused:.3f} ms", flush=True)
-        for name, blocks, slices, by in VARIANTS:
-            program = hw.compile(_fusion(case, ranks, blocks * ranks or slices, by), target="cuda")
-            try:
-                times = program.measure(warmups=5, repetitions=REPETITIONS, **_arrays(case, ranks))
-            except HostweaveError as why:
-                print(f"  {name:22} not here: {why}", flush=True)
-                continue
-            ms = statistics.median(max(rank[i].total_ms for rank in times) for i in range(REPETITIONS))
-            host = max(statistics.median(t.enqueue_us for t in rank) for rank in times)
-            ratios = f"{base / ms:5.2f} of torch's speed, {fused / ms:5.2f} of fused"
-            print(f"  {name:22} {ms:7.3f} ms, {ratios}, host {host:.0f} us", flush=True)
-            program.close()
+    ranks, cases = len(gpus()), [case for case in CASES if case.name in sys.argv[1:] or not sys.argv[1:]]
+    programs = {(case.name, way): program for case in cases for way, program in _ways(case, ranks).items()}
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(_built, programs.values()))
+    by_hand = _by_hand(cases)
+    peers = times_on_ranks(partial(_torch_calls, cases), ranks, REPETITIONS * ROUNDS, WAIT)
+    print(f"{ranks} x {gpus()[0].name}; times in ms, of the host in us", flush=True)
+    for case, peer in zip(cases, peers, strict=True):
+        ours = {way: program for (name, way), program in programs.items() if name == case.name}
+        _row(case, _measured(case, ranks, ours), {name: statistics.median(times) for name, times in peer.items()}, by_hand, ours)
 
 
-def _fusion(case: Case, ranks: int, chunks: int, by: str | None) -> Fusion:
-    mesh = hw.Mesh(x=ranks)
-    if by == "collective":
-        by = "all_gather" if case.kind == "ag" else None
-        chunking = "across_shards"
-    else:
-        chunking = None
+def _row(case: Case, ours: dict[str, tuple[float, float]], peer: dict[str, float], by_hand: Any, programs: dict[str, hw.Program]) -> None:
+    choice = programs["auto"].choices[0]
+    taken = choice.taken.name
+    hand = {name: times for (of, name), times in by_hand.items() if of == case.name and name.startswith(("put", "pull"))}
+    best, best_name = min(((ms, name) for name, (ms, _) in hand.items()), default=(float("nan"), "not here"))
+    auto, none = ours["auto"][0], ours["none"][0]
+    print(f"{case.kind} {case.name} {case.M} x {case.K} x {case.N}")
+    print("  " + ", ".join(f"{name} {ms:.3f}" for name, ms in peer.items()) + f", by hand {best:.3f} ({best_name})")
+    ratios = f"{peer['torch fused'] / auto:.2f} of fused's speed, {auto / best:.2f} x by hand, {auto / none:.3f} x none"
+    print(f"  ours {auto:.3f} by {taken}: {ratios}")
+    predicted = {way.name: way.micros / 1e3 for way in choice.ways}
+    columns = [f"{way} {ms:.3f} ({predicted.get(way, auto):.3f}; host {us:.0f})" for way, (ms, us) in ours.items() if way != "auto"]
+    print(f"  measured (predicted): {', '.join(columns)}", flush=True)
+
+
+def _ways(case: Case, ranks: int) -> dict[str, hw.Program]:
+    """As chosen, and each way that could have been."""
+    first = _compiled(case, ranks, {})
+    choice: Choice = first.choices[0]
+    of = f"@{choice.function} %{choice.value}"
+    return {"auto": first} | {way.name: _compiled(case, ranks, {of: way.name}) for way in choice.ways}
+
+
+def _compiled(case: Case, ranks: int, ways: dict[str, str]) -> hw.Program:
+    mesh, inner = hw.Mesh(x=ranks), case.K if case.kind == "ag" else case.K * ranks
 
     def ag(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
-        y = hw.matmul(hw.reshard(x, "M", "K"), w)
-        return y.stream("M", chunks=chunks, algorithm=by, chunking=chunking) if chunks else y
+        return hw.matmul(hw.reshard(x, "M", "K"), w)
 
     def rs(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
-        y = hw.reshard(hw.matmul(x, w), "M@x", "N")
-        return y.stream("M", chunks=chunks, algorithm=by, chunking=chunking) if chunks else y
+        return hw.reshard(hw.matmul(x, w), "M@x", "N")
 
     if case.kind == "ag":
-        return hw.fusion(mesh=mesh, x=hw.bf16["M@x", "K"], w=hw.bf16["K", "N"])(ag)
-    return hw.fusion(mesh=mesh, x=hw.bf16["M", "K@x"], w=hw.bf16["K@x", "N"])(rs)
+        fusion = hw.fusion(mesh=mesh, x=hw.bf16["M@x", "K"], w=hw.bf16["K", "N"])(ag)
+    else:
+        fusion = hw.fusion(mesh=mesh, x=hw.bf16["M", "K@x"], w=hw.bf16["K@x", "N"])(rs)
+    sizes = {"M": case.M, "K": inner, "N": case.N}
+    return hw.compile(fusion, target="cuda", options=hw.Options(sizes=sizes, ways=ways))
+
+
+def _built(program: hw.Program) -> None:
+    program.build()
+
+
+def _measured(case: Case, ranks: int, programs: dict[str, hw.Program]) -> dict[str, tuple[float, float]]:
+    """Milliseconds of a call, and microseconds of its host."""
+    arrays, times = _arrays(case, ranks), dict[str, list[float]]()
+    hosts = dict[str, list[float]]()
+    for _ in range(ROUNDS):
+        for way, program in programs.items():
+            try:
+                per_rank = program.measure(warmups=2, repetitions=REPETITIONS, **arrays)
+            except HostweaveError as why:
+                print(f"  {way}: not here: {why}", flush=True)
+                continue
+            times.setdefault(way, []).extend(max(t.total_ms for t in call) for call in zip(*per_rank, strict=True))
+            hosts.setdefault(way, []).extend(max(t.enqueue_us for t in call) for call in zip(*per_rank, strict=True))
+    for program in programs.values():
+        program.close()
+    return {way: (statistics.median(times[way]), statistics.median(hosts[way])) for way in times}
 
 
 def _arrays(case: Case, ranks: int) -> dict[str, Any]:
     inner = case.K if case.kind == "ag" else case.K * ranks
-    random = np.random.default_rng(0)
-    return {
-        "x": random.standard_normal((case.M, inner), np.float32).astype(ml_dtypes.bfloat16),
-        "w": random.standard_normal((inner, case.N), np.float32).astype(ml_dtypes.bfloat16),
-    }
+    random = np.random.default_rng(0).standard_normal(2**20 + 7, np.float32).astype(ml_dtypes.bfloat16)
+    return {"x": np.resize(random, (case.M, inner)), "w": np.resize(random, (inner, case.N))}
+
+
+# --- by hand ----------------------------------------------------------------------------------------------------------
+
+
+def _by_hand(cases: list[Case]) -> dict[tuple[str, str], tuple[float, float]]:
+    """Of a case and a variant milliseconds and microseconds of the host; nothing where it cannot be built here."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / "put_pipelines"
+        found = find_cuda()
+        nccl = next(part.path for part in found.libraries if part.name.startswith("libnccl"))
+        includes = [f"-I{part.path.parent}" for part in found.headers if part.path and part.name in ("nccl.h", "cublasLt.h")]
+        blas = next(part.path for part in found.libraries if part.name.startswith("libcublasLt"))
+        libraries = [str(nccl), str(blas).replace("cublasLt", "cublas")]
+        linked = [word for library in libraries for word in ("-Xlinker", library)]
+        places = {"LD_LIBRARY_PATH": ":".join([str(Path(library).parent) for library in libraries])}
+        command = ["nvcc", "-O2", "-std=c++20", "-arch=sm_90", str(BY_HAND), *includes, *linked, "-o", str(program)]
+        try:
+            subprocess.run(command, check=True, capture_output=True)
+            sections = sorted({case.kind for case in cases})
+            ran = subprocess.run([program, *sections], check=True, capture_output=True, text=True, timeout=60, env=os.environ | places)
+        except (OSError, subprocess.SubprocessError) as why:
+            print(f"by hand: not here: {why} {getattr(why, 'stderr', '')!s}", flush=True)
+            return {}
+    rows = (json.loads(line) for line in ran.stdout.splitlines())
+    return {(row["case"], row["variant"]): (row["ms"], row["host_us"]) for row in rows if "ms" in row}
 
 
 # --- torch ------------------------------------------------------------------------------------------------------------
 
 
-def _torch_calls(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], None]]]:
+def _torch_calls(cases: list[Case], rank: int, ranks: int) -> Iterator[dict[str, Callable[[], None]]]:
     import torch
 
-    for case in CASES:
+    for case in cases:
         rows = case.M // ranks if case.kind == "ag" else case.M
         x = torch.randn(rows, case.K, device="cuda", dtype=torch.bfloat16)
         w = torch.randn(case.K, case.N, device="cuda", dtype=torch.bfloat16)
         whole = torch.empty(case.M, case.K if case.kind == "ag" else case.N, device="cuda", dtype=torch.bfloat16)
         y = torch.empty(case.M if case.kind == "ag" else case.M // ranks, case.N, device="cuda", dtype=torch.bfloat16)
-        yield {"torch": _torch_call(case.kind, x, w, whole, y), "torch fused": _fused_call(case.kind, x, w)}
+        calls = {"torch": _torch_call(case.kind, x, w, whole, y), "torch fused": _fused_call(case.kind, x, w)}
+        yield _alone(case.kind, x, w, whole, y) | calls
+
+
+def _alone(kind: str, x: Any, w: Any, whole: Any, y: Any) -> dict[str, Callable[[], Any]]:
+    import torch
+    import torch.distributed as dist
+
+    if kind == "ag":
+        return {"matmul": lambda: torch.mm(whole, w, out=y), "all-gather": lambda: dist.all_gather_into_tensor(whole, x)}
+    return {"matmul": lambda: torch.mm(x, w, out=whole), "reduce-scatter": lambda: dist.reduce_scatter_tensor(y, whole)}
 
 
 def _torch_call(kind: str, x: Any, w: Any, whole: Any, y: Any) -> Callable[[], None]:

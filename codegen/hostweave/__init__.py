@@ -24,6 +24,7 @@ from hostweave.fusion_ir.frontend.trace import fusion as fusion
 from hostweave.fusion_ir.frontend.user_kernels import kernel as kernel
 from hostweave.fusion_ir.ir import Fusion as Fusion
 from hostweave.options import Options as Options
+from hostweave.types.machine import Machine as Machine
 from hostweave.types.mesh import Mesh as Mesh
 from hostweave.types.tensor import bf16 as bf16
 from hostweave.types.tensor import bool_ as bool_
@@ -93,7 +94,7 @@ def _unknown(name: str) -> AttributeError:
 
 _PUBLIC = sorted(
     (
-        *("Fusion", "Mesh", "Options", "Tensor", "block", "errors", "fusion", "kernel", *_MODULE_OF),
+        *("Fusion", "Machine", "Mesh", "Options", "Tensor", "block", "errors", "fusion", "kernel", *_MODULE_OF),
         *("bf16", "bool_", "f16", "f32", "f64", "f8e4m3", "f8e5m2", "i16", "i32", "i64", "i8", "u16", "u32", "u64", "u8"),
         *("bfloat16", "bool", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"),
         *("int16", "int32", "int64", "int8", "uint16", "uint32", "uint64", "uint8"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from numbers import Integral
 from pathlib import Path
@@ -17,12 +18,14 @@ from hostweave.base.signatures import checked
 from hostweave.build.toolchain import MODULE_FILE
 from hostweave.check.check import check
 from hostweave.check.sizes import minimal_sizes
+from hostweave.fusion_ir.choice import Choice
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.one_device import needs_ranks, on_one_device
 from hostweave.host_ir.ir import HostProgram
 from hostweave.options import Options
 from hostweave.pipeline import lower
 from hostweave.targets.target import NAMES, Target, find_target
+from hostweave.transports.transport import find_transport, transport_of
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import DType
 
@@ -55,7 +58,14 @@ def compile(program: Fusion | HostProgram, target: str = "cpu", options: Options
     if target not in NAMES:
         raise ProgramError(f"{program.name}: no target {target!r}; the targets are {' and '.join(NAMES)}")
     options = options or Options()
+    options = options if options.machine else replace(options, machine=find_target(target).machine(program.mesh.size))
+    made = _compiled(program, target, options)
+    return _searched(made, program, target, options) if options.overlap == "search" and made.choices else made
+
+
+def _compiled(program: Fusion | HostProgram, target: str, options: Options) -> Program:
     host = lower(program, options)
+    _expect_ways(host, options)
     find_target(target).expect_kernels(host.user_kernels)
     for parameter in host.inputs:
         if parameter.name in OPTIONS_OF_RUN:
@@ -63,6 +73,24 @@ def compile(program: Fusion | HostProgram, target: str = "cpu", options: Options
     if options.check if options.check is not None else host.mesh.size <= MAX_CHECKED_RANKS:
         check(host)
     return Program(program, host, find_target(target), options)
+
+
+def _expect_ways(host: HostProgram, options: Options) -> None:
+    known = [f"@{choice.function} %{choice.value}" for choice in host.choices]
+    if unknown := [name for name in options.ways if name not in known]:
+        why = f"there is nothing to choose for {unknown[0]}"
+        raise ProgramError(f"{host.name}: Options: ways: {why}; what can be stated: {', '.join(known) or 'nothing, at these sizes'}")
+
+
+def _searched(made: Program, program: Fusion | HostProgram, target: str, options: Options) -> Program:
+    """The program with the ways that are the fastest here, as measured now or before."""
+    from hostweave.runtime.search import name_of, search
+
+    machine, key = options.figures.name, (target, options.transport, str(sorted(options.sizes.items())), str(sorted(options.ways.items())))
+    choices = search(made._host, options.sizes, (machine, *key), lambda ways: _compiled(program, target, replace(options, ways=ways)))
+    found = _compiled(program, target, replace(options, ways={name_of(choice): choice.taken.name for choice in choices}))
+    found._host = replace(found._host, choices=choices)
+    return found
 
 
 class Program:
@@ -82,6 +110,7 @@ class Program:
         self._closed = False
         self._lock = threading.Lock()
         self._unbound: Program | None = None  # where this one has inputs bound
+        self._without_puts: Program | None = None  # for ranks on several hosts
         self.target = target
 
     def __repr__(self) -> str:
@@ -110,6 +139,11 @@ class Program:
         """The text of the host IR, after all passes."""
         return str(self._host)
 
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        """What the compiler has chosen for reshards beside matmuls, with the other ways and their times. See `explain`."""
+        return self._host.choices
+
     @cached_property
     def sources(self) -> Mapping[str, str]:
         """The generated files: a mapping of paths to texts, the same for both targets."""
@@ -129,7 +163,7 @@ class Program:
 
         toolchain, wanted = self.target.toolchain(), self._host.libraries
         libraries = partial(self.target.runtime_libraries, wanted=wanted)
-        return build(self.name, self.host_ir, repr(self._options), toolchain, libraries, lambda: self.sources)
+        return build(self.name, self._host.code, toolchain, libraries, lambda: self.sources)
 
     @cached_property
     def module(self) -> ModuleType:
@@ -139,6 +173,22 @@ class Program:
         if self._unbound:
             return self._unbound.module
         return load(self.folder / MODULE_FILE, self.target.dlopen_flags)
+
+    def explain(self) -> str:
+        """What was chosen, and why: a line for each communication with its algorithm, transport, chunks and time, and the other ways
+        with theirs; and for each attention whether it is one call of the library.
+
+        Raises ProgramError for a program that was compiled from host IR, where nothing was chosen.
+
+        Example: `print(hw.compile(f, options=hw.Options(sizes={"M": 8192, "K": 8192, "N": 7168})).explain())`.
+        """
+        from hostweave.tune.explain import explained
+
+        if not isinstance(self._given, Fusion):
+            raise ProgramError(f"{self.name}: was compiled from host IR, where nothing is chosen; see host_ir")
+        stages: list[Fusion] = []
+        lower(self._given, self._options, lambda _, stage: stages.append(stage) if isinstance(stage, Fusion) else None)
+        return explained(stages[-1], self._host.choices, self._options)
 
     def build(self) -> None:
         """Compiles and loads the module, or takes it from the cache.
@@ -327,6 +377,8 @@ class Program:
                 self._session = None
             for local in self._locals:
                 local.close()
+        if self._without_puts:
+            self._without_puts.close()
 
     def _expect_sizes(self, what: str, sizes: Mapping[str, int]) -> None:
         if unknown := sizes.keys() - set(self._host.symbols()):
@@ -360,12 +412,28 @@ class Program:
         group = group or current()
         if group is None:
             raise ExecutionError(f"{self.name}: this process has not joined a group; call hw.init first, or run all ranks here with .run")
+        if group.hosts > 1 and self._reaches_memory:
+            return self._on_several_hosts._local(group, arrays, stream)
         local = group.programs.get(self)
         if local is None:
             local = LocalProgram(self, self._host, self._options, group, stream_of_call(self.target, stream, arrays))
             group.programs[self] = local
             self._locals.add(local)
         return local
+
+    @property
+    def _reaches_memory(self) -> bool:
+        """Whether loops were chosen whose ranks reach each other's memory."""
+        return any(find_transport(transport_of(choice.taken.algorithm)).has_windows for choice in self.choices if choice.taken.chunks)
+
+    @property
+    def _on_several_hosts(self) -> Program:
+        """The same without such loops. All ranks know where all are, so that all make it."""
+        with self._lock:
+            if self._without_puts is None:
+                options = replace(self._options, ways={}, machine=self._options.figures.without_puts("the ranks are on several hosts"))
+                self._without_puts = _compiled(self._given, self.target.name, options)
+            return self._without_puts
 
     def _ready(self) -> Session:
         """The program on every rank of a world that works."""

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from hostweave.base.errors import ProgramError, did_you_mean
 from hostweave.base.signatures import checked_arguments
 from hostweave.transports.transport import NAMES
+from hostweave.types.machine import H200, Machine
 from hostweave.types.tensor import DType, f32
 
 TRANSPORTS = ("auto", *NAMES)
-OVERLAPS = ("auto", "off")
+OVERLAPS = ("auto", "off", "search")
 
 
 @checked_arguments
@@ -23,8 +24,14 @@ class Options:
     - `check`: whether the host program is proven free of races and deadlocks; by default on meshes of up to 16 ranks.
     - `sizes`: typical sizes of dims by name, 4096 for others. Of several ways to reshard a tensor the one that moves the fewest
       bytes at these sizes is taken.
-    - `overlap`: "auto" runs communication that stands in no stream loop beside what does not need it, where that pays at the typical
-      sizes; "off" leaves it where it is needed. A `.stream(...)` that the user states holds either way.
+    - `overlap`: "auto" computes matmuls beside a reshard in a chunk loop, where all sizes that count are known, by `sizes` or as ints,
+      and where that is faster there by the cost model; and it runs other communication beside what does not need it, where that pays
+      at the typical sizes. "search" runs the ways that the model ranks first on all ranks, in this process, and keeps the fastest, for
+      later compiles, too: all sizes must be stated. "off" leaves it where it is needed. A `.stream(...)` that the user states holds
+      either way. A loop wants the sizes of a call to divide by its chunks. `Program.explain` says what was chosen.
+    - `ways`: what is done instead of what the cost model chooses, by the names that `Program.explain` has:
+      `{"@ag_matmul %x_gathered": "put(8)"}`, or "none" for in sequence.
+    - `machine`: the figures of the cost model; by default those that `hostweave calibrate` has measured on this machine, else an H200's.
     - `partial_dtype`: `hw.f32` computes and sends partial sums of 16-bit floats in f32, and rounds once; by default each rank rounds
       its partial sum to the dtype of the result.
     - `tf32`: matmuls of f32 round their operands to TF32, with 10 bits of mantissa, and add in f32: several times faster on tensor cores.
@@ -32,7 +39,8 @@ class Options:
     - `transport`: how bytes travel between ranks. two_sided: by collectives, sends and recvs. one_sided: ranks write and read each
       other's memory, which leaves all multiprocessors to the matmuls, inside one host, and on CUDA with version 2.29 of the library
       (2.32 for moves between meshes). Ranks share all sizes evenly, and chunk loops that communicate are by shard, of gathers beside
-      and of reduce-scatters behind matmuls. auto: two_sided but for the loops that say `.stream(..., algorithm="put")`.
+      and of reduce-scatters behind matmuls. auto: two_sided but for the loops that say `.stream(..., algorithm="put")`, and for those
+      that are chosen by the cost model, where all ranks are on GPUs of one host and the library is of that version.
     - `graph`: "auto" captures a call of `program(...)` as a CUDA graph where its arrays, inputs and outputs, are the same memory as those
       of a call before, and launches that from then on, for the last 16 such sets of arrays; other calls are made as usual. Outputs
       are the same where `out=` gives them, or where the library's allocator returns what was freed. It is for programs of many
@@ -40,7 +48,7 @@ class Options:
     - `verify_calls`: ranks that are processes compare programs and shapes before every call, which takes a round trip through the
       store; ranks that are threads always do.
 
-    Raises ProgramError for another `overlap`, `partial_dtype`, `transport` or `graph`, and for `streams` below 1.
+    Raises ProgramError for another `overlap`, `partial_dtype`, `transport`, `graph` or `machine`, and for `streams` below 1.
 
     Example: `hw.compile(f, target="cuda", options=hw.Options(tf32=True, sizes={"M": 8192}))`.
     """
@@ -54,12 +62,21 @@ class Options:
     transport: str = "auto"
     verify_calls: bool = False
     graph: str | None = None
+    machine: Machine | None = field(default=None, repr=False)
+    ways: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    @property
+    def figures(self) -> Machine:
+        """Of the machine that the program is for."""
+        return self.machine or H200
 
     def __post_init__(self) -> None:
         if not isinstance(self.streams, int) or self.streams < 1:
             raise ProgramError(f"Options: streams={self.streams!r} must be an int of at least 1")
         if self.transport not in TRANSPORTS:
             raise ProgramError(f"Options: there is no transport={self.transport!r}; {did_you_mean(str(self.transport), TRANSPORTS)}")
+        if not isinstance(self.machine, Machine | None):
+            raise ProgramError(f"Options: machine={self.machine!r} is no hw.Machine; leave it out, or use Machine.from_json")
         if self.overlap not in OVERLAPS:
             raise ProgramError(f"Options: there is no overlap={self.overlap!r}; {did_you_mean(str(self.overlap), OVERLAPS)}")
         if self.graph not in (None, "auto"):

@@ -21,6 +21,7 @@ from hostweave.passes.fusion.overlap_communication import overlap_communication
 from hostweave.passes.fusion.propagate_sharding import propagate_sharding
 from hostweave.passes.fusion.share_equal_ops import share_equal_ops
 from hostweave.passes.fusion.sink_reductions import sink_reductions
+from hostweave.passes.fusion.stream_by_cost import stream_by_cost
 from hostweave.passes.fusion.unstack import unstack
 from hostweave.passes.host.copy_updated import copy_updated
 from hostweave.passes.host.fold_conditions import fold_conditions
@@ -49,6 +50,7 @@ PASSES: tuple[Callable[[Any, Options], Any], ...] = (
     unstack,
     decompose_reshards,
     share_equal_ops,
+    stream_by_cost,
     choose_overlap,
     overlap_communication,
     lower_to_host,

@@ -132,7 +132,7 @@ def test_unknown_overlap() -> None:
 
 
 def test_times() -> None:
-    """A product of 8192 x 8192 x 8192 takes 1.57 ms at 700 TFLOP/s; 128 MiB gathered at 250 GB/s take 537 us, and 15 us to begin."""
+    """A product of 8192 x 8192 x 8192 takes its waves of tiles on 132 multiprocessors; 7/8 of 128 MiB gathered among 8 take 386 us."""
     program = fusion(
         "%x: bf16[8192@x, 8192], %w: bf16[8192, 8192]",
         """%g: bf16[8192, 8192] = all_gather(%x, dim=0, axes=(x))
@@ -141,4 +141,4 @@ def test_times() -> None:
         %z: bf16[8192, 8192] = negative(%y)""",
     )
     times = {name: time * 1e6 for name, time in seconds(program, {}).items()}
-    assert times == pytest.approx({"g": 551.9, "t": 0, "y": 1573.8, "z": 3 + 2 * 2**27 / H200.memory * 1e6}, rel=1e-3)
+    assert times == pytest.approx({"g": 386, "t": 0, "y": 1352, "z": 2 + 2 * 2**27 / H200.memory * 1e6}, rel=1e-2)

@@ -109,6 +109,7 @@ def _find(major: int, roots: list[Path]) -> Cuda:
 class Gpu:
     name: str
     arch: str  # "sm_90"
+    multiprocessors: int = 0
 
 
 @cache
@@ -129,6 +130,16 @@ def driver_version() -> str | None:
     return f"{version.value // 1000}.{version.value % 1000 // 10}"
 
 
+def loaded_nccl() -> tuple[int, ...] | None:
+    """The version of the NCCL that this process has loaded, which programs are linked to then; None where it has none."""
+    try:
+        library, version = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD), ctypes.c_int()
+    except OSError:
+        return None
+    library.ncclGetVersion(ctypes.byref(version))
+    return version.value // 10000, version.value // 100 % 100, version.value % 100
+
+
 def arch() -> str:
     """The architecture to compile kernels for: HOSTWEAVE_CUDA_ARCH, else that of GPU 0, else sm_90."""
     return os.environ.get("HOSTWEAVE_CUDA_ARCH") or next((gpu.arch for gpu in gpus()), "sm_90")
@@ -142,13 +153,14 @@ def _driver() -> ctypes.CDLL | None:
 
 
 def _gpu(driver: ctypes.CDLL, index: int) -> Gpu:
-    device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    device, major, minor, multiprocessors = (ctypes.c_int() for _ in range(4))
     name = ctypes.create_string_buffer(128)
     driver.cuDeviceGet(ctypes.byref(device), index)
     driver.cuDeviceGetName(name, len(name), device)
     driver.cuDeviceGetAttribute(ctypes.byref(major), 75, device)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
     driver.cuDeviceGetAttribute(ctypes.byref(minor), 76, device)
-    return Gpu(name.value.decode(), f"sm_{major.value}{minor.value}")
+    driver.cuDeviceGetAttribute(ctypes.byref(multiprocessors), 16, device)
+    return Gpu(name.value.decode(), f"sm_{major.value}{minor.value}", multiprocessors.value)
 
 
 def _roots() -> list[Path]:

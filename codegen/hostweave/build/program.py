@@ -1,7 +1,7 @@
 """Builds the extension module of a host program, or finds it in the cache, and loads it.
 
-The cache finds it by its IR, which has no source locations: an edit that only moves lines builds nothing, and the sources in the
-cache then have the comments, with the user's lines, of the first build.
+The cache finds it by its IR, without source locations and choices: an edit that only moves lines builds nothing, and neither do other
+times of a choice; the sources in the cache then have the comments of the first build.
 
 `HOSTWEAVE_EDIT=folder` builds hand-edited sources: `folder/<program>` gets the generated ones where it has none, and what
 is there is compiled.
@@ -34,7 +34,6 @@ _dlopen_flags = threading.Lock()  # are the interpreter's, not the thread's
 def build(
     name: str,
     host_ir: str,
-    options: str,
     toolchain: Toolchain,
     runtime_libraries: Callable[[Toolchain], tuple[Path, ...]],
     render: Callable[[], Sources],
@@ -49,7 +48,7 @@ def build(
     libraries = runtime_libraries(toolchain)
     generator = map(stamp_of, (PACKAGE, TEMPLATES, RUNTIME))
     made_with = toolchain.stamp, *map(str, libraries)
-    entry = name_of(name, host_ir, options, *generator, *made_with, *(part for item in (edited or {}).items() for part in item))
+    entry = name_of(name, host_ir, *generator, *made_with, *(part for item in (edited or {}).items() for part in item))
     if folder := lookup(entry):
         return folder
 

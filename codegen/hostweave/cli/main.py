@@ -1,4 +1,4 @@
-"""The command line: `hostweave demo | compile | inspect | export | bench | doctor | cache`."""
+"""The command line: `hostweave demo | compile | inspect | export | bench | calibrate | doctor | cache`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hostweave.base.errors import HostweaveError
 from hostweave.build import cache
 from hostweave.build.toolchain import openblas_root
 from hostweave.cli.bench import bench
+from hostweave.cli.calibrate import calibrate
 from hostweave.cli.doctor import report
 from hostweave.cli.highlight import show
 from hostweave.cli.memory_plan import memory_report
@@ -78,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     inspect.add_argument("--only", metavar="NAME", help="one file of the C++, or with --after one function or kernel")
     inspect.add_argument("--memory", action="store_true", help="offsets and live ranges of temporaries, peak and lower bound")
-    inspect.add_argument("--sizes", metavar="M=1024,K=512", default="", help="sizes for --memory and for the notes on costs (default 4096)")
+    inspect.add_argument("--sizes", metavar="M=1024,K=512", default="", help="sizes for chosen loops, --memory and notes on costs")
 
     export = add("export", _export, "Write a CMake project that builds and runs the program without Python.", program)
     export.add_argument("folder", type=Path)
@@ -89,6 +91,9 @@ def _parser() -> argparse.ArgumentParser:
 
     doctor_help = "Say what was found (compiler, CUDA, NCCL, cuBLAS, GPUs, cache) and what to install for what is missing."
     add("doctor", lambda _: print(report()), doctor_help)
+
+    calibrate_help = "Measure the GPUs of this machine, in about a minute, for the cost model that chooses how communication overlaps."
+    add("calibrate", _calibrate, calibrate_help)
 
     cache_help = "The folder of compiled programs; HOSTWEAVE_CACHE moves it, HOSTWEAVE_CACHE_LIMIT (10 GB) bounds it."
     sub = add("cache", _cache, cache_help)
@@ -124,6 +129,7 @@ def _compile(options: argparse.Namespace) -> None:
 
 def _inspect(options: argparse.Namespace) -> None:
     program, settings = _load(options)
+    settings = replace(settings, sizes=_sizes(options.sizes))
     seen: list[tuple[str, Fusion | HostProgram]] = []
     host = lower(program, settings, lambda name, stage: seen.append((name, stage)))
     stages = [(name, str(stage)) for name, stage in seen]
@@ -195,6 +201,11 @@ def _export(options: argparse.Namespace) -> None:
     configure = ["cmake", "-S", options.folder, "-B", build, "-DHOSTWEAVE_TARGET=cpu", f"-DHOSTWEAVE_OPENBLAS_ROOT={openblas_root()}"]
     commands = configure, ["cmake", "--build", build], [(build / executable_of(program.name)).absolute()]
     print(" && ".join(shlex.join(map(str, command)) for command in commands))
+
+
+def _calibrate(_: argparse.Namespace) -> None:
+    for line in calibrate():
+        print(line, flush=True)
 
 
 def _cache(options: argparse.Namespace) -> None:

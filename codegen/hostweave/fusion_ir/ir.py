@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar, cast
 
 from hostweave.base.errors import Location
+from hostweave.fusion_ir.choice import Choice
 from hostweave.fusion_ir.user_kernel import UserKernel
 from hostweave.types.mesh import Mesh
 from hostweave.types.routes import Transfer
@@ -126,7 +127,8 @@ class Op:
 class Fusion:
     """A program: inputs, ops in order, and the names of the results. A function that it calls is one too.
 
-    `donated` says, where there are any, of each result the input whose memory it takes, "" of one that has memory of its own.
+    `donated` says, where there are any, of each result the input whose memory it takes, "" of one that has memory of its own; `choices`
+    what the compiler has chosen of ways to communicate.
     """
 
     name: str
@@ -135,6 +137,7 @@ class Fusion:
     ops: tuple[Op, ...]
     outputs: tuple[str, ...]
     donated: tuple[str, ...] = ()
+    choices: tuple[Choice, ...] = ()
 
     def values(self) -> dict[str, Value]:
         """Every value by name, in order of definition."""

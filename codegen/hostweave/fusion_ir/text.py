@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from hostweave.base.errors import Location, did_you_mean
 from hostweave.fusion_ir.calls import map_functions
+from hostweave.fusion_ir.choice import parse_choice
 from hostweave.fusion_ir.ir import AttributeValue, Fusion, MeshAxes, Op, Scalar, Stream, Value
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.user_kernel import UserKernel, parse_user_kernel, print_user_kernel
@@ -49,7 +50,7 @@ def print_fusion(fusion: Fusion) -> str:
 
 def _print_body(word: str, fusion: Fusion, mesh: str = "") -> str:
     inputs = ", ".join(f"%{value.name}: {value.type}" for value in fusion.inputs)
-    lines = [f"  {print_op(op)}\n" for op in fusion.ops]
+    lines = [f"  {line}\n" for line in (*map(print_op, fusion.ops), *fusion.choices)]
     donated = fusion.donated or ("",) * len(fusion.outputs)
     returned = ", ".join(f"%{name} in %{into}" if into else f"%{name}" for name, into in zip(fusion.outputs, donated, strict=True))
     return f"{word} @{fusion.name}({inputs}){mesh} {{\n{''.join(lines)}  return {returned}\n}}\n"
@@ -126,13 +127,15 @@ def _parse_body(reader: Reader, word: str, functions: Mapping[str, Fusion], user
     reader.expect("{")
     known = {value.name for value in inputs}
     ops: list[Op] = []
-    while not reader.accept("return"):
+    while reader.peek() not in ("return", "choice"):
         ops.append(parse_op(reader, known, functions, user_kernels))
         known.add(ops[-1].result.name)
+    choices = reader.repeated("choice", lambda: parse_choice(reader))
+    reader.expect("return")
     returned = reader.separated(lambda: (_parse_use(reader, known), _parse_use(reader, known) if reader.accept("in") else ""))
     reader.expect("}")
     outputs, donated = zip(*returned, strict=True) if returned else ((), ())
-    return Fusion(name, mesh, inputs, tuple(ops), outputs, donated if any(donated) else ())
+    return Fusion(name, mesh, inputs, tuple(ops), outputs, donated if any(donated) else (), choices)
 
 
 def parse_op(

@@ -29,6 +29,7 @@ STAGES = (
     "unstack",
     "decompose_reshards",
     "share_equal_ops",
+    "stream_by_cost",
     "choose_overlap",
     "overlap_communication",
 )

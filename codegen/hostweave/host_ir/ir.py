@@ -8,9 +8,11 @@ An instruction outside every `stream` block runs on the caller's stream.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Concatenate, ParamSpec
 
+from hostweave.fusion_ir.choice import Choice
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.user_kernel import UserKernel
@@ -128,11 +130,17 @@ class HostProgram:
     uneven: tuple[str, ...] = ()  # sizes that need not divide: of M a rank holds `local(M, x)`, not `M/8`
     functions: tuple[Function, ...] = ()  # a function stands before those that call it
     user_kernels: tuple[UserKernel, ...] = ()
+    choices: tuple[Choice, ...] = ()  # of ways to communicate, that the compiler has made
 
     def __str__(self) -> str:
         from hostweave.host_ir.text import print_host
 
         return print_host(self)
+
+    @cached_property
+    def code(self) -> str:
+        """The text without its choices: programs that differ in the times of these alone are the same to a build, and to other ranks."""
+        return str(replace(self, choices=()))
 
     @staticmethod
     def parse(text: str) -> HostProgram:

@@ -8,6 +8,7 @@ from dataclasses import MISSING, fields
 from typing import Any, NoReturn, get_type_hints
 
 from hostweave.base.errors import Location, did_you_mean
+from hostweave.fusion_ir.choice import parse_choice
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.user_kernel import parse_user_kernel, print_user_kernel
 from hostweave.host_ir import ir, tree
@@ -31,6 +32,7 @@ def print_host(program: ir.HostProgram) -> str:
     for function in program.functions:
         head = f"function @{function.name}({_parameters(function.inputs)}) -> ({_parameters(function.outputs)}) {{"
         lines += [head, *_body_lines(function.body, INDENT), "}"]
+    lines += map(str, program.choices)
     lines.append(
         f"host @{program.name}({_parameters(program.inputs)}) -> ({_parameters(program.outputs)}) {program.mesh}"
         + _channels(program)
@@ -124,6 +126,7 @@ def parse_host(text: str) -> ir.HostProgram:
     user_kernels = reader.repeated("user_kernel", lambda: parse_user_kernel(reader))
     kernels = reader.repeated("kernel", lambda: _parse_kernel(reader))
     functions = reader.repeated("function", lambda: ir.Function(*_parse_head(reader, "the function"), _parse_body(reader)))
+    choices = reader.repeated("choice", lambda: parse_choice(reader))
     reader.expect("host")
     name, inputs, outputs = _parse_head(reader, "the program")
     mesh = reader.mesh()
@@ -136,7 +139,7 @@ def parse_host(text: str) -> ir.HostProgram:
     body = _parse_body(reader)
     if reader.peek():
         reader.fail(f"expected the end of the text, found {reader.found()}")
-    return ir.HostProgram(name, mesh, inputs, outputs, channels, streams, events, kernels, body, uneven, functions, user_kernels)
+    return ir.HostProgram(name, mesh, inputs, outputs, channels, streams, events, kernels, body, uneven, functions, user_kernels, choices)
 
 
 def _parse_head(reader: Reader, what: str) -> tuple[str, tuple[ir.Parameter, ...], tuple[ir.Parameter, ...]]:

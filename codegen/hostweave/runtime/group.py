@@ -143,6 +143,11 @@ class Group:
         """Whether ranks can exchange messages: not if the application provides communicators (`hw.Communicators`)."""
         return type(self.meeting) is not Meeting
 
+    @property
+    def hosts(self) -> int:
+        """On how many hosts the ranks are, as far as they have told each other."""
+        return self._world.hosts if self._world else 1
+
     def check(self) -> None:
         """Raises ExecutionError if the group has failed. On CUDA calls only enqueue: call it after a wait for the stream."""
         if not self._failure and (reason := self._told()):

@@ -79,8 +79,6 @@ class CompiledProgram(Protocol):
     target: Target
 
     @property
-    def host_ir(self) -> str: ...
-    @property
     def module(self) -> ModuleType: ...
 
 
@@ -99,7 +97,7 @@ class LocalProgram:
             raise ArgumentError(f"{where}; use a provider with a store, or leave it out")
         self._on_parts = any(p.type.mesh for p in (*host.inputs, *host.outputs))  # some ranks have nothing of some
         self._waits_for = _first_communication(host)
-        self._intent = CallSignature(host.name, str(host.mesh), key_of(program.host_ir, repr(options), program.target.name))
+        self._intent = CallSignature(host.name, str(host.mesh), key_of(host.code, repr(options), program.target.name))
         self._ready_for: Any = None  # the shapes of the last call
         self._bound_spans: tuple[Span, ...] = ()  # of all ranks, in the last call
         self._apart: deque[tuple[tuple[Span, ...], ...]] = deque(maxlen=2)  # that were found to be, of this rank and of all

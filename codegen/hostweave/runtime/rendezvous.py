@@ -41,6 +41,11 @@ class World:
     epoch: str
     hellos: tuple[Hello, ...]  # by rank
 
+    @property
+    def hosts(self) -> int:
+        """On how many hosts the ranks are."""
+        return len({hello.host for hello in self.hellos})
+
     def local_rank(self, rank: int) -> int:
         """The place of a rank among those of its host."""
         return sum(other.host == self.hellos[rank].host for other in self.hellos[:rank])

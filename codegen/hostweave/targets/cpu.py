@@ -12,6 +12,7 @@ from hostweave.base.paths import NATIVE, RUNTIME, RUNTIME_INCLUDES
 from hostweave.build.toolchain import Toolchain, find_compiler, require_native
 from hostweave.fusion_ir.user_kernel import UserKernel, expect_one_thread
 from hostweave.targets.target import CPU_DEVICE, Target
+from hostweave.types.machine import H200, Machine
 
 
 class _Cpu(Target):
@@ -44,6 +45,10 @@ class _Cpu(Target):
             yield self.name, f"target cpu cannot be used: {error}"
         else:
             yield self.name, f"target cpu is ready, {NATIVE / 'libhostweave_cpu.so'}"
+
+    def machine(self, ranks: int) -> Machine:
+        """That of the GPUs which it stands in for: programs are the same on both targets."""
+        return H200
 
     def choose_device(self, wanted: int | None, usual: Callable[[], int]) -> int:
         return usual()

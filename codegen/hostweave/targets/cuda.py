@@ -5,16 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from hostweave.base.errors import BuildError
 from hostweave.base.paths import BUILDER, RUNTIME, RUNTIME_INCLUDES
-from hostweave.build import cuda
+from hostweave.build import cuda, figures
 from hostweave.build.cache import get_or_make, name_of, stamp_of
 from hostweave.build.nvrtc import Nvrtc
 from hostweave.build.toolchain import Toolchain, find_compiler
 from hostweave.targets.target import Target, runtime_sources, sources_of
+from hostweave.types.machine import H200, Machine
+
+FIRST_WITH_SIGNALS = (2, 29)  # version of NCCL
 
 
 class _Cuda(Target):
@@ -51,6 +55,10 @@ class _Cuda(Target):
         yield "gpus", _gpus(found.major)
         yield self.name, _readiness(found)
 
+    def machine(self, ranks: int) -> Machine:
+        machine = figures.measured(cuda.gpus()) or H200
+        return machine.without_puts(why) if (why := why_no_puts(ranks)) else machine
+
     def choose_device(self, wanted: int | None, usual: Callable[[], int]) -> int:
         return usual() if wanted is None else wanted
 
@@ -62,6 +70,24 @@ class _Cuda(Target):
 
 
 TARGET = _Cuda()
+
+
+@cache
+def _nccl_to_build_with() -> tuple[int, ...]:
+    """Its version; none where there is no NCCL."""
+    header = next(part for part in cuda.find_cuda().headers if part.name == "nccl.h")
+    return tuple(map(int, re.findall(r"\d+", _version(header))))
+
+
+def why_no_puts(ranks: int) -> str:
+    """Why ranks of programs that are built here cannot reach each other's memory; "" where they can."""
+    for version, where in ((_nccl_to_build_with(), "was found"), (cuda.loaded_nccl(), "is loaded already")):
+        if version is not None and version < FIRST_WITH_SIGNALS:
+            found = f"NCCL {'.'.join(map(str, version))} {where}" if version else "none was found"
+            return f"puts need NCCL {'.'.join(map(str, FIRST_WITH_SIGNALS))} or later, and {found}"
+    if len(cuda.gpus()) < ranks:
+        return f"puts need all ranks on the GPUs of one host, and this one has {len(cuda.gpus())} for {ranks} ranks"
+    return ""
 
 
 def _made(name: str, files: list[Path], toolchain: Toolchain) -> Path:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from hostweave.base.paths import RUNTIME_SOURCES
 from hostweave.build.toolchain import Toolchain
 from hostweave.fusion_ir.user_kernel import UserKernel
+from hostweave.types.machine import Machine
 
 CPU_DEVICE = -1  # the device of an array in host memory
 
@@ -43,6 +44,9 @@ class Target(Protocol):
 
     def report(self) -> Iterator[tuple[str, str]]:
         """What was found of the target on this machine, by title. Lines of what is missing end in what to install."""
+
+    def machine(self, ranks: int) -> Machine:
+        """The figures of the cost model for programs of so many ranks here, and whether these can reach each other's memory."""
 
     def choose_device(self, wanted: int | None, usual: Callable[[], int]) -> int:
         """The number of a rank's device, where the user may have said one."""

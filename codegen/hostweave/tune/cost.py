@@ -1,42 +1,95 @@
-"""How long an op of the fusion IR takes on one rank, by the roofline of a machine (Williams, Waterman and Patterson, "Roofline", 2009)."""
+"""How long ops and chunk loops take on one rank, by what is known of a machine.
+
+A matmul takes as many waves of tiles as it has, but not less than its operands take to be read; another op what it reads and
+writes (the roofline of Williams, Waterman and Patterson, "Roofline", 2009). A chunk loop is played through: its matmuls follow one
+another, and so do its communications, each as soon as what it needs is there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, prod, sqrt
 
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS
-from hostweave.fusion_ir.resharding import local_dims
+from hostweave.fusion_ir.ops.attributes import CONTRACTED
+from hostweave.fusion_ir.resharding import local_dims, step_of
+from hostweave.types.machine import H200, Machine
+from hostweave.types.tensor import DType
+
+# Tiles of one matmul's result: rows, columns, and how fast they are beside those of 128 x 256.
+TILES = (
+    *((128, 256, 1.0), (256, 128, 1.0), (128, 192, 0.98), (192, 128, 0.98), (256, 192, 1.0), (256, 160, 1.0)),
+    *((128, 128, 0.93), (64, 256, 0.85), (64, 128, 0.7), (64, 64, 0.5)),
+)
+SPLITS = (1, 2, 4, 8)  # into which the inner dim is cut, where there are few tiles
+BESIDE_COPIES = 1.05  # a matmul takes as many times longer while copy engines use the memory, too
+BESIDE_KERNELS = 1.7  # and while kernels that communicate hold multiprocessors
+KERNELS_BESIDE = {2: 1.15, 4: 1.7, 8: 3.7}  # these take longer as well, by the number of ranks
+LOOP = 12e-6  # seconds of the forks, signals and joins of a loop
+CHUNK = 1.5e-6  # and of the events of an iteration
+
+
+# --- matmuls ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Machine:
-    """What one GPU does in a second, at most 0.9 of its data sheet, and what a launch costs."""
+class Product:
+    """A matmul of one rank: as many products of [rows, inner] and [inner, columns]."""
 
-    flops: float  # of matmuls of 16-bit floats
-    memory: float  # bytes read and written
-    network: float  # bytes that a collective receives from the other GPUs of the host
-    latency: float  # seconds of a collective of a few bytes
-    launch: float  # seconds of a kernel that does nothing
+    count: float
+    rows: float
+    inner: float
+    columns: float
+    dtype: DType
+    tf32: bool = False
+
+    @property
+    def rate(self) -> float:
+        """How fast its dtype is beside 16-bit floats."""
+        return {1: 1.0, 2: 1.0, 4: 0.5 if self.tf32 else 1 / 16}.get(self.dtype.itemsize, 1 / 16)
+
+    def seconds(self, machine: Machine) -> float:
+        if not self.count * self.rows * self.columns:
+            return 0.0
+        computed = min(self._in_tiles(machine, *tile, parts) for tile in TILES for parts in SPLITS)
+        elements = self.rows * self.inner + self.inner * self.columns + self.rows * self.columns
+        return machine.launch + max(computed, self.count * elements * self.dtype.itemsize / machine.memory)
+
+    def _in_tiles(self, machine: Machine, m: int, n: int, fast: float, parts: int) -> float:
+        """Each tile by as many multiprocessors as the inner dim has parts, which are added in f32 afterwards."""
+        waves = ceil(self.count * ceil(self.rows / m) * ceil(self.columns / n) * parts / machine.multiprocessors)
+        work = 2 * m * n * self.inner / parts * machine.multiprocessors / (machine.flops * self.rate * fast)
+        added = machine.launch + 8 * parts * self.count * self.rows * self.columns / machine.memory if parts > 1 else 0.0
+        return waves * (work + machine.wave * sqrt(m * n / (128 * 256))) + added
 
 
-H200 = Machine(flops=700e12, memory=4.0e12, network=250e9, latency=15e-6, launch=3e-6)
+def product_of(op: Op, fusion: Fusion, sizes: Mapping[str, int], tf32: bool) -> Product:
+    """The matmul of one rank."""
+    values = fusion.values()
+    left, result = (list(map(float, local_dims(values[name].type, fusion.mesh, sizes))) for name in (op.tensors[0], op.result.name))
+    inner = prod(left[len(left) - op[CONTRACTED] :])
+    is_one = len(values[op.tensors[1]].type.dims) == op[CONTRACTED] + 1  # matrix for all: its rows follow one another
+    rows = prod(result[:-1]) if is_one else result[-2]
+    return Product(1.0 if is_one else prod(result[:-2]), rows, inner, result[-1], values[op.tensors[0]].type.dtype, tf32)
 
 
-def seconds(fusion: Fusion, sizes: Mapping[str, int], machine: Machine = H200) -> dict[str, float]:
+# --- ops --------------------------------------------------------------------------------------------------------------
+
+
+def seconds(fusion: Fusion, sizes: Mapping[str, int], machine: Machine = H200, tf32: bool = False) -> dict[str, float]:
     """The time of each op, by its result's name, at these sizes (4096 for dims that have none), alone on the machine.
 
     A view takes none, a call what the ops of its function do.
     """
     functions: dict[str, float] = {}
     for body in fusion.functions:
-        functions[body.name] = sum(_of_body(body, sizes, machine, functions).values())
-    return _of_body(fusion, sizes, machine, functions)
+        functions[body.name] = sum(_of_body(body, sizes, machine, tf32, functions).values())
+    return _of_body(fusion, sizes, machine, tf32, functions)
 
 
-def _of_body(fusion: Fusion, sizes: Mapping[str, int], machine: Machine, functions: Mapping[str, float]) -> dict[str, float]:
+def _of_body(fusion: Fusion, sizes: Mapping[str, int], machine: Machine, tf32: bool, functions: Mapping[str, float]) -> dict[str, float]:
     dims = {name: local_dims(value.type, fusion.mesh, sizes) for name, value in fusion.values().items()}
     bytes_of = {name: float(prod(dims[name]) * value.type.dtype.itemsize) for name, value in fusion.values().items()}
 
@@ -47,8 +100,93 @@ def _of_body(fusion: Fusion, sizes: Mapping[str, int], machine: Machine, functio
             return 0.0
         moved = [bytes_of[name] for name in (*op.tensors, op.result.name)]
         if OPS[op.kind].is_reshard_step:
-            return machine.latency + max(moved) / machine.network
-        work = float(2 * dims[op.tensors[0]][-1] * prod(dims[op.result.name])) / machine.flops if op.kind == "matmul" else 0.0
-        return machine.launch + max(work, sum(moved) / machine.memory)
+            return communication(machine, op.kind, _ranks(op, fusion), max(moved))
+        if op.kind == "matmul":
+            return product_of(op, fusion, sizes, tf32).seconds(machine)
+        return machine.launch + sum(moved) / machine.memory
 
     return {op.result.name: of_op(op) for op in fusion.ops}
+
+
+def _ranks(op: Op, fusion: Fusion) -> int:
+    axes = step_of(op).axes
+    return op.result.type.mesh_in(fusion.mesh).size_of(axes) if axes else 2
+
+
+def communication(machine: Machine, kind: str, ranks: int, size: float) -> float:
+    """A collective alone, of a tensor of which a rank has so many bytes before or after it. An all-reduce takes two."""
+    link = machine.link("collective", ranks)
+    once = link.seconds(size * (ranks - 1) / ranks)
+    return 2 * once - link.seconds(0) if kind == "all_reduce" else once
+
+
+# --- chunk loops ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """A gather and the matmuls of what it makes, or a matmul and the reduction of what that makes, over a dim of both.
+
+    `size` is that of the gathered or partial tensor on one rank, in bytes. `rows` says whether the dim is one of rows of the results.
+    """
+
+    kind: str  # all_gather, reduce_scatter or all_reduce
+    ranks: int
+    size: float
+    products: tuple[Product, ...]
+    rows: bool = True
+    computed: bool = False  # what is gathered lies in memory of the program, so that peers can read it
+    beside: float = 0.0  # seconds of other ops that a communication outside of a loop runs beside
+
+    def in_sequence(self, machine: Machine) -> float:
+        communicated = communication(machine, self.kind, self.ranks, self.size)
+        hidden = min(communicated, self.beside)  # but for what it takes of the multiprocessors
+        return sum(p.seconds(machine) for p in self.products) + communicated - hidden + hidden * (1 - 1 / BESIDE_KERNELS)
+
+    def in_chunks(self, machine: Machine, algorithm: str, chunks: int) -> float:
+        """By p2p or puts as many chunks of each shard, or as many slices of all shards by a collective."""
+        by_shard, one_sided = self.kind != "all_reduce", algorithm == "put"
+        own = chunks // self.ranks if by_shard else 0  # chunks that travel nowhere
+        size, others = self.size / chunks, chunks - own
+        transfer = self.transfer(machine, one_sided, size) if by_shard else communication(machine, self.kind, self.ranks, size)
+        multiply = sum(self.chunk(product, chunks).seconds(machine) for product in self.products)
+        beside = min(1.0, others * transfer / (chunks * multiply))  # for how much of the time both run
+        multiply = multiply * (1 + beside * ((BESIDE_COPIES if one_sided else BESIDE_KERNELS) - 1)) + CHUNK
+        transfer *= 1.0 if one_sided else _kernels_beside(self.ranks)
+        if self.kind == "all_gather":
+            return LOOP + _after_arrival(own * multiply, [transfer] * others, multiply)
+        summed = machine.launch + (self.ranks + 1) * self.size / self.ranks / machine.memory if by_shard else 0.0
+        return LOOP + _before_departure([transfer] * others, multiply, own * multiply) + summed
+
+    def transfer(self, machine: Machine, one_sided: bool, size: float) -> float:
+        """Of one chunk between two ranks."""
+        if one_sided:
+            return machine.link("get" if self.computed else "put", self.ranks).seconds(size)
+        return machine.link("collective", 2).seconds(size)
+
+    def chunk(self, product: Product, chunks: int) -> Product:
+        if self.rows:
+            return replace(product, rows=product.rows / chunks)
+        return replace(product, columns=product.columns / chunks)
+
+
+def _kernels_beside(ranks: int) -> float:
+    return next(slower for most, slower in KERNELS_BESIDE.items() if ranks <= most or most == max(KERNELS_BESIDE))
+
+
+def _after_arrival(here: float, transfers: Sequence[float], multiply: float) -> float:
+    """What is computed here, then each chunk once it has arrived; one arrives after the other."""
+    computed, arrived = here, 0.0
+    for transfer in transfers:
+        arrived += transfer
+        computed = max(computed, arrived) + multiply
+    return computed
+
+
+def _before_departure(transfers: Sequence[float], multiply: float, here: float) -> float:
+    """Each chunk leaves once it is computed, one after the other; what is computed here comes last."""
+    computed = departed = 0.0
+    for transfer in transfers:
+        computed += multiply
+        departed = max(departed, computed) + transfer
+    return max(departed, computed + here)

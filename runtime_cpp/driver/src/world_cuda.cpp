@@ -48,6 +48,39 @@ Attached::~Attached() = default;
 
 bool meet(int) { return false; }
 
+namespace {
+
+using WaitValue = int (*)(cudaStream_t stream, uint64_t address, uint32_t value, unsigned flags);
+
+// Waits until the value at an address is at least the one that is given (flags = 0).
+WaitValue wait_value() {
+  static void* const driver = dlopen("libcuda.so.1", RTLD_NOW);
+  static const auto wait = driver ? reinterpret_cast<WaitValue>(dlsym(driver, "cuStreamWaitValue32_v2")) : nullptr;
+  return wait;
+}
+
+}  // namespace
+
+Gate::Gate() {
+  if (!wait_value()) return;
+  HW_CHECK(cudaHostAlloc(reinterpret_cast<void**>(&opened_), sizeof *opened_, cudaHostAllocPortable | cudaHostAllocMapped));
+  open(0);
+}
+
+Gate::~Gate() {
+  if (opened_) (void)cudaFreeHost(opened_);
+}
+
+void Gate::hold(cudaStream_t stream, uint32_t round) const {
+  const int error = wait_value()(stream, reinterpret_cast<uint64_t>(opened_), round, 0);
+  if (error)
+    throw ExecutionError("measure: cuStreamWaitValue32 has failed with error " + std::to_string(error) + " of the driver");
+}
+
+void Gate::open(uint32_t round) const {
+  if (opened_) __atomic_store_n(opened_, round, __ATOMIC_RELEASE);
+}
+
 bool synchronize(cudaStream_t stream) {
   const cudaError_t state = cudaStreamQuery(stream);
   if (state == cudaErrorNotReady) {

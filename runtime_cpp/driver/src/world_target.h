@@ -2,6 +2,7 @@
 #pragma once
 #include <nccl.h>
 
+#include <cstdint>
 #include <string>
 
 #include "hostweave/connect.h"
@@ -22,6 +23,30 @@ class Attached {
 
 // Waits for all ranks by means that the device can see. False: the device sees no waiting, so the world does it.
 bool meet(int ranks);
+// Holds streams of all ranks, so that what is enqueued on them meanwhile begins on all devices together, and without the host.
+// What holds nothing, as where the host is the device, says so.
+class Gate {
+ public:
+  Gate();
+  ~Gate();
+  Gate(Gate&&) = delete;
+
+  bool holds() const { return opened_ != nullptr; }
+  // What comes later on the stream waits until the gate has been opened for this round.
+  void hold(cudaStream_t stream, uint32_t round) const;
+  void open(uint32_t round = INT32_MAX) const;
+
+  struct Opening {  // for good, at its end
+    explicit Opening(const Gate& opened) : gate(opened) {}
+    ~Opening() { gate.open(); }
+    Opening(Opening&&) = delete;
+    const Gate& gate;
+  };
+
+ private:
+  uint32_t* opened_ = nullptr;  // the last round, in memory of the host that devices read
+};
+
 // Blocks until the stream is done. False: not done yet, ask again, so that the caller can look whether it is to stop.
 bool synchronize(cudaStream_t stream);
 // For how many seconds ranks may stand still before the caller stops them; for ever where the device sees that by itself.

@@ -33,7 +33,7 @@ def overlap_communication(fusion: Fusion, options: Options) -> Fusion:
     candidates = list(filter(_may_be_async, fusion.ops))
     if options.overlap == "off" or not candidates:
         return fusion
-    times, ops = seconds(fusion, options.sizes), list(fusion.ops)
+    times, ops = seconds(fusion, options.sizes, options.figures, options.tf32), list(fusion.ops)
     for op in candidates:
         place, name = ops.index(op), op.result.name
         earlier = _earliest(ops, place, times)

@@ -56,7 +56,8 @@ def lower_to_host(fusion: Fusion, options: Options) -> ir.HostProgram:
     bodies = [_Lowering(Dataflow(body, uneven), options, channels) for body in (*fusion.functions, fusion)]
     streams = max(body.most_streams() for body in bodies)
     program = joined([body.program(streams) for body in bodies])
-    return replace(program, channels=tuple(channels.values()), user_kernels=fusion.user_kernels)
+    choices = tuple(choice for body in (*fusion.functions, fusion) for choice in body.choices)
+    return replace(program, channels=tuple(channels.values()), user_kernels=fusion.user_kernels, choices=choices)
 
 
 def transport_for(options: Options) -> str:

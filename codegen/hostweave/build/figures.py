@@ -1,0 +1,42 @@
+"""The figures of this machine, as `hostweave calibrate` has measured them: one JSON file a kind and number of GPUs in the cache folder."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from hostweave.build.cache import root
+from hostweave.build.cuda import Gpu
+from hostweave.types.machine import Machine
+
+
+def file_of(gpus: Sequence[Gpu]) -> Path:
+    """Where the figures of these GPUs are kept."""
+    name = re.sub(r"\W+", "_", gpus[0].name).strip("_")
+    return root() / "machines" / f"{name}_x{len(gpus)}.json"
+
+
+def measured(gpus: Sequence[Gpu]) -> Machine | None:
+    """The figures of these GPUs; None where there are none. Raises ProgramError where the file holds something else."""
+    return _read(file_of(gpus)) if gpus else None
+
+
+def keep(machine: Machine, gpus: Sequence[Gpu]) -> Path:
+    """Writes the file, all at once."""
+    path = file_of(gpus)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_suffix(f".{id(machine):x}")
+    scratch.write_text(machine.to_json())
+    scratch.rename(path)
+    _read.cache_clear()
+    return path
+
+
+@cache
+def _read(path: Path) -> Machine | None:
+    try:
+        return Machine.from_json(path.read_text(), str(path))
+    except FileNotFoundError:
+        return None

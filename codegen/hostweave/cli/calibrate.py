@@ -1,0 +1,121 @@
+"""`hostweave calibrate`: measures the figures of the cost model on the GPUs of this machine, by programs of its own."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import accumulate, product
+from typing import Any
+
+import hostweave as hw
+from hostweave.base.errors import BuildError, ExecutionError
+from hostweave.build import cuda, figures
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.targets.cuda import why_no_puts
+from hostweave.tune.cost import LOOP, Product
+from hostweave.types.machine import H200, KB, MB, Link, Machine
+
+SHAPES = ((8192, 8192, 7168), (8192, 8192, 1280), (8192, 4096, 3584), (2048, 8192, 7168), (8192, 3584, 8192), (8192, 1024, 8192))
+SHARDS = (16 * KB, MB, 16 * MB, 64 * MB)  # bytes
+GROUPS = (2, 4, 8)  # ranks
+COLUMNS = 4096  # of what is gathered
+BUSY = 5e-4  # seconds of the smallest gather, above which something else uses the GPUs
+
+
+def calibrate() -> Iterator[str]:
+    """Measures and keeps the figures, with a line for each as it goes.
+
+    Raises BuildError where there is no GPU, or not all that a build needs, ExecutionError where something else uses the GPUs.
+    """
+    gpus = cuda.gpus()
+    if not gpus:
+        raise BuildError("calibrate: the driver offers no GPU here, and the CPU target has no figures of its own; run it on the GPUs")
+    cuda.find_cuda().require()
+    machine = replace(H200, name=gpus[0].name, multiprocessors=gpus[0].multiprocessors, links=())
+    machine = _computing(machine)
+    yield f"{machine.name}: {machine.flops / 1e12:.0f} TFLOP/s, {machine.memory / 1e12:.2f} TB/s"
+    for ranks in (ranks for ranks in GROUPS if ranks <= len(gpus)):
+        for link in _links(machine, ranks):
+            yield f"{link.by} among {ranks}: {', '.join(f'{size / MB:g} MiB {seconds * 1e6:.1f} us' for size, seconds in link.points)}"
+            machine = replace(machine, links=(*machine.links, link))
+    known = {link.by for link in machine.links}
+    machine = replace(machine, links=(*machine.links, *(link for link in H200.links if link.by not in known)))
+    yield f"kept in {figures.keep(machine, gpus)}"
+
+
+# --- computing --------------------------------------------------------------------------------------------------------
+
+
+def _computing(machine: Machine) -> Machine:
+    """The machine with the figures of what one GPU does alone."""
+    launch = _seconds(_negated(), {"M": 1, "K": 128})
+    copied = 256 * MB
+    memory = 2 * copied / (_seconds(_negated(), {"M": copied // 2 // COLUMNS, "K": COLUMNS}) - launch)
+    matmul = hw.fusion(mesh=hw.Mesh(), x=hw.bf16["M", "K"], w=hw.bf16["K", "N"])(lambda x, w: hw.matmul(x, w))
+    times = [_seconds(matmul, dict(zip("MKN", shape, strict=True))) - launch for shape in SHAPES]
+    return fit(replace(machine, launch=launch, memory=memory), times)
+
+
+def fit(machine: Machine, times: list[float]) -> Machine:
+    """The machine with the rate and the seconds of a wave that bring the model closest to the times of matmuls of SHAPES."""
+    fastest = max(2 * m * k * n / time for (m, k, n), time in zip(SHAPES, times, strict=True))
+
+    def error(flops: float, wave: float) -> float:
+        at = replace(machine, flops=flops, wave=wave)
+        predicted = (Product(1, m, k, n, hw.bf16).seconds(at) for m, k, n in SHAPES)
+        return sum((a / b - 1) ** 2 for a, b in zip(predicted, times, strict=True))
+
+    flops, wave = min(product((fastest * i / 100 for i in range(95, 131)), (i * 0.2e-6 for i in range(51))), key=lambda pair: error(*pair))
+    return replace(machine, flops=flops, wave=wave)
+
+
+def _negated() -> Fusion:
+    return hw.fusion(mesh=hw.Mesh(), x=hw.bf16["M", "K"])(lambda x: -x)
+
+
+# --- links ------------------------------------------------------------------------------------------------------------
+
+
+def _links(machine: Machine, ranks: int) -> Iterator[Link]:
+    """By a collective of what all others have, by a put or a get of one shard. A loop has a product of one column, which takes no time."""
+    mesh = hw.Mesh(x=ranks)
+    x, w = hw.bf16["M@x", "K"], hw.bf16["K", "N"]
+    gather = hw.fusion(mesh=mesh, x=x)(lambda x: hw.reshard(x, "M", "K"))
+    put = hw.fusion(mesh=mesh, x=x, w=w)(lambda x, w: hw.matmul(x, w).stream("M", chunks=ranks, algorithm="put"))
+    get = hw.fusion(mesh=mesh, x=x, w=w)(lambda x, w: hw.matmul(-x, w).stream("M", chunks=ranks, algorithm="put"))
+
+    def rows(shard: int) -> int:
+        return max(1, shard // 2 // COLUMNS) * ranks
+
+    times = [_seconds(gather, {"M": rows(shard), "K": COLUMNS}) for shard in SHARDS]
+    if times[0] > BUSY:
+        why = f"a gather of {SHARDS[0]} bytes among {ranks} GPUs takes {times[0] * 1e6:.0f} us, so something else uses them"
+        raise ExecutionError(f"calibrate: {why}; run it again when they are idle")
+    yield Link("collective", ranks, tuple(zip([shard * (ranks - 1) for shard in SHARDS], accumulate(times, max), strict=True)))
+    if why_no_puts(ranks):
+        return
+    for by, fusion in (("put", put), ("get", get)):
+        times = []
+        for shard in SHARDS:
+            spent = LOOP + (machine.launch + 2 * shard / machine.memory if by == "get" else 0.0) + shard / machine.memory
+            taken = _seconds(fusion, {"M": rows(shard), "K": COLUMNS, "N": 8})
+            times.append(max(taken - spent, machine.launch) / (ranks - 1))
+        yield Link(by, ranks, tuple(zip(SHARDS, accumulate(times, max), strict=True)))  # more bytes never take less time
+
+
+def _seconds(fusion: Fusion, sizes: dict[str, int]) -> float:
+    """Of a call, the median of the slowest rank."""
+    program = hw.compile(fusion, target="cuda", options=hw.Options(overlap="off", check=False))
+    try:
+        per_rank = program.measure(warmups=3, repetitions=9, **_arrays(fusion, sizes))
+        slowest = [max(time.total_ms for time in call) for call in zip(*per_rank, strict=True)]
+        return float(statistics.median(slowest)) / 1e3
+    finally:
+        program.close()
+
+
+def _arrays(fusion: Fusion, sizes: dict[str, int]) -> dict[str, Any]:
+    from hostweave.runtime.search import random_array
+
+    return {value.name: random_array(value.type, sizes) for value in fusion.inputs}

@@ -1,0 +1,68 @@
+"""Streams the matmuls beside reshards that the cost model says a chunk loop hides, at the sizes that are stated.
+
+    %x_gathered: bf16[M, K] = all_gather(%x, dim=0, axes=(x))
+    %y: bf16[M, N] = matmul(%x_gathered, %w)
+
+becomes, with M = 8192 and all other sizes known,
+
+    %x_gathered: bf16[M, K] = all_gather(%x, dim=0, axes=(x))
+    %y: bf16[M, N] stream(M, 8, put) = matmul(%x_gathered, %w)
+    choice %x_gathered of @ag_matmul predicted: put(8) 1239.1 us, none 1516.0 us, p2p(8) 1612.4 us
+
+as if the user had stated it. What he has streamed himself stays as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hostweave.base.errors import ProgramError
+from hostweave.fusion_ir.choice import IN_SEQUENCE, Choice, Way
+from hostweave.fusion_ir.ir import Fusion, Stream
+from hostweave.options import Options
+from hostweave.tune.overlaps import Candidate, candidates, ways
+
+MARGIN = 0.95  # of the time in sequence that a loop may take at most, by the model, to be chosen
+LEAST = 15.0  # microseconds that it must gain: what the host takes longer for a loop than for a sequence, on an idle device
+
+
+def stream_by_cost(fusion: Fusion, options: Options) -> Fusion:
+    """After it the matmuls and reductions of the loops that were chosen are streamed, and a choice says so of each reshard with known
+    sizes that could be in one. Of two that want one matmul the first one is."""
+    if options.overlap == "off":
+        return fusion
+    streams: dict[str, Stream] = {}  # of what a user would stream
+    in_loops: set[str] = set()
+    choices = []
+    for candidate in candidates(fusion, options.sizes):
+        involved = {op.result.name for op in (candidate.reshard, *candidate.matmuls)}
+        if candidate.unknown or not involved.isdisjoint(in_loops):
+            continue
+        possible = ways(candidate, fusion, options.sizes, options.figures, options.transport, options.tf32)
+        taken = _stated(fusion, candidate, possible, options) or _best(possible)
+        choices.append(Choice(candidate.reshard.result.name, fusion.name, (taken, *(way for way in possible if way != taken))))
+        if taken.algorithm != IN_SEQUENCE:
+            in_loops |= involved
+            stream = Stream(candidate.dim, taken.chunks, None, taken.algorithm)
+            streams |= {op.result.name: stream for op in candidate.streamed}
+    ops = (replace(op, result=replace(op.result, stream=streams.get(op.result.name, op.result.stream))) for op in fusion.ops)
+    return replace(fusion, ops=tuple(ops), choices=tuple(choices))
+
+
+def _stated(fusion: Fusion, candidate: Candidate, possible: tuple[Way, ...], options: Options) -> Way | None:
+    """The way that the options name for a reshard. Raises ProgramError where that cannot be."""
+    reshard = f"@{fusion.name} %{candidate.reshard.result.name}"
+    if reshard not in options.ways:
+        return None
+    found = [way for way in possible if way.name == options.ways[reshard]]
+    if not found:
+        names = ", ".join(way.name for way in possible)
+        raise ProgramError(f"Options: ways: {reshard}: {options.ways[reshard]} cannot be; one of {names}", candidate.reshard.location)
+    return found[0]
+
+
+def _best(possible: tuple[Way, ...]) -> Way:
+    """The fastest, where it gains enough over the sequence."""
+    in_sequence = next(way for way in possible if way.algorithm == IN_SEQUENCE)
+    is_worth = possible[0].micros <= min(MARGIN * in_sequence.micros, in_sequence.micros - LEAST)
+    return possible[0] if is_worth else in_sequence

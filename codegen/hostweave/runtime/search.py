@@ -1,0 +1,118 @@
+"""The search of `Options(overlap="search")`: of each choice the ways that the model ranks first are run, and the fastest is kept.
+
+What was found is kept by program, options and machine, in JSON files of the cache folder, so that later compiles run nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from hostweave.base.errors import ArgumentError, ProgramError
+from hostweave.build.cache import key_of, root
+from hostweave.fusion_ir.choice import IN_SEQUENCE, Choice, Way
+from hostweave.host_ir.ir import HostProgram
+from hostweave.runtime.group import current
+from hostweave.types.numpy_dtypes import numpy_dtype
+from hostweave.types.tensor import TensorType
+
+RANKED = 3  # ways that are run of each choice, beside the one in sequence
+ROUNDS, WARMUPS, REPETITIONS = 2, 2, 5  # the ways of a choice take turns
+
+
+class Searched(Protocol):
+    """What is asked of a `Program`."""
+
+    @property
+    def choices(self) -> tuple[Choice, ...]: ...
+    def measure(self, *arrays: Any, warmups: int, repetitions: int, **named: Any) -> list[list[Any]]: ...
+    def close(self) -> None: ...
+
+
+Make = Callable[[Mapping[str, str]], Searched]
+
+
+def search(host: HostProgram, sizes: Mapping[str, int], key: Sequence[str], make: Make) -> tuple[Choice, ...]:
+    """The choices of a program, with the ways that were run, the fastest first; the others keep what was found before them.
+
+    `make` gives the program with stated ways, `key` is what tells it from others. Raises ProgramError where a size is not stated, and in a
+    process that is one rank of several, where nothing was found before.
+    """
+    here = f'{host.name}: overlap="search"'
+    if missing := [name for name in host.symbols() if name not in sizes]:
+        raise ProgramError(f"{here} runs the program, and sizes are not stated: {', '.join(missing)}; give them as Options(sizes={{...}})")
+    file = root() / "choices" / f"{host.name[:50]}-{key_of(host.code, *key)}.json"
+    if (found := _read(file)) is not None:
+        return found
+    if (group := current()) and not group.in_process:
+        why = f"runs all ranks in one process, and this one is rank {group.rank} of {group.count}"
+        raise ProgramError(f'{here} {why}; compile it once in a process of its own, which keeps what it finds, or use overlap="auto"')
+    arrays = {p.name: random_array(p.type, sizes) for p in host.inputs}
+    taken: dict[str, str] = {name_of(choice): choice.taken.name for choice in host.choices}
+    measured = []
+    for choice in host.choices:
+        ways = _run(choice, taken, make, arrays)
+        taken[name_of(choice)] = ways[0].name
+        measured.append(replace(choice, ways=ways, is_measured=True))
+    _write(file, measured)
+    return tuple(measured)
+
+
+def name_of(choice: Choice) -> str:
+    """As `Options.ways` has it."""
+    return f"@{choice.function} %{choice.value}"
+
+
+def _run(choice: Choice, taken: Mapping[str, str], make: Make, arrays: Mapping[str, Any]) -> tuple[Way, ...]:
+    """The ways of a choice with the microseconds of the whole program."""
+    by_time = sorted(choice.ways, key=lambda way: way.micros)
+    wanted = [way for i, way in enumerate(by_time) if i < RANKED or way.algorithm == IN_SEQUENCE]
+    programs = [make({**taken, name_of(choice): way.name}) for way in wanted]
+    times: list[list[float]] = [[] for _ in wanted]
+    try:
+        for _ in range(ROUNDS):
+            for program, found in zip(programs, times, strict=True):
+                per_rank = program.measure(warmups=WARMUPS, repetitions=REPETITIONS, **arrays)
+                found.extend(max(time.total_ms for time in call) * 1e3 for call in zip(*per_rank, strict=True))
+    finally:
+        for program in programs:
+            program.close()
+    done = (replace(way, micros=round(statistics.median(found), 1)) for way, found in zip(wanted, times, strict=True))
+    return tuple(sorted(done, key=lambda way: way.micros))
+
+
+def random_array(type: TensorType, sizes: Mapping[str, int]) -> np.ndarray:
+    """A global array: random floats, as products of zeros take less time than those of others; integers, which may be indices, are 0."""
+    shape = tuple(size.bind(sizes) for size in type.shape)
+    if type.dtype.kind != "float":
+        return np.zeros(shape, numpy_dtype(type.dtype))
+    few = np.random.default_rng(0).standard_normal(2**16 + 1, np.float32).astype(numpy_dtype(type.dtype))
+    return np.resize(few, shape)
+
+
+# --- what is kept -----------------------------------------------------------------------------------------------------
+
+
+def _read(file: Path) -> tuple[Choice, ...] | None:
+    """What was found before; None where there is nothing. Raises ArgumentError where the file holds something else."""
+    try:
+        rows = json.loads(file.read_text())
+        return tuple(Choice(row["value"], row["function"], tuple(Way(*way) for way in row["ways"]), True) for row in rows)
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, KeyError) as error:
+        raise ArgumentError(f"{file}: holds no choices ({error}); remove it, and they are searched again") from None
+
+
+def _write(file: Path, choices: Sequence[Choice]) -> None:
+    rows = [{"value": c.value, "function": c.function, "ways": [[w.algorithm, w.chunks, w.micros] for w in c.ways]} for c in choices]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    scratch = file.with_suffix(f".{id(rows):x}")
+    scratch.write_text(json.dumps(rows, indent=1) + "\n")
+    scratch.rename(file)

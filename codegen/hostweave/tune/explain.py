@@ -1,0 +1,79 @@
+"""What `Program.explain` says: of each communication how it is done, out of what and why, and of each attention."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from hostweave.fusion_ir.choice import IN_SEQUENCE, Choice
+from hostweave.fusion_ir.ir import Fusion, Op, Stream
+from hostweave.fusion_ir.ops import RESHARD_STEPS
+from hostweave.fusion_ir.ops.attention import why_composed
+from hostweave.options import Options
+from hostweave.transports.transport import DEFAULT, transport_of
+from hostweave.tune.overlaps import Candidate, candidates
+
+
+def explained(fusion: Fusion, choices: tuple[Choice, ...], options: Options) -> str:
+    """Of the last stage before the host IR: a line for each communication and attention, functions first."""
+    lines = [f"{fusion.name} on {fusion.mesh}", *(f"  {line}" for line in _basis(options))]
+    for body in (*fusion.functions, fusion):
+        chosen = {choice.value: choice for choice in choices if choice.function == body.name}
+        found = [f"  {line}" for line in _lines(body, chosen, options)]
+        lines += [f"@{body.name}", *found] if found else []
+    return "\n".join(lines) + "\n"
+
+
+def _basis(options: Options) -> Iterator[str]:
+    sizes = ", ".join(f"{name}={size}" for name, size in sorted(options.sizes.items()))
+    yield f"times by the figures of {options.figures.name}, at {sizes or 'no stated sizes'}"
+    if options.transport == DEFAULT:
+        yield f'two-sided transport alone, by transport="{DEFAULT}"'
+    elif why := options.figures.no_puts:
+        yield f"two-sided transport alone: {why}"
+    else:
+        yield "one-sided transport where it is faster"
+
+
+def _lines(body: Fusion, chosen: Mapping[str, Choice], options: Options) -> Iterator[str]:
+    possible = {candidate.reshard.result.name: candidate for candidate in candidates(body, options.sizes)}
+    types = {name: value.type for name, value in body.values().items()}
+    for op in body.ops:
+        name = op.result.name
+        if op.kind in RESHARD_STEPS and op.kind != "shard":
+            yield f"%{name} = {op.kind} of %{op.tensors[0]}: {_how(op, chosen.get(name), possible.get(name), options)}"
+        elif op.kind == "attention":
+            yield f"%{name} = attention: one call of the library, without the matrix of scores in memory"
+        elif op.kind == "matmul" and re.search(r"(^|_)scores(_|$)", name):
+            why = why_composed(types[op.tensors[0]], types[op.tensors[0]]) or "it has a mask or dropout"
+            yield f"%{name} = matmul: attention is composed of matmuls and a softmax, since {why}"
+
+
+def _how(op: Op, choice: Choice | None, candidate: Candidate | None, options: Options) -> str:
+    stream = op.result.stream
+    beside = ", beside other ops on a stream of its own" if op.result.is_async else ""
+    if choice:
+        word = "measured" if choice.is_measured else "predicted"
+        others = ", ".join(f"{way.name} {way.micros:.1f} us" for way in choice.ways[1:])
+        taken = f"in sequence{beside}" if choice.taken.algorithm == IN_SEQUENCE else _loop(choice.taken.algorithm, choice.taken.chunks)
+        return f"{taken}, {word} {choice.taken.micros:.1f} us; instead of {others}" if others else taken
+    if stream and stream.algorithm:
+        return f"{_loop(stream.algorithm, stream.chunks)}, as stated"
+    return f"in sequence{beside}: {_why_not(stream, candidate, options)}"
+
+
+def _loop(algorithm: str, chunks: int | None) -> str:
+    return f"{chunks or 'one by one'} {'chunks' if chunks else ''} by {algorithm}, {transport_of(algorithm)}".replace("  ", " ")
+
+
+def _why_not(stream: Stream | None, candidate: Candidate | None, options: Options) -> str:
+    if stream:
+        return "in a loop that does not communicate"
+    if options.overlap == "off":
+        return 'overlap="off"'
+    if candidate is None:
+        return "no matmul is beside it whose outermost dim it gathers or reduces, and which alone takes or makes it"
+    if candidate.unknown:
+        stated = ", ".join(f'"{name}": ...' for name in candidate.unknown)
+        return f"sizes are not known; state them for a chunk loop, hw.Options(sizes={{{stated}}})"
+    return "its matmul is in the loop of another communication"

@@ -1,0 +1,184 @@
+"""Which reshards could be hidden behind the matmuls beside them in a chunk loop, and how long each way to do that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import takewhile
+from math import prod
+
+from hostweave.fusion_ir.choice import IN_SEQUENCE, Way
+from hostweave.fusion_ir.ir import MAX_STEPS, Fusion, Op
+from hostweave.fusion_ir.ops import OPS, communicates, index_map, operand_types
+from hostweave.fusion_ir.resharding import local_dims, step_of
+from hostweave.fusion_ir.rewriting import consumers
+from hostweave.transports.transport import find_transport, transport_of
+from hostweave.tune.cost import Overlap, product_of, seconds
+from hostweave.types.machine import Machine
+from hostweave.types.size import Size
+
+PIECES = (1, 2, 4)  # of a shard
+SLICES = (2, 4)  # of all shards
+KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A reshard that can be done in chunks beside matmuls, and the dim of their results, or of its own, that the chunks cut."""
+
+    reshard: Op
+    matmuls: tuple[Op, ...]
+    dim: int
+    ranks: int
+    size: Size  # of the dim on one rank, before it is gathered over the ranks or after it is scattered
+    unknown: tuple[str, ...]  # sizes that are not stated, on which it depends
+    is_even: bool  # whether all that is sharded is known to be shared evenly, as windows want it
+
+    @property
+    def streamed(self) -> tuple[Op, ...]:
+        """The ops that a user would stream."""
+        return self.matmuls if self.reshard.kind == "all_gather" else (self.reshard,)
+
+
+def candidates(fusion: Fusion, sizes: Mapping[str, int]) -> Iterator[Candidate]:
+    """Those of a body whose reshards are each one communication, in order."""
+    finder = _Finder(fusion, sizes)
+    for op in fusion.ops:
+        if op.kind in KINDS and not op.result.stream and (found := finder.candidate(op)):
+            yield found
+
+
+class _Finder:
+    def __init__(self, fusion: Fusion, sizes: Mapping[str, int]):
+        self.fusion, self.sizes, self.uses = fusion, sizes, consumers(fusion)
+        self.types = {name: value.type for name, value in fusion.values().items()}
+        self.producer = {op.result.name: op for op in fusion.ops}
+        self.place = {op.result.name: i for i, op in enumerate(fusion.ops)}
+        self.is_on_all_ranks = all(type.mesh is None for type in self.types.values())
+
+    def candidate(self, op: Op) -> Candidate | None:
+        step = step_of(op)
+        ranks = op.result.type.mesh_in(self.fusion.mesh).size_of(step.axes)
+        if op.result.type.mesh or ranks < 2 or step.reduction not in ("", "sum"):
+            return None
+        matmuls, dim = self.gathered(op) if op.kind == "all_gather" else self.reduced(op)
+        if not matmuls:
+            return None
+        types = [self.types[name] for matmul in matmuls for name in (*matmul.tensors, matmul.result.name)]
+        symbols = dict.fromkeys(name for type in (*types, op.result.type) for size in type.shape for name in size.symbols)
+        whole = op.result.type if op.kind == "all_gather" else self.types[op.tensors[0]]
+        size = whole.shape[dim if op.kind != "all_gather" else step.dim or 0]
+        size = size // whole.mesh_in(self.fusion.mesh).size_of(whole.dims[dim].axes) if op.kind == "all_reduce" else size
+        unknown = tuple(name for name in symbols if name not in self.sizes)
+        return Candidate(op, matmuls, dim, ranks, size, unknown, self.is_on_all_ranks and self.is_even())
+
+    # --- what is beside a reshard ---
+
+    def gathered(self, op: Op) -> tuple[tuple[Op, ...], int]:
+        """All that takes what is gathered, if that is matmuls whose rows are gathered, and nothing that they take is made later."""
+        gathered_dim, users = step_of(op).dim, self.uses[op.result.name]
+        if gathered_dim is None or op.result.type.dims[gathered_dim].axes or not self.is_outermost(op, gathered_dim):
+            return (), 0
+        found = []
+        for user in users:
+            if user is None or not self.is_plain_matmul(user) or user.operands.count(op.result.name) > 1 or user.result.type.partial:
+                return (), 0
+            indices, number = index_map(user, operand_types(user, self.types)), user.operands.index(op.result.name)
+            dims = [i for i in range(len(user.result.type.dims)) if indices.operand_dim(number, i) == gathered_dim]
+            other = user.tensors[1 - number]
+            first = self.place[users[0].result.name] if users[0] else 0
+            if dims != [0] or indices.operand_dim(1 - number, 0) is not None or self.place.get(other, -1) >= first:
+                return (), 0
+            found.append(user)
+        return tuple(found), 0
+
+    def reduced(self, op: Op) -> tuple[tuple[Op, ...], int]:
+        """The matmul whose result alone is reduced, if what it takes in chunks is no result of communication itself."""
+        matmul, dim = self.producer.get(op.tensors[0]), step_of(op).dim or 0
+        if matmul is None or not self.is_plain_matmul(matmul) or self.uses[matmul.result.name] != [op]:
+            return (), 0
+        if (op.kind == "reduce_scatter" and matmul.result.type.dims[dim].axes) or not self.is_outermost(op, dim):
+            return (), 0
+        indices = index_map(matmul, operand_types(matmul, self.types))
+        for number, name in enumerate(matmul.tensors):
+            made = self.producer.get(name)
+            is_walked = indices.operand_dim(number, dim) is not None
+            if made and is_walked and (communicates(made) or made.result.type.partial or made.result.stream):
+                return (), 0
+        return (matmul,), dim
+
+    def is_plain_matmul(self, op: Op) -> bool:
+        return op.kind == "matmul" and op.result.stream is None and op.result.type.mesh is None and len(op.tensors) == 2
+
+    def is_outermost(self, op: Op, dim: int) -> bool:
+        """Whether chunks of the dim are contiguous."""
+        return all(size == Size() for size in op.result.type.shape[:dim])
+
+    def is_even(self) -> bool:
+        for type in self.types.values():
+            for dim in type.dims:
+                ranks = self.fusion.mesh.size_of(dim.axes)
+                if ranks > 1 and (not self.sizes.keys() >= set(dim.size.symbols) or dim.size.bind(self.sizes) % ranks):
+                    return False
+        return True
+
+
+# --- how long they take -----------------------------------------------------------------------------------------------
+
+
+def ways(
+    candidate: Candidate, fusion: Fusion, sizes: Mapping[str, int], machine: Machine, transport: str = "auto", tf32: bool = False
+) -> tuple[Way, ...]:
+    """In sequence, and in chunks by each algorithm that can be, the fastest first."""
+    op, values = candidate.reshard, fusion.values()
+    whole = op.result if op.kind == "all_gather" else values[op.tensors[0]]
+    bytes_of = float(prod(local_dims(whole.type, fusion.mesh, sizes)) * whole.type.dtype.itemsize)
+    products = tuple(product_of(matmul, fusion, sizes, tf32) for matmul in candidate.matmuls)
+    is_made = _is_made(op.tensors[0], fusion)
+    is_rows = candidate.dim < len(candidate.matmuls[0].result.type.dims) - 1
+    overlap = Overlap(op.kind, candidate.ranks, bytes_of, products, is_rows, is_made, _beside(op, fusion, sizes, machine, tf32))
+    found = [Way(IN_SEQUENCE, 0, _micros(overlap.in_sequence(machine)))]
+    for algorithm, chunks in _chunked(candidate, candidate.size.bind(sizes)):
+        if transport in ("auto", transport_of(algorithm)) and _can_be(algorithm, candidate, machine):
+            found.append(Way(algorithm, chunks, _micros(overlap.in_chunks(machine, algorithm, chunks))))
+    return tuple(sorted(found, key=lambda way: way.micros))
+
+
+def _chunked(candidate: Candidate, size: int) -> Iterator[tuple[str, int]]:
+    """Algorithms and numbers of chunks that divide the dim."""
+    ranks = candidate.ranks
+    if candidate.reshard.kind == "all_reduce":
+        counts = [("all_reduce", slices) for slices in SLICES]
+    else:
+        counts = [("put", pieces * ranks) for pieces in PIECES] + [("p2p", ranks)]
+    yield from ((algorithm, chunks) for algorithm, chunks in counts if size and size % chunks == 0 and chunks <= MAX_STEPS)
+
+
+def _can_be(algorithm: str, candidate: Candidate, machine: Machine) -> bool:
+    return not find_transport(transport_of(algorithm)).has_windows or (candidate.is_even and not machine.no_puts)
+
+
+def _beside(reshard: Op, fusion: Fusion, sizes: Mapping[str, int], machine: Machine, tf32: bool) -> float:
+    """How long the ops take that a reshard outside of a loop can run beside: from what makes its operand to what takes its result."""
+    times, place, results = seconds(fusion, sizes, machine, tf32), fusion.ops.index(reshard), {reshard.result.name}
+    before = list(takewhile(lambda op: op.result.name not in reshard.tensors, reversed(fusion.ops[:place])))
+    after = []
+    for op in fusion.ops[place + 1 :]:
+        if not results.isdisjoint(op.tensors):
+            if not OPS[op.kind].is_view:
+                break
+            results.add(op.result.name)
+        after.append(op)
+    return sum(times[op.result.name] for op in (*before, *after) if not communicates(op))
+
+
+def _is_made(name: str, fusion: Fusion) -> bool:
+    """Whether the program allocates a value: an input, and what it views, is the caller's memory."""
+    producer = {op.result.name: op for op in fusion.ops}
+    while name in producer and OPS[producer[name].kind].is_view:
+        name = producer[name].tensors[0]
+    return name in producer
+
+
+def _micros(seconds: float) -> float:
+    return round(seconds * 1e6, 1)

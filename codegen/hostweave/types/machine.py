@@ -1,0 +1,94 @@
+"""What the cost model knows of a machine: how fast its GPUs compute, and in what time they reach each other."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+from hostweave.base.errors import ProgramError
+
+Points = tuple[tuple[float, float], ...]  # bytes, and the seconds that they take, from few to many
+
+LINKS = ("collective", "put", "get")
+
+
+@dataclass(frozen=True)
+class Link:
+    """In what time one rank of a group of so many receives bytes: by a collective from all others, by a put or a get from one."""
+
+    by: str  # one of LINKS
+    ranks: int
+    points: Points
+
+    def seconds(self, size: float) -> float:
+        """Between the points by straight lines, beyond the last one as fast as up to it."""
+        if len(self.points) == 1 or size <= self.points[0][0]:
+            return self.points[0][1]
+        (x0, y0), (x1, y1) = next((pair for pair in pairwise(self.points) if size <= pair[1][0]), self.points[-2:])
+        return y0 + (size - x0) * (y1 - y0) / (x1 - x0)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The figures of one kind of GPU and of its links, as measured; `hostweave calibrate` writes them as JSON.
+
+    A matmul is computed in waves of as many tiles as there are multiprocessors: a wave takes what its operations take at `flops`,
+    and `wave` more. Where ranks cannot reach each other's memory, `no_puts` says why.
+    """
+
+    name: str
+    multiprocessors: int
+    flops: float  # in a second, of matmuls of 16-bit floats
+    wave: float  # seconds
+    memory: float  # bytes in a second, read and written
+    launch: float  # seconds of a kernel that does nothing
+    links: tuple[Link, ...] = field(repr=False)
+    no_puts: str = ""
+
+    def link(self, by: str, ranks: int) -> Link:
+        """That of the number of ranks that is closest to this one, of two the larger."""
+        return min((link for link in self.links if link.by == by), key=lambda link: (abs(link.ranks - ranks), -link.ranks))
+
+    def without_puts(self, why: str) -> Machine:
+        return replace(self, no_puts=why)
+
+    def to_json(self) -> str:
+        return json.dumps({name: value for name, value in asdict(self).items() if name != "no_puts"}, indent=1) + "\n"
+
+    @staticmethod
+    def from_json(text: str, where: str) -> Machine:
+        """Raises ProgramError, which names `where` it is from, for a text that is not one of `to_json`."""
+        try:
+            facts: dict[str, Any] = json.loads(text)
+            links = tuple(Link(link["by"], link["ranks"], tuple((x, y) for x, y in link["points"])) for link in facts.pop("links"))
+            machine = Machine(links=links, **facts)
+            if {link.by for link in links} != set(LINKS) or not all(link.points for link in links):
+                raise ValueError(f"the links are not {', '.join(LINKS)}")
+            if min(machine.multiprocessors, machine.flops, machine.memory) <= 0:
+                raise ValueError("a rate is not above 0")
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ProgramError(f"{where}: holds no figures of a machine ({error}); remove it, and run hostweave calibrate") from None
+        return machine
+
+
+KB, MB = 2**10, 2**20
+
+# H200 in one host, with NVLink between all of them: the figures that stand in where none were measured.
+H200 = Machine(
+    name="NVIDIA H200",
+    multiprocessors=132,
+    flops=850e12,
+    wave=1e-6,
+    memory=4.0e12,
+    launch=2e-6,
+    links=(
+        Link("collective", 2, ((16 * KB, 9.5e-6), (MB, 19.2e-6), (16 * MB, 92e-6), (64 * MB, 292e-6), (256 * MB, 1049e-6))),
+        Link("collective", 4, ((16 * KB, 12e-6), (MB, 23e-6), (24 * MB, 106e-6), (48 * MB, 184e-6), (96 * MB, 335e-6))),
+        Link("collective", 8, ((16 * KB, 15e-6), (MB, 23e-6), (16 * MB, 77e-6), (64 * MB, 236e-6), (256 * MB, 834e-6))),
+        Link("put", 2, ((16 * KB, 20.7e-6), (MB, 22.5e-6), (16 * MB, 60.4e-6), (64 * MB, 190e-6), (256 * MB, 703e-6))),
+        Link("put", 4, ((16 * KB, 35e-6), (MB, 38e-6), (8 * MB, 51e-6), (16 * MB, 80e-6), (32 * MB, 128e-6))),
+        Link("get", 2, ((16 * KB, 10.1e-6), (MB, 14.5e-6), (16 * MB, 55.6e-6), (64 * MB, 191e-6), (256 * MB, 729e-6))),
+    ),
+)

@@ -1,0 +1,193 @@
+"""Programs whose chunk loops the compiler has chosen compute what they are to compute, and say what was chosen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import hostweave as hw
+from hostweave.base.errors import ArgumentError, ExecutionError, ProgramError
+from hostweave.build import cuda, figures
+from hostweave.cli import calibrate
+from hostweave.cli.calibrate import SHAPES, fit
+from hostweave.cli.main import main
+from hostweave.runtime import search
+from hostweave.runtime.group import Group
+from hostweave.tune.cost import Product
+from hostweave.types.machine import H200
+
+# Of a machine whose links are as slow beside its matmuls at these sizes as those of GPUs are at large ones.
+LINKS = tuple(replace(link, points=((0, 1e-6), (1e6, 20e-3))) for link in H200.links)
+SLOW = replace(H200, name="slow", multiprocessors=1, flops=2e11, wave=0.0, launch=1e-6, links=LINKS)
+SIZES = {"M": 1536, "K": 16, "F": 48, "N": 24}
+
+
+def layer(ranks: int) -> hw.Fusion:
+    """A gather of two matmuls, one of what the program has computed, a sum that is scattered, and one that all ranks have."""
+
+    @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.f32["M@x", "K"], wg=hw.f32["K", "F@x"], wu=hw.f32["K", "F@x"], wd=hw.f32["F@x", "N"])
+    def layer(x: hw.Tensor, wg: hw.Tensor, wu: hw.Tensor, wd: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
+        h = hw.reshard(hw.relu(x), "M", "K").named("h")
+        a = hw.matmul(h, wg) * hw.matmul(h, wu)
+        z = hw.reshard(hw.matmul(hw.abs(a), wd), "M", "N").named("z")
+        y = hw.reshard(hw.matmul(a, wd), "M@x", "N").named("y")
+        return y, z
+
+    return layer
+
+
+def arrays() -> dict[str, np.ndarray]:
+    random = np.random.default_rng(0)
+    shapes = {"x": "MK", "wg": "KF", "wu": "KF", "wd": "FN"}
+    return {name: random.integers(-2, 3, [SIZES[size] for size in dims]).astype(np.float32) for name, dims in shapes.items()}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_result_and_choice(ranks: int) -> None:
+    ways = {"@layer %z": "all_reduce(2)"} if ranks > 1 else {}
+    program = hw.compile(layer(ranks), options=hw.Options(sizes=SIZES, machine=SLOW, ways=ways))
+    taken = {choice.value: choice.taken.algorithm for choice in program.choices}
+    assert taken == ({"h": "put", "y": "put", "z": "all_reduce"} if ranks > 1 else {})
+    given = arrays()
+    h = np.maximum(given["x"], 0)
+    a = (h @ given["wg"]) * (h @ given["wu"])
+    y, z = program.run(**given)
+    np.testing.assert_array_equal(y, a @ given["wd"])
+    np.testing.assert_array_equal(z, np.abs(a) @ given["wd"])
+
+
+def test_explain() -> None:
+    program = hw.compile(layer(2), options=hw.Options(sizes=SIZES, machine=SLOW, overlap="auto"))
+    lines = program.explain().splitlines()
+    assert lines[:4] == [
+        "layer on mesh(x=2)",
+        "  times by the figures of slow, at F=48, K=16, M=1536, N=24",
+        "  one-sided transport where it is faster",
+        "@layer",
+    ]
+    h, z, y = program.choices
+    others = ", ".join(f"{way.name} {way.micros:.1f} us" for way in h.ways[1:])
+    of_h = f"{h.taken.chunks} chunks by put, one_sided, predicted {h.taken.micros:.1f} us; instead of {others}"
+    assert lines[4] == f"  %h = all_gather of %relu_x: {of_h}"
+    assert lines[6].startswith(f"  %y = reduce_scatter of %matmul_wd_2: {y.taken.chunks} chunks by put")
+    assert z.taken.name in ("none", "all_reduce(2)", "all_reduce(4)")
+    assert len(lines) == 7
+
+
+def test_explain_why_not() -> None:
+    def explained(**options: object) -> str:
+        return hw.compile(layer(2), options=hw.Options(**options)).explain()  # type: ignore[arg-type]
+
+    assert "%h = all_gather of %relu_x: in sequence: sizes are not known; state them for a chunk loop, hw.Options(sizes={" in explained()
+    assert 'in sequence: overlap="off"' in explained(overlap="off", sizes=SIZES)
+    assert "in sequence, predicted" in explained(sizes=SIZES)
+    assert '  two-sided transport alone, by transport="two_sided"' in explained(transport="two_sided")
+    why = "puts need NCCL 2.29 or later, and NCCL 2.28.9 was found"
+    assert f"  two-sided transport alone: {why}" in explained(machine=H200.without_puts(why))
+
+    @hw.fusion(mesh=hw.Mesh(x=2), q=hw.bf16["B", "H@x", "S", 64], m=hw.bf16["S", "S"], x=hw.f32["M@x", "K"], w=hw.f32["K", "N"])
+    def others(q: hw.Tensor, m: hw.Tensor, x: hw.Tensor, w: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        stated = hw.matmul(x, w).stream("M", chunks=2)
+        fused, composed = hw.scaled_dot_product_attention(q, q, q), hw.scaled_dot_product_attention(q, q, q, attn_mask=m)
+        return stated, fused, composed, hw.reshard(hw.exp(x), "M", "K")
+
+    text = hw.compile(others).explain()
+    assert "2 chunks by p2p, two_sided, as stated" in text
+    assert "attention: one call of the library, without the matrix of scores in memory" in text
+    assert "attention is composed of matmuls and a softmax, since it has a mask or dropout" in text
+    assert "in sequence: no matmul is beside it" in text
+    with pytest.raises(ProgramError, match="was compiled from host IR, where nothing is chosen; see host_ir"):
+        hw.compile(hw.HostProgram.parse(hw.compile(others).host_ir)).explain()
+
+
+def test_sizes_that_do_not_divide() -> None:
+    program = hw.compile(layer(4), options=hw.Options(sizes=SIZES, machine=SLOW))
+    given = arrays()
+    with pytest.raises(ArgumentError, match="M"):
+        program.run(**{**given, "x": given["x"][:1535]})
+
+
+def test_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fastest of those that were run is kept, and found again without running any."""
+
+    @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "K"], w=hw.f32["K", "N"])
+    def gathered(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
+        return hw.matmul(hw.reshard(x, "M", "K").named("g"), w)
+
+    options = hw.Options(sizes={"M": 256, "K": 16, "N": 8}, machine=SLOW, overlap="search", transport="two_sided")
+    monkeypatch.setattr(search, "root", lambda: tmp_path)
+    found = hw.compile(gathered, options=options)
+    (choice,) = found.choices
+    assert choice.is_measured
+    assert {way.name for way in choice.ways} == {"p2p(2)", "none"}
+    assert choice.taken.micros == min(way.micros for way in choice.ways) > 0
+    assert f"choice %g of @gathered measured: {choice.taken.name} {choice.taken.micros:.1f} us" in found.host_ir
+    assert f"measured {choice.taken.micros:.1f} us" in found.explain()
+    assert ("for %i" in found.host_ir) == (choice.taken.name == "p2p(2)")
+    x, w = np.ones((256, 16), np.float32), np.ones((16, 8), np.float32)
+    np.testing.assert_array_equal(found.run(x, w), x @ w)
+    monkeypatch.setattr(hw.Program, "measure", None)
+    assert hw.compile(gathered, options=options).choices == found.choices
+    with pytest.raises(ProgramError, match='gathered: overlap="search" runs the program, and sizes are not stated: N; give them as Opt'):
+        search.search(found._host, {"M": 256, "K": 16}, (), lambda _: found)
+    monkeypatch.setattr(search, "current", lambda: SimpleNamespace(in_process=False, rank=1, count=2))
+    with pytest.raises(ProgramError, match="runs all ranks in one process, and this one is rank 1 of 2; "):
+        search.search(found._host, options.sizes, ("another",), lambda _: found)
+    (file,) = tmp_path.glob("choices/*.json")
+    file.write_text("{}}")
+    with pytest.raises(ArgumentError, match=r"holds no choices \(.*\); remove it, and they are searched again"):
+        hw.compile(gathered, options=options)
+
+
+def test_calibrate_without_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(cuda, "gpus", lambda: ())
+    assert main(["calibrate"]) == 1
+    assert "calibrate: the driver offers no GPU here" in capsys.readouterr().err
+
+
+def test_calibrate_on_busy_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "_seconds", lambda *_: 2e-3)
+    with pytest.raises(ExecutionError, match="a gather of 16384 bytes among 2 GPUs takes 2000 us, so something else uses them; run it"):
+        list(calibrate._links(H200, 2))
+
+
+def test_calibrated_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was measured is fitted, kept as JSON, and taken by programs for these GPUs."""
+    monkeypatch.setattr(figures, "root", lambda: tmp_path)
+    times = [Product(1, m, k, n, hw.bf16).seconds(replace(H200, flops=700e12, wave=5e-6)) for m, k, n in SHAPES]
+    fitted = fit(H200, times)
+    assert fitted.flops == pytest.approx(700e12, rel=0.02)
+    assert fitted.wave == pytest.approx(5e-6, rel=0.1)
+    gpus = (cuda.Gpu("Some GPU", "sm_90", 100),) * 2
+    assert figures.measured(gpus) is None
+    assert figures.keep(SLOW, gpus) == tmp_path / "machines" / "Some_GPU_x2.json"
+    assert figures.measured(gpus) == SLOW
+    (tmp_path / "machines" / "Some_GPU_x2.json").write_text("{}")
+    figures._read.cache_clear()
+    with pytest.raises(ProgramError, match=r"Some_GPU_x2.json: holds no figures of a machine"):
+        figures.measured(gpus)
+
+
+def test_ranks_on_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loops of puts were chosen for one host: ranks that are on others run the program without them."""
+    monkeypatch.setattr(Group, "hosts", 2)
+    program, threads = hw.compile(layer(2), options=hw.Options(sizes=SIZES, machine=SLOW)), hw.Threads(2)
+    given = arrays()
+
+    def on_rank() -> np.ndarray:
+        index = hw.init(provider=threads).rank
+        rows, columns = slice(index * 768, index * 768 + 768), slice(index * 24, index * 24 + 24)
+        x, wg, wu, wd = given["x"][rows], given["wg"][:, columns], given["wu"][:, columns], given["wd"][columns]
+        return np.asarray(program(*map(np.ascontiguousarray, (x, wg, wu, wd)))[0])
+
+    y = np.concatenate(threads.run(lambda rank: on_rank()))
+    h = np.maximum(given["x"], 0)
+    np.testing.assert_array_equal(y, (h @ given["wg"]) * (h @ given["wu"]) @ given["wd"])
+    assert "one_sided" in program.host_ir
+    assert "one_sided" not in program._on_several_hosts.host_ir
+    assert "two-sided transport alone: the ranks are on several hosts" in program._on_several_hosts.explain()
+    program.close()
