@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
-from whole_programs import compiled, expect, lowered, random_arrays
+from whole_programs import compiled, expect, integer_arrays, lowered, random_arrays
 
 import hostweave as hw
 from hostweave.base.paths import RUNTIME
+from hostweave.check.sizes import sizes_to_check
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir import ir, tree
 from hostweave.types.tensor import DType
@@ -34,7 +35,7 @@ def gated(t: DType, ranks: int = 1) -> Fusion:
 def layouts(x, a, b, c, bias, r, z, v, w, one):  # type: ignore[no-untyped-def]
     """Transposed weights of sizes that no block divides, three at once; rows in two dims; one row, whatever the sizes."""
     three = hw.relu(hw.matmul(x, a.T)) * (hw.matmul(x, b.T) + bias) - hw.matmul(x, c.T)
-    return three + r, hw.tanh(hw.matmul(z, v)) * hw.matmul(z, w), hw.sigmoid(hw.matmul(one, v)) * hw.matmul(one, w)
+    return three + r, hw.maximum(hw.matmul(z, v), 2) * hw.matmul(z, w), hw.maximum(hw.matmul(one, v), hw.matmul(one, w))
 
 
 def conditions(fusion: Fusion) -> list[str]:
@@ -61,8 +62,8 @@ def test_sharded_columns(ranks: int) -> None:
 def test_layouts() -> None:
     assert conditions(layouts) == ["T <= 8", "2 * T <= 8"]  # one row is no question
     for rows, k, n in ((1, 7, 5), (4, 70, 65), (5, 8, 64), (9, 33, 130)):
-        arrays = random_arrays(layouts, {"T": rows, "K": k, "N": n}, seed=rows)
-        expect(layouts, arrays, compiled(layouts).run(**arrays, ranks=True))
+        arrays = integer_arrays(layouts, {"T": rows, "K": k, "N": n}, seed=rows)
+        expect(layouts, arrays, compiled(layouts).run(**arrays, ranks=True), exact=True)
 
 
 def test_the_rows_of_a_rank_decide() -> None:
@@ -88,6 +89,12 @@ def test_products_stay_apart() -> None:
     assert conditions(apart) == []
     arrays = random_arrays(apart, {"T": 3}, seed=0)
     expect(apart, arrays, compiled(apart).run(**arrays, ranks=True))
+
+
+def test_both_sides_are_checked() -> None:
+    for fusion in (gated(hw.f32), gated(hw.f32, 2)):
+        rows = [sizes["T"] for sizes in sizes_to_check(lowered(fusion))]
+        assert min(rows) <= ir.FEW_ROWS < max(rows)
 
 
 def test_the_kernels_know_how_many_rows_are_few() -> None:
