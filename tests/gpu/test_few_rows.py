@@ -14,7 +14,15 @@ from hostweave.fusion_ir.ir import Fusion
 from hostweave.types.tensor import DType
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore"), pytest.mark.skipif(not gpus(), reason="needs a GPU")]
-SIZES = [*((rows, 2056, 328) for rows in range(1, 10)), (1, 130, 65), (8, 34, 1000), (3, 6, 4), (5, 14336, 72), (2, 8, 40000)]
+SIZES = [
+    *((rows, 2056, 328) for rows in range(1, 10)),
+    (1, 130, 65),
+    (8, 34, 1000),
+    (3, 6, 4),
+    (5, 14336, 72),
+    (2, 8, 40000),
+    (6, 4096, 1024),
+]
 
 
 @cache
@@ -28,6 +36,7 @@ def products(t: DType) -> Fusion:
             hw.matmul(z, v),
             hw.silu(hw.matmul(z[0], w)) * hw.matmul(z[0], v[1]),
             hw.silu(hw.matmul(z[1], wt.T)) * r + b,
+            hw.maximum(hw.matmul(x, w), hw.matmul(x, v[0])) - hw.matmul(x, v[1]),
             hw.matmul(x[:, ::2], w[::2]),  # neither rows nor columns side by side: copied before
         )
 

@@ -839,6 +839,7 @@ class OnMesh(Instruction):
 
 ACTIVATIONS = ("relu", "gelu_tanh")  # ops that a matmul may end with
 FEW_ROWS = 8  # at most, of products that a kernel computes: hw::kFewRows
+PRODUCTS = 4  # at most, of such a kernel: hw::kProducts
 
 
 # --- programs ---------------------------------------------------------------------------------------------------------

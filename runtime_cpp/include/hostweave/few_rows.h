@@ -235,15 +235,15 @@ struct WarpPart {
 
 template <int kCount>
 __device__ WarpPart warp_part(int terms) {
-  constexpr int kEach = kProductThreads / 32 / kCount;  // warps of a product
-  const int warp = threadIdx.x / 32;
-  return {int64_t{terms} * (kEach * Cluster::rank() + warp / kCount), int64_t{terms} * kEach * Cluster::size()};
+  const int warp = threadIdx.x / 32, each = (kProductThreads / 32 - 1 - warp % kCount) / kCount + 1;  // warps of a product
+  return {int64_t{terms} * (each * Cluster::rank() + warp / kCount), int64_t{terms} * each * Cluster::size()};
 }
 
 // Gives `end` every row and column with their sums, one of each product, in one thread. Begins with hw::griddep_wait().
 template <bool kTransposed, class T, int kCount, class End>
 __device__ void few_rows(const FewRows<T, kCount>& p, const End& end) {
   constexpr int kWarps = kProductThreads / 32;
+  static_assert(kCount <= kProducts);
   __shared__ ProductSums of_warps[kWarps];
   __shared__ ProductSums of_blocks[kCount];
   const int rank = Cluster::rank(), blocks = Cluster::size(), warp = threadIdx.x / 32;

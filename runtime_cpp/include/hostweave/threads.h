@@ -11,5 +11,6 @@ constexpr int kTile = 32;            // columns that they reduce together
 constexpr int kFewRows = 8;          // at most, of a product that is as fast as its weights are read
 constexpr int kProductColumns = 64;  // of it, of a block
 constexpr int kProductThreads = 512;
+constexpr int kProducts = 4;  // at most, of one x
 
 }  // namespace hw

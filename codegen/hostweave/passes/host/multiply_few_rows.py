@@ -71,7 +71,7 @@ def _products(uses: DefUse, place: Place, kernel: ir.Kernel) -> list[Product]:
     launch = place.instruction
     assert isinstance(launch, ir.Launch)
     found = list(_read_products(uses, place))
-    if len(found) < 2 or place.around:
+    if not 2 <= len(found) <= ir.PRODUCTS or place.around:
         return []
     matmuls = [matmul for _, matmul in found]
     first = matmuls[0]
