@@ -292,22 +292,28 @@ __device__ void few_rows(const FewRows<T, kCount>& p, const End& end) {
 
 #else
 
+// Adds up in f64, so that the order of many terms does not show.
 template <bool kTransposed, class T, int kCount, class End>
 void few_rows(const FewRows<T, kCount>& p, const End& end) {
-  for (int64_t row = 0; row < p.rows; ++row) {
-    for (int64_t first = 0; first < p.columns; first += kProductColumns) {
-      const int64_t columns = p.columns - first < kProductColumns ? p.columns - first : kProductColumns;
-      double totals[kProductColumns][kCount] = {};
-      for (int64_t k = 0; k < p.depth; ++k) {
-        const double x = static_cast<float>(p.x[row * p.x_pitch + k]);
+  for (int64_t first = 0; first < p.columns; first += kProductColumns) {
+    const int64_t columns = p.columns - first < kProductColumns ? p.columns - first : kProductColumns;
+    double totals[kCount][kFewRows][kProductColumns] = {};
+    for (int64_t k = 0; k < p.depth; ++k) {
+      for (int product = 0; product < kCount; ++product) {
+        double w[kProductColumns] = {};
         for (int64_t j = 0; j < columns; ++j) {
-          const int64_t at = kTransposed ? (first + j) * p.pitch + k : k * p.pitch + first + j;
-          for (int product = 0; product < kCount; ++product) totals[j][product] += x * static_cast<float>(p.weights[product][at]);
+          w[j] = static_cast<float>(p.weights[product][kTransposed ? (first + j) * p.pitch + k : k * p.pitch + first + j]);
+        }
+        for (int64_t row = 0; row < p.rows; ++row) {
+          const double x = static_cast<float>(p.x[row * p.x_pitch + k]);
+          for (int64_t j = 0; j < kProductColumns; ++j) totals[product][row][j] += x * w[j];
         }
       }
+    }
+    for (int64_t row = 0; row < p.rows; ++row) {
       for (int64_t j = 0; j < columns; ++j) {
         float sums[kCount];
-        for (int product = 0; product < kCount; ++product) sums[product] = static_cast<float>(totals[j][product]);
+        for (int product = 0; product < kCount; ++product) sums[product] = static_cast<float>(totals[product][row][j]);
         end(row, first + j, sums);
       }
     }

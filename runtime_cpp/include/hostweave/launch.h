@@ -34,9 +34,8 @@ struct Grid {
 constexpr int64_t kMaxBlocks = 2147483647;            // a kernel walks what is left
 constexpr int64_t kThreadsAtOnce = int64_t{1} << 16;  // that keep the memory of a large GPU busy
 constexpr int64_t kBlocksAtOnce = 128;
-constexpr int64_t kProductsAtOnce =
-    132;  // blocks of kProductThreads that keep the memory of a large GPU busy: more would leave one row of it for another
-constexpr int kMostBlocks = 8;  // of a cluster, on every device that has clusters
+constexpr int64_t kProductsAtOnce = 132;  // blocks of kProductThreads: one a multiprocessor of an H200, which reads fastest
+constexpr int kMostBlocks = 8;            // of a cluster, on every device that has clusters
 
 constexpr int warps_of(int64_t threads, int64_t most) {
   return static_cast<int>(clamped(ceil_div(threads, 32), 1, most / 32) * 32);
