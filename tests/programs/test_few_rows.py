@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from cuda_here import needs_cuda
 from whole_programs import compiled, expect, integer_arrays, lowered, random_arrays
 
 import hostweave as hw
 from hostweave.base.paths import RUNTIME
+from hostweave.build.nvrtc import Nvrtc, Unit, units_of
 from hostweave.check.sizes import sizes_to_check
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir import ir, tree
+from hostweave.targets.target import find_target
 from hostweave.types.tensor import DType
 
 
@@ -89,6 +94,17 @@ def test_products_stay_apart() -> None:
     assert conditions(apart) == []
     arrays = random_arrays(apart, {"T": 3}, seed=0)
     expect(apart, arrays, compiled(apart).run(**arrays, ranks=True))
+
+
+@needs_cuda
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])  # without clusters, and with
+def test_kernels_compile_for_gpus(arch: str, tmp_path: Path) -> None:
+    found = find_target("cuda").toolchain().kernel_compiler
+    assert isinstance(found, Nvrtc)
+    own = next(unit for unit in units_of(hw.compile(layouts, "cuda").sources["kernels.cu"]) if "hw::few_rows" in unit.text)
+    of_plans = Unit("few_rows", 1, "", (RUNTIME / "src/few_rows.cu").read_text())
+    for unit, name in ((own, own.name), (of_plans, "multiply_few_rows_transposed")):
+        assert name.encode() in replace(found, arch=arch).compile(unit, tmp_path)
 
 
 def test_both_sides_are_checked() -> None:
