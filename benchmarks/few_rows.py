@@ -27,6 +27,7 @@ TOLERANCE = 0.02  # of the largest element: both round to bf16
 def main() -> None:
     import torch
 
+    hw.init()
     with torch.no_grad():
         for name, (depth, columns) in SHAPES.items():
             for is_gated in (False, True) if "gate" in name else (False,):

@@ -71,6 +71,18 @@ def test_layouts() -> None:
         expect(layouts, arrays, compiled(layouts).run(**arrays, ranks=True), exact=True)
 
 
+def test_a_result_takes_the_memory_of_what_it_is_computed_from() -> None:
+    @hw.fusion(x=hw.f32["T", 16], u=hw.f32[16, 8], v=hw.f32[16, 8], w=hw.f32[16, 8], r=hw.f32["T", 8])
+    def shared(x, u, v, w, r):  # type: ignore[no-untyped-def]
+        p = hw.matmul(x, u)
+        return p + r, hw.maximum(p, hw.matmul(x, v)) - hw.matmul(x, w)
+
+    assert conditions(shared) == ["T <= 8"]
+    for rows in (3, 9):
+        arrays = integer_arrays(shared, {"T": rows}, seed=rows)
+        expect(shared, arrays, compiled(shared).run(**arrays, ranks=True), exact=True)
+
+
 def test_the_rows_of_a_rank_decide() -> None:
     @hw.fusion(mesh=hw.Mesh(dp=3), x=hw.f32["T@dp", 16], v=hw.f32[16, 8], w=hw.f32[16, 8])
     def sharded_rows(x, v, w):  # type: ignore[no-untyped-def]

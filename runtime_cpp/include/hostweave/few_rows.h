@@ -29,6 +29,11 @@ __device__ inline uint4 stream_in(const void* from, bool exists) {
   return v;
 }
 
+// Into the cache of all multiprocessors, which holds what memory does: also before another kernel has written there.
+__device__ inline void prefetch(const void* from, bool exists) {
+  if (exists) asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+}
+
 __device__ inline unsigned word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
 // Adds 16 columns of weights, transposed, times 8 rows of x, of 16 terms, on a tensor core.
@@ -239,7 +244,8 @@ __device__ WarpPart warp_part(int terms) {
   return {int64_t{terms} * (each * Cluster::rank() + warp / kCount), int64_t{terms} * each * Cluster::size()};
 }
 
-// Gives `end` every row and column with their sums, one of each product, in one thread. Begins with hw::griddep_wait().
+// Gives `end` every row and column with their sums, one of each product, in one thread. Begins with hw::griddep_wait(), but that
+// by then the first weights are on their way to the cache, and the blocks of the next kernel may come to wait for this one.
 template <bool kTransposed, class T, int kCount, class End>
 __device__ void few_rows(const FewRows<T, kCount>& p, const End& end) {
   constexpr int kWarps = kProductThreads / 32;
@@ -251,19 +257,26 @@ __device__ void few_rows(const FewRows<T, kCount>& p, const End& end) {
   const T* weights = p.weights[0];
 #pragma unroll
   for (int product = 1; product < kCount; ++product) weights = warp % kCount == product ? p.weights[product] : weights;
-  griddep_wait();
+  griddep_launch();
   if (is_wide(p)) {
     WideSums<T, kTransposed> sums;
     const auto [begin, step] = warp_part<kCount>(sums.kDepth);
-    for (int64_t k = begin; k < p.depth; k += step) sums.add(sums.load(p, weights, k, first));
+    sums.each(p, weights, begin, first, [](int, const T* from, bool exists) { prefetch(from, exists); });
+    griddep_wait();
+    auto next = sums.load(p, weights, begin, first);
+    for (int64_t k = begin; k < p.depth; k += step) {
+      const auto here = next;
+      next = sums.load(p, weights, k + step, first);
+      sums.add(here);
+    }
     sums.store(of_warps[warp], static_cast<int>(p.rows));
   } else {
+    griddep_wait();
     NarrowSums<T, kTransposed> sums;
     const auto [begin, step] = warp_part<kCount>(sums.kDepth);
     for (int64_t k = begin; k < p.depth; k += step) sums.add(p, weights, k, first);
     sums.store(of_warps[warp], static_cast<int>(p.rows));
   }
-  griddep_launch();
   __syncthreads();
   const int elements = static_cast<int>(p.rows) * kProductColumns;
   for (int i = threadIdx.x; i < elements; i += kProductThreads) {

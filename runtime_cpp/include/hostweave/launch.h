@@ -34,7 +34,7 @@ struct Grid {
 constexpr int64_t kMaxBlocks = 2147483647;            // a kernel walks what is left
 constexpr int64_t kThreadsAtOnce = int64_t{1} << 16;  // that keep the memory of a large GPU busy
 constexpr int64_t kBlocksAtOnce = 128;
-constexpr int64_t kProductsAtOnce = 132;  // blocks of kProductThreads: one a multiprocessor of an H200, which reads fastest
+constexpr int64_t kProductsAtOnce = 264;  // blocks of kProductThreads: two a multiprocessor of an H200
 constexpr int kMostBlocks = 8;            // of a cluster, on every device that has clusters
 
 constexpr int warps_of(int64_t threads, int64_t most) {
@@ -59,13 +59,15 @@ constexpr Grid grid_of_rows(int64_t rows, int64_t n) {
 // A block for each tile of n columns.
 constexpr Grid grid_of_columns(int64_t n, int threads) { return {smaller(ceil_div(n, kTile), kMaxBlocks), threads}; }
 
-// A cluster of blocks for each kProductColumns columns of a product of few rows: as many as keep the memory busy, and have
-// something to do.
+// A cluster of blocks for each kProductColumns columns of a product of few rows: as many as run at once, and have something to
+// do. Larger clusters do not fill every group of multiprocessors, so of these some room is left.
 constexpr Grid grid_of_products(int64_t columns, int64_t depth) {
   const int64_t clusters = ceil_div(columns, kProductColumns);
-  int cluster = 1;
-  while (cluster < kMostBlocks && 2 * cluster * clusters <= kProductsAtOnce && depth >= 4 * cluster * kProductThreads)
-    cluster *= 2;
+  int cluster = kMostBlocks;
+  while (cluster > 1 &&
+         (clusters * cluster > kProductsAtOnce - (cluster > 2 ? 24 : 0) || depth < 2 * cluster * kProductThreads)) {
+    --cluster;
+  }
   return {clusters * cluster, kProductThreads, cluster};
 }
 
