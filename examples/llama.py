@@ -1,61 +1,289 @@
-"""The layers of Llama 3 8B: `hw.block` makes one function of the generated program, which is traced once and called 32 times.
+"""Llama 3 from a checkpoint of Hugging Face: `python examples/llama.py FOLDER --prompt "Once upon a time" --tp 2`.
 
-Tensor-parallel, and sequence-parallel between the two halves of a layer. `hostweave inspect examples/llama.py:llama --after all`
+Two programs share the weights, and a cache of keys and values that both update in place: `prefill` takes the prompt, sequence-parallel,
+and `decode` one token after the other: each call leaves the next token where the next call reads it. `hw.block` makes one C++ function
+of the layers. `hostweave inspect examples/llama.py:llama --after all` shows the prefill of Llama 3 8B on 8 ranks.
 """
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from checkpoint import DTYPES, CheckpointError, Config, needed, read_config, read_tokenizer, read_weights
 
 import hostweave as hw
 
-TP = 8  # ranks: heads, columns of the MLP and the sequence are sharded
-LAYERS = 32
-E = 4096  # elements of a token
-F = 14336  # columns of the MLP
-H = 32  # heads of the query
-G = 8  # heads of key and value
-D = 128  # elements of a head
-dtype = hw.bf16
-
-# The sequence is the outermost dim, so that gathered blocks are contiguous.
-TOKENS = dtype["S@tp", "B", E]
-TABLES = {"cos": hw.f32["S", D // 2], "sin": hw.f32["S", D // 2]}  # of rotary embeddings
-WEIGHTS = {
-    "norm_1": dtype[E],
-    "q": dtype[E, f"{H * D}@tp"],
-    "k": dtype[E, f"{G * D}@tp"],
-    "v": dtype[E, f"{G * D}@tp"],
-    "o": dtype[f"{H * D}@tp", E],
-    "norm_2": dtype[E],
-    "gate": dtype[E, f"{F}@tp"],
-    "up": dtype[E, f"{F}@tp"],
-    "down": dtype[f"{F}@tp", E],
-}
+OPTIONS = hw.Options(sizes={"B": 1})
 
 
-def heads(x, count):
-    """[S, B, count * D] as [B, count, S, D]."""
-    return hw.permute_dims(hw.reshape(x, "S", "B", count, D), (1, 2, 0, 3))
+# --- the model --------------------------------------------------------------------------------------------------------
 
 
-def attention(x, q, k, v, o, cos, sin):
-    query, key = (hw.rotary_embedding(heads(hw.matmul(x, w), count), cos, sin) for w, count in ((q, H), (k, G)))
-    attended = hw.scaled_dot_product_attention(query, key, heads(hw.matmul(x, v), G), is_causal=True, enable_gqa=True)
-    return hw.matmul(hw.reshape(hw.permute_dims(attended, (2, 0, 1, 3)), "S", "B", H * D), o)
+def layer_weights(c):
+    """The tensors of a layer by their names in a checkpoint, as in `model.layers.0.self_attn.q_proj.weight`; a matrix is [out, in]."""
+    E, F, dtype = c.hidden_size, f"{c.intermediate_size}@tp", c.dtype
+    heads, groups = (f"{count * c.head_dim}@tp" for count in (c.num_attention_heads, c.num_key_value_heads))
+    return {
+        "input_layernorm": dtype[E],
+        "self_attn.q_proj": dtype[heads, E],
+        "self_attn.k_proj": dtype[groups, E],
+        "self_attn.v_proj": dtype[groups, E],
+        "self_attn.o_proj": dtype[E, heads],
+        "post_attention_layernorm": dtype[E],
+        "mlp.gate_proj": dtype[F, E],
+        "mlp.up_proj": dtype[F, E],
+        "mlp.down_proj": dtype[E, F],
+    }
 
 
-@hw.block(x=TOKENS, **WEIGHTS, **TABLES)
-def layer(x, norm_1, q, k, v, o, norm_2, gate, up, down, cos, sin):
-    h = x + attention(hw.rms_norm(x, norm_1, eps=1e-5), q, k, v, o, cos, sin)
-    n = hw.rms_norm(h, norm_2, eps=1e-5)
-    return h + hw.matmul(hw.silu(hw.matmul(n, gate)) * hw.matmul(n, up), down)
+def other_weights(c):
+    """A rank has some rows of the table of tokens, and computes the logits of as many."""
+    table = c.dtype[f"{c.vocab_size}@tp", c.hidden_size]
+    return {"model.embed_tokens": table, "model.norm": c.dtype[c.hidden_size], **({} if c.tie_word_embeddings else {"lm_head": table})}
 
 
-@hw.fusion(
-    mesh=hw.Mesh(tp=TP),
-    x=TOKENS,
-    **TABLES,
-    norm=dtype[E],
-    **{f"{name}_{i}": type for i in range(LAYERS) for name, type in WEIGHTS.items()},
-)
-def llama(x, cos, sin, norm, **weights):
-    for i in range(LAYERS):
-        x = layer(x, cos=cos, sin=sin, **{name: weights[f"{name}_{i}"] for name in WEIGHTS})
-    return hw.rms_norm(x, norm, eps=1e-5)
+def short(name):
+    """The name of an input of the programs for that of a tensor."""
+    return name.rpartition(".")[2]
+
+
+def cache_of(c):
+    return c.dtype["B", f"{c.num_key_value_heads}@tp", "L", c.head_dim]
+
+
+def llama_layer(c, decode):
+    """A layer, of a prompt's tokens, which are sharded along the sequence, or of the next token, which attends to the cache."""
+    S, E, D, H, G, eps = 1 if decode else "S", c.hidden_size, c.head_dim, c.num_attention_heads, c.num_key_value_heads, c.rms_norm_eps
+    inputs = {"x": c.dtype[1 if decode else "S@tp", "B", E], **dict.fromkeys(("cos", "sin"), hw.f32[S, D // 2])}
+    if decode:
+        inputs |= {"position": hw.i32[()], "lengths": hw.i32["B"]}
+
+    def heads(x, count):
+        """[S, B, count * D] as [B, count, S, D]."""
+        return hw.permute_dims(hw.reshape(x, S, "B", count, D), (1, 2, 0, 3))
+
+    def layer(x, keys, values, input_layernorm, q_proj, k_proj, v_proj, o_proj,
+              post_attention_layernorm, gate_proj, up_proj, down_proj, cos, sin, position=0, lengths=None):  # fmt: skip
+        n = hw.rms_norm(x, input_layernorm, eps=eps)
+        q, k = (hw.rotary_embedding(heads(hw.linear(n, w), count), cos, sin) for w, count in ((q_proj, H), (k_proj, G)))
+        v = heads(hw.linear(n, v_proj), G)
+        keys, values = (hw.dynamic_update_slice(cache, new, (0, 0, position, 0)) for cache, new in ((keys, k), (values, v)))
+        k, v = (keys, values) if decode else (k, v)  # a prompt begins the text
+        attended = hw.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, lengths=lengths)
+        h = x + hw.linear(hw.reshape(hw.permute_dims(attended, (2, 0, 1, 3)), S, "B", H * D), o_proj)
+        n = hw.rms_norm(h, post_attention_layernorm, eps=eps)
+        return h + hw.linear(hw.silu(hw.linear(n, gate_proj)) * hw.linear(n, up_proj), down_proj), keys, values
+
+    weights = {short(name): type for name, type in layer_weights(c).items()}
+    return hw.block(donate={"keys": 1, "values": 2}, keys=cache_of(c), values=cache_of(c), **weights, **inputs)(layer)
+
+
+def largest(x):
+    """The index of the first largest element of each row. Where rows are sharded only two numbers of each travel."""
+    return hw.min(hw.where(x == hw.max(x, -1, keepdims=True), hw.iota(x, -1), int(x.type.shape[-1])), -1)
+
+
+def sampled(logits, temperature, top_p, seed, draw):
+    """Draws of each row from the fewest tokens whose probabilities add up to top_p, found by bisection: nothing is sorted or gathered."""
+    V = int(logits.type.shape[-1])
+
+    @hw.block(p=hw.f32[1, "B", f"{V}@tp"], low=hw.f32[1, "B", 1], high=hw.f32[1, "B", 1], top_p=hw.f32[()])
+    def halved(p, low, high, top_p):
+        """Of an interval the half where this holds: all p of at least `low` add up to top_p, and all of at least `high` do not."""
+        middle = (low + high) / 2
+        enough = hw.sum(hw.where(p >= middle, p, 0.0), -1, keepdims=True) >= top_p
+        return hw.where(enough, middle, low), hw.where(enough, high, middle)
+
+    p = hw.softmax(hw.astype(logits, hw.f32) / temperature)
+    high = hw.max(p, -1, keepdims=True) * 2
+    low = high * 0
+    for _ in range(26):
+        low, high = halved(p, low, high, top_p)
+    return largest(hw.where(p >= low, p / -hw.log(hw.uniform(p, seed, draw)), -1.0))  # whose clock, exponential of rate p, rings first
+
+
+def program(c, tp, decode=False, is_sampled=False):
+    """`prefill` or `decode`: the next token of each sequence, its logits, and the cache.
+
+    `position` is how many tokens the cache has after `prefill`, of a prompt that may be filled up, or before a step of `decode`.
+    """
+    S, first = (1, 3) if decode else ("S", 2)  # `first` is the number of the first result that is a cache
+    layer, layers = llama_layer(c, decode), range(c.num_hidden_layers)
+    types = {"keys": cache_of(c), "values": cache_of(c), **{short(name): type for name, type in layer_weights(c).items()}}
+    caches = {f"{name}_{i}": first + 2 * i + at for i in layers for at, name in enumerate(("keys", "values"))}
+
+    def llama(ids, position, frequencies, embed_tokens, norm, lm_head=None, **rest):
+        start = position if decode else 0
+        angles = hw.astype(hw.iota(ids, 0) + start, hw.f32)[:, None] * frequencies
+        shared = {"cos": hw.cos(angles), "sin": hw.sin(angles)}
+        place = position + 1 if decode else position  # of the token that comes out
+        if decode:
+            shared |= {"position": position, "lengths": hw.broadcast_to(place, "B")}
+        x = hw.reshard(hw.embedding(ids, embed_tokens), 1 if decode else "S@tp", "B", c.hidden_size)
+        held = []
+        for i in layers:
+            x, keys, values = layer(x, **{name: rest[f"{name}_{i}"] for name in types}, **shared)
+            held += [keys, values]
+        if not decode:
+            x = hw.dynamic_slice(x, (position - 1, 0, 0), (1, "B", c.hidden_size))  # of the last token; others may fill the prompt up
+        logits = hw.linear(hw.rms_norm(x, norm, eps=c.rms_norm_eps), embed_tokens if lm_head is None else lm_head)
+        if is_sampled:
+            token = sampled(logits, *(rest[name] for name in ("temperature", "top_p", "seed")), hw.astype(place, hw.u32))
+        else:
+            token = largest(logits)
+        return (token, logits, place, *held) if decode else (token, logits, *held)
+
+    llama.__name__ = "decode" if decode else "prefill"
+    return hw.fusion(
+        mesh=hw.Mesh(tp=tp),
+        donate={**({"ids": 0, "position": 2} if decode else {}), **caches},
+        ids=hw.i32[S, "B"],
+        position=hw.i32[()],
+        frequencies=hw.f32[c.head_dim // 2],
+        **{short(name): type for name, type in other_weights(c).items()},
+        **({"temperature": hw.f32[()], "top_p": hw.f32[()], "seed": hw.u32[()]} if is_sampled else {}),
+        **{f"{name}_{i}": type for i in layers for name, type in types.items()},
+    )(llama)
+
+
+# --- running it -------------------------------------------------------------------------------------------------------
+
+
+def compiled(c, tp, target="cpu", is_sampled=False):
+    """The two programs. Raises CheckpointError where ranks cannot share the heads."""
+    if c.num_key_value_heads % tp:
+        raise CheckpointError(f"{c.num_key_value_heads} heads of keys and values cannot be shared by {tp} ranks; give a divisor as --tp")
+    return [hw.compile(program(c, tp, decode, is_sampled), target, OPTIONS) for decode in (False, True)]
+
+
+def load(folder, c, mesh, rank, device="cpu"):
+    """The weights of a rank by the names of the programs' inputs."""
+    ours = {name: short(name) for name in other_weights(c)}
+    types = other_weights(c)
+    for i in range(c.num_hidden_layers):
+        for name, type in layer_weights(c).items():
+            ours[f"model.layers.{i}.{name}"], types[f"model.layers.{i}.{name}"] = f"{short(name)}_{i}", type
+    return {ours[name]: weight for name, weight in read_weights(folder, types, mesh, rank, device).items()}
+
+
+class Llama:
+    """The model on one rank, with a cache of `length` tokens for each of `batch` sequences. All ranks make the same calls.
+
+    `weights` are those of the rank; `sampling` has temperature, top_p and seed, for programs that sample.
+    """
+
+    def __init__(self, c, programs, weights, frequencies, batch=1, length=4096, sampling=None):
+        self.torch = torch = needed("torch")
+        self.tp = tp = programs[0].mesh.size
+        self.length = -(-length // tp) * tp  # a prompt is filled up to a multiple of tp, too
+        like = {"device": weights["norm"].device, "dtype": weights["norm"].dtype}
+        self.device = like["device"]
+        given = {"frequencies": torch.from_numpy(frequencies).to(self.device)}
+        for name, dtype in (("temperature", torch.float32), ("top_p", torch.float32), ("seed", torch.uint32)) if sampling else ():
+            given[name] = torch.tensor(sampling[name], dtype=dtype, device=self.device)
+        self.prefill, self.decode = (program.bind(**weights, **given) for program in programs)
+        caches = [f"{name}_{i}" for i in range(c.num_hidden_layers) for name in ("keys", "values")]
+        self.cache = {name: torch.zeros(batch, c.num_key_value_heads // tp, self.length, c.head_dim, **like) for name in caches}
+        self.ids = torch.zeros(1, batch, dtype=torch.int32, device=self.device)
+        self.position = torch.zeros((), dtype=torch.int32, device=self.device)
+        self.logits = torch.zeros(1, batch, weights["embed_tokens"].shape[0], **like)  # of the rank's part of the vocabulary
+        self.graph = None
+
+    def start(self, prompts):
+        """Takes [batch] prompts of equal length; `ids` are the next tokens then. Raises CheckpointError where the cache is too small."""
+        tokens = self.torch.tensor(prompts, dtype=self.torch.int32).T
+        count = len(tokens)
+        if not 0 < count < self.length:
+            raise CheckpointError(f"a prompt of {count} tokens, of 1 to {self.length - 1} that the cache has room for; raise --length")
+        self.position.fill_(count)
+        filled = self.torch.nn.functional.pad(tokens, (0, 0, 0, -count % self.tp)).contiguous().to(self.device)
+        self.prefill(filled, self.position, **self.cache, out=(self.ids, self.logits, *(None for _ in self.cache)))
+
+    def advance(self):
+        """One token more. A call leaves `ids` and `position` as the next one takes them, so all are one CUDA graph."""
+        if self.graph:
+            return self.graph()
+        out = (None, self.logits, None, *(None for _ in self.cache))
+        self.graph = self.decode.capture(self.ids, self.position, **self.cache, out=out)  # which makes the call, too
+
+    def generate(self, prompts, count):
+        """Yields the next token of each sequence, until there are `count` or the cache is full. The device is a token ahead."""
+        self.start(prompts)
+        on_gpu = self.device.type == "cuda"
+        room = self.length - len(prompts[0]) + 1  # the last one is not put into the cache
+        told = self.torch.zeros(min(count, room), len(prompts), dtype=self.torch.int32, pin_memory=on_gpu)
+        for number, tokens in enumerate(told):
+            tokens.copy_(self.ids[0], non_blocking=True)
+            copied = self.torch.cuda.current_stream().record_event() if on_gpu else None
+            if number + 1 < len(told):
+                self.advance()
+            if copied:
+                copied.synchronize()
+            yield tokens.tolist()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path, help="config.json, safetensors and tokenizer.json")
+    parser.add_argument("--prompt", required=True)
+    parser.add_argument("--tokens", type=int, default=128, help="at most so many new ones")
+    parser.add_argument("--tp", type=int, default=1, help="ranks, a GPU each")
+    parser.add_argument("--target", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--dtype", choices=DTYPES, help="that of the checkpoint by default")
+    parser.add_argument("--length", type=int, default=4096, help="tokens of the cache")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the most probable token")
+    parser.add_argument("--top-p", type=float, default=0.9, help="draws from the fewest tokens whose probabilities add up to it")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    if given.tokens < 1 or given.temperature < 0 or not 0 < given.top_p <= 1 or not 0 <= given.seed < 2**32:
+        parser.error("--tokens is at least 1, --temperature and --seed at least 0, and --top-p above 0 and at most 1")
+    sampling = {"temperature": given.temperature, "top_p": given.top_p, "seed": given.seed} if given.temperature else None
+    try:
+        run(given, sampling)
+    except (CheckpointError, hw.errors.HostweaveError) as error:
+        sys.exit(f"llama.py: {error}")
+
+
+def run(given, sampling):
+    c, frequencies, ends = read_config(given.folder, given.dtype)
+    tokenizer = read_tokenizer(given.folder)
+    prompt = tokenizer.encode(given.prompt).ids
+    if given.target == "cuda" and (gpus := needed("torch").cuda.device_count()) < given.tp:
+        raise CheckpointError(f"{given.tp} ranks take a GPU each, and there are {gpus}; lower --tp, or give --target cpu")
+    text = needed("tokenizers").decoders.DecodeStream()
+
+    def show(token):
+        print(text.step(tokenizer, token) or "", end="", flush=True)  # nothing as long as a character is not complete
+
+    programs = compiled(c, given.tp, given.target, sampling is not None)
+    ranks = hw.Threads(given.tp)
+
+    def rank(number):
+        hw.init(ranks)
+        if given.target == "cuda":
+            needed("torch").cuda.set_device(number)
+        weights = load(given.folder, c, programs[0].mesh, number, f"cuda:{number}" if given.target == "cuda" else "cpu")
+        model = Llama(c, programs, weights, frequencies, 1, given.length, sampling)
+        for _ in model.generate([prompt], 2):
+            pass  # compiles, plans and captures
+        started, times = time.perf_counter(), []
+        for (token,) in model.generate([prompt], given.tokens):
+            times.append(time.perf_counter())
+            if token in ends:
+                break
+            if number == 0:
+                show(token)
+        if number == 0:
+            rate = (len(times) - 1) / max(times[-1] - times[0], 1e-9)
+            print(f"\nfirst token after {(times[0] - started) * 1e3:.1f} ms, then {rate:.1f} tokens per second", file=sys.stderr)
+
+    for token in prompt:
+        show(token)
+    ranks.run(rank)
+
+
+llama = program(Config(), tp=8)
+
+if __name__ == "__main__":
+    main()

@@ -13,17 +13,19 @@ from hostweave.targets.target import find_target
 
 # What programs and their bindings include; kernels are for a C++ compiler with the CPU target alone.
 HEADERS = ("abi", "arena", "blocks", "check", "collectives", "group", "launch", "matmul", "rank", "streams", "tensor", "types")
+LIBRARY = "-fvisibility=default"  # an option of the files of the runtime's library alone, which read more of the standard headers
 HEADERS_OF = {
+    ("cuda", LIBRARY): (*HEADERS, "attention", "connect", "errors", "instance", "member", "runner", "window", "world"),
     ("cpu", "program.cpp"): HEADERS,
     ("cpu", "kernels.cu"): ("kernel", "lanes", "rows", "types"),
     ("cuda", "program.cpp"): (*HEADERS, "jit"),
 }
 
-# What has other options goes to the compiler as it is. Modules are linked by gold where it is there, which takes half the time.
+# In this order. What has other options goes to the compiler as it is.
+# Modules are linked by gold where it is there, which takes half the time.
 SCRIPT = """\
 #!/bin/sh
 case " $* " in
-*" -fvisibility=default "*) exec {compiler} "$@" ;;
 {cases}
 *" -shared "*) exec {compiler} {linker} "$@" ;;
 *) exec {compiler} "$@" ;;
@@ -31,7 +33,7 @@ esac
 """
 # The first call makes the precompiled header, and those at the same time wait for it.
 CASE = """\
-*{options}" -c "*)
+*{options}" -c "*{last}*)
   test -e {header}.gch || flock {header}.lock sh -c {make} || exit
   exec {compiler} -include {header} "$@" ;;"""
 
@@ -53,22 +55,25 @@ def _linker(folder: Path, compiler: str) -> str:
 
 
 def _cases(folder: Path) -> Iterator[str]:
-    for (target, source), headers in HEADERS_OF.items():
+    for (target, what), headers in HEADERS_OF.items():
         try:
             toolchain = find_target(target).toolchain()
         except BuildError:  # no CUDA here
             continue
-        header = folder / f"{target}_{source}.h"
+        header = folder / f"{target}_{what}.h"
         header.write_text("".join(f'#include "hostweave/{name}.h"\n' for name in headers))
-        yield _case(toolchain, source, str(header))
+        yield _case(toolchain, what, str(header))
 
 
-def _case(toolchain: Toolchain, source: str, header: str) -> str:
-    compiler, *options = _until_source(toolchain, source)
+def _case(toolchain: Toolchain, what: str, header: str) -> str:
+    compiler, *options = _until_source(toolchain, what)
+    last = [LIBRARY] if what == LIBRARY else []
     made, making = shlex.quote(f"{header}.gch"), shlex.quote(f"{header}.part")
-    command = shlex.join([*_until_source(toolchain, ""), "-x", "c++-header", header, "-o", f"{header}.part"])
+    same = [option for option in options if option not in ("-x", "c++")]
+    command = shlex.join([compiler, *same, *last, "-x", "c++-header", header, "-o", f"{header}.part"])
     return CASE.format(
         options=shlex.quote(shlex.join(options)),
+        last=shlex.join(last),
         header=shlex.quote(header),
         make=shlex.quote(f"test -e {made} || {{ {command} && mv {making} {made}; }}"),
         compiler=shlex.quote(compiler),

@@ -129,7 +129,7 @@ def test_inspect_shows_one_function(capsys: Captured) -> None:
         assert len(re.findall(rf"@{name}\(", one.splitlines()[0])) == 1
         assert one.count("{") == one.count("}")
     mistake = mistake_of(capsys, "inspect", llama, "--after", "input", "--only", "nothing")
-    assert mistake == "--only nothing: no such function; one of layer, llama"
+    assert mistake == "--only nothing: no such function; one of layer, prefill"
     assert "-  %" in output_of(capsys, "inspect", llama, "--after", "all", "--only", "layer")
 
 
@@ -203,6 +203,22 @@ def test_the_only_program_of_a_file_needs_no_name(capsys: Captured, tmp_path: Pa
     file = tmp_path / "one.py"
     file.write_text("import hostweave as hw\n\n\n@hw.fusion(x=hw.f32['N'])\ndef one(x):\n    return -x\n")
     assert "fusion @one(%x: f32[N])" in output_of(capsys, "inspect", str(file), "--after", "input")
+
+
+def test_a_file_is_run_as_python_runs_it(capsys: Captured, tmp_path: Path) -> None:
+    """It finds its neighbours, and may have dataclasses, whatever annotations are; nothing of it is left, also where it fails."""
+    (tmp_path / "sizes_of_one.py").write_text("from dataclasses import dataclass\n\n\n@dataclass\nclass Sizes:\n    n: int = 8\n")
+    text = "import hostweave as hw\nfrom sizes_of_one import *\n\n\n@dataclass\nclass More(Sizes):\n    m: object = int\n\n\n"
+    text += "one = hw.fusion(x=hw.f32[More().n])(lambda x: -x)\n"
+    file = tmp_path / "one_of_them.py"
+    for future in ("", "from __future__ import annotations\n"):
+        file.write_text(future + text)
+        before = list(sys.path)
+        assert "(%x: f32[8])" in output_of(capsys, "inspect", str(file), "--after", "input")
+    file.write_text("import hostweave as hw\nhw.none\n")
+    assert "hostweave has no none" in mistake_of(capsys, "inspect", str(file))
+    assert sys.path == before
+    assert "one_of_them" not in sys.modules
 
 
 def test_programs_that_cannot_be_loaded(capsys: Captured, tmp_path: Path) -> None:

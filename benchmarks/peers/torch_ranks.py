@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import statistics
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -23,8 +26,10 @@ def times_on_ranks(make: Make, ranks: int, repetitions: int, wait: int = 0) -> l
     """
     import torch.multiprocessing as processes
 
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]  # that no other benchmark of this machine has
     with tempfile.TemporaryDirectory() as folder:
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29517", WORLD_SIZE=str(ranks))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(ranks))
         processes.spawn(_rank, args=(ranks, make, repetitions, wait, folder), nprocs=ranks, join=True)
         per_rank = [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(ranks)]
     return [
@@ -40,7 +45,11 @@ def _rank(rank: int, ranks: int, make: Make, repetitions: int, wait: int, folder
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", rank=rank, world_size=ranks, device_id=torch.device("cuda", rank))
-    times = [_times(calls, repetitions, wait) for calls in make(rank, ranks)]
+    times = []
+    for calls in make(rank, ranks):
+        times.append(_times(calls, repetitions, wait))
+        if rank == 0:  # on the way: the last group may be minutes off
+            print("", *(f"{name} {statistics.median(ms):.3f} ms" for name, ms in times[-1].items()), sep="  ", file=sys.stderr, flush=True)
     (Path(folder) / str(rank)).write_text(json.dumps(times))
     dist.destroy_process_group()
 

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 from hostweave.base import errors as errors
 from hostweave.base.errors import Location, UnknownAttribute
 from hostweave.base.signatures import public_names
+from hostweave.fusion_ir.frontend import attention as _attention
 from hostweave.fusion_ir.frontend import composites as _composites
 from hostweave.fusion_ir.frontend import contractions as _contractions
 from hostweave.fusion_ir.frontend import functions as _functions
 from hostweave.fusion_ir.frontend import indices as _indices
+from hostweave.fusion_ir.frontend.attention import *  # noqa: F403
 from hostweave.fusion_ir.frontend.composites import *  # noqa: F403
 from hostweave.fusion_ir.frontend.contractions import *  # noqa: F403
 from hostweave.fusion_ir.frontend.function import block as block
@@ -96,6 +98,7 @@ _PUBLIC = sorted(
         *("bfloat16", "bool", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"),
         *("int16", "int32", "int64", "int8", "uint16", "uint32", "uint64", "uint8"),
         *public_names(vars(_functions)),
+        *public_names(vars(_attention)),
         *public_names(vars(_composites)),
         *public_names(vars(_contractions)),
         *public_names(vars(_indices)),

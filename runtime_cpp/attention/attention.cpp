@@ -20,26 +20,43 @@ Heads heads_of(const Strided& x) {
 
 }  // namespace
 
-AttentionPlan::AttentionPlan(Rank& rank, cudaDataType_t dtype, const AttentionOptions& options)
+bool AttentionProblem::is_empty() const { return q.batch == 0 || q.heads == 0 || q.rows == 0 || o.size == 0; }
+
+std::vector<Heads> AttentionProblem::operands() const {
+  std::vector<Heads> result{q, k, v, o};
+  if (gradients) result.insert(result.end(), {gradients->o, gradients->q, gradients->k, gradients->v});
+  return result;
+}
+
+Attentions::Attentions(Rank& rank, cudaDataType_t dtype, const AttentionOptions& options)
     : rank_(rank), dtype_(dtype), options_(options) {}
 
-void AttentionPlan::prepare(const Strided& q, const Strided& k, const Strided& v, const Strided& o, int64_t diagonal) {
-  const AttentionProblem problem{heads_of(q), heads_of(k), heads_of(v), heads_of(o), diagonal};
+void Attentions::prepare_for(const AttentionProblem& problem) {
   auto found = std::find_if(plans_.begin(), plans_.end(), [&](const auto& known) { return known.first == problem; });
   if (found == plans_.end()) {
-    const bool empty = problem.q.batch == 0 || problem.q.heads == 0 || problem.q.rows == 0 || problem.o.size == 0;
-    if (!empty) expect_columns(problem);
+    if (!problem.is_empty()) expect_columns(problem);
     if (plans_.size() == kMostPlans) plans_.erase(plans_.begin());
-    found = plans_.insert(plans_.end(), {problem, empty ? nullptr : plan(problem)});
+    found = plans_.insert(plans_.end(), {problem, plan(problem)});
   }
   current_ = found->second;
 }
 
+void AttentionPlan::prepare(const Strided& q, const Strided& k, const Strided& v, const Strided& o, int64_t diagonal) {
+  prepare_for({heads_of(q), heads_of(k), heads_of(v), heads_of(o), diagonal, std::nullopt});
+}
+
+void AttentionBackwardPlan::prepare(const Strided& q, const Strided& k, const Strided& v, const Strided& o,
+                                    const Strided& o_gradient, const Strided& q_gradient, const Strided& k_gradient,
+                                    const Strided& v_gradient, int64_t diagonal) {
+  gradients_ = {heads_of(o_gradient), heads_of(q_gradient), heads_of(k_gradient), heads_of(v_gradient)};
+  prepare_for({heads_of(q), heads_of(k), heads_of(v), heads_of(o), diagonal, gradients_});
+}
+
 // A row without any has no softmax.
-void AttentionPlan::expect_columns(const AttentionProblem& problem) const {
+void Attentions::expect_columns(const AttentionProblem& problem) const {
   const int64_t rows = problem.q.rows, columns = problem.k.rows, diagonal = problem.diagonal;
   const bool last_sees_none = options_.window != 0 && rows - 1 + diagonal - options_.window >= columns - 1;
-  if (columns == 0 || (options_.causal && (diagonal < 0 || last_sees_none))) {
+  if (columns == 0 || (options_.causal && !options_.has_lengths && (diagonal < 0 || last_sees_none))) {
     throw ExecutionError("attention: of " + std::to_string(rows) + " rows of the query and " + std::to_string(columns) +
                          " of the key, a row of the query sees none of the key: pass as many rows of the key, or more");
   }

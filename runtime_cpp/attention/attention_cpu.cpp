@@ -9,19 +9,30 @@ hw_cpu_heads heads(const Heads& x) { return {x.batch, x.heads, x.rows, x.size, x
 
 }  // namespace
 
-struct AttentionPlan::Plan {
+struct Attentions::Plan {
   hw_cpu_attention problem;
+  hw_cpu_attention_gradients gradients;
 };
 
-std::shared_ptr<const AttentionPlan::Plan> AttentionPlan::plan(const AttentionProblem& problem) const {
-  const auto& [q, k, v, o, diagonal] = problem;
+std::shared_ptr<const Attentions::Plan> Attentions::plan(const AttentionProblem& problem) const {
+  const auto& [q, k, v, o, diagonal, gradients] = problem;
   const float scale = static_cast<float>(options_.scale);
-  return std::make_shared<const Plan>(
-      Plan{{dtype_, heads(q), heads(k), heads(v), heads(o), scale, options_.causal, diagonal, options_.window}});
+  Plan made{
+      {dtype_, heads(q), heads(k), heads(v), heads(o), scale, options_.causal, diagonal, options_.window, options_.from_end}, {}};
+  if (gradients) made.gradients = {heads(gradients->o), heads(gradients->q), heads(gradients->k), heads(gradients->v)};
+  return std::make_shared<const Plan>(made);
 }
 
-cudaError_t AttentionPlan::attend(const void* q, const void* k, const void* v, void* o, cudaStream_t stream, float* lse) const {
-  return current_ ? hw_cpu_attend(&current_->problem, q, k, v, o, lse, stream) : cudaSuccess;
+cudaError_t AttentionPlan::attend(const void* q, const void* k, const void* v, void* o, cudaStream_t stream,
+                                  const Beside& beside) const {
+  return hw_cpu_attend(&current_->problem, q, k, v, o, beside.lse, beside.lengths, stream);
+}
+
+cudaError_t AttentionBackwardPlan::differentiate(const void* q, const void* k, const void* v, const void* o, const float* lse,
+                                                 const void* o_gradient, void* q_gradient, void* k_gradient, void* v_gradient,
+                                                 cudaStream_t stream, const int32_t* lengths) const {
+  return hw_cpu_attend_backward(&current_->problem, &current_->gradients, q, k, v, o, lse, o_gradient, q_gradient, k_gradient,
+                                v_gradient, lengths, stream);
 }
 
 }  // namespace hw

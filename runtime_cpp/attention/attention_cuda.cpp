@@ -1,40 +1,24 @@
-// cuDNN's attention, by the graph of its ops: cuDNN knows the pattern, and has one kernel for it.
-#include <cudnn.h>
-
+// cuDNN's attention, by the graphs of its ops.
 #include <algorithm>
-#include <array>
 #include <cmath>
-#include <list>
-#include <map>
-#include <string>
+#include <memory>
 #include <utility>
-#include <variant>
-#include <vector>
 
+#include "cudnn_graph.h"
 #include "hostweave/attention.h"
 #include "hostweave/check.h"
-#include "hostweave/errors.h"
 
 namespace hw {
 namespace {
 
-constexpr int64_t kAlignment = 16;  // of what the kernels read and write
-
-void expect(cudnnStatus_t status, const char* what) {
-  if (status == CUDNN_STATUS_SUCCESS) return;
-  char reason[512] = "";
-  cudnnGetLastErrorString(reason, sizeof reason);
-  throw ExecutionError(std::string("attention: cuDNN: ") + what + ": " + cudnnGetErrorString(status) + " " + reason);
-}
-
 cudnnHandle_t handle_of(Rank& rank) {
-  std::shared_ptr<void>& handle = rank.handle("cudnn");
-  if (!handle) {
+  Handle& known = rank.handle("cudnn");
+  if (!known.handle) {
     cudnnHandle_t made = nullptr;
     expect(cudnnCreate(&made), "cudnnCreate");
-    handle = {made, [](void* made) { cudnnDestroy(static_cast<cudnnHandle_t>(made)); }};
+    known = {made, [](void* handle) { cudnnDestroy(static_cast<cudnnHandle_t>(handle)); }};
   }
-  return static_cast<cudnnHandle_t>(handle.get());
+  return static_cast<cudnnHandle_t>(known.handle);
 }
 
 cudnnDataType_t type_of(cudaDataType_t dtype) {
@@ -48,202 +32,206 @@ cudnnDataType_t type_of(cudaDataType_t dtype) {
   }
 }
 
-// A descriptor of cuDNN's backend.
-class Descriptor {
- public:
-  explicit Descriptor(cudnnBackendDescriptorType_t type) { expect(cudnnBackendCreateDescriptor(type, &handle_), "a descriptor"); }
-  ~Descriptor() { cudnnBackendDestroyDescriptor(handle_); }
-  Descriptor(const Descriptor&) = delete;
-  Descriptor& operator=(const Descriptor&) = delete;
-
-  operator cudnnBackendDescriptor_t() const { return handle_; }
-
-  Descriptor& set(cudnnBackendAttributeName_t name, cudnnBackendAttributeType_t type, const void* values, int64_t count = 1) {
-    expect(cudnnBackendSetAttribute(handle_, name, type, count, values), "an attribute");
-    return *this;
-  }
-  Descriptor& set(cudnnBackendAttributeName_t name, const Descriptor& value) {
-    return set(name, CUDNN_TYPE_BACKEND_DESCRIPTOR, &value.handle_);
-  }
-  Descriptor& finish(const char* what) {
-    expect(cudnnBackendFinalize(handle_), what);
-    return *this;
-  }
-
- private:
-  cudnnBackendDescriptor_t handle_ = nullptr;
-};
-
-using Dims = std::array<int64_t, 4>;
-using Number = std::variant<float, int32_t>;
-
-struct Tensor {
-  const Descriptor* descriptor = nullptr;
-  Dims dims{};
-
-  explicit operator bool() const { return descriptor != nullptr; }
-};
-
-Dims row_major(const Dims& dims) { return {dims[1] * dims[2] * dims[3], dims[2] * dims[3], dims[3], 1}; }
 Dims dims_of(const Heads& x) { return {x.batch, x.heads, x.rows, x.size}; }
 Dims strides_of(const Heads& x) { return {x.batch_stride, x.head_stride, x.row_stride, 1}; }
-Dims turned(const Dims& x) { return {x[0], x[1], x[3], x[2]}; }
+std::shared_ptr<void> allocated(int64_t bytes) {
+  void* memory = nullptr;
+  HW_CHECK(cudaMalloc(&memory, bytes));
+  return {memory, cudaFree};
+}
 
-// A graph of ops on tensors, which have numbers. Those from 1 on are the caller's.
-class Graph {
- public:
-  Tensor tensor(int64_t number, cudnnDataType_t type, const Dims& dims, const Dims& strides) {
-    return make(number, type, dims, strides, false, false);
-  }
-  // What an op gives that others take: it is never in memory.
-  Tensor between(cudnnDataType_t type, const Dims& dims) { return make(next_++, type, dims, row_major(dims), true, false); }
-  Tensor number(Number value) {
-    numbers_.emplace(next_, value);
-    const Dims one{1, 1, 1, 1};
-    return make(next_++, std::holds_alternative<float>(value) ? CUDNN_DATA_FLOAT : CUDNN_DATA_INT32, one, one, false, true);
-  }
+bool are_aligned(const std::vector<const void*>& operands) {
+  return std::all_of(operands.begin(), operands.end(),
+                     [](const void* x) { return reinterpret_cast<uintptr_t>(x) % kAlignment == 0; });
+}
 
-  void matmul(const Tensor& a, const Tensor& b, const Tensor& c) {
-    Descriptor& how = descriptors_.emplace_back(CUDNN_BACKEND_MATMUL_DESCRIPTOR);
-    const cudnnDataType_t in_float = CUDNN_DATA_FLOAT;
-    how.set(CUDNN_ATTR_MATMUL_COMP_TYPE, CUDNN_TYPE_DATA_TYPE, &in_float).finish("a product");
-    op(CUDNN_BACKEND_OPERATION_MATMUL_DESCRIPTOR)
-        .set(CUDNN_ATTR_OPERATION_MATMUL_ADESC, *a.descriptor)
-        .set(CUDNN_ATTR_OPERATION_MATMUL_BDESC, *b.descriptor)
-        .set(CUDNN_ATTR_OPERATION_MATMUL_CDESC, *c.descriptor)
-        .set(CUDNN_ATTR_OPERATION_MATMUL_DESC, how)
-        .finish("a product");
-  }
+// What a call gives, in this order.
+enum Operand : int64_t { kQ = 1, kK, kV, kO, kLse, kOutGradient, kQGradient, kKGradient, kVGradient, kLengths };
 
-  // y = x op b, of as many operands as the mode takes; where t is true x, else b.
-  Tensor pointwise(cudnnPointwiseMode_t mode, cudnnDataType_t type, const Tensor& x, const Tensor& b = {}, const Tensor& t = {},
-                   cudnnDataType_t math = CUDNN_DATA_FLOAT, int64_t axis = -1) {
-    const Tensor y = between(type, x.dims);
-    pointwise_to(y, mode, x, b, t, math, axis);
-    return y;
-  }
-  void pointwise_to(const Tensor& y, cudnnPointwiseMode_t mode, const Tensor& x, const Tensor& b = {}, const Tensor& t = {},
-                    cudnnDataType_t math = CUDNN_DATA_FLOAT, int64_t axis = -1) {
-    Descriptor& how = descriptors_.emplace_back(CUDNN_BACKEND_POINTWISE_DESCRIPTOR);
-    how.set(CUDNN_ATTR_POINTWISE_MODE, CUDNN_TYPE_POINTWISE_MODE, &mode);
-    how.set(CUDNN_ATTR_POINTWISE_MATH_PREC, CUDNN_TYPE_DATA_TYPE, &math);
-    if (axis >= 0) how.set(CUDNN_ATTR_POINTWISE_AXIS, CUDNN_TYPE_INT64, &axis);
-    how.finish("a pointwise op");
-    Descriptor& made = op(CUDNN_BACKEND_OPERATION_POINTWISE_DESCRIPTOR);
-    made.set(CUDNN_ATTR_OPERATION_POINTWISE_PW_DESCRIPTOR, how).set(CUDNN_ATTR_OPERATION_POINTWISE_XDESC, *x.descriptor);
-    if (b) made.set(CUDNN_ATTR_OPERATION_POINTWISE_BDESC, *b.descriptor);
-    if (t) made.set(CUDNN_ATTR_OPERATION_POINTWISE_TDESC, *t.descriptor);
-    made.set(CUDNN_ATTR_OPERATION_POINTWISE_YDESC, *y.descriptor).finish("a pointwise op");
-  }
+using Added = std::vector<std::pair<cudnnPointwiseMode_t, Value>>;
 
-  // Of each row one.
-  Tensor reduce(cudnnReduceTensorOp_t kind, const Tensor& x) {
-    const Tensor y = between(CUDNN_DATA_FLOAT, {x.dims[0], x.dims[1], x.dims[2], 1});
-    Descriptor& how = descriptors_.emplace_back(CUDNN_BACKEND_REDUCTION_DESCRIPTOR);
-    const cudnnDataType_t in_float = CUDNN_DATA_FLOAT;
-    how.set(CUDNN_ATTR_REDUCTION_OPERATOR, CUDNN_TYPE_REDUCTION_OPERATOR_TYPE, &kind);
-    how.set(CUDNN_ATTR_REDUCTION_COMP_TYPE, CUDNN_TYPE_DATA_TYPE, &in_float).finish("a reduction");
-    op(CUDNN_BACKEND_OPERATION_REDUCTION_DESCRIPTOR)
-        .set(CUDNN_ATTR_OPERATION_REDUCTION_XDESC, *x.descriptor)
-        .set(CUDNN_ATTR_OPERATION_REDUCTION_YDESC, *y.descriptor)
-        .set(CUDNN_ATTR_OPERATION_REDUCTION_DESC, how)
-        .finish("a reduction");
-    return y;
-  }
-
-  const std::vector<cudnnBackendDescriptor_t>& ops() const { return ops_; }
-  const std::map<int64_t, Number>& numbers() const { return numbers_; }
-
- private:
-  Tensor make(int64_t number, cudnnDataType_t type, const Dims& dims, const Dims& strides, bool is_virtual, bool by_value) {
-    Descriptor& made = descriptors_.emplace_back(CUDNN_BACKEND_TENSOR_DESCRIPTOR);
-    made.set(CUDNN_ATTR_TENSOR_UNIQUE_ID, CUDNN_TYPE_INT64, &number);
-    made.set(CUDNN_ATTR_TENSOR_DATA_TYPE, CUDNN_TYPE_DATA_TYPE, &type);
-    made.set(CUDNN_ATTR_TENSOR_DIMENSIONS, CUDNN_TYPE_INT64, dims.data(), dims.size());
-    made.set(CUDNN_ATTR_TENSOR_STRIDES, CUDNN_TYPE_INT64, strides.data(), strides.size());
-    made.set(CUDNN_ATTR_TENSOR_BYTE_ALIGNMENT, CUDNN_TYPE_INT64, &kAlignment);
-    made.set(CUDNN_ATTR_TENSOR_IS_VIRTUAL, CUDNN_TYPE_BOOLEAN, &is_virtual);
-    made.set(CUDNN_ATTR_TENSOR_IS_BY_VALUE, CUDNN_TYPE_BOOLEAN, &by_value);
-    made.finish("a tensor");
-    return {&made, dims};
-  }
-  Descriptor& op(cudnnBackendDescriptorType_t type) {
-    Descriptor& made = descriptors_.emplace_back(type);
-    ops_.push_back(made);
-    return made;
-  }
-
-  std::list<Descriptor> descriptors_;
-  std::vector<cudnnBackendDescriptor_t> ops_;
-  std::map<int64_t, Number> numbers_;
-  int64_t next_ = 16;
-};
-
-enum Operand : int64_t { kQ = 1, kK, kV, kO, kLse };
-
-// Scores where a row sees the column, else -inf. The pattern is the one that cuDNN looks for.
-Tensor seen(Graph& graph, const Tensor& scores, cudnnPointwiseMode_t comparison, bool of_rows, const std::vector<Number>& added) {
-  const Tensor row = graph.pointwise(CUDNN_POINTWISE_GEN_INDEX, CUDNN_DATA_INT32, scores, {}, {}, CUDNN_DATA_FLOAT, 2);
-  const Tensor column = graph.pointwise(CUDNN_POINTWISE_GEN_INDEX, CUDNN_DATA_INT32, scores, {}, {}, CUDNN_DATA_FLOAT, 3);
-  Tensor left = of_rows ? row : column;
-  cudnnPointwiseMode_t mode = CUDNN_POINTWISE_ADD;  // the first number, and the second one subtracted
-  for (const Number& number : added) {
-    const cudnnDataType_t type = std::holds_alternative<float>(number) ? CUDNN_DATA_FLOAT : CUDNN_DATA_INT32;
-    left = graph.pointwise(mode, type, left, graph.number(number), {}, type, 3);
-    mode = CUDNN_POINTWISE_SUB;
-  }
-  const Tensor sees = graph.pointwise(comparison, CUDNN_DATA_BOOLEAN, left, of_rows ? column : row, {}, CUDNN_DATA_BOOLEAN);
+Value index(Graph& graph, const Value& scores, int64_t axis) {
+  return graph.pointwise(CUDNN_POINTWISE_GEN_INDEX, CUDNN_DATA_INT32, scores, {}, {}, CUDNN_DATA_FLOAT, axis);
+}
+Value compare(Graph& graph, cudnnPointwiseMode_t comparison, const Value& left, const Value& right) {
+  return graph.pointwise(comparison, CUDNN_DATA_BOOLEAN, left, right, {}, CUDNN_DATA_BOOLEAN);
+}
+Value where(Graph& graph, const Value& sees, const Value& scores) {
   return graph.pointwise(CUDNN_POINTWISE_BINARY_SELECT, CUDNN_DATA_FLOAT, scores, graph.number(-INFINITY), sees);
 }
 
-void build(Graph& graph, const AttentionProblem& problem, cudnnDataType_t type, const AttentionOptions& options) {
-  Heads k = problem.k, v = problem.v;
-  const int64_t rows = problem.q.rows, diagonal = problem.diagonal;
-  if (options.causal) k.rows = v.rows = std::min(k.rows, rows + diagonal);  // no row sees more
-  const Tensor q = graph.tensor(kQ, type, dims_of(problem.q), strides_of(problem.q));
-  const Tensor k_turned = graph.tensor(kK, type, turned(dims_of(k)), turned(strides_of(k)));
-  const Dims dims{problem.q.batch, problem.q.heads, rows, k.rows};
-  const Tensor products = graph.between(CUDNN_DATA_FLOAT, dims);
-  graph.matmul(q, k_turned, products);
-  Tensor scores =
-      graph.pointwise(CUDNN_POINTWISE_MUL, CUDNN_DATA_FLOAT, products, graph.number(static_cast<float>(options.scale)));
-  if (options.causal && rows > 1) {  // one row sees all that is left
-    const auto end = static_cast<int32_t>(rows + diagonal), begin = static_cast<int32_t>(rows);
-    const std::vector<Number> shift = diagonal ? std::vector<Number>{end, begin} : std::vector<Number>{};
-    scores = seen(graph, scores, CUDNN_POINTWISE_CMP_GE, true, shift);
-  }
-  if (options.window) {
-    scores = seen(graph, scores, CUDNN_POINTWISE_CMP_GT, false, {static_cast<float>(options.window - diagonal)});
-  }
-  const Tensor largest = graph.reduce(CUDNN_REDUCE_TENSOR_MAX, scores);
-  const Tensor distances = graph.pointwise(CUDNN_POINTWISE_SUB, CUDNN_DATA_FLOAT, scores, largest);
-  const Tensor powers = graph.pointwise(CUDNN_POINTWISE_EXP, CUDNN_DATA_FLOAT, distances);
-  const Tensor sums = graph.reduce(CUDNN_REDUCE_TENSOR_ADD, powers);
-  const Tensor logarithms = graph.pointwise(CUDNN_POINTWISE_LOG, CUDNN_DATA_FLOAT, sums);
-  const Dims of_rows{dims[0], dims[1], rows, 1};
-  const Tensor lse = options.has_lse ? graph.tensor(kLse, CUDNN_DATA_FLOAT, of_rows, row_major(of_rows))
-                                     : graph.between(CUDNN_DATA_FLOAT, of_rows);  // of the pattern, wanted or not
-  graph.pointwise_to(lse, CUDNN_POINTWISE_ADD, largest, logarithms);
-  const Tensor weights = graph.pointwise(CUDNN_POINTWISE_DIV, type, powers, sums);
-  graph.matmul(weights, graph.tensor(kV, type, dims_of(v), strides_of(v)),
-               graph.tensor(kO, type, dims_of(problem.o), strides_of(problem.o)));
+// Scores where a row sees the column, else -inf. The patterns are those that cuDNN looks for.
+Value seen(Graph& graph, const Value& scores, cudnnPointwiseMode_t comparison, bool of_rows, const Added& added) {
+  const Value row = index(graph, scores, 2), column = index(graph, scores, 3);
+  Value left = of_rows ? row : column;
+  for (const auto& [mode, term] : added) left = graph.pointwise(mode, term.type, left, term, {}, term.type, 3);
+  return where(graph, compare(graph, comparison, left, of_rows ? column : row), scores);
 }
+
+Value not_padded(Graph& graph, const Value& scores, const Value& rows, const Value& columns) {
+  const Value row = index(graph, scores, 2), column = index(graph, scores, 3);
+  const Value is_row = compare(graph, CUDNN_POINTWISE_CMP_LT, row, rows);
+  const Value is_column = compare(graph, CUDNN_POINTWISE_CMP_LT, column, columns);
+  return where(graph, compare(graph, CUDNN_POINTWISE_LOGICAL_AND, is_row, is_column), scores);
+}
+
+// The pattern of one problem, forward or backward: tensors, and the ops on them.
+class Pattern {
+ public:
+  Pattern(Graph& graph, const AttentionProblem& problem, cudnnDataType_t type, const AttentionOptions& options)
+      : graph_(graph), problem_(problem), type_(type), options_(options) {
+    const int64_t batch = problem.q.batch, heads = problem.q.heads, rows = problem.q.rows;
+    // No row sees more; but all columns have gradients.
+    columns_ = clips() ? std::min(problem.k.rows, rows + problem.diagonal) : problem.k.rows;
+    scores_ = {batch, heads, rows, columns_}, of_rows_ = {batch, heads, rows, 1};
+    if (options.has_lengths) {
+      rows_ = graph.own(CUDNN_DATA_INT32, {batch, 1, 1, 1});
+      lengths_ = graph.tensor(kLengths, CUDNN_DATA_INT32, {batch, 1, 1, 1}, {1, 1, 1, 1});
+    }
+    q_ = of(kQ, problem.q);
+  }
+
+  // Of the tensor that says how many rows there are, with lengths.
+  int64_t counted() const { return rows_.number; }
+
+  void forward() {
+    Heads k = problem_.k, v = problem_.v;
+    k.rows = v.rows = columns_;
+    const Value scores = masked(scaled(scores_of(of(kK, k, true))));
+    const Value largest = graph_.reduce(CUDNN_REDUCE_TENSOR_MAX, scores);
+    const Value powers = exp_of(minus(scores, largest));
+    const Value sums = graph_.reduce(CUDNN_REDUCE_TENSOR_ADD, powers);
+    const Value logarithms = graph_.pointwise(CUDNN_POINTWISE_LOG, CUDNN_DATA_FLOAT, sums);
+    // Of the pattern, wanted or not.
+    const Value lse = options_.has_lse ? lse_of() : graph_.between(CUDNN_DATA_FLOAT, of_rows_);
+    graph_.pointwise_to(lse, CUDNN_POINTWISE_ADD, largest, logarithms);
+    const Value weights = graph_.pointwise(CUDNN_POINTWISE_DIV, type_, powers, sums);
+    graph_.matmul(weights, of(kV, v), of(kO, problem_.o), {.m = rows_, .k = lengths_});
+  }
+
+  // Of the weights p = exp(scores - lse) and their gradients, times p, less the sums of o times its gradient in each row.
+  void backward() {
+    const Gradients& gradients = *problem_.gradients;
+    const Value given = of(kOutGradient, gradients.o), k = of(kK, problem_.k, true);
+    const Value both = graph_.pointwise(CUDNN_POINTWISE_MUL, CUDNN_DATA_FLOAT, given, of(kO, problem_.o));
+    const Value sums = graph_.own(CUDNN_DATA_FLOAT, of_rows_);
+    graph_.pointwise_to(sums, CUDNN_POINTWISE_MUL, graph_.reduce(CUDNN_REDUCE_TENSOR_ADD, both), graph_.number(1.f));
+
+    const Value weights = exp_of(masked(minus(scaled(scores_of(k)), lse_of())));
+    to_columns(weights, given, of(kVGradient, gradients.v));
+
+    const Value products = graph_.between(CUDNN_DATA_FLOAT, scores_);
+    graph_.matmul(given, of(kV, problem_.v, true), products, {.m = rows_, .n = lengths_});
+    const Value changes = scaled(graph_.pointwise(CUDNN_POINTWISE_MUL, CUDNN_DATA_FLOAT, minus(products, sums), weights));
+    to_columns(changes, q_, of(kKGradient, gradients.k));
+
+    const Value keys = graph_.between(type_, dims_of(problem_.k), strides_of(problem_.k));
+    graph_.reshape(k, keys);
+    const Value total = graph_.own(CUDNN_DATA_FLOAT, dims_of(problem_.q));
+    graph_.matmul(changes, keys, total, {.m = rows_, .k = lengths_});
+    graph_.pointwise_to(of(kQGradient, gradients.q), CUDNN_POINTWISE_IDENTITY, total);
+  }
+
+ private:
+  bool clips() const { return options_.causal && !options_.has_lengths && !problem_.gradients; }
+  Value of(int64_t name, const Heads& x, bool is_turned = false) {
+    return is_turned ? graph_.tensor(name, type_, turned(dims_of(x)), turned(strides_of(x)))
+                     : graph_.tensor(name, type_, dims_of(x), strides_of(x));
+  }
+  Value lse_of() { return graph_.tensor(kLse, CUDNN_DATA_FLOAT, of_rows_, row_major(of_rows_)); }
+
+  Value scores_of(const Value& turned_keys) {
+    const Value scores = graph_.between(CUDNN_DATA_FLOAT, scores_);
+    graph_.matmul(q_, turned_keys, scores, {.m = rows_, .n = lengths_, .padded = lengths_ && !problem_.gradients});
+    return scores;
+  }
+  Value scaled(const Value& scores) {
+    const Value scale = graph_.number(static_cast<float>(options_.scale));
+    return graph_.pointwise(CUDNN_POINTWISE_MUL, CUDNN_DATA_FLOAT, scores, scale);
+  }
+  Value minus(const Value& x, const Value& of_rows) {
+    return graph_.pointwise(CUDNN_POINTWISE_SUB, CUDNN_DATA_FLOAT, x, of_rows);
+  }
+  Value exp_of(const Value& x) { return graph_.pointwise(CUDNN_POINTWISE_EXP, CUDNN_DATA_FLOAT, x); }
+
+  // The sums over rows of x by scores, and over the heads of a group.
+  void to_columns(const Value& scores, const Value& x, const Value& result) {
+    const int64_t batch = scores_[0], heads = scores_[1];
+    const Value of_columns = graph_.between(type_, turned(scores_), turned(row_major(scores_)));
+    graph_.reshape(scores, of_columns);
+    const Ends ends{.m = lengths_, .k = rows_};
+    if (result.dims[1] == heads) return graph_.matmul(of_columns, x, result, ends);
+    const Value of_heads = graph_.between(type_, {batch, heads, columns_, x.dims[3]});
+    graph_.matmul(of_columns, x, of_heads, ends);
+    graph_.reduce_to(result, CUDNN_REDUCE_TENSOR_ADD, of_heads);
+  }
+
+  // Of lengths, and of a diagonal that begins `diagonal` columns behind the corner.
+  Value masked(Value scores) {
+    const int64_t diagonal = problem_.diagonal, count = scores_[2];
+    const auto integer = [&](int64_t value) { return graph_.number(static_cast<int32_t>(value)); };
+    if (lengths_) scores = not_padded(graph_, scores, rows_, lengths_);
+    const bool one_sees_all = count == 1 && (options_.from_end ? diagonal == -1 : clips());
+    if (options_.causal && !one_sees_all) {
+      Added added;
+      if (options_.from_end) {
+        added = {{CUDNN_POINTWISE_ADD, lengths_}, {CUDNN_POINTWISE_SUB, rows_}};
+        if (diagonal != -count) added.emplace_back(CUDNN_POINTWISE_ADD, integer(diagonal + count));
+      } else if (diagonal) {
+        added = {{CUDNN_POINTWISE_ADD, integer(count + diagonal)}, {CUDNN_POINTWISE_SUB, integer(count)}};
+      }
+      scores = seen(graph_, scores, CUDNN_POINTWISE_CMP_GE, true, added);
+    }
+    if (options_.window) {
+      Added added;
+      if (options_.from_end) {
+        added = {{CUDNN_POINTWISE_ADD, integer(options_.window - diagonal - count)},
+                 {CUDNN_POINTWISE_SUB, lengths_},
+                 {CUDNN_POINTWISE_ADD, rows_}};
+      } else {
+        added = {{CUDNN_POINTWISE_ADD, graph_.number(static_cast<float>(options_.window - diagonal))}};
+      }
+      scores = seen(graph_, scores, CUDNN_POINTWISE_CMP_GT, false, added);
+    }
+    return scores;
+  }
+
+  Graph& graph_;
+  const AttentionProblem& problem_;
+  cudnnDataType_t type_;
+  const AttentionOptions& options_;
+  int64_t columns_ = 0;
+  Dims scores_{}, of_rows_{};
+  Value q_, rows_, lengths_;  // the last two where there are lengths
+};
 
 }  // namespace
 
-struct AttentionPlan::Plan {
+struct Attentions::Plan {
   cudnnHandle_t handle;
-  std::vector<int64_t> names;  // of what a call passes: the operands, and numbers
+  std::vector<int64_t> names;                // of what a call gives, of what is owned, and of numbers
+  std::vector<std::shared_ptr<void>> owned;  // memory beside the caller's
   std::map<int64_t, Number> numbers;
   std::unique_ptr<Descriptor> plan;
-  void* workspace = nullptr;
+  std::shared_ptr<void> workspace;
 
   Plan(cudnnHandle_t handle, const AttentionProblem& problem, cudnnDataType_t type, const AttentionOptions& options)
       : handle(handle) {
     Graph graph;
-    build(graph, problem, type, options);
+    Pattern pattern(graph, problem, type, options);
+    problem.gradients ? pattern.backward() : pattern.forward();
     names = {kQ, kK, kV, kO};
     if (options.has_lse) names.push_back(kLse);
+    if (problem.gradients) names.insert(names.end(), {kOutGradient, kQGradient, kKGradient, kVGradient});
+    if (options.has_lengths) names.push_back(kLengths);
+    for (const auto& [name, bytes] : graph.owned()) {
+      names.push_back(name);
+      owned.push_back(allocated(bytes));
+      if (options.has_lengths && name == pattern.counted()) {
+        const std::vector<int32_t> counts(problem.q.batch, static_cast<int32_t>(problem.q.rows));
+        HW_CHECK(cudaMemcpy(owned.back().get(), counts.data(), bytes, cudaMemcpyHostToDevice));
+      }
+    }
     numbers = graph.numbers();
     for (const auto& [name, number] : numbers) names.push_back(name);
     Descriptor ops(CUDNN_BACKEND_OPERATIONGRAPH_DESCRIPTOR);
@@ -254,10 +242,7 @@ struct AttentionPlan::Plan {
     int64_t count = 0, bytes = 0;
     expect(cudnnBackendGetAttribute(*plan, CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE, CUDNN_TYPE_INT64, 1, &count, &bytes),
            "the workspace");
-    if (bytes > 0) HW_CHECK(cudaMalloc(&workspace, bytes));
-  }
-  ~Plan() {
-    if (workspace) cudaFree(workspace);
+    if (bytes > 0) workspace = allocated(bytes);
   }
 
   // The first of what cuDNN recommends that works here.
@@ -279,12 +264,15 @@ struct AttentionPlan::Plan {
       plan->set(CUDNN_ATTR_EXECUTION_PLAN_HANDLE, CUDNN_TYPE_HANDLE, &handle);
       plan->set(CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG, CUDNN_TYPE_BACKEND_DESCRIPTOR, &found[i]);
       status = cudnnBackendFinalize(*plan);
+      if (status != CUDNN_STATUS_SUCCESS) cudaGetLastError();  // or the caller's next check finds it
     }
     expect(status, "it has no kernel for these shapes on this GPU; f32 is computed without it: cast the operands");
   }
 
-  // On the operands, and lse where it is wanted.
-  void run(std::vector<const void*> values, cudaStream_t stream) const {
+  // On what a call gives.
+  cudaError_t run(std::vector<const void*> values, cudaStream_t stream) const {
+    for (const auto& memory : owned) values.push_back(memory.get());
+    const void* const scratch = workspace.get();
     for (const auto& [name, number] : numbers) {
       values.push_back(std::visit([](const auto& value) { return static_cast<const void*>(&value); }, number));
     }
@@ -292,30 +280,31 @@ struct AttentionPlan::Plan {
     const auto count = static_cast<int64_t>(values.size());
     pack.set(CUDNN_ATTR_VARIANT_PACK_UNIQUE_IDS, CUDNN_TYPE_INT64, names.data(), count);
     pack.set(CUDNN_ATTR_VARIANT_PACK_DATA_POINTERS, CUDNN_TYPE_VOID_PTR, values.data(), count);
-    pack.set(CUDNN_ATTR_VARIANT_PACK_WORKSPACE, CUDNN_TYPE_VOID_PTR, &workspace).finish("the arguments of attention");
+    pack.set(CUDNN_ATTR_VARIANT_PACK_WORKSPACE, CUDNN_TYPE_VOID_PTR, &scratch).finish("the arguments of attention");
     expect(cudnnSetStream(handle, stream), "cudnnSetStream");
     expect(cudnnBackendExecute(handle, *plan, pack), "attention");
+    return cudaSuccess;
   }
 
-  // Loads the kernels, as MatmulPlan::load_kernels does, and why: it runs once on memory that nobody looks at.
+  // Loads the kernels, as MatmulPlan::load_kernels does, and why: it runs once on zeros that nobody looks at.
   void load_kernels(const AttentionProblem& problem, cudaStream_t stream) const {
     int64_t elements = problem.q.batch * problem.q.heads * problem.q.rows * 2;  // of lse, in halves
-    for (const Heads& x : {problem.q, problem.k, problem.v, problem.o}) {
+    for (const Heads& x : problem.operands()) {
       const int64_t last = (x.batch - 1) * x.batch_stride + (x.heads - 1) * x.head_stride + (x.rows - 1) * x.row_stride;
       elements = std::max(elements, last + x.size);
     }
-    void* scratch = nullptr;
-    HW_CHECK(cudaMalloc(&scratch, elements * 2));
-    const std::shared_ptr<void> freed(scratch, cudaFree);
-    run(std::vector<const void*>(names.size() - numbers.size(), scratch), stream);
+    const std::shared_ptr<void> scratch = allocated(elements * 2);
+    HW_CHECK(cudaMemsetAsync(scratch.get(), 0, elements * 2, stream));
+    HW_CHECK(run(std::vector<const void*>(names.size() - owned.size() - numbers.size(), scratch.get()), stream));
     HW_CHECK(cudaStreamSynchronize(stream));
   }
 
   static constexpr int kMostEngines = 8;
 };
 
-std::shared_ptr<const AttentionPlan::Plan> AttentionPlan::plan(const AttentionProblem& problem) const {
-  for (const Heads& x : {problem.q, problem.k, problem.v, problem.o}) {
+std::shared_ptr<const Attentions::Plan> Attentions::plan(const AttentionProblem& problem) const {
+  if (problem.is_empty()) return nullptr;
+  for (const Heads& x : problem.operands()) {
     constexpr int64_t step = kAlignment / 2;  // elements
     if (x.size % step || x.batch_stride % step || x.head_stride % step || x.row_stride % step) {
       throw ExecutionError(
@@ -328,14 +317,37 @@ std::shared_ptr<const AttentionPlan::Plan> AttentionPlan::plan(const AttentionPr
   return plan;
 }
 
-cudaError_t AttentionPlan::attend(const void* q, const void* k, const void* v, void* o, cudaStream_t stream, float* lse) const {
+cudaError_t AttentionPlan::attend(const void* q, const void* k, const void* v, void* o, cudaStream_t stream,
+                                  const Beside& beside) const {
   if (!current_) return cudaSuccess;
   std::vector<const void*> values{q, k, v, o};
-  if (lse) values.push_back(lse);
-  for (const void* operand : values) {
-    if (reinterpret_cast<uintptr_t>(operand) % kAlignment) return cudaErrorMisalignedAddress;
+  if (beside.lse) values.push_back(beside.lse);
+  if (!are_aligned(values)) return cudaErrorMisalignedAddress;
+  if (beside.lengths) values.push_back(beside.lengths);
+  return current_->run(std::move(values), stream);
+}
+
+cudaError_t AttentionBackwardPlan::differentiate(const void* q, const void* k, const void* v, const void* o, const float* lse,
+                                                 const void* o_gradient, void* q_gradient, void* k_gradient, void* v_gradient,
+                                                 cudaStream_t stream, const int32_t* lengths) const {
+  if (!current_) return clear(k_gradient, v_gradient, stream);
+  std::vector<const void*> values{q, k, v, o, lse, o_gradient, q_gradient, k_gradient, v_gradient};
+  if (!are_aligned(values)) return cudaErrorMisalignedAddress;
+  if (lengths) values.push_back(lengths);
+  return current_->run(std::move(values), stream);
+}
+
+// What columns have that no row sees.
+cudaError_t AttentionBackwardPlan::clear(void* k_gradient, void* v_gradient, cudaStream_t stream) const {
+  for (const auto& [gradient, x] : {std::pair{k_gradient, gradients_.k}, std::pair{v_gradient, gradients_.v}}) {
+    if (x.rows * x.size == 0) continue;
+    for (int64_t i = 0; i < x.batch * x.heads; ++i) {
+      const int64_t offset = i / x.heads * x.batch_stride + i % x.heads * x.head_stride;
+      const cudaError_t status =
+          cudaMemset2DAsync(static_cast<char*>(gradient) + offset * 2, x.row_stride * 2, 0, x.size * 2, x.rows, stream);
+      if (status != cudaSuccess) return status;
+    }
   }
-  current_->run(std::move(values), stream);
   return cudaSuccess;
 }
 

@@ -1,21 +1,16 @@
 // Attention by blocks of scores, in f32: a block of rows walks its columns and corrects what it has when a larger score comes
 // (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao et al., "FlashAttention", 2022).
-#include <algorithm>
+#include "attention.h"
+
 #include <cmath>
 #include <limits>
-#include <vector>
 
 #include "errors.h"
-#include "gemm.h"
-#include "hostweave_cpu.h"
-#include "machine.h"
-#include "types.h"
 
 using namespace hostweave::cpu;
 
 namespace {
 
-constexpr std::int64_t kRows = 64, kColumns = 256;  // of a block of scores
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
 struct Attention {
@@ -23,47 +18,10 @@ struct Attention {
   const void *q, *k, *v;
   void* o;
   float* lse;
+  const std::int32_t* lengths;
 
   cudaDataType_t dtype() const { return static_cast<cudaDataType_t>(p.dtype); }
 };
-
-std::int64_t offset(const hw_cpu_heads& x, std::int64_t batch, std::int64_t head) {
-  return batch * x.batch_stride + head * x.head_stride;
-}
-
-void add_ranges(Ranges& ranges, const void* base, const hw_cpu_heads& x, cudaDataType_t type, bool write) {
-  const std::size_t size = type_size(type);
-  for (std::int64_t batch = 0; batch < x.batch; ++batch) {
-    for (std::int64_t head = 0; head < x.heads; ++head) {
-      const void* const at = shift(base, offset(x, batch, head), type);
-      ranges.push_back(write ? write_of(at, x.size * size, x.rows, x.row_stride * size)
-                             : read_of(at, x.size * size, x.rows, x.row_stride * size));
-    }
-  }
-}
-
-// Row-major c[rows, columns] = alpha a[rows, inner] b + beta c; b is [inner, columns], or [columns, inner] where it is
-// transposed.
-void product(const float* a, const float* b, bool transposed, float* c, std::int64_t rows, std::int64_t columns,
-             std::int64_t inner, float alpha, float beta) {
-  Gemm g;  // of column-major matrices: c' = b' a'
-  g.transpose_a = transposed;
-  g.m = columns, g.n = rows, g.k = inner;
-  g.alpha = alpha, g.beta = beta;
-  g.a = b, g.lda = transposed ? inner : columns;
-  g.b = a, g.ldb = inner;
-  g.c = g.d = c, g.ldc = g.ldd = columns;
-  multiply_floats(g);
-}
-
-// `count` rows from `first` on, side by side.
-void load_rows(std::vector<float>& to, const void* base, const hw_cpu_heads& x, std::int64_t first, std::int64_t count,
-               cudaDataType_t type) {
-  to.resize(count * x.size);
-  for (std::int64_t row = 0; row < count; ++row) {
-    load_row(to.data() + row * x.size, shift(base, (first + row) * x.row_stride, type), x.size, type);
-  }
-}
 
 // The rows of one block, as far as they have seen columns.
 struct Block {
@@ -71,12 +29,11 @@ struct Block {
   std::vector<float> q, k, v, scores, sums, largest, result;
 
   // Scores become exp(score - largest), and what was summed up before is scaled to the same.
-  void see(const hw_cpu_attention& p, std::int64_t column, std::int64_t columns) {
+  void see(const hw_cpu_attention& p, const Sight& sight, std::int64_t column, std::int64_t columns) {
     for (std::int64_t row = 0; row < rows; ++row) {
       float* const score = scores.data() + row * columns;
-      const std::int64_t diagonal = first + row + p.diagonal;
-      const std::int64_t end = p.causal ? std::clamp<std::int64_t>(diagonal + 1 - column, 0, columns) : columns;
-      const std::int64_t begin = p.window ? std::clamp<std::int64_t>(diagonal + 1 - p.window - column, 0, end) : 0;
+      const std::int64_t end = std::clamp<std::int64_t>(sight.end(first + row) - column, 0, columns);
+      const std::int64_t begin = std::clamp<std::int64_t>(sight.begin(first + row) - column, 0, end);
       float most = largest[row];
       for (std::int64_t i = begin; i < end; ++i) most = std::max(most, score[i]);
       std::fill(score, score + begin, 0.f);
@@ -105,20 +62,20 @@ void attend(const Attention& a, std::int64_t batch, std::int64_t head, std::int6
   load_rows(block.q, shift(a.q, offset(p.q, batch, head), a.dtype()), p.q, first, rows, a.dtype());
   const void* const k = shift(a.k, offset(p.k, batch, group), a.dtype());
   const void* const v = shift(a.v, offset(p.v, batch, group), a.dtype());
-  const std::int64_t end = p.causal ? std::clamp<std::int64_t>(first + rows + p.diagonal, 0, p.k.rows) : p.k.rows;
-  const std::int64_t begin = p.window ? std::max<std::int64_t>(first + p.diagonal + 1 - p.window, 0) : 0;
+  const Sight sight(p, a.lengths, batch);
+  const std::int64_t end = sight.end(first + rows - 1), begin = sight.begin(first);
   for (std::int64_t column = begin; column < end; column += kColumns) {
     const std::int64_t columns = std::min(kColumns, end - column);
     load_rows(block.k, k, p.k, column, columns, a.dtype());
     load_rows(block.v, v, p.v, column, columns, a.dtype());
     block.scores.resize(rows * columns);
-    product(block.q.data(), block.k.data(), true, block.scores.data(), rows, columns, p.q.size, p.scale, 0);
-    block.see(p, column, columns);
-    product(block.scores.data(), block.v.data(), false, block.result.data(), rows, p.v.size, columns, 1, 1);
+    product({block.q.data()}, {block.k.data(), true}, block.scores.data(), rows, columns, p.q.size, p.scale, 0);
+    block.see(p, sight, column, columns);
+    product({block.scores.data()}, {block.v.data()}, block.result.data(), rows, p.v.size, columns, 1, 1);
   }
   for (std::int64_t row = 0; row < rows; ++row) {
     float* const result = block.result.data() + row * p.v.size;
-    for (std::int64_t i = 0; i < p.v.size; ++i) result[i] /= block.sums[row];
+    for (std::int64_t i = 0; i < p.v.size; ++i) result[i] /= std::max(block.sums[row], 1.f);  // the largest is exp(0)
     store_row(shift(a.o, offset(p.o, batch, head) + (first + row) * p.o.row_stride, a.dtype()), result, p.v.size, a.dtype());
     if (a.lse) a.lse[(batch * p.q.heads + head) * p.q.rows + first + row] = block.largest[row] + std::log(block.sums[row]);
   }
@@ -127,8 +84,8 @@ void attend(const Attention& a, std::int64_t batch, std::int64_t head, std::int6
 }  // namespace
 
 extern "C" cudaError_t hw_cpu_attend(const hw_cpu_attention* problem, const void* q, const void* k, const void* v, void* o,
-                                     float* lse, cudaStream_t stream) {
-  const Attention a{*problem, q, k, v, o, lse};
+                                     float* lse, const std::int32_t* lengths, cudaStream_t stream) {
+  const Attention a{*problem, q, k, v, o, lse, lengths};
   const hw_cpu_attention& p = a.p;
   if (type_size(a.dtype()) == 0 || a.dtype() == CUDA_R_64F) return cuda_not_supported("attention of this type");
   OpPtr op = new_op("attention", 3);
@@ -136,6 +93,7 @@ extern "C" cudaError_t hw_cpu_attend(const hw_cpu_attention* problem, const void
   add_ranges(op->ranges, k, p.k, a.dtype(), false);
   add_ranges(op->ranges, v, p.v, a.dtype(), false);
   add_ranges(op->ranges, o, p.o, a.dtype(), true);
+  if (lengths) op->ranges.push_back(read_of(lengths, p.q.batch * sizeof(std::int32_t)));
   if (lse) op->ranges.push_back(write_of(lse, p.q.batch * p.q.heads * p.q.rows * sizeof(float)));
   op->work = [a] {
     const std::int64_t blocks = (a.p.q.rows + kRows - 1) / kRows;

@@ -1,15 +1,29 @@
 #include "hostweave/arena.h"
 
 #include <utility>
+#include <vector>
 
-#include "hostweave/check.h"
+#include "hostweave/device_memory.h"
 
 namespace hw {
 
+struct Arena::Memory {
+  DeviceMemory current;
+  std::vector<DeviceMemory> of_graphs;  // that was outgrown
+};
+
+Arena::Arena() = default;
+
+Arena::~Arena() = default;
+
+void* Arena::data() const { return memory_->current.data(); }
+
+size_t Arena::bytes() const { return memory_->current.bytes(); }
+
 void Arena::reserve(MemoryPlan& plan) {
   const size_t total = plan.place();
-  if (total > memory_.bytes() && calls_.in_graphs()) of_graphs_.push_back(std::exchange(memory_, {}));
-  plan.set_pointers(memory_.reserve(total));
+  if (total > bytes() && calls_.in_graphs()) memory_->of_graphs.push_back(std::exchange(memory_->current, {}));
+  plan.set_pointers(memory_->current.reserve(total));
 }
 
 }  // namespace hw

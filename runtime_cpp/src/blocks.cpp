@@ -1,41 +1,60 @@
 #include "hostweave/blocks.h"
 
 #include <utility>
+#include <vector>
 
 namespace hw {
+namespace {
 
-Blocks::Block Blocks::operator[](int64_t number) const {
-  const size_t ndim = dims_.size();
-  Block block{std::vector<int64_t>(ndim), std::vector<int64_t>(ndim), 0, 1};
-  for (size_t i = ndim; i-- > 0; number /= dims_[i].blocks) {
-    const int64_t at = number % dims_[i].blocks;
-    block.start[i] = dims_[i].start(at);
-    block.length[i] = dims_[i].start(at + 1) - block.start[i];
+struct Place : Blocks::Block {
+  std::vector<int64_t> start, length;  // in each dim of the tensor
+};
+
+Place place_of(int64_t number, const std::vector<Cut>& dims) {
+  const size_t ndim = dims.size();
+  Place block{{0, 1}, std::vector<int64_t>(ndim), std::vector<int64_t>(ndim)};
+  for (size_t i = ndim; i-- > 0; number /= dims[i].blocks) {
+    const int64_t at = number % dims[i].blocks;
+    block.start[i] = dims[i].start(at);
+    block.length[i] = dims[i].start(at + 1) - block.start[i];
   }
   // Before it are, in each dim, those that begin earlier there and have the same place in the dims before.
   for (size_t i = 0; i < ndim; ++i) {
-    block.offset = block.offset * dims_[i].size + block.count * block.start[i];
+    block.offset = block.offset * dims[i].size + block.count * block.start[i];
     block.count *= block.length[i];
   }
   return block;
 }
 
+}  // namespace
+
+struct Blocks::Dims {
+  std::vector<Cut> cut;
+};
+
+Blocks::Blocks(std::initializer_list<Cut> dims) { dims_->cut = dims; }
+
+Blocks::~Blocks() = default;
+
+Blocks::Block Blocks::operator[](int64_t number) const { return place_of(number, dims_->cut); }
+
 // Rows that lie equally far from one another go in one call: those of the last two dims that are cut, and of what is between.
 cudaError_t Blocks::copy(const void* src, void* dst, size_t itemsize, bool packs, cudaStream_t stream) const {
+  const std::vector<Cut>& dims = dims_->cut;
   int64_t blocks = 1;
   size_t inner = 0, outer = 0;  // the last dim that is cut, and the one before
-  for (size_t i = 0; i < dims_.size(); ++i) {
-    blocks *= dims_[i].blocks;
-    if (dims_[i].blocks > 1) outer = std::exchange(inner, i);
+  for (size_t i = 0; i < dims.size(); ++i) {
+    blocks *= dims[i].blocks;
+    if (dims[i].blocks > 1) outer = std::exchange(inner, i);
   }
   for (int64_t number = 0; number < blocks; ++number) {
-    const Block block = (*this)[number];
+    const Place block = place_of(number, dims);
     size_t pitch = itemsize, row = itemsize, rows = 1;
-    for (size_t i = inner; i < dims_.size(); ++i) pitch *= dims_[i].size, row *= block.length[i];
+    for (size_t i = inner; i < dims.size(); ++i) pitch *= dims[i].size, row *= block.length[i];
     for (size_t i = outer; i < inner; ++i) rows *= block.length[i];
     for (int64_t at = 0; at < block.count; at += rows * row / itemsize) {
       int64_t rest = at, in_tensor = 0, stride = itemsize;
-      for (size_t i = dims_.size(); i-- > 0; stride *= dims_[i].size) {
+      for (size_t i = dims.size(); i-- > 0; stride *= dims[i].size) {
         in_tensor += (block.start[i] + rest % block.length[i]) * stride;
         rest /= block.length[i];
       }

@@ -1,6 +1,9 @@
 #include <algorithm>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
+#include "hostweave/index.h"
 #include "hostweave/launch.h"
 
 namespace hw {
@@ -55,6 +58,11 @@ void add_ranges(const Access<const void>& access, size_t itemsize, std::vector<h
 }
 
 }  // namespace
+
+void index_out_of_range(bool negative, uint64_t index, int64_t n) {
+  const std::string text = negative ? std::to_string(static_cast<int64_t>(index)) : std::to_string(index);
+  throw std::out_of_range("index " + text + " is out of range: it goes from 0 to " + std::to_string(n - 1));
+}
 
 cudaError_t launch_on_cpu(cudaStream_t stream, void (*run)(void* closure), const void* closure, size_t closure_bytes,
                           std::initializer_list<AnyAccess> accesses) {

@@ -1,8 +1,10 @@
 #include "hostweave/matmul.h"
 
 #include <algorithm>
+#include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "hostweave/check.h"
 #include "hostweave/device_memory.h"
@@ -195,6 +197,10 @@ struct MatmulPlan::Plan {
   }
 };
 
+struct MatmulPlan::Plans {
+  std::vector<std::unique_ptr<Plan>> made;
+};
+
 MatmulPlan::MatmulPlan(Rank& rank, cudaDataType_t operands, cudaDataType_t result, cublasLtEpilogue_t epilogue,
                        cublasComputeType_t compute)
     : rank_(rank),
@@ -208,7 +214,7 @@ MatmulPlan::MatmulPlan(Rank& rank, cudaDataType_t operands, cudaDataType_t resul
 MatmulPlan::~MatmulPlan() = default;
 
 void MatmulPlan::prepare(const Strided& a, const Strided& b, const Strided& c) {
-  for (const auto& plan : plans_) {
+  for (const auto& plan : plans_->made) {
     if (plan->a == a && plan->b == b && plan->c == c) {
       current_ = plan.get();
       return;
@@ -220,7 +226,7 @@ void MatmulPlan::prepare(const Strided& a, const Strided& b, const Strided& c) {
   plan->empty = p.c.rows == 0 || p.c.columns == 0 || std::count(c.shape.dims, c.shape.dims + c.shape.ndim, 0) > 0;
   if (!plan->empty) describe(*plan);
   if (!plan->empty) load_kernels(*plan);
-  current_ = plans_.emplace_back(std::move(plan)).get();
+  current_ = plans_->made.emplace_back(std::move(plan)).get();
 }
 
 void MatmulPlan::describe(Plan& plan) const {

@@ -2,13 +2,31 @@
 
 #include <algorithm>
 #include <functional>
+#include <limits>
 #include <map>
 #include <numeric>
+#include <span>
+#include <vector>
 
 #include "hostweave/rank.h"
 
 namespace hw {
 namespace {
+
+// From moment `first` to before moment `last` a buffer is in use. One that belongs to a single stream lends its bytes at once to
+// what is allocated on that stream next, and to all others from moment `visible_at` on.
+struct Use {
+  static constexpr int64_t kForever = std::numeric_limits<int64_t>::max();
+
+  int64_t first = 0, last = kForever, visible_at = kForever;
+};
+
+struct Lifetime {
+  size_t bytes = 0;
+  const void* pool = nullptr;  // of the stream that it belongs to; null: it belongs to all
+  int64_t stream = 0;
+  std::vector<Use> uses{};  // one after another
+};
 
 constexpr size_t kPlace = 256;  // bytes, what cudaMalloc aligns to
 
@@ -103,50 +121,59 @@ size_t place(std::span<const Lifetime> buffers, std::span<size_t> offsets) {
 
 }  // namespace
 
+// In the order of their first allocation.
+struct MemoryPlan::Buffers {
+  int64_t now = 0;
+  std::vector<void**> pointers;
+  std::vector<Lifetime> lifetimes;
+  std::vector<size_t> offsets;  // where they are placed
+};
+
 MemoryPlan::MemoryPlan() = default;
 
 MemoryPlan::~MemoryPlan() = default;
 
-void MemoryPlan::allocate(std::span<void*> pointers, size_t bytes, const void* pool) {
-  for (size_t stream = 0; stream < pointers.size(); ++stream) {
-    const auto known = std::ranges::find(pointers_, &pointers[stream]);
-    const size_t i = known - pointers_.begin();
-    if (known == pointers_.end()) {
-      pointers_.push_back(&pointers[stream]);
-      lifetimes_.push_back({.bytes = bytes, .pool = pool, .stream = static_cast<int64_t>(stream), .uses = {}});
+void MemoryPlan::allocate(void** pointers, size_t pointer_count, size_t bytes, const void* pool) {
+  auto& [now, known, lifetimes, offsets] = *buffers_;
+  for (size_t stream = 0; stream < pointer_count; ++stream) {
+    const size_t i = std::ranges::find(known, &pointers[stream]) - known.begin();
+    if (i == known.size()) {
+      known.push_back(&pointers[stream]);
+      lifetimes.push_back({.bytes = bytes, .pool = pool, .stream = static_cast<int64_t>(stream)});
     }
-    lifetimes_[i].uses.push_back({.first = now_});
+    lifetimes[i].uses.push_back({.first = now});
   }
-  ++now_;
+  ++now;
 }
 
 void MemoryPlan::join(const void* pool) {
-  for (Lifetime& lifetime : lifetimes_) {
+  const int64_t now = buffers_->now++;
+  for (Lifetime& lifetime : buffers_->lifetimes) {
     if (lifetime.pool != pool) continue;
     for (Use& use : lifetime.uses) {
-      use.last = std::min(use.last, now_);
-      use.visible_at = std::min(use.visible_at, now_);
+      use.last = std::min(use.last, now);
+      use.visible_at = std::min(use.visible_at, now);
     }
   }
-  ++now_;
 }
 
 void MemoryPlan::free(const void* first_pointer, const void* last_pointer) {
-  for (size_t i = 0; i < pointers_.size(); ++i) {
-    const void* const pointer = pointers_[i];
+  const int64_t now = buffers_->now++;
+  for (size_t i = 0; i < buffers_->pointers.size(); ++i) {
+    const void* const pointer = buffers_->pointers[i];
     if (std::less()(pointer, first_pointer) || !std::less()(pointer, last_pointer)) continue;
-    for (Use& use : lifetimes_[i].uses) use.last = std::min(use.last, now_);
+    for (Use& use : buffers_->lifetimes[i].uses) use.last = std::min(use.last, now);
   }
-  ++now_;
 }
 
 size_t MemoryPlan::place() {
-  offsets_.resize(lifetimes_.size());
-  return hw::place(lifetimes_, offsets_);
+  buffers_->offsets.resize(buffers_->lifetimes.size());
+  return hw::place(buffers_->lifetimes, buffers_->offsets);
 }
 
 void MemoryPlan::set_pointers(void* memory) const {
-  for (size_t i = 0; i < pointers_.size(); ++i) *pointers_[i] = static_cast<char*>(memory) + offsets_[i];
+  for (size_t i = 0; i < buffers_->pointers.size(); ++i)
+    *buffers_->pointers[i] = static_cast<char*>(memory) + buffers_->offsets[i];
 }
 
 }  // namespace hw
@@ -162,7 +189,7 @@ extern "C" uint64_t hw_plan_memory(int64_t event_count, const int64_t (*events)[
   for (const auto& [kind, first, count, size, pool_number] : std::span(events, event_count)) {
     const auto* const pool = reinterpret_cast<const void*>(pool_number);
     if (kind == 0) {
-      plan.allocate({&pointers[first], static_cast<size_t>(count)}, size < 0 ? hw::kWorkspaceBytes : size, pool);
+      plan.allocate(&pointers[first], count, size < 0 ? hw::kWorkspaceBytes : size, pool);
     } else if (kind == 1) {
       plan.free(&pointers[first], &pointers[first] + count);
     } else {
@@ -170,8 +197,8 @@ extern "C" uint64_t hw_plan_memory(int64_t event_count, const int64_t (*events)[
     }
   }
   const size_t total = plan.place();
-  std::ranges::copy(plan.offsets(), offsets);
-  std::ranges::transform(plan.lifetimes(), bytes, &hw::Lifetime::bytes);
-  *bound = hw::lower_bound(plan.lifetimes());
+  std::ranges::copy(plan.buffers().offsets, offsets);
+  std::ranges::transform(plan.buffers().lifetimes, bytes, &hw::Lifetime::bytes);
+  *bound = hw::lower_bound(plan.buffers().lifetimes);
   return total;
 }

@@ -13,11 +13,11 @@ namespace hw {
 struct Rank::Pools {
   std::map<std::pair<std::string, Transport>, Channel> channels;  // by "mesh(x=8) x"
   std::map<std::string, std::vector<Stream>> streams;
-  std::map<std::string, std::shared_ptr<void>> handles;  // by library
+  std::map<std::string, Handle> handles;  // by library
   cublasLtHandle_t blas = nullptr;
 };
 
-Rank::Rank(int device, int64_t index, int64_t size) : device_(device), index_(index), size_(size), pools_(new Pools) {}
+Rank::Rank(int device, int64_t index, int64_t size) : device_(device), index_(index), size_(size) {}
 
 Rank::~Rank() {
   for (const auto& [name, streams] : pools_->streams) {
@@ -27,7 +27,9 @@ Rank::~Rank() {
     }
   }
   if (pools_->blas) cublasLtDestroy(pools_->blas);
-  delete pools_;
+  for (const auto& [library, made] : pools_->handles) {
+    if (made.handle) made.destroy(made.handle);
+  }
 }
 
 Rank& Rank::expect_world(int64_t size) {
@@ -63,7 +65,7 @@ cublasLtHandle_t Rank::blas() {
   return pools_->blas;
 }
 
-std::shared_ptr<void>& Rank::handle(const char* library) { return pools_->handles[library]; }
+Handle& Rank::handle(const char* library) { return pools_->handles[library]; }
 
 Stream Rank::stream(const char* name, int i) {
   std::vector<Stream>& streams = pools_->streams[name];

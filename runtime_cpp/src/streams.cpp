@@ -2,9 +2,11 @@
 
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "hostweave/check.h"
 #include "hostweave/errors.h"
+#include "hostweave/index.h"
 
 namespace hw {
 
@@ -12,9 +14,9 @@ Event::Event(unsigned flags) { HW_CHECK(cudaEventCreateWithFlags(&event_, flags)
 
 Event::~Event() { cudaEventDestroy(event_); }
 
-Events::Events(int count) : events_(count) {}
+Events::Events(int count) : count_(count), events_(new Event[count]) {}
 
-Events::~Events() = default;
+Events::~Events() { delete[] events_; }
 
 void Events::out_of_range(int64_t i) const {
   throw ExecutionError("event " + std::to_string(i) + " of " + std::to_string(count()) + ": the index is out of range");
@@ -37,23 +39,33 @@ cudaError_t CallOrder::end_call(cudaStream_t caller) {
   return cudaEventRecord(in_capture_[0], caller);  // after the node before: of two calls in one graph the later one records last
 }
 
+struct Streams::Pool {
+  std::vector<Stream> streams;
+};
+
 Streams::Streams(Rank& rank, const char* name, int count) : joined_(count) {
-  for (int i = 0; i < count; ++i) streams_.push_back(rank.stream(name, i));
+  for (int i = 0; i < count; ++i) pool_->streams.push_back(rank.stream(name, i));
 }
 
 Streams::~Streams() = default;
 
-cudaError_t Streams::fork(cudaStream_t caller) {
+Stream Streams::operator[](int64_t i) const { return pool_->streams[mod(i, static_cast<int64_t>(pool_->streams.size()))]; }
+
+cudaError_t Streams::fork(cudaStream_t caller) { return fork(caller, joined_.count()); }
+
+cudaError_t Streams::fork(cudaStream_t caller, int64_t first) {
   if (const cudaError_t error = cudaEventRecord(forked_[0], caller)) return error;
-  for (const Stream& stream : streams_) {
-    if (const cudaError_t error = cudaStreamWaitEvent(stream, forked_[0], 0)) return error;
+  for (int64_t i = 0; i < first; ++i) {
+    if (const cudaError_t error = cudaStreamWaitEvent((*this)[i], forked_[0], 0)) return error;
   }
   return cudaSuccess;
 }
 
-cudaError_t Streams::join(cudaStream_t caller) {
-  for (size_t i = 0; i < streams_.size(); ++i) {
-    if (const cudaError_t error = cudaEventRecord(joined_[i], streams_[i])) return error;
+cudaError_t Streams::join(cudaStream_t caller) { return join(caller, joined_.count()); }
+
+cudaError_t Streams::join(cudaStream_t caller, int64_t first) {
+  for (int64_t i = 0; i < first; ++i) {
+    if (const cudaError_t error = cudaEventRecord(joined_[i], (*this)[i])) return error;
     if (const cudaError_t error = cudaStreamWaitEvent(caller, joined_[i], 0)) return error;
   }
   return cudaSuccess;

@@ -53,7 +53,10 @@ def test_projects_run_on_the_cpu(capsys: pytest.CaptureFixture[str], tmp_path: P
     result = run(tmp_path, "bash", "-c", capsys.readouterr().out)
     assert result.stdout.endswith("every rank has what it should\n"), result.stdout + result.stderr
 
+    runtime = [folder / "build" / path for path in ("libhostweave_runtime.a", "runtime/cpu/libhostweave_cpu_device.a")]
+    built_at = [path.stat().st_mtime_ns for path in runtime]
     build(FUSIONS["matmul_rs_flat"], folder)  # send and recv, matmuls and a kernel
+    assert [path.stat().st_mtime_ns for path in runtime] == built_at  # the next export left its sources as they were
     for sizes in ("M=64", "K=32", "N=16"), ("K=30",), ("K=3", "N=5"):  # even, uneven, and a rank that has nothing
         result = run(folder, "build/matmul_rs_flat", *sizes, "repetitions=2")
         assert (result.returncode, result.stderr) == (0, "")

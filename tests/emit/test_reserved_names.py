@@ -135,6 +135,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.xdist_group("unusual_names")  # whose programs are rendered once
 @pytest.mark.parametrize("target", ["cpu", pytest.param("cuda", marks=needs_cuda)])
 def test_programs_of_unusual_names_compile(target: str, programs: Path) -> None:
     includes = [f"-I{path}" for path in folders_of(target)]

@@ -78,3 +78,103 @@ def test_operands_that_are_not_aligned() -> None:
     with pytest.raises(ExecutionError, match="misaligned address"):  # run would copy it to where it is aligned
         compiled(masks(hw.bf16, 128, 8), "cuda")(memory, memory[:, :1].clone(), value, group=group)
     group.close()
+
+
+@cache
+def cached(t: DType, rows: int, size: int) -> Fusion:
+    @hw.fusion(q=t["B", 8, rows, size], k=t["T", "B", 2, size], n=hw.i32["B"])
+    def cached(q, k, n):  # type: ignore[no-untyped-def]
+        keys, how = hw.permute_dims(k, (1, 2, 0, 3)), {"enable_gqa": True, "lengths": n}
+        ends = [hw.attention(q, keys, keys, "bottom_right", window, **how) for window in (None, 7)]
+        return hw.scaled_dot_product_attention(q, keys, keys, **how), *ends[0], *ends[1], *hw.attention(q, keys, keys, "top_left", **how)
+
+    return cached
+
+
+@pytest.mark.parametrize(("rows", "dtype", "size"), [(1, hw.bf16, 128), (3, hw.f16, 64), (200, hw.bf16, 128)], ids=str)
+def test_lengths(rows: int, dtype: DType, size: int) -> None:
+    """Tokens against a cache that is not full; a row that sees nothing gives zeros."""
+    torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+    torch.manual_seed(0)
+    kind, allowed = (torch.bfloat16, 2e-2) if dtype == hw.bf16 else (torch.float16, 3e-3)
+    program = compiled(cached(dtype, rows, size), "cuda")
+    for columns, lengths in ((1000, (1000, 1, 700, 200)), (256, (255, 256, 64, 3)), (4096, (4096, 4001, 2, 2048))):
+        q, k = torch.randn(4, 8, rows, size, device="cuda").to(kind), torch.randn(columns, 4, 2, size, device="cuda").to(kind)
+        results = program.run(q, k, torch.tensor(lengths, dtype=torch.int32, device="cuda"))
+        for index, length in enumerate(lengths):
+            keys = k[:length, index].float().permute(1, 0, 2).repeat_interleave(4, 0)
+            scores = q[index].float() @ keys.mT * size**-0.5
+            row, column = torch.arange(rows, device="cuda")[:, None], torch.arange(length, device="cuda")
+            last = row + length - rows
+            masks = (column >= 0) & (row >= 0), column <= last, (column <= last) & (column > last - 7), column <= row
+            want = []
+            for mask in masks:
+                hidden = scores.masked_fill(~mask, -torch.inf)
+                want += [torch.nan_to_num(hidden.softmax(-1)) @ keys, hidden.logsumexp(-1)]
+            del want[1]
+            for number, (got, expected) in enumerate(zip(results, want, strict=True)):
+                message = f"{rows} rows, {columns} columns, length {length}, result {number}"
+                got = got[index].float()
+                torch.testing.assert_close(got, expected, rtol=allowed, atol=allowed, msg=lambda text, m=message: f"{m}: {text}")
+
+
+@cache
+def gradients(t: DType, size: int, group: int) -> Fusion:
+    @hw.fusion(q=t["B", 8, "S", size], k=t["B", 8 // group, "T", size], v=t["T", "B", 8 // group, size], dy=t["S", "B", 8, size])
+    def gradients(q, k, v, dy):  # type: ignore[no-untyped-def]
+        value, given, how = hw.permute_dims(v, (1, 2, 0, 3)), hw.permute_dims(dy, (1, 2, 0, 3)), {"scale": 0.11, "enable_gqa": True}
+        results = []
+        for masks in ({}, {"causal": "top_left"}, {"causal": "bottom_right"}, {"causal": "bottom_right", "window": WINDOW}):
+            y, lse = hw.attention(q, k, value, **masks, **how)
+            results += hw.attention_backward(q, k, value, y, given, lse, **masks, **how)
+        return tuple(results)
+
+    return gradients
+
+
+@pytest.mark.parametrize(("dtype", "size", "group"), [(hw.bf16, 128, 8), (hw.bf16, 64, 1), (hw.f16, 128, 4)])
+def test_gradients(dtype: DType, size: int, group: int) -> None:
+    torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.manual_seed(0)
+    kind, allowed = (torch.bfloat16, 3e-2) if dtype == hw.bf16 else (torch.float16, 5e-3)
+    program = compiled(gradients(dtype, size, group), "cuda")
+    for rows, columns in ((37, 91), (256, 256), (500, 1000), (1024, 1024)):
+        shapes = (2, 8, rows, size), (2, 8 // group, columns, size), (columns, 2, 8 // group, size), (rows, 2, 8, size)
+        arrays = [torch.randn(shape, device="cuda").to(kind) for shape in shapes]
+        results = program.run(*arrays)
+        q, k, v = (x.float().requires_grad_() for x in arrays[:3])
+        distance = torch.arange(rows, device="cuda")[:, None] - torch.arange(columns, device="cuda")
+        below = distance + columns - rows
+        for index, mask in enumerate((distance == distance, distance >= 0, below >= 0, (below >= 0) & (below < WINDOW))):
+            keys, values = (x.repeat_interleave(group, 1) for x in (k, v.permute(1, 2, 0, 3)))
+            y = (q @ keys.mT * 0.11).masked_fill(~mask, -torch.inf).softmax(-1) @ values
+            wanted = torch.autograd.grad(y, (q, k, v), arrays[3].float().permute(1, 2, 0, 3))
+            for number, (got, want) in enumerate(zip(results[3 * index :], wanted, strict=False)):
+                want = want.permute(1, 2, 0, 3) if number == 2 else want
+                bound = allowed * float(want.abs().max())
+                message = f"{rows} rows, {columns} columns, mask {index}, gradient {number}"
+                torch.testing.assert_close(got.float(), want, rtol=allowed, atol=bound, msg=lambda text, m=message: f"{m}: {text}")
+
+
+def test_gradients_with_lengths() -> None:
+    """Of what is not valid they are zeros."""
+    torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+    torch.manual_seed(0)
+
+    @hw.fusion(q=hw.bf16["B", 8, "S", 64], k=hw.bf16["B", 2, "T", 64], dy=hw.bf16["B", 8, "S", 64], n=hw.i32["B"])
+    def padded(q, k, dy, n):  # type: ignore[no-untyped-def]
+        how = {"causal": "bottom_right", "enable_gqa": True, "lengths": n}
+        y, lse = hw.attention(q, k, k, **how)
+        return hw.attention_backward(q, k, k, y, dy, lse, **how)
+
+    q, k, dy = (torch.randn(shape, device="cuda").bfloat16() for shape in ((3, 8, 100, 64), (3, 2, 700, 64), (3, 8, 100, 64)))
+    lengths = (700, 333, 101)
+    results = compiled(padded, "cuda").run(q, k, dy, torch.tensor(lengths, dtype=torch.int32, device="cuda"))
+    for index, length in enumerate(lengths):
+        queries, keys, values = (x[index].float().requires_grad_() for x in (q, k, k))
+        whole = [x[:, :length].repeat_interleave(4, 0) for x in (keys, values)]
+        below = torch.arange(100, device="cuda")[:, None] + length - 100 >= torch.arange(length, device="cuda")
+        y = (queries @ whole[0].mT / 8).masked_fill(~below, -torch.inf).softmax(-1) @ whole[1]
+        for got, want in zip(results, torch.autograd.grad(y, (queries, keys, values), dy[index].float()), strict=True):
+            torch.testing.assert_close(got[index].float(), want, rtol=3e-2, atol=3e-2 * float(want.abs().max()))

@@ -20,6 +20,7 @@ from hostweave.cli.tolerance import tolerance
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.one_device import needs_ranks, on_one_device
 from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS
+from hostweave.fusion_ir.ops.attention import GRADIENTS
 from hostweave.fusion_ir.philox import philox
 from hostweave.fusion_ir.reference import run_reference
 from hostweave.host_ir import tree
@@ -141,7 +142,7 @@ EXAMPLES |= {
 
 
 def test_every_op_has_an_example() -> None:
-    elsewhere = {"attention", "attention_lse"}  # tests/programs/test_attention.py
+    elsewhere = {"attention", "attention_lse", *GRADIENTS}  # tests/programs/test_attention.py and test_attention_backward.py
     assert set(EXAMPLES) == set(OPS) - {"kernel", "output", "fill", *RESHARD_STEPS} - elsewhere  # C++ of the user, and the compiler's own
 
 

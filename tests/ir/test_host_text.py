@@ -62,6 +62,8 @@ streams(ring[2], copy[1]) events(done[3]) uneven(M) {
   matmul %x, %b bias %z activation relu -> %y
   attention %x, %b, %b scaled 0.125 -> %y
   attention %x, %b, %b scaled 0.125 diagonal rank.x * 4 + M - 2 window 128 -> %y lse %z
+  attention %x, %b, %b scaled 0.125 diagonal -1 corner bottom_right lengths %z -> %y
+  attention_backward %x, %b, %b, %y, %x, %z scaled 0.125 diagonal 0 window 128 lengths %z -> %x, %b, %y
   pack %x -> %b in [2 of M/2, 1 of 4]
   unpack %b -> %y in [4 of local(M, x), 1 of 4]
   all_gather %x -> %y on x

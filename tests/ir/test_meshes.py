@@ -92,6 +92,14 @@ def test_shards_of_a_mesh_of_some_ranks() -> None:
         ArgumentError, match=r"^shard: rank 0 has nothing of f32\[M@x, 2\] on mesh\(x=2 of ranks 3, 1\); ask a rank of its mesh$"
     ):
         spec.shard(array, 0, LINE)
+    assert [spec.block((5, 2), rank, LINE) for rank in (3, 1)] == [(slice(0, 3), slice(0, 2)), (slice(3, 5), slice(0, 2))]
+    for shape, rank, message in (
+        ((4, 2), 0, "block: rank 0 has nothing of"),
+        ((4, 3), 1, "block: array: dim 1 is 3; 2 is wanted"),
+        ((4,), 1, r"an array of 1 dims is not a f32\[M@x, 2\]"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            spec.block(shape, rank, LINE)
 
 
 def test_places_with_too_few_ranks() -> None:

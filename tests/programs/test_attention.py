@@ -80,6 +80,115 @@ def by_torch(arrays: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(result.numpy() for result in results)
 
 
+def decode(ranks: int, t: DType) -> Fusion:
+    """A cache that is not full: the batch, the rows and the heads of it are shared by the ranks."""
+
+    @hw.fusion(
+        mesh=hw.Mesh(x=ranks),
+        q=t["B@x", 4, 1, 16],
+        k=t["B@x", 2, "T", 16],
+        n=hw.i32["B@x"],
+        r=t["C", 2, "S@x", 16],
+        w=t["C", 2, "V", 16],
+        m=hw.i32["C"],
+        h=t[f"{2 * ranks}@x", "S", 16],
+        g=t[f"{ranks}@x", "T", 16],
+        one=hw.i32[()],
+    )
+    def decode(q, k, n, r, w, m, h, g, one):  # type: ignore[no-untyped-def]
+        token, lse = hw.attention(q, k, k, enable_gqa=True, lengths=n)
+        rows = hw.attention(r, w, w, "bottom_right", lengths=m), hw.attention(r, w, w, "bottom_right", window=5, lengths=m)
+        padded = hw.attention(r, w, w, "top_left", lengths=m)[0]
+        return (
+            token,
+            lse,
+            *rows[0],
+            *rows[1],
+            padded,
+            hw.scaled_dot_product_attention(h, g, g, is_causal=True, enable_gqa=True, lengths=one),
+        )
+
+    return decode
+
+
+def decoded_by_torch(arrays: dict[str, Any]) -> tuple[Any, ...]:
+    """Each of the batch by itself, with the keys that it has."""
+    torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+    q, k, n, r, w, m, h, g, one = (torch.from_numpy(array.astype(np.float64)) for array in arrays.values())
+
+    def attend(q, k, lengths, causal="", window=1 << 30):  # type: ignore[no-untyped-def]
+        results = []
+        for rows, keys, length in zip(q, k, map(int, lengths), strict=True):
+            keys = keys[:, :length].repeat_interleave(rows.shape[0] // keys.shape[0], 0)
+            scores = rows @ keys.mT * q.shape[-1] ** -0.5
+            if causal:
+                last = length - rows.shape[1] if causal == "bottom_right" else 0
+                distance = torch.arange(rows.shape[1])[:, None] + last - torch.arange(length)
+                scores = scores.masked_fill((distance < 0) | (distance >= window), -torch.inf)
+            results.append((torch.nan_to_num(scores.softmax(-1)) @ keys, scores.logsumexp(-1)))
+        return tuple(torch.stack(parts) for parts in zip(*results, strict=True))
+
+    results = (
+        *attend(q, k, n),
+        *attend(r, w, m, "bottom_right"),
+        *attend(r, w, m, "bottom_right", 5),
+        attend(r, w, m, "top_left")[0],
+        attend(h[None], g[None], one[None], "bottom_right")[0][0],
+    )
+    return tuple(result.numpy() for result in results)
+
+
+@pytest.mark.parametrize(("ranks", "dtype"), [(1, hw.bf16), (2, hw.f16), (3, hw.f32), (4, hw.bf16)], ids=str)
+def test_lengths(ranks: int, dtype: DType) -> None:
+    """What lies behind the valid keys is not looked at; a row without any gives zeros."""
+    fusion = decode(ranks, dtype)
+    sizes = {"B": ranks + 1, "C": 3, "S": 9, "T": 13, "V": 300}
+    arrays = random_arrays(fusion, sizes, seed=ranks)
+    lengths = {"n": [13, 1, 5, 13, 2][: ranks + 1], "m": [300, 270, 4], "one": 11}
+    arrays |= {name: np.array(length, np.int32) for name, length in lengths.items()}
+    allowed = 1e-6 if dtype == hw.f32 else 1e-10  # a log-sum-exp that is composed is rounded to f32
+    for got, want in zip(run_reference(fusion, arrays), decoded_by_torch(arrays), strict=True):
+        np.testing.assert_allclose(got, want, allowed, allowed)
+    for schedule in (parallel(check_dependencies=True), seeded(ranks)):
+        with schedule:
+            expect(fusion, arrays, compiled(fusion).run(**arrays, ranks=True))
+    host = lowered(fusion)
+    assert HostProgram.parse(str(host)) == host
+    assert Fusion.parse(str(fusion)) == fusion
+    if dtype == hw.f32:
+        return
+    outputs = [p.name for p in host.outputs]
+    expect(fusion, arrays, [tuple(rank[name] for name in outputs) for rank in interpret(host, arrays)])
+    arrays["k"][1, :, lengths["n"][1] :] = np.nan
+    arrays["w"][2, :, lengths["m"][2] :] = np.nan
+    assert not any(np.isnan(result.astype(np.float32)).any() for result in compiled(fusion).run(**arrays))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_sequence_in_pieces(ranks: int) -> None:
+    """Of each piece a rank has a part, so that all have as much to see; keys are gathered to where they are used, and not copied."""
+    pieces, length = 4, 8
+
+    @hw.fusion(mesh=hw.Mesh(cp=ranks), q=hw.f16[pieces, f"{length}@cp", 4, 16], k=hw.f16[pieces, f"{length}@cp", 2, 16])
+    def in_pieces(q, k):  # type: ignore[no-untyped-def]
+        keys, results = hw.concat([hw.reshard(k[i], length, 2, 16) for i in range(pieces)]), []
+        for i in range(pieces):
+            rows, seen = (hw.permute_dims(x, (1, 0, 2)) for x in (q[i], keys[: (i + 1) * length] if i + 1 < pieces else keys))
+            results.append(hw.attention(rows, seen, seen, "bottom_right", enable_gqa=True)[0])
+        return hw.concat(results, 1)
+
+    instructions = list(tree.walk(lowered(in_pieces).body))
+    assert sum(isinstance(i, ir.Attention) for i in instructions) == pieces
+    assert not any(isinstance(i, ir.Copy) and "keys" in (i.src, i.dst) for i in instructions)
+    arrays = random_arrays(in_pieces, {}, seed=ranks)
+    with parallel(check_dependencies=True):
+        expect(in_pieces, arrays, compiled(in_pieces).run(**arrays, ranks=True))
+    torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+    q, k = (torch.from_numpy(arrays[name].astype(np.float64)).flatten(0, 1).permute(1, 0, 2) for name in "qk")
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True)
+    np.testing.assert_allclose(run_reference(in_pieces, arrays)[0], want.numpy(), 1e-10, 1e-10)
+
+
 @pytest.mark.parametrize(("ranks", "dtype"), [(1, hw.f16), (2, hw.bf16), (3, hw.bf16), (4, hw.f16)], ids=str)
 def test_matches_torch(ranks: int, dtype: DType) -> None:
     fusion = attention(ranks, dtype)
@@ -142,6 +251,7 @@ def test_what_cudnn_has_not_is_composed() -> None:
         return *hw.attention(q, k, k, "bottom_right", window=3, enable_gqa=True), *alike
 
     assert "attention(" not in str(composed)
+    assert "attention(" not in str(hw.fusion(q=hw.f32[2, "S", 8], k=hw.f32[2, "T", 8])(lambda q, k: hw.attention(q, k, k, "bottom_right")))
     arrays = random_arrays(composed, {"B": 4}, seed=0)
     expect(composed, arrays, compiled(composed).run(**arrays, ranks=True))
     torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
@@ -163,9 +273,13 @@ MISTAKES: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "no window": (lambda q: hw.attention(q, q, q, "top_left", 0), "window=0 is no number of columns before a diagonal"),
     "heads": (lambda q: hw.attention(q, q[:, :2], q[:, :2]), "differ in their heads; use enable_gqa=True for groups of heads"),
-    "sizes": (
-        lambda q: hw.attention(hw.astype(q, hw.f32), hw.astype(q, hw.f32), hw.astype(q, hw.f32), "bottom_right"),
-        "S or S, which a mask at the bottom right needs, is not known at compile time; write ints, or mask by attn_mask",
+    "lengths": (
+        lambda q: hw.attention(q, q, q, lengths=hw.iota(q, "S")),
+        r"lengths of i32\[S\] are not i32\[B\], the number of valid keys of each of the batch; cast or reshape them",
+    ),
+    "lengths of another dtype": (
+        lambda q: hw.scaled_dot_product_attention(q, q, q, lengths=hw.iota(q, "B", hw.i64)),
+        r"lengths of i64\[B\] are not i32\[B\]",
     ),
 }
 
@@ -186,6 +300,8 @@ def test_mistakes(name: str) -> None:
         ("attention(%q, %k, %k, scale=1.0, causal=left)", "causal=left is neither top_left nor bottom_right"),
         ("attention(%q, %k, %k, scale=1.0, window=3)", "window=3 is a number of columns, of a causal mask; give it one"),
         ("attention(%q, %k, %k)", "attribute scale is missing; write scale=0.5"),
+        ("attention(%q, %k, scale=1.0)", "takes 3 operands, and lengths where not all keys are valid, not 2"),
+        ("attention(%q, %k, %k, %q, scale=1.0)", "lengths of bf16[2, 4, S, 8] are not i32[2], the number of valid keys"),
     ],
 )
 def test_mistakes_in_fusion_ir(text: str, why: str) -> None:
@@ -198,8 +314,12 @@ def test_mistakes_in_fusion_ir(text: str, why: str) -> None:
     [
         ("attention %q, %k, %q scaled 1.0 -> %y", "with or without B, and G a divisor of H: reshape them"),
         ("attention %q, %k, %k scaled 1.0 -> %z", "%z is bf16[2, 2, T, 8], not bf16[2, 4, S, 8]"),
+        ("attention %q, %k, %k scaled 1.0 lengths %q -> %y", "%q is bf16[2, 4, S, 8], not i32[2], as lengths are, without gaps"),
+        ("attention %q, %k, %k scaled 1.0 diagonal 0 corner bottom_right -> %y", "it is of bottom_right, with lengths, or of none"),
         ("attention %q, %k, %k scaled 1.0 window 4 -> %y", "a window of 4: it is a number of columns before a diagonal, at least 1"),
-        ("attention %q, %k, %k scaled 1.0 -> %y lse %z", "%z is bf16[2, 2, T, 8], not bf16[2, 4, S]"),
+        ("attention %q, %k, %k scaled 1.0 -> %y lse %z", "%z is bf16[2, 2, T, 8], not f32[2, 4, S], as lse is"),
+        ("attention %q, %k, %k scaled 1.0 -> %y lse %z, %u", "lse is one buffer: name one"),
+        ("attention %q, %k, %k scaled 1.0 lengths %q, %k -> %y", "lengths are one buffer: name one"),
         ("%t = permute %q by [0, 1, 3, 2]\n  attention %t, %t, %t scaled 1.0 -> %u", "a row of %t do not lie side by side"),
     ],
 )

@@ -57,23 +57,18 @@ ONE_STREAM = Variant(ranks=3, chunks=5, streams=1)  # has records and waits that
 MORE = (Variant(ranks=1, chunks=3, streams=2), Variant(ranks=2, chunks=3, streams=3), Variant(ranks=4, chunks=6, streams=2))
 
 
-def table(variant: Variant, names: tuple[str, ...], *marks: pytest.MarkDecorator) -> list[ParameterSet]:
+def table(variant: Variant, names: tuple[str, ...]) -> list[ParameterSet]:
     rows = []
     for name in names:
         fusion = fusion_of(name, variant.ranks, variant.chunks, hw.bf16)
         for dropped, mutant in mutants(lower(fusion, Options(streams=variant.streams))):
             if TURNS not in dropped:
-                rows.append(pytest.param(fusion, mutant, id=f"{name}-{variant}-{dropped}", marks=marks))
+                rows.append(pytest.param(fusion, mutant, id=f"{name}-{variant}-{dropped}"))
     return rows
 
 
 @pytest.mark.parametrize(
-    ("fusion", "mutant"),
-    [
-        *table(SMALL, (*SEVERAL, *ONE_DEVICE)),
-        *table(ONE_STREAM, ("ag_matmul_ring", "matmul_rs_ring")),
-        *(row for variant in MORE for row in table(variant, SEVERAL, pytest.mark.slow)),
-    ],
+    ("fusion", "mutant"), [*table(SMALL, (*SEVERAL, *ONE_DEVICE)), *table(ONE_STREAM, ("ag_matmul_ring", "matmul_rs_ring"))]
 )
 def test_dropped(fusion: Fusion, mutant: HostProgram) -> None:
     sizes = sizes_of(fusion, times=1)
@@ -84,6 +79,14 @@ def test_dropped(fusion: Fusion, mutant: HostProgram) -> None:
     else:
         assert any(is_reported(program, calls, seed) for seed in range(SEEDS))
         assert any(is_wrong(program, fusion, calls, seed) for seed in range(SEEDS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", MORE, ids=str)
+@pytest.mark.parametrize("name", SEVERAL)
+def test_dropped_from_more_variants(name: str, variant: Variant) -> None:
+    for row in table(variant, (name,)):
+        test_dropped(*row.values)
 
 
 def test_dropped_turns() -> None:

@@ -16,7 +16,8 @@ from hostweave.base.paths import NATIVE
 from hostweave.build.nvrtc import Unit
 
 MODULE_FILE = "hostweave_program.so"
-FLAGS = ("-O2", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique")
+ONLY_ENQUEUE = ("program.cpp", "binding.cpp")  # files of a program in which no loop is hot: at -O2 a compiler takes twice as long for them
+FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique")
 
 
 class KernelCompiler(Protocol):
@@ -45,7 +46,8 @@ class Toolchain:
         """The command that compiles one file in the current folder."""
         folders = [f"-I{folder}" for folder in self.include_folders] + (["-DHOSTWEAVE_JIT"] if self.kernel_compiler else [])
         language = ["-x", "c++"] if source.endswith(".cu") else []
-        return [str(self.compiler), *FLAGS, *folders, *language, "-c", source, "-o", into]
+        level = "-O1" if source in ONLY_ENQUEUE else "-O2"
+        return [str(self.compiler), level, *FLAGS, *folders, *language, "-c", source, "-o", into]
 
     def link(self, objects: list[str], into: str, libraries: tuple[Path, ...] = ()) -> list[str]:
         """The command that links objects into a shared library, which finds its libraries wherever they are now."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -35,7 +36,17 @@ def load_file(path: Path, constants: Mapping[str, Any] | None = None) -> ModuleT
                 statement.value = ast.copy_location(ast.Name(f"_{name}_given", ast.Load()), statement.value)
     if missing:
         raise HostweaveError(f"{path.name}: no top-level constant {next(iter(missing))!r} to set")
-    exec(compile(tree, str(path), "exec"), module.__dict__)
+    folder = str(path.resolve().parent)  # where `python FILE` finds what it imports, too
+    sys.path.insert(0, folder)
+    before = sys.modules.get(module.__name__)
+    sys.modules[module.__name__] = module  # where dataclasses look up what their annotations name
+    try:
+        exec(compile(tree, str(path), "exec", dont_inherit=True), module.__dict__)
+    finally:
+        sys.path.remove(folder)
+        sys.modules.pop(module.__name__)
+        if before:
+            sys.modules[module.__name__] = before
     return module
 
 

@@ -82,4 +82,6 @@ def reduced_length(op: Op, types: Mapping[str, TensorType], sizes: Mapping[str, 
     dim_sizes = {
         label: size for labels, type in zip(walked.operands, operands, strict=True) for label, size in zip(labels, type.shape, strict=True)
     }
-    return prod(size.bind(sizes) for label, size in dim_sizes.items() if label and label not in (*walked.result, *walked.unwalked))
+    reduced = [size for label, size in dim_sizes.items() if label and label not in (*walked.result, *walked.unwalked)]
+    reduced += [operands[operand].shape[dim] for operand, dim in OPS[op.kind].adds_up]
+    return prod(size.bind(sizes) for size in reduced)

@@ -48,8 +48,10 @@ def export(program: HostProgram, folder: Path, reference: HostProgram | str, dty
         (folder / path).unlink(missing_ok=True)  # of an earlier export: CMake would compile it, too
     sums = "".join(f"{_sum(content)}  {path}\n" for path, content in files.items())
     for path, content in {_SUMS: sums.encode(), **files}.items():  # the list first: an export that is cut short can be done again
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_bytes(content)
+        there = folder / path
+        if not there.exists() or there.read_bytes() != content:  # else it keeps its time, and the next build has nothing to compile for it
+            there.parent.mkdir(parents=True, exist_ok=True)
+            there.write_bytes(content)
 
 
 def _written(folder: Path) -> dict[str, str]:

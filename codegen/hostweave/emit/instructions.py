@@ -257,14 +257,26 @@ class Emitter:
         return plans[key].member
 
     def attention(self, i: ir.Attention) -> str:
+        plan = self.attention_plan("AttentionPlan", i, i.dst, (i.q, i.k, i.v, i.dst), [".has_lse = true"] if i.lse else [])
+        beside = [f".{field} = {self.text(name)}" for field, names in (("lse", i.lse), ("lengths", i.lengths)) for name in names]
+        return self.lay_out(i, plan=plan, beside=beside)
+
+    def attention_backward(self, i: ir.AttentionBackward) -> str:
+        operands = (i.q, i.k, i.v, i.o, i.gradient, i.dq, i.dk, i.dv)
+        return self.lay_out(i, plan=self.attention_plan("AttentionBackwardPlan", i, i.dq, operands, [".has_lse = true"]))
+
+    def attention_plan(
+        self, kind: str, i: ir.Attention | ir.AttentionBackward, dst: str, operands: Sequence[str], more: Sequence[str]
+    ) -> str:
         words = [f".scale = {i.scale!r}"] if i.scale != 1 else []
         words += [".causal = true"] if i.diagonal is not None else []
         words += [f".window = {i.window}"] if i.window else []
-        words += [".has_lse = true"] if i.lse else []
-        shapes = [self.strided(self.type_of(name)) for name in (i.q, i.k, i.v, i.dst)]
+        words += more
+        words += [".has_lengths = true"] if i.lengths else []
+        words += [".from_end = true"] if i.corner else []
+        shapes = [self.strided(self.type_of(name)) for name in operands]
         diagonal = [self.expr(i.diagonal)] if i.diagonal not in (None, Const(0)) else []
-        made_with = CUDA_TYPES[self.dtype(i.q)], f"{{{', '.join(words)}}}"
-        return self.lay_out(i, plan=self.planned("AttentionPlan", i, i.dst, made_with, (*shapes, *diagonal)))
+        return self.planned(kind, i, dst, (CUDA_TYPES[self.dtype(i.q)], f"{{{', '.join(words)}}}"), (*shapes, *diagonal))
 
     def strided(self, type: BufferType) -> str:
         shape = self.integers.shape(type.shape)
@@ -329,7 +341,7 @@ class Emitter:
             number = number * channel.mesh.axis_size(axis) + Coordinate(axis)
         src, cpp = self.text(i.src), self.type_of(i.dst).dtype.cpp
         kept = f"const_cast<{cpp}*>({src})" if self.buffers[i.src].read_only else src
-        return self.lay_out(i, place=self.expr(number), kept=kept)
+        return self.lay_out(i, rank_in_group=self.expr(number), kept=kept)
 
     def by_rank(self, i: ir.AllToAll | ir.Gather | ir.Scatter) -> str:
         """A collective that walks the ranks of its channel and sends or receives a block of each."""
@@ -374,10 +386,10 @@ class Emitter:
         return f"hw::Blocks{{{', '.join(map(self.cut, cuts))}}}"
 
     def cut(self, cut: Cut) -> str:
-        words = [self.integers.alone(cut.held)] + ([str(cut.blocks)] if cut.blocks > 1 else [])
+        words = [self.integers.alone(cut.size)] + ([str(cut.blocks)] if cut.blocks > 1 else [])
         if cut.blocks > 1 and cut.local:
-            mesh, whole = cut.local.mesh_in(self.program.mesh), self.integers.alone(cut.whole)
-            words += [whole, f"hw::local_begin({whole}, {mesh.size_of(cut.local.axes)}, {rank_in_group(mesh, cut.local.axes)})"]
+            mesh, end = cut.local.mesh_in(self.program.mesh), self.integers.alone(cut.global_size)
+            words += [end, f"hw::local_begin({end}, {mesh.size_of(cut.local.axes)}, {rank_in_group(mesh, cut.local.axes)})"]
         return f"{{{', '.join(words)}}}"
 
     # --- streams, events, control ---
@@ -450,6 +462,7 @@ _EMIT: dict[type[tree.Instruction], Callable[[Emitter, Any], str | Words]] = {
     ir.Choose: Emitter.choose,
     ir.Matmul: Emitter.matmul,
     ir.Attention: Emitter.attention,
+    ir.AttentionBackward: Emitter.attention_backward,
     ir.Launch: Emitter.launch,
     ir.Copy: Emitter.copy,
     ir.Fill: Emitter.fill,

@@ -279,6 +279,8 @@ def _parse_atom(reader: Reader) -> Expr:
         return inner
     if reader.peek() == "%":
         return Var(reader.named())
+    if reader.accept("-"):
+        return Const(-reader.integer())
     if reader.peek().isdigit():
         return Const(reader.integer())
     if reader.accept("rank"):

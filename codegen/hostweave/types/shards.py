@@ -19,11 +19,16 @@ Shape = tuple[int, ...]
 
 def shard(type_: TensorType, array: NDArray[Any], rank: int, mesh: Mesh) -> NDArray[Any]:
     """The block of a global array that `rank` holds, a view. Raises ArgumentError where the shape does not fit, or the rank has none."""
+    return array[checked_block(type_, array.shape, rank, mesh, "shard")]
+
+
+def checked_block(type_: TensorType, shape: Shape, rank: int, mesh: Mesh, word: str) -> tuple[slice, ...]:
+    """`block_of` for what a user gives: raises ArgumentError where the shape does not fit, or the rank has none."""
     if not holds(type_, mesh, rank):
-        raise ArgumentError(f"shard: rank {rank} has nothing of {type_}; ask a rank of its mesh")
-    _check_rank(type_, array.shape)
-    bind_sizes("shard", mesh, {"array": type_}, {"array": array.shape}, None)
-    return array[block_of(type_, mesh, rank, array.shape)]
+        raise ArgumentError(f"{word}: rank {rank} has nothing of {type_}; ask a rank of its mesh")
+    _check_rank(type_, shape)
+    bind_sizes(word, mesh, {"array": type_}, {"array": shape}, None)
+    return block_of(type_, mesh, rank, shape)
 
 
 def unshard(type_: TensorType, arrays: Sequence[NDArray[Any]], mesh: Mesh) -> NDArray[Any]:
@@ -38,7 +43,7 @@ def unshard(type_: TensorType, arrays: Sequence[NDArray[Any]], mesh: Mesh) -> ND
         raise ArgumentError(f"unshard: {len(arrays)} arrays for the {mesh.size} ranks of {mesh}; pass one a rank, in rank order")
     for array in arrays:
         _check_rank(type_, array.shape)
-    shape = whole_shape(type_, mesh, {rank: array.shape for rank, array in zip(mesh.all_ranks, arrays, strict=True)})
+    shape = shape_of_global(type_, mesh, {rank: array.shape for rank, array in zip(mesh.all_ranks, arrays, strict=True)})
     result = np.empty(shape, arrays[0].dtype)
     for rank, array in zip(mesh.all_ranks, arrays, strict=True):
         if array.shape != (wanted := block_shape(type_, mesh, rank, shape)):
@@ -49,7 +54,7 @@ def unshard(type_: TensorType, arrays: Sequence[NDArray[Any]], mesh: Mesh) -> ND
     return result
 
 
-def whole_shape(type_: TensorType, mesh: Mesh, shapes: Sequence[Shape] | Mapping[int, Shape]) -> Shape:
+def shape_of_global(type_: TensorType, mesh: Mesh, shapes: Sequence[Shape] | Mapping[int, Shape]) -> Shape:
     """The shape of the global array of which the ranks hold blocks of these shapes: along each dim what the ranks that split it hold."""
     mesh = type_.mesh_in(mesh)
     return tuple(sum(shapes[rank][i] for rank in mesh.process_group(mesh.all_ranks[0], dim.axes)) for i, dim in enumerate(type_.dims))

@@ -213,6 +213,15 @@ class TensorType:
 
         return shard(self, array, rank, mesh)
 
+    def block(self, shape: Sequence[int], rank: int, mesh: Mesh) -> tuple[slice, ...]:
+        """Where in a global array of this shape the block of `rank` lies, as of a file that is read in part. Raises as `shard`.
+
+        Example: `handle.get_slice("w")[hw.bf16["K", "N@tp"].block((4096, 4096), rank, mesh)]` of a safetensors file.
+        """
+        from hostweave.types.shards import checked_block
+
+        return checked_block(self, tuple(shape), rank, mesh, "block")
+
     def unshard(self, arrays: Sequence[NDArray[Any]], mesh: Mesh) -> NDArray[Any]:
         """The global array of what the ranks of the mesh hold, in rank order. Raises ArgumentError where a shape does not fit."""
         from hostweave.types.shards import unshard

@@ -137,13 +137,13 @@ class Runner::Seat {
   // An array on this device is used where it is.
   bool in_place(const Array& array) const { return array.device == device_ && reinterpret_cast<uintptr_t>(array.data) % 16 == 0; }
 
-  void place(Arguments& arguments, const std::vector<Array>& arrays, std::span<const Argument> parameters) {
+  void place(Arguments& arguments, const std::vector<Array>& arrays, List<Argument> parameters) {
     arguments.tensors.clear();
     arguments.bytes.clear();
     for (size_t i = 0; i < arrays.size(); ++i) {
       const Array& array = arrays[i];
       void* const data = in_place(array) ? array.data : arguments.staging[i].reserve(at_least_one(array.bytes));
-      arguments.tensors.push_back({data, parameters[i].dtype, array.shape, device_, array.whole});
+      arguments.tensors.push_back({data, parameters[i].dtype, array.shape, device_, array.global_shape});
       arguments.bytes.push_back(array.bytes);
     }
   }

@@ -3,9 +3,8 @@
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
-#include <vector>
 
-#include "hostweave/device_memory.h"
+#include "hostweave/hidden.h"
 #include "hostweave/memory_plan.h"
 #include "hostweave/streams.h"
 
@@ -13,6 +12,9 @@ namespace hw {
 
 class Arena {
  public:
+  Arena();
+  ~Arena();
+
   // Gives every buffer of the plan its place. Memory grows when larger sizes come, and stays. What a graph may use stays where
   // it is as long as the program lives.
   void reserve(MemoryPlan& plan);
@@ -21,12 +23,12 @@ class Arena {
   cudaError_t begin_call(cudaStream_t caller) { return calls_.begin_call(caller); }
   cudaError_t end_call(cudaStream_t caller) { return calls_.end_call(caller); }
 
-  void* data() const { return memory_.data(); }
-  size_t bytes() const { return memory_.bytes(); }
+  void* data() const;
+  size_t bytes() const;
 
  private:
-  DeviceMemory memory_;
-  std::vector<DeviceMemory> of_graphs_;  // memory that was outgrown
+  struct Memory;
+  Hidden<Memory> memory_;
   CallOrder calls_;
 };
 

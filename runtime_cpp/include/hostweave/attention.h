@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -13,10 +14,18 @@
 namespace hw {
 
 struct AttentionOptions {
-  double scale = 1;      // of the scores
-  bool causal = false;   // a row sees the columns up to the diagonal
-  int64_t window = 0;    // and only the last so many of them; 0: all
-  bool has_lse = false;  // whether it also gives the logarithms of the sums of exp
+  double scale = 1;          // of the scores
+  bool causal = false;       // a row sees the columns up to the diagonal
+  int64_t window = 0;        // and only the last so many of them; 0: all
+  bool has_lse = false;      // whether it also gives the logarithms of the sums of exp
+  bool has_lengths = false;  // whether columns end where the lengths say
+  bool from_end = false;     // and the diagonal begins there
+};
+
+// What a call has beside its operands, where the options say so: lse is [batch, heads, rows], the lengths are [batch].
+struct Beside {
+  float* lse = nullptr;
+  const int32_t* lengths = nullptr;
 };
 
 // An operand as [batch, heads, rows, elements of a row], which lie side by side. Strides are in elements.
@@ -27,37 +36,73 @@ struct Heads {
   bool operator==(const Heads&) const = default;
 };
 
-struct AttentionProblem {
-  Heads q, k, v, o;
-  int64_t diagonal = 0;  // row i sees columns up to i + diagonal
+struct Gradients {
+  Heads o, q, k, v;
 
-  bool operator==(const AttentionProblem&) const = default;
+  bool operator==(const Gradients&) const = default;
 };
 
-// o = softmax(scale q kT) v, with consecutive heads of q in groups that have one head of k and v.
-class AttentionPlan {
+struct AttentionProblem {
+  Heads q, k, v, o;
+  int64_t diagonal = 0;                // row i sees columns up to i + diagonal, or that and its length
+  std::optional<Gradients> gradients;  // of what it is the backward pass for
+
+  bool operator==(const AttentionProblem&) const = default;
+  bool is_empty() const;
+  std::vector<Heads> operands() const;
+};
+
+// Plans of the device's library for the last few problems.
+class Attentions {
  public:
-  AttentionPlan(Rank& rank, cudaDataType_t dtype, const AttentionOptions& options);
-  AttentionPlan(const AttentionPlan&) = delete;
-  AttentionPlan& operator=(const AttentionPlan&) = delete;
+  Attentions(Rank& rank, cudaDataType_t dtype, const AttentionOptions& options);
+  Attentions(const Attentions&) = delete;
+  Attentions& operator=(const Attentions&) = delete;
 
-  // For these operands of three or four dims, the batch first where there are four. Throws ExecutionError where the device's
-  // library cannot, or where a row sees no column.
-  void prepare(const Strided& q, const Strided& k, const Strided& v, const Strided& o, int64_t diagonal = 0);
+ protected:
+  struct Plan;
+  // Throws ExecutionError where the device's library cannot, or where a row sees no column, as far as that does not hang on
+  // lengths.
+  void prepare_for(const AttentionProblem& problem);
 
-  // As prepared last. lse, where the options ask for it, is [batch, heads, rows].
-  cudaError_t attend(const void* q, const void* k, const void* v, void* o, cudaStream_t stream, float* lse = nullptr) const;
+  std::shared_ptr<const Plan> current_;  // none where the device has nothing to compute
 
  private:
-  struct Plan;
   std::shared_ptr<const Plan> plan(const AttentionProblem& problem) const;
   void expect_columns(const AttentionProblem& problem) const;
 
   Rank& rank_;
   cudaDataType_t dtype_;
   AttentionOptions options_;
-  std::vector<std::pair<AttentionProblem, std::shared_ptr<const Plan>>> plans_;  // the last few; none where o has no elements
-  std::shared_ptr<const Plan> current_;
+  std::vector<std::pair<AttentionProblem, std::shared_ptr<const Plan>>> plans_;
+};
+
+// o = softmax(scale q kT) v, with consecutive heads of q in groups that have one head of k and v. All operands have three or
+// four dims, the batch first where there are four.
+class AttentionPlan : Attentions {
+ public:
+  using Attentions::Attentions;
+  void prepare(const Strided& q, const Strided& k, const Strided& v, const Strided& o, int64_t diagonal = 0);
+
+  // As prepared last. A row before all columns gives zeros, and the lse -inf; a length is at least 1.
+  cudaError_t attend(const void* q, const void* k, const void* v, void* o, cudaStream_t stream, const Beside& beside = {}) const;
+};
+
+// The gradients of q, k and v by that of o, from what attention gave.
+class AttentionBackwardPlan : Attentions {
+ public:
+  using Attentions::Attentions;
+  void prepare(const Strided& q, const Strided& k, const Strided& v, const Strided& o, const Strided& o_gradient,
+               const Strided& q_gradient, const Strided& k_gradient, const Strided& v_gradient, int64_t diagonal = 0);
+
+  cudaError_t differentiate(const void* q, const void* k, const void* v, const void* o, const float* lse, const void* o_gradient,
+                            void* q_gradient, void* k_gradient, void* v_gradient, cudaStream_t stream,
+                            const int32_t* lengths = nullptr) const;
+
+ private:
+  cudaError_t clear(void* k_gradient, void* v_gradient, cudaStream_t stream) const;
+
+  Gradients gradients_;
 };
 
 }  // namespace hw

@@ -6,36 +6,35 @@
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
-#include <span>
-#include <vector>
 
 #include "hostweave/channel.h"
+#include "hostweave/hidden.h"
 #include "hostweave/index.h"
 #include "hostweave/route.h"
 #include "hostweave/shards.h"
 
 namespace hw {
 
-// A dim of which a rank has `size` indices, from index `begin` of `whole` on, cut where the blocks of `blocks` ranks that share
-// the whole dim begin.
+// A dim of which a rank has `size` indices, from index `begin` of `global_size` on, cut where the blocks of `blocks` ranks that
+// share the global dim begin.
 struct Cut {
   int64_t size;
   int64_t blocks = 1;
-  int64_t whole = size;
+  int64_t global_size = size;
   int64_t begin = 0;
 
   // Where a block begins in what the rank has; behind the last one it is where that ends.
-  int64_t start(int64_t block) const { return clamped(local_begin(whole, blocks, block) - begin, 0, size); }
+  int64_t start(int64_t block) const { return clamped(local_begin(global_size, blocks, block) - begin, 0, size); }
 };
 
 // The blocks of a row-major tensor, in row-major order. Packed, they lie one after another, each row-major in itself.
 class Blocks {
  public:
-  Blocks(std::initializer_list<Cut> dims) : dims_(dims) {}
+  Blocks(std::initializer_list<Cut> dims);
+  ~Blocks();
 
   struct Block {
-    std::vector<int64_t> start, length;  // in each dim of the tensor
-    int64_t offset;                      // among packed blocks, in elements
+    int64_t offset;  // among packed blocks, in elements
     int64_t count;
   };
   Block operator[](int64_t number) const;
@@ -44,7 +43,8 @@ class Blocks {
   cudaError_t copy(const void* src, void* dst, size_t itemsize, bool packs, cudaStream_t stream) const;
 
  private:
-  std::vector<Cut> dims_;
+  struct Dims;
+  Hidden<Dims> dims_;
 };
 
 template <class T>
@@ -57,8 +57,8 @@ cudaError_t unpack(const T* src, T* dst, const Blocks& blocks, cudaStream_t stre
 }
 
 // Of packed blocks those that the routes have this rank send, or receive, but for empty ones. Stands in a group.
-template <class T>
-ncclResult_t send_blocks(const T* src, const Blocks& blocks, std::span<const Route> routes, ncclDataType_t type,
+template <class T, size_t n>
+ncclResult_t send_blocks(const T* src, const Blocks& blocks, const Route (&routes)[n], ncclDataType_t type,
                          const Channel& channel, cudaStream_t stream) {
   for (const Route& route : routes) {
     if (route.sender != channel.rank()) continue;
@@ -68,8 +68,8 @@ ncclResult_t send_blocks(const T* src, const Blocks& blocks, std::span<const Rou
   }
   return ncclSuccess;
 }
-template <class T>
-ncclResult_t recv_blocks(T* dst, const Blocks& blocks, std::span<const Route> routes, ncclDataType_t type, const Channel& channel,
+template <class T, size_t n>
+ncclResult_t recv_blocks(T* dst, const Blocks& blocks, const Route (&routes)[n], ncclDataType_t type, const Channel& channel,
                          cudaStream_t stream) {
   for (const Route& route : routes) {
     if (route.receiver != channel.rank()) continue;

@@ -1,12 +1,11 @@
 // What kernels call for ops that read or write where an element says, or that take all along a dim together: a lane. A thread has
 // a lane of its own, or a part of one, where neighbouring lanes lie side by side, else a block has it.
 #pragma once
+#include "hostweave/index.h"
 #include "hostweave/rows.h"
 
 #ifndef __CUDACC__
 #include <algorithm>
-#include <stdexcept>
-#include <string>
 #include <vector>
 #endif
 
@@ -19,9 +18,8 @@ HW_DEVICE int64_t index(T id, int64_t n) {
 #ifdef __CUDACC__
   return below ? 0 : above ? n - 1 : static_cast<int64_t>(id);
 #else
-  if (below || above) {
-    throw std::out_of_range("index " + std::to_string(id) + " is out of range: it goes from 0 to " + std::to_string(n - 1));
-  }
+  if (below || above) [[unlikely]]
+    index_out_of_range(below, static_cast<uint64_t>(id), n);
   return static_cast<int64_t>(id);
 #endif
 }

@@ -4,9 +4,8 @@
 
 #include <cstdint>
 #include <initializer_list>
-#include <memory>
-#include <vector>
 
+#include "hostweave/hidden.h"
 #include "hostweave/rank.h"
 #include "hostweave/tensor.h"
 
@@ -60,7 +59,8 @@ class MatmulPlan {
   cudaDataType_t result_;
   cublasLtEpilogue_t epilogue_;
   cublasComputeType_t compute_;
-  std::vector<std::unique_ptr<Plan>> plans_;
+  struct Plans;
+  Hidden<Plans> plans_;
   const Plan* current_ = nullptr;
 };
 

@@ -3,28 +3,12 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <limits>
-#include <span>
-#include <vector>
+
+#include "hostweave/hidden.h"
 
 namespace hw {
 
 class Streams;
-
-// From moment `first` to before moment `last` a buffer is in use. One that belongs to a single stream lends its bytes at once to
-// what is allocated on that stream next, and to all others from moment `visible_at` on.
-struct Use {
-  static constexpr int64_t kForever = std::numeric_limits<int64_t>::max();
-
-  int64_t first = 0, last = kForever, visible_at = kForever;
-};
-
-struct Lifetime {
-  size_t bytes = 0;
-  const void* pool = nullptr;  // of the stream that it belongs to; null: it belongs to all
-  int64_t stream = 0;
-  std::vector<Use> uses;  // one after another
-};
 
 class MemoryPlan {
  public:
@@ -34,15 +18,15 @@ class MemoryPlan {
   // A buffer that has been freed may be allocated again: it is the same one then.
   template <class T>
   void allocate(T*& pointer, int64_t count) {
-    allocate({reinterpret_cast<void**>(&pointer), 1}, count * sizeof(T), nullptr);
+    allocate(reinterpret_cast<void**>(&pointer), 1, count * sizeof(T), nullptr);
   }
   // A buffer for each of these streams.
   template <class T, size_t n>
   void allocate(std::array<T*, n>& pointers, int64_t count, const Streams& streams) {
-    allocate({reinterpret_cast<void**>(pointers.data()), n}, count * sizeof(T), &streams);
+    allocate(reinterpret_cast<void**>(pointers.data()), n, count * sizeof(T), &streams);
   }
-  // A buffer of so many bytes for each pointer: of all streams, or one for each of the first of a pool.
-  void allocate(std::span<void*> pointers, size_t bytes, const void* pool);
+  // A buffer of so many bytes for each of the pointers: of all streams, or one for each of the first of a pool.
+  void allocate(void** pointers, size_t pointer_count, size_t bytes, const void* pool);
 
   template <class T>
   void free(T*& pointer) {
@@ -60,17 +44,14 @@ class MemoryPlan {
 
   // The bytes that all buffers together take.
   size_t place();
-  // Of the buffers in the order of their first allocation, and of these the places.
-  std::span<const Lifetime> lifetimes() const { return lifetimes_; }
-  std::span<const size_t> offsets() const { return offsets_; }
   // Once placed, sets every pointer to its place in this memory.
   void set_pointers(void* memory) const;
 
+  struct Buffers;
+  const Buffers& buffers() const { return *buffers_; }
+
  private:
-  int64_t now_ = 0;
-  std::vector<void**> pointers_;
-  std::vector<Lifetime> lifetimes_;
-  std::vector<size_t> offsets_;
+  Hidden<Buffers> buffers_;
 };
 
 }  // namespace hw

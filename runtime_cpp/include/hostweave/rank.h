@@ -5,9 +5,9 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 
 #include "hostweave/channel.h"
+#include "hostweave/hidden.h"
 
 namespace hw {
 
@@ -19,6 +19,12 @@ struct Stream {
   void* workspace = nullptr;
 
   operator cudaStream_t() const { return handle; }
+};
+
+// Of a library, and what destroys it.
+struct Handle {
+  void* handle = nullptr;
+  void (*destroy)(void* handle) = nullptr;
 };
 
 // One rank's device: its place in the world, library handle, streams and channels. Used by one thread at a time, with
@@ -42,8 +48,8 @@ class Rank {
   const Channel& channel(const char* mesh, const char* axes, int64_t size, Transport transport = Transport::two_sided) const;
 
   cublasLtHandle_t blas();  // made on first use
-  // A handle of a library that only some programs use, empty until one of them makes it.
-  std::shared_ptr<void>& handle(const char* library);
+  // A handle of a library that only some programs use, null until one of them makes it.
+  Handle& handle(const char* library);
   // The i-th stream of this name, made on first use. Programs that use the same name share them.
   Stream stream(const char* name, int i);
 
@@ -52,7 +58,7 @@ class Rank {
   int device_;
   int64_t index_;
   int64_t size_;
-  Pools* pools_;
+  Hidden<Pools> pools_;
 };
 
 }  // namespace hw

@@ -3,9 +3,8 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-#include <vector>
 
-#include "hostweave/index.h"
+#include "hostweave/hidden.h"
 #include "hostweave/rank.h"
 
 namespace hw {
@@ -26,8 +25,9 @@ class Events {
  public:
   explicit Events(int count);
   ~Events();
+  Events(Events&&) = delete;
 
-  int64_t count() const { return static_cast<int64_t>(events_.size()); }
+  int64_t count() const { return count_; }
   // Throws ExecutionError where there is no such event.
   cudaEvent_t operator[](int64_t i) const {
     if (i < 0 || i >= count()) [[unlikely]]
@@ -37,7 +37,8 @@ class Events {
 
  private:
   [[noreturn]] void out_of_range(int64_t i) const;
-  std::vector<Event> events_;
+  int64_t count_;
+  Event* events_;
 };
 
 // Calls that use the same memory or signals, one after another, whatever streams they are on.
@@ -66,14 +67,17 @@ class Streams {
   ~Streams();
 
   // Stream i modulo their number, of a negative index, too.
-  Stream operator[](int64_t i) const { return streams_[mod(i, static_cast<int64_t>(streams_.size()))]; }
-  // Every stream waits for what `caller` holds.
+  Stream operator[](int64_t i) const;
+  // Every stream, or the first ones, wait for what `caller` holds.
   cudaError_t fork(cudaStream_t caller);
+  cudaError_t fork(cudaStream_t caller, int64_t first);
   // `caller` waits for what the streams hold.
   cudaError_t join(cudaStream_t caller);
+  cudaError_t join(cudaStream_t caller, int64_t first);
 
  private:
-  std::vector<Stream> streams_;
+  struct Pool;
+  Hidden<Pool> pool_;
   Events forked_{1};
   Events joined_;
 };

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from math import sqrt
 from typing import TYPE_CHECKING, ParamSpec
 
 from hostweave.base.errors import Location, ProgramError
@@ -12,7 +11,6 @@ from hostweave.base.signatures import checked, public_names
 from hostweave.fusion_ir.frontend import functions as hw
 from hostweave.fusion_ir.frontend.recording import Axis, dim_of, dims_of, record
 from hostweave.fusion_ir.frontend.trace import Tensor
-from hostweave.fusion_ir.ops.attention import BOTTOM_RIGHT, TOP_LEFT, why_composed
 from hostweave.types.size import Size
 from hostweave.types.tensor import DType, f32, u32
 
@@ -172,172 +170,7 @@ def _cast(x: Tensor, dtype: DType) -> Tensor:
     return x if x.dtype == dtype else hw.astype(x, dtype)
 
 
-# --- attention --------------------------------------------------------------------------------------------------------
-
-
-@_called("attention")
-@checked
-def scaled_dot_product_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    seed: Tensor | int | None = None,
-    draw: Tensor | int = 0,
-) -> Tensor:
-    """softmax(query keyT * scale + mask) value, for query [..., H, S, E], key [..., H, T, E], value [..., H, T, F]: [..., H, S, F].
-
-    The signature is PyTorch's (Vaswani et al., "Attention is all you need", 2017). All have one dtype; scores and softmax are f32
-    for narrower dtypes. `attn_mask` broadcasts to [..., H, S, T]: a bool (true takes part), or a float that is added. With
-    `is_causal` row i attends to columns up to i. `scale` is 1 / sqrt(E) by default. With `enable_gqa` key and value have fewer
-    heads, each for a group of consecutive heads of the query (Ainslie et al., "GQA", 2023). `dropout_p` is the probability with
-    which weights are dropped as in `dropout`, by `seed` and `draw`, with the same numbers whether heads are grouped or not.
-    Where `attention` is one call, so is this, without mask and dropout; else the whole matrix of scores is in memory.
-    Sharded heads, `H@tp`, need no communication. Raises ProgramError.
-
-    Example: `hw.scaled_dot_product_attention(q, k, v, is_causal=True)` of three `bf16[B, H@tp, S, 128]` is `bf16[B, H@tp, S, 128]`.
-    """
-    location = Location.of_caller()
-    group = _check_attention(query, key, value, enable_gqa, location)
-    if attn_mask is not None and is_causal:
-        raise ProgramError("attention: attn_mask and is_causal are both given; put both into the mask", location)
-    if attn_mask is not None:
-        _check_mask(attn_mask, (*query.type.shape[:-1], key.type.shape[-2]), location)
-    _check_probability("attention: dropout_p", dropout_p, location)
-    if dropout_p and seed is None:
-        raise ProgramError(f"attention: dropout_p={dropout_p!r} without a seed; pass seed=, an int or a u32 tensor without dims", location)
-    factor, causal = _scale_of(query, scale, location), TOP_LEFT if is_causal else None
-    if attn_mask is None and not dropout_p and not why_composed(query.type, value.type):
-        return record("attention", query, key, value, scale=factor, causal=causal)
-    scores = _scores(query, key, group, factor)
-    if causal:
-        scores = _seen(scores, causal, None, location)
-    if attn_mask is not None:
-        mask = _by_group(attn_mask, key.type.shape[-3], Size(group)) if group > 1 else attn_mask
-        scores = hw.where(mask, scores, float("-inf")) if mask.dtype.kind == "bool" else scores + _cast(mask, scores.dtype)
-    weights = softmax(scores)
-    if dropout_p and seed is not None:
-        indices = _indices(weights)
-        if group > 1:  # numbered as without groups, as in [..., heads * group, S, T]
-            indices[-4:] = [indices[-4] * group + indices[-3], *indices[-2:]]
-        weights = _dropped(weights, dropout_p, indices, seed, draw)
-    return _weighted(weights, query, value, group)
-
-
-@checked
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    causal: str | None = None,
-    window: int | None = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """What `scaled_dot_product_attention` gives, and the log-sum-exp of each row of scores: f32 [..., H, S].
-
-    `causal` is None, "top_left" (row i attends to columns up to i) or "bottom_right" (the last row attends to all columns, as rows that
-    come after a cache of keys do); with a `window` a row attends to the last so many of its columns only. A row must have a column.
-    One call, without the matrix of scores in memory, for f16 and bf16, query [B, H, S, E] or [H, S, E], and E and F that are ints,
-    multiples of 8 and at most 256; the elements of a row lie side by side, other dims as they like. Else it is composed of matmuls and
-    a softmax, and f32 inside. Rows of the query may be sharded, `S@cp`: keys and values are gathered. Raises ProgramError.
-
-    Example: `y, lse = hw.attention(q, k, v, "bottom_right")` of `bf16[B, H@tp, 1, 64]` and two `bf16[B, H@tp, T, 64]`.
-    """
-    location = Location.of_caller()
-    group = _check_attention(query, key, value, enable_gqa, location)
-    if causal not in (None, TOP_LEFT, BOTTOM_RIGHT):
-        raise ProgramError(f'attention: causal={causal!r} is none of None, "{TOP_LEFT}" and "{BOTTOM_RIGHT}"; write one of them', location)
-    if window is not None and (causal is None or not isinstance(window, int) or window < 1):
-        raise ProgramError(f"attention: window={window!r} is no number of columns before a diagonal; pass causal=, and 1 or more", location)
-    factor = _scale_of(query, scale, location)
-    if not why_composed(query.type, value.type):
-        result = _worded("attention", record("attention", query, key, value, scale=factor, causal=causal, window=window))
-        return result, _worded("lse", record("attention_lse", query, key, scale=factor, causal=causal, window=window))
-    scores = _scores(query, key, group, factor)
-    if causal:
-        scores = _seen(scores, causal, window, location)
-    largest = hw.max(scores, -1, keepdims=True)
-    lse = hw.astype(hw.log(hw.sum(hw.exp(scores - largest), -1, keepdims=True)) + largest, f32)
-    result = _worded("attention", _weighted(softmax(scores), query, value, group))
-    return result, _worded("lse", hw.reshape(lse, *map(str, query.type.shape[:-1])))
-
-
-def _check_attention(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, location: Location) -> int:
-    """How many heads of the query are a group. Raises ProgramError for shapes that do not go together."""
-    q, k, v = query.type.shape, key.type.shape, value.type.shape
-    shapes = f"query {query.type}, key {key.type}, value {value.type}"
-    if not len(q) == len(k) == len(v) >= 3 or q[-1] != k[-1] or k[:-1] != v[:-1] or q[:-3] != k[:-3]:
-        raise ProgramError(f"attention: {shapes} are not [..., H, S, E], [..., H, T, E] and [..., H, T, F]; reshape them", location)
-    group = q[-3].divided_by(k[-3])
-    if not enable_gqa and q[-3] != k[-3]:
-        raise ProgramError(f"attention: {shapes} differ in their heads; use enable_gqa=True for groups of heads", location)
-    if group is None or not group.is_int:
-        raise ProgramError(f"attention: {shapes}: the heads of the key do not divide those of the query; use multiples as ints", location)
-    return int(group)
-
-
-def _scale_of(query: Tensor, scale: float | None, location: Location) -> float:
-    size = query.type.shape[-1]
-    if scale is None and not size.is_int:
-        raise ProgramError(f"attention: {size}, the last dim of the query, is not known at compile time; pass scale=", location)
-    return float(scale) if scale is not None else 1 / sqrt(int(size))
-
-
-def _scores(query: Tensor, key: Tensor, group: int, scale: float) -> Tensor:
-    """[..., H, S, T], or [..., G, group, S, T] where heads are in groups; f32 for narrower dtypes."""
-    if group > 1:  # a dim of the group's heads, along which the key is repeated
-        shape = query.type.shape
-        query = hw.reshape(query, *map(str, (*shape[:-3], key.type.shape[-3], group, *shape[-2:])))
-        key = hw.expand_dims(key, key.ndim - 2)
-    order = (*range(key.ndim - 2), key.ndim - 1, key.ndim - 2)
-    return _wide(_worded("scores", hw.matmul(query, hw.permute_dims(key, order)))) * scale
-
-
-def _seen(scores: Tensor, causal: str, window: int | None, location: Location) -> Tensor:
-    """The scores, -inf where a row does not attend to a column."""
-    rows, columns = (hw.iota(scores, scores.ndim - i) for i in (2, 1))
-    if causal == BOTTOM_RIGHT:
-        s, t = scores.type.shape[-2:]
-        if not s.is_int or not t.is_int:
-            raise ProgramError(
-                f"attention: {s} or {t}, which a mask at the bottom right needs, is not known at compile time; "
-                "write ints, or mask by attn_mask",
-                location,
-            )
-        rows = rows + (int(t) - int(s))
-    seen = rows[:, None] >= columns[None, :]
-    if window:
-        seen = seen & (rows[:, None] < (columns + window)[None, :])
-    return hw.where(seen, scores, float("-inf"))
-
-
-def _weighted(weights: Tensor, query: Tensor, value: Tensor, group: int) -> Tensor:
-    """The sums of values by weights: [..., H, S, F]."""
-    result = _worded("attention", hw.matmul(_cast(weights, query.dtype), hw.expand_dims(value, value.ndim - 2) if group > 1 else value))
-    return hw.reshape(result, *map(str, (*query.type.shape[:-1], value.type.shape[-1]))) if group > 1 else result
-
-
-def _check_mask(mask: Tensor, scores: tuple[Size, ...], location: Location) -> None:
-    if not _broadcasts(mask.type.shape, scores):
-        wanted = ", ".join(map(str, scores))
-        raise ProgramError(f"attention: a mask of {mask.type} does not broadcast to the scores, [{wanted}]; reshape it", location)
-    if mask.dtype.kind not in ("bool", "float"):
-        raise ProgramError(f"attention: a mask of {mask.type} is neither bool nor float; compare it, as in mask != 0", location)
-
-
-def _by_group(mask: Tensor, heads: Size, group: Size) -> Tensor:
-    """A mask that broadcasts to [..., H, S, T], reshaped to broadcast to [..., heads, group, S, T]."""
-    if mask.ndim < 3:
-        return mask
-    shape = mask.type.shape
-    split = (Size(), Size()) if shape[-3] == Size() else (heads, group)
-    return hw.reshape(mask, *map(str, (*shape[:-3], *split, *shape[-2:])))
+# --- positions --------------------------------------------------------------------------------------------------------
 
 
 @_called("rotary")

@@ -77,6 +77,7 @@ class OpDef:
     carried: Callable[[TensorType, Op, Mesh], tuple[tuple[str, ...], ...] | None] | None = (
         None  # the axes of each dim, where no index says it
     )
+    adds_up: tuple[tuple[int, int], ...] = ()  # operands and their dims that its elements are sums over, where no index says it
     whole: str = ""  # what it does to a dim of which it needs all, however a loop walks it
 
     is_view: bool = False  # pointer arithmetic on what a rank holds, no call

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hostweave.fusion_ir.ops.attention import DTYPES
+from hostweave.fusion_ir.ops.attention import BOTTOM_RIGHT, DTYPES
 from hostweave.fusion_ir.ops.reductions import why_no_product, widens
 from hostweave.fusion_ir.user_kernel import UserKernel
 from hostweave.host_ir import ir, tree
@@ -10,7 +10,7 @@ from hostweave.host_ir.rules.checker import Checker, Rule, Scope
 from hostweave.host_ir.size_requirements import slack
 from hostweave.host_ir.strides import strides_of
 from hostweave.types.size import LocalSize, Size
-from hostweave.types.tensor import MAX_DIMS, BufferType, f32
+from hostweave.types.tensor import MAX_DIMS, BufferType, f32, i32
 
 
 def _allocate(c: Checker, i: ir.Allocate, scope: Scope) -> None:
@@ -111,23 +111,46 @@ def why_no_epilogue(a: BufferType, b: BufferType, dst: BufferType) -> str:
 
 
 def _attention(c: Checker, i: ir.Attention, scope: Scope) -> None:
-    c.same_dtype(i.q, i.k, i.v, i.dst)
+    _attends(c, i, i.dst)
+    if len(i.lse) > 1:
+        c.fail("lse is one buffer: name one")
+    _has(c, i.lse, BufferType(f32, c.types[i.q].shape[:-1]), "lse is")
+
+
+def _attention_backward(c: Checker, i: ir.AttentionBackward, scope: Scope) -> None:
+    _attends(c, i, i.o, i.gradient, i.dq, i.dk, i.dv)
+    for name, like in ((i.gradient, i.o), (i.dq, i.q), (i.dk, i.k), (i.dv, i.v)):
+        if c.types[name].shape != c.types[like].shape:
+            c.fail(f"%{name} is {c.types[name]}, and %{like} {c.types[like]}: a gradient has the shape of what it is of")
+    _has(c, (i.lse,), BufferType(f32, c.types[i.q].shape[:-1]), "lse is")
+
+
+def _has(c: Checker, names: tuple[str, ...], wanted: BufferType, what: str) -> None:
+    for name in names:
+        if c.types[name] != wanted:
+            c.fail(f"%{name} is {c.types[name]}, not {wanted}, as {what}, without gaps: give it such a buffer")
+
+
+def _attends(c: Checker, i: ir.Attention | ir.AttentionBackward, result: str, *others: str) -> None:
+    c.same_dtype(i.q, i.k, i.v, result, *others)
     q, k, v = (c.types[name].shape for name in (i.q, i.k, i.v))
     if c.types[i.q].dtype.name not in DTYPES:
         c.fail(f"%{i.q} is {c.types[i.q]}: attention is of {', '.join(DTYPES)}, cast it")
     if not 3 <= len(q) == len(k) == len(v) <= 4 or q[-1] != k[-1] or k[:-1] != v[:-1] or q[:-3] != k[:-3] or not _is_grouped(q[-3], k[-3]):
         shapes = ", ".join(f"%{name} {c.types[name]}" for name in (i.q, i.k, i.v))
         c.fail(f"{shapes} are not [B, H, S, E], [B, G, T, E] and [B, G, T, F], with or without B, and G a divisor of H: reshape them")
-    for name, wanted in ((i.dst, (*q[:-1], v[-1])), *((lse, q[:-1]) for lse in i.lse)):
-        if c.types[name].shape != wanted:
-            c.fail(f"%{name} is {c.types[name]}, not {BufferType(c.types[name].dtype, wanted)}")
-    for name in (i.q, i.k, i.v, i.dst):
+    if c.types[result].shape != (*q[:-1], v[-1]):
+        c.fail(f"%{result} is {c.types[result]}, not {BufferType(c.types[result].dtype, (*q[:-1], v[-1]))}")
+    for name in (i.q, i.k, i.v, result, *others):
         if strides_of(c.types[name])[-1] != Size():
             c.fail(f"the elements of a row of %{name} do not lie side by side: copy it to a buffer of its own first")
-    if len(i.lse) > 1 or any(c.types[name] != BufferType(f32, q[:-1]) for name in i.lse):
-        c.fail(f"lse is one contiguous {BufferType(f32, q[:-1])}: give it such a buffer")
     if i.window is not None and (i.diagonal is None or i.window < 1):
         c.fail(f"a window of {i.window}: it is a number of columns before a diagonal, at least 1")
+    if len(i.lengths) > 1:
+        c.fail("lengths are one buffer: name one")
+    _has(c, i.lengths, BufferType(i32, q[:-3]), "lengths are")
+    if i.corner not in ("", BOTTOM_RIGHT) or (i.corner and (i.diagonal is None or not i.lengths)):
+        c.fail(f"a diagonal in the corner {i.corner}: it is of {BOTTOM_RIGHT}, with lengths, or of none")
 
 
 def _is_grouped(heads: Size, groups: Size) -> bool:
@@ -198,6 +221,7 @@ RULES: dict[type[tree.Instruction], Rule] = {
     ir.View: _view,
     ir.Matmul: _matmul,
     ir.Attention: _attention,
+    ir.AttentionBackward: _attention_backward,
     ir.Launch: _launch,
     ir.Copy: _copy,
     ir.Pack: _pack,

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import Any
 
 from hostweave.fusion_ir.ir import Op
-from hostweave.fusion_ir.ops.attention import BOTTOM_RIGHT
+from hostweave.fusion_ir.ops.attention import BOTTOM_RIGHT, GRADIENTS
 from hostweave.fusion_ir.ops.attributes import CAUSAL, SCALE, WINDOW
 from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
-from hostweave.host_ir.expr import Expr
+from hostweave.host_ir.expr import Const, Expr
 from hostweave.host_ir.strides import strides_of
 from hostweave.passes.lower import communication
 from hostweave.passes.lower.buffers import Buffers
@@ -25,57 +26,87 @@ from hostweave.passes.lower.steps import expr_of, rank_in_group
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 
-RESULT, LSE = KINDS = ("attention", "attention_lse")
+RESULT, LSE = "attention", "attention_lse"
+KINDS = (RESULT, LSE, *GRADIENTS)
 
 
 class Attentions:
     def __init__(self, flow: Dataflow, buffers: Buffers, b: Builder):
         self.flow, self.buffers, self.b = flow, buffers, b
-        self.lse = _lse_of_each(flow.fusion.ops)
+        self.beside = _computed_beside(flow.fusion.ops)
+        self.done = {op.result.name for others in self.beside.values() for op in others.values()}
 
     def compute(self, op: Op) -> None:
-        if op in self.lse.values():
+        if op.result.name in self.done:
             return  # the one before has written it
-        lse = op if op.kind == LSE else self.lse.get(op.result.name)
-        q, k, v = map(self.source, (*op.tensors, op.tensors[1])[:3])
+        made = {op.kind: op, **self.beside.get(op.result.name, {})}
+        count = 6 if op.kind in GRADIENTS else 3 if op.kind == RESULT else 2
+        operands, lengths = op.tensors[:count], op.tensors[count:]
+        ends = tuple(map(self.buffers.contiguous, lengths))
+        corner = BOTTOM_RIGHT if ends and op[CAUSAL] == BOTTOM_RIGHT else ""
+        masks = self.diagonal(op, bool(ends)), op[WINDOW] or None, ends, corner
         with ExitStack() as copies:
 
-            def packed(buffer: str) -> str:
-                return copies.enter_context(communication.packed_destination(self.b, buffer, None))
+            def target(kind: str, like: str, is_packed: bool = False) -> str:
+                if kind not in made:
+                    return self.b.allocate_here(f"{op.result.name}_unused", BufferType(self.b.types[like].dtype, self.b.types[like].shape))
+                whole = self.buffers.buffer_of(made[kind].result.name)
+                is_left = self.has_dense_rows(whole) and not is_packed
+                return whole if is_left else copies.enter_context(communication.packed_destination(self.b, whole, None))
 
-            if op.kind == LSE:
-                target = self.b.allocate_here(f"{op.result.name}_unused", BufferType(self.b.types[q].dtype, self.b.types[q].shape))
+            if op.kind in GRADIENTS:
+                q, k, v, o, gradient = map(self.source, operands[:5])
+                lse, (dq, dk, dv) = self.buffers.contiguous(operands[5]), map(target, GRADIENTS, (q, k, v))
+                self.b.emit(ir.AttentionBackward(q, k, v, o, gradient, lse, op[SCALE], dq, dk, dv, *masks))
             else:
-                target = self.buffers.whole(op.result.name)
-                target = target if self.has_dense_rows(target) else packed(target)
-            sums = (packed(self.buffers.whole(lse.result.name)),) if lse else ()
-            self.b.emit(ir.Attention(q, k, v, op[SCALE], target, self.diagonal(op), op[WINDOW] or None, sums))
+                q, k, v = map(self.source, (*operands, operands[1])[:3])
+                result, sums = target(RESULT, q), (target(LSE, q, True),) if LSE in made else ()
+                self.b.emit(ir.Attention(q, k, v, op[SCALE], result, *masks, sums))
 
     def source(self, name: str) -> str:
-        whole = self.buffers.whole(name)
+        whole = self.buffers.buffer_of(name)
         return whole if self.has_dense_rows(whole) else communication.contiguous_source(self.b, whole, None)
 
     def has_dense_rows(self, buffer: str) -> bool:
         return strides_of(self.b.types[buffer])[-1] == Size()
 
-    def diagonal(self, op: Op) -> Expr | None:
-        """By how much the last column that a row sees is behind it: more on a rank whose rows begin further down."""
+    def diagonal(self, op: Op, has_lengths: bool) -> Expr | None:
+        """By how much the last column that a row sees is behind it: more on a rank whose rows begin further down.
+
+        At the bottom right it is less by the rows, and more by the columns, of which lengths know how many there are.
+        """
         if not op[CAUSAL]:
             return None
-        (queries, keys), own = (self.flow.types[name].dims[-2] for name in op.tensors[:2]), self.b.types[self.buffers.whole(op.tensors[0])]
+        (queries, keys), own = (
+            (self.flow.types[name].dims[-2] for name in op.tensors[:2]),
+            self.b.types[self.buffers.buffer_of(op.tensors[0])],
+        )
         mesh = self.flow.mesh_of(op)
         even = queries.size // mesh.size_of(queries.axes)
         rows = even if own.shape[-2] == even else queries.size.ceil_div(mesh.size_of(queries.axes))
         first = rank_in_group(mesh, queries.axes) * expr_of(rows)
-        return first + (expr_of(keys.size) - expr_of(queries.size)) if op[CAUSAL] == BOTTOM_RIGHT else first
+        columns = Const(0) if has_lengths else expr_of(keys.size)
+        return first + (columns - expr_of(queries.size)) if op[CAUSAL] == BOTTOM_RIGHT else first
 
 
-def _lse_of_each(ops: Sequence[Op]) -> dict[str, Op]:
-    """By the name of an attention the log-sum-exps of its scores that a later op asks for."""
-    found: dict[str, Op] = {}
-    for number, op in enumerate(ops):
-        if op.kind == LSE:
-            same = (o for o in ops[:number] if o.kind == RESULT and (o.operands[:2], o.attributes) == (op.operands, op.attributes))
-            if first := next((o for o in same if o.result.name not in found), None):
-                found[first.result.name] = op
+def _computed_beside(ops: Sequence[Op]) -> dict[str, dict[str, Op]]:
+    """By the name of an op the later ones, by their kinds, that the same instruction computes."""
+    found: dict[str, dict[str, Op]] = {}
+    first: dict[tuple[Any, ...], Op] = {}
+    for op in ops:
+        if op.kind in (RESULT, *GRADIENTS):
+            key = (op.kind in GRADIENTS, op.operands, op.attributes)
+            known = first.get(key)
+            if known is None or op.kind in (known.kind, *found.get(known.result.name, {})):
+                first[key] = op
+            else:
+                found.setdefault(known.result.name, {})[op.kind] = op
+        elif op.kind == LSE:
+            same = (
+                o
+                for o in first.values()
+                if o.kind == RESULT and ((*o.operands[:2], *o.operands[3:]), o.attributes) == (op.operands, op.attributes)
+            )
+            if known := next((o for o in same if o.result.name not in found), None):
+                found[known.result.name] = {LSE: op}
     return found

@@ -1,7 +1,6 @@
 // What the binding knows of a generated program: one table of entry points. binding.cpp of a program defines it.
 #pragma once
 #include <cstring>
-#include <span>
 #include <type_traits>
 
 #include "hostweave/tensor.h"
@@ -9,6 +8,25 @@
 namespace hw {
 
 class Rank;
+
+// An array of what a program's table lists. Compilers take as long over a std::span as over the rest of a binding.
+template <class T>
+class List {
+ public:
+  constexpr List() = default;
+  template <size_t n>
+  constexpr List(const T (&items)[n]) : items_(items), size_(n) {}
+
+  constexpr const T* begin() const { return items_; }
+  constexpr const T* end() const { return items_ + size_; }
+  constexpr size_t size() const { return size_; }
+  constexpr bool empty() const { return size_ == 0; }
+  constexpr const T& operator[](size_t i) const { return items_[i]; }
+
+ private:
+  const T* items_ = nullptr;
+  size_t size_ = 0;
+};
 
 struct Argument {
   const char* name;
@@ -25,8 +43,8 @@ struct Axis {
 struct SubmeshChannel {
   const char* mesh;  // "mesh(x=2 of ranks 2, 3)"
   const char* axes;  // along which the ranks of the process group differ: "x"
-  std::span<const Axis> mesh_axes;
-  std::span<const int64_t> ranks;  // of the program, in the order of their coordinates
+  List<Axis> mesh_axes;
+  List<int64_t> ranks;  // of the program, in the order of their coordinates
 };
 
 // What can be done with a program.
@@ -48,13 +66,12 @@ struct ProgramTable {
   const char* name;            // the user's name of the program
   const char* mesh;            // "mesh(dp=2, tp=4)"
   int world;                   // how many ranks the program is for
-  std::span<const Axis> axes;  // of the mesh, the last one fastest
-  std::span<const char* const>
-      channels;  // which channels the program uses, by the axes of their process groups: "tp", or "dp, tp"
-  std::span<const SubmeshChannel> submesh_channels;
-  std::span<const char* const> one_sided_channels{};  // by the same
-  std::span<const Argument> inputs;
-  std::span<const Argument> outputs;
+  List<Axis> axes;             // of the mesh, the last one fastest
+  List<const char*> channels;  // which channels the program uses, by the axes of their process groups: "tp", or "dp, tp"
+  List<SubmeshChannel> submesh_channels;
+  List<const char*> one_sided_channels{};  // by the same
+  List<Argument> inputs;
+  List<Argument> outputs;
   Calls calls;
 };
 

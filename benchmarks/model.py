@@ -1,0 +1,146 @@
+"""Layers of Llama 3 8B with random weights as `examples/llama.py` runs them, beside transformers: prefill, and decode with a full cache.
+
+8 of the 32 layers, and all of the vocabulary; bf16; on one GPU, and tensor-parallel on two. transformers has its static cache,
+torch.compile, and for decode CUDA graphs, and takes the most probable token as ours does. Prompts of 4096 tokens; a call of decode
+is a row of steps, each of which the host enqueues, so that its time counts. Milliseconds of the slowest rank, the medians of calls in turn.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from inspect import signature
+from typing import Any
+
+from peers.torch_ranks import times_on_ranks
+
+import hostweave as hw
+from hostweave.base.paths import EXAMPLES
+from hostweave.build.cuda import gpus
+
+sys.path.insert(0, str(EXAMPLES))
+import llama
+from checkpoint import Config, frequencies
+
+LAYERS = 8
+PROMPT = 4096
+BATCHES = (1, 16)
+ROW = 16  # steps of a call of decode
+REPETITIONS = 5
+LENGTH = PROMPT + 512  # of the cache, beyond what all calls need
+
+Calls = dict[str, Callable[[], Any]]
+
+
+def main() -> None:
+    for ranks in (1, 2)[: len(gpus())]:
+        names = ["prefill, batch 1", *(f"decode, batch {batch}" for batch in BATCHES)]
+        tokens = [PROMPT, *(ROW * batch for batch in BATCHES)]
+        for name, count, times in zip(names, tokens, times_on_ranks(_calls, ranks, REPETITIONS), strict=True):
+            medians = {of: statistics.median(ms) for of, ms in times.items()}
+            each = ", ".join(f"{of} {ms:.3f} ms ({count / ms * 1e3:.0f} tokens/s)" for of, ms in medians.items())
+            best = min((ms for of, ms in medians.items() if of != "ours"), default=0.0)
+            ratio = f"; ours is {best / medians['ours']:.2f} times as fast as the best of transformers" if best else ""
+            print(f"{name}, {LAYERS} layers, {ranks} GPUs: {each}{ratio}", flush=True)
+
+
+def _calls(rank: int, ranks: int) -> Iterator[Calls]:
+    """Prefill, and decode for each size of a batch; of transformers on one GPU only."""
+    import torch
+
+    hw.init()
+    torch.manual_seed(rank)
+    c = Config(num_hidden_layers=LAYERS)
+    programs = llama.compiled(c, ranks, "cuda")
+    types = {llama.short(name): type for name, type in llama.other_weights(c).items()}
+    types |= {f"{llama.short(name)}_{i}": type for i in range(LAYERS) for name, type in llama.layer_weights(c).items()}
+    weights = {name: _random(type, rank, programs[0].mesh) for name, type in types.items()}
+    theirs = _transformers(c) if ranks == 1 else None
+    for batch in BATCHES:
+        model = llama.Llama(c, programs, weights, frequencies(c.head_dim, 500000.0), batch, LENGTH)
+        prompts = torch.randint(0, c.vocab_size, (batch, PROMPT), generator=torch.Generator().manual_seed(0))
+        if batch == 1:
+            yield {"ours": partial(model.start, prompts.tolist()), **(_prefills(theirs, prompts.cuda()) if theirs else {})}
+        model.start(prompts.tolist())
+        steps: Calls = {"ours": partial(_row, model.advance)}
+        if theirs:
+            steps["transformers, torch.compile"] = partial(_row, _step(theirs, prompts.cuda()))
+        yield steps
+        torch.compiler.reset()
+    for program in programs:
+        program.close()
+
+
+def _random(type_: Any, rank: int, mesh: hw.Mesh) -> Any:
+    import torch
+
+    shape = [int(size) for size in type_.shape]
+    local = [part.stop - part.start for part in type_.block(shape, rank, mesh)]
+    drawn = torch.ones(local) if len(local) == 1 else torch.randn(local, device="cuda") * shape[1] ** -0.5
+    return drawn.to("cuda", torch.bfloat16)
+
+
+def _row(step: Callable[[], Any]) -> None:
+    for _ in range(ROW):
+        step()
+
+
+def _transformers(c: Any) -> Any:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {name: value for name, value in vars(c).items() if name != "dtype"}
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(LlamaConfig(**sizes, eos_token_id=None, max_position_embeddings=8192)).eval()
+    torch.set_default_dtype(torch.float32)
+    return model
+
+
+def _cache(model: Any) -> Any:
+    from transformers import StaticCache
+
+    return StaticCache(config=model.config, max_cache_len=LENGTH)
+
+
+def _prefills(model: Any, prompts: Any) -> Calls:
+    """Of the prompts: as it is, and compiled."""
+    import torch
+
+    cache = _cache(model)
+
+    def prefill(forward: Callable[..., Any]) -> None:
+        cache.reset()
+        with torch.no_grad():
+            forward(prompts, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
+
+    prefill(model)  # allocates the cache
+    compiled = torch.compile(model.forward, fullgraph=True)
+    return {"transformers": partial(prefill, model), "transformers, torch.compile": partial(prefill, compiled)}
+
+
+def _step(model: Any, prompts: Any) -> Callable[[], Any]:
+    """A step of decode with a cache that holds the prompts."""
+    import torch
+
+    compiled = torch.compile(model.forward, mode="reduce-overhead", fullgraph=True)
+    cache = _cache(model)
+    with torch.no_grad():
+        token = model(prompts, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
+    position = torch.full((1, 1), PROMPT, device=prompts.device)
+    at = {"cache_position": position[0]} if "cache_position" in signature(model.forward).parameters else {}  # of transformers 4
+
+    def step() -> None:
+        torch.compiler.cudagraph_mark_step_begin()
+        with torch.no_grad():
+            logits = compiled(token, past_key_values=cache, position_ids=position, **at, logits_to_keep=1).logits
+            token.copy_(logits.argmax(-1))
+            position.add_(1)
+
+    return step
+
+
+if __name__ == "__main__":
+    main()

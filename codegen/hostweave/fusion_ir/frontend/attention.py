@@ -1,0 +1,292 @@
+"""Attention and its backward pass: one call where cuDNN has it, else composed."""
+
+from __future__ import annotations
+
+from math import sqrt
+from typing import TYPE_CHECKING
+
+from hostweave.base.errors import Location, ProgramError
+from hostweave.base.signatures import checked, public_names
+from hostweave.fusion_ir.frontend import functions as hw
+from hostweave.fusion_ir.frontend.composites import (
+    _broadcasts,
+    _called,
+    _cast,
+    _check_probability,
+    _dropped,
+    _indices,
+    _wide,
+    _worded,
+)
+from hostweave.fusion_ir.frontend.recording import record
+from hostweave.fusion_ir.frontend.trace import Tensor
+from hostweave.fusion_ir.ops.attention import BOTTOM_RIGHT, GRADIENTS, TOP_LEFT, why_composed, why_no_lengths
+from hostweave.types.size import Size
+from hostweave.types.tensor import f32
+
+LEAST = -1e30  # of a row's largest score that is not -inf
+
+
+@_called("attention")
+@checked
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    seed: Tensor | int | None = None,
+    draw: Tensor | int = 0,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    """softmax(query keyT * scale + mask) value, for query [..., H, S, E], key [..., H, T, E], value [..., H, T, F]: [..., H, S, F].
+
+    The signature is PyTorch's (Vaswani et al., "Attention is all you need", 2017). All have one dtype; scores and softmax are f32
+    for narrower dtypes. `attn_mask` broadcasts to [..., H, S, T]: a bool (true takes part), or a float that is added. With
+    `is_causal` row i attends to columns up to i. `scale` is 1 / sqrt(E) by default. With `enable_gqa` key and value have fewer
+    heads, each for a group of consecutive heads of the query (Ainslie et al., "GQA", 2023). `dropout_p` is the probability with
+    which weights are dropped as in `dropout`, by `seed` and `draw`, with the same numbers whether heads are grouped or not.
+    `lengths` are of a cache that is not full, as in `attention`: i32, how many keys of each of the batch take part. With them the rows
+    are the last of the sequence: with `is_causal` row i attends to the keys up to lengths - S + i.
+    Where `attention` is one call, so is this, without mask and dropout; else the whole matrix of scores is in memory.
+    Sharded heads, `H@tp`, need no communication. Raises ProgramError.
+
+    Example: `hw.scaled_dot_product_attention(q, k, v, is_causal=True)` of three `bf16[B, H@tp, S, 128]` is `bf16[B, H@tp, S, 128]`; a
+    token against a cache of `bf16[B, H@tp, T, 128]` is `hw.scaled_dot_product_attention(q, k, v, lengths=n)` with `n: i32[B]`.
+    """
+    location = Location.of_caller()
+    group = _check_attention(query, key, value, enable_gqa, location)
+    if attn_mask is not None and is_causal:
+        raise ProgramError("attention: attn_mask and is_causal are both given; put both into the mask", location)
+    if attn_mask is not None:
+        _check_mask(attn_mask, (*query.type.shape[:-1], key.type.shape[-2]), location)
+    _check_probability("attention: dropout_p", dropout_p, location)
+    if dropout_p and seed is None:
+        raise ProgramError(f"attention: dropout_p={dropout_p!r} without a seed; pass seed=, an int or a u32 tensor without dims", location)
+    ends = _check_lengths(query, lengths, location)
+    factor, causal = _scale_of(query, scale, location), (BOTTOM_RIGHT if ends else TOP_LEFT) if is_causal else None
+    if attn_mask is None and not dropout_p and not why_composed(query.type, value.type):
+        return record("attention", query, key, value, *ends, scale=factor, causal=causal)
+    scores = _scores(query, key, group, factor)
+    seen = _seen(scores, causal, None, lengths)
+    if attn_mask is not None:
+        mask = _by_group(attn_mask, key.type.shape[-3], Size(group)) if group > 1 else attn_mask
+        scores = hw.where(mask, scores, float("-inf")) if mask.dtype.kind == "bool" else scores + _cast(mask, scores.dtype)
+    weights = _softmax_of(scores, seen, lengths)[0]
+    if dropout_p and seed is not None:
+        indices = _indices(weights)
+        if group > 1:  # numbered as without groups, as in [..., heads * group, S, T]
+            indices[-4:] = [indices[-4] * group + indices[-3], *indices[-2:]]
+        weights = _dropped(weights, dropout_p, indices, seed, draw)
+    return _weighted(weights, query, value, group)
+
+
+@checked
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    causal: str | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    lengths: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What `scaled_dot_product_attention` gives, and the log-sum-exp of each row of scores: f32 [..., H, S].
+
+    `causal` is None, "top_left" (row i attends to columns up to i) or "bottom_right" (the last row attends to all columns, as rows that
+    come after a cache of keys do); with a `window` a row attends to the last so many of its columns only. A row must have a column.
+    `lengths`, i32 [B] for [B, H, S, E] and a scalar for [H, S, E], says how many keys of each of the batch are valid, at least one: the
+    columns end there, and so does the last row's diagonal at the bottom right, so that row i has the position lengths - S + i. A row
+    that comes before all keys then gives zeros, and -inf.
+    One call, without the matrix of scores in memory, for f16 and bf16, query [B, H, S, E] or [H, S, E], and E and F that are ints,
+    multiples of 8 and at most 256; the elements of a row lie side by side, other dims as they like. Else it is composed of matmuls and
+    a softmax, and f32 inside. Rows of the query may be sharded, `S@cp`: keys and values are gathered. Raises ProgramError.
+
+    Example: `y, lse = hw.attention(q, k, v, "bottom_right")` of `bf16[B, H@tp, 1, 64]` and two `bf16[B, H@tp, T, 64]`.
+    """
+    location = Location.of_caller()
+    group = _check_attention(query, key, value, enable_gqa, location)
+    _check_causal(causal, window, location)
+    ends = _check_lengths(query, lengths, location)
+    factor = _scale_of(query, scale, location)
+    if not why_composed(query.type, value.type):
+        result = _worded("attention", record("attention", query, key, value, *ends, scale=factor, causal=causal, window=window))
+        return result, _worded("lse", record("attention_lse", query, key, *ends, scale=factor, causal=causal, window=window))
+    scores = _scores(query, key, group, factor)
+    weights, lse = _softmax_of(scores, _seen(scores, causal, window, lengths), lengths)
+    result = _worded("attention", _weighted(weights, query, value, group))
+    return result, _worded("lse", hw.reshape(hw.astype(lse, f32), *map(str, query.type.shape[:-1])))
+
+
+@checked
+def attention_backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    output_gradient: Tensor,
+    lse: Tensor,
+    causal: str | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    lengths: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value, from that of the output: of their types. What else it takes is as in `attention`.
+
+    `output` and `lse` are what `attention` gave for the same operands. One call, without the matrix of scores in memory, where
+    `attention` is one; else it is composed of matmuls. Keys that are not valid have zeros. With rows that are sharded, `S@cp`, the
+    gradients of key and value are partial sums. Raises ProgramError.
+
+    Example: `dq, dk, dv = hw.attention_backward(q, k, v, y, dy, lse, "top_left")` after `y, lse = hw.attention(q, k, v, "top_left")`.
+    """
+    location = Location.of_caller()
+    group = _check_attention(query, key, value, enable_gqa, location)
+    _check_causal(causal, window, location)
+    rows = query.type.shape[:-1]
+    for name, x, dtype, shape in (
+        ("output", output, query.dtype, (*rows, value.type.shape[-1])),
+        ("output_gradient", output_gradient, query.dtype, (*rows, value.type.shape[-1])),
+        ("lse", lse, f32, rows),
+    ):
+        if (x.dtype, x.type.shape) != (dtype, shape):
+            wanted = f"{dtype}[{', '.join(map(str, shape))}]"
+            raise ProgramError(f"attention_backward: {name} is {x.type}, not {wanted}; pass what attention gave, or its gradient", location)
+    ends, factor = _check_lengths(query, lengths, location), _scale_of(query, scale, location)
+    if not why_composed(query.type, value.type):
+        operands = query, key, value, output, output_gradient, lse, *ends
+        q, k, v = (record(kind, *operands, scale=factor, causal=causal, window=window) for kind in GRADIENTS)
+    else:
+        scores = _scores(query, key, group, factor)
+        seen = _seen(scores, causal, window, lengths)
+        sums = hw.sum(_wide(output) * _wide(output_gradient), -1, keepdims=True)
+        q, given, lse, sums = (_by_heads(x, key, group) for x in (query, output_gradient, hw.expand_dims(lse, lse.ndim), sums))
+        k, v = (hw.expand_dims(x, x.ndim - 2) if group > 1 else x for x in (key, value))
+        distance = scores - lse
+        weights = hw.exp(distance if seen is None else hw.where(seen, distance, float("-inf")))
+        changes = _cast(weights * (_wide(hw.matmul(given, _turned(v))) - sums) * factor, query.dtype)
+        weights = _cast(weights, query.dtype)
+        v, k, q = hw.matmul(_turned(weights), given), hw.matmul(_turned(changes), q), hw.matmul(changes, k)
+        if group > 1:
+            k, v, q = hw.sum(k, -3), hw.sum(v, -3), hw.reshape(q, *map(str, query.type.shape))
+    return _worded("query_gradient", q), _worded("key_gradient", k), _worded("value_gradient", v)
+
+
+def _check_causal(causal: str | None, window: int | None, location: Location) -> None:
+    if causal not in (None, TOP_LEFT, BOTTOM_RIGHT):
+        raise ProgramError(f'attention: causal={causal!r} is none of None, "{TOP_LEFT}" and "{BOTTOM_RIGHT}"; write one of them', location)
+    if window is not None and (causal is None or not isinstance(window, int) or window < 1):
+        raise ProgramError(f"attention: window={window!r} is no number of columns before a diagonal; pass causal=, and 1 or more", location)
+
+
+def _turned(x: Tensor) -> Tensor:
+    return hw.permute_dims(x, (*range(x.ndim - 2), x.ndim - 1, x.ndim - 2))
+
+
+def _by_heads(x: Tensor, key: Tensor, group: int) -> Tensor:
+    """[..., H, S, E] as [..., G, group, S, E], where heads are in groups."""
+    if group == 1:
+        return x
+    shape = x.type.shape
+    return hw.reshape(x, *map(str, (*shape[:-3], key.type.shape[-3], group, *shape[-2:])))
+
+
+def _check_attention(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, location: Location) -> int:
+    """How many heads of the query are a group. Raises ProgramError for shapes that do not go together."""
+    q, k, v = query.type.shape, key.type.shape, value.type.shape
+    shapes = f"query {query.type}, key {key.type}, value {value.type}"
+    if not len(q) == len(k) == len(v) >= 3 or q[-1] != k[-1] or k[:-1] != v[:-1] or q[:-3] != k[:-3]:
+        raise ProgramError(f"attention: {shapes} are not [..., H, S, E], [..., H, T, E] and [..., H, T, F]; reshape them", location)
+    group = q[-3].divided_by(k[-3])
+    if not enable_gqa and q[-3] != k[-3]:
+        raise ProgramError(f"attention: {shapes} differ in their heads; use enable_gqa=True for groups of heads", location)
+    if group is None or not group.is_int:
+        raise ProgramError(f"attention: {shapes}: the heads of the key do not divide those of the query; use multiples as ints", location)
+    return int(group)
+
+
+def _scale_of(query: Tensor, scale: float | None, location: Location) -> float:
+    size = query.type.shape[-1]
+    if scale is None and not size.is_int:
+        raise ProgramError(f"attention: {size}, the last dim of the query, is not known at compile time; pass scale=", location)
+    return float(scale) if scale is not None else 1 / sqrt(int(size))
+
+
+def _scores(query: Tensor, key: Tensor, group: int, scale: float) -> Tensor:
+    """[..., H, S, T], or [..., G, group, S, T] where heads are in groups; f32 for narrower dtypes."""
+    query = _by_heads(query, key, group)  # with a dim of the group's heads, along which the key is repeated
+    key = hw.expand_dims(key, key.ndim - 2) if group > 1 else key
+    return _wide(_worded("scores", hw.matmul(query, _turned(key)))) * scale
+
+
+def _seen(scores: Tensor, causal: str | None, window: int | None, lengths: Tensor | None) -> Tensor | None:
+    """Which columns a row attends to, to be broadcast to the scores; None where all."""
+    rows, columns = hw.iota(scores, -2)[:, None], hw.iota(scores, -1)[None, :]
+    ends = None if lengths is None else hw.expand_dims(lengths, tuple(range(lengths.ndim, scores.ndim)))
+    seen = None if ends is None else columns < ends
+    if causal == BOTTOM_RIGHT:  # the last row is at the last column
+        rows = rows + (_last(columns, -1) if ends is None else ends - 1) - _last(rows, -2)
+    if causal:
+        seen = rows >= columns if seen is None else seen & (rows >= columns)
+    return seen & (rows < columns + window) if seen is not None and window else seen
+
+
+def _last(indices: Tensor, dim: int) -> Tensor | int:
+    size = indices.type.shape[dim]
+    return int(size) - 1 if size.is_int else hw.max(indices, dim, keepdims=True)
+
+
+def _softmax_of(scores: Tensor, seen: Tensor | None, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The weights of the columns that a row sees, and its log-sum-exp. Only with lengths can it see none: then they are zeros."""
+    if seen is not None:
+        scores = hw.where(seen, scores, float("-inf"))
+    largest = hw.max(scores, -1, keepdims=True)
+    shift = largest if lengths is None else hw.maximum(largest, LEAST)
+    powers = hw.exp(scores - shift)
+    sums = hw.sum(powers, -1, keepdims=True)
+    if lengths is not None:
+        sums = hw.maximum(sums, 1.0)  # the largest is exp(0)
+    return powers * hw.reciprocal(sums), hw.log(sums) + largest
+
+
+def _weighted(weights: Tensor, query: Tensor, value: Tensor, group: int) -> Tensor:
+    """The sums of values by weights: [..., H, S, F]."""
+    result = _worded("attention", hw.matmul(_cast(weights, query.dtype), hw.expand_dims(value, value.ndim - 2) if group > 1 else value))
+    return hw.reshape(result, *map(str, (*query.type.shape[:-1], value.type.shape[-1]))) if group > 1 else result
+
+
+def _check_lengths(query: Tensor, lengths: Tensor | None, location: Location) -> tuple[Tensor, ...]:
+    """The operand that they are."""
+    if lengths is None:
+        return ()
+    if why := why_no_lengths(query.type, lengths.type):
+        raise ProgramError(f"attention: {why}", location)
+    return (lengths,)
+
+
+def _check_mask(mask: Tensor, scores: tuple[Size, ...], location: Location) -> None:
+    if not _broadcasts(mask.type.shape, scores):
+        wanted = ", ".join(map(str, scores))
+        raise ProgramError(f"attention: a mask of {mask.type} does not broadcast to the scores, [{wanted}]; reshape it", location)
+    if mask.dtype.kind not in ("bool", "float"):
+        raise ProgramError(f"attention: a mask of {mask.type} is neither bool nor float; compare it, as in mask != 0", location)
+
+
+def _by_group(mask: Tensor, heads: Size, group: Size) -> Tensor:
+    """A mask that broadcasts to [..., H, S, T], reshaped to broadcast to [..., heads, group, S, T]."""
+    if mask.ndim < 3:
+        return mask
+    shape = mask.type.shape
+    split = (Size(), Size()) if shape[-3] == Size() else (heads, group)
+    return hw.reshape(mask, *map(str, (*shape[:-3], *split, *shape[-2:])))
+
+
+if not TYPE_CHECKING:
+    __all__ = public_names(globals())

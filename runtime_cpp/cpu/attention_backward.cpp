@@ -1,0 +1,150 @@
+// The backward pass of attention by blocks of scores, in f32. A block of rows walks its columns for the gradient of the queries,
+// and a block of columns the rows that see them for those of the keys and values, so that nothing is added up between threads.
+#include <cmath>
+
+#include "attention.h"
+#include "errors.h"
+
+using namespace hostweave::cpu;
+
+namespace {
+
+struct Backward {
+  hw_cpu_attention p;
+  hw_cpu_attention_gradients gradients;
+  const void *q, *k, *v, *o;
+  const float* lse;
+  const void* o_gradient;
+  void *q_gradient, *k_gradient, *v_gradient;
+  const std::int32_t* lengths;
+
+  cudaDataType_t dtype() const { return static_cast<cudaDataType_t>(p.dtype); }
+};
+
+const void* head_of(const void* base, const hw_cpu_heads& x, std::int64_t batch, std::int64_t head, cudaDataType_t type) {
+  return shift(base, offset(x, batch, head), type);
+}
+
+void store_rows(void* base, const hw_cpu_heads& x, std::int64_t batch, std::int64_t head, std::int64_t first, std::int64_t count,
+                const std::vector<float>& from, cudaDataType_t type) {
+  for (std::int64_t row = 0; row < count; ++row) {
+    store_row(shift(base, offset(x, batch, head) + (first + row) * x.row_stride, type), from.data() + row * x.size, x.size, type);
+  }
+}
+
+// A block of scores: what weighs the values, and the gradient of the scores.
+struct ScoreBlock {
+  std::int64_t row, rows, column, columns;  // where it begins, and how many there are
+  std::vector<float> q, o, o_gradient, k, v, sums, weights, gradients, result, second;
+
+  void load_queries(const Backward& a, std::int64_t batch, std::int64_t head) {
+    const hw_cpu_attention& p = a.p;
+    load_rows(q, head_of(a.q, p.q, batch, head, a.dtype()), p.q, row, rows, a.dtype());
+    load_rows(o, head_of(a.o, p.o, batch, head, a.dtype()), p.o, row, rows, a.dtype());
+    load_rows(o_gradient, head_of(a.o_gradient, a.gradients.o, batch, head, a.dtype()), a.gradients.o, row, rows, a.dtype());
+    sums.assign(rows, 0.f);
+    for (std::int64_t i = 0; i < rows * p.o.size; ++i) sums[i / p.o.size] += o[i] * o_gradient[i];
+  }
+
+  void load_keys(const Backward& a, std::int64_t batch, std::int64_t group) {
+    load_rows(k, head_of(a.k, a.p.k, batch, group, a.dtype()), a.p.k, column, columns, a.dtype());
+    load_rows(v, head_of(a.v, a.p.v, batch, group, a.dtype()), a.p.v, column, columns, a.dtype());
+  }
+
+  void compute(const Backward& a, const Sight& sight, std::int64_t batch, std::int64_t head) {
+    const hw_cpu_attention& p = a.p;
+    weights.resize(rows * columns), gradients.resize(rows * columns);
+    product({q.data()}, {k.data(), true}, weights.data(), rows, columns, p.q.size, p.scale, 0);
+    product({o_gradient.data()}, {v.data(), true}, gradients.data(), rows, columns, p.v.size, 1, 0);
+    const float* const lse = a.lse + (batch * p.q.heads + head) * p.q.rows + row;
+    for (std::int64_t i = 0; i < rows; ++i) {
+      float *const weight = weights.data() + i * columns, *const gradient = gradients.data() + i * columns;
+      const std::int64_t end = std::clamp<std::int64_t>(sight.end(row + i) - column, 0, columns);
+      const std::int64_t begin = std::clamp<std::int64_t>(sight.begin(row + i) - column, 0, end);
+      for (std::int64_t j = 0; j < columns; ++j) {
+        const bool sees = begin <= j && j < end;
+        weight[j] = sees ? std::exp(weight[j] - lse[i]) : 0.f;
+        gradient[j] = sees ? weight[j] * (gradient[j] - sums[i]) * p.scale : 0.f;
+      }
+    }
+  }
+};
+
+thread_local ScoreBlock block;
+
+void of_rows(const Backward& a, std::int64_t batch, std::int64_t head, std::int64_t first) {
+  const hw_cpu_attention& p = a.p;
+  const Sight sight(p, a.lengths, batch);
+  block.row = first, block.rows = std::min(kRows, p.q.rows - first);
+  block.load_queries(a, batch, head);
+  block.result.assign(block.rows * p.q.size, 0.f);
+  const std::int64_t end = sight.end(first + block.rows - 1);
+  for (block.column = sight.begin(first); block.column < end; block.column += kColumns) {
+    block.columns = std::min(kColumns, end - block.column);
+    block.load_keys(a, batch, head / (p.q.heads / p.k.heads));
+    block.compute(a, sight, batch, head);
+    product({block.gradients.data()}, {block.k.data()}, block.result.data(), block.rows, p.q.size, block.columns, 1, 1);
+  }
+  store_rows(a.q_gradient, a.gradients.q, batch, head, first, block.rows, block.result, a.dtype());
+}
+
+void of_columns(const Backward& a, std::int64_t batch, std::int64_t group, std::int64_t first) {
+  const hw_cpu_attention& p = a.p;
+  const Sight sight(p, a.lengths, batch);
+  const std::int64_t count = std::min(kColumns, p.k.rows - first), heads = p.q.heads / p.k.heads;
+  block.result.assign(count * p.k.size, 0.f), block.second.assign(count * p.v.size, 0.f);
+  block.column = first, block.columns = std::clamp<std::int64_t>(sight.length - first, 0, count);  // padding has zeros
+  if (block.columns > 0) block.load_keys(a, batch, group);
+  for (std::int64_t head = group * heads; block.columns > 0 && head < (group + 1) * heads; ++head) {
+    for (block.row = 0; block.row < p.q.rows; block.row += kRows) {
+      block.rows = std::min(kRows, p.q.rows - block.row);
+      if (sight.end(block.row + block.rows - 1) <= first || sight.begin(block.row) >= first + block.columns) continue;
+      block.load_queries(a, batch, head);
+      block.compute(a, sight, batch, head);
+      const Matrix weights{block.weights.data(), true}, gradients{block.gradients.data(), true};
+      product(gradients, {block.q.data()}, block.result.data(), block.columns, p.k.size, block.rows, 1, 1);
+      product(weights, {block.o_gradient.data()}, block.second.data(), block.columns, p.v.size, block.rows, 1, 1);
+    }
+  }
+  store_rows(a.k_gradient, a.gradients.k, batch, group, first, count, block.result, a.dtype());
+  store_rows(a.v_gradient, a.gradients.v, batch, group, first, count, block.second, a.dtype());
+}
+
+void differentiate(const Backward& a) {
+  const hw_cpu_heads &q = a.p.q, &k = a.p.k;
+  const std::int64_t row_blocks = (q.rows + kRows - 1) / kRows, column_blocks = (k.rows + kColumns - 1) / kColumns;
+  const std::int64_t by_rows = q.batch * q.heads * row_blocks, by_columns = k.batch * k.heads * column_blocks;
+  Machine::get().split(by_rows + by_columns, 1, [&](std::size_t begin, std::size_t end) {
+    for (auto i = static_cast<std::int64_t>(begin); i < static_cast<std::int64_t>(end); ++i) {
+      const bool is_rows = i < by_rows;
+      const std::int64_t number = is_rows ? i : i - by_rows, blocks = is_rows ? row_blocks : column_blocks;
+      const std::int64_t heads = is_rows ? q.heads : k.heads, batch = number / blocks / heads, head = number / blocks % heads;
+      is_rows ? of_rows(a, batch, head, number % blocks * kRows) : of_columns(a, batch, head, number % blocks * kColumns);
+    }
+  });
+}
+
+}  // namespace
+
+extern "C" cudaError_t hw_cpu_attend_backward(const hw_cpu_attention* problem, const hw_cpu_attention_gradients* gradients,
+                                              const void* q, const void* k, const void* v, const void* o, const float* lse,
+                                              const void* o_gradient, void* q_gradient, void* k_gradient, void* v_gradient,
+                                              const std::int32_t* lengths, cudaStream_t stream) {
+  const Backward a{*problem, *gradients, q, k, v, o, lse, o_gradient, q_gradient, k_gradient, v_gradient, lengths};
+  if (type_size(a.dtype()) == 0 || a.dtype() == CUDA_R_64F) return cuda_not_supported("attention of this type");
+  OpPtr op = new_op("attention backward", 3);
+  add_ranges(op->ranges, q, a.p.q, a.dtype(), false);
+  add_ranges(op->ranges, k, a.p.k, a.dtype(), false);
+  add_ranges(op->ranges, v, a.p.v, a.dtype(), false);
+  add_ranges(op->ranges, o, a.p.o, a.dtype(), false);
+  add_ranges(op->ranges, o_gradient, a.gradients.o, a.dtype(), false);
+  add_ranges(op->ranges, q_gradient, a.gradients.q, a.dtype(), true);
+  add_ranges(op->ranges, k_gradient, a.gradients.k, a.dtype(), true);
+  add_ranges(op->ranges, v_gradient, a.gradients.v, a.dtype(), true);
+  op->ranges.push_back(read_of(lse, a.p.q.batch * a.p.q.heads * a.p.q.rows * sizeof(float)));
+  if (lengths) op->ranges.push_back(read_of(lengths, a.p.q.batch * sizeof(std::int32_t)));
+  op->work = [a] { differentiate(a); };
+  Call call;
+  if (Machine::get().failed()) return cuda_stopped();
+  return submit(call.lock, std::move(op), stream);
+}

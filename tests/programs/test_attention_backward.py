@@ -1,0 +1,168 @@
+"""The backward pass of attention as one instruction: masks, groups, layouts, lengths, shardings, against autograd in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from whole_programs import compiled, expect, lowered, random_arrays
+
+import hostweave as hw
+from hostweave.base.errors import ProgramError
+from hostweave.check.interpret import interpret
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.fusion_ir.reference import run_reference
+from hostweave.host_ir import ir, tree
+from hostweave.host_ir.ir import HostProgram
+from hostweave.runtime.cpu import parallel, seeded
+from hostweave.types.tensor import DType
+
+SIZES = {"B": 3, "C": 3, "S": 9, "T": 13, "U": 70, "V": 300}
+
+
+def gradients(ranks: int, t: DType) -> Fusion:
+    """Heads, the sequences of a batch and rows are shared by the ranks; blocks of rows and columns are short."""
+
+    @hw.fusion(
+        mesh=hw.Mesh(x=ranks),
+        q=t["B", f"{4 * ranks}@x", "S", 16],
+        k=t["B", f"{2 * ranks}@x", "T", 16],
+        v=t["B", f"{2 * ranks}@x", "T", 24],
+        dy=t["B", f"{4 * ranks}@x", "S", 24],
+        p=t["S", "C@x", 4, 8],
+        r=t["T", "C@x", 2, 8],
+        n=hw.i32["C@x"],
+        a=t[4, "U@x", 16],
+        b=t[2, "V", 16],
+        da=t[4, "U@x", 16],
+    )
+    def gradients(q, k, v, dy, p, r, n, a, b, da):  # type: ignore[no-untyped-def]
+        def of(q, k, v, dy, **how):  # type: ignore[no-untyped-def]
+            y, lse = hw.attention(q, k, v, enable_gqa=True, **how)
+            return hw.attention_backward(q, k, v, y, dy, lse, enable_gqa=True, **how)
+
+        turned, keys = (hw.permute_dims(x, (1, 2, 0, 3)) for x in (p, r))
+        return (
+            *of(q, k, v, dy, causal="top_left"),
+            *of(q, k, v, dy, causal="bottom_right", window=3, scale=0.5),
+            *of(turned, keys, keys, turned),
+            *of(turned, keys, keys, turned, causal="bottom_right", lengths=n),
+            *of(a, b, b, da, causal="bottom_right"),
+            *of(a, b, b, da, causal="top_left", window=40),
+        )
+
+    return gradients
+
+
+def by_torch(arrays: dict[str, Any]) -> tuple[Any, ...]:
+    torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+    q, k, v, dy, p, r, n, a, b, da = (torch.from_numpy(array.astype(np.float64)) for array in arrays.values())
+
+    def of(q, k, v, dy, causal=None, window=1 << 30, scale=None, ends=None):  # type: ignore[no-untyped-def]
+        q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+        keys, values = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+        rows, columns = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])
+        length = torch.tensor(k.shape[-2]) if ends is None else ends[:, None, None, None]
+        distance = rows - columns + (length - q.shape[-2] if causal == "bottom_right" else 0)
+        seen = (columns < length) & ((distance >= 0) & (distance < window) if causal else True)
+        scores = (q @ keys.mT * (scale or q.shape[-1] ** -0.5)).masked_fill(~seen, -torch.inf)
+        weights = torch.nan_to_num(torch.exp(scores - scores.logsumexp(-1, keepdim=True).detach().clamp(min=-1e30)))
+        y = weights / weights.sum(-1, keepdim=True).clamp(min=1e-30) @ values
+        return torch.autograd.grad(y, (q, k, v), dy)
+
+    turned, keys = (x.permute(1, 2, 0, 3) for x in (p, r))
+    results = (
+        *of(q, k, v, dy, "top_left"),
+        *of(q, k, v, dy, "bottom_right", 3, 0.5),
+        *of(turned, keys, keys, turned),
+        *of(turned, keys, keys, turned, "bottom_right", ends=n),
+        *of(a, b, b, da, "bottom_right"),
+        *of(a, b, b, da, "top_left", 40),
+    )
+    return tuple(result.numpy() for result in results)
+
+
+@pytest.mark.parametrize(("ranks", "dtype"), [(1, hw.f16), (2, hw.f32), (3, hw.bf16), (4, hw.f16)], ids=str)
+def test_matches_torch(ranks: int, dtype: DType) -> None:
+    fusion = gradients(ranks, dtype)
+    host = lowered(fusion)
+    assert HostProgram.parse(str(host)) == host
+    assert Fusion.parse(str(fusion)) == fusion
+    for sizes in (SIZES, {**SIZES, "C": ranks, "S": 1, "U": 1, "T": 1, "V": 2}):  # the last rank has no rows
+        arrays = random_arrays(fusion, sizes, seed=ranks)
+        arrays["n"] = np.array([13, 5, 1, 4][: sizes["C"]], np.int32).clip(max=sizes["T"])
+        for got, want in zip(run_reference(fusion, arrays), by_torch(arrays), strict=True):
+            np.testing.assert_allclose(got, want, 1e-6 if dtype == hw.f32 else 1e-9, 1e-6 if dtype == hw.f32 else 1e-9)
+        for schedule in (parallel(check_dependencies=True), seeded(ranks)):
+            with schedule:
+                expect(fusion, arrays, compiled(fusion).run(**arrays, ranks=True))
+    if dtype != hw.f32:
+        outputs = [p.name for p in host.outputs]
+        expect(fusion, arrays, [tuple(rank[name] for name in outputs) for rank in interpret(host, arrays)])
+
+
+def test_three_gradients_are_one_instruction() -> None:
+    """The scores are never in memory, and rows that are sharded give partial sums of what keys get."""
+    instructions = list(tree.walk(lowered(gradients(2, hw.bf16)).body))
+    assert sum(isinstance(i, ir.AttentionBackward) for i in instructions) == 6
+    assert sum(isinstance(i, ir.Attention) for i in instructions) == 6
+    assert not any(isinstance(i, ir.Matmul) for i in instructions)
+
+    @hw.fusion(q=hw.bf16[2, "S", 16], k=hw.bf16[2, "T", 16], y=hw.bf16[2, "S", 16], lse=hw.f32[2, "S"])
+    def keys_alone(q, k, y, lse):  # type: ignore[no-untyped-def]
+        return hw.attention_backward(q, k, k, y, y, lse)[1]
+
+    (made,) = (i for i in tree.walk(lowered(keys_alone).body) if isinstance(i, ir.AttentionBackward))
+    assert made.dk == lowered(keys_alone).outputs[0].name
+
+
+MISTAKES: dict[str, tuple[Callable[..., Any], str]] = {
+    "output": (lambda q, lse: hw.attention_backward(q, q, q, lse, q, lse), r"output is f32\[B, 4, S\], not bf16\[B, 4, S, 16\]"),
+    "gradient": (
+        lambda q, lse: hw.attention_backward(q, q, q, q, q[:1], lse),
+        r"output_gradient is bf16\[1, 4, S, 16\], not bf16\[B, 4, S, 16\]; pass what attention gave, or its gradient",
+    ),
+    "lse": (lambda q, lse: hw.attention_backward(q, q, q, q, q, q), r"lse is bf16\[B, 4, S, 16\], not f32\[B, 4, S\]"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes(name: str) -> None:
+    compute, why = MISTAKES[name]
+    with pytest.raises(ProgramError, match=rf"test_attention_backward.py:\d+: attention_backward: {why}"):
+        hw.fusion(q=hw.bf16["B", 4, "S", 16], lse=hw.f32["B", 4, "S"])(compute)
+
+
+@pytest.mark.parametrize(
+    ("operands", "why"),
+    [
+        ("%q, %q, %q, %q, %q", "takes 6 operands, and lengths where not all keys are valid, not 5"),
+        ("%q, %q, %q, %q, %lse, %lse", "f32[2, 4, S] is not bf16[2, 4, S, 8], what attention gives, or its gradient"),
+    ],
+)
+def test_mistakes_in_fusion_ir(operands: str, why: str) -> None:
+    text = (
+        f"fusion @f(%q: bf16[2, 4, S, 8], %lse: f32[2, 4, S]) {{\n  %y: bf16[2, 4, S, 8] = attention_key_gradient({operands}, scale=1.0)\n"
+    )
+    with pytest.raises(ProgramError) as error:
+        Fusion.parse(text + "  return %y\n}\n")
+    assert why in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("operands", "why"),
+    [
+        ("%q, %q, %q, %q, %q, %l scaled 1.0 -> %k, %a, %b", "%k is bf16[2, 4, S, 8], and %q bf16[2, 2, S, 8]: a gradient has the shape"),
+        ("%q, %q, %q, %q, %q, %m scaled 1.0 -> %a, %b, %c", "%m is f32[2, 4, S], not f32[2, 2, S], as lse is, without gaps"),
+    ],
+)
+def test_mistakes_in_host_ir(operands: str, why: str) -> None:
+    from hostweave.host_ir.verify import verify_host
+
+    results = ", ".join(f"%{name}: bf16[2, {4 if name == 'k' else 2}, S, 8]" for name in "abck")
+    head = f"host @f(%q: bf16[2, 2, S, 8], %l: f32[2, 2, S], %m: f32[2, 4, S]) -> ({results}) mesh(x=1)"
+    with pytest.raises(ProgramError) as error:
+        verify_host(HostProgram.parse(f"{head} {{\n  attention_backward {operands}\n}}\n"))
+    assert why in str(error.value)
