@@ -52,7 +52,7 @@ class _EachElement(Loops):
         return "int64_t"
 
     @property
-    def each(self) -> str:
+    def loop(self) -> str:
         return self.head
 
     @property
