@@ -124,6 +124,7 @@ OWN_SEMANTICS = {
     "passes/host/fold_epilogues.py",
     "passes/host/fuse_kernels.py",
     "passes/host/group_communications.py",
+    "passes/host/multiply_few_rows.py",
     "passes/host/privatize_per_stream.py",
     "passes/host/serialize_channels.py",
     "passes/host/software_pipeline.py",

@@ -10,7 +10,9 @@
 #include "hostweave/check.h"
 #include "hostweave/device_memory.h"
 #include "hostweave/errors.h"
+#include "hostweave/few_rows_plan.h"
 #include "hostweave/plan_cache.h"
+#include "hostweave/threads.h"
 
 namespace hw {
 namespace {
@@ -122,6 +124,16 @@ size_t size_of(cudaDataType_t dtype) {
 
 const void* shifted(const void* base, int64_t bytes) { return base ? static_cast<const char*>(base) + bytes : nullptr; }
 
+// Whether kernels of ours take the problem: one product of few whole rows.
+bool has_few_rows(const Problem& p) {
+  return p.a.rows <= kFewRows && p.a.columns > 0 && p.batch.count == 1 && p.outer.empty() && p.a.row_major() && p.c.row_major();
+}
+
+Activation activation_of(cublasLtEpilogue_t epilogue) {
+  if (epilogue & CUBLASLT_EPILOGUE_RELU) return Activation::relu;
+  return epilogue & CUBLASLT_EPILOGUE_GELU ? Activation::gelu_tanh : Activation::none;
+}
+
 std::string shape_text(const Matrix& x) { return std::to_string(x.rows) + "x" + std::to_string(x.columns); }
 
 }  // namespace
@@ -133,8 +145,9 @@ Strided::Strided(std::initializer_list<int64_t> sizes) : shape(sizes), strides(s
 
 struct MatmulPlan::Plan {
   Problem problem;
-  bool swapped = false;  // the product that is computed is c' = b' a'
-  bool empty = false;    // c has no elements
+  bool swapped = false;                      // the product that is computed is c' = b' a'
+  bool empty = false;                        // c has no elements
+  const FewRowsKernels* few_rows = nullptr;  // that compute it instead of cuBLASLt
   cublasLtMatmulDesc_t description = nullptr;
   cublasLtMatrixLayout_t a_layout = nullptr, b_layout = nullptr, c_layout = nullptr;
   bool aligned_only = false;
@@ -239,6 +252,10 @@ void MatmulPlan::describe(Plan& plan) const {
     throw ExecutionError("matmul: only one product of whole rows can end with a bias or an activation");
   }
 
+  const bool in_f32 = compute_ == CUBLAS_COMPUTE_32F;
+  if (in_f32 && !plan.swapped && has_few_rows(p)) plan.few_rows = few_rows_kernels(operands_, result_);
+  if (plan.few_rows) return;
+
   HW_CHECK(cublasLtMatmulDescCreate(&plan.description, compute_, compute_ == CUBLAS_COMPUTE_64F ? CUDA_R_64F : CUDA_R_32F));
   HW_CHECK(plan.set(CUBLASLT_MATMUL_DESC_TRANSA, p.b.row_major() ? CUBLAS_OP_N : CUBLAS_OP_T));
   HW_CHECK(plan.set(CUBLASLT_MATMUL_DESC_TRANSB, p.a.row_major() ? CUBLAS_OP_N : CUBLAS_OP_T));
@@ -262,6 +279,10 @@ void MatmulPlan::describe(Plan& plan) const {
 // what the plan may launch runs once here, on memory that nobody looks at, when nothing else runs.
 void MatmulPlan::load_kernels([[maybe_unused]] const Plan& plan) const {
 #ifndef HOSTWEAVE_CPU_DEVICE
+  if (plan.few_rows) {
+    HW_CHECK(plan.few_rows->load());
+    return;
+  }
   const Problem& p = plan.problem;
   const size_t size = std::max(size_of(operands_), size_of(result_));
   const int64_t elements = std::max({p.a.span() + (p.batch.count - 1) * p.batch.a, p.b.span() + (p.batch.count - 1) * p.batch.b,
@@ -310,6 +331,15 @@ cublasStatus_t MatmulPlan::each_batch(size_t dims, const void* a, const void* b,
 cublasStatus_t MatmulPlan::one_batch(const Plan& plan, const void* a, const void* b, void* c, Stream stream,
                                      const Epilogue& epilogue) const {
   const auto [scale, accumulate, bias] = epilogue;
+  if (plan.few_rows) {
+    const Matrix &x = plan.problem.a, &weights = plan.problem.b, &result = plan.problem.c;
+    const bool transposed = !weights.row_major();
+    const int64_t pitch = transposed ? weights.column_stride : weights.row_stride;
+    const FewRows<void, 1> operands{x.rows, x.columns, weights.columns, a, x.row_stride, {b}, pitch};
+    const ProductEnd<void> end{c, result.row_stride, static_cast<float>(scale), accumulate, bias, activation_of(epilogue_)};
+    const bool launched = plan.few_rows->multiply({operands, end, transposed}, stream) == cudaSuccess;
+    return launched ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_EXECUTION_FAILED;
+  }
   const double scales[] = {scale, accumulate ? 1.0 : 0.0};  // of the product, and of what is added to it
   const float float_scales[] = {static_cast<float>(scale), accumulate ? 1.0f : 0.0f};
   const bool in_double = compute_ == CUBLAS_COMPUTE_64F;

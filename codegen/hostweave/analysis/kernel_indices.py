@@ -9,7 +9,7 @@ from hostweave.fusion_ir.index_map import ONE, Labels
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS, index_map, operand_types
 from hostweave.host_ir import tree
-from hostweave.host_ir.ir import Function, Kernel
+from hostweave.host_ir.ir import Function, Kernel, Parameter
 from hostweave.types.size import Size
 from hostweave.types.tensor import TensorType
 
@@ -168,13 +168,21 @@ def reads_own_index(kernel: Kernel, source: int, result: int) -> bool:
     What a kernel reduces it has read before it writes, but not what differs along the kept dims alone: other threads may still
     read that.
     """
+    read, written = kernel.inputs[source], kernel.results[result]
+    products = [op for op in kernel.ops if op.kind == "matmul"]
+    operands = {name for op in products for name in op.tensors}
+    if read.name in operands:
+        return False
+    if products:  # of which it is read when they are added up
+        made = (Parameter(op.result.name, op.result.type) for op in products)
+        inputs = (*(p for p in kernel.inputs if p.name not in operands), *made)
+        kernel = Kernel(kernel.name, inputs, tuple(op for op in kernel.ops if op not in products), kernel.returned)
     try:
         walked, update = iteration(kernel), _update_of(kernel)
     except NotOneKernel:
         return False
     if update is not None:
-        return kernel.inputs[source].name == update.tensors[0]
-    read, written = kernel.inputs[source], kernel.results[result]
+        return read.name == update.tensors[0]
     same = (
         read.name not in walked.lanes
         and read.type.shape == written.type.shape

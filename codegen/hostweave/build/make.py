@@ -21,9 +21,18 @@ _KERNELS, _JIT_FILE, _CUBIN = "kernels.cu", "kernels_jit.cpp", "kernel.cubin"
 
 
 def make_runtime(folder: Path, files: Sequence[Path], toolchain: Toolchain, library: str) -> None:
-    """Makes the library of a target's runtime. Raises BuildError where that fails."""
-    run_together([[*toolchain.compile(str(file), f"{file.stem}.o"), "-fvisibility=default"] for file in files], folder)
-    run_together([toolchain.link([f"{file.stem}.o" for file in files], library)], folder)
+    """Makes the library of a target's runtime, with what it has of kernels. Raises BuildError where that fails."""
+    kernels, sources = ([file for file in files if (file.suffix == ".cu") == is_kernels] for is_kernels in (True, False))
+    if kernels:
+        assert toolchain.kernel_compiler
+        cubins = {}
+        for file in kernels:
+            cubins[file.stem] = folder / f"{file.stem}.cubin"
+            cubins[file.stem].write_bytes(toolchain.kernel_compiler.compile(Unit(file.stem, 1, "", file.read_text()), folder))
+        (folder / _JIT_FILE).write_text(loader(cubins))
+        sources.append(folder / _JIT_FILE)
+    run_together([[*toolchain.compile(str(file), f"{file.stem}.o"), "-fvisibility=default"] for file in sources], folder)
+    run_together([toolchain.link([f"{file.stem}.o" for file in sources], library)], folder)
 
 
 def make_program(folder: Path, sources: Sequence[str], toolchain: Toolchain, libraries: tuple[Path, ...]) -> None:

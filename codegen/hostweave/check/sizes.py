@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from itertools import count
 from math import gcd, lcm
 
-from hostweave.host_ir import ir
-from hostweave.host_ir.calls import dedupe_functions
+from hostweave.host_ir import ir, tree
+from hostweave.host_ir.calls import bodies, dedupe_functions
+from hostweave.host_ir.expr import Const, Expr, Symbol, leaves
 from hostweave.host_ir.size_requirements import not_negative, trip_counts, types_in
 from hostweave.types.size import Size, Sum
 
@@ -97,17 +98,34 @@ def _search(sizes: Steps, wanted: list[tuple[Size, int]], steps: int) -> dict[st
 
 @ir.analysis
 def sizes_to_check(program: ir.HostProgram) -> tuple[dict[str, int], ...]:
-    """Small sizes that ranks share evenly, and ones that they do not where that may be."""
+    """Small sizes that ranks share evenly, ones that they do not where that may be, and larger ones where a condition is on sizes."""
     program = dedupe_functions(program)
     least = minimal_sizes(program)
+    small = (least, *_uneven(program, least))
+    bounded = {name for body in bodies(program) for i in tree.walk(body.body) for name in _decides(i.condition_of_body)}
+    if not bounded:
+        return small
+    larger = {name: (size, size * (ir.FEW_ROWS + 1)) if name in bounded else (0, size) for name, size in least.items()}
+    return (*small, *filter(None, [_with_room(program, larger)]))
+
+
+def _decides(condition: Expr | None) -> list[str]:
+    """The symbols of a condition on sizes alone."""
+    found = leaves(condition) if condition else []
+    sizes = [leaf.size for leaf in found if isinstance(leaf, Symbol)]
+    is_of_sizes = len(sizes) + sum(isinstance(leaf, Const) for leaf in found) == len(found)
+    return [name for size in sizes for name in Size(1, (size,)).symbols] if is_of_sizes else []
+
+
+def _uneven(program: ir.HostProgram, least: Mapping[str, int]) -> tuple[dict[str, int], ...]:
     if not program.uneven:
-        return (least,)
+        return ()
     steps = dict.fromkeys(program.uneven, 1)
     for dim_size in all_sizes(program):
         if len(dim_size.atoms) == 1 and (name := dim_size.atoms[0]) in steps and isinstance(name, str):
             steps[name] = lcm(steps[name], dim_size.divisor)
     uneven = {name: (steps.get(name, 0), size + steps.get(name, 0)) for name, size in least.items()}
-    return (least, _with_room(program, uneven) or least)
+    return (_with_room(program, uneven) or dict(least),)
 
 
 def all_sizes(program: ir.HostProgram) -> Iterator[Size]:

@@ -9,6 +9,7 @@ from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.kernels import Kernel, emit_kernel
 from hostweave.emit.layers import Element, layers_of
 from hostweave.emit.names import Names
+from hostweave.emit.products import emit_products, multiplies
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies
 from hostweave.types.mesh import Mesh
@@ -97,7 +98,8 @@ class ProgramContext:
         """The kernel for buffers of these types, whose strides are in its code. One that differs in names alone gives it its name."""
         key = kernel, buffers
         if key not in self.launches:
-            emitted = emit_kernel(kernel, buffers, self.integers, self.names, len(self.launches))
+            emit = emit_products if multiplies(kernel) else emit_kernel
+            emitted = emit(kernel, buffers, self.integers, self.names, len(self.launches))
             shared = self.kernels.setdefault(emitted.form, emitted)
             note = f"Also for @{kernel.name}."
             if emitted.name != shared.name and note not in shared.comments:

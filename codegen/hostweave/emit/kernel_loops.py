@@ -124,6 +124,8 @@ class Loops:
     Threads may hold rows of so many inputs in registers: `held`.
     """
 
+    closing = ""  # what ends the loop over what is kept
+
     def __init__(
         self, kernel: ir.Kernel, walked: Iteration, buffers: Sequence[BufferType], integers: CppExprPrinter, names: Names, held: int = 0
     ):

@@ -70,7 +70,7 @@ def emit_kernel(kernel: ir.Kernel, buffers: Sequence[BufferType], integers: CppE
         walked = iteration(kernel)
     except NotOneKernel as reason:
         raise ProgramError(f"kernel @{kernel.name}: {reason}; split it") from None
-    emitter = _Emitter(functions, kernel, walked, buffers, integers)
+    emitter = KernelEmitter(functions, kernel, walked, buffers, integers)
     emitted = emitter.emit()
     again = [name for name, times in emitter.loaded.items() if times > 1]
     late: list[str] = []
@@ -78,19 +78,22 @@ def emit_kernel(kernel: ir.Kernel, buffers: Sequence[BufferType], integers: CppE
         rows = int(emitter.loops.along.size) * sum(emitter.types[name].dtype.itemsize for name in (*late, one))
         late += [one] if rows <= LATE_BYTES else []
     for held in filter(None, ([*again, *late], again)):
-        holding = _Emitter(functions, kernel, walked, buffers, integers, held)
+        holding = KernelEmitter(functions, kernel, walked, buffers, integers, held)
         if holding.loops.row:
             return holding.emit()
     return emitted
 
 
-class _Emitter:
+class KernelEmitter:
     """Writes one kernel. A value is a C++ text: a number, an element in memory, or a local of its name.
 
     What a reduction needs is computed where the reduction walks it, and again where something walks it later. Its inputs are then
     in the cache. Rows of those named by `held` threads keep in registers, and the compiler what it computed from them; they are loaded
     before the first walk, so that none is waited for after a reduction.
     """
+
+    loops_type = Loops
+    own_sizes: tuple[Size, ...] = ()  # that its text names beside those of its loops
 
     def __init__(
         self,
@@ -110,7 +113,7 @@ class _Emitter:
         self.names = Names((*integers.sizes.values(), *functions, *self.functions()))
         self.pointers = {name: self.names.of(name) for name in self.inputs}
         self.results = {p.name: self.names.of(p.name, "result") for p in kernel.results}
-        self.loops = Loops(kernel, walked, buffers, integers, self.names, len(held))
+        self.loops = self.loops_type(kernel, walked, buffers, integers, self.names, len(held))
         self.held = held
         self.walks = 0  # over what is reduced
         self.loaded = Counter[str]()  # how often
@@ -118,7 +121,7 @@ class _Emitter:
         self.uses = Counter(name for op in self.ops for name in self.used(op))
         self.uses.update(name for name in self.results if name in self.uses)
         self.totals: dict[str, str] = {}  # what reductions have added up
-        self.row = _Section(self)  # around the innermost loops
+        self.row = Section(self)  # around the innermost loops
 
     def emit(self) -> Kernel:
         if self.loops.takes_lanes:
@@ -130,6 +133,7 @@ class _Emitter:
         """The parameters that are sizes, each with what a launch gives for it."""
         dims, integers, lanes = (*self.loops.kept, *self.loops.reduced), self.loops.integers, self.loops.lanes.values()
         sizes = (
+            *self.own_sizes,
             *(op[COUNT] for op in self.ops if COUNT in OPS[op.kind].attributes),
             *(size for dim in dims for size in (dim.size, *dim.strides)),
             *(size for lane in lanes for size in (lane.size, lane.stride)),
@@ -215,7 +219,7 @@ class _Emitter:
         return "_".join([name, "".join(sorted(index for index, _ in self.loops.terms(place)))]).rstrip("_")
 
     def pointwise(self) -> Kernel:
-        section = _Section(self, self.row, self.loops.width)
+        section = Section(self, self.row, self.loops.width)
         if self.loops.moved:
             section.store_update(self.ops[-1])
         else:
@@ -260,9 +264,9 @@ class _Emitter:
         stores = outside.taken_stores() if outside is self.row else outside.taken()
         return self.kernel(self.row.taken(), walks, stores, last)
 
-    def section(self) -> _Section:
+    def section(self) -> Section:
         """The innermost loop, in which nothing is hoisted where each of its elements has totals of its own."""
-        return _Section(self, None if self.loops.has_wide_totals else self.row, self.loops.width)
+        return Section(self, None if self.loops.has_wide_totals else self.row, self.loops.width)
 
     def reduces(self, op: Op) -> bool:
         return bool(reduced_indices(op, self.walked.indices))
@@ -314,13 +318,13 @@ class _Emitter:
         return Walk(before=self.row.taken(), starts=tuple(starts), body=body, after=tuple(after))
 
 
-class _Section:
+class Section:
     """Statements of one scope. A value is computed where it is first asked for: outside of the loops where it can be.
 
     Where a thread takes several elements together, the statements are about each of them, between loads and stores of all.
     """
 
-    def __init__(self, kernel: _Emitter, outer: _Section | None = None, width: int = 1):
+    def __init__(self, kernel: KernelEmitter, outer: Section | None = None, width: int = 1):
         self.kernel, self.outer, self.is_wide = kernel, outer, width > 1
         self.texts: dict[str, str] = {}  # of values
         self.loads: dict[str, str] = {}  # of inputs, the local that holds the elements

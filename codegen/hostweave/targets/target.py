@@ -73,11 +73,12 @@ def find_target(name: str) -> Target:
 
 
 def runtime_sources(target: str) -> list[Path]:
-    """The C++ of the runtime: all of it but what is for other targets, as the ends of file names say."""
+    """The C++ and the kernels of the runtime: all of it but what is for other targets, as the ends of file names say."""
     return sources_of(RUNTIME_SOURCES, target)
 
 
 def sources_of(folders: Sequence[Path], target: str) -> list[Path]:
-    """The C++ in these folders for a target."""
+    """The C++ and the kernels in these folders for a target."""
     others = tuple(f"_{name}" for name in NAMES if name != target)
-    return [path for folder in folders for path in sorted(folder.glob("*.cpp")) if not path.stem.endswith(others)]
+    files = [path for folder in folders for path in sorted(folder.iterdir()) if path.suffix in (".cpp", ".cu")]
+    return [path for path in files if not path.stem.endswith(others)]

@@ -109,6 +109,13 @@ HW_DEVICE void griddep_wait() {
 #endif
 }
 
+// From now on the next kernel on the stream may launch, which waits for the end of this one by itself.
+HW_DEVICE void griddep_launch() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // 0..n in steps of kWidth elements, which divides n: shared among the threads of the grid, among its blocks, among the threads of
 // a block. Neighbouring threads take neighbouring elements.
 template <int kWidth = 1, class Index = int64_t>

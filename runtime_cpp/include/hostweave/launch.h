@@ -27,12 +27,15 @@ namespace hw {
 
 struct Grid {
   int64_t blocks;
-  int threads;  // of a block
+  int threads;      // of a block
+  int cluster = 1;  // neighbouring blocks that run together, where the device has clusters; elsewhere it is one block instead
 };
 
 constexpr int64_t kMaxBlocks = 2147483647;            // a kernel walks what is left
 constexpr int64_t kThreadsAtOnce = int64_t{1} << 16;  // that keep the memory of a large GPU busy
 constexpr int64_t kBlocksAtOnce = 128;
+constexpr int64_t kProductsAtOnce = 264;  // blocks of kProductThreads: two a multiprocessor of an H200
+constexpr int kMostBlocks = 8;            // of a cluster, on every device that has clusters
 
 constexpr int warps_of(int64_t threads, int64_t most) {
   return static_cast<int>(clamped(ceil_div(threads, 32), 1, most / 32) * 32);
@@ -55,6 +58,18 @@ constexpr Grid grid_of_rows(int64_t rows, int64_t n) {
 
 // A block for each tile of n columns.
 constexpr Grid grid_of_columns(int64_t n, int threads) { return {smaller(ceil_div(n, kTile), kMaxBlocks), threads}; }
+
+// A cluster of blocks for each kProductColumns columns of a product of few rows: as many as run at once, and have something to
+// do. Larger clusters do not fill every group of multiprocessors, so of these some room is left.
+constexpr Grid grid_of_products(int64_t columns, int64_t depth) {
+  const int64_t clusters = ceil_div(columns, kProductColumns);
+  int cluster = kMostBlocks;
+  while (cluster > 1 &&
+         (clusters * cluster > kProductsAtOnce - (cluster > 2 ? 24 : 0) || depth < 2 * cluster * kProductThreads)) {
+    --cluster;
+  }
+  return {clusters * cluster, kProductThreads, cluster};
+}
 
 // What of an array a kernel touches: `count` elements in a row, or a view. Lives no longer than the launch that it is an argument
 // of.
@@ -171,10 +186,17 @@ template <class... Params, class... Args>
 cudaError_t launch_pdl(void (*kernel)(Params...), Grid grid, cudaStream_t stream, const Args&... args) {
   if (grid.blocks == 0) return cudaSuccess;
   const void* const function = function_of(kernel);
-  cudaLaunchAttribute early{.id = cudaLaunchAttributeProgrammaticStreamSerialization};
-  early.val.programmaticStreamSerializationAllowed = waits_for_stream(function);
-  const cudaLaunchConfig_t config{
-      .gridDim = dim3(grid.blocks), .blockDim = dim3(grid.threads), .stream = stream, .attrs = &early, .numAttrs = 1};
+  const bool waits = waits_for_stream(function);
+  const unsigned cluster = waits ? grid.cluster : 1;  // both came with compute capability 9.0
+  cudaLaunchAttribute attributes[2] = {{.id = cudaLaunchAttributeProgrammaticStreamSerialization},
+                                       {.id = cudaLaunchAttributeClusterDimension}};
+  attributes[0].val.programmaticStreamSerializationAllowed = waits;
+  attributes[1].val.clusterDim = {cluster, 1, 1};
+  const cudaLaunchConfig_t config{.gridDim = dim3(grid.blocks / grid.cluster * cluster),
+                                  .blockDim = dim3(grid.threads),
+                                  .stream = stream,
+                                  .attrs = attributes,
+                                  .numAttrs = cluster > 1 ? 2u : 1u};
   return launch_with<Params...>(config, function, static_cast<Params>(args)...);
 }
 

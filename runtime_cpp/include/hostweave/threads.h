@@ -9,4 +9,9 @@ constexpr int kRowAccesses = 4;   // at most, of such a thread, where rows are n
 constexpr int kLaneParts = 32;    // threads that share a lane of which each has elements of its own
 constexpr int kTile = 32;         // columns that they reduce together
 
+constexpr int kFewRows = 8;           // at most, of a product that takes as long as to read its weights
+constexpr int kProducts = 4;          // at most, of one operand, which one kernel computes
+constexpr int kProductColumns = 64;   // of a block
+constexpr int kProductThreads = 256;  // of a block, two of which a multiprocessor holds
+
 }  // namespace hw

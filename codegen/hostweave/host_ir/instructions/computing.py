@@ -14,6 +14,8 @@ from hostweave.types.blocks import Cuts, boxes
 from hostweave.types.rank_sizes import Sizes
 
 ACTIVATIONS = ("relu", "gelu_tanh")  # ops that a matmul may end with
+FEW_ROWS = 8  # at most, of products that a kernel computes: hw::kFewRows
+PRODUCTS = 4  # at most, of such a kernel: hw::kProducts
 
 
 class Compute(Instruction):

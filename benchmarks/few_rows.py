@@ -1,0 +1,123 @@
+"""Products of 1 to 8 rows on one GPU, beside a device copy of their weights and beside torch in a CUDA graph.
+
+A captured call has several products of one operand with weights of their own, more than the GPU's cache holds, and so has torch's graph;
+they are timed in turn. What counts is the share of a copy's bandwidth, in which a copy reads and writes: weights are read alone.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import hostweave as hw
+
+COLD_BYTES = 512 << 20  # of weights: many times the cache of a GPU
+TIMINGS = 15
+WARMUPS = 3
+WAIT = 200_000  # cycles, in which the host launches the graph
+SHARE = 0.85  # of a copy's bandwidth, at least, where the weights have LARGE bytes
+LARGE = 58 << 20
+ROWS = (1, 2, 4, 8)
+SHAPES = {"70B at TP8, gate": (8192, 3584), "70B at TP8, down": (3584, 8192), "8B, gate": (4096, 14336), "8B, down": (14336, 4096)}
+TOLERANCE = 0.02  # of the largest element: both round to bf16
+
+
+def main() -> None:
+    import torch
+
+    hw.init()
+    with torch.no_grad():
+        for name, (depth, columns) in SHAPES.items():
+            for is_gated in (False, True) if "gate" in name else (False,):
+                for rows in ROWS:
+                    _compare(name + (" and up" if is_gated else ""), rows, depth, columns, is_gated)
+
+
+def _compare(name: str, rows: int, depth: int, columns: int, is_gated: bool) -> None:
+    import torch
+
+    size, each = 2 * depth * columns, 2 if is_gated else 1
+    count = max(2, COLD_BYTES // (size * each))
+    x = torch.randn(rows, depth, device="cuda").bfloat16()
+    weights = [(torch.randn(depth, columns, device="cuda") * depth**-0.5).bfloat16() for _ in range(count * each)]
+    groups = [tuple(weights[i : i + each]) for i in range(0, len(weights), each)]
+    program = _program(count, depth, columns, is_gated)
+    calls = {
+        "ours": program.capture(x, *weights),
+        "torch": _in_a_graph(lambda: [_product(torch.nn.functional, x, *group) for group in groups]),
+        "copy": _in_a_graph(lambda: [a.copy_(b) for a, b in zip(weights[0::2], weights[1::2], strict=False)]),
+    }
+    for ours, theirs in zip(calls["ours"](), calls["torch"](), strict=True):
+        error = float((ours - theirs).abs().max() / theirs.abs().max())
+        assert error <= TOLERANCE, f"{name}, {rows} rows: {error}"
+    us = _timed(calls)
+    read = size * len(weights)
+    rate = {way: (read if way != "copy" else 2 * size * (len(weights) // 2)) / time / 1e6 for way, time in us.items()}
+    share = rate["ours"] / rate["copy"]
+    verdict = "" if size < LARGE or share >= SHARE else f", below {SHARE}"
+    print(
+        f"{name}, {rows} rows, {size * each / 1e6:.0f} MB: {us['ours'] / count:.1f} us, {rate['ours']:.2f} TB/s, {share:.2f} of a copy's"
+        f" {rate['copy']:.2f}{verdict}; {us['torch'] / us['ours']:.2f} times as fast as torch in a graph",
+        flush=True,
+    )
+    program.close()
+
+
+def _product(ops: Any, x: Any, *weights: Any) -> Any:
+    gate, *up = (x @ w for w in weights)
+    return ops.silu(gate) * up[0] if up else gate
+
+
+def _program(count: int, depth: int, columns: int, is_gated: bool) -> hw.Program:
+    each = 2 if is_gated else 1
+    types = {f"w_{i}": hw.bf16[depth, columns] for i in range(count * each)}
+
+    @hw.fusion(x=hw.bf16["T", depth], **types)
+    def products(x: hw.Tensor, **weights: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        w = list(weights.values())
+        return tuple(_product(hw, x, *w[i : i + each]) for i in range(0, len(w), each))
+
+    return hw.compile(products, target="cuda")
+
+
+def _in_a_graph(call: Callable[[], Any]) -> Callable[[], Any]:
+    import torch
+
+    beside = torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    return partial(_replayed, graph, result)
+
+
+def _replayed(graph: Any, result: Any) -> Any:
+    graph.replay()
+    return result
+
+
+def _timed(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """Microseconds of each call, the median, in turn."""
+    import torch
+
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for timing in range(WARMUPS + TIMINGS):
+        for name, call in calls.items():
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(WAIT)
+            begin.record()
+            call()
+            end.record()
+            end.synchronize()
+            if timing >= WARMUPS:
+                times[name].append(begin.elapsed_time(end) * 1e3)
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Kernels that multiply few rows: what the products of one operand come to, element by element, inside of hw::few_rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hostweave.analysis.kernel_indices import iteration
+from hostweave.emit.cpp import CppExprPrinter, compute_type
+from hostweave.emit.kernel_loops import Loops
+from hostweave.emit.kernels import Kernel, KernelEmitter, Section
+from hostweave.emit.names import Names
+from hostweave.fusion_ir.text import print_op
+from hostweave.host_ir import ir
+from hostweave.host_ir.strides import strides_of
+from hostweave.types.size import Size, product
+from hostweave.types.tensor import BufferType
+
+
+def multiplies(kernel: ir.Kernel) -> bool:
+    return kernel.ops[0].kind == "matmul"
+
+
+def emit_products(kernel: ir.Kernel, buffers: Sequence[BufferType], integers: CppExprPrinter, names: Names, number: int) -> Kernel:
+    """The kernel of this number for these buffers: its inputs, then its results. It begins with its products."""
+    products = [op for op in kernel.ops if op.kind == "matmul"]
+    made = [ir.Parameter(op.result.name, op.result.type) for op in products]
+    operands = {name for op in products for name in op.tensors}
+    lies = dict(zip((p.name for p in kernel.inputs), buffers, strict=False))
+    others = [p for p in kernel.inputs if p.name not in operands or any(p.name in op.tensors for op in kernel.ops if op not in products)]
+    end = ir.Kernel(kernel.name, (*made, *others), tuple(op for op in kernel.ops if op not in products), kernel.returned)
+    types = [BufferType(p.type.dtype, p.type.shape) for p in made] + [lies[p.name] for p in others]
+    own = names.of(kernel.name, f"kernel {number}")
+    emitter = _Emitter((own, own), end, iteration(end), [*types, *buffers[len(kernel.inputs) :]], integers)
+    return emitter.multiplying(kernel, lies)
+
+
+class _EachElement(Loops):
+    """Of one element at a time, which hw::few_rows gives."""
+
+    head = ""  # of the call
+    launched_with = ""
+    closing = ");"
+
+    def taken_together(self) -> int:
+        return 1
+
+    def name_outermost(self) -> dict[object, Size]:  # type: ignore[override]
+        return {}
+
+    def type_of_number(self) -> str:
+        return "int64_t"
+
+    @property
+    def loop(self) -> str:
+        return self.head
+
+    @property
+    def grid(self) -> str:
+        return self.launched_with
+
+    @property
+    def bounds(self) -> str:
+        return "hw::kProductThreads, 2"
+
+
+class _Emitter(KernelEmitter):
+    """Ends products: what they come to are locals."""
+
+    loops_type = _EachElement
+    loops: _EachElement
+
+    def multiplying(self, kernel: ir.Kernel, lies: dict[str, BufferType]) -> Kernel:
+        products = [op for op in kernel.ops if op.kind == "matmul"]
+        row, column, sums = (self.names.of(word, "few rows") for word in ("row", "column", "sums"))
+        section = Section(self)
+        for number, op in enumerate(products):
+            name = section.texts[op.result.name] = self.pointers.pop(op.result.name)
+            section.lines.append(f"const {compute_type(op.result.type.dtype)} {name} = {sums}[{number}];")
+        section.store(self.results)
+        self.inputs = [p.name for p in kernel.inputs]
+        self.types |= {p.name: p.type for p in kernel.inputs}
+        self.pointers = {name: self.pointers.get(name) or self.names.of(name) for name in self.inputs}
+
+        x, w = (lies[name] for name in products[0].tensors)
+        rows, (depth, columns), (step, pitch) = product(x.shape[:-1]), w.shape, strides_of(w)
+        transposed = pitch != Size()
+        pitch = pitch if transposed else step
+        self.own_sizes = (rows, depth, columns, pitch)
+        size = self.loops.integers.size
+        pointer, *weights = (self.pointers[name] for name in (products[0].tensors[0], *(op.tensors[1] for op in products)))
+        fields = f"{size(rows)}, {size(depth)}, {size(columns)}, {pointer}, {size(depth)}, {{{', '.join(weights)}}}, {size(pitch)}"
+        operands = f"hw::FewRows<{x.dtype.cpp}, {len(products)}>{{{fields}}}"
+        end = f"[&](int64_t {row}, int64_t {column}, const float (&{sums})[{len(products)}])"
+        self.loops.head = f"hw::few_rows<{str(transposed).lower()}>({operands}, {end}"
+        self.loops.launched_with = f"hw::grid_of_products({size(columns)}, {size(depth)})"
+        emitted = self.kernel(section.taken())
+        element = f"const int64_t {self.loops.element} = {row} * {self.loops.integers.factor(columns)} + {column};"
+        emitted = replace(emitted, comments=tuple(map(print_op, kernel.ops)), indices=(element, *emitted.indices))
+        return replace(emitted, form=self.form(emitted))

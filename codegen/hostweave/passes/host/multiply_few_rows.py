@@ -1,0 +1,153 @@
+"""Host to host: products of one operand, and the kernel that ends them element by element, are one kernel where the rows are few.
+
+    matmul %x, %wg -> %g                      if T <= 8 {
+    matmul %x, %wu -> %u                        launch @silu_multiply_h_of_few_rows %x, %wg, %wu -> %h
+    launch @silu_multiply_h %g, %u -> %h      } else {
+                                    becomes     matmul %x, %wg -> %g
+                                                matmul %x, %wu -> %u
+                                                launch @silu_multiply_h %g, %u -> %h
+                                              }
+
+Then all that a product costs is to read its weights, which the kernel does once, for all of them together. Memory is planned by now:
+what was deallocated between the products and their end stays until that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from hostweave.analysis.def_use import DefUse, Place, def_use
+from hostweave.analysis.kernel_indices import NotOneKernel, iteration
+from hostweave.base.names import claim_unique, unique_name
+from hostweave.fusion_ir.ir import Op, Value
+from hostweave.host_ir import ir, tree
+from hostweave.host_ir.dead_code import launched
+from hostweave.host_ir.expr import Binary, Const, Expr, Symbol, binary
+from hostweave.host_ir.strides import strides_of
+from hostweave.options import Options
+from hostweave.types.size import Size, Sum, product
+from hostweave.types.tensor import Dim, TensorType
+
+DTYPES = ("f16", "bf16", "f32")
+
+
+def multiply_few_rows(program: ir.HostProgram, options: Options) -> ir.HostProgram:
+    """After it no products of up to FEW_ROWS rows with one operand are in memory before one kernel ends them."""
+    uses, kernels = def_use(program), {kernel.name: kernel for kernel in program.kernels}
+    edits: dict[int, tree.Body] = {}
+    names: dict[ir.Kernel, str] = {}  # of kernels that multiply
+    for place in uses.places:
+        i = place.instruction
+        if not isinstance(i, ir.Launch) or i.kernel not in kernels or not (products := _products(uses, place, kernels[i.kernel])):
+            continue
+        matmuls = [matmul for _, matmul in products]
+        kernel, srcs = _of_few_rows(i, kernels[i.kernel], matmuls, uses)
+        name = names.setdefault(kernel, unique_name(f"{i.kernel}_of_few_rows", kernels))
+        kernels[name] = replace(kernel, name=name)
+        few, freed = replace(i, kernel=name, srcs=srcs), _freed(_between(uses, place, products))
+        rows = product(uses.types[matmuls[0].a].shape[:-1])
+        chosen = few if rows.is_int else ir.If(_at_most(rows, ir.FEW_ROWS), (few,), (*matmuls, i), location=i.location)
+        edits |= {p.number: () for p in (*freed, *(p for p, _ in products))}
+        edits[place.number] = (chosen, *(p.instruction for p in freed))
+    body = tree.edited(program.body, edits)
+    return replace(program, body=body, kernels=launched(kernels.values(), body)) if edits else program
+
+
+def _at_most(size: Size, most: int) -> Expr:
+    """`M / 4 <= 8`"""
+    text: Expr = Const(size.coefficient)
+    for factor in size.factors:
+        assert not isinstance(factor, Sum)
+        text = binary("*", text, Symbol(factor))
+    return Binary("<=", binary("/", text, size.divisor), Const(most))
+
+
+Product = tuple[Place, ir.Matmul]
+
+
+def _products(uses: DefUse, place: Place, kernel: ir.Kernel) -> list[Product]:
+    """The products that a kernel can compute itself: all that it reads, or none."""
+    launch = place.instruction
+    assert isinstance(launch, ir.Launch)
+    found = list(_read_products(uses, place))
+    if not 2 <= len(found) <= ir.PRODUCTS or place.around:
+        return []
+    matmuls = [matmul for _, matmul in found]
+    first = matmuls[0]
+    rows = product(uses.types[first.a].shape[:-1])
+    is_few = int(rows) <= ir.FEW_ROWS if rows.is_int else not any(isinstance(factor, Sum) for factor in rows.factors)
+    alike = {(matmul.a, *_layout(uses, matmul)) for matmul in matmuls}
+    if not is_few or len(alike) > 1 or _layout(uses, first) == () or uses.types[first.a].strides is not None:
+        return []
+    operands = {uses.root(name) for matmul in matmuls for name in (matmul.a, matmul.b)}
+    if operands & {uses.root(dst) for dst in launch.dsts} or not _is_by_index(kernel, launch, {matmul.dst for matmul in matmuls}):
+        return []
+    between = _between(uses, place, found)
+    passed = tuple(p.instruction for p in between if p not in _freed(between))
+    return [] if any(i.orders for i in tree.walk(passed)) or uses.conflict(matmuls, passed) else found
+
+
+def _read_products(uses: DefUse, place: Place) -> Iterator[Product]:
+    """The matmuls that make operands of a launch, which nothing else reads."""
+    launch = place.instruction
+    written = {uses.root(name) for name in tree.names(launch, "write")}
+    reads = tree.names(launch, "read")
+    for src in reads:
+        root = uses.root(src)
+        at = uses.touches[root].index(place)
+        maker = uses.touches[root][at - 1] if at else place
+        matmul = maker.instruction
+        if not isinstance(matmul, ir.Matmul) or matmul.dst != src or maker.body is not place.body or reads.count(src) > 1:
+            continue
+        is_last = root in uses.allocates and len(uses.touches[root]) == at + 1
+        if (root in written or is_last) and replace(matmul, a="", b="", dst="", location=None) == ir.Matmul("", "", ""):
+            yield maker, matmul
+
+
+def _between(uses: DefUse, place: Place, products: list[Product]) -> list[Place]:
+    """What stands between the first of the products and what ends them."""
+    makers = [maker for maker, _ in products]
+    numbers = range(min(maker.number for maker in makers), place.number)
+    return [p for p in uses.places if p.number in numbers and p.body is place.body and p not in makers]
+
+
+def _freed(places: list[Place]) -> list[Place]:
+    return [p for p in places if tree.names(p.instruction, "free")]
+
+
+def _layout(uses: DefUse, matmul: ir.Matmul) -> tuple[object, ...]:
+    """What the weights of products that are computed together have in common; nothing where no kernel is for them."""
+    a, b, dst = (uses.types[name] for name in (matmul.a, matmul.b, matmul.dst))
+    if len(b.shape) != 2 or a.dtype.name not in DTYPES or dst.strides is not None or Size() not in strides_of(b):
+        return ()
+    return b.dtype, dst.dtype, b.shape, strides_of(b)
+
+
+def _is_by_index(kernel: ir.Kernel, launch: ir.Launch, products: set[str]) -> bool:
+    """Whether a kernel computes each element of its results from those of the products that have its indices."""
+    try:
+        walked = iteration(kernel)
+    except NotOneKernel:
+        return False
+    names = [p.name for src, p in zip(launch.srcs, kernel.inputs, strict=True) if src in products]
+    indices = {walked.indices[name] for name in (*names, *(result.name for result in kernel.results))}
+    return not walked.reduced and not walked.lanes and len(indices) == 1
+
+
+def _of_few_rows(i: ir.Launch, kernel: ir.Kernel, matmuls: list[ir.Matmul], uses: DefUse) -> tuple[ir.Kernel, tuple[str, ...]]:
+    """The kernel that multiplies and then does what the given one does, without a name, and what it reads."""
+    inputs = dict(zip(i.srcs, kernel.inputs, strict=True))
+    made = [inputs.pop(matmul.dst) for matmul in matmuls]
+    taken = {p.name for p in kernel.inputs} | {op.result.name for op in kernel.ops}
+    names = []
+    for word, operand in (("x", matmuls[0].a), *(("w", matmul.b) for matmul in matmuls)):
+        if operand not in inputs:
+            type = uses.types[operand]
+            inputs[operand] = ir.Parameter(claim_unique(word, taken), TensorType(type.dtype, tuple(map(Dim, type.shape))))
+        names.append(inputs[operand].name)
+    products = tuple(
+        Op("matmul", (names[0], weights), Value(value.name, value.type), location=matmul.location)
+        for weights, value, matmul in zip(names[1:], made, matmuls, strict=True)
+    )
+    return ir.Kernel("", tuple(inputs.values()), (*products, *kernel.ops), kernel.returned), tuple(inputs)

@@ -1,0 +1,338 @@
+// Products of few rows, x[rows, depth] w[depth, columns]: what they cost is to read the weights, once. A cluster of thread blocks
+// has kProductColumns columns, and each of its warps adds up the terms of a part of the depth. The sums of warps meet in one
+// order, so that results do not change from run to run. Several products of one x are computed together.
+#pragma once
+#include "hostweave/kernel.h"
+#include "hostweave/products.h"
+
+namespace hw {
+
+#ifdef __CUDACC__
+
+// Whether all can be read 16 bytes at a time.
+template <class T, int kCount>
+__device__ bool is_wide(const FewRows<T, kCount>& p) {
+  bool is = aligned(p.x) && (p.depth | p.columns | p.x_pitch | p.pitch) % 8 == 0;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) is = is && aligned(p.weights[i]);
+  return is;
+}
+
+// 16 bytes, which are read once and need not be kept near.
+__device__ inline uint4 stream_in(const void* from, bool exists) {
+  uint4 v{0, 0, 0, 0};
+  if (exists) {
+    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(from));
+  }
+  return v;
+}
+
+// Into the cache of all multiprocessors, which holds what memory does: also before another kernel has written there.
+__device__ inline void prefetch(const void* from, bool exists) {
+  if (exists) asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+}
+
+__device__ inline unsigned word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
+// Adds 16 columns of weights, transposed, times 8 rows of x, of 16 terms, on a tensor core.
+__device__ inline void multiply_add(float (&sums)[4], const uint4& w, unsigned x0, unsigned x1, bf16) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w), "r"(x0), "r"(x1));
+}
+__device__ inline void multiply_add(float (&sums)[4], const uint4& w, unsigned x0, unsigned x1, f16) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w), "r"(x0), "r"(x1));
+}
+
+// Sums of a warp, with a column for the banks of shared memory.
+using ProductSums = float[kFewRows][kProductColumns + 1];
+
+// The sums of a warp in a block of columns, to which it adds kDepth terms at a time, where all can be read 16 bytes at a time.
+//
+// Of 16 bits the weights are the first operand of a tensor core, transposed. Which term is which does not matter to a sum: a lane
+// has the 8 terms of 8 columns that it reads at once.
+template <class T, bool kTransposed>
+struct WideSums {
+  static constexpr int kDepth = 32;
+
+  float sums[4][4] = {};
+  const int row = threadIdx.x % 32 / 4, column = row * 8, term = threadIdx.x % 4 * 8;
+
+  struct Step {
+    uint4 x, w[8];
+  };
+
+  template <int kCount, class Use>
+  __device__ void each(const FewRows<T, kCount>& p, const T* weights, int64_t k, int64_t j, const Use& use) const {
+    k += term, j += column;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      use(i, kTransposed ? weights + (j + i) * p.pitch + k : weights + (k + i) * p.pitch + j, k < p.depth && j < p.columns);
+    }
+  }
+  template <int kCount>
+  __device__ Step load(const FewRows<T, kCount>& p, const T* weights, int64_t k, int64_t j) const {
+    Step step;
+    each(p, weights, k, j, [&](int i, const T* from, bool exists) { step.w[i] = stream_in(from, exists); });
+    step.x = uint4{0, 0, 0, 0};
+    if (row < p.rows && k + term < p.depth) step.x = *reinterpret_cast<const uint4*>(p.x + row * p.x_pitch + k + term);
+    return step;
+  }
+  __device__ void add(const Step& step) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int pair = 0; pair < 4; ++pair) {
+        multiply_add(sums[pair], weights_of(step.w, half, pair), word(step.x, 2 * half), word(step.x, 2 * half + 1), T());
+      }
+    }
+  }
+  // Those of two columns and half the terms.
+  __device__ static uint4 weights_of(const uint4 (&w)[8], int half, int pair) {
+    if constexpr (kTransposed) {
+      const uint4 &even = w[2 * pair], &odd = w[2 * pair + 1];
+      return {word(even, 2 * half), word(odd, 2 * half), word(even, 2 * half + 1), word(odd, 2 * half + 1)};
+    } else {
+      const uint4* const rows = w + 4 * half;
+      const unsigned a = word(rows[0], pair), b = word(rows[1], pair), c = word(rows[2], pair), d = word(rows[3], pair);
+      return {__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632), __byte_perm(c, d, 0x5410), __byte_perm(c, d, 0x7632)};
+    }
+  }
+  __device__ void store(ProductSums& into, int rows) const {
+    const int first = threadIdx.x % 4 * 2;  // row
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      if (first + i % 2 < rows) into[first + i % 2][column + i / 4 * 2 + i % 4 / 2] = sums[i / 4][i % 4];
+    }
+  }
+};
+
+// Of f32 tensor cores would drop digits. 16 lanes have the columns, 4 each.
+template <bool kTransposed>
+struct WideSums<float, kTransposed> {
+  static constexpr int kDepth = 16;
+
+  float sums[kFewRows][4] = {};
+  const int column = threadIdx.x % 16 * 4, term = threadIdx.x % 32 / 16 * 8;
+
+  struct Step {
+    uint4 w[8];
+    const float* x;
+    int64_t x_pitch;
+    int rows;
+  };
+
+  template <int kCount, class Use>
+  __device__ void each(const FewRows<float, kCount>& p, const float* weights, int64_t k, int64_t j, const Use& use) const {
+    k += term, j += column;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float* const from = kTransposed ? weights + (j + i / 2) * p.pitch + k + i % 2 * 4 : weights + (k + i) * p.pitch + j;
+      use(i, from, k < p.depth && j < p.columns);
+    }
+  }
+  template <int kCount>
+  __device__ Step load(const FewRows<float, kCount>& p, const float* weights, int64_t k, int64_t j) const {
+    Step step{{}, p.x + k + term, p.x_pitch, k + term < p.depth ? static_cast<int>(p.rows) : 0};
+    each(p, weights, k, j, [&](int i, const float* from, bool exists) { step.w[i] = stream_in(from, exists); });
+    return step;
+  }
+  __device__ void add(const Step& step) {
+#pragma unroll
+    for (int row = 0; row < kFewRows; ++row) {
+      if (row >= step.rows) break;
+#pragma unroll
+      for (int i = 0; i < 32; ++i) {
+        const int term = i / 4, j = i % 4;
+        const uint4 x = *reinterpret_cast<const uint4*>(step.x + row * step.x_pitch + term / 4 * 4);
+        const unsigned one = kTransposed ? word(step.w[2 * j + term / 4], term % 4) : word(step.w[term], j);
+        sums[row][j] += __uint_as_float(word(x, term % 4)) * __uint_as_float(one);
+      }
+    }
+  }
+  __device__ void store(ProductSums& into, int rows) const {
+#pragma unroll
+    for (int row = 0; row < kFewRows; ++row) {
+      if (row >= rows) break;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float sum = sums[row][j] + __shfl_xor_sync(~0u, sums[row][j], 16);
+        if (threadIdx.x % 32 < 16) into[row][column + j] = sum;
+      }
+    }
+  }
+};
+
+// The same of any operands, an element at a time.
+template <class T, bool kTransposed>
+struct NarrowSums {
+  static constexpr int kDepth = 16;
+
+  float sums[kFewRows][2] = {};
+  const int column = threadIdx.x % 32;  // and the one 32 further
+
+  template <int kCount>
+  __device__ void add(const FewRows<T, kCount>& p, const T* weights, int64_t first, int64_t j) {
+    for (int64_t k = first; k < first + kDepth && k < p.depth; ++k) {
+      float w[2] = {};
+      for (int i = 0; i < 2; ++i) {
+        const int64_t at = j + column + 32 * i;
+        if (at < p.columns) w[i] = static_cast<float>(weights[kTransposed ? at * p.pitch + k : k * p.pitch + at]);
+      }
+#pragma unroll
+      for (int row = 0; row < kFewRows; ++row) {
+        if (row >= p.rows) break;
+        const auto x = static_cast<float>(p.x[row * p.x_pitch + k]);
+        sums[row][0] += x * w[0], sums[row][1] += x * w[1];
+      }
+    }
+  }
+  __device__ void store(ProductSums& into, int rows) const {
+#pragma unroll
+    for (int i = 0; i < 2 * kFewRows; ++i) {
+      if (i / 2 < rows) into[i / 2][column + i % 2 * 32] = sums[i / 2][i % 2];
+    }
+  }
+};
+
+// The thread blocks of a cluster, which read each other's shared memory. Before compute capability 9.0 it is one block.
+struct Cluster {
+#if __CUDA_ARCH__ >= 900
+  __device__ static int rank() {
+    int rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+  }
+  __device__ static int size() {
+    int size;
+    asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+    return size;
+  }
+  __device__ static void meet() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  }
+  // What another block has where an element of shared memory lies here.
+  __device__ static float of(int rank, const float& here) {
+    unsigned there;
+    float value;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+                 : "=r"(there)
+                 : "r"(static_cast<unsigned>(__cvta_generic_to_shared(&here))), "r"(rank));
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(there) : "memory");
+    return value;
+  }
+#else
+  __device__ static int rank() { return 0; }
+  __device__ static int size() { return 1; }
+  __device__ static void meet() { __syncthreads(); }
+  __device__ static float of(int, const float& here) { return here; }
+#endif
+};
+
+// The part of the products that a warp of a block has: a step of terms in so many.
+struct WarpPart {
+  int64_t begin, step;
+};
+
+template <int kCount>
+__device__ WarpPart warp_part(int terms) {
+  const int warp = threadIdx.x / 32, each = (kProductThreads / 32 - 1 - warp % kCount) / kCount + 1;  // warps of a product
+  return {int64_t{terms} * (each * Cluster::rank() + warp / kCount), int64_t{terms} * each * Cluster::size()};
+}
+
+// Gives `end` every row and column with their sums, one of each product, in one thread. Begins with hw::griddep_wait(), but that
+// by then the first weights are on their way to the cache, and the blocks of the next kernel may come to wait for this one.
+template <bool kTransposed, class T, int kCount, class End>
+__device__ void few_rows(const FewRows<T, kCount>& p, const End& end) {
+  constexpr int kWarps = kProductThreads / 32;
+  static_assert(kCount <= kProducts);
+  __shared__ ProductSums of_warps[kWarps];
+  __shared__ ProductSums of_blocks[kCount];
+  const int rank = Cluster::rank(), blocks = Cluster::size(), warp = threadIdx.x / 32;
+  const int64_t first = int64_t{blockIdx.x} / blocks * kProductColumns;
+  const T* weights = p.weights[0];
+#pragma unroll
+  for (int product = 1; product < kCount; ++product) weights = warp % kCount == product ? p.weights[product] : weights;
+  griddep_launch();
+  if (is_wide(p)) {
+    WideSums<T, kTransposed> sums;
+    const auto [begin, step] = warp_part<kCount>(sums.kDepth);
+    sums.each(p, weights, begin, first, [](int, const T* from, bool exists) { prefetch(from, exists); });
+    griddep_wait();
+    auto next = sums.load(p, weights, begin, first);
+    for (int64_t k = begin; k < p.depth; k += step) {
+      const auto here = next;
+      next = sums.load(p, weights, k + step, first);
+      sums.add(here);
+    }
+    sums.store(of_warps[warp], static_cast<int>(p.rows));
+  } else {
+    griddep_wait();
+    NarrowSums<T, kTransposed> sums;
+    const auto [begin, step] = warp_part<kCount>(sums.kDepth);
+    for (int64_t k = begin; k < p.depth; k += step) sums.add(p, weights, k, first);
+    sums.store(of_warps[warp], static_cast<int>(p.rows));
+  }
+  __syncthreads();
+  const int elements = static_cast<int>(p.rows) * kProductColumns;
+  for (int i = threadIdx.x; i < elements; i += kProductThreads) {
+    const int row = i / kProductColumns, column = i % kProductColumns;
+#pragma unroll
+    for (int product = 0; product < kCount; ++product) {
+      float sum = 0;
+#pragma unroll
+      for (int warp = product; warp < kWarps; warp += kCount) sum += of_warps[warp][row][column];
+      of_blocks[product][row][column] = sum;
+    }
+  }
+  blocks > 1 ? Cluster::meet() : __syncthreads();
+  for (int i = rank * kProductThreads + threadIdx.x; i < elements; i += kProductThreads * blocks) {
+    const int row = i / kProductColumns, column = i % kProductColumns;
+    if (first + column >= p.columns) continue;
+    float sums[kCount] = {};
+    for (int block = 0; block < blocks; ++block) {
+#pragma unroll
+      for (int product = 0; product < kCount; ++product) sums[product] += Cluster::of(block, of_blocks[product][row][column]);
+    }
+    end(int64_t{row}, first + column, sums);
+  }
+  if (blocks > 1) Cluster::meet();  // a block's shared memory is there until all have read it
+}
+
+#else
+
+// Adds up in f64, so that the order of many terms does not show.
+template <bool kTransposed, class T, int kCount, class End>
+void few_rows(const FewRows<T, kCount>& p, const End& end) {
+  for (int64_t first = 0; first < p.columns; first += kProductColumns) {
+    const int64_t columns = p.columns - first < kProductColumns ? p.columns - first : kProductColumns;
+    double totals[kCount][kFewRows][kProductColumns] = {};
+    for (int64_t k = 0; k < p.depth; ++k) {
+      for (int product = 0; product < kCount; ++product) {
+        double w[kProductColumns] = {};
+        for (int64_t j = 0; j < columns; ++j) {
+          w[j] = static_cast<float>(p.weights[product][kTransposed ? (first + j) * p.pitch + k : k * p.pitch + first + j]);
+        }
+        for (int64_t row = 0; row < p.rows; ++row) {
+          const double x = static_cast<float>(p.x[row * p.x_pitch + k]);
+          for (int64_t j = 0; j < kProductColumns; ++j) totals[product][row][j] += x * w[j];
+        }
+      }
+    }
+    for (int64_t row = 0; row < p.rows; ++row) {
+      for (int64_t j = 0; j < columns; ++j) {
+        float sums[kCount];
+        for (int product = 0; product < kCount; ++product) sums[product] = static_cast<float>(totals[product][row][j]);
+        end(row, first + j, sums);
+      }
+    }
+  }
+}
+
+#endif
+
+}  // namespace hw
