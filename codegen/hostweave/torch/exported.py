@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+import warnings
 from typing import Any
 
 import torch
@@ -21,13 +22,14 @@ KEPT = (
 def exported(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], dynamic_shapes: Any = None) -> ExportedProgram:
     """The graph of the module for these inputs, functional and in core ATen but for `KEPT`. Raises ProgramError."""
     try:
-        with torch.no_grad():
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # which torch.export raises of its own code
             program = export(module, tuple(args), dict(kwargs), dynamic_shapes=dynamic_shapes, strict=False)
-        decompositions = default_decompositions()
-        for op in list(decompositions):
-            if op.name().removeprefix("aten::").split(".")[0] in KEPT:
-                del decompositions[op]
-        return program.run_decompositions(decompositions)
+            decompositions = default_decompositions()
+            for op in list(decompositions):
+                if op.name().removeprefix("aten::").split(".")[0] in KEPT:
+                    del decompositions[op]
+            return program.run_decompositions(decompositions)
     except ProgramError:
         raise
     except Exception as error:  # torch.export raises errors of many kinds, which name the line of the module

@@ -141,9 +141,8 @@ def _of_style(style: ParallelStyle, name: str, module: nn.Module, axis: str) -> 
         if layout != natural and (placed := _placed(layout, dims, axis)):
             yield ("outputs", name), placed
     elif isinstance(style, SequenceParallel):
-        placed = _placed(style.sequence_sharding, dims, axis)
-        assert placed
-        yield ("outputs", name), placed
+        if placed := _placed(style.sequence_sharding[0], dims, axis):
+            yield ("outputs", name), placed
     elif not isinstance(style, PrepareModuleInput):  # whose reshards are inferred
         raise ProgramError(
             f"plan: {name}: {type(style).__name__} is not supported; use ColwiseParallel, RowwiseParallel, SequenceParallel, "
