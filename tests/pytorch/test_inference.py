@@ -53,7 +53,8 @@ def test_logits_are_those_of_torch(name: str, ranks: int) -> None:
     expect_logits(compiled, module, again)
     if name == "llama":
         ir = compiled.program.fusion_ir
-        assert ir.count("function @llama_decoder_layer") == 1 and ir.count("call @llama_decoder_layer") == 3
+        assert ir.count("function @llama_decoder_layer") == 1
+        assert ir.count("call @llama_decoder_layer") == 3
 
 
 def test_styles_of_torch_make_it_sequence_parallel() -> None:
@@ -62,7 +63,9 @@ def test_styles_of_torch_make_it_sequence_parallel() -> None:
     compiled = hostweave.torch.compile(module, hw.Mesh(tp=2), SEQUENCE_PARALLEL, inputs)
     expect_logits(compiled, module, inputs)
     layer = compiled.program.host_ir.partition("function @llama_decoder_layer")[2].partition("\n}")[0]
-    assert layer.count("reduce_scatter") == 2 and layer.count("all_gather") == 2 and "all_reduce" not in layer
+    assert layer.count("reduce_scatter") == 2
+    assert layer.count("all_gather") == 2
+    assert "all_reduce" not in layer
 
 
 def test_parameters_are_read_where_they_lie() -> None:

@@ -1,9 +1,9 @@
 """The door for PyTorch: a module and a sharding plan in, a compiled multi-GPU program out.
 
-    import hostweave as hw, hostweave.torch
+import hostweave as hw, hostweave.torch
 
-    model = hostweave.torch.compile(module, hw.Mesh(tp=2), {"q_proj.weight": "tp, -", "o_proj.weight": "-, tp"}, (input_ids,))
-    logits = model(input_ids)
+model = hostweave.torch.compile(module, hw.Mesh(tp=2), {"q_proj.weight": "tp, -", "o_proj.weight": "-, tp"}, (input_ids,))
+logits = model(input_ids)
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from hostweave.api import compile as compile_program
 from hostweave.base.errors import ArgumentError, ProgramError
 from hostweave.options import Options
 from hostweave.runtime.group import current
+from hostweave.torch.custom_op import as_torch_op as as_torch_op
 from hostweave.torch.exported import exported
 from hostweave.torch.graph import Graph
 from hostweave.torch.plan import layouts, mesh_of
-from hostweave.torch.trace import traced
+from hostweave.torch.trace import snake_case, traced
 from hostweave.types.shards import shard
 
 
@@ -75,12 +76,8 @@ def compile(
     first = next(iter(module.parameters()), None)
     target = target or ("cuda" if first is not None and first.is_cuda else "cpu")
     options = options or Options()
-    program = compile_program(traced(graph, _function_name(module), options), target=target, options=options)
+    program = compile_program(traced(graph, snake_case(type(module).__name__), options), target=target, options=options)
     return CompiledModule(module, graph, program)
-
-
-def _function_name(module: nn.Module) -> str:
-    return "".join(f"_{c.lower()}" if c.isupper() and i and not before.isupper() else c.lower() for i, (before, c) in enumerate(zip(f" {type(module).__name__}", type(module).__name__)))  # fmt: skip
 
 
 class CompiledModule:
@@ -116,32 +113,39 @@ class CompiledModule:
     def _bind(self, rank: int | None) -> Program:
         """The program with parameters and constants: this rank's blocks, or the global tensors."""
         types, mesh = self._graph.input_types(), self._graph.mesh
-        given = {}
-        for name, tensor in {**self._tensors, **self._graph.bound}.items():
-            tensor = tensor.detach()
+        given: dict[str, Any] = {}
+        for name, held in {**self._tensors, **self._graph.bound}.items():
+            tensor: Any = held.detach()
             if rank is None:
                 given[name] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.contiguous()
             else:
-                given[name] = tensor.to_local() if isinstance(tensor, DTensor) else shard(types[name], tensor, rank, mesh).contiguous()
+                local: Any = tensor.to_local() if isinstance(tensor, DTensor) else shard(types[name], tensor, rank, mesh)
+                given[name] = local.contiguous()
         bound = self._bound[rank] = self.program.bind(**given)
         return bound
 
     def _expect_unchanged(self) -> None:
         name = type(self._module).__name__
         if torch.is_grad_enabled() and any(tensor.requires_grad for *_, tensor in self._places):
-            raise ArgumentError(f"{name}: this is a forward program, without gradients; call it in torch.no_grad() or torch.inference_mode()")
+            raise ArgumentError(
+                f"{name}: this is a forward program, without gradients; call it in torch.no_grad() or torch.inference_mode()"
+            )
         for owner, key, tensor in self._places:
             if getattr(owner, key) is not tensor:
-                raise ArgumentError(f"{name}: {key} is another tensor than at compile; compile again, or copy_ into the tensor that was there")
+                raise ArgumentError(
+                    f"{name}: {key} is another tensor than at compile; compile again, or copy_ into the tensor that was there"
+                )
         if self._module.training != self._training:
             raise ArgumentError(f"{name}: was compiled for {'train' if self._training else 'eval'}() and is changed; compile it again")
 
-    def _arrays(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def _arrays(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         spec = self._graph.exported.call_spec.in_spec
         wanted = list(spec.child(1).context) if hasattr(spec, "child") else list(spec.children_specs[1].context)
         name = type(self._module).__name__
         if sorted(wanted) != sorted(kwargs):
-            raise ArgumentError(f"{name}: was compiled for the keyword arguments {wanted or 'none'}, not {list(kwargs) or 'none'}; call it likewise")
+            raise ArgumentError(
+                f"{name}: was compiled for the keyword arguments {wanted or 'none'}, not {list(kwargs) or 'none'}; call it likewise"
+            )
         leaves, given = pytree.tree_flatten((args, {key: kwargs[key] for key in wanted}))
         if given != spec:
             raise ArgumentError(f"{name}: the arguments have another structure than example_inputs; pass as many, nested likewise")
@@ -153,7 +157,9 @@ class CompiledModule:
                     raise ArgumentError(f"{name}: {node.name} is {leaf!r}, and was a tensor at compile; pass a tensor")
                 arrays[next(names)] = leaf.detach()
             elif leaf != self._graph.constants.get(node):
-                raise ArgumentError(f"{name}: {node.name} is {leaf!r}, and was {self._graph.constants.get(node)!r} at compile; compile it again")
+                raise ArgumentError(
+                    f"{name}: {node.name} is {leaf!r}, and was {self._graph.constants.get(node)!r} at compile; compile it again"
+                )
         return arrays
 
 

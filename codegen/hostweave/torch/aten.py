@@ -124,7 +124,26 @@ def _unary(name: str, function: Callable[[hw.Tensor], hw.Tensor]) -> None:
     TABLE[f"{name}.default"] = lambda result, x: _cast(function(_cast(x, result.dtype)), result.dtype)
 
 
-for _name in "abs exp log sqrt rsqrt sin cos tanh erf sigmoid relu silu floor ceil trunc round sign reciprocal".split():
+for _name in [
+    "abs",
+    "exp",
+    "log",
+    "sqrt",
+    "rsqrt",
+    "sin",
+    "cos",
+    "tanh",
+    "erf",
+    "sigmoid",
+    "relu",
+    "silu",
+    "floor",
+    "ceil",
+    "trunc",
+    "round",
+    "sign",
+    "reciprocal",
+]:
     _unary(_name, getattr(hw, _name))
 _unary("neg", hw.negative)
 _unary("bitwise_not", lambda x: ~x)
@@ -136,7 +155,7 @@ _unary("exp2", lambda x: hw.exp(x * math.log(2)))
 
 
 @_aten("logical_not.default")
-def _logical_not(result: Result, x: hw.Tensor) -> hw.Tensor:
+def _logical_not(result: Result, x: Any) -> hw.Tensor:
     return hw.logical_not(x if x.dtype == hw.bool_ else x != 0)
 
 
@@ -151,7 +170,7 @@ def _gelu(result: Result, x: hw.Tensor, approximate: str = "none") -> hw.Tensor:
 
 
 def _binary(name: str, function: Callable[[Any, Any], hw.Tensor], overloads: str = "Tensor Scalar") -> None:
-    def entry(result: Result, a: Any, b: Any, alpha: Number = 1) -> hw.Tensor:
+    def entry(result: Result, a: Any, b: Any, alpha: Number = 1) -> Any:
         dtype = result.dtype
         a, b = _cast(a, dtype), _cast(b, dtype)
         return _cast(function(a, b if alpha == 1 else b * alpha), dtype)
@@ -178,7 +197,7 @@ _binary("pow", lambda a, b: a**b, "Tensor_Tensor Tensor_Scalar Scalar")
 
 
 @_aten("div.Tensor", "div.Scalar", "div.Tensor_mode", "div.Scalar_mode", "floor_divide.default", "true_divide.Tensor")
-def _div(result: Result, a: Any, b: Any, rounding_mode: str | None = None) -> hw.Tensor:
+def _div(result: Result, a: Any, b: Any, rounding_mode: str | None = None) -> Any:
     a, b = _cast(a, result.dtype), _cast(b, result.dtype)
     if not result.dtype.is_floating_point or rounding_mode == "floor":
         if rounding_mode == "trunc":
@@ -247,8 +266,13 @@ def _to(result: Result, x: hw.Tensor, *_: Any, **__: Any) -> hw.Tensor | None:
     return _cast(x, result.dtype) if result.dtypes else None
 
 
-@_aten("clone.default", "alias.default", "detach.default", "contiguous.default", "lift_fresh_copy.default", "dropout.default")
-def _same(result: Result, x: hw.Tensor, p: float = 0.0, train: bool = False, **_: Any) -> hw.Tensor:
+@_aten("clone.default", "alias.default", "detach.default", "contiguous.default", "lift_fresh_copy.default")
+def _same(result: Result, x: hw.Tensor, **_: Any) -> hw.Tensor:
+    return x
+
+
+@_aten("dropout.default", "native_dropout.default")
+def _dropout(result: Result, x: hw.Tensor, p: float, train: bool | None = True) -> hw.Tensor:
     if train and p:
         raise _refuse(f"dropout with p={p} in a module that trains is not supported in a forward program; call module.eval()")
     return x
@@ -273,7 +297,7 @@ def _ones(result: Result, *_: Any, **__: Any) -> hw.Tensor:
 
 
 @_aten("arange.start_step", "arange.start", "arange.default")
-def _arange(result: Result, *arguments: Any, **_: Any) -> hw.Tensor:
+def _arange(result: Result, *arguments: Any, **_: Any) -> Any:
     start, step = (0, 1) if len(arguments) == 1 else (arguments[0], arguments[2] if len(arguments) > 2 else 1)
     if not isinstance(start, int) or not isinstance(step, int):
         raise _refuse(f"aten.arange from {start} in steps of {step}: numbers known at compile time are wanted; write ints")
@@ -398,7 +422,7 @@ def _dims(x: hw.Tensor, dim: int | Sequence[int] | None) -> tuple[int, ...]:
 
 
 def _reduction(function: Callable[..., hw.Tensor]) -> Entry:
-    def entry(result: Result, x: hw.Tensor, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> hw.Tensor:
+    def entry(result: Result, x: hw.Tensor, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
         return _cast(function(_cast(x, result.dtype), _dims(x, dim), keepdim), result.dtype)
 
     return entry
@@ -508,7 +532,14 @@ def _attention(
 
 @_aten("convolution.default", "conv2d.default")
 def _convolution(
-    result: Result, x: hw.Tensor, weight: hw.Tensor, bias: hw.Tensor | None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, *rest: Any
+    result: Result,
+    x: hw.Tensor,
+    weight: hw.Tensor,
+    bias: hw.Tensor | None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    *rest: Any,
 ) -> hw.Tensor:
     """Of patches: a kernel as large as its stride is a matmul of the patches."""
     kernel, count = [int(size) for size in weight.shape[2:]], weight.ndim - 2

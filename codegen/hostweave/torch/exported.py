@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,10 +13,26 @@ from torch.export import ExportedProgram, default_decompositions, export
 from hostweave.base.errors import ProgramError
 
 # Ops that stay as they are written: one op here, or a composite that the compiler knows.
-KEPT = (
-    "linear scaled_dot_product_attention layer_norm rms_norm gelu silu softmax log_softmax matmul embedding "
-    "cross_entropy_loss conv2d dropout split chunk stack cumsum one_hot"
-).split()
+KEPT = [
+    "linear",
+    "scaled_dot_product_attention",
+    "layer_norm",
+    "rms_norm",
+    "gelu",
+    "silu",
+    "softmax",
+    "log_softmax",
+    "matmul",
+    "embedding",
+    "cross_entropy_loss",
+    "conv2d",
+    "dropout",
+    "split",
+    "chunk",
+    "stack",
+    "cumsum",
+    "one_hot",
+]
 
 
 def exported(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], dynamic_shapes: Any = None) -> ExportedProgram:
@@ -27,9 +43,10 @@ def exported(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], 
             program = export(module, tuple(args), dict(kwargs), dynamic_shapes=dynamic_shapes, strict=False)
             decompositions = default_decompositions()
             for op in list(decompositions):
-                if op.name().removeprefix("aten::").split(".")[0] in KEPT:
+                if str(op).split(".")[1] in KEPT:
                     del decompositions[op]
-            return program.run_decompositions(decompositions)
+            made: ExportedProgram = program.run_decompositions(decompositions)
+            return made
     except ProgramError:
         raise
     except Exception as error:  # torch.export raises errors of many kinds, which name the line of the module

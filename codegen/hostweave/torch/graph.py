@@ -19,10 +19,9 @@ import hostweave as hw
 from hostweave.base.errors import Location, ProgramError
 from hostweave.base.names import unique_name
 from hostweave.torch.aten import TABLE, dtype_of
+from hostweave.torch.patterns import op_of, word_of_mask
 from hostweave.torch.plan import Axes, Layouts
 from hostweave.types.tensor import Dim, TensorType
-
-_ATTENTION = "scaled_dot_product_attention.default"
 
 
 @dataclass
@@ -78,7 +77,9 @@ class Graph:
         """The nodes of what the module returns."""
         specs = self.exported.graph_signature.output_specs
         if changed := [spec for spec in specs if spec.kind is not OutputKind.USER_OUTPUT]:
-            raise ProgramError(f"{changed[0].target}: the module changes its buffers in forward, which is not supported; call module.eval()")
+            raise ProgramError(
+                f"{changed[0].target}: the module changes its buffers in forward, which is not supported; call module.eval()"
+            )
         (output,) = (node for node in self.exported.graph.nodes if node.op == "output")
         return [node for node in output.args[0] if isinstance(node, Node)]
 
@@ -104,9 +105,15 @@ class Graph:
         for node in self.nodes:  # the constants that the program reads are inputs of it, but for single numbers and masks that are words
             for argument in node.all_input_nodes:
                 value = self.constants.get(argument)
-                if not isinstance(value, torch.Tensor) or value.numel() == 1 or argument in self.names or word_of_mask(node, argument, value):
+                if (
+                    not isinstance(value, torch.Tensor)
+                    or value.numel() == 1
+                    or argument in self.names
+                    or word_of_mask(node, argument, value)
+                ):
                     continue
-                equal = (value.dtype, tuple(value.shape), value.contiguous().cpu().view(torch.uint8).numpy().tobytes())
+                data = value.contiguous().cpu().view(torch.uint8).numpy().tobytes()
+                equal = (value.dtype, tuple(value.shape), data)
                 name = self.names[argument] = named.setdefault(equal, unique_name(argument.name, taken))
                 taken[name] = ""
                 self.bound[name] = value.contiguous()
@@ -137,14 +144,11 @@ def is_known(node: Node) -> bool:
     return node.target is operator.getitem or op_of(node) in TABLE or isinstance(node.meta.get("val"), torch.SymInt | torch.SymBool)
 
 
-def op_of(node: Node) -> str:
-    """The name of the op, such as `add.Tensor`."""
-    return str(node.target).removeprefix("aten.")
-
-
 def _is_symbolic(node: Node) -> bool:
     values = pytree.tree_leaves(node.meta.get("val"))
-    return any(isinstance(v, torch.SymInt) or (isinstance(v, torch.Tensor) and any(isinstance(s, torch.SymInt) for s in v.shape)) for v in values)
+    return any(
+        isinstance(v, torch.SymInt) or (isinstance(v, torch.Tensor) and any(isinstance(s, torch.SymInt) for s in v.shape)) for v in values
+    )
 
 
 def shape_of(value: Any) -> tuple[int | str, ...]:
@@ -174,17 +178,3 @@ def _name_of(target: str) -> str:
     words = target.split(".")
     numbers = [word for word in words if word.isdigit()]
     return "_".join([word for word in words if not word.isdigit()] + numbers)
-
-
-def word_of_mask(node: Node, argument: Node, mask: torch.Tensor) -> str | None:
-    """What a constant mask of attention says in a word: "causal", "none", or nothing."""
-    if op_of(node) != _ATTENTION or argument not in node.args[3:4]:
-        return None
-    added = mask.dtype != torch.bool
-    if added and not bool(((mask == 0) | (mask < -1e30)).all()):
-        return None
-    seen = mask == 0 if added else mask
-    if bool(seen.all()):
-        return "none"
-    causal = torch.ones(seen.shape[-2:], dtype=torch.bool, device=seen.device).tril()
-    return "causal" if bool((seen == causal).all()) else None

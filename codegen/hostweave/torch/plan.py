@@ -59,8 +59,8 @@ def layouts(plan: Mapping[str, Any], module: nn.Module, dims: Mapping[str, int],
         if not isinstance(value, str):
             raise ProgramError(f'plan: "{pattern}": {value!r} is neither text such as "tp, -" nor a ParallelStyle of torch')
         for name in _matching(pattern, (*tensors, *dims, *modules), "parameters, inputs or modules"):
-            of = "parameters" if name in tensors else "inputs" if name in dims else "outputs"
-            _state(found, (of, name), _of_text(value, pattern, mesh), pattern, stated, tensors, dims)
+            kind = "parameters" if name in tensors else "inputs" if name in dims else "outputs"
+            _state(found, (kind, name), _of_text(value, pattern, mesh), pattern, stated, tensors, dims)
     return found
 
 
@@ -80,7 +80,13 @@ def _matching(pattern: str, names: Iterable[str], what: str) -> list[str]:
 
 
 def _state(
-    found: Layouts, of: tuple[str, str], layout: Axes, pattern: str, stated: dict[str, str], tensors: Mapping[str, Any], dims: Mapping[str, int]
+    found: Layouts,
+    of: tuple[str, str],
+    layout: Axes,
+    pattern: str,
+    stated: dict[str, str],
+    tensors: Mapping[str, Any],
+    dims: Mapping[str, int],
 ) -> None:
     kind, name = of
     count = tensors[name].ndim if kind == "parameters" else dims.get(name)

@@ -23,12 +23,11 @@ from hostweave.passes.fusion.insert_reshards import insert_reshards
 from hostweave.passes.fusion.merge_contractions import merge_contractions
 from hostweave.passes.fusion.propagate_sharding import propagate_sharding
 from hostweave.torch.aten import TABLE, Result
-from hostweave.torch.graph import Graph, location, op_of, shape_of, size_of, word_of_mask
-from hostweave.torch.plan import Axes
+from hostweave.torch.graph import Graph, location, shape_of, size_of
+from hostweave.torch.patterns import ATTENTION, op_of, repeated, rotated, word_of_mask
 from hostweave.types.tensor import TensorType
 
 Values = dict[Node, Any]
-_ATTENTION = "scaled_dot_product_attention.default"
 
 
 def traced(graph: Graph, name: str, options: Options) -> Fusion:
@@ -61,7 +60,8 @@ def _fusion(graph: Graph, name: str, starts: Mapping[Node, tuple[_Layer, Functio
         return tuple(_placed(graph, values[node], node) for node in graph.outputs if node not in graph.constants)
 
     program.__name__ = name
-    return hw.fusion(mesh=graph.mesh, **graph.input_types())(program)
+    types: dict[str, Any] = {**graph.input_types()}
+    return hw.fusion(mesh=graph.mesh, **types)(program)
 
 
 def _placed(graph: Graph, value: hw.Tensor, node: Node) -> hw.Tensor:
@@ -84,20 +84,20 @@ def _value(graph: Graph, values: Values, node: Node, user: Node) -> Any:
     return value
 
 
-def _run(graph: Graph, values: Values, node: Node) -> None:
+def _run(graph: Graph, values: Values, node: Any) -> None:
     if isinstance(node.meta.get("val"), torch.SymInt | torch.SymBool) or op_of(node).startswith("_assert"):
         return
     if node.target is operator.getitem:
         values[node] = values[node.args[0]][node.args[1]]
         return
     args, kwargs = list(node.args), dict(node.kwargs)
-    if len(args) > 3 and isinstance(args[3], Node) and isinstance(mask := graph.constants.get(args[3]), torch.Tensor):
-        if word := word_of_mask(node, args[3], mask):
-            args[3:] = [None, *args[4:5], *(() if word == "none" else ([0.0] if len(args) < 5 else []) + [True])]
-    if op_of(node) == _ATTENTION and (pair := [_repeated(argument) for argument in args[1:3]]) and all(pair):
+    mask = graph.constants.get(args[3]) if len(args) > 3 and isinstance(args[3], Node) else None
+    if isinstance(mask, torch.Tensor) and (word := word_of_mask(node, args[3], mask)):
+        args[3:] = [None, *args[4:5], *(() if word == "none" else ([0.0] if len(args) < 5 else []) + [True])]
+    if op_of(node) == ATTENTION and (pair := [repeated(argument) for argument in args[1:3]]) and all(pair):
         args[1:3], kwargs["enable_gqa"] = pair, True
-    if rotated := _rotated(graph, node):
-        x, cos, sin = (_value(graph, values, part, node) for part in rotated)
+    if found := rotated(node, graph.constants):
+        x, cos, sin = (_value(graph, values, part, node) for part in found)
         with stated_location(location(node)):
             half = [table[(*(slice(None) for _ in range(table.ndim - 1)), slice(0, int(table.shape[-1]) // 2))] for table in (cos, sin)]
             values[node] = hw.rotary_embedding(x, *half)
@@ -110,34 +110,6 @@ def _run(graph: Graph, values: Values, node: Node) -> None:
     if isinstance(made, hw.Tensor) and made._op is not None and made._variable is None and (word := _word(node)):
         made._variable = word
     values[node] = made
-
-
-def _repeated(node: Node) -> Node | None:
-    """The keys [B, G, S, E] of which a node has every head several times, as transformers' `repeat_kv` writes it."""
-    chain = [node]
-    for op in ("view.default", "clone.default", "expand.default", "unsqueeze.default"):
-        if op_of(chain[-1]) != op:
-            return None
-        chain.append(chain[-1].args[0])  # type: ignore[arg-type]
-    is_repeated = chain[3].args[1] == 2 and [*chain[2].meta["val"].shape[:2]] == [*chain[4].meta["val"].shape[:2]]
-    return chain[-1] if is_repeated and chain[0].meta["val"].ndim == 4 else None
-
-
-def _rotated(graph: Graph, node: Node) -> tuple[Node, Node, Node] | None:
-    """x and the tables of `x * cos + rotate_half(x) * sin`, as transformers writes rotary embeddings, with constant tables."""
-    products = [argument for argument in node.args if isinstance(argument, Node) and op_of(argument) == "mul.Tensor"]
-    if op_of(node) != "add.Tensor" or len(products) != 2 or node.kwargs:
-        return None
-    (x, cos), (turned, sin) = ([*product.args] for product in products)
-    tables = [graph.constants.get(table) for table in (cos, sin)] if isinstance(cos, Node) and isinstance(sin, Node) else []
-    if not isinstance(turned, Node) or op_of(turned) != "cat.default" or not all(isinstance(table, torch.Tensor) for table in tables):
-        return None
-    negative, first = turned.args[0] if len(turned.args[0]) == 2 else (turned, turned)
-    second = negative.args[0] if op_of(negative) == "neg.default" else turned
-    last, half = x.meta["val"].ndim - 1, x.meta["val"].shape[-1] // 2
-    is_halves = [(op_of(part), part.args[:3]) for part in (first, second)] == [("slice.Tensor", (x, last, at)) for at in (0, half)]
-    is_twice = all(len(table.shape) and bool((table[..., :half] == table[..., half:]).all()) for table in tables if table.shape[-1] == 2 * half)
-    return (x, cos, sin) if is_halves and is_twice and turned.args[1] in (-1, last) and x.meta["val"].dtype == tables[0].dtype else None
 
 
 def _result(node: Node, values: Values) -> Result:
@@ -227,8 +199,12 @@ def _layer(graph: Graph, path: str, kind: str, nodes: list[Node]) -> _Layer:
                 arguments[argument] = None
     outside = {argument for node in graph.nodes if node not in inside for argument in node.all_input_nodes} | set(graph.outputs)
     results = [node for node in nodes if node in outside]
-    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind.rpartition(".")[2]).lower()
-    return _Layer(path, name, nodes, list(arguments), results)
+    return _Layer(path, snake_case(kind.rpartition(".")[2]), nodes, list(arguments), results)
+
+
+def snake_case(name: str) -> str:
+    """The name of a function for that of a class: llama_decoder_layer for LlamaDecoderLayer."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
 
 
 def _signature(graph: Graph, layer: _Layer) -> object:
@@ -262,20 +238,19 @@ def _types_between(graph: Graph, name: str, layers: list[_Layer], options: Optio
     for apply in (drop_unit_axes, merge_contractions, propagate_sharding, insert_reshards):
         flat = apply(flat, options)
     types = {value.name: value.type for value in flat.values().values()}
-    return {
-        node: replace(types[f"between_{number}"], partial=None) for number, node in enumerate(marked) if f"between_{number}" in types
-    }
+    return {node: replace(types[f"between_{number}"], partial=None) for number, node in enumerate(marked) if f"between_{number}" in types}
 
 
 def _function(graph: Graph, layer: _Layer | None, types: Mapping[Node, TensorType]) -> Function:
     """The function of the layers like this one. What they pass on has the sharding that it has behind the first."""
     assert layer is not None
     taken: dict[str, None] = {}
-    names, inputs = [], {}
+    names: list[str] = []
+    inputs: dict[str, Any] = {}
     stated = graph.input_types()
     for node in layer.arguments:
         own = graph.parameters.get(graph.names.get(node, ""), "").removeprefix(f"{layer.path}.").replace(".", "_")
-        names.append(unique_name(own or ("x" if node not in graph.names else graph.names[node]), taken))
+        names.append(unique_name(own or graph.names.get(node, "x"), taken))
         taken[names[-1]] = None
         inputs[names[-1]] = stated[graph.names[node]] if node in graph.names else types.get(node, graph.type_of(node))
     chained = {argument: result for argument, result in _chained(layer) if result in types}
