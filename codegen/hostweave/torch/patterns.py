@@ -49,9 +49,11 @@ def rotated(node: Any, constants: dict[Any, Any]) -> tuple[Node, Node, Node] | N
     tables = [constants.get(table) for table in (cos, sin) if isinstance(table, Node)]
     if not isinstance(x, Node) or not isinstance(turned, Node) or op_of(turned) != "cat.default":
         return None
-    joined: Any = turned.args[0]
-    value = x.meta["val"]
-    negative, first = joined if len(joined) == 2 else (turned, turned)
+    value, joined = x.meta["val"], turned.args[0]
+    pair: list[Any] = [*joined] if isinstance(joined, list | tuple) else []
+    if len(pair) != 2:
+        return None
+    negative, first = pair
     last, half = value.ndim - 1, value.shape[-1] // 2
     if op_of(negative) != "neg.default" or turned.args[1] not in (-1, last):
         return None
