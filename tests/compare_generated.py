@@ -74,7 +74,8 @@ def programs(checkout: Path) -> Iterator[tuple[str, Any]]:
     from hostweave.cli.programs import load_file, programs_in
     from hostweave.types.tensor import bf16
 
-    for file in (*sorted((checkout / "examples").glob("*.py")), checkout / "tests" / "more_programs.py"):
+    tests = (checkout / "tests" / name for name in ("more_programs.py", "one_sided_programs.py"))
+    for file in (*sorted((checkout / "examples").glob("*.py")), *tests):
         constants = set(re.findall(r"^(D|S) = ", file.read_text(), re.MULTILINE))
         for ranks in RANKS if "D" in constants else (0,):
             try:

@@ -149,7 +149,7 @@ def test_instructions_are_asked_for_traits() -> None:
 
 def test_instructions_are_kept_by_place() -> None:
     """One object may stand at two places of a program, and the id of what is gone may be that of another one."""
-    folders = ("analysis", "check", "emit", "host_ir", "passes")
+    folders = ("analysis", "check", "emit", "fusion_ir", "host_ir", "passes")
     sources = {path: path.read_text() for folder in folders for path in (PACKAGE / folder).rglob("*.py")}
     assert [str(path) for path, text in sources.items() if re.search(r"\bid\(", text)] == []
 

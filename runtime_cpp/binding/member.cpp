@@ -46,24 +46,24 @@ std::vector<void*> pointers(const std::vector<uintptr_t>& addresses) {
 
 cudaStream_t stream_at(uintptr_t address) { return reinterpret_cast<cudaStream_t>(address); }
 
-std::vector<py::tuple> prepare(hw::Instance& instance, const std::vector<Sizes>& shapes, const std::vector<Sizes>& wholes,
+std::vector<py::tuple> prepare(hw::Instance& instance, const std::vector<Sizes>& shapes, const std::vector<Sizes>& global_shapes,
                                uintptr_t stream) {
-  if (shapes.size() != table().inputs.size() || shapes.size() != wholes.size()) {
+  if (shapes.size() != table().inputs.size() || shapes.size() != global_shapes.size()) {
     throw hw::ArgumentError("a wrong number of arrays");
   }
   std::vector<hw::Instance::Input> inputs;
-  for (size_t i = 0; i < shapes.size(); ++i) inputs.push_back({shape_of(shapes[i]), shape_of(wholes[i])});
+  for (size_t i = 0; i < shapes.size(); ++i) inputs.push_back({shape_of(shapes[i]), shape_of(global_shapes[i])});
   std::vector<py::tuple> result;
   for (const hw::Shape& shape : without_gil([&] { return instance.prepare(inputs, stream_at(stream)); }))
     result.push_back(sizes_of(shape));
   return result;
 }
 
-// Of this module's program: the keys of the process groups whose channels are to be made, and this rank's place in each.
+// Of this module's program: the keys of the process groups whose channels are to be made, and this rank in each.
 std::vector<std::pair<std::string, int64_t>> missing_process_groups(const hw::Member& member) {
   std::vector<std::pair<std::string, int64_t>> result;
   for (const hw::ProcessGroup& process_group : member.missing_process_groups(table()))
-    result.emplace_back(process_group.key, process_group.place);
+    result.emplace_back(process_group.key, process_group.rank_in_group);
   return result;
 }
 
@@ -134,7 +134,7 @@ void bind_member(py::module_& m) {
              return without_gil([&] { return Holder<hw::Instance>(new hw::Instance(member, table())); });
            }),
            py::arg("member"), py::keep_alive<1, 2>())
-      .def("prepare", prepare, py::arg("shapes"), py::arg("wholes"), py::arg("stream"))
+      .def("prepare", prepare, py::arg("shapes"), py::arg("global_shapes"), py::arg("stream"))
       .def("run", run, py::arg("bound"), py::arg("inputs"), py::arg("outputs"), py::arg("stream"), py::arg("schedule"),
            py::arg("graphs"))
       .def("capture", capture, py::arg("bound"), py::arg("inputs"), py::arg("outputs"))

@@ -18,8 +18,8 @@ namespace {
 // (shape of the global array or (), address, shape, bytes, device), as hostweave.runtime.arrays describes an array.
 hw::Array array_of(const py::handle& view) {
   using Sizes = std::vector<int64_t>;
-  const auto [whole, address, sizes, bytes, device] = view.cast<std::tuple<Sizes, uintptr_t, Sizes, size_t, int>>();
-  return {reinterpret_cast<void*>(address), shape_of(sizes), bytes, device, shape_of(whole)};
+  const auto [global_shape, address, sizes, bytes, device] = view.cast<std::tuple<Sizes, uintptr_t, Sizes, size_t, int>>();
+  return {reinterpret_cast<void*>(address), shape_of(sizes), bytes, device, shape_of(global_shape)};
 }
 
 std::vector<std::vector<hw::Array>> arrays_of(const py::handle& per_rank, int ranks, size_t count) {

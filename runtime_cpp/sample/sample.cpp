@@ -127,11 +127,11 @@ Communicators::~Communicators() {
   for (ncclComm_t comm : comms_) ncclCommDestroy(comm);
 }
 
-Channel Communicators::channel(int color, int place, int64_t size) {
+Channel Communicators::channel(int color, int rank_in_group, int64_t size) {
   ncclComm_t comm;
-  HW_CHECK(ncclCommSplit(comms_.front(), color, place, &comm, nullptr));
+  HW_CHECK(ncclCommSplit(comms_.front(), color, rank_in_group, &comm, nullptr));
   comms_.push_back(comm);
-  return {comm, place, size};
+  return {comm, rank_in_group, size};
 }
 
 void Communicators::no_channel() {

@@ -43,16 +43,16 @@ Streams::Streams(Rank& rank, const char* name, int count) : joined_(count) {
 
 Streams::~Streams() = default;
 
-cudaError_t Streams::fork(cudaStream_t caller) {
+cudaError_t Streams::fork(cudaStream_t caller, size_t first) {
   if (const cudaError_t error = cudaEventRecord(forked_[0], caller)) return error;
-  for (const Stream& stream : streams_) {
-    if (const cudaError_t error = cudaStreamWaitEvent(stream, forked_[0], 0)) return error;
+  for (size_t i = 0; i < first; ++i) {
+    if (const cudaError_t error = cudaStreamWaitEvent(streams_[i], forked_[0], 0)) return error;
   }
   return cudaSuccess;
 }
 
-cudaError_t Streams::join(cudaStream_t caller) {
-  for (size_t i = 0; i < streams_.size(); ++i) {
+cudaError_t Streams::join(cudaStream_t caller, size_t first) {
+  for (size_t i = 0; i < first; ++i) {
     if (const cudaError_t error = cudaEventRecord(joined_[i], streams_[i])) return error;
     if (const cudaError_t error = cudaStreamWaitEvent(caller, joined_[i], 0)) return error;
   }

@@ -238,3 +238,13 @@ host @f(%x: f32[M, 8]) -> (%y: f32[M, 8], %z: f32[M, 8]) mesh(x=1) streams(a[1],
 """)
     rows = [(row.name, row.lines, row.streams) for row in memory_plan(program, {"M": 4}).rows]
     assert rows == [("%t", (6, 7), ("a",)), ("%t", (12, 13), ("b",)), ("%u", (11, 11), ("b",))]
+
+
+def test_a_block_has_memory_for_the_streams_that_it_may_run_on() -> None:
+    """Of a pool of four: one, where it is always the first, and two in a loop of two steps."""
+    block = "stream ring[{index}] {{\n%t = allocate f32[M]\ncopy %x -> %t\ncopy %t -> %y\n}}\n"
+    for loop, index, slots in (("{}", "0", 1), ("for %i in 0..2 {{{}}}\n", "%i", 2), ("for %i in 0..9 {{{}}}\n", "%i", 4)):
+        body = loop.format(block.format(index=index))
+        host = HostProgram.parse(f"host @f(%x: f32[M]) -> (%y: f32[M]) mesh() streams(ring[4]) {{\nfork ring\n{body}join ring\n}}\n")
+        (row,) = memory_plan(host, {"M": 8}).rows
+        assert len(row.offsets) == slots

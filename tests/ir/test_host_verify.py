@@ -231,6 +231,9 @@ BODIES = {
     "stream ring[0] {\njoin ring\n}": (
         "text:3: @t: join ring: fork and join speak of the caller's stream: move it out of the stream block"
     ),
+    "fork ring first 3": (
+        "text:2: @t: fork ring first 3: there are 2 streams ring, not 3: give a number from 1 to 2, or leave it out for all"
+    ),
     "record ready[0]": "text:2: @t: record ready[0]: ready is not declared: add events(ready[...]) to the header",
     "wait ready[0]": "text:2: @t: wait ready[0]: ready is not declared: add events(ready[...]) to the header",
 }

@@ -20,7 +20,12 @@ CASES = {
     ),
     "what is always so, and what never is": (
         "for %i in 0..1 {\nif %i == 0 {\ncopy %x -> %y\n} else {\nwait done[%i - 1]\n}\nif %i < 0 {\nrecord done[%i]\n}\n}\n",
-        "for %i in 0..1 {\ncopy %x -> %y\n}\n",
+        "copy %x -> %y\n",
+    ),
+    "a loop of one iteration is none, and a remainder of what is smaller none either": (
+        "%p = rank.b + 1\nfor %i in 0..1 {\n"
+        "for %j in 0..3 {\n%v = slice %x[0: 1 from %i * 2 + %p + %j % 3 + %j % 2]\nfill %v with 1.0\n}\n}\n",
+        "for %j in 0..3 {\n%v = slice %x[0: 1 from 1 + %j + %j % 2]\nfill %v with 1.0\n}\n",
     ),
     "a choice is what is chosen, and nothing is left of the other": (
         "%p = rank.b % 2\n%a = allocate f32[4]\n%c = choose %x if %p == 0 else %a\n%d = choose %c if %p < 1 else %a\n"

@@ -326,6 +326,11 @@ def test_what_two_kernels_took_over_is_computed_once() -> None:
     assert host_ir.count("= astype(%c)") == 1
 
 
+def test_what_updates_is_named_by_what_it_updates() -> None:
+    step = hw.fusion(x=hw.f32["M", "N"], row=hw.f32[1, "N"], at=hw.i32[()])(lambda x, row, at: hw.dynamic_update_slice(x, row * 2, (at, 0)))
+    assert "launch @dynamic_update_slice_x " in hw.compile(step).host_ir
+
+
 def test_numbers_of_rows_are_not_those_of_columns() -> None:
     def lower_triangle(x: hw.Tensor) -> hw.Tensor:
         rows, columns = hw.iota(x, 0), hw.iota(x, 1)

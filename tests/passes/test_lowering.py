@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from hostweave.base.errors import ProgramError
+from hostweave.check.check import check
 from hostweave.fusion_ir.ir import Fusion
+from hostweave.host_ir import ir, tree
 from hostweave.options import Options
 from hostweave.passes.lower.dataflow import Dataflow
 from hostweave.passes.lower.loops import iterations, loops_of, shards
 from hostweave.passes.lower.lower_to_host import lower_to_host
 from hostweave.passes.lower.placement import placement_of
-from hostweave.pipeline import PASSES
+from hostweave.pipeline import PASSES, lower
 
 
 def flow(inputs: str, ops: str, returned: str = "%y", mesh: str = "x=4") -> Dataflow:
@@ -94,3 +99,15 @@ def test_what_is_transposed_in_its_loop_lies_whole() -> None:
     turned = flow("%x: f32[M, N]", ops)
     assert [[op.result.name for op in loop.ops] for loop in loops_of(turned)] == [["h", "t", "y"]]
     assert placement_of(turned, loops_of(turned)).within_loops == {"t"}
+
+
+def test_a_short_loop_forks_the_streams_that_it_uses() -> None:
+    """The check sees what a loop uses and does not fork."""
+    fusion = flow("%x: f32[M, N]", "%h: f32[M, N] stream(M, 2) = negative(%x)\n%y: f32[M, N] stream(M, 6) = exp(%h)").fusion
+    host = lower(fusion, Options())
+    assert [i.first for i in host.body if isinstance(i, ir.Fork | ir.Join)] == [2, 2, None, None]
+    check(host)
+    for kind in (ir.Fork, ir.Join):
+        fewer = tree.rewrite(host.body, lambda i, kind=kind: replace(i, first=1) if isinstance(i, kind) and i.first else None)  # type: ignore[misc]
+        with pytest.raises(ProgramError):
+            check(replace(host, body=fewer))

@@ -304,7 +304,7 @@ def known_of_step_before(program: HostProgram, first: type[tree.Instruction], la
         if kind is first and (number := len(done[rank, kind])) > 1:
             for before, answers in zip((last, ir.Launch), found, strict=True):
                 tasks = done.get((rank, before), [])
-                answers.add(len(tasks) > number - 2 and clock[tasks[number - 2].lane] >= tasks[number - 2].number)
+                answers.add(len(tasks) > number - 2 and clock[tasks[number - 2].stream_id] >= tasks[number - 2].number)
     return found
 
 

@@ -83,6 +83,70 @@ CASES = {
   }
 """,
     ),
+    "one of equal views of two stream blocks, and what is the same in every step": (
+        """\
+  fork ring
+  for %i in 0..2 {
+    if %i == 1 {
+      stream ring[0] {
+        %a = slice %x[1: 1 from %i]
+        %b = slice %a[1: 1 from 0]
+        %c = slice %z[1: 1 from 0]
+        copy %b -> %c
+      }
+    }
+    stream ring[%i] {
+      %d = slice %x[1: 1 from %i]
+      %e = slice %d[1: 1 from 0]
+      %f = slice %h[1: 1 from 0]
+      copy %e -> %f
+    }
+  }
+""",
+        """\
+  %f = slice %h[1: 1 from 0]
+  fork ring
+  for %i in 0..2 {
+    %a = slice %x[1: 1 from %i]
+    %b = slice %a[1: 1 from 0]
+    if %i == 1 {
+      stream ring[0] {
+        %c = slice %z[1: 1 from 0]
+        copy %b -> %c
+      }
+    }
+    stream ring[%i] {
+      copy %b -> %f
+    }
+  }
+""",
+    ),
+    "not of two that are made where a condition keeps their index in range": (
+        """\
+  for %i in 0..2 {
+    if %i == 1 {
+      %a = slice %x[1: 1 from %i - 1]
+      copy %a -> %y
+    }
+    if %i == 1 {
+      %b = slice %x[1: 1 from %i - 1]
+      copy %b -> %y
+    }
+  }
+""",
+        """\
+  for %i in 0..2 {
+    if %i == 1 {
+      %a = slice %x[1: 1 from %i - 1]
+      copy %a -> %y
+    }
+    if %i == 1 {
+      %b = slice %x[1: 1 from %i - 1]
+      copy %b -> %y
+    }
+  }
+""",
+    ),
 }
 
 

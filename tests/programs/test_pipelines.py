@@ -258,6 +258,6 @@ def test_sizes_that_the_own_arrays_do_not_tell() -> None:
     )
     nothing = Bound(host, program._target, {})
     with pytest.raises(ArgumentError, match=r"^two_stages: sizes=: no size of M; give the global one$"):
-        program._wholes(program._take(nothing, local(2), None, None, None))
+        program._global_shapes(program._take(nothing, local(2), None, None, None))
     taken = program._take(nothing, local(2), None, None, {"M": 6})
-    assert (taken.shapes, program._wholes(taken)) == (((), (), (4, 5)), ((6, 5), (5, 4), (4, 5)))
+    assert (taken.shapes, program._global_shapes(taken)) == (((), (), (4, 5)), ((6, 5), (5, 4), (4, 5)))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from hostweave.analysis.def_use import Place, def_use
 from hostweave.host_ir import ir, tree
-from hostweave.host_ir.expr import Var
+from hostweave.host_ir.expr import Const, Var
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import BufferType
 
@@ -112,10 +112,15 @@ class _Walk:
         return tuple(steps)
 
     def slots(self, stream: tree.Slot) -> int:
-        """How many of its streams a block runs on, at most."""
+        """How many of the first streams of its pool a block may run on."""
         pool, index = stream
         streams = next(streams.count for streams in self.program.streams if streams.name == pool)
-        return min(streams, self.counts.get(index.name, streams)) if isinstance(index, Var) else streams
+        match index:
+            case Const(value):
+                return value % streams + 1
+            case Var(name):
+                return min(streams, self.counts.get(name, streams))
+        return streams
 
 
 def _needed(steps: Steps, follows: bool, pools: frozenset[str] = frozenset()) -> Steps:

@@ -30,8 +30,12 @@ class Posted:
         if not channels:
             return []
         last = self._last[task.operation.rank]
-        found = [earlier.operation for (lane, channel), earlier in last.items() if clock[lane] < earlier.number and channels != {channel}]
-        last.update({(task.lane, channel): task for channel in channels})
+        found = [
+            earlier.operation
+            for (stream_id, channel), earlier in last.items()
+            if clock[stream_id] < earlier.number and channels != {channel}
+        ]
+        last.update({(task.stream_id, channel): task for channel in channels})
         return found
 
 

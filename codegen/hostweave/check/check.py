@@ -93,7 +93,7 @@ class _Checker:
                 self.apart(self.memory(part, access), part, access, other, second)
         for freed in task.operation.frees:
             by = self.tasks[freed]
-            if clock[by.lane] < by.number:
+            if clock[by.stream_id] < by.number:
                 lender = f"may get bytes of %{freed.accesses[0].name}, which {freed} frees"
                 self.fail(task.operation, f" {lender}: nothing orders them; {_remedy(task.operation, freed)}")
         for part, access in touches:
@@ -171,7 +171,7 @@ class _Checker:
             self.fail(part, f" reads %{access.name} before anything wrote {where}: write them first, or drop the read")
         owned = {p.memory or p.name: p for p in outputs}
         for rank, memories in enumerate(self.memories):
-            clock = self.order.clocks[self.order.callers[rank].lane]
+            clock = self.order.clocks[self.order.callers[rank].stream_id]
             for name, memory in memories.items():
                 if (touch := memory.unfinished(clock)) is not None:
                     part, pool, at = touch.part, touch.part.stream[0] if touch.part.stream else "", touch.access.at

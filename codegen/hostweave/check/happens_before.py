@@ -29,10 +29,10 @@ class Event:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Task:
-    """The `number`-th operation of stream `lane`. The first of each rank's caller is what the caller's stream was given before the call."""
+    """The `number`-th operation of a stream. The first of each rank's caller is what the caller's stream was given before the call."""
 
     operation: Operation
-    lane: int
+    stream_id: int
     number: int
     after: list[tuple[Task, str]] = field(default_factory=list)  # what must have ended before this starts, and why
     waits: list[Task] = field(default_factory=list)  # those of `after` that another stream holds
@@ -62,8 +62,8 @@ def order(instances: Instances, met: list[Meeting]) -> Order:
     program = instances.program
     streams: list[Stream | None] = [None, *((pool.name, k) for pool in program.streams for k in range(pool.count))]
     number_of = {stream: k for k, stream in enumerate(streams)}
-    lanes = len(streams) * len(instances.ranks)
-    clocks = [[0] * lanes for _ in range(lanes)]
+    stream_ids = len(streams) * len(instances.ranks)
+    clocks = [[0] * stream_ids for _ in range(stream_ids)]
     tasks: dict[Operation, Task] = {}
     callers = []
     for rank, operations in enumerate(instances.ranks):
@@ -81,7 +81,7 @@ def order(instances: Instances, met: list[Meeting]) -> Order:
                 _after(task, latest[k], "comes after")
             for waited in operation.waits:
                 _after(task, tasks[waited], "waits for")
-                if tasks[waited].lane != task.lane:
+                if tasks[waited].stream_id != task.stream_id:
                     task.waits.append(tasks[waited])
             for member in operation.members:
                 tasks[member] = task
@@ -127,7 +127,7 @@ def run(order: Order) -> Iterator[tuple[Task, Clock]]:
     ready = deque(task for task in order.tasks if not task.blocked)
     while ready:
         task = ready.popleft()
-        clock = order.clocks[task.lane]
+        clock = order.clocks[task.stream_id]
         for waited in task.waits:
             clock[:] = map(max, clock, waited.at_end)
         yield task, clock
@@ -145,15 +145,15 @@ def run(order: Order) -> Iterator[tuple[Task, Clock]]:
 
 def _end(task: Task, order: Order, ready: deque[Task]) -> None:
     task.ended = True
-    clock = order.clocks[task.lane]
+    clock = order.clocks[task.stream_id]
     for arrival in task.events:
         if arrival.known is None:
             known = [source.at_start for source in arrival.sources]
             arrival.known = list(map(max, *known)) if len(known) > 1 else known[0]
         clock[:] = map(max, clock, arrival.known)
-    clock[task.lane] = task.number
+    clock[task.stream_id] = task.number
     for follower in task.followers:
-        if follower.lane != task.lane and not task.at_end:
+        if follower.stream_id != task.stream_id and not task.at_end:
             task.at_end = clock.copy()
         follower.blocked -= 1
         if not follower.blocked:

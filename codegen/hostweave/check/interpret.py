@@ -24,7 +24,7 @@ from hostweave.fusion_ir.ops.definition import bound_attributes
 from hostweave.host_ir import ir, tree
 from hostweave.types.numpy_dtypes import cast, numpy_dtype
 from hostweave.types.rank_sizes import Sizes, shares
-from hostweave.types.shards import bind_sizes, block_of, holds, whole_shape
+from hostweave.types.shards import bind_sizes, block_of, holds, shape_of_global
 
 Array = NDArray[Any]
 
@@ -65,7 +65,7 @@ def _blocks(program: ir.HostProgram, parameter: ir.Parameter, array: Array | Seq
 
 def _global_shape(program: ir.HostProgram, parameter: ir.Parameter, array: Array | Sequence[Array]) -> tuple[int, ...]:
     if isinstance(array, list | tuple):
-        return whole_shape(parameter.type, program.mesh, [() if block is None else block.shape for block in array])
+        return shape_of_global(parameter.type, program.mesh, [() if block is None else block.shape for block in array])
     return np.asarray(array).shape
 
 

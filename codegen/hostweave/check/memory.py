@@ -45,24 +45,24 @@ class Memory:
         is_claim = bool(tree.names(touch.part.instruction, "allocate", "free"))
         for unit in self.units(region):
             write = self.writes[unit]
-            if clock[write.by.lane] < write.by.number and write.by is not task:
+            if clock[write.by.stream_id] < write.by.number and write.by is not task:
                 return write
             if access.writes:
                 if reads := self.reads.pop(unit, None):
                     for read in reads.values():
-                        if clock[read.by.lane] < read.by.number and read.by is not task:
+                        if clock[read.by.stream_id] < read.by.number and read.by is not task:
                             return read
                 self.writes[unit] = touch
                 if not is_claim:
                     self.filled[unit] = region.generation
             if access.reads:
-                self.reads.setdefault(unit, {})[task.lane] = touch
+                self.reads.setdefault(unit, {})[task.stream_id] = touch
         return None
 
     def unfinished(self, clock: Clock) -> TaskAccess | None:
         """An access that may still run when `clock` is known."""
         touches = (touch for unit, write in enumerate(self.writes) for touch in (write, *self.reads.get(unit, {}).values()))
-        return next((touch for touch in touches if clock[touch.by.lane] < touch.by.number), None)
+        return next((touch for touch in touches if clock[touch.by.stream_id] < touch.by.number), None)
 
     def first_empty(self, region: Region) -> range | None:
         """The bytes of the first unit of a region that nothing has filled since its allocate."""

@@ -30,6 +30,6 @@ class InTurn:
                 key = (*key, part.peer, part.instruction.signal)
             if key in self._last:
                 last, earlier = self._last[key]
-                if clock[last.lane] < last.number:
+                if clock[last.stream_id] < last.number:
                     yield part, earlier
             self._last[key] = task, part

@@ -367,7 +367,7 @@ def _on_stream(b: _Binder, i: ir.OnStream) -> Step:
 
 
 def _fork(b: _Binder, i: ir.Fork) -> Step:
-    count = _count(b.program.streams, i.stream)
+    count = i.first or _count(b.program.streams, i.stream)
 
     def step(run: _Run) -> None:
         fork = run.issue(Operation(i, run.rank, None, run.steps))
@@ -378,7 +378,7 @@ def _fork(b: _Binder, i: ir.Fork) -> Step:
 
 
 def _join(b: _Binder, i: ir.Join) -> Step:
-    streams = [(i.stream, k) for k in range(_count(b.program.streams, i.stream))]
+    streams = [(i.stream, k) for k in range(i.first or _count(b.program.streams, i.stream))]
 
     def step(run: _Run) -> None:
         running = tuple([run.last[stream] for stream in streams if stream in run.last])

@@ -56,7 +56,7 @@ class _Binding:
     name: str
     dim: int
     shards: int
-    from_whole: bool = False  # what this rank holds does not tell it
+    from_global: bool = False  # what this rank holds does not tell it
 
 
 def inputs_of(program: ir.HostProgram, emitter: Emitter) -> tuple[Argument, ...]:
@@ -110,9 +110,9 @@ def _binding(program: ir.HostProgram, parameter: ir.Parameter, dim: int, size: S
     """What a local size such as `M/8` or `local(M, x)` tells."""
     part = size.factor
     if isinstance(part, LocalSize) and part.size.name:
-        return _Binding(part.size.name, dim, part.ranks_in(program.mesh), from_whole=True)
+        return _Binding(part.size.name, dim, part.ranks_in(program.mesh), from_global=True)
     name = (size * size.divisor).name
-    return _Binding(name, dim, size.divisor, from_whole=parameter.type.mesh is not None) if name else None
+    return _Binding(name, dim, size.divisor, from_global=parameter.type.mesh is not None) if name else None
 
 
 def argument(
@@ -131,7 +131,7 @@ def argument(
         shape=integers.shape(type.shape),
         pattern="{" + ", ".join("hw::kAny" if open else integers.alone(e) for e, open in zip(type.shape, is_open, strict=True)) + "}",
         sizes=tuple(_size(program, binding, path, integers) for binding in bindings or ()),
-        again=sum(is_open) > len(bindings or ()) or any(binding.from_whole for binding in bindings or ()),
+        again=sum(is_open) > len(bindings or ()) or any(binding.from_global for binding in bindings or ()),
         used=parameter.name in emitter.used,
         on=emitter.context.flag(parameter.type.mesh) if parameter.type.mesh else "",
         memory=parameter.memory and emitter.context.paths.get(parameter.memory, emitter.buffers[parameter.memory].text),
@@ -140,9 +140,9 @@ def argument(
 
 def _size(program: ir.HostProgram, binding: _Binding, path: str, integers: CppExprPrinter) -> SizeBinding:
     multiple, dim = integers.multiples.get(binding.name, 1), f"in.{path}.dim({binding.dim})"
-    is_multiple = binding.shards % multiple == 0 and not binding.from_whole
-    if binding.from_whole:
-        dim = f"in.{path}.whole_dim({binding.dim}, {binding.shards})"
+    is_multiple = binding.shards % multiple == 0 and not binding.from_global
+    if binding.from_global:
+        dim = f"in.{path}.global_dim({binding.dim}, {binding.shards})"
     elif binding.shards > 1:
         dim += f" * {binding.shards}"
     return SizeBinding(

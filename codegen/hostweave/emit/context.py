@@ -27,7 +27,7 @@ class Pool:
 
 
 @dataclass(frozen=True)
-class Channel:
+class ChannelMember:
     member: str
     ir: ir.Channel
     flag: str  # whether this rank is in the mesh; nothing where it is the program's
@@ -81,7 +81,7 @@ class ProgramContext:
         self.streams = {s.name: Pool(self.members.of(s.name, "streams"), s.name, s.count) for s in program.streams}
         self.events = {e.name: Pool(self.members.of(e.name, "events"), e.name, e.count) for e in program.events}
         self.flags: dict[Mesh, str] = {}  # of meshes of some of the ranks
-        self.channels: dict[str, Channel] = {}
+        self.channels: dict[str, ChannelMember] = {}
         self.routes: dict[ir.Routes, tuple[str, list[str]]] = {}  # the name and the lines of each table
         self.plans: dict[PlanKey, Plan] = {}
         self.uses_of_plan: dict[PlanKey, set[Mesh]] = {}
@@ -104,10 +104,10 @@ class ProgramContext:
             self.launches[key] = replace(emitted, name=shared.name)
         return self.launches[key]
 
-    def channel(self, channel: ir.Channel) -> Channel:
+    def channel(self, channel: ir.Channel) -> ChannelMember:
         if channel.name not in self.channels:
             flag = "" if channel.mesh == self.integers.program else self.flag(channel.mesh)
-            self.channels[channel.name] = Channel(self.members.of(f"channel_{channel.name}", "channel"), channel, flag)
+            self.channels[channel.name] = ChannelMember(self.members.of(f"channel_{channel.name}", "channel"), channel, flag)
         return self.channels[channel.name]
 
     @property

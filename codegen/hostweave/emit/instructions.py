@@ -329,7 +329,7 @@ class Emitter:
             number = number * channel.mesh.axis_size(axis) + Coordinate(axis)
         src, cpp = self.text(i.src), self.type_of(i.dst).dtype.cpp
         kept = f"const_cast<{cpp}*>({src})" if self.buffers[i.src].read_only else src
-        return self.lay_out(i, place=self.expr(number), kept=kept)
+        return self.lay_out(i, rank_in_group=self.expr(number), kept=kept)
 
     def by_rank(self, i: ir.AllToAll | ir.Gather | ir.Scatter) -> str:
         """A collective that walks the ranks of its channel and sends or receives a block of each."""
@@ -374,10 +374,10 @@ class Emitter:
         return f"hw::Blocks{{{', '.join(map(self.cut, cuts))}}}"
 
     def cut(self, cut: Cut) -> str:
-        words = [self.integers.alone(cut.held)] + ([str(cut.blocks)] if cut.blocks > 1 else [])
+        words = [self.integers.alone(cut.size)] + ([str(cut.blocks)] if cut.blocks > 1 else [])
         if cut.blocks > 1 and cut.local:
-            mesh, whole = cut.local.mesh_in(self.program.mesh), self.integers.alone(cut.whole)
-            words += [whole, f"hw::local_begin({whole}, {mesh.size_of(cut.local.axes)}, {rank_in_group(mesh, cut.local.axes)})"]
+            mesh, end = cut.local.mesh_in(self.program.mesh), self.integers.alone(cut.global_size)
+            words += [end, f"hw::local_begin({end}, {mesh.size_of(cut.local.axes)}, {rank_in_group(mesh, cut.local.axes)})"]
         return f"{{{', '.join(words)}}}"
 
     # --- streams, events, control ---

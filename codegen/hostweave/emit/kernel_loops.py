@@ -30,7 +30,7 @@ HELD = 20  # accesses, at most, whose elements a thread holds: 80 registers
 HELD_ROWS = 5  # of unknown length, at most, that a thread holds its part of: hw::kRowAccesses accesses each
 TILE_THREADS, MOST_THREADS = 512, 1024
 FEW_COLUMNS = 4224  # at most one tile for each multiprocessor: these take all the threads that a block may have
-OUTERMOST = "outermost"  # the size that an size becomes
+OUTERMOST = "outermost"  # the size that a size becomes
 SHORT = 1 << 30  # elements, at most, whose indices hw::fits_int32
 
 
@@ -38,38 +38,38 @@ SHORT = 1 << 30  # elements, at most, whose indices hw::fits_int32
 class ThreadSchedule:
     """How threads share what a kernel walks, as C++ with places for what they walk."""
 
-    each: str  # the loop over what is kept
+    loop: str  # the loop over what is kept
     grid: str  # of the launch
     inner: str = ""  # the innermost loop over what is reduced, of which they take parts
-    meet: str = ""  # how their totals meet
-    meet_last: str = ""  # and where only the threads that store need them, if that takes less
-    once: str = ""  # the condition under which a thread stores what they come to
+    reduce: str = ""  # how their totals are reduced
+    reduce_last: str = ""  # and where only the threads that store need them, if that takes less
+    leader_if: str = ""  # the condition under which a thread stores what they come to
 
 
 BY_THREAD = ThreadSchedule("for ({number} {element} : hw::over_grid{walk}({count}))", "hw::grid_of_elements{width}({count})")
 BY_BLOCK = ThreadSchedule(
-    each="for (int64_t {element} : hw::over_blocks({count}))",
+    loop="for (int64_t {element} : hw::over_blocks({count}))",
     grid="hw::grid_of_rows{width}({count}, {length})",
     inner="for (int64_t {index} : hw::over_threads{width}({length}))",
-    meet="hw::reduce_block",
-    once="hw::first_thread()",
+    reduce="hw::reduce_block",
+    leader_if="hw::first_thread()",
 )
 BY_ROW = ThreadSchedule(
-    each="for (int64_t {element} : {row}.of({count}))",
+    loop="for (int64_t {element} : {row}.of({count}))",
     grid="hw::Grid{{{count}, {threads}}}",
     inner="#pragma unroll Row::kEach\nfor (const hw::Chunk {index} : {row})",
-    meet="{row}.reduce",
-    once="{row}.first_thread()",
+    reduce="{row}.reduce",
+    leader_if="{row}.first_thread()",
 )
 BY_ANY_ROW = replace(BY_ROW, grid="hw::grid_of_rows{width}({count}, {length})")
 BY_SHORT_ROW = replace(BY_ROW, grid="hw::grid_of_elements({together})")
 BY_COLUMNS = ThreadSchedule(
-    each="for (const hw::Column {element} : hw::over_columns{width}({count}))",
+    loop="for (const hw::Column {element} : hw::over_columns{width}({count}))",
     grid="hw::grid_of_columns({count}, {threads})",
     inner="#pragma unroll 8\nfor (int64_t {index} : hw::over_rows<{threads}{more}>({length}))",
-    meet="hw::reduce_rows<{threads}>",
-    meet_last="hw::reduce_rows_to_first<{threads}>",
-    once="{element}.stores()",
+    reduce="hw::reduce_rows<{threads}>",
+    reduce_last="hw::reduce_rows_to_first<{threads}>",
+    leader_if="{element}.stores()",
 )
 
 
@@ -137,15 +137,15 @@ class Loops:
         self.places = self.lie((*inputs, *results))
         self.dims()
         self.name_indices(names)
-        self.sharing = self.shared(inputs, results)
-        self.along = (self.reduced if self.sharing == BY_BLOCK else self.kept)[-1]  # the dim of which a thread takes neighbours
+        self.schedule = self.shared(inputs, results)
+        self.along = (self.reduced if self.schedule == BY_BLOCK else self.kept)[-1]  # the dim of which a thread takes neighbours
         self.packed = {place for place in self.memory if self.stride(place, self.along) == ONE}  # read or written together
         self.width = self.taken_together()
         self.lane = names.of("e", "element of a thread") if self.width > 1 else ""
         self.row_threads = 0  # that share a row of known length
-        if self.sharing == BY_BLOCK and self.width > 1 and len(self.reduced) == 1:
+        if self.schedule == BY_BLOCK and self.width > 1 and len(self.reduced) == 1:
             self.share_row(held)
-        self.row = names.of("row", "shared") if self.sharing in ROWS else ""
+        self.row = names.of("row", "shared") if self.schedule in ROWS else ""
         self.parts = self.taken_apart()
         self.number = self.type_of_number()
 
@@ -267,9 +267,9 @@ class Loops:
         if self.along.size.is_int:
             self.row_threads = self.threads_of_row(int(self.along.size) // self.width, held)
         if self.row_threads:
-            self.sharing = BY_ROW if self.row_threads > WARP else BY_SHORT_ROW
+            self.schedule = BY_ROW if self.row_threads > WARP else BY_SHORT_ROW
         elif 0 < held <= HELD_ROWS:
-            self.sharing = BY_ANY_ROW
+            self.schedule = BY_ANY_ROW
 
     def threads_of_row(self, accesses: int, held: int) -> int:
         """The number of threads that share a row of known length; 0 if none divides it evenly."""
@@ -300,7 +300,7 @@ class Loops:
     # --- text ---
 
     def text(self, pattern: str, width: str = "kWidth", named: Mapping[Factor, Size] = MappingProxyType({})) -> str:
-        """What a sharing has for these loops, in which the number of neighbours that a thread takes has this name; `named` are replaced."""
+        """What the schedule has for these loops, in which the number of neighbours that a thread takes has this name; `named` differ."""
         width, number = width if self.width > 1 else "", self.number
 
         def size(*sizes: Size) -> str:
@@ -329,25 +329,25 @@ class Loops:
         return self.reduced[-1].size if self.reduced else None
 
     @property
-    def each(self) -> str:
+    def loop(self) -> str:
         """The head of the loop over what is kept."""
-        return self.text(self.sharing.each)
+        return self.text(self.schedule.loop)
 
     @property
     def grid(self) -> str:
         """The grid that walks it, for the launch."""
-        return self.text(self.sharing.grid, str(self.width), self.named)
+        return self.text(self.schedule.grid, str(self.width), self.named)
 
     @property
     def inner(self) -> tuple[str, ...]:
         """The heads of the loops over what is reduced, of which threads may share the innermost one."""
         walked = [(self.names[dim], self.integers.size(dim.size)) for dim in self.reduced]
         heads = [f"for (int64_t {i} = 0; {i} < {count}; ++{i})" for i, count in walked]
-        return (*heads[:-1], self.text(self.sharing.inner)) if self.sharing.inner else tuple(heads)
+        return (*heads[:-1], self.text(self.schedule.inner)) if self.schedule.inner else tuple(heads)
 
     def type_of_number(self) -> str:
         """Of an element: of 32 bits, where these hold it and it is taken apart."""
-        if self.sharing != BY_THREAD or not self.parts:
+        if self.schedule != BY_THREAD or not self.parts:
             return "int64_t"
         count = product(tuple(dim.size for dim in self.kept))
         return "Index" if not count.is_int else "uint32_t" if int(count) <= SHORT else "int64_t"
@@ -381,25 +381,25 @@ class Loops:
     @property
     def threads(self) -> str:
         """Of a block, at most."""
-        if self.sharing == BY_COLUMNS:
+        if self.schedule == BY_COLUMNS:
             columns = product(tuple(dim.size for dim in self.kept))
             return str(MOST_THREADS if columns.is_int and int(columns) <= FEW_COLUMNS else TILE_THREADS)
         by_row = dict.fromkeys((BY_BLOCK, BY_ANY_ROW, BY_BLOCK_LANES), "hw::kRowThreads")
-        return {BY_ROW: str(self.row_threads), **by_row}.get(self.sharing, "")
+        return {BY_ROW: str(self.row_threads), **by_row}.get(self.schedule, "")
 
     @property
     def bounds(self) -> str:
         """`__launch_bounds__`: with 1 thread block per multiprocessor the compiler may use all of its registers."""
         return f"{self.threads}, 1" if self.threads == str(MOST_THREADS) else self.threads
 
-    def meet(self, is_last: bool) -> str:
-        """How the totals of several threads meet, which nothing but stores may need."""
-        return self.text((is_last and self.sharing.meet_last) or self.sharing.meet)
+    def reduce(self, is_last: bool) -> str:
+        """How the totals of several threads are reduced, which nothing but stores may need."""
+        return self.text((is_last and self.schedule.reduce_last) or self.schedule.reduce)
 
     @property
-    def once(self) -> str:
+    def leader_if(self) -> str:
         """The condition under which a thread stores what several have reduced."""
-        return self.text(self.sharing.once)
+        return self.text(self.schedule.leader_if)
 
     @property
     def reduced_count(self) -> str:

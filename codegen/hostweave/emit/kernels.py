@@ -196,7 +196,7 @@ class _Emitter:
     def form(self, kernel: Kernel) -> str:
         """Its text with numbers in place of the names that it gives."""
         loops, walks = self.loops, [part for walk in kernel.walks for part in (walk.before, walk.starts, walk.body, walk.after)]
-        head = ((loops.bounds, loops.each, loops.once), kernel.params, *kernel.variants, loops.varied, kernel.indices, loops.inner)
+        head = ((loops.bounds, loops.loop, loops.leader_if), kernel.params, *kernel.variants, loops.varied, kernel.indices, loops.inner)
         parts = (*head, *walks, kernel.body, kernel.stores, kernel.last)
         text, numbers = "\n\n".join(map("\n".join, parts)), dict[str, str]()
         own = {*self.names.given, *self.loops.integers.sizes.values()}
@@ -226,7 +226,7 @@ class _Emitter:
     def lanes(self) -> Kernel:
         """A call for each lane, which one thread or all of a block make together."""
         (op,) = self.ops
-        group = {BY_BLOCK_LANES: "hw::BlockLanes()", BY_LANE_PARTS: self.loops.element}.get(self.loops.sharing, "hw::Lanes()")
+        group = {BY_BLOCK_LANES: "hw::BlockLanes()", BY_LANE_PARTS: self.loops.element}.get(self.loops.schedule, "hw::Lanes()")
         total = accumulator_type(self.types[op.tensors[0]].dtype)
         total = f"hw::Sum<{total}>" if op.result.type.dtype.kind == "float" else total
         facts = {"descending": "true" if op[DESCENDING] else "false", "total": total}
@@ -306,8 +306,8 @@ class _Emitter:
             else:
                 starts.append(f"{accumulator} {total} = {first};")
             section.join(self.totals[op.result.name], combine, element)
-            if meet := self.loops.meet(is_last):
-                after.append(f"{total} = {meet}({total}, {combine.functor}());")
+            if reduce := self.loops.reduce(is_last):
+                after.append(f"{total} = {reduce}({total}, {combine.functor}());")
         section.store(results)
         self.walks += 1
         body = section.taken()

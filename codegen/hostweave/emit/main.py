@@ -26,13 +26,13 @@ CMakeFiles all clean edit_cache help hostweave_cpu_device install list_install_c
 
 
 @dataclass(frozen=True)
-class Channel:
+class RankChannel:
     """How rank r finds its channel: ranks of one color are a process group, in the order of their numbers in it."""
 
     key: str  # the mesh and the axes
     transport: str  # where it is another than usual
     color: str
-    place: str
+    rank_in_group: str
     size: int
     on: str  # the condition that rank r is in its mesh
 
@@ -83,7 +83,7 @@ class Main:
     executable: str
     programs: dict[str, Program]  # by their folders
     sizes: tuple[tuple[str, str, int], ...]  # the user's name, that in C++, and the value by default
-    channels: tuple[Channel, ...]
+    channels: tuple[RankChannel, ...]
     inputs: tuple[Tensor, ...]  # without those in arrays
     layers: tuple[TensorsInTurn, ...]
     outputs: tuple[Output, ...]
@@ -164,12 +164,12 @@ def executable_of(program: str) -> str:
     return f"{program}_program" if program in _OF_CMAKE.split() else program
 
 
-def _channel(channel: context.Channel, program: Mesh) -> Channel:
+def _channel(channel: context.ChannelMember, program: Mesh) -> RankChannel:
     mesh, axes = channel.ir.mesh, channel.ir.axes
     others = tuple(name for name, _ in mesh.axes if name not in axes)
     key = f'"{mesh}", "{channel.along}"' if channel.flag else f'kMesh, "{channel.along}"'
     transport = "hw::Transport::one_sided" if channel.has_windows else ""
-    return Channel(
+    return RankChannel(
         key, transport, rank_in_group(mesh, others, RANK), rank_in_group(mesh, axes, RANK), channel.ir.size, _condition(mesh, program)
     )
 

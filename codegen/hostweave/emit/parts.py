@@ -27,7 +27,7 @@ def parts_of(program: ir.HostProgram) -> tuple[Share, ...]:
     atoms = [atom for size in _extents(program) for atom in size.atoms]
     named = (leaf for i in tree.walk(program.body) for expr in tree.expressions(i) for leaf in leaves(expr))
     atoms += [leaf.size for leaf in named if isinstance(leaf, Symbol)]
-    atoms += [atom for i in tree.walk(program.body) for cut in i.packed for atom in cut.held.atoms]
+    atoms += [atom for i in tree.walk(program.body) for cut in i.packed for atom in cut.size.atoms]
     return tuple(atom for atom in dict.fromkeys(atoms) if isinstance(atom, Share))
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hostweave.base.errors import Location, ProgramError
 from hostweave.emit.arena import arena_plan
 from hostweave.emit.arguments import Argument, argument, checks_of, inputs_of, requirements_of
-from hostweave.emit.context import WORKSPACE, Channel, ProgramContext, Temporary
+from hostweave.emit.context import WORKSPACE, ChannelMember, ProgramContext, Temporary
 from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.instructions import CALLER, Emitter
 from hostweave.emit.kernels import C_FUNCTIONS
@@ -133,7 +133,7 @@ class Program:
         return {(kernel.text, kernel.cpu): kernel for kernel in self.user_kernels}.values()
 
     @property
-    def channels(self) -> list[Channel]:
+    def channels(self) -> list[ChannelMember]:
         return list(self.context.channels.values())
 
     @property
@@ -161,7 +161,7 @@ class Program:
         ]
 
 
-def _lookup(channel: Channel) -> str:
+def _lookup(channel: ChannelMember) -> str:
     """What the constructor takes for it."""
     if channel.has_windows:
         return f'rank.channel(kMesh, "{channel.along}", {channel.ir.size}, hw::Transport::one_sided)'

@@ -174,16 +174,18 @@ def _sum(a: int | None, b: int | None) -> int | None:
     return None if a is None or b is None else a + b
 
 
-def simpler(condition: Expr, range: Callable[[Expr], Range]) -> Expr:
-    """A condition with 1 or 0 for what ranges decide, and bounds of an index in place of those of its quotient."""
-    match condition:
+def simpler(expr: Expr, range: Callable[[Expr], Range]) -> Expr:
+    """An expression with the value of what ranges decide, and bounds of an index in place of those of its quotient."""
+    low, high = range(expr)
+    if low is not None and low == high:
+        return Const(low)
+    match expr:
         case Binary("==" | "!=" as op, Binary("/", left, Const(divisor)), Const(0)) if (
             divisor > 0 and (low := range(left)[0]) is not None and low >= 0
         ):
             return simpler(Binary("<" if op == "==" else ">=", left, Const(divisor)), range)
-        case Binary("!=" | ">=" | "<=", _, _):
-            decided = simpler(opposite(condition), range)
-            return Const(1 - decided.value) if isinstance(decided, Const) else condition
+        case Binary("!=" | ">=" | "<=", _, _) if isinstance(decided := simpler(opposite(expr), range), Const):
+            return Const(1 - decided.value)
         case Binary("==" | "<" | ">" as op, left, right):
             (low, high), (right_low, right_high) = map(range, (left, right) if op != ">" else (right, left))
             below = high is not None and right_low is not None and high < right_low
@@ -192,7 +194,11 @@ def simpler(condition: Expr, range: Callable[[Expr], Range]) -> Expr:
                 return Const(int(below and op != "=="))
             if op == "==" and low is not None and low == high == right_low == right_high:
                 return Const(1)
-    return condition
+        case Binary("%", left, Const(divisor)) if range(left) == range(expr):
+            return simpler(left, range)
+    if isinstance(expr, Binary):
+        return binary(expr.op, simpler(expr.left, range), simpler(expr.right, range))
+    return expr
 
 
 def leaves(expr: Expr) -> list[Expr]:

@@ -63,7 +63,7 @@ class Library(Protocol):
 class View(NamedTuple):
     """A contiguous array: what the glue takes of it, and last the array itself, which is kept alive with it. By default nothing."""
 
-    whole: tuple[int, ...]  # the shape of the global array of which this is a block
+    global_shape: tuple[int, ...]  # the shape of the global array of which this is a block
     address: int = 0
     shape: tuple[int, ...] = ()
     bytes: int = 0
@@ -71,9 +71,9 @@ class View(NamedTuple):
     array: Array = None
 
 
-def view(library: Library, array: Array, dtype: DType, whole: tuple[int, ...]) -> View:
+def view(library: Library, array: Array, dtype: DType, global_shape: tuple[int, ...]) -> View:
     shape = tuple(array.shape)
-    return View(whole, library.address(array), shape, prod(shape) * dtype.itemsize, library.device(array), array)
+    return View(global_shape, library.address(array), shape, prod(shape) * dtype.itemsize, library.device(array), array)
 
 
 def library_of(array: Array) -> Library:

@@ -213,8 +213,7 @@ class Group:
                     module.adopt(member, self._communicators)
                 elif process_groups := module.missing_process_groups(member):
                     ids = {
-                        key: self._share_id(f"process_group/{key}", module.new_id() if place == 0 else None)
-                        for key, place in process_groups
+                        key: self._share_id(f"process_group/{key}", module.new_id() if rank == 0 else None) for key, rank in process_groups
                     }
                     module.connect(member, ids, self.timeout)
                 return module.Instance(member)

@@ -26,7 +26,7 @@ from hostweave.runtime.cpu import Schedule, schedule
 from hostweave.runtime.lifetime import calls as native_calls
 from hostweave.runtime.meeting import CallSignature, Shape, Span
 from hostweave.targets.target import CPU_DEVICE, Target
-from hostweave.types.shards import block_shape, global_shape, holds, whole_shape
+from hostweave.types.shards import block_shape, global_shape, holds, shape_of_global
 
 if TYPE_CHECKING:
     from hostweave.runtime.group import Group
@@ -194,7 +194,7 @@ class LocalProgram:
         if self._ready_for != ready_for:
             before, self._ready_for = self._ready_for, None
             try:
-                self._prepare(taken, self._wholes(taken))
+                self._prepare(taken, self._global_shapes(taken))
             except CaptureError:  # nothing was done
                 self._ready_for = before
                 raise
@@ -221,7 +221,7 @@ class LocalProgram:
         if self._group.in_process:
             self._expect_apart(self._bound_spans, tuple(span for signature in signatures for span in signature.spans))
         if changed:
-            self._agreed(lambda: self._prepare(taken, self._whole_shapes(shapes_of_all)), timeout)
+            self._agreed(lambda: self._prepare(taken, self._global_shapes_of(shapes_of_all)), timeout)
             self._ready_for = ready_for
         return taken
 
@@ -276,7 +276,7 @@ class LocalProgram:
         known = tuple((sizes or {}).items())
         taken = Taken(table, library, *_places(accepted), known, self._handle(stream, library), given, donated, spans)
         if sizes and self._meets:
-            self._wholes(taken)  # what the ranks find out together is to be what the caller says
+            self._global_shapes(taken)  # what the ranks find out together is to be what the caller says
         return taken
 
     def _table(self, bound: Bound) -> Table:
@@ -294,11 +294,11 @@ class LocalProgram:
         made = self._tables[bound] = Table(library, shapes_of_all, spans, digest, native)
         return made
 
-    def _wholes(self, taken: Taken) -> tuple[Shape, ...] | None:
+    def _global_shapes(self, taken: Taken) -> tuple[Shape, ...] | None:
         """The shapes of the global arrays, where this rank knows more than its own shapes."""
         if not taken.sizes and not (self._on_parts and not self._meets):
             return None
-        return self._whole_shapes_for(dict(taken.sizes), taken.all_shapes)
+        return self._global_shapes_for(dict(taken.sizes), taken.all_shapes)
 
     def _holds(self, parameter: Parameter, rank: int | None = None) -> bool:
         """Whether a rank, by default this one, has anything of an input or output."""
@@ -327,29 +327,29 @@ class LocalProgram:
             raise ArgumentError(f"{where}: is not contiguous, and a call copies nothing; pass a contiguous copy")
         return library, array
 
-    def _prepare(self, taken: Taken, wholes: Sequence[Shape] | None) -> bool:
+    def _prepare(self, taken: Taken, global_shapes: Sequence[Shape] | None) -> bool:
         with native_calls:
             shapes = taken.all_shapes
-            self._outputs = self._native.prepare(shapes, wholes or [()] * len(shapes), taken.stream)
+            self._outputs = self._native.prepare(shapes, global_shapes or [()] * len(shapes), taken.stream)
         return True
 
-    def _whole_shapes(self, shapes_of_all: Sequence[Sequence[Shape]]) -> list[Shape]:
+    def _global_shapes_of(self, shapes_of_all: Sequence[Sequence[Shape]]) -> list[Shape]:
         """The shapes of the global inputs of which the ranks hold these blocks. Raises ArgumentError where they do not fit together."""
-        wholes = []
+        global_shapes = []
         for index, parameter in enumerate(self._host.inputs):
             shapes = [shapes[index] for shapes in shapes_of_all]
-            wholes.append(whole_shape(parameter.type, self._host.mesh, shapes))
+            global_shapes.append(shape_of_global(parameter.type, self._host.mesh, shapes))
             held = [rank for rank in range(len(shapes)) if self._holds(parameter, rank)]
-            if any(shapes[rank] != block_shape(parameter.type, self._host.mesh, rank, wholes[-1]) for rank in held):
+            if any(shapes[rank] != block_shape(parameter.type, self._host.mesh, rank, global_shapes[-1]) for rank in held):
                 usual = max((shapes[rank] for rank in held), key=shapes.count)
                 odd = next(rank for rank in held if shapes[rank] != usual)
                 raise ArgumentError(
                     f"{self._host.name}: {parameter.name}: rank {odd} passes {list(shapes[odd])}, and rank {shapes.index(usual)} "
                     f"{list(usual)}; pass blocks of one {parameter.type}"
                 )
-        return wholes
+        return global_shapes
 
-    def _whole_shapes_for(self, sizes: Mapping[str, int], shapes: Sequence[Shape]) -> tuple[Shape, ...]:
+    def _global_shapes_for(self, sizes: Mapping[str, int], shapes: Sequence[Shape]) -> tuple[Shape, ...]:
         """The shapes of the global inputs, for sizes that the caller knows; where that are none, ranks share evenly."""
         known = dict(sizes)
         for parameter, shape in zip(self._host.inputs, shapes, strict=True):
@@ -359,14 +359,14 @@ class LocalProgram:
                     known.setdefault(str(dim.size), size * mesh.size_of(dim.axes))
         if missing := {name for p in self._host.inputs for dim in p.type.dims for name in dim.size.symbols} - known.keys():
             raise ArgumentError(f"{self._host.name}: sizes=: no size of {', '.join(sorted(missing))}; give the global one")
-        wholes = tuple(global_shape(parameter.type, known) for parameter in self._host.inputs)
-        for parameter, shape, whole in zip(self._host.inputs, shapes, wholes, strict=True):
-            if self._holds(parameter) and shape != (block := block_shape(parameter.type, self._host.mesh, self._group.rank, whole)):
+        global_shapes = tuple(global_shape(parameter.type, known) for parameter in self._host.inputs)
+        for parameter, shape, of_all in zip(self._host.inputs, shapes, global_shapes, strict=True):
+            if self._holds(parameter) and shape != (block := block_shape(parameter.type, self._host.mesh, self._group.rank, of_all)):
                 raise ArgumentError(
                     f"{self._host.name}: {parameter.name}: rank {self._group.rank} passes {list(shape)}; "
-                    f"its block of {list(whole)} is {list(block)}"
+                    f"its block of {list(of_all)} is {list(block)}"
                 )
-        return wholes
+        return global_shapes
 
     # --- outputs
 

@@ -13,29 +13,29 @@ from hostweave.types.size import LocalSize, Size
 
 @dataclass(frozen=True)
 class Cut:
-    """A dim of which a rank has `held`, cut where the shards of `blocks` ranks that share the global dim begin: `4 of M`."""
+    """A dim of which a rank has `size`, cut where the shards of `blocks` ranks that share the global dim begin: `4 of M`."""
 
     blocks: int
-    held: Size
+    size: Size
 
     @property
     def local(self) -> LocalSize | None:
         """What the rank has, where that is a shard whose beginning in the global dim depends on the rank."""
-        return self.held.factor if isinstance(self.held.factor, LocalSize) else None
+        return self.size.factor if isinstance(self.size.factor, LocalSize) else None
 
     @property
-    def whole(self) -> Size:
-        return self.local.size if self.local else self.held
+    def global_size(self) -> Size:
+        return self.local.size if self.local else self.size
 
     def starts(self, sizes: Sizes) -> list[int]:
         """Where each block begins in what the rank has, and where the last one ends."""
-        held = self.local.indices(sizes) if self.local else range(self.held.bind(sizes))
-        whole = self.whole.bind(sizes)
-        first = [local_range(whole, self.blocks, block).start for block in range(self.blocks)]
-        return [min(max(start - held.start, 0), len(held)) for start in (*first, whole)]
+        local = self.local.indices(sizes) if self.local else range(self.size.bind(sizes))
+        end = self.global_size.bind(sizes)
+        first = [local_range(end, self.blocks, block).start for block in range(self.blocks)]
+        return [min(max(start - local.start, 0), len(local)) for start in (*first, end)]
 
     def __str__(self) -> str:
-        return f"{self.blocks} of {self.held}"
+        return f"{self.blocks} of {self.size}"
 
 
 Cuts = tuple[Cut, ...]
@@ -52,5 +52,5 @@ def elements(box: Sequence[slice]) -> int:
 
 def is_in_order(cuts: Cuts) -> bool:
     """Whether the blocks one after another are the tensor as it lies in memory: no dim but the first that is longer than 1 is cut."""
-    longer = [cut for cut in cuts if cut.held != Size()]
+    longer = [cut for cut in cuts if cut.size != Size()]
     return all(cut.blocks == 1 for cut in longer[1:])

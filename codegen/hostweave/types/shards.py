@@ -38,7 +38,7 @@ def unshard(type_: TensorType, arrays: Sequence[NDArray[Any]], mesh: Mesh) -> ND
         raise ArgumentError(f"unshard: {len(arrays)} arrays for the {mesh.size} ranks of {mesh}; pass one a rank, in rank order")
     for array in arrays:
         _check_rank(type_, array.shape)
-    shape = whole_shape(type_, mesh, {rank: array.shape for rank, array in zip(mesh.all_ranks, arrays, strict=True)})
+    shape = shape_of_global(type_, mesh, {rank: array.shape for rank, array in zip(mesh.all_ranks, arrays, strict=True)})
     result = np.empty(shape, arrays[0].dtype)
     for rank, array in zip(mesh.all_ranks, arrays, strict=True):
         if array.shape != (wanted := block_shape(type_, mesh, rank, shape)):
@@ -49,7 +49,7 @@ def unshard(type_: TensorType, arrays: Sequence[NDArray[Any]], mesh: Mesh) -> ND
     return result
 
 
-def whole_shape(type_: TensorType, mesh: Mesh, shapes: Sequence[Shape] | Mapping[int, Shape]) -> Shape:
+def shape_of_global(type_: TensorType, mesh: Mesh, shapes: Sequence[Shape] | Mapping[int, Shape]) -> Shape:
     """The shape of the global array of which the ranks hold blocks of these shapes: along each dim what the ranks that split it hold."""
     mesh = type_.mesh_in(mesh)
     return tuple(sum(shapes[rank][i] for rank in mesh.process_group(mesh.all_ranks[0], dim.axes)) for i, dim in enumerate(type_.dims))

@@ -18,7 +18,7 @@ void for_each_axis(const std::string& axes, const Use& use) {
   }
 }
 
-// The process group along `axes` of the rank at place `index` of a mesh.
+// The process group along `axes` of the rank of number `index` of a mesh.
 ProcessGroup process_group_of(const char* mesh, std::span<const Axis> mesh_axes, const std::string& axes, int64_t index) {
   std::vector<int64_t> coordinates(mesh_axes.size());
   for (size_t i = mesh_axes.size(); i-- > 0;) {
@@ -31,7 +31,7 @@ ProcessGroup process_group_of(const char* mesh, std::span<const Axis> mesh_axes,
     for (size_t i = 0; i < mesh_axes.size(); ++i) {
       if (axis != mesh_axes[i].name) continue;
       common[i] = false;
-      process_group.place = process_group.place * mesh_axes[i].size + coordinates[i];
+      process_group.rank_in_group = process_group.rank_in_group * mesh_axes[i].size + coordinates[i];
       process_group.size *= mesh_axes[i].size;
     }
   });
@@ -73,7 +73,7 @@ void connect(Rank& rank, const ProgramTable& program, const ProcessGroupId& id_o
     const ncclComm_t comm = target::make_channel(process_group, id_of(process_group), rank.device(), timeout_seconds);
     keep(comm);
     rank.add_channel(process_group.mesh.c_str(), process_group.axes.c_str(),
-                     Channel(comm, process_group.place, process_group.size), process_group.transport);
+                     Channel(comm, process_group.rank_in_group, process_group.size), process_group.transport);
   }
 }
 

@@ -15,7 +15,9 @@ namespace {
 
 constexpr size_t kGraphs = 16;  // of one program
 
-bool is_same(const Tensor& a, const Tensor& b) { return a.data == b.data && a.shape == b.shape && a.whole == b.whole; }
+bool is_same(const Tensor& a, const Tensor& b) {
+  return a.data == b.data && a.shape == b.shape && a.global_shape == b.global_shape;
+}
 
 // Lets this thread ask for events while another one captures: what it asks is no part of that.
 class BesideCaptures {
@@ -188,7 +190,7 @@ std::vector<Shape> Instance::prepare(const std::vector<Input>& inputs, cudaStrea
   std::vector<Shape> outputs(outputs_.size());
   for (size_t i = 0; i < inputs_.size(); ++i) {
     inputs_[i].shape = inputs[i].shape;
-    inputs_[i].whole = inputs[i].whole;
+    inputs_[i].global_shape = inputs[i].global_shape;
   }
   program_.calls.output_shapes(instance_, inputs_.data(), outputs.data());
   program_.calls.prepare(instance_, inputs_.data());

@@ -72,21 +72,21 @@ void Member::adopt(const ProgramTable& program, const std::map<std::string, nccl
       throw ArgumentError("no communicator along " + name + "; pass one for every process group that the program uses");
     }
     const ncclComm_t comm = given->second;
-    int place = 0, size = 0, device = 0;
-    HW_CHECK(ncclCommUserRank(comm, &place));
+    int rank = 0, size = 0, device = 0;
+    HW_CHECK(ncclCommUserRank(comm, &rank));
     HW_CHECK(ncclCommCount(comm, &size));
     HW_CHECK(ncclCommCuDevice(comm, &device));
-    const auto text = [](int64_t place, int64_t size) { return "rank " + std::to_string(place) + " of " + std::to_string(size); };
-    if (place != process_group.place || size != process_group.size) {
-      throw ArgumentError("the communicator along " + name + ": is " + text(place, size) + ", and the mesh has " +
-                          text(process_group.place, process_group.size) + " here");
+    const auto text = [](int64_t rank, int64_t size) { return "rank " + std::to_string(rank) + " of " + std::to_string(size); };
+    if (rank != process_group.rank_in_group || size != process_group.size) {
+      throw ArgumentError("the communicator along " + name + ": is " + text(rank, size) + ", and the mesh has " +
+                          text(process_group.rank_in_group, process_group.size) + " here");
     }
     if (device != rank_.device()) {
       throw ArgumentError("the communicator along " + name + ": is on device " + std::to_string(device) +
                           ", and this rank on device " + std::to_string(rank_.device()));
     }
     rank_.add_channel(process_group.mesh.c_str(), process_group.axes.c_str(),
-                      Channel(comm, process_group.place, process_group.size), process_group.transport);
+                      Channel(comm, process_group.rank_in_group, process_group.size), process_group.transport);
   }
 }
 

@@ -143,7 +143,7 @@ class Runner::Seat {
     for (size_t i = 0; i < arrays.size(); ++i) {
       const Array& array = arrays[i];
       void* const data = in_place(array) ? array.data : arguments.staging[i].reserve(at_least_one(array.bytes));
-      arguments.tensors.push_back({data, parameters[i].dtype, array.shape, device_, array.whole});
+      arguments.tensors.push_back({data, parameters[i].dtype, array.shape, device_, array.global_shape});
       arguments.bytes.push_back(array.bytes);
     }
   }

@@ -73,7 +73,7 @@ int device_for(int64_t index, int64_t) { return static_cast<int>(index); }
 // The device itself gives up, with a report, when nothing moves for as long as the schedule says.
 ncclComm_t make_channel(const ProcessGroup& process_group, const ncclUniqueId& id, int, double) {
   ncclComm_t comm = nullptr;
-  HW_CHECK(ncclCommInitRank(&comm, static_cast<int>(process_group.size), id, static_cast<int>(process_group.place)));
+  HW_CHECK(ncclCommInitRank(&comm, static_cast<int>(process_group.size), id, static_cast<int>(process_group.rank_in_group)));
   return comm;
 }
 

@@ -80,7 +80,7 @@ int device_for(int64_t, int64_t local) { return static_cast<int>(local % count_d
 namespace {
 
 ncclResult_t make(ncclComm_t* comm, const ProcessGroup& process_group, const ncclUniqueId& id) {
-  const int ranks = static_cast<int>(process_group.size), rank = static_cast<int>(process_group.place);
+  const int ranks = static_cast<int>(process_group.size), rank = static_cast<int>(process_group.rank_in_group);
 #if NCCL_VERSION_CODE >= NCCL_VERSION(2, 32, 0)
   if (process_group.transport == Transport::one_sided) {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;

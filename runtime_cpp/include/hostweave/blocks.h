@@ -16,16 +16,16 @@
 
 namespace hw {
 
-// A dim of which a rank has `size` indices, from index `begin` of `whole` on, cut where the blocks of `blocks` ranks that share
-// the whole dim begin.
+// A dim of which a rank has `size` indices, from index `begin` of `global_size` on, cut where the blocks of `blocks` ranks that
+// share the global dim begin.
 struct Cut {
   int64_t size;
   int64_t blocks = 1;
-  int64_t whole = size;
+  int64_t global_size = size;
   int64_t begin = 0;
 
   // Where a block begins in what the rank has; behind the last one it is where that ends.
-  int64_t start(int64_t block) const { return clamped(local_begin(whole, blocks, block) - begin, 0, size); }
+  int64_t start(int64_t block) const { return clamped(local_begin(global_size, blocks, block) - begin, 0, size); }
 };
 
 // The blocks of a row-major tensor, in row-major order. Packed, they lie one after another, each row-major in itself.

@@ -67,10 +67,12 @@ class Streams {
 
   // Stream i modulo their number, of a negative index, too.
   Stream operator[](int64_t i) const { return streams_[mod(i, static_cast<int64_t>(streams_.size()))]; }
-  // Every stream waits for what `caller` holds.
-  cudaError_t fork(cudaStream_t caller);
+  // Every stream, or the first ones, wait for what `caller` holds.
+  cudaError_t fork(cudaStream_t caller) { return fork(caller, streams_.size()); }
+  cudaError_t fork(cudaStream_t caller, size_t first);
   // `caller` waits for what the streams hold.
-  cudaError_t join(cudaStream_t caller);
+  cudaError_t join(cudaStream_t caller) { return join(caller, streams_.size()); }
+  cudaError_t join(cudaStream_t caller, size_t first);
 
  private:
   std::vector<Stream> streams_;

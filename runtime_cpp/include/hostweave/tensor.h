@@ -43,11 +43,11 @@ struct Tensor {
   cudaDataType_t dtype = CUDA_R_32F;
   Shape shape;
   int device = 0;
-  Shape whole = {};  // of the global tensor of which this is a rank's block, where that is known
+  Shape global_shape = {};  // of the global tensor of which this is a rank's block, where that is known
 
   int64_t dim(int i) const { return shape[i]; }
   // The global size of a dim that `ranks` ranks share: evenly, if nothing is known.
-  int64_t whole_dim(int i, int64_t ranks) const { return whole.ndim ? whole[i] : shape[i] * ranks; }
+  int64_t global_dim(int i, int64_t ranks) const { return global_shape.ndim ? global_shape[i] : shape[i] * ranks; }
   template <class T>
   T* as() const {
     return static_cast<T*>(data);

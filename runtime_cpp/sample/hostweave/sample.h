@@ -43,8 +43,8 @@ class Communicators {
   ~Communicators();
   Communicators(Communicators&&) = delete;
 
-  // The ranks that give the same `color` are a process group, in the order of their `place`.
-  Channel channel(int color, int place, int64_t size);
+  // The ranks that give the same `color` are a process group, in the order of their `rank_in_group`.
+  Channel channel(int color, int rank_in_group, int64_t size);
   // All ranks take part in making a process group, also those that are in none.
   void no_channel();
 
@@ -91,7 +91,7 @@ template <class T>
 class DeviceTensor {
  public:
   DeviceTensor(cudaDataType_t dtype, Part part, std::initializer_list<Dim> dims) : block_(part, dims) {
-    tensor_ = {.dtype = dtype, .shape = block_.shape(), .whole = block_.global()};
+    tensor_ = {.dtype = dtype, .shape = block_.shape(), .global_shape = block_.global()};
     HW_CHECK(cudaGetDevice(&tensor_.device));
     tensor_.data = memory_.reserve(bytes());
   }

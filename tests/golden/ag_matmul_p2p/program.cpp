@@ -1,10 +1,10 @@
 // host @ag_matmul_p2p(%x: bf16[4@x, m, K], %w: bf16[K, N]) -> (%y: bf16[4, m, N]) mesh(x=4) channels(x: x two_sided)
 // streams(ring[4]) {
+//   %x_i = select %x[0: 0]
 //   fork ring
 //   for %i in 0..4 {
 //     %p = (rank.x + %i) % 4
 //     stream ring[%i] {
-//       %x_i = select %x[0: 0]
 //       %x_gathered = allocate bf16[m, K]
 //       if %p != rank.x {
 //         group {

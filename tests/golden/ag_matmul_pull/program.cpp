@@ -16,25 +16,23 @@
 //   fork ring
 //   for %i in 0..8 {
 //     %p = (rank.x + %i / 2) % 4
+//     %h_gathered_i = chunk %h_gathered[0: %p * 2 + %i % 2 of 8]
+//     %h_i = chunk %h[0: %i % 2 of 2]
 //     if %i >= 2 {
 //       stream arrivals[0] {
-//         %h_gathered_i = chunk %h_gathered[0: %p * 2 + %i % 2 of 8]
 //         if %i % 2 == 0 {
 //           wait_signal 0 from %p for %h_gathered_i on x
 //         }
-//         %h_i = chunk %h[0: %i % 2 of 2]
 //         get %h_i at %p -> %h_gathered_i on x
 //         record arrived[%i]
 //       }
 //     }
 //     stream ring[%i] {
-//       %h_gathered_i_2 = chunk %h_gathered[0: %p * 2 + %i % 2 of 8]
-//       %h_i_2 = chunk %h[0: %i % 2 of 2]
 //       if %p != rank.x {
 //         wait arrived[%i]
 //       }
 //       %y_i = chunk %y[0: %p * 2 + %i % 2 of 8]
-//       %h_chunk = choose %h_i_2 if %p == rank.x else %h_gathered_i_2
+//       %h_chunk = choose %h_i if %p == rank.x else %h_gathered_i
 //       matmul %h_chunk, %w -> %y_i
 //     }
 //   }
@@ -131,25 +129,23 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 8; ++i) {
     const int64_t p = (rank_x + i / 2) % 4;
+    auto* h_gathered_i = h_gathered_ + (p * 2 + i % 2) * (M / 8 * K);
+    auto* h_i = h_ + (i % 2) * (M / 8 * K);
     if (i >= 2) {
       const hw::Stream stream = arrivals_[0];
-      auto* h_gathered_i = h_gathered_ + (p * 2 + i % 2) * (M / 8 * K);
       if (i % 2 == 0) {
         HW_CHECK(hw::wait_signal(p, 0, channel_x_.comm(), stream));
       }
-      auto* h_i = h_ + (i % 2) * (M / 8 * K);
       HW_CHECK(cudaMemcpyAsync(h_gathered_i, arena_.on_peer(channel_x_, p, h_i), M / 8 * K * sizeof(hw::bf16),
                                cudaMemcpyDeviceToDevice, stream));
       HW_CHECK(cudaEventRecord(arrived_[i], stream));
     }
     const hw::Stream stream = ring_[i];
-    auto* h_gathered_i_2 = h_gathered_ + (p * 2 + i % 2) * (M / 8 * K);
-    auto* h_i_2 = h_ + (i % 2) * (M / 8 * K);
     if (p != rank_x) {
       HW_CHECK(cudaStreamWaitEvent(stream, arrived_[i], 0));
     }
     auto* y_i = y + (p * 2 + i % 2) * (M / 8 * N);
-    auto* h_chunk = p == rank_x ? h_i_2 : h_gathered_i_2;
+    auto* h_chunk = p == rank_x ? h_i : h_gathered_i;
     HW_CHECK(plan_y_.multiply(h_chunk, w, y_i, stream));
   }
   {

@@ -9,9 +9,9 @@
 //     for %k in 0..3 {
 //       wait_signal 0 from (rank.x + 1 + %k) % 4 for %x_gathered on x
 //     }
+//     %x_gathered_l = chunk %x_gathered[0: rank.x of 4]
 //     record free[0]
 //     for %l in 0..3 {
-//       %x_gathered_l = chunk %x_gathered[0: rank.x of 4]
 //       put %x -> %x_gathered_l at (rank.x - 1 - %l) % 4 signal 0 on x
 //     }
 //   }
@@ -22,20 +22,19 @@
 //   fork ring
 //   for %i in 0..4 {
 //     %p = (rank.x + %i) % 4
+//     %x_gathered_i = chunk %x_gathered[0: %p of 4]
 //     if %i >= 1 {
 //       stream arrivals[0] {
-//         %x_gathered_i = chunk %x_gathered[0: %p of 4]
 //         wait_signal 0 from %p for %x_gathered_i on x
 //         record arrived[%i]
 //       }
 //     }
 //     stream ring[%i] {
-//       %x_gathered_i_2 = chunk %x_gathered[0: %p of 4]
 //       if %p != rank.x {
 //         wait arrived[%i]
 //       }
 //       %y_i = chunk %y[0: %p of 4]
-//       %x_chunk = choose %x if %p == rank.x else %x_gathered_i_2
+//       %x_chunk = choose %x if %p == rank.x else %x_gathered_i
 //       matmul %x_chunk, %w -> %y_i
 //     }
 //   }
@@ -108,9 +107,9 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     for (int64_t k = 0; k < 3; ++k) {
       HW_CHECK(hw::wait_signal((rank_x + 1 + k) % 4, 0, channel_x_.comm(), stream));
     }
+    auto* x_gathered_l = x_gathered_ + rank_x * (M / 4 * K);
     HW_CHECK(cudaEventRecord(free_[0], stream));
     for (int64_t l = 0; l < 3; ++l) {
-      auto* x_gathered_l = x_gathered_ + rank_x * (M / 4 * K);
       HW_CHECK(cudaMemcpyAsync(arena_.on_peer(channel_x_, (rank_x - 1 - l + 4) % 4, x_gathered_l), x,
                                M / 4 * K * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
       HW_CHECK(ncclSignal((rank_x - 1 - l + 4) % 4, 0, 0, 0, channel_x_.comm(), stream));
@@ -124,19 +123,18 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t p = (rank_x + i) % 4;
+    auto* x_gathered_i = x_gathered_ + p * (M / 4 * K);
     if (i >= 1) {
       const hw::Stream stream = arrivals_[0];
-      auto* x_gathered_i = x_gathered_ + p * (M / 4 * K);
       HW_CHECK(hw::wait_signal(p, 0, channel_x_.comm(), stream));
       HW_CHECK(cudaEventRecord(arrived_[i], stream));
     }
     const hw::Stream stream = ring_[i];
-    auto* x_gathered_i_2 = x_gathered_ + p * (M / 4 * K);
     if (p != rank_x) {
       HW_CHECK(cudaStreamWaitEvent(stream, arrived_[i], 0));
     }
     auto* y_i = y + p * (M / 4 * N);
-    const auto* x_chunk = p == rank_x ? x : x_gathered_i_2;
+    const auto* x_chunk = p == rank_x ? x : x_gathered_i;
     HW_CHECK(plan_y_.multiply(x_chunk, w, y_i, stream));
   }
   HW_CHECK(ring_.join(caller));

@@ -30,7 +30,7 @@ Program::Program(hw::Rank& rank)
 
 Sizes Program::check(const Inputs& in) const {
   in.x.expect("x", "bf16[local(R, x), N]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
-  const int64_t R = in.x.whole_dim(0, 4);
+  const int64_t R = in.x.global_dim(0, 4);
   const int64_t R_x = hw::local_size(R, 4, rank_.index());
   const int64_t N = in.x.dim(1);
   hw::expect_divisible("N", N, 3);

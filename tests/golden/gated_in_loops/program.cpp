@@ -39,13 +39,13 @@
 //     stream ring[%j] {
 //       %h_j = chunk %h[0: %q of 4]
 //       %matmul_down = allocate bf16[M/4, K]
-//       %p_2 = (rank.x - 1 - %j) % 4
-//       %y_landing_j = select %y_landing[0: %p_2]
+//       %sender = (rank.x - 1 - %j) % 4
+//       %y_landing_j = select %y_landing[0: %sender]
 //       %matmul_down_chunk = choose %y_landing_j if %q == rank.x else %matmul_down
 //       matmul %h_j, %down -> %matmul_down_chunk
 //       if %q != rank.x {
 //         group {
-//           recv %y_landing_j from %p_2 on x
+//           recv %y_landing_j from %sender on x
 //           send %matmul_down to %q on x
 //         }
 //       }
@@ -78,7 +78,7 @@ Sizes Program::check(const Inputs& in) const {
   const int64_t M = in.x.dim(0) * 4;
   const int64_t K = in.x.dim(1);
   in.gate.expect("gate", "bf16[K, local(F, x)]", CUDA_R_16BF, {K, hw::kAny}, rank_.device());
-  const int64_t F = in.gate.whole_dim(1, 4);
+  const int64_t F = in.gate.global_dim(1, 4);
   const int64_t F_x = hw::local_size(F, 4, rank_.index());
   in.gate.expect("gate", "bf16[K, local(F, x)]", CUDA_R_16BF, {K, F_x}, rank_.device());
   in.up.expect("up", "bf16[K, local(F, x)]", CUDA_R_16BF, {K, F_x}, rank_.device());
@@ -158,14 +158,14 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const hw::Stream stream = ring_[j];
     auto* h_j = g_ + q * (M / 4 * F_x);
     auto* matmul_down = matmul_down_[j];
-    const int64_t p_2 = (rank_x - 1 - j + 4) % 4;
-    auto* y_landing_j = y_landing_ + p_2 * (M / 4 * K);
+    const int64_t sender = (rank_x - 1 - j + 4) % 4;
+    auto* y_landing_j = y_landing_ + sender * (M / 4 * K);
     auto* matmul_down_chunk = q == rank_x ? y_landing_j : matmul_down;
     HW_CHECK(plan_matmul_down_.multiply(h_j, down, matmul_down_chunk, stream));
     if (q != rank_x) {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
-      HW_CHECK(ncclRecv(y_landing_j, M / 4 * K, ncclBfloat16, p_2, channel_x_.comm(), stream));
+      HW_CHECK(ncclRecv(y_landing_j, M / 4 * K, ncclBfloat16, sender, channel_x_.comm(), stream));
       HW_CHECK(ncclSend(matmul_down, M / 4 * K, ncclBfloat16, q, channel_x_.comm(), stream));
       HW_CHECK(ncclGroupEnd());
     }

@@ -39,7 +39,7 @@ Program::Program(hw::Rank& rank)
 
 Sizes Program::check(const Inputs& in) const {
   in.x.expect("x", "bf16[local(T, x), K]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
-  const int64_t T = in.x.whole_dim(0, 4);
+  const int64_t T = in.x.global_dim(0, 4);
   const int64_t T_x = hw::local_size(T, 4, rank_.index());
   const int64_t K = in.x.dim(1);
   in.x.expect("x", "bf16[local(T, x), K]", CUDA_R_16BF, {T_x, K}, rank_.device());

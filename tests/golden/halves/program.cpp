@@ -42,7 +42,7 @@ Program::Program(hw::Rank& rank) : rank_(rank.expect_world(kWorld)), plan_h_(ran
 
 Sizes Program::check(const Inputs& in) const {
   in.x.expect("x", "bf16[local(M, x), 8]", CUDA_R_16BF, {hw::kAny, 8}, rank_.device());
-  const int64_t M = in.x.whole_dim(0, 4);
+  const int64_t M = in.x.global_dim(0, 4);
   const int64_t M_x = hw::local_size(M, 4, rank_.index());
   in.x.expect("x", "bf16[local(M, x), 8]", CUDA_R_16BF, {M_x, 8}, rank_.device());
   in.w.expect("w", "bf16[8, 3]", CUDA_R_16BF, {8, 3}, rank_.device());

@@ -39,7 +39,7 @@ Sizes Program::check(const Inputs& in) const {
   in.x.expect("x", "bf16[M/2, local(K, tp)]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
   const int64_t M = in.x.dim(0) * 2;
   hw::expect_divisible("M", M, 6);
-  const int64_t K = in.x.whole_dim(1, 4);
+  const int64_t K = in.x.global_dim(1, 4);
   const int64_t K_tp = hw::local_size(K, 4, rank_.index() % 4);
   in.x.expect("x", "bf16[M/2, local(K, tp)]", CUDA_R_16BF, {M / 2, K_tp}, rank_.device());
   in.w.expect("w", "bf16[local(K, tp), N]", CUDA_R_16BF, {K_tp, hw::kAny}, rank_.device());

@@ -29,9 +29,9 @@ Program::Program(hw::Rank& rank)
 
 Sizes Program::check(const Inputs& in) const {
   in.x.expect("x", "bf16[local(M, dp), local(K, tp)]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
-  const int64_t M = in.x.whole_dim(0, 2);
+  const int64_t M = in.x.global_dim(0, 2);
   const int64_t M_dp = hw::local_size(M, 2, rank_.index() / 4);
-  const int64_t K = in.x.whole_dim(1, 4);
+  const int64_t K = in.x.global_dim(1, 4);
   const int64_t K_tp = hw::local_size(K, 4, rank_.index() % 4);
   in.x.expect("x", "bf16[local(M, dp), local(K, tp)]", CUDA_R_16BF, {M_dp, K_tp}, rank_.device());
   in.w.expect("w", "bf16[local(K, tp), N]", CUDA_R_16BF, {K_tp, hw::kAny}, rank_.device());

@@ -10,13 +10,13 @@
 //     stream ring[%i] {
 //       %x_i = chunk %x[0: %q of 4]
 //       %matmul_w = allocate bf16[M/4, N]
-//       %p = (rank.x - 1 - %i) % 4
-//       %y_landing_i = select %y_landing[0: %p]
+//       %sender = (rank.x - 1 - %i) % 4
+//       %y_landing_i = select %y_landing[0: %sender]
 //       %matmul_w_chunk = choose %y_landing_i if %q == rank.x else %matmul_w
 //       matmul %x_i, %w -> %matmul_w_chunk
 //       if %q != rank.x {
 //         group {
-//           recv %y_landing_i from %p on x
+//           recv %y_landing_i from %sender on x
 //           send %matmul_w to %q on x
 //         }
 //       }
@@ -46,7 +46,7 @@ Sizes Program::check(const Inputs& in) const {
   in.x.expect("x", "bf16[M, local(K, x)]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
   const int64_t M = in.x.dim(0);
   hw::expect_divisible("M", M, 4);
-  const int64_t K = in.x.whole_dim(1, 4);
+  const int64_t K = in.x.global_dim(1, 4);
   const int64_t K_x = hw::local_size(K, 4, rank_.index());
   in.x.expect("x", "bf16[M, local(K, x)]", CUDA_R_16BF, {M, K_x}, rank_.device());
   in.w.expect("w", "bf16[local(K, x), N]", CUDA_R_16BF, {K_x, hw::kAny}, rank_.device());
@@ -91,14 +91,14 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const hw::Stream stream = ring_[i];
     const auto* x_i = x + q * (M / 4 * K_x);
     auto* matmul_w = matmul_w_[i];
-    const int64_t p = (rank_x - 1 - i + 4) % 4;
-    auto* y_landing_i = y_landing_ + p * (M / 4 * N);
+    const int64_t sender = (rank_x - 1 - i + 4) % 4;
+    auto* y_landing_i = y_landing_ + sender * (M / 4 * N);
     auto* matmul_w_chunk = q == rank_x ? y_landing_i : matmul_w;
     HW_CHECK(plan_matmul_w_.multiply(x_i, w, matmul_w_chunk, stream));
     if (q != rank_x) {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
-      HW_CHECK(ncclRecv(y_landing_i, M / 4 * N, ncclBfloat16, p, channel_x_.comm(), stream));
+      HW_CHECK(ncclRecv(y_landing_i, M / 4 * N, ncclBfloat16, sender, channel_x_.comm(), stream));
       HW_CHECK(ncclSend(matmul_w, M / 4 * N, ncclBfloat16, q, channel_x_.comm(), stream));
       HW_CHECK(ncclGroupEnd());
     }

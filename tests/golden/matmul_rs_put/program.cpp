@@ -21,9 +21,9 @@
 //   fork ring
 //   for %i in 0..4 {
 //     %q = (rank.x + 1 + %i) % 4
+//     %matmul_w_i = chunk %matmul_w[0: %q of 4]
 //     stream ring[%i] {
 //       %x_i = chunk %x[0: %q of 4]
-//       %matmul_w_i = chunk %matmul_w[0: %q of 4]
 //       matmul %x_i, %w -> %matmul_w_i
 //       if %i < 3 {
 //         record made[%i]
@@ -32,10 +32,9 @@
 //     if %i < 3 {
 //       stream puts[0] {
 //         wait made[%i]
-//         %matmul_w_i_2 = chunk %matmul_w[0: %q of 4]
 //         %y_landing_by_sender = select %y_landing[0: %i]
 //         %y_landing_i = select %y_landing_by_sender[0: 0]
-//         put %matmul_w_i_2 -> %y_landing_i at %q signal 0 on x
+//         put %matmul_w_i -> %y_landing_i at %q signal 0 on x
 //       }
 //     }
 //   }
@@ -122,10 +121,10 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t q = (rank_x + 1 + i) % 4;
+    auto* matmul_w_i = matmul_w_ + q * (M / 4 * N);
     {
       const hw::Stream stream = ring_[i];
       const auto* x_i = x + q * (M / 4 * (K / 4));
-      auto* matmul_w_i = matmul_w_ + q * (M / 4 * N);
       HW_CHECK(plan_matmul_w_.multiply(x_i, w, matmul_w_i, stream));
       if (i < 3) {
         HW_CHECK(cudaEventRecord(made_[i], stream));
@@ -134,9 +133,8 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     if (i < 3) {
       const hw::Stream stream = puts_[0];
       HW_CHECK(cudaStreamWaitEvent(stream, made_[i], 0));
-      auto* matmul_w_i_2 = matmul_w_ + q * (M / 4 * N);
       auto* y_landing_by_sender = y_landing_ + i * (M / 4 * N);
-      HW_CHECK(ncclPutSignal(matmul_w_i_2, M / 4 * N, ncclBfloat16, q, arena_.window(channel_x_),
+      HW_CHECK(ncclPutSignal(matmul_w_i, M / 4 * N, ncclBfloat16, q, arena_.window(channel_x_),
                              arena_.offset(y_landing_by_sender), 0, 0, 0, channel_x_.comm(), stream));
     }
   }

@@ -46,7 +46,7 @@ Sizes Program::check(const Inputs& in) const {
   in.x.expect("x", "bf16[M, local(K, x)]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
   const int64_t M = in.x.dim(0);
   hw::expect_divisible("M", M, 4);
-  const int64_t K = in.x.whole_dim(1, 4);
+  const int64_t K = in.x.global_dim(1, 4);
   const int64_t K_x = hw::local_size(K, 4, rank_.index());
   in.x.expect("x", "bf16[M, local(K, x)]", CUDA_R_16BF, {M, K_x}, rank_.device());
   in.w.expect("w", "bf16[local(K, x), N]", CUDA_R_16BF, {K_x, hw::kAny}, rank_.device());

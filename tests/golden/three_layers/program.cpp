@@ -36,13 +36,13 @@
 //     stream ring[%j] {
 //       %h_j = chunk %h[0: %q of 4]
 //       %matmul_w_out = allocate bf16[M/4, E]
-//       %p_2 = (rank.x - 1 - %j) % 4
-//       %scattered_landing_j = select %scattered_landing[0: %p_2]
+//       %sender = (rank.x - 1 - %j) % 4
+//       %scattered_landing_j = select %scattered_landing[0: %sender]
 //       %matmul_w_out_chunk = choose %scattered_landing_j if %q == rank.x else %matmul_w_out
 //       matmul %h_j, %w_out -> %matmul_w_out_chunk
 //       if %q != rank.x {
 //         group {
-//           recv %scattered_landing_j from %p_2 on x
+//           recv %scattered_landing_j from %sender on x
 //           send %matmul_w_out to %q on x
 //         }
 //       }
@@ -87,7 +87,7 @@ Sizes Program::check(const Inputs& in) const {
   hw::expect_divisible("M", M, 4);
   const int64_t E = in.x.dim(1);
   in.layers[0].w_in.expect("w_in_0", "bf16[E, local(F, x)]", CUDA_R_16BF, {E, hw::kAny}, rank_.device());
-  const int64_t F = in.layers[0].w_in.whole_dim(1, 4);
+  const int64_t F = in.layers[0].w_in.global_dim(1, 4);
   const int64_t F_x = hw::local_size(F, 4, rank_.index());
   in.layers[0].w_in.expect("w_in_0", "bf16[E, local(F, x)]", CUDA_R_16BF, {E, F_x}, rank_.device());
   in.layers[0].w_out.expect("w_out_0", "bf16[local(F, x), E]", CUDA_R_16BF, {F_x, E}, rank_.device());
@@ -174,14 +174,14 @@ void Program::layer(const hw::bf16* x, const LayerWeights& weights, hw::bf16* y,
     const hw::Stream stream = ring_[j];
     auto* h_j = layer_matmul_w_in_ + q * (M / 4 * F_x);
     auto* matmul_w_out = layer_matmul_w_out_[j];
-    const int64_t p_2 = (rank_x - 1 - j + 4) % 4;
-    auto* scattered_landing_j = layer_scattered_landing_ + p_2 * (M / 4 * E);
+    const int64_t sender = (rank_x - 1 - j + 4) % 4;
+    auto* scattered_landing_j = layer_scattered_landing_ + sender * (M / 4 * E);
     auto* matmul_w_out_chunk = q == rank_x ? scattered_landing_j : matmul_w_out;
     HW_CHECK(plan_matmul_w_out_.multiply(h_j, w_out, matmul_w_out_chunk, stream));
     if (q != rank_x) {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
-      HW_CHECK(ncclRecv(scattered_landing_j, M / 4 * E, ncclBfloat16, p_2, channel_x_.comm(), stream));
+      HW_CHECK(ncclRecv(scattered_landing_j, M / 4 * E, ncclBfloat16, sender, channel_x_.comm(), stream));
       HW_CHECK(ncclSend(matmul_w_out, M / 4 * E, ncclBfloat16, q, channel_x_.comm(), stream));
       HW_CHECK(ncclGroupEnd());
     }

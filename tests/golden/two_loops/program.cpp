@@ -37,13 +37,13 @@
 //     stream ring[%j] {
 //       %g_j = chunk %g[0: %q of 4]
 //       %matmul_u = allocate bf16[M/4, N]
-//       %p_2 = (rank.x - 1 - %j) % 4
-//       %y_landing_j = select %y_landing[0: %p_2]
+//       %sender = (rank.x - 1 - %j) % 4
+//       %y_landing_j = select %y_landing[0: %sender]
 //       %matmul_u_chunk = choose %y_landing_j if %q == rank.x else %matmul_u
 //       matmul %g_j, %u -> %matmul_u_chunk
 //       if %q != rank.x {
 //         group {
-//           recv %y_landing_j from %p_2 on x
+//           recv %y_landing_j from %sender on x
 //           send %matmul_u to %q on x
 //         }
 //       }
@@ -79,7 +79,7 @@ Sizes Program::check(const Inputs& in) const {
   in.w.expect("w", "bf16[K, N]", CUDA_R_16BF, {K, hw::kAny}, rank_.device());
   const int64_t N = in.w.dim(1);
   in.v.expect("v", "bf16[N, local(F, x)]", CUDA_R_16BF, {N, hw::kAny}, rank_.device());
-  const int64_t F = in.v.whole_dim(1, 4);
+  const int64_t F = in.v.global_dim(1, 4);
   const int64_t F_x = hw::local_size(F, 4, rank_.index());
   in.v.expect("v", "bf16[N, local(F, x)]", CUDA_R_16BF, {N, F_x}, rank_.device());
   in.u.expect("u", "bf16[local(F, x), N]", CUDA_R_16BF, {F_x, N}, rank_.device());
@@ -158,14 +158,14 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const hw::Stream stream = ring_[j];
     auto* g_j = matmul_v_ + q * (M / 4 * F_x);
     auto* matmul_u = matmul_u_[j];
-    const int64_t p_2 = (rank_x - 1 - j + 4) % 4;
-    auto* y_landing_j = y_landing_ + p_2 * (M / 4 * N);
+    const int64_t sender = (rank_x - 1 - j + 4) % 4;
+    auto* y_landing_j = y_landing_ + sender * (M / 4 * N);
     auto* matmul_u_chunk = q == rank_x ? y_landing_j : matmul_u;
     HW_CHECK(plan_matmul_u_.multiply(g_j, u, matmul_u_chunk, stream));
     if (q != rank_x) {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
-      HW_CHECK(ncclRecv(y_landing_j, M / 4 * N, ncclBfloat16, p_2, channel_x_.comm(), stream));
+      HW_CHECK(ncclRecv(y_landing_j, M / 4 * N, ncclBfloat16, sender, channel_x_.comm(), stream));
       HW_CHECK(ncclSend(matmul_u, M / 4 * N, ncclBfloat16, q, channel_x_.comm(), stream));
       HW_CHECK(ncclGroupEnd());
     }

@@ -19,7 +19,7 @@ Program::Program(hw::Rank& rank) : rank_(rank.expect_world(kWorld)) { HW_CHECK(h
 
 Sizes Program::check(const Inputs& in) const {
   in.x.expect("x", "bf16[local(M, x), N]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
-  const int64_t M = in.x.whole_dim(0, 4);
+  const int64_t M = in.x.global_dim(0, 4);
   const int64_t M_x = hw::local_size(M, 4, rank_.index());
   const int64_t N = in.x.dim(1);
   in.x.expect("x", "bf16[local(M, x), N]", CUDA_R_16BF, {M_x, N}, rank_.device());

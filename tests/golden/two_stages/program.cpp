@@ -28,13 +28,13 @@ Program::Program(hw::Rank& rank)
 
 Sizes Program::check(const Inputs& in) const {
   if (on_ranks_0_1_) in.x.expect("x", "bf16[local(M, x on ranks 0, 1), K]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
-  const int64_t M = in.x.whole_dim(0, 2);
+  const int64_t M = in.x.global_dim(0, 2);
   const int64_t M_x_of_ranks_0_1 = hw::local_size(M, 2, rank_.index());
   const int64_t M_x_of_ranks_2_3 = hw::local_size(M, 2, rank_.index() - 2);
-  const int64_t K = in.x.whole_dim(1, 1);
+  const int64_t K = in.x.global_dim(1, 1);
   if (on_ranks_0_1_) in.x.expect("x", "bf16[local(M, x on ranks 0, 1), K]", CUDA_R_16BF, {M_x_of_ranks_0_1, K}, rank_.device());
   if (on_ranks_0_1_) in.w1.expect("w1", "bf16[K, N]", CUDA_R_16BF, {K, hw::kAny}, rank_.device());
-  const int64_t N = in.w1.whole_dim(1, 1);
+  const int64_t N = in.w1.global_dim(1, 1);
   if (on_ranks_0_1_) in.w1.expect("w1", "bf16[K, N]", CUDA_R_16BF, {K, N}, rank_.device());
   if (on_ranks_2_3_) in.w2.expect("w2", "bf16[N, K]", CUDA_R_16BF, {N, K}, rank_.device());
   return {M, K, N, M_x_of_ranks_0_1, M_x_of_ranks_2_3};

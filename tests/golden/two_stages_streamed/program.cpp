@@ -72,12 +72,12 @@ Program::Program(hw::Rank& rank)
 
 Sizes Program::check(const Inputs& in) const {
   if (on_ranks_0_1_) in.x.expect("x", "bf16[M, K]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
-  const int64_t M = in.x.whole_dim(0, 1);
+  const int64_t M = in.x.global_dim(0, 1);
   hw::expect_divisible("M", M, 4);
-  const int64_t K = in.x.whole_dim(1, 1);
+  const int64_t K = in.x.global_dim(1, 1);
   if (on_ranks_0_1_) in.x.expect("x", "bf16[M, K]", CUDA_R_16BF, {M, K}, rank_.device());
   if (on_ranks_0_1_) in.up1.expect("up1", "bf16[K, local(N, x on ranks 0, 1)]", CUDA_R_16BF, {K, hw::kAny}, rank_.device());
-  const int64_t N = in.up1.whole_dim(1, 2);
+  const int64_t N = in.up1.global_dim(1, 2);
   const int64_t N_x_of_ranks_0_1 = hw::local_size(N, 2, rank_.index());
   const int64_t N_x_of_ranks_2_3 = hw::local_size(N, 2, rank_.index() - 2);
   if (on_ranks_0_1_)

@@ -423,10 +423,10 @@ def _check_given(here: str, word: str, name: str, inputs: Mapping[str, object], 
 
 def _distinct_results(results: tuple[Tensor, ...]) -> list[Tensor]:
     """Every result made by an op of its own: an input that is returned, or one tensor returned twice, is copied."""
-    distinct: dict[int, Tensor] = {}
+    distinct: dict[str, Tensor] = {}
     for result in results:
-        own = result if result._op and id(result) not in distinct else record("copy", result)
-        distinct[id(own)] = own
+        own = result if result._op and result._value.name not in distinct else record("copy", result)
+        distinct[own._value.name] = own
     return list(distinct.values())
 
 

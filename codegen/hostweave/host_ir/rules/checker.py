@@ -257,10 +257,10 @@ class Checker:
     def cuts(self, cuts: Cuts, name: str) -> None:
         """Those of a tensor that a buffer holds."""
         for cut in cuts:
-            self.size(cut.held)
-        have, held = (self.known(product(shape)) for shape in (self.types[name].shape, tuple(cut.held for cut in cuts)))
-        if have != held:
-            self.fail(f"%{name} is {self.types[name]}, of {have} elements, and what is cut has {held}")
+            self.size(cut.size)
+        have, wanted = (self.known(product(shape)) for shape in (self.types[name].shape, tuple(cut.size for cut in cuts)))
+        if have != wanted:
+            self.fail(f"%{name} is {self.types[name]}, of {have} elements, and what is cut has {wanted}")
 
     def counts(self, small: str, large: str, factor: int) -> None:
         have, want = (self.known(product(self.types[name].shape)) for name in (large, small))

@@ -31,6 +31,9 @@ def _on_stream(c: Checker, i: ir.OnStream, scope: Scope) -> None:
 def _fork_or_join(c: Checker, i: ir.Fork | ir.Join, scope: Scope) -> None:
     if scope.in_stream:
         c.fail("fork and join speak of the caller's stream: move it out of the stream block")
+    count = next(pool.count for pool in c.program.streams if pool.name == i.stream)
+    if i.first is not None and not 1 <= i.first <= count:
+        c.fail(f"there are {count} streams {i.stream}, not {i.first}: give a number from 1 to {count}, or leave it out for all")
 
 
 def _event(c: Checker, i: ir.Record | ir.Wait, scope: Scope) -> None:

@@ -1,11 +1,11 @@
 """Host to host: what is updated in place is copied first where it stays, as something reads it afterwards.
 
-    launch @dynamic_update_slice_y %x, %row, %start -> %y
+    launch @dynamic_update_slice_x %x, %row, %start -> %y
 
 writes some elements of %y, where %x lies already. Where that is memory of its own it becomes
 
     copy %x -> %y
-    launch @dynamic_update_slice_y %y, %row, %start -> %y
+    launch @dynamic_update_slice_x %y, %row, %start -> %y
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@
       }                                                         }
       if %i < 6 { ... }                                         ...
 
-On a mesh of one rank all chunks are its own: choices and branches between its own and others', and memory for those, go.
+A loop of one iteration is none. On a mesh of one rank all chunks are its own: choices and branches between its own and others', and
+memory for those, go.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from hostweave.host_ir.dead_code import eliminate_dead_code
 from hostweave.host_ir.expr import Const, Expr, Range, range_of, simpler
 from hostweave.options import Options
 from hostweave.types.mesh import Mesh
+from hostweave.types.size import Size
 
 
 def fold_conditions(program: ir.HostProgram, options: Options) -> ir.HostProgram:
@@ -55,4 +57,6 @@ class _Folding:
                 ((name,), chosen) = tree.names(i, "view"), tree.names(i, "alias")[0 if value else 1]
                 self.chosen[name] = self.chosen.get(chosen, chosen)
                 return ()
+        if i.trips == Size():
+            return self.body(tree.bodies(i)[0], mesh)
         return (tree.with_bodies(i, lambda inner: self.body(inner, i.ranks or mesh)),)

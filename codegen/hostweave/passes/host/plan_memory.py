@@ -33,21 +33,21 @@ def plan_memory(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     return replace(program, body=Planner(program).body(program.body, on_caller=True))
 
 
-Lane = tuple[str, int]  # one stream of a pool
-Lanes = tuple[Lane, ...]
-CALLER: Lanes = ()
-Recorded = dict[tree.Slot, tuple[Lane | None, int]]  # an event -> the stream that recorded it last, and in which child
+StreamId = tuple[str, int]  # one stream of a pool
+StreamIds = tuple[StreamId, ...]
+CALLER: StreamIds = ()
+Recorded = dict[tree.Slot, tuple[StreamId | None, int]]  # an event -> the stream that recorded it last, and in which child
 
 
-_Touch = tuple[int, Lanes]  # by the child of a body with this number, on these streams; on the caller's where there are none
+_Touch = tuple[int, StreamIds]  # by the child of a body with this number, on these streams; on the caller's where there are none
 
 
 class _VectorClock:
     """What a body's order of streams tells, in numbers of its children."""
 
     def __init__(self) -> None:
-        self.begun: list[dict[Lane, int]] = []  # at each child: the last one before which a stream cannot run
-        self.done = defaultdict[Lane, list[tuple[int, int]]](list)  # (child, up to which the caller's stream then knows it)
+        self.begun: list[dict[StreamId, int]] = []  # at each child: the last one before which a stream cannot run
+        self.done = defaultdict[StreamId, list[tuple[int, int]]](list)  # (child, up to which the caller's stream then knows it)
 
 
 class Planner:
@@ -84,12 +84,12 @@ class Planner:
             tied = {k for k in ties if _on(children[k])[0] != mesh}
             if (end := self.end(touches[name], known[mesh], on_streams, tied, len(children))) < last:
                 ended[end].append(name)
-        laid_out: list[tree.Instruction] = []
+        result: list[tree.Instruction] = []
         for k, child in enumerate(children):
-            laid_out += (_for_ranks_of(*own[name]) for name in begun[k])
-            laid_out += () if tree.names(_on(child)[1], "allocate") else (child,)
-            laid_out += (_for_ranks_of(own[name][0], ir.Deallocate(name, location=own[name][1].location)) for name in ended[k])
-        return tree.together(laid_out)
+            result += (_for_ranks_of(*own[name]) for name in begun[k])
+            result += () if tree.names(_on(child)[1], "allocate") else (child,)
+            result += (_for_ranks_of(own[name][0], ir.Deallocate(name, location=own[name][1].location)) for name in ended[k])
+        return tree.together(result)
 
     def child(self, i: tree.Instruction, on_caller: bool) -> tree.Instruction:
         if i.ranks:
@@ -100,15 +100,15 @@ class Planner:
 
     def begin(self, touches: list[_Touch], known: _VectorClock) -> int:
         """The child before which it must be there: all that touches it knows of that."""
-        return min(min([known.begun[child].get(lane, 0) for lane in lanes], default=child) for child, lanes in touches)
+        return min(min([known.begun[child].get(stream, 0) for stream in streams], default=child) for child, streams in touches)
 
-    def end(self, touches: list[_Touch], known: _VectorClock, on_streams: dict[int, list[Lane]], tied: set[int], never: int) -> int:
+    def end(self, touches: list[_Touch], known: _VectorClock, on_streams: dict[int, list[StreamId]], tied: set[int], never: int) -> int:
         """The child after which the caller's stream, or the block's, knows that it is done with, and which may be the last of a body."""
         end, found = -1, max(_known_done(touch, known, never) for touch in touches)
         while found > end:
             end = found
-            for k, lanes in on_streams.items():  # a stream that allocates for itself must know, too
-                if k > found and any(known.begun[k].get(lane, 0) <= found for lane in lanes):
+            for k, streams in on_streams.items():  # a stream that allocates for itself must know, too
+                if k > found and any(known.begun[k].get(stream, 0) <= found for stream in streams):
                     found = k
             while found in tied:
                 found += 1
@@ -117,32 +117,34 @@ class Planner:
     def allocates(self, i: tree.Instruction) -> bool:
         return any(tree.names(j, "allocate") or not self.allocating.isdisjoint(tree.names(j, "call")) for j in tree.walk((i,)))
 
-    def on_streams(self, children: list[tree.Instruction]) -> dict[int, list[Lane]]:
+    def on_streams(self, children: list[tree.Instruction]) -> dict[int, list[StreamId]]:
         """The children in which streams allocate for themselves, with these streams."""
-        found = defaultdict[int, list[Lane]](list)
+        found = defaultdict[int, list[StreamId]](list)
         for k, i in ((k, i) for k, child in enumerate(children) for i in tree.walk((child,))):
             if (stream := tree.slot(i, "stream")) and self.allocates(i):
-                found[k] += self.lanes_of(stream)
+                found[k] += self.streams_of(stream)
         return found
 
     def touches(self, children: list[tree.Instruction], on_caller: bool) -> dict[str, list[_Touch]]:
         """Of every buffer, by which child and on which streams of those that the body orders."""
         found = defaultdict[str, list[_Touch]](list)
         for k, child in enumerate(children):
-            for i, lanes in self.on_lanes(child, _joined(child)) if on_caller else ((i, CALLER) for i in tree.walk((child,))):
+            for i, streams in self.on_streams_of(child, _joined(child)) if on_caller else ((i, CALLER) for i in tree.walk((child,))):
                 for name in dict.fromkeys(map(self.uses.root, tree.names(i, "read", "write"))):
-                    found.setdefault(name, []).append((k, lanes))
+                    found.setdefault(name, []).append((k, streams))
         return found
 
-    def on_lanes(self, i: tree.Instruction, joined: set[str], lanes: Lanes = CALLER) -> Iterator[tuple[tree.Instruction, Lanes]]:
+    def on_streams_of(
+        self, i: tree.Instruction, joined: set[str], streams: StreamIds = CALLER
+    ) -> Iterator[tuple[tree.Instruction, StreamIds]]:
         if stream := tree.slot(i, "stream"):
-            lanes = CALLER if stream[0] in joined else self.lanes_of(stream)
-        yield i, lanes
+            streams = CALLER if stream[0] in joined else self.streams_of(stream)
+        yield i, streams
         for body in tree.bodies(i):
             for inner in body:
-                yield from self.on_lanes(inner, joined, lanes)
+                yield from self.on_streams_of(inner, joined, streams)
 
-    def lanes_of(self, stream: tree.Slot) -> Lanes:
+    def streams_of(self, stream: tree.Slot) -> StreamIds:
         pool, index = self.pools[stream[0]], stream[1]
         return (pool[index.value % len(pool)],) if isinstance(index, Const) else tuple(pool)
 
@@ -151,37 +153,39 @@ class Planner:
     def known(self, children: list[tree.Instruction]) -> _VectorClock:
         """From forks, joins, and events that are recorded and waited for in the body itself, once."""
         known = _VectorClock()
-        begun: dict[Lane, int] = {}
+        begun: dict[StreamId, int] = {}
         recorded: Recorded = {}
         for k, child in enumerate(children):
             for pool in tree.names(child, "fork"):
                 begun = begun | dict.fromkeys(self.pools[pool], k)
-            for lane in (lane for pool in tree.names(child, "join") for lane in self.pools[pool]):
-                known.done[lane].append((k, k))
+            for joined in (one for pool in tree.names(child, "join") for one in self.pools[pool]):
+                known.done[joined].append((k, k))
             waited, stream = tree.slot(child, "wait"), tree.slot(child, "stream")
-            lane_then = recorded.get(waited) if waited else None
-            if lane_then and lane_then[0]:
-                known.done[lane_then[0]].append((k, lane_then[1]))
+            stream_then = recorded.get(waited) if waited else None
+            if stream_then and stream_then[0]:
+                known.done[stream_then[0]].append((k, stream_then[1]))
             if event := tree.slot(child, "record"):
                 recorded[event] = None, k
-            elif stream and len(lanes := self.lanes_of(stream)) == 1:
-                begun = self.on_one_stream(tree.bodies(child)[0], lanes[0], k, dict(begun), recorded)
+            elif stream and len(streams := self.streams_of(stream)) == 1:
+                begun = self.on_one_stream(tree.bodies(child)[0], streams[0], k, dict(begun), recorded)
             else:
                 _record_anew(child, recorded)
             known.begun.append(begun)
         return known
 
-    def on_one_stream(self, body: tree.Body, lane: Lane, k: int, begun: dict[Lane, int], recorded: Recorded) -> dict[Lane, int]:
+    def on_one_stream(
+        self, body: tree.Body, stream: StreamId, k: int, begun: dict[StreamId, int], recorded: Recorded
+    ) -> dict[StreamId, int]:
         """What the waits at the head of a block tell its stream; its records come after all of it only at its end."""
         touched = False
         for i in body:
             waited, event = tree.slot(i, "wait"), tree.slot(i, "record")
             if waited and not touched:
-                lane_then = recorded.get(waited)
-                if lane_then and lane_then[0] is None:
-                    begun[lane] = max(begun.get(lane, 0), lane_then[1])
+                stream_then = recorded.get(waited)
+                if stream_then and stream_then[0] is None:
+                    begun[stream] = max(begun.get(stream, 0), stream_then[1])
             elif event and i is body[-1]:
-                recorded[event] = lane, k
+                recorded[event] = stream, k
             else:
                 _record_anew(i, recorded)
                 touched = True
@@ -198,8 +202,8 @@ def _record_anew(i: tree.Instruction, recorded: Recorded) -> None:
 
 def _known_done(touch: _Touch, known: _VectorClock, never: int) -> int:
     """The child after which the caller's stream knows that a touch is over."""
-    child, lanes = touch
-    for_each = (next((at for at, up_to in known.done.get(lane, ()) if min(at, up_to) >= child), never) for lane in lanes)
+    child, streams = touch
+    for_each = (next((at for at, up_to in known.done.get(stream, ()) if min(at, up_to) >= child), never) for stream in streams)
     return max(for_each, default=child)
 
 

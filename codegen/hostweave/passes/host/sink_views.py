@@ -4,14 +4,18 @@
     launch @negative_t %x -> %t           becomes    %h = slice %x[1: 4 from 4]
     copy %h -> %y                               copy %h -> %y
 
-What is the same in every step of a loop stays before the loop, and before the fork of its streams.
+What is the same in every step of a loop comes before the loop, and before the fork of its streams. Equal views in several instructions
+of a body, such as two stream blocks, are one view before them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from hostweave.host_ir import ir, tree
+from hostweave.host_ir.calls import renamed
+from hostweave.host_ir.dead_code import indices_in
 from hostweave.options import Options
 
 
@@ -19,9 +23,52 @@ def sink_views(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     return replace(program, body=_sunk(program.body))
 
 
+def _shared(body: tree.Body) -> tree.Body:
+    """A body with one view in place of equal ones that several of its instructions make, or that each step of a loop makes.
+
+    One of them is made in any case: an index that a condition keeps in range may be outside of it elsewhere.
+    """
+    made: dict[tree.Instruction, dict[str, int]] = {}  # by what is viewed, the names of the views and their places in the body
+    for at, i in enumerate(body):
+        for view in _movable(i):
+            (out,) = tree.names(view, "view")
+            made.setdefault(tree.with_names(view, {out: ""}, "view"), {})[out] = at
+    always = {name for i in _run_always(body) for name in tree.names(i, "view")}
+    names: dict[str, str] = {}
+    before: dict[int, tree.Body] = {}
+    for viewed, places in made.items():
+        (first, at), *_ = places.items()
+        if (body[at].trips or len({*places.values()}) > 1) and not always.isdisjoint(places):
+            names |= dict.fromkeys(places, first)
+            at = _first_place(at, body, ())
+            before[at] = (*before.get(at, ()), tree.with_names(viewed, {"": first}, "view"))
+    if not names:
+        return body
+    others = (tree.rewrite((i,), lambda inner: None if names.keys().isdisjoint(tree.names(inner, "view")) else ()) for i in body)
+    return _shared(renamed(tuple(i for at, kept in enumerate(others) for i in (*before.get(at, ()), *kept)), names))
+
+
+def _run_always(body: tree.Body) -> Iterator[tree.Instruction]:
+    """What runs where a body does."""
+    for i in body:
+        yield i
+        if i.condition_of_body is None and (i.trips is None or i.trips.is_int):
+            yield from (inner for own in tree.bodies(i) for inner in _run_always(own))
+
+
+def _movable(i: tree.Instruction) -> Iterator[tree.Instruction]:
+    """The views that an instruction is, or that are in its bodies, which can stand before it."""
+    inside = list(tree.walk((i,)))
+    defined = {name for inner in inside for name in tree.names(inner, "define", "index")} - {*tree.names(i, "view")}
+    if not any(inner.ranks for inner in inside):
+        for inner in inside:
+            if tree.names(inner, "view") and defined.isdisjoint((*tree.names(inner, "alias"), *indices_in(inner))):
+                yield inner
+
+
 def _sunk(body: tree.Body) -> tree.Body:
     lines: _Lines = []
-    for i in reversed(body):
+    for i in reversed(_shared(body)):
         if tree.names(i, "view"):
             _place(i, lines)
         else:
@@ -45,10 +92,15 @@ def _place(view: tree.Instruction, lines: _Lines) -> None:
     if len(users) == 1 and (inside := _inside(view, lines[at][0])):
         lines[at] = _line(inside)
         return
-    is_loop = bool(lines) and lines[at][0].trips is not None
-    while at > 0 and tree.names(lines[at - 1][0], "view", *(("fork", "record") if is_loop else ())):
+    lines.insert(_first_place(at, [i for i, _ in lines], ("view",)), _line(view))
+
+
+def _first_place(at: int, body: Sequence[tree.Instruction], before: tuple[str, ...]) -> int:
+    """The place before what uses a view, before what has one of these roles there, and before the fork of a loop's streams."""
+    is_loop = bool(body) and body[at].trips is not None
+    while at > 0 and tree.names(body[at - 1], *before, *(("fork", "record") if is_loop else ())):
         at -= 1
-    lines.insert(at, _line(view))
+    return at
 
 
 def _inside(view: tree.Instruction, user: tree.Instruction) -> tree.Instruction | None:

@@ -46,13 +46,13 @@ class Attentions:
             if op.kind == LSE:
                 target = self.b.allocate_here(f"{op.result.name}_unused", BufferType(self.b.types[q].dtype, self.b.types[q].shape))
             else:
-                target = self.buffers.whole(op.result.name)
+                target = self.buffers.buffer_of(op.result.name)
                 target = target if self.has_dense_rows(target) else packed(target)
-            sums = (packed(self.buffers.whole(lse.result.name)),) if lse else ()
+            sums = (packed(self.buffers.buffer_of(lse.result.name)),) if lse else ()
             self.b.emit(ir.Attention(q, k, v, op[SCALE], target, self.diagonal(op), op[WINDOW] or None, sums))
 
     def source(self, name: str) -> str:
-        whole = self.buffers.whole(name)
+        whole = self.buffers.buffer_of(name)
         return whole if self.has_dense_rows(whole) else communication.contiguous_source(self.b, whole, None)
 
     def has_dense_rows(self, buffer: str) -> bool:
@@ -62,7 +62,10 @@ class Attentions:
         """By how much the last column that a row sees is behind it: more on a rank whose rows begin further down."""
         if not op[CAUSAL]:
             return None
-        (queries, keys), own = (self.flow.types[name].dims[-2] for name in op.tensors[:2]), self.b.types[self.buffers.whole(op.tensors[0])]
+        (queries, keys), own = (
+            (self.flow.types[name].dims[-2] for name in op.tensors[:2]),
+            self.b.types[self.buffers.buffer_of(op.tensors[0])],
+        )
         mesh = self.flow.mesh_of(op)
         even = queries.size // mesh.size_of(queries.axes)
         rows = even if own.shape[-2] == even else queries.size.ceil_div(mesh.size_of(queries.axes))

@@ -26,7 +26,7 @@ CUTS = ("slice", "select")
 class Buffers:
     def __init__(self, flow: Dataflow, placement: Placement, b: Builder, asynchronous: Asynchronous):
         self.flow, self.placement, self.b, self.asynchronous = flow, placement, b, asynchronous
-        self.wholes: dict[str, str] = {}  # value -> the buffer or view that holds all of it
+        self.by_value: dict[str, str] = {}  # value -> the buffer or view that holds all of it
         self.by_step: dict[str, str] = {}  # value that lives in one loop -> buffer of one chunk a step
         self.chunks: dict[str, str] = {}  # value that is a view of another's chunk -> that view, in the present iteration
 
@@ -37,33 +37,33 @@ class Buffers:
         """
         inverse_view = {op.result.name for op in self.placement.inverse_view.values()}
         written = {name for name, op in self.flow.producer.items() if not self.flow.is_view(op)} | inverse_view
-        self.wholes |= {p.name: p.name for p in inputs} | {p.name: p.name for p in outputs if p.name in written and not p.memory}
+        self.by_value |= {p.name: p.name for p in inputs} | {p.name: p.name for p in outputs if p.name in written and not p.memory}
 
     # --- all of a value ---
 
-    def whole(self, name: str) -> str:
+    def buffer_of(self, name: str) -> str:
         """The buffer or view that holds all of a value; memory is taken at its first use."""
-        is_known = name in self.wholes and self.b.is_visible(self.wholes[name])
+        is_known = name in self.by_value and self.b.is_visible(self.by_value[name])
         if not is_known and name in self.placement.parts:
             op, number = self.placement.parts[name]
             with self.b.hoisted():
-                self.wholes[name] = part(self.b, self.flow, op, number, self.whole(op.result.name), None)
+                self.by_value[name] = part(self.b, self.flow, op, number, self.buffer_of(op.result.name), None)
         elif not is_known and name in self.placement.inverse_view:
-            self.wholes[name] = self._seen_through(self.placement.inverse_view[name])
+            self.by_value[name] = self._inverse_view(self.placement.inverse_view[name])
         elif not is_known:
             producer = self.flow.producer[name]
             local = self.flow.local(self.flow.values[name])
-            self.wholes[name] = self._whole_view(producer) if self.flow.is_view(producer) else self.b.allocate(name, local)
-        return self.wholes[name]
+            self.by_value[name] = self._view_of_all(producer) if self.flow.is_view(producer) else self.b.allocate(name, local)
+        return self.by_value[name]
 
     def contiguous(self, name: str) -> str:
         """All of a value, as a block takes it."""
-        source, is_elsewhere = self.whole(name), self.flow.types[name].mesh is not None
+        source, is_elsewhere = self.buffer_of(name), self.flow.types[name].mesh is not None
         if is_elsewhere and self.b.is_contiguous(source):
             source = self.b.memory_of(source)  # which can be named where the mesh is left
         if not self.b.is_contiguous(source) or (is_elsewhere and not self.b.is_memory(source)):
-            self.wholes[name] = self._copied(name, source)
-            return self.wholes[name]
+            self.by_value[name] = self._copied(name, source)
+            return self.by_value[name]
         return source
 
     def _copied(self, name: str, source: str) -> str:
@@ -71,13 +71,13 @@ class Buffers:
         self.b.emit(ir.Copy(source, packed))
         return packed
 
-    def _seen_through(self, op: Op) -> str:
+    def _inverse_view(self, op: Op) -> str:
         """What a view is of, where the view's result has the memory."""
         (source,), name = op.tensors, op.result.name
         with self.b.hoisted():
-            if name not in self.placement.inverse_view and name not in self.wholes:
-                self.wholes[name] = self.b.allocate(name, self.flow.local(op.result))
-            view = reversed_view(self.flow, op, self.whole(name))
+            if name not in self.placement.inverse_view and name not in self.by_value:
+                self.by_value[name] = self.b.allocate(name, self.flow.local(op.result))
+            view = reversed_view(self.flow, op, self.buffer_of(name))
             if isinstance(view, ir.Permute):
                 return self.b.permute(view.src, view.order, source)
             return self.b.reshape(view.src, view.shape, source)
@@ -89,11 +89,11 @@ class Buffers:
         name, stream = op.operands[number], op.result.stream
         assert isinstance(name, str)
         if steps is None or stream is None:
-            return self.whole(name)
+            return self.buffer_of(name)
         dim, keeps = self.flow.map(op).operand_dim(number, stream.dim), keeps_dim(op)
         if dim is not None:
             return self.chunk(name, dim, steps, keeps)
-        buffer, rank = self.whole(name), len(self.flow.types[name].dims)
+        buffer, rank = self.buffer_of(name), len(self.flow.types[name].dims)
         if op.kind == "matmul":
             rank -= op[CONTRACTED] - 1  # of which the matrix makes one
         position = stream.dim - (len(op.result.type.dims) - rank)
@@ -114,7 +114,7 @@ class Buffers:
         """What an op writes."""
         value, stream = op.result, op.result.stream
         if steps is None or stream is None:
-            return self.whole(value.name)
+            return self.buffer_of(value.name)
         self.take_chunks(op, steps)
         return self.chunk(value.name, stream.dim, steps, keeps_dim(op))
 
@@ -122,7 +122,7 @@ class Buffers:
         """Takes memory for what the steps write, where that is to lie in another way than the value, whose chunks would be strided."""
         value, stream = op.result, op.result.stream
         assert stream is not None
-        is_new = value.name not in self.wholes and value.name not in self.by_step
+        is_new = value.name not in self.by_value and value.name not in self.by_step
         if is_new and value.name in self.placement.within_loops:
             shape = chunk_shape(steps, self.flow.mesh, value, stream.dim)
             splits = steps.splits(value, stream.dim)
@@ -148,7 +148,7 @@ class Buffers:
             shape = chunk_shape(replace(steps, drops_dim=steps.drops_dim and not keeps), self.flow.mesh, value, dim)
             return self.b.reshape(view, shape, wanted)
         with self.b.hoisted():
-            buffer = self.whole(name)
+            buffer = self.buffer_of(name)
             if steps.splits(value, dim):
                 self.b.split(buffer, dim, Size(steps.shards_in(value, dim)), f"{name}_shards")
         return chunk(self.b, steps, buffer, value, dim, keeps)
@@ -159,12 +159,12 @@ class Buffers:
         """Defines what a view makes: a view of all of its operand, or of the chunk of a step."""
         result, stream, source = op.result, op.result.stream, op.tensors[0]
         if self.placement.inverse_view.get(source) == op:
-            self.whole(source)
+            self.buffer_of(source)
             return
         is_of_chunks = op.kind not in ("shard", "transfer", "permute_dims")
         dim = self.flow.map(op).operand_dim(0, stream.dim) if steps and stream and is_of_chunks else None
         if steps is None or stream is None or dim is None:
-            self.wholes[result.name] = self._whole_view(op)
+            self.by_value[result.name] = self._view_of_all(op)
             return
         here, wanted = self.chunk(source, dim, steps), f"{result.name}_{steps.index.name}"
         if op.kind in CUTS:
@@ -175,27 +175,27 @@ class Buffers:
 
     def _own_block(self, op: Op) -> str:
         """The view of this rank's block of a value that it holds all of, or as much of each dim."""
-        mesh, buffer, step = self.flow.mesh_of(op), self.whole(op.tensors[0]), step_of(op)
+        mesh, buffer, step = self.flow.mesh_of(op), self.buffer_of(op.tensors[0]), step_of(op)
         have, want = self.flow.local(self.flow.values[op.tensors[0]]).shape, self.flow.local(op.result).shape
         gained = {step.gains: step.axes}
-        if op.kind == "transfer":  # from a dim that is whole: one that is not has the same block, by another name
+        if op.kind == "transfer":  # from a dim that is not sharded: one that is has the same block, by another name
             gained = {i: op.result.type.dims[i].axes for i, blocks in enumerate(op[BLOCKS].sent) if blocks > 1}
         for i, (dim, own) in enumerate(zip(op.result.type.dims, want, strict=True)):
             if have[i] == own:
                 continue
-            place, ranks = rank_in_group(mesh, gained.get(i, ())), mesh.size_of(gained.get(i, ()))
+            rank, ranks = rank_in_group(mesh, gained.get(i, ())), mesh.size_of(gained.get(i, ()))
             if own == dim.size // mesh.size_of(dim.axes):
-                buffer = self.b.chunk(buffer, i, place, Size(ranks), op.result.name)
+                buffer = self.b.chunk(buffer, i, rank, Size(ranks), op.result.name)
             else:
-                buffer = self.b.slice(buffer, i, own, place * expr_of(dim.size.ceil_div(ranks)), op.result.name)
+                buffer = self.b.slice(buffer, i, own, rank * expr_of(dim.size.ceil_div(ranks)), op.result.name)
         return buffer
 
-    def _whole_view(self, op: Op) -> str:
+    def _view_of_all(self, op: Op) -> str:
         """The view of all of the operand that is all of the result."""
         if op.kind in ("shard", "transfer"):
             with self.b.hoisted():
                 return self._own_block(op)
-        source, name = self.whole(op.tensors[0]), op.result.name
+        source, name = self.buffer_of(op.tensors[0]), op.result.name
         with self.b.hoisted():
             if op.kind == "permute_dims":
                 return self.b.permute(source, op[ORDER], name)

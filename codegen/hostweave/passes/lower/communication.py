@@ -32,9 +32,9 @@ class Shards:
         """The dim, where an instruction has to name it."""
         return self.dim if self.is_uneven else None
 
-    def cuts(self, whole: BufferType) -> Cuts:
+    def cuts(self, type: BufferType) -> Cuts:
         """How a tensor that all ranks share along the dim is cut."""
-        return tuple(Cut(self.size if i == self.dim else 1, size) for i, size in enumerate(whole.shape))
+        return tuple(Cut(self.size if i == self.dim else 1, size) for i, size in enumerate(type.shape))
 
     @property
     def size(self) -> int:
@@ -183,8 +183,8 @@ def blocks_to_receive(b: Builder, dst: Callable[[], str], blocks: Transfer, cuts
     if cuts is None:
         b.emit(ir.Copy(landing, cut(b, dst(), blocks.received)))  # other views where an `on` body has ended meanwhile
         return
-    with packed_destination(b, dst(), steps) as whole:
-        b.emit(ir.Unpack(landing, whole, cuts))
+    with packed_destination(b, dst(), steps) as target:
+        b.emit(ir.Unpack(landing, target, cuts))
 
 
 def cut(b: Builder, whole: str, cuts: tuple[int, ...]) -> str:
@@ -242,7 +242,7 @@ def gather_ring(b: Builder, src: str, dst: str, next_dst: Callable[[], str], sha
 
 def scatter_p2p(b: Builder, src: str, landing: str, shards: Shards, steps: Steps, local: Callable[[str], str]) -> None:
     """Each rank sends its term of a block to the owner; `landing` holds one term a rank until they are summed."""
-    sender = Var(b.let("p", (rank_in_group(shards.mesh, shards.axes) - 1 - steps.hop) % shards.size))
+    sender = Var(b.let("sender", (rank_in_group(shards.mesh, shards.axes) - 1 - steps.hop) % shards.size))
     term = local(b.select(landing, 0, sender, f"{landing}_{steps.index.name}"))
     swap(b, src, steps.owned_by, term, sender, shards, steps)
 

@@ -44,14 +44,16 @@ from hostweave.types.size import Size, product
 from hostweave.types.tensor import TensorType, f32
 
 RING = "ring"
-LANES = 2  # streams of a loop of puts, so that the end of a matmul and the beginning of the next share the device
+STREAMS_OF_PUTS = 2  # streams of a loop of puts, so that the end of a matmul and the beginning of the next share the device
 
 
 def lower_to_host(fusion: Fusion, options: Options) -> ir.HostProgram:
     """The host program of a fusion whose reshards are each one communication or one local slice; of each function a function."""
     uneven = uneven_sizes(fusion)
     channels: dict[str, ir.Channel] = {}
-    program = joined([_Lowering(Dataflow(body, uneven), options, channels).program() for body in (*fusion.functions, fusion)])
+    bodies = [_Lowering(Dataflow(body, uneven), options, channels) for body in (*fusion.functions, fusion)]
+    streams = max(body.most_streams() for body in bodies)
+    program = joined([body.program(streams) for body in bodies])
     return replace(program, channels=tuple(channels.values()), user_kernels=fusion.user_kernels)
 
 
@@ -67,11 +69,22 @@ class _Lowering:
         self.kernels = Kernels(self.b.types)
         self.attentions = attention.Attentions(flow, self.buffers, self.b)
         self.reshards = Reshards(flow, self.buffers, self.kernels, self.b)
-        self.most_steps = 1  # of a loop
         self.ring_term: str | None = None  # in the present loop: the matmul whose term a ring of sums adds when it comes to it
 
-    def program(self) -> ir.HostProgram:
+    def is_loop(self, loop: Loop) -> bool:
+        """Whether there is anything to call in it."""
+        return loop.is_streamed and not all(map(self.flow.is_view, loop.ops))
+
+    def most_streams(self) -> int:
+        """That a loop of the body uses."""
+        counts = ((loop, iterations(self.flow, loop.ops[0])[0]) for loop in self.loops if self.is_loop(loop))
+        at_once = ((STREAMS_OF_PUTS if algorithm_of(loop) == "put" else self.options.streams, count) for loop, count in counts)
+        return min(self.options.streams, max((min(most, int(count)) if count.is_int else most for most, count in at_once), default=1))
+
+    def program(self, streams: int) -> ir.HostProgram:
+        """The body, in a program with so many streams for loops."""
         b, flow, f = self.b, self.flow, self.flow.fusion
+        self.streams = streams
         inputs = tuple(ir.Parameter(b.parameter(v.name, flow.local(v)), v.type) for v in f.inputs)
         outputs = tuple(
             ir.Parameter(b.parameter(name, flow.local(flow.values[name])), flow.types[name], memory)
@@ -80,31 +93,30 @@ class _Lowering:
         self.buffers.begin(inputs, outputs)
         for loop in self.loops:
             self.asynchronous.settle(loop.ops)
-            if not loop.is_streamed or all(map(flow.is_view, loop.ops)):  # nothing to call in a loop
+            if self.is_loop(loop):
+                self.loop(loop)
+            else:
                 for op in loop.ops:
                     self.op(op, None)
-            else:
-                self.loop(loop)
         b.location = None
         self.asynchronous.join()
         for parameter, name in zip(outputs, f.outputs, strict=True):
             b.location = flow.producer[name].location if parameter.memory else None
             with b.on(parameter.type.mesh):
-                if self.buffers.whole(name) != parameter.name:  # an input, a view, a value that is returned twice, or donated memory
-                    b.emit(ir.Copy(self.buffers.whole(name), parameter.name))
+                if self.buffers.buffer_of(name) != parameter.name:  # an input, a view, a value that is returned twice, or donated memory
+                    b.emit(ir.Copy(self.buffers.buffer_of(name), parameter.name))
         body = with_windows(b.body())
         forked = {name for i in tree.walk(body) for name in tree.names(i, "fork")}
-        ring = ir.Streams(RING, min(self.options.streams, self.most_steps))
+        ring = ir.Streams(RING, streams)
         alone = (ir.Streams(name, 1) for name in (COMM, PUTS, ARRIVALS))
-        streams = tuple(pool for pool in (ring, *alone) if pool.name in forked)
+        pools = tuple(pool for pool in (ring, *alone) if pool.name in forked)
         events, kernels = (*self.reshards.events, *self.asynchronous.events), tuple(self.kernels.made.values())
-        return ir.HostProgram(f.name, f.mesh, inputs, outputs, (), streams, events, kernels, body, flow.uneven)
+        return ir.HostProgram(f.name, f.mesh, inputs, outputs, (), pools, events, kernels, body, flow.uneven)
 
     def loop(self, loop: Loop) -> None:
         b, flow = self.b, self.flow
         count, drops_dim = iterations(flow, loop.ops[0])
-        at_once = LANES if algorithm_of(loop) == "put" else self.options.streams
-        self.most_steps = max(self.most_steps, min(at_once, int(count)) if count.is_int else at_once)
+        used = int(count) if count.is_int and int(count) < self.streams else None
         steps = Steps(flow.mesh, Var(b.loop_index()), count, drops_dim, shards(flow, loop.ops), uneven=flow.uneven)
         b.location = loop.ops[-1].location
         meshes = {flow.types[name].mesh for op in loop.ops for name in (op.result.name, *op.tensors)}
@@ -125,11 +137,11 @@ class _Lowering:
                 b.emit(ir.OnStream(RING, steps.index, tuple(on_stream)))
                 if puts:
                     puts.after_step(steps)
-            b.emit(ir.Fork(RING))
+            b.emit(ir.Fork(RING, used))
             b.emit(ir.For(steps.index.name, count, tuple(body)))
             if puts:
                 puts.end()
-            b.emit(ir.Join(RING))
+            b.emit(ir.Join(RING, used))
             self.reshards.end_of_loop()
         b.hoists_views = True
         self.buffers.chunks.clear()
@@ -146,7 +158,7 @@ class _Lowering:
             elif op.kind in RESHARD_STEPS:
                 self.reshards.reshard(op, steps)
             elif op.kind == "output":
-                self.buffers.whole(op.result.name)  # what its kernel or function wrote
+                self.buffers.buffer_of(op.result.name)  # what its kernel or function wrote
             elif op.callee:
                 self.call(op, op.callee)
             elif op.user_kernel:
@@ -237,12 +249,12 @@ class _Lowering:
         """What a function or a kernel of the user writes; an output that nothing uses has memory of its own."""
         flow, name = self.flow, op.result.name
         used = {user[INDEX]: user.result.name for user in flow.consumers[name] if user.kind == "output"}
-        targets = [self.buffers.whole(name)]
+        targets = [self.buffers.buffer_of(name)]
         for index, type in enumerate(types[1:], 1):
             mesh = type.mesh if op.callee else op.result.type.mesh
             with self.b.on(mesh):
                 unused = type.local(mesh or flow.mesh, flow.uneven)
-                targets.append(self.buffers.whole(used[index]) if index in used else self.b.allocate(f"{name}_unused", unused))
+                targets.append(self.buffers.buffer_of(used[index]) if index in used else self.b.allocate(f"{name}_unused", unused))
         return tuple(targets)
 
     # --- ops that are copies ---

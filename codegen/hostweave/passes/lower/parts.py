@@ -34,9 +34,9 @@ def borders(b: Builder, flow: Dataflow, op: Op, target: str, steps: Steps | None
     low, high, name = op[LOW], op[HIGH], op.result.name
     source = flow.values[op.tensors[0]]
     for axis in padded_dims(op):
-        held, dim = source.type.shape[axis], dim_of_chunk(axis, op, source, steps)
+        own, dim = source.type.shape[axis], dim_of_chunk(axis, op, source, steps)
         if low[axis]:
             yield b.slice(target, dim, Size(low[axis]), Const(0), f"{name}_before")
         if high[axis]:
-            yield b.slice(target, dim, Size(high[axis]), expr_of(held + low[axis]), f"{name}_after")
-        target = b.slice(target, dim, held, Const(low[axis]), f"{name}_inside")
+            yield b.slice(target, dim, Size(high[axis]), expr_of(own + low[axis]), f"{name}_after")
+        target = b.slice(target, dim, own, Const(low[axis]), f"{name}_inside")

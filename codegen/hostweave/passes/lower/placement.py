@@ -43,7 +43,7 @@ def placement_of(flow: Dataflow, loops: Sequence[Loop]) -> Placement:
     within_loops = frozenset(
         op.result.name for loop in loops if loop.is_streamed for op in loop.ops if _ends_in(flow, op.result.name, loop)
     )
-    return Placement(parts, _seen_through(flow, parts), within_loops)
+    return Placement(parts, _inverse_views(flow, parts), within_loops)
 
 
 def reversed_view(flow: Dataflow, op: Op, src: str) -> ir.Reshape | ir.Permute:
@@ -87,7 +87,7 @@ def _writes_strided(flow: Dataflow, op: Op) -> bool:
 # --- values that one view alone uses ----------------------------------------------------------------------------------
 
 
-def _seen_through(flow: Dataflow, parts: dict[str, Part]) -> dict[str, Op]:
+def _inverse_views(flow: Dataflow, parts: dict[str, Part]) -> dict[str, Op]:
     """Values that are used through one view alone, and lie in memory as that view has them: as it is returned, or as what
     merges its dims needs it. The view is then how their own op sees the memory, and nothing is copied."""
     found: dict[str, Op] = {}

@@ -111,7 +111,7 @@ class Gather(PutLoop):
         """Whether shards land where they are used; else in memory of their own, from where they are copied."""
         b, value, dim = self.b, self.op.result, self.op.result.stream.dim if self.op.result.stream else 0
         self.buffers.take_chunks(self.op, self.own)
-        memory = self.buffers.by_step.get(value.name) or self.buffers.whole(value.name)
+        memory = self.buffers.by_step.get(value.name) or self.buffers.buffer_of(value.name)
         is_contiguous = value.name in self.buffers.by_step or all(size == Size() for size in b.types[memory].shape[:dim])
         if is_contiguous and b.is_allocated(memory):
             self.landing = memory
@@ -122,7 +122,7 @@ class Gather(PutLoop):
 
     def shard_in_window(self) -> str | None:
         """The memory of this rank's shard, where the program allocates it, and chunks of it are contiguous."""
-        b, stream, whole = self.b, self.op.result.stream, self.buffers.whole(self.op.tensors[0])
+        b, stream, whole = self.b, self.op.result.stream, self.buffers.buffer_of(self.op.tensors[0])
         memory = b.base_of(whole)
         assert stream is not None
         is_contiguous = b.is_contiguous(whole) and all(size == Size() for size in b.types[whole].shape[: stream.dim])

@@ -172,8 +172,8 @@ class Reshards:
         def take_own() -> None:
             assert op.result.stream is not None
             rank, size = rank_in_group(shards.mesh, shards.axes), Size(shards.size)
-            own = b.chunk(self.buffers.whole(name), op.result.stream.dim, rank, size, f"{name}_own")
-            b.emit(ir.Copy(own, self.buffers.whole(op.result.name)))
+            own = b.chunk(self.buffers.buffer_of(name), op.result.stream.dim, rank, size, f"{name}_own")
+            b.emit(ir.Copy(own, self.buffers.buffer_of(op.result.name)))
 
         self.after_loop.append(take_own)
 
@@ -189,7 +189,7 @@ class Reshards:
         )
 
         def sum_terms() -> None:
-            target = self.buffers.whole(value.name)
+            target = self.buffers.buffer_of(value.name)
             b.emit(ir.Launch(self.kernels.summing(change.reduction, landing, target, op), (landing,), (target,)))
 
         self.after_loop.append(sum_terms)
@@ -202,7 +202,7 @@ class Reshards:
             raise ProgramError(
                 f"{op.kind}: a ring passes contiguous blocks on, so it streams the outermost dim; use algorithm='p2p'", op.location
             )
-        return chunk(self.b, steps.next_hop, buffers.whole(name), value, value.stream.dim, suffix="next")
+        return chunk(self.b, steps.next_hop, buffers.buffer_of(name), value, value.stream.dim, suffix="next")
 
     def _arrivals(self, steps: Steps, op: Op) -> str:
         """Events of a ring, one a step."""

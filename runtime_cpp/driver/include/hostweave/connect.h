@@ -18,7 +18,7 @@ struct ProcessGroup {
   std::string axes;  // along which they differ: "dp, tp"
   std::string key;   // of all process groups of all meshes: "mesh(pp=2, dp=2, tp=4) dp, tp, pp=1", with the coordinates they have
                      // in common
-  int64_t place = 0;  // of this rank: its coordinates along the axes, the last one fastest
+  int64_t rank_in_group = 0;  // its coordinates along the axes, the last one fastest
   int64_t size = 1;
   Transport transport = Transport::two_sided;
 

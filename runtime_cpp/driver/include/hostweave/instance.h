@@ -114,8 +114,8 @@ class Instance {
   Instance(Instance&&) = delete;
 
   struct Input {
-    Shape shape;  // of this rank's block
-    Shape whole;  // of the global array, or of no dims where all ranks hold blocks of one shape
+    Shape shape;         // of this rank's block
+    Shape global_shape;  // of the global array, or of no dims where all ranks hold blocks of one shape
   };
   // Gets ready for such inputs. Returns the local shapes of the outputs. Throws ArgumentError where they do not fit the
   // program, CaptureError where `caller`, whose call this is for, is being captured: nothing can be allocated then.

@@ -52,7 +52,7 @@ class Member {
   // Makes those channels: every rank of the group calls it. Throws ExecutionError where the others do not come in time.
   void connect(const ProgramTable& program, const ProcessGroupId& id_of, double timeout_seconds);
   // Uses communicators that the host keeps, by the axes of their process groups, instead. Throws ArgumentError where one is
-  // missing, or where this rank has another place in it than in the mesh.
+  // missing, or where this rank has another number in it than in the mesh.
   void adopt(const ProgramTable& program, const std::map<std::string, ncclComm_t>& communicators);
 
   // From any thread: ends what waits for other ranks. The member is of no use any more.

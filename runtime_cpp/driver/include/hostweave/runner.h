@@ -17,8 +17,8 @@ struct Array {
   void* data = nullptr;
   Shape shape;
   size_t bytes = 0;
-  int device = -1;   // -1: in host memory. Outputs are there or on the rank's GPU, inputs on any
-  Shape whole = {};  // of the global array, where that is known
+  int device = -1;          // -1: in host memory. Outputs are there or on the rank's GPU, inputs on any
+  Shape global_shape = {};  // of the global array, where that is known
 };
 
 struct Call {

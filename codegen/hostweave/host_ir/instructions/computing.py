@@ -1,0 +1,147 @@
+"""Instructions of the host IR that compute, or move what is there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from hostweave.fusion_ir.ops import OPS
+from hostweave.fusion_ir.ops.attention import attended
+from hostweave.host_ir.expr import Const, Expr
+from hostweave.host_ir.tree import Instruction, Launched, Read, Reads, Write, Writes
+from hostweave.types.blocks import Cuts, boxes
+from hostweave.types.rank_sizes import Sizes
+
+ACTIVATIONS = ("relu", "gelu_tanh")  # ops that a matmul may end with
+
+
+class Compute(Instruction):
+    """Work of this rank alone."""
+
+    work = "compute"
+
+    def computed(self, np: Any, sizes: Sizes, *reads: Any) -> tuple[Any, ...]:
+        """What it writes, by NumPy, from a rank's sizes and what it reads (small floats as f32). A launch does what its kernel says."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Matmul(Compute):
+    """dst = activation(scale * a b + accumulate + bias), rounded once. Equivalent to cublasLtMatmul with its epilogue.
+
+    The product is over the last two dims, leading dims broadcast as NumPy does. `accumulate` is of dst's type and may be dst, the bias
+    a vector along dst's columns; there is at most one of each.
+    """
+
+    a: Read
+    b: Read
+    dst: Write
+    precision: str = ""  # "tf32": f32 operands are rounded to TF32 first
+    scale: float = 1.0
+    accumulate: Reads = ()
+    bias: Reads = ()
+    activation: str = ""  # one of ACTIVATIONS
+    syntax = "matmul %{a}, %{b} in {precision} scaled {scale} accumulate {accumulate} bias {bias} activation {activation} -> %{dst}"
+    in_place = "accumulate"
+
+    def computed(self, np: Any, sizes: Sizes, *reads: Any) -> tuple[Any, ...]:
+        a, b, *added = reads
+        total = sum(added, np.matmul(a, b) * a.dtype.type(self.scale))
+        return (OPS[self.activation].numpy(np, total) if self.activation else total,)
+
+
+@dataclass(frozen=True)
+class Attention(Compute):
+    """dst = softmax(scale * q kT) v, by blocks of scores. q is [..., H, S, E], k [..., G, T, E], v [..., G, T, F], dst [..., H, S, F].
+
+    Head h of the queries is of group h / (H / G). With a `diagonal` row i sees columns up to i + diagonal, and with a window only the
+    last so many of them. `lse`, contiguous [..., H, S] of f32, gets the logarithms of the sums of exp. The elements of a row of all else
+    lie side by side.
+    """
+
+    q: Read
+    k: Read
+    v: Read
+    scale: float
+    dst: Write
+    diagonal: Expr | None = None
+    window: int | None = None
+    lse: Writes = ()
+    syntax = "attention %{q}, %{k}, %{v} scaled {scale} diagonal {diagonal} window {window} -> %{dst} lse {lse}"
+    library = "attention"
+
+    def computed(self, np: Any, sizes: Sizes, *reads: Any) -> tuple[Any, ...]:
+        diagonal = self.diagonal.value if isinstance(self.diagonal, Const) else None  # an execution has its value
+        return attended(np, reads, self.scale, diagonal, self.window or 0)[: 1 + len(self.lse)]
+
+
+@dataclass(frozen=True)
+class Launch(Compute):
+    """Runs a kernel of the program, or one of the user's, whose buffers are contiguous."""
+
+    kernel: Launched
+    srcs: Reads
+    dsts: Writes
+    syntax = "launch @{kernel} {srcs} -> {dsts}"
+
+
+@dataclass(frozen=True)
+class Copy(Compute):
+    """dst = src, of one shape and dtype, strided or not."""
+
+    src: Read
+    dst: Write
+    syntax = "copy %{src} -> %{dst}"
+    work = "move"
+    copies = True
+
+    def computed(self, np: Any, sizes: Sizes, *reads: Any) -> tuple[Any, ...]:
+        return reads
+
+
+@dataclass(frozen=True)
+class Pack(Compute):
+    """dst holds the blocks of src, which is cut along its dims: one after another in row-major order, each row-major in itself."""
+
+    src: Read
+    dst: Write
+    cuts: Cuts
+    syntax = "pack %{src} -> %{dst} in {cuts}"
+    work = "move"
+
+    @property
+    def packed(self) -> Cuts:
+        return self.cuts
+
+    def computed(self, np: Any, sizes: Sizes, *reads: Any) -> tuple[Any, ...]:
+        return (reads[0].ravel()[self.order(np, sizes)].reshape(reads[0].shape),)
+
+    def order(self, np: Any, sizes: Sizes) -> Any:
+        """Of each element of the blocks the place that it has in the tensor."""
+        shape = [cut.size.bind(sizes) for cut in self.cuts]
+        places = np.arange(prod(shape)).reshape(shape)
+        return np.concatenate([places[box].ravel() for box in boxes(self.cuts, sizes)])
+
+
+@dataclass(frozen=True)
+class Unpack(Pack):
+    """dst is what pack has made src of."""
+
+    syntax = "unpack %{src} -> %{dst} in {cuts}"
+
+    def order(self, np: Any, sizes: Sizes) -> Any:
+        return np.argsort(super().order(np, sizes))
+
+
+@dataclass(frozen=True)
+class Fill(Compute):
+    """Every element of dst = value, which the dtype must represent."""
+
+    dst: Write
+    value: float
+    syntax = "fill %{dst} with {value}"
+    work = "move"
+
+    def computed(self, np: Any, sizes: Sizes, *reads: Any) -> tuple[Any, ...]:
+        return (self.value,)

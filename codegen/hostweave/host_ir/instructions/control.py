@@ -1,0 +1,115 @@
+"""Instructions of the host IR for streams and events, and for what runs when, how often, and on which ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hostweave.host_ir.expr import Expr
+from hostweave.host_ir.tree import Awaited, Body, Called, Forked, Index, Instruction, Joined, Reads, Recorded, Stream, Writes
+from hostweave.types.mesh import Mesh
+from hostweave.types.size import Size
+
+
+@dataclass(frozen=True)
+class OnStream(Instruction):
+    """The body runs on stream `index % count` of the named streams."""
+
+    stream: Stream
+    index: Expr
+    body: Body
+    syntax = "stream {stream}[{index}] {body}"
+
+
+@dataclass(frozen=True)
+class Fork(Instruction):
+    """The named streams, or the first of them, wait for what the caller's stream holds."""
+
+    stream: Forked
+    first: int | None = None  # that many; None: all
+    syntax = "fork {stream} first {first}"
+    orders = True
+
+
+@dataclass(frozen=True)
+class Join(Instruction):
+    """The caller's stream waits for what the named streams hold, or the first of them."""
+
+    stream: Joined
+    first: int | None = None
+    syntax = "join {stream} first {first}"
+    orders = True
+
+
+@dataclass(frozen=True)
+class Record(Instruction):
+    """The event marks what the current stream holds now. Equivalent to cudaEventRecord."""
+
+    event: Recorded
+    index: Expr
+    syntax = "record {event}[{index}]"
+    orders = True
+
+
+@dataclass(frozen=True)
+class Wait(Instruction):
+    """The current stream waits for the event as last recorded in this call. Equivalent to cudaStreamWaitEvent."""
+
+    event: Awaited
+    index: Expr
+    syntax = "wait {event}[{index}]"
+    orders = True
+
+
+@dataclass(frozen=True)
+class Let(Instruction):
+    out: Index
+    value: Expr
+    syntax = "%{out} = {value}"
+    calls = False
+
+
+@dataclass(frozen=True)
+class For(Instruction):
+    out: Index
+    count: Size
+    body: Body
+    syntax = "for %{out} in 0..{count} {body}"
+
+    @property
+    def trips(self) -> Size:
+        return self.count
+
+
+@dataclass(frozen=True)
+class If(Instruction):
+    condition: Expr
+    body: Body
+    orelse: Body = ()
+    syntax = "if {condition} {body}{orelse}"
+
+    @property
+    def condition_of_body(self) -> Expr:
+        return self.condition
+
+
+@dataclass(frozen=True)
+class Call(Instruction):
+    """Runs a function of the program, which forks from the caller's stream and joins it by itself."""
+
+    function: Called
+    srcs: Reads
+    dsts: Writes
+    syntax = "call @{function} {srcs} -> {dsts}"
+
+
+@dataclass(frozen=True)
+class OnMesh(Instruction):
+    """The ranks of a mesh do the body, the others nothing. Inside, axes are those of that mesh. What it allocates stays."""
+
+    mesh: Mesh
+    body: Body
+    syntax = "on {mesh} {body}"
+
+    @property
+    def ranks(self) -> Mesh:
+        return self.mesh

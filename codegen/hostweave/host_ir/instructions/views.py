@@ -1,0 +1,212 @@
+"""Instructions of the host IR that name memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hostweave.host_ir.expr import Const, Expr
+from hostweave.host_ir.strides import _reshaped_strides, _with, strided, strides_of
+from hostweave.host_ir.tree import Alias, Allocated, Freed, Instruction, Viewed
+from hostweave.types.size import Size
+from hostweave.types.tensor import BufferType
+
+
+@dataclass(frozen=True)
+class Allocate(Instruction):
+    """Memory of this call, in the program's arena."""
+
+    out: Allocated
+    type: BufferType
+    calls = False
+    syntax = "%{out} = allocate {type}"
+
+    def defined(self, types: Mapping[str, BufferType]) -> dict[str, BufferType]:
+        return {self.out: self.type}
+
+
+@dataclass(frozen=True)
+class AllocateWindow(Allocate):
+    """Memory of this call that peers read and write: it has the same offset in the arena of every rank."""
+
+    syntax = "%{out} = allocate_window {type}"
+    in_window = True
+
+
+@dataclass(frozen=True)
+class Deallocate(Instruction):
+    src: Freed
+    syntax = "deallocate %{src}"
+
+
+@dataclass(frozen=True)
+class View(Instruction):
+    """Elements of a buffer under another shape: pointer arithmetic at most."""
+
+    out: Viewed
+    src: Alias
+    calls = False
+
+    def type_of(self, source: BufferType) -> BufferType:
+        """The type of what it defines. Raises ValueError where there is no such view."""
+        raise NotImplementedError
+
+    def defined(self, types: Mapping[str, BufferType]) -> dict[str, BufferType]:
+        return {self.out: self.type_of(types[self.src])}
+
+    @property
+    def offset(self) -> Expr:
+        """Where it begins along its dim, in steps of what it takes there."""
+        return Const(0)
+
+    def stride(self, source: BufferType) -> Size:
+        """The elements between one such step and the next."""
+        return Size()
+
+
+class Piece(View):
+    """Some indices of a dim."""
+
+    dim: int
+
+    @property
+    def span(self) -> tuple[int, Expr, Size]:
+        raise NotImplementedError
+
+    @property
+    def offset(self) -> Expr:
+        return self.span[1]
+
+    def stride(self, source: BufferType) -> Size:
+        return strides_of(source)[self.dim]
+
+
+@dataclass(frozen=True)
+class Select(Piece):
+    """One index of a dim, which is dropped. Pointer arithmetic."""
+
+    dim: int
+    index: Expr
+    syntax = "%{out} = select %{src}[{dim}: {index}]"
+
+    def chunk_of(self, source: BufferType) -> tuple[int, Expr, Size]:
+        return self.dim, self.index, source.shape[self.dim]
+
+    def type_of(self, source: BufferType) -> BufferType:
+        shape, strides, dim = source.shape, strides_of(source), self.dim
+        return strided(source, shape[:dim] + shape[dim + 1 :], strides[:dim] + strides[dim + 1 :])
+
+    @property
+    def span(self) -> tuple[int, Expr, Size]:
+        return self.dim, self.index, Size()
+
+
+@dataclass(frozen=True)
+class Chunk(View):
+    """The index-th of `count` equal chunks of a dim. Pointer arithmetic."""
+
+    dim: int
+    index: Expr
+    count: Size
+    syntax = "%{out} = chunk %{src}[{dim}: {index} of {count}]"
+
+    def chunk_of(self, source: BufferType) -> tuple[int, Expr, Size]:
+        return self.dim, self.index, self.count
+
+    def type_of(self, source: BufferType) -> BufferType:
+        if self.count == Size(0):
+            raise ValueError("a dim is cut into at least one chunk: write the number of them")
+        chunk = source.shape[self.dim].divided_by(self.count)
+        if chunk is None or (not chunk.factors and chunk.divisor != 1):
+            raise ValueError(f"cannot cut {source.shape[self.dim]} into {self.count} chunks")
+        return strided(source, _with(source.shape, self.dim, chunk), strides_of(source))
+
+    @property
+    def offset(self) -> Expr:
+        return self.index
+
+    def stride(self, source: BufferType) -> Size:
+        return self.type_of(source).shape[self.dim] * strides_of(source)[self.dim]
+
+
+@dataclass(frozen=True)
+class Slice(Piece):
+    """`size` indices of a dim from `start` on. Pointer arithmetic."""
+
+    dim: int
+    size: Size
+    start: Expr
+    syntax = "%{out} = slice %{src}[{dim}: {size} from {start}]"
+
+    def type_of(self, source: BufferType) -> BufferType:
+        return strided(source, _with(source.shape, self.dim, self.size), strides_of(source))
+
+    @property
+    def span(self) -> tuple[int, Expr, Size]:
+        return self.dim, self.start, self.size
+
+
+@dataclass(frozen=True)
+class Strided(Slice):
+    """`size` indices of a dim from `start` on, `step` apart. Pointer arithmetic."""
+
+    step: int
+    syntax = "%{out} = strided %{src}[{dim}: {size} from {start} by {step}]"
+
+    def type_of(self, source: BufferType) -> BufferType:
+        if self.step < 1:
+            raise ValueError(f"the step is {self.step}: it must be at least 1")
+        strides, dim = strides_of(source), self.dim
+        return strided(source, _with(source.shape, dim, self.size), _with(strides, dim, strides[dim] * self.step))
+
+    @property
+    def span(self) -> tuple[int, Expr, Size]:
+        return self.dim, self.start, (self.size - 1) * self.step + 1
+
+
+@dataclass(frozen=True)
+class Reshape(View):
+    """The same elements in the same order under another shape. No call."""
+
+    shape: tuple[Size, ...]
+    syntax = "%{out} = reshape %{src} to {shape}"
+    shows = "in order"
+
+    def type_of(self, source: BufferType) -> BufferType:
+        return strided(source, self.shape, _reshaped_strides(source.shape, strides_of(source), self.shape))
+
+
+@dataclass(frozen=True)
+class Permute(View):
+    """Dim i of the result is dim `order[i]` of the source. No call."""
+
+    order: tuple[int, ...]
+    syntax = "%{out} = permute %{src} by {order}"
+    shows = "all"
+
+    def type_of(self, source: BufferType) -> BufferType:
+        if sorted(self.order) != list(range(len(source.shape))):
+            raise ValueError("the order must name each of its dims once")
+        strides = strides_of(source)
+        return strided(source, tuple(source.shape[i] for i in self.order), tuple(strides[i] for i in self.order))
+
+
+@dataclass(frozen=True)
+class Choose(View):
+    """One of two buffers of one type: `src` where the condition is true. No call."""
+
+    condition: Expr
+    other: Alias
+    syntax = "%{out} = choose %{src} if {condition} else %{other}"
+
+    @property
+    def chosen_by(self) -> Expr:
+        return self.condition
+
+    def type_of(self, source: BufferType) -> BufferType:
+        return source
+
+    def defined(self, types: Mapping[str, BufferType]) -> dict[str, BufferType]:
+        if types[self.other] != types[self.src]:
+            raise ValueError(f"%{self.other} is {types[self.other]}: choose between buffers of one type and layout")
+        return super().defined(types)
